@@ -1,0 +1,29 @@
+# Third-party libraries. Debian's come through pkg-config or their CMake packages; libtorch is the wheel in the virtual environment.
+find_package(PkgConfig REQUIRED)
+find_package(Protobuf REQUIRED)
+find_package(GTest REQUIRED)
+find_package(absl REQUIRED)
+find_package(spdlog REQUIRED)
+find_package(nlohmann_json REQUIRED)
+find_package(CLI11 REQUIRED)
+pkg_check_modules(yaml_cpp REQUIRED IMPORTED_TARGET yaml-cpp)
+pkg_check_modules(prometheus REQUIRED IMPORTED_TARGET prometheus-cpp-pull prometheus-cpp-core)
+pkg_check_modules(grpcpp REQUIRED IMPORTED_TARGET grpc++)
+pkg_check_modules(xxhash REQUIRED IMPORTED_TARGET libxxhash)
+
+execute_process(COMMAND "${TANDEM_PYTHON}" -c "import sysconfig; print(sysconfig.get_paths()['purelib'])"
+                OUTPUT_VARIABLE TANDEM_SITE_PACKAGES OUTPUT_STRIP_TRAILING_WHITESPACE
+                COMMAND_ERROR_IS_FATAL ANY)
+
+# find_package(Torch) insists on a CUDA toolkit even for a CPU build, so the targets are made by hand.
+set(_torch_dir "${TANDEM_SITE_PACKAGES}/torch")
+if(NOT EXISTS "${_torch_dir}/lib/libtorch_cpu.so")
+  message(FATAL_ERROR "libtorch not found in ${_torch_dir}: run `make setup` first")
+endif()
+add_library(torch_cpu INTERFACE)
+target_include_directories(torch_cpu SYSTEM INTERFACE
+  "${_torch_dir}/include" "${_torch_dir}/include/torch/csrc/api/include")
+target_link_directories(torch_cpu INTERFACE "${_torch_dir}/lib")
+target_link_libraries(torch_cpu INTERFACE torch_cpu c10 Threads::Threads)
+# The old-style RPATH is needed: libtorch's own dependencies are found through it.
+target_link_options(torch_cpu INTERFACE "-Wl,-rpath,${_torch_dir}/lib" "-Wl,--disable-new-dtags" "-Wl,--allow-shlib-undefined")

@@ -1,0 +1,28 @@
+# tandem_library(<folder-name> SRCS … [HDRS …] DEPS …)   static library tandem_<name>, alias tandem::<name>
+# tandem_test(<name> SRCS … DEPS …)                      GoogleTest binary registered with CTest
+# Includes are always written from the repository's root: #include "common/base/status_macros.h".
+
+function(_tandem_configure target)
+  target_include_directories(${target} PUBLIC "${CMAKE_SOURCE_DIR}")
+  target_link_libraries(${target} PRIVATE tandem_warnings)
+endfunction()
+
+function(tandem_library name)
+  cmake_parse_arguments(ARG "" "" "SRCS;DEPS" ${ARGN})
+  add_library(tandem_${name} STATIC ${ARG_SRCS})
+  add_library(tandem::${name} ALIAS tandem_${name})
+  _tandem_configure(tandem_${name})
+  target_link_libraries(tandem_${name} PUBLIC ${ARG_DEPS})
+endfunction()
+
+function(tandem_test name)
+  if(NOT TANDEM_TESTS)
+    return()
+  endif()
+  cmake_parse_arguments(ARG "" "" "SRCS;DEPS" ${ARGN})
+  add_executable(${name} ${ARG_SRCS})
+  _tandem_configure(${name})
+  target_link_libraries(${name} PRIVATE ${ARG_DEPS} GTest::gmock GTest::gtest_main)
+  add_test(NAME ${name} COMMAND ${name})
+  set_tests_properties(${name} PROPERTIES TIMEOUT 300)
+endfunction()

@@ -1,0 +1,14 @@
+# Compiler, linker and cache settings shared by every target.
+find_program(TANDEM_CCACHE ccache)
+if(TANDEM_CCACHE)
+  set(CMAKE_CXX_COMPILER_LAUNCHER "${TANDEM_CCACHE}")
+endif()
+find_program(TANDEM_MOLD mold)
+if(TANDEM_MOLD)
+  add_link_options(-fuse-ld=mold)
+endif()
+find_package(Threads REQUIRED)
+
+# Our warnings are errors. Third-party headers come in as SYSTEM and stay quiet.
+add_library(tandem_warnings INTERFACE)
+target_compile_options(tandem_warnings INTERFACE -Wall -Wextra -Werror)

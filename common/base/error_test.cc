@@ -1,0 +1,33 @@
+#include "common/base/error.h"
+
+#include <gtest/gtest.h>
+
+namespace tandem {
+namespace {
+
+TEST(ErrorTest, FieldPathIsAttachedAndReadable) {
+  const absl::Status status = InvalidField("sampling.top_p", "must be in (0, 1], got 2");
+  EXPECT_EQ(status.code(), absl::StatusCode::kInvalidArgument);
+  EXPECT_EQ(status.message(), "sampling.top_p: must be in (0, 1], got 2");
+  EXPECT_EQ(FieldPath(status), "sampling.top_p");
+}
+
+TEST(ErrorTest, PrependKeepsCodeReasonAndRetry) {
+  absl::Status status = FieldError(absl::StatusCode::kOutOfRange, "[2]", "too large");
+  status = WithRetryAfter(WithReason(status, "TOKEN_ID"), 250);
+  status = PrependFieldPath("prompt_token_ids", status);
+  EXPECT_EQ(status.code(), absl::StatusCode::kOutOfRange);
+  EXPECT_EQ(status.message(), "prompt_token_ids[2]: too large");
+  EXPECT_EQ(FieldPath(status), "prompt_token_ids[2]");
+  EXPECT_EQ(Reason(status), "TOKEN_ID");
+  EXPECT_EQ(RetryAfterMilliseconds(status), 250);
+}
+
+TEST(ErrorTest, PrependNamesAStatusWithoutPath) {
+  const absl::Status status = PrependFieldPath("samples[0]", absl::NotFoundError("gone"));
+  EXPECT_EQ(FieldPath(status), "samples[0]");
+  EXPECT_TRUE(PrependFieldPath("x", absl::OkStatus()).ok());
+}
+
+}  // namespace
+}  // namespace tandem
