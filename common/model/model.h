@@ -1,0 +1,139 @@
+// A language model or a critic: weights from a Hugging Face directory, a forward over ragged
+// batches, for training (autograd) and for rollout (KV cache).
+//
+//   TANDEM_ASSIGN_OR_RETURN(auto model, Model::Load(directory, {.requires_grad = true}));
+//   CausalContext causal;
+//   at::Tensor hidden = model->HiddenStates(MakeRaggedBatch({{1, 2, 3}}), causal);  // [3, H]
+//   at::Tensor logits = model->ForwardLogits(hidden);                               // [3, V]
+//
+// fp32 in memory whatever the file holds. Functions that return tensors may throw c10::Error as
+// libtorch does; engines turn that into a Status at their edge.
+#ifndef TANDEM_COMMON_MODEL_MODEL_H_
+#define TANDEM_COMMON_MODEL_MODEL_H_
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/strings/string_view.h"
+#include "absl/types/span.h"
+#include "common/model/attention_context.h"
+#include "common/model/kv_cache.h"
+#include "common/model/model_config.h"
+#include "common/model/ragged_batch.h"
+#include "common/tensor/dtype.h"
+#include "common/tensor/named_tensors.h"
+
+namespace tandem {
+
+class Backbone;
+
+enum class HeadKind {
+  kLm,     // vocabulary logits
+  kValue,  // one value a token (`use_value_head`)
+  kNone,   // hidden states only
+};
+
+// Where the value head's weights came from.
+enum class ValueHeadSource {
+  kNone,        // the model has no value head
+  kCheckpoint,  // the file held one
+  kRandom,      // the file held none: drawn from N(0, initializer_range) with `value_head_seed`
+};
+
+struct LoadOptions {
+  HeadKind head = HeadKind::kLm;
+  // kValue on a base checkpoint whose embeddings are tied is INVALID_ARGUMENT unless this is set.
+  bool untie_embeddings = false;
+  uint64_t value_head_seed = 0;
+  // Parameters are leaves that require gradients, each with its own storage. Otherwise projections
+  // that share an input share one buffer, and their parameters are views of it.
+  bool requires_grad = false;
+};
+
+// One sequence of a cached forward.
+struct DecodeInput {
+  int64_t slot = 0;                  // of the KvCache; its cursor is the first token's position
+  absl::Span<const int64_t> tokens;  // what the model consumes now, at least one
+  int64_t num_output_rows = 1;       // hidden states wanted: those of the last n of `tokens`
+};
+
+class Model {
+ public:
+  // INVALID_ARGUMENT that names file and tensor when one is missing, unexpected, mis-shaped, or
+  // not floating-point; DATA_LOSS and INVALID_ARGUMENT for broken files; NOT_FOUND;
+  // UNIMPLEMENTED for a model_type or feature that is not supported.
+  static absl::StatusOr<std::unique_ptr<Model>> Load(const std::string& directory,
+                                                     const LoadOptions& options = {});
+  // Random weights as `transformers` initialises them (norms 1, biases 0, rest
+  // N(0, initializer_range)), from `seed`. For tests and benchmarks.
+  static absl::StatusOr<std::unique_ptr<Model>> Random(const ModelConfig& config, uint64_t seed,
+                                                       const LoadOptions& options = {});
+  ~Model();
+  Model(const Model&) = delete;
+  Model& operator=(const Model&) = delete;
+
+  const ModelConfig& config() const { return config_; }
+  HeadKind head() const { return head_; }
+  ValueHeadSource value_head_source() const { return value_head_source_; }
+  // The head shares the embedding's matrix.
+  bool tied() const { return tied_; }
+
+  // [T, H]: the hidden states after the final norm, which the fused loss and the heads consume.
+  at::Tensor HiddenStates(const RaggedBatch& batch, AttentionContext& context) const;
+  // [N, H] -> [N, V]. Needs kLm.
+  at::Tensor ForwardLogits(const at::Tensor& hidden) const;
+  // [N, H] -> [N]. Needs kValue.
+  at::Tensor Values(const at::Tensor& hidden) const;
+  // [V, H]: the embedding itself when tied. Needs kLm. Gradients flow into it.
+  const at::Tensor& LmHeadWeight() const { return lm_head_; }
+
+  // Consumes every input's tokens in one ragged pass and advances the cursors. Returns the wanted
+  // rows, inputs one after the other: [sum of num_output_rows, H], after the final norm; feed them
+  // to ForwardLogits. Run it under c10::InferenceMode. A row's numbers do not depend on what it was
+  // batched with nor on how the tokens before it were chunked. INVALID_ARGUMENT for a bad slot, the
+  // same slot twice, no tokens, a token outside the vocabulary or too many rows; OUT_OF_RANGE past
+  // max_model_len. On an error no cursor has moved.
+  absl::StatusOr<at::Tensor> Decode(KvCache& cache, absl::Span<const DecodeInput> inputs) const;
+
+  // All parameters by Hugging Face name, in a fixed order; a tied head is listed once, as the
+  // embedding. They share storage with the model: in-place changes take effect at once.
+  NamedTensors Parameters() const;
+  // The parameter of that name; undefined when there is none.
+  at::Tensor Parameter(absl::string_view name) const;
+  int64_t num_parameters() const;
+
+  // Copies values in, by name, converting to fp32. All or nothing: names, shapes and completeness
+  // (unless `partial`) are checked before the first copy. A tied "lm_head.weight" is ignored.
+  // INVALID_ARGUMENT names the tensor.
+  absl::Status LoadParameters(const NamedTensors& tensors, bool partial = false);
+
+  // Writes a Hugging Face directory that `transformers` loads: config.json with the keys it was
+  // read with, model.safetensors in `dtype`, and the tokenizer's files if the source directory
+  // still has them. A critic is written as <Family>ForTokenClassification with `score.weight`.
+  absl::Status Save(const std::string& directory, DType dtype = DType::kFloat32) const;
+
+ private:
+  Model() = default;
+  static absl::StatusOr<std::unique_ptr<Model>> Build(const ModelConfig& config,
+                                                      const LoadOptions& options);
+
+  ModelConfig config_;
+  std::string source_directory_;
+  HeadKind head_ = HeadKind::kLm;
+  ValueHeadSource value_head_source_ = ValueHeadSource::kNone;
+  bool tied_ = false;
+  std::unique_ptr<Backbone> backbone_;
+  at::Tensor lm_head_;          // [V, H]
+  at::Tensor value_head_;       // [1, H]
+  at::Tensor value_head_bias_;  // [1] or undefined
+};
+
+}  // namespace tandem
+
+#endif  // TANDEM_COMMON_MODEL_MODEL_H_

@@ -1,0 +1,83 @@
+// The architecture of a model, read from a Hugging Face `config.json`.
+#ifndef TANDEM_COMMON_MODEL_MODEL_CONFIG_H_
+#define TANDEM_COMMON_MODEL_MODEL_CONFIG_H_
+
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "absl/status/statusor.h"
+#include "absl/strings/string_view.h"
+#include "common/tensor/dtype.h"
+
+namespace tandem {
+
+// Rotary position embedding (https://arxiv.org/abs/2104.09864) and how it is stretched.
+struct RopeConfig {
+  enum class Type {
+    kDefault,
+    kLinear,  // positions divided by `factor`
+    kLlama3,  // low frequencies divided, high ones kept (Llama 3.1)
+    kYarn,    // https://arxiv.org/abs/2309.00071
+  };
+  Type type = Type::kDefault;
+  double theta = 10000.0;
+  double factor = 1.0;
+  // kLlama3, kYarn: the context length of pre-training.
+  double original_max_position_embeddings = 0.0;
+  // kLlama3.
+  double low_freq_factor = 1.0;
+  double high_freq_factor = 4.0;
+  // kYarn.
+  double beta_fast = 32.0;
+  double beta_slow = 1.0;
+  bool truncate = true;
+  std::optional<double> attention_factor;
+  std::optional<double> mscale;
+  std::optional<double> mscale_all_dim;
+};
+
+struct ModelConfig {
+  std::string model_type;  // "llama", "qwen2", "qwen3": the key of the family registry
+  int64_t vocab_size = 0;
+  int64_t hidden_size = 0;
+  int64_t intermediate_size = 0;
+  int64_t num_hidden_layers = 0;
+  int64_t num_attention_heads = 0;
+  int64_t num_key_value_heads = 0;
+  int64_t head_dim = 0;
+  int64_t max_position_embeddings = 0;
+  double rms_norm_eps = 1e-6;
+  RopeConfig rope;
+  bool tie_word_embeddings = false;
+  bool attention_bias = false;
+  bool mlp_bias = false;
+  double initializer_range = 0.02;
+  // Union of config.json and generation_config.json, ascending.
+  std::vector<int64_t> eos_token_ids;
+  std::optional<int64_t> bos_token_id;
+  std::optional<int64_t> pad_token_id;
+  std::optional<DType> dtype;  // of the file, as the config states it
+  // config.json as it was read; an export writes its unknown keys back.
+  std::string raw_json;
+
+  // Tokens' width of queries and of keys or values.
+  int64_t query_size() const { return num_attention_heads * head_dim; }
+  int64_t key_value_size() const { return num_key_value_heads * head_dim; }
+};
+
+// Parses the text of a config.json; `generation_json` may be empty. Both styles are read:
+// `rope_parameters` or `rope_theta` + `rope_scaling`, `dtype` or `torch_dtype`.
+// INVALID_ARGUMENT with the field's path ("config.json.hidden_size") for what is missing or wrong,
+// UNIMPLEMENTED with the path for what is valid but not supported (hidden_act other than silu,
+// sliding windows, rope types dynamic and longrope, partial rotary).
+absl::StatusOr<ModelConfig> ParseModelConfig(absl::string_view json,
+                                             absl::string_view generation_json = "");
+
+// Reads config.json and, if present, generation_config.json. NOT_FOUND without a config.json.
+absl::StatusOr<ModelConfig> LoadModelConfig(const std::string& directory);
+
+}  // namespace tandem
+
+#endif  // TANDEM_COMMON_MODEL_MODEL_CONFIG_H_

@@ -1,0 +1,29 @@
+// A batch of sequences without padding.
+#ifndef TANDEM_COMMON_MODEL_RAGGED_BATCH_H_
+#define TANDEM_COMMON_MODEL_RAGGED_BATCH_H_
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <vector>
+
+namespace tandem {
+
+// S sequences, T tokens in all. Sequence s owns rows [offsets[s], offsets[s + 1]).
+struct RaggedBatch {
+  at::Tensor tokens;             // [T] int64
+  at::Tensor positions;          // [T] int64; the first token of a whole sequence is at 0
+  std::vector<int64_t> offsets;  // S + 1 values from 0 to T, never decreasing
+
+  int64_t num_tokens() const { return offsets.empty() ? 0 : offsets.back(); }
+  int64_t num_sequences() const {
+    return offsets.empty() ? 0 : static_cast<int64_t>(offsets.size()) - 1;
+  }
+};
+
+// Whole sequences, positions from 0.
+RaggedBatch MakeRaggedBatch(const std::vector<std::vector<int64_t>>& sequences);
+
+}  // namespace tandem
+
+#endif  // TANDEM_COMMON_MODEL_RAGGED_BATCH_H_

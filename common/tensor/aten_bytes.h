@@ -1,0 +1,48 @@
+// Between ATen tensors and plain bytes: files, the wire, digests.
+#ifndef TANDEM_COMMON_TENSOR_ATEN_BYTES_H_
+#define TANDEM_COMMON_TENSOR_ATEN_BYTES_H_
+
+#include <ATen/core/Tensor.h>
+
+#include <map>
+#include <optional>
+#include <string>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "common/tensor/dtype.h"
+#include "common/tensor/named_tensors.h"
+#include "common/tensor/safetensors.h"
+
+namespace tandem {
+
+at::ScalarType ToScalarType(DType dtype);
+// UNIMPLEMENTED for a type that has no place in a checkpoint (complex, quantised).
+absl::StatusOr<DType> FromScalarType(at::ScalarType type);
+
+// A copy in memory of its own, in the view's type.
+at::Tensor ToAten(const TensorView& view);
+
+// Copies the view's values into `destination` (any floating type; converts). The caller has checked
+// the shape; no autograd history is recorded.
+void CopyInto(const TensorView& view, const at::Tensor& destination);
+
+// A view of a contiguous CPU tensor's bytes, valid while `tensor` lives and keeps its storage.
+// INVALID_ARGUMENT when it is not contiguous or not on the CPU.
+absl::StatusOr<TensorView> AsView(const std::string& name, const at::Tensor& tensor);
+
+// Writes tensors as one safetensors file; floating ones are stored as `float_dtype` if given.
+absl::Status WriteNamedTensors(const std::string& path, const NamedTensors& tensors,
+                               std::optional<DType> float_dtype = std::nullopt,
+                               const std::map<std::string, std::string>& metadata = {});
+
+// Reads every tensor of one safetensors file, in file order, in its own type.
+absl::StatusOr<NamedTensors> ReadNamedTensors(const std::string& path);
+
+// XXH3-128 over names, types, shapes and bytes, in the given order: the digest by which sender and
+// receiver of weights compare what they hold.
+std::string DigestNamedTensors(const NamedTensors& tensors);
+
+}  // namespace tandem
+
+#endif  // TANDEM_COMMON_TENSOR_ATEN_BYTES_H_
