@@ -1,0 +1,22 @@
+// A loaded model in the terms that servers report. Plain data, no tensors.
+#ifndef TANDEM_COMMON_MODEL_MODEL_SUMMARY_H_
+#define TANDEM_COMMON_MODEL_MODEL_SUMMARY_H_
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+namespace tandem {
+
+struct ModelSummary {
+  std::string path;        // directory it was loaded from
+  std::string model_type;  // "llama", "qwen2", ...
+  int64_t vocab_size = 0;
+  int64_t num_parameters = 0;
+  int64_t max_model_len = 0;  // longest sequence that the engine accepts
+  std::vector<int64_t> eos_token_ids;
+};
+
+}  // namespace tandem
+
+#endif  // TANDEM_COMMON_MODEL_MODEL_SUMMARY_H_

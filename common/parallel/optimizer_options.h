@@ -1,0 +1,30 @@
+// AdamW and its schedule, as configured. Plain data: mirrors tandem.config.v1.OptimizerOptions.
+#ifndef TANDEM_COMMON_PARALLEL_OPTIMIZER_OPTIONS_H_
+#define TANDEM_COMMON_PARALLEL_OPTIMIZER_OPTIONS_H_
+
+#include <cstdint>
+
+namespace tandem {
+
+enum class LearningRateSchedule {
+  kConstant,
+  kLinear,  // to min_learning_rate at total_steps
+  kCosine,  // half a cosine to min_learning_rate at total_steps
+};
+
+struct OptimizerOptions {
+  double learning_rate = 1e-6;
+  double beta1 = 0.9;
+  double beta2 = 0.999;
+  double epsilon = 1e-8;
+  double weight_decay = 0.0;   // decoupled, on matrices only
+  double max_grad_norm = 1.0;  // global norm; 0 turns clipping off
+  int64_t warmup_steps = 0;    // linear from 0
+  LearningRateSchedule schedule = LearningRateSchedule::kConstant;
+  int64_t total_steps = 0;
+  double min_learning_rate = 0.0;
+};
+
+}  // namespace tandem
+
+#endif  // TANDEM_COMMON_PARALLEL_OPTIMIZER_OPTIONS_H_

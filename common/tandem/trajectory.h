@@ -1,0 +1,48 @@
+// One response with its provenance, as plain data: what the rollout engine writes and the trainer
+// and critic engines read. Mirrors tandem.types.v1.Trajectory.
+#ifndef TANDEM_COMMON_TANDEM_TRAJECTORY_H_
+#define TANDEM_COMMON_TANDEM_TRAJECTORY_H_
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "common/tandem/tandem_config.h"
+
+namespace tandem {
+
+enum class FinishReason {
+  kUnspecified,  // refused by the trainer
+  kStop,         // the last token is an end-of-sequence or stop id
+  kLength,       // max_tokens or the model's limit was reached
+};
+
+// A run of response tokens written under one version of the senior.
+struct VersionRun {
+  int64_t version = 0;
+  int64_t count = 0;  // at least 1
+
+  bool operator==(const VersionRun&) const = default;
+};
+
+// L = response_token_ids.size(). Every per-token vector has L entries, or none where it says so.
+struct Trajectory {
+  std::vector<int32_t> prompt_token_ids;
+  std::vector<int32_t> response_token_ids;
+  std::vector<uint8_t> authorship_mask;  // 1 = senior, 0 = junior
+  // log-softmax(logits / temperature) of the emitted token, before any cut.
+  std::vector<float> author_logprobs;       // under the token's author
+  std::vector<float> other_logprobs;        // under the other model; empty when not computed
+  std::vector<float> log_keep_mass;         // log mass that the cut kept; empty means all 0
+  std::vector<VersionRun> senior_versions;  // counts sum to L
+  std::string junior_version;               // digest of the junior's weights; empty with tandem off
+  FinishReason finish_reason = FinishReason::kUnspecified;
+  uint64_t seed = 0;
+  uint64_t sample_index = 0;
+  SamplingParams sampling;
+  TandemConfig tandem;
+};
+
+}  // namespace tandem
+
+#endif  // TANDEM_COMMON_TANDEM_TRAJECTORY_H_

@@ -1,0 +1,76 @@
+// The two ends of a weight transfer, as plain interfaces: engines implement them with tensors,
+// common/rpc moves the bytes. Mirrors tandem.weights.v1.
+#ifndef TANDEM_COMMON_TENSOR_WEIGHT_TRANSFER_H_
+#define TANDEM_COMMON_TENSOR_WEIGHT_TRANSFER_H_
+
+#include <cstddef>
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/types/span.h"
+#include "common/tensor/dtype.h"
+
+namespace tandem {
+
+struct WeightSpec {
+  std::string name;  // Hugging Face parameter name
+  DType dtype = DType::kFloat32;
+  std::vector<int64_t> shape;
+
+  bool operator==(const WeightSpec&) const = default;
+};
+
+// The tensors' bytes, little endian and concatenated in this order, form one byte stream.
+struct WeightManifest {
+  int64_t version = 0;
+  std::vector<WeightSpec> tensors;
+  int64_t total_bytes = 0;
+  std::string digest;  // XXH3-128 of the stream, 32 hexadecimal digits
+
+  bool operator==(const WeightManifest&) const = default;
+};
+
+// An immutable copy of a model's weights.
+class WeightSource {
+ public:
+  virtual ~WeightSource() = default;
+  virtual const WeightManifest& manifest() const = 0;
+  // Copies the stream's bytes [offset, offset + out.size()); the range must lie inside the stream.
+  virtual void Read(int64_t offset, absl::Span<std::byte> out) const = 0;
+};
+
+// The version being served and its digest.
+struct WeightVersion {
+  int64_t version = 0;
+  std::string digest;
+};
+
+// Takes one update at a time. Thread-safe. Nothing changes what is served before Commit returns OK.
+class WeightReceiver {
+ public:
+  virtual ~WeightReceiver() = default;
+  // Opens an update, or goes on with the open one of that id and manifest: returns the number of
+  // bytes that it already holds. INVALID_ARGUMENT names a tensor that does not fit the model;
+  // FAILED_PRECONDITION (reason STALE_WEIGHT_VERSION) for a version not above the one served, or
+  // below that of another open update (a higher one replaces it).
+  virtual absl::StatusOr<int64_t> Begin(const std::string& update_id,
+                                        const WeightManifest& manifest) = 0;
+  // Appends bytes at `offset`, which must be the number of bytes held. NOT_FOUND for another
+  // update.
+  virtual absl::Status Append(const std::string& update_id, int64_t offset,
+                              absl::Span<const std::byte> data) = 0;
+  // Verifies the digest (DATA_LOSS leaves the old weights in place and drops the update), swaps at
+  // the next step boundary and blocks until that has happened. Repeating the last commit is OK.
+  virtual absl::StatusOr<WeightVersion> Commit(const std::string& update_id) = 0;
+  virtual absl::Status Abort(const std::string& update_id) = 0;
+  virtual WeightVersion Version() const = 0;
+  // The open update, or empty.
+  virtual std::string OpenUpdateId() const = 0;
+};
+
+}  // namespace tandem
+
+#endif  // TANDEM_COMMON_TENSOR_WEIGHT_TRANSFER_H_
