@@ -1,0 +1,61 @@
+#include "common/base/bounded_queue.h"
+
+#include <gtest/gtest.h>
+
+#include <memory>
+#include <thread>
+
+#include "common/base/clock.h"
+
+namespace tandem {
+namespace {
+
+TEST(BoundedQueueTest, KeepsOrderAndRefusesWhenFull) {
+  BoundedQueue<std::unique_ptr<int>> queue(2);
+  EXPECT_TRUE(queue.TryPush(std::make_unique<int>(1)));
+  EXPECT_TRUE(queue.TryPush(std::make_unique<int>(2)));
+  auto third = std::make_unique<int>(3);
+  EXPECT_FALSE(queue.TryPush(std::move(third)));
+  EXPECT_NE(third, nullptr);
+  EXPECT_EQ(**queue.TryPop(), 1);
+  EXPECT_EQ(**queue.Pop(), 2);
+  EXPECT_EQ(queue.TryPop(), std::nullopt);
+}
+
+TEST(BoundedQueueTest, CloseDrainsThenEnds) {
+  BoundedQueue<int> queue(4);
+  queue.Push(1);
+  queue.Close();
+  EXPECT_FALSE(queue.Push(2));
+  EXPECT_EQ(queue.Pop(), 1);
+  EXPECT_EQ(queue.Pop(), std::nullopt);
+}
+
+TEST(BoundedQueueTest, ProducerWaitsForRoom) {
+  BoundedQueue<int> queue(1);
+  std::thread producer([&] {
+    for (int i = 0; i < 1000; ++i) queue.Push(i);
+    queue.Close();
+  });
+  int expected = 0;
+  while (auto item = queue.Pop()) EXPECT_EQ(*item, expected++);
+  EXPECT_EQ(expected, 1000);
+  producer.join();
+}
+
+TEST(BoundedQueueTest, CloseWakesAWaitingConsumer) {
+  BoundedQueue<int> queue(1);
+  std::thread consumer([&] { EXPECT_EQ(queue.Pop(), std::nullopt); });
+  queue.Close();
+  consumer.join();
+}
+
+TEST(FakeClockTest, StandsStillUntilAdvanced) {
+  FakeClock clock;
+  EXPECT_EQ(clock.Now(), absl::UnixEpoch());
+  clock.Advance(absl::Seconds(3));
+  EXPECT_EQ(clock.Now(), absl::UnixEpoch() + absl::Seconds(3));
+}
+
+}  // namespace
+}  // namespace tandem

@@ -1,0 +1,31 @@
+// Counter-based randomness: Philox4x32-10 (Salmon, Moraes, Dror, Shaw 2011, "Parallel random
+// numbers: as easy as 1, 2, 3"). A draw is a pure function of what it is for, so nothing that
+// happens around a sequence (batching, preemption, a restart) can change it.
+#ifndef TANDEM_COMMON_BASE_PHILOX_H_
+#define TANDEM_COMMON_BASE_PHILOX_H_
+
+#include <array>
+#include <cstdint>
+
+namespace tandem {
+
+using PhiloxCounter = std::array<uint32_t, 4>;
+using PhiloxKey = std::array<uint32_t, 2>;
+
+// The ten-round Philox4x32 block function; matches Random123's known-answer vectors.
+std::array<uint32_t, 4> Philox4x32(PhiloxCounter counter, PhiloxKey key);
+
+// What a draw decides. Values are part of the protocol: never renumber them.
+enum class RandomPurpose : uint32_t {
+  kAuthor = 0,  // who writes token t
+  kToken = 1,   // which token the author writes
+};
+
+// The uniform number in [0, 1) of response position `t` of one sample, with 53 random bits:
+//   key = (seed low, seed high), counter = (t, sample low, sample high, purpose),
+//   u = ((w0 >> 5) * 2^26 + (w1 >> 6)) * 2^-53.
+double Uniform(uint64_t seed, uint64_t sample_index, uint32_t t, RandomPurpose purpose);
+
+}  // namespace tandem
+
+#endif  // TANDEM_COMMON_BASE_PHILOX_H_

@@ -1,0 +1,77 @@
+#include "common/tandem/authorship_mask.h"
+
+#include <algorithm>
+
+#include "absl/strings/str_cat.h"
+#include "common/base/error.h"
+
+namespace tandem {
+namespace {
+
+double Ratio(int64_t numerator, int64_t denominator) {
+  return denominator == 0 ? 0.0 : static_cast<double>(numerator) / static_cast<double>(denominator);
+}
+
+}  // namespace
+
+AuthorRuns EncodeRuns(std::span<const Author> mask) {
+  AuthorRuns runs;
+  for (size_t t = 0; t < mask.size(); ++t) {
+    if (t == 0) runs.first = mask[0];
+    if (t == 0 || mask[t] != mask[t - 1]) runs.lengths.push_back(0);
+    ++runs.lengths.back();
+  }
+  return runs;
+}
+
+absl::StatusOr<std::vector<Author>> DecodeRuns(const AuthorRuns& runs, int64_t length) {
+  std::vector<Author> mask;
+  Author author = runs.first;
+  for (size_t i = 0; i < runs.lengths.size(); ++i) {
+    const int64_t left = length - static_cast<int64_t>(mask.size());
+    if (runs.lengths[i] < 1 || runs.lengths[i] > left) {
+      return InvalidField(absl::StrCat("lengths[", i, "]"),
+                          absl::StrCat("a run of ", runs.lengths[i], " does not fit: ", left,
+                                       " of ", length, " tokens are left"));
+    }
+    mask.insert(mask.end(), runs.lengths[i], author);
+    author = Other(author);
+  }
+  if (static_cast<int64_t>(mask.size()) != length) {
+    return InvalidField("lengths",
+                        absl::StrCat("the runs cover ", mask.size(), " tokens, not ", length));
+  }
+  return mask;
+}
+
+int64_t CountSwitches(std::span<const Author> mask) {
+  int64_t switches = 0;
+  for (size_t t = 1; t < mask.size(); ++t) switches += mask[t] != mask[t - 1];
+  return switches;
+}
+
+int64_t CountSentences(std::span<const bool> ends_sentence) {
+  if (ends_sentence.empty()) return 0;
+  return std::count(ends_sentence.begin(), ends_sentence.end(), true) +
+         (ends_sentence.back() ? 0 : 1);
+}
+
+void AuthorshipStats::Add(std::span<const Author> mask, std::span<const bool> ends_sentence) {
+  const int64_t senior = std::count(mask.begin(), mask.end(), Author::kSenior);
+  senior_tokens_ += senior;
+  junior_tokens_ += static_cast<int64_t>(mask.size()) - senior;
+  ++sequences_;
+  switches_ += CountSwitches(mask);
+  sentences_ += CountSentences(ends_sentence);
+}
+
+double AuthorshipStats::senior_token_fraction() const {
+  return Ratio(senior_tokens_, response_tokens());
+}
+double AuthorshipStats::junior_token_fraction() const {
+  return Ratio(junior_tokens_, response_tokens());
+}
+double AuthorshipStats::switches_per_seq() const { return Ratio(switches_, sequences_); }
+double AuthorshipStats::tokens_per_sent() const { return Ratio(response_tokens(), sentences_); }
+
+}  // namespace tandem

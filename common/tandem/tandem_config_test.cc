@@ -1,0 +1,54 @@
+#include "common/tandem/tandem_config.h"
+
+#include <gtest/gtest.h>
+
+#include <cmath>
+
+#include "common/base/error.h"
+
+namespace tandem {
+namespace {
+
+TEST(TandemConfigTest, StrategyNamesRoundTrip) {
+  for (const char* name : {"bernoulli", "chunk", "alternating", "sentence", "word"}) {
+    const auto strategy = ParseSelectionStrategy(name);
+    ASSERT_TRUE(strategy.has_value()) << name;
+    EXPECT_EQ(SelectionStrategyName(*strategy), name);
+  }
+  EXPECT_EQ(ParseSelectionStrategy("Word"), std::nullopt);
+}
+
+TEST(TandemConfigTest, DefaultsAreValid) {
+  EXPECT_TRUE(Validate(TandemConfig(), 10).ok());
+  EXPECT_TRUE(Validate(SamplingParams(), 10).ok());
+}
+
+TEST(TandemConfigTest, ErrorsNameTheField) {
+  EXPECT_EQ(FieldPath(Validate(TandemConfig{.prob_senior = NAN}, 10)), "prob_senior");
+  EXPECT_EQ(FieldPath(Validate(TandemConfig{.prob_senior = 1.01}, 10)), "prob_senior");
+  EXPECT_EQ(FieldPath(Validate(TandemConfig{.selection_strategy = SelectionStrategy::kChunk}, 10)),
+            "chunk_size");
+  EXPECT_EQ(
+      FieldPath(Validate(
+          TandemConfig{.selection_strategy = SelectionStrategy::kWord, .max_gap_tokens = 0}, 10)),
+      "max_gap_tokens");
+  EXPECT_EQ(FieldPath(Validate(TandemConfig{.boundary_token_ids = {1, 10}}, 10)),
+            "boundary_token_ids[1]");
+  EXPECT_EQ(FieldPath(Validate(TandemConfig{.boundary_token_ids = {-1}}, 10)),
+            "boundary_token_ids[0]");
+}
+
+TEST(SamplingParamsTest, ErrorsNameTheField) {
+  EXPECT_EQ(FieldPath(Validate(SamplingParams{.temperature = -1}, 10)), "temperature");
+  EXPECT_EQ(FieldPath(Validate(SamplingParams{.temperature = INFINITY}, 10)), "temperature");
+  EXPECT_EQ(FieldPath(Validate(SamplingParams{.temperature = NAN}, 10)), "temperature");
+  EXPECT_EQ(FieldPath(Validate(SamplingParams{.top_k = -1}, 10)), "top_k");
+  EXPECT_EQ(FieldPath(Validate(SamplingParams{.top_p = 0}, 10)), "top_p");
+  EXPECT_EQ(FieldPath(Validate(SamplingParams{.min_p = 1.5}, 10)), "min_p");
+  EXPECT_EQ(FieldPath(Validate(SamplingParams{.max_tokens = 0}, 10)), "max_tokens");
+  EXPECT_EQ(FieldPath(Validate(SamplingParams{.stop_token_ids = {3, 11}}, 10)),
+            "stop_token_ids[1]");
+}
+
+}  // namespace
+}  // namespace tandem

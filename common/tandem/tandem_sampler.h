@@ -1,0 +1,69 @@
+// Draws one token from one row of logits.
+#ifndef TANDEM_COMMON_TANDEM_TANDEM_SAMPLER_H_
+#define TANDEM_COMMON_TANDEM_TANDEM_SAMPLER_H_
+
+#include <cstdint>
+#include <span>
+#include <vector>
+
+#include "absl/status/statusor.h"
+#include "common/tandem/tandem_config.h"
+
+namespace tandem {
+
+struct SampledToken {
+  int32_t token = 0;
+  // log-softmax(logits / temperature)[token], before any cut.
+  float logprob = 0.0f;
+  // Log of the probability mass that the cut kept; exactly 0 when it kept everything.
+  float log_keep_mass = 0.0f;
+};
+
+// Holds scratch space for one vocabulary; one per thread. Results depend on the row, the parameters
+// and `u` alone, and are the same on every x86 machine: the order of every sum is fixed.
+class TandemSampler {
+ public:
+  // Applies temperature, then top-k, then top-p over what is left (the token that reaches top_p
+  // stays), then min-p against the largest; then inverts the cumulative distribution, in id order,
+  // at `u` in [0, 1). Tokens with equal logits at the border of a cut: the lower ids stay.
+  // Temperature 0 takes the largest logit (the lowest id among equals), with the log-prob of
+  // temperature 1 and log_keep_mass 0; u and the cuts are not read.
+  // INTERNAL when a logit is NaN or +inf or when none is finite. -inf is a token that cannot be.
+  // `params` must have passed Validate.
+  absl::StatusOr<SampledToken> Sample(std::span<const float> logits, const SamplingParams& params,
+                                      double u);
+
+  // log-softmax(logits / temperature)[token] as Sample reports it (temperature 0 counts as 1).
+  absl::StatusOr<float> TokenLogProb(std::span<const float> logits, double temperature,
+                                     int32_t token);
+
+ private:
+  // Tokens in the order (scaled logit descending, id ascending): a cut keeps a prefix of it, which
+  // ends with this token.
+  struct Border {
+    float scaled;
+    int32_t id;
+  };
+
+  // Fills scaled_ (logits / temperature - their maximum) and weights_ (its exp); sets argmax_ and
+  // total_ (the sum of weights).
+  absl::Status Prepare(std::span<const float> logits, double temperature);
+  // The shortest prefix of the tokens within `within` that has `count` tokens or, when count is 0,
+  // at least `mass`; `within` itself if it is not longer.
+  Border FindBorder(Border within, int64_t count, double mass);
+  // Sets the weights after `border` to zero and returns the sum of what is left.
+  double Cut(Border border);
+  int32_t Invert(double target) const;
+
+  std::vector<float> scaled_;
+  std::vector<float> weights_;
+  std::vector<double> block_sums_;
+  std::vector<double> histogram_;
+  std::vector<Border> candidates_;
+  int32_t argmax_ = 0;
+  double total_ = 0.0;
+};
+
+}  // namespace tandem
+
+#endif  // TANDEM_COMMON_TANDEM_TANDEM_SAMPLER_H_

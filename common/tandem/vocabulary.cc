@@ -1,0 +1,278 @@
+#include "common/tandem/vocabulary.h"
+
+#include <algorithm>
+#include <array>
+#include <cstdio>
+#include <fstream>
+#include <iterator>
+#include <map>
+#include <utility>
+
+#include "absl/strings/match.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/strip.h"
+#include "common/base/error.h"
+#include "common/base/status_macros.h"
+#include "nlohmann/json.hpp"
+
+namespace tandem {
+namespace {
+
+using Json = nlohmann::json;
+
+constexpr absl::string_view kByteLevelSpace = "\u0120";      // Ġ
+constexpr absl::string_view kSentencePieceSpace = "\u2581";  // ▁
+// Larger ids than any real vocabulary's are a damaged file, not a reason to allocate.
+constexpr int64_t kMaxId = 10'000'000;
+
+absl::Status Malformed(absl::string_view what) {
+  return absl::InvalidArgumentError(absl::StrCat("not a tokenizer.json: ", what));
+}
+
+// True when `node`, or a member of the Sequence it is, has this type.
+bool HasType(const Json& node, const char* type) {
+  if (!node.is_object()) return false;
+  if (node.value("type", "") == type) return true;
+  for (const char* list : {"decoders", "pretokenizers"}) {
+    if (!node.contains(list) || !node[list].is_array()) continue;
+    for (const Json& item : node[list]) {
+      if (HasType(item, type)) return true;
+    }
+  }
+  return false;
+}
+
+Vocabulary::Style FindStyle(const Json& root, bool any_sentencepiece_marker) {
+  const Json decoder = root.value("decoder", Json());
+  const Json pre_tokenizer = root.value("pre_tokenizer", Json());
+  if (HasType(decoder, "ByteLevel") || HasType(pre_tokenizer, "ByteLevel")) {
+    return Vocabulary::Style::kByteLevel;
+  }
+  if (HasType(decoder, "WordPiece")) return Vocabulary::Style::kWordPiece;
+  if (HasType(decoder, "Metaspace") || HasType(pre_tokenizer, "Metaspace") ||
+      HasType(decoder, "ByteFallback") || any_sentencepiece_marker) {
+    return Vocabulary::Style::kSentencePiece;
+  }
+  return Vocabulary::Style::kPlain;
+}
+
+// GPT-2's bytes_to_unicode backwards: printable Latin-1 stands for itself, the other bytes for the
+// characters from U+0100 on.
+const std::map<uint32_t, uint8_t>& ByteOfCharacter() {
+  static const auto* const table = [] {
+    auto* result = new std::map<uint32_t, uint8_t>;
+    uint32_t next = 0x100;
+    for (uint32_t byte = 0; byte < 256; ++byte) {
+      const bool printable = (byte >= 0x21 && byte <= 0x7E) || (byte >= 0xA1 && byte <= 0xAC) ||
+                             (byte >= 0xAE && byte <= 0xFF);
+      (*result)[printable ? byte : next++] = static_cast<uint8_t>(byte);
+    }
+    return result;
+  }();
+  return *table;
+}
+
+// Calls visit(code point, its bytes) along valid UTF-8 (the JSON parser has checked it).
+template <typename Visit>
+void ForEachCharacter(absl::string_view text, Visit visit) {
+  for (size_t i = 0; i < text.size();) {
+    const auto lead = static_cast<uint8_t>(text[i]);
+    const size_t length = lead < 0x80 ? 1 : lead < 0xE0 ? 2 : lead < 0xF0 ? 3 : 4;
+    uint32_t code = length == 1 ? lead : lead & (0x7F >> length);
+    for (size_t j = 1; j < length && i + j < text.size(); ++j) {
+      code = code << 6 | (static_cast<uint8_t>(text[i + j]) & 0x3F);
+    }
+    visit(code, text.substr(i, length));
+    i += length;
+  }
+}
+
+std::string DecodeByteLevel(absl::string_view piece) {
+  std::string text;
+  ForEachCharacter(piece, [&](uint32_t code, absl::string_view bytes) {
+    const auto found = ByteOfCharacter().find(code);
+    if (found != ByteOfCharacter().end()) {
+      text.push_back(static_cast<char>(found->second));
+    } else {
+      text.append(bytes.data(), bytes.size());
+    }
+  });
+  return text;
+}
+
+std::string DecodeSentencePiece(absl::string_view piece) {
+  unsigned byte = 0;
+  int used = 0;
+  if (piece.size() == 6 &&
+      std::sscanf(std::string(piece).c_str(), "<0x%2X>%n", &byte, &used) == 1 && used == 6) {
+    return std::string(1, static_cast<char>(byte));
+  }
+  std::string text;
+  ForEachCharacter(piece, [&](uint32_t, absl::string_view bytes) {
+    if (bytes == kSentencePieceSpace) {
+      text.push_back(' ');
+    } else {
+      text.append(bytes.data(), bytes.size());
+    }
+  });
+  return text;
+}
+
+}  // namespace
+
+absl::StatusOr<Vocabulary> Vocabulary::Parse(absl::string_view tokenizer_json) {
+  const Json root = Json::parse(tokenizer_json.begin(), tokenizer_json.end(), nullptr,
+                                /*allow_exceptions=*/false);
+  if (root.is_discarded() || !root.is_object()) return Malformed("it is not a JSON object");
+  if (!root.contains("model") || !root["model"].contains("vocab")) {
+    return Malformed("it has no model.vocab");
+  }
+  Vocabulary result;
+  bool any_marker = false;
+  const auto put = [&](int64_t id, Entry entry) -> absl::Status {
+    if (id < 0 || id > kMaxId) return Malformed(absl::StrCat("token id ", id));
+    if (id >= result.size()) result.entries_.resize(id + 1);
+    any_marker |= absl::StartsWith(entry.piece, kSentencePieceSpace);
+    result.entries_[id] = std::move(entry);
+    return absl::OkStatus();
+  };
+
+  const Json& vocab = root["model"]["vocab"];
+  if (vocab.is_object()) {
+    for (const auto& [piece, id] : vocab.items()) {
+      if (!id.is_number_integer()) return Malformed("an id of model.vocab is not a number");
+      TANDEM_RETURN_IF_ERROR(put(id.get<int64_t>(), {.piece = piece}));
+    }
+  } else if (vocab.is_array()) {  // Unigram: [[piece, score], …]
+    for (size_t id = 0; id < vocab.size(); ++id) {
+      if (!vocab[id].is_array() || vocab[id].empty() || !vocab[id][0].is_string()) {
+        return Malformed("model.vocab is neither a map nor a list of [piece, score]");
+      }
+      TANDEM_RETURN_IF_ERROR(
+          put(static_cast<int64_t>(id), {.piece = vocab[id][0].get<std::string>()}));
+    }
+  } else {
+    return Malformed("model.vocab is neither a map nor a list");
+  }
+  for (const Json& token : root.value("added_tokens", Json::array())) {
+    if (!token.is_object() || !token.contains("id") || !token["id"].is_number_integer() ||
+        !token.contains("content") || !token["content"].is_string()) {
+      return Malformed("an added token without id or content");
+    }
+    const Json special = token.value("special", Json(false));
+    TANDEM_RETURN_IF_ERROR(
+        put(token["id"].get<int64_t>(), {.piece = token["content"].get<std::string>(),
+                                         .added = true,
+                                         .special = special.is_boolean() && special.get<bool>()}));
+  }
+  if (result.entries_.empty()) return Malformed("the vocabulary is empty");
+  result.style_ = FindStyle(root, any_marker);
+  return result;
+}
+
+absl::StatusOr<Vocabulary> Vocabulary::Load(const std::string& model_dir) {
+  const std::string path = model_dir + "/tokenizer.json";
+  std::ifstream file(path, std::ios::binary);
+  if (!file) return absl::NotFoundError(absl::StrCat(path, ": no such file, or not readable"));
+  const std::string text((std::istreambuf_iterator<char>(file)), std::istreambuf_iterator<char>());
+  absl::StatusOr<Vocabulary> result = Parse(text);
+  if (!result.ok()) {
+    return absl::Status(result.status().code(),
+                        absl::StrCat(path, ": ", result.status().message()));
+  }
+  return result;
+}
+
+absl::string_view Vocabulary::piece(int32_t id) const {
+  if (id < 0 || id >= size()) return "";
+  return entries_[id].piece;
+}
+
+bool Vocabulary::is_special(int32_t id) const {
+  return id >= 0 && id < size() && entries_[id].special;
+}
+
+std::string Vocabulary::Decode(int32_t id) const {
+  if (id < 0 || id >= size()) return "";
+  const Entry& entry = entries_[id];
+  if (entry.added) return entry.piece;
+  switch (style_) {
+    case Style::kByteLevel:
+      return DecodeByteLevel(entry.piece);
+    case Style::kSentencePiece:
+      return DecodeSentencePiece(entry.piece);
+    case Style::kWordPiece:
+      return absl::StartsWith(entry.piece, "##") ? entry.piece.substr(2)
+                                                 : absl::StrCat(" ", entry.piece);
+    case Style::kPlain:
+      break;
+  }
+  return entry.piece;
+}
+
+TokenSet Vocabulary::SentenceBoundaries(std::span<const int32_t> eos_token_ids) const {
+  const TokenSet eos(eos_token_ids);
+  std::vector<int32_t> ids;
+  for (int32_t id = 0; id < size(); ++id) {
+    if (!is_special(id) && !eos.contains(id) && absl::EndsWith(Decode(id), "\n\n")) {
+      ids.push_back(id);
+    }
+  }
+  return TokenSet(ids);
+}
+
+TokenSet Vocabulary::WordBoundaries(std::span<const int32_t> eos_token_ids) const {
+  const TokenSet eos(eos_token_ids);
+  std::vector<int32_t> ids;
+  for (int32_t id = 0; id < size(); ++id) {
+    const absl::string_view text = piece(id);
+    if (!is_special(id) && !eos.contains(id) &&
+        (absl::StartsWith(text, kByteLevelSpace) || absl::StartsWith(text, kSentencePieceSpace) ||
+         absl::StartsWith(text, " "))) {
+      ids.push_back(id);
+    }
+  }
+  return TokenSet(ids);
+}
+
+absl::Status Vocabulary::CheckSame(const Vocabulary& senior, const Vocabulary& junior) {
+  const auto describe = [](const Vocabulary& vocabulary, int32_t id) -> std::string {
+    if (id >= vocabulary.size()) return "no such id";
+    return absl::StrCat("\"", std::string(vocabulary.piece(id)), "\"",
+                        vocabulary.is_special(id) ? " (special)" : "");
+  };
+  for (int32_t id = 0; id < std::max(senior.size(), junior.size()); ++id) {
+    if (id < senior.size() && id < junior.size() && senior.piece(id) == junior.piece(id) &&
+        senior.is_special(id) == junior.is_special(id)) {
+      continue;
+    }
+    return WithReason(
+        absl::FailedPreconditionError(absl::StrCat(
+            "senior and junior have different vocabularies: the first differing id is ", id,
+            ", which is ", describe(senior, id), " for the senior and ", describe(junior, id),
+            " for the junior")),
+        "VOCABULARY_MISMATCH");
+  }
+  if (senior.style() != junior.style()) {
+    return WithReason(
+        absl::FailedPreconditionError("senior and junior have equal pieces but different decoders"),
+        "VOCABULARY_MISMATCH");
+  }
+  return absl::OkStatus();
+}
+
+BoundarySets::BoundarySets(const Vocabulary& vocabulary, std::span<const int32_t> eos_token_ids)
+    : sentence_(std::make_shared<TokenSet>(vocabulary.SentenceBoundaries(eos_token_ids))),
+      word_(std::make_shared<TokenSet>(vocabulary.WordBoundaries(eos_token_ids))) {}
+
+std::shared_ptr<const TokenSet> BoundarySets::Resolve(const TandemConfig& config) const {
+  const bool sentence = config.selection_strategy == SelectionStrategy::kSentence;
+  const bool word = config.selection_strategy == SelectionStrategy::kWord;
+  if (!config.enabled || (!sentence && !word)) return std::make_shared<TokenSet>();
+  if (!config.boundary_token_ids.empty()) {
+    return std::make_shared<TokenSet>(config.boundary_token_ids);
+  }
+  return sentence ? sentence_ : word_;
+}
+
+}  // namespace tandem
