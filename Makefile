@@ -1,0 +1,72 @@
+# The project's commands. `make` alone lists them.
+SHELL := bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+
+PYTHON := .venv/bin/python
+PRESET ?= release
+BUILD := build/$(PRESET)
+JOBS ?= 2
+SERVERS := tandem-rollout-server tandem-trainer-server tandem-critic-server
+
+# Cache hits across checkouts: paths are stored relative to the checkout.
+export CCACHE_BASEDIR := $(CURDIR)
+export CCACHE_NOHASHDIR := 1
+
+.PHONY: help
+help: ## Lists the commands
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+.PHONY: setup
+setup: ## Installs what the project needs (Debian packages, .venv); does nothing when all is there
+	@setup/install.sh
+
+.PHONY: configure
+configure: setup
+	@[ -e $(BUILD)/build.ninja ] || cmake --preset $(PRESET)
+
+.PHONY: python-protos
+python-protos: setup
+	@$(PYTHON) clients/python/generate_protos.py
+
+.PHONY: build
+build: configure python-protos ## Builds servers and tests (PRESET=release|debug|asan|cuda)
+	@cmake --build $(BUILD) -j $(JOBS)
+
+.PHONY: servers
+servers: configure python-protos ## Builds the three servers only
+	@cmake --build $(BUILD) -j $(JOBS) --target $(SERVERS)
+
+.PHONY: demo
+demo: servers ## Trains a real small model with tandem GRPO and shows what changed (no GPU, no download of a hub)
+	@$(PYTHON) -m tandem.demo --build-dir $(BUILD)
+
+.PHONY: test
+test: build ## Sets up, builds, lints, and runs every test
+	@tests/run_all.sh $(BUILD)
+
+.PHONY: lint
+lint: configure python-protos ## Checks format, clang-tidy on what changed, ruff, protos and layers
+	@tests/lint/run_lint.sh $(BUILD) changed
+
+.PHONY: lint-all
+lint-all: build ## The same with clang-tidy on every file
+	@tests/lint/run_lint.sh $(BUILD) all
+
+.PHONY: format
+format: setup ## Formats C++ and Python
+	@git ls-files -z -co --exclude-standard -- '*.h' '*.cc' '*.cu' '*.cuh' | xargs -0 -r clang-format -i
+	@.venv/bin/ruff check --quiet --fix . ; .venv/bin/ruff format --quiet .
+
+.PHONY: proto-golden
+proto-golden: setup ## Accepts the present protos as the contract (proto/golden); shows what breaks
+	@$(PYTHON) tests/lint/proto_contract.py update
+
+.PHONY: bench
+bench: build ## Runs the benchmarks (tests/bench)
+	@shopt -s nullglob; found=(); for b in $(BUILD)/tests/bench/*_bench; do found+=("$$b"); "$$b"; done; \
+	  [ $${#found[@]} -gt 0 ] || echo "bench: no benchmark yet (tests/bench)"
+
+.PHONY: clean
+clean: ## Removes build outputs (keeps .venv and runs/)
+	rm -rf build .pytest_cache .ruff_cache

@@ -1,0 +1,27 @@
+#!/usr/bin/env bash
+# Runs every check of a built tree and ends with a table; fails if one of them failed.
+#   tests/run_all.sh BUILD_DIR
+set -uo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+build=${1:-build/release}
+names=() results=() seconds=() failed=0
+
+stage() {
+  local name=$1 start=$SECONDS
+  shift
+  printf '\n==> %s\n' "$name"
+  local result=passed
+  "$@" || { result=FAILED; failed=1; }
+  names+=("$name") results+=("$result") seconds+=($((SECONDS - start)))
+}
+
+stage "lint" tests/lint/run_lint.sh "$build" changed
+stage "C++ unit tests (ctest)" ctest --test-dir "$build" --output-on-failure -j "${JOBS:-2}" --no-tests=error
+stage "Python, contract, parity and integration tests (pytest)" .venv/bin/python -m pytest -q
+
+printf '\n'
+for i in "${!names[@]}"; do
+  printf '  %-7s %5ss  %s\n' "${results[$i]}" "${seconds[$i]}" "${names[$i]}"
+done
+[ "$failed" -eq 0 ] && echo "All tests passed." || echo "Some tests FAILED."
+exit "$failed"
