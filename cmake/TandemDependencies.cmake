@@ -24,6 +24,6 @@ add_library(torch_cpu INTERFACE)
 target_include_directories(torch_cpu SYSTEM INTERFACE
   "${_torch_dir}/include" "${_torch_dir}/include/torch/csrc/api/include")
 target_link_directories(torch_cpu INTERFACE "${_torch_dir}/lib")
-target_link_libraries(torch_cpu INTERFACE torch_cpu c10 Threads::Threads)
+target_link_libraries(torch_cpu INTERFACE -ltorch_cpu -lc10 Threads::Threads)
 # The old-style RPATH is needed: libtorch's own dependencies are found through it.
 target_link_options(torch_cpu INTERFACE "-Wl,-rpath,${_torch_dir}/lib" "-Wl,--disable-new-dtags" "-Wl,--allow-shlib-undefined")

@@ -1,0 +1,109 @@
+#include "common/loss/advantages.h"
+
+#include <cmath>
+#include <cstddef>
+#include <map>
+
+#include "absl/strings/str_cat.h"
+#include "common/base/error.h"
+#include "common/base/status_macros.h"
+
+namespace tandem::loss {
+namespace {
+
+absl::Status CheckFinite(absl::Span<const double> numbers, absl::string_view name) {
+  for (size_t i = 0; i < numbers.size(); ++i) {
+    if (!std::isfinite(numbers[i])) {
+      return InvalidField(absl::StrCat(name, "[", i, "]"), "is not finite");
+    }
+  }
+  return absl::OkStatus();
+}
+
+using Groups = std::map<int64_t, std::vector<size_t>>;
+
+absl::StatusOr<Groups> MakeGroups(absl::Span<const double> rewards,
+                                  absl::Span<const int64_t> group_ids) {
+  if (rewards.size() != group_ids.size()) {
+    return InvalidField("group_ids", absl::StrCat("has ", group_ids.size(), " entries for ",
+                                                  rewards.size(), " rewards"));
+  }
+  TANDEM_RETURN_IF_ERROR(CheckFinite(rewards, "rewards"));
+  Groups groups;
+  for (size_t i = 0; i < rewards.size(); ++i) groups[group_ids[i]].push_back(i);
+  return groups;
+}
+
+}  // namespace
+
+absl::StatusOr<std::vector<double>> GroupRelativeAdvantages(absl::Span<const double> rewards,
+                                                            absl::Span<const int64_t> group_ids,
+                                                            bool normalize_by_std) {
+  TANDEM_ASSIGN_OR_RETURN(const Groups groups, MakeGroups(rewards, group_ids));
+  std::vector<double> advantages(rewards.size(), 0.0);
+  for (const auto& [id, members] : groups) {
+    if (members.size() < 2) continue;
+    double mean = 0;
+    for (size_t i : members) mean += rewards[i];
+    mean /= static_cast<double>(members.size());
+    double squares = 0;
+    for (size_t i : members) squares += (rewards[i] - mean) * (rewards[i] - mean);
+    const double std = std::sqrt(squares / static_cast<double>(members.size() - 1));
+    const double divisor = normalize_by_std ? std + kGroupStdEpsilon : 1.0;
+    for (size_t i : members) advantages[i] = (rewards[i] - mean) / divisor;
+  }
+  return advantages;
+}
+
+absl::StatusOr<std::vector<double>> LeaveOneOutAdvantages(absl::Span<const double> rewards,
+                                                          absl::Span<const int64_t> group_ids) {
+  TANDEM_ASSIGN_OR_RETURN(const Groups groups, MakeGroups(rewards, group_ids));
+  std::vector<double> advantages(rewards.size(), 0.0);
+  for (const auto& [id, members] : groups) {
+    if (members.size() < 2) continue;
+    double sum = 0;
+    for (size_t i : members) sum += rewards[i];
+    const auto others = static_cast<double>(members.size() - 1);
+    for (size_t i : members) advantages[i] = rewards[i] - (sum - rewards[i]) / others;
+  }
+  return advantages;
+}
+
+absl::StatusOr<GaeResult> GeneralizedAdvantages(absl::Span<const double> rewards,
+                                                absl::Span<const double> values, bool truncated,
+                                                const GaeOptions& options) {
+  if (values.size() != rewards.size() + 1) {
+    return InvalidField(
+        "values", absl::StrCat("has ", values.size(), " entries, expected ", rewards.size() + 1));
+  }
+  TANDEM_RETURN_IF_ERROR(CheckFinite(rewards, "rewards"));
+  TANDEM_RETURN_IF_ERROR(CheckFinite(values, "values"));
+  const size_t length = rewards.size();
+  GaeResult result;
+  result.advantages.resize(length);
+  result.returns.resize(length);
+  double next_value = truncated && options.bootstrap_truncated ? values[length] : 0.0;
+  double advantage = 0;
+  for (size_t t = length; t-- > 0;) {
+    const double delta = rewards[t] + options.gamma * next_value - values[t];
+    advantage = delta + options.gamma * options.lambda * advantage;
+    result.advantages[t] = advantage;
+    result.returns[t] = advantage + values[t];
+    next_value = values[t];
+  }
+  return result;
+}
+
+void WhitenAdvantages(absl::Span<double> advantages) {
+  if (advantages.empty()) return;
+  const auto count = static_cast<double>(advantages.size());
+  double mean = 0;
+  for (double a : advantages) mean += a;
+  mean /= count;
+  double squares = 0;
+  for (double a : advantages) squares += (a - mean) * (a - mean);
+  const double scale = advantages.size() < 2 ? 1.0 : 1.0 / std::sqrt(squares / (count - 1) + 1e-8);
+  for (double& a : advantages) a = (a - mean) * scale;
+}
+
+}  // namespace tandem::loss

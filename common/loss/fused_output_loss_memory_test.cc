@@ -1,0 +1,90 @@
+// Counts every allocation of the tensor library: none may grow beyond the budget.
+#include <ATen/ATen.h>
+#include <c10/core/Allocator.h>
+#include <c10/core/CPUAllocator.h>
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <atomic>
+
+#include "common/loss/fused_output_loss.h"
+#include "common/loss/supervised_loss.h"
+
+namespace tandem::loss {
+namespace {
+
+// The default allocator, with a meter.
+class MeteredAllocator : public c10::Allocator {
+ public:
+  explicit MeteredAllocator(c10::Allocator* inner) : inner_(inner) {}
+
+  c10::DataPtr allocate(size_t bytes) override {
+    auto* block = new Block{inner_->allocate(bytes), bytes, this};
+    live_ += static_cast<int64_t>(bytes);
+    peak_ = std::max<int64_t>(peak_, live_);
+    void* data = block->data.get();
+    return {data, block, &Delete, c10::Device(c10::DeviceType::CPU)};
+  }
+  c10::DeleterFnPtr raw_deleter() const override { return nullptr; }
+  void copy_data(void* to, const void* from, size_t bytes) const override {
+    default_copy_data(to, from, bytes);
+  }
+
+  void Restart() { peak_ = live_.load(); }
+  int64_t live() const { return live_; }
+  int64_t peak() const { return peak_; }
+
+ private:
+  struct Block {
+    c10::DataPtr data;
+    size_t bytes;
+    MeteredAllocator* owner;
+  };
+  static void Delete(void* context) {
+    auto* block = static_cast<Block*>(context);
+    block->owner->live_ -= static_cast<int64_t>(block->bytes);
+    delete block;
+  }
+  c10::Allocator* inner_;
+  std::atomic<int64_t> live_{0};
+  int64_t peak_ = 0;
+};
+
+TEST(FusedOutputLossMemoryTest, PeakStaysWithinTheBudget) {
+  constexpr int64_t kRows = 600, kHidden = 16, kVocabulary = 20000, kBudget = 4 << 20;
+  auto* meter = new MeteredAllocator(c10::GetCPUAllocator());  // tensors may outlive the test
+  c10::Allocator* const before = c10::GetCPUAllocator();
+  c10::SetCPUAllocator(meter, /*priority=*/1);
+  {
+    at::manual_seed(1);
+    const at::Tensor hidden = at::randn({kRows, kHidden}),
+                     weight = at::randn({kVocabulary, kHidden});
+    const OutputRows rows = {.positions = at::arange(kRows, at::kLong),
+                             .labels = at::randint(kVocabulary, {kRows}, at::kLong),
+                             .temperatures = {}};
+    OutputGradients gradients = {
+        .hidden = at::zeros_like(hidden), .weight = at::zeros_like(weight), .bias = {}};
+    const std::vector<double> scales(kRows, 1.0 / kRows);
+    auto loss =
+        LinearCrossEntropyLoss::Create(weight, {}, {.memory_budget_bytes = kBudget}).value();
+    const int64_t start = meter->live();
+    meter->Restart();
+    for (int step = 0; step < 2; ++step) {
+      SupervisedObjective objective(scales);
+      ASSERT_TRUE(loss->ForwardBackward(
+                          hidden, rows,
+                          [&](auto... arguments) { return objective.Evaluate(arguments...); },
+                          gradients)
+                      .ok());
+    }
+    // Beside the logits there are only buffers of chunk size times H, and of one number a row.
+    const int64_t small = 3 * loss->chunk_rows() * (kHidden + 64) * 8;
+    EXPECT_LE(meter->peak() - start, kBudget + small);
+    EXPECT_GT(meter->peak() - start, kBudget / 2);
+    EXPECT_LT(kBudget + small, kRows * kVocabulary * 4 / 4);  // far below the whole logits
+  }
+  c10::SetCPUAllocator(before, /*priority=*/1);
+}
+
+}  // namespace
+}  // namespace tandem::loss

@@ -1,0 +1,389 @@
+// The fused loss against an oracle: whole logits in float64 and autograd.
+#include "common/loss/fused_output_loss.h"
+
+#include <ATen/ATen.h>
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <numeric>
+
+#include "common/base/error.h"
+#include "common/loss/loss_scale.h"
+#include "common/loss/policy_loss.h"
+#include "common/loss/supervised_loss.h"
+
+namespace tandem::loss {
+namespace {
+
+constexpr int64_t kRows = 13, kHidden = 7, kVocabulary = 19;
+
+at::Tensor Vector(const std::vector<double>& v) { return at::tensor(v, at::kDouble); }
+
+std::vector<double> Host(const at::Tensor& t) {
+  const at::Tensor c = t.to(at::kDouble).contiguous();
+  return {c.data_ptr<double>(), c.data_ptr<double>() + c.numel()};
+}
+
+// A batch of three sequences (5 + 6 + 2 response tokens) with both authors.
+struct Problem {
+  explicit Problem(double junior_weight = 0.3, bool bias = true) {
+    at::manual_seed(7);
+    hidden = at::randn({kRows, kHidden}, at::kDouble);
+    weight = at::randn({kVocabulary, kHidden}, at::kDouble);
+    if (bias) this->bias = at::randn({kVocabulary}, at::kDouble);
+    rows.positions = at::arange(kRows, at::kLong);
+    rows.labels = at::randint(kVocabulary, {kRows}, at::kLong);
+    rows.temperatures = Host(at::rand({kRows}, at::kDouble) + 0.5);
+    const at::Tensor logprobs = LogProbs();
+    tokens.old_logprobs = Host(logprobs + 0.4 * at::randn({kRows}, at::kDouble));
+    tokens.reference = Host(logprobs + 0.4 * at::randn({kRows}, at::kDouble));
+    tokens.behaviour = Host(logprobs + 0.4 * at::randn({kRows}, at::kDouble));
+    tokens.advantages = Host(at::randn({kRows}, at::kDouble));
+    for (int64_t t = 0; t < kRows; ++t) {
+      tokens.authorship.push_back(t % 3 != 1);
+      weights.push_back(t % 3 != 1 ? 1.0 : junior_weight);
+    }
+  }
+
+  at::Tensor LogSoftmax(const at::Tensor& h, const at::Tensor& w, const at::Tensor& b) const {
+    at::Tensor z = h.matmul(w.t());
+    if (b.defined()) z = z + b;
+    return at::log_softmax(z / Vector(rows.temperatures).unsqueeze(1), 1);
+  }
+  at::Tensor LogProbs() const {
+    return LogSoftmax(hidden, weight, bias).gather(1, rows.labels.unsqueeze(1)).squeeze(1);
+  }
+
+  at::Tensor hidden, weight, bias;
+  OutputRows rows;
+  PolicyTokens tokens;
+  std::vector<double> weights;
+  std::vector<int64_t> lengths = {5, 6, 2};
+};
+
+struct Gradients {
+  double loss = 0;
+  at::Tensor hidden, weight, bias;
+};
+
+// The definitions of the aggregations, written the slow way with tensors.
+at::Tensor Aggregate(const at::Tensor& terms, const Problem& p, const LossScaleOptions& options) {
+  const at::Tensor w = Vector(p.weights);
+  at::Tensor counted = w;
+  if (options.normalizer == Normalizer::kAllTokens) counted = at::ones_like(w);
+  if (options.normalizer == Normalizer::kNonzeroWeight) counted = (w > 0).to(at::kDouble);
+  const at::Tensor weighted = terms * w;
+  if (options.aggregation == Aggregation::kTokenSum) return weighted.sum();
+  if (options.aggregation == Aggregation::kTokenMean) return weighted.sum() / counted.sum();
+  at::Tensor total = at::zeros({}, at::kDouble);
+  double sequences = 0;
+  int64_t begin = 0;
+  for (int64_t length : p.lengths) {
+    const at::Tensor count = counted.narrow(0, begin, length).sum();
+    at::Tensor sum = weighted.narrow(0, begin, length).sum();
+    begin += length;
+    if (count.item<double>() == 0) continue;
+    sequences += 1;
+    if (options.aggregation == Aggregation::kSeqMeanTokenMean) sum = sum / count;
+    if (options.aggregation == Aggregation::kSeqMeanTokenSumNorm) sum = sum / options.sequence_norm;
+    total = total + sum;
+  }
+  return total / sequences;
+}
+
+Gradients Oracle(const Problem& p, const PolicyLossOptions& options,
+                 const LossScaleOptions& scale_options) {
+  at::Tensor h = p.hidden.detach().clone().requires_grad_();
+  at::Tensor w = p.weight.detach().clone().requires_grad_();
+  at::Tensor b = p.bias.defined() ? p.bias.detach().clone().requires_grad_() : at::Tensor();
+  const at::Tensor log_softmax = p.LogSoftmax(h, w, b);
+  const at::Tensor logp = log_softmax.gather(1, p.rows.labels.unsqueeze(1)).squeeze(1);
+  const at::Tensor entropy = -(log_softmax.exp() * log_softmax).sum(1);
+  const at::Tensor old = Vector(p.tokens.old_logprobs), advantage = Vector(p.tokens.advantages);
+  const at::Tensor ratio = (logp - old).clamp(-20, 20).exp();
+  at::Tensor policy = -at::min(
+      ratio * advantage, ratio.clamp(1 - options.clip_low, 1 + options.clip_high) * advantage);
+  if (options.dual_clip > 0) {
+    policy = at::where(advantage < 0, at::min(policy, -advantage * options.dual_clip), policy);
+  }
+  if (options.importance_cap > 0) {
+    policy = policy * (old - Vector(p.tokens.behaviour)).exp().clamp_max(options.importance_cap);
+  }
+  const at::Tensor d = logp - Vector(p.tokens.reference);
+  const at::Tensor k2 = 0.5 * d * d, k3 = (-d).exp() + d - 1;
+  at::Tensor kl = at::zeros_like(d);
+  switch (options.kl_estimator) {
+    case KlEstimator::kNone:
+      break;
+    case KlEstimator::kK1:
+      kl = d;
+      break;
+    case KlEstimator::kK2:
+      kl = k2;
+      break;
+    case KlEstimator::kK3:
+      kl = k3;
+      break;
+    case KlEstimator::kK1GradientK2:
+      kl = k2 - k2.detach() + d.detach();
+      break;
+    case KlEstimator::kK3GradientK2:
+      kl = k2 - k2.detach() + k3.detach();
+      break;
+  }
+  const at::Tensor loss =
+      Aggregate(policy + options.kl_coefficient * kl - options.entropy_coefficient * entropy, p,
+                scale_options);
+  loss.backward();
+  return {loss.item<double>(), h.grad(), w.grad(), b.defined() ? b.grad() : b};
+}
+
+Gradients Fused(Problem p, const PolicyLossOptions& options, const LossScaleOptions& scale_options,
+                at::ScalarType type, int64_t chunk_size = 4096) {
+  p.tokens.scales = ComputeLossScales(scale_options, p.weights, p.lengths).value().scales;
+  auto loss =
+      LinearCrossEntropyLoss::Create(p.weight.to(type), p.bias.defined() ? p.bias.to(type) : p.bias,
+                                     {.chunk_size = chunk_size})
+          .value();
+  const auto like = at::TensorOptions(type);
+  OutputGradients gradients = {.hidden = at::zeros({kRows, kHidden}, like),
+                               .weight = at::zeros({kVocabulary, kHidden}, like),
+                               .bias = at::zeros({kVocabulary}, like)};
+  PolicyObjective objective = PolicyObjective::Create(options, p.tokens).value();
+  const absl::Status status = loss->ForwardBackward(
+      p.hidden.to(type), p.rows,
+      [&](auto... arguments) { return objective.Evaluate(arguments...); }, gradients);
+  EXPECT_TRUE(status.ok()) << status;
+  return {objective.Metrics().loss_total, gradients.hidden, gradients.weight, gradients.bias};
+}
+
+double MaxDifference(const at::Tensor& a, const at::Tensor& b) {
+  return (a.to(at::kDouble) - b.to(at::kDouble)).abs().max().item<double>();
+}
+
+void ExpectClose(const Gradients& actual, const Gradients& expected, double tolerance) {
+  EXPECT_NEAR(actual.loss, expected.loss, tolerance);
+  EXPECT_LT(MaxDifference(actual.hidden, expected.hidden), tolerance);
+  EXPECT_LT(MaxDifference(actual.weight, expected.weight), tolerance);
+  if (expected.bias.defined()) {
+    EXPECT_LT(MaxDifference(actual.bias, expected.bias), tolerance);
+  }
+}
+
+constexpr Aggregation kAggregations[] = {
+    Aggregation::kTokenMean, Aggregation::kTokenSum, Aggregation::kSeqMeanTokenSum,
+    Aggregation::kSeqMeanTokenMean, Aggregation::kSeqMeanTokenSumNorm};
+constexpr Normalizer kNormalizers[] = {Normalizer::kAllTokens, Normalizer::kNonzeroWeight,
+                                       Normalizer::kSumOfWeights};
+constexpr KlEstimator kEstimators[] = {KlEstimator::kNone,         KlEstimator::kK1,
+                                       KlEstimator::kK2,           KlEstimator::kK3,
+                                       KlEstimator::kK1GradientK2, KlEstimator::kK3GradientK2};
+
+TEST(FusedOutputLossTest, EqualsTheOracleForEveryAggregationNormalizerAndKl) {
+  for (double junior_weight : {0.0, 0.3}) {
+    const Problem problem(junior_weight);
+    for (Aggregation aggregation : kAggregations) {
+      for (Normalizer normalizer : kNormalizers) {
+        for (KlEstimator estimator : kEstimators) {
+          const PolicyLossOptions options = {.clip_low = 0.1,
+                                             .clip_high = 0.3,
+                                             .kl_estimator = estimator,
+                                             .kl_coefficient = 0.2,
+                                             .entropy_coefficient = 0.05};
+          const LossScaleOptions scale = {aggregation, normalizer, 8};
+          SCOPED_TRACE(testing::Message()
+                       << static_cast<int>(aggregation) << " " << static_cast<int>(normalizer)
+                       << " " << static_cast<int>(estimator) << " " << junior_weight);
+          const Gradients expected = Oracle(problem, options, scale);
+          ExpectClose(Fused(problem, options, scale, at::kDouble), expected, 1e-12);
+          ExpectClose(Fused(problem, options, scale, at::kFloat), expected, 3e-5);
+        }
+      }
+    }
+  }
+}
+
+TEST(FusedOutputLossTest, DualClipAndImportanceWeightEqualTheOracle) {
+  const Problem problem;
+  const PolicyLossOptions options = {.dual_clip = 1.1, .importance_cap = 1.2};
+  ExpectClose(Fused(problem, options, {}, at::kDouble), Oracle(problem, options, {}), 1e-12);
+}
+
+TEST(FusedOutputLossTest, GradientEqualsDifferences) {
+  Problem problem(0.3, /*bias=*/false);
+  const PolicyLossOptions options = {.clip_low = 0.9,
+                                     .clip_high = 9,
+                                     .kl_estimator = KlEstimator::kK3,
+                                     .kl_coefficient = 0.2,
+                                     .entropy_coefficient = 0.1};
+  const Gradients gradients = Fused(problem, options, {}, at::kDouble);
+  const double h = 1e-6;
+  for (int64_t i = 0; i < kHidden; ++i) {
+    Problem up = problem, down = problem;
+    up.hidden = problem.hidden.clone();
+    down.hidden = problem.hidden.clone();
+    up.hidden[3][i] += h;
+    down.hidden[3][i] -= h;
+    const double numeric =
+        (Fused(up, options, {}, at::kDouble).loss - Fused(down, options, {}, at::kDouble).loss) /
+        (2 * h);
+    EXPECT_NEAR(gradients.hidden[3][i].item<double>(), numeric, 1e-8);
+  }
+}
+
+TEST(FusedOutputLossTest, ChunksDoNotChangeTheResult) {
+  const Problem problem;
+  const PolicyLossOptions options = {.entropy_coefficient = 0.1};
+  const Gradients whole = Fused(problem, options, {}, at::kDouble);
+  for (int64_t chunk : {1, 2, 5}) {
+    ExpectClose(Fused(problem, options, {}, at::kDouble, chunk), whole, 1e-13);
+  }
+}
+
+TEST(FusedOutputLossTest, RowsMayBeSplitReorderedAndSelected) {
+  // The same rows in two calls and reverse order; positions point into a larger hidden.
+  Problem p;
+  p.tokens.scales = ComputeLossScales({}, p.weights, p.lengths).value().scales;
+  auto loss = LinearCrossEntropyLoss::Create(p.weight, p.bias).value();
+  const Gradients whole = Fused(p, {}, {}, at::kDouble);
+
+  OutputGradients gradients = {.hidden = at::zeros({kRows, kHidden}, at::kDouble),
+                               .weight = at::zeros({kVocabulary, kHidden}, at::kDouble),
+                               .bias = {}};
+  double total = 0;
+  for (const auto& [begin, end] : std::vector<std::pair<int64_t, int64_t>>{{6, kRows}, {0, 6}}) {
+    std::vector<int64_t> order(static_cast<size_t>(end - begin));
+    std::iota(order.rbegin(), order.rend(), begin);
+    PolicyTokens tokens;
+    OutputRows rows;
+    for (int64_t row : order) {
+      const auto t = static_cast<size_t>(row);
+      tokens.old_logprobs.push_back(p.tokens.old_logprobs[t]);
+      tokens.advantages.push_back(p.tokens.advantages[t]);
+      tokens.scales.push_back(p.tokens.scales[t]);
+      rows.temperatures.push_back(p.rows.temperatures[t]);
+    }
+    rows.positions = at::tensor(order, at::kLong);
+    rows.labels = p.rows.labels.index_select(0, rows.positions);
+    PolicyObjective objective = PolicyObjective::Create({}, tokens).value();
+    ASSERT_TRUE(loss->ForwardBackward(
+                        p.hidden, rows,
+                        [&](auto... arguments) { return objective.Evaluate(arguments...); },
+                        gradients)
+                    .ok());
+    total += objective.Metrics().loss_total;
+  }
+  EXPECT_NEAR(total, whole.loss, 1e-13);
+  EXPECT_LT(MaxDifference(gradients.hidden, whole.hidden), 1e-13);
+  EXPECT_LT(MaxDifference(gradients.weight, whole.weight), 1e-13);
+}
+
+TEST(FusedOutputLossTest, FirstStepHasRatioOneAndNoKl) {
+  Problem p;
+  auto loss =
+      LinearCrossEntropyLoss::Create(p.weight.to(at::kFloat), p.bias.to(at::kFloat)).value();
+  const at::Tensor hidden = p.hidden.to(at::kFloat);
+  p.tokens.old_logprobs = loss->LogProbs(hidden, p.rows).value().logprobs;
+  p.tokens.reference = p.tokens.old_logprobs;
+  p.tokens.scales = ComputeLossScales({}, p.weights, p.lengths).value().scales;
+  const PolicyLossOptions options = {.kl_estimator = KlEstimator::kK3, .kl_coefficient = 1};
+  PolicyObjective objective = PolicyObjective::Create(options, p.tokens).value();
+  OutputGradients none;
+  ASSERT_TRUE(loss->ForwardBackward(
+                      hidden, p.rows,
+                      [&](auto... arguments) { return objective.Evaluate(arguments...); }, none)
+                  .ok());
+  EXPECT_EQ(objective.Metrics().mean_ratio, 1);
+  EXPECT_LT(std::abs(objective.Metrics().ppo_kl), 1e-8);
+  EXPECT_LT(std::abs(objective.Metrics().kl_to_ref), 1e-8);
+  EXPECT_EQ(objective.Metrics().clip_fraction, 0);
+}
+
+TEST(FusedOutputLossTest, WeightZeroTokensHaveExactlyZeroGradient) {
+  Problem p;
+  std::fill(p.weights.begin(), p.weights.end(), 0.0);
+  const Gradients gradients =
+      Fused(p, {.kl_estimator = KlEstimator::kK3, .kl_coefficient = 1, .entropy_coefficient = 1},
+            {}, at::kFloat);
+  EXPECT_EQ(gradients.loss, 0);
+  EXPECT_EQ(gradients.hidden.abs().max().item<double>(), 0);
+  EXPECT_EQ(gradients.weight.abs().max().item<double>(), 0);
+}
+
+TEST(FusedOutputLossTest, SupervisedLossIsCrossEntropy) {
+  Problem p(1.0);
+  std::vector<double> scales(kRows, 1.0 / kRows);
+  at::Tensor h = p.hidden.clone().requires_grad_();
+  const at::Tensor expected =
+      -p.LogSoftmax(h, p.weight, p.bias).gather(1, p.rows.labels.unsqueeze(1)).mean();
+  expected.backward();
+  SupervisedObjective objective(scales);
+  auto loss = LinearCrossEntropyLoss::Create(p.weight, p.bias).value();
+  OutputGradients gradients = {
+      .hidden = at::zeros({kRows, kHidden}, at::kDouble), .weight = {}, .bias = {}};
+  ASSERT_TRUE(loss->ForwardBackward(
+                      p.hidden, p.rows,
+                      [&](auto... arguments) { return objective.Evaluate(arguments...); },
+                      gradients)
+                  .ok());
+  EXPECT_NEAR(objective.loss(), expected.item<double>(), 1e-12);
+  EXPECT_LT(MaxDifference(gradients.hidden, h.grad()), 1e-12);
+}
+
+TEST(FusedOutputLossTest, LogProbsAndLogitsEqualTheOracle) {
+  const Problem p;
+  auto loss = LinearCrossEntropyLoss::Create(p.weight, p.bias, {.chunk_size = 4}).value();
+  const RowStatistics statistics = loss->LogProbs(p.hidden, p.rows).value();
+  const at::Tensor log_softmax = p.LogSoftmax(p.hidden, p.weight, p.bias);
+  EXPECT_LT(MaxDifference(Vector(statistics.logprobs), p.LogProbs()), 1e-12);
+  EXPECT_LT(MaxDifference(Vector(statistics.entropies), -(log_softmax.exp() * log_softmax).sum(1)),
+            1e-12);
+  const at::Tensor logits = loss->ForwardLogits(p.hidden);
+  EXPECT_LT(MaxDifference(logits, p.hidden.matmul(p.weight.t()) + p.bias), 1e-12);
+}
+
+TEST(FusedOutputLossTest, LargeLogitsStayFinite) {
+  Problem p;
+  auto loss = LinearCrossEntropyLoss::Create((p.weight * 1e4).to(at::kFloat), p.bias.to(at::kFloat))
+                  .value();
+  const RowStatistics statistics = loss->LogProbs(p.hidden.to(at::kFloat), p.rows).value();
+  for (double logprob : statistics.logprobs) EXPECT_TRUE(std::isfinite(logprob));
+  for (double entropy : statistics.entropies) EXPECT_TRUE(std::isfinite(entropy));
+}
+
+TEST(FusedOutputLossTest, SelectRowsShiftsInsideSequencesAndDropsIgnored) {
+  const OutputRows rows = SelectRows({10, 11, kIgnoreIndex, 13, 20, 21}, {0, 4, 6}, 1);
+  EXPECT_TRUE(rows.positions.equal(at::tensor({0, 2, 4}, at::kLong)));
+  EXPECT_TRUE(rows.labels.equal(at::tensor({11, 13, 21}, at::kLong)));
+}
+
+TEST(FusedOutputLossTest, MissingImplementationFallsBackAndSaysWhy) {
+  const Problem p;
+  for (LossImpl impl : {LossImpl::kAuto, LossImpl::kCce, LossImpl::kTorchCompile}) {
+    auto loss = LinearCrossEntropyLoss::Create(p.weight, {}, {.impl = impl}).value();
+    EXPECT_EQ(loss->impl(), LossImpl::kPytorch);
+    EXPECT_NE(loss->fallback_warning(), "");
+  }
+  auto loss = LinearCrossEntropyLoss::Create(p.weight, {}, {.impl = LossImpl::kPytorch}).value();
+  EXPECT_EQ(loss->fallback_warning(), "");
+}
+
+TEST(FusedOutputLossTest, BadInputIsRefused) {
+  Problem p;
+  auto loss = LinearCrossEntropyLoss::Create(p.weight).value();
+  OutputRows rows = p.rows;
+  rows.labels = rows.labels + kVocabulary;
+  EXPECT_EQ(FieldPath(loss->LogProbs(p.hidden, rows).status()), "labels");
+  rows = p.rows;
+  rows.positions = rows.positions + 1;
+  EXPECT_EQ(FieldPath(loss->LogProbs(p.hidden, rows).status()), "positions");
+  EXPECT_EQ(FieldPath(loss->LogProbs(p.hidden.narrow(1, 0, 3), p.rows).status()), "hidden");
+  EXPECT_EQ(
+      FieldPath(LinearCrossEntropyLoss::Create(p.weight, {}, {.memory_budget_bytes = 8}).status()),
+      "memory_budget_bytes");
+  EXPECT_EQ(LinearCrossEntropyLoss::Create(p.weight.to(at::kBFloat16)).status().code(),
+            absl::StatusCode::kUnimplemented);
+}
+
+}  // namespace
+}  // namespace tandem::loss

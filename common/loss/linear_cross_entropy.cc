@@ -1,0 +1,258 @@
+// LinearCrossEntropyLoss: gradient in forward (mode B), in ATen operations.
+#include <ATen/ATen.h>
+#include <ATen/core/grad_mode.h>
+
+#include <algorithm>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "common/base/error.h"
+#include "common/base/status_macros.h"
+#include "common/loss/fused_output_loss.h"
+
+namespace tandem::loss {
+namespace {
+
+// Bytes of one block of rows: it is read and written some ten times, so it should stay in cache.
+constexpr int64_t kBlockBytes = 4 << 20;
+
+const char* ImplName(LossImpl impl) {
+  switch (impl) {
+    case LossImpl::kAuto:
+      return "auto";
+    case LossImpl::kCce:
+      return "cce";
+    case LossImpl::kTorchCompile:
+      return "torch_compile";
+    case LossImpl::kPytorch:
+      return "pytorch";
+  }
+  return "unknown";
+}
+
+// Statistics of one block of rows of logits.
+struct BlockStatistics {
+  at::Tensor sum;     // [n, 1] sum of exp(z - max)
+  at::Tensor mean_z;  // [n, 1] sum_j p_j (z_j - max)
+};
+
+// Turns `z` [n, V] into z - max and `exponentials` [n, V] into its exponential.
+BlockStatistics Statistics(at::Tensor& z, at::Tensor& exponentials, const at::Tensor& labels,
+                           double* logprobs, double* entropies) {
+  z.sub_(z.amax(1, /*keepdim=*/true));
+  at::exp_out(exponentials, z);
+  BlockStatistics block;
+  block.sum = exponentials.sum(1, /*keepdim=*/true);
+  block.mean_z = at::bmm(exponentials.unsqueeze(1), z.unsqueeze(2)).squeeze(2).div_(block.sum);
+  const at::Tensor log_sum = block.sum.log();
+  const at::Tensor logprob = z.gather(1, labels.unsqueeze(1)) - log_sum;
+  const at::Tensor entropy = log_sum - block.mean_z;
+  const at::Tensor host = at::cat({logprob, entropy}, 1).t().to(at::kCPU, at::kDouble).contiguous();
+  const int64_t rows = z.size(0);
+  std::copy_n(host.data_ptr<double>(), rows, logprobs);
+  std::copy_n(host.data_ptr<double>() + rows, rows, entropies);
+  return block;
+}
+
+at::Tensor Column(const std::vector<double>& numbers, const at::Tensor& like) {
+  return at::from_blob(const_cast<double*>(numbers.data()),
+                       {static_cast<int64_t>(numbers.size()), 1}, at::kDouble)
+      .to(like.options().requires_grad(false), /*non_blocking=*/false, /*copy=*/true);
+}
+
+// Overwrites `z` (holding z - max) by the gradient of the logits. The temperature is already in the
+// coefficients.
+void LogitGradient(at::Tensor& z, at::Tensor& exponentials, const BlockStatistics& block,
+                   const at::Tensor& labels, const std::vector<double>& logprob_coefficients,
+                   const std::vector<double>& entropy_coefficients) {
+  const at::Tensor c = Column(logprob_coefficients, z);
+  const bool with_entropy = std::any_of(entropy_coefficients.begin(), entropy_coefficients.end(),
+                                        [](double e) { return e != 0; });
+  if (with_entropy) {
+    const at::Tensor e = Column(entropy_coefficients, z);
+    z.mul_(e.neg()).add_(e * block.mean_z - c).mul_(exponentials.div_(block.sum));
+  } else {
+    at::mul_out(z, exponentials, c.neg().div_(block.sum));
+  }
+  z.scatter_add_(1, labels.unsqueeze(1), c);
+}
+
+}  // namespace
+
+OutputRows SelectRows(absl::Span<const int64_t> labels, absl::Span<const int64_t> offsets,
+                      int64_t shift) {
+  std::vector<int64_t> positions, chosen;
+  for (size_t s = 0; s + 1 < offsets.size(); ++s) {
+    for (int64_t t = offsets[s]; t + shift < offsets[s + 1]; ++t) {
+      const int64_t label = labels[static_cast<size_t>(t + shift)];
+      if (label == kIgnoreIndex) continue;
+      positions.push_back(t);
+      chosen.push_back(label);
+    }
+  }
+  return {.positions = at::tensor(positions, at::kLong),
+          .labels = at::tensor(chosen, at::kLong),
+          .temperatures = {}};
+}
+
+absl::StatusOr<std::unique_ptr<LinearCrossEntropyLoss>> LinearCrossEntropyLoss::Create(
+    at::Tensor weight, at::Tensor bias, const LinearCrossEntropyOptions& options) {
+  if (!weight.defined() || weight.dim() != 2 || !weight.is_contiguous()) {
+    return InvalidField("weight", "must be a contiguous [V, H] matrix");
+  }
+  if (weight.scalar_type() != at::kFloat && weight.scalar_type() != at::kDouble) {
+    return FieldError(absl::StatusCode::kUnimplemented, "weight",
+                      "only float32 and float64 output layers are there yet");
+  }
+  if (bias.defined() && (bias.dim() != 1 || bias.size(0) != weight.size(0))) {
+    return InvalidField("bias", "must be [V]");
+  }
+  const int64_t row_bytes = weight.size(0) * static_cast<int64_t>(weight.element_size());
+  if (options.memory_budget_bytes < 2 * row_bytes) {
+    return InvalidField(
+        "memory_budget_bytes",
+        absl::StrCat("must be at least ", 2 * row_bytes, " for a vocabulary of ", weight.size(0)));
+  }
+  if (options.chunk_size < 1) return InvalidField("chunk_size", "must be positive");
+
+  std::unique_ptr<LinearCrossEntropyLoss> loss(new LinearCrossEntropyLoss);
+  // `auto` takes the first of cce, torch_compile, pytorch that is available.
+  if (options.impl != LossImpl::kPytorch) {
+    loss->fallback_warning_ = absl::StrCat(
+        "fused output loss: implementation '",
+        options.impl == LossImpl::kAuto ? "cce" : ImplName(options.impl),
+        "' is not part of this build; '", ImplName(LossImpl::kPytorch), "' is used instead");
+  }
+  const int64_t budget_rows = options.memory_budget_bytes / row_bytes;
+  loss->block_rows_ = std::clamp<int64_t>(kBlockBytes / row_bytes, 1,
+                                          std::min(options.chunk_size, budget_rows / 2));
+  loss->chunk_rows_ = std::min(options.chunk_size, budget_rows - loss->block_rows_);
+  loss->weight_ = weight.detach();
+  loss->bias_ = bias.defined() ? bias.detach() : bias;
+  return loss;
+}
+
+absl::Status LinearCrossEntropyLoss::CheckRows(const at::Tensor& hidden,
+                                               const OutputRows& rows) const {
+  if (hidden.dim() != 2 || hidden.size(1) != weight_.size(1)) {
+    return InvalidField("hidden", "must be [T, H] with the H of the output layer");
+  }
+  if (hidden.scalar_type() != weight_.scalar_type()) {
+    return InvalidField("hidden", "must have the type of the output layer");
+  }
+  const int64_t count = rows.positions.numel();
+  if (rows.labels.numel() != count) return InvalidField("labels", "must have one entry a position");
+  if (!rows.temperatures.empty() && static_cast<int64_t>(rows.temperatures.size()) != count) {
+    return InvalidField("temperatures", "must be empty or have one entry a position");
+  }
+  for (double temperature : rows.temperatures) {
+    if (!(temperature > 0)) return InvalidField("temperatures", "must be positive");
+  }
+  if (count == 0) return absl::OkStatus();
+  if (rows.labels.min().item<int64_t>() < 0 ||
+      rows.labels.max().item<int64_t>() >= weight_.size(0)) {
+    return InvalidField("labels", "outside the vocabulary");
+  }
+  if (rows.positions.min().item<int64_t>() < 0 ||
+      rows.positions.max().item<int64_t>() >= hidden.size(0)) {
+    return InvalidField("positions", "outside the hidden states");
+  }
+  return absl::OkStatus();
+}
+
+void LinearCrossEntropyLoss::EnsureWorkspace() {
+  if (logits_.defined()) return;
+  const auto options = weight_.options().requires_grad(false);
+  logits_ = at::empty({chunk_rows_, weight_.size(0)}, options);
+  exponentials_ = at::empty({block_rows_, weight_.size(0)}, options);
+}
+
+absl::Status LinearCrossEntropyLoss::Run(const at::Tensor& hidden, const OutputRows& rows,
+                                         const TokenObjective* objective,
+                                         OutputGradients* gradients, RowStatistics* statistics) {
+  const at::NoGradGuard no_grad;
+  TANDEM_RETURN_IF_ERROR(CheckRows(hidden, rows));
+  EnsureWorkspace();
+  const int64_t count = rows.positions.numel();
+  const bool every_row =
+      count == hidden.size(0) && rows.positions.equal(at::arange(count, rows.positions.options()));
+  std::vector<double> logprobs, entropies, c, e;
+  for (int64_t begin = 0; begin < count; begin += chunk_rows_) {
+    const int64_t n = std::min(chunk_rows_, count - begin);
+    const at::Tensor positions = rows.positions.narrow(0, begin, n);
+    const at::Tensor labels = rows.labels.narrow(0, begin, n);
+    const at::Tensor input =
+        every_row ? hidden.narrow(0, begin, n) : hidden.index_select(0, positions);
+    at::Tensor logits = logits_.narrow(0, 0, n);
+    if (bias_.defined()) {
+      at::addmm_out(logits, bias_, input, weight_.t());
+    } else {
+      at::mm_out(logits, input, weight_.t());
+    }
+
+    for (int64_t row = 0; row < n; row += block_rows_) {
+      const int64_t block_size = std::min(block_rows_, n - row);
+      const auto first = static_cast<size_t>(begin + row);
+      const auto size = static_cast<size_t>(block_size);
+      at::Tensor z = logits.narrow(0, row, block_size);
+      at::Tensor exponentials = exponentials_.narrow(0, 0, block_size);
+      const at::Tensor block_labels = labels.narrow(0, row, block_size);
+      std::vector<double> inverse_temperatures;
+      if (!rows.temperatures.empty()) {
+        for (size_t i = 0; i < size; ++i) {
+          inverse_temperatures.push_back(1.0 / rows.temperatures[first + i]);
+        }
+        z.mul_(Column(inverse_temperatures, z));
+      }
+      logprobs.resize(size);
+      entropies.resize(size);
+      const BlockStatistics block =
+          Statistics(z, exponentials, block_labels, logprobs.data(), entropies.data());
+      if (statistics != nullptr) {
+        statistics->logprobs.insert(statistics->logprobs.end(), logprobs.begin(), logprobs.end());
+        statistics->entropies.insert(statistics->entropies.end(), entropies.begin(),
+                                     entropies.end());
+      }
+      if (objective == nullptr) continue;
+      c.assign(size, 0.0);
+      e.assign(size, 0.0);
+      TANDEM_RETURN_IF_ERROR((*objective)(static_cast<int64_t>(first), logprobs, entropies,
+                                          absl::MakeSpan(c), absl::MakeSpan(e)));
+      for (size_t i = 0; i < inverse_temperatures.size(); ++i) {
+        c[i] *= inverse_temperatures[i];
+        e[i] *= inverse_temperatures[i];
+      }
+      LogitGradient(z, exponentials, block, block_labels, c, e);
+    }
+
+    if (gradients == nullptr) continue;
+    if (gradients->hidden.defined()) {
+      gradients->hidden.index_add_(0, positions, at::mm(logits, weight_));
+    }
+    if (gradients->weight.defined()) gradients->weight.addmm_(logits.t(), input);
+    if (gradients->bias.defined()) gradients->bias.add_(logits.sum(0));
+  }
+  return absl::OkStatus();
+}
+
+absl::Status LinearCrossEntropyLoss::ForwardBackward(const at::Tensor& hidden,
+                                                     const OutputRows& rows,
+                                                     TokenObjective objective,
+                                                     OutputGradients& gradients) {
+  return Run(hidden, rows, &objective, &gradients, nullptr);
+}
+
+absl::StatusOr<RowStatistics> LinearCrossEntropyLoss::LogProbs(const at::Tensor& hidden,
+                                                               const OutputRows& rows) {
+  RowStatistics statistics;
+  TANDEM_RETURN_IF_ERROR(Run(hidden, rows, nullptr, nullptr, &statistics));
+  return statistics;
+}
+
+at::Tensor LinearCrossEntropyLoss::ForwardLogits(const at::Tensor& hidden) const {
+  return at::linear(
+      hidden, weight_,
+      bias_.defined() ? c10::optional<at::Tensor>(bias_) : c10::optional<at::Tensor>());
+}
+
+}  // namespace tandem::loss

@@ -1,0 +1,86 @@
+#include "common/loss/loss_scale.h"
+
+#include <cmath>
+#include <cstddef>
+
+#include "absl/strings/str_cat.h"
+#include "common/base/error.h"
+
+namespace tandem::loss {
+namespace {
+
+double CountOf(Normalizer normalizer, double weight) {
+  switch (normalizer) {
+    case Normalizer::kAllTokens:
+      return 1.0;
+    case Normalizer::kNonzeroWeight:
+      return weight > 0 ? 1.0 : 0.0;
+    case Normalizer::kSumOfWeights:
+      return weight;
+  }
+  return 0.0;
+}
+
+}  // namespace
+
+absl::StatusOr<LossScales> ComputeLossScales(const LossScaleOptions& options,
+                                             absl::Span<const double> weights,
+                                             absl::Span<const int64_t> sequence_lengths) {
+  if (options.aggregation == Aggregation::kSeqMeanTokenSumNorm &&
+      !(options.sequence_norm > 0 && std::isfinite(options.sequence_norm))) {
+    return InvalidField("sequence_norm", "must be positive for SEQ_MEAN_TOKEN_SUM_NORM");
+  }
+  LossScales result;
+  result.scales.assign(weights.size(), 0.0);
+  double total_count = 0;
+  std::vector<double> counts(sequence_lengths.size(), 0.0);
+  size_t t = 0;
+  for (size_t s = 0; s < sequence_lengths.size(); ++s) {
+    if (sequence_lengths[s] < 0 || static_cast<size_t>(sequence_lengths[s]) > weights.size() - t) {
+      return InvalidField("sequence_lengths", "do not add up to the number of weights");
+    }
+    const size_t end = t + static_cast<size_t>(sequence_lengths[s]);
+    for (; t < end; ++t) {
+      if (!std::isfinite(weights[t]) || weights[t] < 0) {
+        return InvalidField(absl::StrCat("weights[", t, "]"), "must be finite and not negative");
+      }
+      counts[s] += CountOf(options.normalizer, weights[t]);
+      result.total_weight += weights[t];
+      result.weighted_tokens += weights[t] > 0;
+    }
+    total_count += counts[s];
+    result.counted_sequences += counts[s] > 0;
+  }
+  if (t != weights.size()) {
+    return InvalidField("sequence_lengths", "do not add up to the number of weights");
+  }
+  t = 0;
+  const auto sequences = static_cast<double>(result.counted_sequences);
+  for (size_t s = 0; s < sequence_lengths.size(); ++s) {
+    const size_t end = t + static_cast<size_t>(sequence_lengths[s]);
+    double divisor = 0;
+    switch (options.aggregation) {
+      case Aggregation::kTokenMean:
+        divisor = total_count;
+        break;
+      case Aggregation::kTokenSum:
+        divisor = 1.0;
+        break;
+      case Aggregation::kSeqMeanTokenSum:
+        divisor = sequences;
+        break;
+      case Aggregation::kSeqMeanTokenMean:
+        divisor = sequences * counts[s];
+        break;
+      case Aggregation::kSeqMeanTokenSumNorm:
+        divisor = sequences * options.sequence_norm;
+        break;
+    }
+    for (; t < end; ++t) {
+      if (weights[t] > 0 && divisor > 0) result.scales[t] = weights[t] / divisor;
+    }
+  }
+  return result;
+}
+
+}  // namespace tandem::loss

@@ -1,0 +1,55 @@
+// The factor of every token in the loss of a *global* batch.
+//
+// The loss of a batch is sum_t scale_t * term_t. The factors are computed once, before the first
+// micro-batch, so the loss does not depend on micro-batching, packing or data parallelism.
+#ifndef TANDEM_COMMON_LOSS_LOSS_SCALE_H_
+#define TANDEM_COMMON_LOSS_LOSS_SCALE_H_
+
+#include <cstdint>
+#include <vector>
+
+#include "absl/status/statusor.h"
+#include "absl/types/span.h"
+
+namespace tandem::loss {
+
+enum class Aggregation {
+  kTokenMean,           // sum over tokens / number of counted tokens
+  kTokenSum,            // sum over tokens
+  kSeqMeanTokenSum,     // mean over sequences of the sum over tokens
+  kSeqMeanTokenMean,    // mean over sequences of the mean over counted tokens
+  kSeqMeanTokenSumNorm  // mean over sequences of the sum over tokens / a constant (Dr.GRPO)
+};
+
+// What counts as a token in the denominators above. `kAllTokens` is what the reference
+// implementation of TRL does: junior tokens stay in the denominator.
+enum class Normalizer {
+  kAllTokens,      // every response token
+  kNonzeroWeight,  // tokens with a weight > 0
+  kSumOfWeights    // each token counts as its weight
+};
+
+struct LossScaleOptions {
+  Aggregation aggregation = Aggregation::kTokenMean;
+  Normalizer normalizer = Normalizer::kNonzeroWeight;
+  double sequence_norm = 0;  // the constant of kSeqMeanTokenSumNorm, > 0 when that is chosen
+};
+
+struct LossScales {
+  std::vector<double> scales;     // [N], w_t / Z_t: every term is multiplied by it
+  double total_weight = 0;        // sum of the weights; 0 means that there is nothing to learn
+  int64_t weighted_tokens = 0;    // tokens with a weight > 0
+  int64_t counted_sequences = 0;  // sequences with a counted token: the divisor of a SEQ_MEAN
+};
+
+// `weights` [N]: the weight of every *response* token of the batch, sequence after sequence
+// (response mask times 1 or junior_token_loss_weight, finite and >= 0); `sequence_lengths` [S], sum
+// N. A sequence without a counted token is left out of a SEQ_MEAN. With nothing counted every scale
+// is 0. INVALID_ARGUMENT: "weights[i]", "sequence_lengths" or "sequence_norm".
+absl::StatusOr<LossScales> ComputeLossScales(const LossScaleOptions& options,
+                                             absl::Span<const double> weights,
+                                             absl::Span<const int64_t> sequence_lengths);
+
+}  // namespace tandem::loss
+
+#endif  // TANDEM_COMMON_LOSS_LOSS_SCALE_H_

@@ -1,0 +1,131 @@
+// The policy objective of one token, and what it contributes to the gradient and to the reports.
+//
+// Everything that a token-level objective needs from the [N, V] logits is the log-probability and
+// the entropy of each row. So the loss is described by two numbers a token,
+//   c_t = d loss / d logp_t   and   e_t = d loss / d entropy_t,
+// and common/loss/fused_output_loss.h turns them into the gradient of the logits, chunk by chunk.
+// Semantics: PPO (arXiv 1707.06347), asymmetric clip (DAPO, 2503.14476), dual clip (1912.09729),
+// KL estimators k1-k3 (Schulman, "Approximating KL divergence"), truncated importance sampling (Yao
+// et al. 2025).
+#ifndef TANDEM_COMMON_LOSS_POLICY_LOSS_H_
+#define TANDEM_COMMON_LOSS_POLICY_LOSS_H_
+
+#include <cstdint>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/types/span.h"
+
+namespace tandem::loss {
+
+// A log-ratio beyond this is clamped, and its gradient is zero.
+inline constexpr double kMaxLogRatio = 20.0;
+
+enum class Objective {
+  kPpoClip,  // -min(r A, clip(r, 1 - eps_low, 1 + eps_high) A)
+  kGspo,     // not yet
+  kCispo,    // not yet
+};
+
+enum class KlEstimator {
+  kNone,
+  kK1,            // logp - ref
+  kK2,            // (logp - ref)^2 / 2
+  kK3,            // exp(ref - logp) - (ref - logp) - 1
+  kK1GradientK2,  // the value of k1 with the gradient of k2
+  kK3GradientK2,  // the value of k3 with the gradient of k2
+};
+
+struct PolicyLossOptions {
+  Objective objective = Objective::kPpoClip;
+  double clip_low = 0.2;
+  double clip_high = 0.2;
+  double dual_clip = 0;  // 0 is off, else > 1: the loss of a token with A < 0 is at most -A * this
+  KlEstimator kl_estimator = KlEstimator::kNone;
+  double kl_coefficient = 0;       // beta
+  double entropy_coefficient = 0;  // subtracted: loss -= this * entropy
+  // Truncated importance sampling: the policy term is multiplied by
+  // min(exp(logp_old - behaviour), this), a constant for the gradient. 0 is off.
+  double importance_cap = 0;
+};
+
+// UNIMPLEMENTED for an objective that is not there yet, INVALID_ARGUMENT with the field otherwise.
+absl::Status CheckPolicyLossOptions(const PolicyLossOptions& options);
+
+// The rows of the loss: all parallel, [N]. `reference` may be empty if the KL is off. `behaviour`
+// is what the writer recorded (senior's or junior's own log-prob); empty if unknown.
+struct PolicyTokens {
+  std::vector<double> old_logprobs;  // logp_old of the ratio
+  std::vector<double> advantages;
+  std::vector<double> scales;  // w_t / Z_t (loss_scale.h)
+  std::vector<double> reference = {};
+  std::vector<double> behaviour = {};
+  std::vector<uint8_t> authorship = {};  // 1 senior, 0 junior
+};
+
+// How far the trainer's log-probs are from those recorded by the writer.
+// With d = trainer - behaviour: k1 = mean(-d), k3 = mean(exp(d) - d - 1), and the effective sample
+// size (sum e^d)^2 / (n sum e^2d), a share of n (1 = no mismatch).
+struct Mismatch {
+  int64_t count = 0;
+  double k1 = 0;
+  double k3 = 0;
+  double max_abs_logprob_diff = 0;
+  double effective_sample_size = 1;
+};
+
+// Reports of the rows seen so far. Those marked "in the sum" are as they enter the loss, with scale
+// and coefficient; the others are plain means over the rows (tokens with w > 0).
+struct PolicyMetrics {
+  double loss_total = 0;    // in the sum
+  double loss_policy = 0;   // in the sum
+  double loss_kl = 0;       // in the sum
+  double loss_entropy = 0;  // in the sum; negative for a bonus
+  int64_t tokens = 0;
+  double clip_fraction = 0;
+  double ppo_kl = 0;      // mean(logp_old - logp)
+  double kl_to_ref = 0;   // mean of the estimator, 0 when off
+  double mean_ratio = 0;  // mean of r
+  double mean_entropy = 0;
+  Mismatch mismatch;         // all rows
+  Mismatch senior_mismatch;  // rows that the senior wrote
+  Mismatch junior_mismatch;  // rows that the junior wrote; none when they weigh 0
+};
+
+// Sums over the rows of a batch, in the order in which they come.
+class PolicyObjective {
+ public:
+  // `tokens` must outlive the objective. INVALID_ARGUMENT on lengths that differ or missing inputs.
+  static absl::StatusOr<PolicyObjective> Create(const PolicyLossOptions& options,
+                                                const PolicyTokens& tokens);
+
+  // Coefficients of the rows [first_row, first_row + n): n is the size of every span. Adds the
+  // rows' reports. INTERNAL if a log-prob, an entropy or a coefficient is not finite.
+  absl::Status Evaluate(int64_t first_row, absl::Span<const double> logprobs,
+                        absl::Span<const double> entropies, absl::Span<double> logprob_coefficients,
+                        absl::Span<double> entropy_coefficients);
+
+  PolicyMetrics Metrics() const;
+
+ private:
+  struct MismatchSums {
+    int64_t count = 0;
+    double k1 = 0, k3 = 0, max_abs = 0, ratio = 0, ratio_squared = 0;
+    void Add(double trainer, double behaviour);
+    Mismatch Finish() const;
+    static MismatchSums Join(const MismatchSums& a, const MismatchSums& b);
+  };
+
+  PolicyObjective(const PolicyLossOptions& options, const PolicyTokens& tokens)
+      : options_(options), tokens_(&tokens) {}
+
+  PolicyLossOptions options_;
+  const PolicyTokens* tokens_;
+  PolicyMetrics sums_;  // means hold sums until Metrics()
+  MismatchSums senior_, junior_;
+};
+
+}  // namespace tandem::loss
+
+#endif  // TANDEM_COMMON_LOSS_POLICY_LOSS_H_

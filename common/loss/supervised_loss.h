@@ -1,0 +1,36 @@
+// Cross-entropy on given labels (SFT) in the form that the fused output loss takes.
+#ifndef TANDEM_COMMON_LOSS_SUPERVISED_LOSS_H_
+#define TANDEM_COMMON_LOSS_SUPERVISED_LOSS_H_
+
+#include <cstdint>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/types/span.h"
+
+namespace tandem::loss {
+
+// loss = -sum_t scale_t * logp_t.
+class SupervisedObjective {
+ public:
+  // `scales` [N] (loss_scale.h) must outlive the objective.
+  explicit SupervisedObjective(absl::Span<const double> scales) : scales_(scales) {}
+
+  // As PolicyObjective::Evaluate. INTERNAL if a log-prob is not finite.
+  absl::Status Evaluate(int64_t first_row, absl::Span<const double> logprobs,
+                        absl::Span<const double> entropies, absl::Span<double> logprob_coefficients,
+                        absl::Span<double> entropy_coefficients);
+
+  double loss() const { return loss_; }
+  double mean_entropy() const { return tokens_ == 0 ? 0 : entropy_ / static_cast<double>(tokens_); }
+  int64_t tokens() const { return tokens_; }
+
+ private:
+  absl::Span<const double> scales_;
+  double loss_ = 0, entropy_ = 0;
+  int64_t tokens_ = 0;
+};
+
+}  // namespace tandem::loss
+
+#endif  // TANDEM_COMMON_LOSS_SUPERVISED_LOSS_H_
