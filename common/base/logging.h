@@ -1,0 +1,75 @@
+// Structured logs: one JSON object a line on stderr.
+//
+//   Log(LogLevel::kInfo, "weights_committed", {{"version", 7}, {"bytes", total_bytes}});
+//   →
+//   {"ts":"2026-01-31T12:00:00.123Z","level":"info","event":"weights_committed","version":7,"bytes":…}
+#ifndef TANDEM_COMMON_BASE_LOGGING_H_
+#define TANDEM_COMMON_BASE_LOGGING_H_
+
+#include <concepts>
+#include <cstdint>
+#include <initializer_list>
+#include <optional>
+#include <string>
+#include <utility>
+#include <variant>
+
+#include "absl/strings/string_view.h"
+
+namespace tandem {
+
+enum class LogLevel { kDebug, kInfo, kWarning, kError };
+
+// "debug", "info", "warning", "error".
+absl::string_view LogLevelName(LogLevel level);
+std::optional<LogLevel> ParseLogLevel(absl::string_view name);
+
+// Lines below `level` are dropped from now on. The default is info.
+void SetLogLevel(LogLevel level);
+
+// The value of a field.
+class LogValue {
+ public:
+  LogValue(const char* text) : value_(std::string(text)) {}
+  LogValue(std::string text) : value_(std::move(text)) {}
+  LogValue(absl::string_view text) : value_(std::string(text)) {}
+  LogValue(bool value) : value_(value) {}
+  LogValue(double value) : value_(value) {}
+  LogValue(std::integral auto value) : value_(static_cast<int64_t>(value)) {}
+
+  using Variant = std::variant<bool, int64_t, double, std::string>;
+  const Variant& value() const { return value_; }
+
+ private:
+  Variant value_;
+};
+
+struct LogField {
+  absl::string_view key;
+  LogValue value;
+};
+
+// Writes one line. `event` is a stable snake_case name; what varies goes into fields. The calling
+// thread's request id (ScopedRequestId) is added as "request_id". Never throws; text that is not
+// UTF-8 is repaired.
+void Log(LogLevel level, absl::string_view event, std::initializer_list<LogField> fields = {});
+
+// The line that Log would write, without the line break.
+std::string FormatLogLine(LogLevel level, absl::string_view event,
+                          std::initializer_list<LogField> fields);
+
+// While it lives, lines of this thread carry the request id.
+class ScopedRequestId {
+ public:
+  explicit ScopedRequestId(std::string request_id);
+  ~ScopedRequestId();
+  ScopedRequestId(const ScopedRequestId&) = delete;
+  ScopedRequestId& operator=(const ScopedRequestId&) = delete;
+
+ private:
+  std::string previous_;
+};
+
+}  // namespace tandem
+
+#endif  // TANDEM_COMMON_BASE_LOGGING_H_

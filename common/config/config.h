@@ -1,0 +1,46 @@
+// YAML and `dotted.key=value` overrides become a protobuf message; the message is the schema.
+//
+// Keys are field names. Enum values are written by their lower-case short name ("word" for
+// SELECTION_STRATEGY_WORD). An unknown key, a duplicate key or a value of the wrong type is
+// INVALID_ARGUMENT with the dotted path of the field, and a suggestion where one is close.
+#ifndef TANDEM_COMMON_CONFIG_CONFIG_H_
+#define TANDEM_COMMON_CONFIG_CONFIG_H_
+
+#include <google/protobuf/message.h>
+
+#include <string>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/strings/string_view.h"
+
+namespace tandem::config {
+
+// Merges a YAML document (a map, or empty) into `message`. A list replaces the old one. A key
+// without a value leaves the field alone.
+absl::Status MergeYaml(absl::string_view yaml, google::protobuf::Message* message);
+
+// The same for a file. NOT_FOUND without it; errors name the file.
+absl::Status MergeYamlFile(const std::string& path, google::protobuf::Message* message);
+
+// Applies one override, "optimizer.learning_rate=1e-5"; the value is read as YAML, so
+// "tandem.boundary_token_ids=[1, 2]" sets a list.
+absl::Status ApplyOverride(absl::string_view assignment, google::protobuf::Message* message);
+
+// The file (if any), then the overrides in order: later wins.
+absl::Status Load(const std::string& path, const std::vector<std::string>& overrides,
+                  google::protobuf::Message* message);
+
+// The message as YAML that MergeYaml reads back: fields in schema order, optional fields that are
+// not set and empty lists left out, enums by short name.
+std::string ToYaml(const google::protobuf::Message& message);
+
+// The same as indented JSON.
+std::string ToJson(const google::protobuf::Message& message);
+
+// The short name of an enum value: "word" for SELECTION_STRATEGY_WORD.
+std::string EnumShortName(const google::protobuf::EnumValueDescriptor& value);
+
+}  // namespace tandem::config
+
+#endif  // TANDEM_COMMON_CONFIG_CONFIG_H_

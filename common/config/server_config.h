@@ -1,0 +1,37 @@
+// Defaults and checks of the three server configurations. Every default of server_config.proto,
+// the ports among them, is written in server_config.cc and nowhere else.
+#ifndef TANDEM_COMMON_CONFIG_SERVER_CONFIG_H_
+#define TANDEM_COMMON_CONFIG_SERVER_CONFIG_H_
+
+#include "absl/status/status.h"
+#include "common/base/logging.h"
+#include "tandem/config/v1/server_config.pb.h"
+
+namespace tandem::config {
+
+using v1::CriticServerConfig;
+using v1::RolloutServerConfig;
+using v1::ServerOptions;
+using v1::TrainerServerConfig;
+
+struct DefaultPorts {
+  int grpc;
+  int metrics;
+};
+inline constexpr DefaultPorts kRolloutPorts{7701, 9701};
+inline constexpr DefaultPorts kTrainerPorts{7702, 9702};
+inline constexpr DefaultPorts kCriticPorts{7703, 9703};
+
+// Fills every field that is not set with its default, then checks all ranges. Afterwards every
+// optional field has a value and every enum is specified. INVALID_ARGUMENT or UNIMPLEMENTED with
+// the field's path. Fields that are set are never changed.
+absl::Status Resolve(RolloutServerConfig* config);
+absl::Status Resolve(TrainerServerConfig* config);
+absl::Status Resolve(CriticServerConfig* config);
+
+// The level of resolved options.
+LogLevel LogLevelOf(const ServerOptions& options);
+
+}  // namespace tandem::config
+
+#endif  // TANDEM_COMMON_CONFIG_SERVER_CONFIG_H_

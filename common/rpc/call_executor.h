@@ -1,0 +1,79 @@
+// Runs the blocking part of calls: a small pool of threads with a bounded queue, and the gate that
+// refuses calls while the server loads or drains.
+#ifndef TANDEM_COMMON_RPC_CALL_EXECUTOR_H_
+#define TANDEM_COMMON_RPC_CALL_EXECUTOR_H_
+
+#include <atomic>
+#include <functional>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/time/time.h"
+#include "common/base/bounded_queue.h"
+
+namespace tandem::rpc {
+
+// What a handler knows of its call.
+struct CallContext {
+  std::string request_id;
+  absl::Time deadline;              // never infinite for unary calls
+  std::function<bool()> cancelled;  // thread-safe; true once the client is gone or the time is up
+};
+
+struct CallExecutorOptions {
+  int num_threads = 4;
+  size_t queue_capacity = 256;
+  // Put on calls with one answer that come without a deadline.
+  absl::Duration default_deadline = absl::Seconds(600);
+};
+
+class CallExecutor {
+ public:
+  explicit CallExecutor(const CallExecutorOptions& options);
+  // Waits for the work that has been accepted.
+  ~CallExecutor();
+  CallExecutor(const CallExecutor&) = delete;
+  CallExecutor& operator=(const CallExecutor&) = delete;
+
+  enum class Gate { kLoading, kOpen, kDraining };
+  // Starts as kLoading.
+  void SetGate(Gate gate) { gate_ = gate; }
+  Gate gate() const { return gate_; }
+
+  // OK, or UNAVAILABLE with reason LOADING or DRAINING and a retry hint. A handler that got OK may
+  // use its engine.
+  absl::Status Admit() const;
+
+  // Queues `work`. RESOURCE_EXHAUSTED with a retry hint when the queue is full; `work` then never
+  // runs.
+  absl::Status Run(std::function<void()> work);
+
+  absl::Duration default_deadline() const { return options_.default_deadline; }
+  size_t queue_size() const { return queue_.size(); }
+  size_t queue_capacity() const { return queue_.capacity(); }
+
+ private:
+  const CallExecutorOptions options_;
+  std::atomic<Gate> gate_ = Gate::kLoading;
+  BoundedQueue<std::function<void()>> queue_;
+  std::vector<std::thread> threads_;
+};
+
+// Calls `handler()`, a function that returns absl::Status or StatusOr; an exception becomes
+// INTERNAL.
+template <typename Handler>
+auto CallCatching(Handler&& handler) -> decltype(handler()) {
+  try {
+    return handler();
+  } catch (const std::exception& error) {
+    return absl::InternalError(error.what());
+  } catch (...) {
+    return absl::InternalError("unknown exception");
+  }
+}
+
+}  // namespace tandem::rpc
+
+#endif  // TANDEM_COMMON_RPC_CALL_EXECUTOR_H_

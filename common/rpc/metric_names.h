@@ -1,0 +1,180 @@
+// The golden list of metrics: every Prometheus name that a Tandem server exports, once. Dashboards,
+// alerts and docs/metrics.md use only names from here.
+#ifndef TANDEM_COMMON_RPC_METRIC_NAMES_H_
+#define TANDEM_COMMON_RPC_METRIC_NAMES_H_
+
+#include <array>
+#include <span>
+#include <string>
+
+#include "absl/strings/string_view.h"
+
+namespace tandem::rpc {
+
+enum class MetricType { kCounter, kGauge, kHistogram };
+
+struct MetricSpec {
+  MetricType type;
+  const char* name;
+  const char* help;
+  // Label names, in the order in which label values are given.
+  std::array<const char*, 3> labels = {};
+
+  constexpr size_t num_labels() const {
+    size_t n = 0;
+    while (n < labels.size() && labels[n] != nullptr) ++n;
+    return n;
+  }
+};
+
+namespace metric {
+
+// Every RPC of every server, from the server's interceptor.
+inline constexpr MetricSpec kRpcHandled{MetricType::kCounter,
+                                        "grpc_server_handled_total",
+                                        "Calls that ended, by status code.",
+                                        {"grpc_service", "grpc_method", "grpc_code"}};
+inline constexpr MetricSpec kRpcSeconds{MetricType::kHistogram,
+                                        "grpc_server_handling_seconds",
+                                        "Time from the start of a call to its status.",
+                                        {"grpc_service", "grpc_method"}};
+inline constexpr MetricSpec kRpcLive{MetricType::kGauge,
+                                     "grpc_server_live_calls",
+                                     "Calls in progress.",
+                                     {"grpc_service", "grpc_method"}};
+
+// Every server.
+inline constexpr MetricSpec kServerReady{MetricType::kGauge, "tandem_server_ready",
+                                         "1 while health answers SERVING, else 0."};
+inline constexpr MetricSpec kServerInfo{MetricType::kGauge,
+                                        "tandem_server_info",
+                                        "Always 1; the labels say what the server is.",
+                                        {"role", "version"}};
+inline constexpr MetricSpec kServerStart{MetricType::kGauge, "tandem_server_start_time_seconds",
+                                         "Unix time at which the process started."};
+inline constexpr MetricSpec kPolicyVersion{MetricType::kGauge, "tandem_policy_version",
+                                           "Version of the weights that the server holds."};
+inline constexpr MetricSpec kLastProgress{
+    MetricType::kGauge, "tandem_last_progress_timestamp_seconds",
+    "Unix time of the last forward pass or train step; 0 before the first."};
+inline constexpr MetricSpec kCallQueueDepth{MetricType::kGauge, "tandem_call_queue_depth",
+                                            "Calls that wait for a worker."};
+inline constexpr MetricSpec kCallQueueCapacity{MetricType::kGauge, "tandem_call_queue_capacity",
+                                               "Calls that may wait; more are refused."};
+
+// Rollout server.
+inline constexpr MetricSpec kSequencesRunning{MetricType::kGauge, "tandem_sequences_running",
+                                              "Sequences that are being generated."};
+inline constexpr MetricSpec kSequencesWaiting{MetricType::kGauge, "tandem_sequences_waiting",
+                                              "Sequences in the queue."};
+inline constexpr MetricSpec kQueueCapacity{MetricType::kGauge, "tandem_queue_capacity",
+                                           "Sequences that may wait; more are refused."};
+inline constexpr MetricSpec kGenerateStreams{MetricType::kGauge, "tandem_generate_streams",
+                                             "Open Generate streams."};
+inline constexpr MetricSpec kTokensGenerated{MetricType::kCounter,
+                                             "tandem_generated_tokens_total",
+                                             "Response tokens, by author (senior or junior).",
+                                             {"author"}};
+inline constexpr MetricSpec kPromptTokens{MetricType::kCounter, "tandem_prompt_tokens_total",
+                                          "Prompt tokens of admitted sequences."};
+inline constexpr MetricSpec kHandoffs{MetricType::kCounter, "tandem_handoffs_total",
+                                      "Changes of author inside a response."};
+inline constexpr MetricSpec kCatchUpTokens{
+    MetricType::kCounter,
+    "tandem_lane_catch_up_tokens_total",
+    "Response tokens of the other author that a lane consumed, by lane.",
+    {"lane"}};
+inline constexpr MetricSpec kForwardPasses{MetricType::kCounter, "tandem_forward_passes_total",
+                                           "Forward passes of either model."};
+inline constexpr MetricSpec kKvTokens{
+    MetricType::kGauge, "tandem_kv_tokens", "Tokens held in the KV cache, by lane.", {"lane"}};
+inline constexpr MetricSpec kKvCapacity{MetricType::kGauge, "tandem_kv_capacity_tokens",
+                                        "Tokens that one lane's KV cache can hold."};
+inline constexpr MetricSpec kPaused{MetricType::kGauge, "tandem_generation_paused",
+                                    "1 while generation is paused, else 0."};
+
+// Receivers of weights.
+inline constexpr MetricSpec kWeightBytesReceived{MetricType::kCounter,
+                                                 "tandem_weight_bytes_received_total",
+                                                 "Bytes of weight updates that were accepted."};
+inline constexpr MetricSpec kWeightUpdates{MetricType::kCounter,
+                                           "tandem_weight_updates_total",
+                                           "Weight updates, by result (committed or failed).",
+                                           {"result"}};
+
+// Trainer and critic servers.
+inline constexpr MetricSpec kTrainSteps{
+    MetricType::kCounter,
+    "tandem_train_steps_total",
+    "Train steps, by result (applied, skipped, replayed, failed).",
+    {"result"}};
+inline constexpr MetricSpec kOptimizerSteps{MetricType::kGauge, "tandem_optimizer_steps",
+                                            "Optimizer updates applied so far."};
+inline constexpr MetricSpec kStepSeconds{MetricType::kHistogram,
+                                         "tandem_step_seconds",
+                                         "Time of a step, by phase (train, publish, save, load, "
+                                         "export, evaluate).",
+                                         {"phase"}};
+inline constexpr MetricSpec kTrainedTokens{MetricType::kCounter, "tandem_trained_tokens_total",
+                                           "Response tokens of applied train steps."};
+inline constexpr MetricSpec kCheckpointBytes{MetricType::kGauge, "tandem_checkpoint_bytes",
+                                             "Size of the last checkpoint."};
+inline constexpr MetricSpec kCheckpointTime{
+    MetricType::kGauge, "tandem_checkpoint_timestamp_seconds",
+    "Unix time of the last checkpoint; 0 before the first."};
+inline constexpr MetricSpec kWeightBytesSent{MetricType::kCounter, "tandem_weight_bytes_sent_total",
+                                             "Bytes of weight updates that were sent."};
+inline constexpr MetricSpec kPublishResults{
+    MetricType::kCounter,
+    "tandem_weight_publications_total",
+    "Publications to one receiver, by result (ok or failed).",
+    {"result"}};
+
+}  // namespace metric
+
+// Metrics of a step report that become gauges of the last step, by their report name; the
+// Prometheus name is PrometheusName(name).
+struct ReportMetric {
+  const char* name;
+  const char* help;
+};
+inline constexpr ReportMetric kReportMetrics[] = {
+    {"reward/mean", "Mean reward of the last step."},
+    {"reward/std", "Standard deviation of the rewards of the last step."},
+    {"loss/total", "Loss of the last step."},
+    {"loss/policy", "Policy part of the loss."},
+    {"loss/kl", "KL to the reference policy."},
+    {"loss/entropy", "Mean entropy of the policy, nats."},
+    {"policy/clip_fraction", "Share of weighted tokens whose ratio was clipped."},
+    {"policy/ppo_kl", "Mean of old minus new log-probability."},
+    {"policy/grad_norm", "Global gradient norm before clipping."},
+    {"policy/learning_rate", "Learning rate of the last step."},
+    {"mismatch/k1", "Mean of rollout minus trainer log-probability."},
+    {"mismatch/k3", "K3 estimate of the KL from rollout to trainer."},
+    {"mismatch/max_abs_logprob_diff", "Largest difference of rollout and trainer log-probability."},
+    {"tandem/senior_token_fraction", "Share of response tokens that the senior wrote."},
+    {"tandem/junior_token_fraction", "Share of response tokens that the junior wrote."},
+    {"tandem/switches_per_seq", "Mean number of changes of author in a response."},
+    {"tandem/tokens_per_sent", "Response tokens per sentence."},
+    {"tokens/prompt", "Prompt tokens of the last step."},
+    {"tokens/response", "Response tokens of the last step."},
+    {"critic/loss", "Value loss of the last step."},
+    {"critic/clip_fraction", "Share of tokens whose value was clipped."},
+    {"critic/explained_variance", "Explained variance of the returns."},
+    {"critic/grad_norm", "Global gradient norm of the critic before clipping."},
+    {"critic/value_mean", "Mean predicted value."},
+    {"critic/learning_rate", "Learning rate of the critic in the last step."},
+};
+
+// "loss/total" → "tandem_loss_total"; "tandem/switches_per_seq" → "tandem_switches_per_seq".
+std::string PrometheusName(absl::string_view report_name);
+
+// Every spec above, in order.
+std::span<const MetricSpec* const> AllMetrics();
+
+// The list as a Markdown table (name, type, labels, meaning), for docs/metrics.md.
+std::string MetricsMarkdown();
+
+}  // namespace tandem::rpc
+
+#endif  // TANDEM_COMMON_RPC_METRIC_NAMES_H_

@@ -1,0 +1,63 @@
+// Protobuf messages of tandem.types.v1 and their plain structs. Conversions from the wire check
+// what the wire can get wrong (types, sizes, enum values) and name the field; ranges and laws are
+// the business of the engines.
+#ifndef TANDEM_COMMON_RPC_PROTO_CONVERT_H_
+#define TANDEM_COMMON_RPC_PROTO_CONVERT_H_
+
+#include <cstdint>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "common/model/model_summary.h"
+#include "common/tandem/tandem_config.h"
+#include "common/tandem/trajectory.h"
+#include "common/tensor/dtype.h"
+#include "common/tensor/weight_transfer.h"
+#include "tandem/types/v1/sampling.pb.h"
+#include "tandem/types/v1/server.pb.h"
+#include "tandem/types/v1/tensor.pb.h"
+#include "tandem/types/v1/trajectory.pb.h"
+#include "tandem/weights/v1/weights.pb.h"
+
+namespace tandem::rpc {
+
+// Errors of all functions: INVALID_ARGUMENT with the path inside the message ("dtype",
+// "sampling.temperature"); callers prepend their own part.
+
+// FLOAT32, one dimension. NaN and infinities pass: what they mean is the reader's business.
+void FloatsToProto(std::span<const float> values, types::v1::Tensor* tensor);
+absl::StatusOr<std::vector<float>> FloatsFromProto(const types::v1::Tensor& tensor);
+
+// The number of elements of a shape; negative and overflowing extents are refused.
+absl::StatusOr<int64_t> CountElements(const google::protobuf::RepeatedField<int64_t>& shape);
+
+types::v1::DataType DTypeToProto(DType dtype);  // UNSPECIFIED for one the wire does not have
+absl::StatusOr<DType> DTypeFromProto(types::v1::DataType dtype);
+
+// Fields that are not set keep the value they have in `defaults`.
+absl::StatusOr<TandemConfig> TandemConfigFromProto(const types::v1::TandemConfig& proto,
+                                                   TandemConfig defaults);
+// Sets every field.
+void TandemConfigToProto(const TandemConfig& config, types::v1::TandemConfig* proto);
+
+// Fields that are not set take the defaults of sampling.proto; max_tokens is required.
+absl::StatusOr<SamplingParams> SamplingParamsFromProto(const types::v1::SamplingParams& proto);
+void SamplingParamsToProto(const SamplingParams& params, types::v1::SamplingParams* proto);
+
+void TrajectoryToProto(const Trajectory& trajectory, types::v1::Trajectory* proto);
+// Refuses a trajectory in which a required part is missing or has the wrong number of entries.
+absl::StatusOr<Trajectory> TrajectoryFromProto(const types::v1::Trajectory& proto);
+
+void ModelSummaryToProto(const ModelSummary& summary, types::v1::ModelInfo* proto);
+
+void WeightManifestToProto(const WeightManifest& manifest, int64_t chunk_bytes,
+                           weights::v1::WeightManifest* proto);
+// Checks names (present, unique), dtypes, shapes, the total and the digest's form.
+absl::StatusOr<WeightManifest> WeightManifestFromProto(const weights::v1::WeightManifest& proto);
+
+}  // namespace tandem::rpc
+
+#endif  // TANDEM_COMMON_RPC_PROTO_CONVERT_H_

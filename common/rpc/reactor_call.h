@@ -1,0 +1,102 @@
+// What the reactors of unary_handler.h and stream_handlers.h share: one Finish, whoever comes
+// first (the handler, a cancellation, the deadline).
+#ifndef TANDEM_COMMON_RPC_REACTOR_CALL_H_
+#define TANDEM_COMMON_RPC_REACTOR_CALL_H_
+
+#include <grpcpp/alarm.h>
+#include <grpcpp/server_context.h>
+
+#include <atomic>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <utility>
+
+#include "absl/status/status.h"
+#include "absl/time/clock.h"
+#include "absl/time/time.h"
+#include "common/rpc/call_executor.h"
+#include "common/rpc/error_table.h"
+#include "common/rpc/request_id.h"
+
+namespace tandem::rpc::internal {
+
+inline absl::Time DeadlineOf(const grpc::ServerContextBase& context) {
+  const gpr_timespec raw = context.raw_deadline();
+  if (gpr_time_cmp(raw, gpr_inf_future(raw.clock_type)) == 0) return absl::InfiniteFuture();
+  return absl::FromChrono(context.deadline());
+}
+
+// Outlives the reactor: workers hold it, and find out here that nobody waits any more.
+class CallState {
+ public:
+  explicit CallState(std::function<void(grpc::Status)> finish) : finish_(std::move(finish)) {}
+
+  // `before` runs first, and only if this is the finish that counts.
+  bool Finish(const absl::Status& status, const std::function<void()>& before = nullptr) {
+    std::function<void(grpc::Status)> finish;
+    {
+      std::lock_guard lock(mutex_);
+      if (finished_) return false;
+      finished_ = true;
+      finish = std::move(finish_);
+      if (before) before();
+    }
+    finish(ToGrpcStatus(status));
+    return true;
+  }
+  void Cancel() { cancelled_ = true; }
+  bool cancelled() const { return cancelled_; }
+  bool finished() const {
+    std::lock_guard lock(mutex_);
+    return finished_;
+  }
+
+ private:
+  std::atomic<bool> cancelled_ = false;
+  mutable std::mutex mutex_;
+  bool finished_ = false;
+  std::function<void(grpc::Status)> finish_;
+};
+
+inline absl::Status CancelStatus(absl::Time deadline) {
+  return absl::Now() >= deadline ? absl::DeadlineExceededError("the deadline has passed")
+                                 : absl::CancelledError("the client cancelled the call");
+}
+
+// One call: its state, its context, and the default deadline where the client gave none.
+class Call {
+ public:
+  Call(const CallExecutor& executor, const grpc::CallbackServerContext& context,
+       std::function<void(grpc::Status)> finish, bool needs_deadline)
+      : state_(std::make_shared<CallState>(std::move(finish))) {
+    context_.request_id = RequestId(&context);
+    context_.deadline = DeadlineOf(context);
+    context_.cancelled = [state = state_] { return state->cancelled(); };
+    if (needs_deadline && context_.deadline == absl::InfiniteFuture()) {
+      context_.deadline = absl::Now() + executor.default_deadline();
+      alarm_.Set(absl::ToChronoTime(context_.deadline), [state = state_](bool fired) {
+        if (!fired) return;
+        state->Cancel();
+        state->Finish(absl::DeadlineExceededError("the server's default deadline has passed"));
+      });
+    }
+  }
+
+  void OnCancel() {
+    state_->Cancel();
+    state_->Finish(CancelStatus(context_.deadline));
+  }
+
+  const std::shared_ptr<CallState>& state() const { return state_; }
+  const CallContext& context() const { return context_; }
+
+ private:
+  std::shared_ptr<CallState> state_;
+  CallContext context_;
+  grpc::Alarm alarm_;
+};
+
+}  // namespace tandem::rpc::internal
+
+#endif  // TANDEM_COMMON_RPC_REACTOR_CALL_H_

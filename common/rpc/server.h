@@ -1,0 +1,69 @@
+// The gRPC server that all three mains share: health per service, reflection, keepalive, receive
+// limit, metrics endpoint, call metrics, request ids.
+#ifndef TANDEM_COMMON_RPC_SERVER_H_
+#define TANDEM_COMMON_RPC_SERVER_H_
+
+#include <grpcpp/server.h>
+#include <grpcpp/support/service_type.h>
+
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/time/time.h"
+#include "common/rpc/metrics.h"
+#include "prometheus/exposer.h"
+#include "tandem/config/v1/server_config.pb.h"
+
+namespace tandem::rpc {
+
+inline constexpr int kMaxReceiveBytes = 4 << 20;
+
+struct NamedService {
+  std::string name;  // "tandem.rollout.v1.RolloutService"
+  grpc::Service* service;
+};
+
+class Server {
+ public:
+  // Binds both ports and answers from now on, with health NOT_SERVING for every name and for "".
+  // `options` must be resolved. The services and `metrics` must outlive the server.
+  // UNAVAILABLE names an address that cannot be bound.
+  static absl::StatusOr<std::unique_ptr<Server>> Start(const config::v1::ServerOptions& options,
+                                                       const std::vector<NamedService>& services,
+                                                       Metrics* metrics);
+  ~Server();
+
+  int grpc_port() const { return grpc_port_; }
+  int metrics_port() const { return metrics_port_; }
+
+  // Health of every service and of "".
+  void SetServing(bool serving);
+
+  // Calls in progress, health and reflection not counted.
+  int64_t live_calls() const;
+
+  // Refuses new calls, waits for live ones until `deadline`, then cancels what is left. Blocks.
+  void Shutdown(absl::Time deadline);
+
+  // For calls without a socket.
+  grpc::Server& grpc_server() { return *server_; }
+
+ private:
+  class LiveCalls;
+  Server() = default;
+
+  std::vector<std::string> names_;
+  Metrics* metrics_ = nullptr;
+  std::unique_ptr<prometheus::Exposer> exposer_;
+  std::unique_ptr<grpc::Server> server_;
+  int grpc_port_ = 0;
+  int metrics_port_ = 0;
+  bool shut_down_ = false;
+};
+
+}  // namespace tandem::rpc
+
+#endif  // TANDEM_COMMON_RPC_SERVER_H_

@@ -1,0 +1,99 @@
+// The life of a server process: command line, configuration, loading, serving, draining.
+//
+//   int main(int argc, char** argv) {
+//     return tandem::rpc::ServerMain<tandem::config::v1::CriticServerConfig>(
+//         argc, argv, "critic", [](const auto& config, tandem::rpc::ServerRuntime& runtime) {
+//           return std::make_unique<tandem::critic::CriticApp>(config, runtime);
+//         });
+//   }
+//
+// Command line: --config FILE, [dotted.key=value …], --check-config, --version, --help. Exit code 0
+// on success and after a clean drain, 2 for a bad configuration or command line, 1 for anything
+// else.
+#ifndef TANDEM_COMMON_RPC_SERVER_MAIN_H_
+#define TANDEM_COMMON_RPC_SERVER_MAIN_H_
+
+#include <google/protobuf/message.h>
+
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/time/time.h"
+#include "common/config/server_config.h"
+#include "common/rpc/call_executor.h"
+#include "common/rpc/metrics.h"
+#include "common/rpc/server.h"
+
+namespace tandem::rpc {
+
+// What the skeleton lends to an app.
+struct ServerRuntime {
+  CallExecutor& executor;  // the app's services give it to HandleUnary and its relatives
+  Metrics& metrics;
+  absl::Time start_time;
+};
+
+// What one of the servers plugs in. Order of calls: constructor, services (before loading: the gate
+// of the executor answers UNAVAILABLE), Load, then CheckHealth and UpdateMetrics now and then,
+// Drain, Stop, destructor.
+class ServerApp {
+ public:
+  virtual ~ServerApp() = default;
+
+  virtual std::vector<NamedService> services() = 0;
+
+  // Loads the model; blocks. Handlers run only after it returned OK.
+  virtual absl::Status Load() = 0;
+
+  // Not OK: health turns NOT_SERVING until it is OK again. Must be quick.
+  virtual absl::Status CheckHealth() { return absl::OkStatus(); }
+
+  // Refreshes gauges; called before a scrape, after Load. Must be quick.
+  virtual void UpdateMetrics() {}
+
+  // The gate is kDraining. Ends idle streams and refuses new work at once, without blocking; what
+  // runs may finish until `deadline`, when every call that is left is cancelled.
+  virtual void Drain(absl::Time deadline) { (void)deadline; }
+
+  // No call is left. Frees threads.
+  virtual void Stop() {}
+};
+
+// One server program.
+struct ServerProgram {
+  std::string role;                   // "rollout"; the binary is tandem-<role>-server
+  google::protobuf::Message* config;  // filled from file and overrides
+  std::function<absl::Status()> resolve;
+  std::function<config::v1::ServerOptions()> options;  // after resolve
+  std::function<std::unique_ptr<ServerApp>(ServerRuntime&)> create;
+};
+
+// Runs the program until SIGTERM or SIGINT (a second one cancels at once); returns the exit code.
+int RunServer(int argc, char** argv, const ServerProgram& program);
+
+// The same for a config message that has a config::Resolve.
+template <typename Config>
+int ServerMain(
+    int argc, char** argv, const std::string& role,
+    std::function<std::unique_ptr<ServerApp>(const Config& config, ServerRuntime& runtime)>
+        create) {
+  Config config;
+  return RunServer(argc, argv,
+                   ServerProgram{
+                       .role = role,
+                       .config = &config,
+                       .resolve = [&config] { return config::Resolve(&config); },
+                       .options = [&config] { return config.server(); },
+                       .create = [&](ServerRuntime& runtime) { return create(config, runtime); },
+                   });
+}
+
+// "0.1.0", from the build.
+std::string SoftwareVersion();
+
+}  // namespace tandem::rpc
+
+#endif  // TANDEM_COMMON_RPC_SERVER_MAIN_H_

@@ -1,0 +1,315 @@
+// Reactors for the streams that are not special: client streams that are collected and answered,
+// streams that map request i to response i, and streams that the server alone writes.
+#ifndef TANDEM_COMMON_RPC_STREAM_HANDLERS_H_
+#define TANDEM_COMMON_RPC_STREAM_HANDLERS_H_
+
+#include <grpcpp/server_context.h>
+#include <grpcpp/support/server_callback.h>
+
+#include <deque>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <utility>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "common/base/logging.h"
+#include "common/rpc/call_executor.h"
+#include "common/rpc/reactor_call.h"
+#include "common/rpc/write_queue.h"
+
+namespace tandem::rpc {
+
+// ---------------------------------------------------------------------------------------------
+// Client streams (TrainStep, UploadWeights).
+
+// One object per call.
+template <typename Request, typename Response>
+class ClientStreamHandler {
+ public:
+  virtual ~ClientStreamHandler() = default;
+  // One message, on a gRPC thread: check and keep it, nothing slow. An error ends the call. The
+  // next message is read when this returns, so what is not kept is not held.
+  virtual absl::Status OnMessage(Request&& request) = 0;
+  // After the client's half-close, on the executor; may block.
+  virtual absl::StatusOr<Response> OnEnd(const CallContext& context) = 0;
+};
+
+namespace internal {
+
+template <typename Request, typename Response>
+class ClientStreamCall final : public grpc::ServerReadReactor<Request> {
+ public:
+  ClientStreamCall(CallExecutor& executor, grpc::CallbackServerContext* context, Response* response,
+                   std::unique_ptr<ClientStreamHandler<Request, Response>> handler)
+      : executor_(executor),
+        response_(response),
+        handler_(std::move(handler)),
+        call_(
+            executor, *context, [this](grpc::Status status) { this->Finish(std::move(status)); },
+            true) {
+    if (absl::Status admitted = executor.Admit(); !admitted.ok()) {
+      call_.state()->Finish(admitted);
+      return;
+    }
+    this->StartRead(&request_);
+  }
+
+  void OnReadDone(bool ok) override {
+    const auto state = call_.state();
+    if (state->finished()) return;
+    if (ok) {
+      const ScopedRequestId request_id(call_.context().request_id);
+      absl::Status status = CallCatching([&] { return handler_->OnMessage(std::move(request_)); });
+      if (!status.ok()) {
+        state->Finish(status);
+        return;
+      }
+      request_.Clear();
+      this->StartRead(&request_);
+      return;
+    }
+    absl::Status queued =
+        executor_.Run([state, handler = handler_, response = response_, context = call_.context()] {
+          if (state->finished()) return;
+          const ScopedRequestId request_id(context.request_id);
+          absl::StatusOr<Response> result = CallCatching([&] { return handler->OnEnd(context); });
+          state->Finish(result.status(), [&] {
+            if (result.ok()) response->Swap(&*result);
+          });
+        });
+    if (!queued.ok()) state->Finish(queued);
+  }
+  void OnCancel() override { call_.OnCancel(); }
+  void OnDone() override { delete this; }
+
+ private:
+  CallExecutor& executor_;
+  Response* const response_;
+  const std::shared_ptr<ClientStreamHandler<Request, Response>> handler_;
+  Request request_;
+  Call call_;
+};
+
+}  // namespace internal
+
+template <typename Request, typename Response>
+grpc::ServerReadReactor<Request>* HandleClientStream(
+    CallExecutor& executor, grpc::CallbackServerContext* context, Response* response,
+    std::unique_ptr<ClientStreamHandler<Request, Response>> handler) {
+  return new internal::ClientStreamCall<Request, Response>(executor, context, response,
+                                                           std::move(handler));
+}
+
+// ---------------------------------------------------------------------------------------------
+// Streams that map (ComputeLogProbs, ComputeValues).
+
+template <typename Request, typename Response>
+using MapHandler =
+    std::function<absl::StatusOr<Response>(const Request& request, const CallContext& context)>;
+
+namespace internal {
+
+// At most kMaxBuffered requests wait to be handled, and at most as many responses to be written;
+// beyond that nothing is read, and HTTP/2 flow control holds the client back.
+template <typename Request, typename Response>
+class MapStreamCall final : public grpc::ServerBidiReactor<Request, Response> {
+ public:
+  static constexpr size_t kMaxBuffered = 16;
+
+  MapStreamCall(CallExecutor& executor, grpc::CallbackServerContext* context,
+                MapHandler<Request, Response> handler)
+      : executor_(executor),
+        handler_(std::move(handler)),
+        writes_([this](const Response* response) { this->StartWrite(response); },
+                [this](grpc::Status status) { this->Finish(std::move(status)); }),
+        call_(
+            executor, *context,
+            [this](grpc::Status status) { writes_.FinishNow(std::move(status)); }, false) {
+    if (absl::Status admitted = executor.Admit(); !admitted.ok()) {
+      call_.state()->Finish(admitted);
+      return;
+    }
+    reading_ = true;
+    this->StartRead(&incoming_);
+  }
+
+  void OnReadDone(bool ok) override {
+    {
+      std::lock_guard lock(mutex_);
+      reading_ = false;
+      if (ok) {
+        requests_.push_back(std::move(incoming_));
+        incoming_.Clear();
+      } else {
+        half_closed_ = true;
+      }
+    }
+    Advance();
+  }
+  void OnWriteDone(bool ok) override {
+    writes_.OnWriteDone(ok);
+    Advance();
+  }
+  void OnCancel() override { call_.OnCancel(); }
+  void OnDone() override { delete this; }
+
+ private:
+  // Starts what can be started: the next read, the next handler, the end. Called from reactions and
+  // from the worker, which holds the call.
+  void Advance() {
+    bool read = false, run = false, end = false;
+    {
+      std::lock_guard lock(mutex_);
+      if (writes_.ended()) return;
+      if (!reading_ && !half_closed_ && requests_.size() < kMaxBuffered) read = reading_ = true;
+      if (!busy_ && !requests_.empty() && writes_.size() < kMaxBuffered) run = busy_ = true;
+      end = half_closed_ && !busy_ && requests_.empty();
+    }
+    if (read) this->StartRead(&incoming_);
+    if (run) {
+      this->AddHold();  // OnDone waits for the worker
+      if (absl::Status queued = executor_.Run([this] { Work(); }); !queued.ok()) {
+        call_.state()->Finish(queued);
+        this->RemoveHold();
+      }
+    }
+    if (end) writes_.Finish(grpc::Status::OK);
+  }
+
+  void Work() {
+    Request request;
+    {
+      std::lock_guard lock(mutex_);
+      request = std::move(requests_.front());
+      requests_.pop_front();
+    }
+    const auto state = call_.state();
+    if (!state->cancelled() && !state->finished()) {
+      const ScopedRequestId request_id(call_.context().request_id);
+      absl::StatusOr<Response> result =
+          CallCatching([&] { return handler_(request, call_.context()); });
+      if (result.ok()) {
+        writes_.Push(*std::move(result));
+      } else {
+        state->Finish(result.status());
+      }
+    }
+    {
+      std::lock_guard lock(mutex_);
+      busy_ = false;
+    }
+    Advance();
+    this->RemoveHold();
+  }
+
+  CallExecutor& executor_;
+  const MapHandler<Request, Response> handler_;
+  Request incoming_;
+  std::mutex mutex_;
+  std::deque<Request> requests_;
+  bool reading_ = false;
+  bool half_closed_ = false;
+  bool busy_ = false;  // a request is with the executor
+  WriteQueue<Response> writes_;
+  Call call_;
+};
+
+}  // namespace internal
+
+// Answers request i with `handler`'s result as response i, one request at a time on the executor.
+// An error ends the stream.
+template <typename Request, typename Response>
+grpc::ServerBidiReactor<Request, Response>* HandleMapStream(CallExecutor& executor,
+                                                            grpc::CallbackServerContext* context,
+                                                            MapHandler<Request, Response> handler) {
+  return new internal::MapStreamCall<Request, Response>(executor, context, std::move(handler));
+}
+
+// ---------------------------------------------------------------------------------------------
+// Streams that the server alone writes (WatchSteps).
+
+// The writing end. Thread-safe; may be held after the call is over.
+template <typename Response>
+class StreamWriter {
+ public:
+  // False when the call is over, or `capacity` messages wait for a slow reader (the call is then
+  // ended with RESOURCE_EXHAUSTED).
+  bool Push(Response message) {
+    std::lock_guard lock(mutex_);
+    if (writes_ == nullptr) return false;
+    if (writes_->size() >= capacity_) {
+      writes_->FinishNow(ToGrpcStatus(absl::ResourceExhaustedError("the reader is too slow")));
+      return false;
+    }
+    return writes_->Push(std::move(message));
+  }
+  // Ends the call after the waiting messages.
+  void Close(const absl::Status& status) {
+    std::lock_guard lock(mutex_);
+    if (writes_ != nullptr) writes_->Finish(ToGrpcStatus(status));
+  }
+  bool closed() const {
+    std::lock_guard lock(mutex_);
+    return writes_ == nullptr || writes_->ended();
+  }
+
+  // For HandleServerStream.
+  StreamWriter(WriteQueue<Response>* writes, size_t capacity)
+      : writes_(writes), capacity_(capacity) {}
+  void Detach() {
+    std::lock_guard lock(mutex_);
+    writes_ = nullptr;
+  }
+
+ private:
+  mutable std::mutex mutex_;
+  WriteQueue<Response>* writes_;
+  const size_t capacity_;
+};
+
+namespace internal {
+
+template <typename Response>
+class ServerStreamCall final : public grpc::ServerWriteReactor<Response> {
+ public:
+  ServerStreamCall(CallExecutor& executor, size_t capacity,
+                   const std::function<void(std::shared_ptr<StreamWriter<Response>>)>& subscribe)
+      : writes_([this](const Response* response) { this->StartWrite(response); },
+                [this](grpc::Status status) { this->Finish(std::move(status)); }),
+        writer_(std::make_shared<StreamWriter<Response>>(&writes_, capacity)) {
+    if (absl::Status admitted = executor.Admit(); !admitted.ok()) {
+      writes_.Finish(ToGrpcStatus(admitted));
+      return;
+    }
+    subscribe(writer_);
+  }
+  void OnWriteDone(bool ok) override { writes_.OnWriteDone(ok); }
+  void OnCancel() override {
+    writes_.FinishNow(grpc::Status(grpc::StatusCode::CANCELLED, "the client cancelled the call"));
+  }
+  void OnDone() override {
+    writer_->Detach();
+    delete this;
+  }
+
+ private:
+  WriteQueue<Response> writes_;
+  const std::shared_ptr<StreamWriter<Response>> writer_;
+};
+
+}  // namespace internal
+
+// Opens a stream and hands its writing end to `subscribe` (called once, at once, unless the server
+// refuses the call).
+template <typename Response>
+grpc::ServerWriteReactor<Response>* HandleServerStream(
+    CallExecutor& executor, size_t capacity,
+    const std::function<void(std::shared_ptr<StreamWriter<Response>>)>& subscribe) {
+  return new internal::ServerStreamCall<Response>(executor, capacity, subscribe);
+}
+
+}  // namespace tandem::rpc
+
+#endif  // TANDEM_COMMON_RPC_STREAM_HANDLERS_H_

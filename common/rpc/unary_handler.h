@@ -1,0 +1,79 @@
+// The one way to answer a unary call: gate, queue, deadline, cancellation, errors.
+//
+//   grpc::ServerUnaryReactor* Pause(grpc::CallbackServerContext* context, const PauseRequest*
+//   request,
+//                                   PauseResponse* response) override {
+//     return rpc::HandleUnary<PauseRequest, PauseResponse>(
+//         executor_, context, request, response,
+//         [this](const PauseRequest&, const rpc::CallContext&) -> absl::StatusOr<PauseResponse>
+//         {…});
+//   }
+#ifndef TANDEM_COMMON_RPC_UNARY_HANDLER_H_
+#define TANDEM_COMMON_RPC_UNARY_HANDLER_H_
+
+#include <grpcpp/server_context.h>
+#include <grpcpp/support/server_callback.h>
+
+#include <functional>
+#include <memory>
+#include <utility>
+
+#include "absl/status/statusor.h"
+#include "common/base/logging.h"
+#include "common/rpc/call_executor.h"
+#include "common/rpc/reactor_call.h"
+
+namespace tandem::rpc {
+
+template <typename Request, typename Response>
+using UnaryHandler =
+    std::function<absl::StatusOr<Response>(const Request& request, const CallContext& context)>;
+
+namespace internal {
+
+template <typename Request, typename Response>
+class UnaryCall final : public grpc::ServerUnaryReactor {
+ public:
+  UnaryCall(CallExecutor& executor, grpc::CallbackServerContext* context, const Request* request,
+            Response* response, UnaryHandler<Request, Response> handler)
+      : call_(
+            executor, *context, [this](grpc::Status status) { Finish(std::move(status)); }, true) {
+    const auto state = call_.state();
+    absl::Status admitted = executor.Admit();
+    if (admitted.ok()) {
+      // The worker owns copies: the call may be over before it runs.
+      admitted = executor.Run([state, response, request = *request, context = call_.context(),
+                               handler = std::move(handler)] {
+        if (state->finished()) return;
+        const ScopedRequestId request_id(context.request_id);
+        absl::StatusOr<Response> result = CallCatching([&] { return handler(request, context); });
+        state->Finish(result.status(), [&] {
+          if (result.ok()) response->Swap(&*result);
+        });
+      });
+    }
+    if (!admitted.ok()) state->Finish(admitted);
+  }
+
+  void OnCancel() override { call_.OnCancel(); }
+  void OnDone() override { delete this; }
+
+ private:
+  Call call_;
+};
+
+}  // namespace internal
+
+// Runs `handler` on the executor. The answer comes at the deadline at the latest, even when the
+// handler is still busy; its result is then dropped.
+template <typename Request, typename Response>
+grpc::ServerUnaryReactor* HandleUnary(CallExecutor& executor, grpc::CallbackServerContext* context,
+                                      const Request* request, Response* response,
+                                      UnaryHandler<Request, Response> handler) {
+  return new internal::UnaryCall<Request, Response>(executor, context, request, response,
+                                                    std::move(handler));
+}
+
+}  // namespace tandem::rpc
+
+#endif  // TANDEM_COMMON_RPC_UNARY_HANDLER_H_

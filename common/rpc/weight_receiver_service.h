@@ -1,0 +1,62 @@
+// tandem.weights.v1.WeightService over a WeightReceiver.
+#ifndef TANDEM_COMMON_RPC_WEIGHT_RECEIVER_SERVICE_H_
+#define TANDEM_COMMON_RPC_WEIGHT_RECEIVER_SERVICE_H_
+
+#include <atomic>
+#include <mutex>
+#include <string>
+
+#include "common/rpc/call_executor.h"
+#include "common/rpc/metrics.h"
+#include "common/tensor/weight_transfer.h"
+#include "tandem/weights/v1/weights.grpc.pb.h"
+
+namespace tandem::rpc {
+
+inline constexpr int64_t kMaxChunkBytes = 3 << 20;
+
+// Checks the order, length and XXH3-64 of every chunk before the receiver sees it: a damaged one is
+// DATA_LOSS and leaves the update open.
+class WeightReceiverService final : public weights::v1::WeightService::CallbackService {
+ public:
+  WeightReceiverService(CallExecutor& executor, Metrics& metrics)
+      : executor_(executor), metrics_(metrics) {}
+
+  // Before the executor's gate opens. `receiver` must outlive the calls.
+  void SetReceiver(WeightReceiver* receiver) { receiver_ = receiver; }
+
+  grpc::ServerUnaryReactor* BeginUpdate(grpc::CallbackServerContext* context,
+                                        const weights::v1::BeginUpdateRequest* request,
+                                        weights::v1::BeginUpdateResponse* response) override;
+  grpc::ServerReadReactor<weights::v1::UploadWeightsRequest>* UploadWeights(
+      grpc::CallbackServerContext* context, weights::v1::UploadWeightsResponse* response) override;
+  grpc::ServerUnaryReactor* CommitUpdate(grpc::CallbackServerContext* context,
+                                         const weights::v1::CommitUpdateRequest* request,
+                                         weights::v1::CommitUpdateResponse* response) override;
+  grpc::ServerUnaryReactor* AbortUpdate(grpc::CallbackServerContext* context,
+                                        const weights::v1::AbortUpdateRequest* request,
+                                        weights::v1::AbortUpdateResponse* response) override;
+  grpc::ServerUnaryReactor* GetVersion(grpc::CallbackServerContext* context,
+                                       const weights::v1::GetVersionRequest* request,
+                                       weights::v1::GetVersionResponse* response) override;
+
+ private:
+  class Upload;
+  // The open update as the chunks see it.
+  struct OpenUpdate {
+    std::string id;
+    int64_t total_bytes = 0;
+    int64_t chunk_bytes = 0;
+    int64_t held_bytes = 0;
+  };
+
+  CallExecutor& executor_;
+  Metrics& metrics_;
+  std::atomic<WeightReceiver*> receiver_ = nullptr;
+  std::mutex mutex_;  // of open_, and of the order of chunks
+  OpenUpdate open_;
+};
+
+}  // namespace tandem::rpc
+
+#endif  // TANDEM_COMMON_RPC_WEIGHT_RECEIVER_SERVICE_H_

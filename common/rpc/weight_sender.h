@@ -1,0 +1,39 @@
+// The sending side of tandem.weights.v1.
+#ifndef TANDEM_COMMON_RPC_WEIGHT_SENDER_H_
+#define TANDEM_COMMON_RPC_WEIGHT_SENDER_H_
+
+#include <functional>
+#include <memory>
+#include <string>
+
+#include "absl/status/statusor.h"
+#include "absl/time/time.h"
+#include "common/tensor/weight_transfer.h"
+#include "tandem/weights/v1/weights.grpc.pb.h"
+
+namespace tandem::rpc {
+
+struct WeightSenderOptions {
+  int64_t chunk_bytes = 1 << 20;
+  // Attempts in all. Between two of them the sender waits `backoff`, doubled each time, and goes on
+  // at the receiver's next chunk.
+  int max_attempts = 5;
+  absl::Duration backoff = absl::Milliseconds(200);
+  // Bounds of one call and of everything.
+  absl::Duration rpc_timeout = absl::Seconds(120);
+  absl::Time deadline = absl::InfiniteFuture();
+  std::string request_id;
+  std::function<bool()> cancelled;  // may be empty
+};
+
+// Sends the weights to one receiver and commits them; blocks. `update_id` names the update: reuse
+// it to go on with one that was interrupted. Retries UNAVAILABLE, DATA_LOSS of a chunk, and
+// timeouts of a single call. The answer's digest is the receiver's own and equals the manifest's;
+// another one is DATA_LOSS.
+absl::StatusOr<WeightVersion> SendWeights(weights::v1::WeightService::StubInterface& receiver,
+                                          const std::string& update_id, const WeightSource& source,
+                                          const WeightSenderOptions& options = {});
+
+}  // namespace tandem::rpc
+
+#endif  // TANDEM_COMMON_RPC_WEIGHT_SENDER_H_
