@@ -39,7 +39,7 @@ install_debian_packages() {
   fi
   say "Debian packages: installing ${missing[*]}"
   "${as_root[@]}" apt-get update -qq
-  "${as_root[@]}" env DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends "${missing[@]}" >/dev/null
+  "${as_root[@]}" env DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends -o Dpkg::Use-Pty=0 "${missing[@]}" >/dev/null
 }
 
 install_python_packages() {
@@ -57,7 +57,7 @@ install_python_packages() {
     rm -rf "$venv"
     "$python" -m venv "$venv"
   fi
-  local pip=("$venv/bin/python" -m pip --disable-pip-version-check install -q)
+  local pip=("$venv/bin/python" -m pip --disable-pip-version-check install -q --use-pep517)
   say "Python packages: installing $requirements into $venv (torch and its libraries: about 2.5 GB to fetch, 5 GB on disk)"
   "${pip[@]}" -r "$requirements"
   "${pip[@]}" --no-deps -r "$requirements_no_deps"
