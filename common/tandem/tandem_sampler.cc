@@ -25,7 +25,10 @@ inline float ExpNonPositive(float x) {
   constexpr float kLn2High = 0.693359375f;
   constexpr float kLn2Low = -2.12194440e-4f;
   constexpr float kRound = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer
-  const float clamped = x < -87.0f ? -87.0f : x;
+  // Range checks on integers: a float comparison would become a branch and stop the vectoriser.
+  constexpr int32_t kLowest = std::bit_cast<int32_t>(87.0f);
+  const int32_t magnitude = std::bit_cast<int32_t>(x) & 0x7FFFFFFF;
+  const float clamped = -std::bit_cast<float>(magnitude < kLowest ? magnitude : kLowest);
   const float shifted = clamped * kLog2E + kRound;
   const float n = shifted - kRound;
   const float r = (clamped - n * kLn2High) - n * kLn2Low;
@@ -38,7 +41,8 @@ inline float ExpNonPositive(float x) {
   p = p * (r * r) + r + 1.0f;
   const int32_t exponent = (std::bit_cast<int32_t>(shifted) - std::bit_cast<int32_t>(kRound)) << 23;
   const float result = std::bit_cast<float>(std::bit_cast<int32_t>(p) + exponent);
-  return x < -87.0f ? 0.0f : result;
+  const int32_t in_range = (magnitude - kLowest - 1) >> 31;
+  return std::bit_cast<float>(std::bit_cast<int32_t>(result) & in_range);
 }
 
 double SumInOrder(const float* values, size_t count) {
@@ -54,18 +58,17 @@ double SumInOrder(const float* values, size_t count) {
 
 // The largest value; NaN or +inf anywhere gives +inf.
 float MaxOrInf(std::span<const float> values) {
-  float lanes[kLanes];
-  std::fill(lanes, lanes + kLanes, -std::numeric_limits<float>::infinity());
-  size_t i = 0;
-  const auto take = [](float& best, float value) {
-    const float sane = value <= FLT_MAX ? value : std::numeric_limits<float>::infinity();
-    best = sane > best ? sane : best;
-  };
-  for (; i + kLanes <= values.size(); i += kLanes) {
-    for (size_t j = 0; j < kLanes; ++j) take(lanes[j], values[i + j]);
+  // Order-preserving map of float32 to int32, with everything above FLT_MAX (NaN of either sign
+  // too) on +inf; integers again for the vectoriser.
+  constexpr int32_t kInf = std::bit_cast<int32_t>(std::numeric_limits<float>::infinity());
+  int32_t largest = std::numeric_limits<int32_t>::min();
+  for (const float value : values) {
+    const int32_t bits = std::bit_cast<int32_t>(value);
+    const int32_t magnitude = bits & 0x7FFFFFFF;
+    const int32_t ordered = magnitude > kInf ? kInf : bits < 0 ? -magnitude : magnitude;
+    largest = ordered > largest ? ordered : largest;
   }
-  for (; i < values.size(); ++i) take(lanes[0], values[i]);
-  return *std::max_element(lanes, lanes + kLanes);
+  return largest < 0 ? -std::bit_cast<float>(-largest) : std::bit_cast<float>(largest);
 }
 
 inline int Bucket(float scaled) {

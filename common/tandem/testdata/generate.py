@@ -1,4 +1,4 @@
-"""Regenerates the tiny tokenizers of this folder, with the texts that Hugging Face's `tokenizers` decodes.
+"""Regenerates the tiny tokenizers of this folder, with the texts `tokenizers` decodes.
 
 .venv/bin/python common/tandem/testdata/generate.py
 """
@@ -13,6 +13,7 @@ TEXT = ["the cat sat on the mat.\n\nthe dog\n\nsat é ü\n", "a b  c\n\n\nthe en
 
 
 def byte_level() -> Tokenizer:
+    """BPE over bytes, in the way of GPT-2."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
     tokenizer.decoder = decoders.ByteLevel()
@@ -31,6 +32,7 @@ def byte_level() -> Tokenizer:
 
 
 def sentencepiece() -> Tokenizer:
+    """Unigram with byte fallback, in the way of Llama 2."""
     vocab = [("<unk>", 0.0), ("<s>", 0.0), ("</s>", 0.0)]
     vocab += [(f"<0x{byte:02X}>", -20.0) for byte in (0x0A, 0x20, 0xC3, 0xA9)]
     vocab += [
@@ -51,6 +53,7 @@ def sentencepiece() -> Tokenizer:
 
 
 def main() -> None:
+    """Writes both."""
     for name, tokenizer in (("byte_level", byte_level()), ("sentencepiece", sentencepiece())):
         tokenizer.save(str(FOLDER / f"{name}.json"))
         texts = [
