@@ -1,0 +1,221 @@
+"""Checks that the arrows between folders go one way.
+
+Three rules over the C++ sources and one over every text file of the repository:
+
+1. A file includes headers of its own layer and of the layers that `LAYERS` allows.
+2. No file reaches both torch and gRPC headers, not even through our own headers.
+3. An engine reaches no gRPC header, a service no torch header.
+4. No file names a path of one particular machine.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+
+# What a layer may include besides itself. `proto` is the generated code of proto/tandem and
+# google/rpc. The table is transitively closed on purpose: a reader sees every arrow at once.
+LAYERS: dict[str, set[str]] = {
+    "common/base": set(),
+    "common/tensor": {"common/base"},
+    "common/tandem": {"common/base"},
+    "common/kernels": {"common/base", "common/tensor"},
+    "common/ops": {"common/base", "common/tensor", "common/kernels"},
+    "common/model": {"common/base", "common/tensor", "common/ops"},
+    "common/loss": {"common/base", "common/tensor", "common/ops"},
+    "common/checkpoint": {"common/base", "common/tensor"},
+    "common/parallel": {
+        "common/base",
+        "common/tensor",
+        "common/ops",
+        "common/loss",
+        "common/model",
+        "common/checkpoint",
+    },
+    "common/speculator": {
+        "common/base",
+        "common/tensor",
+        "common/ops",
+        "common/model",
+        "common/loss",
+    },
+    # Turns config messages into the plain option structs of these layers.
+    "common/config": {
+        "common/base",
+        "common/tensor",
+        "common/tandem",
+        "common/ops",
+        "common/kernels",
+        "common/model",
+        "common/loss",
+        "common/checkpoint",
+        "common/parallel",
+        "proto",
+    },
+    # Converts between messages and the plain structs of these layers; rule 2 keeps torch out.
+    "common/rpc": {
+        "common/base",
+        "common/config",
+        "common/tensor",
+        "common/tandem",
+        "common/model",
+        "proto",
+    },
+    "clients/cpp": {
+        "common/base",
+        "common/config",
+        "common/tensor",
+        "common/tandem",
+        "common/model",
+        "common/rpc",
+        "proto",
+    },
+}
+_COMMON = {name for name in LAYERS if name.startswith("common/")}
+for _server in ("rollout", "trainer", "critic"):
+    _engine, _service = f"services/{_server}/engine", f"services/{_server}/service"
+    LAYERS[_engine] = _COMMON - {"common/rpc", "common/config"}
+    LAYERS[_service] = {_engine, *_COMMON, "clients/cpp", "proto"}
+    LAYERS[f"services/{_server}"] = {_engine, _service, *_COMMON, "clients/cpp", "proto"}
+
+SOURCE_FOLDERS = ("common", "services", "clients/cpp")
+SOURCE_SUFFIXES = {".h", ".cc", ".cu", ".cuh"}
+TORCH_HEADER = re.compile(r"^(torch|ATen|c10)/")
+GRPC_HEADER = re.compile(r"^(grpc|grpcpp|grpc\+\+)/|\.grpc\.pb\.h$")
+INCLUDE = re.compile(r'^\s*#\s*include\s*["<]([^">]+)[">]', re.MULTILINE)
+# Written in two parts so that this file passes its own rule.
+MACHINE_PATH = re.compile(r"(?<![\w./])/(?:wor" + r"k|home|root|Users)/[\w.-]+")
+MACHINE_PATH_EXEMPT = ("docker/", "deploy/")
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One broken rule at one place."""
+
+    file: str
+    message: str
+
+    def __str__(self) -> str:
+        """Gives `file: message`."""
+        return f"{self.file}: {self.message}"
+
+
+def layer_of(path: str) -> str | None:
+    """Names the layer that a source file or an include path belongs to; None if to none of ours."""
+    if path.startswith(("tandem/", "google/rpc/")):
+        return "proto"
+    return max((name for name in LAYERS if path.startswith(name + "/")), key=len, default=None)
+
+
+@dataclass
+class SourceTree:
+    """The C++ sources below a root, and who includes whom."""
+
+    root: Path
+    _reached: dict[str, dict[str, str]] = field(default_factory=dict, init=False)
+
+    @cached_property
+    def includes(self) -> dict[str, list[str]]:
+        """Include directives of every source file, by path from the root."""
+        result: dict[str, list[str]] = {}
+        for folder in SOURCE_FOLDERS:
+            for path in sorted((self.root / folder).rglob("*")):
+                if path.suffix in SOURCE_SUFFIXES and path.is_file():
+                    name = path.relative_to(self.root).as_posix()
+                    result[name] = INCLUDE.findall(path.read_text(encoding="utf-8"))
+        return result
+
+    def reached(self, file: str) -> dict[str, str]:
+        """Maps every foreign header that `file` reaches to the file that names it."""
+        found: dict[str, str] = {}
+        seen, pending = {file}, [file]
+        while pending:
+            current = pending.pop()
+            for header in self.includes.get(current, ()):
+                if header not in self.includes:
+                    found.setdefault(header, current)
+                elif header not in seen:
+                    seen.add(header)
+                    pending.append(header)
+        return found
+
+    def check_arrows(self) -> list[Finding]:
+        """Rule 1."""
+        findings = []
+        for file, headers in self.includes.items():
+            layer = layer_of(file)
+            if layer is None:
+                findings.append(Finding(file, "is in no layer of tests/lint/check_layers.py"))
+                continue
+            for header in headers:
+                target = layer_of(header)
+                if header in self.includes and target is None:
+                    findings.append(Finding(file, f"includes {header}, which is in no layer"))
+                elif target not in (None, layer) and target not in LAYERS[layer]:
+                    findings.append(Finding(file, f"{layer} may not include {header} ({target})"))
+        return findings
+
+    def check_torch_and_grpc(self) -> list[Finding]:
+        """Rules 2 and 3."""
+        findings = []
+        for file in self.includes:
+            reached = self.reached(file)
+            torch = next((h for h in reached if TORCH_HEADER.search(h)), None)
+            grpc = next((h for h in reached if GRPC_HEADER.search(h)), None)
+
+            def through(header: str, reached: dict[str, str] = reached, file: str = file) -> str:
+                return header if reached[header] == file else f"{header} (by {reached[header]})"
+
+            if torch and grpc:
+                message = f"mixes torch and gRPC: {through(torch)}, {through(grpc)}"
+                findings.append(Finding(file, message))
+            elif grpc and re.match(r"services/\w+/engine/", file):
+                findings.append(Finding(file, f"an engine knows no gRPC: {through(grpc)}"))
+            elif torch and re.match(r"services/\w+/service/", file):
+                findings.append(Finding(file, f"a service knows no torch: {through(torch)}"))
+        return findings
+
+
+def check_machine_paths(root: Path, files: list[str]) -> list[Finding]:
+    """Rule 4, over the given files."""
+    findings = []
+    for name in files:
+        path = root / name
+        if name.startswith(MACHINE_PATH_EXEMPT) or not path.is_file():
+            continue
+        try:
+            text = path.read_text(encoding="utf-8")
+        except UnicodeDecodeError:
+            continue
+        for number, line in enumerate(text.splitlines(), start=1):
+            for match in MACHINE_PATH.finditer(line):
+                findings.append(Finding(f"{name}:{number}", f"machine path {match.group()}"))
+    return findings
+
+
+def repository_files(root: Path) -> list[str]:
+    """Files that git tracks or would add."""
+    command = ["git", "ls-files", "-z", "-co", "--exclude-standard"]
+    listing = subprocess.run(command, cwd=root, capture_output=True, check=True, text=True)
+    return [name for name in listing.stdout.split("\0") if name]
+
+
+def main() -> int:
+    """Prints every finding; returns 1 if there is one."""
+    tree = SourceTree(REPOSITORY)
+    findings = tree.check_arrows() + tree.check_torch_and_grpc()
+    findings += check_machine_paths(REPOSITORY, repository_files(REPOSITORY))
+    for finding in findings:
+        print(finding, file=sys.stderr)
+    print(f"layers: {len(tree.includes)} C++ files, {len(findings)} findings")
+    return 1 if findings else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
