@@ -54,7 +54,7 @@ class SafetensorsFile {
 
  private:
   SafetensorsFile() = default;
-  absl::Status ParseHeader(const std::string& header, const std::byte* data, size_t data_bytes);
+  absl::Status ParseHeader(absl::string_view header, const std::byte* data, size_t data_bytes);
 
   std::string path_;
   void* mapping_ = nullptr;

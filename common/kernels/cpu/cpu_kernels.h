@@ -1,0 +1,106 @@
+// fp32 kernels for inference on the CPU: raw pointers, one thread; common/ops splits the work.
+//
+// They are batch-invariant: what a row or an element comes out as depends on its own operands only,
+// never on how many others a call computes or how the caller splits them. The same source is
+// compiled for several instruction sets and chosen once, at start; results differ between sets.
+#ifndef TANDEM_COMMON_KERNELS_CPU_CPU_KERNELS_H_
+#define TANDEM_COMMON_KERNELS_CPU_CPU_KERNELS_H_
+
+#include <cstdint>
+
+namespace tandem::kernels {
+
+// y[r, o] (+)= sum_k x[r, k] w[o, k] + bias[o] for r in [0, rows), o in [out_begin, out_end).
+struct LinearArgs {
+  const float* x;
+  int64_t x_stride;   // elements between rows
+  const float* w;     // [out, in], contiguous
+  const float* bias;  // [out] or nullptr
+  float* y;
+  int64_t y_stride;
+  int64_t rows;
+  int64_t in;
+  int64_t out_begin;
+  int64_t out_end;
+  bool accumulate;  // adds to what y holds (a residual) instead of overwriting it
+};
+
+// Causal attention of the query heads that share one key/value head, for consecutive rows of one
+// sequence. Row r is at position first_position + r and attends to the keys at 0 .. its own. Keys
+// and values are never repeated; the softmax runs online over blocks of kAttentionBlock keys from
+// position 0 on (https://arxiv.org/abs/2205.14135), so neither chunking nor batching shows.
+struct AttentionArgs {
+  const float* q;  // row r, head g at q + r * q_stride + g * head_dim
+  int64_t q_stride;
+  const float* k;  // position p at k + p * k_stride
+  int64_t k_stride;
+  const float* v;
+  int64_t v_stride;
+  float* out;  // as q
+  int64_t out_stride;
+  int64_t rows;
+  int64_t group;  // query heads of this key/value head
+  int64_t head_dim;
+  int64_t first_position;
+  float scale;
+};
+inline constexpr int64_t kAttentionBlock = 64;
+
+// y = x / sqrt(mean(x^2) + eps) * w, row by row (https://arxiv.org/abs/1910.07467).
+// y may be x.
+struct RmsNormArgs {
+  const float* x;
+  int64_t x_stride;
+  const float* w;  // [width]
+  float* y;
+  int64_t y_stride;
+  int64_t rows;
+  int64_t width;
+  float eps;
+};
+
+// Rotates `heads` heads of `rows` rows: pairs (d, d + head_dim / 2), as Hugging Face orders them.
+// Row r, head h: x + r * x_stride + h * head_dim to y + r * y_stride + h * y_head_stride.
+// y may be x.
+struct RotaryArgs {
+  const float* x;
+  int64_t x_stride;
+  const float* cos;  // [rows, head_dim / 2]
+  const float* sin;
+  float* y;
+  int64_t y_stride;
+  int64_t y_head_stride;
+  int64_t rows;
+  int64_t heads;
+  int64_t head_dim;
+};
+
+// y = gate * sigmoid(gate) * up.
+struct SwiGluArgs {
+  const float* gate;
+  const float* up;
+  int64_t in_stride;  // of gate and of up
+  float* y;
+  int64_t y_stride;
+  int64_t rows;
+  int64_t width;
+};
+
+struct CpuKernels {
+  const char* isa;
+  void (*linear)(const LinearArgs&);
+  void (*attention)(const AttentionArgs&);
+  void (*rms_norm)(const RmsNormArgs&);
+  void (*rotary)(const RotaryArgs&);
+  void (*swiglu)(const SwiGluArgs&);
+};
+
+// The best set this CPU runs.
+const CpuKernels& GetCpuKernels();
+
+// "portable", "avx2" or "avx512"; nullptr when the build or the CPU lacks it. For tests.
+const CpuKernels* FindCpuKernels(const char* isa);
+
+}  // namespace tandem::kernels
+
+#endif  // TANDEM_COMMON_KERNELS_CPU_CPU_KERNELS_H_

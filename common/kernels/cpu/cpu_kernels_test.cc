@@ -1,0 +1,188 @@
+#include "common/kernels/cpu/cpu_kernels.h"
+
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <cstring>
+#include <limits>
+#include <random>
+#include <vector>
+
+namespace tandem::kernels {
+namespace {
+
+using Floats = std::vector<float>;
+
+Floats RandomFloats(size_t count, uint32_t seed, float scale = 1.0f) {
+  std::mt19937 generator(seed);
+  std::normal_distribution<float> normal(0, scale);
+  Floats values(count);
+  for (float& value : values) value = normal(generator);
+  return values;
+}
+
+// Every set this CPU runs.
+class CpuKernelsTest : public testing::TestWithParam<const char*> {
+ protected:
+  void SetUp() override {
+    kernels_ = FindCpuKernels(GetParam());
+    if (kernels_ == nullptr) GTEST_SKIP() << "this CPU does not run " << GetParam();
+  }
+  const CpuKernels* kernels_ = nullptr;
+};
+
+INSTANTIATE_TEST_SUITE_P(Isa, CpuKernelsTest, testing::Values("portable", "avx2", "avx512"),
+                         [](const auto& info) { return std::string(info.param); });
+
+TEST_P(CpuKernelsTest, LinearMatchesDouble) {
+  for (const int64_t in : {1, 7, 64, 83}) {
+    const int64_t rows = 9, out = 13;
+    const Floats x = RandomFloats(rows * in, 1), w = RandomFloats(out * in, 2);
+    const Floats bias = RandomFloats(out, 3);
+    Floats y(rows * out, 0.5f);
+    kernels_->linear({x.data(), in, w.data(), bias.data(), y.data(), out, rows, in, 0, out, true});
+    for (int64_t r = 0; r < rows; ++r) {
+      for (int64_t o = 0; o < out; ++o) {
+        double expected = 0.5 + bias[o];
+        for (int64_t k = 0; k < in; ++k) expected += double{x[r * in + k]} * w[o * in + k];
+        EXPECT_NEAR(y[r * out + o], expected, 1e-5) << in << " " << r << " " << o;
+      }
+    }
+  }
+}
+
+TEST_P(CpuKernelsTest, LinearRowsDoNotDependOnTheSplit) {
+  const int64_t in = 75, out = 11, rows = 10;
+  const Floats x = RandomFloats(rows * in, 4), w = RandomFloats(out * in, 5);
+  Floats whole(rows * out), pieces(rows * out);
+  kernels_->linear({x.data(), in, w.data(), nullptr, whole.data(), out, rows, in, 0, out, false});
+  for (int64_t r = 0; r < rows; ++r) {
+    for (const auto& [begin, end] : {std::pair<int64_t, int64_t>{0, 3}, {3, 10}, {10, 11}}) {
+      kernels_->linear(
+          {&x[r * in], in, w.data(), nullptr, &pieces[r * out], out, 1, in, begin, end, false});
+    }
+  }
+  EXPECT_EQ(std::memcmp(whole.data(), pieces.data(), whole.size() * sizeof(float)), 0);
+}
+
+struct AttentionProblem {
+  int64_t length, group, head_dim;
+  Floats q, k, v;
+  AttentionProblem(int64_t length, int64_t group, int64_t head_dim)
+      : length(length),
+        group(group),
+        head_dim(head_dim),
+        q(RandomFloats(length * group * head_dim, 6, 2.0f)),
+        k(RandomFloats(length * head_dim, 7)),
+        v(RandomFloats(length * head_dim, 8)) {}
+
+  // Rows [begin, begin + rows), into the right place of `out`.
+  void Run(const CpuKernels& kernels, int64_t begin, int64_t rows, Floats& out) const {
+    const int64_t width = group * head_dim;
+    kernels.attention({&q[begin * width], width, k.data(), head_dim, v.data(), head_dim,
+                       &out[begin * width], width, rows, group, head_dim, begin,
+                       1.0f / std::sqrt(static_cast<float>(head_dim))});
+  }
+};
+
+TEST_P(CpuKernelsTest, AttentionMatchesDouble) {
+  for (const auto& [length, group, head_dim] :
+       {std::tuple<int64_t, int64_t, int64_t>{1, 1, 2}, {70, 3, 12}, {200, 1, 64}, {65, 5, 80}}) {
+    const AttentionProblem problem(length, group, head_dim);
+    Floats out(problem.q.size());
+    problem.Run(*kernels_, 0, length, out);
+    for (int64_t row = 0; row < length; ++row) {
+      for (int64_t g = 0; g < group; ++g) {
+        const float* q = &problem.q[(row * group + g) * head_dim];
+        std::vector<double> scores(row + 1);
+        double highest = -std::numeric_limits<double>::infinity(), sum = 0;
+        for (int64_t j = 0; j <= row; ++j) {
+          for (int64_t d = 0; d < head_dim; ++d) {
+            scores[j] += double{q[d]} * problem.k[j * head_dim + d];
+          }
+          scores[j] /= std::sqrt(static_cast<double>(head_dim));
+          highest = std::max(highest, scores[j]);
+        }
+        for (double& score : scores) sum += score = std::exp(score - highest);
+        for (int64_t d = 0; d < head_dim; ++d) {
+          double expected = 0;
+          for (int64_t j = 0; j <= row; ++j) {
+            expected += scores[j] / sum * problem.v[j * head_dim + d];
+          }
+          ASSERT_NEAR(out[(row * group + g) * head_dim + d], expected, 5e-6);
+        }
+      }
+    }
+  }
+}
+
+TEST_P(CpuKernelsTest, AttentionRowsDoNotDependOnChunking) {
+  const AttentionProblem problem(150, 3, 20);
+  Floats whole(problem.q.size()), chunks(problem.q.size()), single(problem.q.size());
+  problem.Run(*kernels_, 0, 150, whole);
+  for (const auto& [begin, end] : {std::pair<int64_t, int64_t>{0, 63}, {63, 64}, {64, 150}}) {
+    problem.Run(*kernels_, begin, end - begin, chunks);
+  }
+  for (int64_t row = 0; row < 150; ++row) problem.Run(*kernels_, row, 1, single);
+  EXPECT_EQ(whole, chunks);
+  EXPECT_EQ(whole, single);
+}
+
+TEST_P(CpuKernelsTest, AttentionNeverReadsTheFuture) {
+  AttentionProblem problem(100, 2, 16);
+  Floats before(problem.q.size()), after(problem.q.size());
+  problem.Run(*kernels_, 0, 50, before);
+  for (int64_t i = 50 * 16; i < 100 * 16; ++i) {
+    problem.k[i] = problem.v[i] = std::numeric_limits<float>::quiet_NaN();
+  }
+  problem.Run(*kernels_, 0, 50, after);
+  EXPECT_EQ(before, after);
+}
+
+TEST_P(CpuKernelsTest, AttentionSurvivesExtremeScores) {
+  AttentionProblem problem(130, 1, 16);
+  for (float& q : problem.q) q *= 1e4f;
+  Floats out(problem.q.size());
+  problem.Run(*kernels_, 0, 130, out);
+  for (const float value : out) ASSERT_TRUE(std::isfinite(value));
+}
+
+TEST_P(CpuKernelsTest, RmsNormMatchesDouble) {
+  for (const int64_t width : {3, 16, 45}) {
+    const Floats x = RandomFloats(2 * width, 9), w = RandomFloats(width, 10);
+    Floats y(2 * width);
+    kernels_->rms_norm({x.data(), width, w.data(), y.data(), width, 2, width, 1e-5f});
+    for (int64_t i = 0; i < 2 * width; ++i) {
+      double squares = 0;
+      for (int64_t k = 0; k < width; ++k)
+        squares += double{x[i / width * width + k]} * x[i / width * width + k];
+      EXPECT_NEAR(y[i], x[i] / std::sqrt(squares / width + 1e-5) * w[i % width], 2e-6);
+    }
+  }
+}
+
+TEST_P(CpuKernelsTest, SwiGluMatchesDoubleAlsoFarOut) {
+  Floats gate = RandomFloats(37, 11, 4.0f);
+  gate[0] = -200, gate[1] = 200, gate[2] = -88, gate[3] = 0;
+  const Floats up = RandomFloats(37, 12);
+  Floats y(37);
+  kernels_->swiglu({gate.data(), up.data(), 37, y.data(), 37, 1, 37});
+  for (int i = 0; i < 37; ++i) {
+    const double expected = gate[i] / (1 + std::exp(-double{gate[i]})) * up[i];
+    EXPECT_NEAR(y[i], expected, 1e-6 * (1 + std::abs(expected))) << gate[i];
+  }
+}
+
+TEST_P(CpuKernelsTest, RotaryRotatesPairsHalfAHeadApart) {
+  const Floats x = {1, 2, 3, 4, 5, 6, 7, 8};  // two heads of four
+  const Floats cos = {0.6f, 0.8f}, sin = {0.8f, -0.6f};
+  Floats y(8);
+  kernels_->rotary({x.data(), 8, cos.data(), sin.data(), y.data(), 8, 4, 1, 2, 4});
+  const Floats expected = {1 * 0.6f - 3 * 0.8f, 2 * 0.8f + 4 * 0.6f, 3 * 0.6f + 1 * 0.8f,
+                           4 * 0.8f - 2 * 0.6f, 5 * 0.6f - 7 * 0.8f, 6 * 0.8f + 8 * 0.6f,
+                           7 * 0.6f + 5 * 0.8f, 8 * 0.8f - 6 * 0.6f};
+  for (int i = 0; i < 8; ++i) EXPECT_NEAR(y[i], expected[i], 1e-6);
+}
+
+}  // namespace
+}  // namespace tandem::kernels

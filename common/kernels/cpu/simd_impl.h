@@ -1,0 +1,307 @@
+// The kernels of cpu_kernels.h over vectors of TANDEM_SIMD_WIDTH floats. Included by one source
+// file per instruction set. Everything is in an unnamed namespace and nothing of the standard
+// library is instantiated: an inline function compiled for AVX-512 must not end up in code that
+// runs elsewhere.
+#include <cstdint>
+
+#include "common/kernels/cpu/cpu_kernels.h"
+
+#ifndef TANDEM_SIMD_WIDTH
+#error "define TANDEM_SIMD_WIDTH (4, 8 or 16) and TANDEM_SIMD_ROWS before including this file"
+#endif
+
+#define TANDEM_INLINE inline __attribute__((always_inline))
+
+namespace tandem::kernels {
+namespace {
+
+constexpr int kWidth = TANDEM_SIMD_WIDTH;
+constexpr int kRows = TANDEM_SIMD_ROWS;  // rows of a register tile
+constexpr int kOuts = 4;                 // columns of a register tile
+constexpr int kBlock = static_cast<int>(kAttentionBlock);
+
+typedef float Vec __attribute__((vector_size(kWidth * 4), aligned(4), may_alias));
+typedef int32_t IVec __attribute__((vector_size(kWidth * 4), aligned(4), may_alias));
+typedef float Vec4 __attribute__((vector_size(16), aligned(4), may_alias));
+
+TANDEM_INLINE Vec Load(const float* p) { return *reinterpret_cast<const Vec*>(p); }
+TANDEM_INLINE void Store(float* p, Vec v) { *reinterpret_cast<Vec*>(p) = v; }
+TANDEM_INLINE Vec Splat(float x) { return Vec{} + x; }
+
+// Sums of four vectors at once, each by the same tree.
+TANDEM_INLINE Vec4 Sum4(Vec a, Vec b, Vec c, Vec d) {
+  IVec even, odd, low, high;
+  for (int i = 0; i < kWidth; ++i) {
+    const int side = (i & 1) ? kWidth : 0;
+    even[i] = (i & ~1) + side;
+    odd[i] = (i | 1) + side;
+    const int pair_side = (i & 2) ? kWidth : 0;
+    low[i] = (i & ~3) + (i & 1) + pair_side;
+    high[i] = (i & ~3) + 2 + (i & 1) + pair_side;
+  }
+  const Vec ab = __builtin_shuffle(a, b, even) + __builtin_shuffle(a, b, odd);
+  const Vec cd = __builtin_shuffle(c, d, even) + __builtin_shuffle(c, d, odd);
+  const Vec sums = __builtin_shuffle(ab, cd, low) + __builtin_shuffle(ab, cd, high);
+  Vec4 total = *reinterpret_cast<const Vec4*>(&sums);
+  for (int i = 1; i < kWidth / 4; ++i) total += reinterpret_cast<const Vec4*>(&sums)[i];
+  return total;
+}
+
+TANDEM_INLINE float Sum(Vec a) { return Sum4(a, a, a, a)[0]; }
+
+TANDEM_INLINE float Max(float a, float b) { return a > b ? a : b; }
+
+// e^x to about 1 ulp: x = n ln 2 + r, a polynomial in r (the coefficients of Cephes' expf), 2^n by
+// its bits. 0 below -87.3; x is at most 88.
+TANDEM_INLINE Vec Exp(Vec x) {
+  const Vec magic = Splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
+  const Vec shifted = x * 1.44269504088896341f + magic;
+  const Vec n = shifted - magic;
+  const Vec r = (x - n * 0.693359375f) - n * -2.12194440e-4f;
+  Vec p = Splat(1.9875691500e-4f);
+  p = p * r + 1.3981999507e-3f;
+  p = p * r + 8.3334519073e-3f;
+  p = p * r + 4.1665795894e-2f;
+  p = p * r + 1.6666665459e-1f;
+  p = p * r + 5.0000001201e-1f;
+  p = p * (r * r) + r + 1.0f;
+  const IVec exponent = (reinterpret_cast<const IVec&>(shifted) + (127 - 0x4b400000)) << 23;
+  const Vec result = p * reinterpret_cast<const Vec&>(exponent);
+  return x < Splat(-87.3f) ? Vec{} : result;
+}
+
+TANDEM_INLINE float Exp1(float x) { return Exp(Splat(x))[0]; }
+
+// dots[r][o] = sum_k x[r][k] w[o][k]. Each sum has its own vector accumulator, the tree of Sum4,
+// then the tail: the same steps in every tile shape.
+template <int R, int O>
+TANDEM_INLINE void DotTile(const float* const* x, const float* const* w, int64_t n,
+                           float (*dots)[kOuts]) {
+  Vec sums[R][O] = {};
+  int64_t k = 0;
+  for (; k + kWidth <= n; k += kWidth) {
+    Vec wk[O];
+    for (int o = 0; o < O; ++o) wk[o] = Load(w[o] + k);
+    for (int r = 0; r < R; ++r) {
+      const Vec xk = Load(x[r] + k);
+      for (int o = 0; o < O; ++o) sums[r][o] += xk * wk[o];
+    }
+  }
+  for (int r = 0; r < R; ++r) {
+    const Vec4 totals = Sum4(sums[r][0], sums[r][1 % O], sums[r][2 % O], sums[r][3 % O]);
+    for (int o = 0; o < O; ++o) dots[r][o] = totals[o];
+    for (int64_t t = k; t < n; ++t) {
+      for (int o = 0; o < O; ++o) dots[r][o] = __builtin_fmaf(x[r][t], w[o][t], dots[r][o]);
+    }
+  }
+}
+
+// A tile with `rows` <= kRows and `outs` <= kOuts.
+template <int R = kRows>
+TANDEM_INLINE void DotTileOf(int64_t rows, int64_t outs, const float* const* x,
+                             const float* const* w, int64_t n, float (*dots)[kOuts]) {
+  if constexpr (R > 0) {
+    if (rows < R) return DotTileOf<R - 1>(rows, outs, x, w, n, dots);
+    if (outs == kOuts) return DotTile<R, kOuts>(x, w, n, dots);
+    for (int64_t o = 0; o < outs; ++o) {
+      float column[kRows][kOuts];
+      DotTile<R, 1>(x, w + o, n, column);
+      for (int r = 0; r < R; ++r) dots[r][o] = column[r][0];
+    }
+  }
+}
+
+TANDEM_INLINE int64_t Min(int64_t a, int64_t b) { return a < b ? a : b; }
+
+void Linear(const LinearArgs& a) {
+  // Rows in blocks that stay in the cache while the weights stream by.
+  constexpr int64_t kCacheFloats = 32 * 1024;
+  const int64_t tiles = kCacheFloats / (a.in > 0 ? a.in : 1) / kRows;
+  const int64_t block = kRows * (tiles > 0 ? tiles : 1);
+  for (int64_t row0 = 0; row0 < a.rows; row0 += block) {
+    const int64_t row_end = Min(row0 + block, a.rows);
+    for (int64_t o = a.out_begin; o < a.out_end; o += kOuts) {
+      const int64_t outs = Min(kOuts, a.out_end - o);
+      const float* w[kOuts];
+      for (int i = 0; i < kOuts; ++i) w[i] = a.w + (o + Min(i, outs - 1)) * a.in;
+      for (int64_t row = row0; row < row_end; row += kRows) {
+        const int64_t rows = Min(kRows, row_end - row);
+        const float* x[kRows];
+        for (int i = 0; i < kRows; ++i) x[i] = a.x + (row + Min(i, rows - 1)) * a.x_stride;
+        float dots[kRows][kOuts];
+        DotTileOf(rows, outs, x, w, a.in, dots);
+        for (int64_t r = 0; r < rows; ++r) {
+          float* y = a.y + (row + r) * a.y_stride + o;
+          for (int64_t i = 0; i < outs; ++i) {
+            float value = dots[r][i];
+            if (a.bias != nullptr) value += a.bias[o + i];
+            y[i] = a.accumulate ? y[i] + value : value;
+          }
+        }
+      }
+    }
+  }
+}
+
+// Online-softmax state of up to kRows (row, head) pairs; the accumulators are the output rows.
+struct Queries {
+  int64_t count;
+  const float* q[kRows];
+  float* out[kRows];
+  int64_t num_keys[kRows];
+  float max[kRows];
+  float sum[kRows];
+};
+
+// out[i] = out[i] * decay[i] + sum_j p[i][j] v[j].
+template <int R = kRows>
+TANDEM_INLINE void AccumulateValues(const Queries& queries, const float (*p)[kBlock],
+                                    const float* decay, const float* v, int64_t v_stride,
+                                    int64_t keys, int64_t head_dim) {
+  if constexpr (R > 0) {
+    if (queries.count < R) {
+      return AccumulateValues<R - 1>(queries, p, decay, v, v_stride, keys, head_dim);
+    }
+    int64_t d = 0;
+    for (; d + kWidth <= head_dim; d += kWidth) {
+      Vec acc[R];
+      for (int i = 0; i < R; ++i) acc[i] = Load(queries.out[i] + d) * decay[i];
+      for (int64_t j = 0; j < keys; ++j) {
+        const Vec value = Load(v + j * v_stride + d);
+        for (int i = 0; i < R; ++i) acc[i] += value * p[i][j];
+      }
+      for (int i = 0; i < R; ++i) Store(queries.out[i] + d, acc[i]);
+    }
+    for (; d < head_dim; ++d) {
+      for (int i = 0; i < R; ++i) {
+        float acc = queries.out[i][d] * decay[i];
+        for (int64_t j = 0; j < keys; ++j) {
+          acc = __builtin_fmaf(v[j * v_stride + d], p[i][j], acc);
+        }
+        queries.out[i][d] = acc;
+      }
+    }
+  }
+}
+
+TANDEM_INLINE void AttendBlock(const AttentionArgs& a, Queries& queries, int64_t begin,
+                               int64_t keys) {
+  alignas(64) float p[kRows][kBlock];
+  const float* k_block = a.k + begin * a.k_stride;
+  for (int64_t j = 0; j < keys; j += kOuts) {
+    const int64_t outs = Min(kOuts, keys - j);
+    const float* k[kOuts];
+    for (int i = 0; i < kOuts; ++i) k[i] = k_block + (j + Min(i, outs - 1)) * a.k_stride;
+    float dots[kRows][kOuts];
+    DotTileOf(queries.count, outs, queries.q, k, a.head_dim, dots);
+    for (int64_t i = 0; i < queries.count; ++i) {
+      for (int64_t o = 0; o < outs; ++o) p[i][j + o] = dots[i][o] * a.scale;
+    }
+  }
+  float decay[kRows];
+  for (int64_t i = 0; i < queries.count; ++i) {
+    const int64_t valid = Min(keys, queries.num_keys[i] - begin);
+    float highest = queries.max[i];
+    for (int64_t j = 0; j < valid; ++j) highest = Max(highest, p[i][j]);
+    for (int64_t j = valid > 0 ? valid : 0; j < kBlock; ++j) p[i][j] = -__builtin_inff();
+    Vec sums = {};
+    for (int64_t j = 0; j < kBlock; j += kWidth) {
+      const Vec e = Exp(Load(p[i] + j) - highest);
+      Store(p[i] + j, e);
+      sums += e;
+    }
+    decay[i] = Exp1(queries.max[i] - highest);
+    queries.sum[i] = __builtin_fmaf(queries.sum[i], decay[i], Sum(sums));
+    queries.max[i] = highest;
+  }
+  AccumulateValues(queries, p, decay, a.v + begin * a.v_stride, a.v_stride, keys, a.head_dim);
+}
+
+void Attention(const AttentionArgs& a) {
+  const int64_t total = a.rows * a.group;
+  for (int64_t first = 0; first < total; first += kRows) {
+    Queries queries;
+    queries.count = Min(kRows, total - first);
+    for (int64_t i = 0; i < queries.count; ++i) {
+      const int64_t row = (first + i) / a.group;
+      const int64_t head = (first + i) % a.group;
+      queries.q[i] = a.q + row * a.q_stride + head * a.head_dim;
+      queries.out[i] = a.out + row * a.out_stride + head * a.head_dim;
+      queries.num_keys[i] = a.first_position + row + 1;
+      queries.max[i] = -__builtin_inff();
+      queries.sum[i] = 0;
+      for (int64_t d = 0; d < a.head_dim; ++d) queries.out[i][d] = 0;
+    }
+    const int64_t num_keys = queries.num_keys[queries.count - 1];  // the latest row sees the most
+    for (int64_t begin = 0; begin < num_keys; begin += kBlock) {
+      AttendBlock(a, queries, begin, Min(kBlock, num_keys - begin));
+    }
+    for (int64_t i = 0; i < queries.count; ++i) {
+      for (int64_t d = 0; d < a.head_dim; ++d) queries.out[i][d] /= queries.sum[i];
+    }
+  }
+}
+
+void RmsNorm(const RmsNormArgs& a) {
+  for (int64_t row = 0; row < a.rows; ++row) {
+    const float* x = a.x + row * a.x_stride;
+    float* y = a.y + row * a.y_stride;
+    Vec squares = {};
+    int64_t k = 0;
+    for (; k + kWidth <= a.width; k += kWidth) squares += Load(x + k) * Load(x + k);
+    float sum = Sum(squares);
+    for (; k < a.width; ++k) sum = __builtin_fmaf(x[k], x[k], sum);
+    const float factor = 1.0f / __builtin_sqrtf(sum / static_cast<float>(a.width) + a.eps);
+    for (k = 0; k + kWidth <= a.width; k += kWidth) {
+      Store(y + k, Load(x + k) * factor * Load(a.w + k));
+    }
+    for (; k < a.width; ++k) y[k] = x[k] * factor * a.w[k];
+  }
+}
+
+void Rotary(const RotaryArgs& a) {
+  const int64_t half = a.head_dim / 2;
+  for (int64_t row = 0; row < a.rows; ++row) {
+    const float* cos = a.cos + row * half;
+    const float* sin = a.sin + row * half;
+    for (int64_t head = 0; head < a.heads; ++head) {
+      const float* x = a.x + row * a.x_stride + head * a.head_dim;
+      float* y = a.y + row * a.y_stride + head * a.y_head_stride;
+      for (int64_t d = 0; d < half; ++d) {
+        const float first = x[d], second = x[d + half];
+        y[d] = __builtin_fmaf(first, cos[d], -(second * sin[d]));
+        y[d + half] = __builtin_fmaf(second, cos[d], first * sin[d]);
+      }
+    }
+  }
+}
+
+void SwiGlu(const SwiGluArgs& a) {
+  for (int64_t row = 0; row < a.rows; ++row) {
+    const float* gate = a.gate + row * a.in_stride;
+    const float* up = a.up + row * a.in_stride;
+    float* y = a.y + row * a.y_stride;
+    int64_t k = 0;
+    for (; k < a.width; k += kWidth) {
+      const int64_t count = Min(kWidth, a.width - k);
+      Vec g = {}, u = {};
+      if (count == kWidth) {
+        g = Load(gate + k);
+        u = Load(up + k);
+      } else {
+        for (int64_t i = 0; i < count; ++i) g[i] = gate[k + i], u[i] = up[k + i];
+      }
+      Vec negated = -g;
+      negated = negated > Splat(88.0f) ? Splat(88.0f) : negated;
+      const Vec result = g / (1.0f + Exp(negated)) * u;
+      if (count == kWidth) {
+        Store(y + k, result);
+      } else {
+        for (int64_t i = 0; i < count; ++i) y[k + i] = result[i];
+      }
+    }
+  }
+}
+
+}  // namespace
+}  // namespace tandem::kernels

@@ -1,0 +1,123 @@
+#include "common/tensor/aten_bytes.h"
+
+#include <ATen/ATen.h>
+#include <ATen/core/grad_mode.h>
+
+#include <cstring>
+#include <utility>
+#include <vector>
+
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
+#include "common/base/status_macros.h"
+#include "common/tensor/checksum.h"
+
+namespace tandem {
+
+at::ScalarType ToScalarType(DType dtype) {
+  switch (dtype) {
+    case DType::kFloat64:
+      return at::kDouble;
+    case DType::kFloat32:
+      return at::kFloat;
+    case DType::kBFloat16:
+      return at::kBFloat16;
+    case DType::kFloat16:
+      return at::kHalf;
+    case DType::kInt64:
+      return at::kLong;
+    case DType::kInt32:
+      return at::kInt;
+    case DType::kInt16:
+      return at::kShort;
+    case DType::kInt8:
+      return at::kChar;
+    case DType::kUInt8:
+      return at::kByte;
+    case DType::kBool:
+      return at::kBool;
+  }
+  return at::ScalarType::Undefined;
+}
+
+absl::StatusOr<DType> FromScalarType(at::ScalarType type) {
+  for (const DType dtype :
+       {DType::kFloat64, DType::kFloat32, DType::kBFloat16, DType::kFloat16, DType::kInt64,
+        DType::kInt32, DType::kInt16, DType::kInt8, DType::kUInt8, DType::kBool}) {
+    if (ToScalarType(dtype) == type) return dtype;
+  }
+  return absl::UnimplementedError(absl::StrCat("tensors of type ", c10::toString(type)));
+}
+
+at::Tensor ToAten(const TensorView& view) {
+  at::Tensor tensor = at::empty(view.shape, at::TensorOptions(ToScalarType(view.dtype)));
+  if (view.bytes > 0) std::memcpy(tensor.data_ptr(), view.data, view.bytes);
+  return tensor;
+}
+
+void CopyInto(const TensorView& view, const at::Tensor& destination) {
+  at::NoGradGuard no_grad;
+  const at::ScalarType type = ToScalarType(view.dtype);
+  // Unaligned bytes are copied first: vectorised conversions may not read them.
+  if (reinterpret_cast<uintptr_t>(view.data) % ItemSizeBytes(view.dtype) != 0) {
+    destination.copy_(ToAten(view));
+    return;
+  }
+  const at::Tensor source =
+      at::from_blob(const_cast<std::byte*>(view.data), view.shape, at::TensorOptions(type));
+  destination.copy_(source);
+}
+
+absl::StatusOr<TensorView> AsView(const std::string& name, const at::Tensor& tensor) {
+  if (!tensor.defined() || !tensor.is_cpu() || !tensor.is_contiguous()) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("tensor '", name, "': must be a contiguous CPU tensor"));
+  }
+  TANDEM_ASSIGN_OR_RETURN(const DType dtype, FromScalarType(tensor.scalar_type()));
+  TensorView view;
+  view.name = name;
+  view.dtype = dtype;
+  view.shape = tensor.sizes().vec();
+  view.data = static_cast<const std::byte*>(tensor.const_data_ptr());
+  view.bytes = tensor.nbytes();
+  return view;
+}
+
+absl::Status WriteNamedTensors(const std::string& path, const NamedTensors& tensors,
+                               std::optional<DType> float_dtype,
+                               const std::map<std::string, std::string>& metadata) {
+  at::NoGradGuard no_grad;
+  std::vector<at::Tensor> alive;
+  std::vector<TensorView> views;
+  for (const auto& [name, tensor] : tensors) {
+    at::Tensor stored = tensor.detach().cpu();
+    if (float_dtype.has_value() && stored.is_floating_point()) {
+      stored = stored.to(ToScalarType(*float_dtype));
+    }
+    alive.push_back(stored.contiguous());
+    TANDEM_ASSIGN_OR_RETURN(TensorView view, AsView(name, alive.back()));
+    views.push_back(std::move(view));
+  }
+  return WriteSafetensors(path, views, metadata);
+}
+
+absl::StatusOr<NamedTensors> ReadNamedTensors(const std::string& path) {
+  TANDEM_ASSIGN_OR_RETURN(const auto file, SafetensorsFile::Open(path));
+  NamedTensors tensors;
+  for (const TensorView& view : file->tensors()) tensors.emplace_back(view.name, ToAten(view));
+  return tensors;
+}
+
+std::string DigestNamedTensors(const NamedTensors& tensors) {
+  Checksum checksum;
+  for (const auto& [name, tensor] : tensors) {
+    const at::Tensor flat = tensor.detach().cpu().contiguous();
+    const std::string header = absl::StrCat(name, "|", c10::toString(flat.scalar_type()), "|",
+                                            absl::StrJoin(flat.sizes(), ","), "\n");
+    checksum.Update(header.data(), header.size());
+    checksum.Update(flat.const_data_ptr(), flat.nbytes());
+  }
+  return checksum.Hex();
+}
+
+}  // namespace tandem
