@@ -1,0 +1,256 @@
+#include "common/ops/ops.h"
+
+#include <ATen/ATen.h>
+#include <ATen/Parallel.h>
+#include <ATen/core/grad_mode.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+
+#include "common/kernels/cpu/cpu_kernels.h"
+
+namespace tandem::ops {
+namespace {
+
+// Below this many multiply-adds (or exponentials) a second thread costs more than it saves.
+constexpr int64_t kWorkPerThread = 1 << 15;
+
+bool UseCpuKernels(const at::Tensor& x) {
+  return x.is_cpu() && x.scalar_type() == at::kFloat && !at::GradMode::is_enabled();
+}
+
+const float* Data(const at::Tensor& x) { return x.const_data_ptr<float>(); }
+float* MutableData(const at::Tensor& x) { return x.mutable_data_ptr<float>(); }
+
+// The last dimension must be contiguous for the kernels; a copy where it is not.
+at::Tensor Packed(const at::Tensor& x) { return x.stride(-1) == 1 ? x : x.contiguous(); }
+
+// fn(begin, end) over [0, count), when one item costs `work`.
+template <typename Function>
+void Parallel(int64_t count, int64_t work, const Function& fn) {
+  const int64_t grain = std::max<int64_t>(1, kWorkPerThread / std::max<int64_t>(1, work));
+  at::parallel_for(0, count, grain, fn);
+}
+
+void LinearKernel(const at::Tensor& x_in, const at::Tensor& weight, const at::Tensor& bias,
+                  const at::Tensor& y, bool accumulate) {
+  constexpr int64_t kColumns = 16;
+  TORCH_CHECK(x_in.dim() == 2 && weight.dim() == 2 && x_in.size(1) == weight.size(1), "linear: x ",
+              x_in.sizes(), " against weight ", weight.sizes());
+  const at::Tensor x = Packed(x_in);
+  const at::Tensor w = weight.contiguous();
+  const int64_t out = w.size(0);
+  const float* bias_data = bias.defined() ? Data(bias) : nullptr;
+  kernels::LinearArgs args = {Data(x),     x.stride(0), Data(w),   bias_data, MutableData(y),
+                              y.stride(0), x.size(0),   x.size(1), 0,         out,
+                              accumulate};
+  Parallel((out + kColumns - 1) / kColumns, kColumns * args.rows * args.in,
+           [&](int64_t begin, int64_t end) {
+             kernels::LinearArgs part = args;
+             part.out_begin = begin * kColumns;
+             part.out_end = std::min(end * kColumns, out);
+             kernels::GetCpuKernels().linear(part);
+           });
+}
+
+// One sequence of a ragged batch for the attention kernel, at [rows, heads] strides.
+struct AttentionSource {
+  const float* k;
+  int64_t k_position_stride, k_head_stride;
+  const float* v;
+  int64_t v_position_stride, v_head_stride;
+  int64_t first_position;
+};
+
+// `source(s)` tells where sequence s has its keys and values.
+template <typename Source>
+at::Tensor AttentionKernel(const at::Tensor& q, int64_t key_value_heads,
+                           const std::vector<int64_t>& offsets, const Source& source) {
+  constexpr int64_t kRowsPerItem = 32;  // a long prompt is shared out among the threads
+  struct Item {
+    int64_t sequence, head, begin, end;
+  };
+  const int64_t heads = q.size(1), head_dim = q.size(2), group = heads / key_value_heads;
+  at::Tensor out = at::empty({q.size(0), heads * head_dim}, q.options());
+  std::vector<Item> items;
+  for (size_t s = 0; s + 1 < offsets.size(); ++s) {
+    for (int64_t begin = offsets[s]; begin < offsets[s + 1]; begin += kRowsPerItem) {
+      const int64_t end = std::min(begin + kRowsPerItem, offsets[s + 1]);
+      for (int64_t head = 0; head < key_value_heads; ++head) {
+        items.push_back({static_cast<int64_t>(s), head, begin, end});
+      }
+    }
+  }
+  const float scale = 1.0f / std::sqrt(static_cast<float>(head_dim));
+  const auto run = [&](int64_t first, int64_t last) {
+    for (int64_t i = first; i < last; ++i) {
+      const Item& item = items[i];
+      const AttentionSource from = source(item.sequence);
+      const int64_t column = item.head * group * head_dim;
+      kernels::GetCpuKernels().attention({
+          Data(q) + item.begin * q.stride(0) + column,
+          q.stride(0),
+          from.k + item.head * from.k_head_stride,
+          from.k_position_stride,
+          from.v + item.head * from.v_head_stride,
+          from.v_position_stride,
+          MutableData(out) + item.begin * heads * head_dim + column,
+          heads * head_dim,
+          item.end - item.begin,
+          group,
+          head_dim,
+          from.first_position + item.begin - offsets[item.sequence],
+          scale,
+      });
+    }
+  };
+  Parallel(static_cast<int64_t>(items.size()), group * head_dim * kernels::kAttentionBlock, run);
+  return out;
+}
+
+// [T, heads, D] whose heads lie side by side, which the attention kernel expects.
+at::Tensor HeadsPacked(const at::Tensor& x) {
+  return x.stride(2) == 1 && x.stride(1) == x.size(2) ? x : x.contiguous();
+}
+
+}  // namespace
+
+at::Tensor Embedding(const at::Tensor& tokens, const at::Tensor& weight) {
+  return at::embedding(weight, tokens);
+}
+
+at::Tensor Linear(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias) {
+  if (!UseCpuKernels(x)) return at::linear(x, weight, bias);
+  at::Tensor y = at::empty({x.size(0), weight.size(0)}, x.options());
+  LinearKernel(x, weight, bias, y, /*accumulate=*/false);
+  return y;
+}
+
+at::Tensor LinearAdd(const at::Tensor& residual, const at::Tensor& x, const at::Tensor& weight,
+                     const at::Tensor& bias) {
+  if (!UseCpuKernels(x)) return residual + at::linear(x, weight, bias);
+  LinearKernel(x, weight, bias, residual, /*accumulate=*/true);
+  return residual;
+}
+
+at::Tensor RmsNorm(const at::Tensor& x_in, const at::Tensor& weight, double eps) {
+  if (!UseCpuKernels(x_in)) return at::rms_norm(x_in, weight.sizes(), weight, eps);
+  const at::Tensor x = Packed(x_in);
+  at::Tensor y = at::empty(x.sizes(), x.options());
+  const int64_t width = x.size(-1);
+  const int64_t inner = x.dim() == 3 ? x.size(1) : 1;  // heads
+  const int64_t inner_stride = x.dim() == 3 ? x.stride(1) : 0;
+  Parallel(x.size(0), inner * width, [&](int64_t begin, int64_t end) {
+    for (int64_t row = begin; row < end; ++row) {
+      kernels::GetCpuKernels().rms_norm({Data(x) + row * x.stride(0), inner_stride, Data(weight),
+                                         MutableData(y) + row * inner * width, width, inner, width,
+                                         static_cast<float>(eps)});
+    }
+  });
+  return y;
+}
+
+at::Tensor RotaryEmbedding(const at::Tensor& x_in, const at::Tensor& cos, const at::Tensor& sin) {
+  const int64_t half = x_in.size(2) / 2;
+  if (!UseCpuKernels(x_in)) {
+    const at::Tensor first = x_in.narrow(2, 0, half), second = x_in.narrow(2, half, half);
+    const at::Tensor c = cos.unsqueeze(1), s = sin.unsqueeze(1);
+    return at::cat({first * c - second * s, second * c + first * s}, 2);
+  }
+  const at::Tensor x = HeadsPacked(x_in);
+  at::Tensor y = at::empty(x.sizes(), x.options());
+  const int64_t heads = x.size(1), head_dim = x.size(2);
+  Parallel(x.size(0), heads * head_dim, [&](int64_t begin, int64_t end) {
+    kernels::GetCpuKernels().rotary({Data(x) + begin * x.stride(0), x.stride(0),
+                                     Data(cos) + begin * half, Data(sin) + begin * half,
+                                     MutableData(y) + begin * heads * head_dim, heads * head_dim,
+                                     head_dim, end - begin, heads, head_dim});
+  });
+  return y;
+}
+
+at::Tensor SwiGlu(const at::Tensor& gate, const at::Tensor& up) {
+  if (!UseCpuKernels(gate) || gate.stride(0) != up.stride(0) || gate.stride(1) != 1 ||
+      up.stride(1) != 1) {
+    return at::silu(gate) * up;
+  }
+  at::Tensor y = at::empty(gate.sizes(), gate.options());
+  const int64_t width = gate.size(1), stride = gate.stride(0);
+  Parallel(gate.size(0), 4 * width, [&](int64_t begin, int64_t end) {
+    kernels::GetCpuKernels().swiglu({Data(gate) + begin * stride, Data(up) + begin * stride, stride,
+                                     MutableData(y) + begin * width, width, end - begin, width});
+  });
+  return y;
+}
+
+at::Tensor CausalAttention(const at::Tensor& q_in, const at::Tensor& k_in, const at::Tensor& v_in,
+                           const std::vector<int64_t>& offsets) {
+  const int64_t heads = q_in.size(1), key_value_heads = k_in.size(1), head_dim = q_in.size(2);
+  if (UseCpuKernels(q_in)) {
+    const at::Tensor q = HeadsPacked(q_in), k = Packed(k_in), v = Packed(v_in);
+    return AttentionKernel(q, key_value_heads, offsets, [&](int64_t sequence) {
+      return AttentionSource{Data(k) + offsets[sequence] * k.stride(0),
+                             k.stride(0),
+                             k.stride(1),
+                             Data(v) + offsets[sequence] * v.stride(0),
+                             v.stride(0),
+                             v.stride(1),
+                             0};
+    });
+  }
+  // ATen's fused kernels want equal numbers of heads.
+  const auto repeated = [&](const at::Tensor& x) {
+    if (heads == key_value_heads) return x;
+    return x.unsqueeze(2)
+        .expand({x.size(0), key_value_heads, heads / key_value_heads, head_dim})
+        .reshape({x.size(0), heads, head_dim});
+  };
+  const at::Tensor k = repeated(k_in), v = repeated(v_in);
+  std::vector<at::Tensor> outputs;
+  for (size_t s = 0; s + 1 < offsets.size(); ++s) {
+    const int64_t begin = offsets[s], length = offsets[s + 1] - begin;
+    if (length == 0) continue;
+    const auto slice = [&](const at::Tensor& x) {  // [1, heads, length, D]
+      return x.narrow(0, begin, length).transpose(0, 1).unsqueeze(0);
+    };
+    outputs.push_back(at::scaled_dot_product_attention(slice(q_in), slice(k), slice(v), {}, 0.0,
+                                                       /*is_causal=*/true)
+                          .squeeze(0)
+                          .transpose(0, 1)
+                          .reshape({length, heads * head_dim}));
+  }
+  if (outputs.empty()) return q_in.reshape({0, heads * head_dim});
+  return outputs.size() == 1 ? outputs[0] : at::cat(outputs, 0);
+}
+
+at::Tensor CachedAttention(const at::Tensor& q_in, const at::Tensor& k_in, const at::Tensor& v_in,
+                           const std::vector<int64_t>& offsets, const std::vector<int64_t>& slots,
+                           const std::vector<int64_t>& starts, const at::Tensor& key_cache,
+                           const at::Tensor& value_cache) {
+  TORCH_CHECK(UseCpuKernels(q_in), "cached attention runs on the CPU, in fp32, without autograd");
+  const at::Tensor q = HeadsPacked(q_in), k = Packed(k_in), v = Packed(v_in);
+  const int64_t key_value_heads = k.size(1), head_dim = k.size(2);
+  const size_t row_bytes = static_cast<size_t>(head_dim) * sizeof(float);
+  for (size_t s = 0; s < slots.size(); ++s) {
+    for (int64_t row = offsets[s]; row < offsets[s + 1]; ++row) {
+      const int64_t position = starts[s] + row - offsets[s];
+      for (int64_t head = 0; head < key_value_heads; ++head) {
+        const int64_t to = slots[s] * key_cache.stride(0) + head * key_cache.stride(1) +
+                           position * key_cache.stride(2);
+        std::memcpy(MutableData(key_cache) + to, Data(k) + row * k.stride(0) + head * k.stride(1),
+                    row_bytes);
+        std::memcpy(MutableData(value_cache) + to, Data(v) + row * v.stride(0) + head * v.stride(1),
+                    row_bytes);
+      }
+    }
+  }
+  return AttentionKernel(q, key_value_heads, offsets, [&](int64_t sequence) {
+    const int64_t slot = slots[sequence] * key_cache.stride(0);
+    return AttentionSource{Data(key_cache) + slot,   key_cache.stride(2),   key_cache.stride(1),
+                           Data(value_cache) + slot, value_cache.stride(2), value_cache.stride(1),
+                           starts[sequence]};
+  });
+}
+
+}  // namespace tandem::ops

@@ -1,0 +1,42 @@
+#include "common/ops/rotary_table.h"
+
+#include <ATen/ATen.h>
+
+#include <algorithm>
+#include <cmath>
+
+namespace tandem::ops {
+
+void RotaryTable::Grow(int64_t length) {
+  const int64_t half = static_cast<int64_t>(inverse_frequencies_.size());
+  at::Tensor cos = at::empty({length, half}, at::kFloat);
+  at::Tensor sin = at::empty({length, half}, at::kFloat);
+  float* cos_row = cos.data_ptr<float>();
+  float* sin_row = sin.data_ptr<float>();
+  for (int64_t position = 0; position < length; ++position) {
+    for (int64_t d = 0; d < half; ++d) {
+      const float angle = static_cast<float>(position) * inverse_frequencies_[d];
+      *cos_row++ = static_cast<float>(std::cos(static_cast<double>(angle)) * scaling_);
+      *sin_row++ = static_cast<float>(std::sin(static_cast<double>(angle)) * scaling_);
+    }
+  }
+  cos_ = cos;
+  sin_ = sin;
+}
+
+std::pair<at::Tensor, at::Tensor> RotaryTable::Rows(const at::Tensor& positions) {
+  const int64_t needed = positions.numel() == 0 ? 1 : positions.max().item<int64_t>() + 1;
+  at::Tensor cos, sin;
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    const int64_t have = cos_.defined() ? cos_.size(0) : 0;
+    if (needed > have) Grow(std::max({needed, 2 * have, int64_t{512}}));
+    cos = cos_;
+    sin = sin_;
+  }
+  const at::Tensor index = positions.cpu();
+  return {cos.index_select(0, index).to(positions.device()),
+          sin.index_select(0, index).to(positions.device())};
+}
+
+}  // namespace tandem::ops

@@ -1,0 +1,36 @@
+// Cosines and sines of rotary position embeddings, by position.
+#ifndef TANDEM_COMMON_OPS_ROTARY_TABLE_H_
+#define TANDEM_COMMON_OPS_ROTARY_TABLE_H_
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <mutex>
+#include <utility>
+#include <vector>
+
+namespace tandem::ops {
+
+// Angles are fp32 products position * frequency, as Hugging Face computes them; the table grows to
+// the positions it is asked for. Thread-safe.
+class RotaryTable {
+ public:
+  // One frequency per pair of dimensions; cosines and sines are multiplied by `scaling`.
+  RotaryTable(std::vector<float> inverse_frequencies, double scaling)
+      : inverse_frequencies_(std::move(inverse_frequencies)), scaling_(scaling) {}
+
+  // positions [T] int64, not negative -> {cos, sin}, each [T, D/2] fp32 on the positions' device.
+  std::pair<at::Tensor, at::Tensor> Rows(const at::Tensor& positions);
+
+ private:
+  void Grow(int64_t length);
+
+  const std::vector<float> inverse_frequencies_;
+  const double scaling_;
+  std::mutex mutex_;
+  at::Tensor cos_, sin_;  // [length, D/2]
+};
+
+}  // namespace tandem::ops
+
+#endif  // TANDEM_COMMON_OPS_ROTARY_TABLE_H_
