@@ -47,6 +47,7 @@ test: build ## Sets up, builds, lints, and runs every test
 
 .PHONY: lint
 lint: configure python-protos ## Checks format, clang-tidy on what changed, ruff, protos and layers
+	@cmake --build $(BUILD) -j $(JOBS) --target tandem_grpc_stubs
 	@tests/lint/run_lint.sh $(BUILD) changed
 
 .PHONY: lint-all

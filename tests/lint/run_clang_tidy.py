@@ -1,0 +1,154 @@
+"""Runs clang-tidy over C++ files, the changed ones first of all, within a time budget.
+
+    run_clang_tidy.py BUILD_DIR [--all] [--jobs N] [--budget SECONDS]
+
+`changed` files are those that differ from the merge base with origin/main (or, when HEAD is that
+base, from HEAD~1), and those that include a changed header. A file that passed is not run again
+until it, a header of ours that it reaches, or .clang-tidy changes (BUILD_DIR/clang-tidy-passed).
+Files that the budget left out are named and do not fail the run; --all has no budget. Nor do files
+that g++ compiles and clang cannot read (vector extensions, captured structured bindings).
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import re
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from check_layers import REPOSITORY, TORCH_HEADER, SourceTree
+
+
+def git(*arguments: str) -> str:
+    """Gives the output of a git command in the repository, or "" if it fails."""
+    command = ["git", *arguments]
+    result = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
+    return result.stdout.strip() if result.returncode == 0 else ""
+
+
+def changed_files() -> set[str] | None:
+    """Files that differ from the base, untracked ones included; None if there is no base."""
+    head = git("rev-parse", "HEAD")
+    base = git("merge-base", "HEAD", "origin/main")
+    if not base or (base == head and not git("status", "--porcelain")):
+        base = git("rev-parse", "HEAD~1")
+    if not base:
+        return None
+    untracked = git("ls-files", "--others", "--exclude-standard")
+    return set(git("diff", "--name-only", base).splitlines() + untracked.splitlines())
+
+
+def own_headers(tree: SourceTree, file: str) -> set[str]:
+    """Headers of the repository that `file` reaches, itself included."""
+    seen, pending = {file}, [file]
+    while pending:
+        for header in tree.includes.get(pending.pop(), ()):
+            if header in tree.includes and header not in seen:
+                seen.add(header)
+                pending.append(header)
+    return seen
+
+
+# A finding ends with the name of its check in brackets.
+FINDING = re.compile(r"^\S+: (?:error|warning): (.*) \[([\w.,-]+)\]$", re.MULTILINE)
+
+
+def is_only_unreadable(output: str) -> bool:
+    """Tells whether every finding is clang's own refusal of code that g++ takes."""
+    found = FINDING.findall(output)
+    return bool(found) and all(
+        check.startswith("clang-diagnostic-error") and "file not found" not in message
+        for message, check in found
+    )
+
+
+class Tidy:
+    """clang-tidy with a memory of what passed."""
+
+    def __init__(self, build: Path, tree: SourceTree) -> None:
+        self._build = build
+        self._tree = tree
+        self._memory = build / "clang-tidy-passed"
+        self._memory.mkdir(exist_ok=True)
+
+    def key(self, file: str) -> Path:
+        """Names the memory of `file` in its present state."""
+        digest = hashlib.sha256()
+        for name in [".clang-tidy", *sorted(own_headers(self._tree, file))]:
+            digest.update(name.encode() + b"\0" + (REPOSITORY / name).read_bytes())
+        return self._memory / digest.hexdigest()
+
+    def run(self, file: str) -> str:
+        """Checks one file; gives the findings, "" for none."""
+        command = ["clang-tidy", "-p", str(self._build), "--quiet"]
+        command += ["--extra-arg=-Wno-unknown-warning-option", file]
+        result = subprocess.run(
+            command, cwd=REPOSITORY, capture_output=True, text=True, check=False
+        )
+        if result.returncode == 0:
+            self.key(file).touch()
+            return ""
+        return result.stdout.strip() or result.stderr.strip()
+
+
+def main() -> int:
+    """Prints findings and what was left out; returns 1 if there is a finding."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("build", type=Path)
+    parser.add_argument("--all", action="store_true")
+    parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument("--budget", type=float, default=240.0, help="seconds")
+    options = parser.parse_args()
+
+    tree = SourceTree(REPOSITORY)
+    tidy = Tidy(options.build.resolve(), tree)
+    commands = json.loads((options.build / "compile_commands.json").read_text())
+    compiled = {Path(command["file"]) for command in commands}
+    files = [f for f in tree.includes if f.endswith(".cc") and REPOSITORY / f in compiled]
+    changed = None if options.all else changed_files()
+    if changed is not None:
+        files = [f for f in files if own_headers(tree, f) & changed]
+    pending = [f for f in files if not tidy.key(f).exists()]
+    # Cheap ones first: a file with torch headers takes four times as long.
+    pending.sort(key=lambda f: any(TORCH_HEADER.search(h) for h in tree.reached(f)))
+
+    start = time.monotonic()
+    findings: list[str] = []
+    unreadable: list[str] = []
+    left_out: list[str] = []
+
+    def check(file: str) -> None:
+        if not options.all and time.monotonic() - start > options.budget:
+            left_out.append(file)
+        elif found := tidy.run(file):
+            if is_only_unreadable(found):
+                unreadable.append(file)
+            else:
+                findings.append(found)
+
+    with ThreadPoolExecutor(options.jobs) as pool:
+        list(pool.map(check, pending))
+    for found in findings:
+        print(found)
+    known, run = len(files) - len(pending), len(pending) - len(left_out)
+    print(
+        f"clang-tidy: {len(files)} files in question, {known} known good, {run} run, "
+        f"{len(findings)} with findings, {len(unreadable)} that clang cannot read, "
+        f"{len(left_out)} left out by the budget"
+    )
+    for file in sorted(unreadable):
+        print(f"  clang cannot read: {file}")
+    for file in sorted(left_out):
+        print(f"  left out: {file}")
+    return 1 if findings else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
