@@ -1,0 +1,83 @@
+// Writes responses: runs the scheduler's passes on the two models, draws tokens, fills
+// trajectories, tells the listeners. Belongs to one thread.
+#ifndef TANDEM_SERVICES_ROLLOUT_ENGINE_GENERATOR_H_
+#define TANDEM_SERVICES_ROLLOUT_ENGINE_GENERATOR_H_
+
+#include <array>
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/time/time.h"
+#include "common/tandem/author_selector.h"
+#include "common/tandem/vocabulary.h"
+#include "services/rollout/engine/engine.h"
+#include "services/rollout/engine/model_runner.h"
+#include "services/rollout/engine/scheduler.h"
+
+namespace tandem::rollout {
+
+struct GeneratorOptions {
+  SchedulerLimits limits;
+  int64_t max_model_len = 2048;
+  std::vector<int32_t> eos_token_ids;
+  std::string junior_version;  // recorded in trajectories
+};
+
+class Generator {
+ public:
+  // The runners outlive the generator; `junior` may be null.
+  Generator(const GeneratorOptions& options, const BoundarySets* boundaries, ModelRunner* senior,
+            ModelRunner* junior);
+  ~Generator();
+
+  // Queues a prompt, which must be valid.
+  void Submit(PromptId id, PromptRequest request, std::shared_ptr<PromptListener> listener);
+
+  // Ends a prompt: frees its sequences and reports `status` to its listener. Unknown ids are
+  // ignored.
+  void Fail(PromptId id, const absl::Status& status);
+  void FailAll(const absl::Status& status);
+  // Fails with DEADLINE_EXCEEDED the prompts, queued or running, whose deadline is not after `now`.
+  void ExpireDeadlines(absl::Time now);
+
+  // Something is queued or running.
+  bool HasWork() const { return !scheduler_.idle(); }
+
+  // Admits what fits, then one pass of the senior and one of the junior over the sequences that
+  // wait for it. A model's error fails the prompts of its pass, and only those.
+  void Step();
+
+  // The senior's weights were replaced. Tokens are tagged with `version` from now on.
+  void OnSeniorUpdated(int64_t version, OnWeightUpdate policy);
+  void SetSeniorVersion(int64_t version) { senior_version_ = version; }
+
+  // The counters of EngineStats that generation owns; the rest is left alone.
+  void FillStats(EngineStats& stats) const;
+  int64_t running() const { return static_cast<int64_t>(scheduler_.running().size()); }
+
+ private:
+  void RunPass(Author lane);
+  absl::Status PreparePass(Author lane, const std::vector<PassEntry>& entries);
+  void AppendToken(Sequence& sequence, Author author, int32_t token, float logprob,
+                   float log_keep_mass);
+  void FinishIfComplete(Sequence* sequence);
+  void Release(Sequence* sequence);
+
+  ModelRunner& runner(Author lane) { return *runners_[LaneIndex(lane)]; }
+
+  const GeneratorOptions options_;
+  const BoundarySets* const boundaries_;
+  std::array<ModelRunner*, 2> runners_;
+  Scheduler scheduler_;
+  std::map<PromptId, std::unique_ptr<Prompt>> prompts_;
+  int64_t senior_version_ = 0;
+  EngineStats totals_;
+};
+
+}  // namespace tandem::rollout
+
+#endif  // TANDEM_SERVICES_ROLLOUT_ENGINE_GENERATOR_H_

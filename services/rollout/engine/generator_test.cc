@@ -1,0 +1,457 @@
+// The laws of tandem rollouts that are pure logic, on models that are hashes.
+#include "services/rollout/engine/generator.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cmath>
+#include <random>
+
+#include "common/base/philox.h"
+#include "common/tandem/tandem_sampler.h"
+#include "services/rollout/engine/testing/fake_runner.h"
+#include "services/rollout/engine/testing/recording_listener.h"
+
+namespace tandem::rollout {
+namespace {
+
+using ::testing::ElementsAre;
+
+constexpr int32_t kVocab = 40;
+constexpr int32_t kEos = 39;
+constexpr SelectionStrategy kStrategies[] = {
+    SelectionStrategy::kBernoulli, SelectionStrategy::kChunk, SelectionStrategy::kAlternating,
+    SelectionStrategy::kSentence, SelectionStrategy::kWord};
+
+// Ids 0-9 start words, 10-14 end sentences.
+const std::vector<int32_t> kWordIds = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9};
+const std::vector<int32_t> kSentenceIds = {10, 11, 12, 13, 14};
+
+TandemConfig Tandem(SelectionStrategy strategy, double prob_senior = 0.5) {
+  TandemConfig config = {.selection_strategy = strategy,
+                         .prob_senior = prob_senior,
+                         .chunk_size = 3,
+                         .max_gap_tokens = 4};
+  if (strategy == SelectionStrategy::kSentence) config.boundary_token_ids = kSentenceIds;
+  if (strategy == SelectionStrategy::kWord) config.boundary_token_ids = kWordIds;
+  return config;
+}
+
+PromptRequest Request(const TandemConfig& tandem, int prompt_length = 5, uint64_t seed = 11) {
+  PromptRequest request;
+  std::mt19937 random(static_cast<uint32_t>(seed));
+  for (int i = 0; i < prompt_length; ++i) {
+    request.prompt_token_ids.push_back(static_cast<int32_t>(random() % kVocab));
+  }
+  request.sampling.max_tokens = 30;
+  request.tandem = tandem;
+  request.seed = seed;
+  return request;
+}
+
+class Harness {
+ public:
+  explicit Harness(SchedulerLimits limits = {}, uint64_t senior_weights = 1,
+                   uint64_t junior_weights = 2)
+      : boundaries(Vocabulary(), {}),
+        senior(senior_weights, kVocab),
+        junior(junior_weights, kVocab),
+        generator({.limits = limits,
+                   .max_model_len = 100,
+                   .eos_token_ids = {kEos},
+                   .junior_version = "junior"},
+                  &boundaries, &senior, &junior) {}
+
+  std::shared_ptr<RecordingListener> Submit(const PromptRequest& request) {
+    auto listener = std::make_shared<RecordingListener>(request.num_samples);
+    generator.Submit(next_id_++, request, listener);
+    return listener;
+  }
+  void Finish() {
+    for (int steps = 0; generator.HasWork(); ++steps) {
+      ASSERT_LT(steps, 10000) << "no progress";
+      generator.Step();
+    }
+    EXPECT_EQ(senior.slots_in_use(), 0);
+    EXPECT_EQ(junior.slots_in_use(), 0);
+  }
+  Trajectory Run(const PromptRequest& request) {
+    const auto listener = Submit(request);
+    Finish();
+    EXPECT_EQ(listener->failure(), std::nullopt);
+    return listener->finished().at(0);
+  }
+
+  BoundarySets boundaries;
+  FakeRunner senior;
+  FakeRunner junior;
+  Generator generator;
+
+ private:
+  PromptId next_id_ = 1;
+};
+
+void ExpectSame(const Trajectory& a, const Trajectory& b) {
+  EXPECT_EQ(a.response_token_ids, b.response_token_ids);
+  EXPECT_EQ(a.authorship_mask, b.authorship_mask);
+  EXPECT_EQ(a.author_logprobs, b.author_logprobs);
+  EXPECT_EQ(a.other_logprobs, b.other_logprobs);
+  EXPECT_EQ(a.log_keep_mass, b.log_keep_mass);
+  EXPECT_EQ(a.finish_reason, b.finish_reason);
+}
+
+// Law 4's function, written from the rules and not from AuthorSelector.
+std::vector<uint8_t> DeriveMask(const Trajectory& t) {
+  const TandemConfig& c = t.tandem;
+  const auto coin = [&](size_t i) -> uint8_t {
+    return Uniform(t.seed, t.sample_index, static_cast<uint32_t>(i), RandomPurpose::kAuthor) <
+           c.prob_senior;
+  };
+  std::vector<uint8_t> mask;
+  size_t drawn = 0;
+  for (size_t i = 0; i < t.response_token_ids.size(); ++i) {
+    const bool boundary =
+        i > 0 && std::count(c.boundary_token_ids.begin(), c.boundary_token_ids.end(),
+                            t.response_token_ids[i - 1]) > 0;
+    switch (c.selection_strategy) {
+      case SelectionStrategy::kBernoulli:
+        mask.push_back(coin(i));
+        break;
+      case SelectionStrategy::kChunk:
+        mask.push_back(i / c.chunk_size % 2 == 0);
+        break;
+      case SelectionStrategy::kAlternating:
+        mask.push_back(i % 2 == 0);
+        break;
+      case SelectionStrategy::kSentence:
+        mask.push_back(i == 0 ? 1 : mask.back() ^ boundary);
+        break;
+      case SelectionStrategy::kWord:
+        if (i == 0 || boundary || i - drawn >= static_cast<size_t>(c.max_gap_tokens)) {
+          mask.push_back(coin(i));
+          drawn = i;
+        } else {
+          mask.push_back(mask.back());
+        }
+        break;
+    }
+  }
+  return mask;
+}
+
+TEST(GeneratorTest, Law1EqualModelsGreedyGiveTheSoloTokens) {
+  PromptRequest solo = Request({.enabled = false});
+  solo.sampling.temperature = 0;
+  const Trajectory expected = Harness({}, 7, 7).Run(solo);
+  for (const auto strategy : kStrategies) {
+    for (const double prob_senior : {0.0, 0.3, 1.0}) {
+      PromptRequest request = Request(Tandem(strategy, prob_senior));
+      request.sampling.temperature = 0;
+      EXPECT_EQ(Harness({}, 7, 7).Run(request).response_token_ids, expected.response_token_ids);
+    }
+  }
+}
+
+TEST(GeneratorTest, Law2CertainSeniorIsTandemSwitchedOff) {
+  const Trajectory off = Harness().Run(Request({.enabled = false}));
+  for (const auto strategy : {SelectionStrategy::kBernoulli, SelectionStrategy::kWord}) {
+    Harness harness;
+    const Trajectory on = harness.Run(Request(Tandem(strategy, 1.0)));
+    ExpectSame(on, off);
+    EXPECT_EQ(harness.junior.passes, 0);
+  }
+  EXPECT_EQ(off.junior_version, "");
+}
+
+TEST(GeneratorTest, Law2CertainJuniorIsTheJuniorAlone) {
+  const Trajectory alone = Harness({}, /*senior_weights=*/2).Run(Request({.enabled = false}));
+  const Trajectory junior = Harness().Run(Request(Tandem(SelectionStrategy::kBernoulli, 0.0)));
+  EXPECT_EQ(junior.response_token_ids, alone.response_token_ids);
+  EXPECT_EQ(junior.author_logprobs, alone.author_logprobs);
+  EXPECT_EQ(junior.authorship_mask, std::vector<uint8_t>(junior.response_token_ids.size(), 0));
+}
+
+TEST(GeneratorTest, Law3NeighboursBudgetsAndOrderDoNotMatter) {
+  std::vector<PromptRequest> requests;
+  for (int i = 0; i < 25; ++i) {
+    PromptRequest request = Request(Tandem(kStrategies[i % 5]), 1 + i % 13, 100 + i);
+    request.return_other_logprobs = i % 2 == 0;
+    request.sampling.top_p = i % 3 == 0 ? 0.8 : 1.0;
+    requests.push_back(request);
+  }
+  std::vector<Trajectory> alone;
+  for (const PromptRequest& request : requests) alone.push_back(Harness().Run(request));
+
+  for (const SchedulerLimits& limits :
+       {SchedulerLimits{}, SchedulerLimits{.max_num_seqs = 3},
+        SchedulerLimits{.max_num_seqs = 7, .max_batched_tokens = 5},
+        SchedulerLimits{.max_num_seqs = 25, .max_batched_tokens = 1}}) {
+    Harness harness(limits);
+    std::vector<std::shared_ptr<RecordingListener>> listeners(requests.size());
+    std::vector<size_t> order(requests.size());
+    for (size_t i = 0; i < order.size(); ++i) order[i] = i * 7 % order.size();
+    for (size_t k = 0; k < order.size(); ++k) {
+      listeners[order[k]] = harness.Submit(requests[order[k]]);
+      if (k % 4 == 3) harness.generator.Step();  // the rest arrives later
+    }
+    harness.Finish();
+    EXPECT_LE(harness.senior.largest_pass, limits.max_batched_tokens);
+    for (size_t i = 0; i < requests.size(); ++i) {
+      ExpectSame(listeners[i]->finished().at(0), alone[i]);
+    }
+  }
+}
+
+TEST(GeneratorTest, Law3SamplesThatShareAPromptEqualSamplesAlone) {
+  PromptRequest request = Request(Tandem(SelectionStrategy::kWord), 12);
+  request.num_samples = 6;
+  request.return_other_logprobs = true;
+  Harness together;
+  const auto listener = together.Submit(request);
+  together.Finish();
+  const auto samples = listener->finished();
+  ASSERT_EQ(samples.size(), 6u);
+
+  // Same seed: sample 0 alone is the same as sample 0 of six.
+  request.num_samples = 1;
+  ExpectSame(samples.at(0), Harness().Run(request));
+  EXPECT_NE(samples.at(0).response_token_ids, samples.at(1).response_token_ids);
+
+  // The prompt's first 11 tokens were consumed once per model, not six times.
+  int64_t response_tokens = 0;
+  for (const auto& [index, sample] : samples) {
+    EXPECT_EQ(sample.sample_index, index);
+    response_tokens += static_cast<int64_t>(sample.response_token_ids.size());
+  }
+  EXPECT_LE(together.senior.consumed, 11 + 6 + response_tokens);
+  EXPECT_LE(together.junior.consumed, 11 + 6 + response_tokens);
+}
+
+TEST(GeneratorTest, Law4TheMaskCanBeDerived) {
+  for (const auto strategy : kStrategies) {
+    for (uint64_t seed = 0; seed < 10; ++seed) {
+      const Trajectory t = Harness().Run(Request(Tandem(strategy), 4, seed));
+      EXPECT_EQ(t.authorship_mask, DeriveMask(t));
+    }
+  }
+}
+
+TEST(GeneratorTest, Law5LazyLanesEqualRunningBothModelsOnEveryToken) {
+  for (const auto strategy : kStrategies) {
+    PromptRequest request = Request(Tandem(strategy), 6, 5);
+    request.return_other_logprobs = true;
+    request.sampling.temperature = 0.8;
+    Harness harness({.max_batched_tokens = 4});
+    const Trajectory t = harness.Run(request);
+
+    TandemSampler sampler;
+    std::vector<int32_t> tokens = request.prompt_token_ids;
+    for (size_t i = 0; i < t.response_token_ids.size(); ++i) {
+      const auto senior = harness.senior.Logits(tokens);
+      const auto junior = harness.junior.Logits(tokens);
+      const bool by_senior = t.authorship_mask[i] == 1;
+      const auto drawn = *sampler.Sample(
+          by_senior ? senior : junior, request.sampling,
+          Uniform(request.seed, 0, static_cast<uint32_t>(i), RandomPurpose::kToken));
+      ASSERT_EQ(t.response_token_ids[i], drawn.token);
+      EXPECT_EQ(t.author_logprobs[i], drawn.logprob);
+      EXPECT_EQ(t.other_logprobs[i],
+                *sampler.TokenLogProb(by_senior ? junior : senior, 0.8, drawn.token));
+      tokens.push_back(drawn.token);
+    }
+  }
+}
+
+TEST(GeneratorTest, Law6EveryTokenHasAnAuthorALogProbAndAVersion) {
+  for (const auto strategy : kStrategies) {
+    PromptRequest request = Request(Tandem(strategy));
+    request.sampling.top_k = 5;
+    request.return_other_logprobs = true;
+    const Trajectory t = Harness().Run(request);
+    const size_t length = t.response_token_ids.size();
+    EXPECT_EQ(t.authorship_mask.size(), length);
+    EXPECT_EQ(t.author_logprobs.size(), length);
+    EXPECT_EQ(t.other_logprobs.size(), length);
+    EXPECT_EQ(t.log_keep_mass.size(), length);
+    for (const float value : t.other_logprobs) EXPECT_FALSE(std::isnan(value));
+    for (const float value : t.log_keep_mass) EXPECT_LT(value, 0.0f);
+    EXPECT_THAT(t.senior_versions, ElementsAre(VersionRun{0, static_cast<int64_t>(length)}));
+    EXPECT_EQ(t.junior_version, "junior");
+  }
+}
+
+TEST(GeneratorTest, TheIdleLaneIsNotRunWithoutNeed) {
+  Harness harness;
+  const Trajectory t = harness.Run(Request(Tandem(SelectionStrategy::kBernoulli), 8, 3));
+  // Each model consumes every token at most once, and never the last one.
+  const int64_t all = 8 + static_cast<int64_t>(t.response_token_ids.size()) - 1;
+  EXPECT_LE(harness.senior.consumed, all);
+  EXPECT_LE(harness.junior.consumed, all);
+  EXPECT_LT(harness.senior.consumed + harness.junior.consumed, 2 * all);
+  // One pass per token: a lane catches up in the pass it writes from.
+  EXPECT_EQ(harness.senior.passes + harness.junior.passes,
+            static_cast<int64_t>(t.response_token_ids.size()));
+}
+
+TEST(GeneratorTest, StopsAtEosStopIdsAndLimits) {
+  PromptRequest request = Request({.enabled = false});
+  request.sampling.ignore_eos = true;
+  const Trajectory whole = Harness().Run(request);
+  EXPECT_EQ(whole.finish_reason, FinishReason::kLength);
+  EXPECT_EQ(whole.response_token_ids.size(), 30u);
+
+  const int32_t stop = whole.response_token_ids[9];
+  const auto first =
+      std::find(whole.response_token_ids.begin(), whole.response_token_ids.end(), stop);
+  request.sampling.stop_token_ids = {stop};
+  const Trajectory stopped = Harness().Run(request);
+  EXPECT_EQ(stopped.finish_reason, FinishReason::kStop);
+  EXPECT_EQ(stopped.response_token_ids,
+            std::vector<int32_t>(whole.response_token_ids.begin(), first + 1));
+
+  request.sampling.stop_token_ids = {};
+  request.sampling.max_tokens = 1000;  // the model's limit is 100
+  EXPECT_EQ(Harness().Run(request).response_token_ids.size(), 95u);
+
+  request.sampling.ignore_eos = false;
+  bool any_eos = false;
+  for (uint64_t seed = 0; seed < 20; ++seed) {
+    request.seed = seed;
+    const Trajectory t = Harness().Run(request);
+    const auto eos = std::find(t.response_token_ids.begin(), t.response_token_ids.end(), kEos);
+    if (eos == t.response_token_ids.end()) continue;
+    any_eos = true;
+    EXPECT_EQ(eos + 1, t.response_token_ids.end());
+    EXPECT_EQ(t.finish_reason, FinishReason::kStop);
+  }
+  EXPECT_TRUE(any_eos);
+}
+
+TEST(GeneratorTest, StreamsEveryTokenInOrder) {
+  PromptRequest request = Request(Tandem(SelectionStrategy::kWord));
+  request.stream_tokens = true;
+  request.num_samples = 3;
+  Harness harness;
+  const auto listener = harness.Submit(request);
+  harness.Finish();
+  std::map<uint64_t, Trajectory> streamed;
+  for (const TokensDelta& delta : listener->deltas()) {
+    Trajectory& t = streamed[delta.sample_index];
+    EXPECT_EQ(delta.offset, static_cast<int64_t>(t.response_token_ids.size()));
+    t.response_token_ids.insert(t.response_token_ids.end(), delta.token_ids.begin(),
+                                delta.token_ids.end());
+    t.authorship_mask.insert(t.authorship_mask.end(), delta.authorship_mask.begin(),
+                             delta.authorship_mask.end());
+  }
+  for (const auto& [index, t] : listener->finished()) {
+    EXPECT_EQ(streamed[index].response_token_ids, t.response_token_ids);
+    EXPECT_EQ(streamed[index].authorship_mask, t.authorship_mask);
+  }
+}
+
+TEST(GeneratorTest, CancelFreesRunningAndQueuedSamples) {
+  Harness harness({.max_num_seqs = 2});
+  PromptRequest request = Request(Tandem(SelectionStrategy::kAlternating));
+  request.num_samples = 4;
+  const auto cancelled = harness.Submit(request);
+  const auto other = harness.Submit(Request({.enabled = false}));
+  harness.generator.Step();
+  harness.generator.Fail(1, absl::CancelledError("enough"));
+  EXPECT_EQ(cancelled->failure()->code(), absl::StatusCode::kCancelled);
+  EXPECT_EQ(harness.generator.running(), 0);
+  EXPECT_EQ(harness.senior.slots_in_use(), 0);
+  harness.generator.Fail(1, absl::CancelledError("again"));
+  harness.Finish();
+  ExpectSame(other->finished().at(0), Harness().Run(Request({.enabled = false})));
+}
+
+TEST(GeneratorTest, DeadlinesHoldInTheQueueToo) {
+  Harness harness({.max_num_seqs = 1});
+  const absl::Time start = absl::UnixEpoch();
+  const auto running = harness.Submit(Request({.enabled = false}));
+  PromptRequest late = Request({.enabled = false});
+  late.deadline = start + absl::Seconds(5);
+  const auto queued = harness.Submit(late);
+  harness.generator.Step();
+  harness.generator.ExpireDeadlines(start + absl::Seconds(4));
+  EXPECT_FALSE(queued->done());
+  harness.generator.ExpireDeadlines(start + absl::Seconds(5));
+  EXPECT_EQ(queued->failure()->code(), absl::StatusCode::kDeadlineExceeded);
+  harness.Finish();
+  EXPECT_EQ(running->finished().size(), 1u);
+}
+
+TEST(GeneratorTest, AFailedPassFailsItsPromptsOnly) {
+  Harness harness;
+  const auto senior_only = harness.Submit(Request({.enabled = false}));
+  const auto mixed = harness.Submit(Request(Tandem(SelectionStrategy::kBernoulli, 0.0)));
+  harness.junior.fail_next = absl::InternalError("broken");
+  harness.generator.Step();
+  EXPECT_EQ(mixed->failure()->code(), absl::StatusCode::kInternal);
+  harness.Finish();
+  EXPECT_EQ(senior_only->finished().size(), 1u);
+}
+
+TEST(GeneratorTest, ARecomputedLaneWritesUnderTheNewWeights) {
+  PromptRequest request = Request(Tandem(SelectionStrategy::kWord), 6, 21);
+  request.sampling.ignore_eos = true;
+  request.return_other_logprobs = true;
+  Harness harness;
+  const auto listener = harness.Submit(request);
+  for (int i = 0; i < 12; ++i) harness.generator.Step();
+  const int64_t before = harness.senior.consumed;
+  harness.senior.set_weights(9);
+  harness.generator.OnSeniorUpdated(4, OnWeightUpdate::kRecompute);
+  harness.Finish();
+  const Trajectory t = listener->finished().at(0);
+  EXPECT_GT(harness.senior.consumed, before + 6);
+  ASSERT_EQ(t.senior_versions.size(), 2u);
+  EXPECT_EQ(t.senior_versions[0].version, 0);
+  EXPECT_EQ(t.senior_versions[1].version, 4);
+  EXPECT_EQ(t.senior_versions[0].count + t.senior_versions[1].count, 30);
+
+  // Every token of the senior comes from a model of one version that has read everything before.
+  TandemSampler sampler;
+  std::vector<int32_t> tokens = request.prompt_token_ids;
+  for (int64_t i = 0; i < 30; ++i) {
+    const FakeRunner senior(i < t.senior_versions[0].count ? 1 : 9, kVocab);
+    const FakeRunner& author = t.authorship_mask[i] == 1 ? senior : harness.junior;
+    EXPECT_EQ(t.author_logprobs[i],
+              *sampler.TokenLogProb(author.Logits(tokens), 1.0, t.response_token_ids[i]));
+    tokens.push_back(t.response_token_ids[i]);
+  }
+}
+
+TEST(GeneratorTest, AKeptLaneIsNotComputedAgainNorShared) {
+  Harness harness({.max_num_seqs = 1});
+  PromptRequest request = Request({.enabled = false}, 9);
+  request.num_samples = 2;
+  const auto listener = harness.Submit(request);
+  harness.generator.Step();
+  const int64_t before = harness.senior.consumed;
+  harness.generator.OnSeniorUpdated(1, OnWeightUpdate::kKeep);
+  harness.generator.Step();
+  EXPECT_EQ(harness.senior.consumed, before + 1);
+  harness.Finish();
+}
+
+TEST(GeneratorTest, CountsWhatHappened) {
+  Harness harness;
+  const Trajectory t = harness.Run(Request(Tandem(SelectionStrategy::kAlternating)));
+  EngineStats stats;
+  harness.generator.FillStats(stats);
+  const auto length = static_cast<int64_t>(t.response_token_ids.size());
+  EXPECT_EQ(stats.senior_tokens_total, (length + 1) / 2);
+  EXPECT_EQ(stats.junior_tokens_total, length / 2);
+  EXPECT_EQ(stats.handoffs_total, length - 1);
+  // Every token but the last ones was read by the other model.
+  EXPECT_EQ(stats.senior_catch_up_tokens_total + stats.junior_catch_up_tokens_total, length - 1);
+  EXPECT_EQ(stats.prompt_tokens_total, 5);
+  EXPECT_EQ(stats.forward_passes_total, length);
+  EXPECT_EQ(stats.sequences_running, 0);
+  EXPECT_EQ(stats.senior_kv_tokens, 0);
+}
+
+}  // namespace
+}  // namespace tandem::rollout

@@ -1,0 +1,152 @@
+#include "services/rollout/engine/loaded_models.h"
+
+#include <ATen/ATen.h>
+
+#include <algorithm>
+#include <optional>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "common/base/error.h"
+#include "common/base/status_macros.h"
+#include "common/tensor/aten_bytes.h"
+#include "common/tensor/checksum.h"
+
+namespace tandem::rollout {
+namespace {
+
+absl::StatusOr<std::unique_ptr<Model>> LoadOne(const std::string& directory,
+                                               const std::string& field) {
+  absl::StatusOr<std::unique_ptr<Model>> model = Model::Load(directory);
+  if (!model.ok()) return PrependFieldPath(field, model.status());
+  return model;
+}
+
+absl::Status CheckOptions(const EngineOptions& options) {
+  const std::pair<const char*, int64_t> positive[] = {
+      {"max_num_seqs", options.max_num_seqs},
+      {"max_model_len", options.max_model_len},
+      {"max_batched_tokens", options.max_batched_tokens},
+      {"max_queue", options.max_queue}};
+  for (const auto& [field, value] : positive) {
+    if (value < 1) return InvalidField(field, absl::StrCat("must be at least 1, got ", value));
+  }
+  if (options.max_model_len < 2) {
+    return InvalidField("max_model_len", "must hold a prompt token and a response token");
+  }
+  if (options.num_threads < 0) return InvalidField("num_threads", "must not be negative");
+  if (options.senior_model.empty()) return InvalidField("senior_model", "must be given");
+  return absl::OkStatus();
+}
+
+ModelSummary Summarise(const Model& model, const std::string& directory, int64_t max_model_len) {
+  return {.path = directory,
+          .model_type = model.config().model_type,
+          .vocab_size = model.config().vocab_size,
+          .num_parameters = model.num_parameters(),
+          .max_model_len = max_model_len,
+          .eos_token_ids = model.config().eos_token_ids};
+}
+
+absl::Status CheckSameSize(const Model& senior, const Model& junior) {
+  if (senior.config().vocab_size == junior.config().vocab_size) return absl::OkStatus();
+  return WithReason(
+      FieldError(absl::StatusCode::kFailedPrecondition, "junior_model",
+                 absl::StrCat("senior and junior have different vocabularies: the first differing "
+                              "id is ",
+                              std::min(senior.config().vocab_size, junior.config().vocab_size),
+                              " (", senior.config().vocab_size, " and ", junior.config().vocab_size,
+                              " tokens)")),
+      "VOCABULARY_MISMATCH");
+}
+
+}  // namespace
+
+absl::StatusOr<LoadedModels> LoadModels(const EngineOptions& options) {
+  TANDEM_RETURN_IF_ERROR(CheckOptions(options));
+  LoadedModels result;
+  TANDEM_ASSIGN_OR_RETURN(result.senior, LoadOne(options.senior_model, "senior_model"));
+  const ModelConfig& config = result.senior->config();
+  result.max_model_len = options.max_model_len;
+  if (config.max_position_embeddings > 0) {
+    result.max_model_len = std::min(result.max_model_len, config.max_position_embeddings);
+  }
+  for (const int64_t id : config.eos_token_ids) {
+    result.eos_token_ids.push_back(static_cast<int32_t>(id));
+  }
+
+  absl::StatusOr<Vocabulary> vocabulary = Vocabulary::Load(options.senior_model);
+  if (!options.junior_model.empty()) {
+    if (!vocabulary.ok()) return PrependFieldPath("senior_model", vocabulary.status());
+    TANDEM_ASSIGN_OR_RETURN(result.junior, LoadOne(options.junior_model, "junior_model"));
+    absl::StatusOr<Vocabulary> junior_vocabulary = Vocabulary::Load(options.junior_model);
+    if (!junior_vocabulary.ok()) {
+      return PrependFieldPath("junior_model", junior_vocabulary.status());
+    }
+    TANDEM_RETURN_IF_ERROR(
+        PrependFieldPath("junior_model", Vocabulary::CheckSame(*vocabulary, *junior_vocabulary)));
+    TANDEM_RETURN_IF_ERROR(CheckSameSize(*result.senior, *result.junior));
+    if (result.junior->config().max_position_embeddings > 0) {
+      result.max_model_len =
+          std::min(result.max_model_len, result.junior->config().max_position_embeddings);
+    }
+    result.junior_digest = WeightsDigest(*result.junior);
+    result.info.junior = Summarise(*result.junior, options.junior_model, result.max_model_len);
+  } else if (!vocabulary.ok() && !absl::IsNotFound(vocabulary.status())) {
+    return PrependFieldPath("senior_model", vocabulary.status());
+  }
+  result.boundaries = std::make_unique<BoundarySets>(vocabulary.ok() ? *vocabulary : Vocabulary(),
+                                                     result.eos_token_ids);
+  TANDEM_RETURN_IF_ERROR(
+      PrependFieldPath("tandem", tandem::Validate(options.tandem, config.vocab_size)));
+
+  result.senior_digest = WeightsDigest(*result.senior);
+  EngineInfo& info = result.info;
+  info.senior = Summarise(*result.senior, options.senior_model, result.max_model_len);
+  info.junior_version = result.junior_digest;
+  info.tandem = options.tandem;
+  if (result.junior == nullptr) info.tandem.enabled = false;
+  info.sentence_boundary_token_ids = result.boundaries->sentence().ids();
+  info.word_boundary_token_ids =
+      result.boundaries->Resolve({.selection_strategy = SelectionStrategy::kWord})->ids();
+  info.max_num_seqs = options.max_num_seqs;
+  return result;
+}
+
+std::string WeightsDigest(const Model& model) {
+  Checksum digest;
+  for (const auto& [name, tensor] : model.Parameters()) {
+    const at::Tensor values = tensor.detach().contiguous();
+    digest.Update(values.const_data_ptr(), values.nbytes());
+  }
+  return digest.Hex();
+}
+
+std::vector<WeightSpec> ParameterSpecs(const Model& model) {
+  std::vector<WeightSpec> specs;
+  for (const auto& [name, tensor] : model.Parameters()) {
+    specs.push_back({.name = name, .dtype = DType::kFloat32, .shape = tensor.sizes().vec()});
+  }
+  return specs;
+}
+
+absl::Status ApplyWeights(const WeightManifest& manifest, absl::Span<const std::byte> stream,
+                          Model& model) {
+  NamedTensors tensors;
+  size_t offset = 0;
+  for (const WeightSpec& spec : manifest.tensors) {
+    size_t bytes = ItemSizeBytes(spec.dtype);
+    for (const int64_t extent : spec.shape) bytes *= static_cast<size_t>(extent);
+    if (bytes > stream.size() - offset) {
+      return absl::InternalError(absl::StrCat("the stream ends inside \"", spec.name, "\""));
+    }
+    // LoadParameters only reads.
+    void* const data = const_cast<std::byte*>(stream.data() + offset);
+    tensors.emplace_back(spec.name,
+                         at::from_blob(data, spec.shape, at::dtype(ToScalarType(spec.dtype))));
+    offset += bytes;
+  }
+  return model.LoadParameters(tensors);
+}
+
+}  // namespace tandem::rollout

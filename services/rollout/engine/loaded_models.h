@@ -1,0 +1,50 @@
+// Loading: two models, their vocabularies, and the checks that they belong together.
+#ifndef TANDEM_SERVICES_ROLLOUT_ENGINE_LOADED_MODELS_H_
+#define TANDEM_SERVICES_ROLLOUT_ENGINE_LOADED_MODELS_H_
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/types/span.h"
+#include "common/model/model.h"
+#include "common/tandem/vocabulary.h"
+#include "common/tensor/weight_transfer.h"
+#include "services/rollout/engine/engine.h"
+
+namespace tandem::rollout {
+
+struct LoadedModels {
+  std::unique_ptr<Model> senior;
+  std::unique_ptr<Model> junior;  // null without one
+  std::unique_ptr<BoundarySets> boundaries;
+  std::vector<int32_t> eos_token_ids;  // the senior's
+  std::string senior_digest;
+  std::string junior_digest;
+  int64_t max_model_len = 0;
+  EngineInfo info;
+};
+
+// Errors of Model::Load and Vocabulary::Load with "senior_model" or "junior_model" as field path;
+// FAILED_PRECONDITION (reason VOCABULARY_MISMATCH) when the two do not share every id;
+// INVALID_ARGUMENT for options out of range. A tokenizer.json is needed as soon as there is a
+// junior.
+absl::StatusOr<LoadedModels> LoadModels(const EngineOptions& options);
+
+// XXH3-128 of the parameters' fp32 bytes in their order: equals the digest of a manifest that lists
+// them all, in that order, as float32.
+std::string WeightsDigest(const Model& model);
+
+// What a WeightReceiver expects. A tied head is an optional "lm_head.weight".
+std::vector<WeightSpec> ParameterSpecs(const Model& model);
+
+// Copies the tensors that `manifest` lays out in `stream` into `model`, all or nothing.
+absl::Status ApplyWeights(const WeightManifest& manifest, absl::Span<const std::byte> stream,
+                          Model& model);
+
+}  // namespace tandem::rollout
+
+#endif  // TANDEM_SERVICES_ROLLOUT_ENGINE_LOADED_MODELS_H_

@@ -1,0 +1,44 @@
+// What the generator needs of a model: slots that hold sequences, and a ragged forward pass. No
+// tensors, so that the generator's tests run on a fake.
+#ifndef TANDEM_SERVICES_ROLLOUT_ENGINE_MODEL_RUNNER_H_
+#define TANDEM_SERVICES_ROLLOUT_ENGINE_MODEL_RUNNER_H_
+
+#include <cstdint>
+#include <functional>
+#include <span>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+
+namespace tandem::rollout {
+
+// Tokens that the model consumes now, continuing `slot`; logits are wanted of the last
+// `num_output_rows` of them (0: none).
+struct RunnerInput {
+  int64_t slot = 0;
+  std::span<const int32_t> tokens;
+  int64_t num_output_rows = 0;
+};
+
+// Takes one row of logits [V]: row `row` of the wanted rows of input `input`. Calls for different
+// rows may come from different threads at the same time; the row is gone when the call returns.
+using RowSink = std::function<void(int64_t input, int64_t row, std::span<const float> logits)>;
+
+class ModelRunner {
+ public:
+  virtual ~ModelRunner() = default;
+
+  // RESOURCE_EXHAUSTED when all slots are taken.
+  virtual absl::StatusOr<int64_t> AllocateSlot() = 0;
+  virtual void FreeSlot(int64_t slot) = 0;
+  // Forgets the tokens from `length` on.
+  virtual void Truncate(int64_t slot, int64_t length) = 0;
+  // Gives the empty slot `to` the first `length` tokens of `from`.
+  virtual void CopyPrefix(int64_t from, int64_t to, int64_t length) = 0;
+  // One pass. After an error the slots of the inputs may only be freed.
+  virtual absl::Status Forward(std::span<const RunnerInput> inputs, const RowSink& sink) = 0;
+};
+
+}  // namespace tandem::rollout
+
+#endif  // TANDEM_SERVICES_ROLLOUT_ENGINE_MODEL_RUNNER_H_

@@ -1,0 +1,88 @@
+#include "services/rollout/engine/request_check.h"
+
+#include <string>
+#include <vector>
+
+#include "absl/strings/str_cat.h"
+#include "common/base/error.h"
+#include "common/base/status_macros.h"
+
+namespace tandem::rollout {
+namespace {
+
+absl::Status CheckTokens(const std::string& field, const std::vector<int32_t>& ids,
+                         int64_t vocab_size) {
+  for (size_t i = 0; i < ids.size(); ++i) {
+    if (ids[i] < 0 || ids[i] >= vocab_size) {
+      return InvalidField(absl::StrCat(field, "[", i, "]"),
+                          absl::StrCat("token id ", ids[i], " is outside the vocabulary of ",
+                                       vocab_size, " tokens"));
+    }
+  }
+  return absl::OkStatus();
+}
+
+}  // namespace
+
+absl::Status CheckPrompt(const PromptRequest& request, const RequestLimits& limits) {
+  const auto length = static_cast<int64_t>(request.prompt_token_ids.size());
+  if (length == 0) return InvalidField("prompt_token_ids", "must not be empty");
+  if (length >= limits.max_model_len) {
+    return FieldError(absl::StatusCode::kOutOfRange, "prompt_token_ids",
+                      absl::StrCat(length, " tokens leave no room for a response: at most ",
+                                   limits.max_model_len, " in all"));
+  }
+  TANDEM_RETURN_IF_ERROR(
+      CheckTokens("prompt_token_ids", request.prompt_token_ids, limits.vocab_size));
+  TANDEM_RETURN_IF_ERROR(
+      PrependFieldPath("sampling", tandem::Validate(request.sampling, limits.vocab_size)));
+  TANDEM_RETURN_IF_ERROR(
+      PrependFieldPath("tandem", tandem::Validate(request.tandem, limits.vocab_size)));
+  if (request.tandem.enabled && !limits.has_junior) {
+    return WithReason(FieldError(absl::StatusCode::kFailedPrecondition, "tandem.enabled",
+                                 "this server has no junior"),
+                      "NO_JUNIOR");
+  }
+  if (request.num_samples < 1) {
+    return InvalidField("num_samples",
+                        absl::StrCat("must be at least 1, got ", request.num_samples));
+  }
+  if (request.num_samples > limits.max_samples) {
+    return FieldError(
+        absl::StatusCode::kOutOfRange, "num_samples",
+        absl::StrCat(request.num_samples, " is more than the queue's ", limits.max_samples));
+  }
+  return absl::OkStatus();
+}
+
+absl::Status CheckScore(const ScoreRequest& request, const RequestLimits& limits) {
+  if (!request.senior && !request.junior) {
+    return InvalidField("models", "neither senior nor junior is asked for");
+  }
+  if (request.junior && !limits.has_junior) {
+    return WithReason(
+        FieldError(absl::StatusCode::kFailedPrecondition, "models", "this server has no junior"),
+        "NO_JUNIOR");
+  }
+  TANDEM_RETURN_IF_ERROR(tandem::Validate(
+      SamplingParams{.temperature = request.temperature, .max_tokens = 1}, limits.vocab_size));
+  for (size_t i = 0; i < request.sequences.size(); ++i) {
+    const ScoreSequence& sequence = request.sequences[i];
+    const std::string path = absl::StrCat("sequences[", i, "]");
+    const auto length = static_cast<int64_t>(sequence.token_ids.size());
+    if (length < 2) return InvalidField(path + ".token_ids", "needs at least two tokens");
+    if (length > limits.max_model_len) {
+      return FieldError(absl::StatusCode::kOutOfRange, path + ".token_ids",
+                        absl::StrCat(length, " tokens, at most ", limits.max_model_len));
+    }
+    TANDEM_RETURN_IF_ERROR(CheckTokens(path + ".token_ids", sequence.token_ids, limits.vocab_size));
+    if (sequence.first_scored_token < 1 || sequence.first_scored_token >= length) {
+      return InvalidField(
+          path + ".first_scored_token",
+          absl::StrCat("must be in [1, ", length - 1, "], got ", sequence.first_scored_token));
+    }
+  }
+  return absl::OkStatus();
+}
+
+}  // namespace tandem::rollout

@@ -1,0 +1,110 @@
+// One sample in flight: its tokens and authors, and how far each model has read.
+#ifndef TANDEM_SERVICES_ROLLOUT_ENGINE_SEQUENCE_H_
+#define TANDEM_SERVICES_ROLLOUT_ENGINE_SEQUENCE_H_
+
+#include <array>
+#include <cmath>
+#include <cstdint>
+#include <limits>
+#include <memory>
+#include <vector>
+
+#include "common/tandem/author_selector.h"
+#include "common/tandem/authorship_mask.h"
+#include "common/tandem/trajectory.h"
+#include "services/rollout/engine/engine.h"
+
+namespace tandem::rollout {
+
+inline constexpr Author kAuthors[] = {Author::kSenior, Author::kJunior};
+
+// Position of an author's entry in arrays of two.
+inline size_t LaneIndex(Author author) { return author == Author::kSenior ? 0 : 1; }
+
+// One model's view of a sequence. The model has consumed the first `cursor` tokens; their keys and
+// values lie in `slot`. A lane lags until its model has to write.
+struct LaneState {
+  static constexpr int64_t kNoSlot = -1;
+  int64_t slot = kNoSlot;
+  int64_t cursor = 0;
+  // Which weights the keys and values come from; see Scheduler::BumpEpoch.
+  int64_t epoch = 0;
+};
+
+struct Sequence;
+
+// A submitted prompt with its samples.
+struct Prompt {
+  PromptId id = 0;
+  PromptRequest request;
+  std::shared_ptr<PromptListener> listener;
+  TokenSet stop_tokens;
+  int64_t max_response_tokens = 0;
+  // By sample index; null once finished.
+  std::vector<std::unique_ptr<Sequence>> samples;
+  int64_t unfinished = 0;
+  bool admitted = false;  // a sample has begun
+};
+
+struct Sequence {
+  Sequence(Prompt* prompt, uint64_t sample_index, std::shared_ptr<const TokenSet> boundaries)
+      : prompt(prompt),
+        sample_index(sample_index),
+        tokens(prompt->request.prompt_token_ids),
+        selector(prompt->request.tandem, prompt->request.seed, sample_index, std::move(boundaries)),
+        wants_other(prompt->request.return_other_logprobs && prompt->request.tandem.enabled) {}
+
+  Prompt* const prompt;
+  const uint64_t sample_index;
+  std::vector<int32_t> tokens;  // prompt and response
+  AuthorSelector selector;
+  const bool wants_other;
+  std::array<LaneState, 2> lanes;
+
+  // One entry per response token.
+  std::vector<Author> authors;
+  std::vector<float> author_logprobs;
+  std::vector<float> other_logprobs;  // NaN until the other model has read that far
+  std::vector<float> log_keep_mass;
+  std::vector<VersionRun> versions;
+  FinishReason finish_reason = FinishReason::kUnspecified;
+
+  int64_t prompt_length() const {
+    return static_cast<int64_t>(prompt->request.prompt_token_ids.size());
+  }
+  int64_t length() const { return static_cast<int64_t>(tokens.size()); }
+  int64_t response_length() const { return static_cast<int64_t>(authors.size()); }
+  LaneState& lane(Author author) { return lanes[LaneIndex(author)]; }
+  const LaneState& lane(Author author) const { return lanes[LaneIndex(author)]; }
+
+  // The response is complete; only log-probs of the other model may be missing.
+  bool ended() const { return finish_reason != FinishReason::kUnspecified; }
+
+  // The hidden state at `position` gives `author`'s log-prob of a response token that the other
+  // model wrote and that is still to be filled in.
+  bool NeedsOther(Author author, int64_t position) const {
+    const int64_t r = position + 1 - prompt_length();
+    return wants_other && r >= 0 && r < response_length() && authors[r] != author &&
+           std::isnan(other_logprobs[r]);
+  }
+
+  // How many tokens `author`'s model must have consumed for the sequence to go on; 0 when it is not
+  // this model's turn.
+  int64_t Target(Author author) const {
+    if (!ended()) return selector.NextAuthor() == author ? length() : 0;
+    // Only the lane that did not write the last token can lag.
+    return wants_other && authors.back() != author ? length() - 1 : 0;
+  }
+
+  bool complete() const {
+    if (!ended()) return false;
+    for (const Author author : kAuthors) {
+      if (lane(author).cursor < Target(author)) return false;
+    }
+    return true;
+  }
+};
+
+}  // namespace tandem::rollout
+
+#endif  // TANDEM_SERVICES_ROLLOUT_ENGINE_SEQUENCE_H_

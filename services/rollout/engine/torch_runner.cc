@@ -1,0 +1,81 @@
+#include "services/rollout/engine/torch_runner.h"
+
+#include <ATen/ATen.h>
+#include <ATen/Parallel.h>
+#include <c10/core/InferenceMode.h>
+#include <c10/util/Exception.h>
+
+#include <algorithm>
+#include <new>
+#include <utility>
+#include <vector>
+
+#include "absl/strings/str_cat.h"
+#include "common/base/status_macros.h"
+
+namespace tandem::rollout {
+namespace {
+
+// Rows of logits that exist at the same time.
+constexpr int64_t kMaxLogitsBytes = 64 << 20;
+
+struct OutputRow {
+  int64_t input;
+  int64_t row;
+};
+
+}  // namespace
+
+TorchRunner::TorchRunner(std::unique_ptr<Model> model, int64_t num_slots, int64_t max_model_len)
+    : model_(std::move(model)), cache_(model_->config(), num_slots, max_model_len) {}
+
+absl::Status TorchRunner::Forward(std::span<const RunnerInput> inputs, const RowSink& sink) {
+  std::vector<std::vector<int64_t>> tokens;
+  std::vector<DecodeInput> decode;
+  std::vector<OutputRow> rows;
+  tokens.reserve(inputs.size());
+  decode.reserve(inputs.size());
+  for (size_t i = 0; i < inputs.size(); ++i) {
+    const RunnerInput& input = inputs[i];
+    tokens.emplace_back(input.tokens.begin(), input.tokens.end());
+    decode.push_back(
+        {.slot = input.slot, .tokens = tokens.back(), .num_output_rows = input.num_output_rows});
+    for (int64_t row = 0; row < input.num_output_rows; ++row) {
+      rows.push_back({static_cast<int64_t>(i), row});
+    }
+  }
+  return CatchTorchErrors([&]() -> absl::Status {
+    const c10::InferenceMode inference_mode;
+    TANDEM_ASSIGN_OR_RETURN(const at::Tensor hidden, model_->Decode(cache_, decode));
+    const int64_t total = static_cast<int64_t>(rows.size());
+    const int64_t vocab_size = model_->config().vocab_size;
+    const int64_t chunk =
+        std::max<int64_t>(1, kMaxLogitsBytes / (vocab_size * static_cast<int64_t>(sizeof(float))));
+    for (int64_t begin = 0; begin < total; begin += chunk) {
+      const int64_t count = std::min(chunk, total - begin);
+      const at::Tensor logits = model_->ForwardLogits(hidden.narrow(0, begin, count)).contiguous();
+      const float* const data = logits.const_data_ptr<float>();
+      at::parallel_for(0, count, 1, [&](int64_t first, int64_t last) {
+        for (int64_t i = first; i < last; ++i) {
+          sink(rows[begin + i].input, rows[begin + i].row,
+               {data + i * vocab_size, static_cast<size_t>(vocab_size)});
+        }
+      });
+    }
+    return absl::OkStatus();
+  });
+}
+
+absl::Status CatchTorchErrors(const std::function<absl::Status()>& body) {
+  try {
+    return body();
+  } catch (const std::bad_alloc&) {
+    return absl::ResourceExhaustedError("out of memory");
+  } catch (const c10::Error& error) {
+    return absl::InternalError(absl::StrCat("libtorch: ", error.what_without_backtrace()));
+  } catch (const std::exception& error) {
+    return absl::InternalError(error.what());
+  }
+}
+
+}  // namespace tandem::rollout

@@ -1,0 +1,45 @@
+// A model and its KV cache behind the generator's interface. One per lane; used by one thread.
+#ifndef TANDEM_SERVICES_ROLLOUT_ENGINE_TORCH_RUNNER_H_
+#define TANDEM_SERVICES_ROLLOUT_ENGINE_TORCH_RUNNER_H_
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <span>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "common/model/kv_cache.h"
+#include "common/model/model.h"
+#include "services/rollout/engine/model_runner.h"
+
+namespace tandem::rollout {
+
+class TorchRunner : public ModelRunner {
+ public:
+  TorchRunner(std::unique_ptr<Model> model, int64_t num_slots, int64_t max_model_len);
+
+  const Model& model() const { return *model_; }
+  Model& model() { return *model_; }
+  int64_t capacity_tokens() const { return cache_.num_slots() * cache_.max_model_len(); }
+
+  absl::StatusOr<int64_t> AllocateSlot() override { return cache_.Allocate(); }
+  void FreeSlot(int64_t slot) override { cache_.Free(slot); }
+  void Truncate(int64_t slot, int64_t length) override { cache_.Truncate(slot, length); }
+  void CopyPrefix(int64_t from, int64_t to, int64_t length) override {
+    cache_.CopyPrefix(from, to, length);
+  }
+  // INTERNAL (RESOURCE_EXHAUSTED out of memory) when libtorch throws.
+  absl::Status Forward(std::span<const RunnerInput> inputs, const RowSink& sink) override;
+
+ private:
+  std::unique_ptr<Model> model_;
+  KvCache cache_;
+};
+
+// Runs `body`, which returns a Status, and turns what libtorch throws into one.
+absl::Status CatchTorchErrors(const std::function<absl::Status()>& body);
+
+}  // namespace tandem::rollout
+
+#endif  // TANDEM_SERVICES_ROLLOUT_ENGINE_TORCH_RUNNER_H_

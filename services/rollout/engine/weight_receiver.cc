@@ -1,0 +1,208 @@
+#include "services/rollout/engine/weight_receiver.h"
+
+#include <cstring>
+#include <map>
+#include <new>
+#include <set>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
+#include "common/base/error.h"
+#include "common/base/status_macros.h"
+
+namespace tandem::rollout {
+namespace {
+
+constexpr char kStale[] = "STALE_WEIGHT_VERSION";
+
+bool IsFloating(DType dtype) {
+  return dtype == DType::kFloat64 || dtype == DType::kFloat32 || dtype == DType::kBFloat16 ||
+         dtype == DType::kFloat16;
+}
+
+int64_t SizeBytes(const WeightSpec& spec) {
+  int64_t bytes = static_cast<int64_t>(ItemSizeBytes(spec.dtype));
+  for (const int64_t extent : spec.shape) bytes *= extent;
+  return bytes;
+}
+
+absl::Status NoSuchUpdate(const std::string& update_id) {
+  return absl::NotFoundError(absl::StrCat("no open weight update with id \"", update_id, "\""));
+}
+
+}  // namespace
+
+StagedWeightReceiver::StagedWeightReceiver(std::vector<WeightSpec> parameters,
+                                           std::optional<WeightSpec> optional,
+                                           WeightVersion initial, Apply apply)
+    : parameters_(std::move(parameters)),
+      optional_(std::move(optional)),
+      apply_(std::move(apply)),
+      version_(std::move(initial)) {}
+
+absl::Status StagedWeightReceiver::CheckManifest(const WeightManifest& manifest) const {
+  std::map<std::string, const WeightSpec*> missing;
+  for (const WeightSpec& parameter : parameters_) missing[parameter.name] = &parameter;
+  std::set<std::string> seen;
+  int64_t total_bytes = 0;
+  for (size_t i = 0; i < manifest.tensors.size(); ++i) {
+    const WeightSpec& spec = manifest.tensors[i];
+    const std::string path = absl::StrCat("manifest.tensors[", i, "]");
+    if (!seen.insert(spec.name).second) {
+      return InvalidField(path + ".name", absl::StrCat("\"", spec.name, "\" is listed twice"));
+    }
+    if (!IsFloating(spec.dtype)) {
+      return InvalidField(path + ".dtype",
+                          absl::StrCat("\"", spec.name, "\" must be of a floating type"));
+    }
+    const auto found = missing.find(spec.name);
+    const WeightSpec* expected = found != missing.end() ? found->second : nullptr;
+    if (expected == nullptr && optional_.has_value() && optional_->name == spec.name) {
+      expected = &*optional_;
+    }
+    if (expected == nullptr) {
+      return InvalidField(path + ".name",
+                          absl::StrCat("the model has no tensor \"", spec.name, "\""));
+    }
+    if (spec.shape != expected->shape) {
+      return InvalidField(
+          path + ".shape",
+          absl::StrCat("\"", spec.name, "\" is [", absl::StrJoin(spec.shape, ", "),
+                       "], the model's is [", absl::StrJoin(expected->shape, ", "), "]"));
+    }
+    if (found != missing.end()) missing.erase(found);
+    total_bytes += SizeBytes(spec);
+  }
+  if (!missing.empty()) {
+    return InvalidField("manifest.tensors",
+                        absl::StrCat("\"", missing.begin()->first, "\" is missing"));
+  }
+  if (total_bytes != manifest.total_bytes) {
+    return InvalidField("manifest.total_bytes", absl::StrCat("the tensors have ", total_bytes,
+                                                             " bytes, not ", manifest.total_bytes));
+  }
+  if (manifest.digest.size() != 32) {
+    return InvalidField("manifest.digest", "must be 32 hexadecimal digits");
+  }
+  return absl::OkStatus();
+}
+
+absl::StatusOr<int64_t> StagedWeightReceiver::Begin(const std::string& update_id,
+                                                    const WeightManifest& manifest) {
+  if (update_id.empty()) return InvalidField("update_id", "must not be empty");
+  TANDEM_RETURN_IF_ERROR(CheckManifest(manifest));
+  std::lock_guard lock(mutex_);
+  // The sender did not hear of its success and starts again: there is nothing left to send.
+  if (update_id == last_committed_id_ && manifest.version == version_.version &&
+      manifest.digest == version_.digest) {
+    return manifest.total_bytes;
+  }
+  if (manifest.version <= version_.version) {
+    return WithReason(
+        FieldError(absl::StatusCode::kFailedPrecondition, "manifest.version",
+                   absl::StrCat("version ", manifest.version,
+                                " is not above the one being served, ", version_.version)),
+        kStale);
+  }
+  if (open_ != nullptr) {
+    if (open_->id == update_id && open_->manifest == manifest) return open_->received;
+    if (open_->committing || open_->manifest.version >= manifest.version) {
+      return WithReason(FieldError(absl::StatusCode::kFailedPrecondition, "manifest.version",
+                                   absl::StrCat("update \"", open_->id, "\" to version ",
+                                                open_->manifest.version, " is in progress")),
+                        kStale);
+    }
+  }
+  open_.reset();
+  auto update = std::make_unique<Update>();
+  update->id = update_id;
+  update->manifest = manifest;
+  update->bytes.reset(new (std::nothrow) std::byte[manifest.total_bytes]);
+  if (update->bytes == nullptr) {
+    return absl::ResourceExhaustedError(
+        absl::StrCat("no memory for ", manifest.total_bytes, " bytes of weights"));
+  }
+  open_ = std::move(update);
+  return 0;
+}
+
+absl::StatusOr<StagedWeightReceiver::Update*> StagedWeightReceiver::FindOpenLocked(
+    const std::string& update_id) {
+  if (open_ == nullptr || open_->id != update_id) return NoSuchUpdate(update_id);
+  if (open_->committing) {
+    return absl::FailedPreconditionError(
+        absl::StrCat("update \"", update_id, "\" is being committed"));
+  }
+  return open_.get();
+}
+
+absl::Status StagedWeightReceiver::Append(const std::string& update_id, int64_t offset,
+                                          absl::Span<const std::byte> data) {
+  std::lock_guard lock(mutex_);
+  TANDEM_ASSIGN_OR_RETURN(Update * update, FindOpenLocked(update_id));
+  if (offset != update->received) {
+    return FieldError(absl::StatusCode::kFailedPrecondition, "offset",
+                      absl::StrCat("expected byte ", update->received, ", got ", offset));
+  }
+  if (static_cast<int64_t>(data.size()) > update->manifest.total_bytes - offset) {
+    return FieldError(absl::StatusCode::kOutOfRange, "data",
+                      absl::StrCat("goes past the end of the stream of ",
+                                   update->manifest.total_bytes, " bytes"));
+  }
+  if (data.empty()) return absl::OkStatus();
+  std::memcpy(update->bytes.get() + offset, data.data(), data.size());
+  update->digest.Update(data.data(), data.size());
+  update->received += static_cast<int64_t>(data.size());
+  return absl::OkStatus();
+}
+
+absl::StatusOr<WeightVersion> StagedWeightReceiver::Commit(const std::string& update_id) {
+  Update* update = nullptr;
+  {
+    std::lock_guard lock(mutex_);
+    if (!last_committed_id_.empty() && update_id == last_committed_id_) return version_;
+    TANDEM_ASSIGN_OR_RETURN(update, FindOpenLocked(update_id));
+    if (update->received != update->manifest.total_bytes) {
+      return absl::FailedPreconditionError(absl::StrCat("update \"", update_id, "\" has ",
+                                                        update->received, " of ",
+                                                        update->manifest.total_bytes, " bytes"));
+    }
+    const std::string digest = update->digest.Hex();
+    if (digest != update->manifest.digest) {
+      const std::string expected = update->manifest.digest;
+      open_.reset();
+      return absl::DataLossError(absl::StrCat("the weights received have digest ", digest,
+                                              ", the manifest says ", expected,
+                                              "; the old weights stay in force"));
+    }
+    update->committing = true;  // nobody else touches the update until the swap is over
+  }
+  const absl::Status applied = apply_(
+      update->manifest, {update->bytes.get(), static_cast<size_t>(update->manifest.total_bytes)});
+  std::lock_guard lock(mutex_);
+  const std::unique_ptr<Update> done = std::move(open_);
+  if (!applied.ok()) return applied;
+  version_ = {.version = done->manifest.version, .digest = done->manifest.digest};
+  last_committed_id_ = done->id;
+  return version_;
+}
+
+absl::Status StagedWeightReceiver::Abort(const std::string& update_id) {
+  std::lock_guard lock(mutex_);
+  TANDEM_RETURN_IF_ERROR(FindOpenLocked(update_id).status());
+  open_.reset();
+  return absl::OkStatus();
+}
+
+WeightVersion StagedWeightReceiver::Version() const {
+  std::lock_guard lock(mutex_);
+  return version_;
+}
+
+std::string StagedWeightReceiver::OpenUpdateId() const {
+  std::lock_guard lock(mutex_);
+  return open_ == nullptr ? "" : open_->id;
+}
+
+}  // namespace tandem::rollout

@@ -1,0 +1,68 @@
+// Receives new weights of the senior into memory beside the ones that serve. Knows bytes, names and
+// shapes; the swap itself is the engine's.
+#ifndef TANDEM_SERVICES_ROLLOUT_ENGINE_WEIGHT_RECEIVER_H_
+#define TANDEM_SERVICES_ROLLOUT_ENGINE_WEIGHT_RECEIVER_H_
+
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/types/span.h"
+#include "common/tensor/checksum.h"
+#include "common/tensor/weight_transfer.h"
+
+namespace tandem::rollout {
+
+class StagedWeightReceiver : public WeightReceiver {
+ public:
+  // Puts verified weights in force (blocks); `stream` holds the manifest's byte stream.
+  using Apply = std::function<absl::Status(const WeightManifest& manifest,
+                                           absl::Span<const std::byte> stream)>;
+
+  // `parameters`: name and shape of every parameter of the model (dtypes are not compared: any
+  // floating type is converted). `optional` may be in a manifest or not (a tied head).
+  StagedWeightReceiver(std::vector<WeightSpec> parameters, std::optional<WeightSpec> optional,
+                       WeightVersion initial, Apply apply);
+
+  absl::StatusOr<int64_t> Begin(const std::string& update_id,
+                                const WeightManifest& manifest) override;
+  absl::Status Append(const std::string& update_id, int64_t offset,
+                      absl::Span<const std::byte> data) override;
+  absl::StatusOr<WeightVersion> Commit(const std::string& update_id) override;
+  absl::Status Abort(const std::string& update_id) override;
+  WeightVersion Version() const override;
+  std::string OpenUpdateId() const override;
+
+ private:
+  struct Update {
+    std::string id;
+    WeightManifest manifest;
+    std::unique_ptr<std::byte[]> bytes;
+    int64_t received = 0;
+    Checksum digest;
+    bool committing = false;
+  };
+
+  absl::Status CheckManifest(const WeightManifest& manifest) const;
+  absl::StatusOr<Update*> FindOpenLocked(const std::string& update_id);
+
+  const std::vector<WeightSpec> parameters_;
+  const std::optional<WeightSpec> optional_;
+  const Apply apply_;
+
+  mutable std::mutex mutex_;
+  std::unique_ptr<Update> open_;
+  WeightVersion version_;
+  std::string last_committed_id_;
+};
+
+}  // namespace tandem::rollout
+
+#endif  // TANDEM_SERVICES_ROLLOUT_ENGINE_WEIGHT_RECEIVER_H_
