@@ -4,8 +4,10 @@
 #define TANDEM_COMMON_RPC_SERVER_H_
 
 #include <grpcpp/server.h>
-#include <grpcpp/support/service_type.h>
+#include <grpcpp/impl/service_type.h>
 
+#include <atomic>
+#include <cstdint>
 #include <memory>
 #include <string>
 #include <vector>
@@ -43,18 +45,19 @@ class Server {
   void SetServing(bool serving);
 
   // Calls in progress, health and reflection not counted.
-  int64_t live_calls() const;
+  int64_t live_calls() const { return live_calls_; }
 
-  // Refuses new calls, waits for live ones until `deadline`, then cancels what is left. Blocks.
+  // Turns health NOT_SERVING, waits for live calls until `deadline`, then cancels what is left.
+  // Blocks. New calls still arrive while it waits: the executor's gate refuses them.
   void Shutdown(absl::Time deadline);
 
   // For calls without a socket.
   grpc::Server& grpc_server() { return *server_; }
 
  private:
-  class LiveCalls;
   Server() = default;
 
+  std::atomic<int64_t> live_calls_ = 0;
   std::vector<std::string> names_;
   Metrics* metrics_ = nullptr;
   std::unique_ptr<prometheus::Exposer> exposer_;

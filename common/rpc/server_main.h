@@ -58,7 +58,8 @@ class ServerApp {
   // runs may finish until `deadline`, when every call that is left is cancelled.
   virtual void Drain(absl::Time deadline) { (void)deadline; }
 
-  // No call is left. Frees threads.
+  // No call is left, but a worker may still be busy for one that was cancelled: makes what blocks
+  // in the engine return soon. The engine itself goes with the destructor.
   virtual void Stop() {}
 };
 

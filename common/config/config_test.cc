@@ -1,0 +1,156 @@
+#include "common/config/config.h"
+
+#include <gtest/gtest.h>
+
+#include <fstream>
+
+#include "common/base/error.h"
+#include "tandem/config/v1/server_config.pb.h"
+
+namespace tandem::config {
+namespace {
+
+using v1::RolloutServerConfig;
+using v1::TrainerServerConfig;
+
+TEST(ConfigTest, ReadsNestedFieldsEnumsAndLists) {
+  RolloutServerConfig config;
+  ASSERT_TRUE(MergeYaml(R"(
+senior_model: models/senior
+max_num_seqs: 8
+tandem:
+  selection_strategy: word
+  prob_senior: 2.5e-1
+  boundary_token_ids: [1, 2]
+server: {insecure: true, grpc_port: 0}
+on_weight_update: keep
+)",
+                        &config)
+                  .ok());
+  EXPECT_EQ(config.senior_model(), "models/senior");
+  EXPECT_EQ(config.max_num_seqs(), 8);
+  EXPECT_FALSE(config.has_max_queue());
+  EXPECT_EQ(config.tandem().selection_strategy(), types::v1::SELECTION_STRATEGY_WORD);
+  EXPECT_EQ(config.tandem().prob_senior(), 0.25);
+  ASSERT_EQ(config.tandem().boundary_token_ids_size(), 2);
+  EXPECT_TRUE(config.server().insecure());
+  EXPECT_TRUE(config.server().has_grpc_port());
+  EXPECT_EQ(config.on_weight_update(), v1::ON_WEIGHT_UPDATE_KEEP);
+}
+
+TEST(ConfigTest, EmptyDocumentsAndEmptyValuesChangeNothing) {
+  RolloutServerConfig config;
+  config.set_max_queue(3);
+  EXPECT_TRUE(MergeYaml("", &config).ok());
+  EXPECT_TRUE(MergeYaml("# nothing\nserver:\nmax_queue: ~\n", &config).ok());
+  EXPECT_EQ(config.max_queue(), 3);
+}
+
+struct BadYaml {
+  const char* yaml;
+  const char* path;
+  const char* message_part;
+};
+
+class BadYamlTest : public testing::TestWithParam<BadYaml> {};
+
+TEST_P(BadYamlTest, IsRefusedWithThePath) {
+  RolloutServerConfig config;
+  const absl::Status status = MergeYaml(GetParam().yaml, &config);
+  EXPECT_EQ(status.code(), absl::StatusCode::kInvalidArgument) << status;
+  EXPECT_EQ(FieldPath(status).value_or(""), GetParam().path) << status;
+  EXPECT_NE(status.message().find(GetParam().message_part), absl::string_view::npos) << status;
+}
+
+INSTANTIATE_TEST_SUITE_P(
+    All, BadYamlTest,
+    testing::Values(
+        BadYaml{"tandem: {prob_senor: 1}", "tandem.prob_senor", "did you mean \"prob_senior\"?"},
+        BadYaml{"xyzzy: 1", "xyzzy", "known: server, compute"},
+        BadYaml{"max_queue: many", "max_queue", "expected an integer, got many"},
+        BadYaml{"max_queue: 1.5", "max_queue", "expected an integer"},
+        BadYaml{"max_queue: 5000000000", "max_queue", "2147483647"},
+        BadYaml{"max_queue: \"5\"", "max_queue", "the text \"5\""},
+        BadYaml{"max_queue: [5]", "max_queue", "a list"},
+        BadYaml{"server: 5", "server", "expected a map"},
+        BadYaml{"server: {insecure: yes}", "server.insecure", "true or false"},
+        BadYaml{"server: {drain_seconds: .nan}", "server.drain_seconds", "a number"},
+        BadYaml{"tandem: {selection_strategy: words}", "tandem.selection_strategy",
+                "did you mean \"word\"?"},
+        BadYaml{"tandem: {selection_strategy: unspecified}", "tandem.selection_strategy", "known"},
+        BadYaml{"tandem: {boundary_token_ids: 3}", "tandem.boundary_token_ids", "a list"},
+        BadYaml{"tandem: {boundary_token_ids: [1, x]}", "tandem.boundary_token_ids[1]", "integer"},
+        BadYaml{"max_queue: 1\nmax_queue: 2", "max_queue", "duplicate"},
+        BadYaml{"- 1\n- 2", "config", "expected a map"}, BadYaml{"a: [", "", "YAML: line 1"},
+        BadYaml{"--- {}\n--- {}\n", "", "more than one"}));
+
+TEST(ConfigTest, DeepDocumentsAreRefused) {
+  RolloutServerConfig config;
+  EXPECT_FALSE(MergeYaml(std::string(100000, '['), &config).ok());
+  EXPECT_FALSE(MergeYaml(std::string(100000, '-'), &config).ok());
+  std::string spaced;
+  for (int i = 0; i < 50000; ++i) spaced += "- ";
+  EXPECT_FALSE(MergeYaml(spaced, &config).ok());
+}
+
+TEST(ConfigTest, OverridesWinInOrder) {
+  TrainerServerConfig config;
+  ASSERT_TRUE(Load("",
+                   {"optimizer.learning_rate=1e-5", "optimizer.learning_rate=2e-5",
+                    "optimizer.schedule=cosine", "model=a=b"},
+                   &config)
+                  .ok());
+  EXPECT_EQ(config.optimizer().learning_rate(), 2e-5);
+  EXPECT_EQ(config.optimizer().schedule(), v1::LEARNING_RATE_SCHEDULE_COSINE);
+  EXPECT_EQ(config.model(), "a=b");
+}
+
+TEST(ConfigTest, OverrideOfAListReplacesIt) {
+  RolloutServerConfig config;
+  ASSERT_TRUE(ApplyOverride("tandem.boundary_token_ids=[1,2]", &config).ok());
+  ASSERT_TRUE(ApplyOverride("tandem.boundary_token_ids=[7]", &config).ok());
+  ASSERT_EQ(config.tandem().boundary_token_ids_size(), 1);
+  EXPECT_EQ(config.tandem().boundary_token_ids(0), 7);
+}
+
+TEST(ConfigTest, BadOverridesNameThePath) {
+  TrainerServerConfig config;
+  EXPECT_EQ(FieldPath(ApplyOverride("optimiser.beta1=1", &config)), "optimiser");
+  EXPECT_EQ(FieldPath(ApplyOverride("optimizer.beta3=1", &config)), "optimizer.beta3");
+  EXPECT_EQ(FieldPath(ApplyOverride("optimizer.beta1.x=1", &config)), "optimizer.beta1");
+  EXPECT_EQ(FieldPath(ApplyOverride("optimizer.beta1=big", &config)), "optimizer.beta1");
+  EXPECT_FALSE(ApplyOverride("optimizer.beta1", &config).ok());
+}
+
+TEST(ConfigTest, ErrorsOfAFileNameIt) {
+  TrainerServerConfig config;
+  EXPECT_EQ(MergeYamlFile("/no/such.yaml", &config).code(), absl::StatusCode::kNotFound);
+  const std::string path = testing::TempDir() + "/bad.yaml";
+  std::ofstream(path) << "optimizer:\n  beta3: 1\n";
+  const absl::Status status = MergeYamlFile(path, &config);
+  EXPECT_EQ(FieldPath(status), "optimizer.beta3");
+  EXPECT_NE(status.message().find(path), absl::string_view::npos);
+}
+
+TEST(ConfigTest, YamlReadsBack) {
+  RolloutServerConfig config;
+  config.set_senior_model("a: \"quoted\" #path");
+  config.mutable_server()->set_drain_seconds(1e-7);
+  config.mutable_tandem()->set_selection_strategy(types::v1::SELECTION_STRATEGY_CHUNK);
+  config.mutable_tandem()->add_boundary_token_ids(4);
+  config.mutable_tandem()->add_boundary_token_ids(5);
+  const std::string yaml = ToYaml(config);
+  EXPECT_NE(yaml.find("selection_strategy: \"chunk\""), std::string::npos) << yaml;
+  EXPECT_NE(yaml.find("drain_seconds: 1.0e-07"), std::string::npos) << yaml;
+  RolloutServerConfig again;
+  ASSERT_TRUE(MergeYaml(yaml, &again).ok()) << yaml;
+  EXPECT_EQ(again.SerializeAsString(), [&] {
+    // Reading fills in the messages that were printed as empty maps.
+    RolloutServerConfig expected = config;
+    return expected.SerializeAsString();
+  }());
+  EXPECT_EQ(ToYaml(again), yaml);
+}
+
+}  // namespace
+}  // namespace tandem::config

@@ -1,0 +1,233 @@
+#include "common/config/server_config.h"
+
+#include <cmath>
+#include <cstdint>
+#include <limits>
+#include <string>
+
+#include "absl/strings/match.h"
+#include "absl/strings/str_cat.h"
+#include "common/base/error.h"
+#include "common/base/status_macros.h"
+#include "common/tandem/tandem_config.h"
+
+namespace tandem::config {
+namespace {
+
+using types::v1::SelectionStrategy;
+
+// TANDEM_DEFAULT(options, grpc_port, 7701): sets an optional field that is not set.
+#define TANDEM_DEFAULT(message, field, value) \
+  if (!(message)->has_##field()) (message)->set_##field(value)
+
+bool IsLoopback(const std::string& host) {
+  return host == "localhost" || host == "::1" || host == "[::1]" || absl::StartsWith(host, "127.");
+}
+
+template <typename T>
+absl::Status InRange(const char* path, T value, T low, T high) {
+  if (std::isfinite(static_cast<double>(value)) && value >= low && value <= high) {
+    return absl::OkStatus();
+  }
+  if (high == std::numeric_limits<T>::max()) {
+    return InvalidField(path, absl::StrCat("must be at least ", low, ", got ", value));
+  }
+  return InvalidField(path, absl::StrCat("must be in [", low, ", ", high, "], got ", value));
+}
+
+template <typename T>
+absl::Status AtLeast(const char* path, T value, T low) {
+  return InRange(path, value, low, std::numeric_limits<T>::max());
+}
+
+absl::Status Positive(const char* path, double value) {
+  if (std::isfinite(value) && value > 0) return absl::OkStatus();
+  return InvalidField(path, absl::StrCat("must be above 0, got ", value));
+}
+
+// [0, 1), for decay rates.
+absl::Status Decay(const char* path, double value) {
+  if (value >= 0 && value < 1) return absl::OkStatus();
+  return InvalidField(path, absl::StrCat("must be in [0, 1), got ", value));
+}
+
+absl::Status Resolve(ServerOptions* options, const DefaultPorts& ports) {
+  if (options->host().empty()) options->set_host("127.0.0.1");
+  TANDEM_DEFAULT(options, grpc_port, ports.grpc);
+  TANDEM_DEFAULT(options, metrics_port, ports.metrics);
+  TANDEM_DEFAULT(options, drain_seconds, 30);
+  if (options->log_level().empty()) options->set_log_level("info");
+  TANDEM_DEFAULT(options, keepalive_seconds, 30);
+  TANDEM_DEFAULT(options, keepalive_timeout_seconds, 20);
+  TANDEM_DEFAULT(options, default_deadline_seconds, 600);
+
+  if (!IsLoopback(options->host()) && !options->insecure()) {
+    return InvalidField("server.host", absl::StrCat(options->host(),
+                                                    " is not a loopback address; without TLS it "
+                                                    "needs server.insecure: true"));
+  }
+  TANDEM_RETURN_IF_ERROR(InRange("server.grpc_port", options->grpc_port(), 0, 65535));
+  TANDEM_RETURN_IF_ERROR(InRange("server.metrics_port", options->metrics_port(), 0, 65535));
+  if (options->grpc_port() != 0 && options->grpc_port() == options->metrics_port()) {
+    return InvalidField("server.metrics_port", "must differ from server.grpc_port");
+  }
+  TANDEM_RETURN_IF_ERROR(InRange("server.drain_seconds", options->drain_seconds(), 0.0, 86400.0));
+  if (!ParseLogLevel(options->log_level()).has_value()) {
+    return InvalidField("server.log_level", "must be debug, info, warning or error");
+  }
+  TANDEM_RETURN_IF_ERROR(
+      InRange("server.keepalive_seconds", options->keepalive_seconds(), 1.0, 86400.0));
+  TANDEM_RETURN_IF_ERROR(InRange("server.keepalive_timeout_seconds",
+                                 options->keepalive_timeout_seconds(), 1.0, 86400.0));
+  TANDEM_RETURN_IF_ERROR(
+      Positive("server.default_deadline_seconds", options->default_deadline_seconds()));
+  return InRange("server.default_deadline_seconds", options->default_deadline_seconds(), 0.0, 1e7);
+}
+
+absl::Status Resolve(v1::ComputeOptions* compute) {
+  if (compute->device().empty()) compute->set_device("cpu");
+  if (compute->dtype().empty()) compute->set_dtype("float32");
+  if (compute->device() == "cuda") {
+#ifndef TANDEM_WITH_CUDA
+    return FieldError(absl::StatusCode::kUnimplemented, "compute.device",
+                      "cuda: this build has no CUDA");
+#endif
+  } else if (compute->device() != "cpu") {
+    return InvalidField("compute.device", "must be cpu or cuda");
+  }
+  if (compute->dtype() == "bfloat16") {
+    return FieldError(absl::StatusCode::kUnimplemented, "compute.dtype",
+                      "bfloat16 is not available yet");
+  }
+  if (compute->dtype() != "float32") {
+    return InvalidField("compute.dtype", "must be float32 or bfloat16");
+  }
+  return InRange("compute.num_threads", compute->num_threads(), 0, 1024);
+}
+
+absl::Status Resolve(types::v1::TandemConfig* config, bool has_junior) {
+  const tandem::TandemConfig defaults;  // the rule's own defaults live there
+  TANDEM_DEFAULT(config, enabled, has_junior);
+  if (config->selection_strategy() == SelectionStrategy::SELECTION_STRATEGY_UNSPECIFIED) {
+    config->set_selection_strategy(SelectionStrategy::SELECTION_STRATEGY_BERNOULLI);
+  }
+  TANDEM_DEFAULT(config, prob_senior, defaults.prob_senior);
+  TANDEM_DEFAULT(config, chunk_size, defaults.chunk_size);
+  TANDEM_DEFAULT(config, max_gap_tokens, defaults.max_gap_tokens);
+  if (config->enabled() && !has_junior) {
+    return InvalidField("tandem.enabled", "needs junior_model");
+  }
+  TANDEM_RETURN_IF_ERROR(InRange("tandem.prob_senior", config->prob_senior(), 0.0, 1.0));
+  // 0 stands for "not given" and is refused where the strategy reads it.
+  const int chunks = config->selection_strategy() == SelectionStrategy::SELECTION_STRATEGY_CHUNK;
+  TANDEM_RETURN_IF_ERROR(AtLeast("tandem.chunk_size", config->chunk_size(), chunks));
+  TANDEM_RETURN_IF_ERROR(AtLeast("tandem.max_gap_tokens", config->max_gap_tokens(), 1));
+  for (int i = 0; i < config->boundary_token_ids_size(); ++i) {
+    if (config->boundary_token_ids(i) < 0) {
+      return InvalidField(absl::StrCat("tandem.boundary_token_ids[", i, "]"),
+                          "must not be negative");
+    }
+  }
+  return absl::OkStatus();
+}
+
+absl::Status Resolve(v1::OptimizerOptions* optimizer) {
+  TANDEM_DEFAULT(optimizer, learning_rate, 1e-6);
+  TANDEM_DEFAULT(optimizer, beta1, 0.9);
+  TANDEM_DEFAULT(optimizer, beta2, 0.999);
+  TANDEM_DEFAULT(optimizer, epsilon, 1e-8);
+  TANDEM_DEFAULT(optimizer, weight_decay, 0);
+  TANDEM_DEFAULT(optimizer, max_grad_norm, 1);
+  TANDEM_DEFAULT(optimizer, warmup_steps, 0);
+  if (optimizer->schedule() == v1::LEARNING_RATE_SCHEDULE_UNSPECIFIED) {
+    optimizer->set_schedule(v1::LEARNING_RATE_SCHEDULE_CONSTANT);
+  }
+  TANDEM_DEFAULT(optimizer, min_learning_rate, 0);
+
+  TANDEM_RETURN_IF_ERROR(InRange("optimizer.learning_rate", optimizer->learning_rate(), 0.0, 10.0));
+  TANDEM_RETURN_IF_ERROR(Decay("optimizer.beta1", optimizer->beta1()));
+  TANDEM_RETURN_IF_ERROR(Decay("optimizer.beta2", optimizer->beta2()));
+  TANDEM_RETURN_IF_ERROR(Positive("optimizer.epsilon", optimizer->epsilon()));
+  TANDEM_RETURN_IF_ERROR(AtLeast("optimizer.weight_decay", optimizer->weight_decay(), 0.0));
+  TANDEM_RETURN_IF_ERROR(AtLeast("optimizer.max_grad_norm", optimizer->max_grad_norm(), 0.0));
+  TANDEM_RETURN_IF_ERROR(AtLeast("optimizer.warmup_steps", optimizer->warmup_steps(), 0));
+  if (optimizer->schedule() != v1::LEARNING_RATE_SCHEDULE_CONSTANT &&
+      !optimizer->has_total_steps()) {
+    return InvalidField("optimizer.total_steps", "required by this schedule");
+  }
+  if (optimizer->has_total_steps()) {
+    TANDEM_RETURN_IF_ERROR(AtLeast("optimizer.total_steps", optimizer->total_steps(), 1));
+    if (optimizer->schedule() != v1::LEARNING_RATE_SCHEDULE_CONSTANT &&
+        optimizer->total_steps() < optimizer->warmup_steps()) {
+      return InvalidField("optimizer.total_steps", "must not be below optimizer.warmup_steps");
+    }
+  }
+  return InRange("optimizer.min_learning_rate", optimizer->min_learning_rate(), 0.0,
+                 optimizer->learning_rate());
+}
+
+absl::Status Resolve(v1::BatchOptions* batch) {
+  TANDEM_DEFAULT(batch, micro_batch_tokens, 2048);
+  TANDEM_DEFAULT(batch, logits_chunk_bytes, 67108864);
+  TANDEM_RETURN_IF_ERROR(AtLeast("batch.micro_batch_tokens", batch->micro_batch_tokens(), 1));
+  return AtLeast<int64_t>("batch.logits_chunk_bytes", batch->logits_chunk_bytes(), 1);
+}
+
+absl::Status Resolve(v1::StrategyOptions* strategy) {
+  if (strategy->name().empty()) strategy->set_name("single");
+  if (strategy->name() == "zero" || strategy->name() == "megatron") {
+    return FieldError(absl::StatusCode::kUnimplemented, "strategy.name",
+                      absl::StrCat(strategy->name(), " is not available yet"));
+  }
+  if (strategy->name() == "single") return absl::OkStatus();
+  return InvalidField("strategy.name", "must be single, zero or megatron");
+}
+
+absl::Status Required(const char* path, const std::string& value) {
+  return value.empty() ? InvalidField(path, "required") : absl::OkStatus();
+}
+
+// What trainer and critic share.
+template <typename Config>
+absl::Status ResolveTraining(Config* config, const DefaultPorts& ports) {
+  TANDEM_RETURN_IF_ERROR(Resolve(config->mutable_server(), ports));
+  TANDEM_RETURN_IF_ERROR(Resolve(config->mutable_compute()));
+  TANDEM_RETURN_IF_ERROR(Required("model", config->model()));
+  TANDEM_RETURN_IF_ERROR(Resolve(config->mutable_optimizer()));
+  TANDEM_RETURN_IF_ERROR(Resolve(config->mutable_batch()));
+  TANDEM_RETURN_IF_ERROR(Resolve(config->mutable_strategy()));
+  TANDEM_DEFAULT(config, max_model_len, 2048);
+  TANDEM_DEFAULT(config, max_samples, 4096);
+  TANDEM_RETURN_IF_ERROR(AtLeast("max_model_len", config->max_model_len(), 2));
+  return InRange("max_samples", config->max_samples(), 1, 1 << 20);
+}
+
+}  // namespace
+
+absl::Status Resolve(RolloutServerConfig* config) {
+  TANDEM_RETURN_IF_ERROR(Resolve(config->mutable_server(), kRolloutPorts));
+  TANDEM_RETURN_IF_ERROR(Resolve(config->mutable_compute()));
+  TANDEM_RETURN_IF_ERROR(Required("senior_model", config->senior_model()));
+  TANDEM_RETURN_IF_ERROR(Resolve(config->mutable_tandem(), !config->junior_model().empty()));
+  TANDEM_DEFAULT(config, max_num_seqs, 64);
+  TANDEM_DEFAULT(config, max_model_len, 2048);
+  TANDEM_DEFAULT(config, max_batched_tokens, 2048);
+  TANDEM_DEFAULT(config, max_queue, 4096);
+  if (config->on_weight_update() == v1::ON_WEIGHT_UPDATE_UNSPECIFIED) {
+    config->set_on_weight_update(v1::ON_WEIGHT_UPDATE_RECOMPUTE);
+  }
+  TANDEM_RETURN_IF_ERROR(InRange("max_num_seqs", config->max_num_seqs(), 1, 1 << 16));
+  TANDEM_RETURN_IF_ERROR(AtLeast("max_model_len", config->max_model_len(), 2));
+  TANDEM_RETURN_IF_ERROR(InRange("max_batched_tokens", config->max_batched_tokens(), 1, 1 << 24));
+  return InRange("max_queue", config->max_queue(), 1, 1 << 24);
+}
+
+absl::Status Resolve(TrainerServerConfig* config) { return ResolveTraining(config, kTrainerPorts); }
+
+absl::Status Resolve(CriticServerConfig* config) { return ResolveTraining(config, kCriticPorts); }
+
+LogLevel LogLevelOf(const ServerOptions& options) {
+  return ParseLogLevel(options.log_level()).value_or(LogLevel::kInfo);
+}
+
+}  // namespace tandem::config

@@ -1,0 +1,138 @@
+#include "common/config/server_config.h"
+
+#include <gtest/gtest.h>
+
+#include "common/base/error.h"
+#include "common/config/config.h"
+
+namespace tandem::config {
+namespace {
+
+template <typename Config>
+absl::Status Check(const std::string& yaml, Config* config) {
+  const absl::Status status = MergeYaml(yaml, config);
+  return status.ok() ? Resolve(config) : status;
+}
+
+TEST(ServerConfigTest, DefaultsAreThoseOfTheSchema) {
+  RolloutServerConfig rollout;
+  ASSERT_TRUE(Check("senior_model: s\njunior_model: j", &rollout).ok());
+  EXPECT_EQ(rollout.server().host(), "127.0.0.1");
+  EXPECT_EQ(rollout.server().grpc_port(), 7701);
+  EXPECT_EQ(rollout.server().metrics_port(), 9701);
+  EXPECT_EQ(rollout.server().drain_seconds(), 30);
+  EXPECT_EQ(rollout.server().log_level(), "info");
+  EXPECT_EQ(rollout.server().keepalive_seconds(), 30);
+  EXPECT_EQ(rollout.server().keepalive_timeout_seconds(), 20);
+  EXPECT_EQ(rollout.server().default_deadline_seconds(), 600);
+  EXPECT_EQ(rollout.compute().device(), "cpu");
+  EXPECT_EQ(rollout.compute().dtype(), "float32");
+  EXPECT_EQ(rollout.max_num_seqs(), 64);
+  EXPECT_EQ(rollout.max_model_len(), 2048);
+  EXPECT_EQ(rollout.max_batched_tokens(), 2048);
+  EXPECT_EQ(rollout.max_queue(), 4096);
+  EXPECT_EQ(rollout.on_weight_update(), v1::ON_WEIGHT_UPDATE_RECOMPUTE);
+  EXPECT_TRUE(rollout.tandem().enabled());
+
+  TrainerServerConfig trainer;
+  ASSERT_TRUE(Check("model: m", &trainer).ok());
+  EXPECT_EQ(trainer.server().grpc_port(), 7702);
+  EXPECT_EQ(trainer.server().metrics_port(), 9702);
+  EXPECT_EQ(trainer.optimizer().learning_rate(), 1e-6);
+  EXPECT_EQ(trainer.optimizer().beta1(), 0.9);
+  EXPECT_EQ(trainer.optimizer().beta2(), 0.999);
+  EXPECT_EQ(trainer.optimizer().epsilon(), 1e-8);
+  EXPECT_EQ(trainer.optimizer().max_grad_norm(), 1);
+  EXPECT_EQ(trainer.optimizer().schedule(), v1::LEARNING_RATE_SCHEDULE_CONSTANT);
+  EXPECT_EQ(trainer.batch().micro_batch_tokens(), 2048);
+  EXPECT_EQ(trainer.batch().logits_chunk_bytes(), 67108864);
+  EXPECT_EQ(trainer.strategy().name(), "single");
+  EXPECT_EQ(trainer.max_samples(), 4096);
+
+  CriticServerConfig critic;
+  ASSERT_TRUE(Check("model: m", &critic).ok());
+  EXPECT_EQ(critic.server().grpc_port(), 7703);
+  EXPECT_EQ(critic.server().metrics_port(), 9703);
+}
+
+TEST(ServerConfigTest, ValuesThatAreSetStay) {
+  RolloutServerConfig config;
+  ASSERT_TRUE(
+      Check("senior_model: s\nserver: {grpc_port: 0, drain_seconds: 0}\nmax_queue: 1", &config)
+          .ok());
+  EXPECT_EQ(config.server().grpc_port(), 0);
+  EXPECT_EQ(config.server().drain_seconds(), 0);
+  EXPECT_EQ(config.max_queue(), 1);
+  EXPECT_FALSE(config.tandem().enabled()) << "without a junior tandem is off";
+}
+
+struct Bad {
+  const char* yaml;
+  const char* path;
+  absl::StatusCode code = absl::StatusCode::kInvalidArgument;
+};
+
+class BadRolloutTest : public testing::TestWithParam<Bad> {};
+TEST_P(BadRolloutTest, NamesTheField) {
+  RolloutServerConfig config;
+  const absl::Status status = Check(GetParam().yaml, &config);
+  EXPECT_EQ(status.code(), GetParam().code) << status;
+  EXPECT_EQ(FieldPath(status).value_or(""), GetParam().path) << status;
+}
+INSTANTIATE_TEST_SUITE_P(
+    All, BadRolloutTest,
+    testing::Values(Bad{"{}", "senior_model"},
+                    Bad{"senior_model: s\nserver: {host: 0.0.0.0}", "server.host"},
+                    Bad{"senior_model: s\nserver: {grpc_port: 70000}", "server.grpc_port"},
+                    Bad{"senior_model: s\nserver: {grpc_port: 9701}", "server.metrics_port"},
+                    Bad{"senior_model: s\nserver: {log_level: loud}", "server.log_level"},
+                    Bad{"senior_model: s\nserver: {default_deadline_seconds: 0}",
+                        "server.default_deadline_seconds"},
+                    Bad{"senior_model: s\ncompute: {device: tpu}", "compute.device"},
+                    Bad{"senior_model: s\ncompute: {dtype: bfloat16}", "compute.dtype",
+                        absl::StatusCode::kUnimplemented},
+                    Bad{"senior_model: s\ncompute: {num_threads: -1}", "compute.num_threads"},
+                    Bad{"senior_model: s\ntandem: {enabled: true}", "tandem.enabled"},
+                    Bad{"senior_model: s\ntandem: {prob_senior: 1.5}", "tandem.prob_senior"},
+                    Bad{"senior_model: s\ntandem: {selection_strategy: chunk}",
+                        "tandem.chunk_size"},
+                    Bad{"senior_model: s\nmax_num_seqs: 0", "max_num_seqs"},
+                    Bad{"senior_model: s\nmax_queue: 0", "max_queue"}));
+
+#ifndef TANDEM_WITH_CUDA
+TEST(ServerConfigTest, CudaIsUnimplementedInABuildWithoutIt) {
+  RolloutServerConfig config;
+  const absl::Status status = Check("senior_model: s\ncompute: {device: cuda}", &config);
+  EXPECT_EQ(status.code(), absl::StatusCode::kUnimplemented);
+  EXPECT_EQ(FieldPath(status), "compute.device");
+}
+#endif
+
+class BadTrainerTest : public testing::TestWithParam<Bad> {};
+TEST_P(BadTrainerTest, NamesTheField) {
+  TrainerServerConfig config;
+  const absl::Status status = Check(GetParam().yaml, &config);
+  EXPECT_EQ(status.code(), GetParam().code) << status;
+  EXPECT_EQ(FieldPath(status).value_or(""), GetParam().path) << status;
+}
+INSTANTIATE_TEST_SUITE_P(
+    All, BadTrainerTest,
+    testing::Values(Bad{"{}", "model"}, Bad{"model: m\noptimizer: {beta2: 1}", "optimizer.beta2"},
+                    Bad{"model: m\noptimizer: {learning_rate: -1}", "optimizer.learning_rate"},
+                    Bad{"model: m\noptimizer: {epsilon: 0}", "optimizer.epsilon"},
+                    Bad{"model: m\noptimizer: {schedule: linear}", "optimizer.total_steps"},
+                    Bad{"model: m\nbatch: {micro_batch_tokens: 0}", "batch.micro_batch_tokens"},
+                    Bad{"model: m\nstrategy: {name: zero}", "strategy.name",
+                        absl::StatusCode::kUnimplemented},
+                    Bad{"model: m\nstrategy: {name: megatron}", "strategy.name",
+                        absl::StatusCode::kUnimplemented},
+                    Bad{"model: m\nstrategy: {name: many}", "strategy.name"},
+                    Bad{"model: m\nmax_samples: 0", "max_samples"}));
+
+TEST(ServerConfigTest, InsecureAllowsAnotherAddress) {
+  RolloutServerConfig config;
+  EXPECT_TRUE(Check("senior_model: s\nserver: {host: 0.0.0.0, insecure: true}", &config).ok());
+}
+
+}  // namespace
+}  // namespace tandem::config

@@ -1,0 +1,46 @@
+#include "common/rpc/call_executor.h"
+
+#include <utility>
+
+#include "common/base/error.h"
+#include "common/base/logging.h"
+
+namespace tandem::rpc {
+
+CallExecutor::CallExecutor(const CallExecutorOptions& options)
+    : options_(options), queue_(options.queue_capacity) {
+  for (int i = 0; i < options.num_threads; ++i) {
+    threads_.emplace_back([this] {
+      while (auto work = queue_.Pop()) (*work)();
+    });
+  }
+}
+
+CallExecutor::~CallExecutor() {
+  queue_.Close();
+  for (std::thread& thread : threads_) thread.join();
+}
+
+absl::Status CallExecutor::Admit() const {
+  switch (gate_.load()) {
+    case Gate::kLoading:
+      return WithRetryAfter(
+          WithReason(absl::UnavailableError("the server is loading its model"), "LOADING"), 1000);
+    case Gate::kDraining:
+      return WithRetryAfter(
+          WithReason(absl::UnavailableError("the server is draining"), "DRAINING"), 1000);
+    case Gate::kOpen:
+      break;
+  }
+  return absl::OkStatus();
+}
+
+absl::Status CallExecutor::Run(std::function<void()> work) {
+  if (queue_.TryPush(std::move(work))) return absl::OkStatus();
+  if (queue_.closed()) return absl::UnavailableError("the server is shutting down");
+  return WithRetryAfter(
+      WithReason(absl::ResourceExhaustedError("too many calls wait for a worker"), "QUEUE_FULL"),
+      500);
+}
+
+}  // namespace tandem::rpc

@@ -1,0 +1,400 @@
+#include "common/rpc/proto_convert.h"
+
+#include <bit>
+#include <cmath>
+#include <cstring>
+#include <limits>
+#include <set>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "common/base/error.h"
+#include "common/base/status_macros.h"
+
+namespace tandem::rpc {
+namespace {
+
+static_assert(std::endian::native == std::endian::little, "tensors travel little endian");
+
+using google::protobuf::RepeatedField;
+
+template <typename T>
+void SetAll(std::span<const T> values, RepeatedField<T>* field) {
+  field->Clear();
+  field->Add(values.begin(), values.end());
+}
+
+std::vector<int32_t> ToVector(const RepeatedField<int32_t>& field) {
+  return {field.begin(), field.end()};
+}
+
+absl::StatusOr<SelectionStrategy> StrategyFromProto(types::v1::SelectionStrategy proto) {
+  switch (proto) {
+    case types::v1::SELECTION_STRATEGY_BERNOULLI:
+      return SelectionStrategy::kBernoulli;
+    case types::v1::SELECTION_STRATEGY_CHUNK:
+      return SelectionStrategy::kChunk;
+    case types::v1::SELECTION_STRATEGY_ALTERNATING:
+      return SelectionStrategy::kAlternating;
+    case types::v1::SELECTION_STRATEGY_SENTENCE:
+      return SelectionStrategy::kSentence;
+    case types::v1::SELECTION_STRATEGY_WORD:
+      return SelectionStrategy::kWord;
+    default:
+      return InvalidField("selection_strategy",
+                          absl::StrCat("unknown value ", static_cast<int>(proto)));
+  }
+}
+
+types::v1::SelectionStrategy StrategyToProto(SelectionStrategy strategy) {
+  switch (strategy) {
+    case SelectionStrategy::kBernoulli:
+      return types::v1::SELECTION_STRATEGY_BERNOULLI;
+    case SelectionStrategy::kChunk:
+      return types::v1::SELECTION_STRATEGY_CHUNK;
+    case SelectionStrategy::kAlternating:
+      return types::v1::SELECTION_STRATEGY_ALTERNATING;
+    case SelectionStrategy::kSentence:
+      return types::v1::SELECTION_STRATEGY_SENTENCE;
+    case SelectionStrategy::kWord:
+      return types::v1::SELECTION_STRATEGY_WORD;
+  }
+  return types::v1::SELECTION_STRATEGY_UNSPECIFIED;
+}
+
+// A double that the plain struct holds as float.
+absl::StatusOr<float> Narrow(const char* path, double value) {
+  const float narrow = static_cast<float>(value);
+  if (!std::isfinite(narrow)) return InvalidField(path, "must be finite");
+  return narrow;
+}
+
+// A per-token tensor of a trajectory: exactly `length` floats.
+absl::StatusOr<std::vector<float>> TokenFloats(const char* path, const types::v1::Tensor& tensor,
+                                               int64_t length) {
+  absl::StatusOr<std::vector<float>> values = FloatsFromProto(tensor);
+  if (!values.ok()) return PrependFieldPath(path, values.status());
+  if (static_cast<int64_t>(values->size()) != length) {
+    return InvalidField(path, absl::StrCat("must have one entry for each of the ", length,
+                                           " response tokens, has ", values->size()));
+  }
+  return values;
+}
+
+}  // namespace
+
+void FloatsToProto(std::span<const float> values, types::v1::Tensor* tensor) {
+  tensor->set_dtype(types::v1::DATA_TYPE_FLOAT32);
+  tensor->clear_shape();
+  tensor->add_shape(static_cast<int64_t>(values.size()));
+  tensor->set_data(values.data(), values.size_bytes());
+}
+
+absl::StatusOr<int64_t> CountElements(const RepeatedField<int64_t>& shape) {
+  int64_t count = 1;
+  bool empty = false;
+  for (int i = 0; i < shape.size(); ++i) {
+    if (shape[i] < 0) {
+      return InvalidField(absl::StrCat("shape[", i, "]"),
+                          absl::StrCat("must not be negative, got ", shape[i]));
+    }
+    empty = empty || shape[i] == 0;
+  }
+  if (empty) return 0;
+  for (int i = 0; i < shape.size(); ++i) {
+    if (__builtin_mul_overflow(count, shape[i], &count)) {
+      return InvalidField("shape", "the number of elements overflows");
+    }
+  }
+  return count;
+}
+
+absl::StatusOr<std::vector<float>> FloatsFromProto(const types::v1::Tensor& tensor) {
+  if (tensor.dtype() != types::v1::DATA_TYPE_FLOAT32) {
+    return InvalidField(
+        "dtype", absl::StrCat("must be FLOAT32, got ", types::v1::DataType_Name(tensor.dtype())));
+  }
+  TANDEM_ASSIGN_OR_RETURN(const int64_t count, CountElements(tensor.shape()));
+  if (tensor.shape_size() != 1) {
+    return InvalidField("shape",
+                        absl::StrCat("must have one dimension, has ", tensor.shape_size()));
+  }
+  if (count != static_cast<int64_t>(tensor.data().size() / sizeof(float)) ||
+      tensor.data().size() % sizeof(float) != 0) {
+    return InvalidField(
+        "data", absl::StrCat("must hold ", count, " x 4 bytes, holds ", tensor.data().size()));
+  }
+  std::vector<float> values(static_cast<size_t>(count));
+  if (!values.empty()) std::memcpy(values.data(), tensor.data().data(), tensor.data().size());
+  return values;
+}
+
+types::v1::DataType DTypeToProto(DType dtype) {
+  switch (dtype) {
+    case DType::kFloat32:
+      return types::v1::DATA_TYPE_FLOAT32;
+    case DType::kBFloat16:
+      return types::v1::DATA_TYPE_BFLOAT16;
+    case DType::kFloat16:
+      return types::v1::DATA_TYPE_FLOAT16;
+    case DType::kInt32:
+      return types::v1::DATA_TYPE_INT32;
+    case DType::kInt64:
+      return types::v1::DATA_TYPE_INT64;
+    case DType::kUInt8:
+      return types::v1::DATA_TYPE_UINT8;
+    default:
+      return types::v1::DATA_TYPE_UNSPECIFIED;
+  }
+}
+
+absl::StatusOr<DType> DTypeFromProto(types::v1::DataType dtype) {
+  switch (dtype) {
+    case types::v1::DATA_TYPE_FLOAT32:
+      return DType::kFloat32;
+    case types::v1::DATA_TYPE_BFLOAT16:
+      return DType::kBFloat16;
+    case types::v1::DATA_TYPE_FLOAT16:
+      return DType::kFloat16;
+    case types::v1::DATA_TYPE_INT32:
+      return DType::kInt32;
+    case types::v1::DATA_TYPE_INT64:
+      return DType::kInt64;
+    case types::v1::DATA_TYPE_UINT8:
+      return DType::kUInt8;
+    default:
+      return InvalidField("dtype", absl::StrCat("unknown value ", static_cast<int>(dtype)));
+  }
+}
+
+absl::StatusOr<TandemConfig> TandemConfigFromProto(const types::v1::TandemConfig& proto,
+                                                   TandemConfig defaults) {
+  TandemConfig config = std::move(defaults);
+  if (proto.has_enabled()) config.enabled = proto.enabled();
+  if (proto.selection_strategy() != types::v1::SELECTION_STRATEGY_UNSPECIFIED) {
+    TANDEM_ASSIGN_OR_RETURN(config.selection_strategy,
+                            StrategyFromProto(proto.selection_strategy()));
+  }
+  if (proto.has_prob_senior()) config.prob_senior = proto.prob_senior();
+  if (proto.has_chunk_size()) config.chunk_size = proto.chunk_size();
+  if (proto.has_max_gap_tokens()) config.max_gap_tokens = proto.max_gap_tokens();
+  if (proto.boundary_token_ids_size() > 0) {
+    config.boundary_token_ids = ToVector(proto.boundary_token_ids());
+  }
+  return config;
+}
+
+void TandemConfigToProto(const TandemConfig& config, types::v1::TandemConfig* proto) {
+  proto->set_enabled(config.enabled);
+  proto->set_selection_strategy(StrategyToProto(config.selection_strategy));
+  proto->set_prob_senior(config.prob_senior);
+  proto->set_chunk_size(config.chunk_size);
+  proto->set_max_gap_tokens(config.max_gap_tokens);
+  SetAll<int32_t>(config.boundary_token_ids, proto->mutable_boundary_token_ids());
+}
+
+absl::StatusOr<SamplingParams> SamplingParamsFromProto(const types::v1::SamplingParams& proto) {
+  SamplingParams params;
+  if (proto.has_temperature()) {
+    TANDEM_ASSIGN_OR_RETURN(params.temperature, Narrow("temperature", proto.temperature()));
+  }
+  if (proto.has_top_k()) params.top_k = proto.top_k();
+  if (proto.has_top_p()) {
+    TANDEM_ASSIGN_OR_RETURN(params.top_p, Narrow("top_p", proto.top_p()));
+  }
+  if (proto.has_min_p()) {
+    TANDEM_ASSIGN_OR_RETURN(params.min_p, Narrow("min_p", proto.min_p()));
+  }
+  if (!proto.has_max_tokens()) return InvalidField("max_tokens", "required");
+  params.max_tokens = proto.max_tokens();
+  params.stop_token_ids = ToVector(proto.stop_token_ids());
+  if (proto.has_ignore_eos()) params.ignore_eos = proto.ignore_eos();
+  return params;
+}
+
+void SamplingParamsToProto(const SamplingParams& params, types::v1::SamplingParams* proto) {
+  proto->set_temperature(params.temperature);
+  proto->set_top_k(params.top_k);
+  proto->set_top_p(params.top_p);
+  proto->set_min_p(params.min_p);
+  proto->set_max_tokens(params.max_tokens);
+  SetAll<int32_t>(params.stop_token_ids, proto->mutable_stop_token_ids());
+  proto->set_ignore_eos(params.ignore_eos);
+}
+
+void TrajectoryToProto(const Trajectory& trajectory, types::v1::Trajectory* proto) {
+  SetAll<int32_t>(trajectory.prompt_token_ids, proto->mutable_prompt_token_ids());
+  SetAll<int32_t>(trajectory.response_token_ids, proto->mutable_response_token_ids());
+  proto->set_authorship_mask(trajectory.authorship_mask.data(), trajectory.authorship_mask.size());
+  FloatsToProto(trajectory.author_logprobs, proto->mutable_author_logprobs());
+  if (!trajectory.other_logprobs.empty()) {
+    FloatsToProto(trajectory.other_logprobs, proto->mutable_other_logprobs());
+  }
+  if (!trajectory.log_keep_mass.empty()) {
+    FloatsToProto(trajectory.log_keep_mass, proto->mutable_log_keep_mass());
+  }
+  proto->clear_senior_versions();
+  for (const VersionRun& run : trajectory.senior_versions) {
+    auto* out = proto->add_senior_versions();
+    out->set_version(run.version);
+    out->set_count(static_cast<int32_t>(run.count));
+  }
+  proto->set_junior_version(trajectory.junior_version);
+  switch (trajectory.finish_reason) {
+    case FinishReason::kUnspecified:
+      proto->set_finish_reason(types::v1::FINISH_REASON_UNSPECIFIED);
+      break;
+    case FinishReason::kStop:
+      proto->set_finish_reason(types::v1::FINISH_REASON_STOP);
+      break;
+    case FinishReason::kLength:
+      proto->set_finish_reason(types::v1::FINISH_REASON_LENGTH);
+      break;
+  }
+  proto->set_seed(trajectory.seed);
+  proto->set_sample_index(trajectory.sample_index);
+  SamplingParamsToProto(trajectory.sampling, proto->mutable_sampling());
+  TandemConfigToProto(trajectory.tandem, proto->mutable_tandem());
+}
+
+absl::StatusOr<Trajectory> TrajectoryFromProto(const types::v1::Trajectory& proto) {
+  Trajectory trajectory;
+  if (proto.prompt_token_ids().empty()) return InvalidField("prompt_token_ids", "required");
+  if (proto.response_token_ids().empty()) return InvalidField("response_token_ids", "required");
+  trajectory.prompt_token_ids = ToVector(proto.prompt_token_ids());
+  trajectory.response_token_ids = ToVector(proto.response_token_ids());
+  const int64_t length = proto.response_token_ids_size();
+
+  const std::string& mask = proto.authorship_mask();
+  if (mask.empty()) return InvalidField("authorship_mask", "required");
+  if (static_cast<int64_t>(mask.size()) != length) {
+    return InvalidField("authorship_mask",
+                        absl::StrCat("must have one byte for each of the ", length,
+                                     " response tokens, has ", mask.size()));
+  }
+  for (size_t i = 0; i < mask.size(); ++i) {
+    if (mask[i] != 0 && mask[i] != 1) {
+      return InvalidField(absl::StrCat("authorship_mask[", i, "]"), "must be 0 or 1");
+    }
+  }
+  trajectory.authorship_mask.assign(mask.begin(), mask.end());
+
+  if (!proto.has_author_logprobs()) return InvalidField("author_logprobs", "required");
+  TANDEM_ASSIGN_OR_RETURN(trajectory.author_logprobs,
+                          TokenFloats("author_logprobs", proto.author_logprobs(), length));
+  if (proto.has_other_logprobs()) {
+    TANDEM_ASSIGN_OR_RETURN(trajectory.other_logprobs,
+                            TokenFloats("other_logprobs", proto.other_logprobs(), length));
+  }
+  if (proto.has_log_keep_mass()) {
+    TANDEM_ASSIGN_OR_RETURN(trajectory.log_keep_mass,
+                            TokenFloats("log_keep_mass", proto.log_keep_mass(), length));
+  }
+
+  if (proto.senior_versions().empty()) return InvalidField("senior_versions", "required");
+  int64_t covered = 0;
+  for (int i = 0; i < proto.senior_versions_size(); ++i) {
+    const auto& run = proto.senior_versions(i);
+    if (run.count() < 1) {
+      return InvalidField(absl::StrCat("senior_versions[", i, "].count"), "must be at least 1");
+    }
+    covered += run.count();
+    trajectory.senior_versions.push_back({run.version(), run.count()});
+  }
+  if (covered != length) {
+    return InvalidField(
+        "senior_versions",
+        absl::StrCat("the counts sum to ", covered, ", not to the ", length, " response tokens"));
+  }
+  trajectory.junior_version = proto.junior_version();
+
+  switch (proto.finish_reason()) {
+    case types::v1::FINISH_REASON_STOP:
+      trajectory.finish_reason = FinishReason::kStop;
+      break;
+    case types::v1::FINISH_REASON_LENGTH:
+      trajectory.finish_reason = FinishReason::kLength;
+      break;
+    default:
+      return InvalidField("finish_reason", "must be STOP or LENGTH");
+  }
+  trajectory.seed = proto.seed();
+  trajectory.sample_index = proto.sample_index();
+  if (!proto.has_sampling()) return InvalidField("sampling", "required");
+  absl::StatusOr<SamplingParams> sampling = SamplingParamsFromProto(proto.sampling());
+  if (!sampling.ok()) return PrependFieldPath("sampling", sampling.status());
+  trajectory.sampling = *std::move(sampling);
+  if (!proto.has_tandem()) return InvalidField("tandem", "required");
+  absl::StatusOr<TandemConfig> tandem = TandemConfigFromProto(proto.tandem(), TandemConfig{});
+  if (!tandem.ok()) return PrependFieldPath("tandem", tandem.status());
+  trajectory.tandem = *std::move(tandem);
+  return trajectory;
+}
+
+void ModelSummaryToProto(const ModelSummary& summary, types::v1::ModelInfo* proto) {
+  proto->set_path(summary.path);
+  proto->set_model_type(summary.model_type);
+  proto->set_vocab_size(static_cast<int32_t>(summary.vocab_size));
+  proto->set_num_parameters(summary.num_parameters);
+  proto->set_max_model_len(static_cast<int32_t>(summary.max_model_len));
+  proto->clear_eos_token_ids();
+  for (const int64_t id : summary.eos_token_ids) {
+    proto->add_eos_token_ids(static_cast<int32_t>(id));
+  }
+}
+
+void WeightManifestToProto(const WeightManifest& manifest, int64_t chunk_bytes,
+                           weights::v1::WeightManifest* proto) {
+  proto->set_version(manifest.version);
+  proto->clear_tensors();
+  for (const WeightSpec& spec : manifest.tensors) {
+    auto* tensor = proto->add_tensors();
+    tensor->set_name(spec.name);
+    tensor->set_dtype(DTypeToProto(spec.dtype));
+    SetAll<int64_t>(spec.shape, tensor->mutable_shape());
+  }
+  proto->set_total_bytes(manifest.total_bytes);
+  proto->set_chunk_bytes(chunk_bytes);
+  proto->set_digest(manifest.digest);
+}
+
+absl::StatusOr<WeightManifest> WeightManifestFromProto(const weights::v1::WeightManifest& proto) {
+  WeightManifest manifest;
+  if (proto.version() < 0) return InvalidField("version", "must not be negative");
+  manifest.version = proto.version();
+  if (proto.tensors().empty()) return InvalidField("tensors", "required");
+  std::set<std::string> names;
+  int64_t total = 0;
+  for (int i = 0; i < proto.tensors_size(); ++i) {
+    const auto& tensor = proto.tensors(i);
+    const std::string path = absl::StrCat("tensors[", i, "]");
+    if (tensor.name().empty()) return InvalidField(path + ".name", "required");
+    if (!names.insert(tensor.name()).second) {
+      return InvalidField(path + ".name", absl::StrCat("\"", tensor.name(), "\" comes twice"));
+    }
+    absl::StatusOr<DType> dtype = DTypeFromProto(tensor.dtype());
+    if (!dtype.ok()) return PrependFieldPath(path, dtype.status());
+    absl::StatusOr<int64_t> elements = CountElements(tensor.shape());
+    if (!elements.ok()) return PrependFieldPath(path, elements.status());
+    int64_t bytes = 0;
+    if (__builtin_mul_overflow(*elements, static_cast<int64_t>(ItemSizeBytes(*dtype)), &bytes) ||
+        __builtin_add_overflow(total, bytes, &total)) {
+      return InvalidField(path + ".shape", "the number of bytes overflows");
+    }
+    manifest.tensors.push_back(
+        {tensor.name(), *dtype, {tensor.shape().begin(), tensor.shape().end()}});
+  }
+  if (proto.total_bytes() != total) {
+    return InvalidField("total_bytes", absl::StrCat("the tensors hold ", total, " bytes, not ",
+                                                    proto.total_bytes()));
+  }
+  manifest.total_bytes = total;
+  if (proto.digest().size() != 32 ||
+      proto.digest().find_first_not_of("0123456789abcdef") != std::string::npos) {
+    return InvalidField("digest", "must be 32 lower-case hexadecimal digits");
+  }
+  manifest.digest = proto.digest();
+  return manifest;
+}
+
+}  // namespace tandem::rpc

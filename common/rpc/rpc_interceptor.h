@@ -1,0 +1,22 @@
+// Counts, times, names and logs every call of a server.
+#ifndef TANDEM_COMMON_RPC_RPC_INTERCEPTOR_H_
+#define TANDEM_COMMON_RPC_RPC_INTERCEPTOR_H_
+
+#include <grpcpp/support/server_interceptor.h>
+
+#include <atomic>
+#include <memory>
+
+#include "common/rpc/metrics.h"
+
+namespace tandem::rpc {
+
+// For every call: the RED metrics of metric_names.h, the request id (request_id.h), a log line when
+// it failed. `live_calls` counts the calls in progress, health and reflection left out; it must
+// outlive the server, like `metrics`.
+std::unique_ptr<grpc::experimental::ServerInterceptorFactoryInterface> MakeRpcInterceptor(
+    Metrics* metrics, std::atomic<int64_t>* live_calls);
+
+}  // namespace tandem::rpc
+
+#endif  // TANDEM_COMMON_RPC_RPC_INTERCEPTOR_H_

@@ -1,0 +1,116 @@
+#include "common/rpc/server.h"
+
+#include <grpcpp/ext/proto_server_reflection_plugin.h>
+#include <grpcpp/health_check_service_interface.h>
+#include <grpcpp/security/server_credentials.h>
+#include <grpcpp/server_builder.h>
+
+#include <algorithm>
+#include <exception>
+#include <thread>
+
+#include "absl/strings/match.h"
+#include "absl/strings/str_cat.h"
+#include "absl/time/clock.h"
+#include "common/rpc/rpc_interceptor.h"
+
+namespace tandem::rpc {
+namespace {
+
+// How long open health watches may hold up a shutdown once the real calls are gone.
+constexpr absl::Duration kWatchersGrace = absl::Milliseconds(200);
+
+int Milliseconds(double seconds) { return static_cast<int>(seconds * 1000); }
+
+std::string Address(const std::string& host, int port) {
+  const bool bare_ipv6 = absl::StrContains(host, ':') && !absl::StartsWith(host, "[");
+  return bare_ipv6 ? absl::StrCat("[", host, "]:", port) : absl::StrCat(host, ":", port);
+}
+
+absl::Status CannotBind(const std::string& what, const std::string& address,
+                        const std::string& field) {
+  return absl::UnavailableError(absl::StrCat("cannot bind the ", what, " address ", address,
+                                             ": is the port in use? (", field,
+                                             ", 0 picks a free one)"));
+}
+
+// CivetWeb wants a numeric address.
+std::string MetricsHost(const std::string& host) {
+  return host == "localhost" ? "127.0.0.1" : host;
+}
+
+}  // namespace
+
+absl::StatusOr<std::unique_ptr<Server>> Server::Start(const config::v1::ServerOptions& options,
+                                                      const std::vector<NamedService>& services,
+                                                      Metrics* metrics) {
+  static const bool health_and_reflection = [] {
+    grpc::EnableDefaultHealthCheckService(true);
+    grpc::reflection::InitProtoReflectionServerBuilderPlugin();
+    return true;
+  }();
+  (void)health_and_reflection;
+
+  std::unique_ptr<Server> server(new Server);
+  const std::string metrics_address = Address(MetricsHost(options.host()), options.metrics_port());
+  try {
+    server->exposer_ = std::make_unique<prometheus::Exposer>(metrics_address, 1);
+  } catch (const std::exception&) {
+    return CannotBind("metrics", metrics_address, "server.metrics_port");
+  }
+  server->exposer_->RegisterCollectable(metrics->collectable());
+  const std::vector<int> ports = server->exposer_->GetListeningPorts();
+  server->metrics_port_ = ports.empty() ? options.metrics_port() : ports[0];
+
+  grpc::ServerBuilder builder;
+  const std::string address = Address(options.host(), options.grpc_port());
+  builder.AddListeningPort(address, grpc::InsecureServerCredentials(), &server->grpc_port_);
+  builder.AddChannelArgument(GRPC_ARG_ALLOW_REUSEPORT, 0);
+  builder.AddChannelArgument(GRPC_ARG_KEEPALIVE_TIME_MS, Milliseconds(options.keepalive_seconds()));
+  builder.AddChannelArgument(GRPC_ARG_KEEPALIVE_TIMEOUT_MS,
+                             Milliseconds(options.keepalive_timeout_seconds()));
+  builder.AddChannelArgument(GRPC_ARG_KEEPALIVE_PERMIT_WITHOUT_CALLS, 1);
+  builder.AddChannelArgument(GRPC_ARG_HTTP2_MAX_PINGS_WITHOUT_DATA, 0);
+  // Clients ping at our own interval; half of it leaves room for clocks.
+  builder.AddChannelArgument(GRPC_ARG_HTTP2_MIN_RECV_PING_INTERVAL_WITHOUT_DATA_MS,
+                             Milliseconds(std::min(options.keepalive_seconds(), 30.0) / 2));
+  builder.SetMaxReceiveMessageSize(kMaxReceiveBytes);
+  for (const NamedService& service : services) {
+    builder.RegisterService(service.service);
+    server->names_.push_back(service.name);
+  }
+  std::vector<std::unique_ptr<grpc::experimental::ServerInterceptorFactoryInterface>> interceptors;
+  interceptors.push_back(MakeRpcInterceptor(metrics, &server->live_calls_));
+  builder.experimental().SetInterceptorCreators(std::move(interceptors));
+  server->metrics_ = metrics;
+  server->server_ = builder.BuildAndStart();
+  if (server->server_ == nullptr || server->grpc_port_ == 0) {
+    return CannotBind("gRPC", address, "server.grpc_port");
+  }
+  server->SetServing(false);
+  return server;
+}
+
+Server::~Server() { Shutdown(absl::InfinitePast()); }
+
+void Server::SetServing(bool serving) {
+  grpc::HealthCheckServiceInterface* const health = server_->GetHealthCheckService();
+  if (health != nullptr) {
+    for (const std::string& name : names_) health->SetServingStatus(name, serving);
+    health->SetServingStatus("", serving);
+  }
+  metrics_->Gauge(metric::kServerReady).Set(serving ? 1 : 0);
+}
+
+void Server::Shutdown(absl::Time deadline) {
+  if (server_ == nullptr || shut_down_) return;
+  shut_down_ = true;
+  SetServing(false);
+  while (live_calls() > 0 && absl::Now() < deadline) {
+    std::this_thread::sleep_for(std::chrono::milliseconds(20));
+  }
+  server_->Shutdown(absl::ToChronoTime(absl::Now() + kWatchersGrace));
+  server_->Wait();
+}
+
+}  // namespace tandem::rpc

@@ -1,0 +1,225 @@
+#include "common/rpc/server_main.h"
+
+#include <signal.h>
+#include <unistd.h>
+
+#include <CLI/CLI.hpp>
+#include <atomic>
+#include <condition_variable>
+#include <cstdio>
+#include <cstdlib>
+#include <iostream>
+#include <memory>
+#include <mutex>
+#include <nlohmann/json.hpp>
+#include <thread>
+
+#include "absl/strings/str_cat.h"
+#include "absl/time/clock.h"
+#include "common/base/logging.h"
+#include "common/config/config.h"
+
+namespace tandem::rpc {
+namespace {
+
+constexpr int kExitOk = 0;
+constexpr int kExitFailure = 1;
+constexpr int kExitBadConfig = 2;
+
+// Beyond the drain deadline, for work that cannot be cancelled.
+constexpr absl::Duration kExitGrace = absl::Seconds(5);
+
+// SIGTERM and SIGINT, taken synchronously by the main thread.
+class Signals {
+ public:
+  // Before any thread starts: threads inherit the mask.
+  Signals() {
+    signal(SIGPIPE, SIG_IGN);
+    sigemptyset(&set_);
+    sigaddset(&set_, SIGTERM);
+    sigaddset(&set_, SIGINT);
+    pthread_sigmask(SIG_BLOCK, &set_, nullptr);
+  }
+  // True when a signal came within `timeout`.
+  bool Wait(absl::Duration timeout) {
+    const timespec limit = absl::ToTimespec(timeout);
+    return sigtimedwait(&set_, nullptr, &limit) > 0;
+  }
+
+ private:
+  sigset_t set_;
+};
+
+// Ends the process if an orderly end takes too long.
+class Watchdog {
+ public:
+  explicit Watchdog(absl::Time deadline) : thread_([this, deadline] { Watch(deadline); }) {}
+  ~Watchdog() {
+    {
+      std::lock_guard lock(mutex_);
+      done_ = true;
+    }
+    changed_.notify_all();
+    thread_.join();
+  }
+
+ private:
+  void Watch(absl::Time deadline) {
+    std::unique_lock lock(mutex_);
+    if (changed_.wait_until(lock, absl::ToChronoTime(deadline), [this] { return done_; })) return;
+    Log(LogLevel::kWarning, "drain_abandoned",
+        {{"message", "work that cannot be cancelled is left"}});
+    _exit(kExitOk);
+  }
+
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  bool done_ = false;
+  std::thread thread_;
+};
+
+struct CommandLine {
+  std::string config;
+  std::vector<std::string> overrides;
+  bool check_config = false;
+};
+
+// Fills `line`, or returns the exit code of --help, --version and mistakes.
+std::optional<int> ParseCommandLine(int argc, char** argv, const std::string& name,
+                                    CommandLine* line) {
+  CLI::App app(absl::StrCat(name, ": one of the servers of Tandem Reinforcement Learning."), name);
+  app.add_option("--config", line->config, "YAML configuration file")->type_name("FILE");
+  app.add_option("overrides", line->overrides, "dotted.key=value, applied in order after the file")
+      ->type_name("KEY=VALUE");
+  app.add_flag("--check-config", line->check_config, "Print the resolved configuration and exit");
+  app.set_version_flag("--version", absl::StrCat(name, " ", SoftwareVersion()));
+  try {
+    app.parse(argc, argv);
+  } catch (const CLI::ParseError& error) {
+    return app.exit(error) == 0 ? kExitOk : kExitBadConfig;
+  }
+  return std::nullopt;
+}
+
+// Loads on its own thread, so that signals are heard. False: a signal came.
+bool LoadUnlessInterrupted(ServerApp& app, Signals& signals, absl::Status* status) {
+  std::atomic<bool> loaded = false;
+  std::thread loader([&] {
+    *status = CallCatching([&] { return app.Load(); });
+    loaded = true;
+  });
+  while (!loaded) {
+    if (signals.Wait(absl::Milliseconds(50)) && !loaded) {
+      loader.detach();
+      return false;
+    }
+  }
+  loader.join();
+  return true;
+}
+
+void WaitUntilAsked(ServerApp& app, Server& server, Signals& signals) {
+  bool serving = true;
+  while (!signals.Wait(absl::Seconds(1))) {
+    const absl::Status health = CallCatching([&] { return app.CheckHealth(); });
+    if (health.ok() == serving) continue;
+    serving = health.ok();
+    server.SetServing(serving);
+    Log(serving ? LogLevel::kInfo : LogLevel::kError, "health_changed",
+        {{"serving", serving}, {"message", health.message()}});
+  }
+}
+
+}  // namespace
+
+std::string SoftwareVersion() { return TANDEM_VERSION; }
+
+int RunServer(int argc, char** argv, const ServerProgram& program) {
+  Signals signals;
+  const std::string name = absl::StrCat("tandem-", program.role, "-server");
+  CommandLine line;
+  if (const auto code = ParseCommandLine(argc, argv, name, &line)) return *code;
+
+  absl::Status status = config::Load(line.config, line.overrides, program.config);
+  if (status.ok()) status = program.resolve();
+  if (!status.ok()) {
+    std::cerr << name << ": bad configuration: " << status.message() << std::endl;
+    return kExitBadConfig;
+  }
+  if (line.check_config) {
+    std::cout << config::ToYaml(*program.config);
+    return kExitOk;
+  }
+
+  const config::v1::ServerOptions options = program.options();
+  SetLogLevel(config::LogLevelOf(options));
+  Metrics metrics;
+  auto executor = std::make_unique<CallExecutor>(
+      CallExecutorOptions{.default_deadline = absl::Seconds(options.default_deadline_seconds())});
+  const absl::Time start_time = absl::Now();
+  metrics.Gauge(metric::kServerInfo, {program.role, SoftwareVersion()}).Set(1);
+  metrics.Gauge(metric::kServerStart).Set(absl::ToDoubleSeconds(start_time - absl::UnixEpoch()));
+  metrics.Gauge(metric::kCallQueueCapacity).Set(static_cast<double>(executor->queue_capacity()));
+
+  ServerRuntime runtime{*executor, metrics, start_time};
+  std::unique_ptr<ServerApp> app = program.create(runtime);
+  absl::StatusOr<std::unique_ptr<Server>> server =
+      Server::Start(options, app->services(), &metrics);
+  if (!server.ok()) {
+    Log(LogLevel::kError, "start_failed", {{"message", server.status().message()}});
+    return kExitFailure;
+  }
+  Log(LogLevel::kInfo, "loading",
+      {{"role", program.role},
+       {"grpc_port", (*server)->grpc_port()},
+       {"metrics_port", (*server)->metrics_port()}});
+  if (!LoadUnlessInterrupted(*app, signals, &status)) {
+    Log(LogLevel::kInfo, "stopped", {{"message", "interrupted while loading"}});
+    _exit(kExitOk);  // loading cannot be cancelled, and there is nothing to save
+  }
+  if (!status.ok()) {
+    Log(LogLevel::kError, "load_failed",
+        {{"code", absl::StatusCodeToString(status.code())}, {"message", status.message()}});
+    return kExitFailure;
+  }
+
+  metrics.OnScrape([&app, &metrics, executor = executor.get()] {
+    metrics.Gauge(metric::kCallQueueDepth).Set(static_cast<double>(executor->queue_size()));
+    app->UpdateMetrics();
+  });
+  executor->SetGate(CallExecutor::Gate::kOpen);
+  (*server)->SetServing(true);
+  std::cout << nlohmann::ordered_json{{"event", "listening"},
+                                      {"grpc_port", (*server)->grpc_port()},
+                                      {"metrics_port", (*server)->metrics_port()}}
+            << std::endl;
+  Log(LogLevel::kInfo, "listening",
+      {{"grpc_port", (*server)->grpc_port()},
+       {"metrics_port", (*server)->metrics_port()},
+       {"load_seconds", absl::ToDoubleSeconds(absl::Now() - start_time)}});
+
+  WaitUntilAsked(*app, **server, signals);
+
+  const absl::Time deadline = absl::Now() + absl::Seconds(options.drain_seconds());
+  Log(LogLevel::kInfo, "draining",
+      {{"live_calls", (*server)->live_calls()}, {"drain_seconds", options.drain_seconds()}});
+  Watchdog watchdog(deadline + kExitGrace);
+  executor->SetGate(CallExecutor::Gate::kDraining);
+  (*server)->SetServing(false);
+  app->Drain(deadline);
+  // A second signal ends the patience.
+  while ((*server)->live_calls() > 0 && absl::Now() < deadline &&
+         !signals.Wait(absl::Milliseconds(20))) {
+  }
+  const int64_t cancelled = (*server)->live_calls();
+  (*server)->Shutdown(absl::InfinitePast());
+  metrics.OnScrape(nullptr);
+  app->Stop();
+  server->reset();
+  executor.reset();
+  app.reset();
+  Log(LogLevel::kInfo, "stopped", {{"cancelled_calls", cancelled}});
+  return kExitOk;
+}
+
+}  // namespace tandem::rpc

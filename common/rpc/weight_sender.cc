@@ -1,0 +1,152 @@
+#include "common/rpc/weight_sender.h"
+
+#include <algorithm>
+#include <string>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "absl/time/clock.h"
+#include "absl/types/span.h"
+#include "common/base/error.h"
+#include "common/base/logging.h"
+#include "common/base/status_macros.h"
+#include "common/rpc/channel.h"
+#include "common/rpc/error_table.h"
+#include "common/rpc/proto_convert.h"
+#include "common/tensor/checksum.h"
+
+namespace tandem::rpc {
+namespace {
+
+using weights::v1::WeightService;
+
+class Sender {
+ public:
+  Sender(WeightService::StubInterface& receiver, const std::string& update_id,
+         const WeightSource& source, const WeightSenderOptions& options)
+      : receiver_(receiver), update_id_(update_id), source_(source), options_(options) {}
+
+  // One attempt, from wherever the receiver is.
+  absl::StatusOr<WeightVersion> Attempt() {
+    TANDEM_ASSIGN_OR_RETURN(const int64_t next_chunk, Begin());
+    TANDEM_RETURN_IF_ERROR(Upload(next_chunk));
+    return Commit();
+  }
+
+ private:
+  std::unique_ptr<grpc::ClientContext> Context() const {
+    return MakeClientContext(std::min(options_.deadline, absl::Now() + options_.rpc_timeout),
+                             options_.request_id);
+  }
+  bool Cancelled() const { return options_.cancelled && options_.cancelled(); }
+  int64_t total_bytes() const { return source_.manifest().total_bytes; }
+  int64_t total_chunks() const {
+    return (total_bytes() + options_.chunk_bytes - 1) / options_.chunk_bytes;
+  }
+
+  absl::StatusOr<int64_t> Begin() {
+    weights::v1::BeginUpdateRequest request;
+    request.set_update_id(update_id_);
+    WeightManifestToProto(source_.manifest(), options_.chunk_bytes, request.mutable_manifest());
+    weights::v1::BeginUpdateResponse response;
+    TANDEM_RETURN_IF_ERROR(
+        FromGrpcStatus(receiver_.BeginUpdate(Context().get(), request, &response)));
+    if (response.next_chunk() < 0 || response.next_chunk() > total_chunks()) {
+      return absl::InternalError(
+          absl::StrCat("the receiver asks for chunk ", response.next_chunk()));
+    }
+    return response.next_chunk();
+  }
+
+  absl::Status Upload(int64_t next_chunk) {
+    if (next_chunk == total_chunks()) return absl::OkStatus();
+    weights::v1::UploadWeightsResponse response;
+    const auto context = Context();
+    const auto stream = receiver_.UploadWeights(context.get(), &response);
+    weights::v1::UploadWeightsRequest chunk;
+    chunk.set_update_id(update_id_);
+    for (int64_t index = next_chunk; index < total_chunks(); ++index) {
+      if (Cancelled()) {
+        context->TryCancel();
+        break;
+      }
+      const int64_t offset = index * options_.chunk_bytes;
+      const int64_t size = std::min(options_.chunk_bytes, total_bytes() - offset);
+      std::string& data = *chunk.mutable_data();
+      data.resize(static_cast<size_t>(size));
+      source_.Read(offset, absl::MakeSpan(reinterpret_cast<std::byte*>(data.data()), data.size()));
+      chunk.set_chunk_index(index);
+      chunk.set_checksum(Xxh3_64(data.data(), data.size()));
+      if (!stream->Write(chunk)) break;  // Finish says why
+    }
+    stream->WritesDone();
+    TANDEM_RETURN_IF_ERROR(FromGrpcStatus(stream->Finish()));
+    if (response.next_chunk() != total_chunks()) {
+      return absl::UnavailableError(absl::StrCat("the receiver holds ", response.next_chunk(),
+                                                 " of ", total_chunks(), " chunks"));
+    }
+    return absl::OkStatus();
+  }
+
+  absl::StatusOr<WeightVersion> Commit() {
+    weights::v1::CommitUpdateRequest request;
+    request.set_update_id(update_id_);
+    weights::v1::CommitUpdateResponse response;
+    TANDEM_RETURN_IF_ERROR(
+        FromGrpcStatus(receiver_.CommitUpdate(Context().get(), request, &response)));
+    const WeightManifest& manifest = source_.manifest();
+    if (response.version() != manifest.version || response.digest() != manifest.digest) {
+      return WithReason(
+          absl::DataLossError(absl::StrCat("the receiver committed version ", response.version(),
+                                           " with digest ", response.digest(), ", not version ",
+                                           manifest.version, " with digest ", manifest.digest)),
+          "DIGEST_MISMATCH");
+    }
+    return WeightVersion{response.version(), response.digest()};
+  }
+
+  WeightService::StubInterface& receiver_;
+  const std::string& update_id_;
+  const WeightSource& source_;
+  const WeightSenderOptions& options_;
+};
+
+bool Retryable(const absl::Status& status) {
+  switch (status.code()) {
+    case absl::StatusCode::kUnavailable:
+    case absl::StatusCode::kDeadlineExceeded:
+    case absl::StatusCode::kResourceExhausted:
+    case absl::StatusCode::kNotFound:  // the receiver restarted: begin again
+      return true;
+    case absl::StatusCode::kDataLoss:
+      return Reason(status) != "DIGEST_MISMATCH";
+    default:
+      return false;
+  }
+}
+
+}  // namespace
+
+absl::StatusOr<WeightVersion> SendWeights(WeightService::StubInterface& receiver,
+                                          const std::string& update_id, const WeightSource& source,
+                                          const WeightSenderOptions& options) {
+  Sender sender(receiver, update_id, source, options);
+  absl::Duration backoff = options.backoff;
+  for (int attempt = 1;; ++attempt) {
+    absl::StatusOr<WeightVersion> result = sender.Attempt();
+    if (result.ok() || !Retryable(result.status()) || attempt >= options.max_attempts) {
+      return result;
+    }
+    if (options.cancelled && options.cancelled()) return absl::CancelledError("cancelled");
+    if (absl::Now() + backoff >= options.deadline) return result;
+    Log(LogLevel::kWarning, "weight_upload_retry",
+        {{"update_id", update_id},
+         {"attempt", attempt},
+         {"code", absl::StatusCodeToString(result.status().code())},
+         {"message", result.status().message()}});
+    absl::SleepFor(backoff);
+    backoff *= 2;
+  }
+}
+
+}  // namespace tandem::rpc
