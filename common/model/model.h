@@ -32,6 +32,10 @@
 namespace tandem {
 
 class Backbone;
+class ParameterStore;
+struct Family;
+struct TensorView;
+struct ValueHeadTensors;
 
 enum class HeadKind {
   kLm,     // vocabulary logits
@@ -120,14 +124,22 @@ class Model {
 
  private:
   Model() = default;
-  static absl::StatusOr<std::unique_ptr<Model>> Build(const ModelConfig& config,
-                                                      const LoadOptions& options);
+  // Everything declared, nothing filled.
+  static absl::StatusOr<std::unique_ptr<Model>> Build(const ModelConfig& config, HeadKind head,
+                                                      bool tied, bool value_head_bias,
+                                                      bool requires_grad);
+  absl::Status FillFrom(const std::vector<const TensorView*>& tensors,
+                        const ValueHeadTensors& value_head, const LoadOptions& options);
+  void Initialize(uint64_t seed);
+  std::string ExportedConfig(DType dtype) const;
 
   ModelConfig config_;
+  const Family* family_ = nullptr;
   std::string source_directory_;
   HeadKind head_ = HeadKind::kLm;
   ValueHeadSource value_head_source_ = ValueHeadSource::kNone;
   bool tied_ = false;
+  std::unique_ptr<ParameterStore> store_;
   std::unique_ptr<Backbone> backbone_;
   at::Tensor lm_head_;          // [V, H]
   at::Tensor value_head_;       // [1, H]

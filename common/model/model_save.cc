@@ -1,0 +1,72 @@
+// Model::Save: a directory that `transformers` loads.
+#include <ATen/ATen.h>
+
+#include <filesystem>
+#include <nlohmann/json.hpp>
+
+#include "absl/strings/str_cat.h"
+#include "common/base/atomic_file.h"
+#include "common/base/status_macros.h"
+#include "common/model/backbone.h"
+#include "common/model/family_registry.h"
+#include "common/model/model.h"
+#include "common/model/parameter_store.h"
+#include "common/tensor/aten_bytes.h"
+
+namespace tandem {
+namespace {
+
+namespace fs = std::filesystem;
+using nlohmann::json;
+
+// What makes a directory usable beside the weights; copied when the source still has it.
+constexpr const char* kCompanionFiles[] = {
+    "generation_config.json",  "tokenizer.json",    "tokenizer_config.json",
+    "tokenizer.model",         "vocab.json",        "merges.txt",
+    "special_tokens_map.json", "added_tokens.json", "chat_template.jinja"};
+
+}  // namespace
+
+std::string Model::ExportedConfig(DType dtype) const {
+  json config = json::parse(config_.raw_json);
+  const char* const dtype_key =
+      config.contains("torch_dtype") && !config.contains("dtype") ? "torch_dtype" : "dtype";
+  config[dtype_key] = std::string(TorchDTypeName(dtype));
+  const char* const suffix = head_ == HeadKind::kLm      ? "ForCausalLM"
+                             : head_ == HeadKind::kValue ? "ForTokenClassification"
+                                                         : "Model";
+  config["architectures"] = {absl::StrCat(family_->class_prefix, suffix)};
+  if (head_ == HeadKind::kLm) config["tie_word_embeddings"] = tied_;
+  if (head_ == HeadKind::kValue) {
+    config["tie_word_embeddings"] = false;
+    config["num_labels"] = 1;
+    config["id2label"] = {{"0", "VALUE"}};
+    config["label2id"] = {{"VALUE", 0}};
+    config["classifier_dropout"] = 0.0;
+    config["token_classification_bias"] = value_head_bias_.defined();
+  }
+  return absl::StrCat(config.dump(2), "\n");
+}
+
+absl::Status Model::Save(const std::string& directory, DType dtype) const {
+  if (config_.raw_json.empty()) {
+    return absl::FailedPreconditionError("the model was built without the text of a config.json");
+  }
+  std::error_code error;
+  fs::create_directories(directory, error);
+  if (error) return absl::InternalError(absl::StrCat(directory, ": ", error.message()));
+  const fs::path target(directory);
+  TANDEM_RETURN_IF_ERROR(WriteNamedTensors(target / "model.safetensors", store_->parameters(),
+                                           dtype, {{"format", "pt"}}));
+  for (const char* name : kCompanionFiles) {
+    const fs::path source = fs::path(source_directory_) / name;
+    if (source_directory_.empty() || !fs::exists(source, error) ||
+        fs::equivalent(source.parent_path(), target, error)) {
+      continue;
+    }
+    TANDEM_RETURN_IF_ERROR(CopyFileDurably(source, target / name));
+  }
+  return WriteFileAtomically(target / "config.json", ExportedConfig(dtype));
+}
+
+}  // namespace tandem

@@ -1,0 +1,21 @@
+// Frequencies of rotary position embeddings, with the usual ways to stretch the context.
+#ifndef TANDEM_COMMON_MODEL_ROPE_H_
+#define TANDEM_COMMON_MODEL_ROPE_H_
+
+#include <vector>
+
+#include "common/model/model_config.h"
+
+namespace tandem {
+
+struct RopeFrequencies {
+  std::vector<float> inverse;  // one per pair of dimensions: head_dim / 2 values
+  double attention_scaling;    // factor on cosines and sines (yarn), 1 otherwise
+};
+
+// The same numbers as `transformers` (modeling_rope_utils).
+RopeFrequencies ComputeRopeFrequencies(const RopeConfig& rope, int64_t head_dim);
+
+}  // namespace tandem
+
+#endif  // TANDEM_COMMON_MODEL_ROPE_H_

@@ -1,0 +1,54 @@
+// Tiny models with random weights for tests: odd shapes, fast, no files needed.
+#ifndef TANDEM_COMMON_MODEL_TEST_MODELS_H_
+#define TANDEM_COMMON_MODEL_TEST_MODELS_H_
+
+#include <cstdint>
+#include <memory>
+#include <nlohmann/json.hpp>
+#include <string>
+#include <utility>
+
+#include "common/model/model.h"
+#include "common/model/model_config.h"
+
+namespace tandem {
+
+// A config.json with grouped heads and head_dim != hidden / heads. `changes` are merged in.
+inline nlohmann::json TinyConfigJson(const std::string& model_type = "llama",
+                                     const nlohmann::json& changes = nlohmann::json::object()) {
+  nlohmann::json config = {{"model_type", model_type},
+                           {"vocab_size", 61},
+                           {"hidden_size", 30},
+                           {"intermediate_size", 43},
+                           {"num_hidden_layers", 2},
+                           {"num_attention_heads", 6},
+                           {"num_key_value_heads", 2},
+                           {"head_dim", 10},
+                           {"max_position_embeddings", 256},
+                           {"rms_norm_eps", 1e-5},
+                           {"rope_theta", 500.0},
+                           {"hidden_act", "silu"},
+                           {"tie_word_embeddings", false},
+                           {"initializer_range", 0.2},
+                           {"eos_token_id", 2},
+                           {"bos_token_id", 1},
+                           {"architectures", {"ForCausalLM"}}};
+  config.merge_patch(changes);
+  return config;
+}
+
+// Aborts on an error: a test's own config is right.
+inline ModelConfig TinyConfig(const std::string& model_type = "llama",
+                              const nlohmann::json& changes = nlohmann::json::object()) {
+  return ParseModelConfig(TinyConfigJson(model_type, changes).dump()).value();
+}
+
+inline std::unique_ptr<Model> TinyModel(const std::string& model_type = "llama",
+                                        const nlohmann::json& changes = nlohmann::json::object(),
+                                        const LoadOptions& options = {}, uint64_t seed = 1) {
+  return std::move(Model::Random(TinyConfig(model_type, changes), seed, options)).value();
+}
+
+}  // namespace tandem
+
+#endif  // TANDEM_COMMON_MODEL_TEST_MODELS_H_
