@@ -1,0 +1,82 @@
+#include "common/parallel/adamw.h"
+
+#include <ATen/ATen.h>
+#include <gtest/gtest.h>
+
+#include <cmath>
+
+namespace tandem::parallel {
+namespace {
+
+OptimizerOptions Options() {
+  OptimizerOptions options;
+  options.beta2 = 0.95;
+  options.weight_decay = 0.1;
+  return options;
+}
+
+TEST(AdamWTest, EqualsTorchOptimAdamW) {
+  // Three steps of torch.optim.AdamW (2.11) with lr 0.01 and decay 0.1 on the matrix, 0 on the
+  // bias.
+  NamedTensors parameters = {{"w", at::tensor({0.5f, -1.25f, 2.0f, 0.125f}).view({2, 2})},
+                             {"b", at::tensor({0.75f, -0.5f})}};
+  AdamW optimizer(parameters, Options());
+  for (int i = 1; i <= 3; ++i) {
+    optimizer.Step(
+        {at::tensor({0.1f, -0.2f, 0.3f, 4.0f}).view({2, 2}) * i, at::tensor({-1.0f, 0.001f}) * i},
+        0.01);
+  }
+  const at::Tensor w = at::tensor({0.469506115f, -1.21725833f, 1.96501076f, 0.0956299901f});
+  const at::Tensor b = at::tensor({0.779024899f, -0.52902472f});
+  EXPECT_LT((parameters[0].second.view({4}) - w).abs().max().item<float>(), 2e-7);
+  EXPECT_LT((parameters[1].second - b).abs().max().item<float>(), 2e-7);
+}
+
+TEST(AdamWTest, EqualsTheDefinitionInDouble) {
+  at::manual_seed(3);
+  const NamedTensors parameters = {{"w", at::randn({3, 5})}};
+  const at::Tensor start = parameters[0].second.to(at::kDouble);
+  AdamW optimizer(parameters, Options());
+  at::Tensor p = start.clone(), m = at::zeros_like(p), v = at::zeros_like(p);
+  for (int t = 1; t <= 20; ++t) {
+    const at::Tensor g = at::randn({3, 5});
+    optimizer.Step({g}, 1e-2);
+    const at::Tensor d = g.to(at::kDouble);
+    p = p * (1 - 1e-2 * 0.1);
+    m = 0.9 * m + 0.1 * d;
+    v = 0.95 * v + 0.05 * d * d;
+    p = p - 1e-2 * (m / (1 - std::pow(0.9, t))) / ((v / (1 - std::pow(0.95, t))).sqrt() + 1e-8);
+  }
+  EXPECT_LT((parameters[0].second.to(at::kDouble) - p).abs().max().item<double>(), 1e-6);
+}
+
+TEST(AdamWTest, StateRoundTripContinuesIdentically) {
+  at::manual_seed(3);
+  const NamedTensors a = {{"w", at::randn({3, 5})}};
+  AdamW first(a, Options());
+  const at::Tensor g1 = at::randn({3, 5}), g2 = at::randn({3, 5});
+  first.Step({g1}, 1e-2);
+  const NamedTensors b = {{"w", a[0].second.clone()}};
+  AdamW second(b, Options());
+  ASSERT_TRUE(second.LoadState(first.State()).ok());
+  EXPECT_EQ(second.steps(), 1);
+  first.Step({g2}, 1e-2);
+  second.Step({g2}, 1e-2);
+  EXPECT_TRUE(a[0].second.equal(b[0].second));
+}
+
+TEST(AdamWTest, StateThatDoesNotFitIsRefused) {
+  AdamW optimizer({{"w", at::zeros({3})}}, Options());
+  NamedTensors state = optimizer.State();
+  state[0].second = at::zeros({4});
+  EXPECT_EQ(optimizer.LoadState(state).code(), absl::StatusCode::kDataLoss);
+  state.erase(state.begin());
+  EXPECT_EQ(optimizer.LoadState(state).code(), absl::StatusCode::kDataLoss);
+}
+
+TEST(AdamWTest, GlobalNormIsTheNormOfEverything) {
+  EXPECT_NEAR(GlobalNorm({at::tensor({3.0f}), at::tensor({0.0f, 4.0f})}), 5.0, 1e-6);
+}
+
+}  // namespace
+}  // namespace tandem::parallel

@@ -1,0 +1,22 @@
+// The learning rate of every optimizer step.
+#ifndef TANDEM_COMMON_PARALLEL_LEARNING_RATE_H_
+#define TANDEM_COMMON_PARALLEL_LEARNING_RATE_H_
+
+#include <cstdint>
+
+#include "absl/status/status.h"
+#include "common/parallel/optimizer_options.h"
+
+namespace tandem::parallel {
+
+// INVALID_ARGUMENT with the field's name for options that make no sense.
+absl::Status CheckOptimizerOptions(const OptimizerOptions& options);
+
+// Learning rate of the step that follows `steps_done` completed ones. Step i (from 1) of W warm-up
+// steps has learning_rate * i / W. Afterwards the schedule falls from learning_rate, first to
+// min_learning_rate once total_steps are done, and stays there.
+double LearningRateAt(const OptimizerOptions& options, int64_t steps_done);
+
+}  // namespace tandem::parallel
+
+#endif  // TANDEM_COMMON_PARALLEL_LEARNING_RATE_H_

@@ -1,0 +1,39 @@
+#include "common/parallel/learning_rate.h"
+
+#include <gtest/gtest.h>
+
+#include "common/base/error.h"
+
+namespace tandem::parallel {
+namespace {
+
+TEST(LearningRateTest, WarmsUpThenFalls) {
+  OptimizerOptions options;
+  options.learning_rate = 1.0;
+  options.warmup_steps = 4;
+  options.total_steps = 12;
+  options.min_learning_rate = 0.2;
+  EXPECT_DOUBLE_EQ(LearningRateAt(options, 0), 0.25);
+  EXPECT_DOUBLE_EQ(LearningRateAt(options, 3), 1.0);
+  EXPECT_DOUBLE_EQ(LearningRateAt(options, 100), 1.0);
+  options.schedule = LearningRateSchedule::kLinear;
+  EXPECT_DOUBLE_EQ(LearningRateAt(options, 4), 1.0);
+  EXPECT_DOUBLE_EQ(LearningRateAt(options, 8), 0.6);
+  EXPECT_DOUBLE_EQ(LearningRateAt(options, 12), 0.2);
+  EXPECT_DOUBLE_EQ(LearningRateAt(options, 99), 0.2);
+  options.schedule = LearningRateSchedule::kCosine;
+  EXPECT_DOUBLE_EQ(LearningRateAt(options, 4), 1.0);
+  EXPECT_NEAR(LearningRateAt(options, 8), 0.6, 1e-12);
+  EXPECT_DOUBLE_EQ(LearningRateAt(options, 12), 0.2);
+}
+
+TEST(LearningRateTest, BadOptionsAreNamed) {
+  EXPECT_TRUE(CheckOptimizerOptions({}).ok());
+  EXPECT_EQ(FieldPath(CheckOptimizerOptions({.beta2 = 1})), "beta2");
+  EXPECT_EQ(FieldPath(CheckOptimizerOptions({.learning_rate = -1})), "learning_rate");
+  EXPECT_EQ(FieldPath(CheckOptimizerOptions({.schedule = LearningRateSchedule::kCosine})),
+            "total_steps");
+}
+
+}  // namespace
+}  // namespace tandem::parallel

@@ -1,0 +1,39 @@
+// One process that holds everything.
+#ifndef TANDEM_COMMON_PARALLEL_SINGLE_PROCESS_STRATEGY_H_
+#define TANDEM_COMMON_PARALLEL_SINGLE_PROCESS_STRATEGY_H_
+
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "common/parallel/adamw.h"
+#include "common/parallel/strategy.h"
+
+namespace tandem::parallel {
+
+class SingleProcessStrategy : public Strategy {
+ public:
+  absl::Status Build(const NamedTensors& parameters, const OptimizerOptions& options) override;
+  at::Tensor Gradient(absl::string_view parameter) const override;
+  absl::Status ForwardBackward(int64_t count,
+                               absl::FunctionRef<absl::Status(int64_t)> run) override;
+  absl::StatusOr<OptimizerReport> OptimizerStep() override;
+  absl::Status SumOverRanks(absl::Span<double>) override { return absl::OkStatus(); }
+  int64_t rank() const override { return 0; }
+  int64_t world_size() const override { return 1; }
+  int64_t optimizer_steps() const override { return optimizer_->steps(); }
+  absl::StatusOr<NamedTensors> GatherParameters() override;
+  absl::Status ScatterParameters(const NamedTensors& parameters) override;
+  absl::Status SaveOptimizer(const std::string& directory) override;
+  absl::Status LoadOptimizer(const std::string& directory) override;
+
+ private:
+  OptimizerOptions options_;
+  NamedTensors parameters_;
+  std::vector<at::Tensor> gradients_;
+  std::unique_ptr<AdamW> optimizer_;
+};
+
+}  // namespace tandem::parallel
+
+#endif  // TANDEM_COMMON_PARALLEL_SINGLE_PROCESS_STRATEGY_H_
