@@ -30,12 +30,15 @@ void SetLogLevel(LogLevel level);
 // The value of a field.
 class LogValue {
  public:
+  // Implicit, so that a field is written {"name", value}.
+  // NOLINTBEGIN(google-explicit-constructor)
   LogValue(const char* text) : value_(std::string(text)) {}
   LogValue(std::string text) : value_(std::move(text)) {}
   LogValue(absl::string_view text) : value_(std::string(text)) {}
   LogValue(bool value) : value_(value) {}
   LogValue(double value) : value_(value) {}
   LogValue(std::integral auto value) : value_(static_cast<int64_t>(value)) {}
+  // NOLINTEND(google-explicit-constructor)
 
   using Variant = std::variant<bool, int64_t, double, std::string>;
   const Variant& value() const { return value_; }

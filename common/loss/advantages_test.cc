@@ -13,7 +13,6 @@ namespace {
 
 using ::testing::DoubleNear;
 using ::testing::ElementsAre;
-using ::testing::Pointwise;
 
 TEST(AdvantagesTest, GroupRelativeUsesSampleStandardDeviation) {
   // Group 7: rewards 1, 0, 0; mean 1/3, std with ddof 1 = sqrt(1/3). Group 9 has one member.

@@ -56,7 +56,7 @@ std::string ChooseRequestId(const grpc::ServerContextBase& context) {
   const auto& metadata = context.client_metadata();
   const auto found = metadata.find(kRequestIdKey);
   if (found == metadata.end()) return NewRequestId();
-  const std::string id(found->second.data(), found->second.size());
+  std::string id(found->second.data(), found->second.size());
   if (id.empty() || id.size() > kMaxRequestIdBytes) return NewRequestId();
   for (const char c : id) {
     if (c < 0x21 || c > 0x7e) return NewRequestId();
