@@ -87,3 +87,21 @@ def test_make_help_lists_the_commands_of_the_readme():
         re.findall(r"^([a-z-]+):.*## ", (REPOSITORY / "Makefile").read_text(), re.MULTILINE)
     )
     assert commands <= described
+
+
+@pytest.mark.parametrize("name", ["cluster.yaml", "run.yaml"])
+def test_the_example_files_of_the_readme_are_valid(name: str):
+    settings = pytest.importorskip("tandem.settings")
+    schema = {"cluster.yaml": settings.ClusterSettings, "run.yaml": settings.RunSettings}[name]
+    block = re.search(rf"```yaml\n(# {name}.*?)```", README, re.DOTALL)
+    settings.validate(schema, yaml.safe_load(block.group(1)), name)
+
+
+def test_the_server_sections_of_the_example_are_valid():
+    schema = pytest.importorskip("tandem.config.v1.server_config_pb2")
+    from google.protobuf import json_format
+
+    block = re.search(r"```yaml\n(# cluster.yaml.*?)```", README, re.DOTALL)
+    cluster = yaml.safe_load(block.group(1))
+    json_format.ParseDict(cluster["rollout"], schema.RolloutServerConfig())
+    json_format.ParseDict(cluster["trainer"], schema.TrainerServerConfig())

@@ -78,6 +78,11 @@ def test_one_server_may_not_include_another(tree):
     assert len(tree(files).check_arrows()) == 1
 
 
+def test_a_test_of_a_server_may_talk_to_another(tree):
+    files = {"services/trainer/service/a_test.cc": '#include "services/critic/engine/engine.h"\n'}
+    assert tree(files).check_arrows() == []
+
+
 def test_a_message_in_a_tensor_layer_is_found(tree):
     files = {"common/loss/a.cc": '#include "tandem/types/v1/tensor.pb.h"\n'}
     assert len(tree(files).check_arrows()) == 1
