@@ -1,0 +1,41 @@
+#include "common/model/kv_cache.h"
+
+#include <ATen/ATen.h>
+#include <gtest/gtest.h>
+
+#include "common/model/test_models.h"
+
+namespace tandem {
+namespace {
+
+TEST(KvCacheTest, SlotsAreHandedOutAndTakenBack) {
+  KvCache cache(TinyConfig(), /*num_slots=*/2, /*max_model_len=*/16);
+  const int64_t a = cache.Allocate().value(), b = cache.Allocate().value();
+  EXPECT_NE(a, b);
+  EXPECT_EQ(cache.num_free_slots(), 0);
+  EXPECT_EQ(cache.Allocate().status().code(), absl::StatusCode::kResourceExhausted);
+  cache.Advance(a, 5);
+  cache.Free(a);
+  EXPECT_EQ(cache.Allocate().value(), a);
+  EXPECT_EQ(cache.cursor(a), 0);
+}
+
+TEST(KvCacheTest, CursorsMoveWithinTheSlot) {
+  KvCache cache(TinyConfig(), 1, 16);
+  const int64_t slot = cache.Allocate().value();
+  cache.Advance(slot, 16);
+  EXPECT_THROW(cache.Advance(slot, 1), c10::Error);
+  cache.Truncate(slot, 3);
+  EXPECT_EQ(cache.cursor(slot), 3);
+  EXPECT_THROW(cache.Truncate(slot, 4), c10::Error);
+  cache.Reset();
+  EXPECT_EQ(cache.cursor(slot), 0);
+  EXPECT_TRUE(cache.in_use(slot));
+}
+
+TEST(KvCacheTest, BytesPerTokenCountsKeysAndValuesOfAllLayers) {
+  EXPECT_EQ(KvCache(TinyConfig(), 1, 1).bytes_per_token(), 2 * 2 * 2 * 10 * 4);
+}
+
+}  // namespace
+}  // namespace tandem

@@ -33,9 +33,9 @@ struct RopeConfig {
   double beta_fast = 32.0;
   double beta_slow = 1.0;
   bool truncate = true;
-  std::optional<double> attention_factor;
-  std::optional<double> mscale;
-  std::optional<double> mscale_all_dim;
+  std::optional<double> attention_factor = std::nullopt;
+  std::optional<double> mscale = std::nullopt;
+  std::optional<double> mscale_all_dim = std::nullopt;
 };
 
 struct ModelConfig {
@@ -56,8 +56,8 @@ struct ModelConfig {
   double initializer_range = 0.02;
   // Union of config.json and generation_config.json, ascending.
   std::vector<int64_t> eos_token_ids;
-  std::optional<int64_t> bos_token_id;
-  std::optional<int64_t> pad_token_id;
+  std::optional<int64_t> bos_token_id = std::nullopt;
+  std::optional<int64_t> pad_token_id = std::nullopt;
   std::optional<DType> dtype;  // of the file, as the config states it
   // config.json as it was read; an export writes its unknown keys back.
   std::string raw_json;

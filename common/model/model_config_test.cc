@@ -1,0 +1,116 @@
+#include "common/model/model_config.h"
+
+#include <gtest/gtest.h>
+
+#include "common/base/error.h"
+#include "common/model/rope.h"
+#include "common/model/test_models.h"
+
+namespace tandem {
+namespace {
+
+using nlohmann::json;
+
+absl::StatusOr<ModelConfig> Parse(const json& changes, const std::string& generation = "") {
+  return ParseModelConfig(TinyConfigJson("llama", changes).dump(), generation);
+}
+
+void ExpectFieldError(const json& changes, absl::StatusCode code, const std::string& path) {
+  const absl::Status status = Parse(changes).status();
+  EXPECT_EQ(status.code(), code) << status;
+  EXPECT_EQ(FieldPath(status), path) << status;
+}
+
+TEST(ModelConfigTest, ReadsTheArchitecture) {
+  const ModelConfig config = Parse(json::object()).value();
+  EXPECT_EQ(config.model_type, "llama");
+  EXPECT_EQ(config.head_dim, 10);
+  EXPECT_EQ(config.query_size(), 60);
+  EXPECT_EQ(config.key_value_size(), 20);
+  EXPECT_EQ(config.rope.theta, 500.0);
+  EXPECT_EQ(config.eos_token_ids, std::vector<int64_t>{2});
+  EXPECT_EQ(config.bos_token_id, 1);
+  EXPECT_EQ(config.pad_token_id, std::nullopt);
+}
+
+TEST(ModelConfigTest, HeadDimAndKeyValueHeadsHaveDefaults) {
+  const ModelConfig config =
+      Parse({{"head_dim", nullptr}, {"hidden_size", 36}, {"num_key_value_heads", nullptr}}).value();
+  EXPECT_EQ(config.head_dim, 6);
+  EXPECT_EQ(config.num_key_value_heads, 6);
+}
+
+TEST(ModelConfigTest, BothStylesOfRopeAndDtypeAreRead) {
+  const ModelConfig old_style =
+      Parse({{"rope_scaling", {{"type", "linear"}, {"factor", 4.0}}}, {"torch_dtype", "bfloat16"}})
+          .value();
+  EXPECT_EQ(old_style.rope.type, RopeConfig::Type::kLinear);
+  EXPECT_EQ(old_style.rope.theta, 500.0);
+  EXPECT_EQ(old_style.rope.factor, 4.0);
+  EXPECT_EQ(old_style.dtype, DType::kBFloat16);
+  const ModelConfig new_style = Parse({{"rope_theta", nullptr},
+                                       {"rope_parameters",
+                                        {{"rope_type", "llama3"},
+                                         {"rope_theta", 7.0},
+                                         {"factor", 8.0},
+                                         {"low_freq_factor", 1.0},
+                                         {"high_freq_factor", 4.0},
+                                         {"original_max_position_embeddings", 64}}},
+                                       {"dtype", "float16"}})
+                                    .value();
+  EXPECT_EQ(new_style.rope.type, RopeConfig::Type::kLlama3);
+  EXPECT_EQ(new_style.rope.theta, 7.0);
+  EXPECT_EQ(new_style.dtype, DType::kFloat16);
+}
+
+TEST(ModelConfigTest, StopTokensAreTheUnionOfBothFiles) {
+  const auto config = Parse({{"eos_token_id", {9, 4}}}, R"({"eos_token_id": [4, 2]})");
+  EXPECT_EQ(config.value().eos_token_ids, (std::vector<int64_t>{2, 4, 9}));
+}
+
+TEST(ModelConfigTest, WrongFieldsAreNamed) {
+  const auto kInvalid = absl::StatusCode::kInvalidArgument;
+  ExpectFieldError({{"hidden_size", nullptr}}, kInvalid, "config.json.hidden_size");
+  ExpectFieldError({{"hidden_size", "30"}}, kInvalid, "config.json.hidden_size");
+  ExpectFieldError({{"vocab_size", -1}}, kInvalid, "config.json.vocab_size");
+  ExpectFieldError({{"num_key_value_heads", 4}}, kInvalid, "config.json.num_key_value_heads");
+  ExpectFieldError({{"head_dim", 7}}, kInvalid, "config.json.head_dim");
+  ExpectFieldError({{"head_dim", nullptr}, {"hidden_size", 31}}, kInvalid,
+                   "config.json.hidden_size");
+  ExpectFieldError({{"rms_norm_eps", 0}}, kInvalid, "config.json.rms_norm_eps");
+  ExpectFieldError({{"eos_token_id", "</s>"}}, kInvalid, "config.json.eos_token_id");
+  ExpectFieldError({{"model_type", nullptr}}, kInvalid, "config.json.model_type");
+  ExpectFieldError({{"rope_scaling", {{"rope_type", "linear"}}}}, kInvalid,
+                   "config.json.rope_scaling.factor");
+}
+
+TEST(ModelConfigTest, UnsupportedFeaturesAreUnimplemented) {
+  const auto kNot = absl::StatusCode::kUnimplemented;
+  ExpectFieldError({{"hidden_act", "gelu"}}, kNot, "config.json.hidden_act");
+  ExpectFieldError({{"use_sliding_window", true}}, kNot, "config.json.use_sliding_window");
+  ExpectFieldError({{"layer_types", {"full_attention", "sliding_attention"}}}, kNot,
+                   "config.json.layer_types");
+  ExpectFieldError({{"rope_scaling", {{"rope_type", "dynamic"}, {"factor", 2.0}}}}, kNot,
+                   "config.json.rope_scaling.rope_type");
+  ExpectFieldError({{"partial_rotary_factor", 0.5}}, kNot, "config.json.partial_rotary_factor");
+  ExpectFieldError({{"quantization_config", {{"bits", 4}}}}, kNot,
+                   "config.json.quantization_config");
+}
+
+TEST(ModelConfigTest, HostileTextIsRefused) {
+  for (const std::string& text : {std::string(), std::string("{"), std::string("[]"),
+                                  std::string(1'000'000, '['), std::string("{\"a\":1,\"a\":2}")}) {
+    EXPECT_EQ(ParseModelConfig(text).status().code(), absl::StatusCode::kInvalidArgument);
+  }
+  EXPECT_EQ(LoadModelConfig("/nonexistent").status().code(), absl::StatusCode::kNotFound);
+}
+
+TEST(RopeTest, DefaultFrequenciesFallGeometrically) {
+  const RopeFrequencies rope = ComputeRopeFrequencies({.theta = 10000.0}, 8);
+  EXPECT_EQ(rope.attention_scaling, 1.0);
+  ASSERT_EQ(rope.inverse.size(), 4u);
+  for (int i = 0; i < 4; ++i) EXPECT_NEAR(rope.inverse[i], std::pow(10.0, -i), 1e-7);
+}
+
+}  // namespace
+}  // namespace tandem

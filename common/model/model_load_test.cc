@@ -1,0 +1,264 @@
+// Model::Load and Model::Save: round trips, and what is refused.
+#include <ATen/ATen.h>
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <filesystem>
+#include <fstream>
+
+#include "common/base/error.h"
+#include "common/model/model.h"
+#include "common/model/test_models.h"
+#include "common/tensor/aten_bytes.h"
+
+namespace tandem {
+namespace {
+
+namespace fs = std::filesystem;
+using nlohmann::json;
+using testing::AllOf;
+using testing::HasSubstr;
+
+class ModelLoadTest : public testing::Test {
+ protected:
+  ModelLoadTest() {
+    directory_ = fs::path(testing::TempDir()) / "model_load" /
+                 testing::UnitTest::GetInstance()->current_test_info()->name();
+    fs::remove_all(directory_);
+    fs::create_directories(directory_);
+  }
+
+  // Writes the config and the weights of a random model, changed by `edit`.
+  template <typename Edit>
+  void Write(const json& config_changes, const Edit& edit) {
+    const auto model = TinyModel("llama", config_changes);
+    NamedTensors tensors = model->Parameters();
+    edit(tensors);
+    WriteWeights(tensors);
+    std::ofstream(directory_ / "config.json") << TinyConfigJson("llama", config_changes).dump();
+  }
+  void Write(const json& config_changes = json::object()) {
+    Write(config_changes, [](NamedTensors&) {});
+  }
+  void WriteWeights(const NamedTensors& tensors, const std::string& name = "model.safetensors") {
+    ASSERT_TRUE(WriteNamedTensors(directory_ / name, tensors).ok());
+  }
+
+  void ExpectInvalid(const std::string& tensor, const std::string& what,
+                     const LoadOptions& options = {}) {
+    const absl::Status status = Model::Load(directory_, options).status();
+    EXPECT_EQ(status.code(), absl::StatusCode::kInvalidArgument) << status;
+    EXPECT_THAT(std::string(status.message()),
+                AllOf(HasSubstr(directory_.string()), HasSubstr("tensor '" + tensor + "'"),
+                      HasSubstr(what)));
+  }
+
+  static void ExpectSameParameters(const Model& a, const Model& b) {
+    const NamedTensors left = a.Parameters(), right = b.Parameters();
+    ASSERT_EQ(left.size(), right.size());
+    for (size_t i = 0; i < left.size(); ++i) {
+      EXPECT_EQ(left[i].first, right[i].first);
+      EXPECT_TRUE(at::equal(left[i].second, right[i].second)) << left[i].first;
+    }
+  }
+
+  fs::path directory_;
+};
+
+constexpr char kNorm[] = "model.norm.weight";
+
+TEST_F(ModelLoadTest, SavedModelsComeBackBitForBit) {
+  for (const bool tied : {false, true}) {
+    const auto model = TinyModel("qwen3", {{"tie_word_embeddings", tied}, {"my_key", 7}});
+    ASSERT_TRUE(model->Save(directory_).ok());
+    const auto loaded = Model::Load(directory_, {.requires_grad = true});
+    ASSERT_TRUE(loaded.ok()) << loaded.status();
+    EXPECT_EQ((*loaded)->tied(), tied);
+    ExpectSameParameters(*model, **loaded);
+    const json config = json::parse((*loaded)->config().raw_json);
+    EXPECT_EQ(config["my_key"], 7);
+    EXPECT_EQ(config["architectures"], json::array({"Qwen3ForCausalLM"}));
+  }
+}
+
+TEST_F(ModelLoadTest, HalfPrecisionFilesAreReadIntoFp32) {
+  const auto model = TinyModel();
+  for (const DType dtype : {DType::kBFloat16, DType::kFloat16}) {
+    ASSERT_TRUE(model->Save(directory_, dtype).ok());
+    const auto loaded = Model::Load(directory_);
+    ASSERT_TRUE(loaded.ok()) << loaded.status();
+    EXPECT_EQ((*loaded)->config().dtype, dtype);
+    const at::Tensor expected = model->LmHeadWeight().to(ToScalarType(dtype)).to(at::kFloat);
+    EXPECT_TRUE(at::equal((*loaded)->LmHeadWeight(), expected));
+  }
+}
+
+TEST_F(ModelLoadTest, TokenizerFilesTravelWithTheModel) {
+  Write();
+  std::ofstream(directory_ / "tokenizer.json") << "{}";
+  const fs::path copy = directory_ / "copy";
+  ASSERT_TRUE(Model::Load(directory_).value()->Save(copy).ok());
+  EXPECT_TRUE(fs::exists(copy / "tokenizer.json"));
+}
+
+TEST_F(ModelLoadTest, MissingTensorsAreNamed) {
+  Write({}, [](NamedTensors& tensors) {
+    std::erase_if(tensors, [](const auto& entry) { return entry.first == kNorm; });
+  });
+  ExpectInvalid(kNorm, "missing");
+}
+
+TEST_F(ModelLoadTest, UnexpectedTensorsAreNamed) {
+  Write({}, [](NamedTensors& tensors) {
+    tensors.emplace_back("model.layers.2.input_layernorm.weight", at::ones({30}));
+  });
+  ExpectInvalid("model.layers.2.input_layernorm.weight", "unexpected");
+}
+
+TEST_F(ModelLoadTest, MisshapedAndIntegerTensorsAreNamed) {
+  Write({}, [](NamedTensors& tensors) {
+    for (auto& [name, tensor] : tensors) {
+      if (name == kNorm) tensor = at::ones({31});
+    }
+  });
+  ExpectInvalid(kNorm, "shape [31], expected [30]");
+  Write({}, [](NamedTensors& tensors) {
+    for (auto& [name, tensor] : tensors) {
+      if (name == kNorm) tensor = at::ones({30}, at::kLong);
+    }
+  });
+  ExpectInvalid(kNorm, "not floating-point");
+}
+
+TEST_F(ModelLoadTest, TruncatedWeightsAreDataLoss) {
+  Write();
+  const fs::path weights = directory_ / "model.safetensors";
+  fs::resize_file(weights, fs::file_size(weights) - 5);
+  EXPECT_EQ(Model::Load(directory_).status().code(), absl::StatusCode::kDataLoss);
+}
+
+TEST_F(ModelLoadTest, EmptyDirectoryIsNotFound) {
+  EXPECT_EQ(Model::Load(directory_).status().code(), absl::StatusCode::kNotFound);
+  std::ofstream(directory_ / "config.json") << TinyConfigJson().dump();
+  EXPECT_EQ(Model::Load(directory_).status().code(), absl::StatusCode::kNotFound);
+}
+
+TEST_F(ModelLoadTest, OldRotaryBuffersAreIgnored) {
+  Write({}, [](NamedTensors& tensors) {
+    tensors.emplace_back("model.layers.0.self_attn.rotary_emb.inv_freq", at::ones({5}));
+  });
+  EXPECT_TRUE(Model::Load(directory_).ok());
+}
+
+TEST_F(ModelLoadTest, TiedHeadInTheFileMustEqualTheEmbedding) {
+  const json tied = {{"tie_word_embeddings", true}};
+  Write(tied, [](NamedTensors& tensors) {
+    tensors.emplace_back("lm_head.weight", tensors[0].second.clone());
+  });
+  EXPECT_TRUE(Model::Load(directory_).ok());
+  Write(tied, [](NamedTensors& tensors) {
+    tensors.emplace_back("lm_head.weight", tensors[0].second + 1);
+  });
+  ExpectInvalid("lm_head.weight", "differs");
+  // Untied on request, the head in the file is the head.
+  const auto untied = Model::Load(directory_, {.untie_embeddings = true});
+  ASSERT_TRUE(untied.ok()) << untied.status();
+  EXPECT_FALSE((*untied)->tied());
+  EXPECT_FALSE(
+      at::equal((*untied)->LmHeadWeight(), (*untied)->Parameter("model.embed_tokens.weight")));
+}
+
+TEST_F(ModelLoadTest, UntiedCopyOfATiedModelStartsWithItsHead) {
+  Write({{"tie_word_embeddings", true}});
+  const auto model = Model::Load(directory_, {.untie_embeddings = true});
+  ASSERT_TRUE(model.ok()) << model.status();
+  EXPECT_TRUE(
+      at::equal((*model)->LmHeadWeight(), (*model)->Parameter("model.embed_tokens.weight")));
+  EXPECT_FALSE(
+      (*model)->LmHeadWeight().is_alias_of((*model)->Parameter("model.embed_tokens.weight")));
+}
+
+// --- use_value_head ---
+
+constexpr LoadOptions kCritic = {.head = HeadKind::kValue, .value_head_seed = 3};
+
+TEST_F(ModelLoadTest, BaseModelGetsASeededRandomValueHead) {
+  Write();
+  const auto a = Model::Load(directory_, kCritic), b = Model::Load(directory_, kCritic);
+  ASSERT_TRUE(a.ok()) << a.status();
+  EXPECT_EQ((*a)->value_head_source(), ValueHeadSource::kRandom);
+  ExpectSameParameters(**a, **b);
+  EXPECT_FALSE((*a)->Parameter("lm_head.weight").defined());
+  LoadOptions other = kCritic;
+  other.value_head_seed = 4;
+  EXPECT_FALSE(at::equal((*a)->Parameter("score.weight"),
+                         Model::Load(directory_, other).value()->Parameter("score.weight")));
+}
+
+TEST_F(ModelLoadTest, TiedBaseModelNeedsUntyingForAValueHead) {
+  Write({{"tie_word_embeddings", true}});
+  const absl::Status status = Model::Load(directory_, kCritic).status();
+  EXPECT_EQ(status.code(), absl::StatusCode::kInvalidArgument);
+  EXPECT_EQ(FieldPath(status), "use_value_head");
+  LoadOptions untied = kCritic;
+  untied.untie_embeddings = true;
+  EXPECT_TRUE(Model::Load(directory_, untied).ok());
+}
+
+TEST_F(ModelLoadTest, SavedCriticsComeBackWhateverTheirTieFlag) {
+  Write();
+  const auto critic = Model::Load(directory_, kCritic).value();
+  const fs::path saved = directory_ / "critic";
+  ASSERT_TRUE(critic->Save(saved).ok());
+  json config = json::parse(std::ifstream(saved / "config.json"));
+  EXPECT_EQ(config["architectures"], json::array({"LlamaForTokenClassification"}));
+  EXPECT_EQ(config["num_labels"], 1);
+  config["tie_word_embeddings"] = true;
+  std::ofstream(saved / "config.json") << config.dump();
+  const auto loaded = Model::Load(saved, kCritic);
+  ASSERT_TRUE(loaded.ok()) << loaded.status();
+  EXPECT_EQ((*loaded)->value_head_source(), ValueHeadSource::kCheckpoint);
+  ExpectSameParameters(*critic, **loaded);
+}
+
+TEST_F(ModelLoadTest, EveryKnownNameOfAValueHeadIsRead) {
+  const at::Tensor weight = at::randn({1, 30}), bias = at::randn({1});
+  for (const std::string stem :
+       {"score.", "v_head.summary.", "output_layer.", "output_layer.value_head."}) {
+    for (const bool with_bias : {false, true}) {
+      Write({}, [&](NamedTensors& tensors) {
+        tensors.emplace_back(stem + "weight", weight);
+        if (with_bias) tensors.emplace_back(stem + "bias", bias);
+      });
+      const auto model = Model::Load(directory_, kCritic);
+      ASSERT_TRUE(model.ok()) << model.status();
+      EXPECT_TRUE(at::equal((*model)->Parameter("score.weight"), weight));
+      EXPECT_EQ((*model)->Parameter("score.bias").defined(), with_bias);
+    }
+  }
+}
+
+TEST_F(ModelLoadTest, ValueHeadInAFileOfItsOwnIsRead) {
+  Write();
+  const at::Tensor weight = at::randn({1, 30});
+  WriteWeights({{"v_head.summary.weight", weight}}, "value_head.safetensors");
+  const auto model = Model::Load(directory_, kCritic);
+  ASSERT_TRUE(model.ok()) << model.status();
+  EXPECT_TRUE(at::equal((*model)->Parameter("score.weight"), weight));
+}
+
+TEST_F(ModelLoadTest, BadValueHeadsAreNamed) {
+  Write({}, [](NamedTensors& t) { t.emplace_back("score.weight", at::ones({2, 30})); });
+  ExpectInvalid("score.weight", "shape [2, 30], expected [1, 30]", kCritic);
+  Write({}, [](NamedTensors& t) { t.emplace_back("score.bias", at::ones({1})); });
+  ExpectInvalid("score.bias", "without its weight", kCritic);
+  Write({}, [](NamedTensors& t) {
+    t.emplace_back("score.weight", at::ones({1, 30}));
+    t.emplace_back("v_head.summary.weight", at::ones({1, 30}));
+  });
+  ExpectInvalid("v_head.summary.weight", "a second value head", kCritic);
+  ExpectInvalid("score.weight", "unexpected");  // as a language model
+}
+
+}  // namespace
+}  // namespace tandem

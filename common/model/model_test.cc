@@ -1,0 +1,193 @@
+#include "common/model/model.h"
+
+#include <ATen/ATen.h>
+#include <c10/core/InferenceMode.h>
+#include <gtest/gtest.h>
+
+#include "common/base/error.h"
+#include "common/model/test_models.h"
+
+namespace tandem {
+namespace {
+
+using Tokens = std::vector<int64_t>;
+
+Tokens SomeTokens(int64_t count, int64_t seed) {
+  Tokens tokens;
+  for (int64_t i = 0; i < count; ++i) tokens.push_back((seed * 7 + i * i * 13 + i) % 61);
+  return tokens;
+}
+
+at::Tensor FullHidden(const Model& model, const std::vector<Tokens>& sequences) {
+  CausalContext causal;
+  return model.HiddenStates(MakeRaggedBatch(sequences), causal);
+}
+
+double MaxDifference(const at::Tensor& a, const at::Tensor& b) {
+  return (a - b).abs().max().item<double>();
+}
+
+TEST(ModelTest, EveryFamilyRunsWithItsOptions) {
+  const nlohmann::json biased = {{"attention_bias", true}, {"mlp_bias", true}};
+  for (const char* family : {"llama", "qwen2", "qwen3"}) {
+    const auto model = TinyModel(family, biased);
+    const at::Tensor logits = model->ForwardLogits(FullHidden(*model, {SomeTokens(5, 1)}));
+    EXPECT_EQ(logits.sizes(), (at::IntArrayRef{5, 61})) << family;
+    EXPECT_TRUE(at::isfinite(logits).all().item<bool>());
+  }
+  EXPECT_TRUE(TinyModel("qwen3")->Parameter("model.layers.1.self_attn.q_norm.weight").defined());
+  EXPECT_TRUE(TinyModel("qwen2")->Parameter("model.layers.0.self_attn.k_proj.bias").defined());
+  EXPECT_FALSE(TinyModel("llama")->Parameter("model.layers.0.self_attn.k_proj.bias").defined());
+}
+
+TEST(ModelTest, UnknownFamilyIsUnimplemented) {
+  const absl::Status status = Model::Random(TinyConfig("gpt2"), 1).status();
+  EXPECT_EQ(status.code(), absl::StatusCode::kUnimplemented);
+  EXPECT_EQ(FieldPath(status), "config.json.model_type");
+}
+
+TEST(ModelTest, PackedSequencesEqualSingleOnes) {
+  const auto model = TinyModel("qwen3");
+  const std::vector<Tokens> sequences = {SomeTokens(1, 1), SomeTokens(70, 2), SomeTokens(9, 3)};
+  const at::Tensor packed = FullHidden(*model, sequences);
+  int64_t begin = 0;
+  for (const Tokens& tokens : sequences) {
+    const int64_t count = static_cast<int64_t>(tokens.size());
+    EXPECT_LE(MaxDifference(packed.narrow(0, begin, count), FullHidden(*model, {tokens})), 1e-5);
+    begin += count;
+  }
+}
+
+TEST(ModelTest, InferenceEqualsTrainingForward) {
+  const auto model = TinyModel("llama", {}, {.requires_grad = true});
+  const at::Tensor training = FullHidden(*model, {SomeTokens(80, 4)});
+  EXPECT_TRUE(training.requires_grad());
+  c10::InferenceMode guard;
+  EXPECT_LE(MaxDifference(FullHidden(*model, {SomeTokens(80, 4)}), training), 1e-5);
+}
+
+// However the tokens are chunked and batched, a row's bits are those of the whole sequence alone.
+TEST(ModelTest, DecodeIsInvariantToChunkingAndBatching) {
+  c10::InferenceMode guard;
+  for (const char* family : {"llama", "qwen2", "qwen3"}) {
+    const auto model = TinyModel(family);
+    const Tokens a = SomeTokens(75, 5), b = SomeTokens(40, 6);
+    const at::Tensor whole_a = FullHidden(*model, {a}), whole_b = FullHidden(*model, {b});
+    KvCache cache(model->config(), 3, 128);
+    const int64_t slot_a = cache.Allocate().value(), slot_b = cache.Allocate().value();
+    const absl::Span<const int64_t> span_a(a), span_b(b);
+
+    const at::Tensor first =
+        model
+            ->Decode(cache, {{slot_b, span_b.subspan(0, 7), 7}, {slot_a, span_a.subspan(0, 70), 2}})
+            .value();
+    EXPECT_TRUE(at::equal(first.narrow(0, 0, 7), whole_b.narrow(0, 0, 7))) << family;
+    EXPECT_TRUE(at::equal(first.narrow(0, 7, 2), whole_a.narrow(0, 68, 2))) << family;
+    EXPECT_EQ(cache.cursor(slot_a), 70);
+    const at::Tensor silent = model->Decode(cache, {{slot_b, span_b.subspan(7, 3), 0}}).value();
+    EXPECT_EQ(silent.size(0), 0);
+    const at::Tensor second =
+        model->Decode(cache, {{slot_a, span_a.subspan(70, 1), 1}, {slot_b, span_b.subspan(10), 1}})
+            .value();
+    EXPECT_TRUE(at::equal(second[0], whole_a[70])) << family;
+    EXPECT_TRUE(at::equal(second[1], whole_b[39])) << family;
+  }
+}
+
+TEST(ModelTest, TruncateAndPrefixCopyContinueExactly) {
+  c10::InferenceMode guard;
+  const auto model = TinyModel();
+  const Tokens tokens = SomeTokens(30, 7);
+  const at::Tensor whole = FullHidden(*model, {tokens});
+  KvCache cache(model->config(), 2, 64);
+  const int64_t a = cache.Allocate().value(), b = cache.Allocate().value();
+  Tokens wrong = tokens;
+  wrong[20] = (wrong[20] + 1) % 61;
+  ASSERT_TRUE(model->Decode(cache, {{a, wrong, 1}}).ok());
+  cache.Truncate(a, 20);
+  cache.CopyPrefix(a, b, 10);
+  const absl::Span<const int64_t> span(tokens);
+  const at::Tensor hidden =
+      model->Decode(cache, {{a, span.subspan(20), 1}, {b, span.subspan(10), 1}}).value();
+  EXPECT_TRUE(at::equal(hidden[0], whole[29]));
+  EXPECT_TRUE(at::equal(hidden[1], whole[29]));
+}
+
+TEST(ModelTest, BadDecodeInputsMoveNothing) {
+  const auto model = TinyModel();
+  KvCache cache(model->config(), 2, 8);
+  const int64_t slot = cache.Allocate().value();
+  const Tokens good = {1, 2}, outside = {1, 61}, negative = {-1}, long_one(9, 1);
+  const auto code = [&](std::vector<DecodeInput> inputs) {
+    return model->Decode(cache, inputs).status().code();
+  };
+  EXPECT_EQ(code({{slot, outside, 1}}), absl::StatusCode::kInvalidArgument);
+  EXPECT_EQ(code({{slot, negative, 1}}), absl::StatusCode::kInvalidArgument);
+  EXPECT_EQ(code({{slot, {}, 0}}), absl::StatusCode::kInvalidArgument);
+  EXPECT_EQ(code({{slot, good, 3}}), absl::StatusCode::kInvalidArgument);
+  EXPECT_EQ(code({{slot, good, 1}, {slot, good, 1}}), absl::StatusCode::kInvalidArgument);
+  EXPECT_EQ(code({{slot + 1, good, 1}}), absl::StatusCode::kInvalidArgument);
+  EXPECT_EQ(code({{slot, long_one, 1}}), absl::StatusCode::kOutOfRange);
+  EXPECT_EQ(cache.cursor(slot), 0);
+  EXPECT_EQ(FieldPath(model->Decode(cache, {{slot, outside, 1}}).status()), "inputs[0].tokens[1]");
+}
+
+TEST(ModelTest, InPlaceUpdatesTakeEffectThroughFusedWeights) {
+  c10::InferenceMode guard;
+  const auto model = TinyModel("qwen2"), other = TinyModel("qwen2", {}, {}, /*seed=*/2);
+  const std::vector<Tokens> batch = {SomeTokens(6, 8)};
+  EXPECT_GT(MaxDifference(FullHidden(*model, batch), FullHidden(*other, batch)), 1e-3);
+  ASSERT_TRUE(model->LoadParameters(other->Parameters()).ok());
+  EXPECT_TRUE(at::equal(FullHidden(*model, batch), FullHidden(*other, batch)));
+}
+
+TEST(ModelTest, LoadParametersIsAllOrNothing) {
+  const auto model = TinyModel();
+  const at::Tensor before = model->Parameter("model.norm.weight").clone();
+  NamedTensors tensors;
+  for (const auto& [name, tensor] : model->Parameters()) tensors.emplace_back(name, tensor + 1);
+  const auto expect_refused = [&](const NamedTensors& bad, const std::string& name) {
+    const absl::Status status = model->LoadParameters(bad);
+    EXPECT_EQ(status.code(), absl::StatusCode::kInvalidArgument);
+    EXPECT_NE(std::string(status.message()).find("'" + name + "'"), std::string::npos) << status;
+    EXPECT_TRUE(at::equal(model->Parameter("model.norm.weight"), before));
+  };
+  NamedTensors bad(tensors.begin(), tensors.end() - 1);
+  expect_refused(bad, "lm_head.weight");
+  bad = tensors;
+  bad.back().second = at::zeros({3});
+  expect_refused(bad, "lm_head.weight");
+  bad = tensors;
+  bad.emplace_back("extra", at::zeros({1}));
+  expect_refused(bad, "extra");
+  EXPECT_TRUE(model->LoadParameters({{"lm_head.weight", at::zeros({61, 30})}}, true).ok());
+}
+
+TEST(ModelTest, TiedHeadIsListedOnceAndSharesMemory) {
+  const auto model = TinyModel("llama", {{"tie_word_embeddings", true}}, {.requires_grad = true});
+  EXPECT_TRUE(model->tied());
+  EXPECT_FALSE(model->Parameter("lm_head.weight").defined());
+  EXPECT_TRUE(model->LmHeadWeight().is_same(model->Parameter("model.embed_tokens.weight")));
+}
+
+TEST(ModelTest, GradientsReachEveryParameter) {
+  for (const char* family : {"llama", "qwen2", "qwen3"}) {
+    for (const HeadKind head : {HeadKind::kLm, HeadKind::kValue}) {
+      const auto model = TinyModel(family, {}, {.head = head, .requires_grad = true});
+      const at::Tensor hidden = FullHidden(*model, {SomeTokens(6, 1), SomeTokens(3, 2)});
+      (head == HeadKind::kLm ? model->ForwardLogits(hidden) : model->Values(hidden))
+          .pow(2)
+          .mean()
+          .backward();
+      for (const auto& [name, parameter] : model->Parameters()) {
+        ASSERT_TRUE(parameter.grad().defined()) << name;
+        // A key's bias moves all scores of a row alike: softmax does not see it.
+        if (name.find("k_proj.bias") != std::string::npos) continue;
+        EXPECT_GT(parameter.grad().abs().max().item<double>(), 0) << name;
+      }
+    }
+  }
+}
+
+}  // namespace
+}  // namespace tandem

@@ -33,7 +33,7 @@ inline nlohmann::json TinyConfigJson(const std::string& model_type = "llama",
                            {"eos_token_id", 2},
                            {"bos_token_id", 1},
                            {"architectures", {"ForCausalLM"}}};
-  config.merge_patch(changes);
+  if (changes.is_object()) config.merge_patch(changes);  // `{}` arrives as null
   return config;
 }
 

@@ -1,0 +1,140 @@
+// Runs a model on token ids and writes what came out, for comparison with `transformers`.
+//
+//   tandem-model-probe --model DIR --request request.json --output out.safetensors
+//
+// Request: {"sequences": [[ids...]...], "head": "lm" | "value",
+//           "cached_chunks": [n...],   // given: through the KV cache, in chunks of these sizes
+//           "gradients": bool, "seed": value-head seed, "save": directory to export to}
+// Output: hidden [T, H]; logits [T, V] or values [T]; with gradients, loss [] and grad.<name>.
+// The loss is the mean cross-entropy of every next token in its sequence, or the mean of v^2.
+#include <ATen/ATen.h>
+#include <c10/core/InferenceMode.h>
+
+#include <CLI/CLI.hpp>
+#include <fstream>
+#include <iostream>
+#include <nlohmann/json.hpp>
+
+#include "common/base/status_macros.h"
+#include "common/model/model.h"
+#include "common/tensor/aten_bytes.h"
+
+namespace tandem {
+namespace {
+
+using Sequences = std::vector<std::vector<int64_t>>;
+
+void AppendHead(const Model& model, const at::Tensor& hidden, NamedTensors& output) {
+  output.emplace_back("hidden", hidden);
+  if (model.head() == HeadKind::kLm) {
+    output.emplace_back("logits", model.ForwardLogits(hidden));
+  } else {
+    output.emplace_back("values", model.Values(hidden));
+  }
+}
+
+at::Tensor Loss(const Model& model, const at::Tensor& hidden, const Sequences& sequences) {
+  if (model.head() == HeadKind::kValue) return model.Values(hidden).pow(2).mean();
+  std::vector<int64_t> labels;
+  for (const auto& sequence : sequences) {
+    labels.insert(labels.end(), sequence.begin() + 1, sequence.end());
+    labels.push_back(-100);
+  }
+  return at::cross_entropy_loss(model.ForwardLogits(hidden), at::tensor(labels, at::kLong));
+}
+
+// All sequences side by side, `chunks` tokens at a time (the list repeats), every row wanted.
+absl::StatusOr<at::Tensor> CachedHidden(const Model& model, const Sequences& sequences,
+                                        const std::vector<int64_t>& chunks) {
+  int64_t longest = 0;
+  for (const auto& sequence : sequences) {
+    longest = std::max(longest, static_cast<int64_t>(sequence.size()));
+  }
+  KvCache cache(model.config(), static_cast<int64_t>(sequences.size()), longest);
+  std::vector<std::vector<at::Tensor>> hidden(sequences.size());
+  std::vector<int64_t> slots;
+  for (size_t s = 0; s < sequences.size(); ++s) {
+    TANDEM_ASSIGN_OR_RETURN(const int64_t slot, cache.Allocate());
+    slots.push_back(slot);
+  }
+  for (size_t step = 0; cache.cursor(slots[0]) <= longest; ++step) {
+    std::vector<DecodeInput> inputs;
+    std::vector<size_t> owners;
+    for (size_t s = 0; s < sequences.size(); ++s) {
+      const absl::Span<const int64_t> rest =
+          absl::MakeConstSpan(sequences[s]).subspan(cache.cursor(slots[s]));
+      if (rest.empty()) continue;
+      const absl::Span<const int64_t> chunk = rest.subspan(0, chunks[step % chunks.size()]);
+      inputs.push_back({slots[s], chunk, static_cast<int64_t>(chunk.size())});
+      owners.push_back(s);
+    }
+    if (inputs.empty()) break;
+    TANDEM_ASSIGN_OR_RETURN(const at::Tensor rows, model.Decode(cache, inputs));
+    int64_t begin = 0;
+    for (size_t i = 0; i < inputs.size(); ++i) {
+      hidden[owners[i]].push_back(rows.narrow(0, begin, inputs[i].num_output_rows));
+      begin += inputs[i].num_output_rows;
+    }
+  }
+  std::vector<at::Tensor> all;
+  for (const auto& parts : hidden) all.insert(all.end(), parts.begin(), parts.end());
+  return at::cat(all, 0);
+}
+
+absl::Status Run(const std::string& directory, const nlohmann::json& request,
+                 const std::string& output_path) {
+  const bool gradients = request.value("gradients", false);
+  const auto sequences = request.at("sequences").get<Sequences>();
+  LoadOptions options;
+  options.head = request.value("head", "lm") == "value" ? HeadKind::kValue : HeadKind::kLm;
+  options.untie_embeddings = request.value("untie_embeddings", false);
+  options.value_head_seed = request.value("seed", uint64_t{0});
+  options.requires_grad = gradients;
+  TANDEM_ASSIGN_OR_RETURN(const auto model, Model::Load(directory, options));
+  NamedTensors output;
+  if (request.contains("cached_chunks")) {
+    c10::InferenceMode guard;
+    TANDEM_ASSIGN_OR_RETURN(
+        const at::Tensor hidden,
+        CachedHidden(*model, sequences, request["cached_chunks"].get<std::vector<int64_t>>()));
+    AppendHead(*model, hidden, output);
+  } else {
+    const c10::InferenceMode guard(!gradients);
+    CausalContext causal;
+    const at::Tensor hidden = model->HiddenStates(MakeRaggedBatch(sequences), causal);
+    AppendHead(*model, hidden, output);
+    if (gradients) {
+      const at::Tensor loss = Loss(*model, hidden, sequences);
+      loss.backward();
+      output.emplace_back("loss", loss);
+      for (const auto& [name, parameter] : model->Parameters()) {
+        output.emplace_back("grad." + name, parameter.grad());
+      }
+    }
+  }
+  if (request.contains("save")) {
+    TANDEM_RETURN_IF_ERROR(model->Save(request["save"].get<std::string>()));
+  }
+  return WriteNamedTensors(output_path, output);
+}
+
+}  // namespace
+}  // namespace tandem
+
+int main(int argc, char** argv) {
+  CLI::App app("Runs a model on token ids and writes hidden states, logits and gradients");
+  std::string model, request, output;
+  app.add_option("--model", model, "Hugging Face directory")->required();
+  app.add_option("--request", request, "JSON file")->required();
+  app.add_option("--output", output, "safetensors file")->required();
+  CLI11_PARSE(app, argc, argv);
+  try {
+    const absl::Status status =
+        tandem::Run(model, nlohmann::json::parse(std::ifstream(request)), output);
+    if (status.ok()) return 0;
+    std::cerr << status << "\n";
+  } catch (const std::exception& error) {
+    std::cerr << error.what() << "\n";
+  }
+  return 1;
+}

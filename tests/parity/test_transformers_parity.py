@@ -1,0 +1,273 @@
+"""The model library against `transformers`, fp32: logits, values, hidden states, gradients.
+
+Tiny random models of odd shapes, and SmolLM2-135M where it has been imported. The C++ side is
+`tandem-model-probe`, taken from the build directory in TANDEM_BUILD_DIR (default build/release).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import pathlib
+import subprocess
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+BUILD = ROOT / os.environ.get("TANDEM_BUILD_DIR", "build/release")
+PROBE = BUILD / "bin" / "tandem-model-probe"
+SMOLLM2 = ROOT / os.environ.get("TANDEM_SMOLLM2", "models/SmolLM2-135M-Instruct")
+
+# Largest absolute error of logits, values and hidden states; gradients relative to the largest
+# entry of the same gradient.
+TINY_TOLERANCE = 2e-5
+GRADIENT_TOLERANCE = 1e-4
+SMOLLM2_TOLERANCE = 3e-4
+
+LENGTHS = [1, 23, 7, 70]
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One tiny model: a family and how its config differs from the base shape."""
+
+    name: str
+    family: str
+    changes: dict
+
+
+def rope(**parameters: object) -> dict:
+    return {"rope_parameters": {"rope_theta": 10000.0, **parameters}}
+
+
+CASES = [
+    Case("llama", "Llama", {}),
+    Case("llama-tied", "Llama", {"tie_word_embeddings": True}),
+    Case("llama-biases", "Llama", {"attention_bias": True, "mlp_bias": True}),
+    Case("llama-mha", "Llama", {"num_key_value_heads": 6, "head_dim": 8}),
+    Case("llama-mqa", "Llama", {"num_key_value_heads": 1, "head_dim": 34}),
+    Case("llama-linear", "Llama", rope(rope_type="linear", factor=3.0)),
+    Case(
+        "llama-llama3",
+        "Llama",
+        rope(
+            rope_type="llama3",
+            factor=8.0,
+            low_freq_factor=1.0,
+            high_freq_factor=4.0,
+            original_max_position_embeddings=32,
+        ),
+    ),
+    Case(
+        "llama-yarn",
+        "Llama",
+        rope(rope_type="yarn", factor=4.0, original_max_position_embeddings=64),
+    ),
+    Case(
+        "qwen2-yarn-mscale",
+        "Qwen2",
+        rope(
+            rope_type="yarn",
+            factor=4.0,
+            original_max_position_embeddings=64,
+            beta_fast=16.0,
+            beta_slow=2.0,
+            mscale=1.0,
+            mscale_all_dim=0.5,
+            truncate=False,
+        ),
+    ),
+    Case("qwen2", "Qwen2", {}),
+    Case("qwen2-tied", "Qwen2", {"tie_word_embeddings": True}),
+    Case("qwen3", "Qwen3", {}),
+    Case("qwen3-tied-bias", "Qwen3", {"tie_word_embeddings": True, "attention_bias": True}),
+]
+
+
+def build(case: Case, head: str) -> torch.nn.Module:
+    shape = {
+        "vocab_size": 97,
+        "hidden_size": 44,
+        "intermediate_size": 75,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 2,
+        "head_dim": 10,
+        "max_position_embeddings": 256,
+        "initializer_range": 0.15,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "pad_token_id": None,
+    }
+    config = getattr(transformers, f"{case.family}Config")(**{**shape, **case.changes})
+    torch.manual_seed(len(case.name))
+    if head == "value":
+        config.num_labels = 1
+        config.classifier_dropout = 0.0
+        model = getattr(transformers, f"{case.family}ForTokenClassification")(config)
+    else:
+        model = getattr(transformers, f"{case.family}ForCausalLM")(config)
+    with torch.no_grad():  # norms and biases that matter
+        for name, parameter in model.named_parameters():
+            if "norm" in name or name.endswith("bias"):
+                parameter.add_(0.2 * torch.randn_like(parameter))
+    return model.float().eval()
+
+
+def sequences(vocab_size: int, lengths: list[int] = LENGTHS) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(5)
+    return [
+        torch.randint(0, vocab_size, (length,), generator=generator).tolist() for length in lengths
+    ]
+
+
+def probe(tmp_path: pathlib.Path, model_dir: pathlib.Path, **request: object) -> dict:
+    if not PROBE.exists():
+        pytest.fail(f"{PROBE} is missing: build first, or set TANDEM_BUILD_DIR")
+    (tmp_path / "request.json").write_text(json.dumps(request))
+    output = tmp_path / "output.safetensors"
+    subprocess.run(
+        [
+            str(PROBE),
+            f"--model={model_dir}",
+            f"--request={tmp_path / 'request.json'}",
+            f"--output={output}",
+        ],
+        check=True,
+        timeout=300,
+    )
+    return load_file(output)
+
+
+def reference(model: torch.nn.Module, tokens: list[list[int]], head: str) -> dict:
+    """Every sequence by itself, in eager mode: no padding, no packing."""
+    hidden, outputs = [], []
+    for sequence in tokens:
+        result = model(torch.tensor([sequence]), output_hidden_states=True, use_cache=False)
+        hidden.append(result.hidden_states[-1][0])
+        outputs.append(result.logits[0])
+    rows = torch.cat(outputs)
+    return {
+        "hidden": torch.cat(hidden),
+        ("values" if head == "value" else "logits"): rows[:, 0] if head == "value" else rows,
+    }
+
+
+def reference_loss(result: dict, tokens: list[list[int]], head: str) -> torch.Tensor:
+    if head == "value":
+        return result["values"].pow(2).mean()
+    labels = [label for sequence in tokens for label in [*sequence[1:], -100]]
+    return torch.nn.functional.cross_entropy(result["logits"], torch.tensor(labels))
+
+
+def max_error(a: torch.Tensor, b: torch.Tensor) -> float:
+    assert a.shape == b.shape
+    return (a - b).abs().max().item()
+
+
+def assert_close(actual: dict, expected: dict, tolerance: float) -> None:
+    for name, tensor in expected.items():
+        error = max_error(actual[name], tensor.detach())
+        assert error <= tolerance, f"{name}: max abs error {error:.2e} > {tolerance:.0e}"
+
+
+@pytest.mark.parametrize("head", ["lm", "value"])
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_forward_and_gradients(case: Case, head: str, tmp_path: pathlib.Path) -> None:
+    model = build(case, head)
+    model.save_pretrained(tmp_path / "model")
+    tokens = sequences(model.config.vocab_size)
+    expected = reference(model, tokens, head)
+    loss = reference_loss(expected, tokens, head)
+    loss.backward()
+
+    trained = probe(tmp_path, tmp_path / "model", sequences=tokens, head=head, gradients=True)
+    assert_close(trained, expected, TINY_TOLERANCE)
+    assert abs(trained["loss"].item() - loss.item()) <= 1e-5
+    gradients = {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
+    assert {name for name in trained if name.startswith("grad.")} == {
+        f"grad.{name}" for name in gradients
+    }
+    for name, gradient in gradients.items():
+        error = max_error(trained[f"grad.{name}"], gradient)
+        # The absolute floor is for gradients that are zero in exact arithmetic (a key's bias).
+        limit = GRADIENT_TOLERANCE * gradient.abs().max().item() + 1e-7
+        assert error <= limit, f"gradient of {name}: {error:.2e} > {limit:.2e}"
+
+    # The kernels of inference, whole and through the KV cache, give the same bits.
+    inferred = probe(tmp_path, tmp_path / "model", sequences=tokens, head=head)
+    assert_close(inferred, expected, TINY_TOLERANCE)
+    cached = probe(
+        tmp_path, tmp_path / "model", sequences=tokens, head=head, cached_chunks=[9, 1, 1, 30]
+    )
+    for name, tensor in inferred.items():
+        assert torch.equal(cached[name], tensor), name
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_half_precision_files(dtype: str, tmp_path: pathlib.Path) -> None:
+    model = build(CASES[0], "lm").to(getattr(torch, dtype))
+    model.save_pretrained(tmp_path / "model")
+    tokens = sequences(model.config.vocab_size)
+    expected = reference(model.float(), tokens, "lm")
+    actual = probe(tmp_path, tmp_path / "model", sequences=tokens)
+    assert_close(actual, expected, TINY_TOLERANCE)
+
+
+def test_sharded_checkpoint(tmp_path: pathlib.Path) -> None:
+    model = build(CASES[0], "lm")
+    model.save_pretrained(tmp_path / "model", max_shard_size="60KB")
+    assert (tmp_path / "model" / "model.safetensors.index.json").exists()
+    tokens = sequences(model.config.vocab_size)
+    actual = probe(tmp_path, tmp_path / "model", sequences=tokens)
+    assert_close(actual, reference(model, tokens, "lm"), TINY_TOLERANCE)
+
+
+@pytest.mark.parametrize("case", [CASES[1], CASES[9], CASES[12]], ids=lambda case: case.name)
+@pytest.mark.parametrize("head", ["lm", "value"])
+def test_exports_load_in_transformers(case: Case, head: str, tmp_path: pathlib.Path) -> None:
+    build(case, "lm").save_pretrained(tmp_path / "model")
+    tokens = sequences(97, [13])
+    actual = probe(
+        tmp_path,
+        tmp_path / "model",
+        sequences=tokens,
+        head=head,
+        seed=11,
+        untie_embeddings=head == "value",
+        save=str(tmp_path / "exported"),
+    )
+    auto = (
+        transformers.AutoModelForTokenClassification
+        if head == "value"
+        else transformers.AutoModelForCausalLM
+    )
+    model, info = auto.from_pretrained(
+        tmp_path / "exported", dtype=torch.float32, output_loading_info=True
+    )
+    assert not info["missing_keys"] and not info["unexpected_keys"]
+    assert_close(actual, reference(model.eval(), tokens, head), TINY_TOLERANCE)
+
+
+@pytest.mark.skipif(
+    not (SMOLLM2 / "config.json").exists(),
+    reason=f"{SMOLLM2} is not there: `tandem model import` makes it, or set TANDEM_SMOLLM2",
+)
+def test_smollm2(tmp_path: pathlib.Path) -> None:
+    model = transformers.AutoModelForCausalLM.from_pretrained(SMOLLM2, dtype=torch.float32).eval()
+    tokens = sequences(model.config.vocab_size, [40, 9])
+    expected = reference(model, tokens, "lm")
+    reference_loss(expected, tokens, "lm").backward()
+    trained = probe(tmp_path, SMOLLM2, sequences=tokens, gradients=True)
+    assert_close(trained, expected, SMOLLM2_TOLERANCE)
+    worst = 0.0
+    for name, parameter in model.named_parameters():
+        error = max_error(trained[f"grad.{name}"], parameter.grad)
+        worst = max(worst, error / parameter.grad.abs().max().item())
+    assert worst <= 1e-3, f"gradients: largest relative error {worst:.2e}"
+    cached = probe(tmp_path, SMOLLM2, sequences=tokens, cached_chunks=[16, 1, 2])
+    assert_close(cached, expected, SMOLLM2_TOLERANCE)
