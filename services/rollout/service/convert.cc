@@ -1,0 +1,143 @@
+#include "services/rollout/service/convert.h"
+
+#include <string>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "common/base/error.h"
+#include "common/base/status_macros.h"
+#include "common/rpc/error_table.h"
+#include "common/rpc/proto_convert.h"
+#include "common/rpc/server_main.h"
+
+namespace tandem::rollout {
+
+EngineOptions EngineOptionsFromConfig(const config::RolloutServerConfig& config) {
+  EngineOptions options;
+  options.senior_model = config.senior_model();
+  options.junior_model = config.junior_model();
+  // Cannot fail: a resolved strategy is a known one.
+  options.tandem = rpc::TandemConfigFromProto(config.tandem(), TandemConfig{}).value();
+  options.max_num_seqs = config.max_num_seqs();
+  options.max_model_len = config.max_model_len();
+  options.max_batched_tokens = config.max_batched_tokens();
+  options.max_queue = config.max_queue();
+  options.on_weight_update = config.on_weight_update() == config::v1::ON_WEIGHT_UPDATE_KEEP
+                                 ? OnWeightUpdate::kKeep
+                                 : OnWeightUpdate::kRecompute;
+  options.num_threads = config.compute().num_threads();
+  return options;
+}
+
+absl::StatusOr<PromptRequest> PromptFromProto(const v1::Prompt& prompt,
+                                              const TandemConfig& defaults) {
+  PromptRequest request;
+  request.prompt_token_ids.assign(prompt.prompt_token_ids().begin(),
+                                  prompt.prompt_token_ids().end());
+  if (!prompt.has_sampling()) return InvalidField("sampling", "required");
+  absl::StatusOr<SamplingParams> sampling = rpc::SamplingParamsFromProto(prompt.sampling());
+  if (!sampling.ok()) return PrependFieldPath("sampling", sampling.status());
+  request.sampling = *std::move(sampling);
+  absl::StatusOr<TandemConfig> tandem = rpc::TandemConfigFromProto(prompt.tandem(), defaults);
+  if (!tandem.ok()) return PrependFieldPath("tandem", tandem.status());
+  request.tandem = *std::move(tandem);
+  request.seed = prompt.seed();
+  if (prompt.num_samples() < 0) {
+    return InvalidField("num_samples",
+                        absl::StrCat("must not be negative, got ", prompt.num_samples()));
+  }
+  request.num_samples = prompt.num_samples() == 0 ? 1 : prompt.num_samples();
+  request.return_other_logprobs = prompt.return_other_logprobs();
+  request.stream_tokens = prompt.stream_tokens();
+  return request;
+}
+
+v1::GenerateResponse TokensToProto(const std::string& request_id, const TokensDelta& delta) {
+  v1::GenerateResponse response;
+  v1::TokensEvent* event = response.mutable_tokens();
+  event->set_request_id(request_id);
+  event->set_sample_index(delta.sample_index);
+  event->set_offset(static_cast<int32_t>(delta.offset));
+  event->mutable_token_ids()->Add(delta.token_ids.begin(), delta.token_ids.end());
+  event->set_authorship_mask(delta.authorship_mask.data(), delta.authorship_mask.size());
+  return response;
+}
+
+v1::GenerateResponse FinishedToProto(const std::string& request_id, const Trajectory& trajectory) {
+  v1::GenerateResponse response;
+  response.mutable_finished()->set_request_id(request_id);
+  rpc::TrajectoryToProto(trajectory, response.mutable_finished()->mutable_trajectory());
+  return response;
+}
+
+v1::GenerateResponse FailedToProto(const std::string& request_id, const absl::Status& status) {
+  v1::GenerateResponse response;
+  response.mutable_failed()->set_request_id(request_id);
+  *response.mutable_failed()->mutable_status() = rpc::ToRpcStatus(status);
+  return response;
+}
+
+absl::StatusOr<ScoreRequest> ScoreFromProto(const v1::ScoreRequest& proto) {
+  ScoreRequest request;
+  if (proto.sequences().empty()) return InvalidField("sequences", "required");
+  if (!proto.senior() && !proto.junior()) {
+    return InvalidField("senior", "ask for senior, junior or both");
+  }
+  request.senior = proto.senior();
+  request.junior = proto.junior();
+  if (proto.has_temperature()) request.temperature = proto.temperature();
+  // Written so that NaN fails too.
+  if (!(request.temperature > 0)) {
+    return InvalidField("temperature", absl::StrCat("must be above 0, got ", request.temperature));
+  }
+  for (int i = 0; i < proto.sequences_size(); ++i) {
+    const v1::ScoreSequence& sequence = proto.sequences(i);
+    const std::string path = absl::StrCat("sequences[", i, "]");
+    if (sequence.token_ids_size() < 2) {
+      return InvalidField(path + ".token_ids", "must hold at least 2 tokens");
+    }
+    if (sequence.first_scored_token() < 1 ||
+        sequence.first_scored_token() >= sequence.token_ids_size()) {
+      return InvalidField(path + ".first_scored_token",
+                          absl::StrCat("must be in [1, ", sequence.token_ids_size() - 1, "], got ",
+                                       sequence.first_scored_token()));
+    }
+    request.sequences.push_back({{sequence.token_ids().begin(), sequence.token_ids().end()},
+                                 sequence.first_scored_token()});
+  }
+  return request;
+}
+
+v1::ScoreResponse ScoreToProto(const ScoreRequest& request, const ScoreResult& result) {
+  v1::ScoreResponse response;
+  response.set_policy_version(result.policy_version);
+  for (const SequenceScores& scores : result.sequences) {
+    v1::SequenceScores* out = response.add_sequences();
+    if (request.senior) rpc::FloatsToProto(scores.senior_logprobs, out->mutable_senior_logprobs());
+    if (request.junior) rpc::FloatsToProto(scores.junior_logprobs, out->mutable_junior_logprobs());
+  }
+  return response;
+}
+
+v1::GetServerInfoResponse InfoToProto(const EngineInfo& info, const TandemConfig& defaults,
+                                      const WeightVersion& version, bool paused) {
+  v1::GetServerInfoResponse response;
+  types::v1::ServerInfo* server = response.mutable_server();
+  server->set_role("rollout");
+  server->set_software_version(rpc::SoftwareVersion());
+  server->set_policy_version(version.version);
+  server->set_weights_digest(version.digest);
+  rpc::ModelSummaryToProto(info.senior, server->mutable_model());
+  if (info.junior.has_value()) rpc::ModelSummaryToProto(*info.junior, response.mutable_junior());
+  response.set_junior_version(info.junior_version);
+  rpc::TandemConfigToProto(defaults, response.mutable_tandem());
+  response.set_max_num_seqs(static_cast<int32_t>(info.max_num_seqs));
+  response.mutable_sentence_boundary_token_ids()->Add(info.sentence_boundary_token_ids.begin(),
+                                                      info.sentence_boundary_token_ids.end());
+  response.mutable_word_boundary_token_ids()->Add(info.word_boundary_token_ids.begin(),
+                                                  info.word_boundary_token_ids.end());
+  response.set_paused(paused);
+  return response;
+}
+
+}  // namespace tandem::rollout

@@ -1,0 +1,33 @@
+// Messages of tandem.rollout.v1 and the plain structs of the engine.
+#ifndef TANDEM_SERVICES_ROLLOUT_SERVICE_CONVERT_H_
+#define TANDEM_SERVICES_ROLLOUT_SERVICE_CONVERT_H_
+
+#include "absl/status/statusor.h"
+#include "common/config/server_config.h"
+#include "common/tandem/tandem_config.h"
+#include "services/rollout/engine/engine.h"
+#include "tandem/rollout/v1/rollout.pb.h"
+
+namespace tandem::rollout {
+
+// `config` must be resolved (common/config/server_config.h).
+EngineOptions EngineOptionsFromConfig(const config::RolloutServerConfig& config);
+
+// Fields of the prompt's tandem that are not set take `defaults`. INVALID_ARGUMENT with a path
+// relative to the prompt; the engine's Validate checks the rest.
+absl::StatusOr<PromptRequest> PromptFromProto(const v1::Prompt& prompt,
+                                              const TandemConfig& defaults);
+
+v1::GenerateResponse TokensToProto(const std::string& request_id, const TokensDelta& delta);
+v1::GenerateResponse FinishedToProto(const std::string& request_id, const Trajectory& trajectory);
+v1::GenerateResponse FailedToProto(const std::string& request_id, const absl::Status& status);
+
+absl::StatusOr<ScoreRequest> ScoreFromProto(const v1::ScoreRequest& proto);
+v1::ScoreResponse ScoreToProto(const ScoreRequest& request, const ScoreResult& result);
+
+v1::GetServerInfoResponse InfoToProto(const EngineInfo& info, const TandemConfig& defaults,
+                                      const WeightVersion& version, bool paused);
+
+}  // namespace tandem::rollout
+
+#endif  // TANDEM_SERVICES_ROLLOUT_SERVICE_CONVERT_H_

@@ -1,0 +1,240 @@
+#include "services/rollout/service/generate_stream.h"
+
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "absl/time/clock.h"
+#include "common/base/error.h"
+#include "common/base/logging.h"
+#include "common/rpc/error_table.h"
+#include "services/rollout/service/convert.h"
+
+namespace tandem::rollout {
+namespace {
+
+constexpr size_t kMaxRequestIdBytes = 256;
+
+absl::Status DrainingError() {
+  return WithRetryAfter(WithReason(absl::UnavailableError("the server is draining"), "DRAINING"),
+                        1000);
+}
+
+// Appends new tokens to the event of the same sample that still waits, so that a slow reader finds
+// one event a sample and not one a token.
+bool MergeTokens(std::deque<v1::GenerateResponse>& waiting, v1::GenerateResponse& message) {
+  if (!message.has_tokens()) return false;
+  const v1::TokensEvent& fresh = message.tokens();
+  for (auto it = waiting.rbegin(); it != waiting.rend(); ++it) {
+    if (!it->has_tokens() || it->tokens().sample_index() != fresh.sample_index() ||
+        it->tokens().request_id() != fresh.request_id()) {
+      continue;
+    }
+    v1::TokensEvent* held = it->mutable_tokens();
+    if (held->offset() + held->token_ids_size() != fresh.offset()) return false;
+    held->mutable_token_ids()->MergeFrom(fresh.token_ids());
+    held->mutable_authorship_mask()->append(fresh.authorship_mask());
+    return true;
+  }
+  return false;
+}
+
+}  // namespace
+
+// Carries one prompt's events to the stream, on the engine thread.
+class GenerateStream::Listener final : public PromptListener {
+ public:
+  Listener(std::shared_ptr<GenerateStream> stream, std::string request_id)
+      : stream_(std::move(stream)), request_id_(std::move(request_id)) {}
+  void OnTokens(TokensDelta delta) override { stream_->OnTokens(request_id_, delta); }
+  void OnFinished(Trajectory trajectory) override { stream_->OnFinished(request_id_, trajectory); }
+  void OnFailed(absl::Status status) override { stream_->OnFailed(request_id_, status); }
+
+ private:
+  const std::shared_ptr<GenerateStream> stream_;
+  const std::string request_id_;
+};
+
+absl::Status GenerateStream::OnMessage(const v1::GenerateRequest& request) {
+  switch (request.action_case()) {
+    case v1::GenerateRequest::kSubmit:
+      Submit(request.submit());
+      return absl::OkStatus();
+    case v1::GenerateRequest::kCancel:
+      Cancel(request.cancel());
+      return absl::OkStatus();
+    case v1::GenerateRequest::ACTION_NOT_SET:
+      break;
+  }
+  return InvalidField("action", "required");
+}
+
+void GenerateStream::Submit(const v1::SubmitPrompts& submit) {
+  std::vector<Submission> batch;
+  std::vector<std::string> ids;
+  for (const v1::Prompt& prompt : submit.prompts()) {
+    const std::string& id = prompt.request_id();
+    if (id.empty() || id.size() > kMaxRequestIdBytes) {
+      Fail(id, InvalidField("request_id", absl::StrCat("must have 1 to ", kMaxRequestIdBytes,
+                                                       " bytes, has ", id.size())));
+      continue;
+    }
+    absl::StatusOr<PromptRequest> request = PromptFromProto(prompt, defaults_);
+    absl::Status status = request.ok() ? engine_->Validate(*request) : request.status();
+    if (!status.ok()) {
+      Fail(id, status);
+      continue;
+    }
+    request->deadline = deadline_;
+    {
+      std::lock_guard lock(mutex_);
+      if (draining_) {
+        status = DrainingError();
+      } else if (!pending_.emplace(id, Pending{std::nullopt, request->num_samples}).second) {
+        status = FieldError(absl::StatusCode::kAlreadyExists, "request_id",
+                            absl::StrCat("\"", id, "\" is in use in this stream"));
+      } else {
+        unfinished_sequences_ += request->num_samples;
+      }
+    }
+    if (!status.ok()) {
+      Fail(id, status);
+      continue;
+    }
+    batch.push_back({*std::move(request), std::make_shared<Listener>(shared_from_this(), id)});
+    ids.push_back(id);
+  }
+  if (batch.empty()) return;
+
+  const absl::StatusOr<std::vector<PromptId>> admitted = engine_->Submit(std::move(batch));
+  if (!admitted.ok()) {
+    for (const std::string& id : ids) OnFailed(id, admitted.status());
+    return;
+  }
+  bool gone = false;
+  {
+    std::lock_guard lock(mutex_);
+    gone = client_gone_;
+    for (size_t i = 0; i < ids.size(); ++i) {
+      // A prompt may already be done.
+      if (const auto found = pending_.find(ids[i]); found != pending_.end()) {
+        found->second.id = (*admitted)[i];
+      }
+    }
+  }
+  if (gone) engine_->Cancel(*admitted);
+}
+
+void GenerateStream::Cancel(const v1::CancelPrompts& cancel) {
+  std::vector<PromptId> prompts;
+  {
+    std::lock_guard lock(mutex_);
+    for (const std::string& id : cancel.request_ids()) {
+      const auto found = pending_.find(id);
+      if (found != pending_.end() && found->second.id.has_value()) {
+        prompts.push_back(*found->second.id);
+      }
+    }
+  }
+  if (!prompts.empty()) engine_->Cancel(prompts);
+}
+
+void GenerateStream::OnHalfClose() {
+  std::lock_guard lock(mutex_);
+  half_closed_ = true;
+  EndIfDone();
+}
+
+void GenerateStream::OnClientGone() {
+  std::vector<PromptId> prompts;
+  {
+    std::lock_guard lock(mutex_);
+    if (std::exchange(client_gone_, true)) return;
+    for (const auto& [id, pending] : pending_) {
+      if (pending.id.has_value()) prompts.push_back(*pending.id);
+    }
+    if (outbox_ != nullptr) {
+      outbox_->FinishNow(
+          rpc::ToGrpcStatus(absl::CancelledError("the client is gone or its time is up")));
+    }
+  }
+  if (prompts.empty()) return;
+  Log(LogLevel::kInfo, "generate_cancelled", {{"prompts", prompts.size()}});
+  engine_->Cancel(prompts);
+}
+
+void GenerateStream::Detach() {
+  OnClientGone();
+  std::lock_guard lock(mutex_);
+  outbox_ = nullptr;
+}
+
+void GenerateStream::Drain() {
+  std::lock_guard lock(mutex_);
+  draining_ = true;
+  EndIfDone();
+}
+
+void GenerateStream::Tick(absl::Time now, absl::Duration interval) {
+  std::lock_guard lock(mutex_);
+  if (outbox_ == nullptr || now - last_event_ < interval || outbox_->size() > 0) return;
+  v1::GenerateResponse event;
+  event.mutable_heartbeat()->set_unfinished_sequences(static_cast<int32_t>(unfinished_sequences_));
+  Push(std::move(event));
+}
+
+bool GenerateStream::WantsMore() const {
+  std::lock_guard lock(mutex_);
+  return outbox_ != nullptr && outbox_->size() < kMaxWaitingEvents;
+}
+
+int64_t GenerateStream::unfinished_sequences() const {
+  std::lock_guard lock(mutex_);
+  return unfinished_sequences_;
+}
+
+void GenerateStream::Fail(const std::string& request_id, const absl::Status& status) {
+  std::lock_guard lock(mutex_);
+  Push(FailedToProto(request_id, status));
+}
+
+void GenerateStream::OnTokens(const std::string& request_id, const TokensDelta& delta) {
+  std::lock_guard lock(mutex_);
+  Push(TokensToProto(request_id, delta));
+}
+
+void GenerateStream::OnFinished(const std::string& request_id, const Trajectory& trajectory) {
+  std::lock_guard lock(mutex_);
+  const auto found = pending_.find(request_id);
+  if (found == pending_.end()) return;
+  --unfinished_sequences_;
+  if (--found->second.samples_left == 0) pending_.erase(found);
+  Push(FinishedToProto(request_id, trajectory));
+  EndIfDone();
+}
+
+void GenerateStream::OnFailed(const std::string& request_id, const absl::Status& status) {
+  std::lock_guard lock(mutex_);
+  const auto found = pending_.find(request_id);
+  if (found == pending_.end()) return;
+  unfinished_sequences_ -= found->second.samples_left;
+  pending_.erase(found);
+  Push(FailedToProto(request_id, status));
+  EndIfDone();
+}
+
+void GenerateStream::Push(v1::GenerateResponse event) {
+  if (outbox_ == nullptr) return;
+  last_event_ = absl::Now();
+  outbox_->Push(std::move(event), MergeTokens);
+}
+
+void GenerateStream::EndIfDone() {
+  if (outbox_ == nullptr || !pending_.empty()) return;
+  if (half_closed_) {
+    outbox_->Finish(grpc::Status::OK);
+  } else if (draining_) {
+    outbox_->Finish(rpc::ToGrpcStatus(DrainingError()));
+  }
+}
+
+}  // namespace tandem::rollout

@@ -1,0 +1,94 @@
+#include "services/rollout/service/rollout_app.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "absl/time/clock.h"
+#include "common/base/status_macros.h"
+#include "services/rollout/service/convert.h"
+#include "tandem/rollout/v1/rollout.grpc.pb.h"
+#include "tandem/weights/v1/weights.grpc.pb.h"
+
+namespace tandem::rollout {
+namespace {
+
+// Above the longest single forward pass that a small machine may need.
+constexpr absl::Duration kStallLimit = absl::Seconds(120);
+
+}  // namespace
+
+absl::Status StallDetector::Check(const EngineStats& stats, absl::Time now) {
+  const bool busy = !stats.paused && stats.sequences_running + stats.sequences_waiting > 0;
+  if (!busy || stats.forward_passes_total != forward_passes_ || since_ == absl::InfinitePast()) {
+    forward_passes_ = stats.forward_passes_total;
+    since_ = now;
+    return absl::OkStatus();
+  }
+  if (now - since_ < limit_) return absl::OkStatus();
+  return absl::UnavailableError("work waits and no forward pass ends");
+}
+
+RolloutApp::RolloutApp(const config::RolloutServerConfig& config, rpc::ServerRuntime& runtime,
+                       EngineFactory create_engine)
+    : options_(EngineOptionsFromConfig(config)),
+      create_engine_(std::move(create_engine)),
+      metrics_(runtime.metrics),
+      rollout_service_(runtime.executor, RolloutServiceOptions{.tandem = options_.tandem,
+                                                               .start_time = runtime.start_time}),
+      weight_service_(runtime.executor, runtime.metrics),
+      stall_detector_(kStallLimit) {}
+
+std::vector<rpc::NamedService> RolloutApp::services() {
+  return {{v1::RolloutService::service_full_name(), &rollout_service_},
+          {weights::v1::WeightService::service_full_name(), &weight_service_}};
+}
+
+absl::Status RolloutApp::Load() {
+  TANDEM_ASSIGN_OR_RETURN(engine_, create_engine_(options_));
+  rollout_service_.SetEngine(engine_.get());
+  weight_service_.SetReceiver(&engine_->weights());
+  metrics_.Gauge(rpc::metric::kQueueCapacity).Set(static_cast<double>(options_.max_queue));
+  return absl::OkStatus();
+}
+
+absl::Status RolloutApp::CheckHealth() {
+  return stall_detector_.Check(engine_->Stats(), absl::Now());
+}
+
+void RolloutApp::UpdateMetrics() {
+  namespace metric = rpc::metric;
+  const EngineStats stats = engine_->Stats();
+  const auto set = [this](const rpc::MetricSpec& spec, int64_t value,
+                          const std::vector<std::string>& labels = {}) {
+    metrics_.Gauge(spec, labels).Set(static_cast<double>(value));
+  };
+  const auto total = [this](const rpc::MetricSpec& spec, int64_t value,
+                            const std::vector<std::string>& labels = {}) {
+    metrics_.SetTotal(spec, static_cast<double>(value), labels);
+  };
+  set(metric::kSequencesRunning, stats.sequences_running);
+  set(metric::kSequencesWaiting, stats.sequences_waiting);
+  set(metric::kGenerateStreams, rollout_service_.open_streams());
+  set(metric::kKvTokens, stats.senior_kv_tokens, {"senior"});
+  set(metric::kKvTokens, stats.junior_kv_tokens, {"junior"});
+  set(metric::kKvCapacity, stats.kv_capacity_tokens);
+  set(metric::kPaused, stats.paused ? 1 : 0);
+  set(metric::kPolicyVersion, engine_->weights().Version().version);
+  metrics_.Gauge(metric::kLastProgress)
+      .Set(std::max(0.0, absl::ToDoubleSeconds(stats.last_progress - absl::UnixEpoch())));
+  total(metric::kTokensGenerated, stats.senior_tokens_total, {"senior"});
+  total(metric::kTokensGenerated, stats.junior_tokens_total, {"junior"});
+  total(metric::kHandoffs, stats.handoffs_total);
+  total(metric::kCatchUpTokens, stats.senior_catch_up_tokens_total, {"senior"});
+  total(metric::kCatchUpTokens, stats.junior_catch_up_tokens_total, {"junior"});
+  total(metric::kPromptTokens, stats.prompt_tokens_total);
+  total(metric::kForwardPasses, stats.forward_passes_total);
+}
+
+void RolloutApp::Drain(absl::Time) { rollout_service_.Drain(); }
+
+void RolloutApp::Stop() {
+  if (engine_ != nullptr) engine_->Shutdown();
+}
+
+}  // namespace tandem::rollout

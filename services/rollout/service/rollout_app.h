@@ -1,0 +1,63 @@
+// The rollout server as the skeleton sees it: its services, its engine, its health and metrics.
+#ifndef TANDEM_SERVICES_ROLLOUT_SERVICE_ROLLOUT_APP_H_
+#define TANDEM_SERVICES_ROLLOUT_SERVICE_ROLLOUT_APP_H_
+
+#include <functional>
+#include <memory>
+#include <vector>
+
+#include "absl/status/statusor.h"
+#include "absl/time/time.h"
+#include "common/config/server_config.h"
+#include "common/rpc/server_main.h"
+#include "common/rpc/weight_receiver_service.h"
+#include "services/rollout/engine/engine.h"
+#include "services/rollout/service/rollout_service.h"
+
+namespace tandem::rollout {
+
+using EngineFactory =
+    std::function<absl::StatusOr<std::unique_ptr<Engine>>(const EngineOptions& options)>;
+
+// Tells work that waits from work that moves.
+class StallDetector {
+ public:
+  explicit StallDetector(absl::Duration limit) : limit_(limit) {}
+  // UNAVAILABLE when work has waited for `limit` without a forward pass.
+  absl::Status Check(const EngineStats& stats, absl::Time now);
+
+ private:
+  const absl::Duration limit_;
+  int64_t forward_passes_ = -1;
+  absl::Time since_ = absl::InfinitePast();
+};
+
+class RolloutApp final : public rpc::ServerApp {
+ public:
+  // `config` must be resolved.
+  RolloutApp(const config::RolloutServerConfig& config, rpc::ServerRuntime& runtime,
+             EngineFactory create_engine);
+
+  std::vector<rpc::NamedService> services() override;
+  absl::Status Load() override;
+  absl::Status CheckHealth() override;
+  void UpdateMetrics() override;
+  void Drain(absl::Time deadline) override;
+  void Stop() override;
+
+  Engine* engine() { return engine_.get(); }
+
+ private:
+  const EngineOptions options_;
+  const EngineFactory create_engine_;
+  rpc::Metrics& metrics_;
+  // Declared before the services, which use it.
+  std::unique_ptr<Engine> engine_;
+  RolloutService rollout_service_;
+  rpc::WeightReceiverService weight_service_;
+  StallDetector stall_detector_;
+};
+
+}  // namespace tandem::rollout
+
+#endif  // TANDEM_SERVICES_ROLLOUT_SERVICE_ROLLOUT_APP_H_

@@ -1,0 +1,203 @@
+#include "services/rollout/service/rollout_service.h"
+
+#include <algorithm>
+#include <utility>
+#include <vector>
+
+#include "absl/time/clock.h"
+#include "common/base/status_macros.h"
+#include "common/rpc/error_table.h"
+#include "common/rpc/reactor_call.h"
+#include "common/rpc/unary_handler.h"
+#include "services/rollout/service/convert.h"
+
+namespace tandem::rollout {
+
+// Moves messages between gRPC and a GenerateStream: one read and one write in flight. While too
+// many events wait for the client, nothing is read, and HTTP/2 flow control holds it back.
+class RolloutService::GenerateReactor final
+    : public grpc::ServerBidiReactor<v1::GenerateRequest, v1::GenerateResponse> {
+ public:
+  GenerateReactor(RolloutService* service, grpc::CallbackServerContext* context)
+      : service_(service),
+        outbox_([this](const v1::GenerateResponse* response) { StartWrite(response); },
+                [this](grpc::Status status) { Finish(std::move(status)); }),
+        stream_(std::make_shared<GenerateStream>(service->engine_.load(), service->options_.tandem,
+                                                 rpc::internal::DeadlineOf(*context), &outbox_)),
+        request_id_(rpc::RequestId(context)) {
+    if (const absl::Status admitted = service->executor_.Admit(); !admitted.ok()) {
+      outbox_.Finish(rpc::ToGrpcStatus(admitted));
+      return;
+    }
+    service_->Register(stream_);
+    StartRead(&request_);
+  }
+
+  void OnReadDone(bool ok) override {
+    const ScopedRequestId request_id(request_id_);
+    if (!ok) {
+      stream_->OnHalfClose();
+      return;
+    }
+    const absl::Status status = stream_->OnMessage(request_);
+    if (!status.ok()) {
+      outbox_.FinishNow(rpc::ToGrpcStatus(status));
+      stream_->OnClientGone();
+      return;
+    }
+    request_.Clear();
+    {
+      std::lock_guard lock(mutex_);
+      reading_ = false;
+    }
+    ReadOn();
+  }
+  void OnWriteDone(bool ok) override {
+    outbox_.OnWriteDone(ok);
+    if (!ok) {
+      stream_->OnClientGone();
+    } else {
+      ReadOn();
+    }
+  }
+  void OnCancel() override {
+    const ScopedRequestId request_id(request_id_);
+    stream_->OnClientGone();
+  }
+  void OnDone() override {
+    stream_->Detach();
+    service_->Unregister(stream_);
+    delete this;
+  }
+
+ private:
+  // Called from reactions only.
+  void ReadOn() {
+    if (outbox_.ended() || !stream_->WantsMore()) return;
+    {
+      std::lock_guard lock(mutex_);
+      if (std::exchange(reading_, true)) return;
+    }
+    StartRead(&request_);
+  }
+
+  RolloutService* const service_;
+  GenerateStream::Outbox outbox_;
+  const std::shared_ptr<GenerateStream> stream_;
+  const std::string request_id_;
+  v1::GenerateRequest request_;
+  std::mutex mutex_;
+  bool reading_ = true;  // stays true after the half-close
+};
+
+RolloutService::RolloutService(rpc::CallExecutor& executor, const RolloutServiceOptions& options)
+    : executor_(executor), options_(options), heartbeat_([this] { Beat(); }) {}
+
+RolloutService::~RolloutService() {
+  {
+    std::lock_guard lock(mutex_);
+    stop_ = true;
+  }
+  stop_changed_.notify_all();
+  heartbeat_.join();
+}
+
+void RolloutService::Drain() {
+  std::vector<std::shared_ptr<GenerateStream>> streams;
+  {
+    std::lock_guard lock(mutex_);
+    draining_ = true;
+    streams.assign(streams_.begin(), streams_.end());
+  }
+  for (const auto& stream : streams) stream->Drain();
+}
+
+int64_t RolloutService::open_streams() const {
+  std::lock_guard lock(mutex_);
+  return static_cast<int64_t>(streams_.size());
+}
+
+void RolloutService::Register(const std::shared_ptr<GenerateStream>& stream) {
+  std::lock_guard lock(mutex_);
+  streams_.insert(stream);
+  if (draining_) stream->Drain();
+}
+
+void RolloutService::Unregister(const std::shared_ptr<GenerateStream>& stream) {
+  std::lock_guard lock(mutex_);
+  streams_.erase(stream);
+}
+
+void RolloutService::Beat() {
+  const auto period =
+      absl::ToChronoMilliseconds(std::min(options_.heartbeat_interval / 2, absl::Seconds(1)));
+  std::unique_lock lock(mutex_);
+  while (!stop_changed_.wait_for(lock, period, [this] { return stop_; })) {
+    const std::vector<std::shared_ptr<GenerateStream>> streams(streams_.begin(), streams_.end());
+    lock.unlock();
+    for (const auto& stream : streams) stream->Tick(absl::Now(), options_.heartbeat_interval);
+    lock.lock();
+  }
+}
+
+grpc::ServerBidiReactor<v1::GenerateRequest, v1::GenerateResponse>* RolloutService::Generate(
+    grpc::CallbackServerContext* context) {
+  return new GenerateReactor(this, context);
+}
+
+grpc::ServerUnaryReactor* RolloutService::GetServerInfo(grpc::CallbackServerContext* context,
+                                                        const v1::GetServerInfoRequest* request,
+                                                        v1::GetServerInfoResponse* response) {
+  return rpc::HandleUnary<v1::GetServerInfoRequest, v1::GetServerInfoResponse>(
+      executor_, context, request, response,
+      [this](const v1::GetServerInfoRequest&,
+             const rpc::CallContext&) -> absl::StatusOr<v1::GetServerInfoResponse> {
+        Engine& engine = *engine_.load();
+        v1::GetServerInfoResponse info = InfoToProto(
+            engine.Info(), options_.tandem, engine.weights().Version(), engine.Stats().paused);
+        info.mutable_server()->set_uptime_seconds(
+            absl::ToDoubleSeconds(absl::Now() - options_.start_time));
+        return info;
+      });
+}
+
+grpc::ServerUnaryReactor* RolloutService::Score(grpc::CallbackServerContext* context,
+                                                const v1::ScoreRequest* request,
+                                                v1::ScoreResponse* response) {
+  return rpc::HandleUnary<v1::ScoreRequest, v1::ScoreResponse>(
+      executor_, context, request, response,
+      [this](const v1::ScoreRequest& proto,
+             const rpc::CallContext& context) -> absl::StatusOr<v1::ScoreResponse> {
+        TANDEM_ASSIGN_OR_RETURN(const rollout::ScoreRequest request, ScoreFromProto(proto));
+        TANDEM_ASSIGN_OR_RETURN(const ScoreResult result,
+                                engine_.load()->Score(request, context.deadline));
+        return ScoreToProto(request, result);
+      });
+}
+
+grpc::ServerUnaryReactor* RolloutService::Pause(grpc::CallbackServerContext* context,
+                                                const v1::PauseRequest* request,
+                                                v1::PauseResponse* response) {
+  return rpc::HandleUnary<v1::PauseRequest, v1::PauseResponse>(
+      executor_, context, request, response,
+      [this](const v1::PauseRequest&,
+             const rpc::CallContext&) -> absl::StatusOr<v1::PauseResponse> {
+        v1::PauseResponse result;
+        result.set_held_sequences(static_cast<int32_t>(engine_.load()->Pause()));
+        return result;
+      });
+}
+
+grpc::ServerUnaryReactor* RolloutService::Resume(grpc::CallbackServerContext* context,
+                                                 const v1::ResumeRequest* request,
+                                                 v1::ResumeResponse* response) {
+  return rpc::HandleUnary<v1::ResumeRequest, v1::ResumeResponse>(
+      executor_, context, request, response,
+      [this](const v1::ResumeRequest&,
+             const rpc::CallContext&) -> absl::StatusOr<v1::ResumeResponse> {
+        engine_.load()->Resume();
+        return v1::ResumeResponse();
+      });
+}
+
+}  // namespace tandem::rollout

@@ -1,0 +1,78 @@
+// tandem.rollout.v1.RolloutService over an Engine.
+#ifndef TANDEM_SERVICES_ROLLOUT_SERVICE_ROLLOUT_SERVICE_H_
+#define TANDEM_SERVICES_ROLLOUT_SERVICE_ROLLOUT_SERVICE_H_
+
+#include <atomic>
+#include <condition_variable>
+#include <memory>
+#include <mutex>
+#include <set>
+#include <thread>
+
+#include "absl/time/time.h"
+#include "common/rpc/call_executor.h"
+#include "common/tandem/tandem_config.h"
+#include "services/rollout/engine/engine.h"
+#include "services/rollout/service/generate_stream.h"
+#include "tandem/rollout/v1/rollout.grpc.pb.h"
+
+namespace tandem::rollout {
+
+struct RolloutServiceOptions {
+  // Fills what a prompt's TandemConfig leaves open.
+  TandemConfig tandem;
+  absl::Time start_time = absl::Now();
+  // A stream without events for this long gets a heartbeat.
+  absl::Duration heartbeat_interval = absl::Seconds(5);
+};
+
+class RolloutService final : public v1::RolloutService::CallbackService {
+ public:
+  RolloutService(rpc::CallExecutor& executor, const RolloutServiceOptions& options);
+  ~RolloutService() override;
+
+  // Before the executor's gate opens. The engine must outlive the calls.
+  void SetEngine(Engine* engine) { engine_ = engine; }
+
+  // Refuses new prompts; streams end once nothing of theirs runs.
+  void Drain();
+
+  int64_t open_streams() const;
+
+  grpc::ServerUnaryReactor* GetServerInfo(grpc::CallbackServerContext* context,
+                                          const v1::GetServerInfoRequest* request,
+                                          v1::GetServerInfoResponse* response) override;
+  grpc::ServerBidiReactor<v1::GenerateRequest, v1::GenerateResponse>* Generate(
+      grpc::CallbackServerContext* context) override;
+  grpc::ServerUnaryReactor* Score(grpc::CallbackServerContext* context,
+                                  const v1::ScoreRequest* request,
+                                  v1::ScoreResponse* response) override;
+  grpc::ServerUnaryReactor* Pause(grpc::CallbackServerContext* context,
+                                  const v1::PauseRequest* request,
+                                  v1::PauseResponse* response) override;
+  grpc::ServerUnaryReactor* Resume(grpc::CallbackServerContext* context,
+                                   const v1::ResumeRequest* request,
+                                   v1::ResumeResponse* response) override;
+
+ private:
+  class GenerateReactor;
+
+  void Register(const std::shared_ptr<GenerateStream>& stream);
+  void Unregister(const std::shared_ptr<GenerateStream>& stream);
+  void Beat();
+
+  rpc::CallExecutor& executor_;
+  const RolloutServiceOptions options_;
+  std::atomic<Engine*> engine_ = nullptr;
+
+  mutable std::mutex mutex_;
+  std::condition_variable stop_changed_;
+  bool stop_ = false;
+  bool draining_ = false;
+  std::set<std::shared_ptr<GenerateStream>> streams_;
+  std::thread heartbeat_;
+};
+
+}  // namespace tandem::rollout
+
+#endif  // TANDEM_SERVICES_ROLLOUT_SERVICE_ROLLOUT_SERVICE_H_
