@@ -178,7 +178,11 @@ class EngineImpl : public Engine {
     {
       std::lock_guard lock(mutex_);
       if (stopping_) return ShutDownStatus();
-      PostLocked([&] { done.set_value(CatchTorchErrors(body)); });
+      PostLocked([&] {
+        absl::Status status = CatchTorchErrors(body);
+        Publish();  // the caller's next Stats() shows what it did
+        done.set_value(std::move(status));
+      });
     }
     return result.get();
   }

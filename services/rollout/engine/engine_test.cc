@@ -1,0 +1,463 @@
+// The laws of tandem rollouts over real (tiny, random) models, through the public interface.
+#include "services/rollout/engine/engine.h"
+
+#include <ATen/ATen.h>
+#include <c10/core/InferenceMode.h>
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <cstring>
+#include <fstream>
+#include <thread>
+
+#include "common/base/error.h"
+#include "common/tensor/checksum.h"
+#include "services/rollout/engine/testing/recording_listener.h"
+#include "services/rollout/engine/testing/tiny_model_dir.h"
+
+namespace tandem::rollout {
+namespace {
+
+using ::testing::HasSubstr;
+
+constexpr SelectionStrategy kStrategies[] = {
+    SelectionStrategy::kBernoulli, SelectionStrategy::kChunk, SelectionStrategy::kAlternating,
+    SelectionStrategy::kSentence, SelectionStrategy::kWord};
+
+class EngineTest : public ::testing::Test {
+ protected:
+  static void SetUpTestSuite() {
+    folder_ = new TemporaryFolder;
+    WriteTinyModel(Senior(), 1);
+    WriteTinyModel(Junior(), 2, {{"num_hidden_layers", 1}, {"hidden_size", 24}});
+  }
+  static void TearDownTestSuite() { delete folder_; }
+  static std::string Senior() { return folder_->path() + "/senior"; }
+  static std::string Junior() { return folder_->path() + "/junior"; }
+
+  static EngineOptions Options() {
+    return {.senior_model = Senior(),
+            .junior_model = Junior(),
+            .tandem = {},
+            .max_num_seqs = 16,
+            .max_model_len = 128,
+            .max_batched_tokens = 64,
+            .max_queue = 256};
+  }
+  static std::unique_ptr<Engine> Create(const EngineOptions& options = Options()) {
+    auto engine = CreateEngine(options);
+    EXPECT_TRUE(engine.ok()) << engine.status();
+    return engine.ok() ? *std::move(engine) : nullptr;
+  }
+  static std::unique_ptr<Engine> CreateSelfPaired() {
+    EngineOptions options = Options();
+    options.junior_model = Senior();
+    return Create(options);
+  }
+
+  static PromptRequest Request(const TandemConfig& tandem, uint64_t seed = 7) {
+    PromptRequest request;
+    for (int i = 0; i < 9; ++i) {
+      request.prompt_token_ids.push_back(3 + static_cast<int32_t>((seed * 13 + i * 7) % 58));
+    }
+    request.sampling.max_tokens = 24;
+    request.tandem = tandem;
+    request.tandem.chunk_size = 4;
+    request.tandem.max_gap_tokens = 5;
+    request.seed = seed;
+    return request;
+  }
+
+  static std::vector<std::shared_ptr<RecordingListener>> Submit(
+      Engine& engine, const std::vector<PromptRequest>& requests,
+      std::vector<PromptId>* ids = nullptr) {
+    std::vector<std::shared_ptr<RecordingListener>> listeners;
+    std::vector<Submission> batch;
+    for (const PromptRequest& request : requests) {
+      listeners.push_back(std::make_shared<RecordingListener>(request.num_samples));
+      batch.push_back({request, listeners.back()});
+    }
+    const auto submitted = engine.Submit(std::move(batch));
+    EXPECT_TRUE(submitted.ok()) << submitted.status();
+    if (ids != nullptr && submitted.ok()) *ids = *submitted;
+    return listeners;
+  }
+  static Trajectory Run(Engine& engine, const PromptRequest& request) {
+    const auto listener = Submit(engine, {request})[0];
+    listener->Wait();
+    EXPECT_EQ(listener->failure(), std::nullopt);
+    return listener->finished().at(0);
+  }
+
+  static TemporaryFolder* folder_;
+};
+
+TemporaryFolder* EngineTest::folder_ = nullptr;
+
+void ExpectNear(const std::vector<float>& a, const std::vector<float>& b, float tolerance) {
+  ASSERT_EQ(a.size(), b.size());
+  for (size_t i = 0; i < a.size(); ++i) EXPECT_NEAR(a[i], b[i], tolerance) << i;
+}
+
+TEST_F(EngineTest, Law1EqualModelsGreedyGiveTheSoloTokens) {
+  const auto engine = CreateSelfPaired();
+  PromptRequest solo = Request({.enabled = false});
+  solo.sampling.temperature = 0;
+  const Trajectory expected = Run(*engine, solo);
+  for (const auto strategy : kStrategies) {
+    for (const double prob_senior : {0.0, 0.5, 1.0}) {
+      PromptRequest request = Request({.selection_strategy = strategy, .prob_senior = prob_senior});
+      request.sampling.temperature = 0;
+      const Trajectory t = Run(*engine, request);
+      EXPECT_EQ(t.response_token_ids, expected.response_token_ids);
+      EXPECT_EQ(t.author_logprobs, expected.author_logprobs);
+    }
+  }
+}
+
+TEST_F(EngineTest, Law2CertainSeniorIsTandemSwitchedOffBitForBit) {
+  const auto engine = Create();
+  const Trajectory off = Run(*engine, Request({.enabled = false}));
+  const Trajectory on = Run(*engine, Request({.prob_senior = 1.0}));
+  EXPECT_EQ(on.response_token_ids, off.response_token_ids);
+  EXPECT_EQ(on.author_logprobs, off.author_logprobs);
+  EXPECT_EQ(on.authorship_mask, off.authorship_mask);
+  EXPECT_TRUE(off.other_logprobs.empty());
+  EXPECT_TRUE(off.junior_version.empty());
+  EXPECT_EQ(on.junior_version, engine->Info().junior_version);
+}
+
+TEST_F(EngineTest, Law2CertainJuniorIsTheJuniorAlone) {
+  const Trajectory mixed = Run(*Create(), Request({.prob_senior = 0.0}));
+  EngineOptions options = Options();
+  options.senior_model = Junior();
+  options.junior_model = "";
+  const Trajectory alone = Run(*Create(options), Request({.enabled = false}));
+  EXPECT_EQ(mixed.response_token_ids, alone.response_token_ids);
+  EXPECT_EQ(mixed.author_logprobs, alone.author_logprobs);
+}
+
+TEST_F(EngineTest, Law3BatchingChunkingAndThreadsDoNotMatter) {
+  std::vector<PromptRequest> requests;
+  for (int i = 0; i < 10; ++i) {
+    PromptRequest request = Request({.selection_strategy = kStrategies[i % 5]}, 50 + i);
+    request.prompt_token_ids.resize(1 + i);
+    request.num_samples = 1 + i % 3;
+    request.return_other_logprobs = true;
+    requests.push_back(request);
+  }
+  EngineOptions narrow = Options();
+  narrow.max_num_seqs = 1;
+  narrow.max_batched_tokens = 3;
+  narrow.num_threads = 1;
+  const auto alone = Create(narrow);
+  const auto together = Create();
+  const auto expected = Submit(*alone, requests);
+  const auto actual = Submit(*together, requests);
+  for (size_t i = 0; i < requests.size(); ++i) {
+    expected[i]->Wait();
+    actual[i]->Wait();
+    for (const auto& [index, a] : actual[i]->finished()) {
+      const Trajectory b = expected[i]->finished().at(index);
+      EXPECT_EQ(a.response_token_ids, b.response_token_ids);
+      EXPECT_EQ(a.authorship_mask, b.authorship_mask);
+      ExpectNear(a.author_logprobs, b.author_logprobs, 0.0f);
+      ExpectNear(a.other_logprobs, b.other_logprobs, 0.0f);
+    }
+  }
+}
+
+TEST_F(EngineTest, Law5LogProbsEqualRunningBothModelsOnEveryToken) {
+  const auto engine = Create();
+  for (const auto strategy : kStrategies) {
+    PromptRequest request = Request({.selection_strategy = strategy});
+    request.return_other_logprobs = true;
+    request.sampling.temperature = 0.7;
+    const Trajectory t = Run(*engine, request);
+    std::vector<int32_t> tokens = t.prompt_token_ids;
+    tokens.insert(tokens.end(), t.response_token_ids.begin(), t.response_token_ids.end());
+    const auto prompt_length = static_cast<int64_t>(t.prompt_token_ids.size());
+    const auto scores = engine->Score({.sequences = {{tokens, prompt_length}},
+                                       .senior = true,
+                                       .junior = true,
+                                       .temperature = 0.7},
+                                      absl::InfiniteFuture());
+    ASSERT_TRUE(scores.ok()) << scores.status();
+    const SequenceScores& s = scores->sequences[0];
+    ASSERT_EQ(s.senior_logprobs.size(), t.response_token_ids.size());
+    for (size_t i = 0; i < t.response_token_ids.size(); ++i) {
+      const bool senior = t.authorship_mask[i] == 1;
+      EXPECT_NEAR(t.author_logprobs[i], senior ? s.senior_logprobs[i] : s.junior_logprobs[i], 1e-5);
+      EXPECT_NEAR(t.other_logprobs[i], senior ? s.junior_logprobs[i] : s.senior_logprobs[i], 1e-5);
+    }
+  }
+}
+
+TEST_F(EngineTest, ScoresEqualAForwardWithoutCache) {
+  const auto model = *Model::Load(Senior());
+  std::vector<ScoreSequence> sequences;
+  for (int i = 0; i < 20; ++i) {
+    ScoreSequence sequence;
+    for (int j = 0; j < 5 + 4 * i; ++j) sequence.token_ids.push_back((i * 31 + j * 17) % 61);
+    sequence.first_scored_token = 1 + i % 4;
+    sequences.push_back(sequence);
+  }
+  const auto scores =
+      Create()->Score({.sequences = sequences, .temperature = 2.0}, absl::InfiniteFuture());
+  ASSERT_TRUE(scores.ok()) << scores.status();
+  const c10::InferenceMode inference_mode;
+  for (size_t i = 0; i < sequences.size(); ++i) {
+    const std::vector<int64_t> tokens(sequences[i].token_ids.begin(), sequences[i].token_ids.end());
+    CausalContext causal;
+    const at::Tensor logprobs = at::log_softmax(
+        model->ForwardLogits(model->HiddenStates(MakeRaggedBatch({tokens}), causal)) / 2.0, -1);
+    std::vector<float> expected;
+    for (size_t t = sequences[i].first_scored_token; t < tokens.size(); ++t) {
+      expected.push_back(logprobs[static_cast<int64_t>(t) - 1][tokens[t]].item<float>());
+    }
+    ExpectNear(scores->sequences[i].senior_logprobs, expected, 1e-5f);
+    EXPECT_TRUE(scores->sequences[i].junior_logprobs.empty());
+  }
+}
+
+TEST_F(EngineTest, TheSameBatchTwiceIsTheSame) {
+  std::vector<PromptRequest> requests;
+  for (int i = 0; i < 6; ++i) {
+    requests.push_back(Request({.selection_strategy = kStrategies[i % 5]}, i));
+    requests.back().num_samples = 4;
+  }
+  std::vector<std::vector<Trajectory>> runs(2);
+  for (auto& run : runs) {
+    const auto engine = Create();
+    for (const auto& listener : Submit(*engine, requests)) {
+      listener->Wait();
+      for (const auto& [index, t] : listener->finished()) run.push_back(t);
+    }
+  }
+  ASSERT_EQ(runs[0].size(), 24u);
+  for (size_t i = 0; i < runs[0].size(); ++i) {
+    EXPECT_EQ(runs[0][i].response_token_ids, runs[1][i].response_token_ids);
+    EXPECT_EQ(runs[0][i].author_logprobs, runs[1][i].author_logprobs);
+  }
+}
+
+TEST_F(EngineTest, BadRequestsAreNamed) {
+  const auto engine = Create();
+  PromptRequest request = Request({});
+  request.prompt_token_ids[2] = 61;
+  EXPECT_EQ(FieldPath(engine->Validate(request)), "prompt_token_ids[2]");
+  request = Request({});
+  request.sampling.top_p = 0;
+  EXPECT_EQ(FieldPath(engine->Validate(request)), "sampling.top_p");
+  request = Request({.prob_senior = 2});
+  EXPECT_EQ(FieldPath(engine->Validate(request)), "tandem.prob_senior");
+  request = Request({});
+  request.prompt_token_ids.assign(128, 3);
+  EXPECT_EQ(engine->Validate(request).code(), absl::StatusCode::kOutOfRange);
+  request = Request({});
+  request.num_samples = 0;
+  EXPECT_EQ(FieldPath(engine->Submit({{Request({}), nullptr}, {request, nullptr}}).status()),
+            "prompts[1].num_samples");
+
+  EngineOptions solo = Options();
+  solo.junior_model = "";
+  const auto alone = Create(solo);
+  EXPECT_EQ(alone->Validate(Request({})).code(), absl::StatusCode::kFailedPrecondition);
+  EXPECT_FALSE(alone->Info().tandem.enabled);
+  EXPECT_EQ(alone->Score({.sequences = {{{3, 4}, 1}}, .junior = true}, absl::InfiniteFuture())
+                .status()
+                .code(),
+            absl::StatusCode::kFailedPrecondition);
+}
+
+TEST_F(EngineTest, ADifferentVocabularyIsRefusedWithTheFirstId) {
+  TemporaryFolder folder;
+  WriteTinyModel(folder.path(), 3);
+  auto tokenizer = TinyTokenizerJson(61);
+  tokenizer["model"]["vocab"].erase("w17");
+  tokenizer["model"]["vocab"]["other"] = 17;
+  std::ofstream(folder.path() + "/tokenizer.json") << tokenizer.dump();
+  EngineOptions options = Options();
+  options.junior_model = folder.path();
+  const absl::Status status = CreateEngine(options).status();
+  EXPECT_EQ(status.code(), absl::StatusCode::kFailedPrecondition);
+  EXPECT_EQ(Reason(status), "VOCABULARY_MISMATCH");
+  EXPECT_EQ(FieldPath(status), "junior_model");
+  EXPECT_THAT(std::string(status.message()), HasSubstr("first differing id is 17"));
+}
+
+TEST_F(EngineTest, InfoTellsBoundariesAndModels) {
+  const EngineInfo info = Create()->Info();
+  EXPECT_EQ(info.senior.vocab_size, 61);
+  EXPECT_EQ(info.senior.max_model_len, 128);
+  ASSERT_TRUE(info.junior.has_value());
+  EXPECT_THAT(info.sentence_boundary_token_ids, ::testing::ElementsAre(8, 16, 24, 32, 40, 48, 56));
+  EXPECT_EQ(info.word_boundary_token_ids.front(), 3);
+  EXPECT_EQ(info.junior_version.size(), 32u);
+}
+
+TEST_F(EngineTest, AFullQueueIsRefusedWithARetryHint) {
+  EngineOptions options = Options();
+  options.max_queue = 4;
+  options.max_num_seqs = 1;
+  const auto engine = Create(options);
+  engine->Pause();
+  PromptRequest request = Request({});
+  request.num_samples = 3;
+  const auto held = Submit(*engine, {request});
+  const absl::Status full =
+      engine->Submit({{request, std::make_shared<RecordingListener>(3)}}).status();
+  EXPECT_EQ(full.code(), absl::StatusCode::kResourceExhausted);
+  EXPECT_TRUE(RetryAfterMilliseconds(full).has_value());
+  engine->Resume();
+  held[0]->Wait();
+  EXPECT_EQ(held[0]->finished().size(), 3u);
+}
+
+TEST_F(EngineTest, CancelFreesTheSequencesOfARunningPrompt) {
+  const auto engine = Create();
+  PromptRequest request = Request({});
+  request.sampling.max_tokens = 100;
+  request.sampling.ignore_eos = true;
+  request.stream_tokens = true;
+  request.num_samples = 4;
+  std::vector<PromptId> ids;
+  const auto listeners = Submit(*engine, {request, Request({}, 9)}, &ids);
+  listeners[0]->WaitForTokens(1);
+  engine->Cancel({ids[0]});
+  listeners[0]->Wait();
+  listeners[1]->Wait();
+  if (listeners[0]->failure().has_value()) {  // it may have been faster
+    EXPECT_EQ(listeners[0]->failure()->code(), absl::StatusCode::kCancelled);
+  }
+  engine->Pause();  // a step boundary: the gauges are up to date
+  EXPECT_EQ(engine->Stats().sequences_running, 0);
+  EXPECT_EQ(engine->Stats().senior_kv_tokens, 0);
+  engine->Cancel({ids[0], 12345});
+}
+
+TEST_F(EngineTest, PauseHoldsAndResumeGoesOnIdentically) {
+  const auto engine = Create();
+  PromptRequest request = Request({.selection_strategy = SelectionStrategy::kWord});
+  request.stream_tokens = true;
+  request.sampling.max_tokens = 100;
+  request.sampling.ignore_eos = true;
+  const Trajectory expected = Run(*engine, request);
+  const auto listener = Submit(*engine, {request})[0];
+  listener->WaitForTokens(5);
+  engine->Pause();
+  EXPECT_TRUE(engine->Stats().paused);
+  const size_t seen = listener->deltas().size();
+  std::this_thread::sleep_for(std::chrono::milliseconds(20));
+  EXPECT_EQ(listener->deltas().size(), seen);
+  engine->Resume();
+  listener->Wait();
+  EXPECT_EQ(listener->finished().at(0).response_token_ids, expected.response_token_ids);
+}
+
+TEST_F(EngineTest, AnExpiredDeadlineFailsAPausedPrompt) {
+  const auto engine = Create();
+  engine->Pause();
+  PromptRequest request = Request({});
+  request.deadline = absl::Now() - absl::Seconds(1);
+  const auto listener = Submit(*engine, {request})[0];
+  listener->Wait();
+  EXPECT_EQ(listener->failure()->code(), absl::StatusCode::kDeadlineExceeded);
+  EXPECT_EQ(engine->Score({.sequences = {{{3, 4, 5}, 1}}}, absl::Now() - absl::Seconds(1))
+                .status()
+                .code(),
+            absl::StatusCode::kDeadlineExceeded);
+}
+
+TEST_F(EngineTest, ShutdownCancelsAndRefuses) {
+  const auto engine = Create();
+  engine->Pause();
+  const auto listener = Submit(*engine, {Request({})})[0];
+  engine->Shutdown();
+  EXPECT_EQ(listener->failure()->code(), absl::StatusCode::kCancelled);
+  EXPECT_EQ(engine->Submit({{Request({}), listener}}).status().code(),
+            absl::StatusCode::kUnavailable);
+  EXPECT_EQ(engine->Score({.sequences = {{{3, 4}, 1}}}, absl::InfiniteFuture()).status().code(),
+            absl::StatusCode::kUnavailable);
+}
+
+// The byte stream and manifest of a model's parameters.
+WeightManifest ManifestOf(const Model& model, int64_t version, std::vector<std::byte>& stream) {
+  WeightManifest manifest = {.version = version, .tensors = {}, .total_bytes = 0, .digest = ""};
+  for (const auto& [name, tensor] : model.Parameters()) {
+    const at::Tensor values = tensor.contiguous();
+    manifest.tensors.push_back({.name = name, .shape = values.sizes().vec()});
+    const size_t begin = stream.size();
+    stream.resize(begin + values.nbytes());
+    std::memcpy(stream.data() + begin, values.const_data_ptr(), values.nbytes());
+  }
+  manifest.total_bytes = static_cast<int64_t>(stream.size());
+  manifest.digest = Xxh3Hex(stream.data(), stream.size());
+  return manifest;
+}
+
+TEST_F(EngineTest, CommittedWeightsWriteTheNextTokens) {
+  TemporaryFolder folder;
+  WriteTinyModel(folder.path(), 5);
+  const auto replacement = *Model::Load(folder.path());
+  std::vector<std::byte> stream;
+  const WeightManifest manifest = ManifestOf(*replacement, 3, stream);
+
+  const auto engine = Create();
+  const Trajectory before = Run(*engine, Request({.enabled = false}));
+  WeightReceiver& weights = engine->weights();
+  ASSERT_TRUE(weights.Begin("u", manifest).ok());
+  ASSERT_TRUE(weights.Append("u", 0, stream).ok());
+  EXPECT_EQ(Run(*engine, Request({.enabled = false})).response_token_ids,
+            before.response_token_ids);
+  engine->Pause();  // a swap does not wait for Resume
+  const auto committed = weights.Commit("u");
+  ASSERT_TRUE(committed.ok()) << committed.status();
+  EXPECT_EQ(committed->version, 3);
+  engine->Resume();
+
+  EngineOptions options = Options();
+  options.senior_model = folder.path();
+  const auto fresh = Create(options);
+  EXPECT_EQ(fresh->weights().Version().digest, manifest.digest);
+  const Trajectory expected = Run(*fresh, Request({.enabled = false}));
+  const Trajectory after = Run(*engine, Request({.enabled = false}));
+  EXPECT_NE(after.response_token_ids, before.response_token_ids);
+  EXPECT_EQ(after.response_token_ids, expected.response_token_ids);
+  EXPECT_EQ(after.author_logprobs, expected.author_logprobs);
+  EXPECT_EQ(after.senior_versions.front().version, 3);
+  EXPECT_EQ(engine->Score({.sequences = {{{3, 4}, 1}}}, absl::InfiniteFuture())->policy_version, 3);
+}
+
+TEST_F(EngineTest, DamagedWeightsLeaveTheOldOnesInForce) {
+  const auto model = *Model::Load(Senior());
+  std::vector<std::byte> stream;
+  const WeightManifest manifest = ManifestOf(*model, 1, stream);
+  stream[100] ^= std::byte{1};
+  const auto engine = Create();
+  const Trajectory before = Run(*engine, Request({}));
+  ASSERT_TRUE(engine->weights().Begin("u", manifest).ok());
+  ASSERT_TRUE(engine->weights().Append("u", 0, stream).ok());
+  EXPECT_EQ(engine->weights().Commit("u").status().code(), absl::StatusCode::kDataLoss);
+  EXPECT_EQ(engine->weights().Version().version, 0);
+  EXPECT_EQ(Run(*engine, Request({})).author_logprobs, before.author_logprobs);
+}
+
+TEST_F(EngineTest, NotANumberWeightsFailThePromptAndNotTheEngine) {
+  const auto model = *Model::Load(Senior());
+  model->Parameter("model.norm.weight").fill_(NAN);
+  std::vector<std::byte> stream;
+  const WeightManifest manifest = ManifestOf(*model, 1, stream);
+  const auto engine = Create();
+  ASSERT_TRUE(engine->weights().Begin("u", manifest).ok());
+  ASSERT_TRUE(engine->weights().Append("u", 0, stream).ok());
+  ASSERT_TRUE(engine->weights().Commit("u").ok());
+  const auto broken = Submit(*engine, {Request({.prob_senior = 1.0})})[0];
+  broken->Wait();
+  EXPECT_EQ(broken->failure()->code(), absl::StatusCode::kInternal);
+  EXPECT_EQ(Run(*engine, Request({.prob_senior = 0.0})).finish_reason, FinishReason::kLength);
+}
+
+}  // namespace
+}  // namespace tandem::rollout
