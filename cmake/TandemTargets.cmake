@@ -1,4 +1,5 @@
 # tandem_library(<folder-name> SRCS … [HDRS …] DEPS …)   static library tandem_<name>, alias tandem::<name>
+# tandem_server(<name> SRCS … DEPS …)                    server binary in <build>/bin
 # tandem_test(<name> SRCS … DEPS …)                      GoogleTest binary registered with CTest
 # Includes are always written from the repository's root: #include "common/base/status_macros.h".
 
@@ -13,6 +14,14 @@ function(tandem_library name)
   add_library(tandem::${name} ALIAS tandem_${name})
   _tandem_configure(tandem_${name})
   target_link_libraries(tandem_${name} PUBLIC ${ARG_DEPS})
+endfunction()
+
+function(tandem_server name)
+  cmake_parse_arguments(ARG "" "" "SRCS;DEPS" ${ARGN})
+  add_executable(${name} ${ARG_SRCS})
+  _tandem_configure(${name})
+  target_link_libraries(${name} PRIVATE ${ARG_DEPS})
+  set_target_properties(${name} PROPERTIES RUNTIME_OUTPUT_DIRECTORY "${CMAKE_BINARY_DIR}/bin")
 endfunction()
 
 function(tandem_test name)

@@ -1,0 +1,37 @@
+// The optimizer of a resolved configuration as the plain struct that engines take.
+#ifndef TANDEM_COMMON_CONFIG_OPTIMIZER_CONFIG_H_
+#define TANDEM_COMMON_CONFIG_OPTIMIZER_CONFIG_H_
+
+#include "common/parallel/optimizer_options.h"
+#include "tandem/config/v1/server_config.pb.h"
+
+namespace tandem::config {
+
+// `config` must be resolved (server_config.h).
+inline OptimizerOptions ToOptimizerOptions(const v1::OptimizerOptions& config) {
+  OptimizerOptions out;
+  out.learning_rate = config.learning_rate();
+  out.beta1 = config.beta1();
+  out.beta2 = config.beta2();
+  out.epsilon = config.epsilon();
+  out.weight_decay = config.weight_decay();
+  out.max_grad_norm = config.max_grad_norm();
+  out.warmup_steps = config.warmup_steps();
+  out.total_steps = config.total_steps();
+  out.min_learning_rate = config.min_learning_rate();
+  switch (config.schedule()) {
+    case v1::LEARNING_RATE_SCHEDULE_LINEAR:
+      out.schedule = LearningRateSchedule::kLinear;
+      break;
+    case v1::LEARNING_RATE_SCHEDULE_COSINE:
+      out.schedule = LearningRateSchedule::kCosine;
+      break;
+    default:
+      out.schedule = LearningRateSchedule::kConstant;
+  }
+  return out;
+}
+
+}  // namespace tandem::config
+
+#endif  // TANDEM_COMMON_CONFIG_OPTIMIZER_CONFIG_H_

@@ -1,0 +1,104 @@
+#include "services/critic/service/convert.h"
+
+#include <cmath>
+#include <vector>
+
+#include "absl/strings/str_cat.h"
+#include "common/base/error.h"
+#include "common/base/status_macros.h"
+#include "common/rpc/float_field.h"
+#include "common/rpc/proto_convert.h"
+
+namespace tandem::critic {
+namespace {
+
+using TokenIds = google::protobuf::RepeatedField<int32_t>;
+
+absl::Status CopyTokens(absl::string_view path, const TokenIds& proto, std::vector<int32_t>* out) {
+  if (proto.empty()) return InvalidField(path, "is empty");
+  out->assign(proto.begin(), proto.end());
+  return absl::OkStatus();
+}
+
+}  // namespace
+
+absl::StatusOr<TrainStepRequest> FromProto(const v1::TrainStepHeader& proto, int64_t max_samples) {
+  if (proto.run_id().empty()) return InvalidField("run_id", "is required");
+  if (proto.request_id().empty()) return InvalidField("request_id", "is required");
+  if (proto.step() < 0) return InvalidField("step", "must not be negative");
+  if (proto.num_samples() < 1) {
+    return InvalidField("num_samples",
+                        absl::StrCat("must be at least 1, got ", proto.num_samples()));
+  }
+  if (proto.num_samples() > max_samples) {
+    return FieldError(
+        absl::StatusCode::kOutOfRange, "num_samples",
+        absl::StrCat(proto.num_samples(), " samples, at most ", max_samples, " are accepted"));
+  }
+  TrainStepRequest out;
+  out.run_id = proto.run_id();
+  out.step = proto.step();
+  out.request_id = proto.request_id();
+  out.expected_version = proto.expected_version();
+  if (proto.has_value_clip()) out.value_clip = proto.value_clip();
+  if (!(std::isfinite(out.value_clip) && out.value_clip >= 0)) {
+    return InvalidField("value_clip",
+                        absl::StrCat("must be finite and not negative, got ", out.value_clip));
+  }
+  return out;
+}
+
+absl::StatusOr<ValueSample> FromProto(const v1::ValueSample& proto) {
+  ValueSample out;
+  TANDEM_RETURN_IF_ERROR(
+      CopyTokens("prompt_token_ids", proto.prompt_token_ids(), &out.prompt_token_ids));
+  TANDEM_RETURN_IF_ERROR(
+      CopyTokens("response_token_ids", proto.response_token_ids(), &out.response_token_ids));
+  const auto length = static_cast<int64_t>(out.response_token_ids.size());
+  if (!proto.has_old_values()) return InvalidField("old_values", "is required");
+  if (!proto.has_returns()) return InvalidField("returns", "is required");
+  TANDEM_ASSIGN_OR_RETURN(out.old_values,
+                          rpc::FloatField("old_values", proto.old_values(), length));
+  TANDEM_ASSIGN_OR_RETURN(out.returns, rpc::FloatField("returns", proto.returns(), length));
+  if (!proto.loss_mask().empty() && static_cast<int64_t>(proto.loss_mask().size()) != length) {
+    return InvalidField("loss_mask", absl::StrCat("has ", proto.loss_mask().size(), " entries for ",
+                                                  length, " response tokens"));
+  }
+  for (size_t i = 0; i < proto.loss_mask().size(); ++i) {
+    const auto value = static_cast<uint8_t>(proto.loss_mask()[i]);
+    if (value > 1) {
+      return InvalidField(absl::StrCat("loss_mask[", i, "]"),
+                          absl::StrCat("must be 0 or 1, got ", static_cast<int>(value)));
+    }
+    out.loss_mask.push_back(value);
+  }
+  return out;
+}
+
+absl::StatusOr<ValuesRequest> FromProto(const v1::ComputeValuesRequest& proto) {
+  ValuesRequest out;
+  TANDEM_RETURN_IF_ERROR(
+      CopyTokens("prompt_token_ids", proto.prompt_token_ids(), &out.prompt_token_ids));
+  TANDEM_RETURN_IF_ERROR(
+      CopyTokens("response_token_ids", proto.response_token_ids(), &out.response_token_ids));
+  return out;
+}
+
+v1::ComputeValuesResponse ToProto(const ValuesResult& result) {
+  v1::ComputeValuesResponse proto;
+  rpc::FloatsToProto(result.values, proto.mutable_values());
+  rpc::FloatsToProto({&result.final_value, 1}, proto.mutable_final_value());
+  proto.set_version(result.version);
+  return proto;
+}
+
+v1::TrainStepResponse ToProto(const TrainStepResult& result) {
+  v1::TrainStepResponse proto;
+  proto.set_step(result.step);
+  proto.set_version(result.version);
+  proto.mutable_metrics()->insert(result.metrics.begin(), result.metrics.end());
+  proto.set_replayed(result.replayed);
+  return proto;
+}
+
+}  // namespace tandem::critic

@@ -1,0 +1,104 @@
+// For tests: a critic engine without a model.
+#ifndef TANDEM_SERVICES_CRITIC_SERVICE_FAKE_ENGINE_H_
+#define TANDEM_SERVICES_CRITIC_SERVICE_FAKE_ENGINE_H_
+
+#include <map>
+#include <mutex>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "services/critic/engine/engine.h"
+
+namespace tandem::critic {
+
+// Value t is the token itself, the final value their number. Every step adds 1 to the version; a
+// known request id is replayed.
+class FakeEngine final : public Engine {
+ public:
+  EngineInfo Info() const override {
+    std::lock_guard lock(mutex_);
+    EngineInfo info;
+    info.model.model_type = "fake";
+    info.model.vocab_size = 16;
+    info.version = version_;
+    info.optimizer_steps = version_;
+    info.weights_digest = "digest";
+    return info;
+  }
+  absl::StatusOr<ValuesResult> ComputeValues(const ValuesRequest& request) override {
+    std::lock_guard lock(mutex_);
+    if (absl::Status error = TakeError(); !error.ok()) return error;
+    ValuesResult result;
+    for (const int32_t token : request.response_token_ids) {
+      result.values.push_back(static_cast<float>(token));
+    }
+    result.final_value = static_cast<float>(result.values.size());
+    result.version = version_ + (drift_ ? drifted_++ : 0);
+    return result;
+  }
+  absl::StatusOr<TrainStepResult> TrainStep(const TrainStepRequest& request) override {
+    std::lock_guard lock(mutex_);
+    ++calls_;
+    if (const auto done = done_.find(request.request_id); done != done_.end()) {
+      TrainStepResult repeat = done->second;
+      repeat.replayed = true;
+      return repeat;
+    }
+    if (request.expected_version != version_) return absl::FailedPreconditionError("stale");
+    steps_.push_back(request);
+    TrainStepResult result;
+    result.step = request.step;
+    result.version = ++version_;
+    result.metrics = {{"critic/loss", 0.25}};
+    done_[request.request_id] = result;
+    // An error after the step was applied: the answer is lost on the way.
+    if (absl::Status error = TakeError(); !error.ok()) return error;
+    return result;
+  }
+  absl::StatusOr<CheckpointResult> SaveCheckpoint(const std::string& directory,
+                                                  const std::string& name, int64_t) override {
+    return CheckpointResult{directory + "/" + name, 99};
+  }
+  absl::Status LoadCheckpoint(const std::string&) override {
+    std::lock_guard lock(mutex_);
+    version_ = 7;
+    return absl::OkStatus();
+  }
+  absl::Status ExportModel(const std::string&, DType) override { return absl::OkStatus(); }
+
+  // Test controls.
+  void FailNext(absl::Status error) {
+    std::lock_guard lock(mutex_);
+    next_error_ = std::move(error);
+  }
+  // Every ComputeValues answers from a newer version.
+  void Drift() {
+    std::lock_guard lock(mutex_);
+    drift_ = true;
+  }
+  std::vector<TrainStepRequest> steps() const {
+    std::lock_guard lock(mutex_);
+    return steps_;
+  }
+  int calls() const {
+    std::lock_guard lock(mutex_);
+    return calls_;
+  }
+
+ private:
+  absl::Status TakeError() { return std::exchange(next_error_, absl::OkStatus()); }
+
+  mutable std::mutex mutex_;
+  int64_t version_ = 0;
+  bool drift_ = false;
+  int64_t drifted_ = 0;
+  int calls_ = 0;
+  absl::Status next_error_;
+  std::map<std::string, TrainStepResult> done_;
+  std::vector<TrainStepRequest> steps_;
+};
+
+}  // namespace tandem::critic
+
+#endif  // TANDEM_SERVICES_CRITIC_SERVICE_FAKE_ENGINE_H_

@@ -1,0 +1,246 @@
+#include "services/trainer/service/convert.h"
+
+#include <gtest/gtest.h>
+
+#include <functional>
+#include <limits>
+#include <ostream>
+#include <string>
+
+#include "common/base/error.h"
+#include "common/rpc/proto_convert.h"
+#include "services/trainer/service/test_messages.h"
+
+namespace tandem::trainer {
+namespace {
+
+constexpr double kNan = std::numeric_limits<double>::quiet_NaN();
+constexpr double kInf = std::numeric_limits<double>::infinity();
+
+TEST(PolicyObjectiveTest, AnEmptyMessageGivesTheDocumentedDefaults) {
+  const auto objective = FromProto(v1::PolicyObjective());
+  ASSERT_TRUE(objective.ok()) << objective.status();
+  EXPECT_EQ(objective->loss.objective, loss::Objective::kPpoClip);
+  EXPECT_EQ(objective->loss.clip_low, 0.2);
+  EXPECT_EQ(objective->loss.clip_high, 0.2);
+  EXPECT_EQ(objective->loss.dual_clip, 0);
+  EXPECT_EQ(objective->loss.kl_coefficient, 0);
+  EXPECT_EQ(objective->loss.kl_estimator, loss::KlEstimator::kNone);
+  EXPECT_EQ(objective->loss.entropy_coefficient, 0);
+  EXPECT_EQ(objective->loss.importance_cap, 0);
+  EXPECT_EQ(objective->junior_token_loss_weight, 0);
+  EXPECT_EQ(objective->old_logprobs, OldLogprobs::kSenior);
+  EXPECT_EQ(objective->advantage_estimator, AdvantageEstimator::kGroupRelative);
+  EXPECT_EQ(objective->scale.aggregation, loss::Aggregation::kTokenMean);
+  EXPECT_EQ(objective->scale.normalizer, loss::Normalizer::kNonzeroWeight);
+  EXPECT_EQ(objective->junior_kl_coefficient, 0);
+  EXPECT_EQ(objective->gae_gamma, 1);
+  EXPECT_EQ(objective->gae_lambda, 1);
+  EXPECT_FALSE(objective->bootstrap_truncated);
+  EXPECT_FALSE(objective->whiten_advantages);
+  EXPECT_EQ(objective->max_staleness, 0);
+}
+
+TEST(PolicyObjectiveTest, EveryFieldIsCarried) {
+  v1::PolicyObjective proto;
+  proto.set_loss_kind(v1::POLICY_LOSS_KIND_CISPO);
+  proto.set_junior_token_loss_weight(0.25);
+  proto.set_clip_ratio_low(0.1);
+  proto.set_clip_ratio_high(0.3);
+  proto.set_dual_clip(3);
+  proto.set_old_logprobs(v1::OLD_LOGPROBS_RECOMPUTED);
+  proto.set_advantage_estimator(v1::ADVANTAGE_ESTIMATOR_GAE);
+  proto.set_aggregation(v1::AGGREGATION_SEQ_MEAN_TOKEN_SUM_NORM);
+  proto.set_normalizer(v1::NORMALIZER_ALL_TOKENS);
+  proto.set_norm_constant(64);
+  proto.set_kl_coefficient(0.01);
+  proto.set_entropy_coefficient(0.02);
+  proto.set_importance_sampling_cap(2);
+  proto.set_junior_kl_coefficient(0.5);
+  proto.set_gae_gamma(0.99);
+  proto.set_gae_lambda(0.95);
+  proto.set_bootstrap_truncated(true);
+  proto.set_whiten_advantages(true);
+  proto.set_max_staleness(4);
+  const auto objective = FromProto(proto);
+  ASSERT_TRUE(objective.ok()) << objective.status();
+  EXPECT_EQ(objective->loss.objective, loss::Objective::kCispo);
+  EXPECT_EQ(objective->junior_token_loss_weight, 0.25);
+  EXPECT_EQ(objective->loss.clip_low, 0.1);
+  EXPECT_EQ(objective->loss.clip_high, 0.3);
+  EXPECT_EQ(objective->loss.dual_clip, 3);
+  EXPECT_EQ(objective->old_logprobs, OldLogprobs::kRecomputed);
+  EXPECT_EQ(objective->advantage_estimator, AdvantageEstimator::kGae);
+  EXPECT_EQ(objective->scale.aggregation, loss::Aggregation::kSeqMeanTokenSumNorm);
+  EXPECT_EQ(objective->scale.normalizer, loss::Normalizer::kAllTokens);
+  EXPECT_EQ(objective->scale.sequence_norm, 64);
+  EXPECT_EQ(objective->loss.kl_coefficient, 0.01);
+  EXPECT_EQ(objective->loss.kl_estimator, loss::KlEstimator::kK3);  // the default with a KL
+  EXPECT_EQ(objective->loss.entropy_coefficient, 0.02);
+  EXPECT_EQ(objective->loss.importance_cap, 2);
+  EXPECT_EQ(objective->junior_kl_coefficient, 0.5);
+  EXPECT_EQ(objective->gae_gamma, 0.99);
+  EXPECT_EQ(objective->gae_lambda, 0.95);
+  EXPECT_TRUE(objective->bootstrap_truncated);
+  EXPECT_TRUE(objective->whiten_advantages);
+  EXPECT_EQ(objective->max_staleness, 4);
+}
+
+// One way to spoil a valid message, and the path that the error must name.
+template <typename Proto>
+struct BadCase {
+  std::string path;
+  std::function<void(Proto&)> spoil;
+};
+template <typename Proto>
+void PrintTo(const BadCase<Proto>& bad, std::ostream* out) {
+  *out << bad.path;
+}
+
+class BadObjectiveTest : public testing::TestWithParam<BadCase<v1::PolicyObjective>> {};
+
+TEST_P(BadObjectiveTest, IsRefusedByName) {
+  v1::PolicyObjective proto;
+  GetParam().spoil(proto);
+  const auto objective = FromProto(proto);
+  EXPECT_EQ(objective.status().code(), absl::StatusCode::kInvalidArgument);
+  EXPECT_EQ(FieldPath(objective.status()), GetParam().path) << objective.status();
+}
+
+using P = v1::PolicyObjective;
+INSTANTIATE_TEST_SUITE_P(
+    All, BadObjectiveTest,
+    testing::Values(
+        BadCase<P>{"loss_kind", [](P& p) { p.set_loss_kind(v1::PolicyLossKind(99)); }},
+        BadCase<P>{"old_logprobs", [](P& p) { p.set_old_logprobs(v1::OldLogprobs(-1)); }},
+        BadCase<P>{"advantage_estimator",
+                   [](P& p) { p.set_advantage_estimator(v1::AdvantageEstimator(99)); }},
+        BadCase<P>{"aggregation", [](P& p) { p.set_aggregation(v1::Aggregation(99)); }},
+        BadCase<P>{"normalizer", [](P& p) { p.set_normalizer(v1::Normalizer(99)); }},
+        BadCase<P>{"kl_estimator", [](P& p) { p.set_kl_estimator(v1::KlEstimator(99)); }},
+        BadCase<P>{"junior_token_loss_weight", [](P& p) { p.set_junior_token_loss_weight(1.5); }},
+        BadCase<P>{"junior_token_loss_weight", [](P& p) { p.set_junior_token_loss_weight(kNan); }},
+        BadCase<P>{"clip_ratio_low", [](P& p) { p.set_clip_ratio_low(1.1); }},
+        BadCase<P>{"clip_ratio_high", [](P& p) { p.set_clip_ratio_high(-0.1); }},
+        BadCase<P>{"dual_clip", [](P& p) { p.set_dual_clip(0.5); }},
+        BadCase<P>{"dual_clip", [](P& p) { p.set_dual_clip(kInf); }},
+        BadCase<P>{"norm_constant", [](P& p) { p.set_norm_constant(-1); }},
+        BadCase<P>{"norm_constant",
+                   [](P& p) { p.set_aggregation(v1::AGGREGATION_SEQ_MEAN_TOKEN_SUM_NORM); }},
+        BadCase<P>{"kl_coefficient", [](P& p) { p.set_kl_coefficient(-1); }},
+        BadCase<P>{"entropy_coefficient", [](P& p) { p.set_entropy_coefficient(kNan); }},
+        BadCase<P>{"importance_sampling_cap", [](P& p) { p.set_importance_sampling_cap(-1); }},
+        BadCase<P>{"junior_kl_coefficient", [](P& p) { p.set_junior_kl_coefficient(-1); }},
+        BadCase<P>{"gae_gamma", [](P& p) { p.set_gae_gamma(1.01); }},
+        BadCase<P>{"gae_lambda", [](P& p) { p.set_gae_lambda(-0.01); }},
+        BadCase<P>{"max_staleness", [](P& p) { p.set_max_staleness(-1); }}));
+
+class BadHeaderTest : public testing::TestWithParam<BadCase<v1::TrainStepHeader>> {};
+
+TEST_P(BadHeaderTest, IsRefusedByName) {
+  v1::TrainStepHeader proto = PolicyHeader(1);
+  GetParam().spoil(proto);
+  const auto header = FromProto(proto, 8);
+  EXPECT_EQ(header.status().code(), absl::StatusCode::kInvalidArgument);
+  EXPECT_EQ(FieldPath(header.status()), GetParam().path) << header.status();
+}
+
+using H = v1::TrainStepHeader;
+INSTANTIATE_TEST_SUITE_P(
+    All, BadHeaderTest,
+    testing::Values(BadCase<H>{"run_id", [](H& h) { h.clear_run_id(); }},
+                    BadCase<H>{"request_id", [](H& h) { h.clear_request_id(); }},
+                    BadCase<H>{"step", [](H& h) { h.set_step(-1); }},
+                    BadCase<H>{"num_samples", [](H& h) { h.set_num_samples(0); }},
+                    BadCase<H>{"num_samples", [](H& h) { h.set_num_samples(-7); }},
+                    BadCase<H>{"objective", [](H& h) { h.clear_objective(); }},
+                    BadCase<H>{"policy.gae_gamma",
+                               [](H& h) { h.mutable_policy()->set_gae_gamma(7); }},
+                    BadCase<H>{"supervised.aggregation", [](H& h) {
+                                 h.mutable_supervised()->set_aggregation(v1::Aggregation(42));
+                               }}));
+
+TEST(HeaderTest, MoreSamplesThanConfiguredIsOutOfRange) {
+  const auto header = FromProto(PolicyHeader(9), 8);
+  EXPECT_EQ(header.status().code(), absl::StatusCode::kOutOfRange);
+  EXPECT_EQ(FieldPath(header.status()), "num_samples");
+}
+
+class BadSampleTest : public testing::TestWithParam<BadCase<v1::PolicySample>> {};
+
+TEST_P(BadSampleTest, IsRefusedByName) {
+  v1::PolicySample proto = Sample();
+  ASSERT_TRUE(FromProto(proto).ok()) << FromProto(proto).status();
+  GetParam().spoil(proto);
+  const auto sample = FromProto(proto);
+  EXPECT_EQ(sample.status().code(), absl::StatusCode::kInvalidArgument);
+  EXPECT_EQ(FieldPath(sample.status()), GetParam().path) << sample.status();
+}
+
+using S = v1::PolicySample;
+constexpr float kNanF = std::numeric_limits<float>::quiet_NaN();
+INSTANTIATE_TEST_SUITE_P(
+    All, BadSampleTest,
+    testing::Values(
+        BadCase<S>{"trajectory", [](S& s) { s.clear_trajectory(); }},
+        BadCase<S>{"trajectory.authorship_mask",
+                   [](S& s) { s.mutable_trajectory()->clear_authorship_mask(); }},
+        BadCase<S>{"trajectory.author_logprobs",
+                   [](S& s) { s.mutable_trajectory()->clear_author_logprobs(); }},
+        BadCase<S>{"trajectory.senior_versions",
+                   [](S& s) { s.mutable_trajectory()->clear_senior_versions(); }},
+        BadCase<S>{"trajectory.author_logprobs[1]",
+                   [](S& s) {
+                     rpc::FloatsToProto(std::vector<float>{-1, kNanF},
+                                        s.mutable_trajectory()->mutable_author_logprobs());
+                   }},
+        BadCase<S>{"trajectory.other_logprobs[0]",
+                   [](S& s) {
+                     rpc::FloatsToProto(std::vector<float>{kNanF, -1},
+                                        s.mutable_trajectory()->mutable_other_logprobs());
+                   }},
+        BadCase<S>{"reward", [](S& s) { s.set_reward(kNan); }},
+        BadCase<S>{"reward", [](S& s) { s.set_reward(-kInf); }},
+        BadCase<S>{"advantages",
+                   [](S& s) { rpc::FloatsToProto(std::vector<float>{1}, s.mutable_advantages()); }},
+        BadCase<S>{"advantages[1]",
+                   [](S& s) {
+                     rpc::FloatsToProto(std::vector<float>{1, kNanF}, s.mutable_advantages());
+                   }},
+        BadCase<S>{"advantages.dtype", [](S& s) { s.mutable_advantages(); }},
+        BadCase<S>{"old_logprobs.data",
+                   [](S& s) {
+                     rpc::FloatsToProto(std::vector<float>{1, 2}, s.mutable_old_logprobs());
+                     s.mutable_old_logprobs()->mutable_data()->pop_back();
+                   }},
+        BadCase<S>{"old_logprobs.shape[0]", [](S& s) {
+                     rpc::FloatsToProto(std::vector<float>{1, 2}, s.mutable_old_logprobs());
+                     s.mutable_old_logprobs()->set_shape(0, -2);
+                   }}));
+
+TEST(SampleTest, IsCarried) {
+  v1::PolicySample proto = Sample();
+  rpc::FloatsToProto(std::vector<float>{1, -1}, proto.mutable_advantages());
+  const auto sample = FromProto(proto);
+  ASSERT_TRUE(sample.ok()) << sample.status();
+  EXPECT_EQ(sample->group_id, "g");
+  EXPECT_EQ(sample->reward, 1.0);
+  EXPECT_EQ(sample->trajectory.response_token_ids, (std::vector<int32_t>{3, 4}));
+  EXPECT_EQ(sample->trajectory.authorship_mask, (std::vector<uint8_t>{1, 0}));
+  EXPECT_EQ(sample->advantages, (std::vector<float>{1, -1}));
+  EXPECT_TRUE(sample->old_logprobs.empty());
+}
+
+TEST(LogProbsRequestTest, TemperatureMustBePositive) {
+  v1::ComputeLogProbsRequest proto;
+  proto.add_prompt_token_ids(1);
+  proto.add_response_token_ids(2);
+  EXPECT_EQ(FromProto(proto)->temperature, 1.0);
+  for (const double bad : {0.0, -1.0, kNan, kInf}) {
+    proto.set_temperature(bad);
+    EXPECT_EQ(FieldPath(FromProto(proto).status()), "temperature") << bad;
+  }
+}
+
+}  // namespace
+}  // namespace tandem::trainer

@@ -1,0 +1,116 @@
+#include "services/trainer/service/critic_connection.h"
+
+#include <gtest/gtest.h>
+
+#include "common/base/error.h"
+#include "common/rpc/test_server.h"
+#include "services/critic/service/critic_app.h"
+#include "services/critic/service/fake_engine.h"
+
+namespace tandem::trainer {
+namespace {
+
+class CriticConnectionTest : public testing::Test {
+ protected:
+  static CriticConnection::TrainRequest Request() {
+    CriticConnection::TrainRequest request;
+    request.run_id = "run";
+    request.step = 3;
+    request.request_id = "r-3/critic";
+    request.sequences = {{{1}, {5, 6}}, {{2}, {7}}};
+    request.old_values = {{0.5f, 0.6f}, {0.7f}};
+    request.returns = {{1, 2}, {3}};
+    return request;
+  }
+
+  static client::RetryOptions Retry() {
+    client::RetryOptions retry;
+    retry.max_attempts = 3;
+    retry.initial_backoff = absl::Milliseconds(10);
+    return retry;
+  }
+
+  critic::FakeEngine* engine_ = nullptr;  // owned by the app
+  rpc::TestServer server_{[this](rpc::ServerRuntime& runtime) {
+    config::v1::CriticServerConfig config;
+    config.set_model("/models/fake");
+    EXPECT_TRUE(config::Resolve(&config).ok());
+    return std::make_unique<critic::CriticApp>(
+        config, runtime, [this](const critic::EngineOptions&) {
+          auto engine = std::make_unique<critic::FakeEngine>();
+          engine_ = engine.get();
+          return engine;
+        });
+  }};
+  std::shared_ptr<CriticConnection> critic_ =
+      MakeCriticConnection(std::make_shared<client::CriticClient>(server_.channel(), Retry()));
+};
+
+TEST_F(CriticConnectionTest, ValuesComeBackInOrder) {
+  // Enough to fill any flow-control window if one side did not read while the other writes.
+  std::vector<CriticConnection::Sequence> sequences(300);
+  for (int i = 0; i < 300; ++i) sequences[i] = {{1}, std::vector<int32_t>(500, i)};
+  const auto values = critic_->ComputeValues(sequences);
+  ASSERT_TRUE(values.ok()) << values.status();
+  ASSERT_EQ(values->values.size(), 300u);
+  for (int i = 0; i < 300; ++i) {
+    EXPECT_EQ(values->values[i], std::vector<float>(500, static_cast<float>(i)));
+    EXPECT_EQ(values->final_values[i], 500);
+  }
+  EXPECT_EQ(values->version, 0);
+}
+
+TEST_F(CriticConnectionTest, ValuesOfTwoVersionsAreRefused) {
+  engine_->Drift();
+  EXPECT_EQ(critic_->ComputeValues({{{1}, {2}}, {{1}, {3}}}).status().code(),
+            absl::StatusCode::kAborted);
+}
+
+TEST_F(CriticConnectionTest, ValuesAreAskedForAgainWhenTheCriticWasUnavailable) {
+  engine_->FailNext(absl::UnavailableError("restarting"));
+  EXPECT_TRUE(critic_->ComputeValues({{{1}, {2}}}).ok());
+}
+
+TEST_F(CriticConnectionTest, BadInputIsNotRetriedAndKeepsItsPath) {
+  const absl::Status status = critic_->ComputeValues({{{1}, {2}}, {{1}, {}}}).status();
+  EXPECT_EQ(status.code(), absl::StatusCode::kInvalidArgument);
+  EXPECT_EQ(FieldPath(status), "requests[1].response_token_ids");
+}
+
+TEST_F(CriticConnectionTest, AStepReachesTheCriticWhole) {
+  const auto metrics = critic_->TrainStep(Request());
+  ASSERT_TRUE(metrics.ok()) << metrics.status();
+  EXPECT_EQ(metrics->at("critic/loss"), 0.25);
+  const critic::TrainStepRequest got = engine_->steps().at(0);
+  EXPECT_EQ(got.run_id, "run");
+  EXPECT_EQ(got.step, 3);
+  EXPECT_EQ(got.request_id, "r-3/critic");
+  ASSERT_EQ(got.samples.size(), 2u);
+  EXPECT_EQ(got.samples[0].response_token_ids, (std::vector<int32_t>{5, 6}));
+  EXPECT_EQ(got.samples[0].old_values, (std::vector<float>{0.5f, 0.6f}));
+  EXPECT_EQ(got.samples[1].returns, (std::vector<float>{3}));
+}
+
+// Promise 2 of reliability.md: a step is applied once, however often it is retried.
+TEST_F(CriticConnectionTest, ALostAnswerIsRepeatedUnderTheSameRequestId) {
+  engine_->FailNext(absl::UnavailableError("the connection broke after the step"));
+  const auto metrics = critic_->TrainStep(Request());
+  ASSERT_TRUE(metrics.ok()) << metrics.status();
+  EXPECT_EQ(engine_->calls(), 2);
+  EXPECT_EQ(engine_->steps().size(), 1u);
+}
+
+TEST_F(CriticConnectionTest, AStaleVersionIsNotRetried) {
+  CriticConnection::TrainRequest request = Request();
+  request.expected_version = 5;
+  EXPECT_EQ(critic_->TrainStep(request).status().code(), absl::StatusCode::kFailedPrecondition);
+  EXPECT_EQ(engine_->calls(), 1);
+}
+
+TEST_F(CriticConnectionTest, ADeadCriticIsReportedAfterTheAttemptsAreUsedUp) {
+  server_.Stop();
+  EXPECT_EQ(critic_->ComputeValues({{{1}, {2}}}).status().code(), absl::StatusCode::kUnavailable);
+}
+
+}  // namespace
+}  // namespace tandem::trainer

@@ -1,0 +1,160 @@
+// For tests: a trainer engine without a model.
+#ifndef TANDEM_SERVICES_TRAINER_SERVICE_FAKE_ENGINE_H_
+#define TANDEM_SERVICES_TRAINER_SERVICE_FAKE_ENGINE_H_
+
+#include <algorithm>
+#include <condition_variable>
+#include <cstddef>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "common/tensor/checksum.h"
+#include "services/trainer/engine/engine.h"
+
+namespace tandem::trainer {
+
+// `size` bytes of a pattern that depends on the version.
+class FakeWeights final : public WeightSource {
+ public:
+  explicit FakeWeights(int64_t version, int64_t size = 40) {
+    for (int64_t i = 0; i < size; ++i) {
+      bytes_.push_back(static_cast<std::byte>((i * 7 + version) % 251));
+    }
+    manifest_.version = version;
+    manifest_.tensors = {{"w", DType::kFloat32, {size / 4}}};
+    manifest_.total_bytes = size;
+    manifest_.digest = Xxh3Hex(bytes_.data(), bytes_.size());
+  }
+  const WeightManifest& manifest() const override { return manifest_; }
+  void Read(int64_t offset, absl::Span<std::byte> out) const override {
+    std::copy_n(bytes_.begin() + offset, out.size(), out.begin());
+  }
+
+ private:
+  WeightManifest manifest_;
+  std::vector<std::byte> bytes_;
+};
+
+// Every step adds 1 to the version; a known request id is replayed. `next_error` fails one call.
+class FakeEngine final : public Engine {
+ public:
+  EngineInfo Info() const override {
+    std::lock_guard lock(mutex_);
+    EngineInfo info;
+    info.model.path = "/models/fake";
+    info.model.model_type = "fake";
+    info.model.vocab_size = 16;
+    info.policy_version = version_;
+    info.optimizer_steps = version_;
+    info.weights_digest = FakeWeights(version_).manifest().digest;
+    info.micro_batch_tokens = 128;
+    return info;
+  }
+
+  absl::StatusOr<TrainStepResult> TrainStep(const TrainStepRequest& request) override {
+    std::unique_lock lock(mutex_);
+    ++running_;
+    changed_.notify_all();
+    changed_.wait(lock, [&] { return !hold_; });
+    if (absl::Status error = TakeError(); !error.ok()) return error;
+    if (const auto done = done_.find(request.request_id); done != done_.end()) {
+      return TrainStepResult{done->second, true};
+    }
+    steps_.push_back(request);
+    StepReport report;
+    report.run_id = request.run_id;
+    report.step = request.step;
+    report.policy_version = ++version_;
+    report.metrics = {{"loss/total", 0.5}, {"tokens/response", 2}, {"reward/mean", 1}};
+    done_[request.request_id] = report;
+    return TrainStepResult{report, false};
+  }
+
+  // Log-prob t is -token, its entropy the temperature.
+  absl::StatusOr<LogProbsResult> ComputeLogProbs(const LogProbsRequest& request) override {
+    std::lock_guard lock(mutex_);
+    if (absl::Status error = TakeError(); !error.ok()) return error;
+    LogProbsResult result;
+    for (const int32_t token : request.response_token_ids) {
+      result.logprobs.push_back(static_cast<float>(-token));
+      result.entropies.push_back(static_cast<float>(request.temperature));
+    }
+    result.policy_version = version_;
+    return result;
+  }
+
+  absl::StatusOr<std::shared_ptr<const WeightSource>> Snapshot() override {
+    std::lock_guard lock(mutex_);
+    if (absl::Status error = TakeError(); !error.ok()) return error;
+    // More than a chunk, and not a multiple of one.
+    return std::make_shared<FakeWeights>(version_, (2 << 20) + 40);
+  }
+
+  absl::StatusOr<CheckpointResult> SaveCheckpoint(const std::string& directory,
+                                                  const std::string& name, int64_t) override {
+    std::lock_guard lock(mutex_);
+    if (absl::Status error = TakeError(); !error.ok()) return error;
+    return CheckpointResult{directory + "/" + name, 1234};
+  }
+  absl::Status LoadCheckpoint(const std::string&) override {
+    std::lock_guard lock(mutex_);
+    if (absl::Status error = TakeError(); !error.ok()) return error;
+    version_ = 41;
+    return absl::OkStatus();
+  }
+  absl::Status ExportModel(const std::string&, DType dtype) override {
+    std::lock_guard lock(mutex_);
+    export_dtype_ = dtype;
+    return TakeError();
+  }
+
+  // Test controls.
+  void FailNext(absl::Status error) {
+    std::lock_guard lock(mutex_);
+    next_error_ = std::move(error);
+  }
+  void Hold() {
+    std::lock_guard lock(mutex_);
+    hold_ = true;
+  }
+  void Release() {
+    std::lock_guard lock(mutex_);
+    hold_ = false;
+    changed_.notify_all();
+  }
+  // Until `count` train steps have begun.
+  void WaitForSteps(int count) {
+    std::unique_lock lock(mutex_);
+    changed_.wait(lock, [&] { return running_ >= count; });
+  }
+  std::vector<TrainStepRequest> steps() const {
+    std::lock_guard lock(mutex_);
+    return steps_;
+  }
+  int64_t version() const {
+    std::lock_guard lock(mutex_);
+    return version_;
+  }
+  DType export_dtype() const { return export_dtype_; }
+
+ private:
+  absl::Status TakeError() { return std::exchange(next_error_, absl::OkStatus()); }
+
+  mutable std::mutex mutex_;
+  std::condition_variable changed_;
+  bool hold_ = false;
+  int running_ = 0;
+  int64_t version_ = 0;
+  absl::Status next_error_;
+  std::map<std::string, StepReport> done_;
+  std::vector<TrainStepRequest> steps_;
+  DType export_dtype_ = DType::kInt8;
+};
+
+}  // namespace tandem::trainer
+
+#endif  // TANDEM_SERVICES_TRAINER_SERVICE_FAKE_ENGINE_H_

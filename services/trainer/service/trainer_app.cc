@@ -1,0 +1,67 @@
+#include "services/trainer/service/trainer_app.h"
+
+#include <utility>
+
+#include "clients/cpp/critic_client.h"
+#include "common/base/status_macros.h"
+#include "common/config/optimizer_config.h"
+#include "common/rpc/channel.h"
+#include "services/trainer/service/critic_connection.h"
+
+namespace tandem::trainer {
+namespace {
+
+rpc::ChannelOptions ToChannelOptions(const config::v1::ServerOptions& config) {
+  return {.keepalive = absl::Seconds(config.keepalive_seconds()),
+          .keepalive_timeout = absl::Seconds(config.keepalive_timeout_seconds())};
+}
+
+TrainerServiceOptions ToServiceOptions(const config::v1::TrainerServerConfig& config,
+                                       absl::Time start_time) {
+  TrainerServiceOptions options;
+  options.max_samples = config.max_samples();
+  options.critic_address = config.critic_address();
+  options.publish_channel = ToChannelOptions(config.server());
+  options.start_time = start_time;
+  return options;
+}
+
+}  // namespace
+
+EngineOptions ToEngineOptions(const config::v1::TrainerServerConfig& config) {
+  EngineOptions options;
+  options.model = config.model();
+  options.reference_model = config.reference_model();
+  options.optimizer = config::ToOptimizerOptions(config.optimizer());
+  options.micro_batch_tokens = config.batch().micro_batch_tokens();
+  options.logits_chunk_bytes = config.batch().logits_chunk_bytes();
+  options.max_model_len = config.max_model_len();
+  options.max_samples = config.max_samples();
+  options.num_threads = config.compute().num_threads();
+  return options;
+}
+
+TrainerApp::TrainerApp(const config::v1::TrainerServerConfig& config, rpc::ServerRuntime& runtime,
+                       EngineFactory create_engine)
+    : config_(config),
+      create_engine_(std::move(create_engine)),
+      service_(ToServiceOptions(config, runtime.start_time), runtime.executor, runtime.metrics) {}
+
+std::vector<rpc::NamedService> TrainerApp::services() {
+  return {{v1::TrainerService::service_full_name(), &service_}};
+}
+
+absl::Status TrainerApp::Load() {
+  std::shared_ptr<CriticConnection> critic;
+  if (!config_.critic_address().empty()) {
+    critic = MakeCriticConnection(std::make_shared<client::CriticClient>(
+        rpc::MakeChannel(config_.critic_address(), ToChannelOptions(config_.server()))));
+  }
+  TANDEM_ASSIGN_OR_RETURN(engine_, create_engine_(ToEngineOptions(config_), std::move(critic)));
+  service_.SetEngine(engine_.get());
+  return absl::OkStatus();
+}
+
+void TrainerApp::Drain(absl::Time) { service_.Drain(); }
+
+}  // namespace tandem::trainer

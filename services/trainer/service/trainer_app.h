@@ -1,0 +1,46 @@
+// The trainer server as the skeleton runs it: configuration to engine options, engine to service.
+#ifndef TANDEM_SERVICES_TRAINER_SERVICE_TRAINER_APP_H_
+#define TANDEM_SERVICES_TRAINER_SERVICE_TRAINER_APP_H_
+
+#include <functional>
+#include <memory>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "common/rpc/server_main.h"
+#include "services/trainer/engine/engine.h"
+#include "services/trainer/service/trainer_service.h"
+#include "tandem/config/v1/server_config.pb.h"
+
+namespace tandem::trainer {
+
+// trainer::CreateEngine, or a fake in tests.
+using EngineFactory = std::function<absl::StatusOr<std::unique_ptr<Engine>>(
+    const EngineOptions& options, std::shared_ptr<CriticConnection> critic)>;
+
+// `config` must be resolved.
+EngineOptions ToEngineOptions(const config::v1::TrainerServerConfig& config);
+
+class TrainerApp final : public rpc::ServerApp {
+ public:
+  TrainerApp(const config::v1::TrainerServerConfig& config, rpc::ServerRuntime& runtime,
+             EngineFactory create_engine);
+
+  std::vector<rpc::NamedService> services() override;
+  absl::Status Load() override;
+  void UpdateMetrics() override { service_.UpdateMetrics(); }
+  void Drain(absl::Time deadline) override;
+
+  const TrainerService& service() const { return service_; }
+
+ private:
+  const config::v1::TrainerServerConfig config_;
+  const EngineFactory create_engine_;
+  std::unique_ptr<Engine> engine_;  // outlives the service
+  TrainerService service_;
+};
+
+}  // namespace tandem::trainer
+
+#endif  // TANDEM_SERVICES_TRAINER_SERVICE_TRAINER_APP_H_

@@ -1,0 +1,362 @@
+#include "services/trainer/service/trainer_service.h"
+
+#include <memory>
+#include <utility>
+#include <variant>
+#include <vector>
+
+#include "absl/strings/str_cat.h"
+#include "absl/time/clock.h"
+#include "common/base/error.h"
+#include "common/base/logging.h"
+#include "common/base/status_macros.h"
+#include "common/rpc/checkpoint_fields.h"
+#include "common/rpc/error_table.h"
+#include "common/rpc/phase_timer.h"
+#include "common/rpc/proto_convert.h"
+#include "common/rpc/server_main.h"
+#include "common/rpc/unary_handler.h"
+#include "services/trainer/service/convert.h"
+#include "services/trainer/service/publish.h"
+
+namespace tandem::trainer {
+
+TrainerService::TrainerService(const TrainerServiceOptions& options, rpc::CallExecutor& executor,
+                               rpc::Metrics& metrics)
+    : options_(options),
+      executor_(executor),
+      metrics_(metrics),
+      budget_(options.max_buffered_bytes) {
+  // Counters and gauges that alerts read exist from the start.
+  for (const char* result : {"applied", "skipped", "replayed", "failed"}) {
+    metrics_.Counter(rpc::metric::kTrainSteps, {result});
+  }
+  for (const char* result : {"ok", "failed"}) {
+    metrics_.Counter(rpc::metric::kPublishResults, {result});
+  }
+  metrics_.Counter(rpc::metric::kTrainedTokens);
+  metrics_.Counter(rpc::metric::kWeightBytesSent);
+  metrics_.Gauge(rpc::metric::kCheckpointTime);
+  metrics_.Gauge(rpc::metric::kCheckpointBytes);
+  metrics_.Gauge(rpc::metric::kLastProgress);
+}
+
+void TrainerService::SetEngine(Engine* engine) {
+  engine_ = engine;
+  RefreshInfo();
+}
+
+EngineInfo TrainerService::Info() const {
+  std::lock_guard lock(info_mutex_);
+  return info_;
+}
+
+void TrainerService::RefreshInfo() {
+  EngineInfo info = engine_->Info();
+  std::lock_guard lock(info_mutex_);
+  info_ = std::move(info);
+}
+
+void TrainerService::UpdateMetrics() {
+  const EngineInfo info = Info();
+  metrics_.Gauge(rpc::metric::kPolicyVersion).Set(static_cast<double>(info.policy_version));
+  metrics_.Gauge(rpc::metric::kOptimizerSteps).Set(static_cast<double>(info.optimizer_steps));
+}
+
+grpc::ServerUnaryReactor* TrainerService::GetServerInfo(grpc::CallbackServerContext* context,
+                                                        const v1::GetServerInfoRequest* request,
+                                                        v1::GetServerInfoResponse* response) {
+  return rpc::HandleUnary<v1::GetServerInfoRequest, v1::GetServerInfoResponse>(
+      executor_, context, request, response,
+      [this](const v1::GetServerInfoRequest&,
+             const rpc::CallContext&) -> absl::StatusOr<v1::GetServerInfoResponse> {
+        const EngineInfo info = Info();
+        v1::GetServerInfoResponse out;
+        types::v1::ServerInfo& server = *out.mutable_server();
+        server.set_role("trainer");
+        server.set_software_version(rpc::SoftwareVersion());
+        server.set_uptime_seconds(absl::ToDoubleSeconds(absl::Now() - options_.start_time));
+        server.set_policy_version(info.policy_version);
+        server.set_weights_digest(info.weights_digest);
+        rpc::ModelSummaryToProto(info.model, server.mutable_model());
+        out.set_optimizer_steps(info.optimizer_steps);
+        out.set_micro_batch_tokens(static_cast<int32_t>(info.micro_batch_tokens));
+        out.set_critic_address(options_.critic_address);
+        return out;
+      });
+}
+
+// ---------------------------------------------------------------------------------------------
+// TrainStep
+
+// Collects one step. Every sample is checked as it comes, so a bad one is refused before the rest
+// is sent.
+class TrainerService::TrainStepCall final
+    : public rpc::ClientStreamHandler<v1::TrainStepRequest, v1::TrainStepResponse> {
+ public:
+  explicit TrainStepCall(TrainerService& service) : service_(service), share_(service.budget_) {}
+
+  absl::Status OnMessage(v1::TrainStepRequest&& message) override {
+    if (message.has_header()) return OnHeader(message.header());
+    if (!has_header_) return InvalidField("header", "must be the first message");
+    const std::string path = absl::StrCat("samples[", received_, "]");
+    if (received_ == num_samples_) {
+      return InvalidField("header.num_samples",
+                          absl::StrCat(num_samples_, " samples were announced, more came"));
+    }
+    absl::Status taken = share_.Take(static_cast<int64_t>(message.SpaceUsedLong()));
+    if (!taken.ok()) return PrependFieldPath(path, taken);
+    absl::Status added =
+        std::visit([&](auto& batch) { return Add(message, &batch); }, request_.batch);
+    if (!added.ok()) return PrependFieldPath(path, added);
+    ++received_;
+    return absl::OkStatus();
+  }
+
+  absl::StatusOr<v1::TrainStepResponse> OnEnd(const rpc::CallContext& context) override {
+    if (!has_header_) return InvalidField("header", "is required");
+    if (received_ != num_samples_) {
+      return InvalidField(
+          "header.num_samples",
+          absl::StrCat(num_samples_, " samples were announced, only ", received_, " came"));
+    }
+    return service_.RunTrainStep(request_, context);
+  }
+
+ private:
+  absl::Status OnHeader(const v1::TrainStepHeader& proto) {
+    if (has_header_) return InvalidField("header", "came twice");
+    auto header = FromProto(proto, service_.options_.max_samples);
+    if (!header.ok()) return PrependFieldPath("header", header.status());
+    has_header_ = true;
+    num_samples_ = header->num_samples;
+    request_.run_id = std::move(header->run_id);
+    request_.step = header->step;
+    request_.request_id = std::move(header->request_id);
+    request_.expected_policy_version = header->expected_policy_version;
+    if (header->is_policy()) {
+      request_.batch = PolicyBatch{std::get<PolicyObjective>(header->objective), {}};
+    } else {
+      request_.batch = SupervisedBatch{std::get<SupervisedObjective>(header->objective), {}};
+    }
+    return absl::OkStatus();
+  }
+
+  static absl::Status Add(const v1::TrainStepRequest& message, PolicyBatch* batch) {
+    if (!message.has_policy_sample()) {
+      return InvalidField("policy_sample", "is required with a policy objective");
+    }
+    TANDEM_ASSIGN_OR_RETURN(PolicySample sample, FromProto(message.policy_sample()));
+    batch->samples.push_back(std::move(sample));
+    return absl::OkStatus();
+  }
+  static absl::Status Add(const v1::TrainStepRequest& message, SupervisedBatch* batch) {
+    if (!message.has_supervised_sample()) {
+      return InvalidField("supervised_sample", "is required with a supervised objective");
+    }
+    TANDEM_ASSIGN_OR_RETURN(SupervisedSample sample, FromProto(message.supervised_sample()));
+    batch->samples.push_back(std::move(sample));
+    return absl::OkStatus();
+  }
+
+  TrainerService& service_;
+  rpc::ByteBudget::Share share_;
+  bool has_header_ = false;
+  int64_t num_samples_ = 0;
+  int64_t received_ = 0;
+  TrainStepRequest request_;
+};
+
+grpc::ServerReadReactor<v1::TrainStepRequest>* TrainerService::TrainStep(
+    grpc::CallbackServerContext* context, v1::TrainStepResponse* response) {
+  return rpc::HandleClientStream<v1::TrainStepRequest, v1::TrainStepResponse>(
+      executor_, context, response, std::make_unique<TrainStepCall>(*this));
+}
+
+absl::StatusOr<v1::TrainStepResponse> TrainerService::RunTrainStep(
+    const TrainStepRequest& request, const rpc::CallContext& context) {
+  double seconds = 0;
+  const absl::StatusOr<TrainStepResult> result = turn_.Run(context, [&] {
+    rpc::PhaseTimer timer(metrics_, "train");
+    auto result = engine_->TrainStep(request);
+    seconds = timer.Stop();
+    return result;
+  });
+  if (!result.ok()) {
+    metrics_.Counter(rpc::metric::kTrainSteps, {"failed"}).Increment();
+    Log(LogLevel::kWarning, "train_step_failed",
+        {{"run_id", request.run_id},
+         {"step", request.step},
+         {"error", result.status().ToString()}});
+    return result.status();
+  }
+  v1::TrainStepResponse response;
+  *response.mutable_report() = ToProto(result->report);
+  response.set_replayed(result->replayed);
+  if (result->replayed) {
+    metrics_.Counter(rpc::metric::kTrainSteps, {"replayed"}).Increment();
+    return response;
+  }
+  RefreshInfo();
+  UpdateMetrics();
+  const StepReport& report = result->report;
+  metrics_.Counter(rpc::metric::kTrainSteps, {report.skipped ? "skipped" : "applied"}).Increment();
+  metrics_.Gauge(rpc::metric::kLastProgress).SetToCurrentTime();
+  metrics_.SetReport(report.metrics);
+  if (const auto tokens = report.metrics.find("tokens/response");
+      !report.skipped && tokens != report.metrics.end() && tokens->second > 0) {
+    metrics_.Counter(rpc::metric::kTrainedTokens).Increment(tokens->second);
+  }
+  Log(LogLevel::kInfo, "train_step",
+      {{"run_id", report.run_id},
+       {"step", report.step},
+       {"policy_version", report.policy_version},
+       {"skipped", report.skipped},
+       {"seconds", seconds}});
+  v1::WatchStepsResponse event;
+  *event.mutable_report() = response.report();
+  watchers_.Publish(event);
+  return response;
+}
+
+grpc::ServerWriteReactor<v1::WatchStepsResponse>* TrainerService::WatchSteps(
+    grpc::CallbackServerContext*, const v1::WatchStepsRequest*) {
+  return rpc::HandleServerStream<v1::WatchStepsResponse>(
+      executor_, StepBroadcaster::kQueueCapacity,
+      [this](std::shared_ptr<StepBroadcaster::Writer> writer) {
+        watchers_.Add(std::move(writer));
+      });
+}
+
+// ---------------------------------------------------------------------------------------------
+// Everything else
+
+grpc::ServerBidiReactor<v1::ComputeLogProbsRequest, v1::ComputeLogProbsResponse>*
+TrainerService::ComputeLogProbs(grpc::CallbackServerContext* context) {
+  const auto count = std::make_shared<int64_t>(0);  // requests are handled one after the other
+  return rpc::HandleMapStream<v1::ComputeLogProbsRequest, v1::ComputeLogProbsResponse>(
+      executor_, context,
+      [this, count](const v1::ComputeLogProbsRequest& proto, const rpc::CallContext& context)
+          -> absl::StatusOr<v1::ComputeLogProbsResponse> {
+        const std::string path = absl::StrCat("requests[", (*count)++, "]");
+        const auto request = FromProto(proto);
+        if (!request.ok()) return PrependFieldPath(path, request.status());
+        const auto result = turn_.Run(context, [&] {
+          const rpc::PhaseTimer timer(metrics_, "evaluate");
+          return engine_->ComputeLogProbs(*request);
+        });
+        if (!result.ok()) return PrependFieldPath(path, result.status());
+        metrics_.Gauge(rpc::metric::kLastProgress).SetToCurrentTime();
+        return ToProto(*result);
+      });
+}
+
+grpc::ServerUnaryReactor* TrainerService::PublishWeights(grpc::CallbackServerContext* context,
+                                                         const v1::PublishWeightsRequest* request,
+                                                         v1::PublishWeightsResponse* response) {
+  return rpc::HandleUnary<v1::PublishWeightsRequest, v1::PublishWeightsResponse>(
+      executor_, context, request, response,
+      [this](const auto& request, const auto& context) { return Publish(request, context); });
+}
+
+absl::StatusOr<v1::PublishWeightsResponse> TrainerService::Publish(
+    const v1::PublishWeightsRequest& request, const rpc::CallContext& context) {
+  const std::vector<std::string> targets(request.targets().begin(), request.targets().end());
+  TANDEM_RETURN_IF_ERROR(CheckTargets(targets));
+  const rpc::PhaseTimer timer(metrics_, "publish");
+  TANDEM_ASSIGN_OR_RETURN(const auto source,
+                          turn_.Run(context, [&] { return engine_->Snapshot(); }));
+  const std::vector<Delivery> deliveries =
+      PublishToAll(targets, *source, options_.publish_channel, context);
+  v1::PublishWeightsResponse response;
+  response.set_version(source->manifest().version);
+  response.set_digest(source->manifest().digest);
+  response.set_bytes(source->manifest().total_bytes);
+  for (size_t i = 0; i < targets.size(); ++i) {
+    const Delivery& delivery = deliveries[i];
+    v1::PublishResult& result = *response.add_results();
+    result.set_target(targets[i]);
+    *result.mutable_status() = rpc::ToRpcStatus(delivery.result.status());
+    if (delivery.result.ok()) {
+      result.set_digest(delivery.result->digest);
+    } else {
+      Log(LogLevel::kWarning, "publish_failed",
+          {{"target", targets[i]},
+           {"version", response.version()},
+           {"error", delivery.result.status().ToString()}});
+    }
+    metrics_.Counter(rpc::metric::kPublishResults, {delivery.result.ok() ? "ok" : "failed"})
+        .Increment();
+    metrics_.Counter(rpc::metric::kWeightBytesSent)
+        .Increment(static_cast<double>(delivery.bytes_sent));
+  }
+  return response;
+}
+
+grpc::ServerUnaryReactor* TrainerService::SaveCheckpoint(grpc::CallbackServerContext* context,
+                                                         const v1::SaveCheckpointRequest* request,
+                                                         v1::SaveCheckpointResponse* response) {
+  return rpc::HandleUnary<v1::SaveCheckpointRequest, v1::SaveCheckpointResponse>(
+      executor_, context, request, response,
+      [this](const v1::SaveCheckpointRequest& request,
+             const rpc::CallContext& context) -> absl::StatusOr<v1::SaveCheckpointResponse> {
+        TANDEM_RETURN_IF_ERROR(
+            rpc::CheckSaveFields(request.directory(), request.name(), request.keep()));
+        TANDEM_ASSIGN_OR_RETURN(const CheckpointResult result, turn_.Run(context, [&] {
+          const rpc::PhaseTimer timer(metrics_, "save");
+          return engine_->SaveCheckpoint(request.directory(), request.name(), request.keep());
+        }));
+        metrics_.Gauge(rpc::metric::kCheckpointTime).SetToCurrentTime();
+        metrics_.Gauge(rpc::metric::kCheckpointBytes).Set(static_cast<double>(result.bytes));
+        Log(LogLevel::kInfo, "checkpoint_saved", {{"path", result.path}, {"bytes", result.bytes}});
+        v1::SaveCheckpointResponse out;
+        out.set_path(result.path);
+        out.set_bytes(result.bytes);
+        return out;
+      });
+}
+
+grpc::ServerUnaryReactor* TrainerService::LoadCheckpoint(grpc::CallbackServerContext* context,
+                                                         const v1::LoadCheckpointRequest* request,
+                                                         v1::LoadCheckpointResponse* response) {
+  return rpc::HandleUnary<v1::LoadCheckpointRequest, v1::LoadCheckpointResponse>(
+      executor_, context, request, response,
+      [this](const v1::LoadCheckpointRequest& request,
+             const rpc::CallContext& context) -> absl::StatusOr<v1::LoadCheckpointResponse> {
+        TANDEM_RETURN_IF_ERROR(rpc::CheckPath("path", request.path()));
+        TANDEM_RETURN_IF_ERROR(turn_.Run(context, [&] {
+          const rpc::PhaseTimer timer(metrics_, "load");
+          return engine_->LoadCheckpoint(request.path());
+        }));
+        RefreshInfo();
+        UpdateMetrics();
+        const EngineInfo info = Info();
+        Log(LogLevel::kInfo, "checkpoint_loaded",
+            {{"path", request.path()}, {"policy_version", info.policy_version}});
+        v1::LoadCheckpointResponse out;
+        out.set_policy_version(info.policy_version);
+        out.set_optimizer_steps(info.optimizer_steps);
+        return out;
+      });
+}
+
+grpc::ServerUnaryReactor* TrainerService::ExportModel(grpc::CallbackServerContext* context,
+                                                      const v1::ExportModelRequest* request,
+                                                      v1::ExportModelResponse* response) {
+  return rpc::HandleUnary<v1::ExportModelRequest, v1::ExportModelResponse>(
+      executor_, context, request, response,
+      [this](const v1::ExportModelRequest& request,
+             const rpc::CallContext& context) -> absl::StatusOr<v1::ExportModelResponse> {
+        TANDEM_RETURN_IF_ERROR(rpc::CheckPath("path", request.path()));
+        TANDEM_ASSIGN_OR_RETURN(const DType dtype, rpc::ExportDType(request.dtype()));
+        TANDEM_RETURN_IF_ERROR(turn_.Run(context, [&] {
+          const rpc::PhaseTimer timer(metrics_, "export");
+          return engine_->ExportModel(request.path(), dtype);
+        }));
+        v1::ExportModelResponse out;
+        out.set_path(request.path());
+        return out;
+      });
+}
+
+}  // namespace tandem::trainer

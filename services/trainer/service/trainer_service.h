@@ -1,0 +1,95 @@
+// tandem.trainer.v1.TrainerService over a trainer engine: checks and converts messages, runs engine
+// calls on the executor, reports. No tensors.
+#ifndef TANDEM_SERVICES_TRAINER_SERVICE_TRAINER_SERVICE_H_
+#define TANDEM_SERVICES_TRAINER_SERVICE_TRAINER_SERVICE_H_
+
+#include <cstdint>
+#include <mutex>
+#include <string>
+
+#include "absl/status/statusor.h"
+#include "absl/time/time.h"
+#include "common/rpc/byte_budget.h"
+#include "common/rpc/call_executor.h"
+#include "common/rpc/channel.h"
+#include "common/rpc/engine_turn.h"
+#include "common/rpc/metrics.h"
+#include "services/trainer/engine/engine.h"
+#include "services/trainer/service/step_broadcaster.h"
+#include "tandem/trainer/v1/trainer.grpc.pb.h"
+
+namespace tandem::trainer {
+
+struct TrainerServiceOptions {
+  int64_t max_samples = 4096;
+  // Samples of steps that are being received or trained, of all calls together.
+  int64_t max_buffered_bytes = int64_t{1} << 30;
+  std::string critic_address;  // reported, not used
+  rpc::ChannelOptions publish_channel;
+  absl::Time start_time = absl::Now();
+};
+
+class TrainerService final : public v1::TrainerService::CallbackService {
+ public:
+  // `executor` and `metrics` must outlive the service.
+  TrainerService(const TrainerServiceOptions& options, rpc::CallExecutor& executor,
+                 rpc::Metrics& metrics);
+
+  // Before the executor's gate opens; `engine` must outlive the calls.
+  void SetEngine(Engine* engine);
+  // Ends WatchSteps streams; they would keep a draining server waiting.
+  void Drain() { watchers_.Close(); }
+  // Refreshes gauges from what the service remembers; does not touch the engine.
+  void UpdateMetrics();
+
+  grpc::ServerUnaryReactor* GetServerInfo(grpc::CallbackServerContext* context,
+                                          const v1::GetServerInfoRequest* request,
+                                          v1::GetServerInfoResponse* response) override;
+  grpc::ServerReadReactor<v1::TrainStepRequest>* TrainStep(
+      grpc::CallbackServerContext* context, v1::TrainStepResponse* response) override;
+  grpc::ServerBidiReactor<v1::ComputeLogProbsRequest, v1::ComputeLogProbsResponse>* ComputeLogProbs(
+      grpc::CallbackServerContext* context) override;
+  grpc::ServerUnaryReactor* PublishWeights(grpc::CallbackServerContext* context,
+                                           const v1::PublishWeightsRequest* request,
+                                           v1::PublishWeightsResponse* response) override;
+  grpc::ServerUnaryReactor* SaveCheckpoint(grpc::CallbackServerContext* context,
+                                           const v1::SaveCheckpointRequest* request,
+                                           v1::SaveCheckpointResponse* response) override;
+  grpc::ServerUnaryReactor* LoadCheckpoint(grpc::CallbackServerContext* context,
+                                           const v1::LoadCheckpointRequest* request,
+                                           v1::LoadCheckpointResponse* response) override;
+  grpc::ServerUnaryReactor* ExportModel(grpc::CallbackServerContext* context,
+                                        const v1::ExportModelRequest* request,
+                                        v1::ExportModelResponse* response) override;
+  grpc::ServerWriteReactor<v1::WatchStepsResponse>* WatchSteps(
+      grpc::CallbackServerContext* context, const v1::WatchStepsRequest* request) override;
+
+  size_t num_watchers() const { return watchers_.num_watchers(); }
+  int64_t buffered_bytes() const { return budget_.used_bytes(); }
+
+ private:
+  class TrainStepCall;
+
+  absl::StatusOr<v1::TrainStepResponse> RunTrainStep(const TrainStepRequest& request,
+                                                     const rpc::CallContext& context);
+  absl::StatusOr<v1::PublishWeightsResponse> Publish(const v1::PublishWeightsRequest& request,
+                                                     const rpc::CallContext& context);
+  // The engine's info as of the last call that changed it: Engine::Info may wait for a running
+  // step, and status must not.
+  EngineInfo Info() const;
+  void RefreshInfo();
+
+  const TrainerServiceOptions options_;
+  rpc::CallExecutor& executor_;
+  rpc::Metrics& metrics_;
+  rpc::ByteBudget budget_;
+  StepBroadcaster watchers_;
+  rpc::EngineTurn turn_;
+  Engine* engine_ = nullptr;
+  mutable std::mutex info_mutex_;
+  EngineInfo info_;
+};
+
+}  // namespace tandem::trainer
+
+#endif  // TANDEM_SERVICES_TRAINER_SERVICE_TRAINER_SERVICE_H_
