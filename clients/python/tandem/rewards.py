@@ -1,0 +1,87 @@
+"""Rewards: a Python function `reward(prompt, response, **row) -> float`, or a builtin."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import math
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from tandem.data import Example
+from tandem.errors import ConfigError
+from tandem.settings import RewardSettings
+
+RewardFunction = Callable[..., float]
+# Judges the text of a response.
+Reward = Callable[[Example, str], float]
+
+
+def load_reward(settings: RewardSettings) -> Reward:
+    """The reward that the settings name."""
+    extract = answer_extractor(settings.answer_pattern)
+    if settings.function == "exact_match":
+        return lambda example, text: float(extract(text) == _answer(example))
+    if settings.function == "reasoning_gym":
+        return lambda example, text: _gym_score(example, extract(text))
+    function = _import(settings.function)
+
+    def judge(example: Example, text: str) -> float:
+        row = {key: value for key, value in example.row.items() if key != "prompt"}
+        prompt = example.row.get("prompt", example.text)
+        value = float(function(prompt, text, **row))
+        if not math.isfinite(value):
+            raise ConfigError(f"reward.function: {settings.function} returned {value}")
+        return value
+
+    return judge
+
+
+def answer_extractor(pattern: str | None) -> Callable[[str], str]:
+    """The last match of `pattern` (its first group, if any), or the stripped text without one."""
+    if pattern is None:
+        return str.strip
+    try:
+        compiled = re.compile(pattern, re.MULTILINE)
+    except re.error as error:
+        raise ConfigError(f"reward.answer_pattern: {error}") from None
+
+    def extract(text: str) -> str:
+        matches = list(compiled.finditer(text))
+        return (matches[-1][compiled.groups and 1] or "") if matches else ""
+
+    return extract
+
+
+def _answer(example: Example) -> str:
+    if "answer" not in example.row:
+        raise ConfigError("reward.function: exact_match needs an `answer` in every row")
+    return str(example.row["answer"]).strip()
+
+
+def _gym_score(example: Example, answer: str) -> float:
+    if example.scorer is None:
+        raise ConfigError("reward.function: reasoning_gym needs data.reasoning_gym")
+    return float(example.scorer.score_answer(answer=answer or None, entry=example.row["entry"]))
+
+
+def _import(name: str) -> RewardFunction:
+    source, colon, attribute = name.rpartition(":")
+    if not colon:
+        raise ConfigError(
+            f"reward.function: {name!r} is none of exact_match, reasoning_gym, "
+            "module:function, path/file.py:function"
+        )
+    try:
+        if source.endswith(".py"):
+            spec = importlib.util.spec_from_file_location(Path(source).stem, source)
+            assert spec is not None and spec.loader is not None
+            module: Any = importlib.util.module_from_spec(spec)
+            spec.loader.exec_module(module)
+        else:
+            module = importlib.import_module(source)
+        return getattr(module, attribute)
+    except (ImportError, AttributeError, OSError) as error:
+        raise ConfigError(f"reward.function: {name}: {error}") from None

@@ -1,0 +1,146 @@
+"""Everything a run talks to: servers, tokenizer, data and reward, opened and closed together."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from typing import Self
+
+from tandem import settings as settings_module
+from tandem.client import Event, RolloutClient, TrainerClient
+from tandem.cluster import LocalCluster
+from tandem.data import Dataset, load_dataset
+from tandem.errors import FailedPreconditionError, TandemError, from_status
+from tandem.requests import Prompt
+from tandem.rewards import Reward, load_reward
+from tandem.settings import ClusterSettings, RunSettings
+from tandem.text import TextCodec
+from tandem.types.v1 import trajectory_pb2
+
+
+class RolloutPool:
+    """Several rollout servers as one: prompts are dealt out in equal, contiguous parts."""
+
+    def __init__(self, clients: Sequence[RolloutClient]) -> None:
+        self.clients = list(clients)
+        self._threads = ThreadPoolExecutor(len(clients), thread_name_prefix="rollout")
+
+    @property
+    def addresses(self) -> list[str]:
+        """Of the servers."""
+        return [client.address for client in self.clients]
+
+    def generate(
+        self, prompts: Sequence[Prompt], on_event: Callable[[Event], None] | None = None
+    ) -> list[list[trajectory_pb2.Trajectory]]:
+        """The samples of every prompt, in order. One message a server: see SubmitPrompts."""
+        named = [prompt.named(index) for index, prompt in enumerate(prompts)]
+        count = len(self.clients)
+        bounds = [len(named) * i // count for i in range(count + 1)]
+        parts = [named[a:b] for a, b in itertools.pairwise(bounds)]
+        # A single server is called from this thread, so that Ctrl-C reaches the call.
+        if count == 1:
+            return self.clients[0].generate(named, on_event=on_event)
+        futures = [
+            self._threads.submit(client.generate, part, on_event=on_event)
+            for client, part in zip(self.clients, parts, strict=True)
+        ]
+        return [samples for future in futures for samples in future.result()]
+
+    def close(self) -> None:
+        """Closes every client."""
+        for client in self.clients:
+            client.close()
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+
+class Session:
+    """An opened RunSettings; a context manager."""
+
+    rollouts: RolloutPool
+    trainer: TrainerClient
+    critic_address: str | None
+    sentence_ends: list[int]
+    codec: TextCodec
+    data: Dataset
+    eval_data: Dataset | None
+    reward: Reward
+
+    def __init__(
+        self, settings: RunSettings, on_progress: Callable[[str], None] | None = None
+    ) -> None:
+        self.settings = settings
+        self._say = on_progress or (lambda _: None)
+        self._stack = ExitStack()
+
+    def __enter__(self) -> Self:
+        try:
+            self._open()
+        except BaseException:
+            self._stack.close()
+            raise
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._stack.close()
+
+    def publish(self) -> None:
+        """Brings every rollout server to the trainer's weights."""
+        reply = self.trainer.publish_weights(self.rollouts.addresses)
+        for result in reply.results:
+            if result.status.code:
+                failure = from_status(result.status, method="PublishWeights")
+                failure.message = f"{result.target}: {failure.message}"
+                failure.hint = failure.hint or _restart_hint(failure)
+                raise failure
+            if result.digest != reply.digest:
+                raise TandemError(f"{result.target} received other weights than were sent")
+
+    def synchronize(self) -> int:
+        """Publishes when a rollout server serves another version; returns the trainer's."""
+        version = self.trainer.info().server.policy_version
+        served = [client.weights_version().version for client in self.rollouts.clients]
+        if any(other != version for other in served):
+            self.publish()
+        return version
+
+    def _open(self) -> None:
+        settings = self.settings
+        self.codec = TextCodec(settings.tokenizer)
+        self.reward = load_reward(settings.reward)
+        data = load_dataset(settings.data, self.codec, settings.seed)
+        self.eval_data = None
+        if settings.eval.data is not None:
+            self.eval_data = load_dataset(settings.eval.data, self.codec)
+            # What is held out is never trained on, also where two seeds make the same problem.
+            data = data.without({example.text for example in self.eval_data.examples})
+        self.data = data
+
+        servers = settings.servers
+        if settings.cluster is not None:
+            cluster_settings = settings_module.load(ClusterSettings, settings.cluster)
+            cluster = LocalCluster(cluster_settings, on_progress=self._say)
+            servers = addresses_of(self._stack.enter_context(cluster))
+        self.trainer = self._stack.enter_context(TrainerClient(servers.trainer))
+        self.rollouts = RolloutPool([RolloutClient(address) for address in servers.rollout])
+        self._stack.callback(self.rollouts.close)
+        info = self.rollouts.clients[0].info()
+        self.sentence_ends = list(info.sentence_boundary_token_ids)
+        self.critic_address = servers.critic or self.trainer.info().critic_address or None
+
+
+def addresses_of(cluster: LocalCluster) -> settings_module.ServersSettings:
+    """The addresses of a local cluster, as a run wants them."""
+    return settings_module.ServersSettings(
+        rollout=[server.address for server in cluster.rollouts],
+        trainer=cluster.trainer.address,
+        critic=cluster.critic.address if cluster.has("critic") else None,
+    )
+
+
+def _restart_hint(failure: TandemError) -> str | None:
+    if not isinstance(failure, FailedPreconditionError):
+        return None
+    return "a rollout server never goes back to an older version: restart it to resume a run"

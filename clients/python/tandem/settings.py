@@ -1,0 +1,356 @@
+"""Configuration files of the command line: the schema, dotted overrides and readable errors.
+
+Servers have their own schema (proto/tandem/config/v1); a cluster file carries it unchanged.
+"""
+
+from __future__ import annotations
+
+import difflib
+import types
+import typing
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from tandem.errors import ConfigError
+
+
+class Settings(BaseModel):
+    """A section of a configuration file: unknown keys are errors."""
+
+    model_config = ConfigDict(extra="forbid")
+
+
+class ServersSettings(Settings):
+    """Addresses of running servers; not needed with `cluster`."""
+
+    rollout: list[str] = ["127.0.0.1:7701"]
+    trainer: str = "127.0.0.1:7702"
+    critic: str | None = None
+
+
+class ReasoningGymSettings(Settings):
+    """A procedurally generated task of the reasoning-gym package."""
+
+    name: str
+    config: dict[str, Any] = {}
+    size: int = Field(1000, ge=1)
+    seed: int = 0
+
+
+class DataSettings(Settings):
+    """Where prompts come from, and how they are written. Exactly one source."""
+
+    # Lines of {"prompt" or "messages", "answer", ...}; every field reaches the reward function.
+    jsonl: Path | None = None
+    reasoning_gym: ReasoningGymSettings | None = None
+    # raw: the prompt's text as it is; chat: through the tokenizer's chat template.
+    template: Literal["raw", "chat"] = "raw"
+    # Text of the prompt (the user's turn with chat); fields of the row in braces.
+    format: str = "{prompt}"
+    # System message, with chat. Empty: none. Not set: the template's own default.
+    system: str | None = None
+    # Regular expression whose first group, found in the prompt, becomes the row's `prompt`.
+    extract: str | None = None
+    # Rows kept; all when not set.
+    limit: int | None = Field(None, ge=1)
+
+    @model_validator(mode="after")
+    def _one_source(self) -> DataSettings:
+        if (self.jsonl is None) == (self.reasoning_gym is None):
+            raise ValueError("give exactly one of jsonl and reasoning_gym")
+        return self
+
+
+class RewardSettings(Settings):
+    """How a response is judged."""
+
+    # "module:function", "path/file.py:function", "exact_match" or "reasoning_gym".
+    function: str = "exact_match"
+    # The last match in the response (its first group, if it has one) is what a builtin judges;
+    # the whole response without surrounding space when not set.
+    answer_pattern: str | None = None
+    # A reward at or above counts as correct in an evaluation.
+    correct_at: float = 1.0
+
+
+class SamplingSettings(Settings):
+    """Fields of SamplingParams."""
+
+    temperature: float | None = Field(None, ge=0)
+    top_k: int | None = Field(None, ge=0)
+    top_p: float | None = Field(None, gt=0, le=1)
+    min_p: float | None = Field(None, ge=0, le=1)
+    max_tokens: int = Field(64, ge=1)
+    stop_token_ids: list[int] = []
+    ignore_eos: bool | None = None
+
+
+class TandemSettings(Settings):
+    """Fields of TandemConfig; what is not set is the rollout server's."""
+
+    enabled: bool | None = None
+    selection_strategy: Literal["bernoulli", "chunk", "alternating", "sentence", "word"] | None = (
+        None
+    )
+    prob_senior: float | None = Field(None, ge=0, le=1)
+    chunk_size: int | None = Field(None, ge=1)
+    max_gap_tokens: int | None = Field(None, ge=1)
+    boundary_token_ids: list[int] = []
+
+
+class ObjectiveSettings(Settings):
+    """Fields of PolicyObjective; what is not set is the trainer's default."""
+
+    loss_kind: Literal["ppo_clip", "gspo", "cispo"] | None = None
+    junior_token_loss_weight: float | None = None
+    clip_ratio_low: float | None = None
+    clip_ratio_high: float | None = None
+    dual_clip: float | None = None
+    old_logprobs: Literal["senior", "author", "recomputed"] | None = None
+    advantage_estimator: (
+        Literal["group_relative", "group_relative_no_std", "leave_one_out", "gae"] | None
+    ) = None
+    aggregation: (
+        Literal[
+            "token_mean",
+            "token_sum",
+            "seq_mean_token_sum",
+            "seq_mean_token_mean",
+            "seq_mean_token_sum_norm",
+        ]
+        | None
+    ) = None
+    normalizer: Literal["all_tokens", "nonzero_weight", "sum_of_weights"] | None = None
+    norm_constant: float | None = None
+    kl_coefficient: float | None = None
+    kl_estimator: Literal["k1", "k2", "k3", "k1_gradient_k2", "k3_gradient_k2"] | None = None
+    entropy_coefficient: float | None = None
+    importance_sampling_cap: float | None = None
+    junior_kl_coefficient: float | None = None
+    gae_gamma: float | None = None
+    gae_lambda: float | None = None
+    bootstrap_truncated: bool | None = None
+    whiten_advantages: bool | None = None
+    max_staleness: int | None = None
+
+
+class BatchSettings(Settings):
+    """Size of a step."""
+
+    prompts_per_step: int = Field(8, ge=1)
+    samples_per_prompt: int = Field(8, ge=1)
+
+
+class SftSettings(Settings):
+    """Supervised training (`tandem sft`)."""
+
+    batch_size: int = Field(16, ge=1)
+    # Text to learn after the prompt; fields of the row in braces.
+    response: str = "{answer}"
+    # End the response with the tokenizer's end-of-sequence token.
+    append_eos: bool = True
+
+
+class CheckpointSettings(Settings):
+    """When to save."""
+
+    # Steps between checkpoints; 0 saves at the end alone.
+    every: int = Field(0, ge=0)
+    # Newest checkpoints to keep; 0 keeps all.
+    keep: int = Field(2, ge=0)
+    # Save after the last step.
+    at_end: bool = True
+
+
+class EvalSettings(Settings):
+    """Evaluation of the senior alone."""
+
+    data: DataSettings | None = None
+    # Responses drawn for each prompt, and the k of pass@k.
+    samples: int = Field(1, ge=1)
+    k: list[int] = [1]
+    temperature: float = Field(0.0, ge=0)
+    # Defaults to the sampling section's.
+    max_tokens: int | None = Field(None, ge=1)
+    # Steps between evaluations during training; 0: none.
+    every: int = Field(0, ge=0)
+
+    @model_validator(mode="after")
+    def _k_fits(self) -> EvalSettings:
+        if any(k < 1 or k > self.samples for k in self.k):
+            raise ValueError(f"every k must lie in [1, samples = {self.samples}]")
+        return self
+
+
+class RunSettings(Settings):
+    """A training run (`tandem train`, `tandem sft`, `tandem eval`)."""
+
+    # Where everything of the run goes.
+    run_dir: Path
+    seed: int = Field(0, ge=0, lt=2**64)
+    steps: int = Field(10, ge=0)
+    # Directory with tokenizer.json: the senior's.
+    tokenizer: Path
+    servers: ServersSettings = ServersSettings()
+    # Cluster file to start for the time of the run, instead of `servers`.
+    cluster: Path | None = None
+    data: DataSettings
+    reward: RewardSettings = RewardSettings()
+    batch: BatchSettings = BatchSettings()
+    sampling: SamplingSettings = SamplingSettings()
+    tandem: TandemSettings = TandemSettings()
+    objective: ObjectiveSettings = ObjectiveSettings()
+    sft: SftSettings = SftSettings()
+    checkpoint: CheckpointSettings = CheckpointSettings()
+    eval: EvalSettings = EvalSettings()
+    # Also record, for every token, the log-probability under the model that did not write it.
+    # On by default: the loss reads the senior's log-probability of junior-written tokens.
+    return_other_logprobs: bool = True
+
+    def derived(self) -> dict[str, int]:
+        """The sizes that follow from the settings; shown by --dry-run."""
+        samples = self.batch.prompts_per_step * self.batch.samples_per_prompt
+        return {
+            "samples_per_step": samples,
+            "max_response_tokens_per_step": samples * self.sampling.max_tokens,
+            "samples_in_run": samples * self.steps,
+            "prompts_in_run": self.batch.prompts_per_step * self.steps,
+            "sft_samples_in_run": self.sft.batch_size * self.steps,
+        }
+
+
+class ClusterSettings(Settings):
+    """Servers of one machine (`tandem up`). Each section is the server's own configuration.
+
+    Ports are picked freely unless a section names them.
+    """
+
+    # Logs and resolved configurations.
+    directory: Path = Path("runs/cluster")
+    rollout: list[dict[str, Any]] = []
+    trainer: dict[str, Any] | None = None
+    critic: dict[str, Any] | None = None
+    # Seconds that all servers together may take to load.
+    start_timeout_seconds: float = Field(300.0, gt=0)
+    # Seconds between SIGTERM and SIGKILL.
+    stop_timeout_seconds: float = Field(40.0, gt=0)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _single_rollout(cls, values: Any) -> Any:
+        if isinstance(values, dict) and isinstance(values.get("rollout"), dict):
+            values = values | {"rollout": [values["rollout"]]}
+        return values
+
+
+Model = TypeVar("Model", bound=Settings)
+
+
+def load(schema: type[Model], path: Path, overrides: Sequence[str] = ()) -> Model:
+    """Reads a YAML file, applies `dotted.key=value` overrides (later wins) and checks it."""
+    try:
+        values = yaml.safe_load(path.read_text()) or {}
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}") from None
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path}: not YAML: {error}") from None
+    if not isinstance(values, dict):
+        raise ConfigError(f"{path}: the file must be a mapping")
+    for override in overrides:
+        apply_override(values, override)
+    return validate(schema, values, str(path))
+
+
+def apply_override(values: dict[str, Any], override: str) -> None:
+    """Sets one `dotted.key=value`; the value is read as YAML."""
+    key, equals, text = override.partition("=")
+    if not equals or not key:
+        raise ConfigError(f"override {override!r}: write it as dotted.key=value")
+    try:
+        value = yaml.safe_load(text)
+    except yaml.YAMLError:
+        raise ConfigError(f"override {override!r}: the value is not YAML") from None
+    if isinstance(value, str):
+        value = _number(value)
+    parts = key.split(".")
+    node: Any = values
+    for part in parts[:-1]:
+        if isinstance(node, list):
+            node = _item(node, part, override)
+        else:
+            if not isinstance(node.get(part), dict | list):
+                node[part] = {}
+            node = node[part]
+    if isinstance(node, list):
+        _item(node, parts[-1], override)
+        node[int(parts[-1])] = value
+    else:
+        node[parts[-1]] = value
+
+
+def validate(schema: type[Model], values: dict[str, Any], source: str) -> Model:
+    """Checks values against the schema; every problem is named with its dotted path."""
+    try:
+        return schema.model_validate(values)
+    except ValidationError as error:
+        lines = [_explain(schema, problem) for problem in error.errors()]
+        raise ConfigError(f"{source}: " + "; ".join(lines)) from None
+
+
+def dump(settings: Settings, *, drop_none: bool = False) -> str:
+    """The settings as YAML that load() reads back."""
+    values = settings.model_dump(mode="json", exclude_none=drop_none)
+    return yaml.safe_dump(values, sort_keys=False, width=100)
+
+
+def given(settings: Settings) -> dict[str, Any]:
+    """The fields that have a value, ready for a message of the contract."""
+    return {
+        key: value for key, value in settings.model_dump(exclude_none=True).items() if value != []
+    }
+
+
+def _number(text: str) -> Any:
+    # YAML 1.1 reads "1e-5" as a string.
+    try:
+        return float(text)
+    except ValueError:
+        return text
+
+
+def _item(values: list[Any], index: str, override: str) -> Any:
+    if not index.isdigit() or int(index) >= len(values):
+        raise ConfigError(f"override {override!r}: no item {index} in a list of {len(values)}")
+    return values[int(index)]
+
+
+def _explain(schema: type[BaseModel], problem: Any) -> str:
+    path = ".".join(map(str, problem["loc"])) or "the file"
+    if problem["type"] != "extra_forbidden":
+        return f"{path}: {problem['msg'].removeprefix('Value error, ')}"
+    known = _fields_at(schema, problem["loc"][:-1])
+    close = difflib.get_close_matches(str(problem["loc"][-1]), known, n=1)
+    advice = f"did you mean {close[0]!r}?" if close else f"known: {', '.join(known)}"
+    return f"{path}: unknown key; {advice}"
+
+
+def _fields_at(schema: type[BaseModel], path: Iterable[Any]) -> list[str]:
+    for part in path:
+        field = schema.model_fields.get(str(part))
+        inner = next(_models_in(field.annotation), None) if field else None
+        if inner is None:
+            return []
+        schema = inner
+    return list(schema.model_fields)
+
+
+def _models_in(annotation: Any) -> typing.Iterator[type[BaseModel]]:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield annotation
+    elif typing.get_origin(annotation) in (typing.Union, types.UnionType, list):
+        for argument in typing.get_args(annotation):
+            yield from _models_in(argument)

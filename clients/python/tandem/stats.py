@@ -1,0 +1,36 @@
+"""Numbers with their uncertainty."""
+
+from __future__ import annotations
+
+import math
+
+
+def pass_at_k(samples: int, correct: int, k: int) -> float:
+    """Unbiased estimate that one of k samples is correct, from `samples` drawn.
+
+    1 - C(n - c, k) / C(n, k); Chen et al., "Evaluating large language models trained on code"
+    (2021), equation 1.
+    """
+    if not 0 <= correct <= samples or not 1 <= k <= samples:
+        raise ValueError(f"pass@{k} of {correct} correct among {samples}")
+    return 1.0 - math.comb(samples - correct, k) / math.comb(samples, k)
+
+
+def wilson_interval(successes: int, trials: int, z: float = 1.959964) -> tuple[float, float]:
+    """Wilson's score interval of a proportion; 95 % by default (Wilson 1927)."""
+    if trials == 0:
+        return 0.0, 1.0
+    p = successes / trials
+    centre = p + z * z / (2 * trials)
+    half = z * math.sqrt(p * (1 - p) / trials + z * z / (4 * trials * trials))
+    scale = 1 + z * z / trials
+    return max(0.0, (centre - half) / scale), min(1.0, (centre + half) / scale)
+
+
+def paired_gain(before: list[bool], after: list[bool], z: float = 1.959964) -> tuple[float, float]:
+    """Gain in accuracy on the same questions, and the half width of its 95 % interval."""
+    n = len(before)
+    differences = [int(b) - int(a) for a, b in zip(before, after, strict=True)]
+    mean = sum(differences) / n
+    variance = sum((d - mean) ** 2 for d in differences) / max(1, n - 1)
+    return mean, z * math.sqrt(variance / n)

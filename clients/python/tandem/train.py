@@ -1,0 +1,204 @@
+"""The training loop. Short on purpose: copy it and change it.
+
+One step: prompts → samples of senior and junior together → rewards → one update of the senior →
+its new weights to the rollout servers.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from tandem.client import CriticClient
+from tandem.data import Example
+from tandem.evaluate import evaluate
+from tandem.interrupt import Interrupt
+from tandem.metrics import StepClock, batch_metrics, step_line
+from tandem.requests import STEP_NAME, PolicySample, Prompt, SupervisedSample
+from tandem.run_dir import RunDirectory, SavedState
+from tandem.schedule import prompt_seed
+from tandem.session import Session
+from tandem.settings import given
+from tandem.wire import trajectory_record
+
+OnStep = Callable[[dict[str, Any]], None]
+
+
+def train(
+    session: Session, run: RunDirectory, on_step: OnStep, interrupt: Interrupt | None = None
+) -> int:
+    """Tandem policy-gradient training; returns the last step that was done."""
+    settings = session.settings
+    start = time.monotonic()
+    version = _begin(session, run)
+    step = run.first_step - 1
+    for step in range(run.first_step, settings.steps + 1):
+        clock = StepClock()
+
+        examples = session.data.batch(step, settings.batch.prompts_per_step)
+        with clock.phase("generate"):
+            groups = session.rollouts.generate(
+                [step_prompt(session, example, step, i) for i, example in enumerate(examples)]
+            )
+
+        samples: list[PolicySample] = []
+        records: list[dict[str, Any]] = []
+        with clock.phase("reward"):
+            for index, (example, group) in enumerate(zip(examples, groups, strict=True)):
+                group_id = f"step-{step}/prompt-{index}"
+                for trajectory in group:
+                    text = session.codec.decode(trajectory.response_token_ids)
+                    reward = session.reward(example, text)
+                    samples.append(PolicySample(trajectory, group_id, reward))
+                    records.append(
+                        trajectory_record(trajectory, text=text, reward=reward, group_id=group_id)
+                    )
+
+        with clock.phase("train"):
+            reply = session.trainer.train_step(
+                samples,
+                run_id=run.run_id,
+                step=step,
+                expected_version=version,
+                objective=given(settings.objective),
+                request_id=f"{run.run_id}/{step}",
+            )
+        with clock.phase("publish"):
+            if reply.report.policy_version != version:
+                session.publish()
+        version = reply.report.policy_version
+
+        own = batch_metrics(
+            [sample.trajectory for sample in samples],
+            [sample.reward or 0.0 for sample in samples],
+            session.sentence_ends,
+        )
+        line = step_line(
+            {
+                **reply.report.metrics,
+                **own,
+                **clock.metrics(),
+                "step": step,
+                "time_seconds": time.monotonic() - start,
+                "version/senior": version,
+            }
+        )
+        run.write_trajectories(step, records)
+        run.write_metrics(line)
+        on_step(line)
+        if reply.report.skipped:
+            print(f"step {step} skipped: {reply.report.skip_reason}", file=run.log)
+        if _end_of_step(session, run, step, version, interrupt):
+            break
+    return step
+
+
+def step_prompt(session: Session, example: Example, step: int, index: int) -> Prompt:
+    """The request for one prompt of a step."""
+    settings = session.settings
+    return Prompt(
+        token_ids=example.token_ids,
+        seed=prompt_seed(settings.seed, step, index),
+        num_samples=settings.batch.samples_per_prompt,
+        sampling=given(settings.sampling),
+        tandem=given(settings.tandem),
+        return_other_logprobs=settings.return_other_logprobs,
+    )
+
+
+def train_supervised(
+    session: Session, run: RunDirectory, on_step: OnStep, interrupt: Interrupt | None = None
+) -> int:
+    """Supervised training on the rows' answers; returns the last step that was done."""
+    settings = session.settings
+    start = time.monotonic()
+    version = _begin(session, run)
+    step = run.first_step - 1
+    for step in range(run.first_step, settings.steps + 1):
+        clock = StepClock()
+        examples = session.data.batch(step, settings.sft.batch_size)
+        samples = [supervised_sample(session, example) for example in examples]
+        with clock.phase("train"):
+            reply = session.trainer.train_step(
+                samples,
+                run_id=run.run_id,
+                step=step,
+                expected_version=version,
+                request_id=f"{run.run_id}/{step}",
+            )
+        with clock.phase("publish"):
+            if reply.report.policy_version != version:
+                session.publish()
+        version = reply.report.policy_version
+        line = step_line(
+            {
+                **reply.report.metrics,
+                **clock.metrics(),
+                "step": step,
+                "time_seconds": time.monotonic() - start,
+                "tokens/prompt": sum(len(sample.prompt_token_ids) for sample in samples),
+                "tokens/response": sum(len(sample.response_token_ids) for sample in samples),
+                "version/senior": version,
+            }
+        )
+        run.write_metrics(line)
+        on_step(line)
+        if _end_of_step(session, run, step, version, interrupt):
+            break
+    return step
+
+
+def supervised_sample(session: Session, example: Example) -> SupervisedSample:
+    """The text to learn after an example's prompt."""
+    sft = session.settings.sft
+    response = session.codec.encode(sft.response.format(**example.row), special=False)
+    if sft.append_eos and session.codec.eos_token_id is not None:
+        response = [*response, session.codec.eos_token_id]
+    return SupervisedSample(example.token_ids, response)
+
+
+def _begin(session: Session, run: RunDirectory) -> int:
+    if run.state is not None:
+        session.trainer.load_checkpoint(run.state.trainer)
+        if run.state.critic is not None:
+            with _critic(session) as critic:
+                critic.load_checkpoint(run.state.critic)
+    return session.synchronize()
+
+
+def _end_of_step(
+    session: Session, run: RunDirectory, step: int, version: int, interrupt: Interrupt | None
+) -> bool:
+    """Evaluates and saves when it is time; true when the run was asked to stop."""
+    settings = session.settings
+    if settings.eval.every and step % settings.eval.every == 0:
+        run.write_eval({"step": step} | evaluate(session).summary())
+    stop = interrupt is not None and interrupt.requested
+    last = step == settings.steps
+    due = settings.checkpoint.every > 0 and step % settings.checkpoint.every == 0
+    if due or stop or (last and settings.checkpoint.at_end):
+        save(session, run, step, version)
+    return stop
+
+
+def save(session: Session, run: RunDirectory, step: int, version: int) -> SavedState:
+    """Saves trainer and critic as they are after `step`."""
+    keep = session.settings.checkpoint.keep
+    name = STEP_NAME.format(step)
+    folder = run.path / "checkpoints"
+    path = session.trainer.save_checkpoint(str(folder), name, keep)
+    critic_path = None
+    if session.settings.objective.advantage_estimator == "gae":
+        with _critic(session) as critic:
+            critic_path = critic.save_checkpoint(str(folder / "critic"), name, keep)
+    state = SavedState(step, version, path, critic_path)
+    run.write_state(state)
+    return state
+
+
+@contextmanager
+def _critic(session: Session) -> Iterator[CriticClient]:
+    with CriticClient(session.critic_address or "") as critic:
+        yield critic

@@ -1,0 +1,140 @@
+"""Between the messages of the contract and plain Python values."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from google.protobuf import json_format
+from google.protobuf.message import Message
+
+from tandem.errors import ConfigError
+from tandem.types.v1 import sampling_pb2, tensor_pb2, trajectory_pb2
+
+_DTYPES = {
+    tensor_pb2.DATA_TYPE_FLOAT32: np.dtype("<f4"),
+    tensor_pb2.DATA_TYPE_FLOAT16: np.dtype("<f2"),
+    tensor_pb2.DATA_TYPE_INT32: np.dtype("<i4"),
+    tensor_pb2.DATA_TYPE_INT64: np.dtype("<i8"),
+    tensor_pb2.DATA_TYPE_UINT8: np.dtype("u1"),
+}
+_CODES = {dtype: code for code, dtype in _DTYPES.items()}
+
+
+def to_tensor(values: Any, dtype: Any = "<f4") -> tensor_pb2.Tensor:
+    """A dense tensor message; FLOAT32 unless another dtype is given."""
+    array = np.ascontiguousarray(values, dtype=dtype)
+    return tensor_pb2.Tensor(dtype=_CODES[array.dtype], shape=array.shape, data=array.tobytes())
+
+
+def from_tensor(tensor: tensor_pb2.Tensor) -> np.ndarray:
+    """The tensor's values; bfloat16 is widened to float32."""
+    if tensor.dtype == tensor_pb2.DATA_TYPE_BFLOAT16:
+        halves = np.frombuffer(tensor.data, "<u2").astype("<u4") << 16
+        return halves.view("<f4").reshape(tuple(tensor.shape))
+    if tensor.dtype not in _DTYPES:
+        raise ValueError(f"tensor of type {tensor.dtype}")
+    return np.frombuffer(tensor.data, _DTYPES[tensor.dtype]).reshape(tuple(tensor.shape))
+
+
+def short_floats(values: Iterable[Any]) -> list[float]:
+    """float32 values as the shortest decimals that read back to the same float32."""
+    return [float(str(value)) for value in np.asarray(values, np.float32)]
+
+
+def enum_name(message: Message, field: str) -> str:
+    """The short lower-case name of an enum field's value; "" when it is not set."""
+    enum = message.DESCRIPTOR.fields_by_name[field].enum_type
+    prefix = enum.values[0].name.removesuffix("UNSPECIFIED")
+    number = getattr(message, field)
+    name = enum.values_by_number[number].name.removeprefix(prefix).lower()
+    return "" if name == "unspecified" else name
+
+
+def to_message(values: Mapping[str, Any], message: Message) -> Any:
+    """Fills `message` from a mapping of its fields; None is "not set", enums by short name."""
+    for name, value in values.items():
+        if value is None:
+            continue
+        field = message.DESCRIPTOR.fields_by_name.get(name)
+        if field is None:
+            raise ConfigError(f"{message.DESCRIPTOR.name} has no field {name!r}")
+        if field.enum_type is not None and isinstance(value, str):
+            module = field.enum_type
+            prefix = module.values[0].name.removesuffix("UNSPECIFIED")
+            match = module.values_by_name.get(f"{prefix}{value.upper()}")
+            if match is None:
+                options = [v.name.removeprefix(prefix).lower() for v in module.values[1:]]
+                raise ConfigError(f"{name}: {value!r} is none of {', '.join(options)}")
+            setattr(message, name, match.number)
+        elif field.message_type is not None and isinstance(value, Mapping):
+            to_message(value, getattr(message, name))
+        elif isinstance(value, Sequence) and not isinstance(value, str | bytes):
+            del getattr(message, name)[:]
+            getattr(message, name).extend(value)
+        else:
+            setattr(message, name, value)
+    return message
+
+
+def to_plain(message: Message) -> dict[str, Any]:
+    """The message as a JSON-ready dictionary with the field names of the contract."""
+    return json_format.MessageToDict(message, preserving_proto_field_name=True)
+
+
+def tandem_record(config: sampling_pb2.TandemConfig) -> dict[str, Any]:
+    """The tandem configuration as it stands in a trajectory record."""
+    return {
+        "enabled": config.enabled,
+        "selection_strategy": enum_name(config, "selection_strategy"),
+        "prob_senior": config.prob_senior,
+        "chunk_size": config.chunk_size,
+        "max_gap_tokens": config.max_gap_tokens,
+        "boundary_token_ids": list(config.boundary_token_ids),
+    }
+
+
+def trajectory_record(
+    trajectory: trajectory_pb2.Trajectory,
+    *,
+    text: str,
+    reward: float | None = None,
+    group_id: str = "",
+) -> dict[str, Any]:
+    """One line of a trajectory file, with exactly the documented keys."""
+    mask = list(trajectory.authorship_mask)
+    author = short_floats(from_tensor(trajectory.author_logprobs))
+    other: Sequence[float | None] = [None] * len(mask)
+    if trajectory.HasField("other_logprobs"):
+        other = short_floats(from_tensor(trajectory.other_logprobs))
+    senior = [a if m else o for m, a, o in zip(mask, author, other, strict=True)]
+    junior = [o if m else a for m, a, o in zip(mask, author, other, strict=True)]
+    keep_mass = [0.0] * len(mask)
+    if trajectory.HasField("log_keep_mass"):
+        keep_mass = short_floats(from_tensor(trajectory.log_keep_mass))
+    sampling = trajectory.sampling
+    return {
+        "prompt_token_ids": list(trajectory.prompt_token_ids),
+        "response_token_ids": list(trajectory.response_token_ids),
+        "authorship_mask": mask,
+        "senior_logprobs": senior,
+        "junior_logprobs": junior if trajectory.tandem.enabled else None,
+        "log_keep_mass": keep_mass,
+        "finish_reason": enum_name(trajectory, "finish_reason"),
+        "text": text,
+        "reward": reward,
+        "group_id": group_id,
+        "sample_index": trajectory.sample_index,
+        "seed": trajectory.seed,
+        "senior_versions": [[run.version, run.count] for run in trajectory.senior_versions],
+        "junior_version": trajectory.junior_version or None,
+        "sampling": {
+            "temperature": sampling.temperature,
+            "top_k": sampling.top_k,
+            "top_p": sampling.top_p,
+            "min_p": sampling.min_p,
+            "max_tokens": sampling.max_tokens,
+        },
+        "tandem": tandem_record(trajectory.tandem),
+    }

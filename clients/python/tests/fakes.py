@@ -1,0 +1,238 @@
+"""Fake servers in the same process: they speak the contract and train nothing."""
+
+from __future__ import annotations
+
+from concurrent import futures
+from contextlib import contextmanager
+from pathlib import Path
+
+import grpc
+import numpy as np
+from google.protobuf import any_pb2
+from google.rpc import error_details_pb2, status_pb2
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_status import rpc_status
+
+from tandem.rollout.v1 import rollout_pb2, rollout_pb2_grpc
+from tandem.schedule import TOKEN, authorship_mask, uniform
+from tandem.trainer.v1 import trainer_pb2, trainer_pb2_grpc
+from tandem.types.v1 import trajectory_pb2
+from tandem.weights.v1 import weights_pb2, weights_pb2_grpc
+from tandem.wire import tandem_record, to_tensor
+
+VOCABULARY = 64
+EOS = 0
+
+
+def error_status(code, message, *, field=None, reason=None, request_id=None, retry_seconds=None):
+    details = []
+    if field:
+        violation = error_details_pb2.BadRequest.FieldViolation(field=field, description=message)
+        details.append(error_details_pb2.BadRequest(field_violations=[violation]))
+    if reason:
+        details.append(error_details_pb2.ErrorInfo(reason=reason, domain="tandem"))
+    if request_id:
+        details.append(error_details_pb2.RequestInfo(request_id=request_id))
+    if retry_seconds:
+        retry = error_details_pb2.RetryInfo()
+        retry.retry_delay.FromNanoseconds(int(retry_seconds * 1e9))
+        details.append(retry)
+    packed = []
+    for detail in details:
+        item = any_pb2.Any()
+        item.Pack(detail)
+        packed.append(item)
+    return status_pb2.Status(code=code, message=message, details=packed)
+
+
+class FakeWorld:
+    """What the servers share, and what a test may set."""
+
+    def __init__(self):
+        self.version = 0
+        self.published = 0
+        self.failures = []  # google.rpc.Status to answer the next calls with
+        self.calls = []  # (method, x-request-id)
+        self.steps = {}
+        self.headers = []
+        self.saved = {}
+        self.cut_streams = 0  # Generate calls to break off after one sample
+
+    def enter(self, method, context):
+        metadata = dict(context.invocation_metadata())
+        self.calls.append((method, metadata.get("x-request-id")))
+        if self.failures:
+            status = self.failures.pop(0)
+            context.abort_with_status(rpc_status.to_status(status))
+
+
+class FakeRollout(rollout_pb2_grpc.RolloutServiceServicer, weights_pb2_grpc.WeightServiceServicer):
+    def __init__(self, world, model_path=""):
+        self.world = world
+        self.model_path = model_path
+
+    def GetServerInfo(self, request, context):
+        self.world.enter("GetServerInfo", context)
+        reply = rollout_pb2.GetServerInfoResponse(sentence_boundary_token_ids=[7])
+        reply.server.role = "rollout"
+        reply.server.model.path = self.model_path
+        return reply
+
+    def Generate(self, requests, context):
+        self.world.enter("Generate", context)
+        for request in requests:
+            for prompt in request.submit.prompts:
+                if prompt.sampling.top_k < 0:
+                    yield rollout_pb2.GenerateResponse(
+                        failed=rollout_pb2.FailedEvent(
+                            request_id=prompt.request_id,
+                            status=error_status(3, "must not be negative", field="sampling.top_k"),
+                        )
+                    )
+                    continue
+                for index in reversed(range(max(1, prompt.num_samples))):
+                    yield rollout_pb2.GenerateResponse(
+                        finished=rollout_pb2.FinishedEvent(
+                            request_id=prompt.request_id,
+                            trajectory=sample(prompt, index, self.world.published),
+                        )
+                    )
+                    if self.world.cut_streams:
+                        self.world.cut_streams -= 1
+                        status = error_status(14, "going away")
+                        context.abort_with_status(rpc_status.to_status(status))
+
+    def Score(self, request, context):
+        self.world.enter("Score", context)
+        reply = rollout_pb2.ScoreResponse()
+        for sequence in request.sequences:
+            count = len(sequence.token_ids) - sequence.first_scored_token
+            scores = reply.sequences.add()
+            if request.senior:
+                scores.senior_logprobs.CopyFrom(to_tensor([-1.0] * count))
+            if request.junior:
+                scores.junior_logprobs.CopyFrom(to_tensor([-2.0] * count))
+        return reply
+
+    def GetVersion(self, request, context):
+        return weights_pb2.GetVersionResponse(version=self.world.published, digest="d")
+
+
+class FakeTrainer(trainer_pb2_grpc.TrainerServiceServicer):
+    """A policy whose loss is a function of what it was sent, so that runs can be compared."""
+
+    def __init__(self, world):
+        self.world = world
+
+    def GetServerInfo(self, request, context):
+        self.world.enter("GetServerInfo", context)
+        reply = trainer_pb2.GetServerInfoResponse()
+        reply.server.policy_version = self.world.version
+        return reply
+
+    def TrainStep(self, requests, context):
+        header, *samples = [getattr(request, request.WhichOneof("message")) for request in requests]
+        self.world.enter("TrainStep", context)
+        self.world.headers.append(header)
+        if header.request_id in self.world.steps:
+            reply = self.world.steps[header.request_id]
+            return trainer_pb2.TrainStepResponse(report=reply, replayed=True)
+        if header.expected_policy_version != self.world.version:
+            status = error_status(9, "stale", reason="STALE_POLICY_VERSION")
+            context.abort_with_status(rpc_status.to_status(status))
+        self.world.version += 1
+        tokens = sum(sum(getattr(s, "trajectory", s).response_token_ids) for s in samples)
+        report = trainer_pb2.StepReport(
+            step=header.step,
+            policy_version=self.world.version,
+            metrics={"loss/total": tokens / 1000, "policy/grad_norm": float("inf")},
+        )
+        self.world.steps[header.request_id] = report
+        return trainer_pb2.TrainStepResponse(report=report)
+
+    def PublishWeights(self, request, context):
+        self.world.enter("PublishWeights", context)
+        self.world.published = self.world.version
+        reply = trainer_pb2.PublishWeightsResponse(version=self.world.version, digest="d")
+        for target in request.targets:
+            reply.results.add(target=target, digest="d")
+        return reply
+
+    def SaveCheckpoint(self, request, context):
+        path = f"{request.directory}/{request.name}"
+        self.world.saved[path] = self.world.version
+        return trainer_pb2.SaveCheckpointResponse(path=path)
+
+    def LoadCheckpoint(self, request, context):
+        self.world.version = self.world.saved[request.path]
+        return trainer_pb2.LoadCheckpointResponse(policy_version=self.world.version)
+
+
+def sample(prompt, index, version):
+    """A response drawn uniformly, with the author schedule of the real server."""
+    tokens = []
+    for t in range(prompt.sampling.max_tokens):
+        tokens.append(int(uniform(prompt.seed, index, t, TOKEN) * VOCABULARY))
+        if tokens[-1] == EOS:
+            break
+    tandem = prompt.tandem
+    if not tandem.HasField("enabled"):
+        tandem.enabled = True
+    if not tandem.selection_strategy:
+        tandem.selection_strategy = 1
+    if not tandem.HasField("prob_senior"):
+        tandem.prob_senior = 0.5
+    mask = authorship_mask(tokens, tandem_record(tandem), prompt.seed, index)
+    logprobs = np.log(np.arange(1, len(tokens) + 1) / 100.0)
+    trajectory = trajectory_pb2.Trajectory(
+        prompt_token_ids=prompt.prompt_token_ids,
+        response_token_ids=tokens,
+        authorship_mask=bytes(mask),
+        author_logprobs=to_tensor(logprobs),
+        senior_versions=[trajectory_pb2.VersionRun(version=version, count=len(tokens))],
+        finish_reason=1 if tokens[-1] == EOS else 2,
+        seed=prompt.seed,
+        sample_index=index,
+        sampling=prompt.sampling,
+        tandem=tandem,
+    )
+    if prompt.return_other_logprobs and tandem.enabled:
+        trajectory.other_logprobs.CopyFrom(to_tensor(logprobs - 1))
+    return trajectory
+
+
+@contextmanager
+def serve(world, model_path=""):
+    """All services on one port; yields its address."""
+    server = grpc.server(futures.ThreadPoolExecutor(8))
+    rollout = FakeRollout(world, model_path)
+    rollout_pb2_grpc.add_RolloutServiceServicer_to_server(rollout, server)
+    weights_pb2_grpc.add_WeightServiceServicer_to_server(rollout, server)
+    trainer_pb2_grpc.add_TrainerServiceServicer_to_server(FakeTrainer(world), server)
+    checker = health.HealthServicer()
+    checker.set("", health_pb2.HealthCheckResponse.SERVING)
+    health_pb2_grpc.add_HealthServicer_to_server(checker, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    try:
+        yield f"127.0.0.1:{port}"
+    finally:
+        server.stop(None)
+
+
+def write_tokenizer(directory: Path) -> Path:
+    """A word-level tokenizer of VOCABULARY words: "w0" … and the end of sequence."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    words = {"<eos>": EOS} | {f"w{i}": i for i in range(1, VOCABULARY)}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="w1"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.decoder = decoders.Fuse()
+    tokenizer.add_special_tokens(["<eos>"])
+    directory.mkdir(parents=True, exist_ok=True)
+    tokenizer.save(str(directory / "tokenizer.json"))
+    (directory / "tokenizer_config.json").write_text('{"eos_token": "<eos>"}')
+    (directory / "chat_template.jinja").write_text(
+        "{% for m in messages %}{{ m['content'] }} {% endfor %}w63"
+    )
+    return directory

@@ -1,0 +1,68 @@
+"""Local clusters, with a stand-in for the server binaries."""
+
+import os
+import stat
+import sys
+
+import pytest
+
+from tandem.cluster import LocalCluster, find_binary
+from tandem.errors import ServerStartError
+from tandem.settings import ClusterSettings
+
+SERVER = """#!{python}
+import signal, sys, yaml
+from concurrent import futures
+import grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+config = yaml.safe_load(open(sys.argv[2]))
+if config.get("model") == "broken":
+    print("no such model"); sys.exit(2)
+server = grpc.server(futures.ThreadPoolExecutor(2))
+checker = health.HealthServicer(); checker.set("", health_pb2.HealthCheckResponse.SERVING)
+health_pb2_grpc.add_HealthServicer_to_server(checker, server)
+port = server.add_insecure_port("127.0.0.1:0"); server.start()
+print('{{"event":"listening","grpc_port":%d,"metrics_port":1}}' % port, flush=True)
+print("critic at", config.get("critic_address"), flush=True)
+signal.signal(signal.SIGTERM, lambda *a: sys.exit(0))
+server.wait_for_termination()
+"""
+
+
+@pytest.fixture
+def build_dir(tmp_path):
+    for role in ("rollout", "trainer", "critic"):
+        path = tmp_path / "build" / "services" / role / f"tandem-{role}-server"
+        path.parent.mkdir(parents=True)
+        path.write_text(SERVER.format(python=sys.executable))
+        path.chmod(path.stat().st_mode | stat.S_IXUSR)
+    return tmp_path / "build"
+
+
+def test_starts_all_servers_and_stops_them(build_dir, tmp_path):
+    settings = ClusterSettings(
+        directory=tmp_path / "logs", rollout=[{}, {}], trainer={"model": "m"}, critic={}
+    )
+    with LocalCluster(settings, build_dir=build_dir) as cluster:
+        assert len({server.address for server in cluster.servers}) == 4
+        assert [server.name for server in cluster.rollouts] == ["rollout-0", "rollout-1"]
+        assert cluster.critic.address in cluster.trainer.log.read_text()
+        cluster.check()
+    assert [server.process.returncode for server in cluster.servers] == [0] * 4
+
+
+def test_a_server_that_dies_is_reported_with_its_log(build_dir, tmp_path):
+    settings = ClusterSettings(directory=tmp_path / "logs", trainer={"model": "broken"})
+    with (
+        pytest.raises(ServerStartError, match="trainer ended with code 2: no such model"),
+        LocalCluster(settings, build_dir=build_dir),
+    ):
+        pass
+
+
+def test_a_missing_binary_says_how_to_make_it(tmp_path, monkeypatch):
+    monkeypatch.setenv("TANDEM_BUILD_DIR", str(tmp_path))
+    monkeypatch.setenv("PATH", os.defpath)
+    with pytest.raises(ServerStartError) as caught:
+        find_binary("tandem-rollout-server")
+    assert "make build" in str(caught.value.hint)

@@ -1,0 +1,71 @@
+"""Configuration files."""
+
+import pytest
+
+from tandem import settings
+from tandem.errors import ConfigError
+from tandem.settings import ClusterSettings, RunSettings
+
+BASE = """
+run_dir: /tmp/x
+tokenizer: model
+data: {reasoning_gym: {name: chain_sum, config: {min_terms: 2}}}
+"""
+
+
+@pytest.fixture
+def file(tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_text(BASE)
+    return path
+
+
+def load(file, *overrides):
+    return settings.load(RunSettings, file, overrides)
+
+
+def test_later_overrides_win_and_values_are_yaml(file):
+    run = load(file, "steps=3", "steps=7", "sampling.top_p=9e-1", "servers.rollout=[a:1, b:2]")
+    assert run.steps == 7
+    assert run.sampling.top_p == 0.9
+    assert run.servers.rollout == ["a:1", "b:2"]
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("batch.prompts_per_stp=3", "batch.prompts_per_stp: unknown key; did you mean 'prompts_pe"),
+        ("stepz=3", "stepz: unknown key; did you mean 'steps'"),
+        ("data.reasoning_gym.sead=1", "did you mean 'seed'"),
+        ("sampling.top_p=2", "sampling.top_p: Input should be less than or equal to 1"),
+        ("tandem.selection_strategy=wrd", "tandem.selection_strategy: Input should be 'bernoulli'"),
+        ("data.jsonl=x", "data: give exactly one of"),
+        ("steps", "write it as dotted.key=value"),
+        ("servers.rollout.3=x", "servers.rollout: Input should be a valid list"),
+    ],
+)
+def test_mistakes_are_named_by_path(file, override, message):
+    with pytest.raises(ConfigError) as caught:
+        load(file, override)
+    assert message in str(caught.value)
+
+
+def test_resolved_configuration_reads_back_the_same(file, tmp_path):
+    run = load(file, "steps=9")
+    again = tmp_path / "again.yaml"
+    again.write_text(settings.dump(run))
+    assert load(again) == run
+
+
+def test_derived_sizes(file):
+    run = load(file, "batch.prompts_per_step=4", "batch.samples_per_prompt=5", "steps=10")
+    assert run.derived()["samples_per_step"] == 20
+    assert run.derived()["samples_in_run"] == 200
+
+
+def test_cluster_takes_one_rollout_or_several(tmp_path):
+    path = tmp_path / "cluster.yaml"
+    path.write_text("rollout: {senior_model: m}\n")
+    assert settings.load(ClusterSettings, path).rollout == [{"senior_model": "m"}]
+    path.write_text("rollout: [{senior_model: m}, {senior_model: m}]\n")
+    assert len(settings.load(ClusterSettings, path).rollout) == 2

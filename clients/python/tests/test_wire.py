@@ -1,0 +1,78 @@
+"""Messages and records."""
+
+import fakes
+import numpy as np
+import pytest
+
+from tandem.errors import ConfigError
+from tandem.rollout.v1 import rollout_pb2
+from tandem.trainer.v1 import objective_pb2
+from tandem.types.v1 import sampling_pb2, tensor_pb2
+from tandem.wire import from_tensor, short_floats, to_message, to_tensor, trajectory_record
+
+KEYS = {
+    "prompt_token_ids", "response_token_ids", "authorship_mask", "senior_logprobs",
+    "junior_logprobs", "log_keep_mass", "finish_reason", "text", "reward", "group_id",
+    "sample_index", "seed", "senior_versions", "junior_version", "sampling", "tandem",
+}  # fmt: skip
+
+
+def prompt(**changes):
+    message = rollout_pb2.Prompt(prompt_token_ids=[1, 2], seed=7, **changes)
+    message.sampling.max_tokens = 20
+    message.tandem.prob_senior = 0.5
+    return message
+
+
+def test_tensors_survive_the_wire():
+    values = np.array([[1.5, -2.0], [0.1, 3e-9]], np.float32)
+    assert np.array_equal(from_tensor(to_tensor(values)), values)
+    halves = tensor_pb2.Tensor(
+        dtype=tensor_pb2.DATA_TYPE_BFLOAT16, shape=[2], data=b"\x80\x3f\x00\xc0"
+    )
+    assert from_tensor(halves).tolist() == [1.0, -2.0]
+
+
+def test_short_floats_read_back_to_the_same_float32():
+    values = np.random.default_rng(0).normal(size=100).astype(np.float32)
+    assert np.array_equal(np.array(short_floats(values), np.float32), values)
+
+
+def test_enums_go_by_short_name_and_unknown_ones_are_explained():
+    objective = to_message(
+        {"aggregation": "seq_mean_token_sum", "dual_clip": None, "clip_ratio_low": 0.1},
+        objective_pb2.PolicyObjective(),
+    )
+    assert objective.aggregation == objective_pb2.AGGREGATION_SEQ_MEAN_TOKEN_SUM
+    assert not objective.HasField("dual_clip")
+    with pytest.raises(ConfigError, match="'wrd' is none of bernoulli"):
+        to_message({"selection_strategy": "wrd"}, sampling_pb2.TandemConfig())
+
+
+def test_record_sorts_log_probs_by_model():
+    trajectory = fakes.sample(prompt(return_other_logprobs=True), 0, version=3)
+    record = trajectory_record(trajectory, text="x", reward=0.5, group_id="g")
+    assert set(record) == KEYS
+    author = from_tensor(trajectory.author_logprobs)
+    other = from_tensor(trajectory.other_logprobs)
+    mask = np.frombuffer(trajectory.authorship_mask, np.uint8)
+    assert set(mask) == {0, 1}
+    senior, junior = np.where(mask, author, other), np.where(mask, other, author)
+    assert np.array_equal(np.array(record["senior_logprobs"], np.float32), senior)
+    assert np.array_equal(np.array(record["junior_logprobs"], np.float32), junior)
+    assert record["senior_versions"] == [[3, len(mask)]]
+    assert record["tandem"]["selection_strategy"] == "bernoulli"
+
+
+def test_record_has_null_where_nothing_was_computed():
+    record = trajectory_record(fakes.sample(prompt(), 0, 0), text="")
+    for author, senior, junior in zip(
+        record["authorship_mask"], record["senior_logprobs"], record["junior_logprobs"], strict=True
+    ):
+        assert (senior is None) == (author == 0)
+        assert (junior is None) == (author == 1)
+    solo = prompt()
+    solo.tandem.enabled = False
+    record = trajectory_record(fakes.sample(solo, 0, 0), text="")
+    assert record["junior_logprobs"] is None
+    assert None not in record["senior_logprobs"]
