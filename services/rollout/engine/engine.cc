@@ -237,6 +237,8 @@ class EngineImpl : public Engine {
       if (absl::Now() >= deadline) {
         return absl::DeadlineExceededError("the deadline passed before the scores were ready");
       }
+      generator_->NoteProgress(absl::Now());
+      Publish();
       std::lock_guard lock(mutex_);
       return stopping_ ? ShutDownStatus() : absl::OkStatus();
     };

@@ -55,6 +55,9 @@ class Generator {
   void OnSeniorUpdated(int64_t version, OnWeightUpdate policy);
   void SetSeniorVersion(int64_t version) { senior_version_ = version; }
 
+  // Work other than generation went on (scoring).
+  void NoteProgress(absl::Time now) { totals_.last_progress = now; }
+
   // The counters of EngineStats that generation owns; the rest is left alone.
   void FillStats(EngineStats& stats) const;
   int64_t running() const { return static_cast<int64_t>(scheduler_.running().size()); }
