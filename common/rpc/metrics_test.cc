@@ -1,1 +1,67 @@
+#include "common/rpc/metrics.h"
+
+#include <gmock/gmock.h>
 #include <gtest/gtest.h>
+
+#include <set>
+
+namespace tandem::rpc {
+namespace {
+
+using testing::HasSubstr;
+
+TEST(MetricNamesTest, NamesFollowTheConventions) {
+  std::set<std::string> names;
+  for (const MetricSpec* spec : AllMetrics()) {
+    const std::string name = spec->name;
+    EXPECT_TRUE(names.insert(name).second) << name << " comes twice";
+    EXPECT_TRUE(name.starts_with("tandem_") || name.starts_with("grpc_server_")) << name;
+    EXPECT_EQ(spec->type == MetricType::kCounter, name.ends_with("_total")) << name;
+    EXPECT_TRUE(std::string(spec->help).ends_with(".")) << name;
+  }
+  for (const ReportMetric& metric : kReportMetrics) {
+    EXPECT_TRUE(names.insert(PrometheusName(metric.name)).second) << metric.name;
+  }
+}
+
+TEST(MetricNamesTest, ReportNamesBecomePrometheusNames) {
+  EXPECT_EQ(PrometheusName("loss/total"), "tandem_loss_total");
+  EXPECT_EQ(PrometheusName("tandem/switches_per_seq"), "tandem_switches_per_seq");
+}
+
+TEST(MetricNamesTest, MarkdownNamesEveryMetric) {
+  const std::string text = MetricsMarkdown();
+  for (const MetricSpec* spec : AllMetrics()) EXPECT_THAT(text, HasSubstr(spec->name));
+}
+
+TEST(MetricsTest, ValuesAppearInTheText) {
+  Metrics metrics;
+  metrics.Counter(metric::kTokensGenerated, {"junior"}).Increment(3);
+  metrics.Gauge(metric::kPolicyVersion).Set(7);
+  metrics.Histogram(metric::kStepSeconds, {"train"}).Observe(0.2);
+  metrics.SetReport({{"loss/total", 0.5}, {"unheard/of", 1}});
+  const std::string text = metrics.Text();
+  EXPECT_THAT(text, HasSubstr("tandem_generated_tokens_total{author=\"junior\"} 3"));
+  EXPECT_THAT(text, HasSubstr("tandem_policy_version 7"));
+  EXPECT_THAT(text, HasSubstr("tandem_step_seconds_count{phase=\"train\"} 1"));
+  EXPECT_THAT(text, HasSubstr("tandem_loss_total 0.5"));
+  EXPECT_THAT(text, testing::Not(HasSubstr("unheard")));
+}
+
+TEST(MetricsTest, TotalsOnlyRise) {
+  Metrics metrics;
+  metrics.SetTotal(metric::kHandoffs, 5);
+  metrics.SetTotal(metric::kHandoffs, 4);
+  metrics.SetTotal(metric::kHandoffs, 9);
+  EXPECT_EQ(metrics.Counter(metric::kHandoffs).Value(), 9);
+}
+
+TEST(MetricsTest, ScrapeRefreshesFirst) {
+  Metrics metrics;
+  metrics.OnScrape([&] { metrics.Gauge(metric::kPolicyVersion).Increment(); });
+  EXPECT_THAT(metrics.Text(), HasSubstr("tandem_policy_version 1"));
+  EXPECT_THAT(metrics.Text(), HasSubstr("tandem_policy_version 2"));
+}
+
+}  // namespace
+}  // namespace tandem::rpc

@@ -4,10 +4,16 @@
 #include <grpcpp/health_check_service_interface.h>
 #include <grpcpp/security/server_credentials.h>
 #include <grpcpp/server_builder.h>
+#include <netdb.h>
+#include <sys/socket.h>
+#include <unistd.h>
 
 #include <algorithm>
+#include <atomic>
+#include <chrono>
 #include <exception>
 #include <thread>
+#include <utility>
 
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
@@ -34,6 +40,32 @@ absl::Status CannotBind(const std::string& what, const std::string& address,
                                              ", 0 picks a free one)"));
 }
 
+// CivetWeb's listener notices that it should end only after a connection or a two-second poll: this
+// connects while the exposer goes away.
+void CloseExposer(std::unique_ptr<prometheus::Exposer> exposer, const std::string& host, int port) {
+  if (exposer == nullptr) return;
+  std::atomic<bool> closed = false;
+  std::thread closer([&] {
+    exposer.reset();
+    closed = true;
+  });
+  addrinfo hints{};
+  hints.ai_flags = AI_NUMERICHOST;
+  hints.ai_socktype = SOCK_STREAM;
+  addrinfo* address = nullptr;
+  if (getaddrinfo(host.c_str(), std::to_string(port).c_str(), &hints, &address) == 0) {
+    while (!closed) {
+      std::this_thread::sleep_for(std::chrono::milliseconds(5));
+      const int fd = socket(address->ai_family, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0);
+      if (fd < 0) break;
+      (void)connect(fd, address->ai_addr, address->ai_addrlen);
+      close(fd);
+    }
+    freeaddrinfo(address);
+  }
+  closer.join();
+}
+
 // CivetWeb wants a numeric address.
 std::string MetricsHost(const std::string& host) {
   return host == "localhost" ? "127.0.0.1" : host;
@@ -58,6 +90,7 @@ absl::StatusOr<std::unique_ptr<Server>> Server::Start(const config::v1::ServerOp
   } catch (const std::exception&) {
     return CannotBind("metrics", metrics_address, "server.metrics_port");
   }
+  server->metrics_host_ = MetricsHost(options.host());
   server->exposer_->RegisterCollectable(metrics->collectable());
   const std::vector<int> ports = server->exposer_->GetListeningPorts();
   server->metrics_port_ = ports.empty() ? options.metrics_port() : ports[0];
@@ -91,7 +124,10 @@ absl::StatusOr<std::unique_ptr<Server>> Server::Start(const config::v1::ServerOp
   return server;
 }
 
-Server::~Server() { Shutdown(absl::InfinitePast()); }
+Server::~Server() {
+  Shutdown(absl::InfinitePast());
+  CloseExposer(std::move(exposer_), metrics_host_, metrics_port_);
+}
 
 void Server::SetServing(bool serving) {
   grpc::HealthCheckServiceInterface* const health = server_->GetHealthCheckService();

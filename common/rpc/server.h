@@ -3,8 +3,8 @@
 #ifndef TANDEM_COMMON_RPC_SERVER_H_
 #define TANDEM_COMMON_RPC_SERVER_H_
 
-#include <grpcpp/server.h>
 #include <grpcpp/impl/service_type.h>
+#include <grpcpp/server.h>
 
 #include <atomic>
 #include <cstdint>
@@ -61,6 +61,7 @@ class Server {
   std::vector<std::string> names_;
   Metrics* metrics_ = nullptr;
   std::unique_ptr<prometheus::Exposer> exposer_;
+  std::string metrics_host_;
   std::unique_ptr<grpc::Server> server_;
   int grpc_port_ = 0;
   int metrics_port_ = 0;

@@ -1,1 +1,359 @@
+// The skeleton over a real in-process server with a fake service.
+#include "common/rpc/server.h"
+
+#include <gmock/gmock.h>
+#include <grpcpp/generic/generic_stub.h>
+#include <grpcpp/support/byte_buffer.h>
 #include <gtest/gtest.h>
+#include <netinet/in.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <functional>
+#include <memory>
+#include <string>
+#include <thread>
+
+#include "absl/synchronization/notification.h"
+#include "common/base/error.h"
+#include "common/rpc/error_table.h"
+#include "common/rpc/fake_weight_service.h"
+#include "common/rpc/test_server.h"
+
+namespace tandem::rpc {
+namespace {
+
+using testing::HasSubstr;
+using weights::v1::GetVersionRequest;
+using weights::v1::GetVersionResponse;
+using weights::v1::WeightService;
+
+constexpr char kService[] = "tandem.weights.v1.WeightService";
+constexpr int kServing = 1;
+constexpr int kNotServing = 2;
+
+// grpc.health.v1.Health/Check by hand: Debian ships no stub for it. The request is
+// {1: service}, the answer {1: status}.
+struct Health {
+  grpc::StatusCode code;
+  int status;
+};
+Health CheckHealth(const std::shared_ptr<grpc::Channel>& channel, const std::string& service) {
+  std::string bytes;
+  if (!service.empty()) bytes = std::string("\x0a") + static_cast<char>(service.size()) + service;
+  grpc::Slice slice(bytes);
+  const grpc::ByteBuffer request(&slice, 1);
+  grpc::ByteBuffer response;
+  grpc::ClientContext context;
+  absl::Notification done;
+  Health health{};
+  grpc::GenericStub stub(channel);
+  stub.UnaryCall(&context, "/grpc.health.v1.Health/Check", {}, &request, &response,
+                 [&](grpc::Status status) {
+                   health.code = status.error_code();
+                   done.Notify();
+                 });
+  done.WaitForNotification();
+  std::vector<grpc::Slice> slices;
+  (void)response.Dump(&slices);
+  std::string answer;
+  for (const auto& part : slices) {
+    answer.append(reinterpret_cast<const char*>(part.begin()), part.size());
+  }
+  health.status = answer.size() == 2 ? answer[1] : 0;
+  return health;
+}
+
+std::string HttpGet(int port, const std::string& path) {
+  const int fd = socket(AF_INET, SOCK_STREAM, 0);
+  sockaddr_in address{};
+  address.sin_family = AF_INET;
+  address.sin_port = htons(static_cast<uint16_t>(port));
+  address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+  std::string text;
+  if (connect(fd, reinterpret_cast<sockaddr*>(&address), sizeof(address)) == 0) {
+    const std::string request = "GET " + path + " HTTP/1.0\r\n\r\n";
+    (void)!write(fd, request.data(), request.size());
+    char buffer[4096];
+    for (ssize_t n; (n = read(fd, buffer, sizeof(buffer))) > 0;) {
+      text.append(buffer, static_cast<size_t>(n));
+    }
+  }
+  close(fd);
+  return text;
+}
+
+class ServerTest : public testing::Test {
+ protected:
+  using Result = absl::StatusOr<GetVersionResponse>;
+
+  struct Answer {
+    absl::Status status;
+    GetVersionResponse response;
+    std::string request_id;
+  };
+  Answer Call(const std::string& request_id = "", absl::Duration timeout = absl::Seconds(20)) {
+    auto context = MakeClientContext(absl::Now() + timeout, request_id);
+    Answer answer;
+    answer.status =
+        FromGrpcStatus(stub_->GetVersion(context.get(), GetVersionRequest(), &answer.response));
+    const auto& trailing = context->GetServerTrailingMetadata();
+    if (const auto found = trailing.find("x-request-id"); found != trailing.end()) {
+      answer.request_id.assign(found->second.data(), found->second.size());
+    }
+    return answer;
+  }
+  std::string Scrape() { return HttpGet(server_.server().metrics_port(), "/metrics"); }
+
+  std::function<Result(const CallContext&)> handler_ = [](const CallContext&) -> Result {
+    GetVersionResponse response;
+    response.set_version(42);
+    return response;
+  };
+  TestServer server_{[this](ServerRuntime& runtime) {
+    return std::make_unique<FakeApp>(
+        runtime,
+        [this](const GetVersionRequest&, const CallContext& context) { return handler_(context); });
+  }};
+  std::unique_ptr<WeightService::Stub> stub_ = WeightService::NewStub(server_.channel());
+};
+
+TEST_F(ServerTest, AnswersAUnaryCall) {
+  const Answer answer = Call();
+  ASSERT_TRUE(answer.status.ok()) << answer.status;
+  EXPECT_EQ(answer.response.version(), 42);
+}
+
+TEST_F(ServerTest, HealthIsPerServiceName) {
+  const auto channel = server_.channel();
+  EXPECT_EQ(CheckHealth(channel, kService).status, kServing);
+  EXPECT_EQ(CheckHealth(channel, "").status, kServing);
+  EXPECT_EQ(CheckHealth(channel, "no.such.Service").code, grpc::StatusCode::NOT_FOUND);
+  server_.server().SetServing(false);
+  EXPECT_EQ(CheckHealth(channel, kService).status, kNotServing);
+  EXPECT_EQ(CheckHealth(channel, "").status, kNotServing);
+}
+
+TEST_F(ServerTest, TheGateRefusesWhileLoadingAndDraining) {
+  server_.executor().SetGate(CallExecutor::Gate::kLoading);
+  absl::Status status = Call().status;
+  EXPECT_EQ(status.code(), absl::StatusCode::kUnavailable);
+  EXPECT_EQ(Reason(status), "LOADING");
+  EXPECT_TRUE(RetryAfterMilliseconds(status).has_value());
+  server_.executor().SetGate(CallExecutor::Gate::kDraining);
+  EXPECT_EQ(Reason(Call().status), "DRAINING");
+}
+
+TEST_F(ServerTest, ErrorsArriveWithTheirDetails) {
+  handler_ = [](const CallContext&) -> Result { return InvalidField("a[3].b", "bad"); };
+  const absl::Status status = Call().status;
+  EXPECT_EQ(status.code(), absl::StatusCode::kInvalidArgument);
+  EXPECT_EQ(FieldPath(status), "a[3].b");
+}
+
+TEST_F(ServerTest, ExceptionsAreInternalAndTheServerServesOn) {
+  handler_ = [](const CallContext&) -> Result { throw std::runtime_error("boom"); };
+  EXPECT_EQ(Call().status, absl::InternalError("boom"));
+  handler_ = [](const CallContext&) -> Result { return GetVersionResponse(); };
+  EXPECT_TRUE(Call().status.ok());
+}
+
+TEST_F(ServerTest, RequestIdsAreEchoedOrMade) {
+  std::string seen;
+  handler_ = [&](const CallContext& context) -> Result {
+    seen = context.request_id;
+    return GetVersionResponse();
+  };
+  EXPECT_EQ(Call("my-id").request_id, "my-id");
+  EXPECT_EQ(seen, "my-id");
+  const std::string made = Call().request_id;
+  EXPECT_EQ(made.size(), 32u);
+  EXPECT_EQ(seen, made);
+  EXPECT_NE(Call().request_id, made);
+  EXPECT_EQ(Call(std::string(500, 'x')).request_id.size(), 32u) << "a huge id is replaced";
+}
+
+TEST_F(ServerTest, TheClientsDeadlineFreesTheCall) {
+  absl::Notification cancelled;
+  handler_ = [&](const CallContext& context) -> Result {
+    EXPECT_LT(context.deadline, absl::Now() + absl::Seconds(5));
+    EXPECT_TRUE(Eventually([&] { return context.cancelled(); }));
+    cancelled.Notify();
+    return GetVersionResponse();
+  };
+  EXPECT_EQ(Call("", absl::Milliseconds(100)).status.code(), absl::StatusCode::kDeadlineExceeded);
+  EXPECT_TRUE(cancelled.WaitForNotificationWithTimeout(absl::Seconds(20)));
+  EXPECT_TRUE(Eventually([&] { return server_.server().live_calls() == 0; }));
+}
+
+TEST_F(ServerTest, AFullQueueIsResourceExhausted) {
+  absl::Notification go;
+  std::atomic<int> started = 0;
+  const auto block = [&] {
+    ++started;
+    go.WaitForNotification();
+  };
+  // Occupies the workers, then the queue.
+  const int workers = CallExecutorOptions().num_threads;
+  for (int i = 0; i < workers; ++i) ASSERT_TRUE(server_.executor().Run(block).ok());
+  ASSERT_TRUE(Eventually([&] { return started == workers; }));
+  while (server_.executor().Run(block).ok()) {
+  }
+  const absl::Status refused = Call().status;
+  EXPECT_EQ(refused.code(), absl::StatusCode::kResourceExhausted);
+  EXPECT_TRUE(RetryAfterMilliseconds(refused).has_value());
+  go.Notify();
+  EXPECT_TRUE(Eventually([&] { return Call().status.ok(); }));
+}
+
+TEST_F(ServerTest, MetricsCountEveryCallByCode) {
+  ASSERT_TRUE(Call().status.ok());
+  handler_ = [](const CallContext&) -> Result { return absl::NotFoundError("x"); };
+  (void)Call();
+  EXPECT_TRUE(Eventually([&] { return server_.server().live_calls() == 0; }));
+  const std::string text = Scrape();
+  EXPECT_THAT(text,
+              HasSubstr("grpc_server_handled_total{grpc_code=\"OK\",grpc_method=\"GetVersion\","
+                        "grpc_service=\"tandem.weights.v1.WeightService\"} 1"));
+  EXPECT_THAT(text,
+              HasSubstr("grpc_server_handled_total{grpc_code=\"NOT_FOUND\",grpc_method="
+                        "\"GetVersion\",grpc_service=\"tandem.weights.v1.WeightService\"} 1"));
+  EXPECT_THAT(text, HasSubstr("grpc_server_handling_seconds_count{grpc_method=\"GetVersion\","
+                              "grpc_service=\"tandem.weights.v1.WeightService\"} 2"));
+  EXPECT_THAT(text, HasSubstr("grpc_server_live_calls{grpc_method=\"GetVersion\",grpc_service="
+                              "\"tandem.weights.v1.WeightService\"} 0"));
+  EXPECT_THAT(text, HasSubstr("tandem_server_ready 1"));
+}
+
+TEST_F(ServerTest, ReflectionListsTheServices) {
+  // The reflection service itself answers: an unknown method of it would be UNIMPLEMENTED.
+  grpc::GenericStub stub(server_.channel());
+  grpc::ClientContext context;
+  grpc::CompletionQueue queue;
+  auto call = stub.PrepareCall(
+      &context, "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo", &queue);
+  void* tag = nullptr;
+  bool ok = false;
+  call->StartCall(&tag);
+  queue.Next(&tag, &ok);
+  ASSERT_TRUE(ok);
+  grpc::Slice slice(std::string("\x3a\x00", 2));  // {7: list_services ""}
+  call->Write(grpc::ByteBuffer(&slice, 1), &tag);
+  queue.Next(&tag, &ok);
+  ASSERT_TRUE(ok);
+  grpc::ByteBuffer response;
+  call->Read(&response, &tag);
+  queue.Next(&tag, &ok);
+  ASSERT_TRUE(ok);
+  std::vector<grpc::Slice> slices;
+  ASSERT_TRUE(response.Dump(&slices).ok());
+  std::string answer;
+  for (const auto& part : slices) {
+    answer.append(reinterpret_cast<const char*>(part.begin()), part.size());
+  }
+  EXPECT_THAT(answer, HasSubstr(kService));
+  EXPECT_THAT(answer, HasSubstr("grpc.health.v1.Health"));
+  context.TryCancel();
+  grpc::Status status;
+  call->Finish(&status, &tag);
+  queue.Next(&tag, &ok);
+  queue.Shutdown();
+}
+
+TEST_F(ServerTest, MessagesAboveTheLimitAreRefused) {
+  grpc::ClientContext context;
+  weights::v1::CommitUpdateRequest request;
+  request.set_update_id(std::string(kMaxReceiveBytes + 1, 'x'));
+  weights::v1::CommitUpdateResponse response;
+  EXPECT_EQ(stub_->CommitUpdate(&context, request, &response).error_code(),
+            grpc::StatusCode::RESOURCE_EXHAUSTED);
+  EXPECT_TRUE(Call().status.ok());
+}
+
+TEST_F(ServerTest, APortInUseIsAClearError) {
+  config::v1::RolloutServerConfig config;
+  config.set_senior_model("unused");
+  config.mutable_server()->set_grpc_port(server_.server().grpc_port());
+  config.mutable_server()->set_metrics_port(0);
+  ASSERT_TRUE(config::Resolve(&config).ok());
+  Metrics metrics;
+  auto second = Server::Start(config.server(), {}, &metrics);
+  ASSERT_FALSE(second.ok());
+  EXPECT_EQ(second.status().code(), absl::StatusCode::kUnavailable);
+  EXPECT_THAT(std::string(second.status().message()), HasSubstr("server.grpc_port"));
+
+  config.mutable_server()->set_grpc_port(0);
+  config.mutable_server()->set_metrics_port(server_.server().metrics_port());
+  second = Server::Start(config.server(), {}, &metrics);
+  ASSERT_FALSE(second.ok());
+  EXPECT_THAT(std::string(second.status().message()), HasSubstr("server.metrics_port"));
+}
+
+TEST_F(ServerTest, ShutdownWaitsForRunningCallsUntilTheDeadline) {
+  absl::Notification started;
+  handler_ = [&](const CallContext&) -> Result {
+    started.Notify();
+    absl::SleepFor(absl::Milliseconds(300));
+    GetVersionResponse response;
+    response.set_version(7);
+    return response;
+  };
+  Answer answer;
+  std::thread client([&] { answer = Call(); });
+  started.WaitForNotification();
+  server_.server().Shutdown(absl::Now() + absl::Seconds(20));
+  client.join();
+  EXPECT_TRUE(answer.status.ok()) << answer.status;
+  EXPECT_EQ(answer.response.version(), 7);
+}
+
+TEST_F(ServerTest, ShutdownCancelsWhatIsLeftAtTheDeadline) {
+  absl::Notification started;
+  absl::Notification released;
+  handler_ = [&](const CallContext& context) -> Result {
+    started.Notify();
+    EXPECT_TRUE(Eventually([&] { return context.cancelled(); }));
+    released.Notify();
+    return GetVersionResponse();
+  };
+  Answer answer;
+  std::thread client([&] { answer = Call(); });
+  started.WaitForNotification();
+  server_.server().Shutdown(absl::Now() + absl::Milliseconds(100));
+  client.join();
+  EXPECT_FALSE(answer.status.ok());
+  EXPECT_TRUE(released.WaitForNotificationWithTimeout(absl::Seconds(20)));
+}
+
+TEST(DefaultDeadlineTest, BoundsACallWithoutOne) {
+  Metrics metrics;
+  CallExecutor executor(CallExecutorOptions{.default_deadline = absl::Milliseconds(100)});
+  ServerRuntime runtime{executor, metrics, absl::Now()};
+  absl::Notification go;
+  FakeApp app(runtime,
+              [&](const GetVersionRequest&,
+                  const CallContext& context) -> absl::StatusOr<GetVersionResponse> {
+                EXPECT_NE(context.deadline, absl::InfiniteFuture());
+                go.WaitForNotification();
+                return GetVersionResponse();
+              });
+  config::v1::RolloutServerConfig config;
+  config.set_senior_model("unused");
+  config.mutable_server()->set_grpc_port(0);
+  config.mutable_server()->set_metrics_port(0);
+  ASSERT_TRUE(config::Resolve(&config).ok());
+  auto server = Server::Start(config.server(), app.services(), &metrics);
+  ASSERT_TRUE(server.ok());
+  executor.SetGate(CallExecutor::Gate::kOpen);
+  auto stub =
+      WeightService::NewStub(MakeChannel(absl::StrCat("127.0.0.1:", (*server)->grpc_port())));
+  grpc::ClientContext context;
+  GetVersionResponse response;
+  EXPECT_EQ(stub->GetVersion(&context, GetVersionRequest(), &response).error_code(),
+            grpc::StatusCode::DEADLINE_EXCEEDED);
+  go.Notify();
+}
+
+}  // namespace
+}  // namespace tandem::rpc

@@ -6,6 +6,7 @@
 #include <grpcpp/server_context.h>
 #include <grpcpp/support/server_callback.h>
 
+#include <atomic>
 #include <deque>
 #include <functional>
 #include <memory>
@@ -123,7 +124,7 @@ class MapStreamCall final : public grpc::ServerBidiReactor<Request, Response> {
       : executor_(executor),
         handler_(std::move(handler)),
         writes_([this](const Response* response) { this->StartWrite(response); },
-                [this](grpc::Status status) { this->Finish(std::move(status)); }),
+                [this](grpc::Status status) { FinishCall(std::move(status)); }),
         call_(
             executor, *context,
             [this](grpc::Status status) { writes_.FinishNow(std::move(status)); }, false) {
@@ -153,29 +154,45 @@ class MapStreamCall final : public grpc::ServerBidiReactor<Request, Response> {
     Advance();
   }
   void OnCancel() override { call_.OnCancel(); }
-  void OnDone() override { delete this; }
+  void OnDone() override { Release(); }
 
  private:
   // Starts what can be started: the next read, the next handler, the end. Called from reactions and
-  // from the worker, which holds the call.
+  // from the worker, which holds this object (but not gRPC's call: see FinishCall).
   void Advance() {
-    bool read = false, run = false, end = false;
+    bool run = false, end = false;
     {
       std::lock_guard lock(mutex_);
-      if (writes_.ended()) return;
-      if (!reading_ && !half_closed_ && requests_.size() < kMaxBuffered) read = reading_ = true;
+      if (finish_called_ || writes_.ended()) return;
+      if (!reading_ && !half_closed_ && requests_.size() < kMaxBuffered) {
+        reading_ = true;
+        this->StartRead(&incoming_);  // under the lock, so that Finish comes before or after
+      }
       if (!busy_ && !requests_.empty() && writes_.size() < kMaxBuffered) run = busy_ = true;
       end = half_closed_ && !busy_ && requests_.empty();
     }
-    if (read) this->StartRead(&incoming_);
     if (run) {
-      this->AddHold();  // OnDone waits for the worker
+      ++holders_;
       if (absl::Status queued = executor_.Run([this] { Work(); }); !queued.ok()) {
         call_.state()->Finish(queued);
-        this->RemoveHold();
+        Release();
       }
+      return;  // the worker may have been the last holder
     }
     if (end) writes_.Finish(grpc::Status::OK);
+  }
+
+  // After Finish the call may be gone at any moment, and nothing may be started on it.
+  void FinishCall(grpc::Status status) {
+    {
+      std::lock_guard lock(mutex_);
+      finish_called_ = true;
+    }
+    this->Finish(std::move(status));
+  }
+
+  void Release() {
+    if (--holders_ == 0) delete this;
   }
 
   void Work() {
@@ -201,7 +218,7 @@ class MapStreamCall final : public grpc::ServerBidiReactor<Request, Response> {
       busy_ = false;
     }
     Advance();
-    this->RemoveHold();
+    Release();
   }
 
   CallExecutor& executor_;
@@ -212,6 +229,8 @@ class MapStreamCall final : public grpc::ServerBidiReactor<Request, Response> {
   bool reading_ = false;
   bool half_closed_ = false;
   bool busy_ = false;  // a request is with the executor
+  bool finish_called_ = false;
+  std::atomic<int> holders_ = 1;  // gRPC, and the worker while it has a request
   WriteQueue<Response> writes_;
   Call call_;
 };

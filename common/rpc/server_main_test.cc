@@ -1,0 +1,239 @@
+// The life of a server process: command line, exit codes, the listening line, SIGTERM.
+#include <fcntl.h>
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <poll.h>
+#include <signal.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <cstdlib>
+#include <fstream>
+#include <nlohmann/json.hpp>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "absl/strings/str_cat.h"
+#include "absl/time/clock.h"
+#include "common/rpc/channel.h"
+#include "common/rpc/error_table.h"
+#include "tandem/weights/v1/weights.grpc.pb.h"
+
+namespace tandem::rpc {
+namespace {
+
+using testing::HasSubstr;
+using weights::v1::GetVersionRequest;
+using weights::v1::GetVersionResponse;
+using weights::v1::WeightService;
+
+// A child process with its two outputs.
+class Process {
+ public:
+  Process(const std::vector<std::string>& arguments,
+          const std::vector<std::pair<std::string, std::string>>& environment = {}) {
+    int out[2], err[2];
+    EXPECT_EQ(pipe2(out, O_CLOEXEC), 0);
+    EXPECT_EQ(pipe2(err, O_CLOEXEC), 0);
+    std::vector<char*> argv = {const_cast<char*>(TANDEM_TEST_SERVER)};
+    for (const auto& argument : arguments) argv.push_back(const_cast<char*>(argument.c_str()));
+    argv.push_back(nullptr);
+    pid_ = fork();
+    if (pid_ == 0) {
+      for (const auto& [name, value] : environment) setenv(name.c_str(), value.c_str(), 1);
+      dup2(out[1], 1);
+      dup2(err[1], 2);
+      execv(TANDEM_TEST_SERVER, argv.data());
+      _exit(127);
+    }
+    close(out[1]);
+    close(err[1]);
+    out_ = out[0];
+    err_ = err[0];
+    // Nobody may block on a full pipe.
+    err_reader_ = std::thread([this] {
+      char buffer[4096];
+      for (ssize_t n; (n = read(err_, buffer, sizeof(buffer))) > 0;) {
+        err_text_.append(buffer, static_cast<size_t>(n));
+      }
+    });
+  }
+  ~Process() {
+    if (!exit_code_.has_value()) {
+      kill(pid_, SIGKILL);
+      Wait();
+    }
+    err_reader_.join();
+    close(out_);
+    close(err_);
+  }
+  // The first line of stdout; "" after 20 s.
+  std::string ReadLine() {
+    std::string line;
+    pollfd waiting{out_, POLLIN, 0};
+    char c = 0;
+    while (poll(&waiting, 1, 20000) > 0 && read(out_, &c, 1) == 1 && c != '\n') line += c;
+    return line;
+  }
+  std::string ReadAll() {
+    std::string text;
+    char buffer[4096];
+    for (ssize_t n; (n = read(out_, buffer, sizeof(buffer))) > 0;) {
+      text.append(buffer, static_cast<size_t>(n));
+    }
+    return text;
+  }
+  void Signal(int number) { kill(pid_, number); }
+  int Wait() {
+    int status = 0;
+    waitpid(pid_, &status, 0);
+    exit_code_ = WIFEXITED(status) ? WEXITSTATUS(status) : 128 + WTERMSIG(status);
+    return *exit_code_;
+  }
+  // After Wait.
+  std::string Stderr() {
+    if (err_reader_.joinable()) err_reader_.join();
+    err_reader_ = std::thread([] {});
+    return err_text_;
+  }
+
+ private:
+  pid_t pid_ = -1;
+  int out_ = -1;
+  int err_ = -1;
+  std::thread err_reader_;
+  std::string err_text_;
+  std::optional<int> exit_code_;
+};
+
+const std::vector<std::string> kAnyPort = {"senior_model=m", "server.grpc_port=0",
+                                           "server.metrics_port=0"};
+
+std::vector<std::string> With(std::vector<std::string> arguments,
+                              const std::vector<std::string>& more) {
+  arguments.insert(arguments.end(), more.begin(), more.end());
+  return arguments;
+}
+
+TEST(ServerMainTest, VersionAndHelpExitZero) {
+  Process version({"--version"});
+  EXPECT_THAT(version.ReadAll(), HasSubstr("tandem-rollout-server 0."));
+  EXPECT_EQ(version.Wait(), 0);
+  Process help({"--help"});
+  EXPECT_THAT(help.ReadAll(), HasSubstr("--check-config"));
+  EXPECT_EQ(help.Wait(), 0);
+}
+
+TEST(ServerMainTest, CheckConfigPrintsTheResolvedConfig) {
+  const std::string path = testing::TempDir() + "/server_main_test.yaml";
+  std::ofstream(path) << "senior_model: a\nmax_queue: 5\n";
+  Process process({"--config", path, "--check-config", "max_queue=6", "tandem.prob_senior=0.25"});
+  const std::string yaml = process.ReadAll();
+  EXPECT_EQ(process.Wait(), 0);
+  EXPECT_THAT(yaml, HasSubstr("max_queue: 6\n"));
+  EXPECT_THAT(yaml, HasSubstr("prob_senior: 0.25\n"));
+  EXPECT_THAT(yaml, HasSubstr("grpc_port: 7701\n"));
+}
+
+TEST(ServerMainTest, BadConfigurationExitsTwo) {
+  for (const std::vector<std::string>& arguments :
+       std::vector<std::vector<std::string>>{{"senior_modl=x"},
+                                             {"max_queue=many", "senior_model=x"},
+                                             {},
+                                             {"--config", "/no/such/file.yaml"},
+                                             {"--no-such-flag"}}) {
+    Process process(arguments);
+    EXPECT_EQ(process.Wait(), 2) << testing::PrintToString(arguments);
+    EXPECT_FALSE(process.Stderr().empty());
+  }
+  Process process({"senior_modl=x"});
+  process.Wait();
+  EXPECT_THAT(process.Stderr(), HasSubstr("senior_modl: unknown key; did you mean"));
+}
+
+TEST(ServerMainTest, ServesAndExitsZeroOnSigterm) {
+  Process process(kAnyPort);
+  const auto line = nlohmann::json::parse(process.ReadLine(), nullptr, false);
+  ASSERT_FALSE(line.is_discarded());
+  EXPECT_EQ(line["event"], "listening");
+  EXPECT_GT(line["metrics_port"].get<int>(), 0);
+  const auto stub =
+      WeightService::NewStub(MakeChannel(absl::StrCat("127.0.0.1:", line["grpc_port"].get<int>())));
+  GetVersionResponse response;
+  EXPECT_TRUE(stub->GetVersion(MakeClientContext(absl::Now() + absl::Seconds(20)).get(),
+                               GetVersionRequest(), &response)
+                  .ok());
+  process.Signal(SIGTERM);
+  EXPECT_EQ(process.Wait(), 0);
+  // Every log line is one JSON object.
+  std::istringstream lines(process.Stderr());
+  int count = 0;
+  for (std::string text; std::getline(lines, text); ++count) {
+    EXPECT_TRUE(nlohmann::json::accept(text)) << text;
+  }
+  EXPECT_GT(count, 2);
+}
+
+TEST(ServerMainTest, SigtermLetsARunningCallFinish) {
+  Process process(kAnyPort, {{"CALL_MS", "500"}});
+  const auto line = nlohmann::json::parse(process.ReadLine(), nullptr, false);
+  ASSERT_FALSE(line.is_discarded());
+  const auto stub =
+      WeightService::NewStub(MakeChannel(absl::StrCat("127.0.0.1:", line["grpc_port"].get<int>())));
+  absl::Status status;
+  std::thread client([&] {
+    GetVersionResponse response;
+    status = FromGrpcStatus(stub->GetVersion(
+        MakeClientContext(absl::Now() + absl::Seconds(20)).get(), GetVersionRequest(), &response));
+  });
+  absl::SleepFor(absl::Milliseconds(250));
+  process.Signal(SIGTERM);
+  client.join();
+  EXPECT_TRUE(status.ok()) << status;
+  EXPECT_EQ(process.Wait(), 0);
+}
+
+TEST(ServerMainTest, TheDrainDeadlineCancelsWhatIsLeft) {
+  Process process(With(kAnyPort, {"server.drain_seconds=0.2"}), {{"CALL_MS", "4000"}});
+  const auto line = nlohmann::json::parse(process.ReadLine(), nullptr, false);
+  ASSERT_FALSE(line.is_discarded());
+  const auto stub =
+      WeightService::NewStub(MakeChannel(absl::StrCat("127.0.0.1:", line["grpc_port"].get<int>())));
+  absl::Status status;
+  std::thread client([&] {
+    GetVersionResponse response;
+    status = FromGrpcStatus(stub->GetVersion(
+        MakeClientContext(absl::Now() + absl::Seconds(20)).get(), GetVersionRequest(), &response));
+  });
+  absl::SleepFor(absl::Milliseconds(500));
+  process.Signal(SIGTERM);
+  client.join();
+  EXPECT_FALSE(status.ok());
+  EXPECT_EQ(process.Wait(), 0);
+}
+
+TEST(ServerMainTest, SigtermWhileLoadingExitsZero) {
+  Process process(kAnyPort, {{"LOAD_MS", "60000"}});
+  absl::SleepFor(absl::Milliseconds(500));
+  process.Signal(SIGTERM);
+  EXPECT_EQ(process.Wait(), 0);
+}
+
+TEST(ServerMainTest, AModelThatDoesNotLoadExitsOne) {
+  Process process(kAnyPort, {{"LOAD_FAILS", "1"}});
+  EXPECT_EQ(process.Wait(), 1);
+  EXPECT_THAT(process.Stderr(), HasSubstr("no such model"));
+}
+
+TEST(ServerMainTest, APortInUseExitsOne) {
+  Process first(kAnyPort);
+  const auto line = nlohmann::json::parse(first.ReadLine(), nullptr, false);
+  ASSERT_FALSE(line.is_discarded());
+  Process second(With(kAnyPort, {absl::StrCat("server.grpc_port=", line["grpc_port"].get<int>())}));
+  EXPECT_EQ(second.Wait(), 1);
+  EXPECT_THAT(second.Stderr(), HasSubstr("is the port in use?"));
+}
+
+}  // namespace
+}  // namespace tandem::rpc

@@ -1,0 +1,37 @@
+// tandem-rollout-server without a model, for server_main_test: loading takes LOAD_MS, a GetVersion
+// call takes CALL_MS, LOAD_FAILS makes loading fail.
+#include <cstdlib>
+#include <memory>
+
+#include "absl/time/clock.h"
+#include "common/rpc/fake_weight_service.h"
+
+namespace {
+
+absl::Duration FromEnvironment(const char* name) {
+  const char* text = std::getenv(name);
+  return absl::Milliseconds(text == nullptr ? 0 : std::atoi(text));
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  using tandem::weights::v1::GetVersionRequest;
+  using tandem::weights::v1::GetVersionResponse;
+  return tandem::rpc::ServerMain<tandem::config::v1::RolloutServerConfig>(
+      argc, argv, "rollout", [](const auto&, tandem::rpc::ServerRuntime& runtime) {
+        auto app = std::make_unique<tandem::rpc::FakeApp>(
+            runtime,
+            [](const GetVersionRequest&,
+               const tandem::rpc::CallContext&) -> absl::StatusOr<GetVersionResponse> {
+              absl::SleepFor(FromEnvironment("CALL_MS"));
+              return GetVersionResponse();
+            });
+        app->load_ = [] {
+          absl::SleepFor(FromEnvironment("LOAD_MS"));
+          return std::getenv("LOAD_FAILS") == nullptr ? absl::OkStatus()
+                                                      : absl::NotFoundError("no such model");
+        };
+        return app;
+      });
+}
