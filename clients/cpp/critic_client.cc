@@ -77,7 +77,7 @@ absl::StatusOr<v1::TrainStepResponse> TrainStepOnce(v1::CriticService::Stub& stu
 
 CriticClient::CriticClient(std::shared_ptr<grpc::ChannelInterface> channel,
                            const RetryOptions& retry)
-    : stub_(v1::CriticService::NewStub(std::move(channel))), retry_(retry) {}
+    : stub_(v1::CriticService::NewStub(channel)), retry_(retry) {}
 
 absl::StatusOr<v1::GetServerInfoResponse> CriticClient::GetServerInfo() const {
   return CallWithRetry(retry_, [&]() -> absl::StatusOr<v1::GetServerInfoResponse> {

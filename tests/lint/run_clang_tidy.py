@@ -132,11 +132,10 @@ def main() -> int:
                 unreadable.append(file)
             else:
                 findings.append(found)
+                print(found, flush=True)
 
     with ThreadPoolExecutor(options.jobs) as pool:
         list(pool.map(check, pending))
-    for found in findings:
-        print(found)
     known, run = len(files) - len(pending), len(pending) - len(left_out)
     print(
         f"clang-tidy: {len(files)} files in question, {known} known good, {run} run, "
