@@ -27,3 +27,18 @@ target_link_directories(torch_cpu INTERFACE "${_torch_dir}/lib")
 target_link_libraries(torch_cpu INTERFACE -ltorch_cpu -lc10 Threads::Threads)
 # The old-style RPATH is needed: libtorch's own dependencies are found through it.
 target_link_options(torch_cpu INTERFACE "-Wl,-rpath,${_torch_dir}/lib" "-Wl,--disable-new-dtags" "-Wl,--allow-shlib-undefined")
+
+if(TANDEM_CUDA)
+  if(NOT CMAKE_CUDA_COMPILER)
+    find_program(CMAKE_CUDA_COMPILER nvcc HINTS /usr/local/cuda/bin)
+  endif()
+  if(NOT CMAKE_CUDA_ARCHITECTURES)
+    set(CMAKE_CUDA_ARCHITECTURES 90a)
+  endif()
+  enable_language(CUDA)
+  set(CMAKE_CUDA_STANDARD 17)  # the newest that CMake 3.25 passes to nvcc 13
+  find_package(CUDAToolkit REQUIRED)
+  # Nothing names a symbol of these, yet they register the CUDA backend when they are loaded.
+  target_link_libraries(torch_cpu INTERFACE
+    "-Wl,--push-state,--no-as-needed" torch_cuda c10_cuda "-Wl,--pop-state")
+endif()

@@ -11,8 +11,8 @@ find_package(Threads REQUIRED)
 
 # Our warnings are errors. Third-party headers come in as SYSTEM and stay quiet.
 add_library(tandem_warnings INTERFACE)
-target_compile_options(tandem_warnings INTERFACE -Wall -Wextra -Werror)
+target_compile_options(tandem_warnings INTERFACE "$<$<COMPILE_LANGUAGE:CXX>:-Wall;-Wextra;-Werror>")
 # GCC 12 sees overlaps in std::string operator+ that are not there (GCC bug 105651).
 if(CMAKE_CXX_COMPILER_ID STREQUAL "GNU" AND CMAKE_CXX_COMPILER_VERSION VERSION_LESS 13)
-  target_compile_options(tandem_warnings INTERFACE -Wno-restrict)
+  target_compile_options(tandem_warnings INTERFACE "$<$<COMPILE_LANGUAGE:CXX>:-Wno-restrict>")
 endif()
