@@ -23,7 +23,7 @@ from tandem.errors import (
     UnavailableError,
 )
 from tandem.interrupt import Interrupt
-from tandem.render import Output, StepDisplay, authored_text
+from tandem.render import Output, StepDisplay, authored_text, trajectory_table
 from tandem.settings import ClusterSettings, RunSettings
 
 EXIT_FAILED, EXIT_USAGE, EXIT_UNREACHABLE, EXIT_INTERRUPTED = 1, 2, 3, 130

@@ -9,6 +9,7 @@ it with the frozen start as its junior, asks the same questions again, and says 
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import time
 from pathlib import Path
@@ -18,6 +19,7 @@ from rich.table import Table
 
 from tandem import settings as settings_module
 from tandem.cli import EXIT_INTERRUPTED, report
+from tandem.cluster import BUILD_DIR_VARIABLE
 from tandem.errors import TandemError
 from tandem.evaluate import Evaluation, evaluate
 from tandem.interrupt import Interrupt
@@ -36,10 +38,13 @@ def main(arguments: list[str] | None = None) -> int:
     """Runs the demo; returns the exit code."""
     parser = argparse.ArgumentParser(prog="python -m tandem.demo", description=__doc__)
     parser.add_argument("--config", type=Path, default=CONFIG)
+    parser.add_argument("--build-dir", type=Path, help="where the servers were built")
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE")
     options = parser.parse_args(arguments)
     output = Output(as_json=options.json)
+    if options.build_dir is not None:
+        os.environ[BUILD_DIR_VARIABLE] = str(options.build_dir.resolve())
     try:
         settings = settings_module.load(RunSettings, options.config, options.overrides)
         return run_demo(settings, output)

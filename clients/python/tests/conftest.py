@@ -1,3 +1,5 @@
+"""Fixtures: fake servers and a run against them."""
+
 from __future__ import annotations
 
 import json
@@ -9,11 +11,13 @@ import yaml
 
 @pytest.fixture
 def world():
+    """What the fake servers share."""
     return fakes.FakeWorld()
 
 
 @pytest.fixture
 def address(world, tmp_path):
+    """All fake services on one port."""
     with fakes.serve(world, str(tmp_path / "model")) as address:
         yield address
 

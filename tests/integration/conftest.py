@@ -1,0 +1,47 @@
+"""Fixtures over the real servers. They need a build: $TANDEM_BUILD_DIR or build/release."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import harness
+import pytest
+from tandem.client import RolloutClient, TrainerClient
+from tandem.cluster import LocalCluster
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory: pytest.TempPathFactory) -> harness.Models:
+    """Tiny random models."""
+    return harness.make_models(tmp_path_factory.mktemp("models"))
+
+
+@pytest.fixture(scope="module")
+def pair(
+    models: harness.Models, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[LocalCluster]:
+    """A rollout server and a trainer, for all tests of a file that leave versions alone."""
+    with harness.cluster(tmp_path_factory.mktemp("pair"), models, trainer={}) as running:
+        yield running
+
+
+@pytest.fixture
+def fresh_pair(models: harness.Models, tmp_path: Path) -> Iterator[LocalCluster]:
+    """The same for one test alone."""
+    with harness.cluster(tmp_path / "cluster", models, trainer={}) as running:
+        yield running
+
+
+@pytest.fixture
+def rollout(pair: LocalCluster) -> Iterator[RolloutClient]:
+    """A client of the shared rollout server."""
+    with harness.rollout_client(pair) as client:
+        yield client
+
+
+@pytest.fixture
+def trainer(pair: LocalCluster) -> Iterator[TrainerClient]:
+    """A client of the shared trainer."""
+    with harness.trainer_client(pair) as client:
+        yield client

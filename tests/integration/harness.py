@@ -1,0 +1,276 @@
+"""Tiny random models, clusters of the real servers around them, and runs against those."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import urllib.request
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tandem import settings
+from tandem.client import RolloutClient, TrainerClient
+from tandem.cluster import LocalCluster, Server
+from tandem.requests import Prompt
+from tandem.run_dir import RunDirectory
+from tandem.session import Session, addresses_of
+from tandem.settings import ClusterSettings, RunSettings
+from tandem.train import train
+from tandem.types.v1 import trajectory_pb2
+from tandem.wire import from_tensor
+
+STRATEGIES = ("bernoulli", "chunk", "alternating", "sentence", "word")
+# One configuration of every strategy.
+TANDEM = {
+    "bernoulli": {"selection_strategy": "bernoulli", "prob_senior": 0.5},
+    "chunk": {"selection_strategy": "chunk", "chunk_size": 3},
+    "alternating": {"selection_strategy": "alternating"},
+    "sentence": {"selection_strategy": "sentence"},
+    "word": {"selection_strategy": "word", "prob_senior": 0.5, "max_gap_tokens": 4},
+}
+SAMPLING = {"max_tokens": 24, "temperature": 1.0}
+
+CORPUS = [
+    "one two three four five six seven eight nine ten\n\neleven twelve",
+    "the sum of two and three is five\n\nthe sum of four and four is eight\n\n",
+    "a question and an answer\n\na word and a number 1 2 3 4 5 6 7 8 9 0",
+]
+
+
+@dataclass(frozen=True)
+class Models:
+    """Directories of models with one tokenizer."""
+
+    senior: Path
+    junior: Path
+    other_vocabulary: Path
+
+    @property
+    def tokenizer(self) -> Path:
+        """Any of them has it."""
+        return self.senior
+
+
+def make_models(directory: Path) -> Models:
+    """Two Llamas of odd shape with different weights, and one with another vocabulary."""
+    models = Models(directory / "senior", directory / "junior", directory / "other")
+    _make_model(models.senior, seed=1, vocabulary=300)
+    _make_model(models.junior, seed=2, vocabulary=300)
+    _make_model(models.other_vocabulary, seed=3, vocabulary=290)
+    return models
+
+
+def _make_model(directory: Path, seed: int, vocabulary: int) -> None:
+    import torch
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocabulary,
+        special_tokens=["<eos>", "<pad>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(CORPUS, trainer)
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=tokenizer.get_vocab_size(),
+        hidden_size=48,
+        intermediate_size=80,
+        num_hidden_layers=2,
+        num_attention_heads=6,
+        num_key_value_heads=2,
+        head_dim=16,
+        max_position_embeddings=256,
+        tie_word_embeddings=True,
+        eos_token_id=0,
+        bos_token_id=None,
+        pad_token_id=1,
+        # Large enough for peaked, quite different distributions.
+        initializer_range=0.25,
+    )
+    LlamaForCausalLM(config).save_pretrained(directory)
+    tokenizer.save(str(directory / "tokenizer.json"))
+    (directory / "tokenizer_config.json").write_text('{"eos_token": "<eos>"}')
+
+
+@contextmanager
+def cluster(
+    directory: Path,
+    models: Models,
+    *,
+    rollouts: int = 1,
+    rollout: Mapping[str, Any] | None = None,
+    trainer: Mapping[str, Any] | None = None,
+    critic: Mapping[str, Any] | None = None,
+) -> Iterator[LocalCluster]:
+    """Real servers on free ports; sections of None are left out, {} takes the defaults here."""
+    compute = {"compute": {"num_threads": 1}}
+    rollout_config = compute | {
+        "senior_model": str(models.senior),
+        "junior_model": str(models.junior),
+        "max_model_len": 128,
+    }
+    model = compute | {"model": str(models.senior), "max_model_len": 128}
+    optimizer = {"optimizer": {"learning_rate": 1e-3}}
+    config = ClusterSettings(
+        directory=directory,
+        rollout=[rollout_config | dict(rollout or {})] * rollouts,
+        trainer=None if trainer is None else model | optimizer | dict(trainer),
+        critic=None
+        if critic is None
+        else model | optimizer | {"untie_embeddings": True} | dict(critic),
+        start_timeout_seconds=60,
+    )
+    with LocalCluster(config) as running:
+        yield running
+
+
+def run_settings(
+    directory: Path, models: Models, running: LocalCluster | None, **changes: Any
+) -> RunSettings:
+    """A short run whose reward varies within a group."""
+    rows = directory / "rows.jsonl"
+    directory.mkdir(parents=True, exist_ok=True)
+    words = ["one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"]
+    rows.write_text("".join(json.dumps({"prompt": f"the sum of {w} and"}) + "\n" for w in words))
+    reward = directory / "reward.py"
+    reward.write_text(
+        "def reward(prompt, response, **row):\n"
+        "    return (len(response) + 3 * response.count('e')) / 10\n"
+    )
+    values: dict[str, Any] = {
+        "run_dir": str(directory / "run"),
+        "steps": 3,
+        "tokenizer": str(models.tokenizer),
+        "data": {"jsonl": str(rows)},
+        "reward": {"function": f"{reward}:reward"},
+        "batch": {"prompts_per_step": 3, "samples_per_prompt": 4},
+        "sampling": {"max_tokens": 12},
+        "tandem": TANDEM["word"],
+    }
+    if running is not None:
+        values["servers"] = addresses_of(running).model_dump()
+    return settings.validate(RunSettings, values | changes, "test")
+
+
+def run_training(config: RunSettings, *, resume: bool = False) -> Path:
+    """`tandem train` without a process of its own; returns the run directory."""
+    with RunDirectory.open(config, "train", resume=resume) as run, Session(config) as session:
+        train(session, run, lambda line: None)
+        return run.path
+
+
+def json_lines(path: Path) -> list[dict[str, Any]]:
+    """Lines of a JSON-lines file."""
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def prompts(
+    count: int, tandem: Mapping[str, Any], *, sampling: Mapping[str, Any] = SAMPLING, **rest: Any
+) -> list[Prompt]:
+    """Prompts of different lengths, ids well inside the vocabulary."""
+    rng = np.random.default_rng(0)
+    return [
+        Prompt(
+            token_ids=rng.integers(2, 280, size=3 + 4 * index).tolist(),
+            seed=1000 + index,
+            sampling=sampling,
+            tandem=tandem,
+            **rest,
+        )
+        for index in range(count)
+    ]
+
+
+def flat(
+    groups: Sequence[Sequence[trajectory_pb2.Trajectory]],
+) -> list[trajectory_pb2.Trajectory]:
+    """All samples."""
+    return [trajectory for group in groups for trajectory in group]
+
+
+def tokens(trajectory: trajectory_pb2.Trajectory) -> list[int]:
+    """The response."""
+    return list(trajectory.response_token_ids)
+
+
+def mask(trajectory: trajectory_pb2.Trajectory) -> list[int]:
+    """Its authors."""
+    return list(trajectory.authorship_mask)
+
+
+def logprobs(trajectory: trajectory_pb2.Trajectory, model: str) -> np.ndarray:
+    """Log-probabilities under "senior", "junior" or the "author"; NaN where not computed."""
+    author = from_tensor(trajectory.author_logprobs)
+    if model == "author":
+        return author
+    other = np.full_like(author, np.nan)
+    if trajectory.HasField("other_logprobs"):
+        other = from_tensor(trajectory.other_logprobs)
+    mine = np.frombuffer(trajectory.authorship_mask, np.uint8) == (model == "senior")
+    return np.where(mine, author, other)
+
+
+def reference_logprobs(
+    directory: Path, prompt: Sequence[int], response: Sequence[int], temperature: float = 1.0
+) -> np.ndarray:
+    """The same by transformers, in float32, one sequence at a time."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    if directory not in _LOADED:
+        _LOADED[directory] = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    ids = torch.tensor([[*prompt, *response]])
+    with torch.no_grad():
+        logits = _LOADED[directory](ids).logits[0, len(prompt) - 1 : -1]
+    rows = torch.log_softmax(logits / temperature, -1)
+    return rows[torch.arange(len(response)), torch.tensor(list(response))].numpy()
+
+
+_LOADED: dict[Path, Any] = {}
+
+
+def gauge(server: Server, name: str) -> float:
+    """The value of a metric without labels."""
+    with urllib.request.urlopen(f"http://{server.metrics_address}/metrics", timeout=10) as reply:
+        text = reply.read().decode()
+    found = re.search(rf"^{name}(?:{{}})? (\S+)$", text, re.MULTILINE)
+    assert found, f"{name} is not among the metrics"
+    return float(found[1])
+
+
+def weights(directory: Path) -> dict[str, np.ndarray]:
+    """Tensors of an exported model, as bytes (any dtype)."""
+    from safetensors import safe_open
+
+    result = {}
+    for file in sorted(directory.glob("*.safetensors")):
+        with safe_open(file, "pt") as opened:
+            for name in opened.keys():  # noqa: SIM118
+                tensor = opened.get_tensor(name)
+                result[name] = tensor.float().numpy()
+    return result
+
+
+def rollout_client(running: LocalCluster, index: int = 0) -> RolloutClient:
+    """A client of one rollout server."""
+    return RolloutClient(running.rollouts[index].address, timeout_seconds=60)
+
+
+def trainer_client(running: LocalCluster) -> TrainerClient:
+    """A client of the trainer."""
+    return TrainerClient(running.trainer.address, timeout_seconds=60)
+
+
+def same_environment(**changes: str) -> dict[str, str]:
+    """The environment of this process, with changes."""
+    return os.environ | changes

@@ -1,0 +1,178 @@
+"""The `tandem` command against real servers."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+
+import harness
+import numpy as np
+import pytest
+import yaml
+from tandem import settings
+from tandem.metrics import CLOCK_KEYS, KEYS
+from tandem.schedule import authorship_mask, prompt_seed
+
+TANDEM = [sys.executable, "-m", "tandem.cli"]
+
+
+def tandem(*arguments, check=0):
+    done = subprocess.run([*TANDEM, *map(str, arguments)], capture_output=True, text=True)
+    assert done.returncode == check, done.stderr + done.stdout
+    return done
+
+
+@pytest.fixture(scope="module")
+def files(models, tmp_path_factory):
+    """A run file that starts its own cluster."""
+    directory = tmp_path_factory.mktemp("commands")
+    compute = {"compute": {"num_threads": 1}, "max_model_len": 128}
+    cluster = {
+        "directory": str(directory / "cluster"),
+        "rollout": compute
+        | {"senior_model": str(models.senior), "junior_model": str(models.junior)},
+        "trainer": compute | {"model": str(models.senior), "optimizer": {"learning_rate": 1e-3}},
+    }
+    (directory / "cluster.yaml").write_text(yaml.safe_dump(cluster))
+    config = harness.run_settings(
+        directory, models, None, cluster=str(directory / "cluster.yaml"), steps=2
+    )
+    (directory / "run.yaml").write_text(settings.dump(config))
+    return directory
+
+
+@pytest.fixture(scope="module")
+def run(files):
+    tandem("train", files / "run.yaml")
+    return files / "run"
+
+
+def test_train_fills_every_metric_and_the_run_directory(run):
+    metrics = harness.json_lines(run / "metrics.jsonl")
+    assert [tuple(line) for line in metrics] == [KEYS] * 2
+    for line in metrics:
+        missing = {key for key, value in line.items() if value is None}
+        assert missing <= {"loss/kl"}, missing
+        fractions = line["tandem/senior_token_fraction"] + line["tandem/junior_token_fraction"]
+        assert fractions == pytest.approx(1)
+        assert line["mismatch/max_abs_logprob_diff"] < 1e-4
+    assert (run / "checkpoints" / "step_000002" / "config.json").exists()
+
+
+def test_trajectories_can_be_checked_from_outside(run, models):
+    """With nothing but the files: models, tokenizer and the JSON lines."""
+    records = harness.json_lines(run / "trajectories" / "step_1.jsonl")
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_file(str(models.tokenizer / "tokenizer.json"))
+    words = {i for piece, i in tokenizer.get_vocab().items() if piece.startswith("Ġ") and i > 1}
+    assert len(records) == 12
+    for index, record in enumerate(records):
+        ids = record["response_token_ids"]
+        assert record["seed"] == prompt_seed(0, 1, index // 4)
+        assert record["authorship_mask"] == authorship_mask(
+            ids, record["tandem"], record["seed"], record["sample_index"], words
+        )
+        assert record["text"] == tokenizer.decode(ids)
+        for model, directory in (("senior", models.senior), ("junior", models.junior)):
+            np.testing.assert_allclose(
+                record[f"{model}_logprobs"],
+                harness.reference_logprobs(directory, record["prompt_token_ids"], ids),
+                rtol=0,
+                atol=2e-4,
+            )
+
+
+def test_resume_on_the_command_line(files, run):
+    whole = files / "whole"
+    tandem("train", files / "run.yaml", f"run_dir={whole}", "steps=3")
+    tandem("train", files / "run.yaml", "steps=3", check=2)
+    tandem("train", files / "run.yaml", "steps=3", "--resume")
+
+    def values(path):
+        return [
+            {key: value for key, value in line.items() if key not in CLOCK_KEYS}
+            for line in harness.json_lines(path / "metrics.jsonl")
+        ]
+
+    assert values(run) == values(whole)
+
+
+def test_sft_lowers_its_loss(files):
+    rows = files / "sft.jsonl"
+    rows.write_text('{"prompt": "one two", "answer": " three"}\n' * 4)
+    out = files / "sft"
+    tandem("sft", files / "run.yaml", f"run_dir={out}", f"data.jsonl={rows}", "steps=5")
+    losses = [line["loss/total"] for line in harness.json_lines(out / "metrics.jsonl")]
+    assert losses[-1] < losses[0]
+
+
+def test_eval_counts_pass_at_k(files):
+    out = tandem(
+        "eval", files / "run.yaml", "eval.samples=3", "eval.k=[1, 3]", "eval.temperature=1",
+        "reward.correct_at=0.5", "--json",
+    )  # fmt: skip
+    result = json.loads(out.stdout)
+    assert result["prompts"] == 10
+    assert result["pass_at"]["1"] == pytest.approx(result["accuracy"])
+    assert result["pass_at"]["3"] >= result["pass_at"]["1"]
+
+
+def test_up_serves_until_ctrl_c(files):
+    process = subprocess.Popen(
+        [*TANDEM, "up", files / "cluster.yaml", f"directory={files / 'up'}", "--json"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    servers = {s["role"]: s for s in json.loads(process.stdout.readline())["servers"]}
+    rollout, trainer = (servers[role]["address"] for role in ("rollout", "trainer"))
+    tandem("health", rollout, trainer)
+    status = json.loads(
+        tandem(
+            "status",
+            "--rollout",
+            rollout,
+            "--trainer",
+            trainer,
+            "--critic",
+            "127.0.0.1:1",
+            "--json",
+        ).stdout
+    )
+    assert [server["health"] for server in status["servers"]] == [
+        "SERVING", "SERVING", "UNREACHABLE",
+    ]  # fmt: skip
+    record = json.loads(
+        tandem("generate", "the sum of", "--rollout", rollout, "--max-tokens", 5, "--json").stdout
+    )
+    assert len(record["authorship_mask"]) <= 5
+    scores = json.loads(tandem("score", "one two three", "--rollout", rollout, "--json").stdout)
+    assert scores["scores"][0]["senior_nats_per_token"] > 0
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 0, errors
+    tandem("health", rollout, check=3)
+
+
+def test_ctrl_c_stops_a_run_gracefully_and_resume_ends_it(files):
+    out = files / "interrupted"
+    process = subprocess.Popen(
+        [*TANDEM, "train", files / "run.yaml", f"run_dir={out}", "steps=500", "--json"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    )
+    assert process.stdout is not None
+    first = json.loads(process.stdout.readline())
+    assert first["step"] == 1
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=120)
+    assert process.returncode == 130
+    done = harness.json_lines(out / "metrics.jsonl")[-1]["step"]
+    tandem("train", files / "run.yaml", f"run_dir={out}", f"steps={done + 1}", "--resume")
+    steps = [line["step"] for line in harness.json_lines(out / "metrics.jsonl")]
+    assert steps == list(range(1, done + 2))

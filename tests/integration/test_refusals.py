@@ -1,0 +1,280 @@
+"""What must never be trained on, or generated, is refused by name; and the server serves on."""
+
+from __future__ import annotations
+
+import math
+import struct
+
+import harness
+import pytest
+from harness import TANDEM, prompts
+from tandem.errors import (
+    FailedPreconditionError,
+    InvalidArgumentError,
+    OutOfRangeError,
+    RpcError,
+    ServerStartError,
+)
+from tandem.requests import PolicySample, Prompt, train_step
+from tandem.wire import to_tensor
+
+PLACE = "samples[1].trajectory."
+
+
+@pytest.fixture(scope="module")
+def good(pair):
+    """Two samples of one group that the trainer would accept."""
+    with harness.rollout_client(pair) as client:
+        [group] = client.generate(
+            prompts(1, TANDEM["word"], num_samples=2, return_other_logprobs=True)
+        )
+    return [PolicySample(t, "g", reward=float(i)) for i, t in enumerate(group)]
+
+
+def clear_mask(t):
+    t.authorship_mask = b""
+
+
+def short_mask(t):
+    t.authorship_mask = t.authorship_mask[:-1]
+
+
+def strange_mask(t):
+    t.authorship_mask = b"\x02" + t.authorship_mask[1:]
+
+
+def no_logprobs(t):
+    t.ClearField("author_logprobs")
+
+
+def short_logprobs(t):
+    t.author_logprobs.CopyFrom(to_tensor([-1.0]))
+
+
+def nan_logprobs(t):
+    t.author_logprobs.data = struct.pack("<f", math.nan) + t.author_logprobs.data[4:]
+
+
+def infinite_logprobs(t):
+    t.author_logprobs.data = struct.pack("<f", -math.inf) + t.author_logprobs.data[4:]
+
+
+def cut_tensor(t):
+    t.author_logprobs.data = t.author_logprobs.data[:-1]
+
+
+def short_other(t):
+    t.other_logprobs.CopyFrom(to_tensor([-1.0]))
+
+
+def no_versions(t):
+    t.ClearField("senior_versions")
+
+
+def short_versions(t):
+    t.senior_versions[0].count -= 1
+
+
+def no_response(t):
+    t.ClearField("response_token_ids")
+
+
+def no_prompt(t):
+    t.ClearField("prompt_token_ids")
+
+
+def large_id(t):
+    t.response_token_ids[2] = 10**6
+
+
+def negative_id(t):
+    t.prompt_token_ids[1] = -1
+
+
+def no_finish_reason(t):
+    t.finish_reason = 0
+
+
+@pytest.mark.parametrize(
+    ("damage", "field"),
+    [
+        (clear_mask, "authorship_mask"),
+        (short_mask, "authorship_mask"),
+        (strange_mask, "authorship_mask"),
+        (no_logprobs, "author_logprobs"),
+        (short_logprobs, "author_logprobs"),
+        (nan_logprobs, "author_logprobs"),
+        (infinite_logprobs, "author_logprobs"),
+        (cut_tensor, "author_logprobs"),
+        (short_other, "other_logprobs"),
+        (no_versions, "senior_versions"),
+        (short_versions, "senior_versions"),
+        (no_response, "response_token_ids"),
+        (no_prompt, "prompt_token_ids"),
+        (large_id, "response_token_ids[2]"),
+        (negative_id, "prompt_token_ids[1]"),
+        (no_finish_reason, "finish_reason"),
+    ],
+)
+def test_a_damaged_trajectory_is_refused_with_its_field(trainer, good, damage, field):
+    refused = refuse(trainer, good, damage, InvalidArgumentError)
+    assert refused.field.startswith(PLACE + field), refused.field
+
+
+def test_an_unknown_policy_version_is_refused(trainer, good):
+    def future(t):
+        t.senior_versions[0].version = 7
+
+    refused = refuse(trainer, good, future, FailedPreconditionError)
+    assert refused.reason == "UNKNOWN_POLICY_VERSION"
+    assert refused.field.startswith(PLACE + "senior_versions")
+
+
+def test_a_too_old_policy_version_is_refused_unless_allowed(fresh_pair):
+    with (
+        harness.rollout_client(fresh_pair) as rollout,
+        harness.trainer_client(fresh_pair) as client,
+    ):
+        [group] = rollout.generate(
+            prompts(1, TANDEM["word"], num_samples=2, return_other_logprobs=True)
+        )
+        samples = [PolicySample(t, "g", reward=float(i)) for i, t in enumerate(group)]
+        client.train_step(samples, run_id="r", step=1, expected_version=0)
+        with pytest.raises(FailedPreconditionError) as caught:
+            client.train_step(samples, run_id="r", step=2, expected_version=1)
+        assert caught.value.reason == "TRAJECTORY_TOO_OLD"
+        allowed = client.train_step(
+            samples, run_id="r", step=2, expected_version=1, objective={"max_staleness": 1}
+        )
+        assert allowed.report.policy_version == 2
+
+
+def test_a_missing_reward_is_refused(trainer, good):
+    samples = [good[0], PolicySample(good[1].trajectory, "g")]
+    with pytest.raises(InvalidArgumentError) as caught:
+        send(trainer, samples)
+    assert caught.value.field == "samples[1].reward"
+    with pytest.raises(InvalidArgumentError) as caught:
+        send(trainer, [good[0], PolicySample(good[1].trajectory, "g", reward=math.nan)])
+    assert caught.value.field == "samples[1].reward"
+
+
+def test_log_probs_of_the_senior_on_junior_tokens_are_needed(trainer, good):
+    def forget_other(t):
+        t.ClearField("other_logprobs")
+        # The junior wrote something: the senior's log-probability of it is what is missing.
+        t.authorship_mask = bytes(len(t.authorship_mask))
+
+    refused = refuse(trainer, good, forget_other, InvalidArgumentError, junior_weight=0.5)
+    assert refused.field.startswith(PLACE + "other_logprobs")
+
+
+def test_a_stream_must_hold_as_many_samples_as_it_says(trainer, good):
+    messages = train_step(good, run_id="r", step=1, expected_version=0, objective={})
+    for wrong in (messages[:-1], [*messages, messages[-1]], messages[1:], []):
+        with pytest.raises(InvalidArgumentError):
+            trainer.send_train_step(wrong)
+    assert trainer.info().server.policy_version == 0
+
+
+@pytest.mark.parametrize(
+    ("objective", "field"),
+    [
+        ({"junior_token_loss_weight": 1.5}, "junior_token_loss_weight"),
+        ({"clip_ratio_low": -0.1}, "clip_ratio_low"),
+        ({"dual_clip": 0.5}, "dual_clip"),
+        ({"aggregation": "seq_mean_token_sum_norm"}, "norm_constant"),
+    ],
+)
+def test_an_impossible_objective_is_refused(trainer, good, objective, field):
+    with pytest.raises(InvalidArgumentError) as caught:
+        send(trainer, good, objective)
+    assert caught.value.field.endswith(field)
+
+
+@pytest.mark.parametrize(
+    ("change", "field", "error"),
+    [
+        ({"token_ids": []}, "prompt_token_ids", InvalidArgumentError),
+        ({"token_ids": [3, 10**6]}, "prompt_token_ids[1]", InvalidArgumentError),
+        ({"sampling": {}}, "sampling.max_tokens", InvalidArgumentError),
+        ({"sampling": {"max_tokens": 5, "top_p": 0.0}}, "sampling.top_p", InvalidArgumentError),
+        (
+            {"sampling": {"max_tokens": 5, "temperature": -1.0}},
+            "sampling.temperature",
+            InvalidArgumentError,
+        ),
+        ({"tandem": {"prob_senior": 1.5}}, "tandem.prob_senior", InvalidArgumentError),
+        (
+            {"tandem": {"selection_strategy": "word", "boundary_token_ids": [10**6]}},
+            "tandem.boundary_token_ids[0]",
+            InvalidArgumentError,
+        ),
+        ({"num_samples": -1}, "num_samples", InvalidArgumentError),
+        ({"token_ids": [5] * 127}, "", OutOfRangeError),
+    ],
+)
+def test_an_impossible_prompt_is_refused_and_its_neighbours_are_answered(
+    rollout, change, field, error
+):
+    values = {"token_ids": [3, 4], "sampling": {"max_tokens": 5}, "request_id": "bad"}
+    bad = Prompt(**(values | change))
+    fine = Prompt([3, 4], sampling={"max_tokens": 5}, request_id="fine")
+    with pytest.raises(error) as caught:
+        rollout.generate([bad])
+    assert field in (caught.value.field or caught.value.message)
+
+    from tandem.requests import submit
+
+    kinds = {}
+    for event in rollout.stream([submit([bad, fine])]):
+        kind = event.WhichOneof("event")
+        kinds[getattr(event, kind).request_id] = kind
+    assert kinds == {"bad": "failed", "fine": "finished"}
+
+
+def test_tandem_without_a_junior_is_refused(models, tmp_path):
+    with (
+        harness.cluster(tmp_path, models, rollout={"junior_model": ""}) as running,
+        harness.rollout_client(running) as client,
+    ):
+        with pytest.raises(FailedPreconditionError):
+            client.generate(prompts(1, TANDEM["word"]))
+        assert client.generate(prompts(1, {"enabled": False}))
+
+
+def test_a_junior_with_another_vocabulary_is_refused_at_load(models, tmp_path):
+    other = {"junior_model": str(models.other_vocabulary)}
+    with (
+        pytest.raises(ServerStartError) as caught,
+        harness.cluster(tmp_path, models, rollout=other),
+    ):
+        pass
+    assert "290" in caught.value.message or "vocabular" in caught.value.message.lower()
+
+
+def refuse(trainer, good, damage, error, junior_weight=0.0) -> RpcError:
+    """Trains on a damaged copy, sees the refusal, and sees that nothing else changed."""
+    copies = []
+    for sample in good:
+        trajectory = type(sample.trajectory)()
+        trajectory.CopyFrom(sample.trajectory)
+        copies.append(PolicySample(trajectory, sample.group_id, sample.reward))
+    damage(copies[1].trajectory)
+    before = trainer.info().server
+    with pytest.raises(error) as caught:
+        send(trainer, copies, {"junior_token_loss_weight": junior_weight})
+    assert caught.value.request_id
+    after = trainer.info().server
+    assert (after.policy_version, after.weights_digest) == (
+        before.policy_version,
+        before.weights_digest,
+    )
+    assert trainer.health() == "SERVING"
+    return caught.value
+
+
+def send(trainer, samples, objective=None):
+    return trainer.train_step(
+        samples, run_id="r", step=1, expected_version=0, objective=objective or {}
+    )
