@@ -91,20 +91,31 @@ def test_make_help_lists_the_commands_of_the_readme():
     assert commands <= described
 
 
-@pytest.mark.parametrize("name", ["cluster.yaml", "run.yaml"])
-def test_the_example_files_of_the_readme_are_valid(name: str):
+EXAMPLES = REPOSITORY / "examples"
+
+
+@pytest.mark.parametrize("file", sorted(EXAMPLES.glob("*/run*.yaml")), ids=str)
+def test_example_runs_are_valid(file: Path):
     from tandem import settings
 
-    schema = {"cluster.yaml": settings.ClusterSettings, "run.yaml": settings.RunSettings}[name]
-    block = re.search(rf"```yaml\n(# {name}.*?)```", README, re.DOTALL)
-    settings.validate(schema, yaml.safe_load(block.group(1)), name)
+    run = settings.load(settings.RunSettings, file)
+    assert run.cluster is None or (REPOSITORY / run.cluster).exists()
 
 
-def test_the_server_sections_of_the_example_are_valid():
+@pytest.mark.parametrize("file", sorted(EXAMPLES.glob("*/cluster*.yaml")), ids=str)
+def test_example_clusters_hold_valid_server_configurations(file: Path):
     from google.protobuf import json_format
+    from tandem import settings
     from tandem.config.v1 import server_config_pb2 as schema
 
-    block = re.search(r"```yaml\n(# cluster.yaml.*?)```", README, re.DOTALL)
-    cluster = yaml.safe_load(block.group(1))
-    json_format.ParseDict(cluster["rollout"], schema.RolloutServerConfig())
-    json_format.ParseDict(cluster["trainer"], schema.TrainerServerConfig())
+    cluster = settings.load(settings.ClusterSettings, file)
+    for section in cluster.rollout:
+        json_format.ParseDict(section, schema.RolloutServerConfig())
+    json_format.ParseDict(cluster.trainer or {}, schema.TrainerServerConfig())
+    json_format.ParseDict(cluster.critic or {}, schema.CriticServerConfig())
+
+
+def test_paths_in_the_commands_of_the_readme_exist():
+    paths = set(re.findall(r"(?:examples|tests)/[\w./-]+\.(?:yaml|py|sh)", README))
+    assert paths
+    assert {path for path in paths if not (REPOSITORY / path).exists()} == set()
