@@ -102,8 +102,10 @@ absl::Status CheckPolicyLossOptions(const PolicyLossOptions& options) {
 absl::StatusOr<PolicyObjective> PolicyObjective::Create(const PolicyLossOptions& options,
                                                         const PolicyTokens& tokens) {
   TANDEM_RETURN_IF_ERROR(CheckPolicyLossOptions(options));
-  const size_t rows = tokens.old_logprobs.size();
-  TANDEM_RETURN_IF_ERROR(CheckLength("advantages", tokens.advantages.size(), rows));
+  const size_t rows = tokens.advantages.size();
+  if (!tokens.old_logprobs.empty()) {
+    TANDEM_RETURN_IF_ERROR(CheckLength("old_logprobs", tokens.old_logprobs.size(), rows));
+  }
   TANDEM_RETURN_IF_ERROR(CheckLength("scales", tokens.scales.size(), rows));
   if (options.kl_estimator != KlEstimator::kNone || !tokens.reference.empty()) {
     TANDEM_RETURN_IF_ERROR(CheckLength("reference", tokens.reference.size(), rows));
@@ -124,11 +126,12 @@ absl::Status PolicyObjective::Evaluate(int64_t first_row, absl::Span<const doubl
     const size_t t = first + i;
     const double logprob = logprobs[i];
     const double scale = tokens_->scales[t];
-    const LogRatio log_ratio(logprob - tokens_->old_logprobs[t]);
+    const double old_logprob = tokens_->old_logprobs.empty() ? logprob : tokens_->old_logprobs[t];
+    const LogRatio log_ratio(logprob - old_logprob);
 
     Term policy = PpoClip(options_, log_ratio, tokens_->advantages[t]);
     if (options_.importance_cap > 0) {
-      const LogRatio off(tokens_->old_logprobs[t] - tokens_->behaviour[t]);
+      const LogRatio off(old_logprob - tokens_->behaviour[t]);
       const double weight = std::min(std::exp(off.value), options_.importance_cap);
       policy.value *= weight;
       policy.gradient *= weight;

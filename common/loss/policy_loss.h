@@ -54,7 +54,8 @@ struct PolicyLossOptions {
 absl::Status CheckPolicyLossOptions(const PolicyLossOptions& options);
 
 // The rows of the loss: all parallel, [N]. `reference` may be empty if the KL is off. `behaviour`
-// is what the writer recorded (senior's or junior's own log-prob); empty if unknown.
+// is what the writer recorded (senior's or junior's own log-prob); empty if unknown. Empty
+// `old_logprobs` are the log-probs being evaluated: the ratio is 1.
 struct PolicyTokens {
   std::vector<double> old_logprobs;  // logp_old of the ratio
   std::vector<double> advantages;

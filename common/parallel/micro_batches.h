@@ -1,0 +1,28 @@
+// Cutting a global batch into pieces that fit into memory.
+#ifndef TANDEM_COMMON_PARALLEL_MICRO_BATCHES_H_
+#define TANDEM_COMMON_PARALLEL_MICRO_BATCHES_H_
+
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+#include "absl/types/span.h"
+
+namespace tandem::parallel {
+
+// Sequences [begin, end) of the batch.
+struct MicroBatch {
+  size_t begin = 0;
+  size_t end = 0;
+
+  bool operator==(const MicroBatch&) const = default;
+};
+
+// Consecutive runs of sequences with at most `token_budget` tokens each; a sequence that is longer
+// gets its own. The order is kept, so the result depends on the batch alone. Sequences of length 0
+// take no room; a run of nothing but those is left out.
+std::vector<MicroBatch> PlanMicroBatches(absl::Span<const int64_t> lengths, int64_t token_budget);
+
+}  // namespace tandem::parallel
+
+#endif  // TANDEM_COMMON_PARALLEL_MICRO_BATCHES_H_

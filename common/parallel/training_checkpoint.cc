@@ -1,0 +1,117 @@
+#include "common/parallel/training_checkpoint.h"
+
+#include <ATen/ATen.h>
+#include <unistd.h>
+
+#include <filesystem>
+#include <map>
+#include <nlohmann/json.hpp>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "common/base/atomic_file.h"
+#include "common/base/error.h"
+#include "common/base/status_macros.h"
+#include "common/tensor/aten_bytes.h"
+
+namespace tandem::parallel {
+namespace {
+
+namespace fs = std::filesystem;
+using nlohmann::json;
+
+constexpr char kStateFile[] = "tandem_state.json";
+constexpr char kWeightsFile[] = "model.safetensors";
+
+absl::StatusOr<TrainingState> ReadState(const std::string& path, const std::string& kind) {
+  const std::string file = absl::StrCat(path, "/", kStateFile);
+  const auto broken = [&] {
+    return absl::DataLossError(absl::StrCat(file, ": is not a training state"));
+  };
+  TANDEM_ASSIGN_OR_RETURN(const std::string text, ReadFile(file));
+  const json parsed = json::parse(text, nullptr, /*allow_exceptions=*/false);
+  if (!parsed.is_object() || !parsed.value("kind", json()).is_string() ||
+      !parsed.value("version", json()).is_number_integer() ||
+      !parsed.value("done_steps", json()).is_string()) {
+    return broken();
+  }
+  TrainingState state;
+  state.kind = parsed["kind"];
+  state.version = parsed["version"];
+  if (state.kind != kind) {
+    return absl::FailedPreconditionError(
+        absl::StrCat(path, " is a checkpoint of a ", state.kind, ", not of a ", kind));
+  }
+  TANDEM_RETURN_IF_ERROR(state.ledger.Deserialize(parsed["done_steps"].get<std::string>()));
+  return state;
+}
+
+// Whether `weights` are exactly the parameters of `model`.
+absl::Status CheckFits(const NamedTensors& weights, const Model& model, const std::string& path) {
+  std::map<std::string, at::Tensor> given(weights.begin(), weights.end());
+  for (const auto& [name, parameter] : model.Parameters()) {
+    const auto found = given.find(name);
+    if (found == given.end() || found->second.sizes() != parameter.sizes()) {
+      return InvalidField("path", absl::StrCat(path, " holds another model: tensor '", name,
+                                               "' is missing or has another shape"));
+    }
+    given.erase(found);
+  }
+  if (given.empty()) return absl::OkStatus();
+  return InvalidField("path", absl::StrCat(path, " holds another model: tensor '",
+                                           given.begin()->first, "' is not expected"));
+}
+
+}  // namespace
+
+absl::StatusOr<checkpoint::Saved> SaveTraining(const std::string& directory,
+                                               const std::string& name, int64_t keep,
+                                               const Model& model, Strategy& strategy,
+                                               const TrainingState& state) {
+  if (keep < 0) return InvalidField("keep", "must not be negative");
+  TANDEM_ASSIGN_OR_RETURN(
+      const checkpoint::Saved saved,
+      checkpoint::Save(directory, name, [&](const std::string& target) -> absl::Status {
+        TANDEM_RETURN_IF_ERROR(model.Save(target));
+        TANDEM_RETURN_IF_ERROR(strategy.SaveOptimizer(target));
+        const json text = {{"kind", state.kind},
+                           {"version", state.version},
+                           {"optimizer_steps", strategy.optimizer_steps()},
+                           {"done_steps", state.ledger.Serialize()}};
+        return WriteFileDurably(absl::StrCat(target, "/", kStateFile), text.dump(2) + "\n");
+      }));
+  TANDEM_RETURN_IF_ERROR(checkpoint::Prune(directory, keep));
+  return saved;
+}
+
+absl::Status LoadTraining(const std::string& path, Model& model, Strategy& strategy,
+                          TrainingState& state) {
+  TANDEM_RETURN_IF_ERROR(checkpoint::Verify(path));
+  TANDEM_ASSIGN_OR_RETURN(TrainingState loaded, ReadState(path, state.kind));
+  const std::string file = absl::StrCat(path, "/", kWeightsFile);
+  TANDEM_ASSIGN_OR_RETURN(const NamedTensors weights, ReadNamedTensors(file));
+  TANDEM_RETURN_IF_ERROR(CheckFits(weights, model, path));
+  TANDEM_RETURN_IF_ERROR(strategy.LoadOptimizer(path));
+  TANDEM_RETURN_IF_ERROR(strategy.ScatterParameters(weights));
+  state = std::move(loaded);
+  return absl::OkStatus();
+}
+
+absl::Status ExportModel(const Model& model, const std::string& path, DType dtype) {
+  std::error_code error;
+  if (path.empty()) return InvalidField("path", "must not be empty");
+  if (fs::exists(path, error)) {
+    return FieldError(absl::StatusCode::kAlreadyExists, "path", absl::StrCat(path, " exists"));
+  }
+  const fs::path target = fs::absolute(path, error).lexically_normal();
+  fs::create_directories(target.parent_path(), error);
+  const fs::path temporary =
+      target.parent_path() / absl::StrCat(".tmp-", target.filename().string(), "-", ::getpid());
+  fs::remove_all(temporary, error);
+  absl::Status status = model.Save(temporary.string(), dtype);
+  if (status.ok()) status = RenameDurably(temporary.string(), target.string());
+  if (!status.ok()) fs::remove_all(temporary, error);
+  return status;
+}
+
+}  // namespace tandem::parallel

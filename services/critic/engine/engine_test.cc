@@ -1,0 +1,187 @@
+#include "services/critic/engine/engine.h"
+
+#include <ATen/ATen.h>
+#include <ATen/core/grad_mode.h>
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <utility>
+
+#include "common/base/error.h"
+#include "common/model/testing/tiny_model_dir.h"
+
+namespace tandem::critic {
+namespace {
+
+class CriticEngineTest : public ::testing::Test {
+ protected:
+  CriticEngineTest() { WriteTinyModel(folder_ / "model", /*seed=*/3); }
+
+  EngineOptions Options() const {
+    EngineOptions options;
+    options.model = folder_ / "model";
+    options.max_model_len = 64;
+    options.value_head_seed = 5;
+    options.optimizer.learning_rate = 1e-2;
+    return options;
+  }
+  std::unique_ptr<Engine> Make(const EngineOptions& options) const {
+    return std::move(CreateEngine(options)).value();
+  }
+  std::unique_ptr<Engine> Make() const { return Make(Options()); }
+
+  static TrainStepRequest Request(Engine& engine, int64_t step = 0) {
+    TrainStepRequest request;
+    request.run_id = "run";
+    request.step = step;
+    request.request_id = std::to_string(step);
+    request.expected_version = step;
+    for (int i = 0; i < 3; ++i) {
+      ValueSample sample;
+      sample.prompt_token_ids = {1, 5 + i};
+      for (int k = 0; k < 4 + i; ++k) sample.response_token_ids.push_back(3 + (7 * i + k) % 50);
+      sample.old_values =
+          engine.ComputeValues({sample.prompt_token_ids, sample.response_token_ids}).value().values;
+      sample.returns.assign(sample.response_token_ids.size(), static_cast<float>(i));
+      request.samples.push_back(sample);
+    }
+    return request;
+  }
+  static TrainStepResult Step(Engine& engine, const TrainStepRequest& request) {
+    absl::StatusOr<TrainStepResult> result = engine.TrainStep(request);
+    EXPECT_TRUE(result.ok()) << result.status();
+    return result.ok() ? *result : TrainStepResult{};
+  }
+  static std::string Digest(const Engine& engine) { return engine.Info().weights_digest; }
+
+  TemporaryFolder folder_;
+};
+
+TEST_F(CriticEngineTest, ValueOfATokenComesFromTheStateBeforeIt) {
+  auto engine = Make();
+  const std::vector<int32_t> prompt = {1, 4, 9}, response = {8, 7, 6};
+  const ValuesResult result = engine->ComputeValues({prompt, response}).value();
+  const auto model =
+      std::move(Model::Load(folder_ / "model", {.head = HeadKind::kValue, .value_head_seed = 5}))
+          .value();
+  const at::NoGradGuard no_grad;
+  CausalContext context;
+  const at::Tensor values =
+      model->Values(model->HiddenStates(MakeRaggedBatch({{1, 4, 9, 8, 7, 6}}), context));
+  ASSERT_EQ(result.values.size(), 3u);
+  for (int64_t t = 0; t < 3; ++t) {
+    EXPECT_NEAR(result.values[static_cast<size_t>(t)], values[2 + t].item<float>(), 1e-5);
+  }
+  EXPECT_NEAR(result.final_value, values[5].item<float>(), 1e-5);
+  EXPECT_FALSE(engine->Info().value_head_from_checkpoint);
+}
+
+TEST_F(CriticEngineTest, LearnsTheReturns) {
+  auto engine = Make();
+  double first = 0, last = 0, explained = 0;
+  for (int step = 0; step < 40; ++step) {
+    TrainStepRequest request = Request(*engine, step);
+    request.value_clip = 0;
+    TrainStepResult result = Step(*engine, request);
+    EXPECT_EQ(result.version, step + 1);
+    last = result.metrics["critic/loss"];
+    explained = result.metrics["critic/explained_variance"];
+    if (step == 0) first = last;
+  }
+  EXPECT_LT(last, 0.1 * first);
+  EXPECT_GT(explained, 0.8);
+}
+
+TEST_F(CriticEngineTest, LossAndGradientEqualAutograd) {
+  auto engine = Make();
+  TrainStepRequest request = Request(*engine);
+  request.value_clip = 0;
+  request.samples[1].loss_mask = {0, 1, 0, 1, 1};
+  auto metrics = Step(*engine, request).metrics;
+  const auto model = std::move(Model::Load(folder_ / "model", {.head = HeadKind::kValue,
+                                                               .value_head_seed = 5,
+                                                               .requires_grad = true}))
+                         .value();
+  at::Tensor loss = at::zeros({});
+  int count = 0;
+  for (const ValueSample& sample : request.samples) {
+    std::vector<int64_t> ids(sample.prompt_token_ids.begin(), sample.prompt_token_ids.end());
+    ids.insert(ids.end(), sample.response_token_ids.begin(), sample.response_token_ids.end());
+    CausalContext context;
+    const at::Tensor values = model->Values(model->HiddenStates(MakeRaggedBatch({ids}), context));
+    for (size_t t = 0; t < sample.response_token_ids.size(); ++t) {
+      if (!sample.loss_mask.empty() && sample.loss_mask[t] == 0) continue;
+      loss = loss + 0.5 * (values[static_cast<int64_t>(t) + 1] - sample.returns[t]).square();
+      ++count;
+    }
+  }
+  loss = loss / count;
+  loss.backward();
+  double squares = 0;
+  for (const auto& [name, parameter] : model->Parameters()) {
+    squares += parameter.grad().to(at::kDouble).square().sum().item<double>();
+  }
+  EXPECT_NEAR(metrics["critic/loss"], loss.item<double>(), 1e-5);
+  EXPECT_NEAR(metrics["critic/grad_norm"], std::sqrt(squares), 1e-4 * std::sqrt(squares));
+}
+
+TEST_F(CriticEngineTest, MicroBatchingDoesNotChangeTheStep) {
+  EngineOptions small = Options();
+  small.micro_batch_tokens = 7;
+  auto a = Make(small), b = Make();
+  auto x = Step(*a, Request(*a)).metrics, y = Step(*b, Request(*b)).metrics;
+  for (const auto& [name, value] : y) EXPECT_NEAR(x[name], value, 1e-4) << name;
+}
+
+TEST_F(CriticEngineTest, RepeatIsAnsweredFromTheTableAndStaleIsRefused) {
+  auto engine = Make();
+  TrainStepRequest request = Request(*engine);
+  const TrainStepResult first = Step(*engine, request);
+  const TrainStepResult second = Step(*engine, request);
+  EXPECT_FALSE(first.replayed);
+  EXPECT_TRUE(second.replayed);
+  EXPECT_EQ(second.metrics, first.metrics);
+  request.samples[0].returns[0] += 1;
+  EXPECT_EQ(Reason(engine->TrainStep(request).status()), "REQUEST_ID_REUSED");
+  request.request_id = "new";
+  EXPECT_EQ(Reason(engine->TrainStep(request).status()), "STALE_POLICY_VERSION");
+}
+
+TEST_F(CriticEngineTest, CheckpointContinuesBitForBit) {
+  auto engine = Make();
+  const TrainStepRequest request = Request(*engine);
+  Step(*engine, request);
+  const std::string path =
+      engine->SaveCheckpoint(folder_ / "checkpoints", "step_1", 1).value().path;
+  auto resumed = Make();
+  ASSERT_TRUE(resumed->LoadCheckpoint(path).ok());
+  EXPECT_EQ(Digest(*resumed), Digest(*engine));
+  EXPECT_TRUE(Step(*resumed, request).replayed);
+  const TrainStepRequest next = Request(*engine, 1);
+  EXPECT_EQ(Step(*resumed, next).metrics, Step(*engine, next).metrics);
+  EXPECT_EQ(Digest(*resumed), Digest(*engine));
+}
+
+TEST_F(CriticEngineTest, ExportHoldsTheValueHead) {
+  auto engine = Make();
+  Step(*engine, Request(*engine));
+  ASSERT_TRUE(engine->ExportModel(folder_ / "export", DType::kFloat32).ok());
+  EngineOptions options = Options();
+  options.model = folder_ / "export";
+  options.value_head_seed = 99;
+  auto loaded = Make(options);
+  EXPECT_TRUE(loaded->Info().value_head_from_checkpoint);
+  EXPECT_EQ(Digest(*loaded), Digest(*engine));
+}
+
+TEST_F(CriticEngineTest, TiedModelNeedsAnExplicitChoice) {
+  WriteTinyModel(folder_ / "tied", 3, {{"tie_word_embeddings", true}});
+  EngineOptions options = Options();
+  options.model = folder_ / "tied";
+  EXPECT_EQ(CreateEngine(options).status().code(), absl::StatusCode::kInvalidArgument);
+  options.untie_embeddings = true;
+  EXPECT_TRUE(CreateEngine(options).ok());
+}
+
+}  // namespace
+}  // namespace tandem::critic

@@ -1,0 +1,93 @@
+#include "services/critic/engine/value_step.h"
+
+#include <cmath>
+#include <cstddef>
+#include <limits>
+#include <nlohmann/json.hpp>
+
+#include "absl/strings/str_cat.h"
+#include "common/base/error.h"
+#include "common/base/status_macros.h"
+#include "common/checkpoint/payload_hasher.h"
+
+namespace tandem::critic {
+namespace {
+
+using nlohmann::json;
+
+absl::Status CheckSample(const ValueSample& sample, const parallel::SequenceLimits& limits) {
+  TANDEM_RETURN_IF_ERROR(
+      parallel::CheckSequence(sample.prompt_token_ids, sample.response_token_ids, limits));
+  const size_t length = sample.response_token_ids.size();
+  TANDEM_RETURN_IF_ERROR(parallel::CheckFinite("old_values", sample.old_values, length));
+  TANDEM_RETURN_IF_ERROR(parallel::CheckFinite("returns", sample.returns, length));
+  if (sample.loss_mask.empty()) return absl::OkStatus();
+  if (sample.loss_mask.size() != length) {
+    return InvalidField("loss_mask", absl::StrCat("has ", sample.loss_mask.size(), " entries for ",
+                                                  length, " response tokens"));
+  }
+  for (size_t t = 0; t < length; ++t) {
+    if (sample.loss_mask[t] > 1) {
+      return InvalidField(absl::StrCat("loss_mask[", t, "]"), "must be 0 or 1");
+    }
+  }
+  return absl::OkStatus();
+}
+
+}  // namespace
+
+absl::Status CheckTrainStep(const TrainStepRequest& request, const parallel::SequenceLimits& limits,
+                            int64_t max_samples) {
+  if (!std::isfinite(request.value_clip) || request.value_clip < 0) {
+    return InvalidField("value_clip", "must not be negative");
+  }
+  if (request.samples.empty()) return InvalidField("samples", "must hold at least one sample");
+  if (static_cast<int64_t>(request.samples.size()) > max_samples) {
+    return FieldError(absl::StatusCode::kOutOfRange, "samples",
+                      absl::StrCat("has ", request.samples.size(), " samples, at most ",
+                                   max_samples, " are allowed"));
+  }
+  bool any = false;
+  for (size_t i = 0; i < request.samples.size(); ++i) {
+    const ValueSample& sample = request.samples[i];
+    TANDEM_RETURN_IF_ERROR(
+        PrependFieldPath(absl::StrCat("samples[", i, "]"), CheckSample(sample, limits)));
+    for (size_t t = 0; t < sample.response_token_ids.size(); ++t) any |= Counts(sample, t);
+  }
+  if (!any) return InvalidField("samples", "no token counts in the loss");
+  return absl::OkStatus();
+}
+
+std::string PayloadDigest(const TrainStepRequest& request) {
+  checkpoint::PayloadHasher hasher;
+  hasher.Add(request.run_id, request.step, request.request_id, request.expected_version,
+             request.value_clip, request.samples.size());
+  for (const ValueSample& sample : request.samples) {
+    hasher.Add(sample.prompt_token_ids, sample.response_token_ids, sample.old_values,
+               sample.returns, sample.loss_mask);
+  }
+  return hasher.Hex();
+}
+
+std::string EncodeResult(const TrainStepResult& result) {
+  return json{{"step", result.step}, {"version", result.version}, {"metrics", result.metrics}}
+      .dump();
+}
+
+absl::StatusOr<TrainStepResult> DecodeResult(absl::string_view text) {
+  const json parsed = json::parse(text.begin(), text.end(), nullptr, /*allow_exceptions=*/false);
+  TrainStepResult result;
+  try {
+    result.step = parsed.at("step");
+    result.version = parsed.at("version");
+    for (const auto& [name, value] : parsed.at("metrics").items()) {
+      result.metrics[name] =
+          value.is_null() ? std::numeric_limits<double>::quiet_NaN() : value.get<double>();
+    }
+  } catch (const json::exception& error) {
+    return absl::DataLossError("a stored step result is broken");
+  }
+  return result;
+}
+
+}  // namespace tandem::critic

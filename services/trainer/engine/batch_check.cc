@@ -1,0 +1,203 @@
+#include "services/trainer/engine/batch_check.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstddef>
+#include <string>
+
+#include "absl/strings/str_cat.h"
+#include "common/base/error.h"
+#include "common/base/status_macros.h"
+
+namespace tandem::trainer {
+namespace {
+
+absl::Status CheckVersions(const std::vector<VersionRun>& runs, int64_t length,
+                           int64_t max_staleness, int64_t policy_version) {
+  if (runs.empty()) return InvalidField("senior_versions", "is missing");
+  int64_t total = 0;
+  for (size_t i = 0; i < runs.size(); ++i) {
+    const std::string path = absl::StrCat("senior_versions[", i, "]");
+    if (runs[i].count < 1 || runs[i].count > length - total) {
+      return InvalidField(absl::StrCat(path, ".count"),
+                          absl::StrCat("the runs must be positive and add up to ", length));
+    }
+    total += runs[i].count;
+    const int64_t version = runs[i].version;
+    if (version < 0) return InvalidField(absl::StrCat(path, ".version"), "must not be negative");
+    if (version > policy_version) {
+      return WithReason(
+          FieldError(
+              absl::StatusCode::kFailedPrecondition, absl::StrCat(path, ".version"),
+              absl::StrCat("version ", version, " is unknown; the trainer is at ", policy_version)),
+          "UNKNOWN_POLICY_VERSION");
+    }
+    if (policy_version - version > max_staleness) {
+      return WithReason(
+          FieldError(absl::StatusCode::kFailedPrecondition, absl::StrCat(path, ".version"),
+                     absl::StrCat("version ", version, " is ", policy_version - version,
+                                  " behind the trainer's, at most ", max_staleness,
+                                  " are allowed (max_staleness)")),
+          "TRAJECTORY_TOO_OLD");
+    }
+  }
+  if (total != length) {
+    return InvalidField("senior_versions",
+                        absl::StrCat("cover ", total, " of ", length, " response tokens"));
+  }
+  return absl::OkStatus();
+}
+
+absl::Status CheckMask(const Trajectory& trajectory) {
+  const size_t length = trajectory.response_token_ids.size();
+  const std::vector<uint8_t>& mask = trajectory.authorship_mask;
+  if (mask.size() != length) {
+    return InvalidField("authorship_mask", absl::StrCat("has ", mask.size(), " entries for ",
+                                                        length, " response tokens"));
+  }
+  bool junior = false;
+  for (size_t i = 0; i < length; ++i) {
+    if (mask[i] > 1) {
+      return InvalidField(absl::StrCat("authorship_mask[", i, "]"),
+                          "must be 1 (senior) or 0 (junior)");
+    }
+    junior |= mask[i] == 0;
+  }
+  if (junior && !trajectory.tandem.enabled) {
+    return InvalidField("authorship_mask", "names the junior although tandem was off");
+  }
+  if (junior && trajectory.junior_version.empty()) {
+    return InvalidField("junior_version", "is missing although the junior wrote");
+  }
+  return absl::OkStatus();
+}
+
+absl::Status CheckTrajectory(const Trajectory& trajectory, const PolicyObjective& objective,
+                             const BatchLimits& limits) {
+  TANDEM_RETURN_IF_ERROR(parallel::CheckSequence(trajectory.prompt_token_ids,
+                                                 trajectory.response_token_ids, limits.sequence));
+  TANDEM_RETURN_IF_ERROR(CheckMask(trajectory));
+  const size_t length = trajectory.response_token_ids.size();
+  TANDEM_RETURN_IF_ERROR(
+      parallel::CheckLogProbs("author_logprobs", trajectory.author_logprobs, length));
+  if (!trajectory.other_logprobs.empty()) {
+    TANDEM_RETURN_IF_ERROR(
+        parallel::CheckLogProbs("other_logprobs", trajectory.other_logprobs, length));
+  }
+  if (!trajectory.log_keep_mass.empty()) {
+    TANDEM_RETURN_IF_ERROR(
+        parallel::CheckLogProbs("log_keep_mass", trajectory.log_keep_mass, length));
+  }
+  TANDEM_RETURN_IF_ERROR(CheckVersions(trajectory.senior_versions, static_cast<int64_t>(length),
+                                       objective.max_staleness, limits.policy_version));
+  if (trajectory.finish_reason == FinishReason::kUnspecified) {
+    return InvalidField("finish_reason", "is missing");
+  }
+  if (!std::isfinite(trajectory.sampling.temperature) || trajectory.sampling.temperature < 0) {
+    return InvalidField("sampling.temperature", "must be finite and not negative");
+  }
+  const bool junior_counts =
+      objective.junior_token_loss_weight > 0 &&
+      std::count(trajectory.authorship_mask.begin(), trajectory.authorship_mask.end(), 0) > 0;
+  if (junior_counts && objective.old_logprobs == OldLogprobs::kSenior &&
+      trajectory.other_logprobs.empty()) {
+    return InvalidField("other_logprobs",
+                        "is missing: junior tokens have weight, and old_logprobs SENIOR needs the "
+                        "senior's log-probability of them");
+  }
+  return absl::OkStatus();
+}
+
+// A per-token field that belongs to one choice of the objective.
+absl::Status CheckChoice(const char* field, const std::vector<float>& numbers, size_t length,
+                         bool chosen) {
+  if (chosen) return parallel::CheckFinite(field, numbers, length);
+  if (numbers.empty()) return absl::OkStatus();
+  return InvalidField(field, "is given, but the objective does not use it");
+}
+
+absl::Status CheckSample(const PolicySample& sample, const PolicyObjective& objective,
+                         const BatchLimits& limits) {
+  TANDEM_RETURN_IF_ERROR(
+      PrependFieldPath("trajectory", CheckTrajectory(sample.trajectory, objective, limits)));
+  const size_t length = sample.trajectory.response_token_ids.size();
+  const bool provided = objective.advantage_estimator == AdvantageEstimator::kProvided;
+  TANDEM_RETURN_IF_ERROR(CheckChoice("advantages", sample.advantages, length, provided));
+  TANDEM_RETURN_IF_ERROR(CheckChoice("old_logprobs", sample.old_logprobs, length,
+                                     objective.old_logprobs == OldLogprobs::kProvided));
+  if (!sample.reward.has_value()) {
+    if (!provided) return InvalidField("reward", "is missing");
+  } else if (!std::isfinite(*sample.reward)) {
+    return InvalidField("reward", "is not finite");
+  }
+  const bool grouped = !provided && objective.advantage_estimator != AdvantageEstimator::kGae;
+  if (grouped && sample.group_id.empty()) return InvalidField("group_id", "is missing");
+  return absl::OkStatus();
+}
+
+absl::Status CheckObjective(const PolicyObjective& objective, const BatchLimits& limits) {
+  TANDEM_RETURN_IF_ERROR(loss::CheckPolicyLossOptions(objective.loss));
+  const double weight = objective.junior_token_loss_weight;
+  if (!(weight >= 0 && weight <= 1)) {
+    return InvalidField("junior_token_loss_weight", "must be in [0, 1]");
+  }
+  if (objective.junior_kl_coefficient > 0) {
+    return FieldError(absl::StatusCode::kUnimplemented, "junior_kl_coefficient",
+                      "the auxiliary KL towards the junior is not there yet");
+  }
+  if (objective.junior_kl_coefficient != 0) {
+    return InvalidField("junior_kl_coefficient", "must not be negative");
+  }
+  for (const auto& [field, value] : {std::pair{"gae_gamma", objective.gae_gamma},
+                                     std::pair{"gae_lambda", objective.gae_lambda}}) {
+    if (!(value >= 0 && value <= 1)) return InvalidField(field, "must be in [0, 1]");
+  }
+  if (objective.max_staleness < 0) return InvalidField("max_staleness", "must not be negative");
+  if (objective.advantage_estimator == AdvantageEstimator::kGae && !limits.has_critic) {
+    return WithReason(FieldError(absl::StatusCode::kFailedPrecondition, "advantage_estimator",
+                                 "GAE needs a critic, and none is configured"),
+                      "NO_CRITIC");
+  }
+  if (objective.loss.kl_coefficient > 0 && !limits.has_reference) {
+    return WithReason(FieldError(absl::StatusCode::kFailedPrecondition, "kl_coefficient",
+                                 "the KL needs a reference model, and none is configured"),
+                      "NO_REFERENCE_MODEL");
+  }
+  return absl::OkStatus();
+}
+
+absl::Status CheckCount(size_t count, const BatchLimits& limits) {
+  if (count == 0) return InvalidField("samples", "must hold at least one sample");
+  if (static_cast<int64_t>(count) > limits.max_samples) {
+    return FieldError(
+        absl::StatusCode::kOutOfRange, "samples",
+        absl::StrCat("has ", count, " samples, at most ", limits.max_samples, " are allowed"));
+  }
+  return absl::OkStatus();
+}
+
+}  // namespace
+
+absl::Status CheckPolicyBatch(const PolicyBatch& batch, const BatchLimits& limits) {
+  TANDEM_RETURN_IF_ERROR(PrependFieldPath("objective", CheckObjective(batch.objective, limits)));
+  TANDEM_RETURN_IF_ERROR(CheckCount(batch.samples.size(), limits));
+  for (size_t i = 0; i < batch.samples.size(); ++i) {
+    TANDEM_RETURN_IF_ERROR(PrependFieldPath(
+        absl::StrCat("samples[", i, "]"), CheckSample(batch.samples[i], batch.objective, limits)));
+  }
+  return absl::OkStatus();
+}
+
+absl::Status CheckSupervisedBatch(const SupervisedBatch& batch, const BatchLimits& limits) {
+  TANDEM_RETURN_IF_ERROR(CheckCount(batch.samples.size(), limits));
+  for (size_t i = 0; i < batch.samples.size(); ++i) {
+    const SupervisedSample& sample = batch.samples[i];
+    TANDEM_RETURN_IF_ERROR(
+        PrependFieldPath(absl::StrCat("samples[", i, "]"),
+                         parallel::CheckSequence(sample.prompt_token_ids, sample.response_token_ids,
+                                                 limits.sequence)));
+  }
+  return absl::OkStatus();
+}
+
+}  // namespace tandem::trainer

@@ -1,0 +1,148 @@
+#include "services/trainer/engine/batch_check.h"
+
+#include <gtest/gtest.h>
+
+#include <functional>
+#include <limits>
+
+#include "common/base/error.h"
+#include "services/trainer/engine/test_batches.h"
+
+namespace tandem::trainer {
+namespace {
+
+constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
+
+BatchLimits Limits() {
+  return {.sequence = {.vocab_size = 61, .max_model_len = 32}, .max_samples = 8};
+}
+
+struct Case {
+  const char* name;
+  std::function<void(PolicyBatch&)> damage;
+  absl::StatusCode code;
+  const char* path;
+  const char* reason = "";
+};
+
+Trajectory& T(PolicyBatch& batch) { return batch.samples[2].trajectory; }
+
+constexpr auto kInvalid = absl::StatusCode::kInvalidArgument;
+constexpr auto kPrecondition = absl::StatusCode::kFailedPrecondition;
+
+const std::vector<Case>& Cases() {
+  static const auto* cases = new std::vector<Case>{
+      {"no mask", [](auto& b) { T(b).authorship_mask.clear(); }, kInvalid,
+       "samples[2].trajectory.authorship_mask"},
+      {"short mask", [](auto& b) { T(b).authorship_mask.pop_back(); }, kInvalid,
+       "samples[2].trajectory.authorship_mask"},
+      {"author 2", [](auto& b) { T(b).authorship_mask[1] = 2; }, kInvalid,
+       "samples[2].trajectory.authorship_mask[1]"},
+      {"junior with tandem off", [](auto& b) { T(b).tandem.enabled = false; }, kInvalid,
+       "samples[2].trajectory.authorship_mask"},
+      {"no junior version", [](auto& b) { T(b).junior_version.clear(); }, kInvalid,
+       "samples[2].trajectory.junior_version"},
+      {"no log-probs", [](auto& b) { T(b).author_logprobs.clear(); }, kInvalid,
+       "samples[2].trajectory.author_logprobs"},
+      {"NaN log-prob", [](auto& b) { T(b).author_logprobs[3] = kNan; }, kInvalid,
+       "samples[2].trajectory.author_logprobs[3]"},
+      {"positive log-prob", [](auto& b) { T(b).author_logprobs[3] = 1; }, kInvalid,
+       "samples[2].trajectory.author_logprobs[3]"},
+      {"long other log-probs", [](auto& b) { T(b).other_logprobs.push_back(-1); }, kInvalid,
+       "samples[2].trajectory.other_logprobs"},
+      {"NaN keep mass", [](auto& b) { T(b).log_keep_mass.assign(7, kNan); }, kInvalid,
+       "samples[2].trajectory.log_keep_mass[0]"},
+      {"no version", [](auto& b) { T(b).senior_versions.clear(); }, kInvalid,
+       "samples[2].trajectory.senior_versions"},
+      {"versions too short", [](auto& b) { T(b).senior_versions[0].count = 6; }, kInvalid,
+       "samples[2].trajectory.senior_versions"},
+      {"versions too long", [](auto& b) { T(b).senior_versions[0].count = 8; }, kInvalid,
+       "samples[2].trajectory.senior_versions[0].count"},
+      {"count overflow",
+       [](auto& b) {
+         T(b).senior_versions = {{0, 4}, {0, std::numeric_limits<int64_t>::max()}};
+       },
+       kInvalid, "samples[2].trajectory.senior_versions[1].count"},
+      {"unknown version", [](auto& b) { T(b).senior_versions[0].version = 1; }, kPrecondition,
+       "samples[2].trajectory.senior_versions[0].version", "UNKNOWN_POLICY_VERSION"},
+      {"negative version", [](auto& b) { T(b).senior_versions[0].version = -1; }, kInvalid,
+       "samples[2].trajectory.senior_versions[0].version"},
+      {"no finish reason", [](auto& b) { T(b).finish_reason = FinishReason::kUnspecified; },
+       kInvalid, "samples[2].trajectory.finish_reason"},
+      {"id too large", [](auto& b) { T(b).response_token_ids[0] = 61; }, kInvalid,
+       "samples[2].trajectory.response_token_ids[0]"},
+      {"negative id", [](auto& b) { T(b).prompt_token_ids[1] = -1; }, kInvalid,
+       "samples[2].trajectory.prompt_token_ids[1]"},
+      {"no prompt", [](auto& b) { T(b).prompt_token_ids.clear(); }, kInvalid,
+       "samples[2].trajectory.prompt_token_ids"},
+      {"too long", [](auto& b) { T(b).prompt_token_ids.assign(30, 1); },
+       absl::StatusCode::kOutOfRange, "samples[2].trajectory.response_token_ids"},
+      {"no reward", [](auto& b) { b.samples[2].reward.reset(); }, kInvalid, "samples[2].reward"},
+      {"NaN reward", [](auto& b) { b.samples[2].reward = kNan; }, kInvalid, "samples[2].reward"},
+      {"no group", [](auto& b) { b.samples[2].group_id.clear(); }, kInvalid, "samples[2].group_id"},
+      {"unused advantages", [](auto& b) { b.samples[2].advantages = {1}; }, kInvalid,
+       "samples[2].advantages"},
+      {"missing advantages",
+       [](auto& b) { b.objective.advantage_estimator = AdvantageEstimator::kProvided; }, kInvalid,
+       "samples[0].advantages"},
+      {"missing old log-probs", [](auto& b) { b.objective.old_logprobs = OldLogprobs::kProvided; },
+       kInvalid, "samples[0].old_logprobs"},
+      {"weighted junior tokens without the senior's log-probs",
+       [](auto& b) {
+         b.objective.junior_token_loss_weight = 0.5;
+         T(b).other_logprobs.clear();
+       },
+       kInvalid, "samples[2].trajectory.other_logprobs"},
+      {"no samples", [](auto& b) { b.samples.clear(); }, kInvalid, "samples"},
+      {"too many samples", [](auto& b) { b.samples.resize(9); }, absl::StatusCode::kOutOfRange,
+       "samples"},
+      {"weight above 1", [](auto& b) { b.objective.junior_token_loss_weight = 1.5; }, kInvalid,
+       "objective.junior_token_loss_weight"},
+      {"junior KL", [](auto& b) { b.objective.junior_kl_coefficient = 0.1; },
+       absl::StatusCode::kUnimplemented, "objective.junior_kl_coefficient"},
+      {"GSPO", [](auto& b) { b.objective.loss.objective = loss::Objective::kGspo; },
+       absl::StatusCode::kUnimplemented, "objective.objective"},
+      {"GAE without critic",
+       [](auto& b) { b.objective.advantage_estimator = AdvantageEstimator::kGae; }, kPrecondition,
+       "objective.advantage_estimator", "NO_CRITIC"},
+      {"KL without reference", [](auto& b) { b.objective.loss.kl_coefficient = 1; }, kPrecondition,
+       "objective.kl_coefficient", "NO_REFERENCE_MODEL"},
+  };
+  return *cases;
+}
+
+TEST(BatchCheckTest, GoodBatchPasses) { EXPECT_TRUE(CheckPolicyBatch(TestBatch(), Limits()).ok()); }
+
+TEST(BatchCheckTest, EveryDamageIsRefusedWithCodeAndPath) {
+  for (const Case& c : Cases()) {
+    PolicyBatch batch = TestBatch();
+    c.damage(batch);
+    const absl::Status status = CheckPolicyBatch(batch, Limits());
+    EXPECT_EQ(status.code(), c.code) << c.name << ": " << status;
+    EXPECT_EQ(FieldPath(status).value_or(""), c.path) << c.name;
+    EXPECT_EQ(Reason(status).value_or(""), c.reason) << c.name;
+  }
+}
+
+TEST(BatchCheckTest, StalenessIsBounded) {
+  BatchLimits limits = Limits();
+  limits.policy_version = 3;
+  PolicyBatch batch = TestBatch();
+  batch.objective.max_staleness = 3;
+  EXPECT_TRUE(CheckPolicyBatch(batch, limits).ok());
+  batch.objective.max_staleness = 2;
+  const absl::Status status = CheckPolicyBatch(batch, limits);
+  EXPECT_EQ(Reason(status), "TRAJECTORY_TOO_OLD");
+  EXPECT_EQ(FieldPath(status), "samples[0].trajectory.senior_versions[0].version");
+}
+
+TEST(BatchCheckTest, SupervisedSamplesAreChecked) {
+  SupervisedBatch batch;
+  EXPECT_EQ(FieldPath(CheckSupervisedBatch(batch, Limits())), "samples");
+  batch.samples = {{.prompt_token_ids = {1}, .response_token_ids = {2}},
+                   {.prompt_token_ids = {1}, .response_token_ids = {}}};
+  EXPECT_EQ(FieldPath(CheckSupervisedBatch(batch, Limits())), "samples[1].response_token_ids");
+}
+
+}  // namespace
+}  // namespace tandem::trainer

@@ -1,0 +1,446 @@
+#include "services/trainer/engine/engine.h"
+
+#include <ATen/ATen.h>
+#include <ATen/Parallel.h>
+#include <ATen/core/grad_mode.h>
+
+#include <algorithm>
+#include <exception>
+#include <mutex>
+#include <utility>
+
+#include "absl/functional/function_ref.h"
+#include "absl/strings/str_cat.h"
+#include "common/base/error.h"
+#include "common/base/status_macros.h"
+#include "common/loss/fused_output_loss.h"
+#include "common/loss/supervised_loss.h"
+#include "common/model/model.h"
+#include "common/parallel/micro_batches.h"
+#include "common/parallel/strategy.h"
+#include "common/parallel/training_checkpoint.h"
+#include "common/parallel/weight_snapshot.h"
+#include "common/tandem/vocabulary.h"
+#include "services/trainer/engine/batch_check.h"
+#include "services/trainer/engine/step_metrics.h"
+#include "services/trainer/engine/step_record.h"
+#include "services/trainer/engine/training_rows.h"
+
+namespace tandem::trainer {
+namespace {
+
+constexpr char kSkipReason[] =
+    "no token of the batch has weight: every response token was written by the junior and "
+    "junior_token_loss_weight is 0";
+
+// Runs `body` and turns an exception of libtorch into INTERNAL.
+template <typename Body>
+auto Guarded(Body&& body) -> decltype(body()) {
+  try {
+    return body();
+  } catch (const std::exception& error) {
+    return absl::InternalError(absl::StrCat("trainer engine: ", error.what()));
+  }
+}
+
+// Rows of one micro-batch.
+struct MicroBatchInput {
+  RaggedBatch batch;
+  loss::OutputRows rows;
+  size_t first_row = 0;  // in the global batch
+};
+
+MicroBatchInput MakeInput(const TrainingRows& rows, const std::vector<size_t>& first_rows,
+                          const parallel::MicroBatch& range) {
+  MicroBatchInput input;
+  input.first_row = first_rows[range.begin];
+  std::vector<std::vector<int64_t>> sequences;
+  std::vector<int64_t> positions, labels;
+  int64_t offset = 0;
+  for (size_t s = range.begin; s < range.end; ++s) {
+    const SequenceRows& sequence = rows.sequences[s];
+    if (sequence.input.empty()) continue;
+    for (const int64_t position : sequence.positions) positions.push_back(offset + position);
+    labels.insert(labels.end(), sequence.labels.begin(), sequence.labels.end());
+    sequences.push_back(sequence.input);
+    offset += static_cast<int64_t>(sequence.input.size());
+  }
+  input.batch = MakeRaggedBatch(sequences);
+  input.rows.positions = at::tensor(positions, at::kLong);
+  input.rows.labels = at::tensor(labels, at::kLong);
+  const auto temperatures = rows.temperatures.begin() + static_cast<int64_t>(input.first_row);
+  input.rows.temperatures.assign(temperatures, temperatures + static_cast<int64_t>(labels.size()));
+  if (std::all_of(input.rows.temperatures.begin(), input.rows.temperatures.end(),
+                  [](double t) { return t == 1.0; })) {
+    input.rows.temperatures.clear();
+  }
+  return input;
+}
+
+class TorchEngine : public Engine {
+ public:
+  static absl::StatusOr<std::unique_ptr<Engine>> Create(const EngineOptions& options,
+                                                        std::shared_ptr<CriticConnection> critic);
+
+  EngineInfo Info() const override {
+    const std::lock_guard lock(info_mutex_);
+    return info_;
+  }
+  absl::StatusOr<TrainStepResult> TrainStep(const TrainStepRequest& request) override;
+  absl::StatusOr<LogProbsResult> ComputeLogProbs(const LogProbsRequest& request) override;
+  absl::StatusOr<std::shared_ptr<const WeightSource>> Snapshot() override;
+  absl::StatusOr<CheckpointResult> SaveCheckpoint(const std::string& directory,
+                                                  const std::string& name, int64_t keep) override;
+  absl::Status LoadCheckpoint(const std::string& path) override;
+  absl::Status ExportModel(const std::string& path, DType dtype) override;
+
+ private:
+  explicit TorchEngine(const EngineOptions& options) : options_(options) {}
+
+  BatchLimits Limits() const;
+  absl::StatusOr<StepReport> PolicyStep(const TrainStepRequest& request, const PolicyBatch& batch);
+  absl::StatusOr<StepReport> SupervisedStep(const SupervisedBatch& batch);
+  absl::StatusOr<Advantages> AdvantagesOf(const TrainStepRequest& request, const PolicyBatch& batch,
+                                          Metrics& metrics);
+  // Forward, backward and update over all rows. `before` runs once a micro-batch, after the
+  // forward of the policy and before its loss.
+  absl::Status Update(const TrainingRows& rows, loss::TokenObjective objective,
+                      absl::FunctionRef<absl::Status(const MicroBatchInput&)> before,
+                      StepReport& report);
+  absl::Status AddReferenceLogProbs(const MicroBatchInput& input, std::vector<double>& reference);
+  void RefreshInfo();
+
+  const EngineOptions options_;
+  mutable std::mutex mutex_;  // one operation at a time
+  std::unique_ptr<Model> model_, reference_;
+  std::unique_ptr<parallel::Strategy> strategy_;
+  std::unique_ptr<loss::FusedOutputLoss> loss_, reference_loss_;
+  std::string head_name_;  // the parameter that the output layer is
+  std::unique_ptr<BoundarySets> boundaries_;
+  std::shared_ptr<CriticConnection> critic_;
+  parallel::TrainingState state_{.kind = "trainer", .version = 0, .ledger = {}};
+  std::weak_ptr<const WeightSource> snapshot_;  // of the current version, while somebody holds it
+
+  mutable std::mutex info_mutex_;
+  EngineInfo info_;
+};
+
+absl::StatusOr<std::unique_ptr<Engine>> TorchEngine::Create(
+    const EngineOptions& options, std::shared_ptr<CriticConnection> critic) {
+  for (const auto& [field, value] : {std::pair{"micro_batch_tokens", options.micro_batch_tokens},
+                                     std::pair{"max_model_len", options.max_model_len},
+                                     std::pair{"max_samples", options.max_samples}}) {
+    if (value < 1) return InvalidField(field, "must be positive");
+  }
+  if (options.num_threads > 0) at::set_num_threads(options.num_threads);
+  std::unique_ptr<TorchEngine> engine(new TorchEngine(options));
+  engine->critic_ = std::move(critic);
+  const loss::LinearCrossEntropyOptions loss_options = {.memory_budget_bytes =
+                                                            options.logits_chunk_bytes};
+
+  absl::StatusOr<std::unique_ptr<Model>> model =
+      Model::Load(options.model, {.head = HeadKind::kLm, .requires_grad = true});
+  if (!model.ok()) return PrependFieldPath("model", model.status());
+  engine->model_ = *std::move(model);
+  TANDEM_ASSIGN_OR_RETURN(engine->strategy_, parallel::CreateStrategy("single"));
+  const NamedTensors parameters = engine->model_->Parameters();
+  TANDEM_RETURN_IF_ERROR(
+      PrependFieldPath("optimizer", engine->strategy_->Build(parameters, options.optimizer)));
+  const at::Tensor& head = engine->model_->LmHeadWeight();
+  for (const auto& [name, parameter] : parameters) {
+    if (parameter.is_same(head)) engine->head_name_ = name;
+  }
+  if (engine->head_name_.empty()) {
+    return absl::InternalError("the output layer is none of the model's parameters");
+  }
+  TANDEM_ASSIGN_OR_RETURN(engine->loss_,
+                          loss::LinearCrossEntropyLoss::Create(head, {}, loss_options));
+
+  if (!options.reference_model.empty()) {
+    absl::StatusOr<std::unique_ptr<Model>> reference = Model::Load(options.reference_model, {});
+    if (!reference.ok()) return PrependFieldPath("reference_model", reference.status());
+    engine->reference_ = *std::move(reference);
+    if (engine->reference_->config().vocab_size != engine->model_->config().vocab_size) {
+      return InvalidField("reference_model", "has another vocabulary than the model");
+    }
+    TANDEM_ASSIGN_OR_RETURN(
+        engine->reference_loss_,
+        loss::LinearCrossEntropyLoss::Create(engine->reference_->LmHeadWeight(), {}, loss_options));
+  }
+
+  // Sentences are only counted for a report: a model without a tokenizer trains without it.
+  const absl::StatusOr<Vocabulary> vocabulary = Vocabulary::Load(options.model);
+  if (vocabulary.ok()) {
+    const std::vector<int64_t>& eos = engine->model_->config().eos_token_ids;
+    engine->boundaries_ =
+        std::make_unique<BoundarySets>(*vocabulary, std::vector<int32_t>(eos.begin(), eos.end()));
+  }
+  engine->RefreshInfo();
+  return engine;
+}
+
+void TorchEngine::RefreshInfo() {
+  const ModelConfig& config = model_->config();
+  EngineInfo info;
+  info.model = {.path = options_.model,
+                .model_type = config.model_type,
+                .vocab_size = config.vocab_size,
+                .num_parameters = model_->num_parameters(),
+                .max_model_len = Limits().sequence.max_model_len,
+                .eos_token_ids = config.eos_token_ids};
+  info.policy_version = state_.version;
+  info.weights_digest = parallel::WeightStreamDigest(model_->Parameters());
+  info.optimizer_steps = strategy_->optimizer_steps();
+  info.micro_batch_tokens = options_.micro_batch_tokens;
+  const std::lock_guard lock(info_mutex_);
+  info_ = std::move(info);
+}
+
+BatchLimits TorchEngine::Limits() const {
+  const ModelConfig& config = model_->config();
+  BatchLimits limits;
+  limits.sequence.vocab_size = config.vocab_size;
+  limits.sequence.max_model_len = options_.max_model_len;
+  if (config.max_position_embeddings > 0) {
+    limits.sequence.max_model_len =
+        std::min(limits.sequence.max_model_len, config.max_position_embeddings);
+  }
+  limits.max_samples = options_.max_samples;
+  limits.policy_version = state_.version;
+  limits.has_critic = critic_ != nullptr;
+  limits.has_reference = reference_ != nullptr;
+  return limits;
+}
+
+absl::StatusOr<TrainStepResult> TorchEngine::TrainStep(const TrainStepRequest& request) {
+  const std::lock_guard lock(mutex_);
+  if (request.run_id.empty()) return InvalidField("run_id", "is missing");
+  if (request.request_id.empty()) return InvalidField("request_id", "is missing");
+  if (request.step < 0) return InvalidField("step", "must not be negative");
+  const std::string digest = PayloadDigest(request);
+  TANDEM_ASSIGN_OR_RETURN(const std::optional<std::string> stored,
+                          state_.ledger.Find(request.run_id, request.request_id, digest));
+  if (stored.has_value()) {
+    TANDEM_ASSIGN_OR_RETURN(StepReport report, DecodeReport(*stored));
+    return TrainStepResult{.report = std::move(report), .replayed = true};
+  }
+  if (request.expected_policy_version != state_.version) {
+    return WithReason(FieldError(absl::StatusCode::kFailedPrecondition, "expected_policy_version",
+                                 absl::StrCat("is ", request.expected_policy_version,
+                                              ", the trainer is at ", state_.version)),
+                      "STALE_POLICY_VERSION");
+  }
+  const auto* policy = std::get_if<PolicyBatch>(&request.batch);
+  absl::StatusOr<StepReport> report = Guarded([&] {
+    return policy != nullptr ? PolicyStep(request, *policy)
+                             : SupervisedStep(std::get<SupervisedBatch>(request.batch));
+  });
+  if (!report.ok()) return report.status();
+  report->run_id = request.run_id;
+  report->step = request.step;
+  report->policy_version = state_.version;
+  state_.ledger.Record(request.run_id, request.request_id, digest, EncodeReport(*report));
+  if (!report->skipped) RefreshInfo();
+  return TrainStepResult{.report = *std::move(report), .replayed = false};
+}
+
+absl::StatusOr<Advantages> TorchEngine::AdvantagesOf(const TrainStepRequest& request,
+                                                     const PolicyBatch& batch, Metrics& metrics) {
+  if (batch.objective.advantage_estimator != AdvantageEstimator::kGae) {
+    return PolicyAdvantages(batch, nullptr);
+  }
+  CriticConnection::TrainRequest train;
+  for (const PolicySample& sample : batch.samples) {
+    train.sequences.push_back(
+        {sample.trajectory.prompt_token_ids, sample.trajectory.response_token_ids});
+  }
+  TANDEM_ASSIGN_OR_RETURN(CriticConnection::Values values, critic_->ComputeValues(train.sequences));
+  TANDEM_ASSIGN_OR_RETURN(Advantages advantages, PolicyAdvantages(batch, &values));
+  train.run_id = request.run_id;
+  train.step = request.step;
+  train.request_id = request.request_id;
+  train.expected_version = values.version;
+  train.old_values = std::move(values.values);
+  train.returns = advantages.returns;
+  const absl::StatusOr<Metrics> critic_metrics = critic_->TrainStep(train);
+  if (critic_metrics.ok()) {
+    metrics.insert(critic_metrics->begin(), critic_metrics->end());
+  } else if (Reason(critic_metrics.status()) != "REQUEST_ID_REUSED") {
+    // Reused: the critic learnt this step in an earlier attempt, which then failed here.
+    return critic_metrics.status();
+  }
+  return advantages;
+}
+
+absl::StatusOr<StepReport> TorchEngine::PolicyStep(const TrainStepRequest& request,
+                                                   const PolicyBatch& batch) {
+  TANDEM_RETURN_IF_ERROR(CheckPolicyBatch(batch, Limits()));
+  absl::StatusOr<loss::LossScales> scales = PolicyScales(batch);
+  if (!scales.ok()) return PrependFieldPath("objective", scales.status());
+  StepReport report;
+  AddBatchMetrics(batch, boundaries_ == nullptr ? nullptr : &boundaries_->sentence(),
+                  report.metrics);
+  if (scales->total_weight == 0) {
+    report.skipped = true;
+    report.skip_reason = kSkipReason;
+    return report;
+  }
+  TANDEM_ASSIGN_OR_RETURN(const Advantages advantages,
+                          AdvantagesOf(request, batch, report.metrics));
+  TrainingRows rows = PolicyRows(batch, *scales, advantages.advantages);
+  loss::PolicyLossOptions options = batch.objective.loss;
+  if (options.kl_coefficient == 0) options.kl_estimator = loss::KlEstimator::kNone;
+  const bool with_reference = options.kl_estimator != loss::KlEstimator::kNone;
+  if (with_reference) rows.tokens.reference.resize(rows.tokens.scales.size());
+  TANDEM_ASSIGN_OR_RETURN(loss::PolicyObjective objective,
+                          loss::PolicyObjective::Create(options, rows.tokens));
+  TANDEM_RETURN_IF_ERROR(Update(
+      rows, [&](auto... arguments) { return objective.Evaluate(arguments...); },
+      [&](const MicroBatchInput& input) {
+        return with_reference ? AddReferenceLogProbs(input, rows.tokens.reference)
+                              : absl::OkStatus();
+      },
+      report));
+  AddPolicyMetrics(objective.Metrics(), report.metrics);
+  return report;
+}
+
+absl::StatusOr<StepReport> TorchEngine::SupervisedStep(const SupervisedBatch& batch) {
+  TANDEM_RETURN_IF_ERROR(CheckSupervisedBatch(batch, Limits()));
+  absl::StatusOr<loss::LossScales> scales = SupervisedScales(batch);
+  if (!scales.ok()) return PrependFieldPath("objective", scales.status());
+  StepReport report;
+  AddBatchMetrics(batch, report.metrics);
+  const TrainingRows rows = SupervisedRows(batch, *scales);
+  loss::SupervisedObjective objective(rows.tokens.scales);
+  TANDEM_RETURN_IF_ERROR(Update(
+      rows, [&](auto... arguments) { return objective.Evaluate(arguments...); },
+      [](const MicroBatchInput&) { return absl::OkStatus(); }, report));
+  report.metrics["loss/total"] = objective.loss();
+  report.metrics["policy/entropy"] = objective.mean_entropy();
+  report.metrics["policy/weighted_tokens"] = static_cast<double>(objective.tokens());
+  return report;
+}
+
+absl::Status TorchEngine::Update(const TrainingRows& rows, loss::TokenObjective objective,
+                                 absl::FunctionRef<absl::Status(const MicroBatchInput&)> before,
+                                 StepReport& report) {
+  std::vector<int64_t> lengths;
+  for (const SequenceRows& sequence : rows.sequences) {
+    lengths.push_back(static_cast<int64_t>(sequence.input.size()));
+  }
+  const std::vector<parallel::MicroBatch> plan =
+      parallel::PlanMicroBatches(lengths, options_.micro_batch_tokens);
+  const std::vector<size_t> first_rows = rows.FirstRows();
+  TANDEM_RETURN_IF_ERROR(
+      strategy_->ForwardBackward(static_cast<int64_t>(plan.size()), [&](int64_t i) -> absl::Status {
+        const MicroBatchInput input = MakeInput(rows, first_rows, plan[static_cast<size_t>(i)]);
+        TANDEM_RETURN_IF_ERROR(before(input));
+        CausalContext context;
+        const at::Tensor hidden = model_->HiddenStates(input.batch, context);
+        loss::OutputGradients gradients = {.hidden = at::zeros_like(hidden.detach()),
+                                           .weight = strategy_->Gradient(head_name_),
+                                           .bias = {}};
+        TANDEM_RETURN_IF_ERROR(loss_->ForwardBackward(
+            hidden.detach(), input.rows,
+            [&](int64_t first_row, auto... arguments) {
+              return objective(static_cast<int64_t>(input.first_row) + first_row, arguments...);
+            },
+            gradients));
+        hidden.backward(gradients.hidden);
+        return absl::OkStatus();
+      }));
+  TANDEM_ASSIGN_OR_RETURN(const parallel::OptimizerReport optimizer, strategy_->OptimizerStep());
+  ++state_.version;
+  snapshot_.reset();
+  report.metrics["policy/grad_norm"] = optimizer.grad_norm;
+  report.metrics["policy/learning_rate"] = optimizer.learning_rate;
+  report.metrics["policy/micro_batches"] = static_cast<double>(plan.size());
+  return absl::OkStatus();
+}
+
+absl::Status TorchEngine::AddReferenceLogProbs(const MicroBatchInput& input,
+                                               std::vector<double>& reference) {
+  const at::NoGradGuard no_grad;
+  CausalContext context;
+  const at::Tensor hidden = reference_->HiddenStates(input.batch, context);
+  TANDEM_ASSIGN_OR_RETURN(const loss::RowStatistics statistics,
+                          reference_loss_->LogProbs(hidden, input.rows));
+  std::copy(statistics.logprobs.begin(), statistics.logprobs.end(),
+            reference.begin() + static_cast<int64_t>(input.first_row));
+  return absl::OkStatus();
+}
+
+absl::StatusOr<LogProbsResult> TorchEngine::ComputeLogProbs(const LogProbsRequest& request) {
+  const std::lock_guard lock(mutex_);
+  TANDEM_RETURN_IF_ERROR(parallel::CheckSequence(request.prompt_token_ids,
+                                                 request.response_token_ids, Limits().sequence));
+  if (!(request.temperature > 0 && request.temperature <= 100)) {
+    return InvalidField("temperature", "must be in (0, 100]");
+  }
+  return Guarded([&]() -> absl::StatusOr<LogProbsResult> {
+    const at::NoGradGuard no_grad;
+    TrainingRows rows;
+    rows.sequences.push_back(
+        SelectSequenceRows(request.prompt_token_ids, request.response_token_ids, {}));
+    rows.temperatures.assign(request.response_token_ids.size(), request.temperature);
+    const MicroBatchInput input = MakeInput(rows, rows.FirstRows(), {0, 1});
+    CausalContext context;
+    const at::Tensor hidden = model_->HiddenStates(input.batch, context);
+    TANDEM_ASSIGN_OR_RETURN(const loss::RowStatistics statistics,
+                            loss_->LogProbs(hidden, input.rows));
+    LogProbsResult result;
+    result.logprobs.assign(statistics.logprobs.begin(), statistics.logprobs.end());
+    result.entropies.assign(statistics.entropies.begin(), statistics.entropies.end());
+    result.policy_version = state_.version;
+    return result;
+  });
+}
+
+absl::StatusOr<std::shared_ptr<const WeightSource>> TorchEngine::Snapshot() {
+  const std::lock_guard lock(mutex_);
+  if (std::shared_ptr<const WeightSource> held = snapshot_.lock(); held != nullptr) return held;
+  return Guarded([&]() -> absl::StatusOr<std::shared_ptr<const WeightSource>> {
+    TANDEM_ASSIGN_OR_RETURN(const NamedTensors parameters, strategy_->GatherParameters());
+    TANDEM_ASSIGN_OR_RETURN(std::shared_ptr<const WeightSource> snapshot,
+                            parallel::MakeWeightSnapshot(parameters, state_.version));
+    snapshot_ = snapshot;
+    return snapshot;
+  });
+}
+
+absl::StatusOr<CheckpointResult> TorchEngine::SaveCheckpoint(const std::string& directory,
+                                                             const std::string& name,
+                                                             int64_t keep) {
+  const std::lock_guard lock(mutex_);
+  return Guarded([&]() -> absl::StatusOr<CheckpointResult> {
+    TANDEM_ASSIGN_OR_RETURN(
+        const checkpoint::Saved saved,
+        parallel::SaveTraining(directory, name, keep, *model_, *strategy_, state_));
+    return CheckpointResult{.path = saved.path, .bytes = saved.bytes};
+  });
+}
+
+absl::Status TorchEngine::LoadCheckpoint(const std::string& path) {
+  const std::lock_guard lock(mutex_);
+  return Guarded([&]() -> absl::Status {
+    TANDEM_RETURN_IF_ERROR(parallel::LoadTraining(path, *model_, *strategy_, state_));
+    snapshot_.reset();
+    RefreshInfo();
+    return absl::OkStatus();
+  });
+}
+
+absl::Status TorchEngine::ExportModel(const std::string& path, DType dtype) {
+  const std::lock_guard lock(mutex_);
+  return Guarded([&] { return parallel::ExportModel(*model_, path, dtype); });
+}
+
+}  // namespace
+
+absl::StatusOr<std::unique_ptr<Engine>> CreateEngine(const EngineOptions& options,
+                                                     std::shared_ptr<CriticConnection> critic) {
+  return Guarded([&] { return TorchEngine::Create(options, std::move(critic)); });
+}
+
+}  // namespace tandem::trainer

@@ -1,0 +1,444 @@
+#include "services/trainer/engine/engine.h"
+
+#include <ATen/ATen.h>
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <filesystem>
+#include <utility>
+
+#include "common/base/error.h"
+#include "common/model/testing/tiny_model_dir.h"
+#include "common/tensor/checksum.h"
+#include "services/trainer/engine/test_batches.h"
+
+namespace tandem::trainer {
+namespace {
+
+using ::testing::Contains;
+using ::testing::HasSubstr;
+using ::testing::Key;
+using ::testing::Not;
+
+// A critic whose value is a constant; can be told to fail, and remembers what it learnt.
+class FakeCritic : public CriticConnection {
+ public:
+  absl::StatusOr<Values> ComputeValues(const std::vector<Sequence>& sequences) override {
+    Values values;
+    for (const Sequence& sequence : sequences) {
+      values.values.emplace_back(sequence.response_token_ids.size(), 0.25f);
+      values.final_values.push_back(0.5f);
+    }
+    values.version = version;
+    return values;
+  }
+  absl::StatusOr<std::map<std::string, double>> TrainStep(const TrainRequest& request) override {
+    last = request;
+    if (!fail.ok()) return fail;
+    ++version;
+    return std::map<std::string, double>{{"critic/loss", 1.5}};
+  }
+  int64_t version = 0;
+  absl::Status fail;
+  TrainRequest last;
+};
+
+class TrainerEngineTest : public ::testing::Test {
+ protected:
+  TrainerEngineTest() { WriteTinyModel(folder_ / "model", /*seed=*/3); }
+
+  EngineOptions Options() const {
+    EngineOptions options;
+    options.model = folder_ / "model";
+    options.max_model_len = 64;
+    options.optimizer.learning_rate = 1e-2;
+    return options;
+  }
+  std::unique_ptr<Engine> Make(const EngineOptions& options,
+                               std::shared_ptr<CriticConnection> critic = nullptr) const {
+    return std::move(CreateEngine(options, std::move(critic))).value();
+  }
+  std::unique_ptr<Engine> Make() const { return Make(Options()); }
+
+  // The log-probs that a rollout of the engine's current weights would have recorded.
+  static void RecordLogProbs(Engine& engine, PolicyBatch& batch) {
+    for (PolicySample& sample : batch.samples) {
+      Trajectory& t = sample.trajectory;
+      const std::vector<float> logprobs =
+          engine
+              .ComputeLogProbs({.prompt_token_ids = t.prompt_token_ids,
+                                .response_token_ids = t.response_token_ids,
+                                .temperature = t.sampling.temperature})
+              .value()
+              .logprobs;
+      t.author_logprobs = t.other_logprobs = logprobs;
+    }
+  }
+  static TrainStepResult Step(Engine& engine, const TrainStepRequest& request) {
+    absl::StatusOr<TrainStepResult> result = engine.TrainStep(request);
+    EXPECT_TRUE(result.ok()) << result.status();
+    return result.ok() ? *result : TrainStepResult{};
+  }
+  static std::string Digest(const Engine& engine) { return engine.Info().weights_digest; }
+
+  TemporaryFolder folder_;
+};
+
+TEST_F(TrainerEngineTest, PolicyStepRaisesWhatWasRewarded) {
+  auto engine = Make();
+  PolicyBatch batch = TestBatch();
+  RecordLogProbs(*engine, batch);
+  const auto mean = [&](size_t sample) {
+    const Trajectory& t = batch.samples[sample].trajectory;
+    const auto logprobs =
+        engine->ComputeLogProbs({t.prompt_token_ids, t.response_token_ids}).value().logprobs;
+    double sum = 0;
+    for (size_t i = 0; i < logprobs.size(); ++i) sum += t.authorship_mask[i] ? logprobs[i] : 0;
+    return sum;
+  };
+  const double good = mean(1), bad = mean(0);
+  const TrainStepResult result = Step(*engine, TestRequest(batch));
+  EXPECT_FALSE(result.replayed);
+  EXPECT_FALSE(result.report.skipped);
+  EXPECT_EQ(result.report.policy_version, 1);
+  EXPECT_EQ(engine->Info().optimizer_steps, 1);
+  EXPECT_GT(mean(1), good);
+  EXPECT_LT(mean(0), bad);
+}
+
+TEST_F(TrainerEngineTest, FirstStepHasRatioOneNoKlAndNoMismatch) {
+  EngineOptions options = Options();
+  options.reference_model = options.model;
+  auto engine = Make(options);
+  PolicyBatch batch = TestBatch();
+  batch.samples[0].trajectory.sampling.temperature = 0.7;
+  RecordLogProbs(*engine, batch);
+  batch.objective.loss.kl_estimator = loss::KlEstimator::kK3;
+  batch.objective.loss.kl_coefficient = 0.1;
+  auto metrics = Step(*engine, TestRequest(batch)).report.metrics;
+  // Recorded as float32: equal up to their rounding.
+  EXPECT_NEAR(metrics["policy/mean_ratio"], 1, 1e-6);
+  EXPECT_LT(std::abs(metrics["policy/ppo_kl"]), 1e-6);
+  EXPECT_LT(metrics["policy/kl_to_ref"], 1e-8);
+  EXPECT_LT(metrics["mismatch/max_abs_logprob_diff"], 1e-5);
+  EXPECT_LT(std::abs(metrics["mismatch/k3"]), 1e-8);
+  EXPECT_NEAR(metrics["mismatch/effective_sample_size"], 1, 1e-8);
+  EXPECT_EQ(metrics["policy/clip_fraction"], 0);
+}
+
+TEST_F(TrainerEngineTest, RecomputedOldLogProbsGiveRatioExactlyOne) {
+  auto engine = Make();
+  PolicyBatch batch = TestBatch();
+  batch.objective.old_logprobs = OldLogprobs::kRecomputed;
+  auto metrics = Step(*engine, TestRequest(batch)).report.metrics;
+  EXPECT_EQ(metrics["policy/mean_ratio"], 1);
+  EXPECT_EQ(metrics["policy/ppo_kl"], 0);
+}
+
+TEST_F(TrainerEngineTest, GradientEqualsAutogradOverWholeLogits) {
+  auto engine = Make();
+  PolicyBatch batch = TestBatch();
+  batch.objective.old_logprobs = OldLogprobs::kRecomputed;
+  batch.objective.junior_token_loss_weight = 0.3;
+  batch.objective.scale.normalizer = loss::Normalizer::kAllTokens;
+  auto metrics = Step(*engine, TestRequest(batch)).report.metrics;
+
+  const auto model = std::move(Model::Load(folder_ / "model", {.requires_grad = true})).value();
+  at::Tensor loss = at::zeros({});
+  double tokens = 0;
+  for (const PolicySample& sample : batch.samples) {
+    const Trajectory& t = sample.trajectory;
+    std::vector<int64_t> ids(t.prompt_token_ids.begin(), t.prompt_token_ids.end());
+    ids.insert(ids.end(), t.response_token_ids.begin(), t.response_token_ids.end());
+    CausalContext context;
+    const at::Tensor logprobs = at::log_softmax(
+        model->ForwardLogits(model->HiddenStates(MakeRaggedBatch({ids}), context)), -1);
+    // Rewards 0 and 1 in each group: advantage -+ 1/sqrt(2) (std with ddof 1 is 1/sqrt(2)).
+    const double advantage = (*sample.reward - 0.5) / (std::sqrt(0.5) + 1e-6);
+    for (size_t k = 0; k < t.response_token_ids.size(); ++k) {
+      const auto row = static_cast<int64_t>(t.prompt_token_ids.size() + k) - 1;
+      const double weight = t.authorship_mask[k] ? 1.0 : 0.3;
+      loss = loss - logprobs[row][t.response_token_ids[k]] * (advantage * weight);
+      tokens += 1;
+    }
+  }
+  (loss / tokens).backward();
+  double squares = 0;
+  for (const auto& [name, parameter] : model->Parameters()) {
+    squares += parameter.grad().to(at::kDouble).square().sum().item<double>();
+  }
+  EXPECT_NEAR(metrics["policy/grad_norm"], std::sqrt(squares), 1e-5 * std::sqrt(squares));
+}
+
+TEST_F(TrainerEngineTest, MicroBatchingDoesNotChangeTheStep) {
+  PolicyBatch batch = TestBatch();
+  batch.objective.junior_token_loss_weight = 0.5;
+  EngineOptions small = Options();
+  small.micro_batch_tokens = 9;
+  small.optimizer.learning_rate = 1e-3;
+  EngineOptions large = small;
+  large.micro_batch_tokens = 4096;
+  auto a = Make(small), b = Make(large);
+  auto first = Step(*a, TestRequest(batch)).report.metrics;
+  auto second = Step(*b, TestRequest(batch)).report.metrics;
+  EXPECT_EQ(first["policy/micro_batches"], 4);
+  EXPECT_EQ(second["policy/micro_batches"], 1);
+  for (const char* name : {"loss/total", "policy/grad_norm", "policy/ppo_kl", "policy/entropy"}) {
+    EXPECT_NEAR(first[name], second[name], 1e-5 * std::max(1.0, std::abs(second[name]))) << name;
+  }
+  const Trajectory& t = batch.samples[0].trajectory;
+  const auto x = a->ComputeLogProbs({t.prompt_token_ids, t.response_token_ids}).value().logprobs;
+  const auto y = b->ComputeLogProbs({t.prompt_token_ids, t.response_token_ids}).value().logprobs;
+  for (size_t i = 0; i < x.size(); ++i) EXPECT_NEAR(x[i], y[i], 1e-3);
+}
+
+TEST_F(TrainerEngineTest, AllJuniorBatchIsSkippedAndChangesNothing) {
+  auto engine = Make();
+  PolicyBatch batch = TestBatch();
+  for (PolicySample& sample : batch.samples) {
+    for (uint8_t& author : sample.trajectory.authorship_mask) author = 0;
+  }
+  const std::string before = Digest(*engine);
+  const TrainStepResult result = Step(*engine, TestRequest(batch));
+  EXPECT_TRUE(result.report.skipped);
+  EXPECT_THAT(result.report.skip_reason, HasSubstr("junior_token_loss_weight"));
+  EXPECT_EQ(result.report.policy_version, 0);
+  EXPECT_EQ(result.report.metrics.at("tandem/junior_token_fraction"), 1);
+  EXPECT_EQ(Digest(*engine), before);
+  EXPECT_EQ(engine->Info().optimizer_steps, 0);
+  EXPECT_TRUE(Step(*engine, TestRequest(batch)).replayed);
+}
+
+TEST_F(TrainerEngineTest, AllSeniorEqualsTandemSwitchedOffBitForBit) {
+  PolicyBatch on = TestBatch();
+  for (PolicySample& sample : on.samples) {
+    for (uint8_t& author : sample.trajectory.authorship_mask) author = 1;
+  }
+  PolicyBatch off = on;
+  for (PolicySample& sample : off.samples) {
+    sample.trajectory.tandem.enabled = false;
+    sample.trajectory.junior_version.clear();
+    sample.trajectory.other_logprobs.clear();
+  }
+  auto a = Make(), b = Make();
+  for (int step = 0; step < 3; ++step) {
+    for (auto* pair : {&on, &off}) {
+      TrainStepRequest request = TestRequest(*pair);
+      request.request_id = std::to_string(step);
+      request.expected_policy_version = step;
+      std::get<PolicyBatch>(request.batch).objective.max_staleness = 3;
+      Step(pair == &on ? *a : *b, request);
+    }
+  }
+  EXPECT_EQ(Digest(*a), Digest(*b));
+}
+
+TEST_F(TrainerEngineTest, SameInputsGiveTheSameBits) {
+  auto a = Make(), b = Make();
+  const auto x = Step(*a, TestRequest()).report.metrics;
+  const auto y = Step(*b, TestRequest()).report.metrics;
+  EXPECT_EQ(x, y);
+  EXPECT_EQ(Digest(*a), Digest(*b));
+}
+
+TEST_F(TrainerEngineTest, RepeatIsAnsweredFromTheTable) {
+  auto engine = Make();
+  const TrainStepResult first = Step(*engine, TestRequest());
+  const std::string digest = Digest(*engine);
+  const TrainStepResult second = Step(*engine, TestRequest());
+  EXPECT_TRUE(second.replayed);
+  EXPECT_EQ(second.report.metrics, first.report.metrics);
+  EXPECT_EQ(second.report.policy_version, 1);
+  EXPECT_EQ(Digest(*engine), digest);
+
+  TrainStepRequest other = TestRequest();
+  std::get<PolicyBatch>(other.batch).samples[0].reward = 5;
+  const absl::Status reused = engine->TrainStep(other).status();
+  EXPECT_EQ(reused.code(), absl::StatusCode::kAlreadyExists);
+  EXPECT_EQ(Reason(reused), "REQUEST_ID_REUSED");
+}
+
+TEST_F(TrainerEngineTest, StaleVersionIsRefused) {
+  auto engine = Make();
+  Step(*engine, TestRequest());
+  TrainStepRequest request = TestRequest();
+  request.request_id = "request-2";
+  const absl::Status status = engine->TrainStep(request).status();
+  EXPECT_EQ(status.code(), absl::StatusCode::kFailedPrecondition);
+  EXPECT_EQ(Reason(status), "STALE_POLICY_VERSION");
+  EXPECT_EQ(FieldPath(status), "expected_policy_version");
+}
+
+TEST_F(TrainerEngineTest, BadBatchChangesNothing) {
+  auto engine = Make();
+  const std::string before = Digest(*engine);
+  TrainStepRequest request = TestRequest();
+  std::get<PolicyBatch>(request.batch).samples[1].trajectory.authorship_mask.clear();
+  EXPECT_EQ(FieldPath(engine->TrainStep(request).status()),
+            "samples[1].trajectory.authorship_mask");
+  EXPECT_EQ(Digest(*engine), before);
+  EXPECT_FALSE(Step(*engine, TestRequest()).replayed);
+}
+
+TEST_F(TrainerEngineTest, GradientThatIsNotFiniteIsRefusedAndTheEngineGoesOn) {
+  auto engine = Make();
+  const std::string before = Digest(*engine);
+  PolicyBatch batch = TestBatch();
+  batch.objective.advantage_estimator = AdvantageEstimator::kProvided;
+  batch.objective.scale.aggregation = loss::Aggregation::kTokenSum;
+  for (PolicySample& sample : batch.samples) {
+    sample.advantages.assign(sample.trajectory.response_token_ids.size(), 3e38f);
+  }
+  TrainStepRequest request = TestRequest(batch);
+  request.request_id = "bad";
+  EXPECT_EQ(engine->TrainStep(request).status().code(), absl::StatusCode::kInternal);
+  EXPECT_EQ(Digest(*engine), before);
+  EXPECT_EQ(engine->Info().policy_version, 0);
+  auto clean = Make();
+  Step(*clean, TestRequest());
+  Step(*engine, TestRequest());
+  EXPECT_EQ(Digest(*engine), Digest(*clean));
+}
+
+TEST_F(TrainerEngineTest, CheckpointContinuesBitForBitAndKeepsTheTable) {
+  auto engine = Make();
+  const TrainStepResult first = Step(*engine, TestRequest());
+  const CheckpointResult saved =
+      engine->SaveCheckpoint(folder_ / "checkpoints", "step_1", 2).value();
+  EXPECT_EQ(saved.path, folder_ / "checkpoints/step_1");
+  EXPECT_GT(saved.bytes, 0);
+
+  auto resumed = Make();
+  ASSERT_TRUE(resumed->LoadCheckpoint(saved.path).ok());
+  EXPECT_EQ(Digest(*resumed), Digest(*engine));
+  EXPECT_EQ(resumed->Info().policy_version, 1);
+  EXPECT_EQ(resumed->Info().optimizer_steps, 1);
+  const TrainStepResult repeat = Step(*resumed, TestRequest());
+  EXPECT_TRUE(repeat.replayed);
+  EXPECT_EQ(repeat.report.metrics, first.report.metrics);
+
+  TrainStepRequest next = TestRequest();
+  next.request_id = "request-2";
+  next.expected_policy_version = 1;
+  std::get<PolicyBatch>(next.batch).objective.max_staleness = 1;
+  EXPECT_EQ(Step(*resumed, next).report.metrics, Step(*engine, next).report.metrics);
+  EXPECT_EQ(Digest(*resumed), Digest(*engine));
+}
+
+TEST_F(TrainerEngineTest, DamagedCheckpointIsRefusedAndChangesNothing) {
+  auto engine = Make();
+  Step(*engine, TestRequest());
+  const std::string path =
+      engine->SaveCheckpoint(folder_ / "checkpoints", "step_1", 0).value().path;
+  std::filesystem::resize_file(path + "/optimizer.safetensors", 100);
+  auto fresh = Make();
+  const std::string before = Digest(*fresh);
+  const absl::Status status = fresh->LoadCheckpoint(path);
+  EXPECT_EQ(status.code(), absl::StatusCode::kDataLoss);
+  EXPECT_THAT(std::string(status.message()), HasSubstr("optimizer.safetensors"));
+  EXPECT_EQ(Digest(*fresh), before);
+  EXPECT_EQ(fresh->LoadCheckpoint(folder_ / "nowhere").code(), absl::StatusCode::kNotFound);
+}
+
+TEST_F(TrainerEngineTest, ExportIsAModelDirectory) {
+  auto engine = Make();
+  Step(*engine, TestRequest());
+  const std::string path = folder_ / "export";
+  ASSERT_TRUE(engine->ExportModel(path, DType::kFloat32).ok());
+  EngineOptions options = Options();
+  options.model = path;
+  EXPECT_EQ(Digest(*Make(options)), Digest(*engine));
+  EXPECT_EQ(engine->ExportModel(path, DType::kFloat32).code(), absl::StatusCode::kAlreadyExists);
+}
+
+TEST_F(TrainerEngineTest, SnapshotIsAnImmutableCopyWithTheDigestOfTheWeights) {
+  auto engine = Make();
+  const auto snapshot = engine->Snapshot().value();
+  EXPECT_EQ(snapshot->manifest().digest, Digest(*engine));
+  EXPECT_EQ(snapshot->manifest().version, 0);
+  Step(*engine, TestRequest());
+  std::vector<std::byte> bytes(static_cast<size_t>(snapshot->manifest().total_bytes));
+  snapshot->Read(0, absl::MakeSpan(bytes));
+  EXPECT_EQ(Xxh3Hex(bytes.data(), bytes.size()), snapshot->manifest().digest);
+  const auto next = engine->Snapshot().value();
+  EXPECT_EQ(next->manifest().version, 1);
+  EXPECT_EQ(next->manifest().digest, Digest(*engine));
+}
+
+TEST_F(TrainerEngineTest, SupervisedStepsLearnTheResponses) {
+  auto engine = Make();
+  SupervisedBatch batch;
+  batch.samples = {{.prompt_token_ids = {1, 5}, .response_token_ids = {9, 8, 7, 2}},
+                   {.prompt_token_ids = {1, 6}, .response_token_ids = {4, 2}}};
+  double expected = 0;
+  for (const SupervisedSample& sample : batch.samples) {
+    for (float logprob :
+         engine->ComputeLogProbs({sample.prompt_token_ids, sample.response_token_ids})
+             .value()
+             .logprobs) {
+      expected -= logprob / 6;
+    }
+  }
+  double loss = 0;
+  for (int step = 0; step < 30; ++step) {
+    TrainStepRequest request;
+    request.run_id = "sft";
+    request.request_id = std::to_string(step);
+    request.expected_policy_version = step;
+    request.batch = batch;
+    loss = Step(*engine, request).report.metrics["loss/total"];
+    if (step == 0) {
+      EXPECT_NEAR(loss, expected, 1e-5);
+    }
+  }
+  EXPECT_LT(loss, 0.1 * expected);
+}
+
+TEST_F(TrainerEngineTest, GaeTrainsTheCriticOnTheReturns) {
+  auto critic = std::make_shared<FakeCritic>();
+  auto engine = Make(Options(), critic);
+  PolicyBatch batch = TestBatch();
+  batch.objective.advantage_estimator = AdvantageEstimator::kGae;
+  batch.objective.bootstrap_truncated = true;
+  auto metrics = Step(*engine, TestRequest(batch)).report.metrics;
+  EXPECT_EQ(metrics["critic/loss"], 1.5);
+  EXPECT_EQ(critic->last.request_id, "request-1");
+  EXPECT_EQ(critic->last.old_values[1], std::vector<float>(6, 0.25f));
+  EXPECT_EQ(critic->last.returns[0], std::vector<float>(5, 0.0f));
+  EXPECT_EQ(critic->last.returns[1], std::vector<float>(6, 1.5f));  // cut by length: + 0.5
+}
+
+TEST_F(TrainerEngineTest, FailingCriticFailsTheStepAndARetryApplies) {
+  auto critic = std::make_shared<FakeCritic>();
+  auto engine = Make(Options(), critic);
+  PolicyBatch batch = TestBatch();
+  batch.objective.advantage_estimator = AdvantageEstimator::kGae;
+  critic->fail = absl::UnavailableError("gone");
+  EXPECT_EQ(engine->TrainStep(TestRequest(batch)).status().code(), absl::StatusCode::kUnavailable);
+  EXPECT_EQ(engine->Info().policy_version, 0);
+  // The critic had learnt this step already: its refusal of the second attempt is no obstacle.
+  critic->fail = WithReason(absl::AlreadyExistsError("done"), "REQUEST_ID_REUSED");
+  EXPECT_EQ(Step(*engine, TestRequest(batch)).report.policy_version, 1);
+}
+
+TEST_F(TrainerEngineTest, SentencesAreCountedOnlyWithATokenizer) {
+  auto engine = Make();
+  EXPECT_THAT(Step(*engine, TestRequest()).report.metrics,
+              Not(Contains(Key("tandem/tokens_per_sent"))));
+}
+
+TEST_F(TrainerEngineTest, BadOptionsAreNamed) {
+  EngineOptions options = Options();
+  options.optimizer.beta1 = 2;
+  EXPECT_EQ(FieldPath(CreateEngine(options, nullptr).status()), "optimizer.beta1");
+  options = Options();
+  options.micro_batch_tokens = 0;
+  EXPECT_EQ(FieldPath(CreateEngine(options, nullptr).status()), "micro_batch_tokens");
+  options = Options();
+  options.model = folder_ / "nowhere";
+  EXPECT_EQ(FieldPath(CreateEngine(options, nullptr).status()), "model");
+}
+
+}  // namespace
+}  // namespace tandem::trainer

@@ -1,0 +1,89 @@
+#include "services/trainer/engine/step_metrics.h"
+
+#include <cmath>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <vector>
+
+#include "common/tandem/authorship_mask.h"
+
+namespace tandem::trainer {
+namespace {
+
+void AddRewardMetrics(const PolicyBatch& batch, Metrics& metrics) {
+  double sum = 0, squares = 0, count = 0;
+  for (const PolicySample& sample : batch.samples) {
+    if (!sample.reward.has_value()) continue;
+    sum += *sample.reward;
+    count += 1;
+  }
+  if (count == 0) return;
+  const double mean = sum / count;
+  for (const PolicySample& sample : batch.samples) {
+    if (sample.reward.has_value()) squares += (*sample.reward - mean) * (*sample.reward - mean);
+  }
+  metrics["reward/mean"] = mean;
+  metrics["reward/std"] = count < 2 ? 0.0 : std::sqrt(squares / (count - 1));
+}
+
+}  // namespace
+
+void AddBatchMetrics(const PolicyBatch& batch, const TokenSet* sentence_ends, Metrics& metrics) {
+  AddRewardMetrics(batch, metrics);
+  AuthorshipStats stats;
+  double prompt_tokens = 0;
+  for (const PolicySample& sample : batch.samples) {
+    const Trajectory& trajectory = sample.trajectory;
+    const size_t length = trajectory.response_token_ids.size();
+    std::vector<Author> mask;
+    const auto ends = std::make_unique<bool[]>(length);
+    for (size_t t = 0; t < length; ++t) {
+      mask.push_back(trajectory.authorship_mask[t] ? Author::kSenior : Author::kJunior);
+      ends[t] =
+          sentence_ends != nullptr && sentence_ends->contains(trajectory.response_token_ids[t]);
+    }
+    stats.Add(mask, std::span<const bool>(ends.get(), length));
+    prompt_tokens += static_cast<double>(trajectory.prompt_token_ids.size());
+  }
+  metrics["tandem/senior_token_fraction"] = stats.senior_token_fraction();
+  metrics["tandem/junior_token_fraction"] = stats.junior_token_fraction();
+  metrics["tandem/switches_per_seq"] = stats.switches_per_seq();
+  if (sentence_ends != nullptr) metrics["tandem/tokens_per_sent"] = stats.tokens_per_sent();
+  metrics["tokens/prompt"] = prompt_tokens;
+  metrics["tokens/response"] = static_cast<double>(stats.response_tokens());
+}
+
+void AddBatchMetrics(const SupervisedBatch& batch, Metrics& metrics) {
+  double prompt_tokens = 0, response_tokens = 0;
+  for (const SupervisedSample& sample : batch.samples) {
+    prompt_tokens += static_cast<double>(sample.prompt_token_ids.size());
+    response_tokens += static_cast<double>(sample.response_token_ids.size());
+  }
+  metrics["tokens/prompt"] = prompt_tokens;
+  metrics["tokens/response"] = response_tokens;
+}
+
+void AddPolicyMetrics(const loss::PolicyMetrics& policy, Metrics& metrics) {
+  metrics["loss/total"] = policy.loss_total;
+  metrics["loss/policy"] = policy.loss_policy;
+  metrics["loss/kl"] = policy.loss_kl;
+  metrics["loss/entropy"] = policy.loss_entropy;
+  metrics["policy/clip_fraction"] = policy.clip_fraction;
+  metrics["policy/ppo_kl"] = policy.ppo_kl;
+  metrics["policy/mean_ratio"] = policy.mean_ratio;
+  metrics["policy/entropy"] = policy.mean_entropy;
+  metrics["policy/kl_to_ref"] = policy.kl_to_ref;
+  metrics["policy/weighted_tokens"] = static_cast<double>(policy.tokens);
+  const auto add = [&](const std::string& prefix, const loss::Mismatch& mismatch) {
+    metrics[prefix + "k1"] = mismatch.k1;
+    metrics[prefix + "k3"] = mismatch.k3;
+    metrics[prefix + "max_abs_logprob_diff"] = mismatch.max_abs_logprob_diff;
+    metrics[prefix + "effective_sample_size"] = mismatch.effective_sample_size;
+  };
+  add("mismatch/", policy.senior_mismatch);
+  if (policy.junior_mismatch.count > 0) add("mismatch/junior/", policy.junior_mismatch);
+}
+
+}  // namespace tandem::trainer

@@ -1,0 +1,203 @@
+#include "services/trainer/engine/training_rows.h"
+
+#include <map>
+#include <string>
+
+#include "absl/strings/str_cat.h"
+#include "common/base/error.h"
+#include "common/base/status_macros.h"
+#include "common/loss/advantages.h"
+
+namespace tandem::trainer {
+namespace {
+
+// One advantage a response, repeated for each of its tokens.
+absl::StatusOr<std::vector<double>> ResponseAdvantages(const PolicyBatch& batch) {
+  std::vector<double> rewards;
+  std::vector<int64_t> group_ids;
+  std::map<std::string, int64_t> groups;
+  for (const PolicySample& sample : batch.samples) {
+    rewards.push_back(sample.reward.value_or(0));
+    group_ids.push_back(
+        groups.try_emplace(sample.group_id, static_cast<int64_t>(groups.size())).first->second);
+  }
+  switch (batch.objective.advantage_estimator) {
+    case AdvantageEstimator::kGroupRelative:
+      return loss::GroupRelativeAdvantages(rewards, group_ids, /*normalize_by_std=*/true);
+    case AdvantageEstimator::kGroupRelativeNoStd:
+      return loss::GroupRelativeAdvantages(rewards, group_ids, /*normalize_by_std=*/false);
+    case AdvantageEstimator::kLeaveOneOut:
+      return loss::LeaveOneOutAdvantages(rewards, group_ids);
+    case AdvantageEstimator::kGae:
+    case AdvantageEstimator::kProvided:
+      break;
+  }
+  return absl::InternalError("not an estimator by response");
+}
+
+absl::Status AddGae(const PolicySample& sample, const PolicyObjective& objective,
+                    const std::vector<float>& values, float final_value, Advantages& result) {
+  const size_t length = sample.trajectory.response_token_ids.size();
+  if (values.size() != length) {
+    return absl::InternalError(absl::StrCat("the critic gave ", values.size(), " values for ",
+                                            length, " response tokens"));
+  }
+  std::vector<double> rewards(length, 0.0), states(values.begin(), values.end());
+  rewards.back() = sample.reward.value_or(0);
+  states.push_back(final_value);
+  TANDEM_ASSIGN_OR_RETURN(
+      loss::GaeResult gae,
+      loss::GeneralizedAdvantages(rewards, states,
+                                  sample.trajectory.finish_reason == FinishReason::kLength,
+                                  {.gamma = objective.gae_gamma,
+                                   .lambda = objective.gae_lambda,
+                                   .bootstrap_truncated = objective.bootstrap_truncated}));
+  result.returns.emplace_back(gae.returns.begin(), gae.returns.end());
+  result.advantages.push_back(std::move(gae.advantages));
+  return absl::OkStatus();
+}
+
+void Whiten(std::vector<std::vector<double>>& advantages) {
+  std::vector<double> all;
+  for (const auto& one : advantages) all.insert(all.end(), one.begin(), one.end());
+  loss::WhitenAdvantages(absl::MakeSpan(all));
+  size_t i = 0;
+  for (auto& one : advantages) {
+    for (double& a : one) a = all[i++];
+  }
+}
+
+}  // namespace
+
+std::vector<size_t> TrainingRows::FirstRows() const {
+  std::vector<size_t> first = {0};
+  for (const SequenceRows& sequence : sequences) {
+    first.push_back(first.back() + sequence.positions.size());
+  }
+  return first;
+}
+
+SequenceRows SelectSequenceRows(absl::Span<const int32_t> prompt,
+                                absl::Span<const int32_t> response,
+                                absl::Span<const double> scales) {
+  SequenceRows rows;
+  for (size_t t = 0; t < response.size(); ++t) {
+    if (!scales.empty() && !(scales[t] > 0)) continue;
+    rows.positions.push_back(static_cast<int64_t>(prompt.size() + t) - 1);
+    rows.labels.push_back(response[t]);
+  }
+  if (rows.positions.empty()) return rows;
+  rows.input.assign(prompt.begin(), prompt.end());
+  const auto read = static_cast<size_t>(rows.positions.back()) + 1 - prompt.size();
+  rows.input.insert(rows.input.end(), response.begin(), response.begin() + read);
+  return rows;
+}
+
+absl::StatusOr<loss::LossScales> PolicyScales(const PolicyBatch& batch) {
+  std::vector<double> weights;
+  std::vector<int64_t> lengths;
+  for (const PolicySample& sample : batch.samples) {
+    for (const uint8_t author : sample.trajectory.authorship_mask) {
+      weights.push_back(author ? 1.0 : batch.objective.junior_token_loss_weight);
+    }
+    lengths.push_back(static_cast<int64_t>(sample.trajectory.authorship_mask.size()));
+  }
+  return loss::ComputeLossScales(batch.objective.scale, weights, lengths);
+}
+
+absl::StatusOr<loss::LossScales> SupervisedScales(const SupervisedBatch& batch) {
+  std::vector<int64_t> lengths;
+  int64_t total = 0;
+  for (const SupervisedSample& sample : batch.samples) {
+    lengths.push_back(static_cast<int64_t>(sample.response_token_ids.size()));
+    total += lengths.back();
+  }
+  return loss::ComputeLossScales({.aggregation = batch.objective.aggregation},
+                                 std::vector<double>(static_cast<size_t>(total), 1.0), lengths);
+}
+
+absl::StatusOr<Advantages> PolicyAdvantages(const PolicyBatch& batch,
+                                            const CriticConnection::Values* values) {
+  Advantages result;
+  const AdvantageEstimator estimator = batch.objective.advantage_estimator;
+  if (estimator == AdvantageEstimator::kProvided) {
+    for (const PolicySample& sample : batch.samples) {
+      result.advantages.emplace_back(sample.advantages.begin(), sample.advantages.end());
+    }
+  } else if (estimator == AdvantageEstimator::kGae) {
+    if (values == nullptr || values->values.size() != batch.samples.size() ||
+        values->final_values.size() != batch.samples.size()) {
+      return absl::InternalError("the critic did not answer for every sample");
+    }
+    for (size_t i = 0; i < batch.samples.size(); ++i) {
+      TANDEM_RETURN_IF_ERROR(AddGae(batch.samples[i], batch.objective, values->values[i],
+                                    values->final_values[i], result));
+    }
+  } else {
+    TANDEM_ASSIGN_OR_RETURN(const std::vector<double> advantages, ResponseAdvantages(batch));
+    for (size_t i = 0; i < batch.samples.size(); ++i) {
+      result.advantages.emplace_back(batch.samples[i].trajectory.response_token_ids.size(),
+                                     advantages[i]);
+    }
+  }
+  if (batch.objective.whiten_advantages) Whiten(result.advantages);
+  return result;
+}
+
+TrainingRows PolicyRows(const PolicyBatch& batch, const loss::LossScales& scales,
+                        const std::vector<std::vector<double>>& advantages) {
+  TrainingRows rows;
+  loss::PolicyTokens& tokens = rows.tokens;
+  size_t begin = 0;
+  for (size_t i = 0; i < batch.samples.size(); ++i) {
+    const PolicySample& sample = batch.samples[i];
+    const Trajectory& trajectory = sample.trajectory;
+    const size_t length = trajectory.response_token_ids.size();
+    const auto own = absl::MakeConstSpan(scales.scales).subspan(begin, length);
+    begin += length;
+    rows.sequences.push_back(
+        SelectSequenceRows(trajectory.prompt_token_ids, trajectory.response_token_ids, own));
+    for (size_t t = 0; t < length; ++t) {
+      if (!(own[t] > 0)) continue;
+      const bool senior = trajectory.authorship_mask[t] != 0;
+      switch (batch.objective.old_logprobs) {
+        case OldLogprobs::kSenior:
+          tokens.old_logprobs.push_back(senior ? trajectory.author_logprobs[t]
+                                               : trajectory.other_logprobs[t]);
+          break;
+        case OldLogprobs::kAuthor:
+          tokens.old_logprobs.push_back(trajectory.author_logprobs[t]);
+          break;
+        case OldLogprobs::kProvided:
+          tokens.old_logprobs.push_back(sample.old_logprobs[t]);
+          break;
+        case OldLogprobs::kRecomputed:
+          break;  // none: those of the update itself
+      }
+      tokens.advantages.push_back(advantages[i][t]);
+      tokens.scales.push_back(own[t]);
+      tokens.behaviour.push_back(trajectory.author_logprobs[t]);
+      tokens.authorship.push_back(senior);
+      rows.temperatures.push_back(LogProbTemperature(trajectory));
+    }
+  }
+  return rows;
+}
+
+TrainingRows SupervisedRows(const SupervisedBatch& batch, const loss::LossScales& scales) {
+  TrainingRows rows;
+  for (const SupervisedSample& sample : batch.samples) {
+    rows.sequences.push_back(
+        SelectSequenceRows(sample.prompt_token_ids, sample.response_token_ids, {}));
+  }
+  rows.tokens.scales = scales.scales;
+  rows.temperatures.assign(scales.scales.size(), 1.0);
+  return rows;
+}
+
+double LogProbTemperature(const Trajectory& trajectory) {
+  const double temperature = trajectory.sampling.temperature;
+  return temperature > 0 ? temperature : 1.0;
+}
+
+}  // namespace tandem::trainer

@@ -1,0 +1,72 @@
+#include "services/trainer/engine/training_rows.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include "services/trainer/engine/test_batches.h"
+
+namespace tandem::trainer {
+namespace {
+
+using ::testing::ElementsAre;
+using ::testing::IsEmpty;
+
+TEST(TrainingRowsTest, RowsPredictTheNextTokenAndStopAtTheLastWeightedOne) {
+  const SequenceRows rows = SelectSequenceRows({1, 2}, {10, 11, 12, 13}, {0.5, 0, 0.25, 0});
+  EXPECT_THAT(rows.positions, ElementsAre(1, 3));
+  EXPECT_THAT(rows.labels, ElementsAre(10, 12));
+  EXPECT_THAT(rows.input, ElementsAre(1, 2, 10, 11));
+  EXPECT_THAT(SelectSequenceRows({1, 2}, {10}, {0}).input, IsEmpty());
+}
+
+TEST(TrainingRowsTest, OldLogProbsFollowTheChoice) {
+  PolicyBatch batch = TestBatch();
+  batch.samples.resize(1);
+  batch.objective.junior_token_loss_weight = 1;
+  Trajectory& t = batch.samples[0].trajectory;
+  const auto old = [&](OldLogprobs choice) {
+    batch.objective.old_logprobs = choice;
+    const auto scales = PolicyScales(batch).value();
+    const auto advantages = PolicyAdvantages(batch, nullptr).value();
+    return PolicyRows(batch, scales, advantages.advantages).tokens;
+  };
+  // Token 1 is the junior's: its senior log-prob is the other one.
+  ASSERT_EQ(t.authorship_mask[1], 0);
+  EXPECT_FLOAT_EQ(old(OldLogprobs::kSenior).old_logprobs[0], t.author_logprobs[0]);
+  EXPECT_FLOAT_EQ(old(OldLogprobs::kSenior).old_logprobs[1], t.other_logprobs[1]);
+  EXPECT_FLOAT_EQ(old(OldLogprobs::kAuthor).old_logprobs[1], t.author_logprobs[1]);
+  EXPECT_THAT(old(OldLogprobs::kRecomputed).old_logprobs, IsEmpty());
+  EXPECT_FLOAT_EQ(old(OldLogprobs::kSenior).behaviour[1], t.author_logprobs[1]);
+}
+
+TEST(TrainingRowsTest, GaePassesThroughJuniorTokensAndReturnsAreNotWhitened) {
+  PolicyBatch batch = TestBatch();
+  batch.samples.resize(1);
+  batch.objective.advantage_estimator = AdvantageEstimator::kGae;
+  batch.samples[0].reward = 1;
+  CriticConnection::Values values;
+  values.values = {{0.1f, 0.2f, 0.3f, 0.4f, 0.5f}};
+  values.final_values = {0.9f};
+  const Advantages plain = PolicyAdvantages(batch, &values).value();
+  // gamma = lambda = 1: return minus value, for junior tokens as well.
+  for (size_t t = 0; t < 5; ++t) {
+    EXPECT_NEAR(plain.advantages[0][t], 1 - values.values[0][t], 1e-6);
+    EXPECT_NEAR(plain.returns[0][t], 1, 1e-6);
+  }
+  batch.objective.whiten_advantages = true;
+  const Advantages white = PolicyAdvantages(batch, &values).value();
+  EXPECT_EQ(white.returns, plain.returns);
+  EXPECT_NEAR(white.advantages[0][2], 0, 1e-6);
+  EXPECT_FALSE(PolicyAdvantages(batch, nullptr).ok());
+}
+
+TEST(TrainingRowsTest, GreedyLogProbsAreThoseOfTemperatureOne) {
+  Trajectory t;
+  t.sampling.temperature = 0;
+  EXPECT_EQ(LogProbTemperature(t), 1);
+  t.sampling.temperature = 0.5;
+  EXPECT_EQ(LogProbTemperature(t), 0.5);
+}
+
+}  // namespace
+}  // namespace tandem::trainer
