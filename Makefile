@@ -38,7 +38,7 @@ servers: configure python-protos ## Builds the three servers only
 	@cmake --build $(BUILD) -j $(JOBS) --target $(SERVERS)
 
 .PHONY: demo
-demo: servers ## Trains a real small model with tandem GRPO and shows what changed (no GPU, no download of a hub)
+demo: servers ## Trains a real small model with tandem GRPO and shows what changed (no GPU, no model hub)
 	@$(PYTHON) -m tandem.demo --build-dir $(BUILD)
 
 .PHONY: test
