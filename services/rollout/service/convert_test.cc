@@ -1,1 +1,87 @@
+#include "services/rollout/service/convert.h"
+
 #include <gtest/gtest.h>
+
+#include "common/base/error.h"
+
+namespace tandem::rollout {
+namespace {
+
+v1::Prompt Example() {
+  v1::Prompt prompt;
+  prompt.add_prompt_token_ids(3);
+  prompt.mutable_sampling()->set_max_tokens(4);
+  return prompt;
+}
+
+TEST(PromptFromProtoTest, OpenTandemFieldsTakeTheServersDefaults) {
+  TandemConfig defaults;
+  defaults.selection_strategy = SelectionStrategy::kWord;
+  defaults.prob_senior = 0.75;
+  v1::Prompt prompt = Example();
+  prompt.mutable_tandem()->set_max_gap_tokens(5);
+  const auto request = PromptFromProto(prompt, defaults);
+  ASSERT_TRUE(request.ok());
+  EXPECT_EQ(request->tandem.selection_strategy, SelectionStrategy::kWord);
+  EXPECT_EQ(request->tandem.prob_senior, 0.75);
+  EXPECT_EQ(request->tandem.max_gap_tokens, 5);
+  EXPECT_EQ(request->num_samples, 1);
+}
+
+TEST(PromptFromProtoTest, ErrorsNameTheFieldInsideThePrompt) {
+  v1::Prompt prompt = Example();
+  prompt.set_num_samples(-1);
+  EXPECT_EQ(FieldPath(PromptFromProto(prompt, {}).status()), "num_samples");
+  prompt = Example();
+  prompt.mutable_sampling()->clear_max_tokens();
+  EXPECT_EQ(FieldPath(PromptFromProto(prompt, {}).status()), "sampling.max_tokens");
+  prompt.clear_sampling();
+  EXPECT_EQ(FieldPath(PromptFromProto(prompt, {}).status()), "sampling");
+  prompt = Example();
+  prompt.mutable_tandem()->set_selection_strategy(static_cast<types::v1::SelectionStrategy>(9));
+  EXPECT_EQ(FieldPath(PromptFromProto(prompt, {}).status()), "tandem.selection_strategy");
+}
+
+TEST(ScoreFromProtoTest, ErrorsNameTheField) {
+  v1::ScoreRequest request;
+  request.set_senior(true);
+  const auto path = [&] { return FieldPath(ScoreFromProto(request).status()).value_or(""); };
+  EXPECT_EQ(path(), "sequences");
+  auto* sequence = request.add_sequences();
+  sequence->add_token_ids(1);
+  EXPECT_EQ(path(), "sequences[0].token_ids");
+  sequence->add_token_ids(2);
+  EXPECT_EQ(path(), "sequences[0].first_scored_token");
+  sequence->set_first_scored_token(2);
+  EXPECT_EQ(path(), "sequences[0].first_scored_token");
+  sequence->set_first_scored_token(1);
+  EXPECT_EQ(path(), "");
+  request.set_temperature(0);
+  EXPECT_EQ(path(), "temperature");
+  request.clear_temperature();
+  request.set_senior(false);
+  EXPECT_EQ(path(), "senior");
+}
+
+TEST(EngineOptionsTest, ComeFromTheConfig) {
+  config::RolloutServerConfig config;
+  config.set_senior_model("s");
+  config.set_junior_model("j");
+  config.set_max_queue(7);
+  config.mutable_compute()->set_num_threads(3);
+  config.mutable_tandem()->set_prob_senior(0.25);
+  config.set_on_weight_update(config::v1::ON_WEIGHT_UPDATE_KEEP);
+  ASSERT_TRUE(config::Resolve(&config).ok());
+  const EngineOptions options = EngineOptionsFromConfig(config);
+  EXPECT_EQ(options.senior_model, "s");
+  EXPECT_EQ(options.junior_model, "j");
+  EXPECT_EQ(options.max_queue, 7);
+  EXPECT_EQ(options.max_num_seqs, 64);
+  EXPECT_EQ(options.num_threads, 3);
+  EXPECT_TRUE(options.tandem.enabled);
+  EXPECT_EQ(options.tandem.prob_senior, 0.25);
+  EXPECT_EQ(options.on_weight_update, OnWeightUpdate::kKeep);
+}
+
+}  // namespace
+}  // namespace tandem::rollout

@@ -1,1 +1,387 @@
+// The rollout service over a real connection, with a fake engine.
+#include "services/rollout/service/rollout_service.h"
+
+#include <gmock/gmock.h>
 #include <gtest/gtest.h>
+
+#include <map>
+#include <memory>
+#include <set>
+#include <string>
+
+#include "common/base/error.h"
+#include "common/rpc/error_table.h"
+#include "common/rpc/proto_convert.h"
+#include "common/rpc/test_server.h"
+#include "services/rollout/service/fake_engine.h"
+#include "services/rollout/service/rollout_app.h"
+
+namespace tandem::rollout {
+namespace {
+
+using rpc::Eventually;
+using rpc::FromGrpcStatus;
+using rpc::FromRpcStatus;
+using testing::HasSubstr;
+
+config::RolloutServerConfig Config() {
+  config::RolloutServerConfig config;
+  config.set_senior_model("s");
+  config.set_junior_model("j");
+  config.mutable_tandem()->set_prob_senior(0.25);
+  EXPECT_TRUE(config::Resolve(&config).ok());
+  return config;
+}
+
+v1::GenerateRequest Submit(const std::vector<std::string>& ids, int max_tokens, int samples = 1,
+                           bool stream_tokens = false) {
+  v1::GenerateRequest request;
+  for (const std::string& id : ids) {
+    v1::Prompt* prompt = request.mutable_submit()->add_prompts();
+    prompt->set_request_id(id);
+    prompt->add_prompt_token_ids(11);
+    prompt->mutable_sampling()->set_max_tokens(max_tokens);
+    prompt->set_num_samples(samples);
+    prompt->set_stream_tokens(stream_tokens);
+    prompt->set_seed(9);
+  }
+  return request;
+}
+
+class RolloutServiceTest : public testing::Test {
+ protected:
+  FakeEngine& engine() {
+    return static_cast<FakeEngine&>(*static_cast<RolloutApp&>(server_.app()).engine());
+  }
+  // Metrics say that nothing of a stream is left.
+  bool Idle() {
+    return engine().Stats().sequences_running == 0 && server_.server().live_calls() == 0;
+  }
+
+  rpc::TestServer server_{[](rpc::ServerRuntime& runtime) {
+    return std::make_unique<RolloutApp>(
+        Config(), runtime, [](const EngineOptions&) -> absl::StatusOr<std::unique_ptr<Engine>> {
+          return std::make_unique<FakeEngine>();
+        });
+  }};
+  std::unique_ptr<v1::RolloutService::Stub> stub_ = v1::RolloutService::NewStub(server_.channel());
+  grpc::ClientContext context_;
+};
+
+TEST_F(RolloutServiceTest, EverySampleComesBackAndTheStreamEnds) {
+  auto stream = stub_->Generate(&context_);
+  ASSERT_TRUE(stream->Write(Submit({"a", "b"}, 5, 3)));
+  stream->WritesDone();
+  std::set<std::pair<std::string, uint64_t>> seen;
+  v1::GenerateResponse event;
+  while (stream->Read(&event)) {
+    if (event.has_heartbeat()) continue;
+    ASSERT_TRUE(event.has_finished()) << event.DebugString();
+    const auto trajectory = rpc::TrajectoryFromProto(event.finished().trajectory());
+    ASSERT_TRUE(trajectory.ok()) << trajectory.status();
+    EXPECT_EQ(trajectory->response_token_ids.size(), 5u);
+    EXPECT_EQ(trajectory->seed, 9u);
+    EXPECT_EQ(trajectory->tandem.prob_senior, 0.25) << "the server's default";
+    seen.insert({event.finished().request_id(), trajectory->sample_index});
+  }
+  EXPECT_TRUE(stream->Finish().ok());
+  EXPECT_EQ(seen.size(), 6u);
+  EXPECT_EQ(engine().submissions, 1) << "one message is one admission";
+}
+
+TEST_F(RolloutServiceTest, StreamedTokensAreCompleteAndInOrder) {
+  auto stream = stub_->Generate(&context_);
+  ASSERT_TRUE(stream->Write(Submit({"a"}, 50, 2, true)));
+  stream->WritesDone();
+  std::map<uint64_t, std::vector<int32_t>> tokens;
+  std::map<uint64_t, std::string> masks;
+  int finished = 0;
+  v1::GenerateResponse event;
+  while (stream->Read(&event)) {
+    if (event.has_tokens()) {
+      auto& list = tokens[event.tokens().sample_index()];
+      EXPECT_EQ(event.tokens().offset(), static_cast<int>(list.size()));
+      list.insert(list.end(), event.tokens().token_ids().begin(), event.tokens().token_ids().end());
+      masks[event.tokens().sample_index()] += event.tokens().authorship_mask();
+    } else if (event.has_finished()) {
+      ++finished;
+      const auto& trajectory = event.finished().trajectory();
+      const auto& list = tokens[trajectory.sample_index()];
+      EXPECT_EQ(std::vector<int32_t>(trajectory.response_token_ids().begin(),
+                                     trajectory.response_token_ids().end()),
+                list);
+      EXPECT_EQ(trajectory.authorship_mask(), masks[trajectory.sample_index()]);
+    }
+  }
+  EXPECT_EQ(finished, 2);
+  EXPECT_TRUE(stream->Finish().ok());
+}
+
+TEST_F(RolloutServiceTest, ABadPromptFailsAloneWithItsFieldPath) {
+  v1::GenerateRequest request = Submit({"good", "bad", "good", ""}, 3);
+  request.mutable_submit()->mutable_prompts(1)->set_prompt_token_ids(0, -4);
+  auto stream = stub_->Generate(&context_);
+  ASSERT_TRUE(stream->Write(request));
+  stream->WritesDone();
+  int finished = 0;
+  std::map<std::string, absl::Status> failed;
+  v1::GenerateResponse event;
+  while (stream->Read(&event)) {
+    if (event.has_finished()) ++finished;
+    if (event.has_failed()) {
+      failed[event.failed().request_id()] = FromRpcStatus(event.failed().status());
+    }
+  }
+  EXPECT_TRUE(stream->Finish().ok());
+  EXPECT_EQ(finished, 1);
+  EXPECT_EQ(FieldPath(failed["bad"]), "prompt_token_ids[0]");
+  EXPECT_EQ(failed["good"].code(), absl::StatusCode::kAlreadyExists);
+  EXPECT_EQ(FieldPath(failed["good"]), "request_id");
+  EXPECT_EQ(FieldPath(failed[""]), "request_id");
+}
+
+TEST_F(RolloutServiceTest, AFullQueueFailsThePromptWithARetryHint) {
+  engine().max_prompts = 1;
+  auto stream = stub_->Generate(&context_);
+  ASSERT_TRUE(stream->Write(Submit({"a", "b"}, 3)));
+  v1::GenerateResponse event;
+  for (int i = 0; i < 2; ++i) {
+    ASSERT_TRUE(stream->Read(&event));
+    const absl::Status status = FromRpcStatus(event.failed().status());
+    EXPECT_EQ(status.code(), absl::StatusCode::kResourceExhausted);
+    EXPECT_EQ(RetryAfterMilliseconds(status), 100);
+  }
+  ASSERT_TRUE(stream->Write(Submit({"a"}, 3)));  // the id is free again
+  stream->WritesDone();
+  ASSERT_TRUE(stream->Read(&event));
+  EXPECT_TRUE(event.has_finished());
+  EXPECT_FALSE(stream->Read(&event));
+  EXPECT_TRUE(stream->Finish().ok());
+}
+
+TEST_F(RolloutServiceTest, CancelPromptsFreesThemAndTheStreamGoesOn) {
+  engine().paused = true;
+  auto stream = stub_->Generate(&context_);
+  ASSERT_TRUE(stream->Write(Submit({"a", "b"}, 3)));
+  v1::GenerateRequest cancel;
+  cancel.mutable_cancel()->add_request_ids("a");
+  cancel.mutable_cancel()->add_request_ids("unknown");
+  ASSERT_TRUE(stream->Write(cancel));
+  stream->WritesDone();
+  v1::GenerateResponse event;
+  ASSERT_TRUE(stream->Read(&event));
+  EXPECT_EQ(event.failed().request_id(), "a");
+  EXPECT_EQ(event.failed().status().code(), static_cast<int>(absl::StatusCode::kCancelled));
+  engine().Resume();
+  ASSERT_TRUE(stream->Read(&event));
+  EXPECT_EQ(event.finished().request_id(), "b");
+  EXPECT_FALSE(stream->Read(&event));
+  EXPECT_TRUE(stream->Finish().ok());
+}
+
+TEST_F(RolloutServiceTest, ACancelledCallFreesItsSequences) {
+  auto stream = stub_->Generate(&context_);
+  ASSERT_TRUE(stream->Write(Submit({"a", "b"}, 1 << 30, 4)));
+  ASSERT_TRUE(Eventually([&] { return engine().Stats().sequences_running == 8; }));
+  context_.TryCancel();
+  EXPECT_TRUE(Eventually([&] { return Idle(); }));
+}
+
+TEST_F(RolloutServiceTest, TheClientsDeadlineFreesItsSequences) {
+  context_.set_deadline(std::chrono::system_clock::now() + std::chrono::milliseconds(300));
+  auto stream = stub_->Generate(&context_);
+  ASSERT_TRUE(stream->Write(Submit({"a"}, 1 << 30)));
+  v1::GenerateResponse event;
+  while (stream->Read(&event)) {
+  }
+  EXPECT_EQ(stream->Finish().error_code(), grpc::StatusCode::DEADLINE_EXCEEDED);
+  EXPECT_TRUE(Eventually([&] { return Idle(); }));
+}
+
+TEST_F(RolloutServiceTest, AClientThatDropsItsConnectionFreesItsSequences) {
+  {
+    // A channel of its own: when the last reference goes, so does the connection.
+    auto channel = server_.channel();
+    auto stub = v1::RolloutService::NewStub(channel);
+    grpc::ClientContext context;
+    auto stream = stub->Generate(&context);
+    ASSERT_TRUE(stream->Write(Submit({"a"}, 1 << 30)));
+    ASSERT_TRUE(Eventually([&] { return engine().Stats().sequences_running == 1; }));
+  }
+  EXPECT_TRUE(Eventually([&] { return Idle(); }));
+}
+
+TEST_F(RolloutServiceTest, AnActionThatIsMissingEndsTheStream) {
+  auto stream = stub_->Generate(&context_);
+  ASSERT_TRUE(stream->Write(Submit({"a"}, 1 << 30)));
+  ASSERT_TRUE(stream->Write(v1::GenerateRequest()));
+  v1::GenerateResponse event;
+  while (stream->Read(&event)) {
+  }
+  EXPECT_EQ(FieldPath(FromGrpcStatus(stream->Finish())), "action");
+  EXPECT_TRUE(Eventually([&] { return Idle(); }));
+}
+
+TEST_F(RolloutServiceTest, DrainRefusesNewPromptsAndFinishesOldOnes) {
+  engine().paused = true;
+  auto stream = stub_->Generate(&context_);
+  ASSERT_TRUE(stream->Write(Submit({"old"}, 3)));
+  ASSERT_TRUE(Eventually([&] { return engine().Stats().sequences_running == 1; }));
+  server_.Drain();
+  ASSERT_TRUE(stream->Write(Submit({"new"}, 3)));
+  v1::GenerateResponse event;
+  ASSERT_TRUE(stream->Read(&event));
+  EXPECT_EQ(event.failed().request_id(), "new");
+  EXPECT_EQ(Reason(FromRpcStatus(event.failed().status())), "DRAINING");
+  engine().Resume();
+  ASSERT_TRUE(stream->Read(&event));
+  EXPECT_EQ(event.finished().request_id(), "old");
+  EXPECT_FALSE(stream->Read(&event));
+  EXPECT_EQ(Reason(FromGrpcStatus(stream->Finish())), "DRAINING");
+}
+
+TEST_F(RolloutServiceTest, DrainEndsIdleStreams) {
+  auto stream = stub_->Generate(&context_);
+  ASSERT_TRUE(stream->Write(Submit({"a"}, 1)));
+  v1::GenerateResponse event;
+  ASSERT_TRUE(stream->Read(&event));
+  server_.Drain();
+  EXPECT_FALSE(stream->Read(&event));
+  EXPECT_EQ(stream->Finish().error_code(), grpc::StatusCode::UNAVAILABLE);
+}
+
+TEST_F(RolloutServiceTest, ScoreReturnsWhatWasAsked) {
+  v1::ScoreRequest request;
+  request.set_junior(true);
+  request.set_temperature(2);
+  auto* sequence = request.add_sequences();
+  for (int id : {1, 2, 3, 4}) sequence->add_token_ids(id);
+  sequence->set_first_scored_token(2);
+  v1::ScoreResponse response;
+  ASSERT_TRUE(stub_->Score(&context_, request, &response).ok());
+  EXPECT_EQ(response.policy_version(), 5);
+  ASSERT_EQ(response.sequences_size(), 1);
+  EXPECT_FALSE(response.sequences(0).has_senior_logprobs());
+  EXPECT_EQ(*rpc::FloatsFromProto(response.sequences(0).junior_logprobs()),
+            std::vector<float>({-2, -2}));
+}
+
+TEST_F(RolloutServiceTest, PauseAndResume) {
+  v1::PauseResponse paused;
+  ASSERT_TRUE(stub_->Pause(&context_, v1::PauseRequest(), &paused).ok());
+  EXPECT_EQ(paused.held_sequences(), 0);
+  v1::GetServerInfoResponse info;
+  grpc::ClientContext second, third;
+  ASSERT_TRUE(stub_->GetServerInfo(&second, v1::GetServerInfoRequest(), &info).ok());
+  EXPECT_TRUE(info.paused());
+  v1::ResumeResponse resumed;
+  ASSERT_TRUE(stub_->Resume(&third, v1::ResumeRequest(), &resumed).ok());
+  EXPECT_FALSE(engine().paused);
+}
+
+TEST_F(RolloutServiceTest, ServerInfoSaysWhatItHolds) {
+  v1::GetServerInfoResponse info;
+  ASSERT_TRUE(stub_->GetServerInfo(&context_, v1::GetServerInfoRequest(), &info).ok());
+  EXPECT_EQ(info.server().role(), "rollout");
+  EXPECT_EQ(info.server().policy_version(), 5);
+  EXPECT_EQ(info.server().weights_digest(), "weights-digest");
+  EXPECT_EQ(info.server().model().vocab_size(), FakeEngine::kVocabulary);
+  EXPECT_GE(info.server().uptime_seconds(), 0);
+  EXPECT_EQ(info.junior_version(), "junior-digest");
+  EXPECT_EQ(info.tandem().prob_senior(), 0.25);
+  EXPECT_TRUE(info.tandem().enabled());
+  EXPECT_EQ(info.word_boundary_token_ids_size(), 2);
+}
+
+TEST_F(RolloutServiceTest, MetricsFollowTheEngine) {
+  auto stream = stub_->Generate(&context_);
+  ASSERT_TRUE(stream->Write(Submit({"a"}, 5)));
+  stream->WritesDone();
+  v1::GenerateResponse event;
+  while (stream->Read(&event)) {
+  }
+  ASSERT_TRUE(stream->Finish().ok());
+  server_.app().UpdateMetrics();
+  const std::string text = server_.metrics().Text();
+  EXPECT_THAT(text, HasSubstr("tandem_generated_tokens_total{author=\"senior\"} 3"));
+  EXPECT_THAT(text, HasSubstr("tandem_generated_tokens_total{author=\"junior\"} 2"));
+  EXPECT_THAT(text, HasSubstr("tandem_sequences_running 0"));
+  EXPECT_THAT(text, HasSubstr("tandem_policy_version 5"));
+  EXPECT_THAT(text, HasSubstr("tandem_queue_capacity 4096"));
+}
+
+// Below: the stream's logic without a connection.
+
+class GenerateStreamTest : public testing::Test {
+ protected:
+  FakeEngine engine_;
+  std::vector<v1::GenerateResponse> written_;
+  const v1::GenerateResponse* in_flight_ = nullptr;
+  std::optional<grpc::Status> finished_;
+  GenerateStream::Outbox outbox_{
+      [this](const v1::GenerateResponse* response) { in_flight_ = response; },
+      [this](grpc::Status status) { finished_ = status; }};
+  std::shared_ptr<GenerateStream> stream_ =
+      std::make_shared<GenerateStream>(&engine_, TandemConfig(), absl::InfiniteFuture(), &outbox_);
+};
+
+TEST_F(GenerateStreamTest, ASlowReaderFindsMergedTokensAndBoundedMemory) {
+  // Nobody reads: the first event stays in flight, all later ones of a sample merge.
+  ASSERT_TRUE(stream_->OnMessage(Submit({"a", "b"}, 5000, 2, true)).ok());
+  ASSERT_TRUE(Eventually([&] { return engine_.Stats().sequences_running == 0; }));
+  ASSERT_TRUE(Eventually([&] { return stream_->unfinished_sequences() == 0; }));
+  // One in flight; per sample at most one merged event and the trajectory.
+  EXPECT_LE(outbox_.size(), 1u + 2u * 4u);
+}
+
+TEST_F(GenerateStreamTest, AFullOutboxStopsReading) {
+  EXPECT_TRUE(stream_->WantsMore());
+  std::vector<std::string> ids;
+  for (int i = 0; i < 400; ++i) ids.push_back("p" + std::to_string(i));
+  ASSERT_TRUE(stream_->OnMessage(Submit(ids, 1)).ok());
+  ASSERT_TRUE(Eventually([&] { return stream_->unfinished_sequences() == 0; }));
+  EXPECT_FALSE(stream_->WantsMore());
+  while (in_flight_ != nullptr) {
+    in_flight_ = nullptr;
+    outbox_.OnWriteDone(true);
+  }
+  EXPECT_TRUE(stream_->WantsMore());
+}
+
+TEST_F(GenerateStreamTest, HeartbeatsComeOnlyWhenIdle) {
+  const absl::Time now = absl::Now();
+  stream_->Tick(now, absl::Seconds(5));
+  EXPECT_EQ(in_flight_, nullptr) << "too early";
+  stream_->Tick(now + absl::Seconds(6), absl::Seconds(5));
+  ASSERT_NE(in_flight_, nullptr);
+  EXPECT_TRUE(in_flight_->has_heartbeat());
+  stream_->Tick(now + absl::Seconds(60), absl::Seconds(5));
+  EXPECT_EQ(outbox_.size(), 1u) << "no second one while the first is on its way";
+}
+
+TEST_F(GenerateStreamTest, EventsAfterTheEndAreDropped) {
+  engine_.paused = true;
+  ASSERT_TRUE(stream_->OnMessage(Submit({"a"}, 3)).ok());
+  stream_->Detach();
+  EXPECT_TRUE(Eventually([&] { return engine_.Stats().sequences_running == 0; }));
+  EXPECT_TRUE(Eventually([&] { return stream_->unfinished_sequences() == 0; }));
+  EXPECT_EQ(in_flight_, nullptr);
+}
+
+TEST(StallDetectorTest, TellsWaitingWorkFromIdleness) {
+  StallDetector detector(absl::Seconds(10));
+  const absl::Time start = absl::Now();
+  EngineStats stats;
+  EXPECT_TRUE(detector.Check(stats, start).ok());
+  EXPECT_TRUE(detector.Check(stats, start + absl::Hours(1)).ok()) << "idle is healthy";
+  stats.sequences_waiting = 1;
+  EXPECT_TRUE(detector.Check(stats, start + absl::Hours(1)).ok());
+  EXPECT_FALSE(detector.Check(stats, start + absl::Hours(1) + absl::Seconds(11)).ok());
+  stats.forward_passes_total = 1;
+  EXPECT_TRUE(detector.Check(stats, start + absl::Hours(1) + absl::Seconds(12)).ok());
+  stats.paused = true;
+  EXPECT_TRUE(detector.Check(stats, start + absl::Hours(2)).ok()) << "a pause is no stall";
+}
+
+}  // namespace
+}  // namespace tandem::rollout
