@@ -153,6 +153,8 @@ TEST_F(TrainerServerTest, AStepWhoseClientLeavesBeforeItsTurnNeverBegins) {
   const absl::Status status =
       TrainStep({Message(PolicyHeader(1, "second")), Message(Sample())}, &context).status();
   EXPECT_EQ(status.code(), absl::StatusCode::kDeadlineExceeded) << status;
+  // The server learns of it a little later than the client.
+  ASSERT_TRUE(rpc::Eventually([&] { return server_.server().live_calls() == 1; }));
   engine_->Release();
   first.join();
   // A later call comes after whatever the second one left behind.
