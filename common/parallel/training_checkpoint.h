@@ -20,7 +20,7 @@ namespace tandem::parallel {
 struct TrainingState {
   std::string kind;     // "trainer" or "critic"
   int64_t version = 0;  // of the weights
-  checkpoint::StepLedger ledger;
+  checkpoint::StepLedger ledger = checkpoint::StepLedger();
 };
 
 // Writes directory/name and then removes all but the newest `keep` step directories (0: all stay).

@@ -68,7 +68,7 @@ class TorchEngine : public Engine {
   mutable std::mutex mutex_;  // one operation at a time
   std::unique_ptr<Model> model_;
   std::unique_ptr<parallel::Strategy> strategy_;
-  parallel::TrainingState state_{.kind = "critic", .version = 0, .ledger = {}};
+  parallel::TrainingState state_{.kind = "critic"};
 
   mutable std::mutex info_mutex_;
   EngineInfo info_;

@@ -118,7 +118,7 @@ class TorchEngine : public Engine {
   std::string head_name_;  // the parameter that the output layer is
   std::unique_ptr<BoundarySets> boundaries_;
   std::shared_ptr<CriticConnection> critic_;
-  parallel::TrainingState state_{.kind = "trainer", .version = 0, .ledger = {}};
+  parallel::TrainingState state_{.kind = "trainer"};
   std::weak_ptr<const WeightSource> snapshot_;  // of the current version, while somebody holds it
 
   mutable std::mutex info_mutex_;

@@ -52,6 +52,7 @@ class TrainerEngineTest : public ::testing::Test {
     EngineOptions options;
     options.model = folder_ / "model";
     options.max_model_len = 64;
+    options.num_threads = 1;
     options.optimizer.learning_rate = 1e-2;
     return options;
   }
@@ -61,18 +62,21 @@ class TrainerEngineTest : public ::testing::Test {
   }
   std::unique_ptr<Engine> Make() const { return Make(Options()); }
 
+  static std::vector<float> LogProbsOf(Engine& engine, const std::vector<int32_t>& prompt,
+                                       const std::vector<int32_t>& response,
+                                       double temperature = 1) {
+    const absl::StatusOr<LogProbsResult> result =
+        engine.ComputeLogProbs({prompt, response, temperature});
+    EXPECT_TRUE(result.ok()) << result.status();
+    return result.ok() ? result->logprobs : std::vector<float>(response.size());
+  }
   // The log-probs that a rollout of the engine's current weights would have recorded.
   static void RecordLogProbs(Engine& engine, PolicyBatch& batch) {
     for (PolicySample& sample : batch.samples) {
       Trajectory& t = sample.trajectory;
-      const std::vector<float> logprobs =
-          engine
-              .ComputeLogProbs({.prompt_token_ids = t.prompt_token_ids,
-                                .response_token_ids = t.response_token_ids,
-                                .temperature = t.sampling.temperature})
-              .value()
-              .logprobs;
-      t.author_logprobs = t.other_logprobs = logprobs;
+      t.author_logprobs =
+          LogProbsOf(engine, t.prompt_token_ids, t.response_token_ids, t.sampling.temperature);
+      t.other_logprobs = t.author_logprobs;
     }
   }
   static TrainStepResult Step(Engine& engine, const TrainStepRequest& request) {
@@ -91,8 +95,7 @@ TEST_F(TrainerEngineTest, PolicyStepRaisesWhatWasRewarded) {
   RecordLogProbs(*engine, batch);
   const auto mean = [&](size_t sample) {
     const Trajectory& t = batch.samples[sample].trajectory;
-    const auto logprobs =
-        engine->ComputeLogProbs({t.prompt_token_ids, t.response_token_ids}).value().logprobs;
+    const auto logprobs = LogProbsOf(*engine, t.prompt_token_ids, t.response_token_ids);
     double sum = 0;
     for (size_t i = 0; i < logprobs.size(); ++i) sum += t.authorship_mask[i] ? logprobs[i] : 0;
     return sum;
@@ -188,8 +191,8 @@ TEST_F(TrainerEngineTest, MicroBatchingDoesNotChangeTheStep) {
     EXPECT_NEAR(first[name], second[name], 1e-5 * std::max(1.0, std::abs(second[name]))) << name;
   }
   const Trajectory& t = batch.samples[0].trajectory;
-  const auto x = a->ComputeLogProbs({t.prompt_token_ids, t.response_token_ids}).value().logprobs;
-  const auto y = b->ComputeLogProbs({t.prompt_token_ids, t.response_token_ids}).value().logprobs;
+  const auto x = LogProbsOf(*a, t.prompt_token_ids, t.response_token_ids);
+  const auto y = LogProbsOf(*b, t.prompt_token_ids, t.response_token_ids);
   for (size_t i = 0; i < x.size(); ++i) EXPECT_NEAR(x[i], y[i], 1e-3);
 }
 
@@ -373,10 +376,7 @@ TEST_F(TrainerEngineTest, SupervisedStepsLearnTheResponses) {
                    {.prompt_token_ids = {1, 6}, .response_token_ids = {4, 2}}};
   double expected = 0;
   for (const SupervisedSample& sample : batch.samples) {
-    for (float logprob :
-         engine->ComputeLogProbs({sample.prompt_token_ids, sample.response_token_ids})
-             .value()
-             .logprobs) {
+    for (float logprob : LogProbsOf(*engine, sample.prompt_token_ids, sample.response_token_ids)) {
       expected -= logprob / 6;
     }
   }
