@@ -18,10 +18,14 @@ endfunction()
 
 function(tandem_server name)
   cmake_parse_arguments(ARG "" "" "SRCS;DEPS" ${ARGN})
-  add_executable(${name} ${ARG_SRCS})
-  _tandem_configure(${name})
+  # The sources speak gRPC, and the engine's dependency libtorch ships old google/ headers: they are
+  # compiled on their own, without the include folders of what the binary links.
+  add_library(${name}_main OBJECT ${ARG_SRCS})
+  _tandem_configure(${name}_main)
+  target_link_libraries(${name}_main PRIVATE tandem::rpc)
+  add_executable(${name} $<TARGET_OBJECTS:${name}_main>)
   target_link_libraries(${name} PRIVATE ${ARG_DEPS})
-  set_target_properties(${name} PROPERTIES RUNTIME_OUTPUT_DIRECTORY "${CMAKE_BINARY_DIR}/bin")
+  set_target_properties(${name} PROPERTIES LINKER_LANGUAGE CXX RUNTIME_OUTPUT_DIRECTORY "${CMAKE_BINARY_DIR}/bin")
 endfunction()
 
 function(tandem_test name)
