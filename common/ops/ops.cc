@@ -9,6 +9,7 @@
 #include <cstring>
 
 #include "common/kernels/cpu/cpu_kernels.h"
+#include "common/ops/linear_function.h"
 
 namespace tandem::ops {
 namespace {
@@ -16,9 +17,9 @@ namespace {
 // Below this many multiply-adds (or exponentials) a second thread costs more than it saves.
 constexpr int64_t kWorkPerThread = 1 << 15;
 
-bool UseCpuKernels(const at::Tensor& x) {
-  return x.is_cpu() && x.scalar_type() == at::kFloat && !at::GradMode::is_enabled();
-}
+bool FloatsOnCpu(const at::Tensor& x) { return x.is_cpu() && x.scalar_type() == at::kFloat; }
+
+bool UseCpuKernels(const at::Tensor& x) { return FloatsOnCpu(x) && !at::GradMode::is_enabled(); }
 
 const float* Data(const at::Tensor& x) { return x.const_data_ptr<float>(); }
 float* MutableData(const at::Tensor& x) { return x.mutable_data_ptr<float>(); }
@@ -121,7 +122,8 @@ at::Tensor Embedding(const at::Tensor& tokens, const at::Tensor& weight) {
 }
 
 at::Tensor Linear(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias) {
-  if (!UseCpuKernels(x)) return at::linear(x, weight, bias);
+  if (!FloatsOnCpu(x)) return at::linear(x, weight, bias);
+  if (at::GradMode::is_enabled()) return DifferentiableLinear(x, weight, bias);
   at::Tensor y = at::empty({x.size(0), weight.size(0)}, x.options());
   LinearKernel(x, weight, bias, y, /*accumulate=*/false);
   return y;
@@ -129,7 +131,7 @@ at::Tensor Linear(const at::Tensor& x, const at::Tensor& weight, const at::Tenso
 
 at::Tensor LinearAdd(const at::Tensor& residual, const at::Tensor& x, const at::Tensor& weight,
                      const at::Tensor& bias) {
-  if (!UseCpuKernels(x)) return residual + at::linear(x, weight, bias);
+  if (!UseCpuKernels(x)) return residual + Linear(x, weight, bias);
   LinearKernel(x, weight, bias, residual, /*accumulate=*/true);
   return residual;
 }

@@ -1,8 +1,9 @@
 // The operations a transformer is made of, and the one place where a kernel is chosen.
 //
 // On the CPU in fp32 without autograd (inference, c10::InferenceMode, NoGradGuard) they run the
-// batch-invariant kernels of common/kernels/cpu; otherwise ATen, which records gradients. Shapes:
-// T rows (tokens of all sequences), D = head_dim. Tensors must have a contiguous last dimension.
+// batch-invariant kernels of common/kernels/cpu; with autograd linear maps do too, and the rest is
+// ATen. Shapes: T rows (tokens of all sequences), D = head_dim. Tensors must have a contiguous last
+// dimension.
 #ifndef TANDEM_COMMON_OPS_OPS_H_
 #define TANDEM_COMMON_OPS_OPS_H_
 
@@ -17,6 +18,7 @@ namespace tandem::ops {
 at::Tensor Embedding(const at::Tensor& tokens, const at::Tensor& weight);
 
 // x [T, in], weight [out, in], bias [out] or undefined -> x weight^T + bias, [T, out].
+// On the CPU a row's bits are the same with and without autograd, whatever the batch.
 at::Tensor Linear(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias = {});
 
 // residual + Linear(x, weight, bias). Without autograd the sum is written into `residual`, which

@@ -30,6 +30,7 @@ class OpsTest : public testing::Test {
 TEST_F(OpsTest, LinearPathsAgree) {
   const at::Tensor x = at::randn({37, 50}), w = at::randn({71, 50}), bias = at::randn({71});
   ExpectPathsAgree([&] { return Linear(x, w, bias); }, 2e-5);
+  EXPECT_LE((Linear(x, w, bias) - at::linear(x, w, bias)).abs().max().item<double>(), 2e-5);
   ExpectPathsAgree([&] { return Linear(x.narrow(1, 5, 20), w.narrow(1, 5, 20)); }, 2e-5);
   const at::Tensor residual = at::randn({37, 71});
   ExpectPathsAgree([&] { return LinearAdd(residual.clone(), x, w, bias); }, 2e-5);
@@ -75,6 +76,33 @@ TEST_F(OpsTest, InferenceRowsDoNotDependOnTheBatch) {
   for (const int64_t row : {0, 1, 150, 299}) {
     EXPECT_TRUE(at::equal(Linear(x.narrow(0, row, 1), w), all.narrow(0, row, 1)));
   }
+}
+
+TEST_F(OpsTest, LinearHasTheGradientsOfAten) {
+  const at::Tensor x = at::randn({19, 33}), w = at::randn({21, 33}), bias = at::randn({21});
+  const at::Tensor dy = at::randn({19, 21});
+  std::vector<std::vector<at::Tensor>> leaves;
+  for (int i = 0; i < 2; ++i) {
+    leaves.push_back(
+        {x.clone().requires_grad_(), w.clone().requires_grad_(), bias.clone().requires_grad_()});
+    const auto& [xi, wi, bi] = std::tie(leaves[i][0], leaves[i][1], leaves[i][2]);
+    (i == 0 ? Linear(xi, wi, bi) : at::linear(xi, wi, bi)).backward(dy);
+  }
+  for (int i = 0; i < 3; ++i) {
+    EXPECT_LE((leaves[0][i].grad() - leaves[1][i].grad()).abs().max().item<double>(), 2e-5) << i;
+  }
+  // A frozen weight costs no product.
+  const at::Tensor leaf = x.clone().requires_grad_();
+  Linear(leaf, w).sum().backward();
+  EXPECT_FALSE(w.grad().defined());
+  EXPECT_TRUE(leaf.grad().defined());
+}
+
+TEST_F(OpsTest, LinearHasTheSameBitsWithAndWithoutAutograd) {
+  const at::Tensor x = at::randn({19, 33}).requires_grad_(), w = at::randn({21, 33});
+  const at::Tensor training = Linear(x, w);
+  c10::InferenceMode guard;
+  EXPECT_TRUE(at::equal(training, Linear(x, w)));
 }
 
 TEST_F(OpsTest, AttentionIsDifferentiable) {
