@@ -197,7 +197,8 @@ def test_an_impossible_objective_is_refused(trainer, good, objective, field):
     [
         ({"token_ids": []}, "prompt_token_ids", InvalidArgumentError),
         ({"token_ids": [3, 10**6]}, "prompt_token_ids[1]", InvalidArgumentError),
-        ({"sampling": {}}, "sampling.max_tokens", InvalidArgumentError),
+        ({"sampling": {}}, "sampling", InvalidArgumentError),
+        ({"sampling": {"top_k": 3}}, "sampling.max_tokens", InvalidArgumentError),
         ({"sampling": {"max_tokens": 5, "top_p": 0.0}}, "sampling.top_p", InvalidArgumentError),
         (
             {"sampling": {"max_tokens": 5, "temperature": -1.0}},
@@ -211,7 +212,7 @@ def test_an_impossible_objective_is_refused(trainer, good, objective, field):
             InvalidArgumentError,
         ),
         ({"num_samples": -1}, "num_samples", InvalidArgumentError),
-        ({"token_ids": [5] * 127}, "", OutOfRangeError),
+        ({"token_ids": [5] * 128}, "prompt_token_ids", OutOfRangeError),
     ],
 )
 def test_an_impossible_prompt_is_refused_and_its_neighbours_are_answered(
@@ -239,7 +240,7 @@ def test_tandem_without_a_junior_is_refused(models, tmp_path):
         harness.rollout_client(running) as client,
     ):
         with pytest.raises(FailedPreconditionError):
-            client.generate(prompts(1, TANDEM["word"]))
+            client.generate(prompts(1, TANDEM["word"] | {"enabled": True}))
         assert client.generate(prompts(1, {"enabled": False}))
 
 

@@ -202,9 +202,11 @@ def generate(
     from tandem.wire import trajectory_record
 
     output = Output(as_json=as_json)
-    tandem: dict[str, Any] = {"selection_strategy": strategy, "prob_senior": prob_senior}
-    if solo:
-        tandem["enabled"] = False
+    tandem: dict[str, Any] = {
+        "enabled": not solo,
+        "selection_strategy": strategy,
+        "prob_senior": prob_senior,
+    }
     with RolloutClient(rollout) as client:
         codec = _codec(client, tokenizer)
         prompts = [

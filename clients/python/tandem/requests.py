@@ -25,7 +25,7 @@ class Prompt:
     Attributes:
         token_ids: the prompt.
         seed: determines, with the sample's index, every random draw; see schedule.prompt_seed.
-        num_samples: responses to draw.
+        num_samples: responses to draw; 0 means 1.
         sampling: fields of SamplingParams.
         tandem: fields of TandemConfig; what is not given is the server's default.
         return_other_logprobs: also compute the log-probability under the model that did not write.
@@ -86,7 +86,7 @@ class Collector:
         return [
             prompt
             for prompt in self.prompts
-            if len(self._samples[prompt.request_id]) < prompt.num_samples
+            if len(self._samples[prompt.request_id]) < max(1, prompt.num_samples)
         ]
 
     def add(self, event: rollout_pb2.GenerateResponse) -> None:
@@ -109,7 +109,7 @@ class Collector:
     def results(self) -> list[list[trajectory_pb2.Trajectory]]:
         """The samples of every prompt, in order."""
         return [
-            [self._samples[prompt.request_id][index] for index in range(prompt.num_samples)]
+            [self._samples[prompt.request_id][index] for index in range(max(1, prompt.num_samples))]
             for prompt in self.prompts
         ]
 

@@ -92,7 +92,8 @@ class SamplingSettings(Settings):
 class TandemSettings(Settings):
     """Fields of TandemConfig; what is not set is the rollout server's."""
 
-    enabled: bool | None = None
+    # Said outright, so that a server without a junior refuses rather than trains plain GRPO.
+    enabled: bool = True
     selection_strategy: Literal["bernoulli", "chunk", "alternating", "sentence", "word"] | None = (
         None
     )
