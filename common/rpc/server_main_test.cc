@@ -9,6 +9,7 @@
 
 #include <cstdlib>
 #include <fstream>
+#include <mutex>
 #include <nlohmann/json.hpp>
 #include <string>
 #include <thread>
@@ -55,6 +56,7 @@ class Process {
     err_reader_ = std::thread([this] {
       char buffer[4096];
       for (ssize_t n; (n = read(err_, buffer, sizeof(buffer))) > 0;) {
+        std::lock_guard lock(mutex_);
         err_text_.append(buffer, static_cast<size_t>(n));
       }
     });
@@ -84,6 +86,17 @@ class Process {
     }
     return text;
   }
+  // True once stderr holds `text`; false after 20 s.
+  bool WaitForStderr(const std::string& text) {
+    for (int i = 0; i < 2000; ++i) {
+      {
+        std::lock_guard lock(mutex_);
+        if (err_text_.find(text) != std::string::npos) return true;
+      }
+      absl::SleepFor(absl::Milliseconds(10));
+    }
+    return false;
+  }
   void Signal(int number) { kill(pid_, number); }
   int Wait() {
     int status = 0;
@@ -103,6 +116,7 @@ class Process {
   int out_ = -1;
   int err_ = -1;
   std::thread err_reader_;
+  std::mutex mutex_;
   std::string err_text_;
   std::optional<int> exit_code_;
 };
@@ -187,7 +201,7 @@ TEST(ServerMainTest, SigtermLetsARunningCallFinish) {
     status = FromGrpcStatus(stub->GetVersion(
         MakeClientContext(absl::Now() + absl::Seconds(20)).get(), GetVersionRequest(), &response));
   });
-  absl::SleepFor(absl::Milliseconds(250));
+  EXPECT_EQ(process.ReadLine(), "call started");
   process.Signal(SIGTERM);
   client.join();
   EXPECT_TRUE(status.ok()) << status;
@@ -195,7 +209,7 @@ TEST(ServerMainTest, SigtermLetsARunningCallFinish) {
 }
 
 TEST(ServerMainTest, TheDrainDeadlineCancelsWhatIsLeft) {
-  Process process(With(kAnyPort, {"server.drain_seconds=0.2"}), {{"CALL_MS", "4000"}});
+  Process process(With(kAnyPort, {"server.drain_seconds=0.1"}), {{"CALL_MS", "2000"}});
   const auto line = nlohmann::json::parse(process.ReadLine(), nullptr, false);
   ASSERT_FALSE(line.is_discarded());
   const auto stub =
@@ -206,7 +220,7 @@ TEST(ServerMainTest, TheDrainDeadlineCancelsWhatIsLeft) {
     status = FromGrpcStatus(stub->GetVersion(
         MakeClientContext(absl::Now() + absl::Seconds(20)).get(), GetVersionRequest(), &response));
   });
-  absl::SleepFor(absl::Milliseconds(500));
+  EXPECT_EQ(process.ReadLine(), "call started");
   process.Signal(SIGTERM);
   client.join();
   EXPECT_FALSE(status.ok());
@@ -215,7 +229,7 @@ TEST(ServerMainTest, TheDrainDeadlineCancelsWhatIsLeft) {
 
 TEST(ServerMainTest, SigtermWhileLoadingExitsZero) {
   Process process(kAnyPort, {{"LOAD_MS", "60000"}});
-  absl::SleepFor(absl::Milliseconds(500));
+  ASSERT_TRUE(process.WaitForStderr("\"event\":\"loading\""));
   process.Signal(SIGTERM);
   EXPECT_EQ(process.Wait(), 0);
 }

@@ -1,6 +1,7 @@
 // tandem-rollout-server without a model, for server_main_test: loading takes LOAD_MS, a GetVersion
-// call takes CALL_MS, LOAD_FAILS makes loading fail.
+// call says so and takes CALL_MS, LOAD_FAILS makes loading fail.
 #include <cstdlib>
+#include <iostream>
 #include <memory>
 
 #include "absl/time/clock.h"
@@ -24,6 +25,7 @@ int main(int argc, char** argv) {
             runtime,
             [](const GetVersionRequest&,
                const tandem::rpc::CallContext&) -> absl::StatusOr<GetVersionResponse> {
+              std::cout << "call started" << std::endl;
               absl::SleepFor(FromEnvironment("CALL_MS"));
               return GetVersionResponse();
             });
