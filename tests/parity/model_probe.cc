@@ -2,7 +2,8 @@
 //
 //   tandem-model-probe --model DIR --request request.json --output out.safetensors
 //
-// Request: {"sequences": [[ids...]...], "head": "lm" | "value",
+// Request, or an array of them, each with "name" to put before its outputs:
+//          {"sequences": [[ids...]...], "head": "lm" | "value",
 //           "cached_chunks": [n...],   // given: through the KV cache, in chunks of these sizes
 //           "gradients": bool, "seed": value-head seed, "save": directory to export to}
 // Output: hidden [T, H]; logits [T, V] or values [T]; with gradients, loss [] and grad.<name>.
@@ -81,8 +82,7 @@ absl::StatusOr<at::Tensor> CachedHidden(const Model& model, const Sequences& seq
   return at::cat(all, 0);
 }
 
-absl::Status Run(const std::string& directory, const nlohmann::json& request,
-                 const std::string& output_path) {
+absl::StatusOr<NamedTensors> Run(const std::string& directory, const nlohmann::json& request) {
   const bool gradients = request.value("gradients", false);
   const auto sequences = request.at("sequences").get<Sequences>();
   LoadOptions options;
@@ -115,7 +115,21 @@ absl::Status Run(const std::string& directory, const nlohmann::json& request,
   if (request.contains("save")) {
     TANDEM_RETURN_IF_ERROR(model->Save(request["save"].get<std::string>()));
   }
-  return WriteNamedTensors(output_path, output);
+  return output;
+}
+
+absl::Status RunAll(const std::string& directory, const nlohmann::json& requests,
+                    const std::string& output_path) {
+  if (!requests.is_array())
+    return RunAll(directory, nlohmann::json::array({requests}), output_path);
+  NamedTensors all;
+  for (const nlohmann::json& request : requests) {
+    const std::string prefix =
+        request.contains("name") ? request["name"].get<std::string>() + "." : "";
+    TANDEM_ASSIGN_OR_RETURN(const NamedTensors output, Run(directory, request));
+    for (const auto& [name, tensor] : output) all.emplace_back(prefix + name, tensor);
+  }
+  return WriteNamedTensors(output_path, all);
 }
 
 }  // namespace
@@ -130,7 +144,7 @@ int main(int argc, char** argv) {
   CLI11_PARSE(app, argc, argv);
   try {
     const absl::Status status =
-        tandem::Run(model, nlohmann::json::parse(std::ifstream(request)), output);
+        tandem::RunAll(model, nlohmann::json::parse(std::ifstream(request)), output);
     if (status.ok()) return 0;
     std::cerr << status << "\n";
   } catch (const std::exception& error) {

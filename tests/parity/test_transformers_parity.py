@@ -126,9 +126,15 @@ def sequences(vocab_size: int, lengths: list[int] = LENGTHS) -> list[list[int]]:
 
 
 def probe(tmp_path: pathlib.Path, model_dir: pathlib.Path, **request: object) -> dict:
+    return probe_all(tmp_path, model_dir, {"": request})[""]
+
+
+def probe_all(tmp_path: pathlib.Path, model_dir: pathlib.Path, requests: dict[str, dict]) -> dict:
+    """One run of the probe; the outputs of each request under its name."""
     if not PROBE.exists():
         pytest.fail(f"{PROBE} is missing: build first, or set TANDEM_BUILD_DIR")
-    (tmp_path / "request.json").write_text(json.dumps(request))
+    named = [{"name": name, **request} for name, request in requests.items()]
+    (tmp_path / "request.json").write_text(json.dumps(named))
     output = tmp_path / "output.safetensors"
     subprocess.run(
         [
@@ -139,8 +145,13 @@ def probe(tmp_path: pathlib.Path, model_dir: pathlib.Path, **request: object) ->
         ],
         check=True,
         timeout=300,
+        env={"OMP_WAIT_POLICY": "PASSIVE", **os.environ},  # no spinning beside other tests
     )
-    return load_file(output)
+    outputs: dict[str, dict] = {name: {} for name in requests}
+    for full_name, tensor in load_file(output).items():
+        request, _, name = full_name.partition(".")
+        outputs[request][name] = tensor
+    return outputs
 
 
 def reference(model: torch.nn.Module, tokens: list[list[int]], head: str) -> dict:
@@ -185,7 +196,17 @@ def test_forward_and_gradients(case: Case, head: str, tmp_path: pathlib.Path) ->
     loss = reference_loss(expected, tokens, head)
     loss.backward()
 
-    trained = probe(tmp_path, tmp_path / "model", sequences=tokens, head=head, gradients=True)
+    request = {"sequences": tokens, "head": head}
+    outputs = probe_all(
+        tmp_path,
+        tmp_path / "model",
+        {
+            "trained": {**request, "gradients": True},
+            "inferred": request,
+            "cached": {**request, "cached_chunks": [9, 1, 1, 30]},
+        },
+    )
+    trained, inferred, cached = outputs["trained"], outputs["inferred"], outputs["cached"]
     assert_close(trained, expected, TINY_TOLERANCE)
     assert abs(trained["loss"].item() - loss.item()) <= 1e-5
     gradients = {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
@@ -199,11 +220,7 @@ def test_forward_and_gradients(case: Case, head: str, tmp_path: pathlib.Path) ->
         assert error <= limit, f"gradient of {name}: {error:.2e} > {limit:.2e}"
 
     # The kernels of inference, whole and through the KV cache, give the same bits.
-    inferred = probe(tmp_path, tmp_path / "model", sequences=tokens, head=head)
     assert_close(inferred, expected, TINY_TOLERANCE)
-    cached = probe(
-        tmp_path, tmp_path / "model", sequences=tokens, head=head, cached_chunks=[9, 1, 1, 30]
-    )
     for name, tensor in inferred.items():
         assert torch.equal(cached[name], tensor), name
 
@@ -266,12 +283,19 @@ def test_smollm2(tmp_path: pathlib.Path) -> None:
     tokens = sequences(model.config.vocab_size, [40, 9])
     expected = reference(model, tokens, "lm")
     reference_loss(expected, tokens, "lm").backward()
-    trained = probe(tmp_path, SMOLLM2, sequences=tokens, gradients=True)
+    outputs = probe_all(
+        tmp_path,
+        SMOLLM2,
+        {
+            "trained": {"sequences": tokens, "gradients": True},
+            "cached": {"sequences": tokens, "cached_chunks": [16, 1, 2]},
+        },
+    )
+    trained, cached = outputs["trained"], outputs["cached"]
     assert_close(trained, expected, SMOLLM2_TOLERANCE)
     worst = 0.0
     for name, parameter in model.named_parameters():
         error = max_error(trained[f"grad.{name}"], parameter.grad)
         worst = max(worst, error / parameter.grad.abs().max().item())
     assert worst <= 1e-3, f"gradients: largest relative error {worst:.2e}"
-    cached = probe(tmp_path, SMOLLM2, sequences=tokens, cached_chunks=[16, 1, 2])
     assert_close(cached, expected, SMOLLM2_TOLERANCE)
