@@ -3,6 +3,7 @@
 // library is instantiated: an inline function compiled for AVX-512 must not end up in code that
 // runs elsewhere.
 #include <cstdint>
+#include <utility>  // integer_sequence: types only, no code
 
 #include "common/kernels/cpu/cpu_kernels.h"
 
@@ -28,23 +29,28 @@ TANDEM_INLINE Vec Load(const float* p) { return *reinterpret_cast<const Vec*>(p)
 TANDEM_INLINE void Store(float* p, Vec v) { *reinterpret_cast<Vec*>(p) = v; }
 TANDEM_INLINE Vec Splat(float x) { return Vec{} + x; }
 
+// Lane i of the four shuffles that Sum4 adds up: indices beyond kWidth are of the second vector.
+constexpr int EvenLane(int i) { return (i & ~1) + ((i & 1) ? kWidth : 0); }
+constexpr int OddLane(int i) { return (i | 1) + ((i & 1) ? kWidth : 0); }
+constexpr int LowLane(int i) { return (i & ~3) + (i & 1) + ((i & 2) ? kWidth : 0); }
+constexpr int HighLane(int i) { return LowLane(i) + 2; }
+
 // Sums of four vectors at once, each by the same tree.
-TANDEM_INLINE Vec4 Sum4(Vec a, Vec b, Vec c, Vec d) {
-  IVec even, odd, low, high;
-  for (int i = 0; i < kWidth; ++i) {
-    const int side = (i & 1) ? kWidth : 0;
-    even[i] = (i & ~1) + side;
-    odd[i] = (i | 1) + side;
-    const int pair_side = (i & 2) ? kWidth : 0;
-    low[i] = (i & ~3) + (i & 1) + pair_side;
-    high[i] = (i & ~3) + 2 + (i & 1) + pair_side;
-  }
-  const Vec ab = __builtin_shuffle(a, b, even) + __builtin_shuffle(a, b, odd);
-  const Vec cd = __builtin_shuffle(c, d, even) + __builtin_shuffle(c, d, odd);
-  const Vec sums = __builtin_shuffle(ab, cd, low) + __builtin_shuffle(ab, cd, high);
+template <int... I>
+TANDEM_INLINE Vec4 Sum4Lanes(Vec a, Vec b, Vec c, Vec d, std::integer_sequence<int, I...>) {
+  const Vec ab =
+      __builtin_shufflevector(a, b, EvenLane(I)...) + __builtin_shufflevector(a, b, OddLane(I)...);
+  const Vec cd =
+      __builtin_shufflevector(c, d, EvenLane(I)...) + __builtin_shufflevector(c, d, OddLane(I)...);
+  const Vec sums = __builtin_shufflevector(ab, cd, LowLane(I)...) +
+                   __builtin_shufflevector(ab, cd, HighLane(I)...);
   Vec4 total = *reinterpret_cast<const Vec4*>(&sums);
   for (int i = 1; i < kWidth / 4; ++i) total += reinterpret_cast<const Vec4*>(&sums)[i];
   return total;
+}
+
+TANDEM_INLINE Vec4 Sum4(Vec a, Vec b, Vec c, Vec d) {
+  return Sum4Lanes(a, b, c, d, std::make_integer_sequence<int, kWidth>());
 }
 
 TANDEM_INLINE float Sum(Vec a) { return Sum4(a, a, a, a)[0]; }
