@@ -76,11 +76,15 @@ def load_dataset(settings: DataSettings, codec: TextCodec, seed: int = 0) -> Dat
         scorer, rows = _reasoning_gym(settings)
     else:
         rows = _json_lines(settings)
-    examples = []
+    examples: list[Example] = []
+    seen: set[str] = set()
     for row in rows:
         if settings.limit is not None and len(examples) >= settings.limit:
             break
-        examples.append(_example(row, settings, codec, scorer))
+        example = _example(row, settings, codec, scorer)
+        if not (settings.unique and example.text in seen):
+            examples.append(example)
+        seen.add(example.text)
     return Dataset(examples, seed)
 
 

@@ -55,6 +55,8 @@ class DataSettings(Settings):
     system: str | None = None
     # Regular expression whose first group, found in the prompt, becomes the row's `prompt`.
     extract: str | None = None
+    # Leave out rows whose prompt came before.
+    unique: bool = False
     # Rows kept; all when not set.
     limit: int | None = Field(None, ge=1)
 

@@ -59,6 +59,13 @@ def test_batches_are_a_function_of_the_step(tmp_path, codec):
     assert len(one.without({"w3", "w4"})) == 8
 
 
+def test_unique_rows_and_a_limit(tmp_path, codec):
+    rows = jsonl(tmp_path, *({"prompt": f"w{1 + i % 3}"} for i in range(9)))
+    unique = load_dataset(rows.model_copy(update={"unique": True}), codec)
+    assert [e.text for e in unique.examples] == ["w1", "w2", "w3"]
+    assert len(load_dataset(rows.model_copy(update={"limit": 5}), codec)) == 5
+
+
 @pytest.mark.parametrize(
     ("pattern", "text", "answer"),
     [
