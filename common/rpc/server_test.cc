@@ -188,22 +188,26 @@ TEST_F(ServerTest, TheClientsDeadlineFreesTheCall) {
 }
 
 TEST_F(ServerTest, AFullQueueIsResourceExhausted) {
-  absl::Notification go;
-  std::atomic<int> started = 0;
-  const auto block = [&] {
-    ++started;
-    go.WaitForNotification();
+  // Queued work may run after this function has returned: it shares what it waits for.
+  struct Shared {
+    absl::Notification go;
+    std::atomic<int> started = 0;
+  };
+  const auto shared = std::make_shared<Shared>();
+  const auto block = [shared] {
+    ++shared->started;
+    shared->go.WaitForNotification();
   };
   // Occupies the workers, then the queue.
   const int workers = CallExecutorOptions().num_threads;
   for (int i = 0; i < workers; ++i) ASSERT_TRUE(server_.executor().Run(block).ok());
-  ASSERT_TRUE(Eventually([&] { return started == workers; }));
+  ASSERT_TRUE(Eventually([&] { return shared->started == workers; }));
   while (server_.executor().Run(block).ok()) {
   }
   const absl::Status refused = Call().status;
   EXPECT_EQ(refused.code(), absl::StatusCode::kResourceExhausted);
   EXPECT_TRUE(RetryAfterMilliseconds(refused).has_value());
-  go.Notify();
+  shared->go.Notify();
   EXPECT_TRUE(Eventually([&] { return Call().status.ok(); }));
 }
 
