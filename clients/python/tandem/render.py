@@ -157,7 +157,7 @@ def trajectory_table(
     records: Iterable[Mapping[str, Any]], codec: TextCodec, title: str = "Trajectories"
 ) -> Table:
     """Trajectories with every token coloured by its author."""
-    table = Table(title=f"{title} ({LEGEND})", show_lines=False)
+    table = Table(title=Text(f"{title}: {LEGEND}"))
     table.add_column("prompt")
     table.add_column("response")
     table.add_column("reward", justify="right")
