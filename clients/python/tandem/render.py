@@ -140,10 +140,11 @@ class StepDisplay:
         )
 
 
-def authored_text(pieces: Sequence[str], mask: Sequence[int]) -> Text:
+def authored_text(pieces: Sequence[str], mask: Sequence[int], *, one_line: bool = False) -> Text:
     """A response by author: senior bold cyan, junior yellow, underlined and in brackets."""
     text = Text()
-    for author, run in _runs(pieces, mask):
+    for author, raw in _runs(pieces, mask):
+        run = _visible(raw, keep="" if one_line else "\n")
         if author:
             text.append(run, style=SENIOR_STYLE)
         else:
@@ -165,7 +166,7 @@ def trajectory_table(
         pieces = codec.pieces(record["response_token_ids"])
         table.add_row(
             Text(_visible(codec.decode(record["prompt_token_ids"]))),
-            authored_text([_visible(piece) for piece in pieces], record["authorship_mask"]),
+            authored_text(pieces, record["authorship_mask"], one_line=True),
             _cell(record["reward"], "{:.2f}"),
         )
     return table
@@ -182,8 +183,11 @@ def _runs(pieces: Sequence[str], mask: Sequence[int]) -> Iterable[tuple[int, str
         yield author, run
 
 
-def _visible(text: str) -> str:
-    return text.replace("\n", "\\n")
+def _visible(text: str, keep: str = "") -> str:
+    # A model may write control characters; a terminal must not obey them.
+    return "".join(
+        c if c.isprintable() or c in keep else c.encode("unicode_escape").decode() for c in text
+    )
 
 
 def _shown(value: Any) -> str:
