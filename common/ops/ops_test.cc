@@ -62,7 +62,9 @@ TEST_F(OpsTest, CachedAttentionEqualsCausalAttentionBitForBit) {
   at::Tensor keys = at::full({4, 3, 128, 16}, std::nan("")), values = keys.clone();
   for (const auto& [begin, end] : {std::pair<int64_t, int64_t>{0, 40}, {40, 41}, {41, 90}}) {
     const int64_t rows = end - begin;
-    const auto part = [&](const at::Tensor& x) { return x.narrow(0, begin, rows); };
+    const auto part = [start = begin, rows](const at::Tensor& x) {
+      return x.narrow(0, start, rows);
+    };
     const at::Tensor out =
         CachedAttention(part(q), part(k), part(v), {0, rows}, {2}, {begin}, keys, values);
     EXPECT_TRUE(at::equal(out, part(whole)));

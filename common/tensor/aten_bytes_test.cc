@@ -23,8 +23,9 @@ TEST(AtenBytesTest, EveryTypeSurvivesAFile) {
   ASSERT_TRUE(read.ok()) << read.status();
   ASSERT_EQ(read->size(), tensors.size());
   for (const auto& [name, tensor] : tensors) {
-    const auto found = std::find_if(read->begin(), read->end(),
-                                    [&](const auto& entry) { return entry.first == name; });
+    const auto found =
+        std::find_if(read->begin(), read->end(),
+                     [&wanted = name](const auto& entry) { return entry.first == wanted; });
     ASSERT_NE(found, read->end()) << name;
     EXPECT_EQ(found->second.scalar_type(), tensor.scalar_type());
     EXPECT_TRUE(at::equal(found->second, tensor)) << name;
