@@ -165,6 +165,8 @@ class LocalCluster:
                 stderr=subprocess.STDOUT,
                 # Ctrl-C is for us: we stop the servers in order.
                 start_new_session=True,
+                # Servers that share cores must not spin while another one works.
+                env={"OMP_WAIT_POLICY": "PASSIVE"} | os.environ,
             )
         server = Server(name, role, process, log)
         self.servers.append(server)

@@ -12,6 +12,7 @@
 #include "absl/functional/function_ref.h"
 #include "absl/strings/str_cat.h"
 #include "common/base/error.h"
+#include "common/base/logging.h"
 #include "common/base/status_macros.h"
 #include "common/loss/fused_output_loss.h"
 #include "common/loss/supervised_loss.h"
@@ -153,8 +154,13 @@ absl::StatusOr<std::unique_ptr<Engine>> TorchEngine::Create(
   if (engine->head_name_.empty()) {
     return absl::InternalError("the output layer is none of the model's parameters");
   }
-  TANDEM_ASSIGN_OR_RETURN(engine->loss_,
+  TANDEM_ASSIGN_OR_RETURN(auto output_loss,
                           loss::LinearCrossEntropyLoss::Create(head, {}, loss_options));
+  if (!output_loss->fallback_warning().empty()) {
+    Log(LogLevel::kWarning, "fused_loss_fallback",
+        {LogField{"message", output_loss->fallback_warning()}});
+  }
+  engine->loss_ = std::move(output_loss);
 
   if (!options.reference_model.empty()) {
     absl::StatusOr<std::unique_ptr<Model>> reference = Model::Load(options.reference_model, {});
