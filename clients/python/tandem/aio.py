@@ -1,20 +1,23 @@
-"""Asyncio twins of tandem.client: the same methods, awaited; the same retries and exceptions."""
+"""Asyncio twins of tandem.client: the same methods, awaited; the same retries and exceptions.
+
+Only open_stream() has no twin: stream() takes an asynchronous iterator of messages.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from tandem import requests
-from tandem.client import Event, _require_complete
+from tandem.client import Event
 from tandem.critic.v1 import critic_pb2, critic_pb2_grpc
 from tandem.errors import RpcError
 from tandem.requests import PolicySample, Prompt, SupervisedSample
 from tandem.rollout.v1 import rollout_pb2, rollout_pb2_grpc
 from tandem.trainer.v1 import trainer_pb2, trainer_pb2_grpc
 from tandem.transport import AsyncConnection, RetryPolicy
-from tandem.types.v1 import tensor_pb2, trajectory_pb2
+from tandem.types.v1 import trajectory_pb2
 from tandem.weights.v1 import weights_pb2, weights_pb2_grpc
 
 
@@ -38,11 +41,14 @@ class AsyncRolloutClient(AsyncConnection):
         return await self.call("GetServerInfo", lambda o: self._stub.GetServerInfo(request, **o))
 
     def stream(
-        self, messages: Iterable[rollout_pb2.GenerateRequest], timeout_seconds: float | None = None
+        self,
+        messages: Iterable[rollout_pb2.GenerateRequest]
+        | AsyncIterable[rollout_pb2.GenerateRequest],
+        timeout_seconds: float | None = None,
     ) -> AsyncIterator[Event]:
         """The raw Generate call: messages in, events out. Leaving the loop cancels it."""
         return super().stream(
-            "Generate", lambda o: self._stub.Generate(iter(messages), **o), timeout_seconds
+            "Generate", lambda o: self._stub.Generate(messages, **o), timeout_seconds
         )
 
     async def generate(
@@ -67,7 +73,7 @@ class AsyncRolloutClient(AsyncConnection):
                     raise
                 await asyncio.sleep(wait)
             else:
-                _require_complete(collector, self.address)
+                collector.require_complete(self.address)
             attempt += 1
         return collector.results()
 
@@ -80,16 +86,7 @@ class AsyncRolloutClient(AsyncConnection):
         temperature: float | None = None,
     ) -> rollout_pb2.ScoreResponse:
         """Log-probabilities of (token ids, index of the first scored token)."""
-        request = rollout_pb2.ScoreRequest(
-            sequences=[
-                rollout_pb2.ScoreSequence(token_ids=ids, first_scored_token=first)
-                for ids, first in sequences
-            ],
-            senior=senior,
-            junior=junior,
-        )
-        if temperature is not None:
-            request.temperature = temperature
+        request = requests.score(sequences, senior, junior, temperature)
         return await self.call("Score", lambda o: self._stub.Score(request, **o))
 
     async def pause(self) -> int:
@@ -146,6 +143,15 @@ class AsyncTrainerClient(AsyncConnection):
             objective=objective or {},
             request_id=request_id,
         )
+        return await self.send_train_step(messages, timeout_seconds)
+
+    async def send_train_step(
+        self,
+        messages: Iterable[trainer_pb2.TrainStepRequest],
+        timeout_seconds: float | None = None,
+    ) -> trainer_pb2.TrainStepResponse:
+        """The raw TrainStep call."""
+        messages = list(messages)
         return await self.call(
             "TrainStep", lambda o: self._stub.TrainStep(iter(messages), **o), timeout_seconds
         )
@@ -179,7 +185,7 @@ class AsyncTrainerClient(AsyncConnection):
 
     async def export_model(self, path: str, *, bfloat16: bool = False) -> str:
         """Writes the weights as a Hugging Face directory that must not exist yet."""
-        dtype = tensor_pb2.DATA_TYPE_BFLOAT16 if bfloat16 else tensor_pb2.DATA_TYPE_FLOAT32
+        dtype = requests.export_dtype(bfloat16)
         request = trainer_pb2.ExportModelRequest(path=path, dtype=dtype)
         return (await self.call("ExportModel", lambda o: self._stub.ExportModel(request, **o))).path
 
@@ -211,15 +217,18 @@ class AsyncCriticClient(AsyncConnection):
         self, sequences: Iterable[SupervisedSample]
     ) -> list[critic_pb2.ComputeValuesResponse]:
         """Values of the response tokens."""
-        messages = (
-            critic_pb2.ComputeValuesRequest(
-                prompt_token_ids=sequence.prompt_token_ids,
-                response_token_ids=sequence.response_token_ids,
-            )
-            for sequence in sequences
-        )
+        messages = requests.value_requests(sequences)
         replies = self.stream("ComputeValues", lambda o: self._stub.ComputeValues(messages, **o))
         return [reply async for reply in replies]
+
+    async def send_train_step(
+        self, messages: Iterable[critic_pb2.TrainStepRequest], timeout_seconds: float | None = None
+    ) -> critic_pb2.TrainStepResponse:
+        """The raw TrainStep call. In a PPO run the trainer makes it."""
+        messages = list(messages)
+        return await self.call(
+            "TrainStep", lambda o: self._stub.TrainStep(iter(messages), **o), timeout_seconds
+        )
 
     async def save_checkpoint(self, directory: str, name: str, keep: int = 0) -> str:
         """Writes an atomic checkpoint; returns its path on the server's file system."""
@@ -232,3 +241,9 @@ class AsyncCriticClient(AsyncConnection):
         request = critic_pb2.LoadCheckpointRequest(path=path)
         reply = await self.call("LoadCheckpoint", lambda o: self._stub.LoadCheckpoint(request, **o))
         return reply.version
+
+    async def export_model(self, path: str, *, bfloat16: bool = False) -> str:
+        """Writes a Hugging Face token-classification directory that must not exist yet."""
+        dtype = requests.export_dtype(bfloat16)
+        request = critic_pb2.ExportModelRequest(path=path, dtype=dtype)
+        return (await self.call("ExportModel", lambda o: self._stub.ExportModel(request, **o))).path

@@ -15,8 +15,6 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-import grpc
-
 from tandem import requests
 from tandem.critic.v1 import critic_pb2, critic_pb2_grpc
 from tandem.errors import RpcError
@@ -24,7 +22,7 @@ from tandem.requests import PolicySample, Prompt, SupervisedSample
 from tandem.rollout.v1 import rollout_pb2, rollout_pb2_grpc
 from tandem.trainer.v1 import trainer_pb2, trainer_pb2_grpc
 from tandem.transport import Connection, RetryPolicy
-from tandem.types.v1 import tensor_pb2, trajectory_pb2
+from tandem.types.v1 import trajectory_pb2
 from tandem.weights.v1 import weights_pb2, weights_pb2_grpc
 
 Event = rollout_pb2.GenerateResponse
@@ -83,7 +81,7 @@ class RolloutClient(Connection):
                     raise
                 time.sleep(wait)
             else:
-                _require_complete(collector, self.address)
+                collector.require_complete(self.address)
             attempt += 1
         return collector.results()
 
@@ -100,16 +98,7 @@ class RolloutClient(Connection):
         temperature: float | None = None,
     ) -> rollout_pb2.ScoreResponse:
         """Log-probabilities of (token ids, index of the first scored token)."""
-        request = rollout_pb2.ScoreRequest(
-            sequences=[
-                rollout_pb2.ScoreSequence(token_ids=ids, first_scored_token=first)
-                for ids, first in sequences
-            ],
-            senior=senior,
-            junior=junior,
-        )
-        if temperature is not None:
-            request.temperature = temperature
+        request = requests.score(sequences, senior, junior, temperature)
         return self.call("Score", lambda o: self._stub.Score(request, **o))
 
     def pause(self) -> int:
@@ -259,7 +248,7 @@ class TrainerClient(Connection):
 
     def export_model(self, path: str, *, bfloat16: bool = False) -> str:
         """Writes the weights as a Hugging Face directory that must not exist yet."""
-        dtype = tensor_pb2.DATA_TYPE_BFLOAT16 if bfloat16 else tensor_pb2.DATA_TYPE_FLOAT32
+        dtype = requests.export_dtype(bfloat16)
         request = trainer_pb2.ExportModelRequest(path=path, dtype=dtype)
         return self.call("ExportModel", lambda o: self._stub.ExportModel(request, **o)).path
 
@@ -291,13 +280,7 @@ class CriticClient(Connection):
         self, sequences: Iterable[SupervisedSample]
     ) -> list[critic_pb2.ComputeValuesResponse]:
         """Values of the response tokens."""
-        messages = (
-            critic_pb2.ComputeValuesRequest(
-                prompt_token_ids=sequence.prompt_token_ids,
-                response_token_ids=sequence.response_token_ids,
-            )
-            for sequence in sequences
-        )
+        messages = requests.value_requests(sequences)
         return list(self.stream("ComputeValues", lambda o: self._stub.ComputeValues(messages, **o)))
 
     def send_train_step(
@@ -322,15 +305,6 @@ class CriticClient(Connection):
 
     def export_model(self, path: str, *, bfloat16: bool = False) -> str:
         """Writes a Hugging Face token-classification directory that must not exist yet."""
-        dtype = tensor_pb2.DATA_TYPE_BFLOAT16 if bfloat16 else tensor_pb2.DATA_TYPE_FLOAT32
+        dtype = requests.export_dtype(bfloat16)
         request = critic_pb2.ExportModelRequest(path=path, dtype=dtype)
         return self.call("ExportModel", lambda o: self._stub.ExportModel(request, **o)).path
-
-
-def _require_complete(collector: requests.Collector, address: str) -> None:
-    if missing := collector.missing():
-        raise RpcError(
-            f"{address} ended the stream with {len(missing)} prompts unfinished",
-            code=grpc.StatusCode.INTERNAL,
-            method="Generate",
-        )

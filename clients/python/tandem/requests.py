@@ -8,10 +8,13 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import grpc
+
+from tandem.critic.v1 import critic_pb2
 from tandem.errors import RpcError, from_status
 from tandem.rollout.v1 import rollout_pb2
 from tandem.trainer.v1 import objective_pb2, trainer_pb2
-from tandem.types.v1 import trajectory_pb2
+from tandem.types.v1 import tensor_pb2, trajectory_pb2
 from tandem.wire import to_message, to_tensor
 
 # Names of a step directory, so that they sort by step.
@@ -106,6 +109,15 @@ class Collector:
         """Samples that are complete."""
         return sum(map(len, self._samples.values()))
 
+    def require_complete(self, address: str) -> None:
+        """Raises if the stream ended with a sample missing."""
+        if missing := self.missing():
+            raise RpcError(
+                f"{address} ended the stream with {len(missing)} prompts unfinished",
+                code=grpc.StatusCode.INTERNAL,
+                method="Generate",
+            )
+
     def results(self) -> list[list[trajectory_pb2.Trajectory]]:
         """The samples of every prompt, in order."""
         return [
@@ -192,3 +204,34 @@ def log_prob_requests(
         if temperature is not None:
             request.temperature = temperature
         yield request
+
+
+def value_requests(
+    sequences: Iterable[SupervisedSample],
+) -> Iterator[critic_pb2.ComputeValuesRequest]:
+    """The messages of ComputeValues."""
+    for sequence in sequences:
+        yield critic_pb2.ComputeValuesRequest(
+            prompt_token_ids=sequence.prompt_token_ids,
+            response_token_ids=sequence.response_token_ids,
+        )
+
+
+def score(
+    sequences: Iterable[tuple[Sequence[int], int]],
+    senior: bool,
+    junior: bool,
+    temperature: float | None,
+) -> rollout_pb2.ScoreRequest:
+    """The message of Score for (token ids, index of the first scored token)."""
+    request = rollout_pb2.ScoreRequest(senior=senior, junior=junior)
+    for ids, first in sequences:
+        request.sequences.add(token_ids=ids, first_scored_token=first)
+    if temperature is not None:
+        request.temperature = temperature
+    return request
+
+
+def export_dtype(bfloat16: bool) -> tensor_pb2.DataType:
+    """The number format of an exported model."""
+    return tensor_pb2.DATA_TYPE_BFLOAT16 if bfloat16 else tensor_pb2.DATA_TYPE_FLOAT32

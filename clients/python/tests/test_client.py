@@ -1,11 +1,21 @@
 """Clients against fake servers: errors, retries, deadlines."""
 
+import asyncio
 import time
 
 import fakes
 import pytest
 
-from tandem import AsyncRolloutClient, AsyncTrainerClient, RetryPolicy, RolloutClient, TrainerClient
+from tandem import (
+    AsyncCriticClient,
+    AsyncRolloutClient,
+    AsyncTrainerClient,
+    CriticClient,
+    RetryPolicy,
+    RolloutClient,
+    TrainerClient,
+    requests,
+)
 from tandem.errors import (
     FailedPreconditionError,
     InvalidArgumentError,
@@ -124,3 +134,29 @@ async def test_async_clients_do_the_same(world, address):
         assert reply.report.policy_version == 1
         with pytest.raises(FailedPreconditionError):
             await client.train_step(SAMPLES, run_id="r", step=2, expected_version=0)
+
+
+@pytest.mark.parametrize(
+    ("plain", "asynchronous"),
+    [
+        (RolloutClient, AsyncRolloutClient),
+        (TrainerClient, AsyncTrainerClient),
+        (CriticClient, AsyncCriticClient),
+    ],
+)
+def test_async_clients_have_the_same_methods(plain, asynchronous):
+    def methods(client):
+        return {name for name in vars(client) if not name.startswith("_")} - {"open_stream"}
+
+    assert methods(asynchronous) == methods(plain)
+
+
+async def test_an_async_stream_takes_messages_while_it_runs(address):
+    async def messages():
+        for prompt in prompts():
+            yield requests.submit([prompt.named(0)])
+            await asyncio.sleep(0)
+
+    async with AsyncRolloutClient(address, retry=QUICK) as client:
+        events = [event async for event in client.stream(messages())]
+    assert any(event.HasField("finished") for event in events)

@@ -52,8 +52,8 @@ class TorchEngine : public Engine {
   }
   absl::StatusOr<ValuesResult> ComputeValues(const ValuesRequest& request) override;
   absl::StatusOr<TrainStepResult> TrainStep(const TrainStepRequest& request) override;
-  absl::StatusOr<CheckpointResult> SaveCheckpoint(const std::string& directory,
-                                                  const std::string& name, int64_t keep) override;
+  absl::StatusOr<checkpoint::Saved> SaveCheckpoint(const std::string& directory,
+                                                   const std::string& name, int64_t keep) override;
   absl::Status LoadCheckpoint(const std::string& path) override;
   absl::Status ExportModel(const std::string& path, DType dtype) override;
 
@@ -241,16 +241,12 @@ absl::StatusOr<TrainStepResult> TorchEngine::Update(const TrainStepRequest& requ
                          .replayed = false};
 }
 
-absl::StatusOr<CheckpointResult> TorchEngine::SaveCheckpoint(const std::string& directory,
-                                                             const std::string& name,
-                                                             int64_t keep) {
+absl::StatusOr<checkpoint::Saved> TorchEngine::SaveCheckpoint(const std::string& directory,
+                                                              const std::string& name,
+                                                              int64_t keep) {
   const std::lock_guard lock(mutex_);
-  return Guarded([&]() -> absl::StatusOr<CheckpointResult> {
-    TANDEM_ASSIGN_OR_RETURN(
-        const checkpoint::Saved saved,
-        parallel::SaveTraining(directory, name, keep, *model_, *strategy_, state_));
-    return CheckpointResult{.path = saved.path, .bytes = saved.bytes};
-  });
+  return Guarded(
+      [&] { return parallel::SaveTraining(directory, name, keep, *model_, *strategy_, state_); });
 }
 
 absl::Status TorchEngine::LoadCheckpoint(const std::string& path) {

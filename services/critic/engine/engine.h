@@ -11,6 +11,7 @@
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "common/checkpoint/checkpoint.h"
 #include "common/model/model_summary.h"
 #include "common/parallel/optimizer_options.h"
 #include "common/tensor/dtype.h"
@@ -63,11 +64,6 @@ struct TrainStepResult {
   bool replayed = false;
 };
 
-struct CheckpointResult {
-  std::string path;
-  int64_t bytes = 0;
-};
-
 struct EngineInfo {
   ModelSummary model;
   int64_t version = 0;
@@ -89,9 +85,9 @@ class Engine {
   // engine, with paths from "samples[i]." on.
   virtual absl::StatusOr<TrainStepResult> TrainStep(const TrainStepRequest& request) = 0;
 
-  virtual absl::StatusOr<CheckpointResult> SaveCheckpoint(const std::string& directory,
-                                                          const std::string& name,
-                                                          int64_t keep) = 0;
+  virtual absl::StatusOr<checkpoint::Saved> SaveCheckpoint(const std::string& directory,
+                                                           const std::string& name,
+                                                           int64_t keep) = 0;
   virtual absl::Status LoadCheckpoint(const std::string& path) = 0;
   virtual absl::Status ExportModel(const std::string& path, DType dtype) = 0;
 };

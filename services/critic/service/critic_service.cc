@@ -8,11 +8,12 @@
 #include "common/base/error.h"
 #include "common/base/logging.h"
 #include "common/base/status_macros.h"
-#include "common/rpc/checkpoint_fields.h"
+#include "common/rpc/checkpoint_calls.h"
 #include "common/rpc/phase_timer.h"
 #include "common/rpc/proto_convert.h"
 #include "common/rpc/server_main.h"
 #include "common/rpc/stream_handlers.h"
+#include "common/rpc/train_step_stream.h"
 #include "common/rpc/unary_handler.h"
 #include "services/critic/service/convert.h"
 
@@ -103,56 +104,28 @@ CriticService::ComputeValues(grpc::CallbackServerContext* context) {
 // ---------------------------------------------------------------------------------------------
 // TrainStep
 
-// Collects one step. Every sample is checked as it comes, so a bad one is refused before the rest
-// is sent.
 class CriticService::TrainStepCall final
-    : public rpc::ClientStreamHandler<v1::TrainStepRequest, v1::TrainStepResponse> {
+    : public rpc::TrainStepStream<v1::TrainStepRequest, v1::TrainStepResponse> {
  public:
-  explicit TrainStepCall(CriticService& service) : service_(service), share_(service.budget_) {}
+  explicit TrainStepCall(CriticService& service)
+      : TrainStepStream(service.budget_), service_(service) {}
 
-  absl::Status OnMessage(v1::TrainStepRequest&& message) override {
-    if (message.has_header()) return OnHeader(message.header());
-    if (!has_header_) return InvalidField("header", "must be the first message");
-    const std::string path = absl::StrCat("samples[", request_.samples.size(), "]");
-    if (received() == num_samples_) {
-      return InvalidField("header.num_samples",
-                          absl::StrCat(num_samples_, " samples were announced, more came"));
-    }
-    if (!message.has_sample()) return InvalidField(path, "is required");
-    absl::Status taken = share_.Take(static_cast<int64_t>(message.SpaceUsedLong()));
-    if (!taken.ok()) return PrependFieldPath(path, taken);
-    auto sample = FromProto(message.sample());
-    if (!sample.ok()) return PrependFieldPath(path, sample.status());
-    request_.samples.push_back(*std::move(sample));
+ private:
+  absl::StatusOr<int64_t> OnHeader(const v1::TrainStepHeader& proto) override {
+    TANDEM_ASSIGN_OR_RETURN(request_, FromProto(proto, service_.options_.max_samples));
+    return proto.num_samples();
+  }
+  absl::Status OnSample(const v1::TrainStepRequest& message) override {
+    if (!message.has_sample()) return InvalidField("sample", "is required");
+    TANDEM_ASSIGN_OR_RETURN(ValueSample sample, FromProto(message.sample()));
+    request_.samples.push_back(std::move(sample));
     return absl::OkStatus();
   }
-
-  absl::StatusOr<v1::TrainStepResponse> OnEnd(const rpc::CallContext& context) override {
-    if (!has_header_) return InvalidField("header", "is required");
-    if (received() != num_samples_) {
-      return InvalidField(
-          "header.num_samples",
-          absl::StrCat(num_samples_, " samples were announced, only ", received(), " came"));
-    }
+  absl::StatusOr<v1::TrainStepResponse> OnComplete(const rpc::CallContext& context) override {
     return service_.RunTrainStep(request_, context);
   }
 
- private:
-  absl::Status OnHeader(const v1::TrainStepHeader& proto) {
-    if (has_header_) return InvalidField("header", "came twice");
-    auto request = FromProto(proto, service_.options_.max_samples);
-    if (!request.ok()) return PrependFieldPath("header", request.status());
-    has_header_ = true;
-    num_samples_ = proto.num_samples();
-    request_ = *std::move(request);
-    return absl::OkStatus();
-  }
-  int64_t received() const { return static_cast<int64_t>(request_.samples.size()); }
-
   CriticService& service_;
-  rpc::ByteBudget::Share share_;
-  bool has_header_ = false;
-  int64_t num_samples_ = 0;
   TrainStepRequest request_;
 };
 
@@ -206,22 +179,9 @@ grpc::ServerUnaryReactor* CriticService::SaveCheckpoint(grpc::CallbackServerCont
                                                         const v1::SaveCheckpointRequest* request,
                                                         v1::SaveCheckpointResponse* response) {
   return rpc::HandleUnary<v1::SaveCheckpointRequest, v1::SaveCheckpointResponse>(
-      executor_, context, request, response,
-      [this](const v1::SaveCheckpointRequest& request,
-             const rpc::CallContext& context) -> absl::StatusOr<v1::SaveCheckpointResponse> {
-        TANDEM_RETURN_IF_ERROR(
-            rpc::CheckSaveFields(request.directory(), request.name(), request.keep()));
-        TANDEM_ASSIGN_OR_RETURN(const CheckpointResult result, turn_.Run(context, [&] {
-          const rpc::PhaseTimer timer(metrics_, "save");
-          return engine_->SaveCheckpoint(request.directory(), request.name(), request.keep());
-        }));
-        metrics_.Gauge(rpc::metric::kCheckpointTime).SetToCurrentTime();
-        metrics_.Gauge(rpc::metric::kCheckpointBytes).Set(static_cast<double>(result.bytes));
-        Log(LogLevel::kInfo, "checkpoint_saved", {{"path", result.path}, {"bytes", result.bytes}});
-        v1::SaveCheckpointResponse out;
-        out.set_path(result.path);
-        out.set_bytes(result.bytes);
-        return out;
+      executor_, context, request, response, [this](const auto& request, const auto& context) {
+        return rpc::SaveCheckpoint<v1::SaveCheckpointResponse>(*engine_, turn_, metrics_, request,
+                                                               context);
       });
 }
 
@@ -232,16 +192,10 @@ grpc::ServerUnaryReactor* CriticService::LoadCheckpoint(grpc::CallbackServerCont
       executor_, context, request, response,
       [this](const v1::LoadCheckpointRequest& request,
              const rpc::CallContext& context) -> absl::StatusOr<v1::LoadCheckpointResponse> {
-        TANDEM_RETURN_IF_ERROR(rpc::CheckPath("path", request.path()));
-        TANDEM_RETURN_IF_ERROR(turn_.Run(context, [&] {
-          const rpc::PhaseTimer timer(metrics_, "load");
-          return engine_->LoadCheckpoint(request.path());
-        }));
+        TANDEM_RETURN_IF_ERROR(rpc::LoadCheckpoint(*engine_, turn_, metrics_, request, context));
         RefreshInfo();
         UpdateMetrics();
         const EngineInfo info = Info();
-        Log(LogLevel::kInfo, "checkpoint_loaded",
-            {{"path", request.path()}, {"version", info.version}});
         v1::LoadCheckpointResponse out;
         out.set_version(info.version);
         out.set_optimizer_steps(info.optimizer_steps);
@@ -253,18 +207,9 @@ grpc::ServerUnaryReactor* CriticService::ExportModel(grpc::CallbackServerContext
                                                      const v1::ExportModelRequest* request,
                                                      v1::ExportModelResponse* response) {
   return rpc::HandleUnary<v1::ExportModelRequest, v1::ExportModelResponse>(
-      executor_, context, request, response,
-      [this](const v1::ExportModelRequest& request,
-             const rpc::CallContext& context) -> absl::StatusOr<v1::ExportModelResponse> {
-        TANDEM_RETURN_IF_ERROR(rpc::CheckPath("path", request.path()));
-        TANDEM_ASSIGN_OR_RETURN(const DType dtype, rpc::ExportDType(request.dtype()));
-        TANDEM_RETURN_IF_ERROR(turn_.Run(context, [&] {
-          const rpc::PhaseTimer timer(metrics_, "export");
-          return engine_->ExportModel(request.path(), dtype);
-        }));
-        v1::ExportModelResponse out;
-        out.set_path(request.path());
-        return out;
+      executor_, context, request, response, [this](const auto& request, const auto& context) {
+        return rpc::ExportModel<v1::ExportModelResponse>(*engine_, turn_, metrics_, request,
+                                                         context);
       });
 }
 

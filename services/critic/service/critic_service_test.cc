@@ -133,7 +133,7 @@ TEST_F(CriticServerTest, EveryMalformedStepIsRefusedByNameAndTheServerServesOn) 
       {"header.request_id", header([](H& h) { h.clear_request_id(); })},
       {"header.step", header([](H& h) { h.set_step(-1); })},
       {"header.value_clip", header([](H& h) { h.set_value_clip(-1); })},
-      {"samples[0]", {Header(1), v1::TrainStepRequest()}},
+      {"samples[0].sample", {Header(1), v1::TrainStepRequest()}},
       {"samples[0].prompt_token_ids", sample([](S& s) { s.clear_prompt_token_ids(); })},
       {"samples[0].response_token_ids", sample([](S& s) { s.clear_response_token_ids(); })},
       {"samples[0].old_values", sample([](S& s) { s.clear_old_values(); })},

@@ -56,9 +56,9 @@ class FakeEngine final : public Engine {
     if (absl::Status error = TakeError(); !error.ok()) return error;
     return result;
   }
-  absl::StatusOr<CheckpointResult> SaveCheckpoint(const std::string& directory,
-                                                  const std::string& name, int64_t) override {
-    return CheckpointResult{directory + "/" + name, 99};
+  absl::StatusOr<checkpoint::Saved> SaveCheckpoint(const std::string& directory,
+                                                   const std::string& name, int64_t) override {
+    return checkpoint::Saved{directory + "/" + name, 99};
   }
   absl::Status LoadCheckpoint(const std::string&) override {
     std::lock_guard lock(mutex_);

@@ -13,6 +13,7 @@
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "common/checkpoint/checkpoint.h"
 #include "common/loss/loss_scale.h"
 #include "common/loss/policy_loss.h"
 #include "common/model/model_summary.h"
@@ -151,11 +152,6 @@ struct LogProbsResult {
   int64_t policy_version = 0;
 };
 
-struct CheckpointResult {
-  std::string path;
-  int64_t bytes = 0;
-};
-
 struct EngineInfo {
   ModelSummary model;
   int64_t policy_version = 0;
@@ -183,9 +179,9 @@ class Engine {
   virtual absl::StatusOr<std::shared_ptr<const WeightSource>> Snapshot() = 0;
 
   // Writes directory/name atomically; keeps the newest `keep` step directories (0: all).
-  virtual absl::StatusOr<CheckpointResult> SaveCheckpoint(const std::string& directory,
-                                                          const std::string& name,
-                                                          int64_t keep) = 0;
+  virtual absl::StatusOr<checkpoint::Saved> SaveCheckpoint(const std::string& directory,
+                                                           const std::string& name,
+                                                           int64_t keep) = 0;
   virtual absl::Status LoadCheckpoint(const std::string& path) = 0;
   virtual absl::Status ExportModel(const std::string& path, DType dtype) = 0;
 };

@@ -307,7 +307,7 @@ TEST_F(TrainerEngineTest, GradientThatIsNotFiniteIsRefusedAndTheEngineGoesOn) {
 TEST_F(TrainerEngineTest, CheckpointContinuesBitForBitAndKeepsTheTable) {
   auto engine = Make();
   const TrainStepResult first = Step(*engine, TestRequest());
-  const CheckpointResult saved =
+  const checkpoint::Saved saved =
       engine->SaveCheckpoint(folder_ / "checkpoints", "step_1", 2).value();
   EXPECT_EQ(saved.path, folder_ / "checkpoints/step_1");
   EXPECT_GT(saved.bytes, 0);

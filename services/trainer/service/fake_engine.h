@@ -94,11 +94,11 @@ class FakeEngine final : public Engine {
     return std::make_shared<FakeWeights>(version_, (2 << 20) + 40);
   }
 
-  absl::StatusOr<CheckpointResult> SaveCheckpoint(const std::string& directory,
-                                                  const std::string& name, int64_t) override {
+  absl::StatusOr<checkpoint::Saved> SaveCheckpoint(const std::string& directory,
+                                                   const std::string& name, int64_t) override {
     std::lock_guard lock(mutex_);
     if (absl::Status error = TakeError(); !error.ok()) return error;
-    return CheckpointResult{directory + "/" + name, 1234};
+    return checkpoint::Saved{directory + "/" + name, 1234};
   }
   absl::Status LoadCheckpoint(const std::string&) override {
     std::lock_guard lock(mutex_);

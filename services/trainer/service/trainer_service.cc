@@ -10,11 +10,12 @@
 #include "common/base/error.h"
 #include "common/base/logging.h"
 #include "common/base/status_macros.h"
-#include "common/rpc/checkpoint_fields.h"
+#include "common/rpc/checkpoint_calls.h"
 #include "common/rpc/error_table.h"
 #include "common/rpc/phase_timer.h"
 #include "common/rpc/proto_convert.h"
 #include "common/rpc/server_main.h"
+#include "common/rpc/train_step_stream.h"
 #include "common/rpc/unary_handler.h"
 #include "services/trainer/service/convert.h"
 #include "services/trainer/service/publish.h"
@@ -89,81 +90,51 @@ grpc::ServerUnaryReactor* TrainerService::GetServerInfo(grpc::CallbackServerCont
 // ---------------------------------------------------------------------------------------------
 // TrainStep
 
-// Collects one step. Every sample is checked as it comes, so a bad one is refused before the rest
-// is sent.
 class TrainerService::TrainStepCall final
-    : public rpc::ClientStreamHandler<v1::TrainStepRequest, v1::TrainStepResponse> {
+    : public rpc::TrainStepStream<v1::TrainStepRequest, v1::TrainStepResponse> {
  public:
-  explicit TrainStepCall(TrainerService& service) : service_(service), share_(service.budget_) {}
+  explicit TrainStepCall(TrainerService& service)
+      : TrainStepStream(service.budget_), service_(service) {}
 
-  absl::Status OnMessage(v1::TrainStepRequest&& message) override {
-    if (message.has_header()) return OnHeader(message.header());
-    if (!has_header_) return InvalidField("header", "must be the first message");
-    const std::string path = absl::StrCat("samples[", received_, "]");
-    if (received_ == num_samples_) {
-      return InvalidField("header.num_samples",
-                          absl::StrCat(num_samples_, " samples were announced, more came"));
+ private:
+  absl::StatusOr<int64_t> OnHeader(const v1::TrainStepHeader& proto) override {
+    TANDEM_ASSIGN_OR_RETURN(StepHeader header, FromProto(proto, service_.options_.max_samples));
+    request_.run_id = std::move(header.run_id);
+    request_.step = header.step;
+    request_.request_id = std::move(header.request_id);
+    request_.expected_policy_version = header.expected_policy_version;
+    if (header.is_policy()) {
+      request_.batch = PolicyBatch{std::get<PolicyObjective>(header.objective), {}};
+    } else {
+      request_.batch = SupervisedBatch{std::get<SupervisedObjective>(header.objective), {}};
     }
-    absl::Status taken = share_.Take(static_cast<int64_t>(message.SpaceUsedLong()));
-    if (!taken.ok()) return PrependFieldPath(path, taken);
-    absl::Status added =
-        std::visit([&](auto& batch) { return Add(message, &batch); }, request_.batch);
-    if (!added.ok()) return PrependFieldPath(path, added);
-    ++received_;
-    return absl::OkStatus();
+    return header.num_samples;
   }
-
-  absl::StatusOr<v1::TrainStepResponse> OnEnd(const rpc::CallContext& context) override {
-    if (!has_header_) return InvalidField("header", "is required");
-    if (received_ != num_samples_) {
-      return InvalidField(
-          "header.num_samples",
-          absl::StrCat(num_samples_, " samples were announced, only ", received_, " came"));
-    }
+  absl::Status OnSample(const v1::TrainStepRequest& message) override {
+    return std::visit([&](auto& batch) { return Add(message, batch); }, request_.batch);
+  }
+  absl::StatusOr<v1::TrainStepResponse> OnComplete(const rpc::CallContext& context) override {
     return service_.RunTrainStep(request_, context);
   }
 
- private:
-  absl::Status OnHeader(const v1::TrainStepHeader& proto) {
-    if (has_header_) return InvalidField("header", "came twice");
-    auto header = FromProto(proto, service_.options_.max_samples);
-    if (!header.ok()) return PrependFieldPath("header", header.status());
-    has_header_ = true;
-    num_samples_ = header->num_samples;
-    request_.run_id = std::move(header->run_id);
-    request_.step = header->step;
-    request_.request_id = std::move(header->request_id);
-    request_.expected_policy_version = header->expected_policy_version;
-    if (header->is_policy()) {
-      request_.batch = PolicyBatch{std::get<PolicyObjective>(header->objective), {}};
-    } else {
-      request_.batch = SupervisedBatch{std::get<SupervisedObjective>(header->objective), {}};
-    }
-    return absl::OkStatus();
-  }
-
-  static absl::Status Add(const v1::TrainStepRequest& message, PolicyBatch* batch) {
+  static absl::Status Add(const v1::TrainStepRequest& message, PolicyBatch& batch) {
     if (!message.has_policy_sample()) {
       return InvalidField("policy_sample", "is required with a policy objective");
     }
     TANDEM_ASSIGN_OR_RETURN(PolicySample sample, FromProto(message.policy_sample()));
-    batch->samples.push_back(std::move(sample));
+    batch.samples.push_back(std::move(sample));
     return absl::OkStatus();
   }
-  static absl::Status Add(const v1::TrainStepRequest& message, SupervisedBatch* batch) {
+  static absl::Status Add(const v1::TrainStepRequest& message, SupervisedBatch& batch) {
     if (!message.has_supervised_sample()) {
       return InvalidField("supervised_sample", "is required with a supervised objective");
     }
     TANDEM_ASSIGN_OR_RETURN(SupervisedSample sample, FromProto(message.supervised_sample()));
-    batch->samples.push_back(std::move(sample));
+    batch.samples.push_back(std::move(sample));
     return absl::OkStatus();
   }
 
   TrainerService& service_;
-  rpc::ByteBudget::Share share_;
-  bool has_header_ = false;
-  int64_t num_samples_ = 0;
-  int64_t received_ = 0;
   TrainStepRequest request_;
 };
 
@@ -297,22 +268,9 @@ grpc::ServerUnaryReactor* TrainerService::SaveCheckpoint(grpc::CallbackServerCon
                                                          const v1::SaveCheckpointRequest* request,
                                                          v1::SaveCheckpointResponse* response) {
   return rpc::HandleUnary<v1::SaveCheckpointRequest, v1::SaveCheckpointResponse>(
-      executor_, context, request, response,
-      [this](const v1::SaveCheckpointRequest& request,
-             const rpc::CallContext& context) -> absl::StatusOr<v1::SaveCheckpointResponse> {
-        TANDEM_RETURN_IF_ERROR(
-            rpc::CheckSaveFields(request.directory(), request.name(), request.keep()));
-        TANDEM_ASSIGN_OR_RETURN(const CheckpointResult result, turn_.Run(context, [&] {
-          const rpc::PhaseTimer timer(metrics_, "save");
-          return engine_->SaveCheckpoint(request.directory(), request.name(), request.keep());
-        }));
-        metrics_.Gauge(rpc::metric::kCheckpointTime).SetToCurrentTime();
-        metrics_.Gauge(rpc::metric::kCheckpointBytes).Set(static_cast<double>(result.bytes));
-        Log(LogLevel::kInfo, "checkpoint_saved", {{"path", result.path}, {"bytes", result.bytes}});
-        v1::SaveCheckpointResponse out;
-        out.set_path(result.path);
-        out.set_bytes(result.bytes);
-        return out;
+      executor_, context, request, response, [this](const auto& request, const auto& context) {
+        return rpc::SaveCheckpoint<v1::SaveCheckpointResponse>(*engine_, turn_, metrics_, request,
+                                                               context);
       });
 }
 
@@ -323,16 +281,10 @@ grpc::ServerUnaryReactor* TrainerService::LoadCheckpoint(grpc::CallbackServerCon
       executor_, context, request, response,
       [this](const v1::LoadCheckpointRequest& request,
              const rpc::CallContext& context) -> absl::StatusOr<v1::LoadCheckpointResponse> {
-        TANDEM_RETURN_IF_ERROR(rpc::CheckPath("path", request.path()));
-        TANDEM_RETURN_IF_ERROR(turn_.Run(context, [&] {
-          const rpc::PhaseTimer timer(metrics_, "load");
-          return engine_->LoadCheckpoint(request.path());
-        }));
+        TANDEM_RETURN_IF_ERROR(rpc::LoadCheckpoint(*engine_, turn_, metrics_, request, context));
         RefreshInfo();
         UpdateMetrics();
         const EngineInfo info = Info();
-        Log(LogLevel::kInfo, "checkpoint_loaded",
-            {{"path", request.path()}, {"policy_version", info.policy_version}});
         v1::LoadCheckpointResponse out;
         out.set_policy_version(info.policy_version);
         out.set_optimizer_steps(info.optimizer_steps);
@@ -344,18 +296,9 @@ grpc::ServerUnaryReactor* TrainerService::ExportModel(grpc::CallbackServerContex
                                                       const v1::ExportModelRequest* request,
                                                       v1::ExportModelResponse* response) {
   return rpc::HandleUnary<v1::ExportModelRequest, v1::ExportModelResponse>(
-      executor_, context, request, response,
-      [this](const v1::ExportModelRequest& request,
-             const rpc::CallContext& context) -> absl::StatusOr<v1::ExportModelResponse> {
-        TANDEM_RETURN_IF_ERROR(rpc::CheckPath("path", request.path()));
-        TANDEM_ASSIGN_OR_RETURN(const DType dtype, rpc::ExportDType(request.dtype()));
-        TANDEM_RETURN_IF_ERROR(turn_.Run(context, [&] {
-          const rpc::PhaseTimer timer(metrics_, "export");
-          return engine_->ExportModel(request.path(), dtype);
-        }));
-        v1::ExportModelResponse out;
-        out.set_path(request.path());
-        return out;
+      executor_, context, request, response, [this](const auto& request, const auto& context) {
+        return rpc::ExportModel<v1::ExportModelResponse>(*engine_, turn_, metrics_, request,
+                                                         context);
       });
 }
 

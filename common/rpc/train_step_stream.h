@@ -1,0 +1,80 @@
+// A train step as it comes over the wire, which trainer and critic share.
+#ifndef TANDEM_COMMON_RPC_TRAIN_STEP_STREAM_H_
+#define TANDEM_COMMON_RPC_TRAIN_STEP_STREAM_H_
+
+#include <cstdint>
+#include <type_traits>
+#include <utility>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/strings/str_cat.h"
+#include "common/base/error.h"
+#include "common/base/status_macros.h"
+#include "common/rpc/byte_budget.h"
+#include "common/rpc/stream_handlers.h"
+
+namespace tandem::rpc {
+
+// Collects one step: a header that announces how many samples follow, then the samples. Every
+// sample is checked as it comes, so a bad one is refused before the rest is sent.
+template <typename Request, typename Response>
+class TrainStepStream : public ClientStreamHandler<Request, Response> {
+ public:
+  // Messages that are held count against `budget` until the call is over.
+  explicit TrainStepStream(ByteBudget& budget) : share_(budget) {}
+
+  absl::Status OnMessage(Request&& message) final {
+    if (message.has_header()) {
+      if (has_header_) return InvalidField("header", "came twice");
+      absl::StatusOr<int64_t> announced = OnHeader(message.header());
+      if (!announced.ok()) return PrependFieldPath("header", announced.status());
+      num_samples_ = *announced;
+      has_header_ = true;
+      return absl::OkStatus();
+    }
+    if (!has_header_) return InvalidField("header", "must be the first message");
+    if (received_ == num_samples_) {
+      return InvalidField("header.num_samples",
+                          absl::StrCat(num_samples_, " samples were announced, more came"));
+    }
+    TANDEM_RETURN_IF_ERROR(
+        PrependFieldPath(absl::StrCat("samples[", received_, "]"), Keep(message)));
+    ++received_;
+    return absl::OkStatus();
+  }
+
+  absl::StatusOr<Response> OnEnd(const CallContext& context) final {
+    if (!has_header_) return InvalidField("header", "is required");
+    if (received_ != num_samples_) {
+      return InvalidField(
+          "header.num_samples",
+          absl::StrCat(num_samples_, " samples were announced, only ", received_, " came"));
+    }
+    return OnComplete(context);
+  }
+
+ private:
+  using Header = std::decay_t<decltype(std::declval<Request>().header())>;
+
+  // Returns how many samples the header announces. Field paths start inside the header.
+  virtual absl::StatusOr<int64_t> OnHeader(const Header& header) = 0;
+  // Field paths start inside the sample.
+  virtual absl::Status OnSample(const Request& message) = 0;
+  // All samples came.
+  virtual absl::StatusOr<Response> OnComplete(const CallContext& context) = 0;
+
+  absl::Status Keep(const Request& message) {
+    TANDEM_RETURN_IF_ERROR(share_.Take(static_cast<int64_t>(message.SpaceUsedLong())));
+    return OnSample(message);
+  }
+
+  ByteBudget::Share share_;
+  bool has_header_ = false;
+  int64_t num_samples_ = 0;
+  int64_t received_ = 0;
+};
+
+}  // namespace tandem::rpc
+
+#endif  // TANDEM_COMMON_RPC_TRAIN_STEP_STREAM_H_
