@@ -173,6 +173,15 @@ int64_t Model::num_parameters() const {
   return count;
 }
 
+ModelSummary Model::Summary(int64_t max_model_len) const {
+  return {.path = source_directory_,
+          .model_type = config_.model_type,
+          .vocab_size = config_.vocab_size,
+          .num_parameters = num_parameters(),
+          .max_model_len = max_model_len,
+          .eos_token_ids = config_.eos_token_ids};
+}
+
 absl::Status Model::LoadParameters(const NamedTensors& tensors, bool partial) {
   const auto fail = [](const std::string& name, absl::string_view what) {
     return absl::InvalidArgumentError(absl::StrCat("tensor '", name, "': ", what));

@@ -25,6 +25,7 @@
 #include "common/model/attention_context.h"
 #include "common/model/kv_cache.h"
 #include "common/model/model_config.h"
+#include "common/model/model_summary.h"
 #include "common/model/ragged_batch.h"
 #include "common/tensor/dtype.h"
 #include "common/tensor/named_tensors.h"
@@ -111,6 +112,8 @@ class Model {
   // The parameter of that name; undefined when there is none.
   at::Tensor Parameter(absl::string_view name) const;
   int64_t num_parameters() const;
+  // In the terms that servers report; `max_model_len` is the engine's.
+  ModelSummary Summary(int64_t max_model_len) const;
 
   // Copies values in, by name, converting to fp32. All or nothing: names, shapes and completeness
   // (unless `partial`) are checked before the first copy. A tied "lm_head.weight" is ignored.

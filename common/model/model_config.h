@@ -2,6 +2,7 @@
 #ifndef TANDEM_COMMON_MODEL_MODEL_CONFIG_H_
 #define TANDEM_COMMON_MODEL_MODEL_CONFIG_H_
 
+#include <algorithm>
 #include <cstdint>
 #include <optional>
 #include <string>
@@ -62,6 +63,10 @@ struct ModelConfig {
   // config.json as it was read; an export writes its unknown keys back.
   std::string raw_json;
 
+  // Longest sequence that positions allow, at most `limit`.
+  int64_t LongestSequence(int64_t limit) const {
+    return max_position_embeddings > 0 ? std::min(limit, max_position_embeddings) : limit;
+  }
   // Tokens' width of queries and of keys or values.
   int64_t query_size() const { return num_attention_heads * head_dim; }
   int64_t key_value_size() const { return num_key_value_heads * head_dim; }

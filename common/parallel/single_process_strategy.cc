@@ -4,7 +4,6 @@
 #include <ATen/core/grad_mode.h>
 
 #include <cmath>
-#include <exception>
 #include <map>
 
 #include "absl/strings/str_cat.h"
@@ -12,21 +11,9 @@
 #include "common/base/status_macros.h"
 #include "common/parallel/learning_rate.h"
 #include "common/tensor/aten_bytes.h"
+#include "common/tensor/catch_torch_errors.h"
 
 namespace tandem::parallel {
-namespace {
-
-// Runs `body` and turns an exception into INTERNAL.
-template <typename Body>
-absl::Status Guarded(const char* what, Body&& body) {
-  try {
-    return body();
-  } catch (const std::exception& error) {
-    return absl::InternalError(absl::StrCat(what, ": ", error.what()));
-  }
-}
-
-}  // namespace
 
 absl::Status SingleProcessStrategy::Build(const NamedTensors& parameters,
                                           const OptimizerOptions& options) {
@@ -38,7 +25,7 @@ absl::Status SingleProcessStrategy::Build(const NamedTensors& parameters,
           absl::StrCat("parameter '", name, "' is not an fp32 leaf that requires a gradient"));
     }
   }
-  return Guarded("cannot build the optimizer", [&]() -> absl::Status {
+  return CatchTorchErrors("cannot build the optimizer", [&]() -> absl::Status {
     options_ = options;
     parameters_ = parameters;
     gradients_.clear();
@@ -60,7 +47,7 @@ at::Tensor SingleProcessStrategy::Gradient(absl::string_view parameter) const {
 
 absl::Status SingleProcessStrategy::ForwardBackward(int64_t count,
                                                     absl::FunctionRef<absl::Status(int64_t)> run) {
-  return Guarded("forward-backward", [&]() -> absl::Status {
+  return CatchTorchErrors("forward-backward", [&]() -> absl::Status {
     for (at::Tensor& gradient : gradients_) gradient.zero_();
     for (int64_t i = 0; i < count; ++i) {
       TANDEM_RETURN_IF_ERROR(run(i));
@@ -71,7 +58,7 @@ absl::Status SingleProcessStrategy::ForwardBackward(int64_t count,
 
 absl::StatusOr<OptimizerReport> SingleProcessStrategy::OptimizerStep() {
   OptimizerReport report;
-  TANDEM_RETURN_IF_ERROR(Guarded("optimizer step", [&]() -> absl::Status {
+  TANDEM_RETURN_IF_ERROR(CatchTorchErrors("optimizer step", [&]() -> absl::Status {
     // Autograd adds in place, so the gradients are still the ones given to the parameters.
     report.grad_norm = GlobalNorm(gradients_);
     if (!std::isfinite(report.grad_norm)) {
@@ -106,7 +93,7 @@ absl::Status SingleProcessStrategy::ScatterParameters(const NamedTensors& parame
   if (given.size() != parameters_.size()) {
     return absl::InvalidArgumentError("parameters that the model does not have");
   }
-  return Guarded("cannot replace parameters", [&]() -> absl::Status {
+  return CatchTorchErrors("cannot replace parameters", [&]() -> absl::Status {
     const at::NoGradGuard no_grad;
     for (const auto& [name, parameter] : parameters_) parameter.detach().copy_(given.at(name));
     return absl::OkStatus();
@@ -118,7 +105,7 @@ absl::Status SingleProcessStrategy::SaveOptimizer(const std::string& directory) 
 }
 
 absl::Status SingleProcessStrategy::LoadOptimizer(const std::string& directory) {
-  return Guarded("cannot load the optimizer", [&]() -> absl::Status {
+  return CatchTorchErrors("cannot load the optimizer", [&]() -> absl::Status {
     TANDEM_ASSIGN_OR_RETURN(const NamedTensors state,
                             ReadNamedTensors(absl::StrCat(directory, "/", kOptimizerFile)));
     return optimizer_->LoadState(state);

@@ -4,10 +4,12 @@
 #define TANDEM_COMMON_PARALLEL_TRAINING_CHECKPOINT_H_
 
 #include <cstdint>
+#include <optional>
 #include <string>
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "absl/strings/string_view.h"
 #include "common/checkpoint/checkpoint.h"
 #include "common/checkpoint/step_ledger.h"
 #include "common/model/model.h"
@@ -22,6 +24,22 @@ struct TrainingState {
   int64_t version = 0;  // of the weights
   checkpoint::StepLedger ledger = checkpoint::StepLedger();
 };
+
+// Which step a request is, and the version of the weights that it was made for.
+struct StepIdentity {
+  std::string run_id;
+  int64_t step = 0;
+  std::string request_id;
+  std::string payload_digest;
+  int64_t expected_version = 0;
+};
+
+// The stored reply if the step was done before, nothing if it is to be done now. INVALID_ARGUMENT
+// for an incomplete identity; ALREADY_EXISTS (reason REQUEST_ID_REUSED); FAILED_PRECONDITION
+// (reason STALE_POLICY_VERSION) naming `version_field`.
+absl::StatusOr<std::optional<std::string>> AdmitStep(const TrainingState& state,
+                                                     const StepIdentity& identity,
+                                                     absl::string_view version_field);
 
 // Writes directory/name and then removes all but the newest `keep` step directories (0: all stay).
 absl::StatusOr<checkpoint::Saved> SaveTraining(const std::string& directory,

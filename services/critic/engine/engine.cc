@@ -5,12 +5,10 @@
 #include <ATen/core/grad_mode.h>
 
 #include <algorithm>
-#include <exception>
 #include <mutex>
 #include <optional>
 #include <utility>
 
-#include "absl/strings/str_cat.h"
 #include "common/base/error.h"
 #include "common/base/status_macros.h"
 #include "common/loss/loss_scale.h"
@@ -20,20 +18,11 @@
 #include "common/parallel/strategy.h"
 #include "common/parallel/training_checkpoint.h"
 #include "common/parallel/weight_snapshot.h"
+#include "common/tensor/catch_torch_errors.h"
 #include "services/critic/engine/value_step.h"
 
 namespace tandem::critic {
 namespace {
-
-// Runs `body` and turns an exception of libtorch into INTERNAL.
-template <typename Body>
-auto Guarded(Body&& body) -> decltype(body()) {
-  try {
-    return body();
-  } catch (const std::exception& error) {
-    return absl::InternalError(absl::StrCat("critic engine: ", error.what()));
-  }
-}
 
 std::vector<int64_t> Join(const std::vector<int32_t>& prompt,
                           const std::vector<int32_t>& response) {
@@ -98,23 +87,13 @@ absl::StatusOr<std::unique_ptr<Engine>> TorchEngine::Create(const EngineOptions&
 
 parallel::SequenceLimits TorchEngine::Limits() const {
   const ModelConfig& config = model_->config();
-  parallel::SequenceLimits limits{.vocab_size = config.vocab_size,
-                                  .max_model_len = options_.max_model_len};
-  if (config.max_position_embeddings > 0) {
-    limits.max_model_len = std::min(limits.max_model_len, config.max_position_embeddings);
-  }
-  return limits;
+  return {.vocab_size = config.vocab_size,
+          .max_model_len = config.LongestSequence(options_.max_model_len)};
 }
 
 void TorchEngine::RefreshInfo() {
-  const ModelConfig& config = model_->config();
   EngineInfo info;
-  info.model = {.path = options_.model,
-                .model_type = config.model_type,
-                .vocab_size = config.vocab_size,
-                .num_parameters = model_->num_parameters(),
-                .max_model_len = Limits().max_model_len,
-                .eos_token_ids = config.eos_token_ids};
+  info.model = model_->Summary(Limits().max_model_len);
   info.version = state_.version;
   info.weights_digest = parallel::WeightStreamDigest(model_->Parameters());
   info.optimizer_steps = strategy_->optimizer_steps();
@@ -127,7 +106,7 @@ absl::StatusOr<ValuesResult> TorchEngine::ComputeValues(const ValuesRequest& req
   const std::lock_guard lock(mutex_);
   TANDEM_RETURN_IF_ERROR(
       parallel::CheckSequence(request.prompt_token_ids, request.response_token_ids, Limits()));
-  return Guarded([&]() -> absl::StatusOr<ValuesResult> {
+  return CatchTorchErrors("values", [&]() -> absl::StatusOr<ValuesResult> {
     const at::NoGradGuard no_grad;
     CausalContext context;
     const at::Tensor hidden = model_->HiddenStates(
@@ -146,25 +125,23 @@ absl::StatusOr<ValuesResult> TorchEngine::ComputeValues(const ValuesRequest& req
 
 absl::StatusOr<TrainStepResult> TorchEngine::TrainStep(const TrainStepRequest& request) {
   const std::lock_guard lock(mutex_);
-  if (request.run_id.empty()) return InvalidField("run_id", "is missing");
-  if (request.request_id.empty()) return InvalidField("request_id", "is missing");
-  if (request.step < 0) return InvalidField("step", "must not be negative");
   const std::string digest = PayloadDigest(request);
   TANDEM_ASSIGN_OR_RETURN(const std::optional<std::string> stored,
-                          state_.ledger.Find(request.run_id, request.request_id, digest));
+                          parallel::AdmitStep(state_,
+                                              {.run_id = request.run_id,
+                                               .step = request.step,
+                                               .request_id = request.request_id,
+                                               .payload_digest = digest,
+                                               .expected_version = request.expected_version},
+                                              "expected_version"));
   if (stored.has_value()) {
     TANDEM_ASSIGN_OR_RETURN(TrainStepResult result, DecodeResult(*stored));
     result.replayed = true;
     return result;
   }
-  if (request.expected_version != state_.version) {
-    return WithReason(FieldError(absl::StatusCode::kFailedPrecondition, "expected_version",
-                                 absl::StrCat("is ", request.expected_version,
-                                              ", the critic is at ", state_.version)),
-                      "STALE_POLICY_VERSION");
-  }
   TANDEM_RETURN_IF_ERROR(CheckTrainStep(request, Limits(), options_.max_samples));
-  absl::StatusOr<TrainStepResult> result = Guarded([&] { return Update(request); });
+  absl::StatusOr<TrainStepResult> result =
+      CatchTorchErrors("train step", [&] { return Update(request); });
   if (!result.ok()) return result;
   state_.ledger.Record(request.run_id, request.request_id, digest, EncodeResult(*result));
   RefreshInfo();
@@ -245,13 +222,14 @@ absl::StatusOr<checkpoint::Saved> TorchEngine::SaveCheckpoint(const std::string&
                                                               const std::string& name,
                                                               int64_t keep) {
   const std::lock_guard lock(mutex_);
-  return Guarded(
-      [&] { return parallel::SaveTraining(directory, name, keep, *model_, *strategy_, state_); });
+  return CatchTorchErrors("checkpoint", [&] {
+    return parallel::SaveTraining(directory, name, keep, *model_, *strategy_, state_);
+  });
 }
 
 absl::Status TorchEngine::LoadCheckpoint(const std::string& path) {
   const std::lock_guard lock(mutex_);
-  return Guarded([&]() -> absl::Status {
+  return CatchTorchErrors("checkpoint", [&]() -> absl::Status {
     TANDEM_RETURN_IF_ERROR(parallel::LoadTraining(path, *model_, *strategy_, state_));
     RefreshInfo();
     return absl::OkStatus();
@@ -260,13 +238,13 @@ absl::Status TorchEngine::LoadCheckpoint(const std::string& path) {
 
 absl::Status TorchEngine::ExportModel(const std::string& path, DType dtype) {
   const std::lock_guard lock(mutex_);
-  return Guarded([&] { return parallel::ExportModel(*model_, path, dtype); });
+  return CatchTorchErrors("export", [&] { return parallel::ExportModel(*model_, path, dtype); });
 }
 
 }  // namespace
 
 absl::StatusOr<std::unique_ptr<Engine>> CreateEngine(const EngineOptions& options) {
-  return Guarded([&] { return TorchEngine::Create(options); });
+  return CatchTorchErrors("model", [&] { return TorchEngine::Create(options); });
 }
 
 }  // namespace tandem::critic

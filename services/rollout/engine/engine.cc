@@ -17,6 +17,7 @@
 #include "common/base/error.h"
 #include "common/base/physical_cores.h"
 #include "common/base/status_macros.h"
+#include "common/tensor/catch_torch_errors.h"
 #include "services/rollout/engine/generator.h"
 #include "services/rollout/engine/loaded_models.h"
 #include "services/rollout/engine/request_check.h"
@@ -179,7 +180,7 @@ class EngineImpl : public Engine {
       std::lock_guard lock(mutex_);
       if (stopping_) return ShutDownStatus();
       PostLocked([&] {
-        absl::Status status = CatchTorchErrors(body);
+        absl::Status status = CatchTorchErrors("rollout engine", body);
         Publish();  // the caller's next Stats() shows what it did
         done.set_value(std::move(status));
       });
@@ -291,13 +292,10 @@ class EngineImpl : public Engine {
 }  // namespace
 
 absl::StatusOr<std::unique_ptr<Engine>> CreateEngine(const EngineOptions& options) {
-  std::unique_ptr<Engine> engine;
-  TANDEM_RETURN_IF_ERROR(CatchTorchErrors([&]() -> absl::Status {
+  return CatchTorchErrors("models", [&]() -> absl::StatusOr<std::unique_ptr<Engine>> {
     TANDEM_ASSIGN_OR_RETURN(LoadedModels models, LoadModels(options));
-    engine = std::make_unique<EngineImpl>(options, std::move(models));
-    return absl::OkStatus();
-  }));
-  return engine;
+    return std::make_unique<EngineImpl>(options, std::move(models));
+  });
 }
 
 }  // namespace tandem::rollout

@@ -39,15 +39,6 @@ absl::Status CheckOptions(const EngineOptions& options) {
   return absl::OkStatus();
 }
 
-ModelSummary Summarise(const Model& model, const std::string& directory, int64_t max_model_len) {
-  return {.path = directory,
-          .model_type = model.config().model_type,
-          .vocab_size = model.config().vocab_size,
-          .num_parameters = model.num_parameters(),
-          .max_model_len = max_model_len,
-          .eos_token_ids = model.config().eos_token_ids};
-}
-
 absl::Status CheckSameSize(const Model& senior, const Model& junior) {
   if (senior.config().vocab_size == junior.config().vocab_size) return absl::OkStatus();
   return WithReason(
@@ -67,10 +58,7 @@ absl::StatusOr<LoadedModels> LoadModels(const EngineOptions& options) {
   LoadedModels result;
   TANDEM_ASSIGN_OR_RETURN(result.senior, LoadOne(options.senior_model, "senior_model"));
   const ModelConfig& config = result.senior->config();
-  result.max_model_len = options.max_model_len;
-  if (config.max_position_embeddings > 0) {
-    result.max_model_len = std::min(result.max_model_len, config.max_position_embeddings);
-  }
+  result.max_model_len = config.LongestSequence(options.max_model_len);
   for (const int64_t id : config.eos_token_ids) {
     result.eos_token_ids.push_back(static_cast<int32_t>(id));
   }
@@ -86,12 +74,9 @@ absl::StatusOr<LoadedModels> LoadModels(const EngineOptions& options) {
     TANDEM_RETURN_IF_ERROR(
         PrependFieldPath("junior_model", Vocabulary::CheckSame(*vocabulary, *junior_vocabulary)));
     TANDEM_RETURN_IF_ERROR(CheckSameSize(*result.senior, *result.junior));
-    if (result.junior->config().max_position_embeddings > 0) {
-      result.max_model_len =
-          std::min(result.max_model_len, result.junior->config().max_position_embeddings);
-    }
+    result.max_model_len = result.junior->config().LongestSequence(result.max_model_len);
     result.junior_digest = WeightsDigest(*result.junior);
-    result.info.junior = Summarise(*result.junior, options.junior_model, result.max_model_len);
+    result.info.junior = result.junior->Summary(result.max_model_len);
   } else if (!vocabulary.ok() && !absl::IsNotFound(vocabulary.status())) {
     return PrependFieldPath("senior_model", vocabulary.status());
   }
@@ -102,7 +87,7 @@ absl::StatusOr<LoadedModels> LoadModels(const EngineOptions& options) {
 
   result.senior_digest = WeightsDigest(*result.senior);
   EngineInfo& info = result.info;
-  info.senior = Summarise(*result.senior, options.senior_model, result.max_model_len);
+  info.senior = result.senior->Summary(result.max_model_len);
   info.junior_version = result.junior_digest;
   info.tandem = options.tandem;
   if (result.junior == nullptr) info.tandem.enabled = false;

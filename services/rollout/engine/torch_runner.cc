@@ -3,15 +3,13 @@
 #include <ATen/ATen.h>
 #include <ATen/Parallel.h>
 #include <c10/core/InferenceMode.h>
-#include <c10/util/Exception.h>
 
 #include <algorithm>
-#include <new>
 #include <utility>
 #include <vector>
 
-#include "absl/strings/str_cat.h"
 #include "common/base/status_macros.h"
+#include "common/tensor/catch_torch_errors.h"
 
 namespace tandem::rollout {
 namespace {
@@ -44,7 +42,7 @@ absl::Status TorchRunner::Forward(std::span<const RunnerInput> inputs, const Row
       rows.push_back({static_cast<int64_t>(i), row});
     }
   }
-  return CatchTorchErrors([&]() -> absl::Status {
+  return CatchTorchErrors("forward pass", [&]() -> absl::Status {
     const c10::InferenceMode inference_mode;
     TANDEM_ASSIGN_OR_RETURN(const at::Tensor hidden, model_->Decode(cache_, decode));
     const int64_t total = static_cast<int64_t>(rows.size());
@@ -64,18 +62,6 @@ absl::Status TorchRunner::Forward(std::span<const RunnerInput> inputs, const Row
     }
     return absl::OkStatus();
   });
-}
-
-absl::Status CatchTorchErrors(const std::function<absl::Status()>& body) {
-  try {
-    return body();
-  } catch (const std::bad_alloc&) {
-    return absl::ResourceExhaustedError("out of memory");
-  } catch (const c10::Error& error) {
-    return absl::InternalError(absl::StrCat("libtorch: ", error.what_without_backtrace()));
-  } catch (const std::exception& error) {
-    return absl::InternalError(error.what());
-  }
 }
 
 }  // namespace tandem::rollout

@@ -3,7 +3,6 @@
 #define TANDEM_SERVICES_ROLLOUT_ENGINE_TORCH_RUNNER_H_
 
 #include <cstdint>
-#include <functional>
 #include <memory>
 #include <span>
 
@@ -36,9 +35,6 @@ class TorchRunner : public ModelRunner {
   std::unique_ptr<Model> model_;
   KvCache cache_;
 };
-
-// Runs `body`, which returns a Status, and turns what libtorch throws into one.
-absl::Status CatchTorchErrors(const std::function<absl::Status()>& body);
 
 }  // namespace tandem::rollout
 

@@ -5,12 +5,10 @@
 #include <ATen/core/grad_mode.h>
 
 #include <algorithm>
-#include <exception>
 #include <mutex>
 #include <utility>
 
 #include "absl/functional/function_ref.h"
-#include "absl/strings/str_cat.h"
 #include "common/base/error.h"
 #include "common/base/logging.h"
 #include "common/base/status_macros.h"
@@ -22,6 +20,7 @@
 #include "common/parallel/training_checkpoint.h"
 #include "common/parallel/weight_snapshot.h"
 #include "common/tandem/vocabulary.h"
+#include "common/tensor/catch_torch_errors.h"
 #include "services/trainer/engine/batch_check.h"
 #include "services/trainer/engine/step_metrics.h"
 #include "services/trainer/engine/step_record.h"
@@ -33,16 +32,6 @@ namespace {
 constexpr char kSkipReason[] =
     "no token of the batch has weight: every response token was written by the junior and "
     "junior_token_loss_weight is 0";
-
-// Runs `body` and turns an exception of libtorch into INTERNAL.
-template <typename Body>
-auto Guarded(Body&& body) -> decltype(body()) {
-  try {
-    return body();
-  } catch (const std::exception& error) {
-    return absl::InternalError(absl::StrCat("trainer engine: ", error.what()));
-  }
-}
 
 // Rows of one micro-batch.
 struct MicroBatchInput {
@@ -186,14 +175,8 @@ absl::StatusOr<std::unique_ptr<Engine>> TorchEngine::Create(
 }
 
 void TorchEngine::RefreshInfo() {
-  const ModelConfig& config = model_->config();
   EngineInfo info;
-  info.model = {.path = options_.model,
-                .model_type = config.model_type,
-                .vocab_size = config.vocab_size,
-                .num_parameters = model_->num_parameters(),
-                .max_model_len = Limits().sequence.max_model_len,
-                .eos_token_ids = config.eos_token_ids};
+  info.model = model_->Summary(Limits().sequence.max_model_len);
   info.policy_version = state_.version;
   info.weights_digest = parallel::WeightStreamDigest(model_->Parameters());
   info.optimizer_steps = strategy_->optimizer_steps();
@@ -206,11 +189,7 @@ BatchLimits TorchEngine::Limits() const {
   const ModelConfig& config = model_->config();
   BatchLimits limits;
   limits.sequence.vocab_size = config.vocab_size;
-  limits.sequence.max_model_len = options_.max_model_len;
-  if (config.max_position_embeddings > 0) {
-    limits.sequence.max_model_len =
-        std::min(limits.sequence.max_model_len, config.max_position_embeddings);
-  }
+  limits.sequence.max_model_len = config.LongestSequence(options_.max_model_len);
   limits.max_samples = options_.max_samples;
   limits.policy_version = state_.version;
   limits.has_critic = critic_ != nullptr;
@@ -220,24 +199,21 @@ BatchLimits TorchEngine::Limits() const {
 
 absl::StatusOr<TrainStepResult> TorchEngine::TrainStep(const TrainStepRequest& request) {
   const std::lock_guard lock(mutex_);
-  if (request.run_id.empty()) return InvalidField("run_id", "is missing");
-  if (request.request_id.empty()) return InvalidField("request_id", "is missing");
-  if (request.step < 0) return InvalidField("step", "must not be negative");
   const std::string digest = PayloadDigest(request);
   TANDEM_ASSIGN_OR_RETURN(const std::optional<std::string> stored,
-                          state_.ledger.Find(request.run_id, request.request_id, digest));
+                          parallel::AdmitStep(state_,
+                                              {.run_id = request.run_id,
+                                               .step = request.step,
+                                               .request_id = request.request_id,
+                                               .payload_digest = digest,
+                                               .expected_version = request.expected_policy_version},
+                                              "expected_policy_version"));
   if (stored.has_value()) {
     TANDEM_ASSIGN_OR_RETURN(StepReport report, DecodeReport(*stored));
     return TrainStepResult{.report = std::move(report), .replayed = true};
   }
-  if (request.expected_policy_version != state_.version) {
-    return WithReason(FieldError(absl::StatusCode::kFailedPrecondition, "expected_policy_version",
-                                 absl::StrCat("is ", request.expected_policy_version,
-                                              ", the trainer is at ", state_.version)),
-                      "STALE_POLICY_VERSION");
-  }
   const auto* policy = std::get_if<PolicyBatch>(&request.batch);
-  absl::StatusOr<StepReport> report = Guarded([&] {
+  absl::StatusOr<StepReport> report = CatchTorchErrors("train step", [&] {
     return policy != nullptr ? PolicyStep(request, *policy)
                              : SupervisedStep(std::get<SupervisedBatch>(request.batch));
   });
@@ -384,7 +360,7 @@ absl::StatusOr<LogProbsResult> TorchEngine::ComputeLogProbs(const LogProbsReques
   if (!(request.temperature > 0 && request.temperature <= 100)) {
     return InvalidField("temperature", "must be in (0, 100]");
   }
-  return Guarded([&]() -> absl::StatusOr<LogProbsResult> {
+  return CatchTorchErrors("log-probabilities", [&]() -> absl::StatusOr<LogProbsResult> {
     const at::NoGradGuard no_grad;
     TrainingRows rows;
     rows.sequences.push_back(
@@ -406,26 +382,28 @@ absl::StatusOr<LogProbsResult> TorchEngine::ComputeLogProbs(const LogProbsReques
 absl::StatusOr<std::shared_ptr<const WeightSource>> TorchEngine::Snapshot() {
   const std::lock_guard lock(mutex_);
   if (std::shared_ptr<const WeightSource> held = snapshot_.lock(); held != nullptr) return held;
-  return Guarded([&]() -> absl::StatusOr<std::shared_ptr<const WeightSource>> {
-    TANDEM_ASSIGN_OR_RETURN(const NamedTensors parameters, strategy_->GatherParameters());
-    TANDEM_ASSIGN_OR_RETURN(std::shared_ptr<const WeightSource> snapshot,
-                            parallel::MakeWeightSnapshot(parameters, state_.version));
-    snapshot_ = snapshot;
-    return snapshot;
-  });
+  return CatchTorchErrors(
+      "weight snapshot", [&]() -> absl::StatusOr<std::shared_ptr<const WeightSource>> {
+        TANDEM_ASSIGN_OR_RETURN(const NamedTensors parameters, strategy_->GatherParameters());
+        TANDEM_ASSIGN_OR_RETURN(std::shared_ptr<const WeightSource> snapshot,
+                                parallel::MakeWeightSnapshot(parameters, state_.version));
+        snapshot_ = snapshot;
+        return snapshot;
+      });
 }
 
 absl::StatusOr<checkpoint::Saved> TorchEngine::SaveCheckpoint(const std::string& directory,
                                                               const std::string& name,
                                                               int64_t keep) {
   const std::lock_guard lock(mutex_);
-  return Guarded(
-      [&] { return parallel::SaveTraining(directory, name, keep, *model_, *strategy_, state_); });
+  return CatchTorchErrors("checkpoint", [&] {
+    return parallel::SaveTraining(directory, name, keep, *model_, *strategy_, state_);
+  });
 }
 
 absl::Status TorchEngine::LoadCheckpoint(const std::string& path) {
   const std::lock_guard lock(mutex_);
-  return Guarded([&]() -> absl::Status {
+  return CatchTorchErrors("checkpoint", [&]() -> absl::Status {
     TANDEM_RETURN_IF_ERROR(parallel::LoadTraining(path, *model_, *strategy_, state_));
     snapshot_.reset();
     RefreshInfo();
@@ -435,14 +413,14 @@ absl::Status TorchEngine::LoadCheckpoint(const std::string& path) {
 
 absl::Status TorchEngine::ExportModel(const std::string& path, DType dtype) {
   const std::lock_guard lock(mutex_);
-  return Guarded([&] { return parallel::ExportModel(*model_, path, dtype); });
+  return CatchTorchErrors("export", [&] { return parallel::ExportModel(*model_, path, dtype); });
 }
 
 }  // namespace
 
 absl::StatusOr<std::unique_ptr<Engine>> CreateEngine(const EngineOptions& options,
                                                      std::shared_ptr<CriticConnection> critic) {
-  return Guarded([&] { return TorchEngine::Create(options, std::move(critic)); });
+  return CatchTorchErrors("model", [&] { return TorchEngine::Create(options, std::move(critic)); });
 }
 
 }  // namespace tandem::trainer

@@ -1,0 +1,33 @@
+// Turns exceptions of libtorch into a Status, at the edge of an engine or a strategy.
+#ifndef TANDEM_COMMON_TENSOR_CATCH_TORCH_ERRORS_H_
+#define TANDEM_COMMON_TENSOR_CATCH_TORCH_ERRORS_H_
+
+#include <c10/util/Exception.h>
+
+#include <exception>
+#include <new>
+
+#include "absl/status/status.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/string_view.h"
+
+namespace tandem {
+
+// Calls `body()`, which returns a Status or StatusOr. An exception becomes INTERNAL, one for memory
+// RESOURCE_EXHAUSTED; `what` names the work in the message.
+template <typename Body>
+auto CatchTorchErrors(absl::string_view what, Body&& body) -> decltype(body()) {
+  try {
+    return body();
+  } catch (const std::bad_alloc&) {
+    return absl::ResourceExhaustedError(absl::StrCat(what, ": out of memory"));
+  } catch (const c10::Error& error) {
+    return absl::InternalError(absl::StrCat(what, ": ", error.what_without_backtrace()));
+  } catch (const std::exception& error) {
+    return absl::InternalError(absl::StrCat(what, ": ", error.what()));
+  }
+}
+
+}  // namespace tandem
+
+#endif  // TANDEM_COMMON_TENSOR_CATCH_TORCH_ERRORS_H_
