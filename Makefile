@@ -45,6 +45,13 @@ demo: servers ## Trains a real small model with tandem GRPO and shows what chang
 test: build ## Sets up, builds, lints, and runs every test
 	@tests/run_all.sh $(BUILD)
 
+# Leaks are looked for in the C++ tests alone: a server ends without unloading libtorch.
+.PHONY: test-asan
+test-asan: ## Unit and integration tests under the address and undefined-behaviour sanitizers (20 minutes)
+	@$(MAKE) --no-print-directory build PRESET=asan
+	@ctest --preset asan -j $(JOBS)
+	@ASAN_OPTIONS=detect_leaks=0 TANDEM_BUILD_DIR=build/asan $(PYTHON) -m pytest -q tests/integration
+
 .PHONY: lint
 lint: configure python-protos ## Checks format, clang-tidy on what changed, ruff, protos and layers
 	@cmake --build $(BUILD) -j $(JOBS) --target tandem_grpc_stubs

@@ -52,7 +52,8 @@ class MeteredAllocator : public c10::Allocator {
 
 TEST(FusedOutputLossMemoryTest, PeakStaysWithinTheBudget) {
   constexpr int64_t kRows = 600, kHidden = 16, kVocabulary = 20000, kBudget = 4 << 20;
-  auto* meter = new MeteredAllocator(c10::GetCPUAllocator());  // tensors may outlive the test
+  // Never destroyed: tensors may outlive the test.
+  static auto* const meter = new MeteredAllocator(c10::GetCPUAllocator());
   c10::Allocator* const before = c10::GetCPUAllocator();
   c10::SetCPUAllocator(meter, /*priority=*/1);
   {
