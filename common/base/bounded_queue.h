@@ -48,20 +48,6 @@ class BoundedQueue {
     return TakeLocked();
   }
 
-  // Waits at most `timeout`; nullopt when nothing came.
-  template <typename Rep, typename Period>
-  std::optional<T> PopFor(std::chrono::duration<Rep, Period> timeout) {
-    std::unique_lock lock(mutex_);
-    not_empty_.wait_for(lock, timeout, [&] { return closed_ || !items_.empty(); });
-    return TakeLocked();
-  }
-
-  // nullopt at once when empty.
-  std::optional<T> TryPop() {
-    std::lock_guard lock(mutex_);
-    return TakeLocked();
-  }
-
   void Close() {
     std::lock_guard lock(mutex_);
     closed_ = true;

@@ -256,16 +256,21 @@ absl::StatusOr<LatestResult> Latest(const std::string& parent) {
       })));
 }
 
-absl::Status Prune(const std::string& parent, int64_t keep) {
+absl::Status Prune(const std::string& parent, int64_t keep, const std::string& just_saved,
+                   absl::FunctionRef<bool(const std::string& path)> is_ours) {
   if (keep < 0) return InvalidField("keep", "must not be negative");
   if (keep == 0) return absl::OkStatus();
-  const std::vector<std::string> paths = List(parent);
-  for (size_t i = 0; i + static_cast<size_t>(keep) < paths.size(); ++i) {
+  std::vector<std::string> others;
+  for (std::string& path : List(parent)) {
+    if (path != just_saved && is_ours(path)) others.push_back(std::move(path));
+  }
+  const auto kept = static_cast<size_t>(keep - 1);
+  for (size_t i = 0; i + kept < others.size(); ++i) {
     // The manifest goes first: from then on the directory is no checkpoint.
     std::error_code error;
-    fs::remove(fs::path(paths[i]) / kManifestFile, error);
-    if (!error) fs::remove_all(paths[i], error);
-    if (error) return FilesystemError("cannot remove", paths[i], error);
+    fs::remove(fs::path(others[i]) / kManifestFile, error);
+    if (!error) fs::remove_all(others[i], error);
+    if (error) return FilesystemError("cannot remove", others[i], error);
   }
   return absl::OkStatus();
 }

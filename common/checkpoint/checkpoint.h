@@ -49,8 +49,10 @@ struct LatestResult {
 // tells why each candidate was refused.
 absl::StatusOr<LatestResult> Latest(const std::string& parent);
 
-// Removes all but the newest `keep` step directories; 0 keeps all.
-absl::Status Prune(const std::string& parent, int64_t keep);
+// Removes the oldest of those step directories of `parent` for which `is_ours` says true, until
+// `keep` are left, but never `just_saved`; 0 keeps all.
+absl::Status Prune(const std::string& parent, int64_t keep, const std::string& just_saved,
+                   absl::FunctionRef<bool(const std::string& path)> is_ours);
 
 }  // namespace tandem::checkpoint
 

@@ -137,10 +137,20 @@ TEST_F(CheckpointTest, LatestFallsBackToThePreviousGoodOneLoudly) {
 
 TEST_F(CheckpointTest, PruneKeepsTheNewest) {
   for (const char* name : {"step_9", "step_10", "step_11"}) ASSERT_TRUE(SaveStep(name).ok());
-  ASSERT_TRUE(Prune(parent_.string(), 2).ok());
+  const auto all = [](const std::string&) { return true; };
+  ASSERT_TRUE(Prune(parent_.string(), 2, Path("step_11"), all).ok());
   EXPECT_THAT(List(parent_.string()), ElementsAre(Path("step_10"), Path("step_11")));
-  ASSERT_TRUE(Prune(parent_.string(), 0).ok());
+  ASSERT_TRUE(Prune(parent_.string(), 0, Path("step_11"), all).ok());
   EXPECT_EQ(List(parent_.string()).size(), 2u);
+}
+
+TEST_F(CheckpointTest, PruneSparesWhatWasJustSavedAndWhatIsNotOurs) {
+  for (const char* name : {"final", "other_1", "step_20", "step_30"}) {
+    ASSERT_TRUE(SaveStep(name).ok());
+  }
+  const auto ours = [&](const std::string& path) { return path != Path("other_1"); };
+  ASSERT_TRUE(Prune(parent_.string(), 2, Path("final"), ours).ok());
+  EXPECT_THAT(List(parent_.string()), ElementsAre(Path("final"), Path("other_1"), Path("step_30")));
 }
 
 TEST_F(CheckpointTest, NameMustBePlain) {

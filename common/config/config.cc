@@ -474,8 +474,4 @@ std::string ToYaml(const Message& message) {
   return out;
 }
 
-std::string ToJson(const Message& message) {
-  return MessageToJson(message).dump(2, ' ', false, Json::error_handler_t::replace);
-}
-
 }  // namespace tandem::config

@@ -35,9 +35,6 @@ absl::Status Load(const std::string& path, const std::vector<std::string>& overr
 // not set and empty lists left out, enums by short name.
 std::string ToYaml(const google::protobuf::Message& message);
 
-// The same as indented JSON.
-std::string ToJson(const google::protobuf::Message& message);
-
 // The short name of an enum value: "word" for SELECTION_STRATEGY_WORD.
 std::string EnumShortName(const google::protobuf::EnumValueDescriptor& value);
 

@@ -88,13 +88,10 @@ absl::Status Resolve(v1::ComputeOptions* compute) {
   if (compute->device().empty()) compute->set_device("cpu");
   if (compute->dtype().empty()) compute->set_dtype("float32");
   if (compute->device() == "cuda") {
-#ifndef TANDEM_WITH_CUDA
     return FieldError(absl::StatusCode::kUnimplemented, "compute.device",
-                      "cuda: this build has no CUDA");
-#endif
-  } else if (compute->device() != "cpu") {
-    return InvalidField("compute.device", "must be cpu or cuda");
+                      "cuda is not available yet");
   }
+  if (compute->device() != "cpu") return InvalidField("compute.device", "must be cpu or cuda");
   if (compute->dtype() == "bfloat16") {
     return FieldError(absl::StatusCode::kUnimplemented, "compute.dtype",
                       "bfloat16 is not available yet");
@@ -158,8 +155,8 @@ absl::Status Resolve(v1::OptimizerOptions* optimizer) {
   if (optimizer->has_total_steps()) {
     TANDEM_RETURN_IF_ERROR(AtLeast("optimizer.total_steps", optimizer->total_steps(), 1));
     if (optimizer->schedule() != v1::LEARNING_RATE_SCHEDULE_CONSTANT &&
-        optimizer->total_steps() < optimizer->warmup_steps()) {
-      return InvalidField("optimizer.total_steps", "must not be below optimizer.warmup_steps");
+        optimizer->total_steps() <= optimizer->warmup_steps()) {
+      return InvalidField("optimizer.total_steps", "must be above optimizer.warmup_steps");
     }
   }
   return InRange("optimizer.min_learning_rate", optimizer->min_learning_rate(), 0.0,

@@ -89,7 +89,7 @@ struct LinearCrossEntropyOptions {
   int64_t chunk_size = 4096;  // most rows a chunk
   // Bound of all memory of size V: logits of a chunk and the workspace of its rows. Decides the
   // rows of a chunk together with chunk_size. At least two rows' worth.
-  int64_t memory_budget_bytes = 64 << 20;
+  int64_t logits_chunk_bytes = 64 << 20;
 };
 
 class LinearCrossEntropyLoss : public FusedOutputLoss {

@@ -66,8 +66,7 @@ TEST(FusedOutputLossMemoryTest, PeakStaysWithinTheBudget) {
     OutputGradients gradients = {
         .hidden = at::zeros_like(hidden), .weight = at::zeros_like(weight), .bias = {}};
     const std::vector<double> scales(kRows, 1.0 / kRows);
-    auto loss =
-        LinearCrossEntropyLoss::Create(weight, {}, {.memory_budget_bytes = kBudget}).value();
+    auto loss = LinearCrossEntropyLoss::Create(weight, {}, {.logits_chunk_bytes = kBudget}).value();
     const int64_t start = meter->live();
     meter->Restart();
     for (int step = 0; step < 2; ++step) {

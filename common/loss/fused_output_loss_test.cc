@@ -101,13 +101,15 @@ Gradients Oracle(const Problem& p, const PolicyLossOptions& options,
   const at::Tensor entropy = -(log_softmax.exp() * log_softmax).sum(1);
   const at::Tensor old = Vector(p.tokens.old_logprobs), advantage = Vector(p.tokens.advantages);
   const at::Tensor ratio = (logp - old).clamp(-20, 20).exp();
-  at::Tensor policy = -at::min(
-      ratio * advantage, ratio.clamp(1 - options.clip_low, 1 + options.clip_high) * advantage);
+  at::Tensor policy =
+      -at::min(ratio * advantage,
+               ratio.clamp(1 - options.clip_ratio_low, 1 + options.clip_ratio_high) * advantage);
   if (options.dual_clip > 0) {
     policy = at::where(advantage < 0, at::min(policy, -advantage * options.dual_clip), policy);
   }
-  if (options.importance_cap > 0) {
-    policy = policy * (old - Vector(p.tokens.behaviour)).exp().clamp_max(options.importance_cap);
+  if (options.importance_sampling_cap > 0) {
+    policy = policy *
+             (old - Vector(p.tokens.behaviour)).exp().clamp_max(options.importance_sampling_cap);
   }
   const at::Tensor d = logp - Vector(p.tokens.reference);
   const at::Tensor k2 = 0.5 * d * d, k3 = (-d).exp() + d - 1;
@@ -185,8 +187,8 @@ TEST(FusedOutputLossTest, EqualsTheOracleForEveryAggregationNormalizerAndKl) {
     for (Aggregation aggregation : kAggregations) {
       for (Normalizer normalizer : kNormalizers) {
         for (KlEstimator estimator : kEstimators) {
-          const PolicyLossOptions options = {.clip_low = 0.1,
-                                             .clip_high = 0.3,
+          const PolicyLossOptions options = {.clip_ratio_low = 0.1,
+                                             .clip_ratio_high = 0.3,
                                              .kl_estimator = estimator,
                                              .kl_coefficient = 0.2,
                                              .entropy_coefficient = 0.05};
@@ -205,14 +207,14 @@ TEST(FusedOutputLossTest, EqualsTheOracleForEveryAggregationNormalizerAndKl) {
 
 TEST(FusedOutputLossTest, DualClipAndImportanceWeightEqualTheOracle) {
   const Problem problem;
-  const PolicyLossOptions options = {.dual_clip = 1.1, .importance_cap = 1.2};
+  const PolicyLossOptions options = {.dual_clip = 1.1, .importance_sampling_cap = 1.2};
   ExpectClose(Fused(problem, options, {}, at::kDouble), Oracle(problem, options, {}), 1e-12);
 }
 
 TEST(FusedOutputLossTest, GradientEqualsDifferences) {
   Problem problem(0.3, /*bias=*/false);
-  const PolicyLossOptions options = {.clip_low = 0.9,
-                                     .clip_high = 9,
+  const PolicyLossOptions options = {.clip_ratio_low = 0.9,
+                                     .clip_ratio_high = 9,
                                      .kl_estimator = KlEstimator::kK3,
                                      .kl_coefficient = 0.2,
                                      .entropy_coefficient = 0.1};
@@ -379,8 +381,8 @@ TEST(FusedOutputLossTest, BadInputIsRefused) {
   EXPECT_EQ(FieldPath(loss->LogProbs(p.hidden, rows).status()), "positions");
   EXPECT_EQ(FieldPath(loss->LogProbs(p.hidden.narrow(1, 0, 3), p.rows).status()), "hidden");
   EXPECT_EQ(
-      FieldPath(LinearCrossEntropyLoss::Create(p.weight, {}, {.memory_budget_bytes = 8}).status()),
-      "memory_budget_bytes");
+      FieldPath(LinearCrossEntropyLoss::Create(p.weight, {}, {.logits_chunk_bytes = 8}).status()),
+      "logits_chunk_bytes");
   EXPECT_EQ(LinearCrossEntropyLoss::Create(p.weight.to(at::kBFloat16)).status().code(),
             absl::StatusCode::kUnimplemented);
 }

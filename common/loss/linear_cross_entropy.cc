@@ -108,9 +108,9 @@ absl::StatusOr<std::unique_ptr<LinearCrossEntropyLoss>> LinearCrossEntropyLoss::
     return InvalidField("bias", "must be [V]");
   }
   const int64_t row_bytes = weight.size(0) * static_cast<int64_t>(weight.element_size());
-  if (options.memory_budget_bytes < 2 * row_bytes) {
+  if (options.logits_chunk_bytes < 2 * row_bytes) {
     return InvalidField(
-        "memory_budget_bytes",
+        "logits_chunk_bytes",
         absl::StrCat("must be at least ", 2 * row_bytes, " for a vocabulary of ", weight.size(0)));
   }
   if (options.chunk_size < 1) return InvalidField("chunk_size", "must be positive");
@@ -123,7 +123,7 @@ absl::StatusOr<std::unique_ptr<LinearCrossEntropyLoss>> LinearCrossEntropyLoss::
         options.impl == LossImpl::kAuto ? "cce" : ImplName(options.impl),
         "' is not part of this build; '", ImplName(LossImpl::kPytorch), "' is used instead");
   }
-  const int64_t budget_rows = options.memory_budget_bytes / row_bytes;
+  const int64_t budget_rows = options.logits_chunk_bytes / row_bytes;
   loss->block_rows_ = std::clamp<int64_t>(kBlockBytes / row_bytes, 1,
                                           std::min(options.chunk_size, budget_rows / 2));
   loss->chunk_rows_ = std::min(options.chunk_size, budget_rows - loss->block_rows_);

@@ -27,7 +27,7 @@ struct Term {
 
 Term PpoClip(const PolicyLossOptions& options, const LogRatio& log_ratio, double advantage) {
   const double ratio = std::exp(log_ratio.value);
-  const double cut = std::clamp(ratio, 1.0 - options.clip_low, 1.0 + options.clip_high);
+  const double cut = std::clamp(ratio, 1.0 - options.clip_ratio_low, 1.0 + options.clip_ratio_high);
   const double plain = -advantage * ratio;
   Term term;
   term.clipped = -advantage * cut > plain;
@@ -77,13 +77,14 @@ absl::Status CheckLength(const char* name, size_t actual, size_t expected) {
 
 absl::Status CheckPolicyLossOptions(const PolicyLossOptions& options) {
   if (options.objective != Objective::kPpoClip) {
-    return FieldError(absl::StatusCode::kUnimplemented, "objective", "only PPO_CLIP is there yet");
+    return FieldError(absl::StatusCode::kUnimplemented, "loss_kind", "only PPO_CLIP is there yet");
   }
   const auto not_negative = [](double x) { return std::isfinite(x) && x >= 0; };
-  if (!not_negative(options.clip_low) || options.clip_low > 1) {
-    return InvalidField("clip_low", "must be in [0, 1]");
+  if (!not_negative(options.clip_ratio_low) || options.clip_ratio_low > 1) {
+    return InvalidField("clip_ratio_low", "must be in [0, 1]");
   }
-  if (!not_negative(options.clip_high)) return InvalidField("clip_high", "must not be negative");
+  if (!not_negative(options.clip_ratio_high))
+    return InvalidField("clip_ratio_high", "must not be negative");
   if (options.dual_clip != 0 && !(options.dual_clip > 1 && std::isfinite(options.dual_clip))) {
     return InvalidField("dual_clip", "must be 0 (off) or greater than 1");
   }
@@ -93,8 +94,8 @@ absl::Status CheckPolicyLossOptions(const PolicyLossOptions& options) {
   if (!std::isfinite(options.entropy_coefficient)) {
     return InvalidField("entropy_coefficient", "must be finite");
   }
-  if (!not_negative(options.importance_cap)) {
-    return InvalidField("importance_cap", "must not be negative");
+  if (!not_negative(options.importance_sampling_cap)) {
+    return InvalidField("importance_sampling_cap", "must not be negative");
   }
   return absl::OkStatus();
 }
@@ -110,9 +111,12 @@ absl::StatusOr<PolicyObjective> PolicyObjective::Create(const PolicyLossOptions&
   if (options.kl_estimator != KlEstimator::kNone || !tokens.reference.empty()) {
     TANDEM_RETURN_IF_ERROR(CheckLength("reference", tokens.reference.size(), rows));
   }
-  if (options.importance_cap > 0 || !tokens.behaviour.empty()) {
+  if (options.importance_sampling_cap > 0 || !tokens.behaviour.empty()) {
     TANDEM_RETURN_IF_ERROR(CheckLength("behaviour", tokens.behaviour.size(), rows));
     TANDEM_RETURN_IF_ERROR(CheckLength("authorship", tokens.authorship.size(), rows));
+  }
+  if (!tokens.log_keep_mass.empty()) {
+    TANDEM_RETURN_IF_ERROR(CheckLength("log_keep_mass", tokens.log_keep_mass.size(), rows));
   }
   return PolicyObjective(options, tokens);
 }
@@ -130,9 +134,10 @@ absl::Status PolicyObjective::Evaluate(int64_t first_row, absl::Span<const doubl
     const LogRatio log_ratio(logprob - old_logprob);
 
     Term policy = PpoClip(options_, log_ratio, tokens_->advantages[t]);
-    if (options_.importance_cap > 0) {
-      const LogRatio off(old_logprob - tokens_->behaviour[t]);
-      const double weight = std::min(std::exp(off.value), options_.importance_cap);
+    if (options_.importance_sampling_cap > 0) {
+      const double keep = tokens_->log_keep_mass.empty() ? 0.0 : tokens_->log_keep_mass[t];
+      const LogRatio off(old_logprob - (tokens_->behaviour[t] - keep));
+      const double weight = std::min(std::exp(off.value), options_.importance_sampling_cap);
       policy.value *= weight;
       policy.gradient *= weight;
     }

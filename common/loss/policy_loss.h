@@ -39,15 +39,16 @@ enum class KlEstimator {
 
 struct PolicyLossOptions {
   Objective objective = Objective::kPpoClip;
-  double clip_low = 0.2;
-  double clip_high = 0.2;
+  double clip_ratio_low = 0.2;
+  double clip_ratio_high = 0.2;
   double dual_clip = 0;  // 0 is off, else > 1: the loss of a token with A < 0 is at most -A * this
   KlEstimator kl_estimator = KlEstimator::kNone;
   double kl_coefficient = 0;       // beta
   double entropy_coefficient = 0;  // subtracted: loss -= this * entropy
   // Truncated importance sampling: the policy term is multiplied by
-  // min(exp(logp_old - behaviour), this), a constant for the gradient. 0 is off.
-  double importance_cap = 0;
+  // min(exp(logp_old - log q), this), a constant for the gradient; log q = behaviour -
+  // log_keep_mass is what the writer drew from after its cut. 0 is off.
+  double importance_sampling_cap = 0;
 };
 
 // UNIMPLEMENTED for an objective that is not there yet, INVALID_ARGUMENT with the field otherwise.
@@ -62,7 +63,8 @@ struct PolicyTokens {
   std::vector<double> scales;  // w_t / Z_t (loss_scale.h)
   std::vector<double> reference = {};
   std::vector<double> behaviour = {};
-  std::vector<uint8_t> authorship = {};  // 1 senior, 0 junior
+  std::vector<double> log_keep_mass = {};  // empty: nothing was cut
+  std::vector<uint8_t> authorship = {};    // 1 senior, 0 junior
 };
 
 // How far the trainer's log-probs are from those recorded by the writer.

@@ -17,12 +17,13 @@ struct Row {
 
 // One token with logp_old = 0 and scale 1.
 Row Evaluate(const PolicyLossOptions& options, double logprob, double advantage,
-             double reference = 0, double behaviour = 0) {
+             double reference = 0, double behaviour = 0, double log_keep_mass = 0) {
   const PolicyTokens tokens = {.old_logprobs = {0},
                                .advantages = {advantage},
                                .scales = {1},
                                .reference = {reference},
                                .behaviour = {behaviour},
+                               .log_keep_mass = {log_keep_mass},
                                .authorship = {1}};
   PolicyObjective objective = PolicyObjective::Create(options, tokens).value();
   Row row;
@@ -41,7 +42,7 @@ TEST(PolicyLossTest, RatioOneGivesMinusAdvantage) {
 }
 
 TEST(PolicyLossTest, ClipIsOneSided) {
-  const PolicyLossOptions options = {.clip_low = 0.1, .clip_high = 0.3};
+  const PolicyLossOptions options = {.clip_ratio_low = 0.1, .clip_ratio_high = 0.3};
   // Ratio 1.5: a positive advantage is cut at 1.3, a negative one is not cut.
   const double up = std::log(1.5);
   EXPECT_EQ(Evaluate(options, up, 1).c, 0);
@@ -90,9 +91,15 @@ TEST(PolicyLossTest, EntropyBonusLowersTheLoss) {
 }
 
 TEST(PolicyLossTest, ImportanceWeightIsTruncatedAndConstant) {
-  const PolicyLossOptions options = {.importance_cap = 2};
+  const PolicyLossOptions options = {.importance_sampling_cap = 2};
   EXPECT_DOUBLE_EQ(Evaluate(options, 0, 1, 0, /*behaviour=*/-std::log(1.5)).c, -1.5);
   EXPECT_DOUBLE_EQ(Evaluate(options, 0, 1, 0, /*behaviour=*/-5).c, -2);
+}
+
+TEST(PolicyLossTest, ImportanceWeightIsOverWhatWasReallySampledFrom) {
+  // Top-k kept 4/5 of the mass: a token of probability 1 / 1.5 was drawn with 1 / 1.2.
+  const PolicyLossOptions options = {.importance_sampling_cap = 2};
+  EXPECT_DOUBLE_EQ(Evaluate(options, 0, 1, 0, -std::log(1.5), std::log(0.8)).c, -1.2);
 }
 
 TEST(PolicyLossTest, MismatchIsSplitByAuthor) {
@@ -101,6 +108,7 @@ TEST(PolicyLossTest, MismatchIsSplitByAuthor) {
                                .scales = {1, 1},
                                .reference = {},
                                .behaviour = {0.5, -1},
+                               .log_keep_mass = {},
                                .authorship = {1, 0}};
   PolicyObjective objective = PolicyObjective::Create({}, tokens).value();
   double c[2], e[2];
@@ -130,7 +138,7 @@ TEST(PolicyLossTest, OptionsFailClosed) {
   EXPECT_EQ(CheckPolicyLossOptions({.objective = Objective::kGspo}).code(),
             absl::StatusCode::kUnimplemented);
   EXPECT_EQ(FieldPath(CheckPolicyLossOptions({.dual_clip = 0.5})), "dual_clip");
-  EXPECT_EQ(FieldPath(CheckPolicyLossOptions({.clip_low = -1})), "clip_low");
+  EXPECT_EQ(FieldPath(CheckPolicyLossOptions({.clip_ratio_low = -1})), "clip_ratio_low");
   const PolicyTokens tokens = {.old_logprobs = {0}, .advantages = {1}, .scales = {1}};
   EXPECT_EQ(FieldPath(PolicyObjective::Create({.kl_estimator = KlEstimator::kK1}, tokens).status()),
             "reference");

@@ -34,10 +34,10 @@ absl::StatusOr<std::unique_ptr<Model>> Model::Build(const ModelConfig& config, H
   TANDEM_ASSIGN_OR_RETURN(model->backbone_, model->family_->build(config, *model->store_));
   using Init = ParameterStore::Init;
   if (head == HeadKind::kLm) {
-    model->lm_head_ =
-        tied ? model->backbone_->embedding()
-             : model->store_->Add("lm_head.weight", {config.vocab_size, config.hidden_size},
-                                  Init::kNormal);
+    model->lm_head_ = tied
+                          ? model->backbone_->embedding()
+                          : model->store_->Add(kLmHeadName, {config.vocab_size, config.hidden_size},
+                                               Init::kNormal);
   } else if (head == HeadKind::kValue) {
     model->value_head_ =
         model->store_->Add(kValueHeadWeight, {1, config.hidden_size}, Init::kNormal);
@@ -182,15 +182,19 @@ ModelSummary Model::Summary(int64_t max_model_len) const {
           .eos_token_ids = config_.eos_token_ids};
 }
 
-absl::Status Model::LoadParameters(const NamedTensors& tensors, bool partial) {
+absl::Status Model::LoadParameters(const NamedTensors& tensors) {
   const auto fail = [](const std::string& name, absl::string_view what) {
     return absl::InvalidArgumentError(absl::StrCat("tensor '", name, "': ", what));
   };
   std::map<std::string, at::Tensor> missing(store_->parameters().begin(),
                                             store_->parameters().end());
   std::vector<std::pair<at::Tensor, at::Tensor>> copies;
+  at::Tensor tied_head;
   for (const auto& [name, tensor] : tensors) {
-    if (tied_ && name == "lm_head.weight") continue;
+    if (tied_ && name == kLmHeadName) {
+      tied_head = tensor;
+      continue;
+    }
     const auto found = missing.find(name);
     if (found == missing.end()) return fail(name, "appears twice or is not a parameter");
     const at::Tensor& parameter = found->second;
@@ -202,7 +206,15 @@ absl::Status Model::LoadParameters(const NamedTensors& tensors, bool partial) {
     copies.emplace_back(parameter, tensor);
     missing.erase(found);
   }
-  if (!partial && !missing.empty()) return fail(missing.begin()->first, "is missing");
+  if (!missing.empty()) return fail(missing.begin()->first, "is missing");
+  if (tied_head.defined()) {
+    for (const auto& [parameter, tensor] : copies) {
+      if (parameter.is_same(lm_head_) &&
+          !at::equal(tensor.to(at::kFloat), tied_head.to(at::kFloat))) {
+        return fail(kLmHeadName, "differs from the embedding, which is this model's output layer");
+      }
+    }
+  }
   at::NoGradGuard no_grad;
   for (const auto& [parameter, tensor] : copies) parameter.copy_(tensor);
   return absl::OkStatus();

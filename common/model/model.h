@@ -70,6 +70,8 @@ struct DecodeInput {
 
 class Model {
  public:
+  static constexpr char kLmHeadName[] = "lm_head.weight";
+
   // INVALID_ARGUMENT that names file and tensor when one is missing, unexpected, mis-shaped, or
   // not floating-point; DATA_LOSS and INVALID_ARGUMENT for broken files; NOT_FOUND;
   // UNIMPLEMENTED for a model_type or feature that is not supported.
@@ -116,9 +118,9 @@ class Model {
   ModelSummary Summary(int64_t max_model_len) const;
 
   // Copies values in, by name, converting to fp32. All or nothing: names, shapes and completeness
-  // (unless `partial`) are checked before the first copy. A tied "lm_head.weight" is ignored.
-  // INVALID_ARGUMENT names the tensor.
-  absl::Status LoadParameters(const NamedTensors& tensors, bool partial = false);
+  // are checked before the first copy. A tied model takes an "lm_head.weight" that equals its
+  // embedding. INVALID_ARGUMENT names the tensor.
+  absl::Status LoadParameters(const NamedTensors& tensors);
 
   // Writes a Hugging Face directory that `transformers` loads: config.json with the keys it was
   // read with, model.safetensors in `dtype`, and the tokenizer's files if the source directory

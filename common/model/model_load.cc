@@ -25,7 +25,6 @@ namespace {
 
 namespace fs = std::filesystem;
 
-constexpr char kLmHeadName[] = "lm_head.weight";
 constexpr char kEmbeddingName[] = "model.embed_tokens.weight";
 
 absl::Status TensorError(const TensorView& view, absl::string_view what) {

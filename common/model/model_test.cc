@@ -2,6 +2,7 @@
 
 #include <ATen/ATen.h>
 #include <c10/core/InferenceMode.h>
+#include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
 #include "common/base/error.h"
@@ -160,7 +161,17 @@ TEST(ModelTest, LoadParametersIsAllOrNothing) {
   bad = tensors;
   bad.emplace_back("extra", at::zeros({1}));
   expect_refused(bad, "extra");
-  EXPECT_TRUE(model->LoadParameters({{"lm_head.weight", at::zeros({61, 30})}}, true).ok());
+}
+
+TEST(ModelTest, ATiedModelTakesOnlyAHeadThatEqualsItsEmbedding) {
+  const auto model = TinyModel("llama", {{"tie_word_embeddings", true}}, {});
+  NamedTensors tensors = model->Parameters();
+  tensors.emplace_back(Model::kLmHeadName, model->LmHeadWeight().clone());
+  EXPECT_TRUE(model->LoadParameters(tensors).ok());
+  tensors.back().second += 1;
+  const absl::Status status = model->LoadParameters(tensors);
+  EXPECT_EQ(status.code(), absl::StatusCode::kInvalidArgument);
+  EXPECT_THAT(std::string(status.message()), testing::HasSubstr("differs from the embedding"));
 }
 
 TEST(ModelTest, TiedHeadIsListedOnceAndSharesMemory) {

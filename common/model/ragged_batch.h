@@ -16,9 +16,6 @@ struct RaggedBatch {
   std::vector<int64_t> offsets;  // S + 1 values from 0 to T, never decreasing
 
   int64_t num_tokens() const { return offsets.empty() ? 0 : offsets.back(); }
-  int64_t num_sequences() const {
-    return offsets.empty() ? 0 : static_cast<int64_t>(offsets.size()) - 1;
-  }
 };
 
 // Whole sequences, positions from 0.

@@ -96,7 +96,9 @@ absl::StatusOr<checkpoint::Saved> SaveTraining(const std::string& directory,
                            {"done_steps", state.ledger.Serialize()}};
         return WriteFileDurably(absl::StrCat(target, "/", kStateFile), text.dump(2) + "\n");
       }));
-  TANDEM_RETURN_IF_ERROR(checkpoint::Prune(directory, keep));
+  TANDEM_RETURN_IF_ERROR(
+      checkpoint::Prune(directory, keep, saved.path,
+                        [&](const std::string& path) { return ReadState(path, state.kind).ok(); }));
   return saved;
 }
 
@@ -119,7 +121,8 @@ absl::Status ExportModel(const Model& model, const std::string& path, DType dtyp
   if (fs::exists(path, error)) {
     return FieldError(absl::StatusCode::kAlreadyExists, "path", absl::StrCat(path, " exists"));
   }
-  const fs::path target = fs::absolute(path, error).lexically_normal();
+  fs::path target = fs::absolute(path, error).lexically_normal();
+  if (!target.has_filename()) target = target.parent_path();  // "model/" is "model"
   fs::create_directories(target.parent_path(), error);
   const fs::path temporary =
       target.parent_path() / absl::StrCat(".tmp-", target.filename().string(), "-", ::getpid());

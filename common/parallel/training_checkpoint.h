@@ -41,7 +41,8 @@ absl::StatusOr<std::optional<std::string>> AdmitStep(const TrainingState& state,
                                                      const StepIdentity& identity,
                                                      absl::string_view version_field);
 
-// Writes directory/name and then removes all but the newest `keep` step directories (0: all stay).
+// Writes directory/name and then removes the oldest checkpoints of this kind until
+// `keep` are left, never the one just written (0: all stay).
 absl::StatusOr<checkpoint::Saved> SaveTraining(const std::string& directory,
                                                const std::string& name, int64_t keep,
                                                const Model& model, Strategy& strategy,

@@ -3,7 +3,6 @@
 #include <utility>
 
 #include "common/base/error.h"
-#include "common/base/logging.h"
 
 namespace tandem::rpc {
 

@@ -40,7 +40,6 @@ class CallExecutor {
   enum class Gate { kLoading, kOpen, kDraining };
   // Starts as kLoading.
   void SetGate(Gate gate) { gate_ = gate; }
-  Gate gate() const { return gate_; }
 
   // OK, or UNAVAILABLE with reason LOADING or DRAINING and a retry hint. A handler that got OK may
   // use its engine.

@@ -1,10 +1,9 @@
 // The golden list of metrics: every Prometheus name that a Tandem server exports, once. Dashboards,
-// alerts and docs/metrics.md use only names from here.
+// alerts and docs/metrics.md use only names from here; tests/lint/test_docs.py reads this file.
 #ifndef TANDEM_COMMON_RPC_METRIC_NAMES_H_
 #define TANDEM_COMMON_RPC_METRIC_NAMES_H_
 
 #include <array>
-#include <span>
 #include <string>
 
 #include "absl/strings/string_view.h"
@@ -75,8 +74,9 @@ inline constexpr MetricSpec kTokensGenerated{MetricType::kCounter,
                                              "tandem_generated_tokens_total",
                                              "Response tokens, by author (senior or junior).",
                                              {"author"}};
-inline constexpr MetricSpec kPromptTokens{MetricType::kCounter, "tandem_prompt_tokens_total",
-                                          "Prompt tokens of admitted sequences."};
+inline constexpr MetricSpec kPromptTokens{
+    MetricType::kCounter, "tandem_prompt_tokens_total",
+    "Prompt tokens of admitted prompts (samples share them)."};
 inline constexpr MetricSpec kHandoffs{MetricType::kCounter, "tandem_handoffs_total",
                                       "Changes of author inside a response."};
 inline constexpr MetricSpec kCatchUpTokens{
@@ -171,12 +171,6 @@ inline constexpr ReportMetric kReportMetrics[] = {
 
 // "loss/total" → "tandem_loss_total"; "tandem/switches_per_seq" → "tandem_switches_per_seq".
 std::string PrometheusName(absl::string_view report_name);
-
-// Every spec above, in order.
-std::span<const MetricSpec* const> AllMetrics();
-
-// The list as a Markdown table (name, type, labels, meaning), for docs/metrics.md.
-std::string MetricsMarkdown();
 
 }  // namespace tandem::rpc
 

@@ -62,13 +62,6 @@ types::v1::SelectionStrategy StrategyToProto(SelectionStrategy strategy) {
   return types::v1::SELECTION_STRATEGY_UNSPECIFIED;
 }
 
-// A double that the plain struct holds as float.
-absl::StatusOr<float> Narrow(const char* path, double value) {
-  const float narrow = static_cast<float>(value);
-  if (!std::isfinite(narrow)) return InvalidField(path, "must be finite");
-  return narrow;
-}
-
 // A per-token tensor of a trajectory: exactly `length` floats.
 absl::StatusOr<std::vector<float>> TokenFloats(const char* path, const types::v1::Tensor& tensor,
                                                int64_t length) {
@@ -195,16 +188,10 @@ void TandemConfigToProto(const TandemConfig& config, types::v1::TandemConfig* pr
 
 absl::StatusOr<SamplingParams> SamplingParamsFromProto(const types::v1::SamplingParams& proto) {
   SamplingParams params;
-  if (proto.has_temperature()) {
-    TANDEM_ASSIGN_OR_RETURN(params.temperature, Narrow("temperature", proto.temperature()));
-  }
+  if (proto.has_temperature()) params.temperature = proto.temperature();
   if (proto.has_top_k()) params.top_k = proto.top_k();
-  if (proto.has_top_p()) {
-    TANDEM_ASSIGN_OR_RETURN(params.top_p, Narrow("top_p", proto.top_p()));
-  }
-  if (proto.has_min_p()) {
-    TANDEM_ASSIGN_OR_RETURN(params.min_p, Narrow("min_p", proto.min_p()));
-  }
+  if (proto.has_top_p()) params.top_p = proto.top_p();
+  if (proto.has_min_p()) params.min_p = proto.min_p();
   if (!proto.has_max_tokens()) return InvalidField("max_tokens", "required");
   params.max_tokens = proto.max_tokens();
   params.stop_token_ids = ToVector(proto.stop_token_ids());

@@ -1,5 +1,6 @@
 #include "common/rpc/proto_convert.h"
 
+#include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
 #include <functional>
@@ -153,13 +154,23 @@ TEST(TandemConfigTest, OpenFieldsTakeTheDefaults) {
   EXPECT_EQ(config->chunk_size, 9);
 }
 
-TEST(SamplingParamsTest, NumbersThatAreNotFiniteAreRefused) {
+TEST(SamplingParamsTest, EveryFieldIsCarriedAsItIs) {
   types::v1::SamplingParams proto;
-  proto.set_max_tokens(1);
-  proto.set_temperature(std::numeric_limits<double>::quiet_NaN());
-  EXPECT_EQ(FieldPath(SamplingParamsFromProto(proto).status()), "temperature");
-  proto.set_temperature(1e300);
-  EXPECT_EQ(FieldPath(SamplingParamsFromProto(proto).status()), "temperature");
+  EXPECT_EQ(FieldPath(SamplingParamsFromProto(proto).status()), "max_tokens");
+  proto.set_max_tokens(7);
+  proto.set_temperature(0.7);
+  proto.set_top_k(5);
+  proto.set_top_p(0.9);
+  proto.set_min_p(0.1);
+  proto.add_stop_token_ids(3);
+  const auto params = SamplingParamsFromProto(proto);
+  ASSERT_TRUE(params.ok()) << params.status();
+  EXPECT_EQ(params->max_tokens, 7);
+  EXPECT_EQ(params->temperature, 0.7);
+  EXPECT_EQ(params->top_k, 5);
+  EXPECT_EQ(params->top_p, 0.9);
+  EXPECT_EQ(params->min_p, 0.1);
+  EXPECT_THAT(params->stop_token_ids, testing::ElementsAre(3));
 }
 
 WeightManifest Manifest() {

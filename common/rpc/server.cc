@@ -26,6 +26,10 @@ namespace {
 // How long open health watches may hold up a shutdown once the real calls are gone.
 constexpr absl::Duration kWatchersGrace = absl::Milliseconds(200);
 
+// Half of the shortest keepalive interval that a configuration may ask of a client: a client with
+// another interval than ours is not sent away.
+constexpr int kToleratedPingMilliseconds = 500;
+
 int Milliseconds(double seconds) { return static_cast<int>(seconds * 1000); }
 
 std::string Address(const std::string& host, int port) {
@@ -104,9 +108,8 @@ absl::StatusOr<std::unique_ptr<Server>> Server::Start(const config::v1::ServerOp
                              Milliseconds(options.keepalive_timeout_seconds()));
   builder.AddChannelArgument(GRPC_ARG_KEEPALIVE_PERMIT_WITHOUT_CALLS, 1);
   builder.AddChannelArgument(GRPC_ARG_HTTP2_MAX_PINGS_WITHOUT_DATA, 0);
-  // Clients ping at our own interval; half of it leaves room for clocks.
   builder.AddChannelArgument(GRPC_ARG_HTTP2_MIN_RECV_PING_INTERVAL_WITHOUT_DATA_MS,
-                             Milliseconds(std::min(options.keepalive_seconds(), 30.0) / 2));
+                             kToleratedPingMilliseconds);
   builder.SetMaxReceiveMessageSize(kMaxReceiveBytes);
   for (const NamedService& service : services) {
     builder.RegisterService(service.service);

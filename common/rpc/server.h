@@ -51,9 +51,6 @@ class Server {
   // Blocks. New calls still arrive while it waits: the executor's gate refuses them.
   void Shutdown(absl::Time deadline);
 
-  // For calls without a socket.
-  grpc::Server& grpc_server() { return *server_; }
-
  private:
   Server() = default;
 

@@ -109,7 +109,7 @@ bool LoadUnlessInterrupted(ServerApp& app, Signals& signals, absl::Status* statu
     loaded = true;
   });
   while (!loaded) {
-    if (signals.Wait(absl::Milliseconds(50)) && !loaded) {
+    if (signals.Wait(absl::Milliseconds(50))) {
       loader.detach();
       return false;
     }

@@ -8,8 +8,8 @@
 //   }
 //
 // Command line: --config FILE, [dotted.key=value …], --check-config, --version, --help. Exit code 0
-// on success and after a clean drain, 2 for a bad configuration or command line, 1 for anything
-// else.
+// on success and after SIGTERM or SIGINT (work that outlasts the drain time is given up, and the
+// log says so), 2 for a bad configuration or command line, 1 for anything else.
 #ifndef TANDEM_COMMON_RPC_SERVER_MAIN_H_
 #define TANDEM_COMMON_RPC_SERVER_MAIN_H_
 

@@ -3,6 +3,8 @@
 #define TANDEM_COMMON_RPC_TRAIN_STEP_STREAM_H_
 
 #include <cstdint>
+#include <optional>
+#include <string>
 #include <type_traits>
 #include <utility>
 
@@ -15,6 +17,15 @@
 #include "common/rpc/stream_handlers.h"
 
 namespace tandem::rpc {
+
+// The engine's field paths as the client knows them: what is not about a sample is in the header.
+inline absl::Status WithRequestPath(absl::Status status) {
+  const std::optional<std::string> path = FieldPath(status);
+  if (!path.has_value() || path->starts_with("samples") || path->starts_with("header")) {
+    return status;
+  }
+  return PrependFieldPath("header", std::move(status));
+}
 
 // Collects one step: a header that announces how many samples follow, then the samples. Every
 // sample is checked as it comes, so a bad one is refused before the rest is sent.

@@ -18,9 +18,12 @@
 #include <memory>
 #include <utility>
 
+#include "absl/functional/function_ref.h"
+#include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "common/base/logging.h"
 #include "common/rpc/call_executor.h"
+#include "common/rpc/error_table.h"
 #include "common/rpc/reactor_call.h"
 
 namespace tandem::rpc {
@@ -72,6 +75,23 @@ grpc::ServerUnaryReactor* HandleUnary(CallExecutor& executor, grpc::CallbackServ
                                       UnaryHandler<Request, Response> handler) {
   return new internal::UnaryCall<Request, Response>(executor, context, request, response,
                                                     std::move(handler));
+}
+
+// For what is at hand: runs `handler` on the gRPC thread, so that status is told while every worker
+// waits for a busy engine.
+template <typename Response>
+grpc::ServerUnaryReactor* AnswerAtOnce(CallExecutor& executor, grpc::CallbackServerContext* context,
+                                       Response* response,
+                                       absl::FunctionRef<absl::StatusOr<Response>()> handler) {
+  grpc::ServerUnaryReactor* const reactor = context->DefaultReactor();
+  absl::Status status = executor.Admit();
+  if (status.ok()) {
+    absl::StatusOr<Response> result = CallCatching(handler);
+    status = result.status();
+    if (result.ok()) response->Swap(&*result);
+  }
+  reactor->Finish(ToGrpcStatus(status));
+  return reactor;
 }
 
 }  // namespace tandem::rpc

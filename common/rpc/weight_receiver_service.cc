@@ -185,11 +185,10 @@ grpc::ServerUnaryReactor* WeightReceiverService::AbortUpdate(grpc::CallbackServe
 }
 
 grpc::ServerUnaryReactor* WeightReceiverService::GetVersion(grpc::CallbackServerContext* context,
-                                                            const GetVersionRequest* request,
+                                                            const GetVersionRequest*,
                                                             GetVersionResponse* response) {
-  return HandleUnary<GetVersionRequest, GetVersionResponse>(
-      executor_, context, request, response,
-      [this](const GetVersionRequest&, const CallContext&) -> absl::StatusOr<GetVersionResponse> {
+  return AnswerAtOnce<GetVersionResponse>(
+      executor_, context, response, [this]() -> absl::StatusOr<GetVersionResponse> {
         const WeightVersion version = receiver_.load()->Version();
         GetVersionResponse response;
         response.set_version(version.version);

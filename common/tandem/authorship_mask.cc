@@ -2,9 +2,6 @@
 
 #include <algorithm>
 
-#include "absl/strings/str_cat.h"
-#include "common/base/error.h"
-
 namespace tandem {
 namespace {
 
@@ -13,36 +10,6 @@ double Ratio(int64_t numerator, int64_t denominator) {
 }
 
 }  // namespace
-
-AuthorRuns EncodeRuns(std::span<const Author> mask) {
-  AuthorRuns runs;
-  for (size_t t = 0; t < mask.size(); ++t) {
-    if (t == 0) runs.first = mask[0];
-    if (t == 0 || mask[t] != mask[t - 1]) runs.lengths.push_back(0);
-    ++runs.lengths.back();
-  }
-  return runs;
-}
-
-absl::StatusOr<std::vector<Author>> DecodeRuns(const AuthorRuns& runs, int64_t length) {
-  std::vector<Author> mask;
-  Author author = runs.first;
-  for (size_t i = 0; i < runs.lengths.size(); ++i) {
-    const int64_t left = length - static_cast<int64_t>(mask.size());
-    if (runs.lengths[i] < 1 || runs.lengths[i] > left) {
-      return InvalidField(absl::StrCat("lengths[", i, "]"),
-                          absl::StrCat("a run of ", runs.lengths[i], " does not fit: ", left,
-                                       " of ", length, " tokens are left"));
-    }
-    mask.insert(mask.end(), runs.lengths[i], author);
-    author = Other(author);
-  }
-  if (static_cast<int64_t>(mask.size()) != length) {
-    return InvalidField("lengths",
-                        absl::StrCat("the runs cover ", mask.size(), " tokens, not ", length));
-  }
-  return mask;
-}
 
 int64_t CountSwitches(std::span<const Author> mask) {
   int64_t switches = 0;

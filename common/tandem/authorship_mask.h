@@ -18,20 +18,6 @@ inline Author Other(Author author) {
   return author == Author::kSenior ? Author::kJunior : Author::kSenior;
 }
 
-// A run-length coded mask: the author of the first run, then run lengths with alternating authors.
-struct AuthorRuns {
-  Author first = Author::kSenior;
-  std::vector<int32_t> lengths;
-
-  friend bool operator==(const AuthorRuns&, const AuthorRuns&) = default;
-};
-
-AuthorRuns EncodeRuns(std::span<const Author> mask);
-
-// The mask of exactly `length` tokens. INVALID_ARGUMENT with path "lengths" or "lengths[i]" when a
-// run is not positive or the runs do not add up to `length`.
-absl::StatusOr<std::vector<Author>> DecodeRuns(const AuthorRuns& runs, int64_t length);
-
 // Count of t >= 1 with a_t != a_{t-1}.
 int64_t CountSwitches(std::span<const Author> mask);
 

@@ -5,31 +5,11 @@
 
 #include <array>
 
-#include "common/base/error.h"
-
 namespace tandem {
 namespace {
 
-using ::testing::ElementsAre;
-
 constexpr Author S = Author::kSenior;
 constexpr Author J = Author::kJunior;
-
-TEST(AuthorshipMaskTest, RunsRoundTrip) {
-  const std::vector<Author> mask = {J, J, S, J, S, S};
-  const AuthorRuns runs = EncodeRuns(mask);
-  EXPECT_EQ(runs.first, J);
-  EXPECT_THAT(runs.lengths, ElementsAre(2, 1, 1, 2));
-  EXPECT_EQ(*DecodeRuns(runs, 6), mask);
-  EXPECT_EQ(*DecodeRuns(EncodeRuns({}), 0), std::vector<Author>());
-}
-
-TEST(AuthorshipMaskTest, DecodeRefusesAnotherLength) {
-  const AuthorRuns runs = {.first = S, .lengths = {2, 3}};
-  EXPECT_EQ(FieldPath(DecodeRuns(runs, 6).status()), "lengths");
-  EXPECT_EQ(FieldPath(DecodeRuns(runs, 4).status()), "lengths[1]");
-  EXPECT_EQ(FieldPath(DecodeRuns({.first = S, .lengths = {2, 0}}, 2).status()), "lengths[1]");
-}
 
 TEST(AuthorshipMaskTest, SentencesEndAtBoundariesAndAtTheEnd) {
   EXPECT_EQ(CountSentences({}), 0);

@@ -1,7 +1,6 @@
 #include "common/tandem/tandem_config.h"
 
 #include <array>
-#include <cmath>
 #include <string>
 #include <utility>
 
@@ -50,13 +49,6 @@ absl::string_view SelectionStrategyName(SelectionStrategy strategy) {
     if (value == strategy) return name;
   }
   return "unknown";
-}
-
-std::optional<SelectionStrategy> ParseSelectionStrategy(absl::string_view name) {
-  for (const auto& [value, text] : kNames) {
-    if (text == name) return value;
-  }
-  return std::nullopt;
 }
 
 absl::Status Validate(const TandemConfig& config, int64_t vocab_size) {

@@ -16,7 +16,6 @@ enum class SelectionStrategy { kBernoulli, kChunk, kAlternating, kSentence, kWor
 
 // "bernoulli", "chunk", "alternating", "sentence", "word".
 absl::string_view SelectionStrategyName(SelectionStrategy strategy);
-std::optional<SelectionStrategy> ParseSelectionStrategy(absl::string_view name);
 
 struct TandemConfig {
   // False: the senior writes everything and the junior never runs.
@@ -35,7 +34,8 @@ struct TandemConfig {
 };
 
 struct SamplingParams {
-  // Divides the logits, in [0, 100]; 0 is greedy, and log-probs are then those of temperature 1.
+  // Divides the logits, 0 or in [0.001, 100]; 0 is greedy, and log-probs are then those of
+  // temperature 1.
   double temperature = 1.0;
   // Keep the k most likely tokens; 0 keeps all.
   int32_t top_k = 0;

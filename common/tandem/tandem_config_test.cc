@@ -9,15 +9,6 @@
 namespace tandem {
 namespace {
 
-TEST(TandemConfigTest, StrategyNamesRoundTrip) {
-  for (const char* name : {"bernoulli", "chunk", "alternating", "sentence", "word"}) {
-    const auto strategy = ParseSelectionStrategy(name);
-    ASSERT_TRUE(strategy.has_value()) << name;
-    EXPECT_EQ(SelectionStrategyName(*strategy), name);
-  }
-  EXPECT_EQ(ParseSelectionStrategy("Word"), std::nullopt);
-}
-
 TEST(TandemConfigTest, DefaultsAreValid) {
   EXPECT_TRUE(Validate(TandemConfig(), 10).ok());
   EXPECT_TRUE(Validate(SamplingParams(), 10).ok());

@@ -1,7 +1,6 @@
 #include "common/tandem/vocabulary.h"
 
 #include <algorithm>
-#include <array>
 #include <cstdio>
 #include <fstream>
 #include <iterator>
@@ -32,7 +31,7 @@ absl::Status Malformed(absl::string_view what) {
 // True when `node`, or a member of the Sequence it is, has this type.
 bool HasType(const Json& node, const char* type) {
   if (!node.is_object()) return false;
-  if (node.value("type", "") == type) return true;
+  if (node.value("type", Json()) == type) return true;
   for (const char* list : {"decoders", "pretokenizers"}) {
     if (!node.contains(list) || !node[list].is_array()) continue;
     for (const Json& item : node[list]) {

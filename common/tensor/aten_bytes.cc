@@ -108,16 +108,4 @@ absl::StatusOr<NamedTensors> ReadNamedTensors(const std::string& path) {
   return tensors;
 }
 
-std::string DigestNamedTensors(const NamedTensors& tensors) {
-  Checksum checksum;
-  for (const auto& [name, tensor] : tensors) {
-    const at::Tensor flat = tensor.detach().cpu().contiguous();
-    const std::string header = absl::StrCat(name, "|", c10::toString(flat.scalar_type()), "|",
-                                            absl::StrJoin(flat.sizes(), ","), "\n");
-    checksum.Update(header.data(), header.size());
-    checksum.Update(flat.const_data_ptr(), flat.nbytes());
-  }
-  return checksum.Hex();
-}
-
 }  // namespace tandem

@@ -39,10 +39,6 @@ absl::Status WriteNamedTensors(const std::string& path, const NamedTensors& tens
 // Reads every tensor of one safetensors file, in file order, in its own type.
 absl::StatusOr<NamedTensors> ReadNamedTensors(const std::string& path);
 
-// XXH3-128 over names, types, shapes and bytes, in the given order: the digest by which sender and
-// receiver of weights compare what they hold.
-std::string DigestNamedTensors(const NamedTensors& tensors);
-
 }  // namespace tandem
 
 #endif  // TANDEM_COMMON_TENSOR_ATEN_BYTES_H_

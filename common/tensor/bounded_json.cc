@@ -1,7 +1,6 @@
 #include "common/tensor/bounded_json.h"
 
-#include <cerrno>
-#include <cstring>
+#include <algorithm>
 #include <filesystem>
 #include <fstream>
 #include <set>

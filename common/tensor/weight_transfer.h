@@ -55,7 +55,7 @@ class WeightReceiver {
   // Opens an update, or goes on with the open one of that id and manifest: returns the number of
   // bytes that it already holds. INVALID_ARGUMENT names a tensor that does not fit the model;
   // FAILED_PRECONDITION (reason STALE_WEIGHT_VERSION) for a version not above the one served, or
-  // below that of another open update (a higher one replaces it).
+  // below that of another open update (which is replaced otherwise).
   virtual absl::StatusOr<int64_t> Begin(const std::string& update_id,
                                         const WeightManifest& manifest) = 0;
   // Appends bytes at `offset`, which must be the number of bytes held. NOT_FOUND for another

@@ -4,7 +4,6 @@
 #include <ATen/Parallel.h>
 #include <ATen/core/grad_mode.h>
 
-#include <algorithm>
 #include <mutex>
 #include <optional>
 #include <utility>

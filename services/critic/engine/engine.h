@@ -76,6 +76,7 @@ class Engine {
  public:
   virtual ~Engine() = default;
 
+  // As of the last call that changed it: never waits for a running one.
   virtual EngineInfo Info() const = 0;
 
   // Value t comes from hidden state prompt + t - 1 (forward_func_values: output[:, :-1]).

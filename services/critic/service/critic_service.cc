@@ -35,36 +35,18 @@ CriticService::CriticService(const CriticServiceOptions& options, rpc::CallExecu
   metrics_.Gauge(rpc::metric::kLastProgress);
 }
 
-void CriticService::SetEngine(Engine* engine) {
-  engine_ = engine;
-  RefreshInfo();
-}
-
-EngineInfo CriticService::Info() const {
-  std::lock_guard lock(info_mutex_);
-  return info_;
-}
-
-void CriticService::RefreshInfo() {
-  EngineInfo info = engine_->Info();
-  std::lock_guard lock(info_mutex_);
-  info_ = std::move(info);
-}
-
 void CriticService::UpdateMetrics() {
-  const EngineInfo info = Info();
+  const EngineInfo info = engine_->Info();
   metrics_.Gauge(rpc::metric::kPolicyVersion).Set(static_cast<double>(info.version));
   metrics_.Gauge(rpc::metric::kOptimizerSteps).Set(static_cast<double>(info.optimizer_steps));
 }
 
 grpc::ServerUnaryReactor* CriticService::GetServerInfo(grpc::CallbackServerContext* context,
-                                                       const v1::GetServerInfoRequest* request,
+                                                       const v1::GetServerInfoRequest*,
                                                        v1::GetServerInfoResponse* response) {
-  return rpc::HandleUnary<v1::GetServerInfoRequest, v1::GetServerInfoResponse>(
-      executor_, context, request, response,
-      [this](const v1::GetServerInfoRequest&,
-             const rpc::CallContext&) -> absl::StatusOr<v1::GetServerInfoResponse> {
-        const EngineInfo info = Info();
+  return rpc::AnswerAtOnce<v1::GetServerInfoResponse>(
+      executor_, context, response, [this]() -> absl::StatusOr<v1::GetServerInfoResponse> {
+        const EngineInfo info = engine_->Info();
         v1::GetServerInfoResponse out;
         types::v1::ServerInfo& server = *out.mutable_server();
         server.set_role("critic");
@@ -150,13 +132,12 @@ absl::StatusOr<v1::TrainStepResponse> CriticService::RunTrainStep(const TrainSte
         {{"run_id", request.run_id},
          {"step", request.step},
          {"error", result.status().ToString()}});
-    return result.status();
+    return rpc::WithRequestPath(result.status());
   }
   if (result->replayed) {
     metrics_.Counter(rpc::metric::kTrainSteps, {"replayed"}).Increment();
     return ToProto(*result);
   }
-  RefreshInfo();
   UpdateMetrics();
   size_t tokens = 0;
   for (const ValueSample& sample : request.samples) tokens += sample.response_token_ids.size();
@@ -193,9 +174,8 @@ grpc::ServerUnaryReactor* CriticService::LoadCheckpoint(grpc::CallbackServerCont
       [this](const v1::LoadCheckpointRequest& request,
              const rpc::CallContext& context) -> absl::StatusOr<v1::LoadCheckpointResponse> {
         TANDEM_RETURN_IF_ERROR(rpc::LoadCheckpoint(*engine_, turn_, metrics_, request, context));
-        RefreshInfo();
         UpdateMetrics();
-        const EngineInfo info = Info();
+        const EngineInfo info = engine_->Info();
         v1::LoadCheckpointResponse out;
         out.set_version(info.version);
         out.set_optimizer_steps(info.optimizer_steps);

@@ -4,7 +4,6 @@
 #define TANDEM_SERVICES_CRITIC_SERVICE_CRITIC_SERVICE_H_
 
 #include <cstdint>
-#include <mutex>
 
 #include "absl/status/statusor.h"
 #include "absl/time/clock.h"
@@ -32,8 +31,8 @@ class CriticService final : public v1::CriticService::CallbackService {
                 rpc::Metrics& metrics);
 
   // Before the executor's gate opens; `engine` must outlive the calls.
-  void SetEngine(Engine* engine);
-  // Refreshes gauges from what the service remembers; does not touch the engine.
+  void SetEngine(Engine* engine) { engine_ = engine; }
+  // Refreshes gauges from the engine's info.
   void UpdateMetrics();
 
   grpc::ServerUnaryReactor* GetServerInfo(grpc::CallbackServerContext* context,
@@ -60,10 +59,6 @@ class CriticService final : public v1::CriticService::CallbackService {
 
   absl::StatusOr<v1::TrainStepResponse> RunTrainStep(const TrainStepRequest& request,
                                                      const rpc::CallContext& context);
-  // The engine's info as of the last call that changed it: Engine::Info may wait for a running
-  // step, and status must not.
-  EngineInfo Info() const;
-  void RefreshInfo();
 
   const CriticServiceOptions options_;
   rpc::CallExecutor& executor_;
@@ -71,8 +66,6 @@ class CriticService final : public v1::CriticService::CallbackService {
   rpc::ByteBudget budget_;
   rpc::EngineTurn turn_;
   Engine* engine_ = nullptr;
-  mutable std::mutex info_mutex_;
-  EngineInfo info_;
 };
 
 }  // namespace tandem::critic

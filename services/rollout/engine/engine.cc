@@ -122,10 +122,12 @@ class EngineImpl : public Engine {
     });
   }
 
-  absl::StatusOr<ScoreResult> Score(const ScoreRequest& request, absl::Time deadline) override {
+  absl::StatusOr<ScoreResult> Score(const ScoreRequest& request, absl::Time deadline,
+                                    const std::function<bool()>& cancelled) override {
     TANDEM_RETURN_IF_ERROR(CheckScore(request, limits_));
     ScoreResult result;
-    TANDEM_RETURN_IF_ERROR(RunOnEngine([&] { return RunScore(request, deadline, result); }));
+    TANDEM_RETURN_IF_ERROR(
+        RunOnEngine([&] { return RunScore(request, deadline, cancelled, result); }));
     return result;
   }
 
@@ -233,11 +235,13 @@ class EngineImpl : public Engine {
     return absl::OkStatus();
   }
 
-  absl::Status RunScore(const ScoreRequest& request, absl::Time deadline, ScoreResult& result) {
+  absl::Status RunScore(const ScoreRequest& request, absl::Time deadline,
+                        const std::function<bool()>& cancelled, ScoreResult& result) {
     const auto check = [&]() -> absl::Status {
       if (absl::Now() >= deadline) {
         return absl::DeadlineExceededError("the deadline passed before the scores were ready");
       }
+      if (cancelled && cancelled()) return absl::CancelledError("the caller cancelled");
       generator_->NoteProgress(absl::Now());
       Publish();
       std::lock_guard lock(mutex_);

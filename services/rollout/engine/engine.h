@@ -110,12 +110,12 @@ struct EngineStats {
   int64_t senior_tokens_total = 0;  // response tokens written
   int64_t junior_tokens_total = 0;
   int64_t handoffs_total = 0;  // changes of author inside a response
-  int64_t senior_catch_up_tokens_total =
-      0;  // response tokens of the other author that a lane consumed
+  // Response tokens of the other author that a lane consumed.
+  int64_t senior_catch_up_tokens_total = 0;
   int64_t junior_catch_up_tokens_total = 0;
   int64_t prompt_tokens_total = 0;
   int64_t forward_passes_total = 0;
-  absl::Time last_progress = absl::InfinitePast();  // end of the last forward pass
+  absl::Time last_progress = absl::InfinitePast();  // of generating or scoring
   bool paused = false;
 };
 
@@ -123,7 +123,6 @@ struct EngineInfo {
   ModelSummary senior;
   std::optional<ModelSummary> junior;
   std::string junior_version;  // digest of the junior's weights
-  TandemConfig tandem;         // defaults, with the boundary sets below when none were configured
   std::vector<int32_t> sentence_boundary_token_ids;
   std::vector<int32_t> word_boundary_token_ids;
   int64_t max_num_seqs = 0;
@@ -151,7 +150,8 @@ class Engine {
   virtual void Cancel(const std::vector<PromptId>& prompts) = 0;
 
   // Teacher-forced log-probabilities; blocks. Runs between generation steps.
-  virtual absl::StatusOr<ScoreResult> Score(const ScoreRequest& request, absl::Time deadline) = 0;
+  virtual absl::StatusOr<ScoreResult> Score(const ScoreRequest& request, absl::Time deadline,
+                                            const std::function<bool()>& cancelled = nullptr) = 0;
 
   // Stops at the next step boundary (blocks until then); returns the sequences that are held.
   virtual int64_t Pause() = 0;

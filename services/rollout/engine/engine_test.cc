@@ -264,7 +264,6 @@ TEST_F(EngineTest, BadRequestsAreNamed) {
   solo.junior_model = "";
   const auto alone = Create(solo);
   EXPECT_EQ(alone->Validate(Request({})).code(), absl::StatusCode::kFailedPrecondition);
-  EXPECT_FALSE(alone->Info().tandem.enabled);
   EXPECT_EQ(alone->Score({.sequences = {{{3, 4}, 1}}, .junior = true}, absl::InfiniteFuture())
                 .status()
                 .code(),

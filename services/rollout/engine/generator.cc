@@ -3,11 +3,9 @@
 #include <algorithm>
 #include <limits>
 #include <mutex>
-#include <set>
 #include <span>
 #include <utility>
 
-#include "absl/strings/str_cat.h"
 #include "common/base/philox.h"
 #include "common/base/status_macros.h"
 #include "common/tandem/tandem_sampler.h"

@@ -53,7 +53,6 @@ class Generator {
 
   // The senior's weights were replaced. Tokens are tagged with `version` from now on.
   void OnSeniorUpdated(int64_t version, OnWeightUpdate policy);
-  void SetSeniorVersion(int64_t version) { senior_version_ = version; }
 
   // Work other than generation went on (scoring).
   void NoteProgress(absl::Time now) { totals_.last_progress = now; }

@@ -89,8 +89,6 @@ absl::StatusOr<LoadedModels> LoadModels(const EngineOptions& options) {
   EngineInfo& info = result.info;
   info.senior = result.senior->Summary(result.max_model_len);
   info.junior_version = result.junior_digest;
-  info.tandem = options.tandem;
-  if (result.junior == nullptr) info.tandem.enabled = false;
   info.sentence_boundary_token_ids = result.boundaries->sentence().ids();
   info.word_boundary_token_ids =
       result.boundaries->Resolve({.selection_strategy = SelectionStrategy::kWord})->ids();

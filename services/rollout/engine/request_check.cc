@@ -57,11 +57,11 @@ absl::Status CheckPrompt(const PromptRequest& request, const RequestLimits& limi
 
 absl::Status CheckScore(const ScoreRequest& request, const RequestLimits& limits) {
   if (!request.senior && !request.junior) {
-    return InvalidField("models", "neither senior nor junior is asked for");
+    return InvalidField("senior", "neither senior nor junior is asked for");
   }
   if (request.junior && !limits.has_junior) {
     return WithReason(
-        FieldError(absl::StatusCode::kFailedPrecondition, "models", "this server has no junior"),
+        FieldError(absl::StatusCode::kFailedPrecondition, "junior", "this server has no junior"),
         "NO_JUNIOR");
   }
   TANDEM_RETURN_IF_ERROR(tandem::Validate(

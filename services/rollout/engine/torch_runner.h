@@ -20,7 +20,6 @@ class TorchRunner : public ModelRunner {
 
   const Model& model() const { return *model_; }
   Model& model() { return *model_; }
-  int64_t capacity_tokens() const { return cache_.num_slots() * cache_.max_model_len(); }
 
   absl::StatusOr<int64_t> AllocateSlot() override { return cache_.Allocate(); }
   void FreeSlot(int64_t slot) override { cache_.Free(slot); }

@@ -107,7 +107,7 @@ absl::StatusOr<int64_t> StagedWeightReceiver::Begin(const std::string& update_id
   }
   if (open_ != nullptr) {
     if (open_->id == update_id && open_->manifest == manifest) return open_->received;
-    if (open_->committing || open_->manifest.version >= manifest.version) {
+    if (open_->committing || open_->manifest.version > manifest.version) {
       return WithReason(FieldError(absl::StatusCode::kFailedPrecondition, "manifest.version",
                                    absl::StrCat("update \"", open_->id, "\" to version ",
                                                 open_->manifest.version, " is in progress")),
@@ -160,7 +160,10 @@ absl::Status StagedWeightReceiver::Append(const std::string& update_id, int64_t 
 absl::StatusOr<WeightVersion> StagedWeightReceiver::Commit(const std::string& update_id) {
   Update* update = nullptr;
   {
-    std::lock_guard lock(mutex_);
+    std::unique_lock lock(mutex_);
+    // A sender that lost its connection asks again while its first request still waits.
+    commit_ended_.wait(
+        lock, [&] { return open_ == nullptr || open_->id != update_id || !open_->committing; });
     if (!last_committed_id_.empty() && update_id == last_committed_id_) return version_;
     TANDEM_ASSIGN_OR_RETURN(update, FindOpenLocked(update_id));
     if (update->received != update->manifest.total_bytes) {
@@ -182,6 +185,7 @@ absl::StatusOr<WeightVersion> StagedWeightReceiver::Commit(const std::string& up
       update->manifest, {update->bytes.get(), static_cast<size_t>(update->manifest.total_bytes)});
   std::lock_guard lock(mutex_);
   const std::unique_ptr<Update> done = std::move(open_);
+  commit_ended_.notify_all();
   if (!applied.ok()) return applied;
   version_ = {.version = done->manifest.version, .digest = done->manifest.digest};
   last_committed_id_ = done->id;

@@ -3,6 +3,7 @@
 #ifndef TANDEM_SERVICES_ROLLOUT_ENGINE_WEIGHT_RECEIVER_H_
 #define TANDEM_SERVICES_ROLLOUT_ENGINE_WEIGHT_RECEIVER_H_
 
+#include <condition_variable>
 #include <cstddef>
 #include <cstdint>
 #include <functional>
@@ -58,6 +59,7 @@ class StagedWeightReceiver : public WeightReceiver {
   const Apply apply_;
 
   mutable std::mutex mutex_;
+  std::condition_variable commit_ended_;
   std::unique_ptr<Update> open_;
   WeightVersion version_;
   std::string last_committed_id_;

@@ -69,7 +69,8 @@ class FakeEngine final : public Engine {
     changed_.notify_all();
   }
 
-  absl::StatusOr<ScoreResult> Score(const ScoreRequest& request, absl::Time) override {
+  absl::StatusOr<ScoreResult> Score(const ScoreRequest& request, absl::Time,
+                                    const std::function<bool()>&) override {
     ScoreResult result;
     result.policy_version = 5;
     for (const ScoreSequence& sequence : request.sequences) {

@@ -57,7 +57,6 @@ class GenerateStream : public std::enable_shared_from_this<GenerateStream> {
   int64_t unfinished_sequences() const;
 
  private:
-  friend class Listener;
   class Listener;
 
   // A prompt that is not done.

@@ -19,13 +19,13 @@ constexpr absl::Duration kStallLimit = absl::Seconds(120);
 
 absl::Status StallDetector::Check(const EngineStats& stats, absl::Time now) {
   const bool busy = !stats.paused && stats.sequences_running + stats.sequences_waiting > 0;
-  if (!busy || stats.forward_passes_total != forward_passes_ || since_ == absl::InfinitePast()) {
-    forward_passes_ = stats.forward_passes_total;
+  if (!busy || stats.last_progress != last_progress_ || since_ == absl::InfinitePast()) {
+    last_progress_ = stats.last_progress;
     since_ = now;
     return absl::OkStatus();
   }
   if (now - since_ < limit_) return absl::OkStatus();
-  return absl::UnavailableError("work waits and no forward pass ends");
+  return absl::UnavailableError("work waits and nothing progresses");
 }
 
 RolloutApp::RolloutApp(const config::RolloutServerConfig& config, rpc::ServerRuntime& runtime,

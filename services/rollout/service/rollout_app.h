@@ -23,12 +23,12 @@ using EngineFactory =
 class StallDetector {
  public:
   explicit StallDetector(absl::Duration limit) : limit_(limit) {}
-  // UNAVAILABLE when work has waited for `limit` without a forward pass.
+  // UNAVAILABLE when work has waited for `limit` and nothing moved.
   absl::Status Check(const EngineStats& stats, absl::Time now);
 
  private:
   const absl::Duration limit_;
-  int64_t forward_passes_ = -1;
+  absl::Time last_progress_ = absl::InfinitePast();
   absl::Time since_ = absl::InfinitePast();
 };
 

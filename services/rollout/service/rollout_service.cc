@@ -22,11 +22,12 @@ class RolloutService::GenerateReactor final
       : service_(service),
         outbox_([this](const v1::GenerateResponse* response) { StartWrite(response); },
                 [this](grpc::Status status) { Finish(std::move(status)); }),
+        admitted_(service->executor_.Admit()),
         stream_(std::make_shared<GenerateStream>(service->engine_.load(), service->options_.tandem,
                                                  rpc::internal::DeadlineOf(*context), &outbox_)),
         request_id_(rpc::RequestId(context)) {
-    if (const absl::Status admitted = service->executor_.Admit(); !admitted.ok()) {
-      outbox_.Finish(rpc::ToGrpcStatus(admitted));
+    if (!admitted_.ok()) {
+      outbox_.Finish(rpc::ToGrpcStatus(admitted_));
       return;
     }
     service_->Register(stream_);
@@ -83,6 +84,7 @@ class RolloutService::GenerateReactor final
 
   RolloutService* const service_;
   GenerateStream::Outbox outbox_;
+  const absl::Status admitted_;  // before stream_: once admitted, the engine is there
   const std::shared_ptr<GenerateStream> stream_;
   const std::string request_id_;
   v1::GenerateRequest request_;
@@ -146,12 +148,10 @@ grpc::ServerBidiReactor<v1::GenerateRequest, v1::GenerateResponse>* RolloutServi
 }
 
 grpc::ServerUnaryReactor* RolloutService::GetServerInfo(grpc::CallbackServerContext* context,
-                                                        const v1::GetServerInfoRequest* request,
+                                                        const v1::GetServerInfoRequest*,
                                                         v1::GetServerInfoResponse* response) {
-  return rpc::HandleUnary<v1::GetServerInfoRequest, v1::GetServerInfoResponse>(
-      executor_, context, request, response,
-      [this](const v1::GetServerInfoRequest&,
-             const rpc::CallContext&) -> absl::StatusOr<v1::GetServerInfoResponse> {
+  return rpc::AnswerAtOnce<v1::GetServerInfoResponse>(
+      executor_, context, response, [this]() -> absl::StatusOr<v1::GetServerInfoResponse> {
         Engine& engine = *engine_.load();
         v1::GetServerInfoResponse info = InfoToProto(
             engine.Info(), options_.tandem, engine.weights().Version(), engine.Stats().paused);
@@ -169,8 +169,9 @@ grpc::ServerUnaryReactor* RolloutService::Score(grpc::CallbackServerContext* con
       [this](const v1::ScoreRequest& proto,
              const rpc::CallContext& context) -> absl::StatusOr<v1::ScoreResponse> {
         TANDEM_ASSIGN_OR_RETURN(const rollout::ScoreRequest request, ScoreFromProto(proto));
-        TANDEM_ASSIGN_OR_RETURN(const ScoreResult result,
-                                engine_.load()->Score(request, context.deadline));
+        TANDEM_ASSIGN_OR_RETURN(
+            const ScoreResult result,
+            engine_.load()->Score(request, context.deadline, context.cancelled));
         return ScoreToProto(request, result);
       });
 }

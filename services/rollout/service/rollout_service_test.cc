@@ -377,7 +377,7 @@ TEST(StallDetectorTest, TellsWaitingWorkFromIdleness) {
   stats.sequences_waiting = 1;
   EXPECT_TRUE(detector.Check(stats, start + absl::Hours(1)).ok());
   EXPECT_FALSE(detector.Check(stats, start + absl::Hours(1) + absl::Seconds(11)).ok());
-  stats.forward_passes_total = 1;
+  stats.last_progress = start + absl::Hours(1);
   EXPECT_TRUE(detector.Check(stats, start + absl::Hours(1) + absl::Seconds(12)).ok());
   stats.paused = true;
   EXPECT_TRUE(detector.Check(stats, start + absl::Hours(2)).ok()) << "a pause is no stall";

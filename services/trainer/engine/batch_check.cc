@@ -179,7 +179,7 @@ absl::Status CheckCount(size_t count, const BatchLimits& limits) {
 }  // namespace
 
 absl::Status CheckPolicyBatch(const PolicyBatch& batch, const BatchLimits& limits) {
-  TANDEM_RETURN_IF_ERROR(PrependFieldPath("objective", CheckObjective(batch.objective, limits)));
+  TANDEM_RETURN_IF_ERROR(PrependFieldPath("policy", CheckObjective(batch.objective, limits)));
   TANDEM_RETURN_IF_ERROR(CheckCount(batch.samples.size(), limits));
   for (size_t i = 0; i < batch.samples.size(); ++i) {
     TANDEM_RETURN_IF_ERROR(PrependFieldPath(

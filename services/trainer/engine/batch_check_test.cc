@@ -97,16 +97,16 @@ const std::vector<Case>& Cases() {
       {"too many samples", [](auto& b) { b.samples.resize(9); }, absl::StatusCode::kOutOfRange,
        "samples"},
       {"weight above 1", [](auto& b) { b.objective.junior_token_loss_weight = 1.5; }, kInvalid,
-       "objective.junior_token_loss_weight"},
+       "policy.junior_token_loss_weight"},
       {"junior KL", [](auto& b) { b.objective.junior_kl_coefficient = 0.1; },
-       absl::StatusCode::kUnimplemented, "objective.junior_kl_coefficient"},
+       absl::StatusCode::kUnimplemented, "policy.junior_kl_coefficient"},
       {"GSPO", [](auto& b) { b.objective.loss.objective = loss::Objective::kGspo; },
-       absl::StatusCode::kUnimplemented, "objective.objective"},
+       absl::StatusCode::kUnimplemented, "policy.loss_kind"},
       {"GAE without critic",
        [](auto& b) { b.objective.advantage_estimator = AdvantageEstimator::kGae; }, kPrecondition,
-       "objective.advantage_estimator", "NO_CRITIC"},
+       "policy.advantage_estimator", "NO_CRITIC"},
       {"KL without reference", [](auto& b) { b.objective.loss.kl_coefficient = 1; }, kPrecondition,
-       "objective.kl_coefficient", "NO_REFERENCE_MODEL"},
+       "policy.kl_coefficient", "NO_REFERENCE_MODEL"},
   };
   return *cases;
 }

@@ -125,7 +125,7 @@ absl::StatusOr<std::unique_ptr<Engine>> TorchEngine::Create(
   if (options.num_threads > 0) at::set_num_threads(options.num_threads);
   std::unique_ptr<TorchEngine> engine(new TorchEngine(options));
   engine->critic_ = std::move(critic);
-  const loss::LinearCrossEntropyOptions loss_options = {.memory_budget_bytes =
+  const loss::LinearCrossEntropyOptions loss_options = {.logits_chunk_bytes =
                                                             options.logits_chunk_bytes};
 
   absl::StatusOr<std::unique_ptr<Model>> model =
@@ -165,6 +165,9 @@ absl::StatusOr<std::unique_ptr<Engine>> TorchEngine::Create(
 
   // Sentences are only counted for a report: a model without a tokenizer trains without it.
   const absl::StatusOr<Vocabulary> vocabulary = Vocabulary::Load(options.model);
+  if (!vocabulary.ok() && !absl::IsNotFound(vocabulary.status())) {
+    return PrependFieldPath("model", vocabulary.status());
+  }
   if (vocabulary.ok()) {
     const std::vector<int64_t>& eos = engine->model_->config().eos_token_ids;
     engine->boundaries_ =
@@ -248,8 +251,12 @@ absl::StatusOr<Advantages> TorchEngine::AdvantagesOf(const TrainStepRequest& req
   if (critic_metrics.ok()) {
     metrics.insert(critic_metrics->begin(), critic_metrics->end());
   } else if (Reason(critic_metrics.status()) != "REQUEST_ID_REUSED") {
-    // Reused: the critic learnt this step in an earlier attempt, which then failed here.
     return critic_metrics.status();
+  } else {
+    // The critic learnt this step in an earlier attempt, which then failed here or was undone by
+    // loading an older checkpoint. Its metrics are absent from the report.
+    Log(LogLevel::kWarning, "critic_step_already_applied",
+        {{"run_id", request.run_id}, {"step", request.step}});
   }
   return advantages;
 }
@@ -258,7 +265,7 @@ absl::StatusOr<StepReport> TorchEngine::PolicyStep(const TrainStepRequest& reque
                                                    const PolicyBatch& batch) {
   TANDEM_RETURN_IF_ERROR(CheckPolicyBatch(batch, Limits()));
   absl::StatusOr<loss::LossScales> scales = PolicyScales(batch);
-  if (!scales.ok()) return PrependFieldPath("objective", scales.status());
+  if (!scales.ok()) return PrependFieldPath("policy", scales.status());
   StepReport report;
   AddBatchMetrics(batch, boundaries_ == nullptr ? nullptr : &boundaries_->sentence(),
                   report.metrics);
@@ -290,7 +297,7 @@ absl::StatusOr<StepReport> TorchEngine::PolicyStep(const TrainStepRequest& reque
 absl::StatusOr<StepReport> TorchEngine::SupervisedStep(const SupervisedBatch& batch) {
   TANDEM_RETURN_IF_ERROR(CheckSupervisedBatch(batch, Limits()));
   absl::StatusOr<loss::LossScales> scales = SupervisedScales(batch);
-  if (!scales.ok()) return PrependFieldPath("objective", scales.status());
+  if (!scales.ok()) return PrependFieldPath("supervised", scales.status());
   StepReport report;
   AddBatchMetrics(batch, report.metrics);
   const TrainingRows rows = SupervisedRows(batch, *scales);

@@ -164,10 +164,12 @@ class Engine {
  public:
   virtual ~Engine() = default;
 
+  // As of the last call that changed it: never waits for a running one.
   virtual EngineInfo Info() const = 0;
 
-  // One optimizer update over the whole batch. Fails closed, with nothing changed:
-  // INVALID_ARGUMENT with the field's path ("samples[3].trajectory.authorship_mask"),
+  // One optimizer update over the whole batch. Fails closed, with nothing changed here (with GAE
+  // the critic may have learnt the step; a repeat finds that out): INVALID_ARGUMENT with the
+  // field's path ("samples[3].trajectory.authorship_mask", "policy.kl_coefficient", "run_id"),
   // OUT_OF_RANGE too long, FAILED_PRECONDITION (reasons STALE_POLICY_VERSION, TRAJECTORY_TOO_OLD,
   // UNKNOWN_POLICY_VERSION, NO_CRITIC, NO_REFERENCE_MODEL), ALREADY_EXISTS (reason
   // REQUEST_ID_REUSED), UNIMPLEMENTED, INTERNAL for a loss or gradient that is not finite.

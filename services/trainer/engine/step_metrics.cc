@@ -82,7 +82,7 @@ void AddPolicyMetrics(const loss::PolicyMetrics& policy, Metrics& metrics) {
     metrics[prefix + "max_abs_logprob_diff"] = mismatch.max_abs_logprob_diff;
     metrics[prefix + "effective_sample_size"] = mismatch.effective_sample_size;
   };
-  add("mismatch/", policy.senior_mismatch);
+  if (policy.senior_mismatch.count > 0) add("mismatch/", policy.senior_mismatch);
   if (policy.junior_mismatch.count > 0) add("mismatch/junior/", policy.junior_mismatch);
 }
 

@@ -4,7 +4,6 @@
 #include <string>
 
 #include "absl/strings/str_cat.h"
-#include "common/base/error.h"
 #include "common/base/status_macros.h"
 #include "common/loss/advantages.h"
 
@@ -177,6 +176,8 @@ TrainingRows PolicyRows(const PolicyBatch& batch, const loss::LossScales& scales
       tokens.advantages.push_back(advantages[i][t]);
       tokens.scales.push_back(own[t]);
       tokens.behaviour.push_back(trajectory.author_logprobs[t]);
+      tokens.log_keep_mass.push_back(
+          trajectory.log_keep_mass.empty() ? 0.0 : trajectory.log_keep_mass[t]);
       tokens.authorship.push_back(senior);
       rows.temperatures.push_back(LogProbTemperature(trajectory));
     }

@@ -128,10 +128,10 @@ absl::StatusOr<AdvantageEstimator> AdvantageEstimatorFromProto(v1::AdvantageEsti
 // The clip, KL, entropy and importance terms.
 absl::Status LossTermsFromProto(const v1::PolicyObjective& proto, loss::PolicyLossOptions* out) {
   TANDEM_ASSIGN_OR_RETURN(out->objective, LossKindFromProto(proto.loss_kind()));
-  if (proto.has_clip_ratio_low()) out->clip_low = proto.clip_ratio_low();
-  if (proto.has_clip_ratio_high()) out->clip_high = proto.clip_ratio_high();
-  TANDEM_RETURN_IF_ERROR(CheckRange("clip_ratio_low", out->clip_low, 0, 1));
-  TANDEM_RETURN_IF_ERROR(CheckNotNegative("clip_ratio_high", out->clip_high));
+  if (proto.has_clip_ratio_low()) out->clip_ratio_low = proto.clip_ratio_low();
+  if (proto.has_clip_ratio_high()) out->clip_ratio_high = proto.clip_ratio_high();
+  TANDEM_RETURN_IF_ERROR(CheckRange("clip_ratio_low", out->clip_ratio_low, 0, 1));
+  TANDEM_RETURN_IF_ERROR(CheckNotNegative("clip_ratio_high", out->clip_ratio_high));
 
   out->dual_clip = proto.dual_clip();
   if (out->dual_clip != 0 && !(out->dual_clip > 1 && std::isfinite(out->dual_clip))) {
@@ -148,8 +148,8 @@ absl::Status LossTermsFromProto(const v1::PolicyObjective& proto, loss::PolicyLo
   if (!std::isfinite(out->entropy_coefficient)) {
     return InvalidField("entropy_coefficient", "must be finite");
   }
-  out->importance_cap = proto.importance_sampling_cap();
-  return CheckNotNegative("importance_sampling_cap", out->importance_cap);
+  out->importance_sampling_cap = proto.importance_sampling_cap();
+  return CheckNotNegative("importance_sampling_cap", out->importance_sampling_cap);
 }
 
 absl::Status ScaleFromProto(const v1::PolicyObjective& proto, loss::LossScaleOptions* out) {

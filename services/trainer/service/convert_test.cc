@@ -21,13 +21,13 @@ TEST(PolicyObjectiveTest, AnEmptyMessageGivesTheDocumentedDefaults) {
   const auto objective = FromProto(v1::PolicyObjective());
   ASSERT_TRUE(objective.ok()) << objective.status();
   EXPECT_EQ(objective->loss.objective, loss::Objective::kPpoClip);
-  EXPECT_EQ(objective->loss.clip_low, 0.2);
-  EXPECT_EQ(objective->loss.clip_high, 0.2);
+  EXPECT_EQ(objective->loss.clip_ratio_low, 0.2);
+  EXPECT_EQ(objective->loss.clip_ratio_high, 0.2);
   EXPECT_EQ(objective->loss.dual_clip, 0);
   EXPECT_EQ(objective->loss.kl_coefficient, 0);
   EXPECT_EQ(objective->loss.kl_estimator, loss::KlEstimator::kNone);
   EXPECT_EQ(objective->loss.entropy_coefficient, 0);
-  EXPECT_EQ(objective->loss.importance_cap, 0);
+  EXPECT_EQ(objective->loss.importance_sampling_cap, 0);
   EXPECT_EQ(objective->junior_token_loss_weight, 0);
   EXPECT_EQ(objective->old_logprobs, OldLogprobs::kSenior);
   EXPECT_EQ(objective->advantage_estimator, AdvantageEstimator::kGroupRelative);
@@ -66,8 +66,8 @@ TEST(PolicyObjectiveTest, EveryFieldIsCarried) {
   ASSERT_TRUE(objective.ok()) << objective.status();
   EXPECT_EQ(objective->loss.objective, loss::Objective::kCispo);
   EXPECT_EQ(objective->junior_token_loss_weight, 0.25);
-  EXPECT_EQ(objective->loss.clip_low, 0.1);
-  EXPECT_EQ(objective->loss.clip_high, 0.3);
+  EXPECT_EQ(objective->loss.clip_ratio_low, 0.1);
+  EXPECT_EQ(objective->loss.clip_ratio_high, 0.3);
   EXPECT_EQ(objective->loss.dual_clip, 3);
   EXPECT_EQ(objective->old_logprobs, OldLogprobs::kRecomputed);
   EXPECT_EQ(objective->advantage_estimator, AdvantageEstimator::kGae);
@@ -77,7 +77,7 @@ TEST(PolicyObjectiveTest, EveryFieldIsCarried) {
   EXPECT_EQ(objective->loss.kl_coefficient, 0.01);
   EXPECT_EQ(objective->loss.kl_estimator, loss::KlEstimator::kK3);  // the default with a KL
   EXPECT_EQ(objective->loss.entropy_coefficient, 0.02);
-  EXPECT_EQ(objective->loss.importance_cap, 2);
+  EXPECT_EQ(objective->loss.importance_sampling_cap, 2);
   EXPECT_EQ(objective->junior_kl_coefficient, 0.5);
   EXPECT_EQ(objective->gae_gamma, 0.99);
   EXPECT_EQ(objective->gae_lambda, 0.95);

@@ -7,7 +7,6 @@
 #include <vector>
 
 #include "absl/strings/str_cat.h"
-#include "common/base/error.h"
 #include "common/base/status_macros.h"
 #include "common/rpc/float_field.h"
 #include "common/rpc/proto_convert.h"

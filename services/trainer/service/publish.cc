@@ -10,7 +10,6 @@
 #include "absl/strings/string_view.h"
 #include "common/base/error.h"
 #include "common/base/logging.h"
-#include "common/rpc/error_table.h"
 #include "common/rpc/weight_sender.h"
 
 namespace tandem::trainer {

@@ -42,36 +42,18 @@ TrainerService::TrainerService(const TrainerServiceOptions& options, rpc::CallEx
   metrics_.Gauge(rpc::metric::kLastProgress);
 }
 
-void TrainerService::SetEngine(Engine* engine) {
-  engine_ = engine;
-  RefreshInfo();
-}
-
-EngineInfo TrainerService::Info() const {
-  std::lock_guard lock(info_mutex_);
-  return info_;
-}
-
-void TrainerService::RefreshInfo() {
-  EngineInfo info = engine_->Info();
-  std::lock_guard lock(info_mutex_);
-  info_ = std::move(info);
-}
-
 void TrainerService::UpdateMetrics() {
-  const EngineInfo info = Info();
+  const EngineInfo info = engine_->Info();
   metrics_.Gauge(rpc::metric::kPolicyVersion).Set(static_cast<double>(info.policy_version));
   metrics_.Gauge(rpc::metric::kOptimizerSteps).Set(static_cast<double>(info.optimizer_steps));
 }
 
 grpc::ServerUnaryReactor* TrainerService::GetServerInfo(grpc::CallbackServerContext* context,
-                                                        const v1::GetServerInfoRequest* request,
+                                                        const v1::GetServerInfoRequest*,
                                                         v1::GetServerInfoResponse* response) {
-  return rpc::HandleUnary<v1::GetServerInfoRequest, v1::GetServerInfoResponse>(
-      executor_, context, request, response,
-      [this](const v1::GetServerInfoRequest&,
-             const rpc::CallContext&) -> absl::StatusOr<v1::GetServerInfoResponse> {
-        const EngineInfo info = Info();
+  return rpc::AnswerAtOnce<v1::GetServerInfoResponse>(
+      executor_, context, response, [this]() -> absl::StatusOr<v1::GetServerInfoResponse> {
+        const EngineInfo info = engine_->Info();
         v1::GetServerInfoResponse out;
         types::v1::ServerInfo& server = *out.mutable_server();
         server.set_role("trainer");
@@ -159,7 +141,7 @@ absl::StatusOr<v1::TrainStepResponse> TrainerService::RunTrainStep(
         {{"run_id", request.run_id},
          {"step", request.step},
          {"error", result.status().ToString()}});
-    return result.status();
+    return rpc::WithRequestPath(result.status());
   }
   v1::TrainStepResponse response;
   *response.mutable_report() = ToProto(result->report);
@@ -168,7 +150,6 @@ absl::StatusOr<v1::TrainStepResponse> TrainerService::RunTrainStep(
     metrics_.Counter(rpc::metric::kTrainSteps, {"replayed"}).Increment();
     return response;
   }
-  RefreshInfo();
   UpdateMetrics();
   const StepReport& report = result->report;
   metrics_.Counter(rpc::metric::kTrainSteps, {report.skipped ? "skipped" : "applied"}).Increment();
@@ -282,9 +263,8 @@ grpc::ServerUnaryReactor* TrainerService::LoadCheckpoint(grpc::CallbackServerCon
       [this](const v1::LoadCheckpointRequest& request,
              const rpc::CallContext& context) -> absl::StatusOr<v1::LoadCheckpointResponse> {
         TANDEM_RETURN_IF_ERROR(rpc::LoadCheckpoint(*engine_, turn_, metrics_, request, context));
-        RefreshInfo();
         UpdateMetrics();
-        const EngineInfo info = Info();
+        const EngineInfo info = engine_->Info();
         v1::LoadCheckpointResponse out;
         out.set_policy_version(info.policy_version);
         out.set_optimizer_steps(info.optimizer_steps);

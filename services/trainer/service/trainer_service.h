@@ -4,7 +4,6 @@
 #define TANDEM_SERVICES_TRAINER_SERVICE_TRAINER_SERVICE_H_
 
 #include <cstdint>
-#include <mutex>
 #include <string>
 
 #include "absl/status/statusor.h"
@@ -36,10 +35,10 @@ class TrainerService final : public v1::TrainerService::CallbackService {
                  rpc::Metrics& metrics);
 
   // Before the executor's gate opens; `engine` must outlive the calls.
-  void SetEngine(Engine* engine);
+  void SetEngine(Engine* engine) { engine_ = engine; }
   // Ends WatchSteps streams; they would keep a draining server waiting.
   void Drain() { watchers_.Close(); }
-  // Refreshes gauges from what the service remembers; does not touch the engine.
+  // Refreshes gauges from the engine's info.
   void UpdateMetrics();
 
   grpc::ServerUnaryReactor* GetServerInfo(grpc::CallbackServerContext* context,
@@ -74,10 +73,6 @@ class TrainerService final : public v1::TrainerService::CallbackService {
                                                      const rpc::CallContext& context);
   absl::StatusOr<v1::PublishWeightsResponse> Publish(const v1::PublishWeightsRequest& request,
                                                      const rpc::CallContext& context);
-  // The engine's info as of the last call that changed it: Engine::Info may wait for a running
-  // step, and status must not.
-  EngineInfo Info() const;
-  void RefreshInfo();
 
   const TrainerServiceOptions options_;
   rpc::CallExecutor& executor_;
@@ -86,8 +81,6 @@ class TrainerService final : public v1::TrainerService::CallbackService {
   StepBroadcaster watchers_;
   rpc::EngineTurn turn_;
   Engine* engine_ = nullptr;
-  mutable std::mutex info_mutex_;
-  EngineInfo info_;
 };
 
 }  // namespace tandem::trainer

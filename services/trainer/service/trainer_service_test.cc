@@ -94,7 +94,7 @@ TEST_F(TrainerServerTest, TheEnginesErrorsArriveWithPathAndReason) {
       "STALE_POLICY_VERSION"));
   const absl::Status status = TrainStep({Message(PolicyHeader(1)), Message(Sample())}).status();
   EXPECT_EQ(status.code(), absl::StatusCode::kFailedPrecondition);
-  EXPECT_EQ(FieldPath(status), "expected_policy_version");
+  EXPECT_EQ(FieldPath(status), "header.expected_policy_version");
   EXPECT_EQ(Reason(status), "STALE_POLICY_VERSION");
   EXPECT_THAT(server_.metrics().Text(), HasSubstr("tandem_train_steps_total{result=\"failed\"} 1"));
 }
