@@ -6,7 +6,7 @@ Only open_stream() has no twin: stream() takes an asynchronous iterator of messa
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterable, Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from tandem import requests
@@ -16,13 +16,15 @@ from tandem.errors import RpcError
 from tandem.requests import PolicySample, Prompt, SupervisedSample
 from tandem.rollout.v1 import rollout_pb2, rollout_pb2_grpc
 from tandem.trainer.v1 import trainer_pb2, trainer_pb2_grpc
-from tandem.transport import AsyncConnection, RetryPolicy
+from tandem.transport import AsyncConnection, AsyncResponseStream, RetryPolicy
 from tandem.types.v1 import trajectory_pb2
 from tandem.weights.v1 import weights_pb2, weights_pb2_grpc
 
 
 class AsyncRolloutClient(AsyncConnection):
     """Samples from senior and junior."""
+
+    role = "rollout"
 
     def __init__(
         self,
@@ -45,8 +47,11 @@ class AsyncRolloutClient(AsyncConnection):
         messages: Iterable[rollout_pb2.GenerateRequest]
         | AsyncIterable[rollout_pb2.GenerateRequest],
         timeout_seconds: float | None = None,
-    ) -> AsyncIterator[Event]:
-        """The raw Generate call: messages in, events out. Leaving the loop cancels it."""
+    ) -> AsyncResponseStream[Event]:
+        """The raw Generate call, which starts now: messages in, events out.
+
+        Letting go of the events, or aclose(), cancels it.
+        """
         return super().stream(
             "Generate", lambda o: self._stub.Generate(messages, **o), timeout_seconds
         )
@@ -107,6 +112,8 @@ class AsyncRolloutClient(AsyncConnection):
 
 class AsyncTrainerClient(AsyncConnection):
     """Trains the senior."""
+
+    role = "trainer"
 
     def __init__(
         self,
@@ -189,14 +196,16 @@ class AsyncTrainerClient(AsyncConnection):
         request = trainer_pb2.ExportModelRequest(path=path, dtype=dtype)
         return (await self.call("ExportModel", lambda o: self._stub.ExportModel(request, **o))).path
 
-    def watch_steps(self) -> AsyncIterator[trainer_pb2.WatchStepsResponse]:
-        """A report after every train step, until the loop is left."""
+    def watch_steps(self) -> AsyncResponseStream[trainer_pb2.WatchStepsResponse]:
+        """A report after every train step from now on, until the loop is left."""
         request = trainer_pb2.WatchStepsRequest()
         return self.stream("WatchSteps", lambda o: self._stub.WatchSteps(request, **o))
 
 
 class AsyncCriticClient(AsyncConnection):
     """Predicts returns with a value head."""
+
+    role = "critic"
 
     def __init__(
         self,

@@ -6,6 +6,7 @@ Exit codes: 0 success; 1 a server or the run failed; 2 wrong usage, configuratio
 
 from __future__ import annotations
 
+import itertools
 import json
 import sys
 import time
@@ -18,6 +19,8 @@ import typer
 from tandem import settings as settings_module
 from tandem.errors import (
     ConfigError,
+    NotImplementedByServerError,
+    RpcError,
     ServerStartError,
     TandemError,
     UnavailableError,
@@ -120,10 +123,11 @@ def _run(
     dry_run: bool,
     as_json: bool,
 ) -> None:
-    from tandem.run_dir import RunDirectory
+    from tandem.run_dir import RunDirectory, require_one
     from tandem.session import Session
 
     output = Output(as_json=as_json)
+    require_one(resume, clean)
     settings = settings_module.load(RunSettings, run_file, overrides)
     if dry_run:
         _show_settings(output, settings)
@@ -132,7 +136,7 @@ def _run(
         RunDirectory.open(settings, kind, resume=resume, clean=clean) as run,
         Interrupt(lambda: output.note("stopping after this step; Ctrl-C again: at once")) as stop,
         Session(settings, output.note) as session,
-        StepDisplay(output, run.first_step, settings.steps) as display,
+        StepDisplay(output, run.first_step, settings.steps, run.elapsed_seconds) as display,
     ):
 
         def on_step(line: dict[str, Any]) -> None:
@@ -151,12 +155,24 @@ def _run(
 def evaluate_command(
     run_file: RunFile,
     overrides: Overrides = None,
+    checkpoint: Annotated[
+        Path | None,
+        typer.Option(
+            help="Checkpoint, or run directory (its last one), to load into the trainer and to "
+            "publish first; without it the weights that are served now answer.",
+            metavar="PATH|RUN_DIR",
+        ),
+    ] = None,
     mode: Annotated[str, typer.Option(help="solo (handoff and legibility come later).")] = "solo",
     dry_run: DryRun = False,
     as_json: JsonFlag = False,
 ) -> None:
-    """Accuracy and pass@k of the senior alone."""
+    """Accuracy and pass@k of the senior alone.
+
+    --checkpoint leaves its weights in trainer and rollout servers: restart both to go back.
+    """
     from tandem.evaluate import evaluate
+    from tandem.run_dir import trainer_checkpoint
     from tandem.session import Session
 
     output = Output(as_json=as_json)
@@ -168,15 +184,19 @@ def evaluate_command(
     if dry_run:
         _show_settings(output, settings)
         return
+    path = None if checkpoint is None else trainer_checkpoint(checkpoint)
     with Session(settings, output.note) as session:
-        summary = evaluate(session).summary()
+        if path is not None:
+            session.serve_checkpoint(path)
+        summary = evaluate(session).summary() | {"checkpoint": path and str(path)}
     passes = ", ".join(f"pass@{k} {v:.3f}" for k, v in summary["pass_at"].items())
     output.result(
         summary,
         f"solo accuracy {summary['accuracy']:.3f} "
         f"(95 % interval {summary['accuracy_low']:.3f} to {summary['accuracy_high']:.3f}, "
         f"{summary['prompts']} prompts, {summary['samples']} samples each); {passes}; "
-        f"senior version {summary['version/senior']}",
+        f"senior version {summary['version/senior']}, "
+        + ("as served now" if path is None else f"from {path}"),
     )
 
 
@@ -272,9 +292,11 @@ def score(
                 row[f"{name}_logprobs"] = short_floats(logprobs)
                 row[f"{name}_nats_per_token"] = float(-logprobs.mean())
         rows.append(row)
-    shown = [{k: v for k, v in row.items() if "logprobs" not in k} for row in rows]
-    for row, tokens in zip(shown, ids, strict=True):
-        row["token_ids"] = len(tokens)
+    shown = [
+        {"text": row["text"], "tokens": len(row["token_ids"])}
+        | {key: value for key, value in row.items() if key.endswith("_nats_per_token")}
+        for row in rows
+    ]
     output.result({"policy_version": reply.policy_version, "scores": rows}, output.rows(shown))
 
 
@@ -285,30 +307,15 @@ def status(
     critic: Annotated[str, typer.Option(help="Address of the critic.")] = "127.0.0.1:7703",
     as_json: JsonFlag = False,
 ) -> None:
-    """What every server is and holds. Exit code 3 when none answers."""
+    """What every server is and holds, or what is wrong. Exit code 3 when none answers."""
     from tandem.client import CriticClient, RolloutClient, TrainerClient
 
     output = Output(as_json=as_json)
-    rows = []
-    for role, client_type, address in (
-        ("rollout", RolloutClient, rollout),
-        ("trainer", TrainerClient, trainer),
-        ("critic", CriticClient, critic),
-    ):
-        row: dict[str, Any] = {"role": role, "address": address}
-        with client_type(address, timeout_seconds=5) as client:
-            row["health"] = client.health()
-            if row["health"] == "SERVING":
-                server = client.info().server
-                row |= {
-                    "version": server.policy_version,
-                    "model": server.model.path,
-                    "parameters": server.model.num_parameters,
-                    "digest": server.weights_digest,
-                    "uptime_seconds": round(server.uptime_seconds, 1),
-                    "software": server.software_version,
-                }
-        rows.append(row)
+    rows = [
+        _status_row("rollout", RolloutClient(rollout, timeout_seconds=5)),
+        _status_row("trainer", TrainerClient(trainer, timeout_seconds=5)),
+        _status_row("critic", CriticClient(critic, timeout_seconds=5)),
+    ]
     output.result({"servers": rows}, output.rows(rows))
     if not any(row["health"] == "SERVING" for row in rows):
         raise typer.Exit(EXIT_UNREACHABLE)
@@ -338,17 +345,24 @@ def show(
     run_dir: Annotated[Path, typer.Argument(help="A run directory.")],
     step: Annotated[int, typer.Option(min=1)] = 1,
     count: Annotated[int, typer.Option(min=1, help="Trajectories to show.")] = 8,
+    as_json: JsonFlag = False,
 ) -> None:
-    """Trajectories of a step, coloured by author."""
-    from tandem.run_dir import read_json_lines
+    """Trajectories of a step, coloured by author; with --json one record a line."""
+    from tandem.run_dir import read_json_lines, trajectory_file
     from tandem.text import TextCodec
 
+    output = Output(as_json=as_json)
     settings = settings_module.load(RunSettings, run_dir / "config.yaml")
-    file = run_dir / "trajectories" / f"step_{step}.jsonl"
+    file = trajectory_file(run_dir, step)
     if not file.exists():
         raise ConfigError(f"{file} does not exist")
-    records = list(read_json_lines(file))[:count]
-    Output().console.print(trajectory_table(records, TextCodec(settings.tokenizer), f"Step {step}"))
+    records = list(itertools.islice(read_json_lines(file), count))
+    if as_json:
+        for record in records:
+            output.json_line(record)
+        return
+    table = trajectory_table(records, TextCodec(settings.tokenizer), f"Step {step}")
+    output.console.print(table)
 
 
 @model_app.command(name="import")
@@ -416,6 +430,29 @@ def _show_settings(output: Output, settings: RunSettings) -> None:
     text = settings_module.dump(settings) + "# derived\n"
     text += "".join(f"# {name}: {value}\n" for name, value in derived.items())
     output.result({"config": settings.model_dump(mode="json"), "derived": derived}, text)
+
+
+def _status_row(role: str, client: Any) -> dict[str, Any]:
+    """What `tandem status` says of one server; closes the client."""
+    row: dict[str, Any] = {"role": role, "address": client.address}
+    with client:
+        row["health"] = client.health()
+        if row["health"] != "SERVING":
+            return row
+        try:
+            server = client.info().server
+        except NotImplementedByServerError:
+            return row | {"problem": f"not a {role} server"}
+        except RpcError as error:
+            return row | {"problem": str(error)}
+    return row | {
+        "version": server.policy_version,
+        "model": server.model.path,
+        "parameters": server.model.num_parameters,
+        "digest": server.weights_digest,
+        "uptime_seconds": round(server.uptime_seconds, 1),
+        "software": server.software_version,
+    }
 
 
 def _codec(client: Any, directory: Path | None) -> Any:

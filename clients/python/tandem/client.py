@@ -21,7 +21,7 @@ from tandem.errors import RpcError
 from tandem.requests import PolicySample, Prompt, SupervisedSample
 from tandem.rollout.v1 import rollout_pb2, rollout_pb2_grpc
 from tandem.trainer.v1 import trainer_pb2, trainer_pb2_grpc
-from tandem.transport import Connection, RetryPolicy
+from tandem.transport import Connection, ResponseStream, RetryPolicy
 from tandem.types.v1 import trajectory_pb2
 from tandem.weights.v1 import weights_pb2, weights_pb2_grpc
 
@@ -30,6 +30,8 @@ Event = rollout_pb2.GenerateResponse
 
 class RolloutClient(Connection):
     """Samples from senior and junior."""
+
+    role = "rollout"
 
     def __init__(
         self,
@@ -49,8 +51,11 @@ class RolloutClient(Connection):
 
     def stream(
         self, messages: Iterable[rollout_pb2.GenerateRequest], timeout_seconds: float | None = None
-    ) -> Iterator[Event]:
-        """The raw Generate call: messages in, events out. Leaving the loop cancels it."""
+    ) -> ResponseStream[Event]:
+        """The raw Generate call, which starts now: messages in, events out.
+
+        Letting go of the events, or close(), cancels it.
+        """
         return super().stream(
             "Generate", lambda o: self._stub.Generate(iter(messages), **o), timeout_seconds
         )
@@ -86,7 +91,7 @@ class RolloutClient(Connection):
         return collector.results()
 
     def open_stream(self, timeout_seconds: float | None = None) -> GenerateStream:
-        """A Generate call that stays open: submit and cancel at any time."""
+        """Starts a Generate call that stays open: submit and cancel at any time."""
         return GenerateStream(self, timeout_seconds)
 
     def score(
@@ -118,7 +123,10 @@ class RolloutClient(Connection):
 
 
 class GenerateStream:
-    """An open Generate call: iterate over its events while submitting and cancelling prompts."""
+    """An open Generate call: iterate over its events while submitting and cancelling prompts.
+
+    A context manager: leaving it cancels what is not finished.
+    """
 
     def __init__(self, client: RolloutClient, timeout_seconds: float | None) -> None:
         self._condition = threading.Condition()
@@ -168,6 +176,8 @@ class GenerateStream:
 
 class TrainerClient(Connection):
     """Trains the senior."""
+
+    role = "trainer"
 
     def __init__(
         self,
@@ -252,14 +262,16 @@ class TrainerClient(Connection):
         request = trainer_pb2.ExportModelRequest(path=path, dtype=dtype)
         return self.call("ExportModel", lambda o: self._stub.ExportModel(request, **o)).path
 
-    def watch_steps(self) -> Iterator[trainer_pb2.WatchStepsResponse]:
-        """A report after every train step, until the loop is left."""
+    def watch_steps(self) -> ResponseStream[trainer_pb2.WatchStepsResponse]:
+        """A report after every train step from now on, until the loop is left."""
         request = trainer_pb2.WatchStepsRequest()
         return self.stream("WatchSteps", lambda o: self._stub.WatchSteps(request, **o))
 
 
 class CriticClient(Connection):
     """Predicts returns with a value head."""
+
+    role = "critic"
 
     def __init__(
         self,

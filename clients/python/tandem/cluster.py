@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import subprocess
 import time
 from collections.abc import Callable
@@ -18,7 +19,7 @@ from typing import Any, Self
 
 import yaml
 
-from tandem.errors import ServerStartError
+from tandem.errors import ConfigError, ServerStartError
 from tandem.settings import ClusterSettings
 from tandem.transport import Connection
 
@@ -34,6 +35,7 @@ class Server:
     role: str
     process: subprocess.Popen[bytes]
     log: Path
+    host: str
     address: str = ""
     metrics_address: str = ""
 
@@ -72,6 +74,7 @@ class LocalCluster:
         self.settings = settings
         self.servers: list[Server] = []
         self._build_dir = build_dir
+        self._directory = Path()
         self._say = on_progress or (lambda _: None)
 
     def __enter__(self) -> Self:
@@ -105,7 +108,13 @@ class LocalCluster:
         return any(server.role == role for server in self.servers)
 
     def start(self) -> None:
-        """Starts every configured server and waits until all of them serve."""
+        """Starts every configured server and waits until all of them serve.
+
+        Raises:
+            ServerStartError: a server ended, does not serve in time, or is not built.
+            ConfigError: a section is not a mapping, or the directory cannot be made.
+        """
+        self._directory = _new_attempt(self.settings.directory.resolve())
         deadline = time.monotonic() + self.settings.start_timeout_seconds
         critic = None
         if self.settings.critic is not None:
@@ -149,13 +158,10 @@ class LocalCluster:
         raise ServerStartError(f"the cluster has no {role}")
 
     def _launch(self, name: str, role: str, config: dict[str, Any]) -> Server:
-        directory = self.settings.directory.resolve()
-        directory.mkdir(parents=True, exist_ok=True)
-        server_options = {"grpc_port": 0, "metrics_port": 0} | (config.get("server") or {})
-        config = config | {"server": server_options}
-        config_file = directory / f"{name}.yaml"
-        config_file.write_text(yaml.safe_dump(config, sort_keys=False))
-        log = directory / f"{name}.log"
+        options = _server_options(name, config)
+        config_file = self._directory / f"{name}.yaml"
+        config_file.write_text(yaml.safe_dump(config | {"server": options}, sort_keys=False))
+        log = self._directory / f"{name}.log"
         binary = find_binary(f"tandem-{role}-server", self._build_dir)
         with log.open("wb") as output:
             process = subprocess.Popen(
@@ -168,7 +174,7 @@ class LocalCluster:
                 # Servers that share cores must not spin while another one works.
                 env={"OMP_WAIT_POLICY": "PASSIVE"} | os.environ,
             )
-        server = Server(name, role, process, log)
+        server = Server(name, role, process, log, reachable_host(options.get("host")))
         self.servers.append(server)
         self._say(f"{name} starts (pid {process.pid}, log {log})")
         return server
@@ -177,8 +183,8 @@ class LocalCluster:
         while not server.address:
             listening = _listening(server.log)
             if listening is not None:
-                server.address = f"127.0.0.1:{listening['grpc_port']}"
-                server.metrics_address = f"127.0.0.1:{listening['metrics_port']}"
+                server.address = f"{server.host}:{listening['grpc_port']}"
+                server.metrics_address = f"{server.host}:{listening['metrics_port']}"
             else:
                 self._still_starting(server, deadline)
         with Connection(server.address) as connection:
@@ -198,9 +204,40 @@ class LocalCluster:
     def _died(self, server: Server) -> ServerStartError:
         tail = server.log.read_text(errors="replace").splitlines()[-5:]
         return ServerStartError(
-            f"{server.name} ended with code {server.process.returncode}: " + " | ".join(tail),
+            f"{server.name} ended with {_ending(server.process.returncode)}: " + " | ".join(tail),
             hint=f"its log: {server.log}",
         )
+
+
+def _new_attempt(directory: Path) -> Path:
+    """Makes logs/attempt_N for the next N: no start overwrites what an earlier one wrote."""
+    logs = directory / "logs"
+    try:
+        logs.mkdir(parents=True, exist_ok=True)
+        attempt = logs / f"attempt_{1 + len(list(logs.glob('attempt_*')))}"
+        attempt.mkdir()
+    except OSError as error:
+        raise ConfigError(f"directory: {directory}: {error.strerror}") from None
+    return attempt
+
+
+def _server_options(name: str, config: dict[str, Any]) -> dict[str, Any]:
+    """The section's `server`, with free ports where it names none."""
+    options = config.get("server")
+    if not isinstance(options, dict | None):
+        raise ConfigError(f"{name.replace('-', '.')}.server: must be a mapping, not {options!r}")
+    return {"grpc_port": 0, "metrics_port": 0} | (options or {})
+
+
+def reachable_host(host: str | None) -> str:
+    """The host by which this machine reaches a server that binds `host`, as in HOST:PORT."""
+    host = {None: "127.0.0.1", "": "127.0.0.1", "0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    return f"[{host}]" if ":" in host and not host.startswith("[") else host
+
+
+def _ending(returncode: int) -> str:
+    # Popen's way to tell a signal is a negative code.
+    return f"code {returncode}" if returncode >= 0 else f"signal {signal.Signals(-returncode).name}"
 
 
 def find_binary(name: str, build_dir: Path | None = None) -> Path:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from tandem.errors import ConfigError
-from tandem.settings import DataSettings
+from tandem.settings import DataSettings, ReasoningGymSettings
 from tandem.text import TextCodec
 
 
@@ -32,11 +33,9 @@ class Example:
 
 
 class Dataset:
-    """Examples in a fixed order, and batches of them in a shuffled one."""
+    """Examples in a fixed order, at least one, and batches of them in a shuffled one."""
 
     def __init__(self, examples: Sequence[Example], seed: int = 0) -> None:
-        if not examples:
-            raise ConfigError("data: no rows")
         self.examples = list(examples)
         self._seed = seed
         self._orders: dict[int, list[int]] = {}
@@ -55,7 +54,10 @@ class Dataset:
 
     def without(self, texts: Collection[str]) -> Dataset:
         """The data set without the examples whose prompt is among `texts`."""
-        return Dataset([e for e in self.examples if e.text not in texts], self._seed)
+        left = [example for example in self.examples if example.text not in texts]
+        if not left:
+            raise ConfigError("data: every prompt occurs in the evaluation data as well")
+        return Dataset(left, self._seed)
 
     def _order(self, epoch: int) -> list[int]:
         if epoch not in self._orders:
@@ -68,39 +70,56 @@ class Dataset:
         return self._orders[epoch]
 
 
-def load_dataset(settings: DataSettings, codec: TextCodec, seed: int = 0) -> Dataset:
-    """Reads the rows and writes their prompts."""
-    scorer = None
-    rows: Iterable[dict[str, Any]]
-    if settings.reasoning_gym is not None:
-        scorer, rows = _reasoning_gym(settings)
-    else:
-        rows = _json_lines(settings)
+def load_dataset(
+    settings: DataSettings, codec: TextCodec, seed: int = 0, field: str = "data"
+) -> Dataset:
+    """Reads the rows and writes their prompts.
+
+    `field` is where the settings stand in the file ("data", "eval.data"). Raises ConfigError, which
+    names the field, for a file that cannot be read, a bad row and a prompt that cannot be written.
+    """
+    scorer, rows = _rows(settings, field)
     examples: list[Example] = []
     seen: set[str] = set()
     for row in rows:
         if settings.limit is not None and len(examples) >= settings.limit:
             break
-        example = _example(row, settings, codec, scorer)
+        example = _example(row, settings, codec, scorer, field)
         if not (settings.unique and example.text in seen):
             examples.append(example)
         seen.add(example.text)
+    if not examples:
+        raise ConfigError(f"{field}: no rows")
     return Dataset(examples, seed)
 
 
-def _example(row: dict[str, Any], settings: DataSettings, codec: TextCodec, scorer: Any) -> Example:
+def fill(template: str, row: Mapping[str, Any], field: str) -> str:
+    """`template` with the row's fields in its braces; ConfigError, naming `field`, if it cannot."""
+    try:
+        return template.format(**row)
+    except (KeyError, IndexError, AttributeError, TypeError, ValueError) as error:
+        raise ConfigError(
+            f"{field}: {template!r} does not fit a row with the fields {', '.join(row)}: {error!r}"
+        ) from None
+
+
+def _rows(settings: DataSettings, field: str) -> tuple[Any, Iterable[dict[str, Any]]]:
+    """The source's rows, and who judges them, if the source can."""
+    if settings.reasoning_gym is not None:
+        return _reasoning_gym(settings.reasoning_gym, f"{field}.reasoning_gym")
+    assert settings.jsonl is not None
+    return None, _json_lines(settings.jsonl, f"{field}.jsonl")
+
+
+def _example(
+    row: dict[str, Any], settings: DataSettings, codec: TextCodec, scorer: Any, field: str
+) -> Example:
     if "messages" in row:
         text = json.dumps(row["messages"], ensure_ascii=False)
         return Example(row, text, codec.chat(row["messages"]), scorer)
     if settings.extract is not None:
-        match = re.search(settings.extract, row["prompt"])
-        if match is None:
-            raise ConfigError(f"data.extract: no match in the prompt {row['prompt']!r}")
-        row = row | {"prompt": match[match.re.groups and 1]}
-    try:
-        text = settings.format.format(**row)
-    except (KeyError, IndexError, ValueError) as error:
-        raise ConfigError(f"data.format: {settings.format!r}: {error!r}") from None
+        row = row | {"prompt": _extract(settings.extract, row["prompt"], f"{field}.extract")}
+    text = fill(settings.format, row, f"{field}.format")
     if settings.template == "raw":
         return Example(row, text, codec.encode(text), scorer)
     messages = [{"role": "user", "content": text}]
@@ -110,33 +129,51 @@ def _example(row: dict[str, Any], settings: DataSettings, codec: TextCodec, scor
     return Example(row, text, codec.chat(messages), scorer)
 
 
-def _json_lines(settings: DataSettings) -> Iterable[dict[str, Any]]:
-    path = settings.jsonl
-    assert path is not None
+def _extract(pattern: str, prompt: str, field: str) -> str:
+    match = re.search(pattern, prompt)
+    part = match and match[match.re.groups and 1]
+    if part is None:
+        raise ConfigError(f"{field}: no match in the prompt {prompt!r}")
+    return part
+
+
+def _json_lines(path: Path, field: str) -> Iterator[dict[str, Any]]:
     try:
-        lines = path.read_text().splitlines()
+        data = path.read_bytes()
     except OSError as error:
-        raise ConfigError(f"data.jsonl: {path}: {error.strerror}") from None
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise ConfigError(f"{path}:{number}: not JSON: {error.msg}") from None
-        if not isinstance(row, dict) or not ("prompt" in row or "messages" in row):
-            raise ConfigError(f"{path}:{number}: a row needs `prompt` or `messages`")
-        yield row
+        raise ConfigError(f"{field}: {path}: {error.strerror}") from None
+    # At line feeds alone: JSON strings may hold U+2028 and the other separators of splitlines().
+    for number, line in enumerate(data.split(b"\n"), start=1):
+        if line.strip():
+            yield _json_row(line, f"{field}: {path}:{number}")
 
 
-def _reasoning_gym(settings: DataSettings) -> tuple[Any, Iterable[dict[str, Any]]]:
-    spec = settings.reasoning_gym
-    assert spec is not None
+def _json_row(line: bytes, place: str) -> dict[str, Any]:
+    try:
+        row = json.loads(line.decode())
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{place}: not UTF-8: {error.reason} at byte {error.start}") from None
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{place}: not JSON: {error}") from None
+    if not isinstance(row, dict) or not ("prompt" in row or "messages" in row):
+        raise ConfigError(f"{place}: a row needs `prompt` or `messages`")
+    if "messages" not in row and not isinstance(row["prompt"], str):
+        raise ConfigError(f"{place}: `prompt` must be a string")
+    if "messages" in row and not _is_conversation(row["messages"]):
+        raise ConfigError(f"{place}: `messages` must be a list of objects")
+    return row
+
+
+def _is_conversation(messages: Any) -> bool:
+    return isinstance(messages, list) and all(isinstance(message, dict) for message in messages)
+
+
+def _reasoning_gym(spec: ReasoningGymSettings, field: str) -> tuple[Any, Iterable[dict[str, Any]]]:
     try:
         import reasoning_gym
     except ImportError:
         raise ConfigError(
-            "data.reasoning_gym: the package reasoning-gym is not installed",
+            f"{field}: the package reasoning-gym is not installed",
             hint="pip install reasoning-gym",
         ) from None
     try:
@@ -144,7 +181,7 @@ def _reasoning_gym(settings: DataSettings) -> tuple[Any, Iterable[dict[str, Any]
             spec.name, size=spec.size, seed=spec.seed, **spec.config
         )
     except (ValueError, TypeError, AssertionError) as error:
-        raise ConfigError(f"data.reasoning_gym: {error}") from None
+        raise ConfigError(f"{field}: {error}") from None
     rows = (
         {
             "prompt": entry["question"],

@@ -9,6 +9,7 @@ it with the frozen start as its junior, asks the same questions again, and says 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import sys
 import time
@@ -20,18 +21,20 @@ from rich.table import Table
 from tandem import settings as settings_module
 from tandem.cli import EXIT_INTERRUPTED, report
 from tandem.cluster import BUILD_DIR_VARIABLE
-from tandem.errors import TandemError
+from tandem.errors import RunDirectoryError, TandemError
 from tandem.evaluate import Evaluation, evaluate
 from tandem.interrupt import Interrupt
 from tandem.models import SMOLLM2_PACKAGE, import_model
 from tandem.render import Output, StepDisplay, trajectory_table
-from tandem.run_dir import RunDirectory
+from tandem.run_dir import RunDirectory, kind_of_run
 from tandem.session import Session
 from tandem.settings import RunSettings
 from tandem.stats import paired_gain
 from tandem.train import train
 
 CONFIG = Path("examples/demo/run.yaml")
+# In run.json: whose run directory it is.
+KIND = "demo"
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -61,10 +64,11 @@ def run_demo(settings: RunSettings, output: Output) -> int:
     what = "already imported" if model.already_there else "imported"
     output.note(f"model: {model.path} ({model.parameters / 1e6:.0f} M parameters, {what})")
     with (
-        RunDirectory.open(settings, "train", clean=True) as run,
+        open_run(settings) as run,
         Interrupt(lambda: output.note("stopping after this step")) as stop,
         Session(settings, output.note) as session,
     ):
+        run.begin()
         before = evaluate(session)
         _say_accuracy(output, "before", before)
         run.write_eval({"step": 0} | before.summary())
@@ -74,6 +78,7 @@ def run_demo(settings: RunSettings, output: Output) -> int:
             def on_step(line: dict[str, Any]) -> None:
                 lines.append(line)
                 display.step(line)
+                run.log.write(json.dumps(line) + "\n")
 
             last = train(session, run, on_step, stop)
         if stop.requested:
@@ -96,10 +101,24 @@ def run_demo(settings: RunSettings, output: Output) -> int:
     return 0
 
 
+def open_run(settings: RunSettings) -> RunDirectory:
+    """The run directory, an earlier demo's to be thrown away.
+
+    Raises:
+        RunDirectoryError: it holds what no demo wrote; nobody asked us to throw that away.
+    """
+    kind = kind_of_run(settings.run_dir)
+    if kind not in (None, KIND):
+        raise RunDirectoryError(
+            f"{settings.run_dir} holds a run of kind {kind}: the demo replaces its own alone",
+            hint="run_dir=OTHER names another directory; or remove this one",
+        )
+    return RunDirectory.open(settings, KIND, clean=True)
+
+
 def compare(before: Evaluation, after: Evaluation, lines: list[dict[str, Any]]) -> dict[str, Any]:
     """The numbers that the demo ends with."""
-    flat = [[value for group in e.correct for value in group] for e in (before, after)]
-    gain, half_width = paired_gain(*flat)
+    gain, half_width = paired_gain(before.correct, after.correct)
     shares = [line["tandem/senior_token_fraction"] for line in lines]
     return {
         "questions": before.prompts,

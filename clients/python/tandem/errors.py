@@ -34,7 +34,7 @@ class RunDirectoryError(ConfigError):
 
 
 class ServerStartError(TandemError):
-    """A local server that did not come up."""
+    """A local server that did not come up, or died."""
 
 
 class RpcError(TandemError):
@@ -207,8 +207,11 @@ def from_status(
     )
 
 
-def from_rpc(error: Any, *, request_id: str, method: str, address: str) -> RpcError:
-    """The exception for a failed call: a grpc.RpcError, synchronous or asyncio."""
+def from_rpc(error: Any, *, request_id: str, method: str, address: str, role: str = "") -> RpcError:
+    """The exception for a failed call: a grpc.RpcError, synchronous or asyncio.
+
+    `role` is the kind of server that the client takes `address` for, "" if any.
+    """
     trailing: Iterable[tuple[str, str | bytes]] = error.trailing_metadata() or ()
     status = status_pb2.Status(code=error.code().value[0], message=error.details() or "")
     for key, value in trailing:
@@ -217,9 +220,18 @@ def from_rpc(error: Any, *, request_id: str, method: str, address: str) -> RpcEr
         elif key == REQUEST_ID_KEY:
             request_id = value.decode() if isinstance(value, bytes) else value
     result = from_status(status, request_id=request_id, method=method)
-    if isinstance(result, UnavailableError) and result.hint is None:
-        result.hint = f"is a server running at {address}? `tandem up CLUSTER.yaml` starts one"
+    if result.hint is None:
+        result.hint = _hint_about_server(result, address, role)
     return result
+
+
+def _hint_about_server(error: RpcError, address: str, role: str) -> str | None:
+    if isinstance(error, UnavailableError):
+        return f"is a server running at {address}? `tandem up CLUSTER.yaml` starts one"
+    # A server of ours says what it lacks; gRPC itself says nothing of a service it does not know.
+    if isinstance(error, NotImplementedByServerError) and role and not error.message:
+        return f"is this a {role} server? `tandem status` says what is at {address}"
+    return None
 
 
 def _code(number: int) -> grpc.StatusCode:

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from tandem.data import Dataset
 from tandem.requests import Prompt
 from tandem.schedule import prompt_seed
-from tandem.session import Session
+from tandem.session import RolloutPool, Session
 from tandem.settings import given
 from tandem.stats import pass_at_k, wilson_interval
 from tandem.types.v1 import trajectory_pb2
+
+# Sequences that one message asks a server for: less than its queue holds by default.
+SEQUENCES_PER_MESSAGE = 1024
 
 
 @dataclass
@@ -70,7 +74,8 @@ def evaluate(session: Session, data: Dataset | None = None) -> Evaluation:
     sampling = given(settings.sampling) | {"temperature": settings.eval.temperature}
     if settings.eval.max_tokens is not None:
         sampling["max_tokens"] = settings.eval.max_tokens
-    groups = session.rollouts.generate(
+    groups = _generate(
+        session.rollouts,
         [
             Prompt(
                 token_ids=example.token_ids,
@@ -80,7 +85,7 @@ def evaluate(session: Session, data: Dataset | None = None) -> Evaluation:
                 tandem={"enabled": False},
             )
             for index, example in enumerate(dataset.examples)
-        ]
+        ],
     )
     rewards = [
         [
@@ -97,3 +102,16 @@ def evaluate(session: Session, data: Dataset | None = None) -> Evaluation:
     }
     version = groups[0][0].senior_versions[-1].version
     return Evaluation(version, correct, rewards, groups, pass_at)
+
+
+def _generate(
+    rollouts: RolloutPool, prompts: Sequence[Prompt]
+) -> list[list[trajectory_pb2.Trajectory]]:
+    """The samples of prompts that all ask for as many, in messages of a bounded size."""
+    a_message = max(1, SEQUENCES_PER_MESSAGE // prompts[0].num_samples)
+    at_once = a_message * len(rollouts.clients)
+    return [
+        samples
+        for first in range(0, len(prompts), at_once)
+        for samples in rollouts.generate(prompts[first : first + at_once])
+    ]

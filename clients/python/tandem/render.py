@@ -75,16 +75,21 @@ class Output:
 
 
 class StepDisplay:
-    """A line for every step; on a terminal also a bar with rate and ETA."""
+    """A line for every step; on a terminal also a bar with rate and ETA.
 
-    def __init__(self, output: Output, first_step: int, steps: int) -> None:
+    `elapsed_seconds`: the run's time before `first_step`, of which the rate takes no notice.
+    """
+
+    def __init__(
+        self, output: Output, first_step: int, steps: int, elapsed_seconds: float = 0.0
+    ) -> None:
         self._output = output
         self._seconds: dict[str, float] = {}
         self._first_step = first_step
         self._steps = steps
         self._lines = 0
         self._progress: Progress | None = None
-        self._elapsed = 0.0
+        self._elapsed_before = elapsed_seconds
 
     def __enter__(self) -> StepDisplay:
         if self._output.console.is_terminal and not self._output.as_json:
@@ -112,9 +117,8 @@ class StepDisplay:
         for phase in ("generate", "reward", "train", "publish"):
             seconds = line.get(f"time/{phase}_seconds") or 0.0
             self._seconds[phase] = self._seconds.get(phase, 0.0) + seconds
-        self._elapsed = line["time_seconds"]
         done = line["step"] - self._first_step + 1
-        rate = self._elapsed / done
+        rate = (line["time_seconds"] - self._elapsed_before) / done
         left = (self._steps - line["step"]) * rate
         if self._progress is not None:
             self._progress.update(self._task, completed=line["step"], rate=f"{rate:.1f} s/step")

@@ -11,7 +11,7 @@ from typing import Any
 import grpc
 
 from tandem.critic.v1 import critic_pb2
-from tandem.errors import RpcError, from_status
+from tandem.errors import ConfigError, RpcError, from_status
 from tandem.rollout.v1 import rollout_pb2
 from tandem.trainer.v1 import objective_pb2, trainer_pb2
 from tandem.types.v1 import tensor_pb2, trajectory_pb2
@@ -28,7 +28,7 @@ class Prompt:
     Attributes:
         token_ids: the prompt.
         seed: determines, with the sample's index, every random draw; see schedule.prompt_seed.
-        num_samples: responses to draw; 0 means 1.
+        num_samples: responses to draw; 0 means 1. int32, as in the contract.
         sampling: fields of SamplingParams.
         tandem: fields of TandemConfig; what is not given is the server's default.
         return_other_logprobs: also compute the log-probability under the model that did not write.
@@ -52,7 +52,13 @@ class Prompt:
         return dataclasses.replace(self, request_id=f"prompt-{index}")
 
     def message(self) -> rollout_pb2.Prompt:
-        """The message of the contract."""
+        """The message of the contract; ConfigError for a value that does not fit its field."""
+        try:
+            return self._message()
+        except (ValueError, TypeError) as error:
+            raise ConfigError(f"prompt {self.request_id!r}: {error}") from None
+
+    def _message(self) -> rollout_pb2.Prompt:
         prompt = rollout_pb2.Prompt(
             request_id=self.request_id,
             prompt_token_ids=self.token_ids,

@@ -6,12 +6,14 @@ import importlib
 import importlib.util
 import math
 import re
+import traceback
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from tandem.data import Example
-from tandem.errors import ConfigError
+from tandem.errors import ConfigError, TandemError
 from tandem.settings import RewardSettings
 
 RewardFunction = Callable[..., float]
@@ -31,10 +33,17 @@ def load_reward(settings: RewardSettings) -> Reward:
     def judge(example: Example, text: str) -> float:
         row = {key: value for key, value in example.row.items() if key != "prompt"}
         prompt = example.row.get("prompt", example.text)
-        value = float(function(prompt, text, **row))
-        if not math.isfinite(value):
-            raise ConfigError(f"reward.function: {settings.function} returned {value}")
-        return value
+        try:
+            value = function(prompt, text, **row)
+        except TandemError:
+            raise
+        # The function is the user's: it may raise anything.
+        except Exception as error:
+            raise ConfigError(
+                f"reward.function: {settings.function}: {type(error).__name__}: {error} "
+                f"({_place(error)})"
+            ) from error
+        return _finite(value, settings.function)
 
     return judge
 
@@ -53,6 +62,21 @@ def answer_extractor(pattern: str | None) -> Callable[[str], str]:
         return (matches[-1][compiled.groups and 1] or "") if matches else ""
 
     return extract
+
+
+def _place(error: Exception) -> str:
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{frame.filename}:{frame.lineno}"
+
+
+def _finite(value: Any, name: str) -> float:
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        number = math.nan
+    if not math.isfinite(number):
+        raise ConfigError(f"reward.function: {name} returned {value!r}, not a finite number")
+    return number
 
 
 def _answer(example: Example) -> str:
@@ -75,13 +99,20 @@ def _import(name: str) -> RewardFunction:
             "module:function, path/file.py:function"
         )
     try:
-        if source.endswith(".py"):
-            spec = importlib.util.spec_from_file_location(Path(source).stem, source)
-            assert spec is not None and spec.loader is not None
-            module: Any = importlib.util.module_from_spec(spec)
-            spec.loader.exec_module(module)
-        else:
-            module = importlib.import_module(source)
-        return getattr(module, attribute)
-    except (ImportError, AttributeError, OSError) as error:
-        raise ConfigError(f"reward.function: {name}: {error}") from None
+        function = getattr(_module(source), attribute)
+    # The file is the user's: importing it may raise anything, a SyntaxError for example.
+    except Exception as error:
+        raise ConfigError(f"reward.function: {name}: {type(error).__name__}: {error}") from error
+    if not callable(function):
+        raise ConfigError(f"reward.function: {name} is not a function")
+    return function
+
+
+def _module(source: str) -> ModuleType:
+    if not source.endswith(".py"):
+        return importlib.import_module(source)
+    spec = importlib.util.spec_from_file_location(Path(source).stem, source)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module

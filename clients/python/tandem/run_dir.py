@@ -1,13 +1,16 @@
 """The directory of a run: what was configured, what happened, and where to go on from.
 
-config.yaml              the resolved configuration
-run.json                 id and kind of the run
+run.json                 {"run_id", "kind"}: kind is the command, train, sft or demo
+config.yaml              the resolved configuration of the last start
 metrics.jsonl            one line a step, written as soon as the step is done
 evals.jsonl              one line an evaluation
-trajectories/step_N.jsonl
-checkpoints/             step directories of the trainer (and critic-… of the critic)
-state.json               the last checkpoint: what --resume goes on from
-logs/attempt_N.log       one file for every start
+trajectories/step_N.jsonl one line a response (`tandem train` alone)
+checkpoints/step_NNNNNN/ the trainer's; the critic's lie in checkpoints/critic
+state.json               SavedState: the last checkpoint, what --resume goes on from
+logs/attempt_N.log       one file for every start; --clean keeps them
+.lock                    held while a process uses the directory
+
+All names inside are relative to the directory, so that it can be moved.
 """
 
 from __future__ import annotations
@@ -15,12 +18,14 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import re
 import shutil
 import uuid
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, TextIO
 
 import yaml
 
@@ -32,11 +37,28 @@ from tandem.settings import RunSettings
 RESUMABLE = frozenset({"run_dir", "steps", "servers", "cluster", "checkpoint", "eval"})
 
 _LOCK = ".lock"
+_LOGS = "logs"
+# What a run writes and --clean removes. run.json goes last: what is half removed is still known
+# as a run directory.
+_CONTENTS = (
+    "state.json",
+    "checkpoints",
+    "trajectories",
+    "evals.jsonl",
+    "metrics.jsonl",
+    "config.yaml",
+    "run.json",
+)
 
 
 @dataclass(frozen=True)
 class SavedState:
-    """A checkpoint that belongs to the end of `step`."""
+    """A checkpoint that belongs to the end of `step`.
+
+    Attributes:
+        trainer: path of the trainer's checkpoint, relative to the run directory.
+        critic: the same of the critic's, if the run has a critic.
+    """
 
     step: int
     policy_version: int
@@ -45,65 +67,85 @@ class SavedState:
 
 
 class RunDirectory:
-    """An open run directory; a context manager that holds its lock."""
+    """A run directory whose lock is held; a context manager.
 
-    def __init__(self, path: Path, lock: Any, run_id: str, state: SavedState | None) -> None:
-        self._lock = lock
-        self.path = path
-        self.run_id = run_id
-        self.state = state
-        for folder in ("trajectories", "checkpoints", "logs"):
-            (path / folder).mkdir(parents=True, exist_ok=True)
-        attempt = len(list((path / "logs").glob("attempt_*.log"))) + 1
-        # Line-buffered: a line is on disk as soon as it is written.
-        self.log = (path / "logs" / f"attempt_{attempt}.log").open("w", buffering=1)
-        self._metrics = (path / "metrics.jsonl").open("a", buffering=1)
+    open() checks and locks, and leaves everything in the directory as it is. begin() starts to
+    write: call it when nothing stands in the run's way any more.
+
+    Attributes:
+        path: absolute.
+        run_id: names the run to the servers; a resumed run keeps it.
+        state: the checkpoint to go on from, None at the start of a run.
+        elapsed_seconds: run time until `state`, 0 at the start of a run.
+        log: logs/attempt_N.log, from begin() on.
+    """
+
+    log: TextIO
+
+    def __init__(self, config: RunSettings, kind: str, *, clean: bool) -> None:
+        """Use open()."""
+        self.path = config.run_dir.resolve()
+        self.run_id = f"{self.path.name}-{uuid.uuid4().hex[:8]}"
+        self.state: SavedState | None = None
+        self.elapsed_seconds = 0.0
+        self._config = config
+        self._kind = kind
+        self._clean = clean
+        self._begun = False
+        self._metrics: TextIO
+        self._files = ExitStack()
 
     @classmethod
     def open(
         cls, config: RunSettings, kind: str, *, resume: bool = False, clean: bool = False
     ) -> Self:
-        """Makes the directory, or opens it again.
+        """Locks `config.run_dir` for a run of `kind`; makes the directory if there is none.
 
         A directory that already holds a run is refused without `resume` (go on after its last
-        checkpoint) or `clean` (throw it away). Anything else in it is never touched.
+        checkpoint) or `clean` (throw it away); one that holds anything else is always refused.
+
+        Raises:
+            RunDirectoryError: refused, in use, or not to be created.
         """
-        path = config.run_dir.resolve()
-        run_file = path / "run.json"
-        if resume and clean:
-            raise RunDirectoryError("--resume and --clean exclude each other")
-        if resume and not run_file.exists():
-            raise RunDirectoryError(f"{path} holds no run to resume")
-        if run_file.exists() and not (resume or clean):
-            raise RunDirectoryError(
-                f"{path} already holds a run",
-                hint="--resume goes on after its last checkpoint, --clean throws it away",
-            )
-        if path.exists() and any(path.iterdir()) and not run_file.exists():
-            raise RunDirectoryError(f"{path} is not empty and not a run directory")
-        path.mkdir(parents=True, exist_ok=True)
-        lock = _lock(path)
-        try:
+        require_one(resume, clean)
+        run = cls(config, kind, clean=clean)
+        with ExitStack() as files:
+            with _usable(run.path):
+                _admit(run.path, resume, clean)
+                run.path.mkdir(parents=True, exist_ok=True)
+                files.enter_context(_lock(run.path))
             if resume:
-                run_id, state = _resume(path, config, kind)
-            else:
-                _remove_contents(path)
-                run_id, state = f"{path.name}-{uuid.uuid4().hex[:8]}", None
-                identity = json.dumps({"run_id": run_id, "kind": kind})
-                write_atomically(run_file, identity + "\n")
-            write_atomically(path / "config.yaml", settings_module.dump(config))
-            return cls(path, lock, run_id, state)
-        except BaseException:
-            lock.close()
-            raise
+                run._read_earlier()
+            run._files = files.pop_all()
+        return run
+
+    def begin(self) -> None:
+        """Starts to write: removes or truncates what `clean` and `resume` throw away.
+
+        Only the first call does anything.
+        """
+        if self._begun:
+            return
+        self._begun = True
+        with _usable(self.path):
+            if self._clean:
+                _remove_run(self.path)
+            elif self.state is not None:
+                _forget_after(self.path, self.state.step)
+            for folder in ("trajectories", "checkpoints", _LOGS):
+                (self.path / folder).mkdir(exist_ok=True)
+            identity = {"run_id": self.run_id, "kind": self._kind}
+            write_atomically(self.path / "run.json", json.dumps(identity) + "\n")
+            write_atomically(self.path / "config.yaml", settings_module.dump(self._config))
+            attempt = 1 + max(map(_number, (self.path / _LOGS).glob("attempt_*.log")), default=0)
+            self.log = self._append_to(f"{_LOGS}/attempt_{attempt}.log")
+            self._metrics = self._append_to("metrics.jsonl")
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exc: object) -> None:
-        self._metrics.close()
-        self.log.close()
-        self._lock.close()
+        self._files.close()
 
     @property
     def first_step(self) -> int:
@@ -122,25 +164,69 @@ class RunDirectory:
     def write_trajectories(self, step: int, records: Iterable[Mapping[str, Any]]) -> None:
         """Writes trajectories/step_N.jsonl."""
         lines = (json.dumps(record, ensure_ascii=False) + "\n" for record in records)
-        write_atomically(self.path / "trajectories" / f"step_{step}.jsonl", "".join(lines))
+        write_atomically(trajectory_file(self.path, step), "".join(lines))
 
     def read_trajectories(self, step: int) -> list[dict[str, Any]]:
         """The records of a step."""
-        return list(read_json_lines(self.path / "trajectories" / f"step_{step}.jsonl"))
-
-    def read_metrics(self) -> list[dict[str, Any]]:
-        """The lines of metrics.jsonl."""
-        return list(read_json_lines(self.path / "metrics.jsonl"))
+        return list(read_json_lines(trajectory_file(self.path, step)))
 
     def write_state(self, state: SavedState) -> None:
         """Names the checkpoint to resume from."""
         write_atomically(self.path / "state.json", json.dumps(asdict(state)) + "\n")
         self.state = state
 
+    def _read_earlier(self) -> None:
+        """What the run that is resumed left: its id, its last checkpoint and its time."""
+        kind = kind_of_run(self.path)
+        if kind != self._kind:
+            raise RunDirectoryError(f"{self.path} holds a run of kind {kind}")
+        self.run_id = _read_json(self.path / "run.json")["run_id"]
+        self.state = last_checkpoint(self.path)
+        _require_same(self.path, self._config)
+        kept = _lines_until(self.path / "metrics.jsonl", self.state.step)
+        if kept:
+            self.elapsed_seconds = json.loads(kept[-1]).get("time_seconds") or 0.0
+
+    def _append_to(self, name: str) -> TextIO:
+        # Line-buffered: a line is on disk as soon as it is written.
+        return self._files.enter_context((self.path / name).open("a", buffering=1))
+
+
+def require_one(resume: bool, clean: bool) -> None:
+    """Refuses to go on with a run and to throw it away at the same time."""
+    if resume and clean:
+        raise RunDirectoryError("--resume and --clean exclude each other")
+
+
+def kind_of_run(path: Path) -> str | None:
+    """The command that wrote the run directory `path`; None if it holds no run."""
+    file = path / "run.json"
+    return _read_json(file).get("kind", "unknown") if file.exists() else None
+
+
+def last_checkpoint(path: Path) -> SavedState:
+    """What state.json of the run directory `path` names; RunDirectoryError if it names nothing."""
+    if not (path / "state.json").exists():
+        raise RunDirectoryError(f"{path} has no checkpoint", hint="--clean starts the run again")
+    return SavedState(**_read_json(path / "state.json"))
+
+
+def trainer_checkpoint(path: Path) -> Path:
+    """The trainer's checkpoint that `path` means, absolute: itself, or a run directory's last."""
+    path = path.resolve()
+    if kind_of_run(path) is None:
+        return path
+    return path / last_checkpoint(path).trainer
+
+
+def trajectory_file(path: Path, step: int) -> Path:
+    """Where the run directory `path` keeps the trajectories of a step."""
+    return path / "trajectories" / f"step_{step}.jsonl"
+
 
 def read_json_lines(path: Path) -> Iterator[dict[str, Any]]:
     """The objects of a JSON-lines file."""
-    with path.open() as file:
+    with path.open(encoding="utf-8") as file:
         for line in file:
             yield json.loads(line)
 
@@ -148,22 +234,37 @@ def read_json_lines(path: Path) -> Iterator[dict[str, Any]]:
 def write_atomically(path: Path, text: str) -> None:
     """Replaces a file so that no reader, and no crash, sees half of it."""
     temporary = path.with_name(f".{path.name}.tmp")
-    with temporary.open("w") as file:
+    with temporary.open("w", encoding="utf-8") as file:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())
     temporary.replace(path)
 
 
-def _resume(path: Path, config: RunSettings, kind: str) -> tuple[str, SavedState]:
-    run = json.loads((path / "run.json").read_text())
-    if run["kind"] != kind:
-        raise RunDirectoryError(f"{path} holds a run of `tandem {run['kind']}`")
-    state_file = path / "state.json"
-    if not state_file.exists():
+@contextmanager
+def _usable(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise RunDirectoryError(f"run_dir: {path}: {error.strerror}") from None
+
+
+def _admit(path: Path, resume: bool, clean: bool) -> None:
+    holds_run = (path / "run.json").exists()
+    if resume and not holds_run:
+        raise RunDirectoryError(f"{path} holds no run to resume")
+    if holds_run and not (resume or clean):
         raise RunDirectoryError(
-            f"{path} has no checkpoint to resume from", hint="--clean starts again"
+            f"{path} already holds a run",
+            hint="--resume goes on after its last checkpoint, --clean throws it away",
         )
+    # A start that got no further than the lock, or a clean one that was cut off, leaves these.
+    left = {_LOCK, _LOGS}
+    if path.exists() and not holds_run and {entry.name for entry in path.iterdir()} - left:
+        raise RunDirectoryError(f"{path} is not empty and not a run directory")
+
+
+def _require_same(path: Path, config: RunSettings) -> None:
     before = yaml.safe_load((path / "config.yaml").read_text())
     now = config.model_dump(mode="json")
     changed = [key for key in now if key not in RESUMABLE and before.get(key) != now[key]]
@@ -171,37 +272,55 @@ def _resume(path: Path, config: RunSettings, kind: str) -> tuple[str, SavedState
         raise RunDirectoryError(
             f"{path}: a resumed run must keep its configuration; changed: {', '.join(changed)}"
         )
-    state = SavedState(**json.loads(state_file.read_text()))
-    _forget_after(path, state.step)
-    return run["run_id"], state
 
 
-def _remove_contents(path: Path) -> None:
-    # run.json goes last: what is half removed is still known as a run directory.
-    for entry in sorted(path.iterdir(), key=lambda entry: entry.name == "run.json"):
-        if entry.name == _LOCK:
-            continue
-        if entry.is_dir() and not entry.is_symlink():
-            shutil.rmtree(entry)
-        else:
-            entry.unlink()
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        return json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise RunDirectoryError(f"{path}: {error}") from None
+
+
+def _remove_run(path: Path) -> None:
+    for name in _CONTENTS:
+        _remove(path / name)
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def _forget_after(path: Path, step: int) -> None:
     # Steps after the checkpoint are done again: their lines would stand there twice.
-    for name in ("metrics.jsonl", "evals.jsonl"):
-        file = path / name
+    for file in (path / "metrics.jsonl", path / "evals.jsonl"):
         if file.exists():
-            lines = file.read_text().splitlines(keepends=True)
-            complete = [line for line in lines if line.endswith("\n")]
-            kept = [line for line in complete if json.loads(line)["step"] <= step]
-            write_atomically(file, "".join(kept))
-    for file in (path / "trajectories").glob("step_*.jsonl"):
-        if int(file.stem.removeprefix("step_")) > step:
-            file.unlink()
+            write_atomically(file, "".join(_lines_until(file, step)))
+    # A checkpoint that state.json does not name yet would count as the newest when others are
+    # pruned, and push out the one that it does name.
+    for folder in ("trajectories", "checkpoints", "checkpoints/critic"):
+        for entry in (path / folder).glob("step_*"):
+            if _number(entry) > step:
+                _remove(entry)
 
 
-def _lock(path: Path) -> Any:
+def _lines_until(file: Path, step: int) -> list[str]:
+    """The complete lines of steps up to `step`; none if the file does not exist."""
+    if not file.exists():
+        return []
+    lines = file.read_text().splitlines(keepends=True)
+    return [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= step]
+
+
+def _number(path: Path) -> int:
+    """The N of step_N, step_N.jsonl and attempt_N.log; 0 for other names."""
+    match = re.fullmatch(r"[a-z]+_(\d+)", path.stem)
+    return int(match[1]) if match else 0
+
+
+def _lock(path: Path) -> TextIO:
     file = (path / _LOCK).open("w")
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -6,18 +6,29 @@ import itertools
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Self
+
+import grpc
 
 from tandem import settings as settings_module
 from tandem.client import Event, RolloutClient, TrainerClient
 from tandem.cluster import LocalCluster
 from tandem.data import Dataset, load_dataset
-from tandem.errors import FailedPreconditionError, TandemError, from_status
+from tandem.errors import (
+    ConfigError,
+    FailedPreconditionError,
+    RpcError,
+    ServerStartError,
+    TandemError,
+    from_status,
+)
 from tandem.requests import Prompt
 from tandem.rewards import Reward, load_reward
 from tandem.settings import ClusterSettings, RunSettings
 from tandem.text import TextCodec
-from tandem.types.v1 import trajectory_pb2
+from tandem.types.v1 import server_pb2, trajectory_pb2
+from tandem.weights.v1 import weights_pb2
 
 
 class RolloutPool:
@@ -67,6 +78,7 @@ class Session:
     data: Dataset
     eval_data: Dataset | None
     reward: Reward
+    cluster: LocalCluster | None = None
 
     def __init__(
         self, settings: RunSettings, on_progress: Callable[[str], None] | None = None
@@ -78,13 +90,18 @@ class Session:
     def __enter__(self) -> Self:
         try:
             self._open()
-        except BaseException:
-            self._stack.close()
+        except BaseException as error:
+            self._close(error)
             raise
         return self
 
-    def __exit__(self, *exc: object) -> None:
-        self._stack.close()
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        self._close(error)
+
+    def check(self) -> None:
+        """Raises ServerStartError when a server of the run's own cluster has died."""
+        if self.cluster is not None:
+            self.cluster.check()
 
     def publish(self) -> None:
         """Brings every rollout server to the trainer's weights."""
@@ -99,12 +116,35 @@ class Session:
                 raise TandemError(f"{result.target} received other weights than were sent")
 
     def synchronize(self) -> int:
-        """Publishes when a rollout server serves another version; returns the trainer's."""
-        version = self.trainer.info().server.policy_version
-        served = [client.weights_version().version for client in self.rollouts.clients]
-        if any(other != version for other in served):
+        """Publishes when a rollout server serves another version; returns the trainer's.
+
+        Raises:
+            FailedPreconditionError: a server has the trainer's version, but other weights. The
+                version alone would hide that, and no publication would put it right.
+        """
+        trainer = self.trainer.info().server
+        stale = False
+        for client in self.rollouts.clients:
+            served = client.weights_version()
+            stale = stale or served.version != trainer.policy_version
+            if served.version == trainer.policy_version and served.digest != trainer.weights_digest:
+                raise _other_weights(client.address, served, trainer)
+        if stale:
             self.publish()
-        return version
+        return trainer.policy_version
+
+    def serve_checkpoint(self, path: Path) -> int:
+        """Loads a checkpoint into the trainer, then synchronize(); returns its version."""
+        self.trainer.load_checkpoint(str(path))
+        return self.synchronize()
+
+    def _close(self, error: BaseException | None) -> None:
+        with self._stack:
+            if isinstance(error, RpcError):
+                try:
+                    self.check()
+                except ServerStartError as death:
+                    raise death from error
 
     def _open(self) -> None:
         settings = self.settings
@@ -113,22 +153,29 @@ class Session:
         data = load_dataset(settings.data, self.codec, settings.seed)
         self.eval_data = None
         if settings.eval.data is not None:
-            self.eval_data = load_dataset(settings.eval.data, self.codec)
+            self.eval_data = load_dataset(settings.eval.data, self.codec, field="eval.data")
             # What is held out is never trained on, also where two seeds make the same problem.
             data = data.without({example.text for example in self.eval_data.examples})
         self.data = data
 
         servers = settings.servers
         if settings.cluster is not None:
-            cluster_settings = settings_module.load(ClusterSettings, settings.cluster)
-            cluster = LocalCluster(cluster_settings, on_progress=self._say)
-            servers = addresses_of(self._stack.enter_context(cluster))
+            servers = self._start(settings.cluster)
         self.trainer = self._stack.enter_context(TrainerClient(servers.trainer))
         self.rollouts = RolloutPool([RolloutClient(address) for address in servers.rollout])
         self._stack.callback(self.rollouts.close)
         info = self.rollouts.clients[0].info()
         self.sentence_ends = list(info.sentence_boundary_token_ids)
         self.critic_address = servers.critic or self.trainer.info().critic_address or None
+
+    def _start(self, cluster_file: Path) -> settings_module.ServersSettings:
+        settings = settings_module.load(ClusterSettings, cluster_file)
+        for role in ("rollout", "trainer"):
+            if getattr(settings, role) in (None, []):
+                raise ConfigError(f"{cluster_file}: {role}: a run needs a {role} server")
+        cluster = LocalCluster(settings, on_progress=self._say)
+        self.cluster = self._stack.enter_context(cluster)
+        return addresses_of(self.cluster)
 
 
 def addresses_of(cluster: LocalCluster) -> settings_module.ServersSettings:
@@ -143,4 +190,16 @@ def addresses_of(cluster: LocalCluster) -> settings_module.ServersSettings:
 def _restart_hint(failure: TandemError) -> str | None:
     if not isinstance(failure, FailedPreconditionError):
         return None
-    return "a rollout server never goes back to an older version: restart it to resume a run"
+    return "a rollout server never goes back to an older version: restart it first"
+
+
+def _other_weights(
+    address: str, served: weights_pb2.GetVersionResponse, trainer: server_pb2.ServerInfo
+) -> FailedPreconditionError:
+    return FailedPreconditionError(
+        f"{address} serves version {served.version} with digest {served.digest}, the trainer's "
+        f"version {trainer.policy_version} has {trainer.weights_digest}: other weights",
+        code=grpc.StatusCode.FAILED_PRECONDITION,
+        reason="WEIGHTS_DIFFER",
+        hint="start both from the same model, and restart the one that another run has trained",
+    )

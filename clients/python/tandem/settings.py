@@ -6,38 +6,72 @@ Servers have their own schema (proto/tandem/config/v1); a cluster file carries i
 from __future__ import annotations
 
 import difflib
+import re
 import types
 import typing
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    model_validator,
+)
 
 from tandem.errors import ConfigError
 
+# The contract's counts and token ids are int32.
+INT32_MAX = 2**31 - 1
+
+
+def _not_empty(value: Any) -> Any:
+    if value == "":
+        raise ValueError("must not be empty")
+    return value
+
+
+def _is_pattern(text: str) -> str:
+    try:
+        re.compile(text)
+    except re.error as error:
+        raise ValueError(f"not a regular expression: {error}") from None
+    return text
+
+
+Text = Annotated[str, Field(min_length=1)]
+# Path("") would be the working directory.
+NonEmptyPath = Annotated[Path, BeforeValidator(_not_empty)]
+Pattern = Annotated[Text, AfterValidator(_is_pattern)]
+Count = Annotated[int, Field(ge=1, le=INT32_MAX)]
+TokenId = Annotated[int, Field(ge=0, le=INT32_MAX)]
+
 
 class Settings(BaseModel):
-    """A section of a configuration file: unknown keys are errors."""
+    """A section of a file: unknown keys, and numbers that are not finite, are errors."""
 
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
 
 
 class ServersSettings(Settings):
     """Addresses of running servers; not needed with `cluster`."""
 
-    rollout: list[str] = ["127.0.0.1:7701"]
-    trainer: str = "127.0.0.1:7702"
-    critic: str | None = None
+    rollout: list[Text] = Field(["127.0.0.1:7701"], min_length=1)
+    trainer: Text = "127.0.0.1:7702"
+    critic: Text | None = None
 
 
 class ReasoningGymSettings(Settings):
     """A procedurally generated task of the reasoning-gym package."""
 
-    name: str
+    name: Text
     config: dict[str, Any] = {}
-    size: int = Field(1000, ge=1)
+    size: Count = 1000
     seed: int = 0
 
 
@@ -45,20 +79,20 @@ class DataSettings(Settings):
     """Where prompts come from, and how they are written. Exactly one source."""
 
     # Lines of {"prompt" or "messages", "answer", ...}; every field reaches the reward function.
-    jsonl: Path | None = None
+    jsonl: NonEmptyPath | None = None
     reasoning_gym: ReasoningGymSettings | None = None
     # raw: the prompt's text as it is; chat: through the tokenizer's chat template.
     template: Literal["raw", "chat"] = "raw"
     # Text of the prompt (the user's turn with chat); fields of the row in braces.
-    format: str = "{prompt}"
+    format: Text = "{prompt}"
     # System message, with chat. Empty: none. Not set: the template's own default.
     system: str | None = None
     # Regular expression whose first group, found in the prompt, becomes the row's `prompt`.
-    extract: str | None = None
+    extract: Pattern | None = None
     # Leave out rows whose prompt came before.
     unique: bool = False
     # Rows kept; all when not set.
-    limit: int | None = Field(None, ge=1)
+    limit: Count | None = None
 
     @model_validator(mode="after")
     def _one_source(self) -> DataSettings:
@@ -71,10 +105,10 @@ class RewardSettings(Settings):
     """How a response is judged."""
 
     # "module:function", "path/file.py:function", "exact_match" or "reasoning_gym".
-    function: str = "exact_match"
+    function: Text = "exact_match"
     # The last match in the response (its first group, if it has one) is what a builtin judges;
     # the whole response without surrounding space when not set.
-    answer_pattern: str | None = None
+    answer_pattern: Pattern | None = None
     # A reward at or above counts as correct in an evaluation.
     correct_at: float = 1.0
 
@@ -83,11 +117,11 @@ class SamplingSettings(Settings):
     """Fields of SamplingParams."""
 
     temperature: float | None = Field(None, ge=0)
-    top_k: int | None = Field(None, ge=0)
+    top_k: int | None = Field(None, ge=0, le=INT32_MAX)
     top_p: float | None = Field(None, gt=0, le=1)
     min_p: float | None = Field(None, ge=0, le=1)
-    max_tokens: int = Field(64, ge=1)
-    stop_token_ids: list[int] = []
+    max_tokens: Count = 64
+    stop_token_ids: list[TokenId] = []
     ignore_eos: bool | None = None
 
 
@@ -100,9 +134,9 @@ class TandemSettings(Settings):
         None
     )
     prob_senior: float | None = Field(None, ge=0, le=1)
-    chunk_size: int | None = Field(None, ge=1)
-    max_gap_tokens: int | None = Field(None, ge=1)
-    boundary_token_ids: list[int] = []
+    chunk_size: Count | None = None
+    max_gap_tokens: Count | None = None
+    boundary_token_ids: list[TokenId] = []
 
 
 class ObjectiveSettings(Settings):
@@ -138,22 +172,28 @@ class ObjectiveSettings(Settings):
     gae_lambda: float | None = None
     bootstrap_truncated: bool | None = None
     whiten_advantages: bool | None = None
-    max_staleness: int | None = None
+    max_staleness: int | None = Field(None, ge=0, le=INT32_MAX)
 
 
 class BatchSettings(Settings):
     """Size of a step."""
 
-    prompts_per_step: int = Field(8, ge=1)
-    samples_per_prompt: int = Field(8, ge=1)
+    prompts_per_step: Count = 8
+    samples_per_prompt: Count = 8
+
+    @model_validator(mode="after")
+    def _step_fits(self) -> BatchSettings:
+        if self.prompts_per_step * self.samples_per_prompt > INT32_MAX:
+            raise ValueError(f"a step has at most {INT32_MAX} samples")
+        return self
 
 
 class SftSettings(Settings):
     """Supervised training (`tandem sft`)."""
 
-    batch_size: int = Field(16, ge=1)
+    batch_size: Count = 16
     # Text to learn after the prompt; fields of the row in braces.
-    response: str = "{answer}"
+    response: Text = "{answer}"
     # End the response with the tokenizer's end-of-sequence token.
     append_eos: bool = True
 
@@ -164,7 +204,7 @@ class CheckpointSettings(Settings):
     # Steps between checkpoints; 0 saves at the end alone.
     every: int = Field(0, ge=0)
     # Newest checkpoints to keep; 0 keeps all.
-    keep: int = Field(2, ge=0)
+    keep: int = Field(2, ge=0, le=INT32_MAX)
     # Save after the last step.
     at_end: bool = True
 
@@ -174,11 +214,11 @@ class EvalSettings(Settings):
 
     data: DataSettings | None = None
     # Responses drawn for each prompt, and the k of pass@k.
-    samples: int = Field(1, ge=1)
-    k: list[int] = [1]
+    samples: Count = 1
+    k: list[int] = Field([1], min_length=1)
     temperature: float = Field(0.0, ge=0)
     # Defaults to the sampling section's.
-    max_tokens: int | None = Field(None, ge=1)
+    max_tokens: Count | None = None
     # Steps between evaluations during training; 0: none.
     every: int = Field(0, ge=0)
 
@@ -193,14 +233,14 @@ class RunSettings(Settings):
     """A training run (`tandem train`, `tandem sft`, `tandem eval`)."""
 
     # Where everything of the run goes.
-    run_dir: Path
+    run_dir: NonEmptyPath
     seed: int = Field(0, ge=0, lt=2**64)
-    steps: int = Field(10, ge=0)
+    steps: int = Field(10, ge=0, lt=2**63)
     # Directory with tokenizer.json: the senior's.
-    tokenizer: Path
+    tokenizer: NonEmptyPath
     servers: ServersSettings = ServersSettings()
     # Cluster file to start for the time of the run, instead of `servers`.
-    cluster: Path | None = None
+    cluster: NonEmptyPath | None = None
     data: DataSettings
     reward: RewardSettings = RewardSettings()
     batch: BatchSettings = BatchSettings()
@@ -232,8 +272,8 @@ class ClusterSettings(Settings):
     Ports are picked freely unless a section names them.
     """
 
-    # Logs and resolved configurations.
-    directory: Path = Path("runs/cluster")
+    # Logs and resolved configurations, in logs/attempt_N: one folder for every start.
+    directory: NonEmptyPath = Path("runs/cluster")
     rollout: list[dict[str, Any]] = []
     trainer: dict[str, Any] | None = None
     critic: dict[str, Any] | None = None
@@ -254,11 +294,16 @@ Model = TypeVar("Model", bound=Settings)
 
 
 def load(schema: type[Model], path: Path, overrides: Sequence[str] = ()) -> Model:
-    """Reads a YAML file, applies `dotted.key=value` overrides (later wins) and checks it."""
+    """Reads a YAML file, applies `dotted.key=value` overrides (later wins) and checks it.
+
+    Raises ConfigError, with the dotted path of every problem.
+    """
     try:
-        values = yaml.safe_load(path.read_text()) or {}
+        values = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path}: not UTF-8: {error.reason} at byte {error.start}") from None
     except yaml.YAMLError as error:
         raise ConfigError(f"{path}: not YAML: {error}") from None
     if not isinstance(values, dict):
@@ -300,8 +345,7 @@ def validate(schema: type[Model], values: dict[str, Any], source: str) -> Model:
     try:
         return schema.model_validate(values)
     except ValidationError as error:
-        lines = [_explain(schema, problem) for problem in error.errors()]
-        raise ConfigError(f"{source}: " + "; ".join(lines)) from None
+        raise ConfigError(f"{source}: " + "; ".join(_explain(schema, error.errors()))) from None
 
 
 def dump(settings: Settings, *, drop_none: bool = False) -> str:
@@ -331,14 +375,24 @@ def _item(values: list[Any], index: str, override: str) -> Any:
     return values[int(index)]
 
 
-def _explain(schema: type[BaseModel], problem: Any) -> str:
-    path = ".".join(map(str, problem["loc"])) or "the file"
-    if problem["type"] != "extra_forbidden":
-        return f"{path}: {problem['msg'].removeprefix('Value error, ')}"
-    known = _fields_at(schema, problem["loc"][:-1])
-    close = difflib.get_close_matches(str(problem["loc"][-1]), known, n=1)
-    advice = f"did you mean {close[0]!r}?" if close else f"known: {', '.join(known)}"
-    return f"{path}: unknown key; {advice}"
+def _explain(schema: type[BaseModel], problems: Sequence[Any]) -> list[str]:
+    """A line for every problem; the known keys of a section are listed once."""
+    lines: list[str] = []
+    listed: set[Any] = set()
+    for problem in problems:
+        *section, key = problem["loc"] or ("the file",)
+        path = ".".join(map(str, [*section, key]))
+        if problem["type"] != "extra_forbidden":
+            lines.append(f"{path}: {problem['msg'].removeprefix('Value error, ')}")
+            continue
+        known = _fields_at(schema, section)
+        close = difflib.get_close_matches(str(key), known, n=1)
+        advice = f"; did you mean {close[0]!r}?" if close else ""
+        if not close and tuple(section) not in listed:
+            listed.add(tuple(section))
+            advice = f"; known: {', '.join(known)}"
+        lines.append(f"{path}: unknown key{advice}")
+    return lines
 
 
 def _fields_at(schema: type[BaseModel], path: Iterable[Any]) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 
 def pass_at_k(samples: int, correct: int, k: int) -> float:
@@ -27,10 +28,20 @@ def wilson_interval(successes: int, trials: int, z: float = 1.959964) -> tuple[f
     return max(0.0, (centre - half) / scale), min(1.0, (centre + half) / scale)
 
 
-def paired_gain(before: list[bool], after: list[bool], z: float = 1.959964) -> tuple[float, float]:
-    """Gain in accuracy on the same questions, and the half width of its 95 % interval."""
+def paired_gain(
+    before: Sequence[Sequence[bool]], after: Sequence[Sequence[bool]], z: float = 1.959964
+) -> tuple[float, float]:
+    """Gain in accuracy on the same questions, and the half width of its 95 % interval.
+
+    `before` and `after` hold, for every question, which of its samples were correct. The pairs are
+    the questions: the samples of one question depend on each other, so they are averaged first.
+    """
     n = len(before)
-    differences = [int(b) - int(a) for a, b in zip(before, after, strict=True)]
-    mean = sum(differences) / n
+    differences = [_mean(b) - _mean(a) for a, b in zip(before, after, strict=True)]
+    mean = _mean(differences)
     variance = sum((d - mean) ** 2 for d in differences) / max(1, n - 1)
     return mean, z * math.sqrt(variance / n)
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)

@@ -60,9 +60,8 @@ class TextCodec:
 
     def chat(self, messages: Sequence[dict[str, str]]) -> list[int]:
         """Ids of a conversation through the directory's chat template, ready for the answer."""
-        template = self._chat_template()
         try:
-            text = template.render(
+            text = self._chat_template().render(
                 messages=list(messages),
                 add_generation_prompt=True,
                 bos_token=self._special("bos_token"),

@@ -9,10 +9,11 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from tandem.client import CriticClient
-from tandem.data import Example
+from tandem.data import Example, fill
 from tandem.evaluate import evaluate
 from tandem.interrupt import Interrupt
 from tandem.metrics import StepClock, batch_metrics, step_line
@@ -31,8 +32,8 @@ def train(
 ) -> int:
     """Tandem policy-gradient training; returns the last step that was done."""
     settings = session.settings
-    start = time.monotonic()
     version = _begin(session, run)
+    start = time.monotonic() - run.elapsed_seconds
     step = run.first_step - 1
     for step in range(run.first_step, settings.steps + 1):
         clock = StepClock()
@@ -113,8 +114,8 @@ def train_supervised(
 ) -> int:
     """Supervised training on the rows' answers; returns the last step that was done."""
     settings = session.settings
-    start = time.monotonic()
     version = _begin(session, run)
+    start = time.monotonic() - run.elapsed_seconds
     step = run.first_step - 1
     for step in range(run.first_step, settings.steps + 1):
         clock = StepClock()
@@ -151,21 +152,29 @@ def train_supervised(
 
 
 def supervised_sample(session: Session, example: Example) -> SupervisedSample:
-    """The text to learn after an example's prompt."""
+    """The text to learn after an example's prompt; ConfigError when the row does not have it."""
     sft = session.settings.sft
-    response = session.codec.encode(sft.response.format(**example.row), special=False)
+    text = fill(sft.response, example.row, "sft.response")
+    response = session.codec.encode(text, special=False)
     if sft.append_eos and session.codec.eos_token_id is not None:
         response = [*response, session.codec.eos_token_id]
     return SupervisedSample(example.token_ids, response)
 
 
 def _begin(session: Session, run: RunDirectory) -> int:
-    if run.state is not None:
-        session.trainer.load_checkpoint(run.state.trainer)
+    """Brings the servers to where the run goes on from, then lets it write; their version.
+
+    In this order, so that a run whose checkpoint cannot be loaded loses nothing.
+    """
+    if run.state is None:
+        version = session.synchronize()
+    else:
         if run.state.critic is not None:
             with _critic(session) as critic:
-                critic.load_checkpoint(run.state.critic)
-    return session.synchronize()
+                critic.load_checkpoint(str(run.path / run.state.critic))
+        version = session.serve_checkpoint(run.path / run.state.trainer)
+    run.begin()
+    return version
 
 
 def _end_of_step(
@@ -173,6 +182,7 @@ def _end_of_step(
 ) -> bool:
     """Evaluates and saves when it is time; true when the run was asked to stop."""
     settings = session.settings
+    session.check()
     if settings.eval.every and step % settings.eval.every == 0:
         run.write_eval({"step": step} | evaluate(session).summary())
     stop = interrupt is not None and interrupt.requested
@@ -185,15 +195,18 @@ def _end_of_step(
 
 def save(session: Session, run: RunDirectory, step: int, version: int) -> SavedState:
     """Saves trainer and critic as they are after `step`."""
+    # Saving prunes the older ones before state.json names the new one: with one more to keep, the
+    # one that it still names survives a crash in between. The next save prunes it.
     keep = session.settings.checkpoint.keep
+    keep = keep + 1 if keep else 0
     name = STEP_NAME.format(step)
-    folder = run.path / "checkpoints"
-    path = session.trainer.save_checkpoint(str(folder), name, keep)
-    critic_path = None
+    trainer, critic = Path("checkpoints"), None
+    session.trainer.save_checkpoint(str(run.path / trainer), name, keep)
     if session.settings.objective.advantage_estimator == "gae":
-        with _critic(session) as critic:
-            critic_path = critic.save_checkpoint(str(folder / "critic"), name, keep)
-    state = SavedState(step, version, path, critic_path)
+        critic = trainer / "critic"
+        with _critic(session) as client:
+            client.save_checkpoint(str(run.path / critic), name, keep)
+    state = SavedState(step, version, str(trainer / name), critic and str(critic / name))
     run.write_state(state)
     return state
 

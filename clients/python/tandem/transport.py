@@ -10,9 +10,9 @@ import asyncio
 import random
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Self, TypeVar
+from typing import Any, ClassVar, Generic, Self, TypeVar
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -59,14 +59,12 @@ class RetryPolicy:
         return max(error.retry_after_seconds or 0.0, backoff * random.uniform(0.8, 1.2))
 
 
-NO_RETRIES = RetryPolicy(attempts=1)
-
-
 class Call:
     """One call of a method, over all its attempts: it keeps its request id."""
 
-    def __init__(self, address: str, method: str, timeout_seconds: float) -> None:
+    def __init__(self, address: str, role: str, method: str, timeout_seconds: float) -> None:
         self.address = address
+        self.role = role
         self.method = method
         self.request_id = uuid.uuid4().hex
         self.timeout_seconds = timeout_seconds
@@ -81,10 +79,68 @@ class Call:
 
     def failure(self, error: Any) -> RpcError:
         """The typed exception for a failed attempt."""
-        return from_rpc(error, request_id=self.request_id, method=self.method, address=self.address)
+        return from_rpc(
+            error,
+            request_id=self.request_id,
+            method=self.method,
+            address=self.address,
+            role=self.role,
+        )
+
+
+class ResponseStream(Generic[Response]):
+    """Responses of a call that runs already. close(), or letting go of it, cancels the call."""
+
+    def __init__(self, call: Call, responses: Any) -> None:
+        self._call = call
+        self._responses = responses
+
+    def __iter__(self) -> Iterator[Response]:
+        return self
+
+    def __next__(self) -> Response:
+        try:
+            return next(self._responses)
+        except grpc.RpcError as error:
+            raise self._call.failure(error) from None
+
+    def close(self) -> None:
+        """Cancels the call unless it ended."""
+        self._responses.cancel()
+
+    def __del__(self) -> None:
+        self.close()
+
+
+class AsyncResponseStream(Generic[Response]):
+    """Responses of a call that runs already. aclose(), or letting go of it, cancels the call."""
+
+    def __init__(self, call: Call, responses: Any) -> None:
+        self._call = call
+        self._responses = responses
+        self._iterator = aiter(responses)
+
+    def __aiter__(self) -> AsyncIterator[Response]:
+        return self
+
+    async def __anext__(self) -> Response:
+        try:
+            return await anext(self._iterator)
+        except grpc.RpcError as error:
+            raise self._call.failure(error) from None
+
+    async def aclose(self) -> None:
+        """Cancels the call unless it ended."""
+        self._responses.cancel()
+
+    def __del__(self) -> None:
+        self._responses.cancel()
 
 
 class _Endpoint:
+    # What kind of server answers the calls: "rollout", "trainer", "critic"; "" if any may.
+    role: ClassVar[str] = ""
+
     def __init__(
         self,
         address: str,
@@ -97,7 +153,7 @@ class _Endpoint:
         self.retry = retry or RetryPolicy()
 
     def _new_call(self, method: str, timeout_seconds: float | None) -> Call:
-        return Call(self.address, method, timeout_seconds or self.timeout_seconds)
+        return Call(self.address, self.role, method, timeout_seconds or self.timeout_seconds)
 
 
 class Connection(_Endpoint):
@@ -149,16 +205,10 @@ class Connection(_Endpoint):
         method: str,
         start: Callable[[dict[str, Any]], Any],
         timeout_seconds: float | None = None,
-    ) -> Iterator[Any]:
-        """Yields the responses of `start(options)`. No retries. Leaving the loop cancels it."""
+    ) -> ResponseStream[Any]:
+        """Starts `start(options)` and returns its responses. No retries."""
         call = self._new_call(method, timeout_seconds)
-        responses = start(call.options)
-        try:
-            yield from responses
-        except grpc.RpcError as error:
-            raise call.failure(error) from None
-        finally:
-            responses.cancel()
+        return ResponseStream(call, start(call.options))
 
     def health(self, service: str = "", timeout_seconds: float = 5.0) -> str:
         """SERVING, NOT_SERVING, SERVICE_UNKNOWN or UNREACHABLE."""
@@ -215,22 +265,15 @@ class AsyncConnection(_Endpoint):
             await asyncio.sleep(wait)
             number += 1
 
-    async def stream(
+    def stream(
         self,
         method: str,
         start: Callable[[dict[str, Any]], Any],
         timeout_seconds: float | None = None,
-    ) -> Any:
-        """Yields the responses of `start(options)`. No retries. Leaving the loop cancels it."""
+    ) -> AsyncResponseStream[Any]:
+        """Starts `start(options)` and returns its responses. No retries."""
         call = self._new_call(method, timeout_seconds)
-        responses = start(call.options)
-        try:
-            async for response in responses:
-                yield response
-        except grpc.RpcError as error:
-            raise call.failure(error) from None
-        finally:
-            responses.cancel()
+        return AsyncResponseStream(call, start(call.options))
 
     async def health(self, service: str = "", timeout_seconds: float = 5.0) -> str:
         """SERVING, NOT_SERVING, SERVICE_UNKNOWN or UNREACHABLE."""

@@ -56,6 +56,9 @@ class FakeWorld:
         self.steps = {}
         self.headers = []
         self.saved = {}
+        self.keeps = []  # `keep` of every SaveCheckpoint
+        self.served_digest = "d"  # of the rollout servers' weights; the trainer's is "d"
+        self.open_streams = 0  # Generate calls that did not end
         self.cut_streams = 0  # Generate calls to break off after one sample
 
     def enter(self, method, context):
@@ -78,8 +81,13 @@ class FakeRollout(rollout_pb2_grpc.RolloutServiceServicer, weights_pb2_grpc.Weig
         reply.server.model.path = self.model_path
         return reply
 
+    def _leave(self):
+        self.world.open_streams -= 1
+
     def Generate(self, requests, context):
         self.world.enter("Generate", context)
+        self.world.open_streams += 1
+        context.add_callback(self._leave)
         for request in requests:
             for prompt in request.submit.prompts:
                 if prompt.sampling.top_k < 0:
@@ -115,7 +123,9 @@ class FakeRollout(rollout_pb2_grpc.RolloutServiceServicer, weights_pb2_grpc.Weig
         return reply
 
     def GetVersion(self, request, context):
-        return weights_pb2.GetVersionResponse(version=self.world.published, digest="d")
+        return weights_pb2.GetVersionResponse(
+            version=self.world.published, digest=self.world.served_digest
+        )
 
 
 class FakeTrainer(trainer_pb2_grpc.TrainerServiceServicer):
@@ -128,6 +138,7 @@ class FakeTrainer(trainer_pb2_grpc.TrainerServiceServicer):
         self.world.enter("GetServerInfo", context)
         reply = trainer_pb2.GetServerInfoResponse()
         reply.server.policy_version = self.world.version
+        reply.server.weights_digest = "d"
         return reply
 
     def TrainStep(self, requests, context):
@@ -161,6 +172,7 @@ class FakeTrainer(trainer_pb2_grpc.TrainerServiceServicer):
     def SaveCheckpoint(self, request, context):
         path = f"{request.directory}/{request.name}"
         self.world.saved[path] = self.world.version
+        self.world.keeps.append(request.keep)
         return trainer_pb2.SaveCheckpointResponse(path=path)
 
     def LoadCheckpoint(self, request, context):

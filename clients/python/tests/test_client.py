@@ -17,6 +17,7 @@ from tandem import (
     requests,
 )
 from tandem.errors import (
+    ConfigError,
     FailedPreconditionError,
     InvalidArgumentError,
     NotImplementedByServerError,
@@ -110,6 +111,58 @@ def test_other_failures_are_not_tried_again(world, address):
     assert len(world.calls) == 1
 
 
+def wait_until(condition, seconds=10):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen"
+        time.sleep(0.01)
+
+
+def test_an_open_stream_starts_before_its_first_prompt_and_ends_when_left(world, address):
+    with RolloutClient(address) as client:
+        with client.open_stream():
+            wait_until(lambda: [method for method, _ in world.calls] == ["Generate"])
+            assert world.open_streams == 1
+        wait_until(lambda: world.open_streams == 0)
+
+
+def test_leaving_a_stream_in_the_middle_cancels_the_call(world, address):
+    with RolloutClient(address) as client:
+        messages = iter(lambda: requests.submit([prompts()[0].named(0)]), None)
+        for _ in client.stream(messages):
+            assert world.open_streams == 1
+            break
+        wait_until(lambda: world.open_streams == 0)
+
+
+@pytest.mark.parametrize(
+    ("client_class", "role"), [(RolloutClient, "rollout"), (TrainerClient, "trainer")]
+)
+def test_an_unknown_service_asks_for_the_kind_of_server(world, address, client_class, role):
+    # What a C++ gRPC server answers to a service that it does not have.
+    world.failures = [fakes.error_status(12, "")]
+    with client_class(address) as client, pytest.raises(NotImplementedByServerError) as caught:
+        client.info()
+    assert f"is this a {role} server" in caught.value.hint
+    assert address in caught.value.hint
+
+
+def test_what_a_server_says_of_a_missing_feature_gets_no_guess(world, address):
+    world.failures = [fakes.error_status(12, "handoff evaluation is not there yet")]
+    with TrainerClient(address) as client, pytest.raises(NotImplementedByServerError) as caught:
+        client.info()
+    assert caught.value.hint is None
+
+
+@pytest.mark.parametrize("change", [{"num_samples": 2**31}, {"token_ids": [2**31]}])
+def test_a_prompt_that_does_not_fit_the_contract_is_refused_before_it_is_sent(
+    world, address, change
+):
+    with RolloutClient(address) as client, pytest.raises(ConfigError, match="out of range"):
+        client.generate([Prompt(**({"token_ids": [1]} | change))])
+    assert world.calls == []
+
+
 def test_unreachable_and_unimplemented(address):
     with RolloutClient("127.0.0.1:1", retry=QUICK) as client:
         assert client.health() == "UNREACHABLE"
@@ -160,3 +213,23 @@ async def test_an_async_stream_takes_messages_while_it_runs(address):
     async with AsyncRolloutClient(address, retry=QUICK) as client:
         events = [event async for event in client.stream(messages())]
     assert any(event.HasField("finished") for event in events)
+
+
+async def test_an_async_stream_starts_at_once_and_ends_when_left(world, address):
+    async def messages():
+        while True:
+            yield requests.submit([prompts()[0].named(0)])
+            await asyncio.sleep(0.01)
+
+    async def happens(condition):
+        async with asyncio.timeout(10):
+            while not condition():
+                await asyncio.sleep(0.01)
+
+    async with AsyncRolloutClient(address, retry=QUICK) as client:
+        events = client.stream(messages())
+        await happens(lambda: world.open_streams == 1)
+        async for _ in events:
+            break
+        await events.aclose()
+        await happens(lambda: world.open_streams == 0)

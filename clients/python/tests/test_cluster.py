@@ -6,8 +6,8 @@ import sys
 
 import pytest
 
-from tandem.cluster import LocalCluster, find_binary
-from tandem.errors import ServerStartError
+from tandem.cluster import LocalCluster, find_binary, reachable_host
+from tandem.errors import ConfigError, ServerStartError
 from tandem.settings import ClusterSettings
 
 SERVER = """#!{python}
@@ -21,7 +21,8 @@ if config.get("model") == "broken":
 server = grpc.server(futures.ThreadPoolExecutor(2))
 checker = health.HealthServicer(); checker.set("", health_pb2.HealthCheckResponse.SERVING)
 health_pb2_grpc.add_HealthServicer_to_server(checker, server)
-port = server.add_insecure_port("127.0.0.1:0"); server.start()
+host = config["server"].get("host", "127.0.0.1")
+port = server.add_insecure_port(host + ":0"); server.start()
 print('{{"event":"listening","grpc_port":%d,"metrics_port":1}}' % port, flush=True)
 print("critic at", config.get("critic_address"), flush=True)
 signal.signal(signal.SIGTERM, lambda *a: sys.exit(0))
@@ -66,3 +67,60 @@ def test_a_missing_binary_says_how_to_make_it(tmp_path, monkeypatch):
     with pytest.raises(ServerStartError) as caught:
         find_binary("tandem-rollout-server")
     assert "make build" in str(caught.value.hint)
+
+
+def test_a_server_that_a_signal_ended_is_reported_with_the_signal_and_its_log(build_dir, tmp_path):
+    settings = ClusterSettings(directory=tmp_path / "logs", trainer={"model": "m"})
+    with LocalCluster(settings, build_dir=build_dir) as cluster:
+        cluster.trainer.process.kill()
+        cluster.trainer.process.wait()
+        with pytest.raises(ServerStartError, match="trainer ended with signal SIGKILL") as caught:
+            cluster.check()
+        assert str(cluster.trainer.log) in str(caught.value.hint)
+
+
+def test_a_server_is_reached_where_it_binds(build_dir, tmp_path):
+    settings = ClusterSettings(
+        directory=tmp_path / "logs", trainer={"model": "m", "server": {"host": "127.0.0.2"}}
+    )
+    with LocalCluster(settings, build_dir=build_dir) as cluster:
+        assert cluster.trainer.address.startswith("127.0.0.2:")
+        assert cluster.trainer.metrics_address.startswith("127.0.0.2:")
+
+
+@pytest.mark.parametrize(
+    ("bound", "reached"),
+    [(None, "127.0.0.1"), ("0.0.0.0", "127.0.0.1"), ("::", "[::1]"), ("fe80::1", "[fe80::1]")],
+)
+def test_the_host_to_dial(bound, reached):
+    assert reachable_host(bound) == reached
+
+
+def test_a_second_start_keeps_the_logs_of_the_first(build_dir, tmp_path):
+    settings = ClusterSettings(directory=tmp_path / "cluster", trainer={"model": "m"})
+    logs = []
+    for _ in range(2):
+        with LocalCluster(settings, build_dir=build_dir) as cluster:
+            logs.append(cluster.trainer.log)
+    root = tmp_path / "cluster" / "logs"
+    assert logs == [root / f"attempt_{n}" / "trainer.log" for n in (1, 2)]
+    assert all(log.exists() for log in logs)
+
+
+def test_a_server_section_that_is_no_mapping_is_named(build_dir, tmp_path):
+    settings = ClusterSettings(directory=tmp_path, rollout=[{}, {"server": 7}])
+    with (
+        pytest.raises(ConfigError, match=r"rollout\.1\.server: must be a mapping, not 7"),
+        LocalCluster(settings, build_dir=build_dir),
+    ):
+        pass
+
+
+def test_a_directory_that_cannot_be_made_is_named(build_dir, tmp_path):
+    (tmp_path / "file").write_text("")
+    settings = ClusterSettings(directory=tmp_path / "file", trainer={"model": "m"})
+    with (
+        pytest.raises(ConfigError, match=f"directory: {tmp_path / 'file'}: Not a directory"),
+        LocalCluster(settings, build_dir=build_dir),
+    ):
+        pass

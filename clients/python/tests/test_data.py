@@ -1,4 +1,4 @@
-"""Rows, prompts and rewards."""
+"""Rows and prompts."""
 
 import json
 
@@ -7,7 +7,7 @@ import pytest
 
 from tandem.data import load_dataset
 from tandem.errors import ConfigError
-from tandem.rewards import answer_extractor, load_reward
+from tandem.rewards import load_reward
 from tandem.settings import DataSettings, RewardSettings
 from tandem.text import TextCodec
 
@@ -66,31 +66,75 @@ def test_unique_rows_and_a_limit(tmp_path, codec):
     assert len(load_dataset(rows.model_copy(update={"limit": 5}), codec)) == 5
 
 
+def test_rows_end_at_line_feeds_alone(tmp_path, codec):
+    path = tmp_path / "rows.jsonl"
+    separators = "w2 \u2028 \u2029 \u0085 \x1c"
+    rows = [{"prompt": "w1", "answer": separators}, {"prompt": "w3", "answer": "ä"}]
+    text = "".join(json.dumps(row, ensure_ascii=False) + "\r\n" for row in rows)
+    path.write_bytes(text.encode())
+    examples = load_dataset(DataSettings(jsonl=path), codec).examples
+    assert [example.row["answer"] for example in examples] == [separators, "ä"]
+
+
 @pytest.mark.parametrize(
-    ("pattern", "text", "answer"),
+    ("content", "message"),
     [
-        (None, " x \n", "x"),
-        (r"-?\d+", "3 + 4 = 7.", "7"),
-        (r"answer: (\w+)", "answer: a; answer: b", "b"),
-        (r"\d", "none", ""),
+        (None, "eval.data.jsonl: {path}: No such file"),
+        (b"", "eval.data: no rows"),
+        (b'{"prompt": "w1"}\n{"prompt": "\xff"}\n', "eval.data.jsonl: {path}:2: not UTF-8"),
+        (b'\n{"prompt": "w1"\n', "eval.data.jsonl: {path}:2: not JSON"),
+        (b"[" * 100_000, "eval.data.jsonl: {path}:1: not JSON"),
+        (b'{"answer": "w1"}', "eval.data.jsonl: {path}:1: a row needs `prompt` or `messages`"),
+        (b'{"prompt": 3}', "eval.data.jsonl: {path}:1: `prompt` must be a string"),
+        (b'{"messages": "w1"}', "eval.data.jsonl: {path}:1: `messages` must be a list"),
     ],
 )
-def test_the_last_match_is_the_answer(pattern, text, answer):
-    assert answer_extractor(pattern)(text) == answer
+def test_a_bad_file_is_named_with_its_field_and_line(tmp_path, codec, content, message):
+    path = tmp_path / "rows.jsonl"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(ConfigError) as caught:
+        load_dataset(DataSettings(jsonl=path), codec, field="eval.data")
+    assert str(caught.value).startswith(message.format(path=path))
 
 
-def test_rewards_are_python_functions_from_a_file(tmp_path, codec):
-    file = tmp_path / "judge.py"
-    file.write_text("def reward(prompt, response, answer, **row):\n    return row['bonus']\n")
-    data = load_dataset(jsonl(tmp_path, {"prompt": "w1", "answer": "w2", "bonus": 0.25}), codec)
-    judge = load_reward(RewardSettings(function=f"{file}:reward"))
-    assert judge(data.examples[0], "x") == 0.25
-    for bad in ("nothing", "no.such.module:f", f"{file}:other"):
-        with pytest.raises(ConfigError, match=r"reward\.function"):
-            load_reward(RewardSettings(function=bad))
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"format": "{question}"}, "data.format: '{question}' does not fit a row with the fields prompt"),
+        ({"format": "{prompt.x}"}, "data.format: '{prompt.x}' does not fit a row"),
+        ({"format": "{prompt"}, "data.format: '{prompt' does not fit a row"),
+        ({"extract": "w(9)"}, "data.extract: no match in the prompt 'w1'"),
+        ({"extract": "w1(9)?"}, "data.extract: no match in the prompt 'w1'"),
+    ],
+)
+def test_a_prompt_that_cannot_be_written_is_named(tmp_path, codec, change, message):
+    settings = jsonl(tmp_path, {"prompt": "w1"}).model_copy(update=change)
+    with pytest.raises(ConfigError) as caught:
+        load_dataset(settings, codec)
+    assert str(caught.value).startswith(message)
+
+
+def test_a_reasoning_gym_task_that_does_not_exist_is_named(codec):
+    for change in ({"name": "no_such_task"}, {"name": "chain_sum", "config": {"no_option": 1}}):
+        with pytest.raises(ConfigError, match=r"^data\.reasoning_gym: "):
+            load_dataset(DataSettings(reasoning_gym=change), codec)
+
+
+def test_training_data_that_is_all_evaluated_is_refused(tmp_path, codec):
+    data = load_dataset(jsonl(tmp_path, {"prompt": "w1"}), codec)
+    with pytest.raises(ConfigError, match="every prompt occurs in the evaluation data"):
+        data.without({"w1"})
 
 
 def test_pieces_add_up_to_the_text(codec):
     ids = codec.encode("w1 w2 w3")
     assert "".join(codec.pieces(ids)) == "w1w2w3"
     assert codec.eos_token_id == fakes.EOS
+
+
+@pytest.mark.parametrize("template", ["{% for %}", "{{ raise_exception('no system turn') }}"])
+def test_a_chat_template_that_fails_is_named(codec, template):
+    (codec.directory / "chat_template.jinja").write_text(template)
+    with pytest.raises(ConfigError, match=f"chat template of {codec.directory}"):
+        codec.chat([{"role": "user", "content": "w1"}])

@@ -29,3 +29,10 @@ def test_steps_are_plain_lines_without_a_terminal():
     assert "0.500" in values
     assert "6s" in values
     assert "train 75%" in display.waiting()
+
+
+def test_the_rate_of_a_resumed_run_is_of_its_own_steps():
+    file = io.StringIO()
+    with StepDisplay(Output(console=Console(file=file, width=300)), 3, 6, 100.0) as display:
+        display.step({"step": 3, "time_seconds": 102.0})
+    assert file.getvalue().splitlines()[1].split()[-1] == "6s"

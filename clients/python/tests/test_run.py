@@ -3,10 +3,12 @@
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
-from tandem import settings
+from tandem import demo, settings
+from tandem.errors import RunDirectoryError
 from tandem.metrics import CLOCK_KEYS, KEYS
 from tandem.run_dir import RunDirectory
 from tandem.settings import RunSettings
@@ -22,6 +24,15 @@ def tandem(*arguments, check=0):
 
 def lines(path):
     return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def contents(directory):
+    """Every file but the logs, with its bytes."""
+    return {
+        str(path.relative_to(directory)): path.read_bytes()
+        for path in directory.rglob("*")
+        if path.is_file() and path.suffix != ".log"
+    }
 
 
 def without_clock(metrics):
@@ -69,7 +80,119 @@ def test_resume_goes_on_exactly(world, run_file, tmp_path):
     tandem("train", run_file, parted, "--resume")
     whole, both = (lines(tmp_path / name / "metrics.jsonl") for name in ("whole", "parted"))
     assert without_clock(whole) == without_clock(both)
-    assert (tmp_path / "parted" / "logs" / "attempt_2.log").exists()
+    # Two starts got as far as their first step.
+    assert len(list((tmp_path / "parted" / "logs").iterdir())) == 2
+
+
+def test_a_run_directory_can_be_moved(world, run_file, tmp_path):
+    tandem("train", run_file, "steps=2")
+    moved = tmp_path / "elsewhere" / "run"
+    moved.parent.mkdir()
+    (tmp_path / "run").rename(moved)
+    world.saved = {str(moved / "checkpoints" / Path(p).name): v for p, v in world.saved.items()}
+    tandem("train", run_file, "--resume", f"run_dir={moved}")
+    assert [line["step"] for line in lines(moved / "metrics.jsonl")] == [1, 2, 3, 4]
+    assert json.loads((moved / "state.json").read_text())["trainer"] == "checkpoints/step_000004"
+
+
+def test_the_time_of_a_run_goes_on_when_it_is_resumed(run_file, tmp_path):
+    tandem("train", run_file, "steps=1")
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    [first] = lines(metrics)
+    metrics.write_text(json.dumps(first | {"time_seconds": 1000.0}) + "\n")
+    tandem("train", run_file, "steps=2", "--resume")
+    assert 1000 < lines(metrics)[1]["time_seconds"] < 1100
+
+
+def test_nothing_is_lost_when_a_server_is_unreachable(run_file, tmp_path):
+    tandem("train", run_file, "steps=2")
+    run = tmp_path / "run"
+    before = contents(run)
+    nobody = "servers.trainer=127.0.0.1:1"
+    tandem("train", run_file, "steps=3", "--clean", nobody, check=3)
+    tandem("train", run_file, "steps=3", "--resume", nobody, check=3)
+    assert contents(run) == before
+    fresh = tmp_path / "fresh"
+    tandem("train", run_file, f"run_dir={fresh}", nobody, check=3)
+    assert contents(fresh) == {".lock": b""}
+    tandem("train", run_file, f"run_dir={fresh}")
+
+
+def test_a_resumed_run_forgets_nothing_before_its_checkpoint_is_loaded(world, run_file, tmp_path):
+    tandem("train", run_file, "steps=2")
+    run = tmp_path / "run"
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 3}\n')
+    before = contents(run)
+    saved, world.saved = world.saved, {}
+    tandem("train", run_file, "--resume", check=1)
+    assert contents(run) == before
+    world.saved = saved
+    tandem("train", run_file, "--resume")
+    assert [line["step"] for line in lines(run / "metrics.jsonl")] == [1, 2, 3, 4]
+
+
+def test_clean_leaves_logs_and_what_no_run_wrote(run_file, tmp_path):
+    tandem("train", run_file)
+    (tmp_path / "run" / "notes.txt").write_text("x")
+    tandem("train", run_file, "--clean", "steps=1")
+    run = tmp_path / "run"
+    assert (run / "notes.txt").exists()
+    assert not (run / "trajectories" / "step_2.jsonl").exists()
+    assert {file.name for file in (run / "logs").iterdir()} == {"attempt_1.log", "attempt_2.log"}
+
+
+def test_the_checkpoint_of_state_json_survives_the_pruning_of_the_next_save(world, run_file):
+    tandem("train", run_file, "steps=1", "checkpoint.keep=1")
+    tandem("train", run_file, "steps=1", "checkpoint.keep=0", "--clean")
+    # The one to keep and the one that state.json still names; 0 keeps all.
+    assert world.keeps == [2, 0]
+
+
+def test_a_resumed_run_forgets_checkpoints_that_state_json_does_not_name(run_file, tmp_path):
+    tandem("train", run_file, "steps=2")
+    folder = tmp_path / "run" / "checkpoints"
+    # A crash between the save and state.json; the fake servers write no files.
+    for name in ("step_000002", "step_000009", "critic/step_000009", "mine"):
+        (folder / name).mkdir(parents=True)
+    tandem("train", run_file, "steps=3", "--resume")
+    assert {str(path.relative_to(folder)) for path in folder.rglob("*")} == {
+        "step_000002",
+        "critic",
+        "mine",
+    }
+
+
+def test_a_demo_replaces_a_demo_alone(run_file):
+    config = settings.load(RunSettings, run_file)
+    for _ in range(2):
+        with demo.open_run(config) as run:
+            run.begin()
+    assert {file.name for file in (run.path / "logs").iterdir()} == {
+        "attempt_1.log",
+        "attempt_2.log",
+    }
+    tandem("train", run_file, "steps=1", "--clean")
+    with pytest.raises(RunDirectoryError, match="kind train"):
+        demo.open_run(config)
+    assert (run.path / "metrics.jsonl").read_text()
+
+
+def test_a_run_directory_that_cannot_be_made_is_named(run_file, tmp_path):
+    done = tandem("train", run_file, f"run_dir={tmp_path / 'rows.jsonl' / 'run'}", check=2)
+    assert "run_dir: " in done.stderr
+    assert "Not a directory" in done.stderr
+
+
+def test_dry_run_refuses_to_resume_and_clean_at_once(run_file):
+    done = tandem("train", run_file, "--dry-run", "--resume", "--clean", check=2)
+    assert "exclude each other" in done.stderr
+
+
+def test_a_row_without_the_field_to_learn_is_named(run_file):
+    done = tandem("sft", run_file, "sft.response='{reply}'", check=2)
+    assert "sft.response: '{reply}'" in done.stderr
+    assert "the fields prompt, answer" in done.stderr
 
 
 def test_a_resumed_run_keeps_its_configuration(run_file):
@@ -111,7 +234,23 @@ def test_eval_reports_accuracy_and_pass_at_k(run_file):
     out = json.loads(tandem("eval", run_file, *arguments, "--json").stdout)
     assert out["prompts"] == 20
     assert out["pass_at"]["1"] == pytest.approx(out["accuracy"])
+    assert out["checkpoint"] is None
     assert "not available yet" in tandem("eval", run_file, "--mode", "handoff", check=2).stderr
+
+
+def test_eval_of_a_checkpoint_and_of_the_last_one_of_a_run(world, run_file, tmp_path):
+    run = tmp_path / "run"
+    tandem("train", run_file, "checkpoint.every=2")
+    world.published = 0
+    out = json.loads(tandem("eval", run_file, "--checkpoint", run, "--json").stdout)
+    assert out["checkpoint"] == str(run / "checkpoints" / "step_000004")
+    assert out["version/senior"] == 4
+    path = run / "checkpoints" / "step_000002"
+    shown = tandem("eval", run_file, "--checkpoint", path).stdout
+    assert f"senior version 2, from {path}" in shown
+    assert "senior version 2, as served now" in tandem("eval", run_file).stdout
+    (run / "state.json").unlink()
+    assert "has no checkpoint" in tandem("eval", run_file, "--checkpoint", run, check=2).stderr
 
 
 def test_objective_reaches_the_trainer(world, run_file):
@@ -130,12 +269,27 @@ def test_generate_score_health_status(address, run_file, tmp_path):
     assert record["tandem"]["selection_strategy"] == "word"
     scores = json.loads(tandem("score", "w1 w2 w3", "--rollout", address, "--json").stdout)
     assert scores["scores"][0]["junior_nats_per_token"] == 2.0
+    assert "tokens=3" in tandem("score", "w1 w2 w3", "--rollout", address).stdout
     tandem("health", address)
     tandem("health", "127.0.0.1:1", check=3)
     status = tandem("status", "--rollout", address, "--trainer", address, "--critic", "127.0.0.1:1")
     assert "SERVING" in status.stdout
+    wrong = tandem(
+        "status", "--rollout", address, "--trainer", address, "--critic", address, "--json"
+    )
+    *_, critic = json.loads(wrong.stdout)["servers"]
+    assert critic["problem"] == "not a critic server"
     error = tandem("generate", "x", "--rollout", "127.0.0.1:1", "--json", check=3).stderr
     assert json.loads(error)["code"] == "UNAVAILABLE"
+
+
+def test_show_prints_the_records_of_a_step(run_file, tmp_path):
+    tandem("train", run_file, "steps=1")
+    run = tmp_path / "run"
+    shown = tandem("show", run, "--json", "--count", "2").stdout.splitlines()
+    assert [json.loads(line) for line in shown] == lines(run / "trajectories" / "step_1.jsonl")[:2]
+    assert "response" in tandem("show", run).stdout
+    tandem("show", run, "--step", "7", check=2)
 
 
 def test_usage_errors_exit_with_2(run_file):

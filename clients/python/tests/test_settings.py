@@ -41,6 +41,22 @@ def test_later_overrides_win_and_values_are_yaml(file):
         ("tandem.selection_strategy=wrd", "tandem.selection_strategy: Input should be 'bernoulli'"),
         ("data.jsonl=x", "data: give exactly one of"),
         ("steps", "write it as dotted.key=value"),
+        ("data.extract='('", "data.extract: not a regular expression: missing )"),
+        ("reward.answer_pattern='['", "reward.answer_pattern: not a regular expression"),
+        ("objective.clip_ratio_low=.nan", "objective.clip_ratio_low: Input should be a finite"),
+        ("reward.correct_at=.inf", "reward.correct_at: Input should be a finite"),
+        ("tokenizer=''", "tokenizer: must not be empty"),
+        ("run_dir=''", "run_dir: must not be empty"),
+        ("data.reasoning_gym.name=''", "data.reasoning_gym.name: String should have at least 1"),
+        ("reward.function=''", "reward.function: String should have at least 1"),
+        ("servers.rollout=[]", "servers.rollout: List should have at least 1"),
+        ("servers.rollout=['']", "servers.rollout.0: String should have at least 1"),
+        ("eval.k=[]", "eval.k: List should have at least 1"),
+        ("batch.samples_per_prompt=2147483648", "batch.samples_per_prompt: Input should be less"),
+        ("batch.samples_per_prompt=2147483647", "batch: a step has at most 2147483647 samples"),
+        ("eval.samples=2147483648", "eval.samples: Input should be less"),
+        ("sampling.max_tokens=2147483648", "sampling.max_tokens: Input should be less"),
+        ("tandem.boundary_token_ids=[-1]", "tandem.boundary_token_ids.0: Input should be greater"),
         ("servers.rollout.3=x", "servers.rollout: Input should be a valid list"),
     ],
 )
@@ -48,6 +64,22 @@ def test_mistakes_are_named_by_path(file, override, message):
     with pytest.raises(ConfigError) as caught:
         load(file, override)
     assert message in str(caught.value)
+
+
+def test_known_keys_are_listed_once(file):
+    with pytest.raises(ConfigError) as caught:
+        load(file, "data.xyz=1", "data.uvw=2", "eval.data.jsonl=x", "eval.data.xyz=1")
+    message = str(caught.value)
+    for key in ("data.xyz", "data.uvw", "eval.data.xyz"):
+        assert message.count(f" {key}: unknown key") == 1
+    # Once for data, once for eval.data.
+    assert message.count("known: jsonl, reasoning_gym") == 2
+
+
+def test_a_file_that_is_no_text_is_refused(file):
+    file.write_bytes(b"run_dir: \xff")
+    with pytest.raises(ConfigError, match="not UTF-8"):
+        load(file)
 
 
 def test_resolved_configuration_reads_back_the_same(file, tmp_path):

@@ -20,6 +20,13 @@ def test_wilson_interval_of_a_known_case():
 
 
 def test_paired_gain():
-    mean, half = paired_gain([False, False, True, True], [True, True, True, True])
+    mean, half = paired_gain([[False], [False], [True], [True]], [[True]] * 4)
     assert mean == 0.5
     assert half == pytest.approx(1.96 * (1 / 3 / 4) ** 0.5, abs=1e-3)
+
+
+def test_the_pairs_of_a_gain_are_questions_not_samples():
+    before = [[False], [False], [True], [True]]
+    once = paired_gain(before, [[True]] * 4)
+    # The same answers a hundred times over tell nothing new.
+    assert paired_gain([group * 100 for group in before], [[True] * 100] * 4) == once
