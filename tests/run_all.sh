@@ -3,7 +3,9 @@
 #   tests/run_all.sh BUILD_DIR
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
-build=${1:-build/release}
+build=$(realpath "${1:-build/release}") || exit 2
+# The servers and the probe that the Python tests start.
+export TANDEM_BUILD_DIR=$build
 names=() results=() seconds=() failed=0
 
 stage() {

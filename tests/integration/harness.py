@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,6 +23,7 @@ from tandem.train import train
 from tandem.types.v1 import trajectory_pb2
 from tandem.wire import from_tensor
 
+REPOSITORY = Path(__file__).resolve().parents[2]
 STRATEGIES = ("bernoulli", "chunk", "alternating", "sentence", "word")
 # One configuration of every strategy.
 TANDEM = {
@@ -39,6 +39,8 @@ CORPUS = [
     "one two three four five six seven eight nine ten\n\neleven twelve",
     "the sum of two and three is five\n\nthe sum of four and four is eight\n\n",
     "a question and an answer\n\na word and a number 1 2 3 4 5 6 7 8 9 0",
+    # Often enough to become a token: the end of a sentence.
+    *["\n\n"] * 20,
 ]
 
 
@@ -239,11 +241,15 @@ def reference_logprobs(
 _LOADED: dict[Path, Any] = {}
 
 
+def metrics_text(server: Server) -> str:
+    """What a server answers to a scrape."""
+    with urllib.request.urlopen(f"http://{server.metrics_address}/metrics", timeout=10) as reply:
+        return reply.read().decode()
+
+
 def gauge(server: Server, name: str) -> float:
     """The value of a metric without labels."""
-    with urllib.request.urlopen(f"http://{server.metrics_address}/metrics", timeout=10) as reply:
-        text = reply.read().decode()
-    found = re.search(rf"^{name}(?:{{}})? (\S+)$", text, re.MULTILINE)
+    found = re.search(rf"^{name}(?:{{}})? (\S+)$", metrics_text(server), re.MULTILINE)
     assert found, f"{name} is not among the metrics"
     return float(found[1])
 
@@ -269,8 +275,3 @@ def rollout_client(running: LocalCluster, index: int = 0) -> RolloutClient:
 def trainer_client(running: LocalCluster) -> TrainerClient:
     """A client of the trainer."""
     return TrainerClient(running.trainer.address, timeout_seconds=60)
-
-
-def same_environment(**changes: str) -> dict[str, str]:
-    """The environment of this process, with changes."""
-    return os.environ | changes

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 import signal
 import subprocess
 import sys
@@ -120,6 +122,49 @@ def test_eval_counts_pass_at_k(files):
     assert result["pass_at"]["3"] >= result["pass_at"]["1"]
 
 
+def test_eval_answers_with_the_weights_of_a_checkpoint(files, run):
+    arguments = ["eval", files / "run.yaml", "eval.samples=2", "eval.temperature=1", "--json"]
+    start = json.loads(tandem(*arguments).stdout)
+    assert (start["version/senior"], start["checkpoint"]) == (0, None)
+    state = json.loads((run / "state.json").read_text())
+    trained = json.loads(tandem(*arguments, "--checkpoint", run).stdout)
+    assert trained["version/senior"] == state["policy_version"] > 0
+    assert trained["checkpoint"] == str(run / state["trainer"])
+    assert trained["reward/mean"] != start["reward/mean"]
+
+
+def test_the_checkpoint_before_the_last_is_kept_for_a_crash_in_between(files):
+    out = files / "pruned"
+    tandem(
+        "train", files / "run.yaml", f"run_dir={out}", "steps=3", "checkpoint.every=1",
+        "checkpoint.keep=1",
+    )  # fmt: skip
+    assert sorted(path.name for path in (out / "checkpoints").iterdir()) == [
+        "step_000002", "step_000003",
+    ]  # fmt: skip
+    assert json.loads((out / "state.json").read_text())["trainer"] == "checkpoints/step_000003"
+
+
+def test_a_server_that_dies_in_a_run_is_reported_with_its_signal_and_log(files):
+    errors = files / "died.txt"
+    with errors.open("w") as file:
+        process = subprocess.Popen(
+            [*TANDEM, "train", files / "run.yaml", f"run_dir={files / 'died'}", "steps=500",
+             "--json"],
+            stdout=subprocess.PIPE,
+            stderr=file,
+            text=True,
+        )  # fmt: skip
+        assert process.stdout is not None
+        assert json.loads(process.stdout.readline())["step"] == 1
+        [(pid, log)] = re.findall(r"rollout-0 starts \(pid (\d+), log (\S+)\)", errors.read_text())
+        os.kill(int(pid), signal.SIGKILL)
+        process.communicate(timeout=120)
+    assert process.returncode == 3
+    assert "rollout-0 ended with signal SIGKILL" in errors.read_text()
+    assert log in json.loads(errors.read_text().splitlines()[-1])["hint"]
+
+
 def test_up_serves_until_ctrl_c(files):
     process = subprocess.Popen(
         [*TANDEM, "up", files / "cluster.yaml", f"directory={files / 'up'}", "--json"],
@@ -145,6 +190,10 @@ def test_up_serves_until_ctrl_c(files):
     )
     assert [server["health"] for server in status["servers"]] == [
         "SERVING", "SERVING", "UNREACHABLE",
+    ]  # fmt: skip
+    confused = tandem("status", "--rollout", trainer, "--trainer", rollout, "--json")
+    assert [server.get("problem") for server in json.loads(confused.stdout)["servers"]] == [
+        "not a rollout server", "not a trainer server", None,
     ]  # fmt: skip
     record = json.loads(
         tandem("generate", "the sum of", "--rollout", rollout, "--max-tokens", 5, "--json").stdout

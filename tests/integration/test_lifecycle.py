@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -12,8 +14,9 @@ import time
 import harness
 import pytest
 from harness import prompts
+from tandem.client import CriticClient, RolloutClient, TrainerClient
 from tandem.cluster import find_binary
-from tandem.errors import CancelledError, DeadlineError
+from tandem.errors import CancelledError, DeadlineError, NotImplementedByServerError
 from tandem.requests import Prompt
 
 ENDLESS = {"max_tokens": 100, "ignore_eos": True}
@@ -98,23 +101,53 @@ def test_a_deadline_ends_a_generation(pair, rollout):
     wait_until(lambda: unfinished(pair) == 0)
 
 
-def test_pause_holds_sequences_and_resume_goes_on(rollout):
-    expected = rollout.generate(prompts(2, {"enabled": False}))
-    assert rollout.pause() == 0
-    try:
-        assert rollout.info().paused
-        with rollout.open_stream() as stream:
-            stream.submit([p.named(i) for i, p in enumerate(prompts(2, {"enabled": False}))])
+def test_an_open_stream_is_there_before_its_first_prompt(pair, rollout):
+    [server] = pair.rollouts
+    with rollout.open_stream():
+        wait_until(lambda: harness.gauge(server, "tandem_generate_streams") == 1)
+    wait_until(lambda: harness.gauge(server, "tandem_generate_streams") == 0)
+
+
+def test_pause_queues_what_an_open_stream_submits_and_resume_goes_on(pair, rollout):
+    batch = [p.named(i) for i, p in enumerate(prompts(2, {"enabled": False}))]
+    expected = rollout.generate(batch)
+    with rollout.open_stream() as stream:
+        try:
+            assert rollout.pause() == 0
+            stream.submit(batch)
             stream.half_close()
+            wait_until(lambda: unfinished(pair) == 2)
+            assert rollout.info().paused
+            # They wait in the queue: none of them has state to hold.
+            assert rollout.pause() == 0
+        finally:
             rollout.resume()
-            finished = {
-                e.finished.request_id: e.finished.trajectory
-                for e in stream
-                if e.WhichOneof("event") == "finished"
-            }
+        finished = {
+            e.finished.request_id: e.finished.trajectory
+            for e in stream
+            if e.WhichOneof("event") == "finished"
+        }
+    assert not rollout.info().paused
+    assert [finished["prompt-0"], finished["prompt-1"]] == [group[0] for group in expected]
+
+
+def test_pause_stops_a_running_stream_and_leaving_it_frees_what_is_held(pair, rollout):
+    [server] = pair.rollouts
+    try:
+        with rollout.open_stream() as stream:
+            batch = [p.named(i) for i, p in enumerate(many())]
+            stream.submit([dataclasses.replace(p, stream_tokens=True) for p in batch])
+            assert next(iter(stream)).WhichOneof("event") == "tokens"
+            held = rollout.pause()
+            assert held > 0
+            passes = harness.gauge(server, "tandem_forward_passes_total")
+            assert harness.gauge(server, "tandem_generation_paused") == 1
+            assert harness.gauge(server, "tandem_sequences_running") == held
+            assert rollout.pause() == held
+            assert harness.gauge(server, "tandem_forward_passes_total") == passes
+        wait_until(lambda: unfinished(pair) == 0)
     finally:
         rollout.resume()
-    assert [finished["prompt-0"], finished["prompt-1"]] == [group[0] for group in expected]
 
 
 def test_streamed_tokens_are_the_trajectory(rollout):
@@ -188,7 +221,8 @@ def test_command_line_of_the_servers(models, tmp_path, role):
     assert run("--config", tmp_path / "missing.yaml").returncode == 2
     config.write_text(f"{key}: {tmp_path / 'nothing'}\n")
     broken = run("--config", config, "server.grpc_port=0", "server.metrics_port=0")
-    assert broken.returncode != 0
+    assert broken.returncode == 1, broken.stderr
+    assert str(tmp_path / "nothing") in broken.stderr + broken.stdout
 
 
 def test_health_reflection_and_logs(pair):
@@ -211,3 +245,27 @@ def test_health_reflection_and_logs(pair):
         assert harness.gauge(server, "tandem_server_ready") == 1
         for line in server.log.read_text().splitlines():
             json.loads(line)
+
+
+def test_a_client_of_another_kind_is_told_so(pair):
+    trainer, rollout = pair.trainer.address, pair.rollouts[0].address
+    for client, role in (
+        (RolloutClient(trainer), "rollout"),
+        (TrainerClient(rollout), "trainer"),
+        (CriticClient(trainer), "critic"),
+    ):
+        with client, pytest.raises(NotImplementedByServerError) as caught:
+            client.info()
+        assert f"is this a {role} server" in caught.value.hint
+
+
+def test_every_metric_that_a_server_exports_is_documented(pair, rollout):
+    rollout.generate(prompts(1, {"prob_senior": 0.5}))
+    document = (harness.REPOSITORY / "docs/metrics.md").read_text()
+    documented = dict(re.findall(r"^\| `(\w+)` \| (\w+) \|", document, re.MULTILINE))
+    for server in pair.servers:
+        exported = dict(
+            re.findall(r"^# TYPE (\w+) (\w+)$", harness.metrics_text(server), re.MULTILINE)
+        )
+        assert "tandem_server_ready" in exported
+        assert exported.items() <= documented.items()

@@ -9,7 +9,7 @@ import harness
 import numpy as np
 import pytest
 from harness import TANDEM, flat, json_lines, prompts
-from tandem.metrics import CLOCK_KEYS
+from tandem.metrics import CLOCK_KEYS, batch_metrics
 from tandem.requests import PolicySample, SupervisedSample
 
 
@@ -43,6 +43,24 @@ def test_the_first_step_has_ratio_one_and_no_kl(models, tmp_path):
     assert abs(metrics["mismatch/k3"]) < 1e-8
     assert metrics["mismatch/max_abs_logprob_diff"] < 1e-4
     assert report.policy_version == 1
+
+
+def test_the_client_and_the_trainer_report_the_same_batch(fresh_pair):
+    with (
+        harness.rollout_client(fresh_pair) as rollout,
+        harness.trainer_client(fresh_pair) as trainer,
+    ):
+        samples = policy_samples(rollout, TANDEM["word"])
+        ends = rollout.info().sentence_boundary_token_ids
+        # The tiny models seldom end a sentence.
+        for sample in samples[::2]:
+            sample.trajectory.response_token_ids[0] = ends[0]
+        reported = step(trainer, samples).metrics
+    own = batch_metrics([s.trajectory for s in samples], [s.reward for s in samples], ends)
+    assert own["tandem/tokens_per_sent"] < own["tokens/response"] / len(samples)
+    assert own.keys() <= reported.keys()
+    for name, value in own.items():
+        assert reported[name] == pytest.approx(value, rel=1e-6), name
 
 
 def test_recomputed_old_log_probs_make_the_ratio_exactly_one(fresh_pair):
@@ -92,7 +110,7 @@ def test_a_certain_senior_trains_as_tandem_switched_off_bit_for_bit(models, tmp_
     (off_metrics, off), (certain_metrics, certain) = results
     assert off.keys() == certain.keys()
     for name in off:
-        assert np.array_equal(off[name], certain[name]), name
+        np.testing.assert_array_equal(off[name], certain[name], err_msg=name)
     assert without_clock(off_metrics) == without_clock(certain_metrics)
     start = harness.weights(models.senior)
     assert any(not np.array_equal(off[name], start[name]) for name in off)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -16,25 +17,74 @@ README = (REPOSITORY / "README.md").read_text()
 DASHBOARDS = sorted((REPOSITORY / "deploy").glob("**/*.json"))
 
 
-def exported_names() -> set[str]:
-    """Every Prometheus name of the golden list, those of the step reports included."""
-    specs = set(re.findall(r'"((?:grpc_server|tandem)_\w+)"', METRIC_NAMES))
-    reports = re.findall(r'\{"([a-z_0-9]+/[a-z_0-9]+)",', METRIC_NAMES)
-    names = {report.replace("/", "_") for report in reports}
-    return specs | {n if n.startswith("tandem_") else f"tandem_{n}" for n in names}
+@dataclass(frozen=True)
+class Metric:
+    """One row of the table of metrics."""
+
+    type: str
+    labels: tuple[str, ...]
+    meaning: str
+
+
+def server_metrics() -> dict[str, Metric]:
+    """What servers count: the specifications of the golden list."""
+    spec = r"MetricSpec \w+\{\s*MetricType::k(\w+),(.*?)\};"
+    metrics = {}
+    for kind, body in re.findall(spec, METRIC_NAMES, re.S):
+        texts, _, labels = body.partition("{")
+        name, *meaning = re.findall(r'"([^"]*)"', texts)
+        metrics[name] = Metric(
+            kind.lower(), tuple(re.findall(r'"(\w+)"', labels)), "".join(meaning)
+        )
+    return metrics
+
+
+def report_metrics() -> dict[str, Metric]:
+    """The gauges of the last step's report, named as PrometheusName() does."""
+    reports = re.findall(r'\{"([a-z_0-9]+/[a-z_0-9]+)",\s*"([^"]*)"\}', METRIC_NAMES)
+    names = {report.replace("/", "_"): meaning for report, meaning in reports}
+    return {
+        name if name.startswith("tandem_") else f"tandem_{name}": Metric("gauge", (), meaning)
+        for name, meaning in names.items()
+    }
+
+
+def exported_metrics() -> dict[str, Metric]:
+    """Every Prometheus metric of the golden list."""
+    return server_metrics() | report_metrics()
+
+
+def documented_metrics() -> dict[str, Metric]:
+    """The table of docs/metrics.md."""
+    row = r"^\| `((?:grpc_server|tandem)_\w+)` \| (\w+) \| (.*?) \| (.*?) \|$"
+    return {
+        name: Metric(kind, tuple(re.findall(r"`(\w+)`", labels)), meaning)
+        for name, kind, labels, meaning in re.findall(row, DOCUMENT, re.M)
+    }
 
 
 def unknown_names(expression: str) -> set[str]:
     """Metric names of a PromQL expression that no server exports."""
     used = set(re.findall(r"\b((?:grpc_server|tandem)_\w+)", expression))
     return {
-        name for name in used if re.sub(r"_(bucket|sum|count)$", "", name) not in exported_names()
+        name for name in used if re.sub(r"_(bucket|sum|count)$", "", name) not in exported_metrics()
     }
 
 
-def test_every_exported_name_is_documented_and_no_other():
-    documented = set(re.findall(r"^\| `((?:grpc_server|tandem)_\w+)` \|", DOCUMENT, re.MULTILINE))
-    assert documented == exported_names()
+def test_the_table_of_metrics_is_the_code():
+    exported = exported_metrics()
+    assert exported["grpc_server_handling_seconds"].type == "histogram"
+    assert exported["tandem_kv_tokens"].labels == ("lane",)
+    assert documented_metrics() == exported
+
+
+def test_names_of_metrics_follow_the_conventions():
+    listed = METRIC_NAMES.count("MetricSpec k") + len(re.findall(r'\{"\w+/\w+"', METRIC_NAMES))
+    assert len(exported_metrics()) == listed, "a name comes twice"
+    for name, metric in server_metrics().items():
+        assert name.startswith(("tandem_", "grpc_server_"))
+        assert name.endswith("_total") == (metric.type == "counter"), name
+    assert all(metric.meaning.endswith(".") for metric in exported_metrics().values())
 
 
 def test_every_key_of_metrics_jsonl_is_documented():
@@ -48,12 +98,26 @@ def test_every_key_of_metrics_jsonl_is_documented():
     )
 
 
+def expressions(dashboard: Path) -> list[str]:
+    """The PromQL of every panel."""
+    panels = json.loads(dashboard.read_text())["panels"]
+    return [target["expr"] for panel in panels for target in panel.get("targets", [])]
+
+
 @pytest.mark.parametrize("dashboard", DASHBOARDS, ids=lambda path: path.name)
 def test_dashboards_use_only_exported_names(dashboard: Path):
-    panels = json.loads(dashboard.read_text())["panels"]
-    expressions = [target["expr"] for panel in panels for target in panel.get("targets", [])]
-    assert expressions
-    assert {name for e in expressions for name in unknown_names(e)} == set()
+    assert expressions(dashboard)
+    assert {name for e in expressions(dashboard) for name in unknown_names(e)} == set()
+
+
+@pytest.mark.parametrize("dashboard", DASHBOARDS, ids=lambda path: path.name)
+def test_dashboards_divide_only_where_the_divisor_is_positive(dashboard: Path):
+    divisions = [e for e in expressions(dashboard) if " / " in e]
+    assert divisions
+    for expression in divisions:
+        _, rest = expression.split(" / ")
+        divisor, _, guard = rest.partition(" and ")
+        assert guard == f"{divisor} > 0"
 
 
 def test_an_unknown_name_is_found():
