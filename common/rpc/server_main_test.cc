@@ -32,8 +32,8 @@ using weights::v1::WeightService;
 // A child process with its two outputs.
 class Process {
  public:
-  Process(const std::vector<std::string>& arguments,
-          const std::vector<std::pair<std::string, std::string>>& environment = {}) {
+  explicit Process(const std::vector<std::string>& arguments,
+                   const std::vector<std::pair<std::string, std::string>>& environment = {}) {
     int out[2], err[2];
     EXPECT_EQ(pipe2(out, O_CLOEXEC), 0);
     EXPECT_EQ(pipe2(err, O_CLOEXEC), 0);

@@ -101,7 +101,7 @@ def test_a_bad_file_is_named_with_its_field_and_line(tmp_path, codec, content, m
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"format": "{question}"}, "data.format: '{question}' does not fit a row with the fields prompt"),
+        ({"format": "{question}"}, "data.format: '{question}' does not fit a row"),
         ({"format": "{prompt.x}"}, "data.format: '{prompt.x}' does not fit a row"),
         ({"format": "{prompt"}, "data.format: '{prompt' does not fit a row"),
         ({"extract": "w(9)"}, "data.extract: no match in the prompt 'w1'"),

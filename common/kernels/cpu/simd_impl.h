@@ -13,6 +13,7 @@
 
 #define TANDEM_INLINE inline __attribute__((always_inline))
 
+// NOLINTBEGIN(misc-definitions-in-headers): text for one source file an instruction set.
 namespace tandem::kernels {
 namespace {
 
@@ -311,3 +312,4 @@ void SwiGlu(const SwiGluArgs& a) {
 
 }  // namespace
 }  // namespace tandem::kernels
+// NOLINTEND(misc-definitions-in-headers)
