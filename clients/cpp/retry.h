@@ -18,8 +18,8 @@ struct RetryOptions {
   int max_attempts = 5;
   absl::Duration initial_backoff = absl::Milliseconds(200);  // doubles with every attempt
   absl::Duration max_backoff = absl::Seconds(5);
-  // Deadline of one attempt.
-  absl::Duration attempt_timeout = absl::Minutes(10);
+  // Deadline of one attempt. A step may compute for long; keepalive finds a peer that is gone.
+  absl::Duration attempt_timeout = absl::Hours(1);
 };
 
 // A failure that may pass by itself: UNAVAILABLE, or RESOURCE_EXHAUSTED with a retry hint.

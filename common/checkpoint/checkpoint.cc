@@ -14,7 +14,6 @@
 #include <system_error>
 
 #include "absl/strings/str_cat.h"
-#include "absl/strings/str_join.h"
 #include "absl/strings/string_view.h"
 #include "common/base/atomic_file.h"
 #include "common/base/error.h"
@@ -236,24 +235,6 @@ std::vector<std::string> List(const std::string& parent) {
   std::vector<std::string> paths;
   for (const std::string& name : names) paths.push_back((fs::path(parent) / name).string());
   return paths;
-}
-
-absl::StatusOr<LatestResult> Latest(const std::string& parent) {
-  const std::vector<std::string> paths = List(parent);
-  LatestResult result;
-  for (auto path = paths.rbegin(); path != paths.rend(); ++path) {
-    const absl::Status status = Verify(*path);
-    if (status.ok()) {
-      result.path = *path;
-      return result;
-    }
-    result.refused.push_back(status);
-  }
-  return absl::NotFoundError(absl::StrCat(
-      "no valid checkpoint in ", parent, result.refused.empty() ? "" : ": ",
-      absl::StrJoin(result.refused, "; ", [](std::string* out, const absl::Status& status) {
-        absl::StrAppend(out, status.message());
-      })));
 }
 
 absl::Status Prune(const std::string& parent, int64_t keep, const std::string& just_saved,

@@ -40,15 +40,6 @@ absl::Status Verify(const std::string& path);
 // inside the name by value. Empty if `parent` does not exist.
 std::vector<std::string> List(const std::string& parent);
 
-struct LatestResult {
-  std::string path;
-  std::vector<absl::Status> refused;  // newer ones that did not verify: say so loudly
-};
-
-// The newest step directory of `parent` that verifies. NOT_FOUND if there is none; the message
-// tells why each candidate was refused.
-absl::StatusOr<LatestResult> Latest(const std::string& parent);
-
 // Removes the oldest of those step directories of `parent` for which `is_ours` says true, until
 // `keep` are left, but never `just_saved`; 0 keeps all.
 absl::Status Prune(const std::string& parent, int64_t keep, const std::string& just_saved,

@@ -85,7 +85,7 @@ at::Tensor Aggregate(const at::Tensor& terms, const Problem& p, const LossScaleO
     if (count.item<double>() == 0) continue;
     sequences += 1;
     if (options.aggregation == Aggregation::kSeqMeanTokenMean) sum = sum / count;
-    if (options.aggregation == Aggregation::kSeqMeanTokenSumNorm) sum = sum / options.sequence_norm;
+    if (options.aggregation == Aggregation::kSeqMeanTokenSumNorm) sum = sum / options.norm_constant;
     total = total + sum;
   }
   return total / sequences;

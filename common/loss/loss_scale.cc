@@ -5,6 +5,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "common/base/error.h"
+#include "common/base/status_macros.h"
 
 namespace tandem::loss {
 namespace {
@@ -23,13 +24,20 @@ double CountOf(Normalizer normalizer, double weight) {
 
 }  // namespace
 
+absl::Status CheckLossScaleOptions(const LossScaleOptions& options) {
+  if (!(options.norm_constant >= 0 && std::isfinite(options.norm_constant))) {
+    return InvalidField("norm_constant", "must be finite and not negative");
+  }
+  if (options.aggregation == Aggregation::kSeqMeanTokenSumNorm && options.norm_constant == 0) {
+    return InvalidField("norm_constant", "must be positive with SEQ_MEAN_TOKEN_SUM_NORM");
+  }
+  return absl::OkStatus();
+}
+
 absl::StatusOr<LossScales> ComputeLossScales(const LossScaleOptions& options,
                                              absl::Span<const double> weights,
                                              absl::Span<const int64_t> sequence_lengths) {
-  if (options.aggregation == Aggregation::kSeqMeanTokenSumNorm &&
-      !(options.sequence_norm > 0 && std::isfinite(options.sequence_norm))) {
-    return InvalidField("sequence_norm", "must be positive for SEQ_MEAN_TOKEN_SUM_NORM");
-  }
+  TANDEM_RETURN_IF_ERROR(CheckLossScaleOptions(options));
   LossScales result;
   result.scales.assign(weights.size(), 0.0);
   double total_count = 0;
@@ -73,7 +81,7 @@ absl::StatusOr<LossScales> ComputeLossScales(const LossScaleOptions& options,
         divisor = sequences * counts[s];
         break;
       case Aggregation::kSeqMeanTokenSumNorm:
-        divisor = sequences * options.sequence_norm;
+        divisor = sequences * options.norm_constant;
         break;
     }
     for (; t < end; ++t) {

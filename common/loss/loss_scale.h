@@ -32,7 +32,7 @@ enum class Normalizer {
 struct LossScaleOptions {
   Aggregation aggregation = Aggregation::kTokenMean;
   Normalizer normalizer = Normalizer::kNonzeroWeight;
-  double sequence_norm = 0;  // the constant of kSeqMeanTokenSumNorm, > 0 when that is chosen
+  double norm_constant = 0;  // the constant of kSeqMeanTokenSumNorm, > 0 when that is chosen
 };
 
 struct LossScales {
@@ -42,10 +42,13 @@ struct LossScales {
   int64_t counted_sequences = 0;  // sequences with a counted token: the divisor of a SEQ_MEAN
 };
 
+// INVALID_ARGUMENT "norm_constant".
+absl::Status CheckLossScaleOptions(const LossScaleOptions& options);
+
 // `weights` [N]: the weight of every *response* token of the batch, sequence after sequence
 // (response mask times 1 or junior_token_loss_weight, finite and >= 0); `sequence_lengths` [S], sum
 // N. A sequence without a counted token is left out of a SEQ_MEAN. With nothing counted every scale
-// is 0. INVALID_ARGUMENT: "weights[i]", "sequence_lengths" or "sequence_norm".
+// is 0. INVALID_ARGUMENT: "weights[i]", "sequence_lengths" or "norm_constant".
 absl::StatusOr<LossScales> ComputeLossScales(const LossScaleOptions& options,
                                              absl::Span<const double> weights,
                                              absl::Span<const int64_t> sequence_lengths);

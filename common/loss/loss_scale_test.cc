@@ -42,7 +42,7 @@ TEST(LossScaleTest, BadInputIsNamed) {
   EXPECT_EQ(FieldPath(ComputeLossScales({}, {1, 1}, {1}).status()), "sequence_lengths");
   EXPECT_EQ(FieldPath(ComputeLossScales({}, {1, 1}, {3}).status()), "sequence_lengths");
   EXPECT_EQ(FieldPath(ComputeLossScales({Aggregation::kSeqMeanTokenSumNorm}, {1}, {1}).status()),
-            "sequence_norm");
+            "norm_constant");
 }
 
 }  // namespace

@@ -1,6 +1,7 @@
 #include "common/rpc/metrics.h"
 
 #include <cassert>
+#include <limits>
 #include <utility>
 
 #include "prometheus/family.h"
@@ -90,9 +91,15 @@ void Metrics::SetTotal(const MetricSpec& spec, double total,
 void Metrics::SetReport(const std::map<std::string, double>& report) {
   for (const ReportMetric& metric : kReportMetrics) {
     const auto found = report.find(metric.name);
-    if (found == report.end()) continue;
+    const bool given = found != report.end();
+    {
+      std::lock_guard lock(mutex_);
+      if (given) reported_.insert(metric.name);
+      if (!reported_.contains(metric.name)) continue;
+    }
     const std::string name = PrometheusName(metric.name);
-    Gauge(MetricSpec{MetricType::kGauge, name.c_str(), metric.help}).Set(found->second);
+    Gauge(MetricSpec{MetricType::kGauge, name.c_str(), metric.help})
+        .Set(given ? found->second : std::numeric_limits<double>::quiet_NaN());
   }
 }
 

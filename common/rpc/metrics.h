@@ -6,6 +6,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -33,7 +34,8 @@ class Metrics {
   // Raises a counter to `total`; for totals that an engine counts itself.
   void SetTotal(const MetricSpec& spec, double total, const std::vector<std::string>& labels = {});
 
-  // Sets the gauges of a step report; names that are not in kReportMetrics are skipped.
+  // Sets the gauges of a step report; names that are not in kReportMetrics are skipped. What an
+  // earlier report told and this one does not becomes NaN.
   void SetReport(const std::map<std::string, double>& report);
 
   // `update` runs before every scrape, to refresh gauges. Set it once. It must not touch this
@@ -51,6 +53,7 @@ class Metrics {
   std::shared_ptr<prometheus::Registry> registry_;
   std::shared_ptr<Source> source_;
   std::mutex mutex_;
+  std::set<std::string> reported_;
 };
 
 }  // namespace tandem::rpc

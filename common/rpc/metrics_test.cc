@@ -27,6 +27,16 @@ TEST(MetricsTest, ValuesAppearInTheText) {
   EXPECT_THAT(text, testing::Not(HasSubstr("unheard")));
 }
 
+TEST(MetricsTest, AReportDoesNotShowWhatAnEarlierOneTold) {
+  Metrics metrics;
+  metrics.SetReport({{"loss/total", 0.5}, {"loss/policy", 0.25}});
+  metrics.SetReport({{"loss/total", 0.75}});
+  const std::string text = metrics.Text();
+  EXPECT_THAT(text, HasSubstr("tandem_loss_total 0.75"));
+  EXPECT_THAT(text, HasSubstr("tandem_loss_policy Nan"));
+  EXPECT_THAT(text, testing::Not(HasSubstr("tandem_loss_kl")));
+}
+
 TEST(MetricsTest, TotalsOnlyRise) {
   Metrics metrics;
   metrics.SetTotal(metric::kHandoffs, 5);

@@ -103,11 +103,14 @@ class EngineImpl : public Engine {
     inbox_samples_ += samples;
     // std::function wants a copyable closure.
     auto shared = std::make_shared<std::vector<Submission>>(std::move(batch));
-    PostLocked([this, shared, ids] {
+    PostLocked([this, shared, ids, samples] {
       for (size_t i = 0; i < ids.size(); ++i) {
         generator_->Submit(ids[i], std::move((*shared)[i].request),
                            std::move((*shared)[i].listener));
       }
+      std::lock_guard lock(mutex_);
+      inbox_samples_ -= samples;
+      PublishLocked();
     });
     return ids;
   }
@@ -208,8 +211,6 @@ class EngineImpl : public Engine {
           wake_.wait(lock, ready);
         }
         commands.swap(inbox_);
-        // Handled below, but published only after the step.
-        stats_.sequences_waiting += std::exchange(inbox_samples_, 0);
         stopping = stopping_;
       }
       for (const Command& command : commands) command();
@@ -224,6 +225,10 @@ class EngineImpl : public Engine {
 
   void Publish() {
     std::lock_guard lock(mutex_);
+    PublishLocked();
+  }
+
+  void PublishLocked() {
     generator_->FillStats(stats_);
     stats_.paused = paused_;
   }

@@ -9,7 +9,9 @@
 #include <cmath>
 #include <cstring>
 #include <fstream>
+#include <future>
 #include <thread>
+#include <utility>
 
 #include "common/base/error.h"
 #include "common/tensor/checksum.h"
@@ -312,6 +314,42 @@ TEST_F(EngineTest, AFullQueueIsRefusedWithARetryHint) {
   engine->Resume();
   held[0]->Wait();
   EXPECT_EQ(held[0]->finished().size(), 3u);
+}
+
+TEST_F(EngineTest, PromptsBehindAScoreStayCounted) {
+  const auto engine = Create();
+  const ScoreRequest both = {.sequences = {{{3, 4}, 1}}, .senior = true, .junior = true};
+  // The first score holds the engine until a second one and a prompt have queued up behind it.
+  std::promise<void> running, released;
+  std::thread first([&] {
+    const auto hold = [&, held = false]() mutable {
+      if (!std::exchange(held, true)) {
+        running.set_value();
+        released.get_future().wait();
+      }
+      return false;
+    };
+    EXPECT_TRUE(engine->Score(both, absl::InfiniteFuture(), hold).ok());
+  });
+  running.get_future().wait();
+  int64_t waiting = -1;
+  std::thread second([&] {
+    const auto look = [&] {
+      waiting = engine->Stats().sequences_waiting;
+      return false;
+    };
+    EXPECT_TRUE(engine->Score(both, absl::InfiniteFuture(), look).ok());
+  });
+  absl::SleepFor(absl::Milliseconds(50));  // the score before the prompt
+  PromptRequest request = Request({});
+  request.num_samples = 3;
+  const auto listeners = Submit(*engine, {request});
+  released.set_value();
+  first.join();
+  second.join();
+  listeners[0]->Wait();
+  EXPECT_EQ(waiting, 3);
+  EXPECT_EQ(engine->Stats().sequences_waiting, 0);
 }
 
 TEST_F(EngineTest, CancelFreesTheSequencesOfARunningPrompt) {

@@ -135,24 +135,8 @@ absl::Status CheckSample(const PolicySample& sample, const PolicyObjective& obje
   return absl::OkStatus();
 }
 
-absl::Status CheckObjective(const PolicyObjective& objective, const BatchLimits& limits) {
-  TANDEM_RETURN_IF_ERROR(loss::CheckPolicyLossOptions(objective.loss));
-  const double weight = objective.junior_token_loss_weight;
-  if (!(weight >= 0 && weight <= 1)) {
-    return InvalidField("junior_token_loss_weight", "must be in [0, 1]");
-  }
-  if (objective.junior_kl_coefficient > 0) {
-    return FieldError(absl::StatusCode::kUnimplemented, "junior_kl_coefficient",
-                      "the auxiliary KL towards the junior is not there yet");
-  }
-  if (objective.junior_kl_coefficient != 0) {
-    return InvalidField("junior_kl_coefficient", "must not be negative");
-  }
-  for (const auto& [field, value] : {std::pair{"gae_gamma", objective.gae_gamma},
-                                     std::pair{"gae_lambda", objective.gae_lambda}}) {
-    if (!(value >= 0 && value <= 1)) return InvalidField(field, "must be in [0, 1]");
-  }
-  if (objective.max_staleness < 0) return InvalidField("max_staleness", "must not be negative");
+// What depends on this trainer.
+absl::Status CheckSupport(const PolicyObjective& objective, const BatchLimits& limits) {
   if (objective.advantage_estimator == AdvantageEstimator::kGae && !limits.has_critic) {
     return WithReason(FieldError(absl::StatusCode::kFailedPrecondition, "advantage_estimator",
                                  "GAE needs a critic, and none is configured"),
@@ -178,8 +162,31 @@ absl::Status CheckCount(size_t count, const BatchLimits& limits) {
 
 }  // namespace
 
+absl::Status CheckObjective(const PolicyObjective& objective) {
+  TANDEM_RETURN_IF_ERROR(loss::CheckPolicyLossOptions(objective.loss));
+  TANDEM_RETURN_IF_ERROR(loss::CheckLossScaleOptions(objective.scale));
+  const double weight = objective.junior_token_loss_weight;
+  if (!(weight >= 0 && weight <= 1)) {
+    return InvalidField("junior_token_loss_weight", "must be in [0, 1]");
+  }
+  if (objective.junior_kl_coefficient > 0) {
+    return FieldError(absl::StatusCode::kUnimplemented, "junior_kl_coefficient",
+                      "the auxiliary KL towards the junior is not there yet");
+  }
+  if (objective.junior_kl_coefficient != 0) {
+    return InvalidField("junior_kl_coefficient", "must not be negative");
+  }
+  for (const auto& [field, value] : {std::pair{"gae_gamma", objective.gae_gamma},
+                                     std::pair{"gae_lambda", objective.gae_lambda}}) {
+    if (!(value >= 0 && value <= 1)) return InvalidField(field, "must be in [0, 1]");
+  }
+  if (objective.max_staleness < 0) return InvalidField("max_staleness", "must not be negative");
+  return absl::OkStatus();
+}
+
 absl::Status CheckPolicyBatch(const PolicyBatch& batch, const BatchLimits& limits) {
-  TANDEM_RETURN_IF_ERROR(PrependFieldPath("policy", CheckObjective(batch.objective, limits)));
+  TANDEM_RETURN_IF_ERROR(PrependFieldPath("policy", CheckObjective(batch.objective)));
+  TANDEM_RETURN_IF_ERROR(PrependFieldPath("policy", CheckSupport(batch.objective, limits)));
   TANDEM_RETURN_IF_ERROR(CheckCount(batch.samples.size(), limits));
   for (size_t i = 0; i < batch.samples.size(); ++i) {
     TANDEM_RETURN_IF_ERROR(PrependFieldPath(

@@ -19,7 +19,11 @@ struct BatchLimits {
   bool has_reference = false;
 };
 
-// Codes as Engine::TrainStep names them; paths from "objective." or "samples[i]." on.
+// The bounds of the numbers, and UNIMPLEMENTED for a choice that is not there yet; paths as in
+// PolicyObjective of the contract.
+absl::Status CheckObjective(const PolicyObjective& objective);
+
+// Codes as Engine::TrainStep names them; paths from "policy." or "samples[i]." on.
 absl::Status CheckPolicyBatch(const PolicyBatch& batch, const BatchLimits& limits);
 absl::Status CheckSupervisedBatch(const SupervisedBatch& batch, const BatchLimits& limits);
 

@@ -111,6 +111,37 @@ const std::vector<Case>& Cases() {
   return *cases;
 }
 
+TEST(ObjectiveTest, NumbersOutOfBoundsAreRefusedByName) {
+  constexpr double kInf = std::numeric_limits<double>::infinity();
+  using O = PolicyObjective;
+  const std::vector<std::pair<const char*, std::function<void(O&)>>> cases = {
+      {"junior_token_loss_weight", [](O& o) { o.junior_token_loss_weight = 1.5; }},
+      {"junior_token_loss_weight", [](O& o) { o.junior_token_loss_weight = kNan; }},
+      {"junior_kl_coefficient", [](O& o) { o.junior_kl_coefficient = -1; }},
+      {"clip_ratio_low", [](O& o) { o.loss.clip_ratio_low = 1.1; }},
+      {"clip_ratio_high", [](O& o) { o.loss.clip_ratio_high = -0.1; }},
+      {"dual_clip", [](O& o) { o.loss.dual_clip = 0.5; }},
+      {"dual_clip", [=](O& o) { o.loss.dual_clip = kInf; }},
+      {"kl_coefficient", [](O& o) { o.loss.kl_coefficient = -1; }},
+      {"entropy_coefficient", [](O& o) { o.loss.entropy_coefficient = kNan; }},
+      {"importance_sampling_cap", [](O& o) { o.loss.importance_sampling_cap = -1; }},
+      {"norm_constant", [](O& o) { o.scale.norm_constant = -1; }},
+      {"norm_constant",
+       [](O& o) { o.scale.aggregation = loss::Aggregation::kSeqMeanTokenSumNorm; }},
+      {"gae_gamma", [](O& o) { o.gae_gamma = 1.01; }},
+      {"gae_lambda", [](O& o) { o.gae_lambda = -0.01; }},
+      {"max_staleness", [](O& o) { o.max_staleness = -1; }},
+  };
+  EXPECT_TRUE(CheckObjective({}).ok());
+  for (const auto& [path, spoil] : cases) {
+    PolicyObjective objective;
+    spoil(objective);
+    const absl::Status status = CheckObjective(objective);
+    EXPECT_EQ(status.code(), absl::StatusCode::kInvalidArgument) << path;
+    EXPECT_EQ(FieldPath(status), path) << status;
+  }
+}
+
 TEST(BatchCheckTest, GoodBatchPasses) { EXPECT_TRUE(CheckPolicyBatch(TestBatch(), Limits()).ok()); }
 
 TEST(BatchCheckTest, EveryDamageIsRefusedWithCodeAndPath) {

@@ -31,7 +31,7 @@ void AddTo(PayloadHasher& hasher, const PolicyBatch& batch) {
            o.loss.kl_estimator, o.loss.kl_coefficient, o.loss.entropy_coefficient,
            o.loss.importance_sampling_cap)
       .Add(o.junior_token_loss_weight, o.old_logprobs, o.advantage_estimator, o.scale.aggregation,
-           o.scale.normalizer, o.scale.sequence_norm, o.junior_kl_coefficient)
+           o.scale.normalizer, o.scale.norm_constant, o.junior_kl_coefficient)
       .Add(o.gae_gamma, o.gae_lambda, o.bootstrap_truncated, o.whiten_advantages, o.max_staleness)
       .Add(batch.samples.size());
   for (const PolicySample& sample : batch.samples) {

@@ -8,23 +8,13 @@
 #include "common/base/status_macros.h"
 #include "common/rpc/float_field.h"
 #include "common/rpc/proto_convert.h"
+#include "services/trainer/engine/batch_check.h"
 
 namespace tandem::trainer {
 namespace {
 
 absl::Status UnknownEnum(absl::string_view path, int value) {
   return InvalidField(path, absl::StrCat("unknown value ", value));
-}
-
-// Bounds of a number; the comparison is written so that NaN fails.
-absl::Status CheckRange(absl::string_view path, double value, double low, double high) {
-  if (value >= low && value <= high) return absl::OkStatus();
-  return InvalidField(path, absl::StrCat("must be in [", low, ", ", high, "], got ", value));
-}
-
-absl::Status CheckNotNegative(absl::string_view path, double value) {
-  if (std::isfinite(value) && value >= 0) return absl::OkStatus();
-  return InvalidField(path, absl::StrCat("must be finite and not negative, got ", value));
 }
 
 absl::StatusOr<loss::Aggregation> AggregationFromProto(v1::Aggregation proto) {
@@ -130,36 +120,20 @@ absl::Status LossTermsFromProto(const v1::PolicyObjective& proto, loss::PolicyLo
   TANDEM_ASSIGN_OR_RETURN(out->objective, LossKindFromProto(proto.loss_kind()));
   if (proto.has_clip_ratio_low()) out->clip_ratio_low = proto.clip_ratio_low();
   if (proto.has_clip_ratio_high()) out->clip_ratio_high = proto.clip_ratio_high();
-  TANDEM_RETURN_IF_ERROR(CheckRange("clip_ratio_low", out->clip_ratio_low, 0, 1));
-  TANDEM_RETURN_IF_ERROR(CheckNotNegative("clip_ratio_high", out->clip_ratio_high));
-
   out->dual_clip = proto.dual_clip();
-  if (out->dual_clip != 0 && !(out->dual_clip > 1 && std::isfinite(out->dual_clip))) {
-    return InvalidField("dual_clip",
-                        absl::StrCat("must be 0 (off) or above 1, got ", out->dual_clip));
-  }
   out->kl_coefficient = proto.kl_coefficient();
-  TANDEM_RETURN_IF_ERROR(CheckNotNegative("kl_coefficient", out->kl_coefficient));
   TANDEM_ASSIGN_OR_RETURN(out->kl_estimator, KlEstimatorFromProto(proto.kl_estimator()));
   // Without a coefficient the reference model is not even run.
   if (out->kl_coefficient == 0) out->kl_estimator = loss::KlEstimator::kNone;
-
   out->entropy_coefficient = proto.entropy_coefficient();
-  if (!std::isfinite(out->entropy_coefficient)) {
-    return InvalidField("entropy_coefficient", "must be finite");
-  }
   out->importance_sampling_cap = proto.importance_sampling_cap();
-  return CheckNotNegative("importance_sampling_cap", out->importance_sampling_cap);
+  return absl::OkStatus();
 }
 
 absl::Status ScaleFromProto(const v1::PolicyObjective& proto, loss::LossScaleOptions* out) {
   TANDEM_ASSIGN_OR_RETURN(out->aggregation, AggregationFromProto(proto.aggregation()));
   TANDEM_ASSIGN_OR_RETURN(out->normalizer, NormalizerFromProto(proto.normalizer()));
-  out->sequence_norm = proto.norm_constant();
-  TANDEM_RETURN_IF_ERROR(CheckNotNegative("norm_constant", out->sequence_norm));
-  if (out->aggregation == loss::Aggregation::kSeqMeanTokenSumNorm && out->sequence_norm == 0) {
-    return InvalidField("norm_constant", "must be positive with SEQ_MEAN_TOKEN_SUM_NORM");
-  }
+  out->norm_constant = proto.norm_constant();
   return absl::OkStatus();
 }
 
@@ -178,21 +152,15 @@ absl::StatusOr<PolicyObjective> FromProto(const v1::PolicyObjective& proto) {
   TANDEM_RETURN_IF_ERROR(LossTermsFromProto(proto, &out.loss));
   TANDEM_RETURN_IF_ERROR(ScaleFromProto(proto, &out.scale));
   out.junior_token_loss_weight = proto.junior_token_loss_weight();
-  TANDEM_RETURN_IF_ERROR(
-      CheckRange("junior_token_loss_weight", out.junior_token_loss_weight, 0, 1));
   TANDEM_ASSIGN_OR_RETURN(out.old_logprobs, OldLogprobsFromProto(proto.old_logprobs()));
   TANDEM_ASSIGN_OR_RETURN(out.advantage_estimator,
                           AdvantageEstimatorFromProto(proto.advantage_estimator()));
   out.junior_kl_coefficient = proto.junior_kl_coefficient();
-  TANDEM_RETURN_IF_ERROR(CheckNotNegative("junior_kl_coefficient", out.junior_kl_coefficient));
   if (proto.has_gae_gamma()) out.gae_gamma = proto.gae_gamma();
   if (proto.has_gae_lambda()) out.gae_lambda = proto.gae_lambda();
-  TANDEM_RETURN_IF_ERROR(CheckRange("gae_gamma", out.gae_gamma, 0, 1));
-  TANDEM_RETURN_IF_ERROR(CheckRange("gae_lambda", out.gae_lambda, 0, 1));
   out.bootstrap_truncated = proto.bootstrap_truncated();
   out.whiten_advantages = proto.whiten_advantages();
   out.max_staleness = proto.max_staleness();
-  TANDEM_RETURN_IF_ERROR(CheckNotNegative("max_staleness", static_cast<double>(out.max_staleness)));
   return out;
 }
 
@@ -228,6 +196,8 @@ absl::StatusOr<StepHeader> FromProto(const v1::TrainStepHeader& proto, int64_t m
     case v1::TrainStepHeader::kPolicy: {
       auto objective = FromProto(proto.policy());
       if (!objective.ok()) return PrependFieldPath("policy", objective.status());
+      // The engine looks at it again; here it is refused before the samples are sent.
+      TANDEM_RETURN_IF_ERROR(PrependFieldPath("policy", CheckObjective(*objective)));
       out.objective = *std::move(objective);
       return out;
     }
