@@ -207,6 +207,26 @@ def test_up_serves_until_ctrl_c(files):
     tandem("health", rollout, check=3)
 
 
+def test_ctrl_c_while_the_servers_start_stops_them_and_leaves_the_earlier_run(files, run):
+    before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
+    process = subprocess.Popen(
+        [*TANDEM, "train", files / "run.yaml", "--clean", "--json"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stderr is not None
+    started = [process.stderr.readline() for _ in range(2)]
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before
+    for line in started:
+        [pid] = re.findall(r"starts \(pid (\d+)", line)
+        with pytest.raises(ProcessLookupError):
+            os.kill(int(pid), 0)
+
+
 def test_ctrl_c_stops_a_run_gracefully_and_resume_ends_it(files):
     out = files / "interrupted"
     process = subprocess.Popen(

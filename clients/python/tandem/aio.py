@@ -1,6 +1,8 @@
-"""Asyncio twins of tandem.client: the same methods, awaited; the same retries and exceptions.
+"""Asyncio twins of tandem.client: the same methods, retries and exceptions.
 
-Only open_stream() has no twin: stream() takes an asynchronous iterator of messages.
+What returns a reply is awaited; stream() and watch_steps() start their call at once and return
+events for `async for`. Only open_stream() has no twin: stream() takes an asynchronous iterator of
+messages.
 """
 
 from __future__ import annotations

@@ -66,7 +66,7 @@ def up(
     overrides: Overrides = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """Start a local cluster, print its addresses, and keep it until Ctrl-C."""
+    """Start a local cluster, print its addresses, and keep it until Ctrl-C (exit code 0)."""
     from tandem.cluster import LocalCluster
 
     output = Output(as_json=as_json)
@@ -75,6 +75,7 @@ def up(
         Interrupt(lambda: output.note("stopping the servers")) as interrupt,
         LocalCluster(settings, on_progress=output.note) as cluster,
     ):
+        interrupt.defer()
         servers = [server.describe() for server in cluster.servers]
         output.result({"servers": servers}, output.rows(servers))
         output.note("Ctrl-C stops the cluster")

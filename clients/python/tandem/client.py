@@ -4,15 +4,16 @@
         [[trajectory]] = rollout.generate([Prompt(token_ids=[1, 2, 3])])
 
 Every client is a context manager and may be shared by threads. A call carries a deadline and a
-request id; UNAVAILABLE and RESOURCE_EXHAUSTED are tried again a bounded number of times with the
-same ids. Failures are the exceptions of tandem.errors. Replies are the messages of the contract.
+request id; what may pass by itself is tried again a bounded number of times with the same ids (see
+transport.RetryPolicy). Failures are the exceptions of tandem.errors. Replies are the messages of
+the contract.
 """
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from queue import SimpleQueue
 from typing import Any
 
 from tandem import requests
@@ -125,29 +126,27 @@ class RolloutClient(Connection):
 class GenerateStream:
     """An open Generate call: iterate over its events while submitting and cancelling prompts.
 
-    A context manager: leaving it cancels what is not finished.
+    A context manager: leaving it cancels what is not finished. Letting go of it says that no more
+    prompts come; letting go of its events too, that nobody waits for them: the call is cancelled.
     """
 
     def __init__(self, client: RolloutClient, timeout_seconds: float | None) -> None:
-        self._condition = threading.Condition()
-        self._outgoing: list[rollout_pb2.GenerateRequest] = []
-        self._closed = False
-        self._events = client.stream(self._messages(), timeout_seconds)
+        # The call reads from the queue until None, and knows nothing of the stream.
+        self._outgoing: SimpleQueue[rollout_pb2.GenerateRequest | None] = SimpleQueue()
+        self._events = client.stream(iter(self._outgoing.get, None), timeout_seconds)
 
     def submit(self, prompts: Iterable[Prompt]) -> None:
         """Sends prompts; each needs its own request_id."""
-        self._send(requests.submit(prompts))
+        self._outgoing.put(requests.submit(prompts))
 
     def cancel(self, request_ids: Iterable[str]) -> None:
         """Gives prompts up."""
         cancel = rollout_pb2.CancelPrompts(request_ids=request_ids)
-        self._send(rollout_pb2.GenerateRequest(cancel=cancel))
+        self._outgoing.put(rollout_pb2.GenerateRequest(cancel=cancel))
 
     def half_close(self) -> None:
         """No more prompts come; the events end when every response is done."""
-        with self._condition:
-            self._closed = True
-            self._condition.notify()
+        self._outgoing.put(None)
 
     def __iter__(self) -> Iterator[Event]:
         return self._events
@@ -159,19 +158,8 @@ class GenerateStream:
         self.half_close()
         self._events.close()
 
-    def _send(self, message: rollout_pb2.GenerateRequest) -> None:
-        with self._condition:
-            self._outgoing.append(message)
-            self._condition.notify()
-
-    def _messages(self) -> Iterator[rollout_pb2.GenerateRequest]:
-        while True:
-            with self._condition:
-                self._condition.wait_for(lambda: self._outgoing or self._closed)
-                if not self._outgoing:
-                    return
-                message = self._outgoing.pop(0)
-            yield message
+    def __del__(self) -> None:
+        self.half_close()
 
 
 class TrainerClient(Connection):

@@ -13,6 +13,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -20,6 +21,7 @@ from typing import Any, Self
 import yaml
 
 from tandem.errors import ConfigError, ServerStartError
+from tandem.run_dir import next_attempt
 from tandem.settings import ClusterSettings
 from tandem.transport import Connection
 
@@ -159,6 +161,7 @@ class LocalCluster:
 
     def _launch(self, name: str, role: str, config: dict[str, Any]) -> Server:
         options = _server_options(name, config)
+        host = reachable_host(options.get("host"))
         config_file = self._directory / f"{name}.yaml"
         config_file.write_text(yaml.safe_dump(config | {"server": options}, sort_keys=False))
         log = self._directory / f"{name}.log"
@@ -174,7 +177,7 @@ class LocalCluster:
                 # Servers that share cores must not spin while another one works.
                 env={"OMP_WAIT_POLICY": "PASSIVE"} | os.environ,
             )
-        server = Server(name, role, process, log, reachable_host(options.get("host")))
+        server = Server(name, role, process, log, host)
         self.servers.append(server)
         self._say(f"{name} starts (pid {process.pid}, log {log})")
         return server
@@ -214,18 +217,25 @@ def _new_attempt(directory: Path) -> Path:
     logs = directory / "logs"
     try:
         logs.mkdir(parents=True, exist_ok=True)
-        attempt = logs / f"attempt_{1 + len(list(logs.glob('attempt_*')))}"
-        attempt.mkdir()
+        while True:
+            attempt = logs / f"attempt_{next_attempt(logs)}"
+            # It exists when another start was faster: then that one is counted next time.
+            with suppress(FileExistsError):
+                attempt.mkdir()
+                return attempt
     except OSError as error:
         raise ConfigError(f"directory: {directory}: {error.strerror}") from None
-    return attempt
 
 
 def _server_options(name: str, config: dict[str, Any]) -> dict[str, Any]:
     """The section's `server`, with free ports where it names none."""
     options = config.get("server")
+    field = f"{name.replace('-', '.')}.server"
     if not isinstance(options, dict | None):
-        raise ConfigError(f"{name.replace('-', '.')}.server: must be a mapping, not {options!r}")
+        raise ConfigError(f"{field}: must be a mapping, not {options!r}")
+    host = (options or {}).get("host")
+    if not isinstance(host, str | None):
+        raise ConfigError(f"{field}.host: must be a string, not {host!r}")
     return {"grpc_port": 0, "metrics_port": 0} | (options or {})
 
 

@@ -8,6 +8,7 @@ import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from string import Formatter
 from typing import Any
 
 from tandem.errors import ConfigError
@@ -24,12 +25,19 @@ class Example:
         text: the prompt as written by `format`.
         token_ids: the prompt as the model reads it.
         scorer: the reasoning-gym data set that can judge `row["entry"]`, if there is one.
+        content: what the prompt is made of, before `format`, as JSON; "" if that is not known.
     """
 
     row: dict[str, Any]
     text: str
     token_ids: list[int]
     scorer: Any = None
+    content: str = ""
+
+    @property
+    def keys(self) -> frozenset[str]:
+        """The prompt before and after `format`: examples that share either ask the same."""
+        return frozenset({self.content, self.text} - {""})
 
 
 class Dataset:
@@ -52,9 +60,9 @@ class Dataset:
         places = (divmod(first + i, len(self.examples)) for i in range(size))
         return [self.examples[self._order(epoch)[place]] for epoch, place in places]
 
-    def without(self, texts: Collection[str]) -> Dataset:
-        """The data set without the examples whose prompt is among `texts`."""
-        left = [example for example in self.examples if example.text not in texts]
+    def without(self, keys: Collection[str]) -> Dataset:
+        """The data set without the examples that have a key among `keys`."""
+        left = [example for example in self.examples if example.keys.isdisjoint(keys)]
         if not left:
             raise ConfigError("data: every prompt occurs in the evaluation data as well")
         return Dataset(left, self._seed)
@@ -116,17 +124,26 @@ def _example(
 ) -> Example:
     if "messages" in row:
         text = json.dumps(row["messages"], ensure_ascii=False)
-        return Example(row, text, codec.chat(row["messages"]), scorer)
+        content = json.dumps(row["messages"], sort_keys=True)
+        return Example(row, text, codec.chat(row["messages"]), scorer, content)
     if settings.extract is not None:
         row = row | {"prompt": _extract(settings.extract, row["prompt"], f"{field}.extract")}
     text = fill(settings.format, row, f"{field}.format")
+    content = _content(settings.format, row)
     if settings.template == "raw":
-        return Example(row, text, codec.encode(text), scorer)
+        return Example(row, text, codec.encode(text), scorer, content)
     messages = [{"role": "user", "content": text}]
     if settings.system is not None:
         # An empty system message keeps the template from adding its own.
         messages.insert(0, {"role": "system", "content": settings.system})
-    return Example(row, text, codec.chat(messages), scorer)
+    return Example(row, text, codec.chat(messages), scorer, content)
+
+
+def _content(template: str, row: Mapping[str, Any]) -> str:
+    """The fields of the row that the template shows; only these tell prompts apart."""
+    shown = (re.match(r"[^.\[]*", field) for _, field, _, _ in Formatter().parse(template) if field)
+    fields = {match[0]: row[match[0]] for match in shown if match}
+    return json.dumps(fields, sort_keys=True, default=str)
 
 
 def _extract(pattern: str, prompt: str, field: str) -> str:
@@ -151,8 +168,13 @@ def _json_lines(path: Path, field: str) -> Iterator[dict[str, Any]]:
 def _json_row(line: bytes, place: str) -> dict[str, Any]:
     try:
         row = json.loads(line.decode())
+        # An escape may spell half a character ("\ud800"), which is no text.
+        json.dumps(row, ensure_ascii=False).encode()
     except UnicodeDecodeError as error:
         raise ConfigError(f"{place}: not UTF-8: {error.reason} at byte {error.start}") from None
+    except UnicodeEncodeError as error:
+        half = error.object[error.start : error.end]
+        raise ConfigError(f"{place}: not Unicode text: {half!r} stands alone") from None
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{place}: not JSON: {error}") from None
     if not isinstance(row, dict) or not ("prompt" in row or "messages" in row):
@@ -160,12 +182,19 @@ def _json_row(line: bytes, place: str) -> dict[str, Any]:
     if "messages" not in row and not isinstance(row["prompt"], str):
         raise ConfigError(f"{place}: `prompt` must be a string")
     if "messages" in row and not _is_conversation(row["messages"]):
-        raise ConfigError(f"{place}: `messages` must be a list of objects")
+        raise ConfigError(
+            f"{place}: `messages` must be a list of objects whose `content` is a string "
+            "or a list of parts"
+        )
     return row
 
 
 def _is_conversation(messages: Any) -> bool:
-    return isinstance(messages, list) and all(isinstance(message, dict) for message in messages)
+    return isinstance(messages, list) and all(
+        # A turn that calls a tool may be without content.
+        isinstance(message, dict) and isinstance(message.get("content"), str | list | None)
+        for message in messages
+    )
 
 
 def _reasoning_gym(spec: ReasoningGymSettings, field: str) -> tuple[Any, Iterable[dict[str, Any]]]:

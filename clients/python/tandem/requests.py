@@ -13,7 +13,7 @@ import grpc
 from tandem.critic.v1 import critic_pb2
 from tandem.errors import ConfigError, RpcError, from_status
 from tandem.rollout.v1 import rollout_pb2
-from tandem.trainer.v1 import objective_pb2, trainer_pb2
+from tandem.trainer.v1 import trainer_pb2
 from tandem.types.v1 import tensor_pb2, trajectory_pb2
 from tandem.wire import to_message, to_tensor
 
@@ -67,8 +67,9 @@ class Prompt:
             return_other_logprobs=self.return_other_logprobs,
             stream_tokens=self.stream_tokens,
         )
-        to_message(self.sampling, prompt.sampling)
-        to_message(self.tandem, prompt.tandem)
+        place = f"prompt {self.request_id!r}: "
+        to_message(self.sampling, prompt.sampling, f"{place}sampling")
+        to_message(self.tandem, prompt.tandem, f"{place}tandem")
         return prompt
 
 
@@ -80,15 +81,20 @@ def submit(prompts: Iterable[Prompt]) -> rollout_pb2.GenerateRequest:
 
 
 class Collector:
-    """Gathers the samples of a set of prompts, over as many attempts as it takes."""
+    """Gathers the samples of a set of prompts, over as many attempts as it takes.
+
+    Raises ConfigError for two prompts with one request_id.
+    """
 
     def __init__(self, prompts: Iterable[Prompt]) -> None:
         self.prompts = [prompt.named(index) for index, prompt in enumerate(prompts)]
-        self._samples: dict[str, dict[int, trajectory_pb2.Trajectory]] = {
-            prompt.request_id: {} for prompt in self.prompts
-        }
-        if len(self._samples) != len(self.prompts):
-            raise ValueError("two prompts have the same request_id")
+        self._samples: dict[str, dict[int, trajectory_pb2.Trajectory]] = {}
+        for index, prompt in enumerate(self.prompts):
+            if prompt.request_id in self._samples:
+                raise ConfigError(
+                    f"prompts[{index}].request_id: {prompt.request_id!r} is taken by another prompt"
+                )
+            self._samples[prompt.request_id] = {}
 
     def missing(self) -> list[Prompt]:
         """The prompts that lack a sample."""
@@ -109,11 +115,6 @@ class Collector:
                 event.failed.status, request_id=event.failed.request_id, method="Generate"
             )
             raise failure
-
-    @property
-    def finished(self) -> int:
-        """Samples that are complete."""
-        return sum(map(len, self._samples.values()))
 
     def require_complete(self, address: str) -> None:
         """Raises if the stream ended with a sample missing."""
@@ -180,7 +181,10 @@ def train_step(
     objective: Mapping[str, Any],
     request_id: str | None = None,
 ) -> list[trainer_pb2.TrainStepRequest]:
-    """The messages of one train step. The same list is sent again when a call is repeated."""
+    """The messages of one train step. The same list is sent again when a call is repeated.
+
+    Raises ConfigError for an objective that does not fit the contract.
+    """
     header = trainer_pb2.TrainStepHeader(
         run_id=run_id,
         step=step,
@@ -189,9 +193,11 @@ def train_step(
         num_samples=len(samples),
     )
     if samples and isinstance(samples[0], SupervisedSample):
-        header.supervised.CopyFrom(to_message(objective, objective_pb2.SupervisedObjective()))
+        header.supervised.SetInParent()
+        to_message(objective, header.supervised, "objective")
     else:
-        header.policy.CopyFrom(to_message(objective, objective_pb2.PolicyObjective()))
+        header.policy.SetInParent()
+        to_message(objective, header.policy, "objective")
     return [
         trainer_pb2.TrainStepRequest(header=header),
         *(sample.message() for sample in samples),

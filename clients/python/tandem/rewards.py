@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib
 import importlib.util
 import math
 import re
+import sys
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -52,10 +54,7 @@ def answer_extractor(pattern: str | None) -> Callable[[str], str]:
     """The last match of `pattern` (its first group, if any), or the stripped text without one."""
     if pattern is None:
         return str.strip
-    try:
-        compiled = re.compile(pattern, re.MULTILINE)
-    except re.error as error:
-        raise ConfigError(f"reward.answer_pattern: {error}") from None
+    compiled = re.compile(pattern, re.MULTILINE)
 
     def extract(text: str) -> str:
         matches = list(compiled.finditer(text))
@@ -111,8 +110,20 @@ def _import(name: str) -> RewardFunction:
 def _module(source: str) -> ModuleType:
     if not source.endswith(".py"):
         return importlib.import_module(source)
-    spec = importlib.util.spec_from_file_location(Path(source).stem, source)
+    spec = importlib.util.spec_from_file_location(_module_name(Path(source)), source)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    # dataclasses and pickle, for example, look a class's module up by its name.
+    sys.modules[spec.name] = module
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[spec.name]
+        raise
     return module
+
+
+def _module_name(file: Path) -> str:
+    """A name for the file's module that no import statement can mean."""
+    digest = hashlib.blake2b(str(file.resolve()).encode(), digest_size=8).hexdigest()
+    return f"reward file {digest}"

@@ -23,11 +23,13 @@ import shutil
 import uuid
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Self, TextIO
 
 import yaml
+from pydantic import ConfigDict, ValidationError
+from pydantic.dataclasses import dataclass
 
 from tandem import settings as settings_module
 from tandem.errors import RunDirectoryError
@@ -38,8 +40,9 @@ RESUMABLE = frozenset({"run_dir", "steps", "servers", "cluster", "checkpoint", "
 
 _LOCK = ".lock"
 _LOGS = "logs"
-# What a run writes and --clean removes. run.json goes last: what is half removed is still known
-# as a run directory.
+_IDENTITY = "run.json"
+# What a run writes and --clean removes. run.json is replaced instead: what is half removed, or
+# half begun, is still known as a run directory.
 _CONTENTS = (
     "state.json",
     "checkpoints",
@@ -47,11 +50,10 @@ _CONTENTS = (
     "evals.jsonl",
     "metrics.jsonl",
     "config.yaml",
-    "run.json",
 )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=ConfigDict(extra="forbid"))
 class SavedState:
     """A checkpoint that belongs to the end of `step`.
 
@@ -132,12 +134,12 @@ class RunDirectory:
                 _remove_run(self.path)
             elif self.state is not None:
                 _forget_after(self.path, self.state.step)
+            identity = {"run_id": self.run_id, "kind": self._kind}
+            write_atomically(self.path / _IDENTITY, json.dumps(identity) + "\n")
             for folder in ("trajectories", "checkpoints", _LOGS):
                 (self.path / folder).mkdir(exist_ok=True)
-            identity = {"run_id": self.run_id, "kind": self._kind}
-            write_atomically(self.path / "run.json", json.dumps(identity) + "\n")
             write_atomically(self.path / "config.yaml", settings_module.dump(self._config))
-            attempt = 1 + max(map(_number, (self.path / _LOGS).glob("attempt_*.log")), default=0)
+            attempt = next_attempt(self.path / _LOGS)
             self.log = self._append_to(f"{_LOGS}/attempt_{attempt}.log")
             self._metrics = self._append_to("metrics.jsonl")
 
@@ -180,12 +182,13 @@ class RunDirectory:
         kind = kind_of_run(self.path)
         if kind != self._kind:
             raise RunDirectoryError(f"{self.path} holds a run of kind {kind}")
-        self.run_id = _read_json(self.path / "run.json")["run_id"]
+        self.run_id = _run_id(self.path)
         self.state = last_checkpoint(self.path)
         _require_same(self.path, self._config)
-        kept = _lines_until(self.path / "metrics.jsonl", self.state.step)
-        if kept:
-            self.elapsed_seconds = json.loads(kept[-1]).get("time_seconds") or 0.0
+        # Both are read: begin() would find damage too late.
+        metrics, _ = [_steps_until(file, self.state.step) for file in _step_files(self.path)]
+        if metrics:
+            self.elapsed_seconds = metrics[-1].get("time_seconds") or 0.0
 
     def _append_to(self, name: str) -> TextIO:
         # Line-buffered: a line is on disk as soon as it is written.
@@ -200,15 +203,21 @@ def require_one(resume: bool, clean: bool) -> None:
 
 def kind_of_run(path: Path) -> str | None:
     """The command that wrote the run directory `path`; None if it holds no run."""
-    file = path / "run.json"
+    file = path / _IDENTITY
     return _read_json(file).get("kind", "unknown") if file.exists() else None
 
 
 def last_checkpoint(path: Path) -> SavedState:
     """What state.json of the run directory `path` names; RunDirectoryError if it names nothing."""
-    if not (path / "state.json").exists():
+    file = path / "state.json"
+    if not file.exists():
         raise RunDirectoryError(f"{path} has no checkpoint", hint="--clean starts the run again")
-    return SavedState(**_read_json(path / "state.json"))
+    try:
+        return SavedState(**_read_json(file))
+    except ValidationError as error:
+        [problem, *_] = error.errors()
+        field = ".".join(map(str, problem["loc"]))
+        raise RunDirectoryError(f"{file}: {field}: {problem['msg']}") from None
 
 
 def trainer_checkpoint(path: Path) -> Path:
@@ -225,15 +234,19 @@ def trajectory_file(path: Path, step: int) -> Path:
 
 
 def read_json_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """The objects of a JSON-lines file."""
-    with path.open(encoding="utf-8") as file:
-        for line in file:
-            yield json.loads(line)
+    """The objects of a JSON-lines file; RunDirectoryError names the line that is none."""
+    for _, value in _placed_objects(path, _read_text(path).split("\n")):
+        yield value
+
+
+def next_attempt(logs: Path) -> int:
+    """The N after the last attempt_N of a folder, whatever was removed in between."""
+    return 1 + max(map(_number, logs.glob("attempt_*")), default=0)
 
 
 def write_atomically(path: Path, text: str) -> None:
     """Replaces a file so that no reader, and no crash, sees half of it."""
-    temporary = path.with_name(f".{path.name}.tmp")
+    temporary = path.with_name(_temporary(path.name))
     with temporary.open("w", encoding="utf-8") as file:
         file.write(text)
         file.flush()
@@ -250,7 +263,7 @@ def _usable(path: Path) -> Iterator[None]:
 
 
 def _admit(path: Path, resume: bool, clean: bool) -> None:
-    holds_run = (path / "run.json").exists()
+    holds_run = (path / _IDENTITY).exists()
     if resume and not holds_run:
         raise RunDirectoryError(f"{path} holds no run to resume")
     if holds_run and not (resume or clean):
@@ -258,14 +271,27 @@ def _admit(path: Path, resume: bool, clean: bool) -> None:
             f"{path} already holds a run",
             hint="--resume goes on after its last checkpoint, --clean throws it away",
         )
-    # A start that got no further than the lock, or a clean one that was cut off, leaves these.
-    left = {_LOCK, _LOGS}
+    # Of a start that was cut off before it became a run, or of a run that was removed by hand.
+    left = {_LOCK, _LOGS, _temporary(_IDENTITY)}
     if path.exists() and not holds_run and {entry.name for entry in path.iterdir()} - left:
         raise RunDirectoryError(f"{path} is not empty and not a run directory")
 
 
+def _run_id(path: Path) -> str:
+    run_id = _read_json(path / _IDENTITY).get("run_id")
+    if not isinstance(run_id, str):
+        raise RunDirectoryError(f"{path / _IDENTITY}: run_id: not a string")
+    return run_id
+
+
 def _require_same(path: Path, config: RunSettings) -> None:
-    before = yaml.safe_load((path / "config.yaml").read_text())
+    file = path / "config.yaml"
+    try:
+        before = yaml.safe_load(_read_text(file))
+    except yaml.YAMLError as error:
+        raise RunDirectoryError(f"{file}: not YAML: {error}") from None
+    if not isinstance(before, dict):
+        raise RunDirectoryError(f"{file}: the file must be a mapping")
     now = config.model_dump(mode="json")
     changed = [key for key in now if key not in RESUMABLE and before.get(key) != now[key]]
     if changed:
@@ -274,11 +300,39 @@ def _require_same(path: Path, config: RunSettings) -> None:
         )
 
 
+def _temporary(name: str) -> str:
+    return f".{name}.tmp"
+
+
 def _read_json(path: Path) -> dict[str, Any]:
+    return _json_object(_read_text(path), str(path))
+
+
+def _read_text(path: Path) -> str:
     try:
-        return json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise RunDirectoryError(f"{path}: {error}") from None
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise RunDirectoryError(f"{path}: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise RunDirectoryError(f"{path}: not UTF-8: {error.reason}") from None
+
+
+def _placed_objects(path: Path, lines: Iterable[str]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The objects of the lines of `path` that are not blank, each with its PATH:LINE."""
+    for number, line in enumerate(lines, start=1):
+        if line.strip():
+            place = f"{path}:{number}"
+            yield place, _json_object(line, place)
+
+
+def _json_object(text: str, place: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise RunDirectoryError(f"{place}: not JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise RunDirectoryError(f"{place}: not a JSON object")
+    return value
 
 
 def _remove_run(path: Path) -> None:
@@ -295,9 +349,10 @@ def _remove(path: Path) -> None:
 
 def _forget_after(path: Path, step: int) -> None:
     # Steps after the checkpoint are done again: their lines would stand there twice.
-    for file in (path / "metrics.jsonl", path / "evals.jsonl"):
+    for file in _step_files(path):
         if file.exists():
-            write_atomically(file, "".join(_lines_until(file, step)))
+            lines = (json.dumps(value) + "\n" for value in _steps_until(file, step))
+            write_atomically(file, "".join(lines))
     # A checkpoint that state.json does not name yet would count as the newest when others are
     # pruned, and push out the one that it does name.
     for folder in ("trajectories", "checkpoints", "checkpoints/critic"):
@@ -306,12 +361,23 @@ def _forget_after(path: Path, step: int) -> None:
                 _remove(entry)
 
 
-def _lines_until(file: Path, step: int) -> list[str]:
+def _step_files(path: Path) -> tuple[Path, Path]:
+    return path / "metrics.jsonl", path / "evals.jsonl"
+
+
+def _steps_until(file: Path, step: int) -> list[dict[str, Any]]:
     """The complete lines of steps up to `step`; none if the file does not exist."""
     if not file.exists():
         return []
-    lines = file.read_text().splitlines(keepends=True)
-    return [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= step]
+    # After the last line feed stands nothing, or a line that a crash cut off.
+    *complete, _ = _read_text(file).split("\n")
+    kept = []
+    for place, value in _placed_objects(file, complete):
+        if not isinstance(value.get("step"), int):
+            raise RunDirectoryError(f"{place}: step: not an integer")
+        if value["step"] <= step:
+            kept.append(value)
+    return kept
 
 
 def _number(path: Path) -> int:

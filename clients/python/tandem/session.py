@@ -12,7 +12,7 @@ from typing import Self
 import grpc
 
 from tandem import settings as settings_module
-from tandem.client import Event, RolloutClient, TrainerClient
+from tandem.client import CriticClient, Event, RolloutClient, TrainerClient
 from tandem.cluster import LocalCluster
 from tandem.data import Dataset, load_dataset
 from tandem.errors import (
@@ -138,6 +138,12 @@ class Session:
         self.trainer.load_checkpoint(str(path))
         return self.synchronize()
 
+    def critic(self) -> CriticClient:
+        """A client of the run's critic; whoever asks for it closes it."""
+        return CriticClient(
+            self.critic_address or "", timeout_seconds=self.settings.servers.timeout_seconds
+        )
+
     def _close(self, error: BaseException | None) -> None:
         with self._stack:
             if isinstance(error, RpcError):
@@ -155,14 +161,19 @@ class Session:
         if settings.eval.data is not None:
             self.eval_data = load_dataset(settings.eval.data, self.codec, field="eval.data")
             # What is held out is never trained on, also where two seeds make the same problem.
-            data = data.without({example.text for example in self.eval_data.examples})
+            data = data.without({key for held in self.eval_data.examples for key in held.keys})
         self.data = data
 
         servers = settings.servers
         if settings.cluster is not None:
             servers = self._start(settings.cluster)
-        self.trainer = self._stack.enter_context(TrainerClient(servers.trainer))
-        self.rollouts = RolloutPool([RolloutClient(address) for address in servers.rollout])
+        timeout = settings.servers.timeout_seconds
+        self.trainer = self._stack.enter_context(
+            TrainerClient(servers.trainer, timeout_seconds=timeout)
+        )
+        self.rollouts = RolloutPool(
+            [RolloutClient(address, timeout_seconds=timeout) for address in servers.rollout]
+        )
         self._stack.callback(self.rollouts.close)
         info = self.rollouts.clients[0].info()
         self.sentence_ends = list(info.sentence_boundary_token_ids)

@@ -59,11 +59,14 @@ class Settings(BaseModel):
 
 
 class ServersSettings(Settings):
-    """Addresses of running servers; not needed with `cluster`."""
+    """Addresses of running servers, not needed with `cluster`, and how long to wait for them."""
 
     rollout: list[Text] = Field(["127.0.0.1:7701"], min_length=1)
     trainer: Text = "127.0.0.1:7702"
     critic: Text | None = None
+    # Seconds that a call may take: all samples of a step that one server draws, a train step, a
+    # checkpoint. Also with `cluster`.
+    timeout_seconds: float = Field(3600.0, gt=0, le=1e8)
 
 
 class ReasoningGymSettings(Settings):
@@ -299,12 +302,12 @@ def load(schema: type[Model], path: Path, overrides: Sequence[str] = ()) -> Mode
     Raises ConfigError, with the dotted path of every problem.
     """
     try:
-        values = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+        values = _read_yaml(path.read_text(encoding="utf-8")) or {}
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}") from None
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path}: not UTF-8: {error.reason} at byte {error.start}") from None
-    except yaml.YAMLError as error:
+    except ValueError as error:
         raise ConfigError(f"{path}: not YAML: {error}") from None
     if not isinstance(values, dict):
         raise ConfigError(f"{path}: the file must be a mapping")
@@ -319,25 +322,16 @@ def apply_override(values: dict[str, Any], override: str) -> None:
     if not equals or not key:
         raise ConfigError(f"override {override!r}: write it as dotted.key=value")
     try:
-        value = yaml.safe_load(text)
-    except yaml.YAMLError:
-        raise ConfigError(f"override {override!r}: the value is not YAML") from None
+        value = _read_yaml(text)
+    except ValueError as error:
+        raise ConfigError(f"override {override!r}: the value is not YAML: {error}") from None
     if isinstance(value, str):
         value = _number(value)
-    parts = key.split(".")
+    *sections, last = key.split(".")
     node: Any = values
-    for part in parts[:-1]:
-        if isinstance(node, list):
-            node = _item(node, part, override)
-        else:
-            if not isinstance(node.get(part), dict | list):
-                node[part] = {}
-            node = node[part]
-    if isinstance(node, list):
-        _item(node, parts[-1], override)
-        node[int(parts[-1])] = value
-    else:
-        node[parts[-1]] = value
+    for section in sections:
+        node = _section(node, section, override)
+    node[_place(node, last, override)] = value
 
 
 def validate(schema: type[Model], values: dict[str, Any], source: str) -> Model:
@@ -369,10 +363,32 @@ def _number(text: str) -> Any:
         return text
 
 
-def _item(values: list[Any], index: str, override: str) -> Any:
-    if not index.isdigit() or int(index) >= len(values):
-        raise ConfigError(f"override {override!r}: no item {index} in a list of {len(values)}")
-    return values[int(index)]
+def _read_yaml(text: str) -> Any:
+    """The value of a YAML text; ValueError if it has none."""
+    try:
+        return yaml.safe_load(text)
+    # PyYAML leaves what a scalar says to Python: 2024-13-45 is a ValueError of datetime.date, and a
+    # wrong tag (!!bool x) a KeyError.
+    except (yaml.YAMLError, LookupError, AttributeError, TypeError, RecursionError) as error:
+        raise ValueError(error) from None
+
+
+def _section(node: dict[str, Any] | list[Any], part: str, override: str) -> Any:
+    """The mapping or list at `part`; an empty mapping takes the place of anything else."""
+    place: Any = _place(node, part, override)
+    inner = node.get(place) if isinstance(node, dict) else node[place]
+    if not isinstance(inner, dict | list):
+        inner = node[place] = {}
+    return inner
+
+
+def _place(node: dict[str, Any] | list[Any], part: str, override: str) -> Any:
+    """`part` as a key of a mapping, or as an index of a list."""
+    if isinstance(node, dict):
+        return part
+    if part not in map(str, range(len(node))):
+        raise ConfigError(f"override {override!r}: no item {part} in a list of {len(node)}")
+    return int(part)
 
 
 def _explain(schema: type[BaseModel], problems: Sequence[Any]) -> list[str]:

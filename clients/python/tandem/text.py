@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,10 @@ from tandem.errors import ConfigError
 
 
 class TextCodec:
-    """Encodes prompts and decodes responses. The servers see ids alone."""
+    """Encodes prompts and decodes responses. The servers see ids alone.
+
+    Every method raises ConfigError, which names the directory, for a file that is damaged.
+    """
 
     def __init__(self, directory: Path) -> None:
         file = directory / "tokenizer.json"
@@ -25,21 +28,26 @@ class TextCodec:
                 hint="it is a Hugging Face directory; `tandem model import` writes one",
             )
         self.directory = directory
-        self._tokenizer = Tokenizer.from_file(str(file))
+        self._tokenizer = _read_tokenizer(file)
         self._tokenizer.no_padding()
         self._tokenizer.no_truncation()
-        self._config = _read_json(directory / "tokenizer_config.json")
+        self._config = _read_config(directory / "tokenizer_config.json")
 
     @property
     def eos_token_id(self) -> int | None:
         """Id of the token that ends a response, from tokenizer_config.json."""
-        token = self._config.get("eos_token")
-        token = token.get("content") if isinstance(token, dict) else token
+        token = self._special("eos_token")
         return self._tokenizer.token_to_id(token) if token else None
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
         """Ids of a text; `special` adds what the tokenizer puts around every text."""
-        return self._tokenizer.encode(text, add_special_tokens=special).ids
+        try:
+            return self._tokenizer.encode(text, add_special_tokens=special).ids
+        except TypeError:
+            # A string of Python may hold half a character, which no tokenizer takes.
+            raise ConfigError(
+                f"tokenizer: {self.directory}: {text!r} is not Unicode text"
+            ) from None
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of ids, without special tokens."""
@@ -58,40 +66,76 @@ class TextCodec:
             done = text
         return pieces
 
-    def chat(self, messages: Sequence[dict[str, str]]) -> list[int]:
+    def chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
         """Ids of a conversation through the directory's chat template, ready for the answer."""
+        source = self._chat_template()
+        tokens = {name: self._special(name) for name in ("bos_token", "eos_token")}
         try:
-            text = self._chat_template().render(
-                messages=list(messages),
-                add_generation_prompt=True,
-                bos_token=self._special("bos_token"),
-                eos_token=self._special("eos_token"),
+            text = _template(source).render(
+                messages=list(messages), add_generation_prompt=True, **tokens
             )
-        except jinja2.exceptions.TemplateError as error:
-            raise ConfigError(f"chat template of {self.directory}: {error}") from None
+        # The template is the model's: it may raise anything, a TypeError for example.
+        except Exception as error:
+            raise ConfigError(
+                f"tokenizer: chat template of {self.directory}: {type(error).__name__}: {error}"
+            ) from None
         return self.encode(text, special=False)
 
     def _special(self, name: str) -> str:
         token = self._config.get(name) or ""
-        return token.get("content", "") if isinstance(token, dict) else token
+        token = token.get("content", "") if isinstance(token, dict) else token
+        if not isinstance(token, str):
+            raise ConfigError(f"tokenizer: {self.directory}: {name} is not a string")
+        return token
 
-    def _chat_template(self) -> jinja2.Template:
+    def _chat_template(self) -> str:
         file = self.directory / "chat_template.jinja"
-        source = file.read_text() if file.exists() else self._config.get("chat_template")
+        source = _read_text(file) if file.exists() else self._config.get("chat_template")
         if not isinstance(source, str):
             raise ConfigError(
                 f"tokenizer: {self.directory} has no chat template", hint="use template: raw"
             )
-        environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
-        )
-        environment.globals["raise_exception"] = _raise
-        return environment.from_string(source)
+        return source
+
+
+def _template(source: str) -> jinja2.Template:
+    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+    )
+    environment.globals["raise_exception"] = _raise
+    return environment.from_string(source)
 
 
 def _raise(message: str) -> None:
     raise jinja2.exceptions.TemplateError(message)
 
 
-def _read_json(path: Path) -> dict[str, Any]:
-    return json.loads(path.read_text()) if path.exists() else {}
+def _read_tokenizer(file: Path) -> Tokenizer:
+    try:
+        return Tokenizer.from_file(str(file))
+    # It raises bare exceptions.
+    except Exception as error:
+        raise ConfigError(f"tokenizer: {file}: {error}") from None
+
+
+def _read_config(file: Path) -> dict[str, Any]:
+    if not file.exists():
+        return {}
+    try:
+        config = json.loads(_read_text(file))
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"tokenizer: {file}: not JSON: {error}") from None
+    if not isinstance(config, dict):
+        raise ConfigError(f"tokenizer: {file}: not a JSON object")
+    return config
+
+
+def _read_text(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"tokenizer: {file}: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(
+            f"tokenizer: {file}: not UTF-8: {error.reason} at byte {error.start}"
+        ) from None

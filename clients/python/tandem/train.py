@@ -7,13 +7,12 @@ its new weights to the rollout servers.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tandem.client import CriticClient
 from tandem.data import Example, fill
+from tandem.errors import ConfigError
 from tandem.evaluate import evaluate
 from tandem.interrupt import Interrupt
 from tandem.metrics import StepClock, batch_metrics, step_line
@@ -32,7 +31,7 @@ def train(
 ) -> int:
     """Tandem policy-gradient training; returns the last step that was done."""
     settings = session.settings
-    version = _begin(session, run)
+    version = _begin(session, run, interrupt)
     start = time.monotonic() - run.elapsed_seconds
     step = run.first_step - 1
     for step in range(run.first_step, settings.steps + 1):
@@ -114,7 +113,8 @@ def train_supervised(
 ) -> int:
     """Supervised training on the rows' answers; returns the last step that was done."""
     settings = session.settings
-    version = _begin(session, run)
+    response_end(session)  # Raises before anything is written.
+    version = _begin(session, run, interrupt)
     start = time.monotonic() - run.elapsed_seconds
     step = run.first_step - 1
     for step in range(run.first_step, settings.steps + 1):
@@ -156,23 +156,36 @@ def supervised_sample(session: Session, example: Example) -> SupervisedSample:
     sft = session.settings.sft
     text = fill(sft.response, example.row, "sft.response")
     response = session.codec.encode(text, special=False)
-    if sft.append_eos and session.codec.eos_token_id is not None:
-        response = [*response, session.codec.eos_token_id]
-    return SupervisedSample(example.token_ids, response)
+    return SupervisedSample(example.token_ids, [*response, *response_end(session)])
 
 
-def _begin(session: Session, run: RunDirectory) -> int:
+def response_end(session: Session) -> list[int]:
+    """The token ids after every text to learn; ConfigError when the tokenizer does not name it."""
+    if not session.settings.sft.append_eos:
+        return []
+    if session.codec.eos_token_id is None:
+        raise ConfigError(
+            f"sft.append_eos: {session.settings.tokenizer} names no end-of-sequence token",
+            hint="eos_token in tokenizer_config.json names it; sft.append_eos=false does without",
+        )
+    return [session.codec.eos_token_id]
+
+
+def _begin(session: Session, run: RunDirectory, interrupt: Interrupt | None) -> int:
     """Brings the servers to where the run goes on from, then lets it write; their version.
 
-    In this order, so that a run whose checkpoint cannot be loaded loses nothing.
+    In this order, so that a run loses nothing when its checkpoint cannot be loaded, nor when it is
+    interrupted until then.
     """
     if run.state is None:
         version = session.synchronize()
     else:
         if run.state.critic is not None:
-            with _critic(session) as critic:
+            with session.critic() as critic:
                 critic.load_checkpoint(str(run.path / run.state.critic))
         version = session.serve_checkpoint(run.path / run.state.trainer)
+    if interrupt is not None:
+        interrupt.defer()
     run.begin()
     return version
 
@@ -204,14 +217,8 @@ def save(session: Session, run: RunDirectory, step: int, version: int) -> SavedS
     session.trainer.save_checkpoint(str(run.path / trainer), name, keep)
     if session.settings.objective.advantage_estimator == "gae":
         critic = trainer / "critic"
-        with _critic(session) as client:
+        with session.critic() as client:
             client.save_checkpoint(str(run.path / critic), name, keep)
     state = SavedState(step, version, str(trainer / name), critic and str(critic / name))
     run.write_state(state)
     return state
-
-
-@contextmanager
-def _critic(session: Session) -> Iterator[CriticClient]:
-    with CriticClient(session.critic_address or "") as critic:
-        yield critic

@@ -35,16 +35,18 @@ CHANNEL_OPTIONS: list[tuple[str, int]] = [
     ("grpc.enable_retries", 0),
 ]
 
-RETRYABLE = frozenset({grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.RESOURCE_EXHAUSTED})
+# Methods that fail where an earlier attempt succeeded: an export wants a directory of its own.
+NOT_REPEATABLE = frozenset({"ExportModel"})
 
 
 @dataclass(frozen=True)
 class RetryPolicy:
     """How often, and after which wait, a call is tried again.
 
-    Only UNAVAILABLE and RESOURCE_EXHAUSTED are tried again. That is safe for every method of the
-    contract: a train step, a publication and a generated sample are functions of what is sent
-    (request_id, version, seed).
+    Tried again is what may pass by itself: UNAVAILABLE, and RESOURCE_EXHAUSTED where the server
+    says how long to wait (it does when waiting helps). That is safe: a train step, a publication
+    and a generated sample are functions of what is sent (request_id, version, seed). ExportModel
+    alone is never repeated.
     """
 
     attempts: int = 4
@@ -53,10 +55,16 @@ class RetryPolicy:
 
     def wait_before(self, attempt: int, error: RpcError) -> float | None:
         """Seconds to wait before attempt number `attempt` (from 1), or None to give up."""
-        if error.code not in RETRYABLE or attempt >= self.attempts:
+        if attempt >= self.attempts or error.method in NOT_REPEATABLE or not _may_pass(error):
             return None
         backoff = min(self.maximum_seconds, self.initial_seconds * 2 ** (attempt - 1))
         return max(error.retry_after_seconds or 0.0, backoff * random.uniform(0.8, 1.2))
+
+
+def _may_pass(error: RpcError) -> bool:
+    if error.code == grpc.StatusCode.RESOURCE_EXHAUSTED:
+        return error.retry_after_seconds is not None
+    return error.code == grpc.StatusCode.UNAVAILABLE
 
 
 class Call:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from google.protobuf import json_format
+from google.protobuf.descriptor import EnumDescriptor, FieldDescriptor
 from google.protobuf.message import Message
 
 from tandem.errors import ConfigError
@@ -52,35 +52,43 @@ def enum_name(message: Message, field: str) -> str:
     return "" if name == "unspecified" else name
 
 
-def to_message(values: Mapping[str, Any], message: Message) -> Any:
-    """Fills `message` from a mapping of its fields; None is "not set", enums by short name."""
+def to_message(values: Mapping[str, Any], message: Message, path: str) -> Any:
+    """Fills `message` from a mapping of its fields; None is "not set", enums by short name.
+
+    Raises ConfigError, which names `path` and the field, for a value that does not fit.
+    """
     for name, value in values.items():
         if value is None:
             continue
         field = message.DESCRIPTOR.fields_by_name.get(name)
         if field is None:
-            raise ConfigError(f"{message.DESCRIPTOR.name} has no field {name!r}")
-        if field.enum_type is not None and isinstance(value, str):
-            module = field.enum_type
-            prefix = module.values[0].name.removesuffix("UNSPECIFIED")
-            match = module.values_by_name.get(f"{prefix}{value.upper()}")
-            if match is None:
-                options = [v.name.removeprefix(prefix).lower() for v in module.values[1:]]
-                raise ConfigError(f"{name}: {value!r} is none of {', '.join(options)}")
-            setattr(message, name, match.number)
-        elif field.message_type is not None and isinstance(value, Mapping):
-            to_message(value, getattr(message, name))
-        elif isinstance(value, Sequence) and not isinstance(value, str | bytes):
-            del getattr(message, name)[:]
-            getattr(message, name).extend(value)
-        else:
-            setattr(message, name, value)
+            raise ConfigError(f"{path}: {message.DESCRIPTOR.name} has no field {name!r}")
+        try:
+            _set_field(message, field, value, f"{path}.{name}")
+        except (AttributeError, TypeError, ValueError) as error:
+            raise ConfigError(f"{path}.{name}: {error}") from None
     return message
 
 
-def to_plain(message: Message) -> dict[str, Any]:
-    """The message as a JSON-ready dictionary with the field names of the contract."""
-    return json_format.MessageToDict(message, preserving_proto_field_name=True)
+def _set_field(message: Message, field: FieldDescriptor, value: Any, path: str) -> None:
+    if field.enum_type is not None and isinstance(value, str):
+        setattr(message, field.name, _enum_number(field.enum_type, value, path))
+    elif field.message_type is not None and isinstance(value, Mapping):
+        to_message(value, getattr(message, field.name), path)
+    elif isinstance(value, Sequence) and not isinstance(value, str | bytes):
+        del getattr(message, field.name)[:]
+        getattr(message, field.name).extend(value)
+    else:
+        setattr(message, field.name, value)
+
+
+def _enum_number(enum: EnumDescriptor, name: str, path: str) -> int:
+    prefix = enum.values[0].name.removesuffix("UNSPECIFIED")
+    match = enum.values_by_name.get(f"{prefix}{name.upper()}")
+    if match is None:
+        options = [value.name.removeprefix(prefix).lower() for value in enum.values[1:]]
+        raise ConfigError(f"{path}: {name!r} is none of {', '.join(options)}")
+    return match.number
 
 
 def tandem_record(config: sampling_pb2.TandemConfig) -> dict[str, Any]:

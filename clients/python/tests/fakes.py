@@ -169,6 +169,10 @@ class FakeTrainer(trainer_pb2_grpc.TrainerServiceServicer):
             reply.results.add(target=target, digest="d")
         return reply
 
+    def ExportModel(self, request, context):
+        self.world.enter("ExportModel", context)
+        return trainer_pb2.ExportModelResponse(path=request.path)
+
     def SaveCheckpoint(self, request, context):
         path = f"{request.directory}/{request.name}"
         self.world.saved[path] = self.world.version

@@ -1,6 +1,7 @@
 """Clients against fake servers: errors, retries, deadlines."""
 
 import asyncio
+import threading
 import time
 
 import fakes
@@ -21,6 +22,7 @@ from tandem.errors import (
     FailedPreconditionError,
     InvalidArgumentError,
     NotImplementedByServerError,
+    ResourceExhaustedError,
     UnavailableError,
 )
 from tandem.requests import Prompt, SupervisedSample
@@ -72,7 +74,10 @@ def test_errors_carry_reason_hint_and_request_id(world, address):
 
 
 def test_retries_keep_every_id_and_stop(world, address):
-    world.failures = [fakes.error_status(14, "busy"), fakes.error_status(8, "full")]
+    world.failures = [
+        fakes.error_status(14, "busy"),
+        fakes.error_status(8, "full", retry_seconds=0.01),
+    ]
     with TrainerClient(address, retry=QUICK) as client:
         reply = client.train_step(SAMPLES, run_id="r", step=1, expected_version=0)
     ids = [request_id for method, request_id in world.calls if method == "TrainStep"]
@@ -111,6 +116,20 @@ def test_other_failures_are_not_tried_again(world, address):
     assert len(world.calls) == 1
 
 
+def test_a_request_that_is_too_large_is_not_tried_again(world, address):
+    world.failures = [fakes.error_status(8, "too large")]
+    with TrainerClient(address, retry=QUICK) as client, pytest.raises(ResourceExhaustedError):
+        client.info()
+    assert len(world.calls) == 1
+
+
+def test_an_export_is_not_tried_again(world, address):
+    world.failures = [fakes.error_status(14, "going away")]
+    with TrainerClient(address, retry=QUICK) as client, pytest.raises(UnavailableError):
+        client.export_model("/tmp/model")
+    assert len(world.calls) == 1
+
+
 def wait_until(condition, seconds=10):
     deadline = time.monotonic() + seconds
     while not condition():
@@ -121,9 +140,34 @@ def wait_until(condition, seconds=10):
 def test_an_open_stream_starts_before_its_first_prompt_and_ends_when_left(world, address):
     with RolloutClient(address) as client:
         with client.open_stream():
-            wait_until(lambda: [method for method, _ in world.calls] == ["Generate"])
-            assert world.open_streams == 1
+            wait_until(lambda: world.open_streams == 1)
+            assert [method for method, _ in world.calls] == ["Generate"]
         wait_until(lambda: world.open_streams == 0)
+
+
+def test_letting_go_of_an_open_stream_cancels_the_call_and_ends_its_thread(world, address):
+    before = set(threading.enumerate())
+
+    def readers():
+        """The threads with which gRPC serves calls of this process."""
+        return [t for t in set(threading.enumerate()) - before if t.name.endswith("(_run)")]
+
+    with RolloutClient(address) as client:
+        stream = client.open_stream()
+        wait_until(lambda: world.open_streams == 1)
+        assert readers()
+        del stream
+        wait_until(lambda: world.open_streams == 0)
+        wait_until(lambda: not readers())
+
+
+def test_events_outlive_the_stream_that_submits(address):
+    with RolloutClient(address) as client:
+        stream = client.open_stream()
+        stream.submit([prompts()[0].named(0)])
+        events = iter(stream)
+        del stream
+        assert sum(event.HasField("finished") for event in events) == 2
 
 
 def test_leaving_a_stream_in_the_middle_cancels_the_call(world, address):
@@ -161,6 +205,22 @@ def test_a_prompt_that_does_not_fit_the_contract_is_refused_before_it_is_sent(
     with RolloutClient(address) as client, pytest.raises(ConfigError, match="out of range"):
         client.generate([Prompt(**({"token_ids": [1]} | change))])
     assert world.calls == []
+
+
+def test_two_prompts_with_one_request_id_are_refused(world, address):
+    twins = [Prompt([1], request_id="a"), Prompt([2], request_id="a")]
+    message = r"^prompts\[1\]\.request_id: 'a' is taken"
+    with RolloutClient(address) as client, pytest.raises(ConfigError, match=message):
+        client.generate(twins)
+    assert world.calls == []
+
+
+@pytest.mark.parametrize("value", ["a", [1.0], {"low": 0.1}])
+def test_an_objective_that_does_not_fit_the_contract_is_named(value):
+    with pytest.raises(ConfigError, match=r"^objective\.clip_ratio_low: "):
+        requests.train_step(
+            [], run_id="r", step=1, expected_version=0, objective={"clip_ratio_low": value}
+        )
 
 
 def test_unreachable_and_unimplemented(address):

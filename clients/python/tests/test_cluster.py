@@ -1,23 +1,29 @@
 """Local clusters, with a stand-in for the server binaries."""
 
 import os
+import re
+import signal
 import stat
+import subprocess
 import sys
 
 import pytest
+import yaml
 
 from tandem.cluster import LocalCluster, find_binary, reachable_host
 from tandem.errors import ConfigError, ServerStartError
 from tandem.settings import ClusterSettings
 
 SERVER = """#!{python}
-import signal, sys, yaml
+import signal, sys, time, yaml
 from concurrent import futures
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 config = yaml.safe_load(open(sys.argv[2]))
 if config.get("model") == "broken":
     print("no such model"); sys.exit(2)
+if config.get("model") == "slow":
+    time.sleep(60)
 server = grpc.server(futures.ThreadPoolExecutor(2))
 checker = health.HealthServicer(); checker.set("", health_pb2.HealthCheckResponse.SERVING)
 health_pb2_grpc.add_HealthServicer_to_server(checker, server)
@@ -105,6 +111,45 @@ def test_a_second_start_keeps_the_logs_of_the_first(build_dir, tmp_path):
     root = tmp_path / "cluster" / "logs"
     assert logs == [root / f"attempt_{n}" / "trainer.log" for n in (1, 2)]
     assert all(log.exists() for log in logs)
+
+
+def test_an_attempt_that_was_removed_is_not_in_the_way(build_dir, tmp_path):
+    settings = ClusterSettings(directory=tmp_path / "cluster", trainer={"model": "m"})
+    root = tmp_path / "cluster" / "logs"
+    for name in ("attempt_1", "attempt_2"):
+        (root / name).mkdir(parents=True)
+    (root / "attempt_1").rmdir()
+    with LocalCluster(settings, build_dir=build_dir) as cluster:
+        assert cluster.trainer.log == root / "attempt_3" / "trainer.log"
+
+
+def test_a_host_that_is_no_text_is_named_before_anything_starts(build_dir, tmp_path):
+    settings = ClusterSettings(directory=tmp_path, rollout=[{}, {"server": {"host": 5}}])
+    cluster = LocalCluster(settings, build_dir=build_dir)
+    with pytest.raises(ConfigError, match=r"rollout\.1\.server\.host: must be a string"), cluster:
+        pass
+    assert [server.name for server in cluster.servers] == ["rollout-0"]
+    assert not (tmp_path / "logs" / "attempt_1" / "rollout-1.log").exists()
+
+
+def test_the_first_ctrl_c_stops_a_start(build_dir, tmp_path):
+    file = tmp_path / "cluster.yaml"
+    file.write_text(yaml.safe_dump({"directory": str(tmp_path), "trainer": {"model": "slow"}}))
+    process = subprocess.Popen(
+        [sys.executable, "-m", "tandem.cli", "up", file, "--json"],
+        env=os.environ | {"TANDEM_BUILD_DIR": str(build_dir)},
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        [pid] = re.findall(r"trainer starts \(pid (\d+)", process.stderr.readline())
+        process.send_signal(signal.SIGINT)
+        process.communicate(timeout=30)
+    finally:
+        process.kill()
+    assert process.returncode == 130
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(pid), 0)
 
 
 def test_a_server_section_that_is_no_mapping_is_named(build_dir, tmp_path):

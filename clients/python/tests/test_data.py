@@ -87,6 +87,8 @@ def test_rows_end_at_line_feeds_alone(tmp_path, codec):
         (b'{"answer": "w1"}', "eval.data.jsonl: {path}:1: a row needs `prompt` or `messages`"),
         (b'{"prompt": 3}', "eval.data.jsonl: {path}:1: `prompt` must be a string"),
         (b'{"messages": "w1"}', "eval.data.jsonl: {path}:1: `messages` must be a list"),
+        (b'{"messages": [{"content": 3}]}', "eval.data.jsonl: {path}:1: `messages` must be a list"),
+        (b'{"prompt": "\\ud800"}', "eval.data.jsonl: {path}:1: not Unicode text: '\\ud800'"),
     ],
 )
 def test_a_bad_file_is_named_with_its_field_and_line(tmp_path, codec, content, message):
@@ -125,16 +127,3 @@ def test_training_data_that_is_all_evaluated_is_refused(tmp_path, codec):
     data = load_dataset(jsonl(tmp_path, {"prompt": "w1"}), codec)
     with pytest.raises(ConfigError, match="every prompt occurs in the evaluation data"):
         data.without({"w1"})
-
-
-def test_pieces_add_up_to_the_text(codec):
-    ids = codec.encode("w1 w2 w3")
-    assert "".join(codec.pieces(ids)) == "w1w2w3"
-    assert codec.eos_token_id == fakes.EOS
-
-
-@pytest.mark.parametrize("template", ["{% for %}", "{{ raise_exception('no system turn') }}"])
-def test_a_chat_template_that_fails_is_named(codec, template):
-    (codec.directory / "chat_template.jinja").write_text(template)
-    with pytest.raises(ConfigError, match=f"chat template of {codec.directory}"):
-        codec.chat([{"role": "user", "content": "w1"}])

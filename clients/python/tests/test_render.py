@@ -18,6 +18,15 @@ def test_control_characters_are_shown_and_not_obeyed():
     assert authored_text(["b\n"], [1], one_line=True).plain == "b\\n"
 
 
+def test_text_stays_as_it_is(capsys):
+    Output().note("3 [junior] :key:")
+    Output().result({}, "4 [senior] :key:")
+    Output(as_json=True).note("5 :key:")
+    printed = capsys.readouterr()
+    assert printed.out == "3 [junior] :key:\n4 [senior] :key:\n"
+    assert printed.err == "5 :key:\n"
+
+
 def test_steps_are_plain_lines_without_a_terminal():
     file = io.StringIO()
     output = Output(console=Console(file=file, width=300))

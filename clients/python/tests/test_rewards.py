@@ -1,6 +1,7 @@
 """Rewards: builtins and the user's own functions."""
 
 import math
+import sys
 
 import pytest
 
@@ -31,11 +32,6 @@ def test_the_last_match_is_the_answer(pattern, text, answer):
     assert answer_extractor(pattern)(text) == answer
 
 
-def test_a_bad_pattern_is_named():
-    with pytest.raises(ConfigError, match=r"^reward\.answer_pattern: "):
-        answer_extractor("(")
-
-
 def test_exact_match_compares_with_the_rows_answer():
     judge = load_reward(RewardSettings())
     assert (judge(EXAMPLE, "w2 "), judge(EXAMPLE, "w3")) == (1.0, 0.0)
@@ -46,6 +42,18 @@ def test_exact_match_compares_with_the_rows_answer():
 def test_rewards_are_python_functions_from_a_file(tmp_path):
     text = "def reward(prompt, response, answer, **row):\n    return row['bonus']\n"
     assert load_reward(written(tmp_path, text))(EXAMPLE, "x") == 0.25
+
+
+def test_a_file_may_define_dataclasses_and_hides_no_module(tmp_path):
+    settings = written(
+        tmp_path,
+        "from __future__ import annotations\n"
+        "from dataclasses import dataclass\n"
+        "@dataclass\nclass Score:\n    value: float\n"
+        "def reward(prompt, response, **row):\n    return Score(0.5).value\n",
+    )
+    assert load_reward(settings)(EXAMPLE, "x") == 0.5
+    assert "judge" not in sys.modules
 
 
 @pytest.mark.parametrize(
@@ -61,8 +69,10 @@ def test_a_function_that_is_not_there_is_refused(name):
     [("def reward(:", "SyntaxError"), ("1 / 0", "ZeroDivisionError"), ("import nope", "nope")],
 )
 def test_a_file_that_cannot_be_imported_is_refused(tmp_path, text, message):
+    settings, before = written(tmp_path, text), set(sys.modules)
     with pytest.raises(ConfigError, match=rf"^reward\.function: .*judge\.py:reward: .*{message}"):
-        load_reward(written(tmp_path, text))
+        load_reward(settings)
+    assert set(sys.modules) == before
 
 
 @pytest.mark.parametrize("value", [None, "much", math.nan, math.inf])

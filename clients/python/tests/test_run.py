@@ -1,15 +1,19 @@
 """Whole runs against fake servers, through the command line."""
 
 import json
+import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
 
-from tandem import demo, settings
+from tandem import demo, run_dir, settings
 from tandem.errors import RunDirectoryError
 from tandem.metrics import CLOCK_KEYS, KEYS
+from tandem.models import ImportedModel
+from tandem.render import Output
 from tandem.run_dir import RunDirectory
 from tandem.settings import RunSettings
 
@@ -132,6 +136,100 @@ def test_a_resumed_run_forgets_nothing_before_its_checkpoint_is_loaded(world, ru
     assert [line["step"] for line in lines(run / "metrics.jsonl")] == [1, 2, 3, 4]
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_start_that_is_interrupted_stops_at_once_and_loses_nothing(
+    world, run_file, tmp_path, monkeypatch, number
+):
+    tandem("train", run_file, "steps=1")
+    before = contents(tmp_path / "run")
+    waiting, done = threading.Event(), threading.Event()
+
+    def hold(method, context):
+        waiting.set()
+        done.wait(60)
+
+    monkeypatch.setattr(world, "enter", hold)
+    process = subprocess.Popen([sys.executable, "-m", "tandem.cli", "train", run_file, "--clean"])
+    try:
+        assert waiting.wait(60)
+        process.send_signal(number)
+        assert process.wait(30) == 130
+    finally:
+        process.kill()
+        done.set()
+    assert contents(tmp_path / "run") == before
+
+
+def test_a_demo_that_is_interrupted_before_its_training_loses_nothing(run_file, monkeypatch):
+    def interrupted(session):
+        raise KeyboardInterrupt
+
+    config = settings.load(RunSettings, run_file)
+    with demo.open_run(config) as run:
+        run.begin()
+        run.write_metrics({"step": 1})
+    before = contents(run.path)
+    model = ImportedModel(config.tokenizer, "", parameters=1, already_there=True)
+    monkeypatch.setattr(demo, "import_model", lambda *_: model)
+    monkeypatch.setattr(demo, "evaluate", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        demo.run_demo(config, Output())
+    assert contents(run.path) == before
+
+
+@pytest.mark.parametrize("clean", [False, True])
+@pytest.mark.parametrize("cut_at", ["run.json", "config.yaml"])
+def test_a_start_that_was_cut_off_is_no_foreign_directory(run_file, monkeypatch, clean, cut_at):
+    config = settings.load(RunSettings, run_file)
+    if clean:
+        with RunDirectory.open(config, "train") as run:
+            run.begin()
+        (run.path / "notes.txt").write_text("x")
+    write = run_dir.write_atomically
+
+    def cut_off(path, text):
+        if path.name != cut_at:
+            return write(path, text)
+        path.with_name(f".{path.name}.tmp").write_text(text[:5])
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(run_dir, "write_atomically", cut_off)
+    with pytest.raises(KeyboardInterrupt), RunDirectory.open(config, "train", clean=clean) as run:
+        run.begin()
+    monkeypatch.undo()
+    with RunDirectory.open(config, "train", clean=True) as run:
+        run.begin()
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "says"),
+    [
+        ("state.json", '{"step": 1, "stepz": 2}', "state.json: .*"),
+        ("state.json", "[]", "state.json: not a JSON object"),
+        ("run.json", '{"kind": "train"}', "run.json: run_id: not a string"),
+        ("config.yaml", None, "config.yaml: No such file"),
+        ("config.yaml", "a: [", "config.yaml: not YAML"),
+        ("config.yaml", "7", "config.yaml: the file must be a mapping"),
+        ("metrics.jsonl", '{"step": 1}\n{"st\n', "metrics.jsonl:2: not JSON"),
+        ("metrics.jsonl", "{}\n", "metrics.jsonl:1: step: not an integer"),
+        ("evals.jsonl", "7\n", "evals.jsonl:1: not a JSON object"),
+    ],
+)
+def test_a_damaged_file_of_a_run_is_named(run_file, tmp_path, name, text, says):
+    config = settings.load(RunSettings, run_file)
+    with RunDirectory.open(config, "train") as run:
+        run.begin()
+        run.write_state(run_dir.SavedState(1, 1, "checkpoints/step_000001"))
+    if text is None:
+        (run.path / name).unlink()
+    else:
+        (run.path / name).write_text(text)
+    before = contents(run.path)
+    with pytest.raises(RunDirectoryError, match=f"^{run.path}/{says}"):
+        RunDirectory.open(config, "train", resume=True)
+    assert contents(run.path) == before
+
+
 def test_clean_leaves_logs_and_what_no_run_wrote(run_file, tmp_path):
     tandem("train", run_file)
     (tmp_path / "run" / "notes.txt").write_text("x")
@@ -227,6 +325,14 @@ def test_sft_sends_answers_with_the_end_of_sequence(world, run_file, tmp_path):
     assert [header.num_samples for header in world.headers] == [5, 5]
     assert world.headers[0].WhichOneof("objective") == "supervised"
     assert lines(tmp_path / "run" / "metrics.jsonl")[0]["tokens/response"] == 10
+
+
+def test_sft_without_an_end_of_sequence_is_refused_before_anything_is_written(run_file, tmp_path):
+    (tmp_path / "model" / "tokenizer_config.json").write_text("{}")
+    done = tandem("sft", run_file, "steps=1", check=2)
+    assert f"sft.append_eos: {tmp_path / 'model'} names no end" in done.stderr
+    assert contents(tmp_path / "run") == {".lock": b""}
+    tandem("sft", run_file, "steps=1", "sft.append_eos=false")
 
 
 def test_eval_reports_accuracy_and_pass_at_k(run_file):

@@ -1,5 +1,7 @@
 """What a session sees to between the servers."""
 
+import json
+import time
 from types import SimpleNamespace
 
 import grpc
@@ -9,10 +11,12 @@ import yaml
 from tandem import settings
 from tandem.errors import (
     ConfigError,
+    DeadlineError,
     FailedPreconditionError,
     ServerStartError,
     UnavailableError,
 )
+from tandem.requests import Prompt
 from tandem.session import Session
 from tandem.settings import RunSettings
 
@@ -24,6 +28,54 @@ def config(run_file):
 
 def published(world):
     return sum(method == "PublishWeights" for method, _ in world.calls)
+
+
+def test_every_call_may_take_as_long_as_the_settings_say(world, config, address, monkeypatch):
+    config.servers.critic = address
+    config.servers.timeout_seconds = 0.5
+    with Session(config) as session, session.critic() as critic:
+        clients = [session.trainer, critic, *session.rollouts.clients]
+        assert {client.timeout_seconds for client in clients} == {0.5}
+        monkeypatch.setattr(world, "enter", lambda *_: time.sleep(2))
+        with pytest.raises(DeadlineError):
+            session.rollouts.generate([Prompt([1], seed=1)])
+
+
+def test_held_out_rows_are_left_out_whatever_the_formats_say(config, tmp_path):
+    held_out = tmp_path / "held_out.jsonl"
+    held_out.write_text('{"prompt": "w2 w3"}\n{"prompt": "the words w3 w4"}\n')
+    config.data.format = "{prompt} w9"
+    config.eval.data = settings.DataSettings(jsonl=held_out, extract=r"w\d+ w\d+")
+    with Session(config) as session:
+        assert [example.text for example in session.eval_data.examples] == ["w2 w3", "w3 w4"]
+        assert len(session.data) == 18
+        assert not {"w2 w3", "w3 w4"} & {example.row["prompt"] for example in session.data.examples}
+
+
+def test_rows_that_share_only_a_part_of_the_prompt_are_not_held_out(config, tmp_path):
+    for name, passages in (("data", (1, 2, 3)), ("held_out", (3,))):
+        rows = [json.dumps({"prompt": "w9", "passage": f"w{i}"}) for i in passages]
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(rows))
+    config.data.jsonl, config.data.format = tmp_path / "data.jsonl", "{passage} {prompt}"
+    config.eval.data = settings.DataSettings(
+        jsonl=tmp_path / "held_out.jsonl", format="{prompt} {passage}"
+    )
+    with Session(config) as session:
+        assert {example.row["passage"] for example in session.data.examples} == {"w1", "w2"}
+
+
+def test_held_out_conversations_are_left_out_whatever_the_order_of_their_keys(config, tmp_path):
+    for name, count in (("data", 2), ("held_out", 1)):
+        turns = [[{"role": "user", "content": f"w{i}"}] for i in range(count)]
+        if name == "held_out":
+            turns = [[dict(reversed(message.items())) for message in turn] for turn in turns]
+        rows = [json.dumps({"messages": turn}) for turn in turns]
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(rows))
+    config.data.jsonl = tmp_path / "data.jsonl"
+    config.eval.data = settings.DataSettings(jsonl=tmp_path / "held_out.jsonl")
+    with Session(config) as session:
+        [left] = session.data.examples
+    assert left.row["messages"][0]["content"] == "w1"
 
 
 def test_another_version_is_published_and_the_same_weights_are_not(world, config):

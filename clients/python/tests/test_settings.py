@@ -58,9 +58,29 @@ def test_later_overrides_win_and_values_are_yaml(file):
         ("sampling.max_tokens=2147483648", "sampling.max_tokens: Input should be less"),
         ("tandem.boundary_token_ids=[-1]", "tandem.boundary_token_ids.0: Input should be greater"),
         ("servers.rollout.3=x", "servers.rollout: Input should be a valid list"),
+        ("run_dir=2024-13-45", "override 'run_dir=2024-13-45': the value is not YAML: month must"),
+        ("run_dir=!!bool x", "the value is not YAML"),
+        ("run_dir=" + "[" * 5000, "the value is not YAML"),
     ],
 )
 def test_mistakes_are_named_by_path(file, override, message):
+    with pytest.raises(ConfigError) as caught:
+        load(file, override)
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("servers.rollout.0.x=1", "servers.rollout.0: Input should be a valid string"),
+        ("eval.k.0.a.b=1", "eval.k.0: Input should be a valid integer"),
+        ("eval.k.1=1", "override 'eval.k.1=1': no item 1 in a list of 1"),
+        ("eval.k.²=1", "override 'eval.k.²=1': no item ² in a list of 1"),
+        ("eval.k.x.y=1", "override 'eval.k.x.y=1': no item x in a list of 1"),
+    ],
+)
+def test_mistakes_inside_lists_are_named_by_path(file, override, message):
+    file.write_text(BASE + "servers: {rollout: [a:1]}\neval: {k: [1]}\n")
     with pytest.raises(ConfigError) as caught:
         load(file, override)
     assert message in str(caught.value)
@@ -79,6 +99,13 @@ def test_known_keys_are_listed_once(file):
 def test_a_file_that_is_no_text_is_refused(file):
     file.write_bytes(b"run_dir: \xff")
     with pytest.raises(ConfigError, match="not UTF-8"):
+        load(file)
+
+
+@pytest.mark.parametrize("text", ["run_dir: 2024-13-45", "run_dir: [", "run_dir: !!float x"])
+def test_a_file_that_is_no_yaml_is_refused(file, text):
+    file.write_text(text)
+    with pytest.raises(ConfigError, match=f"^{file}: not YAML: "):
         load(file)
 
 

@@ -42,11 +42,30 @@ def test_enums_go_by_short_name_and_unknown_ones_are_explained():
     objective = to_message(
         {"aggregation": "seq_mean_token_sum", "dual_clip": None, "clip_ratio_low": 0.1},
         objective_pb2.PolicyObjective(),
+        "objective",
     )
     assert objective.aggregation == objective_pb2.AGGREGATION_SEQ_MEAN_TOKEN_SUM
     assert not objective.HasField("dual_clip")
-    with pytest.raises(ConfigError, match="'wrd' is none of bernoulli"):
-        to_message({"selection_strategy": "wrd"}, sampling_pb2.TandemConfig())
+    with pytest.raises(ConfigError, match=r"^tandem.selection_strategy: 'wrd' is none of bernoul"):
+        to_message({"selection_strategy": "wrd"}, sampling_pb2.TandemConfig(), "tandem")
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"prob": 1}, "tandem: TandemConfig has no field 'prob'"),
+        ({"prob_senior": "half"}, "tandem.prob_senior: must be real number"),
+        ({"prob_senior": [0.5]}, "tandem.prob_senior: "),
+        ({"selection_strategy": 1.5}, "tandem.selection_strategy: "),
+        ({"chunk_size": 2**31}, "tandem.chunk_size: Value out of range"),
+        ({"boundary_token_ids": 7}, "tandem.boundary_token_ids: "),
+        ({"boundary_token_ids": ["a"]}, "tandem.boundary_token_ids: "),
+    ],
+)
+def test_a_value_that_does_not_fit_its_field_is_named(values, message):
+    with pytest.raises(ConfigError) as caught:
+        to_message(values, sampling_pb2.TandemConfig(), "tandem")
+    assert str(caught.value).startswith(message)
 
 
 def test_record_sorts_log_probs_by_model():

@@ -1,0 +1,65 @@
+"""Tokens and text."""
+
+import re
+
+import fakes
+import pytest
+
+from tandem.errors import ConfigError
+from tandem.text import TextCodec
+
+
+@pytest.fixture
+def directory(tmp_path):
+    return fakes.write_tokenizer(tmp_path / "model")
+
+
+@pytest.fixture
+def codec(directory):
+    return TextCodec(directory)
+
+
+def test_pieces_add_up_to_the_text(codec):
+    ids = codec.encode("w1 w2 w3")
+    assert "".join(codec.pieces(ids)) == "w1w2w3"
+    assert codec.eos_token_id == fakes.EOS
+
+
+@pytest.mark.parametrize("template", ["{% for %}", "{{ raise_exception('no system turn') }}"])
+def test_a_chat_template_that_fails_is_named(codec, template):
+    (codec.directory / "chat_template.jinja").write_text(template)
+    with pytest.raises(ConfigError, match=f"chat template of {codec.directory}"):
+        codec.chat([{"role": "user", "content": "w1"}])
+
+
+def test_content_that_the_template_cannot_write_is_named(codec):
+    (codec.directory / "chat_template.jinja").write_text("{{ '>' + messages[0]['content'] }}")
+    with pytest.raises(ConfigError, match=f"chat template of {codec.directory}: TypeError"):
+        codec.chat([{"role": "user", "content": [{"type": "text", "text": "w1"}]}])
+
+
+def test_half_a_character_is_named(codec):
+    with pytest.raises(ConfigError, match=f"^tokenizer: {codec.directory}: .*not Unicode text"):
+        codec.encode("w1 \ud800")
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("tokenizer.json", b"{", "EOF while parsing"),
+        ("tokenizer_config.json", b"{", "not JSON"),
+        ("tokenizer_config.json", b"\xff", "not UTF-8"),
+        ("tokenizer_config.json", b"[]", "not a JSON object"),
+    ],
+)
+def test_a_damaged_file_is_named(directory, name, content, message):
+    (directory / name).write_bytes(content)
+    with pytest.raises(ConfigError, match=f"^tokenizer: {re.escape(str(directory / name))}: ") as e:
+        TextCodec(directory)
+    assert message in str(e.value)
+
+
+def test_a_special_token_that_is_no_string_is_named(directory):
+    (directory / "tokenizer_config.json").write_text('{"eos_token": 5}')
+    with pytest.raises(ConfigError, match="eos_token is not a string"):
+        _ = TextCodec(directory).eos_token_id
