@@ -349,7 +349,8 @@ def show(
     as_json: JsonFlag = False,
 ) -> None:
     """Trajectories of a step, coloured by author; with --json one record a line."""
-    from tandem.run_dir import read_json_lines, trajectory_file
+    from tandem.run_dir import trajectory_file
+    from tandem.run_files import read_json_lines
     from tandem.text import TextCodec
 
     output = Output(as_json=as_json)

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import fcntl
 import json
-import os
 import re
 import shutil
 import uuid
@@ -33,6 +32,14 @@ from pydantic.dataclasses import dataclass
 
 from tandem import settings as settings_module
 from tandem.errors import RunDirectoryError
+from tandem.run_files import (
+    placed_objects,
+    read_json,
+    read_json_lines,
+    read_text,
+    temporary_name,
+    write_atomically,
+)
 from tandem.settings import RunSettings
 
 # A resumed run may change these; everything else must stay as it was.
@@ -204,7 +211,7 @@ def require_one(resume: bool, clean: bool) -> None:
 def kind_of_run(path: Path) -> str | None:
     """The command that wrote the run directory `path`; None if it holds no run."""
     file = path / _IDENTITY
-    return _read_json(file).get("kind", "unknown") if file.exists() else None
+    return read_json(file).get("kind", "unknown") if file.exists() else None
 
 
 def last_checkpoint(path: Path) -> SavedState:
@@ -213,7 +220,7 @@ def last_checkpoint(path: Path) -> SavedState:
     if not file.exists():
         raise RunDirectoryError(f"{path} has no checkpoint", hint="--clean starts the run again")
     try:
-        return SavedState(**_read_json(file))
+        return SavedState(**read_json(file))
     except ValidationError as error:
         [problem, *_] = error.errors()
         field = ".".join(map(str, problem["loc"]))
@@ -233,25 +240,9 @@ def trajectory_file(path: Path, step: int) -> Path:
     return path / "trajectories" / f"step_{step}.jsonl"
 
 
-def read_json_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """The objects of a JSON-lines file; RunDirectoryError names the line that is none."""
-    for _, value in _placed_objects(path, _read_text(path).split("\n")):
-        yield value
-
-
 def next_attempt(logs: Path) -> int:
     """The N after the last attempt_N of a folder, whatever was removed in between."""
     return 1 + max(map(_number, logs.glob("attempt_*")), default=0)
-
-
-def write_atomically(path: Path, text: str) -> None:
-    """Replaces a file so that no reader, and no crash, sees half of it."""
-    temporary = path.with_name(_temporary(path.name))
-    with temporary.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
 
 
 @contextmanager
@@ -272,13 +263,13 @@ def _admit(path: Path, resume: bool, clean: bool) -> None:
             hint="--resume goes on after its last checkpoint, --clean throws it away",
         )
     # Of a start that was cut off before it became a run, or of a run that was removed by hand.
-    left = {_LOCK, _LOGS, _temporary(_IDENTITY)}
+    left = {_LOCK, _LOGS, temporary_name(_IDENTITY)}
     if path.exists() and not holds_run and {entry.name for entry in path.iterdir()} - left:
         raise RunDirectoryError(f"{path} is not empty and not a run directory")
 
 
 def _run_id(path: Path) -> str:
-    run_id = _read_json(path / _IDENTITY).get("run_id")
+    run_id = read_json(path / _IDENTITY).get("run_id")
     if not isinstance(run_id, str):
         raise RunDirectoryError(f"{path / _IDENTITY}: run_id: not a string")
     return run_id
@@ -287,7 +278,7 @@ def _run_id(path: Path) -> str:
 def _require_same(path: Path, config: RunSettings) -> None:
     file = path / "config.yaml"
     try:
-        before = yaml.safe_load(_read_text(file))
+        before = yaml.safe_load(read_text(file))
     except yaml.YAMLError as error:
         raise RunDirectoryError(f"{file}: not YAML: {error}") from None
     if not isinstance(before, dict):
@@ -298,41 +289,6 @@ def _require_same(path: Path, config: RunSettings) -> None:
         raise RunDirectoryError(
             f"{path}: a resumed run must keep its configuration; changed: {', '.join(changed)}"
         )
-
-
-def _temporary(name: str) -> str:
-    return f".{name}.tmp"
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    return _json_object(_read_text(path), str(path))
-
-
-def _read_text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise RunDirectoryError(f"{path}: {error.strerror}") from None
-    except UnicodeDecodeError as error:
-        raise RunDirectoryError(f"{path}: not UTF-8: {error.reason}") from None
-
-
-def _placed_objects(path: Path, lines: Iterable[str]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The objects of the lines of `path` that are not blank, each with its PATH:LINE."""
-    for number, line in enumerate(lines, start=1):
-        if line.strip():
-            place = f"{path}:{number}"
-            yield place, _json_object(line, place)
-
-
-def _json_object(text: str, place: str) -> dict[str, Any]:
-    try:
-        value = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise RunDirectoryError(f"{place}: not JSON: {error}") from None
-    if not isinstance(value, dict):
-        raise RunDirectoryError(f"{place}: not a JSON object")
-    return value
 
 
 def _remove_run(path: Path) -> None:
@@ -370,9 +326,9 @@ def _steps_until(file: Path, step: int) -> list[dict[str, Any]]:
     if not file.exists():
         return []
     # After the last line feed stands nothing, or a line that a crash cut off.
-    *complete, _ = _read_text(file).split("\n")
+    *complete, _ = read_text(file).split("\n")
     kept = []
-    for place, value in _placed_objects(file, complete):
+    for place, value in placed_objects(file, complete):
         if not isinstance(value.get("step"), int):
             raise RunDirectoryError(f"{place}: step: not an integer")
         if value["step"] <= step:

@@ -1,0 +1,65 @@
+"""The files of a run directory: read with errors that name file and line, replaced atomically."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from tandem.errors import RunDirectoryError
+
+
+def read_text(path: Path) -> str:
+    """The text of a UTF-8 file."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise RunDirectoryError(f"{path}: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise RunDirectoryError(f"{path}: not UTF-8: {error.reason}") from None
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object of a JSON file."""
+    return _json_object(read_text(path), str(path))
+
+
+def read_json_lines(path: Path) -> Iterator[dict[str, Any]]:
+    """The objects of a JSON-lines file; RunDirectoryError names the line that is none."""
+    for _, value in placed_objects(path, read_text(path).split("\n")):
+        yield value
+
+
+def placed_objects(path: Path, lines: Iterable[str]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The objects of the lines of `path` that are not blank, each with its PATH:LINE."""
+    for number, line in enumerate(lines, start=1):
+        if line.strip():
+            place = f"{path}:{number}"
+            yield place, _json_object(line, place)
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Replaces a file so that no reader, and no crash, sees half of it."""
+    temporary = path.with_name(temporary_name(path.name))
+    with temporary.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
+
+
+def temporary_name(name: str) -> str:
+    """Under what name write_atomically() prepares the file `name`."""
+    return f".{name}.tmp"
+
+
+def _json_object(text: str, place: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise RunDirectoryError(f"{place}: not JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise RunDirectoryError(f"{place}: not a JSON object")
+    return value
