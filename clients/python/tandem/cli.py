@@ -139,12 +139,7 @@ def _run(
         Session(settings, output.note) as session,
         StepDisplay(output, run.first_step, settings.steps, run.elapsed_seconds) as display,
     ):
-
-        def on_step(line: dict[str, Any]) -> None:
-            display.step(line)
-            run.log.write(json.dumps(line) + "\n")
-
-        last = loop(session, run, on_step, stop)
+        last = loop(session, run, display.step, stop)
         summary = {"run_dir": str(run.path), "last_step": last, "run_id": run.run_id}
         output.result(summary, f"{display.waiting()}\nrun directory: {run.path}")
     if stop.requested and last < settings.steps:
@@ -313,9 +308,9 @@ def status(
 
     output = Output(as_json=as_json)
     rows = [
-        _status_row("rollout", RolloutClient(rollout, timeout_seconds=5)),
-        _status_row("trainer", TrainerClient(trainer, timeout_seconds=5)),
-        _status_row("critic", CriticClient(critic, timeout_seconds=5)),
+        _status_row(RolloutClient(rollout, timeout_seconds=5)),
+        _status_row(TrainerClient(trainer, timeout_seconds=5)),
+        _status_row(CriticClient(critic, timeout_seconds=5)),
     ]
     output.result({"servers": rows}, output.rows(rows))
     if not any(row["health"] == "SERVING" for row in rows):
@@ -434,9 +429,9 @@ def _show_settings(output: Output, settings: RunSettings) -> None:
     output.result({"config": settings.model_dump(mode="json"), "derived": derived}, text)
 
 
-def _status_row(role: str, client: Any) -> dict[str, Any]:
+def _status_row(client: Any) -> dict[str, Any]:
     """What `tandem status` says of one server; closes the client."""
-    row: dict[str, Any] = {"role": role, "address": client.address}
+    row: dict[str, Any] = {"role": client.role, "address": client.address}
     with client:
         row["health"] = client.health()
         if row["health"] != "SERVING":
@@ -444,7 +439,7 @@ def _status_row(role: str, client: Any) -> dict[str, Any]:
         try:
             server = client.info().server
         except NotImplementedByServerError:
-            return row | {"problem": f"not a {role} server"}
+            return row | {"problem": f"not a {client.role} server"}
         except RpcError as error:
             return row | {"problem": str(error)}
     return row | {

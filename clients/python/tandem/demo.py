@@ -9,7 +9,6 @@ it with the frozen start as its junior, asks the same questions again, and says 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 import time
@@ -79,7 +78,6 @@ def run_demo(settings: RunSettings, output: Output) -> int:
             def on_step(line: dict[str, Any]) -> None:
                 lines.append(line)
                 display.step(line)
-                run.log.write(json.dumps(line) + "\n")
 
             last = train(session, run, on_step, stop)
         if stop.requested:

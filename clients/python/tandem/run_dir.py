@@ -162,8 +162,10 @@ class RunDirectory:
         return self.state.step + 1 if self.state else 1
 
     def write_metrics(self, line: Mapping[str, Any]) -> None:
-        """Appends one line to metrics.jsonl."""
-        self._metrics.write(json.dumps(line) + "\n")
+        """Appends one line to metrics.jsonl and to the log."""
+        text = json.dumps(line) + "\n"
+        self._metrics.write(text)
+        self.log.write(text)
 
     def write_eval(self, line: Mapping[str, Any]) -> None:
         """Appends one line to evals.jsonl."""
