@@ -2,28 +2,24 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from tandem import text_files
 from tandem.errors import RunDirectoryError
+from tandem.text_files import json_object
 
 
 def read_text(path: Path) -> str:
     """The text of a UTF-8 file."""
-    try:
-        return path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise RunDirectoryError(f"{path}: {error.strerror}") from None
-    except UnicodeDecodeError as error:
-        raise RunDirectoryError(f"{path}: not UTF-8: {error.reason}") from None
+    return text_files.read_text(path, str(path), RunDirectoryError)
 
 
 def read_json(path: Path) -> dict[str, Any]:
     """The object of a JSON file."""
-    return _json_object(read_text(path), str(path))
+    return json_object(read_text(path), str(path), RunDirectoryError)
 
 
 def read_json_lines(path: Path) -> Iterator[dict[str, Any]]:
@@ -37,7 +33,7 @@ def placed_objects(path: Path, lines: Iterable[str]) -> Iterator[tuple[str, dict
     for number, line in enumerate(lines, start=1):
         if line.strip():
             place = f"{path}:{number}"
-            yield place, _json_object(line, place)
+            yield place, json_object(line, place, RunDirectoryError)
 
 
 def write_atomically(path: Path, text: str) -> None:
@@ -53,13 +49,3 @@ def write_atomically(path: Path, text: str) -> None:
 def temporary_name(name: str) -> str:
     """Under what name write_atomically() prepares the file `name`."""
     return f".{name}.tmp"
-
-
-def _json_object(text: str, place: str) -> dict[str, Any]:
-    try:
-        value = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise RunDirectoryError(f"{place}: not JSON: {error}") from None
-    if not isinstance(value, dict):
-        raise RunDirectoryError(f"{place}: not a JSON object")
-    return value

@@ -25,6 +25,7 @@ from pydantic import (
 )
 
 from tandem.errors import ConfigError
+from tandem.text_files import read_text
 
 # The contract's counts and token ids are int32.
 INT32_MAX = 2**31 - 1
@@ -301,12 +302,9 @@ def load(schema: type[Model], path: Path, overrides: Sequence[str] = ()) -> Mode
 
     Raises ConfigError, with the dotted path of every problem.
     """
+    text = read_text(path, str(path))
     try:
-        values = _read_yaml(path.read_text(encoding="utf-8")) or {}
-    except OSError as error:
-        raise ConfigError(f"{path}: {error.strerror}") from None
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{path}: not UTF-8: {error.reason} at byte {error.start}") from None
+        values = _read_yaml(text) or {}
     except ValueError as error:
         raise ConfigError(f"{path}: not YAML: {error}") from None
     if not isinstance(values, dict):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ import jinja2.sandbox
 from tokenizers import Tokenizer
 
 from tandem.errors import ConfigError
+from tandem.text_files import json_object, read_text
 
 
 class TextCodec:
@@ -90,7 +90,11 @@ class TextCodec:
 
     def _chat_template(self) -> str:
         file = self.directory / "chat_template.jinja"
-        source = _read_text(file) if file.exists() else self._config.get("chat_template")
+        source = (
+            read_text(file, f"tokenizer: {file}")
+            if file.exists()
+            else self._config.get("chat_template")
+        )
         if not isinstance(source, str):
             raise ConfigError(
                 f"tokenizer: {self.directory} has no chat template", hint="use template: raw"
@@ -119,23 +123,5 @@ def _read_tokenizer(file: Path) -> Tokenizer:
 
 
 def _read_config(file: Path) -> dict[str, Any]:
-    if not file.exists():
-        return {}
-    try:
-        config = json.loads(_read_text(file))
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"tokenizer: {file}: not JSON: {error}") from None
-    if not isinstance(config, dict):
-        raise ConfigError(f"tokenizer: {file}: not a JSON object")
-    return config
-
-
-def _read_text(file: Path) -> str:
-    try:
-        return file.read_text(encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"tokenizer: {file}: {error.strerror}") from None
-    except UnicodeDecodeError as error:
-        raise ConfigError(
-            f"tokenizer: {file}: not UTF-8: {error.reason} at byte {error.start}"
-        ) from None
+    place = f"tokenizer: {file}"
+    return json_object(read_text(file, place), place) if file.exists() else {}
