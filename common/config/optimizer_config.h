@@ -2,7 +2,7 @@
 #ifndef TANDEM_COMMON_CONFIG_OPTIMIZER_CONFIG_H_
 #define TANDEM_COMMON_CONFIG_OPTIMIZER_CONFIG_H_
 
-#include "common/parallel/optimizer_options.h"
+#include "common/training/optimizer_options.h"
 #include "tandem/config/v1/server_config.pb.h"
 
 namespace tandem::config {

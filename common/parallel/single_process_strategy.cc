@@ -9,15 +9,15 @@
 #include "absl/strings/str_cat.h"
 #include "common/base/error.h"
 #include "common/base/status_macros.h"
-#include "common/parallel/learning_rate.h"
 #include "common/tensor/aten_bytes.h"
 #include "common/tensor/catch_torch_errors.h"
+#include "common/training/learning_rate.h"
 
 namespace tandem::parallel {
 
 absl::Status SingleProcessStrategy::Build(const NamedTensors& parameters,
                                           const OptimizerOptions& options) {
-  TANDEM_RETURN_IF_ERROR(CheckOptimizerOptions(options));
+  TANDEM_RETURN_IF_ERROR(training::CheckOptimizerOptions(options));
   for (const auto& [name, parameter] : parameters) {
     if (!parameter.is_leaf() || !parameter.requires_grad() ||
         parameter.scalar_type() != at::kFloat) {
@@ -33,7 +33,7 @@ absl::Status SingleProcessStrategy::Build(const NamedTensors& parameters,
       gradients_.push_back(at::zeros_like(parameter.detach()));
       parameter.mutable_grad() = gradients_.back();
     }
-    optimizer_ = std::make_unique<AdamW>(parameters_, options_);
+    optimizer_ = std::make_unique<training::AdamW>(parameters_, options_);
     return absl::OkStatus();
   });
 }
@@ -60,13 +60,13 @@ absl::StatusOr<OptimizerReport> SingleProcessStrategy::OptimizerStep() {
   OptimizerReport report;
   TANDEM_RETURN_IF_ERROR(CatchTorchErrors("optimizer step", [&]() -> absl::Status {
     // Autograd adds in place, so the gradients are still the ones given to the parameters.
-    report.grad_norm = GlobalNorm(gradients_);
+    report.grad_norm = training::GlobalNorm(gradients_);
     if (!std::isfinite(report.grad_norm)) {
       return absl::InternalError("the gradient norm is not finite; nothing was applied");
     }
     const double factor = options_.max_grad_norm / (report.grad_norm + 1e-6);
     if (options_.max_grad_norm > 0 && factor < 1) at::_foreach_mul_(gradients_, factor);
-    report.learning_rate = LearningRateAt(options_, optimizer_->steps());
+    report.learning_rate = training::LearningRateAt(options_, optimizer_->steps());
     optimizer_->Step(gradients_, report.learning_rate);
     return absl::OkStatus();
   }));

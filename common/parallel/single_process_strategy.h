@@ -6,8 +6,8 @@
 #include <string>
 #include <vector>
 
-#include "common/parallel/adamw.h"
 #include "common/parallel/strategy.h"
+#include "common/training/adamw.h"
 
 namespace tandem::parallel {
 
@@ -31,7 +31,7 @@ class SingleProcessStrategy : public Strategy {
   OptimizerOptions options_;
   NamedTensors parameters_;
   std::vector<at::Tensor> gradients_;
-  std::unique_ptr<AdamW> optimizer_;
+  std::unique_ptr<training::AdamW> optimizer_;
 };
 
 }  // namespace tandem::parallel

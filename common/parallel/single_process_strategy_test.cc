@@ -48,7 +48,7 @@ TEST(SingleProcessStrategyTest, ClipsByGlobalNormAndReportsIt) {
   ASSERT_TRUE(RunBackward(strategy, parameters).ok());
   const OptimizerReport report = strategy.OptimizerStep().value();
   EXPECT_NEAR(report.grad_norm, std::sqrt(16.0 * 30 + 1), 1e-5);
-  EXPECT_NEAR(GlobalNorm({strategy.Gradient("w"), strategy.Gradient("b")}), 0.5, 1e-6);
+  EXPECT_NEAR(training::GlobalNorm({strategy.Gradient("w"), strategy.Gradient("b")}), 0.5, 1e-6);
   EXPECT_EQ(strategy.optimizer_steps(), 1);
 }
 

@@ -14,8 +14,8 @@
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
 #include "absl/types/span.h"
-#include "common/parallel/optimizer_options.h"
 #include "common/tensor/named_tensors.h"
+#include "common/training/optimizer_options.h"
 
 namespace tandem::parallel {
 

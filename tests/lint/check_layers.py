@@ -31,20 +31,14 @@ LAYERS: dict[str, set[str]] = {
     "common/model": {"common/base", "common/tensor", "common/ops"},
     "common/loss": {"common/base", "common/tensor", "common/ops"},
     "common/checkpoint": {"common/base", "common/tensor"},
+    "common/training": {"common/base", "common/tensor", "common/ops", "common/loss"},
     "common/parallel": {
         "common/base",
         "common/tensor",
         "common/ops",
         "common/loss",
         "common/model",
-        "common/checkpoint",
-    },
-    "common/speculator": {
-        "common/base",
-        "common/tensor",
-        "common/ops",
-        "common/model",
-        "common/loss",
+        "common/training",
     },
     # Turns config messages into the plain option structs of these layers.
     "common/config": {
@@ -56,7 +50,7 @@ LAYERS: dict[str, set[str]] = {
         "common/model",
         "common/loss",
         "common/checkpoint",
-        "common/parallel",
+        "common/training",
         "proto",
     },
     # Converts between messages and the plain structs of these layers; rule 2 keeps torch out.
@@ -79,9 +73,11 @@ LAYERS: dict[str, set[str]] = {
     },
 }
 _COMMON = {name for name in LAYERS if name.startswith("common/")}
+# The halves of engines and services that trainer and critic share.
+LAYERS["services/training"] = _COMMON - {"common/rpc", "common/config"}
 for _server in ("rollout", "trainer", "critic"):
     _engine, _service = f"services/{_server}/engine", f"services/{_server}/service"
-    LAYERS[_engine] = _COMMON - {"common/rpc", "common/config"}
+    LAYERS[_engine] = (_COMMON - {"common/rpc", "common/config"}) | {"services/training"}
     LAYERS[_service] = {_engine, *_COMMON, "clients/cpp", "proto"}
     LAYERS[f"services/{_server}"] = {_engine, _service, *_COMMON, "clients/cpp", "proto"}
 

@@ -13,12 +13,12 @@
 #include "common/loss/loss_scale.h"
 #include "common/loss/value_loss.h"
 #include "common/model/model.h"
-#include "common/parallel/micro_batches.h"
 #include "common/parallel/strategy.h"
-#include "common/parallel/training_checkpoint.h"
-#include "common/parallel/weight_snapshot.h"
 #include "common/tensor/catch_torch_errors.h"
+#include "common/training/micro_batches.h"
+#include "common/training/weight_snapshot.h"
 #include "services/critic/engine/value_step.h"
+#include "services/training/training_checkpoint.h"
 
 namespace tandem::critic {
 namespace {
@@ -48,7 +48,7 @@ class TorchEngine : public Engine {
  private:
   explicit TorchEngine(const EngineOptions& options) : options_(options) {}
 
-  parallel::SequenceLimits Limits() const;
+  training::SequenceLimits Limits() const;
   absl::StatusOr<TrainStepResult> Update(const TrainStepRequest& request);
   void RefreshInfo();
 
@@ -56,7 +56,7 @@ class TorchEngine : public Engine {
   mutable std::mutex mutex_;  // one operation at a time
   std::unique_ptr<Model> model_;
   std::unique_ptr<parallel::Strategy> strategy_;
-  parallel::TrainingState state_{.kind = "critic"};
+  training::TrainingState state_{.kind = "critic"};
 
   mutable std::mutex info_mutex_;
   EngineInfo info_;
@@ -84,7 +84,7 @@ absl::StatusOr<std::unique_ptr<Engine>> TorchEngine::Create(const EngineOptions&
   return engine;
 }
 
-parallel::SequenceLimits TorchEngine::Limits() const {
+training::SequenceLimits TorchEngine::Limits() const {
   const ModelConfig& config = model_->config();
   return {.vocab_size = config.vocab_size,
           .max_model_len = config.LongestSequence(options_.max_model_len)};
@@ -94,7 +94,7 @@ void TorchEngine::RefreshInfo() {
   EngineInfo info;
   info.model = model_->Summary(Limits().max_model_len);
   info.version = state_.version;
-  info.weights_digest = parallel::WeightStreamDigest(model_->Parameters());
+  info.weights_digest = training::WeightStreamDigest(model_->Parameters());
   info.optimizer_steps = strategy_->optimizer_steps();
   info.value_head_from_checkpoint = model_->value_head_source() == ValueHeadSource::kCheckpoint;
   const std::lock_guard lock(info_mutex_);
@@ -104,7 +104,7 @@ void TorchEngine::RefreshInfo() {
 absl::StatusOr<ValuesResult> TorchEngine::ComputeValues(const ValuesRequest& request) {
   const std::lock_guard lock(mutex_);
   TANDEM_RETURN_IF_ERROR(
-      parallel::CheckSequence(request.prompt_token_ids, request.response_token_ids, Limits()));
+      training::CheckSequence(request.prompt_token_ids, request.response_token_ids, Limits()));
   return CatchTorchErrors("values", [&]() -> absl::StatusOr<ValuesResult> {
     const at::NoGradGuard no_grad;
     CausalContext context;
@@ -126,7 +126,7 @@ absl::StatusOr<TrainStepResult> TorchEngine::TrainStep(const TrainStepRequest& r
   const std::lock_guard lock(mutex_);
   const std::string digest = PayloadDigest(request);
   TANDEM_ASSIGN_OR_RETURN(const std::optional<std::string> stored,
-                          parallel::AdmitStep(state_,
+                          training::AdmitStep(state_,
                                               {.run_id = request.run_id,
                                                .step = request.step,
                                                .request_id = request.request_id,
@@ -175,11 +175,11 @@ absl::StatusOr<TrainStepResult> TorchEngine::Update(const TrainStepRequest& requ
   TANDEM_ASSIGN_OR_RETURN(loss::ValueObjective objective,
                           loss::ValueObjective::Create({.clip = request.value_clip}, tokens));
 
-  const std::vector<parallel::MicroBatch> plan =
-      parallel::PlanMicroBatches(lengths, options_.micro_batch_tokens);
+  const std::vector<training::MicroBatch> plan =
+      training::PlanMicroBatches(lengths, options_.micro_batch_tokens);
   TANDEM_RETURN_IF_ERROR(
       strategy_->ForwardBackward(static_cast<int64_t>(plan.size()), [&](int64_t i) -> absl::Status {
-        const parallel::MicroBatch& range = plan[static_cast<size_t>(i)];
+        const training::MicroBatch& range = plan[static_cast<size_t>(i)];
         std::vector<std::vector<int64_t>> sequences;
         std::vector<int64_t> rows;
         int64_t offset = 0;
@@ -222,14 +222,14 @@ absl::StatusOr<checkpoint::Saved> TorchEngine::SaveCheckpoint(const std::string&
                                                               int64_t keep) {
   const std::lock_guard lock(mutex_);
   return CatchTorchErrors("checkpoint", [&] {
-    return parallel::SaveTraining(directory, name, keep, *model_, *strategy_, state_);
+    return training::SaveTraining(directory, name, keep, *model_, *strategy_, state_);
   });
 }
 
 absl::Status TorchEngine::LoadCheckpoint(const std::string& path) {
   const std::lock_guard lock(mutex_);
   return CatchTorchErrors("checkpoint", [&]() -> absl::Status {
-    TANDEM_RETURN_IF_ERROR(parallel::LoadTraining(path, *model_, *strategy_, state_));
+    TANDEM_RETURN_IF_ERROR(training::LoadTraining(path, *model_, *strategy_, state_));
     RefreshInfo();
     return absl::OkStatus();
   });
@@ -237,7 +237,7 @@ absl::Status TorchEngine::LoadCheckpoint(const std::string& path) {
 
 absl::Status TorchEngine::ExportModel(const std::string& path, DType dtype) {
   const std::lock_guard lock(mutex_);
-  return CatchTorchErrors("export", [&] { return parallel::ExportModel(*model_, path, dtype); });
+  return CatchTorchErrors("export", [&] { return training::ExportModel(*model_, path, dtype); });
 }
 
 }  // namespace

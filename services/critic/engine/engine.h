@@ -13,8 +13,8 @@
 #include "absl/status/statusor.h"
 #include "common/checkpoint/checkpoint.h"
 #include "common/model/model_summary.h"
-#include "common/parallel/optimizer_options.h"
 #include "common/tensor/dtype.h"
+#include "common/training/optimizer_options.h"
 
 namespace tandem::critic {
 

@@ -15,12 +15,12 @@ namespace {
 
 using nlohmann::json;
 
-absl::Status CheckSample(const ValueSample& sample, const parallel::SequenceLimits& limits) {
+absl::Status CheckSample(const ValueSample& sample, const training::SequenceLimits& limits) {
   TANDEM_RETURN_IF_ERROR(
-      parallel::CheckSequence(sample.prompt_token_ids, sample.response_token_ids, limits));
+      training::CheckSequence(sample.prompt_token_ids, sample.response_token_ids, limits));
   const size_t length = sample.response_token_ids.size();
-  TANDEM_RETURN_IF_ERROR(parallel::CheckFinite("old_values", sample.old_values, length));
-  TANDEM_RETURN_IF_ERROR(parallel::CheckFinite("returns", sample.returns, length));
+  TANDEM_RETURN_IF_ERROR(training::CheckFinite("old_values", sample.old_values, length));
+  TANDEM_RETURN_IF_ERROR(training::CheckFinite("returns", sample.returns, length));
   if (sample.loss_mask.empty()) return absl::OkStatus();
   if (sample.loss_mask.size() != length) {
     return InvalidField("loss_mask", absl::StrCat("has ", sample.loss_mask.size(), " entries for ",
@@ -36,7 +36,7 @@ absl::Status CheckSample(const ValueSample& sample, const parallel::SequenceLimi
 
 }  // namespace
 
-absl::Status CheckTrainStep(const TrainStepRequest& request, const parallel::SequenceLimits& limits,
+absl::Status CheckTrainStep(const TrainStepRequest& request, const training::SequenceLimits& limits,
                             int64_t max_samples) {
   if (!std::isfinite(request.value_clip) || request.value_clip < 0) {
     return InvalidField("value_clip", "must not be negative");

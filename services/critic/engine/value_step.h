@@ -8,14 +8,14 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
-#include "common/parallel/sequence_check.h"
+#include "common/training/sequence_check.h"
 #include "services/critic/engine/engine.h"
 
 namespace tandem::critic {
 
 // Paths from "value_clip" or "samples[i]." on. INVALID_ARGUMENT, OUT_OF_RANGE for too long or too
 // many; a batch in which no token counts is INVALID_ARGUMENT.
-absl::Status CheckTrainStep(const TrainStepRequest& request, const parallel::SequenceLimits& limits,
+absl::Status CheckTrainStep(const TrainStepRequest& request, const training::SequenceLimits& limits,
                             int64_t max_samples);
 
 // Whether response token `t` counts in the loss.

@@ -46,7 +46,7 @@ TEST(ValueStepTest, DamageIsRefusedWithCodeAndPath) {
        "samples"},
       {[](auto& r) { r.value_clip = -1; }, kInvalid, "value_clip"},
   };
-  const parallel::SequenceLimits limits = {.vocab_size = 9, .max_model_len = 8};
+  const training::SequenceLimits limits = {.vocab_size = 9, .max_model_len = 8};
   EXPECT_TRUE(CheckTrainStep(Request(), limits, 4).ok());
   for (const Case& c : cases) {
     TrainStepRequest request = Request();

@@ -74,19 +74,19 @@ absl::Status CheckMask(const Trajectory& trajectory) {
 
 absl::Status CheckTrajectory(const Trajectory& trajectory, const PolicyObjective& objective,
                              const BatchLimits& limits) {
-  TANDEM_RETURN_IF_ERROR(parallel::CheckSequence(trajectory.prompt_token_ids,
+  TANDEM_RETURN_IF_ERROR(training::CheckSequence(trajectory.prompt_token_ids,
                                                  trajectory.response_token_ids, limits.sequence));
   TANDEM_RETURN_IF_ERROR(CheckMask(trajectory));
   const size_t length = trajectory.response_token_ids.size();
   TANDEM_RETURN_IF_ERROR(
-      parallel::CheckLogProbs("author_logprobs", trajectory.author_logprobs, length));
+      training::CheckLogProbs("author_logprobs", trajectory.author_logprobs, length));
   if (!trajectory.other_logprobs.empty()) {
     TANDEM_RETURN_IF_ERROR(
-        parallel::CheckLogProbs("other_logprobs", trajectory.other_logprobs, length));
+        training::CheckLogProbs("other_logprobs", trajectory.other_logprobs, length));
   }
   if (!trajectory.log_keep_mass.empty()) {
     TANDEM_RETURN_IF_ERROR(
-        parallel::CheckLogProbs("log_keep_mass", trajectory.log_keep_mass, length));
+        training::CheckLogProbs("log_keep_mass", trajectory.log_keep_mass, length));
   }
   TANDEM_RETURN_IF_ERROR(CheckVersions(trajectory.senior_versions, static_cast<int64_t>(length),
                                        objective.max_staleness, limits.policy_version));
@@ -111,7 +111,7 @@ absl::Status CheckTrajectory(const Trajectory& trajectory, const PolicyObjective
 // A per-token field that belongs to one choice of the objective.
 absl::Status CheckChoice(const char* field, const std::vector<float>& numbers, size_t length,
                          bool chosen) {
-  if (chosen) return parallel::CheckFinite(field, numbers, length);
+  if (chosen) return training::CheckFinite(field, numbers, length);
   if (numbers.empty()) return absl::OkStatus();
   return InvalidField(field, "is given, but the objective does not use it");
 }
@@ -201,7 +201,7 @@ absl::Status CheckSupervisedBatch(const SupervisedBatch& batch, const BatchLimit
     const SupervisedSample& sample = batch.samples[i];
     TANDEM_RETURN_IF_ERROR(
         PrependFieldPath(absl::StrCat("samples[", i, "]"),
-                         parallel::CheckSequence(sample.prompt_token_ids, sample.response_token_ids,
+                         training::CheckSequence(sample.prompt_token_ids, sample.response_token_ids,
                                                  limits.sequence)));
   }
   return absl::OkStatus();

@@ -6,13 +6,13 @@
 #include <cstdint>
 
 #include "absl/status/status.h"
-#include "common/parallel/sequence_check.h"
+#include "common/training/sequence_check.h"
 #include "services/trainer/engine/engine.h"
 
 namespace tandem::trainer {
 
 struct BatchLimits {
-  parallel::SequenceLimits sequence;
+  training::SequenceLimits sequence;
   int64_t max_samples = 0;
   int64_t policy_version = 0;  // of the weights that the update starts from
   bool has_critic = false;

@@ -15,16 +15,16 @@
 #include "common/loss/fused_output_loss.h"
 #include "common/loss/supervised_loss.h"
 #include "common/model/model.h"
-#include "common/parallel/micro_batches.h"
 #include "common/parallel/strategy.h"
-#include "common/parallel/training_checkpoint.h"
-#include "common/parallel/weight_snapshot.h"
 #include "common/tandem/vocabulary.h"
 #include "common/tensor/catch_torch_errors.h"
+#include "common/training/micro_batches.h"
+#include "common/training/weight_snapshot.h"
 #include "services/trainer/engine/batch_check.h"
 #include "services/trainer/engine/step_metrics.h"
 #include "services/trainer/engine/step_record.h"
 #include "services/trainer/engine/training_rows.h"
+#include "services/training/training_checkpoint.h"
 
 namespace tandem::trainer {
 namespace {
@@ -41,7 +41,7 @@ struct MicroBatchInput {
 };
 
 MicroBatchInput MakeInput(const TrainingRows& rows, const std::vector<size_t>& first_rows,
-                          const parallel::MicroBatch& range) {
+                          const training::MicroBatch& range) {
   MicroBatchInput input;
   input.first_row = first_rows[range.begin];
   std::vector<std::vector<int64_t>> sequences;
@@ -108,7 +108,7 @@ class TorchEngine : public Engine {
   std::string head_name_;  // the parameter that the output layer is
   std::unique_ptr<BoundarySets> boundaries_;
   std::shared_ptr<CriticConnection> critic_;
-  parallel::TrainingState state_{.kind = "trainer"};
+  training::TrainingState state_{.kind = "trainer"};
   std::weak_ptr<const WeightSource> snapshot_;  // of the current version, while somebody holds it
 
   mutable std::mutex info_mutex_;
@@ -181,7 +181,7 @@ void TorchEngine::RefreshInfo() {
   EngineInfo info;
   info.model = model_->Summary(Limits().sequence.max_model_len);
   info.policy_version = state_.version;
-  info.weights_digest = parallel::WeightStreamDigest(model_->Parameters());
+  info.weights_digest = training::WeightStreamDigest(model_->Parameters());
   info.optimizer_steps = strategy_->optimizer_steps();
   info.micro_batch_tokens = options_.micro_batch_tokens;
   const std::lock_guard lock(info_mutex_);
@@ -204,7 +204,7 @@ absl::StatusOr<TrainStepResult> TorchEngine::TrainStep(const TrainStepRequest& r
   const std::lock_guard lock(mutex_);
   const std::string digest = PayloadDigest(request);
   TANDEM_ASSIGN_OR_RETURN(const std::optional<std::string> stored,
-                          parallel::AdmitStep(state_,
+                          training::AdmitStep(state_,
                                               {.run_id = request.run_id,
                                                .step = request.step,
                                                .request_id = request.request_id,
@@ -318,8 +318,8 @@ absl::Status TorchEngine::Update(const TrainingRows& rows, loss::TokenObjective 
   for (const SequenceRows& sequence : rows.sequences) {
     lengths.push_back(static_cast<int64_t>(sequence.input.size()));
   }
-  const std::vector<parallel::MicroBatch> plan =
-      parallel::PlanMicroBatches(lengths, options_.micro_batch_tokens);
+  const std::vector<training::MicroBatch> plan =
+      training::PlanMicroBatches(lengths, options_.micro_batch_tokens);
   const std::vector<size_t> first_rows = rows.FirstRows();
   TANDEM_RETURN_IF_ERROR(
       strategy_->ForwardBackward(static_cast<int64_t>(plan.size()), [&](int64_t i) -> absl::Status {
@@ -362,7 +362,7 @@ absl::Status TorchEngine::AddReferenceLogProbs(const MicroBatchInput& input,
 
 absl::StatusOr<LogProbsResult> TorchEngine::ComputeLogProbs(const LogProbsRequest& request) {
   const std::lock_guard lock(mutex_);
-  TANDEM_RETURN_IF_ERROR(parallel::CheckSequence(request.prompt_token_ids,
+  TANDEM_RETURN_IF_ERROR(training::CheckSequence(request.prompt_token_ids,
                                                  request.response_token_ids, Limits().sequence));
   if (!(request.temperature > 0 && request.temperature <= 100)) {
     return InvalidField("temperature", "must be in (0, 100]");
@@ -393,7 +393,7 @@ absl::StatusOr<std::shared_ptr<const WeightSource>> TorchEngine::Snapshot() {
       "weight snapshot", [&]() -> absl::StatusOr<std::shared_ptr<const WeightSource>> {
         TANDEM_ASSIGN_OR_RETURN(const NamedTensors parameters, strategy_->GatherParameters());
         TANDEM_ASSIGN_OR_RETURN(std::shared_ptr<const WeightSource> snapshot,
-                                parallel::MakeWeightSnapshot(parameters, state_.version));
+                                training::MakeWeightSnapshot(parameters, state_.version));
         snapshot_ = snapshot;
         return snapshot;
       });
@@ -404,14 +404,14 @@ absl::StatusOr<checkpoint::Saved> TorchEngine::SaveCheckpoint(const std::string&
                                                               int64_t keep) {
   const std::lock_guard lock(mutex_);
   return CatchTorchErrors("checkpoint", [&] {
-    return parallel::SaveTraining(directory, name, keep, *model_, *strategy_, state_);
+    return training::SaveTraining(directory, name, keep, *model_, *strategy_, state_);
   });
 }
 
 absl::Status TorchEngine::LoadCheckpoint(const std::string& path) {
   const std::lock_guard lock(mutex_);
   return CatchTorchErrors("checkpoint", [&]() -> absl::Status {
-    TANDEM_RETURN_IF_ERROR(parallel::LoadTraining(path, *model_, *strategy_, state_));
+    TANDEM_RETURN_IF_ERROR(training::LoadTraining(path, *model_, *strategy_, state_));
     snapshot_.reset();
     RefreshInfo();
     return absl::OkStatus();
@@ -420,7 +420,7 @@ absl::Status TorchEngine::LoadCheckpoint(const std::string& path) {
 
 absl::Status TorchEngine::ExportModel(const std::string& path, DType dtype) {
   const std::lock_guard lock(mutex_);
-  return CatchTorchErrors("export", [&] { return parallel::ExportModel(*model_, path, dtype); });
+  return CatchTorchErrors("export", [&] { return training::ExportModel(*model_, path, dtype); });
 }
 
 }  // namespace

@@ -17,10 +17,10 @@
 #include "common/loss/loss_scale.h"
 #include "common/loss/policy_loss.h"
 #include "common/model/model_summary.h"
-#include "common/parallel/optimizer_options.h"
 #include "common/tandem/trajectory.h"
 #include "common/tensor/dtype.h"
 #include "common/tensor/weight_transfer.h"
+#include "common/training/optimizer_options.h"
 
 namespace tandem::trainer {
 

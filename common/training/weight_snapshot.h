@@ -1,6 +1,6 @@
 // Copies of a model's weights as the byte stream that publishing sends.
-#ifndef TANDEM_COMMON_PARALLEL_WEIGHT_SNAPSHOT_H_
-#define TANDEM_COMMON_PARALLEL_WEIGHT_SNAPSHOT_H_
+#ifndef TANDEM_COMMON_TRAINING_WEIGHT_SNAPSHOT_H_
+#define TANDEM_COMMON_TRAINING_WEIGHT_SNAPSHOT_H_
 
 #include <cstdint>
 #include <memory>
@@ -10,7 +10,7 @@
 #include "common/tensor/named_tensors.h"
 #include "common/tensor/weight_transfer.h"
 
-namespace tandem::parallel {
+namespace tandem::training {
 
 // XXH3-128 of the concatenated bytes of `tensors` (contiguous, on the CPU): the digest of a
 // WeightManifest.
@@ -21,6 +21,6 @@ std::string WeightStreamDigest(const NamedTensors& tensors);
 absl::StatusOr<std::shared_ptr<const WeightSource>> MakeWeightSnapshot(const NamedTensors& tensors,
                                                                        int64_t version);
 
-}  // namespace tandem::parallel
+}  // namespace tandem::training
 
-#endif  // TANDEM_COMMON_PARALLEL_WEIGHT_SNAPSHOT_H_
+#endif  // TANDEM_COMMON_TRAINING_WEIGHT_SNAPSHOT_H_

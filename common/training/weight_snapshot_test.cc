@@ -1,4 +1,4 @@
-#include "common/parallel/weight_snapshot.h"
+#include "common/training/weight_snapshot.h"
 
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>
@@ -8,7 +8,7 @@
 
 #include "common/tensor/checksum.h"
 
-namespace tandem::parallel {
+namespace tandem::training {
 namespace {
 
 TEST(WeightSnapshotTest, ReadsAnyRangeOfTheStreamAndIsACopy) {
@@ -37,4 +37,4 @@ TEST(WeightSnapshotTest, ReadsAnyRangeOfTheStreamAndIsACopy) {
 }
 
 }  // namespace
-}  // namespace tandem::parallel
+}  // namespace tandem::training

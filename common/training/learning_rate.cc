@@ -1,4 +1,4 @@
-#include "common/parallel/learning_rate.h"
+#include "common/training/learning_rate.h"
 
 #include <algorithm>
 #include <cmath>
@@ -6,7 +6,7 @@
 
 #include "common/base/error.h"
 
-namespace tandem::parallel {
+namespace tandem::training {
 
 absl::Status CheckOptimizerOptions(const OptimizerOptions& options) {
   const auto not_negative = [](double x) { return std::isfinite(x) && x >= 0; };
@@ -52,4 +52,4 @@ double LearningRateAt(const OptimizerOptions& options, int64_t steps_done) {
   return options.min_learning_rate + share * (options.learning_rate - options.min_learning_rate);
 }
 
-}  // namespace tandem::parallel
+}  // namespace tandem::training

@@ -1,13 +1,13 @@
 // The learning rate of every optimizer step.
-#ifndef TANDEM_COMMON_PARALLEL_LEARNING_RATE_H_
-#define TANDEM_COMMON_PARALLEL_LEARNING_RATE_H_
+#ifndef TANDEM_COMMON_TRAINING_LEARNING_RATE_H_
+#define TANDEM_COMMON_TRAINING_LEARNING_RATE_H_
 
 #include <cstdint>
 
 #include "absl/status/status.h"
-#include "common/parallel/optimizer_options.h"
+#include "common/training/optimizer_options.h"
 
-namespace tandem::parallel {
+namespace tandem::training {
 
 // INVALID_ARGUMENT with the field's name for options that make no sense.
 absl::Status CheckOptimizerOptions(const OptimizerOptions& options);
@@ -17,6 +17,6 @@ absl::Status CheckOptimizerOptions(const OptimizerOptions& options);
 // min_learning_rate once total_steps are done, and stays there.
 double LearningRateAt(const OptimizerOptions& options, int64_t steps_done);
 
-}  // namespace tandem::parallel
+}  // namespace tandem::training
 
-#endif  // TANDEM_COMMON_PARALLEL_LEARNING_RATE_H_
+#endif  // TANDEM_COMMON_TRAINING_LEARNING_RATE_H_

@@ -1,4 +1,4 @@
-#include "common/parallel/adamw.h"
+#include "common/training/adamw.h"
 
 #include <ATen/ATen.h>
 #include <ATen/core/grad_mode.h>
@@ -9,7 +9,7 @@
 
 #include "absl/strings/str_cat.h"
 
-namespace tandem::parallel {
+namespace tandem::training {
 namespace {
 
 constexpr char kFirstMoment[] = ".exp_avg";
@@ -96,4 +96,4 @@ double GlobalNorm(const std::vector<at::Tensor>& gradients) {
   return std::sqrt(squares);
 }
 
-}  // namespace tandem::parallel
+}  // namespace tandem::training

@@ -1,11 +1,11 @@
-#include "common/parallel/adamw.h"
+#include "common/training/adamw.h"
 
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>
 
 #include <cmath>
 
-namespace tandem::parallel {
+namespace tandem::training {
 namespace {
 
 OptimizerOptions Options() {
@@ -79,4 +79,4 @@ TEST(AdamWTest, GlobalNormIsTheNormOfEverything) {
 }
 
 }  // namespace
-}  // namespace tandem::parallel
+}  // namespace tandem::training

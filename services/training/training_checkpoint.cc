@@ -1,4 +1,4 @@
-#include "common/parallel/training_checkpoint.h"
+#include "services/training/training_checkpoint.h"
 
 #include <ATen/ATen.h>
 #include <unistd.h>
@@ -14,7 +14,7 @@
 #include "common/base/status_macros.h"
 #include "common/tensor/aten_bytes.h"
 
-namespace tandem::parallel {
+namespace tandem::training {
 namespace {
 
 namespace fs = std::filesystem;
@@ -64,25 +64,9 @@ absl::Status CheckFits(const NamedTensors& weights, const Model& model, const st
 
 }  // namespace
 
-absl::StatusOr<std::optional<std::string>> AdmitStep(const TrainingState& state,
-                                                     const StepIdentity& identity,
-                                                     absl::string_view version_field) {
-  if (identity.run_id.empty()) return InvalidField("run_id", "is missing");
-  if (identity.request_id.empty()) return InvalidField("request_id", "is missing");
-  if (identity.step < 0) return InvalidField("step", "must not be negative");
-  TANDEM_ASSIGN_OR_RETURN(
-      std::optional<std::string> stored,
-      state.ledger.Find(identity.run_id, identity.request_id, identity.payload_digest));
-  if (stored.has_value() || identity.expected_version == state.version) return stored;
-  return WithReason(FieldError(absl::StatusCode::kFailedPrecondition, version_field,
-                               absl::StrCat("is ", identity.expected_version, ", the ", state.kind,
-                                            " is at ", state.version)),
-                    "STALE_POLICY_VERSION");
-}
-
 absl::StatusOr<checkpoint::Saved> SaveTraining(const std::string& directory,
                                                const std::string& name, int64_t keep,
-                                               const Model& model, Strategy& strategy,
+                                               const Model& model, parallel::Strategy& strategy,
                                                const TrainingState& state) {
   if (keep < 0) return InvalidField("keep", "must not be negative");
   TANDEM_ASSIGN_OR_RETURN(
@@ -102,7 +86,7 @@ absl::StatusOr<checkpoint::Saved> SaveTraining(const std::string& directory,
   return saved;
 }
 
-absl::Status LoadTraining(const std::string& path, Model& model, Strategy& strategy,
+absl::Status LoadTraining(const std::string& path, Model& model, parallel::Strategy& strategy,
                           TrainingState& state) {
   TANDEM_RETURN_IF_ERROR(checkpoint::Verify(path));
   TANDEM_ASSIGN_OR_RETURN(TrainingState loaded, ReadState(path, state.kind));
@@ -133,4 +117,4 @@ absl::Status ExportModel(const Model& model, const std::string& path, DType dtyp
   return status;
 }
 
-}  // namespace tandem::parallel
+}  // namespace tandem::training

@@ -1,6 +1,6 @@
 // Cutting a global batch into pieces that fit into memory.
-#ifndef TANDEM_COMMON_PARALLEL_MICRO_BATCHES_H_
-#define TANDEM_COMMON_PARALLEL_MICRO_BATCHES_H_
+#ifndef TANDEM_COMMON_TRAINING_MICRO_BATCHES_H_
+#define TANDEM_COMMON_TRAINING_MICRO_BATCHES_H_
 
 #include <cstddef>
 #include <cstdint>
@@ -8,7 +8,7 @@
 
 #include "absl/types/span.h"
 
-namespace tandem::parallel {
+namespace tandem::training {
 
 // Sequences [begin, end) of the batch.
 struct MicroBatch {
@@ -23,6 +23,6 @@ struct MicroBatch {
 // take no room; a run of nothing but those is left out.
 std::vector<MicroBatch> PlanMicroBatches(absl::Span<const int64_t> lengths, int64_t token_budget);
 
-}  // namespace tandem::parallel
+}  // namespace tandem::training
 
-#endif  // TANDEM_COMMON_PARALLEL_MICRO_BATCHES_H_
+#endif  // TANDEM_COMMON_TRAINING_MICRO_BATCHES_H_

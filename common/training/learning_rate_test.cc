@@ -1,10 +1,10 @@
-#include "common/parallel/learning_rate.h"
+#include "common/training/learning_rate.h"
 
 #include <gtest/gtest.h>
 
 #include "common/base/error.h"
 
-namespace tandem::parallel {
+namespace tandem::training {
 namespace {
 
 TEST(LearningRateTest, WarmsUpThenFalls) {
@@ -36,4 +36,4 @@ TEST(LearningRateTest, BadOptionsAreNamed) {
 }
 
 }  // namespace
-}  // namespace tandem::parallel
+}  // namespace tandem::training

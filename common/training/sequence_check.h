@@ -1,6 +1,6 @@
 // What trainer and critic ask of every sequence before it reaches the model.
-#ifndef TANDEM_COMMON_PARALLEL_SEQUENCE_CHECK_H_
-#define TANDEM_COMMON_PARALLEL_SEQUENCE_CHECK_H_
+#ifndef TANDEM_COMMON_TRAINING_SEQUENCE_CHECK_H_
+#define TANDEM_COMMON_TRAINING_SEQUENCE_CHECK_H_
 
 #include <cstddef>
 #include <cstdint>
@@ -9,7 +9,7 @@
 #include "absl/strings/string_view.h"
 #include "absl/types/span.h"
 
-namespace tandem::parallel {
+namespace tandem::training {
 
 struct SequenceLimits {
   int64_t vocab_size = 0;
@@ -27,6 +27,6 @@ absl::Status CheckFinite(absl::string_view field, absl::Span<const float> number
 // CheckFinite, and none above 0 by more than rounding: they are logarithms of probabilities.
 absl::Status CheckLogProbs(absl::string_view field, absl::Span<const float> numbers, size_t length);
 
-}  // namespace tandem::parallel
+}  // namespace tandem::training
 
-#endif  // TANDEM_COMMON_PARALLEL_SEQUENCE_CHECK_H_
+#endif  // TANDEM_COMMON_TRAINING_SEQUENCE_CHECK_H_

@@ -1,4 +1,4 @@
-#include "common/parallel/weight_snapshot.h"
+#include "common/training/weight_snapshot.h"
 
 #include <ATen/ATen.h>
 #include <ATen/core/grad_mode.h>
@@ -12,7 +12,7 @@
 #include "common/tensor/aten_bytes.h"
 #include "common/tensor/checksum.h"
 
-namespace tandem::parallel {
+namespace tandem::training {
 namespace {
 
 class Snapshot : public WeightSource {
@@ -73,4 +73,4 @@ absl::StatusOr<std::shared_ptr<const WeightSource>> MakeWeightSnapshot(const Nam
   return Snapshot::Create(tensors, version);
 }
 
-}  // namespace tandem::parallel
+}  // namespace tandem::training

@@ -1,10 +1,10 @@
-#include "common/checkpoint/step_ledger.h"
+#include "common/training/step_ledger.h"
 
 #include <gtest/gtest.h>
 
 #include "common/base/error.h"
 
-namespace tandem::checkpoint {
+namespace tandem::training {
 namespace {
 
 TEST(StepLedgerTest, RepeatGetsTheStoredReply) {
@@ -39,4 +39,4 @@ TEST(StepLedgerTest, SurvivesSerialisationAndIsBounded) {
 }
 
 }  // namespace
-}  // namespace tandem::checkpoint
+}  // namespace tandem::training

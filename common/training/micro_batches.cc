@@ -1,6 +1,6 @@
-#include "common/parallel/micro_batches.h"
+#include "common/training/micro_batches.h"
 
-namespace tandem::parallel {
+namespace tandem::training {
 
 std::vector<MicroBatch> PlanMicroBatches(absl::Span<const int64_t> lengths, int64_t token_budget) {
   std::vector<MicroBatch> plan;
@@ -20,4 +20,4 @@ std::vector<MicroBatch> PlanMicroBatches(absl::Span<const int64_t> lengths, int6
   return plan;
 }
 
-}  // namespace tandem::parallel
+}  // namespace tandem::training

@@ -1,7 +1,7 @@
 // The table of train steps that were done, for exactly-once application. It is saved in the same
 // checkpoint as the weights, so a repeat after a restart is answered like one before it.
-#ifndef TANDEM_COMMON_CHECKPOINT_STEP_LEDGER_H_
-#define TANDEM_COMMON_CHECKPOINT_STEP_LEDGER_H_
+#ifndef TANDEM_COMMON_TRAINING_STEP_LEDGER_H_
+#define TANDEM_COMMON_TRAINING_STEP_LEDGER_H_
 
 #include <cstddef>
 #include <cstdint>
@@ -13,7 +13,7 @@
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
 
-namespace tandem::checkpoint {
+namespace tandem::training {
 
 class StepLedger {
  public:
@@ -43,6 +43,6 @@ class StepLedger {
   std::deque<Entry> entries_;  // oldest first
 };
 
-}  // namespace tandem::checkpoint
+}  // namespace tandem::training
 
-#endif  // TANDEM_COMMON_CHECKPOINT_STEP_LEDGER_H_
+#endif  // TANDEM_COMMON_TRAINING_STEP_LEDGER_H_

@@ -1,6 +1,6 @@
 // AdamW (arXiv 1711.05101) on fp32 tensors, the numbers of torch.optim.AdamW.
-#ifndef TANDEM_COMMON_PARALLEL_ADAMW_H_
-#define TANDEM_COMMON_PARALLEL_ADAMW_H_
+#ifndef TANDEM_COMMON_TRAINING_ADAMW_H_
+#define TANDEM_COMMON_TRAINING_ADAMW_H_
 
 #include <ATen/core/Tensor.h>
 
@@ -8,10 +8,10 @@
 #include <vector>
 
 #include "absl/status/status.h"
-#include "common/parallel/optimizer_options.h"
 #include "common/tensor/named_tensors.h"
+#include "common/training/optimizer_options.h"
 
-namespace tandem::parallel {
+namespace tandem::training {
 
 class AdamW {
  public:
@@ -47,6 +47,6 @@ class AdamW {
 // The Euclidean norm of all gradients together, summed in double.
 double GlobalNorm(const std::vector<at::Tensor>& gradients);
 
-}  // namespace tandem::parallel
+}  // namespace tandem::training
 
-#endif  // TANDEM_COMMON_PARALLEL_ADAMW_H_
+#endif  // TANDEM_COMMON_TRAINING_ADAMW_H_

@@ -1,11 +1,11 @@
-#include "common/checkpoint/step_ledger.h"
+#include "common/training/step_ledger.h"
 
 #include <nlohmann/json.hpp>
 #include <utility>
 
 #include "common/base/error.h"
 
-namespace tandem::checkpoint {
+namespace tandem::training {
 
 using nlohmann::json;
 
@@ -59,4 +59,4 @@ absl::Status StepLedger::Deserialize(absl::string_view text) {
   return absl::OkStatus();
 }
 
-}  // namespace tandem::checkpoint
+}  // namespace tandem::training

@@ -1,4 +1,4 @@
-#include "common/parallel/sequence_check.h"
+#include "common/training/sequence_check.h"
 
 #include <cmath>
 
@@ -6,7 +6,7 @@
 #include "common/base/error.h"
 #include "common/base/status_macros.h"
 
-namespace tandem::parallel {
+namespace tandem::training {
 namespace {
 
 constexpr float kRounding = 1e-3f;
@@ -62,4 +62,4 @@ absl::Status CheckLogProbs(absl::string_view field, absl::Span<const float> numb
   return absl::OkStatus();
 }
 
-}  // namespace tandem::parallel
+}  // namespace tandem::training

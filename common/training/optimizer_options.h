@@ -1,6 +1,6 @@
 // AdamW and its schedule, as configured. Plain data: mirrors tandem.config.v1.OptimizerOptions.
-#ifndef TANDEM_COMMON_PARALLEL_OPTIMIZER_OPTIONS_H_
-#define TANDEM_COMMON_PARALLEL_OPTIMIZER_OPTIONS_H_
+#ifndef TANDEM_COMMON_TRAINING_OPTIMIZER_OPTIONS_H_
+#define TANDEM_COMMON_TRAINING_OPTIMIZER_OPTIONS_H_
 
 #include <cstdint>
 
@@ -27,4 +27,4 @@ struct OptimizerOptions {
 
 }  // namespace tandem
 
-#endif  // TANDEM_COMMON_PARALLEL_OPTIMIZER_OPTIONS_H_
+#endif  // TANDEM_COMMON_TRAINING_OPTIMIZER_OPTIONS_H_

@@ -1,9 +1,9 @@
-#include "common/parallel/micro_batches.h"
+#include "common/training/micro_batches.h"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
-namespace tandem::parallel {
+namespace tandem::training {
 namespace {
 
 using ::testing::ElementsAre;
@@ -22,4 +22,4 @@ TEST(MicroBatchesTest, EmptySequencesTakeNoRoom) {
 }
 
 }  // namespace
-}  // namespace tandem::parallel
+}  // namespace tandem::training
