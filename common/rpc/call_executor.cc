@@ -20,7 +20,7 @@ CallExecutor::~CallExecutor() {
   for (std::thread& thread : threads_) thread.join();
 }
 
-absl::Status CallExecutor::Admit() const {
+absl::Status CallExecutor::Admit(const grpc::ServerContextBase&) const {
   switch (gate_.load()) {
     case Gate::kLoading:
       return WithRetryAfter(

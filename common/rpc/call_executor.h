@@ -3,6 +3,8 @@
 #ifndef TANDEM_COMMON_RPC_CALL_EXECUTOR_H_
 #define TANDEM_COMMON_RPC_CALL_EXECUTOR_H_
 
+#include <grpcpp/server_context.h>
+
 #include <atomic>
 #include <functional>
 #include <string>
@@ -41,9 +43,10 @@ class CallExecutor {
   // Starts as kLoading.
   void SetGate(Gate gate) { gate_ = gate; }
 
-  // OK, or UNAVAILABLE with reason LOADING or DRAINING and a retry hint. A handler that got OK may
-  // use its engine.
-  absl::Status Admit() const;
+  // The one gate of every call: interceptors cannot refuse one. OK, or UNAVAILABLE with reason
+  // LOADING or DRAINING and a retry hint; whose call it is does not matter yet. A handler that got
+  // OK may use its engine.
+  absl::Status Admit(const grpc::ServerContextBase& context) const;
 
   // Queues `work`. RESOURCE_EXHAUSTED with a retry hint when the queue is full; `work` then never
   // runs.

@@ -64,14 +64,15 @@ inline absl::Status CancelStatus(absl::Time deadline) {
                                  : absl::CancelledError("the client cancelled the call");
 }
 
-// One call: its state, its context, and the default deadline where the client gave none.
+// One call: the gate, its state, its context, and the default deadline where the client gave none.
 class Call {
  public:
-  Call(const CallExecutor& executor, const grpc::CallbackServerContext& context,
+  Call(const CallExecutor& executor, grpc::CallbackServerContext* context,
        std::function<void(grpc::Status)> finish, bool needs_deadline)
-      : state_(std::make_shared<CallState>(std::move(finish))) {
-    context_.request_id = RequestId(&context);
-    context_.deadline = DeadlineOf(context);
+      : state_(std::make_shared<CallState>(std::move(finish))),
+        admitted_(executor.Admit(*context)) {
+    context_.request_id = AssignRequestId(context);
+    context_.deadline = DeadlineOf(*context);
     context_.cancelled = [state = state_] { return state->cancelled(); };
     if (needs_deadline && context_.deadline == absl::InfiniteFuture()) {
       context_.deadline = absl::Now() + executor.default_deadline();
@@ -81,6 +82,12 @@ class Call {
         state->Finish(absl::DeadlineExceededError("the server's default deadline has passed"));
       });
     }
+  }
+
+  // First thing in a reactor: false when the gate refused the call, which is then finished.
+  bool Begin() {
+    if (!admitted_.ok()) state_->Finish(admitted_);
+    return admitted_.ok();
   }
 
   void OnCancel() {
@@ -93,6 +100,7 @@ class Call {
 
  private:
   std::shared_ptr<CallState> state_;
+  const absl::Status admitted_;
   CallContext context_;
   grpc::Alarm alarm_;
 };

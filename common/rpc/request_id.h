@@ -11,8 +11,12 @@ namespace tandem::rpc {
 
 inline constexpr char kRequestIdKey[] = "x-request-id";
 
-// The id of a live call; the rpc interceptor of common/rpc/server.h must be installed, else "".
-std::string RequestId(const grpc::ServerContextBase* context);
+// The client's id if it is short, printable text, else a new one.
+std::string ChooseRequestId(const grpc::ServerContextBase& context);
+
+// The same, and written into the trailing metadata, where the server's interceptor finds it. Once
+// per call, before it is finished.
+std::string AssignRequestId(grpc::ServerContextBase* context);
 
 }  // namespace tandem::rpc
 

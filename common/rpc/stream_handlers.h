@@ -48,12 +48,9 @@ class ClientStreamCall final : public grpc::ServerReadReactor<Request> {
         response_(response),
         handler_(std::move(handler)),
         call_(
-            executor, *context, [this](grpc::Status status) { this->Finish(std::move(status)); },
+            executor, context, [this](grpc::Status status) { this->Finish(std::move(status)); },
             true) {
-    if (absl::Status admitted = executor.Admit(); !admitted.ok()) {
-      call_.state()->Finish(admitted);
-      return;
-    }
+    if (!call_.Begin()) return;
     this->StartRead(&request_);
   }
 
@@ -126,12 +123,9 @@ class MapStreamCall final : public grpc::ServerBidiReactor<Request, Response> {
         writes_([this](const Response* response) { this->StartWrite(response); },
                 [this](grpc::Status status) { FinishCall(std::move(status)); }),
         call_(
-            executor, *context,
+            executor, context,
             [this](grpc::Status status) { writes_.FinishNow(std::move(status)); }, false) {
-    if (absl::Status admitted = executor.Admit(); !admitted.ok()) {
-      call_.state()->Finish(admitted);
-      return;
-    }
+    if (!call_.Begin()) return;
     reading_ = true;
     this->StartRead(&incoming_);
   }
@@ -293,12 +287,13 @@ namespace internal {
 template <typename Response>
 class ServerStreamCall final : public grpc::ServerWriteReactor<Response> {
  public:
-  ServerStreamCall(CallExecutor& executor, size_t capacity,
+  ServerStreamCall(CallExecutor& executor, const grpc::CallbackServerContext& context,
+                   size_t capacity,
                    const std::function<void(std::shared_ptr<StreamWriter<Response>>)>& subscribe)
       : writes_([this](const Response* response) { this->StartWrite(response); },
                 [this](grpc::Status status) { this->Finish(std::move(status)); }),
         writer_(std::make_shared<StreamWriter<Response>>(&writes_, capacity)) {
-    if (absl::Status admitted = executor.Admit(); !admitted.ok()) {
+    if (absl::Status admitted = executor.Admit(context); !admitted.ok()) {
       writes_.Finish(ToGrpcStatus(admitted));
       return;
     }
@@ -324,9 +319,9 @@ class ServerStreamCall final : public grpc::ServerWriteReactor<Response> {
 // refuses the call).
 template <typename Response>
 grpc::ServerWriteReactor<Response>* HandleServerStream(
-    CallExecutor& executor, size_t capacity,
+    CallExecutor& executor, grpc::CallbackServerContext* context, size_t capacity,
     const std::function<void(std::shared_ptr<StreamWriter<Response>>)>& subscribe) {
-  return new internal::ServerStreamCall<Response>(executor, capacity, subscribe);
+  return new internal::ServerStreamCall<Response>(executor, *context, capacity, subscribe);
 }
 
 }  // namespace tandem::rpc

@@ -72,10 +72,10 @@ class StreamService final : public TrainerService::CallbackService {
           return response;
         });
   }
-  grpc::ServerWriteReactor<WatchStepsResponse>* WatchSteps(grpc::CallbackServerContext*,
+  grpc::ServerWriteReactor<WatchStepsResponse>* WatchSteps(grpc::CallbackServerContext* context,
                                                            const WatchStepsRequest*) override {
     return HandleServerStream<WatchStepsResponse>(
-        executor_, 4,
+        executor_, context, 4,
         [this](std::shared_ptr<StreamWriter<WatchStepsResponse>> writer) { writer_ = writer; });
   }
 

@@ -40,22 +40,20 @@ class UnaryCall final : public grpc::ServerUnaryReactor {
   UnaryCall(CallExecutor& executor, grpc::CallbackServerContext* context, const Request* request,
             Response* response, UnaryHandler<Request, Response> handler)
       : call_(
-            executor, *context, [this](grpc::Status status) { Finish(std::move(status)); }, true) {
+            executor, context, [this](grpc::Status status) { Finish(std::move(status)); }, true) {
+    if (!call_.Begin()) return;
     const auto state = call_.state();
-    absl::Status admitted = executor.Admit();
-    if (admitted.ok()) {
-      // The worker owns copies: the call may be over before it runs.
-      admitted = executor.Run([state, response, request = *request, context = call_.context(),
-                               handler = std::move(handler)] {
-        if (state->finished()) return;
-        const ScopedRequestId request_id(context.request_id);
-        absl::StatusOr<Response> result = CallCatching([&] { return handler(request, context); });
-        state->Finish(result.status(), [&] {
-          if (result.ok()) response->Swap(&*result);
-        });
+    // The worker owns copies: the call may be over before it runs.
+    absl::Status queued = executor.Run([state, response, request = *request,
+                                        context = call_.context(), handler = std::move(handler)] {
+      if (state->finished()) return;
+      const ScopedRequestId request_id(context.request_id);
+      absl::StatusOr<Response> result = CallCatching([&] { return handler(request, context); });
+      state->Finish(result.status(), [&] {
+        if (result.ok()) response->Swap(&*result);
       });
-    }
-    if (!admitted.ok()) state->Finish(admitted);
+    });
+    if (!queued.ok()) state->Finish(queued);
   }
 
   void OnCancel() override { call_.OnCancel(); }
@@ -84,7 +82,7 @@ grpc::ServerUnaryReactor* AnswerAtOnce(CallExecutor& executor, grpc::CallbackSer
                                        Response* response,
                                        absl::FunctionRef<absl::StatusOr<Response>()> handler) {
   grpc::ServerUnaryReactor* const reactor = context->DefaultReactor();
-  absl::Status status = executor.Admit();
+  absl::Status status = executor.Admit(*context);
   if (status.ok()) {
     absl::StatusOr<Response> result = CallCatching(handler);
     status = result.status();

@@ -22,10 +22,10 @@ class RolloutService::GenerateReactor final
       : service_(service),
         outbox_([this](const v1::GenerateResponse* response) { StartWrite(response); },
                 [this](grpc::Status status) { Finish(std::move(status)); }),
-        admitted_(service->executor_.Admit()),
+        admitted_(service->executor_.Admit(*context)),
         stream_(std::make_shared<GenerateStream>(service->engine_.load(), service->options_.tandem,
                                                  rpc::internal::DeadlineOf(*context), &outbox_)),
-        request_id_(rpc::RequestId(context)) {
+        request_id_(rpc::AssignRequestId(context)) {
     if (!admitted_.ok()) {
       outbox_.Finish(rpc::ToGrpcStatus(admitted_));
       return;

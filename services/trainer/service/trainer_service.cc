@@ -172,9 +172,9 @@ absl::StatusOr<v1::TrainStepResponse> TrainerService::RunTrainStep(
 }
 
 grpc::ServerWriteReactor<v1::WatchStepsResponse>* TrainerService::WatchSteps(
-    grpc::CallbackServerContext*, const v1::WatchStepsRequest*) {
+    grpc::CallbackServerContext* context, const v1::WatchStepsRequest*) {
   return rpc::HandleServerStream<v1::WatchStepsResponse>(
-      executor_, StepBroadcaster::kQueueCapacity,
+      executor_, context, StepBroadcaster::kQueueCapacity,
       [this](std::shared_ptr<StepBroadcaster::Writer> writer) {
         watchers_.Add(std::move(writer));
       });
