@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import jinja2.exceptions
-import jinja2.sandbox
 from tokenizers import Tokenizer
 
 from tandem.errors import ConfigError
@@ -36,7 +35,10 @@ class TextCodec:
     @property
     def eos_token_id(self) -> int | None:
         """Id of the token that ends a response, from tokenizer_config.json."""
-        token = self._special("eos_token")
+        token = self._config.get("eos_token") or ""
+        token = token.get("content", "") if isinstance(token, dict) else token
+        if not isinstance(token, str):
+            raise ConfigError(f"tokenizer: {self.directory}: eos_token is not a string")
         return self._tokenizer.token_to_id(token) if token else None
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
@@ -68,50 +70,31 @@ class TextCodec:
 
     def chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
         """Ids of a conversation through the directory's chat template, ready for the answer."""
-        source = self._chat_template()
-        tokens = {name: self._special(name) for name in ("bos_token", "eos_token")}
         try:
-            text = _template(source).render(
-                messages=list(messages), add_generation_prompt=True, **tokens
+            text = self._renderer.apply_chat_template(
+                list(messages), add_generation_prompt=True, tokenize=False
             )
-        # The template is the model's: it may raise anything, a TypeError for example.
+        except ConfigError:
+            raise
+        # The template is the model's: rendering it may raise anything, a TypeError for example.
         except Exception as error:
             raise ConfigError(
                 f"tokenizer: chat template of {self.directory}: {type(error).__name__}: {error}"
             ) from None
         return self.encode(text, special=False)
 
-    def _special(self, name: str) -> str:
-        token = self._config.get(name) or ""
-        token = token.get("content", "") if isinstance(token, dict) else token
-        if not isinstance(token, str):
-            raise ConfigError(f"tokenizer: {self.directory}: {name} is not a string")
-        return token
+    @cached_property
+    def _renderer(self) -> Any:
+        """The tokenizer of transformers, whose rendering chat templates are written for."""
+        # It takes a second to import, and raw prompts do without.
+        from transformers import PreTrainedTokenizerFast
 
-    def _chat_template(self) -> str:
-        file = self.directory / "chat_template.jinja"
-        source = (
-            read_text(file, f"tokenizer: {file}")
-            if file.exists()
-            else self._config.get("chat_template")
-        )
-        if not isinstance(source, str):
+        renderer = PreTrainedTokenizerFast.from_pretrained(self.directory, local_files_only=True)
+        if renderer.chat_template is None:
             raise ConfigError(
                 f"tokenizer: {self.directory} has no chat template", hint="use template: raw"
             )
-        return source
-
-
-def _template(source: str) -> jinja2.Template:
-    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
-    )
-    environment.globals["raise_exception"] = _raise
-    return environment.from_string(source)
-
-
-def _raise(message: str) -> None:
-    raise jinja2.exceptions.TemplateError(message)
+        return renderer
 
 
 def _read_tokenizer(file: Path) -> Tokenizer:

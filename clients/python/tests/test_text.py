@@ -25,6 +25,21 @@ def test_pieces_add_up_to_the_text(codec):
     assert codec.eos_token_id == fakes.EOS
 
 
+def test_a_chat_template_writes_json_as_it_is(codec, monkeypatch):
+    (codec.directory / "chat_template.jinja").write_text("{{ messages[0]['content'] | tojson }}")
+    written = []
+    monkeypatch.setattr(codec, "encode", lambda text, **_: written.append(text) or [])
+    codec.chat([{"role": "user", "content": "a < b & 'ä'"}])
+    # Jinja's own filter would write the first four as escapes for HTML, and ä for JSON.
+    assert written == ["\"a < b & 'ä'\""]
+
+
+def test_a_directory_without_a_chat_template_is_named(codec):
+    (codec.directory / "chat_template.jinja").unlink()
+    with pytest.raises(ConfigError, match=f"^tokenizer: {codec.directory} has no chat template"):
+        codec.chat([{"role": "user", "content": "w1"}])
+
+
 @pytest.mark.parametrize("template", ["{% for %}", "{{ raise_exception('no system turn') }}"])
 def test_a_chat_template_that_fails_is_named(codec, template):
     (codec.directory / "chat_template.jinja").write_text(template)
