@@ -13,6 +13,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -77,6 +78,8 @@ class LocalCluster:
         self.servers: list[Server] = []
         self._build_dir = build_dir
         self._directory = Path()
+        # "Dies with its parent" means the thread that started it: ours lives until stop().
+        self._parent = ThreadPoolExecutor(1, thread_name_prefix="cluster")
         self._say = on_progress or (lambda _: None)
 
     def __enter__(self) -> Self:
@@ -146,6 +149,7 @@ class LocalCluster:
                 self._say(f"{server.name} does not end: killed")
                 server.process.kill()
                 server.process.wait()
+        self._parent.shutdown()
 
     def check(self) -> None:
         """Raises when a server has died."""
@@ -167,7 +171,8 @@ class LocalCluster:
         log = self._directory / f"{name}.log"
         binary = find_binary(f"tandem-{role}-server", self._build_dir)
         with log.open("wb") as output:
-            process = subprocess.Popen(
+            starting = self._parent.submit(
+                subprocess.Popen,
                 [*_die_with_parent(), binary, "--config", config_file],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
@@ -177,6 +182,7 @@ class LocalCluster:
                 # Servers that share cores must not spin while another one works.
                 env={"OMP_WAIT_POLICY": "PASSIVE"} | os.environ,
             )
+            process = starting.result()
         server = Server(name, role, process, log, host)
         self.servers.append(server)
         self._say(f"{name} starts (pid {process.pid}, log {log})")

@@ -1,11 +1,14 @@
 """Local clusters, with a stand-in for the server binaries."""
 
+import json
 import os
 import re
 import signal
 import stat
 import subprocess
 import sys
+import threading
+import time
 
 import pytest
 import yaml
@@ -13,6 +16,7 @@ import yaml
 from tandem.cluster import LocalCluster, find_binary, reachable_host
 from tandem.errors import ConfigError, ServerStartError
 from tandem.settings import ClusterSettings
+from tandem.transport import Connection
 
 SERVER = """#!{python}
 import signal, sys, time, yaml
@@ -56,6 +60,42 @@ def test_starts_all_servers_and_stops_them(build_dir, tmp_path):
         assert cluster.critic.address in cluster.trainer.log.read_text()
         cluster.check()
     assert [server.process.returncode for server in cluster.servers] == [0] * 4
+
+
+def test_servers_outlive_the_thread_that_started_them(build_dir, tmp_path):
+    cluster = LocalCluster(
+        ClusterSettings(directory=tmp_path / "logs", trainer={"model": "m"}), build_dir=build_dir
+    )
+    thread = threading.Thread(target=cluster.start)
+    thread.start()
+    thread.join()
+    try:
+        # A signal on the thread's end would come at once.
+        with pytest.raises(subprocess.TimeoutExpired):
+            cluster.trainer.process.wait(1)
+    finally:
+        cluster.stop()
+    assert cluster.trainer.process.returncode == 0
+
+
+def test_servers_die_with_the_process_that_started_them(build_dir, tmp_path):
+    file = tmp_path / "cluster.yaml"
+    file.write_text(yaml.safe_dump({"directory": str(tmp_path), "trainer": {"model": "m"}}))
+    process = subprocess.Popen(
+        [sys.executable, "-m", "tandem.cli", "up", file, "--json"],
+        env=os.environ | {"TANDEM_BUILD_DIR": str(build_dir)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    [server] = json.loads(process.stdout.readline())["servers"]
+    process.kill()
+    process.communicate()
+    with Connection(server["address"]) as connection:
+        deadline = time.monotonic() + 30
+        while connection.health() == "SERVING":
+            assert time.monotonic() < deadline, "it lives on"
+            time.sleep(0.05)
 
 
 def test_a_server_that_dies_is_reported_with_its_log(build_dir, tmp_path):
