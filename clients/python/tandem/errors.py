@@ -37,6 +37,23 @@ class ServerStartError(TandemError):
     """A local server that did not come up, or died."""
 
 
+# What a user can do, where the server's reason says enough.
+_HINTS = {
+    "STALE_POLICY_VERSION": "the trainer holds another version than expected_policy_version: "
+    "read it with GetServerInfo, and see that no other run trains this server",
+    "TRAJECTORY_TOO_OLD": "raise objective.max_staleness, or publish before generating",
+    "UNKNOWN_POLICY_VERSION": "the trajectory was written by a version that this trainer never "
+    "had: is the rollout server following another trainer?",
+    "NO_CRITIC": "start the trainer with critic_address",
+    "NO_REFERENCE_MODEL": "start the trainer with reference_model",
+    "REQUEST_ID_REUSED": "a request_id names one payload for ever; choose a new one",
+    "STALE_WEIGHT_VERSION": "a rollout server never goes back to an older version: restart it "
+    "first",
+    "WEIGHTS_DIFFER": "start both from the same model, and restart the one that another run has "
+    "trained",
+}
+
+
 class RpcError(TandemError):
     """A call that a server, or the way to it, refused.
 
@@ -45,6 +62,7 @@ class RpcError(TandemError):
         field: dotted path of the offending field, for example
             "samples[3].trajectory.authorship_mask".
         reason: stable UPPER_SNAKE_CASE name of the failure.
+        hint: what to do about it, where the reason says enough.
         request_id: what to look for in the server's log.
         retry_after_seconds: the server's wish; None where waiting does not help, or may not.
         method: the call that failed.
@@ -62,7 +80,7 @@ class RpcError(TandemError):
         retry_after_seconds: float | None = None,
         method: str | None = None,
     ) -> None:
-        super().__init__(message, hint=hint)
+        super().__init__(message, hint=hint or _HINTS.get(reason or ""))
         self.code = code
         self.field = field
         self.reason = reason
@@ -131,7 +149,7 @@ class NotImplementedByServerError(RpcError):
     """The server does not offer this yet."""
 
 
-class PermissionError(RpcError):
+class PermissionDeniedError(RpcError):
     """The caller is not known or not allowed."""
 
 
@@ -151,21 +169,8 @@ _CLASSES: dict[grpc.StatusCode, type[RpcError]] = {
     grpc.StatusCode.CANCELLED: CancelledError,
     grpc.StatusCode.DATA_LOSS: DataLossError,
     grpc.StatusCode.UNIMPLEMENTED: NotImplementedByServerError,
-    grpc.StatusCode.PERMISSION_DENIED: PermissionError,
-    grpc.StatusCode.UNAUTHENTICATED: PermissionError,
-}
-
-# What a user can do, where the server's reason says enough.
-_HINTS = {
-    "STALE_POLICY_VERSION": "the trainer holds another version than expected_policy_version: "
-    "read it with GetServerInfo, and see that no other run trains this server",
-    "TRAJECTORY_TOO_OLD": "raise objective.max_staleness, or publish before generating",
-    "UNKNOWN_POLICY_VERSION": "the trajectory was written by a version that this trainer never "
-    "had: is the rollout server following another trainer?",
-    "NO_CRITIC": "start the trainer with critic_address",
-    "NO_REFERENCE_MODEL": "start the trainer with reference_model",
-    "REQUEST_ID_REUSED": "a request_id names one payload for ever; choose a new one",
-    "VOCABULARY_MISMATCH": "senior and junior must share one tokenizer",
+    grpc.StatusCode.PERMISSION_DENIED: PermissionDeniedError,
+    grpc.StatusCode.UNAUTHENTICATED: PermissionDeniedError,
 }
 
 
@@ -174,8 +179,7 @@ def from_status(
 ) -> RpcError:
     """The exception for a google.rpc.Status."""
     code = _code(status.code)
-    field = reason = hint = None
-    retry_after = None
+    field = reason = retry_after = None
     for detail in status.details:
         if detail.Is(error_details_pb2.BadRequest.DESCRIPTOR):
             bad = error_details_pb2.BadRequest()
@@ -186,21 +190,15 @@ def from_status(
             info = error_details_pb2.ErrorInfo()
             detail.Unpack(info)
             reason = info.reason or None
-            hint = info.metadata.get("hint") or None
         elif detail.Is(error_details_pb2.RetryInfo.DESCRIPTOR):
             retry = error_details_pb2.RetryInfo()
             detail.Unpack(retry)
             retry_after = retry.retry_delay.seconds + retry.retry_delay.nanos / 1e9
-        elif detail.Is(error_details_pb2.RequestInfo.DESCRIPTOR):
-            request = error_details_pb2.RequestInfo()
-            detail.Unpack(request)
-            request_id = request.request_id or request_id
     return _CLASSES.get(code, ServerError)(
         status.message,
         code=code,
         field=field,
         reason=reason,
-        hint=hint or _HINTS.get(reason or ""),
         request_id=request_id,
         retry_after_seconds=retry_after,
         method=method,

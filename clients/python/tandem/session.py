@@ -110,7 +110,6 @@ class Session:
             if result.status.code:
                 failure = from_status(result.status, method="PublishWeights")
                 failure.message = f"{result.target}: {failure.message}"
-                failure.hint = failure.hint or _restart_hint(failure)
                 raise failure
             if result.digest != reply.digest:
                 raise TandemError(f"{result.target} received other weights than were sent")
@@ -198,12 +197,6 @@ def addresses_of(cluster: LocalCluster) -> settings_module.ServersSettings:
     )
 
 
-def _restart_hint(failure: TandemError) -> str | None:
-    if not isinstance(failure, FailedPreconditionError):
-        return None
-    return "a rollout server never goes back to an older version: restart it first"
-
-
 def _other_weights(
     address: str, served: weights_pb2.GetVersionResponse, trainer: server_pb2.ServerInfo
 ) -> FailedPreconditionError:
@@ -212,5 +205,4 @@ def _other_weights(
         f"version {trainer.policy_version} has {trainer.weights_digest}: other weights",
         code=grpc.StatusCode.FAILED_PRECONDITION,
         reason="WEIGHTS_DIFFER",
-        hint="start both from the same model, and restart the one that another run has trained",
     )

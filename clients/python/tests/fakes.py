@@ -24,15 +24,13 @@ VOCABULARY = 64
 EOS = 0
 
 
-def error_status(code, message, *, field=None, reason=None, request_id=None, retry_seconds=None):
+def error_status(code, message, *, field=None, reason=None, retry_seconds=None):
     details = []
     if field:
         violation = error_details_pb2.BadRequest.FieldViolation(field=field, description=message)
         details.append(error_details_pb2.BadRequest(field_violations=[violation]))
     if reason:
         details.append(error_details_pb2.ErrorInfo(reason=reason, domain="tandem"))
-    if request_id:
-        details.append(error_details_pb2.RequestInfo(request_id=request_id))
     if retry_seconds:
         retry = error_details_pb2.RetryInfo()
         retry.retry_delay.FromNanoseconds(int(retry_seconds * 1e9))
