@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
 import yaml
+from google.protobuf.descriptor import FieldDescriptor
 from pydantic import (
     AfterValidator,
     BaseModel,
@@ -21,11 +22,14 @@ from pydantic import (
     ConfigDict,
     Field,
     ValidationError,
+    create_model,
     model_validator,
 )
 
 from tandem.errors import ConfigError
 from tandem.text_files import read_text
+from tandem.trainer.v1.objective_pb2 import PolicyObjective
+from tandem.wire import enum_names
 
 # The contract's counts and token ids are int32.
 INT32_MAX = 2**31 - 1
@@ -143,40 +147,28 @@ class TandemSettings(Settings):
     boundary_token_ids: list[TokenId] = []
 
 
-class ObjectiveSettings(Settings):
-    """Fields of PolicyObjective; what is not set is the trainer's default."""
+def _objective_settings() -> type[Settings]:
+    """The section whose fields are those of PolicyObjective, with the contract's types."""
+    types: dict[int, Any] = {
+        FieldDescriptor.TYPE_DOUBLE: float,
+        FieldDescriptor.TYPE_INT32: Annotated[int, Field(ge=-INT32_MAX - 1, le=INT32_MAX)],
+        FieldDescriptor.TYPE_BOOL: bool,
+    }
+    fields: dict[str, Any] = {}
+    for field in PolicyObjective.DESCRIPTOR.fields:
+        if field.enum_type is None:
+            kind = types[field.type]
+        else:
+            # Numbers that are given with each sample are for those who write their own loop.
+            kind = Literal[
+                tuple(name for name in enum_names(field.enum_type) if name != "provided")
+            ]
+        fields[field.name] = (kind | None, None)
+    return create_model("ObjectiveSettings", __base__=Settings, **fields)
 
-    loss_kind: Literal["ppo_clip", "gspo", "cispo"] | None = None
-    junior_token_loss_weight: float | None = None
-    clip_ratio_low: float | None = None
-    clip_ratio_high: float | None = None
-    dual_clip: float | None = None
-    old_logprobs: Literal["senior", "author", "recomputed"] | None = None
-    advantage_estimator: (
-        Literal["group_relative", "group_relative_no_std", "leave_one_out", "gae"] | None
-    ) = None
-    aggregation: (
-        Literal[
-            "token_mean",
-            "token_sum",
-            "seq_mean_token_sum",
-            "seq_mean_token_mean",
-            "seq_mean_token_sum_norm",
-        ]
-        | None
-    ) = None
-    normalizer: Literal["all_tokens", "nonzero_weight", "sum_of_weights"] | None = None
-    norm_constant: float | None = None
-    kl_coefficient: float | None = None
-    kl_estimator: Literal["k1", "k2", "k3", "k1_gradient_k2", "k3_gradient_k2"] | None = None
-    entropy_coefficient: float | None = None
-    importance_sampling_cap: float | None = None
-    junior_kl_coefficient: float | None = None
-    gae_gamma: float | None = None
-    gae_lambda: float | None = None
-    bootstrap_truncated: bool | None = None
-    whiten_advantages: bool | None = None
-    max_staleness: int | None = Field(None, ge=0, le=INT32_MAX)
+
+# What is not set is the trainer's default; objective.proto has a comment on every field.
+ObjectiveSettings = _objective_settings()
 
 
 class BatchSettings(Settings):

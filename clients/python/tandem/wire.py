@@ -43,13 +43,17 @@ def short_floats(values: Iterable[Any]) -> list[float]:
     return [float(str(value)) for value in np.asarray(values, np.float32)]
 
 
+def enum_names(enum: EnumDescriptor) -> dict[str, int]:
+    """The short lower-case names of an enum's values, without the one for "not set"."""
+    prefix = enum.values[0].name.removesuffix("UNSPECIFIED")
+    return {value.name.removeprefix(prefix).lower(): value.number for value in enum.values[1:]}
+
+
 def enum_name(message: Message, field: str) -> str:
     """The short lower-case name of an enum field's value; "" when it is not set."""
-    enum = message.DESCRIPTOR.fields_by_name[field].enum_type
-    prefix = enum.values[0].name.removesuffix("UNSPECIFIED")
+    names = enum_names(message.DESCRIPTOR.fields_by_name[field].enum_type)
     number = getattr(message, field)
-    name = enum.values_by_number[number].name.removeprefix(prefix).lower()
-    return "" if name == "unspecified" else name
+    return next((name for name, value in names.items() if value == number), "")
 
 
 def to_message(values: Mapping[str, Any], message: Message, path: str) -> Any:
@@ -83,12 +87,10 @@ def _set_field(message: Message, field: FieldDescriptor, value: Any, path: str) 
 
 
 def _enum_number(enum: EnumDescriptor, name: str, path: str) -> int:
-    prefix = enum.values[0].name.removesuffix("UNSPECIFIED")
-    match = enum.values_by_name.get(f"{prefix}{name.upper()}")
-    if match is None:
-        options = [value.name.removeprefix(prefix).lower() for value in enum.values[1:]]
-        raise ConfigError(f"{path}: {name!r} is none of {', '.join(options)}")
-    return match.number
+    names = enum_names(enum)
+    if name not in names:
+        raise ConfigError(f"{path}: {name!r} is none of {', '.join(names)}")
+    return names[name]
 
 
 def tandem_record(config: sampling_pb2.TandemConfig) -> dict[str, Any]:

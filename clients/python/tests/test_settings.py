@@ -5,6 +5,7 @@ import pytest
 from tandem import settings
 from tandem.errors import ConfigError
 from tandem.settings import ClusterSettings, RunSettings
+from tandem.trainer.v1.objective_pb2 import PolicyObjective
 
 BASE = """
 run_dir: /tmp/x
@@ -44,6 +45,11 @@ def test_later_overrides_win_and_values_are_yaml(file):
         ("data.extract='('", "data.extract: not a regular expression: missing )"),
         ("reward.answer_pattern='['", "reward.answer_pattern: not a regular expression"),
         ("objective.clip_ratio_low=.nan", "objective.clip_ratio_low: Input should be a finite"),
+        ("objective.agregation=x", "objective.agregation: unknown key; did you mean 'aggregation'"),
+        ("objective.old_logprobs=x", "objective.old_logprobs: Input should be 'senior', 'author' "),
+        ("objective.advantage_estimator=provided", "objective.advantage_estimator: Input should"),
+        ("objective.max_staleness=1.5", "objective.max_staleness: Input should be a valid integer"),
+        ("objective.max_staleness=2147483648", "objective.max_staleness: Input should be less"),
         ("reward.correct_at=.inf", "reward.correct_at: Input should be a finite"),
         ("tokenizer=''", "tokenizer: must not be empty"),
         ("run_dir=''", "run_dir: must not be empty"),
@@ -120,6 +126,12 @@ def test_derived_sizes(file):
     run = load(file, "batch.prompts_per_step=4", "batch.samples_per_prompt=5", "steps=10")
     assert run.derived()["samples_per_step"] == 20
     assert run.derived()["samples_in_run"] == 200
+
+
+def test_an_objective_has_the_fields_of_the_contract(file):
+    run = load(file, "objective.aggregation=token_sum", "objective.max_staleness=2")
+    assert list(run.objective.model_dump()) == [f.name for f in PolicyObjective.DESCRIPTOR.fields]
+    assert settings.given(run.objective) == {"aggregation": "token_sum", "max_staleness": 2}
 
 
 def test_cluster_takes_one_rollout_or_several(tmp_path):
