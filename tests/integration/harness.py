@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import urllib.request
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -239,6 +239,32 @@ def reference_logprobs(
 
 
 _LOADED: dict[Path, Any] = {}
+
+
+def batch_metrics(
+    trajectories: Sequence[trajectory_pb2.Trajectory],
+    rewards: Sequence[float],
+    sentence_ends: Collection[int],
+) -> dict[str, float]:
+    """Rewards, authorship and sizes of a batch as the documentation defines them."""
+    masks = [np.array(mask(trajectory)) for trajectory in trajectories]
+    responses = [tokens(trajectory) for trajectory in trajectories]
+    count = sum(map(len, responses))
+    senior = sum(int(authors.sum()) for authors in masks) / count
+    sentences = sum(
+        sum(token in sentence_ends for token in ids) + (ids[-1] not in sentence_ends)
+        for ids in responses
+    )
+    return {
+        "reward/mean": float(np.mean(rewards)),
+        "reward/std": float(np.std(rewards, ddof=1)),
+        "tandem/senior_token_fraction": senior,
+        "tandem/junior_token_fraction": 1.0 - senior,
+        "tandem/switches_per_seq": float(np.mean([abs(np.diff(m)).sum() for m in masks])),
+        "tandem/tokens_per_sent": count / sentences,
+        "tokens/prompt": sum(len(trajectory.prompt_token_ids) for trajectory in trajectories),
+        "tokens/response": count,
+    }
 
 
 def metrics_text(server: Server) -> str:

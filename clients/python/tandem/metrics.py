@@ -1,16 +1,12 @@
-"""What a step reports: the keys of metrics.jsonl and how the client computes its own."""
+"""The keys of metrics.jsonl: the trainer computes them, but for the times."""
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
-
-import numpy as np
-
-from tandem.types.v1 import trajectory_pb2
 
 # Every line of metrics.jsonl has these keys, in this order; null where a step has no such number.
 KEYS = (
@@ -48,6 +44,8 @@ CRITIC_KEYS = (
     "critic/explained_variance",
     "critic/grad_norm",
 )
+# Whole numbers; a report of the trainer holds floating-point numbers alone.
+COUNT_KEYS = frozenset({"tokens/prompt", "tokens/response"})
 # Values that depend on the clock; everything else is the same when a run is repeated.
 CLOCK_KEYS = frozenset(
     {
@@ -64,43 +62,13 @@ def step_line(values: Mapping[str, float | int | None]) -> dict[str, Any]:
     """One line of metrics.jsonl: exactly the documented keys; numbers that are not finite: null."""
     keys = KEYS + (CRITIC_KEYS if any(key in values for key in CRITIC_KEYS) else ())
     line = {key: values.get(key) for key in keys}
-    return {
-        key: None if value is None or not math.isfinite(value) else value
-        for key, value in line.items()
-    }
+    return {key: _written(key, value) for key, value in line.items()}
 
 
-def batch_metrics(
-    trajectories: Sequence[trajectory_pb2.Trajectory],
-    rewards: Sequence[float],
-    sentence_ends: Collection[int],
-) -> dict[str, float]:
-    """Rewards, authorship and sizes of a batch.
-
-    `sentence_ends`: the sentence strategy's default boundary set. The standard deviation is over
-    all samples of the batch, with ddof 1.
-    """
-    masks = [np.frombuffer(t.authorship_mask, np.uint8) for t in trajectories]
-    tokens = sum(map(len, masks))
-    senior = float(sum(int(mask.sum()) for mask in masks)) / tokens
-    switches = sum(int(np.count_nonzero(np.diff(mask.astype(int)))) for mask in masks)
-    ends = frozenset(sentence_ends)
-    return {
-        "reward/mean": float(np.mean(rewards)),
-        "reward/std": float(np.std(rewards, ddof=1)) if len(rewards) > 1 else 0.0,
-        "tandem/senior_token_fraction": senior,
-        "tandem/junior_token_fraction": 1.0 - senior,
-        "tandem/switches_per_seq": switches / len(masks),
-        "tandem/tokens_per_sent": tokens / sum(_sentences(t, ends) for t in trajectories),
-        "tokens/prompt": sum(len(t.prompt_token_ids) for t in trajectories),
-        "tokens/response": tokens,
-    }
-
-
-def _sentences(trajectory: trajectory_pb2.Trajectory, ends: Collection[int]) -> int:
-    tokens = trajectory.response_token_ids
-    whole = sum(token in ends for token in tokens)
-    return whole + (tokens[-1] not in ends)
+def _written(key: str, value: float | int | None) -> float | int | None:
+    if value is None or not math.isfinite(value):
+        return None
+    return int(value) if key in COUNT_KEYS else value
 
 
 class StepClock:

@@ -73,7 +73,6 @@ class Session:
     rollouts: RolloutPool
     trainer: TrainerClient
     critic_address: str | None
-    sentence_ends: list[int]
     codec: TextCodec
     data: Dataset
     eval_data: Dataset | None
@@ -174,8 +173,6 @@ class Session:
             [RolloutClient(address, timeout_seconds=timeout) for address in servers.rollout]
         )
         self._stack.callback(self.rollouts.close)
-        info = self.rollouts.clients[0].info()
-        self.sentence_ends = list(info.sentence_boundary_token_ids)
         self.critic_address = servers.critic or self.trainer.info().critic_address or None
 
     def _start(self, cluster_file: Path) -> settings_module.ServersSettings:

@@ -15,7 +15,7 @@ from tandem.data import Example, fill
 from tandem.errors import ConfigError
 from tandem.evaluate import evaluate
 from tandem.interrupt import Interrupt
-from tandem.metrics import StepClock, batch_metrics, step_line
+from tandem.metrics import StepClock, step_line
 from tandem.requests import STEP_NAME, PolicySample, Prompt, SupervisedSample
 from tandem.run_dir import RunDirectory, SavedState
 from tandem.schedule import prompt_seed
@@ -70,15 +70,9 @@ def train(
                 session.publish()
         version = reply.report.policy_version
 
-        own = batch_metrics(
-            [sample.trajectory for sample in samples],
-            [sample.reward or 0.0 for sample in samples],
-            session.sentence_ends,
-        )
         line = step_line(
             {
                 **reply.report.metrics,
-                **own,
                 **clock.metrics(),
                 "step": step,
                 "time_seconds": time.monotonic() - start,
@@ -139,8 +133,6 @@ def train_supervised(
                 **clock.metrics(),
                 "step": step,
                 "time_seconds": time.monotonic() - start,
-                "tokens/prompt": sum(len(sample.prompt_token_ids) for sample in samples),
-                "tokens/response": sum(len(sample.response_token_ids) for sample in samples),
                 "version/senior": version,
             }
         )

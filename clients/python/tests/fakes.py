@@ -150,11 +150,15 @@ class FakeTrainer(trainer_pb2_grpc.TrainerServiceServicer):
             status = error_status(9, "stale", reason="STALE_POLICY_VERSION")
             context.abort_with_status(rpc_status.to_status(status))
         self.world.version += 1
-        tokens = sum(sum(getattr(s, "trajectory", s).response_token_ids) for s in samples)
+        responses = [getattr(s, "trajectory", s).response_token_ids for s in samples]
         report = trainer_pb2.StepReport(
             step=header.step,
             policy_version=self.world.version,
-            metrics={"loss/total": tokens / 1000, "policy/grad_norm": float("inf")},
+            metrics={
+                "loss/total": sum(map(sum, responses)) / 1000,
+                "policy/grad_norm": float("inf"),
+                "tokens/response": sum(map(len, responses)),
+            },
         )
         self.world.steps[header.request_id] = report
         return trainer_pb2.TrainStepResponse(report=report)
