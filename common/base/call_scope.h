@@ -1,0 +1,33 @@
+// What work knows of the call that it is done for.
+#ifndef TANDEM_COMMON_BASE_CALL_SCOPE_H_
+#define TANDEM_COMMON_BASE_CALL_SCOPE_H_
+
+#include <stop_token>
+#include <string>
+
+#include "absl/status/status.h"
+#include "absl/time/clock.h"
+#include "absl/time/time.h"
+
+namespace tandem {
+
+// The default is a call without a name that nobody cancels and that may take for ever.
+struct CallScope {
+  std::string request_id;
+  absl::Time deadline = absl::InfiniteFuture();
+  std::stop_token cancellation;  // requested once the caller is gone or its time is up
+
+  bool cancelled() const { return cancellation.stop_requested(); }
+
+  // OK while somebody waits for the result: else DEADLINE_EXCEEDED or CANCELLED. Long work asks now
+  // and then.
+  absl::Status Check() const {
+    if (absl::Now() >= deadline) return absl::DeadlineExceededError("the deadline has passed");
+    if (cancelled()) return absl::CancelledError("the caller cancelled the call");
+    return absl::OkStatus();
+  }
+};
+
+}  // namespace tandem
+
+#endif  // TANDEM_COMMON_BASE_CALL_SCOPE_H_
