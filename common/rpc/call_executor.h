@@ -7,22 +7,19 @@
 
 #include <atomic>
 #include <functional>
-#include <string>
 #include <thread>
 #include <vector>
 
 #include "absl/status/status.h"
 #include "absl/time/time.h"
 #include "common/base/bounded_queue.h"
+#include "common/base/call_scope.h"
+#include "common/base/catch_exceptions.h"
 
 namespace tandem::rpc {
 
-// What a handler knows of its call.
-struct CallContext {
-  std::string request_id;
-  absl::Time deadline;              // never infinite for unary calls
-  std::function<bool()> cancelled;  // thread-safe; true once the client is gone or the time is up
-};
+// What a handler knows of its call. The deadline of a unary call is never infinite.
+using CallContext = CallScope;
 
 struct CallExecutorOptions {
   int num_threads = 4;
@@ -62,19 +59,6 @@ class CallExecutor {
   BoundedQueue<std::function<void()>> queue_;
   std::vector<std::thread> threads_;
 };
-
-// Calls `handler()`, a function that returns absl::Status or StatusOr; an exception becomes
-// INTERNAL.
-template <typename Handler>
-auto CallCatching(Handler&& handler) -> decltype(handler()) {
-  try {
-    return handler();
-  } catch (const std::exception& error) {
-    return absl::InternalError(error.what());
-  } catch (...) {
-    return absl::InternalError("unknown exception");
-  }
-}
 
 }  // namespace tandem::rpc
 

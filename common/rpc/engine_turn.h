@@ -6,7 +6,6 @@
 #include <utility>
 
 #include "absl/status/status.h"
-#include "absl/time/clock.h"
 #include "common/rpc/call_executor.h"
 
 namespace tandem::rpc {
@@ -19,13 +18,7 @@ class EngineTurn {
   template <typename Work>
   auto Run(const CallContext& context, Work&& work) -> decltype(work()) {
     std::lock_guard lock(mutex_);
-    if (absl::Now() >= context.deadline) {
-      return absl::DeadlineExceededError(
-          "the deadline passed while the call waited for the engine");
-    }
-    if (context.cancelled && context.cancelled()) {
-      return absl::CancelledError("the client cancelled the call");
-    }
+    if (absl::Status gone = context.Check(); !gone.ok()) return gone;
     return work();
   }
 

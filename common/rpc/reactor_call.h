@@ -6,10 +6,10 @@
 #include <grpcpp/alarm.h>
 #include <grpcpp/server_context.h>
 
-#include <atomic>
 #include <functional>
 #include <memory>
 #include <mutex>
+#include <stop_token>
 #include <utility>
 
 #include "absl/status/status.h"
@@ -45,24 +45,19 @@ class CallState {
     finish(ToGrpcStatus(status));
     return true;
   }
-  void Cancel() { cancelled_ = true; }
-  bool cancelled() const { return cancelled_; }
+  void Cancel() { cancellation_.request_stop(); }
+  std::stop_token cancellation() const { return cancellation_.get_token(); }
   bool finished() const {
     std::lock_guard lock(mutex_);
     return finished_;
   }
 
  private:
-  std::atomic<bool> cancelled_ = false;
+  std::stop_source cancellation_;
   mutable std::mutex mutex_;
   bool finished_ = false;
   std::function<void(grpc::Status)> finish_;
 };
-
-inline absl::Status CancelStatus(absl::Time deadline) {
-  return absl::Now() >= deadline ? absl::DeadlineExceededError("the deadline has passed")
-                                 : absl::CancelledError("the client cancelled the call");
-}
 
 // One call: the gate, its state, its context, and the default deadline where the client gave none.
 class Call {
@@ -73,7 +68,7 @@ class Call {
         admitted_(executor.Admit(*context)) {
     context_.request_id = AssignRequestId(context);
     context_.deadline = DeadlineOf(*context);
-    context_.cancelled = [state = state_] { return state->cancelled(); };
+    context_.cancellation = state_->cancellation();
     if (needs_deadline && context_.deadline == absl::InfiniteFuture()) {
       context_.deadline = absl::Now() + executor.default_deadline();
       alarm_.Set(absl::ToChronoTime(context_.deadline), [state = state_](bool fired) {
@@ -92,7 +87,7 @@ class Call {
 
   void OnCancel() {
     state_->Cancel();
-    state_->Finish(CancelStatus(context_.deadline));
+    state_->Finish(context_.Check());
   }
 
   const std::shared_ptr<CallState>& state() const { return state_; }

@@ -105,7 +105,7 @@ std::optional<int> ParseCommandLine(int argc, char** argv, const std::string& na
 bool LoadUnlessInterrupted(ServerApp& app, Signals& signals, absl::Status* status) {
   std::atomic<bool> loaded = false;
   std::thread loader([&] {
-    *status = CallCatching([&] { return app.Load(); });
+    *status = CatchExceptions("loading", [&] { return app.Load(); });
     loaded = true;
   });
   while (!loaded) {
@@ -121,7 +121,7 @@ bool LoadUnlessInterrupted(ServerApp& app, Signals& signals, absl::Status* statu
 void WaitUntilAsked(ServerApp& app, Server& server, Signals& signals) {
   bool serving = true;
   while (!signals.Wait(absl::Seconds(1))) {
-    const absl::Status health = CallCatching([&] { return app.CheckHealth(); });
+    const absl::Status health = CatchExceptions("health", [&] { return app.CheckHealth(); });
     if (health.ok() == serving) continue;
     serving = health.ok();
     server.SetServing(serving);

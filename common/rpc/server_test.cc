@@ -154,7 +154,7 @@ TEST_F(ServerTest, ErrorsArriveWithTheirDetails) {
 
 TEST_F(ServerTest, ExceptionsAreInternalAndTheServerServesOn) {
   handler_ = [](const CallContext&) -> Result { throw std::runtime_error("boom"); };
-  EXPECT_EQ(Call().status, absl::InternalError("boom"));
+  EXPECT_EQ(Call().status, absl::InternalError("handler: boom"));
   handler_ = [](const CallContext&) -> Result { return GetVersionResponse(); };
   EXPECT_TRUE(Call().status.ok());
 }

@@ -59,7 +59,8 @@ class ClientStreamCall final : public grpc::ServerReadReactor<Request> {
     if (state->finished()) return;
     if (ok) {
       const ScopedRequestId request_id(call_.context().request_id);
-      absl::Status status = CallCatching([&] { return handler_->OnMessage(std::move(request_)); });
+      absl::Status status =
+          CatchExceptions("handler", [&] { return handler_->OnMessage(std::move(request_)); });
       if (!status.ok()) {
         state->Finish(status);
         return;
@@ -72,7 +73,8 @@ class ClientStreamCall final : public grpc::ServerReadReactor<Request> {
         executor_.Run([state, handler = handler_, response = response_, context = call_.context()] {
           if (state->finished()) return;
           const ScopedRequestId request_id(context.request_id);
-          absl::StatusOr<Response> result = CallCatching([&] { return handler->OnEnd(context); });
+          absl::StatusOr<Response> result =
+              CatchExceptions("handler", [&] { return handler->OnEnd(context); });
           state->Finish(result.status(), [&] {
             if (result.ok()) response->Swap(&*result);
           });
@@ -197,10 +199,10 @@ class MapStreamCall final : public grpc::ServerBidiReactor<Request, Response> {
       requests_.pop_front();
     }
     const auto state = call_.state();
-    if (!state->cancelled() && !state->finished()) {
+    if (!call_.context().cancelled() && !state->finished()) {
       const ScopedRequestId request_id(call_.context().request_id);
       absl::StatusOr<Response> result =
-          CallCatching([&] { return handler_(request, call_.context()); });
+          CatchExceptions("handler", [&] { return handler_(request, call_.context()); });
       if (result.ok()) {
         writes_.Push(*std::move(result));
       } else {

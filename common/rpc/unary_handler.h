@@ -48,7 +48,8 @@ class UnaryCall final : public grpc::ServerUnaryReactor {
                                         context = call_.context(), handler = std::move(handler)] {
       if (state->finished()) return;
       const ScopedRequestId request_id(context.request_id);
-      absl::StatusOr<Response> result = CallCatching([&] { return handler(request, context); });
+      absl::StatusOr<Response> result =
+          CatchExceptions("handler", [&] { return handler(request, context); });
       state->Finish(result.status(), [&] {
         if (result.ok()) response->Swap(&*result);
       });
@@ -84,7 +85,7 @@ grpc::ServerUnaryReactor* AnswerAtOnce(CallExecutor& executor, grpc::CallbackSer
   grpc::ServerUnaryReactor* const reactor = context->DefaultReactor();
   absl::Status status = executor.Admit(*context);
   if (status.ok()) {
-    absl::StatusOr<Response> result = CallCatching(handler);
+    absl::StatusOr<Response> result = CatchExceptions("handler", handler);
     status = result.status();
     if (result.ok()) response->Swap(&*result);
   }

@@ -169,9 +169,9 @@ grpc::ServerUnaryReactor* RolloutService::Score(grpc::CallbackServerContext* con
       [this](const v1::ScoreRequest& proto,
              const rpc::CallContext& context) -> absl::StatusOr<v1::ScoreResponse> {
         TANDEM_ASSIGN_OR_RETURN(const rollout::ScoreRequest request, ScoreFromProto(proto));
-        TANDEM_ASSIGN_OR_RETURN(
-            const ScoreResult result,
-            engine_.load()->Score(request, context.deadline, context.cancelled));
+        TANDEM_ASSIGN_OR_RETURN(const ScoreResult result,
+                                engine_.load()->Score(request, context.deadline,
+                                                      [&context] { return context.cancelled(); }));
         return ScoreToProto(request, result);
       });
 }

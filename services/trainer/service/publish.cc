@@ -47,7 +47,7 @@ Delivery PublishToOne(const std::string& target, const WeightSource& source,
   rpc::WeightSenderOptions options;
   options.deadline = context.deadline;
   options.request_id = context.request_id;
-  options.cancelled = context.cancelled;
+  options.cancelled = [&context] { return context.cancelled(); };
   Delivery delivery;
   delivery.result = rpc::SendWeights(
       *receiver, absl::StrCat("v", manifest.version, "-", manifest.digest), source, options);
