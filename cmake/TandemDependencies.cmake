@@ -24,7 +24,11 @@ add_library(torch_cpu INTERFACE)
 target_include_directories(torch_cpu SYSTEM INTERFACE
   "${_torch_dir}/include" "${_torch_dir}/include/torch/csrc/api/include")
 target_link_directories(torch_cpu INTERFACE "${_torch_dir}/lib")
-target_link_libraries(torch_cpu INTERFACE -ltorch_cpu -lc10 Threads::Threads)
+# at::parallel_for is a header: without -fopenmp it is a plain call in our files. The runtime is the
+# wheel's own, by its path: a second libgomp in the process would be a second pool of threads.
+target_compile_options(torch_cpu INTERFACE "$<$<COMPILE_LANGUAGE:CXX>:-fopenmp>")
+target_link_libraries(torch_cpu INTERFACE
+  -ltorch_cpu -lc10 "${_torch_dir}/lib/libgomp.so.1" Threads::Threads)
 # The old-style RPATH is needed: libtorch's own dependencies are found through it.
 target_link_options(torch_cpu INTERFACE "-Wl,-rpath,${_torch_dir}/lib" "-Wl,--disable-new-dtags" "-Wl,--allow-shlib-undefined")
 

@@ -1,7 +1,6 @@
 #include "common/ops/ops.h"
 
 #include <ATen/ATen.h>
-#include <ATen/Parallel.h>
 #include <ATen/core/grad_mode.h>
 
 #include <algorithm>
@@ -10,12 +9,10 @@
 
 #include "common/kernels/cpu/cpu_kernels.h"
 #include "common/ops/linear_function.h"
+#include "common/ops/parallel_for.h"
 
 namespace tandem::ops {
 namespace {
-
-// Below this many multiply-adds (or exponentials) a second thread costs more than it saves.
-constexpr int64_t kWorkPerThread = 1 << 15;
 
 bool FloatsOnCpu(const at::Tensor& x) { return x.is_cpu() && x.scalar_type() == at::kFloat; }
 
@@ -26,13 +23,6 @@ float* MutableData(const at::Tensor& x) { return x.mutable_data_ptr<float>(); }
 
 // The last dimension must be contiguous for the kernels; a copy where it is not.
 at::Tensor Packed(const at::Tensor& x) { return x.stride(-1) == 1 ? x : x.contiguous(); }
-
-// fn(begin, end) over [0, count), when one item costs `work`.
-template <typename Function>
-void Parallel(int64_t count, int64_t work, const Function& fn) {
-  const int64_t grain = std::max<int64_t>(1, kWorkPerThread / std::max<int64_t>(1, work));
-  at::parallel_for(0, count, grain, fn);
-}
 
 void LinearKernel(const at::Tensor& x_in, const at::Tensor& weight, const at::Tensor& bias,
                   const at::Tensor& y, bool accumulate) {
@@ -46,13 +36,13 @@ void LinearKernel(const at::Tensor& x_in, const at::Tensor& weight, const at::Te
   kernels::LinearArgs args = {Data(x),     x.stride(0), Data(w),   bias_data, MutableData(y),
                               y.stride(0), x.size(0),   x.size(1), 0,         out,
                               accumulate};
-  Parallel((out + kColumns - 1) / kColumns, kColumns * args.rows * args.in,
-           [&](int64_t begin, int64_t end) {
-             kernels::LinearArgs part = args;
-             part.out_begin = begin * kColumns;
-             part.out_end = std::min(end * kColumns, out);
-             kernels::GetCpuKernels().linear(part);
-           });
+  ParallelFor((out + kColumns - 1) / kColumns, kColumns * args.rows * args.in,
+              [&](int64_t begin, int64_t end) {
+                kernels::LinearArgs part = args;
+                part.out_begin = begin * kColumns;
+                part.out_end = std::min(end * kColumns, out);
+                kernels::GetCpuKernels().linear(part);
+              });
 }
 
 // One sequence of a ragged batch for the attention kernel, at [rows, heads] strides.
@@ -106,7 +96,7 @@ at::Tensor AttentionKernel(const at::Tensor& q, int64_t key_value_heads,
       });
     }
   };
-  Parallel(static_cast<int64_t>(items.size()), group * head_dim * kernels::kAttentionBlock, run);
+  ParallelFor(static_cast<int64_t>(items.size()), group * head_dim * kernels::kAttentionBlock, run);
   return out;
 }
 
@@ -143,7 +133,7 @@ at::Tensor RmsNorm(const at::Tensor& x_in, const at::Tensor& weight, double eps)
   const int64_t width = x.size(-1);
   const int64_t inner = x.dim() == 3 ? x.size(1) : 1;  // heads
   const int64_t inner_stride = x.dim() == 3 ? x.stride(1) : 0;
-  Parallel(x.size(0), inner * width, [&](int64_t begin, int64_t end) {
+  ParallelFor(x.size(0), inner * width, [&](int64_t begin, int64_t end) {
     for (int64_t row = begin; row < end; ++row) {
       kernels::GetCpuKernels().rms_norm({Data(x) + row * x.stride(0), inner_stride, Data(weight),
                                          MutableData(y) + row * inner * width, width, inner, width,
@@ -163,7 +153,7 @@ at::Tensor RotaryEmbedding(const at::Tensor& x_in, const at::Tensor& cos, const 
   const at::Tensor x = HeadsPacked(x_in);
   at::Tensor y = at::empty(x.sizes(), x.options());
   const int64_t heads = x.size(1), head_dim = x.size(2);
-  Parallel(x.size(0), heads * head_dim, [&](int64_t begin, int64_t end) {
+  ParallelFor(x.size(0), heads * head_dim, [&](int64_t begin, int64_t end) {
     kernels::GetCpuKernels().rotary({Data(x) + begin * x.stride(0), x.stride(0),
                                      Data(cos) + begin * half, Data(sin) + begin * half,
                                      MutableData(y) + begin * heads * head_dim, heads * head_dim,
@@ -179,7 +169,7 @@ at::Tensor SwiGlu(const at::Tensor& gate, const at::Tensor& up) {
   }
   at::Tensor y = at::empty(gate.sizes(), gate.options());
   const int64_t width = gate.size(1), stride = gate.stride(0);
-  Parallel(gate.size(0), 4 * width, [&](int64_t begin, int64_t end) {
+  ParallelFor(gate.size(0), 4 * width, [&](int64_t begin, int64_t end) {
     kernels::GetCpuKernels().swiglu({Data(gate) + begin * stride, Data(up) + begin * stride, stride,
                                      MutableData(y) + begin * width, width, end - begin, width});
   });

@@ -1,0 +1,26 @@
+// Loops over the threads of the process.
+#ifndef TANDEM_COMMON_OPS_PARALLEL_FOR_H_
+#define TANDEM_COMMON_OPS_PARALLEL_FOR_H_
+
+#include <ATen/Parallel.h>
+
+#include <algorithm>
+#include <cstdint>
+
+namespace tandem::ops {
+
+// Below this many multiply-adds (or exponentials) a second thread costs more than it saves.
+inline constexpr int64_t kWorkPerThread = 1 << 15;
+
+// Calls fn(begin, end) for consecutive parts of [0, count), each item in one of them, on as many
+// threads of at::get_num_threads() as are worth it when one item costs `work` multiply-adds. How
+// the range is cut depends on the number of threads: results must not depend on the cut.
+template <typename Function>
+void ParallelFor(int64_t count, int64_t work, const Function& fn) {
+  const int64_t grain = std::max<int64_t>(1, kWorkPerThread / std::max<int64_t>(1, work));
+  at::parallel_for(0, count, grain, fn);
+}
+
+}  // namespace tandem::ops
+
+#endif  // TANDEM_COMMON_OPS_PARALLEL_FOR_H_
