@@ -48,7 +48,7 @@ struct RowStatistics {
 
 // Called for consecutive runs of rows, each once and in order: given their log-probs and entropies
 // it fills d loss / d logp and d loss / d entropy. An error ends the computation.
-using TokenObjective = absl::FunctionRef<absl::Status(
+using TokenLossFunction = absl::FunctionRef<absl::Status(
     int64_t first_row, absl::Span<const double> logprobs, absl::Span<const double> entropies,
     absl::Span<double> logprob_coefficients, absl::Span<double> entropy_coefficients)>;
 
@@ -64,10 +64,10 @@ class FusedOutputLoss {
  public:
   virtual ~FusedOutputLoss() = default;
 
-  // Loss of `rows` of `hidden` [T, H] through `objective`, and its gradients. INVALID_ARGUMENT for
+  // Loss of `rows` of `hidden` [T, H] through `function`, and its gradients. INVALID_ARGUMENT for
   // shapes or labels that do not fit; after an error the gradients hold an unusable partial sum.
   virtual absl::Status ForwardBackward(const at::Tensor& hidden, const OutputRows& rows,
-                                       TokenObjective objective, OutputGradients& gradients) = 0;
+                                       TokenLossFunction function, OutputGradients& gradients) = 0;
 
   // The same statistics without any gradient.
   virtual absl::StatusOr<RowStatistics> LogProbs(const at::Tensor& hidden,
@@ -101,7 +101,7 @@ class LinearCrossEntropyLoss : public FusedOutputLoss {
       at::Tensor weight, at::Tensor bias = {}, const LinearCrossEntropyOptions& options = {});
 
   absl::Status ForwardBackward(const at::Tensor& hidden, const OutputRows& rows,
-                               TokenObjective objective, OutputGradients& gradients) override;
+                               TokenLossFunction function, OutputGradients& gradients) override;
   absl::StatusOr<RowStatistics> LogProbs(const at::Tensor& hidden, const OutputRows& rows) override;
   at::Tensor ForwardLogits(const at::Tensor& hidden) const override;
 
@@ -113,9 +113,9 @@ class LinearCrossEntropyLoss : public FusedOutputLoss {
  private:
   LinearCrossEntropyLoss() = default;
   absl::Status CheckRows(const at::Tensor& hidden, const OutputRows& rows) const;
-  // Runs over all chunks; without `objective` only the statistics are computed.
+  // Runs over all chunks; without `function` only the statistics are computed.
   absl::Status Run(const at::Tensor& hidden, const OutputRows& rows,
-                   const TokenObjective* objective, OutputGradients* gradients,
+                   const TokenLossFunction* function, OutputGradients* gradients,
                    RowStatistics* statistics);
   void EnsureWorkspace();
 

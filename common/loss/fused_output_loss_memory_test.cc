@@ -70,10 +70,10 @@ TEST(FusedOutputLossMemoryTest, PeakStaysWithinTheBudget) {
     const int64_t start = meter->live();
     meter->Restart();
     for (int step = 0; step < 2; ++step) {
-      SupervisedObjective objective(scales);
+      SupervisedLossEvaluator evaluator(scales);
       ASSERT_TRUE(loss->ForwardBackward(
                           hidden, rows,
-                          [&](auto... arguments) { return objective.Evaluate(arguments...); },
+                          [&](auto... arguments) { return evaluator.Evaluate(arguments...); },
                           gradients)
                       .ok());
     }

@@ -151,12 +151,12 @@ Gradients Fused(Problem p, const PolicyLossOptions& options, const LossScaleOpti
   OutputGradients gradients = {.hidden = at::zeros({kRows, kHidden}, like),
                                .weight = at::zeros({kVocabulary, kHidden}, like),
                                .bias = at::zeros({kVocabulary}, like)};
-  PolicyObjective objective = PolicyObjective::Create(options, p.tokens).value();
+  PolicyLossEvaluator evaluator = PolicyLossEvaluator::Create(options, p.tokens).value();
   const absl::Status status = loss->ForwardBackward(
       p.hidden.to(type), p.rows,
-      [&](auto... arguments) { return objective.Evaluate(arguments...); }, gradients);
+      [&](auto... arguments) { return evaluator.Evaluate(arguments...); }, gradients);
   EXPECT_TRUE(status.ok()) << status;
-  return {objective.Metrics().loss_total, gradients.hidden, gradients.weight, gradients.bias};
+  return {evaluator.Metrics().loss_total, gradients.hidden, gradients.weight, gradients.bias};
 }
 
 double MaxDifference(const at::Tensor& a, const at::Tensor& b) {
@@ -267,13 +267,13 @@ TEST(FusedOutputLossTest, RowsMayBeSplitReorderedAndSelected) {
     }
     rows.positions = at::tensor(order, at::kLong);
     rows.labels = p.rows.labels.index_select(0, rows.positions);
-    PolicyObjective objective = PolicyObjective::Create({}, tokens).value();
+    PolicyLossEvaluator evaluator = PolicyLossEvaluator::Create({}, tokens).value();
     ASSERT_TRUE(loss->ForwardBackward(
                         p.hidden, rows,
-                        [&](auto... arguments) { return objective.Evaluate(arguments...); },
+                        [&](auto... arguments) { return evaluator.Evaluate(arguments...); },
                         gradients)
                     .ok());
-    total += objective.Metrics().loss_total;
+    total += evaluator.Metrics().loss_total;
   }
   EXPECT_NEAR(total, whole.loss, 1e-13);
   EXPECT_LT(MaxDifference(gradients.hidden, whole.hidden), 1e-13);
@@ -289,16 +289,16 @@ TEST(FusedOutputLossTest, FirstStepHasRatioOneAndNoKl) {
   p.tokens.reference = p.tokens.old_logprobs;
   p.tokens.scales = ComputeLossScales({}, p.weights, p.lengths).value().scales;
   const PolicyLossOptions options = {.kl_estimator = KlEstimator::kK3, .kl_coefficient = 1};
-  PolicyObjective objective = PolicyObjective::Create(options, p.tokens).value();
+  PolicyLossEvaluator evaluator = PolicyLossEvaluator::Create(options, p.tokens).value();
   OutputGradients none;
   ASSERT_TRUE(loss->ForwardBackward(
                       hidden, p.rows,
-                      [&](auto... arguments) { return objective.Evaluate(arguments...); }, none)
+                      [&](auto... arguments) { return evaluator.Evaluate(arguments...); }, none)
                   .ok());
-  EXPECT_EQ(objective.Metrics().mean_ratio, 1);
-  EXPECT_LT(std::abs(objective.Metrics().ppo_kl), 1e-8);
-  EXPECT_LT(std::abs(objective.Metrics().kl_to_ref), 1e-8);
-  EXPECT_EQ(objective.Metrics().clip_fraction, 0);
+  EXPECT_EQ(evaluator.Metrics().mean_ratio, 1);
+  EXPECT_LT(std::abs(evaluator.Metrics().ppo_kl), 1e-8);
+  EXPECT_LT(std::abs(evaluator.Metrics().kl_to_ref), 1e-8);
+  EXPECT_EQ(evaluator.Metrics().clip_fraction, 0);
 }
 
 TEST(FusedOutputLossTest, WeightZeroTokensHaveExactlyZeroGradient) {
@@ -319,16 +319,16 @@ TEST(FusedOutputLossTest, SupervisedLossIsCrossEntropy) {
   const at::Tensor expected =
       -p.LogSoftmax(h, p.weight, p.bias).gather(1, p.rows.labels.unsqueeze(1)).mean();
   expected.backward();
-  SupervisedObjective objective(scales);
+  SupervisedLossEvaluator evaluator(scales);
   auto loss = LinearCrossEntropyLoss::Create(p.weight, p.bias).value();
   OutputGradients gradients = {
       .hidden = at::zeros({kRows, kHidden}, at::kDouble), .weight = {}, .bias = {}};
   ASSERT_TRUE(loss->ForwardBackward(
                       p.hidden, p.rows,
-                      [&](auto... arguments) { return objective.Evaluate(arguments...); },
+                      [&](auto... arguments) { return evaluator.Evaluate(arguments...); },
                       gradients)
                   .ok());
-  EXPECT_NEAR(objective.loss(), expected.item<double>(), 1e-12);
+  EXPECT_NEAR(evaluator.loss(), expected.item<double>(), 1e-12);
   EXPECT_LT(MaxDifference(gradients.hidden, h.grad()), 1e-12);
 }
 

@@ -168,7 +168,7 @@ void LinearCrossEntropyLoss::EnsureWorkspace() {
 }
 
 absl::Status LinearCrossEntropyLoss::Run(const at::Tensor& hidden, const OutputRows& rows,
-                                         const TokenObjective* objective,
+                                         const TokenLossFunction* function,
                                          OutputGradients* gradients, RowStatistics* statistics) {
   const at::NoGradGuard no_grad;
   TANDEM_RETURN_IF_ERROR(CheckRows(hidden, rows));
@@ -213,11 +213,11 @@ absl::Status LinearCrossEntropyLoss::Run(const at::Tensor& hidden, const OutputR
         statistics->entropies.insert(statistics->entropies.end(), entropies.begin(),
                                      entropies.end());
       }
-      if (objective == nullptr) continue;
+      if (function == nullptr) continue;
       c.assign(size, 0.0);
       e.assign(size, 0.0);
-      TANDEM_RETURN_IF_ERROR((*objective)(static_cast<int64_t>(first), logprobs, entropies,
-                                          absl::MakeSpan(c), absl::MakeSpan(e)));
+      TANDEM_RETURN_IF_ERROR((*function)(static_cast<int64_t>(first), logprobs, entropies,
+                                         absl::MakeSpan(c), absl::MakeSpan(e)));
       for (size_t i = 0; i < inverse_temperatures.size(); ++i) {
         c[i] *= inverse_temperatures[i];
         e[i] *= inverse_temperatures[i];
@@ -237,9 +237,9 @@ absl::Status LinearCrossEntropyLoss::Run(const at::Tensor& hidden, const OutputR
 
 absl::Status LinearCrossEntropyLoss::ForwardBackward(const at::Tensor& hidden,
                                                      const OutputRows& rows,
-                                                     TokenObjective objective,
+                                                     TokenLossFunction function,
                                                      OutputGradients& gradients) {
-  return Run(hidden, rows, &objective, &gradients, nullptr);
+  return Run(hidden, rows, &function, &gradients, nullptr);
 }
 
 absl::StatusOr<RowStatistics> LinearCrossEntropyLoss::LogProbs(const at::Tensor& hidden,

@@ -76,7 +76,7 @@ absl::Status CheckLength(const char* name, size_t actual, size_t expected) {
 }  // namespace
 
 absl::Status CheckPolicyLossOptions(const PolicyLossOptions& options) {
-  if (options.objective != Objective::kPpoClip) {
+  if (options.kind != PolicyLossKind::kPpoClip) {
     return FieldError(absl::StatusCode::kUnimplemented, "loss_kind", "only PPO_CLIP is there yet");
   }
   const auto not_negative = [](double x) { return std::isfinite(x) && x >= 0; };
@@ -100,8 +100,8 @@ absl::Status CheckPolicyLossOptions(const PolicyLossOptions& options) {
   return absl::OkStatus();
 }
 
-absl::StatusOr<PolicyObjective> PolicyObjective::Create(const PolicyLossOptions& options,
-                                                        const PolicyTokens& tokens) {
+absl::StatusOr<PolicyLossEvaluator> PolicyLossEvaluator::Create(const PolicyLossOptions& options,
+                                                                const PolicyTokens& tokens) {
   TANDEM_RETURN_IF_ERROR(CheckPolicyLossOptions(options));
   const size_t rows = tokens.advantages.size();
   if (!tokens.old_logprobs.empty()) {
@@ -118,13 +118,13 @@ absl::StatusOr<PolicyObjective> PolicyObjective::Create(const PolicyLossOptions&
   if (!tokens.log_keep_mass.empty()) {
     TANDEM_RETURN_IF_ERROR(CheckLength("log_keep_mass", tokens.log_keep_mass.size(), rows));
   }
-  return PolicyObjective(options, tokens);
+  return PolicyLossEvaluator(options, tokens);
 }
 
-absl::Status PolicyObjective::Evaluate(int64_t first_row, absl::Span<const double> logprobs,
-                                       absl::Span<const double> entropies,
-                                       absl::Span<double> logprob_coefficients,
-                                       absl::Span<double> entropy_coefficients) {
+absl::Status PolicyLossEvaluator::Evaluate(int64_t first_row, absl::Span<const double> logprobs,
+                                           absl::Span<const double> entropies,
+                                           absl::Span<double> logprob_coefficients,
+                                           absl::Span<double> entropy_coefficients) {
   const auto first = static_cast<size_t>(first_row);
   for (size_t i = 0; i < logprobs.size(); ++i) {
     const size_t t = first + i;
@@ -171,7 +171,7 @@ absl::Status PolicyObjective::Evaluate(int64_t first_row, absl::Span<const doubl
   return absl::OkStatus();
 }
 
-PolicyMetrics PolicyObjective::Metrics() const {
+PolicyMetrics PolicyLossEvaluator::Metrics() const {
   PolicyMetrics metrics = sums_;
   metrics.loss_total = metrics.loss_policy + metrics.loss_kl + metrics.loss_entropy;
   const double count = std::max<double>(1.0, static_cast<double>(metrics.tokens));
@@ -185,7 +185,7 @@ PolicyMetrics PolicyObjective::Metrics() const {
   return metrics;
 }
 
-void PolicyObjective::MismatchSums::Add(double trainer, double behaviour) {
+void PolicyLossEvaluator::MismatchSums::Add(double trainer, double behaviour) {
   const double raw = trainer - behaviour;
   const double d = LogRatio(raw).value;
   count += 1;
@@ -196,7 +196,7 @@ void PolicyObjective::MismatchSums::Add(double trainer, double behaviour) {
   ratio_squared += std::exp(2 * d);
 }
 
-Mismatch PolicyObjective::MismatchSums::Finish() const {
+Mismatch PolicyLossEvaluator::MismatchSums::Finish() const {
   if (count == 0) return {};
   const auto n = static_cast<double>(count);
   return {.count = count,
@@ -206,8 +206,8 @@ Mismatch PolicyObjective::MismatchSums::Finish() const {
           .effective_sample_size = ratio * ratio / (n * ratio_squared)};
 }
 
-PolicyObjective::MismatchSums PolicyObjective::MismatchSums::Join(const MismatchSums& a,
-                                                                  const MismatchSums& b) {
+PolicyLossEvaluator::MismatchSums PolicyLossEvaluator::MismatchSums::Join(const MismatchSums& a,
+                                                                          const MismatchSums& b) {
   MismatchSums sum = a;
   sum.count += b.count;
   sum.k1 += b.k1;

@@ -1,6 +1,6 @@
-// The policy objective of one token, and what it contributes to the gradient and to the reports.
+// The policy loss of one token, and what it contributes to the gradient and to the reports.
 //
-// Everything that a token-level objective needs from the [N, V] logits is the log-probability and
+// Everything that a token-level loss needs from the [N, V] logits is the log-probability and
 // the entropy of each row. So the loss is described by two numbers a token,
 //   c_t = d loss / d logp_t   and   e_t = d loss / d entropy_t,
 // and common/loss/fused_output_loss.h turns them into the gradient of the logits, chunk by chunk.
@@ -22,7 +22,7 @@ namespace tandem::loss {
 // A log-ratio beyond this is clamped, and its gradient is zero.
 inline constexpr double kMaxLogRatio = 20.0;
 
-enum class Objective {
+enum class PolicyLossKind {
   kPpoClip,  // -min(r A, clip(r, 1 - eps_low, 1 + eps_high) A)
   kGspo,     // not yet
   kCispo,    // not yet
@@ -38,7 +38,7 @@ enum class KlEstimator {
 };
 
 struct PolicyLossOptions {
-  Objective objective = Objective::kPpoClip;
+  PolicyLossKind kind = PolicyLossKind::kPpoClip;
   double clip_ratio_low = 0.2;
   double clip_ratio_high = 0.2;
   double dual_clip = 0;  // 0 is off, else > 1: the loss of a token with A < 0 is at most -A * this
@@ -51,7 +51,8 @@ struct PolicyLossOptions {
   double importance_sampling_cap = 0;
 };
 
-// UNIMPLEMENTED for an objective that is not there yet, INVALID_ARGUMENT with the field otherwise.
+// UNIMPLEMENTED for a kind of loss that is not there yet, INVALID_ARGUMENT with the field
+// otherwise.
 absl::Status CheckPolicyLossOptions(const PolicyLossOptions& options);
 
 // The rows of the loss: all parallel, [N]. `reference` may be empty if the KL is off. `behaviour`
@@ -97,11 +98,11 @@ struct PolicyMetrics {
 };
 
 // Sums over the rows of a batch, in the order in which they come.
-class PolicyObjective {
+class PolicyLossEvaluator {
  public:
-  // `tokens` must outlive the objective. INVALID_ARGUMENT on lengths that differ or missing inputs.
-  static absl::StatusOr<PolicyObjective> Create(const PolicyLossOptions& options,
-                                                const PolicyTokens& tokens);
+  // `tokens` must outlive the evaluator. INVALID_ARGUMENT on lengths that differ or missing inputs.
+  static absl::StatusOr<PolicyLossEvaluator> Create(const PolicyLossOptions& options,
+                                                    const PolicyTokens& tokens);
 
   // Coefficients of the rows [first_row, first_row + n): n is the size of every span. Adds the
   // rows' reports. INTERNAL if a log-prob, an entropy or a coefficient is not finite.
@@ -120,7 +121,7 @@ class PolicyObjective {
     static MismatchSums Join(const MismatchSums& a, const MismatchSums& b);
   };
 
-  PolicyObjective(const PolicyLossOptions& options, const PolicyTokens& tokens)
+  PolicyLossEvaluator(const PolicyLossOptions& options, const PolicyTokens& tokens)
       : options_(options), tokens_(&tokens) {}
 
   PolicyLossOptions options_;

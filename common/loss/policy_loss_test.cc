@@ -25,11 +25,11 @@ Row Evaluate(const PolicyLossOptions& options, double logprob, double advantage,
                                .behaviour = {behaviour},
                                .log_keep_mass = {log_keep_mass},
                                .authorship = {1}};
-  PolicyObjective objective = PolicyObjective::Create(options, tokens).value();
+  PolicyLossEvaluator evaluator = PolicyLossEvaluator::Create(options, tokens).value();
   Row row;
   const double entropy = 0.5;
-  EXPECT_TRUE(objective.Evaluate(0, {&logprob, 1}, {&entropy, 1}, {&row.c, 1}, {&row.e, 1}).ok());
-  row.metrics = objective.Metrics();
+  EXPECT_TRUE(evaluator.Evaluate(0, {&logprob, 1}, {&entropy, 1}, {&row.c, 1}, {&row.e, 1}).ok());
+  row.metrics = evaluator.Metrics();
   return row;
 }
 
@@ -110,11 +110,11 @@ TEST(PolicyLossTest, MismatchIsSplitByAuthor) {
                                .behaviour = {0.5, -1},
                                .log_keep_mass = {},
                                .authorship = {1, 0}};
-  PolicyObjective objective = PolicyObjective::Create({}, tokens).value();
+  PolicyLossEvaluator evaluator = PolicyLossEvaluator::Create({}, tokens).value();
   double c[2], e[2];
   const double zeros[2] = {0, 0};
-  ASSERT_TRUE(objective.Evaluate(0, zeros, zeros, absl::MakeSpan(c), absl::MakeSpan(e)).ok());
-  const PolicyMetrics metrics = objective.Metrics();
+  ASSERT_TRUE(evaluator.Evaluate(0, zeros, zeros, absl::MakeSpan(c), absl::MakeSpan(e)).ok());
+  const PolicyMetrics metrics = evaluator.Metrics();
   EXPECT_DOUBLE_EQ(metrics.senior_mismatch.k1, 0.5);
   EXPECT_DOUBLE_EQ(metrics.junior_mismatch.k1, -1);
   EXPECT_NEAR(metrics.junior_mismatch.k3, std::exp(1.0) - 2, 1e-12);
@@ -127,21 +127,22 @@ TEST(PolicyLossTest, MismatchIsSplitByAuthor) {
 
 TEST(PolicyLossTest, NonFiniteRowIsRefused) {
   const PolicyTokens tokens = {.old_logprobs = {0}, .advantages = {1}, .scales = {1}};
-  PolicyObjective objective = PolicyObjective::Create({}, tokens).value();
+  PolicyLossEvaluator evaluator = PolicyLossEvaluator::Create({}, tokens).value();
   const double nan = std::numeric_limits<double>::quiet_NaN(), zero = 0;
   double c, e;
-  EXPECT_EQ(objective.Evaluate(0, {&nan, 1}, {&zero, 1}, {&c, 1}, {&e, 1}).code(),
+  EXPECT_EQ(evaluator.Evaluate(0, {&nan, 1}, {&zero, 1}, {&c, 1}, {&e, 1}).code(),
             absl::StatusCode::kInternal);
 }
 
 TEST(PolicyLossTest, OptionsFailClosed) {
-  EXPECT_EQ(CheckPolicyLossOptions({.objective = Objective::kGspo}).code(),
+  EXPECT_EQ(CheckPolicyLossOptions({.kind = PolicyLossKind::kGspo}).code(),
             absl::StatusCode::kUnimplemented);
   EXPECT_EQ(FieldPath(CheckPolicyLossOptions({.dual_clip = 0.5})), "dual_clip");
   EXPECT_EQ(FieldPath(CheckPolicyLossOptions({.clip_ratio_low = -1})), "clip_ratio_low");
   const PolicyTokens tokens = {.old_logprobs = {0}, .advantages = {1}, .scales = {1}};
-  EXPECT_EQ(FieldPath(PolicyObjective::Create({.kl_estimator = KlEstimator::kK1}, tokens).status()),
-            "reference");
+  EXPECT_EQ(
+      FieldPath(PolicyLossEvaluator::Create({.kl_estimator = KlEstimator::kK1}, tokens).status()),
+      "reference");
 }
 
 }  // namespace

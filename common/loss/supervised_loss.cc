@@ -7,10 +7,10 @@
 
 namespace tandem::loss {
 
-absl::Status SupervisedObjective::Evaluate(int64_t first_row, absl::Span<const double> logprobs,
-                                           absl::Span<const double> entropies,
-                                           absl::Span<double> logprob_coefficients,
-                                           absl::Span<double> entropy_coefficients) {
+absl::Status SupervisedLossEvaluator::Evaluate(int64_t first_row, absl::Span<const double> logprobs,
+                                               absl::Span<const double> entropies,
+                                               absl::Span<double> logprob_coefficients,
+                                               absl::Span<double> entropy_coefficients) {
   for (size_t i = 0; i < logprobs.size(); ++i) {
     const size_t t = static_cast<size_t>(first_row) + i;
     if (!std::isfinite(logprobs[i])) {

@@ -11,12 +11,12 @@
 namespace tandem::loss {
 
 // loss = -sum_t scale_t * logp_t.
-class SupervisedObjective {
+class SupervisedLossEvaluator {
  public:
-  // `scales` [N] (loss_scale.h) must outlive the objective.
-  explicit SupervisedObjective(absl::Span<const double> scales) : scales_(scales) {}
+  // `scales` [N] (loss_scale.h) must outlive the evaluator.
+  explicit SupervisedLossEvaluator(absl::Span<const double> scales) : scales_(scales) {}
 
-  // As PolicyObjective::Evaluate. INTERNAL if a log-prob is not finite.
+  // As PolicyLossEvaluator::Evaluate. INTERNAL if a log-prob is not finite.
   absl::Status Evaluate(int64_t first_row, absl::Span<const double> logprobs,
                         absl::Span<const double> entropies, absl::Span<double> logprob_coefficients,
                         absl::Span<double> entropy_coefficients);

@@ -25,8 +25,8 @@ double Variance(absl::Span<const double> numbers) {
 
 }  // namespace
 
-absl::StatusOr<ValueObjective> ValueObjective::Create(const ValueLossOptions& options,
-                                                      const ValueTokens& tokens) {
+absl::StatusOr<ValueLossEvaluator> ValueLossEvaluator::Create(const ValueLossOptions& options,
+                                                              const ValueTokens& tokens) {
   if (!std::isfinite(options.clip) || options.clip < 0) {
     return InvalidField("value_clip", "must not be negative");
   }
@@ -35,11 +35,11 @@ absl::StatusOr<ValueObjective> ValueObjective::Create(const ValueLossOptions& op
   if (options.clip > 0 && tokens.old_values.size() != rows) {
     return InvalidField("old_values", "must have one entry a return when values are clipped");
   }
-  return ValueObjective(options, tokens);
+  return ValueLossEvaluator(options, tokens);
 }
 
-absl::Status ValueObjective::Evaluate(int64_t first_row, absl::Span<const double> values,
-                                      absl::Span<double> gradients) {
+absl::Status ValueLossEvaluator::Evaluate(int64_t first_row, absl::Span<const double> values,
+                                          absl::Span<double> gradients) {
   for (size_t i = 0; i < values.size(); ++i) {
     const size_t t = static_cast<size_t>(first_row) + i;
     const double value = values[i];
@@ -67,7 +67,7 @@ absl::Status ValueObjective::Evaluate(int64_t first_row, absl::Span<const double
   return absl::OkStatus();
 }
 
-ValueMetrics ValueObjective::Metrics() const {
+ValueMetrics ValueLossEvaluator::Metrics() const {
   ValueMetrics metrics;
   metrics.loss = loss_;
   metrics.tokens = static_cast<int64_t>(seen_values_.size());

@@ -30,11 +30,11 @@ struct ValueMetrics {
 };
 
 // Adds up over the rows of a batch: loss = sum_t scale_t * max((v - R)^2, (clip(v) - R)^2) / 2.
-class ValueObjective {
+class ValueLossEvaluator {
  public:
-  // `tokens` must outlive the objective. INVALID_ARGUMENT on lengths that differ or a bad clip.
-  static absl::StatusOr<ValueObjective> Create(const ValueLossOptions& options,
-                                               const ValueTokens& tokens);
+  // `tokens` must outlive the evaluator. INVALID_ARGUMENT on lengths that differ or a bad clip.
+  static absl::StatusOr<ValueLossEvaluator> Create(const ValueLossOptions& options,
+                                                   const ValueTokens& tokens);
 
   // d loss / d value of the rows [first_row, first_row + n). INTERNAL if a value is not finite.
   absl::Status Evaluate(int64_t first_row, absl::Span<const double> values,
@@ -43,7 +43,7 @@ class ValueObjective {
   ValueMetrics Metrics() const;
 
  private:
-  ValueObjective(const ValueLossOptions& options, const ValueTokens& tokens)
+  ValueLossEvaluator(const ValueLossOptions& options, const ValueTokens& tokens)
       : options_(options), tokens_(&tokens) {}
 
   ValueLossOptions options_;

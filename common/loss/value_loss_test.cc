@@ -12,14 +12,14 @@ TEST(ValueLossTest, TakesTheLargerOfPlainAndClippedError) {
   // no gradient; row 2 moved far away: the plain error is larger.
   const ValueTokens tokens = {
       .returns = {1, 1, 1}, .old_values = {0.1, 0, 0}, .scales = {0.5, 0.25, 0.25}};
-  ValueObjective objective = ValueObjective::Create({.clip = 0.2}, tokens).value();
+  ValueLossEvaluator evaluator = ValueLossEvaluator::Create({.clip = 0.2}, tokens).value();
   const std::vector<double> values = {0.2, 0.9, -0.5};
   std::vector<double> gradients(3);
-  ASSERT_TRUE(objective.Evaluate(0, values, absl::MakeSpan(gradients)).ok());
+  ASSERT_TRUE(evaluator.Evaluate(0, values, absl::MakeSpan(gradients)).ok());
   EXPECT_DOUBLE_EQ(gradients[0], 0.5 * -0.8);
   EXPECT_DOUBLE_EQ(gradients[1], 0);
   EXPECT_DOUBLE_EQ(gradients[2], 0.25 * -1.5);
-  const ValueMetrics metrics = objective.Metrics();
+  const ValueMetrics metrics = evaluator.Metrics();
   EXPECT_NEAR(metrics.loss, 0.5 * (0.5 * 0.64 + 0.25 * 0.64 + 0.25 * 2.25), 1e-12);
   EXPECT_DOUBLE_EQ(metrics.clip_fraction, 1.0 / 3);
   EXPECT_DOUBLE_EQ(metrics.explained_variance, 0);
@@ -27,17 +27,17 @@ TEST(ValueLossTest, TakesTheLargerOfPlainAndClippedError) {
 
 TEST(ValueLossTest, ExplainedVarianceOfAPerfectCriticIsOne) {
   const ValueTokens tokens = {.returns = {1, 2}, .old_values = {}, .scales = {0.5, 0.5}};
-  ValueObjective objective = ValueObjective::Create({.clip = 0}, tokens).value();
+  ValueLossEvaluator evaluator = ValueLossEvaluator::Create({.clip = 0}, tokens).value();
   std::vector<double> gradients(2);
-  ASSERT_TRUE(objective.Evaluate(0, {1.0, 2.0}, absl::MakeSpan(gradients)).ok());
-  EXPECT_DOUBLE_EQ(objective.Metrics().explained_variance, 1);
-  EXPECT_DOUBLE_EQ(objective.Metrics().loss, 0);
-  EXPECT_DOUBLE_EQ(objective.Metrics().value_mean, 1.5);
+  ASSERT_TRUE(evaluator.Evaluate(0, {1.0, 2.0}, absl::MakeSpan(gradients)).ok());
+  EXPECT_DOUBLE_EQ(evaluator.Metrics().explained_variance, 1);
+  EXPECT_DOUBLE_EQ(evaluator.Metrics().loss, 0);
+  EXPECT_DOUBLE_EQ(evaluator.Metrics().value_mean, 1.5);
 }
 
 TEST(ValueLossTest, ClipNeedsOldValues) {
   const ValueTokens tokens = {.returns = {1}, .old_values = {}, .scales = {1}};
-  EXPECT_FALSE(ValueObjective::Create({.clip = 0.2}, tokens).ok());
+  EXPECT_FALSE(ValueLossEvaluator::Create({.clip = 0.2}, tokens).ok());
 }
 
 }  // namespace

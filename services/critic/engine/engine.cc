@@ -172,8 +172,8 @@ absl::StatusOr<TrainStepResult> TorchEngine::Update(const TrainStepRequest& requ
       const loss::LossScales scales,
       loss::ComputeLossScales({}, weights, {static_cast<int64_t>(weights.size())}));
   tokens.scales = scales.scales;
-  TANDEM_ASSIGN_OR_RETURN(loss::ValueObjective objective,
-                          loss::ValueObjective::Create({.clip = request.value_clip}, tokens));
+  TANDEM_ASSIGN_OR_RETURN(loss::ValueLossEvaluator evaluator,
+                          loss::ValueLossEvaluator::Create({.clip = request.value_clip}, tokens));
 
   const std::vector<training::MicroBatch> plan =
       training::PlanMicroBatches(lengths, options_.micro_batch_tokens);
@@ -196,7 +196,7 @@ absl::StatusOr<TrainStepResult> TorchEngine::Update(const TrainStepRequest& requ
         const at::Tensor host = values.detach().to(at::kDouble).contiguous();
         std::vector<double> gradients(rows.size());
         TANDEM_RETURN_IF_ERROR(
-            objective.Evaluate(static_cast<int64_t>(first_rows[range.begin]),
+            evaluator.Evaluate(static_cast<int64_t>(first_rows[range.begin]),
                                absl::MakeConstSpan(host.const_data_ptr<double>(), rows.size()),
                                absl::MakeSpan(gradients)));
         values.backward(at::tensor(gradients, at::kDouble).to(values.scalar_type()));
@@ -204,7 +204,7 @@ absl::StatusOr<TrainStepResult> TorchEngine::Update(const TrainStepRequest& requ
       }));
   TANDEM_ASSIGN_OR_RETURN(const parallel::OptimizerReport optimizer, strategy_->OptimizerStep());
   ++state_.version;
-  const loss::ValueMetrics metrics = objective.Metrics();
+  const loss::ValueMetrics metrics = evaluator.Metrics();
   return TrainStepResult{.step = request.step,
                          .version = state_.version,
                          .metrics = {{"critic/loss", metrics.loss},

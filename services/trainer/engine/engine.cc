@@ -94,7 +94,7 @@ class TorchEngine : public Engine {
                                           Metrics& metrics);
   // Forward, backward and update over all rows. `before` runs once a micro-batch, after the
   // forward of the policy and before its loss.
-  absl::Status Update(const TrainingRows& rows, loss::TokenObjective objective,
+  absl::Status Update(const TrainingRows& rows, loss::TokenLossFunction function,
                       absl::FunctionRef<absl::Status(const MicroBatchInput&)> before,
                       StepReport& report);
   absl::Status AddReferenceLogProbs(const MicroBatchInput& input, std::vector<double>& reference);
@@ -281,16 +281,16 @@ absl::StatusOr<StepReport> TorchEngine::PolicyStep(const TrainStepRequest& reque
   if (options.kl_coefficient == 0) options.kl_estimator = loss::KlEstimator::kNone;
   const bool with_reference = options.kl_estimator != loss::KlEstimator::kNone;
   if (with_reference) rows.tokens.reference.resize(rows.tokens.scales.size());
-  TANDEM_ASSIGN_OR_RETURN(loss::PolicyObjective objective,
-                          loss::PolicyObjective::Create(options, rows.tokens));
+  TANDEM_ASSIGN_OR_RETURN(loss::PolicyLossEvaluator evaluator,
+                          loss::PolicyLossEvaluator::Create(options, rows.tokens));
   TANDEM_RETURN_IF_ERROR(Update(
-      rows, [&](auto... arguments) { return objective.Evaluate(arguments...); },
+      rows, [&](auto... arguments) { return evaluator.Evaluate(arguments...); },
       [&](const MicroBatchInput& input) {
         return with_reference ? AddReferenceLogProbs(input, rows.tokens.reference)
                               : absl::OkStatus();
       },
       report));
-  AddPolicyMetrics(objective.Metrics(), report.metrics);
+  AddPolicyMetrics(evaluator.Metrics(), report.metrics);
   return report;
 }
 
@@ -301,17 +301,17 @@ absl::StatusOr<StepReport> TorchEngine::SupervisedStep(const SupervisedBatch& ba
   StepReport report;
   AddBatchMetrics(batch, report.metrics);
   const TrainingRows rows = SupervisedRows(batch, *scales);
-  loss::SupervisedObjective objective(rows.tokens.scales);
+  loss::SupervisedLossEvaluator evaluator(rows.tokens.scales);
   TANDEM_RETURN_IF_ERROR(Update(
-      rows, [&](auto... arguments) { return objective.Evaluate(arguments...); },
+      rows, [&](auto... arguments) { return evaluator.Evaluate(arguments...); },
       [](const MicroBatchInput&) { return absl::OkStatus(); }, report));
-  report.metrics["loss/total"] = objective.loss();
-  report.metrics["policy/entropy"] = objective.mean_entropy();
-  report.metrics["policy/weighted_tokens"] = static_cast<double>(objective.tokens());
+  report.metrics["loss/total"] = evaluator.loss();
+  report.metrics["policy/entropy"] = evaluator.mean_entropy();
+  report.metrics["policy/weighted_tokens"] = static_cast<double>(evaluator.tokens());
   return report;
 }
 
-absl::Status TorchEngine::Update(const TrainingRows& rows, loss::TokenObjective objective,
+absl::Status TorchEngine::Update(const TrainingRows& rows, loss::TokenLossFunction function,
                                  absl::FunctionRef<absl::Status(const MicroBatchInput&)> before,
                                  StepReport& report) {
   std::vector<int64_t> lengths;
@@ -333,7 +333,7 @@ absl::Status TorchEngine::Update(const TrainingRows& rows, loss::TokenObjective 
         TANDEM_RETURN_IF_ERROR(loss_->ForwardBackward(
             hidden.detach(), input.rows,
             [&](int64_t first_row, auto... arguments) {
-              return objective(static_cast<int64_t>(input.first_row) + first_row, arguments...);
+              return function(static_cast<int64_t>(input.first_row) + first_row, arguments...);
             },
             gradients));
         hidden.backward(gradients.hidden);

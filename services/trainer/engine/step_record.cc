@@ -27,7 +27,7 @@ void AddTo(PayloadHasher& hasher, const Trajectory& t) {
 void AddTo(PayloadHasher& hasher, const PolicyBatch& batch) {
   const PolicyObjective& o = batch.objective;
   hasher
-      .Add(o.loss.objective, o.loss.clip_ratio_low, o.loss.clip_ratio_high, o.loss.dual_clip,
+      .Add(o.loss.kind, o.loss.clip_ratio_low, o.loss.clip_ratio_high, o.loss.dual_clip,
            o.loss.kl_estimator, o.loss.kl_coefficient, o.loss.entropy_coefficient,
            o.loss.importance_sampling_cap)
       .Add(o.junior_token_loss_weight, o.old_logprobs, o.advantage_estimator, o.scale.aggregation,

@@ -49,15 +49,15 @@ absl::StatusOr<loss::Normalizer> NormalizerFromProto(v1::Normalizer proto) {
   }
 }
 
-absl::StatusOr<loss::Objective> LossKindFromProto(v1::PolicyLossKind proto) {
+absl::StatusOr<loss::PolicyLossKind> LossKindFromProto(v1::PolicyLossKind proto) {
   switch (proto) {
     case v1::POLICY_LOSS_KIND_UNSPECIFIED:
     case v1::POLICY_LOSS_KIND_PPO_CLIP:
-      return loss::Objective::kPpoClip;
+      return loss::PolicyLossKind::kPpoClip;
     case v1::POLICY_LOSS_KIND_GSPO:
-      return loss::Objective::kGspo;
+      return loss::PolicyLossKind::kGspo;
     case v1::POLICY_LOSS_KIND_CISPO:
-      return loss::Objective::kCispo;
+      return loss::PolicyLossKind::kCispo;
     default:
       return UnknownEnum("loss_kind", proto);
   }
@@ -117,7 +117,7 @@ absl::StatusOr<AdvantageEstimator> AdvantageEstimatorFromProto(v1::AdvantageEsti
 
 // The clip, KL, entropy and importance terms.
 absl::Status LossTermsFromProto(const v1::PolicyObjective& proto, loss::PolicyLossOptions* out) {
-  TANDEM_ASSIGN_OR_RETURN(out->objective, LossKindFromProto(proto.loss_kind()));
+  TANDEM_ASSIGN_OR_RETURN(out->kind, LossKindFromProto(proto.loss_kind()));
   if (proto.has_clip_ratio_low()) out->clip_ratio_low = proto.clip_ratio_low();
   if (proto.has_clip_ratio_high()) out->clip_ratio_high = proto.clip_ratio_high();
   out->dual_clip = proto.dual_clip();

@@ -20,7 +20,7 @@ constexpr double kInf = std::numeric_limits<double>::infinity();
 TEST(PolicyObjectiveTest, AnEmptyMessageGivesTheDocumentedDefaults) {
   const auto objective = FromProto(v1::PolicyObjective());
   ASSERT_TRUE(objective.ok()) << objective.status();
-  EXPECT_EQ(objective->loss.objective, loss::Objective::kPpoClip);
+  EXPECT_EQ(objective->loss.kind, loss::PolicyLossKind::kPpoClip);
   EXPECT_EQ(objective->loss.clip_ratio_low, 0.2);
   EXPECT_EQ(objective->loss.clip_ratio_high, 0.2);
   EXPECT_EQ(objective->loss.dual_clip, 0);
@@ -64,7 +64,7 @@ TEST(PolicyObjectiveTest, EveryFieldIsCarried) {
   proto.set_max_staleness(4);
   const auto objective = FromProto(proto);
   ASSERT_TRUE(objective.ok()) << objective.status();
-  EXPECT_EQ(objective->loss.objective, loss::Objective::kCispo);
+  EXPECT_EQ(objective->loss.kind, loss::PolicyLossKind::kCispo);
   EXPECT_EQ(objective->junior_token_loss_weight, 0.25);
   EXPECT_EQ(objective->loss.clip_ratio_low, 0.1);
   EXPECT_EQ(objective->loss.clip_ratio_high, 0.3);
