@@ -1,9 +1,11 @@
 #include "common/ops/ops.h"
 
 #include <ATen/ATen.h>
+#include <ATen/OpMathType.h>
 #include <ATen/core/grad_mode.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cmath>
 #include <cstring>
 
@@ -14,9 +16,13 @@
 namespace tandem::ops {
 namespace {
 
-bool FloatsOnCpu(const at::Tensor& x) { return x.is_cpu() && x.scalar_type() == at::kFloat; }
+std::atomic<KernelPath> kernel_path = KernelPath::kAuto;
 
-bool UseCpuKernels(const at::Tensor& x) { return FloatsOnCpu(x) && !at::GradMode::is_enabled(); }
+bool HasCpuKernels(const at::Tensor& x) {
+  return x.is_cpu() && x.scalar_type() == at::kFloat && kernel_path == KernelPath::kAuto;
+}
+
+bool UseCpuKernels(const at::Tensor& x) { return HasCpuKernels(x) && !at::GradMode::is_enabled(); }
 
 const float* Data(const at::Tensor& x) { return x.const_data_ptr<float>(); }
 float* MutableData(const at::Tensor& x) { return x.mutable_data_ptr<float>(); }
@@ -105,14 +111,51 @@ at::Tensor HeadsPacked(const at::Tensor& x) {
   return x.stride(2) == 1 && x.stride(1) == x.size(2) ? x : x.contiguous();
 }
 
+// ATen's fused kernels want equal numbers of heads: each key/value head of x [T, kv_heads, D] as
+// often as query heads share it.
+at::Tensor RepeatHeads(const at::Tensor& x, int64_t heads) {
+  const int64_t key_value_heads = x.size(1);
+  if (heads == key_value_heads) return x;
+  return x.unsqueeze(2)
+      .expand({x.size(0), key_value_heads, heads / key_value_heads, x.size(2)})
+      .reshape({x.size(0), heads, x.size(2)});
+}
+
+// Attention of the last rows of one sequence to all of it: q [rows, heads, D], k and v
+// [length, kv_heads, D] -> [rows, heads * D].
+at::Tensor AtenAttention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v) {
+  const int64_t rows = q.size(0), heads = q.size(1), length = k.size(0);
+  const bool is_causal = rows == length;
+  c10::optional<at::Tensor> mask;
+  if (!is_causal && rows > 1) {  // row r sees the keys up to its own
+    mask = at::ones({rows, length}, q.options().dtype(at::kBool)).tril_(length - rows);
+  }
+  const auto batched = [](const at::Tensor& x) {  // [1, heads, length, D]
+    return x.transpose(0, 1).unsqueeze(0);
+  };
+  return at::scaled_dot_product_attention(batched(q), batched(RepeatHeads(k, heads)),
+                                          batched(RepeatHeads(v, heads)), mask, /*dropout_p=*/0.0,
+                                          is_causal)
+      .squeeze(0)
+      .transpose(0, 1)
+      .reshape({rows, heads * q.size(2)});
+}
+
+at::Tensor JoinRows(const std::vector<at::Tensor>& parts, const at::Tensor& q) {
+  if (parts.empty()) return q.reshape({0, q.size(1) * q.size(2)});
+  return parts.size() == 1 ? parts[0] : at::cat(parts, 0);
+}
+
 }  // namespace
+
+void SetKernelPath(KernelPath path) { kernel_path = path; }
 
 at::Tensor Embedding(const at::Tensor& tokens, const at::Tensor& weight) {
   return at::embedding(weight, tokens);
 }
 
 at::Tensor Linear(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias) {
-  if (!FloatsOnCpu(x)) return at::linear(x, weight, bias);
+  if (!HasCpuKernels(x)) return at::linear(x, weight, bias);
   if (at::GradMode::is_enabled()) return DifferentiableLinear(x, weight, bias);
   at::Tensor y = at::empty({x.size(0), weight.size(0)}, x.options());
   LinearKernel(x, weight, bias, y, /*accumulate=*/false);
@@ -127,7 +170,10 @@ at::Tensor LinearAdd(const at::Tensor& residual, const at::Tensor& x, const at::
 }
 
 at::Tensor RmsNorm(const at::Tensor& x_in, const at::Tensor& weight, double eps) {
-  if (!UseCpuKernels(x_in)) return at::rms_norm(x_in, weight.sizes(), weight, eps);
+  if (!UseCpuKernels(x_in)) {
+    const at::ScalarType type = at::toOpMathType(x_in.scalar_type());
+    return at::rms_norm(x_in.to(type), weight.sizes(), weight.to(type), eps).to(x_in.scalar_type());
+  }
   const at::Tensor x = Packed(x_in);
   at::Tensor y = at::empty(x.sizes(), x.options());
   const int64_t width = x.size(-1);
@@ -148,7 +194,7 @@ at::Tensor RotaryEmbedding(const at::Tensor& x_in, const at::Tensor& cos, const 
   if (!UseCpuKernels(x_in)) {
     const at::Tensor first = x_in.narrow(2, 0, half), second = x_in.narrow(2, half, half);
     const at::Tensor c = cos.unsqueeze(1), s = sin.unsqueeze(1);
-    return at::cat({first * c - second * s, second * c + first * s}, 2);
+    return at::cat({first * c - second * s, second * c + first * s}, 2).to(x_in.scalar_type());
   }
   const at::Tensor x = HeadsPacked(x_in);
   at::Tensor y = at::empty(x.sizes(), x.options());
@@ -178,10 +224,9 @@ at::Tensor SwiGlu(const at::Tensor& gate, const at::Tensor& up) {
 
 at::Tensor CausalAttention(const at::Tensor& q_in, const at::Tensor& k_in, const at::Tensor& v_in,
                            const std::vector<int64_t>& offsets) {
-  const int64_t heads = q_in.size(1), key_value_heads = k_in.size(1), head_dim = q_in.size(2);
   if (UseCpuKernels(q_in)) {
     const at::Tensor q = HeadsPacked(q_in), k = Packed(k_in), v = Packed(v_in);
-    return AttentionKernel(q, key_value_heads, offsets, [&](int64_t sequence) {
+    return AttentionKernel(q, k.size(1), offsets, [&](int64_t sequence) {
       return AttentionSource{Data(k) + offsets[sequence] * k.stride(0),
                              k.stride(0),
                              k.stride(1),
@@ -191,36 +236,37 @@ at::Tensor CausalAttention(const at::Tensor& q_in, const at::Tensor& k_in, const
                              0};
     });
   }
-  // ATen's fused kernels want equal numbers of heads.
-  const auto repeated = [&](const at::Tensor& x) {
-    if (heads == key_value_heads) return x;
-    return x.unsqueeze(2)
-        .expand({x.size(0), key_value_heads, heads / key_value_heads, head_dim})
-        .reshape({x.size(0), heads, head_dim});
-  };
-  const at::Tensor k = repeated(k_in), v = repeated(v_in);
   std::vector<at::Tensor> outputs;
   for (size_t s = 0; s + 1 < offsets.size(); ++s) {
     const int64_t begin = offsets[s], length = offsets[s + 1] - begin;
     if (length == 0) continue;
-    const auto slice = [&](const at::Tensor& x) {  // [1, heads, length, D]
-      return x.narrow(0, begin, length).transpose(0, 1).unsqueeze(0);
-    };
-    outputs.push_back(at::scaled_dot_product_attention(slice(q_in), slice(k), slice(v), {}, 0.0,
-                                                       /*is_causal=*/true)
-                          .squeeze(0)
-                          .transpose(0, 1)
-                          .reshape({length, heads * head_dim}));
+    outputs.push_back(AtenAttention(q_in.narrow(0, begin, length), k_in.narrow(0, begin, length),
+                                    v_in.narrow(0, begin, length)));
   }
-  if (outputs.empty()) return q_in.reshape({0, heads * head_dim});
-  return outputs.size() == 1 ? outputs[0] : at::cat(outputs, 0);
+  return JoinRows(outputs, q_in);
 }
 
 at::Tensor CachedAttention(const at::Tensor& q_in, const at::Tensor& k_in, const at::Tensor& v_in,
                            const std::vector<int64_t>& offsets, const std::vector<int64_t>& slots,
                            const std::vector<int64_t>& starts, const at::Tensor& key_cache,
                            const at::Tensor& value_cache) {
-  TORCH_CHECK(UseCpuKernels(q_in), "cached attention runs on the CPU, in fp32, without autograd");
+  TORCH_CHECK(!at::GradMode::is_enabled(), "cached attention has no gradient");
+  if (!UseCpuKernels(q_in)) {
+    std::vector<at::Tensor> outputs;
+    for (size_t s = 0; s < slots.size(); ++s) {
+      const int64_t begin = offsets[s], rows = offsets[s + 1] - begin;
+      if (rows == 0) continue;
+      const auto appended = [&](const at::Tensor& cache, const at::Tensor& x) {
+        const at::Tensor slot =
+            cache.select(0, slots[s]).transpose(0, 1);  // [max_len, kv_heads, D]
+        slot.narrow(0, starts[s], rows).copy_(x.narrow(0, begin, rows));
+        return slot.narrow(0, 0, starts[s] + rows);
+      };
+      outputs.push_back(AtenAttention(q_in.narrow(0, begin, rows), appended(key_cache, k_in),
+                                      appended(value_cache, v_in)));
+    }
+    return JoinRows(outputs, q_in);
+  }
   const at::Tensor q = HeadsPacked(q_in), k = Packed(k_in), v = Packed(v_in);
   const int64_t key_value_heads = k.size(1), head_dim = k.size(2);
   const size_t row_bytes = static_cast<size_t>(head_dim) * sizeof(float);

@@ -5,6 +5,12 @@
 #include <c10/core/InferenceMode.h>
 #include <gtest/gtest.h>
 
+#include <algorithm>
+#include <cmath>
+#include <string>
+#include <tuple>
+#include <vector>
+
 #include "common/ops/rotary_table.h"
 
 namespace tandem::ops {
@@ -114,6 +120,121 @@ TEST_F(OpsTest, AttentionIsDifferentiable) {
   for (const at::Tensor& x : {q, k, v}) {
     ASSERT_TRUE(x.grad().defined());
     EXPECT_GT(x.grad().abs().sum().item<double>(), 0);
+  }
+}
+
+// What a device or type without kernels of our own runs, beside the CPU kernels in fp32.
+struct AtenCase {
+  const char* name;
+  at::DeviceType device;
+  at::ScalarType dtype;
+  double tolerance;  // of numbers of size 1
+};
+
+class AtenPathTest : public testing::TestWithParam<AtenCase> {
+ protected:
+  void SetUp() override {
+    if (GetParam().device == at::kCUDA && !at::hasCUDA()) GTEST_SKIP() << "no usable GPU";
+    at::manual_seed(2);
+  }
+  void TearDown() override { SetKernelPath(KernelPath::kAuto); }
+
+  // N(0, 1), on the CPU in fp32, representable in the type under test.
+  static at::Tensor Normal(at::IntArrayRef shape) {
+    return at::randn(shape).to(GetParam().dtype).to(at::kFloat);
+  }
+  static at::Tensor Moved(const at::Tensor& x) {
+    return x.to(GetParam().device, GetParam().dtype, /*non_blocking=*/false, /*copy=*/true);
+  }
+
+  // `fn` is given a function that brings an operand to device and type.
+  template <typename Function>
+  static void ExpectTheKernelsResult(const Function& fn) {
+    c10::InferenceMode guard;
+    SetKernelPath(KernelPath::kAuto);
+    const at::Tensor expected = fn([](const at::Tensor& x) { return x.clone(); });
+    SetKernelPath(KernelPath::kAten);
+    const at::Tensor result = fn(Moved);
+    EXPECT_EQ(result.scalar_type(), GetParam().dtype);
+    EXPECT_EQ(result.device().type(), GetParam().device);
+    ASSERT_EQ(result.sizes(), expected.sizes());
+    const at::Tensor difference = (result.to(at::kCPU, at::kFloat) - expected).abs();
+    const double scale = std::max(1.0, expected.abs().max().item<double>());
+    EXPECT_LE(difference.max().item<double>(), GetParam().tolerance * scale);
+  }
+};
+
+INSTANTIATE_TEST_SUITE_P(DeviceAndType, AtenPathTest,
+                         testing::Values(AtenCase{"CpuFloat32", at::kCPU, at::kFloat, 1e-5},
+                                         AtenCase{"CpuBfloat16", at::kCPU, at::kBFloat16, 2e-2},
+                                         AtenCase{"CudaFloat32", at::kCUDA, at::kFloat, 1e-5},
+                                         AtenCase{"CudaBfloat16", at::kCUDA, at::kBFloat16, 2e-2}),
+                         [](const auto& info) { return std::string(info.param.name); });
+
+TEST_P(AtenPathTest, LinearMaps) {
+  const at::Tensor x = Normal({7, 50}), w = Normal({13, 50}), bias = Normal({13});
+  const at::Tensor residual = Normal({7, 13});
+  ExpectTheKernelsResult([&](auto on) { return Linear(on(x), on(w), on(bias)); });
+  ExpectTheKernelsResult([&](auto on) { return LinearAdd(on(residual), on(x), on(w), on(bias)); });
+}
+
+TEST_P(AtenPathTest, NormRotaryGateAndEmbedding) {
+  const at::Tensor x = Normal({9, 5, 12}), weight = at::randn({12});
+  const at::Tensor cos = at::randn({9, 6}), sin = at::randn({9, 6});
+  const at::Tensor gate = Normal({9, 33}), up = Normal({9, 33});
+  const at::Tensor table = Normal({20, 4}), tokens = at::tensor({3, 0, 19}, at::kLong);
+  ExpectTheKernelsResult([&](auto on) {
+    const at::Tensor moved = on(x);
+    return RmsNorm(moved, weight.to(moved.device()), 1e-5);  // an fp32 master
+  });
+  ExpectTheKernelsResult([&](auto on) {
+    const at::Tensor moved = on(x);
+    return RotaryEmbedding(moved, cos.to(moved.device()), sin.to(moved.device()));
+  });
+  ExpectTheKernelsResult([&](auto on) { return SwiGlu(on(gate), on(up)); });
+  ExpectTheKernelsResult([&](auto on) {
+    const at::Tensor moved = on(table);
+    return Embedding(tokens.to(moved.device()), moved);
+  });
+}
+
+TEST_P(AtenPathTest, CausalAttentionOfRaggedBatches) {
+  const at::Tensor q = Normal({50, 6, 16}), k = Normal({50, 2, 16}), v = Normal({50, 2, 16});
+  ExpectTheKernelsResult([&](auto on) {
+    return CausalAttention(on(q), on(k), on(v), {0, 1, 1, 37, 50});
+  });
+}
+
+TEST_P(AtenPathTest, CachedAttentionContinuesSequences) {
+  const at::Tensor q = Normal({40, 6, 16}), k = Normal({40, 2, 16}), v = Normal({40, 2, 16});
+  ExpectTheKernelsResult([&](auto on) {
+    const at::Tensor empty = at::full({3, 2, 64, 16}, std::nan(""));
+    const at::Tensor keys = on(empty), values = on(empty);
+    const auto pass = [&](int64_t begin, const std::vector<int64_t>& offsets,
+                          const std::vector<int64_t>& slots, const std::vector<int64_t>& starts) {
+      const auto rows = [&](const at::Tensor& x) { return on(x.narrow(0, begin, offsets.back())); };
+      return CachedAttention(rows(q), rows(k), rows(v), offsets, slots, starts, keys, values);
+    };
+    // A prompt; one more row of it beside another prompt; several more rows of both.
+    return at::cat({pass(0, {0, 10}, {2}, {0}), pass(10, {0, 1, 15}, {2, 0}, {10, 0}),
+                    pass(25, {0, 5, 15}, {0, 2}, {14, 11})});
+  });
+}
+
+TEST_P(AtenPathTest, HasGradients) {
+  SetKernelPath(KernelPath::kAten);
+  const at::Tensor x = Moved(at::randn({6, 16})).requires_grad_();
+  const at::Tensor w = Moved(at::randn({16, 16})).requires_grad_();
+  const at::Tensor norm = at::ones({16}).to(GetParam().device).requires_grad_();
+  const at::Tensor angle = at::randn({6, 4}).to(GetParam().device);
+  const at::Tensor h = Linear(RmsNorm(x, norm, 1e-5), w);
+  const at::Tensor heads = RotaryEmbedding(h.view({6, 2, 8}), angle.cos(), angle.sin());
+  const at::Tensor y = CausalAttention(heads, heads, heads, {0, 2, 6});
+  SwiGlu(LinearAdd(x, y, w), y).sum().backward();
+  for (const at::Tensor& leaf : {x, w, norm}) {
+    ASSERT_TRUE(leaf.grad().defined());
+    EXPECT_EQ(leaf.grad().scalar_type(), leaf.scalar_type());
+    EXPECT_GT(leaf.grad().abs().sum().item<double>(), 0);
   }
 }
 
