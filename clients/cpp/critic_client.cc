@@ -95,10 +95,10 @@ absl::StatusOr<std::vector<v1::ComputeValuesResponse>> CriticClient::ComputeValu
                             return ComputeValuesOnce(*stub_, retry_, requests);
                           }));
   for (const auto& response : responses) {
-    if (response.version() != responses.front().version()) {
-      return absl::AbortedError(absl::StrCat("the critic's weights changed from version ",
-                                             responses.front().version(), " to ",
-                                             response.version(), " while it computed values"));
+    if (response.weights().version() != responses.front().weights().version()) {
+      return absl::AbortedError(absl::StrCat(
+          "the critic's weights changed from version ", responses.front().weights().version(),
+          " to ", response.weights().version(), " while it computed values"));
     }
   }
   return responses;

@@ -16,12 +16,12 @@ TEST(MetricNamesTest, ReportNamesBecomePrometheusNames) {
 TEST(MetricsTest, ValuesAppearInTheText) {
   Metrics metrics;
   metrics.Counter(metric::kTokensGenerated, {"junior"}).Increment(3);
-  metrics.Gauge(metric::kPolicyVersion).Set(7);
+  metrics.Gauge(metric::kWeightsVersion).Set(7);
   metrics.Histogram(metric::kStepSeconds, {"train"}).Observe(0.2);
   metrics.SetReport({{"loss/total", 0.5}, {"unheard/of", 1}});
   const std::string text = metrics.Text();
   EXPECT_THAT(text, HasSubstr("tandem_generated_tokens_total{author=\"junior\"} 3"));
-  EXPECT_THAT(text, HasSubstr("tandem_policy_version 7"));
+  EXPECT_THAT(text, HasSubstr("tandem_weights_version 7"));
   EXPECT_THAT(text, HasSubstr("tandem_step_seconds_count{phase=\"train\"} 1"));
   EXPECT_THAT(text, HasSubstr("tandem_loss_total 0.5"));
   EXPECT_THAT(text, testing::Not(HasSubstr("unheard")));
@@ -47,9 +47,9 @@ TEST(MetricsTest, TotalsOnlyRise) {
 
 TEST(MetricsTest, ScrapeRefreshesFirst) {
   Metrics metrics;
-  metrics.OnScrape([&] { metrics.Gauge(metric::kPolicyVersion).Increment(); });
-  EXPECT_THAT(metrics.Text(), HasSubstr("tandem_policy_version 1"));
-  EXPECT_THAT(metrics.Text(), HasSubstr("tandem_policy_version 2"));
+  metrics.OnScrape([&] { metrics.Gauge(metric::kWeightsVersion).Increment(); });
+  EXPECT_THAT(metrics.Text(), HasSubstr("tandem_weights_version 1"));
+  EXPECT_THAT(metrics.Text(), HasSubstr("tandem_weights_version 2"));
 }
 
 }  // namespace

@@ -223,7 +223,7 @@ void TrajectoryToProto(const Trajectory& trajectory, types::v1::Trajectory* prot
   proto->clear_senior_versions();
   for (const VersionRun& run : trajectory.senior_versions) {
     auto* out = proto->add_senior_versions();
-    out->set_version(run.version);
+    WeightsVersionToProto(run.weights, out->mutable_weights());
     out->set_count(static_cast<int32_t>(run.count));
   }
   proto->set_junior_version(trajectory.junior_version);
@@ -286,7 +286,7 @@ absl::StatusOr<Trajectory> TrajectoryFromProto(const types::v1::Trajectory& prot
       return InvalidField(absl::StrCat("senior_versions[", i, "].count"), "must be at least 1");
     }
     covered += run.count();
-    trajectory.senior_versions.push_back({run.version(), run.count()});
+    trajectory.senior_versions.push_back({WeightsVersionFromProto(run.weights()), run.count()});
   }
   if (covered != length) {
     return InvalidField(
@@ -316,6 +316,15 @@ absl::StatusOr<Trajectory> TrajectoryFromProto(const types::v1::Trajectory& prot
   if (!tandem.ok()) return PrependFieldPath("tandem", tandem.status());
   trajectory.tandem = *std::move(tandem);
   return trajectory;
+}
+
+void WeightsVersionToProto(const WeightsVersion& weights, types::v1::WeightsVersion* proto) {
+  proto->set_version(weights.version);
+  proto->set_digest(weights.digest);
+}
+
+WeightsVersion WeightsVersionFromProto(const types::v1::WeightsVersion& proto) {
+  return {.version = proto.version(), .digest = proto.digest()};
 }
 
 void ModelSummaryToProto(const ModelSummary& summary, types::v1::ModelInfo* proto) {

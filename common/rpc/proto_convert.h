@@ -11,6 +11,7 @@
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "common/base/weights_version.h"
 #include "common/model/model_summary.h"
 #include "common/tandem/tandem_config.h"
 #include "common/tandem/trajectory.h"
@@ -50,6 +51,9 @@ void SamplingParamsToProto(const SamplingParams& params, types::v1::SamplingPara
 void TrajectoryToProto(const Trajectory& trajectory, types::v1::Trajectory* proto);
 // Refuses a trajectory in which a required part is missing or has the wrong number of entries.
 absl::StatusOr<Trajectory> TrajectoryFromProto(const types::v1::Trajectory& proto);
+
+void WeightsVersionToProto(const WeightsVersion& weights, types::v1::WeightsVersion* proto);
+WeightsVersion WeightsVersionFromProto(const types::v1::WeightsVersion& proto);
 
 void ModelSummaryToProto(const ModelSummary& summary, types::v1::ModelInfo* proto);
 

@@ -25,7 +25,7 @@ Trajectory Example() {
   t.author_logprobs = {-0.5f, -1.0f, -1.5f};
   t.other_logprobs = {-2.0f, -2.5f, -3.0f};
   t.log_keep_mass = {0.0f, -0.1f, 0.0f};
-  t.senior_versions = {{3, 1}, {4, 2}};
+  t.senior_versions = {{{3, "three"}, 1}, {{4, "four"}, 2}};
   t.junior_version = "abc";
   t.finish_reason = FinishReason::kStop;
   t.seed = std::numeric_limits<uint64_t>::max();

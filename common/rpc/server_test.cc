@@ -108,7 +108,7 @@ class ServerTest : public testing::Test {
 
   std::function<Result(const CallContext&)> handler_ = [](const CallContext&) -> Result {
     GetVersionResponse response;
-    response.set_version(42);
+    response.mutable_weights()->set_version(42);
     return response;
   };
   TestServer server_{[this](ServerRuntime& runtime) {
@@ -122,7 +122,7 @@ class ServerTest : public testing::Test {
 TEST_F(ServerTest, AnswersAUnaryCall) {
   const Answer answer = Call();
   ASSERT_TRUE(answer.status.ok()) << answer.status;
-  EXPECT_EQ(answer.response.version(), 42);
+  EXPECT_EQ(answer.response.weights().version(), 42);
 }
 
 TEST_F(ServerTest, HealthIsPerServiceName) {
@@ -300,7 +300,7 @@ TEST_F(ServerTest, ShutdownWaitsForRunningCallsUntilTheDeadline) {
     started.Notify();
     absl::SleepFor(absl::Milliseconds(300));
     GetVersionResponse response;
-    response.set_version(7);
+    response.mutable_weights()->set_version(7);
     return response;
   };
   Answer answer;
@@ -309,7 +309,7 @@ TEST_F(ServerTest, ShutdownWaitsForRunningCallsUntilTheDeadline) {
   server_.server().Shutdown(absl::Now() + absl::Seconds(20));
   client.join();
   EXPECT_TRUE(answer.status.ok()) << answer.status;
-  EXPECT_EQ(answer.response.version(), 7);
+  EXPECT_EQ(answer.response.weights().version(), 7);
 }
 
 TEST_F(ServerTest, ShutdownCancelsWhatIsLeftAtTheDeadline) {

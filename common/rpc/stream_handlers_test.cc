@@ -67,7 +67,7 @@ class StreamService final : public TrainerService::CallbackService {
           }
           if (request.temperature() == 99) return InvalidField("temperature", "refused");
           ComputeLogProbsResponse response;
-          response.set_policy_version(static_cast<int64_t>(request.temperature()));
+          response.mutable_weights()->set_version(static_cast<int64_t>(request.temperature()));
           response.mutable_logprobs()->set_data(std::string(payload_bytes_, 'x'));
           return response;
         });
@@ -136,7 +136,7 @@ TEST_F(StreamHandlersTest, AMapStreamAnswersInOrder) {
   });
   ComputeLogProbsResponse response;
   int next = 0;
-  while (stream->Read(&response)) EXPECT_EQ(response.policy_version(), 1000 + next++);
+  while (stream->Read(&response)) EXPECT_EQ(response.weights().version(), 1000 + next++);
   writer.join();
   EXPECT_EQ(next, 200);
   EXPECT_TRUE(stream->Finish().ok());
@@ -150,7 +150,7 @@ TEST_F(StreamHandlersTest, AMapStreamAnswersOneByOneWithoutHalfClose) {
     request.set_temperature(i);
     ASSERT_TRUE(stream->Write(request));
     ASSERT_TRUE(stream->Read(&response));
-    EXPECT_EQ(response.policy_version(), i);
+    EXPECT_EQ(response.weights().version(), i);
   }
   stream->WritesDone();
   EXPECT_FALSE(stream->Read(&response));

@@ -149,7 +149,8 @@ grpc::ServerUnaryReactor* WeightReceiverService::CommitUpdate(grpc::CallbackServ
       [this](const CommitUpdateRequest& request,
              const CallContext&) -> absl::StatusOr<CommitUpdateResponse> {
         TANDEM_RETURN_IF_ERROR(CheckUpdateId(request.update_id()));
-        const absl::StatusOr<WeightVersion> version = receiver_.load()->Commit(request.update_id());
+        const absl::StatusOr<WeightsVersion> version =
+            receiver_.load()->Commit(request.update_id());
         metrics_.Counter(metric::kWeightUpdates, {version.ok() ? "committed" : "failed"})
             .Increment();
         if (!version.ok()) return version.status();
@@ -157,14 +158,13 @@ grpc::ServerUnaryReactor* WeightReceiverService::CommitUpdate(grpc::CallbackServ
           std::lock_guard lock(mutex_);
           if (open_.id == request.update_id()) open_ = {};
         }
-        metrics_.Gauge(metric::kPolicyVersion).Set(static_cast<double>(version->version));
+        metrics_.Gauge(metric::kWeightsVersion).Set(static_cast<double>(version->version));
         Log(LogLevel::kInfo, "weights_committed",
             {{"update_id", request.update_id()},
              {"version", version->version},
              {"digest", version->digest}});
         CommitUpdateResponse response;
-        response.set_version(version->version);
-        response.set_digest(version->digest);
+        WeightsVersionToProto(*version, response.mutable_weights());
         return response;
       });
 }
@@ -189,10 +189,8 @@ grpc::ServerUnaryReactor* WeightReceiverService::GetVersion(grpc::CallbackServer
                                                             GetVersionResponse* response) {
   return AnswerAtOnce<GetVersionResponse>(
       executor_, context, response, [this]() -> absl::StatusOr<GetVersionResponse> {
-        const WeightVersion version = receiver_.load()->Version();
         GetVersionResponse response;
-        response.set_version(version.version);
-        response.set_digest(version.digest);
+        WeightsVersionToProto(receiver_.load()->Version(), response.mutable_weights());
         response.set_open_update_id(receiver_.load()->OpenUpdateId());
         return response;
       });

@@ -27,7 +27,7 @@ class Sender {
       : receiver_(receiver), update_id_(update_id), source_(source), options_(options) {}
 
   // One attempt, from wherever the receiver is.
-  absl::StatusOr<WeightVersion> Attempt() {
+  absl::StatusOr<WeightsVersion> Attempt() {
     TANDEM_ASSIGN_OR_RETURN(const int64_t next_chunk, Begin());
     TANDEM_RETURN_IF_ERROR(Upload(next_chunk));
     return Commit();
@@ -88,21 +88,22 @@ class Sender {
     return absl::OkStatus();
   }
 
-  absl::StatusOr<WeightVersion> Commit() {
+  absl::StatusOr<WeightsVersion> Commit() {
     weights::v1::CommitUpdateRequest request;
     request.set_update_id(update_id_);
     weights::v1::CommitUpdateResponse response;
     TANDEM_RETURN_IF_ERROR(
         FromGrpcStatus(receiver_.CommitUpdate(Context().get(), request, &response)));
     const WeightManifest& manifest = source_.manifest();
-    if (response.version() != manifest.version || response.digest() != manifest.digest) {
-      return WithReason(
-          absl::DataLossError(absl::StrCat("the receiver committed version ", response.version(),
-                                           " with digest ", response.digest(), ", not version ",
-                                           manifest.version, " with digest ", manifest.digest)),
-          "DIGEST_MISMATCH");
+    if (response.weights().version() != manifest.version ||
+        response.weights().digest() != manifest.digest) {
+      return WithReason(absl::DataLossError(absl::StrCat(
+                            "the receiver committed version ", response.weights().version(),
+                            " with digest ", response.weights().digest(), ", not version ",
+                            manifest.version, " with digest ", manifest.digest)),
+                        "DIGEST_MISMATCH");
     }
-    return WeightVersion{response.version(), response.digest()};
+    return WeightsVersionFromProto(response.weights());
   }
 
   WeightService::StubInterface& receiver_;
@@ -127,13 +128,13 @@ bool Retryable(const absl::Status& status) {
 
 }  // namespace
 
-absl::StatusOr<WeightVersion> SendWeights(WeightService::StubInterface& receiver,
-                                          const std::string& update_id, const WeightSource& source,
-                                          const WeightSenderOptions& options) {
+absl::StatusOr<WeightsVersion> SendWeights(WeightService::StubInterface& receiver,
+                                           const std::string& update_id, const WeightSource& source,
+                                           const WeightSenderOptions& options) {
   Sender sender(receiver, update_id, source, options);
   absl::Duration backoff = options.backoff;
   for (int attempt = 1;; ++attempt) {
-    absl::StatusOr<WeightVersion> result = sender.Attempt();
+    absl::StatusOr<WeightsVersion> result = sender.Attempt();
     if (result.ok() || !Retryable(result.status()) || attempt >= options.max_attempts) {
       return result;
     }

@@ -30,9 +30,9 @@ struct WeightSenderOptions {
 // it to go on with one that was interrupted. Retries UNAVAILABLE, DATA_LOSS of a chunk, and
 // timeouts of a single call. The answer's digest is the receiver's own and equals the manifest's;
 // another one is DATA_LOSS.
-absl::StatusOr<WeightVersion> SendWeights(weights::v1::WeightService::StubInterface& receiver,
-                                          const std::string& update_id, const WeightSource& source,
-                                          const WeightSenderOptions& options = {});
+absl::StatusOr<WeightsVersion> SendWeights(weights::v1::WeightService::StubInterface& receiver,
+                                           const std::string& update_id, const WeightSource& source,
+                                           const WeightSenderOptions& options = {});
 
 }  // namespace tandem::rpc
 

@@ -45,7 +45,7 @@ class FakeReceiver final : public WeightReceiver {
     appended_bytes_ += static_cast<int64_t>(data.size());
     return absl::OkStatus();
   }
-  absl::StatusOr<WeightVersion> Commit(const std::string& id) override {
+  absl::StatusOr<WeightsVersion> Commit(const std::string& id) override {
     std::lock_guard lock(mutex_);
     if (id == committed_id_) return version_;
     if (id != id_) return absl::NotFoundError("not open");
@@ -63,7 +63,7 @@ class FakeReceiver final : public WeightReceiver {
     bytes_.clear();
     return absl::OkStatus();
   }
-  WeightVersion Version() const override {
+  WeightsVersion Version() const override {
     std::lock_guard lock(mutex_);
     return version_;
   }
@@ -75,7 +75,7 @@ class FakeReceiver final : public WeightReceiver {
   mutable std::mutex mutex_;
   std::string id_, committed_id_, bytes_;
   WeightManifest manifest_;
-  WeightVersion version_;
+  WeightsVersion version_;
   int64_t appended_bytes_ = 0;
   int fail_after_chunks_ = -1;
   bool lie_ = false;
@@ -181,7 +181,7 @@ TEST_F(WeightTransferTest, ARepeatOfACommittedUpdateIsTheSameAnswer) {
   request.set_update_id("u1");
   weights::v1::CommitUpdateResponse response;
   ASSERT_TRUE(stub_->CommitUpdate(&context, request, &response).ok());
-  EXPECT_EQ(response.digest(), source.manifest().digest);
+  EXPECT_EQ(response.weights().digest(), source.manifest().digest);
 }
 
 TEST_F(WeightTransferTest, AnInterruptedUploadGoesOnWhereItStopped) {

@@ -7,6 +7,7 @@
 #include <string>
 #include <vector>
 
+#include "common/base/weights_version.h"
 #include "common/tandem/tandem_config.h"
 
 namespace tandem {
@@ -17,9 +18,9 @@ enum class FinishReason {
   kLength,       // max_tokens or the model's limit was reached
 };
 
-// A run of response tokens written under one version of the senior.
+// A run of response tokens written under the same weights of the senior.
 struct VersionRun {
-  int64_t version = 0;
+  WeightsVersion weights;
   int64_t count = 0;  // at least 1
 
   bool operator==(const VersionRun&) const = default;

@@ -11,6 +11,7 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/types/span.h"
+#include "common/base/weights_version.h"
 #include "common/tensor/dtype.h"
 
 namespace tandem {
@@ -42,12 +43,6 @@ class WeightSource {
   virtual void Read(int64_t offset, absl::Span<std::byte> out) const = 0;
 };
 
-// The version being served and its digest.
-struct WeightVersion {
-  int64_t version = 0;
-  std::string digest;
-};
-
 // Takes one update at a time. Thread-safe. Nothing changes what is served before Commit returns OK.
 class WeightReceiver {
  public:
@@ -64,9 +59,9 @@ class WeightReceiver {
                               absl::Span<const std::byte> data) = 0;
   // Verifies the digest (DATA_LOSS leaves the old weights in place and drops the update), swaps at
   // the next step boundary and blocks until that has happened. Repeating the last commit is OK.
-  virtual absl::StatusOr<WeightVersion> Commit(const std::string& update_id) = 0;
+  virtual absl::StatusOr<WeightsVersion> Commit(const std::string& update_id) = 0;
   virtual absl::Status Abort(const std::string& update_id) = 0;
-  virtual WeightVersion Version() const = 0;
+  virtual WeightsVersion Version() const = 0;
   // The open update, or empty.
   virtual std::string OpenUpdateId() const = 0;
 };

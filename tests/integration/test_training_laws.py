@@ -42,7 +42,7 @@ def test_the_first_step_has_ratio_one_and_no_kl(models, tmp_path):
     assert abs(metrics["loss/kl"]) < 1e-8
     assert abs(metrics["mismatch/k3"]) < 1e-8
     assert metrics["mismatch/max_abs_logprob_diff"] < 1e-4
-    assert report.policy_version == 1
+    assert report.weights.version == 1
 
 
 def test_the_trainer_reports_the_batch_as_documented(fresh_pair):
@@ -84,12 +84,12 @@ def test_only_junior_tokens_of_weight_zero_skip_the_step(fresh_pair, tmp_path):
         after = trainer.info()
         assert report.skipped
         assert report.skip_reason
-        assert report.policy_version == before.server.policy_version == 0
-        assert after.server.weights_digest == before.server.weights_digest
+        assert report.weights.version == before.server.weights.version == 0
+        assert after.server.weights.digest == before.server.weights.digest
         assert after.optimizer_steps == before.optimizer_steps == 0
         # With weight the same batch trains.
         assert not step(trainer, samples, 2, junior_token_loss_weight=0.5).skipped
-        assert trainer.info().server.weights_digest != before.server.weights_digest
+        assert trainer.info().server.weights.digest != before.server.weights.digest
 
 
 def test_a_certain_senior_trains_as_tandem_switched_off_bit_for_bit(models, tmp_path):
@@ -213,7 +213,7 @@ def test_a_repeated_request_is_answered_once_and_reuse_is_refused(fresh_pair):
         second = trainer.train_step(samples, **arguments)
         assert (first.replayed, second.replayed) == (False, True)
         assert first.report == second.report
-        assert trainer.info().server.policy_version == 1
+        assert trainer.info().server.weights.version == 1
         with pytest.raises(AlreadyExistsError):
             trainer.train_step([SupervisedSample([5, 6], [7, 9])], **arguments)
         with pytest.raises(FailedPreconditionError) as caught:
@@ -228,11 +228,11 @@ def test_published_weights_are_what_the_rollout_server_then_samples_from(fresh_p
     ):
         step(trainer, [SupervisedSample([5, 6], [7, 8])] * 3)
         reply = trainer.publish_weights([rollout.address])
-        assert reply.results[0].digest == reply.digest
+        assert reply.results[0].digest == reply.weights.digest
         assert rollout.weights_version().version == 1
         trainer.export_model(str(tmp_path / "model"))
         [[t]] = rollout.generate(prompts(1, {"enabled": False}))
-        assert [(run.version, run.count) for run in t.senior_versions] == [
+        assert [(run.weights.version, run.count) for run in t.senior_versions] == [
             (1, len(t.response_token_ids))
         ]
     expected = harness.reference_logprobs(
@@ -276,7 +276,7 @@ def test_ppo_trains_senior_and_critic(models, tmp_path):
         from tandem.client import CriticClient
 
         with CriticClient(running.critic.address) as critic:
-            assert critic.info().server.policy_version == 3
+            assert critic.info().server.weights.version == 3
             assert critic.info().optimizer_steps == 3
     metrics = json_lines(run / "metrics.jsonl")
     assert [line["version/senior"] for line in metrics] == [1, 2, 3]

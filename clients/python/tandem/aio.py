@@ -19,7 +19,7 @@ from tandem.requests import PolicySample, Prompt, SupervisedSample
 from tandem.rollout.v1 import rollout_pb2, rollout_pb2_grpc
 from tandem.trainer.v1 import trainer_pb2, trainer_pb2_grpc
 from tandem.transport import AsyncConnection, AsyncResponseStream, RetryPolicy
-from tandem.types.v1 import trajectory_pb2
+from tandem.types.v1 import server_pb2, trajectory_pb2
 from tandem.weights.v1 import weights_pb2, weights_pb2_grpc
 
 
@@ -106,10 +106,11 @@ class AsyncRolloutClient(AsyncConnection):
         request = rollout_pb2.ResumeRequest()
         await self.call("Resume", lambda o: self._stub.Resume(request, **o))
 
-    async def weights_version(self) -> weights_pb2.GetVersionResponse:
+    async def weights_version(self) -> server_pb2.WeightsVersion:
         """Version and digest of the weights being served."""
         request = weights_pb2.GetVersionRequest()
-        return await self.call("GetVersion", lambda o: self._weights.GetVersion(request, **o))
+        reply = await self.call("GetVersion", lambda o: self._weights.GetVersion(request, **o))
+        return reply.weights
 
 
 class AsyncTrainerClient(AsyncConnection):
@@ -190,7 +191,7 @@ class AsyncTrainerClient(AsyncConnection):
         """Goes back to a checkpoint; returns its version."""
         request = trainer_pb2.LoadCheckpointRequest(path=path)
         reply = await self.call("LoadCheckpoint", lambda o: self._stub.LoadCheckpoint(request, **o))
-        return reply.policy_version
+        return reply.weights.version
 
     async def export_model(self, path: str, *, bfloat16: bool = False) -> str:
         """Writes the weights as a Hugging Face directory that must not exist yet."""
@@ -251,7 +252,7 @@ class AsyncCriticClient(AsyncConnection):
         """Goes back to a checkpoint; returns its version."""
         request = critic_pb2.LoadCheckpointRequest(path=path)
         reply = await self.call("LoadCheckpoint", lambda o: self._stub.LoadCheckpoint(request, **o))
-        return reply.version
+        return reply.weights.version
 
     async def export_model(self, path: str, *, bfloat16: bool = False) -> str:
         """Writes a Hugging Face token-classification directory that must not exist yet."""

@@ -293,7 +293,7 @@ def score(
         | {key: value for key, value in row.items() if key.endswith("_nats_per_token")}
         for row in rows
     ]
-    output.result({"policy_version": reply.policy_version, "scores": rows}, output.rows(shown))
+    output.result({"version": reply.weights.version, "scores": rows}, output.rows(shown))
 
 
 @app.command()
@@ -443,10 +443,10 @@ def _status_row(client: Any) -> dict[str, Any]:
         except RpcError as error:
             return row | {"problem": str(error)}
     return row | {
-        "version": server.policy_version,
+        "version": server.weights.version,
         "model": server.model.path,
         "parameters": server.model.num_parameters,
-        "digest": server.weights_digest,
+        "digest": server.weights.digest,
         "uptime_seconds": round(server.uptime_seconds, 1),
         "software": server.software_version,
     }

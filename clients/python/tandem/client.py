@@ -23,7 +23,7 @@ from tandem.requests import PolicySample, Prompt, SupervisedSample
 from tandem.rollout.v1 import rollout_pb2, rollout_pb2_grpc
 from tandem.trainer.v1 import trainer_pb2, trainer_pb2_grpc
 from tandem.transport import Connection, ResponseStream, RetryPolicy
-from tandem.types.v1 import trajectory_pb2
+from tandem.types.v1 import server_pb2, trajectory_pb2
 from tandem.weights.v1 import weights_pb2, weights_pb2_grpc
 
 Event = rollout_pb2.GenerateResponse
@@ -117,10 +117,10 @@ class RolloutClient(Connection):
         request = rollout_pb2.ResumeRequest()
         self.call("Resume", lambda o: self._stub.Resume(request, **o))
 
-    def weights_version(self) -> weights_pb2.GetVersionResponse:
+    def weights_version(self) -> server_pb2.WeightsVersion:
         """Version and digest of the weights being served."""
         request = weights_pb2.GetVersionRequest()
-        return self.call("GetVersion", lambda o: self._weights.GetVersion(request, **o))
+        return self.call("GetVersion", lambda o: self._weights.GetVersion(request, **o)).weights
 
 
 class GenerateStream:
@@ -242,7 +242,7 @@ class TrainerClient(Connection):
         """Goes back to a checkpoint; returns its version."""
         request = trainer_pb2.LoadCheckpointRequest(path=path)
         reply = self.call("LoadCheckpoint", lambda o: self._stub.LoadCheckpoint(request, **o))
-        return reply.policy_version
+        return reply.weights.version
 
     def export_model(self, path: str, *, bfloat16: bool = False) -> str:
         """Writes the weights as a Hugging Face directory that must not exist yet."""
@@ -301,7 +301,7 @@ class CriticClient(Connection):
         """Goes back to a checkpoint; returns its version."""
         request = critic_pb2.LoadCheckpointRequest(path=path)
         reply = self.call("LoadCheckpoint", lambda o: self._stub.LoadCheckpoint(request, **o))
-        return reply.version
+        return reply.weights.version
 
     def export_model(self, path: str, *, bfloat16: bool = False) -> str:
         """Writes a Hugging Face token-classification directory that must not exist yet."""

@@ -39,7 +39,7 @@ class ServerStartError(TandemError):
 
 # What a user can do, where the server's reason says enough.
 _HINTS = {
-    "STALE_POLICY_VERSION": "the trainer holds another version than expected_policy_version: "
+    "STALE_POLICY_VERSION": "the trainer holds another version than expected_version: "
     "read it with GetServerInfo, and see that no other run trains this server",
     "TRAJECTORY_TOO_OLD": "raise objective.max_staleness, or publish before generating",
     "UNKNOWN_POLICY_VERSION": "the trajectory was written by a version that this trainer never "

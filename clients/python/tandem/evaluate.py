@@ -100,7 +100,7 @@ def evaluate(session: Session, data: Dataset | None = None) -> Evaluation:
         k: sum(pass_at_k(n, sum(group), k) for group in correct) / len(correct)
         for k in settings.eval.k
     }
-    version = groups[0][0].senior_versions[-1].version
+    version = groups[0][0].senior_versions[-1].weights.version
     return Evaluation(version, correct, rewards, groups, pass_at)
 
 

@@ -189,7 +189,7 @@ def train_step(
         run_id=run_id,
         step=step,
         request_id=request_id or uuid.uuid4().hex,
-        expected_policy_version=expected_version,
+        expected_version=expected_version,
         num_samples=len(samples),
     )
     if samples and isinstance(samples[0], SupervisedSample):

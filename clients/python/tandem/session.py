@@ -28,7 +28,6 @@ from tandem.rewards import Reward, load_reward
 from tandem.settings import ClusterSettings, RunSettings
 from tandem.text import TextCodec
 from tandem.types.v1 import server_pb2, trajectory_pb2
-from tandem.weights.v1 import weights_pb2
 
 
 class RolloutPool:
@@ -110,7 +109,7 @@ class Session:
                 failure = from_status(result.status, method="PublishWeights")
                 failure.message = f"{result.target}: {failure.message}"
                 raise failure
-            if result.digest != reply.digest:
+            if result.digest != reply.weights.digest:
                 raise TandemError(f"{result.target} received other weights than were sent")
 
     def synchronize(self) -> int:
@@ -120,16 +119,16 @@ class Session:
             FailedPreconditionError: a server has the trainer's version, but other weights. The
                 version alone would hide that, and no publication would put it right.
         """
-        trainer = self.trainer.info().server
+        trainer = self.trainer.info().server.weights
         stale = False
         for client in self.rollouts.clients:
             served = client.weights_version()
-            stale = stale or served.version != trainer.policy_version
-            if served.version == trainer.policy_version and served.digest != trainer.weights_digest:
+            stale = stale or served.version != trainer.version
+            if served.version == trainer.version and served.digest != trainer.digest:
                 raise _other_weights(client.address, served, trainer)
         if stale:
             self.publish()
-        return trainer.policy_version
+        return trainer.version
 
     def serve_checkpoint(self, path: Path) -> int:
         """Loads a checkpoint into the trainer, then synchronize(); returns its version."""
@@ -195,11 +194,11 @@ def addresses_of(cluster: LocalCluster) -> settings_module.ServersSettings:
 
 
 def _other_weights(
-    address: str, served: weights_pb2.GetVersionResponse, trainer: server_pb2.ServerInfo
+    address: str, served: server_pb2.WeightsVersion, trainer: server_pb2.WeightsVersion
 ) -> FailedPreconditionError:
     return FailedPreconditionError(
         f"{address} serves version {served.version} with digest {served.digest}, the trainer's "
-        f"version {trainer.policy_version} has {trainer.weights_digest}: other weights",
+        f"version {trainer.version} has {trainer.digest}: other weights",
         code=grpc.StatusCode.FAILED_PRECONDITION,
         reason="WEIGHTS_DIFFER",
     )

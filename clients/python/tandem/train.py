@@ -66,9 +66,9 @@ def train(
                 request_id=f"{run.run_id}/{step}",
             )
         with clock.phase("publish"):
-            if reply.report.policy_version != version:
+            if reply.report.weights.version != version:
                 session.publish()
-        version = reply.report.policy_version
+        version = reply.report.weights.version
 
         line = step_line(
             {
@@ -124,9 +124,9 @@ def train_supervised(
                 request_id=f"{run.run_id}/{step}",
             )
         with clock.phase("publish"):
-            if reply.report.policy_version != version:
+            if reply.report.weights.version != version:
                 session.publish()
-        version = reply.report.policy_version
+        version = reply.report.weights.version
         line = step_line(
             {
                 **reply.report.metrics,

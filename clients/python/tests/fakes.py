@@ -16,7 +16,7 @@ from grpc_status import rpc_status
 from tandem.rollout.v1 import rollout_pb2, rollout_pb2_grpc
 from tandem.schedule import TOKEN, authorship_mask, uniform
 from tandem.trainer.v1 import trainer_pb2, trainer_pb2_grpc
-from tandem.types.v1 import trajectory_pb2
+from tandem.types.v1 import server_pb2, trajectory_pb2
 from tandem.weights.v1 import weights_pb2, weights_pb2_grpc
 from tandem.wire import tandem_record, to_tensor
 
@@ -41,6 +41,10 @@ def error_status(code, message, *, field=None, reason=None, retry_seconds=None):
         item.Pack(detail)
         packed.append(item)
     return status_pb2.Status(code=code, message=message, details=packed)
+
+
+def weights(version, digest="d"):
+    return server_pb2.WeightsVersion(version=version, digest=digest)
 
 
 class FakeWorld:
@@ -122,7 +126,7 @@ class FakeRollout(rollout_pb2_grpc.RolloutServiceServicer, weights_pb2_grpc.Weig
 
     def GetVersion(self, request, context):
         return weights_pb2.GetVersionResponse(
-            version=self.world.published, digest=self.world.served_digest
+            weights=weights(self.world.published, self.world.served_digest)
         )
 
 
@@ -135,8 +139,8 @@ class FakeTrainer(trainer_pb2_grpc.TrainerServiceServicer):
     def GetServerInfo(self, request, context):
         self.world.enter("GetServerInfo", context)
         reply = trainer_pb2.GetServerInfoResponse()
-        reply.server.policy_version = self.world.version
-        reply.server.weights_digest = "d"
+        reply.server.weights.version = self.world.version
+        reply.server.weights.digest = "d"
         return reply
 
     def TrainStep(self, requests, context):
@@ -146,14 +150,14 @@ class FakeTrainer(trainer_pb2_grpc.TrainerServiceServicer):
         if header.request_id in self.world.steps:
             reply = self.world.steps[header.request_id]
             return trainer_pb2.TrainStepResponse(report=reply, replayed=True)
-        if header.expected_policy_version != self.world.version:
+        if header.expected_version != self.world.version:
             status = error_status(9, "stale", reason="STALE_POLICY_VERSION")
             context.abort_with_status(rpc_status.to_status(status))
         self.world.version += 1
         responses = [getattr(s, "trajectory", s).response_token_ids for s in samples]
         report = trainer_pb2.StepReport(
             step=header.step,
-            policy_version=self.world.version,
+            weights=weights(self.world.version),
             metrics={
                 "loss/total": sum(map(sum, responses)) / 1000,
                 "policy/grad_norm": float("inf"),
@@ -166,7 +170,7 @@ class FakeTrainer(trainer_pb2_grpc.TrainerServiceServicer):
     def PublishWeights(self, request, context):
         self.world.enter("PublishWeights", context)
         self.world.published = self.world.version
-        reply = trainer_pb2.PublishWeightsResponse(version=self.world.version, digest="d")
+        reply = trainer_pb2.PublishWeightsResponse(weights=weights(self.world.version))
         for target in request.targets:
             reply.results.add(target=target, digest="d")
         return reply
@@ -183,7 +187,7 @@ class FakeTrainer(trainer_pb2_grpc.TrainerServiceServicer):
 
     def LoadCheckpoint(self, request, context):
         self.world.version = self.world.saved[request.path]
-        return trainer_pb2.LoadCheckpointResponse(policy_version=self.world.version)
+        return trainer_pb2.LoadCheckpointResponse(weights=weights(self.world.version))
 
 
 def sample(prompt, index, version):
@@ -207,7 +211,7 @@ def sample(prompt, index, version):
         response_token_ids=tokens,
         authorship_mask=bytes(mask),
         author_logprobs=to_tensor(logprobs),
-        senior_versions=[trajectory_pb2.VersionRun(version=version, count=len(tokens))],
+        senior_versions=[trajectory_pb2.VersionRun(weights=weights(version), count=len(tokens))],
         finish_reason=1 if tokens[-1] == EOS else 2,
         seed=prompt.seed,
         sample_index=index,

@@ -82,7 +82,7 @@ def test_retries_keep_every_id_and_stop(world, address):
     ids = [request_id for method, request_id in world.calls if method == "TrainStep"]
     assert len(ids) == 3
     assert len(set(ids)) == 1
-    assert reply.report.policy_version == 1
+    assert reply.report.weights.version == 1
 
     world.failures = [fakes.error_status(14, "busy")] * 3
     with TrainerClient(address, retry=QUICK) as client, pytest.raises(UnavailableError):
@@ -243,7 +243,7 @@ async def test_async_clients_do_the_same(world, address):
     world.failures = [fakes.error_status(14, "busy")]
     async with AsyncTrainerClient(address, retry=QUICK) as client:
         reply = await client.train_step(SAMPLES, run_id="r", step=1, expected_version=0)
-        assert reply.report.policy_version == 1
+        assert reply.report.weights.version == 1
         with pytest.raises(FailedPreconditionError):
             await client.train_step(SAMPLES, run_id="r", step=2, expected_version=0)
 

@@ -93,8 +93,8 @@ training::SequenceLimits TorchEngine::Limits() const {
 void TorchEngine::RefreshInfo() {
   EngineInfo info;
   info.model = model_->Summary(Limits().max_model_len);
-  info.version = state_.version;
-  info.weights_digest = training::WeightStreamDigest(model_->Parameters());
+  info.weights = {.version = state_.version,
+                  .digest = training::WeightStreamDigest(model_->Parameters())};
   info.optimizer_steps = strategy_->optimizer_steps();
   info.value_head_from_checkpoint = model_->value_head_source() == ValueHeadSource::kCheckpoint;
   const std::lock_guard lock(info_mutex_);
@@ -117,7 +117,7 @@ absl::StatusOr<ValuesResult> TorchEngine::ComputeValues(const ValuesRequest& req
     ValuesResult result;
     result.values.assign(numbers, numbers + values.numel() - 1);
     result.final_value = numbers[values.numel() - 1];
-    result.version = state_.version;
+    result.weights = Info().weights;
     return result;
   });
 }
@@ -142,8 +142,9 @@ absl::StatusOr<TrainStepResult> TorchEngine::TrainStep(const TrainStepRequest& r
   absl::StatusOr<TrainStepResult> result =
       CatchTorchErrors("train step", [&] { return Update(request); });
   if (!result.ok()) return result;
-  state_.ledger.Record(request.run_id, request.request_id, digest, EncodeResult(*result));
   RefreshInfo();
+  result->weights = Info().weights;
+  state_.ledger.Record(request.run_id, request.request_id, digest, EncodeResult(*result));
   return result;
 }
 
@@ -205,16 +206,16 @@ absl::StatusOr<TrainStepResult> TorchEngine::Update(const TrainStepRequest& requ
   TANDEM_ASSIGN_OR_RETURN(const parallel::OptimizerReport optimizer, strategy_->OptimizerStep());
   ++state_.version;
   const loss::ValueMetrics metrics = evaluator.Metrics();
-  return TrainStepResult{.step = request.step,
-                         .version = state_.version,
-                         .metrics = {{"critic/loss", metrics.loss},
-                                     {"critic/clip_fraction", metrics.clip_fraction},
-                                     {"critic/explained_variance", metrics.explained_variance},
-                                     {"critic/grad_norm", optimizer.grad_norm},
-                                     {"critic/learning_rate", optimizer.learning_rate},
-                                     {"critic/value_mean", metrics.value_mean},
-                                     {"critic/return_mean", metrics.return_mean}},
-                         .replayed = false};
+  TrainStepResult result;
+  result.step = request.step;
+  result.metrics = {{"critic/loss", metrics.loss},
+                    {"critic/clip_fraction", metrics.clip_fraction},
+                    {"critic/explained_variance", metrics.explained_variance},
+                    {"critic/grad_norm", optimizer.grad_norm},
+                    {"critic/learning_rate", optimizer.learning_rate},
+                    {"critic/value_mean", metrics.value_mean},
+                    {"critic/return_mean", metrics.return_mean}};
+  return result;
 }
 
 absl::StatusOr<checkpoint::Saved> TorchEngine::SaveCheckpoint(const std::string& directory,

@@ -11,6 +11,7 @@
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "common/base/weights_version.h"
 #include "common/checkpoint/checkpoint.h"
 #include "common/model/model_summary.h"
 #include "common/tensor/dtype.h"
@@ -37,7 +38,7 @@ struct ValuesRequest {
 struct ValuesResult {
   std::vector<float> values;  // [L]: value t is predicted from the state before response token t
   float final_value = 0;      // after the last token
-  int64_t version = 0;
+  WeightsVersion weights;
 };
 
 struct ValueSample {
@@ -59,15 +60,14 @@ struct TrainStepRequest {
 
 struct TrainStepResult {
   int64_t step = 0;
-  int64_t version = 0;
+  WeightsVersion weights;  // after the step
   std::map<std::string, double> metrics;
   bool replayed = false;
 };
 
 struct EngineInfo {
   ModelSummary model;
-  int64_t version = 0;
-  std::string weights_digest;
+  WeightsVersion weights;
   int64_t optimizer_steps = 0;
   bool value_head_from_checkpoint = false;  // else drawn from the seed
 };

@@ -84,7 +84,7 @@ TEST_F(CriticEngineTest, LearnsTheReturns) {
     TrainStepRequest request = Request(*engine, step);
     request.value_clip = 0;
     TrainStepResult result = Step(*engine, request);
-    EXPECT_EQ(result.version, step + 1);
+    EXPECT_EQ(result.weights.version, step + 1);
     last = result.metrics["critic/loss"];
     explained = result.metrics["critic/explained_variance"];
     if (step == 0) first = last;

@@ -70,7 +70,10 @@ std::string PayloadDigest(const TrainStepRequest& request) {
 }
 
 std::string EncodeResult(const TrainStepResult& result) {
-  return json{{"step", result.step}, {"version", result.version}, {"metrics", result.metrics}}
+  return json{{"step", result.step},
+              {"version", result.weights.version},
+              {"digest", result.weights.digest},
+              {"metrics", result.metrics}}
       .dump();
 }
 
@@ -79,7 +82,8 @@ absl::StatusOr<TrainStepResult> DecodeResult(absl::string_view text) {
   TrainStepResult result;
   try {
     result.step = parsed.at("step");
-    result.version = parsed.at("version");
+    result.weights.version = parsed.at("version");
+    result.weights.digest = parsed.at("digest");
     for (const auto& [name, value] : parsed.at("metrics").items()) {
       result.metrics[name] =
           value.is_null() ? std::numeric_limits<double>::quiet_NaN() : value.get<double>();

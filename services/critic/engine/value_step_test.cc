@@ -58,10 +58,11 @@ TEST(ValueStepTest, DamageIsRefusedWithCodeAndPath) {
 }
 
 TEST(ValueStepTest, ResultRoundTripIsExact) {
-  const TrainStepResult result = {.step = 2, .version = 3, .metrics = {{"critic/loss", 0.1 + 0.2}}};
+  const TrainStepResult result = {
+      .step = 2, .weights = {3, "d"}, .metrics = {{"critic/loss", 0.1 + 0.2}}};
   const TrainStepResult copy = DecodeResult(EncodeResult(result)).value();
   EXPECT_EQ(copy.step, 2);
-  EXPECT_EQ(copy.version, 3);
+  EXPECT_EQ(copy.weights, (WeightsVersion{3, "d"}));
   EXPECT_EQ(copy.metrics, result.metrics);
   EXPECT_EQ(DecodeResult("[]").status().code(), absl::StatusCode::kDataLoss);
 }

@@ -88,14 +88,14 @@ v1::ComputeValuesResponse ToProto(const ValuesResult& result) {
   v1::ComputeValuesResponse proto;
   rpc::FloatsToProto(result.values, proto.mutable_values());
   rpc::FloatsToProto({&result.final_value, 1}, proto.mutable_final_value());
-  proto.set_version(result.version);
+  rpc::WeightsVersionToProto(result.weights, proto.mutable_weights());
   return proto;
 }
 
 v1::TrainStepResponse ToProto(const TrainStepResult& result) {
   v1::TrainStepResponse proto;
   proto.set_step(result.step);
-  proto.set_version(result.version);
+  rpc::WeightsVersionToProto(result.weights, proto.mutable_weights());
   proto.mutable_metrics()->insert(result.metrics.begin(), result.metrics.end());
   proto.set_replayed(result.replayed);
   return proto;

@@ -37,7 +37,7 @@ CriticService::CriticService(const CriticServiceOptions& options, rpc::CallExecu
 
 void CriticService::UpdateMetrics() {
   const EngineInfo info = engine_->Info();
-  metrics_.Gauge(rpc::metric::kPolicyVersion).Set(static_cast<double>(info.version));
+  metrics_.Gauge(rpc::metric::kWeightsVersion).Set(static_cast<double>(info.weights.version));
   metrics_.Gauge(rpc::metric::kOptimizerSteps).Set(static_cast<double>(info.optimizer_steps));
 }
 
@@ -52,8 +52,7 @@ grpc::ServerUnaryReactor* CriticService::GetServerInfo(grpc::CallbackServerConte
         server.set_role("critic");
         server.set_software_version(rpc::SoftwareVersion());
         server.set_uptime_seconds(absl::ToDoubleSeconds(absl::Now() - options_.start_time));
-        server.set_policy_version(info.version);
-        server.set_weights_digest(info.weights_digest);
+        rpc::WeightsVersionToProto(info.weights, server.mutable_weights());
         rpc::ModelSummaryToProto(info.model, server.mutable_model());
         out.set_value_head_initialized_from(info.value_head_from_checkpoint
                                                 ? v1::VALUE_HEAD_SOURCE_CHECKPOINT
@@ -148,7 +147,7 @@ absl::StatusOr<v1::TrainStepResponse> CriticService::RunTrainStep(const TrainSte
   Log(LogLevel::kInfo, "train_step",
       {{"run_id", request.run_id},
        {"step", result->step},
-       {"version", result->version},
+       {"version", result->weights.version},
        {"seconds", seconds}});
   return ToProto(*result);
 }
@@ -177,7 +176,7 @@ grpc::ServerUnaryReactor* CriticService::LoadCheckpoint(grpc::CallbackServerCont
         UpdateMetrics();
         const EngineInfo info = engine_->Info();
         v1::LoadCheckpointResponse out;
-        out.set_version(info.version);
+        rpc::WeightsVersionToProto(info.weights, out.mutable_weights());
         out.set_optimizer_steps(info.optimizer_steps);
         return out;
       });

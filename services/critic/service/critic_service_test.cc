@@ -87,7 +87,7 @@ TEST_F(CriticServerTest, AStepReachesTheEngineAndItsRepeatIsReplayed) {
   const std::vector<v1::TrainStepRequest> step = {Header(2), Message(Sample()), Message(masked)};
   const auto response = TrainStep(step);
   ASSERT_TRUE(response.ok()) << response.status();
-  EXPECT_EQ(response->version(), 1);
+  EXPECT_EQ(response->weights().version(), 1);
   EXPECT_EQ(response->metrics().at("critic/loss"), 0.25);
   EXPECT_FALSE(response->replayed());
   const TrainStepRequest got = engine_->steps().at(0);
@@ -198,7 +198,7 @@ TEST_F(CriticServerTest, InfoAndCheckpoints) {
   EXPECT_EQ(FieldPath(Call<v1::LoadCheckpointResponse>(&Stub::LoadCheckpoint, load).status()),
             "path");
   load.set_path("/ckpt/step_7");
-  EXPECT_EQ(Call<v1::LoadCheckpointResponse>(&Stub::LoadCheckpoint, load)->version(), 7);
+  EXPECT_EQ(Call<v1::LoadCheckpointResponse>(&Stub::LoadCheckpoint, load)->weights().version(), 7);
 
   v1::ExportModelRequest request;
   request.set_path("/out");

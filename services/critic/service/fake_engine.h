@@ -21,9 +21,9 @@ class FakeEngine final : public Engine {
     EngineInfo info;
     info.model.model_type = "fake";
     info.model.vocab_size = 16;
-    info.version = version_;
+    info.weights.version = version_;
     info.optimizer_steps = version_;
-    info.weights_digest = "digest";
+    info.weights.digest = "digest";
     return info;
   }
   absl::StatusOr<ValuesResult> ComputeValues(const ValuesRequest& request) override {
@@ -34,7 +34,7 @@ class FakeEngine final : public Engine {
       result.values.push_back(static_cast<float>(token));
     }
     result.final_value = static_cast<float>(result.values.size());
-    result.version = version_ + (drift_ ? drifted_++ : 0);
+    result.weights.version = version_ + (drift_ ? drifted_++ : 0);
     return result;
   }
   absl::StatusOr<TrainStepResult> TrainStep(const TrainStepRequest& request) override {
@@ -49,7 +49,7 @@ class FakeEngine final : public Engine {
     steps_.push_back(request);
     TrainStepResult result;
     result.step = request.step;
-    result.version = ++version_;
+    result.weights.version = ++version_;
     result.metrics = {{"critic/loss", 0.25}};
     done_[request.request_id] = result;
     // An error after the step was applied: the answer is lost on the way.

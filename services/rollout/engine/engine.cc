@@ -47,13 +47,13 @@ class EngineImpl : public Engine {
                 .has_junior = models.junior != nullptr},
         boundaries_(std::move(models.boundaries)) {
     const int64_t slots = options.max_num_seqs + kScoreSlots;
+    senior_weights_.digest = models.senior_digest;
     std::optional<WeightSpec> tied_head;
     if (models.senior->tied()) {
       tied_head = {.name = "lm_head.weight", .shape = models.senior->LmHeadWeight().sizes().vec()};
     }
     weights_ = std::make_unique<StagedWeightReceiver>(
-        ParameterSpecs(*models.senior), tied_head,
-        WeightVersion{.version = 0, .digest = models.senior_digest},
+        ParameterSpecs(*models.senior), tied_head, senior_weights_,
         [this](const WeightManifest& manifest, absl::Span<const std::byte> stream) {
           return RunOnEngine([&] { return SwapWeights(manifest, stream); });
         });
@@ -67,6 +67,7 @@ class EngineImpl : public Engine {
                                     .max_batched_tokens = options.max_batched_tokens},
                          .max_model_len = models.max_model_len,
                          .eos_token_ids = std::move(models.eos_token_ids),
+                         .senior_weights = senior_weights_,
                          .junior_version = info_.junior_version},
         boundaries_.get(), senior_.get(), junior_.get());
     stats_.kv_capacity_tokens = options.max_num_seqs * models.max_model_len;
@@ -235,8 +236,8 @@ class EngineImpl : public Engine {
 
   absl::Status SwapWeights(const WeightManifest& manifest, absl::Span<const std::byte> stream) {
     TANDEM_RETURN_IF_ERROR(ApplyWeights(manifest, stream, senior_->model()));
-    senior_version_ = manifest.version;
-    generator_->OnSeniorUpdated(manifest.version, options_.on_weight_update);
+    senior_weights_ = {.version = manifest.version, .digest = manifest.digest};
+    generator_->OnSeniorUpdated(senior_weights_, options_.on_weight_update);
     return absl::OkStatus();
   }
 
@@ -252,7 +253,7 @@ class EngineImpl : public Engine {
       std::lock_guard lock(mutex_);
       return stopping_ ? ShutDownStatus() : absl::OkStatus();
     };
-    result.policy_version = senior_version_;
+    result.weights = senior_weights_;
     result.sequences.resize(request.sequences.size());
     const auto run = [&](ModelRunner& runner,
                          std::vector<float> SequenceScores::*field) -> absl::Status {
@@ -283,7 +284,7 @@ class EngineImpl : public Engine {
   std::unique_ptr<TorchRunner> senior_;
   std::unique_ptr<TorchRunner> junior_;
   std::unique_ptr<Generator> generator_;
-  int64_t senior_version_ = 0;
+  WeightsVersion senior_weights_;
   bool paused_ = false;
 
   mutable std::mutex mutex_;

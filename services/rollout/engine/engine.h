@@ -97,7 +97,7 @@ struct SequenceScores {
 
 struct ScoreResult {
   std::vector<SequenceScores> sequences;
-  int64_t policy_version = 0;
+  WeightsVersion weights;  // the senior's
 };
 
 // Totals since the start (…_total) and the state now.

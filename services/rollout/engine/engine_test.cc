@@ -463,8 +463,9 @@ TEST_F(EngineTest, CommittedWeightsWriteTheNextTokens) {
   EXPECT_NE(after.response_token_ids, before.response_token_ids);
   EXPECT_EQ(after.response_token_ids, expected.response_token_ids);
   EXPECT_EQ(after.author_logprobs, expected.author_logprobs);
-  EXPECT_EQ(after.senior_versions.front().version, 3);
-  EXPECT_EQ(engine->Score({.sequences = {{{3, 4}, 1}}}, absl::InfiniteFuture())->policy_version, 3);
+  EXPECT_EQ(after.senior_versions.front().weights.version, 3);
+  EXPECT_EQ(engine->Score({.sequences = {{{3, 4}, 1}}}, absl::InfiniteFuture())->weights.version,
+            3);
 }
 
 TEST_F(EngineTest, DamagedWeightsLeaveTheOldOnesInForce) {

@@ -91,7 +91,8 @@ Generator::Generator(const GeneratorOptions& options, const BoundarySets* bounda
     : options_(options),
       boundaries_(boundaries),
       runners_({senior, junior}),
-      scheduler_(options.limits) {}
+      scheduler_(options.limits),
+      senior_weights_(options.senior_weights) {}
 
 Generator::~Generator() = default;
 
@@ -236,8 +237,8 @@ void Generator::AppendToken(Sequence& sequence, Author author, int32_t token, fl
   sequence.author_logprobs.push_back(logprob);
   sequence.other_logprobs.push_back(kNotComputed);
   sequence.log_keep_mass.push_back(log_keep_mass);
-  if (sequence.versions.empty() || sequence.versions.back().version != senior_version_) {
-    sequence.versions.push_back({.version = senior_version_, .count = 0});
+  if (sequence.versions.empty() || sequence.versions.back().weights != senior_weights_) {
+    sequence.versions.push_back({.weights = senior_weights_, .count = 0});
   }
   ++sequence.versions.back().count;
   sequence.selector.OnToken(token);
@@ -264,8 +265,8 @@ void Generator::FinishIfComplete(Sequence* sequence) {
   if (--prompt->unfinished == 0) prompts_.erase(prompt->id);
 }
 
-void Generator::OnSeniorUpdated(int64_t version, OnWeightUpdate policy) {
-  senior_version_ = version;
+void Generator::OnSeniorUpdated(const WeightsVersion& weights, OnWeightUpdate policy) {
+  senior_weights_ = weights;
   const bool recompute = policy == OnWeightUpdate::kRecompute;
   scheduler_.BumpEpoch(Author::kSenior, recompute);
   if (!recompute) return;

@@ -24,7 +24,8 @@ struct GeneratorOptions {
   SchedulerLimits limits;
   int64_t max_model_len = 2048;
   std::vector<int32_t> eos_token_ids;
-  std::string junior_version;  // recorded in trajectories
+  WeightsVersion senior_weights;  // what tokens are tagged with until the first update
+  std::string junior_version;     // recorded in trajectories
 };
 
 class Generator {
@@ -51,8 +52,8 @@ class Generator {
   // wait for it. A model's error fails the prompts of its pass, and only those.
   void Step();
 
-  // The senior's weights were replaced. Tokens are tagged with `version` from now on.
-  void OnSeniorUpdated(int64_t version, OnWeightUpdate policy);
+  // The senior's weights were replaced. Tokens are tagged with `weights` from now on.
+  void OnSeniorUpdated(const WeightsVersion& weights, OnWeightUpdate policy);
 
   // Work other than generation went on (scoring).
   void NoteProgress(absl::Time now) { totals_.last_progress = now; }
@@ -76,7 +77,7 @@ class Generator {
   std::array<ModelRunner*, 2> runners_;
   Scheduler scheduler_;
   std::map<PromptId, std::unique_ptr<Prompt>> prompts_;
-  int64_t senior_version_ = 0;
+  WeightsVersion senior_weights_;
   EngineStats totals_;
 };
 

@@ -60,6 +60,7 @@ class Harness {
         generator({.limits = limits,
                    .max_model_len = 100,
                    .eos_token_ids = {kEos},
+                   .senior_weights = {0, "zero"},
                    .junior_version = "junior"},
                   &boundaries, &senior, &junior) {}
 
@@ -276,7 +277,8 @@ TEST(GeneratorTest, Law6EveryTokenHasAnAuthorALogProbAndAVersion) {
     EXPECT_EQ(t.log_keep_mass.size(), length);
     for (const float value : t.other_logprobs) EXPECT_FALSE(std::isnan(value));
     for (const float value : t.log_keep_mass) EXPECT_LT(value, 0.0f);
-    EXPECT_THAT(t.senior_versions, ElementsAre(VersionRun{0, static_cast<int64_t>(length)}));
+    EXPECT_THAT(t.senior_versions,
+                ElementsAre(VersionRun{{0, "zero"}, static_cast<int64_t>(length)}));
     EXPECT_EQ(t.junior_version, "junior");
   }
 }
@@ -402,13 +404,13 @@ TEST(GeneratorTest, ARecomputedLaneWritesUnderTheNewWeights) {
   for (int i = 0; i < 12; ++i) harness.generator.Step();
   const int64_t before = harness.senior.consumed;
   harness.senior.set_weights(9);
-  harness.generator.OnSeniorUpdated(4, OnWeightUpdate::kRecompute);
+  harness.generator.OnSeniorUpdated({4, "four"}, OnWeightUpdate::kRecompute);
   harness.Finish();
   const Trajectory t = listener->finished().at(0);
   EXPECT_GT(harness.senior.consumed, before + 6);
-  ASSERT_EQ(t.senior_versions.size(), 2u);
-  EXPECT_EQ(t.senior_versions[0].version, 0);
-  EXPECT_EQ(t.senior_versions[1].version, 4);
+  EXPECT_EQ(t.senior_versions[0].weights, (WeightsVersion{0, "zero"}));
+  EXPECT_EQ(t.senior_versions[1].weights, (WeightsVersion{4, "four"}));
+  EXPECT_EQ(t.senior_versions[1].weights.version, 4);
   EXPECT_EQ(t.senior_versions[0].count + t.senior_versions[1].count, 30);
 
   // Every token of the senior comes from a model of one version that has read everything before.
@@ -430,7 +432,7 @@ TEST(GeneratorTest, AKeptLaneIsNotComputedAgainNorShared) {
   const auto listener = harness.Submit(request);
   harness.generator.Step();
   const int64_t before = harness.senior.consumed;
-  harness.generator.OnSeniorUpdated(1, OnWeightUpdate::kKeep);
+  harness.generator.OnSeniorUpdated({1, "one"}, OnWeightUpdate::kKeep);
   harness.generator.Step();
   EXPECT_EQ(harness.senior.consumed, before + 1);
   harness.Finish();

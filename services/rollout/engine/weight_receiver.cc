@@ -35,7 +35,7 @@ absl::Status NoSuchUpdate(const std::string& update_id) {
 
 StagedWeightReceiver::StagedWeightReceiver(std::vector<WeightSpec> parameters,
                                            std::optional<WeightSpec> optional,
-                                           WeightVersion initial, Apply apply)
+                                           WeightsVersion initial, Apply apply)
     : parameters_(std::move(parameters)),
       optional_(std::move(optional)),
       apply_(std::move(apply)),
@@ -157,7 +157,7 @@ absl::Status StagedWeightReceiver::Append(const std::string& update_id, int64_t 
   return absl::OkStatus();
 }
 
-absl::StatusOr<WeightVersion> StagedWeightReceiver::Commit(const std::string& update_id) {
+absl::StatusOr<WeightsVersion> StagedWeightReceiver::Commit(const std::string& update_id) {
   Update* update = nullptr;
   {
     std::unique_lock lock(mutex_);
@@ -199,7 +199,7 @@ absl::Status StagedWeightReceiver::Abort(const std::string& update_id) {
   return absl::OkStatus();
 }
 
-WeightVersion StagedWeightReceiver::Version() const {
+WeightsVersion StagedWeightReceiver::Version() const {
   std::lock_guard lock(mutex_);
   return version_;
 }

@@ -30,15 +30,15 @@ class StagedWeightReceiver : public WeightReceiver {
   // `parameters`: name and shape of every parameter of the model (dtypes are not compared: any
   // floating type is converted). `optional` may be in a manifest or not (a tied head).
   StagedWeightReceiver(std::vector<WeightSpec> parameters, std::optional<WeightSpec> optional,
-                       WeightVersion initial, Apply apply);
+                       WeightsVersion initial, Apply apply);
 
   absl::StatusOr<int64_t> Begin(const std::string& update_id,
                                 const WeightManifest& manifest) override;
   absl::Status Append(const std::string& update_id, int64_t offset,
                       absl::Span<const std::byte> data) override;
-  absl::StatusOr<WeightVersion> Commit(const std::string& update_id) override;
+  absl::StatusOr<WeightsVersion> Commit(const std::string& update_id) override;
   absl::Status Abort(const std::string& update_id) override;
-  WeightVersion Version() const override;
+  WeightsVersion Version() const override;
   std::string OpenUpdateId() const override;
 
  private:
@@ -61,7 +61,7 @@ class StagedWeightReceiver : public WeightReceiver {
   mutable std::mutex mutex_;
   std::condition_variable commit_ended_;
   std::unique_ptr<Update> open_;
-  WeightVersion version_;
+  WeightsVersion version_;
   std::string last_committed_id_;
 };
 

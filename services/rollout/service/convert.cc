@@ -109,7 +109,7 @@ absl::StatusOr<ScoreRequest> ScoreFromProto(const v1::ScoreRequest& proto) {
 
 v1::ScoreResponse ScoreToProto(const ScoreRequest& request, const ScoreResult& result) {
   v1::ScoreResponse response;
-  response.set_policy_version(result.policy_version);
+  rpc::WeightsVersionToProto(result.weights, response.mutable_weights());
   for (const SequenceScores& scores : result.sequences) {
     v1::SequenceScores* out = response.add_sequences();
     if (request.senior) rpc::FloatsToProto(scores.senior_logprobs, out->mutable_senior_logprobs());
@@ -119,13 +119,12 @@ v1::ScoreResponse ScoreToProto(const ScoreRequest& request, const ScoreResult& r
 }
 
 v1::GetServerInfoResponse InfoToProto(const EngineInfo& info, const TandemConfig& defaults,
-                                      const WeightVersion& version, bool paused) {
+                                      const WeightsVersion& version, bool paused) {
   v1::GetServerInfoResponse response;
   types::v1::ServerInfo* server = response.mutable_server();
   server->set_role("rollout");
   server->set_software_version(rpc::SoftwareVersion());
-  server->set_policy_version(version.version);
-  server->set_weights_digest(version.digest);
+  rpc::WeightsVersionToProto(version, server->mutable_weights());
   rpc::ModelSummaryToProto(info.senior, server->mutable_model());
   if (info.junior.has_value()) rpc::ModelSummaryToProto(*info.junior, response.mutable_junior());
   response.set_junior_version(info.junior_version);

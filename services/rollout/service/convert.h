@@ -26,7 +26,7 @@ absl::StatusOr<ScoreRequest> ScoreFromProto(const v1::ScoreRequest& proto);
 v1::ScoreResponse ScoreToProto(const ScoreRequest& request, const ScoreResult& result);
 
 v1::GetServerInfoResponse InfoToProto(const EngineInfo& info, const TandemConfig& defaults,
-                                      const WeightVersion& version, bool paused);
+                                      const WeightsVersion& version, bool paused);
 
 }  // namespace tandem::rollout
 

@@ -72,7 +72,7 @@ class FakeEngine final : public Engine {
   absl::StatusOr<ScoreResult> Score(const ScoreRequest& request, absl::Time,
                                     const std::function<bool()>&) override {
     ScoreResult result;
-    result.policy_version = 5;
+    result.weights = {.version = 5, .digest = "weights-digest"};
     for (const ScoreSequence& sequence : request.sequences) {
       const std::vector<float> scores(sequence.token_ids.size() - sequence.first_scored_token,
                                       static_cast<float>(-request.temperature));
@@ -131,9 +131,9 @@ class FakeEngine final : public Engine {
     absl::Status Append(const std::string&, int64_t, absl::Span<const std::byte>) override {
       return absl::OkStatus();
     }
-    absl::StatusOr<WeightVersion> Commit(const std::string&) override { return Version(); }
+    absl::StatusOr<WeightsVersion> Commit(const std::string&) override { return Version(); }
     absl::Status Abort(const std::string&) override { return absl::OkStatus(); }
-    WeightVersion Version() const override { return {5, "weights-digest"}; }
+    WeightsVersion Version() const override { return {5, "weights-digest"}; }
     std::string OpenUpdateId() const override { return ""; }
   };
 
@@ -145,7 +145,7 @@ class FakeEngine final : public Engine {
       t.authorship_mask.push_back(i % 2 == 0);
       t.author_logprobs.push_back(-0.5f);
     }
-    t.senior_versions = {{5, request.sampling.max_tokens}};
+    t.senior_versions = {{{5, "weights-digest"}, request.sampling.max_tokens}};
     t.finish_reason = FinishReason::kLength;
     t.seed = request.seed;
     t.sample_index = sample;

@@ -73,7 +73,7 @@ void RolloutApp::UpdateMetrics() {
   set(metric::kKvTokens, stats.junior_kv_tokens, {"junior"});
   set(metric::kKvCapacity, stats.kv_capacity_tokens);
   set(metric::kPaused, stats.paused ? 1 : 0);
-  set(metric::kPolicyVersion, engine_->weights().Version().version);
+  set(metric::kWeightsVersion, engine_->weights().Version().version);
   metrics_.Gauge(metric::kLastProgress)
       .Set(std::max(0.0, absl::ToDoubleSeconds(stats.last_progress - absl::UnixEpoch())));
   total(metric::kTokensGenerated, stats.senior_tokens_total, {"senior"});

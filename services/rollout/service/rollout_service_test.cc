@@ -259,7 +259,7 @@ TEST_F(RolloutServiceTest, ScoreReturnsWhatWasAsked) {
   sequence->set_first_scored_token(2);
   v1::ScoreResponse response;
   ASSERT_TRUE(stub_->Score(&context_, request, &response).ok());
-  EXPECT_EQ(response.policy_version(), 5);
+  EXPECT_EQ(response.weights().version(), 5);
   ASSERT_EQ(response.sequences_size(), 1);
   EXPECT_FALSE(response.sequences(0).has_senior_logprobs());
   EXPECT_EQ(*rpc::FloatsFromProto(response.sequences(0).junior_logprobs()),
@@ -283,8 +283,8 @@ TEST_F(RolloutServiceTest, ServerInfoSaysWhatItHolds) {
   v1::GetServerInfoResponse info;
   ASSERT_TRUE(stub_->GetServerInfo(&context_, v1::GetServerInfoRequest(), &info).ok());
   EXPECT_EQ(info.server().role(), "rollout");
-  EXPECT_EQ(info.server().policy_version(), 5);
-  EXPECT_EQ(info.server().weights_digest(), "weights-digest");
+  EXPECT_EQ(info.server().weights().version(), 5);
+  EXPECT_EQ(info.server().weights().digest(), "weights-digest");
   EXPECT_EQ(info.server().model().vocab_size(), FakeEngine::kVocabulary);
   EXPECT_GE(info.server().uptime_seconds(), 0);
   EXPECT_EQ(info.junior_version(), "junior-digest");
@@ -306,7 +306,7 @@ TEST_F(RolloutServiceTest, MetricsFollowTheEngine) {
   EXPECT_THAT(text, HasSubstr("tandem_generated_tokens_total{author=\"senior\"} 3"));
   EXPECT_THAT(text, HasSubstr("tandem_generated_tokens_total{author=\"junior\"} 2"));
   EXPECT_THAT(text, HasSubstr("tandem_sequences_running 0"));
-  EXPECT_THAT(text, HasSubstr("tandem_policy_version 5"));
+  EXPECT_THAT(text, HasSubstr("tandem_weights_version 5"));
   EXPECT_THAT(text, HasSubstr("tandem_queue_capacity 4096"));
 }
 

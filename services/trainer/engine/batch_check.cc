@@ -23,18 +23,19 @@ absl::Status CheckVersions(const std::vector<VersionRun>& runs, int64_t length,
                           absl::StrCat("the runs must be positive and add up to ", length));
     }
     total += runs[i].count;
-    const int64_t version = runs[i].version;
-    if (version < 0) return InvalidField(absl::StrCat(path, ".version"), "must not be negative");
+    const int64_t version = runs[i].weights.version;
+    if (version < 0)
+      return InvalidField(absl::StrCat(path, ".weights.version"), "must not be negative");
     if (version > policy_version) {
       return WithReason(
           FieldError(
-              absl::StatusCode::kFailedPrecondition, absl::StrCat(path, ".version"),
+              absl::StatusCode::kFailedPrecondition, absl::StrCat(path, ".weights.version"),
               absl::StrCat("version ", version, " is unknown; the trainer is at ", policy_version)),
           "UNKNOWN_POLICY_VERSION");
     }
     if (policy_version - version > max_staleness) {
       return WithReason(
-          FieldError(absl::StatusCode::kFailedPrecondition, absl::StrCat(path, ".version"),
+          FieldError(absl::StatusCode::kFailedPrecondition, absl::StrCat(path, ".weights.version"),
                      absl::StrCat("version ", version, " is ", policy_version - version,
                                   " behind the trainer's, at most ", max_staleness,
                                   " are allowed (max_staleness)")),

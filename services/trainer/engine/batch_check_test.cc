@@ -60,13 +60,14 @@ const std::vector<Case>& Cases() {
        "samples[2].trajectory.senior_versions[0].count"},
       {"count overflow",
        [](auto& b) {
-         T(b).senior_versions = {{0, 4}, {0, std::numeric_limits<int64_t>::max()}};
+         T(b).senior_versions = {{{0, ""}, 4}, {{0, ""}, std::numeric_limits<int64_t>::max()}};
        },
        kInvalid, "samples[2].trajectory.senior_versions[1].count"},
-      {"unknown version", [](auto& b) { T(b).senior_versions[0].version = 1; }, kPrecondition,
-       "samples[2].trajectory.senior_versions[0].version", "UNKNOWN_POLICY_VERSION"},
-      {"negative version", [](auto& b) { T(b).senior_versions[0].version = -1; }, kInvalid,
-       "samples[2].trajectory.senior_versions[0].version"},
+      {"unknown version", [](auto& b) { T(b).senior_versions[0].weights.version = 1; },
+       kPrecondition, "samples[2].trajectory.senior_versions[0].weights.version",
+       "UNKNOWN_POLICY_VERSION"},
+      {"negative version", [](auto& b) { T(b).senior_versions[0].weights.version = -1; }, kInvalid,
+       "samples[2].trajectory.senior_versions[0].weights.version"},
       {"no finish reason", [](auto& b) { T(b).finish_reason = FinishReason::kUnspecified; },
        kInvalid, "samples[2].trajectory.finish_reason"},
       {"id too large", [](auto& b) { T(b).response_token_ids[0] = 61; }, kInvalid,
@@ -164,7 +165,7 @@ TEST(BatchCheckTest, StalenessIsBounded) {
   batch.objective.max_staleness = 2;
   const absl::Status status = CheckPolicyBatch(batch, limits);
   EXPECT_EQ(Reason(status), "TRAJECTORY_TOO_OLD");
-  EXPECT_EQ(FieldPath(status), "samples[0].trajectory.senior_versions[0].version");
+  EXPECT_EQ(FieldPath(status), "samples[0].trajectory.senior_versions[0].weights.version");
 }
 
 TEST(BatchCheckTest, SupervisedSamplesAreChecked) {

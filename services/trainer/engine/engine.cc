@@ -180,8 +180,8 @@ absl::StatusOr<std::unique_ptr<Engine>> TorchEngine::Create(
 void TorchEngine::RefreshInfo() {
   EngineInfo info;
   info.model = model_->Summary(Limits().sequence.max_model_len);
-  info.policy_version = state_.version;
-  info.weights_digest = training::WeightStreamDigest(model_->Parameters());
+  info.weights = {.version = state_.version,
+                  .digest = training::WeightStreamDigest(model_->Parameters())};
   info.optimizer_steps = strategy_->optimizer_steps();
   info.micro_batch_tokens = options_.micro_batch_tokens;
   const std::lock_guard lock(info_mutex_);
@@ -209,8 +209,8 @@ absl::StatusOr<TrainStepResult> TorchEngine::TrainStep(const TrainStepRequest& r
                                                .step = request.step,
                                                .request_id = request.request_id,
                                                .payload_digest = digest,
-                                               .expected_version = request.expected_policy_version},
-                                              "expected_policy_version"));
+                                               .expected_version = request.expected_version},
+                                              "expected_version"));
   if (stored.has_value()) {
     TANDEM_ASSIGN_OR_RETURN(StepReport report, DecodeReport(*stored));
     return TrainStepResult{.report = std::move(report), .replayed = true};
@@ -223,9 +223,9 @@ absl::StatusOr<TrainStepResult> TorchEngine::TrainStep(const TrainStepRequest& r
   if (!report.ok()) return report.status();
   report->run_id = request.run_id;
   report->step = request.step;
-  report->policy_version = state_.version;
-  state_.ledger.Record(request.run_id, request.request_id, digest, EncodeReport(*report));
   if (!report->skipped) RefreshInfo();
+  report->weights = Info().weights;
+  state_.ledger.Record(request.run_id, request.request_id, digest, EncodeReport(*report));
   return TrainStepResult{.report = *std::move(report), .replayed = false};
 }
 
@@ -244,7 +244,7 @@ absl::StatusOr<Advantages> TorchEngine::AdvantagesOf(const TrainStepRequest& req
   train.run_id = request.run_id;
   train.step = request.step;
   train.request_id = request.request_id;
-  train.expected_version = values.version;
+  train.expected_version = values.weights.version;
   train.old_values = std::move(values.values);
   train.returns = advantages.returns;
   const absl::StatusOr<Metrics> critic_metrics = critic_->TrainStep(train);
@@ -381,7 +381,7 @@ absl::StatusOr<LogProbsResult> TorchEngine::ComputeLogProbs(const LogProbsReques
     LogProbsResult result;
     result.logprobs.assign(statistics.logprobs.begin(), statistics.logprobs.end());
     result.entropies.assign(statistics.entropies.begin(), statistics.entropies.end());
-    result.policy_version = state_.version;
+    result.weights = Info().weights;
     return result;
   });
 }

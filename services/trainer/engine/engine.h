@@ -13,6 +13,7 @@
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "common/base/weights_version.h"
 #include "common/checkpoint/checkpoint.h"
 #include "common/loss/loss_scale.h"
 #include "common/loss/policy_loss.h"
@@ -95,14 +96,14 @@ struct TrainStepRequest {
   std::string run_id;
   int64_t step = 0;
   std::string request_id;
-  int64_t expected_policy_version = 0;
+  int64_t expected_version = 0;
   std::variant<PolicyBatch, SupervisedBatch> batch;
 };
 
 struct StepReport {
   std::string run_id;
   int64_t step = 0;
-  int64_t policy_version = 0;
+  WeightsVersion weights;  // after the step
   bool skipped = false;
   std::string skip_reason;
   std::map<std::string, double> metrics;  // docs/metrics.md
@@ -123,7 +124,7 @@ class CriticConnection {
   struct Values {
     std::vector<std::vector<float>> values;  // [S][L]
     std::vector<float> final_values;         // [S]
-    int64_t version = 0;
+    WeightsVersion weights;                  // the critic's
   };
   struct TrainRequest {
     std::string run_id;
@@ -149,13 +150,12 @@ struct LogProbsRequest {
 struct LogProbsResult {
   std::vector<float> logprobs;   // [L]
   std::vector<float> entropies;  // [L]
-  int64_t policy_version = 0;
+  WeightsVersion weights;
 };
 
 struct EngineInfo {
   ModelSummary model;
-  int64_t policy_version = 0;
-  std::string weights_digest;
+  WeightsVersion weights;
   int64_t optimizer_steps = 0;
   int64_t micro_batch_tokens = 0;
 };

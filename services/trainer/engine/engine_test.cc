@@ -30,7 +30,7 @@ class FakeCritic : public CriticConnection {
       values.values.emplace_back(sequence.response_token_ids.size(), 0.25f);
       values.final_values.push_back(0.5f);
     }
-    values.version = version;
+    values.weights.version = version;
     return values;
   }
   absl::StatusOr<std::map<std::string, double>> TrainStep(const TrainRequest& request) override {
@@ -84,7 +84,7 @@ class TrainerEngineTest : public ::testing::Test {
     EXPECT_TRUE(result.ok()) << result.status();
     return result.ok() ? *result : TrainStepResult{};
   }
-  static std::string Digest(const Engine& engine) { return engine.Info().weights_digest; }
+  static std::string Digest(const Engine& engine) { return engine.Info().weights.digest; }
 
   TemporaryFolder folder_;
 };
@@ -104,7 +104,7 @@ TEST_F(TrainerEngineTest, PolicyStepRaisesWhatWasRewarded) {
   const TrainStepResult result = Step(*engine, TestRequest(batch));
   EXPECT_FALSE(result.replayed);
   EXPECT_FALSE(result.report.skipped);
-  EXPECT_EQ(result.report.policy_version, 1);
+  EXPECT_EQ(result.report.weights.version, 1);
   EXPECT_EQ(engine->Info().optimizer_steps, 1);
   EXPECT_GT(mean(1), good);
   EXPECT_LT(mean(0), bad);
@@ -206,7 +206,7 @@ TEST_F(TrainerEngineTest, AllJuniorBatchIsSkippedAndChangesNothing) {
   const TrainStepResult result = Step(*engine, TestRequest(batch));
   EXPECT_TRUE(result.report.skipped);
   EXPECT_THAT(result.report.skip_reason, HasSubstr("junior_token_loss_weight"));
-  EXPECT_EQ(result.report.policy_version, 0);
+  EXPECT_EQ(result.report.weights.version, 0);
   EXPECT_EQ(result.report.metrics.at("tandem/junior_token_fraction"), 1);
   EXPECT_EQ(Digest(*engine), before);
   EXPECT_EQ(engine->Info().optimizer_steps, 0);
@@ -229,7 +229,7 @@ TEST_F(TrainerEngineTest, AllSeniorEqualsTandemSwitchedOffBitForBit) {
     for (auto* pair : {&on, &off}) {
       TrainStepRequest request = TestRequest(*pair);
       request.request_id = std::to_string(step);
-      request.expected_policy_version = step;
+      request.expected_version = step;
       std::get<PolicyBatch>(request.batch).objective.max_staleness = 3;
       Step(pair == &on ? *a : *b, request);
     }
@@ -252,7 +252,7 @@ TEST_F(TrainerEngineTest, RepeatIsAnsweredFromTheTable) {
   const TrainStepResult second = Step(*engine, TestRequest());
   EXPECT_TRUE(second.replayed);
   EXPECT_EQ(second.report.metrics, first.report.metrics);
-  EXPECT_EQ(second.report.policy_version, 1);
+  EXPECT_EQ(second.report.weights.version, 1);
   EXPECT_EQ(Digest(*engine), digest);
 
   TrainStepRequest other = TestRequest();
@@ -270,7 +270,7 @@ TEST_F(TrainerEngineTest, StaleVersionIsRefused) {
   const absl::Status status = engine->TrainStep(request).status();
   EXPECT_EQ(status.code(), absl::StatusCode::kFailedPrecondition);
   EXPECT_EQ(Reason(status), "STALE_POLICY_VERSION");
-  EXPECT_EQ(FieldPath(status), "expected_policy_version");
+  EXPECT_EQ(FieldPath(status), "expected_version");
 }
 
 TEST_F(TrainerEngineTest, BadBatchChangesNothing) {
@@ -297,7 +297,7 @@ TEST_F(TrainerEngineTest, GradientThatIsNotFiniteIsRefusedAndTheEngineGoesOn) {
   request.request_id = "bad";
   EXPECT_EQ(engine->TrainStep(request).status().code(), absl::StatusCode::kInternal);
   EXPECT_EQ(Digest(*engine), before);
-  EXPECT_EQ(engine->Info().policy_version, 0);
+  EXPECT_EQ(engine->Info().weights.version, 0);
   auto clean = Make();
   Step(*clean, TestRequest());
   Step(*engine, TestRequest());
@@ -315,7 +315,7 @@ TEST_F(TrainerEngineTest, CheckpointContinuesBitForBitAndKeepsTheTable) {
   auto resumed = Make();
   ASSERT_TRUE(resumed->LoadCheckpoint(saved.path).ok());
   EXPECT_EQ(Digest(*resumed), Digest(*engine));
-  EXPECT_EQ(resumed->Info().policy_version, 1);
+  EXPECT_EQ(resumed->Info().weights.version, 1);
   EXPECT_EQ(resumed->Info().optimizer_steps, 1);
   const TrainStepResult repeat = Step(*resumed, TestRequest());
   EXPECT_TRUE(repeat.replayed);
@@ -323,7 +323,7 @@ TEST_F(TrainerEngineTest, CheckpointContinuesBitForBitAndKeepsTheTable) {
 
   TrainStepRequest next = TestRequest();
   next.request_id = "request-2";
-  next.expected_policy_version = 1;
+  next.expected_version = 1;
   std::get<PolicyBatch>(next.batch).objective.max_staleness = 1;
   EXPECT_EQ(Step(*resumed, next).report.metrics, Step(*engine, next).report.metrics);
   EXPECT_EQ(Digest(*resumed), Digest(*engine));
@@ -385,7 +385,7 @@ TEST_F(TrainerEngineTest, SupervisedStepsLearnTheResponses) {
     TrainStepRequest request;
     request.run_id = "sft";
     request.request_id = std::to_string(step);
-    request.expected_policy_version = step;
+    request.expected_version = step;
     request.batch = batch;
     loss = Step(*engine, request).report.metrics["loss/total"];
     if (step == 0) {
@@ -416,10 +416,10 @@ TEST_F(TrainerEngineTest, FailingCriticFailsTheStepAndARetryApplies) {
   batch.objective.advantage_estimator = AdvantageEstimator::kGae;
   critic->fail = absl::UnavailableError("gone");
   EXPECT_EQ(engine->TrainStep(TestRequest(batch)).status().code(), absl::StatusCode::kUnavailable);
-  EXPECT_EQ(engine->Info().policy_version, 0);
+  EXPECT_EQ(engine->Info().weights.version, 0);
   // The critic had learnt this step already: its refusal of the second attempt is no obstacle.
   critic->fail = WithReason(absl::AlreadyExistsError("done"), "REQUEST_ID_REUSED");
-  EXPECT_EQ(Step(*engine, TestRequest(batch)).report.policy_version, 1);
+  EXPECT_EQ(Step(*engine, TestRequest(batch)).report.weights.version, 1);
 }
 
 TEST_F(TrainerEngineTest, SentencesAreCountedOnlyWithATokenizer) {

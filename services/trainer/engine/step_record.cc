@@ -15,7 +15,8 @@ using checkpoint::PayloadHasher;
 void AddTo(PayloadHasher& hasher, const Trajectory& t) {
   hasher.Add(t.prompt_token_ids, t.response_token_ids, t.authorship_mask, t.author_logprobs,
              t.other_logprobs, t.log_keep_mass, t.senior_versions.size());
-  for (const VersionRun& run : t.senior_versions) hasher.Add(run.version, run.count);
+  for (const VersionRun& run : t.senior_versions)
+    hasher.Add(run.weights.version, run.weights.digest, run.count);
   const SamplingParams& s = t.sampling;
   const TandemConfig& c = t.tandem;
   hasher.Add(t.junior_version, t.finish_reason, t.seed, t.sample_index)
@@ -52,7 +53,7 @@ void AddTo(PayloadHasher& hasher, const SupervisedBatch& batch) {
 
 std::string PayloadDigest(const TrainStepRequest& request) {
   PayloadHasher hasher;
-  hasher.Add(request.run_id, request.step, request.request_id, request.expected_policy_version,
+  hasher.Add(request.run_id, request.step, request.request_id, request.expected_version,
              request.batch.index());
   std::visit([&](const auto& batch) { AddTo(hasher, batch); }, request.batch);
   return hasher.Hex();
@@ -63,7 +64,8 @@ std::string EncodeReport(const StepReport& report) {
   for (const auto& [name, value] : report.metrics) metrics[name] = value;
   return json{{"run_id", report.run_id},
               {"step", report.step},
-              {"policy_version", report.policy_version},
+              {"version", report.weights.version},
+              {"digest", report.weights.digest},
               {"skipped", report.skipped},
               {"skip_reason", report.skip_reason},
               {"metrics", metrics}}
@@ -76,7 +78,8 @@ absl::StatusOr<StepReport> DecodeReport(absl::string_view text) {
   try {
     report.run_id = parsed.at("run_id");
     report.step = parsed.at("step");
-    report.policy_version = parsed.at("policy_version");
+    report.weights.version = parsed.at("version");
+    report.weights.digest = parsed.at("digest");
     report.skipped = parsed.at("skipped");
     report.skip_reason = parsed.at("skip_reason");
     for (const auto& [name, value] : parsed.at("metrics").items()) {

@@ -28,14 +28,14 @@ TEST(StepRecordTest, DigestDependsOnTheContentAlone) {
 TEST(StepRecordTest, ReportRoundTripIsExact) {
   StepReport report = {.run_id = "run \"x\"",
                        .step = 3,
-                       .policy_version = 4,
+                       .weights = {.version = 4, .digest = "d"},
                        .skipped = true,
                        .skip_reason = "why",
                        .metrics = {{"loss/total", 0.1 + 0.2}, {"a", -1e-300}, {"b", 3}}};
   const StepReport copy = DecodeReport(EncodeReport(report)).value();
   EXPECT_EQ(copy.run_id, report.run_id);
   EXPECT_EQ(copy.step, 3);
-  EXPECT_EQ(copy.policy_version, 4);
+  EXPECT_EQ(copy.weights, (WeightsVersion{4, "d"}));
   EXPECT_TRUE(copy.skipped);
   EXPECT_EQ(copy.skip_reason, "why");
   EXPECT_EQ(copy.metrics, report.metrics);

@@ -23,7 +23,7 @@ inline PolicyBatch TestBatch() {
       t.author_logprobs.push_back(-1.0f - 0.1f * static_cast<float>(k));
       t.other_logprobs.push_back(-1.5f - 0.1f * static_cast<float>(k));
     }
-    t.senior_versions = {{.version = 0, .count = 5 + i}};
+    t.senior_versions = {{.weights = {0, ""}, .count = 5 + i}};
     t.junior_version = "junior";
     t.finish_reason = i % 2 == 0 ? FinishReason::kStop : FinishReason::kLength;
     t.seed = 9;

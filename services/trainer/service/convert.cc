@@ -190,7 +190,7 @@ absl::StatusOr<StepHeader> FromProto(const v1::TrainStepHeader& proto, int64_t m
   out.run_id = proto.run_id();
   out.step = proto.step();
   out.request_id = proto.request_id();
-  out.expected_policy_version = proto.expected_policy_version();
+  out.expected_version = proto.expected_version();
   out.num_samples = proto.num_samples();
   switch (proto.objective_case()) {
     case v1::TrainStepHeader::kPolicy: {
@@ -265,7 +265,7 @@ v1::ComputeLogProbsResponse ToProto(const LogProbsResult& result) {
   v1::ComputeLogProbsResponse proto;
   rpc::FloatsToProto(result.logprobs, proto.mutable_logprobs());
   rpc::FloatsToProto(result.entropies, proto.mutable_entropies());
-  proto.set_policy_version(result.policy_version);
+  rpc::WeightsVersionToProto(result.weights, proto.mutable_weights());
   return proto;
 }
 
@@ -273,7 +273,7 @@ v1::StepReport ToProto(const StepReport& report) {
   v1::StepReport proto;
   proto.set_run_id(report.run_id);
   proto.set_step(report.step);
-  proto.set_policy_version(report.policy_version);
+  rpc::WeightsVersionToProto(report.weights, proto.mutable_weights());
   proto.set_skipped(report.skipped);
   proto.set_skip_reason(report.skip_reason);
   proto.mutable_metrics()->insert(report.metrics.begin(), report.metrics.end());

@@ -20,7 +20,7 @@ struct StepHeader {
   std::string run_id;
   int64_t step = 0;
   std::string request_id;
-  int64_t expected_policy_version = 0;
+  int64_t expected_version = 0;
   int64_t num_samples = 0;  // at least 1
   std::variant<PolicyObjective, SupervisedObjective> objective;
 

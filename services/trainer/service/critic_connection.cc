@@ -42,7 +42,7 @@ class GrpcCriticConnection final : public CriticConnection {
       if (!final_value.ok()) return BadAnswer(path, final_value.status());
       out.values.push_back(*std::move(values));
       out.final_values.push_back(final_value->front());
-      out.version = responses[i].version();
+      out.weights = rpc::WeightsVersionFromProto(responses[i].weights());
     }
     return out;
   }

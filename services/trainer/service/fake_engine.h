@@ -48,9 +48,9 @@ class FakeEngine final : public Engine {
     info.model.path = "/models/fake";
     info.model.model_type = "fake";
     info.model.vocab_size = 16;
-    info.policy_version = version_;
+    info.weights.version = version_;
     info.optimizer_steps = version_;
-    info.weights_digest = FakeWeights(version_).manifest().digest;
+    info.weights.digest = FakeWeights(version_).manifest().digest;
     info.micro_batch_tokens = 128;
     return info;
   }
@@ -68,7 +68,7 @@ class FakeEngine final : public Engine {
     StepReport report;
     report.run_id = request.run_id;
     report.step = request.step;
-    report.policy_version = ++version_;
+    report.weights.version = ++version_;
     report.metrics = {{"loss/total", 0.5}, {"tokens/response", 2}, {"reward/mean", 1}};
     done_[request.request_id] = report;
     return TrainStepResult{report, false};
@@ -83,7 +83,7 @@ class FakeEngine final : public Engine {
       result.logprobs.push_back(static_cast<float>(-token));
       result.entropies.push_back(static_cast<float>(request.temperature));
     }
-    result.policy_version = version_;
+    result.weights.version = version_;
     return result;
   }
 

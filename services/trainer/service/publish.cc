@@ -33,7 +33,8 @@ bool Serves(weights::v1::WeightService::StubInterface& receiver, const WeightMan
       std::min(context.deadline, absl::Now() + kVersionTimeout), context.request_id);
   weights::v1::GetVersionResponse version;
   return receiver.GetVersion(call.get(), {}, &version).ok() &&
-         version.version() == manifest.version && version.digest() == manifest.digest;
+         version.weights().version() == manifest.version &&
+         version.weights().digest() == manifest.digest;
 }
 
 Delivery PublishToOne(const std::string& target, const WeightSource& source,
@@ -42,7 +43,7 @@ Delivery PublishToOne(const std::string& target, const WeightSource& source,
   const auto receiver =
       weights::v1::WeightService::NewStub(rpc::MakeChannel(target, channel_options));
   if (Serves(*receiver, manifest, context)) {
-    return {.result = WeightVersion{manifest.version, manifest.digest}};
+    return {.result = WeightsVersion{manifest.version, manifest.digest}};
   }
   rpc::WeightSenderOptions options;
   options.deadline = context.deadline;

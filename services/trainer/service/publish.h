@@ -17,8 +17,8 @@ namespace tandem::trainer {
 absl::Status CheckTargets(const std::vector<std::string>& targets);
 
 struct Delivery {
-  absl::StatusOr<WeightVersion> result;  // what the receiver serves now, or why it does not
-  int64_t bytes_sent = 0;                // 0 when the receiver already served these weights
+  absl::StatusOr<WeightsVersion> result;  // what the receiver serves now, or why it does not
+  int64_t bytes_sent = 0;                 // 0 when the receiver already served these weights
 };
 
 // Sends `source` to every target and commits it there, in parallel; blocks until each has succeeded

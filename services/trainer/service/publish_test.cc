@@ -13,7 +13,7 @@ using testing::HasSubstr;
 // Holds weights in memory; `fail_commit` refuses every commit.
 class FakeReceiver final : public WeightReceiver {
  public:
-  explicit FakeReceiver(WeightVersion version = {-1, ""}) : version_(std::move(version)) {}
+  explicit FakeReceiver(WeightsVersion version = {-1, ""}) : version_(std::move(version)) {}
 
   absl::StatusOr<int64_t> Begin(const std::string& update_id,
                                 const WeightManifest& manifest) override {
@@ -34,7 +34,7 @@ class FakeReceiver final : public WeightReceiver {
     bytes_.insert(bytes_.end(), data.begin(), data.end());
     return absl::OkStatus();
   }
-  absl::StatusOr<WeightVersion> Commit(const std::string&) override {
+  absl::StatusOr<WeightsVersion> Commit(const std::string&) override {
     std::lock_guard lock(mutex_);
     if (fail_commit) return absl::DataLossError("the digest differs");
     version_ = {manifest_.version, Xxh3Hex(bytes_.data(), bytes_.size())};
@@ -42,7 +42,7 @@ class FakeReceiver final : public WeightReceiver {
     return version_;
   }
   absl::Status Abort(const std::string&) override { return absl::OkStatus(); }
-  WeightVersion Version() const override {
+  WeightsVersion Version() const override {
     std::lock_guard lock(mutex_);
     return version_;
   }
@@ -59,7 +59,7 @@ class FakeReceiver final : public WeightReceiver {
 
  private:
   mutable std::mutex mutex_;
-  WeightVersion version_;
+  WeightsVersion version_;
   WeightManifest manifest_;
   std::string open_;
   std::vector<std::byte> bytes_;
@@ -101,16 +101,16 @@ TEST_F(PublishTest, EveryReceiverServesTheWeights) {
   ReceiverServer a, b;
   const auto response = Publish({a.server.address(), b.server.address()});
   ASSERT_TRUE(response.ok()) << response.status();
-  EXPECT_EQ(response->version(), 0);
+  EXPECT_EQ(response->weights().version(), 0);
   EXPECT_EQ(response->bytes(), (2 << 20) + 40);
   ASSERT_EQ(response->results_size(), 2);
   EXPECT_EQ(response->results(0).target(), a.server.address());
   EXPECT_EQ(response->results(1).target(), b.server.address());
   for (const auto& result : response->results()) {
     EXPECT_EQ(result.status().code(), 0) << result.status().message();
-    EXPECT_EQ(result.digest(), response->digest());
+    EXPECT_EQ(result.digest(), response->weights().digest());
   }
-  EXPECT_EQ(a.receiver.Version().digest, response->digest());
+  EXPECT_EQ(a.receiver.Version().digest, response->weights().digest());
   EXPECT_THAT(server_.metrics().Text(), HasSubstr("tandem_weight_bytes_sent_total 4194384"));
 }
 
@@ -125,7 +125,7 @@ TEST_F(PublishTest, OneDeadReceiverDoesNotConcernTheOthers) {
   EXPECT_EQ(response->results(0).digest(), "");
   EXPECT_EQ(response->results(1).status().code(), 0);
   EXPECT_EQ(response->results(2).status().code(), static_cast<int>(grpc::DATA_LOSS));
-  EXPECT_EQ(alive.receiver.Version().digest, response->digest());
+  EXPECT_EQ(alive.receiver.Version().digest, response->weights().digest());
   EXPECT_THAT(server_.metrics().Text(),
               HasSubstr("tandem_weight_publications_total{result=\"failed\"} 2"));
 }
@@ -136,7 +136,7 @@ TEST_F(PublishTest, ARepeatSendsNothing) {
   const auto repeat = Publish({a.server.address()});
   ASSERT_TRUE(repeat.ok());
   EXPECT_EQ(repeat->results(0).status().code(), 0) << repeat->results(0).status().message();
-  EXPECT_EQ(repeat->results(0).digest(), repeat->digest());
+  EXPECT_EQ(repeat->results(0).digest(), repeat->weights().digest());
   EXPECT_EQ(a.receiver.begins(), 1);
 }
 

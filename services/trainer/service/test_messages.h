@@ -15,7 +15,7 @@ inline v1::TrainStepHeader PolicyHeader(int num_samples, const std::string& requ
   header.set_run_id("run");
   header.set_step(1);
   header.set_request_id(request_id);
-  header.set_expected_policy_version(0);
+  header.set_expected_version(0);
   header.set_num_samples(num_samples);
   header.mutable_policy();
   return header;
@@ -29,7 +29,7 @@ inline v1::PolicySample Sample() {
   trajectory.authorship_mask = {1, 0};
   trajectory.author_logprobs = {-0.5f, -1.5f};
   trajectory.other_logprobs = {-0.75f, -1.25f};
-  trajectory.senior_versions = {{0, 2}};
+  trajectory.senior_versions = {{{0, "digest"}, 2}};
   trajectory.junior_version = "junior";
   trajectory.finish_reason = FinishReason::kLength;
   trajectory.sampling.max_tokens = 2;

@@ -44,7 +44,7 @@ TrainerService::TrainerService(const TrainerServiceOptions& options, rpc::CallEx
 
 void TrainerService::UpdateMetrics() {
   const EngineInfo info = engine_->Info();
-  metrics_.Gauge(rpc::metric::kPolicyVersion).Set(static_cast<double>(info.policy_version));
+  metrics_.Gauge(rpc::metric::kWeightsVersion).Set(static_cast<double>(info.weights.version));
   metrics_.Gauge(rpc::metric::kOptimizerSteps).Set(static_cast<double>(info.optimizer_steps));
 }
 
@@ -59,8 +59,7 @@ grpc::ServerUnaryReactor* TrainerService::GetServerInfo(grpc::CallbackServerCont
         server.set_role("trainer");
         server.set_software_version(rpc::SoftwareVersion());
         server.set_uptime_seconds(absl::ToDoubleSeconds(absl::Now() - options_.start_time));
-        server.set_policy_version(info.policy_version);
-        server.set_weights_digest(info.weights_digest);
+        rpc::WeightsVersionToProto(info.weights, server.mutable_weights());
         rpc::ModelSummaryToProto(info.model, server.mutable_model());
         out.set_optimizer_steps(info.optimizer_steps);
         out.set_micro_batch_tokens(static_cast<int32_t>(info.micro_batch_tokens));
@@ -84,7 +83,7 @@ class TrainerService::TrainStepCall final
     request_.run_id = std::move(header.run_id);
     request_.step = header.step;
     request_.request_id = std::move(header.request_id);
-    request_.expected_policy_version = header.expected_policy_version;
+    request_.expected_version = header.expected_version;
     if (header.is_policy()) {
       request_.batch = PolicyBatch{std::get<PolicyObjective>(header.objective), {}};
     } else {
@@ -162,7 +161,7 @@ absl::StatusOr<v1::TrainStepResponse> TrainerService::RunTrainStep(
   Log(LogLevel::kInfo, "train_step",
       {{"run_id", report.run_id},
        {"step", report.step},
-       {"policy_version", report.policy_version},
+       {"version", report.weights.version},
        {"skipped", report.skipped},
        {"seconds", seconds}});
   v1::WatchStepsResponse event;
@@ -221,8 +220,8 @@ absl::StatusOr<v1::PublishWeightsResponse> TrainerService::Publish(
   const std::vector<Delivery> deliveries =
       PublishToAll(targets, *source, options_.publish_channel, context);
   v1::PublishWeightsResponse response;
-  response.set_version(source->manifest().version);
-  response.set_digest(source->manifest().digest);
+  response.mutable_weights()->set_version(source->manifest().version);
+  response.mutable_weights()->set_digest(source->manifest().digest);
   response.set_bytes(source->manifest().total_bytes);
   for (size_t i = 0; i < targets.size(); ++i) {
     const Delivery& delivery = deliveries[i];
@@ -234,7 +233,7 @@ absl::StatusOr<v1::PublishWeightsResponse> TrainerService::Publish(
     } else {
       Log(LogLevel::kWarning, "publish_failed",
           {{"target", targets[i]},
-           {"version", response.version()},
+           {"version", response.weights().version()},
            {"error", delivery.result.status().ToString()}});
     }
     metrics_.Counter(rpc::metric::kPublishResults, {delivery.result.ok() ? "ok" : "failed"})
@@ -266,7 +265,7 @@ grpc::ServerUnaryReactor* TrainerService::LoadCheckpoint(grpc::CallbackServerCon
         UpdateMetrics();
         const EngineInfo info = engine_->Info();
         v1::LoadCheckpointResponse out;
-        out.set_policy_version(info.policy_version);
+        rpc::WeightsVersionToProto(info.weights, out.mutable_weights());
         out.set_optimizer_steps(info.optimizer_steps);
         return out;
       });

@@ -23,7 +23,7 @@ TEST_F(TrainerServerTest, AStepReachesTheEngineWhole) {
   EXPECT_FALSE(response->replayed());
   EXPECT_EQ(response->report().run_id(), "run");
   EXPECT_EQ(response->report().step(), 1);
-  EXPECT_EQ(response->report().policy_version(), 1);
+  EXPECT_EQ(response->report().weights().version(), 1);
   EXPECT_EQ(response->report().metrics().at("loss/total"), 0.5);
   ASSERT_EQ(engine_->steps().size(), 1u);
   const TrainStepRequest request = engine_->steps()[0];
@@ -46,7 +46,7 @@ TEST_F(TrainerServerTest, ARepeatedRequestIsMarkedAsReplayed) {
   const auto repeat = TrainStep({Message(PolicyHeader(1)), Message(Sample())});
   ASSERT_TRUE(repeat.ok()) << repeat.status();
   EXPECT_TRUE(repeat->replayed());
-  EXPECT_EQ(repeat->report().policy_version(), 1);
+  EXPECT_EQ(repeat->report().weights().version(), 1);
   EXPECT_EQ(engine_->steps().size(), 1u);
 }
 
@@ -90,11 +90,11 @@ TEST_F(TrainerServerTest, EveryMalformedStepIsRefusedByNameAndTheServerServesOn)
 
 TEST_F(TrainerServerTest, TheEnginesErrorsArriveWithPathAndReason) {
   engine_->FailNext(WithReason(
-      FieldError(absl::StatusCode::kFailedPrecondition, "expected_policy_version", "is 3, not 0"),
+      FieldError(absl::StatusCode::kFailedPrecondition, "expected_version", "is 3, not 0"),
       "STALE_POLICY_VERSION"));
   const absl::Status status = TrainStep({Message(PolicyHeader(1)), Message(Sample())}).status();
   EXPECT_EQ(status.code(), absl::StatusCode::kFailedPrecondition);
-  EXPECT_EQ(FieldPath(status), "header.expected_policy_version");
+  EXPECT_EQ(FieldPath(status), "header.expected_version");
   EXPECT_EQ(Reason(status), "STALE_POLICY_VERSION");
   EXPECT_THAT(server_.metrics().Text(), HasSubstr("tandem_train_steps_total{result=\"failed\"} 1"));
 }
@@ -215,9 +215,9 @@ TEST_F(TrainerServerTest, WatchersSeeEveryNewStepAndNoReplay) {
   ASSERT_TRUE(TrainStep({Message(PolicyHeader(1, "b")), Message(Sample())}).ok());
   v1::WatchStepsResponse event;
   ASSERT_TRUE(stream->Read(&event));
-  EXPECT_EQ(event.report().policy_version(), 1);
+  EXPECT_EQ(event.report().weights().version(), 1);
   ASSERT_TRUE(stream->Read(&event));
-  EXPECT_EQ(event.report().policy_version(), 2);
+  EXPECT_EQ(event.report().weights().version(), 2);
   EXPECT_EQ(event.report().metrics().at("loss/total"), 0.5);
   server_.Drain();
   EXPECT_FALSE(stream->Read(&event));
@@ -243,13 +243,13 @@ TEST_F(TrainerServerTest, ServerInfoSaysWhatIsHeldAfterEveryStep) {
     return *Call<v1::GetServerInfoResponse>(&Stub::GetServerInfo, v1::GetServerInfoRequest());
   };
   EXPECT_EQ(info().server().role(), "trainer");
-  EXPECT_EQ(info().server().policy_version(), 0);
+  EXPECT_EQ(info().server().weights().version(), 0);
   EXPECT_EQ(info().server().model().vocab_size(), 16);
   EXPECT_EQ(info().micro_batch_tokens(), 128);
   ASSERT_TRUE(TrainStep({Message(PolicyHeader(1)), Message(Sample())}).ok());
-  EXPECT_EQ(info().server().policy_version(), 1);
+  EXPECT_EQ(info().server().weights().version(), 1);
   EXPECT_EQ(info().optimizer_steps(), 1);
-  EXPECT_EQ(info().server().weights_digest(), engine_->Info().weights_digest);
+  EXPECT_EQ(info().server().weights().digest(), engine_->Info().weights.digest);
 }
 
 TEST_F(TrainerServerTest, ServerInfoDoesNotWaitForARunningStep) {
@@ -278,8 +278,8 @@ TEST_F(TrainerServerTest, CheckpointsAreSavedAndLoaded) {
   load.set_path("/ckpt/step_000041");
   const auto loaded = Call<v1::LoadCheckpointResponse>(&Stub::LoadCheckpoint, load);
   ASSERT_TRUE(loaded.ok()) << loaded.status();
-  EXPECT_EQ(loaded->policy_version(), 41);
-  EXPECT_THAT(server_.metrics().Text(), HasSubstr("tandem_policy_version 41"));
+  EXPECT_EQ(loaded->weights().version(), 41);
+  EXPECT_THAT(server_.metrics().Text(), HasSubstr("tandem_weights_version 41"));
 
   engine_->FailNext(absl::DataLossError("manifest.json: bad digest"));
   EXPECT_EQ(Call<v1::LoadCheckpointResponse>(&Stub::LoadCheckpoint, load).status().code(),
@@ -331,7 +331,7 @@ TEST_F(TrainerServerTest, StepsAreCountedInTheMetrics) {
   EXPECT_THAT(text, HasSubstr("tandem_train_steps_total{result=\"replayed\"} 1"));
   EXPECT_THAT(text, HasSubstr("tandem_trained_tokens_total 2"));
   EXPECT_THAT(text, HasSubstr("tandem_loss_total 0.5"));
-  EXPECT_THAT(text, HasSubstr("tandem_policy_version 1"));
+  EXPECT_THAT(text, HasSubstr("tandem_weights_version 1"));
   EXPECT_THAT(text, HasSubstr("tandem_step_seconds_count{phase=\"train\"} 2"));
 }
 
