@@ -410,7 +410,7 @@ TEST(GeneratorTest, ARecomputedLaneWritesUnderTheNewWeights) {
   EXPECT_GT(harness.senior.consumed, before + 6);
   EXPECT_EQ(t.senior_versions[0].weights, (WeightsVersion{0, "zero"}));
   EXPECT_EQ(t.senior_versions[1].weights, (WeightsVersion{4, "four"}));
-  EXPECT_EQ(t.senior_versions[1].weights.version, 4);
+  EXPECT_EQ(t.senior_versions[1].weights, (WeightsVersion{4, "four"}));
   EXPECT_EQ(t.senior_versions[0].count + t.senior_versions[1].count, 30);
 
   // Every token of the senior comes from a model of one version that has read everything before.

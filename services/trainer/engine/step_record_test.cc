@@ -26,12 +26,13 @@ TEST(StepRecordTest, DigestDependsOnTheContentAlone) {
 }
 
 TEST(StepRecordTest, ReportRoundTripIsExact) {
-  StepReport report = {.run_id = "run \"x\"",
-                       .step = 3,
-                       .weights = {.version = 4, .digest = "d"},
-                       .skipped = true,
-                       .skip_reason = "why",
-                       .metrics = {{"loss/total", 0.1 + 0.2}, {"a", -1e-300}, {"b", 3}}};
+  StepReport report;
+  report.run_id = "run \"x\"";
+  report.step = 3;
+  report.weights = {.version = 4, .digest = "d"};
+  report.skipped = true;
+  report.skip_reason = "why";
+  report.metrics = {{"loss/total", 0.1 + 0.2}, {"a", -1e-300}, {"b", 3}};
   const StepReport copy = DecodeReport(EncodeReport(report)).value();
   EXPECT_EQ(copy.run_id, report.run_id);
   EXPECT_EQ(copy.step, 3);
