@@ -53,7 +53,7 @@ class CriticEngineTest : public ::testing::Test {
     EXPECT_TRUE(result.ok()) << result.status();
     return result.ok() ? *result : TrainStepResult{};
   }
-  static std::string Digest(const Engine& engine) { return engine.Info().weights_digest; }
+  static std::string Digest(const Engine& engine) { return engine.Info().weights.digest; }
 
   TemporaryFolder folder_;
 };
