@@ -58,8 +58,10 @@ TEST(ValueStepTest, DamageIsRefusedWithCodeAndPath) {
 }
 
 TEST(ValueStepTest, ResultRoundTripIsExact) {
-  const TrainStepResult result = {
-      .step = 2, .weights = {3, "d"}, .metrics = {{"critic/loss", 0.1 + 0.2}}};
+  TrainStepResult result;
+  result.step = 2;
+  result.weights = {.version = 3, .digest = "d"};
+  result.metrics = {{"critic/loss", 0.1 + 0.2}};
   const TrainStepResult copy = DecodeResult(EncodeResult(result)).value();
   EXPECT_EQ(copy.step, 2);
   EXPECT_EQ(copy.weights, (WeightsVersion{3, "d"}));
