@@ -183,3 +183,26 @@ def test_paths_in_the_commands_of_the_readme_exist():
     paths = set(re.findall(r"(?:examples|tests)/[\w./-]+\.(?:yaml|py|sh)", README))
     assert paths
     assert {path for path in paths if not (REPOSITORY / path).exists()} == set()
+
+
+def links(document: Path) -> list[str]:
+    """Targets of a document's links that are files of this repository."""
+    targets = re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", document.read_text())
+    return [target for target in targets if "://" not in target]
+
+
+DOCUMENTS = sorted(REPOSITORY.glob("*.md")) + sorted((REPOSITORY / "docs").rglob("*.md"))
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_every_link_of_a_document_leads_somewhere(document):
+    missing = [link for link in links(document) if not (document.parent / link).exists()]
+    assert missing == []
+
+
+def test_the_recipes_of_the_architecture_point_at_examples():
+    document = REPOSITORY / "docs/architecture.md"
+    _, *recipes = re.split(r"^### ", document.read_text(), flags=re.M)
+    assert len(recipes) == 6
+    for recipe in recipes:
+        assert "Example:" in recipe, recipe.splitlines()[0]
