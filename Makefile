@@ -62,9 +62,10 @@ lint-all: build ## The same with clang-tidy on every file
 	@tests/lint/run_lint.sh $(BUILD) all
 
 .PHONY: format
-format: setup ## Formats C++ and Python
+format: setup ## Formats C++ and Python, writes the generated pages of docs/
 	@git ls-files -z -co --exclude-standard -- '*.h' '*.cc' '*.cu' '*.cuh' | xargs -0 -r clang-format -i
 	@.venv/bin/ruff check --quiet --fix . ; .venv/bin/ruff format --quiet .
+	@$(PYTHON) tests/lint/reference_docs.py update
 
 .PHONY: proto-golden
 proto-golden: setup ## Accepts the present protos as the contract (proto/golden); shows what breaks

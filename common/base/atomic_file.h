@@ -3,16 +3,19 @@
 #ifndef TANDEM_COMMON_BASE_ATOMIC_FILE_H_
 #define TANDEM_COMMON_BASE_ATOMIC_FILE_H_
 
+#include <cstddef>
+#include <limits>
 #include <string>
 
+#include "absl/functional/function_ref.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
 
 namespace tandem {
 
-// Every function below names the path in its error. A missing path is NOT_FOUND, a full disk
-// RESOURCE_EXHAUSTED, anything else INTERNAL or PERMISSION_DENIED.
+// Every function below names the path in its error; the codes are those of FileError
+// (file_descriptor.h).
 
 // Replaces `path` by `contents` in one atomic, durable step. Nothing is left behind on failure.
 absl::Status WriteFileAtomically(const std::string& path, absl::string_view contents);
@@ -21,8 +24,13 @@ absl::Status WriteFileAtomically(const std::string& path, absl::string_view cont
 // itself still under a temporary name.
 absl::Status WriteFileDurably(const std::string& path, absl::string_view contents);
 
-// The whole file.
-absl::StatusOr<std::string> ReadFile(const std::string& path);
+// The whole file; INVALID_ARGUMENT for one that is longer than `max_bytes`.
+absl::StatusOr<std::string> ReadFile(const std::string& path,
+                                     size_t max_bytes = std::numeric_limits<size_t>::max());
+
+// Calls `visit` with the file's bytes in pieces of at most 1 MiB, in order, until it fails.
+absl::Status ForEachChunk(const std::string& path,
+                          absl::FunctionRef<absl::Status(absl::string_view chunk)> visit);
 
 // Copies the bytes of `from` to `to` and fsyncs them.
 absl::Status CopyFileDurably(const std::string& from, const std::string& to);

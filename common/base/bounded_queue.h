@@ -22,16 +22,6 @@ class BoundedQueue {
   BoundedQueue(const BoundedQueue&) = delete;
   BoundedQueue& operator=(const BoundedQueue&) = delete;
 
-  // Waits for room. False when the queue is, or gets, closed; `item` is then lost.
-  bool Push(T item) {
-    std::unique_lock lock(mutex_);
-    not_full_.wait(lock, [&] { return closed_ || items_.size() < capacity_; });
-    if (closed_) return false;
-    items_.push_back(std::move(item));
-    not_empty_.notify_one();
-    return true;
-  }
-
   // False at once when full or closed; `item` is then left as it was.
   bool TryPush(T&& item) {
     std::lock_guard lock(mutex_);
@@ -45,14 +35,16 @@ class BoundedQueue {
   std::optional<T> Pop() {
     std::unique_lock lock(mutex_);
     not_empty_.wait(lock, [&] { return closed_ || !items_.empty(); });
-    return TakeLocked();
+    if (items_.empty()) return std::nullopt;
+    std::optional<T> item(std::move(items_.front()));
+    items_.pop_front();
+    return item;
   }
 
   void Close() {
     std::lock_guard lock(mutex_);
     closed_ = true;
     not_empty_.notify_all();
-    not_full_.notify_all();
   }
 
   bool closed() const {
@@ -66,18 +58,9 @@ class BoundedQueue {
   size_t capacity() const { return capacity_; }
 
  private:
-  std::optional<T> TakeLocked() {
-    if (items_.empty()) return std::nullopt;
-    std::optional<T> item(std::move(items_.front()));
-    items_.pop_front();
-    not_full_.notify_one();
-    return item;
-  }
-
   const size_t capacity_;
   mutable std::mutex mutex_;
   std::condition_variable not_empty_;
-  std::condition_variable not_full_;
   std::deque<T> items_;
   bool closed_ = false;
 };

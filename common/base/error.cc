@@ -1,6 +1,7 @@
 #include "common/base/error.h"
 
 #include <string>
+#include <utility>
 
 #include "absl/strings/cord.h"
 #include "absl/strings/numbers.h"
@@ -51,13 +52,21 @@ std::optional<std::string> FieldPath(const absl::Status& status) {
   return Payload(status, kFieldUrl);
 }
 
-absl::Status WithReason(absl::Status status, absl::string_view reason) {
-  status.SetPayload(kReasonUrl, absl::Cord(reason));
+absl::Status WithReason(absl::Status status, const ErrorReason& reason) {
+  return WithReasonNamed(std::move(status), reason.name);
+}
+
+absl::Status WithReasonNamed(absl::Status status, absl::string_view name) {
+  status.SetPayload(kReasonUrl, absl::Cord(name));
   return status;
 }
 
 std::optional<std::string> Reason(const absl::Status& status) {
   return Payload(status, kReasonUrl);
+}
+
+bool HasReason(const absl::Status& status, const ErrorReason& reason) {
+  return Reason(status) == reason.name;
 }
 
 absl::Status WithRetryAfter(absl::Status status, int64_t milliseconds) {

@@ -11,6 +11,7 @@
 
 #include "absl/status/status.h"
 #include "absl/strings/string_view.h"
+#include "common/base/error_reasons.h"
 
 namespace tandem {
 
@@ -30,10 +31,13 @@ absl::Status PrependFieldPath(absl::string_view prefix, absl::Status status);
 // The path that InvalidField or FieldError attached.
 std::optional<std::string> FieldPath(const absl::Status& status);
 
-// Attaches a stable UPPER_SNAKE_CASE reason, the domain-independent name of the failure
-// (for example "STALE_POLICY_VERSION"). Clients may branch on it.
-absl::Status WithReason(absl::Status status, absl::string_view reason);
+// Attaches the name of one of the reasons of error_reasons.h. Clients may branch on it.
+absl::Status WithReason(absl::Status status, const ErrorReason& reason);
+// The same with a name that a peer sent, which may be newer than this build.
+absl::Status WithReasonNamed(absl::Status status, absl::string_view name);
+
 std::optional<std::string> Reason(const absl::Status& status);
+bool HasReason(const absl::Status& status, const ErrorReason& reason);
 
 // Attaches how long a caller should wait before it tries again.
 absl::Status WithRetryAfter(absl::Status status, int64_t milliseconds);

@@ -14,12 +14,14 @@ TEST(ErrorTest, FieldPathIsAttachedAndReadable) {
 
 TEST(ErrorTest, PrependKeepsCodeReasonAndRetry) {
   absl::Status status = FieldError(absl::StatusCode::kOutOfRange, "[2]", "too large");
-  status = WithRetryAfter(WithReason(status, "TOKEN_ID"), 250);
+  status = WithRetryAfter(WithReason(status, reason::kQueueFull), 250);
   status = PrependFieldPath("prompt_token_ids", status);
   EXPECT_EQ(status.code(), absl::StatusCode::kOutOfRange);
   EXPECT_EQ(status.message(), "prompt_token_ids[2]: too large");
   EXPECT_EQ(FieldPath(status), "prompt_token_ids[2]");
-  EXPECT_EQ(Reason(status), "TOKEN_ID");
+  EXPECT_EQ(Reason(status), "QUEUE_FULL");
+  EXPECT_TRUE(HasReason(status, reason::kQueueFull));
+  EXPECT_FALSE(HasReason(status, reason::kLoading));
   EXPECT_EQ(RetryAfterMilliseconds(status), 250);
 }
 

@@ -8,7 +8,6 @@
 #include <cctype>
 #include <cerrno>
 #include <filesystem>
-#include <fstream>
 #include <nlohmann/json.hpp>
 #include <set>
 #include <system_error>
@@ -46,17 +45,13 @@ absl::Status FilesystemError(const char* what, const fs::path& path, const std::
 }
 
 absl::StatusOr<FileEntry> Describe(const fs::path& path) {
-  std::ifstream file(path, std::ios::binary);
-  if (!file) return absl::NotFoundError(absl::StrCat("cannot open ", path.string()));
   FileEntry entry{.name = path.filename().string(), .bytes = 0, .digest = {}};
   Checksum checksum;
-  std::vector<char> buffer(1 << 20);
-  while (file) {
-    file.read(buffer.data(), static_cast<std::streamsize>(buffer.size()));
-    checksum.Update(buffer.data(), static_cast<size_t>(file.gcount()));
-    entry.bytes += file.gcount();
-  }
-  if (file.bad()) return absl::InternalError(absl::StrCat("cannot read ", path.string()));
+  TANDEM_RETURN_IF_ERROR(ForEachChunk(path.string(), [&](absl::string_view chunk) {
+    checksum.Update(chunk.data(), chunk.size());
+    entry.bytes += static_cast<int64_t>(chunk.size());
+    return absl::OkStatus();
+  }));
   entry.digest = checksum.Hex();
   return entry;
 }

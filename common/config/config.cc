@@ -5,12 +5,10 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
-#include <fstream>
 #include <limits>
 #include <nlohmann/json.hpp>
 #include <optional>
 #include <set>
-#include <sstream>
 
 #include "absl/strings/ascii.h"
 #include "absl/strings/match.h"
@@ -18,6 +16,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "absl/strings/str_split.h"
+#include "common/base/atomic_file.h"
 #include "common/base/error.h"
 #include "common/base/status_macros.h"
 
@@ -34,6 +33,7 @@ using Json = nlohmann::ordered_json;
 
 // Deeper documents are refused: no schema needs them, and recursion must end.
 constexpr int kMaxDepth = 32;
+constexpr size_t kMaxFileBytes = 1 << 20;
 
 size_t EditDistance(absl::string_view a, absl::string_view b) {
   std::vector<size_t> row(b.size() + 1);
@@ -412,12 +412,8 @@ absl::Status MergeYaml(absl::string_view yaml, Message* message) {
 }
 
 absl::Status MergeYamlFile(const std::string& path, Message* message) {
-  std::ifstream file(path, std::ios::binary);
-  if (!file) return absl::NotFoundError(absl::StrCat(path, ": cannot be opened"));
-  std::ostringstream text;
-  text << file.rdbuf();
-  if (file.bad()) return absl::UnavailableError(absl::StrCat(path, ": cannot be read"));
-  absl::Status status = MergeYaml(text.str(), message);
+  TANDEM_ASSIGN_OR_RETURN(const std::string text, ReadFile(path, kMaxFileBytes));
+  absl::Status status = MergeYaml(text, message);
   if (status.ok()) return status;
   absl::Status named(status.code(), absl::StrCat(path, ": ", status.message()));
   status.ForEachPayload(

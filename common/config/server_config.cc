@@ -1,13 +1,14 @@
 #include "common/config/server_config.h"
 
-#include <cmath>
 #include <cstdint>
 #include <limits>
+#include <span>
 #include <string>
 
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "common/base/error.h"
+#include "common/base/field_check.h"
 #include "common/base/status_macros.h"
 #include "common/tandem/tandem_config.h"
 
@@ -22,33 +23,6 @@ using types::v1::SelectionStrategy;
 
 bool IsLoopback(const std::string& host) {
   return host == "localhost" || host == "::1" || host == "[::1]" || absl::StartsWith(host, "127.");
-}
-
-template <typename T>
-absl::Status InRange(const char* path, T value, T low, T high) {
-  if (std::isfinite(static_cast<double>(value)) && value >= low && value <= high) {
-    return absl::OkStatus();
-  }
-  if (high == std::numeric_limits<T>::max()) {
-    return InvalidField(path, absl::StrCat("must be at least ", low, ", got ", value));
-  }
-  return InvalidField(path, absl::StrCat("must be in [", low, ", ", high, "], got ", value));
-}
-
-template <typename T>
-absl::Status AtLeast(const char* path, T value, T low) {
-  return InRange(path, value, low, std::numeric_limits<T>::max());
-}
-
-absl::Status Positive(const char* path, double value) {
-  if (std::isfinite(value) && value > 0) return absl::OkStatus();
-  return InvalidField(path, absl::StrCat("must be above 0, got ", value));
-}
-
-// [0, 1), for decay rates.
-absl::Status Decay(const char* path, double value) {
-  if (value >= 0 && value < 1) return absl::OkStatus();
-  return InvalidField(path, absl::StrCat("must be in [0, 1), got ", value));
 }
 
 absl::Status Resolve(ServerOptions* options, const DefaultPorts& ports) {
@@ -66,22 +40,22 @@ absl::Status Resolve(ServerOptions* options, const DefaultPorts& ports) {
                                                     " is not a loopback address; without TLS it "
                                                     "needs server.insecure: true"));
   }
-  TANDEM_RETURN_IF_ERROR(InRange("server.grpc_port", options->grpc_port(), 0, 65535));
-  TANDEM_RETURN_IF_ERROR(InRange("server.metrics_port", options->metrics_port(), 0, 65535));
+  TANDEM_RETURN_IF_ERROR(CheckInRange("server.grpc_port", options->grpc_port(), 0, 65535));
+  TANDEM_RETURN_IF_ERROR(CheckInRange("server.metrics_port", options->metrics_port(), 0, 65535));
   if (options->grpc_port() != 0 && options->grpc_port() == options->metrics_port()) {
     return InvalidField("server.metrics_port", "must differ from server.grpc_port");
   }
-  TANDEM_RETURN_IF_ERROR(InRange("server.drain_seconds", options->drain_seconds(), 0.0, 86400.0));
+  TANDEM_RETURN_IF_ERROR(
+      CheckInRange("server.drain_seconds", options->drain_seconds(), 0.0, 86400.0));
   if (!ParseLogLevel(options->log_level()).has_value()) {
     return InvalidField("server.log_level", "must be debug, info, warning or error");
   }
   TANDEM_RETURN_IF_ERROR(
-      InRange("server.keepalive_seconds", options->keepalive_seconds(), 1.0, 86400.0));
-  TANDEM_RETURN_IF_ERROR(InRange("server.keepalive_timeout_seconds",
-                                 options->keepalive_timeout_seconds(), 1.0, 86400.0));
-  TANDEM_RETURN_IF_ERROR(
-      Positive("server.default_deadline_seconds", options->default_deadline_seconds()));
-  return InRange("server.default_deadline_seconds", options->default_deadline_seconds(), 0.0, 1e7);
+      CheckInRange("server.keepalive_seconds", options->keepalive_seconds(), 1.0, 86400.0));
+  TANDEM_RETURN_IF_ERROR(CheckInRange("server.keepalive_timeout_seconds",
+                                      options->keepalive_timeout_seconds(), 1.0, 86400.0));
+  return CheckInRange("server.default_deadline_seconds", options->default_deadline_seconds(), 1e-3,
+                      1e7);
 }
 
 absl::Status Resolve(v1::ComputeOptions* compute) {
@@ -99,7 +73,7 @@ absl::Status Resolve(v1::ComputeOptions* compute) {
   if (compute->dtype() != "float32") {
     return InvalidField("compute.dtype", "must be float32 or bfloat16");
   }
-  return InRange("compute.num_threads", compute->num_threads(), 0, 1024);
+  return CheckInRange("compute.num_threads", compute->num_threads(), 0, 1024);
 }
 
 absl::Status Resolve(types::v1::TandemConfig* config, bool has_junior) {
@@ -114,18 +88,15 @@ absl::Status Resolve(types::v1::TandemConfig* config, bool has_junior) {
   if (config->enabled() && !has_junior) {
     return InvalidField("tandem.enabled", "needs junior_model");
   }
-  TANDEM_RETURN_IF_ERROR(InRange("tandem.prob_senior", config->prob_senior(), 0.0, 1.0));
+  TANDEM_RETURN_IF_ERROR(CheckInRange("tandem.prob_senior", config->prob_senior(), 0, 1));
   // 0 stands for "not given" and is refused where the strategy reads it.
   const int chunks = config->selection_strategy() == SelectionStrategy::SELECTION_STRATEGY_CHUNK;
-  TANDEM_RETURN_IF_ERROR(AtLeast("tandem.chunk_size", config->chunk_size(), chunks));
-  TANDEM_RETURN_IF_ERROR(AtLeast("tandem.max_gap_tokens", config->max_gap_tokens(), 1));
-  for (int i = 0; i < config->boundary_token_ids_size(); ++i) {
-    if (config->boundary_token_ids(i) < 0) {
-      return InvalidField(absl::StrCat("tandem.boundary_token_ids[", i, "]"),
-                          "must not be negative");
-    }
-  }
-  return absl::OkStatus();
+  TANDEM_RETURN_IF_ERROR(CheckAtLeast("tandem.chunk_size", config->chunk_size(), chunks));
+  TANDEM_RETURN_IF_ERROR(CheckAtLeast("tandem.max_gap_tokens", config->max_gap_tokens(), 1));
+  const auto& ids = config->boundary_token_ids();
+  // The vocabulary's size is checked once there is one.
+  return CheckTokenIds("tandem.boundary_token_ids", std::span(ids.data(), ids.size()),
+                       std::numeric_limits<int32_t>::max());
 }
 
 absl::Status Resolve(v1::OptimizerOptions* optimizer) {
@@ -141,33 +112,34 @@ absl::Status Resolve(v1::OptimizerOptions* optimizer) {
   }
   TANDEM_DEFAULT(optimizer, min_learning_rate, 0);
 
-  TANDEM_RETURN_IF_ERROR(InRange("optimizer.learning_rate", optimizer->learning_rate(), 0.0, 10.0));
-  TANDEM_RETURN_IF_ERROR(Decay("optimizer.beta1", optimizer->beta1()));
-  TANDEM_RETURN_IF_ERROR(Decay("optimizer.beta2", optimizer->beta2()));
-  TANDEM_RETURN_IF_ERROR(Positive("optimizer.epsilon", optimizer->epsilon()));
-  TANDEM_RETURN_IF_ERROR(AtLeast("optimizer.weight_decay", optimizer->weight_decay(), 0.0));
-  TANDEM_RETURN_IF_ERROR(AtLeast("optimizer.max_grad_norm", optimizer->max_grad_norm(), 0.0));
-  TANDEM_RETURN_IF_ERROR(AtLeast("optimizer.warmup_steps", optimizer->warmup_steps(), 0));
+  TANDEM_RETURN_IF_ERROR(
+      CheckInRange("optimizer.learning_rate", optimizer->learning_rate(), 0.0, 10.0));
+  TANDEM_RETURN_IF_ERROR(CheckBelow("optimizer.beta1", optimizer->beta1(), 0, 1));
+  TANDEM_RETURN_IF_ERROR(CheckBelow("optimizer.beta2", optimizer->beta2(), 0, 1));
+  TANDEM_RETURN_IF_ERROR(CheckAbove("optimizer.epsilon", optimizer->epsilon(), 0));
+  TANDEM_RETURN_IF_ERROR(CheckAtLeast("optimizer.weight_decay", optimizer->weight_decay(), 0));
+  TANDEM_RETURN_IF_ERROR(CheckAtLeast("optimizer.max_grad_norm", optimizer->max_grad_norm(), 0));
+  TANDEM_RETURN_IF_ERROR(CheckAtLeast("optimizer.warmup_steps", optimizer->warmup_steps(), 0));
   if (optimizer->schedule() != v1::LEARNING_RATE_SCHEDULE_CONSTANT &&
       !optimizer->has_total_steps()) {
     return InvalidField("optimizer.total_steps", "required by this schedule");
   }
   if (optimizer->has_total_steps()) {
-    TANDEM_RETURN_IF_ERROR(AtLeast("optimizer.total_steps", optimizer->total_steps(), 1));
+    TANDEM_RETURN_IF_ERROR(CheckAtLeast("optimizer.total_steps", optimizer->total_steps(), 1));
     if (optimizer->schedule() != v1::LEARNING_RATE_SCHEDULE_CONSTANT &&
         optimizer->total_steps() <= optimizer->warmup_steps()) {
       return InvalidField("optimizer.total_steps", "must be above optimizer.warmup_steps");
     }
   }
-  return InRange("optimizer.min_learning_rate", optimizer->min_learning_rate(), 0.0,
-                 optimizer->learning_rate());
+  return CheckInRange("optimizer.min_learning_rate", optimizer->min_learning_rate(), 0.0,
+                      optimizer->learning_rate());
 }
 
 absl::Status Resolve(v1::BatchOptions* batch) {
   TANDEM_DEFAULT(batch, micro_batch_tokens, 2048);
   TANDEM_DEFAULT(batch, logits_chunk_bytes, 67108864);
-  TANDEM_RETURN_IF_ERROR(AtLeast("batch.micro_batch_tokens", batch->micro_batch_tokens(), 1));
-  return AtLeast<int64_t>("batch.logits_chunk_bytes", batch->logits_chunk_bytes(), 1);
+  TANDEM_RETURN_IF_ERROR(CheckAtLeast("batch.micro_batch_tokens", batch->micro_batch_tokens(), 1));
+  return CheckAtLeast("batch.logits_chunk_bytes", batch->logits_chunk_bytes(), 1);
 }
 
 absl::Status Resolve(v1::StrategyOptions* strategy) {
@@ -180,23 +152,19 @@ absl::Status Resolve(v1::StrategyOptions* strategy) {
   return InvalidField("strategy.name", "must be single, zero or megatron");
 }
 
-absl::Status Required(const char* path, const std::string& value) {
-  return value.empty() ? InvalidField(path, "required") : absl::OkStatus();
-}
-
 // What trainer and critic share.
 template <typename Config>
 absl::Status ResolveTraining(Config* config, const DefaultPorts& ports) {
   TANDEM_RETURN_IF_ERROR(Resolve(config->mutable_server(), ports));
   TANDEM_RETURN_IF_ERROR(Resolve(config->mutable_compute()));
-  TANDEM_RETURN_IF_ERROR(Required("model", config->model()));
+  TANDEM_RETURN_IF_ERROR(CheckGiven("model", config->model()));
   TANDEM_RETURN_IF_ERROR(Resolve(config->mutable_optimizer()));
   TANDEM_RETURN_IF_ERROR(Resolve(config->mutable_batch()));
   TANDEM_RETURN_IF_ERROR(Resolve(config->mutable_strategy()));
   TANDEM_DEFAULT(config, max_model_len, 2048);
   TANDEM_DEFAULT(config, max_samples, 4096);
-  TANDEM_RETURN_IF_ERROR(AtLeast("max_model_len", config->max_model_len(), 2));
-  return InRange("max_samples", config->max_samples(), 1, 1 << 20);
+  TANDEM_RETURN_IF_ERROR(CheckAtLeast("max_model_len", config->max_model_len(), 2));
+  return CheckInRange("max_samples", config->max_samples(), 1, 1 << 20);
 }
 
 }  // namespace
@@ -204,7 +172,7 @@ absl::Status ResolveTraining(Config* config, const DefaultPorts& ports) {
 absl::Status Resolve(RolloutServerConfig* config) {
   TANDEM_RETURN_IF_ERROR(Resolve(config->mutable_server(), kRolloutPorts));
   TANDEM_RETURN_IF_ERROR(Resolve(config->mutable_compute()));
-  TANDEM_RETURN_IF_ERROR(Required("senior_model", config->senior_model()));
+  TANDEM_RETURN_IF_ERROR(CheckGiven("senior_model", config->senior_model()));
   TANDEM_RETURN_IF_ERROR(Resolve(config->mutable_tandem(), !config->junior_model().empty()));
   TANDEM_DEFAULT(config, max_num_seqs, 64);
   TANDEM_DEFAULT(config, max_model_len, 2048);
@@ -213,10 +181,11 @@ absl::Status Resolve(RolloutServerConfig* config) {
   if (config->on_weight_update() == v1::ON_WEIGHT_UPDATE_UNSPECIFIED) {
     config->set_on_weight_update(v1::ON_WEIGHT_UPDATE_RECOMPUTE);
   }
-  TANDEM_RETURN_IF_ERROR(InRange("max_num_seqs", config->max_num_seqs(), 1, 1 << 16));
-  TANDEM_RETURN_IF_ERROR(AtLeast("max_model_len", config->max_model_len(), 2));
-  TANDEM_RETURN_IF_ERROR(InRange("max_batched_tokens", config->max_batched_tokens(), 1, 1 << 24));
-  return InRange("max_queue", config->max_queue(), 1, 1 << 24);
+  TANDEM_RETURN_IF_ERROR(CheckInRange("max_num_seqs", config->max_num_seqs(), 1, 1 << 16));
+  TANDEM_RETURN_IF_ERROR(CheckAtLeast("max_model_len", config->max_model_len(), 2));
+  TANDEM_RETURN_IF_ERROR(
+      CheckInRange("max_batched_tokens", config->max_batched_tokens(), 1, 1 << 24));
+  return CheckInRange("max_queue", config->max_queue(), 1, 1 << 24);
 }
 
 absl::Status Resolve(TrainerServerConfig* config) { return ResolveTraining(config, kTrainerPorts); }

@@ -7,9 +7,10 @@
 
 #include "absl/status/status.h"
 #include "absl/strings/str_cat.h"
+#include "common/base/atomic_file.h"
+#include "common/base/bounded_json.h"
 #include "common/base/error.h"
 #include "common/base/status_macros.h"
-#include "common/tensor/bounded_json.h"
 
 namespace tandem {
 namespace {
@@ -275,12 +276,12 @@ absl::StatusOr<ModelConfig> ParseModelConfig(absl::string_view text,
 absl::StatusOr<ModelConfig> LoadModelConfig(const std::string& directory) {
   namespace fs = std::filesystem;
   TANDEM_ASSIGN_OR_RETURN(const std::string text,
-                          ReadBoundedFile(fs::path(directory) / "config.json", kMaxConfigBytes));
+                          ReadFile(fs::path(directory) / "config.json", kMaxConfigBytes));
   std::string generation;
   const fs::path generation_path = fs::path(directory) / "generation_config.json";
   std::error_code ignored;
   if (fs::exists(generation_path, ignored)) {
-    TANDEM_ASSIGN_OR_RETURN(generation, ReadBoundedFile(generation_path, kMaxConfigBytes));
+    TANDEM_ASSIGN_OR_RETURN(generation, ReadFile(generation_path, kMaxConfigBytes));
   }
   return ParseModelConfig(text, generation);
 }

@@ -17,7 +17,6 @@ namespace tandem::parallel {
 
 absl::Status SingleProcessStrategy::Build(const NamedTensors& parameters,
                                           const OptimizerOptions& options) {
-  TANDEM_RETURN_IF_ERROR(training::CheckOptimizerOptions(options));
   for (const auto& [name, parameter] : parameters) {
     if (!parameter.is_leaf() || !parameter.requires_grad() ||
         parameter.scalar_type() != at::kFloat) {

@@ -24,10 +24,11 @@ absl::Status CallExecutor::Admit(const grpc::ServerContextBase&) const {
   switch (gate_.load()) {
     case Gate::kLoading:
       return WithRetryAfter(
-          WithReason(absl::UnavailableError("the server is loading its model"), "LOADING"), 1000);
+          WithReason(absl::UnavailableError("the server is loading its model"), reason::kLoading),
+          1000);
     case Gate::kDraining:
       return WithRetryAfter(
-          WithReason(absl::UnavailableError("the server is draining"), "DRAINING"), 1000);
+          WithReason(absl::UnavailableError("the server is draining"), reason::kDraining), 1000);
     case Gate::kOpen:
       break;
   }
@@ -37,9 +38,9 @@ absl::Status CallExecutor::Admit(const grpc::ServerContextBase&) const {
 absl::Status CallExecutor::Run(std::function<void()> work) {
   if (queue_.TryPush(std::move(work))) return absl::OkStatus();
   if (queue_.closed()) return absl::UnavailableError("the server is shutting down");
-  return WithRetryAfter(
-      WithReason(absl::ResourceExhaustedError("too many calls wait for a worker"), "QUEUE_FULL"),
-      500);
+  return WithRetryAfter(WithReason(absl::ResourceExhaustedError("too many calls wait for a worker"),
+                                   reason::kQueueFull),
+                        500);
 }
 
 }  // namespace tandem::rpc

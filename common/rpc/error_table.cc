@@ -54,7 +54,7 @@ absl::Status FromRpcStatus(const google::rpc::Status& proto) {
         status.SetPayload(url, payload);
       });
     } else if (any.UnpackTo(&info)) {
-      status = WithReason(status, info.reason());
+      status = WithReasonNamed(status, info.reason());
     } else if (any.UnpackTo(&retry)) {
       status = WithRetryAfter(
           status, retry.retry_delay().seconds() * 1000 + retry.retry_delay().nanos() / 1000000);

@@ -10,7 +10,7 @@ namespace {
 
 TEST(ErrorTableTest, DetailsSurviveTheWire) {
   absl::Status status = FieldError(absl::StatusCode::kResourceExhausted, "prompts[2].seed", "full");
-  status = WithRetryAfter(WithReason(status, "QUEUE_FULL"), 1250);
+  status = WithRetryAfter(WithReason(status, reason::kQueueFull), 1250);
   const absl::Status back = FromGrpcStatus(ToGrpcStatus(status));
   EXPECT_EQ(back.code(), status.code());
   EXPECT_EQ(back.message(), "prompts[2].seed: full");
@@ -22,7 +22,7 @@ TEST(ErrorTableTest, DetailsSurviveTheWire) {
 TEST(ErrorTableTest, DetailsAreGoogleRpcMessages) {
   google::rpc::Status proto;
   ASSERT_TRUE(proto.ParseFromString(
-      ToGrpcStatus(WithReason(InvalidField("a.b", "bad"), "BAD")).error_details()));
+      ToGrpcStatus(WithReason(InvalidField("a.b", "bad"), reason::kNoJunior)).error_details()));
   EXPECT_EQ(proto.code(), 3);
   google::rpc::BadRequest bad_request;
   google::rpc::ErrorInfo info;
@@ -30,7 +30,7 @@ TEST(ErrorTableTest, DetailsAreGoogleRpcMessages) {
   ASSERT_TRUE(proto.details(0).UnpackTo(&bad_request));
   EXPECT_EQ(bad_request.field_violations(0).field(), "a.b");
   ASSERT_TRUE(proto.details(1).UnpackTo(&info));
-  EXPECT_EQ(info.reason(), "BAD");
+  EXPECT_EQ(info.reason(), "NO_JUNIOR");
   EXPECT_EQ(info.domain(), "tandem");
 }
 

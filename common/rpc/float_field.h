@@ -2,9 +2,7 @@
 #ifndef TANDEM_COMMON_RPC_FLOAT_FIELD_H_
 #define TANDEM_COMMON_RPC_FLOAT_FIELD_H_
 
-#include <cmath>
 #include <cstdint>
-#include <span>
 #include <vector>
 
 #include "absl/status/status.h"
@@ -12,19 +10,10 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/string_view.h"
 #include "common/base/error.h"
+#include "common/base/field_check.h"
 #include "common/rpc/proto_convert.h"
 
 namespace tandem::rpc {
-
-// INVALID_ARGUMENT names the first entry that is NaN or infinite: "advantages[7]".
-inline absl::Status CheckFinite(absl::string_view path, std::span<const float> values) {
-  for (size_t i = 0; i < values.size(); ++i) {
-    if (!std::isfinite(values[i])) {
-      return InvalidField(absl::StrCat(path, "[", i, "]"), "is not finite");
-    }
-  }
-  return absl::OkStatus();
-}
 
 // FLOAT32 [length], all finite. Errors name `path`.
 inline absl::StatusOr<std::vector<float>> FloatField(absl::string_view path,

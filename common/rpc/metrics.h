@@ -38,8 +38,8 @@ class Metrics {
   // earlier report told and this one does not becomes NaN.
   void SetReport(const std::map<std::string, double>& report);
 
-  // `update` runs before every scrape, to refresh gauges. Set it once. It must not touch this
-  // object's destruction.
+  // `update` runs before every scrape, to refresh gauges; nullptr ends that, and when this returns
+  // no call of the earlier one is running.
   void OnScrape(std::function<void()> update);
 
   // The current values in the text format.

@@ -59,7 +59,7 @@ class WeightReceiverService::Upload final
     if (chunk.chunk_index() != next) {
       return WithReason(InvalidField("chunk_index", absl::StrCat("expected chunk ", next, ", got ",
                                                                  chunk.chunk_index())),
-                        "CHUNK_OUT_OF_ORDER");
+                        reason::kChunkOutOfOrder);
     }
     const int64_t expected = std::min(open.chunk_bytes, open.total_bytes - open.held_bytes);
     const auto size = static_cast<int64_t>(chunk.data().size());
@@ -71,7 +71,7 @@ class WeightReceiverService::Upload final
       return WithReason(
           FieldError(absl::StatusCode::kDataLoss, "data",
                      absl::StrCat("chunk ", next, " does not match its checksum; send it again")),
-          "CHUNK_DAMAGED");
+          reason::kChunkDamaged);
     }
     TANDEM_RETURN_IF_ERROR(service_->receiver_.load()->Append(
         open.id, open.held_bytes,

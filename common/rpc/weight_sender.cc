@@ -101,7 +101,7 @@ class Sender {
                             "the receiver committed version ", response.weights().version(),
                             " with digest ", response.weights().digest(), ", not version ",
                             manifest.version, " with digest ", manifest.digest)),
-                        "DIGEST_MISMATCH");
+                        reason::kDigestMismatch);
     }
     return WeightsVersionFromProto(response.weights());
   }
@@ -120,7 +120,7 @@ bool Retryable(const absl::Status& status) {
     case absl::StatusCode::kNotFound:  // the receiver restarted: begin again
       return true;
     case absl::StatusCode::kDataLoss:
-      return Reason(status) != "DIGEST_MISMATCH";
+      return !HasReason(status, reason::kDigestMismatch);
     default:
       return false;
   }

@@ -24,7 +24,7 @@ class FakeReceiver final : public WeightReceiver {
   absl::StatusOr<int64_t> Begin(const std::string& id, const WeightManifest& manifest) override {
     std::lock_guard lock(mutex_);
     if (manifest.version <= version_.version) {
-      return WithReason(absl::FailedPreconditionError("stale"), "STALE_WEIGHT_VERSION");
+      return WithReason(absl::FailedPreconditionError("stale"), reason::kStaleWeightVersion);
     }
     if (id != id_) bytes_.clear();
     id_ = id;

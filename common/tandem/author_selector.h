@@ -49,11 +49,6 @@ class AuthorSelector {
   // Token number size() is `id`.
   void OnToken(int32_t id);
 
-  // Replays emitted tokens, in order.
-  void OnTokens(std::span<const int32_t> ids) {
-    for (const int32_t id : ids) OnToken(id);
-  }
-
   int64_t size() const { return t_; }
 
  private:

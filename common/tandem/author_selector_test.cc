@@ -115,7 +115,7 @@ TEST(AuthorSelectorTest, ReplayedPrefixGoesOnIdentically) {
     const auto whole = Mask(config, tokens);
     for (size_t cut = 0; cut < tokens.size(); ++cut) {
       AuthorSelector resumed(config, kSeed, kSample, Boundaries());
-      resumed.OnTokens(std::span(tokens).first(cut));
+      for (size_t i = 0; i < cut; ++i) resumed.OnToken(tokens[i]);
       for (size_t t = cut; t < tokens.size(); ++t) {
         ASSERT_EQ(resumed.NextAuthor(), whole[t]);
         resumed.OnToken(tokens[t]);

@@ -7,15 +7,11 @@
 #include <vector>
 
 #include "absl/status/status.h"
-#include "absl/strings/string_view.h"
 
 namespace tandem {
 
 // How the author of token t is chosen; see AuthorSelector for the rules.
 enum class SelectionStrategy { kBernoulli, kChunk, kAlternating, kSentence, kWord };
-
-// "bernoulli", "chunk", "alternating", "sentence", "word".
-absl::string_view SelectionStrategyName(SelectionStrategy strategy);
 
 struct TandemConfig {
   // False: the senior writes everything and the junior never runs.

@@ -2,14 +2,14 @@
 
 #include <algorithm>
 #include <cstdio>
-#include <fstream>
-#include <iterator>
 #include <map>
 #include <utility>
 
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/strip.h"
+#include "common/base/atomic_file.h"
+#include "common/base/bounded_json.h"
 #include "common/base/error.h"
 #include "common/base/status_macros.h"
 #include "nlohmann/json.hpp"
@@ -23,6 +23,7 @@ constexpr absl::string_view kByteLevelSpace = "\u0120";      // Ġ
 constexpr absl::string_view kSentencePieceSpace = "\u2581";  // ▁
 // Larger ids than any real vocabulary's are a damaged file, not a reason to allocate.
 constexpr int64_t kMaxId = 10'000'000;
+constexpr size_t kMaxFileBytes = 200'000'000;
 
 absl::Status Malformed(absl::string_view what) {
   return absl::InvalidArgumentError(absl::StrCat("not a tokenizer.json: ", what));
@@ -120,9 +121,8 @@ std::string DecodeSentencePiece(absl::string_view piece) {
 }  // namespace
 
 absl::StatusOr<Vocabulary> Vocabulary::Parse(absl::string_view tokenizer_json) {
-  const Json root = Json::parse(tokenizer_json.begin(), tokenizer_json.end(), nullptr,
-                                /*allow_exceptions=*/false);
-  if (root.is_discarded() || !root.is_object()) return Malformed("it is not a JSON object");
+  TANDEM_ASSIGN_OR_RETURN(const Json root, ParseBoundedJson(tokenizer_json, "tokenizer.json"));
+  if (!root.is_object()) return Malformed("it is not a JSON object");
   if (!root.contains("model") || !root["model"].contains("vocab")) {
     return Malformed("it has no model.vocab");
   }
@@ -171,9 +171,7 @@ absl::StatusOr<Vocabulary> Vocabulary::Parse(absl::string_view tokenizer_json) {
 
 absl::StatusOr<Vocabulary> Vocabulary::Load(const std::string& model_dir) {
   const std::string path = model_dir + "/tokenizer.json";
-  std::ifstream file(path, std::ios::binary);
-  if (!file) return absl::NotFoundError(absl::StrCat(path, ": no such file, or not readable"));
-  const std::string text((std::istreambuf_iterator<char>(file)), std::istreambuf_iterator<char>());
+  TANDEM_ASSIGN_OR_RETURN(const std::string text, ReadFile(path, kMaxFileBytes));
   absl::StatusOr<Vocabulary> result = Parse(text);
   if (!result.ok()) {
     return absl::Status(result.status().code(),
@@ -250,12 +248,12 @@ absl::Status Vocabulary::CheckSame(const Vocabulary& senior, const Vocabulary& j
             "senior and junior have different vocabularies: the first differing id is ", id,
             ", which is ", describe(senior, id), " for the senior and ", describe(junior, id),
             " for the junior")),
-        "VOCABULARY_MISMATCH");
+        reason::kVocabularyMismatch);
   }
   if (senior.style() != junior.style()) {
     return WithReason(
         absl::FailedPreconditionError("senior and junior have equal pieces but different decoders"),
-        "VOCABULARY_MISMATCH");
+        reason::kVocabularyMismatch);
   }
   return absl::OkStatus();
 }

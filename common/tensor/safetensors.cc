@@ -14,8 +14,9 @@
 
 #include "absl/strings/str_cat.h"
 #include "common/base/atomic_file.h"
+#include "common/base/bounded_json.h"
+#include "common/base/file_descriptor.h"
 #include "common/base/status_macros.h"
-#include "common/tensor/bounded_json.h"
 #include "common/tensor/safetensors_header.h"
 
 namespace tandem {
@@ -24,46 +25,12 @@ namespace {
 constexpr size_t kMaxIndexBytes = 100'000'000;
 constexpr char kIndexName[] = "model.safetensors.index.json";
 
-class FileDescriptor {
- public:
-  explicit FileDescriptor(int fd) : fd_(fd) {}
-  ~FileDescriptor() {
-    if (fd_ >= 0) close(fd_);
-  }
-  FileDescriptor(const FileDescriptor&) = delete;
-  FileDescriptor& operator=(const FileDescriptor&) = delete;
-  int get() const { return fd_; }
-
- private:
-  int fd_;
-};
-
-absl::Status SystemError(absl::string_view path, absl::string_view what) {
-  const int code = errno;
-  return absl::ErrnoToStatus(code, absl::StrCat(path, ": ", what));
-}
-
-absl::Status WriteAll(int fd, const void* data, size_t bytes, absl::string_view path) {
-  const char* next = static_cast<const char*>(data);
-  while (bytes > 0) {
-    const ssize_t written = write(fd, next, std::min<size_t>(bytes, size_t{1} << 30));
-    if (written < 0) {
-      if (errno == EINTR) continue;
-      return SystemError(path, "write");
-    }
-    next += written;
-    bytes -= static_cast<size_t>(written);
-  }
-  return absl::OkStatus();
-}
-
 }  // namespace
 
 absl::StatusOr<std::unique_ptr<SafetensorsFile>> SafetensorsFile::Open(const std::string& path) {
-  FileDescriptor fd(open(path.c_str(), O_RDONLY | O_CLOEXEC));
-  if (fd.get() < 0) return SystemError(path, "open");
+  TANDEM_ASSIGN_OR_RETURN(const FileDescriptor fd, FileDescriptor::Open(path, O_RDONLY));
   struct stat info = {};
-  if (fstat(fd.get(), &info) != 0) return SystemError(path, "stat");
+  if (fstat(fd.get(), &info) != 0) return FileError(errno, "cannot stat", path);
   if (!S_ISREG(info.st_mode)) {
     return absl::InvalidArgumentError(absl::StrCat(path, ": not a regular file"));
   }
@@ -79,7 +46,7 @@ absl::StatusOr<std::unique_ptr<SafetensorsFile>> SafetensorsFile::Open(const std
   file->mapping_ = mmap(nullptr, file_bytes, PROT_READ, MAP_PRIVATE, fd.get(), 0);
   if (file->mapping_ == MAP_FAILED) {
     file->mapping_ = nullptr;
-    return SystemError(path, "mmap");
+    return FileError(errno, "cannot map", path);
   }
   const std::byte* base = static_cast<const std::byte*>(file->mapping_);
   uint64_t header_bytes = 0;
@@ -148,7 +115,7 @@ absl::StatusOr<std::unique_ptr<SafetensorsDirectory>> SafetensorsDirectory::Open
         absl::StrCat(directory, ": neither model.safetensors nor ", kIndexName));
   }
 
-  TANDEM_ASSIGN_OR_RETURN(const std::string text, ReadBoundedFile(index_path, kMaxIndexBytes));
+  TANDEM_ASSIGN_OR_RETURN(const std::string text, ReadFile(index_path, kMaxIndexBytes));
   TANDEM_ASSIGN_OR_RETURN(const nlohmann::json index, ParseBoundedJson(text, index_path));
   if (!index.is_object() || !index.contains("weight_map") || !index["weight_map"].is_object()) {
     return absl::InvalidArgumentError(absl::StrCat(index_path, ": no object 'weight_map'"));
@@ -237,14 +204,16 @@ absl::Status WriteSafetensors(const std::string& path, absl::Span<const TensorVi
 
   const std::string temporary = absl::StrCat(path, ".tmp.", getpid());
   const auto write = [&]() -> absl::Status {
-    FileDescriptor fd(open(temporary.c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0644));
-    if (fd.get() < 0) return SystemError(temporary, "open");
-    TANDEM_RETURN_IF_ERROR(WriteAll(fd.get(), length, sizeof(length), temporary));
-    TANDEM_RETURN_IF_ERROR(WriteAll(fd.get(), text.data(), text.size(), temporary));
+    TANDEM_ASSIGN_OR_RETURN(const FileDescriptor file,
+                            FileDescriptor::Open(temporary, O_WRONLY | O_CREAT | O_TRUNC));
+    TANDEM_RETURN_IF_ERROR(
+        file.WriteAll(absl::string_view(reinterpret_cast<const char*>(length), sizeof(length))));
+    TANDEM_RETURN_IF_ERROR(file.WriteAll(text));
     for (const TensorView* tensor : order) {
-      TANDEM_RETURN_IF_ERROR(WriteAll(fd.get(), tensor->data, tensor->bytes, temporary));
+      TANDEM_RETURN_IF_ERROR(file.WriteAll(
+          absl::string_view(reinterpret_cast<const char*>(tensor->data), tensor->bytes)));
     }
-    if (fsync(fd.get()) != 0) return SystemError(temporary, "fsync");
+    TANDEM_RETURN_IF_ERROR(file.Sync());
     return RenameDurably(temporary, path);
   };
   absl::Status status = write();

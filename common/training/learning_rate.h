@@ -4,13 +4,9 @@
 
 #include <cstdint>
 
-#include "absl/status/status.h"
 #include "common/training/optimizer_options.h"
 
 namespace tandem::training {
-
-// INVALID_ARGUMENT with the field's name for options that make no sense.
-absl::Status CheckOptimizerOptions(const OptimizerOptions& options);
 
 // Learning rate of the step that follows `steps_done` completed ones. Step i (from 1) of W warm-up
 // steps has learning_rate * i / W. Afterwards the schedule falls from learning_rate, first to

@@ -2,8 +2,6 @@
 
 #include <gtest/gtest.h>
 
-#include "common/base/error.h"
-
 namespace tandem::training {
 namespace {
 
@@ -25,14 +23,6 @@ TEST(LearningRateTest, WarmsUpThenFalls) {
   EXPECT_DOUBLE_EQ(LearningRateAt(options, 4), 1.0);
   EXPECT_NEAR(LearningRateAt(options, 8), 0.6, 1e-12);
   EXPECT_DOUBLE_EQ(LearningRateAt(options, 12), 0.2);
-}
-
-TEST(LearningRateTest, BadOptionsAreNamed) {
-  EXPECT_TRUE(CheckOptimizerOptions({}).ok());
-  EXPECT_EQ(FieldPath(CheckOptimizerOptions({.beta2 = 1})), "beta2");
-  EXPECT_EQ(FieldPath(CheckOptimizerOptions({.learning_rate = -1})), "learning_rate");
-  EXPECT_EQ(FieldPath(CheckOptimizerOptions({.schedule = LearningRateSchedule::kCosine})),
-            "total_steps");
 }
 
 }  // namespace

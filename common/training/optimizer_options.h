@@ -1,4 +1,5 @@
-// AdamW and its schedule, as configured. Plain data: mirrors tandem.config.v1.OptimizerOptions.
+// AdamW and its schedule. Plain data: mirrors tandem.config.v1.OptimizerOptions, whose ranges
+// common/config checks.
 #ifndef TANDEM_COMMON_TRAINING_OPTIMIZER_OPTIONS_H_
 #define TANDEM_COMMON_TRAINING_OPTIMIZER_OPTIONS_H_
 
@@ -19,7 +20,7 @@ struct OptimizerOptions {
   double epsilon = 1e-8;
   double weight_decay = 0.0;   // decoupled, on matrices only
   double max_grad_norm = 1.0;  // global norm; 0 turns clipping off
-  int64_t warmup_steps = 0;    // linear from 0
+  int64_t warmup_steps = 0;    // step i of W has learning_rate * i / W
   LearningRateSchedule schedule = LearningRateSchedule::kConstant;
   int64_t total_steps = 0;
   double min_learning_rate = 0.0;

@@ -1,9 +1,8 @@
 #include "common/training/sequence_check.h"
 
-#include <cmath>
-
 #include "absl/strings/str_cat.h"
 #include "common/base/error.h"
+#include "common/base/field_check.h"
 #include "common/base/status_macros.h"
 
 namespace tandem::training {
@@ -11,16 +10,10 @@ namespace {
 
 constexpr float kRounding = 1e-3f;
 
-absl::Status CheckIds(absl::string_view field, absl::Span<const int32_t> ids, int64_t vocab_size) {
+absl::Status CheckTokens(absl::string_view field, absl::Span<const int32_t> ids,
+                         int64_t vocab_size) {
   if (ids.empty()) return InvalidField(field, "must hold at least one token");
-  for (size_t i = 0; i < ids.size(); ++i) {
-    if (ids[i] < 0 || ids[i] >= vocab_size) {
-      return InvalidField(
-          absl::StrCat(field, "[", i, "]"),
-          absl::StrCat("is ", ids[i], ", outside the vocabulary of ", vocab_size, " tokens"));
-    }
-  }
-  return absl::OkStatus();
+  return CheckTokenIds(field, ids, vocab_size);
 }
 
 }  // namespace
@@ -33,26 +26,22 @@ absl::Status CheckSequence(absl::Span<const int32_t> prompt, absl::Span<const in
                       absl::StrCat("prompt and response have ", length, " tokens, at most ",
                                    limits.max_model_len, " are allowed"));
   }
-  TANDEM_RETURN_IF_ERROR(CheckIds("prompt_token_ids", prompt, limits.vocab_size));
-  return CheckIds("response_token_ids", response, limits.vocab_size);
+  TANDEM_RETURN_IF_ERROR(CheckTokens("prompt_token_ids", prompt, limits.vocab_size));
+  return CheckTokens("response_token_ids", response, limits.vocab_size);
 }
 
-absl::Status CheckFinite(absl::string_view field, absl::Span<const float> numbers, size_t length) {
+absl::Status CheckPerToken(absl::string_view field, absl::Span<const float> numbers,
+                           size_t length) {
   if (numbers.size() != length) {
     return InvalidField(
         field, absl::StrCat("has ", numbers.size(), " entries for ", length, " response tokens"));
   }
-  for (size_t i = 0; i < numbers.size(); ++i) {
-    if (!std::isfinite(numbers[i])) {
-      return InvalidField(absl::StrCat(field, "[", i, "]"), "is not finite");
-    }
-  }
-  return absl::OkStatus();
+  return CheckFinite(field, numbers);
 }
 
 absl::Status CheckLogProbs(absl::string_view field, absl::Span<const float> numbers,
                            size_t length) {
-  TANDEM_RETURN_IF_ERROR(CheckFinite(field, numbers, length));
+  TANDEM_RETURN_IF_ERROR(CheckPerToken(field, numbers, length));
   for (size_t i = 0; i < numbers.size(); ++i) {
     if (numbers[i] > kRounding) {
       return InvalidField(absl::StrCat(field, "[", i, "]"),

@@ -22,9 +22,9 @@ absl::Status CheckSequence(absl::Span<const int32_t> prompt, absl::Span<const in
                            const SequenceLimits& limits);
 
 // INVALID_ARGUMENT unless `numbers` has `length` finite entries ("<field>[i]").
-absl::Status CheckFinite(absl::string_view field, absl::Span<const float> numbers, size_t length);
+absl::Status CheckPerToken(absl::string_view field, absl::Span<const float> numbers, size_t length);
 
-// CheckFinite, and none above 0 by more than rounding: they are logarithms of probabilities.
+// CheckPerToken, and none above 0 by more than rounding: they are logarithms of probabilities.
 absl::Status CheckLogProbs(absl::string_view field, absl::Span<const float> numbers, size_t length);
 
 }  // namespace tandem::training

@@ -19,7 +19,7 @@ absl::StatusOr<std::optional<std::string>> AdmitStep(const TrainingState& state,
   return WithReason(FieldError(absl::StatusCode::kFailedPrecondition, version_field,
                                absl::StrCat("is ", identity.expected_version, ", the ", state.kind,
                                             " is at ", state.version)),
-                    "STALE_POLICY_VERSION");
+                    reason::kStalePolicyVersion);
 }
 
 }  // namespace tandem::training

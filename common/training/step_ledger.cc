@@ -17,7 +17,7 @@ absl::StatusOr<std::optional<std::string>> StepLedger::Find(
     if (entry.payload_digest != payload_digest) {
       return WithReason(FieldError(absl::StatusCode::kAlreadyExists, "request_id",
                                    "was used for a step with another content"),
-                        "REQUEST_ID_REUSED");
+                        reason::kRequestIdReused);
     }
     return std::optional<std::string>(entry.reply);
   }

@@ -40,19 +40,7 @@ LAYERS: dict[str, set[str]] = {
         "common/model",
         "common/training",
     },
-    # Turns config messages into the plain option structs of these layers.
-    "common/config": {
-        "common/base",
-        "common/tensor",
-        "common/tandem",
-        "common/ops",
-        "common/kernels",
-        "common/model",
-        "common/loss",
-        "common/checkpoint",
-        "common/training",
-        "proto",
-    },
+    "common/config": {"common/base", "common/tandem", "proto"},
     # Converts between messages and the plain structs of these layers; rule 2 keeps torch out.
     "common/rpc": {
         "common/base",
@@ -75,10 +63,11 @@ LAYERS: dict[str, set[str]] = {
 _COMMON = {name for name in LAYERS if name.startswith("common/")}
 # The halves of engines and services that trainer and critic share.
 LAYERS["services/training"] = _COMMON - {"common/rpc", "common/config"}
+LAYERS["services/training/service"] = {"services/training", *_COMMON, "clients/cpp", "proto"}
 for _server in ("rollout", "trainer", "critic"):
     _engine, _service = f"services/{_server}/engine", f"services/{_server}/service"
     LAYERS[_engine] = (_COMMON - {"common/rpc", "common/config"}) | {"services/training"}
-    LAYERS[_service] = {_engine, *_COMMON, "clients/cpp", "proto"}
+    LAYERS[_service] = {_engine, "services/training/service", *_COMMON, "clients/cpp", "proto"}
     LAYERS[f"services/{_server}"] = {_engine, _service, *_COMMON, "clients/cpp", "proto"}
 
 SOURCE_FOLDERS = ("common", "services", "clients/cpp")

@@ -49,6 +49,10 @@ def test_repository_has_sources():
     assert len(SourceTree(REPOSITORY).includes) > 50
 
 
+def test_every_layer_has_a_folder():
+    assert [name for name in LAYERS if not (REPOSITORY / name).is_dir()] == []
+
+
 def test_the_table_has_no_cycle():
     done: set[str] = {"proto"}
     remaining = dict(LAYERS)

@@ -1,12 +1,12 @@
 #include "services/critic/engine/value_step.h"
 
-#include <cmath>
 #include <cstddef>
 #include <limits>
 #include <nlohmann/json.hpp>
 
 #include "absl/strings/str_cat.h"
 #include "common/base/error.h"
+#include "common/base/field_check.h"
 #include "common/base/status_macros.h"
 #include "common/checkpoint/payload_hasher.h"
 
@@ -19,8 +19,8 @@ absl::Status CheckSample(const ValueSample& sample, const training::SequenceLimi
   TANDEM_RETURN_IF_ERROR(
       training::CheckSequence(sample.prompt_token_ids, sample.response_token_ids, limits));
   const size_t length = sample.response_token_ids.size();
-  TANDEM_RETURN_IF_ERROR(training::CheckFinite("old_values", sample.old_values, length));
-  TANDEM_RETURN_IF_ERROR(training::CheckFinite("returns", sample.returns, length));
+  TANDEM_RETURN_IF_ERROR(training::CheckPerToken("old_values", sample.old_values, length));
+  TANDEM_RETURN_IF_ERROR(training::CheckPerToken("returns", sample.returns, length));
   if (sample.loss_mask.empty()) return absl::OkStatus();
   if (sample.loss_mask.size() != length) {
     return InvalidField("loss_mask", absl::StrCat("has ", sample.loss_mask.size(), " entries for ",
@@ -38,9 +38,7 @@ absl::Status CheckSample(const ValueSample& sample, const training::SequenceLimi
 
 absl::Status CheckTrainStep(const TrainStepRequest& request, const training::SequenceLimits& limits,
                             int64_t max_samples) {
-  if (!std::isfinite(request.value_clip) || request.value_clip < 0) {
-    return InvalidField("value_clip", "must not be negative");
-  }
+  TANDEM_RETURN_IF_ERROR(CheckAtLeast("value_clip", request.value_clip, 0));
   if (request.samples.empty()) return InvalidField("samples", "must hold at least one sample");
   if (static_cast<int64_t>(request.samples.size()) > max_samples) {
     return FieldError(absl::StatusCode::kOutOfRange, "samples",

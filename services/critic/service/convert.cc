@@ -1,10 +1,10 @@
 #include "services/critic/service/convert.h"
 
-#include <cmath>
 #include <vector>
 
 #include "absl/strings/str_cat.h"
 #include "common/base/error.h"
+#include "common/base/field_check.h"
 #include "common/base/status_macros.h"
 #include "common/rpc/float_field.h"
 #include "common/rpc/proto_convert.h"
@@ -41,10 +41,7 @@ absl::StatusOr<TrainStepRequest> FromProto(const v1::TrainStepHeader& proto, int
   out.request_id = proto.request_id();
   out.expected_version = proto.expected_version();
   if (proto.has_value_clip()) out.value_clip = proto.value_clip();
-  if (!(std::isfinite(out.value_clip) && out.value_clip >= 0)) {
-    return InvalidField("value_clip",
-                        absl::StrCat("must be finite and not negative, got ", out.value_clip));
-  }
+  TANDEM_RETURN_IF_ERROR(CheckAtLeast("value_clip", out.value_clip, 0));
   return out;
 }
 

@@ -3,7 +3,7 @@
 #include <utility>
 
 #include "common/base/status_macros.h"
-#include "common/config/optimizer_config.h"
+#include "services/training/service/optimizer_config.h"
 
 namespace tandem::critic {
 namespace {
@@ -23,7 +23,7 @@ EngineOptions ToEngineOptions(const config::v1::CriticServerConfig& config) {
   options.model = config.model();
   options.untie_embeddings = config.untie_embeddings();
   options.value_head_seed = config.value_head_seed();
-  options.optimizer = config::ToOptimizerOptions(config.optimizer());
+  options.optimizer = training::ToOptimizerOptions(config.optimizer());
   options.micro_batch_tokens = config.batch().micro_batch_tokens();
   options.max_model_len = config.max_model_len();
   options.max_samples = config.max_samples();

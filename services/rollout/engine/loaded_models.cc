@@ -48,7 +48,7 @@ absl::Status CheckSameSize(const Model& senior, const Model& junior) {
                               std::min(senior.config().vocab_size, junior.config().vocab_size),
                               " (", senior.config().vocab_size, " and ", junior.config().vocab_size,
                               " tokens)")),
-      "VOCABULARY_MISMATCH");
+      reason::kVocabularyMismatch);
 }
 
 }  // namespace

@@ -1,29 +1,13 @@
 #include "services/rollout/engine/request_check.h"
 
 #include <string>
-#include <vector>
 
 #include "absl/strings/str_cat.h"
 #include "common/base/error.h"
+#include "common/base/field_check.h"
 #include "common/base/status_macros.h"
 
 namespace tandem::rollout {
-namespace {
-
-absl::Status CheckTokens(const std::string& field, const std::vector<int32_t>& ids,
-                         int64_t vocab_size) {
-  for (size_t i = 0; i < ids.size(); ++i) {
-    if (ids[i] < 0 || ids[i] >= vocab_size) {
-      return InvalidField(absl::StrCat(field, "[", i, "]"),
-                          absl::StrCat("token id ", ids[i], " is outside the vocabulary of ",
-                                       vocab_size, " tokens"));
-    }
-  }
-  return absl::OkStatus();
-}
-
-}  // namespace
-
 absl::Status CheckPrompt(const PromptRequest& request, const RequestLimits& limits) {
   const auto length = static_cast<int64_t>(request.prompt_token_ids.size());
   if (length == 0) return InvalidField("prompt_token_ids", "must not be empty");
@@ -33,7 +17,7 @@ absl::Status CheckPrompt(const PromptRequest& request, const RequestLimits& limi
                                    limits.max_model_len, " in all"));
   }
   TANDEM_RETURN_IF_ERROR(
-      CheckTokens("prompt_token_ids", request.prompt_token_ids, limits.vocab_size));
+      CheckTokenIds("prompt_token_ids", request.prompt_token_ids, limits.vocab_size));
   TANDEM_RETURN_IF_ERROR(
       PrependFieldPath("sampling", tandem::Validate(request.sampling, limits.vocab_size)));
   TANDEM_RETURN_IF_ERROR(
@@ -41,12 +25,9 @@ absl::Status CheckPrompt(const PromptRequest& request, const RequestLimits& limi
   if (request.tandem.enabled && !limits.has_junior) {
     return WithReason(FieldError(absl::StatusCode::kFailedPrecondition, "tandem.enabled",
                                  "this server has no junior"),
-                      "NO_JUNIOR");
+                      reason::kNoJunior);
   }
-  if (request.num_samples < 1) {
-    return InvalidField("num_samples",
-                        absl::StrCat("must be at least 1, got ", request.num_samples));
-  }
+  TANDEM_RETURN_IF_ERROR(CheckAtLeast("num_samples", request.num_samples, 1));
   if (request.num_samples > limits.max_samples) {
     return FieldError(
         absl::StatusCode::kOutOfRange, "num_samples",
@@ -62,7 +43,7 @@ absl::Status CheckScore(const ScoreRequest& request, const RequestLimits& limits
   if (request.junior && !limits.has_junior) {
     return WithReason(
         FieldError(absl::StatusCode::kFailedPrecondition, "junior", "this server has no junior"),
-        "NO_JUNIOR");
+        reason::kNoJunior);
   }
   TANDEM_RETURN_IF_ERROR(tandem::Validate(
       SamplingParams{.temperature = request.temperature, .max_tokens = 1}, limits.vocab_size));
@@ -75,12 +56,10 @@ absl::Status CheckScore(const ScoreRequest& request, const RequestLimits& limits
       return FieldError(absl::StatusCode::kOutOfRange, path + ".token_ids",
                         absl::StrCat(length, " tokens, at most ", limits.max_model_len));
     }
-    TANDEM_RETURN_IF_ERROR(CheckTokens(path + ".token_ids", sequence.token_ids, limits.vocab_size));
-    if (sequence.first_scored_token < 1 || sequence.first_scored_token >= length) {
-      return InvalidField(
-          path + ".first_scored_token",
-          absl::StrCat("must be in [1, ", length - 1, "], got ", sequence.first_scored_token));
-    }
+    TANDEM_RETURN_IF_ERROR(
+        CheckTokenIds(path + ".token_ids", sequence.token_ids, limits.vocab_size));
+    TANDEM_RETURN_IF_ERROR(CheckInRange<int64_t>(path + ".first_scored_token",
+                                                 sequence.first_scored_token, 1, length - 1));
   }
   return absl::OkStatus();
 }

@@ -14,8 +14,6 @@
 namespace tandem::rollout {
 namespace {
 
-constexpr char kStale[] = "STALE_WEIGHT_VERSION";
-
 bool IsFloating(DType dtype) {
   return dtype == DType::kFloat64 || dtype == DType::kFloat32 || dtype == DType::kBFloat16 ||
          dtype == DType::kFloat16;
@@ -103,7 +101,7 @@ absl::StatusOr<int64_t> StagedWeightReceiver::Begin(const std::string& update_id
         FieldError(absl::StatusCode::kFailedPrecondition, "manifest.version",
                    absl::StrCat("version ", manifest.version,
                                 " is not above the one being served, ", version_.version)),
-        kStale);
+        reason::kStaleWeightVersion);
   }
   if (open_ != nullptr) {
     if (open_->id == update_id && open_->manifest == manifest) return open_->received;
@@ -111,7 +109,7 @@ absl::StatusOr<int64_t> StagedWeightReceiver::Begin(const std::string& update_id
       return WithReason(FieldError(absl::StatusCode::kFailedPrecondition, "manifest.version",
                                    absl::StrCat("update \"", open_->id, "\" to version ",
                                                 open_->manifest.version, " is in progress")),
-                        kStale);
+                        reason::kStaleWeightVersion);
     }
   }
   open_.reset();

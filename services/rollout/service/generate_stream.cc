@@ -15,8 +15,8 @@ namespace {
 constexpr size_t kMaxRequestIdBytes = 256;
 
 absl::Status DrainingError() {
-  return WithRetryAfter(WithReason(absl::UnavailableError("the server is draining"), "DRAINING"),
-                        1000);
+  return WithRetryAfter(
+      WithReason(absl::UnavailableError("the server is draining"), reason::kDraining), 1000);
 }
 
 // Appends new tokens to the event of the same sample that still waits, so that a slow reader finds

@@ -1,12 +1,12 @@
 #include "services/trainer/engine/batch_check.h"
 
 #include <algorithm>
-#include <cmath>
 #include <cstddef>
 #include <string>
 
 #include "absl/strings/str_cat.h"
 #include "common/base/error.h"
+#include "common/base/field_check.h"
 #include "common/base/status_macros.h"
 
 namespace tandem::trainer {
@@ -24,14 +24,13 @@ absl::Status CheckVersions(const std::vector<VersionRun>& runs, int64_t length,
     }
     total += runs[i].count;
     const int64_t version = runs[i].weights.version;
-    if (version < 0)
-      return InvalidField(absl::StrCat(path, ".weights.version"), "must not be negative");
+    TANDEM_RETURN_IF_ERROR(CheckAtLeast(absl::StrCat(path, ".weights.version"), version, 0));
     if (version > policy_version) {
       return WithReason(
           FieldError(
               absl::StatusCode::kFailedPrecondition, absl::StrCat(path, ".weights.version"),
               absl::StrCat("version ", version, " is unknown; the trainer is at ", policy_version)),
-          "UNKNOWN_POLICY_VERSION");
+          reason::kUnknownPolicyVersion);
     }
     if (policy_version - version > max_staleness) {
       return WithReason(
@@ -39,7 +38,7 @@ absl::Status CheckVersions(const std::vector<VersionRun>& runs, int64_t length,
                      absl::StrCat("version ", version, " is ", policy_version - version,
                                   " behind the trainer's, at most ", max_staleness,
                                   " are allowed (max_staleness)")),
-          "TRAJECTORY_TOO_OLD");
+          reason::kTrajectoryTooOld);
     }
   }
   if (total != length) {
@@ -94,9 +93,7 @@ absl::Status CheckTrajectory(const Trajectory& trajectory, const PolicyObjective
   if (trajectory.finish_reason == FinishReason::kUnspecified) {
     return InvalidField("finish_reason", "is missing");
   }
-  if (!std::isfinite(trajectory.sampling.temperature) || trajectory.sampling.temperature < 0) {
-    return InvalidField("sampling.temperature", "must be finite and not negative");
-  }
+  TANDEM_RETURN_IF_ERROR(CheckAtLeast("sampling.temperature", trajectory.sampling.temperature, 0));
   const bool junior_counts =
       objective.junior_token_loss_weight > 0 &&
       std::count(trajectory.authorship_mask.begin(), trajectory.authorship_mask.end(), 0) > 0;
@@ -112,7 +109,7 @@ absl::Status CheckTrajectory(const Trajectory& trajectory, const PolicyObjective
 // A per-token field that belongs to one choice of the objective.
 absl::Status CheckChoice(const char* field, const std::vector<float>& numbers, size_t length,
                          bool chosen) {
-  if (chosen) return training::CheckFinite(field, numbers, length);
+  if (chosen) return training::CheckPerToken(field, numbers, length);
   if (numbers.empty()) return absl::OkStatus();
   return InvalidField(field, "is given, but the objective does not use it");
 }
@@ -128,8 +125,8 @@ absl::Status CheckSample(const PolicySample& sample, const PolicyObjective& obje
                                      objective.old_logprobs == OldLogprobs::kProvided));
   if (!sample.reward.has_value()) {
     if (!provided) return InvalidField("reward", "is missing");
-  } else if (!std::isfinite(*sample.reward)) {
-    return InvalidField("reward", "is not finite");
+  } else {
+    TANDEM_RETURN_IF_ERROR(CheckFinite("reward", *sample.reward));
   }
   const bool grouped = !provided && objective.advantage_estimator != AdvantageEstimator::kGae;
   if (grouped && sample.group_id.empty()) return InvalidField("group_id", "is missing");
@@ -141,12 +138,12 @@ absl::Status CheckSupport(const PolicyObjective& objective, const BatchLimits& l
   if (objective.advantage_estimator == AdvantageEstimator::kGae && !limits.has_critic) {
     return WithReason(FieldError(absl::StatusCode::kFailedPrecondition, "advantage_estimator",
                                  "GAE needs a critic, and none is configured"),
-                      "NO_CRITIC");
+                      reason::kNoCritic);
   }
   if (objective.loss.kl_coefficient > 0 && !limits.has_reference) {
     return WithReason(FieldError(absl::StatusCode::kFailedPrecondition, "kl_coefficient",
                                  "the KL needs a reference model, and none is configured"),
-                      "NO_REFERENCE_MODEL");
+                      reason::kNoReferenceModel);
   }
   return absl::OkStatus();
 }
@@ -166,23 +163,16 @@ absl::Status CheckCount(size_t count, const BatchLimits& limits) {
 absl::Status CheckObjective(const PolicyObjective& objective) {
   TANDEM_RETURN_IF_ERROR(loss::CheckPolicyLossOptions(objective.loss));
   TANDEM_RETURN_IF_ERROR(loss::CheckLossScaleOptions(objective.scale));
-  const double weight = objective.junior_token_loss_weight;
-  if (!(weight >= 0 && weight <= 1)) {
-    return InvalidField("junior_token_loss_weight", "must be in [0, 1]");
-  }
+  TANDEM_RETURN_IF_ERROR(
+      CheckInRange("junior_token_loss_weight", objective.junior_token_loss_weight, 0, 1));
   if (objective.junior_kl_coefficient > 0) {
     return FieldError(absl::StatusCode::kUnimplemented, "junior_kl_coefficient",
                       "the auxiliary KL towards the junior is not there yet");
   }
-  if (objective.junior_kl_coefficient != 0) {
-    return InvalidField("junior_kl_coefficient", "must not be negative");
-  }
-  for (const auto& [field, value] : {std::pair{"gae_gamma", objective.gae_gamma},
-                                     std::pair{"gae_lambda", objective.gae_lambda}}) {
-    if (!(value >= 0 && value <= 1)) return InvalidField(field, "must be in [0, 1]");
-  }
-  if (objective.max_staleness < 0) return InvalidField("max_staleness", "must not be negative");
-  return absl::OkStatus();
+  TANDEM_RETURN_IF_ERROR(CheckAtLeast("junior_kl_coefficient", objective.junior_kl_coefficient, 0));
+  TANDEM_RETURN_IF_ERROR(CheckInRange("gae_gamma", objective.gae_gamma, 0, 1));
+  TANDEM_RETURN_IF_ERROR(CheckInRange("gae_lambda", objective.gae_lambda, 0, 1));
+  return CheckAtLeast("max_staleness", objective.max_staleness, 0);
 }
 
 absl::Status CheckPolicyBatch(const PolicyBatch& batch, const BatchLimits& limits) {

@@ -250,7 +250,7 @@ absl::StatusOr<Advantages> TorchEngine::AdvantagesOf(const TrainStepRequest& req
   const absl::StatusOr<Metrics> critic_metrics = critic_->TrainStep(train);
   if (critic_metrics.ok()) {
     metrics.insert(critic_metrics->begin(), critic_metrics->end());
-  } else if (Reason(critic_metrics.status()) != "REQUEST_ID_REUSED") {
+  } else if (!HasReason(critic_metrics.status(), reason::kRequestIdReused)) {
     return critic_metrics.status();
   } else {
     // The critic learnt this step in an earlier attempt, which then failed here or was undone by

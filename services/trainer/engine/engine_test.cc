@@ -418,7 +418,7 @@ TEST_F(TrainerEngineTest, FailingCriticFailsTheStepAndARetryApplies) {
   EXPECT_EQ(engine->TrainStep(TestRequest(batch)).status().code(), absl::StatusCode::kUnavailable);
   EXPECT_EQ(engine->Info().weights.version, 0);
   // The critic had learnt this step already: its refusal of the second attempt is no obstacle.
-  critic->fail = WithReason(absl::AlreadyExistsError("done"), "REQUEST_ID_REUSED");
+  critic->fail = WithReason(absl::AlreadyExistsError("done"), reason::kRequestIdReused);
   EXPECT_EQ(Step(*engine, TestRequest(batch)).report.weights.version, 1);
 }
 

@@ -1,10 +1,10 @@
 #include "services/trainer/service/convert.h"
 
-#include <cmath>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
 #include "common/base/error.h"
+#include "common/base/field_check.h"
 #include "common/base/status_macros.h"
 #include "common/rpc/float_field.h"
 #include "common/rpc/proto_convert.h"
@@ -139,9 +139,9 @@ absl::Status ScaleFromProto(const v1::PolicyObjective& proto, loss::LossScaleOpt
 
 absl::StatusOr<Trajectory> TrajectoryFromProto(const types::v1::Trajectory& proto) {
   TANDEM_ASSIGN_OR_RETURN(Trajectory out, rpc::TrajectoryFromProto(proto));
-  TANDEM_RETURN_IF_ERROR(rpc::CheckFinite("author_logprobs", out.author_logprobs));
-  TANDEM_RETURN_IF_ERROR(rpc::CheckFinite("other_logprobs", out.other_logprobs));
-  TANDEM_RETURN_IF_ERROR(rpc::CheckFinite("log_keep_mass", out.log_keep_mass));
+  TANDEM_RETURN_IF_ERROR(CheckFinite("author_logprobs", out.author_logprobs));
+  TANDEM_RETURN_IF_ERROR(CheckFinite("other_logprobs", out.other_logprobs));
+  TANDEM_RETURN_IF_ERROR(CheckFinite("log_keep_mass", out.log_keep_mass));
   return out;
 }
 
@@ -221,7 +221,7 @@ absl::StatusOr<PolicySample> FromProto(const v1::PolicySample& proto) {
   out.trajectory = *std::move(trajectory);
   out.group_id = proto.group_id();
   if (proto.has_reward()) {
-    if (!std::isfinite(proto.reward())) return InvalidField("reward", "must be finite");
+    TANDEM_RETURN_IF_ERROR(CheckFinite("reward", proto.reward()));
     out.reward = proto.reward();
   }
   const auto length = static_cast<int64_t>(out.trajectory.response_token_ids.size());
@@ -251,10 +251,7 @@ absl::StatusOr<LogProbsRequest> FromProto(const v1::ComputeLogProbsRequest& prot
   if (proto.response_token_ids().empty()) return InvalidField("response_token_ids", "is empty");
   LogProbsRequest out;
   if (proto.has_temperature()) out.temperature = proto.temperature();
-  if (!(out.temperature > 0 && std::isfinite(out.temperature))) {
-    return InvalidField("temperature",
-                        absl::StrCat("must be finite and positive, got ", out.temperature));
-  }
+  TANDEM_RETURN_IF_ERROR(CheckAbove("temperature", out.temperature, 0));
   out.prompt_token_ids.assign(proto.prompt_token_ids().begin(), proto.prompt_token_ids().end());
   out.response_token_ids.assign(proto.response_token_ids().begin(),
                                 proto.response_token_ids().end());

@@ -20,7 +20,7 @@ class FakeReceiver final : public WeightReceiver {
     std::lock_guard lock(mutex_);
     ++begins_;
     if (manifest.version <= version_.version) {
-      return WithReason(absl::FailedPreconditionError("stale"), "STALE_WEIGHT_VERSION");
+      return WithReason(absl::FailedPreconditionError("stale"), reason::kStaleWeightVersion);
     }
     if (open_ != update_id) bytes_.clear();
     open_ = update_id;

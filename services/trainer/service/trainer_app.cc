@@ -4,9 +4,9 @@
 
 #include "clients/cpp/critic_client.h"
 #include "common/base/status_macros.h"
-#include "common/config/optimizer_config.h"
 #include "common/rpc/channel.h"
 #include "services/trainer/service/critic_connection.h"
+#include "services/training/service/optimizer_config.h"
 
 namespace tandem::trainer {
 namespace {
@@ -32,7 +32,7 @@ EngineOptions ToEngineOptions(const config::v1::TrainerServerConfig& config) {
   EngineOptions options;
   options.model = config.model();
   options.reference_model = config.reference_model();
-  options.optimizer = config::ToOptimizerOptions(config.optimizer());
+  options.optimizer = training::ToOptimizerOptions(config.optimizer());
   options.micro_batch_tokens = config.batch().micro_batch_tokens();
   options.logits_chunk_bytes = config.batch().logits_chunk_bytes();
   options.max_model_len = config.max_model_len();

@@ -91,7 +91,7 @@ TEST_F(TrainerServerTest, EveryMalformedStepIsRefusedByNameAndTheServerServesOn)
 TEST_F(TrainerServerTest, TheEnginesErrorsArriveWithPathAndReason) {
   engine_->FailNext(WithReason(
       FieldError(absl::StatusCode::kFailedPrecondition, "expected_version", "is 3, not 0"),
-      "STALE_POLICY_VERSION"));
+      reason::kStalePolicyVersion));
   const absl::Status status = TrainStep({Message(PolicyHeader(1)), Message(Sample())}).status();
   EXPECT_EQ(status.code(), absl::StatusCode::kFailedPrecondition);
   EXPECT_EQ(FieldPath(status), "header.expected_version");

@@ -1,10 +1,7 @@
-#include "common/tensor/bounded_json.h"
+#include "common/base/bounded_json.h"
 
 #include <algorithm>
-#include <filesystem>
-#include <fstream>
 #include <set>
-#include <system_error>
 #include <utility>
 #include <vector>
 
@@ -66,25 +63,6 @@ absl::StatusOr<nlohmann::json> ParseBoundedJson(absl::string_view text, absl::st
     return absl::InvalidArgumentError(absl::StrCat(name, ": key '", duplicate, "' appears twice"));
   }
   return document;
-}
-
-absl::StatusOr<std::string> ReadBoundedFile(const std::string& path, size_t max_bytes) {
-  std::error_code error;
-  const auto bytes = std::filesystem::file_size(path, error);
-  std::ifstream file(path, std::ios::binary);
-  if (error || !file) {
-    return absl::NotFoundError(
-        absl::StrCat(path, ": ", error ? error.message() : std::string("cannot be opened")));
-  }
-  if (bytes > max_bytes) {
-    return absl::InvalidArgumentError(
-        absl::StrCat(path, ": ", bytes, " bytes, at most ", max_bytes, " are accepted"));
-  }
-  std::string text(bytes, '\0');
-  if (!file.read(text.data(), static_cast<std::streamsize>(bytes))) {
-    return absl::DataLossError(absl::StrCat(path, ": could not be read to its end"));
-  }
-  return text;
 }
 
 }  // namespace tandem

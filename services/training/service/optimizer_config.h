@@ -1,14 +1,14 @@
 // The optimizer of a resolved configuration as the plain struct that engines take.
-#ifndef TANDEM_COMMON_CONFIG_OPTIMIZER_CONFIG_H_
-#define TANDEM_COMMON_CONFIG_OPTIMIZER_CONFIG_H_
+#ifndef TANDEM_SERVICES_TRAINING_SERVICE_OPTIMIZER_CONFIG_H_
+#define TANDEM_SERVICES_TRAINING_SERVICE_OPTIMIZER_CONFIG_H_
 
 #include "common/training/optimizer_options.h"
 #include "tandem/config/v1/server_config.pb.h"
 
-namespace tandem::config {
+namespace tandem::training {
 
-// `config` must be resolved (server_config.h).
-inline OptimizerOptions ToOptimizerOptions(const v1::OptimizerOptions& config) {
+// `config` must be resolved (common/config/server_config.h).
+inline OptimizerOptions ToOptimizerOptions(const config::v1::OptimizerOptions& config) {
   OptimizerOptions out;
   out.learning_rate = config.learning_rate();
   out.beta1 = config.beta1();
@@ -20,10 +20,10 @@ inline OptimizerOptions ToOptimizerOptions(const v1::OptimizerOptions& config) {
   out.total_steps = config.total_steps();
   out.min_learning_rate = config.min_learning_rate();
   switch (config.schedule()) {
-    case v1::LEARNING_RATE_SCHEDULE_LINEAR:
+    case config::v1::LEARNING_RATE_SCHEDULE_LINEAR:
       out.schedule = LearningRateSchedule::kLinear;
       break;
-    case v1::LEARNING_RATE_SCHEDULE_COSINE:
+    case config::v1::LEARNING_RATE_SCHEDULE_COSINE:
       out.schedule = LearningRateSchedule::kCosine;
       break;
     default:
@@ -32,6 +32,6 @@ inline OptimizerOptions ToOptimizerOptions(const v1::OptimizerOptions& config) {
   return out;
 }
 
-}  // namespace tandem::config
+}  // namespace tandem::training
 
-#endif  // TANDEM_COMMON_CONFIG_OPTIMIZER_CONFIG_H_
+#endif  // TANDEM_SERVICES_TRAINING_SERVICE_OPTIMIZER_CONFIG_H_

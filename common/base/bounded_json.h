@@ -1,6 +1,7 @@
-// JSON from files that nobody vouches for: size and depth are bounded before anything is built.
-#ifndef TANDEM_COMMON_TENSOR_BOUNDED_JSON_H_
-#define TANDEM_COMMON_TENSOR_BOUNDED_JSON_H_
+// JSON from files that nobody vouches for: its depth is bounded before anything is built (its size
+// is where the file is read).
+#ifndef TANDEM_COMMON_BASE_BOUNDED_JSON_H_
+#define TANDEM_COMMON_BASE_BOUNDED_JSON_H_
 
 #include <nlohmann/json.hpp>
 #include <string>
@@ -15,9 +16,6 @@ namespace tandem {
 absl::StatusOr<nlohmann::json> ParseBoundedJson(absl::string_view text, absl::string_view name,
                                                 int max_depth = 32);
 
-// The whole file; NOT_FOUND if it is not there, INVALID_ARGUMENT if it is longer than `max_bytes`.
-absl::StatusOr<std::string> ReadBoundedFile(const std::string& path, size_t max_bytes);
-
 }  // namespace tandem
 
-#endif  // TANDEM_COMMON_TENSOR_BOUNDED_JSON_H_
+#endif  // TANDEM_COMMON_BASE_BOUNDED_JSON_H_

@@ -1,0 +1,73 @@
+// Every reason that an error may carry (WithReason): the stable name that clients branch on, what
+// it means, and what the caller should do. docs/errors.md is generated from this file.
+#ifndef TANDEM_COMMON_BASE_ERROR_REASONS_H_
+#define TANDEM_COMMON_BASE_ERROR_REASONS_H_
+
+#include "absl/strings/string_view.h"
+
+namespace tandem {
+
+struct ErrorReason {
+  absl::string_view name;
+  absl::string_view meaning;
+  absl::string_view remedy;
+};
+
+namespace reason {
+
+// Any server.
+inline constexpr ErrorReason kLoading{"LOADING", "The server is still loading its model.",
+                                      "Wait for the delay that the error names, then call again."};
+inline constexpr ErrorReason kDraining{
+    "DRAINING", "The server was asked to end and takes no new work.",
+    "Call again once it has been restarted, or call another server."};
+inline constexpr ErrorReason kQueueFull{
+    "QUEUE_FULL", "Too many calls wait for a worker of the server.",
+    "Wait for the delay that the error names, then call again."};
+
+// Trainer and critic.
+inline constexpr ErrorReason kStalePolicyVersion{
+    "STALE_POLICY_VERSION", "The server holds another version than the expected one of the step.",
+    "Read the version with GetServerInfo; see that no other run trains this server."};
+inline constexpr ErrorReason kRequestIdReused{
+    "REQUEST_ID_REUSED", "The request_id already names a step with another content.",
+    "Choose a new request_id for every step; repeat one only with the same content."};
+inline constexpr ErrorReason kUnknownPolicyVersion{
+    "UNKNOWN_POLICY_VERSION",
+    "The trajectory was written by a version that this trainer never had.",
+    "See that the rollout server follows this trainer."};
+inline constexpr ErrorReason kTrajectoryTooOld{
+    "TRAJECTORY_TOO_OLD", "The trajectory was written more than max_staleness versions ago.",
+    "Publish before generating, or raise objective.max_staleness."};
+inline constexpr ErrorReason kNoCritic{"NO_CRITIC", "GAE needs a critic, and the trainer has none.",
+                                       "Start the trainer with critic_address."};
+inline constexpr ErrorReason kNoReferenceModel{
+    "NO_REFERENCE_MODEL", "The KL term needs a reference model, and the trainer has none.",
+    "Start the trainer with reference_model, or set kl_coefficient to 0."};
+
+// Rollout.
+inline constexpr ErrorReason kNoJunior{
+    "NO_JUNIOR", "The request needs a junior, and the server has none.",
+    "Start the rollout server with junior_model, or turn tandem off."};
+inline constexpr ErrorReason kVocabularyMismatch{
+    "VOCABULARY_MISMATCH", "Senior and junior have different vocabularies.",
+    "Choose a junior that shares the senior's tokenizer."};
+
+// Weight transfer.
+inline constexpr ErrorReason kStaleWeightVersion{
+    "STALE_WEIGHT_VERSION", "The receiver already holds this version or a newer one.",
+    "Restart the rollout server to go back to an older version."};
+inline constexpr ErrorReason kChunkOutOfOrder{
+    "CHUNK_OUT_OF_ORDER", "A chunk is not the next one of its update.",
+    "Ask with BeginUpdate where to go on, and send from there."};
+inline constexpr ErrorReason kChunkDamaged{
+    "CHUNK_DAMAGED", "The bytes of a chunk do not have the checksum that came with them.",
+    "Send the chunk again."};
+inline constexpr ErrorReason kDigestMismatch{
+    "DIGEST_MISMATCH", "The receiver committed other weights than the sender sent.",
+    "Publish again; if it persists, suspect the memory of one of the machines."};
+
+}  // namespace reason
+}  // namespace tandem
+
+#endif  // TANDEM_COMMON_BASE_ERROR_REASONS_H_

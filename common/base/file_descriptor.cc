@@ -1,0 +1,66 @@
+#include "common/base/file_descriptor.h"
+
+#include <fcntl.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+
+namespace tandem {
+namespace {
+
+// The system takes at most 2 GiB in one call.
+constexpr size_t kMaxWriteBytes = size_t{1} << 30;
+
+}  // namespace
+
+absl::Status FileError(int error, absl::string_view what, absl::string_view path) {
+  const absl::StatusCode code = error == ENOSPC || error == EDQUOT
+                                    ? absl::StatusCode::kResourceExhausted
+                                    : absl::ErrnoToStatusCode(error);
+  return absl::Status(code, absl::StrCat(what, " ", path, ": ", std::strerror(error)));
+}
+
+absl::StatusOr<FileDescriptor> FileDescriptor::Open(const std::string& path, int flags) {
+  const int fd = ::open(path.c_str(), flags | O_CLOEXEC, 0644);
+  if (fd < 0)
+    return FileError(errno, (flags & O_CREAT) != 0 ? "cannot create" : "cannot open", path);
+  return FileDescriptor(fd, path);
+}
+
+FileDescriptor::FileDescriptor(FileDescriptor&& other) noexcept
+    : fd_(std::exchange(other.fd_, -1)), path_(std::move(other.path_)) {}
+
+FileDescriptor::~FileDescriptor() {
+  if (fd_ >= 0) ::close(fd_);
+}
+
+absl::Status FileDescriptor::WriteAll(absl::string_view bytes) const {
+  while (!bytes.empty()) {
+    const ssize_t written = ::write(fd_, bytes.data(), std::min(bytes.size(), kMaxWriteBytes));
+    if (written < 0 && errno == EINTR) continue;
+    if (written < 0) return FileError(errno, "cannot write", path_);
+    bytes.remove_prefix(static_cast<size_t>(written));
+  }
+  return absl::OkStatus();
+}
+
+absl::StatusOr<size_t> FileDescriptor::Read(char* buffer, size_t capacity) const {
+  while (true) {
+    const ssize_t count = ::read(fd_, buffer, capacity);
+    if (count < 0 && errno == EINTR) continue;
+    if (count < 0) return FileError(errno, "cannot read", path_);
+    return static_cast<size_t>(count);
+  }
+}
+
+absl::Status FileDescriptor::Sync() const {
+  if (::fsync(fd_) != 0) return FileError(errno, "cannot sync", path_);
+  return absl::OkStatus();
+}
+
+}  // namespace tandem

@@ -1,0 +1,44 @@
+// An open file, and what is done with one.
+#ifndef TANDEM_COMMON_BASE_FILE_DESCRIPTOR_H_
+#define TANDEM_COMMON_BASE_FILE_DESCRIPTOR_H_
+
+#include <string>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/strings/string_view.h"
+
+namespace tandem {
+
+// "<what> <path>: <the system's words>" for an errno. A full disk is RESOURCE_EXHAUSTED, a missing
+// file NOT_FOUND, a forbidden one PERMISSION_DENIED.
+absl::Status FileError(int error, absl::string_view what, absl::string_view path);
+
+// Closes itself.
+class FileDescriptor {
+ public:
+  // `flags` of open(2); close-on-exec is added. A new file gets mode 0644.
+  static absl::StatusOr<FileDescriptor> Open(const std::string& path, int flags);
+
+  FileDescriptor(FileDescriptor&& other) noexcept;
+  FileDescriptor& operator=(FileDescriptor&&) = delete;
+  ~FileDescriptor();
+
+  int get() const { return fd_; }
+  const std::string& path() const { return path_; }
+
+  absl::Status WriteAll(absl::string_view bytes) const;
+  // At most `capacity` bytes into `buffer`; 0 at the end of the file.
+  absl::StatusOr<size_t> Read(char* buffer, size_t capacity) const;
+  absl::Status Sync() const;
+
+ private:
+  FileDescriptor(int fd, std::string path) : fd_(fd), path_(std::move(path)) {}
+
+  int fd_;
+  std::string path_;
+};
+
+}  // namespace tandem
+
+#endif  // TANDEM_COMMON_BASE_FILE_DESCRIPTOR_H_

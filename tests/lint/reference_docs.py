@@ -1,0 +1,227 @@
+"""Writes the reference pages that come from the code, or checks that they are current.
+
+    reference_docs.py update    writes docs/configuration.md and docs/errors.md
+    reference_docs.py check     fails when one of them is not what would be written
+
+docs/configuration.md holds every field of the three server configurations with the comment that
+the schema gives it; docs/errors.md every reason of common/base/error_reasons.h.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from google.protobuf import descriptor_pb2
+from proto_contract import REPOSITORY, Contract
+
+CONFIG_PROTO = "tandem/config/v1/server_config.proto"
+SERVERS = ("Rollout", "Trainer", "Critic")
+REASONS = REPOSITORY / "common/base/error_reasons.h"
+
+FieldProto = descriptor_pb2.FieldDescriptorProto
+_SCALARS = {
+    FieldProto.TYPE_BOOL: "bool",
+    FieldProto.TYPE_STRING: "text",
+    FieldProto.TYPE_DOUBLE: "number",
+    FieldProto.TYPE_FLOAT: "number",
+    FieldProto.TYPE_INT32: "integer",
+    FieldProto.TYPE_INT64: "integer",
+    FieldProto.TYPE_UINT64: "integer",
+}
+# "Default 30." or "Defaults 7701 rollout, 7702 trainer, 7703 critic.", up to the sentence's end.
+_DEFAULT = re.compile(r"\bDefaults? (?P<value>.+?)(?:\.(?=\s|$)|;|, at most)")
+# What a field without a default of its own holds when it is not set.
+_ZERO = {"bool": "false", "integer": "0", "number": "0"}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One setting."""
+
+    path: str
+    type: str
+    default: str
+    meaning: str
+
+
+@dataclass(frozen=True)
+class Group:
+    """The settings below one path; "" for those of a server itself."""
+
+    title: str
+    meaning: str
+    rows: tuple[Row, ...]
+
+
+class Schema:
+    """The messages and enums of the contract, by full name, with their comments."""
+
+    def __init__(self, files: descriptor_pb2.FileDescriptorSet) -> None:
+        self.messages: dict[str, descriptor_pb2.DescriptorProto] = {}
+        self.enums: dict[str, descriptor_pb2.EnumDescriptorProto] = {}
+        self._comments: dict[str, str] = {}
+        for file in files.file:
+            comments = {
+                tuple(location.path): " ".join(location.leading_comments.split())
+                for location in file.source_code_info.location
+            }
+            for i, message in enumerate(file.message_type):
+                name = f".{file.package}.{message.name}"
+                self.messages[name] = message
+                for j, field in enumerate(message.field):
+                    self._comments[f"{name}.{field.name}"] = comments.get((4, i, 2, j), "")
+            for i, enum in enumerate(file.enum_type):
+                name = f".{file.package}.{enum.name}"
+                self.enums[name] = enum
+                for j, value in enumerate(enum.value):
+                    self._comments[f"{name}.{value.name}"] = comments.get((5, i, 2, j), "")
+
+    @classmethod
+    def compile(cls) -> Schema:
+        """The schema of the present protos."""
+        with tempfile.TemporaryDirectory() as scratch:
+            image = Path(scratch) / "tandem.binpb"
+            Contract().compile(image, source_info=True)
+            return cls(descriptor_pb2.FileDescriptorSet.FromString(image.read_bytes()))
+
+    def groups(self, message: str, prefix: str = "") -> Iterator[Group]:
+        """The settings of a message, then those of the messages inside it, in their order."""
+        own, inner = [], []
+        for field in self.messages[message].field:
+            comment = self._comments[f"{message}.{field.name}"]
+            path = prefix + field.name
+            if field.type == FieldProto.TYPE_MESSAGE:
+                first, *others = self.groups(field.type_name, f"{path}.")
+                inner += [replace(first, title=path, meaning=comment), *others]
+            else:
+                own.append(self._row(path, field, comment))
+        yield Group("", "", tuple(own))
+        yield from inner
+
+    def _row(self, path: str, field: FieldProto, comment: str) -> Row:
+        kind, unset = self._type(field)
+        found = _DEFAULT.search(comment)
+        default = found["value"] if found else unset
+        return Row(path, kind, "required" if "Required." in comment else default, comment)
+
+    def _type(self, field: FieldProto) -> tuple[str, str]:
+        """The type in words, and what the field holds when nothing sets it."""
+        if field.type == FieldProto.TYPE_ENUM:
+            return self._enum(field.type_name)
+        kind = _SCALARS[field.type]
+        if field.label == FieldProto.LABEL_REPEATED:
+            return f"list of {kind}", "[]"
+        return kind, "" if field.proto3_optional else _ZERO.get(kind, "")
+
+    def _enum(self, name: str) -> tuple[str, str]:
+        unset, *values = self.enums[name].value
+        prefix = unset.name.removesuffix("UNSPECIFIED")
+        names = [value.name.removeprefix(prefix).lower() for value in values]
+        default = re.search(r"Not set: ([A-Z_]+)", self._comments[f"{name}.{unset.name}"])
+        return " \\| ".join(f"`{n}`" for n in names), default[1].lower() if default else ""
+
+
+def configuration_page(schema: Schema) -> str:
+    """docs/configuration.md."""
+    lines = [
+        "# Configuration of the servers",
+        "",
+        "Generated from the comments of `proto/" + CONFIG_PROTO + "` by `make format`; change them"
+        " there.",
+        "",
+        "A server reads `--config FILE` (YAML) and then `dotted.key=value` arguments, the last one"
+        " winning. An unknown key or a value of the wrong type is an error that names the path."
+        " `--check-config` prints the resolved result and exits.",
+    ]
+    # Servers that share settings share their table.
+    tables: dict[tuple[str, tuple[Row, ...]], dict[str, list[str]]] = {}
+    for server in SERVERS:
+        name = server.lower()
+        for group in schema.groups(f".tandem.config.v1.{server}ServerConfig"):
+            key = (group.title or f"tandem-{name}-server", group.rows)
+            tables.setdefault(key, {}).setdefault(group.meaning, []).append(name)
+    for title, rows in sorted(tables, key=lambda key: not key[0].startswith("tandem-")):
+        lines += ["", f"## `{title}`"]
+        for meaning, servers in tables[title, rows].items():
+            if meaning:
+                lines += [f"{', '.join(servers).capitalize()}: {meaning}"]
+        lines += ["", "| setting | type | default | meaning |", "|---|---|---|---|"]
+        for row in rows:
+            default = row.default if row.default in ("", "required") else f"`{row.default}`"
+            meaning = row.meaning.replace("|", "\\|")
+            lines.append(f"| `{row.path}` | {row.type} | {default} | {meaning} |")
+    return "\n".join(lines) + "\n"
+
+
+@dataclass(frozen=True)
+class Reason:
+    """One entry of error_reasons.h."""
+
+    name: str
+    meaning: str
+    remedy: str
+
+
+def reasons(header: str) -> list[Reason]:
+    """The reasons of the header, in its order."""
+    found = []
+    for body in re.findall(r"inline constexpr ErrorReason \w+\{(.*?)\};", header, re.S):
+        texts = []
+        for argument in re.findall(r'(?:"(?:[^"\\]|\\.)*"\s*)+', body):
+            texts.append("".join(re.findall(r'"((?:[^"\\]|\\.)*)"', argument)))
+        found.append(Reason(*texts))
+    return found
+
+
+def errors_page(header: str) -> str:
+    """docs/errors.md."""
+    lines = [
+        "# Reasons of errors",
+        "",
+        "Generated from `common/base/error_reasons.h` by `make format`; change them there.",
+        "",
+        "An error carries a gRPC code, a message, and where they apply details of `google.rpc`: the"
+        " dotted path of the field (`BadRequest`), a delay before the next attempt (`RetryInfo`),"
+        " and one of these reasons (`ErrorInfo`), on which a program may branch. The Python client"
+        " raises a `tandem.errors.RpcError` with `code`, `field`, `reason` and"
+        " `retry_after_seconds`.",
+        "",
+        "| reason | meaning | what to do |",
+        "|---|---|---|",
+    ]
+    lines += [f"| `{r.name}` | {r.meaning} | {r.remedy} |" for r in reasons(header)]
+    return "\n".join(lines) + "\n"
+
+
+def pages() -> dict[Path, str]:
+    """What each generated page should hold."""
+    return {
+        REPOSITORY / "docs/configuration.md": configuration_page(Schema.compile()),
+        REPOSITORY / "docs/errors.md": errors_page(REASONS.read_text()),
+    }
+
+
+def main(arguments: list[str]) -> int:
+    """Runs one command of the module's docstring; returns the exit status."""
+    if arguments == ["update"]:
+        for path, text in pages().items():
+            path.write_text(text)
+        return 0
+    if arguments != ["check"]:
+        print(__doc__, file=sys.stderr)
+        return 2
+    stale = [
+        path for path, text in pages().items() if not path.exists() or path.read_text() != text
+    ]
+    for path in stale:
+        print(f"{path.relative_to(REPOSITORY)} is stale: run `make format`", file=sys.stderr)
+    return 1 if stale else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

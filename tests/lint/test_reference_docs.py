@@ -1,0 +1,71 @@
+"""The generated pages hold what the code says, and the code uses what they list."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from check_layers import REPOSITORY
+from reference_docs import REASONS, Schema, errors_page, pages, reasons
+
+
+@pytest.fixture(scope="module")
+def settings():
+    schema = Schema.compile()
+    return {
+        row.path: row
+        for server in ("Rollout", "Trainer", "Critic")
+        for group in schema.groups(f".tandem.config.v1.{server}ServerConfig")
+        for row in group.rows
+    }
+
+
+@pytest.mark.parametrize("path", pages(), ids=lambda path: path.name)
+def test_page_is_current(path):
+    assert path.read_text() == pages()[path]
+
+
+def test_every_setting_has_a_type_and_a_meaning(settings):
+    assert len(settings) > 40
+    assert [row.path for row in settings.values() if not row.type or not row.meaning] == []
+
+
+def test_defaults_come_from_the_comments(settings):
+    assert settings["optimizer.learning_rate"].default == "1e-6"
+    assert settings["optimizer.schedule"].default == "constant"
+    assert settings["server.insecure"].default == "false"
+    assert settings["senior_model"].default == "required"
+    assert settings["optimizer.total_steps"].default == ""
+
+
+def test_types_are_in_words(settings):
+    assert settings["tandem.boundary_token_ids"].type == "list of integer"
+    assert settings["on_weight_update"].type == "`recompute` \\| `keep`"
+
+
+def test_a_reason_may_be_written_over_several_lines():
+    header = 'inline constexpr ErrorReason kA{\n "A_B", "One " "sentence.",\n "Do \\"this\\"."};'
+    assert [(r.name, r.meaning) for r in reasons(header)] == [("A_B", "One sentence.")]
+    assert "| `A_B` | One sentence. |" in errors_page(header)
+
+
+def test_every_reason_is_complete_and_listed_once():
+    text = REASONS.read_text()
+    listed = reasons(text)
+    assert len(listed) == text.count("inline constexpr ErrorReason")
+    assert len({r.name for r in listed}) == len(listed)
+    for reason in listed:
+        assert re.fullmatch(r"[A-Z]+(_[A-Z]+)*", reason.name)
+        assert reason.meaning.endswith(".")
+        assert reason.remedy.endswith(".")
+
+
+def test_every_reason_is_used():
+    constants = re.findall(r"constexpr ErrorReason (k\w+)", REASONS.read_text())
+    code = "".join(
+        path.read_text()
+        for folder in ("common", "services", "clients/cpp")
+        for path in (REPOSITORY / folder).rglob("*.cc")
+        if not path.name.endswith("_test.cc")
+    )
+    assert [name for name in constants if f"reason::{name}" not in code] == []
