@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import uuid
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -83,10 +83,16 @@ def submit(prompts: Iterable[Prompt]) -> rollout_pb2.GenerateRequest:
 class Collector:
     """Gathers the samples of a set of prompts, over as many attempts as it takes.
 
-    Raises ConfigError for two prompts with one request_id.
+    `on_event` sees every event after it was taken. Raises ConfigError for two prompts with one
+    request_id.
     """
 
-    def __init__(self, prompts: Iterable[Prompt]) -> None:
+    def __init__(
+        self,
+        prompts: Iterable[Prompt],
+        on_event: Callable[[rollout_pb2.GenerateResponse], None] | None = None,
+    ) -> None:
+        self._on_event = on_event or (lambda _: None)
         self.prompts = [prompt.named(index) for index, prompt in enumerate(prompts)]
         self._samples: dict[str, dict[int, trajectory_pb2.Trajectory]] = {}
         for index, prompt in enumerate(self.prompts):
@@ -115,6 +121,7 @@ class Collector:
                 event.failed.status, request_id=event.failed.request_id, method="Generate"
             )
             raise failure
+        self._on_event(event)
 
     def require_complete(self, address: str) -> None:
         """Raises if the stream ended with a sample missing."""

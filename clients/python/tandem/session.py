@@ -136,9 +136,14 @@ class Session:
         return self.synchronize()
 
     def critic(self) -> CriticClient:
-        """A client of the run's critic; whoever asks for it closes it."""
+        """A client of the run's critic; whoever asks for it closes it.
+
+        Raises ConfigError when neither the settings nor the trainer name one.
+        """
+        if self.critic_address is None:
+            raise ConfigError("servers.critic: not set, and the trainer has no critic_address")
         return CriticClient(
-            self.critic_address or "", timeout_seconds=self.settings.servers.timeout_seconds
+            self.critic_address, timeout_seconds=self.settings.servers.timeout_seconds
         )
 
     def _close(self, error: BaseException | None) -> None:

@@ -1,18 +1,20 @@
 """What every client shares: channel options, deadlines, request ids and the retry policy.
 
-The policy is written once, as a loop over attempts; the synchronous and the asyncio channel differ
-only in how they wait.
+Everything is written once, as coroutines over a Transport. AsyncConnection runs them under asyncio.
+Those of a Connection never suspend: where the other waits, it blocks; so blocking() makes plain
+functions of them.
 """
 
 from __future__ import annotations
 
 import asyncio
+import functools
 import random
 import time
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from dataclasses import dataclass
-from typing import Any, ClassVar, Generic, Self, TypeVar
+from typing import Any, ClassVar, Concatenate, Generic, ParamSpec, Self, TypeVar
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -20,6 +22,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from tandem.errors import REQUEST_ID_KEY, RpcError, from_rpc
 
 Response = TypeVar("Response")
+Result = TypeVar("Result")
+Parameters = ParamSpec("Parameters")
 
 MAX_MESSAGE_BYTES = 256 << 20
 
@@ -44,9 +48,10 @@ class RetryPolicy:
     """How often, and after which wait, a call is tried again.
 
     Tried again is what may pass by itself: UNAVAILABLE, and RESOURCE_EXHAUSTED where the server
-    says how long to wait (it does when waiting helps). That is safe: a train step, a publication
-    and a generated sample are functions of what is sent (request_id, version, seed). ExportModel
-    alone is never repeated.
+    says how long to wait (it does when waiting helps). That is safe where a second success leaves
+    what the first one left: a train step is known by its request_id, a sample is a function of its
+    seed, and what was published, saved, loaded or paused is so already. ExportModel alone is never
+    repeated, and neither is an open stream.
     """
 
     attempts: int = 4
@@ -145,38 +150,114 @@ class AsyncResponseStream(Generic[Response]):
         self._responses.cancel()
 
 
-class _Endpoint:
-    # What kind of server answers the calls: "rollout", "trainer", "critic"; "" if any may.
+class Transport:
+    """A channel to one server, and how calls are made over it.
+
+    Attributes:
+        role: what kind of server answers: "rollout", "trainer", "critic"; "" if any may.
+        default_address: where a server of this kind listens unless it is told otherwise.
+        default_timeout_seconds: what a call may take unless it says otherwise.
+    """
+
     role: ClassVar[str] = ""
+    default_address: ClassVar[str] = ""
+    default_timeout_seconds: ClassVar[float] = 600.0
+    _response_stream: ClassVar[type]
 
     def __init__(
         self,
-        address: str,
+        address: str | None = None,
         *,
-        timeout_seconds: float = 600.0,
+        timeout_seconds: float | None = None,
         retry: RetryPolicy | None = None,
     ) -> None:
-        self.address = address
-        self.timeout_seconds = timeout_seconds
+        self.address = self.default_address if address is None else address
+        self.timeout_seconds = timeout_seconds or self.default_timeout_seconds
         self.retry = retry or RetryPolicy()
+        self.channel = self._open_channel()
+        self._health = health_pb2_grpc.HealthStub(self.channel)
+
+    async def health(self, service: str = "", timeout_seconds: float = 5.0) -> str:
+        """SERVING, NOT_SERVING, SERVICE_UNKNOWN or UNREACHABLE."""
+        request = health_pb2.HealthCheckRequest(service=service)
+        try:
+            reply = await self._reply(self._health.Check(request, timeout=timeout_seconds))
+        except grpc.RpcError as error:
+            unknown = error.code() == grpc.StatusCode.NOT_FOUND
+            return "SERVICE_UNKNOWN" if unknown else "UNREACHABLE"
+        return health_pb2.HealthCheckResponse.ServingStatus.Name(reply.status)
+
+    async def _call(
+        self, method: str, attempt: Callable[..., Any], timeout_seconds: float | None = None
+    ) -> Any:
+        """Runs `attempt(**options)` until it succeeds or the policy gives up."""
+        call = self._new_call(method, timeout_seconds)
+        number = 1
+        while True:
+            try:
+                return await self._reply(attempt(**call.options))
+            except grpc.RpcError as error:
+                failure = call.failure(error)
+                wait = self.retry.wait_before(number, failure)
+                if wait is None:
+                    raise failure from None
+            await self._sleep(wait)
+            number += 1
+
+    async def _collect(self, method: str, start: Callable[..., Any]) -> list[Any]:
+        """All responses of a stream. No retries."""
+        responses: list[Any] = []
+        await self._each(self._stream(method, start), responses.append)
+        return responses
+
+    def _stream(
+        self, method: str, start: Callable[..., Any], timeout_seconds: float | None = None
+    ) -> Any:
+        """Starts `start(**options)` and returns its responses. No retries."""
+        call = self._new_call(method, timeout_seconds)
+        return self._response_stream(call, start(**call.options))
 
     def _new_call(self, method: str, timeout_seconds: float | None) -> Call:
         return Call(self.address, self.role, method, timeout_seconds or self.timeout_seconds)
 
+    # What the two kinds of channel do differently.
 
-class Connection(_Endpoint):
+    def _open_channel(self) -> Any:
+        raise NotImplementedError
+
+    async def _reply(self, started: Any) -> Any:
+        """The reply of a unary call that the stub started."""
+        raise NotImplementedError
+
+    async def _each(self, responses: Any, take: Callable[[Any], None]) -> None:
+        """Gives `take` every response; cancels the call when it raises."""
+        raise NotImplementedError
+
+    async def _sleep(self, seconds: float) -> None:
+        raise NotImplementedError
+
+
+def blocking(
+    method: Callable[Concatenate[Any, Parameters], Coroutine[Any, Any, Result]],
+) -> Callable[Concatenate[Any, Parameters], Result]:
+    """`method` as a plain function, for a class over Connection."""
+
+    @functools.wraps(method)
+    def run(self: Connection, *args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
+        coroutine = method(self, *args, **kwargs)
+        try:
+            coroutine.send(None)
+        except StopIteration as end:
+            return end.value
+        raise RuntimeError(f"{method.__qualname__} was suspended on a synchronous channel")
+
+    return run
+
+
+class Connection(Transport):
     """A synchronous channel to one server. Thread-safe; a context manager."""
 
-    def __init__(
-        self,
-        address: str,
-        *,
-        timeout_seconds: float = 600.0,
-        retry: RetryPolicy | None = None,
-    ) -> None:
-        super().__init__(address, timeout_seconds=timeout_seconds, retry=retry)
-        self.channel = grpc.insecure_channel(address, CHANNEL_OPTIONS)
-        self._health = health_pb2_grpc.HealthStub(self.channel)
+    _response_stream = ResponseStream
 
     def __enter__(self) -> Self:
         return self
@@ -188,60 +269,29 @@ class Connection(_Endpoint):
         """Closes the channel; running calls are cancelled."""
         self.channel.close()
 
-    def call(
-        self,
-        method: str,
-        attempt: Callable[[dict[str, Any]], Response],
-        timeout_seconds: float | None = None,
-    ) -> Response:
-        """Runs `attempt(options)` until it succeeds or the policy gives up."""
-        call = self._new_call(method, timeout_seconds)
-        number = 1
-        while True:
-            try:
-                return attempt(call.options)
-            except grpc.RpcError as error:
-                failure = call.failure(error)
-                wait = self.retry.wait_before(number, failure)
-                if wait is None:
-                    raise failure from None
-            time.sleep(wait)
-            number += 1
+    health = blocking(Transport.health)
 
-    def stream(
-        self,
-        method: str,
-        start: Callable[[dict[str, Any]], Any],
-        timeout_seconds: float | None = None,
-    ) -> ResponseStream[Any]:
-        """Starts `start(options)` and returns its responses. No retries."""
-        call = self._new_call(method, timeout_seconds)
-        return ResponseStream(call, start(call.options))
+    def _open_channel(self) -> grpc.Channel:
+        return grpc.insecure_channel(self.address, CHANNEL_OPTIONS)
 
-    def health(self, service: str = "", timeout_seconds: float = 5.0) -> str:
-        """SERVING, NOT_SERVING, SERVICE_UNKNOWN or UNREACHABLE."""
+    async def _reply(self, started: Any) -> Any:
+        return started
+
+    async def _each(self, responses: Any, take: Callable[[Any], None]) -> None:
         try:
-            reply = self._health.Check(
-                health_pb2.HealthCheckRequest(service=service), timeout=timeout_seconds
-            )
-        except grpc.RpcError as error:
-            return health_of_failure(error)
-        return health_pb2.HealthCheckResponse.ServingStatus.Name(reply.status)
+            for response in responses:
+                take(response)
+        finally:
+            responses.close()
+
+    async def _sleep(self, seconds: float) -> None:
+        time.sleep(seconds)
 
 
-class AsyncConnection(_Endpoint):
+class AsyncConnection(Transport):
     """An asyncio channel to one server; an async context manager."""
 
-    def __init__(
-        self,
-        address: str,
-        *,
-        timeout_seconds: float = 600.0,
-        retry: RetryPolicy | None = None,
-    ) -> None:
-        super().__init__(address, timeout_seconds=timeout_seconds, retry=retry)
-        self.channel = grpc.aio.insecure_channel(address, CHANNEL_OPTIONS)
-        self._health = health_pb2_grpc.HealthStub(self.channel)
+    _response_stream = AsyncResponseStream
 
     async def __aenter__(self) -> Self:
         return self
@@ -253,48 +303,18 @@ class AsyncConnection(_Endpoint):
         """Closes the channel; running calls are cancelled."""
         await self.channel.close()
 
-    async def call(
-        self,
-        method: str,
-        attempt: Callable[[dict[str, Any]], Awaitable[Response]],
-        timeout_seconds: float | None = None,
-    ) -> Response:
-        """Runs `attempt(options)` until it succeeds or the policy gives up."""
-        call = self._new_call(method, timeout_seconds)
-        number = 1
-        while True:
-            try:
-                return await attempt(call.options)
-            except grpc.RpcError as error:
-                failure = call.failure(error)
-                wait = self.retry.wait_before(number, failure)
-                if wait is None:
-                    raise failure from None
-            await asyncio.sleep(wait)
-            number += 1
+    def _open_channel(self) -> grpc.aio.Channel:
+        return grpc.aio.insecure_channel(self.address, CHANNEL_OPTIONS)
 
-    def stream(
-        self,
-        method: str,
-        start: Callable[[dict[str, Any]], Any],
-        timeout_seconds: float | None = None,
-    ) -> AsyncResponseStream[Any]:
-        """Starts `start(options)` and returns its responses. No retries."""
-        call = self._new_call(method, timeout_seconds)
-        return AsyncResponseStream(call, start(call.options))
+    async def _reply(self, started: Any) -> Any:
+        return await started
 
-    async def health(self, service: str = "", timeout_seconds: float = 5.0) -> str:
-        """SERVING, NOT_SERVING, SERVICE_UNKNOWN or UNREACHABLE."""
+    async def _each(self, responses: Any, take: Callable[[Any], None]) -> None:
         try:
-            reply = await self._health.Check(
-                health_pb2.HealthCheckRequest(service=service), timeout=timeout_seconds
-            )
-        except grpc.RpcError as error:
-            return health_of_failure(error)
-        return health_pb2.HealthCheckResponse.ServingStatus.Name(reply.status)
+            async for response in responses:
+                take(response)
+        finally:
+            await responses.aclose()
 
-
-def health_of_failure(error: Any) -> str:
-    """What a failed health check says of the server."""
-    unknown = error.code() == grpc.StatusCode.NOT_FOUND
-    return "SERVICE_UNKNOWN" if unknown else "UNREACHABLE"
+    async def _sleep(self, seconds: float) -> None:
+        await asyncio.sleep(seconds)

@@ -41,6 +41,11 @@ def test_every_call_may_take_as_long_as_the_settings_say(world, config, address,
             session.rollouts.generate([Prompt([1], seed=1)])
 
 
+def test_a_critic_that_nobody_names_is_missed_by_its_field(config):
+    with Session(config) as session, pytest.raises(ConfigError, match=r"^servers\.critic: not set"):
+        session.critic()
+
+
 def test_held_out_rows_are_left_out_whatever_the_formats_say(config, tmp_path):
     held_out = tmp_path / "held_out.jsonl"
     held_out.write_text('{"prompt": "w2 w3"}\n{"prompt": "the words w3 w4"}\n')
