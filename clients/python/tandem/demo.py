@@ -51,7 +51,7 @@ def main(arguments: list[str] | None = None) -> int:
         settings = settings_module.load(RunSettings, options.config, options.overrides)
         return run_demo(settings, output)
     except TandemError as error:
-        return report(error)
+        return report(error, as_json=options.json)
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
 

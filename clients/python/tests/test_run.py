@@ -387,6 +387,9 @@ def test_generate_score_health_status(address, run_file, tmp_path):
     assert critic["problem"] == "not a critic server"
     error = tandem("generate", "x", "--rollout", "127.0.0.1:1", "--json", check=3).stderr
     assert json.loads(error)["code"] == "UNAVAILABLE"
+    # A prompt is no option.
+    error = tandem("generate", "--rollout", "127.0.0.1:1", "--", "--json", check=3).stderr
+    assert error.startswith("tandem: ")
 
 
 def test_show_prints_the_records_of_a_step(run_file, tmp_path):
