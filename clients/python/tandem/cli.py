@@ -339,7 +339,7 @@ def show(
     count: Annotated[int, typer.Option(min=1, help="Trajectories to show.")] = 8,
     as_json: JsonFlag = False,
 ) -> None:
-    """Trajectories of a step, coloured by author; with --json one record a line."""
+    """Trajectories of a step, coloured by author; with --json one record per line."""
     from tandem.run_dir import trajectory_file
     from tandem.run_files import read_json_lines
     from tandem.text import TextCodec

@@ -14,6 +14,7 @@ from typing import Any
 from tandem.errors import ConfigError
 from tandem.settings import DataSettings, ReasoningGymSettings
 from tandem.text import TextCodec
+from tandem.text_files import decoded, json_object, read_bytes
 
 
 @dataclass(frozen=True)
@@ -155,10 +156,7 @@ def _extract(pattern: str, prompt: str, field: str) -> str:
 
 
 def _json_lines(path: Path, field: str) -> Iterator[dict[str, Any]]:
-    try:
-        data = path.read_bytes()
-    except OSError as error:
-        raise ConfigError(f"{field}: {path}: {error.strerror}") from None
+    data = read_bytes(path, f"{field}: {path}")
     # At line feeds alone: JSON strings may hold U+2028 and the other separators of splitlines().
     for number, line in enumerate(data.split(b"\n"), start=1):
         if line.strip():
@@ -166,18 +164,14 @@ def _json_lines(path: Path, field: str) -> Iterator[dict[str, Any]]:
 
 
 def _json_row(line: bytes, place: str) -> dict[str, Any]:
+    row = json_object(decoded(line, place), place)
     try:
-        row = json.loads(line.decode())
         # An escape may spell half a character ("\ud800"), which is no text.
         json.dumps(row, ensure_ascii=False).encode()
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{place}: not UTF-8: {error.reason} at byte {error.start}") from None
     except UnicodeEncodeError as error:
         half = error.object[error.start : error.end]
         raise ConfigError(f"{place}: not Unicode text: {half!r} stands alone") from None
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{place}: not JSON: {error}") from None
-    if not isinstance(row, dict) or not ("prompt" in row or "messages" in row):
+    if not ("prompt" in row or "messages" in row):
         raise ConfigError(f"{place}: a row needs `prompt` or `messages`")
     if "messages" not in row and not isinstance(row["prompt"], str):
         raise ConfigError(f"{place}: `prompt` must be a string")

@@ -1,4 +1,4 @@
-"""Exceptions of the client: one class a gRPC code, with what the server said about the cause."""
+"""Exceptions of the client: one class per gRPC code, with what the server said about the cause."""
 
 from __future__ import annotations
 

@@ -108,8 +108,8 @@ def _generate(
     rollouts: RolloutPool, prompts: Sequence[Prompt]
 ) -> list[list[trajectory_pb2.Trajectory]]:
     """The samples of prompts that all ask for as many, in messages of a bounded size."""
-    a_message = max(1, SEQUENCES_PER_MESSAGE // prompts[0].num_samples)
-    at_once = a_message * len(rollouts.clients)
+    prompts_per_message = max(1, SEQUENCES_PER_MESSAGE // prompts[0].num_samples)
+    at_once = prompts_per_message * len(rollouts.clients)
     return [
         samples
         for first in range(0, len(prompts), at_once)

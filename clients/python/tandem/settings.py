@@ -294,16 +294,22 @@ def load(schema: type[Model], path: Path, overrides: Sequence[str] = ()) -> Mode
 
     Raises ConfigError, with the dotted path of every problem.
     """
-    text = read_text(path, str(path))
-    try:
-        values = _read_yaml(text) or {}
-    except ValueError as error:
-        raise ConfigError(f"{path}: not YAML: {error}") from None
-    if not isinstance(values, dict):
-        raise ConfigError(f"{path}: the file must be a mapping")
+    values = read_mapping(path)
     for override in overrides:
         apply_override(values, override)
     return validate(schema, values, str(path))
+
+
+def read_mapping(path: Path, error: type[ConfigError] = ConfigError) -> dict[str, Any]:
+    """What a YAML file holds; raises `error`, which begins with the path, if that is no mapping."""
+    text = read_text(path, str(path), error)
+    try:
+        values = _read_yaml(text) or {}
+    except ValueError as failure:
+        raise error(f"{path}: not YAML: {failure}") from None
+    if not isinstance(values, dict):
+        raise error(f"{path}: the file must be a mapping")
+    return values
 
 
 def apply_override(values: dict[str, Any], override: str) -> None:

@@ -11,10 +11,21 @@ from tandem.errors import ConfigError
 
 def read_text(path: Path, place: str, error: type[ConfigError] = ConfigError) -> str:
     """The text of a UTF-8 file; raises `error`, which begins with `place`, if it has none."""
+    return decoded(read_bytes(path, place, error), place, error)
+
+
+def read_bytes(path: Path, place: str, error: type[ConfigError] = ConfigError) -> bytes:
+    """What a file holds; raises `error`, which begins with `place`, if it cannot be read."""
     try:
-        return path.read_text(encoding="utf-8")
+        return path.read_bytes()
     except OSError as failure:
         raise error(f"{place}: {failure.strerror}") from None
+
+
+def decoded(data: bytes, place: str, error: type[ConfigError] = ConfigError) -> str:
+    """UTF-8 as text; raises `error`, which begins with `place`, if it is none."""
+    try:
+        return data.decode()
     except UnicodeDecodeError as failure:
         raise error(f"{place}: not UTF-8: {failure.reason} at byte {failure.start}") from None
 
