@@ -13,7 +13,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -29,6 +29,10 @@ from tandem.errors import (
 from tandem.interrupt import Interrupt
 from tandem.render import Output, StepDisplay, authored_text, trajectory_table
 from tandem.settings import ClusterSettings, RunSettings
+
+if TYPE_CHECKING:
+    from tandem.client import RolloutClient
+    from tandem.text import TextCodec
 
 EXIT_FAILED, EXIT_USAGE, EXIT_UNREACHABLE, EXIT_INTERRUPTED = 1, 2, 3, 130
 
@@ -446,10 +450,19 @@ def _status_row(client: Any) -> dict[str, Any]:
     }
 
 
-def _codec(client: Any, directory: Path | None) -> Any:
+def _codec(client: RolloutClient, directory: Path | None) -> TextCodec:
+    """The tokenizer of `directory`; without one, of the server's model where it lies here too."""
     from tandem.text import TextCodec
 
-    return TextCodec(directory or Path(client.info().server.model.path))
+    if directory is not None:
+        return TextCodec(directory)
+    served = Path(client.info().server.model.path)
+    if not served.is_dir():
+        raise ConfigError(
+            f"--tokenizer: the server's model directory {served} is not on this machine",
+            hint="--tokenizer DIR names a directory here with the same tokenizer.json",
+        )
+    return TextCodec(served)
 
 
 if __name__ == "__main__":

@@ -393,6 +393,11 @@ def test_generate_score_health_status(address, run_file, tmp_path):
     assert error.startswith("tandem: ")
 
 
+def test_a_tokenizer_that_only_the_server_has_must_be_named(address, tmp_path):
+    done = tandem("generate", "w1", "--rollout", address, check=2)
+    assert f"--tokenizer: the server's model directory {tmp_path / 'model'}" in done.stderr
+
+
 def test_show_prints_the_records_of_a_step(run_file, tmp_path):
     tandem("train", run_file, "steps=1")
     run = tmp_path / "run"
