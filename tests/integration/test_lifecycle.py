@@ -76,7 +76,7 @@ def test_killing_the_client_in_mid_stream_frees_its_sequences(pair):
 def test_leaving_the_stream_and_cancelling_prompts_free_sequences(pair, rollout):
     from tandem.requests import submit
 
-    events = rollout.stream([submit([p.named(i) for i, p in enumerate(many())])])
+    events = rollout.stream(submit([p.named(i) for i, p in enumerate(many())]))
     next(events)
     events.close()
     wait_until(lambda: unfinished(pair) == 0)
@@ -188,7 +188,7 @@ def test_sigterm_in_mid_stream_exits_with_0_within_the_drain_time(models, tmp_pa
         from tandem.errors import RpcError
         from tandem.requests import submit
 
-        events = client.stream([submit([p.named(i) for i, p in enumerate(many())])])
+        events = client.stream(submit([p.named(i) for i, p in enumerate(many())]))
         next(events)
         [server] = running.servers
         server.process.send_signal(signal.SIGTERM)

@@ -236,7 +236,7 @@ def test_an_impossible_prompt_is_refused_and_its_neighbours_are_answered(
     from tandem.requests import submit
 
     kinds = {}
-    for event in rollout.stream([submit([bad, fine])]):
+    for event in rollout.stream(submit([bad, fine])):
         kind = event.WhichOneof("event")
         kinds[getattr(event, kind).request_id] = kind
     assert kinds == {"bad": "failed", "fine": "finished"}

@@ -68,7 +68,7 @@ class RolloutCalls(Transport):
         collector = requests.Collector(prompts, on_event)
         attempt = 1
         while missing := collector.missing():
-            events = self.stream([requests.submit(missing)], timeout_seconds)
+            events = self.stream(requests.submit(missing), timeout_seconds)
             try:
                 await self._each(events, collector.add)
             except RpcError as error:

@@ -49,8 +49,9 @@ class GenerateStream:
         self._events = client.stream(iter(self._outgoing.get, None), timeout_seconds)
 
     def submit(self, prompts: Iterable[Prompt]) -> None:
-        """Sends prompts; each needs its own request_id."""
-        self._outgoing.put(requests.submit(prompts))
+        """Sends prompts, which are admitted together; each needs its own request_id."""
+        for message in requests.submit(prompts):
+            self._outgoing.put(message)
 
     def cancel(self, request_ids: Iterable[str]) -> None:
         """Gives prompts up."""

@@ -14,8 +14,8 @@ from tandem.settings import given
 from tandem.stats import pass_at_k, wilson_interval
 from tandem.types.v1 import trajectory_pb2
 
-# Sequences that one message asks a server for: less than its queue holds by default.
-SEQUENCES_PER_MESSAGE = 1024
+# Sequences that one batch asks a server for: less than its queue holds by default.
+SEQUENCES_PER_BATCH = 1024
 
 
 @dataclass
@@ -107,9 +107,9 @@ def evaluate(session: Session, data: Dataset | None = None) -> Evaluation:
 def _generate(
     rollouts: RolloutPool, prompts: Sequence[Prompt]
 ) -> list[list[trajectory_pb2.Trajectory]]:
-    """The samples of prompts that all ask for as many, in messages of a bounded size."""
-    prompts_per_message = max(1, SEQUENCES_PER_MESSAGE // prompts[0].num_samples)
-    at_once = prompts_per_message * len(rollouts.clients)
+    """The samples of prompts that all ask for as many, in batches of a bounded size."""
+    prompts_per_batch = max(1, SEQUENCES_PER_BATCH // prompts[0].num_samples)
+    at_once = prompts_per_batch * len(rollouts.clients)
     return [
         samples
         for first in range(0, len(prompts), at_once)

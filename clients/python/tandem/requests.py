@@ -14,11 +14,17 @@ from tandem.critic.v1 import critic_pb2
 from tandem.errors import ConfigError, RpcError, from_status
 from tandem.rollout.v1 import rollout_pb2
 from tandem.trainer.v1 import trainer_pb2
+from tandem.transport import MAX_SEND_BYTES
 from tandem.types.v1 import tensor_pb2, trajectory_pb2
 from tandem.wire import to_message, to_tensor
 
 # Names of a step directory, so that they sort by step.
 STEP_NAME = "step_{:06d}"
+
+# At most what protobuf writes before an inner message: its tag and its length.
+_TAG_BYTES = 6
+# What the prompts of one message may take, beside the message around them and its last flag.
+_PROMPT_BYTES = MAX_SEND_BYTES - _TAG_BYTES - 2
 
 
 @dataclass(frozen=True)
@@ -73,11 +79,28 @@ class Prompt:
         return prompt
 
 
-def submit(prompts: Iterable[Prompt]) -> rollout_pb2.GenerateRequest:
-    """All prompts in one message: one admission, hence a reproducible schedule."""
-    return rollout_pb2.GenerateRequest(
-        submit=rollout_pb2.SubmitPrompts(prompts=[prompt.message() for prompt in prompts])
-    )
+def submit(prompts: Iterable[Prompt]) -> list[rollout_pb2.GenerateRequest]:
+    """The messages of one batch: one admission, hence a reproducible schedule.
+
+    Raises ConfigError for a prompt that no message can hold.
+    """
+    parts: list[list[rollout_pb2.Prompt]] = [[]]
+    free = _PROMPT_BYTES
+    for prompt in prompts:
+        message = prompt.message()
+        size = message.ByteSize() + _TAG_BYTES
+        if size > _PROMPT_BYTES:
+            raise ConfigError(
+                f"prompt {prompt.request_id!r}: {size} bytes, a message holds {_PROMPT_BYTES}"
+            )
+        if size > free:
+            parts.append([])
+            free = _PROMPT_BYTES
+        parts[-1].append(message)
+        free -= size
+    batch = [rollout_pb2.SubmitPrompts(prompts=part, more_follow=True) for part in parts]
+    batch[-1].more_follow = False
+    return [rollout_pb2.GenerateRequest(submit=part) for part in batch]
 
 
 class Collector:

@@ -45,7 +45,7 @@ class RolloutPool:
     def generate(
         self, prompts: Sequence[Prompt], on_event: Callable[[Event], None] | None = None
     ) -> list[list[trajectory_pb2.Trajectory]]:
-        """The samples of every prompt, in order. One message a server: see SubmitPrompts."""
+        """The samples of every prompt, in order. One batch per server: see SubmitPrompts."""
         named = [prompt.named(index) for index, prompt in enumerate(prompts)]
         count = len(self.clients)
         bounds = [len(named) * i // count for i in range(count + 1)]

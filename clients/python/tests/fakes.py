@@ -60,6 +60,7 @@ class FakeWorld:
         self.saved = {}
         self.keeps = []  # `keep` of every SaveCheckpoint
         self.served_digest = "d"  # of the rollout servers' weights; the trainer's is "d"
+        self.batches = []  # request_ids of every batch that Generate admitted
         self.open_streams = 0  # Generate calls that did not end
         self.cut_streams = 0  # Generate calls to break off after one sample
 
@@ -90,8 +91,14 @@ class FakeRollout(rollout_pb2_grpc.RolloutServiceServicer, weights_pb2_grpc.Weig
         self.world.enter("Generate", context)
         self.world.open_streams += 1
         context.add_callback(self._leave)
+        batch = []
         for request in requests:
-            for prompt in request.submit.prompts:
+            batch.extend(request.submit.prompts)
+            if request.submit.more_follow:
+                continue
+            self.world.batches.append([prompt.request_id for prompt in batch])
+            admitted, batch = batch, []
+            for prompt in admitted:
                 if prompt.sampling.top_k < 0:
                     yield rollout_pb2.GenerateResponse(
                         failed=rollout_pb2.FailedEvent(

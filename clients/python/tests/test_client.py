@@ -27,6 +27,7 @@ from tandem.errors import (
     UnavailableError,
 )
 from tandem.requests import Prompt, SupervisedSample
+from tandem.transport import MAX_SEND_BYTES
 
 QUICK = RetryPolicy(attempts=3, initial_seconds=0.01)
 SAMPLES = [SupervisedSample([1], [2, 3])]
@@ -172,7 +173,7 @@ def test_events_outlive_the_stream_that_submits(address):
 
 def test_leaving_a_stream_in_the_middle_cancels_the_call(world, address):
     with RolloutClient(address) as client:
-        messages = iter(lambda: requests.submit([prompts()[0].named(0)]), None)
+        messages = iter(lambda: requests.submit([prompts()[0].named(0)])[0], None)
         for _ in client.stream(messages):
             assert world.open_streams == 1
             break
@@ -205,6 +206,36 @@ def test_a_prompt_that_does_not_fit_the_contract_is_refused_before_it_is_sent(
     with RolloutClient(address) as client, pytest.raises(ConfigError, match="out of range"):
         client.generate([Prompt(**({"token_ids": [1]} | change))])
     assert world.calls == []
+
+
+def test_a_batch_beyond_one_message_travels_in_several_and_is_answered_as_one(world, address):
+    # Three megabytes each: ids above 2^21 take four bytes.
+    large = [
+        Prompt([2**21 + i] * 750_000, seed=i, sampling={"max_tokens": 3}, request_id=f"p{i}")
+        for i in range(3)
+    ]
+    messages = requests.submit([*large, *prompts(1)])
+    assert [len(message.submit.prompts) for message in messages] == [1, 1, 2]
+    assert [message.submit.more_follow for message in messages] == [True, True, False]
+    with RolloutClient(address) as client:
+        groups = client.generate(large)
+    assert [group[0].seed for group in groups] == [0, 1, 2]
+    assert world.batches == [["p0", "p1", "p2"]]
+
+
+def test_messages_are_as_large_as_a_server_takes():
+    small = [Prompt([1] * 5000, request_id=f"{i}") for i in range(1000)]
+    sizes = [message.ByteSize() for message in requests.submit(small)]
+    assert len(sizes) == 2
+    assert MAX_SEND_BYTES - 6000 < sizes[0] <= MAX_SEND_BYTES
+
+
+def test_a_prompt_that_no_message_holds_is_refused():
+    [message] = requests.submit([Prompt([1] * (MAX_SEND_BYTES - 64))])
+    assert message.ByteSize() <= MAX_SEND_BYTES
+    too_long = Prompt([1] * MAX_SEND_BYTES, request_id="long")
+    with pytest.raises(ConfigError, match=r"^prompt 'long': \d+ bytes, a message holds"):
+        requests.submit([too_long])
 
 
 def test_two_prompts_with_one_request_id_are_refused(world, address):
@@ -267,7 +298,8 @@ def test_what_an_async_client_awaits_a_plain_client_returns(plain, asynchronous)
 async def test_an_async_stream_takes_messages_while_it_runs(address):
     async def messages():
         for prompt in prompts():
-            yield requests.submit([prompt.named(0)])
+            [message] = requests.submit([prompt.named(0)])
+            yield message
             await asyncio.sleep(0)
 
     async with AsyncRolloutClient(address, retry=QUICK) as client:
@@ -278,7 +310,8 @@ async def test_an_async_stream_takes_messages_while_it_runs(address):
 async def test_an_async_stream_starts_at_once_and_ends_when_left(world, address):
     async def messages():
         while True:
-            yield requests.submit([prompts()[0].named(0)])
+            [message] = requests.submit([prompts()[0].named(0)])
+            yield message
             await asyncio.sleep(0.01)
 
     async def happens(condition):
