@@ -49,8 +49,9 @@ _HINTS = {
     "REQUEST_ID_REUSED": "a request_id names one payload for ever; choose a new one",
     "STALE_WEIGHT_VERSION": "a rollout server never goes back to an older version: restart it "
     "first",
-    "WEIGHTS_DIFFER": "start both from the same model, and restart the one that another run has "
-    "trained",
+    "WEIGHTS_DIFFER": "one of the servers was trained by another run, or went back to a checkpoint "
+    "after the other had its weights: start both from the same model, and restart the one that is "
+    "ahead",
 }
 
 

@@ -137,7 +137,10 @@ def trajectory_record(
         "group_id": group_id,
         "sample_index": trajectory.sample_index,
         "seed": trajectory.seed,
-        "senior_versions": [[run.weights.version, run.count] for run in trajectory.senior_versions],
+        "senior_versions": [
+            [run.weights.version, run.count, run.weights.digest]
+            for run in trajectory.senior_versions
+        ],
         "junior_version": trajectory.junior_version or None,
         "sampling": {
             "temperature": sampling.temperature,

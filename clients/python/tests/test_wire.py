@@ -79,7 +79,7 @@ def test_record_sorts_log_probs_by_model():
     senior, junior = np.where(mask, author, other), np.where(mask, other, author)
     assert np.array_equal(np.array(record["senior_logprobs"], np.float32), senior)
     assert np.array_equal(np.array(record["junior_logprobs"], np.float32), junior)
-    assert record["senior_versions"] == [[3, len(mask)]]
+    assert record["senior_versions"] == [[3, len(mask), "d"]]
     assert record["tandem"]["selection_strategy"] == "bernoulli"
 
 
