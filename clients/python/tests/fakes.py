@@ -90,7 +90,8 @@ class FakeRollout(rollout_pb2_grpc.RolloutServiceServicer, weights_pb2_grpc.Weig
     def Generate(self, requests, context):
         self.world.enter("Generate", context)
         self.world.open_streams += 1
-        context.add_callback(self._leave)
+        if not context.add_callback(self._leave):  # The call has ended already.
+            self._leave()
         batch = []
         for request in requests:
             batch.extend(request.submit.prompts)
