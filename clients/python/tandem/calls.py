@@ -7,7 +7,6 @@ the messages of the contract, failures the exceptions of tandem.errors.
 from __future__ import annotations
 
 from collections.abc import AsyncIterable, Callable, Iterable, Mapping, Sequence
-from functools import cached_property, partial
 from typing import Any
 
 from tandem import requests
@@ -28,15 +27,12 @@ class RolloutCalls(Transport):
 
     role = "rollout"
     default_address = "127.0.0.1:7701"
-
-    @cached_property
-    def _stub(self) -> rollout_pb2_grpc.RolloutServiceStub:
-        return rollout_pb2_grpc.RolloutServiceStub(self.channel)
+    stubs = (rollout_pb2_grpc.RolloutServiceStub, weights_pb2_grpc.WeightServiceStub)
 
     async def info(self) -> rollout_pb2.GetServerInfoResponse:
         """What the server is and holds."""
         request = rollout_pb2.GetServerInfoRequest()
-        return await self._call("GetServerInfo", partial(self._stub.GetServerInfo, request))
+        return await self._call("GetServerInfo", request)
 
     def stream(
         self,
@@ -51,7 +47,7 @@ class RolloutCalls(Transport):
         """
         if isinstance(messages, Iterable):
             messages = iter(messages)
-        return self._stream("Generate", partial(self._stub.Generate, messages), timeout_seconds)
+        return self._stream("Generate", messages, timeout_seconds)
 
     async def generate(
         self,
@@ -91,23 +87,22 @@ class RolloutCalls(Transport):
     ) -> rollout_pb2.ScoreResponse:
         """Log-probabilities of (token ids, index of the first scored token)."""
         request = requests.score(sequences, senior, junior, temperature)
-        return await self._call("Score", partial(self._stub.Score, request))
+        return await self._call("Score", request)
 
     async def pause(self) -> int:
         """Stops at the next step boundary; returns the sequences that are held."""
         request = rollout_pb2.PauseRequest()
-        return (await self._call("Pause", partial(self._stub.Pause, request))).held_sequences
+        return (await self._call("Pause", request)).held_sequences
 
     async def resume(self) -> None:
         """Goes on after pause()."""
         request = rollout_pb2.ResumeRequest()
-        await self._call("Resume", partial(self._stub.Resume, request))
+        await self._call("Resume", request)
 
     async def weights_version(self) -> server_pb2.WeightsVersion:
         """Version and digest of the weights being served."""
         request = weights_pb2.GetVersionRequest()
-        stub = weights_pb2_grpc.WeightServiceStub(self.channel)
-        return (await self._call("GetVersion", partial(stub.GetVersion, request))).weights
+        return (await self._call("GetVersion", request)).weights
 
 
 class TrainerCalls(Transport):
@@ -116,15 +111,12 @@ class TrainerCalls(Transport):
     role = "trainer"
     default_address = "127.0.0.1:7702"
     default_timeout_seconds = 3600.0
-
-    @cached_property
-    def _stub(self) -> trainer_pb2_grpc.TrainerServiceStub:
-        return trainer_pb2_grpc.TrainerServiceStub(self.channel)
+    stubs = (trainer_pb2_grpc.TrainerServiceStub,)
 
     async def info(self) -> trainer_pb2.GetServerInfoResponse:
         """What the server is and holds."""
         request = trainer_pb2.GetServerInfoRequest()
-        return await self._call("GetServerInfo", partial(self._stub.GetServerInfo, request))
+        return await self._call("GetServerInfo", request)
 
     async def train_step(
         self,
@@ -150,7 +142,7 @@ class TrainerCalls(Transport):
             objective=objective or {},
             request_id=request_id,
         )
-        return await self._send_train_step(messages, timeout_seconds)
+        return await self._send("TrainStep", messages, timeout_seconds)
 
     async def send_train_step(
         self,
@@ -158,50 +150,42 @@ class TrainerCalls(Transport):
         timeout_seconds: float | None = None,
     ) -> trainer_pb2.TrainStepResponse:
         """The raw TrainStep call."""
-        return await self._send_train_step(list(messages), timeout_seconds)
-
-    async def _send_train_step(
-        self, messages: list[trainer_pb2.TrainStepRequest], timeout_seconds: float | None
-    ) -> trainer_pb2.TrainStepResponse:
-        # Every attempt reads the messages from the first.
-        return await self._call(
-            "TrainStep", lambda **o: self._stub.TrainStep(iter(messages), **o), timeout_seconds
-        )
+        return await self._send("TrainStep", messages, timeout_seconds)
 
     async def compute_log_probs(
         self, sequences: Iterable[SupervisedSample], temperature: float | None = None
     ) -> list[trainer_pb2.ComputeLogProbsResponse]:
         """Log-probabilities and entropies of the responses under the current weights."""
         messages = requests.log_prob_requests(sequences, temperature)
-        return await self._collect("ComputeLogProbs", partial(self._stub.ComputeLogProbs, messages))
+        return await self._collect("ComputeLogProbs", messages)
 
     async def publish_weights(self, targets: Iterable[str]) -> trainer_pb2.PublishWeightsResponse:
         """Sends the current weights to receivers; look at each result's status."""
         request = trainer_pb2.PublishWeightsRequest(targets=targets)
-        return await self._call("PublishWeights", partial(self._stub.PublishWeights, request))
+        return await self._call("PublishWeights", request)
 
     async def save_checkpoint(self, directory: str, name: str, keep: int = 0) -> str:
         """Writes an atomic checkpoint; returns its path on the server's file system."""
         request = trainer_pb2.SaveCheckpointRequest(directory=directory, name=name, keep=keep)
-        reply = await self._call("SaveCheckpoint", partial(self._stub.SaveCheckpoint, request))
+        reply = await self._call("SaveCheckpoint", request)
         return reply.path
 
     async def load_checkpoint(self, path: str) -> int:
         """Goes back to a checkpoint; returns its version."""
         request = trainer_pb2.LoadCheckpointRequest(path=path)
-        reply = await self._call("LoadCheckpoint", partial(self._stub.LoadCheckpoint, request))
+        reply = await self._call("LoadCheckpoint", request)
         return reply.weights.version
 
     async def export_model(self, path: str, *, bfloat16: bool = False) -> str:
         """Writes the weights as a Hugging Face directory that must not exist yet."""
         dtype = requests.export_dtype(bfloat16)
         request = trainer_pb2.ExportModelRequest(path=path, dtype=dtype)
-        return (await self._call("ExportModel", partial(self._stub.ExportModel, request))).path
+        return (await self._call("ExportModel", request)).path
 
     def watch_steps(self) -> Any:
         """A report after every train step from now on, until the loop is left."""
         request = trainer_pb2.WatchStepsRequest()
-        return self._stream("WatchSteps", partial(self._stub.WatchSteps, request))
+        return self._stream("WatchSteps", request)
 
 
 class CriticCalls(Transport):
@@ -210,47 +194,40 @@ class CriticCalls(Transport):
     role = "critic"
     default_address = "127.0.0.1:7703"
     default_timeout_seconds = 3600.0
-
-    @cached_property
-    def _stub(self) -> critic_pb2_grpc.CriticServiceStub:
-        return critic_pb2_grpc.CriticServiceStub(self.channel)
+    stubs = (critic_pb2_grpc.CriticServiceStub,)
 
     async def info(self) -> critic_pb2.GetServerInfoResponse:
         """What the server is and holds."""
         request = critic_pb2.GetServerInfoRequest()
-        return await self._call("GetServerInfo", partial(self._stub.GetServerInfo, request))
+        return await self._call("GetServerInfo", request)
 
     async def compute_values(
         self, sequences: Iterable[SupervisedSample]
     ) -> list[critic_pb2.ComputeValuesResponse]:
         """Values of the response tokens."""
         messages = requests.value_requests(sequences)
-        return await self._collect("ComputeValues", partial(self._stub.ComputeValues, messages))
+        return await self._collect("ComputeValues", messages)
 
     async def send_train_step(
         self, messages: Iterable[critic_pb2.TrainStepRequest], timeout_seconds: float | None = None
     ) -> critic_pb2.TrainStepResponse:
         """The raw TrainStep call. In a PPO run the trainer makes it."""
-        # Every attempt reads the messages from the first.
-        messages = list(messages)
-        return await self._call(
-            "TrainStep", lambda **o: self._stub.TrainStep(iter(messages), **o), timeout_seconds
-        )
+        return await self._send("TrainStep", messages, timeout_seconds)
 
     async def save_checkpoint(self, directory: str, name: str, keep: int = 0) -> str:
         """Writes an atomic checkpoint; returns its path on the server's file system."""
         request = critic_pb2.SaveCheckpointRequest(directory=directory, name=name, keep=keep)
-        reply = await self._call("SaveCheckpoint", partial(self._stub.SaveCheckpoint, request))
+        reply = await self._call("SaveCheckpoint", request)
         return reply.path
 
     async def load_checkpoint(self, path: str) -> int:
         """Goes back to a checkpoint; returns its version."""
         request = critic_pb2.LoadCheckpointRequest(path=path)
-        reply = await self._call("LoadCheckpoint", partial(self._stub.LoadCheckpoint, request))
+        reply = await self._call("LoadCheckpoint", request)
         return reply.weights.version
 
     async def export_model(self, path: str, *, bfloat16: bool = False) -> str:
         """Writes a Hugging Face token-classification directory that must not exist yet."""
         dtype = requests.export_dtype(bfloat16)
         request = critic_pb2.ExportModelRequest(path=path, dtype=dtype)
-        return (await self._call("ExportModel", partial(self._stub.ExportModel, request))).path
+        return (await self._call("ExportModel", request)).path

@@ -12,7 +12,7 @@ import functools
 import random
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar, Concatenate, Generic, ParamSpec, Self, TypeVar
 
@@ -160,11 +160,13 @@ class Transport:
         role: what kind of server answers: "rollout", "trainer", "critic"; "" if any may.
         default_address: where a server of this kind listens unless it is told otherwise.
         default_timeout_seconds: what a call may take unless it says otherwise.
+        stubs: of the services that the server offers; their methods have different names.
     """
 
     role: ClassVar[str] = ""
     default_address: ClassVar[str] = ""
     default_timeout_seconds: ClassVar[float] = 600.0
+    stubs: ClassVar[tuple[type, ...]] = ()
     _response_stream: ClassVar[type]
 
     def __init__(
@@ -179,6 +181,9 @@ class Transport:
         self.retry = retry or RetryPolicy()
         self.channel = self._open_channel()
         self._health = health_pb2_grpc.HealthStub(self.channel)
+        self._methods = {
+            name: method for stub in self.stubs for name, method in vars(stub(self.channel)).items()
+        }
 
     async def health(self, service: str = "", timeout_seconds: float = 5.0) -> str:
         """SERVING, NOT_SERVING, SERVICE_UNKNOWN or UNREACHABLE."""
@@ -190,15 +195,25 @@ class Transport:
             return "SERVICE_UNKNOWN" if unknown else "UNREACHABLE"
         return health_pb2.HealthCheckResponse.ServingStatus.Name(reply.status)
 
-    async def _call(
-        self, method: str, attempt: Callable[..., Any], timeout_seconds: float | None = None
+    async def _call(self, method: str, request: Any, timeout_seconds: float | None = None) -> Any:
+        """The reply to one request, after as many attempts as the policy allows."""
+        return await self._attempt(method, lambda: request, timeout_seconds)
+
+    async def _send(
+        self, method: str, messages: Iterable[Any], timeout_seconds: float | None = None
     ) -> Any:
-        """Runs `attempt(**options)` until it succeeds or the policy gives up."""
+        """The reply to a stream of messages, which every attempt sends from the first."""
+        messages = list(messages)
+        return await self._attempt(method, lambda: iter(messages), timeout_seconds)
+
+    async def _attempt(
+        self, method: str, request: Callable[[], Any], timeout_seconds: float | None
+    ) -> Any:
         call = self._new_call(method, timeout_seconds)
         number = 1
         while True:
             try:
-                return await self._reply(attempt(**call.options))
+                return await self._reply(self._methods[method](request(), **call.options))
             except grpc.RpcError as error:
                 failure = call.failure(error)
                 wait = self.retry.wait_before(number, failure)
@@ -207,18 +222,16 @@ class Transport:
             await self._sleep(wait)
             number += 1
 
-    async def _collect(self, method: str, start: Callable[..., Any]) -> list[Any]:
+    async def _collect(self, method: str, messages: Iterator[Any]) -> list[Any]:
         """All responses of a stream. No retries."""
         responses: list[Any] = []
-        await self._each(self._stream(method, start), responses.append)
+        await self._each(self._stream(method, messages), responses.append)
         return responses
 
-    def _stream(
-        self, method: str, start: Callable[..., Any], timeout_seconds: float | None = None
-    ) -> Any:
-        """Starts `start(**options)` and returns its responses. No retries."""
+    def _stream(self, method: str, messages: Any, timeout_seconds: float | None = None) -> Any:
+        """Starts a call and returns its responses. No retries."""
         call = self._new_call(method, timeout_seconds)
-        return self._response_stream(call, start(**call.options))
+        return self._response_stream(call, self._methods[method](messages, **call.options))
 
     def _new_call(self, method: str, timeout_seconds: float | None) -> Call:
         return Call(self.address, self.role, method, timeout_seconds or self.timeout_seconds)
