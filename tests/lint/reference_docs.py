@@ -1,14 +1,16 @@
 """Writes the reference pages that come from the code, or checks that they are current.
 
-    reference_docs.py update    writes docs/configuration.md and docs/errors.md
+    reference_docs.py update    writes them
     reference_docs.py check     fails when one of them is not what would be written
 
 docs/configuration.md holds every field of the three server configurations with the comment that
-the schema gives it; docs/errors.md every reason of common/base/error_reasons.h.
+the schema gives it; docs/errors.md every reason of common/base/error_reasons.h, and
+clients/python/tandem/remedies.json what to do about it.
 """
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 import tempfile
@@ -188,8 +190,8 @@ def errors_page(header: str) -> str:
         "An error carries a gRPC code, a message, and where they apply details of `google.rpc`: the"
         " dotted path of the field (`BadRequest`), a delay before the next attempt (`RetryInfo`),"
         " and one of these reasons (`ErrorInfo`), on which a program may branch. The Python client"
-        " raises a `tandem.errors.RpcError` with `code`, `field`, `reason` and"
-        " `retry_after_seconds`.",
+        " raises a `tandem.errors.RpcError` with `code`, `field`, `reason`, `hint` (the last"
+        " column) and `retry_after_seconds`.",
         "",
         "| reason | meaning | what to do |",
         "|---|---|---|",
@@ -198,11 +200,17 @@ def errors_page(header: str) -> str:
     return "\n".join(lines) + "\n"
 
 
+def remedies(header: str) -> str:
+    """What the Python client says of a reason: remedies.json."""
+    return json.dumps({r.name: r.remedy for r in reasons(header)}, indent=2) + "\n"
+
+
 def pages() -> dict[Path, str]:
     """What each generated page should hold."""
     return {
         REPOSITORY / "docs/configuration.md": configuration_page(Schema.compile()),
         REPOSITORY / "docs/errors.md": errors_page(REASONS.read_text()),
+        REPOSITORY / "clients/python/tandem/remedies.json": remedies(REASONS.read_text()),
     }
 
 

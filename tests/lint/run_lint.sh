@@ -24,7 +24,7 @@ check_clang_tidy() {
 check "layers" "$python" tests/lint/check_layers.py
 check "protos (style)" "$python" tests/lint/proto_contract.py lint
 check "protos (compatible with proto/golden)" "$python" tests/lint/proto_contract.py check
-check "docs/configuration.md and docs/errors.md" "$python" tests/lint/reference_docs.py check
+check "generated pages" "$python" tests/lint/reference_docs.py check
 check "ruff" .venv/bin/ruff check --quiet .
 check "ruff format" .venv/bin/ruff format --quiet --check .
 check "clang-format" check_clang_format

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable
+from importlib import resources
 from typing import Any
 
 import grpc
@@ -37,22 +39,10 @@ class ServerStartError(TandemError):
     """A local server that did not come up, or died."""
 
 
-# What a user can do, where the server's reason says enough.
-_HINTS = {
-    "STALE_POLICY_VERSION": "the trainer holds another version than expected_version: "
-    "read it with GetServerInfo, and see that no other run trains this server",
-    "TRAJECTORY_TOO_OLD": "raise objective.max_staleness, or publish before generating",
-    "UNKNOWN_POLICY_VERSION": "the trajectory was written by a version that this trainer never "
-    "had: is the rollout server following another trainer?",
-    "NO_CRITIC": "start the trainer with critic_address",
-    "NO_REFERENCE_MODEL": "start the trainer with reference_model",
-    "REQUEST_ID_REUSED": "a request_id names one payload for ever; choose a new one",
-    "STALE_WEIGHT_VERSION": "a rollout server never goes back to an older version: restart it "
-    "first",
-    "WEIGHTS_DIFFER": "one of the servers was trained by another run, or went back to a checkpoint "
-    "after the other had its weights: start both from the same model, and restart the one that is "
-    "ahead",
-}
+# What to do about a reason; written from the servers' list of reasons by `make format`.
+_REMEDIES: dict[str, str] = json.loads(
+    resources.files("tandem").joinpath("remedies.json").read_text(encoding="utf-8")
+)
 
 
 class RpcError(TandemError):
@@ -63,7 +53,7 @@ class RpcError(TandemError):
         field: dotted path of the offending field, for example
             "samples[3].trajectory.authorship_mask".
         reason: stable UPPER_SNAKE_CASE name of the failure.
-        hint: what to do about it, where the reason says enough.
+        hint: what to do about it, where that is known.
         request_id: what to look for in the server's log.
         retry_after_seconds: the server's wish; None where waiting does not help, or may not.
         method: the call that failed.
@@ -81,7 +71,7 @@ class RpcError(TandemError):
         retry_after_seconds: float | None = None,
         method: str | None = None,
     ) -> None:
-        super().__init__(message, hint=hint or _HINTS.get(reason or ""))
+        super().__init__(message, hint=hint or _REMEDIES.get(reason or ""))
         self.code = code
         self.field = field
         self.reason = reason

@@ -206,4 +206,6 @@ def _other_weights(
         f"version {trainer.version} has {trainer.digest}: other weights",
         code=grpc.StatusCode.FAILED_PRECONDITION,
         reason="WEIGHTS_DIFFER",
+        hint="one of them was trained by another run, or went back to a checkpoint after the other "
+        "had its weights: start both from the same model",
     )

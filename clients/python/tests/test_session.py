@@ -97,7 +97,7 @@ def test_other_weights_of_the_same_version_are_refused(world, config, address):
     with Session(config) as session, pytest.raises(FailedPreconditionError) as caught:
         session.synchronize()
     assert caught.value.reason == "WEIGHTS_DIFFER"
-    assert "restart" in caught.value.hint
+    assert "the same model" in caught.value.hint
     assert address in caught.value.message
     assert published(world) == 0
 
