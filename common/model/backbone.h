@@ -16,9 +16,6 @@ class Backbone {
   // Hidden states after the final norm: [T, H], or only those of `rows` ([R] int64) if defined.
   virtual at::Tensor HiddenStates(const RaggedBatch& batch, AttentionContext& context,
                                   const at::Tensor& rows) const = 0;
-
-  // The input embedding [V, H], which a tied head shares.
-  virtual const at::Tensor& embedding() const = 0;
 };
 
 }  // namespace tandem

@@ -11,37 +11,30 @@
 #include "common/model/backbone.h"
 #include "common/model/model_config.h"
 #include "common/model/parameter_store.h"
+#include "common/ops/linear_weight.h"
 #include "common/ops/rotary_table.h"
 
 namespace tandem {
 
-// How the members of the family differ.
-struct DecoderOptions {
-  bool qkv_bias = false;
-  bool output_bias = false;  // of the attention's output projection
-  bool mlp_bias = false;
-  bool qk_norm = false;  // RMSNorm of every query and key head, before the rotation
-};
-
 class DenseDecoder : public Backbone {
  public:
-  // Declares the parameters in `store`, under the names of Hugging Face ("model.layers.0...").
-  DenseDecoder(const ModelConfig& config, const DecoderOptions& options, ParameterStore& store);
+  // Takes the parameters of DenseDecoderParameters() from `store`, which must outlive the decoder.
+  DenseDecoder(const ModelConfig& config, const Placement& placement, ParameterStore& store);
 
   at::Tensor HiddenStates(const RaggedBatch& batch, AttentionContext& context,
                           const at::Tensor& rows) const override;
-  const at::Tensor& embedding() const override { return embedding_; }
 
  private:
   struct Layer {
     at::Tensor input_norm, post_attention_norm;
-    Projection qkv, output, gate_up, down;
+    const ops::LinearWeight *qkv, *output, *gate_up, *down;
     at::Tensor q_norm, k_norm;  // [head_dim] or undefined
   };
 
   at::Tensor Heads(const at::Tensor& x, const at::Tensor& norm) const;
 
   ModelConfig config_;
+  at::ScalarType dtype_;  // of the computation
   at::Tensor embedding_;
   std::vector<Layer> layers_;
   at::Tensor norm_;

@@ -2,22 +2,18 @@
 
 #include <ATen/ATen.h>
 
-#include <cstring>
-
 #include "absl/strings/str_cat.h"
 
 namespace tandem {
 
-KvCache::KvCache(const ModelConfig& config, int64_t num_slots, int64_t max_model_len)
-    : max_model_len_(max_model_len),
-      bytes_per_token_(2 * config.num_hidden_layers * config.key_value_size() *
-                       static_cast<int64_t>(sizeof(float))),
-      cursors_(num_slots, 0),
-      in_use_(num_slots, false) {
+KvCache::KvCache(const ModelConfig& config, int64_t num_slots, int64_t max_model_len,
+                 at::Device device, at::ScalarType dtype)
+    : max_model_len_(max_model_len), cursors_(num_slots, 0), in_use_(num_slots, false) {
   for (int64_t layer = 0; layer < config.num_hidden_layers; ++layer) {
     for (auto* slabs : {&keys_, &values_}) {
-      slabs->push_back(at::empty(
-          {num_slots, config.num_key_value_heads, max_model_len, config.head_dim}, at::kFloat));
+      slabs->push_back(
+          at::empty({num_slots, config.num_key_value_heads, max_model_len, config.head_dim},
+                    at::device(device).dtype(dtype)));
     }
   }
   for (int64_t slot = num_slots - 1; slot >= 0; --slot) free_.push_back(slot);
@@ -48,19 +44,12 @@ void KvCache::Truncate(int64_t slot, int64_t length) {
   cursors_[slot] = length;
 }
 
-void KvCache::Reset() { cursors_.assign(cursors_.size(), 0); }
-
 void KvCache::CopyPrefix(int64_t from, int64_t to, int64_t length) {
   TORCH_CHECK(from != to && length >= 0 && length <= cursors_[from], "cannot copy ", length,
               " tokens of slot ", from, " to slot ", to);
   for (auto* slabs : {&keys_, &values_}) {
     for (const at::Tensor& slab : *slabs) {
-      float* data = slab.mutable_data_ptr<float>();
-      for (int64_t head = 0; head < slab.size(1); ++head) {
-        const int64_t offset = head * slab.stride(1);
-        std::memcpy(data + to * slab.stride(0) + offset, data + from * slab.stride(0) + offset,
-                    static_cast<size_t>(length * slab.size(3)) * sizeof(float));
-      }
+      slab[to].narrow(1, 0, length).copy_(slab[from].narrow(1, 0, length));
     }
   }
   cursors_[to] = length;

@@ -18,38 +18,34 @@ namespace tandem {
 // construction and touched as it is used. Not thread-safe: it belongs to the engine's thread.
 class KvCache {
  public:
-  KvCache(const ModelConfig& config, int64_t num_slots, int64_t max_model_len);
+  // On the device and in the type of the model that writes it.
+  KvCache(const ModelConfig& config, int64_t num_slots, int64_t max_model_len,
+          at::Device device = at::kCPU, at::ScalarType dtype = at::kFloat);
 
   // A free slot with cursor 0; RESOURCE_EXHAUSTED when all are taken.
   absl::StatusOr<int64_t> Allocate();
   void Free(int64_t slot);
 
   int64_t num_slots() const { return static_cast<int64_t>(cursors_.size()); }
-  int64_t num_free_slots() const { return static_cast<int64_t>(free_.size()); }
   int64_t max_model_len() const { return max_model_len_; }
-  // Bytes that one token occupies over all layers.
-  int64_t bytes_per_token() const { return bytes_per_token_; }
 
   int64_t cursor(int64_t slot) const { return cursors_[slot]; }
   bool in_use(int64_t slot) const { return in_use_[slot]; }
 
   // Forgets the tokens from `length` on. `length` is at most the cursor.
   void Truncate(int64_t slot, int64_t length);
-  // Forgets all tokens of all slots (the weights changed); slots stay allocated.
-  void Reset();
   // Gives `to` the first `length` tokens of `from` and that cursor: samples of one prompt share its
   // prefill.
   void CopyPrefix(int64_t from, int64_t to, int64_t length);
   // `count` more tokens have been consumed. Called by Model::Decode.
   void Advance(int64_t slot, int64_t count);
 
-  // [num_slots, key_value_heads, max_model_len, head_dim] float32.
+  // [num_slots, key_value_heads, max_model_len, head_dim].
   const at::Tensor& keys(int64_t layer) const { return keys_[layer]; }
   const at::Tensor& values(int64_t layer) const { return values_[layer]; }
 
  private:
   int64_t max_model_len_;
-  int64_t bytes_per_token_;
   std::vector<at::Tensor> keys_;    // by layer
   std::vector<at::Tensor> values_;  // by layer
   std::vector<int64_t> cursors_;

@@ -4,7 +4,7 @@
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/core/grad_mode.h>
 
-#include <map>
+#include <algorithm>
 #include <set>
 #include <utility>
 
@@ -12,38 +12,43 @@
 #include "absl/strings/str_join.h"
 #include "common/base/error.h"
 #include "common/base/status_macros.h"
-#include "common/model/backbone.h"
+#include "common/model/decoder.h"
 #include "common/model/family_registry.h"
+#include "common/model/freeze.h"
+#include "common/model/initial_value.h"
 #include "common/model/parameter_store.h"
-#include "common/model/value_head_tensors.h"
-#include "common/ops/ops.h"
+#include "common/tensor/weights_digest.h"
 
 namespace tandem {
 
 Model::~Model() = default;
 
-absl::StatusOr<std::unique_ptr<Model>> Model::Build(const ModelConfig& config, HeadKind head,
-                                                    bool tied, bool value_head_bias,
-                                                    bool requires_grad) {
+absl::StatusOr<std::unique_ptr<Model>> Model::Build(const ModelConfig& config,
+                                                    const HeadOptions& head,
+                                                    const LoadOptions& options) {
+  if (options.placement.dtype != at::kFloat && options.placement.dtype != at::kBFloat16) {
+    return InvalidField("placement.dtype", "must be float32 or bfloat16");
+  }
   std::unique_ptr<Model> model(new Model);
   model->config_ = config;
-  model->head_ = head;
-  model->tied_ = tied;
-  model->store_ = std::make_unique<ParameterStore>(requires_grad);
+  model->head_ = head.kind;
+  model->tied_ = head.tied;
+  model->placement_ = options.placement;
   TANDEM_ASSIGN_OR_RETURN(model->family_, FindFamily(config.model_type));
-  TANDEM_ASSIGN_OR_RETURN(model->backbone_, model->family_->build(config, *model->store_));
-  using Init = ParameterStore::Init;
-  if (head == HeadKind::kLm) {
-    model->lm_head_ = tied
-                          ? model->backbone_->embedding()
-                          : model->store_->Add(kLmHeadName, {config.vocab_size, config.hidden_size},
-                                               Init::kNormal);
-  } else if (head == HeadKind::kValue) {
-    model->value_head_ =
-        model->store_->Add(kValueHeadWeight, {1, config.hidden_size}, Init::kNormal);
-    if (value_head_bias) {
-      model->value_head_bias_ = model->store_->Add(kValueHeadBias, {1}, Init::kZeros);
-    }
+  TANDEM_ASSIGN_OR_RETURN(const std::vector<ParameterSpec> specs, ModelParameters(config, head));
+  std::vector<bool> trainable;
+  if (options.requires_grad) {
+    TANDEM_ASSIGN_OR_RETURN(trainable, TrainableParameters(specs, options.freeze));
+  } else if (!options.freeze.empty()) {
+    return InvalidField("freeze", "has no meaning for a model that does not train");
+  }
+  TANDEM_ASSIGN_OR_RETURN(model->store_,
+                          ParameterStore::Create(specs, trainable, options.placement));
+  model->backbone_ = std::make_unique<DenseDecoder>(config, options.placement, *model->store_);
+  if (head.kind != HeadKind::kNone) {
+    model->head_weight_ = &model->store_->TakeLinear({head.kind == HeadKind::kValue ? "score"
+                                                      : head.tied ? "model.embed_tokens"
+                                                                  : "lm_head"});
   }
   return model;
 }
@@ -52,8 +57,7 @@ absl::StatusOr<std::unique_ptr<Model>> Model::Random(const ModelConfig& config, 
                                                      const LoadOptions& options) {
   const bool tied =
       options.head == HeadKind::kLm && config.tie_word_embeddings && !options.untie_embeddings;
-  TANDEM_ASSIGN_OR_RETURN(auto model, Build(config, options.head, tied, /*value_head_bias=*/false,
-                                            options.requires_grad));
+  TANDEM_ASSIGN_OR_RETURN(auto model, Build(config, {.kind = options.head, .tied = tied}, options));
   model->Initialize(seed);
   if (options.head == HeadKind::kValue) model->value_head_source_ = ValueHeadSource::kRandom;
   return model;
@@ -62,34 +66,29 @@ absl::StatusOr<std::unique_ptr<Model>> Model::Random(const ModelConfig& config, 
 void Model::Initialize(uint64_t seed) {
   at::NoGradGuard no_grad;
   const at::Generator generator = at::detail::createCPUGenerator(seed);
-  for (size_t i = 0; i < store_->parameters().size(); ++i) {
-    const at::Tensor& parameter = store_->parameters()[i].second;
-    switch (store_->inits()[i]) {
-      case ParameterStore::Init::kNormal:
-        parameter.normal_(0.0, config_.initializer_range, generator);
-        break;
-      case ParameterStore::Init::kOnes:
-        parameter.fill_(1.0);
-        break;
-      case ParameterStore::Init::kZeros:
-        parameter.zero_();
-        break;
-    }
+  WeightsHasher hasher;
+  for (const auto& parameter : store_->parameters()) {
+    const at::Tensor whole = InitialValue(parameter.spec, config_.initializer_range, generator);
+    hasher.Add(whole);
+    parameter.value.copy_(parameter.shard.Of(whole));
   }
+  if (placement_.shard_count == 1) weights_digest_ = hasher.Hex();
+  OnWeightsChanged();
 }
 
 at::Tensor Model::HiddenStates(const RaggedBatch& batch, AttentionContext& context) const {
+  TORCH_CHECK_NOT_IMPLEMENTED(placement_.shard_count == 1, "a shard cannot compute by itself");
   return backbone_->HiddenStates(batch, context, /*rows=*/{});
 }
 
 at::Tensor Model::ForwardLogits(const at::Tensor& hidden) const {
   TORCH_CHECK(head_ == HeadKind::kLm, "the model has no language-model head");
-  return ops::Linear(hidden, lm_head_);
+  return head_weight_->Forward(hidden);
 }
 
 at::Tensor Model::Values(const at::Tensor& hidden) const {
   TORCH_CHECK(head_ == HeadKind::kValue, "the model has no value head");
-  return ops::Linear(hidden, value_head_, value_head_bias_).squeeze(1);
+  return head_weight_->Forward(hidden).squeeze(1);
 }
 
 namespace {
@@ -124,6 +123,9 @@ absl::Status CheckInput(const KvCache& cache, const DecodeInput& input, int64_t 
 absl::StatusOr<at::Tensor> Model::Decode(KvCache& cache,
                                          absl::Span<const DecodeInput> inputs) const {
   at::NoGradGuard no_grad;
+  if (placement_.shard_count != 1) {
+    return absl::UnimplementedError("a shard cannot compute by itself");
+  }
   RaggedBatch batch;
   batch.offsets = {0};
   std::vector<int64_t> slots, tokens, positions, rows;
@@ -141,14 +143,25 @@ absl::StatusOr<at::Tensor> Model::Decode(KvCache& cache,
       tokens.push_back(input.tokens[t]);
       positions.push_back(cache.cursor(input.slot) + t);
     }
+    batch.positions_end = std::max(batch.positions_end, positions.back() + 1);
     slots.push_back(input.slot);
     batch.offsets.push_back(batch.offsets.back() + count);
   }
-  if (inputs.empty()) return at::empty({0, config_.hidden_size}, at::kFloat);
-  batch.tokens = at::tensor(tokens, at::kLong);
-  batch.positions = at::tensor(positions, at::kLong);
+  const auto count = static_cast<int64_t>(tokens.size());
+  if (count == 0) {
+    return at::empty({0, config_.hidden_size}, at::device(device()).dtype(dtype()));
+  }
+  // One upload for all indices.
+  std::vector<int64_t> indices = tokens;
+  indices.insert(indices.end(), positions.begin(), positions.end());
+  indices.insert(indices.end(), rows.begin(), rows.end());
+  const at::Tensor uploaded = at::tensor(indices, at::kLong).to(device());
+  batch.tokens = uploaded.narrow(0, 0, count);
+  batch.positions = uploaded.narrow(0, count, count);
   at::Tensor wanted;
-  if (rows.size() != tokens.size()) wanted = at::tensor(rows, at::kLong);
+  if (rows.size() != tokens.size()) {
+    wanted = uploaded.narrow(0, 2 * count, static_cast<int64_t>(rows.size()));
+  }
 
   CachedContext context(cache, slots);
   const at::Tensor hidden = backbone_->HiddenStates(batch, context, wanted);
@@ -158,18 +171,32 @@ absl::StatusOr<at::Tensor> Model::Decode(KvCache& cache,
   return hidden;
 }
 
-NamedTensors Model::Parameters() const { return store_->parameters(); }
+NamedTensors Model::Parameters() const {
+  NamedTensors tensors;
+  for (const auto& parameter : store_->parameters()) {
+    tensors.emplace_back(parameter.spec.name, parameter.value);
+  }
+  return tensors;
+}
+
+void Model::OnWeightsChanged() { store_->OnWeightsChanged(); }
 
 at::Tensor Model::Parameter(absl::string_view name) const {
-  for (const auto& [parameter_name, tensor] : store_->parameters()) {
-    if (name == parameter_name) return tensor;
-  }
-  return {};
+  const auto* parameter = store_->Find(std::string(name));
+  return parameter == nullptr ? at::Tensor() : parameter->value;
 }
 
 int64_t Model::num_parameters() const {
   int64_t count = 0;
-  for (const auto& [name, tensor] : store_->parameters()) count += tensor.numel();
+  for (const auto& parameter : store_->parameters()) count += parameter.spec.numel();
+  return count;
+}
+
+int64_t Model::num_trainable_parameters() const {
+  int64_t count = 0;
+  for (const auto& parameter : store_->parameters()) {
+    if (parameter.trainable) count += parameter.spec.numel();
+  }
   return count;
 }
 
@@ -178,6 +205,7 @@ ModelSummary Model::Summary(int64_t max_model_len) const {
           .model_type = config_.model_type,
           .vocab_size = config_.vocab_size,
           .num_parameters = num_parameters(),
+          .num_trainable_parameters = num_trainable_parameters(),
           .max_model_len = max_model_len,
           .eos_token_ids = config_.eos_token_ids};
 }
@@ -186,37 +214,37 @@ absl::Status Model::LoadParameters(const NamedTensors& tensors) {
   const auto fail = [](const std::string& name, absl::string_view what) {
     return absl::InvalidArgumentError(absl::StrCat("tensor '", name, "': ", what));
   };
-  std::map<std::string, at::Tensor> missing(store_->parameters().begin(),
-                                            store_->parameters().end());
-  std::vector<std::pair<at::Tensor, at::Tensor>> copies;
-  at::Tensor tied_head;
+  std::set<std::string> seen;
+  std::vector<std::pair<at::Tensor, at::Tensor>> copies;  // from the first to the second
+  at::Tensor tied_head, embedding;
   for (const auto& [name, tensor] : tensors) {
-    if (tied_ && name == kLmHeadName) {
+    const bool is_tied_head = tied_ && name == kLmHeadName;
+    const auto* parameter = store_->Find(is_tied_head ? kEmbeddingName : name);
+    if (parameter == nullptr || !seen.insert(name).second) {
+      return fail(name, "appears twice or is not a parameter");
+    }
+    const std::vector<int64_t>& shape = parameter->spec.shape;
+    if (!tensor.defined() || tensor.sizes() != at::IntArrayRef(shape)) {
+      return fail(name, absl::StrCat("shape [", absl::StrJoin(tensor.sizes(), ", "),
+                                     "], expected [", absl::StrJoin(shape, ", "), "]"));
+    }
+    if (!tensor.is_floating_point()) return fail(name, "is not floating-point");
+    if (is_tied_head) {
       tied_head = tensor;
       continue;
     }
-    const auto found = missing.find(name);
-    if (found == missing.end()) return fail(name, "appears twice or is not a parameter");
-    const at::Tensor& parameter = found->second;
-    if (!tensor.defined() || tensor.sizes() != parameter.sizes()) {
-      return fail(name, absl::StrCat("shape [", absl::StrJoin(tensor.sizes(), ", "),
-                                     "], expected [", absl::StrJoin(parameter.sizes(), ", "), "]"));
-    }
-    if (!tensor.is_floating_point()) return fail(name, "is not floating-point");
-    copies.emplace_back(parameter, tensor);
-    missing.erase(found);
+    if (name == kEmbeddingName) embedding = tensor;
+    copies.emplace_back(parameter->shard.Of(tensor), parameter->value);
   }
-  if (!missing.empty()) return fail(missing.begin()->first, "is missing");
-  if (tied_head.defined()) {
-    for (const auto& [parameter, tensor] : copies) {
-      if (parameter.is_same(lm_head_) &&
-          !at::equal(tensor.to(at::kFloat), tied_head.to(at::kFloat))) {
-        return fail(kLmHeadName, "differs from the embedding, which is this model's output layer");
-      }
-    }
+  for (const auto& parameter : store_->parameters()) {
+    if (!seen.contains(parameter.spec.name)) return fail(parameter.spec.name, "is missing");
+  }
+  if (tied_head.defined() && !at::equal(embedding.to(at::kFloat), tied_head.to(at::kFloat))) {
+    return fail(kLmHeadName, "differs from the embedding, which is this model's output layer");
   }
   at::NoGradGuard no_grad;
-  for (const auto& [parameter, tensor] : copies) parameter.copy_(tensor);
+  for (const auto& [from, to] : copies) to.copy_(from);
+  OnWeightsChanged();
   return absl::OkStatus();
 }
 

@@ -6,8 +6,9 @@
 //   at::Tensor hidden = model->HiddenStates(MakeRaggedBatch({{1, 2, 3}}), causal);  // [3, H]
 //   at::Tensor logits = model->ForwardLogits(hidden);                               // [3, V]
 //
-// fp32 in memory whatever the file holds. Functions that return tensors may throw c10::Error as
-// libtorch does; engines turn that into a Status at their edge.
+// A model lives on one device. What trains is stored in float32 and may compute in another type;
+// what only infers is stored in the type that it computes in. Functions that return tensors may
+// throw c10::Error as libtorch does; engines turn that into a Status at their edge.
 #ifndef TANDEM_COMMON_MODEL_MODEL_H_
 #define TANDEM_COMMON_MODEL_MODEL_H_
 
@@ -26,7 +27,9 @@
 #include "common/model/kv_cache.h"
 #include "common/model/model_config.h"
 #include "common/model/model_summary.h"
+#include "common/model/parameter.h"
 #include "common/model/ragged_batch.h"
+#include "common/ops/linear_weight.h"
 #include "common/tensor/dtype.h"
 #include "common/tensor/named_tensors.h"
 
@@ -37,12 +40,6 @@ class ParameterStore;
 struct Family;
 struct TensorView;
 struct ValueHeadTensors;
-
-enum class HeadKind {
-  kLm,     // vocabulary logits
-  kValue,  // one value a token (`use_value_head`)
-  kNone,   // hidden states only
-};
 
 // Where the value head's weights came from.
 enum class ValueHeadSource {
@@ -56,9 +53,11 @@ struct LoadOptions {
   // kValue on a base checkpoint whose embeddings are tied is INVALID_ARGUMENT unless this is set.
   bool untie_embeddings = false;
   uint64_t value_head_seed = 0;
-  // Parameters are leaves that require gradients, each with its own storage. Otherwise projections
-  // that share an input share one buffer, and their parameters are views of it.
+  // Parameters are float32 leaves that require gradients, but for the frozen ones.
   bool requires_grad = false;
+  // Names that do not train, as patterns of fnmatch(3): common/model/freeze.h.
+  std::vector<std::string> freeze = {};
+  Placement placement = {};
 };
 
 // One sequence of a cached forward.
@@ -70,11 +69,10 @@ struct DecodeInput {
 
 class Model {
  public:
-  static constexpr char kLmHeadName[] = "lm_head.weight";
-
   // INVALID_ARGUMENT that names file and tensor when one is missing, unexpected, mis-shaped, or
-  // not floating-point; DATA_LOSS and INVALID_ARGUMENT for broken files; NOT_FOUND;
-  // UNIMPLEMENTED for a model_type or feature that is not supported.
+  // not floating-point, or "freeze" or "placement" when they do not fit; DATA_LOSS and
+  // INVALID_ARGUMENT for broken files; NOT_FOUND; UNIMPLEMENTED for a model_type or feature that is
+  // not supported.
   static absl::StatusOr<std::unique_ptr<Model>> Load(const std::string& directory,
                                                      const LoadOptions& options = {});
   // Random weights as `transformers` initialises them (norms 1, biases 0, rest
@@ -90,15 +88,24 @@ class Model {
   ValueHeadSource value_head_source() const { return value_head_source_; }
   // The head shares the embedding's matrix.
   bool tied() const { return tied_; }
+  at::Device device() const { return placement_.device; }
+  // Of the computation, and so of hidden states and logits.
+  at::ScalarType dtype() const { return placement_.dtype; }
+  // WeightsDigest (common/tensor/weights_digest.h) of the values in the files that were loaded,
+  // whatever type they are stored in here; empty for a shard.
+  const std::string& weights_digest() const { return weights_digest_; }
 
   // [T, H]: the hidden states after the final norm, which the fused loss and the heads consume.
+  // The batch is on the model's device. A shard alone cannot compute: c10::NotImplementedError.
   at::Tensor HiddenStates(const RaggedBatch& batch, AttentionContext& context) const;
   // [N, H] -> [N, V]. Needs kLm.
   at::Tensor ForwardLogits(const at::Tensor& hidden) const;
   // [N, H] -> [N]. Needs kValue.
   at::Tensor Values(const at::Tensor& hidden) const;
-  // [V, H]: the embedding itself when tied. Needs kLm. Gradients flow into it.
-  const at::Tensor& LmHeadWeight() const { return lm_head_; }
+  // Needs kLm. The fused output loss multiplies lm_head().compute_weight() and adds to the gradient
+  // of the parameter `lm_head_name()`: the embedding when tied.
+  const ops::LinearWeight& lm_head() const { return *head_weight_; }
+  std::string lm_head_name() const { return tied_ ? kEmbeddingName : kLmHeadName; }
 
   // Consumes every input's tokens in one ragged pass and advances the cursors. Returns the wanted
   // rows, inputs one after the other: [sum of num_output_rows, H], after the final norm; feed them
@@ -109,17 +116,21 @@ class Model {
   absl::StatusOr<at::Tensor> Decode(KvCache& cache, absl::Span<const DecodeInput> inputs) const;
 
   // All parameters by Hugging Face name, in a fixed order; a tied head is listed once, as the
-  // embedding. They share storage with the model: in-place changes take effect at once.
+  // embedding. Those that train require gradients. They share storage with the model: after an
+  // in-place change OnWeightsChanged() must be called before the next forward.
   NamedTensors Parameters() const;
+  void OnWeightsChanged();
   // The parameter of that name; undefined when there is none.
   at::Tensor Parameter(absl::string_view name) const;
   int64_t num_parameters() const;
+  int64_t num_trainable_parameters() const;
   // In the terms that servers report; `max_model_len` is the engine's.
   ModelSummary Summary(int64_t max_model_len) const;
 
-  // Copies values in, by name, converting to fp32. All or nothing: names, shapes and completeness
-  // are checked before the first copy. A tied model takes an "lm_head.weight" that equals its
-  // embedding. INVALID_ARGUMENT names the tensor.
+  // Copies values in, by name, from any device and floating type; of whole tensors, a shard takes
+  // its part. All or nothing: names, shapes and completeness are checked before the first copy. A
+  // tied model takes an "lm_head.weight" that equals its embedding. INVALID_ARGUMENT names the
+  // tensor.
   absl::Status LoadParameters(const NamedTensors& tensors);
 
   // Writes a Hugging Face directory that `transformers` loads: config.json with the keys it was
@@ -130,9 +141,9 @@ class Model {
  private:
   Model() = default;
   // Everything declared, nothing filled.
-  static absl::StatusOr<std::unique_ptr<Model>> Build(const ModelConfig& config, HeadKind head,
-                                                      bool tied, bool value_head_bias,
-                                                      bool requires_grad);
+  static absl::StatusOr<std::unique_ptr<Model>> Build(const ModelConfig& config,
+                                                      const HeadOptions& head,
+                                                      const LoadOptions& options);
   absl::Status FillFrom(const std::vector<const TensorView*>& tensors,
                         const ValueHeadTensors& value_head, const LoadOptions& options);
   void Initialize(uint64_t seed);
@@ -144,11 +155,11 @@ class Model {
   HeadKind head_ = HeadKind::kLm;
   ValueHeadSource value_head_source_ = ValueHeadSource::kNone;
   bool tied_ = false;
+  Placement placement_;
+  std::string weights_digest_;
   std::unique_ptr<ParameterStore> store_;
   std::unique_ptr<Backbone> backbone_;
-  at::Tensor lm_head_;          // [V, H]
-  at::Tensor value_head_;       // [1, H]
-  at::Tensor value_head_bias_;  // [1] or undefined
+  const ops::LinearWeight* head_weight_ = nullptr;  // of the store; nullptr for kNone
 };
 
 }  // namespace tandem

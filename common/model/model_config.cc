@@ -93,13 +93,6 @@ class Fields {
     return absl::OkStatus();
   }
 
-  absl::StatusOr<std::optional<int64_t>> MaybeId(absl::string_view key) const {
-    std::set<int64_t> ids;
-    TANDEM_RETURN_IF_ERROR(AppendIds(key, ids));
-    if (ids.empty()) return std::optional<int64_t>();
-    return std::optional<int64_t>(*ids.begin());
-  }
-
   absl::StatusOr<std::optional<Fields>> Object(absl::string_view key) const {
     const json* value = Find(key);
     if (value == nullptr) return std::optional<Fields>();
@@ -233,16 +226,6 @@ absl::Status ParseArchitecture(const Fields& fields, ModelConfig& config) {
   return ParseRope(fields, config);
 }
 
-absl::Status ParseDTypeField(const Fields& fields, ModelConfig& config) {
-  for (const char* key : {"torch_dtype", "dtype"}) {
-    TANDEM_ASSIGN_OR_RETURN(const std::string name, fields.String(key, ""));
-    for (const DType dtype : {DType::kFloat32, DType::kBFloat16, DType::kFloat16}) {
-      if (name == Text(TorchDTypeName(dtype))) config.dtype = dtype;
-    }
-  }
-  return absl::OkStatus();
-}
-
 }  // namespace
 
 absl::StatusOr<ModelConfig> ParseModelConfig(absl::string_view text,
@@ -254,14 +237,9 @@ absl::StatusOr<ModelConfig> ParseModelConfig(absl::string_view text,
   const Fields fields(document, "config.json");
   TANDEM_RETURN_IF_ERROR(ParseArchitecture(fields, config));
   TANDEM_RETURN_IF_ERROR(RefuseUnsupported(fields));
-  TANDEM_RETURN_IF_ERROR(ParseDTypeField(fields, config));
 
   std::set<int64_t> eos;
   TANDEM_RETURN_IF_ERROR(fields.AppendIds("eos_token_id", eos));
-  TANDEM_ASSIGN_OR_RETURN(config.bos_token_id, fields.MaybeId("bos_token_id"));
-  if (const json* pad = fields.Find("pad_token_id"); pad == nullptr || *pad != -1) {
-    TANDEM_ASSIGN_OR_RETURN(config.pad_token_id, fields.MaybeId("pad_token_id"));
-  }
   if (!generation_text.empty()) {
     TANDEM_ASSIGN_OR_RETURN(const json generation,
                             ParseBoundedJson(generation_text, "generation_config.json"));

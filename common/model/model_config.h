@@ -10,7 +10,6 @@
 
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
-#include "common/tensor/dtype.h"
 
 namespace tandem {
 
@@ -57,9 +56,6 @@ struct ModelConfig {
   double initializer_range = 0.02;
   // Union of config.json and generation_config.json, ascending.
   std::vector<int64_t> eos_token_ids;
-  std::optional<int64_t> bos_token_id = std::nullopt;
-  std::optional<int64_t> pad_token_id = std::nullopt;
-  std::optional<DType> dtype;  // of the file, as the config states it
   // config.json as it was read; an export writes its unknown keys back.
   std::string raw_json;
 
@@ -73,7 +69,7 @@ struct ModelConfig {
 };
 
 // Parses the text of a config.json; `generation_json` may be empty. Both styles are read:
-// `rope_parameters` or `rope_theta` + `rope_scaling`, `dtype` or `torch_dtype`.
+// `rope_parameters` or `rope_theta` + `rope_scaling`.
 // INVALID_ARGUMENT with the field's path ("config.json.hidden_size") for what is missing or wrong,
 // UNIMPLEMENTED with the path for what is valid but not supported (hidden_act other than silu,
 // sliding windows, rope types dynamic and longrope, partial rotary).

@@ -29,8 +29,6 @@ TEST(ModelConfigTest, ReadsTheArchitecture) {
   EXPECT_EQ(config.key_value_size(), 20);
   EXPECT_EQ(config.rope.theta, 500.0);
   EXPECT_EQ(config.eos_token_ids, std::vector<int64_t>{2});
-  EXPECT_EQ(config.bos_token_id, 1);
-  EXPECT_EQ(config.pad_token_id, std::nullopt);
 }
 
 TEST(ModelConfigTest, HeadDimAndKeyValueHeadsHaveDefaults) {
@@ -40,14 +38,12 @@ TEST(ModelConfigTest, HeadDimAndKeyValueHeadsHaveDefaults) {
   EXPECT_EQ(config.num_key_value_heads, 6);
 }
 
-TEST(ModelConfigTest, BothStylesOfRopeAndDtypeAreRead) {
+TEST(ModelConfigTest, BothStylesOfRopeAreRead) {
   const ModelConfig old_style =
-      Parse({{"rope_scaling", {{"type", "linear"}, {"factor", 4.0}}}, {"torch_dtype", "bfloat16"}})
-          .value();
+      Parse({{"rope_scaling", {{"type", "linear"}, {"factor", 4.0}}}}).value();
   EXPECT_EQ(old_style.rope.type, RopeConfig::Type::kLinear);
   EXPECT_EQ(old_style.rope.theta, 500.0);
   EXPECT_EQ(old_style.rope.factor, 4.0);
-  EXPECT_EQ(old_style.dtype, DType::kBFloat16);
   const ModelConfig new_style = Parse({{"rope_theta", nullptr},
                                        {"rope_parameters",
                                         {{"rope_type", "llama3"},
@@ -55,12 +51,10 @@ TEST(ModelConfigTest, BothStylesOfRopeAndDtypeAreRead) {
                                          {"factor", 8.0},
                                          {"low_freq_factor", 1.0},
                                          {"high_freq_factor", 4.0},
-                                         {"original_max_position_embeddings", 64}}},
-                                       {"dtype", "float16"}})
+                                         {"original_max_position_embeddings", 64}}}})
                                     .value();
   EXPECT_EQ(new_style.rope.type, RopeConfig::Type::kLlama3);
   EXPECT_EQ(new_style.rope.theta, 7.0);
-  EXPECT_EQ(new_style.dtype, DType::kFloat16);
 }
 
 TEST(ModelConfigTest, StopTokensAreTheUnionOfBothFiles) {

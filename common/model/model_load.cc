@@ -14,28 +14,27 @@
 #include "common/base/status_macros.h"
 #include "common/model/backbone.h"
 #include "common/model/family_registry.h"
+#include "common/model/initial_value.h"
 #include "common/model/model.h"
 #include "common/model/parameter_store.h"
 #include "common/model/value_head_tensors.h"
 #include "common/tensor/aten_bytes.h"
 #include "common/tensor/safetensors.h"
+#include "common/tensor/weights_digest.h"
 
 namespace tandem {
 namespace {
 
 namespace fs = std::filesystem;
 
-constexpr char kEmbeddingName[] = "model.embed_tokens.weight";
-
 absl::Status TensorError(const TensorView& view, absl::string_view what) {
   return absl::InvalidArgumentError(absl::StrCat(view.file, ": tensor '", view.name, "': ", what));
 }
 
-absl::Status CheckFits(const TensorView& view, const at::Tensor& parameter) {
-  if (at::IntArrayRef(view.shape) != parameter.sizes()) {
-    return TensorError(view,
-                       absl::StrCat("shape [", absl::StrJoin(view.shape, ", "), "], expected [",
-                                    absl::StrJoin(parameter.sizes(), ", "), "]"));
+absl::Status CheckFits(const TensorView& view, const std::vector<int64_t>& shape) {
+  if (view.shape != shape) {
+    return TensorError(view, absl::StrCat("shape [", absl::StrJoin(view.shape, ", "),
+                                          "], expected [", absl::StrJoin(shape, ", "), "]"));
   }
   if (!c10::isFloatingType(ToScalarType(view.dtype))) {
     return TensorError(view,
@@ -77,8 +76,10 @@ absl::StatusOr<std::unique_ptr<Model>> Model::Load(const std::string& directory,
   }
   const bool tied =
       options.head == HeadKind::kLm && config.tie_word_embeddings && !options.untie_embeddings;
-  TANDEM_ASSIGN_OR_RETURN(auto model, Build(config, options.head, tied, value_head.bias != nullptr,
-                                            options.requires_grad));
+  TANDEM_ASSIGN_OR_RETURN(
+      auto model,
+      Build(config, {.kind = options.head, .tied = tied, .bias = value_head.bias != nullptr},
+            options));
   model->source_directory_ = directory;
   TANDEM_RETURN_IF_ERROR(model->FillFrom(tensors, value_head, options));
   return model;
@@ -86,22 +87,19 @@ absl::StatusOr<std::unique_ptr<Model>> Model::Load(const std::string& directory,
 
 absl::Status Model::FillFrom(const std::vector<const TensorView*>& tensors,
                              const ValueHeadTensors& value_head, const LoadOptions& options) {
-  std::map<std::string, at::Tensor> missing(store_->parameters().begin(),
-                                            store_->parameters().end());
+  std::map<std::string, const TensorView*> given;  // by parameter
   const TensorView* tied_head = nullptr;
-  std::vector<std::pair<const TensorView*, at::Tensor>> copies;
   for (const TensorView* view : tensors) {
     std::string name = view->name;
     if (view == value_head.weight) name = kValueHeadWeight;
     if (view == value_head.bias) name = kValueHeadBias;
-    const auto found = missing.find(name);
-    if (found != missing.end()) {
-      TANDEM_RETURN_IF_ERROR(CheckFits(*view, found->second));
-      copies.emplace_back(view, found->second);
-      missing.erase(found);
-    } else if (name == kLmHeadName && tied_) {
-      TANDEM_RETURN_IF_ERROR(CheckFits(*view, lm_head_));
-      tied_head = view;
+    const bool is_tied_head = tied_ && name == kLmHeadName;
+    if (const auto* parameter = store_->Find(is_tied_head ? kEmbeddingName : name);
+        parameter != nullptr) {
+      TANDEM_RETURN_IF_ERROR(CheckFits(*view, parameter->spec.shape));
+      const TensorView*& place = is_tied_head ? tied_head : given[name];
+      if (place != nullptr) return TensorError(*view, "unexpected: given twice");
+      place = view;
     } else if (name == kLmHeadName && head_ != HeadKind::kLm) {
       continue;  // replaced by what options.head asks for
     } else if (IsValueHeadName(name) && head_ == HeadKind::kNone) {
@@ -110,27 +108,42 @@ absl::Status Model::FillFrom(const std::vector<const TensorView*>& tensors,
       return TensorError(*view, "unexpected: the model has no such parameter");
     }
   }
-
-  at::NoGradGuard no_grad;
   if (head_ == HeadKind::kValue) {
     value_head_source_ =
         value_head.weight != nullptr ? ValueHeadSource::kCheckpoint : ValueHeadSource::kRandom;
-    if (value_head.weight == nullptr) {
-      value_head_.normal_(0.0, config_.initializer_range,
-                          at::detail::createCPUGenerator(options.value_head_seed));
-      missing.erase(kValueHeadWeight);
-    }
   }
   // An untied copy of a tied model starts with the head it had.
-  const bool head_from_embedding = head_ == HeadKind::kLm && config_.tie_word_embeddings &&
-                                   !tied_ && missing.erase(kLmHeadName) > 0;
-  if (!missing.empty()) {
-    return absl::InvalidArgumentError(
-        absl::StrCat(source_directory_, ": tensor '", missing.begin()->first, "': missing"));
+  if (head_ == HeadKind::kLm && config_.tie_word_embeddings && !tied_ &&
+      !given.contains(kLmHeadName) && given.contains(kEmbeddingName)) {
+    given[kLmHeadName] = given[kEmbeddingName];
   }
-  for (const auto& [view, parameter] : copies) CopyInto(*view, parameter);
-  if (head_from_embedding) lm_head_.copy_(backbone_->embedding());
-  if (tied_head != nullptr && !at::equal(ToAten(*tied_head).to(at::kFloat), lm_head_)) {
+  for (const auto& parameter : store_->parameters()) {
+    const bool random =
+        value_head_source_ == ValueHeadSource::kRandom && parameter.spec.name == kValueHeadWeight;
+    if (!random && !given.contains(parameter.spec.name)) {
+      return absl::InvalidArgumentError(
+          absl::StrCat(source_directory_, ": tensor '", parameter.spec.name, "': missing"));
+    }
+  }
+
+  const at::NoGradGuard no_grad;
+  WeightsHasher hasher;
+  for (const auto& parameter : store_->parameters()) {
+    const auto found = given.find(parameter.spec.name);
+    const at::Tensor whole =
+        found != given.end()
+            ? AliasAsAten(*found->second)
+            : InitialValue(parameter.spec, config_.initializer_range,
+                           at::detail::createCPUGenerator(options.value_head_seed));
+    parameter.value.copy_(parameter.shard.Of(whole));  // reads no more of the file than this
+    if (placement_.shard_count > 1) continue;
+    const bool exact = parameter.value.is_cpu() && parameter.value.scalar_type() == at::kFloat;
+    hasher.Add(exact ? parameter.value : whole);
+  }
+  if (placement_.shard_count == 1) weights_digest_ = hasher.Hex();
+  OnWeightsChanged();
+  if (tied_head != nullptr && !at::equal(AliasAsAten(*tied_head).to(at::kFloat),
+                                         AliasAsAten(*given[kEmbeddingName]).to(at::kFloat))) {
     return TensorError(*tied_head, absl::StrCat("differs from '", kEmbeddingName,
                                                 "' though config.json ties them"));
   }

@@ -87,9 +87,9 @@ TEST_F(ModelLoadTest, HalfPrecisionFilesAreReadIntoFp32) {
     ASSERT_TRUE(model->Save(directory_, dtype).ok());
     const auto loaded = Model::Load(directory_);
     ASSERT_TRUE(loaded.ok()) << loaded.status();
-    EXPECT_EQ((*loaded)->config().dtype, dtype);
-    const at::Tensor expected = model->LmHeadWeight().to(ToScalarType(dtype)).to(at::kFloat);
-    EXPECT_TRUE(at::equal((*loaded)->LmHeadWeight(), expected));
+    const at::Tensor expected =
+        model->Parameter(kLmHeadName).to(ToScalarType(dtype)).to(at::kFloat);
+    EXPECT_TRUE(at::equal((*loaded)->Parameter(kLmHeadName), expected));
   }
 }
 
@@ -164,23 +164,24 @@ TEST_F(ModelLoadTest, TiedHeadInTheFileMustEqualTheEmbedding) {
   const auto untied = Model::Load(directory_, {.untie_embeddings = true});
   ASSERT_TRUE(untied.ok()) << untied.status();
   EXPECT_FALSE((*untied)->tied());
-  EXPECT_FALSE(
-      at::equal((*untied)->LmHeadWeight(), (*untied)->Parameter("model.embed_tokens.weight")));
+  EXPECT_FALSE(at::equal((*untied)->Parameter(kLmHeadName),
+                         (*untied)->Parameter("model.embed_tokens.weight")));
 }
 
 TEST_F(ModelLoadTest, UntiedCopyOfATiedModelStartsWithItsHead) {
   Write({{"tie_word_embeddings", true}});
   const auto model = Model::Load(directory_, {.untie_embeddings = true});
   ASSERT_TRUE(model.ok()) << model.status();
-  EXPECT_TRUE(
-      at::equal((*model)->LmHeadWeight(), (*model)->Parameter("model.embed_tokens.weight")));
-  EXPECT_FALSE(
-      (*model)->LmHeadWeight().is_alias_of((*model)->Parameter("model.embed_tokens.weight")));
+  EXPECT_TRUE(at::equal((*model)->Parameter(kLmHeadName),
+                        (*model)->Parameter("model.embed_tokens.weight")));
+  EXPECT_FALSE((*model)
+                   ->Parameter(kLmHeadName)
+                   .is_alias_of((*model)->Parameter("model.embed_tokens.weight")));
 }
 
 // --- use_value_head ---
 
-constexpr LoadOptions kCritic = {.head = HeadKind::kValue, .value_head_seed = 3};
+const LoadOptions kCritic = {.head = HeadKind::kValue, .value_head_seed = 3};
 
 TEST_F(ModelLoadTest, BaseModelGetsASeededRandomValueHead) {
   Write();

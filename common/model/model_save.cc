@@ -43,7 +43,7 @@ std::string Model::ExportedConfig(DType dtype) const {
     config["id2label"] = {{"0", "VALUE"}};
     config["label2id"] = {{"VALUE", 0}};
     config["classifier_dropout"] = 0.0;
-    config["token_classification_bias"] = value_head_bias_.defined();
+    config["token_classification_bias"] = store_->Find(kValueHeadBias) != nullptr;
   }
   return absl::StrCat(config.dump(2), "\n");
 }
@@ -52,12 +52,15 @@ absl::Status Model::Save(const std::string& directory, DType dtype) const {
   if (config_.raw_json.empty()) {
     return absl::FailedPreconditionError("the model was built without the text of a config.json");
   }
+  if (placement_.shard_count != 1) {
+    return absl::UnimplementedError("a shard cannot be saved as a model");
+  }
   std::error_code error;
   fs::create_directories(directory, error);
   if (error) return absl::InternalError(absl::StrCat(directory, ": ", error.message()));
   const fs::path target(directory);
-  TANDEM_RETURN_IF_ERROR(WriteNamedTensors(target / "model.safetensors", store_->parameters(),
-                                           dtype, {{"format", "pt"}}));
+  TANDEM_RETURN_IF_ERROR(
+      WriteNamedTensors(target / "model.safetensors", Parameters(), dtype, {{"format", "pt"}}));
   for (const char* name : kCompanionFiles) {
     const fs::path source = fs::path(source_directory_) / name;
     if (source_directory_.empty() || !fs::exists(source, error) ||

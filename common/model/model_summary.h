@@ -13,7 +13,8 @@ struct ModelSummary {
   std::string model_type;  // "llama", "qwen2", ...
   int64_t vocab_size = 0;
   int64_t num_parameters = 0;
-  int64_t max_model_len = 0;  // longest sequence that the engine accepts
+  int64_t num_trainable_parameters = 0;  // all but the frozen ones; 0 where nothing trains
+  int64_t max_model_len = 0;             // longest sequence that the engine accepts
   std::vector<int64_t> eos_token_ids;
 };
 

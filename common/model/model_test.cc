@@ -166,7 +166,7 @@ TEST(ModelTest, LoadParametersIsAllOrNothing) {
 TEST(ModelTest, ATiedModelTakesOnlyAHeadThatEqualsItsEmbedding) {
   const auto model = TinyModel("llama", {{"tie_word_embeddings", true}}, {});
   NamedTensors tensors = model->Parameters();
-  tensors.emplace_back(Model::kLmHeadName, model->LmHeadWeight().clone());
+  tensors.emplace_back(kLmHeadName, model->Parameter(kEmbeddingName).clone());
   EXPECT_TRUE(model->LoadParameters(tensors).ok());
   tensors.back().second += 1;
   const absl::Status status = model->LoadParameters(tensors);
@@ -178,7 +178,8 @@ TEST(ModelTest, TiedHeadIsListedOnceAndSharesMemory) {
   const auto model = TinyModel("llama", {{"tie_word_embeddings", true}}, {.requires_grad = true});
   EXPECT_TRUE(model->tied());
   EXPECT_FALSE(model->Parameter("lm_head.weight").defined());
-  EXPECT_TRUE(model->LmHeadWeight().is_same(model->Parameter("model.embed_tokens.weight")));
+  EXPECT_EQ(model->lm_head_name(), kEmbeddingName);
+  EXPECT_TRUE(model->lm_head().compute_weight().is_alias_of(model->Parameter(kEmbeddingName)));
 }
 
 TEST(ModelTest, GradientsReachEveryParameter) {

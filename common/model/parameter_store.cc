@@ -1,64 +1,108 @@
 #include "common/model/parameter_store.h"
 
 #include <ATen/ATen.h>
+#include <ATen/core/grad_mode.h>
 
-#include <numeric>
+#include <utility>
 
-#include "common/ops/ops.h"
+#include "absl/strings/str_cat.h"
+#include "common/base/error.h"
 
 namespace tandem {
 
-std::vector<at::Tensor> Projection::Forward(const at::Tensor& x) const {
-  std::vector<at::Tensor> outputs;
-  if (fused_weight.defined()) {
-    const at::Tensor all = ops::Linear(x, fused_weight, fused_bias);
-    int64_t begin = 0;
-    for (const at::Tensor& weight : weights) {
-      outputs.push_back(all.narrow(1, begin, weight.size(0)));
-      begin += weight.size(0);
+absl::StatusOr<std::unique_ptr<ParameterStore>> ParameterStore::Create(
+    const std::vector<ParameterSpec>& specs, const std::vector<bool>& trainable,
+    const Placement& placement) {
+  if (placement.shard_count < 1) {
+    return InvalidField("placement.shard_count", "must be at least 1");
+  }
+  if (placement.shard_index < 0 || placement.shard_index >= placement.shard_count) {
+    return InvalidField("placement.shard_index",
+                        absl::StrCat("must be in [0, ", placement.shard_count, ")"));
+  }
+  std::unique_ptr<ParameterStore> store(new ParameterStore(placement));
+  store->training_ = !trainable.empty();
+  for (size_t i = 0; i < specs.size(); ++i) {
+    Parameter parameter = {
+        .spec = specs[i], .shard = {}, .trainable = store->training_ && trainable[i], .value = {}};
+    if (const std::optional<int64_t> axis = specs[i].shard_axis; axis.has_value()) {
+      if (specs[i].shape[*axis] % placement.shard_count != 0) {
+        return InvalidField("placement.shard_count",
+                            absl::StrCat("must divide axis ", *axis, " of '", specs[i].name,
+                                         "', which is ", specs[i].shape[*axis]));
+      }
+      parameter.shard = {*axis, placement.shard_index, placement.shard_count};
     }
-    return outputs;
+    store->parameters_.push_back(std::move(parameter));
   }
-  for (size_t i = 0; i < weights.size(); ++i) {
-    outputs.push_back(ops::Linear(x, weights[i], biases.empty() ? at::Tensor() : biases[i]));
-  }
-  return outputs;
+  return store;
 }
 
-void ParameterStore::Register(const std::string& name, const at::Tensor& tensor, Init init) {
-  if (requires_grad_) tensor.set_requires_grad(true);
-  parameters_.emplace_back(name, tensor);
-  inits_.push_back(init);
-}
-
-at::Tensor ParameterStore::Add(const std::string& name, at::IntArrayRef shape, Init init) {
-  at::Tensor tensor = at::empty(shape, at::kFloat);
-  Register(name, tensor, init);
-  return tensor;
-}
-
-Projection ParameterStore::AddProjection(const std::vector<std::string>& names,
-                                         const std::vector<int64_t>& outs, int64_t in, bool bias) {
-  Projection projection;
-  const int64_t total = std::accumulate(outs.begin(), outs.end(), int64_t{0});
-  if (!requires_grad_) {
-    projection.fused_weight = at::empty({total, in}, at::kFloat);
-    if (bias) projection.fused_bias = at::empty({total}, at::kFloat);
+const Parameter* ParameterStore::Find(const std::string& name) const {
+  for (const Parameter& parameter : parameters_) {
+    if (parameter.spec.name == name) return &parameter;
   }
+  return nullptr;
+}
+
+Parameter* ParameterStore::FindMutable(const std::string& name) {
+  return const_cast<Parameter*>(Find(name));
+}
+
+at::Tensor ParameterStore::Allocate(const std::vector<std::string>& names) {
+  const at::NoGradGuard no_grad;
+  std::vector<std::vector<int64_t>> shapes;
+  int64_t rows = 0;
+  for (const std::string& name : names) {
+    const Parameter* parameter = Find(name);
+    TORCH_CHECK(parameter != nullptr && !parameter->value.defined(), "parameter ", name,
+                " is not declared or already taken");
+    shapes.push_back(parameter->spec.shape);
+    if (parameter->shard.count > 1) shapes.back()[parameter->shard.axis] /= parameter->shard.count;
+    rows += shapes.back()[0];
+  }
+  std::vector<int64_t> stacked_shape = shapes[0];
+  stacked_shape[0] = rows;
+  at::Tensor stacked =
+      at::empty(stacked_shape,
+                at::device(placement_.device).dtype(training_ ? at::kFloat : placement_.dtype));
   int64_t begin = 0;
   for (size_t i = 0; i < names.size(); ++i) {
-    projection.weights.push_back(requires_grad_
-                                     ? at::empty({outs[i], in}, at::kFloat)
-                                     : projection.fused_weight.narrow(0, begin, outs[i]));
-    Register(names[i] + ".weight", projection.weights.back(), Init::kNormal);
-    if (bias) {
-      projection.biases.push_back(requires_grad_ ? at::empty({outs[i]}, at::kFloat)
-                                                 : projection.fused_bias.narrow(0, begin, outs[i]));
-      Register(names[i] + ".bias", projection.biases.back(), Init::kZeros);
-    }
-    begin += outs[i];
+    Parameter& parameter = *FindMutable(names[i]);
+    parameter.value = stacked.narrow(0, begin, shapes[i][0]).detach();
+    parameter.value.set_requires_grad(parameter.trainable);
+    begin += shapes[i][0];
   }
-  return projection;
+  return stacked;
+}
+
+at::Tensor ParameterStore::Take(const std::string& name) {
+  if (Find(name) == nullptr) return {};
+  Allocate({name});
+  return Find(name)->value;
+}
+
+const ops::LinearWeight& ParameterStore::TakeLinear(const std::vector<std::string>& names) {
+  std::vector<std::string> weight_names, bias_names;
+  for (const std::string& name : names) {
+    weight_names.push_back(name + ".weight");
+    if (Find(name + ".bias") != nullptr) bias_names.push_back(name + ".bias");
+  }
+  const Parameter* const shared = names.size() == 1 ? Find(weight_names[0]) : nullptr;
+  const at::Tensor stacked = shared != nullptr && shared->value.defined() ? shared->value.detach()
+                                                                          : Allocate(weight_names);
+  const at::Tensor bias = bias_names.empty() ? at::Tensor() : Allocate(bias_names);
+  const auto values = [&](const std::vector<std::string>& of) {
+    std::vector<at::Tensor> result;
+    for (const std::string& name : of) result.push_back(Find(name)->value);
+    return result;
+  };
+  return linear_weights_.emplace_back(stacked, bias, values(weight_names), values(bias_names),
+                                      placement_.dtype);
+}
+
+void ParameterStore::OnWeightsChanged() {
+  for (ops::LinearWeight& weight : linear_weights_) weight.OnWeightsChanged();
 }
 
 }  // namespace tandem

@@ -1,53 +1,55 @@
-// The parameters of a model under construction: families declare them, loading fills them.
+// The memory of a model's parameters, and the linear maps over it.
 #ifndef TANDEM_COMMON_MODEL_PARAMETER_STORE_H_
 #define TANDEM_COMMON_MODEL_PARAMETER_STORE_H_
 
 #include <ATen/core/Tensor.h>
 
-#include <cstdint>
+#include <deque>
+#include <memory>
 #include <string>
 #include <vector>
 
-#include "common/tensor/named_tensors.h"
+#include "absl/status/statusor.h"
+#include "common/model/parameter.h"
+#include "common/ops/linear_weight.h"
 
 namespace tandem {
 
-// Linear maps of one input. Without gradients they share one buffer and `fused_*` is all of them,
-// stacked in order, while `weights` and `biases` are views of it, so that an in-place update of a
-// parameter is an update of both.
-struct Projection {
-  std::vector<at::Tensor> weights;  // [out_i, in]
-  std::vector<at::Tensor> biases;   // [out_i]; empty without bias
-  at::Tensor fused_weight;          // [sum of out_i, in] or undefined
-  at::Tensor fused_bias;
-
-  // x [T, in] -> one [T, out_i] a map; views of one tensor when fused.
-  std::vector<at::Tensor> Forward(const at::Tensor& x) const;
-};
-
 class ParameterStore {
  public:
-  enum class Init { kNormal, kOnes, kZeros };  // how `transformers` would initialise it
+  // Of the declared parameters, uninitialised. `trainable` has one entry per parameter; an empty
+  // one means a model that only infers. INVALID_ARGUMENT for "placement.shard_*", and for a size
+  // that does not divide by the shards.
+  static absl::StatusOr<std::unique_ptr<ParameterStore>> Create(
+      const std::vector<ParameterSpec>& specs, const std::vector<bool>& trainable,
+      const Placement& placement);
 
-  explicit ParameterStore(bool requires_grad) : requires_grad_(requires_grad) {}
+  // In the order of their declaration.
+  const std::vector<Parameter>& parameters() const { return parameters_; }
+  // nullptr where no such parameter is declared.
+  const Parameter* Find(const std::string& name) const;
 
-  // Declares one parameter and returns it, uninitialised.
-  at::Tensor Add(const std::string& name, at::IntArrayRef shape, Init init);
+  // For the model that is being wired. The value of a declared parameter; undefined where there is
+  // none.
+  at::Tensor Take(const std::string& name);
+  // The maps "<name>.weight" (with "<name>.bias" where declared) of one input, stacked in one
+  // buffer. A single one that was taken before is shared. Lives as long as the store.
+  const ops::LinearWeight& TakeLinear(const std::vector<std::string>& names);
 
-  // Declares "<name_i>.weight" [outs[i], in] and, with `bias`, "<name_i>.bias".
-  Projection AddProjection(const std::vector<std::string>& names, const std::vector<int64_t>& outs,
-                           int64_t in, bool bias);
-
-  const NamedTensors& parameters() const { return parameters_; }
-  // Parallel to parameters().
-  const std::vector<Init>& inits() const { return inits_; }
+  // To be called after values have changed, before the next forward.
+  void OnWeightsChanged();
 
  private:
-  void Register(const std::string& name, const at::Tensor& tensor, Init init);
+  explicit ParameterStore(const Placement& placement) : placement_(placement) {}
 
-  const bool requires_grad_;
-  NamedTensors parameters_;
-  std::vector<Init> inits_;
+  Parameter* FindMutable(const std::string& name);
+  // Gives the parameters of those names, in order, one buffer; returns it.
+  at::Tensor Allocate(const std::vector<std::string>& names);
+
+  const Placement placement_;
+  bool training_ = false;
+  std::vector<Parameter> parameters_;
+  std::deque<ops::LinearWeight> linear_weights_;  // never moves what was handed out
 };
 
 }  // namespace tandem

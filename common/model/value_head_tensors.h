@@ -10,10 +10,6 @@
 
 namespace tandem {
 
-// Names under which parameters of ours are listed and exported.
-inline constexpr char kValueHeadWeight[] = "score.weight";
-inline constexpr char kValueHeadBias[] = "score.bias";
-
 struct ValueHeadTensors {
   const TensorView* weight = nullptr;  // nullptr: the checkpoint holds no value head
   const TensorView* bias = nullptr;

@@ -239,12 +239,12 @@ TEST_P(AtenPathTest, HasGradients) {
 }
 
 TEST_F(OpsTest, RotaryTableGrowsAndKeepsItsValues) {
-  RotaryTable table({1.0f, 0.01f}, 1.0);
-  const auto [cos, sin] = table.Rows(at::tensor({int64_t{3}, int64_t{0}}));
+  RotaryTable table({1.0f, 0.01f}, 1.0, at::kCPU);
+  const auto [cos, sin] = table.Rows(at::tensor({int64_t{3}, int64_t{0}}), 4);
   EXPECT_NEAR(cos[0][0].item<double>(), std::cos(3.0), 1e-7);
   EXPECT_NEAR(sin[0][1].item<double>(), std::sin(0.03), 1e-7);
   EXPECT_EQ(cos[1][0].item<double>(), 1.0);
-  const auto [far_cos, far_sin] = table.Rows(at::tensor({int64_t{5000}, int64_t{3}}));
+  const auto [far_cos, far_sin] = table.Rows(at::tensor({int64_t{5000}, int64_t{3}}), 5001);
   EXPECT_NEAR(far_cos[0][1].item<double>(), std::cos(50.0), 1e-6);
   EXPECT_TRUE(at::equal(far_cos[1], cos[0]));
 }

@@ -20,23 +20,20 @@ void RotaryTable::Grow(int64_t length) {
       *sin_row++ = static_cast<float>(std::sin(static_cast<double>(angle)) * scaling_);
     }
   }
-  cos_ = cos;
-  sin_ = sin;
+  cos_ = cos.to(device_);
+  sin_ = sin.to(device_);
 }
 
-std::pair<at::Tensor, at::Tensor> RotaryTable::Rows(const at::Tensor& positions) {
-  const int64_t needed = positions.numel() == 0 ? 1 : positions.max().item<int64_t>() + 1;
+std::pair<at::Tensor, at::Tensor> RotaryTable::Rows(const at::Tensor& positions, int64_t end) {
   at::Tensor cos, sin;
   {
     const std::lock_guard<std::mutex> lock(mutex_);
     const int64_t have = cos_.defined() ? cos_.size(0) : 0;
-    if (needed > have) Grow(std::max({needed, 2 * have, int64_t{512}}));
+    if (end > have || have == 0) Grow(std::max({end, 2 * have, int64_t{512}}));
     cos = cos_;
     sin = sin_;
   }
-  const at::Tensor index = positions.cpu();
-  return {cos.index_select(0, index).to(positions.device()),
-          sin.index_select(0, index).to(positions.device())};
+  return {cos.index_select(0, positions), sin.index_select(0, positions)};
 }
 
 }  // namespace tandem::ops

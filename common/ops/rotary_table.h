@@ -16,17 +16,18 @@ namespace tandem::ops {
 class RotaryTable {
  public:
   // One frequency per pair of dimensions; cosines and sines are multiplied by `scaling`.
-  RotaryTable(std::vector<float> inverse_frequencies, double scaling)
-      : inverse_frequencies_(std::move(inverse_frequencies)), scaling_(scaling) {}
+  RotaryTable(std::vector<float> inverse_frequencies, double scaling, at::Device device)
+      : inverse_frequencies_(std::move(inverse_frequencies)), scaling_(scaling), device_(device) {}
 
-  // positions [T] int64, not negative -> {cos, sin}, each [T, D/2] fp32 on the positions' device.
-  std::pair<at::Tensor, at::Tensor> Rows(const at::Tensor& positions);
+  // positions [T] int64 on the table's device, all in [0, end) -> {cos, sin}, each [T, D/2] fp32.
+  std::pair<at::Tensor, at::Tensor> Rows(const at::Tensor& positions, int64_t end);
 
  private:
   void Grow(int64_t length);
 
   const std::vector<float> inverse_frequencies_;
   const double scaling_;
+  const at::Device device_;
   std::mutex mutex_;
   at::Tensor cos_, sin_;  // [length, D/2]
 };

@@ -1,10 +1,8 @@
 #include "common/parallel/single_process_strategy.h"
 
 #include <ATen/ATen.h>
-#include <ATen/core/grad_mode.h>
 
 #include <cmath>
-#include <map>
 
 #include "absl/strings/str_cat.h"
 #include "common/base/error.h"
@@ -15,22 +13,20 @@
 
 namespace tandem::parallel {
 
-absl::Status SingleProcessStrategy::Build(const NamedTensors& parameters,
-                                          const OptimizerOptions& options) {
-  for (const auto& [name, parameter] : parameters) {
-    if (!parameter.is_leaf() || !parameter.requires_grad() ||
-        parameter.scalar_type() != at::kFloat) {
-      return absl::InvalidArgumentError(
-          absl::StrCat("parameter '", name, "' is not an fp32 leaf that requires a gradient"));
-    }
-  }
+absl::Status SingleProcessStrategy::Build(Model& model, const OptimizerOptions& options) {
   return CatchTorchErrors("cannot build the optimizer", [&]() -> absl::Status {
     options_ = options;
-    parameters_ = parameters;
+    model_ = &model;
+    parameters_.clear();
     gradients_.clear();
-    for (const auto& [name, parameter] : parameters_) {
+    for (const auto& [name, parameter] : model.Parameters()) {
+      if (!parameter.requires_grad()) continue;
+      parameters_.emplace_back(name, parameter);
       gradients_.push_back(at::zeros_like(parameter.detach()));
       parameter.mutable_grad() = gradients_.back();
+    }
+    if (parameters_.empty()) {
+      return absl::InvalidArgumentError("no parameter of the model requires a gradient");
     }
     optimizer_ = std::make_unique<training::AdamW>(parameters_, options_);
     return absl::OkStatus();
@@ -67,6 +63,7 @@ absl::StatusOr<OptimizerReport> SingleProcessStrategy::OptimizerStep() {
     if (options_.max_grad_norm > 0 && factor < 1) at::_foreach_mul_(gradients_, factor);
     report.learning_rate = training::LearningRateAt(options_, optimizer_->steps());
     optimizer_->Step(gradients_, report.learning_rate);
+    model_->OnWeightsChanged();
     return absl::OkStatus();
   }));
   return report;
@@ -74,29 +71,15 @@ absl::StatusOr<OptimizerReport> SingleProcessStrategy::OptimizerStep() {
 
 absl::StatusOr<NamedTensors> SingleProcessStrategy::GatherParameters() {
   NamedTensors parameters;
-  for (const auto& [name, parameter] : parameters_) {
+  for (const auto& [name, parameter] : model_->Parameters()) {
     parameters.emplace_back(name, parameter.detach());
   }
   return parameters;
 }
 
 absl::Status SingleProcessStrategy::ScatterParameters(const NamedTensors& parameters) {
-  const std::map<std::string, at::Tensor> given(parameters.begin(), parameters.end());
-  for (const auto& [name, parameter] : parameters_) {
-    const auto found = given.find(name);
-    if (found == given.end() || found->second.sizes() != parameter.sizes()) {
-      return absl::InvalidArgumentError(
-          absl::StrCat("parameter '", name, "' is missing or has another shape"));
-    }
-  }
-  if (given.size() != parameters_.size()) {
-    return absl::InvalidArgumentError("parameters that the model does not have");
-  }
-  return CatchTorchErrors("cannot replace parameters", [&]() -> absl::Status {
-    const at::NoGradGuard no_grad;
-    for (const auto& [name, parameter] : parameters_) parameter.detach().copy_(given.at(name));
-    return absl::OkStatus();
-  });
+  return CatchTorchErrors("cannot replace parameters",
+                          [&] { return model_->LoadParameters(parameters); });
 }
 
 absl::Status SingleProcessStrategy::SaveOptimizer(const std::string& directory) {

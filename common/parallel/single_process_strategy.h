@@ -13,14 +13,11 @@ namespace tandem::parallel {
 
 class SingleProcessStrategy : public Strategy {
  public:
-  absl::Status Build(const NamedTensors& parameters, const OptimizerOptions& options) override;
+  absl::Status Build(Model& model, const OptimizerOptions& options) override;
   at::Tensor Gradient(absl::string_view parameter) const override;
   absl::Status ForwardBackward(int64_t count,
                                absl::FunctionRef<absl::Status(int64_t)> run) override;
   absl::StatusOr<OptimizerReport> OptimizerStep() override;
-  absl::Status SumOverRanks(absl::Span<double>) override { return absl::OkStatus(); }
-  int64_t rank() const override { return 0; }
-  int64_t world_size() const override { return 1; }
   int64_t optimizer_steps() const override { return optimizer_->steps(); }
   absl::StatusOr<NamedTensors> GatherParameters() override;
   absl::Status ScatterParameters(const NamedTensors& parameters) override;
@@ -29,8 +26,9 @@ class SingleProcessStrategy : public Strategy {
 
  private:
   OptimizerOptions options_;
-  NamedTensors parameters_;
-  std::vector<at::Tensor> gradients_;
+  Model* model_ = nullptr;
+  NamedTensors parameters_;            // those that train
+  std::vector<at::Tensor> gradients_;  // of these
   std::unique_ptr<training::AdamW> optimizer_;
 };
 

@@ -1,71 +1,81 @@
 #include "common/parallel/single_process_strategy.h"
 
 #include <ATen/ATen.h>
+#include <ATen/core/grad_mode.h>
 #include <gtest/gtest.h>
-#include <unistd.h>
 
-#include <filesystem>
+#include <cmath>
 #include <limits>
 
 #include "common/base/error.h"
+#include "common/model/test_models.h"
+#include "common/model/testing/tiny_model_dir.h"
 
 namespace tandem::parallel {
 namespace {
 
-NamedTensors Parameters() {
-  return {{"w", at::tensor({1.0f, 2.0f, 3.0f, 4.0f}).view({2, 2}).requires_grad_()},
-          {"b", at::tensor({0.5f}).requires_grad_()}};
+constexpr char kMatrix[] = "model.layers.0.mlp.down_proj.weight";
+constexpr char kNorm[] = "model.norm.weight";
+
+std::unique_ptr<Model> TrainableModel(const LoadOptions& changes = {}) {
+  LoadOptions options = changes;
+  options.requires_grad = true;
+  return TinyModel("llama", {}, options);
 }
 
-absl::Status RunBackward(SingleProcessStrategy& strategy, const NamedTensors& parameters,
-                         double factor = 1) {
+// d/dw of |w|^2 * factor + i * sum(norm), for i = 0, 1.
+absl::Status RunBackward(SingleProcessStrategy& strategy, const Model& model, double factor = 1) {
   return strategy.ForwardBackward(2, [&](int64_t i) {
-    const at::Tensor loss = (parameters[0].second * parameters[0].second).sum() * factor +
-                            parameters[1].second.sum() * static_cast<double>(i);
+    const at::Tensor w = model.Parameter(kMatrix);
+    const at::Tensor loss =
+        (w * w).sum() * factor + model.Parameter(kNorm).sum() * static_cast<double>(i);
     loss.backward();
     return absl::OkStatus();
   });
 }
 
 TEST(SingleProcessStrategyTest, GradientsOfMicroBatchesAddUpAndAreZeroedBefore) {
-  const NamedTensors parameters = Parameters();
+  const auto model = TrainableModel();
   SingleProcessStrategy strategy;
-  ASSERT_TRUE(strategy.Build(parameters, {}).ok());
+  ASSERT_TRUE(strategy.Build(*model, {}).ok());
   for (int repeat = 0; repeat < 2; ++repeat) {
-    ASSERT_TRUE(RunBackward(strategy, parameters).ok());
-    EXPECT_TRUE(strategy.Gradient("w").equal(4 * parameters[0].second.detach()));
-    EXPECT_EQ(strategy.Gradient("b").item<float>(), 1.0f);
+    ASSERT_TRUE(RunBackward(strategy, *model).ok());
+    EXPECT_TRUE(strategy.Gradient(kMatrix).equal(4 * model->Parameter(kMatrix).detach()));
+    EXPECT_EQ(strategy.Gradient(kNorm)[3].item<float>(), 1.0f);
   }
   EXPECT_FALSE(strategy.Gradient("x").defined());
 }
 
 TEST(SingleProcessStrategyTest, ClipsByGlobalNormAndReportsIt) {
-  const NamedTensors parameters = Parameters();
+  const auto model = TrainableModel();
   SingleProcessStrategy strategy;
   OptimizerOptions options;
   options.max_grad_norm = 0.5;
-  ASSERT_TRUE(strategy.Build(parameters, options).ok());
-  ASSERT_TRUE(RunBackward(strategy, parameters).ok());
+  ASSERT_TRUE(strategy.Build(*model, options).ok());
+  ASSERT_TRUE(RunBackward(strategy, *model).ok());
+  const double matrix = 4 * model->Parameter(kMatrix).norm().item<double>();
   const OptimizerReport report = strategy.OptimizerStep().value();
-  EXPECT_NEAR(report.grad_norm, std::sqrt(16.0 * 30 + 1), 1e-5);
-  EXPECT_NEAR(training::GlobalNorm({strategy.Gradient("w"), strategy.Gradient("b")}), 0.5, 1e-6);
+  EXPECT_NEAR(report.grad_norm, std::sqrt(matrix * matrix + 30), 1e-4);
+  EXPECT_NEAR(training::GlobalNorm({strategy.Gradient(kMatrix), strategy.Gradient(kNorm)}), 0.5,
+              1e-6);
   EXPECT_EQ(strategy.optimizer_steps(), 1);
 }
 
 TEST(SingleProcessStrategyTest, NonFiniteGradientChangesNothing) {
-  const NamedTensors parameters = Parameters();
+  const auto model = TrainableModel();
   SingleProcessStrategy strategy;
-  ASSERT_TRUE(strategy.Build(parameters, {}).ok());
-  const at::Tensor before = parameters[0].second.detach().clone();
-  ASSERT_TRUE(RunBackward(strategy, parameters, std::numeric_limits<double>::infinity()).ok());
+  ASSERT_TRUE(strategy.Build(*model, {}).ok());
+  const at::Tensor before = model->Parameter(kMatrix).detach().clone();
+  ASSERT_TRUE(RunBackward(strategy, *model, std::numeric_limits<double>::infinity()).ok());
   EXPECT_EQ(strategy.OptimizerStep().status().code(), absl::StatusCode::kInternal);
-  EXPECT_TRUE(parameters[0].second.equal(before));
+  EXPECT_TRUE(model->Parameter(kMatrix).equal(before));
   EXPECT_EQ(strategy.optimizer_steps(), 0);
 }
 
 TEST(SingleProcessStrategyTest, ExceptionOfTorchBecomesAStatus) {
+  const auto model = TrainableModel();
   SingleProcessStrategy strategy;
-  ASSERT_TRUE(strategy.Build(Parameters(), {}).ok());
+  ASSERT_TRUE(strategy.Build(*model, {}).ok());
   const absl::Status status = strategy.ForwardBackward(1, [](int64_t) {
     at::zeros({2}).add_(at::zeros({3}));
     return absl::OkStatus();
@@ -74,35 +84,87 @@ TEST(SingleProcessStrategyTest, ExceptionOfTorchBecomesAStatus) {
 }
 
 TEST(SingleProcessStrategyTest, SavedStateContinuesBitForBit) {
-  const std::string directory =
-      (std::filesystem::temp_directory_path() / ("tandem_strategy_" + std::to_string(::getpid())))
-          .string();
-  std::filesystem::create_directories(directory);
-  const NamedTensors a = Parameters(), b = Parameters();
+  const TemporaryFolder folder;
+  const auto a = TrainableModel(), b = TrainableModel();
   SingleProcessStrategy first, second;
-  ASSERT_TRUE(first.Build(a, {}).ok());
-  ASSERT_TRUE(second.Build(b, {}).ok());
-  ASSERT_TRUE(RunBackward(first, a).ok());
+  ASSERT_TRUE(first.Build(*a, {}).ok());
+  ASSERT_TRUE(second.Build(*b, {}).ok());
+  ASSERT_TRUE(RunBackward(first, *a).ok());
   ASSERT_TRUE(first.OptimizerStep().ok());
-  ASSERT_TRUE(first.SaveOptimizer(directory).ok());
-  ASSERT_TRUE(second.LoadOptimizer(directory).ok());
+  ASSERT_TRUE(first.SaveOptimizer(folder.path()).ok());
+  ASSERT_TRUE(second.LoadOptimizer(folder.path()).ok());
   ASSERT_TRUE(second.ScatterParameters(first.GatherParameters().value()).ok());
-  for (auto* pair : {&a, &b}) {
-    SingleProcessStrategy& strategy = pair == &a ? first : second;
-    ASSERT_TRUE(RunBackward(strategy, *pair).ok());
-    ASSERT_TRUE(strategy.OptimizerStep().ok());
-  }
-  EXPECT_TRUE(a[0].second.equal(b[0].second));
-  EXPECT_TRUE(a[1].second.equal(b[1].second));
-  std::filesystem::remove_all(directory);
+  ASSERT_TRUE(RunBackward(first, *a).ok());
+  ASSERT_TRUE(RunBackward(second, *b).ok());
+  ASSERT_TRUE(first.OptimizerStep().ok());
+  ASSERT_TRUE(second.OptimizerStep().ok());
+  EXPECT_TRUE(a->Parameter(kMatrix).equal(b->Parameter(kMatrix)));
+  EXPECT_TRUE(a->Parameter(kNorm).equal(b->Parameter(kNorm)));
 }
 
 TEST(SingleProcessStrategyTest, ScatterIsAllOrNothing) {
-  const NamedTensors parameters = Parameters();
+  const auto model = TrainableModel();
   SingleProcessStrategy strategy;
-  ASSERT_TRUE(strategy.Build(parameters, {}).ok());
-  EXPECT_FALSE(strategy.ScatterParameters({{"w", at::zeros({2, 2})}}).ok());
-  EXPECT_EQ(parameters[0].second[0][0].item<float>(), 1.0f);
+  ASSERT_TRUE(strategy.Build(*model, {}).ok());
+  const at::Tensor before = model->Parameter(kMatrix).detach().clone();
+  EXPECT_FALSE(strategy.ScatterParameters({{kMatrix, at::zeros_like(before)}}).ok());
+  EXPECT_TRUE(model->Parameter(kMatrix).equal(before));
+}
+
+TEST(SingleProcessStrategyTest, FrozenParametersKeepTheirBitsAndHaveNoState) {
+  const TemporaryFolder folder;
+  const auto model = TrainableModel({.freeze = {"*norm*"}}), whole = TrainableModel();
+  SingleProcessStrategy strategy, other;
+  ASSERT_TRUE(strategy.Build(*model, {}).ok());
+  ASSERT_TRUE(other.Build(*whole, {}).ok());
+  EXPECT_FALSE(strategy.Gradient(kNorm).defined());
+  EXPECT_TRUE(strategy.Gradient(kMatrix).defined());
+  const at::Tensor norm = model->Parameter(kNorm).clone();
+  const at::Tensor matrix = model->Parameter(kMatrix).detach().clone();
+  ASSERT_TRUE(RunBackward(strategy, *model).ok());
+  ASSERT_TRUE(strategy.OptimizerStep().ok());
+  EXPECT_TRUE(model->Parameter(kNorm).equal(norm));
+  EXPECT_FALSE(model->Parameter(kMatrix).equal(matrix));
+  EXPECT_EQ(strategy.GatherParameters()->size(), model->Parameters().size());
+  // The state of one freeze does not fit another, either way round.
+  ASSERT_TRUE(strategy.SaveOptimizer(folder.path()).ok());
+  absl::Status status = other.LoadOptimizer(folder.path());
+  EXPECT_EQ(status.code(), absl::StatusCode::kDataLoss);
+  EXPECT_NE(std::string(status.message()).find("norm.weight.exp_avg'"), std::string::npos);
+  ASSERT_TRUE(other.SaveOptimizer(folder.path()).ok());
+  status = strategy.LoadOptimizer(folder.path());
+  EXPECT_EQ(status.code(), absl::StatusCode::kDataLoss);
+  EXPECT_NE(std::string(status.message()).find("norm.weight.exp_avg'"), std::string::npos);
+}
+
+TEST(SingleProcessStrategyTest, AModelThatDoesNotTrainIsRefused) {
+  const auto model = TinyModel();
+  EXPECT_EQ(SingleProcessStrategy().Build(*model, {}).code(), absl::StatusCode::kInvalidArgument);
+}
+
+// The bf16 copies that the products use are refreshed by whatever changes the masters.
+TEST(SingleProcessStrategyTest, ComputeCopiesFollowUpdatesAndLoads) {
+  const auto model = TrainableModel({.freeze = {"*norm*"}, .placement = {.dtype = at::kBFloat16}});
+  const auto copy = TinyModel("llama", {}, {.placement = {.dtype = at::kBFloat16}}, /*seed=*/9);
+  SingleProcessStrategy strategy;
+  OptimizerOptions options;
+  options.learning_rate = 0.1;
+  ASSERT_TRUE(strategy.Build(*model, options).ok());
+  const auto expect_same_forward = [&] {
+    ASSERT_TRUE(copy->LoadParameters(strategy.GatherParameters().value()).ok());
+    const at::NoGradGuard no_grad;
+    CausalContext context;
+    const RaggedBatch batch = MakeRaggedBatch({{1, 2, 3, 4}});
+    EXPECT_TRUE(at::equal(model->ForwardLogits(model->HiddenStates(batch, context)),
+                          copy->ForwardLogits(copy->HiddenStates(batch, context))));
+  };
+  expect_same_forward();
+  ASSERT_TRUE(RunBackward(strategy, *model).ok());
+  ASSERT_TRUE(strategy.OptimizerStep().ok());
+  expect_same_forward();
+  const auto other = TinyModel("llama", {}, {}, /*seed=*/5);
+  ASSERT_TRUE(strategy.ScatterParameters(other->Parameters()).ok());
+  expect_same_forward();
 }
 
 TEST(StrategyTest, OthersAreNotThereYet) {

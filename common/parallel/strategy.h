@@ -13,7 +13,7 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
-#include "absl/types/span.h"
+#include "common/model/model.h"
 #include "common/tensor/named_tensors.h"
 #include "common/training/optimizer_options.h"
 
@@ -31,12 +31,13 @@ class Strategy {
  public:
   virtual ~Strategy() = default;
 
-  // Takes over the parameters of a model: leaves that require gradients. They stay in place.
-  // INVALID_ARGUMENT for options or parameters that do not fit.
-  virtual absl::Status Build(const NamedTensors& parameters, const OptimizerOptions& options) = 0;
+  // Takes over the training of `model`, which must outlive the strategy: the parameters that
+  // require gradients, in place. INVALID_ARGUMENT for options that do not fit, or if nothing
+  // trains.
+  virtual absl::Status Build(Model& model, const OptimizerOptions& options) = 0;
 
   // The main gradient (fp32) of a parameter of this rank: autograd adds to it, and a fused output
-  // loss may. Undefined if there is no such parameter.
+  // loss may. Undefined if there is no such parameter, or if it is frozen.
   virtual at::Tensor Gradient(absl::string_view parameter) const = 0;
 
   // Zeroes the main gradients and calls `run(i)` for the micro-batches 0 .. count-1 of this rank,
@@ -49,20 +50,16 @@ class Strategy {
   // with nothing changed, if the norm is not finite.
   virtual absl::StatusOr<OptimizerReport> OptimizerStep() = 0;
 
-  // Sums numbers of this rank over all ranks (metrics, token counts).
-  virtual absl::Status SumOverRanks(absl::Span<double> numbers) = 0;
-
-  virtual int64_t rank() const = 0;
-  virtual int64_t world_size() const = 0;
   virtual int64_t optimizer_steps() const = 0;
 
-  // Whole parameters, by name, on rank 0; views, valid until the next change.
+  // Whole parameters, the frozen ones too, by name, on rank 0; views, valid until the next change.
   virtual absl::StatusOr<NamedTensors> GatherParameters() = 0;
   // Replaces parameters by whole ones. All or nothing; INVALID_ARGUMENT names the tensor.
   virtual absl::Status ScatterParameters(const NamedTensors& parameters) = 0;
 
   // Writes or reads the optimizer's state inside a checkpoint directory. DATA_LOSS names the tensor
-  // that does not fit; then nothing has changed.
+  // that does not fit (the checkpoint of another model, or of another freeze); then nothing has
+  // changed.
   virtual absl::Status SaveOptimizer(const std::string& directory) = 0;
   virtual absl::Status LoadOptimizer(const std::string& directory) = 0;
 };

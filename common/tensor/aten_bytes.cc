@@ -55,17 +55,10 @@ at::Tensor ToAten(const TensorView& view) {
   return tensor;
 }
 
-void CopyInto(const TensorView& view, const at::Tensor& destination) {
-  at::NoGradGuard no_grad;
-  const at::ScalarType type = ToScalarType(view.dtype);
-  // Unaligned bytes are copied first: vectorised conversions may not read them.
-  if (reinterpret_cast<uintptr_t>(view.data) % ItemSizeBytes(view.dtype) != 0) {
-    destination.copy_(ToAten(view));
-    return;
-  }
-  const at::Tensor source =
-      at::from_blob(const_cast<std::byte*>(view.data), view.shape, at::TensorOptions(type));
-  destination.copy_(source);
+at::Tensor AliasAsAten(const TensorView& view) {
+  if (reinterpret_cast<uintptr_t>(view.data) % ItemSizeBytes(view.dtype) != 0) return ToAten(view);
+  return at::from_blob(const_cast<std::byte*>(view.data), view.shape,
+                       at::TensorOptions(ToScalarType(view.dtype)));
 }
 
 absl::StatusOr<TensorView> AsView(const std::string& name, const at::Tensor& tensor) {

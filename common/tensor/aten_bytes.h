@@ -23,9 +23,9 @@ absl::StatusOr<DType> FromScalarType(at::ScalarType type);
 // A copy in memory of its own, in the view's type.
 at::Tensor ToAten(const TensorView& view);
 
-// Copies the view's values into `destination` (any floating type; converts). The caller has checked
-// the shape; no autograd history is recorded.
-void CopyInto(const TensorView& view, const at::Tensor& destination);
+// The view's bytes as a tensor, to be read only and as long as they are there. Bytes that are not
+// aligned to the type, which vectorised code may not read, are copied.
+at::Tensor AliasAsAten(const TensorView& view);
 
 // A view of a contiguous CPU tensor's bytes, valid while `tensor` lives and keeps its storage.
 // INVALID_ARGUMENT when it is not contiguous or not on the CPU.

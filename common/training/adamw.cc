@@ -6,6 +6,7 @@
 #include <cmath>
 #include <map>
 #include <string>
+#include <utility>
 
 #include "absl/strings/str_cat.h"
 
@@ -34,7 +35,9 @@ AdamW::AdamW(const NamedTensors& parameters, const OptimizerOptions& options)
 void AdamW::Step(const std::vector<at::Tensor>& gradients, double learning_rate) {
   const at::NoGradGuard no_grad;
   ++steps_;
-  const at::Tensor step = at::scalar_tensor(static_cast<double>(steps_), at::kFloat);
+  if (parameters_.empty()) return;
+  const at::Tensor step =
+      at::full({}, static_cast<double>(steps_), parameters_[0].second.options().dtype(at::kFloat));
   for (const Group& group : groups_) {
     if (group.members.empty()) continue;
     std::vector<at::Tensor> parameters, grads, first, second;
@@ -65,32 +68,40 @@ absl::Status AdamW::LoadState(const NamedTensors& state) {
   const at::NoGradGuard no_grad;
   const NamedTensors own = State();
   std::map<std::string, at::Tensor> given(state.begin(), state.end());
+  std::vector<std::pair<at::Tensor, at::Tensor>> copies;  // to, from
+  at::Tensor steps;
   for (const auto& [name, tensor] : own) {
     const auto found = given.find(name);
     if (found == given.end()) {
-      return absl::DataLossError(absl::StrCat("optimizer state lacks tensor '", name, "'"));
+      return absl::DataLossError(absl::StrCat("optimizer state lacks tensor '", name,
+                                              "': was that parameter frozen when it was saved?"));
     }
     if (found->second.sizes() != tensor.sizes() ||
         found->second.scalar_type() != tensor.scalar_type()) {
       return absl::DataLossError(
           absl::StrCat("optimizer state: tensor '", name, "' has another shape or type"));
     }
+    copies.emplace_back(tensor, found->second);
+    if (name == kSteps) steps = found->second;
+    given.erase(found);
   }
-  if (given.size() != own.size()) {
-    return absl::DataLossError("optimizer state holds tensors of parameters that do not exist");
+  if (!given.empty()) {
+    return absl::DataLossError(absl::StrCat("optimizer state: tensor '", given.begin()->first,
+                                            "' belongs to no parameter that trains here"));
   }
-  for (const auto& [name, tensor] : own) {
-    if (name != kSteps) at::Tensor(tensor).copy_(given[name]);
-  }
-  steps_ = given[kSteps].item<int64_t>();
+  for (const auto& [to, from] : copies) to.copy_(from);
+  steps_ = steps.item<int64_t>();
   return absl::OkStatus();
 }
 
 double GlobalNorm(const std::vector<at::Tensor>& gradients) {
   const at::NoGradGuard no_grad;
+  if (gradients.empty()) return 0;
+  // One copy to the host for all of them.
+  const at::Tensor norms = at::stack(at::_foreach_norm(gradients)).to(at::kCPU, at::kDouble);
   double squares = 0;
-  for (const at::Tensor& gradient : gradients) {
-    const double norm = at::linalg_vector_norm(gradient).item<double>();
+  for (int64_t i = 0; i < norms.numel(); ++i) {
+    const double norm = norms.const_data_ptr<double>()[i];
     squares += norm * norm;
   }
   return std::sqrt(squares);

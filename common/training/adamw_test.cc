@@ -68,6 +68,11 @@ TEST(AdamWTest, StateRoundTripContinuesIdentically) {
 TEST(AdamWTest, StateThatDoesNotFitIsRefused) {
   AdamW optimizer({{"w", at::zeros({3})}}, Options());
   NamedTensors state = optimizer.State();
+  NamedTensors frozen_now = state;
+  frozen_now.emplace_back("b.exp_avg", at::zeros({3}));
+  const absl::Status unexpected = optimizer.LoadState(frozen_now);
+  EXPECT_EQ(unexpected.code(), absl::StatusCode::kDataLoss);
+  EXPECT_NE(std::string(unexpected.message()).find("'b.exp_avg'"), std::string::npos);
   state[0].second = at::zeros({4});
   EXPECT_EQ(optimizer.LoadState(state).code(), absl::StatusCode::kDataLoss);
   state.erase(state.begin());

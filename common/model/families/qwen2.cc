@@ -1,19 +1,16 @@
 // Qwen2 and Qwen2.5: queries, keys and values always have a bias, nothing else does.
-#include <memory>
-
-#include "common/model/decoder.h"
+#include "common/model/decoder_parameters.h"
 #include "common/model/families/families.h"
 
 namespace tandem {
 namespace {
 
-absl::StatusOr<std::unique_ptr<Backbone>> Build(const ModelConfig& config, ParameterStore& store) {
-  const DecoderOptions options = {.qkv_bias = true};
-  return std::make_unique<DenseDecoder>(config, options, store);
+std::vector<ParameterSpec> Parameters(const ModelConfig& config) {
+  return DenseDecoderParameters(config, {.qkv_bias = true});
 }
 
 }  // namespace
 
-Family Qwen2Family() { return {"qwen2", "Qwen2", Build}; }
+Family Qwen2Family() { return {"qwen2", "Qwen2", Parameters}; }
 
 }  // namespace tandem

@@ -78,8 +78,8 @@ absl::StatusOr<std::unique_ptr<Engine>> TorchEngine::Create(const EngineOptions&
   if (!model.ok()) return PrependFieldPath("model", model.status());
   engine->model_ = *std::move(model);
   TANDEM_ASSIGN_OR_RETURN(engine->strategy_, parallel::CreateStrategy("single"));
-  TANDEM_RETURN_IF_ERROR(PrependFieldPath(
-      "optimizer", engine->strategy_->Build(engine->model_->Parameters(), options.optimizer)));
+  TANDEM_RETURN_IF_ERROR(
+      PrependFieldPath("optimizer", engine->strategy_->Build(*engine->model_, options.optimizer)));
   engine->RefreshInfo();
   return engine;
 }

@@ -50,7 +50,8 @@ class EngineImpl : public Engine {
     senior_weights_.digest = models.senior_digest;
     std::optional<WeightSpec> tied_head;
     if (models.senior->tied()) {
-      tied_head = {.name = "lm_head.weight", .shape = models.senior->LmHeadWeight().sizes().vec()};
+      tied_head = {.name = "lm_head.weight",
+                   .shape = models.senior->Parameter(kEmbeddingName).sizes().vec()};
     }
     weights_ = std::make_unique<StagedWeightReceiver>(
         ParameterSpecs(*models.senior), tied_head, senior_weights_,

@@ -105,7 +105,6 @@ class TorchEngine : public Engine {
   std::unique_ptr<Model> model_, reference_;
   std::unique_ptr<parallel::Strategy> strategy_;
   std::unique_ptr<loss::FusedOutputLoss> loss_, reference_loss_;
-  std::string head_name_;  // the parameter that the output layer is
   std::unique_ptr<BoundarySets> boundaries_;
   std::shared_ptr<CriticConnection> critic_;
   training::TrainingState state_{.kind = "trainer"};
@@ -133,18 +132,11 @@ absl::StatusOr<std::unique_ptr<Engine>> TorchEngine::Create(
   if (!model.ok()) return PrependFieldPath("model", model.status());
   engine->model_ = *std::move(model);
   TANDEM_ASSIGN_OR_RETURN(engine->strategy_, parallel::CreateStrategy("single"));
-  const NamedTensors parameters = engine->model_->Parameters();
   TANDEM_RETURN_IF_ERROR(
-      PrependFieldPath("optimizer", engine->strategy_->Build(parameters, options.optimizer)));
-  const at::Tensor& head = engine->model_->LmHeadWeight();
-  for (const auto& [name, parameter] : parameters) {
-    if (parameter.is_same(head)) engine->head_name_ = name;
-  }
-  if (engine->head_name_.empty()) {
-    return absl::InternalError("the output layer is none of the model's parameters");
-  }
+      PrependFieldPath("optimizer", engine->strategy_->Build(*engine->model_, options.optimizer)));
   TANDEM_ASSIGN_OR_RETURN(auto output_loss,
-                          loss::LinearCrossEntropyLoss::Create(head, {}, loss_options));
+                          loss::LinearCrossEntropyLoss::Create(
+                              engine->model_->lm_head().compute_weight(), {}, loss_options));
   if (!output_loss->fallback_warning().empty()) {
     Log(LogLevel::kWarning, "fused_loss_fallback",
         {LogField{"message", output_loss->fallback_warning()}});
@@ -158,9 +150,9 @@ absl::StatusOr<std::unique_ptr<Engine>> TorchEngine::Create(
     if (engine->reference_->config().vocab_size != engine->model_->config().vocab_size) {
       return InvalidField("reference_model", "has another vocabulary than the model");
     }
-    TANDEM_ASSIGN_OR_RETURN(
-        engine->reference_loss_,
-        loss::LinearCrossEntropyLoss::Create(engine->reference_->LmHeadWeight(), {}, loss_options));
+    TANDEM_ASSIGN_OR_RETURN(engine->reference_loss_,
+                            loss::LinearCrossEntropyLoss::Create(
+                                engine->reference_->lm_head().compute_weight(), {}, loss_options));
   }
 
   // Sentences are only counted for a report: a model without a tokenizer trains without it.
@@ -327,16 +319,18 @@ absl::Status TorchEngine::Update(const TrainingRows& rows, loss::TokenLossFuncti
         TANDEM_RETURN_IF_ERROR(before(input));
         CausalContext context;
         const at::Tensor hidden = model_->HiddenStates(input.batch, context);
-        loss::OutputGradients gradients = {.hidden = at::zeros_like(hidden.detach()),
-                                           .weight = strategy_->Gradient(head_name_),
-                                           .bias = {}};
+        // Undefined where a freeze leaves nothing to train.
+        loss::OutputGradients gradients = {
+            .hidden = hidden.requires_grad() ? at::zeros_like(hidden.detach()) : at::Tensor(),
+            .weight = strategy_->Gradient(model_->lm_head_name()),
+            .bias = {}};
         TANDEM_RETURN_IF_ERROR(loss_->ForwardBackward(
             hidden.detach(), input.rows,
             [&](int64_t first_row, auto... arguments) {
               return function(static_cast<int64_t>(input.first_row) + first_row, arguments...);
             },
             gradients));
-        hidden.backward(gradients.hidden);
+        if (hidden.requires_grad()) hidden.backward(gradients.hidden);
         return absl::OkStatus();
       }));
   TANDEM_ASSIGN_OR_RETURN(const parallel::OptimizerReport optimizer, strategy_->OptimizerStep());

@@ -1,0 +1,135 @@
+#include "common/model/memory_plan.h"
+
+#include <algorithm>
+
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_format.h"
+#include "common/base/status_macros.h"
+#include "common/model/freeze.h"
+
+namespace tandem {
+namespace {
+
+constexpr int64_t kFloatBytes = 4;
+
+int64_t ItemBytes(DType dtype) { return static_cast<int64_t>(ItemSizeBytes(dtype)); }
+
+int64_t Numel(const std::vector<ParameterSpec>& specs) {
+  int64_t count = 0;
+  for (const ParameterSpec& spec : specs) count += spec.numel();
+  return count;
+}
+
+// What is alive at the widest point of one layer, per token: the residual and its norm, then either
+// attention's or the MLP's inputs and outputs.
+int64_t InferenceActivations(const ModelConfig& config) {
+  const int64_t attention = 3 * config.query_size() + 3 * config.key_value_size();
+  return 3 * config.hidden_size + std::max(attention, 3 * config.intermediate_size);
+}
+
+// What autograd keeps of every layer, per token: both norms with their inputs, queries, keys and
+// values before and after rotation and repetition, attention's output, gate, up and their product.
+int64_t TrainingActivations(const ModelConfig& config) {
+  const int64_t layer = 8 * config.hidden_size + 6 * config.query_size() +
+                        2 * config.key_value_size() + 5 * config.intermediate_size;
+  return config.num_hidden_layers * layer + 4 * config.hidden_size;
+}
+
+// Linear maps are multiplied in the computation's type; norms and the embedding's rows are not.
+int64_t LinearNumel(const std::vector<ParameterSpec>& specs, bool tied) {
+  int64_t count = 0;
+  for (const ParameterSpec& spec : specs) {
+    if (spec.init != Init::kOnes && (tied || spec.name != kEmbeddingName)) count += spec.numel();
+  }
+  return count;
+}
+
+absl::Status AddLane(const std::string& name, const ModelConfig& config, int64_t tokens,
+                     const RolloutMemoryOptions& options, MemoryPlan& plan) {
+  TANDEM_ASSIGN_OR_RETURN(const auto specs,
+                          ModelParameters(config, {.tied = config.tie_word_embeddings}));
+  const int64_t item = ItemBytes(options.dtype);
+  plan.items.push_back({name + "_weights", Numel(specs) * item});
+  plan.items.push_back(
+      {name + "_kv_cache",
+       options.num_slots * tokens * 2 * config.num_hidden_layers * config.key_value_size() * item});
+  return absl::OkStatus();
+}
+
+}  // namespace
+
+int64_t MemoryPlan::total_bytes() const {
+  int64_t total = 0;
+  for (const Item& item : items) total += item.bytes;
+  return total;
+}
+
+absl::StatusOr<MemoryPlan> RolloutMemoryPlan(const ModelConfig& senior, const ModelConfig* junior,
+                                             const RolloutMemoryOptions& options) {
+  MemoryPlan plan;
+  int64_t tokens = senior.LongestSequence(options.max_model_len);
+  if (junior != nullptr) tokens = junior->LongestSequence(tokens);
+  TANDEM_RETURN_IF_ERROR(AddLane("senior", senior, tokens, options, plan));
+  int64_t activations = InferenceActivations(senior);
+  if (junior != nullptr) {
+    TANDEM_RETURN_IF_ERROR(AddLane("junior", *junior, tokens, options, plan));
+    activations = std::max(activations, InferenceActivations(*junior));
+  }
+  TANDEM_ASSIGN_OR_RETURN(const auto specs,
+                          ModelParameters(senior, {.tied = senior.tie_word_embeddings}));
+  plan.items.push_back({"staged_weight_update", Numel(specs) * kFloatBytes});
+  plan.items.push_back(
+      {"activations", options.max_batched_tokens * activations * ItemBytes(options.dtype)});
+  plan.items.push_back({"logits", std::max(kRolloutLogitsBytes, senior.vocab_size * kFloatBytes)});
+  return plan;
+}
+
+absl::StatusOr<MemoryPlan> TrainingMemoryPlan(const ModelConfig& config,
+                                              const TrainingMemoryOptions& options) {
+  const bool language_model = options.head == HeadKind::kLm;
+  const bool tied = language_model && config.tie_word_embeddings && !options.untie_embeddings;
+  TANDEM_ASSIGN_OR_RETURN(const auto specs,
+                          ModelParameters(config, {.kind = options.head, .tied = tied}));
+  TANDEM_ASSIGN_OR_RETURN(const auto trainable, TrainableParameters(specs, options.freeze));
+  int64_t trained = 0;
+  for (size_t i = 0; i < specs.size(); ++i) trained += trainable[i] ? specs[i].numel() : 0;
+
+  const int64_t item = ItemBytes(options.dtype);
+  MemoryPlan plan;
+  plan.items.push_back({"weights", Numel(specs) * kFloatBytes});
+  if (options.dtype != DType::kFloat32) {
+    plan.items.push_back({"compute_copy", LinearNumel(specs, tied) * item});
+  }
+  plan.items.push_back({"gradients", trained * kFloatBytes});
+  plan.items.push_back({"optimizer", 2 * trained * kFloatBytes});
+  if (options.reference != nullptr) {
+    const ModelConfig& reference = *options.reference;
+    TANDEM_ASSIGN_OR_RETURN(const auto frozen,
+                            ModelParameters(reference, {.tied = reference.tie_word_embeddings}));
+    plan.items.push_back({"reference_weights", Numel(frozen) * item});
+  }
+  const int64_t tokens =
+      std::max(options.micro_batch_tokens, config.LongestSequence(options.max_model_len));
+  plan.items.push_back({"activations", tokens * TrainingActivations(config) * item});
+  if (language_model) {
+    plan.items.push_back({"logits", options.logits_chunk_bytes});
+    plan.items.push_back({"weight_snapshot", Numel(specs) * kFloatBytes});
+  }
+  return plan;
+}
+
+absl::Status CheckFits(const MemoryPlan& plan, int64_t available_bytes) {
+  if (plan.total_bytes() <= available_bytes) return absl::OkStatus();
+  const auto gigabytes = [](int64_t bytes) {
+    return absl::StrFormat("%.2f GB", static_cast<double>(bytes) / 1e9);
+  };
+  std::string parts;
+  for (const MemoryPlan::Item& item : plan.items) {
+    absl::StrAppend(&parts, parts.empty() ? "" : ", ", item.name, " ", gigabytes(item.bytes));
+  }
+  return absl::ResourceExhaustedError(
+      absl::StrCat("the configuration needs ", gigabytes(plan.total_bytes()), " (", parts, ") and ",
+                   gigabytes(available_bytes), " are available"));
+}
+
+}  // namespace tandem

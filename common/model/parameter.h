@@ -1,0 +1,47 @@
+// One parameter of a model, and where it lives.
+#ifndef TANDEM_COMMON_MODEL_PARAMETER_H_
+#define TANDEM_COMMON_MODEL_PARAMETER_H_
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+
+#include "common/model/parameter_spec.h"
+
+namespace tandem {
+
+// Where a model's parameters live.
+struct Placement {
+  at::Device device = at::kCPU;
+  // Of the computation (float32 or bfloat16). What does not train is stored in it; what trains is
+  // stored in float32 and computed with a copy.
+  at::ScalarType dtype = at::kFloat;
+  // The part that this process holds of every parameter that has a shard axis.
+  int64_t shard_index = 0;
+  int64_t shard_count = 1;
+};
+
+// The part of a tensor that one process holds: slice `index` of `count` equal ones along `axis`.
+struct Shard {
+  int64_t axis = 0;
+  int64_t index = 0;
+  int64_t count = 1;
+
+  // A view of that part of a whole tensor.
+  at::Tensor Of(const at::Tensor& whole) const {
+    if (count == 1) return whole;
+    const int64_t size = whole.size(axis) / count;
+    return whole.narrow(axis, index * size, size);
+  }
+};
+
+struct Parameter {
+  ParameterSpec spec;
+  Shard shard;
+  bool trainable = false;
+  at::Tensor value;  // this process's part; a leaf that requires a gradient if trainable
+};
+
+}  // namespace tandem
+
+#endif  // TANDEM_COMMON_MODEL_PARAMETER_H_

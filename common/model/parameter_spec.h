@@ -1,0 +1,59 @@
+// Which parameters a model has, before any memory is taken for them. No torch.
+#ifndef TANDEM_COMMON_MODEL_PARAMETER_SPEC_H_
+#define TANDEM_COMMON_MODEL_PARAMETER_SPEC_H_
+
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "absl/status/statusor.h"
+#include "common/model/model_config.h"
+
+namespace tandem {
+
+// How `transformers` initialises a parameter.
+enum class Init {
+  kNormal,  // N(0, initializer_range)
+  kOnes,
+  kZeros,
+};
+
+struct ParameterSpec {
+  std::string name;            // of Hugging Face
+  std::vector<int64_t> shape;  // whole, whatever the shard
+  Init init = Init::kNormal;
+  // The axis that tensor parallelism cuts: 0 for maps cut by output and for vocabularies, 1 for
+  // maps cut by input (https://arxiv.org/abs/1909.08053). Not set: every rank holds all of it.
+  std::optional<int64_t> shard_axis = std::nullopt;
+
+  int64_t numel() const;
+};
+
+// What a model ends in.
+enum class HeadKind {
+  kLm,     // vocabulary logits
+  kValue,  // one value per token (`use_value_head`)
+  kNone,   // hidden states only
+};
+
+struct HeadOptions {
+  HeadKind kind = HeadKind::kLm;
+  bool tied = false;  // kLm: the head is the embedding and has no parameter of its own
+  bool bias = false;  // kValue: some checkpoints have one
+};
+
+inline constexpr char kEmbeddingName[] = "model.embed_tokens.weight";
+inline constexpr char kLmHeadName[] = "lm_head.weight";
+// Under which a value head is listed and exported, whatever it was called where it came from.
+inline constexpr char kValueHeadWeight[] = "score.weight";
+inline constexpr char kValueHeadBias[] = "score.bias";
+
+// All parameters in the order in which they are listed, digested and initialised. UNIMPLEMENTED for
+// a model_type that no family has.
+absl::StatusOr<std::vector<ParameterSpec>> ModelParameters(const ModelConfig& config,
+                                                           const HeadOptions& head);
+
+}  // namespace tandem
+
+#endif  // TANDEM_COMMON_MODEL_PARAMETER_SPEC_H_
