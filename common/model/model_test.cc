@@ -1,6 +1,7 @@
 #include "common/model/model.h"
 
 #include <ATen/ATen.h>
+#include <ATen/core/grad_mode.h>
 #include <c10/core/InferenceMode.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
@@ -180,6 +181,82 @@ TEST(ModelTest, TiedHeadIsListedOnceAndSharesMemory) {
   EXPECT_FALSE(model->Parameter("lm_head.weight").defined());
   EXPECT_EQ(model->lm_head_name(), kEmbeddingName);
   EXPECT_TRUE(model->lm_head().compute_weight().is_alias_of(model->Parameter(kEmbeddingName)));
+}
+
+TEST(ModelTest, Bfloat16StaysCloseAndCachedEqualsWhole) {
+  for (const char* family : {"llama", "qwen2", "qwen3"}) {
+    const auto exact = TinyModel(family);
+    const auto half = TinyModel(family, {}, {.placement = {.dtype = at::kBFloat16}});
+    EXPECT_EQ(half->Parameter(kEmbeddingName).scalar_type(), at::kBFloat16);
+    EXPECT_EQ(half->weights_digest(), exact->weights_digest());
+    c10::InferenceMode guard;
+    const Tokens tokens = SomeTokens(20, 5);
+    const at::Tensor logits = half->ForwardLogits(FullHidden(*half, {tokens}));
+    const at::Tensor reference = exact->ForwardLogits(FullHidden(*exact, {tokens}));
+    EXPECT_EQ(logits.scalar_type(), at::kBFloat16);
+    // 8 bits of mantissa through two layers: 3 % of the largest logit.
+    const double scale = reference.abs().max().item<double>();
+    EXPECT_LE(MaxDifference(logits.to(at::kFloat), reference), 0.03 * scale) << family;
+    KvCache cache(half->config(), 2, 64, half->device(), half->dtype());
+    const int64_t a = cache.Allocate().value(), b = cache.Allocate().value();
+    const absl::Span<const int64_t> span(tokens);
+    const at::Tensor first = half->Decode(cache, {{a, span.subspan(0, 12), 12}}).value();
+    cache.CopyPrefix(a, b, 12);
+    const at::Tensor rest = half->Decode(cache, {{b, span.subspan(12), 8}}).value();
+    const at::Tensor cached = half->ForwardLogits(at::cat({first, rest}));
+    EXPECT_LE(MaxDifference(cached.to(at::kFloat), logits.to(at::kFloat)), 0.03 * scale) << family;
+  }
+}
+
+TEST(ModelTest, Bfloat16TrainsFloatMasters) {
+  const auto model =
+      TinyModel("qwen3", {}, {.requires_grad = true, .placement = {.dtype = at::kBFloat16}});
+  const at::Tensor hidden = FullHidden(*model, {SomeTokens(6, 1), SomeTokens(3, 2)});
+  EXPECT_EQ(hidden.scalar_type(), at::kBFloat16);
+  model->ForwardLogits(hidden).to(at::kFloat).pow(2).mean().backward();
+  const auto exact = TinyModel("qwen3", {}, {.requires_grad = true});
+  exact->ForwardLogits(FullHidden(*exact, {SomeTokens(6, 1), SomeTokens(3, 2)}))
+      .pow(2)
+      .mean()
+      .backward();
+  for (const auto& [name, parameter] : model->Parameters()) {
+    EXPECT_EQ(parameter.scalar_type(), at::kFloat) << name;
+    const at::Tensor expected = exact->Parameter(name).grad();
+    // 5 % of the gradient's length: bf16 keeps 8 bits, and errors add up over two layers.
+    EXPECT_LE((parameter.grad() - expected).norm().item<double>(),
+              0.05 * expected.norm().item<double>())
+        << name;
+  }
+}
+
+TEST(ModelTest, AnUpdateThatNobodyAnnouncedIsRefused) {
+  const auto model =
+      TinyModel("llama", {}, {.requires_grad = true, .placement = {.dtype = at::kBFloat16}});
+  const at::NoGradGuard no_grad;
+  model->Parameter("model.layers.1.mlp.up_proj.weight").zero_();
+  EXPECT_THROW(FullHidden(*model, {{1, 2}}), c10::Error);
+  model->OnWeightsChanged();
+  EXPECT_NO_THROW(FullHidden(*model, {{1, 2}}));
+}
+
+TEST(ModelTest, FrozenParametersHaveNoGradient) {
+  const auto model = TinyModel(
+      "llama", {}, {.requires_grad = true, .freeze = {"model.layers.0.*", "*q_proj.weight"}});
+  FullHidden(*model, {SomeTokens(6, 1)}).pow(2).mean().backward();
+  int64_t trainable = 0;
+  for (const auto& [name, parameter] : model->Parameters()) {
+    const bool frozen = name.find("layers.0.") != std::string::npos ||
+                        name.find("q_proj.weight") != std::string::npos;
+    EXPECT_EQ(parameter.requires_grad(), !frozen) << name;
+    EXPECT_EQ(parameter.grad().defined(), !frozen && name != kLmHeadName) << name;
+    trainable += frozen ? 0 : parameter.numel();
+  }
+  EXPECT_EQ(model->num_trainable_parameters(), trainable);
+  EXPECT_EQ(model->Summary(8).num_trainable_parameters, trainable);
+  EXPECT_EQ(TinyModel()->num_trainable_parameters(), 0);
+  const absl::Status status =
+      Model::Random(TinyConfig(), 1, {.requires_grad = true, .freeze = {"nothing"}}).status();
+  EXPECT_EQ(FieldPath(status), "freeze[0]");
 }
 
 TEST(ModelTest, GradientsReachEveryParameter) {

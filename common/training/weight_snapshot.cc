@@ -8,9 +8,10 @@
 #include <utility>
 #include <vector>
 
-#include "common/base/status_macros.h"
-#include "common/tensor/aten_bytes.h"
-#include "common/tensor/checksum.h"
+#include "absl/status/status.h"
+#include "absl/strings/str_cat.h"
+#include "common/tensor/dtype.h"
+#include "common/tensor/weights_digest.h"
 
 namespace tandem::training {
 namespace {
@@ -23,16 +24,19 @@ class Snapshot : public WeightSource {
     auto snapshot = std::make_shared<Snapshot>();
     snapshot->manifest_.version = version;
     for (const auto& [name, tensor] : tensors) {
-      TANDEM_ASSIGN_OR_RETURN(const DType dtype, FromScalarType(tensor.scalar_type()));
-      const at::Tensor copy = tensor.detach().contiguous().clone();
-      TANDEM_RETURN_IF_ERROR(AsView(name, copy).status());
+      if (!tensor.is_floating_point()) {
+        return absl::InvalidArgumentError(
+            absl::StrCat("tensor '", name, "' is not floating-point"));
+      }
+      const at::Tensor copy = at::empty(tensor.sizes(), at::kFloat);
+      copy.copy_(tensor);
       snapshot->manifest_.tensors.push_back(
-          {.name = name, .dtype = dtype, .shape = tensor.sizes().vec()});
+          {.name = name, .dtype = DType::kFloat32, .shape = tensor.sizes().vec()});
       snapshot->offsets_.push_back(snapshot->manifest_.total_bytes);
       snapshot->manifest_.total_bytes += static_cast<int64_t>(copy.nbytes());
       snapshot->tensors_.emplace_back(name, copy);
     }
-    snapshot->manifest_.digest = WeightStreamDigest(snapshot->tensors_);
+    snapshot->manifest_.digest = WeightsDigest(snapshot->tensors_);
     return snapshot;
   }
 
@@ -59,14 +63,6 @@ class Snapshot : public WeightSource {
 };
 
 }  // namespace
-
-std::string WeightStreamDigest(const NamedTensors& tensors) {
-  Checksum checksum;
-  for (const auto& [name, tensor] : tensors) {
-    checksum.Update(tensor.const_data_ptr(), tensor.nbytes());
-  }
-  return checksum.Hex();
-}
 
 absl::StatusOr<std::shared_ptr<const WeightSource>> MakeWeightSnapshot(const NamedTensors& tensors,
                                                                        int64_t version) {

@@ -4,7 +4,6 @@
 
 #include <cstdint>
 #include <memory>
-#include <string>
 
 #include "absl/status/statusor.h"
 #include "common/tensor/named_tensors.h"
@@ -12,12 +11,8 @@
 
 namespace tandem::training {
 
-// XXH3-128 of the concatenated bytes of `tensors` (contiguous, on the CPU): the digest of a
-// WeightManifest.
-std::string WeightStreamDigest(const NamedTensors& tensors);
-
-// An immutable copy. INVALID_ARGUMENT for tensors that are not contiguous CPU tensors of a type
-// that a checkpoint can hold.
+// An immutable copy on the host, in float32, of tensors on any device. INVALID_ARGUMENT names a
+// tensor that is not floating-point.
 absl::StatusOr<std::shared_ptr<const WeightSource>> MakeWeightSnapshot(const NamedTensors& tensors,
                                                                        int64_t version);
 

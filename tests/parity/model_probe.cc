@@ -1,13 +1,15 @@
 // Runs a model on token ids and writes what came out, for comparison with `transformers`.
 //
 //   tandem-model-probe --model DIR --request request.json --output out.safetensors
+//                      [--device cpu|cuda] [--dtype float32|bfloat16] [--kernels auto|aten]
 //
 // Request, or an array of them, each with "name" to put before its outputs:
 //          {"sequences": [[ids...]...], "head": "lm" | "value",
 //           "cached_chunks": [n...],   // given: through the KV cache, in chunks of these sizes
 //           "gradients": bool, "seed": value-head seed, "save": directory to export to}
-// Output: hidden [T, H]; logits [T, V] or values [T]; with gradients, loss [] and grad.<name>.
-// The loss is the mean cross-entropy of every next token in its sequence, or the mean of v^2.
+// Output, in float32: hidden [T, H]; logits [T, V] or values [T]; with gradients, loss [] and
+// grad.<name>. The loss is the mean cross-entropy of every next token in its sequence, or the mean
+// of v^2.
 #include <ATen/ATen.h>
 #include <c10/core/InferenceMode.h>
 
@@ -18,6 +20,7 @@
 
 #include "common/base/status_macros.h"
 #include "common/model/model.h"
+#include "common/ops/ops.h"
 #include "common/tensor/aten_bytes.h"
 
 namespace tandem {
@@ -35,13 +38,16 @@ void AppendHead(const Model& model, const at::Tensor& hidden, NamedTensors& outp
 }
 
 at::Tensor Loss(const Model& model, const at::Tensor& hidden, const Sequences& sequences) {
-  if (model.head() == HeadKind::kValue) return model.Values(hidden).pow(2).mean();
+  if (model.head() == HeadKind::kValue) {
+    return model.Values(hidden).to(at::kFloat).pow(2).mean();
+  }
   std::vector<int64_t> labels;
   for (const auto& sequence : sequences) {
     labels.insert(labels.end(), sequence.begin() + 1, sequence.end());
     labels.push_back(-100);
   }
-  return at::cross_entropy_loss(model.ForwardLogits(hidden), at::tensor(labels, at::kLong));
+  return at::cross_entropy_loss(model.ForwardLogits(hidden).to(at::kFloat),
+                                at::tensor(labels, at::kLong).to(model.device()));
 }
 
 // All sequences side by side, `chunks` tokens at a time (the list repeats), every row wanted.
@@ -51,7 +57,8 @@ absl::StatusOr<at::Tensor> CachedHidden(const Model& model, const Sequences& seq
   for (const auto& sequence : sequences) {
     longest = std::max(longest, static_cast<int64_t>(sequence.size()));
   }
-  KvCache cache(model.config(), static_cast<int64_t>(sequences.size()), longest);
+  KvCache cache(model.config(), static_cast<int64_t>(sequences.size()), longest, model.device(),
+                model.dtype());
   std::vector<std::vector<at::Tensor>> hidden(sequences.size());
   std::vector<int64_t> slots;
   for (size_t s = 0; s < sequences.size(); ++s) {
@@ -82,7 +89,8 @@ absl::StatusOr<at::Tensor> CachedHidden(const Model& model, const Sequences& seq
   return at::cat(all, 0);
 }
 
-absl::StatusOr<NamedTensors> Run(const std::string& directory, const nlohmann::json& request) {
+absl::StatusOr<NamedTensors> Run(const std::string& directory, const nlohmann::json& request,
+                                 const Placement& placement) {
   const bool gradients = request.value("gradients", false);
   const auto sequences = request.at("sequences").get<Sequences>();
   LoadOptions options;
@@ -90,6 +98,7 @@ absl::StatusOr<NamedTensors> Run(const std::string& directory, const nlohmann::j
   options.untie_embeddings = request.value("untie_embeddings", false);
   options.value_head_seed = request.value("seed", uint64_t{0});
   options.requires_grad = gradients;
+  options.placement = placement;
   TANDEM_ASSIGN_OR_RETURN(const auto model, Model::Load(directory, options));
   NamedTensors output;
   if (request.contains("cached_chunks")) {
@@ -101,7 +110,8 @@ absl::StatusOr<NamedTensors> Run(const std::string& directory, const nlohmann::j
   } else {
     const c10::InferenceMode guard(!gradients);
     CausalContext causal;
-    const at::Tensor hidden = model->HiddenStates(MakeRaggedBatch(sequences), causal);
+    const at::Tensor hidden =
+        model->HiddenStates(MakeRaggedBatch(sequences, model->device()), causal);
     AppendHead(*model, hidden, output);
     if (gradients) {
       const at::Tensor loss = Loss(*model, hidden, sequences);
@@ -119,17 +129,18 @@ absl::StatusOr<NamedTensors> Run(const std::string& directory, const nlohmann::j
 }
 
 absl::Status RunAll(const std::string& directory, const nlohmann::json& requests,
-                    const std::string& output_path) {
-  if (!requests.is_array())
-    return RunAll(directory, nlohmann::json::array({requests}), output_path);
+                    const Placement& placement, const std::string& output_path) {
+  if (!requests.is_array()) {
+    return RunAll(directory, nlohmann::json::array({requests}), placement, output_path);
+  }
   NamedTensors all;
   for (const nlohmann::json& request : requests) {
     const std::string prefix =
         request.contains("name") ? request["name"].get<std::string>() + "." : "";
-    TANDEM_ASSIGN_OR_RETURN(const NamedTensors output, Run(directory, request));
+    TANDEM_ASSIGN_OR_RETURN(const NamedTensors output, Run(directory, request, placement));
     for (const auto& [name, tensor] : output) all.emplace_back(prefix + name, tensor);
   }
-  return WriteNamedTensors(output_path, all);
+  return WriteNamedTensors(output_path, all, DType::kFloat32);
 }
 
 }  // namespace
@@ -137,14 +148,20 @@ absl::Status RunAll(const std::string& directory, const nlohmann::json& requests
 
 int main(int argc, char** argv) {
   CLI::App app("Runs a model on token ids and writes hidden states, logits and gradients");
-  std::string model, request, output;
+  std::string model, request, output, device = "cpu", dtype = "float32", kernels = "auto";
   app.add_option("--model", model, "Hugging Face directory")->required();
   app.add_option("--request", request, "JSON file")->required();
   app.add_option("--output", output, "safetensors file")->required();
+  app.add_option("--device", device)->check(CLI::IsMember({"cpu", "cuda"}));
+  app.add_option("--dtype", dtype)->check(CLI::IsMember({"float32", "bfloat16"}));
+  app.add_option("--kernels", kernels)->check(CLI::IsMember({"auto", "aten"}));
   CLI11_PARSE(app, argc, argv);
   try {
+    if (kernels == "aten") tandem::ops::SetKernelPath(tandem::ops::KernelPath::kAten);
+    const tandem::Placement placement = {.device = at::Device(device),
+                                         .dtype = dtype == "float32" ? at::kFloat : at::kBFloat16};
     const absl::Status status =
-        tandem::RunAll(model, nlohmann::json::parse(std::ifstream(request)), output);
+        tandem::RunAll(model, nlohmann::json::parse(std::ifstream(request)), placement, output);
     if (status.ok()) return 0;
     std::cerr << status << "\n";
   } catch (const std::exception& error) {

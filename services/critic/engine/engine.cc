@@ -15,6 +15,7 @@
 #include "common/model/model.h"
 #include "common/parallel/strategy.h"
 #include "common/tensor/catch_torch_errors.h"
+#include "common/tensor/weights_digest.h"
 #include "common/training/micro_batches.h"
 #include "common/training/weight_snapshot.h"
 #include "services/critic/engine/value_step.h"
@@ -93,8 +94,7 @@ training::SequenceLimits TorchEngine::Limits() const {
 void TorchEngine::RefreshInfo() {
   EngineInfo info;
   info.model = model_->Summary(Limits().max_model_len);
-  info.weights = {.version = state_.version,
-                  .digest = training::WeightStreamDigest(model_->Parameters())};
+  info.weights = {.version = state_.version, .digest = WeightsDigest(model_->Parameters())};
   info.optimizer_steps = strategy_->optimizer_steps();
   info.value_head_from_checkpoint = model_->value_head_source() == ValueHeadSource::kCheckpoint;
   const std::lock_guard lock(info_mutex_);

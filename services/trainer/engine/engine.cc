@@ -18,6 +18,7 @@
 #include "common/parallel/strategy.h"
 #include "common/tandem/vocabulary.h"
 #include "common/tensor/catch_torch_errors.h"
+#include "common/tensor/weights_digest.h"
 #include "common/training/micro_batches.h"
 #include "common/training/weight_snapshot.h"
 #include "services/trainer/engine/batch_check.h"
@@ -172,8 +173,7 @@ absl::StatusOr<std::unique_ptr<Engine>> TorchEngine::Create(
 void TorchEngine::RefreshInfo() {
   EngineInfo info;
   info.model = model_->Summary(Limits().sequence.max_model_len);
-  info.weights = {.version = state_.version,
-                  .digest = training::WeightStreamDigest(model_->Parameters())};
+  info.weights = {.version = state_.version, .digest = WeightsDigest(model_->Parameters())};
   info.optimizer_steps = strategy_->optimizer_steps();
   info.micro_batch_tokens = options_.micro_batch_tokens;
   const std::lock_guard lock(info_mutex_);
@@ -321,7 +321,8 @@ absl::Status TorchEngine::Update(const TrainingRows& rows, loss::TokenLossFuncti
         const at::Tensor hidden = model_->HiddenStates(input.batch, context);
         // Undefined where a freeze leaves nothing to train.
         loss::OutputGradients gradients = {
-            .hidden = hidden.requires_grad() ? at::zeros_like(hidden.detach()) : at::Tensor(),
+            .hidden =
+                hidden.requires_grad() ? at::zeros_like(hidden.detach(), at::kFloat) : at::Tensor(),
             .weight = strategy_->Gradient(model_->lm_head_name()),
             .bias = {}};
         TANDEM_RETURN_IF_ERROR(loss_->ForwardBackward(
@@ -330,7 +331,7 @@ absl::Status TorchEngine::Update(const TrainingRows& rows, loss::TokenLossFuncti
               return function(static_cast<int64_t>(input.first_row) + first_row, arguments...);
             },
             gradients));
-        if (hidden.requires_grad()) hidden.backward(gradients.hidden);
+        if (hidden.requires_grad()) hidden.backward(gradients.hidden.to(hidden.scalar_type()));
         return absl::OkStatus();
       }));
   TANDEM_ASSIGN_OR_RETURN(const parallel::OptimizerReport optimizer, strategy_->OptimizerStep());

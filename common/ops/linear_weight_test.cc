@@ -1,0 +1,116 @@
+#include "common/ops/linear_weight.h"
+
+#include <ATen/ATen.h>
+#include <ATen/core/grad_mode.h>
+#include <gtest/gtest.h>
+
+#include <optional>
+
+namespace tandem::ops {
+namespace {
+
+// Two maps [5, 12] and [3, 12] with biases, stacked as a store would.
+struct Maps {
+  explicit Maps(at::ScalarType compute_dtype, bool second_trains = true) {
+    at::manual_seed(4);
+    stacked = at::randn({8, 12});
+    bias = at::randn({8});
+    weights = {stacked.narrow(0, 0, 5).detach(), stacked.narrow(0, 5, 3).detach()};
+    biases = {bias.narrow(0, 0, 5).detach(), bias.narrow(0, 5, 3).detach()};
+    for (auto* tensors : {&weights, &biases}) {
+      (*tensors)[0].set_requires_grad(true);
+      (*tensors)[1].set_requires_grad(second_trains);
+    }
+    linear.emplace(stacked, bias, weights, biases, compute_dtype);
+  }
+
+  at::Tensor stacked, bias;
+  std::vector<at::Tensor> weights, biases;
+  std::optional<LinearWeight> linear;
+};
+
+double MaxError(const at::Tensor& a, const at::Tensor& b) {
+  return (a.to(at::kFloat) - b.to(at::kFloat)).abs().max().item<double>();
+}
+
+TEST(LinearWeightTest, StackedMapsHaveTheOutputsAndGradientsOfSeparateOnes) {
+  const Maps maps(at::kFloat);
+  const at::Tensor x = at::randn({7, 12}).requires_grad_();
+  const std::vector<at::Tensor> y = maps.linear->ForwardAll(x);
+  ASSERT_EQ(y.size(), 2u);
+  const at::Tensor dy0 = at::randn({7, 5}), dy1 = at::randn({7, 3});
+  ((y[0] * dy0).sum() + (y[1] * dy1).sum()).backward();
+  for (int i = 0; i < 2; ++i) {
+    const at::Tensor& dy = i == 0 ? dy0 : dy1;
+    EXPECT_LE(MaxError(y[i], at::linear(x, maps.weights[i], maps.biases[i])), 1e-5);
+    EXPECT_LE(MaxError(maps.weights[i].grad(), dy.t().mm(x)), 1e-5);
+    EXPECT_LE(MaxError(maps.biases[i].grad(), dy.sum(0)), 1e-5);
+  }
+  EXPECT_LE(MaxError(x.grad(), dy0.mm(maps.weights[0]) + dy1.mm(maps.weights[1])), 1e-5);
+}
+
+TEST(LinearWeightTest, BitsAreThoseOfInference) {
+  const Maps maps(at::kFloat);
+  const at::Tensor x = at::randn({7, 12});
+  const std::vector<at::Tensor> training = maps.linear->ForwardAll(x);
+  const at::NoGradGuard no_grad;
+  const std::vector<at::Tensor> inference = maps.linear->ForwardAll(x);
+  EXPECT_TRUE(at::equal(training[0], inference[0]));
+  EXPECT_TRUE(at::equal(training[1], inference[1]));
+}
+
+TEST(LinearWeightTest, AnOutputWithoutGradientAndAFrozenMapCostNothing) {
+  const Maps maps(at::kFloat, /*second_trains=*/false);
+  const at::Tensor x = at::randn({7, 12}).requires_grad_();
+  maps.linear->ForwardAll(x)[0].sum().backward();
+  EXPECT_TRUE(maps.weights[0].grad().defined());
+  EXPECT_FALSE(maps.weights[1].grad().defined());
+  EXPECT_FALSE(maps.biases[1].grad().defined());
+  EXPECT_LE(MaxError(x.grad(), maps.weights[0].sum(0).expand({7, 12})), 1e-5);
+}
+
+TEST(LinearWeightTest, Bfloat16ComputesWithACopyAndTrainsFloatMasters) {
+  const Maps maps(at::kBFloat16);
+  const at::Tensor x = at::randn({7, 12}).to(at::kBFloat16).requires_grad_();
+  const std::vector<at::Tensor> y = maps.linear->ForwardAll(x);
+  EXPECT_EQ(y[0].scalar_type(), at::kBFloat16);
+  EXPECT_LE(MaxError(y[0], at::linear(x.to(at::kFloat), maps.weights[0], maps.biases[0])), 0.1);
+  (y[0].sum() + y[1].sum()).backward();
+  EXPECT_EQ(x.grad().scalar_type(), at::kBFloat16);
+  EXPECT_EQ(maps.weights[1].grad().scalar_type(), at::kFloat);
+  // The sum over rows is exact in float32: it is not rounded to bf16 on the way.
+  EXPECT_LE(MaxError(maps.weights[1].grad()[0], x.detach().to(at::kFloat).sum(0)), 1e-5);
+}
+
+TEST(LinearWeightTest, AStaleCopyIsRefusedUntilItIsRefreshed) {
+  Maps maps(at::kBFloat16);
+  const at::NoGradGuard no_grad;
+  const at::Tensor x = at::randn({2, 12}).to(at::kBFloat16);
+  maps.weights[1].mul_(2);
+  EXPECT_THROW(maps.linear->ForwardAll(x), c10::Error);
+  EXPECT_THROW(maps.linear->compute_weight(), c10::Error);
+  const auto refreshed = [&] {
+    maps.linear->OnWeightsChanged();
+    return maps.linear->compute_weight();
+  };
+  const at::Tensor copy = refreshed();
+  EXPECT_TRUE(at::equal(copy, maps.stacked.to(at::kBFloat16)));
+  maps.stacked.zero_();
+  EXPECT_TRUE(refreshed().is_same(copy));  // a holder of the tensor sees the new values
+}
+
+TEST(LinearWeightTest, ForwardAddAddsToTheResidual) {
+  at::manual_seed(4);
+  const at::Tensor weight = at::randn({6, 12}), x = at::randn({3, 12}),
+                   residual = at::randn({3, 6});
+  const LinearWeight linear(weight, {}, {weight}, {}, at::kFloat);
+  const at::Tensor training = linear.ForwardAdd(residual, x);
+  EXPECT_LE(MaxError(training, residual + at::linear(x, weight)), 1e-5);
+  const at::NoGradGuard no_grad;
+  const at::Tensor target = residual.clone();
+  EXPECT_TRUE(linear.ForwardAdd(target, x).is_same(target));
+  EXPECT_LE(MaxError(target, training), 1e-5);
+}
+
+}  // namespace
+}  // namespace tandem::ops
