@@ -332,6 +332,7 @@ void ModelSummaryToProto(const ModelSummary& summary, types::v1::ModelInfo* prot
   proto->set_model_type(summary.model_type);
   proto->set_vocab_size(static_cast<int32_t>(summary.vocab_size));
   proto->set_num_parameters(summary.num_parameters);
+  proto->set_num_trainable_parameters(summary.num_trainable_parameters);
   proto->set_max_model_len(static_cast<int32_t>(summary.max_model_len));
   proto->clear_eos_token_ids();
   for (const int64_t id : summary.eos_token_ids) {

@@ -14,13 +14,16 @@
 namespace tandem {
 
 // Calls `body()`, which returns a Status or StatusOr. An exception becomes INTERNAL, one for memory
-// RESOURCE_EXHAUSTED; `what` names the work in the message.
+// RESOURCE_EXHAUSTED, one for what is not there yet UNIMPLEMENTED; `what` names the work in the
+// message.
 template <typename Body>
 auto CatchTorchErrors(absl::string_view what, Body&& body) -> decltype(body()) {
   try {
     return body();
   } catch (const std::bad_alloc&) {
     return absl::ResourceExhaustedError(absl::StrCat(what, ": out of memory"));
+  } catch (const c10::NotImplementedError& error) {
+    return absl::UnimplementedError(absl::StrCat(what, ": ", error.what_without_backtrace()));
   } catch (const c10::Error& error) {
     return absl::InternalError(absl::StrCat(what, ": ", error.what_without_backtrace()));
   } catch (const std::exception& error) {

@@ -3,70 +3,88 @@
 #include <ATen/ATen.h>
 #include <ATen/core/grad_mode.h>
 
-#include <algorithm>
 #include <cstring>
+#include <mutex>
 #include <utility>
-#include <vector>
 
 #include "absl/status/status.h"
 #include "absl/strings/str_cat.h"
+#include "common/tensor/checksum.h"
 #include "common/tensor/dtype.h"
-#include "common/tensor/weights_digest.h"
 
 namespace tandem::training {
 namespace {
 
+struct Buffer {
+  std::unique_ptr<std::byte[]> bytes;
+  size_t size = 0;
+};
+
+// The memory of the last snapshot that was let go. A publish follows every step, and fresh pages
+// cost five times the copy into them.
+class SpareBuffer {
+ public:
+  static SpareBuffer& Get() {
+    static auto* const spare = new SpareBuffer;
+    return *spare;
+  }
+
+  Buffer Take(size_t size) {
+    const std::lock_guard lock(mutex_);
+    if (buffer_.size == size) return std::exchange(buffer_, {});
+    buffer_ = {};
+    return {std::make_unique_for_overwrite<std::byte[]>(size), size};
+  }
+
+  void Return(Buffer buffer) {
+    const std::lock_guard lock(mutex_);
+    buffer_ = std::move(buffer);
+  }
+
+ private:
+  std::mutex mutex_;
+  Buffer buffer_;
+};
+
 class Snapshot : public WeightSource {
  public:
-  static absl::StatusOr<std::shared_ptr<const WeightSource>> Create(const NamedTensors& tensors,
-                                                                    int64_t version) {
-    const at::NoGradGuard no_grad;
-    auto snapshot = std::make_shared<Snapshot>();
-    snapshot->manifest_.version = version;
-    for (const auto& [name, tensor] : tensors) {
-      if (!tensor.is_floating_point()) {
-        return absl::InvalidArgumentError(
-            absl::StrCat("tensor '", name, "' is not floating-point"));
-      }
-      const at::Tensor copy = at::empty(tensor.sizes(), at::kFloat);
-      copy.copy_(tensor);
-      snapshot->manifest_.tensors.push_back(
-          {.name = name, .dtype = DType::kFloat32, .shape = tensor.sizes().vec()});
-      snapshot->offsets_.push_back(snapshot->manifest_.total_bytes);
-      snapshot->manifest_.total_bytes += static_cast<int64_t>(copy.nbytes());
-      snapshot->tensors_.emplace_back(name, copy);
-    }
-    snapshot->manifest_.digest = WeightsDigest(snapshot->tensors_);
-    return snapshot;
-  }
+  Snapshot(WeightManifest manifest, Buffer buffer)
+      : manifest_(std::move(manifest)), buffer_(std::move(buffer)) {}
+  ~Snapshot() override { SpareBuffer::Get().Return(std::move(buffer_)); }
 
   const WeightManifest& manifest() const override { return manifest_; }
 
   void Read(int64_t offset, absl::Span<std::byte> out) const override {
-    auto found = std::upper_bound(offsets_.begin(), offsets_.end(), offset);
-    auto i = static_cast<size_t>(found - offsets_.begin()) - 1;
-    while (!out.empty()) {
-      const at::Tensor& tensor = tensors_[i].second;
-      const auto begin = static_cast<size_t>(offset - offsets_[i]);
-      const size_t count = std::min(out.size(), tensor.nbytes() - begin);
-      std::memcpy(out.data(), static_cast<const char*>(tensor.const_data_ptr()) + begin, count);
-      out.remove_prefix(count);
-      offset += static_cast<int64_t>(count);
-      ++i;
-    }
+    std::memcpy(out.data(), buffer_.bytes.get() + offset, out.size());
   }
 
  private:
-  WeightManifest manifest_;
-  NamedTensors tensors_;
-  std::vector<int64_t> offsets_;  // of each tensor in the stream
+  const WeightManifest manifest_;
+  Buffer buffer_;
 };
 
 }  // namespace
 
 absl::StatusOr<std::shared_ptr<const WeightSource>> MakeWeightSnapshot(const NamedTensors& tensors,
                                                                        int64_t version) {
-  return Snapshot::Create(tensors, version);
+  const at::NoGradGuard no_grad;
+  WeightManifest manifest = {.version = version, .tensors = {}, .total_bytes = 0, .digest = {}};
+  for (const auto& [name, tensor] : tensors) {
+    if (!tensor.is_floating_point()) {
+      return absl::InvalidArgumentError(absl::StrCat("tensor '", name, "' is not floating-point"));
+    }
+    manifest.tensors.push_back(
+        {.name = name, .dtype = DType::kFloat32, .shape = tensor.sizes().vec()});
+    manifest.total_bytes += tensor.numel() * static_cast<int64_t>(sizeof(float));
+  }
+  Buffer buffer = SpareBuffer::Get().Take(static_cast<size_t>(manifest.total_bytes));
+  std::byte* to = buffer.bytes.get();
+  for (const auto& [name, tensor] : tensors) {
+    at::from_blob(to, tensor.sizes(), at::kFloat).copy_(tensor);
+    to += tensor.numel() * static_cast<int64_t>(sizeof(float));
+  }
+  manifest.digest = Xxh3Hex(buffer.bytes.get(), buffer.size);
+  return std::make_shared<Snapshot>(std::move(manifest), std::move(buffer));
 }
 
 }  // namespace tandem::training

@@ -11,8 +11,8 @@
 
 namespace tandem::training {
 
-// An immutable copy on the host, in float32, of tensors on any device. INVALID_ARGUMENT names a
-// tensor that is not floating-point.
+// An immutable copy on the host, in float32, of tensors on any device; the memory of the last one
+// that was let go is used again. INVALID_ARGUMENT names a tensor that is not floating-point.
 absl::StatusOr<std::shared_ptr<const WeightSource>> MakeWeightSnapshot(const NamedTensors& tensors,
                                                                        int64_t version);
 
