@@ -1,22 +1,24 @@
 #include "common/checkpoint/checkpoint.h"
 
-#include <fcntl.h>
-#include <stdio.h>
 #include <unistd.h>
 
 #include <algorithm>
-#include <cctype>
-#include <cerrno>
 #include <filesystem>
 #include <nlohmann/json.hpp>
 #include <set>
 #include <system_error>
+#include <tuple>
 
+#include "absl/strings/ascii.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/string_view.h"
+#include "absl/strings/strip.h"
 #include "common/base/atomic_file.h"
+#include "common/base/bounded_json.h"
 #include "common/base/error.h"
+#include "common/base/field_check.h"
 #include "common/base/status_macros.h"
+#include "common/checkpoint/replace_directory.h"
 #include "common/tensor/checksum.h"
 
 namespace tandem::checkpoint {
@@ -26,12 +28,18 @@ namespace fs = std::filesystem;
 using nlohmann::json;
 
 constexpr char kFormat[] = "tandem-checkpoint";
-constexpr int kFormatVersion = 1;
+constexpr int kFormatVersion = 2;
+constexpr size_t kMaxManifestBytes = 16 << 20;
 
 struct FileEntry {
   std::string name;
   int64_t bytes = 0;
   std::string digest;
+};
+
+struct Manifest {
+  Identity identity;
+  std::vector<FileEntry> files;
 };
 
 bool IsPlainName(const std::string& name) {
@@ -56,37 +64,45 @@ absl::StatusOr<FileEntry> Describe(const fs::path& path) {
   return entry;
 }
 
-// The entries of a manifest; DATA_LOSS for anything that is not exactly one.
-absl::StatusOr<std::vector<FileEntry>> ReadManifest(const fs::path& directory) {
+// DATA_LOSS for anything that is not exactly a manifest.
+absl::StatusOr<Manifest> ReadManifest(const fs::path& directory) {
   const std::string path = (directory / kManifestFile).string();
   const auto broken = [&](absl::string_view why) {
     return absl::DataLossError(absl::StrCat(path, ": ", why));
   };
-  const absl::StatusOr<std::string> text = ReadFile(path);
+  const absl::StatusOr<std::string> text = ReadFile(path, kMaxManifestBytes);
   if (!text.ok()) return broken("the manifest is missing: the checkpoint is not complete");
-  const json manifest = json::parse(*text, nullptr, /*allow_exceptions=*/false);
-  if (!manifest.is_object() || manifest.value("format", json()) != kFormat) {
+  const absl::StatusOr<json> parsed = ParseBoundedJson(*text, path);
+  if (!parsed.ok()) return absl::DataLossError(parsed.status().message());
+  const json& document = *parsed;
+  if (!document.is_object() || document.value("format", json()) != kFormat) {
     return broken("is not a manifest");
   }
-  if (manifest.value("version", json()) != kFormatVersion) {
+  if (document.value("version", json()) != kFormatVersion) {
     return broken("is of a version that this build does not read");
   }
-  const json files = manifest.value("files", json());
+  if (!document.value("kind", json()).is_string() ||
+      !document.value("step", json()).is_number_integer()) {
+    return broken("does not say what it is a checkpoint of");
+  }
+  Manifest manifest{.identity = {document["kind"], document["step"]}, .files = {}};
+  const json files = document.value("files", json());
   if (!files.is_array()) return broken("lists no files");
-  std::vector<FileEntry> entries;
   for (const json& file : files) {
     if (!file.is_object() || !file.value("name", json()).is_string() ||
         !file.value("bytes", json()).is_number_integer() ||
         !file.value("xxh3_128", json()).is_string()) {
       return broken("holds a broken entry");
     }
-    entries.push_back({file["name"], file["bytes"], file["xxh3_128"]});
-    if (!IsPlainName(entries.back().name)) return broken("names a file outside its directory");
+    manifest.files.push_back({file["name"], file["bytes"], file["xxh3_128"]});
+    if (!IsPlainName(manifest.files.back().name)) {
+      return broken("names a file outside its directory");
+    }
   }
-  return entries;
+  return manifest;
 }
 
-absl::StatusOr<int64_t> WriteManifest(const fs::path& directory) {
+absl::StatusOr<int64_t> WriteManifest(const fs::path& directory, const Identity& identity) {
   std::vector<fs::path> paths;
   for (const fs::directory_entry& entry : fs::directory_iterator(directory)) {
     if (!entry.is_regular_file()) {
@@ -104,81 +120,81 @@ absl::StatusOr<int64_t> WriteManifest(const fs::path& directory) {
     files.push_back({{"name", entry.name}, {"bytes", entry.bytes}, {"xxh3_128", entry.digest}});
     total += entry.bytes;
   }
-  const json manifest = {{"format", kFormat}, {"version", kFormatVersion}, {"files", files}};
+  const json manifest = {{"format", kFormat},
+                         {"version", kFormatVersion},
+                         {"kind", identity.kind},
+                         {"step", identity.step},
+                         {"files", files}};
   TANDEM_RETURN_IF_ERROR(
       WriteFileDurably((directory / kManifestFile).string(), manifest.dump(2) + "\n"));
   TANDEM_RETURN_IF_ERROR(SyncPath(directory.string()));
   return total;
 }
 
-// Puts `temporary` in the place of `target`, which may exist.
-absl::Status Install(const fs::path& temporary, const fs::path& target) {
-  if (!fs::exists(target)) return RenameDurably(temporary.string(), target.string());
-  if (::renameat2(AT_FDCWD, temporary.c_str(), AT_FDCWD, target.c_str(), RENAME_EXCHANGE) != 0) {
-    return FilesystemError("cannot replace", target,
-                           std::error_code(errno, std::generic_category()));
-  }
-  std::error_code ignored;
-  fs::remove_all(temporary, ignored);  // the old one; if this fails the next Save removes it
-  return SyncPath(target.parent_path().string());
+// ".tmp-<process>-<name>": what a Save of `name` writes to.
+std::string TemporaryName(const std::string& name) {
+  return absl::StrCat(".tmp-", ::getpid(), "-", name);
 }
 
-// "step_9" before "step_10".
-bool NaturalLess(const std::string& a, const std::string& b) {
-  size_t i = 0, j = 0;
-  const auto digit = [](char c) { return std::isdigit(static_cast<unsigned char>(c)) != 0; };
-  while (i < a.size() && j < b.size()) {
-    if (digit(a[i]) && digit(b[j])) {
-      size_t ai = i, bj = j;
-      while (ai < a.size() && digit(a[ai])) ++ai;
-      while (bj < b.size() && digit(b[bj])) ++bj;
-      while (i < ai && a[i] == '0') ++i;
-      while (j < bj && b[j] == '0') ++j;
-      if (ai - i != bj - j) return ai - i < bj - j;
-      const int order = a.compare(i, ai - i, b, j, bj - j);
-      if (order != 0) return order < 0;
-      i = ai;
-      j = bj;
-    } else {
-      if (a[i] != b[j]) return a[i] < b[j];
-      ++i;
-      ++j;
-    }
+bool IsTemporaryNameOf(absl::string_view entry, absl::string_view name) {
+  if (!absl::ConsumePrefix(&entry, ".tmp-")) return false;
+  while (!entry.empty() && absl::ascii_isdigit(entry[0])) entry.remove_prefix(1);
+  return absl::ConsumePrefix(&entry, "-") && entry == name;
+}
+
+// Removes or puts back what earlier crashes left of Saves of parent/name.
+absl::Status CleanUp(const fs::path& parent, const std::string& name) {
+  std::error_code error;
+  std::vector<fs::path> leftovers;
+  for (const fs::directory_entry& entry : fs::directory_iterator(parent, error)) {
+    if (IsTemporaryNameOf(entry.path().filename().string(), name))
+      leftovers.push_back(entry.path());
   }
-  if ((a.size() - i) != (b.size() - j)) return a.size() - i < b.size() - j;
-  return a < b;
+  for (const fs::path& path : leftovers) {
+    fs::remove_all(path, error);
+    if (error) return FilesystemError("cannot remove", path, error);
+  }
+  return RecoverDirectory((parent / name).string());
+}
+
+// A Save replaces an earlier checkpoint of its kind and nothing else.
+absl::Status CheckReplaceable(const fs::path& target, const std::string& kind) {
+  if (!fs::exists(fs::symlink_status(target))) return absl::OkStatus();
+  const absl::StatusOr<Manifest> manifest = ReadManifest(target);
+  if (!fs::is_symlink(target) && manifest.ok() && manifest->identity.kind == kind) {
+    return absl::OkStatus();
+  }
+  return FieldError(absl::StatusCode::kAlreadyExists, "name",
+                    absl::StrCat(target.string(), " is there and is no checkpoint of a ", kind));
 }
 
 }  // namespace
 
 absl::StatusOr<Saved> Save(
-    const std::string& parent, const std::string& name,
+    const std::string& parent, const std::string& name, const Identity& identity,
     absl::FunctionRef<absl::Status(const std::string& directory)> write_files) {
   if (!IsPlainName(name)) {
     return InvalidField("name", "must be a plain file name that does not start with a dot");
   }
-  if (parent.empty()) return InvalidField("directory", "must not be empty");
+  TANDEM_RETURN_IF_ERROR(CheckGiven("directory", parent));
   std::error_code error;
   fs::create_directories(parent, error);
   if (error) return FilesystemError("cannot create", parent, error);
-  const std::string prefix = absl::StrCat(".tmp-", name, "-");
-  for (const fs::directory_entry& entry : fs::directory_iterator(parent, error)) {
-    const std::string found = entry.path().filename().string();
-    if (found.compare(0, prefix.size(), prefix) == 0) fs::remove_all(entry.path(), error);
-  }
-  const fs::path temporary = fs::path(parent) / absl::StrCat(prefix, ::getpid());
   const fs::path target = fs::path(parent) / name;
+  TANDEM_RETURN_IF_ERROR(CleanUp(parent, name));
+  TANDEM_RETURN_IF_ERROR(CheckReplaceable(target, identity.kind));
+  const fs::path temporary = fs::path(parent) / TemporaryName(name);
   fs::create_directory(temporary, error);
   if (error) return FilesystemError("cannot create", temporary, error);
 
   Saved saved{.path = target.string()};
   absl::Status status = write_files(temporary.string());
   if (status.ok()) {
-    absl::StatusOr<int64_t> bytes = WriteManifest(temporary);
+    absl::StatusOr<int64_t> bytes = WriteManifest(temporary, identity);
     status = bytes.status();
     if (bytes.ok()) saved.bytes = *bytes;
   }
-  if (status.ok()) status = Install(temporary, target);
+  if (status.ok()) status = ReplaceDirectory(temporary.string(), target.string());
   if (!status.ok()) {
     fs::remove_all(temporary, error);
     return status;
@@ -187,13 +203,14 @@ absl::StatusOr<Saved> Save(
 }
 
 absl::Status Verify(const std::string& path) {
+  TANDEM_RETURN_IF_ERROR(RecoverDirectory(path));
   std::error_code error;
   if (!fs::is_directory(path, error)) {
     return absl::NotFoundError(absl::StrCat("no checkpoint directory ", path));
   }
-  TANDEM_ASSIGN_OR_RETURN(const std::vector<FileEntry> entries, ReadManifest(path));
+  TANDEM_ASSIGN_OR_RETURN(const Manifest manifest, ReadManifest(path));
   std::set<std::string> listed = {kManifestFile};
-  for (const FileEntry& expected : entries) {
+  for (const FileEntry& expected : manifest.files) {
     const fs::path file = fs::path(path) / expected.name;
     const auto size = fs::file_size(file, error);
     if (error) return absl::DataLossError(absl::StrCat(file.string(), ": is missing"));
@@ -217,36 +234,38 @@ absl::Status Verify(const std::string& path) {
   return absl::OkStatus();
 }
 
-std::vector<std::string> List(const std::string& parent) {
-  std::vector<std::string> names;
+std::vector<Listed> List(const std::string& parent) {
+  std::vector<Listed> listed;
   std::error_code error;
   for (const fs::directory_entry& entry : fs::directory_iterator(parent, error)) {
-    const std::string name = entry.path().filename().string();
-    if (IsPlainName(name) && fs::exists(entry.path() / kManifestFile, error)) {
-      names.push_back(name);
-    }
+    if (!IsPlainName(entry.path().filename().string()) || entry.is_symlink(error)) continue;
+    const absl::StatusOr<Manifest> manifest = ReadManifest(entry.path());
+    if (manifest.ok()) listed.push_back({entry.path().string(), manifest->identity});
   }
-  std::sort(names.begin(), names.end(), NaturalLess);
-  std::vector<std::string> paths;
-  for (const std::string& name : names) paths.push_back((fs::path(parent) / name).string());
-  return paths;
+  std::sort(listed.begin(), listed.end(), [](const Listed& a, const Listed& b) {
+    return std::tie(a.identity.step, a.path) < std::tie(b.identity.step, b.path);
+  });
+  return listed;
 }
 
-absl::Status Prune(const std::string& parent, int64_t keep, const std::string& just_saved,
-                   absl::FunctionRef<bool(const std::string& path)> is_ours) {
-  if (keep < 0) return InvalidField("keep", "must not be negative");
+absl::Status Prune(const std::string& parent, const std::string& kind, int64_t keep,
+                   const std::string& just_saved) {
+  TANDEM_RETURN_IF_ERROR(CheckAtLeast("keep", keep, 0));
   if (keep == 0) return absl::OkStatus();
   std::vector<std::string> others;
-  for (std::string& path : List(parent)) {
-    if (path != just_saved && is_ours(path)) others.push_back(std::move(path));
+  for (const Listed& listed : List(parent)) {
+    if (listed.path != just_saved && listed.identity.kind == kind) others.push_back(listed.path);
   }
   const auto kept = static_cast<size_t>(keep - 1);
   for (size_t i = 0; i + kept < others.size(); ++i) {
-    // The manifest goes first: from then on the directory is no checkpoint.
+    // Renamed first: what a crash leaves is no checkpoint, and the next Save of its name removes
+    // it.
+    const fs::path path(others[i]);
+    const fs::path temporary = path.parent_path() / TemporaryName(path.filename().string());
     std::error_code error;
-    fs::remove(fs::path(others[i]) / kManifestFile, error);
-    if (!error) fs::remove_all(others[i], error);
-    if (error) return FilesystemError("cannot remove", others[i], error);
+    fs::rename(path, temporary, error);
+    if (!error) fs::remove_all(temporary, error);
+    if (error) return FilesystemError("cannot remove", path, error);
   }
   return absl::OkStatus();
 }

@@ -25,13 +25,22 @@ class CheckpointTest : public ::testing::Test {
   }
   void TearDown() override { fs::remove_all(parent_); }
 
-  absl::StatusOr<Saved> SaveStep(const std::string& name, const std::string& weights = "weights") {
-    return Save(parent_.string(), name, [&](const std::string& directory) -> absl::Status {
-      TANDEM_RETURN_IF_ERROR(WriteFileDurably(directory + "/model.safetensors", weights));
-      return WriteFileDurably(directory + "/state.json", "{}");
-    });
+  absl::StatusOr<Saved> SaveStep(const std::string& name, const std::string& weights = "weights",
+                                 const Identity& identity = {"trainer", 1}) {
+    return Save(
+        parent_.string(), name, identity, [&](const std::string& directory) -> absl::Status {
+          TANDEM_RETURN_IF_ERROR(WriteFileDurably(directory + "/model.safetensors", weights));
+          return WriteFileDurably(directory + "/state.json", "{}");
+        });
   }
   std::string Path(const std::string& name) const { return (parent_ / name).string(); }
+  std::vector<std::string> Listed() const {
+    std::vector<std::string> names;
+    for (const auto& listed : List(parent_.string())) {
+      names.push_back(fs::path(listed.path).filename().string());
+    }
+    return names;
+  }
 
   fs::path parent_;
 };
@@ -91,29 +100,30 @@ TEST_F(CheckpointTest, EveryDamageOfTheManifestIsDetectedOrHarmless) {
 TEST_F(CheckpointTest, ManifestCannotReachOutsideItsDirectory) {
   ASSERT_TRUE(SaveStep("step_1").ok());
   ASSERT_TRUE(WriteFileDurably(Path("step_1/manifest.json"),
-                               R"({"format":"tandem-checkpoint","version":1,"files":[
-                                  {"name":"../x","bytes":0,"xxh3_128":""}]})")
+                               R"({"format":"tandem-checkpoint","version":2,"kind":"trainer",
+                                  "step":1,"files":[{"name":"../x","bytes":0,"xxh3_128":""}]})")
                   .ok());
   EXPECT_EQ(Verify(Path("step_1")).code(), absl::StatusCode::kDataLoss);
 }
 
 TEST_F(CheckpointTest, FailedSaveLeavesNothing) {
   ASSERT_TRUE(SaveStep("step_1").ok());
-  const auto failing = Save(parent_.string(), "step_2", [](const std::string& directory) {
-    WriteFileDurably(directory + "/part", "x").IgnoreError();
-    return absl::ResourceExhaustedError("no space");
-  });
+  const auto failing =
+      Save(parent_.string(), "step_2", {"trainer", 2}, [](const std::string& directory) {
+        WriteFileDurably(directory + "/part", "x").IgnoreError();
+        return absl::ResourceExhaustedError("no space");
+      });
   EXPECT_EQ(failing.status().code(), absl::StatusCode::kResourceExhausted);
   EXPECT_EQ(std::distance(fs::directory_iterator(parent_), {}), 1);
 }
 
 TEST_F(CheckpointTest, LeftOverOfACrashIsNoCheckpointAndIsRemoved) {
   // What a kill in the middle of a save leaves: a temporary folder, perhaps even with files.
-  fs::create_directories(parent_ / ".tmp-step_1-999999");
-  ASSERT_TRUE(WriteFileDurably(Path(".tmp-step_1-999999/model.safetensors"), "half").ok());
-  EXPECT_TRUE(List(parent_.string()).empty());
+  fs::create_directories(parent_ / ".tmp-999999-step_1");
+  ASSERT_TRUE(WriteFileDurably(Path(".tmp-999999-step_1/model.safetensors"), "half").ok());
+  EXPECT_TRUE(Listed().empty());
   ASSERT_TRUE(SaveStep("step_1").ok());
-  EXPECT_FALSE(fs::exists(parent_ / ".tmp-step_1-999999"));
+  EXPECT_FALSE(fs::exists(parent_ / ".tmp-999999-step_1"));
 }
 
 TEST_F(CheckpointTest, SavingAgainReplacesAtomically) {
@@ -124,22 +134,60 @@ TEST_F(CheckpointTest, SavingAgainReplacesAtomically) {
   EXPECT_EQ(std::distance(fs::directory_iterator(parent_), {}), 1);
 }
 
-TEST_F(CheckpointTest, PruneKeepsTheNewest) {
-  for (const char* name : {"step_9", "step_10", "step_11"}) ASSERT_TRUE(SaveStep(name).ok());
-  const auto all = [](const std::string&) { return true; };
-  ASSERT_TRUE(Prune(parent_.string(), 2, Path("step_11"), all).ok());
-  EXPECT_THAT(List(parent_.string()), ElementsAre(Path("step_10"), Path("step_11")));
-  ASSERT_TRUE(Prune(parent_.string(), 0, Path("step_11"), all).ok());
-  EXPECT_EQ(List(parent_.string()).size(), 2u);
+TEST_F(CheckpointTest, LeftOverOfAnotherNameStays) {
+  fs::create_directories(parent_ / ".tmp-999999-s-1");
+  ASSERT_TRUE(SaveStep("1").ok());
+  ASSERT_TRUE(SaveStep("s").ok());
+  EXPECT_TRUE(fs::exists(parent_ / ".tmp-999999-s-1"));
 }
 
-TEST_F(CheckpointTest, PruneSparesWhatWasJustSavedAndWhatIsNotOurs) {
-  for (const char* name : {"final", "other_1", "step_20", "step_30"}) {
-    ASSERT_TRUE(SaveStep(name).ok());
+TEST_F(CheckpointTest, ACrashInAReplacementIsUndone) {
+  ASSERT_TRUE(SaveStep("step_1").ok());
+  fs::rename(Path("step_1"), Path(".old-step_1"));
+  EXPECT_TRUE(Verify(Path("step_1")).ok());
+}
+
+TEST_F(CheckpointTest, NothingButACheckpointOfItsKindIsReplaced) {
+  ASSERT_TRUE(SaveStep("critic_1", "w", {"critic", 1}).ok());
+  fs::create_directories(parent_ / "notes");
+  fs::create_directory_symlink(parent_ / "critic_1", parent_ / "link");
+  ASSERT_TRUE(WriteFileDurably(Path("file"), "x").ok());
+  for (const char* name : {"critic_1", "notes", "link", "file"}) {
+    EXPECT_EQ(SaveStep(name).status().code(), absl::StatusCode::kAlreadyExists) << name;
+    EXPECT_TRUE(fs::exists(parent_ / name));
   }
-  const auto ours = [&](const std::string& path) { return path != Path("other_1"); };
-  ASSERT_TRUE(Prune(parent_.string(), 2, Path("final"), ours).ok());
-  EXPECT_THAT(List(parent_.string()), ElementsAre(Path("final"), Path("other_1"), Path("step_30")));
+  EXPECT_TRUE(Verify(Path("critic_1")).ok());
+}
+
+TEST_F(CheckpointTest, PruneGoesByTheStepAndNotByTheName) {
+  ASSERT_TRUE(SaveStep("best", "w", {"trainer", 11}).ok());
+  ASSERT_TRUE(SaveStep("step_9", "w", {"trainer", 9}).ok());
+  ASSERT_TRUE(SaveStep("step_10", "w", {"trainer", 10}).ok());
+  EXPECT_THAT(Listed(), ElementsAre("step_9", "step_10", "best"));
+  ASSERT_TRUE(Prune(parent_.string(), "trainer", 2, Path("best")).ok());
+  EXPECT_THAT(Listed(), ElementsAre("step_10", "best"));
+  ASSERT_TRUE(Prune(parent_.string(), "trainer", 0, Path("best")).ok());
+  EXPECT_THAT(Listed(), ElementsAre("step_10", "best"));
+}
+
+TEST_F(CheckpointTest, PruneSparesWhatWasJustSavedAndOtherKinds) {
+  ASSERT_TRUE(SaveStep("again_1", "w", {"trainer", 1}).ok());
+  ASSERT_TRUE(SaveStep("value", "w", {"critic", 0}).ok());
+  ASSERT_TRUE(SaveStep("step_20", "w", {"trainer", 20}).ok());
+  ASSERT_TRUE(SaveStep("step_30", "w", {"trainer", 30}).ok());
+  ASSERT_TRUE(Prune(parent_.string(), "trainer", 2, Path("again_1")).ok());
+  EXPECT_THAT(Listed(), ElementsAre("value", "again_1", "step_30"));
+}
+
+TEST_F(CheckpointTest, PruneFollowsNoLink) {
+  const fs::path archive = parent_ / "archive";
+  ASSERT_TRUE(SaveStep("step_5", "w", {"trainer", 5}).ok());
+  fs::create_directory(archive);
+  fs::rename(parent_ / "step_5", archive / "step_5");
+  fs::create_directory_symlink(archive / "step_5", parent_ / "step_5");
+  ASSERT_TRUE(SaveStep("step_6", "w", {"trainer", 6}).ok());
+  ASSERT_TRUE(Prune(parent_.string(), "trainer", 1, Path("step_6")).ok());
+  EXPECT_TRUE(Verify((archive / "step_5").string()).ok());
 }
 
 TEST_F(CheckpointTest, NameMustBePlain) {

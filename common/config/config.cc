@@ -3,10 +3,10 @@
 #include <yaml-cpp/yaml.h>
 
 #include <algorithm>
+#include <charconv>
 #include <cmath>
 #include <cstdint>
 #include <limits>
-#include <nlohmann/json.hpp>
 #include <optional>
 #include <set>
 
@@ -29,7 +29,6 @@ using google::protobuf::EnumValueDescriptor;
 using google::protobuf::FieldDescriptor;
 using google::protobuf::Message;
 using google::protobuf::Reflection;
-using Json = nlohmann::ordered_json;
 
 // Deeper documents are refused: no schema needs them, and recursion must end.
 constexpr int kMaxDepth = 32;
@@ -304,93 +303,106 @@ absl::StatusOr<YAML::Node> Parse(absl::string_view yaml) {
   }
 }
 
-Json ScalarToJson(const Message& message, const FieldDescriptor* field, int index) {
-  const Reflection* r = message.GetReflection();
-  const bool repeated = field->is_repeated();
-  switch (field->cpp_type()) {
-    case FieldDescriptor::CPPTYPE_BOOL:
-      return repeated ? r->GetRepeatedBool(message, field, index) : r->GetBool(message, field);
-    case FieldDescriptor::CPPTYPE_INT32:
-      return repeated ? r->GetRepeatedInt32(message, field, index) : r->GetInt32(message, field);
-    case FieldDescriptor::CPPTYPE_INT64:
-      return repeated ? r->GetRepeatedInt64(message, field, index) : r->GetInt64(message, field);
-    case FieldDescriptor::CPPTYPE_UINT32:
-      return repeated ? r->GetRepeatedUInt32(message, field, index) : r->GetUInt32(message, field);
-    case FieldDescriptor::CPPTYPE_UINT64:
-      return repeated ? r->GetRepeatedUInt64(message, field, index) : r->GetUInt64(message, field);
-    case FieldDescriptor::CPPTYPE_FLOAT:
-      return repeated ? r->GetRepeatedFloat(message, field, index) : r->GetFloat(message, field);
-    case FieldDescriptor::CPPTYPE_DOUBLE:
-      return repeated ? r->GetRepeatedDouble(message, field, index) : r->GetDouble(message, field);
-    case FieldDescriptor::CPPTYPE_STRING:
-      return repeated ? r->GetRepeatedString(message, field, index) : r->GetString(message, field);
-    case FieldDescriptor::CPPTYPE_ENUM:
-      return EnumShortName(repeated ? *r->GetRepeatedEnum(message, field, index)
-                                    : *r->GetEnum(message, field));
-    case FieldDescriptor::CPPTYPE_MESSAGE:
-      break;
-  }
-  return nullptr;
-}
-
-Json MessageToJson(const Message& message) {
-  Json json = Json::object();
-  const Descriptor& descriptor = *message.GetDescriptor();
-  const Reflection* reflection = message.GetReflection();
-  for (int i = 0; i < descriptor.field_count(); ++i) {
-    const FieldDescriptor* field = descriptor.field(i);
-    const bool is_message = field->cpp_type() == FieldDescriptor::CPPTYPE_MESSAGE;
-    if (field->is_repeated()) {
-      const int size = reflection->FieldSize(message, field);
-      for (int k = 0; k < size; ++k) {
-        json[field->name()].push_back(
-            is_message ? MessageToJson(reflection->GetRepeatedMessage(message, field, k))
-                       : ScalarToJson(message, field, k));
-      }
-      continue;
-    }
-    if (field->has_presence() && !reflection->HasField(message, field)) continue;
-    if (is_message) {
-      json[field->name()] = MessageToJson(reflection->GetMessage(message, field));
-      continue;
-    }
-    if (field->cpp_type() == FieldDescriptor::CPPTYPE_ENUM &&
-        reflection->GetEnumValue(message, field) == 0) {
-      continue;
-    }
-    json[field->name()] = ScalarToJson(message, field, 0);
-  }
-  return json;
-}
-
-std::string ScalarText(const Json& value) {
-  std::string text = value.dump(-1, ' ', false, Json::error_handler_t::replace);
-  // YAML 1.1 readers take "1e-06" for text; a point makes it a number everywhere.
-  if (value.is_number_float() && text.find('.') == std::string::npos) {
-    if (const size_t e = text.find('e'); e != std::string::npos) text.insert(e, ".0");
+// The shortest text that reads back as `value`; with a point, since YAML 1.1 readers take "1e-06"
+// for text.
+template <typename T>
+std::string NumberText(T value) {
+  char buffer[32];
+  const auto end = std::to_chars(buffer, buffer + sizeof(buffer), value).ptr;
+  std::string text(buffer, end);
+  if (text.find('.') == std::string::npos) {
+    const size_t e = text.find('e');
+    text.insert(e == std::string::npos ? text.size() : e, ".0");
   }
   return text;
 }
 
-void EmitYaml(const Json& json, int indent, std::string* out) {
-  for (const auto& [key, value] : json.items()) {
-    out->append(indent, ' ').append(key).append(":");
-    if (value.is_object()) {
-      if (value.empty()) {
-        out->append(" {}\n");
-      } else {
-        out->append("\n");
-        EmitYaml(value, indent + 2, out);
-      }
-    } else if (value.is_array()) {
-      const std::string list = absl::StrJoin(value, ", ", [](std::string* text, const Json& item) {
-        text->append(item.is_object() ? item.dump() : ScalarText(item));
-      });
-      absl::StrAppend(out, " [", list, "]\n");
+void EmitScalar(const Message& message, const FieldDescriptor* field, int index,
+                YAML::Emitter& out) {
+  const Reflection* r = message.GetReflection();
+  const bool repeated = field->is_repeated();
+  switch (field->cpp_type()) {
+    case FieldDescriptor::CPPTYPE_BOOL:
+      out << (repeated ? r->GetRepeatedBool(message, field, index) : r->GetBool(message, field));
+      break;
+    case FieldDescriptor::CPPTYPE_INT32:
+      out << (repeated ? r->GetRepeatedInt32(message, field, index) : r->GetInt32(message, field));
+      break;
+    case FieldDescriptor::CPPTYPE_INT64:
+      out << (repeated ? r->GetRepeatedInt64(message, field, index) : r->GetInt64(message, field));
+      break;
+    case FieldDescriptor::CPPTYPE_UINT32:
+      out << (repeated ? r->GetRepeatedUInt32(message, field, index)
+                       : r->GetUInt32(message, field));
+      break;
+    case FieldDescriptor::CPPTYPE_UINT64:
+      out << (repeated ? r->GetRepeatedUInt64(message, field, index)
+                       : r->GetUInt64(message, field));
+      break;
+    case FieldDescriptor::CPPTYPE_FLOAT:
+      out << NumberText(repeated ? r->GetRepeatedFloat(message, field, index)
+                                 : r->GetFloat(message, field));
+      break;
+    case FieldDescriptor::CPPTYPE_DOUBLE:
+      out << NumberText(repeated ? r->GetRepeatedDouble(message, field, index)
+                                 : r->GetDouble(message, field));
+      break;
+    case FieldDescriptor::CPPTYPE_STRING:
+      // In quotes: other readers would take some texts for numbers or null.
+      out << YAML::DoubleQuoted
+          << (repeated ? r->GetRepeatedString(message, field, index)
+                       : r->GetString(message, field));
+      break;
+    case FieldDescriptor::CPPTYPE_ENUM:
+      out << EnumShortName(repeated ? *r->GetRepeatedEnum(message, field, index)
+                                    : *r->GetEnum(message, field));
+      break;
+    case FieldDescriptor::CPPTYPE_MESSAGE:
+      break;
+  }
+}
+
+void EmitMessage(const Message& message, YAML::Emitter& out);
+
+void EmitList(const Message& message, const FieldDescriptor* field, YAML::Emitter& out) {
+  const bool is_message = field->cpp_type() == FieldDescriptor::CPPTYPE_MESSAGE;
+  const Reflection* reflection = message.GetReflection();
+  out << YAML::Flow << YAML::BeginSeq;
+  for (int i = 0; i < reflection->FieldSize(message, field); ++i) {
+    if (is_message) {
+      EmitMessage(reflection->GetRepeatedMessage(message, field, i), out);
     } else {
-      absl::StrAppend(out, " ", ScalarText(value), "\n");
+      EmitScalar(message, field, i, out);
     }
   }
+  out << YAML::EndSeq;
+}
+
+// Whether ToYaml leaves the field out.
+bool IsUnset(const Message& message, const FieldDescriptor* field) {
+  const Reflection* reflection = message.GetReflection();
+  if (field->is_repeated()) return reflection->FieldSize(message, field) == 0;
+  if (field->has_presence()) return !reflection->HasField(message, field);
+  return field->cpp_type() == FieldDescriptor::CPPTYPE_ENUM &&
+         reflection->GetEnumValue(message, field) == 0;
+}
+
+void EmitMessage(const Message& message, YAML::Emitter& out) {
+  const Descriptor& descriptor = *message.GetDescriptor();
+  out << YAML::BeginMap;
+  for (int i = 0; i < descriptor.field_count(); ++i) {
+    const FieldDescriptor* field = descriptor.field(i);
+    if (IsUnset(message, field)) continue;
+    out << YAML::Key << field->name() << YAML::Value;
+    if (field->is_repeated()) {
+      EmitList(message, field, out);
+    } else if (field->cpp_type() == FieldDescriptor::CPPTYPE_MESSAGE) {
+      EmitMessage(message.GetReflection()->GetMessage(message, field), out);
+    } else {
+      EmitScalar(message, field, 0, out);
+    }
+  }
+  out << YAML::EndMap;
 }
 
 }  // namespace
@@ -465,9 +477,9 @@ absl::Status Load(const std::string& path, const std::vector<std::string>& overr
 }
 
 std::string ToYaml(const Message& message) {
-  std::string out;
-  EmitYaml(MessageToJson(message), 0, &out);
-  return out;
+  YAML::Emitter out;
+  EmitMessage(message, out);
+  return absl::StrCat(out.c_str(), "\n");
 }
 
 }  // namespace tandem::config

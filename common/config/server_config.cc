@@ -1,12 +1,16 @@
 #include "common/config/server_config.h"
 
 #include <cstdint>
+#include <initializer_list>
 #include <limits>
 #include <span>
 #include <string>
 
 #include "absl/strings/match.h"
+#include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
+#include "absl/strings/string_view.h"
 #include "common/base/error.h"
 #include "common/base/field_check.h"
 #include "common/base/status_macros.h"
@@ -23,6 +27,37 @@ using types::v1::SelectionStrategy;
 
 bool IsLoopback(const std::string& host) {
   return host == "localhost" || host == "::1" || host == "[::1]" || absl::StartsWith(host, "127.");
+}
+
+absl::Status CheckOneOf(absl::string_view path, absl::string_view value,
+                        std::initializer_list<absl::string_view> choices) {
+  for (const absl::string_view choice : choices) {
+    if (value == choice) return absl::OkStatus();
+  }
+  return InvalidField(
+      path, absl::StrCat("must be one of ", absl::StrJoin(choices, ", "), ", got \"", value, "\""));
+}
+
+// host:port, an IPv6 address in brackets; or empty.
+absl::Status CheckHostPort(absl::string_view path, absl::string_view address) {
+  if (address.empty()) return absl::OkStatus();
+  const size_t colon = address.rfind(':');
+  const absl::string_view host = address.substr(0, colon);
+  int port = 0;
+  if (colon == absl::string_view::npos || host.empty() ||
+      (absl::StrContains(host, ':') &&
+       !(absl::StartsWith(host, "[") && absl::EndsWith(host, "]"))) ||
+      !absl::SimpleAtoi(address.substr(colon + 1), &port) || port < 1 || port > 65535) {
+    return InvalidField(path, absl::StrCat("must be host:port, got \"", address, "\""));
+  }
+  return absl::OkStatus();
+}
+
+absl::Status CheckPatterns(const google::protobuf::RepeatedPtrField<std::string>& patterns) {
+  for (int i = 0; i < patterns.size(); ++i) {
+    TANDEM_RETURN_IF_ERROR(CheckGiven(absl::StrCat("freeze[", i, "]"), patterns[i]));
+  }
+  return absl::OkStatus();
 }
 
 absl::Status Resolve(ServerOptions* options, const DefaultPorts& ports) {
@@ -42,14 +77,14 @@ absl::Status Resolve(ServerOptions* options, const DefaultPorts& ports) {
   }
   TANDEM_RETURN_IF_ERROR(CheckInRange("server.grpc_port", options->grpc_port(), 0, 65535));
   TANDEM_RETURN_IF_ERROR(CheckInRange("server.metrics_port", options->metrics_port(), 0, 65535));
+  TANDEM_RETURN_IF_ERROR(CheckHostPort("server.advertised_address", options->advertised_address()));
   if (options->grpc_port() != 0 && options->grpc_port() == options->metrics_port()) {
     return InvalidField("server.metrics_port", "must differ from server.grpc_port");
   }
   TANDEM_RETURN_IF_ERROR(
       CheckInRange("server.drain_seconds", options->drain_seconds(), 0.0, 86400.0));
-  if (!ParseLogLevel(options->log_level()).has_value()) {
-    return InvalidField("server.log_level", "must be debug, info, warning or error");
-  }
+  TANDEM_RETURN_IF_ERROR(
+      CheckOneOf("server.log_level", options->log_level(), {"debug", "info", "warning", "error"}));
   TANDEM_RETURN_IF_ERROR(
       CheckInRange("server.keepalive_seconds", options->keepalive_seconds(), 1.0, 86400.0));
   TANDEM_RETURN_IF_ERROR(CheckInRange("server.keepalive_timeout_seconds",
@@ -61,18 +96,10 @@ absl::Status Resolve(ServerOptions* options, const DefaultPorts& ports) {
 absl::Status Resolve(v1::ComputeOptions* compute) {
   if (compute->device().empty()) compute->set_device("cpu");
   if (compute->dtype().empty()) compute->set_dtype("float32");
-  if (compute->device() == "cuda") {
-    return FieldError(absl::StatusCode::kUnimplemented, "compute.device",
-                      "cuda is not available yet");
-  }
-  if (compute->device() != "cpu") return InvalidField("compute.device", "must be cpu or cuda");
-  if (compute->dtype() == "bfloat16") {
-    return FieldError(absl::StatusCode::kUnimplemented, "compute.dtype",
-                      "bfloat16 is not available yet");
-  }
-  if (compute->dtype() != "float32") {
-    return InvalidField("compute.dtype", "must be float32 or bfloat16");
-  }
+  if (compute->kernels().empty()) compute->set_kernels("auto");
+  TANDEM_RETURN_IF_ERROR(CheckOneOf("compute.device", compute->device(), {"cpu", "cuda"}));
+  TANDEM_RETURN_IF_ERROR(CheckOneOf("compute.dtype", compute->dtype(), {"float32", "bfloat16"}));
+  TANDEM_RETURN_IF_ERROR(CheckOneOf("compute.kernels", compute->kernels(), {"auto", "aten"}));
   return CheckInRange("compute.num_threads", compute->num_threads(), 0, 1024);
 }
 
@@ -161,6 +188,7 @@ absl::Status ResolveTraining(Config* config, const DefaultPorts& ports) {
   TANDEM_RETURN_IF_ERROR(Resolve(config->mutable_optimizer()));
   TANDEM_RETURN_IF_ERROR(Resolve(config->mutable_batch()));
   TANDEM_RETURN_IF_ERROR(Resolve(config->mutable_strategy()));
+  TANDEM_RETURN_IF_ERROR(CheckPatterns(config->freeze()));
   TANDEM_DEFAULT(config, max_model_len, 2048);
   TANDEM_DEFAULT(config, max_samples, 4096);
   TANDEM_RETURN_IF_ERROR(CheckAtLeast("max_model_len", config->max_model_len(), 2));

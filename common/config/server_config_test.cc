@@ -2,6 +2,7 @@
 
 #include <gtest/gtest.h>
 
+#include "absl/strings/str_cat.h"
 #include "common/base/error.h"
 #include "common/config/config.h"
 
@@ -27,6 +28,7 @@ TEST(ServerConfigTest, DefaultsAreThoseOfTheSchema) {
   EXPECT_EQ(rollout.server().default_deadline_seconds(), 600);
   EXPECT_EQ(rollout.compute().device(), "cpu");
   EXPECT_EQ(rollout.compute().dtype(), "float32");
+  EXPECT_EQ(rollout.compute().kernels(), "auto");
   EXPECT_EQ(rollout.max_num_seqs(), 64);
   EXPECT_EQ(rollout.max_model_len(), 2048);
   EXPECT_EQ(rollout.max_batched_tokens(), 2048);
@@ -89,8 +91,8 @@ INSTANTIATE_TEST_SUITE_P(
                     Bad{"senior_model: s\nserver: {default_deadline_seconds: 0}",
                         "server.default_deadline_seconds"},
                     Bad{"senior_model: s\ncompute: {device: tpu}", "compute.device"},
-                    Bad{"senior_model: s\ncompute: {dtype: bfloat16}", "compute.dtype",
-                        absl::StatusCode::kUnimplemented},
+                    Bad{"senior_model: s\ncompute: {dtype: float16}", "compute.dtype"},
+                    Bad{"senior_model: s\ncompute: {kernels: own}", "compute.kernels"},
                     Bad{"senior_model: s\ncompute: {num_threads: -1}", "compute.num_threads"},
                     Bad{"senior_model: s\ntandem: {enabled: true}", "tandem.enabled"},
                     Bad{"senior_model: s\ntandem: {prob_senior: 1.5}", "tandem.prob_senior"},
@@ -99,14 +101,32 @@ INSTANTIATE_TEST_SUITE_P(
                     Bad{"senior_model: s\nmax_num_seqs: 0", "max_num_seqs"},
                     Bad{"senior_model: s\nmax_queue: 0", "max_queue"}));
 
-#ifndef TANDEM_WITH_CUDA
-TEST(ServerConfigTest, CudaIsUnimplementedInABuildWithoutIt) {
+TEST(ServerConfigTest, EveryDeviceTypeAndKernelPathIsAccepted) {
   RolloutServerConfig config;
-  const absl::Status status = Check("senior_model: s\ncompute: {device: cuda}", &config);
-  EXPECT_EQ(status.code(), absl::StatusCode::kUnimplemented);
-  EXPECT_EQ(FieldPath(status), "compute.device");
+  const absl::Status status =
+      Check("senior_model: s\ncompute: {device: cuda, dtype: bfloat16, kernels: aten}", &config);
+  EXPECT_TRUE(status.ok()) << status;
+  EXPECT_EQ(config.compute().kernels(), "aten");
 }
-#endif
+
+TEST(ServerConfigTest, AnAdvertisedAddressIsHostAndPort) {
+  for (const char* good : {"rollout-0.cluster:7701", "10.0.0.1:1", "'[::1]:65535'"}) {
+    RolloutServerConfig config;
+    EXPECT_TRUE(
+        Check(absl::StrCat("senior_model: s\nserver: {advertised_address: ", good, "}"), &config)
+            .ok())
+        << good;
+  }
+  for (const char* bad :
+       {"host", "':7701'", "'host:0'", "'host:70000'", "'::1:7701'", "'host:x'"}) {
+    RolloutServerConfig config;
+    EXPECT_EQ(
+        FieldPath(Check(absl::StrCat("senior_model: s\nserver: {advertised_address: ", bad, "}"),
+                        &config)),
+        "server.advertised_address")
+        << bad;
+  }
+}
 
 class BadTrainerTest : public testing::TestWithParam<Bad> {};
 TEST_P(BadTrainerTest, NamesTheField) {
@@ -127,6 +147,7 @@ INSTANTIATE_TEST_SUITE_P(
                     Bad{"model: m\nstrategy: {name: megatron}", "strategy.name",
                         absl::StatusCode::kUnimplemented},
                     Bad{"model: m\nstrategy: {name: many}", "strategy.name"},
+                    Bad{"model: m\nfreeze: ['']", "freeze[0]"},
                     Bad{"model: m\nmax_samples: 0", "max_samples"}));
 
 TEST(ServerConfigTest, InsecureAllowsAnotherAddress) {

@@ -15,9 +15,9 @@
 #include <thread>
 #include <utility>
 
-#include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/time/clock.h"
+#include "common/rpc/address.h"
 #include "common/rpc/rpc_interceptor.h"
 
 namespace tandem::rpc {
@@ -32,11 +32,6 @@ constexpr int kToleratedPingMilliseconds = 500;
 
 int Milliseconds(double seconds) { return static_cast<int>(seconds * 1000); }
 
-std::string Address(const std::string& host, int port) {
-  const bool bare_ipv6 = absl::StrContains(host, ':') && !absl::StartsWith(host, "[");
-  return bare_ipv6 ? absl::StrCat("[", host, "]:", port) : absl::StrCat(host, ":", port);
-}
-
 absl::Status CannotBind(const std::string& what, const std::string& address,
                         const std::string& field) {
   return absl::UnavailableError(absl::StrCat("cannot bind the ", what, " address ", address,
@@ -44,8 +39,9 @@ absl::Status CannotBind(const std::string& what, const std::string& address,
                                              ", 0 picks a free one)"));
 }
 
-// CivetWeb's listener notices that it should end only after a connection or a two-second poll: this
-// connects while the exposer goes away.
+// CivetWeb's listener looks whether it should end only after a connection or a poll of two seconds,
+// and offers no way to wake it: this connects while the exposer goes away, so that a server ends
+// (and each of the tests that start one) in milliseconds.
 void CloseExposer(std::unique_ptr<prometheus::Exposer> exposer, const std::string& host, int port) {
   if (exposer == nullptr) return;
   std::atomic<bool> closed = false;
@@ -88,7 +84,8 @@ absl::StatusOr<std::unique_ptr<Server>> Server::Start(const config::v1::ServerOp
   (void)health_and_reflection;
 
   std::unique_ptr<Server> server(new Server);
-  const std::string metrics_address = Address(MetricsHost(options.host()), options.metrics_port());
+  const std::string metrics_address =
+      JoinHostPort(MetricsHost(options.host()), options.metrics_port());
   try {
     server->exposer_ = std::make_unique<prometheus::Exposer>(metrics_address, 1);
   } catch (const std::exception&) {
@@ -100,7 +97,7 @@ absl::StatusOr<std::unique_ptr<Server>> Server::Start(const config::v1::ServerOp
   server->metrics_port_ = ports.empty() ? options.metrics_port() : ports[0];
 
   grpc::ServerBuilder builder;
-  const std::string address = Address(options.host(), options.grpc_port());
+  const std::string address = JoinHostPort(options.host(), options.grpc_port());
   builder.AddListeningPort(address, grpc::InsecureServerCredentials(), &server->grpc_port_);
   builder.AddChannelArgument(GRPC_ARG_ALLOW_REUSEPORT, 0);
   builder.AddChannelArgument(GRPC_ARG_KEEPALIVE_TIME_MS, Milliseconds(options.keepalive_seconds()));

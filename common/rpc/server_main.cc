@@ -18,6 +18,7 @@
 #include "absl/time/clock.h"
 #include "common/base/logging.h"
 #include "common/config/config.h"
+#include "common/rpc/address.h"
 
 namespace tandem::rpc {
 namespace {
@@ -161,7 +162,7 @@ int RunServer(int argc, char** argv, const ServerProgram& program) {
   metrics.Gauge(metric::kServerStart).Set(absl::ToDoubleSeconds(start_time - absl::UnixEpoch()));
   metrics.Gauge(metric::kCallQueueCapacity).Set(static_cast<double>(executor->queue_capacity()));
 
-  ServerRuntime runtime{*executor, metrics, start_time};
+  ServerRuntime runtime{.executor = *executor, .metrics = metrics, .start_time = start_time};
   std::unique_ptr<ServerApp> app = program.create(runtime);
   absl::StatusOr<std::unique_ptr<Server>> server =
       Server::Start(options, app->services(), &metrics);
@@ -169,9 +170,11 @@ int RunServer(int argc, char** argv, const ServerProgram& program) {
     Log(LogLevel::kError, "start_failed", {{"message", server.status().message()}});
     return kExitFailure;
   }
+  runtime.advertised_address = AdvertisedAddress(options, (*server)->grpc_port());
   Log(LogLevel::kInfo, "loading",
       {{"role", program.role},
        {"grpc_port", (*server)->grpc_port()},
+       {"advertised_address", runtime.advertised_address},
        {"metrics_port", (*server)->metrics_port()}});
   if (!LoadUnlessInterrupted(*app, signals, &status)) {
     Log(LogLevel::kInfo, "stopped", {{"message", "interrupted while loading"}});

@@ -34,6 +34,8 @@ struct ServerRuntime {
   CallExecutor& executor;  // the app's services give it to HandleUnary and its relatives
   Metrics& metrics;
   absl::Time start_time;
+  // Where other servers reach this one (address.h); known once the ports are bound, before Load.
+  std::string advertised_address = {};
 };
 
 // What one of the servers plugs in. Order of calls: constructor, services (before loading: the gate

@@ -333,7 +333,7 @@ TEST_F(ServerTest, ShutdownCancelsWhatIsLeftAtTheDeadline) {
 TEST(DefaultDeadlineTest, BoundsACallWithoutOne) {
   Metrics metrics;
   CallExecutor executor(CallExecutorOptions{.default_deadline = absl::Milliseconds(100)});
-  ServerRuntime runtime{executor, metrics, absl::Now()};
+  ServerRuntime runtime{.executor = executor, .metrics = metrics, .start_time = absl::Now()};
   absl::Notification go;
   FakeApp app(runtime,
               [&](const GetVersionRequest&,

@@ -25,8 +25,7 @@ class TestServer {
   using CreateApp = std::function<std::unique_ptr<ServerApp>(ServerRuntime&)>;
 
   explicit TestServer(const CreateApp& create) {
-    ServerRuntime runtime{*executor_, metrics_, absl::Now()};
-    app_ = create(runtime);
+    app_ = create(runtime_);
     config::v1::TrainerServerConfig config;
     config.set_model("unused");
     config.mutable_server()->set_grpc_port(0);
@@ -35,6 +34,7 @@ class TestServer {
     auto server = Server::Start(config.server(), app_->services(), &metrics_);
     EXPECT_TRUE(server.ok()) << server.status();
     server_ = *std::move(server);
+    runtime_.advertised_address = address();
     absl::Status loaded = app_->Load();
     EXPECT_TRUE(loaded.ok()) << loaded;
     executor_->SetGate(CallExecutor::Gate::kOpen);
@@ -68,6 +68,7 @@ class TestServer {
   Metrics metrics_;
   std::unique_ptr<CallExecutor> executor_ =
       std::make_unique<CallExecutor>(CallExecutorOptions{.default_deadline = absl::Seconds(60)});
+  ServerRuntime runtime_{.executor = *executor_, .metrics = metrics_, .start_time = absl::Now()};
   std::unique_ptr<ServerApp> app_;
   std::unique_ptr<Server> server_;
 };

@@ -71,18 +71,18 @@ absl::StatusOr<checkpoint::Saved> SaveTraining(const std::string& directory,
   if (keep < 0) return InvalidField("keep", "must not be negative");
   TANDEM_ASSIGN_OR_RETURN(
       const checkpoint::Saved saved,
-      checkpoint::Save(directory, name, [&](const std::string& target) -> absl::Status {
-        TANDEM_RETURN_IF_ERROR(model.Save(target));
-        TANDEM_RETURN_IF_ERROR(strategy.SaveOptimizer(target));
-        const json text = {{"kind", state.kind},
-                           {"version", state.version},
-                           {"optimizer_steps", strategy.optimizer_steps()},
-                           {"done_steps", state.ledger.Serialize()}};
-        return WriteFileDurably(absl::StrCat(target, "/", kStateFile), text.dump(2) + "\n");
-      }));
-  TANDEM_RETURN_IF_ERROR(
-      checkpoint::Prune(directory, keep, saved.path,
-                        [&](const std::string& path) { return ReadState(path, state.kind).ok(); }));
+      checkpoint::Save(directory, name, {.kind = state.kind, .step = state.version},
+                       [&](const std::string& target) -> absl::Status {
+                         TANDEM_RETURN_IF_ERROR(model.Save(target));
+                         TANDEM_RETURN_IF_ERROR(strategy.SaveOptimizer(target));
+                         const json text = {{"kind", state.kind},
+                                            {"version", state.version},
+                                            {"optimizer_steps", strategy.optimizer_steps()},
+                                            {"done_steps", state.ledger.Serialize()}};
+                         return WriteFileDurably(absl::StrCat(target, "/", kStateFile),
+                                                 text.dump(2) + "\n");
+                       }));
+  TANDEM_RETURN_IF_ERROR(checkpoint::Prune(directory, state.kind, keep, saved.path));
   return saved;
 }
 

@@ -1,0 +1,66 @@
+#include "common/checkpoint/replace_directory.h"
+
+#include <fcntl.h>
+#include <stdio.h>
+
+#include <cerrno>
+#include <filesystem>
+#include <system_error>
+
+#include "absl/strings/str_cat.h"
+#include "common/base/atomic_file.h"
+#include "common/base/file_descriptor.h"
+#include "common/base/status_macros.h"
+
+namespace tandem::checkpoint {
+namespace {
+
+namespace fs = std::filesystem;
+
+std::string AsidePath(const fs::path& path) {
+  return (path.parent_path() / absl::StrCat(".old-", path.filename().string())).string();
+}
+
+absl::Status Remove(const std::string& path) {
+  std::error_code error;
+  fs::remove_all(path, error);
+  return error ? FileError(error.value(), "cannot remove", path) : absl::OkStatus();
+}
+
+bool CannotExchange(int error) { return error == EINVAL || error == ENOSYS || error == EOPNOTSUPP; }
+
+absl::Status ReplaceInTwoSteps(const std::string& from, const std::string& to) {
+  const std::string aside = AsidePath(to);
+  TANDEM_RETURN_IF_ERROR(Remove(aside));
+  TANDEM_RETURN_IF_ERROR(RenameDurably(to, aside));
+  if (absl::Status moved = RenameDurably(from, to); !moved.ok()) {
+    RenameDurably(aside, to).IgnoreError();  // RecoverDirectory tries again
+    return moved;
+  }
+  return Remove(aside);
+}
+
+}  // namespace
+
+int ExchangePathsBySystemCall(const std::string& a, const std::string& b) {
+  const int result = ::renameat2(AT_FDCWD, a.c_str(), AT_FDCWD, b.c_str(), RENAME_EXCHANGE);
+  return result == 0 ? 0 : errno;
+}
+
+absl::Status ReplaceDirectory(const std::string& from, const std::string& to,
+                              const ExchangePaths& exchange) {
+  if (!fs::exists(to)) return RenameDurably(from, to);
+  const int error = exchange(from, to);
+  if (CannotExchange(error)) return ReplaceInTwoSteps(from, to);
+  if (error != 0) return FileError(error, "cannot replace", to);
+  TANDEM_RETURN_IF_ERROR(SyncPath(fs::path(to).parent_path().string()));
+  return Remove(from);  // the old one
+}
+
+absl::Status RecoverDirectory(const std::string& path) {
+  const std::string aside = AsidePath(path);
+  if (!fs::exists(aside)) return absl::OkStatus();
+  return fs::exists(path) ? Remove(aside) : RenameDurably(aside, path);
+}
+
+}  // namespace tandem::checkpoint
