@@ -1,4 +1,4 @@
-// fp32 kernels for inference on the CPU: raw pointers, one thread; common/ops splits the work.
+// fp32 kernels on the CPU: raw pointers, one thread; common/ops splits the work.
 //
 // They are batch-invariant: what a row or an element comes out as depends on its own operands only,
 // never on how many others a call computes or how the caller splits them. The same source is
@@ -59,6 +59,22 @@ struct RmsNormArgs {
   float eps;
 };
 
+// Gradients of the above by x and w: with r = 1 / sqrt(mean(x^2) + eps),
+//   dx = r (w dy - x r^2 mean(x w dy)) and dw += sum over the rows of r x dy, row after row.
+struct RmsNormBackwardArgs {
+  const float* x;
+  int64_t x_stride;
+  const float* w;   // [width]
+  const float* dy;  // as x
+  int64_t dy_stride;
+  float* dx;  // as x; may be dy
+  int64_t dx_stride;
+  float* dw;  // [width], added to
+  int64_t rows;
+  int64_t width;
+  float eps;
+};
+
 // Rotates `heads` heads of `rows` rows: pairs (d, d + head_dim / 2), as Hugging Face orders them.
 // Row r, head h: x + r * x_stride + h * head_dim to y + r * y_stride + h * y_head_stride.
 // y may be x.
@@ -86,13 +102,30 @@ struct SwiGluArgs {
   int64_t width;
 };
 
+// Gradients of the above: with s = sigmoid(gate),
+//   d gate = dy up s (1 + gate (1 - s)) and d up = dy gate s.
+struct SwiGluBackwardArgs {
+  const float* gate;
+  const float* up;
+  int64_t in_stride;  // of gate and of up
+  const float* dy;
+  int64_t dy_stride;
+  float* d_gate;
+  float* d_up;
+  int64_t out_stride;  // of d_gate and of d_up
+  int64_t rows;
+  int64_t width;
+};
+
 struct CpuKernels {
   const char* isa;
   void (*linear)(const LinearArgs&);
   void (*attention)(const AttentionArgs&);
   void (*rms_norm)(const RmsNormArgs&);
+  void (*rms_norm_backward)(const RmsNormBackwardArgs&);
   void (*rotary)(const RotaryArgs&);
   void (*swiglu)(const SwiGluArgs&);
+  void (*swiglu_backward)(const SwiGluBackwardArgs&);
 };
 
 // The best set this CPU runs.

@@ -51,18 +51,24 @@ TEST_P(CpuKernelsTest, LinearMatchesDouble) {
   }
 }
 
+// Tiles of every size, and both ways to keep operands in the caches: few rows and many.
 TEST_P(CpuKernelsTest, LinearRowsDoNotDependOnTheSplit) {
-  const int64_t in = 75, out = 11, rows = 10;
-  const Floats x = RandomFloats(rows * in, 4), w = RandomFloats(out * in, 5);
-  Floats whole(rows * out), pieces(rows * out);
-  kernels_->linear({x.data(), in, w.data(), nullptr, whole.data(), out, rows, in, 0, out, false});
-  for (int64_t r = 0; r < rows; ++r) {
-    for (const auto& [begin, end] : {std::pair<int64_t, int64_t>{0, 3}, {3, 10}, {10, 11}}) {
+  for (const int64_t in : {75, 1603}) {
+    for (const int64_t rows : {2, 5, 10, 13, 100}) {
+      const int64_t out = 11;
+      const Floats x = RandomFloats(rows * in, 4), w = RandomFloats(out * in, 5);
+      Floats whole(rows * out), pieces(rows * out);
       kernels_->linear(
-          {&x[r * in], in, w.data(), nullptr, &pieces[r * out], out, 1, in, begin, end, false});
+          {x.data(), in, w.data(), nullptr, whole.data(), out, rows, in, 0, out, false});
+      for (int64_t r = 0; r < rows; ++r) {
+        for (const auto& [begin, end] : {std::pair<int64_t, int64_t>{0, 3}, {3, 10}, {10, 11}}) {
+          kernels_->linear(
+              {&x[r * in], in, w.data(), nullptr, &pieces[r * out], out, 1, in, begin, end, false});
+        }
+      }
+      EXPECT_EQ(whole, pieces) << in << " " << rows;
     }
   }
-  EXPECT_EQ(std::memcmp(whole.data(), pieces.data(), whole.size() * sizeof(float)), 0);
 }
 
 struct AttentionProblem {
@@ -158,6 +164,50 @@ TEST_P(CpuKernelsTest, RmsNormMatchesDouble) {
         squares += double{x[i / width * width + k]} * x[i / width * width + k];
       EXPECT_NEAR(y[i], x[i] / std::sqrt(squares / width + 1e-5) * w[i % width], 2e-6);
     }
+  }
+}
+
+TEST_P(CpuKernelsTest, RmsNormBackwardMatchesDouble) {
+  for (const int64_t width : {3, 16, 45}) {
+    const int64_t rows = 2;
+    const Floats x = RandomFloats(rows * width, 9), w = RandomFloats(width, 10);
+    const Floats dy = RandomFloats(rows * width, 11);
+    Floats dx(rows * width), dw(width, 0.5f);
+    kernels_->rms_norm_backward({x.data(), width, w.data(), dy.data(), width, dx.data(), width,
+                                 dw.data(), rows, width, 1e-5f});
+    std::vector<double> expected_dw(width, 0.5);
+    for (int64_t r = 0; r < rows; ++r) {
+      double squares = 0, product = 0;
+      for (int64_t k = 0; k < width; ++k) {
+        const int64_t i = r * width + k;
+        squares += double{x[i]} * x[i];
+        product += double{x[i]} * w[k] * dy[i];
+      }
+      const double factor = 1 / std::sqrt(squares / width + 1e-5);
+      for (int64_t k = 0; k < width; ++k) {
+        const int64_t i = r * width + k;
+        expected_dw[k] += x[i] * factor * dy[i];
+        const double expected =
+            factor * (double{w[k]} * dy[i] - x[i] * factor * factor * product / width);
+        EXPECT_NEAR(dx[i], expected, 3e-6 * (1 + std::abs(expected))) << width << " " << i;
+      }
+    }
+    for (int64_t k = 0; k < width; ++k) EXPECT_NEAR(dw[k], expected_dw[k], 3e-6) << width;
+  }
+}
+
+TEST_P(CpuKernelsTest, SwiGluBackwardMatchesDoubleAlsoFarOut) {
+  Floats gate = RandomFloats(37, 11, 4.0f);
+  gate[0] = -200, gate[1] = 200, gate[2] = -88, gate[3] = 0;
+  const Floats up = RandomFloats(37, 12), dy = RandomFloats(37, 13);
+  Floats d_gate(37), d_up(37);
+  kernels_->swiglu_backward(
+      {gate.data(), up.data(), 37, dy.data(), 37, d_gate.data(), d_up.data(), 37, 1, 37});
+  for (int i = 0; i < 37; ++i) {
+    const double g = gate[i], s = 1 / (1 + std::exp(-g));
+    const double expected = double{dy[i]} * up[i] * s * (1 + g * (1 - s));
+    EXPECT_NEAR(d_gate[i], expected, 2e-6 * (1 + std::abs(expected))) << g;
+    EXPECT_NEAR(d_up[i], dy[i] * g * s, 2e-6 * (1 + std::abs(dy[i] * g * s))) << g;
   }
 }
 

@@ -5,6 +5,7 @@
 namespace tandem::kernels {
 
 extern const CpuKernels kAvx2Kernels;
-const CpuKernels kAvx2Kernels = {"avx2", Linear, Attention, RmsNorm, Rotary, SwiGlu};
+const CpuKernels kAvx2Kernels = {"avx2",          Linear, Attention, RmsNorm,
+                                 RmsNormBackward, Rotary, SwiGlu,    SwiGluBackward};
 
 }  // namespace tandem::kernels

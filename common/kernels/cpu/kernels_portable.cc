@@ -5,6 +5,7 @@
 namespace tandem::kernels {
 
 extern const CpuKernels kPortableKernels;
-const CpuKernels kPortableKernels = {"portable", Linear, Attention, RmsNorm, Rotary, SwiGlu};
+const CpuKernels kPortableKernels = {"portable",      Linear, Attention, RmsNorm,
+                                     RmsNormBackward, Rotary, SwiGlu,    SwiGluBackward};
 
 }  // namespace tandem::kernels

@@ -119,31 +119,53 @@ TANDEM_INLINE void DotTileOf(int64_t rows, int64_t outs, const float* const* x,
 }
 
 TANDEM_INLINE int64_t Min(int64_t a, int64_t b) { return a < b ? a : b; }
+TANDEM_INLINE int64_t Max(int64_t a, int64_t b) { return a > b ? a : b; }
 
+// Writes a tile of sums to y, kOuts columns from `o` on.
+TANDEM_INLINE void StoreTile(const LinearArgs& a, int64_t row, int64_t rows, int64_t o,
+                             int64_t outs, const float (*dots)[kOuts]) {
+  for (int64_t r = 0; r < rows; ++r) {
+    float* y = a.y + (row + r) * a.y_stride + o;
+    if (outs == kOuts) {
+      Vec4 value = *reinterpret_cast<const Vec4*>(dots[r]);
+      if (a.bias != nullptr) value += *reinterpret_cast<const Vec4*>(a.bias + o);
+      if (a.accumulate) value = *reinterpret_cast<const Vec4*>(y) + value;
+      *reinterpret_cast<Vec4*>(y) = value;
+    } else {
+      for (int64_t i = 0; i < outs; ++i) {
+        float value = dots[r][i];
+        if (a.bias != nullptr) value += a.bias[o + i];
+        y[i] = a.accumulate ? y[i] + value : value;
+      }
+    }
+  }
+}
+
+// The side with the smaller tiles streams from the second-level cache, tile by tile, past a tile of
+// the other side in the first. Few rows stay in the first while all weights stream by.
 void Linear(const LinearArgs& a) {
-  // Rows in blocks that stay in the cache while the weights stream by.
-  constexpr int64_t kCacheFloats = 32 * 1024;
-  const int64_t tiles = kCacheFloats / (a.in > 0 ? a.in : 1) / kRows;
-  const int64_t block = kRows * (tiles > 0 ? tiles : 1);
-  for (int64_t row0 = 0; row0 < a.rows; row0 += block) {
-    const int64_t row_end = Min(row0 + block, a.rows);
-    for (int64_t o = a.out_begin; o < a.out_end; o += kOuts) {
-      const int64_t outs = Min(kOuts, a.out_end - o);
-      const float* w[kOuts];
-      for (int i = 0; i < kOuts; ++i) w[i] = a.w + (o + Min(i, outs - 1)) * a.in;
-      for (int64_t row = row0; row < row_end; row += kRows) {
-        const int64_t rows = Min(kRows, row_end - row);
+  constexpr int64_t kFirstLevelFloats = 8 * 1024, kSecondLevelFloats = 64 * 1024;
+  const int64_t in = Max(a.in, 1);
+  const bool rows_stream = kRows <= kOuts || a.rows * in <= kFirstLevelFloats;
+  const int64_t block_rows = rows_stream ? kRows * Max(kSecondLevelFloats / in / kRows, 1) : a.rows;
+  const int64_t block_outs = rows_stream ? kOuts : kOuts * Max(kSecondLevelFloats / in / kOuts, 1);
+  for (int64_t row0 = 0; row0 < a.rows; row0 += block_rows) {
+    const int64_t count = Min(block_rows, a.rows - row0);
+    const int64_t tiles = (count + kRows - 1) / kRows;
+    for (int64_t o0 = a.out_begin; o0 < a.out_end; o0 += block_outs) {
+      const int64_t o_end = Min(o0 + block_outs, a.out_end);
+      for (int64_t tile = 0; tile < tiles; ++tile) {  // of equal sizes: a small one is slow
+        const int64_t row = row0 + tile * count / tiles;
+        const int64_t rows = row0 + (tile + 1) * count / tiles - row;
         const float* x[kRows];
         for (int i = 0; i < kRows; ++i) x[i] = a.x + (row + Min(i, rows - 1)) * a.x_stride;
-        float dots[kRows][kOuts];
-        DotTileOf(rows, outs, x, w, a.in, dots);
-        for (int64_t r = 0; r < rows; ++r) {
-          float* y = a.y + (row + r) * a.y_stride + o;
-          for (int64_t i = 0; i < outs; ++i) {
-            float value = dots[r][i];
-            if (a.bias != nullptr) value += a.bias[o + i];
-            y[i] = a.accumulate ? y[i] + value : value;
-          }
+        for (int64_t o = o0; o < o_end; o += kOuts) {
+          const int64_t outs = Min(kOuts, o_end - o);
+          const float* w[kOuts];
+          for (int i = 0; i < kOuts; ++i) w[i] = a.w + (o + Min(i, outs - 1)) * a.in;
+          float dots[kRows][kOuts];
+          DotTileOf(rows, outs, x, w, a.in, dots);
+          StoreTile(a, row, rows, o, outs, dots);
         }
       }
     }
@@ -266,6 +288,38 @@ void RmsNorm(const RmsNormArgs& a) {
   }
 }
 
+void RmsNormBackward(const RmsNormBackwardArgs& a) {
+  const auto width = static_cast<float>(a.width);
+  for (int64_t row = 0; row < a.rows; ++row) {
+    const float* x = a.x + row * a.x_stride;
+    const float* dy = a.dy + row * a.dy_stride;
+    float* dx = a.dx + row * a.dx_stride;
+    Vec squares = {}, products = {};
+    int64_t k = 0;
+    for (; k + kWidth <= a.width; k += kWidth) {
+      squares += Load(x + k) * Load(x + k);
+      products += Load(x + k) * (Load(a.w + k) * Load(dy + k));
+    }
+    float square = Sum(squares), product = Sum(products);
+    for (; k < a.width; ++k) {
+      square = __builtin_fmaf(x[k], x[k], square);
+      product = __builtin_fmaf(x[k], a.w[k] * dy[k], product);
+    }
+    const float factor = 1.0f / __builtin_sqrtf(square / width + a.eps);
+    const float along_x = factor * factor * factor * product / width;
+    for (k = 0; k + kWidth <= a.width; k += kWidth) {
+      const Vec xk = Load(x + k), dyk = Load(dy + k);
+      Store(a.dw + k, Load(a.dw + k) + xk * factor * dyk);
+      Store(dx + k, Load(a.w + k) * dyk * factor - xk * along_x);
+    }
+    for (; k < a.width; ++k) {
+      const float dyk = dy[k];
+      a.dw[k] += x[k] * factor * dyk;
+      dx[k] = a.w[k] * dyk * factor - x[k] * along_x;
+    }
+  }
+}
+
 void Rotary(const RotaryArgs& a) {
   const int64_t half = a.head_dim / 2;
   for (int64_t row = 0; row < a.rows; ++row) {
@@ -283,29 +337,50 @@ void Rotary(const RotaryArgs& a) {
   }
 }
 
+// e^-x, at most e^88.
+TANDEM_INLINE Vec ExpMinus(Vec x) {
+  const Vec negated = -x;
+  return Exp(negated > Splat(88.0f) ? Splat(88.0f) : negated);
+}
+
+// The first `count` <= kWidth lanes; the rest of what is loaded is 0.
+TANDEM_INLINE Vec LoadSome(const float* p, int64_t count) {
+  if (count == kWidth) return Load(p);
+  Vec v = {};
+  for (int64_t i = 0; i < count; ++i) v[i] = p[i];
+  return v;
+}
+TANDEM_INLINE void StoreSome(float* p, Vec v, int64_t count) {
+  if (count == kWidth) return Store(p, v);
+  for (int64_t i = 0; i < count; ++i) p[i] = v[i];
+}
+
 void SwiGlu(const SwiGluArgs& a) {
   for (int64_t row = 0; row < a.rows; ++row) {
     const float* gate = a.gate + row * a.in_stride;
     const float* up = a.up + row * a.in_stride;
     float* y = a.y + row * a.y_stride;
-    int64_t k = 0;
-    for (; k < a.width; k += kWidth) {
+    for (int64_t k = 0; k < a.width; k += kWidth) {
       const int64_t count = Min(kWidth, a.width - k);
-      Vec g = {}, u = {};
-      if (count == kWidth) {
-        g = Load(gate + k);
-        u = Load(up + k);
-      } else {
-        for (int64_t i = 0; i < count; ++i) g[i] = gate[k + i], u[i] = up[k + i];
-      }
-      Vec negated = -g;
-      negated = negated > Splat(88.0f) ? Splat(88.0f) : negated;
-      const Vec result = g / (1.0f + Exp(negated)) * u;
-      if (count == kWidth) {
-        Store(y + k, result);
-      } else {
-        for (int64_t i = 0; i < count; ++i) y[k + i] = result[i];
-      }
+      const Vec g = LoadSome(gate + k, count);
+      StoreSome(y + k, g / (1.0f + ExpMinus(g)) * LoadSome(up + k, count), count);
+    }
+  }
+}
+
+void SwiGluBackward(const SwiGluBackwardArgs& a) {
+  for (int64_t row = 0; row < a.rows; ++row) {
+    const float* gate = a.gate + row * a.in_stride;
+    const float* up = a.up + row * a.in_stride;
+    const float* dy = a.dy + row * a.dy_stride;
+    float* d_gate = a.d_gate + row * a.out_stride;
+    float* d_up = a.d_up + row * a.out_stride;
+    for (int64_t k = 0; k < a.width; k += kWidth) {
+      const int64_t count = Min(kWidth, a.width - k);
+      const Vec g = LoadSome(gate + k, count), d = LoadSome(dy + k, count);
+      const Vec s = 1.0f / (1.0f + ExpMinus(g));
+      StoreSome(d_gate + k, d * LoadSome(up + k, count) * s * (1.0f + g * (1.0f - s)), count);
+      StoreSome(d_up + k, d * g * s, count);
     }
   }
 }
