@@ -1,4 +1,4 @@
-// The linear map with gradients through the CPU kernels.
+// The linear map with gradients, on the CPU.
 #ifndef TANDEM_COMMON_OPS_LINEAR_FUNCTION_H_
 #define TANDEM_COMMON_OPS_LINEAR_FUNCTION_H_
 

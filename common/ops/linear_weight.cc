@@ -6,6 +6,7 @@
 
 #include <utility>
 
+#include "common/ops/matrix_product.h"
 #include "common/ops/ops.h"
 
 namespace tandem::ops {
@@ -46,17 +47,15 @@ class StackedLinear : public torch::autograd::Function<StackedLinear> {
     for (size_t i = 0; i < outs.size(); ++i) {
       if (!dys[i].defined()) dys[i] = at::zeros({x.size(0), outs[i]}, x.options());
     }
-    // The kernel wants both operands with the summed index last.
     variable_list gradients(1 + outs.size() * (has_bias ? 2 : 1) + 1);
     if (context->needs_input_grad(0)) {
       const at::Tensor dy = dys.size() == 1 ? dys[0] : at::cat(dys, 1);
-      gradients[0] = Linear(dy, weight.t().contiguous());
+      gradients[0] = MatrixProduct(dy, weight);
     }
     for (size_t i = 0; i < outs.size(); ++i) {
       const size_t w = 1 + i, b = w + outs.size();
       if (context->needs_input_grad(w)) {
-        gradients[w] =
-            Linear(dys[i].to(at::kFloat).t().contiguous(), x.to(at::kFloat).t().contiguous());
+        gradients[w] = MatrixProduct(dys[i].to(at::kFloat).t(), x.to(at::kFloat));
       }
       if (has_bias && context->needs_input_grad(b)) {
         gradients[b] = dys[i].to(at::kFloat).sum(0);

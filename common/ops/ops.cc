@@ -10,6 +10,8 @@
 #include <cstring>
 
 #include "common/kernels/cpu/cpu_kernels.h"
+#include "common/ops/aten_attention.h"
+#include "common/ops/autograd_functions.h"
 #include "common/ops/linear_function.h"
 #include "common/ops/parallel_for.h"
 
@@ -32,22 +34,35 @@ at::Tensor Packed(const at::Tensor& x) { return x.stride(-1) == 1 ? x : x.contig
 
 void LinearKernel(const at::Tensor& x_in, const at::Tensor& weight, const at::Tensor& bias,
                   const at::Tensor& y, bool accumulate) {
-  constexpr int64_t kColumns = 16;
+  constexpr int64_t kColumns = 16, kMinRows = 24;  // of what a thread is given
   TORCH_CHECK(x_in.dim() == 2 && weight.dim() == 2 && x_in.size(1) == weight.size(1), "linear: x ",
               x_in.sizes(), " against weight ", weight.sizes());
   const at::Tensor x = Packed(x_in);
   const at::Tensor w = weight.contiguous();
-  const int64_t out = w.size(0);
-  const float* bias_data = bias.defined() ? Data(bias) : nullptr;
-  kernels::LinearArgs args = {Data(x),     x.stride(0), Data(w),   bias_data, MutableData(y),
-                              y.stride(0), x.size(0),   x.size(1), 0,         out,
-                              accumulate};
-  ParallelFor((out + kColumns - 1) / kColumns, kColumns * args.rows * args.in,
+  const int64_t rows = x.size(0), in = x.size(1), out = w.size(0);
+  const kernels::LinearArgs whole = {
+      Data(x),         x.stride(0), Data(w),   bias.defined() ? Data(bias) : nullptr,
+      MutableData(y),  y.stride(0), rows,      in,
+      /*out_begin=*/0, out,         accumulate};
+  // The columns are shared out; the rows too where there are few columns for the threads.
+  const int64_t columns = (out + kColumns - 1) / kColumns;
+  const int64_t row_parts =
+      std::clamp<int64_t>(2 * at::get_num_threads() / std::max<int64_t>(1, columns), 1,
+                          std::max<int64_t>(1, rows / kMinRows));
+  ParallelFor(row_parts * columns, kColumns * in * rows / row_parts,
               [&](int64_t begin, int64_t end) {
-                kernels::LinearArgs part = args;
-                part.out_begin = begin * kColumns;
-                part.out_end = std::min(end * kColumns, out);
-                kernels::GetCpuKernels().linear(part);
+                while (begin < end) {
+                  const int64_t part = begin / columns, last = std::min(end, (part + 1) * columns);
+                  const int64_t row = part * rows / row_parts;
+                  kernels::LinearArgs args = whole;
+                  args.x += row * whole.x_stride;
+                  args.y += row * whole.y_stride;
+                  args.rows = (part + 1) * rows / row_parts - row;
+                  args.out_begin = (begin - part * columns) * kColumns;
+                  args.out_end = std::min((last - part * columns) * kColumns, out);
+                  kernels::GetCpuKernels().linear(args);
+                  begin = last;
+                }
               });
 }
 
@@ -111,41 +126,6 @@ at::Tensor HeadsPacked(const at::Tensor& x) {
   return x.stride(2) == 1 && x.stride(1) == x.size(2) ? x : x.contiguous();
 }
 
-// ATen's fused kernels want equal numbers of heads: each key/value head of x [T, kv_heads, D] as
-// often as query heads share it.
-at::Tensor RepeatHeads(const at::Tensor& x, int64_t heads) {
-  const int64_t key_value_heads = x.size(1);
-  if (heads == key_value_heads) return x;
-  return x.unsqueeze(2)
-      .expand({x.size(0), key_value_heads, heads / key_value_heads, x.size(2)})
-      .reshape({x.size(0), heads, x.size(2)});
-}
-
-// Attention of the last rows of one sequence to all of it: q [rows, heads, D], k and v
-// [length, kv_heads, D] -> [rows, heads * D].
-at::Tensor AtenAttention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v) {
-  const int64_t rows = q.size(0), heads = q.size(1), length = k.size(0);
-  const bool is_causal = rows == length;
-  c10::optional<at::Tensor> mask;
-  if (!is_causal && rows > 1) {  // row r sees the keys up to its own
-    mask = at::ones({rows, length}, q.options().dtype(at::kBool)).tril_(length - rows);
-  }
-  const auto batched = [](const at::Tensor& x) {  // [1, heads, length, D]
-    return x.transpose(0, 1).unsqueeze(0);
-  };
-  return at::scaled_dot_product_attention(batched(q), batched(RepeatHeads(k, heads)),
-                                          batched(RepeatHeads(v, heads)), mask, /*dropout_p=*/0.0,
-                                          is_causal)
-      .squeeze(0)
-      .transpose(0, 1)
-      .reshape({rows, heads * q.size(2)});
-}
-
-at::Tensor JoinRows(const std::vector<at::Tensor>& parts, const at::Tensor& q) {
-  if (parts.empty()) return q.reshape({0, q.size(1) * q.size(2)});
-  return parts.size() == 1 ? parts[0] : at::cat(parts, 0);
-}
-
 }  // namespace
 
 void SetKernelPath(KernelPath path) { kernel_path = path; }
@@ -170,10 +150,11 @@ at::Tensor LinearAdd(const at::Tensor& residual, const at::Tensor& x, const at::
 }
 
 at::Tensor RmsNorm(const at::Tensor& x_in, const at::Tensor& weight, double eps) {
-  if (!UseCpuKernels(x_in)) {
+  if (!HasCpuKernels(x_in)) {
     const at::ScalarType type = at::toOpMathType(x_in.scalar_type());
     return at::rms_norm(x_in.to(type), weight.sizes(), weight.to(type), eps).to(x_in.scalar_type());
   }
+  if (at::GradMode::is_enabled()) return DifferentiableRmsNorm(x_in, weight, eps);
   const at::Tensor x = Packed(x_in);
   at::Tensor y = at::empty(x.sizes(), x.options());
   const int64_t width = x.size(-1);
@@ -191,11 +172,12 @@ at::Tensor RmsNorm(const at::Tensor& x_in, const at::Tensor& weight, double eps)
 
 at::Tensor RotaryEmbedding(const at::Tensor& x_in, const at::Tensor& cos, const at::Tensor& sin) {
   const int64_t half = x_in.size(2) / 2;
-  if (!UseCpuKernels(x_in)) {
+  if (!HasCpuKernels(x_in)) {
     const at::Tensor first = x_in.narrow(2, 0, half), second = x_in.narrow(2, half, half);
     const at::Tensor c = cos.unsqueeze(1), s = sin.unsqueeze(1);
     return at::cat({first * c - second * s, second * c + first * s}, 2).to(x_in.scalar_type());
   }
+  if (at::GradMode::is_enabled()) return DifferentiableRotary(x_in, cos, sin);
   const at::Tensor x = HeadsPacked(x_in);
   at::Tensor y = at::empty(x.sizes(), x.options());
   const int64_t heads = x.size(1), head_dim = x.size(2);
@@ -208,11 +190,13 @@ at::Tensor RotaryEmbedding(const at::Tensor& x_in, const at::Tensor& cos, const 
   return y;
 }
 
-at::Tensor SwiGlu(const at::Tensor& gate, const at::Tensor& up) {
-  if (!UseCpuKernels(gate) || gate.stride(0) != up.stride(0) || gate.stride(1) != 1 ||
-      up.stride(1) != 1) {
-    return at::silu(gate) * up;
-  }
+at::Tensor SwiGlu(const at::Tensor& gate_in, const at::Tensor& up_in) {
+  if (!HasCpuKernels(gate_in)) return at::silu(gate_in) * up_in;
+  if (at::GradMode::is_enabled()) return DifferentiableSwiGlu(gate_in, up_in);
+  const bool alike =
+      gate_in.stride(0) == up_in.stride(0) && gate_in.stride(1) == 1 && up_in.stride(1) == 1;
+  const at::Tensor gate = alike ? gate_in : gate_in.contiguous();
+  const at::Tensor up = alike ? up_in : up_in.contiguous();
   at::Tensor y = at::empty(gate.sizes(), gate.options());
   const int64_t width = gate.size(1), stride = gate.stride(0);
   ParallelFor(gate.size(0), 4 * width, [&](int64_t begin, int64_t end) {
@@ -224,26 +208,18 @@ at::Tensor SwiGlu(const at::Tensor& gate, const at::Tensor& up) {
 
 at::Tensor CausalAttention(const at::Tensor& q_in, const at::Tensor& k_in, const at::Tensor& v_in,
                            const std::vector<int64_t>& offsets) {
-  if (UseCpuKernels(q_in)) {
-    const at::Tensor q = HeadsPacked(q_in), k = Packed(k_in), v = Packed(v_in);
-    return AttentionKernel(q, k.size(1), offsets, [&](int64_t sequence) {
-      return AttentionSource{Data(k) + offsets[sequence] * k.stride(0),
-                             k.stride(0),
-                             k.stride(1),
-                             Data(v) + offsets[sequence] * v.stride(0),
-                             v.stride(0),
-                             v.stride(1),
-                             0};
-    });
-  }
-  std::vector<at::Tensor> outputs;
-  for (size_t s = 0; s + 1 < offsets.size(); ++s) {
-    const int64_t begin = offsets[s], length = offsets[s + 1] - begin;
-    if (length == 0) continue;
-    outputs.push_back(AtenAttention(q_in.narrow(0, begin, length), k_in.narrow(0, begin, length),
-                                    v_in.narrow(0, begin, length)));
-  }
-  return JoinRows(outputs, q_in);
+  if (!HasCpuKernels(q_in)) return AtenCausalAttention(q_in, k_in, v_in, offsets);
+  if (at::GradMode::is_enabled()) return DifferentiableAttention(q_in, k_in, v_in, offsets);
+  const at::Tensor q = HeadsPacked(q_in), k = Packed(k_in), v = Packed(v_in);
+  return AttentionKernel(q, k.size(1), offsets, [&](int64_t sequence) {
+    return AttentionSource{Data(k) + offsets[sequence] * k.stride(0),
+                           k.stride(0),
+                           k.stride(1),
+                           Data(v) + offsets[sequence] * v.stride(0),
+                           v.stride(0),
+                           v.stride(1),
+                           0};
+  });
 }
 
 at::Tensor CachedAttention(const at::Tensor& q_in, const at::Tensor& k_in, const at::Tensor& v_in,
@@ -252,20 +228,7 @@ at::Tensor CachedAttention(const at::Tensor& q_in, const at::Tensor& k_in, const
                            const at::Tensor& value_cache) {
   TORCH_CHECK(!at::GradMode::is_enabled(), "cached attention has no gradient");
   if (!UseCpuKernels(q_in)) {
-    std::vector<at::Tensor> outputs;
-    for (size_t s = 0; s < slots.size(); ++s) {
-      const int64_t begin = offsets[s], rows = offsets[s + 1] - begin;
-      if (rows == 0) continue;
-      const auto appended = [&](const at::Tensor& cache, const at::Tensor& x) {
-        const at::Tensor slot =
-            cache.select(0, slots[s]).transpose(0, 1);  // [max_len, kv_heads, D]
-        slot.narrow(0, starts[s], rows).copy_(x.narrow(0, begin, rows));
-        return slot.narrow(0, 0, starts[s] + rows);
-      };
-      outputs.push_back(AtenAttention(q_in.narrow(0, begin, rows), appended(key_cache, k_in),
-                                      appended(value_cache, v_in)));
-    }
-    return JoinRows(outputs, q_in);
+    return AtenCachedAttention(q_in, k_in, v_in, offsets, slots, starts, key_cache, value_cache);
   }
   const at::Tensor q = HeadsPacked(q_in), k = Packed(k_in), v = Packed(v_in);
   const int64_t key_value_heads = k.size(1), head_dim = k.size(2);

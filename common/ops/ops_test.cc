@@ -1,6 +1,7 @@
 #include "common/ops/ops.h"
 
 #include <ATen/ATen.h>
+#include <ATen/Parallel.h>
 #include <ATen/core/grad_mode.h>
 #include <c10/core/InferenceMode.h>
 #include <gtest/gtest.h>
@@ -16,16 +17,33 @@
 namespace tandem::ops {
 namespace {
 
-// Runs `fn` through ATen (autograd on) and through the kernels, and compares.
+// With autograd and without it the same kernels run.
 template <typename Function>
-void ExpectPathsAgree(const Function& fn, double tolerance) {
-  at::Tensor reference = fn(), result;
-  {
-    c10::InferenceMode guard;
-    result = fn();
+void ExpectTrainingHasTheBitsOfInference(const Function& fn) {
+  const at::Tensor training = fn();
+  c10::InferenceMode guard;
+  EXPECT_TRUE(at::equal(training, fn()));
+}
+
+// The gradients of `fn(leaves)` for some gradient of its result, beside those of ATen alone.
+template <typename Function>
+void ExpectTheGradientsOfAten(const std::vector<at::Tensor>& values, const Function& fn) {
+  std::vector<at::Tensor> leaves[2];
+  at::Tensor dy;
+  for (const KernelPath path : {KernelPath::kAuto, KernelPath::kAten}) {
+    SetKernelPath(path);
+    std::vector<at::Tensor>& mine = leaves[path == KernelPath::kAten];
+    for (const at::Tensor& value : values) mine.push_back(value.clone().requires_grad_());
+    const at::Tensor y = fn(mine);
+    if (!dy.defined()) dy = at::randn(y.sizes());
+    y.backward(dy);
   }
-  ASSERT_EQ(result.sizes(), reference.sizes());
-  EXPECT_LE((result - reference).abs().max().item<double>(), tolerance);
+  SetKernelPath(KernelPath::kAuto);
+  for (size_t i = 0; i < values.size(); ++i) {
+    const double scale = std::max(1.0, leaves[1][i].grad().abs().max().item<double>());
+    const at::Tensor difference = leaves[0][i].grad() - leaves[1][i].grad();
+    EXPECT_LE(difference.abs().max().item<double>(), 1e-5 * scale) << i;
+  }
 }
 
 class OpsTest : public testing::Test {
@@ -33,30 +51,23 @@ class OpsTest : public testing::Test {
   OpsTest() { at::manual_seed(1); }
 };
 
-TEST_F(OpsTest, LinearPathsAgree) {
-  const at::Tensor x = at::randn({37, 50}), w = at::randn({71, 50}), bias = at::randn({71});
-  ExpectPathsAgree([&] { return Linear(x, w, bias); }, 2e-5);
-  EXPECT_LE((Linear(x, w, bias) - at::linear(x, w, bias)).abs().max().item<double>(), 2e-5);
-  ExpectPathsAgree([&] { return Linear(x.narrow(1, 5, 20), w.narrow(1, 5, 20)); }, 2e-5);
-  const at::Tensor residual = at::randn({37, 71});
-  ExpectPathsAgree([&] { return LinearAdd(residual.clone(), x, w, bias); }, 2e-5);
-}
-
-TEST_F(OpsTest, NormRotaryAndGatePathsAgree) {
+TEST_F(OpsTest, TrainingHasTheBitsOfInference) {
+  const at::Tensor x = at::randn({37, 50}), w = at::randn({71, 50}), residual = at::randn({37, 71});
+  ExpectTrainingHasTheBitsOfInference([&] { return Linear(x, w); });
+  ExpectTrainingHasTheBitsOfInference([&] { return LinearAdd(residual.clone(), x, w); });
   const at::Tensor fused = at::randn({9, 100});  // as a fused projection leaves them
-  const at::Tensor heads = fused.narrow(1, 10, 60).view({9, 5, 12});
-  const at::Tensor weight = at::randn({12});
-  ExpectPathsAgree([&] { return RmsNorm(heads, weight, 1e-5); }, 1e-5);
-  ExpectPathsAgree([&] { return RmsNorm(fused, at::ones({100}), 1e-5); }, 1e-5);
+  const at::Tensor heads = fused.narrow(1, 10, 60).view({9, 5, 12}), weight = at::randn({12});
+  ExpectTrainingHasTheBitsOfInference([&] { return RmsNorm(heads, weight, 1e-5); });
+  ExpectTrainingHasTheBitsOfInference([&] { return RmsNorm(fused, at::ones({100}), 1e-5); });
   const at::Tensor cos = at::randn({9, 6}), sin = at::randn({9, 6});
-  ExpectPathsAgree([&] { return RotaryEmbedding(heads, cos, sin); }, 1e-5);
-  ExpectPathsAgree([&] { return SwiGlu(fused.narrow(1, 0, 33), fused.narrow(1, 40, 33)); }, 1e-5);
-}
-
-TEST_F(OpsTest, AttentionPathsAgreeOnRaggedBatches) {
+  ExpectTrainingHasTheBitsOfInference([&] { return RotaryEmbedding(heads, cos, sin); });
+  ExpectTrainingHasTheBitsOfInference(
+      [&] { return SwiGlu(fused.narrow(1, 0, 33), fused.narrow(1, 40, 33)); });
+  ExpectTrainingHasTheBitsOfInference([&] { return SwiGlu(fused, fused.t().contiguous().t()); });
   const at::Tensor q = at::randn({100, 6, 10}), k = at::randn({100, 2, 10});
-  const at::Tensor v = at::randn({100, 2, 10});
-  ExpectPathsAgree([&] { return CausalAttention(q, k, v, {0, 1, 1, 77, 100}); }, 1e-5);
+  ExpectTrainingHasTheBitsOfInference([&] {
+    return CausalAttention(q, k, at::sin(k), {0, 1, 1, 77, 100});
+  });
 }
 
 TEST_F(OpsTest, CachedAttentionEqualsCausalAttentionBitForBit) {
@@ -86,41 +97,63 @@ TEST_F(OpsTest, InferenceRowsDoNotDependOnTheBatch) {
   }
 }
 
-TEST_F(OpsTest, LinearHasTheGradientsOfAten) {
-  const at::Tensor x = at::randn({19, 33}), w = at::randn({21, 33}), bias = at::randn({21});
-  const at::Tensor dy = at::randn({19, 21});
-  std::vector<std::vector<at::Tensor>> leaves;
-  for (int i = 0; i < 2; ++i) {
-    leaves.push_back(
-        {x.clone().requires_grad_(), w.clone().requires_grad_(), bias.clone().requires_grad_()});
-    const auto& [xi, wi, bi] = std::tie(leaves[i][0], leaves[i][1], leaves[i][2]);
-    (i == 0 ? Linear(xi, wi, bi) : at::linear(xi, wi, bi)).backward(dy);
+TEST_F(OpsTest, LinearRowsDoNotDependOnTheThreads) {
+  c10::InferenceMode guard;
+  const int threads_before = at::get_num_threads();
+  for (const int64_t out : {1, 20, 300}) {  // few columns: the rows are shared out as well
+    const at::Tensor x = at::randn({130, 300}), w = at::randn({out, 300});
+    at::set_num_threads(1);
+    const at::Tensor one = Linear(x, w);
+    at::set_num_threads(3);
+    EXPECT_TRUE(at::equal(Linear(x, w), one)) << out;
   }
-  for (int i = 0; i < 3; ++i) {
-    EXPECT_LE((leaves[0][i].grad() - leaves[1][i].grad()).abs().max().item<double>(), 2e-5) << i;
+  at::set_num_threads(threads_before);
+}
+
+using Leaves = const std::vector<at::Tensor>&;
+
+TEST_F(OpsTest, GradientsAreThoseOfAten) {
+  ExpectTheGradientsOfAten(
+      {at::randn({19, 33}), at::randn({21, 33}), at::randn({21}), at::randn({19, 21})},
+      [](Leaves x) { return LinearAdd(x[3], x[0], x[1], x[2]); });
+  for (const int64_t rows : {3, 130}) {  // one part of the weight's gradient, and several
+    ExpectTheGradientsOfAten({at::randn({rows, 60}), at::randn({12})}, [](Leaves x) {
+      return RmsNorm(x[0].narrow(1, 24, 36).unflatten(1, {3, 12}), x[1], 1e-3);
+    });
   }
-  // A frozen weight costs no product.
-  const at::Tensor leaf = x.clone().requires_grad_();
+  const at::Tensor cos = at::randn({9, 6}), sin = at::randn({9, 6});
+  ExpectTheGradientsOfAten({at::randn({9, 5, 12})},
+                           [&](Leaves x) { return RotaryEmbedding(x[0], cos, sin); });
+  ExpectTheGradientsOfAten({3 * at::randn({9, 80})}, [](Leaves x) {
+    return SwiGlu(x[0].narrow(1, 0, 35), x[0].narrow(1, 40, 35));
+  });
+  ExpectTheGradientsOfAten({at::randn({30, 4, 8}), at::randn({30, 2, 8}), at::randn({30, 2, 8})},
+                           [](Leaves x) {
+                             return CausalAttention(x[0], x[1], x[2], {0, 2, 2, 30});
+                           });
+}
+
+TEST_F(OpsTest, FrozenWeightCostsNoProduct) {
+  const at::Tensor leaf = at::randn({19, 33}).requires_grad_(), w = at::randn({21, 33});
   Linear(leaf, w).sum().backward();
   EXPECT_FALSE(w.grad().defined());
   EXPECT_TRUE(leaf.grad().defined());
 }
 
-TEST_F(OpsTest, LinearHasTheSameBitsWithAndWithoutAutograd) {
-  const at::Tensor x = at::randn({19, 33}).requires_grad_(), w = at::randn({21, 33});
-  const at::Tensor training = Linear(x, w);
-  c10::InferenceMode guard;
-  EXPECT_TRUE(at::equal(training, Linear(x, w)));
-}
-
-TEST_F(OpsTest, AttentionIsDifferentiable) {
-  at::Tensor q = at::randn({5, 4, 8}).requires_grad_(), k = at::randn({5, 2, 8}).requires_grad_();
-  at::Tensor v = at::randn({5, 2, 8}).requires_grad_();
-  CausalAttention(q, k, v, {0, 2, 5}).pow(2).sum().backward();
-  for (const at::Tensor& x : {q, k, v}) {
-    ASSERT_TRUE(x.grad().defined());
-    EXPECT_GT(x.grad().abs().sum().item<double>(), 0);
+TEST_F(OpsTest, GradientsDoNotDependOnTheThreads) {
+  const int threads_before = at::get_num_threads();
+  std::vector<at::Tensor> gradients;
+  const at::Tensor x = at::randn({300, 96}), w = at::randn({96, 96}), norm = at::randn({96});
+  for (const int threads : {1, 3}) {
+    at::set_num_threads(threads);
+    const at::Tensor xi = x.clone().requires_grad_(), wi = w.clone().requires_grad_();
+    const at::Tensor ni = norm.clone().requires_grad_();
+    const at::Tensor h = Linear(RmsNorm(xi, ni, 1e-5), wi);
+    SwiGlu(h, Linear(h, wi)).pow(2).sum().backward();
+    gradients.push_back(at::cat({xi.grad().flatten(), wi.grad().flatten(), ni.grad().flatten()}));
   }
+  at::set_num_threads(threads_before);
+  EXPECT_TRUE(at::equal(gradients[0], gradients[1]));
 }
 
 // What a device or type without kernels of our own runs, beside the CPU kernels in fp32.

@@ -1,0 +1,79 @@
+#include "common/ops/aten_attention.h"
+
+#include <ATen/ATen.h>
+
+#include <cstddef>
+
+namespace tandem::ops {
+namespace {
+
+// ATen's fused kernels want equal numbers of heads: each key/value head of x [T, kv_heads, D] as
+// often as query heads share it.
+at::Tensor RepeatHeads(const at::Tensor& x, int64_t heads) {
+  const int64_t key_value_heads = x.size(1);
+  if (heads == key_value_heads) return x;
+  return x.unsqueeze(2)
+      .expand({x.size(0), key_value_heads, heads / key_value_heads, x.size(2)})
+      .reshape({x.size(0), heads, x.size(2)});
+}
+
+// Attention of the last rows of one sequence to all of it: q [rows, heads, D], k and v
+// [length, kv_heads, D] -> [rows, heads * D].
+at::Tensor AtenAttention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v) {
+  const int64_t rows = q.size(0), heads = q.size(1), length = k.size(0);
+  const bool is_causal = rows == length;
+  c10::optional<at::Tensor> mask;
+  if (!is_causal && rows > 1) {  // row r sees the keys up to its own
+    mask = at::ones({rows, length}, q.options().dtype(at::kBool)).tril_(length - rows);
+  }
+  const auto batched = [](const at::Tensor& x) {  // [1, heads, length, D]
+    return x.transpose(0, 1).unsqueeze(0);
+  };
+  return at::scaled_dot_product_attention(batched(q), batched(RepeatHeads(k, heads)),
+                                          batched(RepeatHeads(v, heads)), mask, /*dropout_p=*/0.0,
+                                          is_causal)
+      .squeeze(0)
+      .transpose(0, 1)
+      .reshape({rows, heads * q.size(2)});
+}
+
+at::Tensor JoinRows(const std::vector<at::Tensor>& parts, const at::Tensor& q) {
+  if (parts.empty()) return q.reshape({0, q.size(1) * q.size(2)});
+  return parts.size() == 1 ? parts[0] : at::cat(parts, 0);
+}
+
+}  // namespace
+
+at::Tensor AtenCausalAttention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                               const std::vector<int64_t>& offsets) {
+  std::vector<at::Tensor> outputs;
+  for (size_t s = 0; s + 1 < offsets.size(); ++s) {
+    const int64_t begin = offsets[s], length = offsets[s + 1] - begin;
+    if (length == 0) continue;
+    outputs.push_back(AtenAttention(q.narrow(0, begin, length), k.narrow(0, begin, length),
+                                    v.narrow(0, begin, length)));
+  }
+  return JoinRows(outputs, q);
+}
+
+at::Tensor AtenCachedAttention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                               const std::vector<int64_t>& offsets,
+                               const std::vector<int64_t>& slots,
+                               const std::vector<int64_t>& starts, const at::Tensor& key_cache,
+                               const at::Tensor& value_cache) {
+  std::vector<at::Tensor> outputs;
+  for (size_t s = 0; s < slots.size(); ++s) {
+    const int64_t begin = offsets[s], rows = offsets[s + 1] - begin;
+    if (rows == 0) continue;
+    const auto appended = [&](const at::Tensor& cache, const at::Tensor& x) {
+      const at::Tensor slot = cache.select(0, slots[s]).transpose(0, 1);  // [max_len, kv_heads, D]
+      slot.narrow(0, starts[s], rows).copy_(x.narrow(0, begin, rows));
+      return slot.narrow(0, 0, starts[s] + rows);
+    };
+    outputs.push_back(
+        AtenAttention(q.narrow(0, begin, rows), appended(key_cache, k), appended(value_cache, v)));
+  }
+  return JoinRows(outputs, q);
+}
+
+}  // namespace tandem::ops

@@ -1,0 +1,23 @@
+// Attention in ATen operations: what a GPU runs, and the gradient everywhere.
+#ifndef TANDEM_COMMON_OPS_ATEN_ATTENTION_H_
+#define TANDEM_COMMON_OPS_ATEN_ATTENTION_H_
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <vector>
+
+namespace tandem::ops {
+
+// As CausalAttention and CachedAttention of ops.h, on any device and in any floating-point type.
+at::Tensor AtenCausalAttention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                               const std::vector<int64_t>& offsets);
+at::Tensor AtenCachedAttention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                               const std::vector<int64_t>& offsets,
+                               const std::vector<int64_t>& slots,
+                               const std::vector<int64_t>& starts, const at::Tensor& key_cache,
+                               const at::Tensor& value_cache);
+
+}  // namespace tandem::ops
+
+#endif  // TANDEM_COMMON_OPS_ATEN_ATTENTION_H_

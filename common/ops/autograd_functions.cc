@@ -1,0 +1,142 @@
+#include "common/ops/autograd_functions.h"
+
+#include <ATen/ATen.h>
+#include <ATen/core/grad_mode.h>
+#include <torch/csrc/autograd/autograd.h>
+#include <torch/csrc/autograd/custom_function.h>
+
+#include <algorithm>
+
+#include "common/kernels/cpu/cpu_kernels.h"
+#include "common/ops/aten_attention.h"
+#include "common/ops/ops.h"
+#include "common/ops/parallel_for.h"
+
+namespace tandem::ops {
+namespace {
+
+using torch::autograd::AutogradContext;
+using torch::autograd::Function;
+using torch::autograd::variable_list;
+
+// Inside forward and backward autograd is off, so that the operations of ops.h mean the kernels.
+
+class RmsNormFunction : public Function<RmsNormFunction> {
+ public:
+  static at::Tensor forward(AutogradContext* context, const at::Tensor& x, const at::Tensor& weight,
+                            double eps) {
+    context->save_for_backward({x, weight});
+    context->saved_data["eps"] = eps;
+    return RmsNorm(x, weight, eps);
+  }
+
+  static variable_list backward(AutogradContext* context, variable_list gradients) {
+    constexpr int64_t kRows = 64;  // whose sums by column are added up first
+    const variable_list saved = context->get_saved_variables();
+    const int64_t width = saved[1].numel();
+    const at::Tensor x = saved[0].reshape({-1, width}), dy = gradients[0].reshape({-1, width});
+    const at::Tensor packed_x = x.contiguous(), packed_dy = dy.contiguous();
+    const int64_t rows = x.size(0), parts = (rows + kRows - 1) / kRows;
+    at::Tensor dx = at::empty({rows, width}, x.options());
+    at::Tensor dw = at::zeros({parts, width}, x.options());
+    ParallelFor(parts, kRows * width, [&](int64_t begin, int64_t end) {
+      for (int64_t part = begin; part < end; ++part) {
+        const int64_t first = part * kRows * width;
+        kernels::GetCpuKernels().rms_norm_backward(
+            {packed_x.const_data_ptr<float>() + first, width, saved[1].const_data_ptr<float>(),
+             packed_dy.const_data_ptr<float>() + first, width, dx.mutable_data_ptr<float>() + first,
+             width, dw.mutable_data_ptr<float>() + part * width,
+             std::min(kRows, rows - part * kRows), width,
+             static_cast<float>(context->saved_data["eps"].toDouble())});
+      }
+    });
+    return {dx.view(saved[0].sizes()), dw.sum(0), {}};
+  }
+};
+
+class RotaryFunction : public Function<RotaryFunction> {
+ public:
+  static at::Tensor forward(AutogradContext* context, const at::Tensor& x, const at::Tensor& cos,
+                            const at::Tensor& sin) {
+    context->save_for_backward({cos, sin});
+    return RotaryEmbedding(x, cos, sin);
+  }
+
+  // The transpose of a rotation is the rotation back.
+  static variable_list backward(AutogradContext* context, variable_list gradients) {
+    const variable_list saved = context->get_saved_variables();
+    return {RotaryEmbedding(gradients[0], saved[0], saved[1].neg()), {}, {}};
+  }
+};
+
+class SwiGluFunction : public Function<SwiGluFunction> {
+ public:
+  static at::Tensor forward(AutogradContext* context, const at::Tensor& gate,
+                            const at::Tensor& up) {
+    context->save_for_backward({gate, up});
+    return SwiGlu(gate, up);
+  }
+
+  static variable_list backward(AutogradContext* context, variable_list gradients) {
+    const variable_list saved = context->get_saved_variables();
+    const at::Tensor gate = saved[0].contiguous(), up = saved[1].contiguous();
+    const at::Tensor dy = gradients[0].contiguous();
+    at::Tensor d_gate = at::empty_like(gate), d_up = at::empty_like(up);
+    const int64_t width = gate.size(1);
+    ParallelFor(gate.size(0), 8 * width, [&](int64_t begin, int64_t end) {
+      const int64_t first = begin * width;
+      kernels::GetCpuKernels().swiglu_backward(
+          {gate.const_data_ptr<float>() + first, up.const_data_ptr<float>() + first, width,
+           dy.const_data_ptr<float>() + first, width, d_gate.mutable_data_ptr<float>() + first,
+           d_up.mutable_data_ptr<float>() + first, width, end - begin, width});
+    });
+    return {d_gate, d_up};
+  }
+};
+
+class AttentionFunction : public Function<AttentionFunction> {
+ public:
+  static at::Tensor forward(AutogradContext* context, const at::Tensor& q, const at::Tensor& k,
+                            const at::Tensor& v, const std::vector<int64_t>& offsets) {
+    context->save_for_backward({q, k, v});
+    context->saved_data["offsets"] = offsets;
+    return CausalAttention(q, k, v, offsets);
+  }
+
+  static variable_list backward(AutogradContext* context, variable_list gradients) {
+    variable_list leaves;
+    for (const at::Tensor& saved : context->get_saved_variables()) {
+      leaves.push_back(saved.detach().requires_grad_());
+    }
+    at::Tensor attended;
+    {
+      const at::AutoGradMode enable(true);
+      attended = AtenCausalAttention(leaves[0], leaves[1], leaves[2],
+                                     context->saved_data["offsets"].toIntVector());
+    }
+    variable_list result = torch::autograd::grad({attended}, leaves, {gradients[0]});
+    result.emplace_back();
+    return result;
+  }
+};
+
+}  // namespace
+
+at::Tensor DifferentiableRmsNorm(const at::Tensor& x, const at::Tensor& weight, double eps) {
+  return RmsNormFunction::apply(x, weight, eps);
+}
+
+at::Tensor DifferentiableRotary(const at::Tensor& x, const at::Tensor& cos, const at::Tensor& sin) {
+  return RotaryFunction::apply(x, cos, sin);
+}
+
+at::Tensor DifferentiableSwiGlu(const at::Tensor& gate, const at::Tensor& up) {
+  return SwiGluFunction::apply(gate, up);
+}
+
+at::Tensor DifferentiableAttention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                                   const std::vector<int64_t>& offsets) {
+  return AttentionFunction::apply(q, k, v, offsets);
+}
+
+}  // namespace tandem::ops

@@ -1,0 +1,23 @@
+// The CPU kernels with gradients: forward has the bits of inference.
+#ifndef TANDEM_COMMON_OPS_AUTOGRAD_FUNCTIONS_H_
+#define TANDEM_COMMON_OPS_AUTOGRAD_FUNCTIONS_H_
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <vector>
+
+namespace tandem::ops {
+
+// As the operations of ops.h, fp32 on the CPU. Gradients do not depend on the number of threads.
+at::Tensor DifferentiableRmsNorm(const at::Tensor& x, const at::Tensor& weight, double eps);
+// No gradient flows into cos and sin.
+at::Tensor DifferentiableRotary(const at::Tensor& x, const at::Tensor& cos, const at::Tensor& sin);
+at::Tensor DifferentiableSwiGlu(const at::Tensor& gate, const at::Tensor& up);
+// The backward pass computes the attention again, in ATen, rather than keep its softmax.
+at::Tensor DifferentiableAttention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                                   const std::vector<int64_t>& offsets);
+
+}  // namespace tandem::ops
+
+#endif  // TANDEM_COMMON_OPS_AUTOGRAD_FUNCTIONS_H_

@@ -1,0 +1,55 @@
+#include "common/ops/matrix_product.h"
+
+#include <ATen/ATen.h>
+#include <ATen/Parallel.h>
+#include <gtest/gtest.h>
+
+#include <array>
+#include <cstdint>
+
+namespace tandem::ops {
+namespace {
+
+class MatrixProductTest : public testing::TestWithParam<std::array<int64_t, 3>> {
+ protected:
+  MatrixProductTest() { at::manual_seed(1); }
+  ~MatrixProductTest() override { at::set_num_threads(threads_before_); }
+
+ private:
+  const int threads_before_ = at::get_num_threads();
+};
+
+// m, n, k: one piece and many, long sums over few outputs, edges of one.
+INSTANTIATE_TEST_SUITE_P(
+    Shapes, MatrixProductTest,
+    testing::Values(std::array<int64_t, 3>{64, 64, 1024}, std::array<int64_t, 3>{33, 50, 1024},
+                    std::array<int64_t, 3>{64, 576, 1536}, std::array<int64_t, 3>{300, 200, 40},
+                    std::array<int64_t, 3>{1, 576, 700}, std::array<int64_t, 3>{700, 1, 9},
+                    std::array<int64_t, 3>{0, 8, 8}));
+
+TEST_P(MatrixProductTest, MatchesDoubleWhateverIsTransposed) {
+  const auto [m, n, k] = GetParam();
+  const at::Tensor a = at::randn({m, k}), b = at::randn({n, k}).t();
+  const at::Tensor expected = at::mm(a.to(at::kDouble), b.to(at::kDouble));
+  for (const at::Tensor& left : {a, a.t().contiguous().t()}) {
+    for (const at::Tensor& right : {b, b.contiguous()}) {
+      const at::Tensor product = MatrixProduct(left, right);
+      ASSERT_EQ(product.sizes(), expected.sizes());
+      EXPECT_TRUE(at::allclose(product.to(at::kDouble), expected, 1e-5, 3e-4));
+    }
+  }
+}
+
+TEST_P(MatrixProductTest, BitsDoNotDependOnTheNumberOfThreads) {
+  const auto [m, n, k] = GetParam();
+  const at::Tensor a = at::randn({m, k}).requires_grad_(), b = at::randn({k, n});
+  at::set_num_threads(1);
+  const at::Tensor one = MatrixProduct(a, b);
+  for (const int threads : {2, 3, 8}) {
+    at::set_num_threads(threads);
+    EXPECT_TRUE(at::equal(MatrixProduct(a, b), one)) << threads;
+  }
+}
+
+}  // namespace
+}  // namespace tandem::ops
