@@ -24,21 +24,13 @@
 
 namespace tandem::loss {
 
-// A label that is left out of the loss.
-inline constexpr int64_t kIgnoreIndex = -100;
-
 // Which hidden states enter the loss, and what they must predict. Rows without weight should not be
 // listed: they cost as much as the others. (So no report can speak of them.)
 struct OutputRows {
-  at::Tensor positions;                   // [N] int64, rows of `hidden`; no position twice
-  at::Tensor labels;                      // [N] int64 in [0, V)
+  std::vector<int64_t> positions;         // [N], rows of `hidden`; no position twice
+  std::vector<int64_t> labels;            // [N], in [0, V)
   std::vector<double> temperatures = {};  // [N], or empty for 1 everywhere
 };
-
-// The rows of a flat ragged batch `labels` [T] (sequence s is [offsets[s], offsets[s + 1])) in
-// which row t predicts labels[t + shift], inside the sequence. kIgnoreIndex labels are dropped.
-OutputRows SelectRows(absl::Span<const int64_t> labels, absl::Span<const int64_t> offsets,
-                      int64_t shift = 1);
 
 // log-probability of the label and entropy (nats), per row.
 struct RowStatistics {
@@ -52,7 +44,8 @@ using TokenLossFunction = absl::FunctionRef<absl::Status(
     int64_t first_row, absl::Span<const double> logprobs, absl::Span<const double> entropies,
     absl::Span<double> logprob_coefficients, absl::Span<double> entropy_coefficients)>;
 
-// Where gradients are *added*. An undefined tensor is not computed. fp32 (fp64 if the weight is).
+// Where gradients are *added*, on the device of the weight. An undefined tensor is not computed.
+// fp32 (fp64 if the weight is); that of `hidden` may also have its type.
 struct OutputGradients {
   at::Tensor hidden;  // [T, H]
   at::Tensor weight;  // [V, H], the main gradient of the head
@@ -72,9 +65,6 @@ class FusedOutputLoss {
   // The same statistics without any gradient.
   virtual absl::StatusOr<RowStatistics> LogProbs(const at::Tensor& hidden,
                                                  const OutputRows& rows) = 0;
-
-  // Inference: [.., H] -> [.., V], the whole logits.
-  virtual at::Tensor ForwardLogits(const at::Tensor& hidden) const = 0;
 };
 
 enum class LossImpl {
@@ -95,15 +85,16 @@ struct LinearCrossEntropyOptions {
 class LinearCrossEntropyLoss : public FusedOutputLoss {
  public:
   // `weight` [V, H] and `bias` [V] (or undefined) are those of the output layer, shared,
-  // contiguous, float32 or float64. INVALID_ARGUMENT for shapes and options, UNIMPLEMENTED for
-  // other types.
+  // contiguous, on any device: float32, float64 or bfloat16 (`bias` float32 then). Hidden states
+  // have the type of the weight, or bfloat16 where it is float32. Logits are accumulated and kept
+  // in float32 (float64 if the weight is). On a GPU a chunk of rows costs one wait for the device.
+  // INVALID_ARGUMENT for shapes and options, UNIMPLEMENTED for other types.
   static absl::StatusOr<std::unique_ptr<LinearCrossEntropyLoss>> Create(
       at::Tensor weight, at::Tensor bias = {}, const LinearCrossEntropyOptions& options = {});
 
   absl::Status ForwardBackward(const at::Tensor& hidden, const OutputRows& rows,
                                TokenLossFunction function, OutputGradients& gradients) override;
   absl::StatusOr<RowStatistics> LogProbs(const at::Tensor& hidden, const OutputRows& rows) override;
-  at::Tensor ForwardLogits(const at::Tensor& hidden) const override;
 
   // What runs, and why if that is not what was asked for (empty otherwise): log it once.
   LossImpl impl() const { return impl_; }
@@ -120,10 +111,11 @@ class LinearCrossEntropyLoss : public FusedOutputLoss {
   void EnsureWorkspace();
 
   at::Tensor weight_, bias_;
+  at::ScalarType logits_type_ = at::kFloat;
   LossImpl impl_ = LossImpl::kPytorch;
   std::string fallback_warning_;
   int64_t chunk_rows_ = 0;   // rows whose logits exist at the same time
-  int64_t block_rows_ = 0;   // rows of a chunk that are worked on together, sized for the cache
+  int64_t block_rows_ = 0;   // rows of a chunk that are worked on together
   at::Tensor logits_;        // [chunk_rows, V]
   at::Tensor exponentials_;  // [block_rows, V]
 };

@@ -60,9 +60,11 @@ TEST(FusedOutputLossMemoryTest, PeakStaysWithinTheBudget) {
     at::manual_seed(1);
     const at::Tensor hidden = at::randn({kRows, kHidden}),
                      weight = at::randn({kVocabulary, kHidden});
-    const OutputRows rows = {.positions = at::arange(kRows, at::kLong),
-                             .labels = at::randint(kVocabulary, {kRows}, at::kLong),
-                             .temperatures = {}};
+    OutputRows rows;
+    for (int64_t row = 0; row < kRows; ++row) {
+      rows.positions.push_back(row);
+      rows.labels.push_back(row % kVocabulary);
+    }
     OutputGradients gradients = {
         .hidden = at::zeros_like(hidden), .weight = at::zeros_like(weight), .bias = {}};
     const std::vector<double> scales(kRows, 1.0 / kRows);

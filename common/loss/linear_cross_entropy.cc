@@ -1,11 +1,15 @@
 // LinearCrossEntropyLoss: gradient in forward (mode B), in ATen operations.
 #include <ATen/ATen.h>
+#include <ATen/OpMathType.h>
 #include <ATen/core/grad_mode.h>
 
 #include <algorithm>
+#include <cstddef>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "absl/strings/string_view.h"
+#include "absl/types/span.h"
 #include "common/base/error.h"
 #include "common/base/status_macros.h"
 #include "common/loss/fused_output_loss.h"
@@ -13,7 +17,8 @@
 namespace tandem::loss {
 namespace {
 
-// Bytes of one block of rows: it is read and written some ten times, so it should stay in cache.
+// Bytes of one block of rows on the CPU: it is read and written some ten times, so it should stay
+// in cache. Elsewhere a block is a chunk: its statistics are one wait for the device.
 constexpr int64_t kBlockBytes = 4 << 20;
 
 const char* ImplName(LossImpl impl) {
@@ -54,10 +59,37 @@ BlockStatistics Statistics(at::Tensor& z, at::Tensor& exponentials, const at::Te
   return block;
 }
 
+// Copies of host numbers on the device of `like`. Pageable memory is staged before the call
+// returns, so there is nothing to wait for.
 at::Tensor Column(const std::vector<double>& numbers, const at::Tensor& like) {
   return at::from_blob(const_cast<double*>(numbers.data()),
                        {static_cast<int64_t>(numbers.size()), 1}, at::kDouble)
-      .to(like.options().requires_grad(false), /*non_blocking=*/false, /*copy=*/true);
+      .to(like.options().requires_grad(false), /*non_blocking=*/true, /*copy=*/true);
+}
+
+at::Tensor Indices(const std::vector<int64_t>& numbers, const at::Tensor& like) {
+  return at::from_blob(const_cast<int64_t*>(numbers.data()), {static_cast<int64_t>(numbers.size())},
+                       at::kLong)
+      .to(like.device(), /*non_blocking=*/true);
+}
+
+// a b in `type`, accumulated in it.
+at::Tensor Product(const at::Tensor& a, const at::Tensor& b, at::ScalarType type) {
+  if (a.is_cuda() && a.scalar_type() == at::kBFloat16 && b.scalar_type() == at::kBFloat16) {
+    return at::mm(a, b, type);
+  }
+  return at::mm(a.to(type), b.to(type));
+}
+
+absl::Status CheckRange(absl::Span<const int64_t> numbers, int64_t end, absl::string_view name,
+                        absl::string_view outside) {
+  for (size_t i = 0; i < numbers.size(); ++i) {
+    if (numbers[i] < 0 || numbers[i] >= end) {
+      return InvalidField(absl::StrCat(name, "[", i, "]"),
+                          absl::StrCat(numbers[i], " is outside ", outside));
+    }
+  }
+  return absl::OkStatus();
 }
 
 // Overwrites `z` (holding z - max) by the gradient of the logits. The temperature is already in the
@@ -79,35 +111,21 @@ void LogitGradient(at::Tensor& z, at::Tensor& exponentials, const BlockStatistic
 
 }  // namespace
 
-OutputRows SelectRows(absl::Span<const int64_t> labels, absl::Span<const int64_t> offsets,
-                      int64_t shift) {
-  std::vector<int64_t> positions, chosen;
-  for (size_t s = 0; s + 1 < offsets.size(); ++s) {
-    for (int64_t t = offsets[s]; t + shift < offsets[s + 1]; ++t) {
-      const int64_t label = labels[static_cast<size_t>(t + shift)];
-      if (label == kIgnoreIndex) continue;
-      positions.push_back(t);
-      chosen.push_back(label);
-    }
-  }
-  return {.positions = at::tensor(positions, at::kLong),
-          .labels = at::tensor(chosen, at::kLong),
-          .temperatures = {}};
-}
-
 absl::StatusOr<std::unique_ptr<LinearCrossEntropyLoss>> LinearCrossEntropyLoss::Create(
     at::Tensor weight, at::Tensor bias, const LinearCrossEntropyOptions& options) {
   if (!weight.defined() || weight.dim() != 2 || !weight.is_contiguous()) {
     return InvalidField("weight", "must be a contiguous [V, H] matrix");
   }
-  if (weight.scalar_type() != at::kFloat && weight.scalar_type() != at::kDouble) {
+  const at::ScalarType type = weight.scalar_type();
+  if (type != at::kFloat && type != at::kDouble && type != at::kBFloat16) {
     return FieldError(absl::StatusCode::kUnimplemented, "weight",
-                      "only float32 and float64 output layers are there yet");
+                      "only float32, float64 and bfloat16 output layers are there yet");
   }
   if (bias.defined() && (bias.dim() != 1 || bias.size(0) != weight.size(0))) {
     return InvalidField("bias", "must be [V]");
   }
-  const int64_t row_bytes = weight.size(0) * static_cast<int64_t>(weight.element_size());
+  const at::ScalarType logits_type = at::toOpMathType(type);
+  const int64_t row_bytes = weight.size(0) * static_cast<int64_t>(c10::elementSize(logits_type));
   if (options.logits_chunk_bytes < 2 * row_bytes) {
     return InvalidField(
         "logits_chunk_bytes",
@@ -124,9 +142,10 @@ absl::StatusOr<std::unique_ptr<LinearCrossEntropyLoss>> LinearCrossEntropyLoss::
         "' is not part of this build; '", ImplName(LossImpl::kPytorch), "' is used instead");
   }
   const int64_t budget_rows = options.logits_chunk_bytes / row_bytes;
-  loss->block_rows_ = std::clamp<int64_t>(kBlockBytes / row_bytes, 1,
-                                          std::min(options.chunk_size, budget_rows / 2));
+  loss->block_rows_ = std::clamp<int64_t>(weight.is_cpu() ? kBlockBytes / row_bytes : budget_rows,
+                                          1, std::min(options.chunk_size, budget_rows / 2));
   loss->chunk_rows_ = std::min(options.chunk_size, budget_rows - loss->block_rows_);
+  loss->logits_type_ = logits_type;
   loss->weight_ = weight.detach();
   loss->bias_ = bias.defined() ? bias.detach() : bias;
   return loss;
@@ -137,32 +156,26 @@ absl::Status LinearCrossEntropyLoss::CheckRows(const at::Tensor& hidden,
   if (hidden.dim() != 2 || hidden.size(1) != weight_.size(1)) {
     return InvalidField("hidden", "must be [T, H] with the H of the output layer");
   }
-  if (hidden.scalar_type() != weight_.scalar_type()) {
-    return InvalidField("hidden", "must have the type of the output layer");
+  if (hidden.scalar_type() != weight_.scalar_type() &&
+      !(hidden.scalar_type() == at::kBFloat16 && weight_.scalar_type() == at::kFloat)) {
+    return InvalidField("hidden", "must have the type of the output layer, or bfloat16");
   }
-  const int64_t count = rows.positions.numel();
-  if (rows.labels.numel() != count) return InvalidField("labels", "must have one entry a position");
-  if (!rows.temperatures.empty() && static_cast<int64_t>(rows.temperatures.size()) != count) {
-    return InvalidField("temperatures", "must be empty or have one entry a position");
+  const size_t count = rows.positions.size();
+  if (rows.labels.size() != count)
+    return InvalidField("labels", "must have one entry per position");
+  if (!rows.temperatures.empty() && rows.temperatures.size() != count) {
+    return InvalidField("temperatures", "must be empty or have one entry per position");
   }
   for (double temperature : rows.temperatures) {
     if (!(temperature > 0)) return InvalidField("temperatures", "must be positive");
   }
-  if (count == 0) return absl::OkStatus();
-  if (rows.labels.min().item<int64_t>() < 0 ||
-      rows.labels.max().item<int64_t>() >= weight_.size(0)) {
-    return InvalidField("labels", "outside the vocabulary");
-  }
-  if (rows.positions.min().item<int64_t>() < 0 ||
-      rows.positions.max().item<int64_t>() >= hidden.size(0)) {
-    return InvalidField("positions", "outside the hidden states");
-  }
-  return absl::OkStatus();
+  TANDEM_RETURN_IF_ERROR(CheckRange(rows.labels, weight_.size(0), "labels", "the vocabulary"));
+  return CheckRange(rows.positions, hidden.size(0), "positions", "the hidden states");
 }
 
 void LinearCrossEntropyLoss::EnsureWorkspace() {
   if (logits_.defined()) return;
-  const auto options = weight_.options().requires_grad(false);
+  const auto options = weight_.options().dtype(logits_type_).requires_grad(false);
   logits_ = at::empty({chunk_rows_, weight_.size(0)}, options);
   exponentials_ = at::empty({block_rows_, weight_.size(0)}, options);
 }
@@ -173,21 +186,26 @@ absl::Status LinearCrossEntropyLoss::Run(const at::Tensor& hidden, const OutputR
   const at::NoGradGuard no_grad;
   TANDEM_RETURN_IF_ERROR(CheckRows(hidden, rows));
   EnsureWorkspace();
-  const int64_t count = rows.positions.numel();
-  const bool every_row =
-      count == hidden.size(0) && rows.positions.equal(at::arange(count, rows.positions.options()));
+  const auto count = static_cast<int64_t>(rows.positions.size());
+  bool every_row = count == hidden.size(0);
+  for (int64_t i = 0; i < count && every_row; ++i) every_row = rows.positions[i] == i;
+  const at::Tensor all_positions = Indices(rows.positions, weight_);
+  const at::Tensor all_labels = Indices(rows.labels, weight_);
   std::vector<double> logprobs, entropies, c, e;
   for (int64_t begin = 0; begin < count; begin += chunk_rows_) {
     const int64_t n = std::min(chunk_rows_, count - begin);
-    const at::Tensor positions = rows.positions.narrow(0, begin, n);
-    const at::Tensor labels = rows.labels.narrow(0, begin, n);
+    const at::Tensor positions = all_positions.narrow(0, begin, n);
+    const at::Tensor labels = all_labels.narrow(0, begin, n);
     const at::Tensor input =
         every_row ? hidden.narrow(0, begin, n) : hidden.index_select(0, positions);
     at::Tensor logits = logits_.narrow(0, 0, n);
-    if (bias_.defined()) {
-      at::addmm_out(logits, bias_, input, weight_.t());
+    if (weight_.scalar_type() != logits_type_) {
+      logits.copy_(Product(input, weight_.t(), logits_type_));
+      if (bias_.defined()) logits.add_(bias_);
+    } else if (bias_.defined()) {
+      at::addmm_out(logits, bias_, input.to(logits_type_), weight_.t());
     } else {
-      at::mm_out(logits, input, weight_.t());
+      at::mm_out(logits, input.to(logits_type_), weight_.t());
     }
 
     for (int64_t row = 0; row < n; row += block_rows_) {
@@ -226,10 +244,19 @@ absl::Status LinearCrossEntropyLoss::Run(const at::Tensor& hidden, const OutputR
     }
 
     if (gradients == nullptr) continue;
+    // Products of bf16 take bf16: the gradient of the logits is rounded as autograd would round it.
+    const at::Tensor dz = logits.to(weight_.scalar_type());
     if (gradients->hidden.defined()) {
-      gradients->hidden.index_add_(0, positions, at::mm(logits, weight_));
+      gradients->hidden.index_add_(
+          0, positions, Product(dz, weight_, logits_type_).to(gradients->hidden.scalar_type()));
     }
-    if (gradients->weight.defined()) gradients->weight.addmm_(logits.t(), input);
+    if (gradients->weight.defined()) {
+      if (dz.scalar_type() == logits_type_) {
+        gradients->weight.addmm_(dz.t(), input.to(logits_type_));
+      } else {
+        gradients->weight.add_(Product(dz.t(), input, logits_type_));
+      }
+    }
     if (gradients->bias.defined()) gradients->bias.add_(logits.sum(0));
   }
   return absl::OkStatus();
@@ -247,12 +274,6 @@ absl::StatusOr<RowStatistics> LinearCrossEntropyLoss::LogProbs(const at::Tensor&
   RowStatistics statistics;
   TANDEM_RETURN_IF_ERROR(Run(hidden, rows, nullptr, nullptr, &statistics));
   return statistics;
-}
-
-at::Tensor LinearCrossEntropyLoss::ForwardLogits(const at::Tensor& hidden) const {
-  return at::linear(
-      hidden, weight_,
-      bias_.defined() ? c10::optional<at::Tensor>(bias_) : c10::optional<at::Tensor>());
 }
 
 }  // namespace tandem::loss

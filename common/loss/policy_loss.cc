@@ -181,7 +181,6 @@ PolicyMetrics PolicyLossEvaluator::Metrics() const {
   }
   metrics.senior_mismatch = senior_.Finish();
   metrics.junior_mismatch = junior_.Finish();
-  metrics.mismatch = MismatchSums::Join(senior_, junior_).Finish();
   return metrics;
 }
 
@@ -204,18 +203,6 @@ Mismatch PolicyLossEvaluator::MismatchSums::Finish() const {
           .k3 = k3 / n,
           .max_abs_logprob_diff = max_abs,
           .effective_sample_size = ratio * ratio / (n * ratio_squared)};
-}
-
-PolicyLossEvaluator::MismatchSums PolicyLossEvaluator::MismatchSums::Join(const MismatchSums& a,
-                                                                          const MismatchSums& b) {
-  MismatchSums sum = a;
-  sum.count += b.count;
-  sum.k1 += b.k1;
-  sum.k3 += b.k3;
-  sum.max_abs = std::max(a.max_abs, b.max_abs);
-  sum.ratio += b.ratio;
-  sum.ratio_squared += b.ratio_squared;
-  return sum;
 }
 
 }  // namespace tandem::loss

@@ -92,7 +92,6 @@ struct PolicyMetrics {
   double kl_to_ref = 0;   // mean of the estimator, 0 when off
   double mean_ratio = 0;  // mean of r
   double mean_entropy = 0;
-  Mismatch mismatch;         // all rows
   Mismatch senior_mismatch;  // rows that the senior wrote
   Mismatch junior_mismatch;  // rows that the junior wrote; none when they weigh 0
 };
@@ -118,7 +117,6 @@ class PolicyLossEvaluator {
     double k1 = 0, k3 = 0, max_abs = 0, ratio = 0, ratio_squared = 0;
     void Add(double trainer, double behaviour);
     Mismatch Finish() const;
-    static MismatchSums Join(const MismatchSums& a, const MismatchSums& b);
   };
 
   PolicyLossEvaluator(const PolicyLossOptions& options, const PolicyTokens& tokens)

@@ -103,26 +103,26 @@ TEST(PolicyLossTest, ImportanceWeightIsOverWhatWasReallySampledFrom) {
 }
 
 TEST(PolicyLossTest, MismatchIsSplitByAuthor) {
-  const PolicyTokens tokens = {.old_logprobs = {0, 0},
-                               .advantages = {0, 0},
-                               .scales = {1, 1},
+  const PolicyTokens tokens = {.old_logprobs = {0, 0, 0},
+                               .advantages = {0, 0, 0},
+                               .scales = {1, 1, 1},
                                .reference = {},
-                               .behaviour = {0.5, -1},
+                               .behaviour = {0.5, -1, -1},
                                .log_keep_mass = {},
-                               .authorship = {1, 0}};
+                               .authorship = {1, 0, 1}};
   PolicyLossEvaluator evaluator = PolicyLossEvaluator::Create({}, tokens).value();
-  double c[2], e[2];
-  const double zeros[2] = {0, 0};
+  double c[3], e[3];
+  const double zeros[3] = {0, 0, 0};
   ASSERT_TRUE(evaluator.Evaluate(0, zeros, zeros, absl::MakeSpan(c), absl::MakeSpan(e)).ok());
   const PolicyMetrics metrics = evaluator.Metrics();
-  EXPECT_DOUBLE_EQ(metrics.senior_mismatch.k1, 0.5);
+  EXPECT_DOUBLE_EQ(metrics.senior_mismatch.k1, -0.25);
+  EXPECT_DOUBLE_EQ(metrics.senior_mismatch.max_abs_logprob_diff, 1);
+  const double a = std::exp(-0.5), b = std::exp(1.0);
+  EXPECT_NEAR(metrics.senior_mismatch.effective_sample_size,
+              (a + b) * (a + b) / (2 * (a * a + b * b)), 1e-12);
   EXPECT_DOUBLE_EQ(metrics.junior_mismatch.k1, -1);
   EXPECT_NEAR(metrics.junior_mismatch.k3, std::exp(1.0) - 2, 1e-12);
-  EXPECT_DOUBLE_EQ(metrics.mismatch.k1, -0.25);
-  EXPECT_DOUBLE_EQ(metrics.mismatch.max_abs_logprob_diff, 1);
-  const double a = std::exp(-0.5), b = std::exp(1.0);
-  EXPECT_NEAR(metrics.mismatch.effective_sample_size, (a + b) * (a + b) / (2 * (a * a + b * b)),
-              1e-12);
+  EXPECT_EQ(metrics.junior_mismatch.count, 1);
 }
 
 TEST(PolicyLossTest, NonFiniteRowIsRefused) {

@@ -31,9 +31,9 @@ absl::StatusOr<ValueLossEvaluator> ValueLossEvaluator::Create(const ValueLossOpt
     return InvalidField("value_clip", "must not be negative");
   }
   const size_t rows = tokens.returns.size();
-  if (tokens.scales.size() != rows) return InvalidField("scales", "must have one entry a return");
+  if (tokens.scales.size() != rows) return InvalidField("scales", "must have one entry per return");
   if (options.clip > 0 && tokens.old_values.size() != rows) {
-    return InvalidField("old_values", "must have one entry a return when values are clipped");
+    return InvalidField("old_values", "must have one entry per return when values are clipped");
   }
   return ValueLossEvaluator(options, tokens);
 }

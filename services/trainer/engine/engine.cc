@@ -46,7 +46,7 @@ MicroBatchInput MakeInput(const TrainingRows& rows, const std::vector<size_t>& f
   MicroBatchInput input;
   input.first_row = first_rows[range.begin];
   std::vector<std::vector<int64_t>> sequences;
-  std::vector<int64_t> positions, labels;
+  std::vector<int64_t>&positions = input.rows.positions, &labels = input.rows.labels;
   int64_t offset = 0;
   for (size_t s = range.begin; s < range.end; ++s) {
     const SequenceRows& sequence = rows.sequences[s];
@@ -57,8 +57,6 @@ MicroBatchInput MakeInput(const TrainingRows& rows, const std::vector<size_t>& f
     offset += static_cast<int64_t>(sequence.input.size());
   }
   input.batch = MakeRaggedBatch(sequences);
-  input.rows.positions = at::tensor(positions, at::kLong);
-  input.rows.labels = at::tensor(labels, at::kLong);
   const auto temperatures = rows.temperatures.begin() + static_cast<int64_t>(input.first_row);
   input.rows.temperatures.assign(temperatures, temperatures + static_cast<int64_t>(labels.size()));
   if (std::all_of(input.rows.temperatures.begin(), input.rows.temperatures.end(),
