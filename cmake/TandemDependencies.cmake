@@ -2,6 +2,7 @@
 find_package(PkgConfig REQUIRED)
 find_package(Protobuf REQUIRED)
 find_package(GTest REQUIRED)
+find_package(benchmark REQUIRED)
 find_package(absl REQUIRED)
 find_package(spdlog REQUIRED)
 find_package(nlohmann_json REQUIRED)

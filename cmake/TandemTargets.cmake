@@ -37,5 +37,6 @@ function(tandem_test name)
   _tandem_configure(${name})
   target_link_libraries(${name} PRIVATE ${ARG_DEPS} GTest::gmock GTest::gtest_main)
   add_test(NAME ${name} COMMAND ${name})
-  set_tests_properties(${name} PROPERTIES TIMEOUT 300)
+  # Several tests share the cores: a thread that waits must not spin while another one works.
+  set_tests_properties(${name} PROPERTIES TIMEOUT 300 ENVIRONMENT OMP_WAIT_POLICY=PASSIVE)
 endfunction()

@@ -1,37 +1,98 @@
-"""Times alternatives in turn and reports medians, spreads and ratios to a peer.
+"""Times alternatives in turn and reports medians, spreads, ratios to a peer and CPU time.
 
 Machines drift: the sides run A B C A B C …, and a ratio is the median of the ratios of one turn.
+CPU seconds are those of this process and of the servers, whoever of them works for a side.
 """
 
 from __future__ import annotations
 
+import os
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from tandem.cluster import Server
+
+
+@dataclass(frozen=True)
+class Timing:
+    """What one side did in one turn."""
+
+    amount: int
+    seconds: float
+    cpu_seconds: float
+
+    @property
+    def rate(self) -> float:
+        """Units per second."""
+        return self.amount / self.seconds
+
+
+class Comparison:
+    """Timings of alternatives that work in turns; the first turn warms up and is not counted."""
+
+    def __init__(self, *, peer: str, unit: str, servers: Iterable[Server]) -> None:
+        self._peer = peer
+        self._unit = unit
+        self._servers = list(servers)
+        self._timings: dict[str, list[Timing]] = {}
+        self._start = (0.0, 0.0)
+
+    def start(self) -> None:
+        """A side begins its turn."""
+        self._start = (time.perf_counter(), self._cpu_seconds())
+
+    def stop(self, name: str, amount: int) -> None:
+        """The side that began has made `amount` units (for example tokens)."""
+        seconds, cpu = time.perf_counter() - self._start[0], self._cpu_seconds() - self._start[1]
+        self._timings.setdefault(name, []).append(Timing(amount, seconds, cpu))
+
+    def report(self) -> dict[str, float]:
+        """Prints a line per side; returns each side's median ratio to the peer."""
+        ratios = {}
+        peer = [timing.rate for timing in self._timings[self._peer][1:]]
+        for name, timings in self._timings.items():
+            counted = timings[1:]
+            rates = [timing.rate for timing in counted]
+            ratios[name] = statistics.median(
+                mine / theirs for mine, theirs in zip(rates, peer, strict=True)
+            )
+            print(
+                f"  {name:24} {statistics.median(rates):8.1f} {self._unit}/s"
+                f"  ({min(rates):.1f} to {max(rates):.1f})  {ratios[name]:5.2f} x {self._peer}"
+                f"  {statistics.median(t.seconds for t in counted):6.2f} s"
+                f"  {statistics.median(t.cpu_seconds for t in counted):6.2f} CPU s",
+                flush=True,
+            )
+        return ratios
+
+    def _cpu_seconds(self) -> float:
+        return time.process_time() + sum(_cpu_seconds_of(s.process.pid) for s in self._servers)
+
+
+def _cpu_seconds_of(pid: int) -> float:
+    # The fields after the command's name, which may hold anything: utime and stime are 12 and 13.
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def alternate(
-    sides: Mapping[str, Callable[[], int]], *, peer: str, rounds: int, unit: str
+    sides: Mapping[str, Callable[[], int]],
+    *,
+    peer: str,
+    rounds: int,
+    unit: str,
+    servers: Iterable[Server],
 ) -> dict[str, float]:
-    """Runs every side `rounds` times after one warm-up; returns each side's median ratio to `peer`.
+    """Runs every side `rounds` times after a warm-up, and reports.
 
-    A side does its work and returns how many units (for example tokens) it made.
+    A side does its work and returns how many units it made.
     """
-    rates: dict[str, list[float]] = {name: [] for name in sides}
-    for turn in range(rounds + 1):
+    comparison = Comparison(peer=peer, unit=unit, servers=servers)
+    for _ in range(rounds + 1):
         for name, work in sides.items():
-            start = time.perf_counter()
-            amount = work()
-            if turn > 0:
-                rates[name].append(amount / (time.perf_counter() - start))
-    ratios = {}
-    for name, values in rates.items():
-        ratios[name] = statistics.median(
-            mine / theirs for mine, theirs in zip(values, rates[peer], strict=True)
-        )
-        print(
-            f"  {name:32} {statistics.median(values):8.1f} {unit}/s"
-            f"  ({min(values):.1f} to {max(values):.1f})  {ratios[name]:5.2f} x {peer}",
-            flush=True,
-        )
-    return ratios
+            comparison.start()
+            comparison.stop(name, work())
+    return comparison.report()

