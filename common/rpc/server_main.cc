@@ -15,8 +15,11 @@
 #include <thread>
 
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_format.h"
 #include "absl/time/clock.h"
+#include "common/base/available_memory.h"
 #include "common/base/logging.h"
+#include "common/base/status_macros.h"
 #include "common/config/config.h"
 #include "common/rpc/address.h"
 
@@ -102,11 +105,40 @@ std::optional<int> ParseCommandLine(int argc, char** argv, const std::string& na
   return std::nullopt;
 }
 
+std::string Gigabytes(int64_t bytes) {
+  return absl::StrFormat("%9.3f GB", static_cast<double>(bytes) / 1e9);
+}
+
+// The plan as comments below the configuration.
+std::string MemoryComments(const MemoryPlan& plan, const std::optional<int64_t>& available) {
+  std::string text = "# Memory that this configuration needs:\n";
+  for (const MemoryPlan::Item& item : plan.items) {
+    absl::StrAppend(&text, "#   ", Gigabytes(item.bytes), "  ", item.name, "\n");
+  }
+  absl::StrAppend(&text, "#   ", Gigabytes(plan.total_bytes()), "  in all\n");
+  if (available.has_value()) {
+    absl::StrAppend(&text, "#   ", Gigabytes(*available), "  available on this machine\n");
+  }
+  return text;
+}
+
+// Fills `comments` with what the configuration needs. Not OK when that is not known, or more than
+// there is.
+absl::Status CheckMemory(const ServerProgram& program, std::string* comments) {
+  if (program.memory == nullptr) return absl::OkStatus();
+  TANDEM_ASSIGN_OR_RETURN(const ServerMemory memory, program.memory());
+  std::optional<int64_t> available;
+  if (memory.on_host) available = AvailableMemoryBytes();
+  *comments = MemoryComments(memory.plan, available);
+  return available.has_value() ? CheckFits(memory.plan, *available) : absl::OkStatus();
+}
+
 // Loads on its own thread, so that signals are heard. False: a signal came.
-bool LoadUnlessInterrupted(ServerApp& app, Signals& signals, absl::Status* status) {
+bool LoadUnlessInterrupted(const std::function<absl::Status()>& load, Signals& signals,
+                           absl::Status* status) {
   std::atomic<bool> loaded = false;
   std::thread loader([&] {
-    *status = CatchExceptions("loading", [&] { return app.Load(); });
+    *status = CatchExceptions("loading", load);
     loaded = true;
   });
   while (!loaded) {
@@ -148,8 +180,12 @@ int RunServer(int argc, char** argv, const ServerProgram& program) {
     return kExitBadConfig;
   }
   if (line.check_config) {
-    std::cout << config::ToYaml(*program.config);
-    return kExitOk;
+    std::string comments;
+    status = CheckMemory(program, &comments);
+    std::cout << config::ToYaml(*program.config) << comments << std::flush;
+    if (status.ok()) return kExitOk;
+    std::cerr << name << ": bad configuration: " << status.message() << std::endl;
+    return kExitBadConfig;
   }
 
   const config::v1::ServerOptions options = program.options();
@@ -176,7 +212,12 @@ int RunServer(int argc, char** argv, const ServerProgram& program) {
        {"grpc_port", (*server)->grpc_port()},
        {"advertised_address", runtime.advertised_address},
        {"metrics_port", (*server)->metrics_port()}});
-  if (!LoadUnlessInterrupted(*app, signals, &status)) {
+  const auto load = [&]() -> absl::Status {
+    std::string comments;
+    TANDEM_RETURN_IF_ERROR(CheckMemory(program, &comments));
+    return app->Load();
+  };
+  if (!LoadUnlessInterrupted(load, signals, &status)) {
     Log(LogLevel::kInfo, "stopped", {{"message", "interrupted while loading"}});
     _exit(kExitOk);  // loading cannot be cancelled, and there is nothing to save
   }

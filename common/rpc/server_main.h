@@ -7,7 +7,9 @@
 //         });
 //   }
 //
-// Command line: --config FILE, [dotted.key=value …], --check-config, --version, --help. Exit code 0
+// Command line: --config FILE, [dotted.key=value …], --check-config, --version, --help.
+// --check-config prints the resolved configuration and, as comments, the memory that it needs; one
+// that this machine cannot hold is bad. A server that starts refuses it while it loads. Exit code 0
 // on success and after SIGTERM or SIGINT (work that outlasts the drain time is given up, and the
 // log says so), 2 for a bad configuration or command line, 1 for anything else.
 #ifndef TANDEM_COMMON_RPC_SERVER_MAIN_H_
@@ -18,11 +20,15 @@
 #include <functional>
 #include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "absl/status/status.h"
+#include "absl/status/statusor.h"
 #include "absl/time/time.h"
+#include "common/base/status_macros.h"
 #include "common/config/server_config.h"
+#include "common/model/memory_plan.h"
 #include "common/rpc/call_executor.h"
 #include "common/rpc/metrics.h"
 #include "common/rpc/server.h"
@@ -65,12 +71,20 @@ class ServerApp {
   virtual void Stop() {}
 };
 
+struct ServerMemory {
+  MemoryPlan plan;
+  bool on_host = true;  // false: a device holds it, whose memory is not known without its driver
+};
+
 // One server program.
 struct ServerProgram {
   std::string role;                   // "rollout"; the binary is tandem-<role>-server
   google::protobuf::Message* config;  // filled from file and overrides
   std::function<absl::Status()> resolve;
   std::function<config::v1::ServerOptions()> options;  // after resolve
+  // After resolve: what the configuration needs. Errors name the field, such as a model that cannot
+  // be read. Null for a server without a model.
+  std::function<absl::StatusOr<ServerMemory>()> memory;
   std::function<std::unique_ptr<ServerApp>(ServerRuntime&)> create;
 };
 
@@ -81,15 +95,23 @@ int RunServer(int argc, char** argv, const ServerProgram& program);
 template <typename Config>
 int ServerMain(
     int argc, char** argv, const std::string& role,
-    std::function<std::unique_ptr<ServerApp>(const Config& config, ServerRuntime& runtime)>
-        create) {
+    std::function<std::unique_ptr<ServerApp>(const Config& config, ServerRuntime& runtime)> create,
+    std::function<absl::StatusOr<MemoryPlan>(const Config& config)> plan_memory = nullptr) {
   Config config;
+  std::function<absl::StatusOr<ServerMemory>()> memory;
+  if (plan_memory != nullptr) {
+    memory = [&]() -> absl::StatusOr<ServerMemory> {
+      TANDEM_ASSIGN_OR_RETURN(MemoryPlan plan, plan_memory(config));
+      return ServerMemory{.plan = std::move(plan), .on_host = config.compute().device() == "cpu"};
+    };
+  }
   return RunServer(argc, argv,
                    ServerProgram{
                        .role = role,
                        .config = &config,
                        .resolve = [&config] { return config::Resolve(&config); },
                        .options = [&config] { return config.server(); },
+                       .memory = std::move(memory),
                        .create = [&](ServerRuntime& runtime) { return create(config, runtime); },
                    });
 }

@@ -150,6 +150,22 @@ TEST(ServerMainTest, CheckConfigPrintsTheResolvedConfig) {
   EXPECT_THAT(yaml, HasSubstr("grpc_port: 7701\n"));
 }
 
+TEST(ServerMainTest, CheckConfigTellsTheMemoryAsComments) {
+  Process process({"senior_model=a", "--check-config"}, {{"MEMORY_BYTES", "2500000"}});
+  const std::string yaml = process.ReadAll();
+  EXPECT_EQ(process.Wait(), 0);
+  EXPECT_THAT(yaml, HasSubstr("0.003 GB  weights\n"));
+  EXPECT_THAT(yaml, HasSubstr("GB  in all\n"));
+}
+
+TEST(ServerMainTest, WhatCannotFitIsRefused) {
+  const char* const too_much = "1000000000000000";
+  Process checked({"senior_model=a", "--check-config"}, {{"MEMORY_BYTES", too_much}});
+  EXPECT_EQ(checked.Wait(), 2);
+  Process started(kAnyPort, {{"MEMORY_BYTES", too_much}});
+  EXPECT_EQ(started.Wait(), 1);
+}
+
 TEST(ServerMainTest, BadConfigurationExitsTwo) {
   for (const std::vector<std::string>& arguments :
        std::vector<std::vector<std::string>>{{"senior_modl=x"},

@@ -1,5 +1,5 @@
 // tandem-rollout-server without a model, for server_main_test: loading takes LOAD_MS, a GetVersion
-// call says so and takes CALL_MS, LOAD_FAILS makes loading fail.
+// call says so and takes CALL_MS, LOAD_FAILS makes loading fail, MEMORY_BYTES is what it needs.
 #include <cstdlib>
 #include <iostream>
 #include <memory>
@@ -20,7 +20,8 @@ int main(int argc, char** argv) {
   using tandem::weights::v1::GetVersionRequest;
   using tandem::weights::v1::GetVersionResponse;
   return tandem::rpc::ServerMain<tandem::config::v1::RolloutServerConfig>(
-      argc, argv, "rollout", [](const auto&, tandem::rpc::ServerRuntime& runtime) {
+      argc, argv, "rollout",
+      [](const auto&, tandem::rpc::ServerRuntime& runtime) {
         auto app = std::make_unique<tandem::rpc::FakeApp>(
             runtime,
             [](const GetVersionRequest&,
@@ -35,5 +36,9 @@ int main(int argc, char** argv) {
                                                       : absl::NotFoundError("no such model");
         };
         return app;
+      },
+      [](const auto&) -> absl::StatusOr<tandem::MemoryPlan> {
+        const char* bytes = std::getenv("MEMORY_BYTES");
+        return tandem::MemoryPlan{{{"weights", bytes == nullptr ? 1'000'000 : std::atoll(bytes)}}};
       });
 }

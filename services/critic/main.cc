@@ -4,12 +4,15 @@
 #include "common/rpc/server_main.h"
 #include "services/critic/engine/engine.h"
 #include "services/critic/service/critic_app.h"
+#include "services/critic/service/memory.h"
 #include "tandem/config/v1/server_config.pb.h"
 
 int main(int argc, char** argv) {
   return tandem::rpc::ServerMain<tandem::config::v1::CriticServerConfig>(
-      argc, argv, "critic", [](const auto& config, tandem::rpc::ServerRuntime& runtime) {
+      argc, argv, "critic",
+      [](const auto& config, tandem::rpc::ServerRuntime& runtime) {
         return std::make_unique<tandem::critic::CriticApp>(config, runtime,
                                                            tandem::critic::CreateEngine);
-      });
+      },
+      tandem::critic::PlanMemory);
 }

@@ -3,13 +3,16 @@
 
 #include "common/rpc/server_main.h"
 #include "services/rollout/engine/engine.h"
+#include "services/rollout/service/memory.h"
 #include "services/rollout/service/rollout_app.h"
 #include "tandem/config/v1/server_config.pb.h"
 
 int main(int argc, char** argv) {
   return tandem::rpc::ServerMain<tandem::config::v1::RolloutServerConfig>(
-      argc, argv, "rollout", [](const auto& config, tandem::rpc::ServerRuntime& runtime) {
+      argc, argv, "rollout",
+      [](const auto& config, tandem::rpc::ServerRuntime& runtime) {
         return std::make_unique<tandem::rollout::RolloutApp>(config, runtime,
                                                              tandem::rollout::CreateEngine);
-      });
+      },
+      tandem::rollout::PlanMemory);
 }

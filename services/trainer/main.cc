@@ -3,13 +3,16 @@
 
 #include "common/rpc/server_main.h"
 #include "services/trainer/engine/engine.h"
+#include "services/trainer/service/memory.h"
 #include "services/trainer/service/trainer_app.h"
 #include "tandem/config/v1/server_config.pb.h"
 
 int main(int argc, char** argv) {
   return tandem::rpc::ServerMain<tandem::config::v1::TrainerServerConfig>(
-      argc, argv, "trainer", [](const auto& config, tandem::rpc::ServerRuntime& runtime) {
+      argc, argv, "trainer",
+      [](const auto& config, tandem::rpc::ServerRuntime& runtime) {
         return std::make_unique<tandem::trainer::TrainerApp>(config, runtime,
                                                              tandem::trainer::CreateEngine);
-      });
+      },
+      tandem::trainer::PlanMemory);
 }

@@ -138,7 +138,7 @@ def configuration_page(schema: Schema) -> str:
         "",
         "A server reads `--config FILE` (YAML) and then `dotted.key=value` arguments, the last one"
         " winning. An unknown key or a value of the wrong type is an error that names the path."
-        " `--check-config` prints the resolved result and exits.",
+        " `--check-config` prints the resolved result and, as comments, the memory that it needs.",
     ]
     # Servers that share settings share their table.
     tables: dict[tuple[str, tuple[Row, ...]], dict[str, list[str]]] = {}

@@ -1,0 +1,35 @@
+#include "services/critic/service/memory.h"
+
+#include <string>
+
+#include "absl/strings/string_view.h"
+#include "common/base/error.h"
+#include "common/base/status_macros.h"
+#include "common/model/model_config.h"
+
+namespace tandem::critic {
+namespace {
+
+absl::StatusOr<ModelConfig> Read(absl::string_view field, const std::string& directory) {
+  absl::StatusOr<ModelConfig> config = LoadModelConfig(directory);
+  if (!config.ok()) return PrependFieldPath(field, config.status());
+  return config;
+}
+
+DType ComputeType(const config::v1::ComputeOptions& compute) {
+  return compute.dtype() == "bfloat16" ? DType::kBFloat16 : DType::kFloat32;
+}
+
+}  // namespace
+
+absl::StatusOr<MemoryPlan> PlanMemory(const config::v1::CriticServerConfig& config) {
+  TANDEM_ASSIGN_OR_RETURN(const ModelConfig model, Read("model", config.model()));
+  return TrainingMemoryPlan(model, {.head = HeadKind::kValue,
+                                    .untie_embeddings = config.untie_embeddings(),
+                                    .freeze = {config.freeze().begin(), config.freeze().end()},
+                                    .micro_batch_tokens = config.batch().micro_batch_tokens(),
+                                    .max_model_len = config.max_model_len(),
+                                    .dtype = ComputeType(config.compute())});
+}
+
+}  // namespace tandem::critic

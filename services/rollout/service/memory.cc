@@ -1,0 +1,40 @@
+#include "services/rollout/service/memory.h"
+
+#include <optional>
+#include <string>
+
+#include "absl/strings/string_view.h"
+#include "common/base/error.h"
+#include "common/base/status_macros.h"
+#include "common/model/model_config.h"
+#include "services/rollout/engine/scorer.h"
+
+namespace tandem::rollout {
+namespace {
+
+absl::StatusOr<ModelConfig> Read(absl::string_view field, const std::string& directory) {
+  absl::StatusOr<ModelConfig> config = LoadModelConfig(directory);
+  if (!config.ok()) return PrependFieldPath(field, config.status());
+  return config;
+}
+
+DType ComputeType(const config::v1::ComputeOptions& compute) {
+  return compute.dtype() == "bfloat16" ? DType::kBFloat16 : DType::kFloat32;
+}
+
+}  // namespace
+
+absl::StatusOr<MemoryPlan> PlanMemory(const config::v1::RolloutServerConfig& config) {
+  TANDEM_ASSIGN_OR_RETURN(const ModelConfig senior, Read("senior_model", config.senior_model()));
+  std::optional<ModelConfig> junior;
+  if (!config.junior_model().empty()) {
+    TANDEM_ASSIGN_OR_RETURN(junior, Read("junior_model", config.junior_model()));
+  }
+  return RolloutMemoryPlan(senior, junior.has_value() ? &*junior : nullptr,
+                           {.num_slots = config.max_num_seqs() + kScoreSlots,
+                            .max_model_len = config.max_model_len(),
+                            .max_batched_tokens = config.max_batched_tokens(),
+                            .dtype = ComputeType(config.compute())});
+}
+
+}  // namespace tandem::rollout

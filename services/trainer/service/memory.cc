@@ -1,0 +1,40 @@
+#include "services/trainer/service/memory.h"
+
+#include <optional>
+#include <string>
+
+#include "absl/strings/string_view.h"
+#include "common/base/error.h"
+#include "common/base/status_macros.h"
+#include "common/model/model_config.h"
+
+namespace tandem::trainer {
+namespace {
+
+absl::StatusOr<ModelConfig> Read(absl::string_view field, const std::string& directory) {
+  absl::StatusOr<ModelConfig> config = LoadModelConfig(directory);
+  if (!config.ok()) return PrependFieldPath(field, config.status());
+  return config;
+}
+
+DType ComputeType(const config::v1::ComputeOptions& compute) {
+  return compute.dtype() == "bfloat16" ? DType::kBFloat16 : DType::kFloat32;
+}
+
+}  // namespace
+
+absl::StatusOr<MemoryPlan> PlanMemory(const config::v1::TrainerServerConfig& config) {
+  TANDEM_ASSIGN_OR_RETURN(const ModelConfig model, Read("model", config.model()));
+  std::optional<ModelConfig> reference;
+  if (!config.reference_model().empty()) {
+    TANDEM_ASSIGN_OR_RETURN(reference, Read("reference_model", config.reference_model()));
+  }
+  return TrainingMemoryPlan(model, {.freeze = {config.freeze().begin(), config.freeze().end()},
+                                    .reference = reference.has_value() ? &*reference : nullptr,
+                                    .micro_batch_tokens = config.batch().micro_batch_tokens(),
+                                    .max_model_len = config.max_model_len(),
+                                    .logits_chunk_bytes = config.batch().logits_chunk_bytes(),
+                                    .dtype = ComputeType(config.compute())});
+}
+
+}  // namespace tandem::trainer
