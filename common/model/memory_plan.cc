@@ -27,12 +27,13 @@ int64_t InferenceActivations(const ModelConfig& config) {
   return 3 * config.hidden_size + std::max(attention, 3 * config.intermediate_size);
 }
 
-// What autograd keeps of every layer, per token: both norms with their inputs, queries, keys and
-// values before and after rotation and repetition, attention's output, gate, up and their product.
-int64_t TrainingActivations(const ModelConfig& config) {
-  const int64_t layer = 8 * config.hidden_size + 6 * config.query_size() +
-                        2 * config.key_value_size() + 5 * config.intermediate_size;
-  return config.num_hidden_layers * layer + 4 * config.hidden_size;
+// What autograd keeps of every layer, per token, in float32: norms with their inputs, queries, keys
+// and values before and after rotation and repetition, attention's output, gate, up and their
+// product. SmolLM2-135M takes 0.87 of it; as much in bf16, where norms and rotation stay float32.
+int64_t TrainingActivationBytes(const ModelConfig& config) {
+  const int64_t layer = 5 * config.hidden_size + 4 * config.query_size() +
+                        2 * config.key_value_size() + 4 * config.intermediate_size;
+  return (config.num_hidden_layers * layer + 4 * config.hidden_size) * kFloatBytes;
 }
 
 // Linear maps are multiplied in the computation's type; norms and the embedding's rows are not.
@@ -110,7 +111,7 @@ absl::StatusOr<MemoryPlan> TrainingMemoryPlan(const ModelConfig& config,
   }
   const int64_t tokens =
       std::max(options.micro_batch_tokens, config.LongestSequence(options.max_model_len));
-  plan.items.push_back({"activations", tokens * TrainingActivations(config) * item});
+  plan.items.push_back({"activations", tokens * TrainingActivationBytes(config)});
   if (language_model) {
     plan.items.push_back({"logits", options.logits_chunk_bytes});
     plan.items.push_back({"weight_snapshot", Numel(specs) * kFloatBytes});
