@@ -12,31 +12,62 @@ namespace {
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
-// Inside forward autograd is off, so that Linear means the kernel.
+// a b in `type`, accumulated in float32.
+at::Tensor Product(const at::Tensor& a, const at::Tensor& b, at::ScalarType type) {
+  if (a.is_cpu()) return MatrixProduct(a.to(at::kFloat), b.to(at::kFloat)).to(type);
+  return a.scalar_type() == type ? at::mm(a, b) : at::mm(a, b, type);
+}
+
 class LinearFunction : public torch::autograd::Function<LinearFunction> {
  public:
-  static at::Tensor forward(AutogradContext* context, const at::Tensor& x,
-                            const at::Tensor& weight) {
-    context->save_for_backward({x, weight});
-    return Linear(x, weight);
+  // What the products use is no input of the function: no gradient flows into it.
+  struct Stack {
+    const at::Tensor &weight, &bias;
+  };
+
+  // Inside forward autograd is off, so that Linear means the kernel.
+  static variable_list forward(AutogradContext* context, const at::Tensor& x,
+                               at::TensorList masters, at::TensorList bias_masters,
+                               const Stack& stack) {
+    context->save_for_backward({x, stack.weight});
+    std::vector<int64_t> outs;
+    for (const at::Tensor& master : masters) outs.push_back(master.size(0));
+    context->saved_data["outs"] = outs;
+    context->saved_data["has_bias"] = !bias_masters.empty();
+    return Linear(x, stack.weight, stack.bias).split_with_sizes(outs, 1);
   }
 
-  static variable_list backward(AutogradContext* context, variable_list gradients) {
-    const at::Tensor& dy = gradients[0];
+  static variable_list backward(AutogradContext* context, variable_list dys) {
     const variable_list saved = context->get_saved_variables();
-    at::Tensor dx, dw;
-    if (context->needs_input_grad(0)) dx = MatrixProduct(dy, saved[1]);
-    if (context->needs_input_grad(1)) dw = MatrixProduct(dy.t(), saved[0]);
-    return {dx, dw};
+    const at::Tensor &x = saved[0], &weight = saved[1];
+    const std::vector<int64_t> outs = context->saved_data["outs"].toIntVector();
+    const bool has_bias = context->saved_data["has_bias"].toBool();
+    for (size_t i = 0; i < outs.size(); ++i) {
+      if (!dys[i].defined()) dys[i] = at::zeros({x.size(0), outs[i]}, x.options());
+    }
+    // One entry per argument: x, the masters, the masters of the biases, the stack.
+    variable_list gradients(1 + outs.size() * (has_bias ? 2 : 1) + 1);
+    if (context->needs_input_grad(0)) {
+      const at::Tensor dy = dys.size() == 1 ? dys[0] : at::cat(dys, 1);
+      gradients[0] = Product(dy, weight, x.scalar_type());
+    }
+    for (size_t i = 0; i < outs.size(); ++i) {
+      const size_t w = 1 + i, b = w + outs.size();
+      if (context->needs_input_grad(w)) gradients[w] = Product(dys[i].t(), x, at::kFloat);
+      if (has_bias && context->needs_input_grad(b)) {
+        gradients[b] = dys[i].sum(0, /*keepdim=*/false, at::kFloat);
+      }
+    }
+    return gradients;
   }
 };
 
 }  // namespace
 
-at::Tensor DifferentiableLinear(const at::Tensor& x, const at::Tensor& weight,
-                                const at::Tensor& bias) {
-  const at::Tensor y = LinearFunction::apply(x, weight);
-  return bias.defined() ? y + bias : y;
+std::vector<at::Tensor> DifferentiableLinear(const at::Tensor& x, at::TensorList masters,
+                                             at::TensorList bias_masters, const at::Tensor& weight,
+                                             const at::Tensor& bias) {
+  return LinearFunction::apply(x, masters, bias_masters, LinearFunction::Stack{weight, bias});
 }
 
 }  // namespace tandem::ops

@@ -136,7 +136,10 @@ at::Tensor Embedding(const at::Tensor& tokens, const at::Tensor& weight) {
 
 at::Tensor Linear(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias) {
   if (!HasCpuKernels(x)) return at::linear(x, weight, bias);
-  if (at::GradMode::is_enabled()) return DifferentiableLinear(x, weight, bias);
+  if (at::GradMode::is_enabled()) {
+    return DifferentiableLinear(x, weight, bias.defined() ? at::TensorList(bias) : at::TensorList(),
+                                weight, bias)[0];
+  }
   at::Tensor y = at::empty({x.size(0), weight.size(0)}, x.options());
   LinearKernel(x, weight, bias, y, /*accumulate=*/false);
   return y;
