@@ -54,8 +54,7 @@ TEST_F(AvailableMemoryTest, IsUnknownWhereNothingSays) {
 }
 
 TEST_F(AvailableMemoryTest, ThisMachineSays) {
-  ASSERT_TRUE(AvailableMemoryBytes().has_value());
-  EXPECT_GT(*AvailableMemoryBytes(), 1 << 20);
+  EXPECT_GT(AvailableMemoryBytes().value_or(0), 1 << 20);
 }
 
 }  // namespace

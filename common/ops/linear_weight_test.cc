@@ -4,7 +4,8 @@
 #include <ATen/core/grad_mode.h>
 #include <gtest/gtest.h>
 
-#include <optional>
+#include <memory>
+#include <vector>
 
 namespace tandem::ops {
 namespace {
@@ -21,12 +22,12 @@ struct Maps {
       (*tensors)[0].set_requires_grad(true);
       (*tensors)[1].set_requires_grad(second_trains);
     }
-    linear.emplace(stacked, bias, weights, biases, compute_dtype);
+    linear = std::make_unique<LinearWeight>(stacked, bias, weights, biases, compute_dtype);
   }
 
   at::Tensor stacked, bias;
   std::vector<at::Tensor> weights, biases;
-  std::optional<LinearWeight> linear;
+  std::unique_ptr<LinearWeight> linear;
 };
 
 double MaxError(const at::Tensor& a, const at::Tensor& b) {
