@@ -340,8 +340,7 @@ void ModelSummaryToProto(const ModelSummary& summary, types::v1::ModelInfo* prot
   }
 }
 
-void WeightManifestToProto(const WeightManifest& manifest, int64_t chunk_bytes,
-                           weights::v1::WeightManifest* proto) {
+void WeightManifestToProto(const WeightManifest& manifest, weights::v1::WeightManifest* proto) {
   proto->set_version(manifest.version);
   proto->clear_tensors();
   for (const WeightSpec& spec : manifest.tensors) {
@@ -351,7 +350,7 @@ void WeightManifestToProto(const WeightManifest& manifest, int64_t chunk_bytes,
     SetAll<int64_t>(spec.shape, tensor->mutable_shape());
   }
   proto->set_total_bytes(manifest.total_bytes);
-  proto->set_chunk_bytes(chunk_bytes);
+  proto->set_chunk_bytes(manifest.chunk_bytes);
   proto->set_digest(manifest.digest);
 }
 
@@ -386,6 +385,8 @@ absl::StatusOr<WeightManifest> WeightManifestFromProto(const weights::v1::Weight
                                                     proto.total_bytes()));
   }
   manifest.total_bytes = total;
+  if (proto.chunk_bytes() < 1) return InvalidField("chunk_bytes", "must be at least 1");
+  manifest.chunk_bytes = proto.chunk_bytes();
   if (proto.digest().size() != 32 ||
       proto.digest().find_first_not_of("0123456789abcdef") != std::string::npos) {
     return InvalidField("digest", "must be 32 lower-case hexadecimal digits");

@@ -57,8 +57,7 @@ WeightsVersion WeightsVersionFromProto(const types::v1::WeightsVersion& proto);
 
 void ModelSummaryToProto(const ModelSummary& summary, types::v1::ModelInfo* proto);
 
-void WeightManifestToProto(const WeightManifest& manifest, int64_t chunk_bytes,
-                           weights::v1::WeightManifest* proto);
+void WeightManifestToProto(const WeightManifest& manifest, weights::v1::WeightManifest* proto);
 // Checks names (present, unique), dtypes, shapes, the total and the digest's form.
 absl::StatusOr<WeightManifest> WeightManifestFromProto(const weights::v1::WeightManifest& proto);
 

@@ -184,14 +184,14 @@ WeightManifest Manifest() {
 
 TEST(WeightManifestTest, RoundTrip) {
   weights::v1::WeightManifest proto;
-  WeightManifestToProto(Manifest(), 1 << 20, &proto);
+  WeightManifestToProto(Manifest(), &proto);
   EXPECT_EQ(*WeightManifestFromProto(proto), Manifest());
 }
 
 TEST(WeightManifestTest, DamageIsNamed) {
   const auto path_after = [](const std::function<void(weights::v1::WeightManifest*)>& damage) {
     weights::v1::WeightManifest proto;
-    WeightManifestToProto(Manifest(), 1 << 20, &proto);
+    WeightManifestToProto(Manifest(), &proto);
     damage(&proto);
     return FieldPath(WeightManifestFromProto(proto).status()).value_or("");
   };
@@ -203,6 +203,7 @@ TEST(WeightManifestTest, DamageIsNamed) {
   EXPECT_EQ(path_after([](auto* m) { m->mutable_tensors(0)->set_shape(0, int64_t{1} << 62); }),
             "tensors[0].shape");
   EXPECT_EQ(path_after([](auto* m) { m->set_total_bytes(31); }), "total_bytes");
+  EXPECT_EQ(path_after([](auto* m) { m->set_chunk_bytes(0); }), "chunk_bytes");
   EXPECT_EQ(path_after([](auto* m) { m->set_digest("xyz"); }), "digest");
 }
 

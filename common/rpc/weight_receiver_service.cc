@@ -1,7 +1,8 @@
 #include "common/rpc/weight_receiver_service.h"
 
 #include <memory>
-#include <utility>
+#include <optional>
+#include <string>
 
 #include "absl/strings/str_cat.h"
 #include "absl/types/span.h"
@@ -35,11 +36,6 @@ absl::Status CheckUpdateId(const std::string& id) {
   return absl::OkStatus();
 }
 
-int64_t ChunksHeld(int64_t held_bytes, int64_t total_bytes, int64_t chunk_bytes) {
-  return held_bytes == total_bytes ? (total_bytes + chunk_bytes - 1) / chunk_bytes
-                                   : held_bytes / chunk_bytes;
-}
-
 }  // namespace
 
 // Checks chunks as they come; they are small, and the receiver only copies them.
@@ -49,56 +45,33 @@ class WeightReceiverService::Upload final
   explicit Upload(WeightReceiverService* service) : service_(service) {}
 
   absl::Status OnMessage(UploadWeightsRequest&& chunk) override {
-    std::lock_guard lock(service_->mutex_);
-    OpenUpdate& open = service_->open_;
-    if (open.id.empty() || chunk.update_id() != open.id) {
-      return absl::NotFoundError(
-          absl::StrCat("update \"", chunk.update_id(), "\" is not open: call BeginUpdate first"));
+    const std::string& data = chunk.data();
+    if (Xxh3_64(data.data(), data.size()) != chunk.checksum()) {
+      return WithReason(FieldError(absl::StatusCode::kDataLoss, "data",
+                                   absl::StrCat("chunk ", chunk.chunk_index(),
+                                                " does not match its checksum; send it again")),
+                        reason::kChunkDamaged);
     }
-    const int64_t next = ChunksHeld(open.held_bytes, open.total_bytes, open.chunk_bytes);
-    if (chunk.chunk_index() != next) {
-      return WithReason(InvalidField("chunk_index", absl::StrCat("expected chunk ", next, ", got ",
-                                                                 chunk.chunk_index())),
-                        reason::kChunkOutOfOrder);
-    }
-    const int64_t expected = std::min(open.chunk_bytes, open.total_bytes - open.held_bytes);
-    const auto size = static_cast<int64_t>(chunk.data().size());
-    if (expected <= 0 || size != expected) {
-      return InvalidField(
-          "data", absl::StrCat("chunk ", next, " must hold ", expected, " bytes, holds ", size));
-    }
-    if (Xxh3_64(chunk.data().data(), chunk.data().size()) != chunk.checksum()) {
-      return WithReason(
-          FieldError(absl::StatusCode::kDataLoss, "data",
-                     absl::StrCat("chunk ", next, " does not match its checksum; send it again")),
-          reason::kChunkDamaged);
-    }
-    TANDEM_RETURN_IF_ERROR(service_->receiver_.load()->Append(
-        open.id, open.held_bytes,
-        absl::MakeConstSpan(reinterpret_cast<const std::byte*>(chunk.data().data()),
-                            chunk.data().size())));
-    open.held_bytes += size;
-    next_chunk_ = next + 1;
-    service_->metrics_.Counter(metric::kWeightBytesReceived).Increment(static_cast<double>(size));
+    TANDEM_ASSIGN_OR_RETURN(
+        next_chunk_,
+        service_->receiver_.load()->Append(
+            chunk.update_id(), chunk.chunk_index(),
+            absl::MakeConstSpan(reinterpret_cast<const std::byte*>(data.data()), data.size())));
+    service_->metrics_.Counter(metric::kWeightBytesReceived)
+        .Increment(static_cast<double>(data.size()));
     return absl::OkStatus();
   }
 
   absl::StatusOr<UploadWeightsResponse> OnEnd(const CallContext&) override {
+    if (!next_chunk_.has_value()) return InvalidField("chunk_index", "no chunk came");
     UploadWeightsResponse response;
-    if (next_chunk_ >= 0) {
-      response.set_next_chunk(next_chunk_);
-    } else {
-      std::lock_guard lock(service_->mutex_);
-      const OpenUpdate& open = service_->open_;
-      if (open.id.empty()) return absl::NotFoundError("no update is open");
-      response.set_next_chunk(ChunksHeld(open.held_bytes, open.total_bytes, open.chunk_bytes));
-    }
+    response.set_next_chunk(*next_chunk_);
     return response;
   }
 
  private:
   WeightReceiverService* const service_;
-  int64_t next_chunk_ = -1;
+  std::optional<int64_t> next_chunk_;
 };
 
 grpc::ServerUnaryReactor* WeightReceiverService::BeginUpdate(grpc::CallbackServerContext* context,
@@ -109,28 +82,20 @@ grpc::ServerUnaryReactor* WeightReceiverService::BeginUpdate(grpc::CallbackServe
       [this](const BeginUpdateRequest& request,
              const CallContext&) -> absl::StatusOr<BeginUpdateResponse> {
         TANDEM_RETURN_IF_ERROR(CheckUpdateId(request.update_id()));
-        const int64_t chunk_bytes = request.manifest().chunk_bytes();
-        if (chunk_bytes < 1 || chunk_bytes > kMaxChunkBytes) {
-          return InvalidField("manifest.chunk_bytes",
-                              absl::StrCat("must be in [1, ", kMaxChunkBytes, "]"));
-        }
         absl::StatusOr<WeightManifest> manifest = WeightManifestFromProto(request.manifest());
         if (!manifest.ok()) return PrependFieldPath("manifest", manifest.status());
-
-        std::lock_guard lock(mutex_);
-        if (open_.id == request.update_id() && open_.held_bytes > 0 &&
-            open_.chunk_bytes != chunk_bytes &&
-            receiver_.load()->OpenUpdateId() == request.update_id()) {
+        if (manifest->chunk_bytes > kMaxChunkBytes) {
           return InvalidField("manifest.chunk_bytes",
-                              absl::StrCat("the open update has ", open_.chunk_bytes));
+                              absl::StrCat("must be at most ", kMaxChunkBytes));
         }
-        TANDEM_ASSIGN_OR_RETURN(const int64_t held,
+        TANDEM_ASSIGN_OR_RETURN(const int64_t next_chunk,
                                 receiver_.load()->Begin(request.update_id(), *manifest));
-        open_ = {request.update_id(), manifest->total_bytes, chunk_bytes, held};
         Log(LogLevel::kInfo, "weight_update_begun",
-            {{"update_id", open_.id}, {"version", manifest->version}, {"held_bytes", held}});
+            {{"update_id", request.update_id()},
+             {"version", manifest->version},
+             {"next_chunk", next_chunk}});
         BeginUpdateResponse response;
-        response.set_next_chunk(ChunksHeld(held, open_.total_bytes, chunk_bytes));
+        response.set_next_chunk(next_chunk);
         return response;
       });
 }
@@ -154,10 +119,6 @@ grpc::ServerUnaryReactor* WeightReceiverService::CommitUpdate(grpc::CallbackServ
         metrics_.Counter(metric::kWeightUpdates, {version.ok() ? "committed" : "failed"})
             .Increment();
         if (!version.ok()) return version.status();
-        {
-          std::lock_guard lock(mutex_);
-          if (open_.id == request.update_id()) open_ = {};
-        }
         metrics_.Gauge(metric::kWeightsVersion).Set(static_cast<double>(version->version));
         Log(LogLevel::kInfo, "weights_committed",
             {{"update_id", request.update_id()},
@@ -177,9 +138,7 @@ grpc::ServerUnaryReactor* WeightReceiverService::AbortUpdate(grpc::CallbackServe
       [this](const AbortUpdateRequest& request,
              const CallContext&) -> absl::StatusOr<AbortUpdateResponse> {
         TANDEM_RETURN_IF_ERROR(CheckUpdateId(request.update_id()));
-        std::lock_guard lock(mutex_);
         TANDEM_RETURN_IF_ERROR(receiver_.load()->Abort(request.update_id()));
-        if (open_.id == request.update_id()) open_ = {};
         return AbortUpdateResponse();
       });
 }

@@ -3,8 +3,7 @@
 #define TANDEM_COMMON_RPC_WEIGHT_RECEIVER_SERVICE_H_
 
 #include <atomic>
-#include <mutex>
-#include <string>
+#include <cstdint>
 
 #include "common/rpc/call_executor.h"
 #include "common/rpc/metrics.h"
@@ -15,8 +14,8 @@ namespace tandem::rpc {
 
 inline constexpr int64_t kMaxChunkBytes = 3 << 20;
 
-// Checks the order, length and XXH3-64 of every chunk before the receiver sees it: a damaged one is
-// DATA_LOSS and leaves the update open.
+// Checks the XXH3-64 of every chunk before the receiver sees it: a damaged one is DATA_LOSS and
+// leaves the update open.
 class WeightReceiverService final : public weights::v1::WeightService::CallbackService {
  public:
   WeightReceiverService(CallExecutor& executor, Metrics& metrics)
@@ -42,19 +41,10 @@ class WeightReceiverService final : public weights::v1::WeightService::CallbackS
 
  private:
   class Upload;
-  // The open update as the chunks see it.
-  struct OpenUpdate {
-    std::string id;
-    int64_t total_bytes = 0;
-    int64_t chunk_bytes = 0;
-    int64_t held_bytes = 0;
-  };
 
   CallExecutor& executor_;
   Metrics& metrics_;
   std::atomic<WeightReceiver*> receiver_ = nullptr;
-  std::mutex mutex_;  // of open_, and of the order of chunks
-  OpenUpdate open_;
 };
 
 }  // namespace tandem::rpc

@@ -29,9 +29,13 @@ class Sender {
   // One attempt, from wherever the receiver is.
   absl::StatusOr<WeightsVersion> Attempt() {
     TANDEM_ASSIGN_OR_RETURN(const int64_t next_chunk, Begin());
+    progressed_ = next_chunk > furthest_chunk_;
+    furthest_chunk_ = std::max(furthest_chunk_, next_chunk);
     TANDEM_RETURN_IF_ERROR(Upload(next_chunk));
     return Commit();
   }
+  // The last attempt found more at the receiver than any before it.
+  bool progressed() const { return progressed_; }
 
  private:
   std::unique_ptr<grpc::ClientContext> Context() const {
@@ -39,19 +43,15 @@ class Sender {
                              options_.request_id);
   }
   bool Cancelled() const { return options_.cancelled && options_.cancelled(); }
-  int64_t total_bytes() const { return source_.manifest().total_bytes; }
-  int64_t total_chunks() const {
-    return (total_bytes() + options_.chunk_bytes - 1) / options_.chunk_bytes;
-  }
 
   absl::StatusOr<int64_t> Begin() {
     weights::v1::BeginUpdateRequest request;
     request.set_update_id(update_id_);
-    WeightManifestToProto(source_.manifest(), options_.chunk_bytes, request.mutable_manifest());
+    WeightManifestToProto(source_.manifest(), request.mutable_manifest());
     weights::v1::BeginUpdateResponse response;
     TANDEM_RETURN_IF_ERROR(
         FromGrpcStatus(receiver_.BeginUpdate(Context().get(), request, &response)));
-    if (response.next_chunk() < 0 || response.next_chunk() > total_chunks()) {
+    if (response.next_chunk() < 0 || response.next_chunk() > source_.manifest().num_chunks()) {
       return absl::InternalError(
           absl::StrCat("the receiver asks for chunk ", response.next_chunk()));
     }
@@ -59,19 +59,21 @@ class Sender {
   }
 
   absl::Status Upload(int64_t next_chunk) {
-    if (next_chunk == total_chunks()) return absl::OkStatus();
+    const WeightManifest& manifest = source_.manifest();
+    const int64_t num_chunks = manifest.num_chunks();
+    if (next_chunk == num_chunks) return absl::OkStatus();
     weights::v1::UploadWeightsResponse response;
     const auto context = Context();
     const auto stream = receiver_.UploadWeights(context.get(), &response);
     weights::v1::UploadWeightsRequest chunk;
     chunk.set_update_id(update_id_);
-    for (int64_t index = next_chunk; index < total_chunks(); ++index) {
+    for (int64_t index = next_chunk; index < num_chunks; ++index) {
       if (Cancelled()) {
         context->TryCancel();
         break;
       }
-      const int64_t offset = index * options_.chunk_bytes;
-      const int64_t size = std::min(options_.chunk_bytes, total_bytes() - offset);
+      const int64_t offset = index * manifest.chunk_bytes;
+      const int64_t size = std::min(manifest.chunk_bytes, manifest.total_bytes - offset);
       std::string& data = *chunk.mutable_data();
       data.resize(static_cast<size_t>(size));
       source_.Read(offset, absl::MakeSpan(reinterpret_cast<std::byte*>(data.data()), data.size()));
@@ -81,9 +83,9 @@ class Sender {
     }
     stream->WritesDone();
     TANDEM_RETURN_IF_ERROR(FromGrpcStatus(stream->Finish()));
-    if (response.next_chunk() != total_chunks()) {
+    if (response.next_chunk() != num_chunks) {
       return absl::UnavailableError(absl::StrCat("the receiver holds ", response.next_chunk(),
-                                                 " of ", total_chunks(), " chunks"));
+                                                 " of ", num_chunks, " chunks"));
     }
     return absl::OkStatus();
   }
@@ -95,21 +97,23 @@ class Sender {
     TANDEM_RETURN_IF_ERROR(
         FromGrpcStatus(receiver_.CommitUpdate(Context().get(), request, &response)));
     const WeightManifest& manifest = source_.manifest();
-    if (response.weights().version() != manifest.version ||
-        response.weights().digest() != manifest.digest) {
-      return WithReason(absl::DataLossError(absl::StrCat(
-                            "the receiver committed version ", response.weights().version(),
-                            " with digest ", response.weights().digest(), ", not version ",
-                            manifest.version, " with digest ", manifest.digest)),
-                        reason::kDigestMismatch);
+    const WeightsVersion committed = WeightsVersionFromProto(response.weights());
+    if (committed != WeightsVersion{manifest.version, manifest.digest}) {
+      return WithReason(
+          absl::DataLossError(absl::StrCat("the receiver committed version ", committed.version,
+                                           " with digest ", committed.digest, ", not version ",
+                                           manifest.version, " with digest ", manifest.digest)),
+          reason::kDigestMismatch);
     }
-    return WeightsVersionFromProto(response.weights());
+    return committed;
   }
 
   WeightService::StubInterface& receiver_;
   const std::string& update_id_;
   const WeightSource& source_;
   const WeightSenderOptions& options_;
+  int64_t furthest_chunk_ = 0;
+  bool progressed_ = false;
 };
 
 bool Retryable(const absl::Status& status) {
@@ -135,6 +139,10 @@ absl::StatusOr<WeightsVersion> SendWeights(WeightService::StubInterface& receive
   absl::Duration backoff = options.backoff;
   for (int attempt = 1;; ++attempt) {
     absl::StatusOr<WeightsVersion> result = sender.Attempt();
+    if (sender.progressed()) {
+      attempt = 1;
+      backoff = options.backoff;
+    }
     if (result.ok() || !Retryable(result.status()) || attempt >= options.max_attempts) {
       return result;
     }

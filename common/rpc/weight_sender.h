@@ -14,9 +14,8 @@
 namespace tandem::rpc {
 
 struct WeightSenderOptions {
-  int64_t chunk_bytes = 1 << 20;
-  // Attempts in all. Between two of them the sender waits `backoff`, doubled each time, and goes on
-  // at the receiver's next chunk.
+  // Attempts since a chunk last arrived: as long as some do, the sender goes on. Between two
+  // attempts it waits `backoff`, doubled each time.
   int max_attempts = 5;
   absl::Duration backoff = absl::Milliseconds(200);
   // Bounds of one call and of everything.
@@ -27,9 +26,9 @@ struct WeightSenderOptions {
 };
 
 // Sends the weights to one receiver and commits them; blocks. `update_id` names the update: reuse
-// it to go on with one that was interrupted. Retries UNAVAILABLE, DATA_LOSS of a chunk, and
-// timeouts of a single call. The answer's digest is the receiver's own and equals the manifest's;
-// another one is DATA_LOSS.
+// it to go on, at the receiver's next chunk, with one that was interrupted. Retries UNAVAILABLE,
+// DATA_LOSS of a chunk, and timeouts of a single call. The answer's digest is the receiver's own
+// and equals the manifest's; another one is DATA_LOSS.
 absl::StatusOr<WeightsVersion> SendWeights(weights::v1::WeightService::StubInterface& receiver,
                                            const std::string& update_id, const WeightSource& source,
                                            const WeightSenderOptions& options = {});

@@ -1,9 +1,10 @@
 // Sender and receiver over a real connection.
 #include <gtest/gtest.h>
 
+#include <atomic>
 #include <cstring>
 #include <memory>
-#include <mutex>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -14,81 +15,65 @@
 #include "common/rpc/weight_receiver_service.h"
 #include "common/rpc/weight_sender.h"
 #include "common/tensor/checksum.h"
+#include "common/tensor/staged_weight_receiver.h"
 
 namespace tandem::rpc {
 namespace {
 
-// Keeps the bytes of one update.
-class FakeReceiver final : public WeightReceiver {
+// The receiver of the engines, behind a connection that breaks.
+class FlakyReceiver final : public WeightReceiver {
  public:
+  explicit FlakyReceiver(int64_t elements)
+      : receiver_({{.name = "w", .shape = {elements}}}, std::nullopt, {},
+                  [this](const WeightManifest&, absl::Span<const std::byte> stream) {
+                    applied_.assign(reinterpret_cast<const char*>(stream.data()), stream.size());
+                    return absl::OkStatus();
+                  }) {}
+
   absl::StatusOr<int64_t> Begin(const std::string& id, const WeightManifest& manifest) override {
-    std::lock_guard lock(mutex_);
-    if (manifest.version <= version_.version) {
-      return WithReason(absl::FailedPreconditionError("stale"), reason::kStaleWeightVersion);
-    }
-    if (id != id_) bytes_.clear();
-    id_ = id;
-    manifest_ = manifest;
-    return static_cast<int64_t>(bytes_.size());
+    return receiver_.Begin(id, manifest);
   }
-  absl::Status Append(const std::string& id, int64_t offset,
-                      absl::Span<const std::byte> data) override {
-    std::lock_guard lock(mutex_);
-    if (id != id_) return absl::NotFoundError("not open");
-    if (fail_after_chunks_ == 0) {
-      fail_after_chunks_ = -1;
+  absl::StatusOr<int64_t> Append(const std::string& id, int64_t chunk_index,
+                                 absl::Span<const std::byte> data) override {
+    if (chunks_until_break_ == 0) {
+      chunks_until_break_ = chunks_between_breaks_.load();
       return absl::UnavailableError("the connection broke");
     }
-    if (fail_after_chunks_ > 0) --fail_after_chunks_;
-    EXPECT_EQ(offset, static_cast<int64_t>(bytes_.size()));
-    bytes_.append(reinterpret_cast<const char*>(data.data()), data.size());
-    appended_bytes_ += static_cast<int64_t>(data.size());
-    return absl::OkStatus();
+    if (chunks_until_break_ > 0) --chunks_until_break_;
+    const absl::StatusOr<int64_t> next = receiver_.Append(id, chunk_index, data);
+    chunks_appended_ += next.ok();
+    return next;
   }
   absl::StatusOr<WeightsVersion> Commit(const std::string& id) override {
-    std::lock_guard lock(mutex_);
-    if (id == committed_id_) return version_;
-    if (id != id_) return absl::NotFoundError("not open");
-    const std::string digest = lie_ ? std::string(32, '0') : Xxh3Hex(bytes_.data(), bytes_.size());
-    if (!lie_ && digest != manifest_.digest) return absl::DataLossError("digest");
-    version_ = {manifest_.version, digest};
-    committed_id_ = id;
-    id_.clear();
-    return version_;
+    absl::StatusOr<WeightsVersion> version = receiver_.Commit(id);
+    if (version.ok() && lie_) version->digest = std::string(32, '0');
+    return version;
   }
-  absl::Status Abort(const std::string& id) override {
-    std::lock_guard lock(mutex_);
-    if (id != id_) return absl::NotFoundError("not open");
-    id_.clear();
-    bytes_.clear();
-    return absl::OkStatus();
-  }
-  WeightsVersion Version() const override {
-    std::lock_guard lock(mutex_);
-    return version_;
-  }
-  std::string OpenUpdateId() const override {
-    std::lock_guard lock(mutex_);
-    return id_;
-  }
+  absl::Status Abort(const std::string& id) override { return receiver_.Abort(id); }
+  WeightsVersion Version() const override { return receiver_.Version(); }
+  std::string OpenUpdateId() const override { return receiver_.OpenUpdateId(); }
 
-  mutable std::mutex mutex_;
-  std::string id_, committed_id_, bytes_;
-  WeightManifest manifest_;
-  WeightsVersion version_;
-  int64_t appended_bytes_ = 0;
-  int fail_after_chunks_ = -1;
+  StagedWeightReceiver receiver_;
+  std::string applied_;
+  std::atomic<int> chunks_appended_ = 0;
+  // The connection breaks after so many chunks, and then again and again; negative: never.
+  std::atomic<int> chunks_until_break_ = -1;
+  std::atomic<int> chunks_between_breaks_ = -1;
   bool lie_ = false;
 };
 
 class BytesSource final : public WeightSource {
  public:
-  explicit BytesSource(int64_t elements, int64_t version = 1) {
+  static constexpr int64_t kElements = 2620;  // 10,480 bytes: the last of 11 chunks is shorter
+  static constexpr int64_t kChunk = 1000;
+  explicit BytesSource(int64_t version = 1, int64_t elements = kElements,
+                       int64_t chunk_bytes = kChunk) {
     for (int64_t i = 0; i < elements * 4; ++i)
       bytes_.push_back(static_cast<char>(i * 31 + version));
     manifest_.version = version;
     manifest_.tensors = {{"w", DType::kFloat32, {elements}}};
     manifest_.total_bytes = elements * 4;
+    manifest_.chunk_bytes = chunk_bytes;
     manifest_.digest = Xxh3Hex(bytes_.data(), bytes_.size());
   }
   const WeightManifest& manifest() const override { return manifest_; }
@@ -101,7 +86,7 @@ class BytesSource final : public WeightSource {
 
 class ReceiverApp final : public ServerApp {
  public:
-  ReceiverApp(ServerRuntime& runtime, FakeReceiver* receiver)
+  ReceiverApp(ServerRuntime& runtime, WeightReceiver* receiver)
       : service_(runtime.executor, runtime.metrics) {
     service_.SetReceiver(receiver);
   }
@@ -116,10 +101,8 @@ class ReceiverApp final : public ServerApp {
 
 class WeightTransferTest : public testing::Test {
  protected:
-  static constexpr int64_t kChunk = 1000;
   WeightSenderOptions Options() {
     WeightSenderOptions options;
-    options.chunk_bytes = kChunk;
     options.backoff = absl::Milliseconds(1);
     return options;
   }
@@ -127,7 +110,7 @@ class WeightTransferTest : public testing::Test {
     grpc::ClientContext context;
     weights::v1::BeginUpdateRequest request;
     request.set_update_id(id);
-    WeightManifestToProto(source.manifest(), kChunk, request.mutable_manifest());
+    WeightManifestToProto(source.manifest(), request.mutable_manifest());
     weights::v1::BeginUpdateResponse response;
     return FromGrpcStatus(stub_->BeginUpdate(&context, request, &response));
   }
@@ -146,7 +129,7 @@ class WeightTransferTest : public testing::Test {
     return FromGrpcStatus(stream->Finish());
   }
 
-  FakeReceiver receiver_;
+  FlakyReceiver receiver_{BytesSource::kElements};
   TestServer server_{[this](ServerRuntime& runtime) {
     return std::make_unique<ReceiverApp>(runtime, &receiver_);
   }};
@@ -155,26 +138,26 @@ class WeightTransferTest : public testing::Test {
 };
 
 TEST_F(WeightTransferTest, EveryByteArrivesAndIsCommitted) {
-  const BytesSource source(2620);  // not a multiple of the chunk
+  const BytesSource source;
   const auto version = SendWeights(*stub_, "u1", source, Options());
   ASSERT_TRUE(version.ok()) << version.status();
   EXPECT_EQ(version->version, 1);
   EXPECT_EQ(version->digest, source.manifest().digest);
-  EXPECT_EQ(receiver_.bytes_, source.bytes_);
+  EXPECT_EQ(receiver_.applied_, source.bytes_);
   EXPECT_NE(server_.metrics().Text().find("tandem_weight_bytes_received_total 10480"),
             std::string::npos);
 }
 
-TEST_F(WeightTransferTest, OneMiBChunksPassTheMessageLimit) {
-  const BytesSource source(1 << 20);
-  WeightSenderOptions options;
-  EXPECT_TRUE(SendWeights(*stub_, "u1", source, options).ok());
-  options.chunk_bytes = kMaxChunkBytes;
-  EXPECT_TRUE(SendWeights(*stub_, "u2", BytesSource(1 << 20, 2), options).ok());
+TEST(WeightTransferLimitsTest, TheLargestChunksPassTheMessageLimit) {
+  FlakyReceiver receiver(1 << 20);
+  TestServer server(
+      [&](ServerRuntime& runtime) { return std::make_unique<ReceiverApp>(runtime, &receiver); });
+  const auto stub = weights::v1::WeightService::NewStub(server.channel());
+  EXPECT_TRUE(SendWeights(*stub, "u1", BytesSource(1, 1 << 20, kMaxChunkBytes)).ok());
 }
 
 TEST_F(WeightTransferTest, ARepeatOfACommittedUpdateIsTheSameAnswer) {
-  const BytesSource source(100);
+  const BytesSource source;
   ASSERT_TRUE(SendWeights(*stub_, "u1", source, Options()).ok());
   grpc::ClientContext context;
   weights::v1::CommitUpdateRequest request;
@@ -185,49 +168,68 @@ TEST_F(WeightTransferTest, ARepeatOfACommittedUpdateIsTheSameAnswer) {
 }
 
 TEST_F(WeightTransferTest, AnInterruptedUploadGoesOnWhereItStopped) {
-  receiver_.fail_after_chunks_ = 3;
-  const BytesSource source(2500);
+  receiver_.chunks_until_break_ = 3;
+  const BytesSource source;
   ASSERT_TRUE(SendWeights(*stub_, "u1", source, Options()).ok());
-  EXPECT_EQ(receiver_.bytes_, source.bytes_);
-  EXPECT_EQ(receiver_.appended_bytes_, 10000) << "nothing was sent twice";
+  EXPECT_EQ(receiver_.applied_, source.bytes_);
+  EXPECT_EQ(receiver_.chunks_appended_, 11) << "nothing was sent twice";
+}
+
+TEST_F(WeightTransferTest, AttemptsCountOnlyWithoutProgress) {
+  receiver_.chunks_until_break_ = 1;
+  receiver_.chunks_between_breaks_ = 1;
+  WeightSenderOptions options = Options();
+  options.max_attempts = 2;
+  const BytesSource source;
+  ASSERT_TRUE(SendWeights(*stub_, "u1", source, options).ok());
+  EXPECT_EQ(receiver_.applied_, source.bytes_);
+
+  receiver_.chunks_until_break_ = 0;
+  receiver_.chunks_between_breaks_ = 0;
+  EXPECT_EQ(SendWeights(*stub_, "u2", BytesSource(2), options).status().code(),
+            absl::StatusCode::kUnavailable);
 }
 
 TEST_F(WeightTransferTest, ADamagedChunkIsDataLossAndLeavesTheUpdateOpen) {
-  const BytesSource source(500);
+  const BytesSource source;
   ASSERT_TRUE(Begin("u1", source).ok());
-  const std::string good = source.bytes_.substr(0, kChunk);
+  const std::string good = source.bytes_.substr(0, BytesSource::kChunk);
   std::string bad = good;
   bad[17] ^= 1;
   const absl::Status status = UploadChunk("u1", 0, bad, Xxh3_64(good.data(), good.size()));
   EXPECT_EQ(status.code(), absl::StatusCode::kDataLoss);
   EXPECT_EQ(Reason(status), "CHUNK_DAMAGED");
-  EXPECT_EQ(receiver_.appended_bytes_, 0);
+  EXPECT_EQ(receiver_.chunks_appended_, 0);
   EXPECT_EQ(receiver_.OpenUpdateId(), "u1");
   EXPECT_TRUE(SendWeights(*stub_, "u1", source, Options()).ok());
 }
 
 TEST_F(WeightTransferTest, ChunksOutOfOrderOrOfTheWrongSizeAreRefused) {
-  const BytesSource source(500);
+  const BytesSource source;
   ASSERT_TRUE(Begin("u1", source).ok());
-  const std::string chunk = source.bytes_.substr(0, kChunk);
+  const std::string chunk = source.bytes_.substr(0, BytesSource::kChunk);
   const uint64_t checksum = Xxh3_64(chunk.data(), chunk.size());
-  EXPECT_EQ(FieldPath(UploadChunk("u1", 1, chunk, checksum)), "chunk_index");
-  EXPECT_EQ(FieldPath(UploadChunk("u1", 0, chunk.substr(1), checksum)), "data");
+  const absl::Status early = UploadChunk("u1", 1, chunk, checksum);
+  EXPECT_EQ(FieldPath(early), "chunk_index");
+  EXPECT_EQ(Reason(early), "CHUNK_OUT_OF_ORDER");
+  const std::string shorter = chunk.substr(1);
+  EXPECT_EQ(FieldPath(UploadChunk("u1", 0, shorter, Xxh3_64(shorter.data(), shorter.size()))),
+            "data");
   EXPECT_EQ(UploadChunk("u9", 0, chunk, checksum).code(), absl::StatusCode::kNotFound);
   EXPECT_TRUE(UploadChunk("u1", 0, chunk, checksum).ok());
   EXPECT_EQ(FieldPath(UploadChunk("u1", 0, chunk, checksum)), "chunk_index") << "a repeat";
 }
 
 TEST_F(WeightTransferTest, AStaleVersionIsNotRetried) {
-  ASSERT_TRUE(SendWeights(*stub_, "u1", BytesSource(10, 5), Options()).ok());
-  const auto result = SendWeights(*stub_, "u2", BytesSource(10, 4), Options());
+  ASSERT_TRUE(SendWeights(*stub_, "u1", BytesSource(5), Options()).ok());
+  const auto result = SendWeights(*stub_, "u2", BytesSource(4), Options());
   EXPECT_EQ(result.status().code(), absl::StatusCode::kFailedPrecondition);
   EXPECT_EQ(Reason(result.status()), "STALE_WEIGHT_VERSION");
 }
 
 TEST_F(WeightTransferTest, AWrongDigestInTheAnswerIsDataLoss) {
   receiver_.lie_ = true;
-  const auto result = SendWeights(*stub_, "u1", BytesSource(10), Options());
+  const auto result = SendWeights(*stub_, "u1", BytesSource(), Options());
   EXPECT_EQ(result.status().code(), absl::StatusCode::kDataLoss);
   EXPECT_EQ(Reason(result.status()), "DIGEST_MISMATCH");
 }
@@ -237,7 +239,7 @@ TEST_F(WeightTransferTest, AReceiverThatIsAwayBoundsTheWait) {
   WeightSenderOptions options = Options();
   options.max_attempts = 3;
   options.rpc_timeout = absl::Seconds(5);
-  EXPECT_EQ(SendWeights(*stub_, "u1", BytesSource(10), options).status().code(),
+  EXPECT_EQ(SendWeights(*stub_, "u1", BytesSource(), options).status().code(),
             absl::StatusCode::kUnavailable);
 }
 
@@ -245,7 +247,8 @@ TEST_F(WeightTransferTest, BadManifestsNameTheField) {
   grpc::ClientContext context;
   weights::v1::BeginUpdateRequest request;
   request.set_update_id("u1");
-  WeightManifestToProto(BytesSource(10).manifest(), (3 << 20) + 1, request.mutable_manifest());
+  WeightManifestToProto(BytesSource().manifest(), request.mutable_manifest());
+  request.mutable_manifest()->set_chunk_bytes(kMaxChunkBytes + 1);
   weights::v1::BeginUpdateResponse response;
   EXPECT_EQ(FieldPath(FromGrpcStatus(stub_->BeginUpdate(&context, request, &response))),
             "manifest.chunk_bytes");
@@ -257,7 +260,7 @@ TEST_F(WeightTransferTest, BadManifestsNameTheField) {
 }
 
 TEST_F(WeightTransferTest, AbortDropsTheUpdate) {
-  ASSERT_TRUE(Begin("u1", BytesSource(500)).ok());
+  ASSERT_TRUE(Begin("u1", BytesSource()).ok());
   weights::v1::AbortUpdateRequest request;
   request.set_update_id("u1");
   weights::v1::AbortUpdateResponse response;

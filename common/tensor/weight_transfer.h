@@ -24,14 +24,18 @@ struct WeightSpec {
   bool operator==(const WeightSpec&) const = default;
 };
 
-// The tensors' bytes, little endian and concatenated in this order, form one byte stream.
+// The tensors' bytes, little endian and concatenated in this order, form one byte stream, which
+// travels in chunks.
 struct WeightManifest {
   int64_t version = 0;
   std::vector<WeightSpec> tensors;
   int64_t total_bytes = 0;
-  std::string digest;  // XXH3-128 of the stream, 32 hexadecimal digits
+  int64_t chunk_bytes = 1 << 20;  // of every chunk but the last, which may be shorter
+  std::string digest;             // XXH3-128 of the stream, 32 hexadecimal digits
 
   bool operator==(const WeightManifest&) const = default;
+
+  int64_t num_chunks() const { return (total_bytes + chunk_bytes - 1) / chunk_bytes; }
 };
 
 // An immutable copy of a model's weights.
@@ -47,16 +51,16 @@ class WeightSource {
 class WeightReceiver {
  public:
   virtual ~WeightReceiver() = default;
-  // Opens an update, or goes on with the open one of that id and manifest: returns the number of
-  // bytes that it already holds. INVALID_ARGUMENT names a tensor that does not fit the model;
+  // Opens an update, or goes on with the open one of that id and manifest: returns the first chunk
+  // that it does not hold yet. INVALID_ARGUMENT names a tensor that does not fit the model;
   // FAILED_PRECONDITION (reason STALE_WEIGHT_VERSION) for a version not above the one served, or
   // below that of another open update (which is replaced otherwise).
   virtual absl::StatusOr<int64_t> Begin(const std::string& update_id,
                                         const WeightManifest& manifest) = 0;
-  // Appends bytes at `offset`, which must be the number of bytes held. NOT_FOUND for another
-  // update.
-  virtual absl::Status Append(const std::string& update_id, int64_t offset,
-                              absl::Span<const std::byte> data) = 0;
+  // Takes the next chunk; returns the one after it. NOT_FOUND for an update that is not open;
+  // INVALID_ARGUMENT names chunk_index (reason CHUNK_OUT_OF_ORDER) or data, of a wrong length.
+  virtual absl::StatusOr<int64_t> Append(const std::string& update_id, int64_t chunk_index,
+                                         absl::Span<const std::byte> data) = 0;
   // Verifies the digest (DATA_LOSS leaves the old weights in place and drops the update), swaps at
   // the next step boundary and blocks until that has happened. Repeating the last commit is OK.
   virtual absl::StatusOr<WeightsVersion> Commit(const std::string& update_id) = 0;

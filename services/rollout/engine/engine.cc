@@ -18,12 +18,12 @@
 #include "common/base/physical_cores.h"
 #include "common/base/status_macros.h"
 #include "common/tensor/catch_torch_errors.h"
+#include "common/tensor/staged_weight_receiver.h"
 #include "services/rollout/engine/generator.h"
 #include "services/rollout/engine/loaded_models.h"
 #include "services/rollout/engine/request_check.h"
 #include "services/rollout/engine/scorer.h"
 #include "services/rollout/engine/torch_runner.h"
-#include "services/rollout/engine/weight_receiver.h"
 
 namespace tandem::rollout {
 namespace {

@@ -430,6 +430,7 @@ WeightManifest ManifestOf(const Model& model, int64_t version, std::vector<std::
     std::memcpy(stream.data() + begin, values.const_data_ptr(), values.nbytes());
   }
   manifest.total_bytes = static_cast<int64_t>(stream.size());
+  manifest.chunk_bytes = manifest.total_bytes;
   manifest.digest = Xxh3Hex(stream.data(), stream.size());
   return manifest;
 }

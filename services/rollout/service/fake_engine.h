@@ -128,8 +128,9 @@ class FakeEngine final : public Engine {
   class Receiver final : public WeightReceiver {
    public:
     absl::StatusOr<int64_t> Begin(const std::string&, const WeightManifest&) override { return 0; }
-    absl::Status Append(const std::string&, int64_t, absl::Span<const std::byte>) override {
-      return absl::OkStatus();
+    absl::StatusOr<int64_t> Append(const std::string&, int64_t,
+                                   absl::Span<const std::byte>) override {
+      return 0;
     }
     absl::StatusOr<WeightsVersion> Commit(const std::string&) override { return Version(); }
     absl::Status Abort(const std::string&) override { return absl::OkStatus(); }

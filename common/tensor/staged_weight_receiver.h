@@ -1,7 +1,7 @@
-// Receives new weights of the senior into memory beside the ones that serve. Knows bytes, names and
-// shapes; the swap itself is the engine's.
-#ifndef TANDEM_SERVICES_ROLLOUT_ENGINE_WEIGHT_RECEIVER_H_
-#define TANDEM_SERVICES_ROLLOUT_ENGINE_WEIGHT_RECEIVER_H_
+// Receives new weights into memory beside the ones that serve. Knows bytes, names and shapes; the
+// swap itself is the engine's.
+#ifndef TANDEM_COMMON_TENSOR_STAGED_WEIGHT_RECEIVER_H_
+#define TANDEM_COMMON_TENSOR_STAGED_WEIGHT_RECEIVER_H_
 
 #include <condition_variable>
 #include <cstddef>
@@ -19,7 +19,7 @@
 #include "common/tensor/checksum.h"
 #include "common/tensor/weight_transfer.h"
 
-namespace tandem::rollout {
+namespace tandem {
 
 class StagedWeightReceiver : public WeightReceiver {
  public:
@@ -34,8 +34,8 @@ class StagedWeightReceiver : public WeightReceiver {
 
   absl::StatusOr<int64_t> Begin(const std::string& update_id,
                                 const WeightManifest& manifest) override;
-  absl::Status Append(const std::string& update_id, int64_t offset,
-                      absl::Span<const std::byte> data) override;
+  absl::StatusOr<int64_t> Append(const std::string& update_id, int64_t chunk_index,
+                                 absl::Span<const std::byte> data) override;
   absl::StatusOr<WeightsVersion> Commit(const std::string& update_id) override;
   absl::Status Abort(const std::string& update_id) override;
   WeightsVersion Version() const override;
@@ -46,9 +46,13 @@ class StagedWeightReceiver : public WeightReceiver {
     std::string id;
     WeightManifest manifest;
     std::unique_ptr<std::byte[]> bytes;
-    int64_t received = 0;
+    int64_t received = 0;  // bytes, always of whole chunks
     Checksum digest;
     bool committing = false;
+
+    int64_t next_chunk() const {
+      return (received + manifest.chunk_bytes - 1) / manifest.chunk_bytes;
+    }
   };
 
   absl::Status CheckManifest(const WeightManifest& manifest) const;
@@ -65,6 +69,6 @@ class StagedWeightReceiver : public WeightReceiver {
   std::string last_committed_id_;
 };
 
-}  // namespace tandem::rollout
+}  // namespace tandem
 
-#endif  // TANDEM_SERVICES_ROLLOUT_ENGINE_WEIGHT_RECEIVER_H_
+#endif  // TANDEM_COMMON_TENSOR_STAGED_WEIGHT_RECEIVER_H_

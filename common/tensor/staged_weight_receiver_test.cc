@@ -1,11 +1,11 @@
-#include "services/rollout/engine/weight_receiver.h"
+#include "common/tensor/staged_weight_receiver.h"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
 #include "common/base/error.h"
 
-namespace tandem::rollout {
+namespace tandem {
 namespace {
 
 std::vector<std::byte> Bytes(int count, int start = 0) {
@@ -14,9 +14,9 @@ std::vector<std::byte> Bytes(int count, int start = 0) {
   return bytes;
 }
 
-class WeightReceiverTest : public ::testing::Test {
+class StagedWeightReceiverTest : public ::testing::Test {
  protected:
-  WeightReceiverTest()
+  StagedWeightReceiverTest()
       : receiver_({{.name = "a", .shape = {2, 3}}, {.name = "b", .shape = {4}}},
                   WeightSpec{.name = "head", .shape = {2, 3}}, {.version = 0, .digest = "start"},
                   [this](const WeightManifest&, absl::Span<const std::byte> stream) {
@@ -29,7 +29,17 @@ class WeightReceiverTest : public ::testing::Test {
             .tensors = {{.name = "a", .shape = {2, 3}},
                         {.name = "b", .dtype = DType::kBFloat16, .shape = {4}}},
             .total_bytes = 32,
+            .chunk_bytes = 12,
             .digest = Xxh3Hex(stream_.data(), stream_.size())};
+  }
+
+  absl::Status SendAll(const std::string& id, const std::vector<std::byte>& stream) {
+    for (int64_t chunk = 0; chunk < 3; ++chunk) {
+      const auto sent = receiver_.Append(id, chunk, absl::MakeSpan(stream).subspan(chunk * 12, 12));
+      if (!sent.ok()) return sent.status();
+      EXPECT_EQ(*sent, chunk + 1);
+    }
+    return absl::OkStatus();
   }
 
   const std::vector<std::byte> stream_ = Bytes(32);
@@ -38,12 +48,13 @@ class WeightReceiverTest : public ::testing::Test {
   StagedWeightReceiver receiver_;
 };
 
-TEST_F(WeightReceiverTest, AppliesWhatWasSentOnce) {
+TEST_F(StagedWeightReceiverTest, AppliesWhatWasSentOnce) {
   EXPECT_EQ(*receiver_.Begin("u", Manifest()), 0);
-  ASSERT_TRUE(receiver_.Append("u", 0, absl::MakeSpan(stream_).subspan(0, 10)).ok());
+  ASSERT_TRUE(receiver_.Append("u", 0, absl::MakeSpan(stream_).subspan(0, 12)).ok());
   // An interruption: the same update goes on.
-  EXPECT_EQ(*receiver_.Begin("u", Manifest()), 10);
-  ASSERT_TRUE(receiver_.Append("u", 10, absl::MakeSpan(stream_).subspan(10)).ok());
+  EXPECT_EQ(*receiver_.Begin("u", Manifest()), 1);
+  ASSERT_TRUE(receiver_.Append("u", 1, absl::MakeSpan(stream_).subspan(12, 12)).ok());
+  ASSERT_TRUE(receiver_.Append("u", 2, absl::MakeSpan(stream_).subspan(24)).ok());
   EXPECT_TRUE(applied_.empty());
   EXPECT_EQ(receiver_.Version().version, 0);
   EXPECT_EQ(receiver_.Commit("u")->version, 1);
@@ -54,24 +65,35 @@ TEST_F(WeightReceiverTest, AppliesWhatWasSentOnce) {
   EXPECT_TRUE(applied_.empty());
 }
 
-TEST_F(WeightReceiverTest, ADifferentDigestIsDataLoss) {
+TEST_F(StagedWeightReceiverTest, ADifferentDigestIsDataLoss) {
   ASSERT_TRUE(receiver_.Begin("u", Manifest()).ok());
-  ASSERT_TRUE(receiver_.Append("u", 0, Bytes(32, 1)).ok());
+  ASSERT_TRUE(SendAll("u", Bytes(32, 1)).ok());
   EXPECT_EQ(receiver_.Commit("u").status().code(), absl::StatusCode::kDataLoss);
   EXPECT_TRUE(applied_.empty());
   EXPECT_EQ(receiver_.Version().version, 0);
   EXPECT_EQ(receiver_.Commit("u").status().code(), absl::StatusCode::kNotFound);
 }
 
-TEST_F(WeightReceiverTest, ChunksMustBeInOrderAndInside) {
+TEST_F(StagedWeightReceiverTest, ChunksMustBeInOrderAndInside) {
   ASSERT_TRUE(receiver_.Begin("u", Manifest()).ok());
-  EXPECT_EQ(FieldPath(receiver_.Append("u", 4, Bytes(4))), "offset");
-  EXPECT_EQ(receiver_.Append("u", 0, Bytes(33)).code(), absl::StatusCode::kOutOfRange);
-  EXPECT_EQ(receiver_.Append("v", 0, Bytes(4)).code(), absl::StatusCode::kNotFound);
+  const absl::Status early = receiver_.Append("u", 1, Bytes(12)).status();
+  EXPECT_EQ(FieldPath(early), "chunk_index");
+  EXPECT_EQ(Reason(early), "CHUNK_OUT_OF_ORDER");
+  EXPECT_EQ(FieldPath(receiver_.Append("u", 0, Bytes(13)).status()), "data");
+  EXPECT_EQ(FieldPath(receiver_.Append("u", 0, {}).status()), "data");
+  EXPECT_EQ(receiver_.Append("v", 0, Bytes(12)).status().code(), absl::StatusCode::kNotFound);
+  ASSERT_TRUE(SendAll("u", stream_).ok());
+  EXPECT_EQ(FieldPath(receiver_.Append("u", 2, Bytes(8)).status()), "chunk_index") << "a repeat";
+  EXPECT_EQ(FieldPath(receiver_.Append("u", 3, Bytes(12)).status()), "data") << "past the end";
+}
+
+TEST_F(StagedWeightReceiverTest, WhatIsIncompleteCannotBeCommitted) {
+  ASSERT_TRUE(receiver_.Begin("u", Manifest()).ok());
+  ASSERT_TRUE(receiver_.Append("u", 0, Bytes(12)).ok());
   EXPECT_EQ(receiver_.Commit("u").status().code(), absl::StatusCode::kFailedPrecondition);
 }
 
-TEST_F(WeightReceiverTest, OlderVersionsAreStaleAndNewerOnesReplace) {
+TEST_F(StagedWeightReceiverTest, OlderVersionsAreStaleAndNewerOnesReplace) {
   EXPECT_EQ(Reason(receiver_.Begin("u", Manifest(0)).status()), "STALE_WEIGHT_VERSION");
   ASSERT_TRUE(receiver_.Begin("u", Manifest(5)).ok());
   EXPECT_EQ(Reason(receiver_.Begin("v", Manifest(4)).status()), "STALE_WEIGHT_VERSION");
@@ -81,7 +103,26 @@ TEST_F(WeightReceiverTest, OlderVersionsAreStaleAndNewerOnesReplace) {
   EXPECT_EQ(receiver_.Abort("w").code(), absl::StatusCode::kNotFound);
 }
 
-TEST_F(WeightReceiverTest, ManifestsThatDoNotFitAreNamed) {
+TEST_F(StagedWeightReceiverTest, AReusedIdCommitsTheNewUpdate) {
+  ASSERT_TRUE(receiver_.Begin("u", Manifest(1)).ok());
+  ASSERT_TRUE(SendAll("u", stream_).ok());
+  ASSERT_EQ(receiver_.Commit("u")->version, 1);
+  ASSERT_TRUE(receiver_.Begin("u", Manifest(2)).ok());
+  EXPECT_EQ(receiver_.Commit("u").status().code(), absl::StatusCode::kFailedPrecondition);
+  ASSERT_TRUE(SendAll("u", stream_).ok());
+  EXPECT_EQ(receiver_.Commit("u")->version, 2);
+  EXPECT_EQ(receiver_.OpenUpdateId(), "");
+}
+
+TEST_F(StagedWeightReceiverTest, AnotherChunkSizeIsAnotherUpdate) {
+  ASSERT_TRUE(receiver_.Begin("u", Manifest()).ok());
+  ASSERT_TRUE(receiver_.Append("u", 0, Bytes(12)).ok());
+  WeightManifest halves = Manifest();
+  halves.chunk_bytes = 16;
+  EXPECT_EQ(*receiver_.Begin("u", halves), 0);
+}
+
+TEST_F(StagedWeightReceiverTest, ManifestsThatDoNotFitAreNamed) {
   WeightManifest wrong = Manifest();
   wrong.tensors[1].shape = {5};
   EXPECT_EQ(FieldPath(receiver_.Begin("u", wrong).status()), "manifest.tensors[1].shape");
@@ -103,21 +144,21 @@ TEST_F(WeightReceiverTest, ManifestsThatDoNotFitAreNamed) {
   EXPECT_EQ(FieldPath(receiver_.Begin("", Manifest()).status()), "update_id");
 }
 
-TEST_F(WeightReceiverTest, ATiedHeadMayBeSent) {
+TEST_F(StagedWeightReceiverTest, ATiedHeadMayBeSent) {
   WeightManifest manifest = Manifest();
   manifest.tensors.push_back({.name = "head", .shape = {2, 3}});
   manifest.total_bytes += 24;
   EXPECT_TRUE(receiver_.Begin("u", manifest).ok());
 }
 
-TEST_F(WeightReceiverTest, AFailedSwapKeepsTheVersion) {
+TEST_F(StagedWeightReceiverTest, AFailedSwapKeepsTheVersion) {
   apply_status_ = absl::InternalError("no");
   ASSERT_TRUE(receiver_.Begin("u", Manifest()).ok());
-  ASSERT_TRUE(receiver_.Append("u", 0, stream_).ok());
+  ASSERT_TRUE(SendAll("u", stream_).ok());
   EXPECT_EQ(receiver_.Commit("u").status().code(), absl::StatusCode::kInternal);
   EXPECT_EQ(receiver_.Version().version, 0);
   EXPECT_EQ(receiver_.OpenUpdateId(), "");
 }
 
 }  // namespace
-}  // namespace tandem::rollout
+}  // namespace tandem

@@ -1,5 +1,6 @@
-#include "services/rollout/engine/weight_receiver.h"
+#include "common/tensor/staged_weight_receiver.h"
 
+#include <algorithm>
 #include <cstring>
 #include <map>
 #include <new>
@@ -11,7 +12,7 @@
 #include "common/base/error.h"
 #include "common/base/status_macros.h"
 
-namespace tandem::rollout {
+namespace tandem {
 namespace {
 
 bool IsFloating(DType dtype) {
@@ -80,6 +81,7 @@ absl::Status StagedWeightReceiver::CheckManifest(const WeightManifest& manifest)
     return InvalidField("manifest.total_bytes", absl::StrCat("the tensors have ", total_bytes,
                                                              " bytes, not ", manifest.total_bytes));
   }
+  if (manifest.chunk_bytes < 1) return InvalidField("manifest.chunk_bytes", "must be at least 1");
   if (manifest.digest.size() != 32) {
     return InvalidField("manifest.digest", "must be 32 hexadecimal digits");
   }
@@ -94,7 +96,7 @@ absl::StatusOr<int64_t> StagedWeightReceiver::Begin(const std::string& update_id
   // The sender did not hear of its success and starts again: there is nothing left to send.
   if (update_id == last_committed_id_ && manifest.version == version_.version &&
       manifest.digest == version_.digest) {
-    return manifest.total_bytes;
+    return manifest.num_chunks();
   }
   if (manifest.version <= version_.version) {
     return WithReason(
@@ -104,7 +106,7 @@ absl::StatusOr<int64_t> StagedWeightReceiver::Begin(const std::string& update_id
         reason::kStaleWeightVersion);
   }
   if (open_ != nullptr) {
-    if (open_->id == update_id && open_->manifest == manifest) return open_->received;
+    if (open_->id == update_id && open_->manifest == manifest) return open_->next_chunk();
     if (open_->committing || open_->manifest.version > manifest.version) {
       return WithReason(FieldError(absl::StatusCode::kFailedPrecondition, "manifest.version",
                                    absl::StrCat("update \"", open_->id, "\" to version ",
@@ -135,24 +137,27 @@ absl::StatusOr<StagedWeightReceiver::Update*> StagedWeightReceiver::FindOpenLock
   return open_.get();
 }
 
-absl::Status StagedWeightReceiver::Append(const std::string& update_id, int64_t offset,
-                                          absl::Span<const std::byte> data) {
+absl::StatusOr<int64_t> StagedWeightReceiver::Append(const std::string& update_id,
+                                                     int64_t chunk_index,
+                                                     absl::Span<const std::byte> data) {
   std::lock_guard lock(mutex_);
   TANDEM_ASSIGN_OR_RETURN(Update * update, FindOpenLocked(update_id));
-  if (offset != update->received) {
-    return FieldError(absl::StatusCode::kFailedPrecondition, "offset",
-                      absl::StrCat("expected byte ", update->received, ", got ", offset));
+  const int64_t next = update->next_chunk();
+  if (chunk_index != next) {
+    return WithReason(
+        InvalidField("chunk_index", absl::StrCat("expected chunk ", next, ", got ", chunk_index)),
+        reason::kChunkOutOfOrder);
   }
-  if (static_cast<int64_t>(data.size()) > update->manifest.total_bytes - offset) {
-    return FieldError(absl::StatusCode::kOutOfRange, "data",
-                      absl::StrCat("goes past the end of the stream of ",
-                                   update->manifest.total_bytes, " bytes"));
+  const int64_t expected =
+      std::min(update->manifest.chunk_bytes, update->manifest.total_bytes - update->received);
+  if (static_cast<int64_t>(data.size()) != expected || expected == 0) {
+    return InvalidField("data", absl::StrCat("chunk ", next, " must hold ", expected,
+                                             " bytes, holds ", data.size()));
   }
-  if (data.empty()) return absl::OkStatus();
-  std::memcpy(update->bytes.get() + offset, data.data(), data.size());
+  std::memcpy(update->bytes.get() + update->received, data.data(), data.size());
   update->digest.Update(data.data(), data.size());
-  update->received += static_cast<int64_t>(data.size());
-  return absl::OkStatus();
+  update->received += expected;
+  return update->next_chunk();
 }
 
 absl::StatusOr<WeightsVersion> StagedWeightReceiver::Commit(const std::string& update_id) {
@@ -162,7 +167,8 @@ absl::StatusOr<WeightsVersion> StagedWeightReceiver::Commit(const std::string& u
     // A sender that lost its connection asks again while its first request still waits.
     commit_ended_.wait(
         lock, [&] { return open_ == nullptr || open_->id != update_id || !open_->committing; });
-    if (!last_committed_id_.empty() && update_id == last_committed_id_) return version_;
+    const bool open = open_ != nullptr && open_->id == update_id;
+    if (!open && !last_committed_id_.empty() && update_id == last_committed_id_) return version_;
     TANDEM_ASSIGN_OR_RETURN(update, FindOpenLocked(update_id));
     if (update->received != update->manifest.total_bytes) {
       return absl::FailedPreconditionError(absl::StrCat("update \"", update_id, "\" has ",
@@ -207,4 +213,4 @@ std::string StagedWeightReceiver::OpenUpdateId() const {
   return open_ == nullptr ? "" : open_->id;
 }
 
-}  // namespace tandem::rollout
+}  // namespace tandem
