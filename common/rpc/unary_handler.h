@@ -22,6 +22,7 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "common/base/logging.h"
+#include "common/base/status_macros.h"
 #include "common/rpc/call_executor.h"
 #include "common/rpc/error_table.h"
 #include "common/rpc/reactor_call.h"
@@ -32,13 +33,19 @@ template <typename Request, typename Response>
 using UnaryHandler =
     std::function<absl::StatusOr<Response>(const Request& request, const CallContext& context)>;
 
+// Starts to answer: an error ends the call; after OK `done` is called, once and from any thread.
+template <typename Request, typename Response>
+using AsyncUnaryHandler =
+    std::function<absl::Status(const Request& request, const CallContext& context,
+                               std::function<void(absl::StatusOr<Response> result)> done)>;
+
 namespace internal {
 
 template <typename Request, typename Response>
 class UnaryCall final : public grpc::ServerUnaryReactor {
  public:
   UnaryCall(CallExecutor& executor, grpc::CallbackServerContext* context, const Request* request,
-            Response* response, UnaryHandler<Request, Response> handler)
+            Response* response, AsyncUnaryHandler<Request, Response> handler)
       : call_(
             executor, context, [this](grpc::Status status) { Finish(std::move(status)); }, true) {
     if (!call_.Begin()) return;
@@ -48,11 +55,14 @@ class UnaryCall final : public grpc::ServerUnaryReactor {
                                         context = call_.context(), handler = std::move(handler)] {
       if (state->finished()) return;
       const ScopedRequestId request_id(context.request_id);
-      absl::StatusOr<Response> result =
-          CatchExceptions("handler", [&] { return handler(request, context); });
-      state->Finish(result.status(), [&] {
-        if (result.ok()) response->Swap(&*result);
-      });
+      const auto done = [state, response](absl::StatusOr<Response> result) {
+        state->Finish(result.status(), [&] {
+          if (result.ok()) response->Swap(&*result);
+        });
+      };
+      const absl::Status started =
+          CatchExceptions("handler", [&] { return handler(request, context, done); });
+      if (!started.ok()) state->Finish(started);
     });
     if (!queued.ok()) state->Finish(queued);
   }
@@ -66,14 +76,30 @@ class UnaryCall final : public grpc::ServerUnaryReactor {
 
 }  // namespace internal
 
-// Runs `handler` on the executor. The answer comes at the deadline at the latest, even when the
-// handler is still busy; its result is then dropped.
+// Runs `handler` on the executor, which is free again when it returns. The answer comes at the
+// deadline at the latest; a result that is later is dropped.
+template <typename Request, typename Response>
+grpc::ServerUnaryReactor* HandleUnaryAsync(CallExecutor& executor,
+                                           grpc::CallbackServerContext* context,
+                                           const Request* request, Response* response,
+                                           AsyncUnaryHandler<Request, Response> handler) {
+  return new internal::UnaryCall<Request, Response>(executor, context, request, response,
+                                                    std::move(handler));
+}
+
+// The same for a handler that returns the result.
 template <typename Request, typename Response>
 grpc::ServerUnaryReactor* HandleUnary(CallExecutor& executor, grpc::CallbackServerContext* context,
                                       const Request* request, Response* response,
                                       UnaryHandler<Request, Response> handler) {
-  return new internal::UnaryCall<Request, Response>(executor, context, request, response,
-                                                    std::move(handler));
+  return HandleUnaryAsync<Request, Response>(
+      executor, context, request, response,
+      [handler = std::move(handler)](const Request& request, const CallContext& context,
+                                     const auto& done) -> absl::Status {
+        TANDEM_ASSIGN_OR_RETURN(Response result, handler(request, context));
+        done(std::move(result));
+        return absl::OkStatus();
+      });
 }
 
 // For what is at hand: runs `handler` on the gRPC thread, so that status is told while every worker

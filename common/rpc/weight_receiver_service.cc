@@ -112,10 +112,10 @@ grpc::ServerUnaryReactor* WeightReceiverService::CommitUpdate(grpc::CallbackServ
   return HandleUnary<CommitUpdateRequest, CommitUpdateResponse>(
       executor_, context, request, response,
       [this](const CommitUpdateRequest& request,
-             const CallContext&) -> absl::StatusOr<CommitUpdateResponse> {
+             const CallContext& context) -> absl::StatusOr<CommitUpdateResponse> {
         TANDEM_RETURN_IF_ERROR(CheckUpdateId(request.update_id()));
         const absl::StatusOr<WeightsVersion> version =
-            receiver_.load()->Commit(request.update_id());
+            receiver_.load()->Commit(request.update_id(), context);
         metrics_.Counter(metric::kWeightUpdates, {version.ok() ? "committed" : "failed"})
             .Increment();
         if (!version.ok()) return version.status();

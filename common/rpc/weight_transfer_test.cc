@@ -24,11 +24,12 @@ namespace {
 class FlakyReceiver final : public WeightReceiver {
  public:
   explicit FlakyReceiver(int64_t elements)
-      : receiver_({{.name = "w", .shape = {elements}}}, std::nullopt, {},
-                  [this](const WeightManifest&, absl::Span<const std::byte> stream) {
-                    applied_.assign(reinterpret_cast<const char*>(stream.data()), stream.size());
-                    return absl::OkStatus();
-                  }) {}
+      : receiver_(
+            {{.name = "w", .shape = {elements}}}, std::nullopt, {},
+            [this](const WeightManifest&, absl::Span<const std::byte> stream, const CallScope&) {
+              applied_.assign(reinterpret_cast<const char*>(stream.data()), stream.size());
+              return absl::OkStatus();
+            }) {}
 
   absl::StatusOr<int64_t> Begin(const std::string& id, const WeightManifest& manifest) override {
     return receiver_.Begin(id, manifest);
@@ -44,8 +45,8 @@ class FlakyReceiver final : public WeightReceiver {
     chunks_appended_ += next.ok();
     return next;
   }
-  absl::StatusOr<WeightsVersion> Commit(const std::string& id) override {
-    absl::StatusOr<WeightsVersion> version = receiver_.Commit(id);
+  absl::StatusOr<WeightsVersion> Commit(const std::string& id, const CallScope& call) override {
+    absl::StatusOr<WeightsVersion> version = receiver_.Commit(id, call);
     if (version.ok() && lie_) version->digest = std::string(32, '0');
     return version;
   }

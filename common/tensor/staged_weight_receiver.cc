@@ -160,7 +160,8 @@ absl::StatusOr<int64_t> StagedWeightReceiver::Append(const std::string& update_i
   return update->next_chunk();
 }
 
-absl::StatusOr<WeightsVersion> StagedWeightReceiver::Commit(const std::string& update_id) {
+absl::StatusOr<WeightsVersion> StagedWeightReceiver::Commit(const std::string& update_id,
+                                                            const CallScope& call) {
   Update* update = nullptr;
   {
     std::unique_lock lock(mutex_);
@@ -185,9 +186,15 @@ absl::StatusOr<WeightsVersion> StagedWeightReceiver::Commit(const std::string& u
     }
     update->committing = true;  // nobody else touches the update until the swap is over
   }
-  const absl::Status applied = apply_(
-      update->manifest, {update->bytes.get(), static_cast<size_t>(update->manifest.total_bytes)});
+  const absl::Status applied =
+      apply_(update->manifest,
+             {update->bytes.get(), static_cast<size_t>(update->manifest.total_bytes)}, call);
   std::lock_guard lock(mutex_);
+  if (absl::IsDeadlineExceeded(applied) || absl::IsCancelled(applied)) {
+    open_->committing = false;  // its turn never came: the sender may ask again
+    commit_ended_.notify_all();
+    return applied;
+  }
   const std::unique_ptr<Update> done = std::move(open_);
   commit_ended_.notify_all();
   if (!applied.ok()) return applied;

@@ -24,8 +24,8 @@ namespace tandem {
 class StagedWeightReceiver : public WeightReceiver {
  public:
   // Puts verified weights in force (blocks); `stream` holds the manifest's byte stream.
-  using Apply = std::function<absl::Status(const WeightManifest& manifest,
-                                           absl::Span<const std::byte> stream)>;
+  using Apply = std::function<absl::Status(
+      const WeightManifest& manifest, absl::Span<const std::byte> stream, const CallScope& call)>;
 
   // `parameters`: name and shape of every parameter of the model (dtypes are not compared: any
   // floating type is converted). `optional` may be in a manifest or not (a tied head).
@@ -36,7 +36,8 @@ class StagedWeightReceiver : public WeightReceiver {
                                 const WeightManifest& manifest) override;
   absl::StatusOr<int64_t> Append(const std::string& update_id, int64_t chunk_index,
                                  absl::Span<const std::byte> data) override;
-  absl::StatusOr<WeightsVersion> Commit(const std::string& update_id) override;
+  absl::StatusOr<WeightsVersion> Commit(const std::string& update_id,
+                                        const CallScope& call) override;
   absl::Status Abort(const std::string& update_id) override;
   WeightsVersion Version() const override;
   std::string OpenUpdateId() const override;

@@ -17,12 +17,13 @@ std::vector<std::byte> Bytes(int count, int start = 0) {
 class StagedWeightReceiverTest : public ::testing::Test {
  protected:
   StagedWeightReceiverTest()
-      : receiver_({{.name = "a", .shape = {2, 3}}, {.name = "b", .shape = {4}}},
-                  WeightSpec{.name = "head", .shape = {2, 3}}, {.version = 0, .digest = "start"},
-                  [this](const WeightManifest&, absl::Span<const std::byte> stream) {
-                    applied_.assign(stream.begin(), stream.end());
-                    return apply_status_;
-                  }) {}
+      : receiver_(
+            {{.name = "a", .shape = {2, 3}}, {.name = "b", .shape = {4}}},
+            WeightSpec{.name = "head", .shape = {2, 3}}, {.version = 0, .digest = "start"},
+            [this](const WeightManifest&, absl::Span<const std::byte> stream, const CallScope&) {
+              applied_.assign(stream.begin(), stream.end());
+              return apply_status_;
+            }) {}
 
   WeightManifest Manifest(int64_t version = 1) const {
     return {.version = version,
@@ -57,21 +58,21 @@ TEST_F(StagedWeightReceiverTest, AppliesWhatWasSentOnce) {
   ASSERT_TRUE(receiver_.Append("u", 2, absl::MakeSpan(stream_).subspan(24)).ok());
   EXPECT_TRUE(applied_.empty());
   EXPECT_EQ(receiver_.Version().version, 0);
-  EXPECT_EQ(receiver_.Commit("u")->version, 1);
+  EXPECT_EQ(receiver_.Commit("u", {})->version, 1);
   EXPECT_EQ(applied_, stream_);
   EXPECT_EQ(receiver_.OpenUpdateId(), "");
   applied_.clear();
-  EXPECT_EQ(receiver_.Commit("u")->digest, Manifest().digest);
+  EXPECT_EQ(receiver_.Commit("u", {})->digest, Manifest().digest);
   EXPECT_TRUE(applied_.empty());
 }
 
 TEST_F(StagedWeightReceiverTest, ADifferentDigestIsDataLoss) {
   ASSERT_TRUE(receiver_.Begin("u", Manifest()).ok());
   ASSERT_TRUE(SendAll("u", Bytes(32, 1)).ok());
-  EXPECT_EQ(receiver_.Commit("u").status().code(), absl::StatusCode::kDataLoss);
+  EXPECT_EQ(receiver_.Commit("u", {}).status().code(), absl::StatusCode::kDataLoss);
   EXPECT_TRUE(applied_.empty());
   EXPECT_EQ(receiver_.Version().version, 0);
-  EXPECT_EQ(receiver_.Commit("u").status().code(), absl::StatusCode::kNotFound);
+  EXPECT_EQ(receiver_.Commit("u", {}).status().code(), absl::StatusCode::kNotFound);
 }
 
 TEST_F(StagedWeightReceiverTest, ChunksMustBeInOrderAndInside) {
@@ -90,7 +91,7 @@ TEST_F(StagedWeightReceiverTest, ChunksMustBeInOrderAndInside) {
 TEST_F(StagedWeightReceiverTest, WhatIsIncompleteCannotBeCommitted) {
   ASSERT_TRUE(receiver_.Begin("u", Manifest()).ok());
   ASSERT_TRUE(receiver_.Append("u", 0, Bytes(12)).ok());
-  EXPECT_EQ(receiver_.Commit("u").status().code(), absl::StatusCode::kFailedPrecondition);
+  EXPECT_EQ(receiver_.Commit("u", {}).status().code(), absl::StatusCode::kFailedPrecondition);
 }
 
 TEST_F(StagedWeightReceiverTest, OlderVersionsAreStaleAndNewerOnesReplace) {
@@ -106,11 +107,11 @@ TEST_F(StagedWeightReceiverTest, OlderVersionsAreStaleAndNewerOnesReplace) {
 TEST_F(StagedWeightReceiverTest, AReusedIdCommitsTheNewUpdate) {
   ASSERT_TRUE(receiver_.Begin("u", Manifest(1)).ok());
   ASSERT_TRUE(SendAll("u", stream_).ok());
-  ASSERT_EQ(receiver_.Commit("u")->version, 1);
+  ASSERT_EQ(receiver_.Commit("u", {})->version, 1);
   ASSERT_TRUE(receiver_.Begin("u", Manifest(2)).ok());
-  EXPECT_EQ(receiver_.Commit("u").status().code(), absl::StatusCode::kFailedPrecondition);
+  EXPECT_EQ(receiver_.Commit("u", {}).status().code(), absl::StatusCode::kFailedPrecondition);
   ASSERT_TRUE(SendAll("u", stream_).ok());
-  EXPECT_EQ(receiver_.Commit("u")->version, 2);
+  EXPECT_EQ(receiver_.Commit("u", {})->version, 2);
   EXPECT_EQ(receiver_.OpenUpdateId(), "");
 }
 
@@ -155,9 +156,18 @@ TEST_F(StagedWeightReceiverTest, AFailedSwapKeepsTheVersion) {
   apply_status_ = absl::InternalError("no");
   ASSERT_TRUE(receiver_.Begin("u", Manifest()).ok());
   ASSERT_TRUE(SendAll("u", stream_).ok());
-  EXPECT_EQ(receiver_.Commit("u").status().code(), absl::StatusCode::kInternal);
+  EXPECT_EQ(receiver_.Commit("u", {}).status().code(), absl::StatusCode::kInternal);
   EXPECT_EQ(receiver_.Version().version, 0);
   EXPECT_EQ(receiver_.OpenUpdateId(), "");
+}
+
+TEST_F(StagedWeightReceiverTest, ACommitWhoseTurnDidNotComeCanBeRepeated) {
+  apply_status_ = absl::DeadlineExceededError("the deadline has passed");
+  ASSERT_TRUE(receiver_.Begin("u", Manifest()).ok());
+  ASSERT_TRUE(SendAll("u", stream_).ok());
+  EXPECT_EQ(receiver_.Commit("u", {}).status().code(), absl::StatusCode::kDeadlineExceeded);
+  apply_status_ = absl::OkStatus();
+  EXPECT_EQ(receiver_.Commit("u", {})->version, 1);
 }
 
 }  // namespace

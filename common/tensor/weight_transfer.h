@@ -11,6 +11,7 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/types/span.h"
+#include "common/base/call_scope.h"
 #include "common/base/weights_version.h"
 #include "common/tensor/dtype.h"
 
@@ -62,8 +63,10 @@ class WeightReceiver {
   virtual absl::StatusOr<int64_t> Append(const std::string& update_id, int64_t chunk_index,
                                          absl::Span<const std::byte> data) = 0;
   // Verifies the digest (DATA_LOSS leaves the old weights in place and drops the update), swaps at
-  // the next step boundary and blocks until that has happened. Repeating the last commit is OK.
-  virtual absl::StatusOr<WeightsVersion> Commit(const std::string& update_id) = 0;
+  // the next step boundary and blocks until that has happened. A call that ends before its turn
+  // (DEADLINE_EXCEEDED, CANCELLED) leaves the update open. Repeating the last commit is OK.
+  virtual absl::StatusOr<WeightsVersion> Commit(const std::string& update_id,
+                                                const CallScope& call) = 0;
   virtual absl::Status Abort(const std::string& update_id) = 0;
   virtual WeightsVersion Version() const = 0;
   // The open update, or empty.

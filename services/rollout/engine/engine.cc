@@ -3,17 +3,12 @@
 #include <ATen/Parallel.h>
 #include <c10/core/InferenceMode.h>
 
-#include <algorithm>
-#include <chrono>
-#include <condition_variable>
-#include <deque>
-#include <functional>
-#include <future>
 #include <mutex>
-#include <thread>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "absl/time/clock.h"
+#include "common/base/engine_thread.h"
 #include "common/base/error.h"
 #include "common/base/physical_cores.h"
 #include "common/base/status_macros.h"
@@ -29,13 +24,23 @@ namespace tandem::rollout {
 namespace {
 
 // Deadlines of held sequences are looked at this often while the engine is paused.
-constexpr std::chrono::milliseconds kPausedPoll(100);
+constexpr absl::Duration kPausedPoll = absl::Milliseconds(100);
 constexpr int64_t kQueueRetryMilliseconds = 500;
 
-absl::Status ShutDownStatus() { return absl::UnavailableError("the engine is shut down"); }
+// Scores that wait or run, and the bytes of their tokens and results.
+constexpr int64_t kMaxScores = 64;
+constexpr int64_t kMaxScoreBytes = 256 << 20;
 
-// Everything that touches a model or a sequence runs on the engine thread, as a command between two
-// steps. The mutex guards the inbox and the published numbers only.
+int64_t SizeBytes(const ScoreRequest& request) {
+  int64_t tokens = 0;
+  for (const ScoreSequence& sequence : request.sequences) {
+    tokens += static_cast<int64_t>(sequence.token_ids.size());
+  }
+  return tokens * static_cast<int64_t>(sizeof(int32_t) + 2 * sizeof(float));
+}
+
+// Everything that touches a model or a sequence runs on the engine thread: a command, or a step of
+// generation and then one of scoring. The mutex guards what other threads read.
 class EngineImpl : public Engine {
  public:
   EngineImpl(const EngineOptions& options, LoadedModels models)
@@ -47,16 +52,19 @@ class EngineImpl : public Engine {
                 .has_junior = models.junior != nullptr},
         boundaries_(std::move(models.boundaries)) {
     const int64_t slots = options.max_num_seqs + kScoreSlots;
-    senior_weights_.digest = models.senior_digest;
     std::optional<WeightSpec> tied_head;
     if (models.senior->tied()) {
       tied_head = {.name = "lm_head.weight",
                    .shape = models.senior->Parameter(kEmbeddingName).sizes().vec()};
     }
+    const WeightsVersion senior_weights = {.version = 0, .digest = models.senior_digest};
     weights_ = std::make_unique<StagedWeightReceiver>(
-        ParameterSpecs(*models.senior), tied_head, senior_weights_,
-        [this](const WeightManifest& manifest, absl::Span<const std::byte> stream) {
-          return RunOnEngine([&] { return SwapWeights(manifest, stream); });
+        ParameterSpecs(*models.senior), tied_head, senior_weights,
+        [this](const WeightManifest& manifest, absl::Span<const std::byte> stream,
+               const CallScope& call) {
+          return thread_->Run(call, [&] {
+            return CatchTorchErrors("weights", [&] { return SwapWeights(manifest, stream); });
+          });
         });
     senior_ = std::make_unique<TorchRunner>(std::move(models.senior), slots, models.max_model_len);
     if (models.junior != nullptr) {
@@ -68,11 +76,17 @@ class EngineImpl : public Engine {
                                     .max_batched_tokens = options.max_batched_tokens},
                          .max_model_len = models.max_model_len,
                          .eos_token_ids = std::move(models.eos_token_ids),
-                         .senior_weights = senior_weights_,
+                         .senior_weights = senior_weights,
                          .junior_version = info_.junior_version},
         boundaries_.get(), senior_.get(), junior_.get());
+    scorer_ = std::make_unique<Scorer>(options.max_batched_tokens, senior_weights, senior_.get(),
+                                       junior_.get());
     stats_.kv_capacity_tokens = options.max_num_seqs * models.max_model_len;
-    thread_ = std::thread([this] { Loop(); });
+    thread_ = std::make_unique<EngineThread>(
+        EngineThreadOptions{.name = "rollout engine",
+                            .around = [this](absl::FunctionRef<void()> loop) { Live(loop); },
+                            .step = [this] { return Step(); },
+                            .step_failed = [this](const absl::Status& error) { FailAll(error); }});
   }
 
   ~EngineImpl() override { Shutdown(); }
@@ -90,188 +104,151 @@ class EngineImpl : public Engine {
           PrependFieldPath(absl::StrCat("prompts[", i, "]"), Validate(batch[i].request)));
       samples += batch[i].request.num_samples;
     }
-    std::lock_guard lock(mutex_);
-    if (stopping_) return ShutDownStatus();
-    const int64_t queued = inbox_samples_ + stats_.sequences_waiting;
-    if (queued + samples > options_.max_queue) {
-      absl::Status full = absl::ResourceExhaustedError(
-          absl::StrCat("the queue holds ", queued, " of ", options_.max_queue,
-                       " sequences; no room for ", samples, " more"));
-      // What can never fit is not worth trying again.
-      return samples > options_.max_queue ? full : WithRetryAfter(full, kQueueRetryMilliseconds);
-    }
     std::vector<PromptId> ids;
-    for (size_t i = 0; i < batch.size(); ++i) ids.push_back(next_id_++);
-    inbox_samples_ += samples;
+    {
+      std::lock_guard lock(mutex_);
+      const int64_t queued = posted_samples_ + stats_.sequences_waiting;
+      if (queued + samples > options_.max_queue) {
+        absl::Status full = absl::ResourceExhaustedError(
+            absl::StrCat("the queue holds ", queued, " of ", options_.max_queue,
+                         " sequences; no room for ", samples, " more"));
+        // What can never fit is not worth trying again.
+        return samples > options_.max_queue ? full : WithRetryAfter(full, kQueueRetryMilliseconds);
+      }
+      posted_samples_ += samples;
+      for (size_t i = 0; i < batch.size(); ++i) ids.push_back(next_id_++);
+    }
     // std::function wants a copyable closure.
     auto shared = std::make_shared<std::vector<Submission>>(std::move(batch));
-    PostLocked([this, shared, ids, samples] {
+    absl::Status posted = thread_->Post([this, shared, ids, samples] {
       for (size_t i = 0; i < ids.size(); ++i) {
         generator_->Submit(ids[i], std::move((*shared)[i].request),
                            std::move((*shared)[i].listener));
       }
-      std::lock_guard lock(mutex_);
-      inbox_samples_ -= samples;
-      PublishLocked();
+      Publish(samples);
     });
+    if (!posted.ok()) {
+      std::lock_guard lock(mutex_);
+      posted_samples_ -= samples;
+      return posted;
+    }
     return ids;
   }
 
   void Cancel(const std::vector<PromptId>& prompts) override {
-    std::lock_guard lock(mutex_);
-    if (stopping_) return;
-    PostLocked([this, prompts] {
-      for (const PromptId id : prompts) {
-        generator_->Fail(id, absl::CancelledError("the caller cancelled"));
+    // After Shutdown everything is cancelled anyway.
+    thread_
+        ->Post([this, prompts] {
+          for (const PromptId id : prompts) {
+            generator_->Fail(id, absl::CancelledError("the caller cancelled"));
+          }
+        })
+        .IgnoreError();
+  }
+
+  absl::Status Score(ScoreRequest request, const CallScope& call, ScoreDone done) override {
+    TANDEM_RETURN_IF_ERROR(CheckScore(request, limits_));
+    const int64_t bytes = SizeBytes(request);
+    {
+      std::lock_guard lock(mutex_);
+      if (scores_ == kMaxScores || score_bytes_ + bytes > kMaxScoreBytes) {
+        return WithRetryAfter(
+            absl::ResourceExhaustedError(absl::StrCat(scores_, " scores of ", score_bytes_,
+                                                      " bytes wait; no room for ", bytes, " more")),
+            kQueueRetryMilliseconds);
       }
+      ++scores_;
+      score_bytes_ += bytes;
+    }
+    // Given back when the last holder of the closure is done with it.
+    const std::shared_ptr<void> place(nullptr, [this, bytes](void*) {
+      std::lock_guard lock(mutex_);
+      --scores_;
+      score_bytes_ -= bytes;
+    });
+    auto shared = std::make_shared<ScoreRequest>(std::move(request));
+    return thread_->Post([this, shared, call, place, done = std::move(done)] {
+      scorer_->Submit(std::move(*shared), call, [place, done](absl::StatusOr<ScoreResult> result) {
+        done(std::move(result));
+      });
     });
   }
 
-  absl::StatusOr<ScoreResult> Score(const ScoreRequest& request, absl::Time deadline,
-                                    const std::function<bool()>& cancelled) override {
-    TANDEM_RETURN_IF_ERROR(CheckScore(request, limits_));
-    ScoreResult result;
-    TANDEM_RETURN_IF_ERROR(
-        RunOnEngine([&] { return RunScore(request, deadline, cancelled, result); }));
-    return result;
-  }
-
-  int64_t Pause() override {
-    int64_t held = 0;
-    RunOnEngine([&] {
+  absl::StatusOr<int64_t> Pause(const CallScope& call) override {
+    return thread_->Run(call, [&]() -> absl::StatusOr<int64_t> {
       paused_ = true;
-      held = generator_->running();
-      return absl::OkStatus();
-    }).IgnoreError();
-    return held;
+      Publish();
+      return generator_->running();
+    });
   }
 
-  void Resume() override {
-    RunOnEngine([&] {
+  absl::Status Resume(const CallScope& call) override {
+    return thread_->Run(call, [&] {
       paused_ = false;
+      Publish();
       return absl::OkStatus();
-    }).IgnoreError();
+    });
   }
 
   EngineStats Stats() const override {
     std::lock_guard lock(mutex_);
     EngineStats stats = stats_;
-    stats.sequences_waiting += inbox_samples_;
+    stats.sequences_waiting += posted_samples_;
+    stats.last_progress = thread_->last_progress();
     return stats;
   }
 
+  absl::Status Health() const override { return thread_->Health(); }
+
   WeightReceiver& weights() override { return *weights_; }
 
-  void Shutdown() override {
-    {
-      std::lock_guard lock(mutex_);
-      stopping_ = true;
-      wake_.notify_all();
-    }
-    std::call_once(joined_, [this] { thread_.join(); });
-  }
+  void Shutdown() override { thread_->Shutdown(); }
 
  private:
-  using Command = std::function<void()>;
-
-  void PostLocked(Command command) {
-    inbox_.push_back(std::move(command));
-    wake_.notify_all();
-  }
-
-  // Runs `body` between two steps and waits for it. UNAVAILABLE when the engine is shut down.
-  absl::Status RunOnEngine(std::function<absl::Status()> body) {
-    std::promise<absl::Status> done;
-    std::future<absl::Status> result = done.get_future();
-    {
-      std::lock_guard lock(mutex_);
-      if (stopping_) return ShutDownStatus();
-      PostLocked([&] {
-        absl::Status status = CatchTorchErrors("rollout engine", body);
-        Publish();  // the caller's next Stats() shows what it did
-        done.set_value(std::move(status));
-      });
-    }
-    return result.get();
-  }
-
-  void Loop() {
+  // The whole life of the engine thread.
+  void Live(absl::FunctionRef<void()> loop) {
     // Both are settings of the thread.
     at::set_num_threads(options_.num_threads > 0 ? options_.num_threads : PhysicalCores());
     const c10::InferenceMode inference_mode;
-    for (;;) {
-      std::deque<Command> commands;
-      bool stopping = false;
-      {
-        std::unique_lock lock(mutex_);
-        const auto ready = [&] {
-          return stopping_ || !inbox_.empty() || (!paused_ && generator_->HasWork());
-        };
-        if (generator_->HasWork()) {
-          wake_.wait_for(lock, kPausedPoll, ready);
-        } else {
-          wake_.wait(lock, ready);
-        }
-        commands.swap(inbox_);
-        stopping = stopping_;
-      }
-      for (const Command& command : commands) command();
-      if (stopping) break;
-      generator_->ExpireDeadlines(absl::Now());
-      if (!paused_) generator_->Step();
-      Publish();
-    }
-    generator_->FailAll(absl::CancelledError("the engine was shut down"));
+    loop();
+    FailAll(absl::CancelledError("the engine was shut down"));
+  }
+
+  // See EngineThreadOptions::step.
+  absl::Time Step() {
+    const absl::Time now = absl::Now();
+    generator_->ExpireDeadlines(now);
+    scorer_->DropAbandoned();
+    const bool wrote = !paused_ && generator_->Step();
+    const bool scored = scorer_->Step();
+    if (wrote || scored) thread_->NoteProgress();
+    Publish();
+    if (scorer_->HasWork()) return absl::InfinitePast();
+    if (!generator_->HasWork()) return absl::InfiniteFuture();
+    return paused_ ? now + kPausedPoll : absl::InfinitePast();
+  }
+
+  void FailAll(const absl::Status& status) {
+    generator_->FailAll(status);
+    scorer_->FailAll(status);
     Publish();
   }
 
-  void Publish() {
+  // Shows other threads where the generator is; `arrived` posted samples are with it now.
+  void Publish(int64_t arrived = 0) {
     std::lock_guard lock(mutex_);
-    PublishLocked();
-  }
-
-  void PublishLocked() {
     generator_->FillStats(stats_);
+    stats_.score_passes_total = scorer_->passes_total();
     stats_.paused = paused_;
+    posted_samples_ -= arrived;
   }
 
   absl::Status SwapWeights(const WeightManifest& manifest, absl::Span<const std::byte> stream) {
     TANDEM_RETURN_IF_ERROR(ApplyWeights(manifest, stream, senior_->model()));
-    senior_weights_ = {.version = manifest.version, .digest = manifest.digest};
-    generator_->OnSeniorUpdated(senior_weights_, options_.on_weight_update);
-    return absl::OkStatus();
-  }
-
-  absl::Status RunScore(const ScoreRequest& request, absl::Time deadline,
-                        const std::function<bool()>& cancelled, ScoreResult& result) {
-    const auto check = [&]() -> absl::Status {
-      if (absl::Now() >= deadline) {
-        return absl::DeadlineExceededError("the deadline passed before the scores were ready");
-      }
-      if (cancelled && cancelled()) return absl::CancelledError("the caller cancelled");
-      generator_->NoteProgress(absl::Now());
-      Publish();
-      std::lock_guard lock(mutex_);
-      return stopping_ ? ShutDownStatus() : absl::OkStatus();
-    };
-    result.weights = senior_weights_;
-    result.sequences.resize(request.sequences.size());
-    const auto run = [&](ModelRunner& runner,
-                         std::vector<float> SequenceScores::*field) -> absl::Status {
-      TANDEM_ASSIGN_OR_RETURN(auto logprobs,
-                              ScoreWith(runner, request.sequences, request.temperature,
-                                        options_.max_batched_tokens, check));
-      for (size_t i = 0; i < logprobs.size(); ++i) {
-        result.sequences[i].*field = std::move(logprobs[i]);
-      }
-      return absl::OkStatus();
-    };
-    if (request.senior) {
-      TANDEM_RETURN_IF_ERROR(run(*senior_, &SequenceScores::senior_logprobs));
-    }
-    if (request.junior) {
-      TANDEM_RETURN_IF_ERROR(run(*junior_, &SequenceScores::junior_logprobs));
-    }
+    const WeightsVersion weights = {.version = manifest.version, .digest = manifest.digest};
+    generator_->OnSeniorUpdated(weights, options_.on_weight_update);
+    scorer_->OnSeniorUpdated(weights);
+    Publish();
     return absl::OkStatus();
   }
 
@@ -285,19 +262,17 @@ class EngineImpl : public Engine {
   std::unique_ptr<TorchRunner> senior_;
   std::unique_ptr<TorchRunner> junior_;
   std::unique_ptr<Generator> generator_;
-  WeightsVersion senior_weights_;
+  std::unique_ptr<Scorer> scorer_;
   bool paused_ = false;
 
   mutable std::mutex mutex_;
-  std::condition_variable wake_;
-  std::deque<Command> inbox_;
-  int64_t inbox_samples_ = 0;  // of prompts that the generator has not seen
-  PromptId next_id_ = 1;
-  bool stopping_ = false;
   EngineStats stats_;
+  int64_t posted_samples_ = 0;  // of prompts that the generator has not seen
+  PromptId next_id_ = 1;
+  int64_t scores_ = 0;
+  int64_t score_bytes_ = 0;
 
-  std::once_flag joined_;
-  std::thread thread_;
+  std::unique_ptr<EngineThread> thread_;  // last: it uses everything above
 };
 
 }  // namespace

@@ -6,17 +6,21 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <algorithm>
+#include <atomic>
 #include <cmath>
 #include <cstring>
 #include <fstream>
 #include <future>
+#include <stdexcept>
 #include <thread>
 #include <utility>
 
 #include "common/base/error.h"
 #include "common/tensor/checksum.h"
 #include "services/rollout/engine/testing/recording_listener.h"
-#include "services/rollout/engine/testing/tiny_model_dir.h"
+#include "services/rollout/engine/testing/tiny_tokenizer.h"
+#include "services/rollout/engine/torch_runner.h"
 
 namespace tandem::rollout {
 namespace {
@@ -31,8 +35,8 @@ class EngineTest : public ::testing::Test {
  protected:
   static void SetUpTestSuite() {
     folder_ = new TemporaryFolder;
-    WriteTinyModel(Senior(), 1);
-    WriteTinyModel(Junior(), 2, {{"num_hidden_layers", 1}, {"hidden_size", 24}});
+    WriteTinyModelAndTokenizer(Senior(), 1);
+    WriteTinyModelAndTokenizer(Junior(), 2, {{"num_hidden_layers", 1}, {"hidden_size", 24}});
   }
   static void TearDownTestSuite() { delete folder_; }
   static std::string Senior() { return folder_->path() + "/senior"; }
@@ -90,6 +94,17 @@ class EngineTest : public ::testing::Test {
     listener->Wait();
     EXPECT_EQ(listener->failure(), std::nullopt);
     return listener->finished().at(0);
+  }
+
+  // Waits for the scores.
+  static absl::StatusOr<ScoreResult> Score(Engine& engine, ScoreRequest request,
+                                           const CallScope& call = {}) {
+    std::promise<absl::StatusOr<ScoreResult>> done;
+    const absl::Status queued = engine.Score(
+        std::move(request), call,
+        [&](absl::StatusOr<ScoreResult> result) { done.set_value(std::move(result)); });
+    if (!queued.ok()) return queued;
+    return done.get_future().get();
   }
 
   static TemporaryFolder* folder_;
@@ -180,11 +195,10 @@ TEST_F(EngineTest, Law5LogProbsEqualRunningBothModelsOnEveryToken) {
     std::vector<int32_t> tokens = t.prompt_token_ids;
     tokens.insert(tokens.end(), t.response_token_ids.begin(), t.response_token_ids.end());
     const auto prompt_length = static_cast<int64_t>(t.prompt_token_ids.size());
-    const auto scores = engine->Score({.sequences = {{tokens, prompt_length}},
-                                       .senior = true,
-                                       .junior = true,
-                                       .temperature = 0.7},
-                                      absl::InfiniteFuture());
+    const auto scores = Score(*engine, {.sequences = {{tokens, prompt_length}},
+                                        .senior = true,
+                                        .junior = true,
+                                        .temperature = 0.7});
     ASSERT_TRUE(scores.ok()) << scores.status();
     const SequenceScores& s = scores->sequences[0];
     ASSERT_EQ(s.senior_logprobs.size(), t.response_token_ids.size());
@@ -205,8 +219,7 @@ TEST_F(EngineTest, ScoresEqualAForwardWithoutCache) {
     sequence.first_scored_token = 1 + i % 4;
     sequences.push_back(sequence);
   }
-  const auto scores =
-      Create()->Score({.sequences = sequences, .temperature = 2.0}, absl::InfiniteFuture());
+  const auto scores = Score(*Create(), {.sequences = sequences, .temperature = 2.0});
   ASSERT_TRUE(scores.ok()) << scores.status();
   const c10::InferenceMode inference_mode;
   for (size_t i = 0; i < sequences.size(); ++i) {
@@ -266,16 +279,14 @@ TEST_F(EngineTest, BadRequestsAreNamed) {
   solo.junior_model = "";
   const auto alone = Create(solo);
   EXPECT_EQ(alone->Validate(Request({})).code(), absl::StatusCode::kFailedPrecondition);
-  EXPECT_EQ(alone->Score({.sequences = {{{3, 4}, 1}}, .junior = true}, absl::InfiniteFuture())
-                .status()
-                .code(),
+  EXPECT_EQ(Score(*alone, {.sequences = {{{3, 4}, 1}}, .junior = true}).status().code(),
             absl::StatusCode::kFailedPrecondition);
 }
 
 TEST_F(EngineTest, ADifferentVocabularyIsRefusedWithTheFirstId) {
   TemporaryFolder folder;
-  WriteTinyModel(folder.path(), 3);
-  auto tokenizer = TinyTokenizerJson(61);
+  WriteTinyModelAndTokenizer(folder.path(), 3);
+  auto tokenizer = TinyTokenizerJson();
   tokenizer["model"]["vocab"].erase("w17");
   tokenizer["model"]["vocab"]["other"] = 17;
   std::ofstream(folder.path() + "/tokenizer.json") << tokenizer.dump();
@@ -303,7 +314,7 @@ TEST_F(EngineTest, AFullQueueIsRefusedWithARetryHint) {
   options.max_queue = 4;
   options.max_num_seqs = 1;
   const auto engine = Create(options);
-  engine->Pause();
+  ASSERT_TRUE(engine->Pause({}).ok());
   PromptRequest request = Request({});
   request.num_samples = 3;
   const auto held = Submit(*engine, {request});
@@ -311,45 +322,114 @@ TEST_F(EngineTest, AFullQueueIsRefusedWithARetryHint) {
       engine->Submit({{request, std::make_shared<RecordingListener>(3)}}).status();
   EXPECT_EQ(full.code(), absl::StatusCode::kResourceExhausted);
   EXPECT_TRUE(RetryAfterMilliseconds(full).has_value());
-  engine->Resume();
+  ASSERT_TRUE(engine->Resume({}).ok());
   held[0]->Wait();
   EXPECT_EQ(held[0]->finished().size(), 3u);
 }
 
-TEST_F(EngineTest, PromptsBehindAScoreStayCounted) {
-  const auto engine = Create();
-  const ScoreRequest both = {.sequences = {{{3, 4}, 1}}, .senior = true, .junior = true};
-  // The first score holds the engine until a second one and a prompt have queued up behind it.
-  std::promise<void> running, released;
-  std::thread first([&] {
-    const auto hold = [&, held = false]() mutable {
-      if (!std::exchange(held, true)) {
-        running.set_value();
-        released.get_future().wait();
-      }
-      return false;
-    };
-    EXPECT_TRUE(engine->Score(both, absl::InfiniteFuture(), hold).ok());
-  });
-  running.get_future().wait();
-  int64_t waiting = -1;
-  std::thread second([&] {
-    const auto look = [&] {
-      waiting = engine->Stats().sequences_waiting;
-      return false;
-    };
-    EXPECT_TRUE(engine->Score(both, absl::InfiniteFuture(), look).ok());
-  });
-  absl::SleepFor(absl::Milliseconds(50));  // the score before the prompt
+// Holds the engine thread at the second token, when the first step is over, until told to go on.
+class Gate final : public PromptListener {
+ public:
+  void OnTokens(TokensDelta delta) override {
+    if (delta.offset != 1) return;
+    arrived_.set_value();
+    opened_.get_future().wait();
+  }
+  void OnFinished(Trajectory) override { finished_.set_value(); }
+  void OnFailed(absl::Status status) override { ADD_FAILURE() << status; }
+
+  void WaitUntilHeld() { arrived_.get_future().wait(); }
+  void Open() { opened_.set_value(); }
+  void WaitUntilFinished() { finished_.get_future().wait(); }
+
+ private:
+  std::promise<void> arrived_, opened_, finished_;
+};
+
+TEST_F(EngineTest, PromptsAndScoresBehindABusyEngineAreCountedAndBounded) {
+  EngineOptions options = Options();
+  options.max_queue = 4;
+  const auto engine = Create(options);
   PromptRequest request = Request({});
+  request.stream_tokens = true;
+  const auto gate = std::make_shared<Gate>();
+  ASSERT_TRUE(engine->Submit({{request, gate}}).ok());
+  gate->WaitUntilHeld();
+
   request.num_samples = 3;
-  const auto listeners = Submit(*engine, {request});
-  released.set_value();
-  first.join();
-  second.join();
-  listeners[0]->Wait();
-  EXPECT_EQ(waiting, 3);
+  const auto waiting = Submit(*engine, {request});
+  EXPECT_EQ(engine->Stats().sequences_waiting, 3) << "status does not wait for the engine";
+  request.num_samples = 2;
+  const absl::Status full =
+      engine->Submit({{request, std::make_shared<RecordingListener>(2)}}).status();
+  EXPECT_EQ(full.code(), absl::StatusCode::kResourceExhausted);
+  EXPECT_TRUE(RetryAfterMilliseconds(full).has_value());
+
+  std::atomic<int> scored = 0;
+  const auto done = [&](const absl::StatusOr<ScoreResult>& result) { scored += result.ok(); };
+  const ScoreRequest score = {.sequences = {{{3, 4}, 1}}};
+  int accepted = 0;
+  absl::Status refused;
+  while ((refused = engine->Score(score, {}, done)).ok()) ASSERT_LT(++accepted, 1000);
+  EXPECT_EQ(refused.code(), absl::StatusCode::kResourceExhausted);
+  EXPECT_TRUE(RetryAfterMilliseconds(refused).has_value());
+
+  gate->Open();
+  gate->WaitUntilFinished();
+  waiting[0]->Wait();
+  while (scored < accepted) std::this_thread::yield();
+  EXPECT_TRUE(Score(*engine, score).ok()) << "there is room again";
   EXPECT_EQ(engine->Stats().sequences_waiting, 0);
+}
+
+// Notes at every token how many passes the steps before it took.
+class PassCounter final : public PromptListener {
+ public:
+  explicit PassCounter(const Engine& engine) : engine_(engine) {}
+  void OnTokens(TokensDelta) override { steps_.push_back(engine_.Stats()); }
+  void OnFinished(Trajectory) override { finished_.set_value(); }
+  void OnFailed(absl::Status status) override { ADD_FAILURE() << status; }
+  const std::vector<EngineStats>& WaitForSteps() {
+    finished_.get_future().wait();
+    return steps_;
+  }
+
+ private:
+  const Engine& engine_;
+  std::vector<EngineStats> steps_;
+  std::promise<void> finished_;
+};
+
+// A command, such as a commit, runs between two steps: it waits for what one step is at most.
+TEST_F(EngineTest, AStepIsOneTokenAndOneSliceOfTheScores) {
+  EngineOptions options = Options();
+  options.junior_model = "";
+  const auto engine = Create(options);
+  ScoreRequest largest;
+  for (int i = 0; i < 64; ++i) {
+    largest.sequences.push_back({std::vector<int32_t>(128, 3 + i % 50), 1});
+  }
+  std::vector<std::promise<absl::StatusOr<ScoreResult>>> scores(4);
+  for (auto& score : scores) {
+    ASSERT_TRUE(
+        engine
+            ->Score(largest, {},
+                    [&](absl::StatusOr<ScoreResult> result) { score.set_value(std::move(result)); })
+            .ok());
+  }
+  PromptRequest request = Request({.enabled = false});
+  request.stream_tokens = true;
+  request.sampling.max_tokens = 100;
+  request.sampling.ignore_eos = true;
+  const auto counter = std::make_shared<PassCounter>(*engine);
+  ASSERT_TRUE(engine->Submit({{request, counter}}).ok());
+  const std::vector<EngineStats>& steps = counter->WaitForSteps();
+  ASSERT_EQ(steps.size(), 100u);
+  for (size_t i = 1; i < steps.size(); ++i) {
+    EXPECT_EQ(steps[i].forward_passes_total, steps[i - 1].forward_passes_total + 1);
+    EXPECT_EQ(steps[i].score_passes_total, steps[i - 1].score_passes_total + 1);
+  }
+  for (auto& score : scores) EXPECT_TRUE(score.get_future().get().ok());
 }
 
 TEST_F(EngineTest, CancelFreesTheSequencesOfARunningPrompt) {
@@ -368,7 +448,7 @@ TEST_F(EngineTest, CancelFreesTheSequencesOfARunningPrompt) {
   if (listeners[0]->failure().has_value()) {  // it may have been faster
     EXPECT_EQ(listeners[0]->failure()->code(), absl::StatusCode::kCancelled);
   }
-  engine->Pause();  // a step boundary: the gauges are up to date
+  ASSERT_TRUE(engine->Pause({}).ok());  // a step boundary: the gauges are up to date
   EXPECT_EQ(engine->Stats().sequences_running, 0);
   EXPECT_EQ(engine->Stats().senior_kv_tokens, 0);
   engine->Cancel({ids[0], 12345});
@@ -383,39 +463,39 @@ TEST_F(EngineTest, PauseHoldsAndResumeGoesOnIdentically) {
   const Trajectory expected = Run(*engine, request);
   const auto listener = Submit(*engine, {request})[0];
   listener->WaitForTokens(5);
-  engine->Pause();
+  ASSERT_TRUE(engine->Pause({}).ok());
   EXPECT_TRUE(engine->Stats().paused);
   const size_t seen = listener->deltas().size();
   std::this_thread::sleep_for(std::chrono::milliseconds(20));
   EXPECT_EQ(listener->deltas().size(), seen);
-  engine->Resume();
+  ASSERT_TRUE(engine->Resume({}).ok());
   listener->Wait();
   EXPECT_EQ(listener->finished().at(0).response_token_ids, expected.response_token_ids);
 }
 
 TEST_F(EngineTest, AnExpiredDeadlineFailsAPausedPrompt) {
   const auto engine = Create();
-  engine->Pause();
+  ASSERT_TRUE(engine->Pause({}).ok());
   PromptRequest request = Request({});
   request.deadline = absl::Now() - absl::Seconds(1);
   const auto listener = Submit(*engine, {request})[0];
   listener->Wait();
   EXPECT_EQ(listener->failure()->code(), absl::StatusCode::kDeadlineExceeded);
-  EXPECT_EQ(engine->Score({.sequences = {{{3, 4, 5}, 1}}}, absl::Now() - absl::Seconds(1))
-                .status()
-                .code(),
+  CallScope late;
+  late.deadline = absl::Now() - absl::Seconds(1);
+  EXPECT_EQ(Score(*engine, {.sequences = {{{3, 4, 5}, 1}}}, late).status().code(),
             absl::StatusCode::kDeadlineExceeded);
 }
 
 TEST_F(EngineTest, ShutdownCancelsAndRefuses) {
   const auto engine = Create();
-  engine->Pause();
+  ASSERT_TRUE(engine->Pause({}).ok());
   const auto listener = Submit(*engine, {Request({})})[0];
   engine->Shutdown();
   EXPECT_EQ(listener->failure()->code(), absl::StatusCode::kCancelled);
   EXPECT_EQ(engine->Submit({{Request({}), listener}}).status().code(),
             absl::StatusCode::kUnavailable);
-  EXPECT_EQ(engine->Score({.sequences = {{{3, 4}, 1}}}, absl::InfiniteFuture()).status().code(),
+  EXPECT_EQ(Score(*engine, {.sequences = {{{3, 4}, 1}}}).status().code(),
             absl::StatusCode::kUnavailable);
 }
 
@@ -437,7 +517,7 @@ WeightManifest ManifestOf(const Model& model, int64_t version, std::vector<std::
 
 TEST_F(EngineTest, CommittedWeightsWriteTheNextTokens) {
   TemporaryFolder folder;
-  WriteTinyModel(folder.path(), 5);
+  WriteTinyModelAndTokenizer(folder.path(), 5);
   const auto replacement = *Model::Load(folder.path());
   std::vector<std::byte> stream;
   const WeightManifest manifest = ManifestOf(*replacement, 3, stream);
@@ -449,11 +529,11 @@ TEST_F(EngineTest, CommittedWeightsWriteTheNextTokens) {
   ASSERT_TRUE(weights.Append("u", 0, stream).ok());
   EXPECT_EQ(Run(*engine, Request({.enabled = false})).response_token_ids,
             before.response_token_ids);
-  engine->Pause();  // a swap does not wait for Resume
-  const auto committed = weights.Commit("u");
+  ASSERT_TRUE(engine->Pause({}).ok());  // a swap does not wait for Resume
+  const auto committed = weights.Commit("u", {});
   ASSERT_TRUE(committed.ok()) << committed.status();
   EXPECT_EQ(committed->version, 3);
-  engine->Resume();
+  ASSERT_TRUE(engine->Resume({}).ok());
 
   EngineOptions options = Options();
   options.senior_model = folder.path();
@@ -465,8 +545,7 @@ TEST_F(EngineTest, CommittedWeightsWriteTheNextTokens) {
   EXPECT_EQ(after.response_token_ids, expected.response_token_ids);
   EXPECT_EQ(after.author_logprobs, expected.author_logprobs);
   EXPECT_EQ(after.senior_versions.front().weights.version, 3);
-  EXPECT_EQ(engine->Score({.sequences = {{{3, 4}, 1}}}, absl::InfiniteFuture())->weights.version,
-            3);
+  EXPECT_EQ(Score(*engine, {.sequences = {{{3, 4}, 1}}})->weights.version, 3);
 }
 
 TEST_F(EngineTest, DamagedWeightsLeaveTheOldOnesInForce) {
@@ -478,7 +557,7 @@ TEST_F(EngineTest, DamagedWeightsLeaveTheOldOnesInForce) {
   const Trajectory before = Run(*engine, Request({}));
   ASSERT_TRUE(engine->weights().Begin("u", manifest).ok());
   ASSERT_TRUE(engine->weights().Append("u", 0, stream).ok());
-  EXPECT_EQ(engine->weights().Commit("u").status().code(), absl::StatusCode::kDataLoss);
+  EXPECT_EQ(engine->weights().Commit("u", {}).status().code(), absl::StatusCode::kDataLoss);
   EXPECT_EQ(engine->weights().Version().version, 0);
   EXPECT_EQ(Run(*engine, Request({})).author_logprobs, before.author_logprobs);
 }
@@ -491,11 +570,66 @@ TEST_F(EngineTest, NotANumberWeightsFailThePromptAndNotTheEngine) {
   const auto engine = Create();
   ASSERT_TRUE(engine->weights().Begin("u", manifest).ok());
   ASSERT_TRUE(engine->weights().Append("u", 0, stream).ok());
-  ASSERT_TRUE(engine->weights().Commit("u").ok());
+  ASSERT_TRUE(engine->weights().Commit("u", {}).ok());
   const auto broken = Submit(*engine, {Request({.prob_senior = 1.0})})[0];
   broken->Wait();
   EXPECT_EQ(broken->failure()->code(), absl::StatusCode::kInternal);
   EXPECT_EQ(Run(*engine, Request({.prob_senior = 0.0})).finish_reason, FinishReason::kLength);
+}
+
+TEST_F(EngineTest, TheJuniorsEndOfSequenceEndsAResponseToo) {
+  PromptRequest request = Request({.prob_senior = 1.0});
+  request.sampling.ignore_eos = true;
+  const Trajectory whole = Run(*Create(), request);
+  const int32_t stop = whole.response_token_ids[9];
+  const auto first =
+      std::find(whole.response_token_ids.begin(), whole.response_token_ids.end(), stop);
+
+  TemporaryFolder folder;
+  WriteTinyModelAndTokenizer(
+      folder.path(), 2, {{"num_hidden_layers", 1}, {"hidden_size", 24}, {"eos_token_id", stop}});
+  EngineOptions options = Options();
+  options.junior_model = folder.path();
+  const auto engine = Create(options);
+  EXPECT_THAT(engine->Info().junior->eos_token_ids, ::testing::ElementsAre(stop));
+  request.sampling.ignore_eos = false;
+  const Trajectory stopped = Run(*engine, request);
+  EXPECT_EQ(stopped.finish_reason, FinishReason::kStop);
+  EXPECT_EQ(stopped.response_token_ids,
+            std::vector<int32_t>(whole.response_token_ids.begin(), first + 1));
+}
+
+// Throws where no error is expected.
+class ThrowingListener final : public PromptListener {
+ public:
+  void OnTokens(TokensDelta) override { throw std::runtime_error("a listener broke"); }
+  void OnFinished(Trajectory) override {}
+  void OnFailed(absl::Status status) override { failed_.set_value(std::move(status)); }
+  absl::Status WaitForFailure() { return failed_.get_future().get(); }
+
+ private:
+  std::promise<absl::Status> failed_;
+};
+
+TEST_F(EngineTest, AnExceptionInAStepFailsItsPromptsAndNotTheEngine) {
+  const auto engine = Create();
+  PromptRequest request = Request({});
+  request.num_samples = 5;
+  request.stream_tokens = true;
+  const auto listener = std::make_shared<ThrowingListener>();
+  ASSERT_TRUE(engine->Submit({{request, listener}}).ok());
+  EXPECT_EQ(listener->WaitForFailure().code(), absl::StatusCode::kInternal);
+  EXPECT_EQ(Run(*engine, Request({})).author_logprobs, Run(*Create(), Request({})).author_logprobs);
+  EXPECT_EQ(engine->Stats().senior_kv_tokens, 0);
+}
+
+TEST(TorchRunnerTest, WhatLibtorchRefusesIsAStatus) {
+  TemporaryFolder folder;
+  WriteTinyModel(folder.path(), 1);
+  TorchRunner runner(*Model::Load(folder.path()), 2, 16);
+  const int64_t slot = *runner.AllocateSlot();
+  EXPECT_EQ(runner.CopyPrefix(slot, slot, 1).code(), absl::StatusCode::kInternal);
+  EXPECT_EQ(runner.Truncate(slot, 5).code(), absl::StatusCode::kInternal);
 }
 
 }  // namespace

@@ -38,7 +38,13 @@ Trajectory MakeTrajectory(const Sequence& sequence, const std::string& junior_ve
   result.author_logprobs = sequence.author_logprobs;
   if (sequence.wants_other) result.other_logprobs = sequence.other_logprobs;
   if (HasCut(request.sampling)) result.log_keep_mass = sequence.log_keep_mass;
-  result.senior_versions = sequence.versions;
+  for (const auto& weights : sequence.senior_weights) {
+    std::vector<VersionRun>& runs = result.senior_versions;
+    if (runs.empty() || runs.back().weights != *weights) {
+      runs.push_back({.weights = *weights, .count = 0});
+    }
+    ++runs.back().count;
+  }
   if (request.tandem.enabled) result.junior_version = junior_version;
   result.finish_reason = sequence.finish_reason;
   result.seed = request.seed;
@@ -56,7 +62,8 @@ struct PassResults {
   std::map<PromptId, absl::Status> failures;
 };
 
-void TakeRow(Author lane, const PassEntry& entry, int64_t row, std::span<const float> logits,
+void TakeRow(Author lane, const std::shared_ptr<const WeightsVersion>& senior_weights,
+             const PassEntry& entry, int64_t row, std::span<const float> logits,
              SampledToken& token, PassResults& results) {
   thread_local TandemSampler sampler;
   Sequence& sequence = *entry.sequence;
@@ -74,7 +81,9 @@ void TakeRow(Author lane, const PassEntry& entry, int64_t row, std::span<const f
     const auto logprob =
         sampler.TokenLogProb(logits, request.sampling.temperature, sequence.tokens[position + 1]);
     if (logprob.ok()) {
-      sequence.other_logprobs[position + 1 - sequence.prompt_length()] = *logprob;
+      const int64_t r = position + 1 - sequence.prompt_length();
+      sequence.other_logprobs[r] = *logprob;
+      if (lane == Author::kSenior) sequence.senior_weights[r] = senior_weights;
     }
     status = logprob.status();
   }
@@ -92,7 +101,7 @@ Generator::Generator(const GeneratorOptions& options, const BoundarySets* bounda
       boundaries_(boundaries),
       runners_({senior, junior}),
       scheduler_(options.limits),
-      senior_weights_(options.senior_weights) {}
+      senior_weights_(std::make_shared<const WeightsVersion>(options.senior_weights)) {}
 
 Generator::~Generator() = default;
 
@@ -152,13 +161,15 @@ void Generator::ExpireDeadlines(absl::Time now) {
   }
 }
 
-void Generator::Step() {
+bool Generator::Step() {
   for (Sequence* sequence : scheduler_.Admit()) {
     if (sequence->prompt->admitted) continue;
     sequence->prompt->admitted = true;
     totals_.prompt_tokens_total += sequence->prompt_length();
   }
-  for (const Author lane : kAuthors) RunPass(lane);
+  bool computed = false;
+  for (const Author lane : kAuthors) computed |= RunPass(lane);
+  return computed;
 }
 
 absl::Status Generator::PreparePass(Author lane, const std::vector<PassEntry>& entries) {
@@ -168,15 +179,16 @@ absl::Status Generator::PreparePass(Author lane, const std::vector<PassEntry>& e
       TANDEM_ASSIGN_OR_RETURN(state.slot, runner(lane).AllocateSlot());
     }
     if (entry.copy_prefix_from != nullptr) {
-      runner(lane).CopyPrefix(entry.copy_prefix_from->lane(lane).slot, state.slot, entry.begin);
+      TANDEM_RETURN_IF_ERROR(runner(lane).CopyPrefix(entry.copy_prefix_from->lane(lane).slot,
+                                                     state.slot, entry.begin));
     }
   }
   return absl::OkStatus();
 }
 
-void Generator::RunPass(Author lane) {
+bool Generator::RunPass(Author lane) {
   const std::vector<PassEntry> entries = scheduler_.Plan(lane);
-  if (entries.empty()) return;
+  if (entries.empty()) return false;
   PassResults results(entries.size());
   absl::Status status = PreparePass(lane, entries);
   if (status.ok()) {
@@ -189,16 +201,14 @@ void Generator::RunPass(Author lane) {
                std::span(entry.sequence->tokens).subspan(entry.begin, entry.end - entry.begin),
            .num_output_rows = entry.num_output_rows});
     }
-    status = runner(lane).Forward(
-        inputs, [&](int64_t input, int64_t row, std::span<const float> logits) {
-          TakeRow(lane, entries[input], row, logits, results.tokens[input], results);
-        });
+    status = runner(lane).Forward(inputs, [&](int64_t input, int64_t row,
+                                              std::span<const float> logits) {
+      TakeRow(lane, senior_weights_, entries[input], row, logits, results.tokens[input], results);
+    });
   }
   ++totals_.forward_passes_total;
   if (!status.ok()) {
     for (const PassEntry& entry : entries) results.failures[entry.sequence->prompt->id] = status;
-  } else {
-    totals_.last_progress = absl::Now();
   }
 
   int64_t& catch_up = lane == Author::kSenior ? totals_.senior_catch_up_tokens_total
@@ -225,6 +235,7 @@ void Generator::RunPass(Author lane) {
   }
   for (Sequence* sequence : ended) FinishIfComplete(sequence);
   for (const auto& [id, failure] : results.failures) Fail(id, failure);
+  return status.ok();
 }
 
 void Generator::AppendToken(Sequence& sequence, Author author, int32_t token, float logprob,
@@ -237,10 +248,7 @@ void Generator::AppendToken(Sequence& sequence, Author author, int32_t token, fl
   sequence.author_logprobs.push_back(logprob);
   sequence.other_logprobs.push_back(kNotComputed);
   sequence.log_keep_mass.push_back(log_keep_mass);
-  if (sequence.versions.empty() || sequence.versions.back().weights != senior_weights_) {
-    sequence.versions.push_back({.weights = senior_weights_, .count = 0});
-  }
-  ++sequence.versions.back().count;
+  sequence.senior_weights.push_back(senior_weights_);
   sequence.selector.OnToken(token);
 
   if (prompt.stop_tokens.contains(token)) {
@@ -266,14 +274,18 @@ void Generator::FinishIfComplete(Sequence* sequence) {
 }
 
 void Generator::OnSeniorUpdated(const WeightsVersion& weights, OnWeightUpdate policy) {
-  senior_weights_ = weights;
+  senior_weights_ = std::make_shared<const WeightsVersion>(weights);
   const bool recompute = policy == OnWeightUpdate::kRecompute;
   scheduler_.BumpEpoch(Author::kSenior, recompute);
   if (!recompute) return;
+  std::map<PromptId, absl::Status> failures;
   for (const Sequence* sequence : scheduler_.running()) {
     const LaneState& state = sequence->lane(Author::kSenior);
-    if (state.slot != LaneState::kNoSlot) runner(Author::kSenior).Truncate(state.slot, 0);
+    if (state.slot == LaneState::kNoSlot) continue;
+    const absl::Status truncated = runner(Author::kSenior).Truncate(state.slot, 0);
+    if (!truncated.ok()) failures[sequence->prompt->id] = truncated;
   }
+  for (const auto& [id, failure] : failures) Fail(id, failure);
 }
 
 void Generator::FillStats(EngineStats& stats) const {

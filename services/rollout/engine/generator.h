@@ -14,9 +14,9 @@
 #include "absl/time/time.h"
 #include "common/tandem/author_selector.h"
 #include "common/tandem/vocabulary.h"
-#include "services/rollout/engine/engine.h"
 #include "services/rollout/engine/model_runner.h"
 #include "services/rollout/engine/scheduler.h"
+#include "services/rollout/engine/types.h"
 
 namespace tandem::rollout {
 
@@ -49,21 +49,19 @@ class Generator {
   bool HasWork() const { return !scheduler_.idle(); }
 
   // Admits what fits, then one pass of the senior and one of the junior over the sequences that
-  // wait for it. A model's error fails the prompts of its pass, and only those.
-  void Step();
+  // wait for it. A model's error fails the prompts of its pass, and only those. False when no pass
+  // was computed.
+  bool Step();
 
   // The senior's weights were replaced. Tokens are tagged with `weights` from now on.
   void OnSeniorUpdated(const WeightsVersion& weights, OnWeightUpdate policy);
-
-  // Work other than generation went on (scoring).
-  void NoteProgress(absl::Time now) { totals_.last_progress = now; }
 
   // The counters of EngineStats that generation owns; the rest is left alone.
   void FillStats(EngineStats& stats) const;
   int64_t running() const { return static_cast<int64_t>(scheduler_.running().size()); }
 
  private:
-  void RunPass(Author lane);
+  bool RunPass(Author lane);
   absl::Status PreparePass(Author lane, const std::vector<PassEntry>& entries);
   void AppendToken(Sequence& sequence, Author author, int32_t token, float logprob,
                    float log_keep_mass);
@@ -77,7 +75,7 @@ class Generator {
   std::array<ModelRunner*, 2> runners_;
   Scheduler scheduler_;
   std::map<PromptId, std::unique_ptr<Prompt>> prompts_;
-  WeightsVersion senior_weights_;
+  std::shared_ptr<const WeightsVersion> senior_weights_;
   EngineStats totals_;
 };
 

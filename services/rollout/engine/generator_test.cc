@@ -395,6 +395,25 @@ TEST(GeneratorTest, AFailedPassFailsItsPromptsOnly) {
   EXPECT_EQ(senior_only->finished().size(), 1u);
 }
 
+TEST(GeneratorTest, AFailedCopyOrTruncationFailsItsPromptsOnly) {
+  Harness harness;
+  PromptRequest twice = Request(Tandem(SelectionStrategy::kBernoulli, 0.0), 8);
+  twice.num_samples = 2;
+  const auto copied = harness.Submit(twice);
+  const auto senior_only = harness.Submit(Request({.enabled = false}));
+  const auto other = harness.Submit(Request({.enabled = false}, 7, 12));
+  harness.junior.fail_next_copy = absl::InternalError("broken");
+  while (!copied->done()) harness.generator.Step();
+  EXPECT_EQ(copied->failure()->code(), absl::StatusCode::kInternal);
+  EXPECT_FALSE(senior_only->done() || other->done());
+
+  harness.senior.fail_next_truncate = absl::InternalError("broken");
+  harness.generator.OnSeniorUpdated({1, "one"}, OnWeightUpdate::kRecompute);
+  EXPECT_EQ(senior_only->failure()->code(), absl::StatusCode::kInternal);
+  harness.Finish();
+  EXPECT_EQ(other->finished().size(), 1u);
+}
+
 TEST(GeneratorTest, ARecomputedLaneWritesUnderTheNewWeights) {
   PromptRequest request = Request(Tandem(SelectionStrategy::kWord), 6, 21);
   request.sampling.ignore_eos = true;
@@ -413,14 +432,18 @@ TEST(GeneratorTest, ARecomputedLaneWritesUnderTheNewWeights) {
   EXPECT_EQ(t.senior_versions[1].weights, (WeightsVersion{4, "four"}));
   EXPECT_EQ(t.senior_versions[0].count + t.senior_versions[1].count, 30);
 
-  // Every token of the senior comes from a model of one version that has read everything before.
+  // Whatever the senior says of a token comes from the version that the token is labelled with,
+  // having read everything before it.
   TandemSampler sampler;
   std::vector<int32_t> tokens = request.prompt_token_ids;
   for (int64_t i = 0; i < 30; ++i) {
     const FakeRunner senior(i < t.senior_versions[0].count ? 1 : 9, kVocab);
-    const FakeRunner& author = t.authorship_mask[i] == 1 ? senior : harness.junior;
-    EXPECT_EQ(t.author_logprobs[i],
-              *sampler.TokenLogProb(author.Logits(tokens), 1.0, t.response_token_ids[i]));
+    const bool by_senior = t.authorship_mask[i] == 1;
+    const auto logprob = [&](const FakeRunner& model) {
+      return *sampler.TokenLogProb(model.Logits(tokens), 1.0, t.response_token_ids[i]);
+    };
+    EXPECT_EQ(t.author_logprobs[i], logprob(by_senior ? senior : harness.junior));
+    EXPECT_EQ(t.other_logprobs[i], logprob(by_senior ? harness.junior : senior));
     tokens.push_back(t.response_token_ids[i]);
   }
 }

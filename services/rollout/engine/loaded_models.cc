@@ -3,14 +3,13 @@
 #include <ATen/ATen.h>
 
 #include <algorithm>
-#include <optional>
+#include <set>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
 #include "common/base/error.h"
 #include "common/base/status_macros.h"
 #include "common/tensor/aten_bytes.h"
-#include "common/tensor/checksum.h"
 
 namespace tandem::rollout {
 namespace {
@@ -59,9 +58,7 @@ absl::StatusOr<LoadedModels> LoadModels(const EngineOptions& options) {
   TANDEM_ASSIGN_OR_RETURN(result.senior, LoadOne(options.senior_model, "senior_model"));
   const ModelConfig& config = result.senior->config();
   result.max_model_len = config.LongestSequence(options.max_model_len);
-  for (const int64_t id : config.eos_token_ids) {
-    result.eos_token_ids.push_back(static_cast<int32_t>(id));
-  }
+  std::set<int32_t> eos_token_ids(config.eos_token_ids.begin(), config.eos_token_ids.end());
 
   absl::StatusOr<Vocabulary> vocabulary = Vocabulary::Load(options.senior_model);
   if (!options.junior_model.empty()) {
@@ -74,18 +71,21 @@ absl::StatusOr<LoadedModels> LoadModels(const EngineOptions& options) {
     TANDEM_RETURN_IF_ERROR(
         PrependFieldPath("junior_model", Vocabulary::CheckSame(*vocabulary, *junior_vocabulary)));
     TANDEM_RETURN_IF_ERROR(CheckSameSize(*result.senior, *result.junior));
-    result.max_model_len = result.junior->config().LongestSequence(result.max_model_len);
-    result.junior_digest = WeightsDigest(*result.junior);
+    const ModelConfig& junior = result.junior->config();
+    eos_token_ids.insert(junior.eos_token_ids.begin(), junior.eos_token_ids.end());
+    result.max_model_len = junior.LongestSequence(result.max_model_len);
+    result.junior_digest = result.junior->weights_digest();
     result.info.junior = result.junior->Summary(result.max_model_len);
   } else if (!vocabulary.ok() && !absl::IsNotFound(vocabulary.status())) {
     return PrependFieldPath("senior_model", vocabulary.status());
   }
+  result.eos_token_ids.assign(eos_token_ids.begin(), eos_token_ids.end());
   result.boundaries = std::make_unique<BoundarySets>(vocabulary.ok() ? *vocabulary : Vocabulary(),
                                                      result.eos_token_ids);
   TANDEM_RETURN_IF_ERROR(
       PrependFieldPath("tandem", tandem::Validate(options.tandem, config.vocab_size)));
 
-  result.senior_digest = WeightsDigest(*result.senior);
+  result.senior_digest = result.senior->weights_digest();
   EngineInfo& info = result.info;
   info.senior = result.senior->Summary(result.max_model_len);
   info.junior_version = result.junior_digest;
@@ -94,15 +94,6 @@ absl::StatusOr<LoadedModels> LoadModels(const EngineOptions& options) {
       result.boundaries->Resolve({.selection_strategy = SelectionStrategy::kWord})->ids();
   info.max_num_seqs = options.max_num_seqs;
   return result;
-}
-
-std::string WeightsDigest(const Model& model) {
-  Checksum digest;
-  for (const auto& [name, tensor] : model.Parameters()) {
-    const at::Tensor values = tensor.detach().contiguous();
-    digest.Update(values.const_data_ptr(), values.nbytes());
-  }
-  return digest.Hex();
 }
 
 std::vector<WeightSpec> ParameterSpecs(const Model& model) {

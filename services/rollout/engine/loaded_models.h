@@ -13,7 +13,7 @@
 #include "common/model/model.h"
 #include "common/tandem/vocabulary.h"
 #include "common/tensor/weight_transfer.h"
-#include "services/rollout/engine/engine.h"
+#include "services/rollout/engine/types.h"
 
 namespace tandem::rollout {
 
@@ -21,7 +21,7 @@ struct LoadedModels {
   std::unique_ptr<Model> senior;
   std::unique_ptr<Model> junior;  // null without one
   std::unique_ptr<BoundarySets> boundaries;
-  std::vector<int32_t> eos_token_ids;  // the senior's
+  std::vector<int32_t> eos_token_ids;  // of either model
   std::string senior_digest;
   std::string junior_digest;
   int64_t max_model_len = 0;
@@ -33,10 +33,6 @@ struct LoadedModels {
 // INVALID_ARGUMENT for options out of range. A tokenizer.json is needed as soon as there is a
 // junior.
 absl::StatusOr<LoadedModels> LoadModels(const EngineOptions& options);
-
-// XXH3-128 of the parameters' fp32 bytes in their order: equals the digest of a manifest that lists
-// them all, in that order, as float32.
-std::string WeightsDigest(const Model& model);
 
 // What a WeightReceiver expects. A tied head is an optional "lm_head.weight".
 std::vector<WeightSpec> ParameterSpecs(const Model& model);

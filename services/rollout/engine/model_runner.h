@@ -32,10 +32,10 @@ class ModelRunner {
   virtual absl::StatusOr<int64_t> AllocateSlot() = 0;
   virtual void FreeSlot(int64_t slot) = 0;
   // Forgets the tokens from `length` on.
-  virtual void Truncate(int64_t slot, int64_t length) = 0;
+  virtual absl::Status Truncate(int64_t slot, int64_t length) = 0;
   // Gives the empty slot `to` the first `length` tokens of `from`.
-  virtual void CopyPrefix(int64_t from, int64_t to, int64_t length) = 0;
-  // One pass. After an error the slots of the inputs may only be freed.
+  virtual absl::Status CopyPrefix(int64_t from, int64_t to, int64_t length) = 0;
+  // One pass. After an error, here or above, the slots may only be freed.
   virtual absl::Status Forward(std::span<const RunnerInput> inputs, const RowSink& sink) = 0;
 };
 

@@ -40,11 +40,13 @@ absl::Status CheckScore(const ScoreRequest& request, const RequestLimits& limits
   if (!request.senior && !request.junior) {
     return InvalidField("senior", "neither senior nor junior is asked for");
   }
+  if (request.sequences.empty()) return InvalidField("sequences", "must not be empty");
   if (request.junior && !limits.has_junior) {
     return WithReason(
         FieldError(absl::StatusCode::kFailedPrecondition, "junior", "this server has no junior"),
         reason::kNoJunior);
   }
+  TANDEM_RETURN_IF_ERROR(CheckAbove("temperature", request.temperature, 0.0));
   TANDEM_RETURN_IF_ERROR(tandem::Validate(
       SamplingParams{.temperature = request.temperature, .max_tokens = 1}, limits.vocab_size));
   for (size_t i = 0; i < request.sequences.size(); ++i) {

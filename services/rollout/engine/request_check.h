@@ -5,7 +5,7 @@
 #include <cstdint>
 
 #include "absl/status/status.h"
-#include "services/rollout/engine/engine.h"
+#include "services/rollout/engine/types.h"
 
 namespace tandem::rollout {
 

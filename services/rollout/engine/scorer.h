@@ -1,28 +1,73 @@
-// Teacher-forced log-probabilities through the same runner, and so the same numbers, as generation.
+// Teacher-forced log-probabilities, one pass at a time, through the same runners, and so the same
+// numbers, as generation. Belongs to the engine thread.
 #ifndef TANDEM_SERVICES_ROLLOUT_ENGINE_SCORER_H_
 #define TANDEM_SERVICES_ROLLOUT_ENGINE_SCORER_H_
 
+#include <array>
 #include <cstdint>
-#include <functional>
+#include <deque>
+#include <memory>
 #include <span>
 #include <vector>
 
 #include "absl/status/status.h"
-#include "absl/status/statusor.h"
-#include "services/rollout/engine/engine.h"
+#include "common/base/call_scope.h"
+#include "common/base/weights_version.h"
 #include "services/rollout/engine/model_runner.h"
+#include "services/rollout/engine/sequence.h"
+#include "services/rollout/engine/types.h"
 
 namespace tandem::rollout {
 
 // Sequences that are scored at the same time; a runner needs as many slots beyond the generator's.
 inline constexpr int64_t kScoreSlots = 8;
 
-// Log-probs of every sequence's tokens from first_scored_token on, at `temperature`. A pass
-// consumes at most `max_batched_tokens`. `check` is asked before every pass; its error ends the
-// work.
-absl::StatusOr<std::vector<std::vector<float>>> ScoreWith(
-    ModelRunner& runner, std::span<const ScoreSequence> sequences, double temperature,
-    int64_t max_batched_tokens, const std::function<absl::Status()>& check);
+class Scorer {
+ public:
+  // A request whose senior part was started again so often by new weights ends.
+  static constexpr int kMaxRestarts = 8;
+
+  // The runners outlive the scorer; `junior` may be null.
+  Scorer(int64_t max_batched_tokens, const WeightsVersion& senior_weights, ModelRunner* senior,
+         ModelRunner* junior);
+  ~Scorer();
+
+  // Queues a request, which must be valid.
+  void Submit(ScoreRequest request, const CallScope& call, ScoreDone done);
+
+  bool HasWork() const { return !jobs_.empty(); }
+
+  // Ends the jobs that nobody waits for any more.
+  void DropAbandoned();
+
+  // One pass of at most max_batched_tokens for the job whose turn it is; a turn is the passes of
+  // kScoreSlots sequences. False when nothing progressed.
+  bool Step();
+
+  // The senior's weights were replaced: what it has not finished starts again.
+  void OnSeniorUpdated(const WeightsVersion& weights);
+
+  void FailAll(const absl::Status& status);
+
+  int64_t passes_total() const { return passes_total_; }
+
+ private:
+  struct Job;
+
+  absl::Status RunPass(Job& job);
+  absl::Status FillGroup(Job& job);
+  void FreeGroup(Job& job);
+  // Takes the job out of the queue and tells its caller.
+  void End(std::deque<std::unique_ptr<Job>>::iterator job, const absl::Status& status);
+
+  ModelRunner& runner(Author lane) { return *runners_[LaneIndex(lane)]; }
+
+  const int64_t max_batched_tokens_;
+  WeightsVersion senior_weights_;
+  const std::array<ModelRunner*, 2> runners_;
+  std::deque<std::unique_ptr<Job>> jobs_;  // the front one has the turn, and alone holds slots
+  int64_t passes_total_ = 0;
+};
 
 }  // namespace tandem::rollout
 

@@ -12,7 +12,7 @@
 #include "common/tandem/author_selector.h"
 #include "common/tandem/authorship_mask.h"
 #include "common/tandem/trajectory.h"
-#include "services/rollout/engine/engine.h"
+#include "services/rollout/engine/types.h"
 
 namespace tandem::rollout {
 
@@ -66,7 +66,9 @@ struct Sequence {
   std::vector<float> author_logprobs;
   std::vector<float> other_logprobs;  // NaN until the other model has read that far
   std::vector<float> log_keep_mass;
-  std::vector<VersionRun> versions;
+  // The weights of the senior that the token is labelled with: those that wrote it; of a junior's
+  // token those of its other_logprobs, once they are there.
+  std::vector<std::shared_ptr<const WeightsVersion>> senior_weights;
   FinishReason finish_reason = FinishReason::kUnspecified;
 
   int64_t prompt_length() const {

@@ -25,7 +25,22 @@ struct OutputRow {
 }  // namespace
 
 TorchRunner::TorchRunner(std::unique_ptr<Model> model, int64_t num_slots, int64_t max_model_len)
-    : model_(std::move(model)), cache_(model_->config(), num_slots, max_model_len) {}
+    : model_(std::move(model)),
+      cache_(model_->config(), num_slots, max_model_len, model_->device(), model_->dtype()) {}
+
+absl::Status TorchRunner::Truncate(int64_t slot, int64_t length) {
+  return CatchTorchErrors("KV cache", [&] {
+    cache_.Truncate(slot, length);
+    return absl::OkStatus();
+  });
+}
+
+absl::Status TorchRunner::CopyPrefix(int64_t from, int64_t to, int64_t length) {
+  return CatchTorchErrors("KV cache", [&] {
+    cache_.CopyPrefix(from, to, length);
+    return absl::OkStatus();
+  });
+}
 
 absl::Status TorchRunner::Forward(std::span<const RunnerInput> inputs, const RowSink& sink) {
   std::vector<std::vector<int64_t>> tokens;
@@ -51,7 +66,10 @@ absl::Status TorchRunner::Forward(std::span<const RunnerInput> inputs, const Row
         std::max<int64_t>(1, kMaxLogitsBytes / (vocab_size * static_cast<int64_t>(sizeof(float))));
     for (int64_t begin = 0; begin < total; begin += chunk) {
       const int64_t count = std::min(chunk, total - begin);
-      const at::Tensor logits = model_->ForwardLogits(hidden.narrow(0, begin, count)).contiguous();
+      // On a GPU this is where the host waits: once per pass, but for passes of very many rows.
+      const at::Tensor logits = model_->ForwardLogits(hidden.narrow(0, begin, count))
+                                    .to(at::kCPU, at::kFloat)
+                                    .contiguous();
       const float* const data = logits.const_data_ptr<float>();
       at::parallel_for(0, count, 1, [&](int64_t first, int64_t last) {
         for (int64_t i = first; i < last; ++i) {

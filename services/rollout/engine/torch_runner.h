@@ -23,11 +23,9 @@ class TorchRunner : public ModelRunner {
 
   absl::StatusOr<int64_t> AllocateSlot() override { return cache_.Allocate(); }
   void FreeSlot(int64_t slot) override { cache_.Free(slot); }
-  void Truncate(int64_t slot, int64_t length) override { cache_.Truncate(slot, length); }
-  void CopyPrefix(int64_t from, int64_t to, int64_t length) override {
-    cache_.CopyPrefix(from, to, length);
-  }
   // INTERNAL (RESOURCE_EXHAUSTED out of memory) when libtorch throws.
+  absl::Status Truncate(int64_t slot, int64_t length) override;
+  absl::Status CopyPrefix(int64_t from, int64_t to, int64_t length) override;
   absl::Status Forward(std::span<const RunnerInput> inputs, const RowSink& sink) override;
 
  private:

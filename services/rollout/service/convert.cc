@@ -76,44 +76,29 @@ v1::GenerateResponse FailedToProto(const std::string& request_id, const absl::St
   return response;
 }
 
-absl::StatusOr<ScoreRequest> ScoreFromProto(const v1::ScoreRequest& proto) {
+ScoreRequest ScoreFromProto(const v1::ScoreRequest& proto) {
   ScoreRequest request;
-  if (proto.sequences().empty()) return InvalidField("sequences", "required");
-  if (!proto.senior() && !proto.junior()) {
-    return InvalidField("senior", "ask for senior, junior or both");
-  }
   request.senior = proto.senior();
   request.junior = proto.junior();
   if (proto.has_temperature()) request.temperature = proto.temperature();
-  // Written so that NaN fails too.
-  if (!(request.temperature > 0)) {
-    return InvalidField("temperature", absl::StrCat("must be above 0, got ", request.temperature));
-  }
-  for (int i = 0; i < proto.sequences_size(); ++i) {
-    const v1::ScoreSequence& sequence = proto.sequences(i);
-    const std::string path = absl::StrCat("sequences[", i, "]");
-    if (sequence.token_ids_size() < 2) {
-      return InvalidField(path + ".token_ids", "must hold at least 2 tokens");
-    }
-    if (sequence.first_scored_token() < 1 ||
-        sequence.first_scored_token() >= sequence.token_ids_size()) {
-      return InvalidField(path + ".first_scored_token",
-                          absl::StrCat("must be in [1, ", sequence.token_ids_size() - 1, "], got ",
-                                       sequence.first_scored_token()));
-    }
+  for (const v1::ScoreSequence& sequence : proto.sequences()) {
     request.sequences.push_back({{sequence.token_ids().begin(), sequence.token_ids().end()},
                                  sequence.first_scored_token()});
   }
   return request;
 }
 
-v1::ScoreResponse ScoreToProto(const ScoreRequest& request, const ScoreResult& result) {
+v1::ScoreResponse ScoreToProto(const ScoreResult& result) {
   v1::ScoreResponse response;
   rpc::WeightsVersionToProto(result.weights, response.mutable_weights());
   for (const SequenceScores& scores : result.sequences) {
     v1::SequenceScores* out = response.add_sequences();
-    if (request.senior) rpc::FloatsToProto(scores.senior_logprobs, out->mutable_senior_logprobs());
-    if (request.junior) rpc::FloatsToProto(scores.junior_logprobs, out->mutable_junior_logprobs());
+    if (!scores.senior_logprobs.empty()) {
+      rpc::FloatsToProto(scores.senior_logprobs, out->mutable_senior_logprobs());
+    }
+    if (!scores.junior_logprobs.empty()) {
+      rpc::FloatsToProto(scores.junior_logprobs, out->mutable_junior_logprobs());
+    }
   }
   return response;
 }

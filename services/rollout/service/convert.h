@@ -5,7 +5,7 @@
 #include "absl/status/statusor.h"
 #include "common/config/server_config.h"
 #include "common/tandem/tandem_config.h"
-#include "services/rollout/engine/engine.h"
+#include "services/rollout/engine/types.h"
 #include "tandem/rollout/v1/rollout.pb.h"
 
 namespace tandem::rollout {
@@ -22,8 +22,8 @@ v1::GenerateResponse TokensToProto(const std::string& request_id, const TokensDe
 v1::GenerateResponse FinishedToProto(const std::string& request_id, const Trajectory& trajectory);
 v1::GenerateResponse FailedToProto(const std::string& request_id, const absl::Status& status);
 
-absl::StatusOr<ScoreRequest> ScoreFromProto(const v1::ScoreRequest& proto);
-v1::ScoreResponse ScoreToProto(const ScoreRequest& request, const ScoreResult& result);
+ScoreRequest ScoreFromProto(const v1::ScoreRequest& proto);  // the engine checks it
+v1::ScoreResponse ScoreToProto(const ScoreResult& result);
 
 v1::GetServerInfoResponse InfoToProto(const EngineInfo& info, const TandemConfig& defaults,
                                       const WeightsVersion& version, bool paused);

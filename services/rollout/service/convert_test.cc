@@ -42,27 +42,6 @@ TEST(PromptFromProtoTest, ErrorsNameTheFieldInsideThePrompt) {
   EXPECT_EQ(FieldPath(PromptFromProto(prompt, {}).status()), "tandem.selection_strategy");
 }
 
-TEST(ScoreFromProtoTest, ErrorsNameTheField) {
-  v1::ScoreRequest request;
-  request.set_senior(true);
-  const auto path = [&] { return FieldPath(ScoreFromProto(request).status()).value_or(""); };
-  EXPECT_EQ(path(), "sequences");
-  auto* sequence = request.add_sequences();
-  sequence->add_token_ids(1);
-  EXPECT_EQ(path(), "sequences[0].token_ids");
-  sequence->add_token_ids(2);
-  EXPECT_EQ(path(), "sequences[0].first_scored_token");
-  sequence->set_first_scored_token(2);
-  EXPECT_EQ(path(), "sequences[0].first_scored_token");
-  sequence->set_first_scored_token(1);
-  EXPECT_EQ(path(), "");
-  request.set_temperature(0);
-  EXPECT_EQ(path(), "temperature");
-  request.clear_temperature();
-  request.set_senior(false);
-  EXPECT_EQ(path(), "senior");
-}
-
 TEST(EngineOptionsTest, ComeFromTheConfig) {
   config::RolloutServerConfig config;
   config.set_senior_model("s");

@@ -1,10 +1,11 @@
 // For tests: an engine without models. Every response is max_tokens long; token t is 100 + t,
-// written by the senior when t is even.
+// written by the senior when t is even. While it is `paused` scores wait, too.
 #ifndef TANDEM_SERVICES_ROLLOUT_SERVICE_FAKE_ENGINE_H_
 #define TANDEM_SERVICES_ROLLOUT_SERVICE_FAKE_ENGINE_H_
 
 #include <atomic>
 #include <condition_variable>
+#include <functional>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -27,8 +28,14 @@ class FakeEngine final : public Engine {
 
   EngineInfo Info() const override {
     EngineInfo info;
-    info.senior = {"senior-dir", "llama", kVocabulary, 12345, 2048, {2}};
-    info.junior = ModelSummary{"junior-dir", "llama", kVocabulary, 123, 2048, {2}};
+    info.senior = {.path = "senior-dir",
+                   .model_type = "llama",
+                   .vocab_size = kVocabulary,
+                   .num_parameters = 12345,
+                   .max_model_len = 2048,
+                   .eos_token_ids = {2}};
+    info.junior = info.senior;
+    info.junior->path = "junior-dir";
     info.junior_version = "junior-digest";
     info.sentence_boundary_token_ids = {7};
     info.word_boundary_token_ids = {8, 9};
@@ -69,8 +76,7 @@ class FakeEngine final : public Engine {
     changed_.notify_all();
   }
 
-  absl::StatusOr<ScoreResult> Score(const ScoreRequest& request, absl::Time,
-                                    const std::function<bool()>&) override {
+  absl::Status Score(ScoreRequest request, const CallScope&, ScoreDone done) override {
     ScoreResult result;
     result.weights = {.version = 5, .digest = "weights-digest"};
     for (const ScoreSequence& sequence : request.sequences) {
@@ -79,17 +85,29 @@ class FakeEngine final : public Engine {
       result.sequences.push_back({request.senior ? scores : std::vector<float>(),
                                   request.junior ? scores : std::vector<float>()});
     }
-    return result;
+    std::lock_guard lock(mutex_);
+    scores_.push_back([done = std::move(done), result] { done(result); });
+    changed_.notify_all();
+    return absl::OkStatus();
   }
 
-  int64_t Pause() override {
+  absl::StatusOr<int64_t> Pause(const CallScope&) override {
     paused = true;
     return Stats().sequences_running;
   }
-  void Resume() override {
+  absl::Status Resume(const CallScope&) override {
+    Go();
+    return absl::OkStatus();
+  }
+  // Goes on after `paused`.
+  void Go() {
     paused = false;
     std::lock_guard lock(mutex_);
     changed_.notify_all();
+  }
+  int64_t scores_waiting() const {
+    std::lock_guard lock(mutex_);
+    return static_cast<int64_t>(scores_.size());
   }
 
   EngineStats Stats() const override {
@@ -103,6 +121,8 @@ class FakeEngine final : public Engine {
     stats.paused = paused;
     return stats;
   }
+
+  absl::Status Health() const override { return absl::OkStatus(); }
 
   WeightReceiver& weights() override { return receiver_; }
 
@@ -132,7 +152,9 @@ class FakeEngine final : public Engine {
                                    absl::Span<const std::byte>) override {
       return 0;
     }
-    absl::StatusOr<WeightsVersion> Commit(const std::string&) override { return Version(); }
+    absl::StatusOr<WeightsVersion> Commit(const std::string&, const CallScope&) override {
+      return Version();
+    }
     absl::Status Abort(const std::string&) override { return absl::OkStatus(); }
     WeightsVersion Version() const override { return {5, "weights-digest"}; }
     std::string OpenUpdateId() const override { return ""; }
@@ -159,8 +181,9 @@ class FakeEngine final : public Engine {
   void Run() {
     std::unique_lock lock(mutex_);
     while (true) {
-      changed_.wait(
-          lock, [this] { return stop_ || !cancelled_.empty() || (!paused && !running_.empty()); });
+      changed_.wait(lock, [this] {
+        return stop_ || !cancelled_.empty() || (!paused && !(running_.empty() && scores_.empty()));
+      });
       std::vector<Prompt> failed;
       for (const PromptId id : cancelled_) {
         if (auto node = running_.extract(id)) failed.push_back(std::move(node.mapped()));
@@ -182,8 +205,11 @@ class FakeEngine final : public Engine {
           return entry.second.written == entry.second.submission.request.sampling.max_tokens;
         });
       }
+      std::vector<std::function<void()>> scores;
+      if (!paused) scores.swap(scores_);
       const bool stop = stop_;
       lock.unlock();
+      for (const auto& score : scores) score();
       for (const Prompt& prompt : failed) {
         prompt.submission.listener->OnFailed(absl::CancelledError("cancelled"));
       }
@@ -214,6 +240,7 @@ class FakeEngine final : public Engine {
   PromptId next_id_ = 1;
   std::map<PromptId, Prompt> running_;
   std::vector<PromptId> cancelled_;
+  std::vector<std::function<void()>> scores_;
   int64_t senior_tokens_ = 0;
   int64_t junior_tokens_ = 0;
   Receiver receiver_;

@@ -69,76 +69,119 @@ absl::Status GenerateStream::OnMessage(const v1::GenerateRequest& request) {
 }
 
 void GenerateStream::Submit(const v1::SubmitPrompts& submit) {
-  std::vector<Submission> batch;
-  std::vector<std::string> ids;
-  for (const v1::Prompt& prompt : submit.prompts()) {
-    const std::string& id = prompt.request_id();
-    if (id.empty() || id.size() > kMaxRequestIdBytes) {
-      Fail(id, InvalidField("request_id", absl::StrCat("must have 1 to ", kMaxRequestIdBytes,
-                                                       " bytes, has ", id.size())));
-      continue;
-    }
-    absl::StatusOr<PromptRequest> request = PromptFromProto(prompt, defaults_);
-    absl::Status status = request.ok() ? engine_->Validate(*request) : request.status();
-    if (!status.ok()) {
-      Fail(id, status);
-      continue;
-    }
-    request->deadline = deadline_;
-    {
-      std::lock_guard lock(mutex_);
-      if (draining_) {
-        status = DrainingError();
-      } else if (!pending_.emplace(id, Pending{std::nullopt, request->num_samples}).second) {
-        status = FieldError(absl::StatusCode::kAlreadyExists, "request_id",
-                            absl::StrCat("\"", id, "\" is in use in this stream"));
-      } else {
-        unfinished_sequences_ += request->num_samples;
-      }
-    }
-    if (!status.ok()) {
-      Fail(id, status);
-      continue;
-    }
-    batch.push_back({*std::move(request), std::make_shared<Listener>(shared_from_this(), id)});
-    ids.push_back(id);
+  if (batch_ == nullptr) batch_ = std::make_unique<Batch>(*budget_);
+  if (submit.more_follow() && batch_->refused.ok()) {
+    absl::Status taken = batch_->bytes.Take(static_cast<int64_t>(submit.ByteSizeLong()));
+    if (!taken.ok()) RefuseBatch(taken);
   }
-  if (batch.empty()) return;
+  for (const v1::Prompt& prompt : submit.prompts()) Collect(prompt);
+  if (!submit.more_follow()) AdmitBatch();
+}
 
-  const absl::StatusOr<std::vector<PromptId>> admitted = engine_->Submit(std::move(batch));
+void GenerateStream::Collect(const v1::Prompt& prompt) {
+  const std::string& id = prompt.request_id();
+  if (id.empty() || id.size() > kMaxRequestIdBytes) {
+    Fail(id, InvalidField("request_id", absl::StrCat("must have 1 to ", kMaxRequestIdBytes,
+                                                     " bytes, has ", id.size())));
+    return;
+  }
+  absl::StatusOr<PromptRequest> request = PromptFromProto(prompt, options_.tandem);
+  absl::Status status = request.ok() ? engine_->Validate(*request) : request.status();
+  if (!status.ok()) {
+    Fail(id, status);
+    return;
+  }
+  if (batch_->samples + request->num_samples > options_.max_batch_samples) {
+    RefuseBatch(absl::ResourceExhaustedError(absl::StrCat(
+        "the batch asks for more samples than max_queue, ", options_.max_batch_samples)));
+  }
+  if (!batch_->refused.ok()) {
+    Fail(id, batch_->refused);
+    return;
+  }
+  {
+    std::lock_guard lock(mutex_);
+    if (pending_.emplace(id, Pending{std::nullopt, request->num_samples}).second) {
+      unfinished_sequences_ += request->num_samples;
+    } else {
+      status = FieldError(absl::StatusCode::kAlreadyExists, "request_id",
+                          absl::StrCat("\"", id, "\" is in use in this stream"));
+    }
+  }
+  if (!status.ok()) {
+    Fail(id, status);
+    return;
+  }
+  request->deadline = options_.deadline;
+  batch_->samples += request->num_samples;
+  batch_->prompts.emplace_back(id, *std::move(request));
+}
+
+void GenerateStream::RefuseBatch(const absl::Status& status) {
+  batch_->refused = status;
+  const auto prompts = std::exchange(batch_->prompts, {});
+  for (const auto& [id, request] : prompts) OnFailed(id, status);
+}
+
+void GenerateStream::AdmitBatch() {
+  bool draining = false;
+  {
+    std::lock_guard lock(mutex_);
+    draining = draining_;
+  }
+  if (draining) RefuseBatch(DrainingError());
+  const std::unique_ptr<Batch> batch = std::move(batch_);
+  if (batch->prompts.empty()) return;
+
+  std::vector<Submission> submissions;
+  for (auto& [id, request] : batch->prompts) {
+    submissions.push_back({std::move(request), std::make_shared<Listener>(shared_from_this(), id)});
+  }
+  const absl::StatusOr<std::vector<PromptId>> admitted = engine_->Submit(std::move(submissions));
   if (!admitted.ok()) {
-    for (const std::string& id : ids) OnFailed(id, admitted.status());
+    for (const auto& [id, request] : batch->prompts) OnFailed(id, admitted.status());
     return;
   }
   bool gone = false;
   {
     std::lock_guard lock(mutex_);
     gone = client_gone_;
-    for (size_t i = 0; i < ids.size(); ++i) {
+    for (size_t i = 0; i < batch->prompts.size(); ++i) {
       // A prompt may already be done.
-      if (const auto found = pending_.find(ids[i]); found != pending_.end()) {
-        found->second.id = (*admitted)[i];
-      }
+      const auto found = pending_.find(batch->prompts[i].first);
+      if (found != pending_.end()) found->second.id = (*admitted)[i];
     }
   }
   if (gone) engine_->Cancel(*admitted);
 }
 
 void GenerateStream::Cancel(const v1::CancelPrompts& cancel) {
-  std::vector<PromptId> prompts;
+  std::vector<PromptId> admitted;
+  std::vector<std::string> collected;
   {
     std::lock_guard lock(mutex_);
     for (const std::string& id : cancel.request_ids()) {
       const auto found = pending_.find(id);
-      if (found != pending_.end() && found->second.id.has_value()) {
-        prompts.push_back(*found->second.id);
+      if (found == pending_.end()) continue;
+      if (found->second.id.has_value()) {
+        admitted.push_back(*found->second.id);
+      } else {
+        collected.push_back(id);
       }
     }
   }
-  if (!prompts.empty()) engine_->Cancel(prompts);
+  if (!admitted.empty()) engine_->Cancel(admitted);
+  for (const std::string& id : collected) {
+    std::erase_if(batch_->prompts, [&](const auto& prompt) { return prompt.first == id; });
+    OnFailed(id, absl::CancelledError("the caller cancelled"));
+  }
 }
 
 void GenerateStream::OnHalfClose() {
+  if (batch_ != nullptr) {
+    RefuseBatch(InvalidField("submit.more_follow", "the stream ended before the batch did"));
+    batch_.reset();
+  }
   std::lock_guard lock(mutex_);
   half_closed_ = true;
   EndIfDone();
@@ -164,6 +207,7 @@ void GenerateStream::OnClientGone() {
 
 void GenerateStream::Detach() {
   OnClientGone();
+  batch_.reset();
   std::lock_guard lock(mutex_);
   outbox_ = nullptr;
 }

@@ -9,15 +9,25 @@
 #include <mutex>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "absl/status/status.h"
 #include "absl/time/time.h"
+#include "common/rpc/byte_budget.h"
 #include "common/rpc/write_queue.h"
 #include "services/rollout/engine/engine.h"
 #include "tandem/rollout/v1/rollout.pb.h"
 
 namespace tandem::rollout {
+
+struct GenerateStreamOptions {
+  // Fills what a prompt's TandemConfig leaves open.
+  TandemConfig tandem;
+  // Samples that one batch of prompts may ask for.
+  int64_t max_batch_samples = 4096;
+  absl::Time deadline = absl::InfiniteFuture();
+};
 
 // What the engine's listeners, the reactor and the service's ticker share. Thread-safe. Outlives
 // the call; after Detach nothing is written any more. It knows no gRPC beyond the write queue.
@@ -28,11 +38,14 @@ class GenerateStream : public std::enable_shared_from_this<GenerateStream> {
   // Events that may wait for a slow reader before no more prompts are read.
   static constexpr size_t kMaxWaitingEvents = 256;
 
-  // `outbox` is used until Detach; `engine` outlives this object's calls.
-  GenerateStream(Engine* engine, const TandemConfig& defaults, absl::Time deadline, Outbox* outbox)
-      : engine_(engine), defaults_(defaults), deadline_(deadline), outbox_(outbox) {}
+  // `outbox` and `budget`, of the bytes of batches that are not complete, are used until Detach;
+  // `engine` outlives this object's calls.
+  GenerateStream(Engine* engine, const GenerateStreamOptions& options, rpc::ByteBudget* budget,
+                 Outbox* outbox)
+      : engine_(engine), options_(options), budget_(budget), outbox_(outbox) {}
 
-  // A message of the client. Not OK: the whole stream ends with this error.
+  // A message of the client. Not OK: the whole stream ends with this error. Messages and the
+  // half-close come one after the other.
   absl::Status OnMessage(const v1::GenerateRequest& request);
 
   // The client half-closed: ends the stream when every response is done.
@@ -61,11 +74,23 @@ class GenerateStream : public std::enable_shared_from_this<GenerateStream> {
 
   // A prompt that is not done.
   struct Pending {
-    std::optional<PromptId> id;  // known once Submit returned
+    std::optional<PromptId> id;  // known once the engine has it
     int64_t samples_left = 0;
   };
 
+  // Prompts that are admitted together, or not at all, once the last of their messages is there.
+  struct Batch {
+    explicit Batch(rpc::ByteBudget& budget) : bytes(budget) {}
+    std::vector<std::pair<std::string, PromptRequest>> prompts;  // by the client's request_id
+    int64_t samples = 0;
+    rpc::ByteBudget::Share bytes;
+    absl::Status refused;  // why none of them, nor of those still to come, is taken
+  };
+
   void Submit(const v1::SubmitPrompts& submit);
+  void Collect(const v1::Prompt& prompt);
+  void RefuseBatch(const absl::Status& status);
+  void AdmitBatch();
   void Cancel(const v1::CancelPrompts& cancel);
   void Fail(const std::string& request_id, const absl::Status& status);
 
@@ -78,8 +103,9 @@ class GenerateStream : public std::enable_shared_from_this<GenerateStream> {
   void EndIfDone();
 
   Engine* const engine_;
-  const TandemConfig defaults_;
-  const absl::Time deadline_;
+  const GenerateStreamOptions options_;
+  rpc::ByteBudget* const budget_;
+  std::unique_ptr<Batch> batch_;  // the one that is being collected; used by the reader alone
   mutable std::mutex mutex_;
   Outbox* outbox_;  // null after Detach
   std::map<std::string, Pending> pending_;

@@ -3,40 +3,22 @@
 #include <algorithm>
 #include <utility>
 
-#include "absl/time/clock.h"
 #include "common/base/status_macros.h"
 #include "services/rollout/service/convert.h"
 #include "tandem/rollout/v1/rollout.grpc.pb.h"
 #include "tandem/weights/v1/weights.grpc.pb.h"
 
 namespace tandem::rollout {
-namespace {
-
-// Above the longest single forward pass that a small machine may need.
-constexpr absl::Duration kStallLimit = absl::Seconds(120);
-
-}  // namespace
-
-absl::Status StallDetector::Check(const EngineStats& stats, absl::Time now) {
-  const bool busy = !stats.paused && stats.sequences_running + stats.sequences_waiting > 0;
-  if (!busy || stats.last_progress != last_progress_ || since_ == absl::InfinitePast()) {
-    last_progress_ = stats.last_progress;
-    since_ = now;
-    return absl::OkStatus();
-  }
-  if (now - since_ < limit_) return absl::OkStatus();
-  return absl::UnavailableError("work waits and nothing progresses");
-}
-
 RolloutApp::RolloutApp(const config::RolloutServerConfig& config, rpc::ServerRuntime& runtime,
                        EngineFactory create_engine)
     : options_(EngineOptionsFromConfig(config)),
       create_engine_(std::move(create_engine)),
       metrics_(runtime.metrics),
-      rollout_service_(runtime.executor, RolloutServiceOptions{.tandem = options_.tandem,
-                                                               .start_time = runtime.start_time}),
-      weight_service_(runtime.executor, runtime.metrics),
-      stall_detector_(kStallLimit) {}
+      rollout_service_(runtime.executor,
+                       RolloutServiceOptions{.tandem = options_.tandem,
+                                             .max_batch_samples = options_.max_queue,
+                                             .start_time = runtime.start_time}),
+      weight_service_(runtime.executor, runtime.metrics) {}
 
 std::vector<rpc::NamedService> RolloutApp::services() {
   return {{v1::RolloutService::service_full_name(), &rollout_service_},
@@ -51,9 +33,7 @@ absl::Status RolloutApp::Load() {
   return absl::OkStatus();
 }
 
-absl::Status RolloutApp::CheckHealth() {
-  return stall_detector_.Check(engine_->Stats(), absl::Now());
-}
+absl::Status RolloutApp::CheckHealth() { return engine_->Health(); }
 
 void RolloutApp::UpdateMetrics() {
   namespace metric = rpc::metric;
@@ -82,7 +62,7 @@ void RolloutApp::UpdateMetrics() {
   total(metric::kCatchUpTokens, stats.senior_catch_up_tokens_total, {"senior"});
   total(metric::kCatchUpTokens, stats.junior_catch_up_tokens_total, {"junior"});
   total(metric::kPromptTokens, stats.prompt_tokens_total);
-  total(metric::kForwardPasses, stats.forward_passes_total);
+  total(metric::kForwardPasses, stats.forward_passes_total + stats.score_passes_total);
 }
 
 void RolloutApp::Drain(absl::Time) { rollout_service_.Drain(); }

@@ -19,19 +19,6 @@ namespace tandem::rollout {
 using EngineFactory =
     std::function<absl::StatusOr<std::unique_ptr<Engine>>(const EngineOptions& options)>;
 
-// Tells work that waits from work that moves.
-class StallDetector {
- public:
-  explicit StallDetector(absl::Duration limit) : limit_(limit) {}
-  // UNAVAILABLE when work has waited for `limit` and nothing moved.
-  absl::Status Check(const EngineStats& stats, absl::Time now);
-
- private:
-  const absl::Duration limit_;
-  absl::Time last_progress_ = absl::InfinitePast();
-  absl::Time since_ = absl::InfinitePast();
-};
-
 class RolloutApp final : public rpc::ServerApp {
  public:
   // `config` must be resolved.
@@ -55,7 +42,6 @@ class RolloutApp final : public rpc::ServerApp {
   std::unique_ptr<Engine> engine_;
   RolloutService rollout_service_;
   rpc::WeightReceiverService weight_service_;
-  StallDetector stall_detector_;
 };
 
 }  // namespace tandem::rollout

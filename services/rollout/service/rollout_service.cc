@@ -23,8 +23,12 @@ class RolloutService::GenerateReactor final
         outbox_([this](const v1::GenerateResponse* response) { StartWrite(response); },
                 [this](grpc::Status status) { Finish(std::move(status)); }),
         admitted_(service->executor_.Admit(*context)),
-        stream_(std::make_shared<GenerateStream>(service->engine_.load(), service->options_.tandem,
-                                                 rpc::internal::DeadlineOf(*context), &outbox_)),
+        stream_(std::make_shared<GenerateStream>(
+            service->engine_.load(),
+            GenerateStreamOptions{.tandem = service->options_.tandem,
+                                  .max_batch_samples = service->options_.max_batch_samples,
+                                  .deadline = rpc::internal::DeadlineOf(*context)},
+            &service->collected_bytes_, &outbox_)),
         request_id_(rpc::AssignRequestId(context)) {
     if (!admitted_.ok()) {
       outbox_.Finish(rpc::ToGrpcStatus(admitted_));
@@ -93,7 +97,10 @@ class RolloutService::GenerateReactor final
 };
 
 RolloutService::RolloutService(rpc::CallExecutor& executor, const RolloutServiceOptions& options)
-    : executor_(executor), options_(options), heartbeat_([this] { Beat(); }) {}
+    : executor_(executor),
+      options_(options),
+      collected_bytes_(options.max_collected_bytes),
+      heartbeat_([this] { Beat(); }) {}
 
 RolloutService::~RolloutService() {
   {
@@ -164,15 +171,18 @@ grpc::ServerUnaryReactor* RolloutService::GetServerInfo(grpc::CallbackServerCont
 grpc::ServerUnaryReactor* RolloutService::Score(grpc::CallbackServerContext* context,
                                                 const v1::ScoreRequest* request,
                                                 v1::ScoreResponse* response) {
-  return rpc::HandleUnary<v1::ScoreRequest, v1::ScoreResponse>(
+  // Asynchronous: a score takes many steps of the engine, and no worker waits for it.
+  return rpc::HandleUnaryAsync<v1::ScoreRequest, v1::ScoreResponse>(
       executor_, context, request, response,
-      [this](const v1::ScoreRequest& proto,
-             const rpc::CallContext& context) -> absl::StatusOr<v1::ScoreResponse> {
-        TANDEM_ASSIGN_OR_RETURN(const rollout::ScoreRequest request, ScoreFromProto(proto));
-        TANDEM_ASSIGN_OR_RETURN(const ScoreResult result,
-                                engine_.load()->Score(request, context.deadline,
-                                                      [&context] { return context.cancelled(); }));
-        return ScoreToProto(request, result);
+      [this](const v1::ScoreRequest& proto, const rpc::CallContext& context, const auto& done) {
+        return engine_.load()->Score(ScoreFromProto(proto), context,
+                                     [done](const absl::StatusOr<ScoreResult>& result) {
+                                       if (result.ok()) {
+                                         done(ScoreToProto(*result));
+                                       } else {
+                                         done(result.status());
+                                       }
+                                     });
       });
 }
 
@@ -182,9 +192,10 @@ grpc::ServerUnaryReactor* RolloutService::Pause(grpc::CallbackServerContext* con
   return rpc::HandleUnary<v1::PauseRequest, v1::PauseResponse>(
       executor_, context, request, response,
       [this](const v1::PauseRequest&,
-             const rpc::CallContext&) -> absl::StatusOr<v1::PauseResponse> {
+             const rpc::CallContext& context) -> absl::StatusOr<v1::PauseResponse> {
+        TANDEM_ASSIGN_OR_RETURN(const int64_t held, engine_.load()->Pause(context));
         v1::PauseResponse result;
-        result.set_held_sequences(static_cast<int32_t>(engine_.load()->Pause()));
+        result.set_held_sequences(static_cast<int32_t>(held));
         return result;
       });
 }
@@ -195,8 +206,8 @@ grpc::ServerUnaryReactor* RolloutService::Resume(grpc::CallbackServerContext* co
   return rpc::HandleUnary<v1::ResumeRequest, v1::ResumeResponse>(
       executor_, context, request, response,
       [this](const v1::ResumeRequest&,
-             const rpc::CallContext&) -> absl::StatusOr<v1::ResumeResponse> {
-        engine_.load()->Resume();
+             const rpc::CallContext& context) -> absl::StatusOr<v1::ResumeResponse> {
+        TANDEM_RETURN_IF_ERROR(engine_.load()->Resume(context));
         return v1::ResumeResponse();
       });
 }

@@ -10,6 +10,7 @@
 #include <thread>
 
 #include "absl/time/time.h"
+#include "common/rpc/byte_budget.h"
 #include "common/rpc/call_executor.h"
 #include "common/tandem/tandem_config.h"
 #include "services/rollout/engine/engine.h"
@@ -21,6 +22,10 @@ namespace tandem::rollout {
 struct RolloutServiceOptions {
   // Fills what a prompt's TandemConfig leaves open.
   TandemConfig tandem;
+  // Samples that one batch of prompts may ask for.
+  int64_t max_batch_samples = 4096;
+  // Bytes of prompts that all streams together may hold while the rest of a batch is on its way.
+  int64_t max_collected_bytes = 256 << 20;
   absl::Time start_time = absl::Now();
   // A stream without events for this long gets a heartbeat.
   absl::Duration heartbeat_interval = absl::Seconds(5);
@@ -64,6 +69,7 @@ class RolloutService final : public v1::RolloutService::CallbackService {
   rpc::CallExecutor& executor_;
   const RolloutServiceOptions options_;
   std::atomic<Engine*> engine_ = nullptr;
+  rpc::ByteBudget collected_bytes_;
 
   mutable std::mutex mutex_;
   std::condition_variable stop_changed_;

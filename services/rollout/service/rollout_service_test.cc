@@ -4,6 +4,7 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <atomic>
 #include <map>
 #include <memory>
 #include <set>
@@ -15,6 +16,7 @@
 #include "common/rpc/test_server.h"
 #include "services/rollout/service/fake_engine.h"
 #include "services/rollout/service/rollout_app.h"
+#include "tandem/weights/v1/weights.grpc.pb.h"
 
 namespace tandem::rollout {
 namespace {
@@ -172,7 +174,7 @@ TEST_F(RolloutServiceTest, CancelPromptsFreesThemAndTheStreamGoesOn) {
   ASSERT_TRUE(stream->Read(&event));
   EXPECT_EQ(event.failed().request_id(), "a");
   EXPECT_EQ(event.failed().status().code(), static_cast<int>(absl::StatusCode::kCancelled));
-  engine().Resume();
+  engine().Go();
   ASSERT_TRUE(stream->Read(&event));
   EXPECT_EQ(event.finished().request_id(), "b");
   EXPECT_FALSE(stream->Read(&event));
@@ -233,7 +235,7 @@ TEST_F(RolloutServiceTest, DrainRefusesNewPromptsAndFinishesOldOnes) {
   ASSERT_TRUE(stream->Read(&event));
   EXPECT_EQ(event.failed().request_id(), "new");
   EXPECT_EQ(Reason(FromRpcStatus(event.failed().status())), "DRAINING");
-  engine().Resume();
+  engine().Go();
   ASSERT_TRUE(stream->Read(&event));
   EXPECT_EQ(event.finished().request_id(), "old");
   EXPECT_FALSE(stream->Read(&event));
@@ -264,6 +266,37 @@ TEST_F(RolloutServiceTest, ScoreReturnsWhatWasAsked) {
   EXPECT_FALSE(response.sequences(0).has_senior_logprobs());
   EXPECT_EQ(*rpc::FloatsFromProto(response.sequences(0).junior_logprobs()),
             std::vector<float>({-2, -2}));
+}
+
+TEST_F(RolloutServiceTest, ScoresHoldNoWorker) {
+  engine().paused = true;
+  v1::ScoreRequest request;
+  request.set_senior(true);
+  auto* sequence = request.add_sequences();
+  for (int id : {1, 2, 3, 4}) sequence->add_token_ids(id);
+  sequence->set_first_scored_token(2);
+  constexpr int kScores = 20;  // more than there are workers
+  std::vector<grpc::ClientContext> contexts(kScores);
+  std::vector<v1::ScoreResponse> responses(kScores);
+  std::atomic<int> answered = 0;
+  for (int i = 0; i < kScores; ++i) {
+    stub_->async()->Score(&contexts[i], &request, &responses[i], [&](const grpc::Status& status) {
+      EXPECT_TRUE(status.ok()) << status.error_message();
+      ++answered;
+    });
+  }
+  ASSERT_TRUE(Eventually([&] { return engine().scores_waiting() == kScores; }));
+  v1::PauseResponse paused;
+  EXPECT_TRUE(stub_->Pause(&context_, v1::PauseRequest(), &paused).ok());
+  const auto weights = weights::v1::WeightService::NewStub(server_.channel());
+  grpc::ClientContext commit_context;
+  weights::v1::CommitUpdateRequest commit;
+  commit.set_update_id("u");
+  weights::v1::CommitUpdateResponse committed;
+  EXPECT_TRUE(weights->CommitUpdate(&commit_context, commit, &committed).ok());
+  EXPECT_EQ(answered, 0);
+  engine().Go();
+  EXPECT_TRUE(Eventually([&] { return answered == kScores; }));
 }
 
 TEST_F(RolloutServiceTest, PauseAndResume) {
@@ -314,15 +347,45 @@ TEST_F(RolloutServiceTest, MetricsFollowTheEngine) {
 
 class GenerateStreamTest : public testing::Test {
  protected:
+  // What has been written, in order.
+  std::vector<v1::GenerateResponse> Written() {
+    std::vector<v1::GenerateResponse> events;
+    while (in_flight_ != nullptr) {
+      events.push_back(*in_flight_);
+      in_flight_ = nullptr;
+      outbox_.OnWriteDone(true);
+    }
+    return events;
+  }
+  // The codes of the prompts that failed, by request_id.
+  std::map<std::string, absl::StatusCode> Failures() {
+    std::map<std::string, absl::StatusCode> codes;
+    for (const v1::GenerateResponse& event : Written()) {
+      if (event.has_failed()) {
+        codes[event.failed().request_id()] = FromRpcStatus(event.failed().status()).code();
+      }
+    }
+    return codes;
+  }
+  static GenerateStreamOptions StreamOptions() {
+    GenerateStreamOptions options;
+    options.max_batch_samples = 500;
+    return options;
+  }
+  static v1::GenerateRequest MoreFollow(v1::GenerateRequest request) {
+    request.mutable_submit()->set_more_follow(true);
+    return request;
+  }
+
   FakeEngine engine_;
-  std::vector<v1::GenerateResponse> written_;
+  rpc::ByteBudget budget_{1 << 20};
   const v1::GenerateResponse* in_flight_ = nullptr;
   std::optional<grpc::Status> finished_;
   GenerateStream::Outbox outbox_{
       [this](const v1::GenerateResponse* response) { in_flight_ = response; },
       [this](grpc::Status status) { finished_ = status; }};
   std::shared_ptr<GenerateStream> stream_ =
-      std::make_shared<GenerateStream>(&engine_, TandemConfig(), absl::InfiniteFuture(), &outbox_);
+      std::make_shared<GenerateStream>(&engine_, StreamOptions(), &budget_, &outbox_);
 };
 
 TEST_F(GenerateStreamTest, ASlowReaderFindsMergedTokensAndBoundedMemory) {
@@ -341,11 +404,78 @@ TEST_F(GenerateStreamTest, AFullOutboxStopsReading) {
   ASSERT_TRUE(stream_->OnMessage(Submit(ids, 1)).ok());
   ASSERT_TRUE(Eventually([&] { return stream_->unfinished_sequences() == 0; }));
   EXPECT_FALSE(stream_->WantsMore());
-  while (in_flight_ != nullptr) {
-    in_flight_ = nullptr;
-    outbox_.OnWriteDone(true);
-  }
+  Written();
   EXPECT_TRUE(stream_->WantsMore());
+}
+
+TEST_F(GenerateStreamTest, MessagesOfOneBatchAreAdmittedTogether) {
+  ASSERT_TRUE(stream_->OnMessage(MoreFollow(Submit({"a", "b"}, 3))).ok());
+  ASSERT_TRUE(stream_->OnMessage(MoreFollow(Submit({"c"}, 3, 2))).ok());
+  EXPECT_EQ(engine_.submissions, 0);
+  EXPECT_EQ(stream_->unfinished_sequences(), 4);
+  ASSERT_TRUE(stream_->OnMessage(Submit({"d"}, 3)).ok());
+  EXPECT_EQ(engine_.submissions, 1);
+  ASSERT_TRUE(Eventually([&] { return stream_->unfinished_sequences() == 0; }));
+  ASSERT_TRUE(stream_->OnMessage(Submit({"e"}, 3)).ok());
+  EXPECT_EQ(engine_.submissions, 2) << "the next batch";
+  EXPECT_EQ(budget_.used_bytes(), 0);
+}
+
+TEST_F(GenerateStreamTest, ABatchOfTooManySamplesIsRefusedAsAWhole) {
+  ASSERT_TRUE(stream_->OnMessage(MoreFollow(Submit({"a"}, 3, 400))).ok());
+  ASSERT_TRUE(stream_->OnMessage(MoreFollow(Submit({"b"}, 3, 101))).ok());
+  ASSERT_TRUE(stream_->OnMessage(Submit({"c"}, 3)).ok());
+  EXPECT_EQ(engine_.submissions, 0);
+  constexpr auto kFull = absl::StatusCode::kResourceExhausted;
+  EXPECT_THAT(Failures(), testing::ElementsAre(testing::Pair("a", kFull), testing::Pair("b", kFull),
+                                               testing::Pair("c", kFull)));
+  ASSERT_TRUE(stream_->OnMessage(Submit({"a"}, 3)).ok());
+  EXPECT_EQ(engine_.submissions, 1) << "the stream goes on";
+}
+
+TEST_F(GenerateStreamTest, ABatchOfTooManyBytesIsRefusedAsAWhole) {
+  v1::GenerateRequest large = MoreFollow(Submit({"a"}, 3));
+  for (int i = 0; i < 600'000; ++i)
+    large.mutable_submit()->mutable_prompts(0)->add_prompt_token_ids(7);
+  ASSERT_TRUE(stream_->OnMessage(large).ok());
+  large.mutable_submit()->mutable_prompts(0)->set_request_id("b");
+  ASSERT_TRUE(stream_->OnMessage(large).ok());
+  ASSERT_TRUE(stream_->OnMessage(Submit({"c"}, 3)).ok());
+  EXPECT_EQ(engine_.submissions, 0);
+  EXPECT_EQ(Failures().size(), 3u);
+  EXPECT_EQ(budget_.used_bytes(), 0);
+}
+
+TEST_F(GenerateStreamTest, AHalfClosedBatchIsRefusedAndTheStreamEnds) {
+  ASSERT_TRUE(stream_->OnMessage(MoreFollow(Submit({"a"}, 3))).ok());
+  stream_->OnHalfClose();
+  EXPECT_THAT(Failures(),
+              testing::ElementsAre(testing::Pair("a", absl::StatusCode::kInvalidArgument)));
+  ASSERT_TRUE(finished_.has_value());
+  EXPECT_TRUE(finished_->ok());
+  EXPECT_EQ(engine_.submissions, 0);
+}
+
+TEST_F(GenerateStreamTest, APromptOfAnOpenBatchCanBeCancelled) {
+  ASSERT_TRUE(stream_->OnMessage(MoreFollow(Submit({"a", "b"}, 3))).ok());
+  v1::GenerateRequest cancel;
+  cancel.mutable_cancel()->add_request_ids("a");
+  ASSERT_TRUE(stream_->OnMessage(cancel).ok());
+  EXPECT_THAT(Failures(), testing::ElementsAre(testing::Pair("a", absl::StatusCode::kCancelled)));
+  ASSERT_TRUE(stream_->OnMessage(Submit({"c"}, 3)).ok());
+  EXPECT_EQ(engine_.submissions, 1);
+  ASSERT_TRUE(Eventually([&] { return stream_->unfinished_sequences() == 0; }));
+  EXPECT_THAT(Failures(), testing::IsEmpty());
+}
+
+TEST_F(GenerateStreamTest, ADrainRefusesAnOpenBatch) {
+  ASSERT_TRUE(stream_->OnMessage(MoreFollow(Submit({"a"}, 3))).ok());
+  stream_->Drain();
+  ASSERT_TRUE(stream_->OnMessage(Submit({"b"}, 3)).ok());
+  constexpr auto kAway = absl::StatusCode::kUnavailable;
+  EXPECT_THAT(Failures(),
+              testing::ElementsAre(testing::Pair("a", kAway), testing::Pair("b", kAway)));
+  EXPECT_TRUE(finished_.has_value());
 }
 
 TEST_F(GenerateStreamTest, HeartbeatsComeOnlyWhenIdle) {
@@ -366,21 +496,6 @@ TEST_F(GenerateStreamTest, EventsAfterTheEndAreDropped) {
   EXPECT_TRUE(Eventually([&] { return engine_.Stats().sequences_running == 0; }));
   EXPECT_TRUE(Eventually([&] { return stream_->unfinished_sequences() == 0; }));
   EXPECT_EQ(in_flight_, nullptr);
-}
-
-TEST(StallDetectorTest, TellsWaitingWorkFromIdleness) {
-  StallDetector detector(absl::Seconds(10));
-  const absl::Time start = absl::Now();
-  EngineStats stats;
-  EXPECT_TRUE(detector.Check(stats, start).ok());
-  EXPECT_TRUE(detector.Check(stats, start + absl::Hours(1)).ok()) << "idle is healthy";
-  stats.sequences_waiting = 1;
-  EXPECT_TRUE(detector.Check(stats, start + absl::Hours(1)).ok());
-  EXPECT_FALSE(detector.Check(stats, start + absl::Hours(1) + absl::Seconds(11)).ok());
-  stats.last_progress = start + absl::Hours(1);
-  EXPECT_TRUE(detector.Check(stats, start + absl::Hours(1) + absl::Seconds(12)).ok());
-  stats.paused = true;
-  EXPECT_TRUE(detector.Check(stats, start + absl::Hours(2)).ok()) << "a pause is no stall";
 }
 
 }  // namespace

@@ -31,7 +31,9 @@ struct ReceiverServer {
   explicit ReceiverServer(absl::Status apply = absl::OkStatus())
       : receiver({{.name = "w", .shape = {((2 << 20) + 40) / 4}}}, std::nullopt,
                  {.version = -1, .digest = ""},
-                 [apply](const WeightManifest&, absl::Span<const std::byte>) { return apply; }) {}
+                 [apply](const WeightManifest&, absl::Span<const std::byte>, const CallScope&) {
+                   return apply;
+                 }) {}
 
   StagedWeightReceiver receiver;
   rpc::TestServer server{[this](rpc::ServerRuntime& runtime) {

@@ -40,10 +40,14 @@ class FakeRunner : public ModelRunner {
     return next_slot_++;
   }
   void FreeSlot(int64_t slot) override { slots_.erase(slot); }
-  void Truncate(int64_t slot, int64_t length) override { slots_.at(slot).resize(length); }
-  void CopyPrefix(int64_t from, int64_t to, int64_t length) override {
+  absl::Status Truncate(int64_t slot, int64_t length) override {
+    slots_.at(slot).resize(length);
+    return std::exchange(fail_next_truncate, absl::OkStatus());
+  }
+  absl::Status CopyPrefix(int64_t from, int64_t to, int64_t length) override {
     const std::vector<int32_t>& source = slots_.at(from);
     slots_.at(to).assign(source.begin(), source.begin() + length);
+    return std::exchange(fail_next_copy, absl::OkStatus());
   }
   absl::Status Forward(std::span<const RunnerInput> inputs, const RowSink& sink) override {
     ++passes;
@@ -73,6 +77,8 @@ class FakeRunner : public ModelRunner {
   int64_t consumed = 0;
   int64_t largest_pass = 0;
   absl::Status fail_next;
+  absl::Status fail_next_copy;
+  absl::Status fail_next_truncate;
 
  private:
   static uint64_t Mix(uint64_t x) {

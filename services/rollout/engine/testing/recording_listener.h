@@ -10,7 +10,7 @@
 #include <utility>
 #include <vector>
 
-#include "services/rollout/engine/engine.h"
+#include "services/rollout/engine/types.h"
 
 namespace tandem::rollout {
 

@@ -1,0 +1,135 @@
+// What goes into the rollout engine and comes out of it: plain structs, no tensors, no gRPC.
+#ifndef TANDEM_SERVICES_ROLLOUT_ENGINE_TYPES_H_
+#define TANDEM_SERVICES_ROLLOUT_ENGINE_TYPES_H_
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/time/time.h"
+#include "common/base/weights_version.h"
+#include "common/model/model_summary.h"
+#include "common/tandem/tandem_config.h"
+#include "common/tandem/trajectory.h"
+
+namespace tandem::rollout {
+
+enum class OnWeightUpdate {
+  kRecompute,  // running sequences' senior lane is consumed again under the new weights
+  kKeep,       // the old KV entries stay
+};
+
+struct EngineOptions {
+  std::string senior_model;  // Hugging Face directory
+  std::string junior_model;  // empty: no junior
+  TandemConfig tandem;       // defaults of a request
+  int64_t max_num_seqs = 64;
+  int64_t max_model_len = 2048;
+  int64_t max_batched_tokens = 2048;
+  int64_t max_queue = 4096;
+  OnWeightUpdate on_weight_update = OnWeightUpdate::kRecompute;
+  int num_threads = 0;  // 0: physical cores
+};
+
+// One prompt and its samples.
+struct PromptRequest {
+  std::vector<int32_t> prompt_token_ids;
+  SamplingParams sampling;
+  TandemConfig tandem;  // resolved: the caller has merged the request over the defaults
+  uint64_t seed = 0;
+  int64_t num_samples = 1;
+  bool return_other_logprobs = false;
+  bool stream_tokens = false;
+  absl::Time deadline = absl::InfiniteFuture();
+};
+
+// New tokens of one sample.
+struct TokensDelta {
+  uint64_t sample_index = 0;
+  int64_t offset = 0;  // position of the first of these tokens in the response
+  std::vector<int32_t> token_ids;
+  std::vector<uint8_t> authorship_mask;
+};
+
+// Receives what happens to one prompt. Called on the engine thread: it must not block.
+class PromptListener {
+ public:
+  virtual ~PromptListener() = default;
+  // Only with stream_tokens.
+  virtual void OnTokens(TokensDelta delta) = 0;
+  // Once for every sample, in any order.
+  virtual void OnFinished(Trajectory trajectory) = 0;
+  // At most once, instead of the samples that have not finished: CANCELLED, DEADLINE_EXCEEDED,
+  // INTERNAL. Nothing follows.
+  virtual void OnFailed(absl::Status status) = 0;
+};
+
+using PromptId = uint64_t;  // never reused
+
+struct Submission {
+  PromptRequest request;
+  std::shared_ptr<PromptListener> listener;
+};
+
+struct ScoreSequence {
+  std::vector<int32_t> token_ids;
+  int64_t first_scored_token = 1;
+};
+
+struct ScoreRequest {
+  std::vector<ScoreSequence> sequences;
+  bool senior = true;
+  bool junior = false;
+  double temperature = 1.0;
+};
+
+struct SequenceScores {
+  std::vector<float> senior_logprobs;  // of tokens from first_scored_token on; empty if not asked
+  std::vector<float> junior_logprobs;
+};
+
+struct ScoreResult {
+  std::vector<SequenceScores> sequences;
+  WeightsVersion weights;  // of the senior, the same for all sequences
+};
+
+// Called once, on the engine thread: it must not block.
+using ScoreDone = std::function<void(absl::StatusOr<ScoreResult> result)>;
+
+// Totals since the start (…_total) and the state now.
+struct EngineStats {
+  int64_t sequences_running = 0;
+  int64_t sequences_waiting = 0;
+  int64_t senior_kv_tokens = 0;  // tokens held in the senior's lane
+  int64_t junior_kv_tokens = 0;
+  int64_t kv_capacity_tokens = 0;   // of one lane
+  int64_t senior_tokens_total = 0;  // response tokens written
+  int64_t junior_tokens_total = 0;
+  int64_t handoffs_total = 0;  // changes of author inside a response
+  // Response tokens of the other author that a lane consumed.
+  int64_t senior_catch_up_tokens_total = 0;
+  int64_t junior_catch_up_tokens_total = 0;
+  int64_t prompt_tokens_total = 0;
+  int64_t forward_passes_total = 0;  // of generation
+  int64_t score_passes_total = 0;
+  absl::Time last_progress = absl::InfinitePast();  // a pass or a command ended
+  bool paused = false;
+};
+
+struct EngineInfo {
+  ModelSummary senior;
+  std::optional<ModelSummary> junior;
+  std::string junior_version;  // digest of the junior's weights
+  std::vector<int32_t> sentence_boundary_token_ids;
+  std::vector<int32_t> word_boundary_token_ids;
+  int64_t max_num_seqs = 0;
+};
+
+}  // namespace tandem::rollout
+
+#endif  // TANDEM_SERVICES_ROLLOUT_ENGINE_TYPES_H_
