@@ -2,12 +2,15 @@
 
 #include <grpcpp/client_context.h>
 
+#include <algorithm>
+#include <stop_token>
 #include <thread>
 #include <utility>
 
 #include "absl/status/status.h"
 #include "absl/strings/str_cat.h"
 #include "common/base/status_macros.h"
+#include "common/rpc/channel.h"
 #include "common/rpc/error_table.h"
 
 namespace tandem::client {
@@ -15,18 +18,32 @@ namespace {
 
 namespace v1 = critic::v1;
 
-void SetDeadline(const RetryOptions& retry, grpc::ClientContext* context) {
-  context->set_deadline(absl::ToChronoTime(absl::Now() + retry.attempt_timeout));
-}
+// The context of one attempt; cancelled with the call that it is made for.
+class AttemptContext {
+ public:
+  AttemptContext(const CallScope& call, const rpc::RetryOptions& retry)
+      : context_(rpc::MakeClientContext(
+            std::min(call.deadline, absl::Now() + retry.attempt_timeout), call.request_id)),
+        cancel_(call.cancellation, Cancel{context_.get()}) {}
+
+  grpc::ClientContext* get() { return context_.get(); }
+
+ private:
+  struct Cancel {
+    grpc::ClientContext* context;
+    void operator()() const { context->TryCancel(); }
+  };
+
+  const std::unique_ptr<grpc::ClientContext> context_;
+  const std::stop_callback<Cancel> cancel_;
+};
 
 // One attempt. Requests are written while responses are read: either side alone would fill the
 // flow-control window and stop.
 absl::StatusOr<std::vector<v1::ComputeValuesResponse>> ComputeValuesOnce(
-    v1::CriticService::Stub& stub, const RetryOptions& retry,
-    const std::vector<v1::ComputeValuesRequest>& requests) {
-  grpc::ClientContext context;
-  SetDeadline(retry, &context);
-  auto stream = stub.ComputeValues(&context);
+    v1::CriticService::Stub& stub, AttemptContext&& context,
+    const std::vector<v1::ComputeValuesRequest>& requests, const std::function<void()>& progress) {
+  auto stream = stub.ComputeValues(context.get());
   std::thread writer([&] {
     for (const auto& request : requests) {
       if (!stream->Write(request)) return;
@@ -40,8 +57,9 @@ absl::StatusOr<std::vector<v1::ComputeValuesResponse>> ComputeValuesOnce(
   while (!too_many && stream->Read(&response)) {
     too_many = responses.size() == requests.size();
     responses.push_back(std::move(response));
+    progress();
   }
-  if (too_many) context.TryCancel();
+  if (too_many) context.get()->TryCancel();
   writer.join();
   absl::Status status = rpc::FromGrpcStatus(stream->Finish());
   if (too_many || (status.ok() && responses.size() != requests.size())) {
@@ -53,13 +71,11 @@ absl::StatusOr<std::vector<v1::ComputeValuesResponse>> ComputeValuesOnce(
 }
 
 absl::StatusOr<v1::TrainStepResponse> TrainStepOnce(v1::CriticService::Stub& stub,
-                                                    const RetryOptions& retry,
+                                                    AttemptContext&& context,
                                                     const v1::TrainStepHeader& header,
                                                     const std::vector<v1::ValueSample>& samples) {
-  grpc::ClientContext context;
-  SetDeadline(retry, &context);
   v1::TrainStepResponse response;
-  auto stream = stub.TrainStep(&context, &response);
+  auto stream = stub.TrainStep(context.get(), &response);
   v1::TrainStepRequest message;
   *message.mutable_header() = header;
   bool writable = stream->Write(message);
@@ -76,23 +92,15 @@ absl::StatusOr<v1::TrainStepResponse> TrainStepOnce(v1::CriticService::Stub& stu
 }  // namespace
 
 CriticClient::CriticClient(std::shared_ptr<grpc::ChannelInterface> channel,
-                           const RetryOptions& retry)
+                           const rpc::RetryOptions& retry)
     : stub_(v1::CriticService::NewStub(channel)), retry_(retry) {}
 
-absl::StatusOr<v1::GetServerInfoResponse> CriticClient::GetServerInfo() const {
-  return CallWithRetry(retry_, [&]() -> absl::StatusOr<v1::GetServerInfoResponse> {
-    grpc::ClientContext context;
-    SetDeadline(retry_, &context);
-    v1::GetServerInfoResponse response;
-    TANDEM_RETURN_IF_ERROR(rpc::FromGrpcStatus(stub_->GetServerInfo(&context, {}, &response)));
-    return response;
-  });
-}
-
 absl::StatusOr<std::vector<v1::ComputeValuesResponse>> CriticClient::ComputeValues(
-    const std::vector<v1::ComputeValuesRequest>& requests) const {
-  TANDEM_ASSIGN_OR_RETURN(auto responses, CallWithRetry(retry_, [&] {
-                            return ComputeValuesOnce(*stub_, retry_, requests);
+    const CallScope& call, const std::vector<v1::ComputeValuesRequest>& requests,
+    const std::function<void()>& progress) const {
+  TANDEM_ASSIGN_OR_RETURN(auto responses, rpc::CallWithRetry(retry_, call, [&] {
+                            return ComputeValuesOnce(*stub_, AttemptContext(call, retry_), requests,
+                                                     progress);
                           }));
   for (const auto& response : responses) {
     if (response.weights().version() != responses.front().weights().version()) {
@@ -105,12 +113,15 @@ absl::StatusOr<std::vector<v1::ComputeValuesResponse>> CriticClient::ComputeValu
 }
 
 absl::StatusOr<v1::TrainStepResponse> CriticClient::TrainStep(
-    v1::TrainStepHeader header, const std::vector<v1::ValueSample>& samples) const {
+    const CallScope& call, v1::TrainStepHeader header,
+    const std::vector<v1::ValueSample>& samples) const {
   if (header.request_id().empty()) {
     return absl::InvalidArgumentError("header.request_id: is required");
   }
   header.set_num_samples(static_cast<int32_t>(samples.size()));
-  return CallWithRetry(retry_, [&] { return TrainStepOnce(*stub_, retry_, header, samples); });
+  return rpc::CallWithRetry(retry_, call, [&] {
+    return TrainStepOnce(*stub_, AttemptContext(call, retry_), header, samples);
+  });
 }
 
 }  // namespace tandem::client

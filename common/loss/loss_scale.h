@@ -33,6 +33,8 @@ struct LossScaleOptions {
   Aggregation aggregation = Aggregation::kTokenMean;
   Normalizer normalizer = Normalizer::kNonzeroWeight;
   double norm_constant = 0;  // the constant of kSeqMeanTokenSumNorm, > 0 when that is chosen
+
+  bool operator==(const LossScaleOptions&) const = default;
 };
 
 struct LossScales {

@@ -49,6 +49,8 @@ struct PolicyLossOptions {
   // min(exp(logp_old - log q), this), a constant for the gradient; log q = behaviour -
   // log_keep_mass is what the writer drew from after its cut. 0 is off.
   double importance_sampling_cap = 0;
+
+  bool operator==(const PolicyLossOptions&) const = default;
 };
 
 // UNIMPLEMENTED for a kind of loss that is not there yet, INVALID_ARGUMENT with the field

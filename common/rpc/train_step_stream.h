@@ -2,6 +2,9 @@
 #ifndef TANDEM_COMMON_RPC_TRAIN_STEP_STREAM_H_
 #define TANDEM_COMMON_RPC_TRAIN_STEP_STREAM_H_
 
+#include <google/protobuf/io/coded_stream.h>
+#include <google/protobuf/io/zero_copy_stream_impl_lite.h>
+
 #include <cstdint>
 #include <optional>
 #include <string>
@@ -15,6 +18,7 @@
 #include "common/base/status_macros.h"
 #include "common/rpc/byte_budget.h"
 #include "common/rpc/stream_handlers.h"
+#include "common/tensor/checksum.h"
 
 namespace tandem::rpc {
 
@@ -36,6 +40,7 @@ class TrainStepStream : public ClientStreamHandler<Request, Response> {
   explicit TrainStepStream(ByteBudget& budget) : share_(budget) {}
 
   absl::Status OnMessage(Request&& message) final {
+    Hash(message);
     if (message.has_header()) {
       if (has_header_) return InvalidField("header", "came twice");
       absl::StatusOr<int64_t> announced = OnHeader(message.header());
@@ -62,7 +67,7 @@ class TrainStepStream : public ClientStreamHandler<Request, Response> {
           "header.num_samples",
           absl::StrCat(num_samples_, " samples were announced, only ", received_, " came"));
     }
-    return OnComplete(context);
+    return OnComplete(digest_.Hex(), context);
   }
 
  private:
@@ -72,15 +77,29 @@ class TrainStepStream : public ClientStreamHandler<Request, Response> {
   virtual absl::StatusOr<int64_t> OnHeader(const Header& header) = 0;
   // Field paths start inside the sample.
   virtual absl::Status OnSample(const Request& message) = 0;
-  // All samples came.
-  virtual absl::StatusOr<Response> OnComplete(const CallContext& context) = 0;
+  // All samples came. `payload_digest` is the XXH3-128 of every message: two steps with the same
+  // digest ask for the same.
+  virtual absl::StatusOr<Response> OnComplete(std::string payload_digest,
+                                              const CallContext& context) = 0;
 
   absl::Status Keep(const Request& message) {
     TANDEM_RETURN_IF_ERROR(share_.Take(static_cast<int64_t>(message.SpaceUsedLong())));
     return OnSample(message);
   }
 
+  void Hash(const Request& message) {
+    std::string bytes;
+    google::protobuf::io::StringOutputStream stream(&bytes);
+    google::protobuf::io::CodedOutputStream coded(&stream);
+    coded.SetSerializationDeterministic(true);
+    message.SerializeToCodedStream(&coded);
+    coded.Trim();
+    const uint64_t size = bytes.size();  // keeps messages from running into each other
+    digest_.Update(&size, sizeof(size)).Update(bytes.data(), bytes.size());
+  }
+
   ByteBudget::Share share_;
+  Checksum digest_;
   bool has_header_ = false;
   int64_t num_samples_ = 0;
   int64_t received_ = 0;

@@ -1,58 +1,90 @@
 #include "common/training/step_ledger.h"
 
+#include <limits>
 #include <nlohmann/json.hpp>
 #include <utility>
 
 #include "common/base/error.h"
 
 namespace tandem::training {
+namespace {
 
 using nlohmann::json;
 
-absl::StatusOr<std::optional<std::string>> StepLedger::Find(
-    absl::string_view run_id, absl::string_view request_id,
-    absl::string_view payload_digest) const {
-  for (const Entry& entry : entries_) {
-    if (entry.run_id != run_id || entry.request_id != request_id) continue;
-    if (entry.payload_digest != payload_digest) {
-      return WithReason(FieldError(absl::StatusCode::kAlreadyExists, "request_id",
-                                   "was used for a step with another content"),
-                        reason::kRequestIdReused);
-    }
-    return std::optional<std::string>(entry.reply);
+StepReport ReportFromJson(const json& object) {
+  StepReport report;
+  report.run_id = object.at("run_id");
+  report.step = object.at("step");
+  report.weights.version = object.at("version");
+  report.skipped = object.at("skipped");
+  report.skip_reason = object.at("skip_reason");
+  for (const auto& [name, value] : object.at("metrics").items()) {
+    // JSON has no NaN: it is written as null.
+    report.metrics[name] =
+        value.is_null() ? std::numeric_limits<double>::quiet_NaN() : value.get<double>();
   }
-  return std::optional<std::string>();
+  return report;
 }
 
-void StepLedger::Record(std::string run_id, std::string request_id, std::string payload_digest,
-                        std::string reply) {
-  entries_.push_back(
-      {std::move(run_id), std::move(request_id), std::move(payload_digest), std::move(reply)});
+}  // namespace
+
+const StepLedger::Entry* StepLedger::Lookup(absl::string_view run_id,
+                                            absl::string_view request_id) const {
+  for (const Entry& entry : entries_) {
+    if (entry.report.run_id == run_id && entry.request_id == request_id) return &entry;
+  }
+  return nullptr;
+}
+
+absl::StatusOr<std::optional<StepReport>> StepLedger::Find(absl::string_view run_id,
+                                                           absl::string_view request_id,
+                                                           absl::string_view payload_digest) const {
+  const Entry* const entry = Lookup(run_id, request_id);
+  if (entry == nullptr) return std::optional<StepReport>();
+  if (entry->payload_digest != payload_digest) {
+    return WithReason(FieldError(absl::StatusCode::kAlreadyExists, "request_id",
+                                 "was used for a step with another content"),
+                      reason::kRequestIdReused);
+  }
+  return std::optional<StepReport>(entry->report);
+}
+
+bool StepLedger::Contains(absl::string_view run_id, absl::string_view request_id) const {
+  return Lookup(run_id, request_id) != nullptr;
+}
+
+StepReport& StepLedger::Record(std::string request_id, std::string payload_digest,
+                               StepReport report) {
+  entries_.push_back({std::move(request_id), std::move(payload_digest), std::move(report)});
   if (entries_.size() > capacity_) entries_.pop_front();
+  return entries_.back().report;
 }
 
-std::string StepLedger::Serialize() const {
+json StepLedger::ToJson() const {
   json list = json::array();
   for (const Entry& entry : entries_) {
-    list.push_back({entry.run_id, entry.request_id, entry.payload_digest, entry.reply});
+    const StepReport& report = entry.report;
+    list.push_back({{"run_id", report.run_id},
+                    {"request_id", entry.request_id},
+                    {"payload_digest", entry.payload_digest},
+                    {"step", report.step},
+                    {"version", report.weights.version},
+                    {"skipped", report.skipped},
+                    {"skip_reason", report.skip_reason},
+                    {"metrics", report.metrics}});
   }
-  return list.dump(-1, ' ', /*ensure_ascii=*/true, json::error_handler_t::replace);
+  return list;
 }
 
-absl::Status StepLedger::Deserialize(absl::string_view text) {
-  const json list = json::parse(text.begin(), text.end(), nullptr, /*allow_exceptions=*/false);
+absl::Status StepLedger::FromJson(const json& list) {
   std::deque<Entry> entries;
   if (!list.is_array()) return absl::DataLossError("the table of done steps is broken");
-  for (const json& item : list) {
-    if (!item.is_array() || item.size() != 4) {
-      return absl::DataLossError("the table of done steps holds a broken entry");
+  try {
+    for (const json& item : list) {
+      entries.push_back({item.at("request_id"), item.at("payload_digest"), ReportFromJson(item)});
     }
-    for (const json& field : item) {
-      if (!field.is_string()) {
-        return absl::DataLossError("the table of done steps holds a broken entry");
-      }
-    }
-    entries.push_back({item[0], item[1], item[2], item[3]});
+  } catch (const json::exception&) {
+    return absl::DataLossError("the table of done steps holds a broken entry");
   }
   while (entries.size() > capacity_) entries.pop_front();
   entries_ = std::move(entries);

@@ -10,6 +10,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "common/base/atomic_file.h"
+#include "common/base/bounded_json.h"
 #include "common/base/error.h"
 #include "common/base/status_macros.h"
 #include "common/tensor/aten_bytes.h"
@@ -25,24 +26,17 @@ constexpr char kWeightsFile[] = "model.safetensors";
 
 absl::StatusOr<TrainingState> ReadState(const std::string& path, const std::string& kind) {
   const std::string file = absl::StrCat(path, "/", kStateFile);
-  const auto broken = [&] {
-    return absl::DataLossError(absl::StrCat(file, ": is not a training state"));
-  };
   TANDEM_ASSIGN_OR_RETURN(const std::string text, ReadFile(file));
-  const json parsed = json::parse(text, nullptr, /*allow_exceptions=*/false);
-  if (!parsed.is_object() || !parsed.value("kind", json()).is_string() ||
-      !parsed.value("version", json()).is_number_integer() ||
-      !parsed.value("done_steps", json()).is_string()) {
-    return broken();
+  const absl::StatusOr<json> parsed = ParseBoundedJson(text, file);
+  if (!parsed.ok()) return absl::DataLossError(parsed.status().message());
+  absl::StatusOr<TrainingState> state = TrainingStateFromJson(*parsed);
+  if (!state.ok()) {
+    return absl::DataLossError(absl::StrCat(file, ": ", state.status().message()));
   }
-  TrainingState state;
-  state.kind = parsed["kind"];
-  state.version = parsed["version"];
-  if (state.kind != kind) {
+  if (state->kind != kind) {
     return absl::FailedPreconditionError(
-        absl::StrCat(path, " is a checkpoint of a ", state.kind, ", not of a ", kind));
+        absl::StrCat(path, " is a checkpoint of a ", state->kind, ", not of a ", kind));
   }
-  TANDEM_RETURN_IF_ERROR(state.ledger.Deserialize(parsed["done_steps"].get<std::string>()));
   return state;
 }
 
@@ -71,17 +65,17 @@ absl::StatusOr<checkpoint::Saved> SaveTraining(const std::string& directory,
   if (keep < 0) return InvalidField("keep", "must not be negative");
   TANDEM_ASSIGN_OR_RETURN(
       const checkpoint::Saved saved,
-      checkpoint::Save(directory, name, {.kind = state.kind, .step = state.version},
-                       [&](const std::string& target) -> absl::Status {
-                         TANDEM_RETURN_IF_ERROR(model.Save(target));
-                         TANDEM_RETURN_IF_ERROR(strategy.SaveOptimizer(target));
-                         const json text = {{"kind", state.kind},
-                                            {"version", state.version},
-                                            {"optimizer_steps", strategy.optimizer_steps()},
-                                            {"done_steps", state.ledger.Serialize()}};
-                         return WriteFileDurably(absl::StrCat(target, "/", kStateFile),
-                                                 text.dump(2) + "\n");
-                       }));
+      checkpoint::Save(
+          directory, name, {.kind = state.kind, .step = state.version},
+          [&](const std::string& target) -> absl::Status {
+            TANDEM_RETURN_IF_ERROR(model.Save(target));
+            TANDEM_RETURN_IF_ERROR(strategy.SaveOptimizer(target));
+            json text = ToJson(state);
+            text["optimizer_steps"] = strategy.optimizer_steps();
+            return WriteFileDurably(
+                absl::StrCat(target, "/", kStateFile),
+                text.dump(-1, ' ', /*ensure_ascii=*/true, json::error_handler_t::replace) + "\n");
+          }));
   TANDEM_RETURN_IF_ERROR(checkpoint::Prune(directory, state.kind, keep, saved.path));
   return saved;
 }

@@ -12,7 +12,7 @@
 #include "common/model/model.h"
 #include "common/parallel/strategy.h"
 #include "common/tensor/dtype.h"
-#include "common/training/step_admission.h"
+#include "common/training/training_state.h"
 
 namespace tandem::training {
 

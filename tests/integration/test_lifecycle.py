@@ -16,8 +16,10 @@ import pytest
 from harness import prompts
 from tandem.client import CriticClient, RolloutClient, TrainerClient
 from tandem.cluster import find_binary
+from tandem.critic.v1 import critic_pb2
 from tandem.errors import CancelledError, DeadlineError, NotImplementedByServerError
-from tandem.requests import Prompt
+from tandem.requests import Prompt, SupervisedSample
+from tandem.wire import to_tensor
 
 ENDLESS = {"max_tokens": 100, "ignore_eos": True}
 ROLES = ("rollout", "trainer", "critic")
@@ -177,6 +179,55 @@ def test_sigterm_drains_and_exits_with_0(models, tmp_path, role):
         [server] = running.servers
         server.process.send_signal(signal.SIGTERM)
         assert server.process.wait(30) == 0
+
+
+@pytest.mark.parametrize("role", ["trainer", "critic"])
+def test_sigterm_flushes_what_no_checkpoint_holds(models, tmp_path, role):
+    flush = {"shutdown_checkpoint_directory": str(tmp_path / "flushed")}
+    client_class = TrainerClient if role == "trainer" else CriticClient
+
+    def serve(name):
+        return harness.cluster(tmp_path / name, models, rollouts=0, **{role: flush})
+
+    def learn(client, number):
+        step = {"run_id": "r", "step": number, "request_id": str(number)}
+        step["expected_version"] = number
+        if role == "trainer":
+            client.train_step([SupervisedSample([5, 6], [7, 8])], **step)
+        else:
+            numbers = {"old_values": to_tensor([0.0, 0.0]), "returns": to_tensor([1.0, 0.5])}
+            tokens = {"prompt_token_ids": [5, 6], "response_token_ids": [7, 8]}
+            sample = critic_pb2.ValueSample(**tokens, **numbers)
+            header = critic_pb2.TrainStepHeader(num_samples=1, **step)
+            client.send_train_step(
+                [
+                    critic_pb2.TrainStepRequest(header=header),
+                    critic_pb2.TrainStepRequest(sample=sample),
+                ]
+            )
+        return client.info().server.weights
+
+    def stop(running):
+        [server] = running.servers
+        server.process.send_signal(signal.SIGTERM)
+        assert server.process.wait(30) == 0
+
+    with serve("idle") as running:
+        stop(running)
+    assert not (tmp_path / "flushed").exists(), "there was nothing to save"
+    with serve("undisturbed") as running, client_class(running.servers[0].address) as client:
+        learn(client, 0)
+        undisturbed = learn(client, 1)
+        client.save_checkpoint(str(tmp_path / "saved"), "step_2")
+        stop(running)
+    assert not (tmp_path / "flushed").exists(), "a checkpoint held everything"
+    with serve("first") as running, client_class(running.servers[0].address) as client:
+        first = learn(client, 0)
+        stop(running)
+    with serve("second") as running, client_class(running.servers[0].address) as client:
+        client.load_checkpoint(str(tmp_path / "flushed" / "shutdown"))
+        assert client.info().server.weights == first
+        assert learn(client, 1) == undisturbed
 
 
 def test_sigterm_in_mid_stream_exits_with_0_within_the_drain_time(models, tmp_path):

@@ -149,6 +149,32 @@ def test_a_too_old_policy_version_is_refused_unless_allowed(fresh_pair):
         assert allowed.report.weights.version == 2
 
 
+def test_a_trajectory_of_another_lineage_is_refused(fresh_pair, tmp_path):
+    """The same number of a version, after a checkpoint was loaded and other steps were trained."""
+    with (
+        harness.rollout_client(fresh_pair) as rollout,
+        harness.trainer_client(fresh_pair) as client,
+    ):
+        [group] = rollout.generate(
+            prompts(1, TANDEM["word"], num_samples=2, return_other_logprobs=True)
+        )
+        samples = [PolicySample(t, "g", reward=float(i)) for i, t in enumerate(group)]
+        start = client.save_checkpoint(str(tmp_path), "start")
+        client.train_step(samples, run_id="r", step=1, expected_version=0)
+        old = client.info().server.weights
+        client.load_checkpoint(start)
+        other = [PolicySample(t, "g", reward=-float(i)) for i, t in enumerate(group)]
+        client.train_step(other, run_id="r", step=1, expected_version=0)
+        for sample in samples:
+            for run in sample.trajectory.senior_versions:
+                run.weights.CopyFrom(old)
+        with pytest.raises(FailedPreconditionError) as caught:
+            client.train_step(samples, run_id="r", step=2, expected_version=1)
+        assert caught.value.reason == "WEIGHTS_DIFFER"
+        path = "samples[0].trajectory.senior_versions[0].weights.digest"
+        assert caught.value.field == path
+
+
 def test_a_missing_reward_is_refused(trainer, good):
     samples = [good[0], PolicySample(good[1].trajectory, "g")]
     with pytest.raises(InvalidArgumentError) as caught:

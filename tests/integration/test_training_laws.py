@@ -288,6 +288,26 @@ def test_ppo_trains_senior_and_critic(models, tmp_path):
     assert state["critic"]
 
 
+def test_a_ppo_step_is_repeated_bit_for_bit_after_its_trainer_died(models, tmp_path):
+    """The critic has learnt the step; a new trainer repeats it from before."""
+    gae = {"advantage_estimator": "gae", "gae_lambda": 0.95, "whiten_advantages": True}
+    arguments = {"run_id": "r", "step": 1, "expected_version": 0, "request_id": "once"}
+    with harness.cluster(tmp_path / "first", models, trainer={}, critic={}) as running:
+        with harness.rollout_client(running) as rollout, harness.trainer_client(running) as trainer:
+            samples = policy_samples(rollout, TANDEM["word"], count=2)
+            undisturbed = trainer.train_step(samples, objective=gae, **arguments).report
+        running.trainer.process.kill()
+        running.trainer.process.wait()
+        critic = {"critic_address": running.critic.address}
+        with (
+            harness.cluster(tmp_path / "second", models, rollouts=0, trainer=critic) as again,
+            harness.trainer_client(again) as trainer,
+        ):
+            repeated = trainer.train_step(samples, objective=gae, **arguments)
+    assert not repeated.replayed
+    assert repeated.report == undisturbed
+
+
 def test_gae_without_a_critic_is_refused(fresh_pair):
     from tandem.errors import FailedPreconditionError
 

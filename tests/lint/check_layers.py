@@ -63,11 +63,12 @@ LAYERS: dict[str, set[str]] = {
 _COMMON = {name for name in LAYERS if name.startswith("common/")}
 # The halves of engines and services that trainer and critic share.
 LAYERS["services/training"] = _COMMON - {"common/rpc", "common/config"}
-LAYERS["services/training/service"] = {"services/training", *_COMMON, "clients/cpp", "proto"}
+LAYERS["services/training/service"] = {"services/training", *_COMMON, "proto"}
+_TRAINING = {"services/training", "services/training/service"}
 for _server in ("rollout", "trainer", "critic"):
     _engine, _service = f"services/{_server}/engine", f"services/{_server}/service"
     LAYERS[_engine] = (_COMMON - {"common/rpc", "common/config"}) | {"services/training"}
-    LAYERS[_service] = {_engine, "services/training/service", *_COMMON, "clients/cpp", "proto"}
+    LAYERS[_service] = {_engine, *_TRAINING, *_COMMON, "clients/cpp", "proto"}
     LAYERS[f"services/{_server}"] = {_engine, _service, *_COMMON, "clients/cpp", "proto"}
 
 SOURCE_FOLDERS = ("common", "services", "clients/cpp")

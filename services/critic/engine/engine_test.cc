@@ -36,22 +36,25 @@ class CriticEngineTest : public ::testing::Test {
     request.run_id = "run";
     request.step = step;
     request.request_id = std::to_string(step);
+    request.payload_digest = "payload";
     request.expected_version = step;
     for (int i = 0; i < 3; ++i) {
       ValueSample sample;
       sample.prompt_token_ids = {1, 5 + i};
       for (int k = 0; k < 4 + i; ++k) sample.response_token_ids.push_back(3 + (7 * i + k) % 50);
       sample.old_values =
-          engine.ComputeValues({sample.prompt_token_ids, sample.response_token_ids}).value().values;
+          engine.ComputeValues({}, {sample.prompt_token_ids, sample.response_token_ids})
+              .value()
+              .values;
       sample.returns.assign(sample.response_token_ids.size(), static_cast<float>(i));
       request.samples.push_back(sample);
     }
     return request;
   }
-  static TrainStepResult Step(Engine& engine, const TrainStepRequest& request) {
-    absl::StatusOr<TrainStepResult> result = engine.TrainStep(request);
+  static StepResult Step(Engine& engine, const TrainStepRequest& request) {
+    absl::StatusOr<StepResult> result = engine.TrainStep({}, request);
     EXPECT_TRUE(result.ok()) << result.status();
-    return result.ok() ? *result : TrainStepResult{};
+    return result.ok() ? *result : StepResult{};
   }
   static std::string Digest(const Engine& engine) { return engine.Info().weights.digest; }
 
@@ -61,7 +64,7 @@ class CriticEngineTest : public ::testing::Test {
 TEST_F(CriticEngineTest, ValueOfATokenComesFromTheStateBeforeIt) {
   auto engine = Make();
   const std::vector<int32_t> prompt = {1, 4, 9}, response = {8, 7, 6};
-  const ValuesResult result = engine->ComputeValues({prompt, response}).value();
+  const ValuesResult result = engine->ComputeValues({}, {prompt, response}).value();
   const auto model =
       std::move(Model::Load(folder_ / "model", {.head = HeadKind::kValue, .value_head_seed = 5}))
           .value();
@@ -74,7 +77,7 @@ TEST_F(CriticEngineTest, ValueOfATokenComesFromTheStateBeforeIt) {
     EXPECT_NEAR(result.values[static_cast<size_t>(t)], values[2 + t].item<float>(), 1e-5);
   }
   EXPECT_NEAR(result.final_value, values[5].item<float>(), 1e-5);
-  EXPECT_FALSE(engine->Info().value_head_from_checkpoint);
+  EXPECT_FALSE(engine->value_head_from_checkpoint());
 }
 
 TEST_F(CriticEngineTest, LearnsTheReturns) {
@@ -83,7 +86,7 @@ TEST_F(CriticEngineTest, LearnsTheReturns) {
   for (int step = 0; step < 40; ++step) {
     TrainStepRequest request = Request(*engine, step);
     request.value_clip = 0;
-    TrainStepResult result = Step(*engine, request);
+    StepReport result = Step(*engine, request).report;
     EXPECT_EQ(result.weights.version, step + 1);
     last = result.metrics["critic/loss"];
     explained = result.metrics["critic/explained_variance"];
@@ -98,7 +101,7 @@ TEST_F(CriticEngineTest, LossAndGradientEqualAutograd) {
   TrainStepRequest request = Request(*engine);
   request.value_clip = 0;
   request.samples[1].loss_mask = {0, 1, 0, 1, 1};
-  auto metrics = Step(*engine, request).metrics;
+  auto metrics = Step(*engine, request).report.metrics;
   const auto model = std::move(Model::Load(folder_ / "model", {.head = HeadKind::kValue,
                                                                .value_head_seed = 5,
                                                                .requires_grad = true}))
@@ -130,22 +133,22 @@ TEST_F(CriticEngineTest, MicroBatchingDoesNotChangeTheStep) {
   EngineOptions small = Options();
   small.micro_batch_tokens = 7;
   auto a = Make(small), b = Make();
-  auto x = Step(*a, Request(*a)).metrics, y = Step(*b, Request(*b)).metrics;
+  auto x = Step(*a, Request(*a)).report.metrics, y = Step(*b, Request(*b)).report.metrics;
   for (const auto& [name, value] : y) EXPECT_NEAR(x[name], value, 1e-4) << name;
 }
 
 TEST_F(CriticEngineTest, RepeatIsAnsweredFromTheTableAndStaleIsRefused) {
   auto engine = Make();
   TrainStepRequest request = Request(*engine);
-  const TrainStepResult first = Step(*engine, request);
-  const TrainStepResult second = Step(*engine, request);
+  const StepResult first = Step(*engine, request);
+  const StepResult second = Step(*engine, request);
   EXPECT_FALSE(first.replayed);
   EXPECT_TRUE(second.replayed);
-  EXPECT_EQ(second.metrics, first.metrics);
-  request.samples[0].returns[0] += 1;
-  EXPECT_EQ(Reason(engine->TrainStep(request).status()), "REQUEST_ID_REUSED");
+  EXPECT_EQ(second.report.metrics, first.report.metrics);
+  request.payload_digest = "other";
+  EXPECT_EQ(Reason(engine->TrainStep({}, request).status()), "REQUEST_ID_REUSED");
   request.request_id = "new";
-  EXPECT_EQ(Reason(engine->TrainStep(request).status()), "STALE_POLICY_VERSION");
+  EXPECT_EQ(Reason(engine->TrainStep({}, request).status()), "STALE_POLICY_VERSION");
 }
 
 TEST_F(CriticEngineTest, CheckpointContinuesBitForBit) {
@@ -153,25 +156,64 @@ TEST_F(CriticEngineTest, CheckpointContinuesBitForBit) {
   const TrainStepRequest request = Request(*engine);
   Step(*engine, request);
   const std::string path =
-      engine->SaveCheckpoint(folder_ / "checkpoints", "step_1", 1).value().path;
+      engine->SaveCheckpoint({}, folder_ / "checkpoints", "step_1", 1).value().path;
   auto resumed = Make();
-  ASSERT_TRUE(resumed->LoadCheckpoint(path).ok());
+  ASSERT_TRUE(resumed->LoadCheckpoint({}, path).ok());
   EXPECT_EQ(Digest(*resumed), Digest(*engine));
   EXPECT_TRUE(Step(*resumed, request).replayed);
   const TrainStepRequest next = Request(*engine, 1);
-  EXPECT_EQ(Step(*resumed, next).metrics, Step(*engine, next).metrics);
+  EXPECT_EQ(Step(*resumed, next).report.metrics, Step(*engine, next).report.metrics);
   EXPECT_EQ(Digest(*resumed), Digest(*engine));
+}
+
+// A PPO step whose trainer failed after the critic learnt it is repeated with the same values.
+TEST_F(CriticEngineTest, ALearntStepGetsItsValuesAgain) {
+  auto engine = Make();
+  TrainStepRequest step = Request(*engine);
+  const auto values = [&](Engine& critic, const std::string& request_id) {
+    return critic
+        .ComputeValues({}, {step.samples[0].prompt_token_ids, step.samples[0].response_token_ids,
+                            step.run_id, request_id})
+        .value();
+  };
+  const ValuesResult before = values(*engine, step.request_id);
+  Step(*engine, step);
+  const ValuesResult again = values(*engine, step.request_id);
+  EXPECT_EQ(again.values, before.values);
+  EXPECT_EQ(again.final_value, before.final_value);
+  EXPECT_EQ(again.weights, before.weights);
+  EXPECT_TRUE(Step(*engine, step).replayed);
+  EXPECT_NE(values(*engine, "another").values, before.values);
+
+  const std::string path =
+      engine->SaveCheckpoint({}, folder_ / "checkpoints", "step_1", 1).value().path;
+  auto resumed = Make();
+  ASSERT_TRUE(resumed->LoadCheckpoint({}, path).ok());
+  EXPECT_EQ(values(*resumed, step.request_id).values, before.values);
+  EXPECT_EQ(values(*resumed, step.request_id).weights, before.weights);
+}
+
+TEST_F(CriticEngineTest, ValuesOfAStepThatWasNotLearntFollowTheWeights) {
+  auto engine = Make();
+  const TrainStepRequest step = Request(*engine);
+  const ValuesRequest question = {step.samples[0].prompt_token_ids,
+                                  step.samples[0].response_token_ids, "run", "later"};
+  const ValuesResult before = engine->ComputeValues({}, question).value();
+  Step(*engine, step);
+  const ValuesResult after = engine->ComputeValues({}, question).value();
+  EXPECT_EQ(after.weights, engine->Info().weights);
+  EXPECT_NE(after.values, before.values);
 }
 
 TEST_F(CriticEngineTest, ExportHoldsTheValueHead) {
   auto engine = Make();
   Step(*engine, Request(*engine));
-  ASSERT_TRUE(engine->ExportModel(folder_ / "export", DType::kFloat32).ok());
+  ASSERT_TRUE(engine->ExportModel({}, folder_ / "export", DType::kFloat32).ok());
   EngineOptions options = Options();
   options.model = folder_ / "export";
   options.value_head_seed = 99;
   auto loaded = Make(options);
-  EXPECT_TRUE(loaded->Info().value_head_from_checkpoint);
+  EXPECT_TRUE(loaded->value_head_from_checkpoint());
   EXPECT_EQ(Digest(*loaded), Digest(*engine));
 }
 

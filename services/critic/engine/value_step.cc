@@ -1,19 +1,14 @@
 #include "services/critic/engine/value_step.h"
 
 #include <cstddef>
-#include <limits>
-#include <nlohmann/json.hpp>
 
 #include "absl/strings/str_cat.h"
 #include "common/base/error.h"
 #include "common/base/field_check.h"
 #include "common/base/status_macros.h"
-#include "common/checkpoint/payload_hasher.h"
 
 namespace tandem::critic {
 namespace {
-
-using nlohmann::json;
 
 absl::Status CheckSample(const ValueSample& sample, const training::SequenceLimits& limits) {
   TANDEM_RETURN_IF_ERROR(
@@ -54,42 +49,6 @@ absl::Status CheckTrainStep(const TrainStepRequest& request, const training::Seq
   }
   if (!any) return InvalidField("samples", "no token counts in the loss");
   return absl::OkStatus();
-}
-
-std::string PayloadDigest(const TrainStepRequest& request) {
-  checkpoint::PayloadHasher hasher;
-  hasher.Add(request.run_id, request.step, request.request_id, request.expected_version,
-             request.value_clip, request.samples.size());
-  for (const ValueSample& sample : request.samples) {
-    hasher.Add(sample.prompt_token_ids, sample.response_token_ids, sample.old_values,
-               sample.returns, sample.loss_mask);
-  }
-  return hasher.Hex();
-}
-
-std::string EncodeResult(const TrainStepResult& result) {
-  return json{{"step", result.step},
-              {"version", result.weights.version},
-              {"digest", result.weights.digest},
-              {"metrics", result.metrics}}
-      .dump();
-}
-
-absl::StatusOr<TrainStepResult> DecodeResult(absl::string_view text) {
-  const json parsed = json::parse(text.begin(), text.end(), nullptr, /*allow_exceptions=*/false);
-  TrainStepResult result;
-  try {
-    result.step = parsed.at("step");
-    result.weights.version = parsed.at("version");
-    result.weights.digest = parsed.at("digest");
-    for (const auto& [name, value] : parsed.at("metrics").items()) {
-      result.metrics[name] =
-          value.is_null() ? std::numeric_limits<double>::quiet_NaN() : value.get<double>();
-    }
-  } catch (const json::exception& error) {
-    return absl::DataLossError("a stored step result is broken");
-  }
-  return result;
 }
 
 }  // namespace tandem::critic

@@ -1,15 +1,13 @@
-// A value step without tensors: what is refused, and how the table of done steps remembers it.
+// A value step without tensors: what is refused, and what counts.
 #ifndef TANDEM_SERVICES_CRITIC_ENGINE_VALUE_STEP_H_
 #define TANDEM_SERVICES_CRITIC_ENGINE_VALUE_STEP_H_
 
+#include <cstddef>
 #include <cstdint>
-#include <string>
 
 #include "absl/status/status.h"
-#include "absl/status/statusor.h"
-#include "absl/strings/string_view.h"
 #include "common/training/sequence_check.h"
-#include "services/critic/engine/engine.h"
+#include "services/critic/engine/types.h"
 
 namespace tandem::critic {
 
@@ -22,13 +20,6 @@ absl::Status CheckTrainStep(const TrainStepRequest& request, const training::Seq
 inline bool Counts(const ValueSample& sample, size_t t) {
   return sample.loss_mask.empty() || sample.loss_mask[t] != 0;
 }
-
-// XXH3-128 over every field of the request.
-std::string PayloadDigest(const TrainStepRequest& request);
-
-// The reply that the table of done steps keeps, as JSON. DATA_LOSS for another text.
-std::string EncodeResult(const TrainStepResult& result);
-absl::StatusOr<TrainStepResult> DecodeResult(absl::string_view text);
 
 }  // namespace tandem::critic
 

@@ -57,17 +57,5 @@ TEST(ValueStepTest, DamageIsRefusedWithCodeAndPath) {
   }
 }
 
-TEST(ValueStepTest, ResultRoundTripIsExact) {
-  TrainStepResult result;
-  result.step = 2;
-  result.weights = {.version = 3, .digest = "d"};
-  result.metrics = {{"critic/loss", 0.1 + 0.2}};
-  const TrainStepResult copy = DecodeResult(EncodeResult(result)).value();
-  EXPECT_EQ(copy.step, 2);
-  EXPECT_EQ(copy.weights, (WeightsVersion{3, "d"}));
-  EXPECT_EQ(copy.metrics, result.metrics);
-  EXPECT_EQ(DecodeResult("[]").status().code(), absl::StatusCode::kDataLoss);
-}
-
 }  // namespace
 }  // namespace tandem::critic

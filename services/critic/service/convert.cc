@@ -78,6 +78,12 @@ absl::StatusOr<ValuesRequest> FromProto(const v1::ComputeValuesRequest& proto) {
       CopyTokens("prompt_token_ids", proto.prompt_token_ids(), &out.prompt_token_ids));
   TANDEM_RETURN_IF_ERROR(
       CopyTokens("response_token_ids", proto.response_token_ids(), &out.response_token_ids));
+  if (proto.has_step()) {
+    if (proto.step().run_id().empty()) return InvalidField("step.run_id", "is required");
+    if (proto.step().request_id().empty()) return InvalidField("step.request_id", "is required");
+    out.run_id = proto.step().run_id();
+    out.request_id = proto.step().request_id();
+  }
   return out;
 }
 
@@ -89,11 +95,12 @@ v1::ComputeValuesResponse ToProto(const ValuesResult& result) {
   return proto;
 }
 
-v1::TrainStepResponse ToProto(const TrainStepResult& result) {
+v1::TrainStepResponse ToProto(const StepResult& result) {
+  const StepReport& report = result.report;
   v1::TrainStepResponse proto;
-  proto.set_step(result.step);
-  rpc::WeightsVersionToProto(result.weights, proto.mutable_weights());
-  proto.mutable_metrics()->insert(result.metrics.begin(), result.metrics.end());
+  proto.set_step(report.step);
+  rpc::WeightsVersionToProto(report.weights, proto.mutable_weights());
+  proto.mutable_metrics()->insert(report.metrics.begin(), report.metrics.end());
   proto.set_replayed(result.replayed);
   return proto;
 }

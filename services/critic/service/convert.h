@@ -7,7 +7,7 @@
 #include <cstdint>
 
 #include "absl/status/statusor.h"
-#include "services/critic/engine/engine.h"
+#include "services/critic/engine/types.h"
 #include "tandem/critic/v1/critic.pb.h"
 
 namespace tandem::critic {
@@ -18,7 +18,7 @@ absl::StatusOr<ValueSample> FromProto(const v1::ValueSample& proto);
 absl::StatusOr<ValuesRequest> FromProto(const v1::ComputeValuesRequest& proto);
 
 v1::ComputeValuesResponse ToProto(const ValuesResult& result);
-v1::TrainStepResponse ToProto(const TrainStepResult& result);
+v1::TrainStepResponse ToProto(const StepResult& result);
 
 }  // namespace tandem::critic
 

@@ -3,14 +3,14 @@
 #include <utility>
 
 #include "common/base/status_macros.h"
-#include "services/training/service/optimizer_config.h"
 
 namespace tandem::critic {
 namespace {
 
-CriticServiceOptions ToServiceOptions(const config::v1::CriticServerConfig& config,
-                                      absl::Time start_time) {
-  CriticServiceOptions options;
+training::ServiceOptions ToServiceOptions(const config::v1::CriticServerConfig& config,
+                                          absl::Time start_time) {
+  training::ServiceOptions options;
+  options.role = "critic";
   options.max_samples = config.max_samples();
   options.start_time = start_time;
   return options;
@@ -20,14 +20,9 @@ CriticServiceOptions ToServiceOptions(const config::v1::CriticServerConfig& conf
 
 EngineOptions ToEngineOptions(const config::v1::CriticServerConfig& config) {
   EngineOptions options;
-  options.model = config.model();
+  training::SetTrainingOptions(config, &options);
   options.untie_embeddings = config.untie_embeddings();
   options.value_head_seed = config.value_head_seed();
-  options.optimizer = training::ToOptimizerOptions(config.optimizer());
-  options.micro_batch_tokens = config.batch().micro_batch_tokens();
-  options.max_model_len = config.max_model_len();
-  options.max_samples = config.max_samples();
-  options.num_threads = config.compute().num_threads();
   return options;
 }
 
@@ -45,6 +40,12 @@ absl::Status CriticApp::Load() {
   TANDEM_ASSIGN_OR_RETURN(engine_, create_engine_(ToEngineOptions(config_)));
   service_.SetEngine(engine_.get());
   return absl::OkStatus();
+}
+
+void CriticApp::Stop() {
+  if (engine_ != nullptr) {
+    training::ShutDownEngine(*engine_, config_.shutdown_checkpoint_directory());
+  }
 }
 
 }  // namespace tandem::critic

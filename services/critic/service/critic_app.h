@@ -29,7 +29,9 @@ class CriticApp final : public rpc::ServerApp {
 
   std::vector<rpc::NamedService> services() override;
   absl::Status Load() override;
+  absl::Status CheckHealth() override { return engine_->Health(); }
   void UpdateMetrics() override { service_.UpdateMetrics(); }
+  void Stop() override;
 
  private:
   const config::v1::CriticServerConfig config_;

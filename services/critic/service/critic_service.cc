@@ -6,12 +6,8 @@
 
 #include "absl/strings/str_cat.h"
 #include "common/base/error.h"
-#include "common/base/logging.h"
 #include "common/base/status_macros.h"
-#include "common/rpc/checkpoint_calls.h"
 #include "common/rpc/phase_timer.h"
-#include "common/rpc/proto_convert.h"
-#include "common/rpc/server_main.h"
 #include "common/rpc/stream_handlers.h"
 #include "common/rpc/train_step_stream.h"
 #include "common/rpc/unary_handler.h"
@@ -19,45 +15,22 @@
 
 namespace tandem::critic {
 
-CriticService::CriticService(const CriticServiceOptions& options, rpc::CallExecutor& executor,
+CriticService::CriticService(const training::ServiceOptions& options, rpc::CallExecutor& executor,
                              rpc::Metrics& metrics)
-    : options_(options),
-      executor_(executor),
-      metrics_(metrics),
-      budget_(options.max_buffered_bytes) {
-  // Counters and gauges that alerts read exist from the start.
-  for (const char* result : {"applied", "replayed", "failed"}) {
-    metrics_.Counter(rpc::metric::kTrainSteps, {result});
-  }
-  metrics_.Counter(rpc::metric::kTrainedTokens);
-  metrics_.Gauge(rpc::metric::kCheckpointTime);
-  metrics_.Gauge(rpc::metric::kCheckpointBytes);
-  metrics_.Gauge(rpc::metric::kLastProgress);
-}
-
-void CriticService::UpdateMetrics() {
-  const EngineInfo info = engine_->Info();
-  metrics_.Gauge(rpc::metric::kWeightsVersion).Set(static_cast<double>(info.weights.version));
-  metrics_.Gauge(rpc::metric::kOptimizerSteps).Set(static_cast<double>(info.optimizer_steps));
-}
+    : training_(options, executor, metrics) {}
 
 grpc::ServerUnaryReactor* CriticService::GetServerInfo(grpc::CallbackServerContext* context,
                                                        const v1::GetServerInfoRequest*,
                                                        v1::GetServerInfoResponse* response) {
   return rpc::AnswerAtOnce<v1::GetServerInfoResponse>(
-      executor_, context, response, [this]() -> absl::StatusOr<v1::GetServerInfoResponse> {
-        const EngineInfo info = engine_->Info();
+      training_.executor(), context, response,
+      [this]() -> absl::StatusOr<v1::GetServerInfoResponse> {
         v1::GetServerInfoResponse out;
-        types::v1::ServerInfo& server = *out.mutable_server();
-        server.set_role("critic");
-        server.set_software_version(rpc::SoftwareVersion());
-        server.set_uptime_seconds(absl::ToDoubleSeconds(absl::Now() - options_.start_time));
-        rpc::WeightsVersionToProto(info.weights, server.mutable_weights());
-        rpc::ModelSummaryToProto(info.model, server.mutable_model());
-        out.set_value_head_initialized_from(info.value_head_from_checkpoint
+        *out.mutable_server() = training_.ServerInfo();
+        out.set_value_head_initialized_from(engine_->value_head_from_checkpoint()
                                                 ? v1::VALUE_HEAD_SOURCE_CHECKPOINT
                                                 : v1::VALUE_HEAD_SOURCE_RANDOM);
-        out.set_optimizer_steps(info.optimizer_steps);
+        out.set_optimizer_steps(engine_->Info().optimizer_steps);
         return out;
       });
 }
@@ -66,18 +39,16 @@ grpc::ServerBidiReactor<v1::ComputeValuesRequest, v1::ComputeValuesResponse>*
 CriticService::ComputeValues(grpc::CallbackServerContext* context) {
   const auto count = std::make_shared<int64_t>(0);  // requests are handled one after the other
   return rpc::HandleMapStream<v1::ComputeValuesRequest, v1::ComputeValuesResponse>(
-      executor_, context,
+      training_.executor(), context,
       [this, count](const v1::ComputeValuesRequest& proto,
-                    const rpc::CallContext& context) -> absl::StatusOr<v1::ComputeValuesResponse> {
+                    const CallScope& call) -> absl::StatusOr<v1::ComputeValuesResponse> {
         const std::string path = absl::StrCat("requests[", (*count)++, "]");
         const auto request = FromProto(proto);
         if (!request.ok()) return PrependFieldPath(path, request.status());
-        const auto result = turn_.Run(context, [&] {
-          const rpc::PhaseTimer timer(metrics_, "evaluate");
-          return engine_->ComputeValues(*request);
-        });
+        const rpc::PhaseTimer timer(training_.metrics(), "evaluate");
+        const auto result = engine_->ComputeValues(call, *request);
         if (!result.ok()) return PrependFieldPath(path, result.status());
-        metrics_.Gauge(rpc::metric::kLastProgress).SetToCurrentTime();
+        training_.metrics().Gauge(rpc::metric::kLastProgress).SetToCurrentTime();
         return ToProto(*result);
       });
 }
@@ -89,11 +60,11 @@ class CriticService::TrainStepCall final
     : public rpc::TrainStepStream<v1::TrainStepRequest, v1::TrainStepResponse> {
  public:
   explicit TrainStepCall(CriticService& service)
-      : TrainStepStream(service.budget_), service_(service) {}
+      : TrainStepStream(service.training_.budget()), service_(service) {}
 
  private:
   absl::StatusOr<int64_t> OnHeader(const v1::TrainStepHeader& proto) override {
-    TANDEM_ASSIGN_OR_RETURN(request_, FromProto(proto, service_.options_.max_samples));
+    TANDEM_ASSIGN_OR_RETURN(request_, FromProto(proto, service_.training_.options().max_samples));
     return proto.num_samples();
   }
   absl::Status OnSample(const v1::TrainStepRequest& message) override {
@@ -102,8 +73,17 @@ class CriticService::TrainStepCall final
     request_.samples.push_back(std::move(sample));
     return absl::OkStatus();
   }
-  absl::StatusOr<v1::TrainStepResponse> OnComplete(const rpc::CallContext& context) override {
-    return service_.RunTrainStep(request_, context);
+  absl::StatusOr<v1::TrainStepResponse> OnComplete(std::string payload_digest,
+                                                   const CallScope& call) override {
+    request_.payload_digest = std::move(payload_digest);
+    int64_t tokens = 0;
+    for (const ValueSample& sample : request_.samples) {
+      tokens += static_cast<int64_t>(sample.response_token_ids.size());
+    }
+    const absl::StatusOr<StepResult> result = service_.training_.RunStep(
+        request_, tokens, [&] { return service_.engine_->TrainStep(call, request_); });
+    if (!result.ok()) return rpc::WithRequestPath(result.status());
+    return ToProto(*result);
   }
 
   CriticService& service_;
@@ -113,43 +93,7 @@ class CriticService::TrainStepCall final
 grpc::ServerReadReactor<v1::TrainStepRequest>* CriticService::TrainStep(
     grpc::CallbackServerContext* context, v1::TrainStepResponse* response) {
   return rpc::HandleClientStream<v1::TrainStepRequest, v1::TrainStepResponse>(
-      executor_, context, response, std::make_unique<TrainStepCall>(*this));
-}
-
-absl::StatusOr<v1::TrainStepResponse> CriticService::RunTrainStep(const TrainStepRequest& request,
-                                                                  const rpc::CallContext& context) {
-  double seconds = 0;
-  const absl::StatusOr<TrainStepResult> result = turn_.Run(context, [&] {
-    rpc::PhaseTimer timer(metrics_, "train");
-    auto result = engine_->TrainStep(request);
-    seconds = timer.Stop();
-    return result;
-  });
-  if (!result.ok()) {
-    metrics_.Counter(rpc::metric::kTrainSteps, {"failed"}).Increment();
-    Log(LogLevel::kWarning, "train_step_failed",
-        {{"run_id", request.run_id},
-         {"step", request.step},
-         {"error", result.status().ToString()}});
-    return rpc::WithRequestPath(result.status());
-  }
-  if (result->replayed) {
-    metrics_.Counter(rpc::metric::kTrainSteps, {"replayed"}).Increment();
-    return ToProto(*result);
-  }
-  UpdateMetrics();
-  size_t tokens = 0;
-  for (const ValueSample& sample : request.samples) tokens += sample.response_token_ids.size();
-  metrics_.Counter(rpc::metric::kTrainSteps, {"applied"}).Increment();
-  metrics_.Counter(rpc::metric::kTrainedTokens).Increment(static_cast<double>(tokens));
-  metrics_.Gauge(rpc::metric::kLastProgress).SetToCurrentTime();
-  metrics_.SetReport(result->metrics);
-  Log(LogLevel::kInfo, "train_step",
-      {{"run_id", request.run_id},
-       {"step", result->step},
-       {"version", result->weights.version},
-       {"seconds", seconds}});
-  return ToProto(*result);
+      training_.executor(), context, response, std::make_unique<TrainStepCall>(*this));
 }
 
 // ---------------------------------------------------------------------------------------------
@@ -158,38 +102,19 @@ absl::StatusOr<v1::TrainStepResponse> CriticService::RunTrainStep(const TrainSte
 grpc::ServerUnaryReactor* CriticService::SaveCheckpoint(grpc::CallbackServerContext* context,
                                                         const v1::SaveCheckpointRequest* request,
                                                         v1::SaveCheckpointResponse* response) {
-  return rpc::HandleUnary<v1::SaveCheckpointRequest, v1::SaveCheckpointResponse>(
-      executor_, context, request, response, [this](const auto& request, const auto& context) {
-        return rpc::SaveCheckpoint<v1::SaveCheckpointResponse>(*engine_, turn_, metrics_, request,
-                                                               context);
-      });
+  return training_.HandleSave(context, request, response);
 }
 
 grpc::ServerUnaryReactor* CriticService::LoadCheckpoint(grpc::CallbackServerContext* context,
                                                         const v1::LoadCheckpointRequest* request,
                                                         v1::LoadCheckpointResponse* response) {
-  return rpc::HandleUnary<v1::LoadCheckpointRequest, v1::LoadCheckpointResponse>(
-      executor_, context, request, response,
-      [this](const v1::LoadCheckpointRequest& request,
-             const rpc::CallContext& context) -> absl::StatusOr<v1::LoadCheckpointResponse> {
-        TANDEM_RETURN_IF_ERROR(rpc::LoadCheckpoint(*engine_, turn_, metrics_, request, context));
-        UpdateMetrics();
-        const EngineInfo info = engine_->Info();
-        v1::LoadCheckpointResponse out;
-        rpc::WeightsVersionToProto(info.weights, out.mutable_weights());
-        out.set_optimizer_steps(info.optimizer_steps);
-        return out;
-      });
+  return training_.HandleLoad(context, request, response);
 }
 
 grpc::ServerUnaryReactor* CriticService::ExportModel(grpc::CallbackServerContext* context,
                                                      const v1::ExportModelRequest* request,
                                                      v1::ExportModelResponse* response) {
-  return rpc::HandleUnary<v1::ExportModelRequest, v1::ExportModelResponse>(
-      executor_, context, request, response, [this](const auto& request, const auto& context) {
-        return rpc::ExportModel<v1::ExportModelResponse>(*engine_, turn_, metrics_, request,
-                                                         context);
-      });
+  return training_.HandleExport(context, request, response);
 }
 
 }  // namespace tandem::critic

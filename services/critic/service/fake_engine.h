@@ -2,8 +2,10 @@
 #ifndef TANDEM_SERVICES_CRITIC_SERVICE_FAKE_ENGINE_H_
 #define TANDEM_SERVICES_CRITIC_SERVICE_FAKE_ENGINE_H_
 
+#include <condition_variable>
 #include <map>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -21,13 +23,21 @@ class FakeEngine final : public Engine {
     EngineInfo info;
     info.model.model_type = "fake";
     info.model.vocab_size = 16;
-    info.weights.version = version_;
+    info.weights = {.version = version_, .digest = "digest"};
     info.optimizer_steps = version_;
-    info.weights.digest = "digest";
     return info;
   }
-  absl::StatusOr<ValuesResult> ComputeValues(const ValuesRequest& request) override {
-    std::lock_guard lock(mutex_);
+  bool value_head_from_checkpoint() const override { return false; }
+  absl::Status Health() const override { return absl::OkStatus(); }
+  bool unsaved() const override { return false; }
+  void Shutdown() override {}
+
+  absl::StatusOr<ValuesResult> ComputeValues(const CallScope& call,
+                                             const ValuesRequest& request) override {
+    std::unique_lock lock(mutex_);
+    last_values_ = request;
+    changed_.notify_all();
+    changed_.wait(lock, call.cancellation, [&] { return !silent_; });
     if (absl::Status error = TakeError(); !error.ok()) return error;
     ValuesResult result;
     for (const int32_t token : request.response_token_ids) {
@@ -37,35 +47,34 @@ class FakeEngine final : public Engine {
     result.weights.version = version_ + (drift_ ? drifted_++ : 0);
     return result;
   }
-  absl::StatusOr<TrainStepResult> TrainStep(const TrainStepRequest& request) override {
+  absl::StatusOr<StepResult> TrainStep(const CallScope&, const TrainStepRequest& request) override {
     std::lock_guard lock(mutex_);
     ++calls_;
     if (const auto done = done_.find(request.request_id); done != done_.end()) {
-      TrainStepResult repeat = done->second;
-      repeat.replayed = true;
-      return repeat;
+      return StepResult{.report = done->second, .replayed = true};
     }
     if (request.expected_version != version_) return absl::FailedPreconditionError("stale");
     steps_.push_back(request);
-    TrainStepResult result;
-    result.step = request.step;
-    result.weights.version = ++version_;
-    result.metrics = {{"critic/loss", 0.25}};
-    done_[request.request_id] = result;
+    StepReport report{.run_id = request.run_id, .step = request.step};
+    report.weights.version = ++version_;
+    report.metrics = {{"critic/loss", 0.25}};
+    done_[request.request_id] = report;
     // An error after the step was applied: the answer is lost on the way.
     if (absl::Status error = TakeError(); !error.ok()) return error;
-    return result;
+    return StepResult{.report = report, .replayed = false};
   }
-  absl::StatusOr<checkpoint::Saved> SaveCheckpoint(const std::string& directory,
+  absl::StatusOr<checkpoint::Saved> SaveCheckpoint(const CallScope&, const std::string& directory,
                                                    const std::string& name, int64_t) override {
     return checkpoint::Saved{directory + "/" + name, 99};
   }
-  absl::Status LoadCheckpoint(const std::string&) override {
+  absl::Status LoadCheckpoint(const CallScope&, const std::string&) override {
     std::lock_guard lock(mutex_);
     version_ = 7;
     return absl::OkStatus();
   }
-  absl::Status ExportModel(const std::string&, DType) override { return absl::OkStatus(); }
+  absl::Status ExportModel(const CallScope&, const std::string&, DType) override {
+    return absl::OkStatus();
+  }
 
   // Test controls.
   void FailNext(absl::Status error) {
@@ -76,6 +85,17 @@ class FakeEngine final : public Engine {
   void Drift() {
     std::lock_guard lock(mutex_);
     drift_ = true;
+  }
+  // ComputeValues answers nothing until the caller goes.
+  void BeSilent() {
+    std::lock_guard lock(mutex_);
+    silent_ = true;
+  }
+  // The last question for values, once there was one.
+  ValuesRequest WaitForValuesRequest() {
+    std::unique_lock lock(mutex_);
+    changed_.wait(lock, [&] { return last_values_.has_value(); });
+    return *last_values_;
   }
   std::vector<TrainStepRequest> steps() const {
     std::lock_guard lock(mutex_);
@@ -90,12 +110,15 @@ class FakeEngine final : public Engine {
   absl::Status TakeError() { return std::exchange(next_error_, absl::OkStatus()); }
 
   mutable std::mutex mutex_;
+  std::condition_variable_any changed_;
+  bool silent_ = false;
+  std::optional<ValuesRequest> last_values_;
   int64_t version_ = 0;
   bool drift_ = false;
   int64_t drifted_ = 0;
   int calls_ = 0;
   absl::Status next_error_;
-  std::map<std::string, TrainStepResult> done_;
+  std::map<std::string, StepReport> done_;
   std::vector<TrainStepRequest> steps_;
 };
 

@@ -12,8 +12,43 @@
 namespace tandem::trainer {
 namespace {
 
+absl::Status Refused(absl::string_view path, absl::string_view message, absl::string_view reason) {
+  return WithReasonNamed(FieldError(absl::StatusCode::kFailedPrecondition, path, message), reason);
+}
+
+// Whether tokens of these weights may be trained on.
+absl::Status CheckWeights(const WeightsVersion& weights, int64_t max_staleness,
+                          const BatchLimits& limits) {
+  const int64_t behind = limits.policy_version - weights.version;
+  TANDEM_RETURN_IF_ERROR(CheckAtLeast("version", weights.version, 0));
+  if (weights.digest.empty()) return InvalidField("digest", "is missing");
+  if (behind < 0) {
+    return Refused("version",
+                   absl::StrCat("version ", weights.version, " is unknown; the trainer is at ",
+                                limits.policy_version),
+                   reason::kUnknownPolicyVersion.name);
+  }
+  const std::string known = limits.lineage->DigestOf(weights.version);
+  if (behind > max_staleness || known.empty()) {
+    return Refused(
+        "version",
+        absl::StrCat("version ", weights.version, " is ", behind, " behind the trainer's, ",
+                     behind > max_staleness
+                         ? absl::StrCat("at most ", max_staleness, " are allowed (max_staleness)")
+                         : "which no longer knows its digest"),
+        reason::kTrajectoryTooOld.name);
+  }
+  if (weights.digest != known) {
+    return Refused("digest",
+                   absl::StrCat("version ", weights.version, " of this trainer has the digest ",
+                                known, ", not ", weights.digest),
+                   "WEIGHTS_DIFFER");
+  }
+  return absl::OkStatus();
+}
+
 absl::Status CheckVersions(const std::vector<VersionRun>& runs, int64_t length,
-                           int64_t max_staleness, int64_t policy_version) {
+                           int64_t max_staleness, const BatchLimits& limits) {
   if (runs.empty()) return InvalidField("senior_versions", "is missing");
   int64_t total = 0;
   for (size_t i = 0; i < runs.size(); ++i) {
@@ -23,23 +58,8 @@ absl::Status CheckVersions(const std::vector<VersionRun>& runs, int64_t length,
                           absl::StrCat("the runs must be positive and add up to ", length));
     }
     total += runs[i].count;
-    const int64_t version = runs[i].weights.version;
-    TANDEM_RETURN_IF_ERROR(CheckAtLeast(absl::StrCat(path, ".weights.version"), version, 0));
-    if (version > policy_version) {
-      return WithReason(
-          FieldError(
-              absl::StatusCode::kFailedPrecondition, absl::StrCat(path, ".weights.version"),
-              absl::StrCat("version ", version, " is unknown; the trainer is at ", policy_version)),
-          reason::kUnknownPolicyVersion);
-    }
-    if (policy_version - version > max_staleness) {
-      return WithReason(
-          FieldError(absl::StatusCode::kFailedPrecondition, absl::StrCat(path, ".weights.version"),
-                     absl::StrCat("version ", version, " is ", policy_version - version,
-                                  " behind the trainer's, at most ", max_staleness,
-                                  " are allowed (max_staleness)")),
-          reason::kTrajectoryTooOld);
-    }
+    TANDEM_RETURN_IF_ERROR(PrependFieldPath(absl::StrCat(path, ".weights"),
+                                            CheckWeights(runs[i].weights, max_staleness, limits)));
   }
   if (total != length) {
     return InvalidField("senior_versions",
@@ -89,7 +109,7 @@ absl::Status CheckTrajectory(const Trajectory& trajectory, const PolicyObjective
         training::CheckLogProbs("log_keep_mass", trajectory.log_keep_mass, length));
   }
   TANDEM_RETURN_IF_ERROR(CheckVersions(trajectory.senior_versions, static_cast<int64_t>(length),
-                                       objective.max_staleness, limits.policy_version));
+                                       objective.max_staleness, limits));
   if (trajectory.finish_reason == FinishReason::kUnspecified) {
     return InvalidField("finish_reason", "is missing");
   }
@@ -159,21 +179,6 @@ absl::Status CheckCount(size_t count, const BatchLimits& limits) {
 }
 
 }  // namespace
-
-absl::Status CheckObjective(const PolicyObjective& objective) {
-  TANDEM_RETURN_IF_ERROR(loss::CheckPolicyLossOptions(objective.loss));
-  TANDEM_RETURN_IF_ERROR(loss::CheckLossScaleOptions(objective.scale));
-  TANDEM_RETURN_IF_ERROR(
-      CheckInRange("junior_token_loss_weight", objective.junior_token_loss_weight, 0, 1));
-  if (objective.junior_kl_coefficient > 0) {
-    return FieldError(absl::StatusCode::kUnimplemented, "junior_kl_coefficient",
-                      "the auxiliary KL towards the junior is not there yet");
-  }
-  TANDEM_RETURN_IF_ERROR(CheckAtLeast("junior_kl_coefficient", objective.junior_kl_coefficient, 0));
-  TANDEM_RETURN_IF_ERROR(CheckInRange("gae_gamma", objective.gae_gamma, 0, 1));
-  TANDEM_RETURN_IF_ERROR(CheckInRange("gae_lambda", objective.gae_lambda, 0, 1));
-  return CheckAtLeast("max_staleness", objective.max_staleness, 0);
-}
 
 absl::Status CheckPolicyBatch(const PolicyBatch& batch, const BatchLimits& limits) {
   TANDEM_RETURN_IF_ERROR(PrependFieldPath("policy", CheckObjective(batch.objective)));

@@ -7,7 +7,8 @@
 
 #include "absl/status/status.h"
 #include "common/training/sequence_check.h"
-#include "services/trainer/engine/engine.h"
+#include "common/training/weights_lineage.h"
+#include "services/trainer/engine/types.h"
 
 namespace tandem::trainer {
 
@@ -15,13 +16,10 @@ struct BatchLimits {
   training::SequenceLimits sequence;
   int64_t max_samples = 0;
   int64_t policy_version = 0;  // of the weights that the update starts from
+  const training::WeightsLineage* lineage = nullptr;
   bool has_critic = false;
   bool has_reference = false;
 };
-
-// The bounds of the numbers, and UNIMPLEMENTED for a choice that is not there yet; paths as in
-// PolicyObjective of the contract.
-absl::Status CheckObjective(const PolicyObjective& objective);
 
 // Codes as Engine::TrainStep names them; paths from "policy." or "samples[i]." on.
 absl::Status CheckPolicyBatch(const PolicyBatch& batch, const BatchLimits& limits);

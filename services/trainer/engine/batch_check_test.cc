@@ -14,7 +14,13 @@ namespace {
 constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
 
 BatchLimits Limits() {
-  return {.sequence = {.vocab_size = 61, .max_model_len = 32}, .max_samples = 8};
+  static const training::WeightsLineage lineage = [] {
+    training::WeightsLineage known;
+    known.Record({0, kTestDigest});
+    return known;
+  }();
+  return {
+      .sequence = {.vocab_size = 61, .max_model_len = 32}, .max_samples = 8, .lineage = &lineage};
 }
 
 struct Case {
@@ -60,12 +66,17 @@ const std::vector<Case>& Cases() {
        "samples[2].trajectory.senior_versions[0].count"},
       {"count overflow",
        [](auto& b) {
-         T(b).senior_versions = {{{0, ""}, 4}, {{0, ""}, std::numeric_limits<int64_t>::max()}};
+         T(b).senior_versions = {{{0, kTestDigest}, 4},
+                                 {{0, kTestDigest}, std::numeric_limits<int64_t>::max()}};
        },
        kInvalid, "samples[2].trajectory.senior_versions[1].count"},
       {"unknown version", [](auto& b) { T(b).senior_versions[0].weights.version = 1; },
        kPrecondition, "samples[2].trajectory.senior_versions[0].weights.version",
        "UNKNOWN_POLICY_VERSION"},
+      {"another lineage", [](auto& b) { T(b).senior_versions[0].weights.digest = "other"; },
+       kPrecondition, "samples[2].trajectory.senior_versions[0].weights.digest", "WEIGHTS_DIFFER"},
+      {"no digest", [](auto& b) { T(b).senior_versions[0].weights.digest = ""; }, kInvalid,
+       "samples[2].trajectory.senior_versions[0].weights.digest"},
       {"negative version", [](auto& b) { T(b).senior_versions[0].weights.version = -1; }, kInvalid,
        "samples[2].trajectory.senior_versions[0].weights.version"},
       {"no finish reason", [](auto& b) { T(b).finish_reason = FinishReason::kUnspecified; },
@@ -166,6 +177,18 @@ TEST(BatchCheckTest, StalenessIsBounded) {
   const absl::Status status = CheckPolicyBatch(batch, limits);
   EXPECT_EQ(Reason(status), "TRAJECTORY_TOO_OLD");
   EXPECT_EQ(FieldPath(status), "samples[0].trajectory.senior_versions[0].weights.version");
+}
+
+TEST(BatchCheckTest, AVersionWhoseDigestIsNoLongerKnownIsTooOld) {
+  training::WeightsLineage lineage(1);
+  lineage.Record({0, kTestDigest});
+  lineage.Record({1, "other"});
+  BatchLimits limits = Limits();
+  limits.policy_version = 1;
+  limits.lineage = &lineage;
+  PolicyBatch batch = TestBatch();
+  batch.objective.max_staleness = 1;
+  EXPECT_EQ(Reason(CheckPolicyBatch(batch, limits)), "TRAJECTORY_TOO_OLD");
 }
 
 TEST(BatchCheckTest, SupervisedSamplesAreChecked) {

@@ -7,7 +7,7 @@
 
 #include "common/loss/policy_loss.h"
 #include "common/tandem/author_selector.h"
-#include "services/trainer/engine/engine.h"
+#include "services/trainer/engine/types.h"
 
 namespace tandem::trainer {
 

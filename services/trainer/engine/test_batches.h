@@ -6,9 +6,12 @@
 #include <string>
 #include <vector>
 
-#include "services/trainer/engine/engine.h"
+#include "services/trainer/engine/types.h"
 
 namespace tandem::trainer {
+
+// Of the weights that the test batches were written with.
+inline constexpr char kTestDigest[] = "test-digest";
 
 // Four samples in two groups, tandem, lengths 5 to 8; ids below 61.
 inline PolicyBatch TestBatch() {
@@ -23,7 +26,7 @@ inline PolicyBatch TestBatch() {
       t.author_logprobs.push_back(-1.0f - 0.1f * static_cast<float>(k));
       t.other_logprobs.push_back(-1.5f - 0.1f * static_cast<float>(k));
     }
-    t.senior_versions = {{.weights = {0, ""}, .count = 5 + i}};
+    t.senior_versions = {{.weights = {0, kTestDigest}, .count = 5 + i}};
     t.junior_version = "junior";
     t.finish_reason = i % 2 == 0 ? FinishReason::kStop : FinishReason::kLength;
     t.seed = 9;
@@ -40,6 +43,7 @@ inline TrainStepRequest TestRequest(PolicyBatch batch = TestBatch()) {
   request.run_id = "run";
   request.step = 1;
   request.request_id = "request-1";
+  request.payload_digest = "payload-1";
   request.batch = std::move(batch);
   return request;
 }

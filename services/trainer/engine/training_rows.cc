@@ -68,30 +68,6 @@ void Whiten(std::vector<std::vector<double>>& advantages) {
 
 }  // namespace
 
-std::vector<size_t> TrainingRows::FirstRows() const {
-  std::vector<size_t> first = {0};
-  for (const SequenceRows& sequence : sequences) {
-    first.push_back(first.back() + sequence.positions.size());
-  }
-  return first;
-}
-
-SequenceRows SelectSequenceRows(absl::Span<const int32_t> prompt,
-                                absl::Span<const int32_t> response,
-                                absl::Span<const double> scales) {
-  SequenceRows rows;
-  for (size_t t = 0; t < response.size(); ++t) {
-    if (!scales.empty() && !(scales[t] > 0)) continue;
-    rows.positions.push_back(static_cast<int64_t>(prompt.size() + t) - 1);
-    rows.labels.push_back(response[t]);
-  }
-  if (rows.positions.empty()) return rows;
-  rows.input.assign(prompt.begin(), prompt.end());
-  const auto read = static_cast<size_t>(rows.positions.back()) + 1 - prompt.size();
-  rows.input.insert(rows.input.end(), response.begin(), response.begin() + read);
-  return rows;
-}
-
 absl::StatusOr<loss::LossScales> PolicyScales(const PolicyBatch& batch) {
   std::vector<double> weights;
   std::vector<int64_t> lengths;
@@ -154,8 +130,9 @@ TrainingRows PolicyRows(const PolicyBatch& batch, const loss::LossScales& scales
     const size_t length = trajectory.response_token_ids.size();
     const auto own = absl::MakeConstSpan(scales.scales).subspan(begin, length);
     begin += length;
-    rows.sequences.push_back(
-        SelectSequenceRows(trajectory.prompt_token_ids, trajectory.response_token_ids, own));
+    rows.sequences.push_back(training::SelectSequenceRows(trajectory.prompt_token_ids,
+                                                          trajectory.response_token_ids,
+                                                          [&](size_t t) { return own[t] > 0; }));
     for (size_t t = 0; t < length; ++t) {
       if (!(own[t] > 0)) continue;
       const bool senior = trajectory.authorship_mask[t] != 0;
@@ -188,8 +165,8 @@ TrainingRows PolicyRows(const PolicyBatch& batch, const loss::LossScales& scales
 TrainingRows SupervisedRows(const SupervisedBatch& batch, const loss::LossScales& scales) {
   TrainingRows rows;
   for (const SupervisedSample& sample : batch.samples) {
-    rows.sequences.push_back(
-        SelectSequenceRows(sample.prompt_token_ids, sample.response_token_ids, {}));
+    rows.sequences.push_back(training::SelectSequenceRows(
+        sample.prompt_token_ids, sample.response_token_ids, [](size_t) { return true; }));
   }
   rows.tokens.scales = scales.scales;
   rows.temperatures.assign(scales.scales.size(), 1.0);

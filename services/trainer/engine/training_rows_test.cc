@@ -8,16 +8,7 @@
 namespace tandem::trainer {
 namespace {
 
-using ::testing::ElementsAre;
 using ::testing::IsEmpty;
-
-TEST(TrainingRowsTest, RowsPredictTheNextTokenAndStopAtTheLastWeightedOne) {
-  const SequenceRows rows = SelectSequenceRows({1, 2}, {10, 11, 12, 13}, {0.5, 0, 0.25, 0});
-  EXPECT_THAT(rows.positions, ElementsAre(1, 3));
-  EXPECT_THAT(rows.labels, ElementsAre(10, 12));
-  EXPECT_THAT(rows.input, ElementsAre(1, 2, 10, 11));
-  EXPECT_THAT(SelectSequenceRows({1, 2}, {10}, {0}).input, IsEmpty());
-}
 
 TEST(TrainingRowsTest, OldLogProbsFollowTheChoice) {
   PolicyBatch batch = TestBatch();

@@ -9,8 +9,7 @@
 #include <variant>
 
 #include "absl/status/statusor.h"
-#include "services/trainer/engine/engine.h"
-#include "tandem/trainer/v1/objective.pb.h"
+#include "services/trainer/engine/types.h"
 #include "tandem/trainer/v1/trainer.pb.h"
 
 namespace tandem::trainer {
@@ -29,8 +28,6 @@ struct StepHeader {
 
 // num_samples above `max_samples` is OUT_OF_RANGE.
 absl::StatusOr<StepHeader> FromProto(const v1::TrainStepHeader& proto, int64_t max_samples);
-absl::StatusOr<PolicyObjective> FromProto(const v1::PolicyObjective& proto);
-absl::StatusOr<SupervisedObjective> FromProto(const v1::SupervisedObjective& proto);
 
 // Shapes, numbers that are not finite and what the objective requires of a sample are refused here;
 // what the model must judge (ids, lengths, versions, authorship) is the engine's.

@@ -1,5 +1,7 @@
 #include "services/trainer/service/convert.h"
 
+#include <google/protobuf/descriptor.h>
+#include <google/protobuf/message.h>
 #include <gtest/gtest.h>
 
 #include <functional>
@@ -9,6 +11,7 @@
 
 #include "common/base/error.h"
 #include "common/rpc/proto_convert.h"
+#include "services/trainer/service/objective_convert.h"
 #include "services/trainer/service/test_messages.h"
 
 namespace tandem::trainer {
@@ -39,6 +42,49 @@ TEST(PolicyObjectiveTest, AnEmptyMessageGivesTheDocumentedDefaults) {
   EXPECT_FALSE(objective->bootstrap_truncated);
   EXPECT_FALSE(objective->whiten_advantages);
   EXPECT_EQ(objective->max_staleness, 0);
+}
+
+// Sets `field` to something that is not its default.
+void Change(google::protobuf::Message& message, const google::protobuf::FieldDescriptor& field) {
+  using google::protobuf::FieldDescriptor;
+  const google::protobuf::Reflection& reflection = *message.GetReflection();
+  switch (field.cpp_type()) {
+    case FieldDescriptor::CPPTYPE_DOUBLE:
+      return reflection.SetDouble(&message, &field, 0.375);
+    case FieldDescriptor::CPPTYPE_INT32:
+      return reflection.SetInt32(&message, &field, 3);
+    case FieldDescriptor::CPPTYPE_INT64:
+      return reflection.SetInt64(&message, &field, 3);
+    case FieldDescriptor::CPPTYPE_BOOL:
+      return reflection.SetBool(&message, &field, true);
+    case FieldDescriptor::CPPTYPE_ENUM:
+      // The last value: the first is UNSPECIFIED, and the default is often the second.
+      return reflection.SetEnum(&message, &field,
+                                field.enum_type()->value(field.enum_type()->value_count() - 1));
+    default:
+      FAIL() << field.full_name() << ": this test does not know its type";
+  }
+}
+
+// A field that the converter forgets would be ignored in silence.
+template <typename Objective, typename Proto>
+void ExpectEveryFieldCounts(const Proto& base) {
+  const Objective before = FromProto(base).value();
+  const google::protobuf::Descriptor& type = *Proto::descriptor();
+  for (int i = 0; i < type.field_count(); ++i) {
+    Proto proto = base;
+    Change(proto, *type.field(i));
+    const absl::StatusOr<Objective> after = FromProto(proto);
+    // A choice that is refused is not ignored either.
+    EXPECT_FALSE(after.ok() && *after == before) << type.field(i)->full_name();
+  }
+}
+
+TEST(ObjectiveTest, NoFieldOfTheContractIsIgnored) {
+  v1::PolicyObjective base;
+  base.set_kl_coefficient(0.1);  // else the estimator does not matter
+  ExpectEveryFieldCounts<PolicyObjective>(base);
+  ExpectEveryFieldCounts<SupervisedObjective>(v1::SupervisedObjective());
 }
 
 TEST(PolicyObjectiveTest, EveryFieldIsCarried) {

@@ -28,10 +28,16 @@ class GrpcCriticConnection final : public CriticConnection {
   explicit GrpcCriticConnection(std::shared_ptr<const client::CriticClient> client)
       : client_(std::move(client)) {}
 
-  absl::StatusOr<Values> ComputeValues(const std::vector<Sequence>& sequences) override {
+  absl::StatusOr<Values> ComputeValues(const Call& call, const Step& step,
+                                       const std::vector<Sequence>& sequences) override {
     std::vector<critic::v1::ComputeValuesRequest> requests(sequences.size());
-    for (size_t i = 0; i < sequences.size(); ++i) SetTokens(sequences[i], &requests[i]);
-    TANDEM_ASSIGN_OR_RETURN(const auto responses, client_->ComputeValues(requests));
+    for (size_t i = 0; i < sequences.size(); ++i) {
+      SetTokens(sequences[i], &requests[i]);
+      requests[i].mutable_step()->set_run_id(step.run_id);
+      requests[i].mutable_step()->set_request_id(step.request_id);
+    }
+    TANDEM_ASSIGN_OR_RETURN(const auto responses,
+                            client_->ComputeValues(call.scope, requests, call.progress));
     Values out;
     for (size_t i = 0; i < responses.size(); ++i) {
       const auto length = static_cast<int64_t>(sequences[i].response_token_ids.size());
@@ -47,11 +53,12 @@ class GrpcCriticConnection final : public CriticConnection {
     return out;
   }
 
-  absl::StatusOr<std::map<std::string, double>> TrainStep(const TrainRequest& request) override {
+  absl::StatusOr<std::map<std::string, double>> TrainStep(const Call& call,
+                                                          const TrainRequest& request) override {
     critic::v1::TrainStepHeader header;
-    header.set_run_id(request.run_id);
-    header.set_step(request.step);
-    header.set_request_id(request.request_id);
+    header.set_run_id(request.step.run_id);
+    header.set_step(request.step.step);
+    header.set_request_id(request.step.request_id);
     header.set_expected_version(request.expected_version);
     std::vector<critic::v1::ValueSample> samples(request.sequences.size());
     for (size_t i = 0; i < samples.size(); ++i) {
@@ -59,7 +66,8 @@ class GrpcCriticConnection final : public CriticConnection {
       rpc::FloatsToProto(request.old_values[i], samples[i].mutable_old_values());
       rpc::FloatsToProto(request.returns[i], samples[i].mutable_returns());
     }
-    TANDEM_ASSIGN_OR_RETURN(const auto response, client_->TrainStep(header, samples));
+    TANDEM_ASSIGN_OR_RETURN(const auto response, client_->TrainStep(call.scope, header, samples));
+    call.progress();
     return std::map<std::string, double>(response.metrics().begin(), response.metrics().end());
   }
 

@@ -5,7 +5,7 @@
 #include <memory>
 
 #include "clients/cpp/critic_client.h"
-#include "services/trainer/engine/engine.h"
+#include "services/trainer/engine/critic_connection.h"
 
 namespace tandem::trainer {
 

@@ -12,6 +12,7 @@
 #include <utility>
 #include <vector>
 
+#include "common/base/engine_thread.h"
 #include "common/tensor/checksum.h"
 #include "services/trainer/engine/engine.h"
 
@@ -51,31 +52,24 @@ class FakeEngine final : public Engine {
     info.weights.version = version_;
     info.optimizer_steps = version_;
     info.weights.digest = FakeWeights(version_).manifest().digest;
-    info.micro_batch_tokens = 128;
     return info;
   }
 
-  absl::StatusOr<TrainStepResult> TrainStep(const TrainStepRequest& request) override {
-    std::unique_lock lock(mutex_);
-    ++running_;
-    changed_.notify_all();
-    changed_.wait(lock, [&] { return !hold_; });
-    if (absl::Status error = TakeError(); !error.ok()) return error;
-    if (const auto done = done_.find(request.request_id); done != done_.end()) {
-      return TrainStepResult{done->second, true};
-    }
-    steps_.push_back(request);
-    StepReport report;
-    report.run_id = request.run_id;
-    report.step = request.step;
-    report.weights.version = ++version_;
-    report.metrics = {{"loss/total", 0.5}, {"tokens/response", 2}, {"reward/mean", 1}};
-    done_[request.request_id] = report;
-    return TrainStepResult{report, false};
+  absl::Status Health() const override { return thread_.Health(); }
+  bool unsaved() const override {
+    std::lock_guard lock(mutex_);
+    return unsaved_;
+  }
+  void Shutdown() override { thread_.Shutdown(); }
+
+  absl::StatusOr<StepResult> TrainStep(const CallScope& call,
+                                       const TrainStepRequest& request) override {
+    return thread_.Run(call, [&] { return DoStep(request); });
   }
 
   // Log-prob t is -token, its entropy the temperature.
-  absl::StatusOr<LogProbsResult> ComputeLogProbs(const LogProbsRequest& request) override {
+  absl::StatusOr<LogProbsResult> ComputeLogProbs(const CallScope&,
+                                                 const LogProbsRequest& request) override {
     std::lock_guard lock(mutex_);
     if (absl::Status error = TakeError(); !error.ok()) return error;
     LogProbsResult result;
@@ -87,26 +81,28 @@ class FakeEngine final : public Engine {
     return result;
   }
 
-  absl::StatusOr<std::shared_ptr<const WeightSource>> Snapshot() override {
+  absl::StatusOr<std::shared_ptr<const WeightSource>> Snapshot(const CallScope&) override {
     std::lock_guard lock(mutex_);
     if (absl::Status error = TakeError(); !error.ok()) return error;
     // More than a chunk, and not a multiple of one.
     return std::make_shared<FakeWeights>(version_, (2 << 20) + 40);
   }
 
-  absl::StatusOr<checkpoint::Saved> SaveCheckpoint(const std::string& directory,
+  absl::StatusOr<checkpoint::Saved> SaveCheckpoint(const CallScope&, const std::string& directory,
                                                    const std::string& name, int64_t) override {
     std::lock_guard lock(mutex_);
     if (absl::Status error = TakeError(); !error.ok()) return error;
-    return checkpoint::Saved{directory + "/" + name, 1234};
+    unsaved_ = false;
+    saved_.push_back(directory + "/" + name);
+    return checkpoint::Saved{saved_.back(), 1234};
   }
-  absl::Status LoadCheckpoint(const std::string&) override {
+  absl::Status LoadCheckpoint(const CallScope&, const std::string&) override {
     std::lock_guard lock(mutex_);
     if (absl::Status error = TakeError(); !error.ok()) return error;
     version_ = 41;
     return absl::OkStatus();
   }
-  absl::Status ExportModel(const std::string&, DType dtype) override {
+  absl::Status ExportModel(const CallScope&, const std::string&, DType dtype) override {
     std::lock_guard lock(mutex_);
     export_dtype_ = dtype;
     return TakeError();
@@ -140,8 +136,32 @@ class FakeEngine final : public Engine {
     return version_;
   }
   DType export_dtype() const { return export_dtype_; }
+  std::vector<std::string> saved() const {
+    std::lock_guard lock(mutex_);
+    return saved_;
+  }
 
  private:
+  absl::StatusOr<StepResult> DoStep(const TrainStepRequest& request) {
+    std::unique_lock lock(mutex_);
+    ++running_;
+    changed_.notify_all();
+    changed_.wait(lock, [&] { return !hold_; });
+    if (absl::Status error = TakeError(); !error.ok()) return error;
+    if (const auto done = done_.find(request.request_id); done != done_.end()) {
+      return StepResult{.report = done->second, .replayed = true};
+    }
+    steps_.push_back(request);
+    StepReport report;
+    report.run_id = request.run_id;
+    report.step = request.step;
+    report.weights.version = ++version_;
+    report.metrics = {{"loss/total", 0.5}, {"tokens/response", 2}, {"reward/mean", 1}};
+    done_[request.request_id] = report;
+    unsaved_ = true;
+    return StepResult{.report = report, .replayed = false};
+  }
+
   absl::Status TakeError() { return std::exchange(next_error_, absl::OkStatus()); }
 
   mutable std::mutex mutex_;
@@ -153,6 +173,9 @@ class FakeEngine final : public Engine {
   std::map<std::string, StepReport> done_;
   std::vector<TrainStepRequest> steps_;
   DType export_dtype_ = DType::kInt8;
+  bool unsaved_ = false;
+  std::vector<std::string> saved_;
+  EngineThread thread_{{.name = "fake"}};
 };
 
 }  // namespace tandem::trainer

@@ -6,7 +6,6 @@
 #include "common/base/status_macros.h"
 #include "common/rpc/channel.h"
 #include "services/trainer/service/critic_connection.h"
-#include "services/training/service/optimizer_config.h"
 
 namespace tandem::trainer {
 namespace {
@@ -19,7 +18,9 @@ rpc::ChannelOptions ToChannelOptions(const config::v1::ServerOptions& config) {
 TrainerServiceOptions ToServiceOptions(const config::v1::TrainerServerConfig& config,
                                        absl::Time start_time) {
   TrainerServiceOptions options;
+  options.role = "trainer";
   options.max_samples = config.max_samples();
+  options.micro_batch_tokens = config.batch().micro_batch_tokens();
   options.critic_address = config.critic_address();
   options.publish_channel = ToChannelOptions(config.server());
   options.start_time = start_time;
@@ -30,14 +31,9 @@ TrainerServiceOptions ToServiceOptions(const config::v1::TrainerServerConfig& co
 
 EngineOptions ToEngineOptions(const config::v1::TrainerServerConfig& config) {
   EngineOptions options;
-  options.model = config.model();
+  training::SetTrainingOptions(config, &options);
   options.reference_model = config.reference_model();
-  options.optimizer = training::ToOptimizerOptions(config.optimizer());
-  options.micro_batch_tokens = config.batch().micro_batch_tokens();
   options.logits_chunk_bytes = config.batch().logits_chunk_bytes();
-  options.max_model_len = config.max_model_len();
-  options.max_samples = config.max_samples();
-  options.num_threads = config.compute().num_threads();
   return options;
 }
 
@@ -63,5 +59,11 @@ absl::Status TrainerApp::Load() {
 }
 
 void TrainerApp::Drain(absl::Time) { service_.Drain(); }
+
+void TrainerApp::Stop() {
+  if (engine_ != nullptr) {
+    training::ShutDownEngine(*engine_, config_.shutdown_checkpoint_directory());
+  }
+}
 
 }  // namespace tandem::trainer

@@ -29,10 +29,12 @@ class TrainerApp final : public rpc::ServerApp {
 
   std::vector<rpc::NamedService> services() override;
   absl::Status Load() override;
+  absl::Status CheckHealth() override { return engine_->Health(); }
   void UpdateMetrics() override { service_.UpdateMetrics(); }
   void Drain(absl::Time deadline) override;
+  void Stop() override;
 
-  const TrainerService& service() const { return service_; }
+  TrainerService& service() { return service_; }
 
  private:
   const config::v1::TrainerServerConfig config_;

@@ -6,46 +6,46 @@
 #include <vector>
 
 #include "absl/strings/str_cat.h"
-#include "absl/time/clock.h"
 #include "common/base/error.h"
 #include "common/base/logging.h"
 #include "common/base/status_macros.h"
-#include "common/rpc/checkpoint_calls.h"
 #include "common/rpc/error_table.h"
 #include "common/rpc/phase_timer.h"
 #include "common/rpc/proto_convert.h"
-#include "common/rpc/server_main.h"
 #include "common/rpc/train_step_stream.h"
 #include "common/rpc/unary_handler.h"
 #include "services/trainer/service/convert.h"
 #include "services/trainer/service/publish.h"
 
 namespace tandem::trainer {
+namespace {
+
+int64_t NumResponseTokens(const TrainStepRequest& request) {
+  int64_t tokens = 0;
+  if (const auto* policy = std::get_if<PolicyBatch>(&request.batch)) {
+    for (const PolicySample& sample : policy->samples) {
+      tokens += static_cast<int64_t>(sample.trajectory.response_token_ids.size());
+    }
+  } else {
+    for (const SupervisedSample& sample : std::get<SupervisedBatch>(request.batch).samples) {
+      tokens += static_cast<int64_t>(sample.response_token_ids.size());
+    }
+  }
+  return tokens;
+}
+
+}  // namespace
 
 TrainerService::TrainerService(const TrainerServiceOptions& options, rpc::CallExecutor& executor,
                                rpc::Metrics& metrics)
     : options_(options),
       executor_(executor),
       metrics_(metrics),
-      budget_(options.max_buffered_bytes) {
-  // Counters and gauges that alerts read exist from the start.
-  for (const char* result : {"applied", "skipped", "replayed", "failed"}) {
-    metrics_.Counter(rpc::metric::kTrainSteps, {result});
-  }
+      training_(options, executor, metrics) {
   for (const char* result : {"ok", "failed"}) {
     metrics_.Counter(rpc::metric::kPublishResults, {result});
   }
-  metrics_.Counter(rpc::metric::kTrainedTokens);
   metrics_.Counter(rpc::metric::kWeightBytesSent);
-  metrics_.Gauge(rpc::metric::kCheckpointTime);
-  metrics_.Gauge(rpc::metric::kCheckpointBytes);
-  metrics_.Gauge(rpc::metric::kLastProgress);
-}
-
-void TrainerService::UpdateMetrics() {
-  const EngineInfo info = engine_->Info();
-  metrics_.Gauge(rpc::metric::kWeightsVersion).Set(static_cast<double>(info.weights.version));
-  metrics_.Gauge(rpc::metric::kOptimizerSteps).Set(static_cast<double>(info.optimizer_steps));
 }
 
 grpc::ServerUnaryReactor* TrainerService::GetServerInfo(grpc::CallbackServerContext* context,
@@ -53,16 +53,10 @@ grpc::ServerUnaryReactor* TrainerService::GetServerInfo(grpc::CallbackServerCont
                                                         v1::GetServerInfoResponse* response) {
   return rpc::AnswerAtOnce<v1::GetServerInfoResponse>(
       executor_, context, response, [this]() -> absl::StatusOr<v1::GetServerInfoResponse> {
-        const EngineInfo info = engine_->Info();
         v1::GetServerInfoResponse out;
-        types::v1::ServerInfo& server = *out.mutable_server();
-        server.set_role("trainer");
-        server.set_software_version(rpc::SoftwareVersion());
-        server.set_uptime_seconds(absl::ToDoubleSeconds(absl::Now() - options_.start_time));
-        rpc::WeightsVersionToProto(info.weights, server.mutable_weights());
-        rpc::ModelSummaryToProto(info.model, server.mutable_model());
-        out.set_optimizer_steps(info.optimizer_steps);
-        out.set_micro_batch_tokens(static_cast<int32_t>(info.micro_batch_tokens));
+        *out.mutable_server() = training_.ServerInfo();
+        out.set_optimizer_steps(engine_->Info().optimizer_steps);
+        out.set_micro_batch_tokens(static_cast<int32_t>(options_.micro_batch_tokens));
         out.set_critic_address(options_.critic_address);
         return out;
       });
@@ -75,7 +69,7 @@ class TrainerService::TrainStepCall final
     : public rpc::TrainStepStream<v1::TrainStepRequest, v1::TrainStepResponse> {
  public:
   explicit TrainStepCall(TrainerService& service)
-      : TrainStepStream(service.budget_), service_(service) {}
+      : TrainStepStream(service.training_.budget()), service_(service) {}
 
  private:
   absl::StatusOr<int64_t> OnHeader(const v1::TrainStepHeader& proto) override {
@@ -94,8 +88,10 @@ class TrainerService::TrainStepCall final
   absl::Status OnSample(const v1::TrainStepRequest& message) override {
     return std::visit([&](auto& batch) { return Add(message, batch); }, request_.batch);
   }
-  absl::StatusOr<v1::TrainStepResponse> OnComplete(const rpc::CallContext& context) override {
-    return service_.RunTrainStep(request_, context);
+  absl::StatusOr<v1::TrainStepResponse> OnComplete(std::string payload_digest,
+                                                   const CallScope& call) override {
+    request_.payload_digest = std::move(payload_digest);
+    return service_.RunTrainStep(request_, call);
   }
 
   static absl::Status Add(const v1::TrainStepRequest& message, PolicyBatch& batch) {
@@ -125,48 +121,19 @@ grpc::ServerReadReactor<v1::TrainStepRequest>* TrainerService::TrainStep(
       executor_, context, response, std::make_unique<TrainStepCall>(*this));
 }
 
-absl::StatusOr<v1::TrainStepResponse> TrainerService::RunTrainStep(
-    const TrainStepRequest& request, const rpc::CallContext& context) {
-  double seconds = 0;
-  const absl::StatusOr<TrainStepResult> result = turn_.Run(context, [&] {
-    rpc::PhaseTimer timer(metrics_, "train");
-    auto result = engine_->TrainStep(request);
-    seconds = timer.Stop();
-    return result;
-  });
-  if (!result.ok()) {
-    metrics_.Counter(rpc::metric::kTrainSteps, {"failed"}).Increment();
-    Log(LogLevel::kWarning, "train_step_failed",
-        {{"run_id", request.run_id},
-         {"step", request.step},
-         {"error", result.status().ToString()}});
-    return rpc::WithRequestPath(result.status());
-  }
+absl::StatusOr<v1::TrainStepResponse> TrainerService::RunTrainStep(const TrainStepRequest& request,
+                                                                   const CallScope& call) {
+  const absl::StatusOr<StepResult> result = training_.RunStep(
+      request, NumResponseTokens(request), [&] { return engine_->TrainStep(call, request); });
+  if (!result.ok()) return rpc::WithRequestPath(result.status());
   v1::TrainStepResponse response;
   *response.mutable_report() = ToProto(result->report);
   response.set_replayed(result->replayed);
-  if (result->replayed) {
-    metrics_.Counter(rpc::metric::kTrainSteps, {"replayed"}).Increment();
-    return response;
+  if (!result->replayed) {
+    v1::WatchStepsResponse event;
+    *event.mutable_report() = response.report();
+    watchers_.Publish(event);
   }
-  UpdateMetrics();
-  const StepReport& report = result->report;
-  metrics_.Counter(rpc::metric::kTrainSteps, {report.skipped ? "skipped" : "applied"}).Increment();
-  metrics_.Gauge(rpc::metric::kLastProgress).SetToCurrentTime();
-  metrics_.SetReport(report.metrics);
-  if (const auto tokens = report.metrics.find("tokens/response");
-      !report.skipped && tokens != report.metrics.end() && tokens->second > 0) {
-    metrics_.Counter(rpc::metric::kTrainedTokens).Increment(tokens->second);
-  }
-  Log(LogLevel::kInfo, "train_step",
-      {{"run_id", report.run_id},
-       {"step", report.step},
-       {"version", report.weights.version},
-       {"skipped", report.skipped},
-       {"seconds", seconds}});
-  v1::WatchStepsResponse event;
-  *event.mutable_report() = response.report();
-  watchers_.Publish(event);
   return response;
 }
 
@@ -187,15 +154,13 @@ TrainerService::ComputeLogProbs(grpc::CallbackServerContext* context) {
   const auto count = std::make_shared<int64_t>(0);  // requests are handled one after the other
   return rpc::HandleMapStream<v1::ComputeLogProbsRequest, v1::ComputeLogProbsResponse>(
       executor_, context,
-      [this, count](const v1::ComputeLogProbsRequest& proto, const rpc::CallContext& context)
-          -> absl::StatusOr<v1::ComputeLogProbsResponse> {
+      [this, count](const v1::ComputeLogProbsRequest& proto,
+                    const CallScope& call) -> absl::StatusOr<v1::ComputeLogProbsResponse> {
         const std::string path = absl::StrCat("requests[", (*count)++, "]");
         const auto request = FromProto(proto);
         if (!request.ok()) return PrependFieldPath(path, request.status());
-        const auto result = turn_.Run(context, [&] {
-          const rpc::PhaseTimer timer(metrics_, "evaluate");
-          return engine_->ComputeLogProbs(*request);
-        });
+        const rpc::PhaseTimer timer(metrics_, "evaluate");
+        const auto result = engine_->ComputeLogProbs(call, *request);
         if (!result.ok()) return PrependFieldPath(path, result.status());
         metrics_.Gauge(rpc::metric::kLastProgress).SetToCurrentTime();
         return ToProto(*result);
@@ -211,14 +176,13 @@ grpc::ServerUnaryReactor* TrainerService::PublishWeights(grpc::CallbackServerCon
 }
 
 absl::StatusOr<v1::PublishWeightsResponse> TrainerService::Publish(
-    const v1::PublishWeightsRequest& request, const rpc::CallContext& context) {
+    const v1::PublishWeightsRequest& request, const CallScope& call) {
   const std::vector<std::string> targets(request.targets().begin(), request.targets().end());
   TANDEM_RETURN_IF_ERROR(CheckTargets(targets));
   const rpc::PhaseTimer timer(metrics_, "publish");
-  TANDEM_ASSIGN_OR_RETURN(const auto source,
-                          turn_.Run(context, [&] { return engine_->Snapshot(); }));
+  TANDEM_ASSIGN_OR_RETURN(const auto source, engine_->Snapshot(call));
   const std::vector<Delivery> deliveries =
-      PublishToAll(targets, *source, options_.publish_channel, context);
+      PublishToAll(targets, *source, options_.publish_channel, call);
   v1::PublishWeightsResponse response;
   response.mutable_weights()->set_version(source->manifest().version);
   response.mutable_weights()->set_digest(source->manifest().digest);
@@ -247,38 +211,19 @@ absl::StatusOr<v1::PublishWeightsResponse> TrainerService::Publish(
 grpc::ServerUnaryReactor* TrainerService::SaveCheckpoint(grpc::CallbackServerContext* context,
                                                          const v1::SaveCheckpointRequest* request,
                                                          v1::SaveCheckpointResponse* response) {
-  return rpc::HandleUnary<v1::SaveCheckpointRequest, v1::SaveCheckpointResponse>(
-      executor_, context, request, response, [this](const auto& request, const auto& context) {
-        return rpc::SaveCheckpoint<v1::SaveCheckpointResponse>(*engine_, turn_, metrics_, request,
-                                                               context);
-      });
+  return training_.HandleSave(context, request, response);
 }
 
 grpc::ServerUnaryReactor* TrainerService::LoadCheckpoint(grpc::CallbackServerContext* context,
                                                          const v1::LoadCheckpointRequest* request,
                                                          v1::LoadCheckpointResponse* response) {
-  return rpc::HandleUnary<v1::LoadCheckpointRequest, v1::LoadCheckpointResponse>(
-      executor_, context, request, response,
-      [this](const v1::LoadCheckpointRequest& request,
-             const rpc::CallContext& context) -> absl::StatusOr<v1::LoadCheckpointResponse> {
-        TANDEM_RETURN_IF_ERROR(rpc::LoadCheckpoint(*engine_, turn_, metrics_, request, context));
-        UpdateMetrics();
-        const EngineInfo info = engine_->Info();
-        v1::LoadCheckpointResponse out;
-        rpc::WeightsVersionToProto(info.weights, out.mutable_weights());
-        out.set_optimizer_steps(info.optimizer_steps);
-        return out;
-      });
+  return training_.HandleLoad(context, request, response);
 }
 
 grpc::ServerUnaryReactor* TrainerService::ExportModel(grpc::CallbackServerContext* context,
                                                       const v1::ExportModelRequest* request,
                                                       v1::ExportModelResponse* response) {
-  return rpc::HandleUnary<v1::ExportModelRequest, v1::ExportModelResponse>(
-      executor_, context, request, response, [this](const auto& request, const auto& context) {
-        return rpc::ExportModel<v1::ExportModelResponse>(*engine_, turn_, metrics_, request,
-                                                         context);
-      });
+  return training_.HandleExport(context, request, response);
 }
 
 }  // namespace tandem::trainer

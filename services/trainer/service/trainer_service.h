@@ -7,25 +7,20 @@
 #include <string>
 
 #include "absl/status/statusor.h"
-#include "absl/time/time.h"
-#include "common/rpc/byte_budget.h"
 #include "common/rpc/call_executor.h"
 #include "common/rpc/channel.h"
-#include "common/rpc/engine_turn.h"
 #include "common/rpc/metrics.h"
 #include "services/trainer/engine/engine.h"
 #include "services/trainer/service/step_broadcaster.h"
+#include "services/training/service/training_service.h"
 #include "tandem/trainer/v1/trainer.grpc.pb.h"
 
 namespace tandem::trainer {
 
-struct TrainerServiceOptions {
-  int64_t max_samples = 4096;
-  // Samples of steps that are being received or trained, of all calls together.
-  int64_t max_buffered_bytes = int64_t{1} << 30;
-  std::string critic_address;  // reported, not used
+struct TrainerServiceOptions : training::ServiceOptions {
+  int64_t micro_batch_tokens = 0;  // reported, as the critic's address
+  std::string critic_address;
   rpc::ChannelOptions publish_channel;
-  absl::Time start_time = absl::Now();
 };
 
 class TrainerService final : public v1::TrainerService::CallbackService {
@@ -35,11 +30,14 @@ class TrainerService final : public v1::TrainerService::CallbackService {
                  rpc::Metrics& metrics);
 
   // Before the executor's gate opens; `engine` must outlive the calls.
-  void SetEngine(Engine* engine) { engine_ = engine; }
+  void SetEngine(Engine* engine) {
+    engine_ = engine;
+    training_.SetEngine(engine);
+  }
   // Ends WatchSteps streams; they would keep a draining server waiting.
   void Drain() { watchers_.Close(); }
   // Refreshes gauges from the engine's info.
-  void UpdateMetrics();
+  void UpdateMetrics() { training_.UpdateMetrics(); }
 
   grpc::ServerUnaryReactor* GetServerInfo(grpc::CallbackServerContext* context,
                                           const v1::GetServerInfoRequest* request,
@@ -64,22 +62,21 @@ class TrainerService final : public v1::TrainerService::CallbackService {
       grpc::CallbackServerContext* context, const v1::WatchStepsRequest* request) override;
 
   size_t num_watchers() const { return watchers_.num_watchers(); }
-  int64_t buffered_bytes() const { return budget_.used_bytes(); }
+  int64_t buffered_bytes() { return training_.budget().used_bytes(); }
 
  private:
   class TrainStepCall;
 
   absl::StatusOr<v1::TrainStepResponse> RunTrainStep(const TrainStepRequest& request,
-                                                     const rpc::CallContext& context);
+                                                     const CallScope& call);
   absl::StatusOr<v1::PublishWeightsResponse> Publish(const v1::PublishWeightsRequest& request,
-                                                     const rpc::CallContext& context);
+                                                     const CallScope& call);
 
   const TrainerServiceOptions options_;
   rpc::CallExecutor& executor_;
   rpc::Metrics& metrics_;
-  rpc::ByteBudget budget_;
+  training::TrainingService training_;
   StepBroadcaster watchers_;
-  rpc::EngineTurn turn_;
   Engine* engine_ = nullptr;
 };
 

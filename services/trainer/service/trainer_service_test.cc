@@ -245,7 +245,7 @@ TEST_F(TrainerServerTest, ServerInfoSaysWhatIsHeldAfterEveryStep) {
   EXPECT_EQ(info().server().role(), "trainer");
   EXPECT_EQ(info().server().weights().version(), 0);
   EXPECT_EQ(info().server().model().vocab_size(), 16);
-  EXPECT_EQ(info().micro_batch_tokens(), 128);
+  EXPECT_EQ(info().micro_batch_tokens(), 2048);
   ASSERT_TRUE(TrainStep({Message(PolicyHeader(1)), Message(Sample())}).ok());
   EXPECT_EQ(info().server().weights().version(), 1);
   EXPECT_EQ(info().optimizer_steps(), 1);

@@ -1,6 +1,6 @@
-// SaveCheckpoint, LoadCheckpoint and ExportModel over an engine, which trainer and critic share.
-#ifndef TANDEM_COMMON_RPC_CHECKPOINT_CALLS_H_
-#define TANDEM_COMMON_RPC_CHECKPOINT_CALLS_H_
+// SaveCheckpoint, LoadCheckpoint and ExportModel, which trainer and critic share.
+#ifndef TANDEM_SERVICES_TRAINING_SERVICE_CHECKPOINT_CALLS_H_
+#define TANDEM_SERVICES_TRAINING_SERVICE_CHECKPOINT_CALLS_H_
 
 #include <cstdint>
 #include <string>
@@ -8,16 +8,16 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/strings/str_cat.h"
+#include "common/base/call_scope.h"
 #include "common/base/error.h"
 #include "common/base/logging.h"
 #include "common/base/status_macros.h"
-#include "common/rpc/call_executor.h"
-#include "common/rpc/engine_turn.h"
 #include "common/rpc/metrics.h"
 #include "common/rpc/phase_timer.h"
 #include "common/rpc/proto_convert.h"
+#include "services/training/engine.h"
 
-namespace tandem::rpc {
+namespace tandem::training {
 
 inline absl::Status CheckPath(absl::string_view field, const std::string& path) {
   if (path.empty()) return InvalidField(field, "is required");
@@ -52,19 +52,18 @@ inline absl::StatusOr<DType> ExportDType(types::v1::DataType proto) {
   }
 }
 
-// Each takes the engine's turn, checks its request first, and times itself into
-// tandem_step_seconds. `Engine` has methods of the same names.
+// Each checks its request first and times itself into tandem_step_seconds.
 
-template <typename Response, typename Engine, typename Request>
-absl::StatusOr<Response> SaveCheckpoint(Engine& engine, EngineTurn& turn, Metrics& metrics,
-                                        const Request& request, const CallContext& context) {
+template <typename Response, typename Request>
+absl::StatusOr<Response> SaveCheckpoint(Engine& engine, rpc::Metrics& metrics,
+                                        const Request& request, const CallScope& call) {
   TANDEM_RETURN_IF_ERROR(CheckSaveFields(request.directory(), request.name(), request.keep()));
-  TANDEM_ASSIGN_OR_RETURN(const auto saved, turn.Run(context, [&] {
-    const PhaseTimer timer(metrics, "save");
-    return engine.SaveCheckpoint(request.directory(), request.name(), request.keep());
-  }));
-  metrics.Gauge(metric::kCheckpointTime).SetToCurrentTime();
-  metrics.Gauge(metric::kCheckpointBytes).Set(static_cast<double>(saved.bytes));
+  const rpc::PhaseTimer timer(metrics, "save");
+  TANDEM_ASSIGN_OR_RETURN(
+      const checkpoint::Saved saved,
+      engine.SaveCheckpoint(call, request.directory(), request.name(), request.keep()));
+  metrics.Gauge(rpc::metric::kCheckpointTime).SetToCurrentTime();
+  metrics.Gauge(rpc::metric::kCheckpointBytes).Set(static_cast<double>(saved.bytes));
   Log(LogLevel::kInfo, "checkpoint_saved", {{"path", saved.path}, {"bytes", saved.bytes}});
   Response response;
   response.set_path(saved.path);
@@ -72,33 +71,32 @@ absl::StatusOr<Response> SaveCheckpoint(Engine& engine, EngineTurn& turn, Metric
   return response;
 }
 
-// The caller reports the version that it loaded.
-template <typename Engine, typename Request>
-absl::Status LoadCheckpoint(Engine& engine, EngineTurn& turn, Metrics& metrics,
-                            const Request& request, const CallContext& context) {
+template <typename Response, typename Request>
+absl::StatusOr<Response> LoadCheckpoint(Engine& engine, rpc::Metrics& metrics,
+                                        const Request& request, const CallScope& call) {
   TANDEM_RETURN_IF_ERROR(CheckPath("path", request.path()));
-  TANDEM_RETURN_IF_ERROR(turn.Run(context, [&] {
-    const PhaseTimer timer(metrics, "load");
-    return engine.LoadCheckpoint(request.path());
-  }));
+  const rpc::PhaseTimer timer(metrics, "load");
+  TANDEM_RETURN_IF_ERROR(engine.LoadCheckpoint(call, request.path()));
   Log(LogLevel::kInfo, "checkpoint_loaded", {LogField{"path", request.path()}});
-  return absl::OkStatus();
+  const EngineInfo info = engine.Info();
+  Response response;
+  rpc::WeightsVersionToProto(info.weights, response.mutable_weights());
+  response.set_optimizer_steps(info.optimizer_steps);
+  return response;
 }
 
-template <typename Response, typename Engine, typename Request>
-absl::StatusOr<Response> ExportModel(Engine& engine, EngineTurn& turn, Metrics& metrics,
-                                     const Request& request, const CallContext& context) {
+template <typename Response, typename Request>
+absl::StatusOr<Response> ExportModel(Engine& engine, rpc::Metrics& metrics, const Request& request,
+                                     const CallScope& call) {
   TANDEM_RETURN_IF_ERROR(CheckPath("path", request.path()));
   TANDEM_ASSIGN_OR_RETURN(const DType dtype, ExportDType(request.dtype()));
-  TANDEM_RETURN_IF_ERROR(turn.Run(context, [&] {
-    const PhaseTimer timer(metrics, "export");
-    return engine.ExportModel(request.path(), dtype);
-  }));
+  const rpc::PhaseTimer timer(metrics, "export");
+  TANDEM_RETURN_IF_ERROR(engine.ExportModel(call, request.path(), dtype));
   Response response;
   response.set_path(request.path());
   return response;
 }
 
-}  // namespace tandem::rpc
+}  // namespace tandem::training
 
-#endif  // TANDEM_COMMON_RPC_CHECKPOINT_CALLS_H_
+#endif  // TANDEM_SERVICES_TRAINING_SERVICE_CHECKPOINT_CALLS_H_

@@ -1,0 +1,83 @@
+#include "common/training/kept_values.h"
+
+#include <algorithm>
+#include <nlohmann/json.hpp>
+#include <utility>
+
+#include "common/tensor/checksum.h"
+
+namespace tandem::training {
+
+using nlohmann::json;
+
+const KeptValues::Step* KeptValues::Find(const std::string& run_id,
+                                         const std::string& request_id) const {
+  const auto found = std::find_if(steps_.begin(), steps_.end(), [&](const Step& step) {
+    return step.run_id == run_id && step.request_id == request_id;
+  });
+  return found == steps_.end() ? nullptr : &*found;
+}
+
+KeptValues::Step& KeptValues::Open(const std::string& run_id, const std::string& request_id,
+                                   const WeightsVersion& weights) {
+  for (Step& step : steps_) {
+    if (step.run_id != run_id || step.request_id != request_id) continue;
+    if (step.weights != weights) {
+      step.by_sequence.clear();
+      step.weights = weights;
+    }
+    return step;
+  }
+  if (steps_.size() == max_steps_) steps_.pop_front();
+  return steps_.emplace_back(Step{run_id, request_id, weights, {}});
+}
+
+std::string KeptValues::SequenceDigest(absl::Span<const int32_t> prompt,
+                                       absl::Span<const int32_t> response) {
+  Checksum checksum;
+  const size_t prompt_length = prompt.size();  // else a token could move between the two
+  checksum.Update(&prompt_length, sizeof(prompt_length));
+  checksum.Update(prompt.data(), prompt.size() * sizeof(int32_t));
+  checksum.Update(response.data(), response.size() * sizeof(int32_t));
+  return checksum.Hex();
+}
+
+json KeptValues::ToJson() const {
+  json list = json::array();
+  for (const Step& step : steps_) {
+    json sequences = json::object();
+    for (const auto& [digest, sequence] : step.by_sequence) {
+      sequences[digest] = {{"values", sequence.values}, {"final_value", sequence.final_value}};
+    }
+    list.push_back({{"run_id", step.run_id},
+                    {"request_id", step.request_id},
+                    {"version", step.weights.version},
+                    {"digest", step.weights.digest},
+                    {"sequences", std::move(sequences)}});
+  }
+  return list;
+}
+
+absl::Status KeptValues::FromJson(const json& list) {
+  std::deque<Step> steps;
+  try {
+    for (const json& item : list) {
+      Step step{item.at("run_id"),
+                item.at("request_id"),
+                {.version = item.at("version"), .digest = item.at("digest")},
+                {}};
+      for (const auto& [digest, sequence] : item.at("sequences").items()) {
+        step.by_sequence[digest] = {sequence.at("values").get<std::vector<float>>(),
+                                    sequence.at("final_value")};
+      }
+      steps.push_back(std::move(step));
+    }
+  } catch (const json::exception&) {
+    return absl::DataLossError("the kept values are broken");
+  }
+  while (steps.size() > max_steps_) steps.pop_front();
+  steps_ = std::move(steps);
+  return absl::OkStatus();
+}
+
+}  // namespace tandem::training

@@ -1,0 +1,51 @@
+#include "common/training/training_state.h"
+
+#include <nlohmann/json.hpp>
+
+#include "absl/strings/str_cat.h"
+#include "common/base/error.h"
+#include "common/base/status_macros.h"
+
+namespace tandem::training {
+
+using nlohmann::json;
+
+json ToJson(const TrainingState& state) {
+  return {{"kind", state.kind},
+          {"version", state.version},
+          {"done_steps", state.ledger.ToJson()},
+          {"lineage", state.lineage.ToJson()},
+          {"kept_values", state.kept_values.ToJson()}};
+}
+
+absl::StatusOr<TrainingState> TrainingStateFromJson(const json& object) {
+  TrainingState state;
+  try {
+    state.kind = object.at("kind");
+    state.version = object.at("version");
+    TANDEM_RETURN_IF_ERROR(state.ledger.FromJson(object.at("done_steps")));
+    TANDEM_RETURN_IF_ERROR(state.lineage.FromJson(object.at("lineage")));
+    TANDEM_RETURN_IF_ERROR(state.kept_values.FromJson(object.at("kept_values")));
+  } catch (const json::exception&) {
+    return absl::DataLossError("is not a training state");
+  }
+  if (state.version < 0) return absl::DataLossError("the version is negative");
+  return state;
+}
+
+absl::StatusOr<std::optional<StepReport>> AdmitStep(const TrainingState& state,
+                                                    const StepIdentity& identity) {
+  if (identity.run_id.empty()) return InvalidField("run_id", "is missing");
+  if (identity.request_id.empty()) return InvalidField("request_id", "is missing");
+  if (identity.step < 0) return InvalidField("step", "must not be negative");
+  TANDEM_ASSIGN_OR_RETURN(
+      std::optional<StepReport> stored,
+      state.ledger.Find(identity.run_id, identity.request_id, identity.payload_digest));
+  if (stored.has_value() || identity.expected_version == state.version) return stored;
+  return WithReason(FieldError(absl::StatusCode::kFailedPrecondition, "expected_version",
+                               absl::StrCat("is ", identity.expected_version, ", the ", state.kind,
+                                            " is at ", state.version)),
+                    reason::kStalePolicyVersion);
+}
+
+}  // namespace tandem::training

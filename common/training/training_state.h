@@ -1,0 +1,47 @@
+// What an engine that trains remembers beside tensors, and whether it does a step.
+#ifndef TANDEM_COMMON_TRAINING_TRAINING_STATE_H_
+#define TANDEM_COMMON_TRAINING_TRAINING_STATE_H_
+
+#include <cstdint>
+#include <nlohmann/json_fwd.hpp>
+#include <optional>
+#include <string>
+
+#include "absl/status/statusor.h"
+#include "common/training/kept_values.h"
+#include "common/training/step_ledger.h"
+#include "common/training/weights_lineage.h"
+
+namespace tandem::training {
+
+// Saved in the same checkpoint as the weights.
+struct TrainingState {
+  std::string kind;     // "trainer" or "critic"
+  int64_t version = 0;  // of the weights
+  StepLedger ledger = StepLedger();
+  WeightsLineage lineage = WeightsLineage();
+  KeptValues kept_values = KeptValues();  // a critic's
+};
+
+nlohmann::json ToJson(const TrainingState& state);
+// DATA_LOSS for what ToJson did not make.
+absl::StatusOr<TrainingState> TrainingStateFromJson(const nlohmann::json& object);
+
+// Which step a request is, and the version of the weights that it was made for.
+struct StepIdentity {
+  std::string run_id;
+  int64_t step = 0;
+  std::string request_id;
+  std::string payload_digest;  // of everything in the request
+  int64_t expected_version = 0;
+};
+
+// The stored report if the step was done before, nothing if it is to be done now. INVALID_ARGUMENT
+// for an incomplete identity; ALREADY_EXISTS (reason REQUEST_ID_REUSED); FAILED_PRECONDITION
+// (reason STALE_POLICY_VERSION) naming "expected_version".
+absl::StatusOr<std::optional<StepReport>> AdmitStep(const TrainingState& state,
+                                                    const StepIdentity& identity);
+
+}  // namespace tandem::training
+
+#endif  // TANDEM_COMMON_TRAINING_TRAINING_STATE_H_

@@ -1,0 +1,88 @@
+#include "common/training/training_state.h"
+
+#include <gtest/gtest.h>
+
+#include <nlohmann/json.hpp>
+
+#include "common/base/error.h"
+
+namespace tandem::training {
+namespace {
+
+using nlohmann::json;
+
+TEST(WeightsLineageTest, KnowsTheLastVersions) {
+  WeightsLineage lineage(2);
+  lineage.Record({0, "a"});
+  lineage.Record({1, "b"});
+  lineage.Record({2, "c"});
+  EXPECT_EQ(lineage.DigestOf(0), "");
+  EXPECT_EQ(lineage.DigestOf(1), "b");
+  lineage.Record({2, "d"});
+  EXPECT_EQ(lineage.DigestOf(2), "d");
+}
+
+TEST(KeptValuesTest, AStepKeepsValuesOfOneVersionAndOldStepsGo) {
+  KeptValues kept(2);
+  kept.Open("run", "a", {1, "x"}).by_sequence["s"] = {{0.1f}, 0.2f};
+  EXPECT_EQ(kept.Find("run", "a")->by_sequence.at("s").final_value, 0.2f);
+  EXPECT_EQ(kept.Find("other", "a"), nullptr);
+  EXPECT_TRUE(kept.Open("run", "a", {2, "y"}).by_sequence.empty());
+  kept.Open("run", "b", {2, "y"});
+  kept.Open("run", "c", {2, "y"});
+  EXPECT_EQ(kept.Find("run", "a"), nullptr);
+  EXPECT_NE(kept.Find("run", "b"), nullptr);
+}
+
+TEST(KeptValuesTest, ADigestTellsPromptFromResponse) {
+  const std::vector<int32_t> one = {1}, two = {1, 2}, tail = {2, 3}, last = {3};
+  EXPECT_NE(KeptValues::SequenceDigest(one, tail), KeptValues::SequenceDigest(two, last));
+}
+
+TEST(TrainingStateTest, SurvivesSerialisationExactly) {
+  TrainingState state{.kind = "critic", .version = 3};
+  state.ledger.Record("a", "d", {.run_id = "run", .step = 2, .weights = {3, ""}});
+  state.lineage.Record({3, "digest"});
+  state.kept_values.Open("run", "b", {3, "digest"}).by_sequence["s"] = {{0.1f, -1e-30f}, 1.0f / 3};
+  const absl::StatusOr<TrainingState> copy =
+      TrainingStateFromJson(json::parse(ToJson(state).dump()));
+  ASSERT_TRUE(copy.ok()) << copy.status();
+  EXPECT_EQ(copy->kind, "critic");
+  EXPECT_EQ(copy->version, 3);
+  EXPECT_TRUE(copy->ledger.Contains("run", "a"));
+  EXPECT_EQ(copy->lineage.DigestOf(3), "digest");
+  EXPECT_EQ(copy->kept_values.Find("run", "b")->by_sequence,
+            state.kept_values.Find("run", "b")->by_sequence);
+}
+
+TEST(TrainingStateTest, DamageIsDataLoss) {
+  const json good = ToJson({.kind = "critic", .version = 3});
+  for (const char* field : {"kind", "version", "done_steps", "lineage", "kept_values"}) {
+    json damaged = good;
+    damaged[field] = json::object({{"x", 1}});
+    EXPECT_EQ(TrainingStateFromJson(damaged).status().code(), absl::StatusCode::kDataLoss) << field;
+    damaged.erase(field);
+    EXPECT_EQ(TrainingStateFromJson(damaged).status().code(), absl::StatusCode::kDataLoss) << field;
+  }
+  json damaged = good;
+  damaged["version"] = -5;
+  EXPECT_FALSE(TrainingStateFromJson(damaged).ok());
+  EXPECT_FALSE(TrainingStateFromJson(json::array()).ok());
+}
+
+TEST(AdmitStepTest, IsDoneOnceAndOnlyOnItsWeights) {
+  TrainingState state{.kind = "trainer", .version = 1};
+  StepIdentity step{
+      .run_id = "run", .step = 1, .request_id = "a", .payload_digest = "d", .expected_version = 0};
+  EXPECT_EQ(Reason(AdmitStep(state, step).status()), "STALE_POLICY_VERSION");
+  step.expected_version = 1;
+  EXPECT_EQ(AdmitStep(state, step).value(), std::nullopt);
+  state.ledger.Record("a", "d", {.run_id = "run", .step = 1, .weights = {2, ""}});
+  state.version = 2;
+  EXPECT_EQ(AdmitStep(state, step).value()->weights.version, 2);
+  step.request_id = "";
+  EXPECT_EQ(FieldPath(AdmitStep(state, step).status()), "request_id");
+}
+
+}  // namespace
+}  // namespace tandem::training

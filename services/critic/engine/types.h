@@ -1,0 +1,52 @@
+// What goes into the critic engine and what comes out of it.
+#ifndef TANDEM_SERVICES_CRITIC_ENGINE_TYPES_H_
+#define TANDEM_SERVICES_CRITIC_ENGINE_TYPES_H_
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "common/base/weights_version.h"
+#include "services/training/engine.h"
+
+namespace tandem::critic {
+
+using training::EngineInfo;
+using training::StepReport;
+using training::StepResult;
+
+struct EngineOptions : training::TrainingOptions {
+  bool untie_embeddings = false;
+  uint64_t value_head_seed = 0;
+};
+
+struct ValuesRequest {
+  std::vector<int32_t> prompt_token_ids = {};
+  std::vector<int32_t> response_token_ids = {};
+  // The train step that the values are for; empty: none, and nothing is kept.
+  std::string run_id = {};
+  std::string request_id = {};
+};
+
+struct ValuesResult {
+  std::vector<float> values;  // [L]: value t is predicted from the state before response token t
+  float final_value = 0;      // after the last token
+  WeightsVersion weights;     // that computed them
+};
+
+struct ValueSample {
+  std::vector<int32_t> prompt_token_ids;
+  std::vector<int32_t> response_token_ids;
+  std::vector<float> old_values;   // [L]
+  std::vector<float> returns;      // [L]
+  std::vector<uint8_t> loss_mask;  // [L], or empty for all
+};
+
+struct TrainStepRequest : training::StepIdentity {
+  double value_clip = 0.2;
+  std::vector<ValueSample> samples;
+};
+
+}  // namespace tandem::critic
+
+#endif  // TANDEM_SERVICES_CRITIC_ENGINE_TYPES_H_

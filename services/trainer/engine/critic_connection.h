@@ -1,0 +1,58 @@
+// The critic as the trainer's engine sees it; the service implements it over gRPC.
+#ifndef TANDEM_SERVICES_TRAINER_ENGINE_CRITIC_CONNECTION_H_
+#define TANDEM_SERVICES_TRAINER_ENGINE_CRITIC_CONNECTION_H_
+
+#include <cstdint>
+#include <functional>
+#include <map>
+#include <string>
+#include <vector>
+
+#include "absl/status/statusor.h"
+#include "common/base/call_scope.h"
+#include "common/base/weights_version.h"
+
+namespace tandem::trainer {
+
+// Both methods block, under the deadline, the cancellation and the request id of the train step's
+// call; `progress` is called whenever the critic is heard of.
+class CriticConnection {
+ public:
+  struct Call {
+    const CallScope& scope;
+    std::function<void()> progress;
+  };
+  // The train step that the critic is asked for. It gives a repeated step the values of before,
+  // even when it has learnt the step meanwhile.
+  struct Step {
+    std::string run_id;
+    int64_t step = 0;
+    std::string request_id;
+  };
+  struct Sequence {
+    std::vector<int32_t> prompt_token_ids;
+    std::vector<int32_t> response_token_ids;
+  };
+  struct Values {
+    std::vector<std::vector<float>> values;  // [S][L]
+    std::vector<float> final_values;         // [S]
+    WeightsVersion weights;                  // the critic's
+  };
+  struct TrainRequest {
+    Step step;
+    int64_t expected_version = 0;
+    std::vector<Sequence> sequences;
+    std::vector<std::vector<float>> old_values;  // [S][L]
+    std::vector<std::vector<float>> returns;     // [S][L]
+  };
+  virtual ~CriticConnection() = default;
+  virtual absl::StatusOr<Values> ComputeValues(const Call& call, const Step& step,
+                                               const std::vector<Sequence>& sequences) = 0;
+  // Returns the critic's metrics ("critic/loss", ...).
+  virtual absl::StatusOr<std::map<std::string, double>> TrainStep(const Call& call,
+                                                                  const TrainRequest& request) = 0;
+};
+
+}  // namespace tandem::trainer
+
+#endif  // TANDEM_SERVICES_TRAINER_ENGINE_CRITIC_CONNECTION_H_

@@ -1,0 +1,68 @@
+// What goes into the trainer engine and what comes out of it.
+#ifndef TANDEM_SERVICES_TRAINER_ENGINE_TYPES_H_
+#define TANDEM_SERVICES_TRAINER_ENGINE_TYPES_H_
+
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <variant>
+#include <vector>
+
+#include "common/base/weights_version.h"
+#include "common/tandem/trajectory.h"
+#include "services/trainer/engine/objective.h"
+#include "services/training/engine.h"
+
+namespace tandem::trainer {
+
+using training::EngineInfo;
+using training::StepReport;
+using training::StepResult;
+
+struct EngineOptions : training::TrainingOptions {
+  std::string reference_model;  // empty: no KL to a reference
+  int64_t logits_chunk_bytes = 64 << 20;
+};
+
+struct PolicySample {
+  Trajectory trajectory;
+  std::string group_id;
+  std::optional<double> reward;
+  std::vector<float> advantages;    // [L] with kProvided
+  std::vector<float> old_logprobs;  // [L] with OldLogprobs::kProvided
+};
+
+struct SupervisedSample {
+  std::vector<int32_t> prompt_token_ids;
+  std::vector<int32_t> response_token_ids;
+};
+
+struct PolicyBatch {
+  PolicyObjective objective;
+  std::vector<PolicySample> samples;
+};
+
+struct SupervisedBatch {
+  SupervisedObjective objective;
+  std::vector<SupervisedSample> samples;
+};
+
+struct TrainStepRequest : training::StepIdentity {
+  std::variant<PolicyBatch, SupervisedBatch> batch;
+};
+
+struct LogProbsRequest {
+  std::vector<int32_t> prompt_token_ids;
+  std::vector<int32_t> response_token_ids;
+  double temperature = 1.0;
+};
+
+struct LogProbsResult {
+  std::vector<float> logprobs;   // [L]
+  std::vector<float> entropies;  // [L]
+  WeightsVersion weights;
+};
+
+}  // namespace tandem::trainer
+
+#endif  // TANDEM_SERVICES_TRAINER_ENGINE_TYPES_H_

@@ -1,0 +1,67 @@
+// What the engines of trainer and critic offer alike. Plain structs, no tensors, no gRPC.
+//
+// Methods are thread-safe. Those that take a call wait for their turn on the engine's thread: they
+// leave with CANCELLED or DEADLINE_EXCEEDED, and nothing done, when the call is over before that,
+// and with UNAVAILABLE after Shutdown. The others never wait for a running step.
+#ifndef TANDEM_SERVICES_TRAINING_ENGINE_H_
+#define TANDEM_SERVICES_TRAINING_ENGINE_H_
+
+#include <cstdint>
+#include <string>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "common/base/call_scope.h"
+#include "common/base/weights_version.h"
+#include "common/checkpoint/checkpoint.h"
+#include "common/model/model_summary.h"
+#include "common/tensor/dtype.h"
+#include "common/training/optimizer_options.h"
+#include "common/training/step_report.h"
+#include "common/training/training_state.h"
+
+namespace tandem::training {
+
+struct TrainingOptions {
+  std::string model;  // Hugging Face directory
+  std::string strategy = "single";
+  OptimizerOptions optimizer;
+  int64_t micro_batch_tokens = 2048;
+  int64_t max_model_len = 2048;
+  int64_t max_samples = 4096;
+  int num_threads = 0;  // 0: physical cores
+};
+
+struct EngineInfo {
+  ModelSummary model;
+  WeightsVersion weights;
+  int64_t optimizer_steps = 0;
+};
+
+class Engine {
+ public:
+  virtual ~Engine() = default;
+
+  // As of the last call that changed it.
+  virtual EngineInfo Info() const = 0;
+
+  // UNAVAILABLE when work waits or runs and nothing has progressed for minutes.
+  virtual absl::Status Health() const = 0;
+
+  // Writes directory/name atomically; keeps the newest `keep` checkpoints (0: all).
+  virtual absl::StatusOr<checkpoint::Saved> SaveCheckpoint(const CallScope& call,
+                                                           const std::string& directory,
+                                                           const std::string& name,
+                                                           int64_t keep) = 0;
+  // Whether there is something that no checkpoint holds.
+  virtual bool unsaved() const = 0;
+  virtual absl::Status LoadCheckpoint(const CallScope& call, const std::string& path) = 0;
+  virtual absl::Status ExportModel(const CallScope& call, const std::string& path, DType dtype) = 0;
+
+  // Ends the engine's thread after the running command.
+  virtual void Shutdown() = 0;
+};
+
+}  // namespace tandem::training
+
+#endif  // TANDEM_SERVICES_TRAINING_ENGINE_H_

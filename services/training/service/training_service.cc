@@ -1,0 +1,94 @@
+#include "services/training/service/training_service.h"
+
+#include <string>
+
+#include "common/base/logging.h"
+#include "common/rpc/phase_timer.h"
+#include "common/rpc/proto_convert.h"
+#include "common/rpc/server_main.h"
+
+namespace tandem::training {
+
+TrainingService::TrainingService(const ServiceOptions& options, rpc::CallExecutor& executor,
+                                 rpc::Metrics& metrics)
+    : options_(options),
+      executor_(executor),
+      metrics_(metrics),
+      budget_(options.max_buffered_bytes) {
+  // Counters and gauges that alerts read exist from the start.
+  for (const char* result : {"applied", "skipped", "replayed", "failed"}) {
+    metrics_.Counter(rpc::metric::kTrainSteps, {result});
+  }
+  metrics_.Counter(rpc::metric::kTrainedTokens);
+  metrics_.Gauge(rpc::metric::kCheckpointTime);
+  metrics_.Gauge(rpc::metric::kCheckpointBytes);
+  metrics_.Gauge(rpc::metric::kLastProgress);
+}
+
+types::v1::ServerInfo TrainingService::ServerInfo() const {
+  const EngineInfo info = engine_->Info();
+  types::v1::ServerInfo server;
+  server.set_role(options_.role);
+  server.set_software_version(rpc::SoftwareVersion());
+  server.set_uptime_seconds(absl::ToDoubleSeconds(absl::Now() - options_.start_time));
+  rpc::WeightsVersionToProto(info.weights, server.mutable_weights());
+  rpc::ModelSummaryToProto(info.model, server.mutable_model());
+  return server;
+}
+
+void TrainingService::UpdateMetrics() {
+  const EngineInfo info = engine_->Info();
+  metrics_.Gauge(rpc::metric::kWeightsVersion).Set(static_cast<double>(info.weights.version));
+  metrics_.Gauge(rpc::metric::kOptimizerSteps).Set(static_cast<double>(info.optimizer_steps));
+}
+
+absl::StatusOr<StepResult> TrainingService::RunStep(
+    const StepIdentity& identity, int64_t num_tokens,
+    absl::FunctionRef<absl::StatusOr<StepResult>()> run) {
+  rpc::PhaseTimer timer(metrics_, "train");
+  const absl::StatusOr<StepResult> result = run();
+  const double seconds = timer.Stop();
+  if (!result.ok()) {
+    metrics_.Counter(rpc::metric::kTrainSteps, {"failed"}).Increment();
+    Log(LogLevel::kWarning, "train_step_failed",
+        {{"run_id", identity.run_id},
+         {"step", identity.step},
+         {"error", result.status().ToString()}});
+    return result;
+  }
+  if (result->replayed) {
+    metrics_.Counter(rpc::metric::kTrainSteps, {"replayed"}).Increment();
+    return result;
+  }
+  const StepReport& report = result->report;
+  UpdateMetrics();
+  metrics_.Counter(rpc::metric::kTrainSteps, {report.skipped ? "skipped" : "applied"}).Increment();
+  if (!report.skipped) {
+    metrics_.Counter(rpc::metric::kTrainedTokens).Increment(static_cast<double>(num_tokens));
+  }
+  metrics_.Gauge(rpc::metric::kLastProgress).SetToCurrentTime();
+  metrics_.SetReport(report.metrics);
+  Log(LogLevel::kInfo, "train_step",
+      {{"run_id", report.run_id},
+       {"step", report.step},
+       {"version", report.weights.version},
+       {"skipped", report.skipped},
+       {"seconds", seconds}});
+  return result;
+}
+
+void ShutDownEngine(Engine& engine, const std::string& directory) {
+  if (!directory.empty() && engine.unsaved()) {
+    const absl::StatusOr<checkpoint::Saved> saved =
+        engine.SaveCheckpoint({}, directory, "shutdown", /*keep=*/0);
+    if (saved.ok()) {
+      Log(LogLevel::kInfo, "checkpoint_saved", {{"path", saved->path}, {"bytes", saved->bytes}});
+    } else {
+      Log(LogLevel::kError, "shutdown_checkpoint_failed",
+          {{"directory", directory}, {"error", saved.status().ToString()}});
+    }
+  }
+  engine.Shutdown();
+}
+
+}  // namespace tandem::training

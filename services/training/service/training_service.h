@@ -1,0 +1,108 @@
+// The half of their services that trainer and critic share: what the server is, its checkpoints,
+// and what is told about a step. No tensors.
+#ifndef TANDEM_SERVICES_TRAINING_SERVICE_TRAINING_SERVICE_H_
+#define TANDEM_SERVICES_TRAINING_SERVICE_TRAINING_SERVICE_H_
+
+#include <cstdint>
+#include <string>
+
+#include "absl/functional/function_ref.h"
+#include "absl/status/statusor.h"
+#include "absl/time/clock.h"
+#include "absl/time/time.h"
+#include "common/rpc/byte_budget.h"
+#include "common/rpc/call_executor.h"
+#include "common/rpc/metrics.h"
+#include "common/rpc/unary_handler.h"
+#include "services/training/engine.h"
+#include "services/training/service/checkpoint_calls.h"
+#include "services/training/service/optimizer_config.h"
+#include "tandem/types/v1/server.pb.h"
+
+namespace tandem::training {
+
+struct ServiceOptions {
+  std::string role;  // "trainer" or "critic"
+  int64_t max_samples = 4096;
+  // Samples of steps that are being received or trained, of all calls together.
+  int64_t max_buffered_bytes = int64_t{1} << 30;
+  absl::Time start_time = absl::Now();
+};
+
+class TrainingService {
+ public:
+  // `executor` and `metrics` must outlive the service.
+  TrainingService(const ServiceOptions& options, rpc::CallExecutor& executor,
+                  rpc::Metrics& metrics);
+
+  // Before the executor's gate opens; `engine` must outlive the calls.
+  void SetEngine(Engine* engine) { engine_ = engine; }
+
+  rpc::CallExecutor& executor() { return executor_; }
+  rpc::Metrics& metrics() { return metrics_; }
+  rpc::ByteBudget& budget() { return budget_; }
+  const ServiceOptions& options() const { return options_; }
+
+  types::v1::ServerInfo ServerInfo() const;
+  // Refreshes gauges from the engine's info.
+  void UpdateMetrics();
+
+  // Runs a step and tells about it: in the log, the counters and the gauges of its report.
+  // `num_tokens` is of its responses.
+  absl::StatusOr<StepResult> RunStep(const StepIdentity& identity, int64_t num_tokens,
+                                     absl::FunctionRef<absl::StatusOr<StepResult>()> run);
+
+  template <typename Request, typename Response>
+  grpc::ServerUnaryReactor* HandleSave(grpc::CallbackServerContext* context, const Request* request,
+                                       Response* response) {
+    return rpc::HandleUnary<Request, Response>(
+        executor_, context, request, response, [this](const auto& request, const auto& call) {
+          return SaveCheckpoint<Response>(*engine_, metrics_, request, call);
+        });
+  }
+  template <typename Request, typename Response>
+  grpc::ServerUnaryReactor* HandleLoad(grpc::CallbackServerContext* context, const Request* request,
+                                       Response* response) {
+    return rpc::HandleUnary<Request, Response>(
+        executor_, context, request, response, [this](const auto& request, const auto& call) {
+          auto loaded = LoadCheckpoint<Response>(*engine_, metrics_, request, call);
+          if (loaded.ok()) UpdateMetrics();
+          return loaded;
+        });
+  }
+  template <typename Request, typename Response>
+  grpc::ServerUnaryReactor* HandleExport(grpc::CallbackServerContext* context,
+                                         const Request* request, Response* response) {
+    return rpc::HandleUnary<Request, Response>(
+        executor_, context, request, response, [this](const auto& request, const auto& call) {
+          return ExportModel<Response>(*engine_, metrics_, request, call);
+        });
+  }
+
+ private:
+  const ServiceOptions options_;
+  rpc::CallExecutor& executor_;
+  rpc::Metrics& metrics_;
+  rpc::ByteBudget budget_;
+  Engine* engine_ = nullptr;
+};
+
+// Ends an engine: writes `directory`/shutdown first, unless `directory` is empty or a checkpoint
+// holds everything.
+void ShutDownEngine(Engine& engine, const std::string& directory);
+
+// What both configurations say of an engine; `config` must be resolved.
+template <typename Config>
+void SetTrainingOptions(const Config& config, TrainingOptions* options) {
+  options->model = config.model();
+  options->strategy = config.strategy().name();
+  options->optimizer = ToOptimizerOptions(config.optimizer());
+  options->micro_batch_tokens = config.batch().micro_batch_tokens();
+  options->max_model_len = config.max_model_len();
+  options->max_samples = config.max_samples();
+  options->num_threads = config.compute().num_threads();
+}
+
+}  // namespace tandem::training
+
+#endif  // TANDEM_SERVICES_TRAINING_SERVICE_TRAINING_SERVICE_H_

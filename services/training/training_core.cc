@@ -1,0 +1,203 @@
+#include "services/training/training_core.h"
+
+#include <ATen/ATen.h>
+#include <ATen/Parallel.h>
+
+#include <algorithm>
+#include <utility>
+#include <vector>
+
+#include "absl/strings/str_cat.h"
+#include "common/base/error.h"
+#include "common/base/physical_cores.h"
+#include "common/base/status_macros.h"
+#include "common/tensor/weights_digest.h"
+#include "common/training/micro_batches.h"
+#include "services/training/training_checkpoint.h"
+
+namespace tandem::training {
+namespace {
+
+// A micro-batch of a large model, or a step of the critic that a trainer waits for, on a small
+// machine.
+constexpr absl::Duration kStallLimit = absl::Minutes(10);
+
+}  // namespace
+
+MicroBatchInput MakeMicroBatchInput(absl::Span<const SequenceRows> sequences, size_t first_row) {
+  std::vector<std::vector<int64_t>> inputs;
+  std::vector<int64_t> positions, labels;
+  int64_t offset = 0;
+  for (const SequenceRows& sequence : sequences) {
+    if (sequence.input.empty()) continue;
+    for (const int64_t position : sequence.positions) positions.push_back(offset + position);
+    labels.insert(labels.end(), sequence.labels.begin(), sequence.labels.end());
+    inputs.push_back(sequence.input);
+    offset += static_cast<int64_t>(sequence.input.size());
+  }
+  return {.batch = MakeRaggedBatch(inputs),
+          .positions = std::move(positions),
+          .labels = std::move(labels),
+          .first_row = first_row};
+}
+
+absl::StatusOr<std::unique_ptr<TrainingCore>> TrainingCore::Create(
+    const std::string& kind, const std::string& metric_prefix, const TrainingOptions& options,
+    const LoadOptions& load, std::unique_ptr<parallel::Strategy> strategy) {
+  for (const auto& [field, value] : {std::pair{"micro_batch_tokens", options.micro_batch_tokens},
+                                     std::pair{"max_model_len", options.max_model_len},
+                                     std::pair{"max_samples", options.max_samples}}) {
+    if (value < 1) return InvalidField(field, "must be positive");
+  }
+  if (strategy == nullptr) {
+    TANDEM_ASSIGN_OR_RETURN(strategy, parallel::CreateStrategy(options.strategy));
+  }
+  std::unique_ptr<TrainingCore> core(new TrainingCore(kind, metric_prefix, options));
+  TANDEM_RETURN_IF_ERROR(
+      core->Run({}, "model", [&] { return core->Load(load, std::move(strategy)); }));
+  return core;
+}
+
+TrainingCore::TrainingCore(std::string kind, std::string metric_prefix,
+                           const TrainingOptions& options)
+    : metric_prefix_(std::move(metric_prefix)),
+      options_(options),
+      state_{.kind = kind},
+      thread_({.name = std::move(kind),
+               .stall_limit = kStallLimit,
+               .around = [threads = options.num_threads](absl::FunctionRef<void()> loop) {
+                 at::set_num_threads(threads > 0 ? threads : PhysicalCores());
+                 loop();
+               }}) {}
+
+absl::Status TrainingCore::Load(const LoadOptions& load,
+                                std::unique_ptr<parallel::Strategy> strategy) {
+  absl::StatusOr<std::unique_ptr<Model>> model = Model::Load(options_.model, load);
+  if (!model.ok()) return PrependFieldPath("model", model.status());
+  model_ = *std::move(model);
+  strategy_ = std::move(strategy);
+  TANDEM_RETURN_IF_ERROR(
+      PrependFieldPath("optimizer", strategy_->Build(*model_, options_.optimizer)));
+  return RefreshWeights();
+}
+
+SequenceLimits TrainingCore::limits() const {
+  const ModelConfig& config = model_->config();
+  return {.vocab_size = config.vocab_size,
+          .max_model_len = config.LongestSequence(options_.max_model_len)};
+}
+
+WeightsVersion TrainingCore::weights() const {
+  return {.version = state_.version, .digest = state_.lineage.DigestOf(state_.version)};
+}
+
+EngineInfo TrainingCore::Info() const {
+  const std::lock_guard lock(info_mutex_);
+  return info_;
+}
+
+absl::Status TrainingCore::RefreshWeights() {
+  if (!weights_changed_) return absl::OkStatus();
+  EngineInfo info;
+  info.model = model_->Summary(limits().max_model_len);
+  info.optimizer_steps = strategy_->optimizer_steps();
+  info.weights = {.version = state_.version, .digest = WeightsDigest(model_->Parameters())};
+  state_.lineage.Record(info.weights);
+  weights_changed_ = false;
+  const std::lock_guard lock(info_mutex_);
+  info_ = std::move(info);
+  return absl::OkStatus();
+}
+
+absl::StatusOr<StepResult> TrainingCore::Step(
+    const StepIdentity& identity, absl::FunctionRef<absl::Status(StepReport& report)> compute) {
+  // Of an earlier step whose digest could not be computed.
+  TANDEM_RETURN_IF_ERROR(RefreshWeights());
+  TANDEM_ASSIGN_OR_RETURN(std::optional<StepReport> stored, AdmitStep(state_, identity));
+  if (stored.has_value()) {
+    stored->weights.digest = state_.lineage.DigestOf(stored->weights.version);
+    return StepResult{.report = *std::move(stored), .replayed = true};
+  }
+  StepReport report{.run_id = identity.run_id, .step = identity.step};
+  TANDEM_RETURN_IF_ERROR(compute(report));
+  report.weights.version = state_.version;
+  if (report.skipped) {
+    state_.ledger.Record(identity.request_id, identity.payload_digest, report);
+  } else {
+    // Entered before the update and taken back if it fails: nothing can go wrong in between.
+    for (const char* name : {"grad_norm", "learning_rate"}) {
+      report.metrics[absl::StrCat(metric_prefix_, name)] = 0;
+    }
+    StepReport& entry = state_.ledger.Record(identity.request_id, identity.payload_digest, report);
+    const absl::Status applied = CatchTorchErrors("update", [&] { return ApplyUpdate(entry); });
+    if (!applied.ok()) {
+      state_.ledger.RemoveNewest();
+      return applied;
+    }
+    report = entry;
+  }
+  unsaved_ = true;
+  TANDEM_RETURN_IF_ERROR(RefreshWeights());
+  report.weights = weights();
+  return StepResult{.report = std::move(report), .replayed = false};
+}
+
+absl::Status TrainingCore::ApplyUpdate(StepReport& report) {
+  double& grad_norm = report.metrics.at(absl::StrCat(metric_prefix_, "grad_norm"));
+  double& learning_rate = report.metrics.at(absl::StrCat(metric_prefix_, "learning_rate"));
+  TANDEM_ASSIGN_OR_RETURN(const parallel::OptimizerReport optimizer, strategy_->OptimizerStep());
+  grad_norm = optimizer.grad_norm;
+  learning_rate = optimizer.learning_rate;
+  report.weights.version = ++state_.version;
+  weights_changed_ = true;
+  return absl::OkStatus();
+}
+
+absl::StatusOr<int64_t> TrainingCore::ForwardBackward(
+    absl::Span<const SequenceRows> sequences,
+    absl::FunctionRef<absl::Status(const MicroBatchInput& input)> run) {
+  std::vector<int64_t> lengths;
+  for (const SequenceRows& sequence : sequences) {
+    lengths.push_back(static_cast<int64_t>(sequence.input.size()));
+  }
+  const std::vector<MicroBatch> plan = PlanMicroBatches(lengths, options_.micro_batch_tokens);
+  const std::vector<size_t> first_rows = FirstRows(sequences);
+  const auto count = static_cast<int64_t>(plan.size());
+  TANDEM_RETURN_IF_ERROR(strategy_->ForwardBackward(count, [&](int64_t i) -> absl::Status {
+    const MicroBatch& range = plan[static_cast<size_t>(i)];
+    TANDEM_RETURN_IF_ERROR(run(MakeMicroBatchInput(
+        sequences.subspan(range.begin, range.end - range.begin), first_rows[range.begin])));
+    NoteProgress();
+    return absl::OkStatus();
+  }));
+  return count;
+}
+
+absl::StatusOr<checkpoint::Saved> TrainingCore::SaveCheckpoint(const CallScope& call,
+                                                               const std::string& directory,
+                                                               const std::string& name,
+                                                               int64_t keep) {
+  return Run(call, "checkpoint", [&]() -> absl::StatusOr<checkpoint::Saved> {
+    TANDEM_RETURN_IF_ERROR(RefreshWeights());
+    TANDEM_ASSIGN_OR_RETURN(checkpoint::Saved saved,
+                            SaveTraining(directory, name, keep, *model_, *strategy_, state_));
+    unsaved_ = false;
+    return saved;
+  });
+}
+
+absl::Status TrainingCore::LoadCheckpoint(const CallScope& call, const std::string& path) {
+  return Run(call, "checkpoint", [&]() -> absl::Status {
+    TANDEM_RETURN_IF_ERROR(LoadTraining(path, *model_, *strategy_, state_));
+    weights_changed_ = true;
+    unsaved_ = false;
+    return RefreshWeights();
+  });
+}
+
+absl::Status TrainingCore::ExportModel(const CallScope& call, const std::string& path,
+                                       DType dtype) {
+  return Run(call, "export", [&] { return training::ExportModel(*model_, path, dtype); });
+}
+
+}  // namespace tandem::training

@@ -1,0 +1,139 @@
+// A model in training, on its engine thread: what the engines of trainer and critic share. Each of
+// them adds its loss.
+#ifndef TANDEM_SERVICES_TRAINING_TRAINING_CORE_H_
+#define TANDEM_SERVICES_TRAINING_TRAINING_CORE_H_
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "absl/functional/function_ref.h"
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/types/span.h"
+#include "common/base/engine_thread.h"
+#include "common/model/model.h"
+#include "common/model/ragged_batch.h"
+#include "common/parallel/strategy.h"
+#include "common/tensor/catch_torch_errors.h"
+#include "common/training/sequence_check.h"
+#include "services/training/engine.h"
+#include "services/training/sequence_rows.h"
+
+namespace tandem::training {
+
+// What the model reads in one pass, and the rows of its hidden states that enter the loss.
+struct MicroBatchInput {
+  RaggedBatch batch;
+  std::vector<int64_t> positions;  // [N], rows of the hidden states
+  std::vector<int64_t> labels;     // [N]
+  size_t first_row = 0;            // of these rows, in the global batch
+};
+
+// Sequences [begin, end).
+MicroBatchInput MakeMicroBatchInput(absl::Span<const SequenceRows> sequences, size_t first_row);
+
+class TrainingCore {
+ public:
+  // Loads the model (blocks). Metrics of the optimizer are reported under `metric_prefix`. Another
+  // strategy than that of the options is for tests.
+  static absl::StatusOr<std::unique_ptr<TrainingCore>> Create(
+      const std::string& kind, const std::string& metric_prefix, const TrainingOptions& options,
+      const LoadOptions& load, std::unique_ptr<parallel::Strategy> strategy = nullptr);
+  ~TrainingCore() { Shutdown(); }
+
+  // As training::Engine promises.
+  EngineInfo Info() const;
+  absl::Status Health() const { return thread_.Health(); }
+  bool unsaved() const { return unsaved_; }
+  absl::StatusOr<checkpoint::Saved> SaveCheckpoint(const CallScope& call,
+                                                   const std::string& directory,
+                                                   const std::string& name, int64_t keep);
+  absl::Status LoadCheckpoint(const CallScope& call, const std::string& path);
+  absl::Status ExportModel(const CallScope& call, const std::string& path, DType dtype);
+  void Shutdown() { thread_.Shutdown(); }
+
+  // Runs `body`, which returns a Status or StatusOr, in the call's turn; what it throws becomes a
+  // Status that names `what`.
+  template <typename Body>
+  auto Run(const CallScope& call, absl::string_view what, Body&& body) {
+    return thread_.Run(call, [&] { return CatchTorchErrors(what, body); });
+  }
+  void NoteProgress() { thread_.NoteProgress(); }
+
+  // What follows is for the engine thread.
+
+  Model& model() { return *model_; }
+  parallel::Strategy& strategy() { return *strategy_; }
+  TrainingState& state() { return state_; }
+  SequenceLimits limits() const;
+  WeightsVersion weights() const;
+
+  // Does a step once. `compute` checks the batch, leaves its gradients with the strategy and fills
+  // the report but for what the optimizer says; it may mark the step as skipped. As soon as the
+  // update is applied the report is in the table of done steps: a failure after that loses nothing,
+  // a repeat gets it. An error changes nothing.
+  absl::StatusOr<StepResult> Step(const StepIdentity& identity,
+                                  absl::FunctionRef<absl::Status(StepReport& report)> compute);
+
+  // Runs `run` for every micro-batch of the sequences, between which the engine's progress is
+  // noted. Returns their number.
+  absl::StatusOr<int64_t> ForwardBackward(
+      absl::Span<const SequenceRows> sequences,
+      absl::FunctionRef<absl::Status(const MicroBatchInput& input)> run);
+
+ private:
+  TrainingCore(std::string kind, std::string metric_prefix, const TrainingOptions& options);
+
+  absl::Status Load(const LoadOptions& load, std::unique_ptr<parallel::Strategy> strategy);
+  absl::Status ApplyUpdate(StepReport& report);
+  // Computes the digest of weights that changed, and publishes it.
+  absl::Status RefreshWeights();
+
+  const std::string metric_prefix_;
+  const TrainingOptions options_;
+  std::unique_ptr<Model> model_;
+  std::unique_ptr<parallel::Strategy> strategy_;
+  TrainingState state_;
+  bool weights_changed_ = true;  // since the digest was computed
+  std::atomic<bool> unsaved_ = false;
+
+  mutable std::mutex info_mutex_;
+  EngineInfo info_;
+
+  EngineThread thread_;  // last: it uses everything above
+};
+
+// Implements, for an interface that extends training::Engine, what the core does.
+template <typename Interface>
+class CoreEngine : public Interface {
+ public:
+  EngineInfo Info() const final { return core_->Info(); }
+  absl::Status Health() const final { return core_->Health(); }
+  bool unsaved() const final { return core_->unsaved(); }
+  absl::StatusOr<checkpoint::Saved> SaveCheckpoint(const CallScope& call,
+                                                   const std::string& directory,
+                                                   const std::string& name, int64_t keep) final {
+    return core_->SaveCheckpoint(call, directory, name, keep);
+  }
+  absl::Status LoadCheckpoint(const CallScope& call, const std::string& path) final {
+    return core_->LoadCheckpoint(call, path);
+  }
+  absl::Status ExportModel(const CallScope& call, const std::string& path, DType dtype) final {
+    return core_->ExportModel(call, path, dtype);
+  }
+  void Shutdown() final { core_->Shutdown(); }
+
+ protected:
+  explicit CoreEngine(std::unique_ptr<TrainingCore> core) : core_(std::move(core)) {}
+
+  const std::unique_ptr<TrainingCore> core_;
+};
+
+}  // namespace tandem::training
+
+#endif  // TANDEM_SERVICES_TRAINING_TRAINING_CORE_H_

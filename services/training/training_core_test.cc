@@ -1,0 +1,148 @@
+#include "services/training/training_core.h"
+
+#include <ATen/ATen.h>
+#include <gtest/gtest.h>
+
+#include <stdexcept>
+#include <utility>
+
+#include "common/base/error.h"
+#include "common/model/testing/tiny_model_dir.h"
+#include "common/parallel/single_process_strategy.h"
+
+namespace tandem::training {
+namespace {
+
+// Throws where it is told to.
+class FailingStrategy final : public parallel::SingleProcessStrategy {
+ public:
+  absl::StatusOr<parallel::OptimizerReport> OptimizerStep() override {
+    if (std::exchange(fail_before_update, false)) throw std::runtime_error("before the update");
+    return SingleProcessStrategy::OptimizerStep();
+  }
+  int64_t optimizer_steps() const override {
+    if (std::exchange(fail_after_update, false)) throw std::runtime_error("after the update");
+    return SingleProcessStrategy::optimizer_steps();
+  }
+  bool fail_before_update = false;
+  mutable bool fail_after_update = false;
+};
+
+class TrainingCoreTest : public ::testing::Test {
+ protected:
+  TrainingCoreTest() {
+    WriteTinyModel(folder_ / "model", /*seed=*/3);
+    core_ = Make();
+  }
+
+  std::unique_ptr<TrainingCore> Make() {
+    TrainingOptions options;
+    options.model = folder_ / "model";
+    options.num_threads = 1;
+    options.optimizer.learning_rate = 1e-2;
+    auto strategy = std::make_unique<FailingStrategy>();
+    strategy_ = strategy.get();
+    return std::move(TrainingCore::Create("trainer", "policy/", options,
+                                          {.head = HeadKind::kLm, .requires_grad = true},
+                                          std::move(strategy)))
+        .value();
+  }
+
+  static StepIdentity Identity(int64_t step = 0) {
+    return {.run_id = "run",
+            .step = step,
+            .request_id = std::to_string(step),
+            .payload_digest = "payload",
+            .expected_version = step};
+  }
+  // A step on the sum of all hidden states.
+  absl::StatusOr<StepResult> Step(const StepIdentity& identity, const CallScope& call = {}) {
+    return core_->Run(call, "train step", [&] {
+      return core_->Step(identity, [&](StepReport& report) {
+        report.metrics["loss/total"] = 0.5;
+        const SequenceRows rows =
+            SelectSequenceRows({1, 2}, {3, 4, 5}, [](size_t) { return true; });
+        return core_
+            ->ForwardBackward({rows},
+                              [&](const MicroBatchInput& input) {
+                                CausalContext context;
+                                core_->model().HiddenStates(input.batch, context).sum().backward();
+                                return absl::OkStatus();
+                              })
+            .status();
+      });
+    });
+  }
+
+  TemporaryFolder folder_;
+  std::unique_ptr<TrainingCore> core_;
+  FailingStrategy* strategy_ = nullptr;  // of core_
+};
+
+TEST_F(TrainingCoreTest, AFailureAfterTheUpdateDoesNotLoseTheReply) {
+  const std::string before = core_->Info().weights.digest;
+  strategy_->fail_after_update = true;
+  const absl::Status failed = Step(Identity()).status();
+  EXPECT_EQ(failed.code(), absl::StatusCode::kInternal) << failed;
+
+  const absl::StatusOr<StepResult> repeat = Step(Identity());
+  ASSERT_TRUE(repeat.ok()) << repeat.status();
+  EXPECT_TRUE(repeat->replayed);
+  EXPECT_EQ(repeat->report.weights, core_->Info().weights);
+  EXPECT_EQ(repeat->report.weights.version, 1);
+  EXPECT_NE(repeat->report.weights.digest, before);
+  EXPECT_EQ(repeat->report.metrics.at("loss/total"), 0.5);
+  EXPECT_GT(repeat->report.metrics.at("policy/grad_norm"), 0);
+
+  // The same as if nothing had failed.
+  const StepResult next = Step(Identity(1)).value();
+  core_ = Make();
+  ASSERT_TRUE(Step(Identity()).ok());
+  EXPECT_EQ(Step(Identity(1)).value().report, next.report);
+}
+
+TEST_F(TrainingCoreTest, AFailureBeforeTheUpdateChangesNothing) {
+  const EngineInfo before = core_->Info();
+  strategy_->fail_before_update = true;
+  EXPECT_EQ(Step(Identity()).status().code(), absl::StatusCode::kInternal);
+  EXPECT_EQ(core_->Info().weights, before.weights);
+  EXPECT_FALSE(core_->unsaved());
+  const absl::StatusOr<StepResult> retry = Step(Identity());
+  ASSERT_TRUE(retry.ok()) << retry.status();
+  EXPECT_FALSE(retry->replayed);
+  EXPECT_EQ(retry->report.weights.version, 1);
+}
+
+TEST_F(TrainingCoreTest, ACallThatIsOverNeverBegins) {
+  CallScope call;
+  call.deadline = absl::InfinitePast();
+  EXPECT_EQ(Step(Identity(), call).status().code(), absl::StatusCode::kDeadlineExceeded);
+  EXPECT_EQ(core_->Info().weights.version, 0);
+}
+
+TEST_F(TrainingCoreTest, ACheckpointTakesItsLineageAndTableBack) {
+  ASSERT_TRUE(Step(Identity(0)).ok());
+  EXPECT_TRUE(core_->unsaved());
+  const std::string path =
+      core_->SaveCheckpoint({}, folder_ / "checkpoints", "step_1", 0).value().path;
+  EXPECT_FALSE(core_->unsaved());
+  const StepResult second = Step(Identity(1)).value();
+  ASSERT_TRUE(core_->LoadCheckpoint({}, path).ok());
+  EXPECT_EQ(core_->Info().weights.version, 1);
+  EXPECT_EQ(core_->state().lineage.DigestOf(2), "");
+  EXPECT_TRUE(Step(Identity(0)).value().replayed);
+  const StepResult again = Step(Identity(1)).value();
+  EXPECT_FALSE(again.replayed);
+  EXPECT_EQ(again.report, second.report);
+}
+
+TEST_F(TrainingCoreTest, AnUnknownStrategyIsNamed) {
+  TrainingOptions options;
+  options.model = folder_ / "model";
+  options.strategy = "zero";
+  const absl::Status status = TrainingCore::Create("trainer", "policy/", options, {}).status();
+  EXPECT_EQ(status.code(), absl::StatusCode::kUnimplemented);
+}
+
+}  // namespace
+}  // namespace tandem::training
