@@ -8,12 +8,14 @@
 
 #include <cstdint>
 #include <string>
+#include <vector>
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "common/base/call_scope.h"
 #include "common/base/weights_version.h"
 #include "common/checkpoint/checkpoint.h"
+#include "common/model/compute_options.h"
 #include "common/model/model_summary.h"
 #include "common/tensor/dtype.h"
 #include "common/training/optimizer_options.h"
@@ -29,7 +31,8 @@ struct TrainingOptions {
   int64_t micro_batch_tokens = 2048;
   int64_t max_model_len = 2048;
   int64_t max_samples = 4096;
-  int num_threads = 0;  // 0: physical cores
+  std::vector<std::string> freeze;  // common/model/freeze.h
+  ComputeOptions compute;
 };
 
 struct EngineInfo {

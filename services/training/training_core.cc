@@ -1,7 +1,6 @@
 #include "services/training/training_core.h"
 
 #include <ATen/ATen.h>
-#include <ATen/Parallel.h>
 
 #include <algorithm>
 #include <utility>
@@ -9,8 +8,8 @@
 
 #include "absl/strings/str_cat.h"
 #include "common/base/error.h"
-#include "common/base/physical_cores.h"
 #include "common/base/status_macros.h"
+#include "common/model/compute_setup.h"
 #include "common/tensor/weights_digest.h"
 #include "common/training/micro_batches.h"
 #include "services/training/training_checkpoint.h"
@@ -24,7 +23,8 @@ constexpr absl::Duration kStallLimit = absl::Minutes(10);
 
 }  // namespace
 
-MicroBatchInput MakeMicroBatchInput(absl::Span<const SequenceRows> sequences, size_t first_row) {
+MicroBatchInput MakeMicroBatchInput(absl::Span<const SequenceRows> sequences, size_t first_row,
+                                    at::Device device) {
   std::vector<std::vector<int64_t>> inputs;
   std::vector<int64_t> positions, labels;
   int64_t offset = 0;
@@ -35,7 +35,7 @@ MicroBatchInput MakeMicroBatchInput(absl::Span<const SequenceRows> sequences, si
     inputs.push_back(sequence.input);
     offset += static_cast<int64_t>(sequence.input.size());
   }
-  return {.batch = MakeRaggedBatch(inputs),
+  return {.batch = MakeRaggedBatch(inputs, device),
           .positions = std::move(positions),
           .labels = std::move(labels),
           .first_row = first_row};
@@ -63,17 +63,16 @@ TrainingCore::TrainingCore(std::string kind, std::string metric_prefix,
     : metric_prefix_(std::move(metric_prefix)),
       options_(options),
       state_{.kind = kind},
-      thread_({.name = std::move(kind),
-               .stall_limit = kStallLimit,
-               .around = [threads = options.num_threads](absl::FunctionRef<void()> loop) {
-                 at::set_num_threads(threads > 0 ? threads : PhysicalCores());
-                 loop();
-               }}) {}
+      thread_({.name = std::move(kind), .stall_limit = kStallLimit}) {}
 
-absl::Status TrainingCore::Load(const LoadOptions& load,
-                                std::unique_ptr<parallel::Strategy> strategy) {
+absl::Status TrainingCore::Load(LoadOptions load, std::unique_ptr<parallel::Strategy> strategy) {
+  TANDEM_ASSIGN_OR_RETURN(load.placement, SetUpCompute(options_.compute));
+  load.freeze = options_.freeze;
   absl::StatusOr<std::unique_ptr<Model>> model = Model::Load(options_.model, load);
-  if (!model.ok()) return PrependFieldPath("model", model.status());
+  if (!model.ok()) {
+    const bool about_freeze = FieldPath(model.status()).value_or("").starts_with("freeze");
+    return about_freeze ? model.status() : PrependFieldPath("model", model.status());
+  }
   model_ = *std::move(model);
   strategy_ = std::move(strategy);
   TANDEM_RETURN_IF_ERROR(
@@ -165,8 +164,9 @@ absl::StatusOr<int64_t> TrainingCore::ForwardBackward(
   const auto count = static_cast<int64_t>(plan.size());
   TANDEM_RETURN_IF_ERROR(strategy_->ForwardBackward(count, [&](int64_t i) -> absl::Status {
     const MicroBatch& range = plan[static_cast<size_t>(i)];
-    TANDEM_RETURN_IF_ERROR(run(MakeMicroBatchInput(
-        sequences.subspan(range.begin, range.end - range.begin), first_rows[range.begin])));
+    TANDEM_RETURN_IF_ERROR(
+        run(MakeMicroBatchInput(sequences.subspan(range.begin, range.end - range.begin),
+                                first_rows[range.begin], model_->device())));
     NoteProgress();
     return absl::OkStatus();
   }));

@@ -34,13 +34,14 @@ struct MicroBatchInput {
   size_t first_row = 0;            // of these rows, in the global batch
 };
 
-// Sequences [begin, end).
-MicroBatchInput MakeMicroBatchInput(absl::Span<const SequenceRows> sequences, size_t first_row);
+// On the device of the model that will read it.
+MicroBatchInput MakeMicroBatchInput(absl::Span<const SequenceRows> sequences, size_t first_row,
+                                    at::Device device);
 
 class TrainingCore {
  public:
-  // Loads the model (blocks). Metrics of the optimizer are reported under `metric_prefix`. Another
-  // strategy than that of the options is for tests.
+  // Loads the model (blocks), where and as the options say. Metrics of the optimizer are reported
+  // under `metric_prefix`. Another strategy than that of the options is for tests.
   static absl::StatusOr<std::unique_ptr<TrainingCore>> Create(
       const std::string& kind, const std::string& metric_prefix, const TrainingOptions& options,
       const LoadOptions& load, std::unique_ptr<parallel::Strategy> strategy = nullptr);
@@ -89,7 +90,7 @@ class TrainingCore {
  private:
   TrainingCore(std::string kind, std::string metric_prefix, const TrainingOptions& options);
 
-  absl::Status Load(const LoadOptions& load, std::unique_ptr<parallel::Strategy> strategy);
+  absl::Status Load(LoadOptions load, std::unique_ptr<parallel::Strategy> strategy);
   absl::Status ApplyUpdate(StepReport& report);
   // Computes the digest of weights that changed, and publishes it.
   absl::Status RefreshWeights();

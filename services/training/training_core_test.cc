@@ -38,7 +38,7 @@ class TrainingCoreTest : public ::testing::Test {
   std::unique_ptr<TrainingCore> Make() {
     TrainingOptions options;
     options.model = folder_ / "model";
-    options.num_threads = 1;
+    options.compute.num_threads = 1;
     options.optimizer.learning_rate = 1e-2;
     auto strategy = std::make_unique<FailingStrategy>();
     strategy_ = strategy.get();
@@ -134,6 +134,28 @@ TEST_F(TrainingCoreTest, ACheckpointTakesItsLineageAndTableBack) {
   const StepResult again = Step(Identity(1)).value();
   EXPECT_FALSE(again.replayed);
   EXPECT_EQ(again.report, second.report);
+}
+
+TEST_F(TrainingCoreTest, OptionsReachTheModel) {
+  TrainingOptions options;
+  options.model = folder_ / "model";
+  options.freeze = {"model.embed_tokens.*"};
+  options.compute = {.dtype = "bfloat16", .num_threads = 1};
+  const auto core =
+      std::move(TrainingCore::Create("trainer", "policy/", options, {.requires_grad = true}))
+          .value();
+  EXPECT_EQ(core->model().dtype(), at::kBFloat16);
+  EXPECT_LT(core->Info().model.num_trainable_parameters, core->Info().model.num_parameters);
+  options.freeze = {"nothing"};
+  EXPECT_EQ(
+      FieldPath(
+          TrainingCore::Create("trainer", "policy/", options, {.requires_grad = true}).status()),
+      "freeze[0]");
+  if (!at::hasCUDA()) {
+    options.compute.device = "cuda";
+    EXPECT_EQ(FieldPath(TrainingCore::Create("trainer", "policy/", options, {}).status()),
+              "compute.device");
+  }
 }
 
 TEST_F(TrainingCoreTest, AnUnknownStrategyIsNamed) {

@@ -85,7 +85,8 @@ training::SequenceValues TorchEngine::Evaluate(const ValuesRequest& request) {
   std::vector<int64_t> tokens(request.prompt_token_ids.begin(), request.prompt_token_ids.end());
   tokens.insert(tokens.end(), request.response_token_ids.begin(), request.response_token_ids.end());
   CausalContext context;
-  const at::Tensor hidden = core_->model().HiddenStates(MakeRaggedBatch({tokens}), context);
+  const at::Tensor hidden =
+      core_->model().HiddenStates(MakeRaggedBatch({tokens}, core_->model().device()), context);
   const auto prompt = static_cast<int64_t>(request.prompt_token_ids.size());
   const at::Tensor values = core_->model()
                                 .Values(hidden.narrow(0, prompt - 1, hidden.size(0) - prompt + 1))

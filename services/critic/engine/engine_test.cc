@@ -21,7 +21,7 @@ class CriticEngineTest : public ::testing::Test {
     EngineOptions options;
     options.model = folder_ / "model";
     options.max_model_len = 64;
-    options.num_threads = 1;
+    options.compute.num_threads = 1;
     options.value_head_seed = 5;
     options.optimizer.learning_rate = 1e-2;
     return options;

@@ -97,7 +97,9 @@ absl::Status TorchEngine::LoadRest() {
   loss_ = std::move(output_loss);
 
   if (!options_.reference_model.empty()) {
-    absl::StatusOr<std::unique_ptr<Model>> reference = Model::Load(options_.reference_model, {});
+    absl::StatusOr<std::unique_ptr<Model>> reference =
+        Model::Load(options_.reference_model,
+                    {.placement = {.device = model.device(), .dtype = model.dtype()}});
     if (!reference.ok()) return PrependFieldPath("reference_model", reference.status());
     reference_ = *std::move(reference);
     if (reference_->config().vocab_size != model.config().vocab_size) {
@@ -271,7 +273,7 @@ absl::StatusOr<LogProbsResult> TorchEngine::ComputeLogProbs(const CallScope& cal
     const training::MicroBatchInput input = training::MakeMicroBatchInput(
         {training::SelectSequenceRows(request.prompt_token_ids, request.response_token_ids,
                                       [](size_t) { return true; })},
-        0);
+        0, core_->model().device());
     CausalContext context;
     const at::Tensor hidden = core_->model().HiddenStates(input.batch, context);
     TANDEM_ASSIGN_OR_RETURN(

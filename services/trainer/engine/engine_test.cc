@@ -54,7 +54,7 @@ class TrainerEngineTest : public ::testing::Test {
     EngineOptions options;
     options.model = folder_ / "model";
     options.max_model_len = 64;
-    options.num_threads = 1;
+    options.compute.num_threads = 1;
     options.optimizer.learning_rate = 1e-2;
     return options;
   }

@@ -344,6 +344,8 @@ TEST_F(TrainerServerTest, TheConfigurationBecomesTheEnginesOptions) {
   config.mutable_optimizer()->set_total_steps(50);
   config.mutable_batch()->set_micro_batch_tokens(77);
   config.mutable_compute()->set_num_threads(3);
+  config.mutable_compute()->set_dtype("bfloat16");
+  config.add_freeze("*norm.weight");
   ASSERT_TRUE(config::Resolve(&config).ok());
   const EngineOptions options = ToEngineOptions(config);
   EXPECT_EQ(options.model, "/models/senior");
@@ -352,7 +354,9 @@ TEST_F(TrainerServerTest, TheConfigurationBecomesTheEnginesOptions) {
   EXPECT_EQ(options.optimizer.schedule, LearningRateSchedule::kCosine);
   EXPECT_EQ(options.optimizer.total_steps, 50);
   EXPECT_EQ(options.micro_batch_tokens, 77);
-  EXPECT_EQ(options.num_threads, 3);
+  EXPECT_EQ(options.compute.num_threads, 3);
+  EXPECT_EQ(options.compute.dtype, "bfloat16");
+  EXPECT_EQ(options.freeze, (std::vector<std::string>{"*norm.weight"}));
   // Not configured: the defaults of server_config.proto.
   EXPECT_EQ(options.optimizer.max_grad_norm, 1);
   EXPECT_EQ(options.max_model_len, 2048);

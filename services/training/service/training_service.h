@@ -12,6 +12,7 @@
 #include "absl/time/time.h"
 #include "common/rpc/byte_budget.h"
 #include "common/rpc/call_executor.h"
+#include "common/rpc/compute_config.h"
 #include "common/rpc/metrics.h"
 #include "common/rpc/unary_handler.h"
 #include "services/training/engine.h"
@@ -100,7 +101,8 @@ void SetTrainingOptions(const Config& config, TrainingOptions* options) {
   options->micro_batch_tokens = config.batch().micro_batch_tokens();
   options->max_model_len = config.max_model_len();
   options->max_samples = config.max_samples();
-  options->num_threads = config.compute().num_threads();
+  options->freeze.assign(config.freeze().begin(), config.freeze().end());
+  options->compute = rpc::ToComputeOptions(config.compute());
 }
 
 }  // namespace tandem::training

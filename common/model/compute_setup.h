@@ -1,0 +1,18 @@
+// From configured options to where models live.
+#ifndef TANDEM_COMMON_MODEL_COMPUTE_SETUP_H_
+#define TANDEM_COMMON_MODEL_COMPUTE_SETUP_H_
+
+#include "absl/status/statusor.h"
+#include "common/model/compute_options.h"
+#include "common/model/parameter.h"
+
+namespace tandem {
+
+// Sets the threads of the calling thread's work and the kernels of the process, and says where the
+// models go. For the engine thread, before its first operation. FAILED_PRECONDITION for
+// "compute.device" where there is no such device.
+absl::StatusOr<Placement> SetUpCompute(const ComputeOptions& options);
+
+}  // namespace tandem
+
+#endif  // TANDEM_COMMON_MODEL_COMPUTE_SETUP_H_
