@@ -9,8 +9,12 @@
 
 namespace tandem {
 
-absl::StatusOr<Placement> SetUpCompute(const ComputeOptions& options) {
+void SetComputeThreads(const ComputeOptions& options) {
   at::set_num_threads(options.num_threads > 0 ? options.num_threads : PhysicalCores());
+}
+
+absl::StatusOr<Placement> SetUpCompute(const ComputeOptions& options) {
+  SetComputeThreads(options);
   ops::SetKernelPath(options.kernels == "aten" ? ops::KernelPath::kAten : ops::KernelPath::kAuto);
   const bool cuda = options.device == "cuda";
   if (cuda && !at::hasCUDA()) {

@@ -8,7 +8,10 @@
 
 namespace tandem {
 
-// Sets the threads of the calling thread's work and the kernels of the process, and says where the
+// The threads of what the calling thread computes from now on.
+void SetComputeThreads(const ComputeOptions& options);
+
+// Sets the threads of the calling thread and the kernels of the process, and says where the
 // models go. For the engine thread, before its first operation. FAILED_PRECONDITION for
 // "compute.device" where there is no such device.
 absl::StatusOr<Placement> SetUpCompute(const ComputeOptions& options);

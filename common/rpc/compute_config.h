@@ -1,8 +1,10 @@
-// The section `compute` of a resolved configuration as the plain struct that engines take.
+// The section `compute` of a resolved configuration as the plain values that engines and plans
+// take.
 #ifndef TANDEM_COMMON_RPC_COMPUTE_CONFIG_H_
 #define TANDEM_COMMON_RPC_COMPUTE_CONFIG_H_
 
 #include "common/model/compute_options.h"
+#include "common/tensor/dtype.h"
 #include "tandem/config/v1/server_config.pb.h"
 
 namespace tandem::rpc {
@@ -12,6 +14,10 @@ inline ComputeOptions ToComputeOptions(const config::v1::ComputeOptions& config)
           .dtype = config.dtype(),
           .kernels = config.kernels(),
           .num_threads = config.num_threads()};
+}
+
+inline DType ComputeType(const config::v1::ComputeOptions& config) {
+  return config.dtype() == "bfloat16" ? DType::kBFloat16 : DType::kFloat32;
 }
 
 }  // namespace tandem::rpc

@@ -39,13 +39,18 @@ class Numerics:
 
     @property
     def atol(self) -> float:
-        """Between two log-probs of one token."""
-        return 0.0 if self.exact else {"float32": 1e-4, "bfloat16": 0.25}[self.dtype]
+        """Between two log-probs of one token, twice what was measured and more."""
+        return 0.0 if self.exact else {"float32": 5e-5, "bfloat16": 0.15}[self.dtype]
+
+    @property
+    def reference_atol(self) -> float:
+        """Between a log-prob at temperature 1 and one of transformers in float32."""
+        return {"float32": 2e-4, "bfloat16": 0.4}[self.dtype]
 
     @property
     def common_tokens(self) -> float:
         """Share of tokens before the first that differs, over some samples."""
-        return {"float32": 1.0, "bfloat16": 0.5}[self.dtype]
+        return {"float32": 1.0, "bfloat16": 0.6}[self.dtype]
 
     def settings(self, **rest) -> dict:
         """The section of a rollout server."""
@@ -58,7 +63,7 @@ def _numerics() -> list[Numerics]:
     chosen = {n: v for n in names if (v := os.environ.get(f"TANDEM_TEST_{n.upper()}"))}
     if chosen:
         return [Numerics(**chosen)]
-    return [Numerics()]
+    return [Numerics(), Numerics(kernels="aten"), Numerics(kernels="aten", dtype="bfloat16")]
 
 
 @pytest.fixture(
@@ -304,7 +309,7 @@ def test_recorded_log_probs_are_those_of_transformers(numerics, rollout, models,
             expected = harness.reference_logprobs(
                 directory, t.prompt_token_ids, tokens(t), temperature or 1.0
             )
-            atol = 2e-4 if numerics.dtype == "float32" else numerics.atol / (temperature or 1)
+            atol = numerics.reference_atol / (temperature or 1)
             np.testing.assert_allclose(logprobs(t, model), expected, rtol=0, atol=atol)
 
 

@@ -6,6 +6,7 @@
 #include "common/base/error.h"
 #include "common/base/status_macros.h"
 #include "common/model/model_config.h"
+#include "common/rpc/compute_config.h"
 
 namespace tandem::critic {
 namespace {
@@ -14,10 +15,6 @@ absl::StatusOr<ModelConfig> Read(absl::string_view field, const std::string& dir
   absl::StatusOr<ModelConfig> config = LoadModelConfig(directory);
   if (!config.ok()) return PrependFieldPath(field, config.status());
   return config;
-}
-
-DType ComputeType(const config::v1::ComputeOptions& compute) {
-  return compute.dtype() == "bfloat16" ? DType::kBFloat16 : DType::kFloat32;
 }
 
 }  // namespace
@@ -29,7 +26,7 @@ absl::StatusOr<MemoryPlan> PlanMemory(const config::v1::CriticServerConfig& conf
                                     .freeze = {config.freeze().begin(), config.freeze().end()},
                                     .micro_batch_tokens = config.batch().micro_batch_tokens(),
                                     .max_model_len = config.max_model_len(),
-                                    .dtype = ComputeType(config.compute())});
+                                    .dtype = rpc::ComputeType(config.compute())});
 }
 
 }  // namespace tandem::critic

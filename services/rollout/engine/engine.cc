@@ -1,6 +1,5 @@
 #include "services/rollout/engine/engine.h"
 
-#include <ATen/Parallel.h>
 #include <c10/core/InferenceMode.h>
 
 #include <mutex>
@@ -10,8 +9,8 @@
 #include "absl/time/clock.h"
 #include "common/base/engine_thread.h"
 #include "common/base/error.h"
-#include "common/base/physical_cores.h"
 #include "common/base/status_macros.h"
+#include "common/model/compute_setup.h"
 #include "common/tensor/catch_torch_errors.h"
 #include "common/tensor/staged_weight_receiver.h"
 #include "services/rollout/engine/generator.h"
@@ -208,7 +207,7 @@ class EngineImpl : public Engine {
   // The whole life of the engine thread.
   void Live(absl::FunctionRef<void()> loop) {
     // Both are settings of the thread.
-    at::set_num_threads(options_.num_threads > 0 ? options_.num_threads : PhysicalCores());
+    SetComputeThreads(options_.compute);
     const c10::InferenceMode inference_mode;
     loop();
     FailAll(absl::CancelledError("the engine was shut down"));

@@ -167,7 +167,7 @@ TEST_F(EngineTest, Law3BatchingChunkingAndThreadsDoNotMatter) {
   EngineOptions narrow = Options();
   narrow.max_num_seqs = 1;
   narrow.max_batched_tokens = 3;
-  narrow.num_threads = 1;
+  narrow.compute.num_threads = 1;
   const auto alone = Create(narrow);
   const auto together = Create();
   const auto expected = Submit(*alone, requests);
@@ -234,6 +234,46 @@ TEST_F(EngineTest, ScoresEqualAForwardWithoutCache) {
     ExpectNear(scores->sequences[i].senior_logprobs, expected, 1e-5f);
     EXPECT_TRUE(scores->sequences[i].junior_logprobs.empty());
   }
+}
+
+// What the CPU's own kernels score is the measure of what a GPU runs, in both types.
+TEST_F(EngineTest, TheOtherKernelsAndTypesScoreAlike) {
+  std::vector<ScoreSequence> sequences;
+  for (int i = 0; i < 8; ++i) {
+    ScoreSequence sequence = {.token_ids = {}, .first_scored_token = 1};
+    for (int j = 0; j < 5 + 4 * i; ++j) sequence.token_ids.push_back((i * 31 + j * 17) % 61);
+    sequences.push_back(sequence);
+  }
+  const ScoreRequest request = {.sequences = sequences, .senior = true, .junior = true};
+  const auto scores_with = [&](const ComputeOptions& compute) {
+    EngineOptions options = Options();
+    options.compute = compute;
+    const auto scores = Score(*Create(options), request);
+    EXPECT_TRUE(scores.ok()) << scores.status();
+    return scores.value_or(ScoreResult{}).sequences;
+  };
+  const auto expected = scores_with({});
+  const auto aten = scores_with({.kernels = "aten"});
+  const auto bfloat16 = scores_with({.dtype = "bfloat16"});
+  ASSERT_EQ(expected.size(), sequences.size());
+  ASSERT_EQ(aten.size(), sequences.size());
+  ASSERT_EQ(bfloat16.size(), sequences.size());
+  for (size_t i = 0; i < sequences.size(); ++i) {
+    ExpectNear(aten[i].senior_logprobs, expected[i].senior_logprobs, 1e-5f);
+    ExpectNear(aten[i].junior_logprobs, expected[i].junior_logprobs, 1e-5f);
+    ExpectNear(bfloat16[i].senior_logprobs, expected[i].senior_logprobs, 0.1f);
+    ExpectNear(bfloat16[i].junior_logprobs, expected[i].junior_logprobs, 0.1f);
+    EXPECT_NE(bfloat16[i].senior_logprobs, expected[i].senior_logprobs);
+  }
+}
+
+TEST_F(EngineTest, ADeviceThatIsNotThereIsRefusedByName) {
+  if (at::hasCUDA()) GTEST_SKIP() << "there is a GPU";
+  EngineOptions options = Options();
+  options.compute.device = "cuda";
+  const auto refused = CreateEngine(options).status();
+  EXPECT_EQ(refused.code(), absl::StatusCode::kFailedPrecondition);
+  EXPECT_EQ(FieldPath(refused), "compute.device");
 }
 
 TEST_F(EngineTest, TheSameBatchTwiceIsTheSame) {

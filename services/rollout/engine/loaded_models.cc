@@ -9,14 +9,16 @@
 #include "absl/strings/str_cat.h"
 #include "common/base/error.h"
 #include "common/base/status_macros.h"
+#include "common/model/compute_setup.h"
 #include "common/tensor/aten_bytes.h"
 
 namespace tandem::rollout {
 namespace {
 
 absl::StatusOr<std::unique_ptr<Model>> LoadOne(const std::string& directory,
-                                               const std::string& field) {
-  absl::StatusOr<std::unique_ptr<Model>> model = Model::Load(directory);
+                                               const std::string& field,
+                                               const Placement& placement) {
+  absl::StatusOr<std::unique_ptr<Model>> model = Model::Load(directory, {.placement = placement});
   if (!model.ok()) return PrependFieldPath(field, model.status());
   return model;
 }
@@ -33,7 +35,9 @@ absl::Status CheckOptions(const EngineOptions& options) {
   if (options.max_model_len < 2) {
     return InvalidField("max_model_len", "must hold a prompt token and a response token");
   }
-  if (options.num_threads < 0) return InvalidField("num_threads", "must not be negative");
+  if (options.compute.num_threads < 0) {
+    return InvalidField("compute.num_threads", "must not be negative");
+  }
   if (options.senior_model.empty()) return InvalidField("senior_model", "must be given");
   return absl::OkStatus();
 }
@@ -55,7 +59,8 @@ absl::Status CheckSameSize(const Model& senior, const Model& junior) {
 absl::StatusOr<LoadedModels> LoadModels(const EngineOptions& options) {
   TANDEM_RETURN_IF_ERROR(CheckOptions(options));
   LoadedModels result;
-  TANDEM_ASSIGN_OR_RETURN(result.senior, LoadOne(options.senior_model, "senior_model"));
+  TANDEM_ASSIGN_OR_RETURN(const Placement placement, SetUpCompute(options.compute));
+  TANDEM_ASSIGN_OR_RETURN(result.senior, LoadOne(options.senior_model, "senior_model", placement));
   const ModelConfig& config = result.senior->config();
   result.max_model_len = config.LongestSequence(options.max_model_len);
   std::set<int32_t> eos_token_ids(config.eos_token_ids.begin(), config.eos_token_ids.end());
@@ -63,7 +68,8 @@ absl::StatusOr<LoadedModels> LoadModels(const EngineOptions& options) {
   absl::StatusOr<Vocabulary> vocabulary = Vocabulary::Load(options.senior_model);
   if (!options.junior_model.empty()) {
     if (!vocabulary.ok()) return PrependFieldPath("senior_model", vocabulary.status());
-    TANDEM_ASSIGN_OR_RETURN(result.junior, LoadOne(options.junior_model, "junior_model"));
+    TANDEM_ASSIGN_OR_RETURN(result.junior,
+                            LoadOne(options.junior_model, "junior_model", placement));
     absl::StatusOr<Vocabulary> junior_vocabulary = Vocabulary::Load(options.junior_model);
     if (!junior_vocabulary.ok()) {
       return PrependFieldPath("junior_model", junior_vocabulary.status());

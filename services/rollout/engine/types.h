@@ -13,6 +13,7 @@
 #include "absl/status/statusor.h"
 #include "absl/time/time.h"
 #include "common/base/weights_version.h"
+#include "common/model/compute_options.h"
 #include "common/model/model_summary.h"
 #include "common/tandem/tandem_config.h"
 #include "common/tandem/trajectory.h"
@@ -33,7 +34,7 @@ struct EngineOptions {
   int64_t max_batched_tokens = 2048;
   int64_t max_queue = 4096;
   OnWeightUpdate on_weight_update = OnWeightUpdate::kRecompute;
-  int num_threads = 0;  // 0: physical cores
+  ComputeOptions compute = {};
 };
 
 // One prompt and its samples.

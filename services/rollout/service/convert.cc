@@ -5,6 +5,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "common/base/error.h"
+#include "common/rpc/compute_config.h"
 #include "common/rpc/error_table.h"
 #include "common/rpc/proto_convert.h"
 #include "common/rpc/server_main.h"
@@ -24,7 +25,7 @@ EngineOptions EngineOptionsFromConfig(const config::RolloutServerConfig& config)
   options.on_weight_update = config.on_weight_update() == config::v1::ON_WEIGHT_UPDATE_KEEP
                                  ? OnWeightUpdate::kKeep
                                  : OnWeightUpdate::kRecompute;
-  options.num_threads = config.compute().num_threads();
+  options.compute = rpc::ToComputeOptions(config.compute());
   return options;
 }
 

@@ -48,6 +48,8 @@ TEST(EngineOptionsTest, ComeFromTheConfig) {
   config.set_junior_model("j");
   config.set_max_queue(7);
   config.mutable_compute()->set_num_threads(3);
+  config.mutable_compute()->set_dtype("bfloat16");
+  config.mutable_compute()->set_kernels("aten");
   config.mutable_tandem()->set_prob_senior(0.25);
   config.set_on_weight_update(config::v1::ON_WEIGHT_UPDATE_KEEP);
   ASSERT_TRUE(config::Resolve(&config).ok());
@@ -56,7 +58,10 @@ TEST(EngineOptionsTest, ComeFromTheConfig) {
   EXPECT_EQ(options.junior_model, "j");
   EXPECT_EQ(options.max_queue, 7);
   EXPECT_EQ(options.max_num_seqs, 64);
-  EXPECT_EQ(options.num_threads, 3);
+  EXPECT_EQ(options.compute.num_threads, 3);
+  EXPECT_EQ(options.compute.device, "cpu");
+  EXPECT_EQ(options.compute.dtype, "bfloat16");
+  EXPECT_EQ(options.compute.kernels, "aten");
   EXPECT_TRUE(options.tandem.enabled);
   EXPECT_EQ(options.tandem.prob_senior, 0.25);
   EXPECT_EQ(options.on_weight_update, OnWeightUpdate::kKeep);

@@ -7,6 +7,7 @@
 #include "common/base/error.h"
 #include "common/base/status_macros.h"
 #include "common/model/model_config.h"
+#include "common/rpc/compute_config.h"
 #include "services/rollout/engine/scorer.h"
 
 namespace tandem::rollout {
@@ -16,10 +17,6 @@ absl::StatusOr<ModelConfig> Read(absl::string_view field, const std::string& dir
   absl::StatusOr<ModelConfig> config = LoadModelConfig(directory);
   if (!config.ok()) return PrependFieldPath(field, config.status());
   return config;
-}
-
-DType ComputeType(const config::v1::ComputeOptions& compute) {
-  return compute.dtype() == "bfloat16" ? DType::kBFloat16 : DType::kFloat32;
 }
 
 }  // namespace
@@ -34,7 +31,7 @@ absl::StatusOr<MemoryPlan> PlanMemory(const config::v1::RolloutServerConfig& con
                            {.num_slots = config.max_num_seqs() + kScoreSlots,
                             .max_model_len = config.max_model_len(),
                             .max_batched_tokens = config.max_batched_tokens(),
-                            .dtype = ComputeType(config.compute())});
+                            .dtype = rpc::ComputeType(config.compute())});
 }
 
 }  // namespace tandem::rollout

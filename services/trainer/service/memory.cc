@@ -7,6 +7,7 @@
 #include "common/base/error.h"
 #include "common/base/status_macros.h"
 #include "common/model/model_config.h"
+#include "common/rpc/compute_config.h"
 
 namespace tandem::trainer {
 namespace {
@@ -15,10 +16,6 @@ absl::StatusOr<ModelConfig> Read(absl::string_view field, const std::string& dir
   absl::StatusOr<ModelConfig> config = LoadModelConfig(directory);
   if (!config.ok()) return PrependFieldPath(field, config.status());
   return config;
-}
-
-DType ComputeType(const config::v1::ComputeOptions& compute) {
-  return compute.dtype() == "bfloat16" ? DType::kBFloat16 : DType::kFloat32;
 }
 
 }  // namespace
@@ -34,7 +31,7 @@ absl::StatusOr<MemoryPlan> PlanMemory(const config::v1::TrainerServerConfig& con
                                     .micro_batch_tokens = config.batch().micro_batch_tokens(),
                                     .max_model_len = config.max_model_len(),
                                     .logits_chunk_bytes = config.batch().logits_chunk_bytes(),
-                                    .dtype = ComputeType(config.compute())});
+                                    .dtype = rpc::ComputeType(config.compute())});
 }
 
 }  // namespace tandem::trainer
