@@ -7,12 +7,10 @@
 namespace tandem::critic {
 namespace {
 
-training::ServiceOptions ToServiceOptions(const config::v1::CriticServerConfig& config,
-                                          absl::Time start_time) {
+training::ServiceOptions ToServiceOptions(const config::v1::CriticServerConfig& config) {
   training::ServiceOptions options;
   options.role = "critic";
   options.max_samples = config.max_samples();
-  options.start_time = start_time;
   return options;
 }
 
@@ -30,7 +28,7 @@ CriticApp::CriticApp(const config::v1::CriticServerConfig& config, rpc::ServerRu
                      EngineFactory create_engine)
     : config_(config),
       create_engine_(std::move(create_engine)),
-      service_(ToServiceOptions(config, runtime.start_time), runtime.executor, runtime.metrics) {}
+      service_(ToServiceOptions(config), runtime) {}
 
 std::vector<rpc::NamedService> CriticApp::services() {
   return {{v1::CriticService::service_full_name(), &service_}};

@@ -15,9 +15,9 @@
 
 namespace tandem::critic {
 
-CriticService::CriticService(const training::ServiceOptions& options, rpc::CallExecutor& executor,
-                             rpc::Metrics& metrics)
-    : training_(options, executor, metrics) {}
+CriticService::CriticService(const training::ServiceOptions& options,
+                             const rpc::ServerRuntime& runtime)
+    : training_(options, runtime) {}
 
 grpc::ServerUnaryReactor* CriticService::GetServerInfo(grpc::CallbackServerContext* context,
                                                        const v1::GetServerInfoRequest*,

@@ -16,9 +16,8 @@ namespace tandem::critic {
 
 class CriticService final : public v1::CriticService::CallbackService {
  public:
-  // `executor` and `metrics` must outlive the service.
-  CriticService(const training::ServiceOptions& options, rpc::CallExecutor& executor,
-                rpc::Metrics& metrics);
+  // `runtime` must outlive the service.
+  CriticService(const training::ServiceOptions& options, const rpc::ServerRuntime& runtime);
 
   // Before the executor's gate opens; `engine` must outlive the calls.
   void SetEngine(Engine* engine) {

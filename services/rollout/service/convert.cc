@@ -8,7 +8,6 @@
 #include "common/rpc/compute_config.h"
 #include "common/rpc/error_table.h"
 #include "common/rpc/proto_convert.h"
-#include "common/rpc/server_main.h"
 
 namespace tandem::rollout {
 
@@ -104,24 +103,20 @@ v1::ScoreResponse ScoreToProto(const ScoreResult& result) {
   return response;
 }
 
-v1::GetServerInfoResponse InfoToProto(const EngineInfo& info, const TandemConfig& defaults,
-                                      const WeightsVersion& version, bool paused) {
-  v1::GetServerInfoResponse response;
-  types::v1::ServerInfo* server = response.mutable_server();
-  server->set_role("rollout");
-  server->set_software_version(rpc::SoftwareVersion());
-  rpc::WeightsVersionToProto(version, server->mutable_weights());
+void InfoToProto(const EngineInfo& info, const TandemConfig& defaults,
+                 const WeightsVersion& weights, bool paused, v1::GetServerInfoResponse* response) {
+  types::v1::ServerInfo* server = response->mutable_server();
+  rpc::WeightsVersionToProto(weights, server->mutable_weights());
   rpc::ModelSummaryToProto(info.senior, server->mutable_model());
-  if (info.junior.has_value()) rpc::ModelSummaryToProto(*info.junior, response.mutable_junior());
-  response.set_junior_version(info.junior_version);
-  rpc::TandemConfigToProto(defaults, response.mutable_tandem());
-  response.set_max_num_seqs(static_cast<int32_t>(info.max_num_seqs));
-  response.mutable_sentence_boundary_token_ids()->Add(info.sentence_boundary_token_ids.begin(),
-                                                      info.sentence_boundary_token_ids.end());
-  response.mutable_word_boundary_token_ids()->Add(info.word_boundary_token_ids.begin(),
-                                                  info.word_boundary_token_ids.end());
-  response.set_paused(paused);
-  return response;
+  if (info.junior.has_value()) rpc::ModelSummaryToProto(*info.junior, response->mutable_junior());
+  response->set_junior_version(info.junior_version);
+  rpc::TandemConfigToProto(defaults, response->mutable_tandem());
+  response->set_max_num_seqs(static_cast<int32_t>(info.max_num_seqs));
+  response->mutable_sentence_boundary_token_ids()->Add(info.sentence_boundary_token_ids.begin(),
+                                                       info.sentence_boundary_token_ids.end());
+  response->mutable_word_boundary_token_ids()->Add(info.word_boundary_token_ids.begin(),
+                                                   info.word_boundary_token_ids.end());
+  response->set_paused(paused);
 }
 
 }  // namespace tandem::rollout

@@ -25,8 +25,9 @@ v1::GenerateResponse FailedToProto(const std::string& request_id, const absl::St
 ScoreRequest ScoreFromProto(const v1::ScoreRequest& proto);  // the engine checks it
 v1::ScoreResponse ScoreToProto(const ScoreResult& result);
 
-v1::GetServerInfoResponse InfoToProto(const EngineInfo& info, const TandemConfig& defaults,
-                                      const WeightsVersion& version, bool paused);
+// Adds what the engine holds to a response that describes the server.
+void InfoToProto(const EngineInfo& info, const TandemConfig& defaults,
+                 const WeightsVersion& weights, bool paused, v1::GetServerInfoResponse* response);
 
 }  // namespace tandem::rollout
 

@@ -14,10 +14,8 @@ RolloutApp::RolloutApp(const config::RolloutServerConfig& config, rpc::ServerRun
     : options_(EngineOptionsFromConfig(config)),
       create_engine_(std::move(create_engine)),
       metrics_(runtime.metrics),
-      rollout_service_(runtime.executor,
-                       RolloutServiceOptions{.tandem = options_.tandem,
-                                             .max_batch_samples = options_.max_queue,
-                                             .start_time = runtime.start_time}),
+      rollout_service_(runtime, RolloutServiceOptions{.tandem = options_.tandem,
+                                                      .max_batch_samples = options_.max_queue}),
       weight_service_(runtime.executor, runtime.metrics) {}
 
 std::vector<rpc::NamedService> RolloutApp::services() {

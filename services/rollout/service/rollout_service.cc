@@ -8,6 +8,7 @@
 #include "common/base/status_macros.h"
 #include "common/rpc/error_table.h"
 #include "common/rpc/reactor_call.h"
+#include "common/rpc/server_info.h"
 #include "common/rpc/unary_handler.h"
 #include "services/rollout/service/convert.h"
 
@@ -96,8 +97,10 @@ class RolloutService::GenerateReactor final
   bool reading_ = true;  // stays true after the half-close
 };
 
-RolloutService::RolloutService(rpc::CallExecutor& executor, const RolloutServiceOptions& options)
-    : executor_(executor),
+RolloutService::RolloutService(const rpc::ServerRuntime& runtime,
+                               const RolloutServiceOptions& options)
+    : runtime_(runtime),
+      executor_(runtime.executor),
       options_(options),
       collected_bytes_(options.max_collected_bytes),
       heartbeat_([this] { Beat(); }) {}
@@ -160,11 +163,11 @@ grpc::ServerUnaryReactor* RolloutService::GetServerInfo(grpc::CallbackServerCont
   return rpc::AnswerAtOnce<v1::GetServerInfoResponse>(
       executor_, context, response, [this]() -> absl::StatusOr<v1::GetServerInfoResponse> {
         Engine& engine = *engine_.load();
-        v1::GetServerInfoResponse info = InfoToProto(
-            engine.Info(), options_.tandem, engine.weights().Version(), engine.Stats().paused);
-        info.mutable_server()->set_uptime_seconds(
-            absl::ToDoubleSeconds(absl::Now() - options_.start_time));
-        return info;
+        v1::GetServerInfoResponse response;
+        *response.mutable_server() = rpc::DescribeServer(runtime_, "rollout");
+        InfoToProto(engine.Info(), options_.tandem, engine.weights().Version(),
+                    engine.Stats().paused, &response);
+        return response;
       });
 }
 

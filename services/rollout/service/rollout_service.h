@@ -12,6 +12,7 @@
 #include "absl/time/time.h"
 #include "common/rpc/byte_budget.h"
 #include "common/rpc/call_executor.h"
+#include "common/rpc/server_main.h"
 #include "common/tandem/tandem_config.h"
 #include "services/rollout/engine/engine.h"
 #include "services/rollout/service/generate_stream.h"
@@ -26,14 +27,14 @@ struct RolloutServiceOptions {
   int64_t max_batch_samples = 4096;
   // Bytes of prompts that all streams together may hold while the rest of a batch is on its way.
   int64_t max_collected_bytes = 256 << 20;
-  absl::Time start_time = absl::Now();
   // A stream without events for this long gets a heartbeat.
   absl::Duration heartbeat_interval = absl::Seconds(5);
 };
 
 class RolloutService final : public v1::RolloutService::CallbackService {
  public:
-  RolloutService(rpc::CallExecutor& executor, const RolloutServiceOptions& options);
+  // `runtime` must outlive the service.
+  RolloutService(const rpc::ServerRuntime& runtime, const RolloutServiceOptions& options);
   ~RolloutService() override;
 
   // Before the executor's gate opens. The engine must outlive the calls.
@@ -66,6 +67,7 @@ class RolloutService final : public v1::RolloutService::CallbackService {
   void Unregister(const std::shared_ptr<GenerateStream>& stream);
   void Beat();
 
+  const rpc::ServerRuntime& runtime_;
   rpc::CallExecutor& executor_;
   const RolloutServiceOptions options_;
   std::atomic<Engine*> engine_ = nullptr;

@@ -316,6 +316,7 @@ TEST_F(RolloutServiceTest, ServerInfoSaysWhatItHolds) {
   v1::GetServerInfoResponse info;
   ASSERT_TRUE(stub_->GetServerInfo(&context_, v1::GetServerInfoRequest(), &info).ok());
   EXPECT_EQ(info.server().role(), "rollout");
+  EXPECT_EQ(info.server().advertised_address(), server_.address());
   EXPECT_EQ(info.server().weights().version(), 5);
   EXPECT_EQ(info.server().weights().digest(), "weights-digest");
   EXPECT_EQ(info.server().model().vocab_size(), FakeEngine::kVocabulary);

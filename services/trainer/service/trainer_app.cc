@@ -15,15 +15,13 @@ rpc::ChannelOptions ToChannelOptions(const config::v1::ServerOptions& config) {
           .keepalive_timeout = absl::Seconds(config.keepalive_timeout_seconds())};
 }
 
-TrainerServiceOptions ToServiceOptions(const config::v1::TrainerServerConfig& config,
-                                       absl::Time start_time) {
+TrainerServiceOptions ToServiceOptions(const config::v1::TrainerServerConfig& config) {
   TrainerServiceOptions options;
   options.role = "trainer";
   options.max_samples = config.max_samples();
   options.micro_batch_tokens = config.batch().micro_batch_tokens();
   options.critic_address = config.critic_address();
   options.publish_channel = ToChannelOptions(config.server());
-  options.start_time = start_time;
   return options;
 }
 
@@ -41,7 +39,7 @@ TrainerApp::TrainerApp(const config::v1::TrainerServerConfig& config, rpc::Serve
                        EngineFactory create_engine)
     : config_(config),
       create_engine_(std::move(create_engine)),
-      service_(ToServiceOptions(config, runtime.start_time), runtime.executor, runtime.metrics) {}
+      service_(ToServiceOptions(config), runtime) {}
 
 std::vector<rpc::NamedService> TrainerApp::services() {
   return {{v1::TrainerService::service_full_name(), &service_}};

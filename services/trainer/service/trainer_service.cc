@@ -36,12 +36,12 @@ int64_t NumResponseTokens(const TrainStepRequest& request) {
 
 }  // namespace
 
-TrainerService::TrainerService(const TrainerServiceOptions& options, rpc::CallExecutor& executor,
-                               rpc::Metrics& metrics)
+TrainerService::TrainerService(const TrainerServiceOptions& options,
+                               const rpc::ServerRuntime& runtime)
     : options_(options),
-      executor_(executor),
-      metrics_(metrics),
-      training_(options, executor, metrics) {
+      executor_(runtime.executor),
+      metrics_(runtime.metrics),
+      training_(options, runtime) {
   for (const char* result : {"ok", "failed"}) {
     metrics_.Counter(rpc::metric::kPublishResults, {result});
   }

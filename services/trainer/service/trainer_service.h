@@ -25,9 +25,8 @@ struct TrainerServiceOptions : training::ServiceOptions {
 
 class TrainerService final : public v1::TrainerService::CallbackService {
  public:
-  // `executor` and `metrics` must outlive the service.
-  TrainerService(const TrainerServiceOptions& options, rpc::CallExecutor& executor,
-                 rpc::Metrics& metrics);
+  // `runtime` must outlive the service.
+  TrainerService(const TrainerServiceOptions& options, const rpc::ServerRuntime& runtime);
 
   // Before the executor's gate opens; `engine` must outlive the calls.
   void SetEngine(Engine* engine) {

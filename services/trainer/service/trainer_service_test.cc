@@ -105,7 +105,7 @@ TEST(TrainStepMemoryTest, SamplesBeyondTheBudgetAreRefused) {
   class App final : public rpc::ServerApp {
    public:
     App(rpc::ServerRuntime& runtime, Engine* engine)
-        : service_(Options(), runtime.executor, runtime.metrics), engine_(engine) {}
+        : service_(Options(), runtime), engine_(engine) {}
     static TrainerServiceOptions Options() {
       TrainerServiceOptions options;
       options.max_buffered_bytes = 4096;
@@ -243,6 +243,7 @@ TEST_F(TrainerServerTest, ServerInfoSaysWhatIsHeldAfterEveryStep) {
     return *Call<v1::GetServerInfoResponse>(&Stub::GetServerInfo, v1::GetServerInfoRequest());
   };
   EXPECT_EQ(info().server().role(), "trainer");
+  EXPECT_EQ(info().server().advertised_address(), server_.address());
   EXPECT_EQ(info().server().weights().version(), 0);
   EXPECT_EQ(info().server().model().vocab_size(), 16);
   EXPECT_EQ(info().micro_batch_tokens(), 2048);

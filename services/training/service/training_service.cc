@@ -5,15 +5,15 @@
 #include "common/base/logging.h"
 #include "common/rpc/phase_timer.h"
 #include "common/rpc/proto_convert.h"
-#include "common/rpc/server_main.h"
+#include "common/rpc/server_info.h"
 
 namespace tandem::training {
 
-TrainingService::TrainingService(const ServiceOptions& options, rpc::CallExecutor& executor,
-                                 rpc::Metrics& metrics)
+TrainingService::TrainingService(const ServiceOptions& options, const rpc::ServerRuntime& runtime)
     : options_(options),
-      executor_(executor),
-      metrics_(metrics),
+      runtime_(runtime),
+      executor_(runtime.executor),
+      metrics_(runtime.metrics),
       budget_(options.max_buffered_bytes) {
   // Counters and gauges that alerts read exist from the start.
   for (const char* result : {"applied", "skipped", "replayed", "failed"}) {
@@ -27,10 +27,7 @@ TrainingService::TrainingService(const ServiceOptions& options, rpc::CallExecuto
 
 types::v1::ServerInfo TrainingService::ServerInfo() const {
   const EngineInfo info = engine_->Info();
-  types::v1::ServerInfo server;
-  server.set_role(options_.role);
-  server.set_software_version(rpc::SoftwareVersion());
-  server.set_uptime_seconds(absl::ToDoubleSeconds(absl::Now() - options_.start_time));
+  types::v1::ServerInfo server = rpc::DescribeServer(runtime_, options_.role);
   rpc::WeightsVersionToProto(info.weights, server.mutable_weights());
   rpc::ModelSummaryToProto(info.model, server.mutable_model());
   return server;

@@ -8,12 +8,11 @@
 
 #include "absl/functional/function_ref.h"
 #include "absl/status/statusor.h"
-#include "absl/time/clock.h"
-#include "absl/time/time.h"
 #include "common/rpc/byte_budget.h"
 #include "common/rpc/call_executor.h"
 #include "common/rpc/compute_config.h"
 #include "common/rpc/metrics.h"
+#include "common/rpc/server_main.h"
 #include "common/rpc/unary_handler.h"
 #include "services/training/engine.h"
 #include "services/training/service/checkpoint_calls.h"
@@ -27,14 +26,12 @@ struct ServiceOptions {
   int64_t max_samples = 4096;
   // Samples of steps that are being received or trained, of all calls together.
   int64_t max_buffered_bytes = int64_t{1} << 30;
-  absl::Time start_time = absl::Now();
 };
 
 class TrainingService {
  public:
-  // `executor` and `metrics` must outlive the service.
-  TrainingService(const ServiceOptions& options, rpc::CallExecutor& executor,
-                  rpc::Metrics& metrics);
+  // `runtime` must outlive the service.
+  TrainingService(const ServiceOptions& options, const rpc::ServerRuntime& runtime);
 
   // Before the executor's gate opens; `engine` must outlive the calls.
   void SetEngine(Engine* engine) { engine_ = engine; }
@@ -82,6 +79,7 @@ class TrainingService {
 
  private:
   const ServiceOptions options_;
+  const rpc::ServerRuntime& runtime_;
   rpc::CallExecutor& executor_;
   rpc::Metrics& metrics_;
   rpc::ByteBudget budget_;
