@@ -37,11 +37,6 @@ class RolloutPool:
         self.clients = list(clients)
         self._threads = ThreadPoolExecutor(len(clients), thread_name_prefix="rollout")
 
-    @property
-    def addresses(self) -> list[str]:
-        """Of the servers."""
-        return [client.address for client in self.clients]
-
     def generate(
         self, prompts: Sequence[Prompt], on_event: Callable[[Event], None] | None = None
     ) -> list[list[trajectory_pb2.Trajectory]]:
@@ -102,8 +97,12 @@ class Session:
             self.cluster.check()
 
     def publish(self) -> None:
-        """Brings every rollout server to the trainer's weights."""
-        reply = self.trainer.publish_weights(self.rollouts.addresses)
+        """Brings every rollout server to the trainer's weights.
+
+        The trainer may reach them by other addresses than the client: those they report.
+        """
+        servers = [client.info().server for client in self.rollouts.clients]
+        reply = self.trainer.publish_weights(server.advertised_address for server in servers)
         for result in reply.results:
             if result.status.code:
                 failure = from_status(result.status, method="PublishWeights")

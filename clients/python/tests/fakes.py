@@ -57,6 +57,7 @@ class FakeWorld:
         self.calls = []  # (method, x-request-id)
         self.steps = {}
         self.headers = []
+        self.targets = []  # addresses of the last PublishWeights
         self.saved = {}
         self.keeps = []  # `keep` of every SaveCheckpoint
         self.served_digest = "d"  # of the rollout servers' weights; the trainer's is "d"
@@ -82,6 +83,7 @@ class FakeRollout(rollout_pb2_grpc.RolloutServiceServicer, weights_pb2_grpc.Weig
         reply = rollout_pb2.GetServerInfoResponse(sentence_boundary_token_ids=[7])
         reply.server.role = "rollout"
         reply.server.model.path = self.model_path
+        reply.server.advertised_address = "rollout.cluster:7701"
         return reply
 
     def _leave(self):
@@ -178,6 +180,7 @@ class FakeTrainer(trainer_pb2_grpc.TrainerServiceServicer):
     def PublishWeights(self, request, context):
         self.world.enter("PublishWeights", context)
         self.world.published = self.world.version
+        self.world.targets = list(request.targets)
         reply = trainer_pb2.PublishWeightsResponse(weights=weights(self.world.version))
         for target in request.targets:
             reply.results.add(target=target, digest="d")

@@ -90,6 +90,7 @@ def test_another_version_is_published_and_the_same_weights_are_not(world, config
         world.version = 3
         assert session.synchronize() == 3
     assert published(world) == 1
+    assert world.targets == ["rollout.cluster:7701"]
 
 
 def test_other_weights_of_the_same_version_are_refused(world, config, address):
