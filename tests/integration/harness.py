@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import re
+import time
 import urllib.request
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -265,6 +266,14 @@ def batch_metrics(
         "tokens/prompt": sum(len(trajectory.prompt_token_ids) for trajectory in trajectories),
         "tokens/response": count,
     }
+
+
+def wait_until(condition: Callable[[], bool], seconds: float = 30) -> None:
+    """Returns when the condition holds; it must come to hold in time."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen"
+        time.sleep(0.02)
 
 
 def metrics_text(server: Server) -> str:

@@ -9,11 +9,10 @@ import signal
 import subprocess
 import sys
 import textwrap
-import time
 
 import harness
 import pytest
-from harness import prompts
+from harness import prompts, wait_until
 from tandem.client import CriticClient, RolloutClient, TrainerClient
 from tandem.cluster import find_binary
 from tandem.critic.v1 import critic_pb2
@@ -23,13 +22,6 @@ from tandem.wire import to_tensor
 
 ENDLESS = {"max_tokens": 100, "ignore_eos": True}
 ROLES = ("rollout", "trainer", "critic")
-
-
-def wait_until(condition, seconds=30):
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "it did not happen"
-        time.sleep(0.02)
 
 
 def many(count=200):
