@@ -75,6 +75,10 @@ def short_versions(t):
     t.senior_versions[0].count -= 1
 
 
+def no_digest(t):
+    t.senior_versions[0].weights.digest = ""
+
+
 def no_response(t):
     t.ClearField("response_token_ids")
 
@@ -109,6 +113,7 @@ def no_finish_reason(t):
         (short_other, "other_logprobs"),
         (no_versions, "senior_versions"),
         (short_versions, "senior_versions"),
+        (no_digest, "senior_versions[0].weights.digest"),
         (no_response, "response_token_ids"),
         (no_prompt, "prompt_token_ids"),
         (large_id, "response_token_ids[2]"),
@@ -128,6 +133,16 @@ def test_an_unknown_policy_version_is_refused(trainer, good):
     refused = refuse(trainer, good, future, FailedPreconditionError)
     assert refused.reason == "UNKNOWN_POLICY_VERSION"
     assert refused.field == PLACE + "senior_versions[0].weights.version"
+
+
+def test_other_weights_of_a_known_version_are_refused(trainer, good):
+    def other(t):
+        t.senior_versions[0].weights.digest = "0" * 32
+
+    refused = refuse(trainer, good, other, FailedPreconditionError)
+    assert refused.reason == "WEIGHTS_DIFFER"
+    assert refused.field == PLACE + "senior_versions[0].weights.digest"
+    assert refused.hint
 
 
 def test_a_too_old_policy_version_is_refused_unless_allowed(fresh_pair):
