@@ -39,6 +39,9 @@ inline constexpr ErrorReason kUnknownPolicyVersion{
 inline constexpr ErrorReason kTrajectoryTooOld{
     "TRAJECTORY_TOO_OLD", "The trajectory was written more than max_staleness versions ago.",
     "Publish before generating, or raise objective.max_staleness."};
+inline constexpr ErrorReason kWeightsDiffer{
+    "WEIGHTS_DIFFER", "The version has the right number, but other weights than this trainer's.",
+    "Generate again after a publication; see that rollout server and trainer began alike."};
 inline constexpr ErrorReason kNoCritic{"NO_CRITIC", "GAE needs a critic, and the trainer has none.",
                                        "Start the trainer with critic_address."};
 inline constexpr ErrorReason kNoReferenceModel{
@@ -52,6 +55,10 @@ inline constexpr ErrorReason kNoJunior{
 inline constexpr ErrorReason kVocabularyMismatch{
     "VOCABULARY_MISMATCH", "Senior and junior have different vocabularies.",
     "Choose a junior that shares the senior's tokenizer."};
+
+inline constexpr ErrorReason kWeightsChanged{
+    "WEIGHTS_CHANGED", "New weights came again and again while a Score was computed.",
+    "Call again, with fewer sequences or between publications."};
 
 // Weight transfer.
 inline constexpr ErrorReason kStaleWeightVersion{

@@ -1,4 +1,4 @@
-// Structured logs: one JSON object a line on stderr.
+// Structured logs: one JSON object per line on stderr.
 //
 //   Log(LogLevel::kInfo, "weights_committed", {{"version", 7}, {"bytes", total_bytes}});
 //   →

@@ -4,12 +4,10 @@
 
 #include <c10/util/Exception.h>
 
-#include <exception>
-#include <new>
-
 #include "absl/status/status.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/string_view.h"
+#include "common/base/catch_exceptions.h"
 
 namespace tandem {
 
@@ -18,17 +16,17 @@ namespace tandem {
 // message.
 template <typename Body>
 auto CatchTorchErrors(absl::string_view what, Body&& body) -> decltype(body()) {
-  try {
-    return body();
-  } catch (const std::bad_alloc&) {
-    return absl::ResourceExhaustedError(absl::StrCat(what, ": out of memory"));
-  } catch (const c10::NotImplementedError& error) {
-    return absl::UnimplementedError(absl::StrCat(what, ": ", error.what_without_backtrace()));
-  } catch (const c10::Error& error) {
-    return absl::InternalError(absl::StrCat(what, ": ", error.what_without_backtrace()));
-  } catch (const std::exception& error) {
-    return absl::InternalError(absl::StrCat(what, ": ", error.what()));
-  }
+  return CatchExceptions(what, [&]() -> decltype(body()) {
+    try {
+      return body();
+    } catch (const c10::NotImplementedError& error) {
+      return absl::UnimplementedError(absl::StrCat(what, ": ", error.what_without_backtrace()));
+    } catch (const c10::OutOfMemoryError& error) {
+      return absl::ResourceExhaustedError(absl::StrCat(what, ": ", error.what_without_backtrace()));
+    } catch (const c10::Error& error) {
+      return absl::InternalError(absl::StrCat(what, ": ", error.what_without_backtrace()));
+    }
+  });
 }
 
 }  // namespace tandem

@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "common/base/error.h"
 #include "common/base/status_macros.h"
 #include "common/tandem/tandem_sampler.h"
 
@@ -163,8 +164,9 @@ void Scorer::OnSeniorUpdated(const WeightsVersion& weights) {
     job.num_begun = 0;
     if (++job.restarts <= kMaxRestarts) continue;
     End(jobs_.begin() + i,
-        absl::AbortedError(absl::StrCat("the weights changed ", job.restarts,
-                                        " times while the sequences were scored")));
+        WithReason(absl::AbortedError(absl::StrCat("the weights changed ", job.restarts,
+                                                   " times while the sequences were scored")),
+                   reason::kWeightsChanged));
   }
 }
 

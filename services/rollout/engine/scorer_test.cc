@@ -5,6 +5,7 @@
 
 #include <optional>
 
+#include "common/base/error.h"
 #include "common/tandem/tandem_sampler.h"
 #include "services/rollout/engine/testing/fake_runner.h"
 
@@ -123,6 +124,7 @@ TEST_F(ScorerTest, ARequestThatIsAlwaysOvertakenEnds) {
   }
   ASSERT_TRUE(result->has_value());
   EXPECT_EQ((*result)->status().code(), absl::StatusCode::kAborted);
+  EXPECT_TRUE(HasReason((*result)->status(), reason::kWeightsChanged));
   EXPECT_FALSE(scorer_.HasWork());
   EXPECT_EQ(senior_.slots_in_use(), 0);
 }

@@ -12,8 +12,8 @@
 namespace tandem::trainer {
 namespace {
 
-absl::Status Refused(absl::string_view path, absl::string_view message, absl::string_view reason) {
-  return WithReasonNamed(FieldError(absl::StatusCode::kFailedPrecondition, path, message), reason);
+absl::Status Refused(absl::string_view path, absl::string_view message, const ErrorReason& reason) {
+  return WithReason(FieldError(absl::StatusCode::kFailedPrecondition, path, message), reason);
 }
 
 // Whether tokens of these weights may be trained on.
@@ -26,7 +26,7 @@ absl::Status CheckWeights(const WeightsVersion& weights, int64_t max_staleness,
     return Refused("version",
                    absl::StrCat("version ", weights.version, " is unknown; the trainer is at ",
                                 limits.policy_version),
-                   reason::kUnknownPolicyVersion.name);
+                   reason::kUnknownPolicyVersion);
   }
   const std::string known = limits.lineage->DigestOf(weights.version);
   if (behind > max_staleness || known.empty()) {
@@ -36,13 +36,13 @@ absl::Status CheckWeights(const WeightsVersion& weights, int64_t max_staleness,
                      behind > max_staleness
                          ? absl::StrCat("at most ", max_staleness, " are allowed (max_staleness)")
                          : "which no longer knows its digest"),
-        reason::kTrajectoryTooOld.name);
+        reason::kTrajectoryTooOld);
   }
   if (weights.digest != known) {
     return Refused("digest",
                    absl::StrCat("version ", weights.version, " of this trainer has the digest ",
                                 known, ", not ", weights.digest),
-                   "WEIGHTS_DIFFER");
+                   reason::kWeightsDiffer);
   }
   return absl::OkStatus();
 }
