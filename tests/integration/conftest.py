@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import astuple
 from pathlib import Path
 
 import harness
 import pytest
+from numerics import Numerics, configurations
 from tandem.client import RolloutClient, TrainerClient
 from tandem.cluster import LocalCluster
 
@@ -15,6 +17,12 @@ from tandem.cluster import LocalCluster
 def models(tmp_path_factory: pytest.TempPathFactory) -> harness.Models:
     """Tiny random models."""
     return harness.make_models(tmp_path_factory.mktemp("models"))
+
+
+@pytest.fixture(scope="module", params=configurations(), ids=lambda n: "-".join(astuple(n)))
+def numerics(request: pytest.FixtureRequest) -> Numerics:
+    """How the servers of a law compute."""
+    return request.param
 
 
 @pytest.fixture(scope="module")

@@ -28,20 +28,23 @@ def step(client, samples, number=1, version=0, **objective):
     ).report
 
 
-def test_the_first_step_has_ratio_one_and_no_kl(models, tmp_path):
-    reference = {"reference_model": str(models.senior)}
+def test_the_first_step_has_ratio_one_and_no_kl(numerics, models, tmp_path):
+    trainer_settings = numerics.settings(reference_model=str(models.senior))
     with (
-        harness.cluster(tmp_path, models, trainer=reference) as running,
+        harness.cluster(
+            tmp_path, models, rollout=numerics.settings(), trainer=trainer_settings
+        ) as running,
         harness.rollout_client(running) as rollout,
         harness.trainer_client(running) as trainer,
     ):
         report = step(trainer, policy_samples(rollout, TANDEM["word"]), kl_coefficient=0.1)
     metrics = report.metrics
-    assert abs(metrics["policy/ppo_kl"]) < 1e-6
+    bfloat16 = numerics.dtype == "bfloat16"
+    assert abs(metrics["policy/ppo_kl"]) < (5e-3 if bfloat16 else 1e-6)
     assert metrics["policy/clip_fraction"] == 0
     assert abs(metrics["loss/kl"]) < 1e-8
-    assert abs(metrics["mismatch/k3"]) < 1e-8
-    assert metrics["mismatch/max_abs_logprob_diff"] < 1e-4
+    assert abs(metrics["mismatch/k3"]) < (1e-3 if bfloat16 else 1e-8)
+    assert metrics["mismatch/max_abs_logprob_diff"] < (0.15 if bfloat16 else 1e-4)
     assert report.weights.version == 1
 
 
@@ -62,10 +65,12 @@ def test_the_trainer_reports_the_batch_as_documented(fresh_pair):
         assert reported[name] == pytest.approx(value, rel=1e-6), name
 
 
-def test_recomputed_old_log_probs_make_the_ratio_exactly_one(fresh_pair):
+def test_recomputed_old_log_probs_make_the_ratio_exactly_one(numerics, models, tmp_path):
+    compute = numerics.settings()
     with (
-        harness.rollout_client(fresh_pair) as rollout,
-        harness.trainer_client(fresh_pair) as trainer,
+        harness.cluster(tmp_path, models, rollout=compute, trainer=compute) as running,
+        harness.rollout_client(running) as rollout,
+        harness.trainer_client(running) as trainer,
     ):
         samples = policy_samples(rollout, TANDEM["word"])
         metrics = step(trainer, samples, old_logprobs="recomputed").metrics
@@ -115,7 +120,7 @@ def test_a_certain_senior_trains_as_tandem_switched_off_bit_for_bit(models, tmp_
     assert any(not np.array_equal(off[name], start[name]) for name in off)
 
 
-def test_the_loss_does_not_depend_on_micro_batches(models, tmp_path, rollout):
+def test_the_loss_does_not_depend_on_micro_batches(numerics, models, tmp_path, rollout):
     samples = policy_samples(rollout, TANDEM["word"])
     reports = []
     for tokens in (2048, 64):
@@ -124,7 +129,7 @@ def test_the_loss_does_not_depend_on_micro_batches(models, tmp_path, rollout):
                 tmp_path / str(tokens),
                 models,
                 rollouts=0,
-                trainer={"batch": {"micro_batch_tokens": tokens}},
+                trainer=numerics.settings(batch={"micro_batch_tokens": tokens}),
             ) as running,
             harness.trainer_client(running) as trainer,
         ):
@@ -133,7 +138,7 @@ def test_the_loss_does_not_depend_on_micro_batches(models, tmp_path, rollout):
         assert reports[0][name] == pytest.approx(reports[1][name], rel=1e-4, abs=1e-7)
 
 
-def test_a_supervised_step_is_adamw_on_the_cross_entropy(models, tmp_path):
+def test_a_supervised_step_is_adamw_on_the_cross_entropy(numerics, models, tmp_path):
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -144,7 +149,7 @@ def test_a_supervised_step_is_adamw_on_the_cross_entropy(models, tmp_path):
     ]
     learning_rate = 1e-3
     with (
-        harness.cluster(tmp_path / "c", models, rollouts=0, trainer={}) as running,
+        harness.cluster(tmp_path / "c", models, rollouts=0, trainer=numerics.settings()) as running,
         harness.trainer_client(running) as trainer,
     ):
         report = step(trainer, samples)
@@ -164,8 +169,13 @@ def test_a_supervised_step_is_adamw_on_the_cross_entropy(models, tmp_path):
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     torch.optim.AdamW(model.parameters(), lr=learning_rate, weight_decay=0.0).step()
 
-    assert report.metrics["loss/total"] == pytest.approx(loss.item(), abs=1e-5)
-    assert report.metrics["policy/grad_norm"] == pytest.approx(norm.item(), rel=1e-4)
+    bfloat16 = numerics.dtype == "bfloat16"
+    assert report.metrics["loss/total"] == pytest.approx(
+        loss.item(), abs=0.05 if bfloat16 else 1e-5
+    )
+    assert report.metrics["policy/grad_norm"] == pytest.approx(
+        norm.item(), rel=0.05 if bfloat16 else 1e-4
+    )
     trained = harness.weights(tmp_path / "trained")
     start = harness.weights(models.senior)
     for name, parameter in model.named_parameters():
@@ -173,8 +183,14 @@ def test_a_supervised_step_is_adamw_on_the_cross_entropy(models, tmp_path):
         ours = trained[name] - start[name]
         # A first Adam step moves every weight by the rate, whatever its gradient: where that is
         # next to zero its sign is rounding.
-        clear = np.abs(parameter.grad.numpy()) > 1e-6
-        np.testing.assert_allclose(ours[clear], moved[clear], rtol=0, atol=2e-5)
+        gradient = np.abs(parameter.grad.numpy())
+        if bfloat16:
+            clear = gradient > 0.05 * np.sqrt(np.mean(gradient**2))
+            same = np.abs(ours[clear] - moved[clear]) < 2e-5
+            assert same.mean() > 0.99, name
+        else:
+            clear = gradient > 1e-6
+            np.testing.assert_allclose(ours[clear], moved[clear], rtol=0, atol=2e-5)
 
 
 def test_a_group_with_equal_rewards_moves_nothing_but_is_a_step(fresh_pair):
@@ -221,10 +237,14 @@ def test_a_repeated_request_is_answered_once_and_reuse_is_refused(fresh_pair):
         assert caught.value.reason == "STALE_POLICY_VERSION"
 
 
-def test_published_weights_are_what_the_rollout_server_then_samples_from(fresh_pair, tmp_path):
+def test_published_weights_are_what_the_rollout_server_then_samples_from(
+    numerics, models, tmp_path
+):
+    compute = numerics.settings()
     with (
-        harness.rollout_client(fresh_pair) as rollout,
-        harness.trainer_client(fresh_pair) as trainer,
+        harness.cluster(tmp_path / "c", models, rollout=compute, trainer=compute) as running,
+        harness.rollout_client(running) as rollout,
+        harness.trainer_client(running) as trainer,
     ):
         step(trainer, [SupervisedSample([5, 6], [7, 8])] * 3)
         reply = trainer.publish_weights([rollout.address])
@@ -238,7 +258,9 @@ def test_published_weights_are_what_the_rollout_server_then_samples_from(fresh_p
     expected = harness.reference_logprobs(
         tmp_path / "model", t.prompt_token_ids, t.response_token_ids
     )
-    np.testing.assert_allclose(harness.logprobs(t, "author"), expected, rtol=0, atol=2e-4)
+    np.testing.assert_allclose(
+        harness.logprobs(t, "author"), expected, rtol=0, atol=numerics.reference_atol
+    )
 
 
 def test_the_same_seed_gives_the_same_run_twice(models, tmp_path):
@@ -264,8 +286,11 @@ def test_a_resumed_run_equals_an_uninterrupted_one(models, tmp_path):
     assert_same_run(whole, parts)
 
 
-def test_ppo_trains_senior_and_critic(models, tmp_path):
-    with harness.cluster(tmp_path / "c", models, trainer={}, critic={}) as running:
+def test_ppo_trains_senior_and_critic(numerics, models, tmp_path):
+    compute = numerics.settings()
+    with harness.cluster(
+        tmp_path / "c", models, rollout=compute, trainer=compute, critic=compute
+    ) as running:
         config = harness.run_settings(
             tmp_path / "run",
             models,

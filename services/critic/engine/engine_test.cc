@@ -80,8 +80,14 @@ TEST_F(CriticEngineTest, ValueOfATokenComesFromTheStateBeforeIt) {
   EXPECT_FALSE(engine->value_head_from_checkpoint());
 }
 
-TEST_F(CriticEngineTest, LearnsTheReturns) {
-  auto engine = Make();
+class CriticLearningTest : public CriticEngineTest,
+                           public ::testing::WithParamInterface<std::string> {};
+INSTANTIATE_TEST_SUITE_P(Types, CriticLearningTest, ::testing::Values("float32", "bfloat16"));
+
+TEST_P(CriticLearningTest, LearnsTheReturns) {
+  EngineOptions options = Options();
+  options.compute.dtype = GetParam();
+  auto engine = Make(options);
   double first = 0, last = 0, explained = 0;
   for (int step = 0; step < 40; ++step) {
     TrainStepRequest request = Request(*engine, step);
@@ -135,6 +141,25 @@ TEST_F(CriticEngineTest, MicroBatchingDoesNotChangeTheStep) {
   auto a = Make(small), b = Make();
   auto x = Step(*a, Request(*a)).report.metrics, y = Step(*b, Request(*b)).report.metrics;
   for (const auto& [name, value] : y) EXPECT_NEAR(x[name], value, 1e-4) << name;
+}
+
+// A step with the CPU's own kernels is the measure of one with a GPU's, in both types.
+TEST_F(CriticEngineTest, TheOtherKernelsAndTypesTakeTheSameStep) {
+  const TrainStepRequest request = Request(*Make());
+  const auto step_with = [&](const std::string& dtype, const std::string& kernels) {
+    EngineOptions options = Options();
+    options.compute = {.dtype = dtype, .kernels = kernels, .num_threads = 1};
+    return Step(*Make(options), request).report.metrics;
+  };
+  auto expected = step_with("float32", "auto");
+  auto aten = step_with("float32", "aten");
+  auto bfloat16 = step_with("bfloat16", "auto");
+  for (const char* name : {"critic/loss", "critic/grad_norm"}) {
+    const double scale = std::abs(expected[name]);
+    EXPECT_NEAR(aten[name], expected[name], 1e-6 * scale) << name;
+    EXPECT_NEAR(bfloat16[name], expected[name], 0.01 * scale) << name;
+    EXPECT_NE(bfloat16[name], expected[name]) << name;
+  }
 }
 
 TEST_F(CriticEngineTest, RepeatIsAnsweredFromTheTableAndStaleIsRefused) {
