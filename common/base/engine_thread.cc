@@ -1,5 +1,7 @@
 #include "common/base/engine_thread.h"
 
+#include <pthread.h>
+
 #include <algorithm>
 
 #include "absl/strings/str_cat.h"
@@ -12,11 +14,14 @@ namespace {
 constexpr int64_t kFullRetryMilliseconds = 500;
 // Keeps a step that always fails from taking a core for itself.
 constexpr absl::Duration kRestAfterFailure = absl::Milliseconds(100);
+// Of a thread's name in the kernel.
+constexpr size_t kMaxThreadName = 15;
 
 }  // namespace
 
 EngineThread::EngineThread(EngineThreadOptions options)
     : options_(std::move(options)), thread_([this] {
+        pthread_setname_np(pthread_self(), options_.name.substr(0, kMaxThreadName).c_str());
         if (options_.around) {
           options_.around([this] { Loop(); });
         } else {
@@ -163,7 +168,15 @@ void EngineThread::RunStep(std::unique_lock<std::mutex>& lock) {
   });
   if (!status.ok()) {
     Log(LogLevel::kError, "engine_step_failed", {{"error", status.ToString()}});
-    if (options_.step_failed) options_.step_failed(status);
+    if (options_.step_failed) {
+      const absl::Status told = CatchExceptions(options_.name, [&] {
+        options_.step_failed(status);
+        return absl::OkStatus();
+      });
+      if (!told.ok()) {
+        Log(LogLevel::kError, "engine_step_failed", {{"error", told.ToString()}});
+      }
+    }
     next = options_.clock() + kRestAfterFailure;
   }
   lock.lock();

@@ -1,6 +1,7 @@
 #include "common/base/engine_thread.h"
 
 #include <gtest/gtest.h>
+#include <pthread.h>
 
 #include <atomic>
 #include <chrono>
@@ -8,6 +9,7 @@
 #include <memory>
 #include <new>
 #include <stdexcept>
+#include <string>
 #include <thread>
 #include <vector>
 
@@ -230,6 +232,28 @@ TEST(EngineThreadTest, AFailingStepIsReportedAndDoesNotSpin) {
   thread.Shutdown();
   EXPECT_EQ(steps, failures);
   EXPECT_LT(steps, 1000);
+}
+
+TEST(EngineThreadTest, AFailureWhileAFailureIsToldDoesNotEndTheThread) {
+  std::atomic<int> told = 0;
+  EngineThread thread({.step = [&]() -> absl::Time { throw std::runtime_error("bad step"); },
+                       .step_failed =
+                           [&](const absl::Status&) {
+                             ++told;
+                             throw std::runtime_error("bad listener");
+                           }});
+  while (told < 2) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  EXPECT_TRUE(thread.Run({}, Nothing).ok());
+}
+
+TEST(EngineThreadTest, TheThreadHasItsName) {
+  EngineThread thread({.name = "rollout engine two"});
+  const absl::StatusOr<std::string> name = thread.Run({}, []() -> absl::StatusOr<std::string> {
+    char text[16];
+    pthread_getname_np(pthread_self(), text, sizeof(text));
+    return text;
+  });
+  EXPECT_EQ(name.value(), "rollout engine ");
 }
 
 TEST(EngineThreadTest, HealthFailsWhenNothingProgressesWhileWorkWaits) {

@@ -11,9 +11,9 @@ namespace tandem {
 // The threads of what the calling thread computes from now on.
 void SetComputeThreads(const ComputeOptions& options);
 
-// Sets the threads of the calling thread and the kernels of the process, and says where the
-// models go. For the engine thread, before its first operation. FAILED_PRECONDITION for
-// "compute.device" where there is no such device.
+// Sets the threads of the calling thread and the kernels of the process, and says where the models
+// go. For the thread that loads them, before its first operation; if another one computes, it calls
+// SetComputeThreads itself. FAILED_PRECONDITION for "compute.device" where there is no such device.
 absl::StatusOr<Placement> SetUpCompute(const ComputeOptions& options);
 
 }  // namespace tandem

@@ -2,6 +2,8 @@
 #ifndef TANDEM_COMMON_RPC_FAKE_WEIGHT_SERVICE_H_
 #define TANDEM_COMMON_RPC_FAKE_WEIGHT_SERVICE_H_
 
+#include <atomic>
+#include <functional>
 #include <utility>
 
 #include "common/rpc/server_main.h"
@@ -38,9 +40,15 @@ class FakeApp final : public ServerApp {
   }
   absl::Status Load() override { return load_ ? load_() : absl::OkStatus(); }
   absl::Status CheckHealth() override { return health_ ? health_() : absl::OkStatus(); }
+  void Stop() override {
+    if (stop_) stop_();
+  }
+  bool HasUnsavedState() const override { return unsaved_; }
 
   std::function<absl::Status()> load_;
   std::function<absl::Status()> health_;
+  std::function<void()> stop_;
+  std::atomic<bool> unsaved_ = false;
 
  private:
   FakeWeightService service_;

@@ -5,15 +5,14 @@
 
 #include <CLI/CLI.hpp>
 #include <atomic>
-#include <condition_variable>
 #include <cstdio>
 #include <cstdlib>
 #include <iostream>
 #include <memory>
-#include <mutex>
 #include <nlohmann/json.hpp>
 #include <thread>
 
+#include "absl/functional/function_ref.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
 #include "absl/time/clock.h"
@@ -32,6 +31,8 @@ constexpr int kExitBadConfig = 2;
 
 // Beyond the drain deadline, for work that cannot be cancelled.
 constexpr absl::Duration kExitGrace = absl::Seconds(5);
+// How often the main thread looks whether something is done, while it listens for signals.
+constexpr absl::Duration kPoll = absl::Milliseconds(20);
 
 // SIGTERM and SIGINT, taken synchronously by the main thread.
 class Signals {
@@ -52,34 +53,6 @@ class Signals {
 
  private:
   sigset_t set_;
-};
-
-// Ends the process if an orderly end takes too long.
-class Watchdog {
- public:
-  explicit Watchdog(absl::Time deadline) : thread_([this, deadline] { Watch(deadline); }) {}
-  ~Watchdog() {
-    {
-      std::lock_guard lock(mutex_);
-      done_ = true;
-    }
-    changed_.notify_all();
-    thread_.join();
-  }
-
- private:
-  void Watch(absl::Time deadline) {
-    std::unique_lock lock(mutex_);
-    if (changed_.wait_until(lock, absl::ToChronoTime(deadline), [this] { return done_; })) return;
-    Log(LogLevel::kWarning, "drain_abandoned",
-        {{"message", "work that cannot be cancelled is left"}});
-    _exit(kExitOk);
-  }
-
-  std::mutex mutex_;
-  std::condition_variable changed_;
-  bool done_ = false;
-  std::thread thread_;
 };
 
 struct CommandLine {
@@ -133,23 +106,25 @@ absl::Status CheckMemory(const ServerProgram& program, std::string* comments) {
   return available.has_value() ? CheckFits(memory.plan, *available) : absl::OkStatus();
 }
 
-// Loads on its own thread, so that signals are heard. False: a signal came.
-bool LoadUnlessInterrupted(const std::function<absl::Status()>& load, Signals& signals,
-                           absl::Status* status) {
-  std::atomic<bool> loaded = false;
-  std::thread loader([&] {
-    *status = CatchExceptions("loading", load);
-    loaded = true;
+// Runs `work` on a thread of its own, so that signals are heard, and asks `give_up` again and
+// again. False: it said yes; then `work` still runs, and the process has to end without a return.
+bool RunUnless(absl::FunctionRef<bool()> give_up, absl::FunctionRef<void()> work) {
+  std::atomic<bool> done = false;
+  std::thread worker([&] {
+    work();
+    done = true;
   });
-  while (!loaded) {
-    if (signals.Wait(absl::Milliseconds(50))) {
-      loader.detach();
+  while (!done) {
+    if (give_up()) {
+      worker.detach();
       return false;
     }
   }
-  loader.join();
+  worker.join();
   return true;
 }
+
+int ExitCode(const ServerApp& app) { return app.HasUnsavedState() ? kExitFailure : kExitOk; }
 
 void WaitUntilAsked(ServerApp& app, Server& server, Signals& signals) {
   bool serving = true;
@@ -217,7 +192,8 @@ int RunServer(int argc, char** argv, const ServerProgram& program) {
     TANDEM_RETURN_IF_ERROR(CheckMemory(program, &comments));
     return app->Load();
   };
-  if (!LoadUnlessInterrupted(load, signals, &status)) {
+  if (!RunUnless([&] { return signals.Wait(kPoll); },
+                 [&] { status = CatchExceptions("loading", load); })) {
     Log(LogLevel::kInfo, "stopped", {{"message", "interrupted while loading"}});
     _exit(kExitOk);  // loading cannot be cancelled, and there is nothing to save
   }
@@ -247,23 +223,37 @@ int RunServer(int argc, char** argv, const ServerProgram& program) {
   const absl::Time deadline = absl::Now() + absl::Seconds(options.drain_seconds());
   Log(LogLevel::kInfo, "draining",
       {{"live_calls", (*server)->live_calls()}, {"drain_seconds", options.drain_seconds()}});
-  Watchdog watchdog(deadline + kExitGrace);
   executor->SetGate(CallExecutor::Gate::kDraining);
   (*server)->SetServing(false);
   app->Drain(deadline);
   // A second signal ends the patience.
-  while ((*server)->live_calls() > 0 && absl::Now() < deadline &&
-         !signals.Wait(absl::Milliseconds(20))) {
+  while ((*server)->live_calls() > 0 && absl::Now() < deadline && !signals.Wait(kPoll)) {
   }
   const int64_t cancelled = (*server)->live_calls();
-  (*server)->Shutdown(absl::InfinitePast());
-  metrics.OnScrape(nullptr);
-  app->Stop();
-  server->reset();
-  executor.reset();
+  int exit_code = kExitFailure;
+  const auto end = [&] {
+    (*server)->Shutdown(absl::InfinitePast());
+    metrics.OnScrape(nullptr);
+    app->Stop();
+    exit_code = ExitCode(*app);
+    server->reset();
+    executor.reset();
+  };
+  // State that has to be saved gets its time, behind whatever runs.
+  const auto give_up = [&] {
+    return signals.Wait(kPoll) || (absl::Now() > deadline + kExitGrace && !app->HasUnsavedState());
+  };
+  if (!RunUnless(give_up, end)) {
+    exit_code = ExitCode(*app);
+    Log(exit_code == kExitOk ? LogLevel::kWarning : LogLevel::kError, "drain_abandoned",
+        {{"message", "work that cannot be cancelled is left"},
+         {"unsaved_state_lost", exit_code != kExitOk}});
+    _exit(exit_code);
+  }
   app.reset();
-  Log(LogLevel::kInfo, "stopped", {{"cancelled_calls", cancelled}});
-  return kExitOk;
+  Log(LogLevel::kInfo, "stopped",
+      {{"cancelled_calls", cancelled}, {"unsaved_state_lost", exit_code != kExitOk}});
+  return exit_code;
 }
 
 }  // namespace tandem::rpc

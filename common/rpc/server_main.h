@@ -11,7 +11,8 @@
 // --check-config prints the resolved configuration and, as comments, the memory that it needs; one
 // that this machine cannot hold is bad. A server that starts refuses it while it loads. Exit code 0
 // on success and after SIGTERM or SIGINT (work that outlasts the drain time is given up, and the
-// log says so), 2 for a bad configuration or command line, 1 for anything else.
+// log says so; state that has to be saved is waited for), 2 for a bad configuration or command
+// line, 1 for anything else, such as state that could not be saved.
 #ifndef TANDEM_COMMON_RPC_SERVER_MAIN_H_
 #define TANDEM_COMMON_RPC_SERVER_MAIN_H_
 
@@ -67,8 +68,12 @@ class ServerApp {
   virtual void Drain(absl::Time deadline) { (void)deadline; }
 
   // No call is left, but a worker may still be busy for one that was cancelled: makes what blocks
-  // in the engine return soon. The engine itself goes with the destructor.
+  // in the engine return soon. Saves what has to be saved, however long that takes. The engine
+  // itself goes with the destructor.
   virtual void Stop() {}
+
+  // Whether there is something that Stop saves, or could not save. After Load, from any thread.
+  virtual bool HasUnsavedState() const { return false; }
 };
 
 struct ServerMemory {
@@ -88,7 +93,8 @@ struct ServerProgram {
   std::function<std::unique_ptr<ServerApp>(ServerRuntime&)> create;
 };
 
-// Runs the program until SIGTERM or SIGINT (a second one cancels at once); returns the exit code.
+// Runs the program until SIGTERM or SIGINT; returns the exit code. A second one cancels running
+// calls at once; one that comes while the server saves, or ends, ends the process at once.
 int RunServer(int argc, char** argv, const ServerProgram& program);
 
 // The same for a config message that has a config::Resolve.

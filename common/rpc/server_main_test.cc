@@ -243,6 +243,42 @@ TEST(ServerMainTest, TheDrainDeadlineCancelsWhatIsLeft) {
   EXPECT_EQ(process.Wait(), 0);
 }
 
+// The drain time and its grace are over long before the state is saved.
+TEST(ServerMainTest, UnsavedStateIsWaitedFor) {
+  Process process(With(kAnyPort, {"server.drain_seconds=0.1"}), {{"SAVE_MS", "7000"}});
+  process.ReadLine();
+  process.Signal(SIGTERM);
+  EXPECT_EQ(process.ReadLine(), "stopping");
+  EXPECT_EQ(process.ReadLine(), "saved");
+  EXPECT_EQ(process.Wait(), 0);
+}
+
+TEST(ServerMainTest, WorkWithoutUnsavedStateIsAbandoned) {
+  Process process(With(kAnyPort, {"server.drain_seconds=0.1"}), {{"STOP_MS", "60000"}});
+  process.ReadLine();
+  process.Signal(SIGTERM);
+  EXPECT_EQ(process.Wait(), 0);
+  EXPECT_THAT(process.Stderr(), HasSubstr("drain_abandoned"));
+}
+
+TEST(ServerMainTest, StateThatCannotBeSavedExitsOne) {
+  Process process(kAnyPort, {{"SAVE_MS", "1"}, {"SAVE_FAILS", "1"}});
+  process.ReadLine();
+  process.Signal(SIGTERM);
+  EXPECT_EQ(process.Wait(), 1);
+  EXPECT_THAT(process.Stderr(), HasSubstr("\"unsaved_state_lost\":true"));
+}
+
+TEST(ServerMainTest, ASecondSignalEndsTheSavingAndExitsOne) {
+  Process process(kAnyPort, {{"SAVE_MS", "60000"}});
+  process.ReadLine();
+  process.Signal(SIGTERM);
+  EXPECT_EQ(process.ReadLine(), "stopping");
+  process.Signal(SIGTERM);
+  EXPECT_EQ(process.Wait(), 1);
+  EXPECT_THAT(process.Stderr(), HasSubstr("drain_abandoned"));
+}
+
 TEST(ServerMainTest, SigtermWhileLoadingExitsZero) {
   Process process(kAnyPort, {{"LOAD_MS", "60000"}});
   ASSERT_TRUE(process.WaitForStderr("\"event\":\"loading\""));
