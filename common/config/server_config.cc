@@ -7,13 +7,14 @@
 #include <string>
 
 #include "absl/strings/match.h"
-#include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "absl/strings/string_view.h"
 #include "common/base/error.h"
 #include "common/base/field_check.h"
+#include "common/base/host_port.h"
 #include "common/base/status_macros.h"
+#include "common/base/strategy_name.h"
 #include "common/tandem/tandem_config.h"
 
 namespace tandem::config {
@@ -36,21 +37,6 @@ absl::Status CheckOneOf(absl::string_view path, absl::string_view value,
   }
   return InvalidField(
       path, absl::StrCat("must be one of ", absl::StrJoin(choices, ", "), ", got \"", value, "\""));
-}
-
-// host:port, an IPv6 address in brackets; or empty.
-absl::Status CheckHostPort(absl::string_view path, absl::string_view address) {
-  if (address.empty()) return absl::OkStatus();
-  const size_t colon = address.rfind(':');
-  const absl::string_view host = address.substr(0, colon);
-  int port = 0;
-  if (colon == absl::string_view::npos || host.empty() ||
-      (absl::StrContains(host, ':') &&
-       !(absl::StartsWith(host, "[") && absl::EndsWith(host, "]"))) ||
-      !absl::SimpleAtoi(address.substr(colon + 1), &port) || port < 1 || port > 65535) {
-    return InvalidField(path, absl::StrCat("must be host:port, got \"", address, "\""));
-  }
-  return absl::OkStatus();
 }
 
 absl::Status CheckPatterns(const google::protobuf::RepeatedPtrField<std::string>& patterns) {
@@ -77,7 +63,10 @@ absl::Status Resolve(ServerOptions* options, const DefaultPorts& ports) {
   }
   TANDEM_RETURN_IF_ERROR(CheckInRange("server.grpc_port", options->grpc_port(), 0, 65535));
   TANDEM_RETURN_IF_ERROR(CheckInRange("server.metrics_port", options->metrics_port(), 0, 65535));
-  TANDEM_RETURN_IF_ERROR(CheckHostPort("server.advertised_address", options->advertised_address()));
+  if (!options->advertised_address().empty()) {
+    TANDEM_RETURN_IF_ERROR(
+        CheckHostPort("server.advertised_address", options->advertised_address()));
+  }
   if (options->grpc_port() != 0 && options->grpc_port() == options->metrics_port()) {
     return InvalidField("server.metrics_port", "must differ from server.grpc_port");
   }
@@ -171,12 +160,7 @@ absl::Status Resolve(v1::BatchOptions* batch) {
 
 absl::Status Resolve(v1::StrategyOptions* strategy) {
   if (strategy->name().empty()) strategy->set_name("single");
-  if (strategy->name() == "zero" || strategy->name() == "megatron") {
-    return FieldError(absl::StatusCode::kUnimplemented, "strategy.name",
-                      absl::StrCat(strategy->name(), " is not available yet"));
-  }
-  if (strategy->name() == "single") return absl::OkStatus();
-  return InvalidField("strategy.name", "must be single, zero or megatron");
+  return CheckStrategyName(strategy->name());
 }
 
 // What trainer and critic share.

@@ -5,8 +5,8 @@
 #include <cmath>
 
 #include "absl/strings/str_cat.h"
-#include "common/base/error.h"
 #include "common/base/status_macros.h"
+#include "common/base/strategy_name.h"
 #include "common/tensor/aten_bytes.h"
 #include "common/tensor/catch_torch_errors.h"
 #include "common/training/learning_rate.h"
@@ -95,13 +95,8 @@ absl::Status SingleProcessStrategy::LoadOptimizer(const std::string& directory) 
 }
 
 absl::StatusOr<std::unique_ptr<Strategy>> CreateStrategy(absl::string_view name) {
-  if (name.empty() || name == "single") return std::make_unique<SingleProcessStrategy>();
-  if (name == "zero" || name == "megatron") {
-    return FieldError(absl::StatusCode::kUnimplemented, "strategy.name",
-                      absl::StrCat("'", name, "' is not there yet; use 'single'"));
-  }
-  return InvalidField("strategy.name",
-                      absl::StrCat("'", name, "' is none of single, zero, megatron"));
+  TANDEM_RETURN_IF_ERROR(CheckStrategyName(name));
+  return std::make_unique<SingleProcessStrategy>();
 }
 
 }  // namespace tandem::parallel

@@ -67,8 +67,7 @@ class Strategy {
 // The file of the optimizer's state in a checkpoint directory.
 inline constexpr char kOptimizerFile[] = "optimizer.safetensors";
 
-// By the name in the configuration: "single" (or empty). "zero" and "megatron" are UNIMPLEMENTED,
-// others INVALID_ARGUMENT ("strategy.name").
+// By the name in the configuration, with the errors of CheckStrategyName.
 absl::StatusOr<std::unique_ptr<Strategy>> CreateStrategy(absl::string_view name);
 
 }  // namespace tandem::parallel

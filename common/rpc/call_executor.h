@@ -13,13 +13,9 @@
 #include "absl/status/status.h"
 #include "absl/time/time.h"
 #include "common/base/bounded_queue.h"
-#include "common/base/call_scope.h"
 #include "common/base/catch_exceptions.h"
 
 namespace tandem::rpc {
-
-// What a handler knows of its call. The deadline of a unary call is never infinite.
-using CallContext = CallScope;
 
 struct CallExecutorOptions {
   int num_threads = 4;

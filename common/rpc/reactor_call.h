@@ -15,6 +15,7 @@
 #include "absl/status/status.h"
 #include "absl/time/clock.h"
 #include "absl/time/time.h"
+#include "common/base/call_scope.h"
 #include "common/rpc/call_executor.h"
 #include "common/rpc/error_table.h"
 #include "common/rpc/request_id.h"
@@ -91,12 +92,12 @@ class Call {
   }
 
   const std::shared_ptr<CallState>& state() const { return state_; }
-  const CallContext& context() const { return context_; }
+  const CallScope& context() const { return context_; }
 
  private:
   std::shared_ptr<CallState> state_;
   const absl::Status admitted_;
-  CallContext context_;
+  CallScope context_;
   grpc::Alarm alarm_;
 };
 

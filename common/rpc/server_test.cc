@@ -106,7 +106,7 @@ class ServerTest : public testing::Test {
   }
   std::string Scrape() { return HttpGet(server_.server().metrics_port(), "/metrics"); }
 
-  std::function<Result(const CallContext&)> handler_ = [](const CallContext&) -> Result {
+  std::function<Result(const CallScope&)> handler_ = [](const CallScope&) -> Result {
     GetVersionResponse response;
     response.mutable_weights()->set_version(42);
     return response;
@@ -114,7 +114,7 @@ class ServerTest : public testing::Test {
   TestServer server_{[this](ServerRuntime& runtime) {
     return std::make_unique<FakeApp>(
         runtime,
-        [this](const GetVersionRequest&, const CallContext& context) { return handler_(context); });
+        [this](const GetVersionRequest&, const CallScope& context) { return handler_(context); });
   }};
   std::unique_ptr<WeightService::Stub> stub_ = WeightService::NewStub(server_.channel());
 };
@@ -146,22 +146,22 @@ TEST_F(ServerTest, TheGateRefusesWhileLoadingAndDraining) {
 }
 
 TEST_F(ServerTest, ErrorsArriveWithTheirDetails) {
-  handler_ = [](const CallContext&) -> Result { return InvalidField("a[3].b", "bad"); };
+  handler_ = [](const CallScope&) -> Result { return InvalidField("a[3].b", "bad"); };
   const absl::Status status = Call().status;
   EXPECT_EQ(status.code(), absl::StatusCode::kInvalidArgument);
   EXPECT_EQ(FieldPath(status), "a[3].b");
 }
 
 TEST_F(ServerTest, ExceptionsAreInternalAndTheServerServesOn) {
-  handler_ = [](const CallContext&) -> Result { throw std::runtime_error("boom"); };
+  handler_ = [](const CallScope&) -> Result { throw std::runtime_error("boom"); };
   EXPECT_EQ(Call().status, absl::InternalError("handler: boom"));
-  handler_ = [](const CallContext&) -> Result { return GetVersionResponse(); };
+  handler_ = [](const CallScope&) -> Result { return GetVersionResponse(); };
   EXPECT_TRUE(Call().status.ok());
 }
 
 TEST_F(ServerTest, RequestIdsAreEchoedOrMade) {
   std::string seen;
-  handler_ = [&](const CallContext& context) -> Result {
+  handler_ = [&](const CallScope& context) -> Result {
     seen = context.request_id;
     return GetVersionResponse();
   };
@@ -176,7 +176,7 @@ TEST_F(ServerTest, RequestIdsAreEchoedOrMade) {
 
 TEST_F(ServerTest, TheClientsDeadlineFreesTheCall) {
   absl::Notification cancelled;
-  handler_ = [&](const CallContext& context) -> Result {
+  handler_ = [&](const CallScope& context) -> Result {
     EXPECT_LT(context.deadline, absl::Now() + absl::Seconds(5));
     EXPECT_TRUE(Eventually([&] { return context.cancelled(); }));
     cancelled.Notify();
@@ -213,7 +213,7 @@ TEST_F(ServerTest, AFullQueueIsResourceExhausted) {
 
 TEST_F(ServerTest, MetricsCountEveryCallByCode) {
   ASSERT_TRUE(Call().status.ok());
-  handler_ = [](const CallContext&) -> Result { return absl::NotFoundError("x"); };
+  handler_ = [](const CallScope&) -> Result { return absl::NotFoundError("x"); };
   (void)Call();
   EXPECT_TRUE(Eventually([&] { return server_.server().live_calls() == 0; }));
   const std::string text = Scrape();
@@ -296,7 +296,7 @@ TEST_F(ServerTest, APortInUseIsAClearError) {
 
 TEST_F(ServerTest, ShutdownWaitsForRunningCallsUntilTheDeadline) {
   absl::Notification started;
-  handler_ = [&](const CallContext&) -> Result {
+  handler_ = [&](const CallScope&) -> Result {
     started.Notify();
     absl::SleepFor(absl::Milliseconds(300));
     GetVersionResponse response;
@@ -315,7 +315,7 @@ TEST_F(ServerTest, ShutdownWaitsForRunningCallsUntilTheDeadline) {
 TEST_F(ServerTest, ShutdownCancelsWhatIsLeftAtTheDeadline) {
   absl::Notification started;
   absl::Notification released;
-  handler_ = [&](const CallContext& context) -> Result {
+  handler_ = [&](const CallScope& context) -> Result {
     started.Notify();
     EXPECT_TRUE(Eventually([&] { return context.cancelled(); }));
     released.Notify();
@@ -337,7 +337,7 @@ TEST(DefaultDeadlineTest, BoundsACallWithoutOne) {
   absl::Notification go;
   FakeApp app(runtime,
               [&](const GetVersionRequest&,
-                  const CallContext& context) -> absl::StatusOr<GetVersionResponse> {
+                  const CallScope& context) -> absl::StatusOr<GetVersionResponse> {
                 EXPECT_NE(context.deadline, absl::InfiniteFuture());
                 go.WaitForNotification();
                 return GetVersionResponse();

@@ -34,7 +34,7 @@ class ClientStreamHandler {
   // next message is read when this returns, so what is not kept is not held.
   virtual absl::Status OnMessage(Request&& request) = 0;
   // After the client's half-close, on the executor; may block.
-  virtual absl::StatusOr<Response> OnEnd(const CallContext& context) = 0;
+  virtual absl::StatusOr<Response> OnEnd(const CallScope& context) = 0;
 };
 
 namespace internal {
@@ -107,7 +107,7 @@ grpc::ServerReadReactor<Request>* HandleClientStream(
 
 template <typename Request, typename Response>
 using MapHandler =
-    std::function<absl::StatusOr<Response>(const Request& request, const CallContext& context)>;
+    std::function<absl::StatusOr<Response>(const Request& request, const CallScope& context)>;
 
 namespace internal {
 

@@ -34,7 +34,7 @@ class Counting final : public ClientStreamHandler<TrainStepRequest, TrainStepRes
     ++count_;
     return absl::OkStatus();
   }
-  absl::StatusOr<TrainStepResponse> OnEnd(const CallContext&) override {
+  absl::StatusOr<TrainStepResponse> OnEnd(const CallScope&) override {
     TrainStepResponse response;
     response.mutable_report()->set_step(count_);
     return response;
@@ -58,7 +58,7 @@ class StreamService final : public TrainerService::CallbackService {
     return HandleMapStream<ComputeLogProbsRequest, ComputeLogProbsResponse>(
         executor_, context,
         [this](const ComputeLogProbsRequest& request,
-               const CallContext& context) -> absl::StatusOr<ComputeLogProbsResponse> {
+               const CallScope& context) -> absl::StatusOr<ComputeLogProbsResponse> {
           ++handled_;
           if (request.temperature() == 66) {
             blocked_ = true;

@@ -60,7 +60,7 @@ class TrainStepStream : public ClientStreamHandler<Request, Response> {
     return absl::OkStatus();
   }
 
-  absl::StatusOr<Response> OnEnd(const CallContext& context) final {
+  absl::StatusOr<Response> OnEnd(const CallScope& context) final {
     if (!has_header_) return InvalidField("header", "is required");
     if (received_ != num_samples_) {
       return InvalidField(
@@ -80,7 +80,7 @@ class TrainStepStream : public ClientStreamHandler<Request, Response> {
   // All samples came. `payload_digest` is the XXH3-128 of every message: two steps with the same
   // digest ask for the same.
   virtual absl::StatusOr<Response> OnComplete(std::string payload_digest,
-                                              const CallContext& context) = 0;
+                                              const CallScope& context) = 0;
 
   absl::Status Keep(const Request& message) {
     TANDEM_RETURN_IF_ERROR(share_.Take(static_cast<int64_t>(message.SpaceUsedLong())));

@@ -5,7 +5,7 @@
 //                                   PauseResponse* response) override {
 //     return rpc::HandleUnary<PauseRequest, PauseResponse>(
 //         executor_, context, request, response,
-//         [this](const PauseRequest&, const rpc::CallContext&) -> absl::StatusOr<PauseResponse>
+//         [this](const PauseRequest&, const CallScope&) -> absl::StatusOr<PauseResponse>
 //         {…});
 //   }
 #ifndef TANDEM_COMMON_RPC_UNARY_HANDLER_H_
@@ -31,12 +31,12 @@ namespace tandem::rpc {
 
 template <typename Request, typename Response>
 using UnaryHandler =
-    std::function<absl::StatusOr<Response>(const Request& request, const CallContext& context)>;
+    std::function<absl::StatusOr<Response>(const Request& request, const CallScope& context)>;
 
 // Starts to answer: an error ends the call; after OK `done` is called, once and from any thread.
 template <typename Request, typename Response>
 using AsyncUnaryHandler =
-    std::function<absl::Status(const Request& request, const CallContext& context,
+    std::function<absl::Status(const Request& request, const CallScope& context,
                                std::function<void(absl::StatusOr<Response> result)> done)>;
 
 namespace internal {
@@ -94,7 +94,7 @@ grpc::ServerUnaryReactor* HandleUnary(CallExecutor& executor, grpc::CallbackServ
                                       UnaryHandler<Request, Response> handler) {
   return HandleUnaryAsync<Request, Response>(
       executor, context, request, response,
-      [handler = std::move(handler)](const Request& request, const CallContext& context,
+      [handler = std::move(handler)](const Request& request, const CallScope& context,
                                      const auto& done) -> absl::Status {
         TANDEM_ASSIGN_OR_RETURN(Response result, handler(request, context));
         done(std::move(result));

@@ -62,7 +62,7 @@ class WeightReceiverService::Upload final
     return absl::OkStatus();
   }
 
-  absl::StatusOr<UploadWeightsResponse> OnEnd(const CallContext&) override {
+  absl::StatusOr<UploadWeightsResponse> OnEnd(const CallScope&) override {
     if (!next_chunk_.has_value()) return InvalidField("chunk_index", "no chunk came");
     UploadWeightsResponse response;
     response.set_next_chunk(*next_chunk_);
@@ -80,7 +80,7 @@ grpc::ServerUnaryReactor* WeightReceiverService::BeginUpdate(grpc::CallbackServe
   return HandleUnary<BeginUpdateRequest, BeginUpdateResponse>(
       executor_, context, request, response,
       [this](const BeginUpdateRequest& request,
-             const CallContext&) -> absl::StatusOr<BeginUpdateResponse> {
+             const CallScope&) -> absl::StatusOr<BeginUpdateResponse> {
         TANDEM_RETURN_IF_ERROR(CheckUpdateId(request.update_id()));
         absl::StatusOr<WeightManifest> manifest = WeightManifestFromProto(request.manifest());
         if (!manifest.ok()) return PrependFieldPath("manifest", manifest.status());
@@ -112,7 +112,7 @@ grpc::ServerUnaryReactor* WeightReceiverService::CommitUpdate(grpc::CallbackServ
   return HandleUnary<CommitUpdateRequest, CommitUpdateResponse>(
       executor_, context, request, response,
       [this](const CommitUpdateRequest& request,
-             const CallContext& context) -> absl::StatusOr<CommitUpdateResponse> {
+             const CallScope& context) -> absl::StatusOr<CommitUpdateResponse> {
         TANDEM_RETURN_IF_ERROR(CheckUpdateId(request.update_id()));
         const absl::StatusOr<WeightsVersion> version =
             receiver_.load()->Commit(request.update_id(), context);
@@ -136,7 +136,7 @@ grpc::ServerUnaryReactor* WeightReceiverService::AbortUpdate(grpc::CallbackServe
   return HandleUnary<AbortUpdateRequest, AbortUpdateResponse>(
       executor_, context, request, response,
       [this](const AbortUpdateRequest& request,
-             const CallContext&) -> absl::StatusOr<AbortUpdateResponse> {
+             const CallScope&) -> absl::StatusOr<AbortUpdateResponse> {
         TANDEM_RETURN_IF_ERROR(CheckUpdateId(request.update_id()));
         TANDEM_RETURN_IF_ERROR(receiver_.load()->Abort(request.update_id()));
         return AbortUpdateResponse();

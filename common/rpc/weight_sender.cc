@@ -13,6 +13,7 @@
 #include "common/rpc/channel.h"
 #include "common/rpc/error_table.h"
 #include "common/rpc/proto_convert.h"
+#include "common/rpc/retry.h"
 #include "common/tensor/checksum.h"
 
 namespace tandem::rpc {
@@ -39,10 +40,9 @@ class Sender {
 
  private:
   std::unique_ptr<grpc::ClientContext> Context() const {
-    return MakeClientContext(std::min(options_.deadline, absl::Now() + options_.rpc_timeout),
-                             options_.request_id);
+    return MakeClientContext(std::min(options_.call.deadline, absl::Now() + options_.rpc_timeout),
+                             options_.call.request_id);
   }
-  bool Cancelled() const { return options_.cancelled && options_.cancelled(); }
 
   absl::StatusOr<int64_t> Begin() {
     weights::v1::BeginUpdateRequest request;
@@ -68,7 +68,7 @@ class Sender {
     weights::v1::UploadWeightsRequest chunk;
     chunk.set_update_id(update_id_);
     for (int64_t index = next_chunk; index < num_chunks; ++index) {
-      if (Cancelled()) {
+      if (options_.call.cancelled()) {
         context->TryCancel();
         break;
       }
@@ -146,14 +146,12 @@ absl::StatusOr<WeightsVersion> SendWeights(WeightService::StubInterface& receive
     if (result.ok() || !Retryable(result.status()) || attempt >= options.max_attempts) {
       return result;
     }
-    if (options.cancelled && options.cancelled()) return absl::CancelledError("cancelled");
-    if (absl::Now() + backoff >= options.deadline) return result;
     Log(LogLevel::kWarning, "weight_upload_retry",
         {{"update_id", update_id},
          {"attempt", attempt},
          {"code", absl::StatusCodeToString(result.status().code())},
          {"message", result.status().message()}});
-    absl::SleepFor(backoff);
+    TANDEM_RETURN_IF_ERROR(SleepUnlessOver(options.call, backoff));
     backoff *= 2;
   }
 }

@@ -2,12 +2,12 @@
 #ifndef TANDEM_COMMON_RPC_WEIGHT_SENDER_H_
 #define TANDEM_COMMON_RPC_WEIGHT_SENDER_H_
 
-#include <functional>
 #include <memory>
 #include <string>
 
 #include "absl/status/statusor.h"
 #include "absl/time/time.h"
+#include "common/base/call_scope.h"
 #include "common/tensor/weight_transfer.h"
 #include "tandem/weights/v1/weights.grpc.pb.h"
 
@@ -18,16 +18,14 @@ struct WeightSenderOptions {
   // attempts it waits `backoff`, doubled each time.
   int max_attempts = 5;
   absl::Duration backoff = absl::Milliseconds(200);
-  // Bounds of one call and of everything.
-  absl::Duration rpc_timeout = absl::Seconds(120);
-  absl::Time deadline = absl::InfiniteFuture();
-  std::string request_id;
-  std::function<bool()> cancelled;  // may be empty
+  absl::Duration rpc_timeout = absl::Seconds(120);  // of one call
+  CallScope call;                                   // that the weights are sent for
 };
 
 // Sends the weights to one receiver and commits them; blocks. `update_id` names the update: reuse
 // it to go on, at the receiver's next chunk, with one that was interrupted. Retries UNAVAILABLE,
-// DATA_LOSS of a chunk, and timeouts of a single call. The answer's digest is the receiver's own
+// DATA_LOSS of a chunk, and timeouts of a single call; DEADLINE_EXCEEDED or CANCELLED once
+// `options.call` is over. The answer's digest is the receiver's own
 // and equals the manifest's; another one is DATA_LOSS.
 absl::StatusOr<WeightsVersion> SendWeights(weights::v1::WeightService::StubInterface& receiver,
                                            const std::string& update_id, const WeightSource& source,

@@ -5,7 +5,9 @@
 #include <cstring>
 #include <memory>
 #include <optional>
+#include <stop_token>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "common/base/error.h"
@@ -242,6 +244,23 @@ TEST_F(WeightTransferTest, AReceiverThatIsAwayBoundsTheWait) {
   options.rpc_timeout = absl::Seconds(5);
   EXPECT_EQ(SendWeights(*stub_, "u1", BytesSource(), options).status().code(),
             absl::StatusCode::kUnavailable);
+}
+
+TEST_F(WeightTransferTest, TheWaitBetweenAttemptsEndsWithTheCall) {
+  server_.Stop();
+  WeightSenderOptions options = Options();
+  options.backoff = absl::Hours(1);
+  std::stop_source caller;
+  options.call.cancellation = caller.get_token();
+  std::thread hangs_up([&] { caller.request_stop(); });
+  EXPECT_EQ(SendWeights(*stub_, "u1", BytesSource(), options).status().code(),
+            absl::StatusCode::kCancelled);
+  hangs_up.join();
+
+  options.call = CallScope();
+  options.call.deadline = absl::Now() + absl::Milliseconds(1);
+  EXPECT_EQ(SendWeights(*stub_, "u1", BytesSource(), options).status().code(),
+            absl::StatusCode::kDeadlineExceeded);
 }
 
 TEST_F(WeightTransferTest, BadManifestsNameTheField) {

@@ -177,7 +177,7 @@ grpc::ServerUnaryReactor* RolloutService::Score(grpc::CallbackServerContext* con
   // Asynchronous: a score takes many steps of the engine, and no worker waits for it.
   return rpc::HandleUnaryAsync<v1::ScoreRequest, v1::ScoreResponse>(
       executor_, context, request, response,
-      [this](const v1::ScoreRequest& proto, const rpc::CallContext& context, const auto& done) {
+      [this](const v1::ScoreRequest& proto, const CallScope& context, const auto& done) {
         return engine_.load()->Score(ScoreFromProto(proto), context,
                                      [done](const absl::StatusOr<ScoreResult>& result) {
                                        if (result.ok()) {
@@ -195,7 +195,7 @@ grpc::ServerUnaryReactor* RolloutService::Pause(grpc::CallbackServerContext* con
   return rpc::HandleUnary<v1::PauseRequest, v1::PauseResponse>(
       executor_, context, request, response,
       [this](const v1::PauseRequest&,
-             const rpc::CallContext& context) -> absl::StatusOr<v1::PauseResponse> {
+             const CallScope& context) -> absl::StatusOr<v1::PauseResponse> {
         TANDEM_ASSIGN_OR_RETURN(const int64_t held, engine_.load()->Pause(context));
         v1::PauseResponse result;
         result.set_held_sequences(static_cast<int32_t>(held));
@@ -209,7 +209,7 @@ grpc::ServerUnaryReactor* RolloutService::Resume(grpc::CallbackServerContext* co
   return rpc::HandleUnary<v1::ResumeRequest, v1::ResumeResponse>(
       executor_, context, request, response,
       [this](const v1::ResumeRequest&,
-             const rpc::CallContext& context) -> absl::StatusOr<v1::ResumeResponse> {
+             const CallScope& context) -> absl::StatusOr<v1::ResumeResponse> {
         TANDEM_RETURN_IF_ERROR(engine_.load()->Resume(context));
         return v1::ResumeResponse();
       });

@@ -7,7 +7,7 @@
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
-#include "common/rpc/call_executor.h"
+#include "common/base/call_scope.h"
 #include "common/rpc/channel.h"
 #include "common/tensor/weight_transfer.h"
 
@@ -28,7 +28,7 @@ struct Delivery {
 std::vector<Delivery> PublishToAll(const std::vector<std::string>& targets,
                                    const WeightSource& source,
                                    const rpc::ChannelOptions& channel_options,
-                                   const rpc::CallContext& context);
+                                   const CallScope& call);
 
 }  // namespace tandem::trainer
 
