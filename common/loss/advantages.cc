@@ -6,16 +6,15 @@
 
 #include "absl/strings/str_cat.h"
 #include "common/base/error.h"
+#include "common/base/field_check.h"
 #include "common/base/status_macros.h"
 
 namespace tandem::loss {
 namespace {
 
-absl::Status CheckFinite(absl::Span<const double> numbers, absl::string_view name) {
+absl::Status CheckAllFinite(absl::string_view name, absl::Span<const double> numbers) {
   for (size_t i = 0; i < numbers.size(); ++i) {
-    if (!std::isfinite(numbers[i])) {
-      return InvalidField(absl::StrCat(name, "[", i, "]"), "is not finite");
-    }
+    if (!std::isfinite(numbers[i])) return CheckFinite(absl::StrCat(name, "[", i, "]"), numbers[i]);
   }
   return absl::OkStatus();
 }
@@ -28,7 +27,7 @@ absl::StatusOr<Groups> MakeGroups(absl::Span<const double> rewards,
     return InvalidField("group_ids", absl::StrCat("has ", group_ids.size(), " entries for ",
                                                   rewards.size(), " rewards"));
   }
-  TANDEM_RETURN_IF_ERROR(CheckFinite(rewards, "rewards"));
+  TANDEM_RETURN_IF_ERROR(CheckAllFinite("rewards", rewards));
   Groups groups;
   for (size_t i = 0; i < rewards.size(); ++i) groups[group_ids[i]].push_back(i);
   return groups;
@@ -76,8 +75,8 @@ absl::StatusOr<GaeResult> GeneralizedAdvantages(absl::Span<const double> rewards
     return InvalidField(
         "values", absl::StrCat("has ", values.size(), " entries, expected ", rewards.size() + 1));
   }
-  TANDEM_RETURN_IF_ERROR(CheckFinite(rewards, "rewards"));
-  TANDEM_RETURN_IF_ERROR(CheckFinite(values, "values"));
+  TANDEM_RETURN_IF_ERROR(CheckAllFinite("rewards", rewards));
+  TANDEM_RETURN_IF_ERROR(CheckAllFinite("values", values));
   const size_t length = rewards.size();
   GaeResult result;
   result.advantages.resize(length);

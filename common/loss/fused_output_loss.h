@@ -52,7 +52,7 @@ struct OutputGradients {
   at::Tensor bias;    // [V]
 };
 
-// The seam of seed 003: what a trainer is given instead of logits. Not thread-safe.
+// What a trainer is given instead of logits, so that an implementation need not keep them. Not thread-safe.
 class FusedOutputLoss {
  public:
   virtual ~FusedOutputLoss() = default;

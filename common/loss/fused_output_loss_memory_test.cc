@@ -79,7 +79,7 @@ TEST(FusedOutputLossMemoryTest, PeakStaysWithinTheBudget) {
                           gradients)
                       .ok());
     }
-    // Beside the logits there are only buffers of chunk size times H, and of one number a row.
+    // Beside the logits there are only buffers of chunk size times H, and of one number per row.
     const int64_t small = 3 * loss->chunk_rows() * (kHidden + 64) * 8;
     EXPECT_LE(meter->peak() - start, kBudget + small);
     EXPECT_GT(meter->peak() - start, kBudget / 2);

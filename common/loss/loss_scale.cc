@@ -5,6 +5,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "common/base/error.h"
+#include "common/base/field_check.h"
 #include "common/base/status_macros.h"
 
 namespace tandem::loss {
@@ -25,9 +26,7 @@ double CountOf(Normalizer normalizer, double weight) {
 }  // namespace
 
 absl::Status CheckLossScaleOptions(const LossScaleOptions& options) {
-  if (!(options.norm_constant >= 0 && std::isfinite(options.norm_constant))) {
-    return InvalidField("norm_constant", "must be finite and not negative");
-  }
+  TANDEM_RETURN_IF_ERROR(CheckAtLeast("norm_constant", options.norm_constant, 0));
   if (options.aggregation == Aggregation::kSeqMeanTokenSumNorm && options.norm_constant == 0) {
     return InvalidField("norm_constant", "must be positive with SEQ_MEAN_TOKEN_SUM_NORM");
   }
@@ -54,7 +53,6 @@ absl::StatusOr<LossScales> ComputeLossScales(const LossScaleOptions& options,
       }
       counts[s] += CountOf(options.normalizer, weights[t]);
       result.total_weight += weights[t];
-      result.weighted_tokens += weights[t] > 0;
     }
     total_count += counts[s];
     result.counted_sequences += counts[s] > 0;

@@ -40,7 +40,6 @@ struct LossScaleOptions {
 struct LossScales {
   std::vector<double> scales;     // [N], w_t / Z_t: every term is multiplied by it
   double total_weight = 0;        // sum of the weights; 0 means that there is nothing to learn
-  int64_t weighted_tokens = 0;    // tokens with a weight > 0
   int64_t counted_sequences = 0;  // sequences with a counted token: the divisor of a SEQ_MEAN
 };
 

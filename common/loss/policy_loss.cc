@@ -6,6 +6,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "common/base/error.h"
+#include "common/base/field_check.h"
 #include "common/base/status_macros.h"
 
 namespace tandem::loss {
@@ -79,25 +80,14 @@ absl::Status CheckPolicyLossOptions(const PolicyLossOptions& options) {
   if (options.kind != PolicyLossKind::kPpoClip) {
     return FieldError(absl::StatusCode::kUnimplemented, "loss_kind", "only PPO_CLIP is there yet");
   }
-  const auto not_negative = [](double x) { return std::isfinite(x) && x >= 0; };
-  if (!not_negative(options.clip_ratio_low) || options.clip_ratio_low > 1) {
-    return InvalidField("clip_ratio_low", "must be in [0, 1]");
-  }
-  if (!not_negative(options.clip_ratio_high))
-    return InvalidField("clip_ratio_high", "must not be negative");
+  TANDEM_RETURN_IF_ERROR(CheckInRange("clip_ratio_low", options.clip_ratio_low, 0, 1));
+  TANDEM_RETURN_IF_ERROR(CheckAtLeast("clip_ratio_high", options.clip_ratio_high, 0));
   if (options.dual_clip != 0 && !(options.dual_clip > 1 && std::isfinite(options.dual_clip))) {
     return InvalidField("dual_clip", "must be 0 (off) or greater than 1");
   }
-  if (!not_negative(options.kl_coefficient)) {
-    return InvalidField("kl_coefficient", "must not be negative");
-  }
-  if (!std::isfinite(options.entropy_coefficient)) {
-    return InvalidField("entropy_coefficient", "must be finite");
-  }
-  if (!not_negative(options.importance_sampling_cap)) {
-    return InvalidField("importance_sampling_cap", "must not be negative");
-  }
-  return absl::OkStatus();
+  TANDEM_RETURN_IF_ERROR(CheckAtLeast("kl_coefficient", options.kl_coefficient, 0));
+  TANDEM_RETURN_IF_ERROR(CheckFinite("entropy_coefficient", options.entropy_coefficient));
+  return CheckAtLeast("importance_sampling_cap", options.importance_sampling_cap, 0);
 }
 
 absl::StatusOr<PolicyLossEvaluator> PolicyLossEvaluator::Create(const PolicyLossOptions& options,

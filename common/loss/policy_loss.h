@@ -1,7 +1,7 @@
 // The policy loss of one token, and what it contributes to the gradient and to the reports.
 //
 // Everything that a token-level loss needs from the [N, V] logits is the log-probability and
-// the entropy of each row. So the loss is described by two numbers a token,
+// the entropy of each row. So the loss is described by two numbers per token,
 //   c_t = d loss / d logp_t   and   e_t = d loss / d entropy_t,
 // and common/loss/fused_output_loss.h turns them into the gradient of the logits, chunk by chunk.
 // Semantics: PPO (arXiv 1707.06347), asymmetric clip (DAPO, 2503.14476), dual clip (1912.09729),

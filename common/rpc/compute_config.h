@@ -1,9 +1,14 @@
-// The section `compute` of a resolved configuration as the plain values that engines and plans
-// take.
+// Parts of a resolved configuration as the plain values that engines and plans take.
 #ifndef TANDEM_COMMON_RPC_COMPUTE_CONFIG_H_
 #define TANDEM_COMMON_RPC_COMPUTE_CONFIG_H_
 
+#include <string>
+
+#include "absl/status/statusor.h"
+#include "absl/strings/string_view.h"
+#include "common/base/error.h"
 #include "common/model/compute_options.h"
+#include "common/model/model_config.h"
 #include "common/tensor/dtype.h"
 #include "tandem/config/v1/server_config.pb.h"
 
@@ -18,6 +23,14 @@ inline ComputeOptions ToComputeOptions(const config::v1::ComputeOptions& config)
 
 inline DType ComputeType(const config::v1::ComputeOptions& config) {
   return config.dtype() == "bfloat16" ? DType::kBFloat16 : DType::kFloat32;
+}
+
+// What the model in the configuration's `field` is; errors name the field.
+inline absl::StatusOr<ModelConfig> ConfiguredModel(absl::string_view field,
+                                                   const std::string& directory) {
+  absl::StatusOr<ModelConfig> model = LoadModelConfig(directory);
+  if (!model.ok()) return PrependFieldPath(field, model.status());
+  return model;
 }
 
 }  // namespace tandem::rpc

@@ -35,9 +35,8 @@ absl::StatusOr<TrainingState> TrainingStateFromJson(const json& object) {
 
 absl::StatusOr<std::optional<StepReport>> AdmitStep(const TrainingState& state,
                                                     const StepIdentity& identity) {
-  if (identity.run_id.empty()) return InvalidField("run_id", "is missing");
-  if (identity.request_id.empty()) return InvalidField("request_id", "is missing");
-  if (identity.step < 0) return InvalidField("step", "must not be negative");
+  TANDEM_RETURN_IF_ERROR(CheckStepNames(identity.run_id, identity.request_id));
+  TANDEM_RETURN_IF_ERROR(CheckAtLeast("step", identity.step, 0));
   TANDEM_ASSIGN_OR_RETURN(
       std::optional<StepReport> stored,
       state.ledger.Find(identity.run_id, identity.request_id, identity.payload_digest));

@@ -7,7 +7,11 @@
 #include <optional>
 #include <string>
 
+#include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "absl/strings/string_view.h"
+#include "common/base/field_check.h"
+#include "common/base/status_macros.h"
 #include "common/training/kept_values.h"
 #include "common/training/step_ledger.h"
 #include "common/training/weights_lineage.h"
@@ -35,6 +39,12 @@ struct StepIdentity {
   std::string payload_digest;  // of everything in the request
   int64_t expected_version = 0;
 };
+
+// Both are given; the error names the one that is not.
+inline absl::Status CheckStepNames(absl::string_view run_id, absl::string_view request_id) {
+  TANDEM_RETURN_IF_ERROR(CheckGiven("run_id", run_id));
+  return CheckGiven("request_id", request_id);
+}
 
 // The stored report if the step was done before, nothing if it is to be done now. INVALID_ARGUMENT
 // for an incomplete identity; ALREADY_EXISTS (reason REQUEST_ID_REUSED); FAILED_PRECONDITION

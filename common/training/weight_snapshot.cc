@@ -11,6 +11,7 @@
 #include "absl/strings/str_cat.h"
 #include "common/tensor/checksum.h"
 #include "common/tensor/dtype.h"
+#include "common/tensor/weights_digest.h"
 
 namespace tandem::training {
 namespace {
@@ -79,10 +80,10 @@ absl::StatusOr<std::shared_ptr<const WeightSource>> MakeWeightSnapshot(const Nam
   }
   Buffer buffer = SpareBuffer::Get().Take(static_cast<size_t>(manifest.total_bytes));
   std::byte* to = buffer.bytes.get();
-  for (const auto& [name, tensor] : tensors) {
-    at::from_blob(to, tensor.sizes(), at::kFloat).copy_(tensor);
-    to += tensor.numel() * static_cast<int64_t>(sizeof(float));
-  }
+  VisitOnHost(tensors, [&](const at::Tensor& values) {
+    at::from_blob(to, values.sizes(), at::kFloat).copy_(values);
+    to += values.nbytes();
+  });
   manifest.digest = Xxh3Hex(buffer.bytes.get(), buffer.size);
   return std::make_shared<Snapshot>(std::move(manifest), std::move(buffer));
 }

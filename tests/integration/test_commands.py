@@ -128,7 +128,7 @@ def test_eval_answers_with_the_weights_of_a_checkpoint(files, run):
     assert (start["version/senior"], start["checkpoint"]) == (0, None)
     state = json.loads((run / "state.json").read_text())
     trained = json.loads(tandem(*arguments, "--checkpoint", run).stdout)
-    assert trained["version/senior"] == state["policy_version"] > 0
+    assert trained["version/senior"] == state["version"] > 0
     assert trained["checkpoint"] == str(run / state["trainer"])
     assert trained["reward/mean"] != start["reward/mean"]
 

@@ -29,7 +29,7 @@ class Evaluation:
         pass_at: k → unbiased estimate of pass@k.
     """
 
-    policy_version: int
+    version: int
     correct: list[list[bool]]
     rewards: list[list[float]]
     trajectories: list[list[trajectory_pb2.Trajectory]] = field(repr=False)
@@ -63,7 +63,7 @@ class Evaluation:
             "accuracy_high": high,
             "reward/mean": sum(map(sum, self.rewards)) / sum(map(len, self.rewards)),
             "pass_at": {str(k): value for k, value in self.pass_at.items()},
-            "version/senior": self.policy_version,
+            "version/senior": self.version,
         }
 
 

@@ -69,7 +69,7 @@ class SavedState:
     """
 
     step: int
-    policy_version: int
+    version: int
     trainer: str
     critic: str | None = None
 

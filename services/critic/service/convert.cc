@@ -8,6 +8,8 @@
 #include "common/base/status_macros.h"
 #include "common/rpc/float_field.h"
 #include "common/rpc/proto_convert.h"
+#include "common/training/training_state.h"
+#include "services/training/service/step_header.h"
 
 namespace tandem::critic {
 namespace {
@@ -23,18 +25,7 @@ absl::Status CopyTokens(absl::string_view path, const TokenIds& proto, std::vect
 }  // namespace
 
 absl::StatusOr<TrainStepRequest> FromProto(const v1::TrainStepHeader& proto, int64_t max_samples) {
-  if (proto.run_id().empty()) return InvalidField("run_id", "is required");
-  if (proto.request_id().empty()) return InvalidField("request_id", "is required");
-  if (proto.step() < 0) return InvalidField("step", "must not be negative");
-  if (proto.num_samples() < 1) {
-    return InvalidField("num_samples",
-                        absl::StrCat("must be at least 1, got ", proto.num_samples()));
-  }
-  if (proto.num_samples() > max_samples) {
-    return FieldError(
-        absl::StatusCode::kOutOfRange, "num_samples",
-        absl::StrCat(proto.num_samples(), " samples, at most ", max_samples, " are accepted"));
-  }
+  TANDEM_RETURN_IF_ERROR(training::CheckStepHeader(proto, max_samples));
   TrainStepRequest out;
   out.run_id = proto.run_id();
   out.step = proto.step();
@@ -79,8 +70,8 @@ absl::StatusOr<ValuesRequest> FromProto(const v1::ComputeValuesRequest& proto) {
   TANDEM_RETURN_IF_ERROR(
       CopyTokens("response_token_ids", proto.response_token_ids(), &out.response_token_ids));
   if (proto.has_step()) {
-    if (proto.step().run_id().empty()) return InvalidField("step.run_id", "is required");
-    if (proto.step().request_id().empty()) return InvalidField("step.request_id", "is required");
+    TANDEM_RETURN_IF_ERROR(PrependFieldPath(
+        "step", training::CheckStepNames(proto.step().run_id(), proto.step().request_id())));
     out.run_id = proto.step().run_id();
     out.request_id = proto.step().request_id();
   }

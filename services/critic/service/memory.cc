@@ -1,26 +1,13 @@
 #include "services/critic/service/memory.h"
 
-#include <string>
-
-#include "absl/strings/string_view.h"
-#include "common/base/error.h"
 #include "common/base/status_macros.h"
 #include "common/model/model_config.h"
 #include "common/rpc/compute_config.h"
 
 namespace tandem::critic {
-namespace {
-
-absl::StatusOr<ModelConfig> Read(absl::string_view field, const std::string& directory) {
-  absl::StatusOr<ModelConfig> config = LoadModelConfig(directory);
-  if (!config.ok()) return PrependFieldPath(field, config.status());
-  return config;
-}
-
-}  // namespace
 
 absl::StatusOr<MemoryPlan> PlanMemory(const config::v1::CriticServerConfig& config) {
-  TANDEM_ASSIGN_OR_RETURN(const ModelConfig model, Read("model", config.model()));
+  TANDEM_ASSIGN_OR_RETURN(const ModelConfig model, rpc::ConfiguredModel("model", config.model()));
   return TrainingMemoryPlan(model, {.head = HeadKind::kValue,
                                     .untie_embeddings = config.untie_embeddings(),
                                     .freeze = {config.freeze().begin(), config.freeze().end()},

@@ -20,7 +20,7 @@ absl::Status DrainingError() {
 }
 
 // Appends new tokens to the event of the same sample that still waits, so that a slow reader finds
-// one event a sample and not one a token.
+// one event per sample and not one per token.
 bool MergeTokens(std::deque<v1::GenerateResponse>& waiting, v1::GenerateResponse& message) {
   if (!message.has_tokens()) return false;
   const v1::TokensEvent& fresh = message.tokens();

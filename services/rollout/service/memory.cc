@@ -1,31 +1,20 @@
 #include "services/rollout/service/memory.h"
 
 #include <optional>
-#include <string>
 
-#include "absl/strings/string_view.h"
-#include "common/base/error.h"
 #include "common/base/status_macros.h"
 #include "common/model/model_config.h"
 #include "common/rpc/compute_config.h"
 #include "services/rollout/engine/scorer.h"
 
 namespace tandem::rollout {
-namespace {
-
-absl::StatusOr<ModelConfig> Read(absl::string_view field, const std::string& directory) {
-  absl::StatusOr<ModelConfig> config = LoadModelConfig(directory);
-  if (!config.ok()) return PrependFieldPath(field, config.status());
-  return config;
-}
-
-}  // namespace
 
 absl::StatusOr<MemoryPlan> PlanMemory(const config::v1::RolloutServerConfig& config) {
-  TANDEM_ASSIGN_OR_RETURN(const ModelConfig senior, Read("senior_model", config.senior_model()));
+  TANDEM_ASSIGN_OR_RETURN(const ModelConfig senior,
+                          rpc::ConfiguredModel("senior_model", config.senior_model()));
   std::optional<ModelConfig> junior;
   if (!config.junior_model().empty()) {
-    TANDEM_ASSIGN_OR_RETURN(junior, Read("junior_model", config.junior_model()));
+    TANDEM_ASSIGN_OR_RETURN(junior, rpc::ConfiguredModel("junior_model", config.junior_model()));
   }
   return RolloutMemoryPlan(senior, junior.has_value() ? &*junior : nullptr,
                            {.num_slots = config.max_num_seqs() + kScoreSlots,

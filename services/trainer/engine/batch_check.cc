@@ -19,13 +19,13 @@ absl::Status Refused(absl::string_view path, absl::string_view message, const Er
 // Whether tokens of these weights may be trained on.
 absl::Status CheckWeights(const WeightsVersion& weights, int64_t max_staleness,
                           const BatchLimits& limits) {
-  const int64_t behind = limits.policy_version - weights.version;
+  const int64_t behind = limits.version - weights.version;
   TANDEM_RETURN_IF_ERROR(CheckAtLeast("version", weights.version, 0));
   if (weights.digest.empty()) return InvalidField("digest", "is missing");
   if (behind < 0) {
     return Refused("version",
                    absl::StrCat("version ", weights.version, " is unknown; the trainer is at ",
-                                limits.policy_version),
+                                limits.version),
                    reason::kUnknownPolicyVersion);
   }
   const std::string known = limits.lineage->DigestOf(weights.version);

@@ -15,7 +15,7 @@ namespace tandem::trainer {
 struct BatchLimits {
   training::SequenceLimits sequence;
   int64_t max_samples = 0;
-  int64_t policy_version = 0;  // of the weights that the update starts from
+  int64_t version = 0;  // of the weights that the update starts from
   const training::WeightsLineage* lineage = nullptr;
   bool has_critic = false;
   bool has_reference = false;

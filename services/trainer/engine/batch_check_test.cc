@@ -169,7 +169,7 @@ TEST(BatchCheckTest, EveryDamageIsRefusedWithCodeAndPath) {
 
 TEST(BatchCheckTest, StalenessIsBounded) {
   BatchLimits limits = Limits();
-  limits.policy_version = 3;
+  limits.version = 3;
   PolicyBatch batch = TestBatch();
   batch.objective.max_staleness = 3;
   EXPECT_TRUE(CheckPolicyBatch(batch, limits).ok());
@@ -184,7 +184,7 @@ TEST(BatchCheckTest, AVersionWhoseDigestIsNoLongerKnownIsTooOld) {
   lineage.Record({0, kTestDigest});
   lineage.Record({1, "other"});
   BatchLimits limits = Limits();
-  limits.policy_version = 1;
+  limits.version = 1;
   limits.lineage = &lineage;
   PolicyBatch batch = TestBatch();
   batch.objective.max_staleness = 1;

@@ -9,6 +9,7 @@
 
 #include "absl/functional/function_ref.h"
 #include "common/base/error.h"
+#include "common/base/field_check.h"
 #include "common/base/logging.h"
 #include "common/base/status_macros.h"
 #include "common/loss/fused_output_loss.h"
@@ -126,7 +127,7 @@ absl::Status TorchEngine::LoadRest() {
 BatchLimits TorchEngine::Limits() const {
   return {.sequence = core_->limits(),
           .max_samples = options_.max_samples,
-          .policy_version = core_->state().version,
+          .version = core_->state().version,
           .lineage = &core_->state().lineage,
           .has_critic = critic_ != nullptr,
           .has_reference = reference_ != nullptr};
@@ -184,7 +185,6 @@ absl::Status TorchEngine::PolicyStep(const CallScope& call, const TrainStepReque
                           AdvantagesOf(call, request, batch, report.metrics));
   TrainingRows rows = PolicyRows(batch, *scales, advantages.advantages);
   loss::PolicyLossOptions options = batch.objective.loss;
-  // Without a coefficient the reference model is not even run.
   if (options.kl_coefficient == 0) options.kl_estimator = loss::KlEstimator::kNone;
   const bool with_reference = options.kl_estimator != loss::KlEstimator::kNone;
   if (with_reference) rows.tokens.reference.resize(rows.tokens.scales.size());
@@ -267,9 +267,8 @@ absl::StatusOr<LogProbsResult> TorchEngine::ComputeLogProbs(const CallScope& cal
   return core_->Run(call, "log-probabilities", [&]() -> absl::StatusOr<LogProbsResult> {
     TANDEM_RETURN_IF_ERROR(training::CheckSequence(request.prompt_token_ids,
                                                    request.response_token_ids, core_->limits()));
-    if (!(request.temperature > 0 && request.temperature <= 100)) {
-      return InvalidField("temperature", "must be in (0, 100]");
-    }
+    TANDEM_RETURN_IF_ERROR(CheckAbove("temperature", request.temperature, 0));
+    TANDEM_RETURN_IF_ERROR(CheckInRange("temperature", request.temperature, 0, 100));
     const at::NoGradGuard no_grad;
     const training::MicroBatchInput input = training::MakeMicroBatchInput(
         {training::SelectSequenceRows(request.prompt_token_ids, request.response_token_ids,

@@ -10,7 +10,7 @@
 namespace tandem::trainer {
 namespace {
 
-// One advantage a response, repeated for each of its tokens.
+// One advantage per response, repeated for each of its tokens.
 absl::StatusOr<std::vector<double>> ResponseAdvantages(const PolicyBatch& batch) {
   std::vector<double> rewards;
   std::vector<int64_t> group_ids;

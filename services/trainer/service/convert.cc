@@ -2,13 +2,13 @@
 
 #include <utility>
 
-#include "absl/strings/str_cat.h"
 #include "common/base/error.h"
 #include "common/base/field_check.h"
 #include "common/base/status_macros.h"
 #include "common/rpc/float_field.h"
 #include "common/rpc/proto_convert.h"
 #include "services/trainer/service/objective_convert.h"
+#include "services/training/service/step_header.h"
 
 namespace tandem::trainer {
 namespace {
@@ -24,19 +24,8 @@ absl::StatusOr<Trajectory> TrajectoryFromProto(const types::v1::Trajectory& prot
 }  // namespace
 
 absl::StatusOr<StepHeader> FromProto(const v1::TrainStepHeader& proto, int64_t max_samples) {
+  TANDEM_RETURN_IF_ERROR(training::CheckStepHeader(proto, max_samples));
   StepHeader out;
-  if (proto.run_id().empty()) return InvalidField("run_id", "is required");
-  if (proto.request_id().empty()) return InvalidField("request_id", "is required");
-  if (proto.step() < 0) return InvalidField("step", "must not be negative");
-  if (proto.num_samples() < 1) {
-    return InvalidField("num_samples",
-                        absl::StrCat("must be at least 1, got ", proto.num_samples()));
-  }
-  if (proto.num_samples() > max_samples) {
-    return FieldError(
-        absl::StatusCode::kOutOfRange, "num_samples",
-        absl::StrCat(proto.num_samples(), " samples, at most ", max_samples, " are accepted"));
-  }
   out.run_id = proto.run_id();
   out.step = proto.step();
   out.request_id = proto.request_id();

@@ -1,30 +1,19 @@
 #include "services/trainer/service/memory.h"
 
 #include <optional>
-#include <string>
 
-#include "absl/strings/string_view.h"
-#include "common/base/error.h"
 #include "common/base/status_macros.h"
 #include "common/model/model_config.h"
 #include "common/rpc/compute_config.h"
 
 namespace tandem::trainer {
-namespace {
-
-absl::StatusOr<ModelConfig> Read(absl::string_view field, const std::string& directory) {
-  absl::StatusOr<ModelConfig> config = LoadModelConfig(directory);
-  if (!config.ok()) return PrependFieldPath(field, config.status());
-  return config;
-}
-
-}  // namespace
 
 absl::StatusOr<MemoryPlan> PlanMemory(const config::v1::TrainerServerConfig& config) {
-  TANDEM_ASSIGN_OR_RETURN(const ModelConfig model, Read("model", config.model()));
+  TANDEM_ASSIGN_OR_RETURN(const ModelConfig model, rpc::ConfiguredModel("model", config.model()));
   std::optional<ModelConfig> reference;
   if (!config.reference_model().empty()) {
-    TANDEM_ASSIGN_OR_RETURN(reference, Read("reference_model", config.reference_model()));
+    TANDEM_ASSIGN_OR_RETURN(reference,
+                            rpc::ConfiguredModel("reference_model", config.reference_model()));
   }
   return TrainingMemoryPlan(model, {.freeze = {config.freeze().begin(), config.freeze().end()},
                                     .reference = reference.has_value() ? &*reference : nullptr,

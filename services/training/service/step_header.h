@@ -1,0 +1,30 @@
+// The part of a TrainStep header that trainer and critic share.
+#ifndef TANDEM_SERVICES_TRAINING_SERVICE_STEP_HEADER_H_
+#define TANDEM_SERVICES_TRAINING_SERVICE_STEP_HEADER_H_
+
+#include <cstdint>
+
+#include "absl/status/status.h"
+#include "absl/strings/str_cat.h"
+#include "common/base/error.h"
+#include "common/base/field_check.h"
+#include "common/base/status_macros.h"
+#include "common/training/training_state.h"
+
+namespace tandem::training {
+
+// Refuses a step before its samples are sent. OUT_OF_RANGE for more samples than the server takes.
+template <typename Header>
+absl::Status CheckStepHeader(const Header& header, int64_t max_samples) {
+  TANDEM_RETURN_IF_ERROR(CheckStepNames(header.run_id(), header.request_id()));
+  TANDEM_RETURN_IF_ERROR(CheckAtLeast("step", header.step(), 0));
+  TANDEM_RETURN_IF_ERROR(CheckAtLeast("num_samples", header.num_samples(), 1));
+  if (header.num_samples() <= max_samples) return absl::OkStatus();
+  return FieldError(
+      absl::StatusCode::kOutOfRange, "num_samples",
+      absl::StrCat(header.num_samples(), " samples, at most ", max_samples, " are accepted"));
+}
+
+}  // namespace tandem::training
+
+#endif  // TANDEM_SERVICES_TRAINING_SERVICE_STEP_HEADER_H_
