@@ -1,7 +1,5 @@
 #include "common/checkpoint/checkpoint.h"
 
-#include <unistd.h>
-
 #include <algorithm>
 #include <filesystem>
 #include <nlohmann/json.hpp>
@@ -9,16 +7,15 @@
 #include <system_error>
 #include <tuple>
 
-#include "absl/strings/ascii.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/string_view.h"
-#include "absl/strings/strip.h"
 #include "common/base/atomic_file.h"
 #include "common/base/bounded_json.h"
 #include "common/base/error.h"
 #include "common/base/field_check.h"
 #include "common/base/status_macros.h"
 #include "common/checkpoint/replace_directory.h"
+#include "common/checkpoint/temporary_directory.h"
 #include "common/tensor/checksum.h"
 
 namespace tandem::checkpoint {
@@ -131,32 +128,6 @@ absl::StatusOr<int64_t> WriteManifest(const fs::path& directory, const Identity&
   return total;
 }
 
-// ".tmp-<process>-<name>": what a Save of `name` writes to.
-std::string TemporaryName(const std::string& name) {
-  return absl::StrCat(".tmp-", ::getpid(), "-", name);
-}
-
-bool IsTemporaryNameOf(absl::string_view entry, absl::string_view name) {
-  if (!absl::ConsumePrefix(&entry, ".tmp-")) return false;
-  while (!entry.empty() && absl::ascii_isdigit(entry[0])) entry.remove_prefix(1);
-  return absl::ConsumePrefix(&entry, "-") && entry == name;
-}
-
-// Removes or puts back what earlier crashes left of Saves of parent/name.
-absl::Status CleanUp(const fs::path& parent, const std::string& name) {
-  std::error_code error;
-  std::vector<fs::path> leftovers;
-  for (const fs::directory_entry& entry : fs::directory_iterator(parent, error)) {
-    if (IsTemporaryNameOf(entry.path().filename().string(), name))
-      leftovers.push_back(entry.path());
-  }
-  for (const fs::path& path : leftovers) {
-    fs::remove_all(path, error);
-    if (error) return FilesystemError("cannot remove", path, error);
-  }
-  return RecoverDirectory((parent / name).string());
-}
-
 // A Save replaces an earlier checkpoint of its kind and nothing else.
 absl::Status CheckReplaceable(const fs::path& target, const std::string& kind) {
   if (!fs::exists(fs::symlink_status(target))) return absl::OkStatus();
@@ -177,26 +148,22 @@ absl::StatusOr<Saved> Save(
     return InvalidField("name", "must be a plain file name that does not start with a dot");
   }
   TANDEM_RETURN_IF_ERROR(CheckGiven("directory", parent));
-  std::error_code error;
-  fs::create_directories(parent, error);
-  if (error) return FilesystemError("cannot create", parent, error);
   const fs::path target = fs::path(parent) / name;
-  TANDEM_RETURN_IF_ERROR(CleanUp(parent, name));
+  TANDEM_RETURN_IF_ERROR(RecoverDirectory(target.string()));
   TANDEM_RETURN_IF_ERROR(CheckReplaceable(target, identity.kind));
-  const fs::path temporary = fs::path(parent) / TemporaryName(name);
-  fs::create_directory(temporary, error);
-  if (error) return FilesystemError("cannot create", temporary, error);
+  TANDEM_ASSIGN_OR_RETURN(const std::string temporary, CreateTemporaryDirectory(parent, name));
 
   Saved saved{.path = target.string()};
-  absl::Status status = write_files(temporary.string());
+  absl::Status status = write_files(temporary);
   if (status.ok()) {
     absl::StatusOr<int64_t> bytes = WriteManifest(temporary, identity);
     status = bytes.status();
     if (bytes.ok()) saved.bytes = *bytes;
   }
-  if (status.ok()) status = ReplaceDirectory(temporary.string(), target.string());
+  if (status.ok()) status = ReplaceDirectory(temporary, target.string());
   if (!status.ok()) {
-    fs::remove_all(temporary, error);
+    std::error_code ignored;
+    fs::remove_all(temporary, ignored);
     return status;
   }
   return saved;

@@ -1,7 +1,6 @@
 #include "services/training/training_checkpoint.h"
 
 #include <ATen/ATen.h>
-#include <unistd.h>
 
 #include <filesystem>
 #include <map>
@@ -13,6 +12,7 @@
 #include "common/base/bounded_json.h"
 #include "common/base/error.h"
 #include "common/base/status_macros.h"
+#include "common/checkpoint/temporary_directory.h"
 #include "common/tensor/aten_bytes.h"
 
 namespace tandem::training {
@@ -101,12 +101,11 @@ absl::Status ExportModel(const Model& model, const std::string& path, DType dtyp
   }
   fs::path target = fs::absolute(path, error).lexically_normal();
   if (!target.has_filename()) target = target.parent_path();  // "model/" is "model"
-  fs::create_directories(target.parent_path(), error);
-  const fs::path temporary =
-      target.parent_path() / absl::StrCat(".tmp-", target.filename().string(), "-", ::getpid());
-  fs::remove_all(temporary, error);
-  absl::Status status = model.Save(temporary.string(), dtype);
-  if (status.ok()) status = RenameDurably(temporary.string(), target.string());
+  TANDEM_ASSIGN_OR_RETURN(const std::string temporary,
+                          checkpoint::CreateTemporaryDirectory(target.parent_path().string(),
+                                                               target.filename().string()));
+  absl::Status status = model.Save(temporary, dtype);
+  if (status.ok()) status = RenameDurably(temporary, target.string());
   if (!status.ok()) fs::remove_all(temporary, error);
   return status;
 }
