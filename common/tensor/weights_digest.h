@@ -4,8 +4,10 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <cstdint>
 #include <string>
 
+#include "absl/functional/function_ref.h"
 #include "common/tensor/checksum.h"
 #include "common/tensor/named_tensors.h"
 
@@ -24,6 +26,16 @@ class WeightsHasher {
 };
 
 std::string WeightsDigest(const NamedTensors& tensors);
+
+// Calls `visit` with all values of the tensors as float32 on the host, in order. Those that are on
+// the host come one by one, without a copy where they are float32; those of another device packed,
+// so that the device is waited for once for many of them.
+void VisitOnHost(const NamedTensors& tensors,
+                 absl::FunctionRef<void(const at::Tensor& values)> visit);
+
+// The packed way, for tensors of one device: at most `max_values` at a time, or one tensor.
+void VisitPacked(const NamedTensors& tensors, int64_t max_values,
+                 absl::FunctionRef<void(const at::Tensor& values)> visit);
 
 }  // namespace tandem
 
