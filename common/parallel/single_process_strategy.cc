@@ -62,7 +62,11 @@ absl::StatusOr<OptimizerReport> SingleProcessStrategy::OptimizerStep() {
     const double factor = options_.max_grad_norm / (report.grad_norm + 1e-6);
     if (options_.max_grad_norm > 0 && factor < 1) at::_foreach_mul_(gradients_, factor);
     report.learning_rate = training::LearningRateAt(options_, optimizer_->steps());
-    optimizer_->Step(gradients_, report.learning_rate);
+    const absl::Status updated = CatchTorchErrors("update", [&] {
+      optimizer_->Step(gradients_, report.learning_rate);
+      return absl::OkStatus();
+    });
+    if (!updated.ok()) return absl::DataLossError(updated.message());
     model_->OnWeightsChanged();
     return absl::OkStatus();
   }));

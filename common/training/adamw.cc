@@ -34,10 +34,9 @@ AdamW::AdamW(const NamedTensors& parameters, const OptimizerOptions& options)
 
 void AdamW::Step(const std::vector<at::Tensor>& gradients, double learning_rate) {
   const at::NoGradGuard no_grad;
-  ++steps_;
   if (parameters_.empty()) return;
-  const at::Tensor step =
-      at::full({}, static_cast<double>(steps_), parameters_[0].second.options().dtype(at::kFloat));
+  const at::Tensor step = at::full({}, static_cast<double>(steps_ + 1),
+                                   parameters_[0].second.options().dtype(at::kFloat));
   for (const Group& group : groups_) {
     if (group.members.empty()) continue;
     std::vector<at::Tensor> parameters, grads, first, second;
@@ -52,6 +51,7 @@ void AdamW::Step(const std::vector<at::Tensor>& gradients, double learning_rate)
                       learning_rate, options_.beta1, options_.beta2, group.weight_decay,
                       options_.epsilon, /*amsgrad=*/false, /*maximize=*/false);
   }
+  ++steps_;
 }
 
 NamedTensors AdamW::State() const {

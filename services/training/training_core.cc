@@ -6,8 +6,10 @@
 #include <utility>
 #include <vector>
 
+#include "absl/cleanup/cleanup.h"
 #include "absl/strings/str_cat.h"
 #include "common/base/error.h"
+#include "common/base/logging.h"
 #include "common/base/status_macros.h"
 #include "common/model/compute_setup.h"
 #include "common/tensor/weights_digest.h"
@@ -53,8 +55,9 @@ absl::StatusOr<std::unique_ptr<TrainingCore>> TrainingCore::Create(
     TANDEM_ASSIGN_OR_RETURN(strategy, parallel::CreateStrategy(options.strategy));
   }
   std::unique_ptr<TrainingCore> core(new TrainingCore(kind, metric_prefix, options));
-  TANDEM_RETURN_IF_ERROR(
-      core->Run({}, "model", [&] { return core->Load(load, std::move(strategy)); }));
+  TANDEM_RETURN_IF_ERROR(core->thread_.Run({}, [&] {
+    return CatchTorchErrors("model", [&] { return core->Load(load, std::move(strategy)); });
+  }));
   return core;
 }
 
@@ -96,6 +99,8 @@ EngineInfo TrainingCore::Info() const {
 }
 
 absl::Status TrainingCore::RefreshWeights() {
+  if (copies_stale_) model_->OnWeightsChanged();
+  copies_stale_ = false;
   if (!weights_changed_) return absl::OkStatus();
   EngineInfo info;
   info.model = model_->Summary(limits().max_model_len);
@@ -110,13 +115,13 @@ absl::Status TrainingCore::RefreshWeights() {
 
 absl::StatusOr<StepResult> TrainingCore::Step(
     const StepIdentity& identity, absl::FunctionRef<absl::Status(StepReport& report)> compute) {
-  // Of an earlier step whose digest could not be computed.
-  TANDEM_RETURN_IF_ERROR(RefreshWeights());
   TANDEM_ASSIGN_OR_RETURN(std::optional<StepReport> stored, AdmitStep(state_, identity));
   if (stored.has_value()) {
     stored->weights.digest = state_.lineage.DigestOf(stored->weights.version);
     return StepResult{.report = *std::move(stored), .replayed = true};
   }
+  // A shutdown during the step saves it.
+  absl::Cleanup restore = [this, before = unsaved_.exchange(true)] { unsaved_ = before; };
   StepReport report{.run_id = identity.run_id, .step = identity.step};
   TANDEM_RETURN_IF_ERROR(compute(report));
   report.weights.version = state_.version;
@@ -128,27 +133,44 @@ absl::StatusOr<StepResult> TrainingCore::Step(
       report.metrics[absl::StrCat(metric_prefix_, name)] = 0;
     }
     StepReport& entry = state_.ledger.Record(identity.request_id, identity.payload_digest, report);
-    const absl::Status applied = CatchTorchErrors("update", [&] { return ApplyUpdate(entry); });
+    const absl::Status applied = ApplyUpdate(entry);
     if (!applied.ok()) {
       state_.ledger.RemoveNewest();
+      if (!broken_.ok()) std::move(restore).Cancel();  // what was there is lost
       return applied;
     }
     report = entry;
   }
-  unsaved_ = true;
+  std::move(restore).Cancel();
   TANDEM_RETURN_IF_ERROR(RefreshWeights());
   report.weights = weights();
   return StepResult{.report = std::move(report), .replayed = false};
 }
 
 absl::Status TrainingCore::ApplyUpdate(StepReport& report) {
-  double& grad_norm = report.metrics.at(absl::StrCat(metric_prefix_, "grad_norm"));
-  double& learning_rate = report.metrics.at(absl::StrCat(metric_prefix_, "learning_rate"));
-  TANDEM_ASSIGN_OR_RETURN(const parallel::OptimizerReport optimizer, strategy_->OptimizerStep());
-  grad_norm = optimizer.grad_norm;
-  learning_rate = optimizer.learning_rate;
+  const auto grad_norm = report.metrics.find(absl::StrCat(metric_prefix_, "grad_norm"));
+  const auto learning_rate = report.metrics.find(absl::StrCat(metric_prefix_, "learning_rate"));
+  const int64_t steps_before = strategy_->optimizer_steps();
+  const auto optimizer = CatchTorchErrors("update", [&] { return strategy_->OptimizerStep(); });
+  if (absl::IsDataLoss(optimizer.status())) {
+    broken_ = absl::DataLossError(
+        absl::StrCat("an update broke off and left weights of no use: load a checkpoint (",
+                     optimizer.status().message(), ")"));
+    return broken_;
+  }
+  if (strategy_->optimizer_steps() == steps_before) return optimizer.status();
+  // The update is done: the step counts, whatever fails from here on.
   report.weights.version = ++state_.version;
   weights_changed_ = true;
+  if (optimizer.ok()) {
+    grad_norm->second = optimizer->grad_norm;
+    learning_rate->second = optimizer->learning_rate;
+  } else {
+    copies_stale_ = true;
+    report.metrics.erase(grad_norm);  // not known
+    report.metrics.erase(learning_rate);
+    Log(LogLevel::kWarning, "failure_after_update", {{"error", optimizer.status().ToString()}});
+  }
   return absl::OkStatus();
 }
 
@@ -178,7 +200,6 @@ absl::StatusOr<checkpoint::Saved> TrainingCore::SaveCheckpoint(const CallScope& 
                                                                const std::string& name,
                                                                int64_t keep) {
   return Run(call, "checkpoint", [&]() -> absl::StatusOr<checkpoint::Saved> {
-    TANDEM_RETURN_IF_ERROR(RefreshWeights());
     TANDEM_ASSIGN_OR_RETURN(checkpoint::Saved saved,
                             SaveTraining(directory, name, keep, *model_, *strategy_, state_));
     unsaved_ = false;
@@ -187,11 +208,14 @@ absl::StatusOr<checkpoint::Saved> TrainingCore::SaveCheckpoint(const CallScope& 
 }
 
 absl::Status TrainingCore::LoadCheckpoint(const CallScope& call, const std::string& path) {
-  return Run(call, "checkpoint", [&]() -> absl::Status {
-    TANDEM_RETURN_IF_ERROR(LoadTraining(path, *model_, *strategy_, state_));
-    weights_changed_ = true;
-    unsaved_ = false;
-    return RefreshWeights();
+  return thread_.Run(call, [&] {
+    return CatchTorchErrors("checkpoint", [&]() -> absl::Status {
+      TANDEM_RETURN_IF_ERROR(LoadTraining(path, *model_, *strategy_, state_));
+      broken_ = absl::OkStatus();
+      weights_changed_ = true;
+      unsaved_ = false;
+      return RefreshWeights();
+    });
   });
 }
 

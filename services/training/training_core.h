@@ -9,6 +9,7 @@
 #include <memory>
 #include <mutex>
 #include <string>
+#include <type_traits>
 #include <vector>
 
 #include "absl/functional/function_ref.h"
@@ -16,6 +17,7 @@
 #include "absl/status/statusor.h"
 #include "absl/types/span.h"
 #include "common/base/engine_thread.h"
+#include "common/base/status_macros.h"
 #include "common/model/model.h"
 #include "common/model/ragged_batch.h"
 #include "common/parallel/strategy.h"
@@ -58,11 +60,18 @@ class TrainingCore {
   absl::Status ExportModel(const CallScope& call, const std::string& path, DType dtype);
   void Shutdown() { thread_.Shutdown(); }
 
-  // Runs `body`, which returns a Status or StatusOr, in the call's turn; what it throws becomes a
-  // Status that names `what`.
+  // Runs `body`, which returns a Status or StatusOr, in the call's turn, with weights whose digest
+  // is known; what it throws becomes a Status that names `what`. DATA_LOSS after an update that
+  // broke off, until a checkpoint is loaded.
   template <typename Body>
   auto Run(const CallScope& call, absl::string_view what, Body&& body) {
-    return thread_.Run(call, [&] { return CatchTorchErrors(what, body); });
+    return thread_.Run(call, [&] {
+      return CatchTorchErrors(what, [&]() -> std::invoke_result_t<Body&> {
+        TANDEM_RETURN_IF_ERROR(broken_);
+        TANDEM_RETURN_IF_ERROR(RefreshWeights());
+        return body();
+      });
+    });
   }
   void NoteProgress() { thread_.NoteProgress(); }
 
@@ -76,8 +85,9 @@ class TrainingCore {
 
   // Does a step once. `compute` checks the batch, leaves its gradients with the strategy and fills
   // the report but for what the optimizer says; it may mark the step as skipped. As soon as the
-  // update is applied the report is in the table of done steps: a failure after that loses nothing,
-  // a repeat gets it. An error changes nothing.
+  // update is applied the step counts and its report is in the table of done steps: a failure after
+  // that is repaired, now or by the next call, and a repeat gets the report. An error before that
+  // changes nothing; DATA_LOSS: as Run says.
   absl::StatusOr<StepResult> Step(const StepIdentity& identity,
                                   absl::FunctionRef<absl::Status(StepReport& report)> compute);
 
@@ -92,7 +102,7 @@ class TrainingCore {
 
   absl::Status Load(LoadOptions load, std::unique_ptr<parallel::Strategy> strategy);
   absl::Status ApplyUpdate(StepReport& report);
-  // Computes the digest of weights that changed, and publishes it.
+  // Brings what follows from weights that changed up to date: the model's copies, the digest.
   absl::Status RefreshWeights();
 
   const std::string metric_prefix_;
@@ -100,7 +110,9 @@ class TrainingCore {
   std::unique_ptr<Model> model_;
   std::unique_ptr<parallel::Strategy> strategy_;
   TrainingState state_;
+  bool copies_stale_ = false;    // the model has not been told of its last update
   bool weights_changed_ = true;  // since the digest was computed
+  absl::Status broken_;          // why these weights are of no use
   std::atomic<bool> unsaved_ = false;
 
   mutable std::mutex info_mutex_;

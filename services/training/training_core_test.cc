@@ -3,6 +3,7 @@
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>
 
+#include <filesystem>
 #include <stdexcept>
 #include <utility>
 
@@ -18,14 +19,20 @@ class FailingStrategy final : public parallel::SingleProcessStrategy {
  public:
   absl::StatusOr<parallel::OptimizerReport> OptimizerStep() override {
     if (std::exchange(fail_before_update, false)) throw std::runtime_error("before the update");
-    return SingleProcessStrategy::OptimizerStep();
+    if (std::exchange(break_off, false)) return absl::DataLossError("in the update");
+    auto report = SingleProcessStrategy::OptimizerStep();
+    if (std::exchange(fail_after_update, false)) throw std::runtime_error("after the update");
+    return report;
   }
   int64_t optimizer_steps() const override {
-    if (std::exchange(fail_after_update, false)) throw std::runtime_error("after the update");
+    // The core asks before and after an update, then for what it publishes.
+    if (fail_publishing > 0 && --fail_publishing == 0) throw std::runtime_error("publishing");
     return SingleProcessStrategy::optimizer_steps();
   }
   bool fail_before_update = false;
-  mutable bool fail_after_update = false;
+  bool break_off = false;
+  bool fail_after_update = false;
+  mutable int fail_publishing = 0;  // at this call of optimizer_steps
 };
 
 class TrainingCoreTest : public ::testing::Test {
@@ -81,7 +88,7 @@ class TrainingCoreTest : public ::testing::Test {
 
 TEST_F(TrainingCoreTest, AFailureAfterTheUpdateDoesNotLoseTheReply) {
   const std::string before = core_->Info().weights.digest;
-  strategy_->fail_after_update = true;
+  strategy_->fail_publishing = 3;
   const absl::Status failed = Step(Identity()).status();
   EXPECT_EQ(failed.code(), absl::StatusCode::kInternal) << failed;
 
@@ -99,6 +106,58 @@ TEST_F(TrainingCoreTest, AFailureAfterTheUpdateDoesNotLoseTheReply) {
   core_ = Make();
   ASSERT_TRUE(Step(Identity()).ok());
   EXPECT_EQ(Step(Identity(1)).value().report, next.report);
+}
+
+TEST_F(TrainingCoreTest, AFailureBehindTheUpdateInTheStrategyCountsTheStepOnce) {
+  strategy_->fail_after_update = true;
+  const absl::StatusOr<StepResult> first = Step(Identity());
+  ASSERT_TRUE(first.ok()) << first.status();
+  EXPECT_EQ(first->report.weights.version, 1);
+  EXPECT_EQ(first->report.metrics.count("policy/grad_norm"), 0);  // nobody knows it any more
+  EXPECT_TRUE(core_->unsaved());
+  const StepResult repeat = Step(Identity()).value();
+  EXPECT_TRUE(repeat.replayed);
+  EXPECT_EQ(repeat.report, first->report);
+  EXPECT_EQ(strategy_->optimizer_steps(), 1);
+
+  // The same as if nothing had failed.
+  const StepResult next = Step(Identity(1)).value();
+  core_ = Make();
+  EXPECT_EQ(Step(Identity()).value().report.weights, first->report.weights);
+  EXPECT_EQ(Step(Identity(1)).value().report, next.report);
+}
+
+TEST_F(TrainingCoreTest, ADigestThatFailedIsThereForWhateverComesNext) {
+  strategy_->fail_publishing = 3;
+  EXPECT_FALSE(Step(Identity()).ok());
+  const auto weights =
+      core_->Run({}, "test", [&]() -> absl::StatusOr<WeightsVersion> { return core_->weights(); });
+  EXPECT_EQ(weights->version, 1);
+  EXPECT_NE(weights->digest, "");
+}
+
+TEST_F(TrainingCoreTest, AfterAnUpdateThatBrokeOffOnlyACheckpointHelps) {
+  const std::string directory = folder_ / "checkpoints";
+  const std::string path = core_->SaveCheckpoint({}, directory, "step_0", 0).value().path;
+  strategy_->break_off = true;
+  const absl::Status broken = Step(Identity()).status();
+  EXPECT_EQ(broken.code(), absl::StatusCode::kDataLoss);
+  EXPECT_NE(broken.message().find("load a checkpoint"), std::string::npos);
+  EXPECT_EQ(Step(Identity()).status(), broken);
+  EXPECT_EQ(core_->SaveCheckpoint({}, directory, "step_1", 0).status(), broken);
+  EXPECT_TRUE(core_->unsaved());
+  ASSERT_TRUE(core_->LoadCheckpoint({}, path).ok());
+  EXPECT_FALSE(core_->unsaved());
+  EXPECT_FALSE(Step(Identity()).value().replayed);
+}
+
+TEST_F(TrainingCoreTest, AnExportRemovesWhatCrashesLeftOfIt) {
+  const std::filesystem::path left = folder_ / ".tmp-123-export", other = folder_ / ".tmp-123-x";
+  std::filesystem::create_directories(left);
+  std::filesystem::create_directories(other);
+  ASSERT_TRUE(core_->ExportModel({}, folder_ / "export", DType::kFloat32).ok());
+  EXPECT_FALSE(std::filesystem::exists(left));
+  EXPECT_TRUE(std::filesystem::exists(other));
 }
 
 TEST_F(TrainingCoreTest, AFailureBeforeTheUpdateChangesNothing) {
