@@ -51,7 +51,7 @@ std::optional<int64_t> AvailableMemoryBytes(const std::string& root) {
     if (!absl::ConsumePrefix(&path, "0::")) continue;
     // A limit of any ancestor holds too.
     for (std::string group(absl::StripSuffix(path, "/"));; group.resize(group.rfind('/'))) {
-      const std::optional<int64_t> left = Left(root + "/sys/fs/cgroup" + group);
+      const std::optional<int64_t> left = Left(absl::StrCat(root, "/sys/fs/cgroup", group));
       if (left.has_value()) available = std::min(available.value_or(*left), *left);
       if (group.rfind('/') == std::string::npos) break;
     }

@@ -14,7 +14,7 @@ def test_a_step_in_many_messages_gives_the_bits_of_one_message(rollout, monkeypa
     step = prompts(4, TANDEM["word"], num_samples=3, return_other_logprobs=True)
     whole = rollout.generate(step)
     monkeypatch.setattr(requests, "_PROMPT_BYTES", 150)
-    assert len(requests.submit(p.named(i) for i, p in enumerate(step))) == 4
+    assert len(requests.submit(p.named(i) for i, p in enumerate(step))) > 1
     assert rollout.generate(step) == whole
 
 
