@@ -32,6 +32,9 @@ class CriticApp final : public rpc::ServerApp {
   absl::Status CheckHealth() override { return engine_->Health(); }
   void UpdateMetrics() override { service_.UpdateMetrics(); }
   void Stop() override;
+  bool HasUnsavedState() const override {
+    return !config_.shutdown_checkpoint_directory().empty() && engine_->unsaved();
+  }
 
  private:
   const config::v1::CriticServerConfig config_;

@@ -204,7 +204,8 @@ class EngineImpl : public Engine {
   void Shutdown() override { thread_->Shutdown(); }
 
  private:
-  // The whole life of the engine thread.
+  // What the engine thread runs, from its start to its end. What still waits when the loop is over
+  // fails; no exception leaves (FailAll).
   void Live(absl::FunctionRef<void()> loop) {
     // Both are settings of the thread.
     SetComputeThreads(options_.compute);
@@ -227,6 +228,7 @@ class EngineImpl : public Engine {
     return paused_ ? now + kPausedPoll : absl::InfinitePast();
   }
 
+  // Whatever the listeners throw.
   void FailAll(const absl::Status& status) {
     generator_->FailAll(status);
     scorer_->FailAll(status);

@@ -663,6 +663,34 @@ TEST_F(EngineTest, AnExceptionInAStepFailsItsPromptsAndNotTheEngine) {
   EXPECT_EQ(engine->Stats().senior_kv_tokens, 0);
 }
 
+// Throws when it hears of a failure.
+class DeafListener : public PromptListener {
+ public:
+  void OnTokens(TokensDelta) override { throw std::runtime_error("no tokens please"); }
+  void OnFinished(Trajectory) override {}
+  void OnFailed(absl::Status) override { throw std::runtime_error("no failures please"); }
+};
+
+TEST_F(EngineTest, AListenerThatThrowsWhenAllFailKeepsNobodyFromHearing) {
+  auto engine = Create();
+  PromptRequest request = Request({});
+  request.stream_tokens = true;
+  const auto deaf = std::make_shared<DeafListener>();
+  // A step fails: the one that is told first throws once more.
+  const auto listener = std::make_shared<RecordingListener>(1);
+  ASSERT_TRUE(engine->Submit({{request, deaf}, {Request({}), listener}}).ok());
+  listener->Wait();
+  EXPECT_EQ(listener->failure()->code(), absl::StatusCode::kInternal);
+  EXPECT_EQ(engine->Stats().senior_kv_tokens, 0);
+
+  // The engine ends.
+  ASSERT_TRUE(engine->Pause({}).ok());
+  const auto last = std::make_shared<RecordingListener>(1);
+  ASSERT_TRUE(engine->Submit({{request, deaf}, {Request({}), last}}).ok());
+  engine->Shutdown();
+  EXPECT_EQ(last->failure()->code(), absl::StatusCode::kCancelled);
+}
+
 TEST(TorchRunnerTest, WhatLibtorchRefusesIsAStatus) {
   TemporaryFolder folder;
   WriteTinyModel(folder.path(), 1);

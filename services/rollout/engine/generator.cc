@@ -6,6 +6,8 @@
 #include <span>
 #include <utility>
 
+#include "common/base/catch_exceptions.h"
+#include "common/base/logging.h"
 #include "common/base/philox.h"
 #include "common/base/status_macros.h"
 #include "common/tandem/tandem_sampler.h"
@@ -146,7 +148,14 @@ void Generator::Fail(PromptId id, const absl::Status& status) {
 }
 
 void Generator::FailAll(const absl::Status& status) {
-  while (!prompts_.empty()) Fail(prompts_.begin()->first, status);
+  while (!prompts_.empty()) {
+    // A listener that throws must not keep the others from hearing.
+    const absl::Status told = CatchExceptions("a listener", [&] {
+      Fail(prompts_.begin()->first, status);
+      return absl::OkStatus();
+    });
+    if (!told.ok()) Log(LogLevel::kError, "listener_failed", {{"error", told.ToString()}});
+  }
 }
 
 void Generator::ExpireDeadlines(absl::Time now) {

@@ -185,6 +185,7 @@ absl::Status TorchEngine::PolicyStep(const CallScope& call, const TrainStepReque
                           AdvantagesOf(call, request, batch, report.metrics));
   TrainingRows rows = PolicyRows(batch, *scales, advantages.advantages);
   loss::PolicyLossOptions options = batch.objective.loss;
+  // Without a coefficient the reference model is not even run.
   if (options.kl_coefficient == 0) options.kl_estimator = loss::KlEstimator::kNone;
   const bool with_reference = options.kl_estimator != loss::KlEstimator::kNone;
   if (with_reference) rows.tokens.reference.resize(rows.tokens.scales.size());

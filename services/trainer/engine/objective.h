@@ -1,6 +1,7 @@
 // What a train step optimises: the engine's side of tandem.trainer.v1.PolicyObjective. A new field
-// of the contract is a field here, with its bounds in CheckObjective, a line in
-// services/trainer/service/objective_convert.cc, and the code that uses it.
+// of the contract is a field here (of a loss term: in common/loss/policy_loss.h), with its bounds
+// in CheckObjective, a line in services/trainer/service/objective_convert.cc, and the code that
+// uses it.
 #ifndef TANDEM_SERVICES_TRAINER_ENGINE_OBJECTIVE_H_
 #define TANDEM_SERVICES_TRAINER_ENGINE_OBJECTIVE_H_
 

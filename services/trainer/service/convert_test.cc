@@ -28,7 +28,7 @@ TEST(PolicyObjectiveTest, AnEmptyMessageGivesTheDocumentedDefaults) {
   EXPECT_EQ(objective->loss.clip_ratio_high, 0.2);
   EXPECT_EQ(objective->loss.dual_clip, 0);
   EXPECT_EQ(objective->loss.kl_coefficient, 0);
-  EXPECT_EQ(objective->loss.kl_estimator, loss::KlEstimator::kNone);
+  EXPECT_EQ(objective->loss.kl_estimator, loss::KlEstimator::kK3);
   EXPECT_EQ(objective->loss.entropy_coefficient, 0);
   EXPECT_EQ(objective->loss.importance_sampling_cap, 0);
   EXPECT_EQ(objective->junior_token_loss_weight, 0);
@@ -82,7 +82,6 @@ void ExpectEveryFieldCounts(const Proto& base) {
 
 TEST(ObjectiveTest, NoFieldOfTheContractIsIgnored) {
   v1::PolicyObjective base;
-  base.set_kl_coefficient(0.1);  // else the estimator does not matter
   ExpectEveryFieldCounts<PolicyObjective>(base);
   ExpectEveryFieldCounts<SupervisedObjective>(v1::SupervisedObjective());
 }
@@ -121,7 +120,7 @@ TEST(PolicyObjectiveTest, EveryFieldIsCarried) {
   EXPECT_EQ(objective->scale.normalizer, loss::Normalizer::kAllTokens);
   EXPECT_EQ(objective->scale.norm_constant, 64);
   EXPECT_EQ(objective->loss.kl_coefficient, 0.01);
-  EXPECT_EQ(objective->loss.kl_estimator, loss::KlEstimator::kK3);  // the default with a KL
+  EXPECT_EQ(objective->loss.kl_estimator, loss::KlEstimator::kK3);  // the default
   EXPECT_EQ(objective->loss.entropy_coefficient, 0.02);
   EXPECT_EQ(objective->loss.importance_sampling_cap, 2);
   EXPECT_EQ(objective->junior_kl_coefficient, 0.5);

@@ -117,8 +117,6 @@ absl::Status LossTermsFromProto(const v1::PolicyObjective& proto, loss::PolicyLo
   out->dual_clip = proto.dual_clip();
   out->kl_coefficient = proto.kl_coefficient();
   TANDEM_ASSIGN_OR_RETURN(out->kl_estimator, KlEstimatorFromProto(proto.kl_estimator()));
-  // Without a coefficient the reference model is not even run.
-  if (out->kl_coefficient == 0) out->kl_estimator = loss::KlEstimator::kNone;
   out->entropy_coefficient = proto.entropy_coefficient();
   out->importance_sampling_cap = proto.importance_sampling_cap();
   return absl::OkStatus();

@@ -33,6 +33,9 @@ class TrainerApp final : public rpc::ServerApp {
   void UpdateMetrics() override { service_.UpdateMetrics(); }
   void Drain(absl::Time deadline) override;
   void Stop() override;
+  bool HasUnsavedState() const override {
+    return !config_.shutdown_checkpoint_directory().empty() && engine_->unsaved();
+  }
 
   TrainerService& service() { return service_; }
 
