@@ -43,7 +43,7 @@ class FlakyReceiver final : public WeightReceiver {
       return absl::UnavailableError("the connection broke");
     }
     if (chunks_until_break_ > 0) --chunks_until_break_;
-    const absl::StatusOr<int64_t> next = receiver_.Append(id, chunk_index, data);
+    absl::StatusOr<int64_t> next = receiver_.Append(id, chunk_index, data);
     chunks_appended_ += next.ok();
     return next;
   }
