@@ -52,7 +52,8 @@ struct OutputGradients {
   at::Tensor bias;    // [V]
 };
 
-// What a trainer is given instead of logits, so that an implementation need not keep them. Not thread-safe.
+// What a trainer is given instead of logits, so that an implementation need not keep them. Not
+// thread-safe.
 class FusedOutputLoss {
  public:
   virtual ~FusedOutputLoss() = default;

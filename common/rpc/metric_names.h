@@ -52,7 +52,7 @@ inline constexpr MetricSpec kServerInfo{MetricType::kGauge,
 inline constexpr MetricSpec kServerStart{MetricType::kGauge, "tandem_server_start_time_seconds",
                                          "Unix time at which the process started."};
 inline constexpr MetricSpec kWeightsVersion{MetricType::kGauge, "tandem_weights_version",
-                                           "Version of the weights that the server holds."};
+                                            "Version of the weights that the server holds."};
 inline constexpr MetricSpec kLastProgress{
     MetricType::kGauge, "tandem_last_progress_timestamp_seconds",
     "Unix time of the last forward pass or train step; 0 before the first."};
