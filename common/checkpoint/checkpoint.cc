@@ -13,6 +13,7 @@
 #include "common/base/bounded_json.h"
 #include "common/base/error.h"
 #include "common/base/field_check.h"
+#include "common/base/file_descriptor.h"
 #include "common/base/status_macros.h"
 #include "common/checkpoint/replace_directory.h"
 #include "common/checkpoint/temporary_directory.h"
@@ -42,11 +43,6 @@ struct Manifest {
 bool IsPlainName(const std::string& name) {
   return !name.empty() && name[0] != '.' && name.size() <= 200 &&
          name.find('/') == std::string::npos && name.find('\0') == std::string::npos;
-}
-
-absl::Status FilesystemError(const char* what, const fs::path& path, const std::error_code& error) {
-  return absl::Status(absl::ErrnoToStatusCode(error.value()),
-                      absl::StrCat(what, " ", path.string(), ": ", error.message()));
 }
 
 absl::StatusOr<FileEntry> Describe(const fs::path& path) {
@@ -141,12 +137,15 @@ absl::Status CheckReplaceable(const fs::path& target, const std::string& kind) {
 
 }  // namespace
 
+absl::Status CheckName(const std::string& name) {
+  if (IsPlainName(name)) return absl::OkStatus();
+  return InvalidField("name", "must be a plain file name that does not start with a dot");
+}
+
 absl::StatusOr<Saved> Save(
     const std::string& parent, const std::string& name, const Identity& identity,
     absl::FunctionRef<absl::Status(const std::string& directory)> write_files) {
-  if (!IsPlainName(name)) {
-    return InvalidField("name", "must be a plain file name that does not start with a dot");
-  }
+  TANDEM_RETURN_IF_ERROR(CheckName(name));
   TANDEM_RETURN_IF_ERROR(CheckGiven("directory", parent));
   const fs::path target = fs::path(parent) / name;
   TANDEM_RETURN_IF_ERROR(RecoverDirectory(target.string()));
@@ -232,7 +231,7 @@ absl::Status Prune(const std::string& parent, const std::string& kind, int64_t k
     std::error_code error;
     fs::rename(path, temporary, error);
     if (!error) fs::remove_all(temporary, error);
-    if (error) return FilesystemError("cannot remove", path, error);
+    if (error) return FileError(error.value(), "cannot remove", path.string());
   }
   return absl::OkStatus();
 }

@@ -30,11 +30,14 @@ struct Saved {
   int64_t bytes = 0;  // of all files
 };
 
+// INVALID_ARGUMENT ("name") for what is not a plain file name, or starts with a dot.
+absl::Status CheckName(const std::string& name);
+
 // Writes parent/name. `write_files` puts plain files (no folders) into the directory it is given. A
 // checkpoint of that name and kind is replaced, so that a Save may be repeated; anything else that
 // has the name is ALREADY_EXISTS ("name"). What earlier crashes left of a Save of this name is
-// removed or put back first. On failure nothing changes. INVALID_ARGUMENT for a name that is not a
-// plain file name; otherwise the error of the file that failed.
+// removed or put back first. On failure nothing changes. INVALID_ARGUMENT as
+// CheckName says; otherwise the error of the file that failed.
 absl::StatusOr<Saved> Save(
     const std::string& parent, const std::string& name, const Identity& identity,
     absl::FunctionRef<absl::Status(const std::string& directory)> write_files);

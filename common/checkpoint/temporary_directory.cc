@@ -11,6 +11,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/string_view.h"
 #include "absl/strings/strip.h"
+#include "common/base/file_descriptor.h"
 
 namespace tandem::checkpoint {
 namespace {
@@ -23,11 +24,6 @@ bool IsTemporaryNameOf(absl::string_view entry, absl::string_view name) {
   return absl::ConsumePrefix(&entry, "-") && entry == name;
 }
 
-absl::Status FilesystemError(const char* what, const fs::path& path, const std::error_code& error) {
-  return absl::Status(absl::ErrnoToStatusCode(error.value()),
-                      absl::StrCat(what, " ", path.string(), ": ", error.message()));
-}
-
 }  // namespace
 
 std::string TemporaryName(const std::string& name) {
@@ -38,7 +34,7 @@ absl::StatusOr<std::string> CreateTemporaryDirectory(const std::string& parent,
                                                      const std::string& name) {
   std::error_code error;
   fs::create_directories(parent, error);
-  if (error) return FilesystemError("cannot create", parent, error);
+  if (error) return FileError(error.value(), "cannot create", parent);
   std::vector<fs::path> leftovers;
   for (const fs::directory_entry& entry : fs::directory_iterator(parent, error)) {
     if (IsTemporaryNameOf(entry.path().filename().string(), name)) {
@@ -47,11 +43,11 @@ absl::StatusOr<std::string> CreateTemporaryDirectory(const std::string& parent,
   }
   for (const fs::path& path : leftovers) {
     fs::remove_all(path, error);
-    if (error) return FilesystemError("cannot remove", path, error);
+    if (error) return FileError(error.value(), "cannot remove", path.string());
   }
   const fs::path temporary = fs::path(parent) / TemporaryName(name);
   fs::create_directory(temporary, error);
-  if (error) return FilesystemError("cannot create", temporary, error);
+  if (error) return FileError(error.value(), "cannot create", temporary.string());
   return temporary.string();
 }
 

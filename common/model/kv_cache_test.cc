@@ -3,7 +3,7 @@
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>
 
-#include "common/model/test_models.h"
+#include "common/model/testing/models.h"
 
 namespace tandem {
 namespace {

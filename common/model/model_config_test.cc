@@ -4,7 +4,7 @@
 
 #include "common/base/error.h"
 #include "common/model/rope.h"
-#include "common/model/test_models.h"
+#include "common/model/testing/models.h"
 
 namespace tandem {
 namespace {

@@ -8,7 +8,7 @@
 
 #include "common/base/error.h"
 #include "common/model/model.h"
-#include "common/model/test_models.h"
+#include "common/model/testing/models.h"
 #include "common/tensor/aten_bytes.h"
 #include "common/tensor/weights_digest.h"
 

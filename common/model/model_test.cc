@@ -7,7 +7,7 @@
 #include <gtest/gtest.h>
 
 #include "common/base/error.h"
-#include "common/model/test_models.h"
+#include "common/model/testing/models.h"
 
 namespace tandem {
 namespace {

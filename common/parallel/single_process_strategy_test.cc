@@ -8,7 +8,7 @@
 #include <limits>
 
 #include "common/base/error.h"
-#include "common/model/test_models.h"
+#include "common/model/testing/models.h"
 #include "common/model/testing/tiny_model_dir.h"
 
 namespace tandem::parallel {

@@ -7,7 +7,7 @@
 #include <memory>
 
 #include "absl/time/clock.h"
-#include "common/rpc/fake_weight_service.h"
+#include "common/rpc/testing/fake_weight_service.h"
 
 namespace {
 

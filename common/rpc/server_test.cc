@@ -18,8 +18,8 @@
 #include "absl/synchronization/notification.h"
 #include "common/base/error.h"
 #include "common/rpc/error_table.h"
-#include "common/rpc/fake_weight_service.h"
-#include "common/rpc/test_server.h"
+#include "common/rpc/testing/fake_weight_service.h"
+#include "common/rpc/testing/server.h"
 
 namespace tandem::rpc {
 namespace {

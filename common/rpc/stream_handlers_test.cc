@@ -10,7 +10,7 @@
 
 #include "absl/synchronization/notification.h"
 #include "common/base/error.h"
-#include "common/rpc/test_server.h"
+#include "common/rpc/testing/server.h"
 #include "tandem/trainer/v1/trainer.grpc.pb.h"
 
 namespace tandem::rpc {

@@ -13,7 +13,7 @@
 #include "common/base/error.h"
 #include "common/rpc/error_table.h"
 #include "common/rpc/proto_convert.h"
-#include "common/rpc/test_server.h"
+#include "common/rpc/testing/server.h"
 #include "common/rpc/weight_receiver_service.h"
 #include "common/rpc/weight_sender.h"
 #include "common/tensor/checksum.h"

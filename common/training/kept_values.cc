@@ -10,23 +10,31 @@ namespace tandem::training {
 
 using nlohmann::json;
 
+namespace {
+
+struct IsOf {
+  const std::string& run_id;
+  const std::string& request_id;
+
+  bool operator()(const KeptValues::Step& step) const {
+    return step.run_id == run_id && step.request_id == request_id;
+  }
+};
+
+}  // namespace
+
 const KeptValues::Step* KeptValues::Find(const std::string& run_id,
                                          const std::string& request_id) const {
-  const auto found = std::find_if(steps_.begin(), steps_.end(), [&](const Step& step) {
-    return step.run_id == run_id && step.request_id == request_id;
-  });
+  const auto found = std::ranges::find_if(steps_, IsOf{run_id, request_id});
   return found == steps_.end() ? nullptr : &*found;
 }
 
 KeptValues::Step& KeptValues::Open(const std::string& run_id, const std::string& request_id,
                                    const WeightsVersion& weights) {
-  for (Step& step : steps_) {
-    if (step.run_id != run_id || step.request_id != request_id) continue;
-    if (step.weights != weights) {
-      step.by_sequence.clear();
-      step.weights = weights;
-    }
-    return step;
+  const auto found = std::ranges::find_if(steps_, IsOf{run_id, request_id});
+  if (found != steps_.end()) {
+    if (found->weights != weights) *found = {run_id, request_id, weights, {}};
+    return *found;
   }
   if (steps_.size() == max_steps_) steps_.pop_front();
   return steps_.emplace_back(Step{run_id, request_id, weights, {}});

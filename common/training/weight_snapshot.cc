@@ -9,7 +9,6 @@
 
 #include "absl/status/status.h"
 #include "absl/strings/str_cat.h"
-#include "common/tensor/checksum.h"
 #include "common/tensor/dtype.h"
 #include "common/tensor/weights_digest.h"
 
@@ -66,10 +65,11 @@ class Snapshot : public WeightSource {
 
 }  // namespace
 
-absl::StatusOr<std::shared_ptr<const WeightSource>> MakeWeightSnapshot(const NamedTensors& tensors,
-                                                                       int64_t version) {
+absl::StatusOr<std::shared_ptr<const WeightSource>> MakeWeightSnapshot(
+    const NamedTensors& tensors, const WeightsVersion& weights) {
   const at::NoGradGuard no_grad;
-  WeightManifest manifest = {.version = version, .tensors = {}, .total_bytes = 0, .digest = {}};
+  WeightManifest manifest = {
+      .version = weights.version, .tensors = {}, .total_bytes = 0, .digest = weights.digest};
   for (const auto& [name, tensor] : tensors) {
     if (!tensor.is_floating_point()) {
       return absl::InvalidArgumentError(absl::StrCat("tensor '", name, "' is not floating-point"));
@@ -84,7 +84,6 @@ absl::StatusOr<std::shared_ptr<const WeightSource>> MakeWeightSnapshot(const Nam
     at::from_blob(to, values.sizes(), at::kFloat).copy_(values);
     to += values.nbytes();
   });
-  manifest.digest = Xxh3Hex(buffer.bytes.get(), buffer.size);
   return std::make_shared<Snapshot>(std::move(manifest), std::move(buffer));
 }
 

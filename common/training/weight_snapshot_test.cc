@@ -12,6 +12,16 @@
 namespace tandem::training {
 namespace {
 
+WeightsVersion VersionOf(int64_t version, const NamedTensors& tensors) {
+  return {.version = version, .digest = WeightsDigest(tensors)};
+}
+
+std::string DigestOfStream(const WeightSource& source) {
+  std::vector<std::byte> stream(static_cast<size_t>(source.manifest().total_bytes));
+  source.Read(0, absl::MakeSpan(stream));
+  return Xxh3Hex(stream.data(), stream.size());
+}
+
 TEST(WeightSnapshotTest, ReadsAnyRangeOfTheStreamAndIsACopy) {
   const NamedTensors tensors = {{"a", at::arange(6, at::kFloat).view({2, 3})},
                                 {"b", at::full({1}, 7.0)},
@@ -21,7 +31,7 @@ TEST(WeightSnapshotTest, ReadsAnyRangeOfTheStreamAndIsACopy) {
     const auto* bytes = static_cast<const std::byte*>(tensor.const_data_ptr());
     stream.insert(stream.end(), bytes, bytes + tensor.nbytes());
   }
-  const auto snapshot = MakeWeightSnapshot(tensors, 4).value();
+  const auto snapshot = MakeWeightSnapshot(tensors, VersionOf(4, tensors)).value();
   at::Tensor(tensors[0].second).zero_();
   const WeightManifest& manifest = snapshot->manifest();
   EXPECT_EQ(manifest.version, 4);
@@ -39,12 +49,13 @@ TEST(WeightSnapshotTest, ReadsAnyRangeOfTheStreamAndIsACopy) {
 
 TEST(WeightSnapshotTest, HalfPrecisionIsWidenedAndIntegersAreRefused) {
   const at::Tensor half = at::full({3}, 1.5).to(at::kBFloat16);
-  const auto snapshot = MakeWeightSnapshot({{"a", half}}, 1).value();
+  const auto snapshot = MakeWeightSnapshot({{"a", half}}, VersionOf(1, {{"a", half}})).value();
   const at::Tensor wide = half.to(at::kFloat);
   EXPECT_EQ(snapshot->manifest().tensors[0].dtype, DType::kFloat32);
   EXPECT_EQ(snapshot->manifest().digest, WeightsDigest({{"a", wide}}));
-  EXPECT_EQ(snapshot->manifest().digest, Xxh3Hex(wide.const_data_ptr(), wide.nbytes()));
-  EXPECT_EQ(MakeWeightSnapshot({{"a", at::ones({2}, at::kLong)}}, 1).status().code(),
+  EXPECT_EQ(snapshot->manifest().digest, DigestOfStream(*snapshot));
+  EXPECT_EQ(DigestOfStream(*snapshot), Xxh3Hex(wide.const_data_ptr(), wide.nbytes()));
+  EXPECT_EQ(MakeWeightSnapshot({{"a", at::ones({2}, at::kLong)}}, {}).status().code(),
             absl::StatusCode::kInvalidArgument);
 }
 
@@ -54,11 +65,12 @@ TEST(WeightSnapshotTest, MemoryIsUsedAgainOnlyWhenNobodyHoldsIt) {
     source.Read(0, absl::MakeSpan(reinterpret_cast<std::byte*>(&value), sizeof(value)));
     return value;
   };
-  const auto kept = MakeWeightSnapshot({{"a", at::full({8}, 1.0)}}, 1).value();
+  const auto kept =
+      MakeWeightSnapshot({{"a", at::full({8}, 1.0)}}, {.version = 1, .digest = {}}).value();
   for (const double value : {-2.5, 3.25, -4.75}) {
     const at::Tensor tensor = at::full({8}, value, at::kFloat);
-    const auto next = MakeWeightSnapshot({{"a", tensor}}, 2).value();
-    EXPECT_EQ(next->manifest().digest, WeightsDigest({{"a", tensor}}));
+    const auto next = MakeWeightSnapshot({{"a", tensor}}, {.version = 2, .digest = {}}).value();
+    EXPECT_EQ(DigestOfStream(*next), WeightsDigest({{"a", tensor}}));
     EXPECT_EQ(first_value(*next), value);
     EXPECT_EQ(first_value(*kept), 1.0f);
   }

@@ -11,6 +11,7 @@
 #include "common/base/atomic_file.h"
 #include "common/base/bounded_json.h"
 #include "common/base/error.h"
+#include "common/base/field_check.h"
 #include "common/base/status_macros.h"
 #include "common/checkpoint/temporary_directory.h"
 #include "common/tensor/aten_bytes.h"
@@ -62,7 +63,7 @@ absl::StatusOr<checkpoint::Saved> SaveTraining(const std::string& directory,
                                                const std::string& name, int64_t keep,
                                                const Model& model, parallel::Strategy& strategy,
                                                const TrainingState& state) {
-  if (keep < 0) return InvalidField("keep", "must not be negative");
+  TANDEM_RETURN_IF_ERROR(CheckAtLeast("keep", keep, 0));
   TANDEM_ASSIGN_OR_RETURN(
       const checkpoint::Saved saved,
       checkpoint::Save(
@@ -80,17 +81,14 @@ absl::StatusOr<checkpoint::Saved> SaveTraining(const std::string& directory,
   return saved;
 }
 
-absl::Status LoadTraining(const std::string& path, Model& model, parallel::Strategy& strategy,
-                          TrainingState& state) {
+absl::StatusOr<TrainingCheckpoint> ReadTraining(const std::string& path, const Model& model,
+                                                const std::string& kind) {
   TANDEM_RETURN_IF_ERROR(checkpoint::Verify(path));
-  TANDEM_ASSIGN_OR_RETURN(TrainingState loaded, ReadState(path, state.kind));
-  const std::string file = absl::StrCat(path, "/", kWeightsFile);
-  TANDEM_ASSIGN_OR_RETURN(const NamedTensors weights, ReadNamedTensors(file));
-  TANDEM_RETURN_IF_ERROR(CheckFits(weights, model, path));
-  TANDEM_RETURN_IF_ERROR(strategy.LoadOptimizer(path));
-  TANDEM_RETURN_IF_ERROR(strategy.ScatterParameters(weights));
-  state = std::move(loaded);
-  return absl::OkStatus();
+  TrainingCheckpoint read;
+  TANDEM_ASSIGN_OR_RETURN(read.state, ReadState(path, kind));
+  TANDEM_ASSIGN_OR_RETURN(read.weights, ReadNamedTensors(absl::StrCat(path, "/", kWeightsFile)));
+  TANDEM_RETURN_IF_ERROR(CheckFits(read.weights, model, path));
+  return read;
 }
 
 absl::Status ExportModel(const Model& model, const std::string& path, DType dtype) {

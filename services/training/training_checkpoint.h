@@ -12,6 +12,7 @@
 #include "common/model/model.h"
 #include "common/parallel/strategy.h"
 #include "common/tensor/dtype.h"
+#include "common/tensor/named_tensors.h"
 #include "common/training/training_state.h"
 
 namespace tandem::training {
@@ -23,11 +24,16 @@ absl::StatusOr<checkpoint::Saved> SaveTraining(const std::string& directory,
                                                const Model& model, parallel::Strategy& strategy,
                                                const TrainingState& state);
 
-// Loads a step directory into model, optimizer and state. Everything is verified before the first
-// change. NOT_FOUND, DATA_LOSS naming the file, FAILED_PRECONDITION if it is another kind's,
-// INVALID_ARGUMENT if it is another model's.
-absl::Status LoadTraining(const std::string& path, Model& model, parallel::Strategy& strategy,
-                          TrainingState& state);
+// What a step directory holds beside the optimizer's state.
+struct TrainingCheckpoint {
+  NamedTensors weights;  // exactly the model's parameters
+  TrainingState state;
+};
+
+// Verifies and reads a step directory. NOT_FOUND, DATA_LOSS naming the file, FAILED_PRECONDITION if
+// it is another kind's, INVALID_ARGUMENT if it is another model's.
+absl::StatusOr<TrainingCheckpoint> ReadTraining(const std::string& path, const Model& model,
+                                                const std::string& kind);
 
 // Writes the model as a plain Hugging Face directory, complete or not at all. ALREADY_EXISTS if
 // `path` exists.

@@ -80,7 +80,8 @@ absl::Status TrainingCore::Load(LoadOptions load, std::unique_ptr<parallel::Stra
   strategy_ = std::move(strategy);
   TANDEM_RETURN_IF_ERROR(
       PrependFieldPath("optimizer", strategy_->Build(*model_, options_.optimizer)));
-  return RefreshWeights();
+  RecordWeights(model_->weights_digest());
+  return absl::OkStatus();
 }
 
 SequenceLimits TrainingCore::limits() const {
@@ -98,19 +99,21 @@ EngineInfo TrainingCore::Info() const {
   return info_;
 }
 
-absl::Status TrainingCore::RefreshWeights() {
+void TrainingCore::RefreshWeights() {
   if (copies_stale_) model_->OnWeightsChanged();
   copies_stale_ = false;
-  if (!weights_changed_) return absl::OkStatus();
+  if (weights_changed_) RecordWeights(WeightsDigest(model_->Parameters()));
+}
+
+void TrainingCore::RecordWeights(std::string digest) {
   EngineInfo info;
   info.model = model_->Summary(limits().max_model_len);
   info.optimizer_steps = strategy_->optimizer_steps();
-  info.weights = {.version = state_.version, .digest = WeightsDigest(model_->Parameters())};
+  info.weights = {.version = state_.version, .digest = std::move(digest)};
   state_.lineage.Record(info.weights);
   weights_changed_ = false;
   const std::lock_guard lock(info_mutex_);
   info_ = std::move(info);
-  return absl::OkStatus();
 }
 
 absl::StatusOr<StepResult> TrainingCore::Step(
@@ -142,7 +145,7 @@ absl::StatusOr<StepResult> TrainingCore::Step(
     report = entry;
   }
   std::move(restore).Cancel();
-  TANDEM_RETURN_IF_ERROR(RefreshWeights());
+  RefreshWeights();
   report.weights = weights();
   return StepResult{.report = std::move(report), .replayed = false};
 }
@@ -210,11 +213,18 @@ absl::StatusOr<checkpoint::Saved> TrainingCore::SaveCheckpoint(const CallScope& 
 absl::Status TrainingCore::LoadCheckpoint(const CallScope& call, const std::string& path) {
   return thread_.Run(call, [&] {
     return CatchTorchErrors("checkpoint", [&]() -> absl::Status {
-      TANDEM_RETURN_IF_ERROR(LoadTraining(path, *model_, *strategy_, state_));
+      TANDEM_ASSIGN_OR_RETURN(TrainingCheckpoint read, ReadTraining(path, *model_, state_.kind));
+      TANDEM_RETURN_IF_ERROR(strategy_->LoadOptimizer(path));
+      // The optimizer's state is the checkpoint's now: without its weights it is of no use.
+      broken_ = absl::DataLossError(
+          absl::StrCat("loading ", path, " broke off: load a checkpoint before anything else"));
+      TANDEM_RETURN_IF_ERROR(strategy_->ScatterParameters(read.weights));
+      state_ = std::move(read.state);
       broken_ = absl::OkStatus();
       weights_changed_ = true;
       unsaved_ = false;
-      return RefreshWeights();
+      RefreshWeights();
+      return absl::OkStatus();
     });
   });
 }

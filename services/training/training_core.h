@@ -68,7 +68,7 @@ class TrainingCore {
     return thread_.Run(call, [&] {
       return CatchTorchErrors(what, [&]() -> std::invoke_result_t<Body&> {
         TANDEM_RETURN_IF_ERROR(broken_);
-        TANDEM_RETURN_IF_ERROR(RefreshWeights());
+        RefreshWeights();
         return body();
       });
     });
@@ -103,7 +103,8 @@ class TrainingCore {
   absl::Status Load(LoadOptions load, std::unique_ptr<parallel::Strategy> strategy);
   absl::Status ApplyUpdate(StepReport& report);
   // Brings what follows from weights that changed up to date: the model's copies, the digest.
-  absl::Status RefreshWeights();
+  void RefreshWeights();
+  void RecordWeights(std::string digest);
 
   const std::string metric_prefix_;
   const TrainingOptions options_;

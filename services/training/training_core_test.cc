@@ -29,6 +29,11 @@ class FailingStrategy final : public parallel::SingleProcessStrategy {
     if (fail_publishing > 0 && --fail_publishing == 0) throw std::runtime_error("publishing");
     return SingleProcessStrategy::optimizer_steps();
   }
+  absl::Status ScatterParameters(const NamedTensors& parameters) override {
+    if (std::exchange(fail_scatter, false)) throw std::runtime_error("while loading");
+    return SingleProcessStrategy::ScatterParameters(parameters);
+  }
+  bool fail_scatter = false;
   bool fail_before_update = false;
   bool break_off = false;
   bool fail_after_update = false;
@@ -149,6 +154,19 @@ TEST_F(TrainingCoreTest, AfterAnUpdateThatBrokeOffOnlyACheckpointHelps) {
   ASSERT_TRUE(core_->LoadCheckpoint({}, path).ok());
   EXPECT_FALSE(core_->unsaved());
   EXPECT_FALSE(Step(Identity()).value().replayed);
+}
+
+TEST_F(TrainingCoreTest, AfterALoadThatBrokeOffOnlyACheckpointHelps) {
+  const std::string path =
+      core_->SaveCheckpoint({}, folder_ / "checkpoints", "step_0", 0).value().path;
+  ASSERT_TRUE(Step(Identity(0)).ok());
+  strategy_->fail_scatter = true;
+  EXPECT_EQ(core_->LoadCheckpoint({}, path).code(), absl::StatusCode::kInternal);
+  EXPECT_EQ(Step(Identity(1)).status().code(), absl::StatusCode::kDataLoss);
+  EXPECT_EQ(core_->LoadCheckpoint({}, folder_ / "nothing").code(), absl::StatusCode::kNotFound);
+  EXPECT_EQ(Step(Identity(1)).status().code(), absl::StatusCode::kDataLoss);
+  ASSERT_TRUE(core_->LoadCheckpoint({}, path).ok());
+  EXPECT_FALSE(Step(Identity(0)).value().replayed);
 }
 
 TEST_F(TrainingCoreTest, AnExportRemovesWhatCrashesLeftOfIt) {

@@ -7,7 +7,7 @@
 #include <filesystem>
 #include <string>
 
-#include "common/model/test_models.h"
+#include "common/model/testing/models.h"
 
 namespace tandem {
 

@@ -7,10 +7,10 @@
 #include "common/base/error.h"
 #include "common/rpc/error_table.h"
 #include "common/rpc/proto_convert.h"
-#include "common/rpc/test_server.h"
+#include "common/rpc/testing/server.h"
 #include "services/critic/service/convert.h"
 #include "services/critic/service/critic_app.h"
-#include "services/critic/service/fake_engine.h"
+#include "services/critic/service/testing/fake_engine.h"
 
 namespace tandem::critic {
 namespace {

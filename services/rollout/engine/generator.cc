@@ -6,11 +6,10 @@
 #include <span>
 #include <utility>
 
-#include "common/base/catch_exceptions.h"
-#include "common/base/logging.h"
 #include "common/base/philox.h"
 #include "common/base/status_macros.h"
 #include "common/tandem/tandem_sampler.h"
+#include "services/rollout/engine/tell_listener.h"
 
 namespace tandem::rollout {
 namespace {
@@ -149,12 +148,7 @@ void Generator::Fail(PromptId id, const absl::Status& status) {
 
 void Generator::FailAll(const absl::Status& status) {
   while (!prompts_.empty()) {
-    // A listener that throws must not keep the others from hearing.
-    const absl::Status told = CatchExceptions("a listener", [&] {
-      Fail(prompts_.begin()->first, status);
-      return absl::OkStatus();
-    });
-    if (!told.ok()) Log(LogLevel::kError, "listener_failed", {{"error", told.ToString()}});
+    TellListener([&] { Fail(prompts_.begin()->first, status); });
   }
 }
 

@@ -5,11 +5,10 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
-#include "common/base/catch_exceptions.h"
 #include "common/base/error.h"
-#include "common/base/logging.h"
 #include "common/base/status_macros.h"
 #include "common/tandem/tandem_sampler.h"
+#include "services/rollout/engine/tell_listener.h"
 
 namespace tandem::rollout {
 namespace {
@@ -174,12 +173,7 @@ void Scorer::OnSeniorUpdated(const WeightsVersion& weights) {
 
 void Scorer::FailAll(const absl::Status& status) {
   while (!jobs_.empty()) {
-    // A caller that throws must not keep the others from hearing.
-    const absl::Status told = CatchExceptions("a caller", [&] {
-      End(jobs_.begin(), status);
-      return absl::OkStatus();
-    });
-    if (!told.ok()) Log(LogLevel::kError, "listener_failed", {{"error", told.ToString()}});
+    TellListener([&] { End(jobs_.begin(), status); });
   }
 }
 

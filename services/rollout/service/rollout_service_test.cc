@@ -13,9 +13,9 @@
 #include "common/base/error.h"
 #include "common/rpc/error_table.h"
 #include "common/rpc/proto_convert.h"
-#include "common/rpc/test_server.h"
-#include "services/rollout/service/fake_engine.h"
+#include "common/rpc/testing/server.h"
 #include "services/rollout/service/rollout_app.h"
+#include "services/rollout/service/testing/fake_engine.h"
 #include "tandem/weights/v1/weights.grpc.pb.h"
 
 namespace tandem::rollout {

@@ -6,7 +6,7 @@
 #include <limits>
 
 #include "common/base/error.h"
-#include "services/trainer/engine/test_batches.h"
+#include "services/trainer/engine/testing/batches.h"
 
 namespace tandem::trainer {
 namespace {

@@ -299,7 +299,7 @@ absl::StatusOr<std::shared_ptr<const WeightSource>> TorchEngine::Snapshot(const 
     }
     TANDEM_ASSIGN_OR_RETURN(const NamedTensors parameters, core_->strategy().GatherParameters());
     TANDEM_ASSIGN_OR_RETURN(std::shared_ptr<const WeightSource> snapshot,
-                            training::MakeWeightSnapshot(parameters, weights.version));
+                            training::MakeWeightSnapshot(parameters, weights));
     snapshot_ = snapshot;
     return snapshot;
   });

@@ -11,7 +11,7 @@
 #include "common/base/error.h"
 #include "common/model/testing/tiny_model_dir.h"
 #include "common/tensor/checksum.h"
-#include "services/trainer/engine/test_batches.h"
+#include "services/trainer/engine/testing/batches.h"
 
 namespace tandem::trainer {
 namespace {

@@ -3,7 +3,7 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
-#include "services/trainer/engine/test_batches.h"
+#include "services/trainer/engine/testing/batches.h"
 
 namespace tandem::trainer {
 namespace {

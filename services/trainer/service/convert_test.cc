@@ -12,7 +12,7 @@
 #include "common/base/error.h"
 #include "common/rpc/proto_convert.h"
 #include "services/trainer/service/objective_convert.h"
-#include "services/trainer/service/test_messages.h"
+#include "services/trainer/service/testing/messages.h"
 
 namespace tandem::trainer {
 namespace {

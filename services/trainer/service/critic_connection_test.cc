@@ -6,9 +6,9 @@
 #include <thread>
 
 #include "common/base/error.h"
-#include "common/rpc/test_server.h"
+#include "common/rpc/testing/server.h"
 #include "services/critic/service/critic_app.h"
-#include "services/critic/service/fake_engine.h"
+#include "services/critic/service/testing/fake_engine.h"
 
 namespace tandem::trainer {
 namespace {

@@ -4,7 +4,7 @@
 
 #include "common/rpc/weight_receiver_service.h"
 #include "common/tensor/staged_weight_receiver.h"
-#include "services/trainer/service/test_fixture.h"
+#include "services/trainer/service/testing/fixture.h"
 
 namespace tandem::trainer {
 namespace {

@@ -2,7 +2,7 @@
 
 #include <thread>
 
-#include "services/trainer/service/test_fixture.h"
+#include "services/trainer/service/testing/fixture.h"
 
 namespace tandem::trainer {
 namespace {

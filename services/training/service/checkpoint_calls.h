@@ -7,11 +7,13 @@
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
-#include "absl/strings/str_cat.h"
+#include "absl/strings/string_view.h"
 #include "common/base/call_scope.h"
 #include "common/base/error.h"
+#include "common/base/field_check.h"
 #include "common/base/logging.h"
 #include "common/base/status_macros.h"
+#include "common/checkpoint/checkpoint.h"
 #include "common/rpc/metrics.h"
 #include "common/rpc/phase_timer.h"
 #include "common/rpc/proto_convert.h"
@@ -25,16 +27,11 @@ inline absl::Status CheckPath(absl::string_view field, const std::string& path) 
   return absl::OkStatus();
 }
 
-// `name` is one component of a path.
 inline absl::Status CheckSaveFields(const std::string& directory, const std::string& name,
                                     int64_t keep) {
-  if (absl::Status status = CheckPath("directory", directory); !status.ok()) return status;
-  if (absl::Status status = CheckPath("name", name); !status.ok()) return status;
-  if (name == "." || name == ".." || name.find('/') != std::string::npos) {
-    return InvalidField("name", "must be one directory name");
-  }
-  if (keep < 0) return InvalidField("keep", absl::StrCat("must not be negative, got ", keep));
-  return absl::OkStatus();
+  TANDEM_RETURN_IF_ERROR(CheckPath("directory", directory));
+  TANDEM_RETURN_IF_ERROR(checkpoint::CheckName(name));
+  return CheckAtLeast("keep", keep, 0);
 }
 
 // FLOAT32 when not set.

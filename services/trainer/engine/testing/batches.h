@@ -1,6 +1,6 @@
 // For tests: batches that are right, to be broken one field at a time.
-#ifndef TANDEM_SERVICES_TRAINER_ENGINE_TEST_BATCHES_H_
-#define TANDEM_SERVICES_TRAINER_ENGINE_TEST_BATCHES_H_
+#ifndef TANDEM_SERVICES_TRAINER_ENGINE_TESTING_BATCHES_H_
+#define TANDEM_SERVICES_TRAINER_ENGINE_TESTING_BATCHES_H_
 
 #include <cstdint>
 #include <string>
@@ -50,4 +50,4 @@ inline TrainStepRequest TestRequest(PolicyBatch batch = TestBatch()) {
 
 }  // namespace tandem::trainer
 
-#endif  // TANDEM_SERVICES_TRAINER_ENGINE_TEST_BATCHES_H_
+#endif  // TANDEM_SERVICES_TRAINER_ENGINE_TESTING_BATCHES_H_

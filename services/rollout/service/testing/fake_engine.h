@@ -1,7 +1,7 @@
 // For tests: an engine without models. Every response is max_tokens long; token t is 100 + t,
 // written by the senior when t is even. While it is `paused` scores wait, too.
-#ifndef TANDEM_SERVICES_ROLLOUT_SERVICE_FAKE_ENGINE_H_
-#define TANDEM_SERVICES_ROLLOUT_SERVICE_FAKE_ENGINE_H_
+#ifndef TANDEM_SERVICES_ROLLOUT_SERVICE_TESTING_FAKE_ENGINE_H_
+#define TANDEM_SERVICES_ROLLOUT_SERVICE_TESTING_FAKE_ENGINE_H_
 
 #include <atomic>
 #include <condition_variable>
@@ -249,4 +249,4 @@ class FakeEngine final : public Engine {
 
 }  // namespace tandem::rollout
 
-#endif  // TANDEM_SERVICES_ROLLOUT_SERVICE_FAKE_ENGINE_H_
+#endif  // TANDEM_SERVICES_ROLLOUT_SERVICE_TESTING_FAKE_ENGINE_H_

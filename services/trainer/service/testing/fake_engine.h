@@ -1,6 +1,6 @@
 // For tests: a trainer engine without a model.
-#ifndef TANDEM_SERVICES_TRAINER_SERVICE_FAKE_ENGINE_H_
-#define TANDEM_SERVICES_TRAINER_SERVICE_FAKE_ENGINE_H_
+#ifndef TANDEM_SERVICES_TRAINER_SERVICE_TESTING_FAKE_ENGINE_H_
+#define TANDEM_SERVICES_TRAINER_SERVICE_TESTING_FAKE_ENGINE_H_
 
 #include <algorithm>
 #include <condition_variable>
@@ -180,4 +180,4 @@ class FakeEngine final : public Engine {
 
 }  // namespace tandem::trainer
 
-#endif  // TANDEM_SERVICES_TRAINER_SERVICE_FAKE_ENGINE_H_
+#endif  // TANDEM_SERVICES_TRAINER_SERVICE_TESTING_FAKE_ENGINE_H_

@@ -1,6 +1,6 @@
 // Tiny models with random weights for tests: odd shapes, fast, no files needed.
-#ifndef TANDEM_COMMON_MODEL_TEST_MODELS_H_
-#define TANDEM_COMMON_MODEL_TEST_MODELS_H_
+#ifndef TANDEM_COMMON_MODEL_TESTING_MODELS_H_
+#define TANDEM_COMMON_MODEL_TESTING_MODELS_H_
 
 #include <cstdint>
 #include <memory>
@@ -51,4 +51,4 @@ inline std::unique_ptr<Model> TinyModel(const std::string& model_type = "llama",
 
 }  // namespace tandem
 
-#endif  // TANDEM_COMMON_MODEL_TEST_MODELS_H_
+#endif  // TANDEM_COMMON_MODEL_TESTING_MODELS_H_

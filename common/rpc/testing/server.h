@@ -1,6 +1,6 @@
 // For tests: an app behind a real server on free loopback ports, without a process.
-#ifndef TANDEM_COMMON_RPC_TEST_SERVER_H_
-#define TANDEM_COMMON_RPC_TEST_SERVER_H_
+#ifndef TANDEM_COMMON_RPC_TESTING_SERVER_H_
+#define TANDEM_COMMON_RPC_TESTING_SERVER_H_
 
 #include <gtest/gtest.h>
 
@@ -84,4 +84,4 @@ inline bool Eventually(const std::function<bool()>& condition) {
 
 }  // namespace tandem::rpc
 
-#endif  // TANDEM_COMMON_RPC_TEST_SERVER_H_
+#endif  // TANDEM_COMMON_RPC_TESTING_SERVER_H_

@@ -1,6 +1,6 @@
 // For tests: a critic engine without a model.
-#ifndef TANDEM_SERVICES_CRITIC_SERVICE_FAKE_ENGINE_H_
-#define TANDEM_SERVICES_CRITIC_SERVICE_FAKE_ENGINE_H_
+#ifndef TANDEM_SERVICES_CRITIC_SERVICE_TESTING_FAKE_ENGINE_H_
+#define TANDEM_SERVICES_CRITIC_SERVICE_TESTING_FAKE_ENGINE_H_
 
 #include <condition_variable>
 #include <map>
@@ -124,4 +124,4 @@ class FakeEngine final : public Engine {
 
 }  // namespace tandem::critic
 
-#endif  // TANDEM_SERVICES_CRITIC_SERVICE_FAKE_ENGINE_H_
+#endif  // TANDEM_SERVICES_CRITIC_SERVICE_TESTING_FAKE_ENGINE_H_

@@ -1,6 +1,6 @@
 // For tests: a WeightService whose GetVersion is whatever the test says.
-#ifndef TANDEM_COMMON_RPC_FAKE_WEIGHT_SERVICE_H_
-#define TANDEM_COMMON_RPC_FAKE_WEIGHT_SERVICE_H_
+#ifndef TANDEM_COMMON_RPC_TESTING_FAKE_WEIGHT_SERVICE_H_
+#define TANDEM_COMMON_RPC_TESTING_FAKE_WEIGHT_SERVICE_H_
 
 #include <atomic>
 #include <functional>
@@ -56,4 +56,4 @@ class FakeApp final : public ServerApp {
 
 }  // namespace tandem::rpc
 
-#endif  // TANDEM_COMMON_RPC_FAKE_WEIGHT_SERVICE_H_
+#endif  // TANDEM_COMMON_RPC_TESTING_FAKE_WEIGHT_SERVICE_H_

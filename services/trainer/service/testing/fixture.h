@@ -1,6 +1,6 @@
 // For tests: the trainer server with a fake engine, over real gRPC.
-#ifndef TANDEM_SERVICES_TRAINER_SERVICE_TEST_FIXTURE_H_
-#define TANDEM_SERVICES_TRAINER_SERVICE_TEST_FIXTURE_H_
+#ifndef TANDEM_SERVICES_TRAINER_SERVICE_TESTING_FIXTURE_H_
+#define TANDEM_SERVICES_TRAINER_SERVICE_TESTING_FIXTURE_H_
 
 #include <gtest/gtest.h>
 
@@ -9,9 +9,9 @@
 
 #include "common/base/error.h"
 #include "common/rpc/error_table.h"
-#include "common/rpc/test_server.h"
-#include "services/trainer/service/fake_engine.h"
-#include "services/trainer/service/test_messages.h"
+#include "common/rpc/testing/server.h"
+#include "services/trainer/service/testing/fake_engine.h"
+#include "services/trainer/service/testing/messages.h"
 #include "services/trainer/service/trainer_app.h"
 
 namespace tandem::trainer {
@@ -81,4 +81,4 @@ class TrainerServerTest : public testing::Test {
 
 }  // namespace tandem::trainer
 
-#endif  // TANDEM_SERVICES_TRAINER_SERVICE_TEST_FIXTURE_H_
+#endif  // TANDEM_SERVICES_TRAINER_SERVICE_TESTING_FIXTURE_H_

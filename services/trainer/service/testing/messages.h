@@ -1,6 +1,6 @@
 // Valid messages for the tests of this folder.
-#ifndef TANDEM_SERVICES_TRAINER_SERVICE_TEST_MESSAGES_H_
-#define TANDEM_SERVICES_TRAINER_SERVICE_TEST_MESSAGES_H_
+#ifndef TANDEM_SERVICES_TRAINER_SERVICE_TESTING_MESSAGES_H_
+#define TANDEM_SERVICES_TRAINER_SERVICE_TESTING_MESSAGES_H_
 
 #include <string>
 #include <vector>
@@ -42,4 +42,4 @@ inline v1::PolicySample Sample() {
 
 }  // namespace tandem::trainer
 
-#endif  // TANDEM_SERVICES_TRAINER_SERVICE_TEST_MESSAGES_H_
+#endif  // TANDEM_SERVICES_TRAINER_SERVICE_TESTING_MESSAGES_H_
