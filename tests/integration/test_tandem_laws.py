@@ -289,7 +289,7 @@ def test_a_publication_does_not_wait_for_scores(models, tmp_path):
         trainer.train_step(samples, run_id="r", step=1, expected_version=0, objective={})
         before = passes()
         trainer.publish_weights([running.rollouts[0].address])
-        assert 0 < passes() - before < passes_of_a_score / 50
+        assert passes() - before < passes_of_a_score / 50
         [[t]] = rollout.generate(prompts(1, TANDEM["word"]))
         assert [run.weights.version for run in t.senior_versions] == [1]
         before = passes()
