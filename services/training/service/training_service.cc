@@ -43,7 +43,7 @@ absl::StatusOr<StepResult> TrainingService::RunStep(
     const StepIdentity& identity, int64_t num_tokens,
     absl::FunctionRef<absl::StatusOr<StepResult>()> run) {
   rpc::PhaseTimer timer(metrics_, "train");
-  const absl::StatusOr<StepResult> result = run();
+  absl::StatusOr<StepResult> result = run();
   const double seconds = timer.Stop();
   if (!result.ok()) {
     metrics_.Counter(rpc::metric::kTrainSteps, {"failed"}).Increment();

@@ -86,7 +86,7 @@ class FakeEngine final : public Engine {
                                   request.junior ? scores : std::vector<float>()});
     }
     std::lock_guard lock(mutex_);
-    scores_.push_back([done = std::move(done), result] { done(result); });
+    scores_.emplace_back([done = std::move(done), result] { done(result); });
     changed_.notify_all();
     return absl::OkStatus();
   }
