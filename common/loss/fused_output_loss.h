@@ -115,10 +115,10 @@ class LinearCrossEntropyLoss : public FusedOutputLoss {
   at::ScalarType logits_type_ = at::kFloat;
   LossImpl impl_ = LossImpl::kPytorch;
   std::string fallback_warning_;
-  int64_t chunk_rows_ = 0;   // rows whose logits exist at the same time
-  int64_t block_rows_ = 0;   // rows of a chunk that are worked on together
-  at::Tensor logits_;        // [chunk_rows, V]
-  at::Tensor exponentials_;  // [block_rows, V]
+  int64_t chunk_rows_ = 0;              // rows whose logits exist at the same time
+  int64_t block_rows_ = 0;              // rows of a chunk that are worked on together
+  at::Tensor logits_;                   // [chunk_rows, V]
+  at::Tensor exponentials_, products_;  // [block_rows, V]
 };
 
 }  // namespace tandem::loss

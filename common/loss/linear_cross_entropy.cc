@@ -41,14 +41,16 @@ struct BlockStatistics {
   at::Tensor mean_z;  // [n, 1] sum_j p_j (z_j - max)
 };
 
-// Turns `z` [n, V] into z - max and `exponentials` [n, V] into its exponential.
-BlockStatistics Statistics(at::Tensor& z, at::Tensor& exponentials, const at::Tensor& labels,
-                           double* logprobs, double* entropies) {
+// Turns `z` [n, V] into z - max, `exponentials` [n, V] into its exponential, and `products` [n, V]
+// into the product of the two.
+BlockStatistics Statistics(at::Tensor& z, at::Tensor& exponentials, at::Tensor& products,
+                           const at::Tensor& labels, double* logprobs, double* entropies) {
   z.sub_(z.amax(1, /*keepdim=*/true));
   at::exp_out(exponentials, z);
   BlockStatistics block;
   block.sum = exponentials.sum(1, /*keepdim=*/true);
-  block.mean_z = at::bmm(exponentials.unsqueeze(1), z.unsqueeze(2)).squeeze(2).div_(block.sum);
+  // A product and a sum: MKL's dot products of rows take ten times as long.
+  block.mean_z = at::mul_out(products, exponentials, z).sum(1, /*keepdim=*/true).div_(block.sum);
   const at::Tensor log_sum = block.sum.log();
   const at::Tensor logprob = z.gather(1, labels.unsqueeze(1)) - log_sum;
   const at::Tensor entropy = log_sum - block.mean_z;
@@ -126,10 +128,10 @@ absl::StatusOr<std::unique_ptr<LinearCrossEntropyLoss>> LinearCrossEntropyLoss::
   }
   const at::ScalarType logits_type = at::toOpMathType(type);
   const int64_t row_bytes = weight.size(0) * static_cast<int64_t>(c10::elementSize(logits_type));
-  if (options.logits_chunk_bytes < 2 * row_bytes) {
+  if (options.logits_chunk_bytes < 3 * row_bytes) {
     return InvalidField(
         "logits_chunk_bytes",
-        absl::StrCat("must be at least ", 2 * row_bytes, " for a vocabulary of ", weight.size(0)));
+        absl::StrCat("must be at least ", 3 * row_bytes, " for a vocabulary of ", weight.size(0)));
   }
   if (options.chunk_size < 1) return InvalidField("chunk_size", "must be positive");
 
@@ -143,8 +145,8 @@ absl::StatusOr<std::unique_ptr<LinearCrossEntropyLoss>> LinearCrossEntropyLoss::
   }
   const int64_t budget_rows = options.logits_chunk_bytes / row_bytes;
   loss->block_rows_ = std::clamp<int64_t>(weight.is_cpu() ? kBlockBytes / row_bytes : budget_rows,
-                                          1, std::min(options.chunk_size, budget_rows / 2));
-  loss->chunk_rows_ = std::min(options.chunk_size, budget_rows - loss->block_rows_);
+                                          1, std::min(options.chunk_size, budget_rows / 3));
+  loss->chunk_rows_ = std::min(options.chunk_size, budget_rows - 2 * loss->block_rows_);
   loss->logits_type_ = logits_type;
   loss->weight_ = weight.detach();
   loss->bias_ = bias.defined() ? bias.detach() : bias;
@@ -178,6 +180,7 @@ void LinearCrossEntropyLoss::EnsureWorkspace() {
   const auto options = weight_.options().dtype(logits_type_).requires_grad(false);
   logits_ = at::empty({chunk_rows_, weight_.size(0)}, options);
   exponentials_ = at::empty({block_rows_, weight_.size(0)}, options);
+  products_ = at::empty_like(exponentials_);
 }
 
 absl::Status LinearCrossEntropyLoss::Run(const at::Tensor& hidden, const OutputRows& rows,
@@ -214,6 +217,7 @@ absl::Status LinearCrossEntropyLoss::Run(const at::Tensor& hidden, const OutputR
       const auto size = static_cast<size_t>(block_size);
       at::Tensor z = logits.narrow(0, row, block_size);
       at::Tensor exponentials = exponentials_.narrow(0, 0, block_size);
+      at::Tensor products = products_.narrow(0, 0, block_size);
       const at::Tensor block_labels = labels.narrow(0, row, block_size);
       std::vector<double> inverse_temperatures;
       if (!rows.temperatures.empty()) {
@@ -225,7 +229,7 @@ absl::Status LinearCrossEntropyLoss::Run(const at::Tensor& hidden, const OutputR
       logprobs.resize(size);
       entropies.resize(size);
       const BlockStatistics block =
-          Statistics(z, exponentials, block_labels, logprobs.data(), entropies.data());
+          Statistics(z, exponentials, products, block_labels, logprobs.data(), entropies.data());
       if (statistics != nullptr) {
         statistics->logprobs.insert(statistics->logprobs.end(), logprobs.begin(), logprobs.end());
         statistics->entropies.insert(statistics->entropies.end(), entropies.begin(),

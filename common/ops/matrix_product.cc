@@ -27,19 +27,39 @@ class SingleThreadedMkl {
   const int before_;
 };
 
+// How a product [m, n] is cut into equal pieces, down and across.
+struct Pieces {
+  int64_t down = 1, across = 1;
+};
+
+// Halves the longer side until no piece has more than 2^18 entries, nor more than a quarter of the
+// product's (of a product that is worth it): large pieces are what MKL is fast at, and their number
+// is a power of two, which threads share evenly.
+Pieces CutIntoPieces(int64_t m, int64_t n) {
+  constexpr int64_t kMostEntries = 1 << 18, kWorthCutting = 1 << 12;
+  const int64_t most = std::min(kMostEntries, std::max(kWorthCutting, m * n / 4));
+  Pieces pieces;
+  while (m * n > most * pieces.down * pieces.across) {
+    (m * pieces.across >= n * pieces.down ? pieces.down : pieces.across) *= 2;
+  }
+  return pieces;
+}
+
 // MKL may share the summed index out among its threads, so that the order of a sum depends on their
-// number. Here it computes pieces whose size does not depend on it, each on one thread.
+// number. Here it computes pieces that do not depend on it, each on one thread.
 at::Tensor MklProduct(const at::Tensor& a, const at::Tensor& b) {
-  constexpr int64_t kRows = 256, kColumns = 96;
   const int64_t m = a.size(0), n = b.size(1), k = a.size(1);
-  const int64_t across = (n + kColumns - 1) / kColumns, pieces = across * ((m + kRows - 1) / kRows);
+  const Pieces pieces = CutIntoPieces(m, n);
+  const int64_t count = pieces.down * pieces.across;
   at::Tensor product = at::empty({m, n}, a.options());
-  ParallelFor(pieces, kRows * kColumns * k, [&](int64_t begin, int64_t end) {
+  ParallelFor(count, m * n * k / count, [&](int64_t begin, int64_t end) {
     const SingleThreadedMkl single;
     const at::AutoDispatchBelowADInplaceOrView no_autograd;  // a setting of this thread, too
     for (int64_t piece = begin; piece < end; ++piece) {
-      const int64_t row = piece / across * kRows, column = piece % across * kColumns;
-      const int64_t rows = std::min(kRows, m - row), columns = std::min(kColumns, n - column);
+      const int64_t i = piece / pieces.across, j = piece % pieces.across;
+      const int64_t row = m * i / pieces.down, rows = m * (i + 1) / pieces.down - row;
+      const int64_t column = n * j / pieces.across;
+      const int64_t columns = n * (j + 1) / pieces.across - column;
       at::Tensor part = product.narrow(0, row, rows).narrow(1, column, columns);
       at::mm_out(part, a.narrow(0, row, rows), b.narrow(1, column, columns));
     }

@@ -25,7 +25,7 @@ INSTANTIATE_TEST_SUITE_P(
     testing::Values(std::array<int64_t, 3>{64, 64, 1024}, std::array<int64_t, 3>{33, 50, 1024},
                     std::array<int64_t, 3>{64, 576, 1536}, std::array<int64_t, 3>{300, 200, 40},
                     std::array<int64_t, 3>{1, 576, 700}, std::array<int64_t, 3>{700, 1, 9},
-                    std::array<int64_t, 3>{0, 8, 8}));
+                    std::array<int64_t, 3>{1100, 1103, 16}, std::array<int64_t, 3>{0, 8, 8}));
 
 TEST_P(MatrixProductTest, MatchesDoubleWhateverIsTransposed) {
   const auto [m, n, k] = GetParam();
