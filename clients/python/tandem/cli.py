@@ -10,6 +10,7 @@ import functools
 import itertools
 import json
 import sys
+import textwrap
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -27,7 +28,7 @@ from tandem.errors import (
     UnavailableError,
 )
 from tandem.interrupt import Interrupt
-from tandem.render import Output, StepDisplay, authored_text, trajectory_table
+from tandem.render import Output, ResponsePrinter, StepDisplay, use_any_encoding
 from tandem.settings import ClusterSettings, RunSettings
 
 if TYPE_CHECKING:
@@ -167,7 +168,7 @@ def evaluate_command(
 
     --checkpoint leaves its weights in trainer and rollout servers: restart both to go back.
     """
-    from tandem.evaluate import evaluate
+    from tandem.evaluate import evaluate, in_words
     from tandem.run_dir import trainer_checkpoint
     from tandem.session import Session
 
@@ -185,13 +186,9 @@ def evaluate_command(
         if path is not None:
             session.serve_checkpoint(path)
         summary = evaluate(session).summary() | {"checkpoint": path and str(path)}
-    passes = ", ".join(f"pass@{k} {v:.3f}" for k, v in summary["pass_at"].items())
     output.result(
         summary,
-        f"solo accuracy {summary['accuracy']:.3f} "
-        f"(95 % interval {summary['accuracy_low']:.3f} to {summary['accuracy_high']:.3f}, "
-        f"{summary['prompts']} prompts, {summary['samples']} samples each); {passes}; "
-        f"senior version {summary['version/senior']}, "
+        f"{in_words(summary)}; senior version {summary['version/senior']}, "
         + ("as served now" if path is None else f"from {path}"),
     )
 
@@ -204,11 +201,27 @@ def generate(
     chat: Annotated[bool, typer.Option("--chat", help="Use the chat template.")] = False,
     max_tokens: Annotated[int, typer.Option(min=1)] = 64,
     temperature: Annotated[float, typer.Option(min=0.0)] = 1.0,
+    top_p: Annotated[float | None, typer.Option(help="Likeliest tokens of this mass.")] = None,
+    top_k: Annotated[int | None, typer.Option(help="So many likeliest tokens.")] = None,
+    min_p: Annotated[
+        float | None, typer.Option(help="Tokens at least this likely, relative to the likeliest.")
+    ] = None,
+    stop: Annotated[
+        list[str] | None,
+        typer.Option(help="End after this text, which must be one token; may be repeated."),
+    ] = None,
     samples: Annotated[int, typer.Option(min=1, help="Responses for each prompt.")] = 1,
     seed: Annotated[int, typer.Option(min=0)] = 0,
     strategy: Annotated[str | None, typer.Option(help="Selection strategy.")] = None,
     prob_senior: Annotated[float | None, typer.Option(min=0.0, max=1.0)] = None,
+    chunk_size: Annotated[
+        int | None, typer.Option(min=1, help="Tokens in a block of the strategy chunk.")
+    ] = None,
     solo: Annotated[bool, typer.Option("--solo", help="The senior alone.")] = False,
+    stream: Annotated[
+        bool | None,
+        typer.Option("--stream/--no-stream", help="Print while it is written; on a terminal yes."),
+    ] = None,
     as_json: JsonFlag = False,
 ) -> None:
     """Let senior and junior answer prompts together."""
@@ -218,13 +231,24 @@ def generate(
     from tandem.wire import trajectory_record
 
     output = Output(as_json=as_json)
-    tandem: dict[str, Any] = {
-        "enabled": not solo,
-        "selection_strategy": strategy,
-        "prob_senior": prob_senior,
-    }
+    if as_json and stream:
+        raise ConfigError("--stream: --json prints whole records")
     with RolloutClient(rollout) as client:
         codec = _codec(client, tokenizer)
+        sampling = {
+            "max_tokens": max_tokens,
+            "temperature": temperature,
+            "top_p": top_p,
+            "top_k": top_k,
+            "min_p": min_p,
+            "stop_token_ids": [_stop_id(codec, text) for text in stop or []],
+        }
+        tandem = {
+            "enabled": not solo,
+            "selection_strategy": strategy,
+            "prob_senior": prob_senior,
+            "chunk_size": chunk_size,
+        }
         prompts = [
             Prompt(
                 token_ids=codec.chat([{"role": "user", "content": text}])
@@ -232,28 +256,30 @@ def generate(
                 else codec.encode(text),
                 seed=prompt_seed(seed, 0, index, "generate"),
                 num_samples=samples,
-                sampling={"max_tokens": max_tokens, "temperature": temperature},
+                sampling=sampling,
                 tandem=tandem,
-                return_other_logprobs=not solo,
+                return_other_logprobs=as_json and not solo,
+                stream_tokens=output.console.is_terminal if stream is None else stream,
+                request_id=f"prompt-{index}",
             )
             for index, text in enumerate(prompt)
         ]
-        groups = client.generate(prompts)
-    records = [
-        trajectory_record(
-            trajectory, text=codec.decode(trajectory.response_token_ids), group_id=f"prompt-{index}"
-        )
-        for index, group in enumerate(groups)
-        for trajectory in group
-    ]
-    if as_json:
-        for record in records:
-            output.json_line(record)
-        return
-    for record in records:
-        pieces = codec.pieces(record["response_token_ids"])
-        text = authored_text(pieces, record["authorship_mask"])
-        output.console.print(text, soft_wrap=True)
+        if not as_json:
+            heads = {
+                (f"prompt-{index}", sample): _head(text, sample, samples)
+                for index, text in enumerate(prompt)
+                for sample in range(samples)
+            }
+            client.generate(
+                prompts, on_event=ResponsePrinter(output.console, codec, heads).on_event
+            )
+            return
+        for index, group in enumerate(client.generate(prompts)):
+            for trajectory in group:
+                text = codec.decode(trajectory.response_token_ids)
+                output.json_line(
+                    trajectory_record(trajectory, text=text, group_id=f"prompt-{index}")
+                )
 
 
 @command()
@@ -305,14 +331,18 @@ def status(
 ) -> None:
     """What every server is and holds, or what is wrong. Exit code 3 when none answers."""
     from tandem.client import CriticClient, RolloutClient, TrainerClient
+    from tandem.transport import RetryPolicy
 
     output = Output(as_json=as_json)
     rows = [
-        _status_row(RolloutClient(rollout, timeout_seconds=5)),
-        _status_row(TrainerClient(trainer, timeout_seconds=5)),
-        _status_row(CriticClient(critic, timeout_seconds=5)),
+        _status_row(kind(address, timeout_seconds=5, retry=RetryPolicy(attempts=1)))
+        for kind, address in (
+            (RolloutClient, rollout),
+            (TrainerClient, trainer),
+            (CriticClient, critic),
+        )
     ]
-    output.result({"servers": rows}, output.rows(rows))
+    output.result({"servers": rows}, output.rows(rows, counts=("parameters",)))
     if not any(row["health"] == "SERVING" for row in rows):
         raise typer.Exit(EXIT_UNREACHABLE)
 
@@ -341,6 +371,9 @@ def show(
     run_dir: Annotated[Path, typer.Argument(help="A run directory.")],
     step: Annotated[int, typer.Option(min=1)] = 1,
     count: Annotated[int, typer.Option(min=1, help="Trajectories to show.")] = 8,
+    tokenizer: Annotated[
+        Path | None, typer.Option(help="Directory with tokenizer.json; the run's by default.")
+    ] = None,
     as_json: JsonFlag = False,
 ) -> None:
     """Trajectories of a step, coloured by author; with --json one record per line."""
@@ -358,8 +391,7 @@ def show(
         for record in records:
             output.json_line(record)
         return
-    table = trajectory_table(records, TextCodec(settings.tokenizer), f"Step {step}")
-    output.console.print(table)
+    output.trajectories(records, TextCodec(tokenizer or settings.tokenizer), f"Step {step}")
 
 
 @command(model_app, name="import")
@@ -391,6 +423,7 @@ def model_import(
 
 def main() -> None:
     """Runs the command; wrong usage and an interrupt become an exit code too."""
+    use_any_encoding()
     try:
         code = app(standalone_mode=False, prog_name="tandem")
     except (KeyboardInterrupt, typer.Abort):
@@ -432,14 +465,12 @@ def _status_row(client: Any) -> dict[str, Any]:
     row: dict[str, Any] = {"role": client.role, "address": client.address}
     with client:
         row["health"] = client.health()
-        if row["health"] != "SERVING":
-            return row
         try:
             server = client.info().server
         except NotImplementedByServerError:
             return row | {"problem": f"not a {client.role} server"}
         except RpcError as error:
-            return row | {"problem": str(error)}
+            return row | {"problem": error.message}
     return row | {
         "version": server.weights.version,
         "model": server.model.path,
@@ -448,6 +479,22 @@ def _status_row(client: Any) -> dict[str, Any]:
         "uptime_seconds": round(server.uptime_seconds, 1),
         "software": server.software_version,
     }
+
+
+def _stop_id(codec: TextCodec, text: str) -> int:
+    token = codec.token_id(text)
+    if token is None:
+        raise ConfigError(
+            f"--stop {text!r}: not one token of {codec.directory}",
+            hint="servers stop at single tokens, for example at '<|im_end|>' or a line feed",
+        )
+    return token
+
+
+def _head(prompt: str, sample: int, samples: int) -> str:
+    """What stands above one of several responses."""
+    start = textwrap.shorten(prompt, 48, placeholder=" …")
+    return start if samples == 1 else f"{start} (sample {sample + 1} of {samples})"
 
 
 def _codec(client: RolloutClient, directory: Path | None) -> TextCodec:

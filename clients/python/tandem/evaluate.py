@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,14 +24,15 @@ class Evaluation:
 
     Attributes:
         correct: for every prompt, which samples were correct.
-        rewards: for every prompt, the samples' rewards.
+        rewards: for every prompt, the samples' rewards; None where a reward failed, which counts as
+            not correct.
         trajectories: for every prompt, the samples.
         pass_at: k → unbiased estimate of pass@k.
     """
 
     version: int
     correct: list[list[bool]]
-    rewards: list[list[float]]
+    rewards: list[list[float | None]]
     trajectories: list[list[trajectory_pb2.Trajectory]] = field(repr=False)
     pass_at: dict[int, float] = field(default_factory=dict)
 
@@ -54,6 +55,7 @@ class Evaluation:
     def summary(self) -> dict[str, Any]:
         """As a line of evals.jsonl."""
         low, high = self.interval
+        rewards = [value for group in self.rewards for value in group if value is not None]
         return {
             "mode": "solo",
             "prompts": self.prompts,
@@ -61,10 +63,23 @@ class Evaluation:
             "accuracy": self.accuracy,
             "accuracy_low": low,
             "accuracy_high": high,
-            "reward/mean": sum(map(sum, self.rewards)) / sum(map(len, self.rewards)),
+            "reward/mean": sum(rewards) / len(rewards) if rewards else None,
+            "reward/failed": sum(map(len, self.rewards)) - len(rewards),
             "pass_at": {str(k): value for k, value in self.pass_at.items()},
             "version/senior": self.version,
         }
+
+
+def in_words(summary: Mapping[str, Any]) -> str:
+    """A summary as a sentence."""
+    passes = "".join(f", pass@{k} {value:.3f}" for k, value in summary["pass_at"].items())
+    failed = f", {summary['reward/failed']:,} rewards failed" if summary["reward/failed"] else ""
+    samples = f"{summary['samples']:,} sample" + "s" * (summary["samples"] != 1)
+    return (
+        f"solo accuracy {summary['accuracy']:.3f} (95 % interval {summary['accuracy_low']:.3f} to "
+        f"{summary['accuracy_high']:.3f}){passes}; {summary['prompts']:,} prompts, "
+        f"{samples} each{failed}"
+    )
 
 
 def evaluate(session: Session, data: Dataset | None = None) -> Evaluation:
@@ -87,14 +102,10 @@ def evaluate(session: Session, data: Dataset | None = None) -> Evaluation:
             for index, example in enumerate(dataset.examples)
         ],
     )
-    rewards = [
-        [
-            session.reward(example, session.codec.decode(trajectory.response_token_ids))
-            for trajectory in group
-        ]
-        for example, group in zip(dataset.examples, groups, strict=True)
-    ]
-    correct = [[value >= settings.reward.correct_at for value in group] for group in rewards]
+    texts = [[session.codec.decode(t.response_token_ids) for t in group] for group in groups]
+    rewards = session.reward(dataset.examples, texts).rewards
+    least = settings.reward.correct_at
+    correct = [[value is not None and value >= least for value in group] for group in rewards]
     n = settings.eval.samples
     pass_at = {
         k: sum(pass_at_k(n, sum(group), k) for group in correct) / len(correct)

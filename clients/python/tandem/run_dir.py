@@ -4,6 +4,7 @@ run.json                 {"run_id", "kind"}: kind is the command, train, sft or 
 config.yaml              the resolved configuration of the last start
 metrics.jsonl            one line per step, written as soon as the step is done
 evals.jsonl              one line per evaluation
+tensorboard/             the numbers of both as TensorBoard events
 trajectories/step_N.jsonl one line per response (`tandem train` alone)
 checkpoints/step_NNNNNN/ the trainer's; the critic's lie in checkpoints/critic
 state.json               SavedState: the last checkpoint, what --resume goes on from
@@ -24,7 +25,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Self, TextIO
+from typing import TYPE_CHECKING, Any, Self, TextIO
 
 from pydantic import ConfigDict, ValidationError
 from pydantic.dataclasses import dataclass
@@ -41,6 +42,9 @@ from tandem.run_files import (
 )
 from tandem.settings import RunSettings
 
+if TYPE_CHECKING:
+    from tandem.event_file import EventFile
+
 # A resumed run may change these; everything else must stay as it was.
 RESUMABLE = frozenset({"run_dir", "steps", "servers", "cluster", "checkpoint", "eval"})
 
@@ -53,6 +57,7 @@ _CONTENTS = (
     "state.json",
     "checkpoints",
     "trajectories",
+    "tensorboard",
     "evals.jsonl",
     "metrics.jsonl",
     "config.yaml",
@@ -101,6 +106,7 @@ class RunDirectory:
         self._clean = clean
         self._begun = False
         self._metrics: TextIO
+        self._events: EventFile
         self._files = ExitStack()
 
     @classmethod
@@ -148,6 +154,11 @@ class RunDirectory:
             attempt = next_attempt(self.path / _LOGS)
             self.log = self._append_to(f"{_LOGS}/attempt_{attempt}.log")
             self._metrics = self._append_to("metrics.jsonl")
+            # Imported here: it takes a moment, and `tandem show` does without.
+            from tandem.event_file import EventFile
+
+            events = EventFile(self.path / "tensorboard", self.first_step)
+            self._events = self._files.enter_context(events)
 
     def __enter__(self) -> Self:
         return self
@@ -161,15 +172,17 @@ class RunDirectory:
         return self.state.step + 1 if self.state else 1
 
     def write_metrics(self, line: Mapping[str, Any]) -> None:
-        """Appends one line to metrics.jsonl and to the log."""
+        """Appends one line to metrics.jsonl, to the log and to the TensorBoard events."""
         text = json.dumps(line) + "\n"
         self._metrics.write(text)
         self.log.write(text)
+        self._events.add(line)
 
     def write_eval(self, line: Mapping[str, Any]) -> None:
-        """Appends one line to evals.jsonl."""
+        """Appends one line to evals.jsonl, and to the TensorBoard events under eval/."""
         with (self.path / "evals.jsonl").open("a") as file:
             file.write(json.dumps(line) + "\n")
+        self._events.add(line, "eval/")
 
     def write_trajectories(self, step: int, records: Iterable[Mapping[str, Any]]) -> None:
         """Writes trajectories/step_N.jsonl."""

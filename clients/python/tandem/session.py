@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Self
 
@@ -24,7 +24,7 @@ from tandem.errors import (
     from_status,
 )
 from tandem.requests import Prompt
-from tandem.rewards import Reward, load_reward
+from tandem.rewards import Reward
 from tandem.settings import ClusterSettings, RunSettings
 from tandem.text import TextCodec
 from tandem.types.v1 import server_pb2, trajectory_pb2
@@ -62,7 +62,11 @@ class RolloutPool:
 
 
 class Session:
-    """An opened RunSettings; a context manager."""
+    """An opened RunSettings; a context manager.
+
+    Attributes:
+        note: tells people what goes on.
+    """
 
     rollouts: RolloutPool
     trainer: TrainerClient
@@ -77,7 +81,7 @@ class Session:
         self, settings: RunSettings, on_progress: Callable[[str], None] | None = None
     ) -> None:
         self.settings = settings
-        self._say = on_progress or (lambda _: None)
+        self.note = on_progress or (lambda _: None)
         self._stack = ExitStack()
 
     def __enter__(self) -> Self:
@@ -156,11 +160,13 @@ class Session:
     def _open(self) -> None:
         settings = self.settings
         self.codec = TextCodec(settings.tokenizer)
-        self.reward = load_reward(settings.reward)
-        data = load_dataset(settings.data, self.codec, settings.seed)
+        self.reward = self._stack.enter_context(closing(Reward(settings.reward)))
+        data = load_dataset(settings.data, self.codec, settings.seed, note=self.note)
         self.eval_data = None
         if settings.eval.data is not None:
-            self.eval_data = load_dataset(settings.eval.data, self.codec, field="eval.data")
+            self.eval_data = load_dataset(
+                settings.eval.data, self.codec, field="eval.data", note=self.note
+            )
             # What is held out is never trained on, also where two seeds make the same problem.
             data = data.without({key for held in self.eval_data.examples for key in held.keys})
         self.data = data
@@ -176,14 +182,22 @@ class Session:
             [RolloutClient(address, timeout_seconds=timeout) for address in servers.rollout]
         )
         self._stack.callback(self.rollouts.close)
-        self.critic_address = servers.critic or self.trainer.info().critic_address or None
+        trainer = self.trainer.info()
+        self.critic_address = servers.critic or trainer.critic_address or None
+        longest = [client.info().server.model.max_model_len for client in self.rollouts.clients]
+        self._require_short_prompts(min([*longest, trainer.server.model.max_model_len]))
+
+    def _require_short_prompts(self, max_model_len: int) -> None:
+        self.data.require_prompts_below(max_model_len)
+        if self.eval_data is not None:
+            self.eval_data.require_prompts_below(max_model_len, "eval.data")
 
     def _start(self, cluster_file: Path) -> settings_module.ServersSettings:
         settings = settings_module.load(ClusterSettings, cluster_file)
         for role in ("rollout", "trainer"):
             if getattr(settings, role) in (None, []):
                 raise ConfigError(f"{cluster_file}: {role}: a run needs a {role} server")
-        cluster = LocalCluster(settings, on_progress=self._say)
+        cluster = LocalCluster(settings, on_progress=self.note)
         self.cluster = self._stack.enter_context(cluster)
         return addresses_of(self.cluster)
 

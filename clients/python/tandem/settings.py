@@ -101,11 +101,18 @@ class DataSettings(Settings):
     unique: bool = False
     # Rows kept; all when not set.
     limit: Count | None = None
+    # Most tokens of a prompt, and what becomes of a longer one: fail ends the start and names the
+    # row, drop leaves the row out, truncate_left keeps the last tokens. Both count what they did.
+    # Not set: what the servers can hold, and a longer prompt fails.
+    max_prompt_tokens: Count | None = None
+    too_long: Literal["fail", "drop", "truncate_left"] = "fail"
 
     @model_validator(mode="after")
     def _one_source(self) -> DataSettings:
         if (self.jsonl is None) == (self.reasoning_gym is None):
             raise ValueError("give exactly one of jsonl and reasoning_gym")
+        if self.max_prompt_tokens is None and self.too_long != "fail":
+            raise ValueError(f"too_long: {self.too_long} needs max_prompt_tokens")
         return self
 
 
@@ -114,11 +121,32 @@ class RewardSettings(Settings):
 
     # "module:function", "path/file.py:function", "exact_match" or "reasoning_gym".
     function: Text = "exact_match"
+    # Folder in which modules are looked up after the installed ones, and relative files.
+    python_path: NonEmptyPath = Path()
+    # The function judges all responses of a step in one call: rewards(prompts, responses, rows).
+    batch: bool = False
+    # Where its calls run: threads for functions that wait, processes for those that compute.
+    executor: Literal["thread", "process"] = "thread"
+    # Calls at a time. Not set: 16 threads, a process per CPU, every call of an `async def`. 1 with
+    # threads: one after the other in the main thread.
+    workers: Count | None = None
+    # What a call that raises, or gives no finite number, does: fail ends the run, skip leaves its
+    # response out of the step and counts it (reward/failed).
+    on_error: Literal["fail", "skip"] = "fail"
     # The last match in the response (its first group, if it has one) is what a builtin judges;
     # the whole response without surrounding space when not set.
     answer_pattern: Pattern | None = None
     # A reward at or above counts as correct in an evaluation.
     correct_at: float = 1.0
+
+    @model_validator(mode="after")
+    def _one_way_to_call(self) -> RewardSettings:
+        many = self.executor == "process" or self.workers is not None
+        if self.function in ("exact_match", "reasoning_gym") and (many or self.batch):
+            raise ValueError(f"batch, executor and workers are not for {self.function}")
+        if self.batch and many:
+            raise ValueError("batch is one call: executor: process and workers do not apply")
+        return self
 
 
 class SamplingSettings(Settings):

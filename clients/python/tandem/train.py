@@ -7,20 +7,23 @@ its new weights to the rollout servers.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from tandem.data import Example, fill
 from tandem.errors import ConfigError
-from tandem.evaluate import evaluate
+from tandem.evaluate import evaluate, in_words
 from tandem.interrupt import Interrupt
-from tandem.metrics import StepClock, step_line
+from tandem.learnability import FlatRewards, obstacles
+from tandem.metrics import StepClock, response_metrics, step_line
 from tandem.requests import STEP_NAME, PolicySample, Prompt, SupervisedSample
+from tandem.rewards import Judged
 from tandem.run_dir import RunDirectory, SavedState
 from tandem.schedule import prompt_seed
 from tandem.session import Session
 from tandem.settings import given
+from tandem.types.v1 import trajectory_pb2
 from tandem.wire import trajectory_record
 
 OnStep = Callable[[dict[str, Any]], None]
@@ -32,6 +35,9 @@ def train(
     """Tandem policy-gradient training; returns the last step that was done."""
     settings = session.settings
     version = _begin(session, run, interrupt)
+    for obstacle in obstacles(settings):
+        session.note(f"warning: this run cannot learn: {obstacle}")
+    flat = FlatRewards(settings)
     start = time.monotonic() - run.elapsed_seconds
     step = run.first_step - 1
     for step in range(run.first_step, settings.steps + 1):
@@ -43,18 +49,11 @@ def train(
                 [step_prompt(session, example, step, i) for i, example in enumerate(examples)]
             )
 
-        samples: list[PolicySample] = []
-        records: list[dict[str, Any]] = []
         with clock.phase("reward"):
-            for index, (example, group) in enumerate(zip(examples, groups, strict=True)):
-                group_id = f"step-{step}/prompt-{index}"
-                for trajectory in group:
-                    text = session.codec.decode(trajectory.response_token_ids)
-                    reward = session.reward(example, text)
-                    samples.append(PolicySample(trajectory, group_id, reward))
-                    records.append(
-                        trajectory_record(trajectory, text=text, reward=reward, group_id=group_id)
-                    )
+            texts = [[session.codec.decode(t.response_token_ids) for t in g] for g in groups]
+            judged = session.reward(examples, texts)
+        samples, records = _samples(step, groups, texts, judged.rewards)
+        _tell_failures(session, run, step, judged, len(records))
 
         with clock.phase("train"):
             reply = session.trainer.train_step(
@@ -73,6 +72,7 @@ def train(
         line = step_line(
             {
                 **reply.report.metrics,
+                **response_metrics(groups, judged.rewards),
                 **clock.metrics(),
                 "step": step,
                 "time_seconds": time.monotonic() - start,
@@ -82,6 +82,8 @@ def train(
         run.write_trajectories(step, records)
         run.write_metrics(line)
         on_step(line)
+        if warning := flat.add(line):
+            session.note(f"warning: {warning}")
         if reply.report.skipped:
             print(f"step {step} skipped: {reply.report.skip_reason}", file=run.log)
         if _end_of_step(session, run, step, version, interrupt):
@@ -100,6 +102,42 @@ def step_prompt(session: Session, example: Example, step: int, index: int) -> Pr
         tandem=given(settings.tandem),
         return_other_logprobs=settings.return_other_logprobs,
     )
+
+
+def _samples(
+    step: int,
+    groups: Sequence[Sequence[trajectory_pb2.Trajectory]],
+    texts: Sequence[Sequence[str]],
+    rewards: Sequence[Sequence[float | None]],
+) -> tuple[list[PolicySample], list[dict[str, Any]]]:
+    """What to train on, and what to record: also the responses whose reward failed."""
+    samples: list[PolicySample] = []
+    records: list[dict[str, Any]] = []
+    for index, group in enumerate(zip(groups, texts, rewards, strict=True)):
+        group_id = f"step-{step}/prompt-{index}"
+        for trajectory, text, reward in zip(*group, strict=True):
+            records.append(
+                trajectory_record(trajectory, text=text, reward=reward, group_id=group_id)
+            )
+            if reward is not None:
+                samples.append(PolicySample(trajectory, group_id, reward))
+    return samples, records
+
+
+def _tell_failures(
+    session: Session, run: RunDirectory, step: int, judged: Judged, responses: int
+) -> None:
+    """Says how many rewards of a step failed; ConfigError when none is left."""
+    failures = judged.failures
+    for failure in failures:
+        print(f"step {step}: {failure}", file=run.log)
+    if len(failures) == responses:
+        raise ConfigError(f"step {step}: the reward failed for every response\n{failures[0]}")
+    if failures:
+        session.note(
+            f"step {step}: the reward failed for {len(failures)} of {responses} responses, which "
+            f"are left out; the first: {failures[0].splitlines()[0]} (all: {run.log.name})"
+        )
 
 
 def train_supervised(
@@ -189,7 +227,9 @@ def _end_of_step(
     settings = session.settings
     session.check()
     if settings.eval.every and step % settings.eval.every == 0:
-        run.write_eval({"step": step} | evaluate(session).summary())
+        summary = evaluate(session).summary()
+        run.write_eval({"step": step} | summary)
+        session.note(f"step {step}: {in_words(summary)}")
     stop = interrupt is not None and interrupt.requested
     last = step == settings.steps
     due = settings.checkpoint.every > 0 and step % settings.checkpoint.every == 0

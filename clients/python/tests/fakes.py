@@ -63,6 +63,7 @@ class FakeWorld:
         self.served_digest = "d"  # of the rollout servers' weights; the trainer's is "d"
         self.batches = []  # request_ids of every batch that Generate admitted
         self.open_streams = 0  # Generate calls that did not end
+        self.max_model_len = 128
         self.cut_streams = 0  # Generate calls to break off after one sample
 
     def enter(self, method, context):
@@ -83,6 +84,7 @@ class FakeRollout(rollout_pb2_grpc.RolloutServiceServicer, weights_pb2_grpc.Weig
         reply = rollout_pb2.GetServerInfoResponse(sentence_boundary_token_ids=[7])
         reply.server.role = "rollout"
         reply.server.model.path = self.model_path
+        reply.server.model.max_model_len = self.world.max_model_len
         reply.server.advertised_address = "rollout.cluster:7701"
         return reply
 
@@ -111,6 +113,8 @@ class FakeRollout(rollout_pb2_grpc.RolloutServiceServicer, weights_pb2_grpc.Weig
                     )
                     continue
                 for index in reversed(range(max(1, prompt.num_samples))):
+                    if prompt.stream_tokens:
+                        yield from token_events(prompt, index)
                     yield rollout_pb2.GenerateResponse(
                         finished=rollout_pb2.FinishedEvent(
                             request_id=prompt.request_id,
@@ -151,6 +155,7 @@ class FakeTrainer(trainer_pb2_grpc.TrainerServiceServicer):
         reply = trainer_pb2.GetServerInfoResponse()
         reply.server.weights.version = self.world.version
         reply.server.weights.digest = "d"
+        reply.server.model.max_model_len = self.world.max_model_len
         return reply
 
     def TrainStep(self, requests, context):
@@ -232,6 +237,21 @@ def sample(prompt, index, version):
     if prompt.return_other_logprobs and tandem.enabled:
         trajectory.other_logprobs.CopyFrom(to_tensor(logprobs - 1))
     return trajectory
+
+
+def token_events(prompt, index):
+    """The tokens of a sample, two at a time."""
+    whole = sample(prompt, index, 0)
+    for offset in range(0, len(whole.response_token_ids), 2):
+        yield rollout_pb2.GenerateResponse(
+            tokens=rollout_pb2.TokensEvent(
+                request_id=prompt.request_id,
+                sample_index=index,
+                offset=offset,
+                token_ids=whole.response_token_ids[offset : offset + 2],
+                authorship_mask=whole.authorship_mask[offset : offset + 2],
+            )
+        )
 
 
 @contextmanager

@@ -393,6 +393,91 @@ def test_generate_score_health_status(address, run_file, tmp_path):
     assert error.startswith("tandem: ")
 
 
+def test_generate_separates_responses_and_passes_its_options_on(address, run_file, tmp_path):
+    common = ["--rollout", address, "--tokenizer", tmp_path / "model", "--max-tokens", 4]
+    texts = {
+        stream: tandem("generate", "w1 w2", "w3", *common, "--samples", 2, stream).stdout
+        for stream in ("--stream", "--no-stream")
+    }
+    assert texts["--stream"] == texts["--no-stream"]
+    lines = texts["--stream"].splitlines()
+    assert lines[0] == "--- w1 w2 (sample 1 of 2) ---"
+    assert [line for line in lines if line.startswith("--- ")][1:] == [
+        "--- w1 w2 (sample 2 of 2) ---",
+        "--- w3 (sample 1 of 2) ---",
+        "--- w3 (sample 2 of 2) ---",
+    ]
+    assert len(lines) == 8
+    assert "---" not in tandem("generate", "w1", *common).stdout
+    options = ["--strategy", "chunk", "--chunk-size", 3, "--top-p", 0.5, "--top-k", 7]
+    options += ["--min-p", 0.25, "--stop", "w5", "--stop", "w6", "--json"]
+    record = json.loads(tandem("generate", "w1", *common, *options).stdout)
+    assert record["tandem"]["chunk_size"] == 3
+    sampling = record["sampling"]
+    assert [sampling[key] for key in ("top_p", "top_k", "min_p")] == [0.5, 7, 0.25]
+    done = tandem("generate", "w1", *common, "--stop", "w5 w6", check=2)
+    assert "--stop 'w5 w6': not one token" in done.stderr
+
+
+def test_rewards_that_fail_end_the_run_or_are_left_out(world, run_file, tmp_path):
+    (tmp_path / "judge.py").write_text(
+        "def reward(prompt, response, **row):\n    return 1 / (len(response) % 3)\n"
+    )
+    function = f"reward.function={tmp_path}/judge.py:reward"
+    done = tandem("train", run_file, function, check=2)
+    assert "ZeroDivisionError" in done.stderr
+    assert f"row: {tmp_path}/rows.jsonl:" in done.stderr
+    done = tandem("train", run_file, function, "reward.on_error=skip", "--clean")
+    metrics = lines(tmp_path / "run" / "metrics.jsonl")
+    failed = [line["reward/failed"] for line in metrics]
+    assert 0 < sum(failed) < 24
+    assert [header.num_samples for header in world.headers] == [6 - count for count in failed]
+    step = 1 + next(i for i, count in enumerate(failed) if count)
+    records = lines(tmp_path / "run" / "trajectories" / f"step_{step}.jsonl")
+    assert sum(record["reward"] is None for record in records) == failed[step - 1]
+    assert f"step {step}: the reward failed for {failed[step - 1]} of 6 responses" in done.stdout
+    log = (tmp_path / "run" / "logs" / "attempt_2.log").read_text()
+    assert log.count("ZeroDivisionError: ") >= sum(failed)
+
+
+def test_a_step_whose_rewards_all_fail_ends_the_run(run_file, tmp_path):
+    (tmp_path / "judge.py").write_text("def reward(prompt, response, **row):\n    return None\n")
+    function = f"reward.function={tmp_path}/judge.py:reward"
+    done = tandem("train", run_file, function, "reward.on_error=skip", check=2)
+    assert "step 1: the reward failed for every response" in done.stderr
+
+
+def test_runs_that_cannot_learn_are_told(run_file):
+    shown = tandem("train", run_file, "sampling.temperature=0", "batch.samples_per_prompt=1").stdout
+    assert "warning: this run cannot learn: sampling.temperature: 0" in shown
+    assert "warning: this run cannot learn: batch.samples_per_prompt: 1" in shown
+    # Nothing matches the rows' answers: no reward differs.
+    assert shown.count("warning: after 3 steps all responses") == 1
+
+
+def test_evaluations_in_a_run_are_printed_and_are_events(run_file, tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    shown = tandem("train", run_file, "eval.every=2").stdout
+    assert [line for line in shown.splitlines() if "solo accuracy" in line] == [
+        f"step {step}: solo accuracy 0.000 (95 % interval 0.000 to 0.161), pass@1 0.000; "
+        "20 prompts, 1 sample each"
+        for step in (2, 4)
+    ]
+    events = EventAccumulator(str(tmp_path / "run" / "tensorboard")).Reload()
+    assert [event.step for event in events.Scalars("loss/total")] == [1, 2, 3, 4]
+    assert [event.step for event in events.Scalars("eval/accuracy")] == [2, 4]
+
+
+def test_a_prompt_that_no_server_holds_is_named_before_anything_is_written(
+    world, run_file, tmp_path
+):
+    world.max_model_len = 2
+    done = tandem("train", run_file, check=2)
+    assert f"data: {tmp_path}/rows.jsonl:1: the prompt has 2 tokens" in done.stderr
+    assert contents(tmp_path / "run") == {".lock": b""}
+
+
 def test_a_tokenizer_that_only_the_server_has_must_be_named(address, tmp_path):
     done = tandem("generate", "w1", "--rollout", address, check=2)
     assert f"--tokenizer: the server's model directory {tmp_path / 'model'}" in done.stderr
@@ -403,8 +488,11 @@ def test_show_prints_the_records_of_a_step(run_file, tmp_path):
     run = tmp_path / "run"
     shown = tandem("show", run, "--json", "--count", "2").stdout.splitlines()
     assert [json.loads(line) for line in shown] == lines(run / "trajectories" / "step_1.jsonl")[:2]
-    assert "response" in tandem("show", run).stdout
+    assert tandem("show", run).stdout.splitlines()[1] == "reward\tprompt\tresponse"
     tandem("show", run, "--step", "7", check=2)
+    model = (tmp_path / "model").rename(tmp_path / "moved")
+    assert "tokenizer" in tandem("show", run, check=2).stderr
+    tandem("show", run, "--tokenizer", model)
 
 
 def test_usage_errors_exit_with_2(run_file):

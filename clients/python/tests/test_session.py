@@ -106,7 +106,7 @@ def test_other_weights_of_the_same_version_are_refused(world, config, address):
 @pytest.mark.parametrize(
     ("body", "says"),
     [
-        ("return row['no_such_field']", "KeyError: 'no_such_field' .*judge.py:2"),
+        ("return row['no_such_field']", "KeyError: 'no_such_field'"),
         ("return None", "None"),
         ("return float('nan')", "nan"),
     ],
@@ -116,7 +116,7 @@ def test_a_reward_function_that_fails_is_a_configuration_error(config, tmp_path,
     file.write_text(f"def reward(prompt, response, **row):\n    {body}\n")
     config.reward.function = f"{file}:reward"
     with Session(config) as session, pytest.raises(ConfigError, match=f"reward.function.*{says}"):
-        session.reward(session.data.examples[0], "text")
+        session.reward(session.data.examples[:1], [["text"]])
 
 
 def test_a_failed_call_is_explained_by_the_server_that_died(config):
