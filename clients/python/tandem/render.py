@@ -111,11 +111,13 @@ class Output:
         table = Table()
         columns = list(dict.fromkeys(key for row in shown for key in row))
         for column in columns:
-            table.add_column(column, no_wrap=True)
+            # Names, addresses and numbers stay whole; sentences may wrap.
+            prose = any(" " in row.get(column, "") for row in shown)
+            table.add_column(column, no_wrap=not prose)
         for row in shown:
             table.add_row(*(Text(row.get(column, "")) for column in columns))
         anything = self.console.options.update(width=10_000)
-        if self.console.measure(table, options=anything).maximum <= self.console.width:
+        if self.console.measure(table, options=anything).minimum <= self.console.width:
             return table
         return Group(*(_listed(row, last=row is shown[-1]) for row in shown))
 
@@ -332,6 +334,8 @@ class _Response:
         return taken
 
     def _append(self, author: int, piece: str) -> None:
+        if not piece:
+            return
         if author != self._author:
             self._new.append("]" if author else "[", style="dim")
             self._author = author
@@ -378,6 +382,9 @@ def _print_text(console: Console, text: str) -> None:
 def _runs(pieces: Sequence[str], mask: Sequence[int]) -> Iterable[tuple[int, str]]:
     run, author = "", None
     for piece, who in zip(pieces, mask, strict=True):
+        # Bytes of a character show with the token that completes it.
+        if not piece:
+            continue
         if author is not None and who != author:
             yield author, run
             run = ""

@@ -73,6 +73,15 @@ def test_rows_are_a_table_where_it_fits_and_a_list_where_not():
     assert "│" in wide.lines[3]
 
 
+def test_sentences_wrap_where_names_do_not():
+    screen = Screen(60)
+    sentence = "it does not answer because of many different reasons"
+    rows = [{"address": "127.0.0.1:7702", "problem": sentence}]
+    screen.output.result({}, screen.output.rows(rows))
+    assert "│ 127.0.0.1:7702 │ it does not answer" in "\n".join(screen.lines)
+    assert max(map(cell_len, screen.lines)) <= 60
+
+
 def test_rows_are_key_value_lines_without_a_terminal():
     screen = Screen(60, terminal=False)
     screen.output.result({}, screen.output.rows(SERVERS, counts=("parameters",)))
@@ -270,6 +279,10 @@ def test_authors_differ_in_brackets_as_well_as_in_colour():
     text = authored_text(["4 +", " 3", " =", " 7"], [1, 0, 0, 1])
     assert text.plain == "4 +[ 3 =] 7"
     assert {str(span.style) for span in text.spans} >= {"bold cyan", "underline yellow"}
+
+
+def test_bytes_of_a_character_show_with_the_token_that_completes_it():
+    assert authored_text(["a", "", "é"], [1, 0, 1]).plain == "aé"
 
 
 def test_control_characters_are_shown_and_not_obeyed():
