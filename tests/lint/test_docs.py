@@ -93,7 +93,7 @@ def test_every_key_of_metrics_jsonl_is_documented():
     section = DOCUMENT.split("## Prometheus")[0]
     assert set(metrics.KEYS + metrics.CRITIC_KEYS) == set(
         re.findall(
-            r"`([a-z_0-9]+(?:/[a-z_0-9]+)?)`", "".join(re.findall(r"^\| (.*?) \|", section, re.M))
+            r"`([a-z_0-9]+(?:/[a-z_0-9]+)*)`", "".join(re.findall(r"^\| (.*?) \|", section, re.M))
         )
     )
 

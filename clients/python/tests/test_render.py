@@ -40,7 +40,7 @@ SERVERS = [
         "address": f"127.0.0.1:4{port}123",
         "health": "SERVING",
         "version": 12,
-        "model": "/home/somebody/models/SmolLM2-135M-Instruct",
+        "model": "/srv/some-place/models/SmolLM2-135M-Instruct",
         "parameters": 134515008,
         "digest": "0123456789abcdef0123456789abcdef",
         "uptime_seconds": 123456.7,
