@@ -41,6 +41,21 @@ class TextCodec:
             raise ConfigError(f"tokenizer: {self.directory}: eos_token is not a string")
         return self._tokenizer.token_to_id(token) if token else None
 
+    @property
+    def vocabulary_size(self) -> int:
+        """Ids that a model needs to read every token: one more than the highest."""
+        return 1 + max(self._tokenizer.get_vocab().values(), default=-1)
+
+    @cached_property
+    def vocabulary_digest(self) -> str:
+        """What tells vocabularies apart: see tandem.types.v1.ModelInfo."""
+        import xxhash
+
+        digest = xxhash.xxh3_128()
+        for piece, number in sorted(self._tokenizer.get_vocab().items(), key=lambda item: item[1]):
+            digest.update(f"{number} {piece}\n".encode())
+        return digest.hexdigest()
+
     def encode(self, text: str, *, special: bool = True) -> list[int]:
         """Ids of a text; `special` adds what the tokenizer puts around every text."""
         try:
