@@ -13,15 +13,20 @@ import sys
 import textwrap
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
+import click
 import typer
+from typer.core import TyperCommand
 
+from tandem import __version__
 from tandem import settings as settings_module
 from tandem.errors import (
     ConfigError,
     NotImplementedByServerError,
+    ProblemsError,
     RpcError,
     ServerStartError,
     TandemError,
@@ -33,7 +38,9 @@ from tandem.settings import ClusterSettings, RunSettings
 
 if TYPE_CHECKING:
     from tandem.client import RolloutClient
+    from tandem.session import Purpose
     from tandem.text import TextCodec
+    from tandem.transport import Health
 
 EXIT_FAILED, EXIT_USAGE, EXIT_UNREACHABLE, EXIT_INTERRUPTED = 1, 2, 3, 130
 
@@ -56,14 +63,53 @@ Overrides = Annotated[
 ]
 RunFile = Annotated[Path, typer.Argument(help="Run configuration (YAML).", metavar="RUN.yaml")]
 DryRun = Annotated[
-    bool, typer.Option("--dry-run", help="Print the resolved configuration and exit.")
+    bool,
+    typer.Option(
+        "--dry-run", help="Check everything that a run needs, print the settings in force, exit."
+    ),
 ]
-Resume = Annotated[bool, typer.Option("--resume", help="Go on after the last checkpoint.")]
+Resume = Annotated[
+    bool,
+    typer.Option(
+        "--resume",
+        help="Go on after the last checkpoint. `--resume auto`: if there is one, else start.",
+    ),
+]
+ResumeAuto = Annotated[bool, typer.Option("--resume-auto", hidden=True)]
 Clean = Annotated[bool, typer.Option("--clean", help="Throw an earlier run in run_dir away.")]
-RolloutAddress = Annotated[str, typer.Option("--rollout", help="Address of the rollout server.")]
+Changes = Annotated[
+    list[str] | None,
+    typer.Option("--change", help="A setting that a resumed run may change.", metavar="KEY"),
+]
+DiscardUnsaved = Annotated[
+    bool,
+    typer.Option("--discard-unsaved", help="Throw away updates that no checkpoint has."),
+]
+RolloutAddress = Annotated[
+    str | None,
+    typer.Option(
+        "--rollout",
+        help="Address of the rollout server; the first of the cluster that `tandem up` runs, "
+        "else 127.0.0.1:7701, by default.",
+    ),
+]
 TokenizerOption = Annotated[
     Path | None, typer.Option(help="Directory with tokenizer.json; the server's model by default.")
 ]
+
+
+class TrainingCommand(TyperCommand):
+    """A command whose flag `--resume` may be followed by `auto`."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Makes one word of the two, for the parser."""
+        plain: list[str] = []
+        for word in args:
+            if word == "auto" and plain and plain[-1] == "--resume":
+                plain[-1] = "--resume-auto"
+            else:
+                plain.append("--resume-auto" if word == "--resume=auto" else word)
+        return super().parse_args(ctx, plain)
 
 
 def command(group: typer.Typer = app, **options: Any) -> Callable[[Callable], Callable]:
@@ -88,14 +134,19 @@ def up(
     overrides: Overrides = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """Start a local cluster, print its addresses, and keep it until Ctrl-C (exit code 0)."""
+    """Start a local cluster, print its addresses, and keep it until Ctrl-C (exit code 0).
+
+    Until then other commands of this user find its servers without being told their addresses.
+    """
     from tandem.cluster import LocalCluster
+    from tandem.running import announced
 
     output = Output(as_json=as_json)
     settings = settings_module.load(ClusterSettings, cluster_file, overrides or [])
     with (
         Interrupt(lambda: output.note("stopping the servers")) as interrupt,
         LocalCluster(settings, on_progress=output.note) as cluster,
+        announced(cluster),
     ):
         interrupt.defer()
         servers = [server.describe() for server in cluster.servers]
@@ -106,39 +157,52 @@ def up(
             time.sleep(0.2)
 
 
-def _add_training(kind: str, summary: str) -> None:
+def _add_training(kind: Purpose, summary: str) -> None:
     """The command `kind`, which trains in a run directory of that kind."""
 
-    @command(name=kind, help=summary)
+    @command(name=kind, help=summary, cls=TrainingCommand)
     def run_training(
         run_file: RunFile,
         overrides: Overrides = None,
         resume: Resume = False,
+        resume_auto: ResumeAuto = False,
         clean: Clean = False,
+        change: Changes = None,
+        discard_unsaved: DiscardUnsaved = False,
         dry_run: DryRun = False,
         as_json: JsonFlag = False,
     ) -> None:
-        from tandem.run_dir import RunDirectory, require_one
+        from tandem.run_dir import RunDirectory
         from tandem.session import Session
         from tandem.train import train, train_supervised
 
         output = Output(as_json=as_json)
-        require_one(resume, clean)
         settings = settings_module.load(RunSettings, run_file, overrides or [])
+        open_run = functools.partial(
+            RunDirectory.open,
+            settings,
+            kind,
+            resume="auto" if resume_auto else resume,
+            clean=clean,
+            changes=change or (),
+        )
         if dry_run:
-            _show_settings(output, settings)
+            _show_preflight(output, settings, kind, open_run)
             return
         loop = {"train": train, "sft": train_supervised}[kind]
         note = "stopping after this step; Ctrl-C again: at once"
-        with (
-            RunDirectory.open(settings, kind, resume=resume, clean=clean) as run,
-            Interrupt(lambda: output.note(note)) as stop,
-            Session(settings, output.note) as session,
-            StepDisplay(output, run.first_step, settings.steps, run.elapsed_seconds) as display,
-        ):
-            last = loop(session, run, display.step, stop)
-            summary = {"run_dir": str(run.path), "last_step": last, "run_id": run.run_id}
-            output.result(summary, f"{display.waiting()}\nrun directory: {run.path}")
+        with open_run() as run, Interrupt(lambda: output.note(note)) as stop:
+            summary = {"run_dir": str(run.path), "last_step": settings.steps, "run_id": run.run_id}
+            if run.done:
+                output.result(summary, f"all steps are done already\nrun directory: {run.path}")
+                return
+            with (
+                Session(settings, output.note, purpose=kind) as session,
+                StepDisplay(output, run.first_step, settings.steps, run.elapsed_seconds) as display,
+            ):
+                last = loop(session, run, display.step, stop, discard_unsaved=discard_unsaved)
+                summary["last_step"] = last
+                output.result(summary, f"{display.waiting()}\nrun directory: {run.path}")
         if stop.requested and last < settings.steps:
             output.note(f"stopped after step {last}; --resume goes on")
             raise typer.Exit(EXIT_INTERRUPTED)
@@ -161,16 +225,19 @@ def evaluate_command(
         ),
     ] = None,
     mode: Annotated[str, typer.Option(help="solo (handoff and legibility come later).")] = "solo",
+    discard_unsaved: DiscardUnsaved = False,
     dry_run: DryRun = False,
     as_json: JsonFlag = False,
 ) -> None:
     """Accuracy and pass@k of the senior alone.
 
-    --checkpoint leaves its weights in trainer and rollout servers: restart both to go back.
+    --checkpoint leaves its weights in trainer and rollout servers; the next run begins with the
+    base model all the same.
     """
     from tandem.evaluate import evaluate, in_words
-    from tandem.run_dir import trainer_checkpoint
+    from tandem.run_dir import checkpoint_at
     from tandem.session import Session
+    from tandem.start import serve_checkpoint
 
     output = Output(as_json=as_json)
     if mode in ("handoff", "legibility"):
@@ -178,13 +245,13 @@ def evaluate_command(
     if mode != "solo":
         raise ConfigError(f"--mode {mode}: none of solo, handoff, legibility")
     settings = settings_module.load(RunSettings, run_file, overrides or [])
+    path = None if checkpoint is None else checkpoint_at(checkpoint).trainer
     if dry_run:
-        _show_settings(output, settings)
+        _show_preflight(output, settings, "eval")
         return
-    path = None if checkpoint is None else trainer_checkpoint(checkpoint)
-    with Session(settings, output.note) as session:
-        if path is not None:
-            session.serve_checkpoint(path)
+    with Session(settings, output.note, purpose="eval") as session:
+        if checkpoint is not None:
+            serve_checkpoint(session, checkpoint, discard_unsaved=discard_unsaved)
         summary = evaluate(session).summary() | {"checkpoint": path and str(path)}
     output.result(
         summary,
@@ -196,7 +263,7 @@ def evaluate_command(
 @command()
 def generate(
     prompt: Annotated[list[str], typer.Argument(help="Prompts.")],
-    rollout: RolloutAddress = "127.0.0.1:7701",
+    rollout: RolloutAddress = None,
     tokenizer: TokenizerOption = None,
     chat: Annotated[bool, typer.Option("--chat", help="Use the chat template.")] = False,
     max_tokens: Annotated[int, typer.Option(min=1)] = 64,
@@ -227,13 +294,14 @@ def generate(
     """Let senior and junior answer prompts together."""
     from tandem.client import RolloutClient
     from tandem.requests import Prompt
+    from tandem.running import rollout_address
     from tandem.schedule import prompt_seed
     from tandem.wire import trajectory_record
 
     output = Output(as_json=as_json)
     if as_json and stream:
         raise ConfigError("--stream: --json prints whole records")
-    with RolloutClient(rollout) as client:
+    with RolloutClient(rollout or rollout_address()) as client:
         codec = _codec(client, tokenizer)
         sampling = {
             "max_tokens": max_tokens,
@@ -285,7 +353,7 @@ def generate(
 @command()
 def score(
     text: Annotated[list[str], typer.Argument(help="Texts.")],
-    rollout: RolloutAddress = "127.0.0.1:7701",
+    rollout: RolloutAddress = None,
     tokenizer: TokenizerOption = None,
     senior: Annotated[bool, typer.Option(help="Score under the senior.")] = True,
     junior: Annotated[bool, typer.Option(help="Score under the junior.")] = True,
@@ -294,10 +362,11 @@ def score(
 ) -> None:
     """Log-probabilities of texts under senior and junior."""
     from tandem.client import RolloutClient
+    from tandem.running import rollout_address
     from tandem.wire import from_tensor, short_floats
 
     output = Output(as_json=as_json)
-    with RolloutClient(rollout) as client:
+    with RolloutClient(rollout or rollout_address()) as client:
         codec = _codec(client, tokenizer)
         ids = [codec.encode(one) for one in text]
         if any(len(one) < 2 for one in ids):
@@ -324,23 +393,27 @@ def score(
 
 @command()
 def status(
-    rollout: RolloutAddress = "127.0.0.1:7701",
-    trainer: Annotated[str, typer.Option(help="Address of the trainer.")] = "127.0.0.1:7702",
-    critic: Annotated[str, typer.Option(help="Address of the critic.")] = "127.0.0.1:7703",
+    rollout: Annotated[str | None, typer.Option(help="Address of the rollout server.")] = None,
+    trainer: Annotated[str | None, typer.Option(help="Address of the trainer.")] = None,
+    critic: Annotated[str | None, typer.Option(help="Address of the critic.")] = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """What every server is and holds, or what is wrong. Exit code 3 when none answers."""
+    """What every server is and holds, or what is wrong. Exit code 3 when none answers.
+
+    Without addresses: the servers of the cluster that `tandem up` runs, else those at the default
+    addresses.
+    """
     from tandem.client import CriticClient, RolloutClient, TrainerClient
+    from tandem.running import servers
     from tandem.transport import RetryPolicy
 
     output = Output(as_json=as_json)
+    kinds = {kind.role: kind for kind in (RolloutClient, TrainerClient, CriticClient)}
+    named = {"rollout": rollout, "trainer": trainer, "critic": critic}
+    known = [] if any(named.values()) else [(one["role"], one["address"]) for one in servers()]
     rows = [
-        _status_row(kind(address, timeout_seconds=5, retry=RetryPolicy(attempts=1)))
-        for kind, address in (
-            (RolloutClient, rollout),
-            (TrainerClient, trainer),
-            (CriticClient, critic),
-        )
+        _status_row(kinds[role](address, timeout_seconds=5, retry=RetryPolicy(attempts=1)))
+        for role, address in known or named.items()
     ]
     output.result({"servers": rows}, output.rows(rows, counts=("parameters",)))
     if not any(row["health"] == "SERVING" for row in rows):
@@ -360,7 +433,7 @@ def health(
     rows = []
     for one in address:
         with Connection(one) as connection:
-            rows.append({"address": one, "health": connection.health(service)})
+            rows.append({"address": one} | _health_cells(connection.check_health(service)))
     output.result({"servers": rows}, output.rows(rows))
     if any(row["health"] != "SERVING" for row in rows):
         raise typer.Exit(EXIT_UNREACHABLE)
@@ -421,6 +494,24 @@ def model_import(
     )
 
 
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(f"tandem {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def before_the_command(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_print_version, is_eager=True, help="Print the version and exit."
+        ),
+    ] = False,
+) -> None:
+    """Options that stand before a command."""
+
+
 def main() -> None:
     """Runs the command; wrong usage and an interrupt become an exit code too."""
     use_any_encoding()
@@ -446,6 +537,12 @@ def report(error: TandemError, *, as_json: bool) -> int:
         hinted = "hint:" in str(error)
         if error.hint and not hinted:
             print(f"  hint: {error.hint}", file=sys.stderr)
+        for note in getattr(error, "__notes__", ()):
+            print(f"  {note}", file=sys.stderr)
+    if isinstance(error, ProblemsError):
+        kinds = (UnavailableError, ServerStartError)
+        away = all(isinstance(problem, kinds) for problem in error.problems)
+        return EXIT_UNREACHABLE if away else EXIT_USAGE
     if isinstance(error, ConfigError):
         return EXIT_USAGE
     if isinstance(error, UnavailableError | ServerStartError):
@@ -453,18 +550,43 @@ def report(error: TandemError, *, as_json: bool) -> int:
     return EXIT_FAILED
 
 
-def _show_settings(output: Output, settings: RunSettings) -> None:
+def _show_preflight(
+    output: Output,
+    settings: RunSettings,
+    purpose: Purpose,
+    open_run: Callable[[], AbstractContextManager[Any]] = nullcontext,
+) -> None:
+    """Checks what a run needs; prints the settings in force and the sizes that follow from them."""
+    from tandem.preflight import Problems
+    from tandem.session import Session
+
+    problems = Problems()
+    with problems.collect(), open_run():
+        pass
+    config = settings.model_dump(mode="json")
+    with (
+        problems.collect(),
+        Session(settings, output.note, purpose=purpose, dry_run=True) as session,
+    ):
+        config["objective"] = session.objective or config["objective"]
+    problems.raise_any()
     derived = settings.derived()
-    text = settings_module.dump(settings) + "# derived\n"
+    text = settings_module.dump_values(config) + "# derived\n"
     text += "".join(f"# {name}: {value}\n" for name, value in derived.items())
-    output.result({"config": settings.model_dump(mode="json"), "derived": derived}, text)
+    output.result({"config": config, "derived": derived}, text)
+
+
+def _health_cells(health: Health) -> dict[str, Any]:
+    return {"health": health.status} | ({"problem": health.reason} if health.reason else {})
 
 
 def _status_row(client: Any) -> dict[str, Any]:
     """What `tandem status` says of one server; closes the client."""
     row: dict[str, Any] = {"role": client.role, "address": client.address}
     with client:
-        row["health"] = client.health()
+        row |= _health_cells(client.check_health())
+        if row["health"] == "UNREACHABLE":
+            return row
         try:
             server = client.info().server
         except NotImplementedByServerError:

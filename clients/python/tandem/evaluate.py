@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from tandem.data import Dataset
 from tandem.requests import Prompt
 from tandem.schedule import prompt_seed
-from tandem.session import RolloutPool, Session
+from tandem.session import Session
 from tandem.settings import given
 from tandem.stats import pass_at_k, wilson_interval
 from tandem.types.v1 import trajectory_pb2
-
-# Sequences that one batch asks a server for: less than its queue holds by default.
-SEQUENCES_PER_BATCH = 1024
 
 
 @dataclass
@@ -83,14 +80,16 @@ def in_words(summary: Mapping[str, Any]) -> str:
 
 
 def evaluate(session: Session, data: Dataset | None = None) -> Evaluation:
-    """Lets the senior alone answer the held-out prompts (all data without `eval.data`)."""
+    """Lets the senior alone answer the held-out prompts (all data without `eval.data`).
+
+    What answers are the trainer's weights: rollout servers that are behind get them first.
+    """
     settings = session.settings
     dataset = data or session.eval_data or session.data
     sampling = given(settings.sampling) | {"temperature": settings.eval.temperature}
     if settings.eval.max_tokens is not None:
         sampling["max_tokens"] = settings.eval.max_tokens
-    groups = _generate(
-        session.rollouts,
+    groups = session.generate(
         [
             Prompt(
                 token_ids=example.token_ids,
@@ -113,16 +112,3 @@ def evaluate(session: Session, data: Dataset | None = None) -> Evaluation:
     }
     version = groups[0][0].senior_versions[-1].weights.version
     return Evaluation(version, correct, rewards, groups, pass_at)
-
-
-def _generate(
-    rollouts: RolloutPool, prompts: Sequence[Prompt]
-) -> list[list[trajectory_pb2.Trajectory]]:
-    """The samples of prompts that all ask for as many, in batches of a bounded size."""
-    prompts_per_batch = max(1, SEQUENCES_PER_BATCH // prompts[0].num_samples)
-    at_once = prompts_per_batch * len(rollouts.clients)
-    return [
-        samples
-        for first in range(0, len(prompts), at_once)
-        for samples in rollouts.generate(prompts[first : first + at_once])
-    ]

@@ -145,8 +145,8 @@ class RewardSettings(Settings):
 
     # "module:function", "path/file.py:function", "exact_match" or "reasoning_gym".
     function: Text = "exact_match"
-    # Folder in which modules are looked up after the installed ones, and relative files.
-    python_path: NonEmptyPath = Path()
+    # Folder in which modules are looked up after the installed ones; the run file's by default.
+    python_path: NonEmptyPath = Field(default_factory=Path.cwd)
     # The function judges all responses of a step in one call: rewards(prompts, responses, rows).
     batch: bool = False
     # Where its calls run: threads for functions that wait, processes for those that compute.
@@ -174,7 +174,8 @@ class RewardSettings(Settings):
 
     @classmethod
     def anchor(cls, values: dict[str, Any], base: Path) -> None:
-        """Also the file of a function."""
+        """Also the file of a function, and where modules are looked up."""
+        values.setdefault("python_path", str(base))
         super().anchor(values, base)
         file, colon, function = str(values.get("function")).rpartition(":")
         if file.endswith(".py"):
@@ -292,7 +293,7 @@ class ClusterSettings(Settings):
     """
 
     # Logs and resolved configurations, in logs/attempt_N: one folder for every start.
-    directory: NonEmptyPath = Path("runs/cluster")
+    directory: NonEmptyPath = Field(default_factory=lambda: Path.cwd() / "runs" / "cluster")
     rollout: list[dict[str, Any]] = []
     trainer: dict[str, Any] | None = None
     critic: dict[str, Any] | None = None
