@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from concurrent import futures
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import grpc
+import harness
 from google.protobuf.descriptor import MethodDescriptor, ServiceDescriptor
 from google.protobuf.message import Message
 from harness import TANDEM
@@ -70,7 +71,7 @@ class ValidCall:
     @property
     def weight(self) -> float:
         """How often the call is mutated, compared with others."""
-        return 0.15 if self.method.name in _COSTLY else 1.0
+        return 1.0 if self.method.input_type.fields and self.method.name not in _COSTLY else 0.15
 
     @property
     def endless(self) -> bool:
@@ -133,7 +134,7 @@ def _rollout_calls() -> list[ValidCall]:
     return [
         _call(ROLLOUT, "GetServerInfo", [rollout_pb2.GetServerInfoRequest()]),
         _call(ROLLOUT, "Generate", requests.submit(together)),
-        _call(ROLLOUT, "Generate, senior alone", requests.submit(alone)),
+        _call(ROLLOUT, "Generate by the senior alone", requests.submit(alone)),
         _call(
             ROLLOUT,
             "Generate in two messages",
@@ -179,40 +180,48 @@ def _trainer_calls(servers: Servers) -> list[ValidCall]:
             for index in range(2)
         ]
     )
-    samples = [
-        PolicySample(
-            trajectory,
-            f"group-{group}",
-            reward=index + 0.5,
-            advantages=[0.5] * len(trajectory.response_token_ids),
-            old_logprobs=from_tensor(trajectory.author_logprobs).tolist(),
-        )
+    written = [
+        (f"group-{group}", index + 0.5, trajectory)
         for group, trajectories in enumerate(groups)
         for index, trajectory in enumerate(trajectories)
     ]
-    objectives: dict[str, dict[str, Any]] = {
-        "with every number given": {
+    # A number that the objective does not use is refused.
+    rewarded = [PolicySample(trajectory, group, reward) for group, reward, trajectory in written]
+    with_advantages = [
+        replace(sample, reward=None, advantages=[0.5] * len(harness.tokens(sample.trajectory)))
+        for sample in rewarded
+    ]
+    with_logprobs = [
+        replace(sample, old_logprobs=harness.logprobs(sample.trajectory, "author").tolist())
+        for sample in rewarded
+    ]
+    objectives: dict[str, tuple[list[PolicySample], dict[str, Any]]] = {
+        "with given advantages": (with_advantages, {
             "loss_kind": "ppo_clip", "junior_token_loss_weight": 0.5, "clip_ratio_low": 0.2,
             "clip_ratio_high": 0.3, "dual_clip": 3.0, "old_logprobs": "author",
             "advantage_estimator": "provided", "aggregation": "seq_mean_token_sum_norm",
             "normalizer": "all_tokens", "norm_constant": 10.0, "kl_coefficient": 0.01,
             "kl_estimator": "k3", "entropy_coefficient": 0.01, "importance_sampling_cap": 2.0,
             "max_staleness": 1,
-        },
-        "with group advantages": {"old_logprobs": "provided", "whiten_advantages": True},
-        "with GAE": {
+        }),
+        "with given log-probabilities": (
+            with_logprobs, {"old_logprobs": "provided", "whiten_advantages": True},
+        ),
+        "with GAE": (rewarded, {
             "advantage_estimator": "gae", "gae_gamma": 0.99, "gae_lambda": 0.95,
             "bootstrap_truncated": True,
-        },
+        }),
     }  # fmt: skip
     step = {"run_id": "run", "step": 1, "expected_version": 0}
     policies = {
         name: requests.train_step(samples, objective=objective, request_id=name, **step)
-        for name, objective in objectives.items()
+        for name, (samples, objective) in objectives.items()
     }
     supervised = requests.train_step(
         SEQUENCES, objective={"aggregation": "token_mean"}, request_id="supervised", **step
     )
+    header = policies["with given advantages"][0].header
+    objective = trainer_pb2.CheckObjectiveRequest(policy=header.policy)
     target = servers.cluster.rollouts[0].address
     base = str(servers.base / "trainer")
     return [
@@ -237,14 +246,7 @@ def _trainer_calls(servers: Servers) -> list[ValidCall]:
             [trainer_pb2.LoadCheckpointRequest(base_model=True)],
         ),
         _call(TRAINER, "ExportModel", [trainer_pb2.ExportModelRequest(path="exported")]),
-        _call(
-            TRAINER,
-            "CheckObjective",
-            [
-                trainer_pb2.CheckObjectiveRequest(policy=messages[0].header.policy)
-                for messages in policies.values()
-            ][:1],
-        ),
+        _call(TRAINER, "CheckObjective", [objective]),
         _call(TRAINER, "WatchSteps", [trainer_pb2.WatchStepsRequest()]),
     ]
 
@@ -307,6 +309,9 @@ class _Recorder(weights_pb2_grpc.WeightServiceServicer):
     def UploadWeights(self, chunks: Any, _: Any) -> weights_pb2.UploadWeightsResponse:  # noqa: N802
         self.chunks = list(chunks)
         return weights_pb2.UploadWeightsResponse(next_chunk=len(self.chunks))
+
+    def GetVersion(self, request: Any, _: Any) -> weights_pb2.GetVersionResponse:  # noqa: N802
+        return weights_pb2.GetVersionResponse()
 
     def CommitUpdate(self, request: Any, _: Any) -> weights_pb2.CommitUpdateResponse:  # noqa: N802
         manifest = self.begin.manifest
