@@ -75,17 +75,17 @@ class Supervisor:
     """Keeps servers running at fixed addresses; a context manager."""
 
     def __init__(self, directory: Path, sections: dict[str, dict[str, Any]]) -> None:
-        directory.mkdir(parents=True)
+        directory.mkdir(parents=True, exist_ok=True)
         ports = {name: _free_port() for name in sections}
         self.addresses = {name: f"127.0.0.1:{port}" for name, port in ports.items()}
         self.servers: list[Process] = []
+        if "critic" in sections:
+            critic = {"critic_address": self.addresses["critic"]}
+            sections = sections | {"trainer": sections["trainer"] | critic}
         for name, section in sections.items():
             server = {"grpc_port": ports[name], "metrics_port": _free_port()}
-            extra = {"critic_address": self.addresses["critic"]} if name == "trainer" else {}
             config = directory / f"{name}.yaml"
-            config.write_text(
-                yaml.safe_dump(section | (extra if "critic" in ports else {}) | {"server": server})
-            )
+            config.write_text(yaml.safe_dump(section | {"server": server}))
             command = [str(find_binary(f"tandem-{name}-server")), "--config", str(config)]
             self.servers.append(Process(name, command, directory / f"{name}.log"))
         self._stopped = threading.Event()
@@ -198,7 +198,7 @@ class Run:
     def disturbed(self, kills: int, seconds: float) -> Fingerprint:
         """Kills `kills` times within what an undisturbed run takes, then lets the run end."""
         while True:
-            moment = self._random.uniform(0.1, 1.0) * seconds
+            moment = self._random.uniform(0.25, 1.0) * seconds
             client = self._start()
             killed = len(self.kills) < kills and self._kill(client, moment)
             self._wait(client, ATTEMPT_SECONDS)
@@ -208,8 +208,8 @@ class Run:
                 raise BrokenRunError(f"nobody killed it, yet the run failed:\n{self._tail()}")
 
     def _start(self) -> subprocess.Popen[bytes]:
-        how = ["--resume"] if (self._path / "state.json").exists() else ["--clean"]
-        overrides = [f"run_dir={self._path}"]
+        # Servers that outlived their run hold updates that it does again.
+        overrides = [f"run_dir={self._path}", "start_from=base"]
         if self._supervisor is not None:
             self._supervisor.wait_until_serving()
             addresses = self._supervisor.addresses
@@ -222,7 +222,7 @@ class Run:
                 overrides.append(f"servers.critic={addresses['critic']}")
         with self._log.open("ab") as log:
             return subprocess.Popen(
-                [*TRAIN, str(self._scenario.run_file), *overrides, *how],
+                [*TRAIN, str(self._scenario.run_file), *overrides, "--resume", "auto"],
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 stdin=subprocess.DEVNULL,
@@ -304,7 +304,7 @@ class Chaos:
         self._say = say
         models = harness.make_models(directory / "models")
         self._scenarios = [Scenario.write(directory, models, kind) for kind in OBJECTIVES]
-        self._expected: dict[str, tuple[Fingerprint, float]] = {}
+        self._expected: dict[tuple[str, bool], tuple[Fingerprint, float]] = {}
 
     def go(self, kills: int, first: int = 0) -> None:
         """Kills `kills` processes; raises BrokenRunError, which says how to repeat it."""
@@ -321,12 +321,9 @@ class Chaos:
         random = Random(f"{self._seed}/{number}")
         scenario = self._scenarios[number % len(self._scenarios)]
         supervised = number // len(self._scenarios) % 2 == 1
-        if scenario.kind not in self._expected:
-            run = Run(scenario, "undisturbed", random, None)
-            self._expected[scenario.kind] = run.undisturbed()
-        expected, seconds = self._expected[scenario.kind]
+        expected, seconds = self._undisturbed(scenario, supervised)
         count = min(most, random.randint(1, MAX_KILLS_PER_RUN))
-        with self._servers(scenario, number, supervised) as supervisor:
+        with self._servers(scenario, supervised) as supervisor:
             run = Run(scenario, f"run-{number}", random, supervisor)
             try:
                 left = run.disturbed(count, seconds)
@@ -334,23 +331,35 @@ class Chaos:
                 raise BrokenRunError(f"run {number} ({run.kills}): {error}") from None
         how = "supervised servers" if supervised else "servers of its own"
         self._say(f"run {number}, {scenario.kind}, {how}: killed {', '.join(run.kills) or 'none'}")
-        different = [name for name in {*expected, *left} if expected.get(name) != left.get(name)]
-        if different:
-            raise BrokenRunError(
-                f"run {number} ({run.kills}): other than undisturbed: {sorted(different)}"
-            )
+        if different := _differences(expected, left):
+            raise BrokenRunError(f"run {number} ({run.kills}): other than undisturbed: {different}")
         self.kills += len(run.kills)
         self.runs += 1
 
+    def _undisturbed(self, scenario: Scenario, supervised: bool) -> tuple[Fingerprint, float]:
+        """What a run leaves that nobody disturbs, and its seconds with these servers."""
+        key = (scenario.kind, supervised)
+        if key not in self._expected:
+            with self._servers(scenario, supervised) as supervisor:
+                name = "undisturbed-supervised" if supervised else "undisturbed"
+                self._expected[key] = Run(scenario, name, Random(0), supervisor).undisturbed()
+        return self._expected[key]
+
     @contextlib.contextmanager
-    def _servers(
-        self, scenario: Scenario, number: int, supervised: bool
-    ) -> Iterator[Supervisor | None]:
+    def _servers(self, scenario: Scenario, supervised: bool) -> Iterator[Supervisor | None]:
         if not supervised:
             yield None
             return
-        with Supervisor(scenario.directory / f"servers-{number}", scenario.sections) as supervisor:
+        with Supervisor(scenario.directory / "supervised", scenario.sections) as supervisor:
+            supervisor.wait_until_serving()
             yield supervisor
+
+
+def _differences(expected: Fingerprint, left: Fingerprint) -> str:
+    """The names whose digests are not the same; empty if there are none."""
+    return ", ".join(
+        sorted(name for name in expected | left if expected.get(name) != left.get(name))
+    )
 
 
 def _alive(pid: int) -> bool:

@@ -332,7 +332,7 @@ def main() -> int:
             soak = Soak(servers, options.seed)
             try:
                 soak.run(options.minutes * 60, options.clients)
-            except DisturbanceError as error:
+            except (DisturbanceError, RpcError) as error:
                 print(error)
                 return 1
             finally:

@@ -304,7 +304,7 @@ class Fuzzer:
                 self._try(index)
             try:
                 self._look(done=stop - first, count=count)
-            except DisturbanceError as error:
+            except (DisturbanceError, RpcError) as error:
                 raise DisturbanceError(f"{error}\n  {self._command(start, stop)}") from None
             if stop == end or (stop - first) % 5000 == 0:
                 self._say(f"{stop - first} of {count} mutations, {len(self.complaints)} complaints")
