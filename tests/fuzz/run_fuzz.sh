@@ -20,7 +20,7 @@ for corpus in tests/fuzz/corpus/*/; do
   # Debian's libraries are not instrumented: a container that crosses their border looks poisoned.
   ASAN_OPTIONS=detect_container_overflow=0 "build/fuzz/bin/fuzz_$name" \
     -max_total_time="$seconds" -timeout=10 -rss_limit_mb=2048 -print_final_stats=1 -verbosity=0 \
-    -artifact_prefix="$found/broken-" "$found" "$corpus" || {
+    -artifact_prefix="$found/broken-" "$found" "$corpus" 2>&1 | grep -vE '^("|###)' || {
     failed=1
     echo "to repeat it: build/fuzz/bin/fuzz_$name $found/broken-…"
   }
