@@ -104,6 +104,7 @@ class Session:
     Attributes:
         note: tells people what goes on.
         objective: the objective in force, every field set; {} unless the purpose is "train".
+        longest_sequence: most tokens of a prompt with its response that every server holds.
     """
 
     rollouts: RolloutPool
@@ -114,6 +115,7 @@ class Session:
     eval_data: Dataset | None
     reward: Reward
     objective: dict[str, Any]
+    longest_sequence: int
     cluster: LocalCluster | None = None
 
     def __init__(
@@ -354,11 +356,11 @@ class Session:
         if self.uses_critic:
             with problems.collect(), self.critic() as critic:
                 models[f"the critic at {self.critic_address}"] = critic.info().server.model
-        longest = min(model.max_model_len for model in models.values())
+        self.longest_sequence = min(model.max_model_len for model in models.values())
         for field, data in (("data", "data"), ("eval.data", "eval_data")):
             if (dataset := getattr(self, data, None)) is not None:
                 with problems.collect():
-                    dataset.require_prompts_below(longest, field)
+                    dataset.require_prompts_below(self.longest_sequence, field)
         if hasattr(self, "codec"):
             for whose, model in models.items():
                 with problems.collect():

@@ -138,7 +138,8 @@ def train_supervised(
 ) -> int:
     """Supervised training on the rows' answers; returns the last step that was done."""
     settings = session.settings
-    response_end(session)  # Raises before anything is written.
+    for example in session.data.examples:  # Raises before anything is written.
+        supervised_sample(session, example)
     with Loop(session, run, on_step, interrupt, discard_unsaved=discard_unsaved) as loop:
         for step in loop.steps():
             clock = StepClock()
@@ -157,11 +158,19 @@ def train_supervised(
 
 
 def supervised_sample(session: Session, example: Example) -> SupervisedSample:
-    """The text to learn after an example's prompt; ConfigError when the row does not have it."""
-    sft = session.settings.sft
-    text = fill(sft.response, example.row, "sft.response")
-    response = session.codec.encode(text, special=False)
-    return SupervisedSample(example.token_ids, [*response, *response_end(session)])
+    """The text to learn after an example's prompt.
+
+    Raises ConfigError for a row that does not have it, or has more than the trainer can hold.
+    """
+    text = fill(session.settings.sft.response, example.row, "sft.response")
+    response = [*session.codec.encode(text, special=False), *response_end(session)]
+    length = len(example.token_ids) + len(response)
+    if length > session.longest_sequence:
+        raise ConfigError(
+            f"sft.response: {example.place}: prompt and response have {length:,} tokens, the "
+            f"servers' max_model_len allows {session.longest_sequence:,}"
+        )
+    return SupervisedSample(example.token_ids, response)
 
 
 def response_end(session: Session) -> list[int]:

@@ -300,6 +300,18 @@ def test_a_row_without_the_field_to_learn_is_named(run_file):
     assert "the fields prompt, answer" in done.stderr
 
 
+def test_a_text_to_learn_that_no_server_holds_is_named_before_anything_is_written(
+    world, run_file, tmp_path
+):
+    with (tmp_path / "rows.jsonl").open("a") as file:
+        file.write('{"prompt": "w1 w2", "answer": "w3 w4 w5"}\n')
+    world.max_model_len = 5
+    done = tandem("sft", run_file, check=2)
+    said = f"sft.response: {tmp_path}/rows.jsonl:21: prompt and response have 6 tokens"
+    assert said in done.stderr
+    assert not (tmp_path / "run").exists()
+
+
 def test_a_resumed_run_keeps_its_configuration(run_file):
     tandem("train", run_file, "steps=1")
     done = tandem("train", run_file, "--resume", "seed=3", check=2)
