@@ -200,6 +200,11 @@ def test_up_serves_until_ctrl_c(files):
         tandem("generate", "the sum of", "--rollout", rollout, "--max-tokens", 5, "--json").stdout
     )
     assert len(record["authorship_mask"]) <= 5
+    several = ["generate", "the sum of", "one two", "--rollout", rollout, "--samples", 2]
+    several += ["--strategy", "chunk", "--chunk-size", 2]
+    whole = tandem(*several, "--no-stream").stdout
+    assert whole.count("(sample 2 of 2) ---") == 2
+    assert tandem(*several, "--stream").stdout == whole
     scores = json.loads(tandem("score", "one two three", "--rollout", rollout, "--json").stdout)
     assert scores["scores"][0]["senior_nats_per_token"] > 0
     process.send_signal(signal.SIGINT)
