@@ -22,6 +22,7 @@ from tandem.errors import (
     TandemError,
     from_status,
 )
+from tandem.learnability import obstacles
 from tandem.preflight import Problems
 from tandem.requests import Prompt
 from tandem.rewards import Reward
@@ -271,6 +272,9 @@ class Session:
         settings = self.settings
         problems = Problems()
         self._read(problems)
+        if self.purpose == "train":
+            for obstacle in obstacles(settings):
+                self.note(f"warning: this run cannot learn: {obstacle}")
         self.objective = {}
         servers = settings.servers
         if settings.cluster is not None:

@@ -15,7 +15,7 @@ from tandem.data import Example, fill
 from tandem.errors import ConfigError, TandemError
 from tandem.evaluate import evaluate, in_words
 from tandem.interrupt import Interrupt
-from tandem.learnability import FlatRewards, obstacles
+from tandem.learnability import FlatRewards
 from tandem.metrics import StepClock, response_metrics, step_line
 from tandem.requests import STEP_NAME, PolicySample, Prompt, SupervisedSample
 from tandem.rewards import Judged
@@ -43,8 +43,6 @@ def train(
     settings = session.settings
     any_version = bool(settings.objective.max_staleness)
     with Loop(session, run, on_step, interrupt, discard_unsaved=discard_unsaved) as loop:
-        for obstacle in obstacles(settings):
-            session.note(f"warning: this run cannot learn: {obstacle}")
         flat = FlatRewards(settings)
         for step in loop.steps():
             clock = StepClock()

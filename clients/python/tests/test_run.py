@@ -615,9 +615,11 @@ def test_a_step_whose_rewards_all_fail_ends_the_run(run_file, tmp_path):
 
 
 def test_runs_that_cannot_learn_are_told(run_file):
-    shown = tandem("train", run_file, "sampling.temperature=0", "batch.samples_per_prompt=1").stdout
-    assert "warning: this run cannot learn: sampling.temperature: 0" in shown
-    assert "warning: this run cannot learn: batch.samples_per_prompt: 1" in shown
+    settings = ["sampling.temperature=0", "batch.samples_per_prompt=1"]
+    for dry_run in (["--dry-run"], []):
+        shown = tandem("train", run_file, *settings, *dry_run).stdout
+        assert "warning: this run cannot learn: sampling.temperature: 0" in shown
+        assert "warning: this run cannot learn: batch.samples_per_prompt: 1" in shown
     # Nothing matches the rows' answers: no reward differs.
     assert shown.count("warning: after 3 steps all responses") == 1
 
