@@ -17,7 +17,7 @@
 #include "common/base/status_macros.h"
 #include "common/checkpoint/replace_directory.h"
 #include "common/checkpoint/temporary_directory.h"
-#include "common/tensor/checksum.h"
+#include "common/base/checksum.h"
 
 namespace tandem::checkpoint {
 namespace {

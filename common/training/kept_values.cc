@@ -4,7 +4,7 @@
 #include <nlohmann/json.hpp>
 #include <utility>
 
-#include "common/tensor/checksum.h"
+#include "common/base/checksum.h"
 
 namespace tandem::training {
 

@@ -10,7 +10,7 @@
 
 #include "common/base/error.h"
 #include "common/model/testing/tiny_model_dir.h"
-#include "common/tensor/checksum.h"
+#include "common/base/checksum.h"
 #include "services/trainer/engine/testing/batches.h"
 
 namespace tandem::trainer {

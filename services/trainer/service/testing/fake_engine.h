@@ -13,7 +13,7 @@
 #include <vector>
 
 #include "common/base/engine_thread.h"
-#include "common/tensor/checksum.h"
+#include "common/base/checksum.h"
 #include "services/trainer/engine/engine.h"
 
 namespace tandem::trainer {
