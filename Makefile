@@ -52,6 +52,25 @@ test-asan: ## Unit and integration tests under the address and undefined-behavio
 	@ctest --preset asan -j $(JOBS)
 	@ASAN_OPTIONS=detect_leaks=0 TANDEM_BUILD_DIR=build/asan $(PYTHON) -m pytest -q tests/integration
 
+# Beyond `make test`, which runs short versions: each prints what repeats a failure.
+SERVER_TOOL := TANDEM_BUILD_DIR=$(CURDIR)/$(BUILD) PYTHONPATH=clients/python:tests/integration $(PYTHON)
+
+.PHONY: mutate
+mutate: servers ## Damaged requests against the real servers (MUTATIONS=100000 SEED=0 FIRST=0; 10,000 a minute)
+	@$(SERVER_TOOL) tests/fuzz/fuzz_requests.py --mutations $(or $(MUTATIONS),100000) --seed $(or $(SEED),0) --first $(or $(FIRST),0)
+
+.PHONY: soak
+soak: servers ## Several clients at random (MINUTES=10 SEED=0), then memory, gauges and replies are as before
+	@$(SERVER_TOOL) tests/chaos/soak.py --minutes $(or $(MINUTES),10) --seed $(or $(SEED),0)
+
+.PHONY: chaos
+chaos: servers ## Kills servers and clients of runs at random (KILLS=100 SEED=…), which end as undisturbed ones
+	@$(SERVER_TOOL) tests/chaos/kills.py --kills $(or $(KILLS),100) $(if $(SEED),--seed $(SEED)) --first $(or $(FIRST),0)
+
+.PHONY: fuzz
+fuzz: setup ## libFuzzer on the parsers of files (SECONDS=60 for each), with clang and the sanitizers
+	@tests/fuzz/run_fuzz.sh $(or $(SECONDS),60)
+
 .PHONY: lint
 lint: configure python-protos ## Checks format, clang-tidy on what changed, ruff, protos and layers
 	@cmake --build $(BUILD) -j $(JOBS) --target tandem_grpc_stubs

@@ -11,13 +11,12 @@
 #include "absl/strings/string_view.h"
 #include "common/base/atomic_file.h"
 #include "common/base/bounded_json.h"
+#include "common/base/checksum.h"
 #include "common/base/error.h"
 #include "common/base/field_check.h"
-#include "common/base/file_descriptor.h"
 #include "common/base/status_macros.h"
 #include "common/checkpoint/replace_directory.h"
 #include "common/checkpoint/temporary_directory.h"
-#include "common/tensor/checksum.h"
 
 namespace tandem::checkpoint {
 namespace {
@@ -126,9 +125,10 @@ absl::StatusOr<int64_t> WriteManifest(const fs::path& directory, const Identity&
 
 // A Save replaces an earlier checkpoint of its kind and nothing else.
 absl::Status CheckReplaceable(const fs::path& target, const std::string& kind) {
-  if (!fs::exists(fs::symlink_status(target))) return absl::OkStatus();
+  std::error_code ignored;
+  if (!fs::exists(fs::symlink_status(target, ignored))) return absl::OkStatus();
   const absl::StatusOr<Manifest> manifest = ReadManifest(target);
-  if (!fs::is_symlink(target) && manifest.ok() && manifest->identity.kind == kind) {
+  if (!fs::is_symlink(target, ignored) && manifest.ok() && manifest->identity.kind == kind) {
     return absl::OkStatus();
   }
   return FieldError(absl::StatusCode::kAlreadyExists, "name",
@@ -150,22 +150,12 @@ absl::StatusOr<Saved> Save(
   const fs::path target = fs::path(parent) / name;
   TANDEM_RETURN_IF_ERROR(RecoverDirectory(target.string()));
   TANDEM_RETURN_IF_ERROR(CheckReplaceable(target, identity.kind));
-  TANDEM_ASSIGN_OR_RETURN(const std::string temporary, CreateTemporaryDirectory(parent, name));
-
-  Saved saved{.path = target.string()};
-  absl::Status status = write_files(temporary);
-  if (status.ok()) {
-    absl::StatusOr<int64_t> bytes = WriteManifest(temporary, identity);
-    status = bytes.status();
-    if (bytes.ok()) saved.bytes = *bytes;
-  }
-  if (status.ok()) status = ReplaceDirectory(temporary, target.string());
-  if (!status.ok()) {
-    std::error_code ignored;
-    fs::remove_all(temporary, ignored);
-    return status;
-  }
-  return saved;
+  const absl::StatusOr<TemporaryDirectory> temporary = TemporaryDirectory::Create(parent, name);
+  if (!temporary.ok()) return PrependFieldPath("directory", temporary.status());
+  TANDEM_RETURN_IF_ERROR(write_files(temporary->path()));
+  TANDEM_ASSIGN_OR_RETURN(const int64_t bytes, WriteManifest(temporary->path(), identity));
+  TANDEM_RETURN_IF_ERROR(ReplaceDirectory(temporary->path(), target.string()));
+  return Saved{.path = target.string(), .bytes = bytes};
 }
 
 absl::Status Verify(const std::string& path) {
@@ -224,14 +214,7 @@ absl::Status Prune(const std::string& parent, const std::string& kind, int64_t k
   }
   const auto kept = static_cast<size_t>(keep - 1);
   for (size_t i = 0; i + kept < others.size(); ++i) {
-    // Renamed first: what a crash leaves is no checkpoint, and the next Save of its name removes
-    // it.
-    const fs::path path(others[i]);
-    const fs::path temporary = path.parent_path() / TemporaryName(path.filename().string());
-    std::error_code error;
-    fs::rename(path, temporary, error);
-    if (!error) fs::remove_all(temporary, error);
-    if (error) return FileError(error.value(), "cannot remove", path.string());
+    TANDEM_RETURN_IF_ERROR(RemoveDirectory(others[i]));
   }
   return absl::OkStatus();
 }

@@ -35,9 +35,9 @@ absl::Status CheckName(const std::string& name);
 
 // Writes parent/name. `write_files` puts plain files (no folders) into the directory it is given. A
 // checkpoint of that name and kind is replaced, so that a Save may be repeated; anything else that
-// has the name is ALREADY_EXISTS ("name"). What earlier crashes left of a Save of this name is
-// removed or put back first. On failure nothing changes. INVALID_ARGUMENT as
-// CheckName says; otherwise the error of the file that failed.
+// has the name is ALREADY_EXISTS ("name"). What processes that are dead left in `parent` is
+// removed, or put back, first. On failure nothing changes. INVALID_ARGUMENT as CheckName says; an
+// error of "directory" where nothing can be written; otherwise the error of the file that failed.
 absl::StatusOr<Saved> Save(
     const std::string& parent, const std::string& name, const Identity& identity,
     absl::FunctionRef<absl::Status(const std::string& directory)> write_files);

@@ -2,12 +2,15 @@
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <signal.h>
+#include <sys/wait.h>
 #include <unistd.h>
 
 #include <filesystem>
 #include <fstream>
 
 #include "common/base/atomic_file.h"
+#include "common/base/error.h"
 #include "common/base/status_macros.h"
 
 namespace tandem::checkpoint {
@@ -33,6 +36,8 @@ class CheckpointTest : public ::testing::Test {
           return WriteFileDurably(directory + "/state.json", "{}");
         });
   }
+  // Of the parent, hidden ones too.
+  int64_t Entries() const { return std::distance(fs::directory_iterator(parent_), {}); }
   std::string Path(const std::string& name) const { return (parent_ / name).string(); }
   std::vector<std::string> Listed() const {
     std::vector<std::string> names;
@@ -114,16 +119,63 @@ TEST_F(CheckpointTest, FailedSaveLeavesNothing) {
         return absl::ResourceExhaustedError("no space");
       });
   EXPECT_EQ(failing.status().code(), absl::StatusCode::kResourceExhausted);
-  EXPECT_EQ(std::distance(fs::directory_iterator(parent_), {}), 1);
+  EXPECT_EQ(Entries(), 1);
 }
 
-TEST_F(CheckpointTest, LeftOverOfACrashIsNoCheckpointAndIsRemoved) {
-  // What a kill in the middle of a save leaves: a temporary folder, perhaps even with files.
-  fs::create_directories(parent_ / ".tmp-999999-step_1");
-  ASSERT_TRUE(WriteFileDurably(Path(".tmp-999999-step_1/model.safetensors"), "half").ok());
+// A writer in a process of its own, which is killed.
+TEST_F(CheckpointTest, WhatAKilledSaveLeavesIsRemovedByTheNextOneAndNotBefore) {
+  int begun[2];
+  ASSERT_EQ(pipe(begun), 0);
+  const pid_t writer = fork();
+  if (writer == 0) {
+    (void)Save(parent_.string(), "step_1", {"trainer", 1}, [&](const std::string& directory) {
+      WriteFileDurably(directory + "/model.safetensors", "half").IgnoreError();
+      if (write(begun[1], "x", 1) == 1) pause();
+      return absl::OkStatus();
+    });
+    _exit(0);
+  }
+  char byte = 0;
+  ASSERT_EQ(read(begun[0], &byte, 1), 1);
   EXPECT_TRUE(Listed().empty());
+  ASSERT_TRUE(SaveStep("step_2").ok());  // nobody may touch what a live writer writes
+  EXPECT_EQ(Entries(), 2);
+  kill(writer, SIGKILL);
+  waitpid(writer, nullptr, 0);
+  ASSERT_TRUE(SaveStep("step_3").ok());
+  EXPECT_EQ(Entries(), 2);
+  EXPECT_THAT(Listed(), ElementsAre("step_2", "step_3"));
+  close(begun[0]);
+  close(begun[1]);
+}
+
+TEST_F(CheckpointTest, TwoSavesOfOneNameDoNotDisturbEachOther) {
+  const auto outer =
+      Save(parent_.string(), "step_1", {"trainer", 1}, [&](const std::string& directory) {
+        EXPECT_TRUE(SaveStep("step_1", "inner").ok());
+        return WriteFileDurably(directory + "/model.safetensors", "outer");
+      });
+  ASSERT_TRUE(outer.ok()) << outer.status();
+  EXPECT_TRUE(Verify(Path("step_1")).ok());
+  EXPECT_EQ(ReadFile(Path("step_1/model.safetensors")).value(), "outer");
+  EXPECT_EQ(Entries(), 1);
+}
+
+TEST_F(CheckpointTest, HalfAPruneIsRemovedByTheNextSave) {
+  fs::create_directories(parent_ / ".tandem-tmp-999999-0-step_7");
+  ASSERT_TRUE(WriteFileDurably(Path(".tandem-tmp-999999-0-step_7/state.json"), "{}").ok());
   ASSERT_TRUE(SaveStep("step_1").ok());
-  EXPECT_FALSE(fs::exists(parent_ / ".tmp-999999-step_1"));
+  EXPECT_EQ(Entries(), 1);
+}
+
+TEST_F(CheckpointTest, AFileInTheWayOfTheDirectoryIsNamed) {
+  fs::create_directories(parent_);
+  ASSERT_TRUE(WriteFileDurably(Path("file"), "x").ok());
+  const absl::Status status = Save(Path("file"), "step_1", {"trainer", 1}, [](const auto&) {
+                                return absl::OkStatus();
+                              }).status();
+  EXPECT_EQ(status.code(), absl::StatusCode::kFailedPrecondition) << status;
+  EXPECT_EQ(FieldPath(status), "directory");
 }
 
 TEST_F(CheckpointTest, SavingAgainReplacesAtomically) {
@@ -131,14 +183,15 @@ TEST_F(CheckpointTest, SavingAgainReplacesAtomically) {
   ASSERT_TRUE(SaveStep("step_1", "newer").ok());
   EXPECT_TRUE(Verify(Path("step_1")).ok());
   EXPECT_EQ(ReadFile(Path("step_1/model.safetensors")).value(), "newer");
-  EXPECT_EQ(std::distance(fs::directory_iterator(parent_), {}), 1);
+  EXPECT_EQ(Entries(), 1);
 }
 
-TEST_F(CheckpointTest, LeftOverOfAnotherNameStays) {
-  fs::create_directories(parent_ / ".tmp-999999-s-1");
-  ASSERT_TRUE(SaveStep("1").ok());
+TEST_F(CheckpointTest, WhatOtherProgramsHideStays) {
+  for (const char* name : {".tmp-999999-s-1", ".hidden", "tandem-tmp-1-0-s"}) {
+    fs::create_directories(parent_ / name);
+  }
   ASSERT_TRUE(SaveStep("s").ok());
-  EXPECT_TRUE(fs::exists(parent_ / ".tmp-999999-s-1"));
+  EXPECT_EQ(Entries(), 4);
 }
 
 TEST_F(CheckpointTest, ACrashInAReplacementIsUndone) {
@@ -166,6 +219,7 @@ TEST_F(CheckpointTest, PruneGoesByTheStepAndNotByTheName) {
   EXPECT_THAT(Listed(), ElementsAre("step_9", "step_10", "best"));
   ASSERT_TRUE(Prune(parent_.string(), "trainer", 2, Path("best")).ok());
   EXPECT_THAT(Listed(), ElementsAre("step_10", "best"));
+  EXPECT_EQ(Entries(), 2);
   ASSERT_TRUE(Prune(parent_.string(), "trainer", 0, Path("best")).ok());
   EXPECT_THAT(Listed(), ElementsAre("step_10", "best"));
 }

@@ -11,6 +11,7 @@
 #include "common/base/atomic_file.h"
 #include "common/base/file_descriptor.h"
 #include "common/base/status_macros.h"
+#include "common/checkpoint/temporary_directory.h"
 
 namespace tandem::checkpoint {
 namespace {
@@ -49,7 +50,9 @@ int ExchangePathsBySystemCall(const std::string& a, const std::string& b) {
 
 absl::Status ReplaceDirectory(const std::string& from, const std::string& to,
                               const ExchangePaths& exchange) {
-  if (!fs::exists(to)) return RenameDurably(from, to);
+  std::error_code ignored;
+  if (!fs::exists(to, ignored)) return RenameDurably(from, to);
+  const auto held = LockDirectory(to);  // it will go by the name of what is left over
   const int error = exchange(from, to);
   if (CannotExchange(error)) return ReplaceInTwoSteps(from, to);
   if (error != 0) return FileError(error, "cannot replace", to);
@@ -59,8 +62,9 @@ absl::Status ReplaceDirectory(const std::string& from, const std::string& to,
 
 absl::Status RecoverDirectory(const std::string& path) {
   const std::string aside = AsidePath(path);
-  if (!fs::exists(aside)) return absl::OkStatus();
-  return fs::exists(path) ? Remove(aside) : RenameDurably(aside, path);
+  std::error_code ignored;
+  if (!fs::exists(aside, ignored)) return absl::OkStatus();
+  return fs::exists(path, ignored) ? Remove(aside) : RenameDurably(aside, path);
 }
 
 }  // namespace tandem::checkpoint

@@ -1,54 +1,104 @@
 #include "common/checkpoint/temporary_directory.h"
 
+#include <fcntl.h>
+#include <sys/file.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
+#include <cerrno>
 #include <filesystem>
 #include <system_error>
 #include <vector>
 
-#include "absl/status/status.h"
-#include "absl/strings/ascii.h"
+#include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
-#include "absl/strings/string_view.h"
-#include "absl/strings/strip.h"
-#include "common/base/file_descriptor.h"
+#include "common/base/status_macros.h"
 
 namespace tandem::checkpoint {
 namespace {
 
 namespace fs = std::filesystem;
 
-bool IsTemporaryNameOf(absl::string_view entry, absl::string_view name) {
-  if (!absl::ConsumePrefix(&entry, ".tmp-")) return false;
-  while (!entry.empty() && absl::ascii_isdigit(entry[0])) entry.remove_prefix(1);
-  return absl::ConsumePrefix(&entry, "-") && entry == name;
+// Nobody else's files begin like this.
+constexpr char kPrefix[] = ".tandem-tmp-";
+// Of the name that is shown; the whole must be a file name.
+constexpr size_t kMaxShownBytes = 100;
+
+std::optional<FileDescriptor> Lock(const std::string& path, int operation) {
+  absl::StatusOr<FileDescriptor> directory =
+      FileDescriptor::Open(path, O_RDONLY | O_DIRECTORY | O_NOFOLLOW);
+  if (!directory.ok()) return std::nullopt;
+  int result = 0;
+  do {
+    result = ::flock(directory->get(), operation);
+  } while (result != 0 && errno == EINTR);
+  if (result != 0) return std::nullopt;
+  return *std::move(directory);
+}
+
+// Whether the locked directory still goes by this path.
+bool IsAt(const FileDescriptor& lock, const std::string& path) {
+  struct stat held = {}, there = {};
+  return ::fstat(lock.get(), &held) == 0 && ::lstat(path.c_str(), &there) == 0 &&
+         held.st_dev == there.st_dev && held.st_ino == there.st_ino;
+}
+
+void RemoveWhatNobodyHolds(const std::string& parent) {
+  std::error_code ignored;
+  std::vector<std::string> found;
+  for (const fs::directory_entry& entry : fs::directory_iterator(parent, ignored)) {
+    if (absl::StartsWith(entry.path().filename().string(), kPrefix)) {
+      found.push_back(entry.path().string());
+    }
+  }
+  for (const std::string& path : found) {
+    if (const auto lock = LockDirectory(path)) fs::remove_all(path, ignored);
+  }
 }
 
 }  // namespace
 
-std::string TemporaryName(const std::string& name) {
-  return absl::StrCat(".tmp-", ::getpid(), "-", name);
+std::optional<FileDescriptor> LockDirectory(const std::string& path) {
+  return Lock(path, LOCK_EX | LOCK_NB);
 }
 
-absl::StatusOr<std::string> CreateTemporaryDirectory(const std::string& parent,
-                                                     const std::string& name) {
+absl::StatusOr<TemporaryDirectory> TemporaryDirectory::Create(const std::string& parent,
+                                                              const std::string& name) {
   std::error_code error;
   fs::create_directories(parent, error);
   if (error) return FileError(error.value(), "cannot create", parent);
-  std::vector<fs::path> leftovers;
-  for (const fs::directory_entry& entry : fs::directory_iterator(parent, error)) {
-    if (IsTemporaryNameOf(entry.path().filename().string(), name)) {
-      leftovers.push_back(entry.path());
-    }
+  RemoveWhatNobodyHolds(parent);
+  for (int attempt = 0;; ++attempt) {
+    std::string path = (fs::path(parent) / absl::StrCat(kPrefix, ::getpid(), "-", attempt, "-",
+                                                        name.substr(0, kMaxShownBytes)))
+                           .string();
+    const bool created = fs::create_directory(path, error);
+    if (error) return FileError(error.value(), "cannot create", path);
+    if (!created) continue;
+    // Somebody who saw it before it was locked holds it while removing it: waits for that, and
+    // tries again.
+    std::optional<FileDescriptor> lock = Lock(path, LOCK_EX);
+    if (lock.has_value() && !IsAt(*lock, path)) continue;
+    return TemporaryDirectory(std::move(path), std::move(lock));
   }
-  for (const fs::path& path : leftovers) {
-    fs::remove_all(path, error);
-    if (error) return FileError(error.value(), "cannot remove", path.string());
-  }
-  const fs::path temporary = fs::path(parent) / TemporaryName(name);
-  fs::create_directory(temporary, error);
-  if (error) return FileError(error.value(), "cannot create", temporary.string());
-  return temporary.string();
+}
+
+TemporaryDirectory::~TemporaryDirectory() {
+  if (path_.empty() || (lock_.has_value() && !IsAt(*lock_, path_))) return;
+  std::error_code ignored;
+  fs::remove_all(path_, ignored);
+}
+
+absl::Status RemoveDirectory(const std::string& path) {
+  const auto lock = LockDirectory(path);
+  TANDEM_ASSIGN_OR_RETURN(const TemporaryDirectory temporary,
+                          TemporaryDirectory::Create(fs::path(path).parent_path().string(),
+                                                     fs::path(path).filename().string()));
+  std::error_code error;
+  fs::rename(path, temporary.path(), error);  // replaces the empty one
+  if (error == std::errc::no_such_file_or_directory) return absl::OkStatus();
+  if (!error) fs::remove_all(temporary.path(), error);
+  return error ? FileError(error.value(), "cannot remove", path) : absl::OkStatus();
 }
 
 }  // namespace tandem::checkpoint

@@ -85,6 +85,25 @@ std::string Shorten(const std::string& text) {
   return text.size() <= 60 ? text : text.substr(0, 57) + "...";
 }
 
+// What the text of a message must be: well-formed UTF-8 (RFC 3629).
+bool IsUtf8(absl::string_view text) {
+  for (size_t i = 0; i < text.size();) {
+    const auto lead = static_cast<uint8_t>(text[i]);
+    const size_t length = lead < 0x80 ? 1 : lead < 0xE0 ? 2 : lead < 0xF0 ? 3 : 4;
+    if ((lead >= 0x80 && lead < 0xC2) || lead > 0xF4 || length > text.size() - i) return false;
+    uint32_t code = length == 1 ? lead : lead & (0x7F >> length);
+    for (size_t j = 1; j < length; ++j) {
+      const auto byte = static_cast<uint8_t>(text[i + j]);
+      if ((byte & 0xC0) != 0x80) return false;
+      code = code << 6 | (byte & 0x3F);
+    }
+    const bool overlong = (length == 3 && code < 0x800) || (length == 4 && code < 0x10000);
+    if (overlong || (code >= 0xD800 && code < 0xE000) || code > 0x10FFFF) return false;
+    i += length;
+  }
+  return true;
+}
+
 const char* TypeName(const FieldDescriptor& field) {
   switch (field.cpp_type()) {
     case FieldDescriptor::CPPTYPE_BOOL:
@@ -144,6 +163,7 @@ class ScalarWriter {
         return absl::OkStatus();
       }
       case FieldDescriptor::CPPTYPE_STRING:
+        if (!IsUtf8(text)) return InvalidField(path, "is not UTF-8");
         if (field_->is_repeated()) {
           reflection_->AddString(message_, field_, text);
         } else {

@@ -80,9 +80,18 @@ INSTANTIATE_TEST_SUITE_P(
         BadYaml{"tandem: {selection_strategy: unspecified}", "tandem.selection_strategy", "known"},
         BadYaml{"tandem: {boundary_token_ids: 3}", "tandem.boundary_token_ids", "a list"},
         BadYaml{"tandem: {boundary_token_ids: [1, x]}", "tandem.boundary_token_ids[1]", "integer"},
+        BadYaml{"senior_model: \"a\xd8\"", "senior_model", "UTF-8"},
+        BadYaml{"senior_model: \"\xe2\x96\"", "senior_model", "UTF-8"},
+        BadYaml{"senior_model: \"\xed\xa0\x80\"", "senior_model", "UTF-8"},
+        BadYaml{"senior_model: \"\xc0\xaf\"", "senior_model", "UTF-8"},
         BadYaml{"max_queue: 1\nmax_queue: 2", "max_queue", "duplicate"},
         BadYaml{"- 1\n- 2", "config", "expected a map"}, BadYaml{"a: [", "", "YAML: line 1"},
         BadYaml{"--- {}\n--- {}\n", "", "more than one"}));
+
+TEST(ConfigTest, TextMayBeAnyUtf8) {
+  RolloutServerConfig config;
+  EXPECT_TRUE(MergeYaml("senior_model: \"ü ✓ \xf0\x9f\x98\x80\"", &config).ok());
+}
 
 TEST(ConfigTest, DeepDocumentsAreRefused) {
   RolloutServerConfig config;

@@ -13,6 +13,7 @@
 #include "common/base/error.h"
 #include "common/base/field_check.h"
 #include "common/base/host_port.h"
+#include "common/base/path_check.h"
 #include "common/base/status_macros.h"
 #include "common/base/strategy_name.h"
 #include "common/tandem/tandem_config.h"
@@ -173,6 +174,10 @@ absl::Status ResolveTraining(Config* config, const DefaultPorts& ports) {
   TANDEM_RETURN_IF_ERROR(Resolve(config->mutable_batch()));
   TANDEM_RETURN_IF_ERROR(Resolve(config->mutable_strategy()));
   TANDEM_RETURN_IF_ERROR(CheckPatterns(config->freeze()));
+  if (!config->shutdown_checkpoint_directory().empty()) {
+    TANDEM_RETURN_IF_ERROR(
+        CheckPath("shutdown_checkpoint_directory", config->shutdown_checkpoint_directory()));
+  }
   TANDEM_DEFAULT(config, max_model_len, 2048);
   TANDEM_DEFAULT(config, max_samples, 4096);
   TANDEM_RETURN_IF_ERROR(CheckAtLeast("max_model_len", config->max_model_len(), 2));

@@ -137,18 +137,19 @@ TEST_P(BadTrainerTest, NamesTheField) {
 }
 INSTANTIATE_TEST_SUITE_P(
     All, BadTrainerTest,
-    testing::Values(Bad{"{}", "model"}, Bad{"model: m\noptimizer: {beta2: 1}", "optimizer.beta2"},
-                    Bad{"model: m\noptimizer: {learning_rate: -1}", "optimizer.learning_rate"},
-                    Bad{"model: m\noptimizer: {epsilon: 0}", "optimizer.epsilon"},
-                    Bad{"model: m\noptimizer: {schedule: linear}", "optimizer.total_steps"},
-                    Bad{"model: m\nbatch: {micro_batch_tokens: 0}", "batch.micro_batch_tokens"},
-                    Bad{"model: m\nstrategy: {name: zero}", "strategy.name",
-                        absl::StatusCode::kUnimplemented},
-                    Bad{"model: m\nstrategy: {name: megatron}", "strategy.name",
-                        absl::StatusCode::kUnimplemented},
-                    Bad{"model: m\nstrategy: {name: many}", "strategy.name"},
-                    Bad{"model: m\nfreeze: ['']", "freeze[0]"},
-                    Bad{"model: m\nmax_samples: 0", "max_samples"}));
+    testing::Values(
+        Bad{"{}", "model"}, Bad{"model: m\noptimizer: {beta2: 1}", "optimizer.beta2"},
+        Bad{"model: m\noptimizer: {learning_rate: -1}", "optimizer.learning_rate"},
+        Bad{"model: m\noptimizer: {epsilon: 0}", "optimizer.epsilon"},
+        Bad{"model: m\noptimizer: {schedule: linear}", "optimizer.total_steps"},
+        Bad{"model: m\nbatch: {micro_batch_tokens: 0}", "batch.micro_batch_tokens"},
+        Bad{"model: m\nstrategy: {name: zero}", "strategy.name", absl::StatusCode::kUnimplemented},
+        Bad{"model: m\nstrategy: {name: megatron}", "strategy.name",
+            absl::StatusCode::kUnimplemented},
+        Bad{"model: m\nstrategy: {name: many}", "strategy.name"},
+        Bad{"model: m\nfreeze: ['']", "freeze[0]"},
+        Bad{"model: m\nshutdown_checkpoint_directory: '~/runs'", "shutdown_checkpoint_directory"},
+        Bad{"model: m\nmax_samples: 0", "max_samples"}));
 
 TEST(ServerConfigTest, InsecureAllowsAnotherAddress) {
   RolloutServerConfig config;

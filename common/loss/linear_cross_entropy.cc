@@ -136,12 +136,11 @@ absl::StatusOr<std::unique_ptr<LinearCrossEntropyLoss>> LinearCrossEntropyLoss::
   if (options.chunk_size < 1) return InvalidField("chunk_size", "must be positive");
 
   std::unique_ptr<LinearCrossEntropyLoss> loss(new LinearCrossEntropyLoss);
-  // `auto` takes the first of cce, torch_compile, pytorch that is available.
-  if (options.impl != LossImpl::kPytorch) {
-    loss->fallback_warning_ = absl::StrCat(
-        "fused output loss: implementation '",
-        options.impl == LossImpl::kAuto ? "cce" : ImplName(options.impl),
-        "' is not part of this build; '", ImplName(LossImpl::kPytorch), "' is used instead");
+  // `auto` takes the first of cce, torch_compile, pytorch that is available, and asked for none.
+  if (options.impl == LossImpl::kCce || options.impl == LossImpl::kTorchCompile) {
+    loss->fallback_warning_ = absl::StrCat("fused output loss: implementation '",
+                                           ImplName(options.impl), "' is not part of this build; '",
+                                           ImplName(LossImpl::kPytorch), "' is used instead");
   }
   const int64_t budget_rows = options.logits_chunk_bytes / row_bytes;
   loss->block_rows_ = std::clamp<int64_t>(weight.is_cpu() ? kBlockBytes / row_bytes : budget_rows,

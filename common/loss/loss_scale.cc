@@ -11,6 +11,10 @@
 namespace tandem::loss {
 namespace {
 
+// Far beyond the lengths that it stands for; no scale overflows.
+constexpr double kMinNormConstant = 1e-9;
+constexpr double kMaxNormConstant = 1e9;
+
 double CountOf(Normalizer normalizer, double weight) {
   switch (normalizer) {
     case Normalizer::kAllTokens:
@@ -26,8 +30,10 @@ double CountOf(Normalizer normalizer, double weight) {
 }  // namespace
 
 absl::Status CheckLossScaleOptions(const LossScaleOptions& options) {
-  TANDEM_RETURN_IF_ERROR(CheckAtLeast("norm_constant", options.norm_constant, 0));
-  if (options.aggregation == Aggregation::kSeqMeanTokenSumNorm && options.norm_constant == 0) {
+  if (options.norm_constant != 0) {
+    return CheckInRange("norm_constant", options.norm_constant, kMinNormConstant, kMaxNormConstant);
+  }
+  if (options.aggregation == Aggregation::kSeqMeanTokenSumNorm) {
     return InvalidField("norm_constant", "must be positive with SEQ_MEAN_TOKEN_SUM_NORM");
   }
   return absl::OkStatus();

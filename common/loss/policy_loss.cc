@@ -81,13 +81,18 @@ absl::Status CheckPolicyLossOptions(const PolicyLossOptions& options) {
     return FieldError(absl::StatusCode::kUnimplemented, "loss_kind", "only PPO_CLIP is there yet");
   }
   TANDEM_RETURN_IF_ERROR(CheckInRange("clip_ratio_low", options.clip_ratio_low, 0, 1));
-  TANDEM_RETURN_IF_ERROR(CheckAtLeast("clip_ratio_high", options.clip_ratio_high, 0));
-  if (options.dual_clip != 0 && !(options.dual_clip > 1 && std::isfinite(options.dual_clip))) {
-    return InvalidField("dual_clip", "must be 0 (off) or greater than 1");
+  TANDEM_RETURN_IF_ERROR(
+      CheckInRange("clip_ratio_high", options.clip_ratio_high, 0, kMaxCoefficient));
+  if (options.dual_clip != 0 && !(options.dual_clip > 1 && options.dual_clip <= kMaxCoefficient)) {
+    return InvalidField("dual_clip", absl::StrCat("must be 0 (off) or in (1, ", kMaxCoefficient,
+                                                  "], got ", options.dual_clip));
   }
-  TANDEM_RETURN_IF_ERROR(CheckAtLeast("kl_coefficient", options.kl_coefficient, 0));
-  TANDEM_RETURN_IF_ERROR(CheckFinite("entropy_coefficient", options.entropy_coefficient));
-  return CheckAtLeast("importance_sampling_cap", options.importance_sampling_cap, 0);
+  TANDEM_RETURN_IF_ERROR(
+      CheckInRange("kl_coefficient", options.kl_coefficient, 0, kMaxCoefficient));
+  TANDEM_RETURN_IF_ERROR(CheckInRange("entropy_coefficient", options.entropy_coefficient,
+                                      -kMaxCoefficient, kMaxCoefficient));
+  return CheckInRange("importance_sampling_cap", options.importance_sampling_cap, 0,
+                      kMaxCoefficient);
 }
 
 absl::StatusOr<PolicyLossEvaluator> PolicyLossEvaluator::Create(const PolicyLossOptions& options,

@@ -53,6 +53,9 @@ struct PolicyLossOptions {
   bool operator==(const PolicyLossOptions&) const = default;
 };
 
+// Of coefficients and caps: far above any use, and no term overflows. A cap of that size is off.
+inline constexpr double kMaxCoefficient = 1e9;
+
 // UNIMPLEMENTED for a kind of loss that is not there yet, INVALID_ARGUMENT with the field
 // otherwise.
 absl::Status CheckPolicyLossOptions(const PolicyLossOptions& options);

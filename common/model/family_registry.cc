@@ -16,7 +16,7 @@ absl::StatusOr<const Family*> FindFamily(absl::string_view model_type) {
     absl::StrAppend(&known, known.empty() ? "" : ", ", family.model_type);
   }
   return FieldError(absl::StatusCode::kUnimplemented, "config.json.model_type",
-                    absl::StrCat("'", model_type, "' is not supported (", known, " are)"));
+                    absl::StrCat(model_type, " is not supported (", known, " are)"));
 }
 
 }  // namespace tandem

@@ -87,8 +87,9 @@ TEST(MemoryPlanTest, ALongSequenceDecidesOverTheMicroBatch) {
 
 TEST(MemoryPlanTest, BadFreezePatternsAndFamiliesAreRefused) {
   EXPECT_EQ(FieldPath(TrainingMemoryPlan(TinyConfig(), {.freeze = {"x"}}).status()), "freeze[0]");
-  EXPECT_EQ(TrainingMemoryPlan(TinyConfig("gpt2"), {}).status().code(),
-            absl::StatusCode::kUnimplemented);
+  ModelConfig config = TinyConfig();
+  config.model_type = "gpt2";
+  EXPECT_EQ(TrainingMemoryPlan(config, {}).status().code(), absl::StatusCode::kUnimplemented);
 }
 
 TEST(MemoryPlanTest, WhatDoesNotFitIsRefusedWithTheNumbers) {

@@ -207,7 +207,8 @@ ModelSummary Model::Summary(int64_t max_model_len) const {
           .num_parameters = num_parameters(),
           .num_trainable_parameters = num_trainable_parameters(),
           .max_model_len = max_model_len,
-          .eos_token_ids = config_.eos_token_ids};
+          .eos_token_ids = config_.eos_token_ids,
+          .vocabulary_digest = {}};
 }
 
 absl::Status Model::LoadParameters(const NamedTensors& tensors) {

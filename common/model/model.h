@@ -39,7 +39,6 @@ class Backbone;
 class ParameterStore;
 struct Family;
 struct TensorView;
-struct ValueHeadTensors;
 
 // Where the value head's weights came from.
 enum class ValueHeadSource {
@@ -67,12 +66,18 @@ struct DecodeInput {
   int64_t num_output_rows = 1;       // hidden states wanted: those of the last n of `tokens`
 };
 
+// Whole parameters in the memory of the files that hold them.
+struct SourceParameters {
+  std::shared_ptr<const void> files;  // the tensors live as long as this
+  NamedTensors tensors;               // in the files' types, in the order of Model::Parameters
+};
+
 class Model {
  public:
-  // INVALID_ARGUMENT that names file and tensor when one is missing, unexpected, mis-shaped, or
-  // not floating-point, or "freeze" or "placement" when they do not fit; DATA_LOSS and
-  // INVALID_ARGUMENT for broken files; NOT_FOUND; UNIMPLEMENTED for a model_type or feature that is
-  // not supported.
+  // INVALID_ARGUMENT that names the field of config.json whose size is not that of the weights, or
+  // file and tensor when one is missing, unexpected, mis-shaped, or not floating-point, or "freeze"
+  // or "placement" when they do not fit; DATA_LOSS and INVALID_ARGUMENT for broken files;
+  // NOT_FOUND; UNIMPLEMENTED for a model_type or feature that is not supported.
   static absl::StatusOr<std::unique_ptr<Model>> Load(const std::string& directory,
                                                      const LoadOptions& options = {});
   // Random weights as `transformers` initialises them (norms 1, biases 0, rest
@@ -124,7 +129,8 @@ class Model {
   at::Tensor Parameter(absl::string_view name) const;
   int64_t num_parameters() const;
   int64_t num_trainable_parameters() const;
-  // In the terms that servers report; `max_model_len` is the engine's.
+  // In the terms that servers report; `max_model_len` is the engine's. A model knows no vocabulary:
+  // that is added by who does.
   ModelSummary Summary(int64_t max_model_len) const;
 
   // Copies values in, by name, from any device and floating type; of whole tensors, a shard takes
@@ -132,6 +138,10 @@ class Model {
   // tied model takes an "lm_head.weight" that equals its embedding. INVALID_ARGUMENT names the
   // tensor.
   absl::Status LoadParameters(const NamedTensors& tensors);
+
+  // What Load read, read again, and not copied into the model: whoever wants what was loaded
+  // compares the digest. Errors as Load.
+  absl::StatusOr<SourceParameters> ReadSource() const;
 
   // Writes a Hugging Face directory that `transformers` loads: config.json with the keys it was
   // read with, model.safetensors in `dtype`, and the tokenizer's files if the source directory
@@ -144,8 +154,8 @@ class Model {
   static absl::StatusOr<std::unique_ptr<Model>> Build(const ModelConfig& config,
                                                       const HeadOptions& head,
                                                       const LoadOptions& options);
-  absl::Status FillFrom(const std::vector<const TensorView*>& tensors,
-                        const ValueHeadTensors& value_head, const LoadOptions& options);
+  // One tensor per parameter; nullptr: drawn.
+  void FillFrom(const std::vector<const TensorView*>& assigned);
   void Initialize(uint64_t seed);
   std::string ExportedConfig(DType dtype) const;
 
@@ -154,6 +164,7 @@ class Model {
   std::string source_directory_;
   HeadKind head_ = HeadKind::kLm;
   ValueHeadSource value_head_source_ = ValueHeadSource::kNone;
+  uint64_t value_head_seed_ = 0;
   bool tied_ = false;
   Placement placement_;
   std::string weights_digest_;

@@ -11,6 +11,7 @@
 #include "common/base/bounded_json.h"
 #include "common/base/error.h"
 #include "common/base/status_macros.h"
+#include "common/model/family_registry.h"
 
 namespace tandem {
 namespace {
@@ -193,6 +194,8 @@ absl::Status RefuseUnsupported(const Fields& fields) {
 absl::Status ParseArchitecture(const Fields& fields, ModelConfig& config) {
   TANDEM_ASSIGN_OR_RETURN(config.model_type, fields.String("model_type", ""));
   if (config.model_type.empty()) return InvalidField(fields.Path("model_type"), "is missing");
+  // Before the sizes: other families give them other names.
+  TANDEM_RETURN_IF_ERROR(FindFamily(config.model_type).status());
   TANDEM_ASSIGN_OR_RETURN(config.vocab_size, fields.Size("vocab_size"));
   TANDEM_ASSIGN_OR_RETURN(config.hidden_size, fields.Size("hidden_size"));
   TANDEM_ASSIGN_OR_RETURN(config.intermediate_size, fields.Size("intermediate_size"));

@@ -71,8 +71,8 @@ struct ModelConfig {
 // Parses the text of a config.json; `generation_json` may be empty. Both styles are read:
 // `rope_parameters` or `rope_theta` + `rope_scaling`.
 // INVALID_ARGUMENT with the field's path ("config.json.hidden_size") for what is missing or wrong,
-// UNIMPLEMENTED with the path for what is valid but not supported (hidden_act other than silu,
-// sliding windows, rope types dynamic and longrope, partial rotary).
+// UNIMPLEMENTED with the path for what is valid but not supported (other families, hidden_act other
+// than silu, sliding windows, rope types dynamic and longrope, partial rotary).
 absl::StatusOr<ModelConfig> ParseModelConfig(absl::string_view json,
                                              absl::string_view generation_json = "");
 

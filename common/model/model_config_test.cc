@@ -78,6 +78,15 @@ TEST(ModelConfigTest, WrongFieldsAreNamed) {
                    "config.json.rope_scaling.factor");
 }
 
+TEST(ModelConfigTest, AnotherFamilyIsNamedBeforeSizesThatItCallsOtherwise) {
+  const std::string gpt2 =
+      R"({"model_type": "gpt2", "vocab_size": 50257, "n_embd": 768, "n_layer": 12, "n_head": 12})";
+  const absl::Status status = ParseModelConfig(gpt2).status();
+  EXPECT_EQ(status.code(), absl::StatusCode::kUnimplemented);
+  EXPECT_EQ(status.message(),
+            "config.json.model_type: gpt2 is not supported (llama, qwen2, qwen3 are)");
+}
+
 TEST(ModelConfigTest, UnsupportedFeaturesAreUnimplemented) {
   const auto kNot = absl::StatusCode::kUnimplemented;
   ExpectFieldError({{"hidden_act", "gelu"}}, kNot, "config.json.hidden_act");

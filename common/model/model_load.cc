@@ -1,10 +1,12 @@
-// Model::Load: which tensor of a checkpoint becomes which parameter, with nothing left over.
+// Model::Load and ReadSource: which tensor of a checkpoint becomes which parameter, with nothing
+// left over.
 #include <ATen/ATen.h>
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/core/grad_mode.h>
 
 #include <filesystem>
 #include <map>
+#include <memory>
 #include <utility>
 
 #include "absl/strings/match.h"
@@ -13,11 +15,11 @@
 #include "common/base/error.h"
 #include "common/base/status_macros.h"
 #include "common/model/backbone.h"
-#include "common/model/family_registry.h"
 #include "common/model/initial_value.h"
 #include "common/model/model.h"
 #include "common/model/parameter_store.h"
 #include "common/model/value_head_tensors.h"
+#include "common/model/weight_files_check.h"
 #include "common/tensor/aten_bytes.h"
 #include "common/tensor/safetensors.h"
 #include "common/tensor/weights_digest.h"
@@ -46,95 +48,147 @@ absl::Status CheckFits(const TensorView& view, const std::vector<int64_t>& shape
 // Constants that old versions of `transformers` saved with the weights.
 bool IsOldBuffer(absl::string_view name) { return absl::EndsWith(name, ".rotary_emb.inv_freq"); }
 
-}  // namespace
+// The mapped weight files of a model directory.
+struct ModelFiles {
+  std::unique_ptr<SafetensorsDirectory> directory;
+  std::unique_ptr<SafetensorsFile> value_head_file;  // may be null
+  std::vector<const TensorView*> tensors;            // of both
+  ValueHeadTensors value_head;                       // with kValue
 
-absl::StatusOr<std::unique_ptr<Model>> Model::Load(const std::string& directory,
-                                                   const LoadOptions& options) {
-  TANDEM_ASSIGN_OR_RETURN(const ModelConfig config, LoadModelConfig(directory));
-  TANDEM_RETURN_IF_ERROR(FindFamily(config.model_type).status());
-  TANDEM_ASSIGN_OR_RETURN(const auto checkpoint, SafetensorsDirectory::Open(directory));
-
-  std::vector<const TensorView*> tensors;
-  for (const TensorView& view : checkpoint->tensors()) tensors.push_back(&view);
-  std::unique_ptr<SafetensorsFile> value_head_file;
-  const std::string value_head_path = fs::path(directory) / "value_head.safetensors";
-  std::error_code ignored;
-  if (options.head == HeadKind::kValue && fs::exists(value_head_path, ignored)) {
-    TANDEM_ASSIGN_OR_RETURN(value_head_file, SafetensorsFile::Open(value_head_path));
-    for (const TensorView& view : value_head_file->tensors()) tensors.push_back(&view);
-  }
-  ValueHeadTensors value_head;
-  if (options.head == HeadKind::kValue) {
-    TANDEM_ASSIGN_OR_RETURN(value_head, FindValueHead(tensors));
-    if (config.tie_word_embeddings && value_head.weight == nullptr && !options.untie_embeddings) {
-      return InvalidField("use_value_head",
-                          absl::StrCat("the base model in ", directory,
-                                       " ties its head to the embeddings; set "
-                                       "untie_embeddings to keep the embeddings and give "
-                                       "it a new head"));
+  static absl::StatusOr<ModelFiles> Open(const std::string& directory, HeadKind head) {
+    ModelFiles files;
+    TANDEM_ASSIGN_OR_RETURN(files.directory, SafetensorsDirectory::Open(directory));
+    for (const TensorView& view : files.directory->tensors()) files.tensors.push_back(&view);
+    if (head != HeadKind::kValue) return files;
+    const std::string path = fs::path(directory) / "value_head.safetensors";
+    std::error_code ignored;
+    if (fs::exists(path, ignored)) {
+      TANDEM_ASSIGN_OR_RETURN(files.value_head_file, SafetensorsFile::Open(path));
+      for (const TensorView& view : files.value_head_file->tensors()) {
+        files.tensors.push_back(&view);
+      }
     }
+    TANDEM_ASSIGN_OR_RETURN(files.value_head, FindValueHead(files.tensors));
+    return files;
   }
-  const bool tied =
-      options.head == HeadKind::kLm && config.tie_word_embeddings && !options.untie_embeddings;
-  TANDEM_ASSIGN_OR_RETURN(
-      auto model,
-      Build(config, {.kind = options.head, .tied = tied, .bias = value_head.bias != nullptr},
-            options));
-  model->source_directory_ = directory;
-  TANDEM_RETURN_IF_ERROR(model->FillFrom(tensors, value_head, options));
-  return model;
-}
+};
 
-absl::Status Model::FillFrom(const std::vector<const TensorView*>& tensors,
-                             const ValueHeadTensors& value_head, const LoadOptions& options) {
+// The tensors of the files that `specs` are, in their order; nullptr for a value head that the
+// files lack. No tensor is left over.
+absl::StatusOr<std::vector<const TensorView*>> Assign(const ModelFiles& files,
+                                                      const std::vector<ParameterSpec>& specs,
+                                                      const ModelConfig& config,
+                                                      const HeadOptions& head) {
+  std::map<std::string, const ParameterSpec*> by_name;
+  for (const ParameterSpec& spec : specs) by_name[spec.name] = &spec;
   std::map<std::string, const TensorView*> given;  // by parameter
   const TensorView* tied_head = nullptr;
-  for (const TensorView* view : tensors) {
+  for (const TensorView* view : files.tensors) {
     std::string name = view->name;
-    if (view == value_head.weight) name = kValueHeadWeight;
-    if (view == value_head.bias) name = kValueHeadBias;
-    const bool is_tied_head = tied_ && name == kLmHeadName;
-    if (const auto* parameter = store_->Find(is_tied_head ? kEmbeddingName : name);
-        parameter != nullptr) {
-      TANDEM_RETURN_IF_ERROR(CheckFits(*view, parameter->spec.shape));
+    if (view == files.value_head.weight) name = kValueHeadWeight;
+    if (view == files.value_head.bias) name = kValueHeadBias;
+    const bool is_tied_head = head.tied && name == kLmHeadName;
+    if (const auto spec = by_name.find(is_tied_head ? kEmbeddingName : name);
+        spec != by_name.end()) {
+      TANDEM_RETURN_IF_ERROR(CheckFits(*view, spec->second->shape));
       const TensorView*& place = is_tied_head ? tied_head : given[name];
       if (place != nullptr) return TensorError(*view, "unexpected: given twice");
       place = view;
-    } else if (name == kLmHeadName && head_ != HeadKind::kLm) {
-      continue;  // replaced by what options.head asks for
-    } else if (IsValueHeadName(name) && head_ == HeadKind::kNone) {
+    } else if (name == kLmHeadName && head.kind != HeadKind::kLm) {
+      continue;  // replaced by the head that was asked for
+    } else if (IsValueHeadName(name) && head.kind == HeadKind::kNone) {
       continue;
     } else if (!IsOldBuffer(name)) {
       return TensorError(*view, "unexpected: the model has no such parameter");
     }
   }
-  if (head_ == HeadKind::kValue) {
-    value_head_source_ =
-        value_head.weight != nullptr ? ValueHeadSource::kCheckpoint : ValueHeadSource::kRandom;
-  }
   // An untied copy of a tied model starts with the head it had.
-  if (head_ == HeadKind::kLm && config_.tie_word_embeddings && !tied_ &&
+  if (head.kind == HeadKind::kLm && config.tie_word_embeddings && !head.tied &&
       !given.contains(kLmHeadName) && given.contains(kEmbeddingName)) {
     given[kLmHeadName] = given[kEmbeddingName];
   }
-  for (const auto& parameter : store_->parameters()) {
-    const bool random =
-        value_head_source_ == ValueHeadSource::kRandom && parameter.spec.name == kValueHeadWeight;
-    if (!random && !given.contains(parameter.spec.name)) {
+  std::vector<const TensorView*> assigned;
+  for (const ParameterSpec& spec : specs) {
+    const auto found = given.find(spec.name);
+    assigned.push_back(found == given.end() ? nullptr : found->second);
+    if (assigned.back() == nullptr && spec.name != kValueHeadWeight) {
       return absl::InvalidArgumentError(
-          absl::StrCat(source_directory_, ": tensor '", parameter.spec.name, "': missing"));
+          absl::StrCat(files.directory->directory(), ": tensor '", spec.name, "': missing"));
     }
   }
+  if (tied_head != nullptr && !at::equal(AliasAsAten(*tied_head).to(at::kFloat),
+                                         AliasAsAten(*given[kEmbeddingName]).to(at::kFloat))) {
+    return TensorError(*tied_head, absl::StrCat("differs from '", kEmbeddingName,
+                                                "' though config.json ties them"));
+  }
+  return assigned;
+}
 
+// The values of one parameter; drawn for a value head that the files lack.
+at::Tensor WholeTensor(const ParameterSpec& spec, const TensorView* view, double initializer_range,
+                       uint64_t value_head_seed) {
+  if (view != nullptr) return AliasAsAten(*view);
+  return InitialValue(spec, initializer_range, at::detail::createCPUGenerator(value_head_seed));
+}
+
+}  // namespace
+
+absl::StatusOr<std::unique_ptr<Model>> Model::Load(const std::string& directory,
+                                                   const LoadOptions& options) {
+  TANDEM_ASSIGN_OR_RETURN(const ModelConfig config, LoadModelConfig(directory));
+  TANDEM_ASSIGN_OR_RETURN(const ModelFiles files, ModelFiles::Open(directory, options.head));
+  TANDEM_RETURN_IF_ERROR(CheckSizes(config, *files.directory));
+  if (options.head == HeadKind::kValue && config.tie_word_embeddings &&
+      files.value_head.weight == nullptr && !options.untie_embeddings) {
+    return InvalidField("use_value_head",
+                        absl::StrCat("the base model in ", directory,
+                                     " ties its head to the embeddings; set "
+                                     "untie_embeddings to keep the embeddings and give "
+                                     "it a new head"));
+  }
+  const HeadOptions head = {.kind = options.head,
+                            .tied = options.head == HeadKind::kLm && config.tie_word_embeddings &&
+                                    !options.untie_embeddings,
+                            .bias = files.value_head.bias != nullptr};
+  // All of the files is checked before memory is taken.
+  TANDEM_ASSIGN_OR_RETURN(const std::vector<ParameterSpec> specs, ModelParameters(config, head));
+  TANDEM_ASSIGN_OR_RETURN(const std::vector<const TensorView*> assigned,
+                          Assign(files, specs, config, head));
+  TANDEM_ASSIGN_OR_RETURN(auto model, Build(config, head, options));
+  model->source_directory_ = directory;
+  model->value_head_seed_ = options.value_head_seed;
+  if (options.head == HeadKind::kValue) {
+    model->value_head_source_ = files.value_head.weight != nullptr ? ValueHeadSource::kCheckpoint
+                                                                   : ValueHeadSource::kRandom;
+  }
+  model->FillFrom(assigned);
+  return model;
+}
+
+absl::StatusOr<SourceParameters> Model::ReadSource() const {
+  const at::NoGradGuard no_grad;
+  TANDEM_ASSIGN_OR_RETURN(ModelFiles opened, ModelFiles::Open(source_directory_, head_));
+  const auto files = std::make_shared<const ModelFiles>(std::move(opened));
+  std::vector<ParameterSpec> specs;
+  for (const auto& parameter : store_->parameters()) specs.push_back(parameter.spec);
+  TANDEM_ASSIGN_OR_RETURN(const std::vector<const TensorView*> assigned,
+                          Assign(*files, specs, config_, {.kind = head_, .tied = tied_}));
+  SourceParameters source{.files = files, .tensors = {}};
+  for (size_t i = 0; i < specs.size(); ++i) {
+    source.tensors.emplace_back(
+        specs[i].name,
+        WholeTensor(specs[i], assigned[i], config_.initializer_range, value_head_seed_));
+  }
+  return source;
+}
+
+void Model::FillFrom(const std::vector<const TensorView*>& assigned) {
   const at::NoGradGuard no_grad;
   WeightsHasher hasher;
-  for (const auto& parameter : store_->parameters()) {
-    const auto found = given.find(parameter.spec.name);
+  for (size_t i = 0; i < assigned.size(); ++i) {
+    const auto& parameter = store_->parameters()[i];
     const at::Tensor whole =
-        found != given.end()
-            ? AliasAsAten(*found->second)
-            : InitialValue(parameter.spec, config_.initializer_range,
-                           at::detail::createCPUGenerator(options.value_head_seed));
+        WholeTensor(parameter.spec, assigned[i], config_.initializer_range, value_head_seed_);
     parameter.value.copy_(parameter.shard.Of(whole));  // reads no more of the file than this
     if (placement_.shard_count > 1) continue;
     const bool exact = parameter.value.is_cpu() && parameter.value.scalar_type() == at::kFloat;
@@ -142,12 +196,6 @@ absl::Status Model::FillFrom(const std::vector<const TensorView*>& tensors,
   }
   if (placement_.shard_count == 1) weights_digest_ = hasher.Hex();
   OnWeightsChanged();
-  if (tied_head != nullptr && !at::equal(AliasAsAten(*tied_head).to(at::kFloat),
-                                         AliasAsAten(*given[kEmbeddingName]).to(at::kFloat))) {
-    return TensorError(*tied_head, absl::StrCat("differs from '", kEmbeddingName,
-                                                "' though config.json ties them"));
-  }
-  return absl::OkStatus();
 }
 
 }  // namespace tandem

@@ -9,6 +9,7 @@
 #include "common/base/error.h"
 #include "common/model/model.h"
 #include "common/model/testing/models.h"
+#include "common/model/weight_files_check.h"
 #include "common/tensor/aten_bytes.h"
 #include "common/tensor/weights_digest.h"
 
@@ -188,6 +189,51 @@ TEST_F(ModelLoadTest, MisshapedAndIntegerTensorsAreNamed) {
   ExpectInvalid(kNorm, "not floating-point");
 }
 
+// Each of these would take memory, or time, for a model that nobody has.
+TEST_F(ModelLoadTest, SizesThatTheFilesDoNotHaveAreRefusedByName) {
+  Write();
+  const std::pair<const char*, int64_t> absurd[] = {{"num_hidden_layers", 2'000'000'000},
+                                                    {"num_hidden_layers", 3},
+                                                    {"hidden_size", 2'000'000'000},
+                                                    {"vocab_size", 2'000'000'000},
+                                                    {"intermediate_size", 2'000'000'000},
+                                                    {"head_dim", 2'000'000'000},
+                                                    {"num_key_value_heads", 3}};
+  for (const auto& [field, value] : absurd) {
+    std::ofstream(directory_ / "config.json") << TinyConfigJson("llama", {{field, value}}).dump();
+    const absl::Status status = Model::Load(directory_).status();
+    EXPECT_EQ(status.code(), absl::StatusCode::kInvalidArgument) << status;
+    const std::string named = std::string(field) == "head_dim" ? "num_attention_heads" : field;
+    EXPECT_EQ(FieldPath(status), "config.json." + named) << status;
+    const ModelConfig config = LoadModelConfig(directory_).value();
+    EXPECT_EQ(CheckSizes(config, directory_.string()), status);
+  }
+}
+
+TEST_F(ModelLoadTest, ALayersNumberInTheFilesIsNotBelieved) {
+  Write({}, [](NamedTensors& tensors) {
+    tensors.emplace_back("model.layers.1999999999.input_layernorm.weight", at::ones({30}));
+  });
+  std::ofstream(directory_ / "config.json")
+      << TinyConfigJson("llama", {{"num_hidden_layers", 2'000'000'000}}).dump();
+  EXPECT_EQ(FieldPath(Model::Load(directory_).status()), "config.json.num_hidden_layers");
+}
+
+TEST_F(ModelLoadTest, WhatWasLoadedCanBeReadAgain) {
+  Write();
+  const auto model = Model::Load(directory_, {.requires_grad = true}).value();
+  const NamedTensors before = TinyModel()->Parameters();
+  ASSERT_TRUE(model->LoadParameters(TinyModel("llama", {}, {}, 9)->Parameters()).ok());
+  const SourceParameters source = model->ReadSource().value();
+  EXPECT_EQ(WeightsDigest(source.tensors), model->weights_digest());
+  ASSERT_TRUE(model->LoadParameters(source.tensors).ok());
+  for (const auto& [name, tensor] : before) {
+    EXPECT_TRUE(at::equal(model->Parameter(name).detach(), tensor)) << name;
+  }
+  fs::remove(directory_ / "model.safetensors");
+  EXPECT_EQ(model->ReadSource().status().code(), absl::StatusCode::kNotFound);
+}
+
 TEST_F(ModelLoadTest, TruncatedWeightsAreDataLoss) {
   Write();
   const fs::path weights = directory_ / "model.safetensors";
@@ -252,6 +298,14 @@ TEST_F(ModelLoadTest, BaseModelGetsASeededRandomValueHead) {
   other.value_head_seed = 4;
   EXPECT_FALSE(at::equal((*a)->Parameter("score.weight"),
                          Model::Load(directory_, other).value()->Parameter("score.weight")));
+}
+
+TEST_F(ModelLoadTest, ARandomValueHeadIsReadAgainAsItWasDrawn) {
+  Write();
+  const auto critic = Model::Load(directory_, kCritic).value();
+  const SourceParameters source = critic->ReadSource().value();
+  EXPECT_EQ(WeightsDigest(source.tensors), critic->weights_digest());
+  EXPECT_EQ(source.tensors.back().first, "score.weight");
 }
 
 TEST_F(ModelLoadTest, TiedBaseModelNeedsUntyingForAValueHead) {

@@ -6,6 +6,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "common/base/atomic_file.h"
+#include "common/base/file_descriptor.h"
 #include "common/base/status_macros.h"
 #include "common/model/backbone.h"
 #include "common/model/family_registry.h"
@@ -57,7 +58,7 @@ absl::Status Model::Save(const std::string& directory, DType dtype) const {
   }
   std::error_code error;
   fs::create_directories(directory, error);
-  if (error) return absl::InternalError(absl::StrCat(directory, ": ", error.message()));
+  if (error) return FileError(error.value(), "cannot create", directory);
   const fs::path target(directory);
   TANDEM_RETURN_IF_ERROR(
       WriteNamedTensors(target / "model.safetensors", Parameters(), dtype, {{"format", "pt"}}));

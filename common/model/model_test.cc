@@ -43,7 +43,9 @@ TEST(ModelTest, EveryFamilyRunsWithItsOptions) {
 }
 
 TEST(ModelTest, UnknownFamilyIsUnimplemented) {
-  const absl::Status status = Model::Random(TinyConfig("gpt2"), 1).status();
+  ModelConfig config = TinyConfig();
+  config.model_type = "gpt2";
+  const absl::Status status = Model::Random(config, 1).status();
   EXPECT_EQ(status.code(), absl::StatusCode::kUnimplemented);
   EXPECT_EQ(FieldPath(status), "config.json.model_type");
 }

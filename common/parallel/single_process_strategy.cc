@@ -73,6 +73,13 @@ absl::StatusOr<OptimizerReport> SingleProcessStrategy::OptimizerStep() {
   return report;
 }
 
+absl::Status SingleProcessStrategy::ResetOptimizer() {
+  return CatchTorchErrors("cannot reset the optimizer", [&] {
+    optimizer_->Reset();
+    return absl::OkStatus();
+  });
+}
+
 absl::StatusOr<NamedTensors> SingleProcessStrategy::GatherParameters() {
   NamedTensors parameters;
   for (const auto& [name, parameter] : model_->Parameters()) {

@@ -19,6 +19,7 @@ class SingleProcessStrategy : public Strategy {
                                absl::FunctionRef<absl::Status(int64_t)> run) override;
   absl::StatusOr<OptimizerReport> OptimizerStep() override;
   int64_t optimizer_steps() const override { return optimizer_->steps(); }
+  absl::Status ResetOptimizer() override;
   absl::StatusOr<NamedTensors> GatherParameters() override;
   absl::Status ScatterParameters(const NamedTensors& parameters) override;
   absl::Status SaveOptimizer(const std::string& directory) override;

@@ -53,6 +53,8 @@ class Strategy {
   virtual absl::StatusOr<OptimizerReport> OptimizerStep() = 0;
 
   virtual int64_t optimizer_steps() const = 0;
+  // Forgets every update: as after Build.
+  virtual absl::Status ResetOptimizer() = 0;
 
   // Whole parameters, the frozen ones too, by name, on rank 0; views, valid until the next change.
   virtual absl::StatusOr<NamedTensors> GatherParameters() = 0;

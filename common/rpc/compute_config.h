@@ -7,8 +7,10 @@
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
 #include "common/base/error.h"
+#include "common/base/status_macros.h"
 #include "common/model/compute_options.h"
 #include "common/model/model_config.h"
+#include "common/model/weight_files_check.h"
 #include "common/tensor/dtype.h"
 #include "tandem/config/v1/server_config.pb.h"
 
@@ -25,11 +27,13 @@ inline DType ComputeType(const config::v1::ComputeOptions& config) {
   return config.dtype() == "bfloat16" ? DType::kBFloat16 : DType::kFloat32;
 }
 
-// What the model in the configuration's `field` is; errors name the field.
+// What the model in the configuration's `field` is, as its weight files confirm; errors name the
+// field.
 inline absl::StatusOr<ModelConfig> ConfiguredModel(absl::string_view field,
                                                    const std::string& directory) {
   absl::StatusOr<ModelConfig> model = LoadModelConfig(directory);
   if (!model.ok()) return PrependFieldPath(field, model.status());
+  TANDEM_RETURN_IF_ERROR(PrependFieldPath(field, CheckSizes(*model, directory)));
   return model;
 }
 

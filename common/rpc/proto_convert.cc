@@ -338,6 +338,7 @@ void ModelSummaryToProto(const ModelSummary& summary, types::v1::ModelInfo* prot
   for (const int64_t id : summary.eos_token_ids) {
     proto->add_eos_token_ids(static_cast<int32_t>(id));
   }
+  proto->set_vocabulary_digest(summary.vocabulary_digest);
 }
 
 void WeightManifestToProto(const WeightManifest& manifest, weights::v1::WeightManifest* proto) {

@@ -59,16 +59,23 @@ struct CommandLine {
   std::string config;
   std::vector<std::string> overrides;
   bool check_config = false;
+  std::optional<std::string> config_check;  // the argument of the server's own flag
 };
 
 // Fills `line`, or returns the exit code of --help, --version and mistakes.
 std::optional<int> ParseCommandLine(int argc, char** argv, const std::string& name,
-                                    CommandLine* line) {
+                                    const ConfigCheck<>& config_check, CommandLine* line) {
   CLI::App app(absl::StrCat(name, ": one of the servers of Tandem Reinforcement Learning."), name);
   app.add_option("--config", line->config, "YAML configuration file")->type_name("FILE");
   app.add_option("overrides", line->overrides, "dotted.key=value, applied in order after the file")
       ->type_name("KEY=VALUE");
-  app.add_flag("--check-config", line->check_config, "Print the resolved configuration and exit");
+  CLI::Option* const check_config = app.add_flag("--check-config", line->check_config,
+                                                 "Print the resolved configuration and exit");
+  if (!config_check.flag.empty()) {
+    app.add_option(config_check.flag, line->config_check, config_check.help)
+        ->type_name("TEXT")
+        ->needs(check_config);
+  }
   app.set_version_flag("--version", absl::StrCat(name, " ", SoftwareVersion()));
   try {
     app.parse(argc, argv);
@@ -146,7 +153,9 @@ int RunServer(int argc, char** argv, const ServerProgram& program) {
   Signals signals;
   const std::string name = absl::StrCat("tandem-", program.role, "-server");
   CommandLine line;
-  if (const auto code = ParseCommandLine(argc, argv, name, &line)) return *code;
+  if (const auto code = ParseCommandLine(argc, argv, name, program.config_check, &line)) {
+    return *code;
+  }
 
   absl::Status status = config::Load(line.config, line.overrides, program.config);
   if (status.ok()) status = program.resolve();
@@ -158,6 +167,11 @@ int RunServer(int argc, char** argv, const ServerProgram& program) {
     std::string comments;
     status = CheckMemory(program, &comments);
     std::cout << config::ToYaml(*program.config) << comments << std::flush;
+    if (status.ok() && line.config_check.has_value()) {
+      const auto checked = program.config_check.check(*line.config_check);
+      status = checked.status();
+      if (checked.ok()) std::cout << *checked << std::endl;
+    }
     if (status.ok()) return kExitOk;
     std::cerr << name << ": bad configuration: " << status.message() << std::endl;
     return kExitBadConfig;

@@ -9,10 +9,11 @@
 //
 // Command line: --config FILE, [dotted.key=value …], --check-config, --version, --help.
 // --check-config prints the resolved configuration and, as comments, the memory that it needs; one
-// that this machine cannot hold is bad. A server that starts refuses it while it loads. Exit code 0
-// on success and after SIGTERM or SIGINT (work that outlasts the drain time is given up, and the
-// log says so; state that has to be saved is waited for), 2 for a bad configuration or command
-// line, 1 for anything else, such as state that could not be saved.
+// that this machine cannot hold is bad. A server may add a flag for something else that it checks.
+// A server that starts refuses it while it loads. Exit code 0 on success and after SIGTERM or
+// SIGINT (work that outlasts the drain time is given up, and the log says so; state that has to be
+// saved is waited for), 2 for a bad configuration or command line, 1 for anything else, such as
+// state that could not be saved.
 #ifndef TANDEM_COMMON_RPC_SERVER_MAIN_H_
 #define TANDEM_COMMON_RPC_SERVER_MAIN_H_
 
@@ -21,6 +22,7 @@
 #include <functional>
 #include <memory>
 #include <string>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
@@ -81,6 +83,15 @@ struct ServerMemory {
   bool on_host = true;  // false: a device holds it, whose memory is not known without its driver
 };
 
+// A flag with an argument that a server adds to --check-config.
+template <typename... Config>
+struct ConfigCheck {
+  std::string flag;  // "--check-objective"; empty: none
+  std::string help;
+  // After resolve: what to print below the configuration. An error makes the configuration bad.
+  std::function<absl::StatusOr<std::string>(const Config&..., const std::string& argument)> check;
+};
+
 // One server program.
 struct ServerProgram {
   std::string role;                   // "rollout"; the binary is tandem-<role>-server
@@ -90,6 +101,7 @@ struct ServerProgram {
   // After resolve: what the configuration needs. Errors name the field, such as a model that cannot
   // be read. Null for a server without a model.
   std::function<absl::StatusOr<ServerMemory>()> memory;
+  ConfigCheck<> config_check;
   std::function<std::unique_ptr<ServerApp>(ServerRuntime&)> create;
 };
 
@@ -102,7 +114,8 @@ template <typename Config>
 int ServerMain(
     int argc, char** argv, const std::string& role,
     std::function<std::unique_ptr<ServerApp>(const Config& config, ServerRuntime& runtime)> create,
-    std::function<absl::StatusOr<MemoryPlan>(const Config& config)> plan_memory = nullptr) {
+    std::function<absl::StatusOr<MemoryPlan>(const Config& config)> plan_memory = nullptr,
+    ConfigCheck<std::type_identity_t<Config>> config_check = {}) {
   Config config;
   std::function<absl::StatusOr<ServerMemory>()> memory;
   if (plan_memory != nullptr) {
@@ -118,6 +131,12 @@ int ServerMain(
                        .resolve = [&config] { return config::Resolve(&config); },
                        .options = [&config] { return config.server(); },
                        .memory = std::move(memory),
+                       .config_check = {.flag = config_check.flag,
+                                        .help = config_check.help,
+                                        .check =
+                                            [&](const std::string& argument) {
+                                              return config_check.check(config, argument);
+                                            }},
                        .create = [&](ServerRuntime& runtime) { return create(config, runtime); },
                    });
 }

@@ -14,11 +14,11 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/strings/str_cat.h"
+#include "common/base/checksum.h"
 #include "common/base/error.h"
 #include "common/base/status_macros.h"
 #include "common/rpc/byte_budget.h"
 #include "common/rpc/stream_handlers.h"
-#include "common/tensor/checksum.h"
 
 namespace tandem::rpc {
 

@@ -6,13 +6,13 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/types/span.h"
+#include "common/base/checksum.h"
 #include "common/base/error.h"
 #include "common/base/logging.h"
 #include "common/base/status_macros.h"
 #include "common/rpc/proto_convert.h"
 #include "common/rpc/stream_handlers.h"
 #include "common/rpc/unary_handler.h"
-#include "common/tensor/checksum.h"
 
 namespace tandem::rpc {
 namespace {

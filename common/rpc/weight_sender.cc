@@ -7,6 +7,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/time/clock.h"
 #include "absl/types/span.h"
+#include "common/base/checksum.h"
 #include "common/base/error.h"
 #include "common/base/logging.h"
 #include "common/base/status_macros.h"
@@ -14,7 +15,6 @@
 #include "common/rpc/error_table.h"
 #include "common/rpc/proto_convert.h"
 #include "common/rpc/retry.h"
-#include "common/tensor/checksum.h"
 
 namespace tandem::rpc {
 namespace {

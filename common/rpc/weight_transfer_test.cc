@@ -10,13 +10,13 @@
 #include <thread>
 #include <vector>
 
+#include "common/base/checksum.h"
 #include "common/base/error.h"
 #include "common/rpc/error_table.h"
 #include "common/rpc/proto_convert.h"
 #include "common/rpc/testing/server.h"
 #include "common/rpc/weight_receiver_service.h"
 #include "common/rpc/weight_sender.h"
-#include "common/tensor/checksum.h"
 #include "common/tensor/staged_weight_receiver.h"
 
 namespace tandem::rpc {

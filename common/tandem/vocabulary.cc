@@ -10,6 +10,7 @@
 #include "absl/strings/strip.h"
 #include "common/base/atomic_file.h"
 #include "common/base/bounded_json.h"
+#include "common/base/checksum.h"
 #include "common/base/error.h"
 #include "common/base/status_macros.h"
 #include "nlohmann/json.hpp"
@@ -21,8 +22,6 @@ using Json = nlohmann::json;
 
 constexpr absl::string_view kByteLevelSpace = "\u0120";      // Ġ
 constexpr absl::string_view kSentencePieceSpace = "\u2581";  // ▁
-// Larger ids than any real vocabulary's are a damaged file, not a reason to allocate.
-constexpr int64_t kMaxId = 10'000'000;
 constexpr size_t kMaxFileBytes = 200'000'000;
 
 absl::Status Malformed(absl::string_view what) {
@@ -120,7 +119,7 @@ std::string DecodeSentencePiece(absl::string_view piece) {
 
 }  // namespace
 
-absl::StatusOr<Vocabulary> Vocabulary::Parse(absl::string_view tokenizer_json) {
+absl::StatusOr<Vocabulary> Vocabulary::Parse(absl::string_view tokenizer_json, int64_t vocab_size) {
   TANDEM_ASSIGN_OR_RETURN(const Json root, ParseBoundedJson(tokenizer_json, "tokenizer.json"));
   if (!root.is_object()) return Malformed("it is not a JSON object");
   if (!root.contains("model") || !root["model"].contains("vocab")) {
@@ -129,10 +128,19 @@ absl::StatusOr<Vocabulary> Vocabulary::Parse(absl::string_view tokenizer_json) {
   Vocabulary result;
   bool any_marker = false;
   const auto put = [&](int64_t id, Entry entry) -> absl::Status {
-    if (id < 0 || id > kMaxId) return Malformed(absl::StrCat("token id ", id));
+    if (id < 0 || id >= std::min(vocab_size, kMaxSize)) {
+      return Malformed(absl::StrCat("token id ", id, " (\"", entry.piece,
+                                    "\") is outside the model's vocabulary of ", vocab_size));
+    }
     if (id >= result.size()) result.entries_.resize(id + 1);
+    Entry& place = result.entries_[id];
+    if (place.given && place.piece != entry.piece) {
+      return Malformed(absl::StrCat("token id ", id, " is given to \"", place.piece, "\" and to \"",
+                                    entry.piece, "\""));
+    }
     any_marker |= absl::StartsWith(entry.piece, kSentencePieceSpace);
-    result.entries_[id] = std::move(entry);
+    place = std::move(entry);
+    place.given = true;
     return absl::OkStatus();
   };
 
@@ -169,10 +177,10 @@ absl::StatusOr<Vocabulary> Vocabulary::Parse(absl::string_view tokenizer_json) {
   return result;
 }
 
-absl::StatusOr<Vocabulary> Vocabulary::Load(const std::string& model_dir) {
+absl::StatusOr<Vocabulary> Vocabulary::Load(const std::string& model_dir, int64_t vocab_size) {
   const std::string path = model_dir + "/tokenizer.json";
   TANDEM_ASSIGN_OR_RETURN(const std::string text, ReadFile(path, kMaxFileBytes));
-  absl::StatusOr<Vocabulary> result = Parse(text);
+  absl::StatusOr<Vocabulary> result = Parse(text, vocab_size);
   if (!result.ok()) {
     return absl::Status(result.status().code(),
                         absl::StrCat(path, ": ", result.status().message()));
@@ -230,6 +238,16 @@ TokenSet Vocabulary::WordBoundaries(std::span<const int32_t> eos_token_ids) cons
     }
   }
   return TokenSet(ids);
+}
+
+std::string Vocabulary::Digest() const {
+  Checksum checksum;
+  for (int32_t id = 0; id < size(); ++id) {
+    if (!entries_[id].given) continue;
+    const std::string line = absl::StrCat(id, " ", entries_[id].piece, "\n");
+    checksum.Update(line.data(), line.size());
+  }
+  return checksum.Hex();
 }
 
 absl::Status Vocabulary::CheckSame(const Vocabulary& senior, const Vocabulary& junior) {

@@ -28,11 +28,16 @@ class Vocabulary {
     kWordPiece,      // ## continues a word; others start one
   };
 
+  // More ids than any real vocabulary has.
+  static constexpr int64_t kMaxSize = 10'000'000;
+
   // Models BPE, Unigram, WordLevel and WordPiece, plus added tokens. INVALID_ARGUMENT when the text
-  // is not such a file.
-  static absl::StatusOr<Vocabulary> Parse(absl::string_view tokenizer_json);
+  // is not such a file, when it names an id that a model of `vocab_size` has not, or one id for two
+  // tokens.
+  static absl::StatusOr<Vocabulary> Parse(absl::string_view tokenizer_json,
+                                          int64_t vocab_size = kMaxSize);
   // `model_dir`/tokenizer.json; NOT_FOUND without one. Errors name the file.
-  static absl::StatusOr<Vocabulary> Load(const std::string& model_dir);
+  static absl::StatusOr<Vocabulary> Load(const std::string& model_dir, int64_t vocab_size);
 
   // One more than the largest id. Ids without a token inside that range have an empty piece.
   int32_t size() const { return static_cast<int32_t>(entries_.size()); }
@@ -49,6 +54,10 @@ class Vocabulary {
   TokenSet SentenceBoundaries(std::span<const int32_t> eos_token_ids) const;
   TokenSet WordBoundaries(std::span<const int32_t> eos_token_ids) const;
 
+  // XXH3-128 of "<id> <piece>\n" for every token, added ones too, by id; 32 hexadecimal digits. A
+  // client computes it from its own tokenizer (testdata/generate.py shows how).
+  std::string Digest() const;
+
   // OK when senior and junior agree on every id; else FAILED_PRECONDITION (reason
   // "VOCABULARY_MISMATCH") with the first id at which size, text or special flag differ.
   static absl::Status CheckSame(const Vocabulary& senior, const Vocabulary& junior);
@@ -56,6 +65,7 @@ class Vocabulary {
  private:
   struct Entry {
     std::string piece;
+    bool given = false;  // false: no token has this id
     bool added = false;  // decoded as it is spelt
     bool special = false;
   };

@@ -6,6 +6,7 @@
 #include <fstream>
 #include <iterator>
 
+#include "common/base/checksum.h"
 #include "common/base/error.h"
 #include "nlohmann/json.hpp"
 
@@ -110,6 +111,49 @@ TEST(VocabularyTest, SizeAndSpecialFlagsMustAgreeToo) {
       HasSubstr("first differing id is 2"));
 }
 
+// The numbers are testdata/generate.py's, computed with tokenizers and xxhash.
+TEST(VocabularyTest, TheDigestIsThatOfTheTokenizersEntries) {
+  const Json digests = Json::parse(ReadText("digests.json"));
+  ASSERT_EQ(digests.size(), 2u);
+  for (const auto& [name, digest] : digests.items()) {
+    EXPECT_EQ(Fixture(name).Digest(), digest.get<std::string>()) << name;
+  }
+}
+
+TEST(VocabularyTest, TheDigestLeavesOutIdsWithoutATokenAndTellsEqualTextApart) {
+  const auto digest = [](const char* vocab) {
+    return Vocabulary::Parse(std::string(R"({"model": {"vocab": )") + vocab + "}}")->Digest();
+  };
+  const std::string entries = "0 a\n5 b\n";
+  EXPECT_EQ(digest(R"({"a": 0, "b": 5})"), Xxh3Hex(entries.data(), entries.size()));
+  EXPECT_NE(digest(R"({"a": 0, "b": 5})"), digest(R"({"a": 0, "b": 4})"));
+  EXPECT_NE(digest(R"({"a": 0, "b": 1})"), digest(R"({"b": 0, "a": 1})"));
+}
+
+TEST(VocabularyTest, IdsOutsideTheModelsVocabularyAreRefused) {
+  const std::string text = ReadText("sentencepiece.json");
+  const int32_t size = Vocabulary::Parse(text)->size();
+  EXPECT_TRUE(Vocabulary::Parse(text, size).ok());
+  const absl::Status status = Vocabulary::Parse(text, size - 1).status();
+  EXPECT_EQ(status.code(), absl::StatusCode::kInvalidArgument);
+  EXPECT_THAT(std::string(status.message()), HasSubstr("token id 13 (\"é\") is outside"));
+  Json added = Json::parse(text);
+  added["added_tokens"].push_back({{"id", size}, {"content", "<tool>"}});
+  EXPECT_FALSE(Vocabulary::Parse(added.dump(), size).ok());
+  EXPECT_TRUE(Vocabulary::Parse(added.dump(), size + 1).ok());
+}
+
+TEST(VocabularyTest, AnIdForTwoTokensIsRefused) {
+  Json json = Json::parse(ReadText("sentencepiece.json"));
+  json["added_tokens"].push_back({{"id", 9}, {"content", "<tool>"}});
+  absl::Status status = Vocabulary::Parse(json.dump()).status();
+  EXPECT_EQ(status.code(), absl::StatusCode::kInvalidArgument);
+  EXPECT_THAT(std::string(status.message()),
+              HasSubstr("token id 9 is given to \"the\" and to \"<tool>\""));
+  status = Vocabulary::Parse(R"({"model": {"vocab": {"a": 0, "b": 1, "c": 1}}})").status();
+  EXPECT_THAT(std::string(status.message()), HasSubstr("token id 1 is given"));
+}
+
 TEST(VocabularyTest, DamagedFilesAreRefused) {
   for (const char* text :
        {"", "[]", "{}", R"({"model": {"vocab": 3}})", R"({"model": {"vocab": {"a": -1}}})",
@@ -117,7 +161,7 @@ TEST(VocabularyTest, DamagedFilesAreRefused) {
         R"({"model": {"vocab": [["a"], 3]}})", R"({"model": 5})"}) {
     EXPECT_EQ(Vocabulary::Parse(text).status().code(), absl::StatusCode::kInvalidArgument) << text;
   }
-  EXPECT_EQ(Vocabulary::Load("/nonexistent").status().code(), absl::StatusCode::kNotFound);
+  EXPECT_EQ(Vocabulary::Load("/nonexistent", 10).status().code(), absl::StatusCode::kNotFound);
 }
 
 TEST(BoundarySetsTest, ConfiguredIdsReplaceTheDefault) {

@@ -9,8 +9,8 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
+#include "common/base/checksum.h"
 #include "common/base/status_macros.h"
-#include "common/tensor/checksum.h"
 
 namespace tandem {
 

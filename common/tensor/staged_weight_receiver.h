@@ -16,7 +16,7 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/types/span.h"
-#include "common/tensor/checksum.h"
+#include "common/base/checksum.h"
 #include "common/tensor/weight_transfer.h"
 
 namespace tandem {

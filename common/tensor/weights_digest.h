@@ -8,7 +8,7 @@
 #include <string>
 
 #include "absl/functional/function_ref.h"
-#include "common/tensor/checksum.h"
+#include "common/base/checksum.h"
 #include "common/tensor/named_tensors.h"
 
 namespace tandem {

@@ -8,6 +8,7 @@
 #include <string>
 #include <utility>
 
+#include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 
 namespace tandem::training {
@@ -16,6 +17,20 @@ namespace {
 constexpr char kFirstMoment[] = ".exp_avg";
 constexpr char kSecondMoment[] = ".exp_avg_sq";
 constexpr char kSteps[] = "optimizer.steps";
+
+// Beyond any training, and far from where counting on overflows.
+constexpr int64_t kMaxSteps = int64_t{1} << 53;
+
+// What is wrong with the numbers of a tensor that has the right shape and type; nullptr: nothing.
+const char* Fault(const std::string& name, const at::Tensor& tensor) {
+  if (name == kSteps) {
+    const auto steps = tensor.item<int64_t>();
+    return steps < 0 || steps > kMaxSteps ? "is no number of steps" : nullptr;
+  }
+  if (!at::isfinite(tensor).all().item<bool>()) return "holds a number that is not finite";
+  const bool negative = absl::EndsWith(name, kSecondMoment) && tensor.lt(0).any().item<bool>();
+  return negative ? "holds a negative second moment" : nullptr;
+}
 
 }  // namespace
 
@@ -81,6 +96,9 @@ absl::Status AdamW::LoadState(const NamedTensors& state) {
       return absl::DataLossError(
           absl::StrCat("optimizer state: tensor '", name, "' has another shape or type"));
     }
+    if (const char* const fault = Fault(name, found->second); fault != nullptr) {
+      return absl::DataLossError(absl::StrCat("optimizer state: tensor '", name, "' ", fault));
+    }
     copies.emplace_back(tensor, found->second);
     if (name == kSteps) steps = found->second;
     given.erase(found);
@@ -92,6 +110,13 @@ absl::Status AdamW::LoadState(const NamedTensors& state) {
   for (const auto& [to, from] : copies) to.copy_(from);
   steps_ = steps.item<int64_t>();
   return absl::OkStatus();
+}
+
+void AdamW::Reset() {
+  const at::NoGradGuard no_grad;
+  for (at::Tensor& moment : exp_avg_) moment.zero_();
+  for (at::Tensor& moment : exp_avg_sq_) moment.zero_();
+  steps_ = 0;
 }
 
 double GlobalNorm(const std::vector<at::Tensor>& gradients) {

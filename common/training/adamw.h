@@ -27,9 +27,12 @@ class AdamW {
   // "<parameter>.exp_avg", "<parameter>.exp_avg_sq" and "optimizer.steps" (int64 scalar). The
   // tensors share memory with the optimizer.
   NamedTensors State() const;
-  // Copies a state in. DATA_LOSS names the tensor that is missing, unexpected or mis-shaped; then
-  // nothing has changed.
+  // Copies a state in. DATA_LOSS names the tensor that is missing, unexpected, mis-shaped, or holds
+  // what no update leaves (numbers that are not finite, a negative second moment or number of
+  // steps); then nothing has changed.
   absl::Status LoadState(const NamedTensors& state);
+  // As if no update had been done.
+  void Reset();
 
  private:
   struct Group {

@@ -4,6 +4,10 @@
 #include <gtest/gtest.h>
 
 #include <cmath>
+#include <limits>
+#include <string>
+#include <utility>
+#include <vector>
 
 namespace tandem::training {
 namespace {
@@ -77,6 +81,43 @@ TEST(AdamWTest, StateThatDoesNotFitIsRefused) {
   EXPECT_EQ(optimizer.LoadState(state).code(), absl::StatusCode::kDataLoss);
   state.erase(state.begin());
   EXPECT_EQ(optimizer.LoadState(state).code(), absl::StatusCode::kDataLoss);
+}
+
+TEST(AdamWTest, StateThatNoUpdateLeavesIsRefused) {
+  AdamW optimizer({{"w", at::zeros({3})}}, Options());
+  const auto status_with = [&](const std::string& name, const at::Tensor& value) {
+    NamedTensors state = optimizer.State();
+    for (auto& [key, tensor] : state) tensor = key == name ? value : tensor.clone();
+    return optimizer.LoadState(state);
+  };
+  const std::vector<std::pair<std::string, at::Tensor>> cases = {
+      {"w.exp_avg", at::full({3}, NAN)},
+      {"w.exp_avg", at::full({3}, -INFINITY)},
+      {"w.exp_avg_sq", at::full({3}, INFINITY)},
+      {"w.exp_avg_sq", at::full({3}, -1e-30)},
+      {"optimizer.steps", at::scalar_tensor(-1, at::kLong)},
+      {"optimizer.steps", at::scalar_tensor(std::numeric_limits<int64_t>::max(), at::kLong)}};
+  for (const auto& [name, value] : cases) {
+    const absl::Status status = status_with(name, value);
+    EXPECT_EQ(status.code(), absl::StatusCode::kDataLoss) << name;
+    EXPECT_NE(std::string(status.message()).find("'" + name + "'"), std::string::npos) << status;
+  }
+  EXPECT_EQ(optimizer.steps(), 0);
+  EXPECT_TRUE(status_with("w.exp_avg", at::full({3}, -1.0)).ok());
+}
+
+TEST(AdamWTest, AResetOptimizerIsANewOne) {
+  at::manual_seed(3);
+  const NamedTensors a = {{"w", at::randn({3, 5})}}, b = {{"w", a[0].second.clone()}};
+  const at::Tensor g = at::randn({3, 5});
+  AdamW used(a, Options()), fresh(b, Options());
+  used.Step({g}, 1e-2);
+  a[0].second.copy_(b[0].second);
+  used.Reset();
+  EXPECT_EQ(used.steps(), 0);
+  used.Step({g}, 1e-2);
+  fresh.Step({g}, 1e-2);
+  EXPECT_TRUE(a[0].second.equal(b[0].second));
 }
 
 TEST(AdamWTest, GlobalNormIsTheNormOfEverything) {

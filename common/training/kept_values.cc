@@ -1,10 +1,12 @@
 #include "common/training/kept_values.h"
 
 #include <algorithm>
+#include <cmath>
 #include <nlohmann/json.hpp>
 #include <utility>
 
-#include "common/tensor/checksum.h"
+#include "common/base/checksum.h"
+#include "common/base/field_check.h"
 
 namespace tandem::training {
 
@@ -75,8 +77,12 @@ absl::Status KeptValues::FromJson(const json& list) {
                 {.version = item.at("version"), .digest = item.at("digest")},
                 {}};
       for (const auto& [digest, sequence] : item.at("sequences").items()) {
-        step.by_sequence[digest] = {sequence.at("values").get<std::vector<float>>(),
-                                    sequence.at("final_value")};
+        SequenceValues values = {sequence.at("values").get<std::vector<float>>(),
+                                 sequence.at("final_value")};
+        if (!std::isfinite(values.final_value) || !CheckFinite("values", values.values).ok()) {
+          return absl::DataLossError("the kept values hold one that is not finite");
+        }
+        step.by_sequence[digest] = std::move(values);
       }
       steps.push_back(std::move(step));
     }

@@ -4,11 +4,32 @@
 
 #include "absl/strings/str_cat.h"
 #include "common/base/error.h"
+#include "common/base/field_check.h"
 #include "common/base/status_macros.h"
 
 namespace tandem::training {
 
 using nlohmann::json;
+
+namespace {
+
+// Counting on from it overflows nothing, and readers that take numbers for doubles tell it apart.
+constexpr int64_t kMaxVersion = int64_t{1} << 53;
+
+}  // namespace
+
+absl::Status CheckIdLength(absl::string_view field, absl::string_view id) {
+  if (id.size() <= kMaxIdBytes) return absl::OkStatus();
+  return InvalidField(
+      field, absl::StrCat("has ", id.size(), " bytes, at most ", kMaxIdBytes, " are allowed"));
+}
+
+absl::Status CheckStepNames(absl::string_view run_id, absl::string_view request_id) {
+  TANDEM_RETURN_IF_ERROR(CheckGiven("run_id", run_id));
+  TANDEM_RETURN_IF_ERROR(CheckIdLength("run_id", run_id));
+  TANDEM_RETURN_IF_ERROR(CheckGiven("request_id", request_id));
+  return CheckIdLength("request_id", request_id);
+}
 
 json ToJson(const TrainingState& state) {
   return {{"kind", state.kind},
@@ -22,14 +43,17 @@ absl::StatusOr<TrainingState> TrainingStateFromJson(const json& object) {
   TrainingState state;
   try {
     state.kind = object.at("kind");
-    state.version = object.at("version");
+    const json& version = object.at("version");
+    if (!version.is_number_integer() || version < 0 || version > kMaxVersion) {
+      return absl::DataLossError(absl::StrCat("no run reaches version ", version.dump()));
+    }
+    state.version = version;
     TANDEM_RETURN_IF_ERROR(state.ledger.FromJson(object.at("done_steps")));
     TANDEM_RETURN_IF_ERROR(state.lineage.FromJson(object.at("lineage")));
     TANDEM_RETURN_IF_ERROR(state.kept_values.FromJson(object.at("kept_values")));
   } catch (const json::exception&) {
     return absl::DataLossError("is not a training state");
   }
-  if (state.version < 0) return absl::DataLossError("the version is negative");
   return state;
 }
 

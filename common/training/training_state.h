@@ -2,6 +2,7 @@
 #ifndef TANDEM_COMMON_TRAINING_TRAINING_STATE_H_
 #define TANDEM_COMMON_TRAINING_TRAINING_STATE_H_
 
+#include <cstddef>
 #include <cstdint>
 #include <nlohmann/json_fwd.hpp>
 #include <optional>
@@ -10,8 +11,6 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
-#include "common/base/field_check.h"
-#include "common/base/status_macros.h"
 #include "common/training/kept_values.h"
 #include "common/training/step_ledger.h"
 #include "common/training/weights_lineage.h"
@@ -28,7 +27,7 @@ struct TrainingState {
 };
 
 nlohmann::json ToJson(const TrainingState& state);
-// DATA_LOSS for what ToJson did not make.
+// DATA_LOSS for what ToJson did not make, such as a version that no run reaches.
 absl::StatusOr<TrainingState> TrainingStateFromJson(const nlohmann::json& object);
 
 // Which step a request is, and the version of the weights that it was made for.
@@ -40,11 +39,15 @@ struct StepIdentity {
   int64_t expected_version = 0;
 };
 
-// Both are given; the error names the one that is not.
-inline absl::Status CheckStepNames(absl::string_view run_id, absl::string_view request_id) {
-  TANDEM_RETURN_IF_ERROR(CheckGiven("run_id", run_id));
-  return CheckGiven("request_id", request_id);
-}
+// Longest run_id, request_id and group_id. Both tables of steps keep ids, and every checkpoint
+// holds the tables.
+inline constexpr size_t kMaxIdBytes = 256;
+
+// INVALID_ARGUMENT naming `field` for an id that is too long. An empty one passes.
+absl::Status CheckIdLength(absl::string_view field, absl::string_view id);
+
+// Both are given, and neither is too long; the error names the one that is wrong.
+absl::Status CheckStepNames(absl::string_view run_id, absl::string_view request_id);
 
 // The stored report if the step was done before, nothing if it is to be done now. INVALID_ARGUMENT
 // for an incomplete identity; ALREADY_EXISTS (reason REQUEST_ID_REUSED); FAILED_PRECONDITION

@@ -64,10 +64,42 @@ TEST(TrainingStateTest, DamageIsDataLoss) {
     damaged.erase(field);
     EXPECT_EQ(TrainingStateFromJson(damaged).status().code(), absl::StatusCode::kDataLoss) << field;
   }
-  json damaged = good;
-  damaged["version"] = -5;
-  EXPECT_FALSE(TrainingStateFromJson(damaged).ok());
   EXPECT_FALSE(TrainingStateFromJson(json::array()).ok());
+}
+
+TEST(TrainingStateTest, NumbersThatNoRunReachesAreDataLoss) {
+  const json good = json::parse(ToJson({.kind = "critic", .version = 3}).dump());
+  const auto expect_data_loss = [&](const char* field, const char* value) {
+    json damaged = good;
+    damaged[field] = json::parse(value);
+    const absl::Status status = TrainingStateFromJson(damaged).status();
+    EXPECT_EQ(status.code(), absl::StatusCode::kDataLoss) << field << " " << value << status;
+  };
+  for (const char* version : {"-5", "9223372036854775807", "9223372036854775808", "1e300", "1.5"}) {
+    expect_data_loss("version", version);
+  }
+  expect_data_loss("lineage", R"([[-1, "digest"]])");
+  expect_data_loss("lineage", R"([[1e300, "digest"]])");
+  for (const char* values :
+       {R"({"values": [1e39], "final_value": 0})", R"({"values": [], "final_value": -1e39})"}) {
+    const std::string kept = std::string(
+        R"([{"run_id": "r", "request_id": "a", "version": 3, "digest": "d", "sequences": {"s": )");
+    expect_data_loss("kept_values", (kept + values + "}}]").c_str());
+  }
+  json largest = good;
+  largest["version"] = int64_t{1} << 53;
+  EXPECT_TRUE(TrainingStateFromJson(largest).ok());
+}
+
+TEST(StepNamesTest, AreGivenAndBounded) {
+  const std::string longest(kMaxIdBytes, 'x'), longer(kMaxIdBytes + 1, 'x');
+  EXPECT_TRUE(CheckStepNames(longest, longest).ok());
+  EXPECT_EQ(FieldPath(CheckStepNames("", "a")), "run_id");
+  EXPECT_EQ(FieldPath(CheckStepNames("run", "")), "request_id");
+  EXPECT_EQ(FieldPath(CheckStepNames(longer, "a")), "run_id");
+  EXPECT_EQ(FieldPath(CheckStepNames("run", longer)), "request_id");
+  EXPECT_EQ(CheckIdLength("group_id", longer).message(),
+            "group_id: has 257 bytes, at most 256 are allowed");
 }
 
 TEST(AdmitStepTest, IsDoneOnceAndOnlyOnItsWeights) {

@@ -6,7 +6,7 @@
 #include <cstring>
 #include <vector>
 
-#include "common/tensor/checksum.h"
+#include "common/base/checksum.h"
 #include "common/tensor/weights_digest.h"
 
 namespace tandem::training {

@@ -26,7 +26,12 @@ json WeightsLineage::ToJson() const {
 absl::Status WeightsLineage::FromJson(const json& list) {
   WeightsLineage loaded(capacity_);
   try {
-    for (const json& item : list) loaded.Record({.version = item.at(0), .digest = item.at(1)});
+    for (const json& item : list) {
+      if (!item.at(0).is_number_integer() || item.at(0) < 0) {
+        return absl::DataLossError("the lineage of the weights holds a broken version");
+      }
+      loaded.Record({.version = item.at(0), .digest = item.at(1)});
+    }
   } catch (const json::exception&) {
     return absl::DataLossError("the lineage of the weights is broken");
   }

@@ -1,9 +1,11 @@
 // tandem-trainer-server
 #include <memory>
+#include <string>
 
 #include "common/rpc/server_main.h"
 #include "services/trainer/engine/engine.h"
 #include "services/trainer/service/memory.h"
+#include "services/trainer/service/objective_convert.h"
 #include "services/trainer/service/trainer_app.h"
 #include "tandem/config/v1/server_config.pb.h"
 
@@ -14,5 +16,11 @@ int main(int argc, char** argv) {
         return std::make_unique<tandem::trainer::TrainerApp>(config, runtime,
                                                              tandem::trainer::CreateEngine);
       },
-      tandem::trainer::PlanMemory);
+      tandem::trainer::PlanMemory,
+      {.flag = "--check-objective",
+       .help = "With --check-config: also check this objective, the JSON of a PolicyObjective, and "
+               "print the one in force as the last line",
+       .check = [](const auto& config, const std::string& json) {
+         return tandem::trainer::ResolveObjectiveJson(json, tandem::trainer::SupportOf(config));
+       }});
 }

@@ -59,6 +59,9 @@ class Engine {
   // Whether there is something that no checkpoint holds.
   virtual bool unsaved() const = 0;
   virtual absl::Status LoadCheckpoint(const CallScope& call, const std::string& path) = 0;
+  // The weights of the start at version 0, with a new optimizer and an empty table of steps.
+  // FAILED_PRECONDITION ("base_model") when the model's files are no longer those of the start.
+  virtual absl::Status LoadBaseModel(const CallScope& call) = 0;
   virtual absl::Status ExportModel(const CallScope& call, const std::string& path, DType dtype) = 0;
 
   // Ends the engine's thread after the running command.

@@ -12,6 +12,7 @@
 #include "common/base/bounded_json.h"
 #include "common/base/error.h"
 #include "common/base/field_check.h"
+#include "common/base/path_check.h"
 #include "common/base/status_macros.h"
 #include "common/checkpoint/temporary_directory.h"
 #include "common/tensor/aten_bytes.h"
@@ -41,14 +42,19 @@ absl::StatusOr<TrainingState> ReadState(const std::string& path, const std::stri
   return state;
 }
 
-// Whether `weights` are exactly the parameters of `model`.
+// Whether `weights` are exactly the parameters of `model`, and could be the result of training.
 absl::Status CheckFits(const NamedTensors& weights, const Model& model, const std::string& path) {
   std::map<std::string, at::Tensor> given(weights.begin(), weights.end());
   for (const auto& [name, parameter] : model.Parameters()) {
     const auto found = given.find(name);
-    if (found == given.end() || found->second.sizes() != parameter.sizes()) {
+    if (found == given.end() || found->second.sizes() != parameter.sizes() ||
+        !found->second.is_floating_point()) {
       return InvalidField("path", absl::StrCat(path, " holds another model: tensor '", name,
-                                               "' is missing or has another shape"));
+                                               "' is missing or has another shape or type"));
+    }
+    if (!at::isfinite(found->second).all().item<bool>()) {
+      return absl::DataLossError(absl::StrCat(path, "/", kWeightsFile, ": tensor '", name,
+                                              "' holds a number that is not finite"));
     }
     given.erase(found);
   }
@@ -93,19 +99,20 @@ absl::StatusOr<TrainingCheckpoint> ReadTraining(const std::string& path, const M
 
 absl::Status ExportModel(const Model& model, const std::string& path, DType dtype) {
   std::error_code error;
-  if (path.empty()) return InvalidField("path", "must not be empty");
+  TANDEM_RETURN_IF_ERROR(CheckPath("path", path));
   if (fs::exists(path, error)) {
     return FieldError(absl::StatusCode::kAlreadyExists, "path", absl::StrCat(path, " exists"));
   }
   fs::path target = fs::absolute(path, error).lexically_normal();
   if (!target.has_filename()) target = target.parent_path();  // "model/" is "model"
-  TANDEM_ASSIGN_OR_RETURN(const std::string temporary,
-                          checkpoint::CreateTemporaryDirectory(target.parent_path().string(),
-                                                               target.filename().string()));
-  absl::Status status = model.Save(temporary, dtype);
-  if (status.ok()) status = RenameDurably(temporary, target.string());
-  if (!status.ok()) fs::remove_all(temporary, error);
-  return status;
+  const auto write = [&]() -> absl::Status {
+    TANDEM_ASSIGN_OR_RETURN(const checkpoint::TemporaryDirectory temporary,
+                            checkpoint::TemporaryDirectory::Create(target.parent_path().string(),
+                                                                   target.filename().string()));
+    TANDEM_RETURN_IF_ERROR(model.Save(temporary.path(), dtype));
+    return RenameDurably(temporary.path(), target.string());
+  };
+  return PrependFieldPath("path", write());
 }
 
 }  // namespace tandem::training

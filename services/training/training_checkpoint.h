@@ -30,13 +30,14 @@ struct TrainingCheckpoint {
   TrainingState state;
 };
 
-// Verifies and reads a step directory. NOT_FOUND, DATA_LOSS naming the file, FAILED_PRECONDITION if
+// Verifies and reads a step directory. NOT_FOUND, DATA_LOSS naming the file (and the tensor that no
+// training leaves, one with a number that is not finite), FAILED_PRECONDITION if
 // it is another kind's, INVALID_ARGUMENT if it is another model's.
 absl::StatusOr<TrainingCheckpoint> ReadTraining(const std::string& path, const Model& model,
                                                 const std::string& kind);
 
-// Writes the model as a plain Hugging Face directory, complete or not at all. ALREADY_EXISTS if
-// `path` exists.
+// Writes the model as a plain Hugging Face directory, complete or not at all. Errors name "path":
+// ALREADY_EXISTS if it exists, else as FileError says.
 absl::Status ExportModel(const Model& model, const std::string& path, DType dtype);
 
 }  // namespace tandem::training

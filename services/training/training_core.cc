@@ -77,6 +77,15 @@ absl::Status TrainingCore::Load(LoadOptions load, std::unique_ptr<parallel::Stra
     return about_freeze ? model.status() : PrependFieldPath("model", model.status());
   }
   model_ = *std::move(model);
+  // Sentences are counted and clients compare it; a model without a tokenizer trains without it.
+  absl::StatusOr<Vocabulary> vocabulary =
+      Vocabulary::Load(options_.model, model_->config().vocab_size);
+  if (vocabulary.ok()) {
+    vocabulary_ = *std::move(vocabulary);
+    vocabulary_digest_ = vocabulary_->Digest();
+  } else if (!absl::IsNotFound(vocabulary.status())) {
+    return PrependFieldPath("model", vocabulary.status());
+  }
   strategy_ = std::move(strategy);
   TANDEM_RETURN_IF_ERROR(
       PrependFieldPath("optimizer", strategy_->Build(*model_, options_.optimizer)));
@@ -108,6 +117,7 @@ void TrainingCore::RefreshWeights() {
 void TrainingCore::RecordWeights(std::string digest) {
   EngineInfo info;
   info.model = model_->Summary(limits().max_model_len);
+  info.model.vocabulary_digest = vocabulary_digest_;
   info.optimizer_steps = strategy_->optimizer_steps();
   info.weights = {.version = state_.version, .digest = std::move(digest)};
   state_.lineage.Record(info.weights);
@@ -214,19 +224,44 @@ absl::Status TrainingCore::LoadCheckpoint(const CallScope& call, const std::stri
   return thread_.Run(call, [&] {
     return CatchTorchErrors("checkpoint", [&]() -> absl::Status {
       TANDEM_ASSIGN_OR_RETURN(TrainingCheckpoint read, ReadTraining(path, *model_, state_.kind));
-      TANDEM_RETURN_IF_ERROR(strategy_->LoadOptimizer(path));
-      // The optimizer's state is the checkpoint's now: without its weights it is of no use.
-      broken_ = absl::DataLossError(
-          absl::StrCat("loading ", path, " broke off: load a checkpoint before anything else"));
-      TANDEM_RETURN_IF_ERROR(strategy_->ScatterParameters(read.weights));
-      state_ = std::move(read.state);
-      broken_ = absl::OkStatus();
-      weights_changed_ = true;
-      unsaved_ = false;
-      RefreshWeights();
-      return absl::OkStatus();
+      return Replace(
+          path, [&] { return strategy_->LoadOptimizer(path); }, read.weights,
+          std::move(read.state));
     });
   });
+}
+
+absl::Status TrainingCore::LoadBaseModel(const CallScope& call) {
+  return thread_.Run(call, [&] {
+    return CatchTorchErrors("base model", [&]() -> absl::Status {
+      const absl::StatusOr<SourceParameters> base = model_->ReadSource();
+      if (!base.ok()) return PrependFieldPath("base_model", base.status());
+      if (WeightsDigest(base->tensors) != model_->weights_digest()) {
+        return FieldError(
+            absl::StatusCode::kFailedPrecondition, "base_model",
+            absl::StrCat("the weights in ", options_.model, " have changed since the start"));
+      }
+      return Replace(
+          options_.model, [&] { return strategy_->ResetOptimizer(); }, base->tensors,
+          TrainingState{.kind = state_.kind});
+    });
+  });
+}
+
+absl::Status TrainingCore::Replace(absl::string_view source,
+                                   absl::FunctionRef<absl::Status()> load_optimizer,
+                                   const NamedTensors& weights, TrainingState state) {
+  TANDEM_RETURN_IF_ERROR(load_optimizer());
+  // The optimizer's state is another one now: without its weights it is of no use.
+  broken_ = absl::DataLossError(
+      absl::StrCat("loading ", source, " broke off: load a checkpoint before anything else"));
+  TANDEM_RETURN_IF_ERROR(strategy_->ScatterParameters(weights));
+  state_ = std::move(state);
+  broken_ = absl::OkStatus();
+  weights_changed_ = true;
+  unsaved_ = false;
+  RefreshWeights();
+  return absl::OkStatus();
 }
 
 absl::Status TrainingCore::ExportModel(const CallScope& call, const std::string& path,

@@ -8,6 +8,7 @@
 #include <cstdint>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <type_traits>
 #include <vector>
@@ -21,6 +22,7 @@
 #include "common/model/model.h"
 #include "common/model/ragged_batch.h"
 #include "common/parallel/strategy.h"
+#include "common/tandem/vocabulary.h"
 #include "common/tensor/catch_torch_errors.h"
 #include "common/training/sequence_check.h"
 #include "services/training/engine.h"
@@ -57,12 +59,13 @@ class TrainingCore {
                                                    const std::string& directory,
                                                    const std::string& name, int64_t keep);
   absl::Status LoadCheckpoint(const CallScope& call, const std::string& path);
+  absl::Status LoadBaseModel(const CallScope& call);
   absl::Status ExportModel(const CallScope& call, const std::string& path, DType dtype);
   void Shutdown() { thread_.Shutdown(); }
 
   // Runs `body`, which returns a Status or StatusOr, in the call's turn, with weights whose digest
   // is known; what it throws becomes a Status that names `what`. DATA_LOSS after an update that
-  // broke off, until a checkpoint is loaded.
+  // broke off, until a checkpoint or the base model is loaded.
   template <typename Body>
   auto Run(const CallScope& call, absl::string_view what, Body&& body) {
     return thread_.Run(call, [&] {
@@ -80,6 +83,8 @@ class TrainingCore {
   Model& model() { return *model_; }
   parallel::Strategy& strategy() { return *strategy_; }
   TrainingState& state() { return state_; }
+  // Of the tokenizer.json beside the model; nullptr without one.
+  const Vocabulary* vocabulary() const { return vocabulary_.has_value() ? &*vocabulary_ : nullptr; }
   SequenceLimits limits() const;
   WeightsVersion weights() const;
 
@@ -102,6 +107,10 @@ class TrainingCore {
 
   absl::Status Load(LoadOptions load, std::unique_ptr<parallel::Strategy> strategy);
   absl::Status ApplyUpdate(StepReport& report);
+  // Puts weights and state in the place of those that are there. `load_optimizer` comes first; when
+  // it fails, nothing has changed.
+  absl::Status Replace(absl::string_view source, absl::FunctionRef<absl::Status()> load_optimizer,
+                       const NamedTensors& weights, TrainingState state);
   // Brings what follows from weights that changed up to date: the model's copies, the digest.
   void RefreshWeights();
   void RecordWeights(std::string digest);
@@ -109,6 +118,8 @@ class TrainingCore {
   const std::string metric_prefix_;
   const TrainingOptions options_;
   std::unique_ptr<Model> model_;
+  std::optional<Vocabulary> vocabulary_;
+  std::string vocabulary_digest_;  // empty without one
   std::unique_ptr<parallel::Strategy> strategy_;
   TrainingState state_;
   bool copies_stale_ = false;    // the model has not been told of its last update
@@ -137,6 +148,7 @@ class CoreEngine : public Interface {
   absl::Status LoadCheckpoint(const CallScope& call, const std::string& path) final {
     return core_->LoadCheckpoint(call, path);
   }
+  absl::Status LoadBaseModel(const CallScope& call) final { return core_->LoadBaseModel(call); }
   absl::Status ExportModel(const CallScope& call, const std::string& path, DType dtype) final {
     return core_->ExportModel(call, path, dtype);
   }

@@ -3,13 +3,17 @@
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>
 
+#include <cmath>
 #include <filesystem>
+#include <fstream>
 #include <stdexcept>
 #include <utility>
 
+#include "common/base/checksum.h"
 #include "common/base/error.h"
 #include "common/model/testing/tiny_model_dir.h"
 #include "common/parallel/single_process_strategy.h"
+#include "common/tensor/aten_bytes.h"
 
 namespace tandem::training {
 namespace {
@@ -170,12 +174,122 @@ TEST_F(TrainingCoreTest, AfterALoadThatBrokeOffOnlyACheckpointHelps) {
 }
 
 TEST_F(TrainingCoreTest, AnExportRemovesWhatCrashesLeftOfIt) {
-  const std::filesystem::path left = folder_ / ".tmp-123-export", other = folder_ / ".tmp-123-x";
+  const std::filesystem::path left = folder_ / ".tandem-tmp-123-0-x", other = folder_ / ".tmp-1-x";
   std::filesystem::create_directories(left);
   std::filesystem::create_directories(other);
   ASSERT_TRUE(core_->ExportModel({}, folder_ / "export", DType::kFloat32).ok());
   EXPECT_FALSE(std::filesystem::exists(left));
   EXPECT_TRUE(std::filesystem::exists(other));
+}
+
+TEST_F(TrainingCoreTest, AnExportThatCannotBeWrittenNamesThePath) {
+  const absl::Status below_a_file =
+      core_->ExportModel({}, folder_ / "model/config.json/export", DType::kFloat32);
+  EXPECT_EQ(below_a_file.code(), absl::StatusCode::kFailedPrecondition) << below_a_file;
+  EXPECT_EQ(FieldPath(below_a_file), "path");
+  const absl::Status read_only = core_->ExportModel({}, "/proc/export", DType::kFloat32);
+  EXPECT_NE(read_only.code(), absl::StatusCode::kInternal) << read_only;
+  EXPECT_EQ(FieldPath(read_only), "path");
+  EXPECT_EQ(FieldPath(core_->ExportModel({}, "~/export", DType::kFloat32)), "path");
+}
+
+TEST_F(TrainingCoreTest, TheBaseModelBeginsARunAnew) {
+  const EngineInfo start = core_->Info();
+  const StepResult first = Step(Identity(0)).value(), second = Step(Identity(1)).value();
+  core_->state().kept_values.Open("run", "0", core_->weights());
+  ASSERT_TRUE(core_->LoadBaseModel({}).ok());
+  EXPECT_EQ(core_->Info().weights, start.weights);
+  EXPECT_EQ(core_->Info().optimizer_steps, 0);
+  EXPECT_FALSE(core_->unsaved());
+  EXPECT_EQ(core_->state().lineage.DigestOf(1), "");
+  EXPECT_EQ(core_->state().kept_values.Find("run", "0"), nullptr);
+  // Not replayed, and bit for bit what a new server does.
+  const StepResult again = Step(Identity(0)).value();
+  EXPECT_FALSE(again.replayed);
+  EXPECT_EQ(again.report, first.report);
+  EXPECT_EQ(Step(Identity(1)).value().report, second.report);
+}
+
+TEST_F(TrainingCoreTest, ABaseModelWhoseFilesHaveChangedIsRefusedAndNothingChanges) {
+  ASSERT_TRUE(Step(Identity(0)).ok());
+  const EngineInfo before = core_->Info();
+  WriteTinyModel(folder_ / "model", /*seed=*/4);
+  const absl::Status changed = core_->LoadBaseModel({});
+  EXPECT_EQ(changed.code(), absl::StatusCode::kFailedPrecondition) << changed;
+  EXPECT_EQ(FieldPath(changed), "base_model");
+  std::filesystem::remove(folder_ / "model/model.safetensors");
+  EXPECT_EQ(core_->LoadBaseModel({}).code(), absl::StatusCode::kNotFound);
+  EXPECT_EQ(core_->Info().weights, before.weights);
+  EXPECT_TRUE(core_->unsaved());
+  EXPECT_TRUE(Step(Identity(1)).ok());
+}
+
+TEST_F(TrainingCoreTest, TheBaseModelHelpsAfterAnUpdateThatBrokeOff) {
+  strategy_->break_off = true;
+  EXPECT_EQ(Step(Identity()).status().code(), absl::StatusCode::kDataLoss);
+  ASSERT_TRUE(core_->LoadBaseModel({}).ok());
+  EXPECT_FALSE(Step(Identity()).value().replayed);
+}
+
+// What a checkpoint of right digests may hold all the same.
+TEST_F(TrainingCoreTest, ACheckpointThatNoTrainingLeavesIsDataLossAndChangesNothing) {
+  ASSERT_TRUE(Step(Identity(0)).ok());
+  const EngineInfo before = core_->Info();
+  const std::string directory = folder_ / "checkpoints";
+  const auto crafted = [&](const std::string& file, const auto& edit) {
+    const std::string path = core_->SaveCheckpoint({}, directory, "step_1", 0).value().path;
+    const auto saved = checkpoint::Save(
+        directory, "crafted", {.kind = "trainer", .step = 1}, [&](const std::string& target) {
+          std::filesystem::copy(path, target);
+          std::filesystem::remove(target + "/manifest.json");
+          NamedTensors tensors = ReadNamedTensors(target + "/" + file).value();
+          edit(tensors);
+          return WriteNamedTensors(target + "/" + file, tensors);
+        });
+    return core_->LoadCheckpoint({}, saved.value().path);
+  };
+  const auto set = [](const std::string& name, double value) {
+    return [=](NamedTensors& tensors) {
+      for (auto& [key, tensor] : tensors) {
+        if (key == name) tensor.view({-1})[0] = value;
+      }
+    };
+  };
+  const std::string norm = "model.norm.weight";
+  const struct {
+    std::string file, tensor;
+    double value;
+  } cases[] = {{"model.safetensors", norm, NAN},
+               {"model.safetensors", norm, INFINITY},
+               {"optimizer.safetensors", norm + ".exp_avg", NAN},
+               {"optimizer.safetensors", norm + ".exp_avg_sq", -1},
+               {"optimizer.safetensors", "optimizer.steps", -1}};
+  for (const auto& c : cases) {
+    const absl::Status status = crafted(c.file, set(c.tensor, c.value));
+    EXPECT_EQ(status.code(), absl::StatusCode::kDataLoss) << c.tensor << ": " << status;
+    EXPECT_NE(status.message().find("'" + c.tensor + "'"), std::string::npos) << status;
+    EXPECT_EQ(core_->Info().weights, before.weights);
+  }
+  EXPECT_TRUE(Step(Identity(1)).ok());
+}
+
+TEST_F(TrainingCoreTest, TheVocabularyOfTheModelIsReportedByItsDigest) {
+  EXPECT_EQ(core_->Info().model.vocabulary_digest, "");
+  EXPECT_EQ(core_->vocabulary(), nullptr);
+  const auto write = [&](const std::string& vocab) {
+    std::ofstream(folder_ / "model/tokenizer.json") << R"({"model": {"vocab": )" << vocab << "}}";
+  };
+  write(R"({"a": 0, "b": 60})");
+  core_ = Make();
+  const std::string entries = "0 a\n60 b\n";
+  EXPECT_EQ(core_->Info().model.vocabulary_digest, Xxh3Hex(entries.data(), entries.size()));
+  write(R"({"a": 0, "b": 61})");  // the model has 61 tokens
+  TrainingOptions options;
+  options.model = folder_ / "model";
+  const absl::Status status =
+      TrainingCore::Create("trainer", "policy/", options, {.requires_grad = true}).status();
+  EXPECT_EQ(status.code(), absl::StatusCode::kInvalidArgument);
+  EXPECT_EQ(FieldPath(status), "model");
 }
 
 TEST_F(TrainingCoreTest, AFailureBeforeTheUpdateChangesNothing) {

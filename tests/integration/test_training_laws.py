@@ -369,7 +369,7 @@ def test_a_checkpoint_is_a_plain_model_directory_and_comes_back(models, tmp_path
             step(trainer, samples, number, version=number - 1)
         path = trainer.save_checkpoint(str(tmp_path / "ckpt"), "step_000002")
         after = step(trainer, samples, 3, version=2)
-        assert trainer.load_checkpoint(path) == 2
+        assert trainer.load_checkpoint(path).version == 2
         again = trainer.train_step(
             samples, run_id="r", step=3, expected_version=2, request_id="again"
         ).report

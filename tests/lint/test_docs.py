@@ -93,7 +93,7 @@ def test_every_key_of_metrics_jsonl_is_documented():
     section = DOCUMENT.split("## Prometheus")[0]
     assert set(metrics.KEYS + metrics.CRITIC_KEYS) == set(
         re.findall(
-            r"`([a-z_0-9]+(?:/[a-z_0-9]+)?)`", "".join(re.findall(r"^\| (.*?) \|", section, re.M))
+            r"`([a-z_0-9]+(?:/[a-z_0-9]+)*)`", "".join(re.findall(r"^\| (.*?) \|", section, re.M))
         )
     )
 
@@ -145,25 +145,29 @@ def test_make_help_lists_the_commands_of_the_readme():
 EXAMPLES = REPOSITORY / "examples"
 
 
-@pytest.mark.parametrize("file", sorted(EXAMPLES.glob("*/run*.yaml")), ids=str)
-def test_example_runs_are_valid(file: Path):
-    from tandem import settings
-
-    run = settings.load(settings.RunSettings, file)
-    assert run.cluster is None or (REPOSITORY / run.cluster).exists()
+def example(file: Path) -> str:
+    return str(file.relative_to(EXAMPLES))
 
 
-@pytest.mark.parametrize("file", sorted(EXAMPLES.glob("*/cluster*.yaml")), ids=str)
-def test_example_clusters_hold_valid_server_configurations(file: Path):
+@pytest.mark.parametrize("file", sorted(EXAMPLES.glob("*/run*.yaml")), ids=example)
+def test_example_runs_hold_valid_server_configurations(file: Path):
     from google.protobuf import json_format
     from tandem import settings
     from tandem.config.v1 import server_config_pb2 as schema
 
-    cluster = settings.load(settings.ClusterSettings, file)
+    cluster = settings.load(settings.RunSettings, file).cluster
+    assert cluster is not None
     for section in cluster.rollout:
         json_format.ParseDict(section, schema.RolloutServerConfig())
     json_format.ParseDict(cluster.trainer or {}, schema.TrainerServerConfig())
     json_format.ParseDict(cluster.critic or {}, schema.CriticServerConfig())
+
+
+@pytest.mark.parametrize("file", sorted(EXAMPLES.glob("*/cluster*.yaml")), ids=example)
+def test_example_clusters_are_valid(file: Path):
+    from tandem import settings
+
+    settings.load(settings.ClusterSettings, file)
 
 
 def test_paths_in_the_commands_of_the_readme_exist():
@@ -181,6 +185,7 @@ def links(document: Path) -> list[str]:
 DOCUMENTS = [
     *sorted(REPOSITORY.glob("*.md")),
     REPOSITORY / "clients/python/README.md",
+    EXAMPLES / "README.md",
     *sorted((REPOSITORY / "docs").rglob("*.md")),
 ]
 

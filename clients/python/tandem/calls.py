@@ -15,9 +15,11 @@ from tandem.errors import RpcError
 from tandem.requests import PolicySample, Prompt, SupervisedSample
 from tandem.rollout.v1 import rollout_pb2, rollout_pb2_grpc
 from tandem.trainer.v1 import trainer_pb2, trainer_pb2_grpc
+from tandem.trainer.v1.objective_pb2 import PolicyObjective
 from tandem.transport import Transport
 from tandem.types.v1 import server_pb2, trajectory_pb2
 from tandem.weights.v1 import weights_pb2, weights_pb2_grpc
+from tandem.wire import to_message
 
 Event = rollout_pb2.GenerateResponse
 
@@ -159,10 +161,22 @@ class TrainerCalls(Transport):
         messages = requests.log_prob_requests(sequences, temperature)
         return await self._collect("ComputeLogProbs", messages)
 
-    async def publish_weights(self, targets: Iterable[str]) -> trainer_pb2.PublishWeightsResponse:
-        """Sends the current weights to receivers; look at each result's status."""
-        request = trainer_pb2.PublishWeightsRequest(targets=targets)
+    async def publish_weights(
+        self, targets: Iterable[str], *, allow_rollback: bool = False
+    ) -> trainer_pb2.PublishWeightsResponse:
+        """Sends the current weights to receivers; look at each result's status.
+
+        `allow_rollback`: also to those that hold the same version or a newer one, of another run.
+        """
+        request = trainer_pb2.PublishWeightsRequest(targets=targets, allow_rollback=allow_rollback)
         return await self._call("PublishWeights", request)
+
+    async def check_objective(self, objective: Mapping[str, Any]) -> PolicyObjective:
+        """The objective in force, with every field set; fails as train_step() would."""
+        request = trainer_pb2.CheckObjectiveRequest()
+        request.policy.SetInParent()
+        to_message(objective, request.policy, "objective")
+        return (await self._call("CheckObjective", request)).policy
 
     async def save_checkpoint(self, directory: str, name: str, keep: int = 0) -> str:
         """Writes an atomic checkpoint; returns its path on the server's file system."""
@@ -170,11 +184,15 @@ class TrainerCalls(Transport):
         reply = await self._call("SaveCheckpoint", request)
         return reply.path
 
-    async def load_checkpoint(self, path: str) -> int:
-        """Goes back to a checkpoint; returns its version."""
+    async def load_checkpoint(self, path: str) -> server_pb2.WeightsVersion:
+        """Goes back to a checkpoint; returns its weights."""
         request = trainer_pb2.LoadCheckpointRequest(path=path)
-        reply = await self._call("LoadCheckpoint", request)
-        return reply.weights.version
+        return (await self._call("LoadCheckpoint", request)).weights
+
+    async def load_base_model(self) -> server_pb2.WeightsVersion:
+        """Goes back to the start: its weights at version 0, a new optimizer."""
+        request = trainer_pb2.LoadCheckpointRequest(base_model=True)
+        return (await self._call("LoadCheckpoint", request)).weights
 
     async def export_model(self, path: str, *, bfloat16: bool = False) -> str:
         """Writes the weights as a Hugging Face directory that must not exist yet."""
@@ -220,11 +238,15 @@ class CriticCalls(Transport):
         reply = await self._call("SaveCheckpoint", request)
         return reply.path
 
-    async def load_checkpoint(self, path: str) -> int:
-        """Goes back to a checkpoint; returns its version."""
+    async def load_checkpoint(self, path: str) -> server_pb2.WeightsVersion:
+        """Goes back to a checkpoint; returns its weights."""
         request = critic_pb2.LoadCheckpointRequest(path=path)
-        reply = await self._call("LoadCheckpoint", request)
-        return reply.weights.version
+        return (await self._call("LoadCheckpoint", request)).weights
+
+    async def load_base_model(self) -> server_pb2.WeightsVersion:
+        """Goes back to the start: its weights and value head at version 0, a new optimizer."""
+        request = critic_pb2.LoadCheckpointRequest(base_model=True)
+        return (await self._call("LoadCheckpoint", request)).weights
 
     async def export_model(self, path: str, *, bfloat16: bool = False) -> str:
         """Writes a Hugging Face token-classification directory that must not exist yet."""

@@ -10,29 +10,37 @@ import functools
 import itertools
 import json
 import sys
+import textwrap
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
+import click
 import typer
+from typer.core import TyperCommand
 
+from tandem import __version__
 from tandem import settings as settings_module
 from tandem.errors import (
     ConfigError,
     NotImplementedByServerError,
+    ProblemsError,
     RpcError,
     ServerStartError,
     TandemError,
     UnavailableError,
 )
 from tandem.interrupt import Interrupt
-from tandem.render import Output, StepDisplay, authored_text, trajectory_table
+from tandem.render import Output, ResponsePrinter, StepDisplay, use_any_encoding
 from tandem.settings import ClusterSettings, RunSettings
 
 if TYPE_CHECKING:
     from tandem.client import RolloutClient
+    from tandem.session import Purpose
     from tandem.text import TextCodec
+    from tandem.transport import Health
 
 EXIT_FAILED, EXIT_USAGE, EXIT_UNREACHABLE, EXIT_INTERRUPTED = 1, 2, 3, 130
 
@@ -55,14 +63,53 @@ Overrides = Annotated[
 ]
 RunFile = Annotated[Path, typer.Argument(help="Run configuration (YAML).", metavar="RUN.yaml")]
 DryRun = Annotated[
-    bool, typer.Option("--dry-run", help="Print the resolved configuration and exit.")
+    bool,
+    typer.Option(
+        "--dry-run", help="Check everything that a run needs, print the settings in force, exit."
+    ),
 ]
-Resume = Annotated[bool, typer.Option("--resume", help="Go on after the last checkpoint.")]
+Resume = Annotated[
+    bool,
+    typer.Option(
+        "--resume",
+        help="Go on after the last checkpoint. `--resume auto`: if there is one, else start.",
+    ),
+]
+ResumeAuto = Annotated[bool, typer.Option("--resume-auto", hidden=True)]
 Clean = Annotated[bool, typer.Option("--clean", help="Throw an earlier run in run_dir away.")]
-RolloutAddress = Annotated[str, typer.Option("--rollout", help="Address of the rollout server.")]
+Changes = Annotated[
+    list[str] | None,
+    typer.Option("--change", help="A setting that a resumed run may change.", metavar="KEY"),
+]
+DiscardUnsaved = Annotated[
+    bool,
+    typer.Option("--discard-unsaved", help="Throw away updates that no checkpoint has."),
+]
+RolloutAddress = Annotated[
+    str | None,
+    typer.Option(
+        "--rollout",
+        help="Address of the rollout server; the first of the cluster that `tandem up` runs, "
+        "else 127.0.0.1:7701, by default.",
+    ),
+]
 TokenizerOption = Annotated[
     Path | None, typer.Option(help="Directory with tokenizer.json; the server's model by default.")
 ]
+
+
+class TrainingCommand(TyperCommand):
+    """A command whose flag `--resume` may be followed by `auto`."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Makes one word of the two, for the parser."""
+        plain: list[str] = []
+        for word in args:
+            if word == "auto" and plain and plain[-1] == "--resume":
+                plain[-1] = "--resume-auto"
+            else:
+                plain.append("--resume-auto" if word == "--resume=auto" else word)
+        return super().parse_args(ctx, plain)
 
 
 def command(group: typer.Typer = app, **options: Any) -> Callable[[Callable], Callable]:
@@ -87,14 +134,19 @@ def up(
     overrides: Overrides = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """Start a local cluster, print its addresses, and keep it until Ctrl-C (exit code 0)."""
+    """Start a local cluster, print its addresses, and keep it until Ctrl-C (exit code 0).
+
+    Until then other commands of this user find its servers without being told their addresses.
+    """
     from tandem.cluster import LocalCluster
+    from tandem.running import announced
 
     output = Output(as_json=as_json)
     settings = settings_module.load(ClusterSettings, cluster_file, overrides or [])
     with (
         Interrupt(lambda: output.note("stopping the servers")) as interrupt,
         LocalCluster(settings, on_progress=output.note) as cluster,
+        announced(cluster),
     ):
         interrupt.defer()
         servers = [server.describe() for server in cluster.servers]
@@ -105,39 +157,52 @@ def up(
             time.sleep(0.2)
 
 
-def _add_training(kind: str, summary: str) -> None:
+def _add_training(kind: Purpose, summary: str) -> None:
     """The command `kind`, which trains in a run directory of that kind."""
 
-    @command(name=kind, help=summary)
+    @command(name=kind, help=summary, cls=TrainingCommand)
     def run_training(
         run_file: RunFile,
         overrides: Overrides = None,
         resume: Resume = False,
+        resume_auto: ResumeAuto = False,
         clean: Clean = False,
+        change: Changes = None,
+        discard_unsaved: DiscardUnsaved = False,
         dry_run: DryRun = False,
         as_json: JsonFlag = False,
     ) -> None:
-        from tandem.run_dir import RunDirectory, require_one
+        from tandem.run_dir import RunDirectory
         from tandem.session import Session
         from tandem.train import train, train_supervised
 
         output = Output(as_json=as_json)
-        require_one(resume, clean)
         settings = settings_module.load(RunSettings, run_file, overrides or [])
+        open_run = functools.partial(
+            RunDirectory.open,
+            settings,
+            kind,
+            resume="auto" if resume_auto else resume,
+            clean=clean,
+            changes=change or (),
+        )
         if dry_run:
-            _show_settings(output, settings)
+            _show_preflight(output, settings, kind, open_run)
             return
         loop = {"train": train, "sft": train_supervised}[kind]
         note = "stopping after this step; Ctrl-C again: at once"
-        with (
-            RunDirectory.open(settings, kind, resume=resume, clean=clean) as run,
-            Interrupt(lambda: output.note(note)) as stop,
-            Session(settings, output.note) as session,
-            StepDisplay(output, run.first_step, settings.steps, run.elapsed_seconds) as display,
-        ):
-            last = loop(session, run, display.step, stop)
-            summary = {"run_dir": str(run.path), "last_step": last, "run_id": run.run_id}
-            output.result(summary, f"{display.waiting()}\nrun directory: {run.path}")
+        with open_run() as run, Interrupt(lambda: output.note(note)) as stop:
+            summary = {"run_dir": str(run.path), "last_step": settings.steps, "run_id": run.run_id}
+            if run.done:
+                output.result(summary, f"all steps are done already\nrun directory: {run.path}")
+                return
+            with (
+                Session(settings, output.note, purpose=kind) as session,
+                StepDisplay(output, run.first_step, settings.steps, run.elapsed_seconds) as display,
+            ):
+                last = loop(session, run, display.step, stop, discard_unsaved=discard_unsaved)
+                summary["last_step"] = last
+                output.result(summary, f"{display.waiting()}\nrun directory: {run.path}")
         if stop.requested and last < settings.steps:
             output.note(f"stopped after step {last}; --resume goes on")
             raise typer.Exit(EXIT_INTERRUPTED)
@@ -160,16 +225,19 @@ def evaluate_command(
         ),
     ] = None,
     mode: Annotated[str, typer.Option(help="solo (handoff and legibility come later).")] = "solo",
+    discard_unsaved: DiscardUnsaved = False,
     dry_run: DryRun = False,
     as_json: JsonFlag = False,
 ) -> None:
     """Accuracy and pass@k of the senior alone.
 
-    --checkpoint leaves its weights in trainer and rollout servers: restart both to go back.
+    --checkpoint leaves its weights in trainer and rollout servers; the next run begins with the
+    base model all the same.
     """
-    from tandem.evaluate import evaluate
-    from tandem.run_dir import trainer_checkpoint
+    from tandem.evaluate import evaluate, in_words
+    from tandem.run_dir import checkpoint_at
     from tandem.session import Session
+    from tandem.start import serve_checkpoint
 
     output = Output(as_json=as_json)
     if mode in ("handoff", "legibility"):
@@ -177,21 +245,17 @@ def evaluate_command(
     if mode != "solo":
         raise ConfigError(f"--mode {mode}: none of solo, handoff, legibility")
     settings = settings_module.load(RunSettings, run_file, overrides or [])
+    path = None if checkpoint is None else checkpoint_at(checkpoint).trainer
     if dry_run:
-        _show_settings(output, settings)
+        _show_preflight(output, settings, "eval")
         return
-    path = None if checkpoint is None else trainer_checkpoint(checkpoint)
-    with Session(settings, output.note) as session:
-        if path is not None:
-            session.serve_checkpoint(path)
+    with Session(settings, output.note, purpose="eval") as session:
+        if checkpoint is not None:
+            serve_checkpoint(session, checkpoint, discard_unsaved=discard_unsaved)
         summary = evaluate(session).summary() | {"checkpoint": path and str(path)}
-    passes = ", ".join(f"pass@{k} {v:.3f}" for k, v in summary["pass_at"].items())
     output.result(
         summary,
-        f"solo accuracy {summary['accuracy']:.3f} "
-        f"(95 % interval {summary['accuracy_low']:.3f} to {summary['accuracy_high']:.3f}, "
-        f"{summary['prompts']} prompts, {summary['samples']} samples each); {passes}; "
-        f"senior version {summary['version/senior']}, "
+        f"{in_words(summary)}; senior version {summary['version/senior']}, "
         + ("as served now" if path is None else f"from {path}"),
     )
 
@@ -199,32 +263,60 @@ def evaluate_command(
 @command()
 def generate(
     prompt: Annotated[list[str], typer.Argument(help="Prompts.")],
-    rollout: RolloutAddress = "127.0.0.1:7701",
+    rollout: RolloutAddress = None,
     tokenizer: TokenizerOption = None,
     chat: Annotated[bool, typer.Option("--chat", help="Use the chat template.")] = False,
     max_tokens: Annotated[int, typer.Option(min=1)] = 64,
     temperature: Annotated[float, typer.Option(min=0.0)] = 1.0,
+    top_p: Annotated[float | None, typer.Option(help="Likeliest tokens of this mass.")] = None,
+    top_k: Annotated[int | None, typer.Option(help="So many likeliest tokens.")] = None,
+    min_p: Annotated[
+        float | None, typer.Option(help="Tokens at least this likely, relative to the likeliest.")
+    ] = None,
+    stop: Annotated[
+        list[str] | None,
+        typer.Option(help="End after this text, which must be one token; may be repeated."),
+    ] = None,
     samples: Annotated[int, typer.Option(min=1, help="Responses for each prompt.")] = 1,
     seed: Annotated[int, typer.Option(min=0)] = 0,
     strategy: Annotated[str | None, typer.Option(help="Selection strategy.")] = None,
     prob_senior: Annotated[float | None, typer.Option(min=0.0, max=1.0)] = None,
+    chunk_size: Annotated[
+        int | None, typer.Option(min=1, help="Tokens in a block of the strategy chunk.")
+    ] = None,
     solo: Annotated[bool, typer.Option("--solo", help="The senior alone.")] = False,
+    stream: Annotated[
+        bool | None,
+        typer.Option("--stream/--no-stream", help="Print while it is written; on a terminal yes."),
+    ] = None,
     as_json: JsonFlag = False,
 ) -> None:
     """Let senior and junior answer prompts together."""
     from tandem.client import RolloutClient
     from tandem.requests import Prompt
+    from tandem.running import rollout_address
     from tandem.schedule import prompt_seed
     from tandem.wire import trajectory_record
 
     output = Output(as_json=as_json)
-    tandem: dict[str, Any] = {
-        "enabled": not solo,
-        "selection_strategy": strategy,
-        "prob_senior": prob_senior,
-    }
-    with RolloutClient(rollout) as client:
+    if as_json and stream:
+        raise ConfigError("--stream: --json prints whole records")
+    with RolloutClient(rollout or rollout_address()) as client:
         codec = _codec(client, tokenizer)
+        sampling = {
+            "max_tokens": max_tokens,
+            "temperature": temperature,
+            "top_p": top_p,
+            "top_k": top_k,
+            "min_p": min_p,
+            "stop_token_ids": [_stop_id(codec, text) for text in stop or []],
+        }
+        tandem = {
+            "enabled": not solo,
+            "selection_strategy": strategy,
+            "prob_senior": prob_senior,
+            "chunk_size": chunk_size,
+        }
         prompts = [
             Prompt(
                 token_ids=codec.chat([{"role": "user", "content": text}])
@@ -232,34 +324,36 @@ def generate(
                 else codec.encode(text),
                 seed=prompt_seed(seed, 0, index, "generate"),
                 num_samples=samples,
-                sampling={"max_tokens": max_tokens, "temperature": temperature},
+                sampling=sampling,
                 tandem=tandem,
-                return_other_logprobs=not solo,
+                return_other_logprobs=as_json and not solo,
+                stream_tokens=output.console.is_terminal if stream is None else stream,
+                request_id=f"prompt-{index}",
             )
             for index, text in enumerate(prompt)
         ]
-        groups = client.generate(prompts)
-    records = [
-        trajectory_record(
-            trajectory, text=codec.decode(trajectory.response_token_ids), group_id=f"prompt-{index}"
-        )
-        for index, group in enumerate(groups)
-        for trajectory in group
-    ]
-    if as_json:
-        for record in records:
-            output.json_line(record)
-        return
-    for record in records:
-        pieces = codec.pieces(record["response_token_ids"])
-        text = authored_text(pieces, record["authorship_mask"])
-        output.console.print(text, soft_wrap=True)
+        if not as_json:
+            heads = {
+                (f"prompt-{index}", sample): _head(text, sample, samples)
+                for index, text in enumerate(prompt)
+                for sample in range(samples)
+            }
+            client.generate(
+                prompts, on_event=ResponsePrinter(output.console, codec, heads).on_event
+            )
+            return
+        for index, group in enumerate(client.generate(prompts)):
+            for trajectory in group:
+                text = codec.decode(trajectory.response_token_ids)
+                output.json_line(
+                    trajectory_record(trajectory, text=text, group_id=f"prompt-{index}")
+                )
 
 
 @command()
 def score(
     text: Annotated[list[str], typer.Argument(help="Texts.")],
-    rollout: RolloutAddress = "127.0.0.1:7701",
+    rollout: RolloutAddress = None,
     tokenizer: TokenizerOption = None,
     senior: Annotated[bool, typer.Option(help="Score under the senior.")] = True,
     junior: Annotated[bool, typer.Option(help="Score under the junior.")] = True,
@@ -268,10 +362,11 @@ def score(
 ) -> None:
     """Log-probabilities of texts under senior and junior."""
     from tandem.client import RolloutClient
+    from tandem.running import rollout_address
     from tandem.wire import from_tensor, short_floats
 
     output = Output(as_json=as_json)
-    with RolloutClient(rollout) as client:
+    with RolloutClient(rollout or rollout_address()) as client:
         codec = _codec(client, tokenizer)
         ids = [codec.encode(one) for one in text]
         if any(len(one) < 2 for one in ids):
@@ -298,21 +393,29 @@ def score(
 
 @command()
 def status(
-    rollout: RolloutAddress = "127.0.0.1:7701",
-    trainer: Annotated[str, typer.Option(help="Address of the trainer.")] = "127.0.0.1:7702",
-    critic: Annotated[str, typer.Option(help="Address of the critic.")] = "127.0.0.1:7703",
+    rollout: Annotated[str | None, typer.Option(help="Address of the rollout server.")] = None,
+    trainer: Annotated[str | None, typer.Option(help="Address of the trainer.")] = None,
+    critic: Annotated[str | None, typer.Option(help="Address of the critic.")] = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """What every server is and holds, or what is wrong. Exit code 3 when none answers."""
+    """What every server is and holds, or what is wrong. Exit code 3 when none answers.
+
+    Without addresses: the servers of the cluster that `tandem up` runs, else those at the default
+    addresses.
+    """
     from tandem.client import CriticClient, RolloutClient, TrainerClient
+    from tandem.running import servers
+    from tandem.transport import RetryPolicy
 
     output = Output(as_json=as_json)
+    kinds = {kind.role: kind for kind in (RolloutClient, TrainerClient, CriticClient)}
+    named = {"rollout": rollout, "trainer": trainer, "critic": critic}
+    known = [] if any(named.values()) else [(one["role"], one["address"]) for one in servers()]
     rows = [
-        _status_row(RolloutClient(rollout, timeout_seconds=5)),
-        _status_row(TrainerClient(trainer, timeout_seconds=5)),
-        _status_row(CriticClient(critic, timeout_seconds=5)),
+        _status_row(kinds[role](address, timeout_seconds=5, retry=RetryPolicy(attempts=1)))
+        for role, address in known or named.items()
     ]
-    output.result({"servers": rows}, output.rows(rows))
+    output.result({"servers": rows}, output.rows(rows, counts=("parameters",)))
     if not any(row["health"] == "SERVING" for row in rows):
         raise typer.Exit(EXIT_UNREACHABLE)
 
@@ -330,7 +433,7 @@ def health(
     rows = []
     for one in address:
         with Connection(one) as connection:
-            rows.append({"address": one, "health": connection.health(service)})
+            rows.append({"address": one} | _health_cells(connection.check_health(service)))
     output.result({"servers": rows}, output.rows(rows))
     if any(row["health"] != "SERVING" for row in rows):
         raise typer.Exit(EXIT_UNREACHABLE)
@@ -341,6 +444,9 @@ def show(
     run_dir: Annotated[Path, typer.Argument(help="A run directory.")],
     step: Annotated[int, typer.Option(min=1)] = 1,
     count: Annotated[int, typer.Option(min=1, help="Trajectories to show.")] = 8,
+    tokenizer: Annotated[
+        Path | None, typer.Option(help="Directory with tokenizer.json; the run's by default.")
+    ] = None,
     as_json: JsonFlag = False,
 ) -> None:
     """Trajectories of a step, coloured by author; with --json one record per line."""
@@ -358,8 +464,7 @@ def show(
         for record in records:
             output.json_line(record)
         return
-    table = trajectory_table(records, TextCodec(settings.tokenizer), f"Step {step}")
-    output.console.print(table)
+    output.trajectories(records, TextCodec(tokenizer or settings.tokenizer), f"Step {step}")
 
 
 @command(model_app, name="import")
@@ -389,8 +494,27 @@ def model_import(
     )
 
 
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(f"tandem {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def before_the_command(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_print_version, is_eager=True, help="Print the version and exit."
+        ),
+    ] = False,
+) -> None:
+    """Options that stand before a command."""
+
+
 def main() -> None:
     """Runs the command; wrong usage and an interrupt become an exit code too."""
+    use_any_encoding()
     try:
         code = app(standalone_mode=False, prog_name="tandem")
     except (KeyboardInterrupt, typer.Abort):
@@ -413,6 +537,12 @@ def report(error: TandemError, *, as_json: bool) -> int:
         hinted = "hint:" in str(error)
         if error.hint and not hinted:
             print(f"  hint: {error.hint}", file=sys.stderr)
+        for note in getattr(error, "__notes__", ()):
+            print(f"  {note}", file=sys.stderr)
+    if isinstance(error, ProblemsError):
+        kinds = (UnavailableError, ServerStartError)
+        away = all(isinstance(problem, kinds) for problem in error.problems)
+        return EXIT_UNREACHABLE if away else EXIT_USAGE
     if isinstance(error, ConfigError):
         return EXIT_USAGE
     if isinstance(error, UnavailableError | ServerStartError):
@@ -420,26 +550,49 @@ def report(error: TandemError, *, as_json: bool) -> int:
     return EXIT_FAILED
 
 
-def _show_settings(output: Output, settings: RunSettings) -> None:
+def _show_preflight(
+    output: Output,
+    settings: RunSettings,
+    purpose: Purpose,
+    open_run: Callable[[], AbstractContextManager[Any]] = nullcontext,
+) -> None:
+    """Checks what a run needs; prints the settings in force and the sizes that follow from them."""
+    from tandem.preflight import Problems
+    from tandem.session import Session
+
+    problems = Problems()
+    with problems.collect(), open_run():
+        pass
+    config = settings.model_dump(mode="json")
+    with (
+        problems.collect(),
+        Session(settings, output.note, purpose=purpose, dry_run=True) as session,
+    ):
+        config["objective"] = session.objective or config["objective"]
+    problems.raise_any()
     derived = settings.derived()
-    text = settings_module.dump(settings) + "# derived\n"
+    text = settings_module.dump_values(config) + "# derived\n"
     text += "".join(f"# {name}: {value}\n" for name, value in derived.items())
-    output.result({"config": settings.model_dump(mode="json"), "derived": derived}, text)
+    output.result({"config": config, "derived": derived}, text)
+
+
+def _health_cells(health: Health) -> dict[str, Any]:
+    return {"health": health.status} | ({"problem": health.reason} if health.reason else {})
 
 
 def _status_row(client: Any) -> dict[str, Any]:
     """What `tandem status` says of one server; closes the client."""
     row: dict[str, Any] = {"role": client.role, "address": client.address}
     with client:
-        row["health"] = client.health()
-        if row["health"] != "SERVING":
+        row |= _health_cells(client.check_health())
+        if row["health"] == "UNREACHABLE":
             return row
         try:
             server = client.info().server
         except NotImplementedByServerError:
             return row | {"problem": f"not a {client.role} server"}
         except RpcError as error:
-            return row | {"problem": str(error)}
+            return row | {"problem": error.message}
     return row | {
         "version": server.weights.version,
         "model": server.model.path,
@@ -448,6 +601,22 @@ def _status_row(client: Any) -> dict[str, Any]:
         "uptime_seconds": round(server.uptime_seconds, 1),
         "software": server.software_version,
     }
+
+
+def _stop_id(codec: TextCodec, text: str) -> int:
+    token = codec.token_id(text)
+    if token is None:
+        raise ConfigError(
+            f"--stop {text!r}: not one token of {codec.directory}",
+            hint="servers stop at single tokens, for example at '<|im_end|>' or a line feed",
+        )
+    return token
+
+
+def _head(prompt: str, sample: int, samples: int) -> str:
+    """What stands above one of several responses."""
+    start = textwrap.shorten(prompt, 48, placeholder=" …")
+    return start if samples == 1 else f"{start} (sample {sample + 1} of {samples})"
 
 
 def _codec(client: RolloutClient, directory: Path | None) -> TextCodec:

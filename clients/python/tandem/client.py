@@ -84,8 +84,10 @@ class TrainerClient(Connection, TrainerCalls):
     send_train_step = blocking(TrainerCalls.send_train_step)
     compute_log_probs = blocking(TrainerCalls.compute_log_probs)
     publish_weights = blocking(TrainerCalls.publish_weights)
+    check_objective = blocking(TrainerCalls.check_objective)
     save_checkpoint = blocking(TrainerCalls.save_checkpoint)
     load_checkpoint = blocking(TrainerCalls.load_checkpoint)
+    load_base_model = blocking(TrainerCalls.load_base_model)
     export_model = blocking(TrainerCalls.export_model)
 
 
@@ -97,4 +99,5 @@ class CriticClient(Connection, CriticCalls):
     send_train_step = blocking(CriticCalls.send_train_step)
     save_checkpoint = blocking(CriticCalls.save_checkpoint)
     load_checkpoint = blocking(CriticCalls.load_checkpoint)
+    load_base_model = blocking(CriticCalls.load_base_model)
     export_model = blocking(CriticCalls.export_model)

@@ -30,6 +30,57 @@ BUILD_DIR_VARIABLE = "TANDEM_BUILD_DIR"
 _REPOSITORY = Path(__file__).resolve().parents[3]
 
 
+@dataclass(frozen=True)
+class Section:
+    """The configuration of one server of a cluster.
+
+    Attributes:
+        field: where it stands in the cluster file, for example "rollout.0".
+        has_critic: whether the cluster has a critic, whose address a trainer is told.
+    """
+
+    role: str
+    field: str
+    config: dict[str, Any]
+    has_critic: bool
+
+    @property
+    def name(self) -> str:
+        """Of the server, for example "rollout-0"."""
+        return self.field.replace(".", "-")
+
+    @property
+    def binary(self) -> str:
+        """The server program."""
+        return f"tandem-{self.role}-server"
+
+    def with_free_ports(self) -> dict[str, Any]:
+        """The configuration, with free ports where it names none; ConfigError for a bad one."""
+        options = self.config.get("server")
+        if not isinstance(options, dict | None):
+            raise ConfigError(f"{self.field}.server: must be a mapping, not {options!r}")
+        host = (options or {}).get("host")
+        if not isinstance(host, str | None):
+            raise ConfigError(f"{self.field}.server.host: must be a string, not {host!r}")
+        return self.config | {"server": {"grpc_port": 0, "metrics_port": 0} | (options or {})}
+
+
+def sections(settings: ClusterSettings) -> list[Section]:
+    """The servers of a cluster in the order of their start: a critic before its trainer."""
+    rollouts = [("rollout", f"rollout.{i}", config) for i, config in enumerate(settings.rollout)]
+    servers = [
+        ("critic", "critic", settings.critic),
+        *rollouts,
+        ("trainer", "trainer", settings.trainer),
+    ]
+    has_critic = settings.critic is not None
+    return [
+        Section(role, field, config, has_critic)
+        for role, field, config in servers
+        if config is not None
+    ]
+
+
 @dataclass
 class Server:
     """One running server process."""
@@ -121,17 +172,16 @@ class LocalCluster:
         """
         self._directory = _new_attempt(self.settings.directory.resolve())
         deadline = time.monotonic() + self.settings.start_timeout_seconds
-        critic = None
-        if self.settings.critic is not None:
-            critic = self._launch("critic", "critic", self.settings.critic)
-        for index, config in enumerate(self.settings.rollout):
-            self._launch(f"rollout-{index}", "rollout", config)
-        if self.settings.trainer is not None:
-            config = dict(self.settings.trainer)
-            if critic is not None and not config.get("critic_address"):
-                self._wait(critic, deadline)
-                config["critic_address"] = critic.address
-            self._launch("trainer", "trainer", config)
+        for section in sections(self.settings):
+            config = section.with_free_ports()
+            if (
+                section.role == "trainer"
+                and section.has_critic
+                and not config.get("critic_address")
+            ):
+                self._wait(self.critic, deadline)
+                config["critic_address"] = self.critic.address
+            self._launch(section, config)
         for server in self.servers:
             self._wait(server, deadline)
             self._say(f"{server.name} serves at {server.address}")
@@ -163,13 +213,13 @@ class LocalCluster:
                 return server
         raise ServerStartError(f"the cluster has no {role}")
 
-    def _launch(self, name: str, role: str, config: dict[str, Any]) -> Server:
-        options = _server_options(name, config)
-        host = reachable_host(options.get("host"))
+    def _launch(self, section: Section, config: dict[str, Any]) -> Server:
+        name = section.name
+        host = reachable_host(config["server"].get("host"))
         config_file = self._directory / f"{name}.yaml"
-        config_file.write_text(yaml.safe_dump(config | {"server": options}, sort_keys=False))
+        config_file.write_text(yaml.safe_dump(config, sort_keys=False))
         log = self._directory / f"{name}.log"
-        binary = find_binary(f"tandem-{role}-server", self._build_dir)
+        binary = find_binary(section.binary, self._build_dir)
         with log.open("wb") as output:
             starting = self._parent.submit(
                 subprocess.Popen,
@@ -183,7 +233,7 @@ class LocalCluster:
                 env={"OMP_WAIT_POLICY": "PASSIVE"} | os.environ,
             )
             process = starting.result()
-        server = Server(name, role, process, log, host)
+        server = Server(name, section.role, process, log, host)
         self.servers.append(server)
         self._say(f"{name} starts (pid {process.pid}, log {log})")
         return server
@@ -211,10 +261,10 @@ class LocalCluster:
         time.sleep(0.05)
 
     def _died(self, server: Server) -> ServerStartError:
-        tail = server.log.read_text(errors="replace").splitlines()[-5:]
+        ending = f"{server.name} ended with {_ending(server.process.returncode)}"
+        said = _last_words(server.log)
         return ServerStartError(
-            f"{server.name} ended with {_ending(server.process.returncode)}: " + " | ".join(tail),
-            hint=f"its log: {server.log}",
+            f"{ending}: {said}" if said else ending, hint=f"its log: {server.log}"
         )
 
 
@@ -231,18 +281,6 @@ def _new_attempt(directory: Path) -> Path:
                 return attempt
     except OSError as error:
         raise ConfigError(f"directory: {directory}: {error.strerror}") from None
-
-
-def _server_options(name: str, config: dict[str, Any]) -> dict[str, Any]:
-    """The section's `server`, with free ports where it names none."""
-    options = config.get("server")
-    field = f"{name.replace('-', '.')}.server"
-    if not isinstance(options, dict | None):
-        raise ConfigError(f"{field}: must be a mapping, not {options!r}")
-    host = (options or {}).get("host")
-    if not isinstance(host, str | None):
-        raise ConfigError(f"{field}.host: must be a string, not {host!r}")
-    return {"grpc_port": 0, "metrics_port": 0} | (options or {})
 
 
 def reachable_host(host: str | None) -> str:
@@ -273,15 +311,33 @@ def find_binary(name: str, build_dir: Path | None = None) -> Path:
 
 
 def _listening(log: Path) -> dict[str, Any] | None:
-    for line in log.read_text(errors="replace").splitlines(keepends=True):
-        if '"listening"' in line and line.endswith("\n"):
-            try:
-                event = json.loads(line)
-            except json.JSONDecodeError:
-                continue
-            if event.get("event") == "listening":
-                return event
+    for line in _lines(log):
+        if isinstance(line, dict) and line.get("event") == "listening":
+            return line
     return None
+
+
+def _last_words(log: Path) -> str:
+    """Why a server ended, as its log tells: the last error, else the last line that is no event."""
+    lines = _lines(log)
+    errors = [one for one in lines if isinstance(one, dict) and one.get("level") == "error"]
+    if errors:
+        return str(errors[-1].get("message") or errors[-1].get("event"))
+    return next((line for line in reversed(lines) if isinstance(line, str)), "")
+
+
+def _lines(log: Path) -> list[dict[str, Any] | str]:
+    """The complete lines of a log: events, and what else was printed."""
+    *complete, _ = log.read_text(errors="replace").split("\n")
+    return [_event(line) for line in complete if line.strip()]
+
+
+def _event(line: str) -> dict[str, Any] | str:
+    try:
+        event = json.loads(line)
+    except json.JSONDecodeError:
+        return line
+    return event if isinstance(event, dict) else line
 
 
 def _die_with_parent() -> list[str]:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from string import Formatter
 from typing import Any
@@ -25,6 +25,7 @@ class Example:
         row: every field of the row; `prompt` is the text after `extract`.
         text: the prompt as written by `format`.
         token_ids: the prompt as the model reads it.
+        place: where the row stands: FILE:LINE, or TASK[INDEX].
         scorer: the reasoning-gym data set that can judge `row["entry"]`, if there is one.
         content: what the prompt is made of, before `format`, as JSON; "" if that is not known.
     """
@@ -32,6 +33,7 @@ class Example:
     row: dict[str, Any]
     text: str
     token_ids: list[int]
+    place: str = ""
     scorer: Any = None
     content: str = ""
 
@@ -61,6 +63,12 @@ class Dataset:
         places = (divmod(first + i, len(self.examples)) for i in range(size))
         return [self.examples[self._order(epoch)[place]] for epoch, place in places]
 
+    def require_prompts_below(self, tokens: int, field: str = "data") -> None:
+        """Raises ConfigError, which names the row, for a prompt of `tokens` tokens or more."""
+        for example in self.examples:
+            if len(example.token_ids) >= tokens:
+                raise _too_long(example, tokens - 1, "the servers' max_model_len", field)
+
     def without(self, keys: Collection[str]) -> Dataset:
         """The data set without the examples that have a key among `keys`."""
         left = [example for example in self.examples if example.keys.isdisjoint(keys)]
@@ -80,25 +88,47 @@ class Dataset:
 
 
 def load_dataset(
-    settings: DataSettings, codec: TextCodec, seed: int = 0, field: str = "data"
+    settings: DataSettings,
+    codec: TextCodec,
+    seed: int = 0,
+    field: str = "data",
+    note: Callable[[str], None] = lambda _: None,
 ) -> Dataset:
-    """Reads the rows and writes their prompts.
+    """Reads the rows and writes their prompts; tells `note` how many were too long, if any.
 
     `field` is where the settings stand in the file ("data", "eval.data"). Raises ConfigError, which
-    names the field, for a file that cannot be read, a bad row and a prompt that cannot be written.
+    names the field, for a file that cannot be read, a bad row, a prompt that cannot be written, and
+    one that is too long where the settings do not say what becomes of it.
     """
     scorer, rows = _rows(settings, field)
     examples: list[Example] = []
     seen: set[str] = set()
-    for row in rows:
+    too_long = 0
+    for place, row in rows:
         if settings.limit is not None and len(examples) >= settings.limit:
             break
-        example = _example(row, settings, codec, scorer, field)
-        if not (settings.unique and example.text in seen):
-            examples.append(example)
+        example = _example(row, place, settings, codec, scorer, field)
+        if settings.unique and example.text in seen:
+            continue
         seen.add(example.text)
+        limit = settings.max_prompt_tokens
+        if limit is not None and len(example.token_ids) > limit:
+            too_long += 1
+            if settings.too_long == "fail":
+                raise _too_long(example, limit, f"{field}.max_prompt_tokens", field)
+            if settings.too_long == "drop":
+                continue
+            example = replace(example, token_ids=example.token_ids[-limit:])
+        examples.append(example)
+    if too_long:
+        done = {"drop": "left out", "truncate_left": "cut at the left"}[settings.too_long]
+        whole = len(examples) + (too_long if settings.too_long == "drop" else 0)
+        note(
+            f"{field}: {too_long:,} of {whole:,} prompts have more than "
+            f"{settings.max_prompt_tokens:,} tokens: {done}"
+        )
     if not examples:
-        raise ConfigError(f"{field}: no rows")
+        raise ConfigError(f"{field}: no rows" + (" that are short enough" if too_long else ""))
     return Dataset(examples, seed)
 
 
@@ -112,7 +142,20 @@ def fill(template: str, row: Mapping[str, Any], field: str) -> str:
         ) from None
 
 
-def _rows(settings: DataSettings, field: str) -> tuple[Any, Iterable[dict[str, Any]]]:
+def _too_long(example: Example, limit: int, whose: str, field: str) -> ConfigError:
+    return ConfigError(
+        f"{field}: {example.place}: the prompt has {len(example.token_ids):,} tokens, "
+        f"{whose} allows {limit:,}",
+        hint=f"{field}.max_prompt_tokens with {field}.too_long: drop leaves such rows out, "
+        "with truncate_left it keeps the end of their prompts",
+    )
+
+
+# A row and its place.
+_Row = tuple[str, dict[str, Any]]
+
+
+def _rows(settings: DataSettings, field: str) -> tuple[Any, Iterable[_Row]]:
     """The source's rows, and who judges them, if the source can."""
     if settings.reasoning_gym is not None:
         return _reasoning_gym(settings.reasoning_gym, f"{field}.reasoning_gym")
@@ -121,23 +164,28 @@ def _rows(settings: DataSettings, field: str) -> tuple[Any, Iterable[dict[str, A
 
 
 def _example(
-    row: dict[str, Any], settings: DataSettings, codec: TextCodec, scorer: Any, field: str
+    row: dict[str, Any],
+    place: str,
+    settings: DataSettings,
+    codec: TextCodec,
+    scorer: Any,
+    field: str,
 ) -> Example:
     if "messages" in row:
         text = json.dumps(row["messages"], ensure_ascii=False)
         content = json.dumps(row["messages"], sort_keys=True)
-        return Example(row, text, codec.chat(row["messages"]), scorer, content)
+        return Example(row, text, codec.chat(row["messages"]), place, scorer, content)
     if settings.extract is not None:
         row = row | {"prompt": _extract(settings.extract, row["prompt"], f"{field}.extract")}
     text = fill(settings.format, row, f"{field}.format")
     content = _content(settings.format, row)
     if settings.template == "raw":
-        return Example(row, text, codec.encode(text), scorer, content)
+        return Example(row, text, codec.encode(text), place, scorer, content)
     messages = [{"role": "user", "content": text}]
     if settings.system is not None:
         # An empty system message keeps the template from adding its own.
         messages.insert(0, {"role": "system", "content": settings.system})
-    return Example(row, text, codec.chat(messages), scorer, content)
+    return Example(row, text, codec.chat(messages), place, scorer, content)
 
 
 def _content(template: str, row: Mapping[str, Any]) -> str:
@@ -155,12 +203,12 @@ def _extract(pattern: str, prompt: str, field: str) -> str:
     return part
 
 
-def _json_lines(path: Path, field: str) -> Iterator[dict[str, Any]]:
+def _json_lines(path: Path, field: str) -> Iterator[_Row]:
     data = read_bytes(path, f"{field}: {path}")
     # At line feeds alone: JSON strings may hold U+2028 and the other separators of splitlines().
     for number, line in enumerate(data.split(b"\n"), start=1):
         if line.strip():
-            yield _json_row(line, f"{field}: {path}:{number}")
+            yield f"{path}:{number}", _json_row(line, f"{field}: {path}:{number}")
 
 
 def _json_row(line: bytes, place: str) -> dict[str, Any]:
@@ -191,7 +239,7 @@ def _is_conversation(messages: Any) -> bool:
     )
 
 
-def _reasoning_gym(spec: ReasoningGymSettings, field: str) -> tuple[Any, Iterable[dict[str, Any]]]:
+def _reasoning_gym(spec: ReasoningGymSettings, field: str) -> tuple[Any, Iterable[_Row]]:
     try:
         import reasoning_gym
     except ImportError:
@@ -205,13 +253,14 @@ def _reasoning_gym(spec: ReasoningGymSettings, field: str) -> tuple[Any, Iterabl
         )
     except (ValueError, TypeError, AssertionError) as error:
         raise ConfigError(f"{field}: {error}") from None
-    rows = (
-        {
+
+    def row(index: int) -> _Row:
+        entry = task[index]
+        return f"{spec.name}[{index}]", {
             "prompt": entry["question"],
             "answer": entry["answer"],
             "metadata": entry.get("metadata", {}),
             "entry": entry,
         }
-        for entry in (task[index] for index in range(spec.size))
-    )
-    return task, rows
+
+    return task, map(row, range(spec.size))

@@ -24,7 +24,7 @@ from tandem.errors import RunDirectoryError, TandemError
 from tandem.evaluate import Evaluation, evaluate
 from tandem.interrupt import Interrupt
 from tandem.models import SMOLLM2_PACKAGE, import_model
-from tandem.render import Output, StepDisplay, trajectory_table
+from tandem.render import Output, StepDisplay, use_any_encoding
 from tandem.run_dir import RunDirectory, kind_of_run
 from tandem.session import Session
 from tandem.settings import RunSettings
@@ -38,6 +38,7 @@ KIND = "demo"
 
 def main(arguments: list[str] | None = None) -> int:
     """Runs the demo; returns the exit code."""
+    use_any_encoding()
     parser = argparse.ArgumentParser(prog="python -m tandem.demo", description=__doc__)
     parser.add_argument("--config", type=Path, default=CONFIG)
     parser.add_argument("--build-dir", type=Path, help="where the servers were built")
@@ -89,7 +90,7 @@ def run_demo(settings: RunSettings, output: Output) -> int:
         output.note(f"\ntime: {display.waiting()}\n")
         if not output.as_json:
             shown = _first_of_groups(run.read_trajectories(last), 6)
-            output.console.print(trajectory_table(shown, session.codec, f"Step {last}"))
+            output.trajectories(shown, session.codec, f"Step {last}")
         result = compare(before, after, lines) | {
             "run_dir": str(run.path),
             "seconds": round(time.monotonic() - start, 1),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from importlib import resources
 from typing import Any
 
@@ -24,15 +24,45 @@ class TandemError(Exception):
 
     def describe(self) -> dict[str, Any]:
         """What is known of the error, for `--json`."""
-        return {"error": type(self).__name__, "message": self.message, "hint": self.hint}
+        return {
+            "error": type(self).__name__,
+            "message": self.message,
+            "hint": self.hint,
+            "notes": list(getattr(self, "__notes__", ())),
+        }
 
 
 class ConfigError(TandemError):
     """A configuration or data file that cannot be used."""
 
 
+class ProblemsError(ConfigError):
+    """Several things that are wrong at once.
+
+    Attributes:
+        problems: each of them.
+    """
+
+    def __init__(self, problems: Sequence[TandemError]) -> None:
+        lines = [f"{len(problems)} problems:"]
+        for problem in problems:
+            lines.append(f"  - {problem}")
+            if problem.hint and problem.hint not in str(problem):
+                lines.append(f"    hint: {problem.hint}")
+        super().__init__("\n".join(lines))
+        self.problems = tuple(problems)
+
+    def describe(self) -> dict[str, Any]:
+        """What is known of each, for `--json`."""
+        return super().describe() | {"problems": [one.describe() for one in self.problems]}
+
+
 class RunDirectoryError(ConfigError):
     """A run directory that is in use, or lacks what `--resume` needs."""
+
+
+class UnsavedUpdatesError(TandemError):
+    """A server holds updates that no checkpoint has, and was to be given other weights."""
 
 
 class ServerStartError(TandemError):

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from tandem.data import Dataset
 from tandem.requests import Prompt
 from tandem.schedule import prompt_seed
-from tandem.session import RolloutPool, Session
+from tandem.session import Session
 from tandem.settings import given
 from tandem.stats import pass_at_k, wilson_interval
 from tandem.types.v1 import trajectory_pb2
-
-# Sequences that one batch asks a server for: less than its queue holds by default.
-SEQUENCES_PER_BATCH = 1024
 
 
 @dataclass
@@ -24,14 +21,15 @@ class Evaluation:
 
     Attributes:
         correct: for every prompt, which samples were correct.
-        rewards: for every prompt, the samples' rewards.
+        rewards: for every prompt, the samples' rewards; None where a reward failed, which counts as
+            not correct.
         trajectories: for every prompt, the samples.
         pass_at: k → unbiased estimate of pass@k.
     """
 
     version: int
     correct: list[list[bool]]
-    rewards: list[list[float]]
+    rewards: list[list[float | None]]
     trajectories: list[list[trajectory_pb2.Trajectory]] = field(repr=False)
     pass_at: dict[int, float] = field(default_factory=dict)
 
@@ -54,6 +52,7 @@ class Evaluation:
     def summary(self) -> dict[str, Any]:
         """As a line of evals.jsonl."""
         low, high = self.interval
+        rewards = [value for group in self.rewards for value in group if value is not None]
         return {
             "mode": "solo",
             "prompts": self.prompts,
@@ -61,21 +60,36 @@ class Evaluation:
             "accuracy": self.accuracy,
             "accuracy_low": low,
             "accuracy_high": high,
-            "reward/mean": sum(map(sum, self.rewards)) / sum(map(len, self.rewards)),
+            "reward/mean": sum(rewards) / len(rewards) if rewards else None,
+            "reward/failed": sum(map(len, self.rewards)) - len(rewards),
             "pass_at": {str(k): value for k, value in self.pass_at.items()},
             "version/senior": self.version,
         }
 
 
+def in_words(summary: Mapping[str, Any]) -> str:
+    """A summary as a sentence."""
+    passes = "".join(f", pass@{k} {value:.3f}" for k, value in summary["pass_at"].items())
+    failed = f", {summary['reward/failed']:,} rewards failed" if summary["reward/failed"] else ""
+    samples = f"{summary['samples']:,} sample" + "s" * (summary["samples"] != 1)
+    return (
+        f"solo accuracy {summary['accuracy']:.3f} (95 % interval {summary['accuracy_low']:.3f} to "
+        f"{summary['accuracy_high']:.3f}){passes}; {summary['prompts']:,} prompts, "
+        f"{samples} each{failed}"
+    )
+
+
 def evaluate(session: Session, data: Dataset | None = None) -> Evaluation:
-    """Lets the senior alone answer the held-out prompts (all data without `eval.data`)."""
+    """Lets the senior alone answer the held-out prompts (all data without `eval.data`).
+
+    What answers are the trainer's weights: rollout servers that are behind get them first.
+    """
     settings = session.settings
     dataset = data or session.eval_data or session.data
     sampling = given(settings.sampling) | {"temperature": settings.eval.temperature}
     if settings.eval.max_tokens is not None:
         sampling["max_tokens"] = settings.eval.max_tokens
-    groups = _generate(
-        session.rollouts,
+    groups = session.generate(
         [
             Prompt(
                 token_ids=example.token_ids,
@@ -87,14 +101,10 @@ def evaluate(session: Session, data: Dataset | None = None) -> Evaluation:
             for index, example in enumerate(dataset.examples)
         ],
     )
-    rewards = [
-        [
-            session.reward(example, session.codec.decode(trajectory.response_token_ids))
-            for trajectory in group
-        ]
-        for example, group in zip(dataset.examples, groups, strict=True)
-    ]
-    correct = [[value >= settings.reward.correct_at for value in group] for group in rewards]
+    texts = [[session.codec.decode(t.response_token_ids) for t in group] for group in groups]
+    rewards = session.reward(dataset.examples, texts).rewards
+    least = settings.reward.correct_at
+    correct = [[value is not None and value >= least for value in group] for group in rewards]
     n = settings.eval.samples
     pass_at = {
         k: sum(pass_at_k(n, sum(group), k) for group in correct) / len(correct)
@@ -102,16 +112,3 @@ def evaluate(session: Session, data: Dataset | None = None) -> Evaluation:
     }
     version = groups[0][0].senior_versions[-1].weights.version
     return Evaluation(version, correct, rewards, groups, pass_at)
-
-
-def _generate(
-    rollouts: RolloutPool, prompts: Sequence[Prompt]
-) -> list[list[trajectory_pb2.Trajectory]]:
-    """The samples of prompts that all ask for as many, in batches of a bounded size."""
-    prompts_per_batch = max(1, SEQUENCES_PER_BATCH // prompts[0].num_samples)
-    at_once = prompts_per_batch * len(rollouts.clients)
-    return [
-        samples
-        for first in range(0, len(prompts), at_once)
-        for samples in rollouts.generate(prompts[first : first + at_once])
-    ]

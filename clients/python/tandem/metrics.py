@@ -1,12 +1,14 @@
-"""The keys of metrics.jsonl: the trainer computes them, but for the times."""
+"""The keys of metrics.jsonl: the trainer computes most, the client times and what it alone sees."""
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
+
+from tandem.types.v1 import trajectory_pb2
 
 # Every line of metrics.jsonl has these keys, in this order; null where a step has no such number.
 KEYS = (
@@ -14,23 +16,40 @@ KEYS = (
     "time_seconds",
     "reward/mean",
     "reward/std",
+    "reward/min",
+    "reward/max",
+    "reward/frac_zero_std",
+    "reward/failed",
     "loss/total",
     "loss/policy",
     "loss/kl",
     "loss/entropy",
+    "policy/entropy",
+    "policy/kl_to_ref",
+    "policy/mean_ratio",
     "policy/clip_fraction",
     "policy/ppo_kl",
     "policy/grad_norm",
     "policy/learning_rate",
+    "policy/weighted_tokens",
+    "policy/micro_batches",
     "mismatch/k1",
     "mismatch/k3",
     "mismatch/max_abs_logprob_diff",
+    "mismatch/effective_sample_size",
+    "mismatch/junior/k1",
+    "mismatch/junior/k3",
+    "mismatch/junior/max_abs_logprob_diff",
+    "mismatch/junior/effective_sample_size",
     "tandem/senior_token_fraction",
     "tandem/junior_token_fraction",
     "tandem/switches_per_seq",
     "tandem/tokens_per_sent",
     "tokens/prompt",
     "tokens/response",
+    "response/length_mean",
+    "response/length_max",
+    "response/truncated_fraction",
     "time/generate_seconds",
     "time/reward_seconds",
     "time/train_seconds",
@@ -42,10 +61,15 @@ CRITIC_KEYS = (
     "critic/loss",
     "critic/clip_fraction",
     "critic/explained_variance",
+    "critic/value_mean",
+    "critic/return_mean",
     "critic/grad_norm",
+    "critic/learning_rate",
 )
 # Whole numbers; a report of the trainer holds floating-point numbers alone.
-COUNT_KEYS = frozenset({"tokens/prompt", "tokens/response"})
+COUNT_KEYS = frozenset(
+    {"tokens/prompt", "tokens/response", "policy/weighted_tokens", "policy/micro_batches"}
+)
 # Values that depend on the clock; everything else is the same when a run is repeated.
 CLOCK_KEYS = frozenset(
     {
@@ -69,6 +93,32 @@ def _written(key: str, value: float | int | None) -> float | int | None:
     if value is None or not math.isfinite(value):
         return None
     return int(value) if key in COUNT_KEYS else value
+
+
+def response_metrics(
+    groups: Sequence[Sequence[trajectory_pb2.Trajectory]],
+    rewards: Sequence[Sequence[float | None]],
+) -> dict[str, float | int]:
+    """What the responses of a step and their rewards say; at least one response has a reward.
+
+    A group with one reward throughout, or with a single one, has no variance: an estimator that
+    compares the responses to a prompt gives it no gradient.
+    """
+    judged = [[value for value in group if value is not None] for group in rewards]
+    known = [group for group in judged if group]
+    flat = [value for group in known for value in group]
+    responses = [trajectory for group in groups for trajectory in group]
+    lengths = [len(trajectory.response_token_ids) for trajectory in responses]
+    cut = [one.finish_reason == trajectory_pb2.FINISH_REASON_LENGTH for one in responses]
+    return {
+        "reward/min": min(flat),
+        "reward/max": max(flat),
+        "reward/frac_zero_std": sum(min(group) == max(group) for group in known) / len(known),
+        "reward/failed": len(responses) - len(flat),
+        "response/length_mean": sum(lengths) / len(lengths),
+        "response/length_max": max(lengths),
+        "response/truncated_fraction": sum(cut) / len(cut),
+    }
 
 
 class StepClock:

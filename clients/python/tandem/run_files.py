@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -37,13 +38,30 @@ def placed_objects(path: Path, lines: Iterable[str]) -> Iterator[tuple[str, dict
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Replaces a file so that no reader, and no crash, sees half of it."""
+    """Replaces a file so that no reader, and no crash, sees half of it.
+
+    Raises RunDirectoryError, and leaves the file as it was, when it cannot, as on a full disk.
+    """
     temporary = path.with_name(temporary_name(path.name))
-    with temporary.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
+    with writing(path):
+        try:
+            with temporary.open("w", encoding="utf-8") as file:
+                file.write(text)
+                file.flush()
+                os.fsync(file.fileno())
+            temporary.replace(path)
+        except OSError:
+            temporary.unlink(missing_ok=True)
+            raise
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Makes a RunDirectoryError, which names `path`, of what the operating system refuses."""
+    try:
+        yield
+    except OSError as error:
+        raise RunDirectoryError(f"{path}: {error.strerror}") from None
 
 
 def temporary_name(name: str) -> str:

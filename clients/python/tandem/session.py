@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
-from pathlib import Path
-from typing import Self
+from contextlib import ExitStack, closing
+from typing import Any, Literal, Self
 
 import grpc
 
-from tandem import settings as settings_module
+from tandem import preflight
 from tandem.client import CriticClient, Event, RolloutClient, TrainerClient
 from tandem.cluster import LocalCluster
 from tandem.data import Dataset, load_dataset
@@ -23,18 +22,34 @@ from tandem.errors import (
     TandemError,
     from_status,
 )
+from tandem.learnability import obstacles
+from tandem.preflight import Problems
 from tandem.requests import Prompt
-from tandem.rewards import Reward, load_reward
-from tandem.settings import ClusterSettings, RunSettings
+from tandem.rewards import Reward
+from tandem.rollout.v1 import rollout_pb2
+from tandem.settings import ClusterSettings, RunSettings, ServersSettings, given
 from tandem.text import TextCodec
+from tandem.text_files import read_bytes
+from tandem.trainer.v1 import trainer_pb2
 from tandem.types.v1 import server_pb2, trajectory_pb2
+from tandem.wire import message_record, tandem_record
+
+# What a session is for: what it reads and checks.
+Purpose = Literal["train", "sft", "eval"]
+
+# How often samples are drawn again that a restarted server wrote under other weights.
+GENERATE_ATTEMPTS = 3
 
 
 class RolloutPool:
-    """Several rollout servers as one: prompts are dealt out in equal, contiguous parts."""
+    """Several rollout servers as one: prompts are dealt out in equal, contiguous parts.
 
-    def __init__(self, clients: Sequence[RolloutClient]) -> None:
+    A server gets its part in batches of at most so many samples as its queue holds.
+    """
+
+    def __init__(self, clients: Sequence[RolloutClient], max_queue: Sequence[int]) -> None:
         self.clients = list(clients)
+        self._max_queue = list(max_queue)
         self._threads = ThreadPoolExecutor(len(clients), thread_name_prefix="rollout")
 
     def generate(
@@ -45,13 +60,18 @@ class RolloutPool:
         count = len(self.clients)
         bounds = [len(named) * i // count for i in range(count + 1)]
         parts = [named[a:b] for a, b in itertools.pairwise(bounds)]
+
+        def generate_at(server: int) -> list[list[trajectory_pb2.Trajectory]]:
+            batches = _batches(parts[server], self._max_queue[server])
+            client = self.clients[server]
+            return [
+                group for batch in batches for group in client.generate(batch, on_event=on_event)
+            ]
+
         # A single server is called from this thread, so that Ctrl-C reaches the call.
         if count == 1:
-            return self.clients[0].generate(named, on_event=on_event)
-        futures = [
-            self._threads.submit(client.generate, part, on_event=on_event)
-            for client, part in zip(self.clients, parts, strict=True)
-        ]
+            return generate_at(0)
+        futures = [self._threads.submit(generate_at, server) for server in range(count)]
         return [samples for future in futures for samples in future.result()]
 
     def close(self) -> None:
@@ -61,8 +81,32 @@ class RolloutPool:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
 
+def _batches(prompts: Sequence[Prompt], max_samples: int) -> Iterator[list[Prompt]]:
+    """The prompts in order, in lists of at most `max_samples` samples; one prompt at least."""
+    batch: list[Prompt] = []
+    samples = 0
+    for prompt in prompts:
+        wanted = max(1, prompt.num_samples)
+        if batch and samples + wanted > max_samples:
+            yield batch
+            batch, samples = [], 0
+        batch.append(prompt)
+        samples += wanted
+    if batch:
+        yield batch
+
+
 class Session:
-    """An opened RunSettings; a context manager."""
+    """An opened RunSettings; a context manager.
+
+    What is wrong with the settings is found before anything is started or changed, all of it at
+    once (preflight). A `dry_run` ends there: of its attributes, `objective` alone may be used.
+
+    Attributes:
+        note: tells people what goes on.
+        objective: the objective in force, every field set; {} unless the purpose is "train".
+        longest_sequence: most tokens of a prompt with its response that every server holds.
+    """
 
     rollouts: RolloutPool
     trainer: TrainerClient
@@ -71,13 +115,22 @@ class Session:
     data: Dataset
     eval_data: Dataset | None
     reward: Reward
+    objective: dict[str, Any]
+    longest_sequence: int
     cluster: LocalCluster | None = None
 
     def __init__(
-        self, settings: RunSettings, on_progress: Callable[[str], None] | None = None
+        self,
+        settings: RunSettings,
+        on_progress: Callable[[str], None] | None = None,
+        *,
+        purpose: Purpose = "train",
+        dry_run: bool = False,
     ) -> None:
         self.settings = settings
-        self._say = on_progress or (lambda _: None)
+        self.purpose = purpose
+        self.note = on_progress or (lambda _: None)
+        self._dry_run = dry_run
         self._stack = ExitStack()
 
     def __enter__(self) -> Self:
@@ -91,18 +144,26 @@ class Session:
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self._close(error)
 
+    @property
+    def uses_critic(self) -> bool:
+        """Whether the run trains a critic."""
+        return self.purpose == "train" and self.settings.objective.advantage_estimator == "gae"
+
     def check(self) -> None:
         """Raises ServerStartError when a server of the run's own cluster has died."""
         if self.cluster is not None:
             self.cluster.check()
 
-    def publish(self) -> None:
-        """Brings every rollout server to the trainer's weights.
+    def publish(
+        self, clients: Sequence[RolloutClient] | None = None, *, allow_rollback: bool = False
+    ) -> None:
+        """Brings rollout servers, all unless `clients` says which, to the trainer's weights.
 
         The trainer may reach them by other addresses than the client: those they report.
         """
-        servers = [client.info().server for client in self.rollouts.clients]
-        reply = self.trainer.publish_weights(server.advertised_address for server in servers)
+        chosen = self.rollouts.clients if clients is None else clients
+        targets = [client.info().server.advertised_address for client in chosen]
+        reply = self.trainer.publish_weights(targets, allow_rollback=allow_rollback)
         for result in reply.results:
             if result.status.code:
                 failure = from_status(result.status, method="PublishWeights")
@@ -111,28 +172,65 @@ class Session:
             if result.digest != reply.weights.digest:
                 raise TandemError(f"{result.target} received other weights than were sent")
 
-    def synchronize(self) -> int:
-        """Publishes when a rollout server serves another version; returns the trainer's.
+    def catch_up(
+        self, expected: server_pb2.WeightsVersion | None = None
+    ) -> server_pb2.WeightsVersion:
+        """Publishes to rollout servers that are behind the trainer, as one that was restarted is.
+
+        Returns the trainer's weights, which all of them serve then.
 
         Raises:
-            FailedPreconditionError: a server has the trainer's version, but other weights. The
-                version alone would hide that, and no publication would put it right.
+            FailedPreconditionError: the trainer does not hold the `expected` weights, or a rollout
+                server holds others that are not behind: publications of a run only go forward.
         """
-        trainer = self.trainer.info().server.weights
-        stale = False
+        held = self.trainer.info().server.weights
+        if expected is not None and held != expected:
+            raise _trainer_changed(self.trainer.address, held, expected)
+        behind = []
         for client in self.rollouts.clients:
             served = client.weights_version()
-            stale = stale or served.version != trainer.version
-            if served.version == trainer.version and served.digest != trainer.digest:
-                raise _other_weights(client.address, served, trainer)
-        if stale:
-            self.publish()
-        return trainer.version
+            if served.version < held.version:
+                behind.append(client)
+            elif served != held:
+                raise other_weights(client.address, served, held)
+        if behind:
+            addresses = ", ".join(client.address for client in behind)
+            self.note(f"{addresses}: behind, gets version {held.version}")
+            self.publish(behind)
+        return held
 
-    def serve_checkpoint(self, path: Path) -> int:
-        """Loads a checkpoint into the trainer, then synchronize(); returns its version."""
-        self.trainer.load_checkpoint(str(path))
-        return self.synchronize()
+    def generate(
+        self,
+        prompts: Sequence[Prompt],
+        expected: server_pb2.WeightsVersion | None = None,
+        *,
+        any_version: bool = False,
+    ) -> list[list[trajectory_pb2.Trajectory]]:
+        """The samples of every prompt, in order, all written by the trainer's weights.
+
+        Rollout servers that are behind are brought there first. Samples of a server that was
+        restarted in the middle are drawn again, unless `any_version` will do.
+
+        Raises:
+            FailedPreconditionError: as catch_up() says, or it happens again and again.
+        """
+        groups: dict[int, list[trajectory_pb2.Trajectory]] = {}
+        missing = list(range(len(prompts)))
+        for _ in range(GENERATE_ATTEMPTS):
+            weights = self.catch_up(expected)
+            drawn = self.rollouts.generate([prompts[index] for index in missing])
+            groups |= zip(missing, drawn, strict=True)
+            if not any_version:
+                missing = [index for index in missing if not _all_by(weights, groups[index])]
+            if any_version or not missing:
+                return [groups[index] for index in range(len(prompts))]
+            self.note(f"{len(missing)} prompts were answered by other weights: asked again")
+        raise FailedPreconditionError(
+            f"{len(missing)} prompts were answered by other weights than version {weights.version}",
+            code=grpc.StatusCode.FAILED_PRECONDITION,
+            reason="WEIGHTS_DIFFER",
+            hint="does another run publish to these rollout servers, or do they restart?",
+        )
 
     def critic(self) -> CriticClient:
         """A client of the run's critic; whoever asks for it closes it.
@@ -145,66 +243,188 @@ class Session:
             self.critic_address, timeout_seconds=self.settings.servers.timeout_seconds
         )
 
+    def servers(self) -> dict[str, Any]:
+        """The models of the servers and what else of their settings decides what a run does."""
+        rollout = self.rollouts.clients[0].info()
+        models = {"trainer": self.trainer.info().server.model, "senior": rollout.server.model}
+        if rollout.HasField("junior"):
+            models["junior"] = rollout.junior
+        if self.uses_critic:
+            with self.critic() as critic:
+                models["critic"] = critic.info().server.model
+        return {
+            "models": {name: _model_record(model) for name, model in models.items()},
+            "junior_version": rollout.junior_version or None,
+            "tandem": tandem_record(rollout.tandem),
+        }
+
     def _close(self, error: BaseException | None) -> None:
         with self._stack:
             if isinstance(error, RpcError):
                 try:
                     self.check()
                 except ServerStartError as death:
+                    for note in getattr(error, "__notes__", ()):
+                        death.add_note(note)
                     raise death from error
 
     def _open(self) -> None:
         settings = self.settings
-        self.codec = TextCodec(settings.tokenizer)
-        self.reward = load_reward(settings.reward)
-        data = load_dataset(settings.data, self.codec, settings.seed)
-        self.eval_data = None
-        if settings.eval.data is not None:
-            self.eval_data = load_dataset(settings.eval.data, self.codec, field="eval.data")
-            # What is held out is never trained on, also where two seeds make the same problem.
-            data = data.without({key for held in self.eval_data.examples for key in held.keys})
-        self.data = data
-
+        problems = Problems()
+        self._read(problems)
+        if self.purpose == "train":
+            for obstacle in obstacles(settings):
+                self.note(f"warning: this run cannot learn: {obstacle}")
+        self.objective = {}
         servers = settings.servers
         if settings.cluster is not None:
+            codec = getattr(self, "codec", None)
+            self.objective = preflight.check_cluster(settings, self.purpose, codec, problems)
+            problems.raise_any()
+            if self._dry_run:
+                return
             servers = self._start(settings.cluster)
-        timeout = settings.servers.timeout_seconds
-        self.trainer = self._stack.enter_context(
-            TrainerClient(servers.trainer, timeout_seconds=timeout)
-        )
-        self.rollouts = RolloutPool(
-            [RolloutClient(address, timeout_seconds=timeout) for address in servers.rollout]
-        )
-        self._stack.callback(self.rollouts.close)
-        self.critic_address = servers.critic or self.trainer.info().critic_address or None
+        self._connect(servers, problems)
+        problems.raise_any()
 
-    def _start(self, cluster_file: Path) -> settings_module.ServersSettings:
-        settings = settings_module.load(ClusterSettings, cluster_file)
-        for role in ("rollout", "trainer"):
-            if getattr(settings, role) in (None, []):
-                raise ConfigError(f"{cluster_file}: {role}: a run needs a {role} server")
-        cluster = LocalCluster(settings, on_progress=self._say)
+    def _read(self, problems: Problems) -> None:
+        """Tokenizer, reward and data."""
+        settings = self.settings
+        with problems.collect():
+            self.reward = self._stack.enter_context(closing(Reward(settings.reward)))
+        with problems.collect():
+            self.codec = TextCodec(settings.tokenizer)
+        if not hasattr(self, "codec"):
+            # Prompts cannot be written; but is there anything to read?
+            for field, data in (("data", settings.data), ("eval.data", settings.eval.data)):
+                if data is not None and data.jsonl is not None:
+                    with problems.collect():
+                        read_bytes(data.jsonl, f"{field}.jsonl: {data.jsonl}")
+            return
+        self.eval_data = None
+        if settings.eval.data is not None:
+            with problems.collect():
+                self.eval_data = load_dataset(
+                    settings.eval.data, self.codec, field="eval.data", note=self.note
+                )
+        if self.purpose == "eval" and self.eval_data is not None:
+            self.data = self.eval_data
+            return
+        with problems.collect():
+            self.data = load_dataset(settings.data, self.codec, settings.seed, note=self.note)
+            if self.purpose != "eval" and self.eval_data is not None:
+                self.data = self._without_held_out(self.data, self.eval_data)
+
+    def _without_held_out(self, data: Dataset, held_out: Dataset) -> Dataset:
+        """What is held out is never trained on, also where two seeds make the same problem."""
+        left = data.without({key for held in held_out.examples for key in held.keys})
+        if removed := len(data) - len(left):
+            self.note(
+                f"data: {removed:,} of {len(data):,} rows are left out: eval.data has their prompts"
+            )
+        return left
+
+    def _start(self, settings: ClusterSettings) -> ServersSettings:
+        cluster = LocalCluster(settings, on_progress=self.note)
         self.cluster = self._stack.enter_context(cluster)
         return addresses_of(self.cluster)
 
+    def _connect(self, servers: ServersSettings, problems: Problems) -> None:
+        """Opens the clients, and asks every server whether it can do what the settings want."""
+        timeout = self.settings.servers.timeout_seconds
+        self.trainer = self._stack.enter_context(
+            TrainerClient(servers.trainer, timeout_seconds=timeout)
+        )
+        clients = [
+            self._stack.enter_context(RolloutClient(address, timeout_seconds=timeout))
+            for address in servers.rollout
+        ]
+        trainer: trainer_pb2.GetServerInfoResponse | None = None
+        rollouts: list[rollout_pb2.GetServerInfoResponse] = []
+        with problems.collect():
+            trainer = self.trainer.info()
+        for client in clients:
+            with problems.collect():
+                rollouts.append(client.info())
+        self.rollouts = RolloutPool(clients, [info.max_queue for info in rollouts])
+        self._stack.callback(self.rollouts.close)
+        if trainer is None or len(rollouts) < len(clients):
+            return
+        self.critic_address = servers.critic or trainer.critic_address or None
+        with problems.collect():
+            max_queue = min(info.max_queue for info in rollouts)
+            preflight.check_sizes(self.settings, self.purpose, trainer.max_samples, max_queue)
+        models = {f"the trainer at {servers.trainer}": trainer.server.model}
+        for address, info in zip(servers.rollout, rollouts, strict=True):
+            models[f"the rollout server at {address}"] = info.server.model
+        if self.uses_critic:
+            with problems.collect(), self.critic() as critic:
+                models[f"the critic at {self.critic_address}"] = critic.info().server.model
+        self.longest_sequence = min(model.max_model_len for model in models.values())
+        for field, data in (("data", "data"), ("eval.data", "eval_data")):
+            if (dataset := getattr(self, data, None)) is not None:
+                with problems.collect():
+                    dataset.require_prompts_below(self.longest_sequence, field)
+        if hasattr(self, "codec"):
+            for whose, model in models.items():
+                with problems.collect():
+                    preflight.check_vocabulary(self.codec, model, whose)
+        if self.purpose == "train":
+            with problems.collect():
+                self.objective = self._objective_in_force()
 
-def addresses_of(cluster: LocalCluster) -> settings_module.ServersSettings:
+    def _objective_in_force(self) -> dict[str, Any]:
+        try:
+            return message_record(self.trainer.check_objective(given(self.settings.objective)))
+        except RpcError as error:
+            raise preflight.named_objective(error) from error
+
+
+def addresses_of(cluster: LocalCluster) -> ServersSettings:
     """The addresses of a local cluster, as a run wants them."""
-    return settings_module.ServersSettings(
+    return ServersSettings(
         rollout=[server.address for server in cluster.rollouts],
         trainer=cluster.trainer.address,
         critic=cluster.critic.address if cluster.has("critic") else None,
     )
 
 
-def _other_weights(
+def other_weights(
     address: str, served: server_pb2.WeightsVersion, trainer: server_pb2.WeightsVersion
 ) -> FailedPreconditionError:
+    """A rollout server holds weights that no publication of a run may replace."""
     return FailedPreconditionError(
-        f"{address} serves version {served.version} with digest {served.digest}, the trainer's "
-        f"version {trainer.version} has {trainer.digest}: other weights",
+        f"{address} serves version {served.version} with digest {served.digest}, the trainer "
+        f"holds version {trainer.version} with {trainer.digest}: other weights",
         code=grpc.StatusCode.FAILED_PRECONDITION,
         reason="WEIGHTS_DIFFER",
-        hint="one of them was trained by another run, or went back to a checkpoint after the other "
-        "had its weights: start both from the same model",
+        hint="one of them was restarted or trained by another run: --resume brings both to the "
+        "run's last checkpoint; a new run begins with the base model, the same for both",
     )
+
+
+def _trainer_changed(
+    address: str, held: server_pb2.WeightsVersion, expected: server_pb2.WeightsVersion
+) -> FailedPreconditionError:
+    return FailedPreconditionError(
+        f"the trainer at {address} holds version {held.version} with digest {held.digest}, not "
+        f"the run's version {expected.version} with {expected.digest}",
+        code=grpc.StatusCode.FAILED_PRECONDITION,
+        reason="STALE_POLICY_VERSION",
+        hint="it was restarted, or another run trains it: --resume goes on from the last "
+        "checkpoint",
+    )
+
+
+def _all_by(weights: server_pb2.WeightsVersion, group: Sequence[trajectory_pb2.Trajectory]) -> bool:
+    return all(run.weights == weights for one in group for run in one.senior_versions)
+
+
+def _model_record(model: server_pb2.ModelInfo) -> dict[str, Any]:
+    return {
+        "path": model.path,
+        "model_type": model.model_type,
+        "parameters": model.num_parameters,
+        "vocabulary_digest": model.vocabulary_digest or None,
+        "max_model_len": model.max_model_len,
+    }

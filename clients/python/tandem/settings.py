@@ -1,11 +1,13 @@
 """Configuration files of the command line: the schema, dotted overrides and readable errors.
 
-Servers have their own schema (proto/tandem/config/v1); a cluster file carries it unchanged.
+Servers have their own schema (proto/tandem/config/v1); a cluster file carries it unchanged. A
+relative path in a file starts at that file's folder, one in an override at the working directory.
 """
 
 from __future__ import annotations
 
 import difflib
+import os
 import re
 import types
 import typing
@@ -34,6 +36,15 @@ from tandem.wire import enum_names
 # The contract's counts and token ids are int32.
 INT32_MAX = 2**31 - 1
 
+# Paths among a server's settings.
+SERVER_PATHS = (
+    "model",
+    "senior_model",
+    "junior_model",
+    "reference_model",
+    "shutdown_checkpoint_directory",
+)
+
 
 def _not_empty(value: Any) -> Any:
     if value == "":
@@ -61,6 +72,19 @@ class Settings(BaseModel):
     """A section of a file: unknown keys, and numbers that are not finite, are errors."""
 
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
+
+    @classmethod
+    def anchor(cls, values: dict[str, Any], base: Path) -> None:
+        """Makes the relative paths among the section's raw values absolute, as seen from `base`."""
+        for name, field in cls.model_fields.items():
+            value = values.get(name)
+            kinds = list(_kinds_in(field.annotation))
+            if isinstance(value, str) and value and Path in kinds and value not in kinds:
+                values[name] = _absolute(value, base)
+            elif isinstance(value, dict):
+                for kind in kinds:
+                    if isinstance(kind, type) and issubclass(kind, Settings):
+                        kind.anchor(value, base)
 
 
 class ServersSettings(Settings):
@@ -101,11 +125,18 @@ class DataSettings(Settings):
     unique: bool = False
     # Rows kept; all when not set.
     limit: Count | None = None
+    # Most tokens of a prompt, and what becomes of a longer one: fail ends the start and names the
+    # row, drop leaves the row out, truncate_left keeps the last tokens. Both count what they did.
+    # Not set: what the servers can hold, and a longer prompt fails.
+    max_prompt_tokens: Count | None = None
+    too_long: Literal["fail", "drop", "truncate_left"] = "fail"
 
     @model_validator(mode="after")
     def _one_source(self) -> DataSettings:
         if (self.jsonl is None) == (self.reasoning_gym is None):
             raise ValueError("give exactly one of jsonl and reasoning_gym")
+        if self.max_prompt_tokens is None and self.too_long != "fail":
+            raise ValueError(f"too_long: {self.too_long} needs max_prompt_tokens")
         return self
 
 
@@ -114,11 +145,41 @@ class RewardSettings(Settings):
 
     # "module:function", "path/file.py:function", "exact_match" or "reasoning_gym".
     function: Text = "exact_match"
+    # Folder in which modules are looked up after the installed ones; the run file's by default.
+    python_path: NonEmptyPath = Field(default_factory=Path.cwd)
+    # The function judges all responses of a step in one call: rewards(prompts, responses, rows).
+    batch: bool = False
+    # Where its calls run: threads for functions that wait, processes for those that compute.
+    executor: Literal["thread", "process"] = "thread"
+    # Calls at a time. Not set: 16 threads, a process per CPU, every call of an `async def`. 1 with
+    # threads: one after the other in the main thread.
+    workers: Count | None = None
+    # What a call that raises, or gives no finite number, does: fail ends the run, skip leaves its
+    # response out of the step and counts it (reward/failed).
+    on_error: Literal["fail", "skip"] = "fail"
     # The last match in the response (its first group, if it has one) is what a builtin judges;
     # the whole response without surrounding space when not set.
     answer_pattern: Pattern | None = None
     # A reward at or above counts as correct in an evaluation.
     correct_at: float = 1.0
+
+    @model_validator(mode="after")
+    def _one_way_to_call(self) -> RewardSettings:
+        many = self.executor == "process" or self.workers is not None
+        if self.function in ("exact_match", "reasoning_gym") and (many or self.batch):
+            raise ValueError(f"batch, executor and workers are not for {self.function}")
+        if self.batch and many:
+            raise ValueError("batch is one call: executor: process and workers do not apply")
+        return self
+
+    @classmethod
+    def anchor(cls, values: dict[str, Any], base: Path) -> None:
+        """Also the file of a function, and where modules are looked up."""
+        values.setdefault("python_path", str(base))
+        super().anchor(values, base)
+        file, colon, function = str(values.get("function")).rpartition(":")
+        if file.endswith(".py"):
+            values["function"] = _absolute(file, base) + colon + function
 
 
 class SamplingSettings(Settings):
@@ -197,8 +258,8 @@ class SftSettings(Settings):
 class CheckpointSettings(Settings):
     """When to save."""
 
-    # Steps between checkpoints; 0 saves at the end alone.
-    every: int = Field(0, ge=0)
+    # Steps between checkpoints: what a crash costs at most; 0 saves at the end alone.
+    every: int = Field(10, ge=0)
     # Newest checkpoints to keep; 0 keeps all.
     keep: int = Field(2, ge=0, le=INT32_MAX)
     # Save after the last step.
@@ -225,6 +286,50 @@ class EvalSettings(Settings):
         return self
 
 
+class ClusterSettings(Settings):
+    """Servers of one machine (`tandem up`). Each section is the server's own configuration.
+
+    Ports are picked freely unless a section names them.
+    """
+
+    # Logs and resolved configurations, in logs/attempt_N: one folder for every start.
+    directory: NonEmptyPath = Field(default_factory=lambda: Path.cwd() / "runs" / "cluster")
+    rollout: list[dict[str, Any]] = []
+    trainer: dict[str, Any] | None = None
+    critic: dict[str, Any] | None = None
+    # Seconds that all servers together may take to load.
+    start_timeout_seconds: float = Field(300.0, gt=0)
+    # Seconds between SIGTERM and SIGKILL.
+    stop_timeout_seconds: float = Field(40.0, gt=0)
+
+    @classmethod
+    def anchor(cls, values: dict[str, Any], base: Path) -> None:
+        """Also the models that the servers' sections name."""
+        super().anchor(values, base)
+        rollouts = values.get("rollout")
+        for section in [
+            *(rollouts if isinstance(rollouts, list) else [rollouts]),
+            values.get("trainer"),
+            values.get("critic"),
+        ]:
+            for key in SERVER_PATHS:
+                if isinstance(section, dict) and section.get(key) and isinstance(section[key], str):
+                    section[key] = _absolute(section[key], base)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _single_rollout(cls, values: Any) -> Any:
+        if isinstance(values, dict) and isinstance(values.get("rollout"), dict):
+            values = values | {"rollout": [values["rollout"]]}
+        return values
+
+    @model_validator(mode="after")
+    def _some_server(self) -> ClusterSettings:
+        if not self.rollout and self.trainer is None and self.critic is None:
+            raise ValueError("no server: give rollout, trainer or critic")
+        return self
+
+
 class RunSettings(Settings):
     """A training run (`tandem train`, `tandem sft`, `tandem eval`)."""
 
@@ -235,8 +340,13 @@ class RunSettings(Settings):
     # Directory with tokenizer.json: the senior's.
     tokenizer: NonEmptyPath
     servers: ServersSettings = ServersSettings()
-    # Cluster file to start for the time of the run, instead of `servers`.
-    cluster: NonEmptyPath | None = None
+    # Servers to start for the time of the run, instead of `servers`: a cluster file, or what stands
+    # in one.
+    cluster: ClusterSettings | None = None
+    # Weights that a new run starts from. Not set: the base model of the servers, refused while they
+    # hold updates that no checkpoint has. "base": the same, whatever they hold. "served": what they
+    # hold. Else a checkpoint, or another run's directory: its last one.
+    start_from: Literal["base", "served"] | NonEmptyPath | None = None
     data: DataSettings
     reward: RewardSettings = RewardSettings()
     batch: BatchSettings = BatchSettings()
@@ -261,29 +371,12 @@ class RunSettings(Settings):
             "sft_samples_in_run": self.sft.batch_size * self.steps,
         }
 
-
-class ClusterSettings(Settings):
-    """Servers of one machine (`tandem up`). Each section is the server's own configuration.
-
-    Ports are picked freely unless a section names them.
-    """
-
-    # Logs and resolved configurations, in logs/attempt_N: one folder for every start.
-    directory: NonEmptyPath = Path("runs/cluster")
-    rollout: list[dict[str, Any]] = []
-    trainer: dict[str, Any] | None = None
-    critic: dict[str, Any] | None = None
-    # Seconds that all servers together may take to load.
-    start_timeout_seconds: float = Field(300.0, gt=0)
-    # Seconds between SIGTERM and SIGKILL.
-    stop_timeout_seconds: float = Field(40.0, gt=0)
-
-    @model_validator(mode="before")
     @classmethod
-    def _single_rollout(cls, values: Any) -> Any:
-        if isinstance(values, dict) and isinstance(values.get("rollout"), dict):
-            values = values | {"rollout": [values["rollout"]]}
-        return values
+    def anchor(cls, values: dict[str, Any], base: Path) -> None:
+        """Also puts the content of a cluster file in the place of its name."""
+        if isinstance(values.get("cluster"), str) and values["cluster"]:
+            values["cluster"] = _read_cluster(Path(_absolute(values["cluster"], base)))
+        super().anchor(values, base)
 
 
 Model = TypeVar("Model", bound=Settings)
@@ -295,8 +388,10 @@ def load(schema: type[Model], path: Path, overrides: Sequence[str] = ()) -> Mode
     Raises ConfigError, with the dotted path of every problem.
     """
     values = read_mapping(path)
+    schema.anchor(values, path.absolute().parent)
     for override in overrides:
         apply_override(values, override)
+        schema.anchor(values, Path.cwd())
     return validate(schema, values, str(path))
 
 
@@ -331,7 +426,11 @@ def apply_override(values: dict[str, Any], override: str) -> None:
 
 
 def validate(schema: type[Model], values: dict[str, Any], source: str) -> Model:
-    """Checks values against the schema; every problem is named with its dotted path."""
+    """Checks values against the schema; every problem is named with its dotted path.
+
+    Relative paths among the values start at the working directory.
+    """
+    schema.anchor(values, Path.cwd())
     try:
         return schema.model_validate(values)
     except ValidationError as error:
@@ -340,7 +439,11 @@ def validate(schema: type[Model], values: dict[str, Any], source: str) -> Model:
 
 def dump(settings: Settings, *, drop_none: bool = False) -> str:
     """The settings as YAML that load() reads back."""
-    values = settings.model_dump(mode="json", exclude_none=drop_none)
+    return dump_values(settings.model_dump(mode="json", exclude_none=drop_none))
+
+
+def dump_values(values: dict[str, Any]) -> str:
+    """Values as YAML, in their order."""
     return yaml.safe_dump(values, sort_keys=False, width=100)
 
 
@@ -349,6 +452,30 @@ def given(settings: Settings) -> dict[str, Any]:
     return {
         key: value for key, value in settings.model_dump(exclude_none=True).items() if value != []
     }
+
+
+def flat(values: Any, key: str = "") -> dict[str, Any]:
+    """Nested values by dotted key; a list of mappings by index."""
+    if isinstance(values, dict):
+        items: Any = values.items()
+    elif isinstance(values, list) and any(isinstance(item, dict) for item in values):
+        items = enumerate(values)
+    else:
+        return {key: values}
+    nested = (flat(value, f"{key}.{name}" if key else str(name)) for name, value in items)
+    return {place: value for part in nested for place, value in part.items()}
+
+
+def _read_cluster(path: Path) -> dict[str, Any]:
+    """The raw values of a cluster file, which can be used."""
+    values = read_mapping(path)
+    ClusterSettings.anchor(values, path.parent)
+    validate(ClusterSettings, values, f"cluster: {path}")
+    return values
+
+
+def _absolute(path: str, base: Path) -> str:
+    return os.path.normpath(base / path)
 
 
 def _number(text: str) -> Any:
@@ -418,8 +545,20 @@ def _fields_at(schema: type[BaseModel], path: Iterable[Any]) -> list[str]:
 
 
 def _models_in(annotation: Any) -> typing.Iterator[type[BaseModel]]:
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        yield annotation
-    elif typing.get_origin(annotation) in (typing.Union, types.UnionType, list):
+    for kind in _kinds_in(annotation):
+        if isinstance(kind, type) and issubclass(kind, BaseModel):
+            yield kind
+
+
+def _kinds_in(annotation: Any) -> typing.Iterator[Any]:
+    """The types, and the literal values, that a field may have."""
+    origin = typing.get_origin(annotation)
+    if origin is Annotated:
+        yield from _kinds_in(typing.get_args(annotation)[0])
+    elif origin in (typing.Union, types.UnionType, list):
         for argument in typing.get_args(annotation):
-            yield from _models_in(argument)
+            yield from _kinds_in(argument)
+    elif origin is Literal:
+        yield from typing.get_args(annotation)
+    else:
+        yield annotation

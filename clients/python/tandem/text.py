@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -41,6 +41,21 @@ class TextCodec:
             raise ConfigError(f"tokenizer: {self.directory}: eos_token is not a string")
         return self._tokenizer.token_to_id(token) if token else None
 
+    @property
+    def vocabulary_size(self) -> int:
+        """Ids that a model needs to read every token: one more than the highest."""
+        return 1 + max(self._tokenizer.get_vocab().values(), default=-1)
+
+    @cached_property
+    def vocabulary_digest(self) -> str:
+        """What tells vocabularies apart: see tandem.types.v1.ModelInfo."""
+        import xxhash
+
+        digest = xxhash.xxh3_128()
+        for piece, number in sorted(self._tokenizer.get_vocab().items(), key=lambda item: item[1]):
+            digest.update(f"{number} {piece}\n".encode())
+        return digest.hexdigest()
+
     def encode(self, text: str, *, special: bool = True) -> list[int]:
         """Ids of a text; `special` adds what the tokenizer puts around every text."""
         try:
@@ -57,16 +72,20 @@ class TextCodec:
 
     def pieces(self, ids: Sequence[int]) -> list[str]:
         """The text that each id adds to those before it; together they are the decoded whole."""
-        pieces, done = [], ""
-        for end in range(1, len(ids) + 1):
-            text = self._tokenizer.decode(list(ids[:end]), skip_special_tokens=False)
-            # Bytes of a character that is not complete show as U+FFFD: wait for the rest.
-            if text.endswith("\ufffd") and end < len(ids):
-                pieces.append("")
-                continue
-            pieces.append(text[len(done) :])
-            done = text
+        growing = self.growing()
+        pieces = [growing.add(token) for token in ids]
+        if pieces:
+            pieces[-1] += growing.rest()
         return pieces
+
+    def growing(self) -> GrowingText:
+        """The text, special tokens too, of ids that come one by one."""
+        return GrowingText(lambda ids: self._tokenizer.decode(ids, skip_special_tokens=False))
+
+    def token_id(self, text: str) -> int | None:
+        """The id of a text that is one token; None for any other."""
+        ids = self.encode(text, special=False)
+        return ids[0] if len(ids) == 1 else None
 
     def chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
         """Ids of a conversation through the directory's chat template, ready for the answer."""
@@ -95,6 +114,30 @@ class TextCodec:
                 f"tokenizer: {self.directory} has no chat template", hint="use template: raw"
             )
         return renderer
+
+
+class GrowingText:
+    """What each of a sequence of ids adds to the text."""
+
+    def __init__(self, decode: Callable[[list[int]], str]) -> None:
+        self._decode = decode
+        self._ids: list[int] = []
+        self._told = 0
+
+    def add(self, token: int) -> str:
+        """The text that the id adds; "" while a character lacks bytes."""
+        self._ids.append(token)
+        text = self._decode(self._ids)
+        # Bytes of a character that is not complete show as U+FFFD: wait for the rest.
+        return "" if text.endswith("\ufffd") else self._tell(text)
+
+    def rest(self) -> str:
+        """What was waited for and did not come."""
+        return self._tell(self._decode(self._ids))
+
+    def _tell(self, text: str) -> str:
+        told, self._told = self._told, len(text)
+        return text[told:]
 
 
 def _read_tokenizer(file: Path) -> Tokenizer:

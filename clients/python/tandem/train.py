@@ -7,86 +7,74 @@ its new weights to the rollout servers.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from tandem.data import Example, fill
-from tandem.errors import ConfigError
-from tandem.evaluate import evaluate
+from tandem.errors import ConfigError, TandemError
+from tandem.evaluate import evaluate, in_words
 from tandem.interrupt import Interrupt
-from tandem.metrics import StepClock, step_line
+from tandem.learnability import FlatRewards
+from tandem.metrics import StepClock, response_metrics, step_line
 from tandem.requests import STEP_NAME, PolicySample, Prompt, SupervisedSample
+from tandem.rewards import Judged
 from tandem.run_dir import RunDirectory, SavedState
 from tandem.schedule import prompt_seed
 from tandem.session import Session
 from tandem.settings import given
+from tandem.start import start_run
+from tandem.trainer.v1 import trainer_pb2
+from tandem.types.v1 import server_pb2, trajectory_pb2
 from tandem.wire import trajectory_record
 
 OnStep = Callable[[dict[str, Any]], None]
 
 
 def train(
-    session: Session, run: RunDirectory, on_step: OnStep, interrupt: Interrupt | None = None
+    session: Session,
+    run: RunDirectory,
+    on_step: OnStep,
+    interrupt: Interrupt | None = None,
+    *,
+    discard_unsaved: bool = False,
 ) -> int:
     """Tandem policy-gradient training; returns the last step that was done."""
     settings = session.settings
-    version = _begin(session, run, interrupt)
-    start = time.monotonic() - run.elapsed_seconds
-    step = run.first_step - 1
-    for step in range(run.first_step, settings.steps + 1):
-        clock = StepClock()
+    any_version = bool(settings.objective.max_staleness)
+    with Loop(session, run, on_step, interrupt, discard_unsaved=discard_unsaved) as loop:
+        flat = FlatRewards(settings)
+        for step in loop.steps():
+            clock = StepClock()
 
-        examples = session.data.batch(step, settings.batch.prompts_per_step)
-        with clock.phase("generate"):
-            groups = session.rollouts.generate(
-                [step_prompt(session, example, step, i) for i, example in enumerate(examples)]
-            )
+            examples = session.data.batch(step, settings.batch.prompts_per_step)
+            with clock.phase("generate"):
+                groups = session.generate(
+                    [step_prompt(session, example, step, i) for i, example in enumerate(examples)],
+                    loop.weights,
+                    any_version=any_version,
+                )
 
-        samples: list[PolicySample] = []
-        records: list[dict[str, Any]] = []
-        with clock.phase("reward"):
-            for index, (example, group) in enumerate(zip(examples, groups, strict=True)):
-                group_id = f"step-{step}/prompt-{index}"
-                for trajectory in group:
-                    text = session.codec.decode(trajectory.response_token_ids)
-                    reward = session.reward(example, text)
-                    samples.append(PolicySample(trajectory, group_id, reward))
-                    records.append(
-                        trajectory_record(trajectory, text=text, reward=reward, group_id=group_id)
-                    )
+            with clock.phase("reward"):
+                texts = [[session.codec.decode(t.response_token_ids) for t in g] for g in groups]
+                judged = session.reward(examples, texts)
+            samples, records = _samples(step, groups, texts, judged.rewards)
+            _tell_failures(session, run, step, judged, len(records))
 
-        with clock.phase("train"):
-            reply = session.trainer.train_step(
-                samples,
-                run_id=run.run_id,
-                step=step,
-                expected_version=version,
-                objective=given(settings.objective),
-                request_id=f"{run.run_id}/{step}",
-            )
-        with clock.phase("publish"):
-            if reply.report.weights.version != version:
-                session.publish()
-        version = reply.report.weights.version
-
-        line = step_line(
-            {
-                **reply.report.metrics,
-                **clock.metrics(),
-                "step": step,
-                "time_seconds": time.monotonic() - start,
-                "version/senior": version,
-            }
-        )
-        run.write_trajectories(step, records)
-        run.write_metrics(line)
-        on_step(line)
-        if reply.report.skipped:
-            print(f"step {step} skipped: {reply.report.skip_reason}", file=run.log)
-        if _end_of_step(session, run, step, version, interrupt):
-            break
-    return step
+            with clock.phase("train"):
+                reply = session.trainer.train_step(
+                    samples,
+                    run_id=run.run_id,
+                    step=step,
+                    expected_version=loop.weights.version,
+                    objective=given(settings.objective),
+                    request_id=f"{run.run_id}/{step}",
+                )
+            run.write_trajectories(step, records)
+            line = loop.finish(step, reply.report, clock, response_metrics(groups, judged.rewards))
+            if warning := flat.add(line):
+                session.note(f"warning: {warning}")
+    return loop.last_step
 
 
 def step_prompt(session: Session, example: Example, step: int, index: int) -> Prompt:
@@ -102,53 +90,85 @@ def step_prompt(session: Session, example: Example, step: int, index: int) -> Pr
     )
 
 
+def _samples(
+    step: int,
+    groups: Sequence[Sequence[trajectory_pb2.Trajectory]],
+    texts: Sequence[Sequence[str]],
+    rewards: Sequence[Sequence[float | None]],
+) -> tuple[list[PolicySample], list[dict[str, Any]]]:
+    """What to train on, and what to record: also the responses whose reward failed."""
+    samples: list[PolicySample] = []
+    records: list[dict[str, Any]] = []
+    for index, group in enumerate(zip(groups, texts, rewards, strict=True)):
+        group_id = f"step-{step}/prompt-{index}"
+        for trajectory, text, reward in zip(*group, strict=True):
+            records.append(
+                trajectory_record(trajectory, text=text, reward=reward, group_id=group_id)
+            )
+            if reward is not None:
+                samples.append(PolicySample(trajectory, group_id, reward))
+    return samples, records
+
+
+def _tell_failures(
+    session: Session, run: RunDirectory, step: int, judged: Judged, responses: int
+) -> None:
+    """Says how many rewards of a step failed; ConfigError when none is left."""
+    failures = judged.failures
+    for failure in failures:
+        print(f"step {step}: {failure}", file=run.log)
+    if len(failures) == responses:
+        raise ConfigError(f"step {step}: the reward failed for every response\n{failures[0]}")
+    if failures:
+        session.note(
+            f"step {step}: the reward failed for {len(failures)} of {responses} responses, which "
+            f"are left out; the first: {failures[0].splitlines()[0]} (all: {run.log.name})"
+        )
+
+
 def train_supervised(
-    session: Session, run: RunDirectory, on_step: OnStep, interrupt: Interrupt | None = None
+    session: Session,
+    run: RunDirectory,
+    on_step: OnStep,
+    interrupt: Interrupt | None = None,
+    *,
+    discard_unsaved: bool = False,
 ) -> int:
     """Supervised training on the rows' answers; returns the last step that was done."""
     settings = session.settings
-    response_end(session)  # Raises before anything is written.
-    version = _begin(session, run, interrupt)
-    start = time.monotonic() - run.elapsed_seconds
-    step = run.first_step - 1
-    for step in range(run.first_step, settings.steps + 1):
-        clock = StepClock()
-        examples = session.data.batch(step, settings.sft.batch_size)
-        samples = [supervised_sample(session, example) for example in examples]
-        with clock.phase("train"):
-            reply = session.trainer.train_step(
-                samples,
-                run_id=run.run_id,
-                step=step,
-                expected_version=version,
-                request_id=f"{run.run_id}/{step}",
-            )
-        with clock.phase("publish"):
-            if reply.report.weights.version != version:
-                session.publish()
-        version = reply.report.weights.version
-        line = step_line(
-            {
-                **reply.report.metrics,
-                **clock.metrics(),
-                "step": step,
-                "time_seconds": time.monotonic() - start,
-                "version/senior": version,
-            }
-        )
-        run.write_metrics(line)
-        on_step(line)
-        if _end_of_step(session, run, step, version, interrupt):
-            break
-    return step
+    for example in session.data.examples:  # Raises before anything is written.
+        supervised_sample(session, example)
+    with Loop(session, run, on_step, interrupt, discard_unsaved=discard_unsaved) as loop:
+        for step in loop.steps():
+            clock = StepClock()
+            examples = session.data.batch(step, settings.sft.batch_size)
+            samples = [supervised_sample(session, example) for example in examples]
+            with clock.phase("train"):
+                reply = session.trainer.train_step(
+                    samples,
+                    run_id=run.run_id,
+                    step=step,
+                    expected_version=loop.weights.version,
+                    request_id=f"{run.run_id}/{step}",
+                )
+            loop.finish(step, reply.report, clock)
+    return loop.last_step
 
 
 def supervised_sample(session: Session, example: Example) -> SupervisedSample:
-    """The text to learn after an example's prompt; ConfigError when the row does not have it."""
-    sft = session.settings.sft
-    text = fill(sft.response, example.row, "sft.response")
-    response = session.codec.encode(text, special=False)
-    return SupervisedSample(example.token_ids, [*response, *response_end(session)])
+    """The text to learn after an example's prompt.
+
+    Raises ConfigError for a row that does not have it, or has more than the trainer can hold.
+    """
+    text = fill(session.settings.sft.response, example.row, "sft.response")
+    response = [*session.codec.encode(text, special=False), *response_end(session)]
+    length = len(example.token_ids) + len(response)
+    if length > session.longest_sequence:
+        raise ConfigError(
+            f"sft.response: {example.place}: prompt and response have {length:,} tokens, the "
+            f"servers' max_model_len allows {session.longest_sequence:,}"
+        )
+    return SupervisedSample(example.token_ids, response)
 
 
 def response_end(session: Session) -> list[int]:
@@ -163,42 +183,136 @@ def response_end(session: Session) -> list[int]:
     return [session.codec.eos_token_id]
 
 
-def _begin(session: Session, run: RunDirectory, interrupt: Interrupt | None) -> int:
-    """Brings the servers to where the run goes on from, then lets it write; their version.
+class Loop:
+    """What every training loop does around its steps; a context manager.
 
-    In this order, so that a run loses nothing when its checkpoint cannot be loaded, nor when it is
-    interrupted until then.
+    Entering it brings the servers to where the run starts and lets the run write, in this order, so
+    that a run loses nothing when that fails or is interrupted. An error after a step saves what the
+    steps before it did, and says so in a note of the error.
+
+    Attributes:
+        weights: the senior's, that the next step starts from.
+        last_step: the last one that was done.
     """
-    if run.state is None:
-        version = session.synchronize()
-    else:
-        if run.state.critic is not None:
-            with session.critic() as critic:
-                critic.load_checkpoint(str(run.path / run.state.critic))
-        version = session.serve_checkpoint(run.path / run.state.trainer)
-    if interrupt is not None:
-        interrupt.defer()
-    run.begin()
-    return version
+
+    def __init__(
+        self,
+        session: Session,
+        run: RunDirectory,
+        on_step: OnStep,
+        interrupt: Interrupt | None = None,
+        *,
+        discard_unsaved: bool = False,
+    ) -> None:
+        self._session = session
+        self._run = run
+        self._on_step = on_step
+        self._interrupt = interrupt
+        self._discard_unsaved = discard_unsaved
+        self._step = self.last_step = run.first_step - 1
+        self._stop = False
+
+    def __enter__(self) -> Self:
+        session, run = self._session, self._run
+        start = start_run(session, run, discard_unsaved=self._discard_unsaved)
+        if self._interrupt is not None:
+            self._interrupt.defer()
+        run.begin()
+        run.record(start.record(), session.servers())
+        session.note(str(start))
+        print(start, file=run.log)
+        self.weights = start.weights
+        self._begun = time.monotonic() - run.elapsed_seconds
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        # A second Ctrl-C is no Exception: it ends at once.
+        if isinstance(error, Exception):
+            error.add_note(f"in step {self._step}: {self._rescue()}")
+
+    def steps(self) -> Iterator[int]:
+        """The steps that are left, until the run is asked to stop."""
+        for step in range(self.last_step + 1, self._session.settings.steps + 1):
+            self._step = step
+            yield step
+            if self._stop:
+                return
+
+    def finish(
+        self,
+        step: int,
+        report: trainer_pb2.StepReport,
+        clock: StepClock,
+        metrics: Mapping[str, Any] | None = None,
+    ) -> dict[str, Any]:
+        """Publishes what the step made of the weights; records, evaluates and saves.
+
+        `metrics` are those that the client computes. Returns the line of metrics.jsonl.
+        """
+        run, settings = self._run, self._session.settings
+        run.write_version(step, report.weights)
+        try:
+            with clock.phase("publish"):
+                if report.weights != self.weights:
+                    self._session.publish()
+        finally:
+            # The step is done, whether or not it reached the rollout servers.
+            line = step_line(
+                {
+                    **report.metrics,
+                    **(metrics or {}),
+                    **clock.metrics(),
+                    "step": step,
+                    "time_seconds": time.monotonic() - self._begun,
+                    "version/senior": report.weights.version,
+                }
+            )
+            run.write_metrics(line)
+            self.weights, self.last_step = report.weights, step
+        self._on_step(line)
+        if report.skipped:
+            print(f"step {step} skipped: {report.skip_reason}", file=run.log)
+        self._session.check()
+        if settings.eval.every and step % settings.eval.every == 0:
+            summary = evaluate(self._session).summary()
+            run.write_eval({"step": step} | summary)
+            self._session.note(f"step {step}: {in_words(summary)}")
+        due = settings.checkpoint.every > 0 and step % settings.checkpoint.every == 0
+        last = step == settings.steps and settings.checkpoint.at_end
+        self._stop = self._interrupt is not None and self._interrupt.requested
+        if due or last or self._stop:
+            save(self._session, run, step, self.weights)
+        return line
+
+    def _rescue(self) -> str:
+        """Saves the steps that no checkpoint holds yet; what became of that, in words."""
+        saved = self._run.state.step if self._run.state else 0
+        problem = self._save_if_it_can() if self.last_step > saved else None
+        saved = self._run.state.step if self._run.state else 0
+        failed = f"; what was done since then could not be saved: {problem}" if problem else ""
+        if not saved:
+            return f"there is no checkpoint yet, --clean starts again{failed}"
+        return f"saved after step {saved}, --resume goes on from there{failed}"
+
+    def _save_if_it_can(self) -> str | None:
+        """Saves what the last steps did; why not, if it cannot."""
+        trainer = self._session.trainer
+        health = trainer.check_health()
+        if health.status != "SERVING":
+            return f"the trainer is {health.status} {health.reason}".rstrip()
+        try:
+            held = trainer.info().server.weights
+            if held != self.weights:
+                return f"the trainer holds version {held.version}, not {self.weights.version}"
+            save(self._session, self._run, self.last_step, self.weights)
+        except TandemError as error:
+            return str(error)
+        return None
 
 
-def _end_of_step(
-    session: Session, run: RunDirectory, step: int, version: int, interrupt: Interrupt | None
-) -> bool:
-    """Evaluates and saves when it is time; true when the run was asked to stop."""
-    settings = session.settings
-    session.check()
-    if settings.eval.every and step % settings.eval.every == 0:
-        run.write_eval({"step": step} | evaluate(session).summary())
-    stop = interrupt is not None and interrupt.requested
-    last = step == settings.steps
-    due = settings.checkpoint.every > 0 and step % settings.checkpoint.every == 0
-    if due or stop or (last and settings.checkpoint.at_end):
-        save(session, run, step, version)
-    return stop
-
-
-def save(session: Session, run: RunDirectory, step: int, version: int) -> SavedState:
+def save(
+    session: Session, run: RunDirectory, step: int, weights: server_pb2.WeightsVersion
+) -> SavedState:
     """Saves trainer and critic as they are after `step`."""
     # Saving prunes the older ones before state.json names the new one: with one more to keep, the
     # one that it still names survives a crash in between. The next save prunes it.
@@ -207,10 +321,16 @@ def save(session: Session, run: RunDirectory, step: int, version: int) -> SavedS
     name = STEP_NAME.format(step)
     trainer, critic = Path("checkpoints"), None
     session.trainer.save_checkpoint(str(run.path / trainer), name, keep)
-    if session.settings.objective.advantage_estimator == "gae":
+    if session.uses_critic:
         critic = trainer / "critic"
         with session.critic() as client:
             client.save_checkpoint(str(run.path / critic), name, keep)
-    state = SavedState(step, version, str(trainer / name), critic and str(critic / name))
+    state = SavedState(
+        step,
+        weights.version,
+        str(trainer / name),
+        critic and str(critic / name),
+        weights.digest,
+    )
     run.write_state(state)
     return state

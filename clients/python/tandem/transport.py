@@ -75,6 +75,18 @@ def _may_pass(error: RpcError) -> bool:
     return error.code == grpc.StatusCode.UNAVAILABLE
 
 
+@dataclass(frozen=True)
+class Health:
+    """What a server says of itself: SERVING, NOT_SERVING, SERVICE_UNKNOWN; or it is UNREACHABLE.
+
+    Attributes:
+        reason: why it is unreachable, "" otherwise.
+    """
+
+    status: str
+    reason: str = ""
+
+
 class Call:
     """One call of a method, over all its attempts: it keeps its request id."""
 
@@ -185,15 +197,23 @@ class Transport:
             name: method for stub in self.stubs for name, method in vars(stub(self.channel)).items()
         }
 
+    async def check_health(self, service: str = "", timeout_seconds: float = 5.0) -> Health:
+        """The server's health, or why it cannot be asked."""
+        return await self._check_health(service, timeout_seconds)
+
     async def health(self, service: str = "", timeout_seconds: float = 5.0) -> str:
         """SERVING, NOT_SERVING, SERVICE_UNKNOWN or UNREACHABLE."""
+        return (await self._check_health(service, timeout_seconds)).status
+
+    async def _check_health(self, service: str, timeout_seconds: float) -> Health:
         request = health_pb2.HealthCheckRequest(service=service)
         try:
             reply = await self._reply(self._health.Check(request, timeout=timeout_seconds))
         except grpc.RpcError as error:
-            unknown = error.code() == grpc.StatusCode.NOT_FOUND
-            return "SERVICE_UNKNOWN" if unknown else "UNREACHABLE"
-        return health_pb2.HealthCheckResponse.ServingStatus.Name(reply.status)
+            if error.code() == grpc.StatusCode.NOT_FOUND:
+                return Health("SERVICE_UNKNOWN")
+            return Health("UNREACHABLE", _why_unreachable(error, timeout_seconds))
+        return Health(health_pb2.HealthCheckResponse.ServingStatus.Name(reply.status))
 
     async def _call(self, method: str, request: Any, timeout_seconds: float | None = None) -> Any:
         """The reply to one request, after as many attempts as the policy allows."""
@@ -253,6 +273,14 @@ class Transport:
         raise NotImplementedError
 
 
+def _why_unreachable(error: Any, timeout_seconds: float) -> str:
+    if error.code() == grpc.StatusCode.DEADLINE_EXCEEDED:
+        return f"no answer in {timeout_seconds:g} s"
+    # gRPC puts what happened last at the end: "...; last error: UNKNOWN: ipv4:127.0.0.1:1: ...".
+    details = (error.details() or error.code().name).rpartition("last error: ")[2]
+    return details.removeprefix("UNKNOWN: ").removeprefix("UNAVAILABLE: ")
+
+
 def blocking(
     method: Callable[Concatenate[Any, Parameters], Coroutine[Any, Any, Result]],
 ) -> Callable[Concatenate[Any, Parameters], Result]:
@@ -285,6 +313,7 @@ class Connection(Transport):
         """Closes the channel; running calls are cancelled."""
         self.channel.close()
 
+    check_health = blocking(Transport.check_health)
     health = blocking(Transport.health)
 
     def _open_channel(self) -> grpc.Channel:

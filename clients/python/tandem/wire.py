@@ -93,6 +93,18 @@ def _enum_number(enum: EnumDescriptor, name: str, path: str) -> int:
     return names[name]
 
 
+def message_record(message: Message) -> dict[str, Any]:
+    """The fields of a message without inner ones, enums by short name; None is "not set"."""
+    record: dict[str, Any] = {}
+    for field in message.DESCRIPTOR.fields:
+        if field.enum_type is not None:
+            record[field.name] = enum_name(message, field.name) or None
+        else:
+            known = not field.has_presence or message.HasField(field.name)
+            record[field.name] = getattr(message, field.name) if known else None
+    return record
+
+
 def tandem_record(config: sampling_pb2.TandemConfig) -> dict[str, Any]:
     """The tandem configuration as it stands in a trajectory record."""
     return {

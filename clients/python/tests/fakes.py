@@ -63,7 +63,22 @@ class FakeWorld:
         self.served_digest = "d"  # of the rollout servers' weights; the trainer's is "d"
         self.batches = []  # request_ids of every batch that Generate admitted
         self.open_streams = 0  # Generate calls that did not end
+        self.max_model_len = 128
         self.cut_streams = 0  # Generate calls to break off after one sample
+        self.on_batch = lambda: None  # called before a batch of Generate is answered
+        self.unsaved = False  # whether the trainer holds updates that no checkpoint has
+        self.loads = []  # path of every LoadCheckpoint, "" for the base model
+        self.publications = []  # (version, allow_rollback) of every PublishWeights
+        self.max_queue = 4096
+        self.max_samples = 4096
+        self.vocabulary_digest = ""
+        self.parameters = 1000
+        self.objective_failure = None  # google.rpc.Status to answer CheckObjective with
+
+    def describe(self, model):
+        model.vocab_size = VOCABULARY
+        model.vocabulary_digest = self.vocabulary_digest
+        model.num_parameters = self.parameters
 
     def enter(self, method, context):
         metadata = dict(context.invocation_metadata())
@@ -80,9 +95,13 @@ class FakeRollout(rollout_pb2_grpc.RolloutServiceServicer, weights_pb2_grpc.Weig
 
     def GetServerInfo(self, request, context):
         self.world.enter("GetServerInfo", context)
-        reply = rollout_pb2.GetServerInfoResponse(sentence_boundary_token_ids=[7])
+        reply = rollout_pb2.GetServerInfoResponse(
+            sentence_boundary_token_ids=[7], max_queue=self.world.max_queue
+        )
         reply.server.role = "rollout"
+        self.world.describe(reply.server.model)
         reply.server.model.path = self.model_path
+        reply.server.model.max_model_len = self.world.max_model_len
         reply.server.advertised_address = "rollout.cluster:7701"
         return reply
 
@@ -100,6 +119,7 @@ class FakeRollout(rollout_pb2_grpc.RolloutServiceServicer, weights_pb2_grpc.Weig
             if request.submit.more_follow:
                 continue
             self.world.batches.append([prompt.request_id for prompt in batch])
+            self.world.on_batch()
             admitted, batch = batch, []
             for prompt in admitted:
                 if prompt.sampling.top_k < 0:
@@ -111,6 +131,8 @@ class FakeRollout(rollout_pb2_grpc.RolloutServiceServicer, weights_pb2_grpc.Weig
                     )
                     continue
                 for index in reversed(range(max(1, prompt.num_samples))):
+                    if prompt.stream_tokens:
+                        yield from token_events(prompt, index)
                     yield rollout_pb2.GenerateResponse(
                         finished=rollout_pb2.FinishedEvent(
                             request_id=prompt.request_id,
@@ -148,9 +170,13 @@ class FakeTrainer(trainer_pb2_grpc.TrainerServiceServicer):
 
     def GetServerInfo(self, request, context):
         self.world.enter("GetServerInfo", context)
-        reply = trainer_pb2.GetServerInfoResponse()
+        reply = trainer_pb2.GetServerInfoResponse(
+            unsaved=self.world.unsaved, max_samples=self.world.max_samples
+        )
+        self.world.describe(reply.server.model)
         reply.server.weights.version = self.world.version
         reply.server.weights.digest = "d"
+        reply.server.model.max_model_len = self.world.max_model_len
         return reply
 
     def TrainStep(self, requests, context):
@@ -164,6 +190,7 @@ class FakeTrainer(trainer_pb2_grpc.TrainerServiceServicer):
             status = error_status(9, "stale", reason="STALE_POLICY_VERSION")
             context.abort_with_status(rpc_status.to_status(status))
         self.world.version += 1
+        self.world.unsaved = True
         responses = [getattr(s, "trajectory", s).response_token_ids for s in samples]
         report = trainer_pb2.StepReport(
             step=header.step,
@@ -178,12 +205,28 @@ class FakeTrainer(trainer_pb2_grpc.TrainerServiceServicer):
         return trainer_pb2.TrainStepResponse(report=report)
 
     def PublishWeights(self, request, context):
-        self.world.enter("PublishWeights", context)
-        self.world.published = self.world.version
-        self.world.targets = list(request.targets)
-        reply = trainer_pb2.PublishWeightsResponse(weights=weights(self.world.version))
+        world = self.world
+        world.enter("PublishWeights", context)
+        world.publications.append((world.version, request.allow_rollback))
+        world.targets = list(request.targets)
+        reply = trainer_pb2.PublishWeightsResponse(weights=weights(world.version))
         for target in request.targets:
-            reply.results.add(target=target, digest="d")
+            result = reply.results.add(target=target, digest="d")
+            if world.version < world.published and not request.allow_rollback:
+                stale = error_status(9, "stale", reason="STALE_WEIGHT_VERSION")
+                result.status.CopyFrom(stale)
+                return reply
+        world.published, world.served_digest = world.version, "d"
+        return reply
+
+    def CheckObjective(self, request, context):
+        self.world.enter("CheckObjective", context)
+        if self.world.objective_failure is not None:
+            context.abort_with_status(rpc_status.to_status(self.world.objective_failure))
+        reply = trainer_pb2.CheckObjectiveResponse(policy=request.policy)
+        if not reply.policy.HasField("clip_ratio_low"):
+            reply.policy.clip_ratio_low = 0.2
+        reply.policy.loss_kind = reply.policy.loss_kind or 1
         return reply
 
     def ExportModel(self, request, context):
@@ -193,11 +236,15 @@ class FakeTrainer(trainer_pb2_grpc.TrainerServiceServicer):
     def SaveCheckpoint(self, request, context):
         path = f"{request.directory}/{request.name}"
         self.world.saved[path] = self.world.version
+        self.world.unsaved = False
         self.world.keeps.append(request.keep)
         return trainer_pb2.SaveCheckpointResponse(path=path)
 
     def LoadCheckpoint(self, request, context):
-        self.world.version = self.world.saved[request.path]
+        self.world.loads.append(request.path)
+        self.world.version = 0 if request.base_model else self.world.saved[request.path]
+        self.world.steps.clear()  # A checkpoint has its own table; steps are not repeated over it.
+        self.world.unsaved = False
         return trainer_pb2.LoadCheckpointResponse(weights=weights(self.world.version))
 
 
@@ -232,6 +279,21 @@ def sample(prompt, index, version):
     if prompt.return_other_logprobs and tandem.enabled:
         trajectory.other_logprobs.CopyFrom(to_tensor(logprobs - 1))
     return trajectory
+
+
+def token_events(prompt, index):
+    """The tokens of a sample, two at a time."""
+    whole = sample(prompt, index, 0)
+    for offset in range(0, len(whole.response_token_ids), 2):
+        yield rollout_pb2.GenerateResponse(
+            tokens=rollout_pb2.TokensEvent(
+                request_id=prompt.request_id,
+                sample_index=index,
+                offset=offset,
+                token_ids=whole.response_token_ids[offset : offset + 2],
+                authorship_mask=whole.authorship_mask[offset : offset + 2],
+            )
+        )
 
 
 @contextmanager

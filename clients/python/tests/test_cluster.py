@@ -82,7 +82,7 @@ def test_servers_die_with_the_process_that_started_them(build_dir, tmp_path):
     file = tmp_path / "cluster.yaml"
     file.write_text(yaml.safe_dump({"directory": str(tmp_path), "trainer": {"model": "m"}}))
     process = subprocess.Popen(
-        [sys.executable, "-m", "tandem.cli", "up", file, "--json"],
+        [sys.executable, "-m", "tandem", "up", file, "--json"],
         env=os.environ | {"TANDEM_BUILD_DIR": str(build_dir)},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -105,6 +105,21 @@ def test_a_server_that_dies_is_reported_with_its_log(build_dir, tmp_path):
         LocalCluster(settings, build_dir=build_dir),
     ):
         pass
+
+
+def test_a_server_that_dies_is_reported_with_the_message_of_its_log(build_dir, tmp_path):
+    binary = build_dir / "services" / "trainer" / "tandem-trainer-server"
+    events = [
+        {"ts": "t", "level": "info", "event": "loading", "role": "trainer"},
+        {"ts": "t", "level": "error", "event": "load_failed", "message": "/m: no such model"},
+        {"ts": "t", "level": "info", "event": "stopped"},
+    ]
+    lines = "\n".join(json.dumps(event) for event in events)
+    binary.write_text(f"#!{sys.executable}\nprint({lines!r})\nraise SystemExit(1)\n")
+    settings = ClusterSettings(directory=tmp_path / "logs", trainer={"model": "m"})
+    with pytest.raises(ServerStartError) as caught, LocalCluster(settings, build_dir=build_dir):
+        pass
+    assert caught.value.message == "trainer ended with code 1: /m: no such model"
 
 
 def test_a_missing_binary_says_how_to_make_it(tmp_path, monkeypatch):
@@ -176,7 +191,7 @@ def test_the_first_ctrl_c_stops_a_start(build_dir, tmp_path):
     file = tmp_path / "cluster.yaml"
     file.write_text(yaml.safe_dump({"directory": str(tmp_path), "trainer": {"model": "slow"}}))
     process = subprocess.Popen(
-        [sys.executable, "-m", "tandem.cli", "up", file, "--json"],
+        [sys.executable, "-m", "tandem", "up", file, "--json"],
         env=os.environ | {"TANDEM_BUILD_DIR": str(build_dir)},
         stderr=subprocess.PIPE,
         text=True,

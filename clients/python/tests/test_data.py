@@ -7,7 +7,7 @@ import pytest
 
 from tandem.data import load_dataset
 from tandem.errors import ConfigError
-from tandem.rewards import load_reward
+from tandem.rewards import Reward
 from tandem.settings import DataSettings, RewardSettings
 from tandem.text import TextCodec
 
@@ -43,9 +43,10 @@ def test_reasoning_gym_rows_are_scored_by_their_task(codec):
     example = data.examples[0]
     assert example.text.endswith(" ->")
     assert "State" not in example.text
-    reward = load_reward(RewardSettings(function="reasoning_gym", answer_pattern=r"-?\d+"))
-    assert reward(example, f"12 no, {example.row['answer']}.") == 1.0
-    assert reward(example, "nothing") == 0.0
+    assert example.place == "chain_sum[0]"
+    reward = Reward(RewardSettings(function="reasoning_gym", answer_pattern=r"-?\d+"))
+    answers = [f"12 no, {example.row['answer']}.", "nothing"]
+    assert reward([example], [answers]).rewards == [[1.0, 0.0]]
 
 
 def test_batches_are_a_function_of_the_step(tmp_path, codec):
@@ -64,6 +65,55 @@ def test_unique_rows_and_a_limit(tmp_path, codec):
     unique = load_dataset(rows.model_copy(update={"unique": True}), codec)
     assert [e.text for e in unique.examples] == ["w1", "w2", "w3"]
     assert len(load_dataset(rows.model_copy(update={"limit": 5}), codec)) == 5
+
+
+@pytest.mark.parametrize(
+    ("rule", "kept", "note"),
+    [
+        ("drop", [[1], [1, 2, 3]], "data: 2 of 4 prompts have more than 3 tokens: left out"),
+        (
+            "truncate_left",
+            [[1], [2, 3, 4], [1, 2, 3], [3, 4, 5]],
+            "data: 2 of 4 prompts have more than 3 tokens: cut at the left",
+        ),
+    ],
+)
+def test_prompts_that_are_too_long_follow_the_rule_and_are_counted(
+    tmp_path, codec, rule, kept, note
+):
+    prompts = ["w1", "w1 w2 w3 w4", "w1 w2 w3", "w1 w2 w3 w4 w5"]
+    settings = jsonl(tmp_path, *({"prompt": prompt} for prompt in prompts))
+    settings = settings.model_copy(update={"max_prompt_tokens": 3, "too_long": rule})
+    notes = []
+    examples = load_dataset(settings, codec, note=notes.append).examples
+    assert [example.token_ids for example in examples] == kept
+    assert notes == [note]
+
+
+def test_a_prompt_that_is_too_long_names_its_row(tmp_path, codec):
+    settings = jsonl(tmp_path, {"prompt": "w1"}, {"prompt": "w1 w2 w3"})
+    place = f"{tmp_path}/rows.jsonl:2: the prompt has 3 tokens"
+    with pytest.raises(ConfigError) as caught:
+        load_dataset(settings.model_copy(update={"max_prompt_tokens": 2}), codec)
+    assert str(caught.value) == f"data: {place}, data.max_prompt_tokens allows 2"
+    data = load_dataset(settings, codec)
+    data.require_prompts_below(4)
+    with pytest.raises(ConfigError) as caught:
+        data.require_prompts_below(3, "eval.data")
+    assert str(caught.value) == f"eval.data: {place}, the servers' max_model_len allows 2"
+    assert "eval.data.too_long" in caught.value.hint
+
+
+def test_a_rule_for_long_prompts_needs_a_limit(tmp_path):
+    with pytest.raises(ValueError, match="max_prompt_tokens"):
+        DataSettings(jsonl=tmp_path, too_long="drop")
+
+
+def test_data_whose_prompts_are_all_too_long_are_refused(tmp_path, codec):
+    settings = jsonl(tmp_path, {"prompt": "w1 w2"})
+    settings = settings.model_copy(update={"max_prompt_tokens": 1, "too_long": "drop"})
+    with pytest.raises(ConfigError, match="no rows that are short enough"):
+        load_dataset(settings, codec)
 
 
 def test_rows_end_at_line_feeds_alone(tmp_path, codec):

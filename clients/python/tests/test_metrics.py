@@ -3,7 +3,18 @@
 import json
 import math
 
-from tandem.metrics import CRITIC_KEYS, KEYS, step_line
+import pytest
+
+from tandem.metrics import CRITIC_KEYS, KEYS, response_metrics, step_line
+from tandem.types.v1.trajectory_pb2 import (
+    FINISH_REASON_LENGTH,
+    FINISH_REASON_STOP,
+    Trajectory,
+)
+
+
+def response(length, finish_reason=FINISH_REASON_STOP):
+    return Trajectory(response_token_ids=range(length), finish_reason=finish_reason)
 
 
 def test_a_line_has_exactly_the_documented_keys():
@@ -17,3 +28,24 @@ def test_a_line_has_exactly_the_documented_keys():
 def test_tokens_are_whole_numbers():
     line = step_line({"tokens/prompt": 12.0, "reward/mean": 1.0})
     assert json.dumps([line["tokens/prompt"], line["reward/mean"]]) == "[12, 1.0]"
+
+
+def test_what_responses_and_rewards_say():
+    groups = [[response(2), response(5, FINISH_REASON_LENGTH)], [response(1), response(4)]]
+    assert response_metrics(groups, [[0.5, 0.5], [-1.0, 2.0]]) == {
+        "reward/min": -1.0,
+        "reward/max": 2.0,
+        "reward/frac_zero_std": 0.5,
+        "reward/failed": 0,
+        "response/length_mean": 3.0,
+        "response/length_max": 5,
+        "response/truncated_fraction": 0.25,
+    }
+
+
+def test_rewards_that_failed_are_counted_and_are_no_rewards():
+    groups = [[response(1), response(1)], [response(1)], [response(1), response(1)]]
+    found = response_metrics(groups, [[None, 1.0], [None], [1.0, 3.0]])
+    assert (found["reward/min"], found["reward/max"], found["reward/failed"]) == (1.0, 3.0, 2)
+    # A single reward has no variance; a group without any is no group.
+    assert found["reward/frac_zero_std"] == pytest.approx(0.5)

@@ -1,12 +1,15 @@
 """What `tandem model import` refuses."""
 
 import json
+from pathlib import Path
 
 import fakes
 import pytest
 
 from tandem.errors import ConfigError
-from tandem.models import import_model
+from tandem.models import SERVED_FAMILIES, import_model
+
+FAMILIES = Path(__file__).resolve().parents[3] / "common/model/families"
 
 
 @pytest.fixture
@@ -28,6 +31,23 @@ def test_weights_that_are_damaged_are_refused(source, tmp_path):
     with pytest.raises(ConfigError, match=f"^{source}: transformers cannot read it: Safetensor"):
         import_model(str(source), tmp_path / "model")
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
+
+
+def test_a_family_that_no_server_has_is_refused_before_its_weights_are_read(tmp_path):
+    pytest.importorskip("transformers")
+    source = tmp_path / "gpt2"
+    source.mkdir()
+    config = {"model_type": "gpt2", "n_embd": 8, "n_layer": 1, "n_head": 2, "vocab_size": 16}
+    (source / "config.json").write_text(json.dumps(config))
+    message = f"^{source}: model_type: gpt2 is not supported"
+    with pytest.raises(ConfigError, match=message) as caught:
+        import_model(str(source), tmp_path / "model")
+    assert "llama" in caught.value.hint
+    assert [path.name for path in tmp_path.iterdir()] == ["gpt2"]
+
+
+def test_the_families_are_those_of_the_servers():
+    assert sorted(SERVED_FAMILIES) == sorted(path.stem for path in FAMILIES.glob("*.cc"))
 
 
 def test_a_source_that_is_nothing_is_refused(tmp_path):

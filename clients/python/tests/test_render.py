@@ -1,16 +1,288 @@
 """What people see."""
 
 import io
+import re
+import subprocess
+import sys
 
+import fakes
+import pytest
+from rich.cells import cell_len
 from rich.console import Console
 
-from tandem.render import Output, StepDisplay, authored_text
+from tandem.render import Output, ResponsePrinter, StepDisplay, authored_text
+from tandem.rollout.v1.rollout_pb2 import FinishedEvent, GenerateResponse, TokensEvent
+from tandem.text import TextCodec
+from tandem.types.v1.trajectory_pb2 import Trajectory
+
+WIDTHS = (60, 80, 120, 200)
+
+
+class Screen:
+    """A terminal of a width; `lines` is what stands on it, without colours."""
+
+    def __init__(self, width, terminal=True):
+        self.file = io.StringIO()
+        self.console = Console(
+            file=self.file, width=width, force_terminal=terminal, color_system=None
+        )
+        self.output = Output(console=self.console)
+
+    @property
+    def lines(self):
+        text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", self.file.getvalue())
+        return [line.rstrip() for line in re.split(r"[\r\n]+", text) if line.strip()]
+
+
+SERVERS = [
+    {
+        "role": role,
+        "address": f"127.0.0.1:4{port}123",
+        "health": "SERVING",
+        "version": 12,
+        "model": "/srv/some-place/models/SmolLM2-135M-Instruct",
+        "parameters": 134515008,
+        "digest": "0123456789abcdef0123456789abcdef",
+        "uptime_seconds": 123456.7,
+        "software": "0.1.0",
+    }
+    for port, role in enumerate(("rollout", "trainer"))
+] + [{"role": "critic", "address": "127.0.0.1:7703", "health": "UNREACHABLE"}]
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_rows_fit_and_no_address_is_broken(width):
+    screen = Screen(width)
+    screen.output.result({}, screen.output.rows(SERVERS, counts=("parameters",)))
+    assert max(map(cell_len, screen.lines)) <= width
+    text = "\n".join(screen.lines)
+    for server in SERVERS:
+        for key in ("address", "health", "role"):
+            assert server[key] in text
+    assert "134,515,008" in text
+    assert "123456.7" in text
+    assert SERVERS[0]["model"] in text
+
+
+def test_rows_are_a_table_where_it_fits_and_a_list_where_not():
+    rows = [{"name": "trainer", "address": "127.0.0.1:7702"}, {"name": "critic"}]
+    narrow, wide = Screen(24), Screen(80)
+    for screen in (narrow, wide):
+        screen.output.result({}, screen.output.rows(rows))
+    assert narrow.lines == ["name     trainer", "address  127.0.0.1:7702", "name  critic"]
+    assert "│" in wide.lines[3]
+
+
+def test_sentences_wrap_where_names_do_not():
+    screen = Screen(60)
+    sentence = "it does not answer because of many different reasons"
+    rows = [{"address": "127.0.0.1:7702", "problem": sentence}]
+    screen.output.result({}, screen.output.rows(rows))
+    assert "│ 127.0.0.1:7702 │ it does not answer" in "\n".join(screen.lines)
+    assert max(map(cell_len, screen.lines)) <= 60
+
+
+def test_rows_are_key_value_lines_without_a_terminal():
+    screen = Screen(60, terminal=False)
+    screen.output.result({}, screen.output.rows(SERVERS, counts=("parameters",)))
+    assert len(screen.lines) == 3
+    assert "parameters=134515008" in screen.lines[0]
+
+
+STEP = {
+    "step": 4321,
+    "time_seconds": 123456.0,
+    "reward/mean": -1234.5,
+    "reward/frac_zero_std": 0.25,
+    "loss/total": -123456.789,
+    "policy/grad_norm": 123456789.0,
+    "policy/entropy": 1.25,
+    "mismatch/k3": 1.2e-5,
+    "tandem/senior_token_fraction": 0.5,
+    "tandem/switches_per_seq": 12.5,
+    "tokens/response": 1234567890,
+    "response/truncated_fraction": 1.0,
+    "time/generate_seconds": 12345.6,
+    "time/reward_seconds": 0.0,
+    "time/train_seconds": 12345.6,
+    "time/publish_seconds": 1.5,
+}
+
+
+# What matters most is there at every width, the rest where there is room.
+HEADERS = {
+    60: "step reward loss grad senior generate left",
+    80: "step reward loss grad senior generate train publish left",
+    120: "step reward flat loss grad entropy mismatch senior switches tokens generate train"
+    " publish left",
+    200: "step reward flat loss grad entropy mismatch senior switches tokens cut generate judge"
+    " train publish left",
+}
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_step_lines_fit_their_terminal(width):
+    screen = Screen(width)
+    small = STEP | {"loss/total": -0.1, "tokens/response": 512, "reward/mean": 0.5}
+    with StepDisplay(screen.output, 1, 5000) as display:
+        display.step(small | {"step": 1, "policy/grad_norm": 0.5})
+    header, values = (next(i for i in screen.lines if word in i) for word in ("reward", "0.500"))
+    assert cell_len(header) <= width
+    assert cell_len(values) <= width
+    assert len(header.split()) == len(values.split())
+    assert header.split() == HEADERS[width].split()
+    assert max(map(cell_len, screen.lines)) <= width
+
+
+def test_large_numbers_do_not_touch():
+    screen = Screen(200)
+    with StepDisplay(screen.output, 1, 5000) as display:
+        display.step(STEP)
+    [header] = [line for line in screen.lines if "reward" in line]
+    [values] = [line for line in screen.lines if "4321 " in line and "-1234.5" in line]
+    assert len(values.split()) == len(header.split())
+    assert "1,234,567,890" in values.split()
+
+
+def test_a_header_follows_a_terminal_that_changes_its_width():
+    screen = Screen(200)
+    with StepDisplay(screen.output, 1, 5000) as display:
+        display.step(STEP)
+        screen.console.width = 60
+        display.step(STEP | {"step": 4322})
+    assert sum("reward" in line for line in screen.lines) == 2
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_notes_break_between_words_and_never_in_a_path(width):
+    screen = Screen(width)
+    path = "/very/long/" + "folder/" * 20 + "run.yaml"
+    with StepDisplay(screen.output, 1, 4) as display:
+        screen.output.note(f"{display.waiting()}\nrun directory: {path}")
+    words = [word for line in screen.lines for word in line.split()]
+    assert path in words
+    for phrase in display.waiting().split():
+        assert phrase in words
+    assert all(cell_len(line) <= width for line in screen.lines if path not in line)
+
+
+@pytest.fixture
+def codec(tmp_path):
+    return TextCodec(fakes.write_tokenizer(tmp_path / "model"))
+
+
+class Letters:
+    """A codec whose ids are characters."""
+
+    def decode(self, ids):
+        return "".join(map(chr, ids))
+
+    def pieces(self, ids):
+        return list(map(chr, ids))
+
+
+def record(prompt, response, mask=None, reward=0.5):
+    return {
+        "prompt_token_ids": list(map(ord, prompt)),
+        "response_token_ids": list(map(ord, response)),
+        "authorship_mask": mask or [1] * len(response),
+        "reward": reward,
+    }
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("text", ["吾輩は猫である。" * 30, "https://example.org/" + "a1b2/" * 50])
+def test_responses_without_spaces_are_shown_to_their_end(width, text):
+    screen = Screen(width)
+    screen.output.trajectories([record(text, text)], Letters(), "Step 1")
+    assert max(map(cell_len, screen.lines)) <= width
+    cells = [line.split("│") for line in screen.lines if line.startswith("│")]
+    assert "".join(cell[1].strip() for cell in cells) == text
+    assert "".join(cell[2].strip() for cell in cells) == text
+
+
+def test_trajectories_are_plain_lines_without_a_terminal():
+    screen = Screen(60, terminal=False)
+    rows = [record("a\tb" + "c" * 100, "x\ny", [1, 0, 0]), record("d", "z", reward=None)]
+    screen.output.trajectories(rows, Letters(), "Step 1")
+    assert screen.lines == [
+        "Step 1: senior, [junior]",
+        "reward\tprompt\tresponse",
+        "0.50\ta\\tb" + "c" * 100 + "\tx[\\ny]",
+        "-\td\tz",
+    ]
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_a_terminal_that_knows_ascii_alone_gets_escapes(terminal):
+    code = (
+        "from rich.console import Console\n"
+        "from tandem.render import Output, use_any_encoding\n"
+        "from test_render import Letters, record\n"
+        "use_any_encoding()\n"
+        f"output = Output(console=Console(force_terminal={terminal}, width=80))\n"
+        "output.trajectories([record('猫', 'ä')], Letters(), 'Step 1')\n"
+        "output.note('→')\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        env={"PYTHONIOENCODING": "ascii", "PYTHONPATH": ":".join(sys.path)},
+    )
+    assert done.returncode == 0, done.stderr.decode()
+    assert b"\\u732b" in done.stdout
+    assert b"\\xe4" in done.stdout
+    assert b"\\u2192" in done.stdout
+
+
+def tokens(sample, offset, ids, mask):
+    return GenerateResponse(
+        tokens=TokensEvent(
+            request_id="p",
+            sample_index=sample,
+            offset=offset,
+            token_ids=ids,
+            authorship_mask=bytes(mask),
+        )
+    )
+
+
+def finished(sample, ids, mask):
+    trajectory = Trajectory(
+        response_token_ids=ids, authorship_mask=bytes(mask), sample_index=sample
+    )
+    return GenerateResponse(finished=FinishedEvent(request_id="p", trajectory=trajectory))
+
+
+def test_responses_are_printed_as_they_grow_and_in_their_order(codec):
+    screen = Screen(80)
+    printer = ResponsePrinter(screen.console, codec, {("p", 0): "one", ("p", 1): "two"})
+    printer.on_event(tokens(1, 0, [8, 9], [1, 1]))
+    assert screen.lines == ["--- one ---"]
+    printer.on_event(tokens(0, 0, [2, 3], [1, 0]))
+    assert screen.lines == ["--- one ---", "w2[w3"]
+    # A connection that broke: the same tokens come again.
+    printer.on_event(tokens(0, 0, [2, 3, 4], [1, 0, 0]))
+    assert screen.lines == ["--- one ---", "w2[w3w4"]
+    printer.on_event(finished(1, [8, 9], [1, 1]))
+    printer.on_event(finished(0, [2, 3, 4, 5], [1, 0, 0, 0]))
+    assert screen.lines == ["--- one ---", "w2[w3w4w5]", "--- two ---", "w8w9"]
+
+
+def test_a_single_response_has_no_head(codec):
+    screen = Screen(80)
+    ResponsePrinter(screen.console, codec, {("p", 0): "one"}).on_event(finished(0, [2], [1]))
+    assert screen.lines == ["w2"]
 
 
 def test_authors_differ_in_brackets_as_well_as_in_colour():
     text = authored_text(["4 +", " 3", " =", " 7"], [1, 0, 0, 1])
     assert text.plain == "4 +[ 3 =] 7"
     assert {str(span.style) for span in text.spans} >= {"bold cyan", "underline yellow"}
+
+
+def test_bytes_of_a_character_show_with_the_token_that_completes_it():
+    assert authored_text(["a", "", "é"], [1, 0, 1]).plain == "aé"
 
 
 def test_control_characters_are_shown_and_not_obeyed():
@@ -34,7 +306,7 @@ def test_steps_are_plain_lines_without_a_terminal():
     with StepDisplay(output, 1, 4) as display:
         display.step(line | {"time/generate_seconds": 1.0, "policy/grad_norm": None})
     header, values = file.getvalue().splitlines()
-    assert "reward" in header
+    assert {"reward", "entropy", "judge"} <= set(header.split())
     assert "0.500" in values
     assert "6s" in values
     assert "train 75%" in display.waiting()

@@ -1,22 +1,47 @@
 """Rewards: builtins and the user's own functions."""
 
+import asyncio
 import math
+import os
 import sys
+from pathlib import Path
 
 import pytest
+import yaml
 
 from tandem.data import Example
 from tandem.errors import ConfigError
-from tandem.rewards import answer_extractor, load_reward
+from tandem.rewards import Reward, answer_extractor
 from tandem.settings import RewardSettings
 
-EXAMPLE = Example({"prompt": "w1", "answer": " w2", "bonus": 0.25}, "w1", [1])
+EXAMPLE = Example({"prompt": "w1", "answer": " w2", "bonus": 0.25}, "w1", [1], "rows.jsonl:7")
 
 
-def written(tmp_path, text):
-    file = tmp_path / "judge.py"
-    file.write_text(text)
-    return RewardSettings(function=f"{file}:reward")
+def written(tmp_path, text, **settings):
+    (tmp_path / "judge.py").write_text(text)
+    return RewardSettings(function="judge.py:reward", python_path=tmp_path, **settings)
+
+
+@pytest.fixture
+def judge():
+    """Judges responses to one example as the settings say."""
+    opened = []
+
+    def run(settings, *responses, example=EXAMPLE):
+        opened.append(Reward(settings))
+        return opened[-1]([example], [responses]).rewards[0]
+
+    yield run
+    for reward in opened:
+        reward.close()
+
+
+@pytest.fixture(autouse=True)
+def path():
+    """Folders of one test's functions are not looked through by the next."""
+    before = list(sys.path)
+    yield
+    sys.path[:] = before
 
 
 @pytest.mark.parametrize(
@@ -32,19 +57,18 @@ def test_the_last_match_is_the_answer(pattern, text, answer):
     assert answer_extractor(pattern)(text) == answer
 
 
-def test_exact_match_compares_with_the_rows_answer():
-    judge = load_reward(RewardSettings())
-    assert (judge(EXAMPLE, "w2 "), judge(EXAMPLE, "w3")) == (1.0, 0.0)
-    with pytest.raises(ConfigError, match="needs an `answer`"):
-        judge(Example({"prompt": "w1"}, "w1", [1]), "w2")
+def test_exact_match_compares_with_the_rows_answer(judge):
+    assert judge(RewardSettings(), "w2 ", "w3") == [1.0, 0.0]
+    with pytest.raises(ConfigError, match=r"needs an `answer` in every row: rows\.jsonl:8"):
+        judge(RewardSettings(), "w2", example=Example({"prompt": "w1"}, "w1", [1], "rows.jsonl:8"))
 
 
-def test_rewards_are_python_functions_from_a_file(tmp_path):
+def test_rewards_are_python_functions_from_a_file(tmp_path, judge):
     text = "def reward(prompt, response, answer, **row):\n    return row['bonus']\n"
-    assert load_reward(written(tmp_path, text))(EXAMPLE, "x") == 0.25
+    assert judge(written(tmp_path, text), "x") == [0.25]
 
 
-def test_a_file_may_define_dataclasses_and_hides_no_module(tmp_path):
+def test_a_file_may_define_dataclasses_and_hides_no_module(tmp_path, judge):
     settings = written(
         tmp_path,
         "from __future__ import annotations\n"
@@ -52,7 +76,7 @@ def test_a_file_may_define_dataclasses_and_hides_no_module(tmp_path):
         "@dataclass\nclass Score:\n    value: float\n"
         "def reward(prompt, response, **row):\n    return Score(0.5).value\n",
     )
-    assert load_reward(settings)(EXAMPLE, "x") == 0.5
+    assert judge(settings, "x") == [0.5]
     assert "judge" not in sys.modules
 
 
@@ -61,24 +85,236 @@ def test_a_file_may_define_dataclasses_and_hides_no_module(tmp_path):
 )
 def test_a_function_that_is_not_there_is_refused(name):
     with pytest.raises(ConfigError, match=r"^reward\.function: "):
-        load_reward(RewardSettings(function=name))
+        Reward(RewardSettings(function=name))
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
-    [("def reward(:", "SyntaxError"), ("1 / 0", "ZeroDivisionError"), ("import nope", "nope")],
+    [
+        ("def reward(:", "SyntaxError"),
+        ("1 / 0", "ZeroDivisionError"),
+        ("import nope", "nope"),
+        ("import sys\nsys.exit(3)", "SystemExit: 3"),
+    ],
 )
 def test_a_file_that_cannot_be_imported_is_refused(tmp_path, text, message):
     settings, before = written(tmp_path, text), set(sys.modules)
     with pytest.raises(ConfigError, match=rf"^reward\.function: .*judge\.py:reward: .*{message}"):
-        load_reward(settings)
+        Reward(settings)
     assert set(sys.modules) == before
 
 
 @pytest.mark.parametrize("value", [None, "much", math.nan, math.inf])
-def test_a_reward_that_is_no_finite_number_is_refused(tmp_path, value):
-    settings = written(tmp_path, f"def reward(*a, **row):\n    return float({str(value)!r})\n")
-    if not isinstance(value, float):
-        settings = written(tmp_path, f"def reward(*a, **row):\n    return {value!r}\n")
-    with pytest.raises(ConfigError, match="not a finite number"):
-        load_reward(settings)(EXAMPLE, "x")
+def test_a_reward_that_is_no_finite_number_is_refused(tmp_path, judge, value):
+    shown = f"float({str(value)!r})" if isinstance(value, float) else repr(value)
+    settings = written(tmp_path, f"def reward(*a, **row):\n    return {shown}\n")
+    with pytest.raises(ConfigError, match="is not a finite number"):
+        judge(settings, "x")
+
+
+@pytest.mark.parametrize(
+    ("raises", "says"), [("1 / 0", "ZeroDivisionError: division"), ("sys.exit(3)", "SystemExit: 3")]
+)
+@pytest.mark.parametrize("kind", ["def", "async def"])
+def test_a_failure_names_row_prompt_response_and_traceback(tmp_path, judge, kind, raises, says):
+    text = f"import sys\n\n\n{kind} reward(prompt, response, **row):\n    {raises}\n"
+    with pytest.raises(ConfigError) as caught:
+        judge(written(tmp_path, text), "said", "so")
+    lines = str(caught.value).splitlines()
+    assert lines[:4] == [
+        f"reward.function: judge.py:reward: {lines[0].partition('reward: ')[2]}",
+        "  row: rows.jsonl:7",
+        "  prompt: 'w1'",
+        "  response: 'said'",
+    ]
+    assert says in lines[0]
+    assert f'{tmp_path}/judge.py", line 5, in reward' in str(caught.value)
+    assert "rewards.py" not in str(caught.value)
+    assert lines[-1] == "1 other calls failed too"
+    assert "on_error" in caught.value.hint
+
+
+def test_a_skipped_failure_leaves_a_hole_and_its_story(tmp_path):
+    text = "def reward(prompt, response, **row):\n    return float(response)\n"
+    reward = Reward(written(tmp_path, text, on_error="skip"))
+    judged = reward([EXAMPLE, EXAMPLE], [["1", "x"], ["y", "2"]])
+    assert judged.rewards == [[1.0, None], [None, 2.0]]
+    assert ["'x'" in judged.failures[0], "'y'" in judged.failures[1]] == [True, True]
+
+
+def test_results_stand_in_the_order_of_the_responses(tmp_path, judge):
+    text = (
+        "import time\n"
+        "def reward(prompt, response, **row):\n"
+        "    time.sleep(0.2 / float(response))\n    return float(response)\n"
+    )
+    names = [str(i) for i in range(1, 9)]
+    assert judge(written(tmp_path, text), *names) == [float(name) for name in names]
+
+
+def test_calls_that_wait_wait_together(tmp_path, judge):
+    # Eight calls meet at the barrier, or it breaks.
+    text = (
+        "import threading\nbarrier = threading.Barrier(8)\n"
+        "def reward(prompt, response, **row):\n    barrier.wait(30)\n    return 1\n"
+    )
+    assert judge(written(tmp_path, text), *["x"] * 8) == [1.0] * 8
+
+
+def test_one_worker_is_the_calling_thread(tmp_path, judge):
+    text = (
+        "import threading\n"
+        "def reward(prompt, response, **row):\n"
+        "    return threading.current_thread() is threading.main_thread()\n"
+    )
+    assert judge(written(tmp_path, text, workers=1), "a", "b") == [1.0, 1.0]
+    assert judge(written(tmp_path, text), "a", "b") == [0.0, 0.0]
+
+
+def test_coroutines_are_awaited_together_in_one_loop(tmp_path, judge):
+    # Eight calls meet, and what the first step opened works in the second.
+    text = (
+        "import asyncio\nqueue, arrived = asyncio.Queue(), []\n"
+        "async def reward(prompt, response, **row):\n"
+        "    arrived.append(response)\n"
+        "    if len(arrived) % 8 == 0:\n"
+        "        for _ in range(8):\n            queue.put_nowait(1)\n"
+        "    return await asyncio.wait_for(queue.get(), 30)\n"
+    )
+    reward = Reward(written(tmp_path, text))
+    for _ in range(2):
+        assert reward([EXAMPLE], [["x"] * 8]).rewards == [[1.0] * 8]
+
+    async def has_a_loop():
+        return reward([EXAMPLE], [["x"] * 8]).rewards
+
+    assert asyncio.run(has_a_loop()) == [[1.0] * 8]
+    reward.close()
+
+
+def test_workers_bound_the_coroutines_that_run_at_once(tmp_path, judge):
+    text = (
+        "import asyncio\nrunning = 0\n"
+        "async def reward(prompt, response, **row):\n"
+        "    global running\n    running += 1\n    most = running\n"
+        "    await asyncio.sleep(0.01)\n    running -= 1\n    return most\n"
+    )
+    assert max(judge(written(tmp_path, text, workers=3), *["x"] * 9)) == 3
+
+
+def test_processes_compute_and_load_the_function_themselves(tmp_path, judge):
+    (tmp_path / "helper.py").write_text("def length(text):\n    return len(text)\n")
+    text = (
+        "import os\nfrom helper import length\n"
+        "def reward(prompt, response, parent, **row):\n"
+        "    if response == 'x':\n        raise ValueError('no x')\n"
+        "    return length(response) + 100 * (os.getpid() != parent)\n"
+    )
+    example = Example({"prompt": "w1", "parent": os.getpid()}, "w1", [1], "rows.jsonl:7")
+    settings = written(tmp_path, text, executor="process", workers=2, on_error="skip")
+    assert judge(settings, "a", "bb", "x", "ccc", example=example) == [101, 102, None, 103]
+
+
+def test_a_process_that_dies_is_an_error(tmp_path, judge):
+    text = "import os\ndef reward(prompt, response, **row):\n    os._exit(1)\n"
+    with pytest.raises(ConfigError, match="a process of it died"):
+        judge(written(tmp_path, text, executor="process", workers=1, on_error="skip"), "x")
+
+
+@pytest.mark.parametrize("kind", ["def", "async def"])
+def test_a_batch_is_one_call(tmp_path, judge, kind):
+    text = (
+        f"{kind} reward(prompts, responses, rows):\n"
+        "    assert prompts == ['w1'] * 3 and rows[0]['bonus'] == 0.25\n"
+        "    return [len(response) + len(responses) for response in responses]\n"
+    )
+    assert judge(written(tmp_path, text, batch=True), "a", "bb", "ccc") == [4.0, 5.0, 6.0]
+
+
+def test_a_batch_of_another_length_is_refused(tmp_path, judge):
+    text = "def reward(prompts, responses, rows):\n    return [1.0]\n"
+    with pytest.raises(ConfigError, match="1 rewards for 2 responses"):
+        judge(written(tmp_path, text, batch=True), "a", "b")
+
+
+def test_an_async_function_runs_in_no_process(tmp_path):
+    text = "async def reward(prompt, response, **row):\n    return 1\n"
+    with pytest.raises(ConfigError, match=r"^reward\.executor: "):
+        Reward(written(tmp_path, text, executor="process"))
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"workers": 2},
+        {"batch": True},
+        {"function": "a:b", "batch": True, "workers": 2},
+        {"function": "a:b", "batch": True, "executor": "process"},
+    ],
+)
+def test_ways_to_call_that_exclude_each_other_are_refused(settings):
+    with pytest.raises(ValueError, match="batch"):
+        RewardSettings(**settings)
+
+
+def test_a_column_named_response_is_called_row_response(tmp_path, judge):
+    text = "def reward(prompt, response, row_response, **row):\n    return row_response == 'gold'\n"
+    example = Example({"prompt": "w1", "response": "gold"}, "w1", [1])
+    assert judge(written(tmp_path, text), "mine", example=example) == [1.0]
+
+
+def test_messages_reach_the_function_as_they_are(tmp_path, judge):
+    text = "def reward(prompt, response, **row):\n    return prompt[0]['content'] == 'w3'\n"
+    example = Example({"messages": [{"role": "user", "content": "w3"}]}, "[...]", [3])
+    assert judge(written(tmp_path, text), "x", example=example) == [1.0]
+
+
+def test_a_file_imports_its_siblings_and_they_hide_nothing(tmp_path, judge):
+    (tmp_path / "siblings.py").write_text("value = 0.5\n")
+    (tmp_path / "json.py").write_text("raise ImportError('hidden')\n")
+    text = (
+        "def reward(prompt, response, **row):\n"
+        "    import siblings, json\n    return siblings.value\n"
+    )
+    assert judge(written(tmp_path, text), "x") == [0.5]
+
+
+def test_modules_are_looked_up_in_the_folder_of_the_run_file(tmp_path, judge):
+    (tmp_path / "my_rewards.py").write_text("def short(prompt, response, **row):\n    return 0.5\n")
+    settings = RewardSettings(function="my_rewards:short", python_path=tmp_path)
+    assert judge(settings, "x") == [0.5]
+    with pytest.raises(ConfigError) as caught:
+        Reward(RewardSettings(function="no_such_module:f", python_path=tmp_path))
+    assert str(tmp_path) in caught.value.hint
+
+
+DEMO = Path(__file__).resolve().parents[3] / "examples/demo/run.yaml"
+
+
+@pytest.mark.parametrize(
+    ("response", "answer"),
+    [
+        ("7", "7"),
+        ("7.", "7"),
+        ("**7**", "7"),
+        (" -3\n", "-3"),
+        ("4 + 3 = 7", "7"),
+        ("4 + 3 =7.", "7"),
+        ("The sum of 4 and 3 is 7.", "7"),
+        ("The answer to 4 - 7 is: -3.", "-3"),
+        ("The answer is **12**.", "12"),
+        ("Answer: 12", "12"),
+        ("4 plus 3 equals 7", "7"),
+        ("To find 8 - 4, we simply subtract", ""),
+        ("To find the sum of 4 and 3, we", ""),
+        ("4 + 3 =", ""),
+        ("4 + 3 is the same as 3 +", ""),
+        ("8 - 4 is 8 minus", ""),
+        ("The answer is 8 - 4", ""),
+        ("4, 3", ""),
+        ("= 3.5", ""),
+    ],
+)
+def test_the_demo_counts_an_answer_where_one_is_given(response, answer):
+    pattern = yaml.safe_load(DEMO.read_text())["reward"]["answer_pattern"]
+    assert answer_extractor(pattern)(response) == answer

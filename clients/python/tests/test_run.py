@@ -1,15 +1,21 @@
 """Whole runs against fake servers, through the command line."""
 
+import errno
+import fcntl
 import json
+import os
 import signal
 import subprocess
 import sys
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
+import fakes
 import pytest
 
-from tandem import demo, run_dir, settings
+from tandem import __version__ as tandem_version
+from tandem import demo, run_dir, run_files, running, settings
 from tandem.errors import RunDirectoryError
 from tandem.metrics import CLOCK_KEYS, KEYS
 from tandem.models import ImportedModel
@@ -20,7 +26,7 @@ from tandem.settings import RunSettings
 
 def tandem(*arguments, check=0):
     done = subprocess.run(
-        [sys.executable, "-m", "tandem.cli", *map(str, arguments)], capture_output=True, text=True
+        [sys.executable, "-m", "tandem", *map(str, arguments)], capture_output=True, text=True
     )
     assert done.returncode == check, done.stderr + done.stdout
     return done
@@ -118,7 +124,7 @@ def test_nothing_is_lost_when_a_server_is_unreachable(run_file, tmp_path):
     assert contents(run) == before
     fresh = tmp_path / "fresh"
     tandem("train", run_file, f"run_dir={fresh}", nobody, check=3)
-    assert contents(fresh) == {".lock": b""}
+    assert not fresh.exists()
     tandem("train", run_file, f"run_dir={fresh}")
 
 
@@ -149,7 +155,7 @@ def test_a_start_that_is_interrupted_stops_at_once_and_loses_nothing(
         done.wait(60)
 
     monkeypatch.setattr(world, "enter", hold)
-    process = subprocess.Popen([sys.executable, "-m", "tandem.cli", "train", run_file, "--clean"])
+    process = subprocess.Popen([sys.executable, "-m", "tandem", "train", run_file, "--clean"])
     try:
         assert waiting.wait(60)
         process.send_signal(number)
@@ -294,10 +300,171 @@ def test_a_row_without_the_field_to_learn_is_named(run_file):
     assert "the fields prompt, answer" in done.stderr
 
 
+def test_a_text_to_learn_that_no_server_holds_is_named_before_anything_is_written(
+    world, run_file, tmp_path
+):
+    with (tmp_path / "rows.jsonl").open("a") as file:
+        file.write('{"prompt": "w1 w2", "answer": "w3 w4 w5"}\n')
+    world.max_model_len = 5
+    done = tandem("sft", run_file, check=2)
+    said = f"sft.response: {tmp_path}/rows.jsonl:21: prompt and response have 6 tokens"
+    assert said in done.stderr
+    assert not (tmp_path / "run").exists()
+
+
 def test_a_resumed_run_keeps_its_configuration(run_file):
     tandem("train", run_file, "steps=1")
     done = tandem("train", run_file, "--resume", "seed=3", check=2)
-    assert "changed: seed" in done.stderr
+    assert "changed: seed (0 -> 3)" in done.stderr
+    tandem("train", run_file, "--resume", "seed=3", "steps=2", "--change", "seed")
+
+
+def opened(config, **options):
+    with RunDirectory.open(config, "train", **options) as run:
+        run.begin()
+        if run.state is None:
+            run.write_state(run_dir.SavedState(1, 1, "checkpoints/step_000001"))
+
+
+def test_a_resumed_run_keeps_what_its_cluster_learns_with(run_file):
+    def config(**trainer):
+        cluster = {"rollout": {"senior_model": "/m"}, "trainer": {"model": "/m"} | trainer}
+        config = settings.load(RunSettings, run_file)
+        config.cluster = settings.validate(settings.ClusterSettings, cluster, "test")
+        return config
+
+    opened(config(optimizer={"learning_rate": 1e-3}, server={"grpc_port": 7}))
+    opened(config(optimizer={"learning_rate": 1e-3}, compute={"num_threads": 2}), resume=True)
+    key = "cluster.trainer.optimizer.learning_rate"
+    with pytest.raises(RunDirectoryError, match=rf"changed: {key} \(0\.001 -> 0\.5\)"):
+        opened(config(optimizer={"learning_rate": 0.5}), resume=True)
+    opened(config(optimizer={"learning_rate": 0.5}), resume=True, changes=[key])
+
+
+def test_a_run_that_is_done_starts_nothing(world, run_file):
+    tandem("train", run_file, "steps=2")
+    world.calls.clear()
+    done = tandem("train", run_file, "steps=2", "--resume")
+    assert "all steps are done" in done.stdout
+    assert world.calls == []
+
+
+def test_resume_auto_goes_on_where_there_is_something_to_go_on_with(world, run_file, tmp_path):
+    tandem("train", run_file, "--resume", "auto", "steps=2")
+    tandem("train", "--resume=auto", run_file, "steps=3")
+    assert [header.step for header in world.headers] == [1, 2, 3]
+    # A run that was cut off before its first checkpoint begins again.
+    (tmp_path / "run" / "state.json").unlink()
+    tandem("train", "--resume", "auto", run_file, "steps=1")
+    assert [header.step for header in world.headers] == [1, 2, 3, 1]
+    (tmp_path / "run" / "state.json").unlink()
+    assert "kind train" in tandem("sft", run_file, "--resume", "auto", check=2).stderr
+
+
+def test_a_run_saves_every_so_often_by_default(run_file, tmp_path):
+    every = settings.load(RunSettings, run_file).checkpoint.every
+    tandem("train", run_file, f"steps={every + 1}", "checkpoint.at_end=false")
+    assert json.loads((tmp_path / "run" / "state.json").read_text())["step"] == every
+
+
+JUDGE = """
+import itertools
+calls = itertools.count(1)
+def reward(prompt, response, **row):
+    if next(calls) > {calls}:
+        raise ValueError("no more")
+    return 1.0
+"""
+
+
+def test_a_run_that_fails_saves_the_steps_before_and_says_what_to_do(world, run_file, tmp_path):
+    judge = tmp_path / "judge.py"
+    judge.write_text(JUDGE.format(calls=15))
+    done = tandem("train", run_file, f"reward.function={judge}:reward", check=2)
+    assert "no more" in done.stderr
+    assert "in step 3: saved after step 2, --resume goes on from there" in done.stderr
+    assert json.loads((tmp_path / "run" / "state.json").read_text())["step"] == 2
+    judge.write_text(JUDGE.format(calls=100))
+    tandem("train", run_file, f"reward.function={judge}:reward", "--resume")
+    assert [header.step for header in world.headers] == [1, 2, 3, 4]
+
+
+def test_a_step_that_could_not_be_published_is_saved(world, run_file, tmp_path, monkeypatch):
+    enter = world.enter
+
+    def refuse(method, context):
+        if method == "PublishWeights" and world.version == 2:
+            world.failures = [fakes.error_status(3, "no")]
+        enter(method, context)
+
+    monkeypatch.setattr(world, "enter", refuse)
+    done = tandem("train", run_file, check=1)
+    assert "in step 2: saved after step 2" in done.stderr
+    assert [line["step"] for line in lines(tmp_path / "run" / "metrics.jsonl")] == [1, 2]
+
+
+def test_nothing_is_saved_for_a_step_that_the_trainer_did_not_do_last(
+    world, run_file, tmp_path, monkeypatch
+):
+    enter = world.enter
+
+    def lose(method, context):
+        if method == "TrainStep" and world.version == 2:
+            world.version = 3
+            world.failures = [fakes.error_status(3, "lost")]
+        enter(method, context)
+
+    monkeypatch.setattr(world, "enter", lose)
+    done = tandem("train", run_file, "checkpoint.every=1", check=1)
+    assert "in step 3: saved after step 2" in done.stderr
+    assert json.loads((tmp_path / "run" / "state.json").read_text())["step"] == 2
+    monkeypatch.undo()
+    world.version = world.published = 0
+    monkeypatch.setattr(world, "enter", lose)
+    done = tandem("train", run_file, "--clean", check=1)
+    assert "there is no checkpoint yet" in done.stderr
+    assert "the trainer holds version 3, not 2" in done.stderr
+
+
+def test_a_full_disk_is_one_line_and_leaves_no_temporary_file(run_file, tmp_path):
+    command = (
+        f"ulimit -f 3; exec {sys.executable} -m tandem train {run_file} sampling.max_tokens=60"
+    )
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True)
+    assert done.returncode == 2
+    assert "Traceback" not in done.stderr
+    [line] = [line for line in done.stderr.splitlines() if line.startswith("tandem: ")]
+    assert f"{tmp_path}/run/trajectories/step_1.jsonl: File too large" in line
+    assert not list((tmp_path / "run").rglob("*.tmp"))
+
+
+def test_a_file_that_cannot_be_replaced_stays(tmp_path, monkeypatch):
+    file = tmp_path / "state.json"
+    file.write_text("before")
+
+    def full(_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(RunDirectoryError, match=f"^{file}: No space left on device$"):
+        run_files.write_atomically(file, "after")
+    assert [path.name for path in tmp_path.iterdir()] == ["state.json"]
+    assert file.read_text() == "before"
+
+
+def test_a_start_that_fails_leaves_no_directory_and_no_parent_of_it(run_file, tmp_path):
+    tandem("train", run_file, f"run_dir={tmp_path / 'a' / 'b'}", "data.jsonl=/none", check=2)
+    assert not (tmp_path / "a").exists()
+    (tmp_path / "a").mkdir()
+    tandem("train", run_file, f"run_dir={tmp_path / 'a' / 'b'}", "data.jsonl=/none", check=2)
+    assert list((tmp_path / "a").iterdir()) == []
+
+
+def test_a_moved_tokenizer_can_be_named(run_file, tmp_path):
+    tandem("train", run_file, "steps=1")
+    (tmp_path / "model").rename(tmp_path / "moved")
+    tandem("show", tmp_path / "run", check=2)
+    tandem("show", tmp_path / "run", "--tokenizer", tmp_path / "moved")
 
 
 def test_a_used_directory_is_refused_and_foreign_files_are_never_removed(run_file, tmp_path):
@@ -318,7 +485,7 @@ def test_dry_run_touches_nothing(world, run_file, tmp_path):
     out = tandem("train", run_file, "--dry-run", "--json").stdout
     assert json.loads(out)["derived"]["samples_per_step"] == 6
     assert not (tmp_path / "run").exists()
-    assert world.calls == []
+    assert {method for method, _ in world.calls} == {"GetServerInfo", "CheckObjective"}
 
 
 def test_sft_sends_answers_with_the_end_of_sequence(world, run_file, tmp_path):
@@ -332,7 +499,7 @@ def test_sft_without_an_end_of_sequence_is_refused_before_anything_is_written(ru
     (tmp_path / "model" / "tokenizer_config.json").write_text("{}")
     done = tandem("sft", run_file, "steps=1", check=2)
     assert f"sft.append_eos: {tmp_path / 'model'} names no end" in done.stderr
-    assert contents(tmp_path / "run") == {".lock": b""}
+    assert not (tmp_path / "run").exists()
     tandem("sft", run_file, "steps=1", "sft.append_eos=false")
 
 
@@ -378,7 +545,7 @@ def test_generate_score_health_status(address, run_file, tmp_path):
     assert scores["scores"][0]["junior_nats_per_token"] == 2.0
     assert "tokens=3" in tandem("score", "w1 w2 w3", "--rollout", address).stdout
     tandem("health", address)
-    tandem("health", "127.0.0.1:1", check=3)
+    assert "Connection refused" in tandem("health", "127.0.0.1:1", check=3).stdout
     status = tandem("status", "--rollout", address, "--trainer", address, "--critic", "127.0.0.1:1")
     assert "SERVING" in status.stdout
     wrong = tandem(
@@ -393,6 +560,93 @@ def test_generate_score_health_status(address, run_file, tmp_path):
     assert error.startswith("tandem: ")
 
 
+def test_generate_separates_responses_and_passes_its_options_on(address, run_file, tmp_path):
+    common = ["--rollout", address, "--tokenizer", tmp_path / "model", "--max-tokens", 4]
+    texts = {
+        stream: tandem("generate", "w1 w2", "w3", *common, "--samples", 2, stream).stdout
+        for stream in ("--stream", "--no-stream")
+    }
+    assert texts["--stream"] == texts["--no-stream"]
+    lines = texts["--stream"].splitlines()
+    assert lines[0] == "--- w1 w2 (sample 1 of 2) ---"
+    assert [line for line in lines if line.startswith("--- ")][1:] == [
+        "--- w1 w2 (sample 2 of 2) ---",
+        "--- w3 (sample 1 of 2) ---",
+        "--- w3 (sample 2 of 2) ---",
+    ]
+    assert len(lines) == 8
+    assert "---" not in tandem("generate", "w1", *common).stdout
+    options = ["--strategy", "chunk", "--chunk-size", 3, "--top-p", 0.5, "--top-k", 7]
+    options += ["--min-p", 0.25, "--stop", "w5", "--stop", "w6", "--json"]
+    record = json.loads(tandem("generate", "w1", *common, *options).stdout)
+    assert record["tandem"]["chunk_size"] == 3
+    sampling = record["sampling"]
+    assert [sampling[key] for key in ("top_p", "top_k", "min_p")] == [0.5, 7, 0.25]
+    done = tandem("generate", "w1", *common, "--stop", "w5 w6", check=2)
+    assert "--stop 'w5 w6': not one token" in done.stderr
+
+
+def test_rewards_that_fail_end_the_run_or_are_left_out(world, run_file, tmp_path):
+    (tmp_path / "judge.py").write_text(
+        "def reward(prompt, response, **row):\n    return 1 / (len(response) % 3)\n"
+    )
+    function = f"reward.function={tmp_path}/judge.py:reward"
+    done = tandem("train", run_file, function, check=2)
+    assert "ZeroDivisionError" in done.stderr
+    assert f"row: {tmp_path}/rows.jsonl:" in done.stderr
+    done = tandem("train", run_file, function, "reward.on_error=skip", "--clean")
+    metrics = lines(tmp_path / "run" / "metrics.jsonl")
+    failed = [line["reward/failed"] for line in metrics]
+    assert 0 < sum(failed) < 24
+    assert [header.num_samples for header in world.headers] == [6 - count for count in failed]
+    step = 1 + next(i for i, count in enumerate(failed) if count)
+    records = lines(tmp_path / "run" / "trajectories" / f"step_{step}.jsonl")
+    assert sum(record["reward"] is None for record in records) == failed[step - 1]
+    assert f"step {step}: the reward failed for {failed[step - 1]} of 6 responses" in done.stdout
+    log = (tmp_path / "run" / "logs" / "attempt_2.log").read_text()
+    assert log.count("ZeroDivisionError: ") >= sum(failed)
+
+
+def test_a_step_whose_rewards_all_fail_ends_the_run(run_file, tmp_path):
+    (tmp_path / "judge.py").write_text("def reward(prompt, response, **row):\n    return None\n")
+    function = f"reward.function={tmp_path}/judge.py:reward"
+    done = tandem("train", run_file, function, "reward.on_error=skip", check=2)
+    assert "step 1: the reward failed for every response" in done.stderr
+
+
+def test_runs_that_cannot_learn_are_told(run_file):
+    settings = ["sampling.temperature=0", "batch.samples_per_prompt=1"]
+    for dry_run in (["--dry-run"], []):
+        shown = tandem("train", run_file, *settings, *dry_run).stdout
+        assert "warning: this run cannot learn: sampling.temperature: 0" in shown
+        assert "warning: this run cannot learn: batch.samples_per_prompt: 1" in shown
+    # Nothing matches the rows' answers: no reward differs.
+    assert shown.count("warning: after 3 steps all responses") == 1
+
+
+def test_evaluations_in_a_run_are_printed_and_are_events(run_file, tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    shown = tandem("train", run_file, "eval.every=2").stdout
+    assert [line for line in shown.splitlines() if "solo accuracy" in line] == [
+        f"step {step}: solo accuracy 0.000 (95 % interval 0.000 to 0.161), pass@1 0.000; "
+        "20 prompts, 1 sample each"
+        for step in (2, 4)
+    ]
+    events = EventAccumulator(str(tmp_path / "run" / "tensorboard")).Reload()
+    assert [event.step for event in events.Scalars("loss/total")] == [1, 2, 3, 4]
+    assert [event.step for event in events.Scalars("eval/accuracy")] == [2, 4]
+
+
+def test_a_prompt_that_no_server_holds_is_named_before_anything_is_written(
+    world, run_file, tmp_path
+):
+    world.max_model_len = 2
+    done = tandem("train", run_file, check=2)
+    assert f"data: {tmp_path}/rows.jsonl:1: the prompt has 2 tokens" in done.stderr
+    assert not (tmp_path / "run").exists()
+
+
 def test_a_tokenizer_that_only_the_server_has_must_be_named(address, tmp_path):
     done = tandem("generate", "w1", "--rollout", address, check=2)
     assert f"--tokenizer: the server's model directory {tmp_path / 'model'}" in done.stderr
@@ -403,8 +657,61 @@ def test_show_prints_the_records_of_a_step(run_file, tmp_path):
     run = tmp_path / "run"
     shown = tandem("show", run, "--json", "--count", "2").stdout.splitlines()
     assert [json.loads(line) for line in shown] == lines(run / "trajectories" / "step_1.jsonl")[:2]
-    assert "response" in tandem("show", run).stdout
+    assert tandem("show", run).stdout.splitlines()[1] == "reward\tprompt\tresponse"
     tandem("show", run, "--step", "7", check=2)
+    model = (tmp_path / "model").rename(tmp_path / "moved")
+    assert "tokenizer" in tandem("show", run, check=2).stderr
+    tandem("show", run, "--tokenizer", model)
+
+
+def test_version():
+    assert tandem("--version").stdout == f"tandem {tandem_version}\n"
+
+
+def test_ctrl_c_while_the_command_is_imported_is_no_traceback():
+    # As if it came in the middle of the longest import.
+    program = """
+import os, runpy, signal, sys
+class Finder:
+    def find_spec(self, name, *_):
+        if name == "grpc":
+            os.kill(os.getpid(), signal.SIGINT)
+sys.meta_path.insert(0, Finder())
+sys.argv = ["tandem", "status"]
+runpy.run_module("tandem", run_name="__main__", alter_sys=True)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (130, "")
+
+
+def test_commands_find_the_cluster_that_runs(address, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    servers = [{"role": "rollout", "address": address}, {"role": "trainer", "address": address}]
+    cluster = SimpleNamespace(
+        settings=SimpleNamespace(directory=tmp_path),
+        servers=[SimpleNamespace(describe=lambda server=server: server) for server in servers],
+    )
+    model = ["--tokenizer", tmp_path / "model"]
+    fakes.write_tokenizer(tmp_path / "model")
+    with running.announced(cluster):
+        tandem("generate", "w1", *model)
+        tandem("score", "w1 w2", *model)
+        shown = json.loads(tandem("status", "--json").stdout)["servers"]
+        assert [(one["role"], one["address"]) for one in shown] == [
+            ("rollout", address),
+            ("trainer", address),
+        ]
+        other = tmp_path / "state" / "tandem" / "clusters" / "1.json"
+        other.write_text("{}")
+        with other.open() as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            other.write_text(json.dumps({"directory": "/other", "servers": []}))
+            said = tandem("generate", "w1", *model, check=2).stderr
+        assert f"2 clusters run: /other, {tmp_path}" in said
+        # The process that it belonged to has ended.
+        tandem("generate", "w1", *model)
+        assert not other.exists()
+    assert running.clusters() == []
 
 
 def test_usage_errors_exit_with_2(run_file):

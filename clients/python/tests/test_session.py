@@ -6,7 +6,6 @@ from types import SimpleNamespace
 
 import grpc
 import pytest
-import yaml
 
 from tandem import settings
 from tandem.errors import (
@@ -16,9 +15,10 @@ from tandem.errors import (
     ServerStartError,
     UnavailableError,
 )
+from tandem.evaluate import evaluate
 from tandem.requests import Prompt
 from tandem.session import Session
-from tandem.settings import RunSettings
+from tandem.settings import ClusterSettings, RunSettings
 
 
 @pytest.fixture
@@ -83,30 +83,113 @@ def test_held_out_conversations_are_left_out_whatever_the_order_of_their_keys(co
     assert left.row["messages"][0]["content"] == "w1"
 
 
-def test_another_version_is_published_and_the_same_weights_are_not(world, config):
+def test_a_server_that_is_behind_is_caught_up_and_another_is_left_alone(world, config):
     with Session(config) as session:
-        assert session.synchronize() == 0
+        assert session.catch_up().version == 0
         assert published(world) == 0
         world.version = 3
-        assert session.synchronize() == 3
-    assert published(world) == 1
+        assert session.catch_up().version == 3
+    assert world.publications == [(3, False)]
     assert world.targets == ["rollout.cluster:7701"]
 
 
 def test_other_weights_of_the_same_version_are_refused(world, config, address):
     world.served_digest = "other"
     with Session(config) as session, pytest.raises(FailedPreconditionError) as caught:
-        session.synchronize()
+        session.catch_up()
     assert caught.value.reason == "WEIGHTS_DIFFER"
-    assert "the same model" in caught.value.hint
+    assert "--resume" in caught.value.hint
     assert address in caught.value.message
     assert published(world) == 0
+
+
+def versions(groups):
+    return {run.weights.version for group in groups for one in group for run in one.senior_versions}
+
+
+def test_a_rollout_server_that_was_restarted_is_caught_up_before_it_generates(world, config):
+    world.version, world.published = 3, 0
+    with Session(config) as session:
+        groups = session.generate([Prompt([1], seed=1, num_samples=2)], any_version=True)
+    assert versions(groups) == {3}
+
+
+def test_what_a_server_wrote_that_was_restarted_in_the_middle_is_drawn_again(world, config):
+    world.version = world.published = 3
+    prompts = [Prompt([1], seed=seed, num_samples=2) for seed in range(4)]
+    with Session(config) as session:
+        whole = session.generate(prompts)
+
+        def restart():
+            world.published = 0
+            world.on_batch = lambda: None
+
+        world.on_batch = restart
+        assert session.generate(prompts) == whole
+        world.on_batch = restart
+        assert versions(session.generate(prompts, any_version=True)) == {0}
+
+
+def test_a_server_that_keeps_restarting_ends_the_run(world, config):
+    world.version = world.published = 3
+
+    def restart():
+        world.published = 0
+
+    world.on_batch = restart
+    with Session(config) as session, pytest.raises(FailedPreconditionError, match="1 prompts"):
+        session.generate([Prompt([1], seed=1)])
+
+
+def test_a_trainer_that_was_restarted_is_noticed_before_a_generation(world, config):
+    with Session(config) as session:
+        held = session.catch_up()
+        world.version = 2
+        with pytest.raises(FailedPreconditionError, match="not the run's version 0") as caught:
+            session.generate([Prompt([1], seed=1)], held)
+    assert caught.value.reason == "STALE_POLICY_VERSION"
+    assert world.batches == []
+
+
+def test_an_evaluation_is_measured_on_the_weights_of_the_trainer(world, config):
+    world.version, world.published = 3, 0
+    with Session(config, purpose="eval") as session:
+        assert evaluate(session).version == 3
+
+
+def test_a_step_of_more_samples_than_a_queue_holds_travels_in_several_batches(world, config):
+    prompts = [Prompt([1], seed=seed, num_samples=2) for seed in range(5)]
+    with Session(config) as session:
+        whole = session.generate(prompts)
+    world.max_queue = 4
+    world.batches.clear()
+    with Session(config) as session:
+        assert session.generate(prompts) == whole
+    assert world.batches == [
+        ["prompt-0", "prompt-1"],
+        ["prompt-2", "prompt-3"],
+        ["prompt-4"],
+    ]
+
+
+def test_rows_that_are_held_out_are_counted_and_an_evaluation_keeps_its_own(config, tmp_path):
+    held_out = tmp_path / "held_out.jsonl"
+    held_out.write_text('{"prompt": "w2 w3"}\n{"prompt": "w3 w4"}\n')
+    config.eval.data = settings.DataSettings(jsonl=held_out)
+    notes = []
+    with Session(config, notes.append) as session:
+        assert len(session.data) == 18
+    assert notes == ["data: 2 of 20 rows are left out: eval.data has their prompts"]
+    # All prompts of the training data are held out.
+    config.data.jsonl = held_out
+    with Session(config, purpose="eval") as session:
+        assert len(session.data) == 2
 
 
 @pytest.mark.parametrize(
     ("body", "says"),
     [
-        ("return row['no_such_field']", "KeyError: 'no_such_field' .*judge.py:2"),
+        ("return row['no_such_field']", "KeyError: 'no_such_field'"),
         ("return None", "None"),
         ("return float('nan')", "nan"),
     ],
@@ -116,7 +199,7 @@ def test_a_reward_function_that_fails_is_a_configuration_error(config, tmp_path,
     file.write_text(f"def reward(prompt, response, **row):\n    {body}\n")
     config.reward.function = f"{file}:reward"
     with Session(config) as session, pytest.raises(ConfigError, match=f"reward.function.*{says}"):
-        session.reward(session.data.examples[0], "text")
+        session.reward(session.data.examples[:1], [["text"]])
 
 
 def test_a_failed_call_is_explained_by_the_server_that_died(config):
@@ -138,13 +221,11 @@ def test_a_failed_call_stays_what_it_is_while_all_servers_live(config):
 @pytest.mark.parametrize(
     ("cluster", "says"),
     [
-        ({"trainer": {"model": "m"}}, "rollout: a run needs a rollout server"),
-        ({"rollout": {"senior_model": "m"}}, "trainer: a run needs a trainer server"),
-        ({"rollout": {"senior_model": "m"}, "trainer": 7}, "trainer: .*dictionary"),
+        ({"trainer": {"model": "m"}}, "cluster.rollout: a run needs a rollout server"),
+        ({"rollout": {"senior_model": "m"}}, "cluster.trainer: a run needs a trainer server"),
     ],
 )
-def test_a_cluster_that_cannot_serve_a_run_is_refused(config, tmp_path, cluster, says):
-    config.cluster = tmp_path / "cluster.yaml"
-    config.cluster.write_text(yaml.safe_dump(cluster))
+def test_a_cluster_that_cannot_serve_a_run_is_refused(config, cluster, says):
+    config.cluster = settings.validate(ClusterSettings, cluster, "test")
     with pytest.raises(ConfigError, match=says), Session(config):
         pass

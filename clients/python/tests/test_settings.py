@@ -1,5 +1,7 @@
 """Configuration files."""
 
+from pathlib import Path
+
 import pytest
 
 from tandem import settings
@@ -134,9 +136,81 @@ def test_an_objective_has_the_fields_of_the_contract(file):
     assert settings.given(run.objective) == {"aggregation": "token_sum", "max_staleness": 2}
 
 
+def test_relative_paths_start_at_the_file_that_names_them(tmp_path, monkeypatch):
+    folder = tmp_path / "configs"
+    folder.mkdir()
+    (folder / "run.yaml").write_text(
+        "run_dir: ../runs/a\ntokenizer: model\ncluster: sub/cluster.yaml\nstart_from: ../runs/b\n"
+        "data: {jsonl: rows.jsonl}\nreward: {function: 'judge.py:reward'}\n"
+        "eval: {data: {jsonl: /held.jsonl}}\n"
+    )
+    (folder / "sub").mkdir()
+    (folder / "sub/cluster.yaml").write_text(
+        "directory: servers\nrollout: [{senior_model: m, junior_model: ../j}]\n"
+        "trainer: {model: m}\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    run = settings.load(
+        RunSettings, Path("configs/run.yaml"), ["tokenizer=other", "cluster.trainer.model=mine"]
+    )
+    assert run.run_dir == tmp_path / "runs/a"
+    assert run.start_from == tmp_path / "runs/b"
+    assert run.data.jsonl == folder / "rows.jsonl"
+    assert run.reward.function == f"{folder}/judge.py:reward"
+    assert run.eval.data.jsonl == Path("/held.jsonl")
+    assert run.cluster.directory == folder / "sub/servers"
+    assert run.cluster.rollout == [
+        {"senior_model": str(folder / "sub/m"), "junior_model": str(folder / "j")}
+    ]
+    # An override is of the command line, whose folder is the working directory.
+    assert run.tokenizer == tmp_path / "other"
+    assert run.cluster.trainer["model"] == str(tmp_path / "mine")
+
+
+def test_start_from_is_a_word_or_a_path(file, tmp_path):
+    assert load(file).start_from is None
+    assert load(file, "start_from=base").start_from == "base"
+    assert load(file, "start_from=served").start_from == "served"
+    assert load(file, "start_from=/runs/a").start_from == Path("/runs/a")
+
+
+def test_overrides_reach_into_the_cluster_file(file, tmp_path):
+    (tmp_path / "cluster.yaml").write_text(
+        "rollout: {senior_model: m}\ntrainer: {model: m, optimizer: {learning_rate: 1.0e-6}}\n"
+    )
+    file.write_text(BASE + "cluster: cluster.yaml\n")
+    run = load(
+        file, "cluster.trainer.optimizer.learning_rate=1e-4", "cluster.rollout.max_num_seqs=8"
+    )
+    assert run.cluster.trainer["optimizer"] == {"learning_rate": 1e-4}
+    assert run.cluster.rollout[0]["max_num_seqs"] == 8
+    with pytest.raises(ConfigError, match=f"{tmp_path}/none.yaml: No such file"):
+        load(file, f"cluster={tmp_path}/none.yaml")
+
+
+def test_one_file_may_hold_run_and_cluster(file, tmp_path):
+    file.write_text(BASE + "cluster: {rollout: {senior_model: m}, trainer: {model: m}}\n")
+    assert load(file).cluster.trainer == {"model": str(tmp_path / "m")}
+    with pytest.raises(ConfigError, match=r"cluster\.trainr: unknown key; did you mean 'trainer'"):
+        load(file, "cluster.trainr={}")
+
+
+@pytest.mark.parametrize("text", ["", "directory: x", "rollout: []"])
+def test_a_cluster_without_servers_is_refused(tmp_path, text):
+    path = tmp_path / "cluster.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match="no server: give rollout, trainer or critic"):
+        settings.load(ClusterSettings, path)
+
+
+def test_runs_save_now_and_then_unless_they_are_told_not_to(file):
+    assert load(file).checkpoint.every > 0
+    assert load(file, "checkpoint.every=0").checkpoint.every == 0
+
+
 def test_cluster_takes_one_rollout_or_several(tmp_path):
     path = tmp_path / "cluster.yaml"
     path.write_text("rollout: {senior_model: m}\n")
-    assert settings.load(ClusterSettings, path).rollout == [{"senior_model": "m"}]
+    assert settings.load(ClusterSettings, path).rollout == [{"senior_model": f"{tmp_path}/m"}]
     path.write_text("rollout: [{senior_model: m}, {senior_model: m}]\n")
     assert len(settings.load(ClusterSettings, path).rollout) == 2

@@ -6,7 +6,7 @@ import fakes
 import pytest
 
 from tandem.errors import ConfigError
-from tandem.text import TextCodec
+from tandem.text import GrowingText, TextCodec
 
 
 @pytest.fixture
@@ -23,6 +23,19 @@ def test_pieces_add_up_to_the_text(codec):
     ids = codec.encode("w1 w2 w3")
     assert "".join(codec.pieces(ids)) == "w1w2w3"
     assert codec.eos_token_id == fakes.EOS
+
+
+def test_a_character_in_pieces_shows_when_it_is_whole():
+    whole = "aé"
+    bytes_of = dict(enumerate(whole.encode()))
+    growing = GrowingText(lambda ids: bytes(bytes_of[i] for i in ids).decode(errors="replace"))
+    assert [growing.add(i) for i in bytes_of] == ["a", "", "é"]
+    growing.add(1)
+    assert growing.rest() == "\ufffd"
+
+
+def test_a_text_of_one_token_has_an_id(codec):
+    assert (codec.token_id("w7"), codec.token_id("w7 w8")) == (7, None)
 
 
 def test_a_chat_template_writes_json_as_it_is(codec, monkeypatch):

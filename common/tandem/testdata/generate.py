@@ -1,4 +1,5 @@
-"""Regenerates the tiny tokenizers of this folder, with the texts `tokenizers` decodes.
+"""Regenerates the tiny tokenizers of this folder, with the texts that `tokenizers` decodes and the
+digests that clients compute of their vocabularies.
 
 .venv/bin/python common/tandem/testdata/generate.py
 """
@@ -6,6 +7,7 @@
 import json
 from pathlib import Path
 
+import xxhash
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 FOLDER = Path(__file__).parent
@@ -52,8 +54,16 @@ def sentencepiece() -> Tokenizer:
     return tokenizer
 
 
+def digest(tokenizer: Tokenizer) -> str:
+    """ModelInfo.vocabulary_digest of a model with this tokenizer."""
+    entries = sorted((i, piece) for piece, i in tokenizer.get_vocab(with_added_tokens=True).items())
+    text = "".join(f"{i} {piece}\n" for i, piece in entries)
+    return xxhash.xxh3_128_hexdigest(text.encode())
+
+
 def main() -> None:
     """Writes both."""
+    digests = {}
     for name, tokenizer in (("byte_level", byte_level()), ("sentencepiece", sentencepiece())):
         tokenizer.save(str(FOLDER / f"{name}.json"))
         texts = [
@@ -61,6 +71,8 @@ def main() -> None:
             for i in range(tokenizer.get_vocab_size())
         ]
         (FOLDER / f"{name}.texts.json").write_text(json.dumps(texts, ensure_ascii=True) + "\n")
+        digests[name] = digest(tokenizer)
+    (FOLDER / "digests.json").write_text(json.dumps(digests, indent=2) + "\n")
 
 
 if __name__ == "__main__":

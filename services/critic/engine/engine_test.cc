@@ -230,6 +230,23 @@ TEST_F(CriticEngineTest, ValuesOfAStepThatWasNotLearntFollowTheWeights) {
   EXPECT_NE(after.values, before.values);
 }
 
+TEST_F(CriticEngineTest, TheBaseModelHasItsValueHeadAgainAndKeepsNoValues) {
+  auto engine = Make();
+  const TrainStepRequest step = Request(*engine);
+  const ValuesRequest question = {step.samples[0].prompt_token_ids,
+                                  step.samples[0].response_token_ids, step.run_id, step.request_id};
+  const ValuesResult before = engine->ComputeValues({}, question).value();
+  const StepReport first = Step(*engine, step).report;
+  Step(*engine, Request(*engine, 1));
+  ASSERT_TRUE(engine->LoadBaseModel({}).ok());
+  EXPECT_FALSE(engine->unsaved());
+  EXPECT_EQ(engine->Info().weights, before.weights);
+  EXPECT_EQ(engine->ComputeValues({}, question)->values, before.values);
+  const StepResult again = Step(*engine, step);
+  EXPECT_FALSE(again.replayed);
+  EXPECT_EQ(again.report, first);
+}
+
 TEST_F(CriticEngineTest, ExportHoldsTheValueHead) {
   auto engine = Make();
   Step(*engine, Request(*engine));

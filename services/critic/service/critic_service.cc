@@ -31,6 +31,7 @@ grpc::ServerUnaryReactor* CriticService::GetServerInfo(grpc::CallbackServerConte
                                                 ? v1::VALUE_HEAD_SOURCE_CHECKPOINT
                                                 : v1::VALUE_HEAD_SOURCE_RANDOM);
         out.set_optimizer_steps(engine_->Info().optimizer_steps);
+        out.set_unsaved(engine_->unsaved());
         return out;
       });
 }

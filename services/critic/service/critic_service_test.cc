@@ -179,12 +179,40 @@ TEST_F(CriticServerTest, ValuesComeInTheOrderOfTheRequests) {
   EXPECT_EQ(count, 50);
 }
 
+TEST_F(CriticServerTest, LongIdsAreRefusedByName) {
+  v1::TrainStepRequest header = Header(1);
+  header.mutable_header()->set_request_id(std::string(257, 'x'));
+  EXPECT_EQ(FieldPath(TrainStep({header}).status()), "header.request_id");
+  grpc::ClientContext context;
+  auto stream = stub_->ComputeValues(&context);
+  v1::ComputeValuesRequest request;
+  request.add_prompt_token_ids(1);
+  request.add_response_token_ids(2);
+  request.mutable_step()->set_run_id(std::string(257, 'x'));
+  request.mutable_step()->set_request_id("r-1");
+  stream->Write(request);
+  v1::ComputeValuesResponse response;
+  EXPECT_FALSE(stream->Read(&response));
+  EXPECT_EQ(FieldPath(rpc::FromGrpcStatus(stream->Finish())), "requests[0].step.run_id");
+}
+
+TEST_F(CriticServerTest, WhatNoCheckpointHoldsIsReported) {
+  const auto unsaved = [&] {
+    return Call<v1::GetServerInfoResponse>(&Stub::GetServerInfo, v1::GetServerInfoRequest())
+        ->unsaved();
+  };
+  EXPECT_FALSE(unsaved());
+  ASSERT_TRUE(TrainStep({Header(1), Message(Sample())}).ok());
+  EXPECT_TRUE(unsaved());
+}
+
 TEST_F(CriticServerTest, InfoAndCheckpoints) {
   const auto info =
       Call<v1::GetServerInfoResponse>(&Stub::GetServerInfo, v1::GetServerInfoRequest());
   ASSERT_TRUE(info.ok()) << info.status();
   EXPECT_EQ(info->server().role(), "critic");
   EXPECT_EQ(info->value_head_initialized_from(), v1::VALUE_HEAD_SOURCE_RANDOM);
+  EXPECT_FALSE(info->unsaved());
 
   v1::SaveCheckpointRequest save;
   save.set_directory("/ckpt");
@@ -196,9 +224,11 @@ TEST_F(CriticServerTest, InfoAndCheckpoints) {
 
   v1::LoadCheckpointRequest load;
   EXPECT_EQ(FieldPath(Call<v1::LoadCheckpointResponse>(&Stub::LoadCheckpoint, load).status()),
-            "path");
+            "source");
   load.set_path("/ckpt/step_7");
   EXPECT_EQ(Call<v1::LoadCheckpointResponse>(&Stub::LoadCheckpoint, load)->weights().version(), 7);
+  load.set_base_model(true);
+  EXPECT_EQ(Call<v1::LoadCheckpointResponse>(&Stub::LoadCheckpoint, load)->weights().version(), 0);
 
   v1::ExportModelRequest request;
   request.set_path("/out");

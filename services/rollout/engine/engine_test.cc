@@ -16,8 +16,8 @@
 #include <thread>
 #include <utility>
 
+#include "common/base/checksum.h"
 #include "common/base/error.h"
-#include "common/tensor/checksum.h"
 #include "services/rollout/engine/testing/recording_listener.h"
 #include "services/rollout/engine/testing/tiny_tokenizer.h"
 #include "services/rollout/engine/torch_runner.h"

@@ -65,12 +65,13 @@ absl::StatusOr<LoadedModels> LoadModels(const EngineOptions& options) {
   result.max_model_len = config.LongestSequence(options.max_model_len);
   std::set<int32_t> eos_token_ids(config.eos_token_ids.begin(), config.eos_token_ids.end());
 
-  absl::StatusOr<Vocabulary> vocabulary = Vocabulary::Load(options.senior_model);
+  absl::StatusOr<Vocabulary> vocabulary = Vocabulary::Load(options.senior_model, config.vocab_size);
   if (!options.junior_model.empty()) {
     if (!vocabulary.ok()) return PrependFieldPath("senior_model", vocabulary.status());
     TANDEM_ASSIGN_OR_RETURN(result.junior,
                             LoadOne(options.junior_model, "junior_model", placement));
-    absl::StatusOr<Vocabulary> junior_vocabulary = Vocabulary::Load(options.junior_model);
+    absl::StatusOr<Vocabulary> junior_vocabulary =
+        Vocabulary::Load(options.junior_model, result.junior->config().vocab_size);
     if (!junior_vocabulary.ok()) {
       return PrependFieldPath("junior_model", junior_vocabulary.status());
     }
@@ -82,6 +83,7 @@ absl::StatusOr<LoadedModels> LoadModels(const EngineOptions& options) {
     result.max_model_len = junior.LongestSequence(result.max_model_len);
     result.junior_digest = result.junior->weights_digest();
     result.info.junior = result.junior->Summary(result.max_model_len);
+    result.info.junior->vocabulary_digest = junior_vocabulary->Digest();
   } else if (!vocabulary.ok() && !absl::IsNotFound(vocabulary.status())) {
     return PrependFieldPath("senior_model", vocabulary.status());
   }
@@ -94,6 +96,7 @@ absl::StatusOr<LoadedModels> LoadModels(const EngineOptions& options) {
   result.senior_digest = result.senior->weights_digest();
   EngineInfo& info = result.info;
   info.senior = result.senior->Summary(result.max_model_len);
+  if (vocabulary.ok()) info.senior.vocabulary_digest = vocabulary->Digest();
   info.junior_version = result.junior_digest;
   info.sentence_boundary_token_ids = result.boundaries->sentence().ids();
   info.word_boundary_token_ids =

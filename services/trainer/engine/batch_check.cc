@@ -8,9 +8,14 @@
 #include "common/base/error.h"
 #include "common/base/field_check.h"
 #include "common/base/status_macros.h"
+#include "common/tandem/tandem_config.h"
+#include "common/training/training_state.h"
 
 namespace tandem::trainer {
 namespace {
+
+// Squares of rewards and of what follows from them, summed over a batch, stay finite in float32.
+constexpr double kMaxReward = 1e9;
 
 absl::Status Refused(absl::string_view path, absl::string_view message, const ErrorReason& reason) {
   return WithReason(FieldError(absl::StatusCode::kFailedPrecondition, path, message), reason);
@@ -113,7 +118,10 @@ absl::Status CheckTrajectory(const Trajectory& trajectory, const PolicyObjective
   if (trajectory.finish_reason == FinishReason::kUnspecified) {
     return InvalidField("finish_reason", "is missing");
   }
-  TANDEM_RETURN_IF_ERROR(CheckAtLeast("sampling.temperature", trajectory.sampling.temperature, 0));
+  TANDEM_RETURN_IF_ERROR(
+      PrependFieldPath("sampling", Validate(trajectory.sampling, limits.sequence.vocab_size)));
+  TANDEM_RETURN_IF_ERROR(
+      PrependFieldPath("tandem", Validate(trajectory.tandem, limits.sequence.vocab_size)));
   const bool junior_counts =
       objective.junior_token_loss_weight > 0 &&
       std::count(trajectory.authorship_mask.begin(), trajectory.authorship_mask.end(), 0) > 0;
@@ -146,25 +154,11 @@ absl::Status CheckSample(const PolicySample& sample, const PolicyObjective& obje
   if (!sample.reward.has_value()) {
     if (!provided) return InvalidField("reward", "is missing");
   } else {
-    TANDEM_RETURN_IF_ERROR(CheckFinite("reward", *sample.reward));
+    TANDEM_RETURN_IF_ERROR(CheckInRange("reward", *sample.reward, -kMaxReward, kMaxReward));
   }
+  TANDEM_RETURN_IF_ERROR(training::CheckIdLength("group_id", sample.group_id));
   const bool grouped = !provided && objective.advantage_estimator != AdvantageEstimator::kGae;
   if (grouped && sample.group_id.empty()) return InvalidField("group_id", "is missing");
-  return absl::OkStatus();
-}
-
-// What depends on this trainer.
-absl::Status CheckSupport(const PolicyObjective& objective, const BatchLimits& limits) {
-  if (objective.advantage_estimator == AdvantageEstimator::kGae && !limits.has_critic) {
-    return WithReason(FieldError(absl::StatusCode::kFailedPrecondition, "advantage_estimator",
-                                 "GAE needs a critic, and none is configured"),
-                      reason::kNoCritic);
-  }
-  if (objective.loss.kl_coefficient > 0 && !limits.has_reference) {
-    return WithReason(FieldError(absl::StatusCode::kFailedPrecondition, "kl_coefficient",
-                                 "the KL needs a reference model, and none is configured"),
-                      reason::kNoReferenceModel);
-  }
   return absl::OkStatus();
 }
 
@@ -181,8 +175,8 @@ absl::Status CheckCount(size_t count, const BatchLimits& limits) {
 }  // namespace
 
 absl::Status CheckPolicyBatch(const PolicyBatch& batch, const BatchLimits& limits) {
-  TANDEM_RETURN_IF_ERROR(PrependFieldPath("policy", CheckObjective(batch.objective)));
-  TANDEM_RETURN_IF_ERROR(PrependFieldPath("policy", CheckSupport(batch.objective, limits)));
+  TANDEM_RETURN_IF_ERROR(
+      PrependFieldPath("policy", CheckObjective(batch.objective, limits.support)));
   TANDEM_RETURN_IF_ERROR(CheckCount(batch.samples.size(), limits));
   for (size_t i = 0; i < batch.samples.size(); ++i) {
     TANDEM_RETURN_IF_ERROR(PrependFieldPath(

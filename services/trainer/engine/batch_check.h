@@ -17,8 +17,7 @@ struct BatchLimits {
   int64_t max_samples = 0;
   int64_t version = 0;  // of the weights that the update starts from
   const training::WeightsLineage* lineage = nullptr;
-  bool has_critic = false;
-  bool has_reference = false;
+  ObjectiveSupport support = {};
 };
 
 // Codes as Engine::TrainStep names them; paths from "policy." or "samples[i]." on.

@@ -91,6 +91,27 @@ const std::vector<Case>& Cases() {
        absl::StatusCode::kOutOfRange, "samples[2].trajectory.response_token_ids"},
       {"no reward", [](auto& b) { b.samples[2].reward.reset(); }, kInvalid, "samples[2].reward"},
       {"NaN reward", [](auto& b) { b.samples[2].reward = kNan; }, kInvalid, "samples[2].reward"},
+      {"reward whose square is infinite", [](auto& b) { b.samples[2].reward = 1e308; }, kInvalid,
+       "samples[2].reward"},
+      {"group of a megabyte", [](auto& b) { b.samples[2].group_id.assign(1 << 20, 'g'); }, kInvalid,
+       "samples[2].group_id"},
+      {"hot sampling", [](auto& b) { T(b).sampling.temperature = 1e308; }, kInvalid,
+       "samples[2].trajectory.sampling.temperature"},
+      {"almost greedy sampling", [](auto& b) { T(b).sampling.temperature = 1e-308; }, kInvalid,
+       "samples[2].trajectory.sampling.temperature"},
+      {"NaN top_p", [](auto& b) { T(b).sampling.top_p = kNan; }, kInvalid,
+       "samples[2].trajectory.sampling.top_p"},
+      {"negative max_tokens", [](auto& b) { T(b).sampling.max_tokens = -5; }, kInvalid,
+       "samples[2].trajectory.sampling.max_tokens"},
+      {"stop id outside", [](auto& b) { T(b).sampling.stop_token_ids = {61}; }, kInvalid,
+       "samples[2].trajectory.sampling.stop_token_ids[0]"},
+      {"NaN prob_senior", [](auto& b) { T(b).tandem.prob_senior = kNan; }, kInvalid,
+       "samples[2].trajectory.tandem.prob_senior"},
+      {"negative boundary id",
+       [](auto& b) {
+         T(b).tandem.boundary_token_ids = {3, -5};
+       },
+       kInvalid, "samples[2].trajectory.tandem.boundary_token_ids[1]"},
       {"no group", [](auto& b) { b.samples[2].group_id.clear(); }, kInvalid, "samples[2].group_id"},
       {"unused advantages", [](auto& b) { b.samples[2].advantages = {1}; }, kInvalid,
        "samples[2].advantages"},
@@ -133,22 +154,29 @@ TEST(ObjectiveTest, NumbersOutOfBoundsAreRefusedByName) {
       {"clip_ratio_low", [](O& o) { o.loss.clip_ratio_low = 1.1; }},
       {"clip_ratio_high", [](O& o) { o.loss.clip_ratio_high = -0.1; }},
       {"dual_clip", [](O& o) { o.loss.dual_clip = 0.5; }},
+      {"clip_ratio_high", [](O& o) { o.loss.clip_ratio_high = 1e308; }},
       {"dual_clip", [=](O& o) { o.loss.dual_clip = kInf; }},
+      {"dual_clip", [](O& o) { o.loss.dual_clip = 1e308; }},
       {"kl_coefficient", [](O& o) { o.loss.kl_coefficient = -1; }},
+      {"kl_coefficient", [](O& o) { o.loss.kl_coefficient = 1e308; }},
       {"entropy_coefficient", [](O& o) { o.loss.entropy_coefficient = kNan; }},
+      {"entropy_coefficient", [](O& o) { o.loss.entropy_coefficient = -1e308; }},
       {"importance_sampling_cap", [](O& o) { o.loss.importance_sampling_cap = -1; }},
+      {"importance_sampling_cap", [](O& o) { o.loss.importance_sampling_cap = 1e308; }},
       {"norm_constant", [](O& o) { o.scale.norm_constant = -1; }},
+      {"norm_constant", [](O& o) { o.scale.norm_constant = 1e-308; }},
+      {"norm_constant", [](O& o) { o.scale.norm_constant = 1e308; }},
       {"norm_constant",
        [](O& o) { o.scale.aggregation = loss::Aggregation::kSeqMeanTokenSumNorm; }},
       {"gae_gamma", [](O& o) { o.gae_gamma = 1.01; }},
       {"gae_lambda", [](O& o) { o.gae_lambda = -0.01; }},
       {"max_staleness", [](O& o) { o.max_staleness = -1; }},
   };
-  EXPECT_TRUE(CheckObjective({}).ok());
+  EXPECT_TRUE(CheckObjective({}, {}).ok());
   for (const auto& [path, spoil] : cases) {
     PolicyObjective objective;
     spoil(objective);
-    const absl::Status status = CheckObjective(objective);
+    const absl::Status status = CheckObjective(objective, {});
     EXPECT_EQ(status.code(), absl::StatusCode::kInvalidArgument) << path;
     EXPECT_EQ(FieldPath(status), path) << status;
   }

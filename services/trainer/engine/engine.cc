@@ -10,11 +10,11 @@
 #include "absl/functional/function_ref.h"
 #include "common/base/error.h"
 #include "common/base/field_check.h"
-#include "common/base/logging.h"
 #include "common/base/status_macros.h"
 #include "common/loss/fused_output_loss.h"
 #include "common/loss/supervised_loss.h"
 #include "common/model/model.h"
+#include "common/tandem/tandem_config.h"
 #include "common/tandem/vocabulary.h"
 #include "common/training/sequence_check.h"
 #include "common/training/weight_snapshot.h"
@@ -88,14 +88,8 @@ absl::Status TorchEngine::LoadRest() {
   const loss::LinearCrossEntropyOptions loss_options = {.logits_chunk_bytes =
                                                             options_.logits_chunk_bytes};
   const Model& model = core_->model();
-  TANDEM_ASSIGN_OR_RETURN(
-      auto output_loss,
-      loss::LinearCrossEntropyLoss::Create(model.lm_head().compute_weight(), {}, loss_options));
-  if (!output_loss->fallback_warning().empty()) {
-    Log(LogLevel::kWarning, "fused_loss_fallback",
-        {LogField{"message", output_loss->fallback_warning()}});
-  }
-  loss_ = std::move(output_loss);
+  TANDEM_ASSIGN_OR_RETURN(loss_, loss::LinearCrossEntropyLoss::Create(
+                                     model.lm_head().compute_weight(), {}, loss_options));
 
   if (!options_.reference_model.empty()) {
     absl::StatusOr<std::unique_ptr<Model>> reference =
@@ -111,15 +105,10 @@ absl::Status TorchEngine::LoadRest() {
                                 reference_->lm_head().compute_weight(), {}, loss_options));
   }
 
-  // Sentences are only counted for a report: a model without a tokenizer trains without it.
-  const absl::StatusOr<Vocabulary> vocabulary = Vocabulary::Load(options_.model);
-  if (!vocabulary.ok() && !absl::IsNotFound(vocabulary.status())) {
-    return PrependFieldPath("model", vocabulary.status());
-  }
-  if (vocabulary.ok()) {
+  if (core_->vocabulary() != nullptr) {
     const std::vector<int64_t>& eos = model.config().eos_token_ids;
-    boundaries_ =
-        std::make_unique<BoundarySets>(*vocabulary, std::vector<int32_t>(eos.begin(), eos.end()));
+    boundaries_ = std::make_unique<BoundarySets>(*core_->vocabulary(),
+                                                 std::vector<int32_t>(eos.begin(), eos.end()));
   }
   return absl::OkStatus();
 }
@@ -129,8 +118,7 @@ BatchLimits TorchEngine::Limits() const {
           .max_samples = options_.max_samples,
           .version = core_->state().version,
           .lineage = &core_->state().lineage,
-          .has_critic = critic_ != nullptr,
-          .has_reference = reference_ != nullptr};
+          .support = {.critic = critic_ != nullptr, .reference = reference_ != nullptr}};
 }
 
 absl::StatusOr<StepResult> TorchEngine::TrainStep(const CallScope& call,
@@ -269,7 +257,8 @@ absl::StatusOr<LogProbsResult> TorchEngine::ComputeLogProbs(const CallScope& cal
     TANDEM_RETURN_IF_ERROR(training::CheckSequence(request.prompt_token_ids,
                                                    request.response_token_ids, core_->limits()));
     TANDEM_RETURN_IF_ERROR(CheckAbove("temperature", request.temperature, 0));
-    TANDEM_RETURN_IF_ERROR(CheckInRange("temperature", request.temperature, 0, 100));
+    TANDEM_RETURN_IF_ERROR(
+        Validate(SamplingParams{.temperature = request.temperature}, core_->limits().vocab_size));
     const at::NoGradGuard no_grad;
     const training::MicroBatchInput input = training::MakeMicroBatchInput(
         {training::SelectSequenceRows(request.prompt_token_ids, request.response_token_ids,

@@ -8,9 +8,9 @@
 #include <filesystem>
 #include <utility>
 
+#include "common/base/checksum.h"
 #include "common/base/error.h"
 #include "common/model/testing/tiny_model_dir.h"
-#include "common/tensor/checksum.h"
 #include "services/trainer/engine/testing/batches.h"
 
 namespace tandem::trainer {
@@ -366,6 +366,38 @@ TEST_F(TrainerEngineTest, GradientThatIsNotFiniteIsRefusedAndTheEngineGoesOn) {
   Step(*clean, TestRequest());
   Step(*engine, TestRequest());
   EXPECT_EQ(Digest(*engine), Digest(*clean));
+}
+
+// What passes the checks trains.
+TEST_F(TrainerEngineTest, TheLargestNumbersThatAreAcceptedStayFinite) {
+  EngineOptions options = Options();
+  options.reference_model = options.model;
+  auto engine = Make(options);
+  PolicyBatch batch = TestBatch();
+  RecordLogProbs(*engine, batch);
+  for (PolicySample& sample : batch.samples) sample.reward = *sample.reward > 0 ? 1e9 : -1e9;
+  PolicyObjective& objective = batch.objective;
+  objective.advantage_estimator = AdvantageEstimator::kGroupRelativeNoStd;
+  objective.scale.aggregation = loss::Aggregation::kTokenSum;
+  objective.loss.clip_ratio_high = 1e9;
+  objective.loss.dual_clip = 1e9;
+  objective.loss.kl_estimator = loss::KlEstimator::kK3;
+  objective.loss.kl_coefficient = 1e9;
+  objective.loss.entropy_coefficient = 1e9;
+  objective.loss.importance_sampling_cap = 1e9;
+  for (const auto& [name, value] : Step(*engine, TestRequest(batch)).report.metrics) {
+    EXPECT_TRUE(std::isfinite(value)) << name;
+  }
+  EXPECT_EQ(engine->Info().weights.version, 1);
+}
+
+TEST_F(TrainerEngineTest, ATemperatureThatNoRolloutHasIsRefusedByName) {
+  auto engine = Make();
+  for (const double temperature : {0.0, 1e-308, 1e308, -1.0}) {
+    const absl::Status status = engine->ComputeLogProbs({}, {{1}, {2}, temperature}).status();
+    EXPECT_EQ(status.code(), absl::StatusCode::kInvalidArgument) << status;
+    EXPECT_EQ(FieldPath(status), "temperature");
+  }
 }
 
 TEST_F(TrainerEngineTest, CheckpointContinuesBitForBitAndKeepsTheTable) {

@@ -1,16 +1,13 @@
 // What a train step optimises: the engine's side of tandem.trainer.v1.PolicyObjective. A new field
 // of the contract is a field here (of a loss term: in common/loss/policy_loss.h), with its bounds
-// in CheckObjective, a line in services/trainer/service/objective_convert.cc, and the code that
-// uses it.
+// in CheckObjective, a line each way in services/trainer/service/objective_convert.cc, and the code
+// that uses it.
 #ifndef TANDEM_SERVICES_TRAINER_ENGINE_OBJECTIVE_H_
 #define TANDEM_SERVICES_TRAINER_ENGINE_OBJECTIVE_H_
 
 #include <cstdint>
 
 #include "absl/status/status.h"
-#include "common/base/error.h"
-#include "common/base/field_check.h"
-#include "common/base/status_macros.h"
 #include "common/loss/loss_scale.h"
 #include "common/loss/policy_loss.h"
 
@@ -53,22 +50,16 @@ struct SupervisedObjective {
   bool operator==(const SupervisedObjective&) const = default;
 };
 
-// The bounds of the numbers, and UNIMPLEMENTED for a choice that is not there yet; paths as in
-// PolicyObjective of the contract.
-inline absl::Status CheckObjective(const PolicyObjective& objective) {
-  TANDEM_RETURN_IF_ERROR(loss::CheckPolicyLossOptions(objective.loss));
-  TANDEM_RETURN_IF_ERROR(loss::CheckLossScaleOptions(objective.scale));
-  TANDEM_RETURN_IF_ERROR(
-      CheckInRange("junior_token_loss_weight", objective.junior_token_loss_weight, 0, 1));
-  if (objective.junior_kl_coefficient > 0) {
-    return FieldError(absl::StatusCode::kUnimplemented, "junior_kl_coefficient",
-                      "the auxiliary KL towards the junior is not there yet");
-  }
-  TANDEM_RETURN_IF_ERROR(CheckAtLeast("junior_kl_coefficient", objective.junior_kl_coefficient, 0));
-  TANDEM_RETURN_IF_ERROR(CheckInRange("gae_gamma", objective.gae_gamma, 0, 1));
-  TANDEM_RETURN_IF_ERROR(CheckInRange("gae_lambda", objective.gae_lambda, 0, 1));
-  return CheckAtLeast("max_staleness", objective.max_staleness, 0);
-}
+// What an objective may need of a trainer beside the model.
+struct ObjectiveSupport {
+  bool critic = false;
+  bool reference = false;
+};
+
+// All that can be said before there are samples: the bounds of the numbers, UNIMPLEMENTED for a
+// choice that is not there yet, FAILED_PRECONDITION (reasons NO_CRITIC, NO_REFERENCE_MODEL) for
+// what this trainer lacks; paths as in PolicyObjective of the contract.
+absl::Status CheckObjective(const PolicyObjective& objective, const ObjectiveSupport& support);
 
 }  // namespace tandem::trainer
 

@@ -23,7 +23,8 @@ absl::StatusOr<Trajectory> TrajectoryFromProto(const types::v1::Trajectory& prot
 
 }  // namespace
 
-absl::StatusOr<StepHeader> FromProto(const v1::TrainStepHeader& proto, int64_t max_samples) {
+absl::StatusOr<StepHeader> FromProto(const v1::TrainStepHeader& proto, int64_t max_samples,
+                                     const ObjectiveSupport& support) {
   TANDEM_RETURN_IF_ERROR(training::CheckStepHeader(proto, max_samples));
   StepHeader out;
   out.run_id = proto.run_id();
@@ -33,11 +34,8 @@ absl::StatusOr<StepHeader> FromProto(const v1::TrainStepHeader& proto, int64_t m
   out.num_samples = proto.num_samples();
   switch (proto.objective_case()) {
     case v1::TrainStepHeader::kPolicy: {
-      auto objective = FromProto(proto.policy());
-      if (!objective.ok()) return PrependFieldPath("policy", objective.status());
       // The engine looks at it again; here it is refused before the samples are sent.
-      TANDEM_RETURN_IF_ERROR(PrependFieldPath("policy", CheckObjective(*objective)));
-      out.objective = *std::move(objective);
+      TANDEM_ASSIGN_OR_RETURN(out.objective, ResolveObjective(proto.policy(), support));
       return out;
     }
     case v1::TrainStepHeader::kSupervised: {

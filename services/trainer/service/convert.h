@@ -26,8 +26,9 @@ struct StepHeader {
   bool is_policy() const { return std::holds_alternative<PolicyObjective>(objective); }
 };
 
-// num_samples above `max_samples` is OUT_OF_RANGE.
-absl::StatusOr<StepHeader> FromProto(const v1::TrainStepHeader& proto, int64_t max_samples);
+// num_samples above `max_samples` is OUT_OF_RANGE; errors of the objective as CheckObjective says.
+absl::StatusOr<StepHeader> FromProto(const v1::TrainStepHeader& proto, int64_t max_samples,
+                                     const ObjectiveSupport& support);
 
 // Shapes, numbers that are not finite and what the objective requires of a sample are refused here;
 // what the model must judge (ids, lengths, versions, authorship) is the engine's.

@@ -2,12 +2,14 @@
 
 #include <google/protobuf/descriptor.h>
 #include <google/protobuf/message.h>
+#include <google/protobuf/util/json_util.h>
 #include <gtest/gtest.h>
 
 #include <functional>
 #include <limits>
 #include <ostream>
 #include <string>
+#include <utility>
 
 #include "common/base/error.h"
 #include "common/rpc/proto_convert.h"
@@ -84,6 +86,75 @@ TEST(ObjectiveTest, NoFieldOfTheContractIsIgnored) {
   v1::PolicyObjective base;
   ExpectEveryFieldCounts<PolicyObjective>(base);
   ExpectEveryFieldCounts<SupervisedObjective>(v1::SupervisedObjective());
+}
+
+// What is reported as in force leaves nothing to know.
+TEST(PolicyObjectiveTest, EveryFieldIsSetInTheAnswer) {
+  const v1::PolicyObjective proto = ToProto(FromProto(v1::PolicyObjective()).value());
+  const google::protobuf::Descriptor& type = *v1::PolicyObjective::descriptor();
+  for (int i = 0; i < type.field_count(); ++i) {
+    EXPECT_TRUE(proto.GetReflection()->HasField(proto, type.field(i)))
+        << type.field(i)->full_name();
+  }
+  EXPECT_EQ(FromProto(proto).value(), FromProto(v1::PolicyObjective()).value());
+}
+
+// A field that ToProto forgets, or mixes up with another, comes back changed.
+TEST(PolicyObjectiveTest, EveryValueComesBack) {
+  using google::protobuf::FieldDescriptor;
+  const google::protobuf::Descriptor& type = *v1::PolicyObjective::descriptor();
+  for (int i = 0; i < type.field_count(); ++i) {
+    const FieldDescriptor& field = *type.field(i);
+    const auto expect_back = [&](const v1::PolicyObjective& proto) {
+      const PolicyObjective objective = FromProto(proto).value();
+      const v1::PolicyObjective back = ToProto(objective);
+      EXPECT_EQ(FromProto(back).value(), objective) << field.full_name();
+      EXPECT_FALSE(back.SerializeAsString() ==
+                   ToProto(FromProto(v1::PolicyObjective()).value()).SerializeAsString())
+          << field.full_name();
+    };
+    v1::PolicyObjective proto;
+    if (field.cpp_type() != FieldDescriptor::CPPTYPE_ENUM) {
+      Change(proto, field);
+      expect_back(proto);
+      continue;
+    }
+    const int standard =
+        proto.GetReflection()->GetEnumValue(ToProto(FromProto(proto).value()), &field);
+    for (int v = 1; v < field.enum_type()->value_count(); ++v) {  // 0 is UNSPECIFIED
+      const int number = field.enum_type()->value(v)->number();
+      proto.GetReflection()->SetEnumValue(&proto, &field, number);
+      if (number != standard) expect_back(proto);
+    }
+  }
+}
+
+TEST(PolicyObjectiveTest, AnObjectiveIsCheckedFromItsJson) {
+  const auto good = ResolveObjectiveJson(R"({"clip_ratio_low": 0.125})", {});
+  ASSERT_TRUE(good.ok()) << good.status();
+  v1::PolicyObjective proto;
+  ASSERT_TRUE(google::protobuf::util::JsonStringToMessage(*good, &proto).ok()) << *good;
+  EXPECT_EQ(proto.clip_ratio_low(), 0.125);
+  EXPECT_EQ(proto.clip_ratio_high(), 0.2);
+  EXPECT_EQ(proto.loss_kind(), v1::POLICY_LOSS_KIND_PPO_CLIP);
+  EXPECT_EQ(good->find('\n'), std::string::npos);
+  const std::pair<const char*, const char*> bad[] = {
+      {"{", "policy"},
+      {R"({"clip": 1})", "policy"},
+      {R"({"clip_ratio_low": 2})", "policy.clip_ratio_low"},
+      {R"({"entropy_coefficient": "NaN"})", "policy.entropy_coefficient"},
+      {R"({"kl_coefficient": 0.1})", "policy.kl_coefficient"},
+      {R"({"advantage_estimator": "ADVANTAGE_ESTIMATOR_GAE"})", "policy.advantage_estimator"}};
+  for (const auto& [json, path] : bad) {
+    EXPECT_EQ(FieldPath(ResolveObjectiveJson(json, {}).status()), path) << json;
+  }
+  EXPECT_TRUE(ResolveObjectiveJson(bad[4].first, {.reference = true}).ok());
+  EXPECT_TRUE(ResolveObjectiveJson(bad[5].first, {.critic = true}).ok());
+  config::v1::TrainerServerConfig config;
+  EXPECT_FALSE(SupportOf(config).critic || SupportOf(config).reference);
+  config.set_critic_address("host:1");
+  config.set_reference_model("/models/reference");
+  EXPECT_TRUE(SupportOf(config).critic && SupportOf(config).reference);
 }
 
 TEST(PolicyObjectiveTest, EveryFieldIsCarried) {
@@ -169,7 +240,7 @@ class BadHeaderTest : public testing::TestWithParam<BadCase<v1::TrainStepHeader>
 TEST_P(BadHeaderTest, IsRefusedByName) {
   v1::TrainStepHeader proto = PolicyHeader(1);
   GetParam().spoil(proto);
-  const auto header = FromProto(proto, 8);
+  const auto header = FromProto(proto, 8, {});
   EXPECT_EQ(header.status().code(), absl::StatusCode::kInvalidArgument);
   EXPECT_EQ(FieldPath(header.status()), GetParam().path) << header.status();
 }
@@ -190,7 +261,7 @@ INSTANTIATE_TEST_SUITE_P(
                                }}));
 
 TEST(HeaderTest, MoreSamplesThanConfiguredIsOutOfRange) {
-  const auto header = FromProto(PolicyHeader(9), 8);
+  const auto header = FromProto(PolicyHeader(9), 8, {});
   EXPECT_EQ(header.status().code(), absl::StatusCode::kOutOfRange);
   EXPECT_EQ(FieldPath(header.status()), "num_samples");
 }

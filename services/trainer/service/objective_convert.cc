@@ -1,130 +1,103 @@
 #include "services/trainer/service/objective_convert.h"
 
+#include <google/protobuf/util/json_util.h>
+
+#include <cstddef>
+
 #include "absl/strings/str_cat.h"
+#include "absl/strings/string_view.h"
 #include "common/base/error.h"
 #include "common/base/status_macros.h"
 
 namespace tandem::trainer {
 namespace {
 
-absl::Status UnknownEnum(absl::string_view path, int value) {
-  return InvalidField(path, absl::StrCat("unknown value ", value));
+// The choices of an enum, here and in the contract; the first is the default.
+template <typename Proto, typename Plain>
+struct Choice {
+  Proto proto;
+  Plain plain;
+};
+
+constexpr Choice<v1::PolicyLossKind, loss::PolicyLossKind> kLossKinds[] = {
+    {v1::POLICY_LOSS_KIND_PPO_CLIP, loss::PolicyLossKind::kPpoClip},
+    {v1::POLICY_LOSS_KIND_GSPO, loss::PolicyLossKind::kGspo},
+    {v1::POLICY_LOSS_KIND_CISPO, loss::PolicyLossKind::kCispo}};
+
+constexpr Choice<v1::KlEstimator, loss::KlEstimator> kKlEstimators[] = {
+    {v1::KL_ESTIMATOR_K3, loss::KlEstimator::kK3},
+    {v1::KL_ESTIMATOR_K1, loss::KlEstimator::kK1},
+    {v1::KL_ESTIMATOR_K2, loss::KlEstimator::kK2},
+    {v1::KL_ESTIMATOR_K1_GRADIENT_K2, loss::KlEstimator::kK1GradientK2},
+    {v1::KL_ESTIMATOR_K3_GRADIENT_K2, loss::KlEstimator::kK3GradientK2}};
+
+constexpr Choice<v1::OldLogprobs, OldLogprobs> kOldLogprobs[] = {
+    {v1::OLD_LOGPROBS_SENIOR, OldLogprobs::kSenior},
+    {v1::OLD_LOGPROBS_AUTHOR, OldLogprobs::kAuthor},
+    {v1::OLD_LOGPROBS_RECOMPUTED, OldLogprobs::kRecomputed},
+    {v1::OLD_LOGPROBS_PROVIDED, OldLogprobs::kProvided}};
+
+constexpr Choice<v1::AdvantageEstimator, AdvantageEstimator> kAdvantageEstimators[] = {
+    {v1::ADVANTAGE_ESTIMATOR_GROUP_RELATIVE, AdvantageEstimator::kGroupRelative},
+    {v1::ADVANTAGE_ESTIMATOR_GROUP_RELATIVE_NO_STD, AdvantageEstimator::kGroupRelativeNoStd},
+    {v1::ADVANTAGE_ESTIMATOR_LEAVE_ONE_OUT, AdvantageEstimator::kLeaveOneOut},
+    {v1::ADVANTAGE_ESTIMATOR_GAE, AdvantageEstimator::kGae},
+    {v1::ADVANTAGE_ESTIMATOR_PROVIDED, AdvantageEstimator::kProvided}};
+
+constexpr Choice<v1::Aggregation, loss::Aggregation> kAggregations[] = {
+    {v1::AGGREGATION_TOKEN_MEAN, loss::Aggregation::kTokenMean},
+    {v1::AGGREGATION_TOKEN_SUM, loss::Aggregation::kTokenSum},
+    {v1::AGGREGATION_SEQ_MEAN_TOKEN_SUM, loss::Aggregation::kSeqMeanTokenSum},
+    {v1::AGGREGATION_SEQ_MEAN_TOKEN_MEAN, loss::Aggregation::kSeqMeanTokenMean},
+    {v1::AGGREGATION_SEQ_MEAN_TOKEN_SUM_NORM, loss::Aggregation::kSeqMeanTokenSumNorm}};
+
+constexpr Choice<v1::Normalizer, loss::Normalizer> kNormalizers[] = {
+    {v1::NORMALIZER_NONZERO_WEIGHT, loss::Normalizer::kNonzeroWeight},
+    {v1::NORMALIZER_ALL_TOKENS, loss::Normalizer::kAllTokens},
+    {v1::NORMALIZER_SUM_OF_WEIGHTS, loss::Normalizer::kSumOfWeights}};
+
+// The default for 0, which is UNSPECIFIED everywhere.
+template <typename Proto, typename Plain, size_t N>
+absl::Status Choose(absl::string_view path, Proto proto, const Choice<Proto, Plain> (&choices)[N],
+                    Plain* out) {
+  *out = choices[0].plain;
+  if (proto == Proto{}) return absl::OkStatus();
+  for (const auto& choice : choices) {
+    if (choice.proto != proto) continue;
+    *out = choice.plain;
+    return absl::OkStatus();
+  }
+  return InvalidField(path, absl::StrCat("unknown value ", static_cast<int>(proto)));
 }
 
-absl::StatusOr<loss::Aggregation> AggregationFromProto(v1::Aggregation proto) {
-  switch (proto) {
-    case v1::AGGREGATION_UNSPECIFIED:
-    case v1::AGGREGATION_TOKEN_MEAN:
-      return loss::Aggregation::kTokenMean;
-    case v1::AGGREGATION_TOKEN_SUM:
-      return loss::Aggregation::kTokenSum;
-    case v1::AGGREGATION_SEQ_MEAN_TOKEN_SUM:
-      return loss::Aggregation::kSeqMeanTokenSum;
-    case v1::AGGREGATION_SEQ_MEAN_TOKEN_MEAN:
-      return loss::Aggregation::kSeqMeanTokenMean;
-    case v1::AGGREGATION_SEQ_MEAN_TOKEN_SUM_NORM:
-      return loss::Aggregation::kSeqMeanTokenSumNorm;
-    default:
-      return UnknownEnum("aggregation", proto);
+// The default for what the contract has no name for: the KL estimator "none", which is coefficient
+// 0 there.
+template <typename Proto, typename Plain, size_t N>
+Proto NameOf(Plain plain, const Choice<Proto, Plain> (&choices)[N]) {
+  for (const auto& choice : choices) {
+    if (choice.plain == plain) return choice.proto;
   }
-}
-
-absl::StatusOr<loss::Normalizer> NormalizerFromProto(v1::Normalizer proto) {
-  switch (proto) {
-    case v1::NORMALIZER_ALL_TOKENS:
-      return loss::Normalizer::kAllTokens;
-    case v1::NORMALIZER_UNSPECIFIED:
-    case v1::NORMALIZER_NONZERO_WEIGHT:
-      return loss::Normalizer::kNonzeroWeight;
-    case v1::NORMALIZER_SUM_OF_WEIGHTS:
-      return loss::Normalizer::kSumOfWeights;
-    default:
-      return UnknownEnum("normalizer", proto);
-  }
-}
-
-absl::StatusOr<loss::PolicyLossKind> LossKindFromProto(v1::PolicyLossKind proto) {
-  switch (proto) {
-    case v1::POLICY_LOSS_KIND_UNSPECIFIED:
-    case v1::POLICY_LOSS_KIND_PPO_CLIP:
-      return loss::PolicyLossKind::kPpoClip;
-    case v1::POLICY_LOSS_KIND_GSPO:
-      return loss::PolicyLossKind::kGspo;
-    case v1::POLICY_LOSS_KIND_CISPO:
-      return loss::PolicyLossKind::kCispo;
-    default:
-      return UnknownEnum("loss_kind", proto);
-  }
-}
-
-absl::StatusOr<loss::KlEstimator> KlEstimatorFromProto(v1::KlEstimator proto) {
-  switch (proto) {
-    case v1::KL_ESTIMATOR_K1:
-      return loss::KlEstimator::kK1;
-    case v1::KL_ESTIMATOR_K2:
-      return loss::KlEstimator::kK2;
-    case v1::KL_ESTIMATOR_UNSPECIFIED:
-    case v1::KL_ESTIMATOR_K3:
-      return loss::KlEstimator::kK3;
-    case v1::KL_ESTIMATOR_K1_GRADIENT_K2:
-      return loss::KlEstimator::kK1GradientK2;
-    case v1::KL_ESTIMATOR_K3_GRADIENT_K2:
-      return loss::KlEstimator::kK3GradientK2;
-    default:
-      return UnknownEnum("kl_estimator", proto);
-  }
-}
-
-absl::StatusOr<OldLogprobs> OldLogprobsFromProto(v1::OldLogprobs proto) {
-  switch (proto) {
-    case v1::OLD_LOGPROBS_UNSPECIFIED:
-    case v1::OLD_LOGPROBS_SENIOR:
-      return OldLogprobs::kSenior;
-    case v1::OLD_LOGPROBS_AUTHOR:
-      return OldLogprobs::kAuthor;
-    case v1::OLD_LOGPROBS_RECOMPUTED:
-      return OldLogprobs::kRecomputed;
-    case v1::OLD_LOGPROBS_PROVIDED:
-      return OldLogprobs::kProvided;
-    default:
-      return UnknownEnum("old_logprobs", proto);
-  }
-}
-
-absl::StatusOr<AdvantageEstimator> AdvantageEstimatorFromProto(v1::AdvantageEstimator proto) {
-  switch (proto) {
-    case v1::ADVANTAGE_ESTIMATOR_UNSPECIFIED:
-    case v1::ADVANTAGE_ESTIMATOR_GROUP_RELATIVE:
-      return AdvantageEstimator::kGroupRelative;
-    case v1::ADVANTAGE_ESTIMATOR_GROUP_RELATIVE_NO_STD:
-      return AdvantageEstimator::kGroupRelativeNoStd;
-    case v1::ADVANTAGE_ESTIMATOR_LEAVE_ONE_OUT:
-      return AdvantageEstimator::kLeaveOneOut;
-    case v1::ADVANTAGE_ESTIMATOR_GAE:
-      return AdvantageEstimator::kGae;
-    case v1::ADVANTAGE_ESTIMATOR_PROVIDED:
-      return AdvantageEstimator::kProvided;
-    default:
-      return UnknownEnum("advantage_estimator", proto);
-  }
+  return choices[0].proto;
 }
 
 // The clip, KL, entropy and importance terms.
 absl::Status LossTermsFromProto(const v1::PolicyObjective& proto, loss::PolicyLossOptions* out) {
-  TANDEM_ASSIGN_OR_RETURN(out->kind, LossKindFromProto(proto.loss_kind()));
+  TANDEM_RETURN_IF_ERROR(Choose("loss_kind", proto.loss_kind(), kLossKinds, &out->kind));
   if (proto.has_clip_ratio_low()) out->clip_ratio_low = proto.clip_ratio_low();
   if (proto.has_clip_ratio_high()) out->clip_ratio_high = proto.clip_ratio_high();
   out->dual_clip = proto.dual_clip();
   out->kl_coefficient = proto.kl_coefficient();
-  TANDEM_ASSIGN_OR_RETURN(out->kl_estimator, KlEstimatorFromProto(proto.kl_estimator()));
+  TANDEM_RETURN_IF_ERROR(
+      Choose("kl_estimator", proto.kl_estimator(), kKlEstimators, &out->kl_estimator));
   out->entropy_coefficient = proto.entropy_coefficient();
   out->importance_sampling_cap = proto.importance_sampling_cap();
   return absl::OkStatus();
 }
 
 absl::Status ScaleFromProto(const v1::PolicyObjective& proto, loss::LossScaleOptions* out) {
-  TANDEM_ASSIGN_OR_RETURN(out->aggregation, AggregationFromProto(proto.aggregation()));
-  TANDEM_ASSIGN_OR_RETURN(out->normalizer, NormalizerFromProto(proto.normalizer()));
+  TANDEM_RETURN_IF_ERROR(
+      Choose("aggregation", proto.aggregation(), kAggregations, &out->aggregation));
+  TANDEM_RETURN_IF_ERROR(Choose("normalizer", proto.normalizer(), kNormalizers, &out->normalizer));
   out->norm_constant = proto.norm_constant();
   return absl::OkStatus();
 }
@@ -136,9 +109,10 @@ absl::StatusOr<PolicyObjective> FromProto(const v1::PolicyObjective& proto) {
   TANDEM_RETURN_IF_ERROR(LossTermsFromProto(proto, &out.loss));
   TANDEM_RETURN_IF_ERROR(ScaleFromProto(proto, &out.scale));
   out.junior_token_loss_weight = proto.junior_token_loss_weight();
-  TANDEM_ASSIGN_OR_RETURN(out.old_logprobs, OldLogprobsFromProto(proto.old_logprobs()));
-  TANDEM_ASSIGN_OR_RETURN(out.advantage_estimator,
-                          AdvantageEstimatorFromProto(proto.advantage_estimator()));
+  TANDEM_RETURN_IF_ERROR(
+      Choose("old_logprobs", proto.old_logprobs(), kOldLogprobs, &out.old_logprobs));
+  TANDEM_RETURN_IF_ERROR(Choose("advantage_estimator", proto.advantage_estimator(),
+                                kAdvantageEstimators, &out.advantage_estimator));
   out.junior_kl_coefficient = proto.junior_kl_coefficient();
   if (proto.has_gae_gamma()) out.gae_gamma = proto.gae_gamma();
   if (proto.has_gae_lambda()) out.gae_lambda = proto.gae_lambda();
@@ -150,11 +124,66 @@ absl::StatusOr<PolicyObjective> FromProto(const v1::PolicyObjective& proto) {
 
 absl::StatusOr<SupervisedObjective> FromProto(const v1::SupervisedObjective& proto) {
   SupervisedObjective out;
-  TANDEM_ASSIGN_OR_RETURN(out.aggregation, AggregationFromProto(proto.aggregation()));
+  TANDEM_RETURN_IF_ERROR(
+      Choose("aggregation", proto.aggregation(), kAggregations, &out.aggregation));
   if (out.aggregation == loss::Aggregation::kSeqMeanTokenSumNorm) {
     return InvalidField("aggregation", "SEQ_MEAN_TOKEN_SUM_NORM needs a policy objective");
   }
   return out;
+}
+
+v1::PolicyObjective ToProto(const PolicyObjective& objective) {
+  v1::PolicyObjective proto;
+  proto.set_loss_kind(NameOf(objective.loss.kind, kLossKinds));
+  proto.set_junior_token_loss_weight(objective.junior_token_loss_weight);
+  proto.set_clip_ratio_low(objective.loss.clip_ratio_low);
+  proto.set_clip_ratio_high(objective.loss.clip_ratio_high);
+  proto.set_dual_clip(objective.loss.dual_clip);
+  proto.set_old_logprobs(NameOf(objective.old_logprobs, kOldLogprobs));
+  proto.set_advantage_estimator(NameOf(objective.advantage_estimator, kAdvantageEstimators));
+  proto.set_aggregation(NameOf(objective.scale.aggregation, kAggregations));
+  proto.set_normalizer(NameOf(objective.scale.normalizer, kNormalizers));
+  proto.set_norm_constant(objective.scale.norm_constant);
+  proto.set_kl_coefficient(objective.loss.kl_coefficient);
+  proto.set_kl_estimator(NameOf(objective.loss.kl_estimator, kKlEstimators));
+  proto.set_entropy_coefficient(objective.loss.entropy_coefficient);
+  proto.set_importance_sampling_cap(objective.loss.importance_sampling_cap);
+  proto.set_junior_kl_coefficient(objective.junior_kl_coefficient);
+  proto.set_gae_gamma(objective.gae_gamma);
+  proto.set_gae_lambda(objective.gae_lambda);
+  proto.set_bootstrap_truncated(objective.bootstrap_truncated);
+  proto.set_whiten_advantages(objective.whiten_advantages);
+  proto.set_max_staleness(static_cast<int32_t>(objective.max_staleness));
+  return proto;
+}
+
+absl::StatusOr<PolicyObjective> ResolveObjective(const v1::PolicyObjective& proto,
+                                                 const ObjectiveSupport& support) {
+  absl::StatusOr<PolicyObjective> objective = FromProto(proto);
+  if (!objective.ok()) return PrependFieldPath("policy", objective.status());
+  TANDEM_RETURN_IF_ERROR(PrependFieldPath("policy", CheckObjective(*objective, support)));
+  return objective;
+}
+
+ObjectiveSupport SupportOf(const config::v1::TrainerServerConfig& config) {
+  return {.critic = !config.critic_address().empty(),
+          .reference = !config.reference_model().empty()};
+}
+
+absl::StatusOr<std::string> ResolveObjectiveJson(const std::string& json,
+                                                 const ObjectiveSupport& support) {
+  v1::PolicyObjective proto;
+  if (const auto parsed = google::protobuf::util::JsonStringToMessage(json, &proto); !parsed.ok()) {
+    return InvalidField("policy", parsed.message().as_string());
+  }
+  TANDEM_ASSIGN_OR_RETURN(const PolicyObjective objective, ResolveObjective(proto, support));
+  google::protobuf::util::JsonPrintOptions options;
+  options.preserve_proto_field_names = true;
+  std::string text;
+  if (!google::protobuf::util::MessageToJsonString(ToProto(objective), &text, options).ok()) {
+    return absl::InternalError("an objective without JSON");
+  }
+  return text;
 }
 
 }  // namespace tandem::trainer

@@ -6,6 +6,7 @@
 #include "common/base/status_macros.h"
 #include "common/rpc/channel.h"
 #include "services/trainer/service/critic_connection.h"
+#include "services/trainer/service/objective_convert.h"
 
 namespace tandem::trainer {
 namespace {
@@ -21,6 +22,7 @@ TrainerServiceOptions ToServiceOptions(const config::v1::TrainerServerConfig& co
   options.max_samples = config.max_samples();
   options.micro_batch_tokens = config.batch().micro_batch_tokens();
   options.critic_address = config.critic_address();
+  options.support = SupportOf(config);
   options.publish_channel = ToChannelOptions(config.server());
   return options;
 }

@@ -15,6 +15,7 @@
 #include "common/rpc/train_step_stream.h"
 #include "common/rpc/unary_handler.h"
 #include "services/trainer/service/convert.h"
+#include "services/trainer/service/objective_convert.h"
 #include "services/trainer/service/publish.h"
 
 namespace tandem::trainer {
@@ -58,6 +59,8 @@ grpc::ServerUnaryReactor* TrainerService::GetServerInfo(grpc::CallbackServerCont
         out.set_optimizer_steps(engine_->Info().optimizer_steps);
         out.set_micro_batch_tokens(static_cast<int32_t>(options_.micro_batch_tokens));
         out.set_critic_address(options_.critic_address);
+        out.set_unsaved(engine_->unsaved());
+        out.set_max_samples(static_cast<int32_t>(options_.max_samples));
         return out;
       });
 }
@@ -73,7 +76,8 @@ class TrainerService::TrainStepCall final
 
  private:
   absl::StatusOr<int64_t> OnHeader(const v1::TrainStepHeader& proto) override {
-    TANDEM_ASSIGN_OR_RETURN(StepHeader header, FromProto(proto, service_.options_.max_samples));
+    TANDEM_ASSIGN_OR_RETURN(StepHeader header, FromProto(proto, service_.options_.max_samples,
+                                                         service_.options_.support));
     request_.run_id = std::move(header.run_id);
     request_.step = header.step;
     request_.request_id = std::move(header.request_id);
@@ -224,6 +228,20 @@ grpc::ServerUnaryReactor* TrainerService::ExportModel(grpc::CallbackServerContex
                                                       const v1::ExportModelRequest* request,
                                                       v1::ExportModelResponse* response) {
   return training_.HandleExport(context, request, response);
+}
+
+grpc::ServerUnaryReactor* TrainerService::CheckObjective(grpc::CallbackServerContext* context,
+                                                         const v1::CheckObjectiveRequest* request,
+                                                         v1::CheckObjectiveResponse* response) {
+  return rpc::AnswerAtOnce<v1::CheckObjectiveResponse>(
+      executor_, context, response, [&]() -> absl::StatusOr<v1::CheckObjectiveResponse> {
+        if (!request->has_policy()) return InvalidField("policy", "is required");
+        TANDEM_ASSIGN_OR_RETURN(const PolicyObjective objective,
+                                ResolveObjective(request->policy(), options_.support));
+        v1::CheckObjectiveResponse out;
+        *out.mutable_policy() = ToProto(objective);
+        return out;
+      });
 }
 
 }  // namespace tandem::trainer

@@ -20,6 +20,7 @@ namespace tandem::trainer {
 struct TrainerServiceOptions : training::ServiceOptions {
   int64_t micro_batch_tokens = 0;  // reported, as the critic's address
   std::string critic_address;
+  ObjectiveSupport support;
   rpc::ChannelOptions publish_channel;
 };
 
@@ -57,6 +58,9 @@ class TrainerService final : public v1::TrainerService::CallbackService {
   grpc::ServerUnaryReactor* ExportModel(grpc::CallbackServerContext* context,
                                         const v1::ExportModelRequest* request,
                                         v1::ExportModelResponse* response) override;
+  grpc::ServerUnaryReactor* CheckObjective(grpc::CallbackServerContext* context,
+                                           const v1::CheckObjectiveRequest* request,
+                                           v1::CheckObjectiveResponse* response) override;
   grpc::ServerWriteReactor<v1::WatchStepsResponse>* WatchSteps(
       grpc::CallbackServerContext* context, const v1::WatchStepsRequest* request) override;
 

@@ -52,6 +52,8 @@ TEST_F(TrainerServerTest, ARepeatedRequestIsMarkedAsReplayed) {
 
 // Promise 5 of reliability.md: bad input gets a typed error with the field's path.
 TEST_F(TrainerServerTest, EveryMalformedStepIsRefusedByNameAndTheServerServesOn) {
+  v1::TrainStepHeader long_id = PolicyHeader(1);
+  long_id.set_run_id(std::string(257, 'x'));
   v1::PolicySample no_mask = Sample();
   no_mask.mutable_trajectory()->clear_authorship_mask();
   v1::TrainStepHeader unknown_enum = PolicyHeader(1);
@@ -69,6 +71,7 @@ TEST_F(TrainerServerTest, EveryMalformedStepIsRefusedByNameAndTheServerServesOn)
       {"header.num_samples", {Message(PolicyHeader(2)), Message(Sample())}},
       {"header.num_samples", {Message(PolicyHeader(1)), Message(Sample()), Message(Sample())}},
       {"header.num_samples", {Message(PolicyHeader(0))}},
+      {"header.run_id", {Message(long_id)}},
       {"header.policy.kl_estimator", {Message(unknown_enum)}},
       {"samples[0]", {Message(PolicyHeader(1)), v1::TrainStepRequest()}},
       {"samples[1].trajectory.authorship_mask",
@@ -246,10 +249,14 @@ TEST_F(TrainerServerTest, ServerInfoSaysWhatIsHeldAfterEveryStep) {
   EXPECT_EQ(info().server().advertised_address(), server_.address());
   EXPECT_EQ(info().server().weights().version(), 0);
   EXPECT_EQ(info().server().model().vocab_size(), 16);
+  EXPECT_EQ(info().server().model().vocabulary_digest(), "vocabulary");
   EXPECT_EQ(info().micro_batch_tokens(), 2048);
+  EXPECT_EQ(info().max_samples(), kMaxSamples);
+  EXPECT_FALSE(info().unsaved());
   ASSERT_TRUE(TrainStep({Message(PolicyHeader(1)), Message(Sample())}).ok());
   EXPECT_EQ(info().server().weights().version(), 1);
   EXPECT_EQ(info().optimizer_steps(), 1);
+  EXPECT_TRUE(info().unsaved());
   EXPECT_EQ(info().server().weights().digest(), engine_->Info().weights.digest);
 }
 
@@ -287,13 +294,29 @@ TEST_F(TrainerServerTest, CheckpointsAreSavedAndLoaded) {
             absl::StatusCode::kDataLoss);
 }
 
+TEST_F(TrainerServerTest, TheBaseModelIsLoaded) {
+  ASSERT_TRUE(TrainStep({Message(PolicyHeader(1)), Message(Sample())}).ok());
+  v1::LoadCheckpointRequest load;
+  load.set_base_model(true);
+  const auto loaded = Call<v1::LoadCheckpointResponse>(&Stub::LoadCheckpoint, load);
+  ASSERT_TRUE(loaded.ok()) << loaded.status();
+  EXPECT_EQ(loaded->weights().version(), 0);
+  EXPECT_EQ(loaded->weights().digest(), FakeWeights(0).manifest().digest);
+  EXPECT_FALSE(engine_->unsaved());
+  EXPECT_THAT(server_.metrics().Text(), HasSubstr("tandem_weights_version 0"));
+}
+
 TEST_F(TrainerServerTest, BadCheckpointRequestsAreRefusedByName) {
   v1::SaveCheckpointRequest save;
   const auto path = [&] {
     return FieldPath(Call<v1::SaveCheckpointResponse>(&Stub::SaveCheckpoint, save).status());
   };
   EXPECT_EQ(path(), "directory");
+  save.set_directory("~");
+  save.set_name("step_1");
+  EXPECT_EQ(path(), "directory");
   save.set_directory("/ckpt");
+  save.clear_name();
   EXPECT_EQ(path(), "name");
   for (const char* bad : {"..", "a/b", "/etc", "."}) {
     save.set_name(bad);
@@ -302,10 +325,50 @@ TEST_F(TrainerServerTest, BadCheckpointRequestsAreRefusedByName) {
   save.set_name("ok");
   save.set_keep(-1);
   EXPECT_EQ(path(), "keep");
-  EXPECT_EQ(
-      FieldPath(Call<v1::LoadCheckpointResponse>(&Stub::LoadCheckpoint, v1::LoadCheckpointRequest())
-                    .status()),
-      "path");
+  v1::LoadCheckpointRequest load;
+  const auto load_path = [&] {
+    return FieldPath(Call<v1::LoadCheckpointResponse>(&Stub::LoadCheckpoint, load).status());
+  };
+  EXPECT_EQ(load_path(), "source");
+  load.set_path("");
+  EXPECT_EQ(load_path(), "path");
+  load.set_path("~/ckpt");
+  EXPECT_EQ(load_path(), "path");
+  load.set_base_model(false);
+  EXPECT_EQ(load_path(), "base_model");
+  EXPECT_EQ(engine_->version(), 0);
+}
+
+TEST_F(TrainerServerTest, AnObjectiveIsCheckedAsAStepChecksIt) {
+  v1::CheckObjectiveRequest request;
+  const auto check = [&] {
+    return Call<v1::CheckObjectiveResponse>(&Stub::CheckObjective, request);
+  };
+  EXPECT_EQ(FieldPath(check().status()), "policy");
+  request.mutable_policy()->set_clip_ratio_low(0.125);
+  const auto resolved = check();
+  ASSERT_TRUE(resolved.ok()) << resolved.status();
+  EXPECT_EQ(resolved->policy().clip_ratio_low(), 0.125);
+  EXPECT_EQ(resolved->policy().clip_ratio_high(), 0.2);
+  EXPECT_EQ(resolved->policy().loss_kind(), v1::POLICY_LOSS_KIND_PPO_CLIP);
+
+  v1::PolicyObjective bad[4];
+  bad[0].set_entropy_coefficient(1e308);
+  bad[1].set_loss_kind(v1::POLICY_LOSS_KIND_GSPO);
+  bad[2].set_advantage_estimator(v1::ADVANTAGE_ESTIMATOR_GAE);  // no critic is configured
+  bad[3].set_kl_coefficient(0.1);                               // no reference model either
+  for (const v1::PolicyObjective& objective : bad) {
+    *request.mutable_policy() = objective;
+    const absl::Status checked = check().status();
+    v1::TrainStepHeader header = PolicyHeader(1);
+    *header.mutable_policy() = objective;
+    const absl::Status trained = TrainStep({Message(header)}).status();
+    EXPECT_FALSE(checked.ok());
+    EXPECT_EQ(checked.code(), trained.code()) << checked << trained;
+    EXPECT_EQ("header." + FieldPath(checked).value_or(""), FieldPath(trained)) << trained;
+    EXPECT_EQ(Reason(checked), Reason(trained));
+  }
+  EXPECT_TRUE(engine_->steps().empty());
 }
 
 TEST_F(TrainerServerTest, ExportTakesFloatTypesOnly) {

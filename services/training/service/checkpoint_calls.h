@@ -7,11 +7,11 @@
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
-#include "absl/strings/string_view.h"
 #include "common/base/call_scope.h"
 #include "common/base/error.h"
 #include "common/base/field_check.h"
 #include "common/base/logging.h"
+#include "common/base/path_check.h"
 #include "common/base/status_macros.h"
 #include "common/checkpoint/checkpoint.h"
 #include "common/rpc/metrics.h"
@@ -20,12 +20,6 @@
 #include "services/training/engine.h"
 
 namespace tandem::training {
-
-inline absl::Status CheckPath(absl::string_view field, const std::string& path) {
-  if (path.empty()) return InvalidField(field, "is required");
-  if (path.find('\0') != std::string::npos) return InvalidField(field, "holds a NUL byte");
-  return absl::OkStatus();
-}
 
 inline absl::Status CheckSaveFields(const std::string& directory, const std::string& name,
                                     int64_t keep) {
@@ -71,11 +65,18 @@ absl::StatusOr<Response> SaveCheckpoint(Engine& engine, rpc::Metrics& metrics,
 template <typename Response, typename Request>
 absl::StatusOr<Response> LoadCheckpoint(Engine& engine, rpc::Metrics& metrics,
                                         const Request& request, const CallScope& call) {
-  TANDEM_RETURN_IF_ERROR(CheckPath("path", request.path()));
+  if (request.source_case() == Request::SOURCE_NOT_SET) {
+    return InvalidField("source", "is required: path or base_model");
+  }
+  const bool base = request.source_case() == Request::kBaseModel;
+  if (base && !request.base_model()) return InvalidField("base_model", "must be true");
+  if (!base) TANDEM_RETURN_IF_ERROR(CheckPath("path", request.path()));
   const rpc::PhaseTimer timer(metrics, "load");
-  TANDEM_RETURN_IF_ERROR(engine.LoadCheckpoint(call, request.path()));
-  Log(LogLevel::kInfo, "checkpoint_loaded", {LogField{"path", request.path()}});
+  TANDEM_RETURN_IF_ERROR(base ? engine.LoadBaseModel(call)
+                              : engine.LoadCheckpoint(call, request.path()));
   const EngineInfo info = engine.Info();
+  Log(LogLevel::kInfo, base ? "base_model_loaded" : "checkpoint_loaded",
+      {LogField{"path", base ? info.model.path : request.path()}});
   Response response;
   rpc::WeightsVersionToProto(info.weights, response.mutable_weights());
   response.set_optimizer_steps(info.optimizer_steps);

@@ -29,7 +29,10 @@ class FakeEngine final : public Engine {
   }
   bool value_head_from_checkpoint() const override { return false; }
   absl::Status Health() const override { return absl::OkStatus(); }
-  bool unsaved() const override { return false; }
+  bool unsaved() const override {
+    std::lock_guard lock(mutex_);
+    return unsaved_;
+  }
   void Shutdown() override {}
 
   absl::StatusOr<ValuesResult> ComputeValues(const CallScope& call,
@@ -57,6 +60,7 @@ class FakeEngine final : public Engine {
     steps_.push_back(request);
     StepReport report{.run_id = request.run_id, .step = request.step};
     report.weights.version = ++version_;
+    unsaved_ = true;
     report.metrics = {{"critic/loss", 0.25}};
     done_[request.request_id] = report;
     // An error after the step was applied: the answer is lost on the way.
@@ -70,6 +74,12 @@ class FakeEngine final : public Engine {
   absl::Status LoadCheckpoint(const CallScope&, const std::string&) override {
     std::lock_guard lock(mutex_);
     version_ = 7;
+    return absl::OkStatus();
+  }
+  absl::Status LoadBaseModel(const CallScope&) override {
+    std::lock_guard lock(mutex_);
+    version_ = 0;
+    unsaved_ = false;
     return absl::OkStatus();
   }
   absl::Status ExportModel(const CallScope&, const std::string&, DType) override {
@@ -114,6 +124,7 @@ class FakeEngine final : public Engine {
   bool silent_ = false;
   std::optional<ValuesRequest> last_values_;
   int64_t version_ = 0;
+  bool unsaved_ = false;
   bool drift_ = false;
   int64_t drifted_ = 0;
   int calls_ = 0;

@@ -12,8 +12,8 @@
 #include <utility>
 #include <vector>
 
+#include "common/base/checksum.h"
 #include "common/base/engine_thread.h"
-#include "common/tensor/checksum.h"
 #include "services/trainer/engine/engine.h"
 
 namespace tandem::trainer {
@@ -49,6 +49,7 @@ class FakeEngine final : public Engine {
     info.model.path = "/models/fake";
     info.model.model_type = "fake";
     info.model.vocab_size = 16;
+    info.model.vocabulary_digest = "vocabulary";
     info.weights.version = version_;
     info.optimizer_steps = version_;
     info.weights.digest = FakeWeights(version_).manifest().digest;
@@ -100,6 +101,14 @@ class FakeEngine final : public Engine {
     std::lock_guard lock(mutex_);
     if (absl::Status error = TakeError(); !error.ok()) return error;
     version_ = 41;
+    unsaved_ = false;
+    return absl::OkStatus();
+  }
+  absl::Status LoadBaseModel(const CallScope&) override {
+    std::lock_guard lock(mutex_);
+    if (absl::Status error = TakeError(); !error.ok()) return error;
+    version_ = 0;
+    unsaved_ = false;
     return absl::OkStatus();
   }
   absl::Status ExportModel(const CallScope&, const std::string&, DType dtype) override {

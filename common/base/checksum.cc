@@ -1,4 +1,4 @@
-#include "common/tensor/checksum.h"
+#include "common/base/checksum.h"
 
 #include <xxhash.h>
 

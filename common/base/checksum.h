@@ -1,6 +1,7 @@
-// XXH3 digests of tensors and transfers (https://xxhash.com). They detect corruption, not malice.
-#ifndef TANDEM_COMMON_TENSOR_CHECKSUM_H_
-#define TANDEM_COMMON_TENSOR_CHECKSUM_H_
+// XXH3 digests of weights, files, transfers (https://xxhash.com). They detect corruption, not
+// malice.
+#ifndef TANDEM_COMMON_BASE_CHECKSUM_H_
+#define TANDEM_COMMON_BASE_CHECKSUM_H_
 
 #include <cstddef>
 #include <cstdint>
@@ -35,4 +36,4 @@ uint64_t Xxh3_64(const void* data, size_t bytes);
 
 }  // namespace tandem
 
-#endif  // TANDEM_COMMON_TENSOR_CHECKSUM_H_
+#endif  // TANDEM_COMMON_BASE_CHECKSUM_H_

@@ -1,0 +1,19 @@
+"""The `tandem` command: what has to happen before anything large is imported."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+
+def main() -> None:
+    """Runs the command line; Ctrl-C while it is imported ends the process without a word."""
+    signal.signal(signal.SIGINT, lambda *_: os._exit(130))
+    from tandem.cli import main as run
+
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    run()
+
+
+if __name__ == "__main__":
+    main()

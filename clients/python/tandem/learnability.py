@@ -1,0 +1,60 @@
+"""Runs that cannot learn, named before they look healthy for hours."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from tandem.settings import RunSettings
+
+# Steps after which rewards without variance are no accident any more.
+FLAT_STEPS = 3
+
+
+def obstacles(settings: RunSettings) -> list[str]:
+    """Why a policy-gradient run with these settings cannot learn; empty if nothing is known."""
+    found = []
+    estimator = _estimator(settings)
+    if settings.sampling.temperature == 0:
+        found.append("sampling.temperature: 0: greedy responses have no gradient")
+    if settings.batch.samples_per_prompt == 1 and estimator != "gae":
+        found.append(
+            f"batch.samples_per_prompt: 1: {estimator} compares the responses to a prompt, and a "
+            "single one gets advantage 0"
+        )
+    tandem = settings.tandem
+    coins = tandem.enabled and tandem.selection_strategy in (None, "bernoulli", "word")
+    if coins and tandem.prob_senior == 0 and not settings.objective.junior_token_loss_weight:
+        found.append(
+            "tandem.prob_senior: 0: the junior writes every token, and "
+            "objective.junior_token_loss_weight gives none of them a weight"
+        )
+    return found
+
+
+class FlatRewards:
+    """Notices when no group of the first steps had rewards that differ."""
+
+    def __init__(self, settings: RunSettings) -> None:
+        self._by_group = _estimator(settings) != "gae"
+        self._steps = 0
+        self._varied = False
+
+    def add(self, line: Mapping[str, Any]) -> str | None:
+        """Takes a line of metrics.jsonl; a warning after FLAT_STEPS steps without variance."""
+        self._steps += 1
+        if self._by_group:
+            self._varied |= line["reward/frac_zero_std"] < 1
+        else:
+            self._varied |= line["reward/min"] < line["reward/max"]
+        if self._varied or self._steps != FLAT_STEPS:
+            return None
+        where = "to the same prompt " if self._by_group else ""
+        return (
+            f"after {FLAT_STEPS} steps all responses {where}have had the same reward: there is "
+            "nothing to learn from; is the reward function right, is the task too hard or too easy?"
+        )
+
+
+def _estimator(settings: RunSettings) -> str:
+    return settings.objective.advantage_estimator or "group_relative"

@@ -1,0 +1,84 @@
+"""Clusters that `tandem up` runs for this user, so that other commands find them."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from tandem.cluster import LocalCluster
+from tandem.errors import ConfigError
+
+
+@contextmanager
+def announced(cluster: LocalCluster) -> Iterator[None]:
+    """Lets clusters() find the cluster until the body ends, or the process does."""
+    folder = _folder()
+    folder.mkdir(parents=True, exist_ok=True)
+    record = folder / f"{os.getpid()}.json"
+    temporary = record.with_suffix(".tmp")
+    # The lock says that the process lives; the record appears with the lock held.
+    with temporary.open("w", encoding="utf-8") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        servers = [server.describe() for server in cluster.servers]
+        json.dump({"directory": str(cluster.settings.directory), "servers": servers}, file)
+        file.flush()
+        temporary.replace(record)
+        try:
+            yield
+        finally:
+            record.unlink(missing_ok=True)
+
+
+def clusters() -> list[dict[str, Any]]:
+    """The clusters that run: {"directory", "servers": what `tandem up --json` says of each}."""
+    found = []
+    for record in sorted(_folder().glob("*.json")):
+        # It may end at any moment.
+        try:
+            with record.open(encoding="utf-8") as file:
+                if _is_locked(file.fileno()):
+                    found.append(json.load(file))
+                else:
+                    record.unlink(missing_ok=True)
+        except FileNotFoundError:
+            continue
+    return found
+
+
+def servers() -> list[dict[str, Any]]:
+    """The servers of the cluster that runs, none if none does; ConfigError for several."""
+    found = clusters()
+    if len(found) > 1:
+        directories = ", ".join(one["directory"] for one in found)
+        raise ConfigError(
+            f"{len(found)} clusters run: {directories}",
+            hint="name a server by its address; `tandem up` printed them",
+        )
+    return found[0]["servers"] if found else []
+
+
+def rollout_address() -> str | None:
+    """Where to generate without being told: the cluster that runs, or None if none does."""
+    known = servers()
+    rollouts = [server["address"] for server in known if server["role"] == "rollout"]
+    if known and not rollouts:
+        raise ConfigError("--rollout: the cluster that runs has no rollout server")
+    return rollouts[0] if rollouts else None
+
+
+def _folder() -> Path:
+    state = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
+    return Path(state) / "tandem" / "clusters"
+
+
+def _is_locked(descriptor: int) -> bool:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    return False

@@ -1,0 +1,158 @@
+"""What runs and evaluations start from: the weights that the servers get before the first prompt.
+
+Every function first checks what could go wrong, then loads, then publishes; rollout servers may be
+rolled back here, and only here. What fails in between is put right by the next start.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import grpc
+
+from tandem.client import CriticClient, TrainerClient
+from tandem.errors import FailedPreconditionError, UnsavedUpdatesError
+from tandem.run_dir import Checkpoint, RunDirectory, checkpoint_at, checkpoint_of
+from tandem.session import Session, other_weights
+from tandem.types.v1 import server_pb2
+
+
+@dataclass(frozen=True)
+class Start:
+    """Where a run begins.
+
+    Attributes:
+        source: in words.
+        weights: of the senior, in the trainer and in every rollout server.
+    """
+
+    source: str
+    weights: server_pb2.WeightsVersion
+
+    def __str__(self) -> str:
+        """One line for people."""
+        weights = self.weights
+        return f"starting from {self.source}: version {weights.version} ({weights.digest[:8]})"
+
+    def record(self) -> dict[str, Any]:
+        """As it stands in run.json."""
+        return {
+            "from": self.source,
+            "version": self.weights.version,
+            "digest": self.weights.digest,
+        }
+
+
+def start_run(session: Session, run: RunDirectory, *, discard_unsaved: bool = False) -> Start:
+    """Brings the servers to where the run begins, or goes on from.
+
+    Raises:
+        UnsavedUpdatesError: a server holds updates that no checkpoint has, and neither
+            `discard_unsaved` nor start_from gives them up.
+        FailedPreconditionError: a rollout server was started with another model than the trainer,
+            or a checkpoint holds other weights than the run saved (reason WEIGHTS_DIFFER).
+    """
+    run.require_same_servers(session.servers())
+    start_from = session.settings.start_from
+    if run.state is not None:
+        require_saved(session, discard_unsaved, ours=run.versions)
+        return _load(session, checkpoint_of(run.path), f"the checkpoint of step {run.state.step}")
+    if start_from == "served":
+        return _served(session)
+    if start_from is None or start_from == "base":
+        require_saved(session, discard_unsaved or start_from == "base")
+        return _base(session)
+    checkpoint = checkpoint_at(Path(start_from))
+    require_saved(session, discard_unsaved)
+    return _load(session, checkpoint, str(checkpoint.trainer))
+
+
+def serve_checkpoint(session: Session, path: Path, *, discard_unsaved: bool = False) -> Start:
+    """Loads a checkpoint, or a run directory's last one, into the trainer and publishes it."""
+    checkpoint = checkpoint_at(path)
+    require_saved(session, discard_unsaved)
+    return _load(session, checkpoint, str(checkpoint.trainer))
+
+
+def require_saved(session: Session, discard: bool, ours: Collection[tuple[int, str]] = ()) -> None:
+    """Refuses to replace updates that no checkpoint has, but for those of `ours`.
+
+    `ours` are the (version, digest) of a run that will do its steps again.
+    """
+    if discard:
+        return
+    with ExitStack() as stack:
+        clients: list[TrainerClient | CriticClient] = [session.trainer]
+        if session.uses_critic:
+            clients.append(stack.enter_context(session.critic()))
+        infos = [client.info() for client in clients]
+    if _made_by(ours, infos[0].server.weights):
+        return
+    for client, info in zip(clients, infos, strict=True):
+        if info.unsaved:
+            raise UnsavedUpdatesError(
+                f"the {client.role} at {client.address} holds updates that no checkpoint has "
+                f"(version {info.server.weights.version})",
+                hint="start_from=served begins a run with them, --discard-unsaved throws them away",
+            )
+
+
+def _made_by(ours: Collection[tuple[int, str]], held: server_pb2.WeightsVersion) -> bool:
+    if (held.version, held.digest) in ours:
+        return True
+    # The step that ran when the run was killed: nobody was left to note its digest.
+    return bool(ours) and held.version == max(version for version, _ in ours) + 1
+
+
+def _base(session: Session) -> Start:
+    # The servers of a new cluster hold it already.
+    held = session.trainer.info().server.weights
+    if session.cluster is None or held.version != 0:
+        held = session.trainer.load_base_model()
+        if session.uses_critic:
+            with session.critic() as critic:
+                critic.load_base_model()
+    for client in session.rollouts.clients:
+        served = client.weights_version()
+        if served.version == held.version == 0 and served.digest != held.digest:
+            raise other_weights(client.address, served, held)
+    model = session.trainer.info().server.model.path
+    return _publish(session, f"the base model {model}", held)
+
+
+def _served(session: Session) -> Start:
+    held = session.trainer.info().server.weights
+    return _publish(session, "what the servers hold", held)
+
+
+def _load(session: Session, checkpoint: Checkpoint, source: str) -> Start:
+    for client in session.rollouts.clients:
+        client.weights_version()  # One that does not answer is found before anything changes.
+    held = session.trainer.load_checkpoint(str(checkpoint.trainer))
+    if checkpoint.digest not in (None, held.digest):
+        raise FailedPreconditionError(
+            f"{checkpoint.trainer} holds weights with digest {held.digest}, the run saved "
+            f"{checkpoint.digest}",
+            code=grpc.StatusCode.FAILED_PRECONDITION,
+            reason="WEIGHTS_DIFFER",
+            hint="something else was written to its place",
+        )
+    if session.uses_critic:
+        with session.critic() as critic:
+            if checkpoint.critic is None:
+                critic.load_base_model()
+                source += ", the critic from its base model"
+            else:
+                critic.load_checkpoint(str(checkpoint.critic))
+    return _publish(session, source, held)
+
+
+def _publish(session: Session, source: str, held: server_pb2.WeightsVersion) -> Start:
+    others = [one for one in session.rollouts.clients if one.weights_version() != held]
+    if others:
+        session.publish(others, allow_rollback=True)
+    return Start(source, held)

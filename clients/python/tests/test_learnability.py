@@ -1,0 +1,72 @@
+"""Runs that cannot learn."""
+
+from pathlib import Path
+
+import pytest
+
+from tandem.learnability import FlatRewards, obstacles
+from tandem.settings import DataSettings, RunSettings
+
+
+def settings(**sections):
+    return RunSettings(
+        run_dir="run", tokenizer="model", data=DataSettings(jsonl=Path("rows")), **sections
+    )
+
+
+@pytest.mark.parametrize(
+    ("sections", "named"),
+    [
+        ({"sampling": {"temperature": 0}}, "sampling.temperature"),
+        ({"batch": {"samples_per_prompt": 1}}, "batch.samples_per_prompt"),
+        (
+            {
+                "batch": {"samples_per_prompt": 1},
+                "objective": {"advantage_estimator": "leave_one_out"},
+            },
+            "batch.samples_per_prompt",
+        ),
+        ({"tandem": {"prob_senior": 0}}, "tandem.prob_senior"),
+    ],
+)
+def test_settings_that_cannot_learn_are_named(sections, named):
+    [obstacle] = obstacles(settings(**sections))
+    assert obstacle.startswith(f"{named}: ")
+
+
+@pytest.mark.parametrize(
+    "sections",
+    [
+        {},
+        {"batch": {"samples_per_prompt": 1}, "objective": {"advantage_estimator": "gae"}},
+        {"tandem": {"prob_senior": 0}, "objective": {"junior_token_loss_weight": 0.5}},
+        {"tandem": {"prob_senior": 0, "selection_strategy": "alternating"}},
+        {"tandem": {"prob_senior": 0, "enabled": False}},
+    ],
+)
+def test_settings_that_can_learn_are_left_alone(sections):
+    assert obstacles(settings(**sections)) == []
+
+
+def line(zero_std, low=0.0, high=1.0):
+    return {"reward/frac_zero_std": zero_std, "reward/min": low, "reward/max": high}
+
+
+def test_groups_without_variance_in_the_first_steps_are_told_once():
+    flat = FlatRewards(settings())
+    told = [flat.add(line(1.0)) for _ in range(6)]
+    assert [text is not None for text in told] == [False, False, True, False, False, False]
+    assert "to the same prompt" in told[2]
+
+
+def test_a_single_group_with_variance_is_enough():
+    flat = FlatRewards(settings())
+    assert [flat.add(line(share)) for share in (1.0, 0.9, 1.0, 1.0)] == [None] * 4
+
+
+def test_with_a_critic_rewards_may_be_equal_within_a_prompt():
+    with_critic = settings(objective={"advantage_estimator": "gae"})
+    flat = FlatRewards(with_critic)
+    assert [flat.add(line(1.0)) for _ in range(4)] == [None] * 4
+    flat = FlatRewards(with_critic)
+    assert [flat.add(line(1.0, 1.0, 1.0)) is None for _ in range(4)] == [True, True, False, True]

@@ -1,0 +1,196 @@
+"""What runs and evaluations start from on servers that have held other weights before."""
+
+import json
+
+import pytest
+
+from tandem import settings
+from tandem.errors import (
+    FailedPreconditionError,
+    RunDirectoryError,
+    TandemError,
+    UnsavedUpdatesError,
+)
+from tandem.run_dir import RunDirectory
+from tandem.session import Session
+from tandem.settings import RunSettings
+from tandem.start import serve_checkpoint, start_run
+from tandem.train import train
+
+
+@pytest.fixture
+def load(run_file):
+    def load(*overrides):
+        return settings.load(RunSettings, run_file, ["steps=2", *overrides])
+
+    return load
+
+
+def run_training(config, *, resume=False, notes=None, on_step=lambda line: None, **options):
+    with (
+        RunDirectory.open(config, "train", resume=resume) as run,
+        Session(config, None if notes is None else notes.append) as session,
+    ):
+        train(session, run, on_step, **options)
+    return run
+
+
+def recorded(run):
+    return json.loads((run.path / "run.json").read_text())["start"]
+
+
+def test_every_run_begins_with_the_base_model_and_says_so(world, load, tmp_path):
+    run_training(load())
+    assert world.version == 2
+    world.headers.clear()
+    notes = []
+    second = run_training(load(f"run_dir={tmp_path / 'second'}"), notes=notes)
+    assert [header.expected_version for header in world.headers] == [0, 1]
+    assert any(note.startswith("starting from the base model") for note in notes)
+    assert recorded(second)["version"] == 0
+    assert recorded(second)["from"].startswith("the base model")
+
+
+def test_only_a_start_may_roll_rollout_servers_back(world, load, tmp_path):
+    run_training(load())
+    world.publications.clear()
+    run_training(load(f"run_dir={tmp_path / 'second'}"))
+    assert world.publications == [(0, True), (1, False), (2, False)]
+
+
+def test_updates_that_no_checkpoint_has_are_not_thrown_away_unasked(world, load, tmp_path):
+    world.version = world.published = 3
+    world.unsaved = True
+    with pytest.raises(UnsavedUpdatesError, match=r"the trainer at .* \(version 3\)") as caught:
+        run_training(load())
+    assert "start_from=served" in caught.value.hint
+    assert "--discard-unsaved" in caught.value.hint
+    assert (world.version, world.loads, world.publications) == (3, [], [])
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("override", "options"), [("start_from=base", {}), ("seed=0", {"discard_unsaved": True})]
+)
+def test_unsaved_updates_are_thrown_away_when_asked(world, load, override, options):
+    world.version = world.published = 3
+    world.unsaved = True
+    run_training(load(override), **options)
+    assert [header.expected_version for header in world.headers] == [0, 1]
+
+
+def test_a_run_goes_on_from_what_the_servers_hold(world, load):
+    world.version, world.published = 3, 5
+    world.unsaved = True
+    run = run_training(load("start_from=served"))
+    assert world.loads == []
+    assert [header.expected_version for header in world.headers] == [3, 4]
+    assert world.publications[0] == (3, True)
+    assert recorded(run) == {"from": "what the servers hold", "version": 3, "digest": "d"}
+
+
+def test_a_run_starts_from_a_checkpoint_and_from_another_run(world, load, tmp_path):
+    first = run_training(load("checkpoint.every=1"))
+    for number, (path, version) in enumerate(
+        [(first.path / "checkpoints/step_000001", 1), (first.path, 2)]
+    ):
+        run = run_training(load(f"run_dir={tmp_path / str(number)}", f"start_from={path}"))
+        assert recorded(run)["version"] == version
+        assert world.loads[-1] == str(first.path / f"checkpoints/step_00000{version}")
+        assert world.headers[-2].expected_version == version
+
+
+def test_a_rollout_server_of_another_base_model_is_refused(world, load):
+    world.served_digest = "other"
+    with pytest.raises(FailedPreconditionError) as caught:
+        run_training(load())
+    assert caught.value.reason == "WEIGHTS_DIFFER"
+    assert world.publications == []
+
+
+def test_an_evaluation_goes_back_to_an_older_checkpoint_and_a_run_to_the_base(
+    world, load, tmp_path
+):
+    first = run_training(load("checkpoint.every=1"))
+    with Session(load(), purpose="eval") as session:
+        start = serve_checkpoint(session, first.path / "checkpoints/step_000001")
+    assert (start.weights.version, world.version, world.published) == (1, 1, 1)
+    run_training(load(f"run_dir={tmp_path / 'second'}"))
+    assert world.version == 2
+
+
+def test_a_checkpoint_that_cannot_be_loaded_leaves_the_servers_as_they_are(world, load, tmp_path):
+    run_training(load())
+    world.publications.clear()
+    with Session(load(), purpose="eval") as session, pytest.raises(TandemError):
+        serve_checkpoint(session, tmp_path / "nothing")
+    assert (world.version, world.published, world.publications) == (2, 2, [])
+    world.unsaved = True
+    with Session(load(), purpose="eval") as session, pytest.raises(UnsavedUpdatesError):
+        serve_checkpoint(session, tmp_path / "run")
+
+
+class Killed(BaseException):
+    """As SIGKILL: nothing gets saved."""
+
+
+def killed_after(step):
+    def on_step(line):
+        if line["step"] == step:
+            raise Killed
+
+    return on_step
+
+
+def test_a_run_that_was_killed_is_resumed_over_its_own_unsaved_steps(world, load):
+    config = load("steps=4", "checkpoint.every=1")
+    with pytest.raises(Killed):
+        run_training(config, on_step=killed_after(3))
+    assert (world.version, world.unsaved) == (3, True)
+    run_training(config, resume=True)
+    assert world.loads[-1].endswith("step_000002")
+    # Killed while the trainer worked: nobody noted the version.
+    world.version, world.unsaved = 5, True
+    run_training(load("steps=5", "checkpoint.every=1"), resume=True)
+
+
+def test_a_resumed_run_does_not_throw_away_the_updates_of_another(world, load):
+    run_training(load())
+    world.version, world.unsaved = 7, True
+    config = load("steps=4")
+    with pytest.raises(UnsavedUpdatesError):
+        run_training(config, resume=True)
+    run_training(config, resume=True, discard_unsaved=True)
+
+
+def test_a_checkpoint_that_was_overwritten_is_not_resumed(world, load):
+    run = run_training(load())
+    state = run.path / "state.json"
+    state.write_text(json.dumps(json.loads(state.read_text()) | {"digest": "mine"}))
+    world.publications.clear()
+    with pytest.raises(FailedPreconditionError, match="the run saved mine"):
+        run_training(load("steps=4"), resume=True)
+    assert world.publications == []
+
+
+def test_a_new_start_records_models_and_a_resumed_one_must_meet_them(world, load):
+    run = run_training(load())
+    servers = json.loads((run.path / "run.json").read_text())["servers"]
+    assert servers["models"]["senior"]["path"].endswith("model")
+    records = run.path / "run.json"
+    text = records.read_text()
+    records.write_text(text.replace(f'"parameters": {world.parameters}', '"parameters": 7'))
+    with pytest.raises(RunDirectoryError, match=r"servers\.models\.\w+\.parameters \(7 -> "):
+        run_training(load("steps=3"), resume=True)
+    records.write_text(text)
+    run_training(load("steps=3"), resume=True)
+
+
+def test_publications_of_a_run_only_go_forward(world, load):
+    config = load()
+    with RunDirectory.open(config, "train") as run, Session(config) as session:
+        start_run(session, run)
+        world.published = 9
+        with pytest.raises(FailedPreconditionError) as caught:
+            session.catch_up()
+    assert caught.value.reason == "WEIGHTS_DIFFER"

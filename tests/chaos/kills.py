@@ -1,0 +1,399 @@
+"""Kills servers and clients of training runs at random; the runs end as if nothing had happened.
+
+    kills.py [--kills N] [--seed S] [--first I]
+
+A run is started, one of its processes gets SIGKILL at a random moment, and it is resumed, until it
+is done. Its weights, optimizer states, metrics and trajectories must then be those of a run that
+nobody disturbed, bit for bit. Run I of seed S always has the same victims and moments, as far as
+clocks allow. GRPO and PPO take turns, and so do two ways to run servers: started by the run, which
+dies with them; and kept by a supervisor, which restarts what was killed. `make chaos` runs it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import hashlib
+import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import harness
+import psutil
+import yaml
+from tandem import settings
+from tandem.cluster import find_binary
+from tandem.metrics import CLOCK_KEYS
+from tandem.transport import Connection
+
+TRAIN = [sys.executable, "-m", "tandem.cli", "train"]
+STEPS = 5
+# Times that a run is killed before it is left alone.
+MAX_KILLS_PER_RUN = 6
+# What one attempt may take, killed or not.
+ATTEMPT_SECONDS = 120.0
+OBJECTIVES: dict[str, dict[str, Any]] = {
+    "grpo": {"junior_token_loss_weight": 0.5},
+    "ppo": {"advantage_estimator": "gae", "gae_lambda": 0.95, "whiten_advantages": True},
+}
+# What a run leaves that has to be the same.
+Fingerprint = dict[str, str]
+
+
+class BrokenRunError(AssertionError):
+    """A run did not come through."""
+
+
+@dataclass
+class Process:
+    """A server of a supervisor: started again whenever it ends."""
+
+    name: str
+    command: list[str]
+    log: Path
+    running: subprocess.Popen[bytes] = field(init=False)
+
+    def start(self) -> None:
+        """Starts it."""
+        with self.log.open("ab") as log:
+            self.running = subprocess.Popen(
+                self.command, stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL
+            )
+
+
+class Supervisor:
+    """Keeps servers running at fixed addresses; a context manager."""
+
+    def __init__(self, directory: Path, sections: dict[str, dict[str, Any]]) -> None:
+        directory.mkdir(parents=True, exist_ok=True)
+        ports = {name: _free_port() for name in sections}
+        self.addresses = {name: f"127.0.0.1:{port}" for name, port in ports.items()}
+        self.servers: list[Process] = []
+        if "critic" in sections:
+            critic = {"critic_address": self.addresses["critic"]}
+            sections = sections | {"trainer": sections["trainer"] | critic}
+        for name, section in sections.items():
+            server = {"grpc_port": ports[name], "metrics_port": _free_port()}
+            config = directory / f"{name}.yaml"
+            config.write_text(yaml.safe_dump(section | {"server": server}))
+            command = [str(find_binary(f"tandem-{name}-server")), "--config", str(config)]
+            self.servers.append(Process(name, command, directory / f"{name}.log"))
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._watch)
+
+    def __enter__(self) -> Supervisor:
+        for server in self.servers:
+            server.start()
+        self._thread.start()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._stopped.set()
+        self._thread.join()
+        for server in self.servers:
+            server.running.kill()
+            server.running.wait()
+
+    def wait_until_serving(self) -> None:
+        """Returns when every server is ready; raises BrokenRunError if one is not in time."""
+        deadline = time.monotonic() + ATTEMPT_SECONDS
+        for name, address in self.addresses.items():
+            with Connection(address) as connection:
+                while connection.health() != "SERVING":
+                    if time.monotonic() > deadline:
+                        raise BrokenRunError(f"the {name} server does not come up again")
+                    time.sleep(0.05)
+
+    def _watch(self) -> None:
+        while not self._stopped.wait(0.1):
+            for server in self.servers:
+                if server.running.poll() is not None:
+                    server.start()
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """Files of one kind of run."""
+
+    directory: Path
+    kind: str
+    sections: dict[str, dict[str, Any]]
+
+    @classmethod
+    def write(cls, directory: Path, models: harness.Models, kind: str) -> Scenario:
+        """Writes the run and its cluster."""
+        compute = {"compute": {"num_threads": 1}, "max_model_len": 128}
+        learner = compute | {
+            "model": str(models.senior),
+            "optimizer": {"learning_rate": 1e-3},
+        }
+        sections = {
+            "rollout": compute
+            | {"senior_model": str(models.senior), "junior_model": str(models.junior)},
+            "trainer": learner,
+        }
+        if kind == "ppo":
+            sections["critic"] = learner | {"untie_embeddings": True}
+        scenario = cls(directory / kind, kind, sections)
+        config = harness.run_settings(
+            scenario.directory,
+            models,
+            None,
+            steps=STEPS,
+            cluster=str(scenario.cluster_file),
+            objective=OBJECTIVES[kind],
+            checkpoint={"every": 2},
+        )
+        scenario.cluster_file.write_text(
+            yaml.safe_dump(sections | {"directory": str(scenario.directory / "cluster")})
+        )
+        scenario.run_file.write_text(settings.dump(config))
+        return scenario
+
+    @property
+    def cluster_file(self) -> Path:
+        """The servers."""
+        return self.directory / "cluster.yaml"
+
+    @property
+    def run_file(self) -> Path:
+        """The run."""
+        return self.directory / "run.yaml"
+
+
+class Run:
+    """One run, from its first start to its end."""
+
+    def __init__(
+        self, scenario: Scenario, name: str, random: Random, supervisor: Supervisor | None
+    ) -> None:
+        self.kills: list[str] = []
+        self._scenario = scenario
+        self._random = random
+        self._supervisor = supervisor
+        # Servers whose run was killed, or lost one of them: they must end too.
+        self._orphans: list[int] = []
+        self._path = scenario.directory / name
+        self._log = scenario.directory / f"{name}.log"
+
+    def undisturbed(self) -> tuple[Fingerprint, float]:
+        """Runs to the end; what the run left, and its seconds."""
+        started = time.monotonic()
+        client = self._start()
+        self._wait(client, ATTEMPT_SECONDS)
+        if client.returncode != 0:
+            raise BrokenRunError(f"the undisturbed run failed:\n{self._tail()}")
+        return fingerprint(self._path), time.monotonic() - started
+
+    def disturbed(self, kills: int, seconds: float) -> Fingerprint:
+        """Kills `kills` times within what an undisturbed run takes, then lets the run end."""
+        while True:
+            moment = self._random.uniform(0.25, 1.0) * seconds
+            client = self._start()
+            killed = len(self.kills) < kills and self._kill(client, moment)
+            self._wait(client, ATTEMPT_SECONDS)
+            if client.returncode == 0:
+                return fingerprint(self._path)
+            if not killed:
+                raise BrokenRunError(f"nobody killed it, yet the run failed:\n{self._tail()}")
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        # Servers that outlived their run hold updates that it does again.
+        overrides = [f"run_dir={self._path}", "start_from=base"]
+        if self._supervisor is not None:
+            self._supervisor.wait_until_serving()
+            addresses = self._supervisor.addresses
+            overrides += [
+                "cluster=null",
+                f"servers.rollout=[{addresses['rollout']}]",
+                f"servers.trainer={addresses['trainer']}",
+            ]
+            if "critic" in addresses:
+                overrides.append(f"servers.critic={addresses['critic']}")
+        with self._log.open("ab") as log:
+            return subprocess.Popen(
+                [*TRAIN, str(self._scenario.run_file), *overrides, "--resume", "auto"],
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                stdin=subprocess.DEVNULL,
+                env=os.environ | {"OMP_WAIT_POLICY": "PASSIVE"},
+            )
+
+    def _kill(self, client: subprocess.Popen[bytes], moment: float) -> bool:
+        """Waits for the moment and kills the client or a server; false if the run was faster."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            client.wait(moment)
+            return False
+        servers = self._server_pids(client)
+        victims = {"client": client.pid} | servers
+        name = self._random.choice(sorted(victims))
+        with contextlib.suppress(psutil.NoSuchProcess):
+            psutil.Process(victims[name]).kill()
+        self.kills.append(f"{name} after {moment:.2f} s")
+        if self._supervisor is None:
+            self._orphans = [*servers.values()]
+        return True
+
+    def _server_pids(self, client: subprocess.Popen[bytes]) -> dict[str, int]:
+        if self._supervisor is not None:
+            return {server.name: server.running.pid for server in self._supervisor.servers}
+        with contextlib.suppress(psutil.NoSuchProcess):
+            return {child.name(): child.pid for child in psutil.Process(client.pid).children()}
+        return {}
+
+    def _wait(self, client: subprocess.Popen[bytes], seconds: float) -> None:
+        try:
+            client.wait(seconds)
+        except subprocess.TimeoutExpired:
+            client.kill()
+            client.wait()
+            raise BrokenRunError(f"it hangs after {seconds:.0f} s:\n{self._tail()}") from None
+        deadline = time.monotonic() + 20
+        while any(map(_alive, self._orphans)):
+            if time.monotonic() > deadline:
+                raise BrokenRunError(f"servers {self._orphans} outlived their run")
+            time.sleep(0.05)
+        self._orphans = []
+
+    def _tail(self) -> str:
+        return self._log.read_text(errors="replace")[-3000:]
+
+
+def fingerprint(run: Path) -> Fingerprint:
+    """Digests of all that a run leaves, but for clocks and for names of the run."""
+    state = json.loads((run / "state.json").read_text())
+    lines = harness.json_lines(run / "metrics.jsonl")
+    result = {
+        f"metrics of step {line['step']}": json.dumps(
+            {key: value for key, value in line.items() if key not in CLOCK_KEYS}
+        )
+        for line in lines
+    }
+    checkpoints = [run / state[role] for role in ("trainer", "critic") if state[role]]
+    files = [
+        *(file for folder in checkpoints for file in folder.glob("*.safetensors")),
+        *(run / "trajectories").glob("step_*.jsonl"),
+    ]
+    for file in sorted(files):
+        result[str(file.relative_to(run))] = hashlib.sha256(file.read_bytes()).hexdigest()
+    return result
+
+
+class Chaos:
+    """Runs and kills until there were enough kills.
+
+    Attributes:
+        kills: so far.
+        runs: that came through.
+    """
+
+    def __init__(self, directory: Path, seed: int, say: Callable[[str], None] = print) -> None:
+        self.kills = 0
+        self.runs = 0
+        self._seed = seed
+        self._say = say
+        models = harness.make_models(directory / "models")
+        self._scenarios = [Scenario.write(directory, models, kind) for kind in OBJECTIVES]
+        self._expected: dict[tuple[str, bool], tuple[Fingerprint, float]] = {}
+
+    def go(self, kills: int, first: int = 0) -> None:
+        """Kills `kills` processes; raises BrokenRunError, which says how to repeat it."""
+        number = first
+        while self.kills < kills:
+            try:
+                self._run(number, min(kills - self.kills, MAX_KILLS_PER_RUN))
+            except BrokenRunError as error:
+                command = f"make chaos SEED={self._seed} FIRST={number} KILLS={MAX_KILLS_PER_RUN}"
+                raise BrokenRunError(f"{error}\n  {command}") from None
+            number += 1
+
+    def _run(self, number: int, most: int) -> None:
+        random = Random(f"{self._seed}/{number}")
+        scenario = self._scenarios[number % len(self._scenarios)]
+        supervised = number // len(self._scenarios) % 2 == 1
+        expected, seconds = self._undisturbed(scenario, supervised)
+        count = min(most, random.randint(1, MAX_KILLS_PER_RUN))
+        with self._servers(scenario, supervised) as supervisor:
+            run = Run(scenario, f"run-{number}", random, supervisor)
+            try:
+                left = run.disturbed(count, seconds)
+            except BrokenRunError as error:
+                raise BrokenRunError(f"run {number} ({run.kills}): {error}") from None
+        how = "supervised servers" if supervised else "servers of its own"
+        self._say(f"run {number}, {scenario.kind}, {how}: killed {', '.join(run.kills) or 'none'}")
+        if different := _differences(expected, left):
+            raise BrokenRunError(f"run {number} ({run.kills}): other than undisturbed: {different}")
+        self.kills += len(run.kills)
+        self.runs += 1
+
+    def _undisturbed(self, scenario: Scenario, supervised: bool) -> tuple[Fingerprint, float]:
+        """What a run leaves that nobody disturbs, and its seconds with these servers."""
+        key = (scenario.kind, supervised)
+        if key not in self._expected:
+            with self._servers(scenario, supervised) as supervisor:
+                name = "undisturbed-supervised" if supervised else "undisturbed"
+                self._expected[key] = Run(scenario, name, Random(0), supervisor).undisturbed()
+        return self._expected[key]
+
+    @contextlib.contextmanager
+    def _servers(self, scenario: Scenario, supervised: bool) -> Iterator[Supervisor | None]:
+        if not supervised:
+            yield None
+            return
+        with Supervisor(scenario.directory / "supervised", scenario.sections) as supervisor:
+            supervisor.wait_until_serving()
+            yield supervisor
+
+
+def _differences(expected: Fingerprint, left: Fingerprint) -> str:
+    """The names whose digests are not the same; empty if there are none."""
+    return ", ".join(
+        sorted(name for name in expected | left if expected.get(name) != left.get(name))
+    )
+
+
+def _alive(pid: int) -> bool:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    return False
+
+
+def _free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
+
+
+def main() -> int:
+    """The command."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
+    parser.add_argument("--kills", type=int, default=100)
+    parser.add_argument("--seed", type=int, default=None)
+    parser.add_argument("--first", type=int, default=0)
+    options = parser.parse_args()
+    seed = Random().randrange(10**6) if options.seed is None else options.seed
+    print(f"seed {seed}")
+    started = time.monotonic()
+    with tempfile.TemporaryDirectory() as directory:
+        chaos = Chaos(Path(directory), seed)
+        try:
+            chaos.go(options.kills, options.first)
+        except BrokenRunError as error:
+            print(error)
+            return 1
+    print(f"{chaos.kills} kills, {chaos.runs} runs, {time.monotonic() - started:.0f} s: all bits")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

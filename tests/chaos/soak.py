@@ -1,0 +1,348 @@
+"""Several clients use three servers at random for some minutes; then nothing may have changed.
+
+    soak.py [--minutes M] [--clients N] [--seed S]
+
+The same request under the same weights must give the same bits whoever asks, beside whatever else.
+At the end every process is alive, gauges are 0, the reference replies are what they were at the
+start, the servers drain with exit code 0, and memory was flat: a server's mean over the last tenth
+of the time is at most MEMORY_SLACK_BYTES above its mean over the third tenth. `make soak` runs it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import contextlib
+import statistics
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from random import Random
+
+import harness
+from google.protobuf.message import Message
+from steadiness import SEQUENCES, DisturbanceError, Servers, serving
+from tandem import requests
+from tandem.client import CriticClient, RolloutClient, TrainerClient
+from tandem.errors import CancelledError, DeadlineError, RpcError
+from tandem.requests import PolicySample, Prompt
+from tandem.types.v1 import trajectory_pb2
+
+# What clients that train the same servers say to each other; everything else is a failure.
+EXPECTED_REASONS = frozenset(
+    {
+        "STALE_POLICY_VERSION", "UNKNOWN_POLICY_VERSION", "TRAJECTORY_TOO_OLD", "WEIGHTS_DIFFER",
+        "STALE_WEIGHT_VERSION", "WEIGHTS_CHANGED",
+    }
+)  # fmt: skip
+SAMPLE_SECONDS = 0.5
+
+
+class Replies:
+    """What was answered so far: the same question under the same weights has one answer."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._known: dict[tuple[str, str], bytes] = {}
+        self.compared = 0
+
+    def expect(self, question: str, weights: str, answer: Message) -> None:
+        """Raises DisturbanceError when the question was answered otherwise before."""
+        data = answer.SerializeToString(deterministic=True)
+        with self._lock:
+            known = self._known.setdefault((question, weights), data)
+            self.compared += known is not data
+        if known != data:
+            raise DisturbanceError(f"{question} under weights {weights} has two answers")
+
+
+class Soak:
+    """Clients at random actions.
+
+    Attributes:
+        done: how often every action succeeded, by its name.
+        refused: how often one was refused as clients in each other's way must be, by reason.
+    """
+
+    def __init__(self, servers: Servers, seed: int) -> None:
+        self.done: collections.Counter[str] = collections.Counter()
+        self.refused: collections.Counter[str] = collections.Counter()
+        self.replies = Replies()
+        self._servers = servers
+        self._seed = seed
+        self._memory: list[Mapping[str, int]] = []
+        self._failed = threading.Event()
+
+    def run(self, seconds: float, clients: int) -> None:
+        """Lets the clients loose; raises DisturbanceError for whatever is not as it was after."""
+        servers = self._servers
+        reference = servers.reference()
+        until = time.monotonic() + seconds
+        with ThreadPoolExecutor(clients + 1) as threads:
+            running = [threads.submit(self._client, number, until) for number in range(clients)]
+            threads.submit(self._watch_memory, until).result()
+        for client in running:
+            client.result()
+        servers.require_alive()
+        servers.require_idle()
+        servers.restore()
+        servers.require_same(reference)
+        self.require_flat()
+
+    def require_flat(self) -> None:
+        """Raises DisturbanceError when a server's memory rose."""
+        tenth = max(1, len(self._memory) // 10)
+        before = _mean(self._memory[2 * tenth : 3 * tenth] or self._memory)
+        self._servers.require_flat(before, _mean(self._memory[-tenth:]))
+
+    def summary(self) -> str:
+        """What was done, and the memory at the third tenth and at the end."""
+        tenth = max(1, len(self._memory) // 10)
+        before, after = _mean(self._memory[2 * tenth : 3 * tenth]), _mean(self._memory[-tenth:])
+        return "\n".join(
+            [
+                ", ".join(f"{n} {name}" for name, n in self.done.most_common()),
+                "refused: " + ", ".join(f"{n} {name}" for name, n in self.refused.most_common()),
+                f"{self.replies.compared} answers compared with an earlier one",
+                *(
+                    f"{name}: {before[name] / 2**20:.0f} MiB, then {after[name] / 2**20:.0f} MiB"
+                    for name in before
+                ),
+            ]
+        )
+
+    def _client(self, number: int, until: float) -> None:
+        random = Random(f"{self._seed}/{number}")
+        with contextlib.ExitStack() as stack:
+            client = Client(self._servers, random, self.replies, stack)
+            actions, weights = zip(*client.actions.items(), strict=True)
+            while time.monotonic() < until and not self._failed.is_set():
+                [action] = random.choices(actions, weights)
+                name = action.__name__.replace("_", " ")
+                try:
+                    action()
+                except RpcError as error:
+                    if error.reason not in EXPECTED_REASONS:
+                        self._failed.set()
+                        raise DisturbanceError(f"{name}: {error}") from error
+                    self.refused[error.reason] += 1
+                except BaseException:
+                    self._failed.set()
+                    raise
+                else:
+                    self.done[name] += 1
+
+    def _watch_memory(self, until: float) -> None:
+        while time.monotonic() < until and not self._failed.is_set():
+            self._memory.append(self._servers.memory())
+            time.sleep(SAMPLE_SECONDS)
+
+
+class Client:
+    """One client with channels of its own, and what it may do."""
+
+    def __init__(
+        self, servers: Servers, random: Random, replies: Replies, stack: contextlib.ExitStack
+    ) -> None:
+        cluster = servers.cluster
+        self._servers = servers
+        self._random = random
+        self._replies = replies
+        self._rollout = stack.enter_context(RolloutClient(cluster.rollouts[0].address))
+        self._trainer = stack.enter_context(TrainerClient(cluster.trainer.address))
+        self._critic = stack.enter_context(CriticClient(cluster.critic.address))
+        self.actions: dict[Callable[[], None], float] = {
+            self.generate: 20,
+            self.leave_a_stream: 5,
+            self.cancel_prompts: 5,
+            self.run_out_of_time: 2,
+            self.score: 10,
+            self.compute_log_probs: 10,
+            self.compute_values: 10,
+            self.train: 6,
+            self.train_with_the_critic: 3,
+            self.train_supervised: 3,
+            self.publish: 4,
+            self.pause: 1,
+            self.save: 3,
+            self.go_back: 2,
+            self.look_around: 3,
+        }
+
+    def generate(self) -> None:
+        """Samples; a trajectory under one version of the weights is compared."""
+        for trajectory in harness.flat(self._rollout.generate(self._prompts(4))):
+            self._compare(trajectory)
+
+    def leave_a_stream(self) -> None:
+        """Cancels the call in the middle."""
+        prompts = [prompt.named(index) for index, prompt in enumerate(self._prompts(8))]
+        events = self._rollout.stream(requests.submit(prompts))
+        for _ in range(self._random.randrange(4)):
+            next(events, None)
+        events.close()
+
+    def cancel_prompts(self) -> None:
+        """Gives up some prompts of a stream and takes the others to their end."""
+        prompts = [prompt.named(index) for index, prompt in enumerate(self._prompts(6))]
+        with self._rollout.open_stream() as stream:
+            stream.submit(prompts)
+            stream.cancel([prompt.request_id for prompt in prompts[::2]])
+            stream.half_close()
+            for event in stream:
+                if event.WhichOneof("event") == "finished":
+                    self._compare(event.finished.trajectory)
+
+    def run_out_of_time(self) -> None:
+        """Sets a deadline that cannot be met."""
+        with contextlib.suppress(DeadlineError, CancelledError):
+            self._rollout.generate(self._prompts(8), timeout_seconds=self._random.random() / 20)
+
+    def score(self) -> None:
+        """Scores under both models."""
+        tokens = self._tokens(12)
+        reply = self._rollout.score([(tokens, 1)], junior=True)
+        self._replies.expect(f"Score {tokens}", reply.weights.digest, reply.sequences[0])
+
+    def compute_log_probs(self) -> None:
+        """Evaluates under the trainer."""
+        for sequence, reply in zip(
+            SEQUENCES, self._trainer.compute_log_probs(SEQUENCES), strict=True
+        ):
+            digest = reply.weights.digest
+            reply.weights.ClearField("version")
+            self._replies.expect(f"ComputeLogProbs {sequence}", digest, reply)
+
+    def compute_values(self) -> None:
+        """Evaluates under the critic."""
+        for sequence, reply in zip(SEQUENCES, self._critic.compute_values(SEQUENCES), strict=True):
+            digest = reply.weights.digest
+            reply.weights.ClearField("version")
+            self._replies.expect(f"ComputeValues {sequence}", digest, reply)
+
+    def train(self) -> None:
+        """One step on samples of its own; another client may be faster."""
+        self._train_on_samples({"max_staleness": 100, "junior_token_loss_weight": 0.5})
+
+    def train_with_the_critic(self) -> None:
+        """The same by PPO."""
+        self._train_on_samples({"max_staleness": 100, "advantage_estimator": "gae"})
+
+    def train_supervised(self) -> None:
+        """One step on fixed sequences."""
+        self._trainer.train_step(
+            SEQUENCES, run_id=self._name(), step=1, expected_version=self._trainer_version()
+        )
+
+    def publish(self) -> None:
+        """Brings the rollout server to the trainer's weights."""
+        self._servers.publish()
+
+    def pause(self) -> None:
+        """Stops generation for a moment."""
+        try:
+            self._rollout.pause()
+            time.sleep(self._random.random() / 50)
+        finally:
+            self._rollout.resume()
+
+    def save(self) -> None:
+        """Saves under a name that other clients use too."""
+        number = self._random.randrange(3)
+        self._trainer.save_checkpoint("saved", f"trainer-{number}", keep=2)
+        self._critic.save_checkpoint("saved", f"critic-{number}", keep=2)
+
+    def go_back(self) -> None:
+        """Loads the checkpoints of the start."""
+        self._trainer.load_checkpoint(str(self._servers.base / "trainer"))
+        self._critic.load_checkpoint(str(self._servers.base / "critic"))
+
+    def look_around(self) -> None:
+        """What monitoring does."""
+        for client in (self._rollout, self._trainer, self._critic):
+            client.info()
+            if client.health() != "SERVING":
+                raise DisturbanceError(f"the {client.role} server is not healthy")
+        for server in self._servers:
+            harness.metrics_text(server)
+
+    def _train_on_samples(self, objective: Mapping[str, object]) -> None:
+        version = self._trainer_version()
+        groups = self._rollout.generate(self._prompts(2, samples=2))
+        samples = [
+            PolicySample(trajectory, f"group-{number}", reward=self._random.random())
+            for number, group in enumerate(groups)
+            for trajectory in group
+        ]
+        self._trainer.train_step(
+            samples, run_id=self._name(), step=1, expected_version=version, objective=objective
+        )
+
+    def _trainer_version(self) -> int:
+        return self._trainer.info().server.weights.version
+
+    def _compare(self, trajectory: trajectory_pb2.Trajectory) -> None:
+        if len(trajectory.senior_versions) != 1:
+            return
+        [run] = trajectory.senior_versions
+        question = f"Generate {trajectory.prompt_token_ids} {trajectory.tandem} {trajectory.seed}"
+        digest = run.weights.digest
+        run.weights.ClearField("version")
+        self._replies.expect(f"{question} {trajectory.sample_index}", digest, trajectory)
+
+    def _prompts(self, most: int, samples: int = 1) -> list[Prompt]:
+        """Some of a few prompts, so that others ask the same."""
+        return [
+            Prompt(
+                [number + 3, 50, 60],
+                seed=number,
+                num_samples=samples,
+                sampling={"max_tokens": 12, "temperature": 0.9},
+                tandem=list(harness.TANDEM.values())[number % len(harness.TANDEM)],
+                return_other_logprobs=True,
+            )
+            for number in self._random.sample(range(10), 1 + self._random.randrange(most))
+        ]
+
+    def _tokens(self, count: int) -> list[int]:
+        return [self._random.randrange(5)] * count
+
+    def _name(self) -> str:
+        return f"run-{self._random.randrange(4)}"
+
+
+def _mean(samples: list[Mapping[str, int]]) -> dict[str, float]:
+    return {name: statistics.fmean(sample[name] for sample in samples) for name in samples[0]}
+
+
+def main() -> int:
+    """The command."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
+    parser.add_argument("--minutes", type=float, default=10)
+    parser.add_argument("--clients", type=int, default=6)
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as directory:
+        models = harness.make_models(Path(directory) / "models")
+        with serving(Path(directory) / "run", models) as servers:
+            soak = Soak(servers, options.seed)
+            try:
+                soak.run(options.minutes * 60, options.clients)
+            except (DisturbanceError, RpcError) as error:
+                print(error)
+                return 1
+            finally:
+                print(soak.summary())
+        if codes := {s.name: s.process.returncode for s in servers if s.process.returncode}:
+            print(f"the servers did not drain: {codes}")
+            return 1
+    print(f"{options.minutes} minutes: nothing changed")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,24 @@
+// Gives every file of the folders in argv to the target, once.
+#include <filesystem>
+#include <fstream>
+#include <iostream>
+#include <iterator>
+#include <string>
+
+#include "tests/fuzz/fuzz_target.h"
+
+int main(int argc, char** argv) {
+  int count = 0;
+  for (int i = 1; i < argc; ++i) {
+    for (const auto& entry : std::filesystem::directory_iterator(argv[i])) {
+      std::ifstream file(entry.path(), std::ios::binary);
+      const std::string bytes{std::istreambuf_iterator<char>(file), {}};
+      // Of what ends the process, the last name is the culprit.
+      std::cout << entry.path().filename().string() << std::endl;
+      LLVMFuzzerTestOneInput(reinterpret_cast<const uint8_t*>(bytes.data()), bytes.size());
+      ++count;
+    }
+  }
+  std::cout << count << " inputs\n";
+  return count > 0 ? 0 : 1;
+}

@@ -1,0 +1,197 @@
+"""Three servers, and what must stay as it was however they are treated: the reference replies bit
+for bit, the gauges at 0, the memory flat, every process alive."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import shutil
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import harness
+import psutil
+from harness import TANDEM
+from tandem.client import CriticClient, RolloutClient, TrainerClient
+from tandem.cluster import LocalCluster, Server
+from tandem.errors import from_status
+from tandem.requests import Prompt, SupervisedSample
+from tandem.trainer.v1 import trainer_pb2, trainer_pb2_grpc
+from tandem.weights.v1 import weights_pb2, weights_pb2_grpc
+
+# Memory of a server may rise by this much between a warm state and the end. It is what allocators
+# keep; a leak of 1 kB per call passes it in 65,000 calls.
+MEMORY_SLACK_BYTES = 64 << 20
+# Everything that counts work in progress.
+GAUGES = (
+    "tandem_sequences_running",
+    "tandem_sequences_waiting",
+    "tandem_generate_streams",
+    "tandem_call_queue_depth",
+    "grpc_server_live_calls",
+)
+# The metrics of a server that answered every kind of call are about 40 kB.
+MAX_METRICS_BYTES = 1 << 20
+
+PROMPTS = [
+    Prompt(
+        token_ids=[5, 60, 7 + index, 110],
+        seed=77 + index,
+        num_samples=2,
+        sampling={"max_tokens": 16, "temperature": 0.9, "top_p": 0.95},
+        tandem=TANDEM[strategy],
+        return_other_logprobs=True,
+    )
+    for index, strategy in enumerate(("word", "bernoulli"))
+]
+SEQUENCES = [SupervisedSample([9, 8, 7], [21, 22, 23, 24]), SupervisedSample([30], [31])]
+
+
+class DisturbanceError(AssertionError):
+    """Something that must not change did."""
+
+
+@dataclass(frozen=True)
+class Servers:
+    """A rollout server with a junior, a trainer with a reference model, and its critic.
+
+    Attributes:
+        directory: working directory of the servers; nothing else is in it.
+        base: parent of the checkpoints of trainer and critic as they were at the start.
+    """
+
+    cluster: LocalCluster
+    rollout: RolloutClient
+    trainer: TrainerClient
+    critic: CriticClient
+    directory: Path
+    base: Path
+
+    def __iter__(self) -> Iterator[Server]:
+        return iter(self.cluster.servers)
+
+    def restore(self) -> None:
+        """Brings the servers back to the weights and the state of their start."""
+        self.rollout.resume()
+        self.trainer.load_checkpoint(str(self.base / "trainer"))
+        self.critic.load_checkpoint(str(self.base / "critic"))
+        receiver = weights_pb2_grpc.WeightServiceStub(self.rollout.channel)
+        served = receiver.GetVersion(weights_pb2.GetVersionRequest())
+        if served.open_update_id:
+            receiver.AbortUpdate(weights_pb2.AbortUpdateRequest(update_id=served.open_update_id))
+        if served.weights != self.trainer.info().server.weights:
+            self.publish()
+
+    def publish(self) -> None:
+        """Publishes the trainer's weights, forwards or back; raises what the receiver said."""
+        request = trainer_pb2.PublishWeightsRequest(
+            targets=[server.address for server in self.cluster.rollouts], allow_rollback=True
+        )
+        stub = trainer_pb2_grpc.TrainerServiceStub(self.trainer.channel)
+        reply = stub.PublishWeights(request)
+        for result in reply.results:
+            if result.status.code:
+                raise from_status(result.status, method="PublishWeights")
+
+    def reference(self) -> dict[str, bytes]:
+        """The replies to fixed requests, byte for byte. They depend on the weights alone."""
+        groups = self.rollout.generate(PROMPTS)
+        scored = [([*s.prompt_token_ids, *s.response_token_ids], 1) for s in SEQUENCES]
+        replies: dict[str, Sequence[Any]] = {
+            "Generate": harness.flat(groups),
+            "Score": [self.rollout.score(scored, junior=True, temperature=0.7)],
+            "ComputeLogProbs": self.trainer.compute_log_probs(SEQUENCES, temperature=0.7),
+            "ComputeValues": self.critic.compute_values(SEQUENCES),
+            "GetServerInfo": [
+                client.info().server.weights for client in (self.trainer, self.critic, self.rollout)
+            ],
+        }
+        return {
+            name: b"".join(message.SerializeToString(deterministic=True) for message in messages)
+            for name, messages in replies.items()
+        }
+
+    def require_same(self, before: Mapping[str, bytes]) -> None:
+        """Raises DisturbanceError when a reference reply is not what it was."""
+        changed = [name for name, reply in self.reference().items() if reply != before[name]]
+        if changed:
+            raise DisturbanceError(f"the reference reply of {', '.join(changed)} changed")
+
+    def require_alive(self) -> None:
+        """Raises DisturbanceError when a process ended."""
+        for server in self:
+            if not server.running:
+                tail = server.log.read_text(errors="replace")[-2000:]
+                raise DisturbanceError(
+                    f"{server.name} ended with {server.process.returncode}; its log:\n{tail}"
+                )
+
+    def require_idle(self, seconds: float = 30) -> None:
+        """Waits until no call and no sequence is in progress; DisturbanceError if some stay."""
+        deadline = time.monotonic() + seconds
+        while busy := [line for server in self for line in _busy(server)]:
+            if time.monotonic() > deadline:
+                raise DisturbanceError(f"{seconds:.0f} s after the last call: {'; '.join(busy)}")
+            time.sleep(0.02)
+
+    def memory(self) -> dict[str, int]:
+        """Resident bytes of every server."""
+        return {
+            server.name: psutil.Process(server.process.pid).memory_info().rss for server in self
+        }
+
+    def require_flat(self, before: Mapping[str, float], now: Mapping[str, float]) -> None:
+        """Raises DisturbanceError when a server grew by more than MEMORY_SLACK_BYTES."""
+        for name, bytes_before in before.items():
+            if now[name] > bytes_before + MEMORY_SLACK_BYTES:
+                grown = f"{bytes_before / 2**20:.0f} to {now[name] / 2**20:.0f} MiB"
+                raise DisturbanceError(f"memory of {name} grew from {grown}")
+
+    def clean(self) -> None:
+        """Empties the working directory."""
+        for entry in self.directory.iterdir():
+            if entry.is_dir() and not entry.is_symlink():
+                shutil.rmtree(entry)
+            else:
+                entry.unlink()
+
+
+@contextmanager
+def serving(directory: Path, models: harness.Models) -> Iterator[Servers]:
+    """Starts the servers; `directory` is absolute and empty, or does not exist."""
+    # What a client names relatively lands in here, and ".." of it.
+    working = directory / "servers" / "working"
+    working.mkdir(parents=True)
+    with ExitStack() as stack:
+        with contextlib.chdir(working):
+            cluster = stack.enter_context(
+                harness.cluster(
+                    directory / "cluster",
+                    models,
+                    trainer={"reference_model": str(models.senior)},
+                    critic={},
+                )
+            )
+        servers = Servers(
+            cluster,
+            stack.enter_context(harness.rollout_client(cluster)),
+            stack.enter_context(harness.trainer_client(cluster)),
+            stack.enter_context(CriticClient(cluster.critic.address, timeout_seconds=60)),
+            working,
+            directory / "base",
+        )
+        servers.trainer.save_checkpoint(str(servers.base), "trainer")
+        servers.critic.save_checkpoint(str(servers.base), "critic")
+        yield servers
+
+
+def _busy(server: Server) -> list[str]:
+    text = harness.metrics_text(server)
+    if len(text) > MAX_METRICS_BYTES:
+        raise DisturbanceError(f"the metrics of {server.name} take {len(text)} bytes")
+    lines = re.findall(rf"^(?:{'|'.join(GAUGES)})(?:{{.*}})? .*$", text, re.MULTILINE)
+    return [f"{server.name}: {line}" for line in lines if float(line.rpartition(" ")[2]) != 0]

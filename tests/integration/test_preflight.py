@@ -1,0 +1,155 @@
+"""What servers say before there is work: configurations, objectives, vocabularies, a run anew."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+
+import grpc
+import harness
+import pytest
+from tandem.cluster import find_binary
+from tandem.critic.v1 import critic_pb2, critic_pb2_grpc
+from tandem.requests import SupervisedSample
+from tandem.trainer.v1 import trainer_pb2, trainer_pb2_grpc
+from tandem.wire import to_tensor
+
+MODEL_FIELD = {"rollout": "senior_model", "trainer": "model", "critic": "model"}
+
+
+def check(role, model, *arguments):
+    """`--check-config` of a server with this model."""
+    command = [find_binary(f"tandem-{role}-server"), "--check-config", *arguments]
+    overrides = [f"{MODEL_FIELD[role]}={model}"]
+    if role == "critic":
+        overrides.append("untie_embeddings=true")
+    return subprocess.run(
+        [*map(str, command), *overrides], capture_output=True, text=True, timeout=60
+    )
+
+
+def edited(model, directory, file, **changes):
+    """A copy of a model with other top-level values in one of its JSON files."""
+    shutil.copytree(model, directory)
+    document = json.loads((directory / file).read_text())
+    (directory / file).write_text(json.dumps(document | changes))
+    return directory
+
+
+@pytest.mark.parametrize("role", MODEL_FIELD)
+@pytest.mark.parametrize("field", ["num_hidden_layers", "hidden_size", "vocab_size"])
+def test_a_size_that_the_weights_do_not_have_is_refused_at_once(models, tmp_path, role, field):
+    absurd = edited(models.senior, tmp_path / "model", "config.json", **{field: 2_000_000_000})
+    refused = check(role, absurd)
+    assert refused.returncode == 2
+    assert f"{MODEL_FIELD[role]}.config.json.{field}: is 2000000000" in refused.stderr
+
+
+def test_another_family_is_named(models, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt2", "n_embd": 768}))
+    refused = check("trainer", tmp_path)
+    assert refused.returncode == 2
+    assert "model_type: gpt2 is not supported" in refused.stderr
+
+
+def test_an_objective_is_checked_without_a_server(models):
+    good = check("trainer", models.senior, "--check-objective", '{"clip_ratio_low": 0.125}')
+    assert good.returncode == 0, good.stderr
+    resolved = json.loads(good.stdout.splitlines()[-1])
+    assert resolved["clip_ratio_low"] == 0.125
+    assert resolved["clip_ratio_high"] == 0.2
+    assert resolved["loss_kind"] == "POLICY_LOSS_KIND_PPO_CLIP"
+    bad = check("trainer", models.senior, "--check-objective", '{"gae_gamma": 7}')
+    assert bad.returncode == 2
+    assert "policy.gae_gamma: must be in [0, 1], got 7" in bad.stderr
+    lone = subprocess.run(
+        [find_binary("tandem-trainer-server"), "--check-objective", "{}"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert lone.returncode == 2
+    assert "--check-config" in lone.stderr
+
+
+def test_a_tokenizer_with_more_ids_than_the_model_is_refused(models, tmp_path):
+    tokenizer = json.loads((models.senior / "tokenizer.json").read_text())
+    size = json.loads((models.senior / "config.json").read_text())["vocab_size"]
+    tokens = [*tokenizer["added_tokens"], {"id": size, "content": "<tool>", "special": True}]
+    model = edited(models.senior, tmp_path / "model", "tokenizer.json", added_tokens=tokens)
+    for role, field in MODEL_FIELD.items():
+        command = [find_binary(f"tandem-{role}-server"), f"{field}={model}"]
+        ports = ["server.grpc_port=0", "server.metrics_port=0"]
+        extra = ["untie_embeddings=true"] if role == "critic" else []
+        failed = subprocess.run(
+            [*map(str, command), *ports, *extra], capture_output=True, text=True, timeout=60
+        )
+        assert failed.returncode == 1
+        assert f"{field}: " in failed.stderr
+        assert f"token id {size} " in failed.stderr
+
+
+def test_every_server_tells_the_vocabulary_of_its_model(models, tmp_path):
+    xxhash = pytest.importorskip("xxhash")
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_file(str(models.senior / "tokenizer.json"))
+    entries = sorted((i, piece) for piece, i in tokenizer.get_vocab().items())
+    text = "".join(f"{i} {piece}\n" for i, piece in entries)
+    digest = xxhash.xxh3_128_hexdigest(text.encode())
+    with harness.cluster(tmp_path, models, trainer={}, critic={}) as running:
+        from tandem.client import CriticClient
+
+        with harness.rollout_client(running) as rollout:
+            info = rollout.info()
+            assert info.server.model.vocabulary_digest == digest
+            assert info.junior.vocabulary_digest == digest
+        with harness.trainer_client(running) as trainer:
+            assert trainer.info().server.model.vocabulary_digest == digest
+        with CriticClient(running.critic.address) as critic:
+            assert critic.info().server.model.vocabulary_digest == digest
+
+
+def test_a_trainer_begins_anew_with_the_base_model(fresh_pair):
+    step = {"run_id": "r", "step": 0, "request_id": "0", "expected_version": 0}
+    sample = [SupervisedSample([5, 6], [7, 8])]
+    with (
+        harness.trainer_client(fresh_pair) as client,
+        grpc.insecure_channel(fresh_pair.trainer.address) as channel,
+    ):
+        stub = trainer_pb2_grpc.TrainerServiceStub(channel)
+        start = client.info()
+        assert not start.unsaved
+        assert start.max_samples == 4096
+        first = client.train_step(sample, **step)
+        assert client.info().unsaved
+        loaded = stub.LoadCheckpoint(trainer_pb2.LoadCheckpointRequest(base_model=True))
+        assert loaded.weights == start.server.weights
+        assert loaded.optimizer_steps == 0
+        assert not client.info().unsaved
+        again = client.train_step(sample, **step)
+        assert not again.replayed
+        assert again.report == first.report
+
+
+def test_a_critic_begins_anew_with_the_base_model(models, tmp_path):
+    numbers = {"old_values": to_tensor([0.0, 0.0]), "returns": to_tensor([1.0, 0.5])}
+    sample = critic_pb2.ValueSample(prompt_token_ids=[5], response_token_ids=[7, 8], **numbers)
+    header = critic_pb2.TrainStepHeader(run_id="r", request_id="0", num_samples=1)
+    messages = [
+        critic_pb2.TrainStepRequest(header=header),
+        critic_pb2.TrainStepRequest(sample=sample),
+    ]
+    with (
+        harness.cluster(tmp_path, models, rollouts=0, critic={}) as running,
+        grpc.insecure_channel(running.critic.address) as channel,
+    ):
+        stub = critic_pb2_grpc.CriticServiceStub(channel)
+        grpc.channel_ready_future(channel).result(timeout=30)
+        start = stub.GetServerInfo(critic_pb2.GetServerInfoRequest())
+        first = stub.TrainStep(iter(messages))
+        assert stub.GetServerInfo(critic_pb2.GetServerInfoRequest()).unsaved
+        loaded = stub.LoadCheckpoint(critic_pb2.LoadCheckpointRequest(base_model=True))
+        assert loaded.weights == start.server.weights
+        assert stub.TrainStep(iter(messages)) == first
