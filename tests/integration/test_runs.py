@@ -1,0 +1,228 @@
+"""Runs one after the other on servers that stay, and servers that restart within a run."""
+
+from __future__ import annotations
+
+import subprocess
+
+import harness
+import pytest
+from harness import json_lines, wait_until
+from tandem.cluster import find_binary
+from tandem.errors import ConfigError, FailedPreconditionError, TandemError, UnsavedUpdatesError
+from tandem.evaluate import evaluate
+from tandem.metrics import CLOCK_KEYS
+from tandem.run_dir import RunDirectory
+from tandem.session import Session
+from tandem.start import serve_checkpoint
+from tandem.text import TextCodec
+from tandem.train import train
+from tandem.transport import Connection
+
+
+def run_on(running, models, directory, *, on_step=lambda line: None, resume=False, **changes):
+    """A run on servers that run; the lines of its metrics, but for what the clock decides."""
+    config = harness.run_settings(directory, models, running, **changes)
+    with RunDirectory.open(config, "train", resume=resume) as run, Session(config) as session:
+        train(session, run, on_step)
+    return results(directory / "run")
+
+
+def results(run):
+    return [
+        {key: value for key, value in line.items() if key not in CLOCK_KEYS}
+        for line in json_lines(run / "metrics.jsonl")
+    ]
+
+
+def restart(server):
+    """As a supervisor does: the same command at the same address."""
+    server.process.kill()
+    server.process.wait()
+    port = server.address.rpartition(":")[2]
+    binary = find_binary(f"tandem-{server.role}-server")
+    server.process = subprocess.Popen(
+        [binary, "--config", server.log.with_suffix(".yaml"), f"server.grpc_port={port}"],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    with Connection(server.address) as connection:
+        wait_until(lambda: connection.health() == "SERVING")
+
+
+def test_every_run_on_running_servers_begins_with_the_base_model(fresh_pair, models, tmp_path):
+    """Its weights, its optimizer and its version: the second run is the first one again."""
+    first = run_on(fresh_pair, models, tmp_path / "first")
+    assert run_on(fresh_pair, models, tmp_path / "second") == first
+    assert first[0]["version/senior"] == 1
+
+
+def test_a_critic_begins_anew_with_its_run(models, tmp_path):
+    with harness.cluster(tmp_path / "cluster", models, trainer={}, critic={}) as running:
+        objective = {"advantage_estimator": "gae"}
+        first = run_on(running, models, tmp_path / "first", objective=objective)
+        assert run_on(running, models, tmp_path / "second", objective=objective) == first
+
+
+def test_a_run_goes_on_from_another_on_servers_that_have_done_more(fresh_pair, models, tmp_path):
+    whole = run_on(fresh_pair, models, tmp_path / "whole", steps=2, checkpoint={"every": 1})
+    run_on(fresh_pair, models, tmp_path / "other")
+    start = tmp_path / "whole" / "run" / "checkpoints" / "step_000001"
+    again = run_on(fresh_pair, models, tmp_path / "again", steps=1, start_from=str(start))
+    assert [line["version/senior"] for line in again] == [2]
+    assert again[0]["policy/learning_rate"] == whole[1]["policy/learning_rate"]
+    served = run_on(fresh_pair, models, tmp_path / "served", steps=1, start_from="served")
+    assert [line["version/senior"] for line in served] == [3]
+
+
+def test_evaluations_go_back_and_forth_and_one_that_fails_breaks_nothing(
+    fresh_pair, models, tmp_path
+):
+    config = harness.run_settings(tmp_path / "eval", models, fresh_pair)
+    run_on(fresh_pair, models, tmp_path / "a", checkpoint={"every": 1})
+    run_on(fresh_pair, models, tmp_path / "b", steps=1)
+    checkpoints = tmp_path / "a" / "run" / "checkpoints"
+
+    def measured(path):
+        with Session(config, purpose="eval") as session:
+            start = serve_checkpoint(session, path)
+            result = evaluate(session)
+        assert result.version == start.weights.version
+        return result.rewards
+
+    newest, older = measured(tmp_path / "a" / "run"), measured(checkpoints / "step_000002")
+    assert newest != older
+    with pytest.raises(TandemError):
+        measured(tmp_path / "nothing")
+    assert measured(tmp_path / "a" / "run") == newest
+    assert measured(checkpoints / "step_000002") == older
+    run_on(fresh_pair, models, tmp_path / "c", steps=1)
+
+
+def test_updates_that_no_checkpoint_has_are_kept(fresh_pair, models, tmp_path):
+    save_nothing = {"every": 0, "at_end": False}
+    run_on(fresh_pair, models, tmp_path / "first", steps=1, checkpoint=save_nothing)
+    with pytest.raises(UnsavedUpdatesError, match=fresh_pair.trainer.address):
+        run_on(fresh_pair, models, tmp_path / "second", steps=1)
+    assert not (tmp_path / "second" / "run").exists()
+    run_on(fresh_pair, models, tmp_path / "second", steps=1, start_from="base")
+
+
+@pytest.mark.parametrize("phase", ["between two steps", "in a step"])
+def test_a_rollout_server_that_restarts_changes_nothing(fresh_pair, models, tmp_path, phase):
+    undisturbed = run_on(fresh_pair, models, tmp_path / "first")
+    [rollout] = fresh_pair.rollouts
+    if phase == "between two steps":
+
+        def on_step(line):
+            if line["step"] == 2:
+                restart(rollout)
+
+        disturbed = run_on(fresh_pair, models, tmp_path / "second", on_step=on_step)
+    else:
+        # The stream breaks, the client asks the server that came back, and it is at version 0.
+        config = harness.run_settings(tmp_path / "second", models, fresh_pair)
+        with RunDirectory.open(config, "train") as run, Session(config) as session:
+            pool, generated = session.rollouts, session.rollouts.generate
+
+            def generate(prompts, on_event=None):
+                generate.calls += 1
+                if generate.calls == 3:
+                    restart(rollout)
+                return generated(prompts, on_event)
+
+            generate.calls = 0
+            pool.generate = generate
+            train(session, run, lambda line: None)
+        assert generate.calls == 4
+        disturbed = results(tmp_path / "second" / "run")
+    assert disturbed == undisturbed
+
+
+def test_a_trainer_that_restarts_ends_the_run_and_it_is_resumed(fresh_pair, models, tmp_path):
+    undisturbed = run_on(fresh_pair, models, tmp_path / "first")
+
+    def on_step(line):
+        if line["step"] == 2:
+            restart(fresh_pair.trainer)
+
+    changes = {"checkpoint": {"every": 1}}
+    with pytest.raises(FailedPreconditionError) as caught:
+        run_on(fresh_pair, models, tmp_path / "second", on_step=on_step, **changes)
+    assert caught.value.reason == "STALE_POLICY_VERSION"
+    resumed = run_on(fresh_pair, models, tmp_path / "second", resume=True, **changes)
+    assert resumed == undisturbed
+
+
+def test_a_run_that_failed_goes_on_as_if_it_had_not(fresh_pair, models, tmp_path):
+    undisturbed = run_on(fresh_pair, models, tmp_path / "first")
+
+    def on_step(line):
+        if line["step"] == 2:
+            raise ConfigError("no more")
+
+    with pytest.raises(ConfigError) as caught:
+        run_on(fresh_pair, models, tmp_path / "second", on_step=on_step)
+    assert caught.value.__notes__ == ["in step 2: saved after step 2, --resume goes on from there"]
+    assert run_on(fresh_pair, models, tmp_path / "second", resume=True) == undisturbed
+
+
+def test_a_step_that_no_queue_holds_is_drawn_in_several_batches(models, tmp_path):
+    whole = {}
+    for name, max_queue in (("small", 4), ("large", 64)):
+        rollout = {"max_queue": max_queue}
+        with harness.cluster(tmp_path / name, models, rollout=rollout, trainer={}) as running:
+            whole[name] = run_on(running, models, tmp_path / f"run-{name}", steps=1)
+    assert whole["small"] == whole["large"]
+
+
+def test_a_tokenizer_of_another_model_is_refused(fresh_pair, models, tmp_path):
+    with Session(harness.run_settings(tmp_path / "good", models, fresh_pair)) as session:
+        digest = session.trainer.info().server.model.vocabulary_digest
+    assert digest == TextCodec(models.senior).vocabulary_digest
+    config = harness.run_settings(
+        tmp_path, models, fresh_pair, tokenizer=str(models.other_vocabulary)
+    )
+    with (
+        pytest.raises(ConfigError, match="is not the tokenizer of the trainer at"),
+        Session(config),
+    ):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"objective": {"loss_kind": "gspo"}}, r"objective\.loss_kind: "),
+        ({"objective": {"clip_ratio_low": -1.0}}, r"objective\.clip_ratio_low: "),
+        ({"cluster.trainer.optimizer.learning_rate": -1}, r"cluster\.trainer: .*learning_rate"),
+        ({"cluster.rollout.0.max_num_seqs": 10**9}, r"cluster\.rollout\.0: .*GB"),
+        ({"batch": {"samples_per_prompt": 5000}}, r"max_samples is 4,096"),
+    ],
+)
+@pytest.mark.parametrize("running", [True, False])
+def test_a_preflight_is_told_by_the_servers(pair, models, tmp_path, changes, says, running):
+    """The same of servers that run and of those that would be started."""
+    from tandem import settings
+
+    values = harness.run_settings(tmp_path, models, pair if running else None).model_dump(
+        mode="json"
+    )
+    if not running:
+        compute = {"compute": {"num_threads": 1}, "max_model_len": 128}
+        values["cluster"] = {
+            "directory": str(tmp_path / "cluster"),
+            "rollout": [compute | {"senior_model": str(models.senior)}],
+            "trainer": compute | {"model": str(models.senior)},
+        }
+    elif any(key.startswith("cluster") for key in changes):
+        pytest.skip("what running servers were started with is settled")
+    overrides = [f"{key}={value}" for key, value in changes.items() if key.startswith("cluster")]
+    for key, value in changes.items():
+        if not key.startswith("cluster"):
+            values[key] = (values[key] or {}) | value
+    for override in overrides:
+        settings.apply_override(values, override)
+    config = settings.validate(settings.RunSettings, values, "test")
+    with pytest.raises(ConfigError, match=says), Session(config, dry_run=True):
+        pass
+    assert not (tmp_path / "cluster").exists()
