@@ -195,7 +195,10 @@ def test_a_tokenizer_of_another_model_is_refused(fresh_pair, models, tmp_path):
         ({"objective": {"loss_kind": "gspo"}}, r"objective\.loss_kind: "),
         ({"objective": {"clip_ratio_low": -1.0}}, r"objective\.clip_ratio_low: "),
         ({"cluster.trainer.optimizer.learning_rate": -1}, r"cluster\.trainer: .*learning_rate"),
-        ({"cluster.rollout.0.max_num_seqs": 10**9}, r"cluster\.rollout\.0: .*GB"),
+        (
+            {"cluster.trainer.batch.logits_chunk_bytes": 10**12},
+            r"cluster\.trainer: .* GB are avail",
+        ),
         ({"batch": {"samples_per_prompt": 5000}}, r"max_samples is 4,096"),
     ],
 )
