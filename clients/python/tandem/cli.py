@@ -146,7 +146,7 @@ def up(
     with (
         Interrupt(lambda: output.note("stopping the servers")) as interrupt,
         LocalCluster(settings, on_progress=output.note) as cluster,
-        announced(cluster),
+        announced(cluster, output.note),
     ):
         interrupt.defer()
         servers = [server.describe() for server in cluster.servers]

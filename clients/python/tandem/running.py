@@ -5,8 +5,8 @@ from __future__ import annotations
 import fcntl
 import json
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,23 +15,31 @@ from tandem.errors import ConfigError
 
 
 @contextmanager
-def announced(cluster: LocalCluster) -> Iterator[None]:
-    """Lets clusters() find the cluster until the body ends, or the process does."""
-    folder = _folder()
-    folder.mkdir(parents=True, exist_ok=True)
-    record = folder / f"{os.getpid()}.json"
-    temporary = record.with_suffix(".tmp")
-    # The lock says that the process lives; the record appears with the lock held.
-    with temporary.open("w", encoding="utf-8") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        servers = [server.describe() for server in cluster.servers]
-        json.dump({"directory": str(cluster.settings.directory), "servers": servers}, file)
-        file.flush()
-        temporary.replace(record)
+def announced(cluster: LocalCluster, note: Callable[[str], None]) -> Iterator[None]:
+    """Lets clusters() find the cluster until the body ends, or the process does.
+
+    Where the record cannot be written, `note` is told so.
+    """
+    record = _folder() / f"{os.getpid()}.json"
+    with ExitStack() as stack:
         try:
-            yield
-        finally:
-            record.unlink(missing_ok=True)
+            _write_locked(record, cluster, stack)
+            stack.callback(record.unlink, missing_ok=True)
+        except OSError as error:
+            note(f"other commands do not find these servers: {record}: {error.strerror}")
+        yield
+
+
+def _write_locked(record: Path, cluster: LocalCluster, stack: ExitStack) -> None:
+    """Makes the record appear complete and locked; the lock says that the process lives."""
+    record.parent.mkdir(parents=True, exist_ok=True)
+    temporary = record.with_suffix(".tmp")
+    file = stack.enter_context(temporary.open("w", encoding="utf-8"))
+    fcntl.flock(file, fcntl.LOCK_EX)
+    servers = [server.describe() for server in cluster.servers]
+    json.dump({"directory": str(cluster.settings.directory), "servers": servers}, file)
+    file.flush()
+    temporary.replace(record)
 
 
 def clusters() -> list[dict[str, Any]]:

@@ -693,7 +693,8 @@ def test_commands_find_the_cluster_that_runs(address, tmp_path, monkeypatch):
     )
     model = ["--tokenizer", tmp_path / "model"]
     fakes.write_tokenizer(tmp_path / "model")
-    with running.announced(cluster):
+    notes = []
+    with running.announced(cluster, notes.append):
         tandem("generate", "w1", *model)
         tandem("score", "w1 w2", *model)
         shown = json.loads(tandem("status", "--json").stdout)["servers"]
@@ -711,7 +712,13 @@ def test_commands_find_the_cluster_that_runs(address, tmp_path, monkeypatch):
         # The process that it belonged to has ended.
         tandem("generate", "w1", *model)
         assert not other.exists()
-    assert running.clusters() == []
+    assert (running.clusters(), notes) == ([], [])
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "rows.jsonl"))
+    (tmp_path / "rows.jsonl").touch()
+    with running.announced(cluster, notes.append):
+        assert running.clusters() == []
+    [note] = notes
+    assert note.startswith("other commands do not find these servers: ")
 
 
 def test_usage_errors_exit_with_2(run_file):
