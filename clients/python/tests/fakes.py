@@ -65,6 +65,7 @@ class FakeWorld:
         self.open_streams = 0  # Generate calls that did not end
         self.max_model_len = 128
         self.cut_streams = 0  # Generate calls to break off after one sample
+        self.on_open = lambda context: None  # called in a Generate that counts as open
         self.on_batch = lambda: None  # called before a batch of Generate is answered
         self.unsaved = False  # whether the trainer holds updates that no checkpoint has
         self.loads = []  # path of every LoadCheckpoint, "" for the base model
@@ -111,6 +112,7 @@ class FakeRollout(rollout_pb2_grpc.RolloutServiceServicer, weights_pb2_grpc.Weig
     def Generate(self, requests, context):
         self.world.enter("Generate", context)
         self.world.open_streams += 1
+        self.world.on_open(context)
         if not context.add_callback(self._leave):  # The call has ended already.
             self._leave()
         batch = []

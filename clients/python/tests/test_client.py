@@ -162,6 +162,16 @@ def test_letting_go_of_an_open_stream_cancels_the_call_and_ends_its_thread(world
         wait_until(lambda: not readers())
 
 
+def test_a_call_that_ends_as_soon_as_it_is_open_is_seen_to_end(world, address):
+    """What the test above met now and then: the call was over before the fake had asked to know."""
+    world.on_open = lambda context: wait_until(lambda: not context.is_active())
+    with RolloutClient(address) as client:
+        stream = client.open_stream()
+        wait_until(lambda: world.open_streams == 1)
+        del stream
+        wait_until(lambda: world.open_streams == 0)
+
+
 def test_events_outlive_the_stream_that_submits(address):
     with RolloutClient(address) as client:
         stream = client.open_stream()
