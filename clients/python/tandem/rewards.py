@@ -36,6 +36,8 @@ from tandem.settings import RewardSettings
 
 # Calls that run at once in threads unless the settings say otherwise: they wait, mostly.
 DEFAULT_THREADS = 16
+# What coroutines may take to end when they are cancelled.
+CLOSE_SECONDS = 5.0
 # Characters of a prompt or a response in an error.
 _SHOWN = 1000
 
@@ -271,7 +273,8 @@ class _Awaited:
 
     def close(self) -> None:
         self._loop.call_soon_threadsafe(self._closing.set)
-        self._thread.join()
+        # What does not let itself be cancelled must not hold up an exit.
+        self._thread.join(CLOSE_SECONDS)
 
     async def _serve(self) -> None:
         self._loop = asyncio.get_running_loop()

@@ -251,7 +251,7 @@ class RunDirectory:
         """Appends one line to evals.jsonl, and to the TensorBoard events under eval/."""
         with writing(self.path / "evals.jsonl"), (self.path / "evals.jsonl").open("a") as file:
             file.write(json.dumps(line) + "\n")
-        self._events.add(line, "eval/")
+            self._events.add(line, "eval/")
 
     def record(self, start: Mapping[str, Any], servers: Mapping[str, Any]) -> None:
         """Adds what the run started from, and its servers, to run.json; a resumed run's stay."""

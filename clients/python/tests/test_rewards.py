@@ -4,11 +4,13 @@ import asyncio
 import math
 import os
 import sys
+import threading
 from pathlib import Path
 
 import pytest
 import yaml
 
+from tandem import rewards
 from tandem.data import Example
 from tandem.errors import ConfigError
 from tandem.rewards import Reward, answer_extractor
@@ -189,6 +191,22 @@ def test_coroutines_are_awaited_together_in_one_loop(tmp_path, judge):
         return reward([EXAMPLE], [["x"] * 8]).rewards
 
     assert asyncio.run(has_a_loop()) == [[1.0] * 8]
+    reward.close()
+
+
+def test_a_coroutine_that_bears_no_cancelling_does_not_hold_up_the_end(tmp_path, monkeypatch):
+    text = (
+        "import asyncio\n"
+        "async def reward(prompt, response, **row):\n"
+        "    while response == 'stubborn':\n"
+        "        try:\n            await asyncio.sleep(0.01)\n"
+        "        except asyncio.CancelledError:\n            pass\n"
+        "    return 1\n"
+    )
+    monkeypatch.setattr(rewards, "CLOSE_SECONDS", 0.1)
+    reward = Reward(written(tmp_path, text))
+    threading.Thread(target=reward, args=([EXAMPLE], [["stubborn"]]), daemon=True).start()
+    assert reward([EXAMPLE], [["x"]]).rewards == [[1.0]]
     reward.close()
 
 

@@ -237,6 +237,18 @@ def test_a_damaged_file_of_a_run_is_named(run_file, tmp_path, name, text, says):
     assert contents(run.path) == before
 
 
+def test_a_disk_that_takes_no_events_is_named(run_file, monkeypatch):
+    def add(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with RunDirectory.open(settings.load(RunSettings, run_file), "train") as run:
+        run.begin()
+        monkeypatch.setattr(run._events, "add", add)
+        for write in (run.write_metrics, run.write_eval):
+            with pytest.raises(RunDirectoryError, match="No space left"):
+                write({"step": 1})
+
+
 def test_clean_leaves_logs_and_what_no_run_wrote(run_file, tmp_path):
     tandem("train", run_file)
     (tmp_path / "run" / "notes.txt").write_text("x")
