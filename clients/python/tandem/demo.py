@@ -15,8 +15,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-from rich.table import Table
-
 from tandem import settings as settings_module
 from tandem.cli import EXIT_INTERRUPTED, report
 from tandem.cluster import BUILD_DIR_VARIABLE
@@ -95,7 +93,9 @@ def run_demo(settings: RunSettings, output: Output) -> int:
             "run_dir": str(run.path),
             "seconds": round(time.monotonic() - start, 1),
         }
-        output.result(result, _summary(result))
+        title = "Held-out questions, the senior alone, greedy"
+        columns = ("", "accuracy", "95 % interval")
+        output.result(result, output.table(title, columns, _summary(result)))
         output.note(f"run directory: {run.path}")
         output.note(f"more trajectories: tandem show {run.path} --step {last}")
     return 0
@@ -141,23 +141,22 @@ def _say_accuracy(output: Output, when: str, result: Evaluation) -> None:
     )
 
 
-def _summary(result: dict[str, Any]) -> Table:
-    table = Table(title="Held-out questions, the senior alone, greedy")
-    for column in ("", "accuracy", "95 % interval"):
-        table.add_column(column, justify="left" if not column else "right")
+def _summary(result: dict[str, Any]) -> list[tuple[str, str, str]]:
+    """What, how much, and its 95 % interval."""
+    rows = []
     for when in ("before", "after"):
         low, high = result[f"interval_{when}"]
-        table.add_row(
-            f"{when} training", f"{result[f'accuracy_{when}']:.1%}", f"{low:.1%} to {high:.1%}"
-        )
+        accuracy = f"{result[f'accuracy_{when}']:.1%}"
+        rows.append((f"{when} training", accuracy, f"{low:.1%} to {high:.1%}"))
     gain, half = result["gain"], result["gain_half_width"]
-    table.add_row("gain", f"{gain:+.1%}", f"{gain - half:+.1%} to {gain + half:+.1%}")
-    table.add_section()
-    table.add_row("questions", str(result["questions"]), "")
     share = result["senior_share"]
-    table.add_row("tokens by the senior", "-" if share is None else f"{share:.1%}", "")
-    table.add_row("steps, whole time", f"{result['steps']}, {result['seconds']:.0f} s", "")
-    return table
+    return [
+        *rows,
+        ("gain", f"{gain:+.1%}", f"{gain - half:+.1%} to {gain + half:+.1%}"),
+        ("questions", str(result["questions"]), ""),
+        ("tokens by the senior", "-" if share is None else f"{share:.1%}", ""),
+        ("steps, whole time", f"{result['steps']}, {result['seconds']:.0f} s", ""),
+    ]
 
 
 def _first_of_groups(records: list[dict[str, Any]], count: int) -> list[dict[str, Any]]:

@@ -125,14 +125,24 @@ class Output:
         self, records: Iterable[Mapping[str, Any]], codec: TextCodec, title: str
     ) -> None:
         """Trajectories by author: a table on a terminal, tab-separated lines elsewhere."""
+        legend = f"{title}: {LEGEND}"
+        cells = (_trajectory_cells(record, codec) for record in records)
         if self.console.is_terminal:
-            self.console.print(trajectory_table(records, codec, title))
-            return
-        self.note(f"{title}: {LEGEND}")
-        self.note("reward\tprompt\tresponse")
-        for record in records:
-            prompt, response, reward = _trajectory_cells(record, codec)
-            self.note(f"{reward}\t{prompt}\t{response}")
+            self.console.print(_trajectory_table(legend, cells))
+        else:
+            lines = [(reward, prompt, response) for prompt, response, reward in cells]
+            self.note(_tab_separated(legend, ("reward", "prompt", "response"), lines))
+
+    def table(self, title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Any:
+        """Cells as a table on a terminal, numbers at the right; tab-separated lines elsewhere."""
+        if not self.console.is_terminal:
+            return _tab_separated(title, columns, rows)
+        table = Table(title=Text(title))
+        for column in columns:
+            table.add_column(column, justify="right" if column else "left")
+        for row in rows:
+            table.add_row(*map(Text, row))
+        return table
 
     def json_line(self, value: Mapping[str, Any]) -> None:
         """One event of a longer command, with --json alone."""
@@ -244,18 +254,20 @@ def authored_text(pieces: Sequence[str], mask: Sequence[int], *, one_line: bool 
     return text
 
 
-def trajectory_table(
-    records: Iterable[Mapping[str, Any]], codec: TextCodec, title: str = "Trajectories"
-) -> Table:
-    """Trajectories with every token coloured by its author."""
-    table = Table(title=Text(f"{title}: {LEGEND}"))
+def _trajectory_table(title: str, rows: Iterable[tuple[Text, Text, Text]]) -> Table:
+    table = Table(title=Text(title))
     # Folded at their width: text without spaces shows to its end.
     table.add_column("prompt", overflow="fold", ratio=1)
     table.add_column("response", overflow="fold", ratio=2)
     table.add_column("reward", justify="right", no_wrap=True)
-    for record in records:
-        table.add_row(*_trajectory_cells(record, codec))
+    for row in rows:
+        table.add_row(*row)
     return table
+
+
+def _tab_separated(title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
+    lines = ("\t".join(map(str, cells)) for cells in (columns, *rows))
+    return "\n".join([title, *lines])
 
 
 class ResponsePrinter:

@@ -201,6 +201,7 @@ class FakeTrainer(trainer_pb2_grpc.TrainerServiceServicer):
                 "loss/total": sum(map(sum, responses)) / 1000,
                 "policy/grad_norm": float("inf"),
                 "tokens/response": sum(map(len, responses)),
+                "tandem/senior_token_fraction": 0.5,
             },
         )
         self.world.steps[header.request_id] = report

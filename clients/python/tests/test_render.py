@@ -201,6 +201,15 @@ def test_responses_without_spaces_are_shown_to_their_end(width, text):
     assert "".join(cell[2].strip() for cell in cells) == text
 
 
+def test_a_table_is_tab_separated_lines_without_a_terminal():
+    screens = Screen(60), Screen(60, terminal=False)
+    for screen in screens:
+        rows = [("before training", "15.0%"), ("gain", "+53.0%")]
+        screen.output.result({}, screen.output.table("Answers", ("", "accuracy"), rows))
+    assert "│ gain            │   +53.0% │" in screens[0].lines
+    assert screens[1].lines == ["Answers", "\taccuracy", "before training\t15.0%", "gain\t+53.0%"]
+
+
 def test_trajectories_are_plain_lines_without_a_terminal():
     screen = Screen(60, terminal=False)
     rows = [record("a\tb" + "c" * 100, "x\ny", [1, 0, 0]), record("d", "z", reward=None)]

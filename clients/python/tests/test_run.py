@@ -183,6 +183,16 @@ def test_a_demo_that_is_interrupted_before_its_training_loses_nothing(run_file, 
     assert contents(run.path) == before
 
 
+def test_a_demo_ends_with_what_changed(run_file, monkeypatch, capsys):
+    config = settings.load(RunSettings, run_file)
+    model = ImportedModel(config.tokenizer, "", parameters=1, already_there=True)
+    monkeypatch.setattr(demo, "import_model", lambda *_: model)
+    assert demo.run_demo(config, Output()) == 0
+    shown = capsys.readouterr().out
+    assert "before training\t0.0%\t0.0% to 16.1%\nafter training\t0.0%" in shown
+    assert "Step 4: senior, [junior]\nreward\tprompt\tresponse\n" in shown
+
+
 @pytest.mark.parametrize("clean", [False, True])
 @pytest.mark.parametrize("cut_at", ["run.json", "config.yaml"])
 def test_a_start_that_was_cut_off_is_no_foreign_directory(run_file, monkeypatch, clean, cut_at):
