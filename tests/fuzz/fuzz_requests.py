@@ -68,6 +68,7 @@ class Case:
 
     Attributes:
         messages: serialized.
+        path: the method as gRPC names it, or one that no server has.
         hangs: the stream is not half-closed; the call ends by its deadline.
         cancel_after: seconds after which the client cancels; None: it waits for the end.
         changes: what was done to the valid call.
@@ -75,6 +76,7 @@ class Case:
 
     call: ValidCall
     messages: list[bytes]
+    path: str
     hangs: bool = False
     cancel_after: float | None = None
     changes: list[str] = field(default_factory=list)
@@ -129,7 +131,10 @@ def make_case(corpus: Sequence[ValidCall], seed: int, index: int) -> Case:
         number = random.randrange(len(data))
         data[number], how = damage(data[number], random)
         changes.append(f"message {number}: {how}")
-    hangs, cancel_after = False, None
+    path, hangs, cancel_after = call.path, False, None
+    if random.random() < 0.01:
+        path += str(random.random())
+        changes.append(f"sent to {path}")
     ending = random.random()
     if call.endless or ending < 0.06:
         cancel_after = random.choice([0.0, 0.001, 0.005, 0.02])
@@ -137,7 +142,7 @@ def make_case(corpus: Sequence[ValidCall], seed: int, index: int) -> Case:
     elif ending < 0.065 and call.method.client_streaming:
         hangs = True
         changes.append("never half-closed")
-    return Case(call, data, hangs, cancel_after, changes)
+    return Case(call, data, path, hangs, cancel_after, changes)
 
 
 def _change_stream(messages: list[Message], random: Random) -> str:
@@ -178,7 +183,8 @@ class Caller:
         """The call as it is, after those that it needs; what those say is not looked at."""
         for needed in call.prelude:
             self.send_valid(needed)
-        return self.send(Case(call, [message.SerializeToString() for message in call.messages]))
+        messages = [message.SerializeToString() for message in call.messages]
+        return self.send(Case(call, messages, call.path))
 
     def send(self, case: Case) -> Outcome:
         """Sends one call, and waits until it ended."""
@@ -189,7 +195,7 @@ class Caller:
             f"{'stream' if method.client_streaming else 'unary'}_"
             f"{'stream' if method.server_streaming else 'unary'}",
         )(
-            case.call.path,
+            case.path,
             response_deserializer=GetMessageClass(method.output_type).FromString,
         )
         ended = threading.Event()
@@ -226,16 +232,26 @@ def complaint(case: Case, outcome: Outcome) -> str | None:
     error = outcome.error
     if error is None:
         return _complaint_about_success(case, outcome.responses)
-    if case.cancel_after is not None and error.code == StatusCode.CANCELLED:
-        return None
-    if case.hangs and error.code == StatusCode.DEADLINE_EXCEEDED:
-        return None
-    if case.call.method.name == "PublishWeights" and error.code == StatusCode.DEADLINE_EXCEEDED:
+    if error.code in _expected(case):
         return None
     return _complaint_about_error(error, REFUSALS, needs_field=case.readable)
 
 
+def _expected(case: Case) -> set[StatusCode]:
+    """Codes that follow from how the call was made, whatever its messages say."""
+    codes = set()
+    if case.path != case.call.path:
+        codes.add(StatusCode.UNIMPLEMENTED)
+    if case.cancel_after is not None:
+        codes.add(StatusCode.CANCELLED)
+    if case.hangs or case.call.method.name == "PublishWeights":
+        codes.add(StatusCode.DEADLINE_EXCEEDED)
+    return codes
+
+
 def _complaint_about_success(case: Case, responses: Sequence[Any]) -> str | None:
+    if case.path != case.call.path:
+        return "a method that does not exist was answered with OK"
     if not case.readable:
         return "a message that cannot be read was answered with OK"
     name = case.call.method.name
