@@ -320,7 +320,7 @@ class _Recorder(weights_pb2_grpc.WeightServiceServicer):
 
 
 def _record_publication(servers: Servers) -> _Recorder:
-    """A whole update as the trainer sends it: of the version that is served already."""
+    """A whole update as the trainer sends it, but for its version: the weights stay the same."""
     recorder = _Recorder()
     receiver = grpc.server(futures.ThreadPoolExecutor(2))
     weights_pb2_grpc.add_WeightServiceServicer_to_server(recorder, receiver)
@@ -331,5 +331,6 @@ def _record_publication(servers: Servers) -> _Recorder:
     finally:
         receiver.stop(None)
     assert not reply.results[0].status.code, reply
+    recorder.begin.manifest.version += 1
     recorder.begin.allow_rollback = True
     return recorder
