@@ -28,7 +28,7 @@ from google.protobuf.message import Message
 from steadiness import SEQUENCES, DisturbanceError, Servers, serving
 from tandem import requests
 from tandem.client import CriticClient, RolloutClient, TrainerClient
-from tandem.errors import CancelledError, DeadlineError, RpcError
+from tandem.errors import CancelledError, DeadlineError, FailedPreconditionError, RpcError
 from tandem.requests import PolicySample, Prompt
 from tandem.types.v1 import trajectory_pb2
 
@@ -240,7 +240,12 @@ class Client:
 
     def publish(self) -> None:
         """Brings the rollout server to the trainer's weights."""
-        self._servers.publish()
+        try:
+            self._servers.publish()
+        except FailedPreconditionError as error:
+            # That of another client, at the same time.
+            if "is being committed" not in error.message:
+                raise
 
     def pause(self) -> None:
         """Stops generation for a moment."""
