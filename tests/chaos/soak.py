@@ -28,7 +28,7 @@ from google.protobuf.message import Message
 from steadiness import SEQUENCES, DisturbanceError, Servers, serving
 from tandem import requests
 from tandem.client import CriticClient, RolloutClient, TrainerClient
-from tandem.errors import CancelledError, DeadlineError, FailedPreconditionError, RpcError
+from tandem.errors import CancelledError, DeadlineError, RpcError
 from tandem.requests import PolicySample, Prompt
 from tandem.types.v1 import trajectory_pb2
 
@@ -40,6 +40,8 @@ EXPECTED_REASONS = frozenset(
     }
 )  # fmt: skip
 SAMPLE_SECONDS = 0.5
+# A receiver takes one update at a time.
+PUBLICATIONS = threading.Lock()
 
 
 class Replies:
@@ -240,12 +242,8 @@ class Client:
 
     def publish(self) -> None:
         """Brings the rollout server to the trainer's weights."""
-        try:
+        with PUBLICATIONS:
             self._servers.publish()
-        except FailedPreconditionError as error:
-            # That of another client, at the same time.
-            if "is being committed" not in error.message:
-                raise
 
     def pause(self) -> None:
         """Stops generation for a moment."""
