@@ -172,6 +172,12 @@ class Session:
             if result.digest != reply.weights.digest:
                 raise TandemError(f"{result.target} received other weights than were sent")
 
+    def require_weights(self, expected: server_pb2.WeightsVersion) -> None:
+        """FailedPreconditionError unless the trainer holds these weights, as after a restart."""
+        held = self.trainer.info().server.weights
+        if held != expected:
+            raise _trainer_changed(self.trainer.address, held, expected)
+
     def catch_up(
         self, expected: server_pb2.WeightsVersion | None = None
     ) -> server_pb2.WeightsVersion:
@@ -183,9 +189,9 @@ class Session:
             FailedPreconditionError: the trainer does not hold the `expected` weights, or a rollout
                 server holds others that are not behind: publications of a run only go forward.
         """
-        held = self.trainer.info().server.weights
-        if expected is not None and held != expected:
-            raise _trainer_changed(self.trainer.address, held, expected)
+        if expected is not None:
+            self.require_weights(expected)
+        held = expected or self.trainer.info().server.weights
         behind = []
         for client in self.rollouts.clients:
             served = client.weights_version()

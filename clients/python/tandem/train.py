@@ -301,19 +301,20 @@ class Loop:
         if health.status != "SERVING":
             return f"the trainer is {health.status} {health.reason}".rstrip()
         try:
-            held = trainer.info().server.weights
-            if held != self.weights:
-                return f"the trainer holds version {held.version}, not {self.weights.version}"
             save(self._session, self._run, self.last_step, self.weights)
         except TandemError as error:
-            return str(error)
+            return error.message
         return None
 
 
 def save(
     session: Session, run: RunDirectory, step: int, weights: server_pb2.WeightsVersion
 ) -> SavedState:
-    """Saves trainer and critic as they are after `step`."""
+    """Saves trainer and critic as they are after `step`; `weights` are the senior's then.
+
+    Raises FailedPreconditionError when the trainer holds others.
+    """
+    session.require_weights(weights)
     # Saving prunes the older ones before state.json names the new one: with one more to keep, the
     # one that it still names survives a crash in between. The next save prunes it.
     keep = session.settings.checkpoint.keep

@@ -445,7 +445,7 @@ def test_nothing_is_saved_for_a_step_that_the_trainer_did_not_do_last(
     monkeypatch.setattr(world, "enter", lose)
     done = tandem("train", run_file, "--clean", check=1)
     assert "there is no checkpoint yet" in done.stderr
-    assert "the trainer holds version 3, not 2" in done.stderr
+    assert "holds version 3 with digest d, not the run's version 2" in done.stderr
 
 
 def test_a_full_disk_is_one_line_and_leaves_no_temporary_file(run_file, tmp_path):

@@ -154,6 +154,20 @@ def test_a_run_that_was_killed_is_resumed_over_its_own_unsaved_steps(world, load
     run_training(load("steps=5", "checkpoint.every=1"), resume=True)
 
 
+def test_a_trainer_that_was_restarted_is_not_saved_as_if_it_had_not_been(world, load):
+    def restart(line):
+        if line["step"] == 2:
+            world.version, world.unsaved = 0, False
+
+    config = load("steps=4", "checkpoint.every=1")
+    with pytest.raises(FailedPreconditionError, match="not the run's version 2") as caught:
+        run_training(config, on_step=restart)
+    [note] = caught.value.__notes__
+    assert note.startswith("in step 2: saved after step 1, --resume goes on from there; what was")
+    run_training(config, resume=True)
+    assert world.loads[-1].endswith("step_000001")
+
+
 def test_a_resumed_run_does_not_throw_away_the_updates_of_another(world, load):
     run_training(load())
     world.version, world.unsaved = 7, True
