@@ -33,7 +33,8 @@ class FakeEngine final : public Engine {
                    .vocab_size = kVocabulary,
                    .num_parameters = 12345,
                    .max_model_len = 2048,
-                   .eos_token_ids = {2}};
+                   .eos_token_ids = {2},
+                   .vocabulary_digest = "vocabulary-digest"};
     info.junior = info.senior;
     info.junior->path = "junior-dir";
     info.junior_version = "junior-digest";
