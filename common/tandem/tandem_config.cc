@@ -1,6 +1,10 @@
 #include "common/tandem/tandem_config.h"
 
+#include <set>
+#include <span>
+
 #include "absl/strings/str_cat.h"
+#include "absl/strings/string_view.h"
 #include "common/base/error.h"
 #include "common/base/field_check.h"
 #include "common/base/status_macros.h"
@@ -12,6 +16,23 @@ namespace {
 constexpr double kMinTemperature = 1e-3;
 constexpr double kMaxTemperature = 100.0;
 
+absl::Status CheckIdSet(absl::string_view path, std::span<const int32_t> ids, size_t max_size,
+                        int64_t vocab_size) {
+  if (ids.size() > max_size) {
+    return InvalidField(path,
+                        absl::StrCat("may have ", max_size, " ids at most, has ", ids.size()));
+  }
+  TANDEM_RETURN_IF_ERROR(CheckTokenIds(path, ids, vocab_size));
+  std::set<int32_t> seen;
+  for (size_t i = 0; i < ids.size(); ++i) {
+    if (!seen.insert(ids[i]).second) {
+      return InvalidField(absl::StrCat(path, "[", i, "]"),
+                          absl::StrCat("token id ", ids[i], " is listed twice"));
+    }
+  }
+  return absl::OkStatus();
+}
+
 }  // namespace
 
 absl::Status Validate(const TandemConfig& config, int64_t vocab_size) {
@@ -20,7 +41,8 @@ absl::Status Validate(const TandemConfig& config, int64_t vocab_size) {
   TANDEM_RETURN_IF_ERROR(CheckInRange("prob_senior", config.prob_senior, 0, 1));
   TANDEM_RETURN_IF_ERROR(CheckAtLeast("chunk_size", config.chunk_size, chunk ? 1 : 0));
   TANDEM_RETURN_IF_ERROR(CheckAtLeast("max_gap_tokens", config.max_gap_tokens, word ? 1 : 0));
-  return CheckTokenIds("boundary_token_ids", config.boundary_token_ids, vocab_size);
+  return CheckIdSet("boundary_token_ids", config.boundary_token_ids, kMaxBoundaryTokenIds,
+                    vocab_size);
 }
 
 absl::Status Validate(const SamplingParams& params, int64_t vocab_size) {
@@ -35,7 +57,7 @@ absl::Status Validate(const SamplingParams& params, int64_t vocab_size) {
   TANDEM_RETURN_IF_ERROR(CheckInRange("top_p", params.top_p, 0, 1));
   TANDEM_RETURN_IF_ERROR(CheckInRange("min_p", params.min_p, 0, 1));
   TANDEM_RETURN_IF_ERROR(CheckAtLeast("max_tokens", params.max_tokens, 1));
-  return CheckTokenIds("stop_token_ids", params.stop_token_ids, vocab_size);
+  return CheckIdSet("stop_token_ids", params.stop_token_ids, kMaxStopTokenIds, vocab_size);
 }
 
 }  // namespace tandem

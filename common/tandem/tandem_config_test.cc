@@ -3,6 +3,8 @@
 #include <gtest/gtest.h>
 
 #include <cmath>
+#include <numeric>
+#include <vector>
 
 #include "common/base/error.h"
 
@@ -39,6 +41,26 @@ TEST(SamplingParamsTest, ErrorsNameTheField) {
   EXPECT_EQ(FieldPath(Validate(SamplingParams{.max_tokens = 0}, 10)), "max_tokens");
   EXPECT_EQ(FieldPath(Validate(SamplingParams{.stop_token_ids = {3, 11}}, 10)),
             "stop_token_ids[1]");
+}
+
+// Every trajectory repeats these lists: a megabyte of them would be held once per sample.
+TEST(IdListsTest, AreBoundedAndHoldNoIdTwice) {
+  std::vector<int32_t> ids(kMaxStopTokenIds);
+  std::iota(ids.begin(), ids.end(), 0);
+  EXPECT_TRUE(Validate(SamplingParams{.stop_token_ids = ids}, 10000).ok());
+  ids.push_back(kMaxStopTokenIds);
+  EXPECT_EQ(FieldPath(Validate(SamplingParams{.stop_token_ids = ids}, 10000)), "stop_token_ids");
+  EXPECT_EQ(FieldPath(Validate(SamplingParams{.stop_token_ids = {3, 4, 3}}, 10)),
+            "stop_token_ids[2]");
+
+  ids.resize(kMaxBoundaryTokenIds);
+  std::iota(ids.begin(), ids.end(), 0);
+  EXPECT_TRUE(Validate(TandemConfig{.boundary_token_ids = ids}, 10000).ok());
+  ids.push_back(kMaxBoundaryTokenIds);
+  EXPECT_EQ(FieldPath(Validate(TandemConfig{.boundary_token_ids = ids}, 10000)),
+            "boundary_token_ids");
+  EXPECT_EQ(FieldPath(Validate(TandemConfig{.boundary_token_ids = {5, 5}}, 10)),
+            "boundary_token_ids[1]");
 }
 
 }  // namespace
