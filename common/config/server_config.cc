@@ -1,12 +1,14 @@
 #include "common/config/server_config.h"
 
+#include <arpa/inet.h>
+#include <netinet/in.h>
+
 #include <cstdint>
 #include <initializer_list>
 #include <limits>
 #include <span>
 #include <string>
 
-#include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "absl/strings/string_view.h"
@@ -27,8 +29,13 @@ using types::v1::SelectionStrategy;
 #define TANDEM_DEFAULT(message, field, value) \
   if (!(message)->has_##field()) (message)->set_##field(value)
 
+// By its address, 127.0.0.0/8 or ::1: another name may mean any machine, whatever it begins with.
 bool IsLoopback(const std::string& host) {
-  return host == "localhost" || host == "::1" || host == "[::1]" || absl::StartsWith(host, "127.");
+  in_addr ipv4{};
+  if (inet_pton(AF_INET, host.c_str(), &ipv4) == 1) {
+    return ntohl(ipv4.s_addr) >> 24 == IN_LOOPBACKNET;
+  }
+  return host == "localhost" || host == "::1" || host == "[::1]";
 }
 
 absl::Status CheckOneOf(absl::string_view path, absl::string_view value,

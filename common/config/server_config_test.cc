@@ -156,5 +156,18 @@ TEST(ServerConfigTest, InsecureAllowsAnotherAddress) {
   EXPECT_TRUE(Check("senior_model: s\nserver: {host: 0.0.0.0, insecure: true}", &config).ok());
 }
 
+TEST(ServerConfigTest, LoopbackIsAnAddressNotABeginning) {
+  RolloutServerConfig config;
+  for (const char* host : {"127.0.0.1", "127.8.9.10", "localhost", "'::1'", "'[::1]'"}) {
+    EXPECT_TRUE(Check(absl::StrCat("senior_model: s\nserver: {host: ", host, "}"), &config).ok())
+        << host;
+  }
+  for (const char* host : {"127.evil.example", "127.0.0.1.evil.example", "127.", "128.0.0.1"}) {
+    const absl::Status status =
+        Check(absl::StrCat("senior_model: s\nserver: {host: ", host, "}"), &config);
+    EXPECT_EQ(FieldPath(status), "server.host") << host;
+  }
+}
+
 }  // namespace
 }  // namespace tandem::config
