@@ -169,7 +169,8 @@ inline constexpr ReportMetric kReportMetrics[] = {
     {"critic/learning_rate", "Learning rate of the critic in the last step."},
 };
 
-// "loss/total" → "tandem_loss_total"; "tandem/switches_per_seq" → "tandem_switches_per_seq".
+// "reward/mean" → "tandem_reward_mean"; "tandem/switches_per_seq" → "tandem_switches_per_seq". A
+// last part "total" is dropped, since such a name is a counter's: "loss/total" → "tandem_loss".
 std::string PrometheusName(absl::string_view report_name);
 
 }  // namespace tandem::rpc

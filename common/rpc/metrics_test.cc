@@ -9,7 +9,7 @@ namespace {
 using testing::HasSubstr;
 
 TEST(MetricNamesTest, ReportNamesBecomePrometheusNames) {
-  EXPECT_EQ(PrometheusName("loss/total"), "tandem_loss_total");
+  EXPECT_EQ(PrometheusName("loss/total"), "tandem_loss");
   EXPECT_EQ(PrometheusName("tandem/switches_per_seq"), "tandem_switches_per_seq");
 }
 
@@ -23,7 +23,7 @@ TEST(MetricsTest, ValuesAppearInTheText) {
   EXPECT_THAT(text, HasSubstr("tandem_generated_tokens_total{author=\"junior\"} 3"));
   EXPECT_THAT(text, HasSubstr("tandem_weights_version 7"));
   EXPECT_THAT(text, HasSubstr("tandem_step_seconds_count{phase=\"train\"} 1"));
-  EXPECT_THAT(text, HasSubstr("tandem_loss_total 0.5"));
+  EXPECT_THAT(text, HasSubstr("tandem_loss 0.5"));
   EXPECT_THAT(text, testing::Not(HasSubstr("unheard")));
 }
 
@@ -32,7 +32,7 @@ TEST(MetricsTest, AReportDoesNotShowWhatAnEarlierOneTold) {
   metrics.SetReport({{"loss/total", 0.5}, {"loss/policy", 0.25}});
   metrics.SetReport({{"loss/total", 0.75}});
   const std::string text = metrics.Text();
-  EXPECT_THAT(text, HasSubstr("tandem_loss_total 0.75"));
+  EXPECT_THAT(text, HasSubstr("tandem_loss 0.75"));
   EXPECT_THAT(text, HasSubstr("tandem_loss_policy Nan"));
   EXPECT_THAT(text, testing::Not(HasSubstr("tandem_loss_kl")));
 }

@@ -42,7 +42,9 @@ def server_metrics() -> dict[str, Metric]:
 def report_metrics() -> dict[str, Metric]:
     """The gauges of the last step's report, named as PrometheusName() does."""
     reports = re.findall(r'\{"([a-z_0-9]+/[a-z_0-9]+)",\s*"([^"]*)"\}', METRIC_NAMES)
-    names = {report.replace("/", "_"): meaning for report, meaning in reports}
+    names = {
+        report.removesuffix("/total").replace("/", "_"): meaning for report, meaning in reports
+    }
     return {
         name if name.startswith("tandem_") else f"tandem_{name}": Metric("gauge", (), meaning)
         for name, meaning in names.items()
@@ -81,7 +83,7 @@ def test_the_table_of_metrics_is_the_code():
 def test_names_of_metrics_follow_the_conventions():
     listed = METRIC_NAMES.count("MetricSpec k") + len(re.findall(r'\{"\w+/\w+"', METRIC_NAMES))
     assert len(exported_metrics()) == listed, "a name comes twice"
-    for name, metric in server_metrics().items():
+    for name, metric in exported_metrics().items():
         assert name.startswith(("tandem_", "grpc_server_"))
         assert name.endswith("_total") == (metric.type == "counter"), name
     assert all(metric.meaning.endswith(".") for metric in exported_metrics().values())
@@ -118,6 +120,35 @@ def test_dashboards_divide_only_where_the_divisor_is_positive(dashboard: Path):
         _, rest = expression.split(" / ")
         divisor, _, guard = rest.partition(" and ")
         assert guard == f"{divisor} > 0"
+
+
+def own_metrics() -> set[str]:
+    """Metrics that only rollout servers have; what several kinds of server count is never added."""
+    section = METRIC_NAMES.split("// Rollout server.\n")[1].split("\n// ")[0]
+    return set(re.findall(r'"(tandem_\w+)"', section))
+
+
+@pytest.mark.parametrize("dashboard", DASHBOARDS, ids=lambda path: path.name)
+def test_dashboards_do_not_add_the_trainer_to_the_critic(dashboard: Path):
+    sums = [
+        (labels, name)
+        for expression in expressions(dashboard)
+        for labels, name in re.findall(
+            r"\bsum(?: by \(([^)]*)\))? ?\((?:rate\()?(\w+)", expression
+        )
+    ]
+    assert sums
+    assert not [
+        name for labels, name in sums if name not in own_metrics() and "server" not in labels
+    ]
+
+
+@pytest.mark.parametrize("dashboard", DASHBOARDS, ids=lambda path: path.name)
+def test_quantiles_leave_out_what_was_not_called(dashboard: Path):
+    quantiles = [e for e in expressions(dashboard) if e.startswith("histogram_quantile")]
+    assert quantiles
+    for expression in quantiles:
+        assert re.search(r" and sum .*_count\[5m\]\)\) > 0$", expression), expression
 
 
 def test_an_unknown_name_is_found():

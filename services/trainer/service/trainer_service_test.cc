@@ -394,7 +394,7 @@ TEST_F(TrainerServerTest, StepsAreCountedInTheMetrics) {
   EXPECT_THAT(text, HasSubstr("tandem_train_steps_total{result=\"applied\"} 1"));
   EXPECT_THAT(text, HasSubstr("tandem_train_steps_total{result=\"replayed\"} 1"));
   EXPECT_THAT(text, HasSubstr("tandem_trained_tokens_total 2"));
-  EXPECT_THAT(text, HasSubstr("tandem_loss_total 0.5"));
+  EXPECT_THAT(text, HasSubstr("tandem_loss 0.5"));
   EXPECT_THAT(text, HasSubstr("tandem_weights_version 1"));
   EXPECT_THAT(text, HasSubstr("tandem_step_seconds_count{phase=\"train\"} 2"));
 }
