@@ -2,8 +2,6 @@
 
 #include <grpcpp/client_context.h>
 
-#include <algorithm>
-#include <stop_token>
 #include <thread>
 #include <utility>
 
@@ -18,30 +16,10 @@ namespace {
 
 namespace v1 = critic::v1;
 
-// The context of one attempt; cancelled with the call that it is made for.
-class AttemptContext {
- public:
-  AttemptContext(const CallScope& call, const rpc::RetryOptions& retry)
-      : context_(rpc::MakeClientContext(
-            std::min(call.deadline, absl::Now() + retry.attempt_timeout), call.request_id)),
-        cancel_(call.cancellation, Cancel{context_.get()}) {}
-
-  grpc::ClientContext* get() { return context_.get(); }
-
- private:
-  struct Cancel {
-    grpc::ClientContext* context;
-    void operator()() const { context->TryCancel(); }
-  };
-
-  const std::unique_ptr<grpc::ClientContext> context_;
-  const std::stop_callback<Cancel> cancel_;
-};
-
 // One attempt. Requests are written while responses are read: either side alone would fill the
 // flow-control window and stop.
 absl::StatusOr<std::vector<v1::ComputeValuesResponse>> ComputeValuesOnce(
-    v1::CriticService::Stub& stub, AttemptContext&& context,
+    v1::CriticService::Stub& stub, rpc::CallContext&& context,
     const std::vector<v1::ComputeValuesRequest>& requests, const std::function<void()>& progress) {
   auto stream = stub.ComputeValues(context.get());
   std::thread writer([&] {
@@ -71,7 +49,7 @@ absl::StatusOr<std::vector<v1::ComputeValuesResponse>> ComputeValuesOnce(
 }
 
 absl::StatusOr<v1::TrainStepResponse> TrainStepOnce(v1::CriticService::Stub& stub,
-                                                    AttemptContext&& context,
+                                                    rpc::CallContext&& context,
                                                     const v1::TrainStepHeader& header,
                                                     const std::vector<v1::ValueSample>& samples) {
   v1::TrainStepResponse response;
@@ -99,8 +77,9 @@ absl::StatusOr<std::vector<v1::ComputeValuesResponse>> CriticClient::ComputeValu
     const CallScope& call, const std::vector<v1::ComputeValuesRequest>& requests,
     const std::function<void()>& progress) const {
   TANDEM_ASSIGN_OR_RETURN(auto responses, rpc::CallWithRetry(retry_, call, [&] {
-                            return ComputeValuesOnce(*stub_, AttemptContext(call, retry_), requests,
-                                                     progress);
+                            return ComputeValuesOnce(*stub_,
+                                                     rpc::CallContext(call, retry_.attempt_timeout),
+                                                     requests, progress);
                           }));
   for (const auto& response : responses) {
     if (response.weights().version() != responses.front().weights().version()) {
@@ -120,7 +99,7 @@ absl::StatusOr<v1::TrainStepResponse> CriticClient::TrainStep(
   }
   header.set_num_samples(static_cast<int32_t>(samples.size()));
   return rpc::CallWithRetry(retry_, call, [&] {
-    return TrainStepOnce(*stub_, AttemptContext(call, retry_), header, samples);
+    return TrainStepOnce(*stub_, rpc::CallContext(call, retry_.attempt_timeout), header, samples);
   });
 }
 

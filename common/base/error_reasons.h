@@ -63,7 +63,7 @@ inline constexpr ErrorReason kWeightsChanged{
 // Weight transfer.
 inline constexpr ErrorReason kStaleWeightVersion{
     "STALE_WEIGHT_VERSION", "The receiver already holds this version or a newer one.",
-    "Restart the rollout server to go back to an older version."};
+    "Publish with allow_rollback to go back to an older version, as at the start of a run."};
 inline constexpr ErrorReason kChunkOutOfOrder{
     "CHUNK_OUT_OF_ORDER", "A chunk is not the next one of its update.",
     "Ask with BeginUpdate where to go on, and send from there."};

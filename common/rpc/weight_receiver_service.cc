@@ -44,7 +44,7 @@ class WeightReceiverService::Upload final
  public:
   explicit Upload(WeightReceiverService* service) : service_(service) {}
 
-  absl::Status OnMessage(UploadWeightsRequest&& chunk) override {
+  absl::Status OnMessage(const UploadWeightsRequest& chunk) override {
     const std::string& data = chunk.data();
     if (Xxh3_64(data.data(), data.size()) != chunk.checksum()) {
       return WithReason(FieldError(absl::StatusCode::kDataLoss, "data",
@@ -88,8 +88,9 @@ grpc::ServerUnaryReactor* WeightReceiverService::BeginUpdate(grpc::CallbackServe
           return InvalidField("manifest.chunk_bytes",
                               absl::StrCat("must be at most ", kMaxChunkBytes));
         }
-        TANDEM_ASSIGN_OR_RETURN(const int64_t next_chunk,
-                                receiver_.load()->Begin(request.update_id(), *manifest));
+        TANDEM_ASSIGN_OR_RETURN(
+            const int64_t next_chunk,
+            receiver_.load()->Begin(request.update_id(), *manifest, request.allow_rollback()));
         Log(LogLevel::kInfo, "weight_update_begun",
             {{"update_id", request.update_id()},
              {"version", manifest->version},
@@ -100,8 +101,8 @@ grpc::ServerUnaryReactor* WeightReceiverService::BeginUpdate(grpc::CallbackServe
       });
 }
 
-grpc::ServerReadReactor<UploadWeightsRequest>* WeightReceiverService::UploadWeights(
-    grpc::CallbackServerContext* context, UploadWeightsResponse* response) {
+grpc::ServerReadReactor<grpc::ByteBuffer>* WeightReceiverService::UploadWeights(
+    grpc::CallbackServerContext* context, grpc::ByteBuffer* response) {
   return HandleClientStream<UploadWeightsRequest, UploadWeightsResponse>(
       executor_, context, response, std::make_unique<Upload>(this));
 }

@@ -16,7 +16,9 @@ inline constexpr int64_t kMaxChunkBytes = 3 << 20;
 
 // Checks the XXH3-64 of every chunk before the receiver sees it: a damaged one is DATA_LOSS and
 // leaves the update open.
-class WeightReceiverService final : public weights::v1::WeightService::CallbackService {
+class WeightReceiverService final
+    : public weights::v1::WeightService::WithRawCallbackMethod_UploadWeights<
+          weights::v1::WeightService::CallbackService> {
  public:
   WeightReceiverService(CallExecutor& executor, Metrics& metrics)
       : executor_(executor), metrics_(metrics) {}
@@ -27,8 +29,8 @@ class WeightReceiverService final : public weights::v1::WeightService::CallbackS
   grpc::ServerUnaryReactor* BeginUpdate(grpc::CallbackServerContext* context,
                                         const weights::v1::BeginUpdateRequest* request,
                                         weights::v1::BeginUpdateResponse* response) override;
-  grpc::ServerReadReactor<weights::v1::UploadWeightsRequest>* UploadWeights(
-      grpc::CallbackServerContext* context, weights::v1::UploadWeightsResponse* response) override;
+  grpc::ServerReadReactor<grpc::ByteBuffer>* UploadWeights(grpc::CallbackServerContext* context,
+                                                           grpc::ByteBuffer* response) override;
   grpc::ServerUnaryReactor* CommitUpdate(grpc::CallbackServerContext* context,
                                          const weights::v1::CommitUpdateRequest* request,
                                          weights::v1::CommitUpdateResponse* response) override;

@@ -39,18 +39,15 @@ class Sender {
   bool progressed() const { return progressed_; }
 
  private:
-  std::unique_ptr<grpc::ClientContext> Context() const {
-    return MakeClientContext(std::min(options_.call.deadline, absl::Now() + options_.rpc_timeout),
-                             options_.call.request_id);
-  }
-
   absl::StatusOr<int64_t> Begin() {
     weights::v1::BeginUpdateRequest request;
     request.set_update_id(update_id_);
+    request.set_allow_rollback(options_.allow_rollback);
     WeightManifestToProto(source_.manifest(), request.mutable_manifest());
     weights::v1::BeginUpdateResponse response;
+    CallContext context(options_.call, options_.rpc_timeout);
     TANDEM_RETURN_IF_ERROR(
-        FromGrpcStatus(receiver_.BeginUpdate(Context().get(), request, &response)));
+        FromGrpcStatus(receiver_.BeginUpdate(context.get(), request, &response)));
     if (response.next_chunk() < 0 || response.next_chunk() > source_.manifest().num_chunks()) {
       return absl::InternalError(
           absl::StrCat("the receiver asks for chunk ", response.next_chunk()));
@@ -63,15 +60,11 @@ class Sender {
     const int64_t num_chunks = manifest.num_chunks();
     if (next_chunk == num_chunks) return absl::OkStatus();
     weights::v1::UploadWeightsResponse response;
-    const auto context = Context();
+    CallContext context(options_.call, options_.rpc_timeout);
     const auto stream = receiver_.UploadWeights(context.get(), &response);
     weights::v1::UploadWeightsRequest chunk;
     chunk.set_update_id(update_id_);
     for (int64_t index = next_chunk; index < num_chunks; ++index) {
-      if (options_.call.cancelled()) {
-        context->TryCancel();
-        break;
-      }
       const int64_t offset = index * manifest.chunk_bytes;
       const int64_t size = std::min(manifest.chunk_bytes, manifest.total_bytes - offset);
       std::string& data = *chunk.mutable_data();
@@ -94,8 +87,9 @@ class Sender {
     weights::v1::CommitUpdateRequest request;
     request.set_update_id(update_id_);
     weights::v1::CommitUpdateResponse response;
+    CallContext context(options_.call, options_.rpc_timeout);
     TANDEM_RETURN_IF_ERROR(
-        FromGrpcStatus(receiver_.CommitUpdate(Context().get(), request, &response)));
+        FromGrpcStatus(receiver_.CommitUpdate(context.get(), request, &response)));
     const WeightManifest& manifest = source_.manifest();
     const WeightsVersion committed = WeightsVersionFromProto(response.weights());
     if (committed != WeightsVersion{manifest.version, manifest.digest}) {

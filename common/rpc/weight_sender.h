@@ -19,14 +19,16 @@ struct WeightSenderOptions {
   int max_attempts = 5;
   absl::Duration backoff = absl::Milliseconds(200);
   absl::Duration rpc_timeout = absl::Seconds(120);  // of one call
-  CallScope call;                                   // that the weights are sent for
+  // Take a version that is not above the one that the receiver serves.
+  bool allow_rollback = false;
+  CallScope call;  // that the weights are sent for
 };
 
 // Sends the weights to one receiver and commits them; blocks. `update_id` names the update: reuse
 // it to go on, at the receiver's next chunk, with one that was interrupted. Retries UNAVAILABLE,
-// DATA_LOSS of a chunk, and timeouts of a single call; DEADLINE_EXCEEDED or CANCELLED once
-// `options.call` is over. The answer's digest is the receiver's own
-// and equals the manifest's; another one is DATA_LOSS.
+// DATA_LOSS of a chunk, and timeouts of a single call; DEADLINE_EXCEEDED or CANCELLED as soon as
+// `options.call` is over. The answer's digest is the receiver's own and equals the manifest's;
+// another one is DATA_LOSS.
 absl::StatusOr<WeightsVersion> SendWeights(weights::v1::WeightService::StubInterface& receiver,
                                            const std::string& update_id, const WeightSource& source,
                                            const WeightSenderOptions& options = {});

@@ -33,8 +33,9 @@ class FlakyReceiver final : public WeightReceiver {
               return absl::OkStatus();
             }) {}
 
-  absl::StatusOr<int64_t> Begin(const std::string& id, const WeightManifest& manifest) override {
-    return receiver_.Begin(id, manifest);
+  absl::StatusOr<int64_t> Begin(const std::string& id, const WeightManifest& manifest,
+                                bool allow_rollback) override {
+    return receiver_.Begin(id, manifest, allow_rollback);
   }
   absl::StatusOr<int64_t> Append(const std::string& id, int64_t chunk_index,
                                  absl::Span<const std::byte> data) override {

@@ -9,6 +9,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
+#include "absl/strings/string_view.h"
 #include "common/base/error.h"
 #include "common/base/status_macros.h"
 
@@ -24,6 +25,11 @@ int64_t SizeBytes(const WeightSpec& spec) {
   int64_t bytes = static_cast<int64_t>(ItemSizeBytes(spec.dtype));
   for (const int64_t extent : spec.shape) bytes *= extent;
   return bytes;
+}
+
+absl::Status Stale(absl::string_view message) {
+  return WithReason(FieldError(absl::StatusCode::kFailedPrecondition, "manifest.version", message),
+                    reason::kStaleWeightVersion);
 }
 
 absl::Status NoSuchUpdate(const std::string& update_id) {
@@ -89,30 +95,32 @@ absl::Status StagedWeightReceiver::CheckManifest(const WeightManifest& manifest)
 }
 
 absl::StatusOr<int64_t> StagedWeightReceiver::Begin(const std::string& update_id,
-                                                    const WeightManifest& manifest) {
+                                                    const WeightManifest& manifest,
+                                                    bool allow_rollback) {
   if (update_id.empty()) return InvalidField("update_id", "must not be empty");
   TANDEM_RETURN_IF_ERROR(CheckManifest(manifest));
   std::lock_guard lock(mutex_);
-  // The sender did not hear of its success and starts again: there is nothing left to send.
-  if (update_id == last_committed_id_ && manifest.version == version_.version &&
-      manifest.digest == version_.digest) {
+  // The sender did not hear of its success, or another one sent the same: nothing is left to send.
+  if (manifest.version == version_.version && manifest.digest == version_.digest) {
+    last_committed_id_ = update_id;
     return manifest.num_chunks();
   }
-  if (manifest.version <= version_.version) {
-    return WithReason(
-        FieldError(absl::StatusCode::kFailedPrecondition, "manifest.version",
-                   absl::StrCat("version ", manifest.version,
-                                " is not above the one being served, ", version_.version)),
-        reason::kStaleWeightVersion);
+  const bool back = manifest.version <= version_.version;
+  if (back && !allow_rollback) {
+    return Stale(absl::StrCat("version ", manifest.version, " is not above the one being served, ",
+                              version_.version));
+  }
+  if (update_id == overtaken_id_ && !allow_rollback) {
+    return Stale(absl::StrCat("update \"", update_id, "\" was replaced when the server went back"));
   }
   if (open_ != nullptr) {
     if (open_->id == update_id && open_->manifest == manifest) return open_->next_chunk();
-    if (open_->committing || open_->manifest.version > manifest.version) {
-      return WithReason(FieldError(absl::StatusCode::kFailedPrecondition, "manifest.version",
-                                   absl::StrCat("update \"", open_->id, "\" to version ",
-                                                open_->manifest.version, " is in progress")),
-                        reason::kStaleWeightVersion);
+    const bool newer = open_->manifest.version > manifest.version;
+    if (open_->committing || (newer && !allow_rollback)) {
+      return Stale(absl::StrCat("update \"", open_->id, "\" to version ", open_->manifest.version,
+                                " is in progress"));
     }
+    if (back) overtaken_id_ = open_->id;
   }
   open_.reset();
   auto update = std::make_unique<Update>();
@@ -198,6 +206,7 @@ absl::StatusOr<WeightsVersion> StagedWeightReceiver::Commit(const std::string& u
   const std::unique_ptr<Update> done = std::move(open_);
   commit_ended_.notify_all();
   if (!applied.ok()) return applied;
+  if (done->manifest.version > version_.version) overtaken_id_.clear();
   version_ = {.version = done->manifest.version, .digest = done->manifest.digest};
   last_committed_id_ = done->id;
   return version_;

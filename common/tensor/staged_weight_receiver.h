@@ -32,8 +32,8 @@ class StagedWeightReceiver : public WeightReceiver {
   StagedWeightReceiver(std::vector<WeightSpec> parameters, std::optional<WeightSpec> optional,
                        WeightsVersion initial, Apply apply);
 
-  absl::StatusOr<int64_t> Begin(const std::string& update_id,
-                                const WeightManifest& manifest) override;
+  absl::StatusOr<int64_t> Begin(const std::string& update_id, const WeightManifest& manifest,
+                                bool allow_rollback) override;
   absl::StatusOr<int64_t> Append(const std::string& update_id, int64_t chunk_index,
                                  absl::Span<const std::byte> data) override;
   absl::StatusOr<WeightsVersion> Commit(const std::string& update_id,
@@ -68,6 +68,9 @@ class StagedWeightReceiver : public WeightReceiver {
   std::unique_ptr<Update> open_;
   WeightsVersion version_;
   std::string last_committed_id_;
+  // An update that was open when the versions went back, until they have gone on: its sender, of
+  // the former run, may not know yet.
+  std::string overtaken_id_;
 };
 
 }  // namespace tandem

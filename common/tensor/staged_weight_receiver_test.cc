@@ -50,10 +50,10 @@ class StagedWeightReceiverTest : public ::testing::Test {
 };
 
 TEST_F(StagedWeightReceiverTest, AppliesWhatWasSentOnce) {
-  EXPECT_EQ(*receiver_.Begin("u", Manifest()), 0);
+  EXPECT_EQ(*receiver_.Begin("u", Manifest(), false), 0);
   ASSERT_TRUE(receiver_.Append("u", 0, absl::MakeSpan(stream_).subspan(0, 12)).ok());
   // An interruption: the same update goes on.
-  EXPECT_EQ(*receiver_.Begin("u", Manifest()), 1);
+  EXPECT_EQ(*receiver_.Begin("u", Manifest(), false), 1);
   ASSERT_TRUE(receiver_.Append("u", 1, absl::MakeSpan(stream_).subspan(12, 12)).ok());
   ASSERT_TRUE(receiver_.Append("u", 2, absl::MakeSpan(stream_).subspan(24)).ok());
   EXPECT_TRUE(applied_.empty());
@@ -67,7 +67,7 @@ TEST_F(StagedWeightReceiverTest, AppliesWhatWasSentOnce) {
 }
 
 TEST_F(StagedWeightReceiverTest, ADifferentDigestIsDataLoss) {
-  ASSERT_TRUE(receiver_.Begin("u", Manifest()).ok());
+  ASSERT_TRUE(receiver_.Begin("u", Manifest(), false).ok());
   ASSERT_TRUE(SendAll("u", Bytes(32, 1)).ok());
   EXPECT_EQ(receiver_.Commit("u", {}).status().code(), absl::StatusCode::kDataLoss);
   EXPECT_TRUE(applied_.empty());
@@ -76,7 +76,7 @@ TEST_F(StagedWeightReceiverTest, ADifferentDigestIsDataLoss) {
 }
 
 TEST_F(StagedWeightReceiverTest, ChunksMustBeInOrderAndInside) {
-  ASSERT_TRUE(receiver_.Begin("u", Manifest()).ok());
+  ASSERT_TRUE(receiver_.Begin("u", Manifest(), false).ok());
   const absl::Status early = receiver_.Append("u", 1, Bytes(12)).status();
   EXPECT_EQ(FieldPath(early), "chunk_index");
   EXPECT_EQ(Reason(early), "CHUNK_OUT_OF_ORDER");
@@ -89,26 +89,84 @@ TEST_F(StagedWeightReceiverTest, ChunksMustBeInOrderAndInside) {
 }
 
 TEST_F(StagedWeightReceiverTest, WhatIsIncompleteCannotBeCommitted) {
-  ASSERT_TRUE(receiver_.Begin("u", Manifest()).ok());
+  ASSERT_TRUE(receiver_.Begin("u", Manifest(), false).ok());
   ASSERT_TRUE(receiver_.Append("u", 0, Bytes(12)).ok());
   EXPECT_EQ(receiver_.Commit("u", {}).status().code(), absl::StatusCode::kFailedPrecondition);
 }
 
 TEST_F(StagedWeightReceiverTest, OlderVersionsAreStaleAndNewerOnesReplace) {
-  EXPECT_EQ(Reason(receiver_.Begin("u", Manifest(0)).status()), "STALE_WEIGHT_VERSION");
-  ASSERT_TRUE(receiver_.Begin("u", Manifest(5)).ok());
-  EXPECT_EQ(Reason(receiver_.Begin("v", Manifest(4)).status()), "STALE_WEIGHT_VERSION");
-  ASSERT_TRUE(receiver_.Begin("w", Manifest(6)).ok());
+  EXPECT_EQ(Reason(receiver_.Begin("u", Manifest(0), false).status()), "STALE_WEIGHT_VERSION");
+  ASSERT_TRUE(receiver_.Begin("u", Manifest(5), false).ok());
+  EXPECT_EQ(Reason(receiver_.Begin("v", Manifest(4), false).status()), "STALE_WEIGHT_VERSION");
+  ASSERT_TRUE(receiver_.Begin("w", Manifest(6), false).ok());
   EXPECT_EQ(receiver_.OpenUpdateId(), "w");
   EXPECT_TRUE(receiver_.Abort("w").ok());
   EXPECT_EQ(receiver_.Abort("w").code(), absl::StatusCode::kNotFound);
 }
 
+TEST_F(StagedWeightReceiverTest, ARollbackIsTakenOnlyWhenItIsAskedFor) {
+  ASSERT_TRUE(receiver_.Begin("five", Manifest(5), false).ok());
+  ASSERT_TRUE(SendAll("five", stream_).ok());
+  ASSERT_EQ(receiver_.Commit("five", {})->version, 5);
+  EXPECT_EQ(Reason(receiver_.Begin("three", Manifest(3), false).status()), "STALE_WEIGHT_VERSION");
+  ASSERT_EQ(*receiver_.Begin("three", Manifest(3), true), 0);
+  ASSERT_TRUE(SendAll("three", stream_).ok());
+  EXPECT_EQ(receiver_.Commit("three", {})->version, 3);
+  ASSERT_TRUE(receiver_.Begin("four", Manifest(4), false).ok());
+  ASSERT_TRUE(SendAll("four", stream_).ok());
+  EXPECT_EQ(receiver_.Commit("four", {})->version, 4);
+}
+
+// The same number with other weights is another lineage.
+TEST_F(StagedWeightReceiverTest, OtherWeightsOfTheServedVersionNeedTheFlag) {
+  ASSERT_TRUE(receiver_.Begin("u", Manifest(), false).ok());
+  ASSERT_TRUE(SendAll("u", stream_).ok());
+  ASSERT_TRUE(receiver_.Commit("u", {}).ok());
+  const std::vector<std::byte> others = Bytes(32, 1);
+  WeightManifest manifest = Manifest();
+  manifest.digest = Xxh3Hex(others.data(), others.size());
+  EXPECT_EQ(Reason(receiver_.Begin("v", manifest, false).status()), "STALE_WEIGHT_VERSION");
+  ASSERT_TRUE(receiver_.Begin("v", manifest, true).ok());
+  ASSERT_TRUE(SendAll("v", others).ok());
+  EXPECT_EQ(receiver_.Commit("v", {})->digest, manifest.digest);
+}
+
+TEST_F(StagedWeightReceiverTest, WeightsThatAreServedNeedNoTransfer) {
+  ASSERT_TRUE(receiver_.Begin("u", Manifest(), false).ok());
+  ASSERT_TRUE(SendAll("u", stream_).ok());
+  ASSERT_TRUE(receiver_.Commit("u", {}).ok());
+  applied_.clear();
+  for (const bool allow_rollback : {false, true}) {
+    EXPECT_EQ(*receiver_.Begin("again", Manifest(), allow_rollback), Manifest().num_chunks());
+    EXPECT_EQ(receiver_.Commit("again", {})->version, 1);
+  }
+  EXPECT_TRUE(applied_.empty());
+  EXPECT_EQ(receiver_.OpenUpdateId(), "");
+}
+
+// Its sender only hears that the update is gone, and begins it again.
+TEST_F(StagedWeightReceiverTest, AnUpdateThatARollbackReplacedDoesNotComeBack) {
+  ASSERT_TRUE(receiver_.Begin("five", Manifest(5), false).ok());
+  ASSERT_TRUE(SendAll("five", stream_).ok());
+  ASSERT_TRUE(receiver_.Commit("five", {}).ok());
+  ASSERT_TRUE(receiver_.Begin("six", Manifest(6), false).ok());
+  ASSERT_TRUE(receiver_.Begin("three", Manifest(3), true).ok());
+  EXPECT_EQ(receiver_.Commit("six", {}).status().code(), absl::StatusCode::kNotFound);
+  ASSERT_TRUE(SendAll("three", stream_).ok());
+  ASSERT_TRUE(receiver_.Commit("three", {}).ok());
+  EXPECT_EQ(Reason(receiver_.Begin("six", Manifest(6), false).status()), "STALE_WEIGHT_VERSION");
+  // The new lineage reaches the same weights in its turn.
+  ASSERT_TRUE(receiver_.Begin("four", Manifest(4), false).ok());
+  ASSERT_TRUE(SendAll("four", stream_).ok());
+  ASSERT_TRUE(receiver_.Commit("four", {}).ok());
+  EXPECT_TRUE(receiver_.Begin("six", Manifest(6), false).ok());
+}
+
 TEST_F(StagedWeightReceiverTest, AReusedIdCommitsTheNewUpdate) {
-  ASSERT_TRUE(receiver_.Begin("u", Manifest(1)).ok());
+  ASSERT_TRUE(receiver_.Begin("u", Manifest(1), false).ok());
   ASSERT_TRUE(SendAll("u", stream_).ok());
   ASSERT_EQ(receiver_.Commit("u", {})->version, 1);
-  ASSERT_TRUE(receiver_.Begin("u", Manifest(2)).ok());
+  ASSERT_TRUE(receiver_.Begin("u", Manifest(2), false).ok());
   EXPECT_EQ(receiver_.Commit("u", {}).status().code(), absl::StatusCode::kFailedPrecondition);
   ASSERT_TRUE(SendAll("u", stream_).ok());
   EXPECT_EQ(receiver_.Commit("u", {})->version, 2);
@@ -116,45 +174,45 @@ TEST_F(StagedWeightReceiverTest, AReusedIdCommitsTheNewUpdate) {
 }
 
 TEST_F(StagedWeightReceiverTest, AnotherChunkSizeIsAnotherUpdate) {
-  ASSERT_TRUE(receiver_.Begin("u", Manifest()).ok());
+  ASSERT_TRUE(receiver_.Begin("u", Manifest(), false).ok());
   ASSERT_TRUE(receiver_.Append("u", 0, Bytes(12)).ok());
   WeightManifest halves = Manifest();
   halves.chunk_bytes = 16;
-  EXPECT_EQ(*receiver_.Begin("u", halves), 0);
+  EXPECT_EQ(*receiver_.Begin("u", halves, false), 0);
 }
 
 TEST_F(StagedWeightReceiverTest, ManifestsThatDoNotFitAreNamed) {
   WeightManifest wrong = Manifest();
   wrong.tensors[1].shape = {5};
-  EXPECT_EQ(FieldPath(receiver_.Begin("u", wrong).status()), "manifest.tensors[1].shape");
+  EXPECT_EQ(FieldPath(receiver_.Begin("u", wrong, false).status()), "manifest.tensors[1].shape");
   wrong = Manifest();
   wrong.tensors[1].name = "c";
-  EXPECT_EQ(FieldPath(receiver_.Begin("u", wrong).status()), "manifest.tensors[1].name");
+  EXPECT_EQ(FieldPath(receiver_.Begin("u", wrong, false).status()), "manifest.tensors[1].name");
   wrong = Manifest();
   wrong.tensors.pop_back();
-  EXPECT_EQ(FieldPath(receiver_.Begin("u", wrong).status()), "manifest.tensors");
+  EXPECT_EQ(FieldPath(receiver_.Begin("u", wrong, false).status()), "manifest.tensors");
   wrong = Manifest();
   wrong.tensors.push_back(wrong.tensors[0]);
-  EXPECT_EQ(FieldPath(receiver_.Begin("u", wrong).status()), "manifest.tensors[2].name");
+  EXPECT_EQ(FieldPath(receiver_.Begin("u", wrong, false).status()), "manifest.tensors[2].name");
   wrong = Manifest();
   wrong.tensors[0].dtype = DType::kInt32;
-  EXPECT_EQ(FieldPath(receiver_.Begin("u", wrong).status()), "manifest.tensors[0].dtype");
+  EXPECT_EQ(FieldPath(receiver_.Begin("u", wrong, false).status()), "manifest.tensors[0].dtype");
   wrong = Manifest();
   wrong.total_bytes = 31;
-  EXPECT_EQ(FieldPath(receiver_.Begin("u", wrong).status()), "manifest.total_bytes");
-  EXPECT_EQ(FieldPath(receiver_.Begin("", Manifest()).status()), "update_id");
+  EXPECT_EQ(FieldPath(receiver_.Begin("u", wrong, false).status()), "manifest.total_bytes");
+  EXPECT_EQ(FieldPath(receiver_.Begin("", Manifest(), false).status()), "update_id");
 }
 
 TEST_F(StagedWeightReceiverTest, ATiedHeadMayBeSent) {
   WeightManifest manifest = Manifest();
   manifest.tensors.push_back({.name = "head", .shape = {2, 3}});
   manifest.total_bytes += 24;
-  EXPECT_TRUE(receiver_.Begin("u", manifest).ok());
+  EXPECT_TRUE(receiver_.Begin("u", manifest, false).ok());
 }
 
 TEST_F(StagedWeightReceiverTest, AFailedSwapKeepsTheVersion) {
   apply_status_ = absl::InternalError("no");
-  ASSERT_TRUE(receiver_.Begin("u", Manifest()).ok());
+  ASSERT_TRUE(receiver_.Begin("u", Manifest(), false).ok());
   ASSERT_TRUE(SendAll("u", stream_).ok());
   EXPECT_EQ(receiver_.Commit("u", {}).status().code(), absl::StatusCode::kInternal);
   EXPECT_EQ(receiver_.Version().version, 0);
@@ -163,7 +221,7 @@ TEST_F(StagedWeightReceiverTest, AFailedSwapKeepsTheVersion) {
 
 TEST_F(StagedWeightReceiverTest, ACommitWhoseTurnDidNotComeCanBeRepeated) {
   apply_status_ = absl::DeadlineExceededError("the deadline has passed");
-  ASSERT_TRUE(receiver_.Begin("u", Manifest()).ok());
+  ASSERT_TRUE(receiver_.Begin("u", Manifest(), false).ok());
   ASSERT_TRUE(SendAll("u", stream_).ok());
   EXPECT_EQ(receiver_.Commit("u", {}).status().code(), absl::StatusCode::kDeadlineExceeded);
   apply_status_ = absl::OkStatus();

@@ -53,11 +53,13 @@ class WeightReceiver {
  public:
   virtual ~WeightReceiver() = default;
   // Opens an update, or goes on with the open one of that id and manifest: returns the first chunk
-  // that it does not hold yet. INVALID_ARGUMENT names a tensor that does not fit the model;
-  // FAILED_PRECONDITION (reason STALE_WEIGHT_VERSION) for a version not above the one served, or
-  // below that of another open update (which is replaced otherwise).
+  // that it does not hold yet, num_chunks() for the weights that are served: nothing is left to
+  // send, and the commit is answered at once. INVALID_ARGUMENT names a tensor that does not fit the
+  // model; FAILED_PRECONDITION (reason STALE_WEIGHT_VERSION) for a version not above the one
+  // served, or below that of another open update (which is replaced otherwise). `allow_rollback`
+  // takes such a version all the same; the update that it replaces cannot be begun again without.
   virtual absl::StatusOr<int64_t> Begin(const std::string& update_id,
-                                        const WeightManifest& manifest) = 0;
+                                        const WeightManifest& manifest, bool allow_rollback) = 0;
   // Takes the next chunk; returns the one after it. NOT_FOUND for an update that is not open;
   // INVALID_ARGUMENT names chunk_index (reason CHUNK_OUT_OF_ORDER) or data, of a wrong length.
   virtual absl::StatusOr<int64_t> Append(const std::string& update_id, int64_t chunk_index,

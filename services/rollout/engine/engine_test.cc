@@ -565,7 +565,7 @@ TEST_F(EngineTest, CommittedWeightsWriteTheNextTokens) {
   const auto engine = Create();
   const Trajectory before = Run(*engine, Request({.enabled = false}));
   WeightReceiver& weights = engine->weights();
-  ASSERT_TRUE(weights.Begin("u", manifest).ok());
+  ASSERT_TRUE(weights.Begin("u", manifest, false).ok());
   ASSERT_TRUE(weights.Append("u", 0, stream).ok());
   EXPECT_EQ(Run(*engine, Request({.enabled = false})).response_token_ids,
             before.response_token_ids);
@@ -595,7 +595,7 @@ TEST_F(EngineTest, DamagedWeightsLeaveTheOldOnesInForce) {
   stream[100] ^= std::byte{1};
   const auto engine = Create();
   const Trajectory before = Run(*engine, Request({}));
-  ASSERT_TRUE(engine->weights().Begin("u", manifest).ok());
+  ASSERT_TRUE(engine->weights().Begin("u", manifest, false).ok());
   ASSERT_TRUE(engine->weights().Append("u", 0, stream).ok());
   EXPECT_EQ(engine->weights().Commit("u", {}).status().code(), absl::StatusCode::kDataLoss);
   EXPECT_EQ(engine->weights().Version().version, 0);
@@ -608,7 +608,7 @@ TEST_F(EngineTest, NotANumberWeightsFailThePromptAndNotTheEngine) {
   std::vector<std::byte> stream;
   const WeightManifest manifest = ManifestOf(*model, 1, stream);
   const auto engine = Create();
-  ASSERT_TRUE(engine->weights().Begin("u", manifest).ok());
+  ASSERT_TRUE(engine->weights().Begin("u", manifest, false).ok());
   ASSERT_TRUE(engine->weights().Append("u", 0, stream).ok());
   ASSERT_TRUE(engine->weights().Commit("u", {}).ok());
   const auto broken = Submit(*engine, {Request({.prob_senior = 1.0})})[0];

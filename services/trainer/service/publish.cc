@@ -22,15 +22,14 @@ constexpr absl::Duration kVersionTimeout = absl::Seconds(10);
 // more.
 bool Serves(weights::v1::WeightService::StubInterface& receiver, const WeightManifest& manifest,
             const CallScope& call) {
-  const auto context = rpc::MakeClientContext(
-      std::min(call.deadline, absl::Now() + kVersionTimeout), call.request_id);
+  rpc::CallContext context(call, kVersionTimeout);
   weights::v1::GetVersionResponse version;
   return receiver.GetVersion(context.get(), {}, &version).ok() &&
          version.weights().version() == manifest.version &&
          version.weights().digest() == manifest.digest;
 }
 
-Delivery PublishToOne(const std::string& target, const WeightSource& source,
+Delivery PublishToOne(const std::string& target, const WeightSource& source, bool allow_rollback,
                       const rpc::ChannelOptions& channel_options, const CallScope& call) {
   const WeightManifest& manifest = source.manifest();
   const auto receiver =
@@ -39,8 +38,9 @@ Delivery PublishToOne(const std::string& target, const WeightSource& source,
     return {.result = WeightsVersion{manifest.version, manifest.digest}};
   }
   Delivery delivery;
-  delivery.result = rpc::SendWeights(
-      *receiver, absl::StrCat("v", manifest.version, "-", manifest.digest), source, {.call = call});
+  delivery.result =
+      rpc::SendWeights(*receiver, absl::StrCat("v", manifest.version, "-", manifest.digest), source,
+                       {.allow_rollback = allow_rollback, .call = call});
   if (delivery.result.ok()) delivery.bytes_sent = manifest.total_bytes;
   return delivery;
 }
@@ -61,7 +61,7 @@ absl::Status CheckTargets(const std::vector<std::string>& targets) {
 }
 
 std::vector<Delivery> PublishToAll(const std::vector<std::string>& targets,
-                                   const WeightSource& source,
+                                   const WeightSource& source, bool allow_rollback,
                                    const rpc::ChannelOptions& channel_options,
                                    const CallScope& call) {
   std::vector<Delivery> deliveries(targets.size());
@@ -69,7 +69,7 @@ std::vector<Delivery> PublishToAll(const std::vector<std::string>& targets,
   const auto work = [&] {
     const ScopedRequestId request_id(call.request_id);
     for (size_t i = next++; i < targets.size(); i = next++) {
-      deliveries[i] = PublishToOne(targets[i], source, channel_options, call);
+      deliveries[i] = PublishToOne(targets[i], source, allow_rollback, channel_options, call);
     }
   };
   std::vector<std::thread> threads;

@@ -22,11 +22,12 @@ struct Delivery {
 };
 
 // Sends `source` to every target and commits it there, in parallel; blocks until each has succeeded
-// or failed. One receiver's failure does not concern the others. Results are in the order of
-// `targets`. The update's id is made from version and digest, so a repeat goes on where an
-// interrupted publication stopped, and a receiver that serves the weights already is left alone.
+// or failed, which each has as soon as `call` is over. One receiver's failure does not concern the
+// others. Results are in the order of `targets`. The update's id is made from version and digest,
+// so a repeat goes on where an interrupted publication stopped, and a receiver that serves the
+// weights already is left alone. `allow_rollback` replaces a version that is not below.
 std::vector<Delivery> PublishToAll(const std::vector<std::string>& targets,
-                                   const WeightSource& source,
+                                   const WeightSource& source, bool allow_rollback,
                                    const rpc::ChannelOptions& channel_options,
                                    const CallScope& call);
 

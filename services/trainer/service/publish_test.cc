@@ -1,7 +1,14 @@
 #include "services/trainer/service/publish.h"
 
 #include <gmock/gmock.h>
+#include <netinet/in.h>
+#include <sys/socket.h>
+#include <unistd.h>
 
+#include <atomic>
+#include <vector>
+
+#include "absl/strings/str_cat.h"
 #include "common/rpc/weight_receiver_service.h"
 #include "common/tensor/staged_weight_receiver.h"
 #include "services/trainer/service/testing/fixture.h"
@@ -28,9 +35,9 @@ class ReceiverApp final : public rpc::ServerApp {
 
 // `apply` answers every commit.
 struct ReceiverServer {
-  explicit ReceiverServer(absl::Status apply = absl::OkStatus())
+  explicit ReceiverServer(absl::Status apply = absl::OkStatus(), int64_t version = -1)
       : receiver({{.name = "w", .shape = {((2 << 20) + 40) / 4}}}, std::nullopt,
-                 {.version = -1, .digest = ""},
+                 {.version = version, .digest = ""},
                  [apply](const WeightManifest&, absl::Span<const std::byte>, const CallScope&) {
                    return apply;
                  }) {}
@@ -43,8 +50,10 @@ struct ReceiverServer {
 
 class PublishTest : public TrainerServerTest {
  protected:
-  absl::StatusOr<v1::PublishWeightsResponse> Publish(const std::vector<std::string>& targets) {
+  absl::StatusOr<v1::PublishWeightsResponse> Publish(const std::vector<std::string>& targets,
+                                                     bool allow_rollback = false) {
     v1::PublishWeightsRequest request;
+    request.set_allow_rollback(allow_rollback);
     *request.mutable_targets() = {targets.begin(), targets.end()};
     return Call<v1::PublishWeightsResponse>(&v1::TrainerService::Stub::PublishWeights, request);
   }
@@ -90,6 +99,49 @@ TEST_F(PublishTest, ARepeatSendsNothing) {
   EXPECT_EQ(repeat->results(0).status().code(), 0) << repeat->results(0).status().message();
   EXPECT_EQ(repeat->results(0).digest(), repeat->weights().digest());
   EXPECT_THAT(server_.metrics().Text(), HasSubstr("tandem_weight_bytes_sent_total 2097192"));
+}
+
+TEST_F(PublishTest, AReceiverGoesBackOnlyWhenItIsAskedTo) {
+  ReceiverServer newer(absl::OkStatus(), 5);
+  const std::string target = newer.server.address();
+  auto response = Publish({target});
+  ASSERT_TRUE(response.ok());
+  EXPECT_EQ(Reason(rpc::FromRpcStatus(response->results(0).status())), "STALE_WEIGHT_VERSION");
+  EXPECT_EQ(newer.receiver.Version().version, 5);
+  response = Publish({target}, true);
+  ASSERT_TRUE(response.ok());
+  EXPECT_EQ(response->results(0).status().code(), 0) << response->results(0).status().message();
+  EXPECT_EQ(newer.receiver.Version().version, 0);
+}
+
+// A target that takes the connection and says nothing.
+TEST_F(PublishTest, CancelledPublicationsHoldNoWorker) {
+  const int silent = socket(AF_INET, SOCK_STREAM, 0);
+  sockaddr_in address{};
+  address.sin_family = AF_INET;
+  address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+  socklen_t size = sizeof(address);
+  ASSERT_EQ(bind(silent, reinterpret_cast<sockaddr*>(&address), size), 0);
+  ASSERT_EQ(listen(silent, 64), 0);
+  ASSERT_EQ(getsockname(silent, reinterpret_cast<sockaddr*>(&address), &size), 0);
+  v1::PublishWeightsRequest request;
+  request.add_targets(absl::StrCat("127.0.0.1:", ntohs(address.sin_port)));
+
+  constexpr int kCalls = 12;  // with a patience of 10 s each they would take the workers for 30 s
+  std::vector<grpc::ClientContext> contexts(kCalls);
+  std::vector<v1::PublishWeightsResponse> responses(kCalls);
+  std::atomic<int> ended = 0;
+  for (int i = 0; i < kCalls; ++i) {
+    stub_->async()->PublishWeights(&contexts[i], &request, &responses[i],
+                                   [&](const grpc::Status&) { ++ended; });
+  }
+  ASSERT_TRUE(rpc::Eventually([&] { return server_.server().live_calls() == kCalls; }));
+  for (grpc::ClientContext& context : contexts) context.TryCancel();
+  ASSERT_TRUE(rpc::Eventually([&] { return ended == kCalls; }));
+  std::atomic<bool> worked = false;
+  ASSERT_TRUE(server_.executor().Run([&] { worked = true; }).ok());
+  EXPECT_TRUE(rpc::Eventually([&] { return worked.load(); }));
+  close(silent);
 }
 
 TEST_F(PublishTest, AFailedSnapshotFailsTheCall) {

@@ -119,8 +119,8 @@ class TrainerService::TrainStepCall final
   TrainStepRequest request_;
 };
 
-grpc::ServerReadReactor<v1::TrainStepRequest>* TrainerService::TrainStep(
-    grpc::CallbackServerContext* context, v1::TrainStepResponse* response) {
+grpc::ServerReadReactor<grpc::ByteBuffer>* TrainerService::TrainStep(
+    grpc::CallbackServerContext* context, grpc::ByteBuffer* response) {
   return rpc::HandleClientStream<v1::TrainStepRequest, v1::TrainStepResponse>(
       executor_, context, response, std::make_unique<TrainStepCall>(*this));
 }
@@ -153,8 +153,8 @@ grpc::ServerWriteReactor<v1::WatchStepsResponse>* TrainerService::WatchSteps(
 // ---------------------------------------------------------------------------------------------
 // Everything else
 
-grpc::ServerBidiReactor<v1::ComputeLogProbsRequest, v1::ComputeLogProbsResponse>*
-TrainerService::ComputeLogProbs(grpc::CallbackServerContext* context) {
+grpc::ServerBidiReactor<grpc::ByteBuffer, grpc::ByteBuffer>* TrainerService::ComputeLogProbs(
+    grpc::CallbackServerContext* context) {
   const auto count = std::make_shared<int64_t>(0);  // requests are handled one after the other
   return rpc::HandleMapStream<v1::ComputeLogProbsRequest, v1::ComputeLogProbsResponse>(
       executor_, context,
@@ -186,7 +186,7 @@ absl::StatusOr<v1::PublishWeightsResponse> TrainerService::Publish(
   const rpc::PhaseTimer timer(metrics_, "publish");
   TANDEM_ASSIGN_OR_RETURN(const auto source, engine_->Snapshot(call));
   const std::vector<Delivery> deliveries =
-      PublishToAll(targets, *source, options_.publish_channel, call);
+      PublishToAll(targets, *source, request.allow_rollback(), options_.publish_channel, call);
   v1::PublishWeightsResponse response;
   response.mutable_weights()->set_version(source->manifest().version);
   response.mutable_weights()->set_digest(source->manifest().digest);

@@ -24,7 +24,19 @@ struct TrainerServiceOptions : training::ServiceOptions {
   rpc::ChannelOptions publish_channel;
 };
 
-class TrainerService final : public v1::TrainerService::CallbackService {
+// Every method with callbacks, and the streams that the client writes as bytes (stream_message.h).
+using TrainerCallbacks = v1::TrainerService::WithCallbackMethod_GetServerInfo<
+    v1::TrainerService::WithRawCallbackMethod_TrainStep<
+        v1::TrainerService::WithRawCallbackMethod_ComputeLogProbs<
+            v1::TrainerService::WithCallbackMethod_PublishWeights<
+                v1::TrainerService::WithCallbackMethod_SaveCheckpoint<
+                    v1::TrainerService::WithCallbackMethod_LoadCheckpoint<
+                        v1::TrainerService::WithCallbackMethod_ExportModel<
+                            v1::TrainerService::WithCallbackMethod_CheckObjective<
+                                v1::TrainerService::WithCallbackMethod_WatchSteps<
+                                    v1::TrainerService::Service>>>>>>>>>;
+
+class TrainerService final : public TrainerCallbacks {
  public:
   // `runtime` must outlive the service.
   TrainerService(const TrainerServiceOptions& options, const rpc::ServerRuntime& runtime);
@@ -42,9 +54,9 @@ class TrainerService final : public v1::TrainerService::CallbackService {
   grpc::ServerUnaryReactor* GetServerInfo(grpc::CallbackServerContext* context,
                                           const v1::GetServerInfoRequest* request,
                                           v1::GetServerInfoResponse* response) override;
-  grpc::ServerReadReactor<v1::TrainStepRequest>* TrainStep(
-      grpc::CallbackServerContext* context, v1::TrainStepResponse* response) override;
-  grpc::ServerBidiReactor<v1::ComputeLogProbsRequest, v1::ComputeLogProbsResponse>* ComputeLogProbs(
+  grpc::ServerReadReactor<grpc::ByteBuffer>* TrainStep(grpc::CallbackServerContext* context,
+                                                       grpc::ByteBuffer* response) override;
+  grpc::ServerBidiReactor<grpc::ByteBuffer, grpc::ByteBuffer>* ComputeLogProbs(
       grpc::CallbackServerContext* context) override;
   grpc::ServerUnaryReactor* PublishWeights(grpc::CallbackServerContext* context,
                                            const v1::PublishWeightsRequest* request,

@@ -148,7 +148,9 @@ class FakeEngine final : public Engine {
   };
   class Receiver final : public WeightReceiver {
    public:
-    absl::StatusOr<int64_t> Begin(const std::string&, const WeightManifest&) override { return 0; }
+    absl::StatusOr<int64_t> Begin(const std::string&, const WeightManifest&, bool) override {
+      return 0;
+    }
     absl::StatusOr<int64_t> Append(const std::string&, int64_t,
                                    absl::Span<const std::byte>) override {
       return 0;
