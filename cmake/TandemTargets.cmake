@@ -20,7 +20,7 @@ function(tandem_server name)
   cmake_parse_arguments(ARG "" "" "SRCS;DEPS" ${ARGN})
   # The sources speak gRPC, and the engine's dependency libtorch ships old google/ headers: they are
   # compiled on their own, without the include folders of what the binary links.
-  add_library(${name}_main OBJECT ${ARG_SRCS})
+  add_library(${name}_main OBJECT ${ARG_SRCS} "${CMAKE_SOURCE_DIR}/common/rpc/early_signals.cc")
   _tandem_configure(${name}_main)
   target_link_libraries(${name}_main PRIVATE tandem::rpc)
   add_executable(${name} $<TARGET_OBJECTS:${name}_main>)

@@ -1,5 +1,6 @@
 #include "common/rpc/server_main.h"
 
+#include <grpc/support/log.h>
 #include <signal.h>
 #include <unistd.h>
 
@@ -37,7 +38,7 @@ constexpr absl::Duration kPoll = absl::Milliseconds(20);
 // SIGTERM and SIGINT, taken synchronously by the main thread.
 class Signals {
  public:
-  // Before any thread starts: threads inherit the mask.
+  // Before any thread starts: threads inherit the mask (a server's is early_signals.cc's already).
   Signals() {
     signal(SIGPIPE, SIG_IGN);
     sigemptyset(&set_);
@@ -102,6 +103,24 @@ std::string MemoryComments(const MemoryPlan& plan, const std::optional<int64_t>&
   return text;
 }
 
+// What gRPC itself has to say is ours to tell: its lines (600 characters for a port in use) are for
+// those who debug it.
+void TakeGrpcLog() {
+  gpr_set_log_function([](gpr_log_func_args* line) {
+    Log(LogLevel::kDebug, "grpc_log",
+        {{"severity", gpr_log_severity_string(line->severity)},
+         {"file", line->file},
+         {"line", line->line},
+         {"message", line->message}});
+  });
+}
+
+int StartFailed(const absl::Status& status, int exit_code) {
+  Log(LogLevel::kError, "start_failed",
+      {{"code", absl::StatusCodeToString(status.code())}, {"message", status.message()}});
+  return exit_code;
+}
+
 // Fills `comments` with what the configuration needs. Not OK when that is not known, or more than
 // there is.
 absl::Status CheckMemory(const ServerProgram& program, std::string* comments) {
@@ -114,14 +133,15 @@ absl::Status CheckMemory(const ServerProgram& program, std::string* comments) {
 }
 
 // Runs `work` on a thread of its own, so that signals are heard, and asks `give_up` again and
-// again. False: it said yes; then `work` still runs, and the process has to end without a return.
+// again. False: it said yes; then `work` still runs, and the process has to end before `work` and
+// what it names do.
 bool RunUnless(absl::FunctionRef<bool()> give_up, absl::FunctionRef<void()> work) {
-  std::atomic<bool> done = false;
-  std::thread worker([&] {
+  const auto done = std::make_shared<std::atomic<bool>>(false);
+  std::thread worker([done, work] {
     work();
-    done = true;
+    *done = true;
   });
-  while (!done) {
+  while (!*done) {
     if (give_up()) {
       worker.detach();
       return false;
@@ -159,14 +179,12 @@ int RunServer(int argc, char** argv, const ServerProgram& program) {
 
   absl::Status status = config::Load(line.config, line.overrides, program.config);
   if (status.ok()) status = program.resolve();
-  if (!status.ok()) {
-    std::cerr << name << ": bad configuration: " << status.message() << std::endl;
-    return kExitBadConfig;
-  }
   if (line.check_config) {
     std::string comments;
-    status = CheckMemory(program, &comments);
-    std::cout << config::ToYaml(*program.config) << comments << std::flush;
+    if (status.ok()) {
+      status = CheckMemory(program, &comments);
+      std::cout << config::ToYaml(*program.config) << comments << std::flush;
+    }
     if (status.ok() && line.config_check.has_value()) {
       const auto checked = program.config_check.check(*line.config_check);
       status = checked.status();
@@ -176,12 +194,15 @@ int RunServer(int argc, char** argv, const ServerProgram& program) {
     std::cerr << name << ": bad configuration: " << status.message() << std::endl;
     return kExitBadConfig;
   }
+  if (!status.ok()) return StartFailed(status, kExitBadConfig);
 
   const config::v1::ServerOptions options = program.options();
   SetLogLevel(config::LogLevelOf(options));
+  TakeGrpcLog();
   Metrics metrics;
-  auto executor = std::make_unique<CallExecutor>(
-      CallExecutorOptions{.default_deadline = absl::Seconds(options.default_deadline_seconds())});
+  const absl::Duration default_deadline = absl::Seconds(options.default_deadline_seconds());
+  auto executor = std::make_unique<CallExecutor>(CallExecutorOptions{
+      .default_deadline = default_deadline, .streams = {.patience = default_deadline}});
   const absl::Time start_time = absl::Now();
   metrics.Gauge(metric::kServerInfo, {program.role, SoftwareVersion()}).Set(1);
   metrics.Gauge(metric::kServerStart).Set(absl::ToDoubleSeconds(start_time - absl::UnixEpoch()));
@@ -191,10 +212,7 @@ int RunServer(int argc, char** argv, const ServerProgram& program) {
   std::unique_ptr<ServerApp> app = program.create(runtime);
   absl::StatusOr<std::unique_ptr<Server>> server =
       Server::Start(options, app->services(), &metrics);
-  if (!server.ok()) {
-    Log(LogLevel::kError, "start_failed", {{"message", server.status().message()}});
-    return kExitFailure;
-  }
+  if (!server.ok()) return StartFailed(server.status(), kExitFailure);
   runtime.advertised_address = AdvertisedAddress(options, (*server)->grpc_port());
   Log(LogLevel::kInfo, "loading",
       {{"role", program.role},
@@ -206,16 +224,12 @@ int RunServer(int argc, char** argv, const ServerProgram& program) {
     TANDEM_RETURN_IF_ERROR(CheckMemory(program, &comments));
     return app->Load();
   };
-  if (!RunUnless([&] { return signals.Wait(kPoll); },
-                 [&] { status = CatchExceptions("loading", load); })) {
+  const auto guarded_load = [&] { status = CatchExceptions("loading", load); };
+  if (!RunUnless([&] { return signals.Wait(kPoll); }, guarded_load)) {
     Log(LogLevel::kInfo, "stopped", {{"message", "interrupted while loading"}});
     _exit(kExitOk);  // loading cannot be cancelled, and there is nothing to save
   }
-  if (!status.ok()) {
-    Log(LogLevel::kError, "load_failed",
-        {{"code", absl::StatusCodeToString(status.code())}, {"message", status.message()}});
-    return kExitFailure;
-  }
+  if (!status.ok()) return StartFailed(status, kExitFailure);
 
   metrics.OnScrape([&app, &metrics, executor = executor.get()] {
     metrics.Gauge(metric::kCallQueueDepth).Set(static_cast<double>(executor->queue_size()));

@@ -8,12 +8,13 @@
 //   }
 //
 // Command line: --config FILE, [dotted.key=value …], --check-config, --version, --help.
-// --check-config prints the resolved configuration and, as comments, the memory that it needs; one
-// that this machine cannot hold is bad. A server may add a flag for something else that it checks.
-// A server that starts refuses it while it loads. Exit code 0 on success and after SIGTERM or
-// SIGINT (work that outlasts the drain time is given up, and the log says so; state that has to be
-// saved is waited for), 2 for a bad configuration or command line, 1 for anything else, such as
-// state that could not be saved.
+// A start that fails says why in one line of JSON on stderr, {"event":"start_failed","code":…,
+// "message":…}, the last it writes. --check-config prints the resolved configuration and, as
+// comments, the memory that it needs; one that this machine cannot hold is bad. A server may add a
+// flag for something else that it checks. A server that starts refuses it while it loads. Exit code
+// 0 on success and after SIGTERM or SIGINT (work that outlasts the drain time is given up, and the
+// log says so; state that has to be saved is waited for), 2 for a bad configuration or command
+// line, 1 for anything else, such as state that could not be saved.
 #ifndef TANDEM_COMMON_RPC_SERVER_MAIN_H_
 #define TANDEM_COMMON_RPC_SERVER_MAIN_H_
 

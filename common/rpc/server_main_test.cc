@@ -7,6 +7,7 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cstdlib>
 #include <fstream>
 #include <mutex>
@@ -177,9 +178,41 @@ TEST(ServerMainTest, BadConfigurationExitsTwo) {
     EXPECT_EQ(process.Wait(), 2) << testing::PrintToString(arguments);
     EXPECT_FALSE(process.Stderr().empty());
   }
-  Process process({"senior_modl=x"});
-  process.Wait();
-  EXPECT_THAT(process.Stderr(), HasSubstr("senior_modl: unknown key; did you mean"));
+  Process checked({"senior_modl=x", "--check-config"});
+  EXPECT_EQ(checked.Wait(), 2);
+  EXPECT_THAT(checked.Stderr(),
+              HasSubstr("tandem-rollout-server: bad configuration: senior_modl: unknown key"));
+}
+
+// The only line on stderr; {} when there is another.
+nlohmann::json OnlyLine(Process& process) {
+  const std::string text = process.Stderr();
+  EXPECT_EQ(std::count(text.begin(), text.end(), '\n'), 1) << text;
+  return nlohmann::json::parse(text, nullptr, false);
+}
+
+TEST(ServerMainTest, AStartThatFailsSaysWhyInOneLine) {
+  Process bad_config({"senior_modl=x"});
+  EXPECT_EQ(bad_config.Wait(), 2);
+  nlohmann::json line = OnlyLine(bad_config);
+  EXPECT_EQ(line["event"], "start_failed");
+  EXPECT_EQ(line["code"], "INVALID_ARGUMENT");
+  EXPECT_THAT(std::string(line["message"]), HasSubstr("senior_modl: unknown key; did you mean"));
+
+  Process first(kAnyPort);
+  const auto ports = nlohmann::json::parse(first.ReadLine(), nullptr, false);
+  ASSERT_FALSE(ports.is_discarded());
+  for (const char* port : {"grpc_port", "metrics_port"}) {
+    Process second(With(kAnyPort, {absl::StrCat("server.", port, "=", ports[port].get<int>())}));
+    EXPECT_EQ(second.Wait(), 1);
+    line = OnlyLine(second);
+    EXPECT_EQ(line["event"], "start_failed");
+    EXPECT_EQ(line["code"], "UNAVAILABLE");
+    const std::string message = line["message"];
+    EXPECT_THAT(message, HasSubstr("is the port in use?"));
+    EXPECT_THAT(message, HasSubstr(port));
+    EXPECT_LT(message.size(), 150);
+  }
 }
 
 TEST(ServerMainTest, ServesAndExitsZeroOnSigterm) {
@@ -279,6 +312,13 @@ TEST(ServerMainTest, ASecondSignalEndsTheSavingAndExitsOne) {
   EXPECT_THAT(process.Stderr(), HasSubstr("drain_abandoned"));
 }
 
+TEST(ServerMainTest, SigtermBeforeMainExitsZero) {
+  Process process(kAnyPort, {{"START_MS", "300"}});
+  EXPECT_EQ(process.ReadLine(), "starting");
+  process.Signal(SIGTERM);
+  EXPECT_EQ(process.Wait(), 0);
+}
+
 TEST(ServerMainTest, SigtermWhileLoadingExitsZero) {
   Process process(kAnyPort, {{"LOAD_MS", "60000"}});
   ASSERT_TRUE(process.WaitForStderr("\"event\":\"loading\""));
@@ -290,15 +330,6 @@ TEST(ServerMainTest, AModelThatDoesNotLoadExitsOne) {
   Process process(kAnyPort, {{"LOAD_FAILS", "1"}});
   EXPECT_EQ(process.Wait(), 1);
   EXPECT_THAT(process.Stderr(), HasSubstr("no such model"));
-}
-
-TEST(ServerMainTest, APortInUseExitsOne) {
-  Process first(kAnyPort);
-  const auto line = nlohmann::json::parse(first.ReadLine(), nullptr, false);
-  ASSERT_FALSE(line.is_discarded());
-  Process second(With(kAnyPort, {absl::StrCat("server.grpc_port=", line["grpc_port"].get<int>())}));
-  EXPECT_EQ(second.Wait(), 1);
-  EXPECT_THAT(second.Stderr(), HasSubstr("is the port in use?"));
 }
 
 }  // namespace

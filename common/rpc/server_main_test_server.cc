@@ -1,7 +1,10 @@
 // tandem-rollout-server without a model, for server_main_test: loading takes LOAD_MS, a GetVersion
 // call says so and takes CALL_MS, LOAD_FAILS makes loading fail, MEMORY_BYTES is what it needs.
 // With SAVE_MS there is unsaved state, and Stop says so and saves it in that time; STOP_MS is the
-// time of a Stop that saves nothing. SAVE_FAILS makes saving fail.
+// time of a Stop that saves nothing. SAVE_FAILS makes saving fail. Before main it takes START_MS,
+// as large libraries do, and says so.
+#include <unistd.h>
+
 #include <cstdlib>
 #include <iostream>
 #include <memory>
@@ -14,6 +17,14 @@ namespace {
 absl::Duration FromEnvironment(const char* name) {
   const char* text = std::getenv(name);
   return absl::Milliseconds(text == nullptr ? 0 : std::atoi(text));
+}
+
+// Like the constructors of a shared library.
+[[gnu::constructor]] void TakeTimeToStart() {
+  const char* text = std::getenv("START_MS");
+  if (text == nullptr) return;
+  (void)!write(STDOUT_FILENO, "starting\n", 9);
+  usleep(static_cast<useconds_t>(std::atoi(text)) * 1000);
 }
 
 }  // namespace
