@@ -18,13 +18,15 @@ class ByteBudget {
 
   int64_t used_bytes() const { return used_; }
 
-  // One holder's share; gives everything back when it goes.
+  // One holder's share, which one thread uses at a time; gives everything back when it goes.
   class Share {
    public:
     explicit Share(ByteBudget& budget) : budget_(budget) {}
     ~Share() { budget_.used_ -= held_; }
     Share(const Share&) = delete;
     Share& operator=(const Share&) = delete;
+
+    int64_t held_bytes() const { return held_; }
 
     // RESOURCE_EXHAUSTED when all shares together would exceed the capacity; with a retry hint
     // unless this share alone is too large.
@@ -37,6 +39,12 @@ class ByteBudget {
       absl::Status full = absl::ResourceExhaustedError(
           absl::StrCat("calls in progress may hold ", budget_.capacity_, " bytes together"));
       return held_ + bytes > budget_.capacity_ ? full : WithRetryAfter(full, 1000);
+    }
+
+    // Gives back what was taken.
+    void Give(int64_t bytes) {
+      budget_.used_ -= bytes;
+      held_ -= bytes;
     }
 
    private:

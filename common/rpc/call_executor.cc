@@ -7,7 +7,7 @@
 namespace tandem::rpc {
 
 CallExecutor::CallExecutor(const CallExecutorOptions& options)
-    : options_(options), queue_(options.queue_capacity) {
+    : options_(options), streams_(options.streams), queue_(options.queue_capacity) {
   for (int i = 0; i < options.num_threads; ++i) {
     threads_.emplace_back([this] {
       while (auto work = queue_.Pop()) (*work)();

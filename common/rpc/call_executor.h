@@ -1,5 +1,5 @@
-// Runs the blocking part of calls: a small pool of threads with a bounded queue, and the gate that
-// refuses calls while the server loads or drains.
+// Runs the blocking part of calls: a small pool of threads with a bounded queue, the gate that
+// refuses calls while the server loads or drains, and the bounds of its streams.
 #ifndef TANDEM_COMMON_RPC_CALL_EXECUTOR_H_
 #define TANDEM_COMMON_RPC_CALL_EXECUTOR_H_
 
@@ -14,6 +14,7 @@
 #include "absl/time/time.h"
 #include "common/base/bounded_queue.h"
 #include "common/base/catch_exceptions.h"
+#include "common/rpc/open_streams.h"
 
 namespace tandem::rpc {
 
@@ -22,6 +23,7 @@ struct CallExecutorOptions {
   size_t queue_capacity = 256;
   // Put on calls with one answer that come without a deadline.
   absl::Duration default_deadline = absl::Seconds(600);
+  OpenStreamsOptions streams = {};
 };
 
 class CallExecutor {
@@ -45,12 +47,15 @@ class CallExecutor {
   // runs.
   absl::Status Run(std::function<void()> work);
 
+  OpenStreams& streams() { return streams_; }
+
   absl::Duration default_deadline() const { return options_.default_deadline; }
   size_t queue_size() const { return queue_.size(); }
   size_t queue_capacity() const { return queue_.capacity(); }
 
  private:
   const CallExecutorOptions options_;
+  OpenStreams streams_;
   std::atomic<Gate> gate_ = Gate::kLoading;
   BoundedQueue<std::function<void()>> queue_;
   std::vector<std::thread> threads_;

@@ -12,6 +12,7 @@
 #include <stop_token>
 #include <utility>
 
+#include "absl/functional/function_ref.h"
 #include "absl/status/status.h"
 #include "absl/time/clock.h"
 #include "absl/time/time.h"
@@ -45,6 +46,11 @@ class CallState {
     }
     finish(ToGrpcStatus(status));
     return true;
+  }
+  // Starts an operation of the reactor, unless the call is finished; a Finish comes after it.
+  void Start(absl::FunctionRef<void()> operation) {
+    std::lock_guard lock(mutex_);
+    if (!finished_) operation();
   }
   void Cancel() { cancellation_.request_stop(); }
   std::stop_token cancellation() const { return cancellation_.get_token(); }

@@ -6,7 +6,9 @@
 
 #include "absl/status/status.h"
 #include "absl/strings/match.h"
+#include "absl/strings/str_cat.h"
 #include "common/base/logging.h"
+#include "common/rpc/error_table.h"
 #include "common/rpc/request_id.h"
 
 namespace tandem::rpc {
@@ -32,18 +34,24 @@ LogLevel LevelOf(grpc::StatusCode code) {
   }
 }
 
+// Where the client chose the name, so that it makes no metric of its own.
+constexpr char kUnknown[] = "unknown";
+
 class RpcInterceptor final : public grpc::experimental::Interceptor {
  public:
-  RpcInterceptor(grpc::experimental::ServerRpcInfo* info, Metrics* metrics,
-                 std::atomic<int64_t>* live_calls)
+  RpcInterceptor(grpc::experimental::ServerRpcInfo* info, const MethodTable& methods,
+                 Metrics* metrics, std::atomic<int64_t>* live_calls)
       : context_(info->server_context()),
         metrics_(metrics),
         live_calls_(live_calls),
-        start_(std::chrono::steady_clock::now()) {
-    const std::string path = info->method();  // "/package.Service/Method"
-    const size_t slash = path.rfind('/');
-    service_ = slash == 0 || slash == std::string::npos ? "unknown" : path.substr(1, slash - 1);
-    method_ = slash == std::string::npos ? path : path.substr(slash + 1);
+        start_(std::chrono::steady_clock::now()),
+        path_(info->method()) {
+    if (const auto known = methods.find(path_); known != methods.end()) {
+      const size_t slash = path_.rfind('/');
+      service_ = path_.substr(1, slash - 1);
+      method_ = path_.substr(slash + 1);
+      request_type_ = &known->second;
+    }
     counts_ = !IsInfrastructure(service_);
     metrics_->Gauge(metric::kRpcLive, {service_, method_}).Increment();
     if (counts_) live_calls_->fetch_add(1);
@@ -56,18 +64,34 @@ class RpcInterceptor final : public grpc::experimental::Interceptor {
   }
 
   void Intercept(grpc::experimental::InterceptorBatchMethods* methods) override {
+    if (methods->QueryInterceptionHookPoint(InterceptionHookPoints::POST_RECV_MESSAGE)) {
+      unreadable_ = methods->GetRecvMessage() == nullptr;
+    }
     if (methods->QueryInterceptionHookPoint(InterceptionHookPoints::PRE_SEND_STATUS)) {
       // Handlers that know no request id (health, status) leave it to this place.
       auto& trailing = *methods->GetSendTrailingMetadata();
       auto id = trailing.find(kRequestIdKey);
       if (id == trailing.end()) id = trailing.emplace(kRequestIdKey, ChooseRequestId(*context_));
-      const grpc::Status status = methods->GetSendStatus();
+      grpc::Status status = methods->GetSendStatus();
+      if (status.error_code() == grpc::StatusCode::UNIMPLEMENTED &&
+          status.error_message().empty()) {
+        status = ToGrpcStatus(Refusal());
+        methods->ModifySendStatus(status);
+      }
       Record(status.error_code(), status.error_message(), id->second);
     }
     methods->Proceed();
   }
 
  private:
+  // What grpc++ answers with an empty UNIMPLEMENTED.
+  absl::Status Refusal() const {
+    if (request_type_ != nullptr && unreadable_) {
+      return absl::InvalidArgumentError(absl::StrCat("the bytes are not a ", *request_type_));
+    }
+    return absl::UnimplementedError(absl::StrCat("no such method: ", path_.substr(0, 200)));
+  }
+
   void Record(grpc::StatusCode code, const std::string& message, const std::string& request_id) {
     if (std::exchange(handled_, true)) return;
     const double seconds =
@@ -88,22 +112,26 @@ class RpcInterceptor final : public grpc::experimental::Interceptor {
   Metrics* const metrics_;
   std::atomic<int64_t>* const live_calls_;
   const std::chrono::steady_clock::time_point start_;
-  std::string service_;
-  std::string method_;
+  const std::string path_;
+  const std::string* request_type_ = nullptr;  // null for an unknown method
+  bool unreadable_ = false;
+  std::string service_ = kUnknown;
+  std::string method_ = kUnknown;
   bool counts_ = true;
   bool handled_ = false;
 };
 
 class RpcInterceptorFactory final : public grpc::experimental::ServerInterceptorFactoryInterface {
  public:
-  RpcInterceptorFactory(Metrics* metrics, std::atomic<int64_t>* live_calls)
-      : metrics_(metrics), live_calls_(live_calls) {}
+  RpcInterceptorFactory(MethodTable methods, Metrics* metrics, std::atomic<int64_t>* live_calls)
+      : methods_(std::move(methods)), metrics_(metrics), live_calls_(live_calls) {}
   grpc::experimental::Interceptor* CreateServerInterceptor(
       grpc::experimental::ServerRpcInfo* info) override {
-    return new RpcInterceptor(info, metrics_, live_calls_);
+    return new RpcInterceptor(info, methods_, metrics_, live_calls_);
   }
 
  private:
+  const MethodTable methods_;
   Metrics* const metrics_;
   std::atomic<int64_t>* const live_calls_;
 };
@@ -111,8 +139,8 @@ class RpcInterceptorFactory final : public grpc::experimental::ServerInterceptor
 }  // namespace
 
 std::unique_ptr<grpc::experimental::ServerInterceptorFactoryInterface> MakeRpcInterceptor(
-    Metrics* metrics, std::atomic<int64_t>* live_calls) {
-  return std::make_unique<RpcInterceptorFactory>(metrics, live_calls);
+    MethodTable methods, Metrics* metrics, std::atomic<int64_t>* live_calls) {
+  return std::make_unique<RpcInterceptorFactory>(std::move(methods), metrics, live_calls);
 }
 
 }  // namespace tandem::rpc

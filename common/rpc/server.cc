@@ -1,5 +1,6 @@
 #include "common/rpc/server.h"
 
+#include <google/protobuf/descriptor.h>
 #include <grpcpp/ext/proto_server_reflection_plugin.h>
 #include <grpcpp/health_check_service_interface.h>
 #include <grpcpp/security/server_credentials.h>
@@ -19,6 +20,7 @@
 #include "absl/time/clock.h"
 #include "common/rpc/address.h"
 #include "common/rpc/rpc_interceptor.h"
+#include "grpc/health/v1/health.pb.h"
 
 namespace tandem::rpc {
 namespace {
@@ -29,6 +31,10 @@ constexpr absl::Duration kWatchersGrace = absl::Milliseconds(200);
 // Half of the shortest keepalive interval that a configuration may ask of a client: a client with
 // another interval than ours is not sent away.
 constexpr int kToleratedPingMilliseconds = 500;
+
+// Of the metrics endpoint: a connection that says nothing holds a thread for the timeout.
+constexpr int kMetricsThreads = 8;
+constexpr absl::Duration kMetricsTimeout = absl::Seconds(1);
 
 int Milliseconds(double seconds) { return static_cast<int>(seconds * 1000); }
 
@@ -71,6 +77,30 @@ std::string MetricsHost(const std::string& host) {
   return host == "localhost" ? "127.0.0.1" : host;
 }
 
+void AddMethods(const google::protobuf::ServiceDescriptor* service, MethodTable& methods) {
+  for (int i = 0; service != nullptr && i < service->method_count(); ++i) {
+    const google::protobuf::MethodDescriptor* const method = service->method(i);
+    methods[absl::StrCat("/", service->full_name(), "/", method->name())] =
+        method->input_type()->full_name();
+  }
+}
+
+// Those of `services` and of what grpc++ brings. Naming the description of health makes it part of
+// the program, where reflection finds it.
+MethodTable MethodsOf(const std::vector<NamedService>& services) {
+  const google::protobuf::DescriptorPool* const pool =
+      google::protobuf::DescriptorPool::generated_pool();
+  MethodTable methods;
+  for (const NamedService& service : services) {
+    AddMethods(pool->FindServiceByName(service.name), methods);
+  }
+  AddMethods(
+      grpc::health::v1::HealthCheckRequest::descriptor()->file()->FindServiceByName("Health"),
+      methods);
+  AddMethods(pool->FindServiceByName("grpc.reflection.v1alpha.ServerReflection"), methods);
+  return methods;
+}
+
 }  // namespace
 
 absl::StatusOr<std::unique_ptr<Server>> Server::Start(const config::v1::ServerOptions& options,
@@ -87,7 +117,9 @@ absl::StatusOr<std::unique_ptr<Server>> Server::Start(const config::v1::ServerOp
   const std::string metrics_address =
       JoinHostPort(MetricsHost(options.host()), options.metrics_port());
   try {
-    server->exposer_ = std::make_unique<prometheus::Exposer>(metrics_address, 1);
+    server->exposer_ = std::make_unique<prometheus::Exposer>(std::vector<std::string>{
+        "listening_ports", metrics_address, "num_threads", absl::StrCat(kMetricsThreads),
+        "request_timeout_ms", absl::StrCat(absl::ToInt64Milliseconds(kMetricsTimeout))});
   } catch (const std::exception&) {
     return CannotBind("metrics", metrics_address, "server.metrics_port");
   }
@@ -100,6 +132,7 @@ absl::StatusOr<std::unique_ptr<Server>> Server::Start(const config::v1::ServerOp
   const std::string address = JoinHostPort(options.host(), options.grpc_port());
   builder.AddListeningPort(address, grpc::InsecureServerCredentials(), &server->grpc_port_);
   builder.AddChannelArgument(GRPC_ARG_ALLOW_REUSEPORT, 0);
+  builder.AddChannelArgument(GRPC_ARG_MAX_CONCURRENT_STREAMS, kMaxCallsPerConnection);
   builder.AddChannelArgument(GRPC_ARG_KEEPALIVE_TIME_MS, Milliseconds(options.keepalive_seconds()));
   builder.AddChannelArgument(GRPC_ARG_KEEPALIVE_TIMEOUT_MS,
                              Milliseconds(options.keepalive_timeout_seconds()));
@@ -113,7 +146,7 @@ absl::StatusOr<std::unique_ptr<Server>> Server::Start(const config::v1::ServerOp
     server->names_.push_back(service.name);
   }
   std::vector<std::unique_ptr<grpc::experimental::ServerInterceptorFactoryInterface>> interceptors;
-  interceptors.push_back(MakeRpcInterceptor(metrics, &server->live_calls_));
+  interceptors.push_back(MakeRpcInterceptor(MethodsOf(services), metrics, &server->live_calls_));
   builder.experimental().SetInterceptorCreators(std::move(interceptors));
   server->metrics_ = metrics;
   server->server_ = builder.BuildAndStart();

@@ -22,6 +22,8 @@
 namespace tandem::rpc {
 
 inline constexpr int kMaxReceiveBytes = 4 << 20;
+// Calls of one connection at a time; a client holds back the others.
+inline constexpr int kMaxCallsPerConnection = 128;
 
 struct NamedService {
   std::string name;  // "tandem.rollout.v1.RolloutService"

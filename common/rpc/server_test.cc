@@ -2,8 +2,6 @@
 #include "common/rpc/server.h"
 
 #include <gmock/gmock.h>
-#include <grpcpp/generic/generic_stub.h>
-#include <grpcpp/support/byte_buffer.h>
 #include <gtest/gtest.h>
 #include <netinet/in.h>
 #include <sys/socket.h>
@@ -14,17 +12,21 @@
 #include <memory>
 #include <string>
 #include <thread>
+#include <vector>
 
 #include "absl/synchronization/notification.h"
 #include "common/base/error.h"
 #include "common/rpc/error_table.h"
 #include "common/rpc/testing/fake_weight_service.h"
+#include "common/rpc/testing/raw_call.h"
 #include "common/rpc/testing/server.h"
+#include "grpc/health/v1/health.pb.h"
 
 namespace tandem::rpc {
 namespace {
 
 using testing::HasSubstr;
+using testing::Not;
 using weights::v1::GetVersionRequest;
 using weights::v1::GetVersionResponse;
 using weights::v1::WeightService;
@@ -33,52 +35,42 @@ constexpr char kService[] = "tandem.weights.v1.WeightService";
 constexpr int kServing = 1;
 constexpr int kNotServing = 2;
 
-// grpc.health.v1.Health/Check by hand: Debian ships no stub for it. The request is
-// {1: service}, the answer {1: status}.
 struct Health {
-  grpc::StatusCode code;
+  absl::StatusCode code;
   int status;
 };
 Health CheckHealth(const std::shared_ptr<grpc::Channel>& channel, const std::string& service) {
-  std::string bytes;
-  if (!service.empty()) bytes = std::string("\x0a") + static_cast<char>(service.size()) + service;
-  grpc::Slice slice(bytes);
-  const grpc::ByteBuffer request(&slice, 1);
-  grpc::ByteBuffer response;
-  grpc::ClientContext context;
-  absl::Notification done;
-  Health health{};
-  grpc::GenericStub stub(channel);
-  stub.UnaryCall(&context, "/grpc.health.v1.Health/Check", {}, &request, &response,
-                 [&](grpc::Status status) {
-                   health.code = status.error_code();
-                   done.Notify();
-                 });
-  done.WaitForNotification();
-  std::vector<grpc::Slice> slices;
-  (void)response.Dump(&slices);
-  std::string answer;
-  for (const auto& part : slices) {
-    answer.append(reinterpret_cast<const char*>(part.begin()), part.size());
-  }
-  health.status = answer.size() == 2 ? answer[1] : 0;
-  return health;
+  grpc::health::v1::HealthCheckRequest request;
+  request.set_service(service);
+  RawCall call(channel, "/grpc.health.v1.Health/Check");
+  call.Write(request.SerializeAsString());
+  call.WritesDone();
+  grpc::health::v1::HealthCheckResponse response;
+  EXPECT_TRUE(response.ParseFromString(call.Read().value_or("")));
+  return {call.Finish().code(), response.status()};
 }
 
-std::string HttpGet(int port, const std::string& path) {
+int ConnectTo(int port) {
   const int fd = socket(AF_INET, SOCK_STREAM, 0);
   sockaddr_in address{};
   address.sin_family = AF_INET;
   address.sin_port = htons(static_cast<uint16_t>(port));
   address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+  EXPECT_EQ(connect(fd, reinterpret_cast<sockaddr*>(&address), sizeof(address)), 0);
+  return fd;
+}
+
+// "" when nothing comes for as long as Prometheus waits.
+std::string HttpGet(int port, const std::string& path) {
+  const int fd = ConnectTo(port);
+  const timeval patience{.tv_sec = 10, .tv_usec = 0};
+  setsockopt(fd, SOL_SOCKET, SO_RCVTIMEO, &patience, sizeof(patience));
+  const std::string request = "GET " + path + " HTTP/1.0\r\n\r\n";
+  (void)!write(fd, request.data(), request.size());
   std::string text;
-  if (connect(fd, reinterpret_cast<sockaddr*>(&address), sizeof(address)) == 0) {
-    const std::string request = "GET " + path + " HTTP/1.0\r\n\r\n";
-    (void)!write(fd, request.data(), request.size());
-    char buffer[4096];
-    for (ssize_t n; (n = read(fd, buffer, sizeof(buffer))) > 0;) {
-      text.append(buffer, static_cast<size_t>(n));
-    }
+  char buffer[4096];
+  for (ssize_t n; (n = read(fd, buffer, sizeof(buffer))) > 0;) {
+    text.append(buffer, static_cast<size_t>(n));
   }
   close(fd);
   return text;
@@ -129,7 +121,7 @@ TEST_F(ServerTest, HealthIsPerServiceName) {
   const auto channel = server_.channel();
   EXPECT_EQ(CheckHealth(channel, kService).status, kServing);
   EXPECT_EQ(CheckHealth(channel, "").status, kServing);
-  EXPECT_EQ(CheckHealth(channel, "no.such.Service").code, grpc::StatusCode::NOT_FOUND);
+  EXPECT_EQ(CheckHealth(channel, "no.such.Service").code, absl::StatusCode::kNotFound);
   server_.server().SetServing(false);
   EXPECT_EQ(CheckHealth(channel, kService).status, kNotServing);
   EXPECT_EQ(CheckHealth(channel, "").status, kNotServing);
@@ -230,39 +222,64 @@ TEST_F(ServerTest, MetricsCountEveryCallByCode) {
   EXPECT_THAT(text, HasSubstr("tandem_server_ready 1"));
 }
 
+// The reflection service's answer; the messages are written by hand, as Debian ships none.
+std::string Reflect(const std::shared_ptr<grpc::Channel>& channel, const std::string& request) {
+  RawCall call(channel, "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo");
+  call.Write(request);
+  return call.Read().value_or("");
+}
+
 TEST_F(ServerTest, ReflectionListsTheServices) {
-  // The reflection service itself answers: an unknown method of it would be UNIMPLEMENTED.
-  grpc::GenericStub stub(server_.channel());
-  grpc::ClientContext context;
-  grpc::CompletionQueue queue;
-  auto call = stub.PrepareCall(
-      &context, "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo", &queue);
-  void* tag = nullptr;
-  bool ok = false;
-  call->StartCall(&tag);
-  queue.Next(&tag, &ok);
-  ASSERT_TRUE(ok);
-  grpc::Slice slice(std::string("\x3a\x00", 2));  // {7: list_services ""}
-  call->Write(grpc::ByteBuffer(&slice, 1), &tag);
-  queue.Next(&tag, &ok);
-  ASSERT_TRUE(ok);
-  grpc::ByteBuffer response;
-  call->Read(&response, &tag);
-  queue.Next(&tag, &ok);
-  ASSERT_TRUE(ok);
-  std::vector<grpc::Slice> slices;
-  ASSERT_TRUE(response.Dump(&slices).ok());
-  std::string answer;
-  for (const auto& part : slices) {
-    answer.append(reinterpret_cast<const char*>(part.begin()), part.size());
-  }
+  const std::string answer =
+      Reflect(server_.channel(), std::string("\x3a\x00", 2));  // {7: list_services ""}
   EXPECT_THAT(answer, HasSubstr(kService));
   EXPECT_THAT(answer, HasSubstr("grpc.health.v1.Health"));
-  context.TryCancel();
-  grpc::Status status;
-  call->Finish(&status, &tag);
-  queue.Next(&tag, &ok);
-  queue.Shutdown();
+}
+
+// What grpcurl needs in order to call it.
+// What grpcurl needs in order to call it.
+TEST_F(ServerTest, ReflectionDescribesHealth) {
+  const std::string symbol = "grpc.health.v1.Health";
+  const std::string answer =  // {4: file_containing_symbol}
+      Reflect(server_.channel(),
+              "\x22" + std::string(1, static_cast<char>(symbol.size())) + symbol);
+  EXPECT_THAT(answer, HasSubstr("grpc/health/v1/health.proto"));
+  EXPECT_THAT(answer, HasSubstr("HealthCheckRequest"));
+}
+
+TEST_F(ServerTest, NamesThatAClientMakesUpAreNoMetrics) {
+  for (const char* path : {"/made.up.Service/Method", "/tandem.weights.v1.WeightService/MadeUp",
+                           "/grpc.health.v1.Health/MadeUp"}) {
+    RawCall call(server_.channel(), path);
+    EXPECT_EQ(call.Finish().code(), absl::StatusCode::kUnimplemented) << path;
+  }
+  EXPECT_EQ(CheckHealth(server_.channel(), "").status, kServing);
+  EXPECT_TRUE(Eventually([&] { return server_.server().live_calls() == 0; }));
+  const std::string text = Scrape();
+  EXPECT_THAT(text, Not(HasSubstr("made.up")));
+  EXPECT_THAT(text, Not(HasSubstr("MadeUp")));
+  EXPECT_THAT(text, HasSubstr("grpc_method=\"unknown\",grpc_service=\"unknown\"} 3"));
+  EXPECT_THAT(text, HasSubstr("grpc_method=\"Check\",grpc_service=\"grpc.health.v1.Health\"} 1"));
+}
+
+TEST_F(ServerTest, EveryRefusalHasAText) {
+  RawCall garbage(server_.channel(), "/tandem.weights.v1.WeightService/GetVersion");
+  garbage.Write("\xff\xff\xff\xff");
+  garbage.WritesDone();
+  absl::Status status = garbage.Finish();
+  EXPECT_EQ(status.code(), absl::StatusCode::kInvalidArgument);
+  EXPECT_THAT(std::string(status.message()), HasSubstr("tandem.weights.v1.GetVersionRequest"));
+  RawCall unknown(server_.channel(), "/made.up.Service/Method");
+  status = unknown.Finish();
+  EXPECT_EQ(status.code(), absl::StatusCode::kUnimplemented);
+  EXPECT_THAT(std::string(status.message()), HasSubstr("/made.up.Service/Method"));
+}
+
+TEST_F(ServerTest, SilentConnectionsDoNotStopAScrape) {
+  std::vector<int> silent;
+  for (int i = 0; i < 16; ++i) silent.push_back(ConnectTo(server_.server().metrics_port()));
+  EXPECT_THAT(Scrape(), HasSubstr("tandem_server_ready 1"));
+  for (const int fd : silent) close(fd);
 }
 
 TEST_F(ServerTest, MessagesAboveTheLimitAreRefused) {

@@ -4,9 +4,12 @@
 #define TANDEM_COMMON_RPC_STREAM_HANDLERS_H_
 
 #include <grpcpp/server_context.h>
+#include <grpcpp/support/byte_buffer.h>
 #include <grpcpp/support/server_callback.h>
 
 #include <atomic>
+#include <cstddef>
+#include <cstdint>
 #include <deque>
 #include <functional>
 #include <memory>
@@ -16,8 +19,12 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "common/base/logging.h"
+#include "common/base/status_macros.h"
+#include "common/rpc/byte_budget.h"
 #include "common/rpc/call_executor.h"
+#include "common/rpc/open_streams.h"
 #include "common/rpc/reactor_call.h"
+#include "common/rpc/stream_message.h"
 #include "common/rpc/write_queue.h"
 
 namespace tandem::rpc {
@@ -32,7 +39,7 @@ class ClientStreamHandler {
   virtual ~ClientStreamHandler() = default;
   // One message, on a gRPC thread: check and keep it, nothing slow. An error ends the call. The
   // next message is read when this returns, so what is not kept is not held.
-  virtual absl::Status OnMessage(Request&& request) = 0;
+  virtual absl::Status OnMessage(const Request& request) = 0;
   // After the client's half-close, on the executor; may block.
   virtual absl::StatusOr<Response> OnEnd(const CallScope& context) = 0;
 };
@@ -40,9 +47,10 @@ class ClientStreamHandler {
 namespace internal {
 
 template <typename Request, typename Response>
-class ClientStreamCall final : public grpc::ServerReadReactor<Request> {
+class ClientStreamCall final : public grpc::ServerReadReactor<grpc::ByteBuffer> {
  public:
-  ClientStreamCall(CallExecutor& executor, grpc::CallbackServerContext* context, Response* response,
+  ClientStreamCall(CallExecutor& executor, grpc::CallbackServerContext* context,
+                   grpc::ByteBuffer* response,
                    std::unique_ptr<ClientStreamHandler<Request, Response>> handler)
       : executor_(executor),
         response_(response),
@@ -51,32 +59,40 @@ class ClientStreamCall final : public grpc::ServerReadReactor<Request> {
             executor, context, [this](grpc::Status status) { this->Finish(std::move(status)); },
             true) {
     if (!call_.Begin()) return;
-    this->StartRead(&request_);
+    this->StartRead(&bytes_);
   }
 
   void OnReadDone(bool ok) override {
     const auto state = call_.state();
-    if (state->finished()) return;
-    if (ok) {
-      const ScopedRequestId request_id(call_.context().request_id);
-      absl::Status status =
-          CatchExceptions("handler", [&] { return handler_->OnMessage(std::move(request_)); });
-      if (!status.ok()) {
-        state->Finish(status);
-        return;
-      }
-      request_.Clear();
-      this->StartRead(&request_);
+    if (!ok) {
+      // The client's half-close, or the end of a call that is broken, such as by a message above
+      // the limit: only a whole one can still carry headers.
+      state->Start([this] { this->StartSendInitialMetadata(); });
       return;
     }
+    if (state->finished()) return;
+    const ScopedRequestId request_id(call_.context().request_id);
+    const absl::Status status =
+        UseMessage<Request>(num_messages_++, bytes_, [this](const Request& request) {
+          return CatchExceptions("handler", [&] { return handler_->OnMessage(request); });
+        });
+    if (!status.ok()) {
+      state->Finish(status);
+      return;
+    }
+    state->Start([this] { this->StartRead(&bytes_); });
+  }
+  void OnSendInitialMetadataDone(bool ok) override {
+    if (!ok) return;  // OnCancel ends it
+    const auto state = call_.state();
     absl::Status queued =
         executor_.Run([state, handler = handler_, response = response_, context = call_.context()] {
           if (state->finished()) return;
           const ScopedRequestId request_id(context.request_id);
-          absl::StatusOr<Response> result =
+          const absl::StatusOr<Response> result =
               CatchExceptions("handler", [&] { return handler->OnEnd(context); });
           state->Finish(result.status(), [&] {
-            if (result.ok()) response->Swap(&*result);
+            if (result.ok()) *response = SerializeMessage(*result);
           });
         });
     if (!queued.ok()) state->Finish(queued);
@@ -86,17 +102,19 @@ class ClientStreamCall final : public grpc::ServerReadReactor<Request> {
 
  private:
   CallExecutor& executor_;
-  Response* const response_;
+  grpc::ByteBuffer* const response_;
   const std::shared_ptr<ClientStreamHandler<Request, Response>> handler_;
-  Request request_;
+  grpc::ByteBuffer bytes_;
+  int64_t num_messages_ = 0;
   Call call_;
 };
 
 }  // namespace internal
 
+// For a method that is marked WithRawCallbackMethod_.
 template <typename Request, typename Response>
-grpc::ServerReadReactor<Request>* HandleClientStream(
-    CallExecutor& executor, grpc::CallbackServerContext* context, Response* response,
+grpc::ServerReadReactor<grpc::ByteBuffer>* HandleClientStream(
+    CallExecutor& executor, grpc::CallbackServerContext* context, grpc::ByteBuffer* response,
     std::unique_ptr<ClientStreamHandler<Request, Response>> handler) {
   return new internal::ClientStreamCall<Request, Response>(executor, context, response,
                                                            std::move(handler));
@@ -111,37 +129,54 @@ using MapHandler =
 
 namespace internal {
 
-// At most kMaxBuffered requests wait to be handled, and at most as many responses to be written;
-// beyond that nothing is read, and HTTP/2 flow control holds the client back.
+// Only so many requests wait to be handled, and only so many responses to be written; beyond that
+// nothing is read, and HTTP/2 flow control holds the client back.
 template <typename Request, typename Response>
-class MapStreamCall final : public grpc::ServerBidiReactor<Request, Response> {
+class MapStreamCall final : public grpc::ServerBidiReactor<grpc::ByteBuffer, grpc::ByteBuffer> {
  public:
+  // Of either kind.
   static constexpr size_t kMaxBuffered = 16;
+  static constexpr int64_t kMaxBufferedBytes = 8 << 20;
 
   MapStreamCall(CallExecutor& executor, grpc::CallbackServerContext* context,
                 MapHandler<Request, Response> handler)
       : executor_(executor),
         handler_(std::move(handler)),
-        writes_([this](const Response* response) { this->StartWrite(response); },
-                [this](grpc::Status status) { FinishCall(std::move(status)); }),
+        request_bytes_(executor.streams().held_bytes()),
+        writes_([this](const grpc::ByteBuffer* response) { this->StartWrite(response); },
+                [this](grpc::Status status) { FinishCall(std::move(status)); },
+                executor.streams().held_bytes()),
         call_(
             executor, context,
             [this](grpc::Status status) { writes_.FinishNow(std::move(status)); }, false) {
     if (!call_.Begin()) return;
+    absl::StatusOr<OpenStreams::Place> place = executor.streams().Enter(
+        {[this] { return writes_.waits_since(); }, [context] { context->TryCancel(); }});
+    if (!place.ok()) {
+      call_.state()->Finish(place.status());
+      return;
+    }
+    place_ = *std::move(place);
     reading_ = true;
     this->StartRead(&incoming_);
   }
 
   void OnReadDone(bool ok) override {
+    absl::Status held;
     {
       std::lock_guard lock(mutex_);
       reading_ = false;
       if (ok) {
-        requests_.push_back(std::move(incoming_));
+        held = request_bytes_.Take(HeldBytes(incoming_));
+        if (held.ok()) requests_.push_back(std::move(incoming_));
         incoming_.Clear();
       } else {
         half_closed_ = true;
       }
+    }
+    if (!held.ok()) {
+      call_.state()->Finish(held);
+      return;
     }
     Advance();
   }
@@ -150,7 +185,10 @@ class MapStreamCall final : public grpc::ServerBidiReactor<Request, Response> {
     Advance();
   }
   void OnCancel() override { call_.OnCancel(); }
-  void OnDone() override { Release(); }
+  void OnDone() override {
+    place_.reset();
+    Release();
+  }
 
  private:
   // Starts what can be started: the next read, the next handler, the end. Called from reactions and
@@ -160,11 +198,15 @@ class MapStreamCall final : public grpc::ServerBidiReactor<Request, Response> {
     {
       std::lock_guard lock(mutex_);
       if (finish_called_ || writes_.ended()) return;
-      if (!reading_ && !half_closed_ && requests_.size() < kMaxBuffered) {
+      if (!reading_ && !half_closed_ && requests_.size() < kMaxBuffered &&
+          request_bytes_.held_bytes() < kMaxBufferedBytes) {
         reading_ = true;
         this->StartRead(&incoming_);  // under the lock, so that Finish comes before or after
       }
-      if (!busy_ && !requests_.empty() && writes_.size() < kMaxBuffered) run = busy_ = true;
+      if (!busy_ && !requests_.empty() && writes_.size() < kMaxBuffered &&
+          writes_.held_bytes() < kMaxBufferedBytes) {
+        run = busy_ = true;
+      }
       end = half_closed_ && !busy_ && requests_.empty();
     }
     if (run) {
@@ -192,22 +234,25 @@ class MapStreamCall final : public grpc::ServerBidiReactor<Request, Response> {
   }
 
   void Work() {
-    Request request;
+    grpc::ByteBuffer bytes;
     {
       std::lock_guard lock(mutex_);
-      request = std::move(requests_.front());
+      bytes = std::move(requests_.front());
       requests_.pop_front();
+      request_bytes_.Give(HeldBytes(bytes));
     }
     const auto state = call_.state();
     if (!call_.context().cancelled() && !state->finished()) {
       const ScopedRequestId request_id(call_.context().request_id);
-      absl::StatusOr<Response> result =
-          CatchExceptions("handler", [&] { return handler_(request, call_.context()); });
-      if (result.ok()) {
-        writes_.Push(*std::move(result));
-      } else {
-        state->Finish(result.status());
-      }
+      const absl::Status status =
+          UseMessage<Request>(num_handled_++, bytes, [this](const Request& request) {
+            return CatchExceptions("handler", [&]() -> absl::Status {
+              TANDEM_ASSIGN_OR_RETURN(const Response response, handler_(request, call_.context()));
+              writes_.Push(SerializeMessage(response));
+              return absl::OkStatus();
+            });
+          });
+      if (!status.ok()) state->Finish(status);
     }
     {
       std::lock_guard lock(mutex_);
@@ -219,26 +264,29 @@ class MapStreamCall final : public grpc::ServerBidiReactor<Request, Response> {
 
   CallExecutor& executor_;
   const MapHandler<Request, Response> handler_;
-  Request incoming_;
+  OpenStreams::Place place_;
+  grpc::ByteBuffer incoming_;
+  int64_t num_handled_ = 0;  // used by the worker alone
   std::mutex mutex_;
-  std::deque<Request> requests_;
+  std::deque<grpc::ByteBuffer> requests_;
+  ByteBudget::Share request_bytes_;
   bool reading_ = false;
   bool half_closed_ = false;
   bool busy_ = false;  // a request is with the executor
   bool finish_called_ = false;
   std::atomic<int> holders_ = 1;  // gRPC, and the worker while it has a request
-  WriteQueue<Response> writes_;
+  WriteQueue<grpc::ByteBuffer> writes_;
   Call call_;
 };
 
 }  // namespace internal
 
 // Answers request i with `handler`'s result as response i, one request at a time on the executor.
-// An error ends the stream.
+// An error ends the stream. For a method that is marked WithRawCallbackMethod_.
 template <typename Request, typename Response>
-grpc::ServerBidiReactor<Request, Response>* HandleMapStream(CallExecutor& executor,
-                                                            grpc::CallbackServerContext* context,
-                                                            MapHandler<Request, Response> handler) {
+grpc::ServerBidiReactor<grpc::ByteBuffer, grpc::ByteBuffer>* HandleMapStream(
+    CallExecutor& executor, grpc::CallbackServerContext* context,
+    MapHandler<Request, Response> handler) {
   return new internal::MapStreamCall<Request, Response>(executor, context, std::move(handler));
 }
 
@@ -289,14 +337,21 @@ namespace internal {
 template <typename Response>
 class ServerStreamCall final : public grpc::ServerWriteReactor<Response> {
  public:
-  ServerStreamCall(CallExecutor& executor, const grpc::CallbackServerContext& context,
-                   size_t capacity,
+  ServerStreamCall(CallExecutor& executor, grpc::CallbackServerContext* context, size_t capacity,
                    const std::function<void(std::shared_ptr<StreamWriter<Response>>)>& subscribe)
       : writes_([this](const Response* response) { this->StartWrite(response); },
-                [this](grpc::Status status) { this->Finish(std::move(status)); }),
+                [this](grpc::Status status) { this->Finish(std::move(status)); },
+                executor.streams().held_bytes()),
         writer_(std::make_shared<StreamWriter<Response>>(&writes_, capacity)) {
-    if (absl::Status admitted = executor.Admit(context); !admitted.ok()) {
-      writes_.Finish(ToGrpcStatus(admitted));
+    absl::Status status = executor.Admit(*context);
+    if (status.ok()) {
+      absl::StatusOr<OpenStreams::Place> place = executor.streams().Enter(
+          {[this] { return writes_.waits_since(); }, [context] { context->TryCancel(); }});
+      status = place.status();
+      if (place.ok()) place_ = *std::move(place);
+    }
+    if (!status.ok()) {
+      writes_.Finish(ToGrpcStatus(status));
       return;
     }
     subscribe(writer_);
@@ -306,11 +361,13 @@ class ServerStreamCall final : public grpc::ServerWriteReactor<Response> {
     writes_.FinishNow(grpc::Status(grpc::StatusCode::CANCELLED, "the client cancelled the call"));
   }
   void OnDone() override {
+    place_.reset();
     writer_->Detach();
     delete this;
   }
 
  private:
+  OpenStreams::Place place_;
   WriteQueue<Response> writes_;
   const std::shared_ptr<StreamWriter<Response>> writer_;
 };
@@ -323,7 +380,7 @@ template <typename Response>
 grpc::ServerWriteReactor<Response>* HandleServerStream(
     CallExecutor& executor, grpc::CallbackServerContext* context, size_t capacity,
     const std::function<void(std::shared_ptr<StreamWriter<Response>>)>& subscribe) {
-  return new internal::ServerStreamCall<Response>(executor, *context, capacity, subscribe);
+  return new internal::ServerStreamCall<Response>(executor, context, capacity, subscribe);
 }
 
 }  // namespace tandem::rpc

@@ -39,7 +39,7 @@ class TrainStepStream : public ClientStreamHandler<Request, Response> {
   // Messages that are held count against `budget` until the call is over.
   explicit TrainStepStream(ByteBudget& budget) : share_(budget) {}
 
-  absl::Status OnMessage(Request&& message) final {
+  absl::Status OnMessage(const Request& message) final {
     Hash(message);
     if (message.has_header()) {
       if (has_header_) return InvalidField("header", "came twice");

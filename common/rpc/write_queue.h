@@ -2,37 +2,64 @@
 #ifndef TANDEM_COMMON_RPC_WRITE_QUEUE_H_
 #define TANDEM_COMMON_RPC_WRITE_QUEUE_H_
 
+#include <google/protobuf/message.h>
+#include <grpcpp/support/byte_buffer.h>
 #include <grpcpp/support/status.h>
 
 #include <cstddef>
+#include <cstdint>
 #include <deque>
 #include <functional>
 #include <mutex>
 #include <optional>
 #include <utility>
 
+#include "absl/status/status.h"
+#include "absl/strings/str_cat.h"
+#include "absl/time/clock.h"
+#include "absl/time/time.h"
+#include "common/base/status_macros.h"
+#include "common/rpc/byte_budget.h"
+#include "common/rpc/error_table.h"
+
 namespace tandem::rpc {
 
+inline int64_t HeldBytes(const google::protobuf::Message& message) {
+  return static_cast<int64_t>(message.SpaceUsedLong());
+}
+inline int64_t HeldBytes(const grpc::ByteBuffer& message) {
+  return static_cast<int64_t>(message.Length());
+}
+
 // Thread-safe. The reactor forwards OnWriteDone; `start_write` and `finish` are its StartWrite and
-// Finish. `finish` is called exactly once, never while a write is in flight.
+// Finish. `finish` is called exactly once, never while a write is in flight. A client that leaves
+// more unread than `budget` or kMaxHeldBytes allows loses the stream: it ends with
+// RESOURCE_EXHAUSTED, and what waits is dropped.
 template <typename Response>
 class WriteQueue {
  public:
+  // One stream's part of the budget: enough for a large step that is read when it is complete.
+  static constexpr int64_t kMaxHeldBytes = 256 << 20;
+
   using StartWrite = std::function<void(const Response*)>;
   using FinishCall = std::function<void(grpc::Status)>;
   // Tries to put the new message into one that waits; true when it did.
-  using Merge = std::function<bool(std::deque<Response>& waiting, Response& message)>;
+  using Merge = std::function<bool(Response& waiting, const Response& message)>;
 
-  WriteQueue(StartWrite start_write, FinishCall finish)
-      : start_write_(std::move(start_write)), finish_(std::move(finish)) {}
+  WriteQueue(StartWrite start_write, FinishCall finish, ByteBudget& budget)
+      : start_write_(std::move(start_write)), finish_(std::move(finish)), held_(budget) {}
 
   // False, and the message is dropped, once the stream ends.
   bool Push(Response message, const Merge& merge = nullptr) {
     std::unique_lock lock(mutex_);
     if (end_.has_value()) return false;
-    if (!(merge && merge(waiting_, message))) waiting_.push_back(std::move(message));
+    const absl::Status held = Hold(std::move(message), merge);
+    if (!held.ok()) {
+      DropWaiting();
+      end_ = ToGrpcStatus(held);
+    }
     Advance(lock);
-    return true;
+    return held.ok();
   }
 
   // Ends the stream after the waiting messages are written. The first end counts.
@@ -46,7 +73,7 @@ class WriteQueue {
   // Ends the stream and drops the waiting messages.
   void FinishNow(grpc::Status status) {
     std::unique_lock lock(mutex_);
-    waiting_.clear();
+    DropWaiting();
     if (!end_.has_value()) end_ = std::move(status);
     Advance(lock);
   }
@@ -54,9 +81,10 @@ class WriteQueue {
   // A failed write means that the client is gone.
   void OnWriteDone(bool ok) {
     std::unique_lock lock(mutex_);
+    held_.Give(in_flight_->bytes);
     in_flight_.reset();
     if (!ok) {
-      waiting_.clear();
+      DropWaiting();
       if (!end_.has_value()) {
         end_ = grpc::Status(grpc::StatusCode::CANCELLED, "the client stopped reading");
       }
@@ -64,10 +92,19 @@ class WriteQueue {
     Advance(lock);
   }
 
-  // Messages that wait or are being written.
+  // Messages that wait or are being written, and their bytes.
   size_t size() const {
     std::lock_guard lock(mutex_);
     return waiting_.size() + (in_flight_.has_value() ? 1 : 0);
+  }
+  int64_t held_bytes() const {
+    std::lock_guard lock(mutex_);
+    return held_.held_bytes();
+  }
+  // When the write, or the end, began that the client has not taken yet; InfiniteFuture without one.
+  absl::Time waits_since() const {
+    std::lock_guard lock(mutex_);
+    return in_flight_.has_value() || finished_ ? began_ : absl::InfiniteFuture();
   }
   bool ended() const {
     std::lock_guard lock(mutex_);
@@ -75,16 +112,51 @@ class WriteQueue {
   }
 
  private:
+  struct Entry {
+    Response message;
+    int64_t bytes;
+  };
+
+  absl::Status Hold(Response&& message, const Merge& merge) {
+    if (merge) {
+      for (auto entry = waiting_.rbegin(); entry != waiting_.rend(); ++entry) {
+        if (!merge(entry->message, message)) continue;
+        const int64_t grown = HeldBytes(entry->message) - entry->bytes;
+        entry->bytes += grown;
+        return Take(grown);
+      }
+    }
+    const int64_t bytes = HeldBytes(message);
+    TANDEM_RETURN_IF_ERROR(Take(bytes));
+    waiting_.push_back({std::move(message), bytes});
+    return absl::OkStatus();
+  }
+
+  absl::Status Take(int64_t bytes) {
+    if (held_.held_bytes() + bytes > kMaxHeldBytes) {
+      return absl::ResourceExhaustedError(
+          absl::StrCat("the client leaves more than ", kMaxHeldBytes, " bytes unread"));
+    }
+    return held_.Take(bytes);
+  }
+
+  void DropWaiting() {
+    waiting_.clear();
+    held_.Give(held_.held_bytes() - (in_flight_.has_value() ? in_flight_->bytes : 0));
+  }
+
   void Advance(std::unique_lock<std::mutex>& lock) {
     if (in_flight_.has_value()) return;
     if (!waiting_.empty()) {
       in_flight_ = std::move(waiting_.front());
+      began_ = absl::Now();
       waiting_.pop_front();
-      const Response* message = &*in_flight_;
+      const Response* message = &in_flight_->message;
       lock.unlock();
       start_write_(message);
     } else if (end_.has_value() && !finished_) {
       finished_ = true;
+      began_ = absl::Now();
       const grpc::Status status = *end_;
       const FinishCall finish = finish_;  // this object may be gone before finish returns
       lock.unlock();
@@ -95,8 +167,10 @@ class WriteQueue {
   const StartWrite start_write_;
   const FinishCall finish_;
   mutable std::mutex mutex_;
-  std::deque<Response> waiting_;
-  std::optional<Response> in_flight_;
+  ByteBudget::Share held_;
+  std::deque<Entry> waiting_;
+  std::optional<Entry> in_flight_;
+  absl::Time began_;  // the last write, or the end
   std::optional<grpc::Status> end_;
   bool finished_ = false;
 };

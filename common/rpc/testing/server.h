@@ -24,7 +24,9 @@ class TestServer {
  public:
   using CreateApp = std::function<std::unique_ptr<ServerApp>(ServerRuntime&)>;
 
-  explicit TestServer(const CreateApp& create) {
+  explicit TestServer(const CreateApp& create,
+                      const CallExecutorOptions& options = {.default_deadline = absl::Seconds(60)})
+      : executor_(std::make_unique<CallExecutor>(options)) {
     app_ = create(runtime_);
     config::v1::TrainerServerConfig config;
     config.set_model("unused");
@@ -66,8 +68,7 @@ class TestServer {
 
  private:
   Metrics metrics_;
-  std::unique_ptr<CallExecutor> executor_ =
-      std::make_unique<CallExecutor>(CallExecutorOptions{.default_deadline = absl::Seconds(60)});
+  std::unique_ptr<CallExecutor> executor_;
   ServerRuntime runtime_{.executor = *executor_, .metrics = metrics_, .start_time = absl::Now()};
   std::unique_ptr<ServerApp> app_;
   std::unique_ptr<Server> server_;

@@ -36,8 +36,8 @@ grpc::ServerUnaryReactor* CriticService::GetServerInfo(grpc::CallbackServerConte
       });
 }
 
-grpc::ServerBidiReactor<v1::ComputeValuesRequest, v1::ComputeValuesResponse>*
-CriticService::ComputeValues(grpc::CallbackServerContext* context) {
+grpc::ServerBidiReactor<grpc::ByteBuffer, grpc::ByteBuffer>* CriticService::ComputeValues(
+    grpc::CallbackServerContext* context) {
   const auto count = std::make_shared<int64_t>(0);  // requests are handled one after the other
   return rpc::HandleMapStream<v1::ComputeValuesRequest, v1::ComputeValuesResponse>(
       training_.executor(), context,
@@ -91,8 +91,8 @@ class CriticService::TrainStepCall final
   TrainStepRequest request_;
 };
 
-grpc::ServerReadReactor<v1::TrainStepRequest>* CriticService::TrainStep(
-    grpc::CallbackServerContext* context, v1::TrainStepResponse* response) {
+grpc::ServerReadReactor<grpc::ByteBuffer>* CriticService::TrainStep(
+    grpc::CallbackServerContext* context, grpc::ByteBuffer* response) {
   return rpc::HandleClientStream<v1::TrainStepRequest, v1::TrainStepResponse>(
       training_.executor(), context, response, std::make_unique<TrainStepCall>(*this));
 }

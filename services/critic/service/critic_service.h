@@ -14,7 +14,16 @@
 
 namespace tandem::critic {
 
-class CriticService final : public v1::CriticService::CallbackService {
+// Every method with callbacks, and the streams that the client writes as bytes (stream_message.h).
+using CriticCallbacks = v1::CriticService::WithCallbackMethod_GetServerInfo<
+    v1::CriticService::WithRawCallbackMethod_ComputeValues<
+        v1::CriticService::WithRawCallbackMethod_TrainStep<
+            v1::CriticService::WithCallbackMethod_SaveCheckpoint<
+                v1::CriticService::WithCallbackMethod_LoadCheckpoint<
+                    v1::CriticService::WithCallbackMethod_ExportModel<
+                        v1::CriticService::Service>>>>>>;
+
+class CriticService final : public CriticCallbacks {
  public:
   // `runtime` must outlive the service.
   CriticService(const training::ServiceOptions& options, const rpc::ServerRuntime& runtime);
@@ -30,10 +39,10 @@ class CriticService final : public v1::CriticService::CallbackService {
   grpc::ServerUnaryReactor* GetServerInfo(grpc::CallbackServerContext* context,
                                           const v1::GetServerInfoRequest* request,
                                           v1::GetServerInfoResponse* response) override;
-  grpc::ServerBidiReactor<v1::ComputeValuesRequest, v1::ComputeValuesResponse>* ComputeValues(
+  grpc::ServerBidiReactor<grpc::ByteBuffer, grpc::ByteBuffer>* ComputeValues(
       grpc::CallbackServerContext* context) override;
-  grpc::ServerReadReactor<v1::TrainStepRequest>* TrainStep(
-      grpc::CallbackServerContext* context, v1::TrainStepResponse* response) override;
+  grpc::ServerReadReactor<grpc::ByteBuffer>* TrainStep(grpc::CallbackServerContext* context,
+                                                       grpc::ByteBuffer* response) override;
   grpc::ServerUnaryReactor* SaveCheckpoint(grpc::CallbackServerContext* context,
                                            const v1::SaveCheckpointRequest* request,
                                            v1::SaveCheckpointResponse* response) override;

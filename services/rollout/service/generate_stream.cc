@@ -21,21 +21,17 @@ absl::Status DrainingError() {
 
 // Appends new tokens to the event of the same sample that still waits, so that a slow reader finds
 // one event per sample and not one per token.
-bool MergeTokens(std::deque<v1::GenerateResponse>& waiting, v1::GenerateResponse& message) {
-  if (!message.has_tokens()) return false;
+bool MergeTokens(v1::GenerateResponse& waiting, const v1::GenerateResponse& message) {
+  if (!message.has_tokens() || !waiting.has_tokens()) return false;
   const v1::TokensEvent& fresh = message.tokens();
-  for (auto it = waiting.rbegin(); it != waiting.rend(); ++it) {
-    if (!it->has_tokens() || it->tokens().sample_index() != fresh.sample_index() ||
-        it->tokens().request_id() != fresh.request_id()) {
-      continue;
-    }
-    v1::TokensEvent* held = it->mutable_tokens();
-    if (held->offset() + held->token_ids_size() != fresh.offset()) return false;
-    held->mutable_token_ids()->MergeFrom(fresh.token_ids());
-    held->mutable_authorship_mask()->append(fresh.authorship_mask());
-    return true;
+  v1::TokensEvent& held = *waiting.mutable_tokens();
+  if (held.sample_index() != fresh.sample_index() || held.request_id() != fresh.request_id() ||
+      held.offset() + held.token_ids_size() != fresh.offset()) {
+    return false;
   }
-  return false;
+  held.mutable_token_ids()->MergeFrom(fresh.token_ids());
+  held.mutable_authorship_mask()->append(fresh.authorship_mask());
+  return true;
 }
 
 }  // namespace
@@ -57,8 +53,7 @@ class GenerateStream::Listener final : public PromptListener {
 absl::Status GenerateStream::OnMessage(const v1::GenerateRequest& request) {
   switch (request.action_case()) {
     case v1::GenerateRequest::kSubmit:
-      Submit(request.submit());
-      return absl::OkStatus();
+      return Submit(request.submit());
     case v1::GenerateRequest::kCancel:
       Cancel(request.cancel());
       return absl::OkStatus();
@@ -68,21 +63,29 @@ absl::Status GenerateStream::OnMessage(const v1::GenerateRequest& request) {
   return InvalidField("action", "required");
 }
 
-void GenerateStream::Submit(const v1::SubmitPrompts& submit) {
+absl::Status GenerateStream::Submit(const v1::SubmitPrompts& submit) {
   if (batch_ == nullptr) batch_ = std::make_unique<Batch>(*budget_);
+  batch_->num_prompts += submit.prompts_size();
+  if (batch_->num_prompts > options_.max_batch_samples) {
+    return FieldError(
+        absl::StatusCode::kResourceExhausted, "submit.prompts",
+        absl::StrCat("a batch may have ", options_.max_batch_samples, " prompts (max_queue)"));
+  }
   if (submit.more_follow() && batch_->refused.ok()) {
     absl::Status taken = batch_->bytes.Take(static_cast<int64_t>(submit.ByteSizeLong()));
     if (!taken.ok()) RefuseBatch(taken);
   }
   for (const v1::Prompt& prompt : submit.prompts()) Collect(prompt);
   if (!submit.more_follow()) AdmitBatch();
+  return absl::OkStatus();
 }
 
 void GenerateStream::Collect(const v1::Prompt& prompt) {
   const std::string& id = prompt.request_id();
   if (id.empty() || id.size() > kMaxRequestIdBytes) {
-    Fail(id, InvalidField("request_id", absl::StrCat("must have 1 to ", kMaxRequestIdBytes,
-                                                     " bytes, has ", id.size())));
+    Fail(id.substr(0, kMaxRequestIdBytes),
+         InvalidField("request_id", absl::StrCat("must have 1 to ", kMaxRequestIdBytes,
+                                                 " bytes, has ", id.size())));
     return;
   }
   absl::StatusOr<PromptRequest> request = PromptFromProto(prompt, options_.tandem);
@@ -219,8 +222,14 @@ void GenerateStream::Drain() {
 }
 
 void GenerateStream::Tick(absl::Time now, absl::Duration interval) {
-  std::lock_guard lock(mutex_);
-  if (outbox_ == nullptr || now - last_event_ < interval || outbox_->size() > 0) return;
+  std::unique_lock lock(mutex_);
+  if (outbox_ == nullptr) return;
+  if (outbox_->ended() && !pending_.empty()) {  // because its client does not read
+    lock.unlock();
+    OnClientGone();
+    return;
+  }
+  if (now - last_event_ < interval || outbox_->size() > 0) return;
   v1::GenerateResponse event;
   event.mutable_heartbeat()->set_unfinished_sequences(static_cast<int32_t>(unfinished_sequences_));
   Push(std::move(event));

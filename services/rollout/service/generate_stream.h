@@ -24,7 +24,7 @@ namespace tandem::rollout {
 struct GenerateStreamOptions {
   // Fills what a prompt's TandemConfig leaves open.
   TandemConfig tandem;
-  // Samples that one batch of prompts may ask for.
+  // Samples that one batch of prompts may ask for, each prompt for one at least.
   int64_t max_batch_samples = 4096;
   absl::Time deadline = absl::InfiniteFuture();
 };
@@ -44,7 +44,8 @@ class GenerateStream : public std::enable_shared_from_this<GenerateStream> {
                  Outbox* outbox)
       : engine_(engine), options_(options), budget_(budget), outbox_(outbox) {}
 
-  // A message of the client. Not OK: the whole stream ends with this error. Messages and the
+  // A message of the client. Not OK: the whole stream ends with this error, as for a batch of more
+  // prompts than max_batch_samples, of which not even a refusal of each is kept. Messages and the
   // half-close come one after the other.
   absl::Status OnMessage(const v1::GenerateRequest& request);
 
@@ -60,7 +61,8 @@ class GenerateStream : public std::enable_shared_from_this<GenerateStream> {
   // Refuses new prompts and ends the stream once nothing runs.
   void Drain();
 
-  // Sends a heartbeat when nothing was written for `interval`.
+  // Sends a heartbeat when nothing was written for `interval`. Frees the sequences of a stream that
+  // ended before they were done.
   void Tick(absl::Time now, absl::Duration interval);
 
   // True while the reactor may read the next message.
@@ -82,12 +84,13 @@ class GenerateStream : public std::enable_shared_from_this<GenerateStream> {
   struct Batch {
     explicit Batch(rpc::ByteBudget& budget) : bytes(budget) {}
     std::vector<std::pair<std::string, PromptRequest>> prompts;  // by the client's request_id
+    int64_t num_prompts = 0;                                     // that came, refused ones too
     int64_t samples = 0;
     rpc::ByteBudget::Share bytes;
     absl::Status refused;  // why none of them, nor of those still to come, is taken
   };
 
-  void Submit(const v1::SubmitPrompts& submit);
+  absl::Status Submit(const v1::SubmitPrompts& submit);
   void Collect(const v1::Prompt& prompt);
   void RefuseBatch(const absl::Status& status);
   void AdmitBatch();

@@ -9,6 +9,7 @@
 #include "common/rpc/error_table.h"
 #include "common/rpc/reactor_call.h"
 #include "common/rpc/server_info.h"
+#include "common/rpc/stream_message.h"
 #include "common/rpc/unary_handler.h"
 #include "services/rollout/service/convert.h"
 
@@ -17,13 +18,14 @@ namespace tandem::rollout {
 // Moves messages between gRPC and a GenerateStream: one read and one write in flight. While too
 // many events wait for the client, nothing is read, and HTTP/2 flow control holds it back.
 class RolloutService::GenerateReactor final
-    : public grpc::ServerBidiReactor<v1::GenerateRequest, v1::GenerateResponse> {
+    : public grpc::ServerBidiReactor<grpc::ByteBuffer, grpc::ByteBuffer> {
  public:
   GenerateReactor(RolloutService* service, grpc::CallbackServerContext* context)
       : service_(service),
-        outbox_([this](const v1::GenerateResponse* response) { StartWrite(response); },
-                [this](grpc::Status status) { Finish(std::move(status)); }),
-        admitted_(service->executor_.Admit(*context)),
+        outbox_([this](const v1::GenerateResponse* response) { Write(*response); },
+                [this](grpc::Status status) { Finish(std::move(status)); },
+                service->executor_.streams().held_bytes()),
+        admitted_(Admit(context)),
         stream_(std::make_shared<GenerateStream>(
             service->engine_.load(),
             GenerateStreamOptions{.tandem = service->options_.tandem,
@@ -36,7 +38,7 @@ class RolloutService::GenerateReactor final
       return;
     }
     service_->Register(stream_);
-    StartRead(&request_);
+    StartRead(&incoming_);
   }
 
   void OnReadDone(bool ok) override {
@@ -45,13 +47,14 @@ class RolloutService::GenerateReactor final
       stream_->OnHalfClose();
       return;
     }
-    const absl::Status status = stream_->OnMessage(request_);
+    const absl::Status status = rpc::UseMessage<v1::GenerateRequest>(
+        num_messages_++, incoming_,
+        [this](const v1::GenerateRequest& request) { return stream_->OnMessage(request); });
     if (!status.ok()) {
       outbox_.FinishNow(rpc::ToGrpcStatus(status));
       stream_->OnClientGone();
       return;
     }
-    request_.Clear();
     {
       std::lock_guard lock(mutex_);
       reading_ = false;
@@ -71,12 +74,26 @@ class RolloutService::GenerateReactor final
     stream_->OnClientGone();
   }
   void OnDone() override {
+    place_.reset();
     stream_->Detach();
     service_->Unregister(stream_);
     delete this;
   }
 
  private:
+  absl::Status Admit(grpc::CallbackServerContext* context) {
+    TANDEM_RETURN_IF_ERROR(service_->executor_.Admit(*context));
+    TANDEM_ASSIGN_OR_RETURN(
+        place_, service_->executor_.streams().Enter({[this] { return outbox_.waits_since(); },
+                                                     [context] { context->TryCancel(); }}));
+    return absl::OkStatus();
+  }
+
+  void Write(const v1::GenerateResponse& response) {
+    outgoing_ = rpc::SerializeMessage(response);
+    StartWrite(&outgoing_);
+  }
+
   // Called from reactions only.
   void ReadOn() {
     if (outbox_.ended() || !stream_->WantsMore()) return;
@@ -84,15 +101,18 @@ class RolloutService::GenerateReactor final
       std::lock_guard lock(mutex_);
       if (std::exchange(reading_, true)) return;
     }
-    StartRead(&request_);
+    StartRead(&incoming_);
   }
 
   RolloutService* const service_;
+  grpc::ByteBuffer incoming_;
+  grpc::ByteBuffer outgoing_;
   GenerateStream::Outbox outbox_;
+  rpc::OpenStreams::Place place_;
   const absl::Status admitted_;  // before stream_: once admitted, the engine is there
   const std::shared_ptr<GenerateStream> stream_;
   const std::string request_id_;
-  v1::GenerateRequest request_;
+  int64_t num_messages_ = 0;
   std::mutex mutex_;
   bool reading_ = true;  // stays true after the half-close
 };
@@ -152,7 +172,7 @@ void RolloutService::Beat() {
   }
 }
 
-grpc::ServerBidiReactor<v1::GenerateRequest, v1::GenerateResponse>* RolloutService::Generate(
+grpc::ServerBidiReactor<grpc::ByteBuffer, grpc::ByteBuffer>* RolloutService::Generate(
     grpc::CallbackServerContext* context) {
   return new GenerateReactor(this, context);
 }
@@ -167,6 +187,7 @@ grpc::ServerUnaryReactor* RolloutService::GetServerInfo(grpc::CallbackServerCont
         *response.mutable_server() = rpc::DescribeServer(runtime_, "rollout");
         InfoToProto(engine.Info(), options_.tandem, engine.weights().Version(),
                     engine.Stats().paused, &response);
+        response.set_max_queue(static_cast<int32_t>(options_.max_batch_samples));
         return response;
       });
 }

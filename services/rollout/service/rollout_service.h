@@ -23,7 +23,7 @@ namespace tandem::rollout {
 struct RolloutServiceOptions {
   // Fills what a prompt's TandemConfig leaves open.
   TandemConfig tandem;
-  // Samples that one batch of prompts may ask for.
+  // Samples that one batch of prompts may ask for: max_queue.
   int64_t max_batch_samples = 4096;
   // Bytes of prompts that all streams together may hold while the rest of a batch is on its way.
   int64_t max_collected_bytes = 256 << 20;
@@ -31,7 +31,13 @@ struct RolloutServiceOptions {
   absl::Duration heartbeat_interval = absl::Seconds(5);
 };
 
-class RolloutService final : public v1::RolloutService::CallbackService {
+// Every method with callbacks, and the stream that the client writes as bytes (stream_message.h).
+using RolloutCallbacks = v1::RolloutService::WithCallbackMethod_GetServerInfo<
+    v1::RolloutService::WithRawCallbackMethod_Generate<
+        v1::RolloutService::WithCallbackMethod_Score<v1::RolloutService::WithCallbackMethod_Pause<
+            v1::RolloutService::WithCallbackMethod_Resume<v1::RolloutService::Service>>>>>;
+
+class RolloutService final : public RolloutCallbacks {
  public:
   // `runtime` must outlive the service.
   RolloutService(const rpc::ServerRuntime& runtime, const RolloutServiceOptions& options);
@@ -48,7 +54,7 @@ class RolloutService final : public v1::RolloutService::CallbackService {
   grpc::ServerUnaryReactor* GetServerInfo(grpc::CallbackServerContext* context,
                                           const v1::GetServerInfoRequest* request,
                                           v1::GetServerInfoResponse* response) override;
-  grpc::ServerBidiReactor<v1::GenerateRequest, v1::GenerateResponse>* Generate(
+  grpc::ServerBidiReactor<grpc::ByteBuffer, grpc::ByteBuffer>* Generate(
       grpc::CallbackServerContext* context) override;
   grpc::ServerUnaryReactor* Score(grpc::CallbackServerContext* context,
                                   const v1::ScoreRequest* request,

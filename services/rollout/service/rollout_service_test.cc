@@ -13,6 +13,7 @@
 #include "common/base/error.h"
 #include "common/rpc/error_table.h"
 #include "common/rpc/proto_convert.h"
+#include "common/rpc/testing/raw_call.h"
 #include "common/rpc/testing/server.h"
 #include "services/rollout/service/rollout_app.h"
 #include "services/rollout/service/testing/fake_engine.h"
@@ -224,6 +225,34 @@ TEST_F(RolloutServiceTest, AnActionThatIsMissingEndsTheStream) {
   EXPECT_TRUE(Eventually([&] { return Idle(); }));
 }
 
+// Not a half-close: what the client meant to send is not known.
+TEST_F(RolloutServiceTest, GarbageEndsTheStreamAndFreesItsSequences) {
+  rpc::RawCall call(server_.channel(), "/tandem.rollout.v1.RolloutService/Generate");
+  call.Write(Submit({"a"}, 1 << 30).SerializeAsString());
+  ASSERT_TRUE(Eventually([&] { return engine().Stats().sequences_running == 1; }));
+  call.Write("\xff\xff\xff\xff");
+  const absl::Status status = call.Finish();
+  EXPECT_EQ(status.code(), absl::StatusCode::kInvalidArgument);
+  EXPECT_EQ(FieldPath(status), "messages[1]");
+  EXPECT_TRUE(Eventually([&] { return Idle(); }));
+}
+
+TEST_F(RolloutServiceTest, MillionsOfEmptyPromptsAreOneError) {
+  rpc::RawCall call(server_.channel(), "/tandem.rollout.v1.RolloutService/Generate");
+  // GenerateRequest{1: SubmitPrompts{1: Prompt{}, …}}: two bytes per prompt.
+  std::string prompts;
+  for (int i = 0; i < 2'000'000; ++i) prompts += std::string("\x0a\x00", 2);
+  std::string length;
+  for (size_t rest = prompts.size(); rest > 0; rest >>= 7) {
+    length += static_cast<char>((rest & 0x7f) | (rest > 0x7f ? 0x80 : 0));
+  }
+  call.Write("\x0a" + length + prompts);
+  EXPECT_FALSE(call.Read().has_value()) << "not an event per prompt";
+  const absl::Status status = call.Finish();
+  EXPECT_EQ(status.code(), absl::StatusCode::kResourceExhausted);
+  EXPECT_EQ(FieldPath(status), "submit.prompts");
+}
+
 TEST_F(RolloutServiceTest, DrainRefusesNewPromptsAndFinishesOldOnes) {
   engine().paused = true;
   auto stream = stub_->Generate(&context_);
@@ -325,6 +354,7 @@ TEST_F(RolloutServiceTest, ServerInfoSaysWhatItHolds) {
   EXPECT_EQ(info.tandem().prob_senior(), 0.25);
   EXPECT_TRUE(info.tandem().enabled());
   EXPECT_EQ(info.word_boundary_token_ids_size(), 2);
+  EXPECT_EQ(info.max_queue(), 4096);
 }
 
 TEST_F(RolloutServiceTest, MetricsFollowTheEngine) {
@@ -380,11 +410,12 @@ class GenerateStreamTest : public testing::Test {
 
   FakeEngine engine_;
   rpc::ByteBudget budget_{1 << 20};
+  rpc::ByteBudget event_bytes_{1 << 20};
   const v1::GenerateResponse* in_flight_ = nullptr;
   std::optional<grpc::Status> finished_;
   GenerateStream::Outbox outbox_{
       [this](const v1::GenerateResponse* response) { in_flight_ = response; },
-      [this](grpc::Status status) { finished_ = status; }};
+      [this](grpc::Status status) { finished_ = status; }, event_bytes_};
   std::shared_ptr<GenerateStream> stream_ =
       std::make_shared<GenerateStream>(&engine_, StreamOptions(), &budget_, &outbox_);
 };
@@ -432,6 +463,44 @@ TEST_F(GenerateStreamTest, ABatchOfTooManySamplesIsRefusedAsAWhole) {
                                                testing::Pair("c", kFull)));
   ASSERT_TRUE(stream_->OnMessage(Submit({"a"}, 3)).ok());
   EXPECT_EQ(engine_.submissions, 1) << "the stream goes on";
+}
+
+// Refused prompts count, too: a refusal of each would be held for the reader.
+TEST_F(GenerateStreamTest, ABatchOfTooManyPromptsEndsTheStream) {
+  v1::GenerateRequest empty;
+  for (int i = 0; i < 300; ++i) empty.mutable_submit()->add_prompts();
+  ASSERT_TRUE(stream_->OnMessage(MoreFollow(empty)).ok());
+  EXPECT_EQ(outbox_.size(), 300u);
+  const absl::Status status = stream_->OnMessage(empty);
+  EXPECT_EQ(status.code(), absl::StatusCode::kResourceExhausted);
+  EXPECT_EQ(FieldPath(status), "submit.prompts");
+  EXPECT_EQ(outbox_.size(), 300u);
+}
+
+TEST_F(GenerateStreamTest, AnIdThatIsTooLongComesBackCut) {
+  ASSERT_TRUE(stream_->OnMessage(Submit({std::string(1 << 20, 'x')}, 3)).ok());
+  const std::vector<v1::GenerateResponse> events = Written();
+  ASSERT_EQ(events.size(), 1u);
+  EXPECT_EQ(events[0].failed().request_id(), std::string(256, 'x'));
+  EXPECT_EQ(FieldPath(FromRpcStatus(events[0].failed().status())), "request_id");
+}
+
+TEST_F(GenerateStreamTest, AReaderThatLeavesTooMuchLosesItsSequences) {
+  engine_.paused = true;
+  v1::GenerateRequest request = Submit({"a"}, 1);
+  for (int i = 0; i < 2000; ++i)
+    request.mutable_submit()->mutable_prompts(0)->add_prompt_token_ids(1);
+  request.mutable_submit()->mutable_prompts(0)->set_num_samples(400);  // 400 x 8 kB
+  ASSERT_TRUE(stream_->OnMessage(request).ok());
+  ASSERT_TRUE(stream_->OnMessage(Submit({"b"}, 1 << 30)).ok());
+  engine_.Go();
+  ASSERT_TRUE(Eventually([&] { return outbox_.ended(); }));
+  EXPECT_LT(event_bytes_.used_bytes(), 100'000) << "what waited is given back";
+  stream_->Tick(absl::Now(), absl::Seconds(5));
+  EXPECT_TRUE(Eventually([&] { return engine_.Stats().sequences_running == 0; }));
+  Written();
+  ASSERT_TRUE(finished_.has_value());
+  EXPECT_EQ(finished_->error_code(), grpc::StatusCode::RESOURCE_EXHAUSTED);
 }
 
 TEST_F(GenerateStreamTest, ABatchOfTooManyBytesIsRefusedAsAWhole) {

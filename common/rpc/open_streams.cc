@@ -1,0 +1,55 @@
+#include "common/rpc/open_streams.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "absl/time/clock.h"
+#include "common/base/error.h"
+#include "common/base/logging.h"
+
+namespace tandem::rpc {
+
+OpenStreams::OpenStreams(const OpenStreamsOptions& options)
+    : options_(options), held_bytes_(options.max_held_bytes), watcher_([this] { Watch(); }) {}
+
+OpenStreams::~OpenStreams() {
+  {
+    std::lock_guard lock(mutex_);
+    stop_ = true;
+  }
+  stopped_.notify_all();
+  watcher_.join();
+}
+
+absl::StatusOr<OpenStreams::Place> OpenStreams::Enter(Stream stream) {
+  std::lock_guard lock(mutex_);
+  if (static_cast<int64_t>(entries_.size()) >= options_.max_streams) {
+    return WithRetryAfter(absl::ResourceExhaustedError(absl::StrCat(
+                              "the server has ", options_.max_streams, " open streams already")),
+                          1000);
+  }
+  const auto entry = entries_.insert(entries_.end(), {.stream = std::move(stream)});
+  return Place(nullptr, [this, entry](void*) {
+    std::lock_guard lock(mutex_);
+    entries_.erase(entry);
+  });
+}
+
+void OpenStreams::Watch() {
+  const auto period = absl::ToChronoMilliseconds(std::min(options_.patience / 4, absl::Seconds(1)));
+  std::unique_lock lock(mutex_);
+  while (!stopped_.wait_for(lock, period, [this] { return stop_; })) {
+    const absl::Time limit = absl::Now() - options_.patience;
+    for (Entry& entry : entries_) {
+      if (entry.given_up || entry.stream.waits_since() > limit) continue;
+      entry.given_up = true;
+      Log(LogLevel::kWarning, "stream_given_up",
+          {{"message", "the client has not read for too long"},
+           {"patience_seconds", absl::ToDoubleSeconds(options_.patience)}});
+      entry.stream.give_up();
+    }
+  }
+}
+
+}  // namespace tandem::rpc

@@ -1,0 +1,71 @@
+// The streams of a server that wait for what a client does: how many there may be, how much they
+// may hold together, and for how long a client may leave one of them unread.
+#ifndef TANDEM_COMMON_RPC_OPEN_STREAMS_H_
+#define TANDEM_COMMON_RPC_OPEN_STREAMS_H_
+
+#include <condition_variable>
+#include <cstdint>
+#include <functional>
+#include <list>
+#include <memory>
+#include <mutex>
+#include <thread>
+
+#include "absl/status/statusor.h"
+#include "absl/time/time.h"
+#include "common/rpc/byte_budget.h"
+
+namespace tandem::rpc {
+
+struct OpenStreamsOptions {
+  int64_t max_streams = 256;
+  // Requests that wait to be handled and answers that wait to be read.
+  int64_t max_held_bytes = int64_t{1} << 30;
+  // How long a client may leave an answer unread.
+  absl::Duration patience = absl::Seconds(600);
+};
+
+// Thread-safe.
+class OpenStreams {
+ public:
+  explicit OpenStreams(const OpenStreamsOptions& options);
+  ~OpenStreams();
+  OpenStreams(const OpenStreams&) = delete;
+  OpenStreams& operator=(const OpenStreams&) = delete;
+
+  struct Stream {
+    // Since when an answer waits for the client; InfiniteFuture while none does.
+    std::function<absl::Time()> waits_since;
+    // Cancels the call, whose client has lost our patience.
+    std::function<void()> give_up;
+  };
+
+  // Holds a stream's place. Once it is gone neither function runs any more.
+  using Place = std::shared_ptr<void>;
+
+  // RESOURCE_EXHAUSTED with a retry hint when all places are taken. Both functions are called on
+  // another thread and must not wait for one that leaves its place.
+  absl::StatusOr<Place> Enter(Stream stream);
+
+  ByteBudget& held_bytes() { return held_bytes_; }
+
+ private:
+  struct Entry {
+    Stream stream;
+    bool given_up = false;
+  };
+
+  void Watch();
+
+  const OpenStreamsOptions options_;
+  ByteBudget held_bytes_;
+  std::mutex mutex_;
+  std::condition_variable stopped_;
+  bool stop_ = false;
+  std::list<Entry> entries_;
+  std::thread watcher_;
+};
+
+}  // namespace tandem::rpc
+
+#endif  // TANDEM_COMMON_RPC_OPEN_STREAMS_H_

@@ -1,0 +1,69 @@
+#include "common/rpc/write_queue.h"
+
+#include <gtest/gtest.h>
+
+#include <optional>
+#include <string>
+
+#include "common/rpc/stream_message.h"
+#include "common/rpc/testing/raw_call.h"
+
+namespace tandem::rpc {
+namespace {
+
+class WriteQueueTest : public testing::Test {
+ protected:
+  static grpc::ByteBuffer Message(size_t bytes) { return ToByteBuffer(std::string(bytes, 'x')); }
+
+  ByteBudget budget_{1000};
+  int started_ = 0;
+  std::optional<grpc::Status> finished_;
+  WriteQueue<grpc::ByteBuffer> queue_{[this](const grpc::ByteBuffer*) { ++started_; },
+                                      [this](grpc::Status status) { finished_ = status; }, budget_};
+};
+
+TEST_F(WriteQueueTest, WhatWaitsIsHeldUntilItIsWritten) {
+  EXPECT_TRUE(queue_.Push(Message(400)));
+  EXPECT_TRUE(queue_.Push(Message(300)));
+  EXPECT_EQ(budget_.used_bytes(), 700);
+  queue_.OnWriteDone(true);
+  EXPECT_EQ(budget_.used_bytes(), 300);
+  queue_.OnWriteDone(true);
+  EXPECT_EQ(budget_.used_bytes(), 0);
+  EXPECT_EQ(started_, 2);
+}
+
+// The reader that comes back after all learns why; what waited is given back at once.
+TEST_F(WriteQueueTest, AReaderThatLeavesTooMuchLosesTheStream) {
+  EXPECT_TRUE(queue_.Push(Message(400)));
+  EXPECT_TRUE(queue_.Push(Message(300)));
+  EXPECT_FALSE(queue_.Push(Message(301)));
+  EXPECT_EQ(budget_.used_bytes(), 400) << "only what is being written";
+  EXPECT_FALSE(queue_.Push(Message(1)));
+  EXPECT_FALSE(finished_.has_value());
+  queue_.OnWriteDone(true);
+  ASSERT_TRUE(finished_.has_value());
+  EXPECT_EQ(finished_->error_code(), grpc::StatusCode::RESOURCE_EXHAUSTED);
+  EXPECT_EQ(budget_.used_bytes(), 0);
+}
+
+TEST_F(WriteQueueTest, AFailedWriteGivesEverythingBack) {
+  EXPECT_TRUE(queue_.Push(Message(400)));
+  EXPECT_TRUE(queue_.Push(Message(300)));
+  queue_.OnWriteDone(false);
+  EXPECT_EQ(budget_.used_bytes(), 0);
+  EXPECT_TRUE(finished_.has_value());
+}
+
+TEST_F(WriteQueueTest, AWriteWaitsFromItsStart) {
+  EXPECT_EQ(queue_.waits_since(), absl::InfiniteFuture());
+  queue_.Push(Message(1));
+  EXPECT_LE(queue_.waits_since(), absl::Now());
+  queue_.OnWriteDone(true);
+  EXPECT_EQ(queue_.waits_since(), absl::InfiniteFuture());
+  queue_.Finish(grpc::Status::OK);
+  EXPECT_LE(queue_.waits_since(), absl::Now()) << "the end has to be taken, too";
+}
+
+}  // namespace
+}  // namespace tandem::rpc
