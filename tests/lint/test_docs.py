@@ -133,9 +133,7 @@ def test_dashboards_do_not_add_the_trainer_to_the_critic(dashboard: Path):
     sums = [
         (labels, name)
         for expression in expressions(dashboard)
-        for labels, name in re.findall(
-            r"\bsum(?: by \(([^)]*)\))? ?\((?:rate\()?(\w+)", expression
-        )
+        for labels, name in re.findall(r"\bsum(?: by \(([^)]*)\))? ?\((?:rate\()?(\w+)", expression)
     ]
     assert sums
     assert not [
