@@ -101,7 +101,8 @@ class WriteQueue {
     std::lock_guard lock(mutex_);
     return held_.held_bytes();
   }
-  // When the write, or the end, began that the client has not taken yet; InfiniteFuture without one.
+  // When the write, or the end, began that the client has not taken yet; InfiniteFuture without
+  // one.
   absl::Time waits_since() const {
     std::lock_guard lock(mutex_);
     return in_flight_.has_value() || finished_ ? began_ : absl::InfiniteFuture();

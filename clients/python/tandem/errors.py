@@ -247,7 +247,7 @@ def from_rpc(error: Any, *, request_id: str, method: str, address: str, role: st
 def _hint_about_server(error: RpcError, address: str, role: str) -> str | None:
     if isinstance(error, UnavailableError):
         return f"is a server running at {address}? `tandem up CLUSTER.yaml` starts one"
-    # A server of ours says what it lacks; gRPC itself says nothing of a method that it does not know.
+    # A server of ours says what it lacks; gRPC itself says nothing of a method that is not there.
     unknown = not error.message or error.message.startswith("no such method: ")
     if isinstance(error, NotImplementedByServerError) and role and unknown:
         return f"is this a {role} server? `tandem status` says what is at {address}"
