@@ -43,7 +43,9 @@ def value(expression: str) -> float:
     text = re.sub(r"\b(?:u?int\d+_t|size_t)\{([^}]*)\}", r"(\1)", expression).replace("'", "")
     for name, seconds in _DURATIONS.items():
         text = re.sub(rf"absl::{name}\(([^)]*)\)", rf"(\1) * {seconds}", text)
-    assert re.fullmatch(r"[\d\s.()*<+-]+", re.sub(r"e-?(?=\d)", "", text)), f"not a number: {expression}"
+    assert re.fullmatch(r"[\d\s.()*<+-]+", re.sub(r"e-?(?=\d)", "", text)), (
+        f"not a number: {expression}"
+    )
     return float(eval(text))
 
 
