@@ -53,7 +53,7 @@ test-asan: ## Unit and integration tests under the address and undefined-behavio
 	@ASAN_OPTIONS=detect_leaks=0 TANDEM_BUILD_DIR=build/asan $(PYTHON) -m pytest -q tests/integration
 
 # Beyond `make test`, which runs short versions: each prints what repeats a failure.
-SERVER_TOOL := TANDEM_BUILD_DIR=$(CURDIR)/$(BUILD) PYTHONPATH=clients/python:tests/integration $(PYTHON)
+SERVER_TOOL := PYTHONUNBUFFERED=1 TANDEM_BUILD_DIR=$(CURDIR)/$(BUILD) PYTHONPATH=clients/python:tests/integration $(PYTHON)
 
 .PHONY: mutate
 mutate: servers ## Damaged requests against the real servers (MUTATIONS=100000 SEED=0 FIRST=0; 10,000 a minute)

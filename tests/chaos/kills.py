@@ -145,6 +145,10 @@ class Scenario:
         if kind == "ppo":
             sections["critic"] = learner | {"untie_embeddings": True}
         scenario = cls(directory / kind, kind, sections)
+        scenario.directory.mkdir()
+        scenario.cluster_file.write_text(
+            yaml.safe_dump(sections | {"directory": str(scenario.directory / "cluster")})
+        )
         config = harness.run_settings(
             scenario.directory,
             models,
@@ -153,9 +157,6 @@ class Scenario:
             cluster=str(scenario.cluster_file),
             objective=OBJECTIVES[kind],
             checkpoint={"every": 2},
-        )
-        scenario.cluster_file.write_text(
-            yaml.safe_dump(sections | {"directory": str(scenario.directory / "cluster")})
         )
         scenario.run_file.write_text(settings.dump(config))
         return scenario
@@ -198,7 +199,7 @@ class Run:
     def disturbed(self, kills: int, seconds: float) -> Fingerprint:
         """Kills `kills` times within what an undisturbed run takes, then lets the run end."""
         while True:
-            moment = self._random.uniform(0.25, 1.0) * seconds
+            moment = self._random.uniform(0.2, 0.9) * seconds
             client = self._start()
             killed = len(self.kills) < kills and self._kill(client, moment)
             self._wait(client, ATTEMPT_SECONDS)
