@@ -25,6 +25,7 @@ from random import Random
 
 import harness
 from google.protobuf.message import Message
+from grpc import StatusCode
 from steadiness import SEQUENCES, DisturbanceError, Servers, serving
 from tandem import requests
 from tandem.client import CriticClient, RolloutClient, TrainerClient
@@ -128,10 +129,11 @@ class Soak:
                 try:
                     action()
                 except RpcError as error:
-                    if error.reason not in EXPECTED_REASONS:
+                    # ABORTED: the critic's weights changed in the middle of a step.
+                    if error.reason not in EXPECTED_REASONS and error.code != StatusCode.ABORTED:
                         self._failed.set()
                         raise DisturbanceError(f"{name}: {error}") from error
-                    self.refused[error.reason] += 1
+                    self.refused[error.reason or error.code.name] += 1
                 except BaseException:
                     self._failed.set()
                     raise
