@@ -8,6 +8,9 @@
 
 #include <filesystem>
 #include <fstream>
+#include <string>
+#include <thread>
+#include <vector>
 
 #include "common/base/atomic_file.h"
 #include "common/base/error.h"
@@ -159,6 +162,21 @@ TEST_F(CheckpointTest, TwoSavesOfOneNameDoNotDisturbEachOther) {
   EXPECT_TRUE(Verify(Path("step_1")).ok());
   EXPECT_EQ(ReadFile(Path("step_1/model.safetensors")).value(), "outer");
   EXPECT_EQ(Entries(), 1);
+}
+
+TEST_F(CheckpointTest, ServersThatSaveIntoOneDirectoryLeaveEachOthersAlone) {
+  std::vector<std::thread> servers;
+  for (const std::string kind : {"trainer", "critic"}) {
+    servers.emplace_back([this, kind] {
+      for (int step = 0; step < 500; ++step) {
+        const auto saved = SaveStep(kind + std::to_string(step % 2), "weights", {kind, step});
+        ASSERT_TRUE(saved.ok()) << saved.status();
+        ASSERT_TRUE(Verify(saved->path).ok()) << Verify(saved->path);
+        ASSERT_TRUE(Prune(parent_.string(), kind, 1, saved->path).ok());
+      }
+    });
+  }
+  for (std::thread& server : servers) server.join();
 }
 
 TEST_F(CheckpointTest, HalfAPruneIsRemovedByTheNextSave) {

@@ -52,7 +52,9 @@ void RemoveWhatNobodyHolds(const std::string& parent) {
     }
   }
   for (const std::string& path : found) {
-    if (const auto lock = LockDirectory(path)) fs::remove_all(path, ignored);
+    // Who has it may have replaced it by another between our opening and our locking.
+    const auto lock = LockDirectory(path);
+    if (lock.has_value() && IsAt(*lock, path)) fs::remove_all(path, ignored);
   }
 }
 
@@ -78,7 +80,7 @@ absl::StatusOr<TemporaryDirectory> TemporaryDirectory::Create(const std::string&
     // Somebody who saw it before it was locked holds it while removing it: waits for that, and
     // tries again.
     std::optional<FileDescriptor> lock = Lock(path, LOCK_EX);
-    if (lock.has_value() && !IsAt(*lock, path)) continue;
+    if (lock.has_value() ? !IsAt(*lock, path) : !fs::exists(path, error)) continue;
     return TemporaryDirectory(std::move(path), std::move(lock));
   }
 }
