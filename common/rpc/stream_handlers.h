@@ -237,7 +237,7 @@ class MapStreamCall final : public grpc::ServerBidiReactor<grpc::ByteBuffer, grp
     grpc::ByteBuffer bytes;
     {
       std::lock_guard lock(mutex_);
-      bytes = std::move(requests_.front());
+      bytes.Swap(&requests_.front());
       requests_.pop_front();
       request_bytes_.Give(HeldBytes(bytes));
     }
