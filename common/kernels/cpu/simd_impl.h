@@ -12,6 +12,14 @@
 #endif
 
 #define TANDEM_INLINE inline __attribute__((always_inline))
+#define TANDEM_INLINE_LAMBDA __attribute__((always_inline))
+// Before a loop over the vectors of a tile: an array stays in registers only where every index is a
+// constant.
+#ifdef __clang__
+#define TANDEM_UNROLL _Pragma("unroll")
+#else
+#define TANDEM_UNROLL _Pragma("GCC unroll 16")
+#endif
 
 // NOLINTBEGIN(misc-definitions-in-headers): text for one source file an instruction set.
 namespace tandem::kernels {
@@ -79,41 +87,54 @@ TANDEM_INLINE Vec Exp(Vec x) {
 
 TANDEM_INLINE float Exp1(float x) { return Exp(Splat(x))[0]; }
 
-// dots[r][o] = sum_k x[r][k] w[o][k]. Each sum has its own vector accumulator, the tree of Sum4,
-// then the tail: the same steps in every tile shape.
+// totals[r][o] = sum_k x[r][k] w[o * w_stride + k]. Each sum has its own vector accumulator, the
+// tree of Sum4, then the tail: the same steps in every tile shape.
 template <int R, int O>
-TANDEM_INLINE void DotTile(const float* const* x, const float* const* w, int64_t n,
-                           float (*dots)[kOuts]) {
-  Vec sums[R][O] = {};
+TANDEM_INLINE void DotTile(const float* const* x, const float* w, int64_t w_stride, int64_t n,
+                           Vec4* totals) {
+  Vec sums[R][O];
+  TANDEM_UNROLL for (int r = 0; r < R; ++r) {
+    TANDEM_UNROLL for (int o = 0; o < O; ++o) sums[r][o] = Vec{};
+  }
+  const float* row[O];
+  TANDEM_UNROLL for (int o = 0; o < O; ++o) row[o] = w + o * w_stride;
   int64_t k = 0;
   for (; k + kWidth <= n; k += kWidth) {
     Vec wk[O];
-    for (int o = 0; o < O; ++o) wk[o] = Load(w[o] + k);
-    for (int r = 0; r < R; ++r) {
+    TANDEM_UNROLL for (int o = 0; o < O; ++o) wk[o] = Load(row[o] + k);
+    TANDEM_UNROLL for (int r = 0; r < R; ++r) {
       const Vec xk = Load(x[r] + k);
-      for (int o = 0; o < O; ++o) sums[r][o] += xk * wk[o];
+      TANDEM_UNROLL for (int o = 0; o < O; ++o) sums[r][o] += xk * wk[o];
     }
   }
-  for (int r = 0; r < R; ++r) {
-    const Vec4 totals = Sum4(sums[r][0], sums[r][1 % O], sums[r][2 % O], sums[r][3 % O]);
-    for (int o = 0; o < O; ++o) dots[r][o] = totals[o];
-    for (int64_t t = k; t < n; ++t) {
-      for (int o = 0; o < O; ++o) dots[r][o] = __builtin_fmaf(x[r][t], w[o][t], dots[r][o]);
+  TANDEM_UNROLL for (int r = 0; r < R; ++r) {
+    totals[r] = Sum4(sums[r][0], sums[r][1 % O], sums[r][2 % O], sums[r][3 % O]);
+  }
+  for (; k < n; ++k) {
+    for (int r = 0; r < R; ++r) {
+      for (int o = 0; o < O; ++o) {
+        totals[r][o] = __builtin_fmaf(x[r][k], w[o * w_stride + k], totals[r][o]);
+      }
     }
   }
 }
 
-// A tile with `rows` <= kRows and `outs` <= kOuts.
-template <int R = kRows>
-TANDEM_INLINE void DotTileOf(int64_t rows, int64_t outs, const float* const* x,
-                             const float* const* w, int64_t n, float (*dots)[kOuts]) {
+// Calls sink(o, outs, totals) for tiles of the columns [0, count): totals[r][i], i < outs, is
+// sum_k x[r][k] w[(o + i) * w_stride + k], for r < rows <= kRows.
+template <int R = kRows, typename Sink>
+TANDEM_INLINE void DotTiles(int64_t rows, const float* const* x, const float* w, int64_t w_stride,
+                            int64_t count, int64_t n, const Sink& sink) {
   if constexpr (R > 0) {
-    if (rows < R) return DotTileOf<R - 1>(rows, outs, x, w, n, dots);
-    if (outs == kOuts) return DotTile<R, kOuts>(x, w, n, dots);
-    for (int64_t o = 0; o < outs; ++o) {
-      float column[kRows][kOuts];
-      DotTile<R, 1>(x, w + o, n, column);
-      for (int r = 0; r < R; ++r) dots[r][o] = column[r][0];
+    if (rows < R) return DotTiles<R - 1>(rows, x, w, w_stride, count, n, sink);
+    Vec4 totals[R];
+    int64_t o = 0;
+    for (; o + kOuts <= count; o += kOuts) {
+      DotTile<R, kOuts>(x, w + o * w_stride, w_stride, n, totals);
+      sink(o, kOuts, totals);
+    }
+    for (; o < count; ++o) {
+      DotTile<R, 1>(x, w + o * w_stride, w_stride, n, totals);
+      sink(o, 1, totals);
     }
   }
 }
@@ -121,21 +142,20 @@ TANDEM_INLINE void DotTileOf(int64_t rows, int64_t outs, const float* const* x,
 TANDEM_INLINE int64_t Min(int64_t a, int64_t b) { return a < b ? a : b; }
 TANDEM_INLINE int64_t Max(int64_t a, int64_t b) { return a > b ? a : b; }
 
-// Writes a tile of sums to y, kOuts columns from `o` on.
-TANDEM_INLINE void StoreTile(const LinearArgs& a, int64_t row, int64_t rows, int64_t o,
-                             int64_t outs, const float (*dots)[kOuts]) {
+// Writes the sums of `outs` columns from `o` on to y.
+TANDEM_INLINE void StoreTile(const LinearArgs& a, int64_t row, int64_t rows, int64_t o, int outs,
+                             const Vec4* totals) {
   for (int64_t r = 0; r < rows; ++r) {
     float* y = a.y + (row + r) * a.y_stride + o;
+    Vec4 value = totals[r];
     if (outs == kOuts) {
-      Vec4 value = *reinterpret_cast<const Vec4*>(dots[r]);
       if (a.bias != nullptr) value += *reinterpret_cast<const Vec4*>(a.bias + o);
       if (a.accumulate) value = *reinterpret_cast<const Vec4*>(y) + value;
       *reinterpret_cast<Vec4*>(y) = value;
     } else {
-      for (int64_t i = 0; i < outs; ++i) {
-        float value = dots[r][i];
-        if (a.bias != nullptr) value += a.bias[o + i];
-        y[i] = a.accumulate ? y[i] + value : value;
+      for (int i = 0; i < outs; ++i) {
+        if (a.bias != nullptr) value[i] += a.bias[o + i];
+        y[i] = a.accumulate ? y[i] + value[i] : value[i];
       }
     }
   }
@@ -158,15 +178,10 @@ void Linear(const LinearArgs& a) {
         const int64_t row = row0 + tile * count / tiles;
         const int64_t rows = row0 + (tile + 1) * count / tiles - row;
         const float* x[kRows];
-        for (int i = 0; i < kRows; ++i) x[i] = a.x + (row + Min(i, rows - 1)) * a.x_stride;
-        for (int64_t o = o0; o < o_end; o += kOuts) {
-          const int64_t outs = Min(kOuts, o_end - o);
-          const float* w[kOuts];
-          for (int i = 0; i < kOuts; ++i) w[i] = a.w + (o + Min(i, outs - 1)) * a.in;
-          float dots[kRows][kOuts];
-          DotTileOf(rows, outs, x, w, a.in, dots);
-          StoreTile(a, row, rows, o, outs, dots);
-        }
+        for (int64_t i = 0; i < rows; ++i) x[i] = a.x + (row + i) * a.x_stride;
+        DotTiles(rows, x, a.w + o0 * a.in, a.in, o_end - o0, a.in,
+                 [&](int64_t o, int outs, const Vec4* totals)
+                     TANDEM_INLINE_LAMBDA { StoreTile(a, row, rows, o0 + o, outs, totals); });
       }
     }
   }
@@ -217,16 +232,12 @@ TANDEM_INLINE void AttendBlock(const AttentionArgs& a, Queries& queries, int64_t
                                int64_t keys) {
   alignas(64) float p[kRows][kBlock];
   const float* k_block = a.k + begin * a.k_stride;
-  for (int64_t j = 0; j < keys; j += kOuts) {
-    const int64_t outs = Min(kOuts, keys - j);
-    const float* k[kOuts];
-    for (int i = 0; i < kOuts; ++i) k[i] = k_block + (j + Min(i, outs - 1)) * a.k_stride;
-    float dots[kRows][kOuts];
-    DotTileOf(queries.count, outs, queries.q, k, a.head_dim, dots);
-    for (int64_t i = 0; i < queries.count; ++i) {
-      for (int64_t o = 0; o < outs; ++o) p[i][j + o] = dots[i][o] * a.scale;
-    }
-  }
+  DotTiles(queries.count, queries.q, k_block, a.k_stride, keys, a.head_dim,
+           [&](int64_t j, int outs, const Vec4* totals) TANDEM_INLINE_LAMBDA {
+             for (int64_t i = 0; i < queries.count; ++i) {
+               for (int o = 0; o < outs; ++o) p[i][j + o] = totals[i][o] * a.scale;
+             }
+           });
   float decay[kRows];
   for (int64_t i = 0; i < queries.count; ++i) {
     const int64_t valid = Min(keys, queries.num_keys[i] - begin);
