@@ -45,12 +45,13 @@ at::Tensor DenseDecoder::Heads(const at::Tensor& x, const at::Tensor& norm) cons
 at::Tensor DenseDecoder::HiddenStates(const RaggedBatch& batch, AttentionContext& context,
                                       const at::Tensor& rows) const {
   const double eps = config_.rms_norm_eps;
+  const int64_t q_size = config_.query_size(), kv_size = config_.key_value_size();
   const auto [cos, sin] = rotary_->Rows(batch.positions, batch.positions_end);
   at::Tensor x = ops::Embedding(batch.tokens, embedding_).to(dtype_);
   for (size_t i = 0; i < layers_.size(); ++i) {
     const Layer& layer = layers_[i];
-    const std::vector<at::Tensor> qkv =
-        layer.qkv->ForwardAll(ops::RmsNorm(x, layer.input_norm, eps));
+    const std::vector<at::Tensor> qkv = layer.qkv->Forward(ops::RmsNorm(x, layer.input_norm, eps))
+                                            .split_with_sizes({q_size, kv_size, kv_size}, 1);
     const at::Tensor q = ops::RotaryEmbedding(Heads(qkv[0], layer.q_norm), cos, sin);
     const at::Tensor k = ops::RotaryEmbedding(Heads(qkv[1], layer.k_norm), cos, sin);
     const at::Tensor v = Heads(qkv[2], {});
@@ -60,9 +61,9 @@ at::Tensor DenseDecoder::HiddenStates(const RaggedBatch& batch, AttentionContext
       x = x.index_select(0, rows);
     }
     x = layer.output->ForwardAdd(x, attended);
-    const std::vector<at::Tensor> gate_up =
-        layer.gate_up->ForwardAll(ops::RmsNorm(x, layer.post_attention_norm, eps));
-    x = layer.down->ForwardAdd(x, ops::SwiGlu(gate_up[0], gate_up[1]));
+    const at::Tensor gate_up =
+        layer.gate_up->Forward(ops::RmsNorm(x, layer.post_attention_norm, eps));
+    x = layer.down->ForwardAdd(x, ops::SwiGlu(gate_up));
   }
   return ops::RmsNorm(x, norm_, eps);
 }

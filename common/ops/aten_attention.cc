@@ -1,8 +1,11 @@
 #include "common/ops/aten_attention.h"
 
 #include <ATen/ATen.h>
+#include <ATen/core/LegacyTypeDispatch.h>
 
 #include <cstddef>
+
+#include "common/ops/parallel_for.h"
 
 namespace tandem::ops {
 namespace {
@@ -74,6 +77,43 @@ at::Tensor AtenCachedAttention(const at::Tensor& q, const at::Tensor& k, const a
         AtenAttention(q.narrow(0, begin, rows), appended(key_cache, k), appended(value_cache, v)));
   }
   return JoinRows(outputs, q);
+}
+
+// One item of work per sequence and key/value head: whole operations of ATen, of which each would
+// wake the threads, are many times slower on short sequences.
+AttentionGradients AtenCausalAttentionBackward(const at::Tensor& dy_in, const at::Tensor& q,
+                                               const at::Tensor& k, const at::Tensor& v,
+                                               const std::vector<int64_t>& offsets) {
+  const at::Tensor dy = dy_in.view(q.sizes());
+  const AttentionGradients d = {at::empty(q.sizes(), q.options()),
+                                at::empty(k.sizes(), k.options()),
+                                at::empty(v.sizes(), v.options())};
+  const int64_t key_value_heads = k.size(1), group = q.size(1) / key_value_heads;
+  const auto run = [&](int64_t begin, int64_t end) {
+    const at::AutoDispatchBelowADInplaceOrView no_autograd;  // a setting of this thread
+    for (int64_t item = begin; item < end; ++item) {
+      const int64_t s = item / key_value_heads, head = item % key_value_heads;
+      const int64_t row = offsets[s], length = offsets[s + 1] - row;
+      if (length == 0) continue;
+      const auto of_item = [&](const at::Tensor& x, int64_t heads) {  // [1, heads, length, D]
+        return x.narrow(0, row, length).narrow(1, head * heads, heads).transpose(0, 1).unsqueeze(0);
+      };
+      const auto shared = [&](const at::Tensor& x) {
+        return of_item(x, 1).expand({1, group, length, x.size(2)});
+      };
+      const at::Tensor qi = of_item(q, group), ki = shared(k), vi = shared(v);
+      const auto [y, log_sum] =
+          at::_scaled_dot_product_flash_attention_for_cpu(qi, ki, vi, /*dropout_p=*/0.0,
+                                                          /*is_causal=*/true);
+      const auto [dq, dk, dv] = at::_scaled_dot_product_flash_attention_for_cpu_backward(
+          of_item(dy, group), qi, ki, vi, y, log_sum, /*dropout_p=*/0.0, /*is_causal=*/true);
+      of_item(d.q, group).copy_(dq);
+      of_item(d.k, 1).copy_(dk.sum(1, /*keepdim=*/true));
+      of_item(d.v, 1).copy_(dv.sum(1, /*keepdim=*/true));
+    }
+  };
+  ParallelFor((static_cast<int64_t>(offsets.size()) - 1) * key_value_heads, kWorkPerThread, run);
+  return d;
 }
 
 }  // namespace tandem::ops

@@ -18,6 +18,16 @@ at::Tensor AtenCachedAttention(const at::Tensor& q, const at::Tensor& k, const a
                                const std::vector<int64_t>& starts, const at::Tensor& key_cache,
                                const at::Tensor& value_cache);
 
+struct AttentionGradients {
+  at::Tensor q, k, v;
+};
+
+// Of AtenCausalAttention on the CPU in float32, for dy [T, heads * D] the gradient of its result.
+// They do not depend on the number of threads.
+AttentionGradients AtenCausalAttentionBackward(const at::Tensor& dy, const at::Tensor& q,
+                                               const at::Tensor& k, const at::Tensor& v,
+                                               const std::vector<int64_t>& offsets);
+
 }  // namespace tandem::ops
 
 #endif  // TANDEM_COMMON_OPS_ATEN_ATTENTION_H_

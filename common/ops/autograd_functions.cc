@@ -2,7 +2,6 @@
 
 #include <ATen/ATen.h>
 #include <ATen/core/grad_mode.h>
-#include <torch/csrc/autograd/autograd.h>
 #include <torch/csrc/autograd/custom_function.h>
 
 #include <algorithm>
@@ -71,26 +70,24 @@ class RotaryFunction : public Function<RotaryFunction> {
 
 class SwiGluFunction : public Function<SwiGluFunction> {
  public:
-  static at::Tensor forward(AutogradContext* context, const at::Tensor& gate,
-                            const at::Tensor& up) {
-    context->save_for_backward({gate, up});
-    return SwiGlu(gate, up);
+  static at::Tensor forward(AutogradContext* context, const at::Tensor& gate_up) {
+    context->save_for_backward({gate_up});
+    return SwiGlu(gate_up);
   }
 
   static variable_list backward(AutogradContext* context, variable_list gradients) {
-    const variable_list saved = context->get_saved_variables();
-    const at::Tensor gate = saved[0].contiguous(), up = saved[1].contiguous();
+    const at::Tensor gate_up = context->get_saved_variables()[0].contiguous();
     const at::Tensor dy = gradients[0].contiguous();
-    at::Tensor d_gate = at::empty_like(gate), d_up = at::empty_like(up);
-    const int64_t width = gate.size(1);
-    ParallelFor(gate.size(0), 8 * width, [&](int64_t begin, int64_t end) {
-      const int64_t first = begin * width;
+    at::Tensor dx = at::empty_like(gate_up);
+    const int64_t width = dy.size(1);
+    ParallelFor(dy.size(0), 8 * width, [&](int64_t begin, int64_t end) {
+      const float* gate = gate_up.const_data_ptr<float>() + 2 * width * begin;
+      float* d_gate = dx.mutable_data_ptr<float>() + 2 * width * begin;
       kernels::GetCpuKernels().swiglu_backward(
-          {gate.const_data_ptr<float>() + first, up.const_data_ptr<float>() + first, width,
-           dy.const_data_ptr<float>() + first, width, d_gate.mutable_data_ptr<float>() + first,
-           d_up.mutable_data_ptr<float>() + first, width, end - begin, width});
+          {gate, gate + width, 2 * width, dy.const_data_ptr<float>() + width * begin, width, d_gate,
+           d_gate + width, 2 * width, end - begin, width});
     });
-    return {d_gate, d_up};
+    return {dx};
   }
 };
 
@@ -104,19 +101,10 @@ class AttentionFunction : public Function<AttentionFunction> {
   }
 
   static variable_list backward(AutogradContext* context, variable_list gradients) {
-    variable_list leaves;
-    for (const at::Tensor& saved : context->get_saved_variables()) {
-      leaves.push_back(saved.detach().requires_grad_());
-    }
-    at::Tensor attended;
-    {
-      const at::AutoGradMode enable(true);
-      attended = AtenCausalAttention(leaves[0], leaves[1], leaves[2],
-                                     context->saved_data["offsets"].toIntVector());
-    }
-    variable_list result = torch::autograd::grad({attended}, leaves, {gradients[0]});
-    result.emplace_back();
-    return result;
+    const variable_list saved = context->get_saved_variables();
+    const AttentionGradients d = AtenCausalAttentionBackward(
+        gradients[0], saved[0], saved[1], saved[2], context->saved_data["offsets"].toIntVector());
+    return {d.q, d.k, d.v, {}};
   }
 };
 
@@ -130,8 +118,8 @@ at::Tensor DifferentiableRotary(const at::Tensor& x, const at::Tensor& cos, cons
   return RotaryFunction::apply(x, cos, sin);
 }
 
-at::Tensor DifferentiableSwiGlu(const at::Tensor& gate, const at::Tensor& up) {
-  return SwiGluFunction::apply(gate, up);
+at::Tensor DifferentiableSwiGlu(const at::Tensor& gate_up) {
+  return SwiGluFunction::apply(gate_up);
 }
 
 at::Tensor DifferentiableAttention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,

@@ -13,7 +13,7 @@ namespace tandem::ops {
 at::Tensor DifferentiableRmsNorm(const at::Tensor& x, const at::Tensor& weight, double eps);
 // No gradient flows into cos and sin.
 at::Tensor DifferentiableRotary(const at::Tensor& x, const at::Tensor& cos, const at::Tensor& sin);
-at::Tensor DifferentiableSwiGlu(const at::Tensor& gate, const at::Tensor& up);
+at::Tensor DifferentiableSwiGlu(const at::Tensor& gate_up);
 // The backward pass computes the attention again, in ATen, rather than keep its softmax.
 at::Tensor DifferentiableAttention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                                    const std::vector<int64_t>& offsets);

@@ -26,36 +26,31 @@ class LinearFunction : public torch::autograd::Function<LinearFunction> {
   };
 
   // Inside forward autograd is off, so that Linear means the kernel.
-  static variable_list forward(AutogradContext* context, const at::Tensor& x,
-                               at::TensorList masters, at::TensorList bias_masters,
-                               const Stack& stack) {
+  static at::Tensor forward(AutogradContext* context, const at::Tensor& x, at::TensorList masters,
+                            at::TensorList bias_masters, const Stack& stack) {
     context->save_for_backward({x, stack.weight});
     std::vector<int64_t> outs;
     for (const at::Tensor& master : masters) outs.push_back(master.size(0));
     context->saved_data["outs"] = outs;
     context->saved_data["has_bias"] = !bias_masters.empty();
-    return Linear(x, stack.weight, stack.bias).split_with_sizes(outs, 1);
+    return Linear(x, stack.weight, stack.bias);
   }
 
   static variable_list backward(AutogradContext* context, variable_list dys) {
     const variable_list saved = context->get_saved_variables();
-    const at::Tensor &x = saved[0], &weight = saved[1];
+    const at::Tensor &x = saved[0], &weight = saved[1], &dy = dys[0];
     const std::vector<int64_t> outs = context->saved_data["outs"].toIntVector();
     const bool has_bias = context->saved_data["has_bias"].toBool();
-    for (size_t i = 0; i < outs.size(); ++i) {
-      if (!dys[i].defined()) dys[i] = at::zeros({x.size(0), outs[i]}, x.options());
-    }
     // One entry per argument: x, the masters, the masters of the biases, the stack.
     variable_list gradients(1 + outs.size() * (has_bias ? 2 : 1) + 1);
-    if (context->needs_input_grad(0)) {
-      const at::Tensor dy = dys.size() == 1 ? dys[0] : at::cat(dys, 1);
-      gradients[0] = Product(dy, weight, x.scalar_type());
-    }
-    for (size_t i = 0; i < outs.size(); ++i) {
+    if (context->needs_input_grad(0)) gradients[0] = Product(dy, weight, x.scalar_type());
+    int64_t begin = 0;
+    for (size_t i = 0; i < outs.size(); begin += outs[i++]) {
+      const at::Tensor columns = dy.narrow(1, begin, outs[i]);
       const size_t w = 1 + i, b = w + outs.size();
-      if (context->needs_input_grad(w)) gradients[w] = Product(dys[i].t(), x, at::kFloat);
+      if (context->needs_input_grad(w)) gradients[w] = Product(columns.t(), x, at::kFloat);
       if (has_bias && context->needs_input_grad(b)) {
-        gradients[b] = dys[i].sum(0, /*keepdim=*/false, at::kFloat);
+        gradients[b] = columns.sum(0, /*keepdim=*/false, at::kFloat);
       }
     }
     return gradients;
@@ -64,9 +59,9 @@ class LinearFunction : public torch::autograd::Function<LinearFunction> {
 
 }  // namespace
 
-std::vector<at::Tensor> DifferentiableLinear(const at::Tensor& x, at::TensorList masters,
-                                             at::TensorList bias_masters, const at::Tensor& weight,
-                                             const at::Tensor& bias) {
+at::Tensor DifferentiableLinear(const at::Tensor& x, at::TensorList masters,
+                                at::TensorList bias_masters, const at::Tensor& weight,
+                                const at::Tensor& bias) {
   return LinearFunction::apply(x, masters, bias_masters, LinearFunction::Stack{weight, bias});
 }
 

@@ -10,15 +10,6 @@
 #include "common/ops/ops.h"
 
 namespace tandem::ops {
-namespace {
-
-std::vector<int64_t> Outs(at::TensorList weights) {
-  std::vector<int64_t> outs;
-  for (const at::Tensor& weight : weights) outs.push_back(weight.size(0));
-  return outs;
-}
-
-}  // namespace
 
 LinearWeight::LinearWeight(at::Tensor stacked, at::Tensor bias, std::vector<at::Tensor> weights,
                            std::vector<at::Tensor> biases, at::ScalarType compute_dtype)
@@ -52,15 +43,13 @@ const at::Tensor& LinearWeight::compute_weight() const {
   return compute_weight_;
 }
 
-std::vector<at::Tensor> LinearWeight::ForwardAll(const at::Tensor& x) const {
+at::Tensor LinearWeight::Forward(const at::Tensor& x) const {
   CheckFresh();
   if (at::GradMode::is_enabled()) {
     return DifferentiableLinear(x, weights_, biases_, compute_weight_, compute_bias_);
   }
-  return Linear(x, compute_weight_, compute_bias_).split_with_sizes(Outs(weights_), 1);
+  return Linear(x, compute_weight_, compute_bias_);
 }
-
-at::Tensor LinearWeight::Forward(const at::Tensor& x) const { return ForwardAll(x)[0]; }
 
 at::Tensor LinearWeight::ForwardAdd(const at::Tensor& residual, const at::Tensor& x) const {
   if (at::GradMode::is_enabled()) return residual + Forward(x);

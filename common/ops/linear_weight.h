@@ -21,10 +21,8 @@ class LinearWeight {
   LinearWeight(at::Tensor stacked, at::Tensor bias, std::vector<at::Tensor> weights,
                std::vector<at::Tensor> biases, at::ScalarType compute_dtype);
 
-  // x [T, in] in the computation's type -> one [T, outs[i]] per map; views of one tensor without
-  // autograd. With autograd, gradients of the masters have the masters' type.
-  std::vector<at::Tensor> ForwardAll(const at::Tensor& x) const;
-  // Of a single map.
+  // x [T, in] in the computation's type -> [T, sum of outs], the maps side by side. With autograd,
+  // gradients of the masters have the masters' type.
   at::Tensor Forward(const at::Tensor& x) const;
   // residual + Forward(x), as ops::LinearAdd: without autograd `residual` is overwritten.
   at::Tensor ForwardAdd(const at::Tensor& residual, const at::Tensor& x) const;

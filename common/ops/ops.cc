@@ -138,7 +138,7 @@ at::Tensor Linear(const at::Tensor& x, const at::Tensor& weight, const at::Tenso
   if (!HasCpuKernels(x)) return at::linear(x, weight, bias);
   if (at::GradMode::is_enabled()) {
     return DifferentiableLinear(x, weight, bias.defined() ? at::TensorList(bias) : at::TensorList(),
-                                weight, bias)[0];
+                                weight, bias);
   }
   at::Tensor y = at::empty({x.size(0), weight.size(0)}, x.options());
   LinearKernel(x, weight, bias, y, /*accumulate=*/false);
@@ -193,18 +193,19 @@ at::Tensor RotaryEmbedding(const at::Tensor& x_in, const at::Tensor& cos, const 
   return y;
 }
 
-at::Tensor SwiGlu(const at::Tensor& gate_in, const at::Tensor& up_in) {
-  if (!HasCpuKernels(gate_in)) return at::silu(gate_in) * up_in;
-  if (at::GradMode::is_enabled()) return DifferentiableSwiGlu(gate_in, up_in);
-  const bool alike =
-      gate_in.stride(0) == up_in.stride(0) && gate_in.stride(1) == 1 && up_in.stride(1) == 1;
-  const at::Tensor gate = alike ? gate_in : gate_in.contiguous();
-  const at::Tensor up = alike ? up_in : up_in.contiguous();
-  at::Tensor y = at::empty(gate.sizes(), gate.options());
-  const int64_t width = gate.size(1), stride = gate.stride(0);
-  ParallelFor(gate.size(0), 4 * width, [&](int64_t begin, int64_t end) {
-    kernels::GetCpuKernels().swiglu({Data(gate) + begin * stride, Data(up) + begin * stride, stride,
-                                     MutableData(y) + begin * width, width, end - begin, width});
+at::Tensor SwiGlu(const at::Tensor& gate_up_in) {
+  const int64_t width = gate_up_in.size(1) / 2;
+  if (!HasCpuKernels(gate_up_in)) {
+    return at::silu(gate_up_in.narrow(1, 0, width)) * gate_up_in.narrow(1, width, width);
+  }
+  if (at::GradMode::is_enabled()) return DifferentiableSwiGlu(gate_up_in);
+  const at::Tensor gate_up = Packed(gate_up_in);
+  at::Tensor y = at::empty({gate_up.size(0), width}, gate_up.options());
+  const int64_t stride = gate_up.stride(0);
+  ParallelFor(gate_up.size(0), 4 * width, [&](int64_t begin, int64_t end) {
+    const float* gate = Data(gate_up) + begin * stride;
+    kernels::GetCpuKernels().swiglu(
+        {gate, gate + width, stride, MutableData(y) + begin * width, width, end - begin, width});
   });
   return y;
 }

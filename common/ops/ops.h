@@ -1,8 +1,7 @@
 // The operations a transformer is made of, and the one place where a kernel is chosen.
 //
-// On the CPU in fp32 without autograd (inference, c10::InferenceMode, NoGradGuard) they run the
-// batch-invariant kernels of common/kernels/cpu; with autograd linear maps do too, and the rest is
-// ATen. Everywhere else, on a GPU or in bf16, all of them are ATen, which accumulates in fp32 and
+// On the CPU in fp32 they run the batch-invariant kernels of common/kernels/cpu, with the same bits
+// with and without autograd. Everywhere else, on a GPU or in bf16, all of them are ATen, which accumulates in fp32 and
 // rounds each op's result to the type of its input. Nothing waits for the device.
 // Shapes: T rows (tokens of all sequences), D = head_dim. Tensors must have a contiguous last
 // dimension.
@@ -44,8 +43,8 @@ at::Tensor RmsNorm(const at::Tensor& x, const at::Tensor& weight, double eps);
 // pairs (d, d + D/2): the "rotate_half" convention of Hugging Face.
 at::Tensor RotaryEmbedding(const at::Tensor& x, const at::Tensor& cos, const at::Tensor& sin);
 
-// silu(gate) * up, [T, I] each.
-at::Tensor SwiGlu(const at::Tensor& gate, const at::Tensor& up);
+// silu(gate) * up: [T, 2 I], the gates beside the ups -> [T, I].
+at::Tensor SwiGlu(const at::Tensor& gate_up);
 
 // Causal attention inside each of the sequences that `offsets` delimits, scale 1/sqrt(D).
 // q [T, heads, D], k and v [T, kv_heads, D] -> [T, heads * D].
