@@ -1,10 +1,10 @@
 // The operations a transformer is made of, and the one place where a kernel is chosen.
 //
 // On the CPU in fp32 they run the batch-invariant kernels of common/kernels/cpu, with the same bits
-// with and without autograd. Everywhere else, on a GPU or in bf16, all of them are ATen, which accumulates in fp32 and
-// rounds each op's result to the type of its input. Nothing waits for the device.
-// Shapes: T rows (tokens of all sequences), D = head_dim. Tensors must have a contiguous last
-// dimension.
+// with and without autograd. Everywhere else, on a GPU or in bf16, all of them are ATen, which
+// accumulates in fp32 and rounds each op's result to the type of its input. Nothing waits for the
+// device. Shapes: T rows (tokens of all sequences), D = head_dim. Tensors must have a contiguous
+// last dimension.
 #ifndef TANDEM_COMMON_OPS_OPS_H_
 #define TANDEM_COMMON_OPS_OPS_H_
 
