@@ -20,17 +20,17 @@ struct LogRatio {
   bool open;
 };
 
-struct Term {
+struct LossTerm {
   double value = 0;
-  double gradient = 0;  // by logp
+  double gradient = 0;  // by the log-ratio (or by logp, which is the same)
   bool clipped = false;
 };
 
-Term PpoClip(const PolicyLossOptions& options, const LogRatio& log_ratio, double advantage) {
+LossTerm PpoClip(const PolicyLossOptions& options, const LogRatio& log_ratio, double advantage) {
   const double ratio = std::exp(log_ratio.value);
   const double cut = std::clamp(ratio, 1.0 - options.clip_ratio_low, 1.0 + options.clip_ratio_high);
   const double plain = -advantage * ratio;
-  Term term;
+  LossTerm term;
   term.clipped = -advantage * cut > plain;
   term.value = term.clipped ? -advantage * cut : plain;
   term.gradient = term.clipped || !log_ratio.open ? 0.0 : plain;
@@ -42,10 +42,18 @@ Term PpoClip(const PolicyLossOptions& options, const LogRatio& log_ratio, double
   return term;
 }
 
-Term KlTerm(KlEstimator estimator, double logprob, double reference) {
+LossTerm Cispo(const PolicyLossOptions& options, const LogRatio& log_ratio, double advantage,
+               double logprob) {
+  const double ratio = std::exp(log_ratio.value);
+  const double cut = std::clamp(ratio, 1.0 - options.clip_ratio_low, 1.0 + options.clip_ratio_high);
+  return {
+      .value = -cut * advantage * logprob, .gradient = -cut * advantage, .clipped = cut != ratio};
+}
+
+LossTerm KlTerm(KlEstimator estimator, double logprob, double reference) {
   const LogRatio d(logprob - reference);
   const double k3 = std::expm1(-d.value) + d.value;
-  Term term;
+  LossTerm term;
   switch (estimator) {
     case KlEstimator::kNone:
       return term;
@@ -77,15 +85,15 @@ absl::Status CheckLength(const char* name, size_t actual, size_t expected) {
 }  // namespace
 
 absl::Status CheckPolicyLossOptions(const PolicyLossOptions& options) {
-  if (options.kind != PolicyLossKind::kPpoClip) {
-    return FieldError(absl::StatusCode::kUnimplemented, "loss_kind", "only PPO_CLIP is there yet");
-  }
   TANDEM_RETURN_IF_ERROR(CheckInRange("clip_ratio_low", options.clip_ratio_low, 0, 1));
   TANDEM_RETURN_IF_ERROR(
       CheckInRange("clip_ratio_high", options.clip_ratio_high, 0, kMaxCoefficient));
   if (options.dual_clip != 0 && !(options.dual_clip > 1 && options.dual_clip <= kMaxCoefficient)) {
     return InvalidField("dual_clip", absl::StrCat("must be 0 (off) or in (1, ", kMaxCoefficient,
                                                   "], got ", options.dual_clip));
+  }
+  if (options.dual_clip != 0 && options.kind == PolicyLossKind::kCispo) {
+    return InvalidField("dual_clip", "must be 0 with CISPO, which has no minimum to bound");
   }
   TANDEM_RETURN_IF_ERROR(
       CheckInRange("kl_coefficient", options.kl_coefficient, 0, kMaxCoefficient));
@@ -113,7 +121,79 @@ absl::StatusOr<PolicyLossEvaluator> PolicyLossEvaluator::Create(const PolicyLoss
   if (!tokens.log_keep_mass.empty()) {
     TANDEM_RETURN_IF_ERROR(CheckLength("log_keep_mass", tokens.log_keep_mass.size(), rows));
   }
-  return PolicyLossEvaluator(options, tokens);
+  PolicyLossEvaluator evaluator(options, tokens);
+  if (evaluator.needs_sequences()) {
+    std::vector<int64_t>& begins = evaluator.sequence_begins_;
+    begins.push_back(0);
+    for (const int64_t count : tokens.sequence_rows) {
+      if (count > 0) begins.push_back(begins.back() + count);
+    }
+    TANDEM_RETURN_IF_ERROR(CheckLength("sequence_rows", static_cast<size_t>(begins.back()), rows));
+    evaluator.sequence_terms_.resize(rows);
+  }
+  return evaluator;
+}
+
+double PolicyLossEvaluator::OldLogprob(size_t row, double logprob) const {
+  return tokens_->old_logprobs.empty() ? logprob : tokens_->old_logprobs[row];
+}
+
+// Of the policy term; a constant for the gradient.
+double PolicyLossEvaluator::ImportanceWeight(size_t row, double logprob) const {
+  if (options_.importance_sampling_cap == 0) return 1;
+  const double keep = tokens_->log_keep_mass.empty() ? 0.0 : tokens_->log_keep_mass[row];
+  const LogRatio off(OldLogprob(row, logprob) - (tokens_->behaviour[row] - keep));
+  return std::min(std::exp(off.value), options_.importance_sampling_cap);
+}
+
+PolicyLossEvaluator::Term PolicyLossEvaluator::PolicyTerm(size_t row, double logprob) const {
+  if (needs_sequences()) return sequence_terms_[row];
+  const LogRatio log_ratio(logprob - OldLogprob(row, logprob));
+  const double advantage = tokens_->advantages[row];
+  const LossTerm term = options_.kind == PolicyLossKind::kCispo
+                            ? Cispo(options_, log_ratio, advantage, logprob)
+                            : PpoClip(options_, log_ratio, advantage);
+  const double weight = ImportanceWeight(row, logprob);
+  return {.log_ratio = log_ratio.value,
+          .value = weight * term.value,
+          .gradient = tokens_->scales[row] * weight * term.gradient,
+          .clipped = term.clipped};
+}
+
+// The loss depends on the log-probs of a sequence by its ratio alone, of whose logarithm each is
+// the n-th part.
+absl::Status PolicyLossEvaluator::ObserveSequences(int64_t first_row,
+                                                   absl::Span<const double> logprobs) {
+  const int64_t last_row = first_row + static_cast<int64_t>(logprobs.size());
+  auto next = std::lower_bound(sequence_begins_.begin(), sequence_begins_.end(), first_row);
+  if (next == sequence_begins_.end() || *next != first_row ||
+      !std::binary_search(next, sequence_begins_.end(), last_row)) {
+    return absl::InternalError("the observed rows are not whole sequences");
+  }
+  for (int64_t begin = first_row; begin < last_row;) {
+    const int64_t end = *++next;
+    double sum = 0;
+    for (int64_t t = begin; t < end; ++t) {
+      const double logprob = logprobs[static_cast<size_t>(t - first_row)];
+      sum += logprob - OldLogprob(static_cast<size_t>(t), logprob);
+    }
+    const LogRatio log_ratio(sum / static_cast<double>(end - begin));
+    double gradient = 0;
+    for (int64_t t = begin; t < end; ++t) {
+      const auto row = static_cast<size_t>(t);
+      const double weight = ImportanceWeight(row, logprobs[static_cast<size_t>(t - first_row)]);
+      const LossTerm term = PpoClip(options_, log_ratio, tokens_->advantages[row]);
+      sequence_terms_[row] = {
+          .log_ratio = log_ratio.value, .value = weight * term.value, .clipped = term.clipped};
+      gradient += tokens_->scales[row] * weight * term.gradient;
+    }
+    for (int64_t t = begin; t < end; ++t) {
+      sequence_terms_[static_cast<size_t>(t)].gradient =
+          gradient / static_cast<double>(end - begin);
+    }
+    begin = end;
+  }
+  return absl::OkStatus();
 }
 
 absl::Status PolicyLossEvaluator::Evaluate(int64_t first_row, absl::Span<const double> logprobs,
@@ -125,23 +205,13 @@ absl::Status PolicyLossEvaluator::Evaluate(int64_t first_row, absl::Span<const d
     const size_t t = first + i;
     const double logprob = logprobs[i];
     const double scale = tokens_->scales[t];
-    const double old_logprob = tokens_->old_logprobs.empty() ? logprob : tokens_->old_logprobs[t];
-    const LogRatio log_ratio(logprob - old_logprob);
-
-    Term policy = PpoClip(options_, log_ratio, tokens_->advantages[t]);
-    if (options_.importance_sampling_cap > 0) {
-      const double keep = tokens_->log_keep_mass.empty() ? 0.0 : tokens_->log_keep_mass[t];
-      const LogRatio off(old_logprob - (tokens_->behaviour[t] - keep));
-      const double weight = std::min(std::exp(off.value), options_.importance_sampling_cap);
-      policy.value *= weight;
-      policy.gradient *= weight;
-    }
-    Term kl;
+    const Term policy = PolicyTerm(t, logprob);
+    LossTerm kl;
     if (options_.kl_estimator != KlEstimator::kNone) {
       kl = KlTerm(options_.kl_estimator, logprob, tokens_->reference[t]);
     }
     const double beta = options_.kl_coefficient;
-    logprob_coefficients[i] = scale * (policy.gradient + beta * kl.gradient);
+    logprob_coefficients[i] = policy.gradient + scale * beta * kl.gradient;
     entropy_coefficients[i] = -scale * options_.entropy_coefficient;
     if (!std::isfinite(logprob) || !std::isfinite(entropies[i]) ||
         !std::isfinite(logprob_coefficients[i])) {
@@ -155,9 +225,9 @@ absl::Status PolicyLossEvaluator::Evaluate(int64_t first_row, absl::Span<const d
     sums_.loss_entropy += entropy_coefficients[i] * entropies[i];
     sums_.tokens += 1;
     sums_.clip_fraction += policy.clipped;
-    sums_.ppo_kl -= log_ratio.value;
+    sums_.ppo_kl -= LogRatio(logprob - OldLogprob(t, logprob)).value;
     sums_.kl_to_ref += kl.value;
-    sums_.mean_ratio += std::exp(log_ratio.value);
+    sums_.mean_ratio += std::exp(policy.log_ratio);
     sums_.mean_entropy += entropies[i];
     if (!tokens_->behaviour.empty()) {
       (tokens_->authorship[t] ? senior_ : junior_).Add(logprob, tokens_->behaviour[t]);

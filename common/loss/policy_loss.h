@@ -1,12 +1,12 @@
-// The policy loss of one token, and what it contributes to the gradient and to the reports.
+// The policy loss of every token, and what it contributes to the gradient and to the reports.
 //
-// Everything that a token-level loss needs from the [N, V] logits is the log-probability and
-// the entropy of each row. So the loss is described by two numbers per token,
+// Everything that the losses need from the [N, V] logits is the log-probability and the entropy of
+// each row. So a loss is described by two numbers per token,
 //   c_t = d loss / d logp_t   and   e_t = d loss / d entropy_t,
 // and common/loss/fused_output_loss.h turns them into the gradient of the logits, chunk by chunk.
 // Semantics: PPO (arXiv 1707.06347), asymmetric clip (DAPO, 2503.14476), dual clip (1912.09729),
-// KL estimators k1-k3 (Schulman, "Approximating KL divergence"), truncated importance sampling (Yao
-// et al. 2025).
+// GSPO (2507.18071), CISPO (MiniMax-M1, 2506.13585), KL estimators k1-k3 (Schulman, "Approximating
+// KL divergence"), truncated importance sampling (Yao et al. 2025).
 #ifndef TANDEM_COMMON_LOSS_POLICY_LOSS_H_
 #define TANDEM_COMMON_LOSS_POLICY_LOSS_H_
 
@@ -22,10 +22,12 @@ namespace tandem::loss {
 // A log-ratio beyond this is clamped, and its gradient is zero.
 inline constexpr double kMaxLogRatio = 20.0;
 
+// Of a token with ratio r_t = exp(logp_t - logp_old_t) and advantage A_t; clip(r) is r cut to
+// [1 - eps_low, 1 + eps_high].
 enum class PolicyLossKind {
-  kPpoClip,  // -min(r A, clip(r, 1 - eps_low, 1 + eps_high) A)
-  kGspo,     // not yet
-  kCispo,    // not yet
+  kPpoClip,  // -min(r_t A_t, clip(r_t) A_t)
+  kGspo,     // -min(s A_t, clip(s) A_t), s = exp(mean of log r over the sequence's rows)
+  kCispo,    // -clip(r_t) A_t logp_t, without gradient through r_t
 };
 
 enum class KlEstimator {
@@ -41,7 +43,8 @@ struct PolicyLossOptions {
   PolicyLossKind kind = PolicyLossKind::kPpoClip;
   double clip_ratio_low = 0.2;
   double clip_ratio_high = 0.2;
-  double dual_clip = 0;  // 0 is off, else > 1: the loss of a token with A < 0 is at most -A * this
+  // 0 is off, else > 1: the loss of a token with A < 0 is at most -A * this. Not of CISPO.
+  double dual_clip = 0;
   KlEstimator kl_estimator = KlEstimator::kNone;
   double kl_coefficient = 0;       // beta
   double entropy_coefficient = 0;  // subtracted: loss -= this * entropy
@@ -56,8 +59,7 @@ struct PolicyLossOptions {
 // Of coefficients and caps: far above any use, and no term overflows. A cap of that size is off.
 inline constexpr double kMaxCoefficient = 1e9;
 
-// UNIMPLEMENTED for a kind of loss that is not there yet, INVALID_ARGUMENT with the field
-// otherwise.
+// INVALID_ARGUMENT with the field.
 absl::Status CheckPolicyLossOptions(const PolicyLossOptions& options);
 
 // The rows of the loss: all parallel, [N]. `reference` may be empty if the KL is off. `behaviour`
@@ -69,8 +71,9 @@ struct PolicyTokens {
   std::vector<double> scales;  // w_t / Z_t (loss_scale.h)
   std::vector<double> reference = {};
   std::vector<double> behaviour = {};
-  std::vector<double> log_keep_mass = {};  // empty: nothing was cut
-  std::vector<uint8_t> authorship = {};    // 1 senior, 0 junior
+  std::vector<double> log_keep_mass = {};   // empty: nothing was cut
+  std::vector<uint8_t> authorship = {};     // 1 senior, 0 junior
+  std::vector<int64_t> sequence_rows = {};  // rows of each sequence, in order, sum N; for GSPO
 };
 
 // How far the trainer's log-probs are from those recorded by the writer.
@@ -108,6 +111,13 @@ class PolicyLossEvaluator {
   static absl::StatusOr<PolicyLossEvaluator> Create(const PolicyLossOptions& options,
                                                     const PolicyTokens& tokens);
 
+  // Whether a row's coefficients depend on the log-probs of its whole sequence (GSPO): then
+  // ObserveSequences comes before Evaluate.
+  bool needs_sequences() const { return options_.kind == PolicyLossKind::kGspo; }
+
+  // The log-probs of the rows [first_row, first_row + n), which are whole sequences.
+  absl::Status ObserveSequences(int64_t first_row, absl::Span<const double> logprobs);
+
   // Coefficients of the rows [first_row, first_row + n): n is the size of every span. Adds the
   // rows' reports. INTERNAL if a log-prob, an entropy or a coefficient is not finite.
   absl::Status Evaluate(int64_t first_row, absl::Span<const double> logprobs,
@@ -124,12 +134,25 @@ class PolicyLossEvaluator {
     Mismatch Finish() const;
   };
 
+  // The policy term of a row.
+  struct Term {
+    double log_ratio = 0;  // of the ratio that is clipped
+    double value = 0;
+    double gradient = 0;  // d loss / d logp of the row, with the scale
+    bool clipped = false;
+  };
+
   PolicyLossEvaluator(const PolicyLossOptions& options, const PolicyTokens& tokens)
       : options_(options), tokens_(&tokens) {}
+  double OldLogprob(size_t row, double logprob) const;
+  double ImportanceWeight(size_t row, double logprob) const;
+  Term PolicyTerm(size_t row, double logprob) const;
 
   PolicyLossOptions options_;
   const PolicyTokens* tokens_;
-  PolicyMetrics sums_;  // means hold sums until Metrics()
+  std::vector<int64_t> sequence_begins_;  // [S + 1], for GSPO
+  std::vector<Term> sequence_terms_;      // [N], of the observed sequences
+  PolicyMetrics sums_;                    // means hold sums until Metrics()
   MismatchSums senior_, junior_;
 };
 

@@ -134,9 +134,132 @@ TEST(PolicyLossTest, NonFiniteRowIsRefused) {
             absl::StatusCode::kInternal);
 }
 
+TEST(PolicyLossTest, CispoCutsTheWeightAndKeepsTheGradient) {
+  const PolicyLossOptions options = {
+      .kind = PolicyLossKind::kCispo, .clip_ratio_low = 0.1, .clip_ratio_high = 0.3};
+  const double up = std::log(1.5), down = std::log(0.5), inside = std::log(1.2);
+  EXPECT_DOUBLE_EQ(Evaluate(options, inside, 2).c, -2.4);
+  EXPECT_DOUBLE_EQ(Evaluate(options, inside, 2).metrics.loss_policy, -2.4 * inside);
+  EXPECT_EQ(Evaluate(options, inside, 2).metrics.clip_fraction, 0);
+  for (const double advantage : {1.0, -1.0}) {  // cut on both sides, whatever the sign
+    EXPECT_DOUBLE_EQ(Evaluate(options, up, advantage).c, -1.3 * advantage);
+    EXPECT_DOUBLE_EQ(Evaluate(options, down, advantage).c, -0.9 * advantage);
+    EXPECT_EQ(Evaluate(options, up, advantage).metrics.clip_fraction, 1);
+  }
+}
+
+// Three sequences of 3, 0 and 2 rows; what a token counts for differs.
+struct Sequences {
+  PolicyTokens tokens = {.old_logprobs = {-1.0, -0.5, -2.0, -0.3, -0.7},
+                         .advantages = {1.5, 1.5, 1.5, -0.5, -0.5},
+                         .scales = {0.2, 0.1, 0.3, 0.25, 0.15},
+                         .reference = {-1.1, -0.4, -1.9, -0.2, -0.9},
+                         .behaviour = {-1.2, -0.6, -2.2, -0.5, -0.6},
+                         .log_keep_mass = {},
+                         .authorship = {1, 0, 1, 1, 1},
+                         .sequence_rows = {3, 0, 2}};
+  std::vector<double> logprobs = {-0.9, -0.45, -1.95, -0.2, -0.65};
+
+  struct Result {
+    std::vector<double> c;
+    PolicyMetrics metrics;
+  };
+  // Observed and evaluated in runs that end at `cuts`.
+  Result Run(const PolicyLossOptions& options, const std::vector<size_t>& cuts = {5}) const {
+    PolicyLossEvaluator evaluator = PolicyLossEvaluator::Create(options, tokens).value();
+    Result result{std::vector<double>(5), {}};
+    std::vector<double> entropies(5, 0.5), e(5);
+    size_t begin = 0;
+    for (const size_t end : cuts) {
+      const auto part = [&](auto& all) { return absl::MakeSpan(all).subspan(begin, end - begin); };
+      const auto first = static_cast<int64_t>(begin);
+      const auto known = absl::MakeConstSpan(logprobs).subspan(begin, end - begin);
+      if (evaluator.needs_sequences()) {
+        EXPECT_TRUE(evaluator.ObserveSequences(first, known).ok());
+      }
+      EXPECT_TRUE(evaluator.Evaluate(first, known, part(entropies), part(result.c), part(e)).ok());
+      begin = end;
+    }
+    result.metrics = evaluator.Metrics();
+    return result;
+  }
+};
+
+TEST(PolicyLossTest, GspoWeighsASequenceByItsMeanRatio) {
+  const Sequences sequences;
+  const PolicyLossOptions options = {.kind = PolicyLossKind::kGspo, .clip_ratio_high = 1};
+  const Sequences::Result result = sequences.Run(options);
+  const double first = std::exp((0.1 + 0.05 + 0.05) / 3), second = std::exp((0.1 + 0.05) / 2);
+  EXPECT_NEAR(result.metrics.loss_policy, -1.5 * first * 0.6 + 0.5 * second * 0.4, 1e-14);
+  for (size_t t = 0; t < 5; ++t) {
+    EXPECT_NEAR(result.c[t], t < 3 ? -1.5 * first * 0.6 / 3 : 0.5 * second * 0.4 / 2, 1e-14);
+  }
+  EXPECT_NEAR(result.metrics.mean_ratio, (3 * first + 2 * second) / 5, 1e-14);
+  EXPECT_NEAR(result.metrics.ppo_kl, -(0.1 + 0.05 + 0.05 + 0.1 + 0.05) / 5, 1e-14);
+}
+
+TEST(PolicyLossTest, GspoClipsWholeSequences) {
+  Sequences sequences;
+  sequences.logprobs[0] = 0;  // the first sequence's ratio: exp(1.1 / 3), above 1.2
+  const Sequences::Result result = sequences.Run({.kind = PolicyLossKind::kGspo});
+  for (const size_t t : {0u, 1u, 2u}) EXPECT_EQ(result.c[t], 0);
+  EXPECT_GT(result.c[3], 0);
+  EXPECT_DOUBLE_EQ(result.metrics.clip_fraction, 0.6);
+}
+
+TEST(PolicyLossTest, GspoGradientsMatchDifferences) {
+  PolicyLossOptions options = {.kind = PolicyLossKind::kGspo,
+                               .dual_clip = 3,
+                               .kl_estimator = KlEstimator::kK3,
+                               .kl_coefficient = 0.7};
+  for (const double cap : {0.0, 1.1}) {  // the weights are constants: they do not know logp
+    options.importance_sampling_cap = cap;
+    Sequences sequences;
+    sequences.tokens.advantages = {1.5, -0.5, 0.3, -0.5, 2};  // as GAE gives them
+    const Sequences::Result result = sequences.Run(options);
+    for (size_t t = 0; t < 5; ++t) {
+      const double h = 1e-6;
+      const auto loss_at = [&](double change) {
+        Sequences moved = sequences;
+        moved.logprobs[t] += change;
+        return moved.Run(options).metrics.loss_total;
+      };
+      EXPECT_NEAR(result.c[t], (loss_at(h) - loss_at(-h)) / (2 * h), 1e-8) << t << " " << cap;
+    }
+  }
+}
+
+TEST(PolicyLossTest, GspoDoesNotDependOnHowSequencesAreGrouped) {
+  const Sequences sequences;
+  const PolicyLossOptions options = {.kind = PolicyLossKind::kGspo};
+  EXPECT_EQ(sequences.Run(options).c, sequences.Run(options, {3, 5}).c);
+}
+
+TEST(PolicyLossTest, GspoWithoutOldLogprobsHasRatioOne) {
+  Sequences sequences;
+  sequences.tokens.old_logprobs.clear();
+  const Sequences::Result result = sequences.Run({.kind = PolicyLossKind::kGspo});
+  EXPECT_EQ(result.metrics.mean_ratio, 1);
+  EXPECT_EQ(result.metrics.ppo_kl, 0);
+  EXPECT_NEAR(result.c[0], -1.5 * 0.6 / 3, 1e-15);
+}
+
+TEST(PolicyLossTest, GspoWantsWholeSequences) {
+  Sequences sequences;
+  const PolicyLossOptions options = {.kind = PolicyLossKind::kGspo};
+  PolicyLossEvaluator evaluator = PolicyLossEvaluator::Create(options, sequences.tokens).value();
+  const auto known = absl::MakeConstSpan(sequences.logprobs);
+  EXPECT_EQ(evaluator.ObserveSequences(0, known.first(2)).code(), absl::StatusCode::kInternal);
+  EXPECT_EQ(evaluator.ObserveSequences(1, known.first(2)).code(), absl::StatusCode::kInternal);
+  EXPECT_TRUE(evaluator.ObserveSequences(3, known.last(2)).ok());
+  sequences.tokens.sequence_rows = {3, 1};
+  EXPECT_EQ(FieldPath(PolicyLossEvaluator::Create(options, sequences.tokens).status()),
+            "sequence_rows");
+}
+
 TEST(PolicyLossTest, OptionsFailClosed) {
-  EXPECT_EQ(CheckPolicyLossOptions({.kind = PolicyLossKind::kGspo}).code(),
-            absl::StatusCode::kUnimplemented);
+  EXPECT_EQ(FieldPath(CheckPolicyLossOptions({.kind = PolicyLossKind::kCispo, .dual_clip = 3})),
+            "dual_clip");
   EXPECT_EQ(FieldPath(CheckPolicyLossOptions({.dual_clip = 0.5})), "dual_clip");
   EXPECT_EQ(FieldPath(CheckPolicyLossOptions({.clip_ratio_low = -1})), "clip_ratio_low");
   const PolicyTokens tokens = {.old_logprobs = {0}, .advantages = {1}, .scales = {1}};

@@ -29,8 +29,8 @@ print(yaml.safe_dump({{"max_samples": 64, "max_queue": 16}} | config), end="")
 print("# Memory that this configuration needs:")
 if "--check-objective" in sys.argv:
     objective = json.loads(sys.argv[sys.argv.index("--check-objective") + 1])
-    if objective.get("loss_kind") == "POLICY_LOSS_KIND_GSPO":
-        bad("policy.loss_kind: not there yet")
+    if objective.get("junior_kl_coefficient"):
+        bad("policy.junior_kl_coefficient: not there yet")
     print(json.dumps({{"clip_ratio_low": 0.25}} | objective))
 """
 
@@ -74,7 +74,7 @@ def tandem(*arguments, check=0):
 def test_every_problem_is_named_at_once(load, world, tmp_path):
     world.max_samples = 5
     world.objective_failure = fakes.error_status(
-        12, "policy.loss_kind: gspo is not there yet", field="policy.loss_kind"
+        12, "policy.junior_kl_coefficient: not there yet", field="policy.junior_kl_coefficient"
     )
     said = problems(
         load(
@@ -87,7 +87,7 @@ def test_every_problem_is_named_at_once(load, world, tmp_path):
     assert f"data.jsonl: {tmp_path / 'nothing.jsonl'}: No such file" in said
     assert f"eval.data.jsonl: {tmp_path / 'none.jsonl'}: No such file" in said
     assert "no_such_module" in said
-    assert "  - objective.loss_kind: gspo is not there yet" in said
+    assert "  - objective.junior_kl_coefficient: not there yet" in said
     assert "batch: a step has 6 samples, the trainer's max_samples is 5" in said
 
 
@@ -176,11 +176,11 @@ def test_a_step_that_the_servers_cannot_take_is_refused(load, world, purpose, ov
 
 def test_a_cluster_is_checked_before_it_starts(load, cluster):
     said = problems(
-        load(cluster, "cluster.trainer.typo=1", "objective.loss_kind=gspo", "eval.samples=17")
+        load(cluster, "cluster.trainer.typo=1", "objective.junior_kl_coefficient=0.1", "eval.samples=17")
     )
     assert said == "cluster.trainer: typo: unknown key"
-    said = problems(load(cluster, "objective.loss_kind=gspo", "cluster.rollout.typo=1"))
-    assert "  - objective.loss_kind: not there yet" in said
+    said = problems(load(cluster, "objective.junior_kl_coefficient=0.1", "cluster.rollout.typo=1"))
+    assert "  - objective.junior_kl_coefficient: not there yet" in said
     assert "  - cluster.rollout.0: typo: unknown key" in said
     assert "eval.samples: the 17" in problems(load(cluster, "eval.samples=17"))
 

@@ -133,8 +133,6 @@ const std::vector<Case>& Cases() {
        "policy.junior_token_loss_weight"},
       {"junior KL", [](auto& b) { b.objective.junior_kl_coefficient = 0.1; },
        absl::StatusCode::kUnimplemented, "policy.junior_kl_coefficient"},
-      {"GSPO", [](auto& b) { b.objective.loss.kind = loss::PolicyLossKind::kGspo; },
-       absl::StatusCode::kUnimplemented, "policy.loss_kind"},
       {"GAE without critic",
        [](auto& b) { b.objective.advantage_estimator = AdvantageEstimator::kGae; }, kPrecondition,
        "policy.advantage_estimator", "NO_CRITIC"},

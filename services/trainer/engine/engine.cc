@@ -4,6 +4,7 @@
 #include <ATen/core/grad_mode.h>
 
 #include <algorithm>
+#include <functional>
 #include <utility>
 #include <vector>
 
@@ -42,6 +43,21 @@ loss::OutputRows MakeOutputRows(const training::MicroBatchInput& input,
   return rows;
 }
 
+// The loss of a batch, micro-batch by micro-batch; rows are those of the batch.
+struct BatchLoss {
+  // As loss::TokenLossFunction.
+  std::function<absl::Status(
+      int64_t first_row, absl::Span<const double> logprobs, absl::Span<const double> entropies,
+      absl::Span<double> logprob_coefficients, absl::Span<double> entropy_coefficients)>
+      evaluate;
+  // Before the forward pass; may be empty.
+  std::function<absl::Status(const training::MicroBatchInput&, const loss::OutputRows&)> before =
+      nullptr;
+  // The log-probs of all rows of the micro-batch before `evaluate`; may be empty.
+  std::function<absl::Status(int64_t first_row, absl::Span<const double> logprobs)> observe =
+      nullptr;
+};
+
 class TorchEngine final : public training::CoreEngine<Engine> {
  public:
   TorchEngine(const EngineOptions& options, std::unique_ptr<training::TrainingCore> core,
@@ -67,12 +83,8 @@ class TorchEngine final : public training::CoreEngine<Engine> {
   absl::Status SupervisedStep(const SupervisedBatch& batch, StepReport& report);
   absl::StatusOr<Advantages> AdvantagesOf(const CallScope& call, const TrainStepRequest& request,
                                           const PolicyBatch& batch, Metrics& metrics);
-  // Forward and backward over all rows. `before` runs once for each micro-batch, before its loss.
-  absl::Status AddGradients(
-      const TrainingRows& rows, loss::TokenLossFunction function,
-      absl::FunctionRef<absl::Status(const training::MicroBatchInput&, const loss::OutputRows&)>
-          before,
-      StepReport& report);
+  // Forward and backward over all rows.
+  absl::Status AddGradients(const TrainingRows& rows, const BatchLoss& loss, StepReport& report);
   absl::Status AddReferenceLogProbs(const training::MicroBatchInput& input,
                                     const loss::OutputRows& rows, std::vector<double>& reference);
 
@@ -179,13 +191,19 @@ absl::Status TorchEngine::PolicyStep(const CallScope& call, const TrainStepReque
   if (with_reference) rows.tokens.reference.resize(rows.tokens.scales.size());
   TANDEM_ASSIGN_OR_RETURN(loss::PolicyLossEvaluator evaluator,
                           loss::PolicyLossEvaluator::Create(options, rows.tokens));
-  TANDEM_RETURN_IF_ERROR(AddGradients(
-      rows, [&](auto... arguments) { return evaluator.Evaluate(arguments...); },
-      [&](const training::MicroBatchInput& input, const loss::OutputRows& output_rows) {
-        return with_reference ? AddReferenceLogProbs(input, output_rows, rows.tokens.reference)
-                              : absl::OkStatus();
-      },
-      report));
+  BatchLoss batch_loss = {
+      .evaluate = [&](auto... arguments) { return evaluator.Evaluate(arguments...); }};
+  if (with_reference) {
+    batch_loss.before = [&](const auto& input, const auto& output_rows) {
+      return AddReferenceLogProbs(input, output_rows, rows.tokens.reference);
+    };
+  }
+  if (evaluator.needs_sequences()) {
+    batch_loss.observe = [&](int64_t first_row, absl::Span<const double> logprobs) {
+      return evaluator.ObserveSequences(first_row, logprobs);
+    };
+  }
+  TANDEM_RETURN_IF_ERROR(AddGradients(rows, batch_loss, report));
   AddPolicyMetrics(evaluator.Metrics(), report.metrics);
   return absl::OkStatus();
 }
@@ -198,27 +216,32 @@ absl::Status TorchEngine::SupervisedStep(const SupervisedBatch& batch, StepRepor
   const TrainingRows rows = SupervisedRows(batch, *scales);
   loss::SupervisedLossEvaluator evaluator(rows.tokens.scales);
   TANDEM_RETURN_IF_ERROR(AddGradients(
-      rows, [&](auto... arguments) { return evaluator.Evaluate(arguments...); },
-      [](const auto&, const auto&) { return absl::OkStatus(); }, report));
+      rows, {.evaluate = [&](auto... arguments) { return evaluator.Evaluate(arguments...); }},
+      report));
   report.metrics["loss/total"] = evaluator.loss();
   report.metrics["policy/entropy"] = evaluator.mean_entropy();
   report.metrics["policy/weighted_tokens"] = static_cast<double>(evaluator.tokens());
   return absl::OkStatus();
 }
 
-absl::Status TorchEngine::AddGradients(
-    const TrainingRows& rows, loss::TokenLossFunction function,
-    absl::FunctionRef<absl::Status(const training::MicroBatchInput&, const loss::OutputRows&)>
-        before,
-    StepReport& report) {
+absl::Status TorchEngine::AddGradients(const TrainingRows& rows, const BatchLoss& batch_loss,
+                                       StepReport& report) {
   TANDEM_ASSIGN_OR_RETURN(
       const int64_t micro_batches,
       core_->ForwardBackward(
           rows.sequences, [&](const training::MicroBatchInput& input) -> absl::Status {
             const loss::OutputRows output_rows = MakeOutputRows(input, rows.temperatures);
-            TANDEM_RETURN_IF_ERROR(before(input, output_rows));
+            if (batch_loss.before != nullptr) {
+              TANDEM_RETURN_IF_ERROR(batch_loss.before(input, output_rows));
+            }
             CausalContext context;
             const at::Tensor hidden = core_->model().HiddenStates(input.batch, context);
+            const auto first_row = static_cast<int64_t>(input.first_row);
+            if (batch_loss.observe != nullptr) {
+              TANDEM_ASSIGN_OR_RETURN(const loss::RowStatistics statistics,
+                                      loss_->LogProbs(hidden.detach(), output_rows));
+              TANDEM_RETURN_IF_ERROR(batch_loss.observe(first_row, statistics.logprobs));
+            }
             // Undefined where a freeze leaves nothing to train.
             loss::OutputGradients gradients = {
                 .hidden = hidden.requires_grad() ? at::zeros_like(hidden.detach(), at::kFloat)
@@ -227,8 +250,8 @@ absl::Status TorchEngine::AddGradients(
                 .bias = {}};
             TANDEM_RETURN_IF_ERROR(loss_->ForwardBackward(
                 hidden.detach(), output_rows,
-                [&](int64_t first_row, auto... arguments) {
-                  return function(static_cast<int64_t>(input.first_row) + first_row, arguments...);
+                [&](int64_t row, auto... arguments) {
+                  return batch_loss.evaluate(first_row + row, arguments...);
                 },
                 gradients));
             if (hidden.requires_grad()) hidden.backward(gradients.hidden.to(hidden.scalar_type()));

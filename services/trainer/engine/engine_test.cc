@@ -188,6 +188,56 @@ TEST_F(TrainerEngineTest, GradientEqualsAutogradOverWholeLogits) {
   EXPECT_NEAR(metrics["policy/grad_norm"], std::sqrt(squares), 1e-5 * std::sqrt(squares));
 }
 
+// Of a stale batch, where GSPO's ratios are not 1.
+TEST_F(TrainerEngineTest, GspoGradientEqualsAutogradOverWholeLogits) {
+  auto engine = Make();
+  PolicyBatch batch = TestBatch();
+  RecordLogProbs(*engine, batch);
+  for (PolicySample& sample : batch.samples) {
+    float shift = 0.02f;
+    for (float& logprob : sample.trajectory.author_logprobs) logprob -= (shift += 0.01f);
+    sample.trajectory.other_logprobs = sample.trajectory.author_logprobs;
+  }
+  batch.objective.loss.kind = loss::PolicyLossKind::kGspo;
+  batch.objective.loss.clip_ratio_high = 0.1;  // cuts some
+  batch.objective.junior_token_loss_weight = 0.3;
+  auto metrics = Step(*engine, TestRequest(batch)).report.metrics;
+  EXPECT_GT(metrics["policy/mean_ratio"], 1);
+
+  const auto model = std::move(Model::Load(folder_ / "model", {.requires_grad = true})).value();
+  at::Tensor loss = at::zeros({});
+  double tokens = 0;
+  for (const PolicySample& sample : batch.samples) {
+    const Trajectory& t = sample.trajectory;
+    std::vector<int64_t> ids(t.prompt_token_ids.begin(), t.prompt_token_ids.end());
+    ids.insert(ids.end(), t.response_token_ids.begin(), t.response_token_ids.end());
+    CausalContext context;
+    const at::Tensor logprobs = at::log_softmax(
+        model->ForwardLogits(model->HiddenStates(MakeRaggedBatch({ids}), context)), -1);
+    const double advantage = (*sample.reward - 0.5) / (std::sqrt(0.5) + 1e-6);
+    at::Tensor log_ratio = at::zeros({});
+    double weights = 0;
+    const auto length = static_cast<double>(t.response_token_ids.size());
+    for (size_t k = 0; k < t.response_token_ids.size(); ++k) {
+      const auto row = static_cast<int64_t>(t.prompt_token_ids.size() + k) - 1;
+      const at::Tensor logprob = logprobs[row][t.response_token_ids[k]];
+      log_ratio = log_ratio + (logprob - t.author_logprobs[k]) / length;
+      weights += t.authorship_mask[k] ? 1.0 : 0.3;
+    }
+    const at::Tensor ratio = log_ratio.exp();
+    loss = loss - at::min(ratio * advantage, ratio.clamp(0.8, 1.1) * advantage) * weights;
+    tokens += length;
+  }
+  loss = loss / tokens;
+  loss.backward();
+  double squares = 0;
+  for (const auto& [name, parameter] : model->Parameters()) {
+    squares += parameter.grad().to(at::kDouble).square().sum().item<double>();
+  }
+  EXPECT_NEAR(metrics["loss/policy"], loss.item<double>(), 1e-5 * std::abs(loss.item<double>()));
+  EXPECT_NEAR(metrics["policy/grad_norm"], std::sqrt(squares), 1e-5 * std::sqrt(squares));
+}
+
 TEST_F(TrainerEngineTest, MicroBatchingDoesNotChangeTheStep) {
   PolicyBatch batch = TestBatch();
   batch.objective.junior_token_loss_weight = 0.5;

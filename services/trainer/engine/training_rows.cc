@@ -133,6 +133,7 @@ TrainingRows PolicyRows(const PolicyBatch& batch, const loss::LossScales& scales
     rows.sequences.push_back(training::SelectSequenceRows(trajectory.prompt_token_ids,
                                                           trajectory.response_token_ids,
                                                           [&](size_t t) { return own[t] > 0; }));
+    tokens.sequence_rows.push_back(static_cast<int64_t>(rows.sequences.back().labels.size()));
     for (size_t t = 0; t < length; ++t) {
       if (!(own[t] > 0)) continue;
       const bool senior = trajectory.authorship_mask[t] != 0;

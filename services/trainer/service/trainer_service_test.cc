@@ -354,7 +354,7 @@ TEST_F(TrainerServerTest, AnObjectiveIsCheckedAsAStepChecksIt) {
 
   v1::PolicyObjective bad[4];
   bad[0].set_entropy_coefficient(1e308);
-  bad[1].set_loss_kind(v1::POLICY_LOSS_KIND_GSPO);
+  bad[1].set_junior_kl_coefficient(0.1);
   bad[2].set_advantage_estimator(v1::ADVANTAGE_ESTIMATOR_GAE);  // no critic is configured
   bad[3].set_kl_coefficient(0.1);                               // no reference model either
   for (const v1::PolicyObjective& objective : bad) {
