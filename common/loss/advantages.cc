@@ -33,23 +33,41 @@ absl::StatusOr<Groups> MakeGroups(absl::Span<const double> rewards,
   return groups;
 }
 
+struct Moments {
+  double mean = 0, std = 0;
+};
+
+// ddof 1; zeros for fewer than two members.
+Moments MomentsOf(absl::Span<const double> rewards, const std::vector<size_t>& members) {
+  Moments moments;
+  if (members.size() < 2) return moments;
+  for (const size_t i : members) moments.mean += rewards[i];
+  moments.mean /= static_cast<double>(members.size());
+  double squares = 0;
+  for (const size_t i : members) {
+    squares += (rewards[i] - moments.mean) * (rewards[i] - moments.mean);
+  }
+  moments.std = std::sqrt(squares / static_cast<double>(members.size() - 1));
+  return moments;
+}
+
 }  // namespace
 
 absl::StatusOr<std::vector<double>> GroupRelativeAdvantages(absl::Span<const double> rewards,
                                                             absl::Span<const int64_t> group_ids,
-                                                            bool normalize_by_std) {
+                                                            RewardStd std, double epsilon) {
   TANDEM_ASSIGN_OR_RETURN(const Groups groups, MakeGroups(rewards, group_ids));
+  std::vector<size_t> all(rewards.size());
+  for (size_t i = 0; i < all.size(); ++i) all[i] = i;
+  const double batch_std = MomentsOf(rewards, all).std;
   std::vector<double> advantages(rewards.size(), 0.0);
   for (const auto& [id, members] : groups) {
     if (members.size() < 2) continue;
-    double mean = 0;
-    for (size_t i : members) mean += rewards[i];
-    mean /= static_cast<double>(members.size());
-    double squares = 0;
-    for (size_t i : members) squares += (rewards[i] - mean) * (rewards[i] - mean);
-    const double std = std::sqrt(squares / static_cast<double>(members.size() - 1));
-    const double divisor = normalize_by_std ? std + kGroupStdEpsilon : 1.0;
-    for (size_t i : members) advantages[i] = (rewards[i] - mean) / divisor;
+    const Moments group = MomentsOf(rewards, members);
+    const double divisor = std == RewardStd::kNone
+                               ? 1.0
+                               : (std == RewardStd::kGroup ? group.std : batch_std) + epsilon;
+    for (const size_t i : members) advantages[i] = (rewards[i] - group.mean) / divisor;
   }
   return advantages;
 }

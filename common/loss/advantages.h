@@ -12,17 +12,24 @@
 
 namespace tandem::loss {
 
-// Added to a group's standard deviation (as verl and Hugging Face TRL).
-inline constexpr double kGroupStdEpsilon = 1e-6;
+// What the distance of a reward from its group's mean is divided by; with ddof 1.
+enum class RewardStd {
+  kNone,   // nothing (Dr.GRPO, arXiv 2503.20783)
+  kGroup,  // the standard deviation of the group's rewards (GRPO, arXiv 2402.03300)
+  kBatch,  // that of all rewards (arXiv 2508.08221)
+};
 
-// Group-relative advantages (GRPO, arXiv 2402.03300): (r - mean) / (std + 1e-6) over the samples of
-// one group, std with ddof 1; with `normalize_by_std` false, r - mean (Dr.GRPO, arXiv 2503.20783).
-// A group of one gets 0. `rewards` and `group_ids` are parallel, [S]; groups need not be contiguous
-// and the result does not depend on the order of the groups. INVALID_ARGUMENT on different lengths
-// or a reward that is not finite ("rewards[i]").
+// Added to the standard deviation (verl; Hugging Face TRL adds 1e-4).
+inline constexpr double kDefaultStdEpsilon = 1e-6;
+
+// Group-relative advantages: (r - mean of the group) / (std + epsilon). A group of one gets 0.
+// `rewards` and `group_ids` are parallel, [S]; groups need not be contiguous and the result does
+// not depend on the order of the groups. INVALID_ARGUMENT on different lengths or a reward that is
+// not finite ("rewards[i]").
 absl::StatusOr<std::vector<double>> GroupRelativeAdvantages(absl::Span<const double> rewards,
                                                             absl::Span<const int64_t> group_ids,
-                                                            bool normalize_by_std = true);
+                                                            RewardStd std = RewardStd::kGroup,
+                                                            double epsilon = kDefaultStdEpsilon);
 
 // Leave-one-out (RLOO, arXiv 2402.14740): r minus the mean of the group's other rewards. A group of
 // one gets 0. Arguments and errors as above.

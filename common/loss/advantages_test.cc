@@ -28,8 +28,19 @@ TEST(AdvantagesTest, EqualRewardsGiveZero) {
 }
 
 TEST(AdvantagesTest, WithoutStdIsTheDistanceFromTheMean) {
-  EXPECT_THAT(GroupRelativeAdvantages({1, 0, 0, 1}, {1, 1, 1, 1}, false).value(),
+  EXPECT_THAT(GroupRelativeAdvantages({1, 0, 0, 1}, {1, 1, 1, 1}, RewardStd::kNone).value(),
               ElementsAre(0.5, -0.5, -0.5, 0.5));
+}
+
+TEST(AdvantagesTest, TheSpreadOfTheBatchIsOneDivisorForAllGroups) {
+  // All rewards: mean 2, squares 4 + 0 + 1 + 1 + 4, std with ddof 1 = sqrt(10 / 4).
+  const double divisor = std::sqrt(2.5) + 0.125;
+  EXPECT_THAT(
+      GroupRelativeAdvantages({0, 2, 1, 3, 4}, {1, 1, 2, 2, 3}, RewardStd::kBatch, 0.125).value(),
+      ElementsAre(DoubleNear(-1 / divisor, 1e-15), DoubleNear(1 / divisor, 1e-15),
+                  DoubleNear(-1 / divisor, 1e-15), DoubleNear(1 / divisor, 1e-15), 0.0));
+  EXPECT_THAT(GroupRelativeAdvantages({1, 1}, {1, 1}, RewardStd::kBatch).value(),
+              ElementsAre(0.0, 0.0));
 }
 
 TEST(AdvantagesTest, LeaveOneOutComparesWithTheOthers) {

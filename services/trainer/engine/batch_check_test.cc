@@ -166,6 +166,8 @@ TEST(ObjectiveTest, NumbersOutOfBoundsAreRefusedByName) {
       {"norm_constant", [](O& o) { o.scale.norm_constant = 1e308; }},
       {"norm_constant",
        [](O& o) { o.scale.aggregation = loss::Aggregation::kSeqMeanTokenSumNorm; }},
+      {"std_epsilon", [](O& o) { o.std_epsilon = 0; }},
+      {"std_epsilon", [](O& o) { o.std_epsilon = 2; }},
       {"gae_gamma", [](O& o) { o.gae_gamma = 1.01; }},
       {"gae_lambda", [](O& o) { o.gae_lambda = -0.01; }},
       {"max_staleness", [](O& o) { o.max_staleness = -1; }},

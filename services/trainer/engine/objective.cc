@@ -23,6 +23,7 @@ absl::Status CheckObjective(const PolicyObjective& objective, const ObjectiveSup
                       "the auxiliary KL towards the junior is not there yet");
   }
   TANDEM_RETURN_IF_ERROR(CheckAtLeast("junior_kl_coefficient", objective.junior_kl_coefficient, 0));
+  TANDEM_RETURN_IF_ERROR(CheckInRange("std_epsilon", objective.std_epsilon, 1e-12, 1));
   TANDEM_RETURN_IF_ERROR(CheckInRange("gae_gamma", objective.gae_gamma, 0, 1));
   TANDEM_RETURN_IF_ERROR(CheckInRange("gae_lambda", objective.gae_lambda, 0, 1));
   TANDEM_RETURN_IF_ERROR(CheckAtLeast("max_staleness", objective.max_staleness, 0));

@@ -8,6 +8,7 @@
 #include <cstdint>
 
 #include "absl/status/status.h"
+#include "common/loss/advantages.h"
 #include "common/loss/loss_scale.h"
 #include "common/loss/policy_loss.h"
 
@@ -15,6 +16,7 @@ namespace tandem::trainer {
 
 enum class AdvantageEstimator {
   kGroupRelative,
+  kGroupRelativeBatchStd,
   kGroupRelativeNoStd,
   kLeaveOneOut,
   kGae,
@@ -33,6 +35,7 @@ struct PolicyObjective {
   double junior_token_loss_weight = 0.0;
   OldLogprobs old_logprobs = OldLogprobs::kSenior;
   AdvantageEstimator advantage_estimator = AdvantageEstimator::kGroupRelative;
+  double std_epsilon = loss::kDefaultStdEpsilon;
   loss::LossScaleOptions scale;
   double junior_kl_coefficient = 0.0;  // lambda_jun; above 0 is UNIMPLEMENTED
   double gae_gamma = 1.0;

@@ -20,11 +20,14 @@ absl::StatusOr<std::vector<double>> ResponseAdvantages(const PolicyBatch& batch)
     group_ids.push_back(
         groups.try_emplace(sample.group_id, static_cast<int64_t>(groups.size())).first->second);
   }
+  const double epsilon = batch.objective.std_epsilon;
   switch (batch.objective.advantage_estimator) {
     case AdvantageEstimator::kGroupRelative:
-      return loss::GroupRelativeAdvantages(rewards, group_ids, /*normalize_by_std=*/true);
+      return loss::GroupRelativeAdvantages(rewards, group_ids, loss::RewardStd::kGroup, epsilon);
+    case AdvantageEstimator::kGroupRelativeBatchStd:
+      return loss::GroupRelativeAdvantages(rewards, group_ids, loss::RewardStd::kBatch, epsilon);
     case AdvantageEstimator::kGroupRelativeNoStd:
-      return loss::GroupRelativeAdvantages(rewards, group_ids, /*normalize_by_std=*/false);
+      return loss::GroupRelativeAdvantages(rewards, group_ids, loss::RewardStd::kNone);
     case AdvantageEstimator::kLeaveOneOut:
       return loss::LeaveOneOutAdvantages(rewards, group_ids);
     case AdvantageEstimator::kGae:

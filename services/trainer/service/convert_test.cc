@@ -36,6 +36,7 @@ TEST(PolicyObjectiveTest, AnEmptyMessageGivesTheDocumentedDefaults) {
   EXPECT_EQ(objective->junior_token_loss_weight, 0);
   EXPECT_EQ(objective->old_logprobs, OldLogprobs::kSenior);
   EXPECT_EQ(objective->advantage_estimator, AdvantageEstimator::kGroupRelative);
+  EXPECT_EQ(objective->std_epsilon, 1e-6);
   EXPECT_EQ(objective->scale.aggregation, loss::Aggregation::kTokenMean);
   EXPECT_EQ(objective->scale.normalizer, loss::Normalizer::kNonzeroWeight);
   EXPECT_EQ(objective->junior_kl_coefficient, 0);
@@ -178,6 +179,7 @@ TEST(PolicyObjectiveTest, EveryFieldIsCarried) {
   proto.set_bootstrap_truncated(true);
   proto.set_whiten_advantages(true);
   proto.set_max_staleness(4);
+  proto.set_std_epsilon(1e-4);
   const auto objective = FromProto(proto);
   ASSERT_TRUE(objective.ok()) << objective.status();
   EXPECT_EQ(objective->loss.kind, loss::PolicyLossKind::kCispo);
@@ -200,6 +202,7 @@ TEST(PolicyObjectiveTest, EveryFieldIsCarried) {
   EXPECT_TRUE(objective->bootstrap_truncated);
   EXPECT_TRUE(objective->whiten_advantages);
   EXPECT_EQ(objective->max_staleness, 4);
+  EXPECT_EQ(objective->std_epsilon, 1e-4);
 }
 
 // One way to spoil a valid message, and the path that the error must name.

@@ -39,6 +39,7 @@ constexpr Choice<v1::OldLogprobs, OldLogprobs> kOldLogprobs[] = {
 
 constexpr Choice<v1::AdvantageEstimator, AdvantageEstimator> kAdvantageEstimators[] = {
     {v1::ADVANTAGE_ESTIMATOR_GROUP_RELATIVE, AdvantageEstimator::kGroupRelative},
+    {v1::ADVANTAGE_ESTIMATOR_GROUP_RELATIVE_BATCH_STD, AdvantageEstimator::kGroupRelativeBatchStd},
     {v1::ADVANTAGE_ESTIMATOR_GROUP_RELATIVE_NO_STD, AdvantageEstimator::kGroupRelativeNoStd},
     {v1::ADVANTAGE_ESTIMATOR_LEAVE_ONE_OUT, AdvantageEstimator::kLeaveOneOut},
     {v1::ADVANTAGE_ESTIMATOR_GAE, AdvantageEstimator::kGae},
@@ -113,6 +114,7 @@ absl::StatusOr<PolicyObjective> FromProto(const v1::PolicyObjective& proto) {
       Choose("old_logprobs", proto.old_logprobs(), kOldLogprobs, &out.old_logprobs));
   TANDEM_RETURN_IF_ERROR(Choose("advantage_estimator", proto.advantage_estimator(),
                                 kAdvantageEstimators, &out.advantage_estimator));
+  if (proto.has_std_epsilon()) out.std_epsilon = proto.std_epsilon();
   out.junior_kl_coefficient = proto.junior_kl_coefficient();
   if (proto.has_gae_gamma()) out.gae_gamma = proto.gae_gamma();
   if (proto.has_gae_lambda()) out.gae_lambda = proto.gae_lambda();
@@ -141,6 +143,7 @@ v1::PolicyObjective ToProto(const PolicyObjective& objective) {
   proto.set_dual_clip(objective.loss.dual_clip);
   proto.set_old_logprobs(NameOf(objective.old_logprobs, kOldLogprobs));
   proto.set_advantage_estimator(NameOf(objective.advantage_estimator, kAdvantageEstimators));
+  proto.set_std_epsilon(objective.std_epsilon);
   proto.set_aggregation(NameOf(objective.scale.aggregation, kAggregations));
   proto.set_normalizer(NameOf(objective.scale.normalizer, kNormalizers));
   proto.set_norm_constant(objective.scale.norm_constant);
