@@ -17,7 +17,6 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import click
 import typer
 from typer.core import TyperCommand
 
@@ -101,7 +100,7 @@ TokenizerOption = Annotated[
 class TrainingCommand(TyperCommand):
     """A command whose flag `--resume` may be followed by `auto`."""
 
-    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+    def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:
         """Makes one word of the two, for the parser."""
         plain: list[str] = []
         for word in args:
