@@ -125,11 +125,11 @@ def test_a_rollout_server_that_restarts_changes_nothing(fresh_pair, models, tmp_
         with RunDirectory.open(config, "train") as run, Session(config) as session:
             pool, generated = session.rollouts, session.rollouts.generate
 
-            def generate(prompts, on_event=None):
+            def generate(prompts):
                 generate.calls += 1
                 if generate.calls == 3:
                     restart(rollout)
-                return generated(prompts, on_event)
+                return generated(prompts)
 
             generate.calls = 0
             pool.generate = generate

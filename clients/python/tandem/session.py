@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
 from typing import Any, Literal, Self
 
 import grpc
 
 from tandem import preflight
-from tandem.client import CriticClient, Event, RolloutClient, TrainerClient
+from tandem.client import CriticClient, RolloutClient, TrainerClient
 from tandem.cluster import LocalCluster
 from tandem.data import Dataset, load_dataset
 from tandem.errors import (
@@ -27,6 +25,7 @@ from tandem.preflight import Problems
 from tandem.requests import Prompt
 from tandem.rewards import Reward
 from tandem.rollout.v1 import rollout_pb2
+from tandem.rollout_pool import RolloutPool
 from tandem.settings import ClusterSettings, RunSettings, ServersSettings, given
 from tandem.text import TextCodec
 from tandem.text_files import read_bytes
@@ -39,61 +38,6 @@ Purpose = Literal["train", "sft", "eval"]
 
 # How often samples are drawn again that a restarted server wrote under other weights.
 GENERATE_ATTEMPTS = 3
-
-
-class RolloutPool:
-    """Several rollout servers as one: prompts are dealt out in equal, contiguous parts.
-
-    A server gets its part in batches of at most so many samples as its queue holds.
-    """
-
-    def __init__(self, clients: Sequence[RolloutClient], max_queue: Sequence[int]) -> None:
-        self.clients = list(clients)
-        self._max_queue = list(max_queue)
-        self._threads = ThreadPoolExecutor(len(clients), thread_name_prefix="rollout")
-
-    def generate(
-        self, prompts: Sequence[Prompt], on_event: Callable[[Event], None] | None = None
-    ) -> list[list[trajectory_pb2.Trajectory]]:
-        """The samples of every prompt, in order. One batch per server: see SubmitPrompts."""
-        named = [prompt.named(index) for index, prompt in enumerate(prompts)]
-        count = len(self.clients)
-        bounds = [len(named) * i // count for i in range(count + 1)]
-        parts = [named[a:b] for a, b in itertools.pairwise(bounds)]
-
-        def generate_at(server: int) -> list[list[trajectory_pb2.Trajectory]]:
-            batches = _batches(parts[server], self._max_queue[server])
-            client = self.clients[server]
-            return [
-                group for batch in batches for group in client.generate(batch, on_event=on_event)
-            ]
-
-        # A single server is called from this thread, so that Ctrl-C reaches the call.
-        if count == 1:
-            return generate_at(0)
-        futures = [self._threads.submit(generate_at, server) for server in range(count)]
-        return [samples for future in futures for samples in future.result()]
-
-    def close(self) -> None:
-        """Closes every client."""
-        for client in self.clients:
-            client.close()
-        self._threads.shutdown(wait=False, cancel_futures=True)
-
-
-def _batches(prompts: Sequence[Prompt], max_samples: int) -> Iterator[list[Prompt]]:
-    """The prompts in order, in lists of at most `max_samples` samples; one prompt at least."""
-    batch: list[Prompt] = []
-    samples = 0
-    for prompt in prompts:
-        wanted = max(1, prompt.num_samples)
-        if batch and samples + wanted > max_samples:
-            yield batch
-            batch, samples = [], 0
-        batch.append(prompt)
-        samples += wanted
-    if batch:
-        yield batch
 
 
 class Session:
