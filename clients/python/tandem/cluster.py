@@ -213,7 +213,7 @@ class LocalCluster:
                 return server
         raise ServerStartError(f"the cluster has no {role}")
 
-    def _launch(self, section: Section, config: dict[str, Any]) -> Server:
+    def _launch(self, section: Section, config: dict[str, Any]) -> None:
         name = section.name
         host = reachable_host(config["server"].get("host"))
         config_file = self._directory / f"{name}.yaml"
@@ -236,7 +236,6 @@ class LocalCluster:
         server = Server(name, section.role, process, log, host)
         self.servers.append(server)
         self._say(f"{name} starts (pid {process.pid}, log {log})")
-        return server
 
     def _wait(self, server: Server, deadline: float) -> None:
         while not server.address:

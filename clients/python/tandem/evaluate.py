@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from tandem.data import Dataset
 from tandem.requests import Prompt
 from tandem.schedule import prompt_seed
 from tandem.session import Session
@@ -79,13 +78,13 @@ def in_words(summary: Mapping[str, Any]) -> str:
     )
 
 
-def evaluate(session: Session, data: Dataset | None = None) -> Evaluation:
+def evaluate(session: Session) -> Evaluation:
     """Lets the senior alone answer the held-out prompts (all data without `eval.data`).
 
     What answers are the trainer's weights: rollout servers that are behind get them first.
     """
     settings = session.settings
-    dataset = data or session.eval_data or session.data
+    dataset = session.eval_data or session.data
     sampling = given(settings.sampling) | {"temperature": settings.eval.temperature}
     if settings.eval.max_tokens is not None:
         sampling["max_tokens"] = settings.eval.max_tokens

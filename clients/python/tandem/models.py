@@ -135,8 +135,8 @@ def _convert(file: Path, destination: Path, dtype: str) -> int:
     model.generation_config = loaded.generation_config
     model.to(getattr(torch, dtype)).save_pretrained(destination)
     tokenizer.save_pretrained(destination)
-    for file in destination.iterdir():
-        file.chmod(0o644)
+    for written in destination.iterdir():
+        written.chmod(0o644)
     return sum(parameter.numel() for parameter in model.parameters())
 
 

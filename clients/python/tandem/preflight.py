@@ -182,7 +182,9 @@ def _check_server(section: Section, objective: Mapping[str, Any] | None) -> Chec
 def _check_model_directory(codec: TextCodec, section: Section) -> None:
     """ConfigError when the model that a server will load comes with another tokenizer."""
     named = section.config.get("senior_model" if section.role == "rollout" else "model")
-    directory = Path(str(named))
+    if not isinstance(named, str):
+        return  # The server says what is wrong with it.
+    directory = Path(named)
     if not (directory / "tokenizer.json").exists() or directory == codec.directory:
         return
     model = TextCodec(directory)

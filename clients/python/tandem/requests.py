@@ -18,9 +18,6 @@ from tandem.transport import MAX_SEND_BYTES
 from tandem.types.v1 import tensor_pb2, trajectory_pb2
 from tandem.wire import to_message, to_tensor
 
-# Names of a step directory, so that they sort by step.
-STEP_NAME = "step_{:06d}"
-
 # At most what protobuf writes before an inner message: its tag and its length.
 _TAG_BYTES = 6
 # What the prompts of one message may take, beside the message around them and its last flag.

@@ -374,6 +374,11 @@ def trajectory_file(path: Path, step: int) -> Path:
     return path / "trajectories" / f"step_{step}.jsonl"
 
 
+def checkpoint_name(step: int) -> str:
+    """The name of a step's checkpoint directory; names sort by step."""
+    return f"step_{step:06d}"
+
+
 def next_attempt(logs: Path) -> int:
     """The N after the last attempt_N of a folder, whatever was removed in between."""
     return 1 + max(map(_number, logs.glob("attempt_*")), default=0)

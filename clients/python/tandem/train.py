@@ -17,9 +17,9 @@ from tandem.evaluate import evaluate, in_words
 from tandem.interrupt import Interrupt
 from tandem.learnability import FlatRewards
 from tandem.metrics import StepClock, response_metrics, step_line
-from tandem.requests import STEP_NAME, PolicySample, Prompt, SupervisedSample
+from tandem.requests import PolicySample, Prompt, SupervisedSample
 from tandem.rewards import Judged
-from tandem.run_dir import RunDirectory, SavedState
+from tandem.run_dir import RunDirectory, SavedState, checkpoint_name
 from tandem.schedule import prompt_seed
 from tandem.session import Session
 from tandem.settings import given
@@ -319,7 +319,7 @@ def save(
     # one that it still names survives a crash in between. The next save prunes it.
     keep = session.settings.checkpoint.keep
     keep = keep + 1 if keep else 0
-    name = STEP_NAME.format(step)
+    name = checkpoint_name(step)
     trainer, critic = Path("checkpoints"), None
     session.trainer.save_checkpoint(str(run.path / trainer), name, keep)
     if session.uses_critic:
