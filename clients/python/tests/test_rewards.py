@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tandem import rewards
+from tandem import reward_calls
 from tandem.data import Example
 from tandem.errors import ConfigError
 from tandem.rewards import Reward, answer_extractor
@@ -131,7 +131,7 @@ def test_a_failure_names_row_prompt_response_and_traceback(tmp_path, judge, kind
     ]
     assert says in lines[0]
     assert f'{tmp_path}/judge.py", line 5, in reward' in str(caught.value)
-    assert "rewards.py" not in str(caught.value)
+    assert str(Path(reward_calls.__file__).parent) not in str(caught.value)
     assert lines[-1] == "1 other calls failed too"
     assert "on_error" in caught.value.hint
 
@@ -203,7 +203,7 @@ def test_a_coroutine_that_bears_no_cancelling_does_not_hold_up_the_end(tmp_path,
         "        except asyncio.CancelledError:\n            pass\n"
         "    return 1\n"
     )
-    monkeypatch.setattr(rewards, "CLOSE_SECONDS", 0.1)
+    monkeypatch.setattr(reward_calls, "CLOSE_SECONDS", 0.1)
     reward = Reward(written(tmp_path, text))
     threading.Thread(target=reward, args=([EXAMPLE], [["stubborn"]]), daemon=True).start()
     assert reward([EXAMPLE], [["x"]]).rewards == [[1.0]]

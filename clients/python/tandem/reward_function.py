@@ -1,0 +1,67 @@
+"""Loads the reward function that the settings name."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import importlib.util
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from tandem.errors import ConfigError
+
+
+def load_function(name: str, folder: Path) -> Callable[..., Any]:
+    """The function that "module:function" or "path/file.py:function" names.
+
+    Imports find what is installed, then what lies in `folder` and beside the file.
+    """
+    source, colon, attribute = name.rpartition(":")
+    if not colon:
+        raise ConfigError(
+            f"reward.function: {name!r} is none of exact_match, reasoning_gym, "
+            "module:function, path/file.py:function"
+        )
+    file = folder / source if source.endswith(".py") else None
+    folders = [folder] if file is None else [folder, file.parent]
+    # At the end: nothing in them may hide a module.
+    sys.path += [path for path in map(str, map(Path.resolve, folders)) if path not in sys.path]
+    try:
+        function = getattr(
+            importlib.import_module(source) if file is None else _run(file), attribute
+        )
+    # The file is the user's: importing it may raise anything, a SyntaxError for example.
+    except (Exception, SystemExit) as error:
+        raise ConfigError(
+            f"reward.function: {name}: {type(error).__name__}: {error}",
+            hint=None
+            if file
+            else f"modules are looked up among the installed ones and in {folder}",
+        ) from error
+    if not callable(function):
+        raise ConfigError(f"reward.function: {name} is not a function")
+    return function
+
+
+def _run(file: Path) -> ModuleType:
+    """The module of a file."""
+    spec = importlib.util.spec_from_file_location(_module_name(file), file)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    # dataclasses and pickle, for example, look a class's module up by its name.
+    sys.modules[spec.name] = module
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[spec.name]
+        raise
+    return module
+
+
+def _module_name(file: Path) -> str:
+    """A name for the file's module that no import statement can mean."""
+    digest = hashlib.blake2b(str(file.resolve()).encode(), digest_size=8).hexdigest()
+    return f"reward file {digest}"
