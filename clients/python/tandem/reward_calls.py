@@ -19,6 +19,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
+from multiprocessing.connection import Connection
 from pathlib import Path
 from threading import Event, Thread
 from typing import Any, Protocol
@@ -29,6 +30,9 @@ from tandem.settings import RewardSettings
 
 # Calls that run at once in threads unless the settings say otherwise: they wait, mostly.
 DEFAULT_THREADS = 16
+# What a function may raise without ending the run: sys.exit() is no way out of one, and a task that
+# it cancels is its own.
+FAILURES = (Exception, SystemExit, asyncio.CancelledError)
 # What coroutines may take to end when they are cancelled.
 CLOSE_SECONDS = 5.0
 
@@ -136,11 +140,14 @@ class _InProcesses:
     def __init__(self, settings: RewardSettings) -> None:
         self._name = settings.function
         # Not forked: gRPC does not survive it.
+        context = multiprocessing.get_context("spawn")
+        # Nothing is sent. close() closes our end, or the end of this process does.
+        theirs, self._ours = context.Pipe(duplex=False)
         self._processes = ProcessPoolExecutor(
             settings.workers or os.cpu_count(),
-            multiprocessing.get_context("spawn"),
+            context,
             _start_process,
-            (settings.function, settings.python_path),
+            (settings.function, settings.python_path, theirs),
         )
 
     def __call__(self, cases: Sequence[Case]) -> list[Outcome]:
@@ -154,6 +161,8 @@ class _InProcesses:
 
     def close(self) -> None:
         self._processes.shutdown(wait=False, cancel_futures=True)
+        # The pool waits for calls that run: one that hangs must not hold up an exit.
+        self._ours.close()
 
 
 class _Awaited:
@@ -194,7 +203,7 @@ class _Awaited:
             async with free:
                 try:
                     return _number(await self._function(case.prompt, case.response, **case.columns))
-                except (Exception, SystemExit) as error:
+                except FAILURES as error:
                     return failure_of(error)
 
         return await asyncio.gather(*map(judge, cases))
@@ -202,7 +211,7 @@ class _Awaited:
     async def _judge_batch(self, cases: Sequence[Case]) -> list[Outcome]:
         try:
             return _numbers(await self._function(*_columns(cases)), len(cases))
-        except (Exception, SystemExit) as error:
+        except FAILURES as error:
             return [failure_of(error)] * len(cases)
 
 
@@ -215,7 +224,7 @@ class _InOneCall:
     def __call__(self, cases: Sequence[Case]) -> list[Outcome]:
         try:
             return _numbers(self._function(*_columns(cases)), len(cases))
-        except (Exception, SystemExit) as error:
+        except FAILURES as error:
             return [failure_of(error)] * len(cases)
 
     def close(self) -> None:
@@ -226,20 +235,17 @@ class _InOneCall:
 _function: Callable[..., Any]
 
 
-def _start_process(name: str, folder: Path) -> None:
+def _start_process(name: str, folder: Path, pipe: Connection) -> None:
     global _function
     # A signal may go to the whole group: the run ends its step, and then this process.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    Thread(target=_end_with_parent, daemon=True).start()
+    Thread(target=_end_when_closed, args=(pipe,), daemon=True).start()
     _function = load_function(name, folder)
 
 
-def _end_with_parent() -> None:
-    # A run that is killed closes no pool.
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    parent.join()
+def _end_when_closed(pipe: Connection) -> None:
+    pipe.poll(None)
     os._exit(1)
 
 
@@ -258,8 +264,7 @@ def _columns(cases: Sequence[Case]) -> tuple[list[Any], list[str], list[dict[str
 def _call(function: Callable[..., Any], case: Case) -> Outcome:
     try:
         return _number(function(case.prompt, case.response, **case.columns))
-    # The function is the user's: it may raise anything, and sys.exit() is no way out of a run.
-    except (Exception, SystemExit) as error:
+    except FAILURES as error:
         return failure_of(error)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from concurrent import futures
 from contextlib import contextmanager
 from pathlib import Path
@@ -297,6 +298,14 @@ def token_events(prompt, index):
                 authorship_mask=whole.authorship_mask[offset : offset + 2],
             )
         )
+
+
+def wait_until(condition, seconds=60):
+    """Returns when the condition holds; it must come to hold in time."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen"
+        time.sleep(0.01)
 
 
 @contextmanager

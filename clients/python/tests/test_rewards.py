@@ -1,6 +1,7 @@
 """Rewards: builtins and the user's own functions."""
 
 import asyncio
+import contextlib
 import math
 import os
 import sys
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from fakes import wait_until
 
 from tandem import reward_calls
 from tandem.data import Example
@@ -115,11 +117,16 @@ def test_a_reward_that_is_no_finite_number_is_refused(tmp_path, judge, value):
 
 
 @pytest.mark.parametrize(
-    ("raises", "says"), [("1 / 0", "ZeroDivisionError: division"), ("sys.exit(3)", "SystemExit: 3")]
+    ("raises", "says"),
+    [
+        ("1 / 0", "ZeroDivisionError: division"),
+        ("sys.exit(3)", "SystemExit: 3"),
+        ("raise asyncio.CancelledError", "CancelledError"),
+    ],
 )
 @pytest.mark.parametrize("kind", ["def", "async def"])
 def test_a_failure_names_row_prompt_response_and_traceback(tmp_path, judge, kind, raises, says):
-    text = f"import sys\n\n\n{kind} reward(prompt, response, **row):\n    {raises}\n"
+    text = f"import asyncio, sys\n\n\n{kind} reward(prompt, response, **row):\n    {raises}\n"
     with pytest.raises(ConfigError) as caught:
         judge(written(tmp_path, text), "said", "so")
     lines = str(caught.value).splitlines()
@@ -237,6 +244,27 @@ def test_a_process_that_dies_is_an_error(tmp_path, judge):
     text = "import os\ndef reward(prompt, response, **row):\n    os._exit(1)\n"
     with pytest.raises(ConfigError, match="a process of it died"):
         judge(written(tmp_path, text, executor="process", workers=1, on_error="skip"), "x")
+
+
+def test_a_call_that_hangs_in_a_process_does_not_hold_up_the_end(tmp_path):
+    begun = tmp_path / "begun"
+    text = (
+        "import os, time\nfrom pathlib import Path\n"
+        "def reward(prompt, response, **row):\n"
+        f"    Path({str(begun)!r}).write_text(str(os.getpid()) + '\\n')\n    time.sleep(3600)\n"
+    )
+    reward = Reward(written(tmp_path, text, executor="process", workers=1))
+
+    def judge():
+        with contextlib.suppress(ConfigError):
+            reward([EXAMPLE], [["x"]])
+
+    thread = threading.Thread(target=judge, daemon=True)
+    thread.start()
+    wait_until(lambda: begun.exists() and begun.read_text().endswith("\n"))
+    reward.close()
+    wait_until(lambda: not thread.is_alive())
+    wait_until(lambda: not Path(f"/proc/{begun.read_text().strip()}").exists())
 
 
 @pytest.mark.parametrize("kind", ["def", "async def"])
