@@ -111,7 +111,7 @@ def test_the_time_of_a_run_goes_on_when_it_is_resumed(run_file, tmp_path):
     [first] = lines(metrics)
     metrics.write_text(json.dumps(first | {"time_seconds": 1000.0}) + "\n")
     tandem("train", run_file, "steps=2", "--resume")
-    assert 1000 < lines(metrics)[1]["time_seconds"] < 1100
+    assert 1000 < lines(metrics)[1]["time_seconds"] < 2000
 
 
 def test_nothing_is_lost_when_a_server_is_unreachable(run_file, tmp_path):

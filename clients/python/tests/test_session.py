@@ -1,22 +1,27 @@
 """What a session sees to between the servers."""
 
 import json
-import time
+import threading
+from contextlib import closing
 from types import SimpleNamespace
 
+import fakes
 import grpc
 import pytest
 
 from tandem import settings
+from tandem.client import RolloutClient
 from tandem.errors import (
     ConfigError,
     DeadlineError,
     FailedPreconditionError,
+    InvalidArgumentError,
     ServerStartError,
     UnavailableError,
 )
 from tandem.evaluate import evaluate
 from tandem.requests import Prompt
+from tandem.rollout_pool import RolloutPool
 from tandem.session import Session
 from tandem.settings import ClusterSettings, RunSettings
 
@@ -30,15 +35,25 @@ def published(world):
     return sum(method == "PublishWeights" for method, _ in world.calls)
 
 
-def test_every_call_may_take_as_long_as_the_settings_say(world, config, address, monkeypatch):
+def test_every_call_may_take_as_long_as_the_settings_say(config, address):
     config.servers.critic = address
-    config.servers.timeout_seconds = 0.5
+    config.servers.timeout_seconds = 77
     with Session(config) as session, session.critic() as critic:
         clients = [session.trainer, critic, *session.rollouts.clients]
-        assert {client.timeout_seconds for client in clients} == {0.5}
-        monkeypatch.setattr(world, "enter", lambda *_: time.sleep(2))
-        with pytest.raises(DeadlineError):
-            session.rollouts.generate([Prompt([1], seed=1)])
+        assert {client.timeout_seconds for client in clients} == {77}
+
+
+def test_a_generation_that_takes_longer_than_it_may_ends(world, config, monkeypatch):
+    done = threading.Event()
+    with Session(config) as session:
+        [client] = session.rollouts.clients
+        client.timeout_seconds = 0.1
+        monkeypatch.setattr(world, "enter", lambda *_: done.wait(60))
+        try:
+            with pytest.raises(DeadlineError):
+                session.rollouts.generate([Prompt([1], seed=1)])
+        finally:
+            done.set()
 
 
 def test_a_critic_that_nobody_names_is_missed_by_its_field(config):
@@ -184,6 +199,23 @@ def test_rows_that_are_held_out_are_counted_and_an_evaluation_keeps_its_own(conf
     config.data.jsonl = held_out
     with Session(config, purpose="eval") as session:
         assert len(session.data) == 2
+
+
+def test_a_server_that_fails_is_told_while_another_still_draws(world, address):
+    slow, done, drawn = fakes.FakeWorld(), threading.Event(), []
+    slow.on_batch = lambda: drawn.append(done.wait(60))
+    world.failures = [fakes.error_status(3, "no")]
+    prompts = [Prompt([1], seed=seed) for seed in range(2)]
+    with (
+        fakes.serve(slow) as other,
+        closing(RolloutPool([RolloutClient(other), RolloutClient(address)], [8, 8])) as pool,
+    ):
+        try:
+            with pytest.raises(InvalidArgumentError):
+                pool.generate(prompts)
+            assert drawn == []
+        finally:
+            done.set()
 
 
 @pytest.mark.parametrize(
