@@ -284,6 +284,7 @@ def _numbers(values: Any, count: int) -> list[Outcome]:
 
 
 def failure_of(error: BaseException) -> Failure:
+    """What a function raised, with the traceback of its own frames."""
     # The first frame is ours.
     trace = error.__traceback__ and error.__traceback__.tb_next
     return Failure(

@@ -13,6 +13,7 @@ from types import SimpleNamespace
 
 import fakes
 import pytest
+from commands import lines, tandem
 
 from tandem import __version__ as tandem_version
 from tandem import demo, run_dir, run_files, running, settings
@@ -22,18 +23,6 @@ from tandem.models import ImportedModel
 from tandem.render import Output
 from tandem.run_dir import RunDirectory
 from tandem.settings import RunSettings
-
-
-def tandem(*arguments, check=0):
-    done = subprocess.run(
-        [sys.executable, "-m", "tandem", *map(str, arguments)], capture_output=True, text=True
-    )
-    assert done.returncode == check, done.stderr + done.stdout
-    return done
-
-
-def lines(path):
-    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def contents(directory):
@@ -50,8 +39,7 @@ def without_clock(metrics):
 
 
 def test_train_writes_a_complete_run_directory(run_file, tmp_path):
-    shown = tandem("train", run_file)
-    assert "who" not in shown.stderr
+    tandem("train", run_file)
     run = tmp_path / "run"
     metrics = lines(run / "metrics.jsonl")
     assert [tuple(line) for line in metrics] == [KEYS] * 4

@@ -1,0 +1,44 @@
+"""The `tandem` command in this process, which saves a start of Python for every call."""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+from contextlib import redirect_stderr, redirect_stdout
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+
+from tandem import cli
+
+
+@dataclass(frozen=True)
+class Printed:
+    """What a command printed."""
+
+    stdout: str
+    stderr: str
+
+
+def tandem(*arguments: Any, check: int = 0) -> Printed:
+    """Runs the command, which must end with the exit code `check`."""
+    out, err = io.StringIO(), io.StringIO()
+    with (
+        mock.patch.object(sys, "argv", ["tandem", *map(str, arguments)]),
+        redirect_stdout(out),
+        redirect_stderr(err),
+        pytest.raises(SystemExit) as ended,
+    ):
+        cli.main()
+    printed = Printed(out.getvalue(), err.getvalue())
+    assert ended.value.code == check, printed.stderr + printed.stdout
+    return printed
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    """The objects of a JSON-lines file."""
+    return [json.loads(line) for line in path.read_text().splitlines()]
