@@ -33,7 +33,6 @@ import psutil
 import yaml
 from tandem import settings
 from tandem.cluster import find_binary
-from tandem.metrics import CLOCK_KEYS
 from tandem.transport import Connection
 
 TRAIN = [sys.executable, "-m", "tandem.cli", "train"]
@@ -132,18 +131,8 @@ class Scenario:
     @classmethod
     def write(cls, directory: Path, models: harness.Models, kind: str) -> Scenario:
         """Writes the run and its cluster."""
-        compute = {"compute": {"num_threads": 1}, "max_model_len": 128}
-        learner = compute | {
-            "model": str(models.senior),
-            "optimizer": {"learning_rate": 1e-3},
-        }
-        sections = {
-            "rollout": compute
-            | {"senior_model": str(models.senior), "junior_model": str(models.junior)},
-            "trainer": learner,
-        }
-        if kind == "ppo":
-            sections["critic"] = learner | {"untie_embeddings": True}
+        critic = {"critic": {}} if kind == "ppo" else {}
+        sections = harness.sections(models, trainer={}, **critic)
         scenario = cls(directory / kind, kind, sections)
         scenario.directory.mkdir()
         scenario.cluster_file.write_text(
@@ -273,12 +262,9 @@ class Run:
 def fingerprint(run: Path) -> Fingerprint:
     """Digests of all that a run leaves, but for clocks and for names of the run."""
     state = json.loads((run / "state.json").read_text())
-    lines = harness.json_lines(run / "metrics.jsonl")
     result = {
-        f"metrics of step {line['step']}": json.dumps(
-            {key: value for key, value in line.items() if key not in CLOCK_KEYS}
-        )
-        for line in lines
+        f"metrics of step {line['step']}": json.dumps(line)
+        for line in harness.metrics_without_clock(run)
     }
     checkpoints = [run / state[role] for role in ("trainer", "critic") if state[role]]
     files = [

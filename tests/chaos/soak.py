@@ -94,18 +94,11 @@ class Soak:
         servers.require_idle()
         servers.restore()
         servers.require_same(reference)
-        self.require_flat()
-
-    def require_flat(self) -> None:
-        """Raises DisturbanceError when a server's memory rose."""
-        tenth = max(1, len(self._memory) // 10)
-        before = _mean(self._memory[2 * tenth : 3 * tenth] or self._memory)
-        self._servers.require_flat(before, _mean(self._memory[-tenth:]))
+        servers.require_flat(*self._memory_means())
 
     def summary(self) -> str:
         """What was done, and the memory at the third tenth and at the end."""
-        tenth = max(1, len(self._memory) // 10)
-        before, after = _mean(self._memory[2 * tenth : 3 * tenth]), _mean(self._memory[-tenth:])
+        before, after = self._memory_means()
         return "\n".join(
             [
                 ", ".join(f"{n} {name}" for name, n in self.done.most_common()),
@@ -117,6 +110,12 @@ class Soak:
                 ),
             ]
         )
+
+    def _memory_means(self) -> tuple[dict[str, float], dict[str, float]]:
+        """Bytes of every server in the third tenth of the time, and in the last."""
+        tenth = max(1, len(self._memory) // 10)
+        early = self._memory[2 * tenth : 3 * tenth] or self._memory
+        return _mean(early), _mean(self._memory[-tenth:])
 
     def _client(self, number: int, until: float) -> None:
         random = Random(f"{self._seed}/{number}")
@@ -321,7 +320,8 @@ class Client:
 
 
 def _mean(samples: list[Mapping[str, int]]) -> dict[str, float]:
-    return {name: statistics.fmean(sample[name] for sample in samples) for name in samples[0]}
+    names = samples[0] if samples else {}  # None were taken when the start failed.
+    return {name: statistics.fmean(sample[name] for sample in samples) for name in names}
 
 
 def main() -> int:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import collections
+import copy
 import re
 import sys
 import tempfile
@@ -86,7 +87,8 @@ class Case:
         """Seconds."""
         if self.hangs:
             return 0.2
-        return PUBLISH_SECONDS if self.call.method.name == "PublishWeights" else CALL_SECONDS
+        damaged_publication = self.changes and self.call.method.name == "PublishWeights"
+        return PUBLISH_SECONDS if damaged_publication else CALL_SECONDS
 
     @property
     def readable(self) -> bool:
@@ -116,7 +118,7 @@ def make_case(corpus: Sequence[ValidCall], seed: int, index: int) -> Case:
     """Mutation number `index` of a seed."""
     random = Random(f"{seed}/{index}")
     [call] = random.choices(corpus, [call.weight for call in corpus])
-    messages = [_copy(message) for message in call.messages]
+    messages = [copy.deepcopy(message) for message in call.messages]
     changes: list[str] = []
     # Most often one place is enough to leave the valid; sometimes it takes several.
     for _ in range(random.choice([1, 1, 1, 2, 5])):
@@ -151,7 +153,7 @@ def _change_stream(messages: list[Message], random: Random) -> str:
     if how == "one less":
         del messages[index : index + 1]
     elif how == "one twice":
-        messages[index:index] = [_copy(message) for message in messages[index : index + 1]]
+        messages[index:index] = [copy.deepcopy(message) for message in messages[index : index + 1]]
     elif how == "shuffled":
         random.shuffle(messages)
     elif how == "cut":
@@ -159,14 +161,8 @@ def _change_stream(messages: list[Message], random: Random) -> str:
     elif how == "empty":
         messages.clear()
     else:
-        messages.extend([_copy(message) for message in messages])
+        messages.extend([copy.deepcopy(message) for message in messages])
     return f"stream: {how}"
-
-
-def _copy(message: Message) -> Any:
-    copy = type(message)()
-    copy.CopyFrom(message)
-    return copy
 
 
 class Caller:

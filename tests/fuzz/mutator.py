@@ -5,6 +5,7 @@ Every choice comes from the random.Random that is passed in: the same seed damag
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Iterator
 from random import Random
@@ -146,7 +147,7 @@ def _change_list(items: Any, field: FieldDescriptor, random: Random) -> str:
     else:
         values = [*values, *[new] * random.choice(_LONG if _is_small(new) else _LONG_OF_MESSAGES)]
     # Copies, for the list owns its messages.
-    copies = [_copy(value) for value in values]
+    copies = [copy.deepcopy(value) for value in values]
     del items[:]
     items.extend(copies)
     return f"{how}, {len(values)} entries"
@@ -154,14 +155,6 @@ def _change_list(items: Any, field: FieldDescriptor, random: Random) -> str:
 
 def _is_small(value: Any) -> bool:
     return not isinstance(value, Message | str)
-
-
-def _copy(value: Any) -> Any:
-    if not isinstance(value, Message):
-        return value
-    copy = type(value)()
-    copy.CopyFrom(value)
-    return copy
 
 
 def _flip_a_bit(data: bytes, random: Random) -> bytes:

@@ -28,7 +28,6 @@ TRAINER = trainer_pb2.DESCRIPTOR.services_by_name["TrainerService"]
 CRITIC = critic_pb2.DESCRIPTOR.services_by_name["CriticService"]
 _ROLES = {ROLLOUT: "rollout", WEIGHTS: "rollout", TRAINER: "trainer", CRITIC: "critic"}
 
-# After these the servers may be in another state than before.
 _CHANGING = frozenset(
     {
         "Pause", "BeginUpdate", "UploadWeights", "CommitUpdate", "TrainStep", "PublishWeights",
@@ -65,7 +64,7 @@ class ValidCall:
 
     @property
     def changes_state(self) -> bool:
-        """Whether the servers are as they were afterwards."""
+        """Whether the servers may be in another state afterwards."""
         return self.method.name in _CHANGING
 
     @property

@@ -14,8 +14,9 @@ from typing import Any
 
 import numpy as np
 from tandem import settings
-from tandem.client import RolloutClient, TrainerClient
+from tandem.client import CriticClient, RolloutClient, TrainerClient
 from tandem.cluster import LocalCluster, Server
+from tandem.metrics import CLOCK_KEYS
 from tandem.requests import Prompt
 from tandem.run_dir import RunDirectory
 from tandem.session import Session, addresses_of
@@ -105,6 +106,25 @@ def _make_model(directory: Path, seed: int, vocabulary: int) -> None:
     (directory / "tokenizer_config.json").write_text('{"eos_token": "<eos>"}')
 
 
+def sections(
+    models: Models,
+    *,
+    rollout: Mapping[str, Any] | None = None,
+    trainer: Mapping[str, Any] | None = None,
+    critic: Mapping[str, Any] | None = None,
+) -> dict[str, dict[str, Any]]:
+    """Sections of a cluster file by role, with these changes; of None there is only the rollout."""
+    common = {"compute": {"num_threads": 1}, "max_model_len": 128}
+    learner = common | {"model": str(models.senior), "optimizer": {"learning_rate": 1e-3}}
+    both = {"senior_model": str(models.senior), "junior_model": str(models.junior)}
+    servers = {"rollout": common | both | dict(rollout or {})}
+    if trainer is not None:
+        servers["trainer"] = learner | dict(trainer)
+    if critic is not None:
+        servers["critic"] = learner | {"untie_embeddings": True} | dict(critic)
+    return servers
+
+
 @contextmanager
 def cluster(
     directory: Path,
@@ -115,24 +135,10 @@ def cluster(
     trainer: Mapping[str, Any] | None = None,
     critic: Mapping[str, Any] | None = None,
 ) -> Iterator[LocalCluster]:
-    """Real servers on free ports; sections of None are left out, {} takes the defaults here."""
-    compute = {"compute": {"num_threads": 1}}
-    rollout_config = compute | {
-        "senior_model": str(models.senior),
-        "junior_model": str(models.junior),
-        "max_model_len": 128,
-    }
-    model = compute | {"model": str(models.senior), "max_model_len": 128}
-    optimizer = {"optimizer": {"learning_rate": 1e-3}}
-    config = ClusterSettings(
-        directory=directory,
-        rollout=[rollout_config | dict(rollout or {})] * rollouts,
-        trainer=None if trainer is None else model | optimizer | dict(trainer),
-        critic=None
-        if critic is None
-        else model | optimizer | {"untie_embeddings": True} | dict(critic),
-        start_timeout_seconds=60,
-    )
+    """Real servers on free ports, with the sections of sections()."""
+    servers: dict[str, Any] = sections(models, rollout=rollout, trainer=trainer, critic=critic)
+    servers["rollout"] = [servers["rollout"]] * rollouts
+    config = ClusterSettings(directory=directory, start_timeout_seconds=60, **servers)
     with LocalCluster(config) as running:
         yield running
 
@@ -175,6 +181,14 @@ def run_training(config: RunSettings, *, resume: bool = False) -> Path:
 def json_lines(path: Path) -> list[dict[str, Any]]:
     """Lines of a JSON-lines file."""
     return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def metrics_without_clock(run: Path) -> list[dict[str, Any]]:
+    """The lines of a run's metrics.jsonl, but for what the clock decides."""
+    return [
+        {key: value for key, value in line.items() if key not in CLOCK_KEYS}
+        for line in json_lines(run / "metrics.jsonl")
+    ]
 
 
 def prompts(
@@ -290,7 +304,7 @@ def gauge(server: Server, name: str) -> float:
 
 
 def weights(directory: Path) -> dict[str, np.ndarray]:
-    """Tensors of an exported model, as bytes (any dtype)."""
+    """Tensors of an exported model by name, as float32 whatever they were."""
     from safetensors import safe_open
 
     result = {}
@@ -310,3 +324,8 @@ def rollout_client(running: LocalCluster, index: int = 0) -> RolloutClient:
 def trainer_client(running: LocalCluster) -> TrainerClient:
     """A client of the trainer."""
     return TrainerClient(running.trainer.address, timeout_seconds=60)
+
+
+def critic_client(running: LocalCluster) -> CriticClient:
+    """A client of the critic."""
+    return CriticClient(running.critic.address, timeout_seconds=60)

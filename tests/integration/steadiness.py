@@ -20,7 +20,6 @@ from tandem.client import CriticClient, RolloutClient, TrainerClient
 from tandem.cluster import LocalCluster, Server
 from tandem.errors import from_status
 from tandem.requests import Prompt, SupervisedSample
-from tandem.trainer.v1 import trainer_pb2, trainer_pb2_grpc
 from tandem.weights.v1 import weights_pb2, weights_pb2_grpc
 
 # Memory of a server may rise by this much between a warm state and the end. It is what allocators
@@ -88,11 +87,8 @@ class Servers:
 
     def publish(self) -> None:
         """Publishes the trainer's weights, forwards or back; raises what the receiver said."""
-        request = trainer_pb2.PublishWeightsRequest(
-            targets=[server.address for server in self.cluster.rollouts], allow_rollback=True
-        )
-        stub = trainer_pb2_grpc.TrainerServiceStub(self.trainer.channel)
-        reply = stub.PublishWeights(request)
+        targets = [server.address for server in self.cluster.rollouts]
+        reply = self.trainer.publish_weights(targets, allow_rollback=True)
         for result in reply.results:
             if result.status.code:
                 raise from_status(result.status, method="PublishWeights")
@@ -180,7 +176,7 @@ def serving(directory: Path, models: harness.Models) -> Iterator[Servers]:
             cluster,
             stack.enter_context(harness.rollout_client(cluster)),
             stack.enter_context(harness.trainer_client(cluster)),
-            stack.enter_context(CriticClient(cluster.critic.address, timeout_seconds=60)),
+            stack.enter_context(harness.critic_client(cluster)),
             working,
             directory / "base",
         )

@@ -14,8 +14,9 @@ import numpy as np
 import pytest
 import yaml
 from tandem import settings
-from tandem.metrics import CLOCK_KEYS, KEYS
+from tandem.metrics import KEYS
 from tandem.schedule import authorship_mask, prompt_seed
+from tokenizers import Tokenizer
 
 TANDEM = [sys.executable, "-m", "tandem.cli"]
 
@@ -30,13 +31,7 @@ def tandem(*arguments, check=0):
 def files(models, tmp_path_factory):
     """A run file that starts its own cluster."""
     directory = tmp_path_factory.mktemp("commands")
-    compute = {"compute": {"num_threads": 1}, "max_model_len": 128}
-    cluster = {
-        "directory": str(directory / "cluster"),
-        "rollout": compute
-        | {"senior_model": str(models.senior), "junior_model": str(models.junior)},
-        "trainer": compute | {"model": str(models.senior), "optimizer": {"learning_rate": 1e-3}},
-    }
+    cluster = {"directory": str(directory / "cluster"), **harness.sections(models, trainer={})}
     (directory / "cluster.yaml").write_text(yaml.safe_dump(cluster))
     config = harness.run_settings(
         directory, models, None, cluster=str(directory / "cluster.yaml"), steps=2
@@ -67,8 +62,6 @@ def test_train_fills_every_metric_and_the_run_directory(run):
 def test_trajectories_can_be_checked_from_outside(run, models):
     """With nothing but the files: models, tokenizer and the JSON lines."""
     records = harness.json_lines(run / "trajectories" / "step_1.jsonl")
-    from tokenizers import Tokenizer
-
     tokenizer = Tokenizer.from_file(str(models.tokenizer / "tokenizer.json"))
     words = {i for piece, i in tokenizer.get_vocab().items() if piece.startswith("Ġ") and i > 1}
     assert len(records) == 12
@@ -93,14 +86,7 @@ def test_resume_on_the_command_line(files, run):
     tandem("train", files / "run.yaml", f"run_dir={whole}", "steps=3")
     tandem("train", files / "run.yaml", "steps=3", check=2)
     tandem("train", files / "run.yaml", "steps=3", "--resume")
-
-    def values(path):
-        return [
-            {key: value for key, value in line.items() if key not in CLOCK_KEYS}
-            for line in harness.json_lines(path / "metrics.jsonl")
-        ]
-
-    assert values(run) == values(whole)
+    assert harness.metrics_without_clock(run) == harness.metrics_without_clock(whole)
 
 
 def test_sft_lowers_its_loss(files):

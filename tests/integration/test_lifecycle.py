@@ -10,14 +10,19 @@ import subprocess
 import sys
 import textwrap
 
+import grpc
 import harness
 import pytest
+from google.protobuf.descriptor_pool import DescriptorPool
+from grpc_reflection.v1alpha.proto_reflection_descriptor_database import (
+    ProtoReflectionDescriptorDatabase,
+)
 from harness import prompts, wait_until
 from tandem.client import CriticClient, RolloutClient, TrainerClient
 from tandem.cluster import find_binary
 from tandem.critic.v1 import critic_pb2
-from tandem.errors import CancelledError, DeadlineError, NotImplementedByServerError
-from tandem.requests import Prompt, SupervisedSample
+from tandem.errors import CancelledError, DeadlineError, NotImplementedByServerError, RpcError
+from tandem.requests import Prompt, SupervisedSample, submit
 from tandem.wire import to_tensor
 
 ENDLESS = {"max_tokens": 100, "ignore_eos": True}
@@ -68,8 +73,6 @@ def test_killing_the_client_in_mid_stream_frees_its_sequences(pair):
 
 
 def test_leaving_the_stream_and_cancelling_prompts_free_sequences(pair, rollout):
-    from tandem.requests import submit
-
     events = rollout.stream(submit([p.named(i) for i, p in enumerate(many())]))
     next(events)
     events.close()
@@ -228,9 +231,6 @@ def test_sigterm_in_mid_stream_exits_with_0_within_the_drain_time(models, tmp_pa
         harness.cluster(tmp_path, models, rollout=quick) as running,
         harness.rollout_client(running) as client,
     ):
-        from tandem.errors import RpcError
-        from tandem.requests import submit
-
         events = client.stream(submit([p.named(i) for i, p in enumerate(many())]))
         next(events)
         [server] = running.servers
@@ -269,12 +269,6 @@ def test_command_line_of_the_servers(models, tmp_path, role):
 
 
 def test_health_reflection_and_logs(pair):
-    import grpc
-    from google.protobuf.descriptor_pool import DescriptorPool
-    from grpc_reflection.v1alpha.proto_reflection_descriptor_database import (
-        ProtoReflectionDescriptorDatabase,
-    )
-
     names = {
         "rollout": {"tandem.rollout.v1.RolloutService", "tandem.weights.v1.WeightService"},
         "trainer": {"tandem.trainer.v1.TrainerService"},

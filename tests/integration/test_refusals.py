@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import math
 import struct
 
@@ -15,20 +17,23 @@ from tandem.errors import (
     RpcError,
     ServerStartError,
 )
-from tandem.requests import PolicySample, Prompt, SupervisedSample, train_step
+from tandem.requests import PolicySample, Prompt, SupervisedSample, submit, train_step
 from tandem.wire import to_tensor
 
 PLACE = "samples[1].trajectory."
+
+
+def two_samples(client) -> list[PolicySample]:
+    """Samples of one group whose rewards differ."""
+    [group] = client.generate(prompts(1, TANDEM["word"], num_samples=2, return_other_logprobs=True))
+    return [PolicySample(t, "g", reward=float(i)) for i, t in enumerate(group)]
 
 
 @pytest.fixture(scope="module")
 def good(pair):
     """Two samples of one group that the trainer would accept."""
     with harness.rollout_client(pair) as client:
-        [group] = client.generate(
-            prompts(1, TANDEM["word"], num_samples=2, return_other_logprobs=True)
-        )
-    return [PolicySample(t, "g", reward=float(i)) for i, t in enumerate(group)]
+        return two_samples(client)
 
 
 def clear_mask(t):
@@ -150,10 +155,7 @@ def test_a_too_old_policy_version_is_refused_unless_allowed(fresh_pair):
         harness.rollout_client(fresh_pair) as rollout,
         harness.trainer_client(fresh_pair) as client,
     ):
-        [group] = rollout.generate(
-            prompts(1, TANDEM["word"], num_samples=2, return_other_logprobs=True)
-        )
-        samples = [PolicySample(t, "g", reward=float(i)) for i, t in enumerate(group)]
+        samples = two_samples(rollout)
         client.train_step(samples, run_id="r", step=1, expected_version=0)
         with pytest.raises(FailedPreconditionError) as caught:
             client.train_step(samples, run_id="r", step=2, expected_version=1)
@@ -170,15 +172,12 @@ def test_a_trajectory_of_another_lineage_is_refused(fresh_pair, tmp_path):
         harness.rollout_client(fresh_pair) as rollout,
         harness.trainer_client(fresh_pair) as client,
     ):
-        [group] = rollout.generate(
-            prompts(1, TANDEM["word"], num_samples=2, return_other_logprobs=True)
-        )
-        samples = [PolicySample(t, "g", reward=float(i)) for i, t in enumerate(group)]
+        samples = two_samples(rollout)
         start = client.save_checkpoint(str(tmp_path), "start")
         client.train_step(samples, run_id="r", step=1, expected_version=0)
         old = client.info().server.weights
         client.load_checkpoint(start)
-        other = [PolicySample(t, "g", reward=-float(i)) for i, t in enumerate(group)]
+        other = [dataclasses.replace(sample, reward=-sample.reward) for sample in samples]
         client.train_step(other, run_id="r", step=1, expected_version=0)
         for sample in samples:
             for run in sample.trajectory.senior_versions:
@@ -274,8 +273,6 @@ def test_an_impossible_prompt_is_refused_and_its_neighbours_are_answered(
         rollout.generate([bad])
     assert caught.value.field == field
 
-    from tandem.requests import submit
-
     kinds = {}
     for event in rollout.stream(submit([bad, fine])):
         kind = event.WhichOneof("event")
@@ -314,11 +311,7 @@ def test_a_junior_with_another_vocabulary_is_refused_at_load(models, tmp_path):
 
 def refuse(trainer, good, damage, error, junior_weight=0.0) -> RpcError:
     """Trains on a damaged copy, sees the refusal, and sees that nothing else changed."""
-    copies = []
-    for sample in good:
-        trajectory = type(sample.trajectory)()
-        trajectory.CopyFrom(sample.trajectory)
-        copies.append(PolicySample(trajectory, sample.group_id, sample.reward))
+    copies = copy.deepcopy(good)
     damage(copies[1].trajectory)
     before = trainer.info().server.weights
     with pytest.raises(error) as caught:

@@ -6,12 +6,11 @@ import subprocess
 
 import harness
 import pytest
-from harness import json_lines, wait_until
+from harness import metrics_without_clock, wait_until
 from tandem import settings
 from tandem.cluster import find_binary
 from tandem.errors import ConfigError, FailedPreconditionError, TandemError, UnsavedUpdatesError
 from tandem.evaluate import evaluate
-from tandem.metrics import CLOCK_KEYS
 from tandem.run_dir import RunDirectory
 from tandem.session import Session
 from tandem.start import serve_checkpoint
@@ -25,14 +24,7 @@ def run_on(running, models, directory, *, on_step=lambda line: None, resume=Fals
     config = harness.run_settings(directory, models, running, **changes)
     with RunDirectory.open(config, "train", resume=resume) as run, Session(config) as session:
         train(session, run, on_step)
-    return results(directory / "run")
-
-
-def results(run):
-    return [
-        {key: value for key, value in line.items() if key not in CLOCK_KEYS}
-        for line in json_lines(run / "metrics.jsonl")
-    ]
+    return metrics_without_clock(directory / "run")
 
 
 def restart(server):
@@ -135,7 +127,7 @@ def test_a_rollout_server_that_restarts_changes_nothing(fresh_pair, models, tmp_
             pool.generate = generate
             train(session, run, lambda line: None)
         assert generate.calls == 4
-        disturbed = results(tmp_path / "second" / "run")
+        disturbed = metrics_without_clock(tmp_path / "second" / "run")
     assert disturbed == undisturbed
 
 
@@ -213,12 +205,8 @@ def test_a_preflight_is_told_by_the_servers(pair, models, tmp_path, running, cha
         mode="json"
     )
     if not running:
-        compute = {"compute": {"num_threads": 1}, "max_model_len": 128}
-        values["cluster"] = {
-            "directory": str(tmp_path / "cluster"),
-            "rollout": [compute | {"senior_model": str(models.senior)}],
-            "trainer": compute | {"model": str(models.senior)},
-        }
+        servers = harness.sections(models, trainer={})
+        values["cluster"] = {"directory": str(tmp_path / "cluster"), **servers}
     overrides = [f"{key}={value}" for key, value in changes.items() if key.startswith("cluster")]
     for key, value in changes.items():
         if not key.startswith("cluster"):

@@ -6,14 +6,14 @@ import json
 import shutil
 import subprocess
 
-import grpc
 import harness
 import pytest
+import xxhash
 from tandem.cluster import find_binary
-from tandem.critic.v1 import critic_pb2, critic_pb2_grpc
+from tandem.critic.v1 import critic_pb2
 from tandem.requests import SupervisedSample
-from tandem.trainer.v1 import trainer_pb2, trainer_pb2_grpc
 from tandem.wire import to_tensor
+from tokenizers import Tokenizer
 
 MODEL_FIELD = {"rollout": "senior_model", "trainer": "model", "critic": "model"}
 
@@ -91,43 +91,33 @@ def test_a_tokenizer_with_more_ids_than_the_model_is_refused(models, tmp_path):
 
 
 def test_every_server_tells_the_vocabulary_of_its_model(models, tmp_path):
-    xxhash = pytest.importorskip("xxhash")
-    from tokenizers import Tokenizer
-
     tokenizer = Tokenizer.from_file(str(models.senior / "tokenizer.json"))
     entries = sorted((i, piece) for piece, i in tokenizer.get_vocab().items())
     text = "".join(f"{i} {piece}\n" for i, piece in entries)
     digest = xxhash.xxh3_128_hexdigest(text.encode())
     with harness.cluster(tmp_path, models, trainer={}, critic={}) as running:
-        from tandem.client import CriticClient
-
         with harness.rollout_client(running) as rollout:
             info = rollout.info()
             assert info.server.model.vocabulary_digest == digest
             assert info.junior.vocabulary_digest == digest
         with harness.trainer_client(running) as trainer:
             assert trainer.info().server.model.vocabulary_digest == digest
-        with CriticClient(running.critic.address) as critic:
+        with harness.critic_client(running) as critic:
             assert critic.info().server.model.vocabulary_digest == digest
 
 
 def test_a_trainer_begins_anew_with_the_base_model(fresh_pair):
     step = {"run_id": "r", "step": 0, "request_id": "0", "expected_version": 0}
     sample = [SupervisedSample([5, 6], [7, 8])]
-    with (
-        harness.trainer_client(fresh_pair) as client,
-        grpc.insecure_channel(fresh_pair.trainer.address) as channel,
-    ):
-        stub = trainer_pb2_grpc.TrainerServiceStub(channel)
+    with harness.trainer_client(fresh_pair) as client:
         start = client.info()
         assert not start.unsaved
         assert start.max_samples == 4096
         first = client.train_step(sample, **step)
         assert client.info().unsaved
-        loaded = stub.LoadCheckpoint(trainer_pb2.LoadCheckpointRequest(base_model=True))
-        assert loaded.weights == start.server.weights
-        assert loaded.optimizer_steps == 0
-        assert not client.info().unsaved
+        assert client.load_base_model() == start.server.weights
+        anew = client.info()
+        assert (anew.optimizer_steps, anew.unsaved) == (0, False)
         again = client.train_step(sample, **step)
         assert not again.replayed
         assert again.report == first.report
@@ -143,13 +133,10 @@ def test_a_critic_begins_anew_with_the_base_model(models, tmp_path):
     ]
     with (
         harness.cluster(tmp_path, models, rollouts=0, critic={}) as running,
-        grpc.insecure_channel(running.critic.address) as channel,
+        harness.critic_client(running) as client,
     ):
-        stub = critic_pb2_grpc.CriticServiceStub(channel)
-        grpc.channel_ready_future(channel).result(timeout=30)
-        start = stub.GetServerInfo(critic_pb2.GetServerInfoRequest())
-        first = stub.TrainStep(iter(messages))
-        assert stub.GetServerInfo(critic_pb2.GetServerInfoRequest()).unsaved
-        loaded = stub.LoadCheckpoint(critic_pb2.LoadCheckpointRequest(base_model=True))
-        assert loaded.weights == start.server.weights
-        assert stub.TrainStep(iter(messages)) == first
+        start = client.info()
+        first = client.send_train_step(messages)
+        assert client.info().unsaved
+        assert client.load_base_model() == start.server.weights
+        assert client.send_train_step(messages) == first

@@ -8,9 +8,10 @@ import shutil
 import harness
 import numpy as np
 import pytest
-from harness import TANDEM, batch_metrics, flat, json_lines, prompts
-from tandem.metrics import CLOCK_KEYS
+from harness import TANDEM, batch_metrics, flat, json_lines, metrics_without_clock, prompts
+from tandem.errors import AlreadyExistsError, FailedPreconditionError
 from tandem.requests import PolicySample, SupervisedSample
+from tandem.wire import from_tensor
 
 
 def policy_samples(client, tandem, count=4, group=4):
@@ -108,14 +109,12 @@ def test_a_certain_senior_trains_as_tandem_switched_off_bit_for_bit(models, tmp_
             run = harness.run_training(config)
             with harness.trainer_client(running) as trainer:
                 trainer.export_model(str(tmp_path / f"{name}-model"))
-        results.append(
-            (json_lines(run / "metrics.jsonl"), harness.weights(tmp_path / f"{name}-model"))
-        )
+        results.append((metrics_without_clock(run), harness.weights(tmp_path / f"{name}-model")))
     (off_metrics, off), (certain_metrics, certain) = results
     assert off.keys() == certain.keys()
     for name in off:
         np.testing.assert_array_equal(off[name], certain[name], err_msg=name)
-    assert without_clock(off_metrics) == without_clock(certain_metrics)
+    assert off_metrics == certain_metrics
     start = harness.weights(models.senior)
     assert any(not np.array_equal(off[name], start[name]) for name in off)
 
@@ -216,12 +215,10 @@ def test_compute_log_probs_agrees_with_transformers(trainer, models):
         expected = harness.reference_logprobs(
             models.senior, sequence.prompt_token_ids, sequence.response_token_ids, 0.7
         )
-        np.testing.assert_allclose(harness.from_tensor(reply.logprobs), expected, rtol=0, atol=2e-4)
+        np.testing.assert_allclose(from_tensor(reply.logprobs), expected, rtol=0, atol=2e-4)
 
 
 def test_a_repeated_request_is_answered_once_and_reuse_is_refused(fresh_pair):
-    from tandem.errors import AlreadyExistsError, FailedPreconditionError
-
     samples = [SupervisedSample([5, 6], [7, 8])]
     with harness.trainer_client(fresh_pair) as trainer:
         arguments = {"run_id": "r", "step": 1, "expected_version": 0, "request_id": "once"}
@@ -298,9 +295,7 @@ def test_ppo_trains_senior_and_critic(numerics, models, tmp_path):
             objective={"advantage_estimator": "gae", "gae_lambda": 0.95},
         )
         run = harness.run_training(config)
-        from tandem.client import CriticClient
-
-        with CriticClient(running.critic.address) as critic:
+        with harness.critic_client(running) as critic:
             assert critic.info().server.weights.version == 3
             assert critic.info().optimizer_steps == 3
     metrics = json_lines(run / "metrics.jsonl")
@@ -334,8 +329,6 @@ def test_a_ppo_step_is_repeated_bit_for_bit_after_its_trainer_died(models, tmp_p
 
 
 def test_gae_without_a_critic_is_refused(fresh_pair):
-    from tandem.errors import FailedPreconditionError
-
     with (
         harness.rollout_client(fresh_pair) as rollout,
         harness.trainer_client(fresh_pair) as trainer,
@@ -379,12 +372,8 @@ def test_a_checkpoint_is_a_plain_model_directory_and_comes_back(models, tmp_path
     assert harness.reference_logprobs(tmp_path / "model", [5, 6], [7]).shape == (1,)
 
 
-def without_clock(metrics):
-    return [{k: v for k, v in line.items() if k not in CLOCK_KEYS} for line in metrics]
-
-
 def assert_same_run(a, b):
-    left, right = (without_clock(json_lines(run / "metrics.jsonl")) for run in (a, b))
+    left, right = metrics_without_clock(a), metrics_without_clock(b)
     assert left == right
     for line in left:
         name = f"trajectories/step_{line['step']}.jsonl"

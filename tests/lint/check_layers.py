@@ -14,7 +14,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
@@ -110,7 +110,6 @@ class SourceTree:
     """The C++ sources below a root, and who includes whom."""
 
     root: Path
-    _reached: dict[str, dict[str, str]] = field(default_factory=dict, init=False)
 
     @cached_property
     def includes(self) -> dict[str, list[str]]:
@@ -123,18 +122,23 @@ class SourceTree:
                     result[name] = INCLUDE.findall(path.read_text(encoding="utf-8"))
         return result
 
+    def own_headers(self, file: str) -> list[str]:
+        """The files of the repository that `file` reaches: itself, then headers."""
+        reached, pending = [file], [file]
+        while pending:
+            for header in self.includes.get(pending.pop(), ()):
+                if header in self.includes and header not in reached:
+                    reached.append(header)
+                    pending.append(header)
+        return reached
+
     def reached(self, file: str) -> dict[str, str]:
         """Maps every foreign header that `file` reaches to the file that names it."""
         found: dict[str, str] = {}
-        seen, pending = {file}, [file]
-        while pending:
-            current = pending.pop()
-            for header in self.includes.get(current, ()):
+        for own in self.own_headers(file):
+            for header in self.includes.get(own, ()):
                 if header not in self.includes:
-                    found.setdefault(header, current)
-                elif header not in seen:
-                    seen.add(header)
-                    pending.append(header)
+                    found.setdefault(header, own)
         return found
 
     def check_arrows(self) -> list[Finding]:

@@ -43,17 +43,6 @@ def changed_files() -> set[str] | None:
     return set(git("diff", "--name-only", base).splitlines() + untracked.splitlines())
 
 
-def own_headers(tree: SourceTree, file: str) -> set[str]:
-    """Headers of the repository that `file` reaches, itself included."""
-    seen, pending = {file}, [file]
-    while pending:
-        for header in tree.includes.get(pending.pop(), ()):
-            if header in tree.includes and header not in seen:
-                seen.add(header)
-                pending.append(header)
-    return seen
-
-
 # A finding ends with the name of its check in brackets.
 FINDING = re.compile(r"^\S+: (?:error|warning): (.*) \[([\w.,-]+)\]$", re.MULTILINE)
 
@@ -79,7 +68,7 @@ class Tidy:
     def key(self, file: str) -> Path:
         """Names the memory of `file` in its present state."""
         digest = hashlib.sha256()
-        for name in [".clang-tidy", *sorted(own_headers(self._tree, file))]:
+        for name in [".clang-tidy", *sorted(self._tree.own_headers(file))]:
             digest.update(name.encode() + b"\0" + (REPOSITORY / name).read_bytes())
         return self._memory / digest.hexdigest()
 
@@ -115,7 +104,7 @@ def main() -> int:
     files = [f for f in tree.includes if f.endswith(".cc") and REPOSITORY / f in compiled]
     changed = None if options.all else changed_files()
     if changed is not None:
-        files = [f for f in files if own_headers(tree, f) & changed]
+        files = [f for f in files if changed.intersection(tree.own_headers(f))]
     pending = [f for f in files if not tidy.key(f).exists()]
     # Cheap ones first: a file with torch headers takes four times as long.
     pending.sort(key=lambda f: any(TORCH_HEADER.search(h) for h in tree.reached(f)))
