@@ -9,6 +9,7 @@ import pytest
 from harness import metrics_without_clock, wait_until
 from tandem import settings
 from tandem.cluster import find_binary
+from tandem.config_values import apply_override
 from tandem.errors import ConfigError, FailedPreconditionError, TandemError, UnsavedUpdatesError
 from tandem.evaluate import evaluate
 from tandem.run_dir import RunDirectory
@@ -212,7 +213,7 @@ def test_a_preflight_is_told_by_the_servers(pair, models, tmp_path, running, cha
         if not key.startswith("cluster"):
             values[key] = (values[key] or {}) | value
     for override in overrides:
-        settings.apply_override(values, override)
+        apply_override(values, override)
     config = settings.validate(settings.RunSettings, values, "test")
     with pytest.raises(ConfigError, match=says), Session(config, dry_run=True):
         pass

@@ -22,6 +22,7 @@ from typer.core import TyperCommand
 
 from tandem import __version__
 from tandem import settings as settings_module
+from tandem.config_values import dump_values
 from tandem.errors import (
     ConfigError,
     NotImplementedByServerError,
@@ -570,7 +571,7 @@ def _show_preflight(
         config["objective"] = session.objective or config["objective"]
     problems.raise_any()
     derived = settings.derived()
-    text = settings_module.dump_values(config) + "# derived\n"
+    text = dump_values(config) + "# derived\n"
     text += "".join(f"# {name}: {value}\n" for name, value in derived.items())
     output.result({"config": config, "derived": derived}, text)
 

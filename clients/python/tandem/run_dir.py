@@ -35,6 +35,7 @@ from pydantic import ConfigDict, ValidationError
 from pydantic.dataclasses import dataclass
 
 from tandem import settings as settings_module
+from tandem.config_values import flat, read_mapping
 from tandem.errors import RunDirectoryError
 from tandem.run_files import (
     placed_objects,
@@ -287,7 +288,7 @@ class RunDirectory:
         identity = read_json(self.path / _IDENTITY)
         self.start, self._servers = identity.get("start"), identity.get("servers")
         self.state = last_checkpoint(self.path)
-        before = settings_module.read_mapping(self.path / "config.yaml", RunDirectoryError)
+        before = read_mapping(self.path / "config.yaml", RunDirectoryError)
         now = self._config.model_dump(mode="json")
         # A run may move between a cluster of its own and running servers.
         if not (before.get("cluster") and now["cluster"]):
@@ -417,7 +418,7 @@ def _run_id(path: Path) -> str:
 def _require_same(
     path: Path, before: dict[str, Any], now: dict[str, Any], free: Iterable[str]
 ) -> None:
-    then, today = settings_module.flat(before), settings_module.flat(now)
+    then, today = flat(before), flat(now)
     patterns = [pattern for key in free for pattern in (key, f"{key}.*")]
     changed = [
         key

@@ -1,4 +1,4 @@
-"""Configuration files of the command line: the schema, dotted overrides and readable errors.
+"""Configuration files of the command line: the schema, and errors that name a field by its path.
 
 Servers have their own schema (proto/tandem/config/v1); a cluster file carries it unchanged. A
 relative path in a file starts at that file's folder, one in an override at the working directory.
@@ -15,7 +15,6 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
-import yaml
 from google.protobuf.descriptor import FieldDescriptor
 from pydantic import (
     AfterValidator,
@@ -28,8 +27,8 @@ from pydantic import (
     model_validator,
 )
 
+from tandem.config_values import apply_override, dump_values, read_mapping
 from tandem.errors import ConfigError
-from tandem.text_files import read_text
 from tandem.trainer.v1.objective_pb2 import PolicyObjective
 from tandem.wire import enum_names
 
@@ -395,36 +394,6 @@ def load(schema: type[Model], path: Path, overrides: Sequence[str] = ()) -> Mode
     return validate(schema, values, str(path))
 
 
-def read_mapping(path: Path, error: type[ConfigError] = ConfigError) -> dict[str, Any]:
-    """What a YAML file holds; raises `error`, which begins with the path, if that is no mapping."""
-    text = read_text(path, str(path), error)
-    try:
-        values = _read_yaml(text) or {}
-    except ValueError as failure:
-        raise error(f"{path}: not YAML: {failure}") from None
-    if not isinstance(values, dict):
-        raise error(f"{path}: the file must be a mapping")
-    return values
-
-
-def apply_override(values: dict[str, Any], override: str) -> None:
-    """Sets one `dotted.key=value`; the value is read as YAML."""
-    key, equals, text = override.partition("=")
-    if not equals or not key:
-        raise ConfigError(f"override {override!r}: write it as dotted.key=value")
-    try:
-        value = _read_yaml(text)
-    except ValueError as error:
-        raise ConfigError(f"override {override!r}: the value is not YAML: {error}") from None
-    if isinstance(value, str):
-        value = _number(value)
-    *sections, last = key.split(".")
-    node: Any = values
-    for section in sections:
-        node = _section(node, section, override)
-    node[_place(node, last, override)] = value
-
-
 def validate(schema: type[Model], values: dict[str, Any], source: str) -> Model:
     """Checks values against the schema; every problem is named with its dotted path.
 
@@ -437,14 +406,9 @@ def validate(schema: type[Model], values: dict[str, Any], source: str) -> Model:
         raise ConfigError(f"{source}: " + "; ".join(_explain(schema, error.errors()))) from None
 
 
-def dump(settings: Settings, *, drop_none: bool = False) -> str:
+def dump(settings: Settings) -> str:
     """The settings as YAML that load() reads back."""
-    return dump_values(settings.model_dump(mode="json", exclude_none=drop_none))
-
-
-def dump_values(values: dict[str, Any]) -> str:
-    """Values as YAML, in their order."""
-    return yaml.safe_dump(values, sort_keys=False, width=100)
+    return dump_values(settings.model_dump(mode="json"))
 
 
 def given(settings: Settings) -> dict[str, Any]:
@@ -452,18 +416,6 @@ def given(settings: Settings) -> dict[str, Any]:
     return {
         key: value for key, value in settings.model_dump(exclude_none=True).items() if value != []
     }
-
-
-def flat(values: Any, key: str = "") -> dict[str, Any]:
-    """Nested values by dotted key; a list of mappings by index."""
-    if isinstance(values, dict):
-        items: Any = values.items()
-    elif isinstance(values, list) and any(isinstance(item, dict) for item in values):
-        items = enumerate(values)
-    else:
-        return {key: values}
-    nested = (flat(value, f"{key}.{name}" if key else str(name)) for name, value in items)
-    return {place: value for part in nested for place, value in part.items()}
 
 
 def _read_cluster(path: Path) -> dict[str, Any]:
@@ -476,42 +428,6 @@ def _read_cluster(path: Path) -> dict[str, Any]:
 
 def _absolute(path: str, base: Path) -> str:
     return os.path.normpath(base / path)
-
-
-def _number(text: str) -> Any:
-    # YAML 1.1 reads "1e-5" as a string.
-    try:
-        return float(text)
-    except ValueError:
-        return text
-
-
-def _read_yaml(text: str) -> Any:
-    """The value of a YAML text; ValueError if it has none."""
-    try:
-        return yaml.safe_load(text)
-    # PyYAML leaves what a scalar says to Python: 2024-13-45 is a ValueError of datetime.date, and a
-    # wrong tag (!!bool x) a KeyError.
-    except (yaml.YAMLError, LookupError, AttributeError, TypeError, RecursionError) as error:
-        raise ValueError(error) from None
-
-
-def _section(node: dict[str, Any] | list[Any], part: str, override: str) -> Any:
-    """The mapping or list at `part`; an empty mapping takes the place of anything else."""
-    place: Any = _place(node, part, override)
-    inner = node.get(place) if isinstance(node, dict) else node[place]
-    if not isinstance(inner, dict | list):
-        inner = node[place] = {}
-    return inner
-
-
-def _place(node: dict[str, Any] | list[Any], part: str, override: str) -> Any:
-    """`part` as a key of a mapping, or as an index of a list."""
-    if isinstance(node, dict):
-        return part
-    if part not in map(str, range(len(node))):
-        raise ConfigError(f"override {override!r}: no item {part} in a list of {len(node)}")
-    return int(part)
 
 
 def _explain(schema: type[BaseModel], problems: Sequence[Any]) -> list[str]:

@@ -2,12 +2,12 @@
 
 import json
 import stat
-import subprocess
 import sys
 
 import fakes
 import pytest
 import yaml
+from commands import tandem
 
 from tandem import preflight, settings
 from tandem.errors import ConfigError, ProblemsError, ServerStartError
@@ -61,14 +61,6 @@ def problems(config, **options):
     with pytest.raises(ConfigError) as caught, Session(config, **options):
         pass
     return str(caught.value)
-
-
-def tandem(*arguments, check=0):
-    done = subprocess.run(
-        [sys.executable, "-m", "tandem", *map(str, arguments)], capture_output=True, text=True
-    )
-    assert done.returncode == check, done.stderr + done.stdout
-    return done
 
 
 def test_every_problem_is_named_at_once(load, world, tmp_path):
