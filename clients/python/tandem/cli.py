@@ -33,8 +33,9 @@ from tandem.errors import (
     UnavailableError,
 )
 from tandem.interrupt import Interrupt
-from tandem.render import Output, ResponsePrinter, StepDisplay, use_any_encoding
+from tandem.render import Output, ResponsePrinter, use_any_encoding
 from tandem.settings import ClusterSettings, RunSettings
+from tandem.step_display import StepDisplay
 
 if TYPE_CHECKING:
     from tandem.client import RolloutClient
@@ -234,8 +235,8 @@ def evaluate_command(
     --checkpoint leaves its weights in trainer and rollout servers; the next run begins with the
     base model all the same.
     """
+    from tandem.checkpoints import checkpoint_at
     from tandem.evaluate import evaluate, in_words
-    from tandem.run_dir import checkpoint_at
     from tandem.session import Session
     from tandem.start import serve_checkpoint
 
@@ -450,8 +451,7 @@ def show(
     as_json: JsonFlag = False,
 ) -> None:
     """Trajectories of a step, coloured by author; with --json one record per line."""
-    from tandem.run_dir import trajectory_file
-    from tandem.run_files import read_json_lines
+    from tandem.run_files import read_json_lines, trajectory_file
     from tandem.text import TextCodec
 
     output = Output(as_json=as_json)

@@ -22,7 +22,7 @@ from typing import Any, Self
 import yaml
 
 from tandem.errors import ConfigError, ServerStartError
-from tandem.run_dir import next_attempt
+from tandem.run_files import next_attempt
 from tandem.settings import ClusterSettings
 from tandem.transport import Connection
 

@@ -22,11 +22,13 @@ from tandem.errors import RunDirectoryError, TandemError
 from tandem.evaluate import Evaluation, evaluate
 from tandem.interrupt import Interrupt
 from tandem.models import SMOLLM2_PACKAGE, import_model
-from tandem.render import Output, StepDisplay, use_any_encoding
-from tandem.run_dir import RunDirectory, kind_of_run
+from tandem.render import Output, use_any_encoding
+from tandem.run_dir import RunDirectory
+from tandem.run_files import kind_of_run
 from tandem.session import Session
 from tandem.settings import RunSettings
 from tandem.stats import paired_gain
+from tandem.step_display import StepDisplay
 from tandem.train import train
 
 CONFIG = Path("examples/demo/run.yaml")

@@ -1,4 +1,4 @@
-"""What people see: tables, progress and trajectories coloured by author."""
+"""What people see: notes, results, tables, and responses coloured by author."""
 
 from __future__ import annotations
 
@@ -7,11 +7,9 @@ import json
 import sys
 import textwrap
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from rich.console import Console, Group
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
 
@@ -21,44 +19,6 @@ from tandem.text import GrowingText, TextCodec
 SENIOR_STYLE = "bold cyan"
 JUNIOR_STYLE = "underline yellow"
 LEGEND = "senior, [junior]"
-
-
-@dataclass(frozen=True)
-class _Column:
-    """A number of a step, as people see it."""
-
-    key: str
-    name: str
-    form: str
-    # The lowest stay when the terminal is narrow.
-    rank: int
-
-    @property
-    def width(self) -> int:
-        return max(7, len(self.name))
-
-
-_COLUMNS = (
-    _Column("step", "step", "{:.0f}", 0),
-    _Column("reward/mean", "reward", "{:.3f}", 0),
-    _Column("reward/frac_zero_std", "flat", "{:.0%}", 8),
-    _Column("loss/total", "loss", "{:+.4f}", 1),
-    _Column("policy/grad_norm", "grad", "{:.3g}", 2),
-    _Column("policy/entropy", "entropy", "{:.3g}", 10),
-    _Column("mismatch/k3", "mismatch", "{:.1e}", 9),
-    _Column("tandem/senior_token_fraction", "senior", "{:.0%}", 3),
-    _Column("tandem/switches_per_seq", "switches", "{:.2f}", 7),
-    _Column("tokens/response", "tokens", "{:,.0f}", 6),
-    _Column("response/truncated_fraction", "cut", "{:.0%}", 11),
-    _Column("time/generate_seconds", "generate", "{:.1f}s", 4),
-    _Column("time/reward_seconds", "judge", "{:.1f}s", 12),
-    _Column("time/train_seconds", "train", "{:.1f}s", 4),
-    _Column("time/publish_seconds", "publish", "{:.1f}s", 5),
-)
-# Of the column that says how long the rest of the run takes.
-_LEFT_WIDTH = 8
-# Steps between two headers.
-_HEADER_EVERY = 20
 
 
 def use_any_encoding() -> None:
@@ -148,96 +108,6 @@ class Output:
         """One event of a longer command, with --json alone."""
         if self.as_json:
             print(json.dumps(value), flush=True)
-
-
-class StepDisplay:
-    """A line for every step; on a terminal also a bar with rate and ETA.
-
-    `elapsed_seconds`: the run's time before `first_step`, of which the rate takes no notice.
-    """
-
-    def __init__(
-        self, output: Output, first_step: int, steps: int, elapsed_seconds: float = 0.0
-    ) -> None:
-        self._output = output
-        self._seconds: dict[str, float] = {}
-        self._first_step = first_step
-        self._steps = steps
-        self._lines = 0
-        self._shown_columns: list[_Column] = []
-        self._progress: Progress | None = None
-        self._elapsed_before = elapsed_seconds
-
-    def __enter__(self) -> StepDisplay:
-        if self._output.console.is_terminal and not self._output.as_json:
-            self._progress = Progress(
-                TextColumn("[bold]{task.description}"),
-                BarColumn(bar_width=None),
-                MofNCompleteColumn(),
-                TextColumn("{task.fields[rate]}"),
-                TimeRemainingColumn(),
-                console=self._output.console,
-                expand=True,
-            )
-            self._task = self._progress.add_task(
-                "steps", total=self._steps, completed=self._first_step - 1, rate=""
-            )
-            self._progress.start()
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        if self._progress is not None:
-            self._progress.stop()
-
-    def step(self, line: Mapping[str, Any]) -> None:
-        """Shows one line of metrics.jsonl."""
-        self._output.json_line(line)
-        for phase in ("generate", "reward", "train", "publish"):
-            seconds = line.get(f"time/{phase}_seconds") or 0.0
-            self._seconds[phase] = self._seconds.get(phase, 0.0) + seconds
-        done = line["step"] - self._first_step + 1
-        rate = (line["time_seconds"] - self._elapsed_before) / done
-        left = (self._steps - line["step"]) * rate
-        if self._progress is not None:
-            self._progress.update(self._task, completed=line["step"], rate=f"{rate:.1f} s/step")
-        if self._output.as_json:
-            return
-        columns = self._columns()
-        if self._lines % _HEADER_EVERY == 0 or columns != self._shown_columns:
-            names = [f"{column.name:>{column.width}}" for column in columns]
-            self._print([*names, f"{'left':>{_LEFT_WIDTH}}"])
-            self._lines, self._shown_columns = 0, columns
-        self._lines += 1
-        cells = [f"{_cell(line.get(c.key), c.form):>{c.width}}" for c in columns]
-        self._print([*cells, f"{_duration(left):>{_LEFT_WIDTH}}"])
-
-    def _columns(self) -> list[_Column]:
-        """What fits beside each other; everything where no terminal sets a width."""
-        if not self._output.console.is_terminal:
-            return list(_COLUMNS)
-        free = self._output.console.width - _LEFT_WIDTH
-        kept = set()
-        for column in sorted(_COLUMNS, key=lambda column: column.rank):
-            free -= column.width + 1
-            if free < 0:
-                break
-            kept.add(column)
-        return [column for column in _COLUMNS if column in kept]
-
-    def _print(self, cells: Sequence[str]) -> None:
-        # Numbers that are wider than their column keep their distance.
-        self._output.console.print(" ".join(cells), markup=False, soft_wrap=True)
-
-    def waiting(self) -> str:
-        """Who waited for whom: the share of the time in which each side worked."""
-        total = max(1e-9, sum(self._seconds.values()))
-        share = {name: f"{seconds / total:.0%}" for name, seconds in self._seconds.items()}
-        return (
-            f"generate {share.get('generate', '0%')} (the trainer waits), "
-            f"reward {share.get('reward', '0%')} (both wait), "
-            f"train {share.get('train', '0%')} (the rollout servers wait), "
-            f"publish {share.get('publish', '0%')}"
-        )
 
 
 def authored_text(pieces: Sequence[str], mask: Sequence[int], *, one_line: bool = False) -> Text:
@@ -361,7 +231,7 @@ def _trajectory_cells(record: Mapping[str, Any], codec: TextCodec) -> tuple[Text
     return (
         Text(_visible(codec.decode(record["prompt_token_ids"]))),
         authored_text(pieces, record["authorship_mask"], one_line=True),
-        Text(_cell(record["reward"], "{:.2f}")),
+        Text(cell(record["reward"], "{:.2f}")),
     )
 
 
@@ -418,16 +288,6 @@ def _shown(value: Any) -> str:
     return "" if value is None else str(value)
 
 
-def _cell(value: Any, form: str) -> str:
+def cell(value: Any, form: str) -> str:
+    """A number in a format; "-" for None."""
     return "-" if value is None else form.format(value)
-
-
-def _duration(seconds: float) -> str:
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    days, hours = divmod(hours, 24)
-    if days:
-        return f"{days}d{hours:02d}h"
-    if hours:
-        return f"{hours}h{minutes:02d}m"
-    return f"{minutes}m{rest:02d}s" if minutes else f"{rest}s"

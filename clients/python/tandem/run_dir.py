@@ -21,7 +21,6 @@ from __future__ import annotations
 import fcntl
 import json
 import os
-import re
 import shutil
 import uuid
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -31,18 +30,22 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self, TextIO
 
-from pydantic import ConfigDict, ValidationError
-from pydantic.dataclasses import dataclass
-
 from tandem import settings as settings_module
+from tandem.checkpoints import SavedState, last_checkpoint
 from tandem.config_values import flat, read_mapping
 from tandem.errors import RunDirectoryError
 from tandem.run_files import (
+    IDENTITY,
+    STATE,
+    kind_of_run,
+    next_attempt,
+    number_of,
     placed_objects,
     read_json,
     read_json_lines,
     read_text,
     temporary_name,
+    trajectory_file,
     write_atomically,
     writing,
 )
@@ -76,12 +79,10 @@ RESUMABLE = (
 
 _LOCK = ".lock"
 _LOGS = "logs"
-_IDENTITY = "run.json"
-_STATE = "state.json"
 # What a run writes and --clean removes. run.json is replaced instead: what is half removed, or
 # half begun, is still known as a run directory.
 _CONTENTS = (
-    _STATE,
+    STATE,
     "checkpoints",
     "trajectories",
     "tensorboard",
@@ -90,23 +91,6 @@ _CONTENTS = (
     "versions.jsonl",
     "config.yaml",
 )
-
-
-@dataclass(frozen=True, config=ConfigDict(extra="forbid"))
-class SavedState:
-    """A checkpoint that belongs to the end of `step`.
-
-    Attributes:
-        trainer: path of the trainer's checkpoint, relative to the run directory.
-        critic: the same of the critic's, if the run has a critic.
-        digest: of the senior's weights; None if an earlier release saved them.
-    """
-
-    step: int
-    version: int
-    trainer: str
-    critic: str | None = None
-    digest: str | None = None
 
 
 class RunDirectory:
@@ -168,7 +152,8 @@ class RunDirectory:
         Raises:
             RunDirectoryError: refused, in use, or not to be created.
         """
-        require_one(bool(resume), clean)
+        if resume and clean:
+            raise RunDirectoryError("--resume and --clean exclude each other")
         run = cls(config, kind, clean=clean, changes=changes)
         with ExitStack() as files:
             with _usable(run.path):
@@ -178,7 +163,7 @@ class RunDirectory:
                 files.callback(_remove_unused, made)
             if resume == "auto":
                 run._require_kind()
-                resume = (run.path / _STATE).exists()
+                resume = (run.path / STATE).exists()
                 run._clean = not resume
             if resume:
                 run._read_earlier()
@@ -278,14 +263,14 @@ class RunDirectory:
 
     def write_state(self, state: SavedState) -> None:
         """Names the checkpoint to resume from."""
-        write_atomically(self.path / _STATE, json.dumps(asdict(state)) + "\n")
+        write_atomically(self.path / STATE, json.dumps(asdict(state)) + "\n")
         self.state = state
 
     def _read_earlier(self) -> None:
         """What the run that is resumed left: its id, its last checkpoint and its time."""
         self._require_kind()
         self.run_id = _run_id(self.path)
-        identity = read_json(self.path / _IDENTITY)
+        identity = read_json(self.path / IDENTITY)
         self.start, self._servers = identity.get("start"), identity.get("servers")
         self.state = last_checkpoint(self.path)
         before = read_mapping(self.path / "config.yaml", RunDirectoryError)
@@ -310,79 +295,11 @@ class RunDirectory:
         facts = {"start": self.start, "servers": self._servers}
         identity = {"run_id": self.run_id, "kind": self._kind}
         identity |= {key: value for key, value in facts.items() if value is not None}
-        write_atomically(self.path / _IDENTITY, json.dumps(identity) + "\n")
+        write_atomically(self.path / IDENTITY, json.dumps(identity) + "\n")
 
     def _append_to(self, name: str) -> TextIO:
         # Line-buffered: a line is on disk as soon as it is written.
         return self._files.enter_context((self.path / name).open("a", buffering=1))
-
-
-def require_one(resume: bool, clean: bool) -> None:
-    """Refuses to go on with a run and to throw it away at the same time."""
-    if resume and clean:
-        raise RunDirectoryError("--resume and --clean exclude each other")
-
-
-def kind_of_run(path: Path) -> str | None:
-    """The command that wrote the run directory `path`; None if it holds no run."""
-    file = path / _IDENTITY
-    return read_json(file).get("kind", "unknown") if file.exists() else None
-
-
-def last_checkpoint(path: Path) -> SavedState:
-    """What state.json of the run directory `path` names; RunDirectoryError if it names nothing."""
-    file = path / _STATE
-    if not file.exists():
-        raise RunDirectoryError(f"{path} has no checkpoint", hint="--clean starts the run again")
-    try:
-        return SavedState(**read_json(file))
-    except ValidationError as error:
-        [problem, *_] = error.errors()
-        field = ".".join(map(str, problem["loc"]))
-        raise RunDirectoryError(f"{file}: {field}: {problem['msg']}") from None
-
-
-@dataclass(frozen=True)
-class Checkpoint:
-    """What to load.
-
-    Attributes:
-        trainer: the trainer's step directory, absolute.
-        critic: the critic's, if there is one.
-        digest: of the senior's weights, where it is known.
-    """
-
-    trainer: Path
-    critic: Path | None = None
-    digest: str | None = None
-
-
-def checkpoint_at(path: Path) -> Checkpoint:
-    """What `path` means: a trainer's checkpoint, or a run directory's last."""
-    path = path.resolve()
-    return Checkpoint(path) if kind_of_run(path) is None else checkpoint_of(path)
-
-
-def checkpoint_of(path: Path) -> Checkpoint:
-    """The last checkpoint of the run directory `path`."""
-    state = last_checkpoint(path)
-    critic = None if state.critic is None else path / state.critic
-    return Checkpoint(path / state.trainer, critic, state.digest)
-
-
-def trajectory_file(path: Path, step: int) -> Path:
-    """Where the run directory `path` keeps the trajectories of a step."""
-    return path / "trajectories" / f"step_{step}.jsonl"
-
-
-def checkpoint_name(step: int) -> str:
-    """The name of a step's checkpoint directory; names sort by step."""
-    return f"step_{step:06d}"
-
-
-def next_attempt(logs: Path) -> int:
-    """The N after the last attempt_N of a folder, whatever was removed in between."""
-    return 1 + max(map(_number, logs.glob("attempt_*")), default=0)
 
 
 @contextmanager
@@ -394,7 +311,7 @@ def _usable(path: Path) -> Iterator[None]:
 
 
 def _admit(path: Path, resume: bool | str, clean: bool) -> None:
-    holds_run = (path / _IDENTITY).exists()
+    holds_run = (path / IDENTITY).exists()
     if resume is True and not holds_run:
         raise RunDirectoryError(f"{path} holds no run to resume")
     if holds_run and not (resume or clean):
@@ -403,15 +320,15 @@ def _admit(path: Path, resume: bool | str, clean: bool) -> None:
             hint="--resume goes on after its last checkpoint, --clean throws it away",
         )
     # Of a start that was cut off before it became a run, or of a run that was removed by hand.
-    left = {_LOCK, _LOGS, temporary_name(_IDENTITY)}
+    left = {_LOCK, _LOGS, temporary_name(IDENTITY)}
     if path.exists() and not holds_run and {entry.name for entry in path.iterdir()} - left:
         raise RunDirectoryError(f"{path} is not empty and not a run directory")
 
 
 def _run_id(path: Path) -> str:
-    run_id = read_json(path / _IDENTITY).get("run_id")
+    run_id = read_json(path / IDENTITY).get("run_id")
     if not isinstance(run_id, str):
-        raise RunDirectoryError(f"{path / _IDENTITY}: run_id: not a string")
+        raise RunDirectoryError(f"{path / IDENTITY}: run_id: not a string")
     return run_id
 
 
@@ -456,7 +373,7 @@ def _forget_after(path: Path, step: int) -> None:
     # pruned, and push out the one that it does name.
     for folder in ("trajectories", "checkpoints", "checkpoints/critic"):
         for entry in (path / folder).glob("step_*"):
-            if _number(entry) > step:
+            if number_of(entry) > step:
                 _remove(entry)
 
 
@@ -477,12 +394,6 @@ def _steps_until(file: Path, step: int | None) -> list[dict[str, Any]]:
         if step is None or value["step"] <= step:
             kept.append(value)
     return kept
-
-
-def _number(path: Path) -> int:
-    """The N of step_N, step_N.jsonl and attempt_N.log; 0 for other names."""
-    match = re.fullmatch(r"[a-z]+_(\d+)", path.stem)
-    return int(match[1]) if match else 0
 
 
 def _make(path: Path) -> list[Path]:

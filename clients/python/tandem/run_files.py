@@ -1,8 +1,9 @@
-"""The files of a run directory: read with errors that name file and line, replaced atomically."""
+"""The files of a run directory: their names, how they are read and how they are replaced."""
 
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,6 +12,9 @@ from typing import Any
 from tandem import text_files
 from tandem.errors import RunDirectoryError
 from tandem.text_files import json_object
+
+IDENTITY = "run.json"
+STATE = "state.json"
 
 
 def read_text(path: Path) -> str:
@@ -67,3 +71,25 @@ def writing(path: Path) -> Iterator[None]:
 def temporary_name(name: str) -> str:
     """Under what name write_atomically() prepares the file `name`."""
     return f".{name}.tmp"
+
+
+def kind_of_run(path: Path) -> str | None:
+    """The command that wrote the run directory `path`; None if it holds no run."""
+    file = path / IDENTITY
+    return read_json(file).get("kind", "unknown") if file.exists() else None
+
+
+def trajectory_file(path: Path, step: int) -> Path:
+    """Where the run directory `path` keeps the trajectories of a step."""
+    return path / "trajectories" / f"step_{step}.jsonl"
+
+
+def next_attempt(logs: Path) -> int:
+    """The N after the last attempt_N of a folder, whatever was removed in between."""
+    return 1 + max(map(number_of, logs.glob("attempt_*")), default=0)
+
+
+def number_of(path: Path) -> int:
+    """The N of step_N, step_N.jsonl and attempt_N.log; 0 for other names."""
+    match = re.fullmatch(r"[a-z]+_(\d+)", path.stem)
+    return int(match[1]) if match else 0

@@ -14,9 +14,10 @@ from typing import Any
 
 import grpc
 
+from tandem.checkpoints import Checkpoint, checkpoint_at, checkpoint_of
 from tandem.client import CriticClient, TrainerClient
 from tandem.errors import FailedPreconditionError, UnsavedUpdatesError
-from tandem.run_dir import Checkpoint, RunDirectory, checkpoint_at, checkpoint_of
+from tandem.run_dir import RunDirectory
 from tandem.session import Session, other_weights
 from tandem.types.v1 import server_pb2
 

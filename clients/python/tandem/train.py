@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
+from tandem.checkpoints import SavedState, checkpoint_name
 from tandem.data import Example, fill
 from tandem.errors import ConfigError, TandemError
 from tandem.evaluate import evaluate, in_words
@@ -19,7 +20,7 @@ from tandem.learnability import FlatRewards
 from tandem.metrics import StepClock, response_metrics, step_line
 from tandem.requests import PolicySample, Prompt, SupervisedSample
 from tandem.rewards import Judged
-from tandem.run_dir import RunDirectory, SavedState, checkpoint_name
+from tandem.run_dir import RunDirectory
 from tandem.schedule import prompt_seed
 from tandem.session import Session
 from tandem.settings import given

@@ -10,8 +10,9 @@ import pytest
 from rich.cells import cell_len
 from rich.console import Console
 
-from tandem.render import Output, ResponsePrinter, StepDisplay, authored_text
+from tandem.render import Output, ResponsePrinter, authored_text
 from tandem.rollout.v1.rollout_pb2 import FinishedEvent, GenerateResponse, TokensEvent
+from tandem.step_display import StepDisplay
 from tandem.text import TextCodec
 from tandem.types.v1.trajectory_pb2 import Trajectory
 

@@ -17,6 +17,7 @@ from commands import lines, tandem
 
 from tandem import __version__ as tandem_version
 from tandem import demo, run_dir, run_files, running, settings
+from tandem.checkpoints import SavedState
 from tandem.errors import RunDirectoryError
 from tandem.metrics import CLOCK_KEYS, KEYS
 from tandem.models import ImportedModel
@@ -224,7 +225,7 @@ def test_a_damaged_file_of_a_run_is_named(run_file, tmp_path, name, text, says):
     config = settings.load(RunSettings, run_file)
     with RunDirectory.open(config, "train") as run:
         run.begin()
-        run.write_state(run_dir.SavedState(1, 1, "checkpoints/step_000001"))
+        run.write_state(SavedState(1, 1, "checkpoints/step_000001"))
     if text is None:
         (run.path / name).unlink()
     else:
@@ -333,7 +334,7 @@ def opened(config, **options):
     with RunDirectory.open(config, "train", **options) as run:
         run.begin()
         if run.state is None:
-            run.write_state(run_dir.SavedState(1, 1, "checkpoints/step_000001"))
+            run.write_state(SavedState(1, 1, "checkpoints/step_000001"))
 
 
 def test_a_resumed_run_keeps_what_its_cluster_learns_with(run_file):

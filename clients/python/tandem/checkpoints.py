@@ -1,0 +1,74 @@
+"""The checkpoints of a run: which one it goes on from, and where it lies."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from pydantic import ConfigDict, ValidationError
+from pydantic.dataclasses import dataclass
+
+from tandem.errors import RunDirectoryError
+from tandem.run_files import STATE, kind_of_run, read_json
+
+
+@dataclass(frozen=True, config=ConfigDict(extra="forbid"))
+class SavedState:
+    """A checkpoint that belongs to the end of `step`.
+
+    Attributes:
+        trainer: path of the trainer's checkpoint, relative to the run directory.
+        critic: the same of the critic's, if the run has a critic.
+        digest: of the senior's weights; None if an earlier release saved them.
+    """
+
+    step: int
+    version: int
+    trainer: str
+    critic: str | None = None
+    digest: str | None = None
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """What to load.
+
+    Attributes:
+        trainer: the trainer's step directory, absolute.
+        critic: the critic's, if there is one.
+        digest: of the senior's weights, where it is known.
+    """
+
+    trainer: Path
+    critic: Path | None = None
+    digest: str | None = None
+
+
+def last_checkpoint(path: Path) -> SavedState:
+    """What state.json of the run directory `path` names; RunDirectoryError if it names nothing."""
+    file = path / STATE
+    if not file.exists():
+        raise RunDirectoryError(f"{path} has no checkpoint", hint="--clean starts the run again")
+    try:
+        return SavedState(**read_json(file))
+    except ValidationError as error:
+        [problem, *_] = error.errors()
+        field = ".".join(map(str, problem["loc"]))
+        raise RunDirectoryError(f"{file}: {field}: {problem['msg']}") from None
+
+
+def checkpoint_at(path: Path) -> Checkpoint:
+    """What `path` means: a trainer's checkpoint, or a run directory's last."""
+    path = path.resolve()
+    return Checkpoint(path) if kind_of_run(path) is None else checkpoint_of(path)
+
+
+def checkpoint_of(path: Path) -> Checkpoint:
+    """The last checkpoint of the run directory `path`."""
+    state = last_checkpoint(path)
+    critic = None if state.critic is None else path / state.critic
+    return Checkpoint(path / state.trainer, critic, state.digest)
+
+
+def checkpoint_name(step: int) -> str:
+    """The name of a step's checkpoint directory; names sort by step."""
+    return f"step_{step:06d}"
