@@ -140,7 +140,7 @@ def up(
     Until then other commands of this user find its servers without being told their addresses.
     """
     from tandem.cluster import LocalCluster
-    from tandem.running import announced
+    from tandem.running_clusters import announced
 
     output = Output(as_json=as_json)
     settings = settings_module.load(ClusterSettings, cluster_file, overrides or [])
@@ -295,7 +295,7 @@ def generate(
     """Let senior and junior answer prompts together."""
     from tandem.client import RolloutClient
     from tandem.requests import Prompt
-    from tandem.running import rollout_address
+    from tandem.running_clusters import rollout_address
     from tandem.schedule import prompt_seed
     from tandem.wire import trajectory_record
 
@@ -363,7 +363,7 @@ def score(
 ) -> None:
     """Log-probabilities of texts under senior and junior."""
     from tandem.client import RolloutClient
-    from tandem.running import rollout_address
+    from tandem.running_clusters import rollout_address
     from tandem.wire import from_tensor, short_floats
 
     output = Output(as_json=as_json)
@@ -405,7 +405,7 @@ def status(
     addresses.
     """
     from tandem.client import CriticClient, RolloutClient, TrainerClient
-    from tandem.running import servers
+    from tandem.running_clusters import servers
     from tandem.transport import RetryPolicy
 
     output = Output(as_json=as_json)

@@ -16,7 +16,7 @@ import pytest
 from commands import lines, tandem
 
 from tandem import __version__ as tandem_version
-from tandem import demo, run_dir, run_files, running, settings
+from tandem import demo, run_dir, run_files, running_clusters, settings
 from tandem.checkpoints import SavedState
 from tandem.errors import RunDirectoryError
 from tandem.metrics import CLOCK_KEYS, KEYS
@@ -705,7 +705,7 @@ def test_commands_find_the_cluster_that_runs(address, tmp_path, monkeypatch):
     model = ["--tokenizer", tmp_path / "model"]
     fakes.write_tokenizer(tmp_path / "model")
     notes = []
-    with running.announced(cluster, notes.append):
+    with running_clusters.announced(cluster, notes.append):
         tandem("generate", "w1", *model)
         tandem("score", "w1 w2", *model)
         shown = json.loads(tandem("status", "--json").stdout)["servers"]
@@ -723,11 +723,11 @@ def test_commands_find_the_cluster_that_runs(address, tmp_path, monkeypatch):
         # The process that it belonged to has ended.
         tandem("generate", "w1", *model)
         assert not other.exists()
-    assert (running.clusters(), notes) == ([], [])
+    assert (running_clusters.clusters(), notes) == ([], [])
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "rows.jsonl"))
     (tmp_path / "rows.jsonl").touch()
-    with running.announced(cluster, notes.append):
-        assert running.clusters() == []
+    with running_clusters.announced(cluster, notes.append):
+        assert running_clusters.clusters() == []
     [note] = notes
     assert note.startswith("other commands do not find these servers: ")
 
