@@ -1,4 +1,4 @@
-"""The `tandem` command in this process, which saves a start of Python for every call."""
+"""The `tandem` command in this process, and what it leaves."""
 
 from __future__ import annotations
 
@@ -25,7 +25,10 @@ class Printed:
 
 
 def tandem(*arguments: Any, check: int = 0) -> Printed:
-    """Runs the command, which must end with the exit code `check`."""
+    """Runs the command, which must end with the exit code `check`.
+
+    In this process: that saves a start of Python for every call.
+    """
     out, err = io.StringIO(), io.StringIO()
     with (
         mock.patch.object(sys, "argv", ["tandem", *map(str, arguments)]),
@@ -42,3 +45,12 @@ def tandem(*arguments: Any, check: int = 0) -> Printed:
 def lines(path: Path) -> list[dict[str, Any]]:
     """The objects of a JSON-lines file."""
     return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def contents(directory: Path) -> dict[str, bytes]:
+    """Every file but the logs, with its bytes."""
+    return {
+        str(path.relative_to(directory)): path.read_bytes()
+        for path in directory.rglob("*")
+        if path.is_file() and path.suffix != ".log"
+    }

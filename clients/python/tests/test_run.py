@@ -1,38 +1,18 @@
 """Whole runs against fake servers, through the command line."""
 
-import errno
-import fcntl
 import json
-import os
 import signal
 import subprocess
 import sys
 import threading
-from pathlib import Path
-from types import SimpleNamespace
 
 import fakes
 import pytest
-from commands import lines, tandem
+from commands import contents, lines, tandem
 
-from tandem import __version__ as tandem_version
-from tandem import demo, run_dir, run_files, running_clusters, settings
-from tandem.checkpoints import SavedState
-from tandem.errors import RunDirectoryError
+from tandem import settings
 from tandem.metrics import CLOCK_KEYS, KEYS
-from tandem.models import ImportedModel
-from tandem.render import Output
-from tandem.run_dir import RunDirectory
 from tandem.settings import RunSettings
-
-
-def contents(directory):
-    """Every file but the logs, with its bytes."""
-    return {
-        str(path.relative_to(directory)): path.read_bytes()
-        for path in directory.rglob("*")
-        if path.is_file() and path.suffix != ".log"
-    }
 
 
 def without_clock(metrics):
@@ -81,17 +61,6 @@ def test_resume_goes_on_exactly(world, run_file, tmp_path):
     assert without_clock(whole) == without_clock(both)
     # Two starts got as far as their first step.
     assert len(list((tmp_path / "parted" / "logs").iterdir())) == 2
-
-
-def test_a_run_directory_can_be_moved(world, run_file, tmp_path):
-    tandem("train", run_file, "steps=2")
-    moved = tmp_path / "elsewhere" / "run"
-    moved.parent.mkdir()
-    (tmp_path / "run").rename(moved)
-    world.saved = {str(moved / "checkpoints" / Path(p).name): v for p, v in world.saved.items()}
-    tandem("train", run_file, "--resume", f"run_dir={moved}")
-    assert [line["step"] for line in lines(moved / "metrics.jsonl")] == [1, 2, 3, 4]
-    assert json.loads((moved / "state.json").read_text())["trainer"] == "checkpoints/step_000004"
 
 
 def test_the_time_of_a_run_goes_on_when_it_is_resumed(run_file, tmp_path):
@@ -155,154 +124,11 @@ def test_a_start_that_is_interrupted_stops_at_once_and_loses_nothing(
     assert contents(tmp_path / "run") == before
 
 
-def test_a_demo_that_is_interrupted_before_its_training_loses_nothing(run_file, monkeypatch):
-    def interrupted(session):
-        raise KeyboardInterrupt
-
-    config = settings.load(RunSettings, run_file)
-    with demo.open_run(config) as run:
-        run.begin()
-        run.write_metrics({"step": 1})
-    before = contents(run.path)
-    model = ImportedModel(config.tokenizer, "", parameters=1, already_there=True)
-    monkeypatch.setattr(demo, "import_model", lambda *_: model)
-    monkeypatch.setattr(demo, "evaluate", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        demo.run_demo(config, Output())
-    assert contents(run.path) == before
-
-
-def test_a_demo_ends_with_what_changed(run_file, monkeypatch, capsys):
-    config = settings.load(RunSettings, run_file)
-    model = ImportedModel(config.tokenizer, "", parameters=1, already_there=True)
-    monkeypatch.setattr(demo, "import_model", lambda *_: model)
-    assert demo.run_demo(config, Output()) == 0
-    shown = capsys.readouterr().out
-    assert "before training\t0.0%\t0.0% to 16.1%\nafter training\t0.0%" in shown
-    assert "Step 4: senior, [junior]\nreward\tprompt\tresponse\n" in shown
-
-
-@pytest.mark.parametrize("clean", [False, True])
-@pytest.mark.parametrize("cut_at", ["run.json", "config.yaml"])
-def test_a_start_that_was_cut_off_is_no_foreign_directory(run_file, monkeypatch, clean, cut_at):
-    config = settings.load(RunSettings, run_file)
-    if clean:
-        with RunDirectory.open(config, "train") as run:
-            run.begin()
-        (run.path / "notes.txt").write_text("x")
-    write = run_dir.write_atomically
-
-    def cut_off(path, text):
-        if path.name != cut_at:
-            return write(path, text)
-        path.with_name(f".{path.name}.tmp").write_text(text[:5])
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(run_dir, "write_atomically", cut_off)
-    with pytest.raises(KeyboardInterrupt), RunDirectory.open(config, "train", clean=clean) as run:
-        run.begin()
-    monkeypatch.undo()
-    with RunDirectory.open(config, "train", clean=True) as run:
-        run.begin()
-
-
-@pytest.mark.parametrize(
-    ("name", "text", "says"),
-    [
-        ("state.json", '{"step": 1, "stepz": 2}', "state.json: .*"),
-        ("state.json", "[]", "state.json: not a JSON object"),
-        ("run.json", '{"kind": "train"}', "run.json: run_id: not a string"),
-        ("config.yaml", None, "config.yaml: No such file"),
-        ("config.yaml", "a: [", "config.yaml: not YAML"),
-        ("config.yaml", "run_dir: 2024-13-45", "config.yaml: not YAML"),
-        ("config.yaml", "7", "config.yaml: the file must be a mapping"),
-        ("metrics.jsonl", '{"step": 1}\n{"st\n', "metrics.jsonl:2: not JSON"),
-        ("metrics.jsonl", "{}\n", "metrics.jsonl:1: step: not an integer"),
-        ("evals.jsonl", "7\n", "evals.jsonl:1: not a JSON object"),
-    ],
-)
-def test_a_damaged_file_of_a_run_is_named(run_file, tmp_path, name, text, says):
-    config = settings.load(RunSettings, run_file)
-    with RunDirectory.open(config, "train") as run:
-        run.begin()
-        run.write_state(SavedState(1, 1, "checkpoints/step_000001"))
-    if text is None:
-        (run.path / name).unlink()
-    else:
-        (run.path / name).write_text(text)
-    before = contents(run.path)
-    with pytest.raises(RunDirectoryError, match=f"^{run.path}/{says}"):
-        RunDirectory.open(config, "train", resume=True)
-    assert contents(run.path) == before
-
-
-def test_a_disk_that_takes_no_events_is_named(run_file, monkeypatch):
-    def add(*_):
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    with RunDirectory.open(settings.load(RunSettings, run_file), "train") as run:
-        run.begin()
-        monkeypatch.setattr(run._events, "add", add)
-        for write in (run.write_metrics, run.write_eval):
-            with pytest.raises(RunDirectoryError, match="No space left"):
-                write({"step": 1})
-
-
-def test_clean_leaves_logs_and_what_no_run_wrote(run_file, tmp_path):
-    tandem("train", run_file)
-    (tmp_path / "run" / "notes.txt").write_text("x")
-    tandem("train", run_file, "--clean", "steps=1")
-    run = tmp_path / "run"
-    assert (run / "notes.txt").exists()
-    assert not (run / "trajectories" / "step_2.jsonl").exists()
-    assert {file.name for file in (run / "logs").iterdir()} == {"attempt_1.log", "attempt_2.log"}
-
-
 def test_the_checkpoint_of_state_json_survives_the_pruning_of_the_next_save(world, run_file):
     tandem("train", run_file, "steps=1", "checkpoint.keep=1")
     tandem("train", run_file, "steps=1", "checkpoint.keep=0", "--clean")
     # The one to keep and the one that state.json still names; 0 keeps all.
     assert world.keeps == [2, 0]
-
-
-def test_a_resumed_run_forgets_checkpoints_that_state_json_does_not_name(run_file, tmp_path):
-    tandem("train", run_file, "steps=2")
-    folder = tmp_path / "run" / "checkpoints"
-    # A crash between the save and state.json; the fake servers write no files.
-    for name in ("step_000002", "step_000009", "critic/step_000009", "mine"):
-        (folder / name).mkdir(parents=True)
-    tandem("train", run_file, "steps=3", "--resume")
-    assert {str(path.relative_to(folder)) for path in folder.rglob("*")} == {
-        "step_000002",
-        "critic",
-        "mine",
-    }
-
-
-def test_a_demo_replaces_a_demo_alone(run_file):
-    config = settings.load(RunSettings, run_file)
-    for _ in range(2):
-        with demo.open_run(config) as run:
-            run.begin()
-    assert {file.name for file in (run.path / "logs").iterdir()} == {
-        "attempt_1.log",
-        "attempt_2.log",
-    }
-    tandem("train", run_file, "steps=1", "--clean")
-    with pytest.raises(RunDirectoryError, match="kind train"):
-        demo.open_run(config)
-    assert (run.path / "metrics.jsonl").read_text()
-
-
-def test_a_run_directory_that_cannot_be_made_is_named(run_file, tmp_path):
-    done = tandem("train", run_file, f"run_dir={tmp_path / 'rows.jsonl' / 'run'}", check=2)
-    assert "run_dir: " in done.stderr
-    assert "Not a directory" in done.stderr
-
-
-def test_dry_run_refuses_to_resume_and_clean_at_once(run_file):
-    done = tandem("train", run_file, "--dry-run", "--resume", "--clean", check=2)
-    assert "exclude each other" in done.stderr
 
 
 def test_a_row_without_the_field_to_learn_is_named(run_file):
@@ -321,35 +147,6 @@ def test_a_text_to_learn_that_no_server_holds_is_named_before_anything_is_writte
     said = f"sft.response: {tmp_path}/rows.jsonl:21: prompt and response have 6 tokens"
     assert said in done.stderr
     assert not (tmp_path / "run").exists()
-
-
-def test_a_resumed_run_keeps_its_configuration(run_file):
-    tandem("train", run_file, "steps=1")
-    done = tandem("train", run_file, "--resume", "seed=3", check=2)
-    assert "changed: seed (0 -> 3)" in done.stderr
-    tandem("train", run_file, "--resume", "seed=3", "steps=2", "--change", "seed")
-
-
-def opened(config, **options):
-    with RunDirectory.open(config, "train", **options) as run:
-        run.begin()
-        if run.state is None:
-            run.write_state(SavedState(1, 1, "checkpoints/step_000001"))
-
-
-def test_a_resumed_run_keeps_what_its_cluster_learns_with(run_file):
-    def config(**trainer):
-        cluster = {"rollout": {"senior_model": "/m"}, "trainer": {"model": "/m"} | trainer}
-        config = settings.load(RunSettings, run_file)
-        config.cluster = settings.validate(settings.ClusterSettings, cluster, "test")
-        return config
-
-    opened(config(optimizer={"learning_rate": 1e-3}, server={"grpc_port": 7}))
-    opened(config(optimizer={"learning_rate": 1e-3}, compute={"num_threads": 2}), resume=True)
-    key = "cluster.trainer.optimizer.learning_rate"
-    with pytest.raises(RunDirectoryError, match=rf"changed: {key} \(0\.001 -> 0\.5\)"):
-        opened(config(optimizer={"learning_rate": 0.5}), resume=True)
-    opened(config(optimizer={"learning_rate": 0.5}), resume=True, changes=[key])
 
 
 def test_a_run_that_is_done_starts_nothing(world, run_file):
@@ -437,61 +234,6 @@ def test_nothing_is_saved_for_a_step_that_the_trainer_did_not_do_last(
     assert "holds version 3 with digest d, not the run's version 2" in done.stderr
 
 
-def test_a_full_disk_is_one_line_and_leaves_no_temporary_file(run_file, tmp_path):
-    command = (
-        f"ulimit -f 3; exec {sys.executable} -m tandem train {run_file} sampling.max_tokens=60"
-    )
-    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True)
-    assert done.returncode == 2
-    assert "Traceback" not in done.stderr
-    [line] = [line for line in done.stderr.splitlines() if line.startswith("tandem: ")]
-    assert f"{tmp_path}/run/trajectories/step_1.jsonl: File too large" in line
-    assert not list((tmp_path / "run").rglob("*.tmp"))
-
-
-def test_a_file_that_cannot_be_replaced_stays(tmp_path, monkeypatch):
-    file = tmp_path / "state.json"
-    file.write_text("before")
-
-    def full(_):
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(RunDirectoryError, match=f"^{file}: No space left on device$"):
-        run_files.write_atomically(file, "after")
-    assert [path.name for path in tmp_path.iterdir()] == ["state.json"]
-    assert file.read_text() == "before"
-
-
-def test_a_start_that_fails_leaves_no_directory_and_no_parent_of_it(run_file, tmp_path):
-    tandem("train", run_file, f"run_dir={tmp_path / 'a' / 'b'}", "data.jsonl=/none", check=2)
-    assert not (tmp_path / "a").exists()
-    (tmp_path / "a").mkdir()
-    tandem("train", run_file, f"run_dir={tmp_path / 'a' / 'b'}", "data.jsonl=/none", check=2)
-    assert list((tmp_path / "a").iterdir()) == []
-
-
-def test_a_moved_tokenizer_can_be_named(run_file, tmp_path):
-    tandem("train", run_file, "steps=1")
-    (tmp_path / "model").rename(tmp_path / "moved")
-    tandem("show", tmp_path / "run", check=2)
-    tandem("show", tmp_path / "run", "--tokenizer", tmp_path / "moved")
-
-
-def test_a_used_directory_is_refused_and_foreign_files_are_never_removed(run_file, tmp_path):
-    tandem("train", run_file, "steps=1")
-    assert "--resume" in tandem("train", run_file, "steps=1", check=2).stderr
-    tandem("train", run_file, "steps=1", "--clean")
-    foreign = tmp_path / "foreign"
-    foreign.mkdir()
-    (foreign / "thesis.tex").write_text("x")
-    tandem("train", run_file, f"run_dir={foreign}", "--clean", check=2)
-    assert (foreign / "thesis.tex").exists()
-    config = settings.load(RunSettings, run_file)
-    with RunDirectory.open(config, "train", clean=True):
-        assert "in use" in tandem("train", run_file, "--resume", check=2).stderr
-
-
 def test_dry_run_touches_nothing(world, run_file, tmp_path):
     out = tandem("train", run_file, "--dry-run", "--json").stdout
     assert json.loads(out)["derived"]["samples_per_step"] == 6
@@ -514,87 +256,10 @@ def test_sft_without_an_end_of_sequence_is_refused_before_anything_is_written(ru
     tandem("sft", run_file, "steps=1", "sft.append_eos=false")
 
 
-def test_eval_reports_accuracy_and_pass_at_k(run_file):
-    arguments = ["eval.samples=4", "eval.k=[1, 4]", "eval.temperature=1.0"]
-    out = json.loads(tandem("eval", run_file, *arguments, "--json").stdout)
-    assert out["prompts"] == 20
-    assert out["pass_at"]["1"] == pytest.approx(out["accuracy"])
-    assert out["checkpoint"] is None
-    assert "not available yet" in tandem("eval", run_file, "--mode", "handoff", check=2).stderr
-
-
-def test_eval_of_a_checkpoint_and_of_the_last_one_of_a_run(world, run_file, tmp_path):
-    run = tmp_path / "run"
-    tandem("train", run_file, "checkpoint.every=2")
-    world.published = 0
-    out = json.loads(tandem("eval", run_file, "--checkpoint", run, "--json").stdout)
-    assert out["checkpoint"] == str(run / "checkpoints" / "step_000004")
-    assert out["version/senior"] == 4
-    path = run / "checkpoints" / "step_000002"
-    shown = tandem("eval", run_file, "--checkpoint", path).stdout
-    assert f"senior version 2, from {path}" in shown
-    assert "senior version 2, as served now" in tandem("eval", run_file).stdout
-    (run / "state.json").unlink()
-    assert "has no checkpoint" in tandem("eval", run_file, "--checkpoint", run, check=2).stderr
-
-
 def test_objective_reaches_the_trainer(world, run_file):
     tandem("train", run_file, "steps=1", "objective.normalizer=all_tokens")
     assert world.headers[0].policy.normalizer == 1
     assert not world.headers[0].policy.HasField("clip_ratio_low")
-
-
-def test_generate_score_health_status(address, run_file, tmp_path):
-    model = ["--tokenizer", tmp_path / "model"]
-    record = json.loads(
-        tandem(
-            "generate", "w1 w2", "--rollout", address, *model, "--json", "--strategy", "word"
-        ).stdout
-    )
-    assert record["tandem"]["selection_strategy"] == "word"
-    scores = json.loads(tandem("score", "w1 w2 w3", "--rollout", address, "--json").stdout)
-    assert scores["scores"][0]["junior_nats_per_token"] == 2.0
-    assert "tokens=3" in tandem("score", "w1 w2 w3", "--rollout", address).stdout
-    tandem("health", address)
-    assert "Connection refused" in tandem("health", "127.0.0.1:1", check=3).stdout
-    status = tandem("status", "--rollout", address, "--trainer", address, "--critic", "127.0.0.1:1")
-    assert "SERVING" in status.stdout
-    wrong = tandem(
-        "status", "--rollout", address, "--trainer", address, "--critic", address, "--json"
-    )
-    *_, critic = json.loads(wrong.stdout)["servers"]
-    assert critic["problem"] == "not a critic server"
-    error = tandem("generate", "x", "--rollout", "127.0.0.1:1", "--json", check=3).stderr
-    assert json.loads(error)["code"] == "UNAVAILABLE"
-    # A prompt is no option.
-    error = tandem("generate", "--rollout", "127.0.0.1:1", "--", "--json", check=3).stderr
-    assert error.startswith("tandem: ")
-
-
-def test_generate_separates_responses_and_passes_its_options_on(address, run_file, tmp_path):
-    common = ["--rollout", address, "--tokenizer", tmp_path / "model", "--max-tokens", 4]
-    texts = {
-        stream: tandem("generate", "w1 w2", "w3", *common, "--samples", 2, stream).stdout
-        for stream in ("--stream", "--no-stream")
-    }
-    assert texts["--stream"] == texts["--no-stream"]
-    lines = texts["--stream"].splitlines()
-    assert lines[0] == "--- w1 w2 (sample 1 of 2) ---"
-    assert [line for line in lines if line.startswith("--- ")][1:] == [
-        "--- w1 w2 (sample 2 of 2) ---",
-        "--- w3 (sample 1 of 2) ---",
-        "--- w3 (sample 2 of 2) ---",
-    ]
-    assert len(lines) == 8
-    assert "---" not in tandem("generate", "w1", *common).stdout
-    options = ["--strategy", "chunk", "--chunk-size", 3, "--top-p", 0.5, "--top-k", 7]
-    options += ["--min-p", 0.25, "--stop", "w5", "--stop", "w6", "--json"]
-    record = json.loads(tandem("generate", "w1", *common, *options).stdout)
-    assert record["tandem"]["chunk_size"] == 3
-    sampling = record["sampling"]
-    assert [sampling[key] for key in ("top_p", "top_k", "min_p")] == [0.5, 7, 0.25]
-    done = tandem("generate", "w1", *common, "--stop", "w5 w6", check=2)
-    assert "--stop 'w5 w6': not one token" in done.stderr
 
 
 def test_rewards_that_fail_end_the_run_or_are_left_out(world, run_file, tmp_path):
@@ -656,83 +321,3 @@ def test_a_prompt_that_no_server_holds_is_named_before_anything_is_written(
     done = tandem("train", run_file, check=2)
     assert f"data: {tmp_path}/rows.jsonl:1: the prompt has 2 tokens" in done.stderr
     assert not (tmp_path / "run").exists()
-
-
-def test_a_tokenizer_that_only_the_server_has_must_be_named(address, tmp_path):
-    done = tandem("generate", "w1", "--rollout", address, check=2)
-    assert f"--tokenizer: the server's model directory {tmp_path / 'model'}" in done.stderr
-
-
-def test_show_prints_the_records_of_a_step(run_file, tmp_path):
-    tandem("train", run_file, "steps=1")
-    run = tmp_path / "run"
-    shown = tandem("show", run, "--json", "--count", "2").stdout.splitlines()
-    assert [json.loads(line) for line in shown] == lines(run / "trajectories" / "step_1.jsonl")[:2]
-    assert tandem("show", run).stdout.splitlines()[1] == "reward\tprompt\tresponse"
-    tandem("show", run, "--step", "7", check=2)
-    model = (tmp_path / "model").rename(tmp_path / "moved")
-    assert "tokenizer" in tandem("show", run, check=2).stderr
-    tandem("show", run, "--tokenizer", model)
-
-
-def test_version():
-    assert tandem("--version").stdout == f"tandem {tandem_version}\n"
-
-
-def test_ctrl_c_while_the_command_is_imported_is_no_traceback():
-    # As if it came in the middle of the longest import.
-    program = """
-import os, runpy, signal, sys
-class Finder:
-    def find_spec(self, name, *_):
-        if name == "grpc":
-            os.kill(os.getpid(), signal.SIGINT)
-sys.meta_path.insert(0, Finder())
-sys.argv = ["tandem", "status"]
-runpy.run_module("tandem", run_name="__main__", alter_sys=True)
-"""
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    assert (done.returncode, done.stderr) == (130, "")
-
-
-def test_commands_find_the_cluster_that_runs(address, tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
-    servers = [{"role": "rollout", "address": address}, {"role": "trainer", "address": address}]
-    cluster = SimpleNamespace(
-        settings=SimpleNamespace(directory=tmp_path),
-        servers=[SimpleNamespace(describe=lambda server=server: server) for server in servers],
-    )
-    model = ["--tokenizer", tmp_path / "model"]
-    fakes.write_tokenizer(tmp_path / "model")
-    notes = []
-    with running_clusters.announced(cluster, notes.append):
-        tandem("generate", "w1", *model)
-        tandem("score", "w1 w2", *model)
-        shown = json.loads(tandem("status", "--json").stdout)["servers"]
-        assert [(one["role"], one["address"]) for one in shown] == [
-            ("rollout", address),
-            ("trainer", address),
-        ]
-        other = tmp_path / "state" / "tandem" / "clusters" / "1.json"
-        other.write_text("{}")
-        with other.open() as file:
-            fcntl.flock(file, fcntl.LOCK_EX)
-            other.write_text(json.dumps({"directory": "/other", "servers": []}))
-            said = tandem("generate", "w1", *model, check=2).stderr
-        assert f"2 clusters run: /other, {tmp_path}" in said
-        # The process that it belonged to has ended.
-        tandem("generate", "w1", *model)
-        assert not other.exists()
-    assert (running_clusters.clusters(), notes) == ([], [])
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "rows.jsonl"))
-    (tmp_path / "rows.jsonl").touch()
-    with running_clusters.announced(cluster, notes.append):
-        assert running_clusters.clusters() == []
-    [note] = notes
-    assert note.startswith("other commands do not find these servers: ")
-
-
-def test_usage_errors_exit_with_2(run_file):
-    tandem("train", check=2)
-    tandem("train", "/does/not/exist.yaml", check=2)
-    assert "did you mean 'steps'" in tandem("train", run_file, "stepz=1", check=2).stderr

@@ -1,0 +1,178 @@
+"""Commands beside those that train, against fake servers."""
+
+import fcntl
+import json
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import fakes
+import pytest
+from commands import lines, tandem
+
+from tandem import __version__ as tandem_version
+from tandem import running_clusters
+
+
+def test_a_moved_tokenizer_can_be_named(run_file, tmp_path):
+    tandem("train", run_file, "steps=1")
+    (tmp_path / "model").rename(tmp_path / "moved")
+    tandem("show", tmp_path / "run", check=2)
+    tandem("show", tmp_path / "run", "--tokenizer", tmp_path / "moved")
+
+
+def test_eval_reports_accuracy_and_pass_at_k(run_file):
+    arguments = ["eval.samples=4", "eval.k=[1, 4]", "eval.temperature=1.0"]
+    out = json.loads(tandem("eval", run_file, *arguments, "--json").stdout)
+    assert out["prompts"] == 20
+    assert out["pass_at"]["1"] == pytest.approx(out["accuracy"])
+    assert out["checkpoint"] is None
+    assert "not available yet" in tandem("eval", run_file, "--mode", "handoff", check=2).stderr
+
+
+def test_eval_of_a_checkpoint_and_of_the_last_one_of_a_run(world, run_file, tmp_path):
+    run = tmp_path / "run"
+    tandem("train", run_file, "checkpoint.every=2")
+    world.published = 0
+    out = json.loads(tandem("eval", run_file, "--checkpoint", run, "--json").stdout)
+    assert out["checkpoint"] == str(run / "checkpoints" / "step_000004")
+    assert out["version/senior"] == 4
+    path = run / "checkpoints" / "step_000002"
+    shown = tandem("eval", run_file, "--checkpoint", path).stdout
+    assert f"senior version 2, from {path}" in shown
+    assert "senior version 2, as served now" in tandem("eval", run_file).stdout
+    (run / "state.json").unlink()
+    assert "has no checkpoint" in tandem("eval", run_file, "--checkpoint", run, check=2).stderr
+
+
+def test_generate_score_health_status(address, run_file, tmp_path):
+    model = ["--tokenizer", tmp_path / "model"]
+    record = json.loads(
+        tandem(
+            "generate", "w1 w2", "--rollout", address, *model, "--json", "--strategy", "word"
+        ).stdout
+    )
+    assert record["tandem"]["selection_strategy"] == "word"
+    scores = json.loads(tandem("score", "w1 w2 w3", "--rollout", address, "--json").stdout)
+    assert scores["scores"][0]["junior_nats_per_token"] == 2.0
+    assert "tokens=3" in tandem("score", "w1 w2 w3", "--rollout", address).stdout
+    tandem("health", address)
+    assert "Connection refused" in tandem("health", "127.0.0.1:1", check=3).stdout
+    status = tandem("status", "--rollout", address, "--trainer", address, "--critic", "127.0.0.1:1")
+    assert "SERVING" in status.stdout
+    wrong = tandem(
+        "status", "--rollout", address, "--trainer", address, "--critic", address, "--json"
+    )
+    *_, critic = json.loads(wrong.stdout)["servers"]
+    assert critic["problem"] == "not a critic server"
+    error = tandem("generate", "x", "--rollout", "127.0.0.1:1", "--json", check=3).stderr
+    assert json.loads(error)["code"] == "UNAVAILABLE"
+    # A prompt is no option.
+    error = tandem("generate", "--rollout", "127.0.0.1:1", "--", "--json", check=3).stderr
+    assert error.startswith("tandem: ")
+
+
+def test_generate_separates_responses_and_passes_its_options_on(address, run_file, tmp_path):
+    common = ["--rollout", address, "--tokenizer", tmp_path / "model", "--max-tokens", 4]
+    texts = {
+        stream: tandem("generate", "w1 w2", "w3", *common, "--samples", 2, stream).stdout
+        for stream in ("--stream", "--no-stream")
+    }
+    assert texts["--stream"] == texts["--no-stream"]
+    lines = texts["--stream"].splitlines()
+    assert lines[0] == "--- w1 w2 (sample 1 of 2) ---"
+    assert [line for line in lines if line.startswith("--- ")][1:] == [
+        "--- w1 w2 (sample 2 of 2) ---",
+        "--- w3 (sample 1 of 2) ---",
+        "--- w3 (sample 2 of 2) ---",
+    ]
+    assert len(lines) == 8
+    assert "---" not in tandem("generate", "w1", *common).stdout
+    options = ["--strategy", "chunk", "--chunk-size", 3, "--top-p", 0.5, "--top-k", 7]
+    options += ["--min-p", 0.25, "--stop", "w5", "--stop", "w6", "--json"]
+    record = json.loads(tandem("generate", "w1", *common, *options).stdout)
+    assert record["tandem"]["chunk_size"] == 3
+    sampling = record["sampling"]
+    assert [sampling[key] for key in ("top_p", "top_k", "min_p")] == [0.5, 7, 0.25]
+    done = tandem("generate", "w1", *common, "--stop", "w5 w6", check=2)
+    assert "--stop 'w5 w6': not one token" in done.stderr
+
+
+def test_a_tokenizer_that_only_the_server_has_must_be_named(address, tmp_path):
+    done = tandem("generate", "w1", "--rollout", address, check=2)
+    assert f"--tokenizer: the server's model directory {tmp_path / 'model'}" in done.stderr
+
+
+def test_show_prints_the_records_of_a_step(run_file, tmp_path):
+    tandem("train", run_file, "steps=1")
+    run = tmp_path / "run"
+    shown = tandem("show", run, "--json", "--count", "2").stdout.splitlines()
+    assert [json.loads(line) for line in shown] == lines(run / "trajectories" / "step_1.jsonl")[:2]
+    assert tandem("show", run).stdout.splitlines()[1] == "reward\tprompt\tresponse"
+    tandem("show", run, "--step", "7", check=2)
+    model = (tmp_path / "model").rename(tmp_path / "moved")
+    assert "tokenizer" in tandem("show", run, check=2).stderr
+    tandem("show", run, "--tokenizer", model)
+
+
+def test_version():
+    assert tandem("--version").stdout == f"tandem {tandem_version}\n"
+
+
+def test_ctrl_c_while_the_command_is_imported_is_no_traceback():
+    # As if it came in the middle of the longest import.
+    program = """
+import os, runpy, signal, sys
+class Finder:
+    def find_spec(self, name, *_):
+        if name == "grpc":
+            os.kill(os.getpid(), signal.SIGINT)
+sys.meta_path.insert(0, Finder())
+sys.argv = ["tandem", "status"]
+runpy.run_module("tandem", run_name="__main__", alter_sys=True)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (130, "")
+
+
+def test_commands_find_the_cluster_that_runs(address, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    servers = [{"role": "rollout", "address": address}, {"role": "trainer", "address": address}]
+    cluster = SimpleNamespace(
+        settings=SimpleNamespace(directory=tmp_path),
+        servers=[SimpleNamespace(describe=lambda server=server: server) for server in servers],
+    )
+    model = ["--tokenizer", tmp_path / "model"]
+    fakes.write_tokenizer(tmp_path / "model")
+    notes = []
+    with running_clusters.announced(cluster, notes.append):
+        tandem("generate", "w1", *model)
+        tandem("score", "w1 w2", *model)
+        shown = json.loads(tandem("status", "--json").stdout)["servers"]
+        assert [(one["role"], one["address"]) for one in shown] == [
+            ("rollout", address),
+            ("trainer", address),
+        ]
+        other = tmp_path / "state" / "tandem" / "clusters" / "1.json"
+        other.write_text("{}")
+        with other.open() as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            other.write_text(json.dumps({"directory": "/other", "servers": []}))
+            said = tandem("generate", "w1", *model, check=2).stderr
+        assert f"2 clusters run: /other, {tmp_path}" in said
+        # The process that it belonged to has ended.
+        tandem("generate", "w1", *model)
+        assert not other.exists()
+    assert (running_clusters.clusters(), notes) == ([], [])
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "rows.jsonl"))
+    (tmp_path / "rows.jsonl").touch()
+    with running_clusters.announced(cluster, notes.append):
+        assert running_clusters.clusters() == []
+    [note] = notes
+    assert note.startswith("other commands do not find these servers: ")
+
+
+def test_usage_errors_exit_with_2(run_file):
+    tandem("train", check=2)
+    tandem("train", "/does/not/exist.yaml", check=2)
+    assert "did you mean 'steps'" in tandem("train", run_file, "stepz=1", check=2).stderr

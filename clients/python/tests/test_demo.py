@@ -1,0 +1,52 @@
+"""The demo against fake servers."""
+
+import pytest
+from commands import contents, tandem
+
+from tandem import demo, settings
+from tandem.errors import RunDirectoryError
+from tandem.models import ImportedModel
+from tandem.render import Output
+from tandem.settings import RunSettings
+
+
+def test_a_demo_that_is_interrupted_before_its_training_loses_nothing(run_file, monkeypatch):
+    def interrupted(session):
+        raise KeyboardInterrupt
+
+    config = settings.load(RunSettings, run_file)
+    with demo.open_run(config) as run:
+        run.begin()
+        run.write_metrics({"step": 1})
+    before = contents(run.path)
+    model = ImportedModel(config.tokenizer, "", parameters=1, already_there=True)
+    monkeypatch.setattr(demo, "import_model", lambda *_: model)
+    monkeypatch.setattr(demo, "evaluate", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        demo.run_demo(config, Output())
+    assert contents(run.path) == before
+
+
+def test_a_demo_ends_with_what_changed(run_file, monkeypatch, capsys):
+    config = settings.load(RunSettings, run_file)
+    model = ImportedModel(config.tokenizer, "", parameters=1, already_there=True)
+    monkeypatch.setattr(demo, "import_model", lambda *_: model)
+    assert demo.run_demo(config, Output()) == 0
+    shown = capsys.readouterr().out
+    assert "before training\t0.0%\t0.0% to 16.1%\nafter training\t0.0%" in shown
+    assert "Step 4: senior, [junior]\nreward\tprompt\tresponse\n" in shown
+
+
+def test_a_demo_replaces_a_demo_alone(run_file):
+    config = settings.load(RunSettings, run_file)
+    for _ in range(2):
+        with demo.open_run(config) as run:
+            run.begin()
+    assert {file.name for file in (run.path / "logs").iterdir()} == {
+        "attempt_1.log",
+        "attempt_2.log",
+    }
+    tandem("train", run_file, "steps=1", "--clean")
+    with pytest.raises(RunDirectoryError, match="kind train"):
+        demo.open_run(config)
+    assert (run.path / "metrics.jsonl").read_text()

@@ -1,0 +1,206 @@
+"""What a run directory refuses, keeps and forgets."""
+
+import errno
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from commands import contents, lines, tandem
+
+from tandem import run_dir, run_files, settings
+from tandem.checkpoints import SavedState
+from tandem.errors import RunDirectoryError
+from tandem.run_dir import RunDirectory
+from tandem.settings import RunSettings
+
+
+def test_a_run_directory_can_be_moved(world, run_file, tmp_path):
+    tandem("train", run_file, "steps=2")
+    moved = tmp_path / "elsewhere" / "run"
+    moved.parent.mkdir()
+    (tmp_path / "run").rename(moved)
+    world.saved = {str(moved / "checkpoints" / Path(p).name): v for p, v in world.saved.items()}
+    tandem("train", run_file, "--resume", f"run_dir={moved}")
+    assert [line["step"] for line in lines(moved / "metrics.jsonl")] == [1, 2, 3, 4]
+    assert json.loads((moved / "state.json").read_text())["trainer"] == "checkpoints/step_000004"
+
+
+@pytest.mark.parametrize("clean", [False, True])
+@pytest.mark.parametrize("cut_at", ["run.json", "config.yaml"])
+def test_a_start_that_was_cut_off_is_no_foreign_directory(run_file, monkeypatch, clean, cut_at):
+    config = settings.load(RunSettings, run_file)
+    if clean:
+        with RunDirectory.open(config, "train") as run:
+            run.begin()
+        (run.path / "notes.txt").write_text("x")
+    write = run_dir.write_atomically
+
+    def cut_off(path, text):
+        if path.name != cut_at:
+            return write(path, text)
+        path.with_name(f".{path.name}.tmp").write_text(text[:5])
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(run_dir, "write_atomically", cut_off)
+    with pytest.raises(KeyboardInterrupt), RunDirectory.open(config, "train", clean=clean) as run:
+        run.begin()
+    monkeypatch.undo()
+    with RunDirectory.open(config, "train", clean=True) as run:
+        run.begin()
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "says"),
+    [
+        ("state.json", '{"step": 1, "stepz": 2}', "state.json: .*"),
+        ("state.json", "[]", "state.json: not a JSON object"),
+        ("run.json", '{"kind": "train"}', "run.json: run_id: not a string"),
+        ("config.yaml", None, "config.yaml: No such file"),
+        ("config.yaml", "a: [", "config.yaml: not YAML"),
+        ("config.yaml", "run_dir: 2024-13-45", "config.yaml: not YAML"),
+        ("config.yaml", "7", "config.yaml: the file must be a mapping"),
+        ("metrics.jsonl", '{"step": 1}\n{"st\n', "metrics.jsonl:2: not JSON"),
+        ("metrics.jsonl", "{}\n", "metrics.jsonl:1: step: not an integer"),
+        ("evals.jsonl", "7\n", "evals.jsonl:1: not a JSON object"),
+    ],
+)
+def test_a_damaged_file_of_a_run_is_named(run_file, tmp_path, name, text, says):
+    config = settings.load(RunSettings, run_file)
+    with RunDirectory.open(config, "train") as run:
+        run.begin()
+        run.write_state(SavedState(1, 1, "checkpoints/step_000001"))
+    if text is None:
+        (run.path / name).unlink()
+    else:
+        (run.path / name).write_text(text)
+    before = contents(run.path)
+    with pytest.raises(RunDirectoryError, match=f"^{run.path}/{says}"):
+        RunDirectory.open(config, "train", resume=True)
+    assert contents(run.path) == before
+
+
+def test_a_disk_that_takes_no_events_is_named(run_file, monkeypatch):
+    def add(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with RunDirectory.open(settings.load(RunSettings, run_file), "train") as run:
+        run.begin()
+        monkeypatch.setattr(run._events, "add", add)
+        for write in (run.write_metrics, run.write_eval):
+            with pytest.raises(RunDirectoryError, match="No space left"):
+                write({"step": 1})
+
+
+def test_clean_leaves_logs_and_what_no_run_wrote(run_file, tmp_path):
+    tandem("train", run_file)
+    (tmp_path / "run" / "notes.txt").write_text("x")
+    tandem("train", run_file, "--clean", "steps=1")
+    run = tmp_path / "run"
+    assert (run / "notes.txt").exists()
+    assert not (run / "trajectories" / "step_2.jsonl").exists()
+    assert {file.name for file in (run / "logs").iterdir()} == {"attempt_1.log", "attempt_2.log"}
+
+
+def test_a_resumed_run_forgets_checkpoints_that_state_json_does_not_name(run_file, tmp_path):
+    tandem("train", run_file, "steps=2")
+    folder = tmp_path / "run" / "checkpoints"
+    # A crash between the save and state.json; the fake servers write no files.
+    for name in ("step_000002", "step_000009", "critic/step_000009", "mine"):
+        (folder / name).mkdir(parents=True)
+    tandem("train", run_file, "steps=3", "--resume")
+    assert {str(path.relative_to(folder)) for path in folder.rglob("*")} == {
+        "step_000002",
+        "critic",
+        "mine",
+    }
+
+
+def test_a_run_directory_that_cannot_be_made_is_named(run_file, tmp_path):
+    done = tandem("train", run_file, f"run_dir={tmp_path / 'rows.jsonl' / 'run'}", check=2)
+    assert "run_dir: " in done.stderr
+    assert "Not a directory" in done.stderr
+
+
+def test_dry_run_refuses_to_resume_and_clean_at_once(run_file):
+    done = tandem("train", run_file, "--dry-run", "--resume", "--clean", check=2)
+    assert "exclude each other" in done.stderr
+
+
+def test_a_resumed_run_keeps_its_configuration(run_file):
+    tandem("train", run_file, "steps=1")
+    done = tandem("train", run_file, "--resume", "seed=3", check=2)
+    assert "changed: seed (0 -> 3)" in done.stderr
+    tandem("train", run_file, "--resume", "seed=3", "steps=2", "--change", "seed")
+
+
+def opened(config, **options):
+    with RunDirectory.open(config, "train", **options) as run:
+        run.begin()
+        if run.state is None:
+            run.write_state(SavedState(1, 1, "checkpoints/step_000001"))
+
+
+def test_a_resumed_run_keeps_what_its_cluster_learns_with(run_file):
+    def config(**trainer):
+        cluster = {"rollout": {"senior_model": "/m"}, "trainer": {"model": "/m"} | trainer}
+        config = settings.load(RunSettings, run_file)
+        config.cluster = settings.validate(settings.ClusterSettings, cluster, "test")
+        return config
+
+    opened(config(optimizer={"learning_rate": 1e-3}, server={"grpc_port": 7}))
+    opened(config(optimizer={"learning_rate": 1e-3}, compute={"num_threads": 2}), resume=True)
+    key = "cluster.trainer.optimizer.learning_rate"
+    with pytest.raises(RunDirectoryError, match=rf"changed: {key} \(0\.001 -> 0\.5\)"):
+        opened(config(optimizer={"learning_rate": 0.5}), resume=True)
+    opened(config(optimizer={"learning_rate": 0.5}), resume=True, changes=[key])
+
+
+def test_a_full_disk_is_one_line_and_leaves_no_temporary_file(run_file, tmp_path):
+    command = (
+        f"ulimit -f 3; exec {sys.executable} -m tandem train {run_file} sampling.max_tokens=60"
+    )
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True)
+    assert done.returncode == 2
+    assert "Traceback" not in done.stderr
+    [line] = [line for line in done.stderr.splitlines() if line.startswith("tandem: ")]
+    assert f"{tmp_path}/run/trajectories/step_1.jsonl: File too large" in line
+    assert not list((tmp_path / "run").rglob("*.tmp"))
+
+
+def test_a_file_that_cannot_be_replaced_stays(tmp_path, monkeypatch):
+    file = tmp_path / "state.json"
+    file.write_text("before")
+
+    def full(_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(RunDirectoryError, match=f"^{file}: No space left on device$"):
+        run_files.write_atomically(file, "after")
+    assert [path.name for path in tmp_path.iterdir()] == ["state.json"]
+    assert file.read_text() == "before"
+
+
+def test_a_start_that_fails_leaves_no_directory_and_no_parent_of_it(run_file, tmp_path):
+    tandem("train", run_file, f"run_dir={tmp_path / 'a' / 'b'}", "data.jsonl=/none", check=2)
+    assert not (tmp_path / "a").exists()
+    (tmp_path / "a").mkdir()
+    tandem("train", run_file, f"run_dir={tmp_path / 'a' / 'b'}", "data.jsonl=/none", check=2)
+    assert list((tmp_path / "a").iterdir()) == []
+
+
+def test_a_used_directory_is_refused_and_foreign_files_are_never_removed(run_file, tmp_path):
+    tandem("train", run_file, "steps=1")
+    assert "--resume" in tandem("train", run_file, "steps=1", check=2).stderr
+    tandem("train", run_file, "steps=1", "--clean")
+    foreign = tmp_path / "foreign"
+    foreign.mkdir()
+    (foreign / "thesis.tex").write_text("x")
+    tandem("train", run_file, f"run_dir={foreign}", "--clean", check=2)
+    assert (foreign / "thesis.tex").exists()
+    config = settings.load(RunSettings, run_file)
+    with RunDirectory.open(config, "train", clean=True):
+        assert "in use" in tandem("train", run_file, "--resume", check=2).stderr
