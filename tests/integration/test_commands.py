@@ -13,18 +13,14 @@ import harness
 import numpy as np
 import pytest
 import yaml
+from commands import tandem
 from tandem import settings
 from tandem.metrics import KEYS
 from tandem.schedule import authorship_mask, prompt_seed
 from tokenizers import Tokenizer
 
+# For what is sent a signal.
 TANDEM = [sys.executable, "-m", "tandem.cli"]
-
-
-def tandem(*arguments, check=0):
-    done = subprocess.run([*TANDEM, *map(str, arguments)], capture_output=True, text=True)
-    assert done.returncode == check, done.stderr + done.stdout
-    return done
 
 
 @pytest.fixture(scope="module")

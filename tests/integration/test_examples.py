@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import harness
 import pytest
 import yaml
+from commands import tandem
 
 EXAMPLES = sorted(harness.REPOSITORY.glob("examples/*/run.yaml"))
 SUPERVISED = {"sft"}
@@ -73,7 +72,7 @@ def substitutes(values, model_of, path=""):
 
 
 @pytest.mark.parametrize("file", EXAMPLES, ids=lambda file: file.parent.name)
-def test_an_example_runs(file, model_of, tmp_path):
+def test_an_example_runs(file, model_of, tmp_path, monkeypatch):
     config = yaml.safe_load(file.read_text())
     if isinstance(config["cluster"], str):
         config["cluster"] = yaml.safe_load((file.parent / config["cluster"]).read_text())
@@ -88,14 +87,9 @@ def test_an_example_runs(file, model_of, tmp_path):
     ]
     name = file.parent.name
     kind = "sft" if name in SUPERVISED else "train"
-    done = subprocess.run(
-        [sys.executable, "-m", "tandem.cli", kind, file, *overrides],
-        capture_output=True,
-        text=True,
-        # Files name each other, whatever the working directory is.
-        cwd=tmp_path,
-    )
-    assert done.returncode == 0, done.stderr + done.stdout
+    # Files name each other, whatever the working directory is.
+    monkeypatch.chdir(tmp_path)
+    tandem(kind, file, *overrides)
     steps = harness.json_lines(tmp_path / "run" / "metrics.jsonl")
     assert [line["step"] for line in steps] == [1, 2]
     assert [line["version/senior"] for line in steps] == [1, 2]
