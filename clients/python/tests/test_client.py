@@ -213,10 +213,13 @@ def test_a_prompt_that_does_not_fit_the_contract_is_refused_before_it_is_sent(
     assert world.calls == []
 
 
-def test_a_batch_beyond_one_message_travels_in_several_and_is_answered_as_one(world, address):
-    # Three megabytes each: ids above 2^21 take four bytes.
+def test_a_batch_beyond_one_message_travels_in_several_and_is_answered_as_one(
+    world, address, monkeypatch
+):
+    monkeypatch.setattr(requests, "_PROMPT_BYTES", 4000)
+    # Three thousand bytes each: ids above 2^21 take four.
     large = [
-        Prompt([2**21 + i] * 750_000, seed=i, sampling={"max_tokens": 3}, request_id=f"p{i}")
+        Prompt([2**21 + i] * 750, seed=i, sampling={"max_tokens": 3}, request_id=f"p{i}")
         for i in range(3)
     ]
     messages = requests.submit([*large, *prompts(1)])
