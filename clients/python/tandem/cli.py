@@ -60,7 +60,7 @@ app.add_typer(model_app, name="model")
 JsonFlag = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
 Overrides = Annotated[
     list[str] | None,
-    typer.Argument(help="dotted.key=value overrides; later ones win.", metavar="[KEY=VALUE]..."),
+    typer.Argument(help="dotted.key=value overrides; later ones win.", metavar="KEY=VALUE"),
 ]
 RunFile = Annotated[Path, typer.Argument(help="Run configuration (YAML).", metavar="RUN.yaml")]
 DryRun = Annotated[
@@ -131,13 +131,16 @@ def command(group: typer.Typer = app, **options: Any) -> Callable[[Callable], Ca
 
 @command()
 def up(
-    cluster_file: Annotated[Path, typer.Argument(metavar="CLUSTER.yaml")],
+    cluster_file: Annotated[
+        Path, typer.Argument(help="Cluster configuration (YAML).", metavar="CLUSTER.yaml")
+    ],
     overrides: Overrides = None,
     as_json: JsonFlag = False,
 ) -> None:
     """Start a local cluster, print its addresses, and keep it until Ctrl-C (exit code 0).
 
-    Until then other commands of this user find its servers without being told their addresses.
+    Until then other commands of this user find its servers without being told
+    their addresses.
     """
     from tandem.cluster import LocalCluster
     from tandem.running_clusters import announced
@@ -232,8 +235,8 @@ def evaluate_command(
 ) -> None:
     """Accuracy and pass@k of the senior alone.
 
-    --checkpoint leaves its weights in trainer and rollout servers; the next run begins with the
-    base model all the same.
+    --checkpoint leaves its weights in trainer and rollout servers; the next run
+    begins with the base model all the same.
     """
     from tandem.checkpoints import checkpoint_at
     from tandem.evaluate import evaluate, in_words
@@ -267,8 +270,8 @@ def generate(
     rollout: RolloutAddress = None,
     tokenizer: TokenizerOption = None,
     chat: Annotated[bool, typer.Option("--chat", help="Use the chat template.")] = False,
-    max_tokens: Annotated[int, typer.Option(min=1)] = 64,
-    temperature: Annotated[float, typer.Option(min=0.0)] = 1.0,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Most tokens of a response.")] = 64,
+    temperature: Annotated[float, typer.Option(min=0.0, help="0: greedy.")] = 1.0,
     top_p: Annotated[float | None, typer.Option(help="Likeliest tokens of this mass.")] = None,
     top_k: Annotated[int | None, typer.Option(help="So many likeliest tokens.")] = None,
     min_p: Annotated[
@@ -279,9 +282,22 @@ def generate(
         typer.Option(help="End after this text, which must be one token; may be repeated."),
     ] = None,
     samples: Annotated[int, typer.Option(min=1, help="Responses for each prompt.")] = 1,
-    seed: Annotated[int, typer.Option(min=0)] = 0,
-    strategy: Annotated[str | None, typer.Option(help="Selection strategy.")] = None,
-    prob_senior: Annotated[float | None, typer.Option(min=0.0, max=1.0)] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Same seed, same responses.")] = 0,
+    strategy: Annotated[
+        str | None,
+        typer.Option(
+            help="Who writes when: bernoulli, chunk, alternating, sentence or word; the server's "
+            "by default."
+        ),
+    ] = None,
+    prob_senior: Annotated[
+        float | None,
+        typer.Option(
+            min=0.0,
+            max=1.0,
+            help="Of the strategies bernoulli and word: how likely the senior writes.",
+        ),
+    ] = None,
     chunk_size: Annotated[
         int | None, typer.Option(min=1, help="Tokens in a block of the strategy chunk.")
     ] = None,
@@ -358,7 +374,9 @@ def score(
     tokenizer: TokenizerOption = None,
     senior: Annotated[bool, typer.Option(help="Score under the senior.")] = True,
     junior: Annotated[bool, typer.Option(help="Score under the junior.")] = True,
-    temperature: Annotated[float, typer.Option(min=0.0)] = 1.0,
+    temperature: Annotated[
+        float, typer.Option(min=0.0, help="What the logits are divided by.")
+    ] = 1.0,
     as_json: JsonFlag = False,
 ) -> None:
     """Log-probabilities of texts under senior and junior."""
@@ -401,8 +419,8 @@ def status(
 ) -> None:
     """What every server is and holds, or what is wrong. Exit code 3 when none answers.
 
-    Without addresses: the servers of the cluster that `tandem up` runs, else those at the default
-    addresses.
+    Without addresses: the servers of the cluster that `tandem up` runs, else
+    those at the default addresses.
     """
     from tandem.client import CriticClient, RolloutClient, TrainerClient
     from tandem.running_clusters import servers
@@ -443,7 +461,7 @@ def health(
 @command()
 def show(
     run_dir: Annotated[Path, typer.Argument(help="A run directory.")],
-    step: Annotated[int, typer.Option(min=1)] = 1,
+    step: Annotated[int, typer.Option(min=1, help="Step to show.")] = 1,
     count: Annotated[int, typer.Option(min=1, help="Trajectories to show.")] = 8,
     tokenizer: Annotated[
         Path | None, typer.Option(help="Directory with tokenizer.json; the run's by default.")
