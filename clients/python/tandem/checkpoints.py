@@ -7,8 +7,11 @@ from pathlib import Path
 from pydantic import ConfigDict, ValidationError
 from pydantic.dataclasses import dataclass
 
-from tandem.errors import RunDirectoryError
+from tandem.errors import ConfigError, RunDirectoryError
 from tandem.run_files import STATE, kind_of_run, read_json
+
+# In every checkpoint of a server.
+_MANIFEST = "manifest.json"
 
 
 @dataclass(frozen=True, config=ConfigDict(extra="forbid"))
@@ -67,6 +70,14 @@ def checkpoint_of(path: Path) -> Checkpoint:
     state = last_checkpoint(path)
     critic = None if state.critic is None else path / state.critic
     return Checkpoint(path / state.trainer, critic, state.digest)
+
+
+def require_here(checkpoint: Checkpoint, field: str) -> None:
+    """ConfigError, which begins with `field`, unless this machine sees the trainer's checkpoint."""
+    if not (checkpoint.trainer / _MANIFEST).is_file():
+        raise ConfigError(
+            f"{field}: {checkpoint.trainer} is neither a checkpoint nor a run directory"
+        )
 
 
 def checkpoint_name(step: int) -> str:

@@ -238,7 +238,7 @@ def evaluate_command(
     --checkpoint leaves its weights in trainer and rollout servers; the next run
     begins with the base model all the same.
     """
-    from tandem.checkpoints import checkpoint_at
+    from tandem.checkpoints import checkpoint_at, require_here
     from tandem.evaluate import evaluate, in_words
     from tandem.session import Session
     from tandem.start import serve_checkpoint
@@ -249,7 +249,12 @@ def evaluate_command(
     if mode != "solo":
         raise ConfigError(f"--mode {mode}: none of solo, handoff, legibility")
     settings = settings_module.load(RunSettings, run_file, overrides or [])
-    path = None if checkpoint is None else checkpoint_at(checkpoint).trainer
+    path = None
+    if checkpoint is not None:
+        found = checkpoint_at(checkpoint)
+        if settings.cluster is not None:
+            require_here(found, "--checkpoint")
+        path = found.trainer
     if dry_run:
         _show_preflight(output, settings, "eval")
         return
@@ -551,12 +556,13 @@ def report(error: TandemError, *, as_json: bool) -> int:
     if as_json:
         print(json.dumps(error.describe()), file=sys.stderr)
     else:
-        print(f"tandem: {error}", file=sys.stderr)
+        say = Output().error
+        say(f"tandem: {error}")
         hinted = "hint:" in str(error)
         if error.hint and not hinted:
-            print(f"  hint: {error.hint}", file=sys.stderr)
+            say(f"  hint: {error.hint}")
         for note in getattr(error, "__notes__", ()):
-            print(f"  {note}", file=sys.stderr)
+            say(f"  {note}")
     if isinstance(error, ProblemsError):
         kinds = (UnavailableError, ServerStartError)
         away = all(isinstance(problem, kinds) for problem in error.problems)

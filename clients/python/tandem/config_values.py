@@ -70,6 +70,10 @@ def _read_yaml(text: str) -> Any:
     """The value of a YAML text; ValueError if it has none."""
     try:
         return yaml.safe_load(text)
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        place = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
+        raise ValueError(f"{place}{error.problem or error.context}") from None
     # PyYAML leaves what a scalar says to Python: 2024-13-45 is a ValueError of datetime.date, and a
     # wrong tag (!!bool x) a KeyError.
     except (yaml.YAMLError, LookupError, AttributeError, TypeError, RecursionError) as error:

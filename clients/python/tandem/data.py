@@ -174,7 +174,9 @@ def _example(
     if "messages" in row:
         text = json.dumps(row["messages"], ensure_ascii=False)
         content = json.dumps(row["messages"], sort_keys=True)
-        return Example(row, text, codec.chat(row["messages"]), place, scorer, content)
+        return Example(
+            row, text, _chat(codec, row["messages"], place, field), place, scorer, content
+        )
     if settings.extract is not None:
         row = row | {"prompt": _extract(settings.extract, row["prompt"], f"{field}.extract")}
     text = fill(settings.format, row, f"{field}.format")
@@ -185,7 +187,14 @@ def _example(
     if settings.system is not None:
         # An empty system message keeps the template from adding its own.
         messages.insert(0, {"role": "system", "content": settings.system})
-    return Example(row, text, codec.chat(messages), place, scorer, content)
+    return Example(row, text, _chat(codec, messages, place, field), place, scorer, content)
+
+
+def _chat(codec: TextCodec, messages: list[dict[str, Any]], place: str, field: str) -> list[int]:
+    try:
+        return codec.chat(messages)
+    except ConfigError as error:
+        raise ConfigError(f"{field}: {place}: {error.message}", hint=error.hint) from None
 
 
 def _content(template: str, row: Mapping[str, Any]) -> str:

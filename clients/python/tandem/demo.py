@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shutil
 import sys
 import time
 from pathlib import Path
@@ -99,7 +100,7 @@ def run_demo(settings: RunSettings, output: Output) -> int:
         columns = ("", "accuracy", "95 % interval")
         output.result(result, output.table(title, columns, _summary(result)))
         output.note(f"run directory: {run.path}")
-        output.note(f"more trajectories: tandem show {run.path} --step {last}")
+        output.note(f"more trajectories: {command()} show {run.path} --step {last}")
     return 0
 
 
@@ -159,6 +160,12 @@ def _summary(result: dict[str, Any]) -> list[tuple[str, str, str]]:
         ("tokens by the senior", "-" if share is None else f"{share:.1%}", ""),
         ("steps, whole time", f"{result['steps']}, {result['seconds']:.0f} s", ""),
     ]
+
+
+def command() -> str:
+    """How to call `tandem` from here: by its name if that is on the path."""
+    beside = Path(sys.executable).with_name("tandem")
+    return "tandem" if shutil.which("tandem") else os.path.relpath(beside)
 
 
 def _first_of_groups(records: list[dict[str, Any]], count: int) -> list[dict[str, Any]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import sys
 import textwrap
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -36,11 +37,16 @@ class Output:
         # Text stays as it is: rich would colour numbers, and turn ":key:" into a picture.
         plain: dict[str, Any] = {"highlight": False, "emoji": False}
         self.console = console or Console(**plain)
-        self.notes = Console(stderr=True, **plain) if as_json else self.console
+        self.errors = Console(stderr=True, **plain)
+        self.notes = self.errors if as_json else self.console
 
     def note(self, message: str) -> None:
         """A line about what is going on; with --json on the error stream."""
         _print_text(self.notes, message)
+
+    def error(self, message: str) -> None:
+        """A line about what went wrong, on the error stream."""
+        _print_text(self.errors, message)
 
     def result(self, value: Mapping[str, Any] | Sequence[Any], text: Any = None) -> None:
         """The answer of a command: as JSON, or as `text` for people."""
@@ -252,8 +258,13 @@ def _print_text(console: Console, text: str) -> None:
     """
     if console.is_terminal:
         for line in text.split("\n"):
+            start = re.match(r" *(- )?", line)
             parts = textwrap.wrap(
-                line, console.width, break_long_words=False, break_on_hyphens=False
+                line,
+                console.width,
+                subsequent_indent=" " * len(start[0]) if start else "",
+                break_long_words=False,
+                break_on_hyphens=False,
             )
             console.print(Text("\n".join(parts)), soft_wrap=True)
     else:

@@ -26,13 +26,14 @@ def load_function(name: str, folder: Path) -> Callable[..., Any]:
             "module:function, path/file.py:function"
         )
     file = folder / source if source.endswith(".py") else None
+    if file is not None and not file.is_file():
+        raise ConfigError(f"reward.function: {file} does not exist")
     folders = [folder] if file is None else [folder, file.parent]
     # At the end: nothing in them may hide a module.
     sys.path += [path for path in map(str, map(Path.resolve, folders)) if path not in sys.path]
     try:
-        function = getattr(
-            importlib.import_module(source) if file is None else _run(file), attribute
-        )
+        module = importlib.import_module(source) if file is None else _run(file)
+        function = getattr(module, attribute, None)
     # The file is the user's: importing it may raise anything, a SyntaxError for example.
     except (Exception, SystemExit) as error:
         raise ConfigError(
@@ -42,7 +43,7 @@ def load_function(name: str, folder: Path) -> Callable[..., Any]:
             else f"modules are looked up among the installed ones and in {folder}",
         ) from error
     if not callable(function):
-        raise ConfigError(f"reward.function: {name} is not a function")
+        raise ConfigError(f"reward.function: {source} has no function {attribute!r}")
     return function
 
 

@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self, TextIO
 
 from tandem import settings as settings_module
-from tandem.checkpoints import SavedState, last_checkpoint
+from tandem.checkpoints import SavedState, checkpoint_at, last_checkpoint, require_here
 from tandem.config_values import flat, read_mapping
 from tandem.errors import RunDirectoryError
 from tandem.run_files import (
@@ -151,6 +151,7 @@ class RunDirectory:
 
         Raises:
             RunDirectoryError: refused, in use, or not to be created.
+            ConfigError: servers of this machine are to start from what is no checkpoint.
         """
         if resume and clean:
             raise RunDirectoryError("--resume and --clean exclude each other")
@@ -167,6 +168,8 @@ class RunDirectory:
                 run._clean = not resume
             if resume:
                 run._read_earlier()
+            if run.state is None and config.cluster and isinstance(config.start_from, Path):
+                require_here(checkpoint_at(config.start_from), "start_from")
             run._files = files.pop_all()
         return run
 

@@ -403,7 +403,10 @@ def validate(schema: type[Model], values: dict[str, Any], source: str) -> Model:
     try:
         return schema.model_validate(values)
     except ValidationError as error:
-        raise ConfigError(f"{source}: " + "; ".join(_explain(schema, error.errors()))) from None
+        lines = _explain(schema, error.errors())
+        if len(lines) > 1:
+            lines = [f"{len(lines)} problems:", *(f"  - {line}" for line in lines)]
+        raise ConfigError(f"{source}: " + "\n".join(lines)) from None
 
 
 def dump(settings: Settings) -> str:

@@ -8,10 +8,18 @@ from types import SimpleNamespace
 
 import fakes
 import pytest
+import typer
 from commands import lines, tandem
 
 from tandem import __version__ as tandem_version
-from tandem import running_clusters
+from tandem import cli, running_clusters
+
+
+def test_every_paragraph_of_a_help_fits_a_terminal_of_80_columns():
+    commands = typer.main.get_command(cli.app).commands
+    texts = [text for one in commands.values() for text in (one.help or "").split("\n")[1:]]
+    assert texts
+    assert max(map(len, texts)) <= 78
 
 
 def test_a_moved_tokenizer_can_be_named(run_file, tmp_path):

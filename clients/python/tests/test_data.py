@@ -33,6 +33,14 @@ def test_formats_raw_and_chat_prompts(tmp_path, codec):
     assert load_dataset(messages, codec).examples[0].token_ids == [8, 63]
 
 
+def test_a_conversation_that_the_template_cannot_write_is_named(tmp_path, codec):
+    (codec.directory / "chat_template.jinja").write_text("{{ messages[0]['role'] + 'x' }}")
+    turn = {"role": "user", "content": "w8"}
+    rows = jsonl(tmp_path, {"messages": [turn]}, {"messages": [{"content": "w8"}]})
+    with pytest.raises(ConfigError, match=rf"^data: {rows.jsonl}:2: tokenizer: chat template"):
+        load_dataset(rows, codec)
+
+
 def test_reasoning_gym_rows_are_scored_by_their_task(codec):
     settings = DataSettings(
         reasoning_gym={"name": "chain_sum", "size": 5, "seed": 3, "config": {"max_terms": 2}},

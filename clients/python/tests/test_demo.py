@@ -1,5 +1,8 @@
 """The demo against fake servers."""
 
+import sys
+from pathlib import Path
+
 import pytest
 from commands import contents, tandem
 
@@ -35,6 +38,11 @@ def test_a_demo_ends_with_what_changed(run_file, monkeypatch, capsys):
     shown = capsys.readouterr().out
     assert "before training\t0.0%\t0.0% to 16.1%\nafter training\t0.0%" in shown
     assert "Step 4: senior, [junior]\nreward\tprompt\tresponse\n" in shown
+
+
+def test_a_demo_names_the_command_where_the_path_has_it_not(monkeypatch):
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert Path(demo.command()).resolve() == Path(sys.executable).with_name("tandem").resolve()
 
 
 def test_a_demo_replaces_a_demo_alone(run_file):

@@ -119,6 +119,18 @@ def test_a_dry_run_shows_the_objective_in_force(run_file, world, tmp_path):
     assert "Generate" not in {method for method, _ in world.calls}
 
 
+def test_a_checkpoint_that_is_not_there_is_known_before_a_server_starts(
+    run_file, cluster, tmp_path
+):
+    nowhere = tmp_path / "nowhere"
+    for arguments in (["train"], ["sft"], ["train", "--dry-run"]):
+        done = tandem(*arguments, run_file, cluster, f"start_from={nowhere}", check=2)
+        assert f"start_from: {nowhere} is neither a checkpoint nor a run" in done.stderr
+        assert not (tmp_path / "run").exists()
+    done = tandem("eval", run_file, cluster, "--checkpoint", nowhere, check=2)
+    assert done.stderr.startswith(f"tandem: --checkpoint: {nowhere} is neither a checkpoint")
+
+
 def test_a_dry_run_says_that_the_run_directory_is_taken(run_file):
     tandem("train", run_file, "steps=1")
     assert "already holds a run" in tandem("train", run_file, "--dry-run", check=2).stderr
@@ -168,7 +180,12 @@ def test_a_step_that_the_servers_cannot_take_is_refused(load, world, purpose, ov
 
 def test_a_cluster_is_checked_before_it_starts(load, cluster):
     said = problems(
-        load(cluster, "cluster.trainer.typo=1", "objective.junior_kl_coefficient=0.1", "eval.samples=17")
+        load(
+            cluster,
+            "cluster.trainer.typo=1",
+            "objective.junior_kl_coefficient=0.1",
+            "eval.samples=17",
+        )
     )
     assert said == "cluster.trainer: typo: unknown key"
     said = problems(load(cluster, "objective.junior_kl_coefficient=0.1", "cluster.rollout.typo=1"))

@@ -74,6 +74,17 @@ def test_rows_are_a_table_where_it_fits_and_a_list_where_not():
     assert "│" in wide.lines[3]
 
 
+def test_a_problem_of_a_list_goes_on_below_its_text():
+    screen = Screen(40)
+    screen.output.note("2 problems:\n  - steps: " + "word " * 12 + "\n  - /" + "path/" * 7)
+    assert screen.lines == [
+        "2 problems:",
+        "  - steps: word word word word word word",
+        "    word word word word word word",
+        "  - /" + "path/" * 7,
+    ]
+
+
 def test_sentences_wrap_where_names_do_not():
     screen = Screen(60)
     sentence = "it does not answer because of many different reasons"

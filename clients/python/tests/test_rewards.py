@@ -92,6 +92,15 @@ def test_a_function_that_is_not_there_is_refused(name):
         Reward(RewardSettings(function=name))
 
 
+def test_a_missing_file_and_a_missing_function_are_named(tmp_path):
+    file = tmp_path / "judge.py"
+    with pytest.raises(ConfigError, match=rf"^reward\.function: {file} does not exist$"):
+        Reward(RewardSettings(function=f"{file}:reward"))
+    file.write_text("def judge(): ...\n")
+    with pytest.raises(ConfigError, match=rf"^reward\.function: {file} has no function 'reward'$"):
+        Reward(RewardSettings(function=f"{file}:reward"))
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [

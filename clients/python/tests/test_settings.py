@@ -104,6 +104,21 @@ def test_known_keys_are_listed_once(file):
     assert message.count("known: jsonl, reasoning_gym") == 2
 
 
+def test_several_problems_stand_below_each_other(file):
+    with pytest.raises(ConfigError) as caught:
+        load(file, "steps=many", "nonsence=1")
+    first, *lines = str(caught.value).splitlines()
+    assert first == f"{file}: 2 problems:"
+    assert [line.split(":")[0] for line in lines] == ["  - steps", "  - nonsence"]
+
+
+def test_a_place_that_is_no_yaml_is_one_line(file):
+    file.write_text("steps: 3\ndata: {jsonl: [}\n")
+    with pytest.raises(ConfigError, match=rf"^{file}: not YAML: line 2, column 16: ") as caught:
+        load(file)
+    assert "\n" not in str(caught.value)
+
+
 def test_a_file_that_is_no_text_is_refused(file):
     file.write_bytes(b"run_dir: \xff")
     with pytest.raises(ConfigError, match="not UTF-8"):
