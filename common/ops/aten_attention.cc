@@ -85,9 +85,8 @@ AttentionGradients AtenCausalAttentionBackward(const at::Tensor& dy_in, const at
                                                const at::Tensor& k, const at::Tensor& v,
                                                const std::vector<int64_t>& offsets) {
   const at::Tensor dy = dy_in.view(q.sizes());
-  const AttentionGradients d = {at::empty(q.sizes(), q.options()),
-                                at::empty(k.sizes(), k.options()),
-                                at::empty(v.sizes(), v.options())};
+  AttentionGradients d = {at::empty(q.sizes(), q.options()), at::empty(k.sizes(), k.options()),
+                          at::empty(v.sizes(), v.options())};
   const int64_t key_value_heads = k.size(1), group = q.size(1) / key_value_heads;
   const auto run = [&](int64_t begin, int64_t end) {
     const at::AutoDispatchBelowADInplaceOrView no_autograd;  // a setting of this thread
