@@ -82,12 +82,11 @@ class Judge(Protocol):
         ...
 
 
-def judge_of(settings: RewardSettings) -> Judge:
+def judge_of(function: Callable[..., Any], settings: RewardSettings) -> Judge:
     """The way that the settings name to call their function.
 
-    Raises ConfigError for a function that cannot be loaded or does not suit the settings.
+    Raises ConfigError for a function that does not suit the settings.
     """
-    function = load_function(settings.function, settings.python_path)
     if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
         getattr(function, "__call__", None)  # noqa: B004
     ):
@@ -102,6 +101,23 @@ def judge_of(settings: RewardSettings) -> Judge:
     if settings.executor == "process":
         return _InProcesses(settings)
     return _InThreads(function, settings.workers or DEFAULT_THREADS)
+
+
+def why_not_called(function: Callable[..., Any], row: dict[str, Any], batch: bool) -> str | None:
+    """What is wrong with the function's parameters for a row, in Python's words."""
+    case = Case(row, "")
+    try:
+        signature = inspect.signature(function)
+    except ValueError:  # Some functions written in C do not tell.
+        return None
+    try:
+        if batch:
+            signature.bind(*_columns([case]))
+        else:
+            signature.bind(case.prompt, case.response, **case.columns)
+    except TypeError as error:
+        return str(error)
+    return None
 
 
 class _InThreads:

@@ -6,10 +6,20 @@ import itertools
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from tandem.data import Example
 from tandem.errors import ConfigError
-from tandem.reward_calls import Case, Failure, Outcome, failure_of, judge_of
+from tandem.reward_calls import (
+    Case,
+    Failure,
+    Judge,
+    Outcome,
+    failure_of,
+    judge_of,
+    why_not_called,
+)
+from tandem.reward_function import load_function
 from tandem.settings import RewardSettings
 
 # Characters of a prompt or a response in an error.
@@ -38,7 +48,30 @@ class Reward:
     def __init__(self, settings: RewardSettings) -> None:
         self._settings = settings
         self._builtin = _builtin(settings)
-        self._judge = None if self._builtin else judge_of(settings)
+        self._judge: Judge | None = None
+        if self._builtin is None:
+            self._function = load_function(settings.function, settings.python_path)
+            self._judge = judge_of(self._function, settings)
+
+    def check(self, examples: Sequence[Example]) -> None:
+        """ConfigError for a row that cannot be judged: a column that lacks, or one too many."""
+        if self._builtin is not None:
+            needs = _answer if self._settings.function == "exact_match" else _scorer
+            for example in examples:
+                needs(example)
+            return
+        seen: set[frozenset[str]] = set()
+        for example in examples:
+            if (columns := frozenset(example.row)) in seen:
+                continue
+            seen.add(columns)
+            problem = why_not_called(self._function, example.row, self._settings.batch)
+            if problem is not None:
+                raise ConfigError(
+                    f"reward.function: {self._settings.function} cannot be called for "
+                    f"{example.place}: {problem}",
+                    hint="docs/rewards.md shows what it is called with; **row takes all columns",
+                )
 
     def __call__(self, examples: Sequence[Example], responses: Sequence[Sequence[str]]) -> Judged:
         """Judges the responses to every example.
@@ -116,11 +149,16 @@ def _answer(example: Example) -> str:
     return str(example.row["answer"]).strip()
 
 
-def _gym_score(example: Example, answer: str) -> Outcome:
+def _scorer(example: Example) -> Any:
     if example.scorer is None:
         raise ConfigError("reward.function: reasoning_gym needs data.reasoning_gym")
+    return example.scorer
+
+
+def _gym_score(example: Example, answer: str) -> Outcome:
+    scorer = _scorer(example)
     try:
-        return float(example.scorer.score_answer(answer=answer or None, entry=example.row["entry"]))
+        return float(scorer.score_answer(answer=answer or None, entry=example.row["entry"]))
     # The answer is the model's: the task may fail to read it.
     except Exception as error:
         return failure_of(error)

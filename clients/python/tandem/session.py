@@ -238,7 +238,16 @@ class Session:
         problems.raise_any()
 
     def _read(self, problems: Problems) -> None:
-        """Tokenizer, reward and data."""
+        """Tokenizer, reward and data, and whether they go together."""
+        self._read_each(problems)
+        judged = {"train": ("data", "eval_data"), "sft": ("eval_data",), "eval": ("data",)}
+        for name in judged[self.purpose]:
+            dataset = getattr(self, name, None)
+            if dataset is not None and hasattr(self, "reward"):
+                with problems.collect():
+                    self.reward.check(dataset.examples)
+
+    def _read_each(self, problems: Problems) -> None:
         settings = self.settings
         with problems.collect():
             self.reward = self._stack.enter_context(closing(Reward(settings.reward)))

@@ -49,6 +49,41 @@ def path():
 
 
 @pytest.mark.parametrize(
+    ("parameters", "says"),
+    [
+        ("prompt", "too many positional arguments"),
+        ("prompt, response", "got an unexpected keyword argument 'answer'"),
+        ("prompt, response, answer, level, **row", "missing a required argument: 'level'"),
+    ],
+)
+def test_a_function_that_a_row_does_not_fit_is_known_before_it_is_called(
+    tmp_path, parameters, says
+):
+    reward = Reward(written(tmp_path, f"def reward({parameters}): raise SystemExit"))
+    with pytest.raises(ConfigError, match=f"cannot be called for rows.jsonl:7: {says}"):
+        reward.check([EXAMPLE])
+
+
+def test_a_function_that_fits_passes_the_check_uncalled(tmp_path):
+    for parameters, batch in (
+        ("prompt, response, answer, bonus", False),
+        ("prompt, response, **row", False),
+        ("*anything, **row", False),
+        ("prompts, responses, rows", True),
+    ):
+        text = f"def reward({parameters}): raise SystemExit"
+        Reward(written(tmp_path, text, batch=batch)).check([EXAMPLE])
+
+
+def test_a_row_without_what_a_builtin_needs_is_known_before_it_is_judged():
+    rows = [EXAMPLE, Example({"prompt": "w1"}, "w1", [1], "rows.jsonl:8")]
+    with pytest.raises(ConfigError, match=r"needs an `answer` in every row: rows\.jsonl:8"):
+        Reward(RewardSettings(function="exact_match")).check(rows)
+    with pytest.raises(ConfigError, match=r"needs data\.reasoning_gym"):
+        Reward(RewardSettings(function="reasoning_gym")).check(rows)
+
+
+@pytest.mark.parametrize(
     ("pattern", "text", "answer"),
     [
         (None, " x \n", "x"),

@@ -31,6 +31,10 @@ def config(run_file):
     return settings.load(RunSettings, run_file)
 
 
+def write_rows(path, *rows):
+    path.write_text("".join(json.dumps(row | {"answer": "w1"}) + "\n" for row in rows))
+
+
 def published(world):
     return sum(method == "PublishWeights" for method, _ in world.calls)
 
@@ -63,7 +67,7 @@ def test_a_critic_that_nobody_names_is_missed_by_its_field(config):
 
 def test_held_out_rows_are_left_out_whatever_the_formats_say(config, tmp_path):
     held_out = tmp_path / "held_out.jsonl"
-    held_out.write_text('{"prompt": "w2 w3"}\n{"prompt": "the words w3 w4"}\n')
+    write_rows(held_out, {"prompt": "w2 w3"}, {"prompt": "the words w3 w4"})
     config.data.format = "{prompt} w9"
     config.eval.data = settings.DataSettings(jsonl=held_out, extract=r"w\d+ w\d+")
     with Session(config) as session:
@@ -74,8 +78,8 @@ def test_held_out_rows_are_left_out_whatever_the_formats_say(config, tmp_path):
 
 def test_rows_that_share_only_a_part_of_the_prompt_are_not_held_out(config, tmp_path):
     for name, passages in (("data", (1, 2, 3)), ("held_out", (3,))):
-        rows = [json.dumps({"prompt": "w9", "passage": f"w{i}"}) for i in passages]
-        (tmp_path / f"{name}.jsonl").write_text("\n".join(rows))
+        rows = [{"prompt": "w9", "passage": f"w{i}"} for i in passages]
+        write_rows(tmp_path / f"{name}.jsonl", *rows)
     config.data.jsonl, config.data.format = tmp_path / "data.jsonl", "{passage} {prompt}"
     config.eval.data = settings.DataSettings(
         jsonl=tmp_path / "held_out.jsonl", format="{prompt} {passage}"
@@ -89,8 +93,7 @@ def test_held_out_conversations_are_left_out_whatever_the_order_of_their_keys(co
         turns = [[{"role": "user", "content": f"w{i}"}] for i in range(count)]
         if name == "held_out":
             turns = [[dict(reversed(message.items())) for message in turn] for turn in turns]
-        rows = [json.dumps({"messages": turn}) for turn in turns]
-        (tmp_path / f"{name}.jsonl").write_text("\n".join(rows))
+        write_rows(tmp_path / f"{name}.jsonl", *({"messages": turn} for turn in turns))
     config.data.jsonl = tmp_path / "data.jsonl"
     config.eval.data = settings.DataSettings(jsonl=tmp_path / "held_out.jsonl")
     with Session(config) as session:
@@ -189,7 +192,7 @@ def test_a_step_of_more_samples_than_a_queue_holds_travels_in_several_batches(wo
 
 def test_rows_that_are_held_out_are_counted_and_an_evaluation_keeps_its_own(config, tmp_path):
     held_out = tmp_path / "held_out.jsonl"
-    held_out.write_text('{"prompt": "w2 w3"}\n{"prompt": "w3 w4"}\n')
+    write_rows(held_out, {"prompt": "w2 w3"}, {"prompt": "w3 w4"})
     config.eval.data = settings.DataSettings(jsonl=held_out)
     notes = []
     with Session(config, notes.append) as session:
