@@ -57,6 +57,29 @@ def test_a_critic_begins_anew_with_its_run(models, tmp_path):
         assert run_on(running, models, tmp_path / "second", objective=objective) == first
 
 
+@pytest.mark.parametrize("every", [1, 2])
+def test_a_critic_that_restarts_ends_the_run_which_resumes_to_the_same_bits(
+    models, tmp_path, every
+):
+    """It comes back with its base model, which must not train, or be saved, as the run's critic."""
+    with harness.cluster(tmp_path / "cluster", models, trainer={}, critic={}) as running:
+        changes = {
+            "objective": {"advantage_estimator": "gae"},
+            "checkpoint": {"every": every},
+            "steps": 4,
+        }
+        undisturbed = run_on(running, models, tmp_path / "whole", **changes)
+
+        def on_step(line):
+            if line["step"] == 3:
+                restart(running.critic)
+
+        with pytest.raises(FailedPreconditionError, match=r"the critic at .* not the run's [34]"):
+            run_on(running, models, tmp_path / "run", on_step=on_step, **changes)
+        resumed = run_on(running, models, tmp_path / "run", resume=True, **changes)
+        assert resumed == undisturbed
+
+
 def test_a_run_goes_on_from_another_on_servers_that_have_done_more(fresh_pair, models, tmp_path):
     whole = run_on(fresh_pair, models, tmp_path / "whole", steps=2, checkpoint={"every": 1})
     run_on(fresh_pair, models, tmp_path / "other")

@@ -39,6 +39,11 @@ Purpose = Literal["train", "sft", "eval"]
 # How often samples are drawn again that a restarted server wrote under other weights.
 GENERATE_ATTEMPTS = 3
 
+# For a trainer or critic with other weights than the run left there.
+_CHANGED_HINT = (
+    "it was restarted, or another run trains it: --resume goes on from the last checkpoint"
+)
+
 
 class Session:
     """An opened RunSettings; a context manager.
@@ -121,6 +126,18 @@ class Session:
         held = self.trainer.info().server.weights
         if held != expected:
             raise _trainer_changed(self.trainer.address, held, expected)
+
+    def require_critic(self, version: int) -> None:
+        """FailedPreconditionError unless the critic holds this version, as after a restart."""
+        with self.critic() as critic:
+            held = critic.info().server.weights.version
+            if held != version:
+                raise FailedPreconditionError(
+                    f"the critic at {critic.address} holds version {held}, not the run's {version}",
+                    code=grpc.StatusCode.FAILED_PRECONDITION,
+                    reason="STALE_POLICY_VERSION",
+                    hint=_CHANGED_HINT,
+                )
 
     def catch_up(
         self, expected: server_pb2.WeightsVersion | None = None
@@ -370,8 +387,7 @@ def _trainer_changed(
         f"the run's version {expected.version} with {expected.digest}",
         code=grpc.StatusCode.FAILED_PRECONDITION,
         reason="STALE_POLICY_VERSION",
-        hint="it was restarted, or another run trains it: --resume goes on from the last "
-        "checkpoint",
+        hint=_CHANGED_HINT,
     )
 
 

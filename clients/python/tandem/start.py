@@ -29,10 +29,12 @@ class Start:
     Attributes:
         source: in words.
         weights: of the senior, in the trainer and in every rollout server.
+        critic: the critic's, where the run trains one.
     """
 
     source: str
     weights: server_pb2.WeightsVersion
+    critic: server_pb2.WeightsVersion | None = None
 
     def __str__(self) -> str:
         """One line for people."""
@@ -111,23 +113,23 @@ def _made_by(ours: Collection[tuple[int, str]], held: server_pb2.WeightsVersion)
 
 def _base(session: Session) -> Start:
     # The servers of a new cluster hold it already.
-    held = session.trainer.info().server.weights
+    held, critic_held = session.trainer.info().server.weights, _critic_weights(session)
     if session.cluster is None or held.version != 0:
         held = session.trainer.load_base_model()
         if session.uses_critic:
             with session.critic() as critic:
-                critic.load_base_model()
+                critic_held = critic.load_base_model()
     for client in session.rollouts.clients:
         served = client.weights_version()
         if served.version == held.version == 0 and served.digest != held.digest:
             raise other_weights(client.address, served, held)
     model = session.trainer.info().server.model.path
-    return _publish(session, f"the base model {model}", held)
+    return _publish(session, f"the base model {model}", held, critic_held)
 
 
 def _served(session: Session) -> Start:
     held = session.trainer.info().server.weights
-    return _publish(session, "what the servers hold", held)
+    return _publish(session, "what the servers hold", held, _critic_weights(session))
 
 
 def _load(session: Session, checkpoint: Checkpoint, source: str) -> Start:
@@ -142,18 +144,31 @@ def _load(session: Session, checkpoint: Checkpoint, source: str) -> Start:
             reason="WEIGHTS_DIFFER",
             hint="something else was written to its place",
         )
+    critic_held = None
     if session.uses_critic:
         with session.critic() as critic:
             if checkpoint.critic is None:
-                critic.load_base_model()
+                critic_held = critic.load_base_model()
                 source += ", the critic from its base model"
             else:
-                critic.load_checkpoint(str(checkpoint.critic))
-    return _publish(session, source, held)
+                critic_held = critic.load_checkpoint(str(checkpoint.critic))
+    return _publish(session, source, held, critic_held)
 
 
-def _publish(session: Session, source: str, held: server_pb2.WeightsVersion) -> Start:
+def _critic_weights(session: Session) -> server_pb2.WeightsVersion | None:
+    if not session.uses_critic:
+        return None
+    with session.critic() as critic:
+        return critic.info().server.weights
+
+
+def _publish(
+    session: Session,
+    source: str,
+    held: server_pb2.WeightsVersion,
+    critic_held: server_pb2.WeightsVersion | None,
+) -> Start:
     others = [one for one in session.rollouts.clients if one.weights_version() != held]
     if others:
         session.publish(others, allow_rollback=True)
-    return Start(source, held)
+    return Start(source, held, critic_held)

@@ -71,6 +71,7 @@ def train(
                     objective=given(settings.objective),
                     request_id=f"{run.run_id}/{step}",
                 )
+            loop.require_critic(reply.report)
             run.write_trajectories(step, records)
             line = loop.finish(step, reply.report, clock, response_metrics(groups, judged.rewards))
             if warning := flat.add(line):
@@ -223,6 +224,7 @@ class Loop:
         session.note(str(start))
         print(start, file=run.log)
         self.weights = start.weights
+        self._critic_version = start.critic.version if start.critic else 0
         self._begun = time.monotonic() - run.elapsed_seconds
         return self
 
@@ -238,6 +240,15 @@ class Loop:
             yield step
             if self._stop:
                 return
+
+    def require_critic(self, report: trainer_pb2.StepReport) -> None:
+        """FailedPreconditionError unless the critic made the step too, from where the run left it.
+
+        One that a supervisor restarted begins at its base model, and would train from there.
+        """
+        if self._session.uses_critic and not report.skipped:
+            self._critic_version += 1
+            self._session.require_critic(self._critic_version)
 
     def finish(
         self,
@@ -282,7 +293,7 @@ class Loop:
         last = step == settings.steps and settings.checkpoint.at_end
         self._stop = self._interrupt is not None and self._interrupt.requested
         if due or last or self._stop:
-            save(self._session, run, step, self.weights)
+            save(self._session, run, step, self.weights, self._critic_version)
         return line
 
     def _rescue(self) -> str:
@@ -302,18 +313,22 @@ class Loop:
         if health.status != "SERVING":
             return f"the trainer is {health.status} {health.reason}".rstrip()
         try:
-            save(self._session, self._run, self.last_step, self.weights)
+            save(self._session, self._run, self.last_step, self.weights, self._critic_version)
         except TandemError as error:
             return error.message
         return None
 
 
 def save(
-    session: Session, run: RunDirectory, step: int, weights: server_pb2.WeightsVersion
+    session: Session,
+    run: RunDirectory,
+    step: int,
+    weights: server_pb2.WeightsVersion,
+    critic_version: int,
 ) -> SavedState:
     """Saves trainer and critic as they are after `step`; `weights` are the senior's then.
 
-    Raises FailedPreconditionError when the trainer holds others.
+    Raises FailedPreconditionError when the trainer holds others, or the critic another version.
     """
     session.require_weights(weights)
     # Saving prunes the older ones before state.json names the new one: with one more to keep, the
@@ -327,6 +342,7 @@ def save(
         critic = trainer / "critic"
         with session.critic() as client:
             client.save_checkpoint(str(run.path / critic), name, keep)
+        session.require_critic(critic_version)  # After it: what was restarted never gets there.
     state = SavedState(
         step,
         weights.version,
