@@ -57,11 +57,14 @@ def test_a_critic_begins_anew_with_its_run(models, tmp_path):
         assert run_on(running, models, tmp_path / "second", objective=objective) == first
 
 
-@pytest.mark.parametrize("every", [1, 2])
-def test_a_critic_that_restarts_ends_the_run_which_resumes_to_the_same_bits(
-    models, tmp_path, every
+@pytest.mark.parametrize(("role", "every"), [("critic", 1), ("critic", 2), ("trainer", 2)])
+def test_a_server_that_restarts_ends_a_ppo_run_which_resumes_to_the_same_bits(
+    models, tmp_path, role, every
 ):
-    """It comes back with its base model, which must not train, or be saved, as the run's critic."""
+    """It comes back with its base model, which must not train, or be saved, as the run's own.
+
+    The other one still holds updates that no checkpoint has: the run's own, which it does again.
+    """
     with harness.cluster(tmp_path / "cluster", models, trainer={}, critic={}) as running:
         changes = {
             "objective": {"advantage_estimator": "gae"},
@@ -72,9 +75,10 @@ def test_a_critic_that_restarts_ends_the_run_which_resumes_to_the_same_bits(
 
         def on_step(line):
             if line["step"] == 3:
-                restart(running.critic)
+                restart(getattr(running, role))
 
-        with pytest.raises(FailedPreconditionError, match=r"the critic at .* not the run's [34]"):
+        says = rf"the {role} at .* not the run's (version )?[34]"
+        with pytest.raises(FailedPreconditionError, match=says):
             run_on(running, models, tmp_path / "run", on_step=on_step, **changes)
         resumed = run_on(running, models, tmp_path / "run", resume=True, **changes)
         assert resumed == undisturbed

@@ -4,7 +4,8 @@ run.json                 {"run_id", "kind", "start", "servers"}: kind is the com
                          demo; what the run started from; the models and settings of its servers
 config.yaml              the resolved configuration of the last start
 metrics.jsonl            one line per step, written as soon as the step is done
-versions.jsonl           {"step", "version", "digest"}: the weights after every step
+versions.jsonl           {"step", "version", "digest"}: the weights after every step; with a critic
+                         "critic_version" and "critic_digest", too
 evals.jsonl              one line per evaluation
 tensorboard/             the numbers of both as TensorBoard events
 trajectories/step_N.jsonl one line per response (`tandem train` alone)
@@ -105,6 +106,7 @@ class RunDirectory:
         state: the checkpoint to go on from, None at the start of a run.
         start: what the run started from, as recorded; None before that.
         versions: (version, digest) of the weights after the steps that an earlier start did.
+        critic_versions: the same of the critic.
         elapsed_seconds: run time until `state`, 0 at the start of a run.
         log: logs/attempt_N.log, from begin() on.
     """
@@ -118,6 +120,7 @@ class RunDirectory:
         self.path = config.run_dir.resolve()
         self.start: dict[str, Any] | None = None
         self.versions: list[tuple[int, str]] = []
+        self.critic_versions: list[tuple[int, str]] = []
         self.run_id = f"{self.path.name}-{uuid.uuid4().hex[:8]}"
         self.state: SavedState | None = None
         self.elapsed_seconds = 0.0
@@ -230,9 +233,16 @@ class RunDirectory:
             self.log.write(text)
             self._events.add(line)
 
-    def write_version(self, step: int, weights: server_pb2.WeightsVersion) -> None:
-        """Appends the weights after a step to versions.jsonl."""
+    def write_version(
+        self,
+        step: int,
+        weights: server_pb2.WeightsVersion,
+        critic: server_pb2.WeightsVersion | None = None,
+    ) -> None:
+        """Appends the weights after a step, of the senior and the critic, to versions.jsonl."""
         line = {"step": step, "version": weights.version, "digest": weights.digest}
+        if critic is not None:
+            line |= {"critic_version": critic.version, "critic_digest": critic.digest}
         with writing(self.path / "versions.jsonl"):
             self._versions.write(json.dumps(line) + "\n")
 
@@ -288,6 +298,11 @@ class RunDirectory:
             self.elapsed_seconds = metrics[-1].get("time_seconds") or 0.0
         versions = _steps_until(self.path / "versions.jsonl", None)
         self.versions = [(one.get("version", 0), one.get("digest", "")) for one in versions]
+        self.critic_versions = [
+            (one["critic_version"], one.get("critic_digest", ""))
+            for one in versions
+            if "critic_version" in one
+        ]
 
     def _require_kind(self) -> None:
         kind = kind_of_run(self.path)

@@ -127,17 +127,19 @@ class Session:
         if held != expected:
             raise _trainer_changed(self.trainer.address, held, expected)
 
-    def require_critic(self, version: int) -> None:
-        """FailedPreconditionError unless the critic holds this version, as after a restart."""
+    def require_critic(self, version: int) -> server_pb2.WeightsVersion:
+        """The critic's weights; FailedPreconditionError unless they are of this version."""
         with self.critic() as critic:
-            held = critic.info().server.weights.version
-            if held != version:
+            held = critic.info().server.weights
+            if held.version != version:
                 raise FailedPreconditionError(
-                    f"the critic at {critic.address} holds version {held}, not the run's {version}",
+                    f"the critic at {critic.address} holds version {held.version}, not the run's "
+                    f"{version}",
                     code=grpc.StatusCode.FAILED_PRECONDITION,
                     reason="STALE_POLICY_VERSION",
                     hint=_CHANGED_HINT,
                 )
+            return held
 
     def catch_up(
         self, expected: server_pb2.WeightsVersion | None = None

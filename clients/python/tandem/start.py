@@ -62,7 +62,7 @@ def start_run(session: Session, run: RunDirectory, *, discard_unsaved: bool = Fa
     run.require_same_servers(session.servers())
     start_from = session.settings.start_from
     if run.state is not None:
-        require_saved(session, discard_unsaved, ours=run.versions)
+        require_saved(session, discard_unsaved, run.versions, run.critic_versions)
         return _load(session, checkpoint_of(run.path), f"the checkpoint of step {run.state.step}")
     if start_from == "served":
         return _served(session)
@@ -81,10 +81,15 @@ def serve_checkpoint(session: Session, path: Path, *, discard_unsaved: bool = Fa
     return _load(session, checkpoint, str(checkpoint.trainer))
 
 
-def require_saved(session: Session, discard: bool, ours: Collection[tuple[int, str]] = ()) -> None:
-    """Refuses to replace updates that no checkpoint has, but for those of `ours`.
+def require_saved(
+    session: Session,
+    discard: bool,
+    ours: Collection[tuple[int, str]] = (),
+    our_critics: Collection[tuple[int, str]] = (),
+) -> None:
+    """Refuses to replace updates that no checkpoint has, but for a run's own.
 
-    `ours` are the (version, digest) of a run that will do its steps again.
+    `ours` and `our_critics` are the (version, digest) of a run that will do its steps again.
     """
     if discard:
         return
@@ -96,7 +101,9 @@ def require_saved(session: Session, discard: bool, ours: Collection[tuple[int, s
     if _made_by(ours, infos[0].server.weights):
         return
     for client, info in zip(clients, infos, strict=True):
-        if info.unsaved:
+        # A trainer that was restarted has none of them, but the critic may.
+        made = client.role == "critic" and _made_by(our_critics, info.server.weights)
+        if info.unsaved and not made:
             raise UnsavedUpdatesError(
                 f"the {client.role} at {client.address} holds updates that no checkpoint has "
                 f"(version {info.server.weights.version})",

@@ -224,7 +224,7 @@ class Loop:
         session.note(str(start))
         print(start, file=run.log)
         self.weights = start.weights
-        self._critic_version = start.critic.version if start.critic else 0
+        self._critic = start.critic
         self._begun = time.monotonic() - run.elapsed_seconds
         return self
 
@@ -246,9 +246,8 @@ class Loop:
 
         One that a supervisor restarted begins at its base model, and would train from there.
         """
-        if self._session.uses_critic and not report.skipped:
-            self._critic_version += 1
-            self._session.require_critic(self._critic_version)
+        if self._critic is not None and not report.skipped:
+            self._critic = self._session.require_critic(self._critic.version + 1)
 
     def finish(
         self,
@@ -262,7 +261,7 @@ class Loop:
         `metrics` are those that the client computes. Returns the line of metrics.jsonl.
         """
         run, settings = self._run, self._session.settings
-        run.write_version(step, report.weights)
+        run.write_version(step, report.weights, self._critic)
         try:
             with clock.phase("publish"):
                 if report.weights != self.weights:
@@ -293,7 +292,7 @@ class Loop:
         last = step == settings.steps and settings.checkpoint.at_end
         self._stop = self._interrupt is not None and self._interrupt.requested
         if due or last or self._stop:
-            save(self._session, run, step, self.weights, self._critic_version)
+            save(self._session, run, step, self.weights, self._critic)
         return line
 
     def _rescue(self) -> str:
@@ -313,7 +312,7 @@ class Loop:
         if health.status != "SERVING":
             return f"the trainer is {health.status} {health.reason}".rstrip()
         try:
-            save(self._session, self._run, self.last_step, self.weights, self._critic_version)
+            save(self._session, self._run, self.last_step, self.weights, self._critic)
         except TandemError as error:
             return error.message
         return None
@@ -324,9 +323,9 @@ def save(
     run: RunDirectory,
     step: int,
     weights: server_pb2.WeightsVersion,
-    critic_version: int,
+    critic_weights: server_pb2.WeightsVersion | None,
 ) -> SavedState:
-    """Saves trainer and critic as they are after `step`; `weights` are the senior's then.
+    """Saves trainer and critic as they are after `step`, with these weights.
 
     Raises FailedPreconditionError when the trainer holds others, or the critic another version.
     """
@@ -338,11 +337,13 @@ def save(
     name = checkpoint_name(step)
     trainer, critic = Path("checkpoints"), None
     session.trainer.save_checkpoint(str(run.path / trainer), name, keep)
-    if session.uses_critic:
+    if critic_weights is not None:
         critic = trainer / "critic"
         with session.critic() as client:
             client.save_checkpoint(str(run.path / critic), name, keep)
-        session.require_critic(critic_version)  # After it: what was restarted never gets there.
+        session.require_critic(
+            critic_weights.version
+        )  # After it: what was restarted never gets there.
     state = SavedState(
         step,
         weights.version,
