@@ -3,6 +3,7 @@
 #include <cmath>
 #include <cstddef>
 #include <map>
+#include <numeric>
 
 #include "absl/strings/str_cat.h"
 #include "common/base/error.h"
@@ -57,9 +58,12 @@ absl::StatusOr<std::vector<double>> GroupRelativeAdvantages(absl::Span<const dou
                                                             absl::Span<const int64_t> group_ids,
                                                             RewardStd std, double epsilon) {
   TANDEM_ASSIGN_OR_RETURN(const Groups groups, MakeGroups(rewards, group_ids));
-  std::vector<size_t> all(rewards.size());
-  for (size_t i = 0; i < all.size(); ++i) all[i] = i;
-  const double batch_std = MomentsOf(rewards, all).std;
+  double batch_std = 0;
+  if (std == RewardStd::kBatch) {
+    std::vector<size_t> all(rewards.size());
+    std::iota(all.begin(), all.end(), size_t{0});
+    batch_std = MomentsOf(rewards, all).std;
+  }
   std::vector<double> advantages(rewards.size(), 0.0);
   for (const auto& [id, members] : groups) {
     if (members.size() < 2) continue;

@@ -40,9 +40,11 @@ struct RowStatistics {
 
 // Called for consecutive runs of rows, each once and in order: given their log-probs and entropies
 // it fills d loss / d logp and d loss / d entropy. An error ends the computation.
-using TokenLossFunction = absl::FunctionRef<absl::Status(
-    int64_t first_row, absl::Span<const double> logprobs, absl::Span<const double> entropies,
-    absl::Span<double> logprob_coefficients, absl::Span<double> entropy_coefficients)>;
+using TokenLoss = absl::Status(int64_t first_row, absl::Span<const double> logprobs,
+                               absl::Span<const double> entropies,
+                               absl::Span<double> logprob_coefficients,
+                               absl::Span<double> entropy_coefficients);
+using TokenLossFunction = absl::FunctionRef<TokenLoss>;
 
 // Where gradients are *added*, on the device of the weight. An undefined tensor is not computed.
 // fp32 (fp64 if the weight is); that of `hidden` may also have its type.

@@ -20,6 +20,17 @@ struct LogRatio {
   bool open;
 };
 
+struct Ratio {
+  double plain;
+  double cut;  // into the clip range
+};
+
+Ratio RatioOf(const PolicyLossOptions& options, const LogRatio& log_ratio) {
+  const double ratio = std::exp(log_ratio.value);
+  return {.plain = ratio,
+          .cut = std::clamp(ratio, 1.0 - options.clip_ratio_low, 1.0 + options.clip_ratio_high)};
+}
+
 struct LossTerm {
   double value = 0;
   double gradient = 0;  // by the log-ratio (or by logp, which is the same)
@@ -27,8 +38,7 @@ struct LossTerm {
 };
 
 LossTerm PpoClip(const PolicyLossOptions& options, const LogRatio& log_ratio, double advantage) {
-  const double ratio = std::exp(log_ratio.value);
-  const double cut = std::clamp(ratio, 1.0 - options.clip_ratio_low, 1.0 + options.clip_ratio_high);
+  const auto [ratio, cut] = RatioOf(options, log_ratio);
   const double plain = -advantage * ratio;
   LossTerm term;
   term.clipped = -advantage * cut > plain;
@@ -44,8 +54,7 @@ LossTerm PpoClip(const PolicyLossOptions& options, const LogRatio& log_ratio, do
 
 LossTerm Cispo(const PolicyLossOptions& options, const LogRatio& log_ratio, double advantage,
                double logprob) {
-  const double ratio = std::exp(log_ratio.value);
-  const double cut = std::clamp(ratio, 1.0 - options.clip_ratio_low, 1.0 + options.clip_ratio_high);
+  const auto [ratio, cut] = RatioOf(options, log_ratio);
   return {
       .value = -cut * advantage * logprob, .gradient = -cut * advantage, .clipped = cut != ratio};
 }

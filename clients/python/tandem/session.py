@@ -39,11 +39,6 @@ Purpose = Literal["train", "sft", "eval"]
 # How often samples are drawn again that a restarted server wrote under other weights.
 GENERATE_ATTEMPTS = 3
 
-# For a trainer or critic with other weights than the run left there.
-_CHANGED_HINT = (
-    "it was restarted, or another run trains it: --resume goes on from the last checkpoint"
-)
-
 
 class Session:
     """An opened RunSettings; a context manager.
@@ -125,20 +120,14 @@ class Session:
         """FailedPreconditionError unless the trainer holds these weights, as after a restart."""
         held = self.trainer.info().server.weights
         if held != expected:
-            raise _trainer_changed(self.trainer.address, held, expected)
+            raise _changed(self.trainer, _in_words(held), _in_words(expected))
 
     def require_critic(self, version: int) -> server_pb2.WeightsVersion:
         """The critic's weights; FailedPreconditionError unless they are of this version."""
         with self.critic() as critic:
             held = critic.info().server.weights
             if held.version != version:
-                raise FailedPreconditionError(
-                    f"the critic at {critic.address} holds version {held.version}, not the run's "
-                    f"{version}",
-                    code=grpc.StatusCode.FAILED_PRECONDITION,
-                    reason="STALE_POLICY_VERSION",
-                    hint=_CHANGED_HINT,
-                )
+                raise _changed(critic, f"version {held.version}", f"version {version}")
             return held
 
     def catch_up(
@@ -381,16 +370,21 @@ def other_weights(
     )
 
 
-def _trainer_changed(
-    address: str, held: server_pb2.WeightsVersion, expected: server_pb2.WeightsVersion
+def _changed(
+    server: TrainerClient | CriticClient, holds: str, left: str
 ) -> FailedPreconditionError:
+    """For a trainer or critic with other weights than the run left there."""
     return FailedPreconditionError(
-        f"the trainer at {address} holds version {held.version} with digest {held.digest}, not "
-        f"the run's version {expected.version} with {expected.digest}",
+        f"the {server.role} at {server.address} holds {holds}, not the run's {left}",
         code=grpc.StatusCode.FAILED_PRECONDITION,
         reason="STALE_POLICY_VERSION",
-        hint=_CHANGED_HINT,
+        hint="it was restarted, or another run trains it: --resume goes on from the last "
+        "checkpoint",
     )
+
+
+def _in_words(weights: server_pb2.WeightsVersion) -> str:
+    return f"version {weights.version} with digest {weights.digest}"
 
 
 def _all_by(weights: server_pb2.WeightsVersion, group: Sequence[trajectory_pb2.Trajectory]) -> bool:

@@ -120,12 +120,12 @@ def _made_by(ours: Collection[tuple[int, str]], held: server_pb2.WeightsVersion)
 
 def _base(session: Session) -> Start:
     # The servers of a new cluster hold it already.
-    held, critic_held = session.trainer.info().server.weights, _critic_weights(session)
-    if session.cluster is None or held.version != 0:
+    held = session.trainer.info().server.weights
+    if session.cluster is not None and held.version == 0:
+        critic_held = _critic_weights(session)
+    else:
         held = session.trainer.load_base_model()
-        if session.uses_critic:
-            with session.critic() as critic:
-                critic_held = critic.load_base_model()
+        critic_held = _critic_base(session)
     for client in session.rollouts.clients:
         served = client.weights_version()
         if served.version == held.version == 0 and served.digest != held.digest:
@@ -152,13 +152,12 @@ def _load(session: Session, checkpoint: Checkpoint, source: str) -> Start:
             hint="something else was written to its place",
         )
     critic_held = None
-    if session.uses_critic:
+    if session.uses_critic and checkpoint.critic is None:
+        critic_held = _critic_base(session)
+        source += ", the critic from its base model"
+    elif session.uses_critic:
         with session.critic() as critic:
-            if checkpoint.critic is None:
-                critic_held = critic.load_base_model()
-                source += ", the critic from its base model"
-            else:
-                critic_held = critic.load_checkpoint(str(checkpoint.critic))
+            critic_held = critic.load_checkpoint(str(checkpoint.critic))
     return _publish(session, source, held, critic_held)
 
 
@@ -167,6 +166,13 @@ def _critic_weights(session: Session) -> server_pb2.WeightsVersion | None:
         return None
     with session.critic() as critic:
         return critic.info().server.weights
+
+
+def _critic_base(session: Session) -> server_pb2.WeightsVersion | None:
+    if not session.uses_critic:
+        return None
+    with session.critic() as critic:
+        return critic.load_base_model()
 
 
 def _publish(

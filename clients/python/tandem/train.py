@@ -341,9 +341,8 @@ def save(
         critic = trainer / "critic"
         with session.critic() as client:
             client.save_checkpoint(str(run.path / critic), name, keep)
-        session.require_critic(
-            critic_weights.version
-        )  # After it: what was restarted never gets there.
+        # After saving: one that was restarted is never named in state.json.
+        session.require_critic(critic_weights.version)
     state = SavedState(
         step,
         weights.version,

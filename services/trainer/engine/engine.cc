@@ -45,11 +45,7 @@ loss::OutputRows MakeOutputRows(const training::MicroBatchInput& input,
 
 // The loss of a batch, micro-batch by micro-batch; rows are those of the batch.
 struct BatchLoss {
-  // As loss::TokenLossFunction.
-  std::function<absl::Status(
-      int64_t first_row, absl::Span<const double> logprobs, absl::Span<const double> entropies,
-      absl::Span<double> logprob_coefficients, absl::Span<double> entropy_coefficients)>
-      evaluate;
+  std::function<loss::TokenLoss> evaluate;
   // Before the forward pass; may be empty.
   std::function<absl::Status(const training::MicroBatchInput&, const loss::OutputRows&)> before =
       nullptr;
@@ -84,7 +80,8 @@ class TorchEngine final : public training::CoreEngine<Engine> {
   absl::StatusOr<Advantages> AdvantagesOf(const CallScope& call, const TrainStepRequest& request,
                                           const PolicyBatch& batch, Metrics& metrics);
   // Forward and backward over all rows.
-  absl::Status AddGradients(const TrainingRows& rows, const BatchLoss& loss, StepReport& report);
+  absl::Status AddGradients(const TrainingRows& rows, const BatchLoss& batch_loss,
+                            StepReport& report);
   absl::Status AddReferenceLogProbs(const training::MicroBatchInput& input,
                                     const loss::OutputRows& rows, std::vector<double>& reference);
 

@@ -103,6 +103,51 @@ class TrainerEngineTest : public ::testing::Test {
   TemporaryFolder folder_;
 };
 
+// A step by autograd over whole logits.
+class AutogradOracle {
+ public:
+  explicit AutogradOracle(const std::filesystem::path& model)
+      : model_(std::move(Model::Load(model, {.requires_grad = true})).value()) {}
+
+  // Of the response tokens of `t`, [T].
+  at::Tensor LogProbs(const Trajectory& t) const {
+    std::vector<int64_t> ids(t.prompt_token_ids.begin(), t.prompt_token_ids.end());
+    ids.insert(ids.end(), t.response_token_ids.begin(), t.response_token_ids.end());
+    const auto length = static_cast<int64_t>(t.response_token_ids.size());
+    const at::Tensor response = at::tensor(ids).slice(0, -length);
+    CausalContext context;
+    const at::Tensor logits =
+        model_->ForwardLogits(model_->HiddenStates(MakeRaggedBatch({ids}), context));
+    return at::log_softmax(logits.slice(0, -length - 1, -1), -1)
+        .gather(1, response.unsqueeze(1))
+        .squeeze(1);
+  }
+
+  // Of `loss` by all parameters.
+  double GradientNorm(const at::Tensor& loss) const {
+    loss.backward();
+    double squares = 0;
+    for (const auto& [name, parameter] : model_->Parameters()) {
+      squares += parameter.grad().to(at::kDouble).square().sum().item<double>();
+    }
+    return std::sqrt(squares);
+  }
+
+ private:
+  const std::unique_ptr<Model> model_;
+};
+
+// Rewards 0 and 1 in each group: advantage -+ 1/sqrt(2) (std with ddof 1 is 1/sqrt(2)).
+double TestAdvantage(const PolicySample& sample) {
+  return (*sample.reward - 0.5) / (std::sqrt(0.5) + 1e-6);
+}
+
+// 1 for the senior's tokens, `junior` for the others, [T].
+at::Tensor AuthorWeights(const Trajectory& t, double junior) {
+  const std::vector<float> mask(t.authorship_mask.begin(), t.authorship_mask.end());
+  return at::tensor(mask) * (1 - junior) + junior;
+}
+
 TEST_F(TrainerEngineTest, PolicyStepRaisesWhatWasRewarded) {
   auto engine = Make();
   PolicyBatch batch = TestBatch();
@@ -161,31 +206,16 @@ TEST_F(TrainerEngineTest, GradientEqualsAutogradOverWholeLogits) {
   batch.objective.scale.normalizer = loss::Normalizer::kAllTokens;
   auto metrics = Step(*engine, TestRequest(batch)).report.metrics;
 
-  const auto model = std::move(Model::Load(folder_ / "model", {.requires_grad = true})).value();
+  const AutogradOracle oracle(folder_ / "model");
   at::Tensor loss = at::zeros({});
-  double tokens = 0;
+  int64_t tokens = 0;
   for (const PolicySample& sample : batch.samples) {
-    const Trajectory& t = sample.trajectory;
-    std::vector<int64_t> ids(t.prompt_token_ids.begin(), t.prompt_token_ids.end());
-    ids.insert(ids.end(), t.response_token_ids.begin(), t.response_token_ids.end());
-    CausalContext context;
-    const at::Tensor logprobs = at::log_softmax(
-        model->ForwardLogits(model->HiddenStates(MakeRaggedBatch({ids}), context)), -1);
-    // Rewards 0 and 1 in each group: advantage -+ 1/sqrt(2) (std with ddof 1 is 1/sqrt(2)).
-    const double advantage = (*sample.reward - 0.5) / (std::sqrt(0.5) + 1e-6);
-    for (size_t k = 0; k < t.response_token_ids.size(); ++k) {
-      const auto row = static_cast<int64_t>(t.prompt_token_ids.size() + k) - 1;
-      const double weight = t.authorship_mask[k] ? 1.0 : 0.3;
-      loss = loss - logprobs[row][t.response_token_ids[k]] * (advantage * weight);
-      tokens += 1;
-    }
+    const at::Tensor logprobs = oracle.LogProbs(sample.trajectory);
+    loss = loss - (logprobs * AuthorWeights(sample.trajectory, 0.3)).sum() * TestAdvantage(sample);
+    tokens += logprobs.size(0);
   }
-  (loss / tokens).backward();
-  double squares = 0;
-  for (const auto& [name, parameter] : model->Parameters()) {
-    squares += parameter.grad().to(at::kDouble).square().sum().item<double>();
-  }
-  EXPECT_NEAR(metrics["policy/grad_norm"], std::sqrt(squares), 1e-5 * std::sqrt(squares));
+  const double norm = oracle.GradientNorm(loss / tokens);
+  EXPECT_NEAR(metrics["policy/grad_norm"], norm, 1e-5 * norm);
 }
 
 // Of a stale batch, where GSPO's ratios are not 1.
@@ -204,38 +234,22 @@ TEST_F(TrainerEngineTest, GspoGradientEqualsAutogradOverWholeLogits) {
   auto metrics = Step(*engine, TestRequest(batch)).report.metrics;
   EXPECT_GT(metrics["policy/mean_ratio"], 1);
 
-  const auto model = std::move(Model::Load(folder_ / "model", {.requires_grad = true})).value();
+  const AutogradOracle oracle(folder_ / "model");
   at::Tensor loss = at::zeros({});
-  double tokens = 0;
+  int64_t tokens = 0;
   for (const PolicySample& sample : batch.samples) {
     const Trajectory& t = sample.trajectory;
-    std::vector<int64_t> ids(t.prompt_token_ids.begin(), t.prompt_token_ids.end());
-    ids.insert(ids.end(), t.response_token_ids.begin(), t.response_token_ids.end());
-    CausalContext context;
-    const at::Tensor logprobs = at::log_softmax(
-        model->ForwardLogits(model->HiddenStates(MakeRaggedBatch({ids}), context)), -1);
-    const double advantage = (*sample.reward - 0.5) / (std::sqrt(0.5) + 1e-6);
-    at::Tensor log_ratio = at::zeros({});
-    double weights = 0;
-    const auto length = static_cast<double>(t.response_token_ids.size());
-    for (size_t k = 0; k < t.response_token_ids.size(); ++k) {
-      const auto row = static_cast<int64_t>(t.prompt_token_ids.size() + k) - 1;
-      const at::Tensor logprob = logprobs[row][t.response_token_ids[k]];
-      log_ratio = log_ratio + (logprob - t.author_logprobs[k]) / length;
-      weights += t.authorship_mask[k] ? 1.0 : 0.3;
-    }
-    const at::Tensor ratio = log_ratio.exp();
-    loss = loss - at::min(ratio * advantage, ratio.clamp(0.8, 1.1) * advantage) * weights;
-    tokens += length;
+    const double advantage = TestAdvantage(sample);
+    const at::Tensor logprobs = oracle.LogProbs(t);
+    const at::Tensor ratio = (logprobs - at::tensor(t.author_logprobs)).mean().exp();
+    loss = loss - at::min(ratio * advantage, ratio.clamp(0.8, 1.1) * advantage) *
+                      AuthorWeights(t, 0.3).sum();
+    tokens += logprobs.size(0);
   }
   loss = loss / tokens;
-  loss.backward();
-  double squares = 0;
-  for (const auto& [name, parameter] : model->Parameters()) {
-    squares += parameter.grad().to(at::kDouble).square().sum().item<double>();
-  }
+  const double norm = oracle.GradientNorm(loss);
   EXPECT_NEAR(metrics["loss/policy"], loss.item<double>(), 1e-5 * std::abs(loss.item<double>()));
-  EXPECT_NEAR(metrics["policy/grad_norm"], std::sqrt(squares), 1e-5 * std::sqrt(squares));
+  EXPECT_NEAR(metrics["policy/grad_norm"], norm, 1e-5 * norm);
 }
 
 TEST_F(TrainerEngineTest, MicroBatchingDoesNotChangeTheStep) {
