@@ -121,8 +121,9 @@ class GrowingText:
 
     def __init__(self, decode: Callable[[list[int]], str]) -> None:
         self._decode = decode
+        # The ids of the last piece, and those that wait for the rest of their character.
         self._ids: list[int] = []
-        self._told = 0
+        self._told_ids = self._told = 0
 
     def add(self, token: int) -> str:
         """The text that the id adds; "" while a character lacks bytes."""
@@ -136,8 +137,11 @@ class GrowingText:
         return self._tell(self._decode(self._ids))
 
     def _tell(self, text: str) -> str:
-        told, self._told = self._told, len(text)
-        return text[told:]
+        piece = text[self._told :]
+        # A piece depends on no id before the last one's: a long text costs no more by the token.
+        self._ids = self._ids[self._told_ids :]
+        self._told_ids, self._told = len(self._ids), len(self._decode(self._ids))
+        return piece
 
 
 def _read_tokenizer(file: Path) -> Tokenizer:

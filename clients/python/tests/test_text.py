@@ -34,6 +34,26 @@ def test_a_character_in_pieces_shows_when_it_is_whole():
     assert growing.rest() == "\ufffd"
 
 
+def test_pieces_of_a_long_text_are_decoded_from_the_last_ids_alone():
+    most = 0
+
+    def decode(ids):
+        nonlocal most
+        most = max(most, len(ids))
+        return "".join(f"w{i}" for i in ids)
+
+    growing = GrowingText(decode)
+    assert [growing.add(i) for i in range(100)] == [f"w{i}" for i in range(100)]
+    assert growing.rest() == ""
+    assert most == 2
+
+
+def test_a_piece_sees_the_id_before_it():
+    # As the decoders of SentencePiece, which drop the space before the first word.
+    growing = GrowingText(lambda ids: " ".join(f"w{i}" for i in ids))
+    assert [growing.add(i) for i in (3, 3, 4)] == ["w3", " w3", " w4"]
+
+
 def test_a_text_of_one_token_has_an_id(codec):
     assert (codec.token_id("w7"), codec.token_id("w7 w8")) == (7, None)
 
