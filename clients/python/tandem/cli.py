@@ -7,8 +7,6 @@ Exit codes: 0 success; 1 a server or the run failed; 2 wrong usage, configuratio
 from __future__ import annotations
 
 import functools
-import itertools
-import json
 import sys
 import textwrap
 import time
@@ -22,20 +20,21 @@ from typer.core import TyperCommand
 
 from tandem import __version__
 from tandem import settings as settings_module
-from tandem.config_values import dump_values
-from tandem.errors import (
-    ConfigError,
-    NotImplementedByServerError,
-    ProblemsError,
-    RpcError,
-    ServerStartError,
-    TandemError,
-    UnavailableError,
+from tandem.command_line import (
+    EXIT_INTERRUPTED,
+    EXIT_UNREACHABLE,
+    EXIT_USAGE,
+    JsonFlag,
+    app,
+    command,
 )
+from tandem.config_values import dump_values
+from tandem.errors import ConfigError, NotImplementedByServerError, RpcError
 from tandem.interrupt import Interrupt
 from tandem.render import Output, ResponsePrinter, use_any_encoding
 from tandem.settings import ClusterSettings, RunSettings
 from tandem.step_display import StepDisplay
+from tandem.view.commands import view
 
 if TYPE_CHECKING:
     from tandem.client import RolloutClient
@@ -43,21 +42,9 @@ if TYPE_CHECKING:
     from tandem.text import TextCodec
     from tandem.transport import Health
 
-EXIT_FAILED, EXIT_USAGE, EXIT_UNREACHABLE, EXIT_INTERRUPTED = 1, 2, 3, 130
-
-app = typer.Typer(
-    name="tandem",
-    help="Tandem Reinforcement Learning: start servers, train, generate, evaluate.\n\n"
-    "Exit codes: 0 success; 1 failed; 2 wrong usage, configuration or data; "
-    "3 server unreachable or not started; 130 stopped by Ctrl-C.",
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-)
 model_app = typer.Typer(help="Model directories.", no_args_is_help=True)
 app.add_typer(model_app, name="model")
 
-JsonFlag = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
 Overrides = Annotated[
     list[str] | None,
     typer.Argument(help="dotted.key=value overrides; later ones win.", metavar="KEY=VALUE"),
@@ -111,22 +98,6 @@ class TrainingCommand(TyperCommand):
             else:
                 plain.append("--resume-auto" if word == "--resume=auto" else word)
         return super().parse_args(ctx, plain)
-
-
-def command(group: typer.Typer = app, **options: Any) -> Callable[[Callable], Callable]:
-    """Registers a command; its expected failures become a line, or JSON, and an exit code."""
-
-    def register(function: Callable[..., None]) -> Callable[..., None]:
-        @functools.wraps(function)
-        def run(*, as_json: bool, **arguments: Any) -> None:
-            try:
-                function(as_json=as_json, **arguments)
-            except TandemError as error:
-                raise typer.Exit(report(error, as_json=as_json)) from None
-
-        return group.command(**options)(run)
-
-    return register
 
 
 @command()
@@ -463,31 +434,7 @@ def health(
         raise typer.Exit(EXIT_UNREACHABLE)
 
 
-@command()
-def show(
-    run_dir: Annotated[Path, typer.Argument(help="A run directory.")],
-    step: Annotated[int, typer.Option(min=1, help="Step to show.")] = 1,
-    count: Annotated[int, typer.Option(min=1, help="Trajectories to show.")] = 8,
-    tokenizer: Annotated[
-        Path | None, typer.Option(help="Directory with tokenizer.json; the run's by default.")
-    ] = None,
-    as_json: JsonFlag = False,
-) -> None:
-    """Trajectories of a step, coloured by author; with --json one record per line."""
-    from tandem.run_files import read_json_lines, trajectory_file
-    from tandem.text import TextCodec
-
-    output = Output(as_json=as_json)
-    settings = settings_module.load(RunSettings, run_dir / "config.yaml")
-    file = trajectory_file(run_dir, step)
-    if not file.exists():
-        raise ConfigError(f"{file} does not exist")
-    records = list(itertools.islice(read_json_lines(file), count))
-    if as_json:
-        for record in records:
-            output.json_line(record)
-        return
-    output.trajectories(records, TextCodec(tokenizer or settings.tokenizer), f"Step {step}")
+command()(view)
 
 
 @command(model_app, name="import")
@@ -549,29 +496,6 @@ def main() -> None:
         error.show()
         code = EXIT_USAGE
     sys.exit(code if isinstance(code, int) else 0)
-
-
-def report(error: TandemError, *, as_json: bool) -> int:
-    """Prints the error on the error stream; returns the exit code."""
-    if as_json:
-        print(json.dumps(error.describe()), file=sys.stderr)
-    else:
-        say = Output().error
-        say(f"tandem: {error}")
-        hinted = "hint:" in str(error)
-        if error.hint and not hinted:
-            say(f"  hint: {error.hint}")
-        for note in getattr(error, "__notes__", ()):
-            say(f"  {note}")
-    if isinstance(error, ProblemsError):
-        kinds = (UnavailableError, ServerStartError)
-        away = all(isinstance(problem, kinds) for problem in error.problems)
-        return EXIT_UNREACHABLE if away else EXIT_USAGE
-    if isinstance(error, ConfigError):
-        return EXIT_USAGE
-    if isinstance(error, UnavailableError | ServerStartError):
-        return EXIT_UNREACHABLE
-    return EXIT_FAILED
 
 
 def _show_preflight(

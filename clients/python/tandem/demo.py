@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from tandem import settings as settings_module
-from tandem.cli import EXIT_INTERRUPTED, report
 from tandem.cluster import BUILD_DIR_VARIABLE
+from tandem.command_line import EXIT_INTERRUPTED, report
 from tandem.errors import RunDirectoryError, TandemError
 from tandem.evaluate import Evaluation, evaluate
 from tandem.interrupt import Interrupt
@@ -31,6 +31,8 @@ from tandem.settings import RunSettings
 from tandem.stats import paired_gain
 from tandem.step_display import StepDisplay
 from tandem.train import train
+from tandem.view.terminal import print_trajectories
+from tandem.view.trajectories import Trajectory, read_step
 
 CONFIG = Path("examples/demo/run.yaml")
 # In run.json: whose run directory it is.
@@ -90,8 +92,8 @@ def run_demo(settings: RunSettings, output: Output) -> int:
 
         output.note(f"\ntime: {display.waiting()}\n")
         if not output.as_json:
-            shown = _first_of_groups(run.read_trajectories(last), 6)
-            output.trajectories(shown, session.codec, f"Step {last}")
+            shown = _first_of_groups(read_step(run.path, last), 6)
+            print_trajectories(output, session.codec, shown, f"Step {last}")
         result = compare(before, after, lines) | {
             "run_dir": str(run.path),
             "seconds": round(time.monotonic() - start, 1),
@@ -100,7 +102,7 @@ def run_demo(settings: RunSettings, output: Output) -> int:
         columns = ("", "accuracy", "95 % interval")
         output.result(result, output.table(title, columns, _summary(result)))
         output.note(f"run directory: {run.path}")
-        output.note(f"more trajectories: {command()} show {run.path} --step {last}")
+        output.note(f"more trajectories: {command()} view {run.path} --step {last}")
     return 0
 
 
@@ -168,11 +170,13 @@ def command() -> str:
     return "tandem" if shutil.which("tandem") else os.path.relpath(beside)
 
 
-def _first_of_groups(records: list[dict[str, Any]], count: int) -> list[dict[str, Any]]:
+def _first_of_groups(trajectories: list[Trajectory], count: int) -> list[Trajectory]:
     # Those with both authors first: that is what there is to see.
-    firsts: dict[str, dict[str, Any]] = {}
-    for record in sorted(records, key=lambda r: len(set(r["authorship_mask"])), reverse=True):
-        firsts.setdefault(record["group_id"], record)
+    firsts: dict[str, Trajectory] = {}
+    for one in sorted(
+        trajectories, key=lambda t: len(set(t.record["authorship_mask"])), reverse=True
+    ):
+        firsts.setdefault(one.record["group_id"], one)
     return list(firsts.values())[:count]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 import json
 import re
 import sys
@@ -87,22 +88,10 @@ class Output:
             return table
         return Group(*(_listed(row, last=row is shown[-1]) for row in shown))
 
-    def trajectories(
-        self, records: Iterable[Mapping[str, Any]], codec: TextCodec, title: str
-    ) -> None:
-        """Trajectories by author: a table on a terminal, tab-separated lines elsewhere."""
-        legend = f"{title}: {LEGEND}"
-        cells = (_trajectory_cells(record, codec) for record in records)
-        if self.console.is_terminal:
-            self.console.print(_trajectory_table(legend, cells))
-        else:
-            lines = [(reward, prompt, response) for prompt, response, reward in cells]
-            self.note(_tab_separated(legend, ("reward", "prompt", "response"), lines))
-
     def table(self, title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Any:
         """Cells as a table on a terminal, numbers at the right; tab-separated lines elsewhere."""
         if not self.console.is_terminal:
-            return _tab_separated(title, columns, rows)
+            return tab_separated(title, columns, rows)
         table = Table(title=Text(title))
         for column in columns:
             table.add_column(column, justify="right" if column else "left")
@@ -116,32 +105,54 @@ class Output:
             print(json.dumps(value), flush=True)
 
 
-def authored_text(pieces: Sequence[str], mask: Sequence[int], *, one_line: bool = False) -> Text:
-    """A response by author: senior bold cyan, junior yellow, underlined and in brackets."""
-    text = Text()
-    for author, raw in _runs(pieces, mask):
-        run = _visible(raw, keep="" if one_line else "\n")
-        if author:
-            text.append(run, style=SENIOR_STYLE)
-        else:
-            text.append("[", style="dim")
-            text.append(run, style=JUNIOR_STYLE)
-            text.append("]", style="dim")
-    return text
+class AuthoredText:
+    """A text that grows by author: senior bold cyan, junior yellow, underlined and in brackets."""
+
+    def __init__(self, keep: str = "\n") -> None:
+        """`keep`: the control characters that are not shown by their escapes."""
+        self._text = Text()
+        self._author = 1
+        self._keep = keep
+
+    def append(self, author: int, piece: str, note: str = "") -> None:
+        """A piece by an author (1: senior), and what is to say about it."""
+        # Bytes of a character show with the token that completes it.
+        if not piece:
+            return
+        if author != self._author:
+            self._text.append("]" if author else "[", style="dim")
+            self._author = author
+        style = SENIOR_STYLE if author else JUNIOR_STYLE
+        self._text.append(visible(piece, self._keep), style=style)
+        self._text.append(note, style="dim")
+
+    def end(self) -> None:
+        """No more pieces come."""
+        if not self._author:
+            self._text.append("]", style="dim")
+
+    def take(self) -> Text:
+        """What came since the last call."""
+        taken, self._text = self._text, Text()
+        return taken
 
 
-def _trajectory_table(title: str, rows: Iterable[tuple[Text, Text, Text]]) -> Table:
-    table = Table(title=Text(title))
-    # Folded at their width: text without spaces shows to its end.
-    table.add_column("prompt", overflow="fold", ratio=1)
-    table.add_column("response", overflow="fold", ratio=2)
-    table.add_column("reward", justify="right", no_wrap=True)
-    for row in rows:
-        table.add_row(*row)
-    return table
+def authored_text(
+    pieces: Sequence[str],
+    mask: Sequence[int],
+    notes: Iterable[str] = itertools.repeat(""),
+    keep: str = "\n",
+) -> Text:
+    """A whole response as AuthoredText; `notes` has one for every piece."""
+    text = AuthoredText(keep)
+    for author, piece, note in zip(mask, pieces, notes, strict=False):
+        text.append(author, piece, note)
+    text.end()
+    return text.take()
 
 
-def _tab_separated(title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
+def tab_separated(title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
+    """Cells as lines for where there is no terminal."""
     lines = ("\t".join(map(str, cells)) for cells in (columns, *rows))
     return "\n".join([title, *lines])
 
@@ -195,50 +206,30 @@ class ResponsePrinter:
 class _Response:
     """A response that grows: what of it was not printed yet."""
 
-    def __init__(self, text: GrowingText) -> None:
+    def __init__(self, pieces: GrowingText) -> None:
         self.ended = False
-        self._text = text
+        self._pieces = pieces
         self._tokens = 0
         self._author = 1
-        self._new = Text()
+        self._text = AuthoredText()
 
     def add(self, ids: Sequence[int], mask: Sequence[int], offset: int) -> None:
         """Takes tokens from position `offset` on; those that are known already change nothing."""
         known = self._tokens - offset
         for token, author in zip(ids[known:], mask[known:], strict=True):
-            self._append(author, self._text.add(token))
+            self._text.append(author, self._pieces.add(token))
+            self._author = author
             self._tokens += 1
 
     def end(self) -> None:
         """No more tokens come."""
-        self._append(self._author, self._text.rest())
-        if not self._author:
-            self._new.append("]", style="dim")
+        self._text.append(self._author, self._pieces.rest())
+        self._text.end()
         self.ended = True
 
     def take(self) -> Text:
         """What came since the last call."""
-        taken, self._new = self._new, Text()
-        return taken
-
-    def _append(self, author: int, piece: str) -> None:
-        if not piece:
-            return
-        if author != self._author:
-            self._new.append("]" if author else "[", style="dim")
-            self._author = author
-        style = SENIOR_STYLE if author else JUNIOR_STYLE
-        self._new.append(_visible(piece, keep="\n"), style=style)
-
-
-def _trajectory_cells(record: Mapping[str, Any], codec: TextCodec) -> tuple[Text, Text, Text]:
-    """Prompt, response and reward of a record."""
-    pieces = codec.pieces(record["response_token_ids"])
-    return (
-        Text(_visible(codec.decode(record["prompt_token_ids"]))),
-        authored_text(pieces, record["authorship_mask"], one_line=True),
-        Text(cell(record["reward"], "{:.2f}")),
-    )
+        return self._text.take()
 
 
 def _listed(row: Mapping[str, str], *, last: bool) -> Any:
@@ -272,21 +263,8 @@ def _print_text(console: Console, text: str) -> None:
         print(text, file=console.file, flush=True)
 
 
-def _runs(pieces: Sequence[str], mask: Sequence[int]) -> Iterable[tuple[int, str]]:
-    run, author = "", None
-    for piece, who in zip(pieces, mask, strict=True):
-        # Bytes of a character show with the token that completes it.
-        if not piece:
-            continue
-        if author is not None and who != author:
-            yield author, run
-            run = ""
-        author, run = who, run + piece
-    if author is not None:
-        yield author, run
-
-
-def _visible(text: str, keep: str = "") -> str:
+def visible(text: str, keep: str = "") -> str:
+    """A text whose control characters, but those of `keep`, are shown by their escapes."""
     # A model may write control characters; a terminal must not obey them.
     return "".join(
         c if c.isprintable() or c in keep else c.encode("unicode_escape").decode() for c in text

@@ -41,10 +41,8 @@ from tandem.run_files import (
     kind_of_run,
     next_attempt,
     number_of,
-    placed_objects,
     read_json,
-    read_json_lines,
-    read_text,
+    step_lines,
     temporary_name,
     trajectory_file,
     write_atomically,
@@ -202,7 +200,7 @@ class RunDirectory:
             self.log = self._append_to(f"{_LOGS}/attempt_{attempt}.log")
             self._metrics = self._append_to("metrics.jsonl")
             self._versions = self._append_to("versions.jsonl")
-            # Imported here: it takes a moment, and `tandem show` does without.
+            # Imported here: it takes a moment, and most commands do without.
             from tandem.event_file import EventFile
 
             events = EventFile(self.path / "tensorboard", self.first_step)
@@ -270,10 +268,6 @@ class RunDirectory:
         lines = (json.dumps(record, ensure_ascii=False) + "\n" for record in records)
         write_atomically(trajectory_file(self.path, step), "".join(lines))
 
-    def read_trajectories(self, step: int) -> list[dict[str, Any]]:
-        """The records of a step."""
-        return list(read_json_lines(trajectory_file(self.path, step)))
-
     def write_state(self, state: SavedState) -> None:
         """Names the checkpoint to resume from."""
         write_atomically(self.path / STATE, json.dumps(asdict(state)) + "\n")
@@ -293,10 +287,10 @@ class RunDirectory:
             before["cluster"] = now["cluster"] = None
         _require_same(self.path, before, now, (*RESUMABLE, *self._changes))
         # All are read: begin() would find damage too late.
-        metrics, _, _ = [_steps_until(file, self.state.step) for file in _step_files(self.path)]
+        metrics, _, _ = [step_lines(file, self.state.step) for file in _step_files(self.path)]
         if metrics:
             self.elapsed_seconds = metrics[-1].get("time_seconds") or 0.0
-        versions = _steps_until(self.path / "versions.jsonl", None)
+        versions = step_lines(self.path / "versions.jsonl")
         self.versions = [(one.get("version", 0), one.get("digest", "")) for one in versions]
         self.critic_versions = [
             (one["critic_version"], one.get("critic_digest", ""))
@@ -385,7 +379,7 @@ def _forget_after(path: Path, step: int) -> None:
     # Steps after the checkpoint are done again: their lines would stand there twice.
     for file in _step_files(path):
         if file.exists():
-            lines = (json.dumps(value) + "\n" for value in _steps_until(file, step))
+            lines = (json.dumps(value) + "\n" for value in step_lines(file, step))
             write_atomically(file, "".join(lines))
     # A checkpoint that state.json does not name yet would count as the newest when others are
     # pruned, and push out the one that it does name.
@@ -397,21 +391,6 @@ def _forget_after(path: Path, step: int) -> None:
 
 def _step_files(path: Path) -> tuple[Path, Path, Path]:
     return path / "metrics.jsonl", path / "evals.jsonl", path / "versions.jsonl"
-
-
-def _steps_until(file: Path, step: int | None) -> list[dict[str, Any]]:
-    """The complete lines of steps up to `step`, or all; none if the file does not exist."""
-    if not file.exists():
-        return []
-    # After the last line feed stands nothing, or a line that a crash cut off.
-    *complete, _ = read_text(file).split("\n")
-    kept = []
-    for place, value in placed_objects(file, complete):
-        if not isinstance(value.get("step"), int):
-            raise RunDirectoryError(f"{place}: step: not an integer")
-        if step is None or value["step"] <= step:
-            kept.append(value)
-    return kept
 
 
 def _make(path: Path) -> list[Path]:

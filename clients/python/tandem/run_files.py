@@ -27,10 +27,22 @@ def read_json(path: Path) -> dict[str, Any]:
     return json_object(read_text(path), str(path), RunDirectoryError)
 
 
-def read_json_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """The objects of a JSON-lines file; RunDirectoryError names the line that is none."""
-    for _, value in placed_objects(path, read_text(path).split("\n")):
-        yield value
+def step_lines(path: Path, last: int | None = None) -> list[dict[str, Any]]:
+    """The complete lines of a JSON-lines file of steps, up to the step `last`, or all.
+
+    None if the file does not exist. RunDirectoryError names the line that is no step.
+    """
+    if not path.exists():
+        return []
+    # After the last line feed stands nothing, or a line that a crash cut off.
+    *complete, _ = read_text(path).split("\n")
+    kept = []
+    for place, value in placed_objects(path, complete):
+        if not isinstance(value.get("step"), int):
+            raise RunDirectoryError(f"{place}: step: not an integer")
+        if last is None or value["step"] <= last:
+            kept.append(value)
+    return kept
 
 
 def placed_objects(path: Path, lines: Iterable[str]) -> Iterator[tuple[str, dict[str, Any]]]:

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import fakes
 import pytest
 import typer
-from commands import lines, tandem
+from commands import tandem
 
 from tandem import __version__ as tandem_version
 from tandem import cli, running_clusters
@@ -20,13 +20,6 @@ def test_every_paragraph_of_a_help_fits_a_terminal_of_80_columns():
     texts = [text for one in commands.values() for text in (one.help or "").split("\n")[1:]]
     assert texts
     assert max(map(len, texts)) <= 78
-
-
-def test_a_moved_tokenizer_can_be_named(run_file, tmp_path):
-    tandem("train", run_file, "steps=1")
-    (tmp_path / "model").rename(tmp_path / "moved")
-    tandem("show", tmp_path / "run", check=2)
-    tandem("show", tmp_path / "run", "--tokenizer", tmp_path / "moved")
 
 
 def test_eval_reports_accuracy_and_pass_at_k(run_file):
@@ -109,18 +102,6 @@ def test_generate_separates_responses_and_passes_its_options_on(address, run_fil
 def test_a_tokenizer_that_only_the_server_has_must_be_named(address, tmp_path):
     done = tandem("generate", "w1", "--rollout", address, check=2)
     assert f"--tokenizer: the server's model directory {tmp_path / 'model'}" in done.stderr
-
-
-def test_show_prints_the_records_of_a_step(run_file, tmp_path):
-    tandem("train", run_file, "steps=1")
-    run = tmp_path / "run"
-    shown = tandem("show", run, "--json", "--count", "2").stdout.splitlines()
-    assert [json.loads(line) for line in shown] == lines(run / "trajectories" / "step_1.jsonl")[:2]
-    assert tandem("show", run).stdout.splitlines()[1] == "reward\tprompt\tresponse"
-    tandem("show", run, "--step", "7", check=2)
-    model = (tmp_path / "model").rename(tmp_path / "moved")
-    assert "tokenizer" in tandem("show", run, check=2).stderr
-    tandem("show", run, "--tokenizer", model)
 
 
 def test_version():

@@ -37,7 +37,7 @@ def test_a_demo_ends_with_what_changed(run_file, monkeypatch, capsys):
     assert demo.run_demo(config, Output()) == 0
     shown = capsys.readouterr().out
     assert "before training\t0.0%\t0.0% to 16.1%\nafter training\t0.0%" in shown
-    assert "Step 4: senior, [junior]\nreward\tprompt\tresponse\n" in shown
+    assert "Step 4: senior, [junior]\ngroup\treward\tprompt\tresponse\n" in shown
 
 
 def test_a_demo_names_the_command_where_the_path_has_it_not(monkeypatch):

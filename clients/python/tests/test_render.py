@@ -1,39 +1,18 @@
 """What people see."""
 
 import io
-import re
-import subprocess
-import sys
 
 import fakes
 import pytest
 from rich.cells import cell_len
 from rich.console import Console
+from screens import WIDTHS, Screen
 
 from tandem.render import Output, ResponsePrinter, authored_text
 from tandem.rollout.v1.rollout_pb2 import FinishedEvent, GenerateResponse, TokensEvent
 from tandem.step_display import StepDisplay
 from tandem.text import TextCodec
 from tandem.types.v1.trajectory_pb2 import Trajectory
-
-WIDTHS = (60, 80, 120, 200)
-
-
-class Screen:
-    """A terminal of a width; `lines` is what stands on it, without colours."""
-
-    def __init__(self, width, terminal=True):
-        self.file = io.StringIO()
-        self.console = Console(
-            file=self.file, width=width, force_terminal=terminal, color_system=None
-        )
-        self.output = Output(console=self.console)
-
-    @property
-    def lines(self):
-        text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", self.file.getvalue())
-        return [line.rstrip() for line in re.split(r"[\r\n]+", text) if line.strip()]
-
 
 SERVERS = [
     {
@@ -183,36 +162,6 @@ def codec(tmp_path):
     return TextCodec(fakes.write_tokenizer(tmp_path / "model"))
 
 
-class Letters:
-    """A codec whose ids are characters."""
-
-    def decode(self, ids):
-        return "".join(map(chr, ids))
-
-    def pieces(self, ids):
-        return list(map(chr, ids))
-
-
-def record(prompt, response, mask=None, reward=0.5):
-    return {
-        "prompt_token_ids": list(map(ord, prompt)),
-        "response_token_ids": list(map(ord, response)),
-        "authorship_mask": mask or [1] * len(response),
-        "reward": reward,
-    }
-
-
-@pytest.mark.parametrize("width", WIDTHS)
-@pytest.mark.parametrize("text", ["吾輩は猫である。" * 30, "https://example.org/" + "a1b2/" * 50])
-def test_responses_without_spaces_are_shown_to_their_end(width, text):
-    screen = Screen(width)
-    screen.output.trajectories([record(text, text)], Letters(), "Step 1")
-    assert max(map(cell_len, screen.lines)) <= width
-    cells = [line.split("│") for line in screen.lines if line.startswith("│")]
-    assert "".join(cell[1].strip() for cell in cells) == text
-    assert "".join(cell[2].strip() for cell in cells) == text
-
-
 def test_a_table_is_tab_separated_lines_without_a_terminal():
     screens = Screen(60), Screen(60, terminal=False)
     for screen in screens:
@@ -220,40 +169,6 @@ def test_a_table_is_tab_separated_lines_without_a_terminal():
         screen.output.result({}, screen.output.table("Answers", ("", "accuracy"), rows))
     assert "│ gain            │   +53.0% │" in screens[0].lines
     assert screens[1].lines == ["Answers", "\taccuracy", "before training\t15.0%", "gain\t+53.0%"]
-
-
-def test_trajectories_are_plain_lines_without_a_terminal():
-    screen = Screen(60, terminal=False)
-    rows = [record("a\tb" + "c" * 100, "x\ny", [1, 0, 0]), record("d", "z", reward=None)]
-    screen.output.trajectories(rows, Letters(), "Step 1")
-    assert screen.lines == [
-        "Step 1: senior, [junior]",
-        "reward\tprompt\tresponse",
-        "0.50\ta\\tb" + "c" * 100 + "\tx[\\ny]",
-        "-\td\tz",
-    ]
-
-
-@pytest.mark.parametrize("terminal", [False, True])
-def test_a_terminal_that_knows_ascii_alone_gets_escapes(terminal):
-    code = (
-        "from rich.console import Console\n"
-        "from tandem.render import Output, use_any_encoding\n"
-        "from test_render import Letters, record\n"
-        "use_any_encoding()\n"
-        f"output = Output(console=Console(force_terminal={terminal}, width=80))\n"
-        "output.trajectories([record('猫', 'ä')], Letters(), 'Step 1')\n"
-        "output.note('→')\n"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        capture_output=True,
-        env={"PYTHONIOENCODING": "ascii", "PYTHONPATH": ":".join(sys.path)},
-    )
-    assert done.returncode == 0, done.stderr.decode()
-    assert b"\\u732b" in done.stdout
-    assert b"\\xe4" in done.stdout
-    assert b"\\u2192" in done.stdout
 
 
 def tokens(sample, offset, ids, mask):
@@ -308,7 +223,7 @@ def test_bytes_of_a_character_show_with_the_token_that_completes_it():
 
 def test_control_characters_are_shown_and_not_obeyed():
     assert authored_text(["a\x1b[2J", "b\n"], [1, 1]).plain == "a\\x1b[2Jb\n"
-    assert authored_text(["b\n"], [1], one_line=True).plain == "b\\n"
+    assert authored_text(["b\n"], [1], keep="").plain == "b\\n"
 
 
 def test_text_stays_as_it_is(capsys):

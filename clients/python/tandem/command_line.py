@@ -1,0 +1,73 @@
+"""What every command of `tandem` shares: how it is registered, how it fails, its exit codes."""
+
+from __future__ import annotations
+
+import functools
+import json
+import sys
+from collections.abc import Callable
+from typing import Annotated, Any
+
+import typer
+
+from tandem.errors import (
+    ConfigError,
+    ProblemsError,
+    ServerStartError,
+    TandemError,
+    UnavailableError,
+)
+from tandem.render import Output
+
+EXIT_FAILED, EXIT_USAGE, EXIT_UNREACHABLE, EXIT_INTERRUPTED = 1, 2, 3, 130
+
+app = typer.Typer(
+    name="tandem",
+    help="Tandem Reinforcement Learning: start servers, train, generate, evaluate.\n\n"
+    "Exit codes: 0 success; 1 failed; 2 wrong usage, configuration or data; "
+    "3 server unreachable or not started; 130 stopped by Ctrl-C.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+JsonFlag = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
+
+
+def command(group: typer.Typer = app, **options: Any) -> Callable[[Callable], Callable]:
+    """Registers a command; its expected failures become a line, or JSON, and an exit code."""
+
+    def register(function: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(function)
+        def run(*, as_json: bool, **arguments: Any) -> None:
+            try:
+                function(as_json=as_json, **arguments)
+            except TandemError as error:
+                raise typer.Exit(report(error, as_json=as_json)) from None
+
+        return group.command(**options)(run)
+
+    return register
+
+
+def report(error: TandemError, *, as_json: bool) -> int:
+    """Prints the error on the error stream; returns the exit code."""
+    if as_json:
+        print(json.dumps(error.describe()), file=sys.stderr)
+    else:
+        say = Output().error
+        say(f"tandem: {error}")
+        hinted = "hint:" in str(error)
+        if error.hint and not hinted:
+            say(f"  hint: {error.hint}")
+        for note in getattr(error, "__notes__", ()):
+            say(f"  {note}")
+    if isinstance(error, ProblemsError):
+        kinds = (UnavailableError, ServerStartError)
+        away = all(isinstance(problem, kinds) for problem in error.problems)
+        return EXIT_UNREACHABLE if away else EXIT_USAGE
+    if isinstance(error, ConfigError):
+        return EXIT_USAGE
+    if isinstance(error, UnavailableError | ServerStartError):
+        return EXIT_UNREACHABLE
+    return EXIT_FAILED

@@ -1,0 +1,1 @@
+"""Seeing a run: its trajectories by author, its numbers as curves."""

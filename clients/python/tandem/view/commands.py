@@ -1,0 +1,97 @@
+"""`tandem view`: what a run wrote, for people."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from tandem import settings as settings_module
+from tandem.command_line import JsonFlag
+from tandem.errors import ConfigError
+from tandem.render import Output
+from tandem.run_files import write_atomically
+from tandem.settings import RunSettings
+
+# Trajectories that a terminal shows unless it is told a number.
+_FEW = 8
+
+
+def view(
+    run_dir: Annotated[Path, typer.Argument(help="A run directory.", metavar="RUN_DIR")],
+    step: Annotated[
+        str | None,
+        typer.Option(
+            help="A step, or FIRST:LAST, both optional; without it the last step, for a page all.",
+            metavar="STEP",
+        ),
+    ] = None,
+    reward: Annotated[
+        str | None,
+        typer.Option(help="A reward, or LOW:HIGH, both optional.", metavar="REWARD"),
+    ] = None,
+    text: Annotated[str, typer.Option(help="Text in the response, in upper or lower case.")] = "",
+    count: Annotated[
+        int | None,
+        typer.Option(min=1, help=f"Most trajectories; {_FEW} for people, else all by default."),
+    ] = None,
+    advantage: Annotated[
+        bool, typer.Option("--advantage", help="Also the reward minus its group's mean.")
+    ] = False,
+    gap: Annotated[
+        bool,
+        typer.Option("--gap", help="Also the log-prob gap of a token: senior minus junior."),
+    ] = False,
+    output_file: Annotated[
+        Path | None,
+        typer.Option("--output", "-o", help="Write a page for browsers.", metavar="FILE.html"),
+    ] = None,
+    tokenizer: Annotated[
+        Path | None, typer.Option(help="Directory with tokenizer.json; the run's by default.")
+    ] = None,
+    as_json: JsonFlag = False,
+) -> None:
+    """Trajectories, coloured by author; with --json one record per line.
+
+    --output writes them as one HTML file, with filters, that needs no network.
+    """
+    from tandem.text import TextCodec
+    from tandem.view.page import page
+    from tandem.view.terminal import print_trajectories
+    from tandem.view.trajectories import Filter, Range, read_step, recorded_steps
+
+    output = Output(as_json=as_json)
+    records_alone = as_json and output_file is None
+    if records_alone and (advantage or gap):
+        raise ConfigError("--advantage, --gap: --json prints the records as they are")
+    wanted = Filter(Range.parse(reward, "--reward") if reward is not None else None, text)
+    steps = recorded_steps(run_dir)
+    if step is not None:
+        asked = Range.parse(step, "--step")
+        known, steps = steps, [one for one in steps if one in asked]
+        if not steps:
+            raise ConfigError(f"--step {step}: {run_dir} holds steps {known[0]} to {known[-1]}")
+    elif output_file is None:
+        steps = steps[-1:]
+    found = (one for s in steps for one in read_step(run_dir, s) if wanted.admits(one))
+    if records_alone:
+        for one in itertools.islice(found, count):
+            output.json_line(one.record)
+        return
+    if tokenizer is None:
+        tokenizer = settings_module.load(RunSettings, run_dir / "config.yaml").tokenizer
+    codec = TextCodec(tokenizer)
+    if output_file is not None:
+        name = run_dir.resolve().name
+        chosen = itertools.islice(found, count)
+        html = page(name, codec, chosen, advantage=advantage, gap=gap)
+        write_atomically(output_file, html)
+        output.result({"page": str(output_file)}, f"{output_file}: open it in a browser")
+        return
+    shown = list(itertools.islice(found, count or _FEW))
+    total = len(shown) + sum(1 for _ in found)
+    title = f"Step {steps[0]}" if len(steps) == 1 else f"Steps {steps[0]} to {steps[-1]}"
+    title += f", {len(shown):,} of {total:,} trajectories"
+    print_trajectories(output, codec, shown, title, advantage=advantage, gap=gap)

@@ -1,0 +1,199 @@
+"use strict";
+
+// Responses on a page: so many are drawn at once, however many the run has.
+const PAGE_SIZE = 50;
+// Nats at which a shade is full.
+const FULL_GAP = 3;
+const FULL_LOGPROB = 5;
+
+const form = document.getElementById("filters");
+const list = document.getElementById("list");
+const place = document.getElementById("place");
+
+// Every response with its group, in the order of the files.
+const samples = [];
+for (const block of document.querySelectorAll("script.step")) {
+  for (const group of JSON.parse(block.textContent)) {
+    for (const sample of group.samples) samples.push({ group, sample, text: null });
+  }
+  block.remove();
+}
+let found = samples;
+let first = 0;
+
+function element(tag, className, text) {
+  const made = document.createElement(tag);
+  made.className = className;
+  // Text alone: what a model wrote is never read as HTML.
+  if (text !== undefined) made.textContent = text;
+  return made;
+}
+
+// Control characters, and those that reorder text, by their codes; line feeds stay.
+function visible(text) {
+  return text.replace(/[^\P{C}\n]/gu, (c) => `\\u{${c.codePointAt(0).toString(16)}}`);
+}
+
+function responseText(one) {
+  one.text ??= one.sample.pieces.join("").toLowerCase();
+  return one.text;
+}
+
+function bound(name, otherwise) {
+  const value = form.elements[name].valueAsNumber;
+  return Number.isNaN(value) ? otherwise : value;
+}
+
+function filter() {
+  const [from, to] = [bound("first", -Infinity), bound("last", Infinity)];
+  const [least, most] = [bound("least", -Infinity), bound("most", Infinity)];
+  const anyReward = least === -Infinity && most === Infinity;
+  const text = form.elements.text.value.toLowerCase();
+  found = samples.filter((one) => {
+    const { step } = one.group;
+    const { reward } = one.sample;
+    return (
+      step >= from && step <= to &&
+      (anyReward || (reward !== null && reward >= least && reward <= most)) &&
+      (!text || responseText(one).includes(text))
+    );
+  });
+  first = 0;
+  draw();
+}
+
+function juniorLogprob(sample, t) {
+  return sample.junior_logprobs ? sample.junior_logprobs[t] : null;
+}
+
+function gapOf(sample, t) {
+  const senior = sample.senior_logprobs[t];
+  const junior = juniorLogprob(sample, t);
+  return senior === null || junior === null ? null : senior - junior;
+}
+
+function writerLogprob(sample, t) {
+  return sample.authorship_mask[t] ? sample.senior_logprobs[t] : juniorLogprob(sample, t);
+}
+
+function shade(span, sample, t, kind) {
+  const value = kind === "gap" ? gapOf(sample, t) : writerLogprob(sample, t);
+  if (value === null) return;
+  const name = kind === "gap" ? (value > 0 ? "more" : "less") : "unlikely";
+  const full = kind === "gap" ? FULL_GAP : FULL_LOGPROB;
+  span.classList.add(name);
+  span.style.setProperty("--shade", Math.min(1, Math.abs(value) / full).toFixed(3));
+}
+
+function number(value, digits) {
+  return value === null ? "-" : value.toFixed(digits);
+}
+
+function signed(value, digits) {
+  return value === null ? "-" : (value < 0 ? "" : "+") + value.toFixed(digits);
+}
+
+function tokenTable(sample) {
+  const table = document.createElement("table");
+  const head = table.createTHead().insertRow();
+  for (const name of ["", "token", "id", "author", "senior", "junior", "gap"]) {
+    head.append(element("th", { token: "piece", author: "author" }[name] ?? "", name));
+  }
+  const body = table.createTBody();
+  sample.response_token_ids.forEach((id, t) => {
+    const row = body.insertRow();
+    const author = sample.authorship_mask[t] ? "senior" : "junior";
+    const piece = visible(sample.pieces[t]).replaceAll("\n", "\\n");
+    row.append(
+      element("td", "", t),
+      element("td", `piece token ${author}`, piece),
+      element("td", "", id),
+      element("td", "author", author),
+      element("td", "", number(sample.senior_logprobs[t], 3)),
+      element("td", "", number(juniorLogprob(sample, t), 3)),
+      element("td", "", signed(gapOf(sample, t), 3)),
+    );
+  });
+  return table;
+}
+
+function tokenDetails(sample) {
+  const details = element("details", "tokens");
+  details.append(element("summary", "", `${sample.response_token_ids.length} tokens`));
+  details.addEventListener("toggle", () => {
+    if (details.children.length > 1) return;
+    const scroller = document.createElement("div");
+    scroller.append(tokenTable(sample));
+    details.append(scroller);
+  });
+  return details;
+}
+
+function drawSample(sample, kind) {
+  const box = element("div", "sample");
+  const about = element("div", "about");
+  about.append(
+    element("strong", "", number(sample.reward, 2)),
+    element("span", "advantage", signed(sample.advantage, 2)),
+    element("span", "sample-name", `sample ${sample.sample_index}, ${sample.finish_reason}`),
+  );
+  const response = element("div", "response");
+  sample.pieces.forEach((piece, t) => {
+    const author = sample.authorship_mask[t] ? "senior" : "junior";
+    const span = element("span", `token ${author}`, visible(piece));
+    if (kind !== "none") shade(span, sample, t, kind);
+    response.append(span);
+  });
+  const body = document.createElement("div");
+  body.append(response, tokenDetails(sample));
+  box.append(about, body);
+  return box;
+}
+
+function draw() {
+  const kind = form.elements.shade.value;
+  document.body.className = `shade-${kind}`;
+  document.body.classList.toggle("show-advantage", form.elements.advantage.checked);
+  const shown = found.slice(first, first + PAGE_SIZE);
+  list.replaceChildren();
+  let group = null;
+  let article = null;
+  for (const one of shown) {
+    if (one.group !== group) {
+      group = one.group;
+      article = document.createElement("article");
+      article.append(element("h2", "", group.group_id), element("div", "prompt", visible(group.prompt)));
+      list.append(article);
+    }
+    article.append(drawSample(one.sample, kind));
+  }
+  const range = shown.length ? `${first + 1} to ${first + shown.length} of ` : "";
+  const all = found.length === samples.length ? "" : ` (${samples.length.toLocaleString("en")} in all)`;
+  place.textContent = `${range}${found.length.toLocaleString("en")} responses${all}`;
+  for (const button of document.querySelectorAll("[data-turn]")) {
+    const next = first + button.dataset.turn * PAGE_SIZE;
+    button.disabled = next < 0 || next >= found.length;
+  }
+}
+
+document.addEventListener("click", (event) => {
+  const button = event.target.closest("[data-turn]");
+  if (!button) return;
+  first += button.dataset.turn * PAGE_SIZE;
+  draw();
+  scrollTo(0, 0);
+});
+form.addEventListener("submit", (event) => event.preventDefault());
+form.addEventListener("reset", () => setTimeout(filter));
+form.addEventListener("input", (event) => {
+  if (["shade", "advantage"].includes(event.target.name)) draw();
+  else filter();
+});
+
+const run = JSON.parse(document.getElementById("run").textContent);
+document.title = `${run.name}: trajectories`;
+document.getElementById("name").textContent = `${run.name}: trajectories by author`;
+// Where Clear goes back to.
+form.elements.advantage.defaultChecked = run.advantage;
+for (const choice of form.elements.shade) choice.defaultChecked = choice.value === run.shade;
+form.reset();

@@ -1,0 +1,91 @@
+"""Trajectories on a terminal, or as lines where there is none."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
+
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from tandem.render import LEGEND, Output, authored_text, cell, tab_separated, visible
+from tandem.text import TextCodec
+from tandem.view.trajectories import Trajectory
+
+# Nats from which on a log-prob gap is written behind its token.
+NOTABLE_GAP = 1.0
+
+
+def print_trajectories(
+    output: Output,
+    codec: TextCodec,
+    trajectories: Iterable[Trajectory],
+    title: str,
+    *,
+    advantage: bool = False,
+    gap: bool = False,
+) -> None:
+    """Prompts with their responses by author; tab-separated lines without a terminal.
+
+    `advantage` adds the reward's distance from its group's mean, `gap` the log-prob gap of the
+    tokens where it is large.
+    """
+    heads = ["reward", *(["advantage"] if advantage else [])]
+    legend = f"{title}: {LEGEND}"
+    if gap:
+        legend += f", {{senior - junior log-prob}} from {NOTABLE_GAP:g} nat on"
+    if not output.console.is_terminal:
+        columns = ["group", *heads, "prompt", "response"]
+        rows = (
+            [
+                one.record["group_id"],
+                *_numbers(one, advantage=advantage),
+                _prompt(codec, one, keep=""),
+                _response(codec, one, gap=gap, keep=""),
+            ]
+            for one in trajectories
+        )
+        output.note(tab_separated(legend, columns, rows))
+        return
+    output.note(legend)
+    for name, group in itertools.groupby(trajectories, key=lambda one: one.record["group_id"]):
+        members = list(group)
+        rows = [
+            (*_numbers(one, advantage=advantage), _response(codec, one, gap=gap, keep="\n"))
+            for one in members
+        ]
+        prompt = _prompt(codec, members[0], keep="\n").strip("\n")
+        output.console.print()
+        output.console.print(Text(name, style="bold"))
+        output.console.print(Padding(Text(prompt), (0, 0, 0, 2)))
+        output.console.print(_table(heads, rows))
+
+
+def _table(heads: Sequence[str], rows: Iterable[tuple[str | Text, ...]]) -> Table:
+    table = Table(box=None, padding=(0, 0, 0, 2))
+    for head in heads:
+        table.add_column(head, justify="right", no_wrap=True, header_style="dim")
+    # Folded at its width: text without spaces shows to its end.
+    table.add_column("response", overflow="fold", header_style="dim")
+    for row in rows:
+        table.add_row(*row)
+    return table
+
+
+def _numbers(trajectory: Trajectory, *, advantage: bool) -> Iterator[str]:
+    yield cell(trajectory.record["reward"], "{:.2f}")
+    if advantage:
+        yield cell(trajectory.advantage, "{:+.2f}")
+
+
+def _prompt(codec: TextCodec, trajectory: Trajectory, keep: str) -> str:
+    return visible(codec.decode(trajectory.record["prompt_token_ids"]), keep)
+
+
+def _response(codec: TextCodec, trajectory: Trajectory, *, gap: bool, keep: str) -> Text:
+    record = trajectory.record
+    gaps = trajectory.gaps if gap else [None] * len(record["authorship_mask"])
+    notes = ["" if g is None or abs(g) < NOTABLE_GAP else f"{{{g:+.1f}}}" for g in gaps]
+    pieces = codec.pieces(record["response_token_ids"])
+    return authored_text(pieces, record["authorship_mask"], notes, keep)
