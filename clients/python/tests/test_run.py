@@ -314,6 +314,26 @@ def test_evaluations_in_a_run_are_printed_and_are_events(run_file, tmp_path):
     assert [event.step for event in events.Scalars("eval/accuracy")] == [2, 4]
 
 
+def test_events_of_steps_that_a_resumed_run_does_again_are_forgotten(run_file, tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    from tandem.event_file import EventFile
+
+    tandem("train", run_file, "steps=2", "eval.every=2")
+    # As a run that was lost in step 5, whose last checkpoint is that of step 2, leaves them.
+    folder = tmp_path / "run" / "tensorboard"
+    with EventFile(folder, 3) as events:
+        for step in (3, 4):
+            events.add({"step": step, "loss/total": 100.0, "only/then": 1.0})
+            events.add({"step": step, "accuracy": 100.0}, "eval/")
+    tandem("train", run_file, "--resume", "eval.every=2")
+    events = EventAccumulator(str(folder)).Reload()
+    assert [event.step for event in events.Scalars("loss/total")] == [1, 2, 3, 4]
+    assert [event.step for event in events.Scalars("eval/accuracy")] == [2, 4]
+    assert 100.0 not in [event.value for event in events.Scalars("loss/total")]
+    assert events.Scalars("only/then") == []
+
+
 def test_a_prompt_that_no_server_holds_is_named_before_anything_is_written(
     world, run_file, tmp_path
 ):
