@@ -34,7 +34,7 @@ from tandem.interrupt import Interrupt
 from tandem.render import Output, ResponsePrinter, use_any_encoding
 from tandem.settings import ClusterSettings, RunSettings
 from tandem.step_display import StepDisplay
-from tandem.view.commands import view
+from tandem.view.commands import plot, view
 
 if TYPE_CHECKING:
     from tandem.client import RolloutClient
@@ -435,6 +435,7 @@ def health(
 
 
 command()(view)
+command()(plot)
 
 
 @command(model_app, name="import")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Self
 
@@ -11,6 +11,8 @@ from typing import Any, Self
 from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.summary.writer.record_writer import RecordWriter
+
+from tandem.metrics import numbers
 
 
 class EventFile:
@@ -35,7 +37,7 @@ class EventFile:
     def add(self, line: Mapping[str, Any], prefix: str = "") -> None:
         """Every number of a line that has a `step`, under `prefix` and its key."""
         values = [
-            Summary.Value(tag=prefix + key, simple_value=value) for key, value in _numbers(line)
+            Summary.Value(tag=name, simple_value=value) for name, value in numbers(line, prefix)
         ]
         self._write(Event(step=line["step"], summary=Summary(value=values)))
 
@@ -43,11 +45,3 @@ class EventFile:
         event.wall_time = time.time()
         self._records.write(event.SerializeToString())
         self._records.flush()
-
-
-def _numbers(line: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:
-    for key, value in line.items():
-        if isinstance(value, Mapping):
-            yield from _numbers(value, f"{prefix}{key}/")
-        elif isinstance(value, int | float) and key != "step":
-            yield prefix + key, value

@@ -95,6 +95,18 @@ def _written(key: str, value: float | int | None) -> float | int | None:
     return int(value) if key in COUNT_KEYS else value
 
 
+def numbers(line: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:
+    """The numbers of a line of metrics.jsonl or evals.jsonl but its step, each with its name.
+
+    A number in an inner object is named by both keys: pass_at/1.
+    """
+    for key, value in line.items():
+        if isinstance(value, Mapping):
+            yield from numbers(value, f"{prefix}{key}/")
+        elif isinstance(value, int | float) and key != "step":
+            yield prefix + key, value
+
+
 def response_metrics(
     groups: Sequence[Sequence[trajectory_pb2.Trajectory]],
     rewards: Sequence[Sequence[float | None]],

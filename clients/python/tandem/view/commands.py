@@ -1,4 +1,4 @@
-"""`tandem view`: what a run wrote, for people."""
+"""`tandem view` and `tandem plot`: what a run wrote, for people."""
 
 from __future__ import annotations
 
@@ -95,3 +95,46 @@ def view(
     title = f"Step {steps[0]}" if len(steps) == 1 else f"Steps {steps[0]} to {steps[-1]}"
     title += f", {len(shown):,} of {total:,} trajectories"
     print_trajectories(output, codec, shown, title, advantage=advantage, gap=gap)
+
+
+def plot(
+    run_dirs: Annotated[list[Path], typer.Argument(help="Run directories.", metavar="RUN_DIR…")],
+    metric: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="A key of metrics.jsonl, eval/KEY of evals.jsonl, or a pattern such as 'time/*'; "
+            "may be repeated."
+        ),
+    ] = None,
+    smoothing: Annotated[
+        float,
+        typer.Option(
+            min=0.0, max=0.999, help="Weight of the past in a moving average, as in TensorBoard."
+        ),
+    ] = 0.0,
+    output_file: Annotated[
+        Path | None,
+        typer.Option(
+            "--output",
+            "-o",
+            help="Picture to write (.png, .svg, .pdf); of one run metrics.png in its directory by "
+            "default.",
+            metavar="FILE",
+        ),
+    ] = None,
+    as_json: JsonFlag = False,
+) -> None:
+    """Curves of one or several runs' metrics and evaluations, as a picture."""
+    from tandem.view.curves import choose, draw, read_curves
+
+    output = Output(as_json=as_json)
+    if output_file is None:
+        if len(run_dirs) > 1:
+            raise ConfigError(
+                "--output: several runs need it", hint="for example --output runs.png"
+            )
+        output_file = run_dirs[0] / "metrics.png"
+    runs = {str(run_dir): read_curves(run_dir) for run_dir in run_dirs}
+    names = choose(metric or [], (name for curves in runs.values() for name in curves))
+    draw(runs, names, output_file, smoothing=smoothing)
+    output.result({"picture": str(output_file), "metrics": names}, str(output_file))

@@ -1,0 +1,166 @@
+"""The numbers of runs as curves over their steps, in one picture."""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from itertools import cycle
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.ticker import MaxNLocator
+
+from tandem.errors import ConfigError, RunDirectoryError
+from tandem.metrics import numbers
+from tandem.run_files import kind_of_run, step_lines, writing
+
+# What is drawn of a run that has it, in this order; all of it is in docs/metrics.md.
+DEFAULTS = (
+    "reward/mean",
+    "eval/accuracy",
+    "loss/total",
+    "policy/kl_to_ref",
+    "policy/entropy",
+    "policy/grad_norm",
+    "tandem/senior_token_fraction",
+    "time/generate_seconds",
+    "time/train_seconds",
+)
+FORMATS = ("png", "svg", "pdf")
+# Told apart without colours, too.
+_LINES = ("-", "--", "-.", ":")
+# Up to so many points each one shows.
+_FEW = 50
+
+
+@dataclass
+class Curve:
+    """The steps at which a number is known, and its values."""
+
+    steps: list[int] = field(default_factory=list)
+    values: list[float] = field(default_factory=list)
+
+    def smoothed(self, weight: float) -> Curve:
+        """Exponential moving average as in TensorBoard: `weight` in [0, 1) is that of the past."""
+        average, known = 0.0, []
+        for count, value in enumerate(self.values, start=1):
+            average = weight * average + (1 - weight) * value
+            # Without the zero that it started from.
+            known.append(average / (1 - weight**count))
+        return Curve(self.steps, known)
+
+
+def read_curves(run_dir: Path) -> dict[str, Curve]:
+    """Every number of metrics.jsonl by its key, and of evals.jsonl under eval/.
+
+    Raises RunDirectoryError when it is no run directory, holds no step, or a file is damaged.
+    """
+    if kind_of_run(run_dir) is None:
+        raise RunDirectoryError(f"{run_dir} holds no run")
+    curves: dict[str, Curve] = {}
+    for file, prefix in (("metrics.jsonl", ""), ("evals.jsonl", "eval/")):
+        for line in step_lines(run_dir / file):
+            for name, value in numbers(line, prefix):
+                curve = curves.setdefault(name, Curve())
+                curve.steps.append(line["step"])
+                curve.values.append(value)
+    if not curves:
+        raise RunDirectoryError(f"{run_dir}: no step is done yet")
+    return curves
+
+
+def choose(wanted: Sequence[str], known: Iterable[str]) -> list[str]:
+    """The names that are meant by names and patterns such as "time/*".
+
+    Without any: those of DEFAULTS that a run has, all where it has none of them.
+
+    Raises ConfigError, with the nearest known name, for what none of the runs has.
+    """
+    known = list(dict.fromkeys(known))
+    if not wanted:
+        return [name for name in DEFAULTS if name in known] or known
+    chosen = []
+    for pattern in wanted:
+        found = [name for name in known if fnmatchcase(name, pattern)]
+        if not found:
+            close = difflib.get_close_matches(pattern, known, n=1)
+            advice = f"did you mean {close[0]!r}?" if close else f"known: {', '.join(known)}"
+            raise ConfigError(f"--metric {pattern!r}: these runs have no such number; {advice}")
+        chosen += found
+    return list(dict.fromkeys(chosen))
+
+
+def draw(
+    runs: Mapping[str, Mapping[str, Curve]],
+    names: Sequence[str],
+    file: Path,
+    *,
+    smoothing: float = 0.0,
+) -> None:
+    """Writes the picture of runs.
+
+    Raises ConfigError when the suffix of `file` names no format, and RunDirectoryError when the
+    file cannot be written.
+    """
+    if file.suffix.removeprefix(".") not in FORMATS:
+        raise ConfigError(f"--output {file}: its suffix must be one of {', '.join(FORMATS)}")
+    with writing(file):
+        picture(runs, names, smoothing).savefig(file)
+
+
+def picture(
+    runs: Mapping[str, Mapping[str, Curve]], names: Sequence[str], smoothing: float
+) -> Figure:
+    """A panel for each name, and in it a line for each run that has the number."""
+    columns = min(3, len(names))
+    rows = math.ceil(len(names) / columns)
+    # Inches: a panel is 4 wide and 2.6 high, the names of the runs stand above them.
+    figure = Figure((4 * columns, 2.6 * rows + 0.4), dpi=150, layout="constrained")
+    colors = cycle(matplotlib.color_sequences["petroff10"])
+    styles = [
+        {"color": color, "linestyle": line}
+        for _, color, line in zip(runs, colors, cycle(_LINES), strict=False)
+    ]
+    for place, name in enumerate(names, start=1):
+        panel = figure.add_subplot(rows, columns, place)
+        panel.set_title(name, fontsize="medium")
+        panel.xaxis.set_major_locator(MaxNLocator(integer=True))
+        panel.grid(alpha=0.3)
+        for curves, style in zip(runs.values(), styles, strict=True):
+            if name in curves:
+                _draw_curve(panel, name, curves, smoothing, style)
+    legend = figure.legend(
+        [Line2D([], [], **style) for style in styles],
+        # A label that begins with "_" would be left out.
+        [f" {name}" for name in runs],
+        loc="outside upper center",
+        ncols=columns,
+        handlelength=4,
+    )
+    for text in legend.get_texts():
+        # A "$" in a name is no formula.
+        text.set_parse_math(False)
+    return figure
+
+
+def _draw_curve(
+    panel: Axes, name: str, curves: Mapping[str, Curve], smoothing: float, style: dict[str, Any]
+) -> None:
+    curve = curves[name]
+    marker = "." if len(curve.steps) <= _FEW else ""
+    low, high = (curves.get(f"{name}_{side}") for side in ("low", "high"))
+    if low and high:
+        panel.fill_between(
+            low.steps, low.values, high.values, alpha=0.15, color=style["color"], linewidth=0
+        )
+    elif smoothing:
+        panel.plot(curve.steps, curve.values, alpha=0.25, color=style["color"])
+        curve, marker = curve.smoothed(smoothing), ""
+    panel.plot(curve.steps, curve.values, marker=marker, **style)
