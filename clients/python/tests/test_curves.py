@@ -101,11 +101,10 @@ def test_an_interval_is_drawn_and_not_smoothed():
     interval = {"eval/accuracy_low": Curve([0, 4], [0.1, 0.5])}
     interval |= {"eval/accuracy_high": Curve([0, 4], [0.3, 0.7])}
     [panel] = picture({"run": run | interval}, ["eval/accuracy"], smoothing=0.9).axes
-    [line] = panel.lines
+    [(line, _, [bars])] = panel.containers
     assert list(line.get_ydata()) == accuracy.values
-    [band] = panel.collections
-    box = band.get_datalim(panel.transData)
-    assert (box.y0, box.y1) == (pytest.approx(0.1), pytest.approx(0.7))
+    ends = [[y for _, y in bar] for bar in bars.get_segments()]
+    assert ends == [pytest.approx([0.1, 0.3]), pytest.approx([0.5, 0.7])]
 
 
 @pytest.mark.parametrize(

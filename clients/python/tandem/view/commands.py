@@ -98,7 +98,7 @@ def view(
 
 
 def plot(
-    run_dirs: Annotated[list[Path], typer.Argument(help="Run directories.", metavar="RUN_DIR…")],
+    run_dirs: Annotated[list[Path], typer.Argument(help="Run directories.", metavar="RUN_DIR")],
     metric: Annotated[
         list[str] | None,
         typer.Option(

@@ -136,6 +136,7 @@ def picture(
         for curves, style in zip(runs.values(), styles, strict=True):
             if name in curves:
                 _draw_curve(panel, name, curves, smoothing, style)
+    figure.supxlabel("step", fontsize="medium")
     legend = figure.legend(
         [Line2D([], [], **style) for style in styles],
         # A label that begins with "_" would be left out.
@@ -156,11 +157,15 @@ def _draw_curve(
     curve = curves[name]
     marker = "." if len(curve.steps) <= _FEW else ""
     low, high = (curves.get(f"{name}_{side}") for side in ("low", "high"))
-    if low and high:
-        panel.fill_between(
-            low.steps, low.values, high.values, alpha=0.15, color=style["color"], linewidth=0
-        )
-    elif smoothing:
+    if low and high and low.steps == curve.steps == high.steps:
+        # Evaluations are few: each stands for itself.
+        reach = [
+            [abs(end - value) for end, value in zip(side.values, curve.values, strict=True)]
+            for side in (low, high)
+        ]
+        panel.errorbar(curve.steps, curve.values, reach, marker=marker, capsize=3, **style)
+        return
+    if smoothing:
         panel.plot(curve.steps, curve.values, alpha=0.25, color=style["color"])
         curve, marker = curve.smoothed(smoothing), ""
     panel.plot(curve.steps, curve.values, marker=marker, **style)
