@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import io
 import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Self
 
-# The `tensorboard` package writes its format itself; torch and TensorFlow are not imported.
+# The `tensorboard` package reads and writes its format itself; torch and TensorFlow are not
+# imported.
+from tensorboard.backend.event_processing.event_file_loader import RawEventFileLoader
 from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.summary.writer.record_writer import RecordWriter
 
 from tandem.metrics import numbers
+from tandem.run_files import write_atomically
 
 
 class EventFile:
@@ -24,7 +28,7 @@ class EventFile:
         file = (folder / f"events.out.tfevents.{time.time_ns()}").open("xb")
         self._records = RecordWriter(file)
         self._write(Event(file_version="brain.Event:2"))
-        # Makes TensorBoard forget these steps where an earlier start wrote them.
+        # For a TensorBoard that runs and has read these steps of an earlier start already.
         start = SessionLog(status=SessionLog.START)
         self._write(Event(step=first_step, session_log=start))
 
@@ -45,3 +49,15 @@ class EventFile:
         event.wall_time = time.time()
         self._records.write(event.SerializeToString())
         self._records.flush()
+
+
+def forget_after(folder: Path, step: int) -> None:
+    """Takes the events of later steps out of the files of `folder`."""
+    for file in folder.glob("events.out.tfevents.*"):
+        buffer = io.BytesIO()
+        records = RecordWriter(buffer)
+        # It ends before a record that a crash cut off.
+        for record in RawEventFileLoader(str(file)).Load():
+            if Event.FromString(record).step <= step:
+                records.write(record)
+        write_atomically(file, buffer.getvalue())

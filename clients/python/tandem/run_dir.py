@@ -200,7 +200,6 @@ class RunDirectory:
             self.log = self._append_to(f"{_LOGS}/attempt_{attempt}.log")
             self._metrics = self._append_to("metrics.jsonl")
             self._versions = self._append_to("versions.jsonl")
-            # Imported here: it takes a moment, and most commands do without.
             from tandem.event_file import EventFile
 
             events = EventFile(self.path / "tensorboard", self.first_step)
@@ -376,11 +375,15 @@ def _remove(path: Path) -> None:
 
 
 def _forget_after(path: Path, step: int) -> None:
+    # Imported here: it takes a moment, and most commands do without.
+    from tandem import event_file
+
     # Steps after the checkpoint are done again: their lines would stand there twice.
     for file in _step_files(path):
         if file.exists():
             lines = (json.dumps(value) + "\n" for value in step_lines(file, step))
             write_atomically(file, "".join(lines))
+    event_file.forget_after(path / "tensorboard", step)
     # A checkpoint that state.json does not name yet would count as the newest when others are
     # pruned, and push out the one that it does name.
     for folder in ("trajectories", "checkpoints", "checkpoints/critic"):

@@ -53,7 +53,7 @@ def placed_objects(path: Path, lines: Iterable[str]) -> Iterator[tuple[str, dict
             yield place, json_object(line, place, RunDirectoryError)
 
 
-def write_atomically(path: Path, text: str) -> None:
+def write_atomically(path: Path, content: str | bytes) -> None:
     """Replaces a file so that no reader, and no crash, sees half of it.
 
     Raises RunDirectoryError, and leaves the file as it was, when it cannot, as on a full disk.
@@ -61,8 +61,8 @@ def write_atomically(path: Path, text: str) -> None:
     temporary = path.with_name(temporary_name(path.name))
     with writing(path):
         try:
-            with temporary.open("w", encoding="utf-8") as file:
-                file.write(text)
+            with temporary.open("wb") as file:
+                file.write(content.encode() if isinstance(content, str) else content)
                 file.flush()
                 os.fsync(file.fileno())
             temporary.replace(path)

@@ -5,11 +5,11 @@ import sys
 
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from tandem.event_file import EventFile
+from tandem.event_file import EventFile, forget_after
 
 
-def scalars(folder):
-    events = EventAccumulator(str(folder)).Reload()
+def scalars(folder, **options):
+    events = EventAccumulator(str(folder), **options).Reload()
     return {
         tag: [(event.step, round(event.value, 6)) for event in events.Scalars(tag)]
         for tag in events.Tags()["scalars"]
@@ -35,6 +35,25 @@ def test_steps_that_are_done_again_stand_there_once(tmp_path):
             for step, value in enumerate(values, start=first):
                 events.add({"step": step, "reward/mean": value})
     assert scalars(tmp_path) == {"reward/mean": [(1, 0.1), (2, 0.4), (3, 0.5), (4, 0.6)]}
+
+
+def test_steps_that_a_resumed_run_gives_up_are_taken_out_of_the_files(tmp_path):
+    for first in (1, 3):
+        forget_after(tmp_path, first - 1)
+        with EventFile(tmp_path, first) as events:
+            for step in range(first, 6):
+                events.add({"step": step, "reward/mean": step / 10})
+    # As a crash leaves it.
+    for file in tmp_path.iterdir():
+        with file.open("ab") as file:
+            file.write(b"half a record")
+    before = [file.name for file in sorted(tmp_path.iterdir())]
+    forget_after(tmp_path, 3)
+    assert [file.name for file in sorted(tmp_path.iterdir())] == before
+    with EventFile(tmp_path, 4) as events:
+        events.add({"step": 4, "reward/mean": 0.9})
+    kept = scalars(tmp_path, purge_orphaned_data=False)
+    assert kept == {"reward/mean": [(1, 0.1), (2, 0.2), (3, 0.3), (4, 0.9)]}
 
 
 def test_torch_is_not_imported():
