@@ -77,6 +77,22 @@ def test_trajectories_can_be_checked_from_outside(run, models):
             )
 
 
+def test_view_and_plot_show_what_was_recorded(run):
+    records = [
+        record
+        for step in (1, 2)
+        for record in harness.json_lines(run / "trajectories" / f"step_{step}.jsonl")
+    ]
+    shown = tandem("view", run, "--step", "1:2", "--json").stdout.splitlines()
+    assert [json.loads(line) for line in shown] == records
+    lines = tandem("view", run, "--step", 2, "--count", 3, "--gap").stdout.splitlines()
+    assert [line.split("\t")[0] for line in lines[2:]] == ["step-2/prompt-0"] * 3
+    # Two different models: some token is much likelier for one of them.
+    assert re.search(r"\{[+-]\d+\.\d\}", "".join(lines[2:]))
+    drawn = json.loads(tandem("plot", run, "--json").stdout)
+    assert {"reward/mean", "policy/entropy", "policy/grad_norm"} <= set(drawn["metrics"])
+
+
 def test_resume_on_the_command_line(files, run):
     whole = files / "whole"
     tandem("train", files / "run.yaml", f"run_dir={whole}", "steps=3")
