@@ -1,6 +1,7 @@
 """`tandem view`: which trajectories are shown, on a terminal and as a page."""
 
 import json
+import re
 import subprocess
 import sys
 import tomllib
@@ -185,6 +186,18 @@ def test_responses_stand_below_their_prompt():
     ]
 
 
+def test_groups_of_two_steps_stay_apart_whatever_their_names():
+    screen = Screen(60)
+    rows = [trajectory("p", "a", step=1, group_id="g"), trajectory("q", "b", step=2, group_id="g")]
+    print_trajectories(screen.output, Letters(), rows, "Steps 1 to 2")
+    assert [line for line in screen.lines if line in ("g", "  p", "  q")] == [
+        "g",
+        "  p",
+        "g",
+        "  q",
+    ]
+
+
 def test_large_gaps_stand_behind_their_tokens():
     screen = Screen(80)
     logprobs = {"senior_logprobs": [-1.0, -1.0, None], "junior_logprobs": [-3.5, -1.5, -9.0]}
@@ -289,6 +302,16 @@ def test_a_page_asks_no_network_and_writes_no_html():
         assert not {"src", "href", "action"} & set(attributes)
     for word in ("innerHTML", "outerHTML", "insertAdjacentHTML", "document.write", "fetch("):
         assert word not in html
+
+
+def test_the_script_of_a_page_finds_what_it_looks_for():
+    html = make_page(trajectory("p", "r"))
+    attributes = [attributes for _, attributes in Page(html).elements]
+    ids = {one["id"] for one in attributes if "id" in one}
+    fields = {one["name"] for one in attributes if "name" in one}
+    assert ids >= set(re.findall(r'getElementById\("(\w+)"\)', html)) != set()
+    assert fields >= set(re.findall(r"form\.elements\.(\w+)", html)) != set()
+    assert fields >= set(re.findall(r'bound\("(\w+)"', html)) != set()
 
 
 def test_a_page_has_a_block_for_each_step_and_its_groups():

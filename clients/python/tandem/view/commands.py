@@ -35,7 +35,9 @@ def view(
     text: Annotated[str, typer.Option(help="Text in the response, in upper or lower case.")] = "",
     count: Annotated[
         int | None,
-        typer.Option(min=1, help=f"Most trajectories; {_FEW} for people, else all by default."),
+        typer.Option(
+            min=1, help=f"Most trajectories; {_FEW} by default, for a page and with --json all."
+        ),
     ] = None,
     advantage: Annotated[
         bool, typer.Option("--advantage", help="Also the reward minus its group's mean.")

@@ -49,7 +49,8 @@ def print_trajectories(
         output.note(tab_separated(legend, columns, rows))
         return
     output.note(legend)
-    for name, group in itertools.groupby(trajectories, key=lambda one: one.record["group_id"]):
+    groups = itertools.groupby(trajectories, key=lambda one: (one.step, one.record["group_id"]))
+    for (_, name), group in groups:
         members = list(group)
         rows = [
             (*_numbers(one, advantage=advantage), _response(codec, one, gap=gap, keep="\n"))
