@@ -39,7 +39,7 @@ def print_trajectories(
         columns = ["group", *heads, "prompt", "response"]
         rows = (
             [
-                one.record["group_id"],
+                visible(one.record["group_id"]),
                 *_numbers(one, advantage=advantage),
                 _prompt(codec, one, keep=""),
                 _response(codec, one, gap=gap, keep=""),
@@ -58,7 +58,7 @@ def print_trajectories(
         ]
         prompt = _prompt(codec, members[0], keep="\n").strip("\n")
         output.console.print()
-        output.console.print(Text(name, style="bold"))
+        output.console.print(Text(visible(name), style="bold"))
         output.console.print(Padding(Text(prompt), (0, 0, 0, 2)))
         output.console.print(_table(heads, rows))
 
