@@ -181,7 +181,6 @@ def test_responses_stand_below_their_prompt():
         "                     no",
         "step-1/3 + 3?",
         "  3 + 3?",
-        "  reward  advantage  response",
         "    0.50      +0.00  6",
     ]
 

@@ -50,7 +50,7 @@ def print_trajectories(
         return
     output.note(legend)
     groups = itertools.groupby(trajectories, key=lambda one: (one.step, one.record["group_id"]))
-    for (_, name), group in groups:
+    for place, ((_, name), group) in enumerate(groups):
         members = list(group)
         rows = [
             (*_numbers(one, advantage=advantage), _response(codec, one, gap=gap, keep="\n"))
@@ -60,13 +60,17 @@ def print_trajectories(
         output.console.print()
         output.console.print(Text(visible(name), style="bold"))
         output.console.print(Padding(Text(prompt), (0, 0, 0, 2)))
-        output.console.print(_table(heads, rows))
+        output.console.print(_table(heads, rows, show_header=place == 0))
 
 
-def _table(heads: Sequence[str], rows: Iterable[tuple[str | Text, ...]]) -> Table:
-    table = Table(box=None, padding=(0, 0, 0, 2))
+def _table(
+    heads: Sequence[str], rows: Iterable[tuple[str | Text, ...]], *, show_header: bool
+) -> Table:
+    table = Table(box=None, padding=(0, 0, 0, 2), show_header=show_header)
     for head in heads:
-        table.add_column(head, justify="right", no_wrap=True, header_style="dim")
+        table.add_column(
+            head, justify="right", no_wrap=True, min_width=len(head), header_style="dim"
+        )
     # Folded at its width: text without spaces shows to its end.
     table.add_column("response", overflow="fold", header_style="dim")
     for row in rows:
