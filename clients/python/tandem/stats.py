@@ -43,5 +43,22 @@ def paired_gain(
     return mean, z * math.sqrt(variance / n)
 
 
+def clustered_mean(
+    clusters: Sequence[Sequence[float]], z: float = 1.959964
+) -> tuple[float, float | None]:
+    """Mean over all values, and the half width of its 95 % interval; None with one cluster alone.
+
+    The values of a cluster depend on each other: the standard error is clustered (Miller, "Adding
+    error bars to evals", arXiv 2411.00640, clustered standard errors), with n / (n - 1).
+    """
+    count = sum(map(len, clusters))
+    mean = sum(map(sum, clusters)) / count
+    n = len(clusters)
+    if n == 1:
+        return mean, None
+    squares = sum(sum(value - mean for value in cluster) ** 2 for cluster in clusters)
+    return mean, z * math.sqrt(n / (n - 1) * squares) / count
+
+
 def _mean(values: Sequence[float]) -> float:
     return sum(values) / len(values)

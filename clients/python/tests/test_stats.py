@@ -1,10 +1,11 @@
 """Numbers."""
 
 import itertools
+import statistics
 
 import pytest
 
-from tandem.stats import paired_gain, pass_at_k, wilson_interval
+from tandem.stats import clustered_mean, paired_gain, pass_at_k, wilson_interval
 
 
 @pytest.mark.parametrize(("n", "c", "k"), [(5, 2, 1), (5, 2, 3), (6, 0, 2), (4, 4, 2), (5, 3, 5)])
@@ -30,3 +31,23 @@ def test_the_pairs_of_a_gain_are_questions_not_samples():
     once = paired_gain(before, [[True]] * 4)
     # The same answers a hundred times over tell nothing new.
     assert paired_gain([group * 100 for group in before], [[True] * 100] * 4) == once
+
+
+def test_a_mean_of_clusters_of_one_is_the_plain_one():
+    values = [0.1, 0.4, 0.2, 0.9]
+    mean, half = clustered_mean([[value] for value in values])
+    assert mean == pytest.approx(statistics.mean(values))
+    assert half == pytest.approx(1.959964 * statistics.stdev(values) / 2)
+
+
+def test_a_mean_counts_values_and_its_interval_counts_clusters():
+    clusters = [[0.1, 0.3], [0.4], [0.2, 0.2, 0.8]]
+    mean, half = clustered_mean(clusters)
+    assert mean == pytest.approx(2.0 / 6)
+    # The same values a hundred times over tell nothing new.
+    assert clustered_mean([cluster * 100 for cluster in clusters]) == pytest.approx((mean, half))
+    assert clustered_mean(clusters * 100)[1] < half / 9
+
+
+def test_one_cluster_has_no_interval():
+    assert clustered_mean([[1.0, 3.0]]) == (2.0, None)
