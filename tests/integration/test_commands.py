@@ -115,7 +115,7 @@ def test_eval_counts_pass_at_k(files):
         "eval", files / "run.yaml", "eval.samples=3", "eval.k=[1, 3]", "eval.temperature=1",
         "reward.correct_at=0.5", "--json",
     )  # fmt: skip
-    result = json.loads(out.stdout)
+    result = json.loads(out.stdout)["evaluations"]["solo"]
     assert result["prompts"] == 10
     assert result["pass_at"]["1"] == pytest.approx(result["accuracy"])
     assert result["pass_at"]["3"] >= result["pass_at"]["1"]
@@ -123,13 +123,21 @@ def test_eval_counts_pass_at_k(files):
 
 def test_eval_answers_with_the_weights_of_a_checkpoint(files, run):
     arguments = ["eval", files / "run.yaml", "eval.samples=2", "eval.temperature=1", "--json"]
+    arguments += ["--mode", "solo", "--mode", "handoff", "--mode", "legibility"]
     start = json.loads(tandem(*arguments).stdout)
-    assert (start["version/senior"], start["checkpoint"]) == (0, None)
+    assert start["checkpoint"] is None
     state = json.loads((run / "state.json").read_text())
     trained = json.loads(tandem(*arguments, "--checkpoint", run).stdout)
-    assert trained["version/senior"] == state["version"] > 0
     assert trained["checkpoint"] == str(run / state["trainer"])
-    assert trained["reward/mean"] != start["reward/mean"]
+    for mode, measure in (
+        ("solo", "reward/mean"),
+        ("handoff", "reward/mean"),
+        ("legibility", "junior/nats_per_token"),
+    ):
+        before, after = start["evaluations"][mode], trained["evaluations"][mode]
+        assert (before["version/senior"], after["version/senior"]) == (0, state["version"])
+        assert before[measure] != after[measure]
+    assert state["version"] > 0
 
 
 def test_the_checkpoint_before_the_last_is_kept_for_a_crash_in_between(files):

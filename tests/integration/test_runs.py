@@ -11,7 +11,7 @@ from tandem import settings
 from tandem.cluster import find_binary
 from tandem.config_values import apply_override
 from tandem.errors import ConfigError, FailedPreconditionError, TandemError, UnsavedUpdatesError
-from tandem.evaluate import evaluate
+from tandem.evaluation import evaluate
 from tandem.run_dir import RunDirectory
 from tandem.session import Session
 from tandem.start import serve_checkpoint
@@ -106,9 +106,9 @@ def test_evaluations_go_back_and_forth_and_one_that_fails_breaks_nothing(
     def measured(path):
         with Session(config, purpose="eval") as session:
             start = serve_checkpoint(session, path)
-            result = evaluate(session)
+            result = evaluate(session)["solo"]
         assert result.version == start.weights.version
-        return result.rewards
+        return result.grades.rewards
 
     newest, older = measured(tmp_path / "a" / "run"), measured(checkpoints / "step_000002")
     assert newest != older
@@ -219,6 +219,10 @@ MISTAKES = [
 CLUSTER_MISTAKES = [
     ({"cluster.trainer.optimizer.learning_rate": -1}, r"cluster\.trainer: .*learning_rate"),
     ({"cluster.trainer.batch.logits_chunk_bytes": 10**12}, r"cluster\.trainer: .* GB are avail"),
+    (
+        {"cluster.rollout.junior_model": "''", "eval": {"modes": ["handoff"], "every": 1}},
+        r"eval\.modes: handoff: cluster\.rollout\.0 has no junior",
+    ),
 ]
 
 

@@ -92,7 +92,7 @@ def test_names_of_metrics_follow_the_conventions():
 def test_every_key_of_metrics_jsonl_is_documented():
     from tandem import metrics
 
-    section = DOCUMENT.split("## Prometheus")[0]
+    section = DOCUMENT.split("## `evals.jsonl`")[0]
     assert set(metrics.KEYS + metrics.CRITIC_KEYS) == set(
         re.findall(
             r"`([a-z_0-9]+(?:/[a-z_0-9]+)*)`", "".join(re.findall(r"^\| (.*?) \|", section, re.M))

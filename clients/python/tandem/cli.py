@@ -199,27 +199,37 @@ def evaluate_command(
             metavar="PATH|RUN_DIR",
         ),
     ] = None,
-    mode: Annotated[str, typer.Option(help="solo (handoff and legibility come later).")] = "solo",
+    mode: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="What to measure: solo, handoff, legibility; several with commas, or the option "
+            "again. The run file's eval.modes by default."
+        ),
+    ] = None,
     discard_unsaved: DiscardUnsaved = False,
     dry_run: DryRun = False,
     as_json: JsonFlag = False,
 ) -> None:
-    """Accuracy and pass@k of the senior alone.
+    """Measure the senior on held-out prompts, in three modes.
+
+    solo: accuracy and pass@k of the senior alone. handoff: the same when senior
+    and junior take turns at blank lines. legibility: the junior's cross-entropy
+    over the senior's solo answers.
 
     --checkpoint leaves its weights in trainer and rollout servers; the next run
     begins with the base model all the same.
     """
     from tandem.checkpoints import checkpoint_at, require_here
-    from tandem.evaluate import evaluate, in_words
+    from tandem.evaluation import evaluate
+    from tandem.evaluation.report import measures, size
     from tandem.session import Session
     from tandem.start import serve_checkpoint
 
     output = Output(as_json=as_json)
-    if mode in ("handoff", "legibility"):
-        raise ConfigError(f"--mode {mode}: not available yet", hint="solo is")
-    if mode != "solo":
-        raise ConfigError(f"--mode {mode}: none of solo, handoff, legibility")
-    settings = settings_module.load(RunSettings, run_file, overrides or [])
+    overrides = list(overrides or [])
+    if mode:
+        overrides.append(f"eval.modes=[{', '.join(mode)}]")
+    settings = settings_module.load(RunSettings, run_file, overrides)
     path = None
     if checkpoint is not None:
         found = checkpoint_at(checkpoint)
@@ -232,11 +242,18 @@ def evaluate_command(
     with Session(settings, output.note, purpose="eval") as session:
         if checkpoint is not None:
             serve_checkpoint(session, checkpoint, discard_unsaved=discard_unsaved)
-        summary = evaluate(session).summary() | {"checkpoint": path and str(path)}
+        summaries = {name: result.summary() for name, result in evaluate(session).items()}
+    [first, *_] = summaries.values()
+    source = "as served now" if path is None else f"from {path}"
+    title = f"{size(first)}; senior version {first['version/senior']}, {source}"
+    rows = [
+        (f"{name}: {one.name}", one.value, one.interval)
+        for name, summary in summaries.items()
+        for one in measures(summary)
+    ]
     output.result(
-        summary,
-        f"{in_words(summary)}; senior version {summary['version/senior']}, "
-        + ("as served now" if path is None else f"from {path}"),
+        {"checkpoint": path and str(path), "evaluations": summaries},
+        output.table(title, ("", "value", "95 % interval"), rows),
     )
 
 

@@ -2,8 +2,9 @@
 
     python -m tandem.demo [--config examples/demo/run.yaml] [dotted.key=value ...]
 
-It imports the model, starts the servers, lets the senior alone answer held-out questions, trains
-it with the frozen start as its junior, asks the same questions again, and says what changed.
+It imports the model, starts the servers, evaluates the senior on held-out questions (alone, taking
+turns with the junior, and read by the junior), trains it with the frozen start as its junior,
+asks the same questions again, and says what changed.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import os
 import shutil
 import sys
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,14 +22,15 @@ from tandem import settings as settings_module
 from tandem.cluster import BUILD_DIR_VARIABLE
 from tandem.command_line import EXIT_INTERRUPTED, report
 from tandem.errors import RunDirectoryError, TandemError
-from tandem.evaluate import Evaluation, evaluate
+from tandem.evaluation import Evaluation, evaluate
+from tandem.evaluation.report import Measure, in_words, measures
 from tandem.interrupt import Interrupt
 from tandem.models import SMOLLM2_PACKAGE, import_model
 from tandem.render import Output, use_any_encoding
 from tandem.run_dir import RunDirectory
 from tandem.run_files import kind_of_run
 from tandem.session import Session
-from tandem.settings import RunSettings
+from tandem.settings import EvalMode, RunSettings
 from tandem.stats import paired_gain
 from tandem.step_display import StepDisplay
 from tandem.train import train
@@ -72,10 +75,10 @@ def run_demo(settings: RunSettings, output: Output) -> int:
         Session(settings, output.note) as session,
     ):
         before = evaluate(session)
-        _say_accuracy(output, "before", before)
+        _say(output, "before training", before)
         stop.defer()
         run.begin()
-        run.write_eval({"step": 0} | before.summary())
+        _record(run, 0, before)
         lines: list[dict[str, Any]] = []
         with StepDisplay(output, 1, settings.steps) as display:
 
@@ -88,7 +91,7 @@ def run_demo(settings: RunSettings, output: Output) -> int:
             output.note(f"stopped after step {last}: {run.path}")
             return EXIT_INTERRUPTED
         after = evaluate(session)
-        run.write_eval({"step": last} | after.summary())
+        _record(run, last, after)
 
         output.note(f"\ntime: {display.waiting()}\n")
         if not output.as_json:
@@ -98,8 +101,8 @@ def run_demo(settings: RunSettings, output: Output) -> int:
             "run_dir": str(run.path),
             "seconds": round(time.monotonic() - start, 1),
         }
-        title = "Held-out questions, the senior alone, greedy"
-        columns = ("", "accuracy", "95 % interval")
+        title = f"{result['questions']} held-out questions, {_decoding(settings)}"
+        columns = ("", "before", "after", "gain")
         output.result(result, output.table(title, columns, _summary(result)))
         output.note(f"run directory: {run.path}")
         output.note(f"more trajectories: {command()} view {run.path} --step {last}")
@@ -121,46 +124,67 @@ def open_run(settings: RunSettings) -> RunDirectory:
     return RunDirectory.open(settings, KIND, clean=True)
 
 
-def compare(before: Evaluation, after: Evaluation, lines: list[dict[str, Any]]) -> dict[str, Any]:
+def compare(
+    before: Mapping[EvalMode, Evaluation],
+    after: Mapping[EvalMode, Evaluation],
+    lines: Sequence[Mapping[str, Any]],
+) -> dict[str, Any]:
     """The numbers that the demo ends with."""
-    gain, half_width = paired_gain(before.correct, after.correct)
     shares = [line["tandem/senior_token_fraction"] for line in lines]
+    gains = {
+        mode: paired_gain(first.grades.correct, after[mode].grades.correct)
+        for mode, first in before.items()
+        if first.grades is not None
+    }
+    [first, *_] = before.values()
     return {
-        "questions": before.prompts,
-        "accuracy_before": before.accuracy,
-        "interval_before": before.interval,
-        "accuracy_after": after.accuracy,
-        "interval_after": after.interval,
-        "gain": gain,
-        "gain_half_width": half_width,
+        "questions": len(first.answers),
+        "before": {mode: evaluation.summary() for mode, evaluation in before.items()},
+        "after": {mode: evaluation.summary() for mode, evaluation in after.items()},
+        "gain": {mode: {"mean": mean, "half_width": half} for mode, (mean, half) in gains.items()},
         "senior_share": sum(shares) / len(shares) if shares else None,
         "steps": len(lines),
     }
 
 
-def _say_accuracy(output: Output, when: str, result: Evaluation) -> None:
-    low, high = result.interval
-    output.note(
-        f"held-out accuracy of the senior alone {when} training: {result.accuracy:.1%} "
-        f"(95 %: {low:.1%} to {high:.1%}, {result.prompts} questions)"
-    )
+def _say(output: Output, when: str, evaluations: Mapping[EvalMode, Evaluation]) -> None:
+    for evaluation in evaluations.values():
+        output.note(f"{when}, {in_words(evaluation.summary())}")
 
 
-def _summary(result: dict[str, Any]) -> list[tuple[str, str, str]]:
-    """What, how much, and its 95 % interval."""
-    rows = []
-    for when in ("before", "after"):
-        low, high = result[f"interval_{when}"]
-        accuracy = f"{result[f'accuracy_{when}']:.1%}"
-        rows.append((f"{when} training", accuracy, f"{low:.1%} to {high:.1%}"))
-    gain, half = result["gain"], result["gain_half_width"]
+def _record(run: RunDirectory, step: int, evaluations: Mapping[EvalMode, Evaluation]) -> None:
+    for evaluation in evaluations.values():
+        run.write_eval({"step": step} | evaluation.summary())
+
+
+def _decoding(settings: RunSettings) -> str:
+    temperature = settings.eval.temperature
+    return f"temperature {temperature:g}" if temperature else "greedy"
+
+
+def _summary(result: Mapping[str, Any]) -> list[tuple[str, str, str, str]]:
+    """What, before and after, and the gain, by mode; below each its 95 % interval."""
+    rows: list[tuple[str, str, str, str]] = []
+    for mode in result["before"]:
+        before, after = (
+            {one.name: one for one in measures(result[when][mode])} for when in ("before", "after")
+        )
+        rows.append((mode, "", "", ""))
+        for name in before | after:
+            first, last = (found.get(name, Measure(name, "-")) for found in (before, after))
+            gain = interval = ""
+            if name == "accuracy":
+                mean, half = result["gain"][mode]["mean"], result["gain"][mode]["half_width"]
+                gain, interval = f"{mean:+.1%}", f"{mean - half:+.1%} to {mean + half:+.1%}"
+            rows.append((f"  {name}", first.value, last.value, gain))
+            if last.interval:
+                rows.append(("  95 % interval", first.interval, last.interval, interval))
     share = result["senior_share"]
     return [
         *rows,
-        ("gain", f"{gain:+.1%}", f"{gain - half:+.1%} to {gain + half:+.1%}"),
-        ("questions", str(result["questions"]), ""),
-        ("tokens by the senior", "-" if share is None else f"{share:.1%}", ""),
-        ("steps, whole time", f"{result['steps']}, {result['seconds']:.0f} s", ""),
+        ("training", "", "", ""),
+        ("  tokens by the senior", "", "-" if share is None else f"{share:.1%}", ""),
+        ("  steps, whole time", "", f"{result['steps']}, {result['seconds']:.0f} s", ""),
     ]
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,7 +16,8 @@ from google.protobuf import json_format
 
 from tandem.cluster import Section, find_binary, sections
 from tandem.errors import ConfigError, ProblemsError, RpcError, ServerStartError, TandemError
-from tandem.settings import RunSettings, given
+from tandem.rollout.v1 import rollout_pb2
+from tandem.settings import EvalMode, RunSettings, given
 from tandem.text import TextCodec
 from tandem.trainer.v1.objective_pb2 import PolicyObjective
 from tandem.types.v1 import server_pb2
@@ -87,6 +88,33 @@ def check_sizes(settings: RunSettings, purpose: str, max_samples: int, max_queue
             )
 
 
+def modes_in(settings: RunSettings, purpose: str) -> Sequence[EvalMode]:
+    """The evaluations that are made on the way; none in a run without `eval.every`."""
+    return settings.eval.modes if purpose == "eval" or settings.eval.every else ()
+
+
+def check_modes(
+    modes: Sequence[EvalMode], info: rollout_pb2.GetServerInfoResponse, whose: str
+) -> None:
+    """ConfigError for evaluations that the rollout server `whose` cannot do."""
+    check_junior(modes, info.HasField("junior"), whose)
+    if "handoff" in modes and not info.sentence_boundary_token_ids:
+        raise ConfigError(
+            f"eval.modes: handoff: no token of {whose} ends with a blank line, where the author "
+            "would change"
+        )
+
+
+def check_junior(modes: Sequence[EvalMode], has_junior: bool, whose: str) -> None:
+    """ConfigError when evaluations need a junior that `whose` has not."""
+    needing = [mode for mode in modes if mode != "solo"]
+    if needing and not has_junior:
+        raise ConfigError(
+            f"eval.modes: {', '.join(needing)}: {whose} has no junior",
+            hint="junior_model among a rollout server's settings names one",
+        )
+
+
 def named_objective(error: RpcError) -> TandemError:
     """What a trainer says to an objective, by the field of the run's settings."""
     if error.field is None:
@@ -128,13 +156,22 @@ def check_cluster(
     with problems.collect():
         max_queue = min(server.config["max_queue"] for server in rollouts)
         check_sizes(settings, purpose, trainer.config["max_samples"], max_queue)
+    for server in rollouts:
+        with problems.collect():
+            has_junior = bool(server.config["junior_model"])
+            check_junior(modes_in(settings, purpose), has_junior, f"cluster.{server.field}")
     return trainer.objective
 
 
 @dataclass(frozen=True)
 class Checked:
-    """What a server says of its configuration: every field set; and of the objective."""
+    """What a server says of its configuration: every field set; and of the objective.
 
+    Attributes:
+        field: where its section stands in the cluster.
+    """
+
+    field: str
     config: dict[str, Any]
     objective: dict[str, Any]
 
@@ -175,7 +212,9 @@ def _check_server(section: Section, objective: Mapping[str, Any] | None) -> Chec
     # With an objective to check, the last line is the one in force.
     answer = json_format.Parse(lines.pop(), PolicyObjective()) if asked else None
     return Checked(
-        yaml.safe_load("\n".join(lines)), {} if answer is None else message_record(answer)
+        section.field,
+        yaml.safe_load("\n".join(lines)),
+        {} if answer is None else message_record(answer),
     )
 
 

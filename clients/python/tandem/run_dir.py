@@ -6,7 +6,7 @@ config.yaml              the resolved configuration of the last start
 metrics.jsonl            one line per step, written as soon as the step is done
 versions.jsonl           {"step", "version", "digest"}: the weights after every step; with a critic
                          "critic_version" and "critic_digest", too
-evals.jsonl              one line per evaluation
+evals.jsonl              one line per evaluation and mode
 tensorboard/             the numbers of both as TensorBoard events
 trajectories/step_N.jsonl one line per response (`tandem train` alone)
 checkpoints/step_NNNNNN/ the trainer's; the critic's lie in checkpoints/critic
@@ -244,10 +244,10 @@ class RunDirectory:
             self._versions.write(json.dumps(line) + "\n")
 
     def write_eval(self, line: Mapping[str, Any]) -> None:
-        """Appends one line to evals.jsonl, and to the TensorBoard events under eval/."""
+        """Appends one line to evals.jsonl, and to the TensorBoard events under eval/<mode>/."""
         with writing(self.path / "evals.jsonl"), (self.path / "evals.jsonl").open("a") as file:
             file.write(json.dumps(line) + "\n")
-            self._events.add(line, "eval/")
+            self._events.add(line, f"eval/{line['mode']}/")
 
     def record(self, start: Mapping[str, Any], servers: Mapping[str, Any]) -> None:
         """Adds what the run started from, and its servers, to run.json; a resumed run's stay."""

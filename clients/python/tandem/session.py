@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, TypeVar
 
 import grpc
 
@@ -25,7 +25,7 @@ from tandem.preflight import Problems
 from tandem.requests import Prompt
 from tandem.rewards import Reward
 from tandem.rollout.v1 import rollout_pb2
-from tandem.rollout_pool import RolloutPool
+from tandem.rollout_pool import RolloutPool, Scored
 from tandem.settings import ClusterSettings, RunSettings, ServersSettings, given
 from tandem.text import TextCodec
 from tandem.text_files import read_bytes
@@ -36,8 +36,11 @@ from tandem.wire import message_record, tandem_record
 # What a session is for: what it reads and checks.
 Purpose = Literal["train", "sft", "eval"]
 
-# How often samples are drawn again that a restarted server wrote under other weights.
-GENERATE_ATTEMPTS = 3
+# How often is asked again what a restarted server answered under other weights.
+ATTEMPTS = 3
+
+Asked = TypeVar("Asked")
+Answer = TypeVar("Answer")
 
 
 class Session:
@@ -172,16 +175,44 @@ class Session:
         Raises:
             FailedPreconditionError: as catch_up() says, or it happens again and again.
         """
-        groups: dict[int, list[trajectory_pb2.Trajectory]] = {}
-        missing = list(range(len(prompts)))
-        for _ in range(GENERATE_ATTEMPTS):
+        return self._answered(
+            prompts, self.rollouts.generate, _all_by, expected, any_version=any_version
+        )
+
+    def score(
+        self,
+        sequences: Sequence[tuple[Sequence[int], int]],
+        expected: server_pb2.WeightsVersion | None = None,
+    ) -> list[Scored]:
+        """Scores of (token ids, index of the first scored token) under the trainer's weights and
+        under the junior, in order.
+
+        Rollout servers that are behind, or restart, are treated as in generate().
+
+        Raises:
+            FailedPreconditionError: as generate() does, or a rollout server has no junior.
+        """
+        return self._answered(sequences, self.rollouts.score, _scored_by, expected)
+
+    def _answered(
+        self,
+        asked: Sequence[Asked],
+        ask: Callable[[Sequence[Asked]], list[Answer]],
+        is_by: Callable[[server_pb2.WeightsVersion, Answer], bool],
+        expected: server_pb2.WeightsVersion | None,
+        *,
+        any_version: bool = False,
+    ) -> list[Answer]:
+        """What the rollout servers answer, all of it by the trainer's weights."""
+        answers: dict[int, Answer] = {}
+        missing = list(range(len(asked)))
+        for _ in range(ATTEMPTS):
             weights = self.catch_up(expected)
-            drawn = self.rollouts.generate([prompts[index] for index in missing])
-            groups |= zip(missing, drawn, strict=True)
+            answers |= zip(missing, ask([asked[index] for index in missing]), strict=True)
             if not any_version:
-                missing = [index for index in missing if not _all_by(weights, groups[index])]
+                missing = [index for index in missing if not is_by(weights, answers[index])]
             if any_version or not missing:
-                return [groups[index] for index in range(len(prompts))]
+                return [answers[index] for index in range(len(asked))]
             self.note(f"{len(missing)} prompts were answered by other weights: asked again")
         raise FailedPreconditionError(
             f"{len(missing)} prompts were answered by other weights than version {weights.version}",
@@ -249,7 +280,11 @@ class Session:
         """Tokenizer, reward and data, and whether they go together."""
         self._read_each(problems)
         judged = {"train": ("data", "eval_data"), "sft": ("eval_data",), "eval": ("data",)}
-        for name in judged[self.purpose]:
+        names = judged[self.purpose]
+        if self.settings.eval.modes == ["legibility"]:
+            # Nobody judges its answers.
+            names = ("data",) if self.purpose == "train" else ()
+        for name in names:
             dataset = getattr(self, name, None)
             if dataset is not None and hasattr(self, "reward"):
                 with problems.collect():
@@ -322,8 +357,12 @@ class Session:
             max_queue = min(info.max_queue for info in rollouts)
             preflight.check_sizes(self.settings, self.purpose, trainer.max_samples, max_queue)
         models = {f"the trainer at {servers.trainer}": trainer.server.model}
+        modes = preflight.modes_in(self.settings, self.purpose)
         for address, info in zip(servers.rollout, rollouts, strict=True):
-            models[f"the rollout server at {address}"] = info.server.model
+            whose = f"the rollout server at {address}"
+            models[whose] = info.server.model
+            with problems.collect():
+                preflight.check_modes(modes, info, whose)
         if self.uses_critic:
             with problems.collect(), self.critic() as critic:
                 models[f"the critic at {self.critic_address}"] = critic.info().server.model
@@ -389,6 +428,10 @@ def _in_words(weights: server_pb2.WeightsVersion) -> str:
 
 def _all_by(weights: server_pb2.WeightsVersion, group: Sequence[trajectory_pb2.Trajectory]) -> bool:
     return all(run.weights == weights for one in group for run in one.senior_versions)
+
+
+def _scored_by(weights: server_pb2.WeightsVersion, scored: Scored) -> bool:
+    return scored.weights == weights
 
 
 def _model_record(model: server_pb2.ModelInfo) -> dict[str, Any]:

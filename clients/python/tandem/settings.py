@@ -35,6 +35,9 @@ from tandem.wire import enum_names
 # The contract's counts and token ids are int32.
 INT32_MAX = 2**31 - 1
 
+# Evaluations, in the order in which they are explained.
+EvalMode = Literal["solo", "handoff", "legibility"]
+
 # Paths among a server's settings.
 SERVER_PATHS = (
     "model",
@@ -266,9 +269,12 @@ class CheckpointSettings(Settings):
 
 
 class EvalSettings(Settings):
-    """Evaluation of the senior alone."""
+    """Evaluations on held-out prompts."""
 
     data: DataSettings | None = None
+    # solo: the senior answers alone. handoff: senior and junior take turns at blank lines.
+    # legibility: how well the junior predicts the senior's solo answers.
+    modes: list[EvalMode] = Field(["solo"], min_length=1)
     # Responses drawn for each prompt, and the k of pass@k.
     samples: Count = 1
     k: list[int] = Field([1], min_length=1)
@@ -282,6 +288,12 @@ class EvalSettings(Settings):
     def _k_fits(self) -> EvalSettings:
         if any(k < 1 or k > self.samples for k in self.k):
             raise ValueError(f"every k must lie in [1, samples = {self.samples}]")
+        return self
+
+    @model_validator(mode="after")
+    def _modes_differ(self) -> EvalSettings:
+        if len(set(self.modes)) < len(self.modes):
+            raise ValueError("a mode is listed twice")
         return self
 
 

@@ -14,7 +14,8 @@ from typing import Any, Self
 from tandem.checkpoints import SavedState, checkpoint_name
 from tandem.data import Example, fill
 from tandem.errors import ConfigError, TandemError
-from tandem.evaluate import evaluate, in_words
+from tandem.evaluation import evaluate
+from tandem.evaluation.report import in_words
 from tandem.interrupt import Interrupt
 from tandem.learnability import FlatRewards
 from tandem.metrics import StepClock, response_metrics, step_line
@@ -285,9 +286,10 @@ class Loop:
             print(f"step {step} skipped: {report.skip_reason}", file=run.log)
         self._session.check()
         if settings.eval.every and step % settings.eval.every == 0:
-            summary = evaluate(self._session).summary()
-            run.write_eval({"step": step} | summary)
-            self._session.note(f"step {step}: {in_words(summary)}")
+            for evaluation in evaluate(self._session).values():
+                summary = evaluation.summary()
+                run.write_eval({"step": step} | summary)
+                self._session.note(f"step {step}: {in_words(summary)}")
         due = settings.checkpoint.every > 0 and step % settings.checkpoint.every == 0
         last = step == settings.steps and settings.checkpoint.at_end
         self._stop = self._interrupt is not None and self._interrupt.requested

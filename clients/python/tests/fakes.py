@@ -67,7 +67,11 @@ class FakeWorld:
         self.max_model_len = 128
         self.cut_streams = 0  # Generate calls to break off after one sample
         self.on_open = lambda context: None  # called in a Generate that counts as open
-        self.on_batch = lambda: None  # called before a batch of Generate is answered
+        self.on_batch = lambda: None  # called before a batch of Generate, or a Score, is answered
+        self.has_junior = True
+        self.sentence_boundaries = [7]
+        self.scores = 0  # calls of Score
+        self.logprob = {"senior": lambda token: -1.0, "junior": lambda token: -2.0}  # in Score
         self.unsaved = False  # whether the trainer holds updates that no checkpoint has
         self.loads = []  # path of every LoadCheckpoint, "" for the base model
         self.publications = []  # (version, allow_rollback) of every PublishWeights
@@ -98,8 +102,12 @@ class FakeRollout(rollout_pb2_grpc.RolloutServiceServicer, weights_pb2_grpc.Weig
     def GetServerInfo(self, request, context):
         self.world.enter("GetServerInfo", context)
         reply = rollout_pb2.GetServerInfoResponse(
-            sentence_boundary_token_ids=[7], max_queue=self.world.max_queue
+            sentence_boundary_token_ids=self.world.sentence_boundaries,
+            max_queue=self.world.max_queue,
         )
+        if self.world.has_junior:
+            self.world.describe(reply.junior)
+            reply.junior_version = "j"
         reply.server.role = "rollout"
         self.world.describe(reply.server.model)
         reply.server.model.path = self.model_path
@@ -149,14 +157,18 @@ class FakeRollout(rollout_pb2_grpc.RolloutServiceServicer, weights_pb2_grpc.Weig
 
     def Score(self, request, context):
         self.world.enter("Score", context)
-        reply = rollout_pb2.ScoreResponse()
+        self.world.scores += 1
+        self.world.on_batch()
+        reply = rollout_pb2.ScoreResponse(
+            weights=weights(self.world.published, self.world.served_digest)
+        )
         for sequence in request.sequences:
-            count = len(sequence.token_ids) - sequence.first_scored_token
+            scored = sequence.token_ids[sequence.first_scored_token :]
             scores = reply.sequences.add()
-            if request.senior:
-                scores.senior_logprobs.CopyFrom(to_tensor([-1.0] * count))
-            if request.junior:
-                scores.junior_logprobs.CopyFrom(to_tensor([-2.0] * count))
+            for model in ("senior", "junior"):
+                if getattr(request, model):
+                    logprobs = to_tensor([self.world.logprob[model](token) for token in scored])
+                    getattr(scores, f"{model}_logprobs").CopyFrom(logprobs)
         return reply
 
     def GetVersion(self, request, context):

@@ -25,10 +25,37 @@ def test_every_paragraph_of_a_help_fits_a_terminal_of_80_columns():
 def test_eval_reports_accuracy_and_pass_at_k(run_file):
     arguments = ["eval.samples=4", "eval.k=[1, 4]", "eval.temperature=1.0"]
     out = json.loads(tandem("eval", run_file, *arguments, "--json").stdout)
-    assert out["prompts"] == 20
-    assert out["pass_at"]["1"] == pytest.approx(out["accuracy"])
     assert out["checkpoint"] is None
-    assert "not available yet" in tandem("eval", run_file, "--mode", "handoff", check=2).stderr
+    assert list(out["evaluations"]) == ["solo"]
+    solo = out["evaluations"]["solo"]
+    assert solo["prompts"] == 20
+    assert solo["pass_at"]["1"] == pytest.approx(solo["accuracy"])
+
+
+def test_eval_measures_the_modes_that_are_asked_for(world, run_file):
+    world.sentence_boundaries = list(range(64))
+    modes = ["--mode", "handoff", "--mode", "legibility"]
+    out = json.loads(tandem("eval", run_file, "eval.modes=[solo]", *modes, "--json").stdout)
+    handoff, legibility = out["evaluations"].values()
+    assert [handoff["mode"], legibility["mode"]] == ["handoff", "legibility"]
+    assert legibility["gap/nats_per_token"] == 1.0
+    shown = tandem("eval", run_file, "--mode", "handoff,legibility").stdout.splitlines()
+    assert shown[1:] == [
+        "\tvalue\t95 % interval",
+        f"handoff: accuracy\t0.0%\t0.0% to {handoff['accuracy_high']:.1%}",
+        f"handoff: rounds\t{handoff['rounds/mean']:.2f}\t",
+        f"handoff: tokens by the senior\t{handoff['tandem/senior_token_fraction']:.1%}\t",
+        "handoff: cut after 150 rounds\t0\t",
+        "legibility: junior, nats/token\t2.000\t2.000 to 2.000",
+        "legibility: senior, nats/token\t1.000\t1.000 to 1.000",
+        "legibility: gap, nats/token\t1.000\t1.000 to 1.000",
+    ]
+    said = tandem("eval", run_file, "--mode", "duo", check=2).stderr
+    assert "eval.modes.0: Input should be 'solo', 'handoff' or 'legibility'" in said
+    world.has_junior = False
+    error = json.loads(tandem("eval", run_file, *modes, "--json", check=2).stderr)
+    assert error["error"] == "ConfigError"
+    assert error["message"].startswith("eval.modes: handoff, legibility: the rollout server at ")
 
 
 def test_eval_of_a_checkpoint_and_of_the_last_one_of_a_run(world, run_file, tmp_path):
@@ -37,7 +64,7 @@ def test_eval_of_a_checkpoint_and_of_the_last_one_of_a_run(world, run_file, tmp_
     world.published = 0
     out = json.loads(tandem("eval", run_file, "--checkpoint", run, "--json").stdout)
     assert out["checkpoint"] == str(run / "checkpoints" / "step_000004")
-    assert out["version/senior"] == 4
+    assert out["evaluations"]["solo"]["version/senior"] == 4
     path = run / "checkpoints" / "step_000002"
     shown = tandem("eval", run_file, "--checkpoint", path).stdout
     assert f"senior version 2, from {path}" in shown

@@ -4,7 +4,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from commands import contents, tandem
+from commands import contents, lines, tandem
 
 from tandem import demo, settings
 from tandem.errors import RunDirectoryError
@@ -30,13 +30,31 @@ def test_a_demo_that_is_interrupted_before_its_training_loses_nothing(run_file, 
     assert contents(run.path) == before
 
 
-def test_a_demo_ends_with_what_changed(run_file, monkeypatch, capsys):
-    config = settings.load(RunSettings, run_file)
+def test_a_demo_ends_with_what_changed(world, run_file, monkeypatch, capsys):
+    config = settings.load(RunSettings, run_file, ["eval.modes=[solo, handoff, legibility]"])
     model = ImportedModel(config.tokenizer, "", parameters=1, already_there=True)
     monkeypatch.setattr(demo, "import_model", lambda *_: model)
+    # Another senior after training than before: the junior reads it otherwise.
+    world.logprob["junior"] = lambda token: -2.0 - world.published
     assert demo.run_demo(config, Output()) == 0
     shown = capsys.readouterr().out
-    assert "before training\t0.0%\t0.0% to 16.1%\nafter training\t0.0%" in shown
+    assert (
+        "20 held-out questions, greedy\n\tbefore\tafter\tgain\n"
+        "solo\t\t\t\n"
+        "  accuracy\t0.0%\t0.0%\t+0.0%\n"
+        "  95 % interval\t0.0% to 16.1%\t0.0% to 16.1%\t+0.0% to +0.0%\n"
+        "handoff\t\t\t\n"
+        "  accuracy\t0.0%\t0.0%\t+0.0%\n"
+    ) in shown
+    assert (
+        "legibility\t\t\t\n"
+        "  junior, nats/token\t2.000\t6.000\t\n"
+        "  95 % interval\t2.000 to 2.000\t6.000 to 6.000\t\n"
+    ) in shown
+    written = lines(config.run_dir / "evals.jsonl")
+    assert [(line["step"], line["mode"]) for line in written] == [
+        (step, mode) for step in (0, 4) for mode in config.eval.modes
+    ]
     assert "Step 4: senior, [junior]\ngroup\treward\tprompt\tresponse\n" in shown
 
 

@@ -19,13 +19,15 @@ def scalars(folder, **options):
 def test_numbers_of_lines_and_evaluations_are_scalars(tmp_path):
     with EventFile(tmp_path / "tensorboard", 1) as events:
         events.add({"step": 1, "reward/mean": 0.25, "loss/kl": None, "tokens/response": 7})
-        events.add({"step": 1, "accuracy": 0.5, "mode": "solo", "pass_at": {"1": 0.5}}, "eval/")
+        events.add(
+            {"step": 1, "accuracy": 0.5, "mode": "solo", "pass_at": {"1": 0.5}}, "eval/solo/"
+        )
         # On disk before it is closed.
         assert scalars(tmp_path / "tensorboard") == {
             "reward/mean": [(1, 0.25)],
             "tokens/response": [(1, 7.0)],
-            "eval/accuracy": [(1, 0.5)],
-            "eval/pass_at/1": [(1, 0.5)],
+            "eval/solo/accuracy": [(1, 0.5)],
+            "eval/solo/pass_at/1": [(1, 0.5)],
         }
 
 

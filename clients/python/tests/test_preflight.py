@@ -25,7 +25,8 @@ if "--check-config" not in sys.argv:
     print("this one is not started"); sys.exit(1)
 if "typo" in config:
     bad(sys.argv[2] + ": typo: unknown key")
-print(yaml.safe_dump({{"max_samples": 64, "max_queue": 16}} | config), end="")
+defaults = {{"max_samples": 64, "max_queue": 16, "junior_model": ""}}
+print(yaml.safe_dump(defaults | config), end="")
 print("# Memory that this configuration needs:")
 if "--check-objective" in sys.argv:
     objective = json.loads(sys.argv[sys.argv.index("--check-objective") + 1])
@@ -192,6 +193,57 @@ def test_a_cluster_is_checked_before_it_starts(load, cluster):
     assert "  - objective.junior_kl_coefficient: not there yet" in said
     assert "  - cluster.rollout.0: typo: unknown key" in said
     assert "eval.samples: the 17" in problems(load(cluster, "eval.samples=17"))
+
+
+MODES = "eval.modes=[solo, handoff, legibility]"
+
+
+@pytest.mark.parametrize(
+    ("purpose", "overrides", "needed"),
+    [
+        ("eval", [MODES], True),
+        ("eval", ["eval.modes=[solo]"], False),
+        ("train", [MODES, "eval.every=2"], True),
+        # Nothing is evaluated in this run.
+        ("train", [MODES], False),
+        ("sft", [MODES, "eval.every=2"], True),
+    ],
+)
+def test_evaluations_that_need_a_junior_are_refused_without_one(
+    load, world, cluster, purpose, overrides, needed
+):
+    world.has_junior = False
+    missing = "eval.modes: handoff, legibility: {} has no junior"
+    if not needed:
+        with Session(load(*overrides), purpose=purpose):
+            pass
+        with Session(load(cluster, *overrides), purpose=purpose, dry_run=True):
+            pass
+        return
+    address = load().servers.rollout[0]
+    said = problems(load(*overrides), purpose=purpose)
+    assert said == missing.format(f"the rollout server at {address}")
+    said = problems(load(cluster, *overrides), purpose=purpose)
+    assert said == missing.format("cluster.rollout.0")
+    with Session(
+        load(cluster, "cluster.rollout.junior_model=j", *overrides), purpose=purpose, dry_run=True
+    ):
+        pass
+
+
+def test_a_handoff_needs_a_token_to_hand_over_at(load, world):
+    world.sentence_boundaries = []
+    said = problems(load("eval.modes=[handoff]"), purpose="eval")
+    assert "eval.modes: handoff: no token of the rollout server at" in said
+    with Session(load("eval.modes=[legibility]"), purpose="eval"):
+        pass
+
+
+def test_answers_that_nobody_judges_need_no_reward(load, tmp_path):
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "w1"}\n')
+    assert "exact_match needs an `answer`" in problems(load(), purpose="eval")
+    with Session(load("eval.modes=[legibility]"), purpose="eval"):
+        pass
 
 
 def test_a_dry_run_starts_no_server_and_shows_the_objective(load, cluster):

@@ -303,15 +303,27 @@ def test_runs_that_cannot_learn_are_told(run_file):
 def test_evaluations_in_a_run_are_printed_and_are_events(run_file, tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    shown = tandem("train", run_file, "eval.every=2").stdout
-    assert [line for line in shown.splitlines() if "solo accuracy" in line] == [
-        f"step {step}: solo accuracy 0.000 (95 % interval 0.000 to 0.161), pass@1 0.000; "
-        "20 prompts, 1 sample each"
+    modes = "eval.modes=[legibility, solo]"
+    shown = tandem("train", run_file, "eval.every=2", modes).stdout.splitlines()
+    assert [line for line in shown if "20 prompts, 1 sample each" in line] == [
+        f"step {step}: {said}; 20 prompts, 1 sample each"
         for step in (2, 4)
+        for said in (
+            "legibility: junior, nats/token 2.000 (95 % interval 2.000 to 2.000), "
+            "senior, nats/token 1.000 (95 % interval 1.000 to 1.000), "
+            "gap, nats/token 1.000 (95 % interval 1.000 to 1.000)",
+            "solo: accuracy 0.0% (95 % interval 0.0% to 16.1%)",
+        )
+    ]
+    written = lines(tmp_path / "run" / "evals.jsonl")
+    assert [(line["step"], line["mode"], line["version/senior"]) for line in written] == [
+        (step, mode, step) for step in (2, 4) for mode in ("legibility", "solo")
     ]
     events = EventAccumulator(str(tmp_path / "run" / "tensorboard")).Reload()
     assert [event.step for event in events.Scalars("loss/total")] == [1, 2, 3, 4]
-    assert [event.step for event in events.Scalars("eval/accuracy")] == [2, 4]
+    assert [event.step for event in events.Scalars("eval/solo/accuracy")] == [2, 4]
+    tag = "eval/legibility/junior/nats_per_token"
+    assert [event.value for event in events.Scalars(tag)] == [2, 2]
 
 
 def test_events_of_steps_that_a_resumed_run_does_again_are_forgotten(run_file, tmp_path):

@@ -91,7 +91,7 @@ def test_a_disk_that_takes_no_events_is_named(run_file, monkeypatch):
         monkeypatch.setattr(run._events, "add", add)
         for write in (run.write_metrics, run.write_eval):
             with pytest.raises(RunDirectoryError, match="No space left"):
-                write({"step": 1})
+                write({"step": 1, "mode": "solo"})
 
 
 def test_clean_leaves_logs_and_what_no_run_wrote(run_file, tmp_path):

@@ -19,7 +19,6 @@ from tandem.errors import (
     ServerStartError,
     UnavailableError,
 )
-from tandem.evaluate import evaluate
 from tandem.requests import Prompt
 from tandem.rollout_pool import RolloutPool
 from tandem.session import Session
@@ -167,12 +166,6 @@ def test_a_trainer_that_was_restarted_is_noticed_before_a_generation(world, conf
             session.generate([Prompt([1], seed=1)], held)
     assert caught.value.reason == "STALE_POLICY_VERSION"
     assert world.batches == []
-
-
-def test_an_evaluation_is_measured_on_the_weights_of_the_trainer(world, config):
-    world.version, world.published = 3, 0
-    with Session(config, purpose="eval") as session:
-        assert evaluate(session).version == 3
 
 
 def test_a_step_of_more_samples_than_a_queue_holds_travels_in_several_batches(world, config):

@@ -1,0 +1,38 @@
+"""Evaluations: the senior alone, senior and junior in turns, and the senior read by the junior."""
+
+from __future__ import annotations
+
+from tandem.evaluation.answers import Evaluation, draw
+from tandem.evaluation.handoff import handoff
+from tandem.evaluation.legibility import legibility
+from tandem.evaluation.solo import solo
+from tandem.preflight import check_modes
+from tandem.session import Session
+from tandem.settings import EvalMode
+
+__all__ = ["Evaluation", "evaluate"]
+
+
+def evaluate(session: Session) -> dict[EvalMode, Evaluation]:
+    """The evaluations `eval.modes`, in that order, on the held-out prompts.
+
+    Without `eval.data` these are all data. What answers are the trainer's weights: rollout servers
+    that are behind get them first. The senior's solo answers are drawn once for all modes.
+
+    Raises:
+        ConfigError: a rollout server cannot do what a mode needs.
+    """
+    modes = session.settings.eval.modes
+    for client in session.rollouts.clients:
+        check_modes(modes, client.info(), f"the rollout server at {client.address}")
+    weights = session.catch_up()
+    alone = [] if modes == ["handoff"] else draw(session, {"enabled": False}, weights)
+    results: dict[EvalMode, Evaluation] = {}
+    for mode in modes:
+        if mode == "solo":
+            results[mode] = solo(session, alone)
+        elif mode == "handoff":
+            results[mode] = handoff(session, weights)
+        else:
+            results[mode] = legibility(session, alone, weights)
+    return results

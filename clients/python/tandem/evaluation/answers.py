@@ -1,0 +1,136 @@
+"""Answers to the held-out prompts, and which of them are right."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from tandem.data import Example
+from tandem.requests import Prompt
+from tandem.schedule import prompt_seed
+from tandem.session import Session
+from tandem.settings import EvalMode, given
+from tandem.stats import pass_at_k, wilson_interval
+from tandem.types.v1 import server_pb2, trajectory_pb2
+
+# For every prompt, the samples.
+Answers = list[list[trajectory_pb2.Trajectory]]
+
+
+@dataclass(frozen=True)
+class Grades:
+    """Which answers are right.
+
+    Attributes:
+        correct: for every prompt, which samples were correct.
+        rewards: for every prompt, the samples' rewards; None where a reward failed, which counts as
+            not correct.
+        pass_at: k → unbiased estimate of pass@k.
+    """
+
+    correct: list[list[bool]]
+    rewards: list[list[float | None]]
+    pass_at: dict[int, float]
+
+    @property
+    def accuracy(self) -> float:
+        """Share of correct samples."""
+        flat = [value for group in self.correct for value in group]
+        return sum(flat) / len(flat)
+
+    @property
+    def interval(self) -> tuple[float, float]:
+        """95 % interval of the accuracy (Wilson; by prompts, hence careful with many samples)."""
+        prompts = len(self.correct)
+        return wilson_interval(round(self.accuracy * prompts), prompts)
+
+    def summary(self) -> dict[str, Any]:
+        """As part of a line of evals.jsonl."""
+        low, high = self.interval
+        rewards = [value for group in self.rewards for value in group if value is not None]
+        return {
+            "accuracy": self.accuracy,
+            "accuracy_low": low,
+            "accuracy_high": high,
+            "reward/mean": sum(rewards) / len(rewards) if rewards else None,
+            "reward/failed": sum(map(len, self.rewards)) - len(rewards),
+            "pass_at": {str(k): value for k, value in self.pass_at.items()},
+        }
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Result of one mode.
+
+    Attributes:
+        answers: what was evaluated, as the servers gave it.
+        grades: None where the answers are not judged (legibility).
+        numbers: what this mode alone reports, by its key in evals.jsonl.
+    """
+
+    mode: EvalMode
+    answers: Answers = field(repr=False)
+    grades: Grades | None = None
+    numbers: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def version(self) -> int:
+        """Of the senior's weights."""
+        return self.answers[0][0].senior_versions[-1].weights.version
+
+    def summary(self) -> dict[str, Any]:
+        """As a line of evals.jsonl."""
+        return {
+            "mode": self.mode,
+            "prompts": len(self.answers),
+            "samples": len(self.answers[0]),
+            **({} if self.grades is None else self.grades.summary()),
+            **self.numbers,
+            "version/senior": self.version,
+        }
+
+
+def draw(
+    session: Session, tandem: Mapping[str, Any], weights: server_pb2.WeightsVersion
+) -> Answers:
+    """Answers to the held-out prompts by these weights, which must be the trainer's.
+
+    `tandem` has the fields of TandemConfig. All modes draw with the same seeds.
+    """
+    settings = session.settings
+    sampling = given(settings.sampling) | {"temperature": settings.eval.temperature}
+    if settings.eval.max_tokens is not None:
+        sampling["max_tokens"] = settings.eval.max_tokens
+    return session.generate(
+        [
+            Prompt(
+                token_ids=example.token_ids,
+                seed=prompt_seed(settings.seed, 0, index, "eval"),
+                num_samples=settings.eval.samples,
+                sampling=sampling,
+                tandem=tandem,
+            )
+            for index, example in enumerate(_examples(session))
+        ],
+        weights,
+    )
+
+
+def grade(session: Session, responses: Sequence[Sequence[Sequence[int]]]) -> Grades:
+    """Judges the token ids of the responses to every held-out prompt."""
+    settings = session.settings
+    texts = [[session.codec.decode(ids) for ids in group] for group in responses]
+    rewards = session.reward(_examples(session), texts).rewards
+    least = settings.reward.correct_at
+    correct = [[value is not None and value >= least for value in group] for group in rewards]
+    n = settings.eval.samples
+    pass_at = {
+        k: sum(pass_at_k(n, sum(group), k) for group in correct) / len(correct)
+        for k in settings.eval.k
+    }
+    return Grades(correct, rewards, pass_at)
+
+
+def _examples(session: Session) -> Sequence[Example]:
+    return (session.eval_data or session.data).examples

@@ -1,0 +1,55 @@
+"""Handoff: whether senior and junior are right when they take turns at blank lines."""
+
+from __future__ import annotations
+
+import itertools
+
+from tandem.evaluation.answers import Evaluation, draw, grade
+from tandem.session import Session
+from tandem.types.v1 import server_pb2
+
+# Turns of an answer; what was written after them does not count.
+MAX_ROUNDS = 150
+
+
+def handoff(session: Session, weights: server_pb2.WeightsVersion) -> Evaluation:
+    """Accuracy, pass@k and authorship when the author changes after every blank line.
+
+    The senior begins; both share `max_tokens`. A turn ends with a token whose text ends with a
+    blank line, the servers' default for the strategy `sentence`, whatever else they are set to.
+    """
+    boundaries = session.rollouts.clients[0].info().sentence_boundary_token_ids
+    tandem = {
+        "enabled": True,
+        "selection_strategy": "sentence",
+        "boundary_token_ids": list(boundaries),
+    }
+    answers = draw(session, tandem, weights)
+    masks = [[first_rounds(one.authorship_mask, MAX_ROUNDS) for one in group] for group in answers]
+    responses = [
+        [one.response_token_ids[: len(mask)] for one, mask in zip(*pair, strict=True)]
+        for pair in zip(answers, masks, strict=True)
+    ]
+    flat = list(itertools.chain(*masks))
+    whole = [len(one.authorship_mask) for group in answers for one in group]
+    return Evaluation(
+        "handoff",
+        answers,
+        grade(session, responses),
+        {
+            "rounds/mean": sum(map(rounds, flat)) / len(flat),
+            "rounds/cut": sum(len(mask) < n for mask, n in zip(flat, whole, strict=True)),
+            "tandem/senior_token_fraction": sum(map(sum, flat)) / sum(map(len, flat)),
+        },
+    )
+
+
+def rounds(mask: bytes) -> int:
+    """Turns of an answer: with this strategy the author changes after each."""
+    return 1 + sum(a != b for a, b in itertools.pairwise(mask))
+
+
+def first_rounds(mask: bytes, most: int) -> bytes:
+    """The authorship mask to the end of turn number `most`, at least 1; all of it with fewer."""
+    ends = (t for t in range(1, len(mask)) if mask[t] != mask[t - 1])
+    return mask[: next(itertools.islice(ends, most - 1, None), len(mask))]

@@ -1,0 +1,67 @@
+"""Evaluations for people: in a sentence, and as cells of a table."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from tandem.evaluation.handoff import MAX_ROUNDS
+
+
+@dataclass(frozen=True)
+class Measure:
+    """One number of an evaluation, as text.
+
+    Attributes:
+        interval: of 95 %; "" where there is none.
+    """
+
+    name: str
+    value: str
+    interval: str = ""
+
+
+def measures(summary: Mapping[str, Any]) -> list[Measure]:
+    """The numbers of a summary, in the order in which people read them."""
+    found = []
+    if "accuracy" in summary:
+        found.append(_with_interval("accuracy", summary, "accuracy", "{:.1%}"))
+        passes = summary["pass_at"]
+        # pass@1 is the accuracy: it stands there for comparison with others alone.
+        if set(passes) != {"1"}:
+            found += [Measure(f"pass@{k}", f"{value:.1%}") for k, value in passes.items()]
+        if failed := summary["reward/failed"]:
+            found.append(Measure("rewards failed", f"{failed:,}"))
+    if "rounds/mean" in summary:
+        share = summary["tandem/senior_token_fraction"]
+        found += [
+            Measure("rounds", f"{summary['rounds/mean']:.2f}"),
+            Measure("tokens by the senior", f"{share:.1%}"),
+            Measure(f"cut after {MAX_ROUNDS} rounds", f"{summary['rounds/cut']:,}"),
+        ]
+    for whose in ("junior", "senior", "gap"):
+        if (key := f"{whose}/nats_per_token") in summary:
+            found.append(_with_interval(f"{whose}, nats/token", summary, key, "{:.3f}"))
+    return found
+
+
+def size(summary: Mapping[str, Any]) -> str:
+    """How many prompts and samples."""
+    samples = f"{summary['samples']:,} sample" + "s" * (summary["samples"] != 1)
+    return f"{summary['prompts']:,} prompts, {samples} each"
+
+
+def in_words(summary: Mapping[str, Any]) -> str:
+    """A summary as a sentence."""
+    said = (
+        f"{one.name} {one.value}" + (f" (95 % interval {one.interval})" if one.interval else "")
+        for one in measures(summary)
+    )
+    return f"{summary['mode']}: {', '.join(said)}; {size(summary)}"
+
+
+def _with_interval(name: str, summary: Mapping[str, Any], key: str, form: str) -> Measure:
+    low, high = summary[f"{key}_low"], summary[f"{key}_high"]
+    interval = "" if low is None else f"{form.format(low)} to {form.format(high)}"
+    return Measure(name, form.format(summary[key]), interval)

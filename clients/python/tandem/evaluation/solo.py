@@ -1,0 +1,12 @@
+"""Solo: whether the senior alone is right."""
+
+from __future__ import annotations
+
+from tandem.evaluation.answers import Answers, Evaluation, grade
+from tandem.session import Session
+
+
+def solo(session: Session, answers: Answers) -> Evaluation:
+    """Accuracy and pass@k of the senior's solo answers."""
+    responses = [[one.response_token_ids for one in group] for group in answers]
+    return Evaluation("solo", answers, grade(session, responses))

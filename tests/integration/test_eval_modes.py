@@ -1,0 +1,127 @@
+"""Handoff and legibility over the real servers, derived again from what they answered."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import re
+
+import harness
+import numpy as np
+import pytest
+from harness import flat, mask, tokens
+from tandem.errors import ConfigError
+from tandem.evaluation import evaluate
+from tandem.schedule import authorship_mask
+from tandem.session import Session
+from tokenizers import Tokenizer
+
+MODES = ["solo", "handoff", "legibility"]
+
+
+def evaluated(directory, models, running, **changes):
+    options = {"modes": MODES, "samples": 6, "temperature": 1.0, "max_tokens": 100} | changes
+    config = harness.run_settings(directory, models, running, eval=options)
+    with Session(config, purpose="eval") as session:
+        return evaluate(session)
+
+
+def everything(results):
+    """What was measured, and all samples but for the configuration that they carry."""
+    samples = [
+        (mode, tokens(one), mask(one)) for mode in results for one in flat(results[mode].answers)
+    ]
+    return [one.summary() for one in results.values()], samples
+
+
+@pytest.fixture(scope="module")
+def results(models, pair, tmp_path_factory):
+    return evaluated(tmp_path_factory.mktemp("run"), models, pair)
+
+
+def test_the_authors_of_a_handoff_follow_from_its_tokens(results, models):
+    tokenizer = Tokenizer.from_file(str(models.tokenizer / "tokenizer.json"))
+    ends = {i for i in tokenizer.get_vocab().values() if tokenizer.decode([i]).endswith("\n\n")}
+    tandem = {"enabled": True, "selection_strategy": "sentence", "prob_senior": 0.5}
+    samples = flat(results["handoff"].answers)
+    for one in samples:
+        assert mask(one) == authorship_mask(tokens(one), tandem, one.seed, one.sample_index, ends)
+    masks = [mask(one) for one in samples]
+    assert {author for authors in masks for author in authors} == {0, 1}
+    summary = results["handoff"].summary()
+    turns = [len(list(itertools.groupby(authors))) for authors in masks]
+    assert np.mean(turns) > 1
+    assert summary["rounds/mean"] == pytest.approx(np.mean(turns))
+    assert summary["rounds/cut"] == 0
+    assert summary["tandem/senior_token_fraction"] == pytest.approx(np.mean(np.concatenate(masks)))
+
+
+def test_every_key_of_an_evaluation_is_documented(results):
+    document = (harness.REPOSITORY / "docs/metrics.md").read_text()
+    section = document.split("## `evals.jsonl`")[1].split("\n## ")[0]
+    listed = re.findall(r"`([a-z_/]+)`", "".join(re.findall(r"^\| (`.*?) \|", section, re.M)))
+    assert {"step"}.union(*(one.summary() for one in results.values())) == set(listed)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_legibility_is_the_cross_entropy_that_transformers_computes(
+    models, pair, tmp_path, temperature
+):
+    """At temperature 1, whatever the answers were drawn at."""
+    result = evaluated(tmp_path, models, pair, modes=["legibility"], temperature=temperature)
+    samples, summary = flat(result["legibility"].answers), result["legibility"].summary()
+    nats = {
+        model: np.concatenate(
+            [
+                -harness.reference_logprobs(directory, one.prompt_token_ids, tokens(one))
+                for one in samples
+            ],
+            dtype=np.float64,
+        )
+        for model, directory in (("junior", models.junior), ("senior", models.senior))
+    }
+    nats["gap"] = nats["junior"] - nats["senior"]
+    for name, values in nats.items():
+        assert summary[f"{name}/nats_per_token"] == pytest.approx(values.mean(), abs=1e-6)
+    assert summary["tokens/response"] == len(nats["junior"])
+    assert nats["gap"].mean() > 1
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_junior_that_is_the_senior_hands_over_and_reads_without_loss(
+    models, tmp_path, temperature
+):
+    same = dataclasses.replace(models, junior=models.senior)
+    with harness.cluster(tmp_path / "cluster", same, trainer={}) as running:
+        results = evaluated(tmp_path, models, running, temperature=temperature)
+    alone, turns = (flat(results[mode].answers) for mode in ("solo", "handoff"))
+    assert [tokens(one) for one in turns] == [tokens(one) for one in alone]
+    assert results["handoff"].grades == results["solo"].grades
+    if temperature:
+        assert 0 in {author for one in turns for author in mask(one)}
+    summary = results["legibility"].summary()
+    assert summary["junior/nats_per_token"] == summary["senior/nats_per_token"] > 0
+    assert summary["gap/nats_per_token"] == 0
+
+
+def test_evaluations_do_not_depend_on_the_servers_number_nor_on_their_tandem_defaults(
+    models, results, tmp_path
+):
+    rollout = {
+        "tandem": {"selection_strategy": "word", "boundary_token_ids": [5, 6, 7], "prob_senior": 0}
+    }
+    with harness.cluster(
+        tmp_path / "cluster", models, rollouts=2, rollout=rollout, trainer={}
+    ) as running:
+        assert everything(evaluated(tmp_path, models, running)) == everything(results)
+
+
+def test_a_server_without_a_junior_is_refused_before_anything_is_drawn(models, tmp_path):
+    with harness.cluster(
+        tmp_path / "cluster", models, rollout={"junior_model": ""}, trainer={}
+    ) as running:
+        with pytest.raises(ConfigError, match=r"eval\.modes: handoff, legibility: .* no junior"):
+            evaluated(tmp_path, models, running)
+        generated = harness.metrics_text(running.rollouts[0])
+        assert 'tandem_generated_tokens_total{author="senior"} 0' in generated
+        assert list(evaluated(tmp_path, models, running, modes=["solo"])) == ["solo"]
