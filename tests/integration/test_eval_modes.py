@@ -63,7 +63,7 @@ def test_every_key_of_an_evaluation_is_documented(results):
     assert {"step"}.union(*(one.summary() for one in results.values())) == set(listed)
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.7])
+@pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0])
 def test_legibility_is_the_cross_entropy_that_transformers_computes(
     models, pair, tmp_path, temperature
 ):

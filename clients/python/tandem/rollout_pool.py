@@ -27,12 +27,13 @@ class Scored:
     """Log-probabilities of a sequence's tokens, from the first scored one on.
 
     Attributes:
-        senior, junior: float32 [tokens scored], at temperature 1.
-        weights: the senior's, under which they were computed.
+        junior: float32 [tokens scored], at temperature 1.
+        senior: the same, where it was asked for.
+        weights: the senior's that the server held.
     """
 
-    senior: np.ndarray
     junior: np.ndarray
+    senior: np.ndarray | None
     weights: server_pb2.WeightsVersion
 
 
@@ -64,8 +65,11 @@ class RolloutPool:
 
         return self._deal_out(named, generate_at)
 
-    def score(self, sequences: Sequence[tuple[Sequence[int], int]]) -> list[Scored]:
-        """Scores of every (token ids, index of the first scored token) under both models, in order.
+    def score(
+        self, sequences: Sequence[tuple[Sequence[int], int]], *, senior: bool
+    ) -> list[Scored]:
+        """Scores of every (token ids, index of the first scored token) under the junior, in order,
+        and under the senior if `senior` says so.
 
         Failures as in generate(); FailedPreconditionError (NO_JUNIOR) from a server without one.
         """
@@ -73,10 +77,11 @@ class RolloutPool:
         def score_at(server: int, part: Sequence[tuple[Sequence[int], int]]) -> list[Scored]:
             scored = []
             for batch in _batches(part, lambda one: len(one[0]), SCORE_TOKENS):
-                reply = self.clients[server].score(batch, senior=True, junior=True)
+                reply = self.clients[server].score(batch, senior=senior, junior=True)
                 for one in reply.sequences:
-                    senior, junior = map(from_tensor, (one.senior_logprobs, one.junior_logprobs))
-                    scored.append(Scored(senior, junior, reply.weights))
+                    junior = from_tensor(one.junior_logprobs)
+                    own = from_tensor(one.senior_logprobs) if senior else None
+                    scored.append(Scored(junior, own, reply.weights))
             return scored
 
         return self._deal_out(sequences, score_at)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
 from typing import Any, Literal, Self, TypeVar
@@ -183,16 +184,19 @@ class Session:
         self,
         sequences: Sequence[tuple[Sequence[int], int]],
         expected: server_pb2.WeightsVersion | None = None,
+        *,
+        senior: bool = True,
     ) -> list[Scored]:
-        """Scores of (token ids, index of the first scored token) under the trainer's weights and
-        under the junior, in order.
+        """Scores of (token ids, index of the first scored token) under the junior, in order, and
+        under the trainer's weights unless `senior` is False.
 
         Rollout servers that are behind, or restart, are treated as in generate().
 
         Raises:
             FailedPreconditionError: as generate() does, or a rollout server has no junior.
         """
-        return self._answered(sequences, self.rollouts.score, _scored_by, expected)
+        ask = functools.partial(self.rollouts.score, senior=senior)
+        return self._answered(sequences, ask, _scored_by, expected)
 
     def _answered(
         self,

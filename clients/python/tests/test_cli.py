@@ -38,7 +38,7 @@ def test_eval_measures_the_modes_that_are_asked_for(world, run_file):
     out = json.loads(tandem("eval", run_file, "eval.modes=[solo]", *modes, "--json").stdout)
     handoff, legibility = out["evaluations"].values()
     assert [handoff["mode"], legibility["mode"]] == ["handoff", "legibility"]
-    assert legibility["gap/nats_per_token"] == 1.0
+    assert legibility["junior/nats_per_token"] == 2.0
     shown = tandem("eval", run_file, "--mode", "handoff,legibility").stdout.splitlines()
     assert shown[1:] == [
         "\tvalue\t95 % interval",
@@ -46,9 +46,12 @@ def test_eval_measures_the_modes_that_are_asked_for(world, run_file):
         f"handoff: rounds\t{handoff['rounds/mean']:.2f}\t",
         f"handoff: tokens by the senior\t{handoff['tandem/senior_token_fraction']:.1%}\t",
         "handoff: cut after 150 rounds\t0\t",
-        "legibility: junior, nats/token\t2.000\t2.000 to 2.000",
-        "legibility: senior, nats/token\t1.000\t1.000 to 1.000",
-        "legibility: gap, nats/token\t1.000\t1.000 to 1.000",
+        *(
+            f"legibility: {whose}, nats/token\t{legibility[f'{whose}/nats_per_token']:.3f}\t"
+            f"{legibility[f'{whose}/nats_per_token_low']:.3f} to "
+            f"{legibility[f'{whose}/nats_per_token_high']:.3f}"
+            for whose in ("junior", "senior", "gap")
+        ),
     ]
     said = tandem("eval", run_file, "--mode", "duo", check=2).stderr
     assert "eval.modes.0: Input should be 'solo', 'handoff' or 'legibility'" in said

@@ -1,5 +1,6 @@
 """Evaluations against fake servers."""
 
+import numpy as np
 import pytest
 
 from tandem import settings
@@ -125,20 +126,30 @@ def test_the_first_rounds(mask, most, kept):
     assert rounds(bytes(kept)) <= most
 
 
-def test_legibility_is_a_mean_over_tokens(world, load):
+def recorded(one):
+    """The senior's log-probs of an answer, as the fake server drew it."""
+    return np.log(np.arange(1, len(one.response_token_ids) + 1) / 100)
+
+
+@pytest.mark.parametrize(("temperature", "scored"), [(1.0, False), (0.0, False), (0.5, True)])
+def test_legibility_is_a_mean_over_tokens(world, load, temperature, scored):
+    """Of the senior it is scored where its own log-probs are of another temperature."""
     world.logprob = {"senior": lambda token: -token / 64, "junior": lambda token: -token / 16}
-    result = evaluated(load("eval.modes=[legibility]"))["legibility"]
-    flat = [token for ids in tokens(result) for token in ids]
+    config = load("eval.modes=[legibility]", f"eval.temperature={temperature}")
+    result = evaluated(config)["legibility"]
+    flat = np.concatenate(tokens(result))
     # A mean over responses would be another number.
     assert len(set(map(len, tokens(result)))) > 1
+    senior = flat / 64
+    if not scored:
+        senior = -np.concatenate([recorded(one) for group in result.answers for one in group])
     summary = result.summary()
     assert summary["tokens/response"] == len(flat)
-    mean = sum(flat) / len(flat)
-    assert summary["junior/nats_per_token"] == pytest.approx(mean / 16)
-    assert summary["senior/nats_per_token"] == pytest.approx(mean / 64)
-    assert summary["gap/nats_per_token"] == pytest.approx(mean * 3 / 64)
-    half = summary["junior/nats_per_token_high"] - summary["junior/nats_per_token"]
-    assert half == pytest.approx(4 * (mean / 64 - summary["senior/nats_per_token_low"])) != 0
+    assert summary["junior/nats_per_token"] == pytest.approx(flat.mean() / 16)
+    assert summary["senior/nats_per_token"] == pytest.approx(senior.mean())
+    assert summary["gap/nats_per_token"] == pytest.approx((flat / 16 - senior).mean())
+    low, high = (summary[f"junior/nats_per_token_{end}"] for end in ("low", "high"))
+    assert low < summary["junior/nats_per_token"] < high
     assert "accuracy" not in summary
 
 

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from tandem.evaluation.answers import Answers, Evaluation
-from tandem.rollout_pool import Scored
 from tandem.session import Session
 from tandem.stats import clustered_mean
 from tandem.types.v1 import server_pb2
+from tandem.wire import from_tensor
 
 
 def legibility(
@@ -23,20 +22,24 @@ def legibility(
     Under the junior, under the senior that wrote them, and the difference: means over all response
     tokens, the one that ended a response too. `weights` wrote the answers.
     """
-    scores = iter(
-        session.score(
-            [
-                ([*one.prompt_token_ids, *one.response_token_ids], len(one.prompt_token_ids))
-                for group in answers
-                for one in group
-            ],
-            weights,
-        )
+    flat = [one for group in answers for one in group]
+    # What was drawn at temperature 1, and greedily, was recorded at temperature 1.
+    recorded = flat[0].sampling.temperature in (0.0, 1.0)
+    scores = session.score(
+        [
+            ([*one.prompt_token_ids, *one.response_token_ids], len(one.prompt_token_ids))
+            for one in flat
+        ],
+        weights,
+        senior=not recorded,
     )
-    # The tokens of a prompt's answers depend on each other.
-    prompts = [list(itertools.islice(scores, len(group))) for group in answers]
-    junior = [_nats(group, "junior") for group in prompts]
-    senior = [_nats(group, "senior") for group in prompts]
+    own = [
+        from_tensor(one.author_logprobs) if scored.senior is None else scored.senior
+        for one, scored in zip(flat, scores, strict=True)
+    ]
+    samples = len(answers[0])
+    junior = _nats([scored.junior for scored in scores], samples)
+    senior = _nats(own, samples)
     gap = [a - b for a, b in zip(junior, senior, strict=True)]
     return Evaluation(
         "legibility",
@@ -50,9 +53,12 @@ def legibility(
     )
 
 
-def _nats(scores: Sequence[Scored], model: str) -> np.ndarray:
-    """Float64 [tokens of all samples of a prompt]."""
-    return -np.concatenate([getattr(one, model) for one in scores], dtype=np.float64)
+def _nats(logprobs: Sequence[np.ndarray], samples: int) -> list[np.ndarray]:
+    """For every prompt float64 [tokens of its answers], a cluster: they depend on each other."""
+    return [
+        -np.concatenate(logprobs[first : first + samples], dtype=np.float64)
+        for first in range(0, len(logprobs), samples)
+    ]
 
 
 def _mean(name: str, clusters: Sequence[np.ndarray]) -> dict[str, Any]:
