@@ -93,6 +93,17 @@ def test_a_handoff_changes_the_author_after_every_boundary(world, load):
     )
 
 
+@pytest.mark.parametrize(("boundaries", "told"), [([64], True), ([7], False)])
+def test_a_handoff_that_never_happened_is_told(world, load, boundaries, told):
+    world.sentence_boundaries = boundaries
+    notes = []
+    config = load("eval.modes=[handoff]", "sampling.max_tokens=30")
+    with Session(config, notes.append, purpose="eval") as session:
+        rounds_mean = evaluate(session)["handoff"].summary()["rounds/mean"]
+    assert (rounds_mean == 1) == told
+    assert any(note.startswith("handoff: no answer has a token") for note in notes) == told
+
+
 def test_what_follows_the_last_round_does_not_count(world, load, counted):
     """Every token is a turn: as many of them count as rounds are allowed."""
     world.sentence_boundaries = list(range(64))
