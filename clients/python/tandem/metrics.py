@@ -95,6 +95,11 @@ def _written(key: str, value: float | int | None) -> float | int | None:
     return int(value) if key in COUNT_KEYS else value
 
 
+def eval_prefix(line: Mapping[str, Any]) -> str:
+    """What the names of a line of evals.jsonl begin with, beside those of metrics.jsonl."""
+    return f"eval/{line['mode']}/"
+
+
 def numbers(line: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:
     """The numbers of a line of metrics.jsonl or evals.jsonl but its step, each with its name.
 

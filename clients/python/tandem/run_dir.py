@@ -35,6 +35,7 @@ from tandem import settings as settings_module
 from tandem.checkpoints import SavedState, checkpoint_at, last_checkpoint, require_here
 from tandem.config_values import flat, read_mapping
 from tandem.errors import RunDirectoryError
+from tandem.metrics import eval_prefix
 from tandem.run_files import (
     IDENTITY,
     STATE,
@@ -247,7 +248,7 @@ class RunDirectory:
         """Appends one line to evals.jsonl, and to the TensorBoard events under eval/<mode>/."""
         with writing(self.path / "evals.jsonl"), (self.path / "evals.jsonl").open("a") as file:
             file.write(json.dumps(line) + "\n")
-            self._events.add(line, f"eval/{line['mode']}/")
+            self._events.add(line, eval_prefix(line))
 
     def record(self, start: Mapping[str, Any], servers: Mapping[str, Any]) -> None:
         """Adds what the run started from, and its servers, to run.json; a resumed run's stay."""

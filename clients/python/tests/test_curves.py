@@ -31,8 +31,8 @@ def test_numbers_of_metrics_and_evaluations_are_curves(tmp_path):
     assert read_curves(run) == {
         "reward/mean": Curve([1, 3], [0.5, 1]),
         "loss/kl": Curve([2, 3], [0.25, 0.5]),
-        "eval/accuracy": Curve([0], [0.25]),
-        "eval/pass_at/4": Curve([0], [0.75]),
+        "eval/solo/accuracy": Curve([0], [0.25]),
+        "eval/solo/pass_at/4": Curve([0], [0.75]),
     }
 
 
@@ -97,10 +97,10 @@ def test_smoothing_leaves_the_values_behind_the_average():
 
 def test_an_interval_is_drawn_and_not_smoothed():
     accuracy = Curve([0, 4], [0.2, 0.6])
-    run = {"eval/accuracy": accuracy}
-    interval = {"eval/accuracy_low": Curve([0, 4], [0.1, 0.5])}
-    interval |= {"eval/accuracy_high": Curve([0, 4], [0.3, 0.7])}
-    [panel] = picture({"run": run | interval}, ["eval/accuracy"], smoothing=0.9).axes
+    run = {"eval/solo/accuracy": accuracy}
+    interval = {"eval/solo/accuracy_low": Curve([0, 4], [0.1, 0.5])}
+    interval |= {"eval/solo/accuracy_high": Curve([0, 4], [0.3, 0.7])}
+    [panel] = picture({"run": run | interval}, ["eval/solo/accuracy"], smoothing=0.9).axes
     [(line, _, [bars])] = panel.containers
     assert list(line.get_ydata()) == accuracy.values
     ends = [[y for _, y in bar] for bar in bars.get_segments()]
@@ -130,12 +130,12 @@ def test_plot_draws_what_runs_wrote(run_file, tmp_path):
     assert done["picture"] == str(run / "metrics.png")
     assert (run / "metrics.png").read_bytes().startswith(b"\x89PNG")
     assert set(done["metrics"]) == {name for name in DEFAULTS if name in read_curves(run)}
-    assert {"loss/total", "eval/accuracy", "time/train_seconds"} <= set(done["metrics"])
+    assert {"loss/total", "eval/solo/accuracy", "time/train_seconds"} <= set(done["metrics"])
     assert "--output" in tandem("plot", run, run, check=2).stderr
     file = tmp_path / "both.svg"
-    options = ["--metric", "eval/*", "--smoothing", 0.6, "--output", file, "--json"]
+    options = ["--metric", "eval/solo/*", "--smoothing", 0.6, "--output", file, "--json"]
     done = json.loads(tandem("plot", run, run, *options).stdout)
-    assert {"eval/accuracy", "eval/pass_at/1"} <= set(done["metrics"])
+    assert {"eval/solo/accuracy", "eval/solo/pass_at/1"} <= set(done["metrics"])
     assert file.exists()
-    unknown = tandem("plot", run, "--metric", "eval/acuracy", check=2).stderr
-    assert "did you mean 'eval/accuracy'" in unknown
+    unknown = tandem("plot", run, "--metric", "eval/solo/acuracy", check=2).stderr
+    assert "did you mean 'eval/solo/accuracy'" in unknown

@@ -334,12 +334,12 @@ def test_events_of_steps_that_a_resumed_run_does_again_are_forgotten(run_file, t
     with EventFile(folder, 3) as events:
         for step in (3, 4):
             events.add({"step": step, "loss/total": 100.0, "only/then": 1.0})
-            events.add({"step": step, "accuracy": 100.0}, "eval/")
+            events.add({"step": step, "accuracy": 100.0}, "eval/solo/")
     tandem("train", run_file, "--resume", "eval.every=2")
     # As they are in the files: not every reader drops what a later start wrote again.
     events = EventAccumulator(str(folder), purge_orphaned_data=False).Reload()
     assert [event.step for event in events.Scalars("loss/total")] == [1, 2, 3, 4]
-    assert [event.step for event in events.Scalars("eval/accuracy")] == [2, 4]
+    assert [event.step for event in events.Scalars("eval/solo/accuracy")] == [2, 4]
     assert "only/then" not in events.Tags()["scalars"]
 
 

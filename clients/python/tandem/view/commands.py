@@ -104,8 +104,8 @@ def plot(
     metric: Annotated[
         list[str] | None,
         typer.Option(
-            help="A key of metrics.jsonl, eval/KEY of evals.jsonl, or a pattern such as 'time/*'; "
-            "may be repeated."
+            help="A key of metrics.jsonl, eval/MODE/KEY of evals.jsonl, or a pattern such as "
+            "'time/*'; may be repeated."
         ),
     ] = None,
     smoothing: Annotated[

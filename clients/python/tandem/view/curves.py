@@ -18,13 +18,15 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 
 from tandem.errors import ConfigError, RunDirectoryError
-from tandem.metrics import numbers
+from tandem.metrics import eval_prefix, numbers
 from tandem.run_files import kind_of_run, step_lines, writing
 
 # What is drawn of a run that has it, in this order; all of it is in docs/metrics.md.
 DEFAULTS = (
     "reward/mean",
-    "eval/accuracy",
+    "eval/solo/accuracy",
+    "eval/handoff/accuracy",
+    "eval/legibility/junior/nats_per_token",
     "loss/total",
     "policy/kl_to_ref",
     "policy/entropy",
@@ -58,19 +60,20 @@ class Curve:
 
 
 def read_curves(run_dir: Path) -> dict[str, Curve]:
-    """Every number of metrics.jsonl by its key, and of evals.jsonl under eval/.
+    """Every number of metrics.jsonl by its key, and of evals.jsonl under eval/<mode>/.
 
     Raises RunDirectoryError when it is no run directory, holds no step, or a file is damaged.
     """
     if kind_of_run(run_dir) is None:
         raise RunDirectoryError(f"{run_dir} holds no run")
     curves: dict[str, Curve] = {}
-    for file, prefix in (("metrics.jsonl", ""), ("evals.jsonl", "eval/")):
-        for line in step_lines(run_dir / file):
-            for name, value in numbers(line, prefix):
-                curve = curves.setdefault(name, Curve())
-                curve.steps.append(line["step"])
-                curve.values.append(value)
+    lines = [(line, "") for line in step_lines(run_dir / "metrics.jsonl")]
+    lines += [(line, eval_prefix(line)) for line in step_lines(run_dir / "evals.jsonl")]
+    for line, prefix in lines:
+        for name, value in numbers(line, prefix):
+            curve = curves.setdefault(name, Curve())
+            curve.steps.append(line["step"])
+            curve.values.append(value)
     if not curves:
         raise RunDirectoryError(f"{run_dir}: no step is done yet")
     return curves
