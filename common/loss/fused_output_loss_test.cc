@@ -1,6 +1,4 @@
 // The fused loss against an oracle: whole logits in float64 and autograd.
-#include "common/loss/fused_output_loss.h"
-
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>
 
@@ -8,6 +6,7 @@
 #include <numeric>
 
 #include "common/base/error.h"
+#include "common/loss/linear_cross_entropy.h"
 #include "common/loss/loss_scale.h"
 #include "common/loss/policy_loss.h"
 #include "common/loss/supervised_loss.h"
@@ -144,12 +143,19 @@ Gradients Oracle(const Problem& p, const PolicyLossOptions& options,
   return {loss.item<double>(), h.grad(), w.grad(), b.defined() ? b.grad() : b};
 }
 
+// How the loss is computed.
+struct Way {
+  LossImpl impl = LossImpl::kAuto;
+  LossMode mode = LossMode::kAuto;
+  int64_t chunk_size = 4096;
+};
+
 Gradients Fused(Problem p, const PolicyLossOptions& options, const LossScaleOptions& scale_options,
-                at::ScalarType type, int64_t chunk_size = 4096) {
+                at::ScalarType type, const Way& way = {}) {
   p.tokens.scales = ComputeLossScales(scale_options, p.weights, p.lengths).value().scales;
   auto loss =
       LinearCrossEntropyLoss::Create(p.weight.to(type), p.bias.defined() ? p.bias.to(type) : p.bias,
-                                     {.chunk_size = chunk_size})
+                                     {.impl = way.impl, .chunk_size = way.chunk_size})
           .value();
   const auto like = at::TensorOptions(type);
   OutputGradients gradients = {.hidden = at::zeros({kRows, kHidden}, like),
@@ -158,7 +164,7 @@ Gradients Fused(Problem p, const PolicyLossOptions& options, const LossScaleOpti
   PolicyLossEvaluator evaluator = PolicyLossEvaluator::Create(options, p.tokens).value();
   const absl::Status status = loss->ForwardBackward(
       p.hidden.to(type), p.rows,
-      [&](auto... arguments) { return evaluator.Evaluate(arguments...); }, gradients);
+      [&](auto... arguments) { return evaluator.Evaluate(arguments...); }, gradients, way.mode);
   EXPECT_TRUE(status.ok()) << status;
   return {evaluator.Metrics().loss_total, gradients.hidden, gradients.weight, gradients.bias};
 }
@@ -175,6 +181,13 @@ void ExpectClose(const Gradients& actual, const Gradients& expected, double tole
     EXPECT_LT(MaxDifference(actual.bias, expected.bias), tolerance);
   }
 }
+
+constexpr Way kWays[] = {{LossImpl::kCce, LossMode::kGradientInForward},
+                         {LossImpl::kCce, LossMode::kRecompute},
+                         {LossImpl::kTorchCompile, LossMode::kGradientInForward},
+                         {LossImpl::kTorchCompile, LossMode::kRecompute},
+                         {LossImpl::kPytorch, LossMode::kGradientInForward},
+                         {LossImpl::kPytorch, LossMode::kRecompute}};
 
 constexpr Aggregation kAggregations[] = {
     Aggregation::kTokenMean, Aggregation::kTokenSum, Aggregation::kSeqMeanTokenSum,
@@ -202,7 +215,11 @@ TEST(FusedOutputLossTest, EqualsTheOracleForEveryAggregationNormalizerAndKl) {
                        << " " << static_cast<int>(estimator) << " " << junior_weight);
           const Gradients expected = Oracle(problem, options, scale);
           ExpectClose(Fused(problem, options, scale, at::kDouble), expected, 1e-12);
-          ExpectClose(Fused(problem, options, scale, at::kFloat), expected, 3e-5);
+          for (const Way& way : kWays) {
+            SCOPED_TRACE(testing::Message()
+                         << LossImplName(way.impl) << " " << static_cast<int>(way.mode));
+            ExpectClose(Fused(problem, options, scale, at::kFloat, way), expected, 3e-5);
+          }
         }
       }
     }
@@ -241,8 +258,11 @@ TEST(FusedOutputLossTest, ChunksDoNotChangeTheResult) {
   const Problem problem;
   const PolicyLossOptions options = {.entropy_coefficient = 0.1};
   const Gradients whole = Fused(problem, options, {}, at::kDouble);
-  for (int64_t chunk : {1, 2, 5}) {
-    ExpectClose(Fused(problem, options, {}, at::kDouble, chunk), whole, 1e-13);
+  for (const int64_t chunk : {1, 2, 5}) {
+    for (const LossMode mode : {LossMode::kGradientInForward, LossMode::kRecompute}) {
+      const Way way = {.mode = mode, .chunk_size = chunk};
+      ExpectClose(Fused(problem, options, {}, at::kDouble, way), whole, 1e-13);
+    }
   }
 }
 
@@ -338,7 +358,7 @@ TEST(FusedOutputLossTest, SupervisedLossIsCrossEntropy) {
 TEST(FusedOutputLossTest, LogProbsEqualTheOracle) {
   const Problem p;
   auto loss = LinearCrossEntropyLoss::Create(p.weight, p.bias, {.chunk_size = 4}).value();
-  const RowStatistics statistics = loss->LogProbs(p.hidden, p.rows).value();
+  const RowLogProbs statistics = loss->LogProbs(p.hidden, p.rows).value();
   const at::Tensor log_softmax = p.LogSoftmax(p.hidden, p.weight, p.bias);
   EXPECT_LT(MaxDifference(Vector(statistics.logprobs), p.LogProbs()), 1e-12);
   EXPECT_LT(MaxDifference(Vector(statistics.entropies), -(log_softmax.exp() * log_softmax).sum(1)),
@@ -349,7 +369,7 @@ TEST(FusedOutputLossTest, LargeLogitsStayFinite) {
   Problem p;
   auto loss = LinearCrossEntropyLoss::Create((p.weight * 1e4).to(at::kFloat), p.bias.to(at::kFloat))
                   .value();
-  const RowStatistics statistics = loss->LogProbs(p.hidden.to(at::kFloat), p.rows).value();
+  const RowLogProbs statistics = loss->LogProbs(p.hidden.to(at::kFloat), p.rows).value();
   for (double logprob : statistics.logprobs) EXPECT_TRUE(std::isfinite(logprob));
   for (double entropy : statistics.entropies) EXPECT_TRUE(std::isfinite(entropy));
 }
@@ -367,7 +387,7 @@ TEST(FusedOutputLossTest, HiddenStatesAndWeightMayBeBfloat16) {
     auto loss =
         LinearCrossEntropyLoss::Create(p.weight.to(weight_type), p.bias.to(at::kFloat)).value();
     const at::Tensor hidden = p.hidden.to(at::kBFloat16);
-    const RowStatistics statistics = loss->LogProbs(hidden, p.rows).value();
+    const RowLogProbs statistics = loss->LogProbs(hidden, p.rows).value();
     EXPECT_LT(MaxDifference(Vector(statistics.logprobs), logprobs), 1e-5);
     PolicyLossEvaluator evaluator = PolicyLossEvaluator::Create({}, p.tokens).value();
     OutputGradients gradients = {.hidden = at::zeros_like(hidden),
@@ -384,22 +404,102 @@ TEST(FusedOutputLossTest, HiddenStatesAndWeightMayBeBfloat16) {
     };
     EXPECT_LT(close(gradients.hidden, expected.hidden), 1e-2);
     EXPECT_LT(close(gradients.weight, expected.weight), 1e-2);
-    EXPECT_LT(close(gradients.bias, expected.bias), 1e-5);
+    EXPECT_LT(close(gradients.bias, expected.bias), weight_type == at::kFloat ? 1e-5 : 1e-2);
   }
 }
 
-TEST(FusedOutputLossTest, MissingImplementationFallsBackAndSaysWhy) {
+// A vocabulary of several tiles, the last one narrow, and labels in all of them.
+TEST(FusedOutputLossTest, TilesOfTheVocabularyEqualTheWhole) {
+  Problem p;
+  constexpr int64_t kTokens = 5003;
+  p.weight = at::randn({kTokens, kHidden}, at::kDouble);
+  p.bias = at::randn({kTokens}, at::kDouble);
+  for (int64_t row = 0; row < kRows; ++row) {
+    p.rows.labels[static_cast<size_t>(row)] = row * (kTokens - 1) / (kRows - 1);
+  }
+  p.tokens.old_logprobs.clear();  // they were those of another layer
+  p.tokens.scales = ComputeLossScales({}, p.weights, p.lengths).value().scales;
+  const PolicyLossOptions options = {.entropy_coefficient = 0.1};
+  const auto run = [&](const Way& way, at::ScalarType type, int64_t* tile_columns) {
+    auto loss = LinearCrossEntropyLoss::Create(p.weight.to(type), p.bias.to(type),
+                                               {.impl = way.impl, .chunk_size = way.chunk_size})
+                    .value();
+    *tile_columns = loss->tile_columns();
+    OutputGradients gradients = {.hidden = at::zeros({kRows, kHidden}, type),
+                                 .weight = at::zeros({kTokens, kHidden}, type),
+                                 .bias = at::zeros({kTokens}, type)};
+    PolicyLossEvaluator evaluator = PolicyLossEvaluator::Create(options, p.tokens).value();
+    const absl::Status status = loss->ForwardBackward(
+        p.hidden.to(type), p.rows,
+        [&](auto... arguments) { return evaluator.Evaluate(arguments...); }, gradients, way.mode);
+    EXPECT_TRUE(status.ok()) << status;
+    return Gradients{evaluator.Metrics().loss_total, gradients.hidden, gradients.weight,
+                     gradients.bias};
+  };
+  int64_t columns = 0;
+  const Gradients expected = run({LossImpl::kPytorch}, at::kDouble, &columns);
+  EXPECT_EQ(columns, kTokens);
+  for (const LossMode mode : {LossMode::kGradientInForward, LossMode::kRecompute}) {
+    const Gradients actual = run({LossImpl::kCce, mode, /*chunk_size=*/5}, at::kFloat, &columns);
+    EXPECT_LT(columns, kTokens / 2);
+    ExpectClose(actual, expected, 3e-5);
+  }
+}
+
+TEST(FusedOutputLossTest, ALossOfSequencesSeesAllRowsAtOnce) {
   const Problem p;
-  for (LossImpl impl : {LossImpl::kCce, LossImpl::kTorchCompile}) {
-    auto loss = LinearCrossEntropyLoss::Create(p.weight, {}, {.impl = impl}).value();
-    EXPECT_EQ(loss->impl(), LossImpl::kPytorch);
-    EXPECT_NE(loss->fallback_warning(), "");
+  auto loss = LinearCrossEntropyLoss::Create(p.weight, {}, {.chunk_size = 4}).value();
+  OutputGradients none;
+  const auto sizes = [&](LossMode mode) {
+    std::vector<size_t> seen;
+    const absl::Status status = loss->ForwardBackward(
+        p.hidden, p.rows,
+        [&](int64_t, absl::Span<const double> logprobs, auto...) {
+          seen.push_back(logprobs.size());
+          return absl::OkStatus();
+        },
+        none, mode);
+    EXPECT_TRUE(status.ok()) << status;
+    return seen;
+  };
+  EXPECT_EQ(sizes(LossMode::kRecompute), std::vector<size_t>{kRows});
+  EXPECT_EQ(sizes(LossMode::kGradientInForward), (std::vector<size_t>{4, 4, 4, 1}));
+}
+
+TEST(FusedOutputLossTest, ForwardLogitsAreTheProduct) {
+  const Problem p;
+  auto loss = LinearCrossEntropyLoss::Create(p.weight, p.bias).value();
+  EXPECT_LT(MaxDifference(loss->ForwardLogits(p.hidden), at::addmm(p.bias, p.hidden, p.weight.t())),
+            1e-13);
+}
+
+TEST(FusedOutputLossTest, LabelsOfTheNextTokenBecomeRows) {
+  const std::vector<int64_t> labels = {5, -100, 7, 8};
+  EXPECT_EQ(RowsOfLabels(labels).positions, (std::vector<int64_t>{1, 2}));
+  EXPECT_EQ(RowsOfLabels(labels).labels, (std::vector<int64_t>{7, 8}));
+  EXPECT_EQ(RowsOfLabels(labels, /*shift=*/0, /*ignore_index=*/8).labels,
+            (std::vector<int64_t>{5, -100, 7}));
+  EXPECT_TRUE(RowsOfLabels(absl::MakeConstSpan(labels).first(1)).positions.empty());
+}
+
+TEST(FusedOutputLossTest, WhatRunsAndWhyIsSaid) {
+  const Problem p;
+  const auto make = [&](LossImpl impl, at::ScalarType type) {
+    return LinearCrossEntropyLoss::Create(p.weight.to(type), {}, {.impl = impl}).value();
+  };
+  for (const LossImpl impl : {LossImpl::kCce, LossImpl::kTorchCompile, LossImpl::kPytorch}) {
+    EXPECT_EQ(make(impl, at::kFloat)->impl(), impl);
+    EXPECT_EQ(make(impl, at::kFloat)->reason(), "asked for");
+    EXPECT_EQ(ParseLossImpl(LossImplName(impl)).value(), impl);
+    // Own kernels are not there for float64.
+    const auto other = make(impl, at::kDouble);
+    EXPECT_EQ(other->impl(), LossImpl::kPytorch);
+    EXPECT_EQ(other->is_fallback(), impl != LossImpl::kPytorch);
   }
-  for (LossImpl impl : {LossImpl::kAuto, LossImpl::kPytorch}) {
-    auto loss = LinearCrossEntropyLoss::Create(p.weight, {}, {.impl = impl}).value();
-    EXPECT_EQ(loss->impl(), LossImpl::kPytorch);
-    EXPECT_EQ(loss->fallback_warning(), "");  // nobody asked for another one
-  }
+  EXPECT_EQ(make(LossImpl::kAuto, at::kBFloat16)->impl(), LossImpl::kCce);
+  EXPECT_EQ(make(LossImpl::kAuto, at::kDouble)->impl(), LossImpl::kPytorch);
+  EXPECT_FALSE(make(LossImpl::kAuto, at::kDouble)->is_fallback());
+  EXPECT_FALSE(ParseLossImpl("triton").ok());
 }
 
 TEST(FusedOutputLossTest, BadInputIsRefused) {

@@ -1,6 +1,8 @@
-// LinearCrossEntropyLoss: gradient in forward (mode B), in ATen operations.
+#include "common/loss/linear_cross_entropy.h"
+
 #include <ATen/ATen.h>
 #include <ATen/OpMathType.h>
+#include <ATen/Parallel.h>
 #include <ATen/core/grad_mode.h>
 
 #include <algorithm>
@@ -8,79 +10,47 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
-#include "absl/strings/string_view.h"
 #include "absl/types/span.h"
 #include "common/base/error.h"
 #include "common/base/status_macros.h"
-#include "common/loss/fused_output_loss.h"
+#include "common/ops/matrix_product.h"
+#include "common/ops/ops.h"
 
 namespace tandem::loss {
 namespace {
 
-// Bytes of one block of rows on the CPU: it is read and written some ten times, so it should stay
-// in cache. Elsewhere a block is a chunk: its statistics are one wait for the device.
-constexpr int64_t kBlockBytes = 4 << 20;
+// Columns of a tile: with some hundred rows a matrix product at full speed, and still a few MB.
+constexpr int64_t kTileColumns = 2048;
+// Rows of a cell, and the parts of a grid's other products: what one thread is given.
+constexpr int64_t kCellRows = 256, kWeightSlices = 4, kHiddenSlices = 4;
+// Chunks of fewer rows spend more time on reading and writing the gradient of the weight than
+// computing the logits a second time takes.
+constexpr int64_t kFewestKeptRows = 64;
 
-const char* ImplName(LossImpl impl) {
-  switch (impl) {
-    case LossImpl::kAuto:
-      return "auto";
-    case LossImpl::kCce:
-      return "cce";
-    case LossImpl::kTorchCompile:
-      return "torch_compile";
-    case LossImpl::kPytorch:
-      return "pytorch";
-  }
-  return "unknown";
-}
-
-// Statistics of one block of rows of logits.
-struct BlockStatistics {
-  at::Tensor sum;     // [n, 1] sum of exp(z - max)
-  at::Tensor mean_z;  // [n, 1] sum_j p_j (z_j - max)
-};
-
-// Turns `z` [n, V] into z - max, `exponentials` [n, V] into its exponential, and `products` [n, V]
-// into the product of the two.
-BlockStatistics Statistics(at::Tensor& z, at::Tensor& exponentials, at::Tensor& products,
-                           const at::Tensor& labels, double* logprobs, double* entropies) {
-  z.sub_(z.amax(1, /*keepdim=*/true));
-  at::exp_out(exponentials, z);
-  BlockStatistics block;
-  block.sum = exponentials.sum(1, /*keepdim=*/true);
-  // A product and a sum: MKL's dot products of rows take ten times as long.
-  block.mean_z = at::mul_out(products, exponentials, z).sum(1, /*keepdim=*/true).div_(block.sum);
-  const at::Tensor log_sum = block.sum.log();
-  const at::Tensor logprob = z.gather(1, labels.unsqueeze(1)) - log_sum;
-  const at::Tensor entropy = log_sum - block.mean_z;
-  const at::Tensor host = at::cat({logprob, entropy}, 1).t().to(at::kCPU, at::kDouble).contiguous();
-  const int64_t rows = z.size(0);
-  std::copy_n(host.data_ptr<double>(), rows, logprobs);
-  std::copy_n(host.data_ptr<double>() + rows, rows, entropies);
-  return block;
-}
+constexpr LossImpl kImpls[] = {LossImpl::kAuto, LossImpl::kCce, LossImpl::kTorchCompile,
+                               LossImpl::kPytorch};
 
 // Copies of host numbers on the device of `like`. Pageable memory is staged before the call
 // returns, so there is nothing to wait for.
-at::Tensor Column(const std::vector<double>& numbers, const at::Tensor& like) {
-  return at::from_blob(const_cast<double*>(numbers.data()),
-                       {static_cast<int64_t>(numbers.size()), 1}, at::kDouble)
-      .to(like.options().requires_grad(false), /*non_blocking=*/true, /*copy=*/true);
+at::Tensor ToDevice(const std::vector<double>& numbers, const at::TensorOptions& like) {
+  return at::from_blob(const_cast<double*>(numbers.data()), {static_cast<int64_t>(numbers.size())},
+                       at::kDouble)
+      .to(like, /*non_blocking=*/true, /*copy=*/true);
 }
 
-at::Tensor Indices(const std::vector<int64_t>& numbers, const at::Tensor& like) {
+at::Tensor ToDevice(const std::vector<int64_t>& numbers, at::Device device) {
   return at::from_blob(const_cast<int64_t*>(numbers.data()), {static_cast<int64_t>(numbers.size())},
                        at::kLong)
-      .to(like.device(), /*non_blocking=*/true);
+      .to(device, at::kLong, /*non_blocking=*/true, /*copy=*/true);
 }
 
-// a b in `type`, accumulated in it.
-at::Tensor Product(const at::Tensor& a, const at::Tensor& b, at::ScalarType type) {
-  if (a.is_cuda() && a.scalar_type() == at::kBFloat16 && b.scalar_type() == at::kBFloat16) {
-    return at::mm(a, b, type);
-  }
-  return at::mm(a.to(type), b.to(type));
+// One wait for the device.
+RowLogProbs ToHost(const RowStatistics& rows) {
+  const at::Tensor both = at::stack({LogProbs(rows), Entropies(rows)}).to(at::kCPU).contiguous();
+  const double* const numbers = both.const_data_ptr<double>();
+  const int64_t count = both.size(1);
+  return {.logprobs = {numbers, numbers + count},
+          .entropies = {numbers + count, numbers + 2 * count}};
 }
 
 absl::Status CheckRange(absl::Span<const int64_t> numbers, int64_t end, absl::string_view name,
@@ -94,24 +64,264 @@ absl::Status CheckRange(absl::Span<const int64_t> numbers, int64_t end, absl::st
   return absl::OkStatus();
 }
 
-// Overwrites `z` (holding z - max) by the gradient of the logits. The temperature is already in the
-// coefficients.
-void LogitGradient(at::Tensor& z, at::Tensor& exponentials, const BlockStatistics& block,
-                   const at::Tensor& labels, const std::vector<double>& logprob_coefficients,
-                   const std::vector<double>& entropy_coefficients) {
-  const at::Tensor c = Column(logprob_coefficients, z);
-  const bool with_entropy = std::any_of(entropy_coefficients.begin(), entropy_coefficients.end(),
-                                        [](double e) { return e != 0; });
-  if (with_entropy) {
-    const at::Tensor e = Column(entropy_coefficients, z);
-    z.mul_(e.neg()).add_(e * block.mean_z - c).mul_(exponentials.div_(block.sum));
-  } else {
-    at::mul_out(z, exponentials, c.neg().div_(block.sum));
+}  // namespace
+
+OutputRows RowsOfLabels(absl::Span<const int64_t> labels, int64_t shift, int64_t ignore_index) {
+  OutputRows rows;
+  for (size_t t = 0; t + static_cast<size_t>(shift) < labels.size(); ++t) {
+    const int64_t label = labels[t + static_cast<size_t>(shift)];
+    if (label == ignore_index) continue;
+    rows.positions.push_back(static_cast<int64_t>(t));
+    rows.labels.push_back(label);
   }
-  z.scatter_add_(1, labels.unsqueeze(1), c);
+  return rows;
 }
 
-}  // namespace
+const char* LossImplName(LossImpl impl) {
+  switch (impl) {
+    case LossImpl::kAuto:
+      return "auto";
+    case LossImpl::kCce:
+      return "cce";
+    case LossImpl::kTorchCompile:
+      return "torch_compile";
+    case LossImpl::kPytorch:
+      return "pytorch";
+  }
+  return "unknown";
+}
+
+absl::StatusOr<LossImpl> ParseLossImpl(absl::string_view name) {
+  for (const LossImpl impl : kImpls) {
+    if (name == LossImplName(impl)) return impl;
+  }
+  return absl::InvalidArgumentError(
+      absl::StrCat("must be auto, cce, torch_compile or pytorch, got '", name, "'"));
+}
+
+// One call: its rows on the device, and the logits of some of them at a time.
+class LinearCrossEntropyLoss::Call {
+ public:
+  Call(LinearCrossEntropyLoss& loss, const at::Tensor& hidden, const OutputRows& rows,
+       LossMode mode)
+      : loss_(loss),
+        count_(static_cast<int64_t>(rows.positions.size())),
+        keep_(mode == LossMode::kGradientInForward),
+        grid_rows_(std::min(keep_ ? loss.chunk_rows_ : loss.tile_rows_, count_)),
+        positions_(ToDevice(rows.positions, loss.weight_.device())),
+        labels_(ToDevice(rows.labels, loss.weight_.device())),
+        options_(loss.weight_.options().dtype(loss.logits_type_).requires_grad(false)) {
+    bool all = count_ == hidden.size(0);
+    for (int64_t i = 0; i < count_ && all; ++i) all = rows.positions[static_cast<size_t>(i)] == i;
+    input_ = (all ? hidden : hidden.index_select(0, positions_)).to(loss.weight_.scalar_type());
+    if (!rows.temperatures.empty()) scales_ = ToDevice(rows.temperatures, options_).reciprocal_();
+    const int64_t needed = grid_rows_ * (keep_ ? loss.weight_.size(0) : loss.tile_columns_);
+    if (!loss.buffer_.defined() || loss.buffer_.numel() < needed) {
+      loss.buffer_.reset();  // before there is a larger one
+      loss.buffer_ = at::empty({needed}, options_);
+    }
+  }
+
+  // How many rows Statistics and Backward work on together.
+  int64_t group_rows() const { return keep_ ? grid_rows_ : count_; }
+
+  // Of the rows [begin, end). In kGradientInForward their logits stay in the buffer.
+  RowStatistics Statistics(int64_t begin, int64_t end) const {
+    const RowStatistics parts = EmptyRowStatistics(Tiles(), end - begin, options_);
+    ForGrids(begin, end, [&](const Grid& grid) {
+      ForCells(grid, [&](const Cell& cell) {
+        ComputeLogits(cell);
+        loss_.kernels_->Statistics(cell, PartOf(parts, cell.tile, cell.begin - begin, cell.count));
+      });
+    });
+    return MergeParts(parts);
+  }
+
+  // Adds the gradients of the rows [begin, end), given d loss / d logp and d loss / d entropy.
+  void Backward(int64_t begin, int64_t end, const RowStatistics& rows,
+                const std::vector<double>& logprob_coefficients,
+                const std::vector<double>& entropy_coefficients, OutputGradients& gradients) const {
+    const RowGradients all =
+        Coefficients(begin, end, rows, logprob_coefficients, entropy_coefficients);
+    at::Tensor hidden;
+    if (gradients.hidden.defined()) {
+      hidden = at::zeros({end - begin, loss_.weight_.size(1)}, options_);
+    }
+    ForGrids(begin, end, [&](const Grid& grid) {
+      ForCells(grid, [&](const Cell& cell) {
+        if (!keep_) ComputeLogits(cell);
+        const auto part = [&](const at::Tensor& x) {
+          return x.narrow(0, cell.begin - begin, cell.count);
+        };
+        loss_.kernels_->Gradient(cell,
+                                 {.max = part(all.max),
+                                  .constants = part(all.constants),
+                                  .slopes = part(all.slopes),
+                                  .at_label = part(all.at_label)},
+                                 product_type());
+      });
+      if (gradients.weight.defined()) AddWeightGradient(grid, gradients.weight);
+      if (gradients.bias.defined()) AddBiasGradient(grid, gradients.bias);
+      if (hidden.defined())
+        AddHiddenGradient(grid, hidden.narrow(0, grid.begin - begin, grid.rows));
+    });
+    if (hidden.defined()) {
+      gradients.hidden.index_add_(0, positions_.narrow(0, begin, end - begin),
+                                  hidden.to(gradients.hidden.scalar_type()));
+    }
+  }
+
+ private:
+  // What the buffer holds at a time: some rows, and of those all tiles or one.
+  struct Grid {
+    int64_t begin, rows;
+    int64_t first_tile, tiles;
+  };
+  // A tile of some rows of a grid.
+  struct Cell : LogitTile {
+    int64_t tile;
+    int64_t begin, count;
+  };
+
+  at::ScalarType product_type() const { return loss_.weight_.scalar_type(); }
+  int64_t Tiles() const {
+    return (loss_.weight_.size(0) + loss_.tile_columns_ - 1) / loss_.tile_columns_;
+  }
+  int64_t FirstColumn(int64_t tile) const { return tile * loss_.tile_columns_; }
+  int64_t Columns(int64_t tile) const {
+    return std::min(loss_.tile_columns_, loss_.weight_.size(0) - FirstColumn(tile));
+  }
+  at::Tensor Weight(int64_t tile) const {
+    return loss_.weight_.narrow(0, FirstColumn(tile), Columns(tile));
+  }
+
+  template <typename Work>
+  void ForGrids(int64_t begin, int64_t end, const Work& work) const {
+    const int64_t tiles = keep_ ? Tiles() : 1;
+    for (; begin < end; begin += grid_rows_) {
+      for (int64_t tile = 0; tile < Tiles(); tile += tiles) {
+        work(Grid{begin, std::min(grid_rows_, end - begin), tile, tiles});
+      }
+    }
+  }
+
+  // [rows, columns], contiguous: the tiles of a grid lie one after the other.
+  at::Tensor Logits(const Grid& grid, int64_t tile) const {
+    const int64_t before = grid.rows * (FirstColumn(tile) - FirstColumn(grid.first_tile));
+    return loss_.buffer_.narrow(0, before, grid.rows * Columns(tile))
+        .view({grid.rows, Columns(tile)});
+  }
+
+  // Calls work(i) for [0, count). Tiled logits are shared out among the threads as whole products:
+  // waiting for the slowest after every product costs a tenth of the time.
+  template <typename Work>
+  void ForEach(int64_t count, const Work& work) const {
+    if (!shares_out_) {
+      for (int64_t i = 0; i < count; ++i) work(i);
+      return;
+    }
+    at::parallel_for(0, count, /*grain_size=*/1, [&](int64_t begin, int64_t end) {
+      const at::NoGradGuard no_grad;  // a setting of this thread
+      for (int64_t i = begin; i < end; ++i) work(i);
+    });
+  }
+
+  void Product(const at::Tensor& product, const at::Tensor& a, const at::Tensor& b,
+               bool accumulate) const {
+    (shares_out_ ? ops::MatrixProductOnThread : ops::MatrixProductInto)(product, a, b, accumulate);
+  }
+
+  template <typename Work>
+  void ForCells(const Grid& grid, const Work& work) const {
+    const int64_t blocks = (grid.rows + kCellRows - 1) / kCellRows;
+    ForEach(blocks * grid.tiles, [&](int64_t index) {
+      Cell cell;
+      cell.tile = grid.first_tile + index / blocks;
+      const int64_t row = index % blocks * kCellRows;
+      cell.begin = grid.begin + row;
+      cell.count = std::min(kCellRows, grid.rows - row);
+      cell.logits = Logits(grid, cell.tile).narrow(0, row, cell.count);
+      cell.first_label = FirstColumn(cell.tile);
+      cell.labels = labels_.narrow(0, cell.begin, cell.count);
+      if (scales_.defined()) cell.scales = scales_.narrow(0, cell.begin, cell.count);
+      work(cell);
+    });
+  }
+
+  void ComputeLogits(const Cell& cell) const {
+    Product(cell.logits, input_.narrow(0, cell.begin, cell.count), Weight(cell.tile).t(),
+            /*accumulate=*/false);
+    if (loss_.bias_.defined()) {
+      at::Tensor(cell.logits).add_(loss_.bias_.narrow(0, cell.first_label, cell.logits.size(1)));
+    }
+  }
+
+  // The rows' part of the gradient of their logits.
+  RowGradients Coefficients(int64_t begin, int64_t end, const RowStatistics& rows,
+                            const std::vector<double>& logprob_coefficients,
+                            const std::vector<double>& entropy_coefficients) const {
+    at::Tensor c = ToDevice(logprob_coefficients, options_.dtype(at::kDouble));
+    at::Tensor e = ToDevice(entropy_coefficients, options_.dtype(at::kDouble));
+    if (scales_.defined()) {
+      c.mul_(scales_.narrow(0, begin, end - begin));
+      e.mul_(scales_.narrow(0, begin, end - begin));
+    }
+    const auto narrowed = [&](const at::Tensor& x) { return x.to(loss_.logits_type_); };
+    return {.max = narrowed(rows.max),
+            .constants = narrowed((e * rows.weighted / rows.sum - c) / rows.sum),
+            .slopes = narrowed(-e / rows.sum),
+            .at_label = narrowed(c)};
+  }
+
+  // The following take a grid that holds the gradient of its logits.
+
+  void AddWeightGradient(const Grid& grid, const at::Tensor& weight) const {
+    const at::Tensor input = input_.narrow(0, grid.begin, grid.rows);
+    const int64_t slices = shares_out_ ? kWeightSlices : 1;
+    ForEach(grid.tiles * slices, [&](int64_t index) {
+      const int64_t tile = grid.first_tile + index / slices, slice = index % slices;
+      const int64_t first = Columns(tile) * slice / slices;
+      const int64_t columns = Columns(tile) * (slice + 1) / slices - first;
+      const at::Tensor dz = GradientOf(Logits(grid, tile), product_type());
+      Product(weight.narrow(0, FirstColumn(tile) + first, columns),
+              dz.narrow(1, first, columns).t(), input, /*accumulate=*/true);
+    });
+  }
+
+  void AddBiasGradient(const Grid& grid, const at::Tensor& bias) const {
+    for (int64_t tile = grid.first_tile; tile < grid.first_tile + grid.tiles; ++tile) {
+      const at::Tensor dz = GradientOf(Logits(grid, tile), product_type());
+      bias.narrow(0, FirstColumn(tile), Columns(tile)).add_(dz.sum(0, false, bias.scalar_type()));
+    }
+  }
+
+  // `hidden` [rows, H] are those of the grid.
+  void AddHiddenGradient(const Grid& grid, const at::Tensor& hidden) const {
+    const int64_t blocks = (grid.rows + kCellRows - 1) / kCellRows;
+    const int64_t slices = shares_out_ ? kHiddenSlices : 1;
+    ForEach(blocks * slices, [&](int64_t index) {
+      const int64_t row = index / slices * kCellRows, slice = index % slices;
+      const int64_t count = std::min(kCellRows, grid.rows - row);
+      const int64_t first = hidden.size(1) * slice / slices;
+      const int64_t columns = hidden.size(1) * (slice + 1) / slices - first;
+      const at::Tensor part = hidden.narrow(0, row, count).narrow(1, first, columns);
+      for (int64_t tile = grid.first_tile; tile < grid.first_tile + grid.tiles; ++tile) {
+        Product(part, GradientOf(Logits(grid, tile), product_type()).narrow(0, row, count),
+                Weight(tile).narrow(1, first, columns), /*accumulate=*/true);
+      }
+    });
+  }
+
+  LinearCrossEntropyLoss& loss_;
+  const int64_t count_;
+  const bool keep_;
+  const int64_t grid_rows_;  // at most
+  const bool shares_out_ = loss_.impl_ == LossImpl::kCce;
+  const at::Tensor positions_, labels_;  // [N]
+  const at::TensorOptions options_;      // of the logits
+  at::Tensor input_;                     // [N, H] in the type of the products
+  at::Tensor scales_;                    // [N], 1 / temperature; undefined for 1
+};
 
 absl::StatusOr<std::unique_ptr<LinearCrossEntropyLoss>> LinearCrossEntropyLoss::Create(
     at::Tensor weight, at::Tensor bias, const LinearCrossEntropyOptions& options) {
@@ -136,20 +346,41 @@ absl::StatusOr<std::unique_ptr<LinearCrossEntropyLoss>> LinearCrossEntropyLoss::
   if (options.chunk_size < 1) return InvalidField("chunk_size", "must be positive");
 
   std::unique_ptr<LinearCrossEntropyLoss> loss(new LinearCrossEntropyLoss);
-  // `auto` takes the first of cce, torch_compile, pytorch that is available, and asked for none.
-  if (options.impl == LossImpl::kCce || options.impl == LossImpl::kTorchCompile) {
-    loss->fallback_warning_ = absl::StrCat("fused output loss: implementation '",
-                                           ImplName(options.impl), "' is not part of this build; '",
-                                           ImplName(LossImpl::kPytorch), "' is used instead");
-  }
-  const int64_t budget_rows = options.logits_chunk_bytes / row_bytes;
-  loss->block_rows_ = std::clamp<int64_t>(weight.is_cpu() ? kBlockBytes / row_bytes : budget_rows,
-                                          1, std::min(options.chunk_size, budget_rows / 3));
-  loss->chunk_rows_ = std::min(options.chunk_size, budget_rows - 2 * loss->block_rows_);
-  loss->logits_type_ = logits_type;
   loss->weight_ = weight.detach();
   loss->bias_ = bias.defined() ? bias.detach() : bias;
+  loss->logits_type_ = logits_type;
+  loss->ChooseImpl(options.impl);
+  loss->PlanMemory(options);
   return loss;
+}
+
+void LinearCrossEntropyLoss::ChooseImpl(LossImpl asked_for) {
+  const bool own_kernels = weight_.is_cpu() && logits_type_ == at::kFloat &&
+                           ops::GetKernelPath() == ops::KernelPath::kAuto;
+  impl_ = own_kernels ? asked_for : LossImpl::kPytorch;
+  reason_ = "asked for";
+  if (impl_ == LossImpl::kAuto) {
+    impl_ = LossImpl::kCce;
+    reason_ = "the fastest for float32 logits on the CPU";
+  } else if (impl_ != asked_for) {
+    is_fallback_ = asked_for != LossImpl::kAuto;
+    reason_ = absl::StrCat(
+        "own kernels are there for float32 logits on the CPU, unless ATen is asked for; these are ",
+        c10::toString(logits_type_), " on ", weight_.device().str());
+  }
+  kernels_ = impl_ == LossImpl::kPytorch ? &AtenLogitKernels() : &CpuLogitKernels();
+}
+
+void LinearCrossEntropyLoss::PlanMemory(const LinearCrossEntropyOptions& options) {
+  const int64_t vocabulary = weight_.size(0);
+  tile_columns_ = impl_ == LossImpl::kCce ? std::min(kTileColumns, vocabulary) : vocabulary;
+  const auto logit_bytes = static_cast<int64_t>(c10::elementSize(logits_type_));
+  const auto rows_within = [&](int64_t budget, int64_t columns) {
+    const int64_t scratch = kernels_->ScratchBytes(budget / 3);
+    return std::clamp<int64_t>((budget - scratch) / (columns * logit_bytes), 1, options.chunk_size);
+  };
+  chunk_rows_ = rows_within(options.logits_chunk_bytes, vocabulary);
+  tile_rows_ = rows_within(options.logits_chunk_bytes / 2, tile_columns_);
 }
 
 absl::Status LinearCrossEntropyLoss::CheckRows(const at::Tensor& hidden,
@@ -162,8 +393,9 @@ absl::Status LinearCrossEntropyLoss::CheckRows(const at::Tensor& hidden,
     return InvalidField("hidden", "must have the type of the output layer, or bfloat16");
   }
   const size_t count = rows.positions.size();
-  if (rows.labels.size() != count)
+  if (rows.labels.size() != count) {
     return InvalidField("labels", "must have one entry per position");
+  }
   if (!rows.temperatures.empty() && rows.temperatures.size() != count) {
     return InvalidField("temperatures", "must be empty or have one entry per position");
   }
@@ -174,109 +406,49 @@ absl::Status LinearCrossEntropyLoss::CheckRows(const at::Tensor& hidden,
   return CheckRange(rows.positions, hidden.size(0), "positions", "the hidden states");
 }
 
-void LinearCrossEntropyLoss::EnsureWorkspace() {
-  if (logits_.defined()) return;
-  const auto options = weight_.options().dtype(logits_type_).requires_grad(false);
-  logits_ = at::empty({chunk_rows_, weight_.size(0)}, options);
-  exponentials_ = at::empty({block_rows_, weight_.size(0)}, options);
-  products_ = at::empty_like(exponentials_);
-}
-
-absl::Status LinearCrossEntropyLoss::Run(const at::Tensor& hidden, const OutputRows& rows,
-                                         const TokenLossFunction* function,
-                                         OutputGradients* gradients, RowStatistics* statistics) {
-  const at::NoGradGuard no_grad;
-  TANDEM_RETURN_IF_ERROR(CheckRows(hidden, rows));
-  EnsureWorkspace();
-  const auto count = static_cast<int64_t>(rows.positions.size());
-  bool every_row = count == hidden.size(0);
-  for (int64_t i = 0; i < count && every_row; ++i) every_row = rows.positions[i] == i;
-  const at::Tensor all_positions = Indices(rows.positions, weight_);
-  const at::Tensor all_labels = Indices(rows.labels, weight_);
-  std::vector<double> logprobs, entropies, c, e;
-  for (int64_t begin = 0; begin < count; begin += chunk_rows_) {
-    const int64_t n = std::min(chunk_rows_, count - begin);
-    const at::Tensor positions = all_positions.narrow(0, begin, n);
-    const at::Tensor labels = all_labels.narrow(0, begin, n);
-    const at::Tensor input =
-        every_row ? hidden.narrow(0, begin, n) : hidden.index_select(0, positions);
-    at::Tensor logits = logits_.narrow(0, 0, n);
-    if (weight_.scalar_type() != logits_type_) {
-      logits.copy_(Product(input, weight_.t(), logits_type_));
-      if (bias_.defined()) logits.add_(bias_);
-    } else if (bias_.defined()) {
-      at::addmm_out(logits, bias_, input.to(logits_type_), weight_.t());
-    } else {
-      at::mm_out(logits, input.to(logits_type_), weight_.t());
-    }
-
-    for (int64_t row = 0; row < n; row += block_rows_) {
-      const int64_t block_size = std::min(block_rows_, n - row);
-      const auto first = static_cast<size_t>(begin + row);
-      const auto size = static_cast<size_t>(block_size);
-      at::Tensor z = logits.narrow(0, row, block_size);
-      at::Tensor exponentials = exponentials_.narrow(0, 0, block_size);
-      at::Tensor products = products_.narrow(0, 0, block_size);
-      const at::Tensor block_labels = labels.narrow(0, row, block_size);
-      std::vector<double> inverse_temperatures;
-      if (!rows.temperatures.empty()) {
-        for (size_t i = 0; i < size; ++i) {
-          inverse_temperatures.push_back(1.0 / rows.temperatures[first + i]);
-        }
-        z.mul_(Column(inverse_temperatures, z));
-      }
-      logprobs.resize(size);
-      entropies.resize(size);
-      const BlockStatistics block =
-          Statistics(z, exponentials, products, block_labels, logprobs.data(), entropies.data());
-      if (statistics != nullptr) {
-        statistics->logprobs.insert(statistics->logprobs.end(), logprobs.begin(), logprobs.end());
-        statistics->entropies.insert(statistics->entropies.end(), entropies.begin(),
-                                     entropies.end());
-      }
-      if (function == nullptr) continue;
-      c.assign(size, 0.0);
-      e.assign(size, 0.0);
-      TANDEM_RETURN_IF_ERROR((*function)(static_cast<int64_t>(first), logprobs, entropies,
-                                         absl::MakeSpan(c), absl::MakeSpan(e)));
-      for (size_t i = 0; i < inverse_temperatures.size(); ++i) {
-        c[i] *= inverse_temperatures[i];
-        e[i] *= inverse_temperatures[i];
-      }
-      LogitGradient(z, exponentials, block, block_labels, c, e);
-    }
-
-    if (gradients == nullptr) continue;
-    // Products of bf16 take bf16: the gradient of the logits is rounded as autograd would round it.
-    const at::Tensor dz = logits.to(weight_.scalar_type());
-    if (gradients->hidden.defined()) {
-      gradients->hidden.index_add_(
-          0, positions, Product(dz, weight_, logits_type_).to(gradients->hidden.scalar_type()));
-    }
-    if (gradients->weight.defined()) {
-      if (dz.scalar_type() == logits_type_) {
-        gradients->weight.addmm_(dz.t(), input.to(logits_type_));
-      } else {
-        gradients->weight.add_(Product(dz.t(), input, logits_type_));
-      }
-    }
-    if (gradients->bias.defined()) gradients->bias.add_(logits.sum(0));
-  }
-  return absl::OkStatus();
+LossMode LinearCrossEntropyLoss::ModeFor(LossMode asked_for, int64_t rows) const {
+  if (asked_for != LossMode::kAuto) return asked_for;
+  return chunk_rows_ >= std::min(rows, kFewestKeptRows) ? LossMode::kGradientInForward
+                                                        : LossMode::kRecompute;
 }
 
 absl::Status LinearCrossEntropyLoss::ForwardBackward(const at::Tensor& hidden,
                                                      const OutputRows& rows,
                                                      TokenLossFunction function,
-                                                     OutputGradients& gradients) {
-  return Run(hidden, rows, &function, &gradients, nullptr);
+                                                     OutputGradients& gradients, LossMode mode) {
+  const at::NoGradGuard no_grad;
+  TANDEM_RETURN_IF_ERROR(CheckRows(hidden, rows));
+  if (rows.positions.empty()) return absl::OkStatus();
+  const auto count = static_cast<int64_t>(rows.positions.size());
+  const Call call(*this, hidden, rows, ModeFor(mode, count));
+  for (int64_t begin = 0; begin < count; begin += call.group_rows()) {
+    const int64_t end = std::min(begin + call.group_rows(), count);
+    const RowStatistics statistics = call.Statistics(begin, end);
+    const RowLogProbs host = ToHost(statistics);
+    std::vector<double> c(host.logprobs.size(), 0.0), e(host.logprobs.size(), 0.0);
+    TANDEM_RETURN_IF_ERROR(
+        function(begin, host.logprobs, host.entropies, absl::MakeSpan(c), absl::MakeSpan(e)));
+    call.Backward(begin, end, statistics, c, e, gradients);
+  }
+  return absl::OkStatus();
 }
 
-absl::StatusOr<RowStatistics> LinearCrossEntropyLoss::LogProbs(const at::Tensor& hidden,
-                                                               const OutputRows& rows) {
-  RowStatistics statistics;
-  TANDEM_RETURN_IF_ERROR(Run(hidden, rows, nullptr, nullptr, &statistics));
-  return statistics;
+absl::StatusOr<RowLogProbs> LinearCrossEntropyLoss::LogProbs(const at::Tensor& hidden,
+                                                             const OutputRows& rows) {
+  const at::NoGradGuard no_grad;
+  TANDEM_RETURN_IF_ERROR(CheckRows(hidden, rows));
+  if (rows.positions.empty()) return RowLogProbs{};
+  const Call call(*this, hidden, rows, LossMode::kRecompute);
+  return ToHost(call.Statistics(0, static_cast<int64_t>(rows.positions.size())));
+}
+
+at::Tensor LinearCrossEntropyLoss::ForwardLogits(const at::Tensor& hidden) const {
+  const at::NoGradGuard no_grad;
+  at::Tensor logits =
+      at::empty({hidden.size(0), weight_.size(0)}, weight_.options().dtype(logits_type_));
+  ops::MatrixProductInto(logits, hidden.to(weight_.scalar_type()), weight_.t());
+  if (bias_.defined()) logits.add_(bias_);
+  return logits;
 }
 
 }  // namespace tandem::loss

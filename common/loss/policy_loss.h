@@ -111,15 +111,13 @@ class PolicyLossEvaluator {
   static absl::StatusOr<PolicyLossEvaluator> Create(const PolicyLossOptions& options,
                                                     const PolicyTokens& tokens);
 
-  // Whether a row's coefficients depend on the log-probs of its whole sequence (GSPO): then
-  // ObserveSequences comes before Evaluate.
+  // Whether a row's coefficients depend on the log-probs of its whole sequence (GSPO): Evaluate
+  // then takes whole sequences alone.
   bool needs_sequences() const { return options_.kind == PolicyLossKind::kGspo; }
 
-  // The log-probs of the rows [first_row, first_row + n), which are whole sequences.
-  absl::Status ObserveSequences(int64_t first_row, absl::Span<const double> logprobs);
-
   // Coefficients of the rows [first_row, first_row + n): n is the size of every span. Adds the
-  // rows' reports. INTERNAL if a log-prob, an entropy or a coefficient is not finite.
+  // rows' reports. INTERNAL if a log-prob, an entropy or a coefficient is not finite, or for a part
+  // of a sequence where needs_sequences().
   absl::Status Evaluate(int64_t first_row, absl::Span<const double> logprobs,
                         absl::Span<const double> entropies, absl::Span<double> logprob_coefficients,
                         absl::Span<double> entropy_coefficients);
@@ -147,11 +145,13 @@ class PolicyLossEvaluator {
   double OldLogprob(size_t row, double logprob) const;
   double ImportanceWeight(size_t row, double logprob) const;
   Term PolicyTerm(size_t row, double logprob) const;
+  // Fills the terms of the rows [first_row, first_row + n).
+  absl::Status SetSequenceTerms(int64_t first_row, absl::Span<const double> logprobs);
 
   PolicyLossOptions options_;
   const PolicyTokens* tokens_;
   std::vector<int64_t> sequence_begins_;  // [S + 1], for GSPO
-  std::vector<Term> sequence_terms_;      // [N], of the observed sequences
+  std::vector<Term> sequence_terms_;      // [N], for GSPO
   PolicyMetrics sums_;                    // means hold sums until Metrics()
   MismatchSums senior_, junior_;
 };

@@ -164,7 +164,7 @@ struct Sequences {
     std::vector<double> c;
     PolicyMetrics metrics;
   };
-  // Observed and evaluated in runs that end at `cuts`.
+  // Evaluated in runs that end at `cuts`.
   Result Run(const PolicyLossOptions& options, const std::vector<size_t>& cuts = {5}) const {
     PolicyLossEvaluator evaluator = PolicyLossEvaluator::Create(options, tokens).value();
     Result result{std::vector<double>(5), {}};
@@ -174,9 +174,6 @@ struct Sequences {
       const auto part = [&](auto& all) { return absl::MakeSpan(all).subspan(begin, end - begin); };
       const auto first = static_cast<int64_t>(begin);
       const auto known = absl::MakeConstSpan(logprobs).subspan(begin, end - begin);
-      if (evaluator.needs_sequences()) {
-        EXPECT_TRUE(evaluator.ObserveSequences(first, known).ok());
-      }
       EXPECT_TRUE(evaluator.Evaluate(first, known, part(entropies), part(result.c), part(e)).ok());
       begin = end;
     }
@@ -248,10 +245,14 @@ TEST(PolicyLossTest, GspoWantsWholeSequences) {
   Sequences sequences;
   const PolicyLossOptions options = {.kind = PolicyLossKind::kGspo};
   PolicyLossEvaluator evaluator = PolicyLossEvaluator::Create(options, sequences.tokens).value();
-  const auto known = absl::MakeConstSpan(sequences.logprobs);
-  EXPECT_EQ(evaluator.ObserveSequences(0, known.first(2)).code(), absl::StatusCode::kInternal);
-  EXPECT_EQ(evaluator.ObserveSequences(1, known.first(2)).code(), absl::StatusCode::kInternal);
-  EXPECT_TRUE(evaluator.ObserveSequences(3, known.last(2)).ok());
+  std::vector<double> entropies(2), c(2), e(2);
+  const auto evaluate = [&](int64_t first) {
+    const auto known = absl::MakeConstSpan(sequences.logprobs).subspan(first, 2);
+    return evaluator.Evaluate(first, known, entropies, absl::MakeSpan(c), absl::MakeSpan(e)).code();
+  };
+  EXPECT_EQ(evaluate(0), absl::StatusCode::kInternal);
+  EXPECT_EQ(evaluate(1), absl::StatusCode::kInternal);
+  EXPECT_EQ(evaluate(3), absl::StatusCode::kOk);
   sequences.tokens.sequence_rows = {3, 1};
   EXPECT_EQ(FieldPath(PolicyLossEvaluator::Create(options, sequences.tokens).status()),
             "sequence_rows");

@@ -1,8 +1,8 @@
 #include "common/ops/matrix_product.h"
 
 #include <ATen/ATen.h>
-#include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/grad_mode.h>
+#include <ATen/native/CPUBlas.h>
 
 #include <algorithm>
 
@@ -12,6 +12,11 @@
 // Of MKL, which libtorch holds on x86; a null pointer elsewhere. Sets how many threads MKL takes
 // when this thread calls it, and returns the setting before.
 extern "C" int MKL_Set_Num_Threads_Local(int threads) __attribute__((weak));
+// Of MKL, too: product = alpha a b + beta product, with bf16 factors and a float32 product.
+extern "C" void cblas_gemm_bf16bf16f32(int layout, int transpose_a, int transpose_b, int m, int n,
+                                       int k, float alpha, const void* a, int a_stride,
+                                       const void* b, int b_stride, float beta, float* product,
+                                       int product_stride) __attribute__((weak));
 
 namespace tandem::ops {
 namespace {
@@ -45,36 +50,105 @@ Pieces CutIntoPieces(int64_t m, int64_t n) {
   return pieces;
 }
 
+void AtenProduct(at::Tensor product, const at::Tensor& a, const at::Tensor& b, bool accumulate) {
+  if (accumulate) {
+    product.addmm_(a, b);
+  } else {
+    at::mm_out(product, a, b);
+  }
+}
+
+// A factor as BLAS takes it: rows of `stride` elements, or columns.
+struct BlasFactor {
+  explicit BlasFactor(const at::Tensor& x)
+      : matrix(x.stride(1) == 1 || x.stride(0) == 1 ? x : x.contiguous()),
+        transposed(matrix.stride(1) != 1),
+        stride(std::max<int64_t>(matrix.stride(transposed ? 1 : 0),
+                                 matrix.size(transposed ? 0 : 1))) {}
+  at::Tensor matrix;
+  bool transposed;
+  int64_t stride;
+};
+
+void Bfloat16Product(const at::Tensor& product, const at::Tensor& a, const at::Tensor& b,
+                     bool accumulate) {
+  constexpr int kRowMajor = 101, kPlain = 111, kTransposed = 112;  // of the CBLAS
+  const BlasFactor left(a), right(b);
+  cblas_gemm_bf16bf16f32(
+      kRowMajor, left.transposed ? kTransposed : kPlain, right.transposed ? kTransposed : kPlain,
+      static_cast<int>(a.size(0)), static_cast<int>(b.size(1)), static_cast<int>(a.size(1)), 1.0f,
+      left.matrix.const_data_ptr(), static_cast<int>(left.stride), right.matrix.const_data_ptr(),
+      static_cast<int>(right.stride), accumulate ? 1.0f : 0.0f, product.mutable_data_ptr<float>(),
+      static_cast<int>(product.stride(0)));
+}
+
 // MKL may share the summed index out among its threads, so that the order of a sum depends on their
 // number. Here it computes pieces that do not depend on it, each on one thread.
-at::Tensor MklProduct(const at::Tensor& a, const at::Tensor& b) {
+void MultiplyPieces(const at::Tensor& product, const at::Tensor& a, const at::Tensor& b,
+                    bool accumulate) {
   const int64_t m = a.size(0), n = b.size(1), k = a.size(1);
   const Pieces pieces = CutIntoPieces(m, n);
   const int64_t count = pieces.down * pieces.across;
-  at::Tensor product = at::empty({m, n}, a.options());
   ParallelFor(count, m * n * k / count, [&](int64_t begin, int64_t end) {
-    const SingleThreadedMkl single;
-    const at::AutoDispatchBelowADInplaceOrView no_autograd;  // a setting of this thread, too
     for (int64_t piece = begin; piece < end; ++piece) {
       const int64_t i = piece / pieces.across, j = piece % pieces.across;
       const int64_t row = m * i / pieces.down, rows = m * (i + 1) / pieces.down - row;
       const int64_t column = n * j / pieces.across;
       const int64_t columns = n * (j + 1) / pieces.across - column;
-      at::Tensor part = product.narrow(0, row, rows).narrow(1, column, columns);
-      at::mm_out(part, a.narrow(0, row, rows), b.narrow(1, column, columns));
+      MatrixProductOnThread(product.narrow(0, row, rows).narrow(1, column, columns),
+                            a.narrow(0, row, rows), b.narrow(1, column, columns), accumulate);
     }
   });
-  return product;
 }
 
 }  // namespace
 
-at::Tensor MatrixProduct(const at::Tensor& a, const at::Tensor& b) {
+bool HasFastBfloat16Products() {
+#ifdef __x86_64__
+  // MKL has kernels for Intel's instructions; elsewhere it may run a plain loop.
+  static const bool fast = cblas_gemm_bf16bf16f32 != nullptr && __builtin_cpu_is("intel") &&
+                           at::native::cpublas::could_pack(at::kBFloat16);
+  return fast;
+#else
+  return false;
+#endif
+}
+
+void MatrixProductOnThread(const at::Tensor& product, const at::Tensor& a, const at::Tensor& b,
+                           bool accumulate) {
   const at::NoGradGuard no_grad;
-  if (!a.is_cpu() || a.scalar_type() != at::kFloat) return at::mm(a, b);
+  if (product.scalar_type() != at::kFloat) return AtenProduct(product, a, b, accumulate);
+  const bool widened = a.scalar_type() == at::kBFloat16;
   // A property of the build, not a timing: two starts on one machine give the same bits.
-  return MKL_Set_Num_Threads_Local != nullptr ? MklProduct(a, b)
-                                              : Linear(a.contiguous(), b.t().contiguous());
+  if (MKL_Set_Num_Threads_Local == nullptr) {
+    const at::Tensor sum = Linear(a.to(at::kFloat).contiguous(), b.t().to(at::kFloat).contiguous());
+    accumulate ? product.add_(sum) : product.copy_(sum);
+    return;
+  }
+  const SingleThreadedMkl single;
+  if (widened && HasFastBfloat16Products()) {
+    Bfloat16Product(product, a, b, accumulate);
+  } else {
+    AtenProduct(product, a.to(at::kFloat), b.to(at::kFloat), accumulate);
+  }
+}
+
+void MatrixProductInto(const at::Tensor& product, const at::Tensor& a, const at::Tensor& b,
+                       bool accumulate) {
+  const at::NoGradGuard no_grad;
+  if (product.is_cpu() && product.scalar_type() == at::kFloat) {
+    if (HasFastBfloat16Products()) return MultiplyPieces(product, a, b, accumulate);
+    return MultiplyPieces(product, a.to(at::kFloat), b.to(at::kFloat), accumulate);
+  }
+  if (a.scalar_type() == product.scalar_type()) return AtenProduct(product, a, b, accumulate);
+  const at::Tensor sum = at::mm(a, b, product.scalar_type());
+  accumulate ? product.add_(sum) : product.copy_(sum);
+}
+
+at::Tensor MatrixProduct(const at::Tensor& a, const at::Tensor& b) {
+  at::Tensor product = at::empty({a.size(0), b.size(1)}, a.options().requires_grad(false));
+  MatrixProductInto(product, a, b);
+  return product;
 }
 
 }  // namespace tandem::ops

@@ -1,4 +1,4 @@
-// Matrix products of training's backward pass.
+// Matrix products of training: the backward pass, the output layer.
 #ifndef TANDEM_COMMON_OPS_MATRIX_PRODUCT_H_
 #define TANDEM_COMMON_OPS_MATRIX_PRODUCT_H_
 
@@ -10,6 +10,18 @@ namespace tandem::ops {
 // on MKL where the build has it: the bits depend on the shape but not on the number of threads; a
 // row's bits may depend on how many others there are (Linear's do not). No autograd.
 at::Tensor MatrixProduct(const at::Tensor& a, const at::Tensor& b);
+
+// The same into `product`, contiguous, or added to what it holds. Two bf16 factors may have a
+// float32 product, to which the CPU adds in float32 whatever it multiplies with.
+void MatrixProductInto(const at::Tensor& product, const at::Tensor& a, const at::Tensor& b,
+                       bool accumulate = false);
+
+// The same on the calling thread alone, for loops that share out whole products among the threads.
+void MatrixProductOnThread(const at::Tensor& product, const at::Tensor& a, const at::Tensor& b,
+                           bool accumulate = false);
+
+// Whether the CPU multiplies bf16 faster than fp32: by what it has, not by a timing.
+bool HasFastBfloat16Products();
 
 }  // namespace tandem::ops
 

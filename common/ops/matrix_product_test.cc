@@ -40,6 +40,30 @@ TEST_P(MatrixProductTest, MatchesDoubleWhateverIsTransposed) {
   }
 }
 
+TEST_P(MatrixProductTest, IsAddedToWhatIsThere) {
+  const auto [m, n, k] = GetParam();
+  const at::Tensor a = at::randn({m, k}), b = at::randn({n, k}).t(), before = at::randn({m, n});
+  const at::Tensor sum = before.clone();
+  MatrixProductInto(sum, a, b, /*accumulate=*/true);
+  EXPECT_TRUE(at::allclose(sum, before + MatrixProduct(a, b), 1e-5, 1e-4));
+}
+
+// Products of bf16 numbers are exact in fp32, whoever multiplies them: only the sums are rounded.
+TEST_P(MatrixProductTest, Bfloat16FactorsAreSummedInFloat32) {
+  const auto [m, n, k] = GetParam();
+  const at::Tensor a = at::randn({m, k}, at::kBFloat16), b = at::randn({n, k}, at::kBFloat16).t();
+  const at::Tensor expected = at::mm(a.to(at::kDouble), b.to(at::kDouble));
+  for (const at::Tensor& left : {a, a.t().contiguous().t()}) {
+    for (const at::Tensor& right : {b, b.contiguous()}) {
+      at::Tensor product = at::full({m, n}, 1.0f);
+      MatrixProductInto(product, left, right, /*accumulate=*/true);
+      EXPECT_TRUE(at::allclose(product.to(at::kDouble), expected + 1, 1e-5, 3e-4));
+      MatrixProductInto(product, left, right);
+      EXPECT_TRUE(at::allclose(product.to(at::kDouble), expected, 1e-5, 3e-4));
+    }
+  }
+}
+
 TEST_P(MatrixProductTest, BitsDoNotDependOnTheNumberOfThreads) {
   const auto [m, n, k] = GetParam();
   const at::Tensor a = at::randn({m, k}).requires_grad_(), b = at::randn({k, n});

@@ -130,6 +130,8 @@ at::Tensor HeadsPacked(const at::Tensor& x) {
 
 void SetKernelPath(KernelPath path) { kernel_path = path; }
 
+KernelPath GetKernelPath() { return kernel_path; }
+
 at::Tensor Embedding(const at::Tensor& tokens, const at::Tensor& weight) {
   return at::embedding(weight, tokens);
 }

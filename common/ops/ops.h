@@ -22,6 +22,7 @@ enum class KernelPath {
 
 // The choice of the whole process; to be made before the first operation.
 void SetKernelPath(KernelPath path);
+KernelPath GetKernelPath();
 
 // tokens [T] int64, weight [V, H] -> [T, H] in the weight's type.
 at::Tensor Embedding(const at::Tensor& tokens, const at::Tensor& weight);

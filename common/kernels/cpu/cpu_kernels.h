@@ -117,6 +117,32 @@ struct SwiGluBackwardArgs {
   int64_t width;
 };
 
+// Statistics of `rows` rows of a tile of logits, each times the row's scale: with z_j the scaled
+// logits, max = max_j z_j, sum = sum_j exp(z_j - max) and weighted = sum_j exp(z_j - max)(z_j -
+// max).
+struct LogitStatisticsArgs {
+  const float* logits;  // [rows, width]
+  const float* scales;  // [rows], or nullptr for 1
+  int64_t rows;
+  int64_t width;
+  float* max;  // [rows]
+  float* sum;
+  float* weighted;
+};
+
+// Overwrites logits with exp(z_j - max)(constant + slope (z_j - max)), row by row; in bf16 as the
+// first `width` 16-bit numbers of a row.
+struct LogitGradientArgs {
+  float* logits;  // [rows, width]
+  const float* scales;
+  int64_t rows;
+  int64_t width;
+  const float* max;  // [rows], at least that of the row
+  const float* constants;
+  const float* slopes;
+  bool bfloat16;
+};
+
 struct CpuKernels {
   const char* isa;
   void (*linear)(const LinearArgs&);
@@ -126,6 +152,8 @@ struct CpuKernels {
   void (*rotary)(const RotaryArgs&);
   void (*swiglu)(const SwiGluArgs&);
   void (*swiglu_backward)(const SwiGluBackwardArgs&);
+  void (*logit_statistics)(const LogitStatisticsArgs&);
+  void (*logit_gradient)(const LogitGradientArgs&);
 };
 
 // The best set this CPU runs.

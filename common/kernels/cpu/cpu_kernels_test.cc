@@ -234,5 +234,52 @@ TEST_P(CpuKernelsTest, RotaryRotatesPairsHalfAHeadApart) {
   for (int i = 0; i < 8; ++i) EXPECT_NEAR(y[i], expected[i], 1e-6);
 }
 
+// Widths of whole vectors, of parts, and of both.
+TEST_P(CpuKernelsTest, LogitStatisticsAndGradientMatchDouble) {
+  for (const int64_t width : {1, 5, 16, 64, 77}) {
+    const int64_t rows = 3;
+    const Floats scales = {1, 0.5f, 2};
+    Floats logits = RandomFloats(rows * width, 5, 8.0f), max(rows), sum(rows), weighted(rows);
+    const Floats before = logits, constants = {0.3f, -1, 2}, slopes = {0.1f, 0, -0.7f};
+    kernels_->logit_statistics(
+        {logits.data(), scales.data(), rows, width, max.data(), sum.data(), weighted.data()});
+    EXPECT_EQ(logits, before);
+    Floats rounded = before;
+    for (const bool bfloat16 : {false, true}) {
+      kernels_->logit_gradient({bfloat16 ? rounded.data() : logits.data(), scales.data(), rows,
+                                width, max.data(), constants.data(), slopes.data(), bfloat16});
+    }
+    for (int64_t row = 0; row < rows; ++row) {
+      double highest = -std::numeric_limits<double>::infinity(), total = 0, weights = 0;
+      const auto z = [&](int64_t j) { return double{before[row * width + j]} * scales[row]; };
+      for (int64_t j = 0; j < width; ++j) highest = std::max(highest, z(j));
+      for (int64_t j = 0; j < width; ++j) {
+        const double d = z(j) - highest;
+        total += std::exp(d);
+        weights += std::exp(d) * d;
+        const float gradient = logits[row * width + j];
+        EXPECT_NEAR(gradient, std::exp(d) * (constants[row] + slopes[row] * d), 1e-5);
+        uint16_t upper_half = 0;
+        std::memcpy(&upper_half, reinterpret_cast<const char*>(&rounded[row * width]) + 2 * j, 2);
+        const uint32_t bits = uint32_t{upper_half} << 16;
+        float value = 0;
+        std::memcpy(&value, &bits, 4);
+        EXPECT_NEAR(value, gradient, std::abs(gradient) / 256);
+      }
+      EXPECT_EQ(max[row], static_cast<float>(highest));
+      EXPECT_NEAR(sum[row], total, 1e-6 * total);
+      EXPECT_NEAR(weighted[row], weights, 1e-5);
+    }
+  }
+}
+
+TEST_P(CpuKernelsTest, StatisticsOfLogitsThatAreNoNumbersAreNone) {
+  Floats logits(40, 1.0f), max(1), sum(1), weighted(1);
+  logits[7] = std::numeric_limits<float>::quiet_NaN();
+  kernels_->logit_statistics(
+      {logits.data(), nullptr, 1, 40, max.data(), sum.data(), weighted.data()});
+  EXPECT_TRUE(std::isnan(sum[0]));
+}
+
 }  // namespace
 }  // namespace tandem::kernels

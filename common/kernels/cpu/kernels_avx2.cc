@@ -5,7 +5,7 @@
 namespace tandem::kernels {
 
 extern const CpuKernels kAvx2Kernels;
-const CpuKernels kAvx2Kernels = {"avx2",          Linear, Attention, RmsNorm,
-                                 RmsNormBackward, Rotary, SwiGlu,    SwiGluBackward};
+const CpuKernels kAvx2Kernels = {"avx2", Linear, Attention,      RmsNorm,         RmsNormBackward,
+                                 Rotary, SwiGlu, SwiGluBackward, LogitStatistics, LogitGradient};
 
 }  // namespace tandem::kernels

@@ -5,7 +5,8 @@
 namespace tandem::kernels {
 
 extern const CpuKernels kPortableKernels;
-const CpuKernels kPortableKernels = {"portable",      Linear, Attention, RmsNorm,
-                                     RmsNormBackward, Rotary, SwiGlu,    SwiGluBackward};
+const CpuKernels kPortableKernels = {"portable",      Linear,       Attention, RmsNorm,
+                                     RmsNormBackward, Rotary,       SwiGlu,    SwiGluBackward,
+                                     LogitStatistics, LogitGradient};
 
 }  // namespace tandem::kernels

@@ -32,6 +32,7 @@ constexpr int kBlock = static_cast<int>(kAttentionBlock);
 
 typedef float Vec __attribute__((vector_size(kWidth * 4), aligned(4), may_alias));
 typedef int32_t IVec __attribute__((vector_size(kWidth * 4), aligned(4), may_alias));
+typedef int16_t ShortVec __attribute__((vector_size(kWidth * 2), aligned(2), may_alias));
 typedef float Vec4 __attribute__((vector_size(16), aligned(4), may_alias));
 
 TANDEM_INLINE Vec Load(const float* p) { return *reinterpret_cast<const Vec*>(p); }
@@ -393,6 +394,74 @@ void SwiGluBackward(const SwiGluBackwardArgs& a) {
       StoreSome(d_gate + k, d * LoadSome(up + k, count) * s * (1.0f + g * (1.0f - s)), count);
       StoreSome(d_up + k, d * g * s, count);
     }
+  }
+}
+
+TANDEM_INLINE Vec Max(Vec a, Vec b) { return a > b ? a : b; }
+
+void LogitStatistics(const LogitStatisticsArgs& a) {
+  const float lowest = -__builtin_inff();
+  for (int64_t row = 0; row < a.rows; ++row) {
+    const float* z = a.logits + row * a.width;
+    const float scale = a.scales == nullptr ? 1.0f : a.scales[row];
+    const int64_t whole = a.width - a.width % kWidth;
+    Vec highest = Splat(lowest);
+    for (int64_t j = 0; j < whole; j += kWidth) highest = Max(highest, Load(z + j) * scale);
+    float max = lowest;
+    for (int i = 0; i < kWidth; ++i) max = Max(max, highest[i]);
+    for (int64_t j = whole; j < a.width; ++j) max = Max(max, z[j] * scale);
+    Vec sum = {}, weighted = {};
+    const auto add = [&](Vec d) TANDEM_INLINE_LAMBDA {
+      const Vec e = Exp(d);
+      sum += e;
+      weighted += e * d;
+    };
+    for (int64_t j = 0; j < whole; j += kWidth) add(Load(z + j) * scale - max);
+    if (whole < a.width) {
+      Vec d = LoadSome(z + whole, a.width - whole) * scale - max;
+      // Lanes without a logit add nothing.
+      for (int64_t i = a.width - whole; i < kWidth; ++i) d[i] = -100.0f;
+      add(d);
+    }
+    a.max[row] = max;
+    a.sum[row] = Sum(sum);
+    a.weighted[row] = Sum(weighted);
+  }
+}
+
+// Rounded to the nearest bf16, ties to even.
+TANDEM_INLINE ShortVec ToBfloat16(Vec v) {
+  const IVec bits = reinterpret_cast<const IVec&>(v);
+  return __builtin_convertvector((bits + 0x7fff + ((bits >> 16) & 1)) >> 16, ShortVec);
+}
+
+template <bool kBfloat16>
+TANDEM_INLINE void LogitGradientRow(const LogitGradientArgs& a, int64_t row) {
+  float* z = a.logits + row * a.width;
+  const float scale = a.scales == nullptr ? 1.0f : a.scales[row];
+  const float max = a.max[row], constant = a.constants[row], slope = a.slopes[row];
+  for (int64_t j = 0; j < a.width; j += kWidth) {
+    const int64_t count = Min(kWidth, a.width - j);
+    const Vec d = LoadSome(z + j, count) * scale - max;
+    const Vec dz = Exp(d) * (d * slope + constant);
+    if constexpr (kBfloat16) {
+      // Never beyond what has been read.
+      const ShortVec rounded = ToBfloat16(dz);
+      auto* const out = reinterpret_cast<int16_t*>(z) + j;
+      if (count == kWidth) {
+        *reinterpret_cast<ShortVec*>(out) = rounded;
+      } else {
+        for (int64_t i = 0; i < count; ++i) out[i] = rounded[i];
+      }
+    } else {
+      StoreSome(z + j, dz, count);
+    }
+  }
+}
+
+void LogitGradient(const LogitGradientArgs& a) {
+  for (int64_t row = 0; row < a.rows; ++row) {
+    a.bfloat16 ? LogitGradientRow<true>(a, row) : LogitGradientRow<false>(a, row);
   }
 }
 

@@ -11,8 +11,9 @@
 #include "absl/functional/function_ref.h"
 #include "common/base/error.h"
 #include "common/base/field_check.h"
+#include "common/base/logging.h"
 #include "common/base/status_macros.h"
-#include "common/loss/fused_output_loss.h"
+#include "common/loss/linear_cross_entropy.h"
 #include "common/loss/supervised_loss.h"
 #include "common/model/model.h"
 #include "common/tandem/tandem_config.h"
@@ -49,9 +50,7 @@ struct BatchLoss {
   // Before the forward pass; may be empty.
   std::function<absl::Status(const training::MicroBatchInput&, const loss::OutputRows&)> before =
       nullptr;
-  // The log-probs of all rows of the micro-batch before `evaluate`; may be empty.
-  std::function<absl::Status(int64_t first_row, absl::Span<const double> logprobs)> observe =
-      nullptr;
+  loss::LossMode mode = loss::LossMode::kAuto;
 };
 
 class TorchEngine final : public training::CoreEngine<Engine> {
@@ -73,6 +72,7 @@ class TorchEngine final : public training::CoreEngine<Engine> {
 
  private:
   absl::Status LoadRest();
+  absl::StatusOr<std::unique_ptr<loss::FusedOutputLoss>> MakeLoss(const Model& model) const;
   BatchLimits Limits() const;
   absl::Status PolicyStep(const CallScope& call, const TrainStepRequest& request,
                           const PolicyBatch& batch, StepReport& report);
@@ -94,11 +94,8 @@ class TorchEngine final : public training::CoreEngine<Engine> {
 };
 
 absl::Status TorchEngine::LoadRest() {
-  const loss::LinearCrossEntropyOptions loss_options = {.logits_chunk_bytes =
-                                                            options_.logits_chunk_bytes};
   const Model& model = core_->model();
-  TANDEM_ASSIGN_OR_RETURN(loss_, loss::LinearCrossEntropyLoss::Create(
-                                     model.lm_head().compute_weight(), {}, loss_options));
+  TANDEM_ASSIGN_OR_RETURN(loss_, MakeLoss(model));
 
   if (!options_.reference_model.empty()) {
     absl::StatusOr<std::unique_ptr<Model>> reference =
@@ -109,9 +106,7 @@ absl::Status TorchEngine::LoadRest() {
     if (reference_->config().vocab_size != model.config().vocab_size) {
       return InvalidField("reference_model", "has another vocabulary than the model");
     }
-    TANDEM_ASSIGN_OR_RETURN(reference_loss_,
-                            loss::LinearCrossEntropyLoss::Create(
-                                reference_->lm_head().compute_weight(), {}, loss_options));
+    TANDEM_ASSIGN_OR_RETURN(reference_loss_, MakeLoss(*reference_));
   }
 
   if (core_->vocabulary() != nullptr) {
@@ -120,6 +115,19 @@ absl::Status TorchEngine::LoadRest() {
                                                  std::vector<int32_t>(eos.begin(), eos.end()));
   }
   return absl::OkStatus();
+}
+
+absl::StatusOr<std::unique_ptr<loss::FusedOutputLoss>> TorchEngine::MakeLoss(
+    const Model& model) const {
+  absl::StatusOr<loss::LossImpl> impl = loss::ParseLossImpl(options_.loss_impl);
+  if (!impl.ok()) return PrependFieldPath("batch.loss_impl", impl.status());
+  TANDEM_ASSIGN_OR_RETURN(std::unique_ptr<loss::LinearCrossEntropyLoss> made,
+                          loss::LinearCrossEntropyLoss::Create(
+                              model.lm_head().compute_weight(), {},
+                              {.impl = *impl, .logits_chunk_bytes = options_.logits_chunk_bytes}));
+  Log(made->is_fallback() ? LogLevel::kWarning : LogLevel::kInfo, "fused_output_loss",
+      {{"impl", loss::LossImplName(made->impl())}, {"reason", made->reason()}});
+  return made;
 }
 
 BatchLimits TorchEngine::Limits() const {
@@ -195,11 +203,8 @@ absl::Status TorchEngine::PolicyStep(const CallScope& call, const TrainStepReque
       return AddReferenceLogProbs(input, output_rows, rows.tokens.reference);
     };
   }
-  if (evaluator.needs_sequences()) {
-    batch_loss.observe = [&](int64_t first_row, absl::Span<const double> logprobs) {
-      return evaluator.ObserveSequences(first_row, logprobs);
-    };
-  }
+  // A micro-batch holds whole sequences.
+  if (evaluator.needs_sequences()) batch_loss.mode = loss::LossMode::kRecompute;
   TANDEM_RETURN_IF_ERROR(AddGradients(rows, batch_loss, report));
   AddPolicyMetrics(evaluator.Metrics(), report.metrics);
   return absl::OkStatus();
@@ -234,11 +239,6 @@ absl::Status TorchEngine::AddGradients(const TrainingRows& rows, const BatchLoss
             CausalContext context;
             const at::Tensor hidden = core_->model().HiddenStates(input.batch, context);
             const auto first_row = static_cast<int64_t>(input.first_row);
-            if (batch_loss.observe != nullptr) {
-              TANDEM_ASSIGN_OR_RETURN(const loss::RowStatistics statistics,
-                                      loss_->LogProbs(hidden.detach(), output_rows));
-              TANDEM_RETURN_IF_ERROR(batch_loss.observe(first_row, statistics.logprobs));
-            }
             // Undefined where a freeze leaves nothing to train.
             loss::OutputGradients gradients = {
                 .hidden = hidden.requires_grad() ? at::zeros_like(hidden.detach(), at::kFloat)
@@ -250,7 +250,7 @@ absl::Status TorchEngine::AddGradients(const TrainingRows& rows, const BatchLoss
                 [&](int64_t row, auto... arguments) {
                   return batch_loss.evaluate(first_row + row, arguments...);
                 },
-                gradients));
+                gradients, batch_loss.mode));
             if (hidden.requires_grad()) hidden.backward(gradients.hidden.to(hidden.scalar_type()));
             return absl::OkStatus();
           }));
@@ -264,9 +264,8 @@ absl::Status TorchEngine::AddReferenceLogProbs(const training::MicroBatchInput& 
   const at::NoGradGuard no_grad;
   CausalContext context;
   const at::Tensor hidden = reference_->HiddenStates(input.batch, context);
-  TANDEM_ASSIGN_OR_RETURN(const loss::RowStatistics statistics,
-                          reference_loss_->LogProbs(hidden, rows));
-  std::copy(statistics.logprobs.begin(), statistics.logprobs.end(),
+  TANDEM_ASSIGN_OR_RETURN(const loss::RowLogProbs values, reference_loss_->LogProbs(hidden, rows));
+  std::copy(values.logprobs.begin(), values.logprobs.end(),
             reference.begin() + static_cast<int64_t>(input.first_row));
   return absl::OkStatus();
 }
@@ -287,12 +286,12 @@ absl::StatusOr<LogProbsResult> TorchEngine::ComputeLogProbs(const CallScope& cal
     CausalContext context;
     const at::Tensor hidden = core_->model().HiddenStates(input.batch, context);
     TANDEM_ASSIGN_OR_RETURN(
-        const loss::RowStatistics statistics,
+        const loss::RowLogProbs values,
         loss_->LogProbs(hidden,
                         MakeOutputRows(input, std::vector<double>(request.response_token_ids.size(),
                                                                   request.temperature))));
-    return LogProbsResult{.logprobs = {statistics.logprobs.begin(), statistics.logprobs.end()},
-                          .entropies = {statistics.entropies.begin(), statistics.entropies.end()},
+    return LogProbsResult{.logprobs = {values.logprobs.begin(), values.logprobs.end()},
+                          .entropies = {values.entropies.begin(), values.entropies.end()},
                           .weights = core_->weights()};
   });
 }

@@ -21,7 +21,9 @@ using training::StepResult;
 
 struct EngineOptions : training::TrainingOptions {
   std::string reference_model;  // empty: no KL to a reference
-  int64_t logits_chunk_bytes = 64 << 20;
+  // Of the fused output loss (loss::ParseLossImpl).
+  std::string loss_impl = "auto";
+  int64_t logits_chunk_bytes = 48 << 20;
 };
 
 struct PolicySample {

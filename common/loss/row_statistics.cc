@@ -1,0 +1,37 @@
+#include "common/loss/row_statistics.h"
+
+#include <ATen/ATen.h>
+
+namespace tandem::loss {
+
+RowStatistics EmptyRowStatistics(int64_t parts, int64_t rows, const at::TensorOptions& options) {
+  const at::Tensor all = at::empty({4, parts, rows}, options);
+  return {.max = all[0], .sum = all[1], .weighted = all[2], .label = all[3]};
+}
+
+RowStatistics PartOf(const RowStatistics& parts, int64_t index, int64_t begin, int64_t count) {
+  const auto rows = [&](const at::Tensor& x) { return x[index].narrow(0, begin, count); };
+  return {.max = rows(parts.max),
+          .sum = rows(parts.sum),
+          .weighted = rows(parts.weighted),
+          .label = rows(parts.label)};
+}
+
+RowStatistics MergeParts(const RowStatistics& parts) {
+  const at::Tensor part_max = parts.max.to(at::kDouble);
+  const at::Tensor max = part_max.amax(0);
+  const at::Tensor below = part_max - max;
+  const at::Tensor sums = below.exp() * parts.sum;
+  return {.max = max,
+          .sum = sums.sum(0),
+          .weighted = (below.exp() * parts.weighted + below * sums).sum(0),
+          .label = parts.label.to(at::kDouble).sum(0)};
+}
+
+at::Tensor LogProbs(const RowStatistics& rows) { return rows.label - rows.max - rows.sum.log(); }
+
+at::Tensor Entropies(const RowStatistics& rows) {
+  return rows.sum.log() - rows.weighted / rows.sum;
+}
+
+}  // namespace tandem::loss

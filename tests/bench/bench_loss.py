@@ -1,0 +1,167 @@
+"""The fused output loss beside plain torch and cut-cross-entropy, forward and backward.
+
+    .venv-bench/bin/python tests/bench/bench_loss.py [--shape 2048,576,49152] [--dtype float32]
+
+N rows, H hidden and V vocabulary on the same cores in turn; then the memory that each side takes
+beyond its inputs and gradients, each in a process of its own. "peak" are square matrix products of
+as many operations as the loss's three: the machine's limit. "half" leaves out half of the rows, as
+where the junior wrote them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import torch
+from alternate import alternate
+
+PEERS = ("torch", "cut-cross-entropy")
+OURS = {
+    "cce": {},
+    "torch_compile": {"impl": "torch_compile"},
+    "pytorch": {"impl": "pytorch"},
+    "cce, recompute": {"mode": "recompute"},
+    "cce, half": {"weightless": "0.5"},
+}
+
+
+class LossProcess:
+    """tandem-loss-bench with its own inputs."""
+
+    def __init__(self, shape: tuple[int, int, int], dtype: str, flags: Mapping[str, str]) -> None:
+        build = Path(os.environ.get("TANDEM_BUILD_DIR", "build/release"))
+        names = ("rows", "hidden", "vocabulary")
+        all_flags = {**dict(zip(names, map(str, shape), strict=True)), "dtype": dtype, **flags}
+        self.process = subprocess.Popen(
+            [
+                build / "bin" / "tandem-loss-bench",
+                *(f"--{name.replace('_', '-')}={value}" for name, value in all_flags.items()),
+                f"--threads={torch.get_num_threads()}",
+            ],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    def close(self) -> None:
+        """Ends the process."""
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        self.process.wait()
+
+    def ask(self, command: str) -> float:
+        """Works once; what it answers."""
+        assert self.process.stdin is not None and self.process.stdout is not None
+        self.process.stdin.write(command + "\n")
+        self.process.stdin.flush()
+        return float(self.process.stdout.readline())
+
+
+def peer_work(peer: str, shape: tuple[int, int, int], dtype: str) -> Callable[[], None]:
+    """Forward and backward of a peer; gradients are added, as ours are."""
+    rows, width, vocabulary = shape
+    torch.manual_seed(0)
+    kind = getattr(torch, dtype)
+    hidden = torch.randn(rows, width).to(kind).requires_grad_()
+    weight = (torch.randn(vocabulary, width) * 0.02).to(kind).requires_grad_()
+    labels = torch.randint(vocabulary, (rows,))
+    hidden.grad, weight.grad = torch.zeros_like(hidden), torch.zeros_like(weight)
+    if peer == "torch":
+
+        def loss() -> torch.Tensor:
+            logits = torch.nn.functional.linear(hidden, weight)
+            return torch.nn.functional.cross_entropy(logits.float(), labels)
+    else:
+        from cut_cross_entropy import linear_cross_entropy
+
+        def loss() -> torch.Tensor:
+            return linear_cross_entropy(hidden, weight, labels, impl="torch_compile")
+
+    return lambda: loss().backward()
+
+
+def extra_bytes_of_peer(peer: str, shape: tuple[int, int, int], dtype: str) -> int:
+    """Resident memory at its peak beyond what is there before, measured in this process."""
+    work = peer_work(peer, shape, dtype)
+    if peer != "torch":
+        # Compiling takes memory of its own.
+        peer_work(peer, (64, shape[1], 512), dtype)()
+    before = _status_bytes("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5")  # restarts VmHWM
+    work()
+    return _status_bytes("VmHWM") - before
+
+
+def _status_bytes(field: str) -> int:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(field + ":"):
+            return int(line.split()[1]) << 10
+    raise KeyError(field)
+
+
+def main() -> None:
+    """Measures and prints."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--shape", default="2048,576,49152", help="N,H,V")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
+    parser.add_argument("--logits-chunk-bytes", type=int, default=48 << 20)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--extra-bytes-of", choices=PEERS, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    rows, width, vocabulary = map(int, options.shape.split(","))
+    shape = (rows, width, vocabulary)
+    if options.extra_bytes_of is not None:
+        print(extra_bytes_of_peer(options.extra_bytes_of, shape, options.dtype))
+        return
+
+    print(f"N, H, V = {rows}, {width}, {vocabulary:,}, {options.dtype}")
+    budget = {"logits_chunk_bytes": str(options.logits_chunk_bytes)}
+    processes = {
+        name: LossProcess(shape, options.dtype, budget | flags) for name, flags in OURS.items()
+    }
+    memory = {name: process.ask("extra_bytes") for name, process in processes.items()}
+    for peer in PEERS:
+        command = [sys.executable, __file__, f"--shape={options.shape}", f"--dtype={options.dtype}"]
+        memory[peer] = int(subprocess.check_output([*command, f"--extra-bytes-of={peer}"]))
+
+    def ours(process: LossProcess, command: str) -> Callable[[], int]:
+        def work() -> int:
+            process.ask(command)
+            return rows
+
+        return work
+
+    def peers(peer: str) -> Callable[[], int]:
+        step = peer_work(peer, shape, options.dtype)
+
+        def work() -> int:
+            step()
+            return rows
+
+        return work
+
+    alternate(
+        {
+            **{peer: peers(peer) for peer in PEERS},
+            **{name: ours(process, "loss") for name, process in processes.items()},
+            "peak": ours(processes["cce"], "peak"),
+        },
+        peer="torch",
+        rounds=options.rounds,
+        unit="rows",
+        servers=processes.values(),
+    )
+    for name, taken in memory.items():
+        ratio = taken / memory["torch"]
+        print(f"  {name:24} {taken / 2**20:8.0f} MiB extra  {ratio:5.3f} x torch")
+    for process in processes.values():
+        process.close()
+
+
+if __name__ == "__main__":
+    main()

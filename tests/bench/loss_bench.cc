@@ -1,0 +1,152 @@
+// The fused output loss, forward and backward, as a process that bench_loss.py times beside its
+// peers. For every line of its input it works once and answers with one line, the seconds.
+//
+//     tandem-loss-bench --rows 2048 --hidden 576 --vocabulary 49152
+//     loss              forward and backward of all rows
+//     peak              three matrix products of as many operations, of shapes at their fastest
+//     extra_bytes       resident memory of `loss` at its peak, beyond what is there before and
+//     after
+#include <ATen/ATen.h>
+#include <ATen/Parallel.h>
+
+#include <CLI/CLI.hpp>
+#include <chrono>
+#include <fstream>
+#include <iostream>
+#include <string>
+#include <vector>
+
+#include "common/loss/linear_cross_entropy.h"
+#include "common/loss/supervised_loss.h"
+
+namespace {
+
+using tandem::loss::LinearCrossEntropyLoss;
+using tandem::loss::LossMode;
+
+struct Options {
+  int64_t rows = 2048, hidden = 576, vocabulary = 49152, threads = 2;
+  int64_t logits_chunk_bytes = 48 << 20;
+  double weightless = 0;  // share of the rows that are left out
+  std::string impl = "auto", dtype = "float32", mode = "auto";
+};
+
+Options Parse(int argc, char** argv) {
+  Options options;
+  CLI::App app("One fused output loss, timed on request");
+  app.add_option("--rows", options.rows);
+  app.add_option("--hidden", options.hidden);
+  app.add_option("--vocabulary", options.vocabulary);
+  app.add_option("--threads", options.threads);
+  app.add_option("--logits-chunk-bytes", options.logits_chunk_bytes);
+  app.add_option("--weightless", options.weightless);
+  app.add_option("--impl", options.impl);
+  app.add_option("--dtype", options.dtype)->check(CLI::IsMember({"float32", "bfloat16"}));
+  app.add_option("--mode", options.mode)
+      ->check(CLI::IsMember({"auto", "gradient_in_forward", "recompute"}));
+  try {
+    app.parse(argc, argv);
+  } catch (const CLI::ParseError& error) {
+    std::exit(app.exit(error));
+  }
+  return options;
+}
+
+LossMode ModeOf(const std::string& name) {
+  if (name == "gradient_in_forward") return LossMode::kGradientInForward;
+  return name == "recompute" ? LossMode::kRecompute : LossMode::kAuto;
+}
+
+// A field of /proc/self/status in bytes.
+int64_t StatusBytes(const std::string& field) {
+  std::ifstream status("/proc/self/status");
+  for (std::string name; status >> name;) {
+    if (int64_t kilobytes = 0; name == field + ":" && status >> kilobytes) return kilobytes << 10;
+  }
+  return 0;
+}
+
+class Bench {
+ public:
+  explicit Bench(const Options& options)
+      : options_(options),
+        dtype_(options.dtype == "float32" ? at::kFloat : at::kBFloat16),
+        hidden_(at::randn({options.rows, options.hidden}).to(dtype_)),
+        weight_((at::randn({options.vocabulary, options.hidden}) * 0.02).to(dtype_)),
+        gradients_{.hidden = at::zeros({options.rows, options.hidden}),
+                   .weight = at::zeros({options.vocabulary, options.hidden}),
+                   .bias = {}} {
+    const at::Tensor labels = at::randint(options.vocabulary, {options.rows}, at::kLong);
+    const auto left_out =
+        static_cast<int64_t>(options.weightless * static_cast<double>(options.rows));
+    for (int64_t row = left_out; row < options.rows; ++row) {
+      rows_.positions.push_back(row);
+      rows_.labels.push_back(labels[row].item<int64_t>());
+    }
+    scales_.assign(rows_.positions.size(), 1.0 / static_cast<double>(rows_.positions.size()));
+    loss_ =
+        LinearCrossEntropyLoss::Create(weight_, {},
+                                       {.impl = tandem::loss::ParseLossImpl(options.impl).value(),
+                                        .logits_chunk_bytes = options.logits_chunk_bytes})
+            .value();
+    std::cerr << "fused output loss: " << LossImplName(loss_->impl()) << " (" << loss_->reason()
+              << "), " << loss_->chunk_rows() << " rows a chunk\n";
+  }
+
+  void Loss() {
+    tandem::loss::SupervisedLossEvaluator evaluator(scales_);
+    const absl::Status status = loss_->ForwardBackward(
+        hidden_, rows_, [&](auto... arguments) { return evaluator.Evaluate(arguments...); },
+        gradients_, ModeOf(options_.mode));
+    if (!status.ok()) throw std::runtime_error(std::string(status.message()));
+  }
+
+  // As many operations as `Loss` has in its products, in squares that a core's caches like.
+  void Peak() {
+    constexpr int64_t kSide = 2048;
+    const double operations = 6.0 * static_cast<double>(rows_.positions.size()) *
+                              static_cast<double>(options_.hidden * options_.vocabulary);
+    const auto times = static_cast<int64_t>(operations / (2.0 * kSide * kSide * kSide) + 0.5);
+    if (!square_.defined()) {
+      square_ = at::randn({kSide, kSide}).to(dtype_);
+      product_ = at::empty_like(square_);
+    }
+    for (int64_t i = 0; i < times; ++i) at::mm_out(product_, square_, square_);
+  }
+
+  int64_t ExtraBytes() {
+    const int64_t before = StatusBytes("VmRSS");
+    std::ofstream("/proc/self/clear_refs") << "5";  // restarts VmHWM
+    Loss();
+    return StatusBytes("VmHWM") - before;
+  }
+
+ private:
+  const Options options_;
+  const at::ScalarType dtype_;
+  const at::Tensor hidden_, weight_;
+  tandem::loss::OutputGradients gradients_;
+  tandem::loss::OutputRows rows_;
+  std::vector<double> scales_;
+  std::unique_ptr<LinearCrossEntropyLoss> loss_;
+  at::Tensor square_, product_;
+};
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  const Options options = Parse(argc, argv);
+  at::set_num_threads(static_cast<int>(options.threads));
+  at::manual_seed(0);
+  Bench bench(options);
+  for (std::string command; std::cin >> command;) {
+    if (command == "extra_bytes") {
+      std::cout << bench.ExtraBytes() << std::endl;
+      continue;
+    }
+    const auto start = std::chrono::steady_clock::now();
+    command == "peak" ? bench.Peak() : bench.Loss();
+    std::cout << std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count()
+              << std::endl;
+  }
+}
