@@ -148,25 +148,27 @@ struct Way {
   LossImpl impl = LossImpl::kAuto;
   LossMode mode = LossMode::kAuto;
   int64_t chunk_size = 4096;
+  at::Device device = at::kCPU;
 };
 
 Gradients Fused(Problem p, const PolicyLossOptions& options, const LossScaleOptions& scale_options,
                 at::ScalarType type, const Way& way = {}) {
   p.tokens.scales = ComputeLossScales(scale_options, p.weights, p.lengths).value().scales;
-  auto loss =
-      LinearCrossEntropyLoss::Create(p.weight.to(type), p.bias.defined() ? p.bias.to(type) : p.bias,
-                                     {.impl = way.impl, .chunk_size = way.chunk_size})
-          .value();
-  const auto like = at::TensorOptions(type);
-  OutputGradients gradients = {.hidden = at::zeros({kRows, kHidden}, like),
-                               .weight = at::zeros({kVocabulary, kHidden}, like),
-                               .bias = at::zeros({kVocabulary}, like)};
+  const auto moved = [&](const at::Tensor& x) { return x.defined() ? x.to(way.device, type) : x; };
+  const at::Tensor hidden = moved(p.hidden), weight = moved(p.weight);
+  auto loss = LinearCrossEntropyLoss::Create(weight, moved(p.bias),
+                                             {.impl = way.impl, .chunk_size = way.chunk_size})
+                  .value();
+  OutputGradients gradients = {.hidden = at::zeros_like(hidden),
+                               .weight = at::zeros_like(weight),
+                               .bias = at::zeros({weight.size(0)}, weight.options())};
   PolicyLossEvaluator evaluator = PolicyLossEvaluator::Create(options, p.tokens).value();
   const absl::Status status = loss->ForwardBackward(
-      p.hidden.to(type), p.rows,
-      [&](auto... arguments) { return evaluator.Evaluate(arguments...); }, gradients, way.mode);
+      hidden, p.rows, [&](auto... arguments) { return evaluator.Evaluate(arguments...); },
+      gradients, way.mode);
   EXPECT_TRUE(status.ok()) << status;
-  return {evaluator.Metrics().loss_total, gradients.hidden, gradients.weight, gradients.bias};
+  return {evaluator.Metrics().loss_total, gradients.hidden.cpu(), gradients.weight.cpu(),
+          gradients.bias.cpu()};
 }
 
 double MaxDifference(const at::Tensor& a, const at::Tensor& b) {
@@ -418,31 +420,25 @@ TEST(FusedOutputLossTest, TilesOfTheVocabularyEqualTheWhole) {
     p.rows.labels[static_cast<size_t>(row)] = row * (kTokens - 1) / (kRows - 1);
   }
   p.tokens.old_logprobs.clear();  // they were those of another layer
-  p.tokens.scales = ComputeLossScales({}, p.weights, p.lengths).value().scales;
+  const auto loss = LinearCrossEntropyLoss::Create(p.weight.to(at::kFloat)).value();
+  ASSERT_LT(loss->tile_columns(), kTokens / 2);
   const PolicyLossOptions options = {.entropy_coefficient = 0.1};
-  const auto run = [&](const Way& way, at::ScalarType type, int64_t* tile_columns) {
-    auto loss = LinearCrossEntropyLoss::Create(p.weight.to(type), p.bias.to(type),
-                                               {.impl = way.impl, .chunk_size = way.chunk_size})
-                    .value();
-    *tile_columns = loss->tile_columns();
-    OutputGradients gradients = {.hidden = at::zeros({kRows, kHidden}, type),
-                                 .weight = at::zeros({kTokens, kHidden}, type),
-                                 .bias = at::zeros({kTokens}, type)};
-    PolicyLossEvaluator evaluator = PolicyLossEvaluator::Create(options, p.tokens).value();
-    const absl::Status status = loss->ForwardBackward(
-        p.hidden.to(type), p.rows,
-        [&](auto... arguments) { return evaluator.Evaluate(arguments...); }, gradients, way.mode);
-    EXPECT_TRUE(status.ok()) << status;
-    return Gradients{evaluator.Metrics().loss_total, gradients.hidden, gradients.weight,
-                     gradients.bias};
-  };
-  int64_t columns = 0;
-  const Gradients expected = run({LossImpl::kPytorch}, at::kDouble, &columns);
-  EXPECT_EQ(columns, kTokens);
+  const Gradients expected = Fused(p, options, {}, at::kDouble);
   for (const LossMode mode : {LossMode::kGradientInForward, LossMode::kRecompute}) {
-    const Gradients actual = run({LossImpl::kCce, mode, /*chunk_size=*/5}, at::kFloat, &columns);
-    EXPECT_LT(columns, kTokens / 2);
-    ExpectClose(actual, expected, 3e-5);
+    const Way way = {.impl = LossImpl::kCce, .mode = mode, .chunk_size = 5};
+    ExpectClose(Fused(p, options, {}, at::kFloat, way), expected, 3e-5);
+  }
+}
+
+TEST(FusedOutputLossTest, EqualsTheOracleOnAGpu) {
+  if (!at::hasCUDA()) GTEST_SKIP() << "no usable GPU";
+  const Problem problem;
+  const PolicyLossOptions options = {.entropy_coefficient = 0.05};
+  const Gradients expected = Oracle(problem, options, {});
+  for (Way way : kWays) {
+    way.device = at::kCUDA;
+    SCOPED_TRACE(testing::Message() << LossImplName(way.impl) << " " << static_cast<int>(way.mode));
+    ExpectClose(Fused(problem, options, {}, at::kFloat, way), expected, 3e-5);
   }
 }
 

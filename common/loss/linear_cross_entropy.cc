@@ -21,6 +21,8 @@ namespace {
 
 // Columns of a tile: with some hundred rows a matrix product at full speed, and still a few MB.
 constexpr int64_t kTileColumns = 2048;
+// A GPU wants larger products.
+constexpr int64_t kGpuTileColumns = 32768;
 // Rows of a cell, and the parts of a grid's other products: what one thread is given.
 constexpr int64_t kCellRows = 256, kWeightSlices = 4, kHiddenSlices = 4;
 // Chunks of fewer rows spend more time on reading and writing the gradient of the weight than
@@ -29,6 +31,16 @@ constexpr int64_t kFewestKeptRows = 64;
 
 constexpr LossImpl kImpls[] = {LossImpl::kAuto, LossImpl::kCce, LossImpl::kTorchCompile,
                                LossImpl::kPytorch};
+
+// Null where there are none.
+const LogitKernels* OwnKernels(at::Device device, at::ScalarType logits_type) {
+  if (logits_type != at::kFloat || ops::GetKernelPath() != ops::KernelPath::kAuto) return nullptr;
+  if (device.is_cpu()) return &CpuLogitKernels();
+#ifdef TANDEM_CUDA
+  if (device.is_cuda()) return &CudaLogitKernels();
+#endif
+  return nullptr;
+}
 
 // Copies of host numbers on the device of `like`. Pageable memory is staged before the call
 // returns, so there is nothing to wait for.
@@ -51,6 +63,12 @@ RowLogProbs ToHost(const RowStatistics& rows) {
   const int64_t count = both.size(1);
   return {.logprobs = {numbers, numbers + count},
           .entropies = {numbers + count, numbers + 2 * count}};
+}
+
+// The size of equal parts of `count` things, at most `most` in each.
+int64_t EqualParts(int64_t count, int64_t most) {
+  const int64_t parts = (count + most - 1) / most;
+  return (count + parts - 1) / parts;
 }
 
 absl::Status CheckRange(absl::Span<const int64_t> numbers, int64_t end, absl::string_view name,
@@ -107,7 +125,7 @@ class LinearCrossEntropyLoss::Call {
       : loss_(loss),
         count_(static_cast<int64_t>(rows.positions.size())),
         keep_(mode == LossMode::kGradientInForward),
-        grid_rows_(std::min(keep_ ? loss.chunk_rows_ : loss.tile_rows_, count_)),
+        grid_rows_(EqualParts(count_, keep_ ? loss.chunk_rows_ : loss.tile_rows_)),
         positions_(ToDevice(rows.positions, loss.weight_.device())),
         labels_(ToDevice(rows.labels, loss.weight_.device())),
         options_(loss.weight_.options().dtype(loss.logits_type_).requires_grad(false)) {
@@ -216,7 +234,7 @@ class LinearCrossEntropyLoss::Call {
   // waiting for the slowest after every product costs a tenth of the time.
   template <typename Work>
   void ForEach(int64_t count, const Work& work) const {
-    if (!shares_out_) {
+    if (!loss_.shares_out_) {
       for (int64_t i = 0; i < count; ++i) work(i);
       return;
     }
@@ -228,18 +246,20 @@ class LinearCrossEntropyLoss::Call {
 
   void Product(const at::Tensor& product, const at::Tensor& a, const at::Tensor& b,
                bool accumulate) const {
-    (shares_out_ ? ops::MatrixProductOnThread : ops::MatrixProductInto)(product, a, b, accumulate);
+    (loss_.shares_out_ ? ops::MatrixProductOnThread : ops::MatrixProductInto)(product, a, b,
+                                                                              accumulate);
   }
 
   template <typename Work>
   void ForCells(const Grid& grid, const Work& work) const {
-    const int64_t blocks = (grid.rows + kCellRows - 1) / kCellRows;
+    const int64_t cell_rows = loss_.shares_out_ ? EqualParts(grid.rows, kCellRows) : grid.rows;
+    const int64_t blocks = (grid.rows + cell_rows - 1) / cell_rows;
     ForEach(blocks * grid.tiles, [&](int64_t index) {
       Cell cell;
       cell.tile = grid.first_tile + index / blocks;
-      const int64_t row = index % blocks * kCellRows;
+      const int64_t row = index % blocks * cell_rows;
       cell.begin = grid.begin + row;
-      cell.count = std::min(kCellRows, grid.rows - row);
+      cell.count = std::min(cell_rows, grid.rows - row);
       cell.logits = Logits(grid, cell.tile).narrow(0, row, cell.count);
       cell.first_label = FirstColumn(cell.tile);
       cell.labels = labels_.narrow(0, cell.begin, cell.count);
@@ -277,7 +297,7 @@ class LinearCrossEntropyLoss::Call {
 
   void AddWeightGradient(const Grid& grid, const at::Tensor& weight) const {
     const at::Tensor input = input_.narrow(0, grid.begin, grid.rows);
-    const int64_t slices = shares_out_ ? kWeightSlices : 1;
+    const int64_t slices = loss_.shares_out_ ? kWeightSlices : 1;
     ForEach(grid.tiles * slices, [&](int64_t index) {
       const int64_t tile = grid.first_tile + index / slices, slice = index % slices;
       const int64_t first = Columns(tile) * slice / slices;
@@ -297,11 +317,12 @@ class LinearCrossEntropyLoss::Call {
 
   // `hidden` [rows, H] are those of the grid.
   void AddHiddenGradient(const Grid& grid, const at::Tensor& hidden) const {
-    const int64_t blocks = (grid.rows + kCellRows - 1) / kCellRows;
-    const int64_t slices = shares_out_ ? kHiddenSlices : 1;
+    const int64_t cell_rows = loss_.shares_out_ ? EqualParts(grid.rows, kCellRows) : grid.rows;
+    const int64_t blocks = (grid.rows + cell_rows - 1) / cell_rows;
+    const int64_t slices = loss_.shares_out_ ? kHiddenSlices : 1;
     ForEach(blocks * slices, [&](int64_t index) {
-      const int64_t row = index / slices * kCellRows, slice = index % slices;
-      const int64_t count = std::min(kCellRows, grid.rows - row);
+      const int64_t row = index / slices * cell_rows, slice = index % slices;
+      const int64_t count = std::min(cell_rows, grid.rows - row);
       const int64_t first = hidden.size(1) * slice / slices;
       const int64_t columns = hidden.size(1) * (slice + 1) / slices - first;
       const at::Tensor part = hidden.narrow(0, row, count).narrow(1, first, columns);
@@ -315,8 +336,7 @@ class LinearCrossEntropyLoss::Call {
   LinearCrossEntropyLoss& loss_;
   const int64_t count_;
   const bool keep_;
-  const int64_t grid_rows_;  // at most
-  const bool shares_out_ = loss_.impl_ == LossImpl::kCce;
+  const int64_t grid_rows_;              // at most
   const at::Tensor positions_, labels_;  // [N]
   const at::TensorOptions options_;      // of the logits
   at::Tensor input_;                     // [N, H] in the type of the products
@@ -355,32 +375,39 @@ absl::StatusOr<std::unique_ptr<LinearCrossEntropyLoss>> LinearCrossEntropyLoss::
 }
 
 void LinearCrossEntropyLoss::ChooseImpl(LossImpl asked_for) {
-  const bool own_kernels = weight_.is_cpu() && logits_type_ == at::kFloat &&
-                           ops::GetKernelPath() == ops::KernelPath::kAuto;
-  impl_ = own_kernels ? asked_for : LossImpl::kPytorch;
+  const LogitKernels* const own = OwnKernels(weight_.device(), logits_type_);
+  impl_ = asked_for;
   reason_ = "asked for";
-  if (impl_ == LossImpl::kAuto) {
+  if (asked_for == LossImpl::kAuto && weight_.is_cpu() && own != nullptr) {
     impl_ = LossImpl::kCce;
     reason_ = "the fastest for float32 logits on the CPU";
-  } else if (impl_ != asked_for) {
-    is_fallback_ = asked_for != LossImpl::kAuto;
-    reason_ = absl::StrCat(
-        "own kernels are there for float32 logits on the CPU, unless ATen is asked for; these are ",
-        c10::toString(logits_type_), " on ", weight_.device().str());
+  } else if (asked_for == LossImpl::kAuto) {
+    impl_ = LossImpl::kPytorch;
+    reason_ = absl::StrCat("what is known to be right for ", c10::toString(logits_type_),
+                           " logits on ", weight_.device().str());
+  } else if (own == nullptr && asked_for != LossImpl::kPytorch) {
+    impl_ = LossImpl::kPytorch;
+    is_fallback_ = true;
+    reason_ = absl::StrCat("no own kernels for ", c10::toString(logits_type_), " logits on ",
+                           weight_.device().str(), " with these settings");
   }
-  kernels_ = impl_ == LossImpl::kPytorch ? &AtenLogitKernels() : &CpuLogitKernels();
+  kernels_ = impl_ == LossImpl::kPytorch ? &AtenLogitKernels() : own;
+  shares_out_ = impl_ == LossImpl::kCce && weight_.is_cpu();
 }
 
 void LinearCrossEntropyLoss::PlanMemory(const LinearCrossEntropyOptions& options) {
   const int64_t vocabulary = weight_.size(0);
-  tile_columns_ = impl_ == LossImpl::kCce ? std::min(kTileColumns, vocabulary) : vocabulary;
+  tile_columns_ = vocabulary;
+  if (impl_ == LossImpl::kCce) {
+    tile_columns_ = std::min(weight_.is_cpu() ? kTileColumns : kGpuTileColumns, vocabulary);
+  }
   const auto logit_bytes = static_cast<int64_t>(c10::elementSize(logits_type_));
   const auto rows_within = [&](int64_t budget, int64_t columns) {
     const int64_t scratch = kernels_->ScratchBytes(budget / 3);
     return std::clamp<int64_t>((budget - scratch) / (columns * logit_bytes), 1, options.chunk_size);
   };
   chunk_rows_ = rows_within(options.logits_chunk_bytes, vocabulary);
-  tile_rows_ = rows_within(options.logits_chunk_bytes / 2, tile_columns_);
+  tile_rows_ = rows_within(options.logits_chunk_bytes / 4, tile_columns_);
 }
 
 absl::Status LinearCrossEntropyLoss::CheckRows(const at::Tensor& hidden,

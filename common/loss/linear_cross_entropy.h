@@ -82,6 +82,7 @@ class LinearCrossEntropyLoss : public FusedOutputLoss {
   std::string reason_;
   bool is_fallback_ = false;
   const LogitKernels* kernels_ = nullptr;
+  bool shares_out_ = false;  // whole tiles among the threads of the CPU
   int64_t tile_columns_ = 0;
   int64_t chunk_rows_ = 0;  // rows whose logits exist at the same time in kGradientInForward
   int64_t tile_rows_ = 0;   // rows of a tile in kRecompute

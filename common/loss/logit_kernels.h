@@ -50,6 +50,9 @@ const LogitKernels& AtenLogitKernels();
 // Own kernels of common/kernels/cpu: float32 on the CPU, without scratch memory.
 const LogitKernels& CpuLogitKernels();
 
+// Own kernels of common/kernels/cuda, in a CUDA build: float32 on a GPU, without scratch memory.
+const LogitKernels& CudaLogitKernels();
+
 }  // namespace tandem::loss
 
 #endif  // TANDEM_COMMON_LOSS_LOGIT_KERNELS_H_

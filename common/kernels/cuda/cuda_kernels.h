@@ -14,6 +14,37 @@ namespace tandem::kernels {
 cudaError_t RmsNormCuda(const float* x, const float* w, float* y, int64_t rows, int64_t width,
                         float eps, cudaStream_t stream);
 
+// As LogitStatisticsArgs of cpu_kernels.h, with the logit of each row's label.
+struct LogitStatisticsCudaArgs {
+  const float* logits;  // [rows, width]
+  const float* scales;  // [rows], or nullptr for 1
+  const int64_t* labels;
+  int64_t first_label;  // the token of column 0
+  int64_t rows;
+  int64_t width;
+  float* max;  // [rows]
+  float* sum;
+  float* weighted;
+  float* label;  // scaled; 0 where the tile does not hold it
+};
+cudaError_t LogitStatisticsCuda(const LogitStatisticsCudaArgs& args, cudaStream_t stream);
+
+// As LogitGradientArgs of cpu_kernels.h, and at_label more at each row's label.
+struct LogitGradientCudaArgs {
+  float* logits;  // [rows, width]
+  const float* scales;
+  const int64_t* labels;
+  int64_t first_label;
+  int64_t rows;
+  int64_t width;
+  const float* max;  // [rows]
+  const float* constants;
+  const float* slopes;
+  const float* at_label;
+  bool bfloat16;
+};
+cudaError_t LogitGradientCuda(const LogitGradientCudaArgs& args, cudaStream_t stream);
+
 }  // namespace tandem::kernels
 
 #endif  // TANDEM_COMMON_KERNELS_CUDA_CUDA_KERNELS_H_

@@ -2,7 +2,10 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cmath>
+#include <cstring>
+#include <limits>
 #include <random>
 #include <vector>
 
@@ -63,6 +66,66 @@ TEST_F(CudaKernelsTest, RmsNormMatchesDouble) {
         ASSERT_NEAR(y[row * width + k], expected, 1e-5);
       }
     }
+  }
+}
+
+// Rows of a label inside the tile, before it and behind it.
+TEST_F(CudaKernelsTest, LogitStatisticsAndGradientMatchDouble) {
+  std::mt19937 generator(2);
+  std::normal_distribution<float> normal(0, 8);
+  for (const int64_t width : {1, 33, 1000}) {
+    const int64_t rows = 3, first_label = 5;
+    std::vector<float> logits(rows * width);
+    for (float& value : logits) value = normal(generator);
+    const std::vector<float> scales = {1, 0.5f, 2}, constants = {0.3f, -1, 2};
+    const std::vector<float> slopes = {0.1f, 0, -0.7f}, at_label = {1, 2, 3};
+    const std::vector<int64_t> labels = {first_label, 2, first_label + width};
+    int64_t* d_labels = nullptr;
+    ASSERT_EQ(cudaMalloc(&d_labels, rows * sizeof(int64_t)), cudaSuccess);
+    ASSERT_EQ(cudaMemcpy(d_labels, labels.data(), rows * sizeof(int64_t), cudaMemcpyHostToDevice),
+              cudaSuccess);
+    const DeviceFloats d_logits(logits), d_scales(scales), d_constants(constants), d_slopes(slopes),
+        d_at_label(at_label);
+    const DeviceFloats max(scales), sum(scales), weighted(scales), label(scales);
+    ASSERT_EQ(LogitStatisticsCuda({d_logits.get(), d_scales.get(), d_labels, first_label, rows,
+                                   width, max.get(), sum.get(), weighted.get(), label.get()},
+                                  nullptr),
+              cudaSuccess);
+    for (const bool bfloat16 : {false, true}) {
+      const DeviceFloats dz(logits);
+      ASSERT_EQ(LogitGradientCuda(
+                    {dz.get(), d_scales.get(), d_labels, first_label, rows, width, max.get(),
+                     d_constants.get(), d_slopes.get(), d_at_label.get(), bfloat16},
+                    nullptr),
+                cudaSuccess);
+      const std::vector<float> gradient = dz.Read();
+      for (int64_t row = 0; row < rows; ++row) {
+        double highest = -std::numeric_limits<double>::infinity(), total = 0, weights = 0;
+        const auto z = [&](int64_t j) { return double{logits[row * width + j]} * scales[row]; };
+        for (int64_t j = 0; j < width; ++j) highest = std::max(highest, z(j));
+        for (int64_t j = 0; j < width; ++j) {
+          const double d = z(j) - highest;
+          total += std::exp(d);
+          weights += std::exp(d) * d;
+          const double expected = std::exp(d) * (constants[row] + slopes[row] * d) +
+                                  (j == labels[row] - first_label ? at_label[row] : 0);
+          float actual = gradient[row * width + j];
+          if (bfloat16) {
+            uint16_t upper_half = 0;
+            std::memcpy(&upper_half, reinterpret_cast<const char*>(&gradient[row * width]) + 2 * j,
+                        2);
+            const uint32_t bits = uint32_t{upper_half} << 16;
+            std::memcpy(&actual, &bits, 4);
+          }
+          ASSERT_NEAR(actual, expected, bfloat16 ? std::abs(expected) / 200 + 1e-5 : 1e-5);
+        }
+        EXPECT_EQ(max.Read()[row], static_cast<float>(highest));
+        EXPECT_NEAR(sum.Read()[row], total, 1e-5 * total);
+        EXPECT_NEAR(weighted.Read()[row], weights, 1e-5 * (1 - weights));
+        EXPECT_NEAR(label.Read()[row], row == 0 ? z(0) : 0, 1e-5);
+      }
+    }
+    cudaFree(d_labels);
   }
 }
 

@@ -1,0 +1,97 @@
+#include <cuda_bf16.h>
+
+#include "common/kernels/cuda/cuda_kernels.h"
+
+namespace tandem::kernels {
+namespace {
+
+constexpr int kThreads = 256;
+constexpr int kWarps = kThreads / 32;
+
+// max, sum exp(z - max) and sum exp(z - max)(z - max) of some of a row's logits; sum is 0 of none.
+// A logit that is no number makes the sum none.
+struct Statistics {
+  float max, sum, weighted;
+
+  __device__ void Merge(const Statistics& other) {
+    if (other.sum == 0) return;
+    if (sum == 0) {
+      *this = other;
+      return;
+    }
+    const float highest = fmaxf(max, other.max);
+    const float below = max - highest, others_below = other.max - highest;
+    const float mine = expf(below), theirs = expf(others_below);
+    weighted =
+        mine * (weighted + below * sum) + theirs * (other.weighted + others_below * other.sum);
+    sum = mine * sum + theirs * other.sum;
+    max = highest;
+  }
+};
+
+__device__ Statistics Shuffled(const Statistics& s, int offset) {
+  return {__shfl_xor_sync(0xffffffffu, s.max, offset), __shfl_xor_sync(0xffffffffu, s.sum, offset),
+          __shfl_xor_sync(0xffffffffu, s.weighted, offset)};
+}
+
+// One block a row.
+__global__ void LogitStatisticsKernel(LogitStatisticsCudaArgs a) {
+  const int64_t row = blockIdx.x;
+  const float* z = a.logits + row * a.width;
+  const float scale = a.scales == nullptr ? 1.0f : a.scales[row];
+  Statistics mine = {-INFINITY, 0, 0};
+  for (int64_t j = threadIdx.x; j < a.width; j += kThreads) {
+    mine.Merge({z[j] * scale, 1, 0});
+  }
+  for (int offset = 16; offset > 0; offset /= 2) mine.Merge(Shuffled(mine, offset));
+  __shared__ Statistics partial[kWarps];
+  if (threadIdx.x % 32 == 0) partial[threadIdx.x / 32] = mine;
+  __syncthreads();
+  if (threadIdx.x != 0) return;
+  for (int i = 1; i < kWarps; ++i) mine.Merge(partial[i]);
+  a.max[row] = mine.max;
+  a.sum[row] = mine.sum;
+  a.weighted[row] = mine.weighted;
+  const int64_t column = a.labels[row] - a.first_label;
+  a.label[row] = column >= 0 && column < a.width ? z[column] * scale : 0.0f;
+}
+
+// One block a row. In bf16 a logit's place is written only after everybody has read as far: what is
+// written lies in the half that has been read.
+__global__ void LogitGradientKernel(LogitGradientCudaArgs a) {
+  const int64_t row = blockIdx.x;
+  float* z = a.logits + row * a.width;
+  const float scale = a.scales == nullptr ? 1.0f : a.scales[row];
+  const int64_t label = a.labels[row] - a.first_label;
+  for (int64_t begin = 0; begin < a.width; begin += kThreads) {
+    const int64_t j = begin + threadIdx.x;
+    float dz = 0;
+    if (j < a.width) {
+      const float d = z[j] * scale - a.max[row];
+      dz = expf(d) * (a.constants[row] + a.slopes[row] * d);
+      if (j == label) dz += a.at_label[row];
+    }
+    if (a.bfloat16) {
+      __syncthreads();
+      if (j < a.width) reinterpret_cast<__nv_bfloat16*>(z)[j] = __float2bfloat16(dz);
+    } else if (j < a.width) {
+      z[j] = dz;
+    }
+  }
+}
+
+}  // namespace
+
+cudaError_t LogitStatisticsCuda(const LogitStatisticsCudaArgs& args, cudaStream_t stream) {
+  if (args.rows == 0) return cudaSuccess;
+  LogitStatisticsKernel<<<static_cast<unsigned>(args.rows), kThreads, 0, stream>>>(args);
+  return cudaGetLastError();
+}
+
+cudaError_t LogitGradientCuda(const LogitGradientCudaArgs& args, cudaStream_t stream) {
+  if (args.rows == 0) return cudaSuccess;
+  LogitGradientKernel<<<static_cast<unsigned>(args.rows), kThreads, 0, stream>>>(args);
+  return cudaGetLastError();
+}
+
+}  // namespace tandem::kernels
