@@ -111,8 +111,11 @@ Gradients Oracle(const Problem& p, const PolicyLossOptions& options,
     policy = at::where(advantage < 0, at::min(policy, -advantage * options.dual_clip), policy);
   }
   if (options.importance_sampling_cap > 0) {
-    policy = policy *
-             (old - Vector(p.tokens.behaviour)).exp().clamp_max(options.importance_sampling_cap);
+    const at::Tensor weight = (old - Vector(p.tokens.behaviour)).exp();
+    const at::Tensor inside =
+        weight.clamp(options.importance_sampling_floor, options.importance_sampling_cap);
+    const bool mask = options.importance_sampling_mode == ImportanceSamplingMode::kMask;
+    policy = policy * (mask ? at::where(inside == weight, weight, 0.0) : inside);
   }
   const at::Tensor d = logp - Vector(p.tokens.reference);
   const at::Tensor k2 = 0.5 * d * d, k3 = (-d).exp() + d - 1;
@@ -232,6 +235,23 @@ TEST(FusedOutputLossTest, DualClipAndImportanceWeightEqualTheOracle) {
   const Problem problem;
   const PolicyLossOptions options = {.dual_clip = 1.1, .importance_sampling_cap = 1.2};
   ExpectClose(Fused(problem, options, {}, at::kDouble), Oracle(problem, options, {}), 1e-12);
+}
+
+// Masked tokens stay in what a mean divides by, whatever counts there.
+TEST(FusedOutputLossTest, MaskedImportanceWeightsEqualTheOracle) {
+  const Problem problem;
+  const PolicyLossOptions options = {.kl_estimator = KlEstimator::kK3,
+                                     .kl_coefficient = 0.2,
+                                     .importance_sampling_cap = 1.2,
+                                     .importance_sampling_floor = 0.8,
+                                     .importance_sampling_mode = ImportanceSamplingMode::kMask};
+  for (const Aggregation aggregation : kAggregations) {
+    for (const Normalizer normalizer : kNormalizers) {
+      const LossScaleOptions scale = {aggregation, normalizer, 8};
+      ExpectClose(Fused(problem, options, scale, at::kDouble), Oracle(problem, options, scale),
+                  1e-12);
+    }
+  }
 }
 
 TEST(FusedOutputLossTest, GradientEqualsDifferences) {

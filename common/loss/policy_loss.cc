@@ -59,6 +59,15 @@ LossTerm Cispo(const PolicyLossOptions& options, const LogRatio& log_ratio, doub
       .value = -cut * advantage * logprob, .gradient = -cut * advantage, .clipped = cut != ratio};
 }
 
+// An importance weight within its bounds, or what is put in its place.
+double BoundedWeight(const PolicyLossOptions& options, double log_weight) {
+  const double weight = std::exp(LogRatio(log_weight).value);
+  const double inside =
+      std::clamp(weight, options.importance_sampling_floor, options.importance_sampling_cap);
+  const bool masked = options.importance_sampling_mode == ImportanceSamplingMode::kMask;
+  return masked && inside != weight ? 0.0 : inside;
+}
+
 LossTerm KlTerm(KlEstimator estimator, double logprob, double reference) {
   const LogRatio d(logprob - reference);
   const double k3 = std::expm1(-d.value) + d.value;
@@ -108,8 +117,14 @@ absl::Status CheckPolicyLossOptions(const PolicyLossOptions& options) {
       CheckInRange("kl_coefficient", options.kl_coefficient, 0, kMaxCoefficient));
   TANDEM_RETURN_IF_ERROR(CheckInRange("entropy_coefficient", options.entropy_coefficient,
                                       -kMaxCoefficient, kMaxCoefficient));
-  return CheckInRange("importance_sampling_cap", options.importance_sampling_cap, 0,
-                      kMaxCoefficient);
+  TANDEM_RETURN_IF_ERROR(
+      CheckInRange("importance_sampling_cap", options.importance_sampling_cap, 0, kMaxCoefficient));
+  const double floor = options.importance_sampling_floor;
+  if (floor >= 0 && floor <= options.importance_sampling_cap) return absl::OkStatus();
+  return InvalidField(
+      "importance_sampling_floor",
+      absl::StrCat("must be at most importance_sampling_cap, which is ",
+                   options.importance_sampling_cap, ", and not negative; got ", floor));
 }
 
 absl::StatusOr<PolicyLossEvaluator> PolicyLossEvaluator::Create(const PolicyLossOptions& options,
@@ -138,6 +153,7 @@ absl::StatusOr<PolicyLossEvaluator> PolicyLossEvaluator::Create(const PolicyLoss
       if (count > 0) begins.push_back(begins.back() + count);
     }
     TANDEM_RETURN_IF_ERROR(CheckLength("sequence_rows", static_cast<size_t>(begins.back()), rows));
+    evaluator.sequence_weights_.resize(rows);
     evaluator.sequence_terms_.resize(rows);
   }
   return evaluator;
@@ -147,16 +163,20 @@ double PolicyLossEvaluator::OldLogprob(size_t row, double logprob) const {
   return tokens_->old_logprobs.empty() ? logprob : tokens_->old_logprobs[row];
 }
 
+double PolicyLossEvaluator::LogImportanceWeight(size_t row, double logprob) const {
+  const double keep = tokens_->log_keep_mass.empty() ? 0.0 : tokens_->log_keep_mass[row];
+  return OldLogprob(row, logprob) - (tokens_->behaviour[row] - keep);
+}
+
 // Of the policy term; a constant for the gradient.
 double PolicyLossEvaluator::ImportanceWeight(size_t row, double logprob) const {
   if (options_.importance_sampling_cap == 0) return 1;
-  const double keep = tokens_->log_keep_mass.empty() ? 0.0 : tokens_->log_keep_mass[row];
-  const LogRatio off(OldLogprob(row, logprob) - (tokens_->behaviour[row] - keep));
-  return std::min(std::exp(off.value), options_.importance_sampling_cap);
+  if (weighs_sequences()) return sequence_weights_[row];
+  return BoundedWeight(options_, LogImportanceWeight(row, logprob));
 }
 
 PolicyLossEvaluator::Term PolicyLossEvaluator::PolicyTerm(size_t row, double logprob) const {
-  if (needs_sequences()) return sequence_terms_[row];
+  if (options_.kind == PolicyLossKind::kGspo) return sequence_terms_[row];
   const LogRatio log_ratio(logprob - OldLogprob(row, logprob));
   const double advantage = tokens_->advantages[row];
   const LossTerm term = options_.kind == PolicyLossKind::kCispo
@@ -166,40 +186,58 @@ PolicyLossEvaluator::Term PolicyLossEvaluator::PolicyTerm(size_t row, double log
   return {.log_ratio = log_ratio.value,
           .value = weight * term.value,
           .gradient = tokens_->scales[row] * weight * term.gradient,
-          .clipped = term.clipped};
+          .clipped = term.clipped,
+          .masked = weight == 0};
+}
+
+void PolicyLossEvaluator::WeighSequence(size_t begin, absl::Span<const double> logprobs) {
+  double log_weight = 0;
+  for (size_t i = 0; i < logprobs.size(); ++i) {
+    log_weight += LogImportanceWeight(begin + i, logprobs[i]);
+  }
+  std::fill_n(sequence_weights_.begin() + static_cast<int64_t>(begin), logprobs.size(),
+              BoundedWeight(options_, log_weight));
 }
 
 // The loss depends on the log-probs of a sequence by its ratio alone, of whose logarithm each is
 // the n-th part.
-absl::Status PolicyLossEvaluator::SetSequenceTerms(int64_t first_row,
+void PolicyLossEvaluator::SetGspoTerms(size_t begin, absl::Span<const double> logprobs) {
+  const auto count = static_cast<double>(logprobs.size());
+  double sum = 0;
+  for (size_t i = 0; i < logprobs.size(); ++i) {
+    sum += logprobs[i] - OldLogprob(begin + i, logprobs[i]);
+  }
+  const LogRatio log_ratio(sum / count);
+  double gradient = 0;
+  for (size_t i = 0; i < logprobs.size(); ++i) {
+    const size_t row = begin + i;
+    const double weight = ImportanceWeight(row, logprobs[i]);
+    const LossTerm term = PpoClip(options_, log_ratio, tokens_->advantages[row]);
+    sequence_terms_[row] = {.log_ratio = log_ratio.value,
+                            .value = weight * term.value,
+                            .clipped = term.clipped,
+                            .masked = weight == 0};
+    gradient += tokens_->scales[row] * weight * term.gradient;
+  }
+  for (size_t i = 0; i < logprobs.size(); ++i) {
+    sequence_terms_[begin + i].gradient = gradient / count;
+  }
+}
+
+absl::Status PolicyLossEvaluator::ObserveSequences(int64_t first_row,
                                                    absl::Span<const double> logprobs) {
   const int64_t last_row = first_row + static_cast<int64_t>(logprobs.size());
   auto next = std::lower_bound(sequence_begins_.begin(), sequence_begins_.end(), first_row);
   if (next == sequence_begins_.end() || *next != first_row ||
       !std::binary_search(next, sequence_begins_.end(), last_row)) {
-    return absl::InternalError("the rows are not whole sequences");
+    return absl::InternalError("the observed rows are not whole sequences");
   }
   for (int64_t begin = first_row; begin < last_row;) {
     const int64_t end = *++next;
-    double sum = 0;
-    for (int64_t t = begin; t < end; ++t) {
-      const double logprob = logprobs[static_cast<size_t>(t - first_row)];
-      sum += logprob - OldLogprob(static_cast<size_t>(t), logprob);
-    }
-    const LogRatio log_ratio(sum / static_cast<double>(end - begin));
-    double gradient = 0;
-    for (int64_t t = begin; t < end; ++t) {
-      const auto row = static_cast<size_t>(t);
-      const double weight = ImportanceWeight(row, logprobs[static_cast<size_t>(t - first_row)]);
-      const LossTerm term = PpoClip(options_, log_ratio, tokens_->advantages[row]);
-      sequence_terms_[row] = {
-          .log_ratio = log_ratio.value, .value = weight * term.value, .clipped = term.clipped};
-      gradient += tokens_->scales[row] * weight * term.gradient;
-    }
-    for (int64_t t = begin; t < end; ++t) {
-      sequence_terms_[static_cast<size_t>(t)].gradient =
-          gradient / static_cast<double>(end - begin);
-    }
+    const auto own =
+        logprobs.subspan(static_cast<size_t>(begin - first_row), static_cast<size_t>(end - begin));
+    if (weighs_sequences()) WeighSequence(static_cast<size_t>(begin), own);
+    if (options_.kind == PolicyLossKind::kGspo) SetGspoTerms(static_cast<size_t>(begin), own);
     begin = end;
   }
   return absl::OkStatus();
@@ -209,7 +247,6 @@ absl::Status PolicyLossEvaluator::Evaluate(int64_t first_row, absl::Span<const d
                                            absl::Span<const double> entropies,
                                            absl::Span<double> logprob_coefficients,
                                            absl::Span<double> entropy_coefficients) {
-  if (needs_sequences()) TANDEM_RETURN_IF_ERROR(SetSequenceTerms(first_row, logprobs));
   const auto first = static_cast<size_t>(first_row);
   for (size_t i = 0; i < logprobs.size(); ++i) {
     const size_t t = first + i;
@@ -235,6 +272,7 @@ absl::Status PolicyLossEvaluator::Evaluate(int64_t first_row, absl::Span<const d
     sums_.loss_entropy += entropy_coefficients[i] * entropies[i];
     sums_.tokens += 1;
     sums_.clip_fraction += policy.clipped;
+    sums_.masked_fraction += policy.masked;
     sums_.ppo_kl -= LogRatio(logprob - OldLogprob(t, logprob)).value;
     sums_.kl_to_ref += kl.value;
     sums_.mean_ratio += std::exp(policy.log_ratio);
@@ -251,7 +289,7 @@ PolicyMetrics PolicyLossEvaluator::Metrics() const {
   metrics.loss_total = metrics.loss_policy + metrics.loss_kl + metrics.loss_entropy;
   const double count = std::max<double>(1.0, static_cast<double>(metrics.tokens));
   for (double* mean : {&metrics.clip_fraction, &metrics.ppo_kl, &metrics.kl_to_ref,
-                       &metrics.mean_ratio, &metrics.mean_entropy}) {
+                       &metrics.mean_ratio, &metrics.mean_entropy, &metrics.masked_fraction}) {
     *mean /= count;
   }
   metrics.senior_mismatch = senior_.Finish();

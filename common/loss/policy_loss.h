@@ -6,7 +6,8 @@
 // and common/loss/fused_output_loss.h turns them into the gradient of the logits, chunk by chunk.
 // Semantics: PPO (arXiv 1707.06347), asymmetric clip (DAPO, 2503.14476), dual clip (1912.09729),
 // GSPO (2507.18071), CISPO (MiniMax-M1, 2506.13585), KL estimators k1-k3 (Schulman, "Approximating
-// KL divergence"), truncated importance sampling (Yao et al. 2025).
+// KL divergence"), truncated importance sampling (Yao et al. 2025) and its masked and
+// sequence-level forms (richardli.xyz/rl-collapse).
 #ifndef TANDEM_COMMON_LOSS_POLICY_LOSS_H_
 #define TANDEM_COMMON_LOSS_POLICY_LOSS_H_
 
@@ -39,6 +40,12 @@ enum class KlEstimator {
   kK3GradientK2,  // the value of k3 with the gradient of k2
 };
 
+// Whose importance weight is bounded: a token's, or the product over its sequence's rows.
+enum class ImportanceSamplingLevel { kToken, kSequence };
+
+// What becomes of one outside the bounds: it is set to the bound, or to 0.
+enum class ImportanceSamplingMode { kTruncate, kMask };
+
 struct PolicyLossOptions {
   PolicyLossKind kind = PolicyLossKind::kPpoClip;
   double clip_ratio_low = 0.2;
@@ -48,10 +55,13 @@ struct PolicyLossOptions {
   KlEstimator kl_estimator = KlEstimator::kNone;
   double kl_coefficient = 0;       // beta
   double entropy_coefficient = 0;  // subtracted: loss -= this * entropy
-  // Truncated importance sampling: the policy term is multiplied by
-  // min(exp(logp_old - log q), this), a constant for the gradient; log q = behaviour -
-  // log_keep_mass is what the writer drew from after its cut. 0 is off.
+  // The policy term is multiplied by the importance weight exp(logp_old - log q), a constant for
+  // the gradient, bounded to [floor, cap]; log q = behaviour - log_keep_mass is what the writer
+  // drew from after its cut. A cap of 0 is off.
   double importance_sampling_cap = 0;
+  double importance_sampling_floor = 0;
+  ImportanceSamplingLevel importance_sampling_level = ImportanceSamplingLevel::kToken;
+  ImportanceSamplingMode importance_sampling_mode = ImportanceSamplingMode::kTruncate;
 
   bool operator==(const PolicyLossOptions&) const = default;
 };
@@ -71,9 +81,10 @@ struct PolicyTokens {
   std::vector<double> scales;  // w_t / Z_t (loss_scale.h)
   std::vector<double> reference = {};
   std::vector<double> behaviour = {};
-  std::vector<double> log_keep_mass = {};   // empty: nothing was cut
-  std::vector<uint8_t> authorship = {};     // 1 senior, 0 junior
-  std::vector<int64_t> sequence_rows = {};  // rows of each sequence, in order, sum N; for GSPO
+  std::vector<double> log_keep_mass = {};  // empty: nothing was cut
+  std::vector<uint8_t> authorship = {};    // 1 senior, 0 junior
+  // Rows of each sequence, in order, sum N; for what needs_sequences().
+  std::vector<int64_t> sequence_rows = {};
 };
 
 // How far the trainer's log-probs are from those recorded by the writer.
@@ -100,8 +111,9 @@ struct PolicyMetrics {
   double kl_to_ref = 0;   // mean of the estimator, 0 when off
   double mean_ratio = 0;  // mean of r
   double mean_entropy = 0;
-  Mismatch senior_mismatch;  // rows that the senior wrote
-  Mismatch junior_mismatch;  // rows that the junior wrote; none when they weigh 0
+  double masked_fraction = 0;  // rows whose importance weight was set to 0
+  Mismatch senior_mismatch;    // rows that the senior wrote
+  Mismatch junior_mismatch;    // rows that the junior wrote; none when they weigh 0
 };
 
 // Sums over the rows of a batch, in the order in which they come.
@@ -111,13 +123,17 @@ class PolicyLossEvaluator {
   static absl::StatusOr<PolicyLossEvaluator> Create(const PolicyLossOptions& options,
                                                     const PolicyTokens& tokens);
 
-  // Whether a row's coefficients depend on the log-probs of its whole sequence (GSPO): Evaluate
-  // then takes whole sequences alone.
-  bool needs_sequences() const { return options_.kind == PolicyLossKind::kGspo; }
+  // Whether a row's coefficients depend on the log-probs of its whole sequence (GSPO, importance
+  // weights of sequences): then ObserveSequences comes before Evaluate.
+  bool needs_sequences() const {
+    return options_.kind == PolicyLossKind::kGspo || weighs_sequences();
+  }
+
+  // The log-probs of the rows [first_row, first_row + n), which are whole sequences.
+  absl::Status ObserveSequences(int64_t first_row, absl::Span<const double> logprobs);
 
   // Coefficients of the rows [first_row, first_row + n): n is the size of every span. Adds the
-  // rows' reports. INTERNAL if a log-prob, an entropy or a coefficient is not finite, or for a part
-  // of a sequence where needs_sequences().
+  // rows' reports. INTERNAL if a log-prob, an entropy or a coefficient is not finite.
   absl::Status Evaluate(int64_t first_row, absl::Span<const double> logprobs,
                         absl::Span<const double> entropies, absl::Span<double> logprob_coefficients,
                         absl::Span<double> entropy_coefficients);
@@ -138,20 +154,29 @@ class PolicyLossEvaluator {
     double value = 0;
     double gradient = 0;  // d loss / d logp of the row, with the scale
     bool clipped = false;
+    bool masked = false;
   };
 
   PolicyLossEvaluator(const PolicyLossOptions& options, const PolicyTokens& tokens)
       : options_(options), tokens_(&tokens) {}
+  bool weighs_sequences() const {
+    return options_.importance_sampling_cap > 0 &&
+           options_.importance_sampling_level == ImportanceSamplingLevel::kSequence;
+  }
   double OldLogprob(size_t row, double logprob) const;
+  double LogImportanceWeight(size_t row, double logprob) const;
   double ImportanceWeight(size_t row, double logprob) const;
   Term PolicyTerm(size_t row, double logprob) const;
-  // Fills the terms of the rows [first_row, first_row + n).
-  absl::Status SetSequenceTerms(int64_t first_row, absl::Span<const double> logprobs);
+  // Of one sequence, whose rows begin at `begin`.
+  void WeighSequence(size_t begin, absl::Span<const double> logprobs);
+  void SetGspoTerms(size_t begin, absl::Span<const double> logprobs);
 
   PolicyLossOptions options_;
   const PolicyTokens* tokens_;
-  std::vector<int64_t> sequence_begins_;  // [S + 1], for GSPO
-  std::vector<Term> sequence_terms_;      // [N], for GSPO
+  // For what needs sequences: [S + 1], and [N] of the observed ones.
+  std::vector<int64_t> sequence_begins_;
+  std::vector<double> sequence_weights_;  // importance weights of sequences
+  std::vector<Term> sequence_terms_;      // GSPO's
   PolicyMetrics sums_;                    // means hold sums until Metrics()
   MismatchSums senior_, junior_;
 };

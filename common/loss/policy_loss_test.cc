@@ -258,11 +258,99 @@ TEST(PolicyLossTest, GspoWantsWholeSequences) {
             "sequence_rows");
 }
 
+// The four modes of Hugging Face TRL (GRPOConfig.vllm_importance_sampling_mode), by its formulas.
+TEST(PolicyLossTest, ImportanceWeightsAreBoundedByTokenAndBySequence) {
+  const Sequences sequences;
+  const std::vector<double>& old = sequences.tokens.old_logprobs;
+  const std::vector<double>& behaviour = sequences.tokens.behaviour;
+  std::vector<double> token(5), sequence(5);
+  for (size_t t = 0; t < 5; ++t) token[t] = std::exp(old[t] - behaviour[t]);
+  for (size_t t = 0; t < 5; ++t) {
+    sequence[t] = t < 3 ? token[0] * token[1] * token[2] : token[3] * token[4];
+  }
+  // token: 1.22, 1.11, 1.22, 1.22, 0.90; sequence: 1.65 and 1.11
+  constexpr double kCap = 1.15, kFloor = 0.95;
+  for (const auto level : {ImportanceSamplingLevel::kToken, ImportanceSamplingLevel::kSequence}) {
+    for (const auto mode : {ImportanceSamplingMode::kTruncate, ImportanceSamplingMode::kMask}) {
+      const PolicyLossOptions options = {.clip_ratio_low = 1,
+                                         .clip_ratio_high = 1e9,
+                                         .importance_sampling_cap = kCap,
+                                         .importance_sampling_floor = kFloor,
+                                         .importance_sampling_level = level,
+                                         .importance_sampling_mode = mode};
+      const Sequences::Result result = sequences.Run(options);
+      double loss = 0, masked = 0;
+      for (size_t t = 0; t < 5; ++t) {
+        double weight = level == ImportanceSamplingLevel::kToken ? token[t] : sequence[t];
+        if (mode == ImportanceSamplingMode::kTruncate) {
+          weight = std::min(std::max(weight, kFloor), kCap);
+        } else if (weight < kFloor || weight > kCap) {
+          weight = 0;
+          masked += 1;
+        }
+        const double term = -sequences.tokens.scales[t] * weight * sequences.tokens.advantages[t] *
+                            std::exp(sequences.logprobs[t] - old[t]);
+        EXPECT_NEAR(result.c[t], term, 1e-15) << t;
+        loss += term;
+      }
+      EXPECT_NEAR(result.metrics.loss_policy, loss, 1e-15);
+      EXPECT_DOUBLE_EQ(result.metrics.masked_fraction, masked / 5);
+      EXPECT_EQ(masked > 0, mode == ImportanceSamplingMode::kMask);
+    }
+  }
+}
+
+TEST(PolicyLossTest, AMaskedTokenKeepsItsKlAndEntropy) {
+  const PolicyLossOptions options = {.kl_estimator = KlEstimator::kK1,
+                                     .kl_coefficient = 0.5,
+                                     .entropy_coefficient = 0.1,
+                                     .importance_sampling_cap = 2,
+                                     .importance_sampling_mode = ImportanceSamplingMode::kMask};
+  const Row row = Evaluate(options, 0, 1, /*reference=*/-0.2, /*behaviour=*/-5);
+  EXPECT_EQ(row.metrics.loss_policy, 0);
+  EXPECT_DOUBLE_EQ(row.c, 0.5);
+  EXPECT_DOUBLE_EQ(row.e, -0.1);
+  EXPECT_EQ(row.metrics.masked_fraction, 1);
+  EXPECT_EQ(Evaluate(options, 0, 1, -0.2, -0.5).metrics.masked_fraction, 0);
+}
+
+// The old log-probs are then those of the observation.
+TEST(PolicyLossTest, SequenceWeightsWithoutOldLogprobsAreOfTheLogprobsThemselves) {
+  Sequences sequences;
+  sequences.tokens.old_logprobs.clear();
+  const Sequences::Result result =
+      sequences.Run({.importance_sampling_cap = 9,
+                     .importance_sampling_level = ImportanceSamplingLevel::kSequence},
+                    {3, 5});
+  const double first = std::exp(0.3 + 0.15 + 0.25), second = std::exp(0.3 - 0.05);
+  EXPECT_NEAR(result.c[1], -0.1 * 1.5 * first, 1e-15);
+  EXPECT_NEAR(result.c[4], 0.15 * 0.5 * second, 1e-15);
+}
+
+TEST(PolicyLossTest, GspoTakesImportanceWeightsOfSequences) {
+  const Sequences sequences;
+  PolicyLossOptions options = {.kind = PolicyLossKind::kGspo};
+  const Sequences::Result plain = sequences.Run(options);
+  options.importance_sampling_cap = 1.2;
+  options.importance_sampling_level = ImportanceSamplingLevel::kSequence;
+  options.importance_sampling_mode = ImportanceSamplingMode::kMask;
+  const Sequences::Result masked = sequences.Run(options);
+  for (size_t t = 0; t < 5; ++t) {  // exp(0.5) is masked, exp(0.1) is not
+    EXPECT_NEAR(masked.c[t], t < 3 ? 0 : std::exp(0.1) * plain.c[t], 1e-15);
+  }
+  EXPECT_DOUBLE_EQ(masked.metrics.masked_fraction, 0.6);
+}
+
 TEST(PolicyLossTest, OptionsFailClosed) {
   EXPECT_EQ(FieldPath(CheckPolicyLossOptions({.kind = PolicyLossKind::kCispo, .dual_clip = 3})),
             "dual_clip");
   EXPECT_EQ(FieldPath(CheckPolicyLossOptions({.dual_clip = 0.5})), "dual_clip");
   EXPECT_EQ(FieldPath(CheckPolicyLossOptions({.clip_ratio_low = -1})), "clip_ratio_low");
+  for (const double floor : {-0.1, 2.1, std::numeric_limits<double>::quiet_NaN()}) {
+    EXPECT_EQ(FieldPath(CheckPolicyLossOptions(
+                  {.importance_sampling_cap = 2, .importance_sampling_floor = floor})),
+              "importance_sampling_floor");
+  }
   const PolicyTokens tokens = {.old_logprobs = {0}, .advantages = {1}, .scales = {1}};
   EXPECT_EQ(
       FieldPath(PolicyLossEvaluator::Create({.kl_estimator = KlEstimator::kK1}, tokens).status()),

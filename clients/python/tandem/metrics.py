@@ -37,6 +37,7 @@ KEYS = (
     "mismatch/k3",
     "mismatch/max_abs_logprob_diff",
     "mismatch/effective_sample_size",
+    "mismatch/masked_fraction",
     "mismatch/junior/k1",
     "mismatch/junior/k3",
     "mismatch/junior/max_abs_logprob_diff",

@@ -161,6 +161,7 @@ TEST(ObjectiveTest, NumbersOutOfBoundsAreRefusedByName) {
       {"entropy_coefficient", [](O& o) { o.loss.entropy_coefficient = -1e308; }},
       {"importance_sampling_cap", [](O& o) { o.loss.importance_sampling_cap = -1; }},
       {"importance_sampling_cap", [](O& o) { o.loss.importance_sampling_cap = 1e308; }},
+      {"importance_sampling_floor", [](O& o) { o.loss.importance_sampling_floor = 0.5; }},
       {"norm_constant", [](O& o) { o.scale.norm_constant = -1; }},
       {"norm_constant", [](O& o) { o.scale.norm_constant = 1e-308; }},
       {"norm_constant", [](O& o) { o.scale.norm_constant = 1e308; }},

@@ -252,6 +252,49 @@ TEST_F(TrainerEngineTest, GspoGradientEqualsAutogradOverWholeLogits) {
   EXPECT_NEAR(metrics["policy/grad_norm"], norm, 1e-5 * norm);
 }
 
+// Of a rollout whose log-probs are not the trainer's; the weights are constants for the gradient.
+TEST_F(TrainerEngineTest, ImportanceWeightsOfSequencesEqualAutogradOverWholeLogits) {
+  EngineOptions options = Options();
+  options.micro_batch_tokens = 9;
+  PolicyBatch batch = TestBatch();
+  RecordLogProbs(*Make(options), batch);
+  float shift = 0;
+  for (PolicySample& sample : batch.samples) {
+    shift += 0.01f;  // the sequence's ratio: 1.05 to 1.38
+    for (float& logprob : sample.trajectory.author_logprobs) logprob -= shift;
+  }
+  PolicyObjective& objective = batch.objective;
+  objective.old_logprobs = OldLogprobs::kRecomputed;
+  objective.junior_token_loss_weight = 0.3;
+  objective.loss.importance_sampling_cap = 1.2;
+  objective.loss.importance_sampling_level = loss::ImportanceSamplingLevel::kSequence;
+  for (const auto mode :
+       {loss::ImportanceSamplingMode::kTruncate, loss::ImportanceSamplingMode::kMask}) {
+    objective.loss.importance_sampling_mode = mode;
+    auto metrics = Step(*Make(options), TestRequest(batch)).report.metrics;
+
+    const AutogradOracle oracle(folder_ / "model");
+    at::Tensor loss = at::zeros({});
+    int64_t tokens = 0, masked = 0;
+    for (const PolicySample& sample : batch.samples) {
+      const Trajectory& t = sample.trajectory;
+      const at::Tensor logprobs = oracle.LogProbs(t);
+      double weight =
+          (logprobs.detach() - at::tensor(t.author_logprobs)).sum().exp().item<double>();
+      const bool mask = mode == loss::ImportanceSamplingMode::kMask && weight > 1.2;
+      weight = mask ? 0 : std::min(weight, 1.2);
+      loss = loss - (logprobs * AuthorWeights(t, 0.3)).sum() * TestAdvantage(sample) * weight;
+      tokens += logprobs.size(0);
+      masked += mask ? logprobs.size(0) : 0;
+    }
+    const double norm = oracle.GradientNorm(loss / tokens);
+    EXPECT_NEAR(metrics["policy/grad_norm"], norm, 1e-5 * norm);
+    EXPECT_DOUBLE_EQ(metrics["mismatch/masked_fraction"],
+                     static_cast<double>(masked) / static_cast<double>(tokens));
+    EXPECT_EQ(masked > 0, mode == loss::ImportanceSamplingMode::kMask);
+  }
+}
+
 TEST_F(TrainerEngineTest, MicroBatchingDoesNotChangeTheStep) {
   PolicyBatch batch = TestBatch();
   batch.objective.junior_token_loss_weight = 0.5;

@@ -75,6 +75,7 @@ void AddPolicyMetrics(const loss::PolicyMetrics& policy, Metrics& metrics) {
   metrics["policy/mean_ratio"] = policy.mean_ratio;
   metrics["policy/entropy"] = policy.mean_entropy;
   metrics["policy/kl_to_ref"] = policy.kl_to_ref;
+  metrics["mismatch/masked_fraction"] = policy.masked_fraction;
   metrics["policy/weighted_tokens"] = static_cast<double>(policy.tokens);
   const auto add = [&](const std::string& prefix, const loss::Mismatch& mismatch) {
     metrics[prefix + "k1"] = mismatch.k1;

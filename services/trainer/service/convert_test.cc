@@ -33,6 +33,9 @@ TEST(PolicyObjectiveTest, AnEmptyMessageGivesTheDocumentedDefaults) {
   EXPECT_EQ(objective->loss.kl_estimator, loss::KlEstimator::kK3);
   EXPECT_EQ(objective->loss.entropy_coefficient, 0);
   EXPECT_EQ(objective->loss.importance_sampling_cap, 0);
+  EXPECT_EQ(objective->loss.importance_sampling_floor, 0);
+  EXPECT_EQ(objective->loss.importance_sampling_level, loss::ImportanceSamplingLevel::kToken);
+  EXPECT_EQ(objective->loss.importance_sampling_mode, loss::ImportanceSamplingMode::kTruncate);
   EXPECT_EQ(objective->junior_token_loss_weight, 0);
   EXPECT_EQ(objective->old_logprobs, OldLogprobs::kSenior);
   EXPECT_EQ(objective->advantage_estimator, AdvantageEstimator::kGroupRelative);
@@ -173,6 +176,9 @@ TEST(PolicyObjectiveTest, EveryFieldIsCarried) {
   proto.set_kl_coefficient(0.01);
   proto.set_entropy_coefficient(0.02);
   proto.set_importance_sampling_cap(2);
+  proto.set_importance_sampling_floor(0.5);
+  proto.set_importance_sampling_level(v1::IMPORTANCE_SAMPLING_LEVEL_SEQUENCE);
+  proto.set_importance_sampling_mode(v1::IMPORTANCE_SAMPLING_MODE_MASK);
   proto.set_junior_kl_coefficient(0.5);
   proto.set_gae_gamma(0.99);
   proto.set_gae_lambda(0.95);
@@ -196,6 +202,9 @@ TEST(PolicyObjectiveTest, EveryFieldIsCarried) {
   EXPECT_EQ(objective->loss.kl_estimator, loss::KlEstimator::kK3);  // the default
   EXPECT_EQ(objective->loss.entropy_coefficient, 0.02);
   EXPECT_EQ(objective->loss.importance_sampling_cap, 2);
+  EXPECT_EQ(objective->loss.importance_sampling_floor, 0.5);
+  EXPECT_EQ(objective->loss.importance_sampling_level, loss::ImportanceSamplingLevel::kSequence);
+  EXPECT_EQ(objective->loss.importance_sampling_mode, loss::ImportanceSamplingMode::kMask);
   EXPECT_EQ(objective->junior_kl_coefficient, 0.5);
   EXPECT_EQ(objective->gae_gamma, 0.99);
   EXPECT_EQ(objective->gae_lambda, 0.95);
@@ -236,7 +245,11 @@ INSTANTIATE_TEST_SUITE_P(
                    [](P& p) { p.set_advantage_estimator(v1::AdvantageEstimator(99)); }},
         BadCase<P>{"aggregation", [](P& p) { p.set_aggregation(v1::Aggregation(99)); }},
         BadCase<P>{"normalizer", [](P& p) { p.set_normalizer(v1::Normalizer(99)); }},
-        BadCase<P>{"kl_estimator", [](P& p) { p.set_kl_estimator(v1::KlEstimator(99)); }}));
+        BadCase<P>{"kl_estimator", [](P& p) { p.set_kl_estimator(v1::KlEstimator(99)); }},
+        BadCase<P>{"importance_sampling_level",
+                   [](P& p) { p.set_importance_sampling_level(v1::ImportanceSamplingLevel(99)); }},
+        BadCase<P>{"importance_sampling_mode",
+                   [](P& p) { p.set_importance_sampling_mode(v1::ImportanceSamplingMode(99)); }}));
 
 class BadHeaderTest : public testing::TestWithParam<BadCase<v1::TrainStepHeader>> {};
 

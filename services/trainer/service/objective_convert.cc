@@ -31,6 +31,16 @@ constexpr Choice<v1::KlEstimator, loss::KlEstimator> kKlEstimators[] = {
     {v1::KL_ESTIMATOR_K1_GRADIENT_K2, loss::KlEstimator::kK1GradientK2},
     {v1::KL_ESTIMATOR_K3_GRADIENT_K2, loss::KlEstimator::kK3GradientK2}};
 
+constexpr Choice<v1::ImportanceSamplingLevel, loss::ImportanceSamplingLevel>
+    kImportanceSamplingLevels[] = {
+        {v1::IMPORTANCE_SAMPLING_LEVEL_TOKEN, loss::ImportanceSamplingLevel::kToken},
+        {v1::IMPORTANCE_SAMPLING_LEVEL_SEQUENCE, loss::ImportanceSamplingLevel::kSequence}};
+
+constexpr Choice<v1::ImportanceSamplingMode, loss::ImportanceSamplingMode>
+    kImportanceSamplingModes[] = {
+        {v1::IMPORTANCE_SAMPLING_MODE_TRUNCATE, loss::ImportanceSamplingMode::kTruncate},
+        {v1::IMPORTANCE_SAMPLING_MODE_MASK, loss::ImportanceSamplingMode::kMask}};
+
 constexpr Choice<v1::OldLogprobs, OldLogprobs> kOldLogprobs[] = {
     {v1::OLD_LOGPROBS_SENIOR, OldLogprobs::kSenior},
     {v1::OLD_LOGPROBS_AUTHOR, OldLogprobs::kAuthor},
@@ -92,7 +102,11 @@ absl::Status LossTermsFromProto(const v1::PolicyObjective& proto, loss::PolicyLo
       Choose("kl_estimator", proto.kl_estimator(), kKlEstimators, &out->kl_estimator));
   out->entropy_coefficient = proto.entropy_coefficient();
   out->importance_sampling_cap = proto.importance_sampling_cap();
-  return absl::OkStatus();
+  out->importance_sampling_floor = proto.importance_sampling_floor();
+  TANDEM_RETURN_IF_ERROR(Choose("importance_sampling_level", proto.importance_sampling_level(),
+                                kImportanceSamplingLevels, &out->importance_sampling_level));
+  return Choose("importance_sampling_mode", proto.importance_sampling_mode(),
+                kImportanceSamplingModes, &out->importance_sampling_mode);
 }
 
 absl::Status ScaleFromProto(const v1::PolicyObjective& proto, loss::LossScaleOptions* out) {
@@ -151,6 +165,11 @@ v1::PolicyObjective ToProto(const PolicyObjective& objective) {
   proto.set_kl_estimator(NameOf(objective.loss.kl_estimator, kKlEstimators));
   proto.set_entropy_coefficient(objective.loss.entropy_coefficient);
   proto.set_importance_sampling_cap(objective.loss.importance_sampling_cap);
+  proto.set_importance_sampling_floor(objective.loss.importance_sampling_floor);
+  proto.set_importance_sampling_level(
+      NameOf(objective.loss.importance_sampling_level, kImportanceSamplingLevels));
+  proto.set_importance_sampling_mode(
+      NameOf(objective.loss.importance_sampling_mode, kImportanceSamplingModes));
   proto.set_junior_kl_coefficient(objective.junior_kl_coefficient);
   proto.set_gae_gamma(objective.gae_gamma);
   proto.set_gae_lambda(objective.gae_lambda);
