@@ -118,7 +118,9 @@ Gradients Oracle(const Problem& p, const PolicyLossOptions& options,
     policy = policy * (mask ? at::where(inside == weight, weight, 0.0) : inside);
   }
   const at::Tensor d = logp - Vector(p.tokens.reference);
-  const at::Tensor k2 = 0.5 * d * d, k3 = (-d).exp() + d - 1;
+  const at::Tensor k2 = 0.5 * d * d;
+  at::Tensor k3 = (-d).exp() + d - 1;
+  if (options.k3_cap > 0) k3 = k3.clamp_max(options.k3_cap);
   at::Tensor kl = at::zeros_like(d);
   switch (options.kl_estimator) {
     case KlEstimator::kNone:
@@ -235,6 +237,17 @@ TEST(FusedOutputLossTest, DualClipAndImportanceWeightEqualTheOracle) {
   const Problem problem;
   const PolicyLossOptions options = {.dual_clip = 1.1, .importance_sampling_cap = 1.2};
   ExpectClose(Fused(problem, options, {}, at::kDouble), Oracle(problem, options, {}), 1e-12);
+}
+
+TEST(FusedOutputLossTest, K3CutEqualsTheOracle) {
+  const Problem problem;
+  for (const KlEstimator estimator : {KlEstimator::kK3, KlEstimator::kK3GradientK2}) {
+    PolicyLossOptions options = {.kl_estimator = estimator, .kl_coefficient = 0.7, .k3_cap = 0.05};
+    const Gradients cut = Fused(problem, options, {}, at::kDouble);
+    ExpectClose(cut, Oracle(problem, options, {}), 1e-12);
+    options.k3_cap = 0;
+    EXPECT_GT(std::abs(Fused(problem, options, {}, at::kDouble).loss - cut.loss), 1e-3);
+  }
 }
 
 // Masked tokens stay in what a mean divides by, whatever counts there.

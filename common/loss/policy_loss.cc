@@ -68,11 +68,19 @@ double BoundedWeight(const PolicyLossOptions& options, double log_weight) {
   return masked && inside != weight ? 0.0 : inside;
 }
 
-LossTerm KlTerm(KlEstimator estimator, double logprob, double reference) {
+// Or no estimator, where none is needed.
+bool IsK3(KlEstimator estimator) {
+  return estimator == KlEstimator::kK3 || estimator == KlEstimator::kK3GradientK2 ||
+         estimator == KlEstimator::kNone;
+}
+
+LossTerm KlTerm(const PolicyLossOptions& options, double logprob, double reference) {
   const LogRatio d(logprob - reference);
-  const double k3 = std::expm1(-d.value) + d.value;
+  const double plain_k3 = std::expm1(-d.value) + d.value;
+  const bool cut = options.k3_cap > 0 && plain_k3 > options.k3_cap;
+  const double k3 = cut ? options.k3_cap : plain_k3;
   LossTerm term;
-  switch (estimator) {
+  switch (options.kl_estimator) {
     case KlEstimator::kNone:
       return term;
     case KlEstimator::kK1:
@@ -82,7 +90,7 @@ LossTerm KlTerm(KlEstimator estimator, double logprob, double reference) {
       term = {.value = 0.5 * d.value * d.value, .gradient = d.value};
       break;
     case KlEstimator::kK3:
-      term = {.value = k3, .gradient = -std::expm1(-d.value)};
+      term = {.value = k3, .gradient = cut ? 0.0 : -std::expm1(-d.value)};
       break;
     case KlEstimator::kK1GradientK2:
       term = {.value = d.value, .gradient = d.value};
@@ -115,6 +123,10 @@ absl::Status CheckPolicyLossOptions(const PolicyLossOptions& options) {
   }
   TANDEM_RETURN_IF_ERROR(
       CheckInRange("kl_coefficient", options.kl_coefficient, 0, kMaxCoefficient));
+  TANDEM_RETURN_IF_ERROR(CheckInRange("k3_cap", options.k3_cap, 0, kMaxCoefficient));
+  if (options.k3_cap > 0 && !IsK3(options.kl_estimator)) {
+    return InvalidField("k3_cap", "must be 0 with a kl_estimator that is not K3 or K3_GRADIENT_K2");
+  }
   TANDEM_RETURN_IF_ERROR(CheckInRange("entropy_coefficient", options.entropy_coefficient,
                                       -kMaxCoefficient, kMaxCoefficient));
   TANDEM_RETURN_IF_ERROR(
@@ -255,7 +267,7 @@ absl::Status PolicyLossEvaluator::Evaluate(int64_t first_row, absl::Span<const d
     const Term policy = PolicyTerm(t, logprob);
     LossTerm kl;
     if (options_.kl_estimator != KlEstimator::kNone) {
-      kl = KlTerm(options_.kl_estimator, logprob, tokens_->reference[t]);
+      kl = KlTerm(options_, logprob, tokens_->reference[t]);
     }
     const double beta = options_.kl_coefficient;
     logprob_coefficients[i] = policy.gradient + scale * beta * kl.gradient;

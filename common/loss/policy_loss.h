@@ -53,7 +53,10 @@ struct PolicyLossOptions {
   // 0 is off, else > 1: the loss of a token with A < 0 is at most -A * this. Not of CISPO.
   double dual_clip = 0;
   KlEstimator kl_estimator = KlEstimator::kNone;
-  double kl_coefficient = 0;       // beta
+  double kl_coefficient = 0;  // beta
+  // Most that k3 of a token may be, 0 is off; beyond it kK3 has no gradient. Of kK3 and
+  // kK3GradientK2 only.
+  double k3_cap = 0;
   double entropy_coefficient = 0;  // subtracted: loss -= this * entropy
   // The policy term is multiplied by the importance weight exp(logp_old - log q), a constant for
   // the gradient, bounded to [floor, cap]; log q = behaviour - log_keep_mass is what the writer

@@ -84,6 +84,22 @@ TEST(PolicyLossTest, KlGradientsMatchDifferences) {
   EXPECT_DOUBLE_EQ(Evaluate(mixed, 0.3, 0, -0.4).c, 0.7);
 }
 
+TEST(PolicyLossTest, K3IsCutAndHasNoGradientBeyond) {
+  PolicyLossOptions options = {
+      .kl_estimator = KlEstimator::kK3, .kl_coefficient = 0.5, .k3_cap = 10};
+  // exp(x) - x - 1 = 10 at x = ref - logp = 2.6 or so.
+  const Row below = Evaluate(options, 0, 0, /*reference=*/2.5);
+  EXPECT_DOUBLE_EQ(below.metrics.loss_kl, 0.5 * (std::exp(2.5) - 3.5));
+  EXPECT_DOUBLE_EQ(below.c, 0.5 * (1 - std::exp(2.5)));
+  const Row beyond = Evaluate(options, 0, 0, /*reference=*/2.7);
+  EXPECT_DOUBLE_EQ(beyond.metrics.loss_kl, 5);
+  EXPECT_EQ(beyond.c, 0);
+  // As with verl's "k3+": the value is cut, the gradient is that of k2.
+  options.kl_estimator = KlEstimator::kK3GradientK2;
+  EXPECT_DOUBLE_EQ(Evaluate(options, 0, 0, 2.7).metrics.loss_kl, 5);
+  EXPECT_DOUBLE_EQ(Evaluate(options, 0, 0, 2.7).c, 0.5 * -2.7);
+}
+
 TEST(PolicyLossTest, EntropyBonusLowersTheLoss) {
   const Row row = Evaluate({.entropy_coefficient = 0.1}, 0, 0);
   EXPECT_DOUBLE_EQ(row.e, -0.1);
@@ -346,6 +362,13 @@ TEST(PolicyLossTest, OptionsFailClosed) {
             "dual_clip");
   EXPECT_EQ(FieldPath(CheckPolicyLossOptions({.dual_clip = 0.5})), "dual_clip");
   EXPECT_EQ(FieldPath(CheckPolicyLossOptions({.clip_ratio_low = -1})), "clip_ratio_low");
+  EXPECT_EQ(FieldPath(CheckPolicyLossOptions({.k3_cap = -1})), "k3_cap");
+  for (const KlEstimator estimator :
+       {KlEstimator::kK1, KlEstimator::kK2, KlEstimator::kK1GradientK2}) {
+    EXPECT_EQ(FieldPath(CheckPolicyLossOptions({.kl_estimator = estimator, .k3_cap = 1})),
+              "k3_cap");
+  }
+  EXPECT_TRUE(CheckPolicyLossOptions({.kl_estimator = KlEstimator::kNone, .k3_cap = 1}).ok());
   for (const double floor : {-0.1, 2.1, std::numeric_limits<double>::quiet_NaN()}) {
     EXPECT_EQ(FieldPath(CheckPolicyLossOptions(
                   {.importance_sampling_cap = 2, .importance_sampling_floor = floor})),

@@ -157,6 +157,7 @@ TEST(ObjectiveTest, NumbersOutOfBoundsAreRefusedByName) {
       {"dual_clip", [](O& o) { o.loss.dual_clip = 1e308; }},
       {"kl_coefficient", [](O& o) { o.loss.kl_coefficient = -1; }},
       {"kl_coefficient", [](O& o) { o.loss.kl_coefficient = 1e308; }},
+      {"k3_cap", [](O& o) { o.loss.k3_cap = 1e308; }},
       {"entropy_coefficient", [](O& o) { o.loss.entropy_coefficient = kNan; }},
       {"entropy_coefficient", [](O& o) { o.loss.entropy_coefficient = -1e308; }},
       {"importance_sampling_cap", [](O& o) { o.loss.importance_sampling_cap = -1; }},

@@ -31,6 +31,7 @@ TEST(PolicyObjectiveTest, AnEmptyMessageGivesTheDocumentedDefaults) {
   EXPECT_EQ(objective->loss.dual_clip, 0);
   EXPECT_EQ(objective->loss.kl_coefficient, 0);
   EXPECT_EQ(objective->loss.kl_estimator, loss::KlEstimator::kK3);
+  EXPECT_EQ(objective->loss.k3_cap, 0);
   EXPECT_EQ(objective->loss.entropy_coefficient, 0);
   EXPECT_EQ(objective->loss.importance_sampling_cap, 0);
   EXPECT_EQ(objective->loss.importance_sampling_floor, 0);
@@ -174,6 +175,7 @@ TEST(PolicyObjectiveTest, EveryFieldIsCarried) {
   proto.set_normalizer(v1::NORMALIZER_ALL_TOKENS);
   proto.set_norm_constant(64);
   proto.set_kl_coefficient(0.01);
+  proto.set_k3_cap(10);
   proto.set_entropy_coefficient(0.02);
   proto.set_importance_sampling_cap(2);
   proto.set_importance_sampling_floor(0.5);
@@ -200,6 +202,7 @@ TEST(PolicyObjectiveTest, EveryFieldIsCarried) {
   EXPECT_EQ(objective->scale.norm_constant, 64);
   EXPECT_EQ(objective->loss.kl_coefficient, 0.01);
   EXPECT_EQ(objective->loss.kl_estimator, loss::KlEstimator::kK3);  // the default
+  EXPECT_EQ(objective->loss.k3_cap, 10);
   EXPECT_EQ(objective->loss.entropy_coefficient, 0.02);
   EXPECT_EQ(objective->loss.importance_sampling_cap, 2);
   EXPECT_EQ(objective->loss.importance_sampling_floor, 0.5);
