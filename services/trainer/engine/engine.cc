@@ -29,8 +29,9 @@ namespace tandem::trainer {
 namespace {
 
 constexpr char kSkipReason[] =
-    "no token of the batch has weight: every response token was written by the junior and "
-    "junior_token_loss_weight is 0";
+    "no token of the batch has weight: every response token was written by the junior, with "
+    "junior_token_loss_weight 0, or is of a response that was cut by length, with "
+    "mask_truncated_completions";
 
 // The rows of one micro-batch as the fused loss takes them.
 loss::OutputRows MakeOutputRows(const training::MicroBatchInput& input,

@@ -383,6 +383,19 @@ TEST_F(TrainerEngineTest, AllJuniorBatchIsSkippedAndChangesNothing) {
   EXPECT_TRUE(Step(*engine, TestRequest(batch)).replayed);
 }
 
+TEST_F(TrainerEngineTest, ABatchOfResponsesThatWereCutIsSkippedWhereTheyAreMasked) {
+  auto engine = Make();
+  PolicyBatch batch = TestBatch();
+  batch.objective.mask_truncated_completions = true;
+  for (PolicySample& sample : batch.samples) {
+    sample.trajectory.finish_reason = FinishReason::kLength;
+  }
+  const StepResult result = Step(*engine, TestRequest(batch));
+  EXPECT_TRUE(result.report.skipped);
+  EXPECT_THAT(result.report.skip_reason, HasSubstr("mask_truncated_completions"));
+  EXPECT_EQ(engine->Info().optimizer_steps, 0);
+}
+
 TEST_F(TrainerEngineTest, AllSeniorEqualsTandemSwitchedOffBitForBit) {
   PolicyBatch on = TestBatch();
   for (PolicySample& sample : on.samples) {

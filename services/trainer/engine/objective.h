@@ -33,6 +33,7 @@ enum class OldLogprobs {
 struct PolicyObjective {
   loss::PolicyLossOptions loss;
   double junior_token_loss_weight = 0.0;
+  bool mask_truncated_completions = false;  // weight 0 for a response that was cut by length
   OldLogprobs old_logprobs = OldLogprobs::kSenior;
   AdvantageEstimator advantage_estimator = AdvantageEstimator::kGroupRelative;
   double std_epsilon = loss::kDefaultStdEpsilon;

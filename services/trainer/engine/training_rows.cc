@@ -75,8 +75,11 @@ absl::StatusOr<loss::LossScales> PolicyScales(const PolicyBatch& batch) {
   std::vector<double> weights;
   std::vector<int64_t> lengths;
   for (const PolicySample& sample : batch.samples) {
+    const bool masked = batch.objective.mask_truncated_completions &&
+                        sample.trajectory.finish_reason == FinishReason::kLength;
     for (const uint8_t author : sample.trajectory.authorship_mask) {
-      weights.push_back(author ? 1.0 : batch.objective.junior_token_loss_weight);
+      const double weight = author ? 1.0 : batch.objective.junior_token_loss_weight;
+      weights.push_back(masked ? 0.0 : weight);
     }
     lengths.push_back(static_cast<int64_t>(sample.trajectory.authorship_mask.size()));
   }

@@ -30,6 +30,29 @@ TEST(TrainingRowsTest, OldLogProbsFollowTheChoice) {
   EXPECT_FLOAT_EQ(old(OldLogprobs::kSenior).behaviour[1], t.author_logprobs[1]);
 }
 
+TEST(TrainingRowsTest, ResponsesThatWereCutHaveNoWeightButStayInTheirGroup) {
+  PolicyBatch batch = TestBatch();  // samples 1 and 3 were cut by length
+  batch.objective.junior_token_loss_weight = 0.5;
+  const Advantages advantages = PolicyAdvantages(batch, nullptr).value();
+  batch.objective.mask_truncated_completions = true;
+  const loss::LossScales scales = PolicyScales(batch).value();
+  // token_mean over the 5 + 7 tokens of the other two.
+  size_t row = 0;
+  for (size_t i = 0; i < batch.samples.size(); ++i) {
+    for (const uint8_t author : batch.samples[i].trajectory.authorship_mask) {
+      EXPECT_DOUBLE_EQ(scales.scales[row++], i % 2 == 1 ? 0 : (author ? 1.0 : 0.5) / 12) << i;
+    }
+  }
+  // A group of one would have the advantage 0.
+  EXPECT_EQ(PolicyAdvantages(batch, nullptr).value().advantages, advantages.advantages);
+  EXPECT_LT(advantages.advantages[0][0], -0.5);
+  const TrainingRows rows = PolicyRows(batch, scales, advantages.advantages);
+  EXPECT_EQ(rows.tokens.sequence_rows, (std::vector<int64_t>{5, 0, 7, 0}));
+  // What counts every token counts theirs too.
+  batch.objective.scale.normalizer = loss::Normalizer::kAllTokens;
+  EXPECT_DOUBLE_EQ(PolicyScales(batch).value().scales[0], 1.0 / (5 + 6 + 7 + 8));
+}
+
 TEST(TrainingRowsTest, GaePassesThroughJuniorTokensAndReturnsAreNotWhitened) {
   PolicyBatch batch = TestBatch();
   batch.samples.resize(1);

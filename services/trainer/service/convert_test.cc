@@ -38,6 +38,7 @@ TEST(PolicyObjectiveTest, AnEmptyMessageGivesTheDocumentedDefaults) {
   EXPECT_EQ(objective->loss.importance_sampling_level, loss::ImportanceSamplingLevel::kToken);
   EXPECT_EQ(objective->loss.importance_sampling_mode, loss::ImportanceSamplingMode::kTruncate);
   EXPECT_EQ(objective->junior_token_loss_weight, 0);
+  EXPECT_FALSE(objective->mask_truncated_completions);
   EXPECT_EQ(objective->old_logprobs, OldLogprobs::kSenior);
   EXPECT_EQ(objective->advantage_estimator, AdvantageEstimator::kGroupRelative);
   EXPECT_EQ(objective->std_epsilon, 1e-6);
@@ -166,6 +167,7 @@ TEST(PolicyObjectiveTest, EveryFieldIsCarried) {
   v1::PolicyObjective proto;
   proto.set_loss_kind(v1::POLICY_LOSS_KIND_CISPO);
   proto.set_junior_token_loss_weight(0.25);
+  proto.set_mask_truncated_completions(true);
   proto.set_clip_ratio_low(0.1);
   proto.set_clip_ratio_high(0.3);
   proto.set_dual_clip(3);
@@ -192,6 +194,7 @@ TEST(PolicyObjectiveTest, EveryFieldIsCarried) {
   ASSERT_TRUE(objective.ok()) << objective.status();
   EXPECT_EQ(objective->loss.kind, loss::PolicyLossKind::kCispo);
   EXPECT_EQ(objective->junior_token_loss_weight, 0.25);
+  EXPECT_TRUE(objective->mask_truncated_completions);
   EXPECT_EQ(objective->loss.clip_ratio_low, 0.1);
   EXPECT_EQ(objective->loss.clip_ratio_high, 0.3);
   EXPECT_EQ(objective->loss.dual_clip, 3);

@@ -125,6 +125,7 @@ absl::StatusOr<PolicyObjective> FromProto(const v1::PolicyObjective& proto) {
   TANDEM_RETURN_IF_ERROR(LossTermsFromProto(proto, &out.loss));
   TANDEM_RETURN_IF_ERROR(ScaleFromProto(proto, &out.scale));
   out.junior_token_loss_weight = proto.junior_token_loss_weight();
+  out.mask_truncated_completions = proto.mask_truncated_completions();
   TANDEM_RETURN_IF_ERROR(
       Choose("old_logprobs", proto.old_logprobs(), kOldLogprobs, &out.old_logprobs));
   TANDEM_RETURN_IF_ERROR(Choose("advantage_estimator", proto.advantage_estimator(),
@@ -153,6 +154,7 @@ v1::PolicyObjective ToProto(const PolicyObjective& objective) {
   v1::PolicyObjective proto;
   proto.set_loss_kind(NameOf(objective.loss.kind, kLossKinds));
   proto.set_junior_token_loss_weight(objective.junior_token_loss_weight);
+  proto.set_mask_truncated_completions(objective.mask_truncated_completions);
   proto.set_clip_ratio_low(objective.loss.clip_ratio_low);
   proto.set_clip_ratio_high(objective.loss.clip_ratio_high);
   proto.set_dual_clip(objective.loss.dual_clip);
