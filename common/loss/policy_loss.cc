@@ -7,6 +7,7 @@
 #include "absl/strings/str_cat.h"
 #include "common/base/error.h"
 #include "common/base/field_check.h"
+#include "common/base/not_finite.h"
 #include "common/base/status_macros.h"
 
 namespace tandem::loss {
@@ -274,9 +275,9 @@ absl::Status PolicyLossEvaluator::Evaluate(int64_t first_row, absl::Span<const d
     entropy_coefficients[i] = -scale * options_.entropy_coefficient;
     if (!std::isfinite(logprob) || !std::isfinite(entropies[i]) ||
         !std::isfinite(logprob_coefficients[i])) {
-      return absl::InternalError(absl::StrCat("row ", t, " of the loss is not finite (log-prob ",
-                                              logprob, ", entropy ", entropies[i], ", coefficient ",
-                                              logprob_coefficients[i], ")"));
+      return NotFiniteError(absl::StrCat("row ", t, " of the loss is not finite (log-prob ",
+                                         logprob, ", entropy ", entropies[i], ", coefficient ",
+                                         logprob_coefficients[i], ")"));
     }
 
     sums_.loss_policy += scale * policy.value;

@@ -136,7 +136,7 @@ class PolicyLossEvaluator {
   absl::Status ObserveSequences(int64_t first_row, absl::Span<const double> logprobs);
 
   // Coefficients of the rows [first_row, first_row + n): n is the size of every span. Adds the
-  // rows' reports. INTERNAL if a log-prob, an entropy or a coefficient is not finite.
+  // rows' reports. NotFiniteError for a log-prob, an entropy or a coefficient.
   absl::Status Evaluate(int64_t first_row, absl::Span<const double> logprobs,
                         absl::Span<const double> entropies, absl::Span<double> logprob_coefficients,
                         absl::Span<double> entropy_coefficients);

@@ -6,6 +6,7 @@
 #include <limits>
 
 #include "common/base/error.h"
+#include "common/base/not_finite.h"
 
 namespace tandem::loss {
 namespace {
@@ -146,8 +147,7 @@ TEST(PolicyLossTest, NonFiniteRowIsRefused) {
   PolicyLossEvaluator evaluator = PolicyLossEvaluator::Create({}, tokens).value();
   const double nan = std::numeric_limits<double>::quiet_NaN(), zero = 0;
   double c, e;
-  EXPECT_EQ(evaluator.Evaluate(0, {&nan, 1}, {&zero, 1}, {&c, 1}, {&e, 1}).code(),
-            absl::StatusCode::kInternal);
+  EXPECT_TRUE(IsNotFinite(evaluator.Evaluate(0, {&nan, 1}, {&zero, 1}, {&c, 1}, {&e, 1})));
 }
 
 TEST(PolicyLossTest, CispoCutsTheWeightAndKeepsTheGradient) {

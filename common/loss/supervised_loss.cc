@@ -4,6 +4,7 @@
 #include <cstddef>
 
 #include "absl/strings/str_cat.h"
+#include "common/base/not_finite.h"
 
 namespace tandem::loss {
 
@@ -14,7 +15,7 @@ absl::Status SupervisedLossEvaluator::Evaluate(int64_t first_row, absl::Span<con
   for (size_t i = 0; i < logprobs.size(); ++i) {
     const size_t t = static_cast<size_t>(first_row) + i;
     if (!std::isfinite(logprobs[i])) {
-      return absl::InternalError(absl::StrCat("the log-prob of row ", t, " is not finite"));
+      return NotFiniteError(absl::StrCat("the log-prob of row ", t, " is not finite"));
     }
     logprob_coefficients[i] = -scales_[t];
     entropy_coefficients[i] = 0;

@@ -16,7 +16,7 @@ class SupervisedLossEvaluator {
   // `scales` [N] (loss_scale.h) must outlive the evaluator.
   explicit SupervisedLossEvaluator(absl::Span<const double> scales) : scales_(scales) {}
 
-  // As PolicyLossEvaluator::Evaluate. INTERNAL if a log-prob is not finite.
+  // As PolicyLossEvaluator::Evaluate. NotFiniteError for a log-prob.
   absl::Status Evaluate(int64_t first_row, absl::Span<const double> logprobs,
                         absl::Span<const double> entropies, absl::Span<double> logprob_coefficients,
                         absl::Span<double> entropy_coefficients);

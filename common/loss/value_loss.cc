@@ -6,6 +6,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "common/base/error.h"
+#include "common/base/not_finite.h"
 
 namespace tandem::loss {
 namespace {
@@ -44,7 +45,7 @@ absl::Status ValueLossEvaluator::Evaluate(int64_t first_row, absl::Span<const do
     const size_t t = static_cast<size_t>(first_row) + i;
     const double value = values[i];
     if (!std::isfinite(value)) {
-      return absl::InternalError(absl::StrCat("the value of row ", t, " is not finite"));
+      return NotFiniteError(absl::StrCat("the value of row ", t, " is not finite"));
     }
     const double error = value - tokens_->returns[t];
     double squared = error * error;

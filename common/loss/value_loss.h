@@ -36,7 +36,7 @@ class ValueLossEvaluator {
   static absl::StatusOr<ValueLossEvaluator> Create(const ValueLossOptions& options,
                                                    const ValueTokens& tokens);
 
-  // d loss / d value of the rows [first_row, first_row + n). INTERNAL if a value is not finite.
+  // d loss / d value of the rows [first_row, first_row + n). NotFiniteError for a value.
   absl::Status Evaluate(int64_t first_row, absl::Span<const double> values,
                         absl::Span<double> gradients);
 

@@ -5,6 +5,7 @@
 #include <cmath>
 
 #include "absl/strings/str_cat.h"
+#include "common/base/not_finite.h"
 #include "common/base/status_macros.h"
 #include "common/base/strategy_name.h"
 #include "common/tensor/aten_bytes.h"
@@ -57,7 +58,7 @@ absl::StatusOr<OptimizerReport> SingleProcessStrategy::OptimizerStep() {
     // Autograd adds in place, so the gradients are still the ones given to the parameters.
     report.grad_norm = training::GlobalNorm(gradients_);
     if (!std::isfinite(report.grad_norm)) {
-      return absl::InternalError("the gradient norm is not finite; nothing was applied");
+      return NotFiniteError("the gradient norm is not finite");
     }
     const double factor = options_.max_grad_norm / (report.grad_norm + 1e-6);
     if (options_.max_grad_norm > 0 && factor < 1) at::_foreach_mul_(gradients_, factor);

@@ -8,6 +8,7 @@
 #include <limits>
 
 #include "common/base/error.h"
+#include "common/base/not_finite.h"
 #include "common/model/testing/models.h"
 #include "common/model/testing/tiny_model_dir.h"
 
@@ -67,7 +68,7 @@ TEST(SingleProcessStrategyTest, NonFiniteGradientChangesNothing) {
   ASSERT_TRUE(strategy.Build(*model, {}).ok());
   const at::Tensor before = model->Parameter(kMatrix).detach().clone();
   ASSERT_TRUE(RunBackward(strategy, *model, std::numeric_limits<double>::infinity()).ok());
-  EXPECT_EQ(strategy.OptimizerStep().status().code(), absl::StatusCode::kInternal);
+  EXPECT_TRUE(IsNotFinite(strategy.OptimizerStep().status()));
   EXPECT_TRUE(model->Parameter(kMatrix).equal(before));
   EXPECT_EQ(strategy.optimizer_steps(), 0);
 }

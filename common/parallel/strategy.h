@@ -46,10 +46,10 @@ class Strategy {
   virtual absl::Status ForwardBackward(int64_t count,
                                        absl::FunctionRef<absl::Status(int64_t)> run) = 0;
 
-  // Clips by global norm with factor min(1, max_grad_norm / (norm + 1e-6)) and updates. INTERNAL,
-  // with nothing changed, if the norm is not finite. DATA_LOSS if the update broke off, with some
-  // of the parameters changed. After any other error optimizer_steps() tells whether the update was
-  // done; if so, the model's OnWeightsChanged may not have been.
+  // Clips by global norm with factor min(1, max_grad_norm / (norm + 1e-6)) and updates.
+  // NotFiniteError, with nothing changed, for the norm. DATA_LOSS if the update broke off, with
+  // some of the parameters changed. After any other error optimizer_steps() tells whether the
+  // update was done; if so, the model's OnWeightsChanged may not have been.
   virtual absl::StatusOr<OptimizerReport> OptimizerStep() = 0;
 
   virtual int64_t optimizer_steps() const = 0;

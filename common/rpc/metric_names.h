@@ -106,7 +106,7 @@ inline constexpr MetricSpec kWeightUpdates{MetricType::kCounter,
 inline constexpr MetricSpec kTrainSteps{
     MetricType::kCounter,
     "tandem_train_steps_total",
-    "Train steps, by result (applied, skipped, replayed, failed).",
+    "Train steps, by result (applied; skipped, not_finite: without an update; replayed; failed).",
     {"result"}};
 inline constexpr MetricSpec kOptimizerSteps{MetricType::kGauge, "tandem_optimizer_steps",
                                             "Optimizer updates applied so far."};

@@ -23,7 +23,8 @@ struct StepReport {
 
 struct StepResult {
   StepReport report;
-  bool replayed = false;  // the report comes from the table of done steps
+  bool replayed = false;    // the report comes from the table of done steps
+  bool not_finite = false;  // skipped, just now, because of a loss or gradient that is not
 };
 
 }  // namespace tandem::training

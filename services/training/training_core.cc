@@ -10,6 +10,7 @@
 #include "absl/strings/str_cat.h"
 #include "common/base/error.h"
 #include "common/base/logging.h"
+#include "common/base/not_finite.h"
 #include "common/base/status_macros.h"
 #include "common/model/compute_setup.h"
 #include "common/tensor/weights_digest.h"
@@ -136,28 +137,39 @@ absl::StatusOr<StepResult> TrainingCore::Step(
   // A shutdown during the step saves it.
   absl::Cleanup restore = [this, before = unsaved_.exchange(true)] { unsaved_ = before; };
   StepReport report{.run_id = identity.run_id, .step = identity.step};
-  TANDEM_RETURN_IF_ERROR(compute(report));
+  absl::Status status = compute(report);
   report.weights.version = state_.version;
+  if (status.ok() && !report.skipped) status = FinishStep(identity, report);
+  const bool not_finite = IsNotFinite(status);
+  if (not_finite) {
+    report.skipped = true;
+    report.skip_reason = std::string(status.message());
+  } else if (!status.ok()) {
+    if (!broken_.ok()) std::move(restore).Cancel();  // what was there is lost
+    return status;
+  }
   if (report.skipped) {
     state_.ledger.Record(identity.request_id, identity.payload_digest, report);
-  } else {
-    // Entered before the update and taken back if it fails: nothing can go wrong in between.
-    for (const char* name : {"grad_norm", "learning_rate"}) {
-      report.metrics[absl::StrCat(metric_prefix_, name)] = 0;
-    }
-    StepReport& entry = state_.ledger.Record(identity.request_id, identity.payload_digest, report);
-    const absl::Status applied = ApplyUpdate(entry);
-    if (!applied.ok()) {
-      state_.ledger.RemoveNewest();
-      if (!broken_.ok()) std::move(restore).Cancel();  // what was there is lost
-      return applied;
-    }
-    report = entry;
   }
   std::move(restore).Cancel();
   RefreshWeights();
   report.weights = weights();
-  return StepResult{.report = std::move(report), .replayed = false};
+  return StepResult{.report = std::move(report), .not_finite = not_finite};
+}
+
+absl::Status TrainingCore::FinishStep(const StepIdentity& identity, StepReport& report) {
+  // Entered before the update and taken back if it fails: nothing can go wrong in between.
+  StepReport& entry = state_.ledger.Record(identity.request_id, identity.payload_digest, report);
+  for (const char* name : {"grad_norm", "learning_rate"}) {
+    entry.metrics[absl::StrCat(metric_prefix_, name)] = 0;
+  }
+  absl::Status applied = ApplyUpdate(entry);
+  if (applied.ok()) {
+    report = entry;
+  } else {
+    state_.ledger.RemoveNewest();
+  }
+  return applied;
 }
 
 absl::Status TrainingCore::ApplyUpdate(StepReport& report) {

@@ -89,7 +89,8 @@ class TrainingCore {
   WeightsVersion weights() const;
 
   // Does a step once. `compute` checks the batch, leaves its gradients with the strategy and fills
-  // the report but for what the optimizer says; it may mark the step as skipped. As soon as the
+  // the report but for what the optimizer says; it may mark the step as skipped. A NotFiniteError,
+  // its own or the update's, skips the step too, with the message as the reason. As soon as the
   // update is applied the step counts and its report is in the table of done steps: a failure after
   // that is repaired, now or by the next call, and a repeat gets the report. An error before that
   // changes nothing; DATA_LOSS: as Run says.
@@ -106,6 +107,8 @@ class TrainingCore {
   TrainingCore(std::string kind, std::string metric_prefix, const TrainingOptions& options);
 
   absl::Status Load(LoadOptions load, std::unique_ptr<parallel::Strategy> strategy);
+  // Updates with the gradients of the step and enters its report, which it completes.
+  absl::Status FinishStep(const StepIdentity& identity, StepReport& report);
   absl::Status ApplyUpdate(StepReport& report);
   // Puts weights and state in the place of those that are there. `load_optimizer` comes first; when
   // it fails, nothing has changed.

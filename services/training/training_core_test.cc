@@ -11,6 +11,7 @@
 
 #include "common/base/checksum.h"
 #include "common/base/error.h"
+#include "common/base/not_finite.h"
 #include "common/model/testing/tiny_model_dir.h"
 #include "common/parallel/single_process_strategy.h"
 #include "common/tensor/aten_bytes.h"
@@ -24,6 +25,7 @@ class FailingStrategy final : public parallel::SingleProcessStrategy {
   absl::StatusOr<parallel::OptimizerReport> OptimizerStep() override {
     if (std::exchange(fail_before_update, false)) throw std::runtime_error("before the update");
     if (std::exchange(break_off, false)) return absl::DataLossError("in the update");
+    if (std::exchange(not_finite, false)) return NotFiniteError("the gradient");
     auto report = SingleProcessStrategy::OptimizerStep();
     if (std::exchange(fail_after_update, false)) throw std::runtime_error("after the update");
     return report;
@@ -40,6 +42,7 @@ class FailingStrategy final : public parallel::SingleProcessStrategy {
   bool fail_scatter = false;
   bool fail_before_update = false;
   bool break_off = false;
+  bool not_finite = false;
   bool fail_after_update = false;
   mutable int fail_publishing = 0;  // at this call of optimizer_steps
 };
@@ -302,6 +305,32 @@ TEST_F(TrainingCoreTest, AFailureBeforeTheUpdateChangesNothing) {
   ASSERT_TRUE(retry.ok()) << retry.status();
   EXPECT_FALSE(retry->replayed);
   EXPECT_EQ(retry->report.weights.version, 1);
+}
+
+TEST_F(TrainingCoreTest, ANumberThatIsNotFiniteSkipsTheStepAndTheNextOneApplies) {
+  const EngineInfo before = core_->Info();
+  strategy_->not_finite = true;
+  const absl::StatusOr<StepResult> skipped = Step(Identity());
+  ASSERT_TRUE(skipped.ok()) << skipped.status();
+  EXPECT_TRUE(skipped->not_finite);
+  EXPECT_TRUE(skipped->report.skipped);
+  EXPECT_EQ(skipped->report.skip_reason, "the gradient");
+  EXPECT_EQ(skipped->report.metrics, (std::map<std::string, double>{{"loss/total", 0.5}}));
+  EXPECT_EQ(skipped->report.weights, before.weights);
+  EXPECT_EQ(core_->Info().optimizer_steps, 0);
+  EXPECT_TRUE(core_->unsaved());
+  const absl::StatusOr<StepResult> again = Step(Identity());
+  ASSERT_TRUE(again.ok()) << again.status();
+  EXPECT_TRUE(again->replayed);
+  EXPECT_FALSE(again->not_finite);  // counted once
+  EXPECT_EQ(again->report, skipped->report);
+
+  StepIdentity next = Identity(1);
+  next.expected_version = 0;
+  const absl::StatusOr<StepResult> applied = Step(next);
+  ASSERT_TRUE(applied.ok()) << applied.status();
+  EXPECT_EQ(applied->report.weights.version, 1);
+  EXPECT_EQ(core_->Info().optimizer_steps, 1);
 }
 
 TEST_F(TrainingCoreTest, ACallThatIsOverNeverBegins) {

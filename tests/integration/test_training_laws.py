@@ -9,6 +9,7 @@ import harness
 import numpy as np
 import pytest
 from harness import TANDEM, batch_metrics, flat, json_lines, metrics_without_clock, prompts
+from safetensors.numpy import load_file, save_file
 from tandem.errors import AlreadyExistsError, FailedPreconditionError
 from tandem.requests import PolicySample, SupervisedSample
 from tandem.wire import from_tensor
@@ -96,6 +97,27 @@ def test_only_junior_tokens_of_weight_zero_skip_the_step(fresh_pair, tmp_path):
         # With weight the same batch trains.
         assert not step(trainer, samples, 2, junior_token_loss_weight=0.5).skipped
         assert trainer.info().server.weights.digest != before.server.weights.digest
+
+
+def test_a_model_that_overflows_skips_its_steps(models, tmp_path):
+    overflowing = tmp_path / "overflowing"
+    shutil.copytree(models.senior, overflowing)
+    tensors = load_file(overflowing / "model.safetensors")
+    tensors["model.norm.weight"] = tensors["model.norm.weight"] * np.float32(1e30)
+    tensors["model.embed_tokens.weight"] = tensors["model.embed_tokens.weight"] * np.float32(1e15)
+    save_file(tensors, overflowing / "model.safetensors")
+    with (
+        harness.cluster(tmp_path / "c", models, trainer={"model": str(overflowing)}) as running,
+        harness.trainer_client(running) as trainer,
+    ):
+        before = trainer.info()
+        report = step(trainer, [SupervisedSample([5, 6], [7, 8, 9])])
+        assert report.skipped
+        assert "not finite" in report.skip_reason
+        assert trainer.info().server.weights == report.weights == before.server.weights
+        assert trainer.info().optimizer_steps == 0
+        counted = 'tandem_train_steps_total{result="not_finite"} 1'
+        assert counted in harness.metrics_text(running.trainer)
 
 
 def test_a_certain_senior_trains_as_tandem_switched_off_bit_for_bit(models, tmp_path):

@@ -245,9 +245,10 @@ class Loop:
     def require_critic(self, report: trainer_pb2.StepReport) -> None:
         """FailedPreconditionError unless the critic made the step too, from where the run left it.
 
-        One that a supervisor restarted begins at its base model, and would train from there.
+        One that a supervisor restarted begins at its base model, and would train from there. A step
+        that the trainer skipped may have been made by the critic.
         """
-        if self._critic is not None and not report.skipped:
+        if self._critic is not None and "critic/loss" in report.metrics:
             self._critic = self._session.require_critic(self._critic.version + 1)
 
     def finish(

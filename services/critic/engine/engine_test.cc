@@ -162,6 +162,21 @@ TEST_F(CriticEngineTest, TheOtherKernelsAndTypesTakeTheSameStep) {
   }
 }
 
+TEST_F(CriticEngineTest, AGradientThatIsNotFiniteSkipsTheStep) {
+  auto engine = Make();
+  const std::string before = Digest(*engine);
+  TrainStepRequest request = Request(*engine);
+  request.value_clip = 0;
+  for (ValueSample& sample : request.samples) {
+    for (float& target : sample.returns) target = 3e38f;
+  }
+  const StepResult result = Step(*engine, request);
+  EXPECT_TRUE(result.report.skipped);
+  EXPECT_TRUE(result.not_finite);
+  EXPECT_EQ(result.report.weights.version, 0);
+  EXPECT_EQ(Digest(*engine), before);
+}
+
 TEST_F(CriticEngineTest, RepeatIsAnsweredFromTheTableAndStaleIsRefused) {
   auto engine = Make();
   TrainStepRequest request = Request(*engine);

@@ -93,6 +93,8 @@ v1::TrainStepResponse ToProto(const StepResult& result) {
   rpc::WeightsVersionToProto(report.weights, proto.mutable_weights());
   proto.mutable_metrics()->insert(report.metrics.begin(), report.metrics.end());
   proto.set_replayed(result.replayed);
+  proto.set_skipped(report.skipped);
+  proto.set_skip_reason(report.skip_reason);
   return proto;
 }
 

@@ -48,7 +48,8 @@ class CriticConnection {
   virtual ~CriticConnection() = default;
   virtual absl::StatusOr<Values> ComputeValues(const Call& call, const Step& step,
                                                const std::vector<Sequence>& sequences) = 0;
-  // Returns the critic's metrics ("critic/loss", ...).
+  // Returns the critic's metrics ("critic/loss", ...). NotFiniteError when the critic skipped the
+  // step.
   virtual absl::StatusOr<std::map<std::string, double>> TrainStep(const Call& call,
                                                                   const TrainRequest& request) = 0;
 };

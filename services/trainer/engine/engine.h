@@ -22,8 +22,9 @@ class Engine : public training::Engine {
   // the field's path ("samples[3].trajectory.authorship_mask", "policy.kl_coefficient", "run_id"),
   // OUT_OF_RANGE too long, FAILED_PRECONDITION (reasons STALE_POLICY_VERSION, TRAJECTORY_TOO_OLD,
   // UNKNOWN_POLICY_VERSION, WEIGHTS_DIFFER, NO_CRITIC, NO_REFERENCE_MODEL), ALREADY_EXISTS (reason
-  // REQUEST_ID_REUSED), UNIMPLEMENTED, INTERNAL for a loss or gradient that is not finite. A step
-  // that has begun is finished even when its caller goes, unless it still waits for the critic.
+  // REQUEST_ID_REUSED), UNIMPLEMENTED. A step whose loss or gradient is not finite, the critic's
+  // too, is skipped. A step that has begun is finished even when its caller goes, unless it still
+  // waits for the critic.
   virtual absl::StatusOr<StepResult> TrainStep(const CallScope& call,
                                                const TrainStepRequest& request) = 0;
 

@@ -1,6 +1,7 @@
 #include "services/trainer/engine/engine.h"
 
 #include <ATen/ATen.h>
+#include <ATen/core/grad_mode.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
@@ -10,6 +11,7 @@
 
 #include "common/base/checksum.h"
 #include "common/base/error.h"
+#include "common/base/not_finite.h"
 #include "common/model/testing/tiny_model_dir.h"
 #include "services/trainer/engine/testing/batches.h"
 
@@ -71,6 +73,17 @@ class TrainerEngineTest : public ::testing::Test {
         engine.ComputeLogProbs({}, {prompt, response, temperature});
     EXPECT_TRUE(result.ok()) << result.status();
     return result.ok() ? result->logprobs : std::vector<float>(response.size());
+  }
+  // A model whose weights are finite and whose logits are not.
+  EngineOptions Overflowing() const {
+    EngineOptions options = Options();
+    options.model = folder_ / "overflowing";
+    const at::NoGradGuard no_grad;
+    const auto model = TinyModel("llama", {}, {}, /*seed=*/3);
+    model->Parameter("model.norm.weight").mul_(1e30);
+    model->Parameter(model->lm_head_name()).mul_(1e15);
+    EXPECT_TRUE(model->Save(options.model).ok());
+    return options;
   }
   // The log-probs that a rollout of the engine's current weights would have recorded.
   static void RecordLogProbs(Engine& engine, PolicyBatch& batch) {
@@ -467,7 +480,7 @@ TEST_F(TrainerEngineTest, BadBatchChangesNothing) {
   EXPECT_FALSE(Step(*engine, TestRequest()).replayed);
 }
 
-TEST_F(TrainerEngineTest, GradientThatIsNotFiniteIsRefusedAndTheEngineGoesOn) {
+TEST_F(TrainerEngineTest, AGradientThatIsNotFiniteSkipsTheStepAndTheEngineGoesOn) {
   auto engine = Make();
   const std::string before = Digest(*engine);
   PolicyBatch batch = TestBatch();
@@ -478,14 +491,37 @@ TEST_F(TrainerEngineTest, GradientThatIsNotFiniteIsRefusedAndTheEngineGoesOn) {
   }
   TrainStepRequest request = TestRequest(batch);
   request.request_id = "bad";
-  EXPECT_EQ(engine->TrainStep({}, Stamped(*engine, request)).status().code(),
-            absl::StatusCode::kInternal);
+  const StepResult result = Step(*engine, request);
+  EXPECT_TRUE(result.report.skipped);
+  EXPECT_TRUE(result.not_finite);
+  EXPECT_THAT(result.report.skip_reason, HasSubstr("gradient norm"));
+  EXPECT_FALSE(result.report.metrics.contains("policy/grad_norm"));
   EXPECT_EQ(Digest(*engine), before);
   EXPECT_EQ(engine->Info().weights.version, 0);
   auto clean = Make();
   Step(*clean, TestRequest());
   Step(*engine, TestRequest());
   EXPECT_EQ(Digest(*engine), Digest(*clean));
+}
+
+TEST_F(TrainerEngineTest, AModelThatOverflowsSkipsItsStepsAndKeepsItsWeights) {
+  auto engine = Make(Overflowing());
+  const std::string before = Digest(*engine);
+  SupervisedBatch supervised;
+  supervised.samples = {{.prompt_token_ids = {1, 5}, .response_token_ids = {9, 2}}};
+  TrainStepRequest requests[] = {TestRequest(), TestRequest(), TestRequest()};
+  std::get<PolicyBatch>(requests[1].batch).objective.loss.kind = loss::PolicyLossKind::kGspo;
+  requests[2].batch = supervised;
+  for (TrainStepRequest& request : requests) {
+    request.request_id = std::to_string(&request - requests);
+    const StepResult result = Step(*engine, request);
+    EXPECT_TRUE(result.report.skipped);
+    EXPECT_TRUE(result.not_finite);
+    EXPECT_THAT(result.report.skip_reason, HasSubstr("not finite"));
+    EXPECT_EQ(result.report.weights.version, 0);
+  }
+  EXPECT_EQ(Digest(*engine), before);
+  EXPECT_EQ(engine->Info().optimizer_steps, 0);
 }
 
 // What passes the checks trains.
@@ -624,6 +660,23 @@ TEST_F(TrainerEngineTest, GaeTrainsTheCriticOnTheReturns) {
   EXPECT_EQ(critic->last.old_values[1], std::vector<float>(6, 0.25f));
   EXPECT_EQ(critic->last.returns[0], std::vector<float>(5, 0.0f));
   EXPECT_EQ(critic->last.returns[1], std::vector<float>(6, 1.5f));  // cut by length: + 0.5
+}
+
+// Who learnt is what the critic's metrics tell.
+TEST_F(TrainerEngineTest, AStepIsSkippedWithOrWithoutTheCritic) {
+  auto critic = std::make_shared<FakeCritic>();
+  auto engine = Make(Options(), critic);
+  PolicyBatch batch = TestBatch();
+  batch.objective.advantage_estimator = AdvantageEstimator::kGae;
+  critic->fail = NotFiniteError("the critic skipped it");
+  const StepResult first = Step(*engine, TestRequest(batch));
+  EXPECT_TRUE(first.report.skipped);
+  EXPECT_FALSE(first.report.metrics.contains("critic/loss"));
+  critic->fail = absl::OkStatus();
+  auto overflowing = Make(Overflowing(), critic);
+  const StepResult second = Step(*overflowing, TestRequest(batch));
+  EXPECT_TRUE(second.report.skipped);
+  EXPECT_EQ(second.report.metrics.at("critic/loss"), 1.5);
 }
 
 TEST_F(TrainerEngineTest, FailingCriticFailsTheStepAndARetryApplies) {

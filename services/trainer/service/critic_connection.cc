@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "absl/strings/str_cat.h"
+#include "common/base/not_finite.h"
 #include "common/base/status_macros.h"
 #include "common/rpc/float_field.h"
 #include "common/rpc/proto_convert.h"
@@ -68,6 +69,9 @@ class GrpcCriticConnection final : public CriticConnection {
     }
     TANDEM_ASSIGN_OR_RETURN(const auto response, client_->TrainStep(call.scope, header, samples));
     call.progress();
+    if (response.skipped()) {
+      return NotFiniteError(absl::StrCat("the critic skipped it: ", response.skip_reason()));
+    }
     return std::map<std::string, double>(response.metrics().begin(), response.metrics().end());
   }
 

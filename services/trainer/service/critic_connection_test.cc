@@ -6,6 +6,7 @@
 #include <thread>
 
 #include "common/base/error.h"
+#include "common/base/not_finite.h"
 #include "common/rpc/testing/server.h"
 #include "services/critic/service/critic_app.h"
 #include "services/critic/service/testing/fake_engine.h"
@@ -109,6 +110,16 @@ TEST_F(CriticConnectionTest, ALostAnswerIsRepeatedUnderTheSameRequestId) {
   const auto metrics = critic_->TrainStep(call_, Request());
   ASSERT_TRUE(metrics.ok()) << metrics.status();
   EXPECT_EQ(engine_->calls(), 2);
+  EXPECT_EQ(engine_->steps().size(), 1u);
+}
+
+TEST_F(CriticConnectionTest, AStepThatTheCriticSkippedIsTold) {
+  engine_->SkipNext("the gradient norm is not finite");
+  for (int i = 0; i < 2; ++i) {  // the second answer comes from the critic's table
+    const absl::Status status = critic_->TrainStep(call_, Request()).status();
+    EXPECT_TRUE(IsNotFinite(status));
+    EXPECT_EQ(status.message(), "the critic skipped it: the gradient norm is not finite");
+  }
   EXPECT_EQ(engine_->steps().size(), 1u);
 }
 

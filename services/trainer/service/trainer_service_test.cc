@@ -399,6 +399,15 @@ TEST_F(TrainerServerTest, StepsAreCountedInTheMetrics) {
   EXPECT_THAT(text, HasSubstr("tandem_step_seconds_count{phase=\"train\"} 2"));
 }
 
+TEST_F(TrainerServerTest, AStepWhoseNumbersAreNotFiniteIsCountedApart) {
+  engine_->SkipNext();
+  ASSERT_TRUE(TrainStep({Message(PolicyHeader(1)), Message(Sample())}).ok());
+  const std::string text = server_.metrics().Text();
+  EXPECT_THAT(text, HasSubstr("tandem_train_steps_total{result=\"not_finite\"} 1"));
+  EXPECT_THAT(text, HasSubstr("tandem_train_steps_total{result=\"skipped\"} 0"));
+  EXPECT_THAT(text, HasSubstr("tandem_trained_tokens_total 0"));
+}
+
 TEST_F(TrainerServerTest, TheConfigurationBecomesTheEnginesOptions) {
   config::v1::TrainerServerConfig config;
   config.set_model("/models/senior");

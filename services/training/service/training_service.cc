@@ -16,7 +16,7 @@ TrainingService::TrainingService(const ServiceOptions& options, const rpc::Serve
       metrics_(runtime.metrics),
       budget_(options.max_buffered_bytes) {
   // Counters and gauges that alerts read exist from the start.
-  for (const char* result : {"applied", "skipped", "replayed", "failed"}) {
+  for (const char* result : {"applied", "skipped", "not_finite", "replayed", "failed"}) {
     metrics_.Counter(rpc::metric::kTrainSteps, {result});
   }
   metrics_.Counter(rpc::metric::kTrainedTokens);
@@ -59,7 +59,8 @@ absl::StatusOr<StepResult> TrainingService::RunStep(
   }
   const StepReport& report = result->report;
   UpdateMetrics();
-  metrics_.Counter(rpc::metric::kTrainSteps, {report.skipped ? "skipped" : "applied"}).Increment();
+  const char* const skipped = result->not_finite ? "not_finite" : "skipped";
+  metrics_.Counter(rpc::metric::kTrainSteps, {report.skipped ? skipped : "applied"}).Increment();
   if (!report.skipped) {
     metrics_.Counter(rpc::metric::kTrainedTokens).Increment(static_cast<double>(num_tokens));
   }
@@ -70,6 +71,7 @@ absl::StatusOr<StepResult> TrainingService::RunStep(
        {"step", report.step},
        {"version", report.weights.version},
        {"skipped", report.skipped},
+       {"skip_reason", report.skip_reason},
        {"seconds", seconds}});
   return result;
 }

@@ -59,7 +59,10 @@ class FakeEngine final : public Engine {
     if (request.expected_version != version_) return absl::FailedPreconditionError("stale");
     steps_.push_back(request);
     StepReport report{.run_id = request.run_id, .step = request.step};
-    report.weights.version = ++version_;
+    report.skip_reason = std::exchange(skip_next_, "");
+    report.skipped = !report.skip_reason.empty();
+    if (!report.skipped) ++version_;
+    report.weights.version = version_;
     unsaved_ = true;
     report.metrics = {{"critic/loss", 0.25}};
     done_[request.request_id] = report;
@@ -90,6 +93,10 @@ class FakeEngine final : public Engine {
   void FailNext(absl::Status error) {
     std::lock_guard lock(mutex_);
     next_error_ = std::move(error);
+  }
+  void SkipNext(std::string reason) {
+    std::lock_guard lock(mutex_);
+    skip_next_ = std::move(reason);
   }
   // Every ComputeValues answers from a newer version.
   void Drift() {
@@ -129,6 +136,7 @@ class FakeEngine final : public Engine {
   int64_t drifted_ = 0;
   int calls_ = 0;
   absl::Status next_error_;
+  std::string skip_next_;
   std::map<std::string, StepReport> done_;
   std::vector<TrainStepRequest> steps_;
 };

@@ -122,6 +122,11 @@ class FakeEngine final : public Engine {
     std::lock_guard lock(mutex_);
     next_error_ = std::move(error);
   }
+  // The next step is skipped, as for a number that is not finite.
+  void SkipNext() {
+    std::lock_guard lock(mutex_);
+    skip_next_ = true;
+  }
   void Hold() {
     std::lock_guard lock(mutex_);
     hold_ = true;
@@ -164,11 +169,13 @@ class FakeEngine final : public Engine {
     StepReport report;
     report.run_id = request.run_id;
     report.step = request.step;
-    report.weights.version = ++version_;
+    report.skipped = std::exchange(skip_next_, false);
+    if (!report.skipped) ++version_;
+    report.weights.version = version_;
     report.metrics = {{"loss/total", 0.5}, {"tokens/response", 2}, {"reward/mean", 1}};
     done_[request.request_id] = report;
     unsaved_ = true;
-    return StepResult{.report = report, .replayed = false};
+    return StepResult{.report = report, .not_finite = report.skipped};
   }
 
   absl::Status TakeError() { return std::exchange(next_error_, absl::OkStatus()); }
@@ -176,6 +183,7 @@ class FakeEngine final : public Engine {
   mutable std::mutex mutex_;
   std::condition_variable changed_;
   bool hold_ = false;
+  bool skip_next_ = false;
   int running_ = 0;
   int64_t version_ = 0;
   absl::Status next_error_;
