@@ -117,6 +117,9 @@ inline constexpr MetricSpec kStepSeconds{MetricType::kHistogram,
                                          {"phase"}};
 inline constexpr MetricSpec kTrainedTokens{MetricType::kCounter, "tandem_trained_tokens_total",
                                            "Response tokens of applied train steps."};
+inline constexpr MetricSpec kDroppedSamples{
+    MetricType::kCounter, "tandem_dropped_samples_total",
+    "Samples that were too old and left out of their train step (stale_samples)."};
 inline constexpr MetricSpec kCheckpointBytes{MetricType::kGauge, "tandem_checkpoint_bytes",
                                              "Size of the last checkpoint."};
 inline constexpr MetricSpec kCheckpointTime{

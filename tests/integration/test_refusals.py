@@ -164,6 +164,11 @@ def test_a_too_old_policy_version_is_refused_unless_allowed(fresh_pair):
             samples, run_id="r", step=2, expected_version=1, objective={"max_staleness": 1}
         )
         assert allowed.report.weights.version == 2
+        dropped = client.train_step(
+            samples, run_id="r", step=3, expected_version=2, objective={"stale_samples": "drop"}
+        )
+        assert dropped.report.skipped
+        assert dropped.report.metrics["policy/dropped_samples"] == len(samples)
 
 
 def test_a_trajectory_of_another_lineage_is_refused(fresh_pair, tmp_path):

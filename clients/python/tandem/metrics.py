@@ -32,6 +32,7 @@ KEYS = (
     "policy/grad_norm",
     "policy/learning_rate",
     "policy/weighted_tokens",
+    "policy/dropped_samples",
     "policy/micro_batches",
     "mismatch/k1",
     "mismatch/k3",
@@ -69,7 +70,13 @@ CRITIC_KEYS = (
 )
 # Whole numbers; a report of the trainer holds floating-point numbers alone.
 COUNT_KEYS = frozenset(
-    {"tokens/prompt", "tokens/response", "policy/weighted_tokens", "policy/micro_batches"}
+    {
+        "tokens/prompt",
+        "tokens/response",
+        "policy/weighted_tokens",
+        "policy/dropped_samples",
+        "policy/micro_batches",
+    }
 )
 # Values that depend on the clock; everything else is the same when a run is repeated.
 CLOCK_KEYS = frozenset(

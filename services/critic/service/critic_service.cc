@@ -82,7 +82,8 @@ class CriticService::TrainStepCall final
       tokens += static_cast<int64_t>(sample.response_token_ids.size());
     }
     const absl::StatusOr<StepResult> result = service_.training_.RunStep(
-        request_, tokens, [&] { return service_.engine_->TrainStep(call, request_); });
+        request_, [&](const StepReport&) { return tokens; },
+        [&] { return service_.engine_->TrainStep(call, request_); });
     if (!result.ok()) return rpc::WithRequestPath(result.status());
     return ToProto(*result);
   }

@@ -21,8 +21,12 @@ absl::Status Refused(absl::string_view path, absl::string_view message, const Er
   return WithReason(FieldError(absl::StatusCode::kFailedPrecondition, path, message), reason);
 }
 
+bool IsTooOld(int64_t version, int64_t max_staleness, const BatchLimits& limits) {
+  return limits.version - version > max_staleness || limits.lineage->DigestOf(version).empty();
+}
+
 // Whether tokens of these weights may be trained on.
-absl::Status CheckWeights(const WeightsVersion& weights, int64_t max_staleness,
+absl::Status CheckWeights(const WeightsVersion& weights, const PolicyObjective& objective,
                           const BatchLimits& limits) {
   const int64_t behind = limits.version - weights.version;
   TANDEM_RETURN_IF_ERROR(CheckAtLeast("version", weights.version, 0));
@@ -33,8 +37,9 @@ absl::Status CheckWeights(const WeightsVersion& weights, int64_t max_staleness,
                                 limits.version),
                    reason::kUnknownPolicyVersion);
   }
-  const std::string known = limits.lineage->DigestOf(weights.version);
-  if (behind > max_staleness || known.empty()) {
+  const int64_t max_staleness = objective.max_staleness;
+  if (IsTooOld(weights.version, max_staleness, limits)) {
+    if (objective.stale_samples == StaleSamples::kDrop) return absl::OkStatus();
     return Refused(
         "version",
         absl::StrCat("version ", weights.version, " is ", behind, " behind the trainer's, ",
@@ -43,6 +48,7 @@ absl::Status CheckWeights(const WeightsVersion& weights, int64_t max_staleness,
                          : "which no longer knows its digest"),
         reason::kTrajectoryTooOld);
   }
+  const std::string known = limits.lineage->DigestOf(weights.version);
   if (weights.digest != known) {
     return Refused("digest",
                    absl::StrCat("version ", weights.version, " of this trainer has the digest ",
@@ -53,7 +59,7 @@ absl::Status CheckWeights(const WeightsVersion& weights, int64_t max_staleness,
 }
 
 absl::Status CheckVersions(const std::vector<VersionRun>& runs, int64_t length,
-                           int64_t max_staleness, const BatchLimits& limits) {
+                           const PolicyObjective& objective, const BatchLimits& limits) {
   if (runs.empty()) return InvalidField("senior_versions", "is missing");
   int64_t total = 0;
   for (size_t i = 0; i < runs.size(); ++i) {
@@ -64,7 +70,7 @@ absl::Status CheckVersions(const std::vector<VersionRun>& runs, int64_t length,
     }
     total += runs[i].count;
     TANDEM_RETURN_IF_ERROR(PrependFieldPath(absl::StrCat(path, ".weights"),
-                                            CheckWeights(runs[i].weights, max_staleness, limits)));
+                                            CheckWeights(runs[i].weights, objective, limits)));
   }
   if (total != length) {
     return InvalidField("senior_versions",
@@ -113,8 +119,8 @@ absl::Status CheckTrajectory(const Trajectory& trajectory, const PolicyObjective
     TANDEM_RETURN_IF_ERROR(
         training::CheckLogProbs("log_keep_mass", trajectory.log_keep_mass, length));
   }
-  TANDEM_RETURN_IF_ERROR(CheckVersions(trajectory.senior_versions, static_cast<int64_t>(length),
-                                       objective.max_staleness, limits));
+  TANDEM_RETURN_IF_ERROR(
+      CheckVersions(trajectory.senior_versions, static_cast<int64_t>(length), objective, limits));
   if (trajectory.finish_reason == FinishReason::kUnspecified) {
     return InvalidField("finish_reason", "is missing");
   }
@@ -173,6 +179,12 @@ absl::Status CheckCount(size_t count, const BatchLimits& limits) {
 }
 
 }  // namespace
+
+bool IsStale(const Trajectory& trajectory, int64_t max_staleness, const BatchLimits& limits) {
+  return std::any_of(
+      trajectory.senior_versions.begin(), trajectory.senior_versions.end(),
+      [&](const VersionRun& run) { return IsTooOld(run.weights.version, max_staleness, limits); });
+}
 
 absl::Status CheckPolicyBatch(const PolicyBatch& batch, const BatchLimits& limits) {
   TANDEM_RETURN_IF_ERROR(

@@ -20,7 +20,12 @@ struct BatchLimits {
   ObjectiveSupport support = {};
 };
 
-// Codes as Engine::TrainStep names them; paths from "policy." or "samples[i]." on.
+// Whether a token is older than max_staleness allows, or of a version whose digest is no longer
+// known.
+bool IsStale(const Trajectory& trajectory, int64_t max_staleness, const BatchLimits& limits);
+
+// Codes as Engine::TrainStep names them; paths from "policy." or "samples[i]." on. Stale samples
+// pass where the objective drops them.
 absl::Status CheckPolicyBatch(const PolicyBatch& batch, const BatchLimits& limits);
 absl::Status CheckSupervisedBatch(const SupervisedBatch& batch, const BatchLimits& limits);
 

@@ -221,6 +221,28 @@ TEST(BatchCheckTest, AVersionWhoseDigestIsNoLongerKnownIsTooOld) {
   EXPECT_EQ(Reason(CheckPolicyBatch(batch, limits)), "TRAJECTORY_TOO_OLD");
 }
 
+TEST(BatchCheckTest, StaleSamplesPassWhereTheyAreDropped) {
+  training::WeightsLineage lineage;
+  lineage.Record({0, kTestDigest});
+  lineage.Record({3, "third"});
+  BatchLimits limits = Limits();
+  limits.version = 3;
+  limits.lineage = &lineage;
+  PolicyBatch batch = TestBatch();
+  batch.objective.stale_samples = StaleSamples::kDrop;
+  // One token of the first sample is of the third version: the oldest decides.
+  Trajectory& first = batch.samples[0].trajectory;
+  first.senior_versions = {{{3, "third"}, 1}, {{0, kTestDigest}, 4}};
+  batch.samples[1].trajectory.senior_versions = {{{3, "third"}, 6}};
+  EXPECT_TRUE(CheckPolicyBatch(batch, limits).ok());
+  EXPECT_TRUE(IsStale(first, 2, limits));
+  EXPECT_FALSE(IsStale(first, 3, limits));
+  EXPECT_FALSE(IsStale(batch.samples[1].trajectory, 0, limits));
+  // Whatever else is wrong with them is refused as ever.
+  first.senior_versions[0].weights.version = 4;
+  EXPECT_EQ(Reason(CheckPolicyBatch(batch, limits)), "UNKNOWN_POLICY_VERSION");
+}
+
 TEST(BatchCheckTest, SupervisedSamplesAreChecked) {
   SupervisedBatch batch;
   EXPECT_EQ(FieldPath(CheckSupervisedBatch(batch, Limits())), "samples");

@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <functional>
+#include <iterator>
 #include <utility>
 #include <vector>
 
@@ -32,6 +33,19 @@ constexpr char kSkipReason[] =
     "no token of the batch has weight: every response token was written by the junior, with "
     "junior_token_loss_weight 0, or is of a response that was cut by length, with "
     "mask_truncated_completions";
+
+constexpr char kStaleSkipReason[] =
+    "every sample is older than max_staleness allows, and stale_samples drops those";
+
+// As if its stale samples had not been sent.
+PolicyBatch WithoutStale(const PolicyBatch& batch, const BatchLimits& limits) {
+  PolicyBatch kept{.objective = batch.objective, .samples = {}};
+  std::copy_if(batch.samples.begin(), batch.samples.end(), std::back_inserter(kept.samples),
+               [&](const PolicySample& sample) {
+                 return !IsStale(sample.trajectory, batch.objective.max_staleness, limits);
+               });
+  return kept;
+}
 
 // The rows of one micro-batch as the fused loss takes them.
 loss::OutputRows MakeOutputRows(const training::MicroBatchInput& input,
@@ -77,6 +91,8 @@ class TorchEngine final : public training::CoreEngine<Engine> {
   BatchLimits Limits() const;
   absl::Status PolicyStep(const CallScope& call, const TrainStepRequest& request,
                           const PolicyBatch& batch, StepReport& report);
+  absl::Status LearnPolicy(const CallScope& call, const TrainStepRequest& request,
+                           const PolicyBatch& batch, StepReport& report);
   absl::Status SupervisedStep(const SupervisedBatch& batch, StepReport& report);
   absl::StatusOr<Advantages> AdvantagesOf(const CallScope& call, const TrainStepRequest& request,
                                           const PolicyBatch& batch, Metrics& metrics);
@@ -177,7 +193,25 @@ absl::StatusOr<Advantages> TorchEngine::AdvantagesOf(const CallScope& call,
 
 absl::Status TorchEngine::PolicyStep(const CallScope& call, const TrainStepRequest& request,
                                      const PolicyBatch& batch, StepReport& report) {
-  TANDEM_RETURN_IF_ERROR(CheckPolicyBatch(batch, Limits()));
+  const BatchLimits limits = Limits();
+  TANDEM_RETURN_IF_ERROR(CheckPolicyBatch(batch, limits));
+  report.metrics["policy/dropped_samples"] = 0;
+  if (batch.objective.stale_samples == StaleSamples::kRefuse) {
+    return LearnPolicy(call, request, batch, report);
+  }
+  const PolicyBatch kept = WithoutStale(batch, limits);
+  report.metrics["policy/dropped_samples"] =
+      static_cast<double>(batch.samples.size() - kept.samples.size());
+  if (kept.samples.empty()) {
+    report.skipped = true;
+    report.skip_reason = kStaleSkipReason;
+    return absl::OkStatus();
+  }
+  return LearnPolicy(call, request, kept, report);
+}
+
+absl::Status TorchEngine::LearnPolicy(const CallScope& call, const TrainStepRequest& request,
+                                      const PolicyBatch& batch, StepReport& report) {
   absl::StatusOr<loss::LossScales> scales = PolicyScales(batch);
   if (!scales.ok()) return PrependFieldPath("policy", scales.status());
   AddBatchMetrics(batch, boundaries_ == nullptr ? nullptr : &boundaries_->sentence(),

@@ -469,6 +469,47 @@ TEST_F(TrainerEngineTest, StaleVersionIsRefused) {
   EXPECT_EQ(FieldPath(status), "expected_version");
 }
 
+TEST_F(TrainerEngineTest, StaleSamplesAreDroppedAsIfTheyHadNotBeenSent) {
+  auto a = Make(), b = Make();
+  Step(*a, TestRequest());
+  Step(*b, TestRequest());
+  TrainStepRequest request = TestRequest();
+  request.request_id = "second";
+  request.expected_version = 1;
+  auto& batch = std::get<PolicyBatch>(request.batch);
+  batch.objective.stale_samples = StaleSamples::kDrop;
+  batch.objective.scale.aggregation = loss::Aggregation::kSeqMeanTokenSum;
+  const WeightsVersion old = Make()->Info().weights;  // of version 0
+  batch.samples[3].trajectory.senior_versions = {{.weights = old, .count = 8}};
+  const StepResult dropped = Step(*a, request);
+  batch.samples.pop_back();
+  const StepResult without = Step(*b, request);
+  EXPECT_EQ(dropped.report.metrics.at("policy/dropped_samples"), 1);
+  EXPECT_EQ(without.report.metrics.at("policy/dropped_samples"), 0);
+  EXPECT_EQ(dropped.report.metrics.at("tokens/response"), 5 + 6 + 7);
+  EXPECT_EQ(Digest(*a), Digest(*b));
+}
+
+TEST_F(TrainerEngineTest, AStepOfStaleSamplesAloneIsSkipped) {
+  auto engine = Make();
+  TrainStepRequest request = TestRequest();
+  for (PolicySample& sample : std::get<PolicyBatch>(request.batch).samples) {
+    sample.trajectory.senior_versions[0].weights = engine->Info().weights;
+  }
+  Step(*engine, request);
+  request.request_id = "second";
+  request.expected_version = 1;
+  EXPECT_EQ(Reason(engine->TrainStep({}, request).status()), "TRAJECTORY_TOO_OLD");
+  std::get<PolicyBatch>(request.batch).objective.stale_samples = StaleSamples::kDrop;
+  const std::string before = Digest(*engine);
+  const StepResult result = Step(*engine, request);
+  EXPECT_TRUE(result.report.skipped);
+  EXPECT_FALSE(result.not_finite);
+  EXPECT_THAT(result.report.skip_reason, HasSubstr("max_staleness"));
+  EXPECT_EQ(result.report.metrics.at("policy/dropped_samples"), 4);
+  EXPECT_EQ(Digest(*engine), before);
+}
+
 TEST_F(TrainerEngineTest, BadBatchChangesNothing) {
   auto engine = Make();
   const std::string before = Digest(*engine);

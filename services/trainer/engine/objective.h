@@ -30,6 +30,12 @@ enum class OldLogprobs {
   kProvided,    // with each sample
 };
 
+// Of a sample with tokens that are older than max_staleness allows.
+enum class StaleSamples {
+  kRefuse,  // the whole step
+  kDrop,    // as if the sample had not been sent
+};
+
 struct PolicyObjective {
   loss::PolicyLossOptions loss;
   double junior_token_loss_weight = 0.0;
@@ -44,6 +50,7 @@ struct PolicyObjective {
   bool bootstrap_truncated = false;
   bool whiten_advantages = false;
   int64_t max_staleness = 0;
+  StaleSamples stale_samples = StaleSamples::kRefuse;
 
   bool operator==(const PolicyObjective&) const = default;
 };

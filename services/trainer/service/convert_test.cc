@@ -50,6 +50,7 @@ TEST(PolicyObjectiveTest, AnEmptyMessageGivesTheDocumentedDefaults) {
   EXPECT_FALSE(objective->bootstrap_truncated);
   EXPECT_FALSE(objective->whiten_advantages);
   EXPECT_EQ(objective->max_staleness, 0);
+  EXPECT_EQ(objective->stale_samples, StaleSamples::kRefuse);
 }
 
 // Sets `field` to something that is not its default.
@@ -189,6 +190,7 @@ TEST(PolicyObjectiveTest, EveryFieldIsCarried) {
   proto.set_bootstrap_truncated(true);
   proto.set_whiten_advantages(true);
   proto.set_max_staleness(4);
+  proto.set_stale_samples(v1::STALE_SAMPLES_DROP);
   proto.set_std_epsilon(1e-4);
   const auto objective = FromProto(proto);
   ASSERT_TRUE(objective.ok()) << objective.status();
@@ -217,6 +219,7 @@ TEST(PolicyObjectiveTest, EveryFieldIsCarried) {
   EXPECT_TRUE(objective->bootstrap_truncated);
   EXPECT_TRUE(objective->whiten_advantages);
   EXPECT_EQ(objective->max_staleness, 4);
+  EXPECT_EQ(objective->stale_samples, StaleSamples::kDrop);
   EXPECT_EQ(objective->std_epsilon, 1e-4);
 }
 
@@ -251,6 +254,7 @@ INSTANTIATE_TEST_SUITE_P(
                    [](P& p) { p.set_advantage_estimator(v1::AdvantageEstimator(99)); }},
         BadCase<P>{"aggregation", [](P& p) { p.set_aggregation(v1::Aggregation(99)); }},
         BadCase<P>{"normalizer", [](P& p) { p.set_normalizer(v1::Normalizer(99)); }},
+        BadCase<P>{"stale_samples", [](P& p) { p.set_stale_samples(v1::StaleSamples(99)); }},
         BadCase<P>{"kl_estimator", [](P& p) { p.set_kl_estimator(v1::KlEstimator(99)); }},
         BadCase<P>{"importance_sampling_level",
                    [](P& p) { p.set_importance_sampling_level(v1::ImportanceSamplingLevel(99)); }},

@@ -55,6 +55,10 @@ constexpr Choice<v1::AdvantageEstimator, AdvantageEstimator> kAdvantageEstimator
     {v1::ADVANTAGE_ESTIMATOR_GAE, AdvantageEstimator::kGae},
     {v1::ADVANTAGE_ESTIMATOR_PROVIDED, AdvantageEstimator::kProvided}};
 
+constexpr Choice<v1::StaleSamples, StaleSamples> kStaleSamples[] = {
+    {v1::STALE_SAMPLES_REFUSE, StaleSamples::kRefuse},
+    {v1::STALE_SAMPLES_DROP, StaleSamples::kDrop}};
+
 constexpr Choice<v1::Aggregation, loss::Aggregation> kAggregations[] = {
     {v1::AGGREGATION_TOKEN_MEAN, loss::Aggregation::kTokenMean},
     {v1::AGGREGATION_TOKEN_SUM, loss::Aggregation::kTokenSum},
@@ -137,6 +141,8 @@ absl::StatusOr<PolicyObjective> FromProto(const v1::PolicyObjective& proto) {
   out.bootstrap_truncated = proto.bootstrap_truncated();
   out.whiten_advantages = proto.whiten_advantages();
   out.max_staleness = proto.max_staleness();
+  TANDEM_RETURN_IF_ERROR(
+      Choose("stale_samples", proto.stale_samples(), kStaleSamples, &out.stale_samples));
   return out;
 }
 
@@ -180,6 +186,7 @@ v1::PolicyObjective ToProto(const PolicyObjective& objective) {
   proto.set_bootstrap_truncated(objective.bootstrap_truncated);
   proto.set_whiten_advantages(objective.whiten_advantages);
   proto.set_max_staleness(static_cast<int32_t>(objective.max_staleness));
+  proto.set_stale_samples(NameOf(objective.stale_samples, kStaleSamples));
   return proto;
 }
 

@@ -21,18 +21,10 @@
 namespace tandem::trainer {
 namespace {
 
-int64_t NumResponseTokens(const TrainStepRequest& request) {
-  int64_t tokens = 0;
-  if (const auto* policy = std::get_if<PolicyBatch>(&request.batch)) {
-    for (const PolicySample& sample : policy->samples) {
-      tokens += static_cast<int64_t>(sample.trajectory.response_token_ids.size());
-    }
-  } else {
-    for (const SupervisedSample& sample : std::get<SupervisedBatch>(request.batch).samples) {
-      tokens += static_cast<int64_t>(sample.response_token_ids.size());
-    }
-  }
-  return tokens;
+// A number of a step's report; 0 for one that it does not have.
+double Reported(const StepReport& report, const char* name) {
+  const auto found = report.metrics.find(name);
+  return found == report.metrics.end() ? 0 : found->second;
 }
 
 }  // namespace
@@ -47,6 +39,7 @@ TrainerService::TrainerService(const TrainerServiceOptions& options,
     metrics_.Counter(rpc::metric::kPublishResults, {result});
   }
   metrics_.Counter(rpc::metric::kWeightBytesSent);
+  metrics_.Counter(rpc::metric::kDroppedSamples);
 }
 
 grpc::ServerUnaryReactor* TrainerService::GetServerInfo(grpc::CallbackServerContext* context,
@@ -127,13 +120,18 @@ grpc::ServerReadReactor<grpc::ByteBuffer>* TrainerService::TrainStep(
 
 absl::StatusOr<v1::TrainStepResponse> TrainerService::RunTrainStep(const TrainStepRequest& request,
                                                                    const CallScope& call) {
-  const absl::StatusOr<StepResult> result = training_.RunStep(
-      request, NumResponseTokens(request), [&] { return engine_->TrainStep(call, request); });
+  const auto num_tokens = [](const StepReport& report) {
+    return static_cast<int64_t>(Reported(report, "tokens/response"));
+  };
+  const absl::StatusOr<StepResult> result =
+      training_.RunStep(request, num_tokens, [&] { return engine_->TrainStep(call, request); });
   if (!result.ok()) return rpc::WithRequestPath(result.status());
   v1::TrainStepResponse response;
   *response.mutable_report() = ToProto(result->report);
   response.set_replayed(result->replayed);
   if (!result->replayed) {
+    metrics_.Counter(rpc::metric::kDroppedSamples)
+        .Increment(Reported(result->report, "policy/dropped_samples"));
     v1::WatchStepsResponse event;
     *event.mutable_report() = response.report();
     watchers_.Publish(event);

@@ -399,6 +399,14 @@ TEST_F(TrainerServerTest, StepsAreCountedInTheMetrics) {
   EXPECT_THAT(text, HasSubstr("tandem_step_seconds_count{phase=\"train\"} 2"));
 }
 
+TEST_F(TrainerServerTest, DroppedSamplesAreCounted) {
+  engine_->Report("policy/dropped_samples", 3);
+  for (int i = 0; i < 2; ++i) {  // a repeat counts nothing
+    ASSERT_TRUE(TrainStep({Message(PolicyHeader(1)), Message(Sample())}).ok());
+  }
+  EXPECT_THAT(server_.metrics().Text(), HasSubstr("tandem_dropped_samples_total 3"));
+}
+
 TEST_F(TrainerServerTest, AStepWhoseNumbersAreNotFiniteIsCountedApart) {
   engine_->SkipNext();
   ASSERT_TRUE(TrainStep({Message(PolicyHeader(1)), Message(Sample())}).ok());

@@ -40,7 +40,7 @@ void TrainingService::UpdateMetrics() {
 }
 
 absl::StatusOr<StepResult> TrainingService::RunStep(
-    const StepIdentity& identity, int64_t num_tokens,
+    const StepIdentity& identity, absl::FunctionRef<int64_t(const StepReport&)> num_tokens,
     absl::FunctionRef<absl::StatusOr<StepResult>()> run) {
   rpc::PhaseTimer timer(metrics_, "train");
   absl::StatusOr<StepResult> result = run();
@@ -62,7 +62,8 @@ absl::StatusOr<StepResult> TrainingService::RunStep(
   const char* const skipped = result->not_finite ? "not_finite" : "skipped";
   metrics_.Counter(rpc::metric::kTrainSteps, {report.skipped ? skipped : "applied"}).Increment();
   if (!report.skipped) {
-    metrics_.Counter(rpc::metric::kTrainedTokens).Increment(static_cast<double>(num_tokens));
+    metrics_.Counter(rpc::metric::kTrainedTokens)
+        .Increment(static_cast<double>(num_tokens(report)));
   }
   metrics_.Gauge(rpc::metric::kLastProgress).SetToCurrentTime();
   metrics_.SetReport(report.metrics);

@@ -46,8 +46,9 @@ class TrainingService {
   void UpdateMetrics();
 
   // Runs a step and tells about it: in the log, the counters and the gauges of its report.
-  // `num_tokens` is of its responses.
-  absl::StatusOr<StepResult> RunStep(const StepIdentity& identity, int64_t num_tokens,
+  // `num_tokens` is of the responses that were learnt.
+  absl::StatusOr<StepResult> RunStep(const StepIdentity& identity,
+                                     absl::FunctionRef<int64_t(const StepReport&)> num_tokens,
                                      absl::FunctionRef<absl::StatusOr<StepResult>()> run);
 
   template <typename Request, typename Response>

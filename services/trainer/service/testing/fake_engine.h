@@ -122,6 +122,11 @@ class FakeEngine final : public Engine {
     std::lock_guard lock(mutex_);
     next_error_ = std::move(error);
   }
+  // In the reports of the steps from now on.
+  void Report(const std::string& metric, double value) {
+    std::lock_guard lock(mutex_);
+    metrics_[metric] = value;
+  }
   // The next step is skipped, as for a number that is not finite.
   void SkipNext() {
     std::lock_guard lock(mutex_);
@@ -172,7 +177,7 @@ class FakeEngine final : public Engine {
     report.skipped = std::exchange(skip_next_, false);
     if (!report.skipped) ++version_;
     report.weights.version = version_;
-    report.metrics = {{"loss/total", 0.5}, {"tokens/response", 2}, {"reward/mean", 1}};
+    report.metrics = metrics_;
     done_[request.request_id] = report;
     unsaved_ = true;
     return StepResult{.report = report, .not_finite = report.skipped};
@@ -188,6 +193,8 @@ class FakeEngine final : public Engine {
   int64_t version_ = 0;
   absl::Status next_error_;
   std::map<std::string, StepReport> done_;
+  std::map<std::string, double> metrics_ = {
+      {"loss/total", 0.5}, {"tokens/response", 2}, {"reward/mean", 1}};
   std::vector<TrainStepRequest> steps_;
   DType export_dtype_ = DType::kInt8;
   bool unsaved_ = false;
