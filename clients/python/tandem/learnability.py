@@ -9,6 +9,8 @@ from tandem.settings import RunSettings
 
 # Steps after which rewards without variance are no accident any more.
 FLAT_STEPS = 3
+# Estimators that compare a response with more than those to the same prompt.
+UNGROUPED = frozenset({"gae", "reinforce_plus_plus"})
 
 
 def obstacles(settings: RunSettings) -> list[str]:
@@ -17,7 +19,7 @@ def obstacles(settings: RunSettings) -> list[str]:
     estimator = _estimator(settings)
     if settings.sampling.temperature == 0:
         found.append("sampling.temperature: 0: greedy responses have no gradient")
-    if settings.batch.samples_per_prompt == 1 and estimator != "gae":
+    if settings.batch.samples_per_prompt == 1 and estimator not in UNGROUPED:
         found.append(
             f"batch.samples_per_prompt: 1: {estimator} compares the responses to a prompt, and a "
             "single one gets advantage 0"
@@ -36,7 +38,7 @@ class FlatRewards:
     """Notices when no group of the first steps had rewards that differ."""
 
     def __init__(self, settings: RunSettings) -> None:
-        self._by_group = _estimator(settings) != "gae"
+        self._by_group = _estimator(settings) not in UNGROUPED
         self._steps = 0
         self._varied = False
 

@@ -39,6 +39,10 @@ def test_settings_that_cannot_learn_are_named(sections, named):
     [
         {},
         {"batch": {"samples_per_prompt": 1}, "objective": {"advantage_estimator": "gae"}},
+        {
+            "batch": {"samples_per_prompt": 1},
+            "objective": {"advantage_estimator": "reinforce_plus_plus"},
+        },
         {"tandem": {"prob_senior": 0}, "objective": {"junior_token_loss_weight": 0.5}},
         {"tandem": {"prob_senior": 0, "selection_strategy": "alternating"}},
         {"tandem": {"prob_senior": 0, "enabled": False}},
@@ -64,9 +68,10 @@ def test_a_single_group_with_variance_is_enough():
     assert [flat.add(line(share)) for share in (1.0, 0.9, 1.0, 1.0)] == [None] * 4
 
 
-def test_with_a_critic_rewards_may_be_equal_within_a_prompt():
-    with_critic = settings(objective={"advantage_estimator": "gae"})
-    flat = FlatRewards(with_critic)
+@pytest.mark.parametrize("estimator", ["gae", "reinforce_plus_plus"])
+def test_without_groups_rewards_may_be_equal_within_a_prompt(estimator):
+    ungrouped = settings(objective={"advantage_estimator": estimator})
+    flat = FlatRewards(ungrouped)
     assert [flat.add(line(1.0)) for _ in range(4)] == [None] * 4
-    flat = FlatRewards(with_critic)
+    flat = FlatRewards(ungrouped)
     assert [flat.add(line(1.0, 1.0, 1.0)) is None for _ in range(4)] == [True, True, False, True]

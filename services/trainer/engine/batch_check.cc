@@ -163,8 +163,9 @@ absl::Status CheckSample(const PolicySample& sample, const PolicyObjective& obje
     TANDEM_RETURN_IF_ERROR(CheckInRange("reward", *sample.reward, -kMaxReward, kMaxReward));
   }
   TANDEM_RETURN_IF_ERROR(training::CheckIdLength("group_id", sample.group_id));
-  const bool grouped = !provided && objective.advantage_estimator != AdvantageEstimator::kGae;
-  if (grouped && sample.group_id.empty()) return InvalidField("group_id", "is missing");
+  if (IsGrouped(objective.advantage_estimator) && sample.group_id.empty()) {
+    return InvalidField("group_id", "is missing");
+  }
   return absl::OkStatus();
 }
 

@@ -186,6 +186,15 @@ TEST(ObjectiveTest, NumbersOutOfBoundsAreRefusedByName) {
 
 TEST(BatchCheckTest, GoodBatchPasses) { EXPECT_TRUE(CheckPolicyBatch(TestBatch(), Limits()).ok()); }
 
+TEST(BatchCheckTest, ReinforcePlusPlusNeedsNoGroups) {
+  PolicyBatch batch = TestBatch();
+  for (PolicySample& sample : batch.samples) sample.group_id.clear();
+  batch.objective.advantage_estimator = AdvantageEstimator::kReinforcePlusPlus;
+  EXPECT_TRUE(CheckPolicyBatch(batch, Limits()).ok());
+  batch.samples[1].reward.reset();
+  EXPECT_EQ(FieldPath(CheckPolicyBatch(batch, Limits())), "samples[1].reward");
+}
+
 TEST(BatchCheckTest, EveryDamageIsRefusedWithCodeAndPath) {
   for (const Case& c : Cases()) {
     PolicyBatch batch = TestBatch();

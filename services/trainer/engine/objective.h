@@ -19,9 +19,16 @@ enum class AdvantageEstimator {
   kGroupRelativeBatchStd,
   kGroupRelativeNoStd,
   kLeaveOneOut,
+  kReinforcePlusPlus,
   kGae,
   kProvided,
 };
+
+// Whether an estimator compares the rewards of a group.
+constexpr bool IsGrouped(AdvantageEstimator estimator) {
+  return estimator != AdvantageEstimator::kReinforcePlusPlus &&
+         estimator != AdvantageEstimator::kGae && estimator != AdvantageEstimator::kProvided;
+}
 
 enum class OldLogprobs {
   kSenior,      // the senior's, as recorded

@@ -2,6 +2,8 @@
 
 #include <map>
 #include <string>
+#include <utility>
+#include <vector>
 
 #include "absl/strings/str_cat.h"
 #include "common/base/status_macros.h"
@@ -30,11 +32,29 @@ absl::StatusOr<std::vector<double>> ResponseAdvantages(const PolicyBatch& batch)
       return loss::GroupRelativeAdvantages(rewards, group_ids, loss::RewardStd::kNone);
     case AdvantageEstimator::kLeaveOneOut:
       return loss::LeaveOneOutAdvantages(rewards, group_ids);
+    case AdvantageEstimator::kReinforcePlusPlus:
     case AdvantageEstimator::kGae:
     case AdvantageEstimator::kProvided:
       break;
   }
   return absl::InternalError("not an estimator by response");
+}
+
+// By token, [L]: the reward of the response sits on the last one.
+std::vector<double> TokenRewards(const PolicySample& sample) {
+  std::vector<double> rewards(sample.trajectory.response_token_ids.size(), 0.0);
+  rewards.back() = sample.reward.value_or(0);
+  return rewards;
+}
+
+// The discounted return of each token, [L]: GAE without values.
+absl::StatusOr<std::vector<double>> Returns(const PolicySample& sample, double gamma) {
+  const std::vector<double> rewards = TokenRewards(sample);
+  TANDEM_ASSIGN_OR_RETURN(
+      loss::GaeResult gae,
+      loss::GeneralizedAdvantages(rewards, std::vector<double>(rewards.size() + 1, 0.0),
+                                  /*truncated=*/false, {.gamma = gamma}));
+  return std::move(gae.returns);
 }
 
 absl::Status AddGae(const PolicySample& sample, const PolicyObjective& objective,
@@ -44,12 +64,11 @@ absl::Status AddGae(const PolicySample& sample, const PolicyObjective& objective
     return absl::InternalError(absl::StrCat("the critic gave ", values.size(), " values for ",
                                             length, " response tokens"));
   }
-  std::vector<double> rewards(length, 0.0), states(values.begin(), values.end());
-  rewards.back() = sample.reward.value_or(0);
+  std::vector<double> states(values.begin(), values.end());
   states.push_back(final_value);
   TANDEM_ASSIGN_OR_RETURN(
       loss::GaeResult gae,
-      loss::GeneralizedAdvantages(rewards, states,
+      loss::GeneralizedAdvantages(TokenRewards(sample), states,
                                   sample.trajectory.finish_reason == FinishReason::kLength,
                                   {.gamma = objective.gae_gamma,
                                    .lambda = objective.gae_lambda,
@@ -114,6 +133,12 @@ absl::StatusOr<Advantages> PolicyAdvantages(const PolicyBatch& batch,
       TANDEM_RETURN_IF_ERROR(AddGae(batch.samples[i], batch.objective, values->values[i],
                                     values->final_values[i], result));
     }
+  } else if (estimator == AdvantageEstimator::kReinforcePlusPlus) {
+    for (const PolicySample& sample : batch.samples) {
+      TANDEM_ASSIGN_OR_RETURN(std::vector<double> returns,
+                              Returns(sample, batch.objective.gae_gamma));
+      result.advantages.push_back(std::move(returns));
+    }
   } else {
     TANDEM_ASSIGN_OR_RETURN(const std::vector<double> advantages, ResponseAdvantages(batch));
     for (size_t i = 0; i < batch.samples.size(); ++i) {
@@ -121,7 +146,9 @@ absl::StatusOr<Advantages> PolicyAdvantages(const PolicyBatch& batch,
                                      advantages[i]);
     }
   }
-  if (batch.objective.whiten_advantages) Whiten(result.advantages);
+  const bool whiten =
+      batch.objective.whiten_advantages || estimator == AdvantageEstimator::kReinforcePlusPlus;
+  if (whiten) Whiten(result.advantages);
   return result;
 }
 

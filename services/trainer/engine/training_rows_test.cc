@@ -3,6 +3,8 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <cmath>
+
 #include "services/trainer/engine/testing/batches.h"
 
 namespace tandem::trainer {
@@ -72,6 +74,37 @@ TEST(TrainingRowsTest, GaePassesThroughJuniorTokensAndReturnsAreNotWhitened) {
   EXPECT_EQ(white.returns, plain.returns);
   EXPECT_NEAR(white.advantages[0][2], 0, 1e-6);
   EXPECT_FALSE(PolicyAdvantages(batch, nullptr).ok());
+}
+
+// The definition of verl's compute_reinforce_plus_plus_outcome_advantage, the slow way.
+TEST(TrainingRowsTest, ReinforcePlusPlusWhitensDiscountedReturns) {
+  PolicyBatch batch = TestBatch();
+  for (PolicySample& sample : batch.samples) sample.group_id.clear();
+  batch.samples[2].reward = -2.5;
+  batch.objective.advantage_estimator = AdvantageEstimator::kReinforcePlusPlus;
+  for (const double gamma : {1.0, 0.9}) {
+    batch.objective.gae_gamma = gamma;
+    std::vector<double> expected;
+    for (const PolicySample& sample : batch.samples) {
+      const size_t length = sample.trajectory.response_token_ids.size();
+      for (size_t t = 0; t < length; ++t) {
+        expected.push_back(*sample.reward * std::pow(gamma, static_cast<double>(length - 1 - t)));
+      }
+    }
+    const auto count = static_cast<double>(expected.size());
+    double mean = 0, variance = 0;
+    for (const double x : expected) mean += x / count;
+    for (const double x : expected) variance += (x - mean) * (x - mean) / (count - 1);
+    const Advantages advantages = PolicyAdvantages(batch, nullptr).value();
+    EXPECT_THAT(advantages.returns, IsEmpty());  // no critic learns
+    size_t row = 0;
+    for (const std::vector<double>& response : advantages.advantages) {
+      for (const double a : response) {
+        EXPECT_NEAR(a, (expected[row++] - mean) / std::sqrt(variance + 1e-8), 1e-12);
+      }
+    }
+    EXPECT_EQ(row, expected.size());
+  }
 }
 
 TEST(TrainingRowsTest, GreedyLogProbsAreThoseOfTemperatureOne) {

@@ -52,6 +52,7 @@ constexpr Choice<v1::AdvantageEstimator, AdvantageEstimator> kAdvantageEstimator
     {v1::ADVANTAGE_ESTIMATOR_GROUP_RELATIVE_BATCH_STD, AdvantageEstimator::kGroupRelativeBatchStd},
     {v1::ADVANTAGE_ESTIMATOR_GROUP_RELATIVE_NO_STD, AdvantageEstimator::kGroupRelativeNoStd},
     {v1::ADVANTAGE_ESTIMATOR_LEAVE_ONE_OUT, AdvantageEstimator::kLeaveOneOut},
+    {v1::ADVANTAGE_ESTIMATOR_REINFORCE_PLUS_PLUS, AdvantageEstimator::kReinforcePlusPlus},
     {v1::ADVANTAGE_ESTIMATOR_GAE, AdvantageEstimator::kGae},
     {v1::ADVANTAGE_ESTIMATOR_PROVIDED, AdvantageEstimator::kProvided}};
 
