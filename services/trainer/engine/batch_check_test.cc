@@ -168,6 +168,11 @@ TEST(ObjectiveTest, NumbersOutOfBoundsAreRefusedByName) {
       {"norm_constant", [](O& o) { o.scale.norm_constant = 1e308; }},
       {"norm_constant",
        [](O& o) { o.scale.aggregation = loss::Aggregation::kSeqMeanTokenSumNorm; }},
+      {"gae_skip_junior_tokens",
+       [](O& o) {
+         o.gae_skip_junior_tokens = true;
+         o.junior_token_loss_weight = 0.5;
+       }},
       {"std_epsilon", [](O& o) { o.std_epsilon = 0; }},
       {"std_epsilon", [](O& o) { o.std_epsilon = 2; }},
       {"gae_gamma", [](O& o) { o.gae_gamma = 1.01; }},

@@ -44,6 +44,8 @@ class CriticConnection {
     std::vector<Sequence> sequences;
     std::vector<std::vector<float>> old_values;  // [S][L]
     std::vector<std::vector<float>> returns;     // [S][L]
+    // [S][L], 1 where the token counts in the loss; empty: all do.
+    std::vector<std::vector<uint8_t>> loss_masks;
   };
   virtual ~CriticConnection() = default;
   virtual absl::StatusOr<Values> ComputeValues(const Call& call, const Step& step,

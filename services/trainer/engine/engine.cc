@@ -179,6 +179,9 @@ absl::StatusOr<Advantages> TorchEngine::AdvantagesOf(const CallScope& call,
   for (const PolicySample& sample : batch.samples) {
     train.sequences.push_back(
         {sample.trajectory.prompt_token_ids, sample.trajectory.response_token_ids});
+    if (SkipsJuniorTokens(batch.objective)) {
+      train.loss_masks.push_back(sample.trajectory.authorship_mask);
+    }
   }
   TANDEM_ASSIGN_OR_RETURN(CriticConnection::Values values,
                           critic_->ComputeValues(critic_call, train.step, train.sequences));

@@ -703,6 +703,22 @@ TEST_F(TrainerEngineTest, GaeTrainsTheCriticOnTheReturns) {
   EXPECT_EQ(critic->last.returns[1], std::vector<float>(6, 1.5f));  // cut by length: + 0.5
 }
 
+TEST_F(TrainerEngineTest, TheCriticDoesNotLearnOnJuniorTokensThatGaeSkips) {
+  auto critic = std::make_shared<FakeCritic>();
+  auto engine = Make(Options(), critic);
+  PolicyBatch batch = TestBatch();
+  batch.objective.advantage_estimator = AdvantageEstimator::kGae;
+  Step(*engine, TestRequest(batch));
+  EXPECT_TRUE(critic->last.loss_masks.empty());
+  batch.objective.gae_skip_junior_tokens = true;
+  TrainStepRequest request = TestRequest(batch);
+  request.request_id = "second";
+  request.expected_version = 1;
+  Step(*engine, request);
+  ASSERT_EQ(critic->last.loss_masks.size(), 4u);
+  EXPECT_EQ(critic->last.loss_masks[1], batch.samples[1].trajectory.authorship_mask);
+}
+
 // Who learnt is what the critic's metrics tell.
 TEST_F(TrainerEngineTest, AStepIsSkippedWithOrWithoutTheCritic) {
   auto critic = std::make_shared<FakeCritic>();

@@ -27,6 +27,11 @@ absl::Status CheckObjective(const PolicyObjective& objective, const ObjectiveSup
   TANDEM_RETURN_IF_ERROR(CheckInRange("gae_gamma", objective.gae_gamma, 0, 1));
   TANDEM_RETURN_IF_ERROR(CheckInRange("gae_lambda", objective.gae_lambda, 0, 1));
   TANDEM_RETURN_IF_ERROR(CheckAtLeast("max_staleness", objective.max_staleness, 0));
+  if (objective.gae_skip_junior_tokens && objective.junior_token_loss_weight > 0) {
+    return InvalidField("gae_skip_junior_tokens",
+                        "leaves junior tokens without an advantage: it needs "
+                        "junior_token_loss_weight 0");
+  }
   if (objective.advantage_estimator == AdvantageEstimator::kGae && !support.critic) {
     return Lacks("advantage_estimator", "GAE needs a critic, and none is configured",
                  reason::kNoCritic);

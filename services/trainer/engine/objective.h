@@ -55,12 +55,20 @@ struct PolicyObjective {
   double gae_gamma = 1.0;
   double gae_lambda = 1.0;
   bool bootstrap_truncated = false;
+  bool gae_skip_junior_tokens = false;
   bool whiten_advantages = false;
   int64_t max_staleness = 0;
   StaleSamples stale_samples = StaleSamples::kRefuse;
 
   bool operator==(const PolicyObjective&) const = default;
 };
+
+// Whether junior-written tokens are no steps of the trajectory: they have no advantage, and the
+// critic does not learn on them.
+constexpr bool SkipsJuniorTokens(const PolicyObjective& objective) {
+  return objective.advantage_estimator == AdvantageEstimator::kGae &&
+         objective.gae_skip_junior_tokens;
+}
 
 struct SupervisedObjective {
   loss::Aggregation aggregation = loss::Aggregation::kTokenMean;

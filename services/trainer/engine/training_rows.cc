@@ -40,21 +40,31 @@ absl::StatusOr<std::vector<double>> ResponseAdvantages(const PolicyBatch& batch)
   return absl::InternalError("not an estimator by response");
 }
 
-// By token, [L]: the reward of the response sits on the last one.
-std::vector<double> TokenRewards(const PolicySample& sample) {
-  std::vector<double> rewards(sample.trajectory.response_token_ids.size(), 0.0);
-  rewards.back() = sample.reward.value_or(0);
+// The reward of a response sits on the last of its `steps`.
+std::vector<double> StepRewards(const PolicySample& sample, size_t steps) {
+  std::vector<double> rewards(steps, 0.0);
+  if (steps > 0) rewards.back() = sample.reward.value_or(0);
   return rewards;
 }
 
 // The discounted return of each token, [L]: GAE without values.
 absl::StatusOr<std::vector<double>> Returns(const PolicySample& sample, double gamma) {
-  const std::vector<double> rewards = TokenRewards(sample);
+  const std::vector<double> rewards =
+      StepRewards(sample, sample.trajectory.response_token_ids.size());
   TANDEM_ASSIGN_OR_RETURN(
       loss::GaeResult gae,
       loss::GeneralizedAdvantages(rewards, std::vector<double>(rewards.size() + 1, 0.0),
                                   /*truncated=*/false, {.gamma = gamma}));
   return std::move(gae.returns);
+}
+
+// The tokens that are steps of the trajectory.
+std::vector<size_t> StepsOf(const PolicyObjective& objective, const Trajectory& trajectory) {
+  std::vector<size_t> steps;
+  for (size_t t = 0; t < trajectory.response_token_ids.size(); ++t) {
+    if (trajectory.authorship_mask[t] || !SkipsJuniorTokens(objective)) steps.push_back(t);
+  }
+  return steps;
 }
 
 absl::Status AddGae(const PolicySample& sample, const PolicyObjective& objective,
@@ -64,28 +74,38 @@ absl::Status AddGae(const PolicySample& sample, const PolicyObjective& objective
     return absl::InternalError(absl::StrCat("the critic gave ", values.size(), " values for ",
                                             length, " response tokens"));
   }
-  std::vector<double> states(values.begin(), values.end());
+  const std::vector<size_t> steps = StepsOf(objective, sample.trajectory);
+  std::vector<double> states;
+  for (const size_t t : steps) states.push_back(values[t]);
   states.push_back(final_value);
   TANDEM_ASSIGN_OR_RETURN(
-      loss::GaeResult gae,
-      loss::GeneralizedAdvantages(TokenRewards(sample), states,
+      const loss::GaeResult gae,
+      loss::GeneralizedAdvantages(StepRewards(sample, steps.size()), states,
                                   sample.trajectory.finish_reason == FinishReason::kLength,
                                   {.gamma = objective.gae_gamma,
                                    .lambda = objective.gae_lambda,
                                    .bootstrap_truncated = objective.bootstrap_truncated}));
-  result.returns.emplace_back(gae.returns.begin(), gae.returns.end());
-  result.advantages.push_back(std::move(gae.advantages));
+  std::vector<float>& returns = result.returns.emplace_back(values);
+  std::vector<double>& advantages = result.advantages.emplace_back(length, 0.0);
+  for (size_t i = 0; i < steps.size(); ++i) {
+    returns[steps[i]] = static_cast<float>(gae.returns[i]);
+    advantages[steps[i]] = gae.advantages[i];
+  }
   return absl::OkStatus();
 }
 
-void Whiten(std::vector<std::vector<double>>& advantages) {
-  std::vector<double> all;
-  for (const auto& one : advantages) all.insert(all.end(), one.begin(), one.end());
-  loss::WhitenAdvantages(absl::MakeSpan(all));
-  size_t i = 0;
-  for (auto& one : advantages) {
-    for (double& a : one) a = all[i++];
+// Over the steps of all trajectories.
+void Whiten(const PolicyBatch& batch, std::vector<std::vector<double>>& advantages) {
+  std::vector<double*> counted;
+  for (size_t i = 0; i < batch.samples.size(); ++i) {
+    for (const size_t t : StepsOf(batch.objective, batch.samples[i].trajectory)) {
+      counted.push_back(&advantages[i][t]);
+    }
   }
+  std::vector<double> all;
+  for (const double* advantage : counted) all.push_back(*advantage);
+  loss::WhitenAdvantages(absl::MakeSpan(all));
+  for (size_t i = 0; i < all.size(); ++i) *counted[i] = all[i];
 }
 
 }  // namespace
@@ -148,7 +168,7 @@ absl::StatusOr<Advantages> PolicyAdvantages(const PolicyBatch& batch,
   }
   const bool whiten =
       batch.objective.whiten_advantages || estimator == AdvantageEstimator::kReinforcePlusPlus;
-  if (whiten) Whiten(result.advantages);
+  if (whiten) Whiten(batch, result.advantages);
   return result;
 }
 

@@ -26,6 +26,7 @@ absl::StatusOr<loss::LossScales> PolicyScales(const PolicyBatch& batch);
 absl::StatusOr<loss::LossScales> SupervisedScales(const SupervisedBatch& batch);
 
 // Advantages of all response tokens, [S][L]. `values` only with GAE. Whitened if so configured.
+// Junior tokens that are skipped have the advantage 0 and their value as the return.
 struct Advantages {
   std::vector<std::vector<double>> advantages;
   std::vector<std::vector<float>> returns;  // with GAE: what the critic learns

@@ -76,6 +76,62 @@ TEST(TrainingRowsTest, GaePassesThroughJuniorTokensAndReturnsAreNotWhitened) {
   EXPECT_FALSE(PolicyAdvantages(batch, nullptr).ok());
 }
 
+// The definition of verl's compute_gae_advantage_return, which carries value and advantage over
+// masked tokens, with the reward on the last token that counts.
+TEST(TrainingRowsTest, GaeMaySkipJuniorTokens) {
+  PolicyBatch batch = TestBatch();
+  batch.objective.advantage_estimator = AdvantageEstimator::kGae;
+  batch.objective.gae_skip_junior_tokens = true;
+  batch.objective.gae_gamma = 0.9;
+  batch.objective.gae_lambda = 0.8;
+  batch.objective.bootstrap_truncated = true;
+  CriticConnection::Values values;
+  for (const PolicySample& sample : batch.samples) {
+    std::vector<float>& own = values.values.emplace_back();
+    for (size_t t = 0; t < sample.trajectory.response_token_ids.size(); ++t) {
+      own.push_back(0.1f * static_cast<float>(1 + (t * t) % 5));
+    }
+    values.final_values.push_back(0.7f);
+  }
+  batch.samples[2].trajectory.authorship_mask.back() = 0;  // the junior ends it
+  std::vector<std::vector<double>> expected;
+  std::vector<double> counted;
+  for (size_t i = 0; i < batch.samples.size(); ++i) {
+    const Trajectory& t = batch.samples[i].trajectory;
+    std::vector<double>& own = expected.emplace_back(t.response_token_ids.size(), 0.0);
+    const bool cut = t.finish_reason == FinishReason::kLength;
+    double next_value = cut ? values.final_values[i] : 0, advantage = 0;
+    double reward = *batch.samples[i].reward;
+    for (size_t k = own.size(); k-- > 0;) {
+      if (!t.authorship_mask[k]) continue;
+      const double value = values.values[i][k];
+      advantage = reward + 0.9 * next_value - value + 0.9 * 0.8 * advantage;
+      reward = 0;
+      next_value = value;
+      own[k] = advantage;
+      counted.push_back(advantage);
+    }
+  }
+  const Advantages plain = PolicyAdvantages(batch, &values).value();
+  for (size_t i = 0; i < expected.size(); ++i) {
+    for (size_t k = 0; k < expected[i].size(); ++k) {
+      EXPECT_NEAR(plain.advantages[i][k], expected[i][k], 1e-12) << i << " " << k;
+      EXPECT_NEAR(plain.returns[i][k], expected[i][k] + values.values[i][k], 1e-6);
+    }
+  }
+  // Whitened are the tokens that have an advantage.
+  batch.objective.whiten_advantages = true;
+  const Advantages white = PolicyAdvantages(batch, &values).value();
+  loss::WhitenAdvantages(absl::MakeSpan(counted));
+  size_t next = 0;
+  for (size_t i = 0; i < expected.size(); ++i) {
+    for (size_t k = expected[i].size(); k-- > 0;) {
+      const bool senior = batch.samples[i].trajectory.authorship_mask[k] != 0;
+      EXPECT_NEAR(white.advantages[i][k], senior ? counted[next++] : 0, 1e-9);
+    }
+  }
+}
+
 // The definition of verl's compute_reinforce_plus_plus_outcome_advantage, the slow way.
 TEST(TrainingRowsTest, ReinforcePlusPlusWhitensDiscountedReturns) {
   PolicyBatch batch = TestBatch();

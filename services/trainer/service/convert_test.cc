@@ -48,6 +48,7 @@ TEST(PolicyObjectiveTest, AnEmptyMessageGivesTheDocumentedDefaults) {
   EXPECT_EQ(objective->gae_gamma, 1);
   EXPECT_EQ(objective->gae_lambda, 1);
   EXPECT_FALSE(objective->bootstrap_truncated);
+  EXPECT_FALSE(objective->gae_skip_junior_tokens);
   EXPECT_FALSE(objective->whiten_advantages);
   EXPECT_EQ(objective->max_staleness, 0);
   EXPECT_EQ(objective->stale_samples, StaleSamples::kRefuse);
@@ -188,6 +189,7 @@ TEST(PolicyObjectiveTest, EveryFieldIsCarried) {
   proto.set_gae_gamma(0.99);
   proto.set_gae_lambda(0.95);
   proto.set_bootstrap_truncated(true);
+  proto.set_gae_skip_junior_tokens(true);
   proto.set_whiten_advantages(true);
   proto.set_max_staleness(4);
   proto.set_stale_samples(v1::STALE_SAMPLES_DROP);
@@ -217,6 +219,7 @@ TEST(PolicyObjectiveTest, EveryFieldIsCarried) {
   EXPECT_EQ(objective->gae_gamma, 0.99);
   EXPECT_EQ(objective->gae_lambda, 0.95);
   EXPECT_TRUE(objective->bootstrap_truncated);
+  EXPECT_TRUE(objective->gae_skip_junior_tokens);
   EXPECT_TRUE(objective->whiten_advantages);
   EXPECT_EQ(objective->max_staleness, 4);
   EXPECT_EQ(objective->stale_samples, StaleSamples::kDrop);

@@ -66,6 +66,9 @@ class GrpcCriticConnection final : public CriticConnection {
       SetTokens(request.sequences[i], &samples[i]);
       rpc::FloatsToProto(request.old_values[i], samples[i].mutable_old_values());
       rpc::FloatsToProto(request.returns[i], samples[i].mutable_returns());
+      if (request.loss_masks.empty()) continue;
+      samples[i].mutable_loss_mask()->assign(request.loss_masks[i].begin(),
+                                             request.loss_masks[i].end());
     }
     TANDEM_ASSIGN_OR_RETURN(const auto response, client_->TrainStep(call.scope, header, samples));
     call.progress();

@@ -102,6 +102,14 @@ TEST_F(CriticConnectionTest, AStepReachesTheCriticWhole) {
   EXPECT_EQ(got.samples[0].response_token_ids, (std::vector<int32_t>{5, 6}));
   EXPECT_EQ(got.samples[0].old_values, (std::vector<float>{0.5f, 0.6f}));
   EXPECT_EQ(got.samples[1].returns, (std::vector<float>{3}));
+  EXPECT_TRUE(got.samples[0].loss_mask.empty());
+}
+
+TEST_F(CriticConnectionTest, LossMasksReachTheCritic) {
+  CriticConnection::TrainRequest request = Request();
+  request.loss_masks = {{1, 0}, {1}};
+  ASSERT_TRUE(critic_->TrainStep(call_, request).ok());
+  EXPECT_EQ(engine_->steps().at(0).samples[0].loss_mask, (std::vector<uint8_t>{1, 0}));
 }
 
 // Promise 2 of reliability.md: a step is applied once, however often it is retried.

@@ -140,6 +140,7 @@ absl::StatusOr<PolicyObjective> FromProto(const v1::PolicyObjective& proto) {
   if (proto.has_gae_gamma()) out.gae_gamma = proto.gae_gamma();
   if (proto.has_gae_lambda()) out.gae_lambda = proto.gae_lambda();
   out.bootstrap_truncated = proto.bootstrap_truncated();
+  out.gae_skip_junior_tokens = proto.gae_skip_junior_tokens();
   out.whiten_advantages = proto.whiten_advantages();
   out.max_staleness = proto.max_staleness();
   TANDEM_RETURN_IF_ERROR(
@@ -185,6 +186,7 @@ v1::PolicyObjective ToProto(const PolicyObjective& objective) {
   proto.set_gae_gamma(objective.gae_gamma);
   proto.set_gae_lambda(objective.gae_lambda);
   proto.set_bootstrap_truncated(objective.bootstrap_truncated);
+  proto.set_gae_skip_junior_tokens(objective.gae_skip_junior_tokens);
   proto.set_whiten_advantages(objective.whiten_advantages);
   proto.set_max_staleness(static_cast<int32_t>(objective.max_staleness));
   proto.set_stale_samples(NameOf(objective.stale_samples, kStaleSamples));
