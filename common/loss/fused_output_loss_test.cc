@@ -141,6 +141,7 @@ Gradients Oracle(const Problem& p, const PolicyLossOptions& options,
       kl = k2 - k2.detach() + k3.detach();
       break;
   }
+  if (options.kl_importance_correction) kl = kl * ratio;
   const at::Tensor loss =
       Aggregate(policy + options.kl_coefficient * kl - options.entropy_coefficient * entropy, p,
                 scale_options);
@@ -247,6 +248,15 @@ TEST(FusedOutputLossTest, K3CutEqualsTheOracle) {
     ExpectClose(cut, Oracle(problem, options, {}), 1e-12);
     options.k3_cap = 0;
     EXPECT_GT(std::abs(Fused(problem, options, {}, at::kDouble).loss - cut.loss), 1e-3);
+  }
+}
+
+TEST(FusedOutputLossTest, TheCorrectedKlEqualsTheOracle) {
+  const Problem problem;
+  for (const KlEstimator estimator : kEstimators) {
+    const PolicyLossOptions options = {
+        .kl_estimator = estimator, .kl_coefficient = 0.7, .kl_importance_correction = true};
+    ExpectClose(Fused(problem, options, {}, at::kDouble), Oracle(problem, options, {}), 1e-12);
   }
 }
 

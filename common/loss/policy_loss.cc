@@ -104,6 +104,12 @@ LossTerm KlTerm(const PolicyLossOptions& options, double logprob, double referen
   return term;
 }
 
+LossTerm TimesRatio(const LossTerm& term, const LogRatio& log_ratio) {
+  const double ratio = std::exp(log_ratio.value);
+  return {.value = ratio * term.value,
+          .gradient = ratio * (term.gradient + (log_ratio.open ? term.value : 0.0))};
+}
+
 absl::Status CheckLength(const char* name, size_t actual, size_t expected) {
   if (actual == expected) return absl::OkStatus();
   return InvalidField(name, absl::StrCat("has ", actual, " entries, expected ", expected));
@@ -127,6 +133,10 @@ absl::Status CheckPolicyLossOptions(const PolicyLossOptions& options) {
   TANDEM_RETURN_IF_ERROR(CheckInRange("k3_cap", options.k3_cap, 0, kMaxCoefficient));
   if (options.k3_cap > 0 && !IsK3(options.kl_estimator)) {
     return InvalidField("k3_cap", "must be 0 with a kl_estimator that is not K3 or K3_GRADIENT_K2");
+  }
+  if (options.kl_importance_correction && options.kind == PolicyLossKind::kGspo) {
+    return InvalidField("kl_importance_correction",
+                        "must be false with GSPO, which has no ratio of a token");
   }
   TANDEM_RETURN_IF_ERROR(CheckInRange("entropy_coefficient", options.entropy_coefficient,
                                       -kMaxCoefficient, kMaxCoefficient));
@@ -266,9 +276,11 @@ absl::Status PolicyLossEvaluator::Evaluate(int64_t first_row, absl::Span<const d
     const double logprob = logprobs[i];
     const double scale = tokens_->scales[t];
     const Term policy = PolicyTerm(t, logprob);
+    const LogRatio log_ratio(logprob - OldLogprob(t, logprob));
     LossTerm kl;
     if (options_.kl_estimator != KlEstimator::kNone) {
       kl = KlTerm(options_, logprob, tokens_->reference[t]);
+      if (options_.kl_importance_correction) kl = TimesRatio(kl, log_ratio);
     }
     const double beta = options_.kl_coefficient;
     logprob_coefficients[i] = policy.gradient + scale * beta * kl.gradient;
@@ -286,7 +298,7 @@ absl::Status PolicyLossEvaluator::Evaluate(int64_t first_row, absl::Span<const d
     sums_.tokens += 1;
     sums_.clip_fraction += policy.clipped;
     sums_.masked_fraction += policy.masked;
-    sums_.ppo_kl -= LogRatio(logprob - OldLogprob(t, logprob)).value;
+    sums_.ppo_kl -= log_ratio.value;
     sums_.kl_to_ref += kl.value;
     sums_.mean_ratio += std::exp(policy.log_ratio);
     sums_.mean_entropy += entropies[i];

@@ -57,6 +57,9 @@ struct PolicyLossOptions {
   // Most that k3 of a token may be, 0 is off; beyond it kK3 has no gradient. Of kK3 and
   // kK3GradientK2 only.
   double k3_cap = 0;
+  // The KL of a token is multiplied by its ratio r_t, with the gradient of both (DeepSeek-V3.2,
+  // arXiv 2512.02556). Not of GSPO.
+  bool kl_importance_correction = false;
   double entropy_coefficient = 0;  // subtracted: loss -= this * entropy
   // The policy term is multiplied by the importance weight exp(logp_old - log q), a constant for
   // the gradient, bounded to [floor, cap]; log q = behaviour - log_keep_mass is what the writer
@@ -111,7 +114,7 @@ struct PolicyMetrics {
   int64_t tokens = 0;
   double clip_fraction = 0;
   double ppo_kl = 0;      // mean(logp_old - logp)
-  double kl_to_ref = 0;   // mean of the estimator, 0 when off
+  double kl_to_ref = 0;   // mean of the estimator, with its correction; 0 when off
   double mean_ratio = 0;  // mean of r
   double mean_entropy = 0;
   double masked_fraction = 0;  // rows whose importance weight was set to 0

@@ -101,6 +101,24 @@ TEST(PolicyLossTest, K3IsCutAndHasNoGradientBeyond) {
   EXPECT_DOUBLE_EQ(Evaluate(options, 0, 0, 2.7).c, 0.5 * -2.7);
 }
 
+TEST(PolicyLossTest, TheCorrectedKlIsMultipliedByTheRatio) {
+  const double ratio = std::exp(0.3), d = 0.3 + 0.4;
+  const PolicyLossOptions k3 = {
+      .kl_estimator = KlEstimator::kK3, .kl_coefficient = 0.7, .kl_importance_correction = true};
+  const Row row = Evaluate(k3, 0.3, 0, -0.4);
+  EXPECT_DOUBLE_EQ(row.metrics.loss_kl, 0.7 * ratio * (std::exp(-d) + d - 1));
+  EXPECT_DOUBLE_EQ(row.c, 0.7 * ratio * d);  // the gradient of k2, corrected
+  for (KlEstimator estimator : {KlEstimator::kK1, KlEstimator::kK2, KlEstimator::kK3}) {
+    PolicyLossOptions options = k3;
+    options.kl_estimator = estimator;
+    const double h = 1e-6;
+    const double numeric = (Evaluate(options, 0.3 + h, 0, -0.4).metrics.loss_kl -
+                            Evaluate(options, 0.3 - h, 0, -0.4).metrics.loss_kl) /
+                           (2 * h);
+    EXPECT_NEAR(Evaluate(options, 0.3, 0, -0.4).c, numeric, 1e-8);
+  }
+}
+
 TEST(PolicyLossTest, EntropyBonusLowersTheLoss) {
   const Row row = Evaluate({.entropy_coefficient = 0.1}, 0, 0);
   EXPECT_DOUBLE_EQ(row.e, -0.1);
@@ -362,6 +380,9 @@ TEST(PolicyLossTest, OptionsFailClosed) {
             "dual_clip");
   EXPECT_EQ(FieldPath(CheckPolicyLossOptions({.dual_clip = 0.5})), "dual_clip");
   EXPECT_EQ(FieldPath(CheckPolicyLossOptions({.clip_ratio_low = -1})), "clip_ratio_low");
+  EXPECT_EQ(FieldPath(CheckPolicyLossOptions(
+                {.kind = PolicyLossKind::kGspo, .kl_importance_correction = true})),
+            "kl_importance_correction");
   EXPECT_EQ(FieldPath(CheckPolicyLossOptions({.k3_cap = -1})), "k3_cap");
   for (const KlEstimator estimator :
        {KlEstimator::kK1, KlEstimator::kK2, KlEstimator::kK1GradientK2}) {

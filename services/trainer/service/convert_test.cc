@@ -32,6 +32,7 @@ TEST(PolicyObjectiveTest, AnEmptyMessageGivesTheDocumentedDefaults) {
   EXPECT_EQ(objective->loss.kl_coefficient, 0);
   EXPECT_EQ(objective->loss.kl_estimator, loss::KlEstimator::kK3);
   EXPECT_EQ(objective->loss.k3_cap, 0);
+  EXPECT_FALSE(objective->loss.kl_importance_correction);
   EXPECT_EQ(objective->loss.entropy_coefficient, 0);
   EXPECT_EQ(objective->loss.importance_sampling_cap, 0);
   EXPECT_EQ(objective->loss.importance_sampling_floor, 0);
@@ -180,6 +181,7 @@ TEST(PolicyObjectiveTest, EveryFieldIsCarried) {
   proto.set_norm_constant(64);
   proto.set_kl_coefficient(0.01);
   proto.set_k3_cap(10);
+  proto.set_kl_importance_correction(true);
   proto.set_entropy_coefficient(0.02);
   proto.set_importance_sampling_cap(2);
   proto.set_importance_sampling_floor(0.5);
@@ -210,6 +212,7 @@ TEST(PolicyObjectiveTest, EveryFieldIsCarried) {
   EXPECT_EQ(objective->loss.kl_coefficient, 0.01);
   EXPECT_EQ(objective->loss.kl_estimator, loss::KlEstimator::kK3);  // the default
   EXPECT_EQ(objective->loss.k3_cap, 10);
+  EXPECT_TRUE(objective->loss.kl_importance_correction);
   EXPECT_EQ(objective->loss.entropy_coefficient, 0.02);
   EXPECT_EQ(objective->loss.importance_sampling_cap, 2);
   EXPECT_EQ(objective->loss.importance_sampling_floor, 0.5);

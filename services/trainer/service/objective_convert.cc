@@ -106,6 +106,7 @@ absl::Status LossTermsFromProto(const v1::PolicyObjective& proto, loss::PolicyLo
   TANDEM_RETURN_IF_ERROR(
       Choose("kl_estimator", proto.kl_estimator(), kKlEstimators, &out->kl_estimator));
   out->k3_cap = proto.k3_cap();
+  out->kl_importance_correction = proto.kl_importance_correction();
   out->entropy_coefficient = proto.entropy_coefficient();
   out->importance_sampling_cap = proto.importance_sampling_cap();
   out->importance_sampling_floor = proto.importance_sampling_floor();
@@ -175,6 +176,7 @@ v1::PolicyObjective ToProto(const PolicyObjective& objective) {
   proto.set_kl_coefficient(objective.loss.kl_coefficient);
   proto.set_kl_estimator(NameOf(objective.loss.kl_estimator, kKlEstimators));
   proto.set_k3_cap(objective.loss.k3_cap);
+  proto.set_kl_importance_correction(objective.loss.kl_importance_correction);
   proto.set_entropy_coefficient(objective.loss.entropy_coefficient);
   proto.set_importance_sampling_cap(objective.loss.importance_sampling_cap);
   proto.set_importance_sampling_floor(objective.loss.importance_sampling_floor);
