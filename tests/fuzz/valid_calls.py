@@ -201,14 +201,16 @@ def _trainer_calls(servers: Servers) -> list[ValidCall]:
             "advantage_estimator": "provided", "aggregation": "seq_mean_token_sum_norm",
             "normalizer": "all_tokens", "norm_constant": 10.0, "kl_coefficient": 0.01,
             "kl_estimator": "k3", "entropy_coefficient": 0.01, "importance_sampling_cap": 2.0,
-            "max_staleness": 1,
+            "importance_sampling_floor": 0.5, "importance_sampling_level": "sequence",
+            "importance_sampling_mode": "mask", "k3_cap": 10.0, "kl_importance_correction": True,
+            "max_staleness": 1, "stale_samples": "drop", "mask_truncated_completions": False,
         }),
         "with given log-probabilities": (
             with_logprobs, {"old_logprobs": "provided", "whiten_advantages": True},
         ),
         "with GAE": (rewarded, {
             "advantage_estimator": "gae", "gae_gamma": 0.99, "gae_lambda": 0.95,
-            "bootstrap_truncated": True,
+            "bootstrap_truncated": True, "gae_skip_junior_tokens": True,
         }),
     }  # fmt: skip
     step = {"run_id": "run", "step": 1, "expected_version": 0}
