@@ -247,13 +247,13 @@ void PolicyLossEvaluator::SetGspoTerms(size_t begin, absl::Span<const double> lo
   }
 }
 
-absl::Status PolicyLossEvaluator::ObserveSequences(int64_t first_row,
-                                                   absl::Span<const double> logprobs) {
+absl::Status PolicyLossEvaluator::SetSequences(int64_t first_row,
+                                               absl::Span<const double> logprobs) {
   const int64_t last_row = first_row + static_cast<int64_t>(logprobs.size());
   auto next = std::lower_bound(sequence_begins_.begin(), sequence_begins_.end(), first_row);
   if (next == sequence_begins_.end() || *next != first_row ||
       !std::binary_search(next, sequence_begins_.end(), last_row)) {
-    return absl::InternalError("the observed rows are not whole sequences");
+    return absl::InternalError("the rows are not whole sequences");
   }
   for (int64_t begin = first_row; begin < last_row;) {
     const int64_t end = *++next;
@@ -270,6 +270,7 @@ absl::Status PolicyLossEvaluator::Evaluate(int64_t first_row, absl::Span<const d
                                            absl::Span<const double> entropies,
                                            absl::Span<double> logprob_coefficients,
                                            absl::Span<double> entropy_coefficients) {
+  if (needs_sequences()) TANDEM_RETURN_IF_ERROR(SetSequences(first_row, logprobs));
   const auto first = static_cast<size_t>(first_row);
   for (size_t i = 0; i < logprobs.size(); ++i) {
     const size_t t = first + i;

@@ -130,16 +130,14 @@ class PolicyLossEvaluator {
                                                     const PolicyTokens& tokens);
 
   // Whether a row's coefficients depend on the log-probs of its whole sequence (GSPO, importance
-  // weights of sequences): then ObserveSequences comes before Evaluate.
+  // weights of sequences): Evaluate then takes whole sequences alone.
   bool needs_sequences() const {
     return options_.kind == PolicyLossKind::kGspo || weighs_sequences();
   }
 
-  // The log-probs of the rows [first_row, first_row + n), which are whole sequences.
-  absl::Status ObserveSequences(int64_t first_row, absl::Span<const double> logprobs);
-
   // Coefficients of the rows [first_row, first_row + n): n is the size of every span. Adds the
-  // rows' reports. NotFiniteError for a log-prob, an entropy or a coefficient.
+  // rows' reports. NotFiniteError for a log-prob, an entropy or a coefficient; INTERNAL for a part
+  // of a sequence where needs_sequences().
   absl::Status Evaluate(int64_t first_row, absl::Span<const double> logprobs,
                         absl::Span<const double> entropies, absl::Span<double> logprob_coefficients,
                         absl::Span<double> entropy_coefficients);
@@ -173,13 +171,15 @@ class PolicyLossEvaluator {
   double LogImportanceWeight(size_t row, double logprob) const;
   double ImportanceWeight(size_t row, double logprob) const;
   Term PolicyTerm(size_t row, double logprob) const;
+  // What the rows [first_row, first_row + n) depend on of their sequences.
+  absl::Status SetSequences(int64_t first_row, absl::Span<const double> logprobs);
   // Of one sequence, whose rows begin at `begin`.
   void WeighSequence(size_t begin, absl::Span<const double> logprobs);
   void SetGspoTerms(size_t begin, absl::Span<const double> logprobs);
 
   PolicyLossOptions options_;
   const PolicyTokens* tokens_;
-  // For what needs sequences: [S + 1], and [N] of the observed ones.
+  // For what needs sequences: [S + 1], and [N].
   std::vector<int64_t> sequence_begins_;
   std::vector<double> sequence_weights_;  // importance weights of sequences
   std::vector<Term> sequence_terms_;      // GSPO's
