@@ -51,7 +51,7 @@ class MeteredAllocator : public c10::Allocator {
 };
 
 TEST(FusedOutputLossMemoryTest, PeakStaysWithinTheBudget) {
-  constexpr int64_t kRows = 600, kHidden = 16, kVocabulary = 20000, kBudget = 4 << 20;
+  constexpr int64_t kRows = 300, kHidden = 16, kVocabulary = 10000, kBudget = 1 << 20;
   // Never destroyed: tensors may outlive the test.
   static auto* const meter = new MeteredAllocator(c10::GetCPUAllocator());
   c10::Allocator* const before = c10::GetCPUAllocator();

@@ -190,12 +190,12 @@ void ExpectClose(const Gradients& actual, const Gradients& expected, double tole
   }
 }
 
-constexpr Way kWays[] = {{LossImpl::kCce, LossMode::kGradientInForward},
-                         {LossImpl::kCce, LossMode::kRecompute},
-                         {LossImpl::kTorchCompile, LossMode::kGradientInForward},
-                         {LossImpl::kTorchCompile, LossMode::kRecompute},
-                         {LossImpl::kPytorch, LossMode::kGradientInForward},
-                         {LossImpl::kPytorch, LossMode::kRecompute}};
+const Way kWays[] = {{LossImpl::kCce, LossMode::kGradientInForward},
+                     {LossImpl::kCce, LossMode::kRecompute},
+                     {LossImpl::kTorchCompile, LossMode::kGradientInForward},
+                     {LossImpl::kTorchCompile, LossMode::kRecompute},
+                     {LossImpl::kPytorch, LossMode::kGradientInForward},
+                     {LossImpl::kPytorch, LossMode::kRecompute}};
 
 constexpr Aggregation kAggregations[] = {
     Aggregation::kTokenMean, Aggregation::kTokenSum, Aggregation::kSeqMeanTokenSum,
