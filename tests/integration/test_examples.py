@@ -10,8 +10,9 @@ import pytest
 import yaml
 from commands import tandem
 
-EXAMPLES = sorted(harness.REPOSITORY.glob("examples/*/run.yaml"))
-SUPERVISED = {"sft"}
+CLUSTERS = set(harness.REPOSITORY.glob("examples/*/cluster.yaml"))
+EXAMPLES = sorted(set(harness.REPOSITORY.glob("examples/*/*.yaml")) - CLUSTERS)
+SUPERVISED = {"recipes/sft"}
 CHAT_TEMPLATE = (
     "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
     "{% if add_generation_prompt %}assistant: {% endif %}"
@@ -64,14 +65,20 @@ def substitutes(values, model_of, path=""):
         place = f"{path}{key}"
         if isinstance(value, dict | list):
             yield from substitutes(value, model_of, f"{place}.")
-        elif key in ("model", "senior_model", "junior_model", "tokenizer"):
+        elif key in ("model", "senior_model", "junior_model", "reference_model", "tokenizer"):
             yield f"{place}={model_of[Path(value).name]}"
         elif key == "max_model_len":
             yield f"{place}=256"
             yield f"{path}compute.num_threads=1"
 
 
-@pytest.mark.parametrize("file", EXAMPLES, ids=lambda file: file.parent.name)
+def name_of(file: Path) -> str:
+    """The name of an example's folder; that of a recipe with its own beside it."""
+    folder = file.parent.name
+    return folder if file.stem == "run" else f"{folder}/{file.stem}"
+
+
+@pytest.mark.parametrize("file", EXAMPLES, ids=name_of)
 def test_an_example_runs(file, model_of, tmp_path, monkeypatch):
     config = yaml.safe_load(file.read_text())
     if isinstance(config["cluster"], str):
@@ -85,7 +92,7 @@ def test_an_example_runs(file, model_of, tmp_path, monkeypatch):
         "batch.prompts_per_step=3",
         "batch.samples_per_prompt=2",
     ]
-    name = file.parent.name
+    name = name_of(file)
     kind = "sft" if name in SUPERVISED else "train"
     # Files name each other, whatever the working directory is.
     monkeypatch.chdir(tmp_path)
@@ -93,12 +100,13 @@ def test_an_example_runs(file, model_of, tmp_path, monkeypatch):
     steps = harness.json_lines(tmp_path / "run" / "metrics.jsonl")
     assert [line["step"] for line in steps] == [1, 2]
     assert [line["version/senior"] for line in steps] == [1, 2]
-    assert ("critic/loss" in steps[0]) == (name == "ppo_critic")
+    assert ("critic/loss" in steps[0]) == (name == "recipes/ppo")
     servers = {path.stem for path in (tmp_path / "cluster" / "logs" / "attempt_1").glob("*.log")}
     assert ("rollout-1" in servers) == (name == "two_rollouts")
 
 
-def test_every_folder_is_in_the_table():
-    table = (harness.REPOSITORY / "examples" / "README.md").read_text()
+def test_every_file_is_in_a_table():
+    tables = (harness.REPOSITORY / "examples" / "README.md").read_text()
     for file in EXAMPLES:
-        assert f"examples/{file.parent.name}/run.yaml" in table
+        command = "sft" if name_of(file) in SUPERVISED else "train"
+        assert f"`tandem {command} {file.relative_to(harness.REPOSITORY)}`" in tables

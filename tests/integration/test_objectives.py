@@ -1,4 +1,4 @@
-"""Every objective of docs/objectives.md trains."""
+"""Every objective of docs/objectives.md, and of the recipes that it names, trains."""
 
 from __future__ import annotations
 
@@ -14,11 +14,20 @@ import yaml
 from tandem.cluster import LocalCluster
 
 PAGE = (harness.REPOSITORY / "docs/objectives.md").read_text()
-# Of each block of YAML: the first word of the text above it, and its objective.
-OBJECTIVES = [
-    (name, yaml.safe_load(block)["objective"])
-    for name, block in re.findall(r"^([\w.+]+)[^\n]*\n```yaml\n(.*?)```", PAGE, re.S | re.M)
-]
+RECIPES = sorted(re.findall(r"\(\.\./(examples/recipes/\w+)\.yaml\)", PAGE))
+
+
+def objectives() -> Iterator[tuple[str, dict[str, Any]]]:
+    """Those of the recipes, by file, and of the blocks of YAML, by the first word above them."""
+    for recipe in RECIPES:
+        values = yaml.safe_load((harness.REPOSITORY / f"{recipe}.yaml").read_text())
+        if "objective" in values:
+            yield Path(recipe).name, values["objective"]
+    for name, block in re.findall(r"^([\w.+]+)[^\n]*\n```yaml\n(.*?)```", PAGE, re.S | re.M):
+        yield name, yaml.safe_load(block)["objective"]
+
+
+OBJECTIVES = list(objectives())
 
 
 @pytest.fixture(scope="module")
@@ -35,13 +44,13 @@ def trio(
         yield running
 
 
-def test_the_page_shows_every_method() -> None:
-    names = [name for name, _ in OBJECTIVES]
-    assert names == [
-        *("GRPO", "Dr.GRPO", "DAPO", "GSPO", "CISPO", "RLOO"),
-        *("REINFORCE++", "REINFORCE++", "PPO", "PPO", "MIS"),
-    ]
-    assert len(names) == PAGE.count("```yaml")
+def test_the_page_names_every_recipe() -> None:
+    files = (harness.REPOSITORY / "examples/recipes").glob("*.yaml")
+    assert [Path(recipe).name for recipe in RECIPES] == sorted(
+        {file.stem for file in files} - {"cluster"}
+    )
+    assert [name for name, _ in OBJECTIVES[len(RECIPES) - 1 :]] == ["DAPO", "PPO", "MIS"]
+    assert PAGE.count("```yaml") == 3
 
 
 @pytest.mark.parametrize(("name", "objective"), OBJECTIVES, ids=[name for name, _ in OBJECTIVES])
