@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
+import sys
 
 import harness
 import pytest
@@ -185,6 +188,53 @@ def test_a_run_that_failed_goes_on_as_if_it_had_not(fresh_pair, models, tmp_path
         run_on(fresh_pair, models, tmp_path / "second", on_step=on_step)
     assert caught.value.__notes__ == ["in step 2: saved after step 2, --resume goes on from there"]
     assert run_on(fresh_pair, models, tmp_path / "second", resume=True) == undisturbed
+
+
+# Three of the ten prompts have rewards that differ; the process dies in the call that it is told.
+DYING_REWARD = """
+import itertools, os, signal
+calls = itertools.count(1)
+def reward(prompt, response, **row):
+    if next(calls) == int(os.environ.get("DIE_AT", 0)):
+        os.kill(os.getpid(), signal.SIGKILL)
+    return len(prompt) % 2 * len(response) / 10
+"""
+
+
+def test_a_run_with_dynamic_sampling_that_is_killed_in_it_goes_on_as_if_it_had_not(
+    fresh_pair, models, tmp_path
+):
+    judge = tmp_path / "judge.py"
+    judge.write_text(DYING_REWARD)
+    buffer = {"len": 8, "penalty_factor": 0.5}
+    changes = {
+        "steps": 5,
+        "reward": {"function": f"{judge}:reward", "workers": 1, "overlong_buffer": buffer},
+        "batch": {"prompts_per_step": 2, "samples_per_prompt": 4, "filter_groups": {}},
+        "checkpoint": {"every": 2},
+    }
+    undisturbed = run_on(fresh_pair, models, tmp_path / "whole", **changes)
+    drawn = [line["batch/groups_drawn"] for line in undisturbed]
+    assert [line["batch/groups_dropped"] for line in undisturbed] == [n - 2 for n in drawn]
+    assert all(line["reward/overlong_mean"] < 0 for line in undisturbed)
+    # In the second generation batch of step 4; step 3 is in no checkpoint.
+    assert undisturbed[3]["batch/num_gen_batches"] > 1
+    config = harness.run_settings(tmp_path / "killed", models, fresh_pair, **changes)
+    file = tmp_path / "run.yaml"
+    file.write_text(settings.dump(config))
+    killed = subprocess.run(
+        [sys.executable, "-m", "tandem", "train", file],
+        env=os.environ | {"DIE_AT": str(4 * (sum(drawn[:3]) + 2) + 1)},
+        capture_output=True,
+    )
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    before = harness.json_lines(tmp_path / "killed" / "run" / "metrics.jsonl")
+    assert [line["step"] for line in before] == [1, 2, 3]
+    resumed = run_on(fresh_pair, models, tmp_path / "killed", resume=True, **changes)
+    assert resumed == undisturbed
+    for step in range(1, 6):
+        name = f"run/trajectories/step_{step}.jsonl"
+        assert (tmp_path / "killed" / name).read_text() == (tmp_path / "whole" / name).read_text()
 
 
 def test_a_step_that_no_queue_holds_is_drawn_in_several_batches(models, tmp_path):

@@ -22,6 +22,8 @@ class SavedState:
         trainer: path of the trainer's checkpoint, relative to the run directory.
         critic: the same of the critic's, if the run has a critic.
         digest: of the senior's weights; None if an earlier release saved them.
+        examples_drawn: how many examples of the data the run had drawn until then; None if an
+            earlier release saved it, which drew the same number in every step.
     """
 
     step: int
@@ -29,6 +31,7 @@ class SavedState:
     trainer: str
     critic: str | None = None
     digest: str | None = None
+    examples_drawn: int | None = None
 
 
 @dataclass(frozen=True)

@@ -54,12 +54,11 @@ class Dataset:
     def __len__(self) -> int:
         return len(self.examples)
 
-    def batch(self, step: int, size: int) -> list[Example]:
-        """The examples of a step (from 1): a function of (seed, step, size) alone.
+    def batch(self, first: int, size: int) -> list[Example]:
+        """`size` examples after the first `first`: a function of (seed, first, size) alone.
 
         Every epoch is a permutation of its own: rows sorted by BLAKE2b of "<seed>/<epoch>/<row>".
         """
-        first = (step - 1) * size
         places = (divmod(first + i, len(self.examples)) for i in range(size))
         return [self.examples[self._order(epoch)[place]] for epoch, place in places]
 

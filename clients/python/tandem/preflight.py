@@ -88,6 +88,16 @@ def check_sizes(settings: RunSettings, purpose: str, max_samples: int, max_queue
             )
 
 
+def check_overlong_buffer(settings: RunSettings) -> None:
+    """ConfigError for a buffer of tokens that no response has."""
+    buffer, longest = settings.reward.overlong_buffer, settings.sampling.max_tokens
+    if buffer is not None and buffer.len > longest:
+        raise ConfigError(
+            f"reward.overlong_buffer.len: {buffer.len:,} tokens, sampling.max_tokens allows a "
+            f"response {longest:,}"
+        )
+
+
 def modes_in(settings: RunSettings, purpose: str) -> Sequence[EvalMode]:
     """The evaluations that are made on the way; none in a run without `eval.every`."""
     return settings.eval.modes if purpose == "eval" or settings.eval.every else ()

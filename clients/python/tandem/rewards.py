@@ -20,7 +20,7 @@ from tandem.reward_calls import (
     why_not_called,
 )
 from tandem.reward_function import load_function
-from tandem.settings import RewardSettings
+from tandem.settings import OverlongBufferSettings, RewardSettings
 
 # Characters of a prompt or a response in an error.
 _SHOWN = 1000
@@ -116,6 +116,16 @@ class Reward:
             f"  prompt: {_short(example.text)}\n"
             f"  response: {_short(response)}\n{failure.trace}"
         ).rstrip()
+
+
+def overlong_punishment(length: int, max_tokens: int, buffer: OverlongBufferSettings) -> float:
+    """What is added to the reward of a response of `length` tokens: 0, or less if it is too long.
+
+    DAPO's soft overlong punishment (arXiv 2503.14476, equation 13) with L_max = `max_tokens` and
+    L_cache = `buffer.len`, times `buffer.penalty_factor`.
+    """
+    expected = max_tokens - buffer.len
+    return buffer.penalty_factor * max(-1.0, min(0.0, (expected - length) / buffer.len))
 
 
 def answer_extractor(pattern: str | None) -> Callable[[str], str]:

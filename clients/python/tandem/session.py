@@ -266,6 +266,8 @@ class Session:
         problems = Problems()
         self._read(problems)
         if self.purpose == "train":
+            with problems.collect():
+                preflight.check_overlong_buffer(settings)
             for obstacle in obstacles(settings):
                 self.note(f"warning: this run cannot learn: {obstacle}")
         self.objective = {}

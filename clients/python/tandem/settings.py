@@ -142,6 +142,15 @@ class DataSettings(Settings):
         return self
 
 
+class OverlongBufferSettings(Settings):
+    """The soft overlong punishment of DAPO (arXiv 2503.14476)."""
+
+    # The last tokens before sampling.max_tokens: the reward of a response that ends among them
+    # falls, linearly with its length, by penalty_factor at most.
+    len: Count
+    penalty_factor: float = Field(1.0, gt=0)
+
+
 class RewardSettings(Settings):
     """How a response is judged."""
 
@@ -164,6 +173,8 @@ class RewardSettings(Settings):
     answer_pattern: Pattern | None = None
     # A reward at or above counts as correct in an evaluation.
     correct_at: float = 1.0
+    # Punish responses that are almost too long, in training alone.
+    overlong_buffer: OverlongBufferSettings | None = None
 
     @model_validator(mode="after")
     def _one_way_to_call(self) -> RewardSettings:
@@ -234,16 +245,32 @@ def _objective_settings() -> type[Settings]:
 ObjectiveSettings = _objective_settings()
 
 
+class FilterGroupsSettings(Settings):
+    """The dynamic sampling of DAPO (arXiv 2503.14476)."""
+
+    # How often prompts are drawn for a step at most, the first time included; a step that is not
+    # full then trains what there is.
+    max_num_gen_batches: Count = 10
+
+
 class BatchSettings(Settings):
     """Size of a step."""
 
     prompts_per_step: Count = 8
     samples_per_prompt: Count = 8
+    # Drop groups whose rewards are all the same, and draw further prompts in their place.
+    filter_groups: FilterGroupsSettings | None = None
 
     @model_validator(mode="after")
     def _step_fits(self) -> BatchSettings:
         if self.prompts_per_step * self.samples_per_prompt > INT32_MAX:
             raise ValueError(f"a step has at most {INT32_MAX} samples")
+        return self
+
+    @model_validator(mode="after")
+    def _rewards_may_differ(self) -> BatchSettings:
+        if self.filter_groups is not None and self.samples_per_prompt == 1:
+            raise ValueError("filter_groups: would drop every group of samples_per_prompt: 1")
         return self
 
 

@@ -16,18 +16,17 @@ from tandem.data import Example, fill
 from tandem.errors import ConfigError, TandemError
 from tandem.evaluation import evaluate
 from tandem.evaluation.report import in_words
+from tandem.groups import Drawn, Group, draw_groups
 from tandem.interrupt import Interrupt
 from tandem.learnability import FlatRewards
-from tandem.metrics import StepClock, response_metrics, step_line
-from tandem.requests import PolicySample, Prompt, SupervisedSample
-from tandem.rewards import Judged
+from tandem.metrics import StepClock, step_line
+from tandem.requests import PolicySample, SupervisedSample
 from tandem.run_dir import RunDirectory
-from tandem.schedule import prompt_seed
 from tandem.session import Session
 from tandem.settings import given
 from tandem.start import start_run
 from tandem.trainer.v1 import trainer_pb2
-from tandem.types.v1 import server_pb2, trajectory_pb2
+from tandem.types.v1 import server_pb2
 from tandem.wire import trajectory_record
 
 OnStep = Callable[[dict[str, Any]], None]
@@ -43,81 +42,71 @@ def train(
 ) -> int:
     """Tandem policy-gradient training; returns the last step that was done."""
     settings = session.settings
-    any_version = bool(settings.objective.max_staleness)
     with Loop(session, run, on_step, interrupt, discard_unsaved=discard_unsaved) as loop:
         flat = FlatRewards(settings)
         for step in loop.steps():
             clock = StepClock()
-
-            examples = session.data.batch(step, settings.batch.prompts_per_step)
-            with clock.phase("generate"):
-                groups = session.generate(
-                    [step_prompt(session, example, step, i) for i, example in enumerate(examples)],
-                    loop.weights,
-                    any_version=any_version,
-                )
-
-            with clock.phase("reward"):
-                texts = [[session.codec.decode(t.response_token_ids) for t in g] for g in groups]
-                judged = session.reward(examples, texts)
-            samples, records = _samples(step, groups, texts, judged.rewards)
-            _tell_failures(session, run, step, judged, len(records))
-
+            drawn = draw_groups(session, step, loop.examples_drawn, loop.weights, clock)
+            _tell_failures(session, run, step, drawn)
+            _tell_missing(session, run, step, drawn)
             with clock.phase("train"):
-                reply = session.trainer.train_step(
-                    samples,
-                    run_id=run.run_id,
-                    step=step,
-                    expected_version=loop.weights.version,
-                    objective=given(settings.objective),
-                    request_id=f"{run.run_id}/{step}",
-                )
-            loop.require_critic(reply.report)
-            run.write_trajectories(step, records)
-            line = loop.finish(step, reply.report, clock, response_metrics(groups, judged.rewards))
+                report = _train_step(session, run, step, drawn.kept, loop.weights)
+            loop.require_critic(report)
+            run.write_trajectories(step, _records(drawn.groups))
+            line = loop.finish(step, report, clock, len(drawn.groups), drawn.metrics())
             if warning := flat.add(line):
                 session.note(f"warning: {warning}")
     return loop.last_step
 
 
-def step_prompt(session: Session, example: Example, step: int, index: int) -> Prompt:
-    """The request for one prompt of a step."""
-    settings = session.settings
-    return Prompt(
-        token_ids=example.token_ids,
-        seed=prompt_seed(settings.seed, step, index),
-        num_samples=settings.batch.samples_per_prompt,
-        sampling=given(settings.sampling),
-        tandem=given(settings.tandem),
-        return_other_logprobs=settings.return_other_logprobs,
-    )
-
-
-def _samples(
+def _train_step(
+    session: Session,
+    run: RunDirectory,
     step: int,
-    groups: Sequence[Sequence[trajectory_pb2.Trajectory]],
-    texts: Sequence[Sequence[str]],
-    rewards: Sequence[Sequence[float | None]],
-) -> tuple[list[PolicySample], list[dict[str, Any]]]:
-    """What to train on, and what to record: also the responses whose reward failed."""
-    samples: list[PolicySample] = []
-    records: list[dict[str, Any]] = []
-    for index, group in enumerate(zip(groups, texts, rewards, strict=True)):
-        group_id = f"step-{step}/prompt-{index}"
-        for trajectory, text, reward in zip(*group, strict=True):
-            records.append(
-                trajectory_record(trajectory, text=text, reward=reward, group_id=group_id)
+    groups: Sequence[Group],
+    weights: server_pb2.WeightsVersion,
+) -> trainer_pb2.StepReport:
+    """One update of the senior; a report of a skipped step where no group is left to train on."""
+    samples = [
+        PolicySample(trajectory, group.id, reward)
+        for group in groups
+        for trajectory, reward in zip(group.trajectories, group.shaped_rewards, strict=True)
+        if reward is not None
+    ]
+    if not samples:
+        reason = "no group has rewards that differ"
+        return trainer_pb2.StepReport(step=step, weights=weights, skipped=True, skip_reason=reason)
+    reply = session.trainer.train_step(
+        samples,
+        run_id=run.run_id,
+        step=step,
+        expected_version=weights.version,
+        objective=given(session.settings.objective),
+        request_id=f"{run.run_id}/{step}",
+    )
+    return reply.report
+
+
+def _records(groups: Sequence[Group]) -> Iterator[dict[str, Any]]:
+    """What to record: also the responses whose reward failed, and groups that were dropped."""
+    for group in groups:
+        responses = zip(
+            group.trajectories, group.texts, group.rewards, group.punishments, strict=True
+        )
+        for trajectory, text, reward, punishment in responses:
+            yield trajectory_record(
+                trajectory,
+                text=text,
+                reward=reward,
+                overlong_punishment=punishment,
+                group_id=group.id,
             )
-            if reward is not None:
-                samples.append(PolicySample(trajectory, group_id, reward))
-    return samples, records
 
 
-def _tell_failures(
-    session: Session, run: RunDirectory, step: int, judged: Judged, responses: int
-) -> None:
+def _tell_failures(session: Session, run: RunDirectory, step: int, drawn: Drawn) -> None:
     """Says how many rewards of a step failed; ConfigError when none is left."""
-    failures = judged.failures
+    failures = drawn.failures
+    responses = sum(len(group.trajectories) for group in drawn.groups)
     for failure in failures:
         print(f"step {step}: {failure}", file=run.log)
     if len(failures) == responses:
@@ -127,6 +116,19 @@ def _tell_failures(
             f"step {step}: the reward failed for {len(failures)} of {responses} responses, which "
             f"are left out; the first: {failures[0].splitlines()[0]} (all: {run.log.name})"
         )
+
+
+def _tell_missing(session: Session, run: RunDirectory, step: int, drawn: Drawn) -> None:
+    """Says that a step has fewer groups than it should."""
+    wanted = session.settings.batch.prompts_per_step
+    if len(drawn.kept) < wanted:
+        text = (
+            f"step {step}: {len(drawn.kept)} of {wanted} groups: the rewards of the other "
+            f"{len(drawn.groups) - len(drawn.kept)} that were drawn do not differ "
+            f"(batch.filter_groups.max_num_gen_batches: {drawn.num_gen_batches})"
+        )
+        session.note(text)
+        print(text, file=run.log)
 
 
 def train_supervised(
@@ -144,7 +146,7 @@ def train_supervised(
     with Loop(session, run, on_step, interrupt, discard_unsaved=discard_unsaved) as loop:
         for step in loop.steps():
             clock = StepClock()
-            examples = session.data.batch(step, settings.sft.batch_size)
+            examples = session.data.batch(loop.examples_drawn, settings.sft.batch_size)
             samples = [supervised_sample(session, example) for example in examples]
             with clock.phase("train"):
                 reply = session.trainer.train_step(
@@ -154,7 +156,7 @@ def train_supervised(
                     expected_version=loop.weights.version,
                     request_id=f"{run.run_id}/{step}",
                 )
-            loop.finish(step, reply.report, clock)
+            loop.finish(step, reply.report, clock, len(examples))
     return loop.last_step
 
 
@@ -196,6 +198,7 @@ class Loop:
     Attributes:
         weights: the senior's, that the next step starts from.
         last_step: the last one that was done.
+        examples_drawn: how many examples of the data the steps until then took.
     """
 
     def __init__(
@@ -226,6 +229,7 @@ class Loop:
         print(start, file=run.log)
         self.weights = start.weights
         self._critic = start.critic
+        self.examples_drawn = _examples_drawn(session, run.state)
         self._begun = time.monotonic() - run.elapsed_seconds
         return self
 
@@ -256,11 +260,13 @@ class Loop:
         step: int,
         report: trainer_pb2.StepReport,
         clock: StepClock,
+        examples: int,
         metrics: Mapping[str, Any] | None = None,
     ) -> dict[str, Any]:
         """Publishes what the step made of the weights; records, evaluates and saves.
 
-        `metrics` are those that the client computes. Returns the line of metrics.jsonl.
+        `examples` of the data were drawn for it; `metrics` are those that the client computes.
+        Returns the line of metrics.jsonl.
         """
         run, settings = self._run, self._session.settings
         run.write_version(step, report.weights, self._critic)
@@ -282,6 +288,7 @@ class Loop:
             )
             run.write_metrics(line)
             self.weights, self.last_step = report.weights, step
+            self.examples_drawn += examples
         self._on_step(line)
         if report.skipped:
             print(f"step {step} skipped: {report.skip_reason}", file=run.log)
@@ -295,7 +302,7 @@ class Loop:
         last = step == settings.steps and settings.checkpoint.at_end
         self._stop = self._interrupt is not None and self._interrupt.requested
         if due or last or self._stop:
-            save(self._session, run, step, self.weights, self._critic)
+            save(self._session, run, step, self.weights, self._critic, self.examples_drawn)
         return line
 
     def _rescue(self) -> str:
@@ -315,10 +322,28 @@ class Loop:
         if health.status != "SERVING":
             return f"the trainer is {health.status} {health.reason}".rstrip()
         try:
-            save(self._session, self._run, self.last_step, self.weights, self._critic)
+            save(
+                self._session,
+                self._run,
+                self.last_step,
+                self.weights,
+                self._critic,
+                self.examples_drawn,
+            )
         except TandemError as error:
             return error.message
         return None
+
+
+def _examples_drawn(session: Session, state: SavedState | None) -> int:
+    """How many examples of the data a run had drawn when it left this state."""
+    if state is None:
+        return 0
+    if state.examples_drawn is not None:
+        return state.examples_drawn
+    settings = session.settings
+    sft = session.purpose == "sft"
+    return state.step * (settings.sft.batch_size if sft else settings.batch.prompts_per_step)
 
 
 def save(
@@ -327,8 +352,9 @@ def save(
     step: int,
     weights: server_pb2.WeightsVersion,
     critic_weights: server_pb2.WeightsVersion | None,
+    examples_drawn: int,
 ) -> SavedState:
-    """Saves trainer and critic as they are after `step`, with these weights.
+    """Saves trainer and critic as they are after `step`, with these weights and place in the data.
 
     Raises FailedPreconditionError when the trainer holds others, or the critic another version.
     """
@@ -352,6 +378,7 @@ def save(
         str(trainer / name),
         critic and str(critic / name),
         weights.digest,
+        examples_drawn,
     )
     run.write_state(state)
     return state

@@ -122,6 +122,7 @@ def trajectory_record(
     *,
     text: str,
     reward: float | None = None,
+    overlong_punishment: float = 0.0,
     group_id: str = "",
 ) -> dict[str, Any]:
     """One line of a trajectory file, with exactly the documented keys."""
@@ -146,6 +147,7 @@ def trajectory_record(
         "finish_reason": enum_name(trajectory, "finish_reason"),
         "text": text,
         "reward": reward,
+        "overlong_punishment": overlong_punishment,
         "group_id": group_id,
         "sample_index": trajectory.sample_index,
         "seed": trajectory.seed,

@@ -68,6 +68,7 @@ class FakeWorld:
         self.cut_streams = 0  # Generate calls to break off after one sample
         self.on_open = lambda context: None  # called in a Generate that counts as open
         self.on_batch = lambda: None  # called before a batch of Generate, or a Score, is answered
+        self.on_samples = lambda samples: None  # called with those of a TrainStep
         self.has_junior = True
         self.sentence_boundaries = [7]
         self.scores = 0  # calls of Score
@@ -198,6 +199,7 @@ class FakeTrainer(trainer_pb2_grpc.TrainerServiceServicer):
         header, *samples = [getattr(request, request.WhichOneof("message")) for request in requests]
         self.world.enter("TrainStep", context)
         self.world.headers.append(header)
+        self.world.on_samples(samples)
         if header.request_id in self.world.steps:
             reply = self.world.steps[header.request_id]
             return trainer_pb2.TrainStepResponse(report=reply, replayed=True)

@@ -57,14 +57,16 @@ def test_reasoning_gym_rows_are_scored_by_their_task(codec):
     assert reward([example], [answers]).rewards == [[1.0, 0.0]]
 
 
-def test_batches_are_a_function_of_the_step(tmp_path, codec):
+def test_batches_are_a_function_of_their_place(tmp_path, codec):
     rows = jsonl(tmp_path, *({"prompt": f"w{i}"} for i in range(1, 11)))
     one, two = (load_dataset(rows, codec, seed=4) for _ in range(2))
-    assert [e.text for e in one.batch(3, 4)] == [e.text for e in two.batch(3, 4)]
-    epoch = [e.text for step in (1, 2) for e in one.batch(step, 5)]
+    assert [e.text for e in one.batch(8, 4)] == [e.text for e in two.batch(8, 4)]
+    # However they are cut.
+    assert one.batch(8, 4) == one.batch(8, 1) + one.batch(9, 3)
+    epoch = [e.text for first in (0, 5) for e in one.batch(first, 5)]
     assert sorted(epoch) == sorted(f"w{i}" for i in range(1, 11))
     other = load_dataset(rows, codec, seed=5)
-    assert [e.text for e in one.batch(1, 10)] != [e.text for e in other.batch(1, 10)]
+    assert [e.text for e in one.batch(0, 10)] != [e.text for e in other.batch(0, 10)]
     assert len(one.without({"w3", "w4"})) == 8
 
 

@@ -15,8 +15,8 @@ from fakes import wait_until
 from tandem import reward_calls
 from tandem.data import Example
 from tandem.errors import ConfigError
-from tandem.rewards import Reward, answer_extractor
-from tandem.settings import RewardSettings
+from tandem.rewards import Reward, answer_extractor, overlong_punishment
+from tandem.settings import OverlongBufferSettings, RewardSettings
 
 EXAMPLE = Example({"prompt": "w1", "answer": " w2", "bonus": 0.25}, "w1", [1], "rows.jsonl:7")
 
@@ -408,3 +408,20 @@ DEMO = Path(__file__).resolve().parents[3] / "examples/demo/run.yaml"
 def test_the_demo_counts_an_answer_where_one_is_given(response, answer):
     pattern = yaml.safe_load(DEMO.read_text())["reward"]["answer_pattern"]
     assert answer_extractor(pattern)(response) == answer
+
+
+@pytest.mark.parametrize(
+    ("length", "punishment"),
+    [(1, 0.0), (16384, 0.0), (16385, -1 / 4096), (18432, -0.5), (20480, -1.0), (20481, -1.0)],
+)
+def test_the_soft_overlong_punishment_is_that_of_the_paper(length, punishment):
+    """L_max = 20480 and L_cache = 4096, as in DAPO's experiments."""
+    buffer = OverlongBufferSettings(len=4096)
+    assert overlong_punishment(length, 20480, buffer) == punishment
+    half = OverlongBufferSettings(len=4096, penalty_factor=0.5)
+    assert overlong_punishment(length, 20480, half) == punishment / 2
+
+
+def test_a_buffer_may_hold_the_whole_response():
+    buffer = OverlongBufferSettings(len=4)
+    assert [overlong_punishment(n, 4, buffer) for n in range(5)] == [0, -0.25, -0.5, -0.75, -1]

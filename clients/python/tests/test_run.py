@@ -350,3 +350,101 @@ def test_a_prompt_that_no_server_holds_is_named_before_anything_is_written(
     done = tandem("train", run_file, check=2)
     assert f"data: {tmp_path}/rows.jsonl:1: the prompt has 2 tokens" in done.stderr
     assert not (tmp_path / "run").exists()
+
+
+# Of the 20 rows every other one has rewards that differ.
+HALF = """
+def reward(prompt, response, answer):
+    return float(int(answer[1:]) % 2 and len(response) % 2)
+"""
+
+
+def test_a_run_that_filters_groups_is_resumed_at_its_place_in_the_data(world, run_file, tmp_path):
+    (tmp_path / "judge.py").write_text(HALF)
+    asked = [f"reward.function={tmp_path}/judge.py:reward", "batch.filter_groups={}"]
+    tandem("train", run_file, *asked, f"run_dir={tmp_path / 'whole'}")
+    world.version = world.published = 0
+    parted = [*asked, f"run_dir={tmp_path / 'parted'}"]
+    tandem("train", run_file, *parted, "steps=2")
+    tandem("train", run_file, *parted, "--resume")
+    whole, both = (lines(tmp_path / name / "metrics.jsonl") for name in ("whole", "parted"))
+    assert without_clock(whole) == without_clock(both)
+    drawn = [line["batch/groups_drawn"] for line in whole]
+    dropped = [line["batch/groups_dropped"] for line in whole]
+    assert min(dropped) > 0
+    for step in range(1, 5):
+        name = f"trajectories/step_{step}.jsonl"
+        records = lines(tmp_path / "whole" / name)
+        assert records == lines(tmp_path / "parted" / name)
+        assert len(records) == 2 * drawn[step - 1]
+    kept = [header.num_samples for header in world.headers[:4]]
+    assert kept == [2 * (a - b) for a, b in zip(drawn, dropped, strict=True)]
+    state = json.loads((tmp_path / "parted" / "state.json").read_text())
+    assert state["examples_drawn"] == sum(drawn)
+
+
+@pytest.mark.parametrize("release", ["this", "earlier"])
+@pytest.mark.parametrize(("kind", "size"), [("train", 3), ("sft", 16)])
+def test_a_run_is_resumed_at_its_place_in_the_data(
+    world, run_file, tmp_path, monkeypatch, kind, size, release
+):
+    def samples_of(*arguments):
+        sent.clear()
+        tandem(kind, run_file, *arguments)
+        return list(sent)
+
+    sent = []
+    monkeypatch.setattr(world, "on_samples", sent.extend)
+    whole = samples_of(f"run_dir={tmp_path / 'whole'}")
+    world.version = world.published = 0
+    first = samples_of("steps=2")
+    file = tmp_path / "run" / "state.json"
+    state = json.loads(file.read_text())
+    assert state["examples_drawn"] == 2 * size
+    if release == "earlier":
+        del state["examples_drawn"]
+        file.write_text(json.dumps(state))
+    assert first + samples_of("--resume") == whole
+
+
+def test_a_step_without_a_group_to_train_on_is_skipped_and_told(world, run_file, tmp_path):
+    # Nothing matches the rows' answers.
+    filtering = "batch.filter_groups.max_num_gen_batches=2"
+    shown = tandem("train", run_file, "steps=2", filtering).stdout
+    said = "0 of 3 groups: the rewards of the other 6 that were drawn do not differ"
+    assert [f"step {step}: {said}" in shown for step in (1, 2)] == [True, True]
+    assert world.headers == []
+    metrics = lines(tmp_path / "run" / "metrics.jsonl")
+    assert [line["version/senior"] for line in metrics] == [0, 0]
+    assert [line["loss/total"] for line in metrics] == [None, None]
+    assert [line["reward/frac_zero_std"] for line in metrics] == [1.0, 1.0]
+    log = (tmp_path / "run" / "logs" / "attempt_1.log").read_text()
+    assert "step 2 skipped: no group has rewards that differ" in log
+
+
+def test_overlong_responses_are_punished_in_training_alone(world, run_file, tmp_path, monkeypatch):
+    sent = []
+    monkeypatch.setattr(world, "on_samples", sent.extend)
+    (tmp_path / "judge.py").write_text("def reward(prompt, response, **row):\n    return 1.0\n")
+    tandem(
+        *("train", run_file, "steps=1", "eval.every=1", "batch.samples_per_prompt=8"),
+        *(f"reward.function={tmp_path}/judge.py:reward", "reward.overlong_buffer={len: 2}"),
+    )
+    [line] = lines(tmp_path / "run" / "metrics.jsonl")
+    records = lines(tmp_path / "run" / "trajectories" / "step_1.jsonl")
+    punished = {6: -1.0, 5: -0.5}
+    expected = [punished.get(len(record["response_token_ids"]), 0.0) for record in records]
+    assert min(expected) < max(expected)
+    assert [record["overlong_punishment"] for record in records] == expected
+    assert {record["reward"] for record in records} == {1.0}
+    assert line["reward/task_mean"] == 1.0
+    assert line["reward/overlong_mean"] == pytest.approx(sum(expected) / len(expected))
+    assert (line["reward/min"], line["reward/max"]) == (0.0, 1.0)
+    assert [sample.reward for sample in sent] == [1.0 + one for one in expected]
+    [evaluation] = lines(tmp_path / "run" / "evals.jsonl")
+    assert evaluation["reward/mean"] == 1.0
+
+
+def test_a_buffer_longer_than_any_response_is_refused(run_file):
+    done = tandem("train", run_file, "reward.overlong_buffer={len: 7}", check=2)
+    assert "reward.overlong_buffer.len: 7 tokens, sampling.max_tokens allows" in done.stderr

@@ -64,6 +64,17 @@ def test_later_overrides_win_and_values_are_yaml(file):
         ("eval.modes=[duo]", "eval.modes.0: Input should be 'solo', 'handoff' or 'legibility'"),
         ("eval.modes=[solo, solo]", "eval: a mode is listed twice"),
         ("batch.samples_per_prompt=2147483648", "batch.samples_per_prompt: Input should be less"),
+        ("reward.overlong_buffer={}", "reward.overlong_buffer.len: Field required"),
+        ("reward.overlong_buffer={len: 0}", "reward.overlong_buffer.len: Input should be greater"),
+        (
+            "reward.overlong_buffer={len: 1, penalty_factor: 0}",
+            "reward.overlong_buffer.penalty_factor: Input should be greater",
+        ),
+        ("batch={samples_per_prompt: 1, filter_groups: {}}", "batch: filter_groups: would drop"),
+        (
+            "batch.filter_groups.max_num_gen_batches=0",
+            "batch.filter_groups.max_num_gen_batches: Input should be greater",
+        ),
         ("batch.samples_per_prompt=2147483647", "batch: a step has at most 2147483647 samples"),
         ("eval.samples=2147483648", "eval.samples: Input should be less"),
         ("sampling.max_tokens=2147483648", "sampling.max_tokens: Input should be less"),

@@ -12,7 +12,8 @@ from tandem.wire import from_tensor, short_floats, to_message, to_tensor, trajec
 
 KEYS = {
     "prompt_token_ids", "response_token_ids", "authorship_mask", "senior_logprobs",
-    "junior_logprobs", "log_keep_mass", "finish_reason", "text", "reward", "group_id",
+    "junior_logprobs", "log_keep_mass", "finish_reason", "text", "reward",
+    "overlong_punishment", "group_id",
     "sample_index", "seed", "senior_versions", "junior_version", "sampling", "tandem",
 }  # fmt: skip
 

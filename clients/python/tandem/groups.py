@@ -1,0 +1,157 @@
+"""The groups of a step: prompts, their responses, and what each response is worth."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from tandem.data import Example
+from tandem.metrics import StepClock, response_metrics
+from tandem.requests import Prompt
+from tandem.rewards import overlong_punishment
+from tandem.schedule import prompt_seed
+from tandem.session import Session
+from tandem.settings import given
+from tandem.types.v1 import server_pb2, trajectory_pb2
+
+
+@dataclass(frozen=True)
+class Group:
+    """The responses to one prompt; each attribute but the id holds one entry per response.
+
+    Attributes:
+        id: unique in the run.
+        rewards: what the reward function gives; None where it failed.
+        punishments: of responses that are too long, at most 0.
+    """
+
+    id: str
+    trajectories: Sequence[trajectory_pb2.Trajectory]
+    texts: Sequence[str]
+    rewards: Sequence[float | None]
+    punishments: Sequence[float]
+
+    @property
+    def varies(self) -> bool:
+        """Whether two responses have different rewards, their punishments left aside."""
+        return len({reward for reward in self.rewards if reward is not None}) > 1
+
+    @property
+    def shaped_rewards(self) -> list[float | None]:
+        """What the responses are trained on: reward and punishment together."""
+        return [
+            None if reward is None else reward + punishment
+            for reward, punishment in zip(self.rewards, self.punishments, strict=True)
+        ]
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """What was drawn for a step.
+
+    Attributes:
+        groups: all of them, in the order of the data.
+        kept: those to train on.
+        failures: what became of rewards that failed.
+        num_gen_batches: how often prompts were drawn.
+    """
+
+    groups: list[Group]
+    kept: list[Group]
+    failures: list[str]
+    num_gen_batches: int
+
+    def metrics(self) -> dict[str, float | int]:
+        """What they say of the step; at least one response has a reward."""
+        known = [
+            (reward, punishment)
+            for group in self.groups
+            for reward, punishment in zip(group.rewards, group.punishments, strict=True)
+            if reward is not None
+        ]
+        rewards, punishments = zip(*known, strict=True)
+        return {
+            **response_metrics(
+                [group.trajectories for group in self.groups],
+                [group.shaped_rewards for group in self.groups],
+            ),
+            "reward/task_mean": sum(rewards) / len(rewards),
+            "reward/overlong_mean": sum(punishments) / len(punishments),
+            "batch/groups_drawn": len(self.groups),
+            "batch/groups_dropped": len(self.groups) - len(self.kept),
+            "batch/num_gen_batches": self.num_gen_batches,
+        }
+
+
+def draw_groups(
+    session: Session,
+    step: int,
+    first: int,
+    weights: server_pb2.WeightsVersion,
+    clock: StepClock,
+) -> Drawn:
+    """Draws the groups of a step: the data's prompts from place `first` on, and their responses.
+
+    With `batch.filter_groups` groups whose rewards are all the same are dropped, and as many
+    further prompts are drawn, until the step is full or has its last generation batch: the dynamic
+    sampling of DAPO (arXiv 2503.14476). What is drawn is a function of seed, step, `first` and
+    weights alone.
+
+    Raises what Session.generate() and Reward raise.
+    """
+    settings = session.settings
+    wanted, filtering = settings.batch.prompts_per_step, settings.batch.filter_groups
+    groups: list[Group] = []
+    kept: list[Group] = []
+    failures: list[str] = []
+    batches = 0
+    while len(kept) < wanted and batches < (filtering.max_num_gen_batches if filtering else 1):
+        examples = session.data.batch(first + len(groups), wanted - len(kept))
+        begin = len(groups)
+        with clock.phase("generate"):
+            answers = session.generate(
+                [
+                    step_prompt(session, example, step, begin + i)
+                    for i, example in enumerate(examples)
+                ],
+                weights,
+                any_version=bool(settings.objective.max_staleness),
+            )
+        with clock.phase("reward"):
+            texts = [[session.codec.decode(t.response_token_ids) for t in g] for g in answers]
+            judged = session.reward(examples, texts)
+        groups += [
+            Group(
+                f"step-{step}/prompt-{begin + i}",
+                trajectories,
+                texts[i],
+                judged.rewards[i],
+                [_punishment(session, trajectory) for trajectory in trajectories],
+            )
+            for i, trajectories in enumerate(answers)
+        ]
+        kept = [group for group in groups if group.varies or not filtering]
+        failures += judged.failures
+        batches += 1
+    return Drawn(groups, kept, failures, batches)
+
+
+def step_prompt(session: Session, example: Example, step: int, index: int) -> Prompt:
+    """The request for one prompt of a step."""
+    settings = session.settings
+    return Prompt(
+        token_ids=example.token_ids,
+        seed=prompt_seed(settings.seed, step, index),
+        num_samples=settings.batch.samples_per_prompt,
+        sampling=given(settings.sampling),
+        tandem=given(settings.tandem),
+        return_other_logprobs=settings.return_other_logprobs,
+    )
+
+
+def _punishment(session: Session, trajectory: trajectory_pb2.Trajectory) -> float:
+    buffer = session.settings.reward.overlong_buffer
+    if buffer is None:
+        return 0.0
+    length = len(trajectory.response_token_ids)
+    return overlong_punishment(length, session.settings.sampling.max_tokens, buffer)
