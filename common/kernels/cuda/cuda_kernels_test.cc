@@ -23,21 +23,22 @@ class CudaKernelsTest : public testing::Test {
   }
 };
 
-class DeviceFloats {
+template <typename T>
+class DeviceArray {
  public:
-  explicit DeviceFloats(const std::vector<float>& values) : size_(values.size()) {
-    EXPECT_EQ(cudaMalloc(&data_, size_ * sizeof(float)), cudaSuccess);
-    EXPECT_EQ(cudaMemcpy(data_, values.data(), size_ * sizeof(float), cudaMemcpyHostToDevice),
+  explicit DeviceArray(const std::vector<T>& values) : size_(values.size()) {
+    EXPECT_EQ(cudaMalloc(&data_, size_ * sizeof(T)), cudaSuccess);
+    EXPECT_EQ(cudaMemcpy(data_, values.data(), size_ * sizeof(T), cudaMemcpyHostToDevice),
               cudaSuccess);
   }
-  ~DeviceFloats() { cudaFree(data_); }
-  DeviceFloats(const DeviceFloats&) = delete;
-  DeviceFloats& operator=(const DeviceFloats&) = delete;
+  ~DeviceArray() { cudaFree(data_); }
+  DeviceArray(const DeviceArray&) = delete;
+  DeviceArray& operator=(const DeviceArray&) = delete;
 
-  float* get() const { return static_cast<float*>(data_); }
-  std::vector<float> Read() const {
-    std::vector<float> values(size_);
-    EXPECT_EQ(cudaMemcpy(values.data(), data_, size_ * sizeof(float), cudaMemcpyDeviceToHost),
+  T* get() const { return static_cast<T*>(data_); }
+  std::vector<T> Read() const {
+    std::vector<T> values(size_);
+    EXPECT_EQ(cudaMemcpy(values.data(), data_, size_ * sizeof(T), cudaMemcpyDeviceToHost),
               cudaSuccess);
     return values;
   }
@@ -46,6 +47,7 @@ class DeviceFloats {
   size_t size_;
   void* data_ = nullptr;
 };
+using DeviceFloats = DeviceArray<float>;
 
 TEST_F(CudaKernelsTest, RmsNormMatchesDouble) {
   std::mt19937 generator(1);
@@ -80,21 +82,18 @@ TEST_F(CudaKernelsTest, LogitStatisticsAndGradientMatchDouble) {
     const std::vector<float> scales = {1, 0.5f, 2}, constants = {0.3f, -1, 2};
     const std::vector<float> slopes = {0.1f, 0, -0.7f}, at_label = {1, 2, 3};
     const std::vector<int64_t> labels = {first_label, 2, first_label + width};
-    int64_t* d_labels = nullptr;
-    ASSERT_EQ(cudaMalloc(&d_labels, rows * sizeof(int64_t)), cudaSuccess);
-    ASSERT_EQ(cudaMemcpy(d_labels, labels.data(), rows * sizeof(int64_t), cudaMemcpyHostToDevice),
-              cudaSuccess);
+    const DeviceArray<int64_t> d_labels(labels);
     const DeviceFloats d_logits(logits), d_scales(scales), d_constants(constants), d_slopes(slopes),
         d_at_label(at_label);
     const DeviceFloats max(scales), sum(scales), weighted(scales), label(scales);
-    ASSERT_EQ(LogitStatisticsCuda({d_logits.get(), d_scales.get(), d_labels, first_label, rows,
-                                   width, max.get(), sum.get(), weighted.get(), label.get()},
+    ASSERT_EQ(LogitStatisticsCuda({d_logits.get(), d_scales.get(), d_labels.get(), first_label,
+                                   rows, width, max.get(), sum.get(), weighted.get(), label.get()},
                                   nullptr),
               cudaSuccess);
     for (const bool bfloat16 : {false, true}) {
       const DeviceFloats dz(logits);
       ASSERT_EQ(LogitGradientCuda(
-                    {dz.get(), d_scales.get(), d_labels, first_label, rows, width, max.get(),
+                    {dz.get(), d_scales.get(), d_labels.get(), first_label, rows, width, max.get(),
                      d_constants.get(), d_slopes.get(), d_at_label.get(), bfloat16},
                     nullptr),
                 cudaSuccess);
@@ -125,7 +124,6 @@ TEST_F(CudaKernelsTest, LogitStatisticsAndGradientMatchDouble) {
         EXPECT_NEAR(label.Read()[row], row == 0 ? z(0) : 0, 1e-5);
       }
     }
-    cudaFree(d_labels);
   }
 }
 
