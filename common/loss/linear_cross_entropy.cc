@@ -180,8 +180,9 @@ class LinearCrossEntropyLoss::Call {
       });
       if (gradients.weight.defined()) AddWeightGradient(grid, gradients.weight);
       if (gradients.bias.defined()) AddBiasGradient(grid, gradients.bias);
-      if (hidden.defined())
+      if (hidden.defined()) {
         AddHiddenGradient(grid, hidden.narrow(0, grid.begin - begin, grid.rows));
+      }
     });
     if (hidden.defined()) {
       gradients.hidden.index_add_(0, positions_.narrow(0, begin, end - begin),
@@ -223,6 +224,11 @@ class LinearCrossEntropyLoss::Call {
     }
   }
 
+  // Rows of a grid that a thread works on together.
+  int64_t CellRows(const Grid& grid) const {
+    return loss_.shares_out_ ? EqualParts(grid.rows, kCellRows) : grid.rows;
+  }
+
   // [rows, columns], contiguous: the tiles of a grid lie one after the other.
   at::Tensor Logits(const Grid& grid, int64_t tile) const {
     const int64_t before = grid.rows * (FirstColumn(tile) - FirstColumn(grid.first_tile));
@@ -252,7 +258,7 @@ class LinearCrossEntropyLoss::Call {
 
   template <typename Work>
   void ForCells(const Grid& grid, const Work& work) const {
-    const int64_t cell_rows = loss_.shares_out_ ? EqualParts(grid.rows, kCellRows) : grid.rows;
+    const int64_t cell_rows = CellRows(grid);
     const int64_t blocks = (grid.rows + cell_rows - 1) / cell_rows;
     ForEach(blocks * grid.tiles, [&](int64_t index) {
       Cell cell;
@@ -317,7 +323,7 @@ class LinearCrossEntropyLoss::Call {
 
   // `hidden` [rows, H] are those of the grid.
   void AddHiddenGradient(const Grid& grid, const at::Tensor& hidden) const {
-    const int64_t cell_rows = loss_.shares_out_ ? EqualParts(grid.rows, kCellRows) : grid.rows;
+    const int64_t cell_rows = CellRows(grid);
     const int64_t blocks = (grid.rows + cell_rows - 1) / cell_rows;
     const int64_t slices = loss_.shares_out_ ? kHiddenSlices : 1;
     ForEach(blocks * slices, [&](int64_t index) {

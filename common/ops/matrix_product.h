@@ -20,9 +20,6 @@ void MatrixProductInto(const at::Tensor& product, const at::Tensor& a, const at:
 void MatrixProductOnThread(const at::Tensor& product, const at::Tensor& a, const at::Tensor& b,
                            bool accumulate = false);
 
-// Whether the CPU multiplies bf16 faster than fp32: by what it has, not by a timing.
-bool HasFastBfloat16Products();
-
 }  // namespace tandem::ops
 
 #endif  // TANDEM_COMMON_OPS_MATRIX_PRODUCT_H_
