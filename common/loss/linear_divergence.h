@@ -1,0 +1,83 @@
+// The KL divergence between the output layers of two models, without the [N, V] logits of either.
+//
+// N rows, V vocabulary, T a row's temperature; p = softmax(h W^T / T) is the senior, which learns,
+// q = softmax(h' W'^T / T) the frozen junior, whose hidden width H' may be another. Over the whole
+// vocabulary, with z the senior's logits over T:
+//   reverse  KL(p || q) = sum_j p_j (log p_j - log q_j)   dz_j = p_j (log p_j - log q_j - KL)
+//   forward  KL(q || p) = sum_j q_j (log q_j - log p_j)   dz_j = p_j - q_j
+// The logits of both are computed for some rows at a time, and the senior's are overwritten by
+// their gradient dz / T, which is multiplied into d hidden and d weight.
+#ifndef TANDEM_COMMON_LOSS_LINEAR_DIVERGENCE_H_
+#define TANDEM_COMMON_LOSS_LINEAR_DIVERGENCE_H_
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "common/loss/fused_output_loss.h"
+
+namespace tandem::loss {
+
+enum class KlDirection {
+  kReverse,  // KL(senior || junior)
+  kForward,  // KL(junior || senior)
+};
+
+// Rows of the hidden states of both models.
+struct DivergenceRows {
+  std::vector<int64_t> positions;         // [N]; no position twice
+  std::vector<double> temperatures = {};  // [N], or empty for 1 everywhere
+};
+
+struct LinearDivergenceOptions {
+  // Bound of all memory that the logits of both models take. At least five rows of logits.
+  int64_t logits_chunk_bytes = 48 << 20;
+};
+
+// Not thread-safe.
+class LinearDivergenceLoss {
+ public:
+  // `weight` [V, H] and `junior_weight` [V, H'] are those of the output layers, neither of which
+  // has a bias: shared, contiguous, on one device, both float32, float64 or bfloat16. Logits are
+  // accumulated and kept in float32 (float64 if the weights are). On a GPU a chunk of rows costs
+  // one wait for the device. INVALID_ARGUMENT for shapes, devices and options, UNIMPLEMENTED for
+  // other types.
+  static absl::StatusOr<std::unique_ptr<LinearDivergenceLoss>> Create(
+      at::Tensor weight, at::Tensor junior_weight, const LinearDivergenceOptions& options = {});
+
+  // The divergence (nats) of every row of `hidden` [T, H] and `junior_hidden` [T, H'], whose types
+  // are that of the weights, or bfloat16 where it is float32; adds `scale` times the gradient of
+  // their sum to gradients.hidden and gradients.weight. Rounding may leave a value just below 0.
+  // INVALID_ARGUMENT for what does not fit, NotFiniteError for a divergence; after an error the
+  // gradients hold an unusable partial sum.
+  absl::StatusOr<std::vector<double>> ForwardBackward(const at::Tensor& hidden,
+                                                      const at::Tensor& junior_hidden,
+                                                      const DivergenceRows& rows,
+                                                      KlDirection direction, double scale,
+                                                      OutputGradients& gradients);
+
+  // Rows whose logits are kept at the same time.
+  int64_t chunk_rows() const { return chunk_rows_; }
+
+ private:
+  LinearDivergenceLoss() = default;
+  void PlanMemory(int64_t logits_chunk_bytes);
+  absl::Status Check(const at::Tensor& hidden, const at::Tensor& junior_hidden,
+                     const DivergenceRows& rows, double scale,
+                     const OutputGradients& gradients) const;
+
+  at::Tensor weight_, junior_weight_;
+  at::ScalarType logits_type_ = at::kFloat;
+  bool own_kernels_ = false;  // rather than ATen
+  int64_t chunk_rows_ = 0;
+  int64_t block_rows_ = 0;  // of a chunk, that ATen works on together
+  at::Tensor buffer_;       // of the logits, kept: fresh memory is slow
+};
+
+}  // namespace tandem::loss
+
+#endif  // TANDEM_COMMON_LOSS_LINEAR_DIVERGENCE_H_
