@@ -13,6 +13,7 @@
 #include "absl/types/span.h"
 #include "common/base/error.h"
 #include "common/base/status_macros.h"
+#include "common/loss/output_rows.h"
 #include "common/ops/matrix_product.h"
 #include "common/ops/ops.h"
 
@@ -42,20 +43,6 @@ const LogitKernels* OwnKernels(at::Device device, at::ScalarType logits_type) {
   return nullptr;
 }
 
-// Copies of host numbers on the device of `like`. Pageable memory is staged before the call
-// returns, so there is nothing to wait for.
-at::Tensor ToDevice(const std::vector<double>& numbers, const at::TensorOptions& like) {
-  return at::from_blob(const_cast<double*>(numbers.data()), {static_cast<int64_t>(numbers.size())},
-                       at::kDouble)
-      .to(like, /*non_blocking=*/true, /*copy=*/true);
-}
-
-at::Tensor ToDevice(const std::vector<int64_t>& numbers, at::Device device) {
-  return at::from_blob(const_cast<int64_t*>(numbers.data()), {static_cast<int64_t>(numbers.size())},
-                       at::kLong)
-      .to(device, at::kLong, /*non_blocking=*/true, /*copy=*/true);
-}
-
 // One wait for the device.
 RowLogProbs ToHost(const RowStatistics& rows) {
   const at::Tensor both = at::stack({LogProbs(rows), Entropies(rows)}).to(at::kCPU).contiguous();
@@ -63,23 +50,6 @@ RowLogProbs ToHost(const RowStatistics& rows) {
   const int64_t count = both.size(1);
   return {.logprobs = {numbers, numbers + count},
           .entropies = {numbers + count, numbers + 2 * count}};
-}
-
-// The size of equal parts of `count` things, at most `most` in each.
-int64_t EqualParts(int64_t count, int64_t most) {
-  const int64_t parts = (count + most - 1) / most;
-  return (count + parts - 1) / parts;
-}
-
-absl::Status CheckRange(absl::Span<const int64_t> numbers, int64_t end, absl::string_view name,
-                        absl::string_view outside) {
-  for (size_t i = 0; i < numbers.size(); ++i) {
-    if (numbers[i] < 0 || numbers[i] >= end) {
-      return InvalidField(absl::StrCat(name, "[", i, "]"),
-                          absl::StrCat(numbers[i], " is outside ", outside));
-    }
-  }
-  return absl::OkStatus();
 }
 
 }  // namespace
@@ -129,9 +99,7 @@ class LinearCrossEntropyLoss::Call {
         positions_(ToDevice(rows.positions, loss.weight_.device())),
         labels_(ToDevice(rows.labels, loss.weight_.device())),
         options_(loss.weight_.options().dtype(loss.logits_type_).requires_grad(false)) {
-    bool all = count_ == hidden.size(0);
-    for (int64_t i = 0; i < count_ && all; ++i) all = rows.positions[static_cast<size_t>(i)] == i;
-    input_ = (all ? hidden : hidden.index_select(0, positions_)).to(loss.weight_.scalar_type());
+    input_ = SelectRows(hidden, rows.positions, positions_).to(loss.weight_.scalar_type());
     if (!rows.temperatures.empty()) scales_ = ToDevice(rows.temperatures, options_).reciprocal_();
     const int64_t needed = grid_rows_ * (keep_ ? loss.weight_.size(0) : loss.tile_columns_);
     if (!loss.buffer_.defined() || loss.buffer_.numel() < needed) {
@@ -351,18 +319,11 @@ class LinearCrossEntropyLoss::Call {
 
 absl::StatusOr<std::unique_ptr<LinearCrossEntropyLoss>> LinearCrossEntropyLoss::Create(
     at::Tensor weight, at::Tensor bias, const LinearCrossEntropyOptions& options) {
-  if (!weight.defined() || weight.dim() != 2 || !weight.is_contiguous()) {
-    return InvalidField("weight", "must be a contiguous [V, H] matrix");
-  }
-  const at::ScalarType type = weight.scalar_type();
-  if (type != at::kFloat && type != at::kDouble && type != at::kBFloat16) {
-    return FieldError(absl::StatusCode::kUnimplemented, "weight",
-                      "only float32, float64 and bfloat16 output layers are there yet");
-  }
+  TANDEM_RETURN_IF_ERROR(CheckOutputWeight("weight", weight));
   if (bias.defined() && (bias.dim() != 1 || bias.size(0) != weight.size(0))) {
     return InvalidField("bias", "must be [V]");
   }
-  const at::ScalarType logits_type = at::toOpMathType(type);
+  const at::ScalarType logits_type = at::toOpMathType(weight.scalar_type());
   const int64_t row_bytes = weight.size(0) * static_cast<int64_t>(c10::elementSize(logits_type));
   if (options.logits_chunk_bytes < 3 * row_bytes) {
     return InvalidField(
@@ -418,25 +379,14 @@ void LinearCrossEntropyLoss::PlanMemory(const LinearCrossEntropyOptions& options
 
 absl::Status LinearCrossEntropyLoss::CheckRows(const at::Tensor& hidden,
                                                const OutputRows& rows) const {
-  if (hidden.dim() != 2 || hidden.size(1) != weight_.size(1)) {
-    return InvalidField("hidden", "must be [T, H] with the H of the output layer");
-  }
-  if (hidden.scalar_type() != weight_.scalar_type() &&
-      !(hidden.scalar_type() == at::kBFloat16 && weight_.scalar_type() == at::kFloat)) {
-    return InvalidField("hidden", "must have the type of the output layer, or bfloat16");
-  }
+  TANDEM_RETURN_IF_ERROR(CheckHidden("hidden", hidden, weight_));
   const size_t count = rows.positions.size();
   if (rows.labels.size() != count) {
     return InvalidField("labels", "must have one entry per position");
   }
-  if (!rows.temperatures.empty() && rows.temperatures.size() != count) {
-    return InvalidField("temperatures", "must be empty or have one entry per position");
-  }
-  for (double temperature : rows.temperatures) {
-    if (!(temperature > 0)) return InvalidField("temperatures", "must be positive");
-  }
-  TANDEM_RETURN_IF_ERROR(CheckRange(rows.labels, weight_.size(0), "labels", "the vocabulary"));
-  return CheckRange(rows.positions, hidden.size(0), "positions", "the hidden states");
+  TANDEM_RETURN_IF_ERROR(CheckTemperatures(rows.temperatures, count));
+  TANDEM_RETURN_IF_ERROR(CheckIndices("labels", rows.labels, weight_.size(0), "the vocabulary"));
+  return CheckIndices("positions", rows.positions, hidden.size(0), "the hidden states");
 }
 
 LossMode LinearCrossEntropyLoss::ModeFor(LossMode asked_for, int64_t rows) const {
