@@ -65,7 +65,7 @@ class LinearDivergenceLoss {
 
  private:
   LinearDivergenceLoss() = default;
-  void PlanMemory(int64_t logits_chunk_bytes);
+  absl::Status PlanMemory(int64_t logits_chunk_bytes);
   absl::Status Check(const at::Tensor& hidden, const at::Tensor& junior_hidden,
                      const DivergenceRows& rows, double scale,
                      const OutputGradients& gradients) const;

@@ -143,6 +143,23 @@ struct LogitGradientArgs {
   bool bfloat16;
 };
 
+// The divergence (nats) of two tiles of whole rows of logits, each times the row's scale: with
+// p = softmax(z scale) and q that of the junior's, KL(p || q), or KL(q || p) if `forward`. Its
+// gradient by z, times gradient_scale, overwrites the logits if that is asked for; in bf16 as the
+// first `width` 16-bit numbers of a row.
+struct LogitDivergenceArgs {
+  float* logits;               // [rows, width]
+  const float* junior_logits;  // [rows, width]
+  const float* scales;         // [rows], or nullptr for 1
+  int64_t rows;
+  int64_t width;
+  bool forward;
+  bool gradient;
+  float gradient_scale;
+  bool bfloat16;
+  double* divergences;  // [rows]
+};
+
 struct CpuKernels {
   const char* isa;
   void (*linear)(const LinearArgs&);
@@ -154,6 +171,7 @@ struct CpuKernels {
   void (*swiglu_backward)(const SwiGluBackwardArgs&);
   void (*logit_statistics)(const LogitStatisticsArgs&);
   void (*logit_gradient)(const LogitGradientArgs&);
+  void (*logit_divergence)(const LogitDivergenceArgs&);
 };
 
 // The best set this CPU runs.

@@ -21,6 +21,16 @@ Floats RandomFloats(size_t count, uint32_t seed, float scale = 1.0f) {
   return values;
 }
 
+// The j-th of the bf16 numbers that a row of floats was overwritten by.
+float Bfloat16(const float* row, int64_t j) {
+  uint16_t upper_half = 0;
+  std::memcpy(&upper_half, reinterpret_cast<const char*>(row) + 2 * j, 2);
+  const uint32_t bits = uint32_t{upper_half} << 16;
+  float value = 0;
+  std::memcpy(&value, &bits, 4);
+  return value;
+}
+
 // Every set this CPU runs.
 class CpuKernelsTest : public testing::TestWithParam<const char*> {
  protected:
@@ -259,16 +269,60 @@ TEST_P(CpuKernelsTest, LogitStatisticsAndGradientMatchDouble) {
         weights += std::exp(d) * d;
         const float gradient = logits[row * width + j];
         EXPECT_NEAR(gradient, std::exp(d) * (constants[row] + slopes[row] * d), 1e-5);
-        uint16_t upper_half = 0;
-        std::memcpy(&upper_half, reinterpret_cast<const char*>(&rounded[row * width]) + 2 * j, 2);
-        const uint32_t bits = uint32_t{upper_half} << 16;
-        float value = 0;
-        std::memcpy(&value, &bits, 4);
-        EXPECT_NEAR(value, gradient, std::abs(gradient) / 256);
+        EXPECT_NEAR(Bfloat16(&rounded[row * width], j), gradient, std::abs(gradient) / 256);
       }
       EXPECT_EQ(max[row], static_cast<float>(highest));
       EXPECT_NEAR(sum[row], total, 1e-6 * total);
       EXPECT_NEAR(weighted[row], weights, 1e-5);
+    }
+  }
+}
+
+TEST_P(CpuKernelsTest, LogitDivergenceMatchesDouble) {
+  for (const int64_t width : {1, 5, 16, 77, 2100}) {
+    const int64_t rows = 3;
+    const Floats scales = {1, 0.5f, 2};
+    const Floats before = RandomFloats(rows * width, 6), junior = RandomFloats(rows * width, 7);
+    for (const bool forward : {false, true}) {
+      Floats logits = before, rounded = before, untouched = before;
+      std::vector<double> divergences(rows);
+      const auto run = [&](Floats& z, bool gradient, bool bfloat16) {
+        kernels_->logit_divergence({z.data(), junior.data(), scales.data(), rows, width, forward,
+                                    gradient, 0.7f, bfloat16, divergences.data()});
+      };
+      run(untouched, false, false);
+      EXPECT_EQ(untouched, before);
+      run(rounded, true, true);
+      run(logits, true, false);
+      for (int64_t row = 0; row < rows; ++row) {
+        const auto log_sum = [&](const Floats& x) {
+          double sum = 0;
+          for (int64_t j = 0; j < width; ++j) {
+            sum += std::exp(double{x[row * width + j]} * scales[row]);
+          }
+          return std::log(sum);
+        };
+        const double log_p = log_sum(before), log_q = log_sum(junior);
+        const auto ratio = [&](int64_t j) {  // log p_j - log q_j
+          return (double{before[row * width + j]} - double{junior[row * width + j]}) * scales[row] -
+                 log_p + log_q;
+        };
+        const auto p = [&](int64_t j) {
+          return std::exp(double{before[row * width + j]} * scales[row] - log_p);
+        };
+        double expected = 0;
+        for (int64_t j = 0; j < width; ++j) {
+          expected += forward ? -p(j) * std::exp(-ratio(j)) * ratio(j) : p(j) * ratio(j);
+        }
+        EXPECT_NEAR(divergences[row], expected, 1e-6 * (1 + expected));
+        for (int64_t j = 0; j < width; ++j) {
+          const double dz =
+              forward ? p(j) - p(j) * std::exp(-ratio(j)) : p(j) * (ratio(j) - expected);
+          const float gradient = logits[row * width + j];
+          EXPECT_NEAR(gradient, 0.7 * scales[row] * dz, 1e-6);
+          EXPECT_NEAR(Bfloat16(&rounded[row * width], j), gradient, std::abs(gradient) / 256);
+        }
+      }
     }
   }
 }

@@ -5,7 +5,8 @@
 namespace tandem::kernels {
 
 extern const CpuKernels kAvx2Kernels;
-const CpuKernels kAvx2Kernels = {"avx2", Linear, Attention,      RmsNorm,         RmsNormBackward,
-                                 Rotary, SwiGlu, SwiGluBackward, LogitStatistics, LogitGradient};
+const CpuKernels kAvx2Kernels = {"avx2",          Linear,        Attention,      RmsNorm,
+                                 RmsNormBackward, Rotary,        SwiGlu,         SwiGluBackward,
+                                 LogitStatistics, LogitGradient, LogitDivergence};
 
 }  // namespace tandem::kernels

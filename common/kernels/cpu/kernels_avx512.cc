@@ -5,8 +5,8 @@
 namespace tandem::kernels {
 
 extern const CpuKernels kAvx512Kernels;
-const CpuKernels kAvx512Kernels = {"avx512",        Linear,       Attention, RmsNorm,
-                                   RmsNormBackward, Rotary,       SwiGlu,    SwiGluBackward,
-                                   LogitStatistics, LogitGradient};
+const CpuKernels kAvx512Kernels = {"avx512",        Linear,        Attention,      RmsNorm,
+                                   RmsNormBackward, Rotary,        SwiGlu,         SwiGluBackward,
+                                   LogitStatistics, LogitGradient, LogitDivergence};
 
 }  // namespace tandem::kernels

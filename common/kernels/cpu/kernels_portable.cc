@@ -5,8 +5,8 @@
 namespace tandem::kernels {
 
 extern const CpuKernels kPortableKernels;
-const CpuKernels kPortableKernels = {"portable",      Linear,       Attention, RmsNorm,
-                                     RmsNormBackward, Rotary,       SwiGlu,    SwiGluBackward,
-                                     LogitStatistics, LogitGradient};
+const CpuKernels kPortableKernels = {"portable",      Linear,        Attention,      RmsNorm,
+                                     RmsNormBackward, Rotary,        SwiGlu,         SwiGluBackward,
+                                     LogitStatistics, LogitGradient, LogitDivergence};
 
 }  // namespace tandem::kernels

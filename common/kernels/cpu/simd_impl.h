@@ -399,17 +399,29 @@ void SwiGluBackward(const SwiGluBackwardArgs& a) {
 
 TANDEM_INLINE Vec Max(Vec a, Vec b) { return a > b ? a : b; }
 
+TANDEM_INLINE float MaxOfRow(const float* z, float scale, int64_t width) {
+  float max = -__builtin_inff();
+  const int64_t whole = width - width % kWidth;
+  Vec highest = Splat(max);
+  for (int64_t j = 0; j < whole; j += kWidth) highest = Max(highest, Load(z + j) * scale);
+  for (int i = 0; i < kWidth; ++i) max = Max(max, highest[i]);
+  for (int64_t j = whole; j < width; ++j) max = Max(max, z[j] * scale);
+  return max;
+}
+
+// z scale - max of the last `count` logits of a row; the exponential of the other lanes is 0.
+TANDEM_INLINE Vec LastBelow(const float* z, float scale, float max, int64_t count) {
+  Vec d = LoadSome(z, count) * scale - max;
+  for (int64_t i = count; i < kWidth; ++i) d[i] = -100.0f;
+  return d;
+}
+
 void LogitStatistics(const LogitStatisticsArgs& a) {
-  const float lowest = -__builtin_inff();
   for (int64_t row = 0; row < a.rows; ++row) {
     const float* z = a.logits + row * a.width;
     const float scale = a.scales == nullptr ? 1.0f : a.scales[row];
     const int64_t whole = a.width - a.width % kWidth;
-    Vec highest = Splat(lowest);
-    for (int64_t j = 0; j < whole; j += kWidth) highest = Max(highest, Load(z + j) * scale);
-    float max = lowest;
-    for (int i = 0; i < kWidth; ++i) max = Max(max, highest[i]);
-    for (int64_t j = whole; j < a.width; ++j) max = Max(max, z[j] * scale);
+    const float max = MaxOfRow(z, scale, a.width);
     Vec sum = {}, weighted = {};
     const auto add = [&](Vec d) TANDEM_INLINE_LAMBDA {
       const Vec e = Exp(d);
@@ -417,12 +429,7 @@ void LogitStatistics(const LogitStatisticsArgs& a) {
       weighted += e * d;
     };
     for (int64_t j = 0; j < whole; j += kWidth) add(Load(z + j) * scale - max);
-    if (whole < a.width) {
-      Vec d = LoadSome(z + whole, a.width - whole) * scale - max;
-      // Lanes without a logit add nothing.
-      for (int64_t i = a.width - whole; i < kWidth; ++i) d[i] = -100.0f;
-      add(d);
-    }
+    if (whole < a.width) add(LastBelow(z + whole, scale, max, a.width - whole));
     a.max[row] = max;
     a.sum[row] = Sum(sum);
     a.weighted[row] = Sum(weighted);
@@ -435,6 +442,23 @@ TANDEM_INLINE ShortVec ToBfloat16(Vec v) {
   return __builtin_convertvector((bits + 0x7fff + ((bits >> 16) & 1)) >> 16, ShortVec);
 }
 
+// Writes the gradient of `count` logits from the j-th of the row z on, never beyond what has been
+// read of it.
+template <bool kBfloat16>
+TANDEM_INLINE void StoreGradient(float* z, int64_t j, Vec dz, int64_t count) {
+  if constexpr (kBfloat16) {
+    const ShortVec rounded = ToBfloat16(dz);
+    auto* const out = reinterpret_cast<int16_t*>(z) + j;
+    if (count == kWidth) {
+      *reinterpret_cast<ShortVec*>(out) = rounded;
+    } else {
+      for (int64_t i = 0; i < count; ++i) out[i] = rounded[i];
+    }
+  } else {
+    StoreSome(z + j, dz, count);
+  }
+}
+
 template <bool kBfloat16>
 TANDEM_INLINE void LogitGradientRow(const LogitGradientArgs& a, int64_t row) {
   float* z = a.logits + row * a.width;
@@ -443,19 +467,7 @@ TANDEM_INLINE void LogitGradientRow(const LogitGradientArgs& a, int64_t row) {
   for (int64_t j = 0; j < a.width; j += kWidth) {
     const int64_t count = Min(kWidth, a.width - j);
     const Vec d = LoadSome(z + j, count) * scale - max;
-    const Vec dz = Exp(d) * (d * slope + constant);
-    if constexpr (kBfloat16) {
-      // Never beyond what has been read.
-      const ShortVec rounded = ToBfloat16(dz);
-      auto* const out = reinterpret_cast<int16_t*>(z) + j;
-      if (count == kWidth) {
-        *reinterpret_cast<ShortVec*>(out) = rounded;
-      } else {
-        for (int64_t i = 0; i < count; ++i) out[i] = rounded[i];
-      }
-    } else {
-      StoreSome(z + j, dz, count);
-    }
+    StoreGradient<kBfloat16>(z, j, Exp(d) * (d * slope + constant), count);
   }
 }
 
@@ -463,6 +475,84 @@ void LogitGradient(const LogitGradientArgs& a) {
   for (int64_t row = 0; row < a.rows; ++row) {
     a.bfloat16 ? LogitGradientRow<true>(a, row) : LogitGradientRow<false>(a, row);
   }
+}
+
+// A row of both models: p_j = exp(z_j scale - max) / sum, and so q of the junior's. The mean of
+// their log-ratio needs no normalisation: it is that of (z_j scale - max) - (z'_j scale - max').
+template <bool kForward>
+struct DivergenceRow {
+  explicit DivergenceRow(const LogitDivergenceArgs& a, int64_t row)
+      : z(a.logits + row * a.width),
+        junior(a.junior_logits + row * a.width),
+        width(a.width),
+        scale(a.scales == nullptr ? 1.0f : a.scales[row]),
+        max(MaxOfRow(z, scale, width)),
+        junior_max(MaxOfRow(junior, scale, width)) {}
+
+  // The divergence; fills what the gradient needs. Sums in float32 are kept short.
+  TANDEM_INLINE double Divergence() {
+    constexpr int64_t kColumns = 2048;
+    double moment = 0;
+    for (int64_t begin = 0; begin < width; begin += kColumns) {
+      const int64_t end = Min(begin + kColumns, width), whole = end - (end - begin) % kWidth;
+      Vec e = {}, junior_e = {}, weighted = {};
+      const auto add = [&](Vec d, Vec junior_d) TANDEM_INLINE_LAMBDA {
+        const Vec p = Exp(d), q = Exp(junior_d);
+        e += p;
+        junior_e += q;
+        weighted += kForward ? q * (junior_d - d) : p * (d - junior_d);
+      };
+      for (int64_t j = begin; j < whole; j += kWidth) {
+        add(Load(z + j) * scale - max, Load(junior + j) * scale - junior_max);
+      }
+      if (whole < end) {
+        add(LastBelow(z + whole, scale, max, end - whole),
+            LastBelow(junior + whole, scale, junior_max, end - whole));
+      }
+      sum += Sum(e);
+      junior_sum += Sum(junior_e);
+      moment += Sum(weighted);
+    }
+    mean = moment / (kForward ? junior_sum : sum);
+    return mean + __builtin_log(kForward ? sum / junior_sum : junior_sum / sum);
+  }
+
+  template <bool kBfloat16>
+  TANDEM_INLINE void Gradient(float gradient_scale) const {
+    const auto factor = static_cast<float>(static_cast<double>(gradient_scale * scale) / sum);
+    const auto ratio = static_cast<float>(sum / junior_sum), average = static_cast<float>(mean);
+    for (int64_t j = 0; j < width; j += kWidth) {
+      const int64_t count = Min(kWidth, width - j);
+      const Vec d = LoadSome(z + j, count) * scale - max;
+      const Vec junior_d = LoadSome(junior + j, count) * scale - junior_max;
+      const Vec dz = kForward ? Exp(d) - Exp(junior_d) * ratio : Exp(d) * (d - junior_d - average);
+      StoreGradient<kBfloat16>(z, j, dz * factor, count);
+    }
+  }
+
+  float* const z;
+  const float* const junior;
+  const int64_t width;
+  const float scale, max, junior_max;
+  double sum = 0, junior_sum = 0, mean = 0;
+};
+
+template <bool kForward>
+void LogitDivergences(const LogitDivergenceArgs& a) {
+  for (int64_t row = 0; row < a.rows; ++row) {
+    DivergenceRow<kForward> both(a, row);
+    a.divergences[row] = both.Divergence();
+    if (!a.gradient) continue;
+    if (a.bfloat16) {
+      both.template Gradient<true>(a.gradient_scale);
+    } else {
+      both.template Gradient<false>(a.gradient_scale);
+    }
+  }
+}
+
+void LogitDivergence(const LogitDivergenceArgs& a) {
+  a.forward ? LogitDivergences<true>(a) : LogitDivergences<false>(a);
 }
 
 }  // namespace
