@@ -1,11 +1,13 @@
-"""The fused output loss beside plain torch and cut-cross-entropy, forward and backward.
+"""A loss of the output layer beside plain torch and cut-cross-entropy, forward and backward.
 
     .venv-bench/bin/python tests/bench/bench_loss.py [--shape 2048,576,49152] [--dtype float32]
+    .venv-bench/bin/python tests/bench/bench_loss.py --loss reverse_kl --shape 1024,576,49152
 
 N rows, H hidden and V vocabulary on the same cores in turn; then the memory that each side takes
 beyond its inputs and gradients, each in a process of its own. "peak" are square matrix products of
-as many operations as the loss's three: the machine's limit. "half" leaves out half of the rows, as
-where the junior wrote them.
+as many operations as the loss has in its products: the machine's limit. "half" leaves out half of
+the rows, as where the junior wrote them. The divergences are those from a junior as large as the
+senior.
 """
 
 from __future__ import annotations
@@ -20,13 +22,20 @@ from pathlib import Path
 import torch
 from alternate import alternate
 
-PEERS = ("torch", "cut-cross-entropy")
+DIVERGENCES = ("reverse_kl", "forward_kl")
+PEERS = {
+    "cross_entropy": ("torch", "cut-cross-entropy"),
+    **dict.fromkeys(DIVERGENCES, ("torch",)),
+}
 OURS = {
-    "cce": {},
-    "torch_compile": {"impl": "torch_compile"},
-    "pytorch": {"impl": "pytorch"},
-    "cce, recompute": {"mode": "recompute"},
-    "cce, half": {"weightless": "0.5"},
+    "cross_entropy": {
+        "cce": {},
+        "torch_compile": {"impl": "torch_compile"},
+        "pytorch": {"impl": "pytorch"},
+        "cce, recompute": {"mode": "recompute"},
+        "cce, half": {"weightless": "0.5"},
+    },
+    **{name: {"own kernels": {}, "aten": {"kernels": "aten"}} for name in DIVERGENCES},
 }
 
 
@@ -62,7 +71,7 @@ class LossProcess:
         return float(self.process.stdout.readline())
 
 
-def peer_work(peer: str, shape: tuple[int, int, int], dtype: str) -> Callable[[], None]:
+def peer_work(peer: str, shape: tuple[int, int, int], dtype: str, name: str) -> Callable[[], None]:
     """Forward and backward of a peer; gradients are added, as ours are."""
     rows, width, vocabulary = shape
     torch.manual_seed(0)
@@ -71,7 +80,18 @@ def peer_work(peer: str, shape: tuple[int, int, int], dtype: str) -> Callable[[]
     weight = (torch.randn(vocabulary, width) * 0.02).to(kind).requires_grad_()
     labels = torch.randint(vocabulary, (rows,))
     hidden.grad, weight.grad = torch.zeros_like(hidden), torch.zeros_like(weight)
-    if peer == "torch":
+    if name in DIVERGENCES:
+        junior_hidden = torch.randn(rows, width).to(kind)
+        junior_weight = (torch.randn(vocabulary, width) * 0.02).to(kind)
+
+        def log_probs(h: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+            return torch.nn.functional.linear(h, w).float().log_softmax(-1)
+
+        def loss() -> torch.Tensor:
+            logp, logq = log_probs(hidden, weight), log_probs(junior_hidden, junior_weight)
+            pair = (logq, logp) if name == "reverse_kl" else (logp, logq)  # kl_div(b, a): KL(a||b)
+            return torch.nn.functional.kl_div(*pair, reduction="batchmean", log_target=True)
+    elif peer == "torch":
 
         def loss() -> torch.Tensor:
             logits = torch.nn.functional.linear(hidden, weight)
@@ -85,12 +105,12 @@ def peer_work(peer: str, shape: tuple[int, int, int], dtype: str) -> Callable[[]
     return lambda: loss().backward()
 
 
-def extra_bytes_of_peer(peer: str, shape: tuple[int, int, int], dtype: str) -> int:
+def extra_bytes_of_peer(peer: str, shape: tuple[int, int, int], dtype: str, name: str) -> int:
     """Resident memory at its peak beyond what is there before, measured in this process."""
-    work = peer_work(peer, shape, dtype)
+    work = peer_work(peer, shape, dtype, name)
     if peer != "torch":
         # Compiling takes memory of its own.
-        peer_work(peer, (64, shape[1], 512), dtype)()
+        peer_work(peer, (64, shape[1], 512), dtype, name)()
     before = _status_bytes("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")  # restarts VmHWM
     work()
@@ -107,27 +127,30 @@ def _status_bytes(field: str) -> int:
 def main() -> None:
     """Measures and prints."""
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--loss", choices=tuple(OURS), default="cross_entropy")
     parser.add_argument("--shape", default="2048,576,49152", help="N,H,V")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--logits-chunk-bytes", type=int, default=48 << 20)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--extra-bytes-of", choices=PEERS, help=argparse.SUPPRESS)
+    parser.add_argument("--extra-bytes-of", help=argparse.SUPPRESS)
     options = parser.parse_args()
     rows, width, vocabulary = map(int, options.shape.split(","))
     shape = (rows, width, vocabulary)
     if options.extra_bytes_of is not None:
-        print(extra_bytes_of_peer(options.extra_bytes_of, shape, options.dtype))
+        print(extra_bytes_of_peer(options.extra_bytes_of, shape, options.dtype, options.loss))
         return
 
-    print(f"N, H, V = {rows}, {width}, {vocabulary:,}, {options.dtype}")
-    budget = {"logits_chunk_bytes": str(options.logits_chunk_bytes)}
+    print(f"{options.loss}: N, H, V = {rows}, {width}, {vocabulary:,}, {options.dtype}")
+    all_flags = {"loss": options.loss, "logits_chunk_bytes": str(options.logits_chunk_bytes)}
     processes = {
-        name: LossProcess(shape, options.dtype, budget | flags) for name, flags in OURS.items()
+        name: LossProcess(shape, options.dtype, all_flags | flags)
+        for name, flags in OURS[options.loss].items()
     }
     memory = {name: process.ask("extra_bytes") for name, process in processes.items()}
-    for peer in PEERS:
-        command = [sys.executable, __file__, f"--shape={options.shape}", f"--dtype={options.dtype}"]
-        memory[peer] = int(subprocess.check_output([*command, f"--extra-bytes-of={peer}"]))
+    command = [sys.executable, __file__, f"--shape={options.shape}", f"--dtype={options.dtype}"]
+    for peer in PEERS[options.loss]:
+        flags = [f"--loss={options.loss}", f"--extra-bytes-of={peer}"]
+        memory[peer] = int(subprocess.check_output([*command, *flags]))
 
     def ours(process: LossProcess, command: str) -> Callable[[], int]:
         def work() -> int:
@@ -137,7 +160,7 @@ def main() -> None:
         return work
 
     def peers(peer: str) -> Callable[[], int]:
-        step = peer_work(peer, shape, options.dtype)
+        step = peer_work(peer, shape, options.dtype, options.loss)
 
         def work() -> int:
             step()
@@ -147,9 +170,9 @@ def main() -> None:
 
     alternate(
         {
-            **{peer: peers(peer) for peer in PEERS},
+            **{peer: peers(peer) for peer in PEERS[options.loss]},
             **{name: ours(process, "loss") for name, process in processes.items()},
-            "peak": ours(processes["cce"], "peak"),
+            "peak": ours(next(iter(processes.values())), "peak"),
         },
         peer="torch",
         rounds=options.rounds,

@@ -1,9 +1,9 @@
-// The fused output loss, forward and backward, as a process that bench_loss.py times beside its
-// peers. For every line of its input it works once and answers with one line, the seconds.
+// A loss of the output layer, forward and backward, as a process that bench_loss.py times beside
+// its peers. For every line of its input it works once and answers with one line, the seconds.
 //
-//     tandem-loss-bench --rows 2048 --hidden 576 --vocabulary 49152
+//     tandem-loss-bench --loss cross_entropy --rows 2048 --hidden 576 --vocabulary 49152
 //     loss              forward and backward of all rows
-//     peak              three matrix products of as many operations, of shapes at their fastest
+//     peak              matrix products of as many operations, of shapes at their fastest
 //     extra_bytes       resident memory of `loss` at its peak, beyond what is there before and
 //     after
 #include <ATen/ATen.h>
@@ -17,29 +17,37 @@
 #include <vector>
 
 #include "common/loss/linear_cross_entropy.h"
+#include "common/loss/linear_divergence.h"
 #include "common/loss/supervised_loss.h"
+#include "common/ops/ops.h"
 
 namespace {
 
+using tandem::loss::KlDirection;
 using tandem::loss::LinearCrossEntropyLoss;
+using tandem::loss::LinearDivergenceLoss;
 using tandem::loss::LossMode;
 
 struct Options {
   int64_t rows = 2048, hidden = 576, vocabulary = 49152, threads = 2;
   int64_t logits_chunk_bytes = 48 << 20;
   double weightless = 0;  // share of the rows that are left out
-  std::string impl = "auto", dtype = "float32", mode = "auto";
+  std::string loss = "cross_entropy", dtype = "float32", kernels = "auto";
+  std::string impl = "auto", mode = "auto";  // of the cross-entropy
 };
 
 Options Parse(int argc, char** argv) {
   Options options;
-  CLI::App app("One fused output loss, timed on request");
+  CLI::App app("One loss of the output layer, timed on request");
+  app.add_option("--loss", options.loss)
+      ->check(CLI::IsMember({"cross_entropy", "reverse_kl", "forward_kl"}));
   app.add_option("--rows", options.rows);
   app.add_option("--hidden", options.hidden);
   app.add_option("--vocabulary", options.vocabulary);
   app.add_option("--threads", options.threads);
   app.add_option("--logits-chunk-bytes", options.logits_chunk_bytes);
   app.add_option("--weightless", options.weightless);
+  app.add_option("--kernels", options.kernels)->check(CLI::IsMember({"auto", "aten"}));
   app.add_option("--impl", options.impl);
   app.add_option("--dtype", options.dtype)->check(CLI::IsMember({"float32", "bfloat16"}));
   app.add_option("--mode", options.mode)
@@ -84,27 +92,19 @@ class Bench {
       rows_.labels.push_back(labels[row].item<int64_t>());
     }
     scales_.assign(rows_.positions.size(), 1.0 / static_cast<double>(rows_.positions.size()));
-    loss_ =
-        LinearCrossEntropyLoss::Create(weight_, {},
-                                       {.impl = tandem::loss::ParseLossImpl(options.impl).value(),
-                                        .logits_chunk_bytes = options.logits_chunk_bytes})
-            .value();
-    std::cerr << "fused output loss: " << LossImplName(loss_->impl()) << " (" << loss_->reason()
-              << "), " << loss_->chunk_rows() << " rows a chunk\n";
+    options.loss == "cross_entropy" ? MakeCrossEntropy() : MakeDivergence();
   }
 
   void Loss() {
-    tandem::loss::SupervisedLossEvaluator evaluator(scales_);
-    const absl::Status status = loss_->ForwardBackward(
-        hidden_, rows_, [&](auto... arguments) { return evaluator.Evaluate(arguments...); },
-        gradients_, ModeOf(options_.mode));
+    const absl::Status status = divergence_ == nullptr ? CrossEntropy() : Divergence();
     if (!status.ok()) throw std::runtime_error(std::string(status.message()));
   }
 
   // As many operations as `Loss` has in its products, in squares that a core's caches like.
   void Peak() {
     constexpr int64_t kSide = 2048;
-    const double operations = 6.0 * static_cast<double>(rows_.positions.size()) *
+    const double products = divergence_ == nullptr ? 3 : 4;
+    const double operations = 2.0 * products * static_cast<double>(rows_.positions.size()) *
                               static_cast<double>(options_.hidden * options_.vocabulary);
     const auto times = static_cast<int64_t>(operations / (2.0 * kSide * kSide * kSide) + 0.5);
     if (!square_.defined()) {
@@ -122,13 +122,51 @@ class Bench {
   }
 
  private:
+  void MakeCrossEntropy() {
+    loss_ =
+        LinearCrossEntropyLoss::Create(weight_, {},
+                                       {.impl = tandem::loss::ParseLossImpl(options_.impl).value(),
+                                        .logits_chunk_bytes = options_.logits_chunk_bytes})
+            .value();
+    std::cerr << "fused output loss: " << LossImplName(loss_->impl()) << " (" << loss_->reason()
+              << "), " << loss_->chunk_rows() << " rows a chunk\n";
+  }
+
+  // The junior is as large as the senior.
+  void MakeDivergence() {
+    junior_hidden_ = at::randn_like(hidden_);
+    junior_weight_ = at::randn_like(weight_).mul_(0.02);
+    divergence_ = LinearDivergenceLoss::Create(weight_, junior_weight_,
+                                               {.logits_chunk_bytes = options_.logits_chunk_bytes})
+                      .value();
+    std::cerr << "divergence: " << divergence_->chunk_rows() << " rows a chunk\n";
+  }
+
+  absl::Status CrossEntropy() {
+    tandem::loss::SupervisedLossEvaluator evaluator(scales_);
+    return loss_->ForwardBackward(
+        hidden_, rows_, [&](auto... arguments) { return evaluator.Evaluate(arguments...); },
+        gradients_, ModeOf(options_.mode));
+  }
+
+  absl::Status Divergence() {
+    const KlDirection direction =
+        options_.loss == "reverse_kl" ? KlDirection::kReverse : KlDirection::kForward;
+    return divergence_
+        ->ForwardBackward(hidden_, junior_hidden_, {.positions = rows_.positions}, direction,
+                          scales_[0], gradients_)
+        .status();
+  }
+
   const Options options_;
   const at::ScalarType dtype_;
   const at::Tensor hidden_, weight_;
+  at::Tensor junior_hidden_, junior_weight_;
   tandem::loss::OutputGradients gradients_;
   tandem::loss::OutputRows rows_;
   std::vector<double> scales_;
-  std::unique_ptr<LinearCrossEntropyLoss> loss_;
+  std::unique_ptr<LinearCrossEntropyLoss> loss_;  // one of the two
+  std::unique_ptr<LinearDivergenceLoss> divergence_;
   at::Tensor square_, product_;
 };
 
@@ -138,6 +176,7 @@ int main(int argc, char** argv) {
   const Options options = Parse(argc, argv);
   at::set_num_threads(static_cast<int>(options.threads));
   at::manual_seed(0);
+  if (options.kernels == "aten") tandem::ops::SetKernelPath(tandem::ops::KernelPath::kAten);
   Bench bench(options);
   for (std::string command; std::cin >> command;) {
     if (command == "extra_bytes") {
