@@ -47,6 +47,9 @@ inline constexpr ErrorReason kNoCritic{"NO_CRITIC", "GAE needs a critic, and the
 inline constexpr ErrorReason kNoReferenceModel{
     "NO_REFERENCE_MODEL", "The KL term needs a reference model, and the trainer has none.",
     "Start the trainer with reference_model, or set kl_coefficient to 0."};
+inline constexpr ErrorReason kNoJuniorModel{
+    "NO_JUNIOR_MODEL", "The KL towards the junior needs it in the trainer, which has none.",
+    "Start the trainer with junior_model, or choose junior_kl_kind FORWARD_SAMPLED."};
 
 // Rollout.
 inline constexpr ErrorReason kNoJunior{

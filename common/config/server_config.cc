@@ -161,10 +161,9 @@ absl::Status Resolve(v1::OptimizerOptions* optimizer) {
 
 absl::Status Resolve(v1::BatchOptions* batch) {
   TANDEM_DEFAULT(batch, micro_batch_tokens, 2048);
-  TANDEM_DEFAULT(batch, logits_chunk_bytes, 50331648);
   if (batch->loss_impl().empty()) batch->set_loss_impl("auto");
   TANDEM_RETURN_IF_ERROR(CheckAtLeast("batch.micro_batch_tokens", batch->micro_batch_tokens(), 1));
-  TANDEM_RETURN_IF_ERROR(CheckAtLeast("batch.logits_chunk_bytes", batch->logits_chunk_bytes(), 1));
+  TANDEM_RETURN_IF_ERROR(CheckAtLeast("batch.logits_chunk_bytes", batch->logits_chunk_bytes(), 0));
   return CheckOneOf("batch.loss_impl", batch->loss_impl(),
                     {"auto", "cce", "torch_compile", "pytorch"});
 }

@@ -47,7 +47,7 @@ TEST(ServerConfigTest, DefaultsAreThoseOfTheSchema) {
   EXPECT_EQ(trainer.optimizer().max_grad_norm(), 1);
   EXPECT_EQ(trainer.optimizer().schedule(), v1::LEARNING_RATE_SCHEDULE_CONSTANT);
   EXPECT_EQ(trainer.batch().micro_batch_tokens(), 2048);
-  EXPECT_EQ(trainer.batch().logits_chunk_bytes(), 50331648);
+  EXPECT_EQ(trainer.batch().logits_chunk_bytes(), 0);
   EXPECT_EQ(trainer.batch().loss_impl(), "auto");
   EXPECT_EQ(trainer.strategy().name(), "single");
   EXPECT_EQ(trainer.max_samples(), 4096);

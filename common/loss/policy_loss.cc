@@ -60,13 +60,10 @@ LossTerm Cispo(const PolicyLossOptions& options, const LogRatio& log_ratio, doub
       .value = -cut * advantage * logprob, .gradient = -cut * advantage, .clipped = cut != ratio};
 }
 
-// An importance weight within its bounds, or what is put in its place.
-double BoundedWeight(const PolicyLossOptions& options, double log_weight) {
-  const double weight = std::exp(LogRatio(log_weight).value);
-  const double inside =
-      std::clamp(weight, options.importance_sampling_floor, options.importance_sampling_cap);
-  const bool masked = options.importance_sampling_mode == ImportanceSamplingMode::kMask;
-  return masked && inside != weight ? 0.0 : inside;
+// Of an old log-probability.
+double LogWeight(const PolicyTokens& tokens, size_t row, double old) {
+  const double keep = tokens.log_keep_mass.empty() ? 0.0 : tokens.log_keep_mass[row];
+  return old - (tokens.behaviour[row] - keep);
 }
 
 // Or no estimator, where none is needed.
@@ -75,13 +72,13 @@ bool IsK3(KlEstimator estimator) {
          estimator == KlEstimator::kNone;
 }
 
-LossTerm KlTerm(const PolicyLossOptions& options, double logprob, double reference) {
+LossTerm KlTerm(KlEstimator estimator, double k3_cap, double logprob, double reference) {
   const LogRatio d(logprob - reference);
   const double plain_k3 = std::expm1(-d.value) + d.value;
-  const bool cut = options.k3_cap > 0 && plain_k3 > options.k3_cap;
-  const double k3 = cut ? options.k3_cap : plain_k3;
+  const bool cut = k3_cap > 0 && plain_k3 > k3_cap;
+  const double k3 = cut ? k3_cap : plain_k3;
   LossTerm term;
-  switch (options.kl_estimator) {
+  switch (estimator) {
     case KlEstimator::kNone:
       return term;
     case KlEstimator::kK1:
@@ -116,6 +113,22 @@ absl::Status CheckLength(const char* name, size_t actual, size_t expected) {
 }
 
 }  // namespace
+
+double LogImportanceWeight(const PolicyTokens& tokens, size_t row) {
+  return LogWeight(tokens, row, tokens.old_logprobs[row]);
+}
+
+double BoundedImportanceWeight(const PolicyLossOptions& options, double log_weight) {
+  const double weight = std::exp(LogRatio(log_weight).value);
+  const double inside =
+      std::clamp(weight, options.importance_sampling_floor, options.importance_sampling_cap);
+  const bool masked = options.importance_sampling_mode == ImportanceSamplingMode::kMask;
+  return masked && inside != weight ? 0.0 : inside;
+}
+
+double KlEstimate(KlEstimator estimator, double k3_cap, double logprob, double reference) {
+  return KlTerm(estimator, k3_cap, logprob, reference).value;
+}
 
 absl::Status CheckPolicyLossOptions(const PolicyLossOptions& options) {
   TANDEM_RETURN_IF_ERROR(CheckInRange("clip_ratio_low", options.clip_ratio_low, 0, 1));
@@ -186,16 +199,12 @@ double PolicyLossEvaluator::OldLogprob(size_t row, double logprob) const {
   return tokens_->old_logprobs.empty() ? logprob : tokens_->old_logprobs[row];
 }
 
-double PolicyLossEvaluator::LogImportanceWeight(size_t row, double logprob) const {
-  const double keep = tokens_->log_keep_mass.empty() ? 0.0 : tokens_->log_keep_mass[row];
-  return OldLogprob(row, logprob) - (tokens_->behaviour[row] - keep);
-}
-
 // Of the policy term; a constant for the gradient.
 double PolicyLossEvaluator::ImportanceWeight(size_t row, double logprob) const {
   if (options_.importance_sampling_cap == 0) return 1;
   if (weighs_sequences()) return sequence_weights_[row];
-  return BoundedWeight(options_, LogImportanceWeight(row, logprob));
+  return BoundedImportanceWeight(options_, LogWeight(*tokens_, row, OldLogprob(row, logprob))) /
+         tokens_->importance_weight_mean;
 }
 
 PolicyLossEvaluator::Term PolicyLossEvaluator::PolicyTerm(size_t row, double logprob) const {
@@ -216,10 +225,11 @@ PolicyLossEvaluator::Term PolicyLossEvaluator::PolicyTerm(size_t row, double log
 void PolicyLossEvaluator::WeighSequence(size_t begin, absl::Span<const double> logprobs) {
   double log_weight = 0;
   for (size_t i = 0; i < logprobs.size(); ++i) {
-    log_weight += LogImportanceWeight(begin + i, logprobs[i]);
+    const size_t row = begin + i;
+    log_weight += LogWeight(*tokens_, row, OldLogprob(row, logprobs[i]));
   }
   std::fill_n(sequence_weights_.begin() + static_cast<int64_t>(begin), logprobs.size(),
-              BoundedWeight(options_, log_weight));
+              BoundedImportanceWeight(options_, log_weight) / tokens_->importance_weight_mean);
 }
 
 // The loss depends on the log-probs of a sequence by its ratio alone, of whose logarithm each is
@@ -280,7 +290,7 @@ absl::Status PolicyLossEvaluator::Evaluate(int64_t first_row, absl::Span<const d
     const LogRatio log_ratio(logprob - OldLogprob(t, logprob));
     LossTerm kl;
     if (options_.kl_estimator != KlEstimator::kNone) {
-      kl = KlTerm(options_, logprob, tokens_->reference[t]);
+      kl = KlTerm(options_.kl_estimator, options_.k3_cap, logprob, tokens_->reference[t]);
       if (options_.kl_importance_correction) kl = TimesRatio(kl, log_ratio);
     }
     const double beta = options_.kl_coefficient;

@@ -11,6 +11,7 @@
 #ifndef TANDEM_COMMON_LOSS_POLICY_LOSS_H_
 #define TANDEM_COMMON_LOSS_POLICY_LOSS_H_
 
+#include <cstddef>
 #include <cstdint>
 #include <vector>
 
@@ -45,6 +46,10 @@ enum class ImportanceSamplingLevel { kToken, kSequence };
 
 // What becomes of one outside the bounds: it is set to the bound, or to 0.
 enum class ImportanceSamplingMode { kTruncate, kMask };
+
+// The estimate of a token, with the clamp of the log-ratio, without coefficient; k3 at most
+// `k3_cap` (0: no cut). 0 for kNone.
+double KlEstimate(KlEstimator estimator, double k3_cap, double logprob, double reference);
 
 struct PolicyLossOptions {
   PolicyLossKind kind = PolicyLossKind::kPpoClip;
@@ -91,7 +96,14 @@ struct PolicyTokens {
   std::vector<uint8_t> authorship = {};    // 1 senior, 0 junior
   // Rows of each sequence, in order, sum N; for what needs_sequences().
   std::vector<int64_t> sequence_rows = {};
+  // Importance weights are divided by it.
+  double importance_weight_mean = 1;
 };
+
+// log of the importance weight old / q of a row, which has an old log-probability.
+double LogImportanceWeight(const PolicyTokens& tokens, size_t row);
+// The weight within its bounds, or what is put in its place.
+double BoundedImportanceWeight(const PolicyLossOptions& options, double log_weight);
 
 // How far the trainer's log-probs are from those recorded by the writer.
 // With d = trainer - behaviour: k1 = mean(-d), k3 = mean(exp(d) - d - 1), and the effective sample
@@ -168,7 +180,6 @@ class PolicyLossEvaluator {
            options_.importance_sampling_level == ImportanceSamplingLevel::kSequence;
   }
   double OldLogprob(size_t row, double logprob) const;
-  double LogImportanceWeight(size_t row, double logprob) const;
   double ImportanceWeight(size_t row, double logprob) const;
   Term PolicyTerm(size_t row, double logprob) const;
   // What the rows [first_row, first_row + n) depend on of their sequences.

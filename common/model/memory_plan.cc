@@ -103,11 +103,11 @@ absl::StatusOr<MemoryPlan> TrainingMemoryPlan(const ModelConfig& config,
   }
   plan.items.push_back({"gradients", trained * kFloatBytes});
   plan.items.push_back({"optimizer", 2 * trained * kFloatBytes});
-  if (options.reference != nullptr) {
-    const ModelConfig& reference = *options.reference;
-    TANDEM_ASSIGN_OR_RETURN(const auto frozen,
-                            ModelParameters(reference, {.tied = reference.tie_word_embeddings}));
-    plan.items.push_back({"reference_weights", Numel(frozen) * item});
+  for (const FrozenModel& frozen : options.frozen) {
+    TANDEM_ASSIGN_OR_RETURN(
+        const auto parameters,
+        ModelParameters(frozen.config, {.tied = frozen.config.tie_word_embeddings}));
+    plan.items.push_back({frozen.name + "_weights", Numel(parameters) * item});
   }
   const int64_t tokens =
       std::max(options.micro_batch_tokens, config.LongestSequence(options.max_model_len));

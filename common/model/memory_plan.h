@@ -41,11 +41,17 @@ struct RolloutMemoryOptions {
 absl::StatusOr<MemoryPlan> RolloutMemoryPlan(const ModelConfig& senior, const ModelConfig* junior,
                                              const RolloutMemoryOptions& options);
 
+// A model that a trainer holds beside the one that it trains.
+struct FrozenModel {
+  std::string name;  // "reference"
+  ModelConfig config;
+};
+
 struct TrainingMemoryOptions {
   HeadKind head = HeadKind::kLm;  // kLm: a trainer, which publishes; kValue: a critic
   bool untie_embeddings = false;
   std::vector<std::string> freeze = {};
-  const ModelConfig* reference = nullptr;
+  std::vector<FrozenModel> frozen = {};
   int64_t micro_batch_tokens = 0;
   int64_t max_model_len = 0;       // a longer sequence than micro_batch_tokens has its own batch
   int64_t logits_chunk_bytes = 0;  // kLm

@@ -14,7 +14,6 @@
 #include "common/base/status_macros.h"
 #include "common/model/compute_setup.h"
 #include "common/tensor/weights_digest.h"
-#include "common/training/micro_batches.h"
 #include "services/training/training_checkpoint.h"
 
 namespace tandem::training {
@@ -29,19 +28,27 @@ constexpr absl::Duration kStallLimit = absl::Minutes(10);
 MicroBatchInput MakeMicroBatchInput(absl::Span<const SequenceRows> sequences, size_t first_row,
                                     at::Device device) {
   std::vector<std::vector<int64_t>> inputs;
-  std::vector<int64_t> positions, labels;
+  for (const SequenceRows& sequence : sequences) {
+    if (!sequence.input.empty()) inputs.push_back(sequence.input);
+  }
+  MicroBatchInput input =
+      SelectRows({.batch = MakeRaggedBatch(inputs, device), .positions = {}, .labels = {}},
+                 sequences);
+  input.first_row = first_row;
+  return input;
+}
+
+MicroBatchInput SelectRows(const MicroBatchInput& input, absl::Span<const SequenceRows> sequences) {
+  MicroBatchInput selected = {.batch = input.batch, .positions = {}, .labels = {}};
   int64_t offset = 0;
   for (const SequenceRows& sequence : sequences) {
-    if (sequence.input.empty()) continue;
-    for (const int64_t position : sequence.positions) positions.push_back(offset + position);
-    labels.insert(labels.end(), sequence.labels.begin(), sequence.labels.end());
-    inputs.push_back(sequence.input);
+    for (const int64_t position : sequence.positions) {
+      selected.positions.push_back(offset + position);
+    }
+    selected.labels.insert(selected.labels.end(), sequence.labels.begin(), sequence.labels.end());
     offset += static_cast<int64_t>(sequence.input.size());
   }
-  return {.batch = MakeRaggedBatch(inputs, device),
-          .positions = std::move(positions),
-          .labels = std::move(labels),
-          .first_row = first_row};
+  return selected;
 }
 
 absl::StatusOr<std::unique_ptr<TrainingCore>> TrainingCore::Create(
@@ -128,7 +135,8 @@ void TrainingCore::RecordWeights(std::string digest) {
 }
 
 absl::StatusOr<StepResult> TrainingCore::Step(
-    const StepIdentity& identity, absl::FunctionRef<absl::Status(StepReport& report)> compute) {
+    const StepIdentity& identity,
+    absl::FunctionRef<absl::StatusOr<std::vector<UpdateGradients>>(StepReport& report)> prepare) {
   TANDEM_ASSIGN_OR_RETURN(std::optional<StepReport> stored, AdmitStep(state_, identity));
   if (stored.has_value()) {
     stored->weights.digest = state_.lineage.DigestOf(stored->weights.version);
@@ -137,9 +145,10 @@ absl::StatusOr<StepResult> TrainingCore::Step(
   // A shutdown during the step saves it.
   absl::Cleanup restore = [this, before = unsaved_.exchange(true)] { unsaved_ = before; };
   StepReport report{.run_id = identity.run_id, .step = identity.step};
-  absl::Status status = compute(report);
   report.weights.version = state_.version;
-  if (status.ok() && !report.skipped) status = FinishStep(identity, report);
+  const absl::StatusOr<std::vector<UpdateGradients>> updates = prepare(report);
+  absl::Status status = updates.status();
+  if (status.ok() && !report.skipped) status = MakeUpdates(identity, *updates, report);
   const bool not_finite = IsNotFinite(status);
   if (not_finite) {
     report.skipped = true;
@@ -157,24 +166,58 @@ absl::StatusOr<StepResult> TrainingCore::Step(
   return StepResult{.report = std::move(report), .not_finite = not_finite};
 }
 
-absl::Status TrainingCore::FinishStep(const StepIdentity& identity, StepReport& report) {
-  // Entered before the update and taken back if it fails: nothing can go wrong in between.
-  StepReport& entry = state_.ledger.Record(identity.request_id, identity.payload_digest, report);
-  for (const char* name : {"grad_norm", "learning_rate"}) {
-    entry.metrics[absl::StrCat(metric_prefix_, name)] = 0;
+absl::Status TrainingCore::MakeUpdates(const StepIdentity& identity,
+                                       absl::Span<const UpdateGradients> updates,
+                                       StepReport& report) {
+  Updates done;
+  absl::Status left_out;
+  for (const UpdateGradients& gradients : updates) {
+    absl::Status status = CatchTorchErrors(
+        "update", [&] { return MakeUpdate(identity, gradients, report, done); });
+    if (!status.ok() && done.applied == 0 && done.entry != nullptr) {
+      state_.ledger.RemoveNewest();
+      done.entry = nullptr;
+    }
+    if (IsNotFinite(status)) {
+      ++done.not_finite;
+      if (updates.size() > 1) {
+        Log(LogLevel::kWarning, "update_left_out", {{"reason", status.message()}});
+      }
+      left_out = std::move(status);
+    } else if (!status.ok()) {
+      if (done.applied > 0 && broken_.ok()) {
+        broken_ = absl::DataLossError(
+            absl::StrCat("a step broke off after ", done.applied, " of its ", updates.size(),
+                         " updates: load a checkpoint (", status.message(), ")"));
+      }
+      return broken_.ok() ? status : broken_;
+    }
   }
-  absl::Status applied = ApplyUpdate(entry);
-  if (applied.ok()) {
-    report = entry;
-  } else {
-    state_.ledger.RemoveNewest();
-  }
-  return applied;
+  if (done.applied == 0) return left_out;
+  Report(done);
+  report = *done.entry;
+  return absl::OkStatus();
 }
 
-absl::Status TrainingCore::ApplyUpdate(StepReport& report) {
-  const auto grad_norm = report.metrics.find(absl::StrCat(metric_prefix_, "grad_norm"));
-  const auto learning_rate = report.metrics.find(absl::StrCat(metric_prefix_, "learning_rate"));
+absl::Status TrainingCore::MakeUpdate(const StepIdentity& identity,
+                                      const UpdateGradients& gradients, StepReport& report,
+                                      Updates& updates) {
+  if (copies_stale_) model_->OnWeightsChanged();
+  copies_stale_ = false;
+  TANDEM_RETURN_IF_ERROR(gradients(report));
+  // All that the table needs is there before the update: nothing can go wrong after it.
+  if (updates.entry == nullptr) {
+    updates.entry = &state_.ledger.Record(identity.request_id, identity.payload_digest, report);
+  } else {
+    updates.entry->metrics = report.metrics;
+  }
+  for (const char* name : {"grad_norm", "learning_rate", "updates", "updates_not_finite"}) {
+    updates.entry->metrics[absl::StrCat(metric_prefix_, name)] = 0;
+  }
+  return ApplyUpdate(updates);
+}
+
+absl::Status TrainingCore::ApplyUpdate(Updates& updates) {
   const int64_t steps_before = strategy_->optimizer_steps();
   const auto optimizer = CatchTorchErrors("update", [&] { return strategy_->OptimizerStep(); });
   if (absl::IsDataLoss(optimizer.status())) {
@@ -185,16 +228,60 @@ absl::Status TrainingCore::ApplyUpdate(StepReport& report) {
   }
   if (strategy_->optimizer_steps() == steps_before) return optimizer.status();
   // The update is done: the step counts, whatever fails from here on.
-  report.weights.version = ++state_.version;
+  if (updates.applied++ == 0) updates.entry->weights.version = ++state_.version;
   weights_changed_ = true;
   if (optimizer.ok()) {
-    grad_norm->second = optimizer->grad_norm;
-    learning_rate->second = optimizer->learning_rate;
+    updates.grad_norm += optimizer->grad_norm;
+    updates.learning_rate = optimizer->learning_rate;
   } else {
     copies_stale_ = true;
-    report.metrics.erase(grad_norm);  // not known
-    report.metrics.erase(learning_rate);
+    updates.known = false;
     Log(LogLevel::kWarning, "failure_after_update", {{"error", optimizer.status().ToString()}});
+  }
+  return absl::OkStatus();
+}
+
+void TrainingCore::Report(const Updates& updates) const {
+  std::map<std::string, double>& metrics = updates.entry->metrics;
+  const auto set = [&](const char* name, double value) {
+    metrics.at(absl::StrCat(metric_prefix_, name)) = value;
+  };
+  const auto applied = static_cast<double>(updates.applied);
+  set("updates", applied);
+  set("updates_not_finite", static_cast<double>(updates.not_finite));
+  set("grad_norm", updates.grad_norm / applied);
+  set("learning_rate", updates.learning_rate);
+  if (updates.known) return;
+  for (const char* name : {"grad_norm", "learning_rate"}) {
+    metrics.erase(absl::StrCat(metric_prefix_, name));
+  }
+}
+
+std::vector<MicroBatch> TrainingCore::MicroBatches(absl::Span<const SequenceRows> sequences) const {
+  std::vector<int64_t> lengths;
+  for (const SequenceRows& sequence : sequences) {
+    lengths.push_back(static_cast<int64_t>(sequence.input.size()));
+  }
+  return PlanMicroBatches(lengths, options_.micro_batch_tokens);
+}
+
+absl::Status TrainingCore::RunMicroBatch(
+    absl::Span<const SequenceRows> sequences, const MicroBatch& range,
+    absl::FunctionRef<absl::Status(const MicroBatchInput& input)> run) {
+  MicroBatchInput input =
+      MakeMicroBatchInput(sequences.subspan(range.begin, range.end - range.begin),
+                          FirstRows(sequences.first(range.begin)).back(), model_->device());
+  input.sequences = range;
+  TANDEM_RETURN_IF_ERROR(run(input));
+  NoteProgress();
+  return absl::OkStatus();
+}
+
+absl::Status TrainingCore::ForMicroBatches(
+    absl::Span<const SequenceRows> sequences,
+    absl::FunctionRef<absl::Status(const MicroBatchInput& input)> run) {
+  for (const MicroBatch& range : MicroBatches(sequences)) {
+    TANDEM_RETURN_IF_ERROR(RunMicroBatch(sequences, range, run));
   }
   return absl::OkStatus();
 }
@@ -202,21 +289,10 @@ absl::Status TrainingCore::ApplyUpdate(StepReport& report) {
 absl::StatusOr<int64_t> TrainingCore::ForwardBackward(
     absl::Span<const SequenceRows> sequences,
     absl::FunctionRef<absl::Status(const MicroBatchInput& input)> run) {
-  std::vector<int64_t> lengths;
-  for (const SequenceRows& sequence : sequences) {
-    lengths.push_back(static_cast<int64_t>(sequence.input.size()));
-  }
-  const std::vector<MicroBatch> plan = PlanMicroBatches(lengths, options_.micro_batch_tokens);
-  const std::vector<size_t> first_rows = FirstRows(sequences);
+  const std::vector<MicroBatch> plan = MicroBatches(sequences);
   const auto count = static_cast<int64_t>(plan.size());
-  TANDEM_RETURN_IF_ERROR(strategy_->ForwardBackward(count, [&](int64_t i) -> absl::Status {
-    const MicroBatch& range = plan[static_cast<size_t>(i)];
-    TANDEM_RETURN_IF_ERROR(
-        run(MakeMicroBatchInput(sequences.subspan(range.begin, range.end - range.begin),
-                                first_rows[range.begin], model_->device())));
-    NoteProgress();
-    return absl::OkStatus();
-  }));
+  TANDEM_RETURN_IF_ERROR(strategy_->ForwardBackward(
+      count, [&](int64_t i) { return RunMicroBatch(sequences, plan[static_cast<size_t>(i)], run); }));
   return count;
 }
 

@@ -6,6 +6,7 @@
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -24,6 +25,7 @@
 #include "common/parallel/strategy.h"
 #include "common/tandem/vocabulary.h"
 #include "common/tensor/catch_torch_errors.h"
+#include "common/training/micro_batches.h"
 #include "common/training/sequence_check.h"
 #include "services/training/engine.h"
 #include "services/training/sequence_rows.h"
@@ -35,12 +37,16 @@ struct MicroBatchInput {
   RaggedBatch batch;
   std::vector<int64_t> positions;  // [N], rows of the hidden states
   std::vector<int64_t> labels;     // [N]
-  size_t first_row = 0;            // of these rows, in the global batch
+  size_t first_row = 0;            // of these rows, among those of all sequences
+  MicroBatch sequences = {};       // which of them they are
 };
 
 // On the device of the model that will read it.
 MicroBatchInput MakeMicroBatchInput(absl::Span<const SequenceRows> sequences, size_t first_row,
                                     at::Device device);
+
+// What was read, with other rows of the same sequences: `sequences` have the same inputs.
+MicroBatchInput SelectRows(const MicroBatchInput& input, absl::Span<const SequenceRows> sequences);
 
 class TrainingCore {
  public:
@@ -88,17 +94,25 @@ class TrainingCore {
   SequenceLimits limits() const;
   WeightsVersion weights() const;
 
-  // Does a step once. `compute` checks the batch, leaves its gradients with the strategy and fills
-  // the report but for what the optimizer says; it may mark the step as skipped. A NotFiniteError,
-  // its own or the update's, skips the step too, with the message as the reason. As soon as the
-  // update is applied the step counts and its report is in the table of done steps: a failure after
-  // that is repaired, now or by the next call, and a repeat gets the report. An error before that
-  // changes nothing; DATA_LOSS: as Run says.
-  absl::StatusOr<StepResult> Step(const StepIdentity& identity,
-                                  absl::FunctionRef<absl::Status(StepReport& report)> compute);
+  // Leaves the gradients of one update with the strategy, and its reports.
+  using UpdateGradients = std::function<absl::Status(StepReport& report)>;
+
+  // Does a step once. `prepare` checks the batch and says what the gradients of each of its updates
+  // are; it may mark the step as skipped instead. An update with a NotFiniteError, its own or the
+  // optimizer's, is left out; without any update the step is skipped, with the message as the
+  // reason. As soon as the last update is applied the step counts and its report is in the table of
+  // done steps: a failure after that is repaired, now or by the next call, and a repeat gets the
+  // report. An error before the first update changes nothing; after it, or as Run says: DATA_LOSS.
+  absl::StatusOr<StepResult> Step(
+      const StepIdentity& identity,
+      absl::FunctionRef<absl::StatusOr<std::vector<UpdateGradients>>(StepReport& report)> prepare);
 
   // Runs `run` for every micro-batch of the sequences, between which the engine's progress is
-  // noted. Returns their number.
+  // noted.
+  absl::Status ForMicroBatches(absl::Span<const SequenceRows> sequences,
+                               absl::FunctionRef<absl::Status(const MicroBatchInput& input)> run);
+
+  // The same for passes that leave gradients with the strategy. Returns the number of micro-batches.
   absl::StatusOr<int64_t> ForwardBackward(
       absl::Span<const SequenceRows> sequences,
       absl::FunctionRef<absl::Status(const MicroBatchInput& input)> run);
@@ -107,9 +121,26 @@ class TrainingCore {
   TrainingCore(std::string kind, std::string metric_prefix, const TrainingOptions& options);
 
   absl::Status Load(LoadOptions load, std::unique_ptr<parallel::Strategy> strategy);
-  // Updates with the gradients of the step and enters its report, which it completes.
-  absl::Status FinishStep(const StepIdentity& identity, StepReport& report);
-  absl::Status ApplyUpdate(StepReport& report);
+  std::vector<MicroBatch> MicroBatches(absl::Span<const SequenceRows> sequences) const;
+  absl::Status RunMicroBatch(absl::Span<const SequenceRows> sequences, const MicroBatch& range,
+                             absl::FunctionRef<absl::Status(const MicroBatchInput& input)> run);
+  // Makes the updates and enters the report, which it completes. NotFiniteError when every one of
+  // them was left out.
+  absl::Status MakeUpdates(const StepIdentity& identity,
+                           absl::Span<const UpdateGradients> updates, StepReport& report);
+  // What the updates of a step have done so far.
+  struct Updates {
+    StepReport* entry = nullptr;  // in the table, from the first one on
+    int64_t applied = 0;
+    int64_t not_finite = 0;
+    double grad_norm = 0;  // sum
+    double learning_rate = 0;
+    bool known = true;  // what the optimizer says
+  };
+  absl::Status MakeUpdate(const StepIdentity& identity, const UpdateGradients& gradients,
+                          StepReport& report, Updates& updates);
+  absl::Status ApplyUpdate(Updates& updates);
+  void Report(const Updates& updates) const;
   // Puts weights and state in the place of those that are there. `load_optimizer` comes first; when
   // it fails, nothing has changed.
   absl::Status Replace(absl::string_view source, absl::FunctionRef<absl::Status()> load_optimizer,

@@ -6,8 +6,10 @@
 #include <cmath>
 #include <filesystem>
 #include <fstream>
+#include <functional>
 #include <stdexcept>
 #include <utility>
+#include <vector>
 
 #include "common/base/checksum.h"
 #include "common/base/error.h"
@@ -74,25 +76,31 @@ class TrainingCoreTest : public ::testing::Test {
             .payload_digest = "payload",
             .expected_version = step};
   }
-  // A step on the sum of all hidden states.
-  absl::StatusOr<StepResult> Step(const StepIdentity& identity, const CallScope& call = {}) {
+  // A step on the sum of all hidden states, so many times.
+  absl::StatusOr<StepResult> Step(const StepIdentity& identity, const CallScope& call = {},
+                                  size_t updates = 1) {
     return core_->Run(call, "train step", [&] {
-      return core_->Step(identity, [&](StepReport& report) {
-        report.metrics["loss/total"] = 0.5;
-        const SequenceRows rows =
-            SelectSequenceRows({1, 2}, {3, 4, 5}, [](size_t) { return true; });
-        return core_
-            ->ForwardBackward({rows},
-                              [&](const MicroBatchInput& input) {
-                                CausalContext context;
-                                core_->model().HiddenStates(input.batch, context).sum().backward();
-                                return absl::OkStatus();
-                              })
-            .status();
+      using Updates = std::vector<TrainingCore::UpdateGradients>;
+      return core_->Step(identity, [&](StepReport&) -> absl::StatusOr<Updates> {
+        return Updates(updates, [&](StepReport& report) { return AddGradients(report); });
       });
     });
   }
+  absl::Status AddGradients(StepReport& report) {
+    if (before_gradients != nullptr) before_gradients();
+    report.metrics["loss/total"] = 0.5;
+    const SequenceRows rows = SelectSequenceRows({1, 2}, {3, 4, 5}, [](size_t) { return true; });
+    return core_
+        ->ForwardBackward({rows},
+                          [&](const MicroBatchInput& input) {
+                            CausalContext context;
+                            core_->model().HiddenStates(input.batch, context).sum().backward();
+                            return absl::OkStatus();
+                          })
+        .status();
+  }
 
+  std::function<void()> before_gradients;
   TemporaryFolder folder_;
   std::unique_ptr<TrainingCore> core_;
   FailingStrategy* strategy_ = nullptr;  // of core_
@@ -174,6 +182,64 @@ TEST_F(TrainingCoreTest, AfterALoadThatBrokeOffOnlyACheckpointHelps) {
   EXPECT_EQ(Step(Identity(1)).status().code(), absl::StatusCode::kDataLoss);
   ASSERT_TRUE(core_->LoadCheckpoint({}, path).ok());
   EXPECT_FALSE(Step(Identity(0)).value().replayed);
+}
+
+TEST_F(TrainingCoreTest, SeveralUpdatesAreOneStep) {
+  const StepResult both = Step(Identity(), {}, 2).value();
+  EXPECT_EQ(both.report.weights.version, 1);
+  EXPECT_EQ(both.report.metrics.at("policy/updates"), 2);
+  EXPECT_EQ(strategy_->optimizer_steps(), 2);
+  EXPECT_EQ(Step(Identity(), {}, 2).value().report, both.report);  // replayed
+  EXPECT_EQ(strategy_->optimizer_steps(), 2);
+
+  // The same as two steps.
+  core_ = Make();
+  const double first = Step(Identity(0)).value().report.metrics.at("policy/grad_norm");
+  const StepResult second = Step(Identity(1)).value();
+  EXPECT_EQ(second.report.weights.digest, both.report.weights.digest);
+  EXPECT_EQ(both.report.metrics.at("policy/grad_norm"),
+            (first + second.report.metrics.at("policy/grad_norm")) / 2);
+}
+
+TEST_F(TrainingCoreTest, AnUpdateThatIsNotFiniteIsLeftOutOfAStep) {
+  strategy_->not_finite = true;  // the first
+  const StepResult one = Step(Identity(), {}, 2).value();
+  EXPECT_FALSE(one.report.skipped);
+  EXPECT_EQ(one.report.metrics.at("policy/updates"), 1);
+  EXPECT_EQ(one.report.metrics.at("policy/updates_not_finite"), 1);
+  EXPECT_TRUE(Step(Identity(), {}, 2).value().replayed);
+  core_ = Make();
+  EXPECT_EQ(Step(Identity()).value().report.weights, one.report.weights);
+
+  core_ = Make();  // the last
+  int update = 0;
+  before_gradients = [&] { strategy_->not_finite = update++ == 1; };
+  const StepResult other = Step(Identity(), {}, 2).value();
+  EXPECT_EQ(other.report.weights, one.report.weights);
+  EXPECT_EQ(other.report.metrics, one.report.metrics);
+}
+
+TEST_F(TrainingCoreTest, AStepThatBreaksOffAfterAnUpdateNeedsACheckpoint) {
+  const std::string path =
+      core_->SaveCheckpoint({}, folder_ / "checkpoints", "step_0", 0).value().path;
+  int update = 0;
+  before_gradients = [&] {
+    if (update++ == 1) throw std::runtime_error("no memory");
+  };
+  const absl::Status broken = Step(Identity(), {}, 2).status();
+  EXPECT_EQ(broken.code(), absl::StatusCode::kDataLoss);
+  EXPECT_NE(broken.message().find("after 1 of its 2 updates"), std::string::npos) << broken;
+  EXPECT_EQ(Step(Identity(), {}, 2).status(), broken);
+  EXPECT_TRUE(core_->unsaved());
+  ASSERT_TRUE(core_->LoadCheckpoint({}, path).ok());
+  EXPECT_FALSE(Step(Identity(), {}, 2).value().replayed);
+
+  // Before the first update nothing has happened.
+  core_ = Make();
+  update = 1;
+  EXPECT_EQ(Step(Identity(), {}, 2).status().code(), absl::StatusCode::kInternal);
+  EXPECT_FALSE(core_->unsaved());
+  EXPECT_FALSE(Step(Identity(), {}, 2).value().replayed);
 }
 
 TEST_F(TrainingCoreTest, AnExportRemovesWhatCrashesLeftOfIt) {

@@ -130,7 +130,7 @@ def main() -> None:
     parser.add_argument("--loss", choices=tuple(OURS), default="cross_entropy")
     parser.add_argument("--shape", default="2048,576,49152", help="N,H,V")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
-    parser.add_argument("--logits-chunk-bytes", type=int, default=48 << 20)
+    parser.add_argument("--logits-chunk-bytes", type=int, default=0, help="0: as the trainer")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--extra-bytes-of", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -141,7 +141,8 @@ def main() -> None:
         return
 
     print(f"{options.loss}: N, H, V = {rows}, {width}, {vocabulary:,}, {options.dtype}")
-    all_flags = {"loss": options.loss, "logits_chunk_bytes": str(options.logits_chunk_bytes)}
+    chunk_bytes = options.logits_chunk_bytes or max(48 << 20, 256 * 4 * vocabulary)
+    all_flags = {"loss": options.loss, "logits_chunk_bytes": str(chunk_bytes)}
     processes = {
         name: LossProcess(shape, options.dtype, all_flags | flags)
         for name, flags in OURS[options.loss].items()

@@ -22,6 +22,7 @@ KEYS = (
     "reward/failed",
     "reward/task_mean",
     "reward/overlong_mean",
+    "reward/kl_penalty",
     "batch/groups_drawn",
     "batch/groups_dropped",
     "batch/num_gen_batches",
@@ -29,8 +30,10 @@ KEYS = (
     "loss/policy",
     "loss/kl",
     "loss/entropy",
+    "loss/junior_kl",
     "policy/entropy",
     "policy/kl_to_ref",
+    "policy/junior_kl",
     "policy/mean_ratio",
     "policy/clip_fraction",
     "policy/ppo_kl",
@@ -39,11 +42,14 @@ KEYS = (
     "policy/weighted_tokens",
     "policy/dropped_samples",
     "policy/micro_batches",
+    "policy/updates",
+    "policy/updates_not_finite",
     "mismatch/k1",
     "mismatch/k3",
     "mismatch/max_abs_logprob_diff",
     "mismatch/effective_sample_size",
     "mismatch/masked_fraction",
+    "mismatch/rejected_fraction",
     "mismatch/junior/k1",
     "mismatch/junior/k3",
     "mismatch/junior/max_abs_logprob_diff",
@@ -72,6 +78,8 @@ CRITIC_KEYS = (
     "critic/return_mean",
     "critic/grad_norm",
     "critic/learning_rate",
+    "critic/updates",
+    "critic/updates_not_finite",
 )
 # Whole numbers; a report of the trainer holds floating-point numbers alone.
 COUNT_KEYS = frozenset(
@@ -81,6 +89,10 @@ COUNT_KEYS = frozenset(
         "policy/weighted_tokens",
         "policy/dropped_samples",
         "policy/micro_batches",
+        "policy/updates",
+        "policy/updates_not_finite",
+        "critic/updates",
+        "critic/updates_not_finite",
     }
 )
 # Values that depend on the clock; everything else is the same when a run is repeated.

@@ -3,6 +3,10 @@
 #include <ATen/ATen.h>
 #include <ATen/core/grad_mode.h>
 
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <optional>
 #include <utility>
 #include <vector>
 
@@ -12,12 +16,22 @@
 #include "common/loss/loss_scale.h"
 #include "common/loss/value_loss.h"
 #include "common/model/model.h"
+#include "common/training/mini_batches.h"
 #include "common/training/sequence_check.h"
 #include "services/critic/engine/value_step.h"
 #include "services/training/training_core.h"
 
 namespace tandem::critic {
 namespace {
+
+// What the updates of a step share.
+struct ValueRows {
+  std::vector<training::SequenceRows> sequences;  // in the order of the samples
+  std::vector<size_t> first_rows;                 // of each sequence
+  loss::ValueTokens tokens;                       // scales are those of each mini-batch
+  std::optional<loss::ValueLossEvaluator> evaluator;  // of the updates so far
+  int64_t updates = 0;
+};
 
 class TorchEngine final : public training::CoreEngine<Engine> {
  public:
@@ -36,7 +50,10 @@ class TorchEngine final : public training::CoreEngine<Engine> {
  private:
   absl::StatusOr<ValuesResult> ValuesForStep(const ValuesRequest& request);
   training::SequenceValues Evaluate(const ValuesRequest& request);
-  absl::Status Learn(const TrainStepRequest& request, StepReport& report);
+  // The updates of a step.
+  absl::StatusOr<std::vector<training::TrainingCore::UpdateGradients>> Learn(
+      const TrainStepRequest& request);
+  absl::Status AddGradients(ValueRows& rows, const training::MiniBatch& range, StepReport& report);
 
   const EngineOptions options_;
   const bool value_head_from_checkpoint_;
@@ -100,35 +117,60 @@ training::SequenceValues TorchEngine::Evaluate(const ValuesRequest& request) {
 absl::StatusOr<StepResult> TorchEngine::TrainStep(const CallScope& call,
                                                   const TrainStepRequest& request) {
   return core_->Run(call, "train step", [&] {
-    return core_->Step(request, [&](StepReport& report) { return Learn(request, report); });
+    return core_->Step(request, [&](StepReport&) { return Learn(request); });
   });
 }
 
-absl::Status TorchEngine::Learn(const TrainStepRequest& request, StepReport& report) {
+absl::StatusOr<std::vector<training::TrainingCore::UpdateGradients>> TorchEngine::Learn(
+    const TrainStepRequest& request) {
   TANDEM_RETURN_IF_ERROR(CheckTrainStep(request, core_->limits(), options_.max_samples));
-  loss::ValueTokens tokens;
-  std::vector<training::SequenceRows> sequences;
+  const std::vector<training::MiniBatch> ranges =
+      training::SplitIntoMiniBatches(request.samples.size(), request.updates);
+  auto rows = std::make_shared<ValueRows>();
   for (const ValueSample& sample : request.samples) {
-    sequences.push_back(training::SelectSequenceRows(sample.prompt_token_ids,
-                                                     sample.response_token_ids,
-                                                     [&](size_t t) { return Counts(sample, t); }));
+    rows->sequences.push_back(
+        training::SelectSequenceRows(sample.prompt_token_ids, sample.response_token_ids,
+                                     [&](size_t t) { return Counts(sample, t); }));
     for (size_t t = 0; t < sample.response_token_ids.size(); ++t) {
       if (!Counts(sample, t)) continue;
-      tokens.returns.push_back(sample.returns[t]);
-      tokens.old_values.push_back(sample.old_values[t]);
+      rows->tokens.returns.push_back(sample.returns[t]);
+      rows->tokens.old_values.push_back(sample.old_values[t]);
     }
   }
-  const size_t num_rows = tokens.returns.size();
-  TANDEM_ASSIGN_OR_RETURN(const loss::LossScales scales,
-                          loss::ComputeLossScales({}, std::vector<double>(num_rows, 1.0),
-                                                  {static_cast<int64_t>(num_rows)}));
-  tokens.scales = scales.scales;
-  TANDEM_ASSIGN_OR_RETURN(loss::ValueLossEvaluator evaluator,
-                          loss::ValueLossEvaluator::Create({.clip = request.value_clip}, tokens));
+  rows->first_rows = training::FirstRows(rows->sequences);
+  for (const training::MiniBatch& range : ranges) {
+    const size_t count = rows->first_rows[range.end] - rows->first_rows[range.begin];
+    TANDEM_ASSIGN_OR_RETURN(const loss::LossScales scales,
+                            loss::ComputeLossScales({}, std::vector<double>(count, 1.0),
+                                                    {static_cast<int64_t>(count)}));
+    rows->tokens.scales.insert(rows->tokens.scales.end(), scales.scales.begin(),
+                               scales.scales.end());
+  }
+  TANDEM_ASSIGN_OR_RETURN(
+      loss::ValueLossEvaluator evaluator,
+      loss::ValueLossEvaluator::Create({.clip = request.value_clip}, rows->tokens));
+  rows->evaluator.emplace(std::move(evaluator));
+
+  std::vector<training::TrainingCore::UpdateGradients> updates;
+  for (int64_t epoch = 0; epoch < request.updates.num_epochs; ++epoch) {
+    for (const training::MiniBatch& range : ranges) {
+      if (rows->first_rows[range.begin] == rows->first_rows[range.end]) continue;
+      updates.push_back([this, rows, range](StepReport& report) {
+        return AddGradients(*rows, range, report);
+      });
+    }
+  }
+  return updates;
+}
+
+absl::Status TorchEngine::AddGradients(ValueRows& rows, const training::MiniBatch& range,
+                                       StepReport& report) {
+  loss::ValueLossEvaluator evaluator = *rows.evaluator;  // an update that fails reports nothing
+  const size_t first_row = rows.first_rows[range.begin];
   TANDEM_RETURN_IF_ERROR(
       core_
           ->ForwardBackward(
-              sequences,
+              absl::MakeConstSpan(rows.sequences).subspan(range.begin, range.end - range.begin),
               [&](const training::MicroBatchInput& input) -> absl::Status {
                 CausalContext context;
                 const at::Tensor hidden = core_->model().HiddenStates(input.batch, context);
@@ -137,7 +179,7 @@ absl::Status TorchEngine::Learn(const TrainStepRequest& request, StepReport& rep
                 const at::Tensor host = values.detach().to(at::kCPU, at::kDouble).contiguous();
                 std::vector<double> gradients(static_cast<size_t>(host.numel()));
                 TANDEM_RETURN_IF_ERROR(evaluator.Evaluate(
-                    static_cast<int64_t>(input.first_row),
+                    static_cast<int64_t>(first_row + input.first_row),
                     absl::MakeConstSpan(host.const_data_ptr<double>(), gradients.size()),
                     absl::MakeSpan(gradients)));
                 values.backward(at::tensor(gradients, at::kDouble).to(values.options()));
@@ -145,7 +187,9 @@ absl::Status TorchEngine::Learn(const TrainStepRequest& request, StepReport& rep
               })
           .status());
   const loss::ValueMetrics metrics = evaluator.Metrics();
-  report.metrics = {{"critic/loss", metrics.loss},
+  rows.evaluator = std::move(evaluator);
+  ++rows.updates;
+  report.metrics = {{"critic/loss", metrics.loss / static_cast<double>(rows.updates)},
                     {"critic/clip_fraction", metrics.clip_fraction},
                     {"critic/explained_variance", metrics.explained_variance},
                     {"critic/value_mean", metrics.value_mean},

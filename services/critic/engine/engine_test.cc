@@ -162,6 +162,30 @@ TEST_F(CriticEngineTest, TheOtherKernelsAndTypesTakeTheSameStep) {
   }
 }
 
+// Each update of a step is one that a step of its own would have made.
+TEST_F(CriticEngineTest, MiniBatchesAndEpochsAreStepsOfTheirOwn) {
+  auto engine = Make();
+  TrainStepRequest request = Request(*engine);
+  request.updates = {.num_mini_batches = 2, .num_epochs = 2};
+  const StepResult several = Step(*engine, request);
+  EXPECT_EQ(several.report.weights.version, 1);
+  EXPECT_EQ(several.report.metrics.at("critic/updates"), 4);
+
+  auto one_by_one = Make();
+  double loss = 0;
+  for (int64_t i = 0; i < 4; ++i) {
+    TrainStepRequest part = request;
+    part.updates = {};
+    part.step = part.expected_version = i;
+    part.request_id = std::to_string(i);
+    const auto first = request.samples.begin(), last = request.samples.end();
+    part.samples.assign(i % 2 == 0 ? first : first + 1, i % 2 == 0 ? first + 1 : last);
+    loss += Step(*one_by_one, part).report.metrics.at("critic/loss") / 4;
+  }
+  EXPECT_EQ(Digest(*engine), Digest(*one_by_one));
+  EXPECT_NEAR(several.report.metrics.at("critic/loss"), loss, 1e-12);
+}
+
 TEST_F(CriticEngineTest, AGradientThatIsNotFiniteSkipsTheStep) {
   auto engine = Make();
   const std::string before = Digest(*engine);

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "common/base/weights_version.h"
+#include "common/training/mini_batches.h"
 #include "services/training/engine.h"
 
 namespace tandem::critic {
@@ -44,6 +45,7 @@ struct ValueSample {
 
 struct TrainStepRequest : training::StepIdentity {
   double value_clip = 0.2;
+  training::UpdateOptions updates;
   std::vector<ValueSample> samples;
 };
 

@@ -33,6 +33,9 @@ absl::StatusOr<TrainStepRequest> FromProto(const v1::TrainStepHeader& proto, int
   out.expected_version = proto.expected_version();
   if (proto.has_value_clip()) out.value_clip = proto.value_clip();
   TANDEM_RETURN_IF_ERROR(CheckAtLeast("value_clip", out.value_clip, 0));
+  if (proto.has_num_mini_batches()) out.updates.num_mini_batches = proto.num_mini_batches();
+  if (proto.has_num_epochs()) out.updates.num_epochs = proto.num_epochs();
+  TANDEM_RETURN_IF_ERROR(training::CheckUpdateOptions(out.updates));
   return out;
 }
 

@@ -133,6 +133,8 @@ TEST_F(CriticServerTest, EveryMalformedStepIsRefusedByNameAndTheServerServesOn) 
       {"header.request_id", header([](H& h) { h.clear_request_id(); })},
       {"header.step", header([](H& h) { h.set_step(-1); })},
       {"header.value_clip", header([](H& h) { h.set_value_clip(-1); })},
+      {"header.num_mini_batches", header([](H& h) { h.set_num_mini_batches(0); })},
+      {"header.num_epochs", header([](H& h) { h.set_num_epochs(-1); })},
       {"samples[0].sample", {Header(1), v1::TrainStepRequest()}},
       {"samples[0].prompt_token_ids", sample([](S& s) { s.clear_prompt_token_ids(); })},
       {"samples[0].response_token_ids", sample([](S& s) { s.clear_response_token_ids(); })},

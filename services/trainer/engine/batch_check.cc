@@ -157,6 +157,9 @@ absl::Status CheckSample(const PolicySample& sample, const PolicyObjective& obje
   TANDEM_RETURN_IF_ERROR(CheckChoice("advantages", sample.advantages, length, provided));
   TANDEM_RETURN_IF_ERROR(CheckChoice("old_logprobs", sample.old_logprobs, length,
                                      objective.old_logprobs == OldLogprobs::kProvided));
+  TANDEM_RETURN_IF_ERROR(
+      CheckChoice("reference_logprobs", sample.reference_logprobs, length,
+                  objective.reference_logprobs == ReferenceLogprobs::kProvided));
   if (!sample.reward.has_value()) {
     if (!provided) return InvalidField("reward", "is missing");
   } else {
@@ -191,6 +194,8 @@ absl::Status CheckPolicyBatch(const PolicyBatch& batch, const BatchLimits& limit
   TANDEM_RETURN_IF_ERROR(
       PrependFieldPath("policy", CheckObjective(batch.objective, limits.support)));
   TANDEM_RETURN_IF_ERROR(CheckCount(batch.samples.size(), limits));
+  TANDEM_RETURN_IF_ERROR(PrependFieldPath(
+      "policy", training::CheckMiniBatches(batch.objective.updates, batch.samples.size())));
   for (size_t i = 0; i < batch.samples.size(); ++i) {
     TANDEM_RETURN_IF_ERROR(PrependFieldPath(
         absl::StrCat("samples[", i, "]"), CheckSample(batch.samples[i], batch.objective, limits)));

@@ -131,8 +131,16 @@ const std::vector<Case>& Cases() {
        "samples"},
       {"weight above 1", [](auto& b) { b.objective.junior_token_loss_weight = 1.5; }, kInvalid,
        "policy.junior_token_loss_weight"},
-      {"junior KL", [](auto& b) { b.objective.junior_kl_coefficient = 0.1; },
-       absl::StatusCode::kUnimplemented, "policy.junior_kl_coefficient"},
+      {"missing reference log-probs",
+       [](auto& b) { b.objective.reference_logprobs = ReferenceLogprobs::kProvided; }, kInvalid,
+       "samples[0].reference_logprobs"},
+      {"reference log-probs that nobody asked for",
+       [](auto& b) { b.samples[1].reference_logprobs.assign(6, -1.0f); }, kInvalid,
+       "samples[1].reference_logprobs"},
+      {"more updates than samples", [](auto& b) { b.objective.updates.num_mini_batches = 5; },
+       kInvalid, "policy.num_mini_batches"},
+      {"KL without junior", [](auto& b) { b.objective.junior_kl_coefficient = 0.1; }, kPrecondition,
+       "policy.junior_kl_kind", "NO_JUNIOR_MODEL"},
       {"GAE without critic",
        [](auto& b) { b.objective.advantage_estimator = AdvantageEstimator::kGae; }, kPrecondition,
        "policy.advantage_estimator", "NO_CRITIC"},
@@ -178,6 +186,28 @@ TEST(ObjectiveTest, NumbersOutOfBoundsAreRefusedByName) {
       {"gae_gamma", [](O& o) { o.gae_gamma = 1.01; }},
       {"gae_lambda", [](O& o) { o.gae_lambda = -0.01; }},
       {"max_staleness", [](O& o) { o.max_staleness = -1; }},
+      {"junior_kl_coefficient", [](O& o) { o.junior_kl_coefficient = 1e308; }},
+      {"value_clip", [](O& o) { o.value_clip = -1; }},
+      {"rejection_lower", [](O& o) { o.rejection = {.upper = 1, .lower = 2}; }},
+      {"importance_sampling_batch_normalize",
+       [](O& o) { o.importance_sampling_batch_normalize = true; }},
+      {"num_mini_batches", [](O& o) { o.updates.num_mini_batches = 0; }},
+      {"num_epochs", [](O& o) { o.updates.num_epochs = -1; }},
+      {"kl_estimator",
+       [](O& o) {
+         o.kl_placement = KlPlacement::kReward;
+         o.loss.kl_estimator = loss::KlEstimator::kK3GradientK2;
+       }},
+      {"kl_importance_correction",
+       [](O& o) {
+         o.kl_placement = KlPlacement::kReward;
+         o.loss.kl_importance_correction = true;
+       }},
+      {"kl_placement",
+       [](O& o) {
+         o.kl_placement = KlPlacement::kReward;
+         o.advantage_estimator = AdvantageEstimator::kProvided;
+       }},
   };
   EXPECT_TRUE(CheckObjective({}, {}).ok());
   for (const auto& [path, spoil] : cases) {
@@ -187,6 +217,20 @@ TEST(ObjectiveTest, NumbersOutOfBoundsAreRefusedByName) {
     EXPECT_EQ(status.code(), absl::StatusCode::kInvalidArgument) << path;
     EXPECT_EQ(FieldPath(status), path) << status;
   }
+}
+
+TEST(ObjectiveTest, WhatComesWithTheSamplesNeedsNoModel) {
+  PolicyObjective objective;
+  objective.loss.kl_coefficient = 0.1;
+  objective.reference_logprobs = ReferenceLogprobs::kProvided;
+  objective.junior_kl_coefficient = 0.1;
+  objective.junior_kl_kind = JuniorKlKind::kForwardSampled;
+  EXPECT_TRUE(CheckObjective(objective, {}).ok());
+  objective.reference_logprobs = ReferenceLogprobs::kModel;
+  objective.junior_kl_kind = JuniorKlKind::kReverse;
+  EXPECT_EQ(Reason(CheckObjective(objective, {.junior = true})), "NO_REFERENCE_MODEL");
+  EXPECT_EQ(Reason(CheckObjective(objective, {.reference = true})), "NO_JUNIOR_MODEL");
+  EXPECT_TRUE(CheckObjective(objective, {.reference = true, .junior = true}).ok());
 }
 
 TEST(BatchCheckTest, GoodBatchPasses) { EXPECT_TRUE(CheckPolicyBatch(TestBatch(), Limits()).ok()); }

@@ -11,6 +11,7 @@
 #include "absl/status/statusor.h"
 #include "common/base/call_scope.h"
 #include "common/base/weights_version.h"
+#include "common/training/mini_batches.h"
 
 namespace tandem::trainer {
 
@@ -41,6 +42,8 @@ class CriticConnection {
   struct TrainRequest {
     Step step;
     int64_t expected_version = 0;
+    double value_clip = 0.2;
+    training::UpdateOptions updates;
     std::vector<Sequence> sequences;
     std::vector<std::vector<float>> old_values;  // [S][L]
     std::vector<std::vector<float>> returns;     // [S][L]

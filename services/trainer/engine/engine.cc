@@ -6,6 +6,8 @@
 #include <algorithm>
 #include <functional>
 #include <iterator>
+#include <memory>
+#include <optional>
 #include <utility>
 #include <vector>
 
@@ -15,6 +17,7 @@
 #include "common/base/logging.h"
 #include "common/base/status_macros.h"
 #include "common/loss/linear_cross_entropy.h"
+#include "common/loss/rollout_correction.h"
 #include "common/loss/supervised_loss.h"
 #include "common/model/model.h"
 #include "common/tandem/tandem_config.h"
@@ -22,6 +25,7 @@
 #include "common/training/sequence_check.h"
 #include "common/training/weight_snapshot.h"
 #include "services/trainer/engine/batch_check.h"
+#include "services/trainer/engine/junior_kl.h"
 #include "services/trainer/engine/step_metrics.h"
 #include "services/trainer/engine/training_rows.h"
 #include "services/training/training_core.h"
@@ -33,6 +37,10 @@ constexpr char kSkipReason[] =
     "no token of the batch has weight: every response token was written by the junior, with "
     "junior_token_loss_weight 0, or is of a response that was cut by length, with "
     "mask_truncated_completions";
+
+constexpr char kRejectedSkipReason[] =
+    "every token with a weight was rejected: old_logprobs and behaviour are too far apart for "
+    "rejection_upper and rejection_lower";
 
 constexpr char kStaleSkipReason[] =
     "every sample is older than max_staleness allows, and stale_samples drops those";
@@ -47,11 +55,32 @@ PolicyBatch WithoutStale(const PolicyBatch& batch, const BatchLimits& limits) {
   return kept;
 }
 
-// The rows of one micro-batch as the fused loss takes them.
-loss::OutputRows MakeOutputRows(const training::MicroBatchInput& input,
+// Takes the tokens out that the objective rejects: the rows are those of the others alone.
+absl::Status RejectTokens(const PolicyBatch& batch, TrainingRows& rows, Metrics& metrics) {
+  const std::vector<uint8_t> kept = loss::KeptRows(batch.objective.rejection, rows.tokens);
+  const auto all = static_cast<double>(kept.size());
+  metrics["mismatch/rejected_fraction"] =
+      kept.empty() ? 0 : static_cast<double>(std::count(kept.begin(), kept.end(), 0)) / all;
+  const TokenNumbers weights =
+      OfTokens(std::vector<double>(kept.begin(), kept.end()), batch, rows);
+  TANDEM_ASSIGN_OR_RETURN(const loss::LossScales scales, PolicyScales(batch, weights));
+  TrainingRows left = PolicyRows(batch, scales);
+  left.tokens.old_logprobs =
+      OfRows(OfTokens(rows.tokens.old_logprobs, batch, rows), batch, left);
+  if (!rows.tokens.reference.empty()) {
+    left.tokens.reference = OfRows(OfTokens(rows.tokens.reference, batch, rows), batch, left);
+  }
+  left.tokens.importance_weight_mean = rows.tokens.importance_weight_mean;
+  rows = std::move(left);
+  return absl::OkStatus();
+}
+
+// The rows of one micro-batch as the fused loss takes them; `temperatures` are those of all rows,
+// of which `first_row` is the first.
+loss::OutputRows MakeOutputRows(const training::MicroBatchInput& input, size_t first_row,
                                 const std::vector<double>& temperatures) {
   loss::OutputRows rows = {.positions = input.positions, .labels = input.labels};
-  const auto begin = temperatures.begin() + static_cast<int64_t>(input.first_row);
+  const auto begin = temperatures.begin() + static_cast<int64_t>(first_row);
   const auto end = begin + static_cast<int64_t>(input.positions.size());
   if (std::any_of(begin, end, [](double t) { return t != 1.0; })) {
     rows.temperatures.assign(begin, end);
@@ -59,14 +88,35 @@ loss::OutputRows MakeOutputRows(const training::MicroBatchInput& input,
   return rows;
 }
 
-// The loss of a batch, micro-batch by micro-batch; rows are those of the batch.
-struct BatchLoss {
+// The loss of an update, micro-batch by micro-batch; rows are those of the step.
+struct UpdateLoss {
   std::function<loss::TokenLoss> evaluate;
-  // Before the forward pass; may be empty.
-  std::function<absl::Status(const training::MicroBatchInput&, const loss::OutputRows&)> before =
-      nullptr;
   loss::LossMode mode = loss::LossMode::kAuto;
+  // What is added to the gradients of the hidden states; may be empty.
+  std::function<absl::Status(const training::MicroBatchInput&, const at::Tensor& hidden,
+                             loss::OutputGradients&)>
+      add = nullptr;
 };
+
+// What the updates of a policy step share.
+struct PolicyWork {
+  PolicyObjective objective;
+  TrainingRows rows;
+  std::vector<size_t> first_rows, first_junior_rows;  // of each sequence
+  // Of the updates so far.
+  std::optional<loss::PolicyLossEvaluator> evaluator;
+  JuniorKlSums junior_kl;
+  int64_t updates = 0;
+};
+
+bool HasRows(const PolicyWork& work, const training::MiniBatch& range) {
+  const auto count = [&](const std::vector<size_t>& first) {
+    return first.size() == 1 ? 0 : first[range.end] - first[range.begin];
+  };
+  return count(work.first_rows) + count(work.first_junior_rows) > 0;
+}
+
+using Updates = std::vector<training::TrainingCore::UpdateGradients>;
 
 class TorchEngine final : public training::CoreEngine<Engine> {
  public:
@@ -87,25 +137,39 @@ class TorchEngine final : public training::CoreEngine<Engine> {
 
  private:
   absl::Status LoadRest();
+  // A frozen model beside the one that is trained; null for an empty path.
+  absl::StatusOr<std::unique_ptr<Model>> LoadFrozen(const char* field, const std::string& path);
   absl::StatusOr<std::unique_ptr<loss::FusedOutputLoss>> MakeLoss(const Model& model) const;
+  int64_t LogitsChunkBytes() const {
+    return options_.logits_chunk_bytes > 0
+               ? options_.logits_chunk_bytes
+               : DefaultLogitsChunkBytes(core_->model().config().vocab_size);
+  }
   BatchLimits Limits() const;
-  absl::Status PolicyStep(const CallScope& call, const TrainStepRequest& request,
-                          const PolicyBatch& batch, StepReport& report);
-  absl::Status LearnPolicy(const CallScope& call, const TrainStepRequest& request,
-                           const PolicyBatch& batch, StepReport& report);
-  absl::Status SupervisedStep(const SupervisedBatch& batch, StepReport& report);
+  absl::StatusOr<Updates> PolicyStep(const CallScope& call, const TrainStepRequest& request,
+                                     const PolicyBatch& batch, StepReport& report);
+  absl::StatusOr<Updates> LearnPolicy(const CallScope& call, const TrainStepRequest& request,
+                                      const PolicyBatch& batch, StepReport& report);
+  absl::StatusOr<Updates> SupervisedStep(const SupervisedBatch& batch, StepReport& report);
+  // What the models of the trainer say of the rows before the first update.
+  absl::Status AddLogProbs(const PolicyObjective& objective, TrainingRows& rows);
+  absl::StatusOr<std::vector<double>> RowLogProbs(Model& model, loss::FusedOutputLoss& loss,
+                                                  const TrainingRows& rows);
   absl::StatusOr<Advantages> AdvantagesOf(const CallScope& call, const TrainStepRequest& request,
-                                          const PolicyBatch& batch, Metrics& metrics);
-  // Forward and backward over all rows.
-  absl::Status AddGradients(const TrainingRows& rows, const BatchLoss& batch_loss,
+                                          const PolicyBatch& batch, const TokenNumbers& penalties,
+                                          Metrics& metrics);
+  absl::Status PolicyUpdate(PolicyWork& work, const training::MiniBatch& range,
                             StepReport& report);
-  absl::Status AddReferenceLogProbs(const training::MicroBatchInput& input,
-                                    const loss::OutputRows& rows, std::vector<double>& reference);
+  // Forward and backward over the rows of some sequences, the first of which is `first_row`.
+  absl::Status AddGradients(absl::Span<const training::SequenceRows> sequences, size_t first_row,
+                            const std::vector<double>& temperatures, const UpdateLoss& update_loss,
+                            StepReport& report);
 
   const EngineOptions options_;
   const std::shared_ptr<CriticConnection> critic_;
   std::unique_ptr<Model> reference_;
   std::unique_ptr<loss::FusedOutputLoss> loss_, reference_loss_;
+  std::unique_ptr<JuniorKl> junior_kl_;
   std::unique_ptr<BoundarySets> boundaries_;
   std::weak_ptr<const WeightSource> snapshot_;  // the last one, while somebody holds it
 };
@@ -114,17 +178,14 @@ absl::Status TorchEngine::LoadRest() {
   const Model& model = core_->model();
   TANDEM_ASSIGN_OR_RETURN(loss_, MakeLoss(model));
 
-  if (!options_.reference_model.empty()) {
-    absl::StatusOr<std::unique_ptr<Model>> reference =
-        Model::Load(options_.reference_model,
-                    {.placement = {.device = model.device(), .dtype = model.dtype()}});
-    if (!reference.ok()) return PrependFieldPath("reference_model", reference.status());
-    reference_ = *std::move(reference);
-    if (reference_->config().vocab_size != model.config().vocab_size) {
-      return InvalidField("reference_model", "has another vocabulary than the model");
-    }
+  TANDEM_ASSIGN_OR_RETURN(reference_, LoadFrozen("reference_model", options_.reference_model));
+  if (reference_ != nullptr) {
     TANDEM_ASSIGN_OR_RETURN(reference_loss_, MakeLoss(*reference_));
   }
+  TANDEM_ASSIGN_OR_RETURN(std::unique_ptr<Model> junior,
+                          LoadFrozen("junior_model", options_.junior_model));
+  TANDEM_ASSIGN_OR_RETURN(junior_kl_, JuniorKl::Create(model, std::move(junior), *loss_,
+                                                       LogitsChunkBytes()));
 
   if (core_->vocabulary() != nullptr) {
     const std::vector<int64_t>& eos = model.config().eos_token_ids;
@@ -134,6 +195,19 @@ absl::Status TorchEngine::LoadRest() {
   return absl::OkStatus();
 }
 
+absl::StatusOr<std::unique_ptr<Model>> TorchEngine::LoadFrozen(const char* field,
+                                                               const std::string& path) {
+  if (path.empty()) return nullptr;
+  const Model& model = core_->model();
+  absl::StatusOr<std::unique_ptr<Model>> frozen =
+      Model::Load(path, {.placement = {.device = model.device(), .dtype = model.dtype()}});
+  if (!frozen.ok()) return PrependFieldPath(field, frozen.status());
+  if ((*frozen)->config().vocab_size != model.config().vocab_size) {
+    return InvalidField(field, "has another vocabulary than the model");
+  }
+  return frozen;
+}
+
 absl::StatusOr<std::unique_ptr<loss::FusedOutputLoss>> TorchEngine::MakeLoss(
     const Model& model) const {
   absl::StatusOr<loss::LossImpl> impl = loss::ParseLossImpl(options_.loss_impl);
@@ -141,7 +215,7 @@ absl::StatusOr<std::unique_ptr<loss::FusedOutputLoss>> TorchEngine::MakeLoss(
   TANDEM_ASSIGN_OR_RETURN(std::unique_ptr<loss::LinearCrossEntropyLoss> made,
                           loss::LinearCrossEntropyLoss::Create(
                               model.lm_head().compute_weight(), {},
-                              {.impl = *impl, .logits_chunk_bytes = options_.logits_chunk_bytes}));
+                              {.impl = *impl, .logits_chunk_bytes = LogitsChunkBytes()}));
   Log(made->is_fallback() ? LogLevel::kWarning : LogLevel::kInfo, "fused_output_loss",
       {{"impl", loss::LossImplName(made->impl())}, {"reason", made->reason()}});
   return made;
@@ -152,7 +226,9 @@ BatchLimits TorchEngine::Limits() const {
           .max_samples = options_.max_samples,
           .version = core_->state().version,
           .lineage = &core_->state().lineage,
-          .support = {.critic = critic_ != nullptr, .reference = reference_ != nullptr}};
+          .support = {.critic = critic_ != nullptr,
+                      .reference = reference_ != nullptr,
+                      .junior = junior_kl_->has_junior()}};
 }
 
 absl::StatusOr<StepResult> TorchEngine::TrainStep(const CallScope& call,
@@ -168,9 +244,11 @@ absl::StatusOr<StepResult> TorchEngine::TrainStep(const CallScope& call,
 
 absl::StatusOr<Advantages> TorchEngine::AdvantagesOf(const CallScope& call,
                                                      const TrainStepRequest& request,
-                                                     const PolicyBatch& batch, Metrics& metrics) {
+                                                     const PolicyBatch& batch,
+                                                     const TokenNumbers& penalties,
+                                                     Metrics& metrics) {
   if (batch.objective.advantage_estimator != AdvantageEstimator::kGae) {
-    return PolicyAdvantages(batch, nullptr);
+    return PolicyAdvantages(batch, nullptr, penalties);
   }
   const CriticConnection::Call critic_call{.scope = call,
                                            .progress = [this] { core_->NoteProgress(); }};
@@ -185,8 +263,10 @@ absl::StatusOr<Advantages> TorchEngine::AdvantagesOf(const CallScope& call,
   }
   TANDEM_ASSIGN_OR_RETURN(CriticConnection::Values values,
                           critic_->ComputeValues(critic_call, train.step, train.sequences));
-  TANDEM_ASSIGN_OR_RETURN(Advantages advantages, PolicyAdvantages(batch, &values));
+  TANDEM_ASSIGN_OR_RETURN(Advantages advantages, PolicyAdvantages(batch, &values, penalties));
   train.expected_version = values.weights.version;
+  train.value_clip = batch.objective.value_clip;
+  train.updates = batch.objective.updates;
   train.old_values = std::move(values.values);
   train.returns = advantages.returns;
   TANDEM_ASSIGN_OR_RETURN(const Metrics critic_metrics, critic_->TrainStep(critic_call, train));
@@ -194,8 +274,9 @@ absl::StatusOr<Advantages> TorchEngine::AdvantagesOf(const CallScope& call,
   return advantages;
 }
 
-absl::Status TorchEngine::PolicyStep(const CallScope& call, const TrainStepRequest& request,
-                                     const PolicyBatch& batch, StepReport& report) {
+absl::StatusOr<Updates> TorchEngine::PolicyStep(const CallScope& call,
+                                                const TrainStepRequest& request,
+                                                const PolicyBatch& batch, StepReport& report) {
   const BatchLimits limits = Limits();
   TANDEM_RETURN_IF_ERROR(CheckPolicyBatch(batch, limits));
   report.metrics["policy/dropped_samples"] = 0;
@@ -208,75 +289,170 @@ absl::Status TorchEngine::PolicyStep(const CallScope& call, const TrainStepReque
   if (kept.samples.empty()) {
     report.skipped = true;
     report.skip_reason = kStaleSkipReason;
-    return absl::OkStatus();
+    return Updates{};
   }
   return LearnPolicy(call, request, kept, report);
 }
 
-absl::Status TorchEngine::LearnPolicy(const CallScope& call, const TrainStepRequest& request,
-                                      const PolicyBatch& batch, StepReport& report) {
+absl::StatusOr<Updates> TorchEngine::LearnPolicy(const CallScope& call,
+                                                 const TrainStepRequest& request,
+                                                 const PolicyBatch& batch, StepReport& report) {
+  const PolicyObjective& objective = batch.objective;
   absl::StatusOr<loss::LossScales> scales = PolicyScales(batch);
   if (!scales.ok()) return PrependFieldPath("policy", scales.status());
   AddBatchMetrics(batch, boundaries_ == nullptr ? nullptr : &boundaries_->sentence(),
                   report.metrics);
-  if (scales->total_weight == 0) {
+  const auto work = std::make_shared<PolicyWork>();
+  work->objective = objective;
+  TrainingRows& rows = work->rows = PolicyRows(batch, *scales);
+  if (scales->total_weight == 0 && rows.junior.scales.empty()) {
     report.skipped = true;
     report.skip_reason = kSkipReason;
-    return absl::OkStatus();
+    return Updates{};
+  }
+  TANDEM_RETURN_IF_ERROR(AddLogProbs(objective, rows));
+  if (objective.importance_sampling_batch_normalize) {
+    rows.tokens.importance_weight_mean = loss::MeanImportanceWeight(objective.loss, rows.tokens);
+  }
+  if (RejectsTokens(objective)) {
+    TANDEM_RETURN_IF_ERROR(RejectTokens(batch, rows, report.metrics));
+    if (rows.tokens.scales.empty() && rows.junior.scales.empty()) {
+      report.skipped = true;
+      report.skip_reason = kRejectedSkipReason;
+      return Updates{};
+    }
+  }
+  TokenNumbers penalties;
+  if (PenalisesReward(objective)) {
+    std::vector<double> kl = ReferenceKl(objective, rows.tokens);
+    AddRewardKlMetrics(kl, batch, report.metrics);
+    for (double& x : kl) x *= objective.loss.kl_coefficient;
+    penalties = OfTokens(kl, batch, rows);
   }
   TANDEM_ASSIGN_OR_RETURN(const Advantages advantages,
-                          AdvantagesOf(call, request, batch, report.metrics));
-  TrainingRows rows = PolicyRows(batch, *scales, advantages.advantages);
-  loss::PolicyLossOptions options = batch.objective.loss;
-  // Without a coefficient the reference model is not even run.
-  if (options.kl_coefficient == 0) options.kl_estimator = loss::KlEstimator::kNone;
-  const bool with_reference = options.kl_estimator != loss::KlEstimator::kNone;
-  if (with_reference) rows.tokens.reference.resize(rows.tokens.scales.size());
+                          AdvantagesOf(call, request, batch, penalties, report.metrics));
+  rows.tokens.advantages = OfRows(advantages.advantages, batch, rows);
+
+  loss::PolicyLossOptions options = objective.loss;
+  if (!HasReferenceKl(objective) || PenalisesReward(objective)) {
+    options.kl_estimator = loss::KlEstimator::kNone;
+  }
   TANDEM_ASSIGN_OR_RETURN(loss::PolicyLossEvaluator evaluator,
                           loss::PolicyLossEvaluator::Create(options, rows.tokens));
-  BatchLoss batch_loss = {
-      .evaluate = [&](auto... arguments) { return evaluator.Evaluate(arguments...); }};
-  if (with_reference) {
-    batch_loss.before = [&](const auto& input, const auto& output_rows) {
-      return AddReferenceLogProbs(input, output_rows, rows.tokens.reference);
-    };
+  work->evaluator.emplace(std::move(evaluator));
+  work->first_rows = training::FirstRows(rows.sequences);
+  work->first_junior_rows = training::FirstRows(rows.junior.sequences);
+
+  Updates updates;
+  for (int64_t epoch = 0; epoch < objective.updates.num_epochs; ++epoch) {
+    for (const training::MiniBatch& range : MiniBatches(batch)) {
+      if (!HasRows(*work, range)) continue;
+      updates.push_back(
+          [this, work, range](StepReport& r) { return PolicyUpdate(*work, range, r); });
+    }
   }
-  // A micro-batch holds whole sequences.
-  if (evaluator.needs_sequences()) batch_loss.mode = loss::LossMode::kRecompute;
-  TANDEM_RETURN_IF_ERROR(AddGradients(rows, batch_loss, report));
-  AddPolicyMetrics(evaluator.Metrics(), report.metrics);
+  return updates;
+}
+
+absl::Status TorchEngine::AddLogProbs(const PolicyObjective& objective, TrainingRows& rows) {
+  // Otherwise they are the log-probs that the update itself computes.
+  const bool several = objective.updates.num_mini_batches * objective.updates.num_epochs > 1;
+  const bool before = several || PenalisesReward(objective) || RejectsTokens(objective) ||
+                      objective.importance_sampling_batch_normalize;
+  if (objective.old_logprobs == OldLogprobs::kRecomputed && before) {
+    TANDEM_ASSIGN_OR_RETURN(rows.tokens.old_logprobs, RowLogProbs(core_->model(), *loss_, rows));
+  }
+  if (HasReferenceKl(objective) && objective.reference_logprobs == ReferenceLogprobs::kModel) {
+    TANDEM_ASSIGN_OR_RETURN(rows.tokens.reference,
+                            RowLogProbs(*reference_, *reference_loss_, rows));
+  }
   return absl::OkStatus();
 }
 
-absl::Status TorchEngine::SupervisedStep(const SupervisedBatch& batch, StepReport& report) {
+absl::StatusOr<std::vector<double>> TorchEngine::RowLogProbs(Model& model,
+                                                             loss::FusedOutputLoss& loss,
+                                                             const TrainingRows& rows) {
+  const at::NoGradGuard no_grad;
+  std::vector<double> logprobs;
+  TANDEM_RETURN_IF_ERROR(core_->ForMicroBatches(
+      rows.sequences, [&](const training::MicroBatchInput& input) -> absl::Status {
+        CausalContext context;
+        const at::Tensor hidden = model.HiddenStates(input.batch, context);
+        TANDEM_ASSIGN_OR_RETURN(
+            const loss::RowLogProbs values,
+            loss.LogProbs(hidden, MakeOutputRows(input, input.first_row, rows.temperatures)));
+        logprobs.insert(logprobs.end(), values.logprobs.begin(), values.logprobs.end());
+        return absl::OkStatus();
+      }));
+  return logprobs;
+}
+
+absl::Status TorchEngine::PolicyUpdate(PolicyWork& work, const training::MiniBatch& range,
+                                       StepReport& report) {
+  // Copies: an update that is left out reports nothing.
+  loss::PolicyLossEvaluator evaluator = *work.evaluator;
+  JuniorKlSums junior_kl = work.junior_kl;
+  const auto part = [&](const std::vector<training::SequenceRows>& sequences) {
+    return absl::MakeConstSpan(sequences).subspan(range.begin, range.end - range.begin);
+  };
+  UpdateLoss update_loss = {
+      .evaluate = [&](auto... arguments) { return evaluator.Evaluate(arguments...); },
+      // A micro-batch holds whole sequences.
+      .mode = evaluator.needs_sequences() ? loss::LossMode::kRecompute : loss::LossMode::kAuto};
+  if (!work.rows.junior.sequences.empty()) {
+    update_loss.add = [&](const training::MicroBatchInput& input, const at::Tensor& hidden,
+                          loss::OutputGradients& gradients) {
+      const auto sequences = part(work.rows.junior.sequences);
+      training::MicroBatchInput own = training::SelectRows(
+          input, sequences.subspan(input.sequences.begin,
+                                   input.sequences.end - input.sequences.begin));
+      return junior_kl_->AddGradients(
+          own, hidden, work.rows.junior,
+          work.first_junior_rows[range.begin + input.sequences.begin],
+          work.objective.junior_kl_kind, gradients, junior_kl);
+    };
+  }
+  TANDEM_RETURN_IF_ERROR(AddGradients(part(work.rows.sequences), work.first_rows[range.begin],
+                                      work.rows.temperatures, update_loss, report));
+  work.evaluator = std::move(evaluator);
+  work.junior_kl = junior_kl;
+  ++work.updates;
+  AddPolicyMetrics(work.evaluator->Metrics(), work.updates, report.metrics);
+  if (update_loss.add != nullptr) {
+    AddJuniorKlMetrics(work.junior_kl, work.updates, report.metrics);
+  }
+  return absl::OkStatus();
+}
+
+absl::StatusOr<Updates> TorchEngine::SupervisedStep(const SupervisedBatch& batch,
+                                                    StepReport& report) {
   TANDEM_RETURN_IF_ERROR(CheckSupervisedBatch(batch, Limits()));
   absl::StatusOr<loss::LossScales> scales = SupervisedScales(batch);
   if (!scales.ok()) return PrependFieldPath("supervised", scales.status());
   AddBatchMetrics(batch, report.metrics);
-  const TrainingRows rows = SupervisedRows(batch, *scales);
-  loss::SupervisedLossEvaluator evaluator(rows.tokens.scales);
-  TANDEM_RETURN_IF_ERROR(AddGradients(
-      rows, {.evaluate = [&](auto... arguments) { return evaluator.Evaluate(arguments...); }},
-      report));
-  report.metrics["loss/total"] = evaluator.loss();
-  report.metrics["policy/entropy"] = evaluator.mean_entropy();
-  report.metrics["policy/weighted_tokens"] = static_cast<double>(evaluator.tokens());
-  return absl::OkStatus();
+  const auto rows = std::make_shared<const TrainingRows>(SupervisedRows(batch, *scales));
+  return Updates{[this, rows](StepReport& r) -> absl::Status {
+    loss::SupervisedLossEvaluator evaluator(rows->tokens.scales);
+    TANDEM_RETURN_IF_ERROR(AddGradients(
+        rows->sequences, 0, rows->temperatures,
+        {.evaluate = [&](auto... arguments) { return evaluator.Evaluate(arguments...); }}, r));
+    r.metrics["loss/total"] = evaluator.loss();
+    r.metrics["policy/entropy"] = evaluator.mean_entropy();
+    r.metrics["policy/weighted_tokens"] = static_cast<double>(evaluator.tokens());
+    return absl::OkStatus();
+  }};
 }
 
-absl::Status TorchEngine::AddGradients(const TrainingRows& rows, const BatchLoss& batch_loss,
-                                       StepReport& report) {
+absl::Status TorchEngine::AddGradients(absl::Span<const training::SequenceRows> sequences,
+                                       size_t first_row, const std::vector<double>& temperatures,
+                                       const UpdateLoss& update_loss, StepReport& report) {
   TANDEM_ASSIGN_OR_RETURN(
       const int64_t micro_batches,
       core_->ForwardBackward(
-          rows.sequences, [&](const training::MicroBatchInput& input) -> absl::Status {
-            const loss::OutputRows output_rows = MakeOutputRows(input, rows.temperatures);
-            if (batch_loss.before != nullptr) {
-              TANDEM_RETURN_IF_ERROR(batch_loss.before(input, output_rows));
-            }
+          sequences, [&](const training::MicroBatchInput& input) -> absl::Status {
             CausalContext context;
             const at::Tensor hidden = core_->model().HiddenStates(input.batch, context);
-            const auto first_row = static_cast<int64_t>(input.first_row);
+            const size_t own_row = first_row + input.first_row;
             // Undefined where a freeze leaves nothing to train.
             loss::OutputGradients gradients = {
                 .hidden = hidden.requires_grad() ? at::zeros_like(hidden.detach(), at::kFloat)
@@ -284,27 +460,18 @@ absl::Status TorchEngine::AddGradients(const TrainingRows& rows, const BatchLoss
                 .weight = core_->strategy().Gradient(core_->model().lm_head_name()),
                 .bias = {}};
             TANDEM_RETURN_IF_ERROR(loss_->ForwardBackward(
-                hidden.detach(), output_rows,
+                hidden.detach(), MakeOutputRows(input, own_row, temperatures),
                 [&](int64_t row, auto... arguments) {
-                  return batch_loss.evaluate(first_row + row, arguments...);
+                  return update_loss.evaluate(static_cast<int64_t>(own_row) + row, arguments...);
                 },
-                gradients, batch_loss.mode));
+                gradients, update_loss.mode));
+            if (update_loss.add != nullptr) {
+              TANDEM_RETURN_IF_ERROR(update_loss.add(input, hidden.detach(), gradients));
+            }
             if (hidden.requires_grad()) hidden.backward(gradients.hidden.to(hidden.scalar_type()));
             return absl::OkStatus();
           }));
   report.metrics["policy/micro_batches"] = static_cast<double>(micro_batches);
-  return absl::OkStatus();
-}
-
-absl::Status TorchEngine::AddReferenceLogProbs(const training::MicroBatchInput& input,
-                                               const loss::OutputRows& rows,
-                                               std::vector<double>& reference) {
-  const at::NoGradGuard no_grad;
-  CausalContext context;
-  const at::Tensor hidden = reference_->HiddenStates(input.batch, context);
-  TANDEM_ASSIGN_OR_RETURN(const loss::RowLogProbs values, reference_loss_->LogProbs(hidden, rows));
-  std::copy(values.logprobs.begin(), values.logprobs.end(),
-            reference.begin() + static_cast<int64_t>(input.first_row));
   return absl::OkStatus();
 }
 
@@ -326,7 +493,7 @@ absl::StatusOr<LogProbsResult> TorchEngine::ComputeLogProbs(const CallScope& cal
     TANDEM_ASSIGN_OR_RETURN(
         const loss::RowLogProbs values,
         loss_->LogProbs(hidden,
-                        MakeOutputRows(input, std::vector<double>(request.response_token_ids.size(),
+                        MakeOutputRows(input, 0, std::vector<double>(request.response_token_ids.size(),
                                                                   request.temperature))));
     return LogProbsResult{.logprobs = {values.logprobs.begin(), values.logprobs.end()},
                           .entropies = {values.entropies.begin(), values.entropies.end()},

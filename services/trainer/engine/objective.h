@@ -11,6 +11,8 @@
 #include "common/loss/advantages.h"
 #include "common/loss/loss_scale.h"
 #include "common/loss/policy_loss.h"
+#include "common/loss/rollout_correction.h"
+#include "common/training/mini_batches.h"
 
 namespace tandem::trainer {
 
@@ -37,6 +39,20 @@ enum class OldLogprobs {
   kProvided,    // with each sample
 };
 
+// What the KL to the reference is added to: the loss, or (subtracted) the reward of each token.
+enum class KlPlacement { kLoss, kReward };
+
+// The reference's log-probabilities: of the trainer's reference model, or with each sample.
+enum class ReferenceLogprobs { kModel, kProvided };
+
+// The auxiliary KL of a junior-written token, of the distributions p of the senior and q of the
+// junior.
+enum class JuniorKlKind {
+  kReverse,         // KL(p || q), whole vocabulary
+  kForward,         // KL(q || p), whole vocabulary
+  kForwardSampled,  // log q(y) - log p(y) of the token
+};
+
 // Of a sample with tokens that are older than max_staleness allows.
 enum class StaleSamples {
   kRefuse,  // the whole step
@@ -51,7 +67,10 @@ struct PolicyObjective {
   AdvantageEstimator advantage_estimator = AdvantageEstimator::kGroupRelative;
   double std_epsilon = loss::kDefaultStdEpsilon;
   loss::LossScaleOptions scale;
-  double junior_kl_coefficient = 0.0;  // lambda_jun; above 0 is UNIMPLEMENTED
+  KlPlacement kl_placement = KlPlacement::kLoss;
+  ReferenceLogprobs reference_logprobs = ReferenceLogprobs::kModel;
+  double junior_kl_coefficient = 0.0;  // lambda_jun
+  JuniorKlKind junior_kl_kind = JuniorKlKind::kReverse;
   double gae_gamma = 1.0;
   double gae_lambda = 1.0;
   bool bootstrap_truncated = false;
@@ -59,6 +78,10 @@ struct PolicyObjective {
   bool whiten_advantages = false;
   int64_t max_staleness = 0;
   StaleSamples stale_samples = StaleSamples::kRefuse;
+  training::UpdateOptions updates;
+  double value_clip = 0.2;  // of the critic
+  bool importance_sampling_batch_normalize = false;
+  loss::RejectionOptions rejection;
 
   bool operator==(const PolicyObjective&) const = default;
 };
@@ -68,6 +91,19 @@ struct PolicyObjective {
 constexpr bool SkipsJuniorTokens(const PolicyObjective& objective) {
   return objective.advantage_estimator == AdvantageEstimator::kGae &&
          objective.gae_skip_junior_tokens;
+}
+
+// Whether the KL to the reference is part of the objective, and where.
+constexpr bool HasReferenceKl(const PolicyObjective& objective) {
+  return objective.loss.kl_coefficient > 0;
+}
+constexpr bool PenalisesReward(const PolicyObjective& objective) {
+  return HasReferenceKl(objective) && objective.kl_placement == KlPlacement::kReward;
+}
+
+// Whether tokens are left out for their distance from the rollout.
+constexpr bool RejectsTokens(const PolicyObjective& objective) {
+  return objective.rejection.upper > 0;
 }
 
 struct SupervisedObjective {
@@ -80,10 +116,12 @@ struct SupervisedObjective {
 struct ObjectiveSupport {
   bool critic = false;
   bool reference = false;
+  bool junior = false;
 };
 
 // All that can be said before there are samples: the bounds of the numbers, UNIMPLEMENTED for a
-// choice that is not there yet, FAILED_PRECONDITION (reasons NO_CRITIC, NO_REFERENCE_MODEL) for
+// choice that is not there yet, FAILED_PRECONDITION (reasons NO_CRITIC, NO_REFERENCE_MODEL,
+// NO_JUNIOR_MODEL) for
 // what this trainer lacks; paths as in PolicyObjective of the contract.
 absl::Status CheckObjective(const PolicyObjective& objective, const ObjectiveSupport& support);
 

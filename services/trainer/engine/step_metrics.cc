@@ -65,16 +65,26 @@ void AddBatchMetrics(const SupervisedBatch& batch, Metrics& metrics) {
   metrics["tokens/response"] = response_tokens;
 }
 
-void AddPolicyMetrics(const loss::PolicyMetrics& policy, Metrics& metrics) {
-  metrics["loss/total"] = policy.loss_total;
-  metrics["loss/policy"] = policy.loss_policy;
-  metrics["loss/kl"] = policy.loss_kl;
-  metrics["loss/entropy"] = policy.loss_entropy;
+void AddRewardKlMetrics(const std::vector<double>& kl, const PolicyBatch& batch, Metrics& metrics) {
+  double sum = 0;
+  for (const double x : kl) sum += x;
+  metrics["policy/kl_to_ref"] = kl.empty() ? 0 : sum / static_cast<double>(kl.size());
+  metrics["reward/kl_penalty"] =
+      batch.objective.loss.kl_coefficient * sum / static_cast<double>(batch.samples.size());
+}
+
+void AddPolicyMetrics(const loss::PolicyMetrics& policy, int64_t updates, Metrics& metrics) {
+  const auto count = static_cast<double>(updates);
+  metrics["loss/total"] = policy.loss_total / count;
+  metrics["loss/policy"] = policy.loss_policy / count;
+  metrics["loss/kl"] = policy.loss_kl / count;
+  metrics["loss/entropy"] = policy.loss_entropy / count;
   metrics["policy/clip_fraction"] = policy.clip_fraction;
   metrics["policy/ppo_kl"] = policy.ppo_kl;
   metrics["policy/mean_ratio"] = policy.mean_ratio;
   metrics["policy/entropy"] = policy.mean_entropy;
-  metrics["policy/kl_to_ref"] = policy.kl_to_ref;
+  // Where it is in the reward, it is known already.
+  if (!metrics.contains("reward/kl_penalty")) metrics["policy/kl_to_ref"] = policy.kl_to_ref;
   metrics["mismatch/masked_fraction"] = policy.masked_fraction;
   metrics["policy/weighted_tokens"] = static_cast<double>(policy.tokens);
   const auto add = [&](const std::string& prefix, const loss::Mismatch& mismatch) {
@@ -85,6 +95,14 @@ void AddPolicyMetrics(const loss::PolicyMetrics& policy, Metrics& metrics) {
   };
   if (policy.senior_mismatch.count > 0) add("mismatch/", policy.senior_mismatch);
   if (policy.junior_mismatch.count > 0) add("mismatch/junior/", policy.junior_mismatch);
+}
+
+void AddJuniorKlMetrics(const JuniorKlSums& junior_kl, int64_t updates, Metrics& metrics) {
+  const double loss = junior_kl.loss / static_cast<double>(updates);
+  metrics["loss/junior_kl"] = loss;
+  metrics["loss/total"] += loss;
+  metrics["policy/junior_kl"] =
+      junior_kl.rows == 0 ? 0 : junior_kl.kl / static_cast<double>(junior_kl.rows);
 }
 
 }  // namespace tandem::trainer

@@ -1,10 +1,13 @@
 #include "services/trainer/engine/training_rows.h"
 
+#include <algorithm>
 #include <map>
+#include <numeric>
 #include <string>
 #include <utility>
 #include <vector>
 
+#include "absl/functional/function_ref.h"
 #include "absl/strings/str_cat.h"
 #include "common/base/status_macros.h"
 #include "common/loss/advantages.h"
@@ -12,13 +15,39 @@
 namespace tandem::trainer {
 namespace {
 
+// Whether tokens of the sample enter the loss.
+bool Counts(const PolicySample& sample, const PolicyObjective& objective) {
+  return !objective.mask_truncated_completions ||
+         sample.trajectory.finish_reason != FinishReason::kLength;
+}
+
+// Calls work(i, t, row) for token t of sample i, in the order of the rows.
+void ForRows(const PolicyBatch& batch, const TrainingRows& rows,
+             absl::FunctionRef<void(size_t i, size_t t, size_t row)> work) {
+  size_t row = 0;
+  for (size_t i = 0; i < batch.samples.size(); ++i) {
+    const size_t prompt = batch.samples[i].trajectory.prompt_token_ids.size();
+    for (const int64_t position : rows.sequences[i].positions) {
+      work(i, static_cast<size_t>(position) + 1 - prompt, row++);
+    }
+  }
+}
+
+// Of the tokens of sample i, or empty.
+absl::Span<const double> PenaltiesOf(const TokenNumbers& penalties, size_t i) {
+  return penalties.empty() ? absl::Span<const double>() : absl::MakeConstSpan(penalties[i]);
+}
+
 // One advantage per response, repeated for each of its tokens.
-absl::StatusOr<std::vector<double>> ResponseAdvantages(const PolicyBatch& batch) {
+absl::StatusOr<std::vector<double>> ResponseAdvantages(const PolicyBatch& batch,
+                                                       const TokenNumbers& penalties) {
   std::vector<double> rewards;
   std::vector<int64_t> group_ids;
   std::map<std::string, int64_t> groups;
-  for (const PolicySample& sample : batch.samples) {
-    rewards.push_back(sample.reward.value_or(0));
+  for (size_t i = 0; i < batch.samples.size(); ++i) {
+    const PolicySample& sample = batch.samples[i];
+    const absl::Span<const double> own = PenaltiesOf(penalties, i);
+    rewards.push_back(sample.reward.value_or(0) - std::accumulate(own.begin(), own.end(), 0.0));
     group_ids.push_back(
         groups.try_emplace(sample.group_id, static_cast<int64_t>(groups.size())).first->second);
   }
@@ -40,24 +69,6 @@ absl::StatusOr<std::vector<double>> ResponseAdvantages(const PolicyBatch& batch)
   return absl::InternalError("not an estimator by response");
 }
 
-// The reward of a response sits on the last of its `steps`.
-std::vector<double> StepRewards(const PolicySample& sample, size_t steps) {
-  std::vector<double> rewards(steps, 0.0);
-  if (steps > 0) rewards.back() = sample.reward.value_or(0);
-  return rewards;
-}
-
-// The discounted return of each token, [L]: GAE without values.
-absl::StatusOr<std::vector<double>> Returns(const PolicySample& sample, double gamma) {
-  const std::vector<double> rewards =
-      StepRewards(sample, sample.trajectory.response_token_ids.size());
-  TANDEM_ASSIGN_OR_RETURN(
-      loss::GaeResult gae,
-      loss::GeneralizedAdvantages(rewards, std::vector<double>(rewards.size() + 1, 0.0),
-                                  /*truncated=*/false, {.gamma = gamma}));
-  return std::move(gae.returns);
-}
-
 // The tokens that are steps of the trajectory.
 std::vector<size_t> StepsOf(const PolicyObjective& objective, const Trajectory& trajectory) {
   std::vector<size_t> steps;
@@ -67,8 +78,32 @@ std::vector<size_t> StepsOf(const PolicyObjective& objective, const Trajectory& 
   return steps;
 }
 
+// The reward of a response sits on the last of its steps, penalties [L] on their own tokens.
+std::vector<double> StepRewards(const PolicySample& sample, absl::Span<const size_t> steps,
+                                absl::Span<const double> penalties) {
+  std::vector<double> rewards(steps.size(), 0.0);
+  if (!steps.empty()) rewards.back() = sample.reward.value_or(0);
+  if (penalties.empty()) return rewards;
+  for (size_t i = 0; i < steps.size(); ++i) rewards[i] -= penalties[steps[i]];
+  return rewards;
+}
+
+// The discounted return of each token, [L]: GAE without values.
+absl::StatusOr<std::vector<double>> Returns(const PolicySample& sample,
+                                            const PolicyObjective& objective,
+                                            absl::Span<const double> penalties) {
+  const std::vector<double> rewards =
+      StepRewards(sample, StepsOf(objective, sample.trajectory), penalties);
+  TANDEM_ASSIGN_OR_RETURN(
+      loss::GaeResult gae,
+      loss::GeneralizedAdvantages(rewards, std::vector<double>(rewards.size() + 1, 0.0),
+                                  /*truncated=*/false, {.gamma = objective.gae_gamma}));
+  return std::move(gae.returns);
+}
+
 absl::Status AddGae(const PolicySample& sample, const PolicyObjective& objective,
-                    const std::vector<float>& values, float final_value, Advantages& result) {
+                    const std::vector<float>& values, float final_value,
+                    absl::Span<const double> penalties, Advantages& result) {
   const size_t length = sample.trajectory.response_token_ids.size();
   if (values.size() != length) {
     return absl::InternalError(absl::StrCat("the critic gave ", values.size(), " values for ",
@@ -80,7 +115,7 @@ absl::Status AddGae(const PolicySample& sample, const PolicyObjective& objective
   states.push_back(final_value);
   TANDEM_ASSIGN_OR_RETURN(
       const loss::GaeResult gae,
-      loss::GeneralizedAdvantages(StepRewards(sample, steps.size()), states,
+      loss::GeneralizedAdvantages(StepRewards(sample, steps, penalties), states,
                                   sample.trajectory.finish_reason == FinishReason::kLength,
                                   {.gamma = objective.gae_gamma,
                                    .lambda = objective.gae_lambda,
@@ -95,7 +130,7 @@ absl::Status AddGae(const PolicySample& sample, const PolicyObjective& objective
 }
 
 // Over the steps of all trajectories.
-void Whiten(const PolicyBatch& batch, std::vector<std::vector<double>>& advantages) {
+void Whiten(const PolicyBatch& batch, TokenNumbers& advantages) {
   std::vector<double*> counted;
   for (size_t i = 0; i < batch.samples.size(); ++i) {
     for (const size_t t : StepsOf(batch.objective, batch.samples[i].trajectory)) {
@@ -108,21 +143,60 @@ void Whiten(const PolicyBatch& batch, std::vector<std::vector<double>>& advantag
   for (size_t i = 0; i < all.size(); ++i) *counted[i] = all[i];
 }
 
+// The tokens that the junior wrote; both row sets then read what the longer of the two needs.
+void AddJuniorRows(const PolicyBatch& batch, TrainingRows& rows) {
+  JuniorRows& junior = rows.junior;
+  for (size_t i = 0; i < batch.samples.size(); ++i) {
+    const Trajectory& trajectory = batch.samples[i].trajectory;
+    const bool counts = Counts(batch.samples[i], batch.objective);
+    const auto is_row = [&](size_t t) { return counts && !trajectory.authorship_mask[t]; };
+    training::SequenceRows& own = junior.sequences.emplace_back(training::SelectSequenceRows(
+        trajectory.prompt_token_ids, trajectory.response_token_ids, is_row));
+    std::vector<int64_t>& read = rows.sequences[i].input;
+    if (own.input.size() > read.size()) read = own.input;
+    own.input = read;
+    for (size_t t = 0; t < trajectory.response_token_ids.size(); ++t) {
+      if (is_row(t)) junior.logprobs.push_back(trajectory.author_logprobs[t]);
+    }
+    junior.temperatures.resize(junior.logprobs.size(), LogProbTemperature(trajectory));
+  }
+  const std::vector<size_t> first_rows = training::FirstRows(junior.sequences);
+  for (const training::MiniBatch& range : MiniBatches(batch)) {
+    const size_t count = first_rows[range.end] - first_rows[range.begin];
+    junior.scales.insert(
+        junior.scales.end(), count,
+        batch.objective.junior_kl_coefficient / static_cast<double>(std::max<size_t>(count, 1)));
+  }
+}
+
 }  // namespace
 
-absl::StatusOr<loss::LossScales> PolicyScales(const PolicyBatch& batch) {
-  std::vector<double> weights;
-  std::vector<int64_t> lengths;
-  for (const PolicySample& sample : batch.samples) {
-    const bool masked = batch.objective.mask_truncated_completions &&
-                        sample.trajectory.finish_reason == FinishReason::kLength;
-    for (const uint8_t author : sample.trajectory.authorship_mask) {
-      const double weight = author ? 1.0 : batch.objective.junior_token_loss_weight;
-      weights.push_back(masked ? 0.0 : weight);
+std::vector<training::MiniBatch> MiniBatches(const PolicyBatch& batch) {
+  return training::SplitIntoMiniBatches(batch.samples.size(), batch.objective.updates);
+}
+
+absl::StatusOr<loss::LossScales> PolicyScales(const PolicyBatch& batch, const TokenNumbers& kept) {
+  loss::LossScales all;
+  for (const training::MiniBatch& range : MiniBatches(batch)) {
+    std::vector<double> weights;
+    std::vector<int64_t> lengths;
+    for (size_t i = range.begin; i < range.end; ++i) {
+      const PolicySample& sample = batch.samples[i];
+      const bool counts = Counts(sample, batch.objective);
+      const std::vector<uint8_t>& authors = sample.trajectory.authorship_mask;
+      for (size_t t = 0; t < authors.size(); ++t) {
+        const double weight = authors[t] ? 1.0 : batch.objective.junior_token_loss_weight;
+        weights.push_back(counts && (kept.empty() || kept[i][t] != 0) ? weight : 0.0);
+      }
+      lengths.push_back(static_cast<int64_t>(sample.trajectory.authorship_mask.size()));
     }
-    lengths.push_back(static_cast<int64_t>(sample.trajectory.authorship_mask.size()));
+    TANDEM_ASSIGN_OR_RETURN(const loss::LossScales own,
+                            loss::ComputeLossScales(batch.objective.scale, weights, lengths));
+    all.scales.insert(all.scales.end(), own.scales.begin(), own.scales.end());
+    all.total_weight += own.total_weight;
+    all.counted_sequences += own.counted_sequences;
   }
-  return loss::ComputeLossScales(batch.objective.scale, weights, lengths);
+  return all;
 }
 
 absl::StatusOr<loss::LossScales> SupervisedScales(const SupervisedBatch& batch) {
@@ -137,7 +211,8 @@ absl::StatusOr<loss::LossScales> SupervisedScales(const SupervisedBatch& batch) 
 }
 
 absl::StatusOr<Advantages> PolicyAdvantages(const PolicyBatch& batch,
-                                            const CriticConnection::Values* values) {
+                                            const CriticConnection::Values* values,
+                                            const TokenNumbers& penalties) {
   Advantages result;
   const AdvantageEstimator estimator = batch.objective.advantage_estimator;
   if (estimator == AdvantageEstimator::kProvided) {
@@ -151,16 +226,17 @@ absl::StatusOr<Advantages> PolicyAdvantages(const PolicyBatch& batch,
     }
     for (size_t i = 0; i < batch.samples.size(); ++i) {
       TANDEM_RETURN_IF_ERROR(AddGae(batch.samples[i], batch.objective, values->values[i],
-                                    values->final_values[i], result));
+                                    values->final_values[i], PenaltiesOf(penalties, i), result));
     }
   } else if (estimator == AdvantageEstimator::kReinforcePlusPlus) {
-    for (const PolicySample& sample : batch.samples) {
-      TANDEM_ASSIGN_OR_RETURN(std::vector<double> returns,
-                              Returns(sample, batch.objective.gae_gamma));
+    for (size_t i = 0; i < batch.samples.size(); ++i) {
+      TANDEM_ASSIGN_OR_RETURN(
+          std::vector<double> returns,
+          Returns(batch.samples[i], batch.objective, PenaltiesOf(penalties, i)));
       result.advantages.push_back(std::move(returns));
     }
   } else {
-    TANDEM_ASSIGN_OR_RETURN(const std::vector<double> advantages, ResponseAdvantages(batch));
+    TANDEM_ASSIGN_OR_RETURN(const std::vector<double> advantages, ResponseAdvantages(batch, penalties));
     for (size_t i = 0; i < batch.samples.size(); ++i) {
       result.advantages.emplace_back(batch.samples[i].trajectory.response_token_ids.size(),
                                      advantages[i]);
@@ -172,8 +248,7 @@ absl::StatusOr<Advantages> PolicyAdvantages(const PolicyBatch& batch,
   return result;
 }
 
-TrainingRows PolicyRows(const PolicyBatch& batch, const loss::LossScales& scales,
-                        const std::vector<std::vector<double>>& advantages) {
+TrainingRows PolicyRows(const PolicyBatch& batch, const loss::LossScales& scales) {
   TrainingRows rows;
   loss::PolicyTokens& tokens = rows.tokens;
   size_t begin = 0;
@@ -204,16 +279,47 @@ TrainingRows PolicyRows(const PolicyBatch& batch, const loss::LossScales& scales
         case OldLogprobs::kRecomputed:
           break;  // none: those of the update itself
       }
-      tokens.advantages.push_back(advantages[i][t]);
       tokens.scales.push_back(own[t]);
       tokens.behaviour.push_back(trajectory.author_logprobs[t]);
       tokens.log_keep_mass.push_back(
           trajectory.log_keep_mass.empty() ? 0.0 : trajectory.log_keep_mass[t]);
       tokens.authorship.push_back(senior);
+      if (HasReferenceKl(batch.objective) &&
+          batch.objective.reference_logprobs == ReferenceLogprobs::kProvided) {
+        tokens.reference.push_back(sample.reference_logprobs[t]);
+      }
       rows.temperatures.push_back(LogProbTemperature(trajectory));
     }
   }
+  if (batch.objective.junior_kl_coefficient > 0) AddJuniorRows(batch, rows);
   return rows;
+}
+
+std::vector<double> OfRows(const TokenNumbers& numbers, const PolicyBatch& batch,
+                           const TrainingRows& rows) {
+  std::vector<double> own;
+  ForRows(batch, rows, [&](size_t i, size_t t, size_t) { own.push_back(numbers[i][t]); });
+  return own;
+}
+
+TokenNumbers OfTokens(const std::vector<double>& numbers, const PolicyBatch& batch,
+                      const TrainingRows& rows) {
+  TokenNumbers all;
+  for (const PolicySample& sample : batch.samples) {
+    all.emplace_back(sample.trajectory.response_token_ids.size(), 0.0);
+  }
+  ForRows(batch, rows, [&](size_t i, size_t t, size_t row) { all[i][t] = numbers[row]; });
+  return all;
+}
+
+std::vector<double> ReferenceKl(const PolicyObjective& objective,
+                                const loss::PolicyTokens& tokens) {
+  std::vector<double> kl;
+  for (size_t row = 0; row < tokens.reference.size(); ++row) {
+    kl.push_back(loss::KlEstimate(objective.loss.kl_estimator, objective.loss.k3_cap,
+                                  tokens.old_logprobs[row], tokens.reference[row]));
+  }
+  return kl;
 }
 
 TrainingRows SupervisedRows(const SupervisedBatch& batch, const loss::LossScales& scales) {

@@ -20,8 +20,7 @@ TEST(TrainingRowsTest, OldLogProbsFollowTheChoice) {
   const auto old = [&](OldLogprobs choice) {
     batch.objective.old_logprobs = choice;
     const auto scales = PolicyScales(batch).value();
-    const auto advantages = PolicyAdvantages(batch, nullptr).value();
-    return PolicyRows(batch, scales, advantages.advantages).tokens;
+    return PolicyRows(batch, scales).tokens;
   };
   // Token 1 is the junior's: its senior log-prob is the other one.
   ASSERT_EQ(t.authorship_mask[1], 0);
@@ -48,11 +47,88 @@ TEST(TrainingRowsTest, ResponsesThatWereCutHaveNoWeightButStayInTheirGroup) {
   // A group of one would have the advantage 0.
   EXPECT_EQ(PolicyAdvantages(batch, nullptr).value().advantages, advantages.advantages);
   EXPECT_LT(advantages.advantages[0][0], -0.5);
-  const TrainingRows rows = PolicyRows(batch, scales, advantages.advantages);
+  const TrainingRows rows = PolicyRows(batch, scales);
   EXPECT_EQ(rows.tokens.sequence_rows, (std::vector<int64_t>{5, 0, 7, 0}));
   // What counts every token counts theirs too.
   batch.objective.scale.normalizer = loss::Normalizer::kAllTokens;
   EXPECT_DOUBLE_EQ(PolicyScales(batch).value().scales[0], 1.0 / (5 + 6 + 7 + 8));
+}
+
+TEST(TrainingRowsTest, ScalesAreThoseOfTheMiniBatch) {
+  PolicyBatch batch = TestBatch();
+  batch.objective.updates.num_mini_batches = 2;
+  batch.objective.junior_token_loss_weight = 1;
+  const loss::LossScales scales = PolicyScales(batch).value();
+  for (size_t row = 0; row < scales.scales.size(); ++row) {
+    EXPECT_DOUBLE_EQ(scales.scales[row], 1.0 / (row < 11 ? 5 + 6 : 7 + 8)) << row;
+  }
+  EXPECT_EQ(scales.total_weight, 26);
+  EXPECT_EQ(scales.counted_sequences, 4);
+}
+
+TEST(TrainingRowsTest, TheRowsOfTheJuniorKlAreWhatItWrote) {
+  PolicyBatch batch = TestBatch();
+  batch.samples[2].trajectory.authorship_mask.back() = 0;
+  batch.samples[3].trajectory.finish_reason = FinishReason::kLength;
+  batch.objective.mask_truncated_completions = true;
+  EXPECT_THAT(PolicyRows(batch, PolicyScales(batch).value()).junior.sequences, IsEmpty());
+  batch.objective.junior_kl_coefficient = 0.5;
+  batch.samples[2].trajectory.sampling.temperature = 0.5;
+  const TrainingRows rows = PolicyRows(batch, PolicyScales(batch).value());
+  ASSERT_EQ(rows.junior.sequences.size(), batch.samples.size());
+  size_t row = 0, expected = 0;
+  for (size_t i = 0; i < batch.samples.size(); ++i) {
+    const Trajectory& t = batch.samples[i].trajectory;
+    EXPECT_EQ(rows.junior.sequences[i].input, rows.sequences[i].input);
+    if (t.finish_reason == FinishReason::kLength) {
+      EXPECT_THAT(rows.sequences[i].input, IsEmpty());
+      continue;
+    }
+    size_t own = 0;
+    for (size_t k = 0; k < t.authorship_mask.size(); ++k) {
+      if (t.authorship_mask[k]) continue;
+      EXPECT_EQ(rows.junior.sequences[i].positions[own], static_cast<int64_t>(k) + 2);
+      EXPECT_EQ(rows.junior.sequences[i].labels[own], t.response_token_ids[k]);
+      EXPECT_EQ(rows.junior.logprobs[row], t.author_logprobs[k]);
+      EXPECT_EQ(rows.junior.temperatures[row], t.sampling.temperature);
+      ++own, ++row;
+    }
+    expected += own;
+  }
+  EXPECT_EQ(rows.junior.scales, std::vector<double>(expected, 0.5 / static_cast<double>(expected)));
+  // The last token is the junior's: it is read for its row alone.
+  EXPECT_EQ(rows.sequences[2].input.size(), size_t{3 + 7 - 1});
+}
+
+TEST(TrainingRowsTest, PenaltiesAreTakenFromTheRewardOfTheirToken) {
+  PolicyBatch batch = TestBatch();
+  TokenNumbers penalties;
+  for (const PolicySample& sample : batch.samples) {
+    std::vector<double>& own = penalties.emplace_back();
+    for (size_t t = 0; t < sample.trajectory.response_token_ids.size(); ++t) {
+      own.push_back(0.1 * static_cast<double>(1 + t));
+    }
+  }
+  const auto sum = [](double n) { return 0.1 * n * (n + 1) / 2; };
+  batch.objective.advantage_estimator = AdvantageEstimator::kGroupRelativeNoStd;
+  const Advantages group = PolicyAdvantages(batch, nullptr, penalties).value();
+  EXPECT_NEAR(group.advantages[0][0], ((0 - sum(5)) - (1 - sum(6))) / 2, 1e-12);
+
+  batch.objective.advantage_estimator = AdvantageEstimator::kGae;
+  batch.objective.gae_gamma = 0.5;
+  CriticConnection::Values values;
+  for (const std::vector<double>& own : penalties) values.values.emplace_back(own.size(), 0.0f);
+  values.final_values.assign(4, 0.0f);
+  const Advantages gae = PolicyAdvantages(batch, &values, penalties).value();
+  for (size_t i = 0; i < 4; ++i) {
+    double expected = *batch.samples[i].reward;
+    for (size_t t = penalties[i].size(); t-- > 0;) {
+      expected -= penalties[i][t];
+      EXPECT_NEAR(gae.advantages[i][t], expected, 1e-12);
+      EXPECT_NEAR(gae.returns[i][t], expected, 1e-6);
+      expected *= 0.5;
+    }
+  }
 }
 
 TEST(TrainingRowsTest, GaePassesThroughJuniorTokensAndReturnsAreNotWhitened) {

@@ -2,6 +2,7 @@
 #ifndef TANDEM_SERVICES_TRAINER_ENGINE_TYPES_H_
 #define TANDEM_SERVICES_TRAINER_ENGINE_TYPES_H_
 
+#include <algorithm>
 #include <cstdint>
 #include <optional>
 #include <string>
@@ -21,10 +22,18 @@ using training::StepResult;
 
 struct EngineOptions : training::TrainingOptions {
   std::string reference_model;  // empty: no KL to a reference
+  std::string junior_model;     // empty: no KL to the junior over the vocabulary
   // Of the fused output loss (loss::ParseLossImpl).
   std::string loss_impl = "auto";
-  int64_t logits_chunk_bytes = 48 << 20;
+  int64_t logits_chunk_bytes = 0;  // 0: DefaultLogitsChunkBytes
 };
+
+// With fewer rows at a time, reading and writing the gradient of a large output layer for each of
+// them costs more than its products.
+constexpr int64_t DefaultLogitsChunkBytes(int64_t vocab_size) {
+  constexpr int64_t kRows = 256, kLeast = 48 << 20;
+  return std::max(kLeast, kRows * vocab_size * static_cast<int64_t>(sizeof(float)));
+}
 
 struct PolicySample {
   Trajectory trajectory;
@@ -32,6 +41,7 @@ struct PolicySample {
   std::optional<double> reward;
   std::vector<float> advantages;    // [L] with kProvided
   std::vector<float> old_logprobs;  // [L] with OldLogprobs::kProvided
+  std::vector<float> reference_logprobs;  // [L] with ReferenceLogprobs::kProvided
 };
 
 struct SupervisedSample {

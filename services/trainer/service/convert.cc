@@ -70,6 +70,11 @@ absl::StatusOr<PolicySample> FromProto(const v1::PolicySample& proto) {
     TANDEM_ASSIGN_OR_RETURN(out.old_logprobs,
                             rpc::FloatField("old_logprobs", proto.old_logprobs(), length));
   }
+  if (proto.has_reference_logprobs()) {
+    TANDEM_ASSIGN_OR_RETURN(
+        out.reference_logprobs,
+        rpc::FloatField("reference_logprobs", proto.reference_logprobs(), length));
+  }
   return out;
 }
 

@@ -160,10 +160,11 @@ TEST(PolicyObjectiveTest, AnObjectiveIsCheckedFromItsJson) {
   EXPECT_TRUE(ResolveObjectiveJson(bad[4].first, {.reference = true}).ok());
   EXPECT_TRUE(ResolveObjectiveJson(bad[5].first, {.critic = true}).ok());
   config::v1::TrainerServerConfig config;
-  EXPECT_FALSE(SupportOf(config).critic || SupportOf(config).reference);
+  EXPECT_FALSE(SupportOf(config).critic || SupportOf(config).reference || SupportOf(config).junior);
   config.set_critic_address("host:1");
   config.set_reference_model("/models/reference");
-  EXPECT_TRUE(SupportOf(config).critic && SupportOf(config).reference);
+  config.set_junior_model("/models/junior");
+  EXPECT_TRUE(SupportOf(config).critic && SupportOf(config).reference && SupportOf(config).junior);
 }
 
 TEST(PolicyObjectiveTest, EveryFieldIsCarried) {

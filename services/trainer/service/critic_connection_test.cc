@@ -91,10 +91,15 @@ TEST_F(CriticConnectionTest, BadInputIsNotRetriedAndKeepsItsPath) {
 }
 
 TEST_F(CriticConnectionTest, AStepReachesTheCriticWhole) {
-  const auto metrics = critic_->TrainStep(call_, Request());
+  CriticConnection::TrainRequest request = Request();
+  request.value_clip = 0.5;
+  request.updates = {.num_mini_batches = 2, .num_epochs = 3};
+  const auto metrics = critic_->TrainStep(call_, request);
   ASSERT_TRUE(metrics.ok()) << metrics.status();
   EXPECT_EQ(metrics->at("critic/loss"), 0.25);
   const critic::TrainStepRequest got = engine_->steps().at(0);
+  EXPECT_EQ(got.value_clip, 0.5);
+  EXPECT_EQ(got.updates, request.updates);
   EXPECT_EQ(got.run_id, "run");
   EXPECT_EQ(got.step, 3);
   EXPECT_EQ(got.request_id, "r-3/critic");

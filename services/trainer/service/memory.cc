@@ -1,25 +1,36 @@
 #include "services/trainer/service/memory.h"
 
-#include <optional>
+#include <utility>
+#include <vector>
 
 #include "common/base/status_macros.h"
 #include "common/model/model_config.h"
 #include "common/rpc/compute_config.h"
+#include "services/trainer/engine/types.h"
 
 namespace tandem::trainer {
 
 absl::StatusOr<MemoryPlan> PlanMemory(const config::v1::TrainerServerConfig& config) {
   TANDEM_ASSIGN_OR_RETURN(const ModelConfig model, rpc::ConfiguredModel("model", config.model()));
-  std::optional<ModelConfig> reference;
+  std::vector<FrozenModel> frozen;
   if (!config.reference_model().empty()) {
-    TANDEM_ASSIGN_OR_RETURN(reference,
+    TANDEM_ASSIGN_OR_RETURN(ModelConfig reference,
                             rpc::ConfiguredModel("reference_model", config.reference_model()));
+    frozen.push_back({"reference", std::move(reference)});
   }
+  if (!config.junior_model().empty()) {
+    TANDEM_ASSIGN_OR_RETURN(ModelConfig junior,
+                            rpc::ConfiguredModel("junior_model", config.junior_model()));
+    frozen.push_back({"junior", std::move(junior)});
+  }
+  const int64_t logits_chunk_bytes = config.batch().logits_chunk_bytes() > 0
+                                         ? config.batch().logits_chunk_bytes()
+                                         : DefaultLogitsChunkBytes(model.vocab_size);
   return TrainingMemoryPlan(model, {.freeze = {config.freeze().begin(), config.freeze().end()},
-                                    .reference = reference.has_value() ? &*reference : nullptr,
+                                    .frozen = std::move(frozen),
                                     .micro_batch_tokens = config.batch().micro_batch_tokens(),
                                     .max_model_len = config.max_model_len(),
-                                    .logits_chunk_bytes = config.batch().logits_chunk_bytes(),
+                                    .logits_chunk_bytes = logits_chunk_bytes,
                                     .dtype = rpc::ComputeType(config.compute())});
 }
 

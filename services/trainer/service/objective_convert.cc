@@ -56,6 +56,32 @@ constexpr Choice<v1::AdvantageEstimator, AdvantageEstimator> kAdvantageEstimator
     {v1::ADVANTAGE_ESTIMATOR_GAE, AdvantageEstimator::kGae},
     {v1::ADVANTAGE_ESTIMATOR_PROVIDED, AdvantageEstimator::kProvided}};
 
+constexpr Choice<v1::KlPlacement, KlPlacement> kKlPlacements[] = {
+    {v1::KL_PLACEMENT_LOSS, KlPlacement::kLoss}, {v1::KL_PLACEMENT_REWARD, KlPlacement::kReward}};
+
+constexpr Choice<v1::ReferenceLogprobs, ReferenceLogprobs> kReferenceLogprobs[] = {
+    {v1::REFERENCE_LOGPROBS_MODEL, ReferenceLogprobs::kModel},
+    {v1::REFERENCE_LOGPROBS_PROVIDED, ReferenceLogprobs::kProvided}};
+
+constexpr Choice<v1::JuniorKlKind, JuniorKlKind> kJuniorKlKinds[] = {
+    {v1::JUNIOR_KL_KIND_REVERSE, JuniorKlKind::kReverse},
+    {v1::JUNIOR_KL_KIND_FORWARD, JuniorKlKind::kForward},
+    {v1::JUNIOR_KL_KIND_FORWARD_SAMPLED, JuniorKlKind::kForwardSampled}};
+
+constexpr Choice<v1::RejectionLevel, loss::RejectionLevel> kRejectionLevels[] = {
+    {v1::REJECTION_LEVEL_TOKEN, loss::RejectionLevel::kToken},
+    {v1::REJECTION_LEVEL_SEQUENCE_SUM, loss::RejectionLevel::kSequenceSum},
+    {v1::REJECTION_LEVEL_SEQUENCE_MEAN, loss::RejectionLevel::kSequenceMean},
+    {v1::REJECTION_LEVEL_SEQUENCE_MAX, loss::RejectionLevel::kSequenceMax}};
+
+constexpr Choice<v1::KlEstimator, loss::KlEstimator> kRejectionEstimators[] = {
+    {v1::KL_ESTIMATOR_K1, loss::KlEstimator::kK1},
+    {v1::KL_ESTIMATOR_K2, loss::KlEstimator::kK2},
+    {v1::KL_ESTIMATOR_K3, loss::KlEstimator::kK3},
+    // Refused by CheckObjective.
+    {v1::KL_ESTIMATOR_K1_GRADIENT_K2, loss::KlEstimator::kK1GradientK2},
+    {v1::KL_ESTIMATOR_K3_GRADIENT_K2, loss::KlEstimator::kK3GradientK2}};
+
 constexpr Choice<v1::StaleSamples, StaleSamples> kStaleSamples[] = {
     {v1::STALE_SAMPLES_REFUSE, StaleSamples::kRefuse},
     {v1::STALE_SAMPLES_DROP, StaleSamples::kDrop}};
@@ -116,6 +142,15 @@ absl::Status LossTermsFromProto(const v1::PolicyObjective& proto, loss::PolicyLo
                 kImportanceSamplingModes, &out->importance_sampling_mode);
 }
 
+absl::Status RejectionFromProto(const v1::PolicyObjective& proto, loss::RejectionOptions* out) {
+  out->upper = proto.rejection_upper();
+  out->lower = proto.rejection_lower();
+  TANDEM_RETURN_IF_ERROR(
+      Choose("rejection_level", proto.rejection_level(), kRejectionLevels, &out->level));
+  return Choose("rejection_estimator", proto.rejection_estimator(), kRejectionEstimators,
+                &out->estimator);
+}
+
 absl::Status ScaleFromProto(const v1::PolicyObjective& proto, loss::LossScaleOptions* out) {
   TANDEM_RETURN_IF_ERROR(
       Choose("aggregation", proto.aggregation(), kAggregations, &out->aggregation));
@@ -130,6 +165,8 @@ absl::StatusOr<PolicyObjective> FromProto(const v1::PolicyObjective& proto) {
   PolicyObjective out;
   TANDEM_RETURN_IF_ERROR(LossTermsFromProto(proto, &out.loss));
   TANDEM_RETURN_IF_ERROR(ScaleFromProto(proto, &out.scale));
+  TANDEM_RETURN_IF_ERROR(RejectionFromProto(proto, &out.rejection));
+  out.importance_sampling_batch_normalize = proto.importance_sampling_batch_normalize();
   out.junior_token_loss_weight = proto.junior_token_loss_weight();
   out.mask_truncated_completions = proto.mask_truncated_completions();
   TANDEM_RETURN_IF_ERROR(
@@ -137,7 +174,13 @@ absl::StatusOr<PolicyObjective> FromProto(const v1::PolicyObjective& proto) {
   TANDEM_RETURN_IF_ERROR(Choose("advantage_estimator", proto.advantage_estimator(),
                                 kAdvantageEstimators, &out.advantage_estimator));
   if (proto.has_std_epsilon()) out.std_epsilon = proto.std_epsilon();
+  TANDEM_RETURN_IF_ERROR(
+      Choose("kl_placement", proto.kl_placement(), kKlPlacements, &out.kl_placement));
+  TANDEM_RETURN_IF_ERROR(Choose("reference_logprobs", proto.reference_logprobs(),
+                                kReferenceLogprobs, &out.reference_logprobs));
   out.junior_kl_coefficient = proto.junior_kl_coefficient();
+  TANDEM_RETURN_IF_ERROR(
+      Choose("junior_kl_kind", proto.junior_kl_kind(), kJuniorKlKinds, &out.junior_kl_kind));
   if (proto.has_gae_gamma()) out.gae_gamma = proto.gae_gamma();
   if (proto.has_gae_lambda()) out.gae_lambda = proto.gae_lambda();
   out.bootstrap_truncated = proto.bootstrap_truncated();
@@ -146,6 +189,9 @@ absl::StatusOr<PolicyObjective> FromProto(const v1::PolicyObjective& proto) {
   out.max_staleness = proto.max_staleness();
   TANDEM_RETURN_IF_ERROR(
       Choose("stale_samples", proto.stale_samples(), kStaleSamples, &out.stale_samples));
+  if (proto.has_num_mini_batches()) out.updates.num_mini_batches = proto.num_mini_batches();
+  if (proto.has_num_epochs()) out.updates.num_epochs = proto.num_epochs();
+  if (proto.has_value_clip()) out.value_clip = proto.value_clip();
   return out;
 }
 
@@ -184,7 +230,10 @@ v1::PolicyObjective ToProto(const PolicyObjective& objective) {
       NameOf(objective.loss.importance_sampling_level, kImportanceSamplingLevels));
   proto.set_importance_sampling_mode(
       NameOf(objective.loss.importance_sampling_mode, kImportanceSamplingModes));
+  proto.set_kl_placement(NameOf(objective.kl_placement, kKlPlacements));
+  proto.set_reference_logprobs(NameOf(objective.reference_logprobs, kReferenceLogprobs));
   proto.set_junior_kl_coefficient(objective.junior_kl_coefficient);
+  proto.set_junior_kl_kind(NameOf(objective.junior_kl_kind, kJuniorKlKinds));
   proto.set_gae_gamma(objective.gae_gamma);
   proto.set_gae_lambda(objective.gae_lambda);
   proto.set_bootstrap_truncated(objective.bootstrap_truncated);
@@ -192,6 +241,14 @@ v1::PolicyObjective ToProto(const PolicyObjective& objective) {
   proto.set_whiten_advantages(objective.whiten_advantages);
   proto.set_max_staleness(static_cast<int32_t>(objective.max_staleness));
   proto.set_stale_samples(NameOf(objective.stale_samples, kStaleSamples));
+  proto.set_num_mini_batches(static_cast<int32_t>(objective.updates.num_mini_batches));
+  proto.set_num_epochs(static_cast<int32_t>(objective.updates.num_epochs));
+  proto.set_value_clip(objective.value_clip);
+  proto.set_importance_sampling_batch_normalize(objective.importance_sampling_batch_normalize);
+  proto.set_rejection_upper(objective.rejection.upper);
+  proto.set_rejection_lower(objective.rejection.lower);
+  proto.set_rejection_level(NameOf(objective.rejection.level, kRejectionLevels));
+  proto.set_rejection_estimator(NameOf(objective.rejection.estimator, kRejectionEstimators));
   return proto;
 }
 
@@ -205,7 +262,8 @@ absl::StatusOr<PolicyObjective> ResolveObjective(const v1::PolicyObjective& prot
 
 ObjectiveSupport SupportOf(const config::v1::TrainerServerConfig& config) {
   return {.critic = !config.critic_address().empty(),
-          .reference = !config.reference_model().empty()};
+          .reference = !config.reference_model().empty(),
+          .junior = !config.junior_model().empty()};
 }
 
 absl::StatusOr<std::string> ResolveObjectiveJson(const std::string& json,

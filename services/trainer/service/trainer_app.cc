@@ -33,6 +33,7 @@ EngineOptions ToEngineOptions(const config::v1::TrainerServerConfig& config) {
   EngineOptions options;
   training::SetTrainingOptions(config, &options);
   options.reference_model = config.reference_model();
+  options.junior_model = config.junior_model();
   options.loss_impl = config.batch().loss_impl();
   options.logits_chunk_bytes = config.batch().logits_chunk_bytes();
   return options;

@@ -443,7 +443,7 @@ TEST_F(TrainerServerTest, TheConfigurationBecomesTheEnginesOptions) {
   EXPECT_EQ(options.max_model_len, 2048);
   EXPECT_EQ(options.max_samples, 4096);
   EXPECT_EQ(options.loss_impl, "auto");
-  EXPECT_EQ(options.logits_chunk_bytes, 48 << 20);
+  EXPECT_EQ(options.logits_chunk_bytes, 0);
 }
 
 TEST_F(TrainerServerTest, ADrainingServerRefusesNewSteps) {

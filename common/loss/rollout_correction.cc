@@ -1,0 +1,96 @@
+#include "common/loss/rollout_correction.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstddef>
+#include <numeric>
+
+#include "absl/types/span.h"
+#include "common/base/error.h"
+#include "common/base/field_check.h"
+#include "common/base/status_macros.h"
+
+namespace tandem::loss {
+namespace {
+
+double Statistic(KlEstimator estimator, double log_weight) {
+  const double x = std::clamp(log_weight, -kMaxLogRatio, kMaxLogRatio);
+  switch (estimator) {
+    case KlEstimator::kK2:
+      return 0.5 * x * x;
+    case KlEstimator::kK3:
+      return std::expm1(x) - x;
+    default:
+      return -x;
+  }
+}
+
+// One number for all rows of a sequence.
+double OfSequence(RejectionLevel level, absl::Span<const double> rows) {
+  if (level == RejectionLevel::kSequenceMax) return *std::max_element(rows.begin(), rows.end());
+  const double sum = std::accumulate(rows.begin(), rows.end(), 0.0);
+  return level == RejectionLevel::kSequenceSum ? sum : sum / static_cast<double>(rows.size());
+}
+
+bool IsKept(const RejectionOptions& options, double statistic) {
+  if (options.estimator != KlEstimator::kK1) return statistic <= options.upper;
+  return statistic >= std::log(options.lower) && statistic <= std::log(options.upper);
+}
+
+}  // namespace
+
+absl::Status CheckRejectionOptions(const RejectionOptions& options) {
+  TANDEM_RETURN_IF_ERROR(CheckInRange("rejection_upper", options.upper, 0, kMaxCoefficient));
+  TANDEM_RETURN_IF_ERROR(CheckInRange("rejection_lower", options.lower, 0, options.upper));
+  const bool k1 = options.estimator == KlEstimator::kK1;
+  if (!k1 && options.estimator != KlEstimator::kK2 && options.estimator != KlEstimator::kK3) {
+    return InvalidField("rejection_estimator", "must be K1, K2 or K3: it has no gradient");
+  }
+  if (!k1 && options.lower > 0) {
+    return InvalidField("rejection_lower", "must be 0 with K2 and K3, which are never negative");
+  }
+  if (k1 && options.level == RejectionLevel::kSequenceMax) {
+    return InvalidField("rejection_estimator", "must be K2 or K3 with SEQUENCE_MAX");
+  }
+  return absl::OkStatus();
+}
+
+std::vector<uint8_t> KeptRows(const RejectionOptions& options, const PolicyTokens& tokens) {
+  std::vector<double> statistics;
+  for (size_t row = 0; row < tokens.old_logprobs.size(); ++row) {
+    statistics.push_back(Statistic(options.estimator, LogImportanceWeight(tokens, row)));
+  }
+  std::vector<uint8_t> kept;
+  for (const int64_t count : tokens.sequence_rows) {
+    const auto rows =
+        absl::MakeConstSpan(statistics).subspan(kept.size(), static_cast<size_t>(count));
+    if (rows.empty()) continue;
+    const bool by_token = options.level == RejectionLevel::kToken;
+    const double whole = by_token ? 0 : OfSequence(options.level, rows);
+    for (const double own : rows) kept.push_back(IsKept(options, by_token ? own : whole));
+  }
+  return kept;
+}
+
+double MeanImportanceWeight(const PolicyLossOptions& options, const PolicyTokens& tokens) {
+  double sum = 0, count = 0;
+  size_t row = 0;
+  for (const int64_t rows : tokens.sequence_rows) {
+    double log_weight = 0;
+    for (int64_t i = 0; i < rows; ++i, ++row) {
+      const double own = LogImportanceWeight(tokens, row);
+      log_weight += own;
+      if (options.importance_sampling_level == ImportanceSamplingLevel::kToken) {
+        sum += BoundedImportanceWeight(options, own);
+        ++count;
+      }
+    }
+    if (options.importance_sampling_level == ImportanceSamplingLevel::kSequence && rows > 0) {
+      sum += BoundedImportanceWeight(options, log_weight);
+      ++count;
+    }
+  }
+  return count > 0 ? sum / count : 1;
+}
+
+}  // namespace tandem::loss

@@ -1,0 +1,42 @@
+// What a rollout whose probabilities are not the trainer's needs beyond an importance weight of its
+// own for each token: leaving tokens out, and weights with the mean 1. Kinds and names are verl's
+// (richardli.xyz/rl-collapse).
+#ifndef TANDEM_COMMON_LOSS_ROLLOUT_CORRECTION_H_
+#define TANDEM_COMMON_LOSS_ROLLOUT_CORRECTION_H_
+
+#include <cstdint>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "common/loss/policy_loss.h"
+
+namespace tandem::loss {
+
+// Whose statistic is looked at: of a token, or of its sequence's rows.
+enum class RejectionLevel { kToken, kSequenceSum, kSequenceMean, kSequenceMax };
+
+// With x = logp_old - log q of a row (q as in PolicyLossOptions), clamped to +-kMaxLogRatio, the
+// statistic is k1 = -x, k2 = x^2 / 2 or k3 = exp(x) - x - 1.
+struct RejectionOptions {
+  RejectionLevel level = RejectionLevel::kToken;
+  KlEstimator estimator = KlEstimator::kK1;  // k1, k2 or k3
+  // Rows are kept up to this, of k1: while exp(k1) lies in [lower, upper]. An upper of 0 is off.
+  double upper = 0;
+  double lower = 0;
+
+  bool operator==(const RejectionOptions&) const = default;
+};
+
+// INVALID_ARGUMENT "rejection_...".
+absl::Status CheckRejectionOptions(const RejectionOptions& options);
+
+// 1 for rows that are kept, [N]. Needs old_logprobs, behaviour and sequence_rows.
+std::vector<uint8_t> KeptRows(const RejectionOptions& options, const PolicyTokens& tokens);
+
+// Mean of the bounded importance weights of the rows, or of the sequences that have rows (by
+// importance_sampling_level). Needs the same.
+double MeanImportanceWeight(const PolicyLossOptions& options, const PolicyTokens& tokens);
+
+}  // namespace tandem::loss
+
+#endif  // TANDEM_COMMON_LOSS_ROLLOUT_CORRECTION_H_

@@ -1,0 +1,107 @@
+#include "common/loss/rollout_correction.h"
+
+#include <gtest/gtest.h>
+
+#include <cmath>
+
+#include "common/base/error.h"
+
+namespace tandem::loss {
+namespace {
+
+using Kept = std::vector<uint8_t>;
+
+// Two sequences with three and two rows, one between them with none. d = old - (behaviour - keep).
+PolicyTokens Tokens() {
+  const std::vector<double> d = {0.1, -0.5, 1.2, 0.3, -0.2};
+  PolicyTokens tokens;
+  for (size_t row = 0; row < d.size(); ++row) {
+    tokens.behaviour.push_back(-1.0 - static_cast<double>(row));
+    tokens.log_keep_mass.push_back(-0.25);
+    tokens.old_logprobs.push_back(tokens.behaviour[row] + 0.25 + d[row]);
+  }
+  tokens.sequence_rows = {3, 0, 2};
+  return tokens;
+}
+
+TEST(RolloutCorrectionTest, TokensAreKeptByTheirOwnStatistic) {
+  const PolicyTokens tokens = Tokens();
+  // k1 = -d: exp(-d) is 0.90, 1.65, 0.30, 0.74, 1.22.
+  EXPECT_EQ(KeptRows({.upper = 1.5, .lower = 0.5}, tokens), (Kept{1, 0, 0, 1, 1}));
+  EXPECT_EQ(KeptRows({.upper = 1.5}, tokens), (Kept{1, 0, 1, 1, 1}));
+  // d^2 / 2: 0.005, 0.125, 0.72, 0.045, 0.02.
+  EXPECT_EQ(KeptRows({.estimator = KlEstimator::kK2, .upper = 0.1}, tokens),
+            (Kept{1, 0, 0, 1, 1}));
+  // exp(d) - d - 1: 0.005, 0.107, 1.120, 0.050, 0.019.
+  EXPECT_EQ(KeptRows({.estimator = KlEstimator::kK3, .upper = 0.11}, tokens),
+            (Kept{1, 1, 0, 1, 1}));
+}
+
+TEST(RolloutCorrectionTest, SequencesAreKeptAsAWhole) {
+  const PolicyTokens tokens = Tokens();
+  const auto kept = [&](RejectionLevel level, KlEstimator estimator, double upper,
+                        double lower = 0) {
+    return KeptRows({.level = level, .estimator = estimator, .upper = upper, .lower = lower},
+                    tokens);
+  };
+  const Kept first = {1, 1, 1, 0, 0}, second = {0, 0, 0, 1, 1};
+  // Sums of k1: -0.8 and -0.1.
+  EXPECT_EQ(kept(RejectionLevel::kSequenceSum, KlEstimator::kK1, 2, 0.5), second);
+  EXPECT_EQ(kept(RejectionLevel::kSequenceSum, KlEstimator::kK1, 0.8), first);
+  // Means: -0.267 and -0.05.
+  EXPECT_EQ(kept(RejectionLevel::kSequenceMean, KlEstimator::kK1, 2, 0.8), second);
+  EXPECT_EQ(kept(RejectionLevel::kSequenceMean, KlEstimator::kK1, 2, 0.7), (Kept{1, 1, 1, 1, 1}));
+  // Of k2: sums 0.85 and 0.065, means 0.283 and 0.0325, largest 0.72 and 0.045.
+  EXPECT_EQ(kept(RejectionLevel::kSequenceSum, KlEstimator::kK2, 0.84), second);
+  EXPECT_EQ(kept(RejectionLevel::kSequenceMean, KlEstimator::kK2, 0.28), second);
+  EXPECT_EQ(kept(RejectionLevel::kSequenceMax, KlEstimator::kK2, 0.71), second);
+  EXPECT_EQ(kept(RejectionLevel::kSequenceMax, KlEstimator::kK2, 0.73), (Kept{1, 1, 1, 1, 1}));
+}
+
+TEST(RolloutCorrectionTest, WhatCannotBeIsRefusedByName) {
+  const auto path = [](const RejectionOptions& options) {
+    return FieldPath(CheckRejectionOptions(options)).value_or("");
+  };
+  EXPECT_TRUE(CheckRejectionOptions({}).ok());
+  EXPECT_TRUE(CheckRejectionOptions({.upper = 2, .lower = 0.5}).ok());
+  EXPECT_EQ(path({.upper = -1}), "rejection_upper");
+  EXPECT_EQ(path({.upper = NAN}), "rejection_upper");
+  EXPECT_EQ(path({.upper = 1, .lower = 2}), "rejection_lower");
+  EXPECT_EQ(path({.lower = 0.5}), "rejection_lower");
+  EXPECT_EQ(path({.estimator = KlEstimator::kK2, .upper = 1, .lower = 0.5}), "rejection_lower");
+  EXPECT_EQ(path({.estimator = KlEstimator::kK3GradientK2, .upper = 1}), "rejection_estimator");
+  EXPECT_EQ(path({.level = RejectionLevel::kSequenceMax, .upper = 1}), "rejection_estimator");
+}
+
+TEST(RolloutCorrectionTest, TheMeanWeightIsOfTokensOrOfSequences) {
+  const PolicyTokens tokens = Tokens();
+  PolicyLossOptions options{.importance_sampling_cap = 2};
+  EXPECT_NEAR(MeanImportanceWeight(options, tokens),
+              (std::exp(0.1) + std::exp(-0.5) + 2 + std::exp(0.3) + std::exp(-0.2)) / 5, 1e-12);
+  options.importance_sampling_level = ImportanceSamplingLevel::kSequence;
+  EXPECT_NEAR(MeanImportanceWeight(options, tokens), (2 + std::exp(0.1)) / 2, 1e-12);
+  EXPECT_EQ(MeanImportanceWeight(options, {}), 1);
+
+  // The evaluator divides by it.
+  PolicyTokens weighted = tokens;
+  weighted.advantages = weighted.scales = std::vector<double>(5, 1.0);
+  weighted.authorship.assign(5, 1);
+  const std::vector<double> entropies(5, 0.0);
+  const auto loss = [&](double mean) {
+    weighted.importance_weight_mean = mean;
+    auto evaluator = PolicyLossEvaluator::Create(options, weighted).value();
+    std::vector<double> c(5), e(5);
+    EXPECT_TRUE(evaluator
+                    .Evaluate(0, weighted.old_logprobs, entropies, absl::MakeSpan(c),
+                              absl::MakeSpan(e))
+                    .ok());
+    return evaluator.Metrics().loss_policy;
+  };
+  EXPECT_NEAR(loss(1), -(3 * 2 + 2 * std::exp(0.1)), 1e-12);
+  EXPECT_NEAR(loss(4), loss(1) / 4, 1e-12);
+  options.importance_sampling_level = ImportanceSamplingLevel::kToken;
+  EXPECT_NEAR(loss(4), loss(1) / 4, 1e-12);
+}
+
+}  // namespace
+}  // namespace tandem::loss

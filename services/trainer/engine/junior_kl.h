@@ -1,0 +1,57 @@
+// The auxiliary KL towards the junior on the tokens that it wrote: lambda_jun of arXiv 2606.28166.
+#ifndef TANDEM_SERVICES_TRAINER_ENGINE_JUNIOR_KL_H_
+#define TANDEM_SERVICES_TRAINER_ENGINE_JUNIOR_KL_H_
+
+#include <ATen/core/Tensor.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <utility>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "common/loss/fused_output_loss.h"
+#include "common/loss/linear_divergence.h"
+#include "common/model/model.h"
+#include "services/trainer/engine/objective.h"
+#include "services/trainer/engine/step_metrics.h"
+#include "services/trainer/engine/training_rows.h"
+#include "services/training/training_core.h"
+
+namespace tandem::trainer {
+
+// Not thread-safe.
+class JuniorKl {
+ public:
+  // `junior` may be null: then there is kForwardSampled alone. `senior_loss` must outlive this.
+  static absl::StatusOr<std::unique_ptr<JuniorKl>> Create(const Model& senior,
+                                                          std::unique_ptr<Model> junior,
+                                                          loss::FusedOutputLoss& senior_loss,
+                                                          int64_t logits_chunk_bytes);
+
+  bool has_junior() const { return junior_ != nullptr; }
+
+  // Adds the term of the rows [first_row, first_row + input.positions.size()) of `rows` to the
+  // gradients and to `sums`. `input` is what the senior has read, with the positions of these rows,
+  // and `hidden` its hidden states, without gradient.
+  absl::Status AddGradients(const training::MicroBatchInput& input, const at::Tensor& hidden,
+                            const JuniorRows& rows, size_t first_row, JuniorKlKind kind,
+                            loss::OutputGradients& gradients, JuniorKlSums& sums);
+
+ private:
+  JuniorKl(std::unique_ptr<Model> junior, loss::FusedOutputLoss& senior_loss)
+      : junior_(std::move(junior)), senior_loss_(senior_loss) {}
+
+  absl::Status AddSampled(const training::MicroBatchInput& input, const at::Tensor& hidden,
+                          const JuniorRows& rows, size_t first_row,
+                          loss::OutputGradients& gradients, JuniorKlSums& sums);
+
+  const std::unique_ptr<Model> junior_;
+  loss::FusedOutputLoss& senior_loss_;
+  std::unique_ptr<loss::LinearDivergenceLoss> divergence_;  // of the whole vocabulary
+};
+
+}  // namespace tandem::trainer
+
+#endif  // TANDEM_SERVICES_TRAINER_ENGINE_JUNIOR_KL_H_
