@@ -30,8 +30,7 @@ TEST(RolloutCorrectionTest, TokensAreKeptByTheirOwnStatistic) {
   EXPECT_EQ(KeptRows({.upper = 1.5, .lower = 0.5}, tokens), (Kept{1, 0, 0, 1, 1}));
   EXPECT_EQ(KeptRows({.upper = 1.5}, tokens), (Kept{1, 0, 1, 1, 1}));
   // d^2 / 2: 0.005, 0.125, 0.72, 0.045, 0.02.
-  EXPECT_EQ(KeptRows({.estimator = KlEstimator::kK2, .upper = 0.1}, tokens),
-            (Kept{1, 0, 0, 1, 1}));
+  EXPECT_EQ(KeptRows({.estimator = KlEstimator::kK2, .upper = 0.1}, tokens), (Kept{1, 0, 0, 1, 1}));
   // exp(d) - d - 1: 0.005, 0.107, 1.120, 0.050, 0.019.
   EXPECT_EQ(KeptRows({.estimator = KlEstimator::kK3, .upper = 0.11}, tokens),
             (Kept{1, 1, 0, 1, 1}));
@@ -91,10 +90,10 @@ TEST(RolloutCorrectionTest, TheMeanWeightIsOfTokensOrOfSequences) {
     weighted.importance_weight_mean = mean;
     auto evaluator = PolicyLossEvaluator::Create(options, weighted).value();
     std::vector<double> c(5), e(5);
-    EXPECT_TRUE(evaluator
-                    .Evaluate(0, weighted.old_logprobs, entropies, absl::MakeSpan(c),
-                              absl::MakeSpan(e))
-                    .ok());
+    EXPECT_TRUE(
+        evaluator
+            .Evaluate(0, weighted.old_logprobs, entropies, absl::MakeSpan(c), absl::MakeSpan(e))
+            .ok());
     return evaluator.Metrics().loss_policy;
   };
   EXPECT_NEAR(loss(1), -(3 * 2 + 2 * std::exp(0.1)), 1e-12);

@@ -23,9 +23,9 @@ absl::Status CheckUpdateOptions(const UpdateOptions& options) {
 
 absl::Status CheckMiniBatches(const UpdateOptions& options, size_t num_samples) {
   if (options.num_mini_batches <= static_cast<int64_t>(num_samples)) return absl::OkStatus();
-  return InvalidField("num_mini_batches", absl::StrCat("must be at most the number of samples, ",
-                                                       num_samples, ", got ",
-                                                       options.num_mini_batches));
+  return InvalidField("num_mini_batches",
+                      absl::StrCat("must be at most the number of samples, ", num_samples, ", got ",
+                                   options.num_mini_batches));
 }
 
 std::vector<MiniBatch> SplitIntoMiniBatches(size_t num_samples, const UpdateOptions& options) {

@@ -31,9 +31,8 @@ MicroBatchInput MakeMicroBatchInput(absl::Span<const SequenceRows> sequences, si
   for (const SequenceRows& sequence : sequences) {
     if (!sequence.input.empty()) inputs.push_back(sequence.input);
   }
-  MicroBatchInput input =
-      SelectRows({.batch = MakeRaggedBatch(inputs, device), .positions = {}, .labels = {}},
-                 sequences);
+  MicroBatchInput input = SelectRows(
+      {.batch = MakeRaggedBatch(inputs, device), .positions = {}, .labels = {}}, sequences);
   input.first_row = first_row;
   return input;
 }
@@ -172,8 +171,8 @@ absl::Status TrainingCore::MakeUpdates(const StepIdentity& identity,
   Updates done;
   absl::Status left_out;
   for (const UpdateGradients& gradients : updates) {
-    absl::Status status = CatchTorchErrors(
-        "update", [&] { return MakeUpdate(identity, gradients, report, done); });
+    absl::Status status =
+        CatchTorchErrors("update", [&] { return MakeUpdate(identity, gradients, report, done); });
     if (!status.ok() && done.applied == 0 && done.entry != nullptr) {
       state_.ledger.RemoveNewest();
       done.entry = nullptr;
@@ -291,8 +290,9 @@ absl::StatusOr<int64_t> TrainingCore::ForwardBackward(
     absl::FunctionRef<absl::Status(const MicroBatchInput& input)> run) {
   const std::vector<MicroBatch> plan = MicroBatches(sequences);
   const auto count = static_cast<int64_t>(plan.size());
-  TANDEM_RETURN_IF_ERROR(strategy_->ForwardBackward(
-      count, [&](int64_t i) { return RunMicroBatch(sequences, plan[static_cast<size_t>(i)], run); }));
+  TANDEM_RETURN_IF_ERROR(strategy_->ForwardBackward(count, [&](int64_t i) {
+    return RunMicroBatch(sequences, plan[static_cast<size_t>(i)], run);
+  }));
   return count;
 }
 

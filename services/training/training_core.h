@@ -112,7 +112,8 @@ class TrainingCore {
   absl::Status ForMicroBatches(absl::Span<const SequenceRows> sequences,
                                absl::FunctionRef<absl::Status(const MicroBatchInput& input)> run);
 
-  // The same for passes that leave gradients with the strategy. Returns the number of micro-batches.
+  // The same for passes that leave gradients with the strategy. Returns the number of
+  // micro-batches.
   absl::StatusOr<int64_t> ForwardBackward(
       absl::Span<const SequenceRows> sequences,
       absl::FunctionRef<absl::Status(const MicroBatchInput& input)> run);
@@ -126,8 +127,8 @@ class TrainingCore {
                              absl::FunctionRef<absl::Status(const MicroBatchInput& input)> run);
   // Makes the updates and enters the report, which it completes. NotFiniteError when every one of
   // them was left out.
-  absl::Status MakeUpdates(const StepIdentity& identity,
-                           absl::Span<const UpdateGradients> updates, StepReport& report);
+  absl::Status MakeUpdates(const StepIdentity& identity, absl::Span<const UpdateGradients> updates,
+                           StepReport& report);
   // What the updates of a step have done so far.
   struct Updates {
     StepReport* entry = nullptr;  // in the table, from the first one on

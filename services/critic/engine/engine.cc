@@ -26,9 +26,9 @@ namespace {
 
 // What the updates of a step share.
 struct ValueRows {
-  std::vector<training::SequenceRows> sequences;  // in the order of the samples
-  std::vector<size_t> first_rows;                 // of each sequence
-  loss::ValueTokens tokens;                       // scales are those of each mini-batch
+  std::vector<training::SequenceRows> sequences;      // in the order of the samples
+  std::vector<size_t> first_rows;                     // of each sequence
+  loss::ValueTokens tokens;                           // scales are those of each mini-batch
   std::optional<loss::ValueLossEvaluator> evaluator;  // of the updates so far
   int64_t updates = 0;
 };
@@ -155,9 +155,8 @@ absl::StatusOr<std::vector<training::TrainingCore::UpdateGradients>> TorchEngine
   for (int64_t epoch = 0; epoch < request.updates.num_epochs; ++epoch) {
     for (const training::MiniBatch& range : ranges) {
       if (rows->first_rows[range.begin] == rows->first_rows[range.end]) continue;
-      updates.push_back([this, rows, range](StepReport& report) {
-        return AddGradients(*rows, range, report);
-      });
+      updates.push_back(
+          [this, rows, range](StepReport& report) { return AddGradients(*rows, range, report); });
     }
   }
   return updates;

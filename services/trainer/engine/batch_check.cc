@@ -157,9 +157,8 @@ absl::Status CheckSample(const PolicySample& sample, const PolicyObjective& obje
   TANDEM_RETURN_IF_ERROR(CheckChoice("advantages", sample.advantages, length, provided));
   TANDEM_RETURN_IF_ERROR(CheckChoice("old_logprobs", sample.old_logprobs, length,
                                      objective.old_logprobs == OldLogprobs::kProvided));
-  TANDEM_RETURN_IF_ERROR(
-      CheckChoice("reference_logprobs", sample.reference_logprobs, length,
-                  objective.reference_logprobs == ReferenceLogprobs::kProvided));
+  TANDEM_RETURN_IF_ERROR(CheckChoice("reference_logprobs", sample.reference_logprobs, length,
+                                     objective.reference_logprobs == ReferenceLogprobs::kProvided));
   if (!sample.reward.has_value()) {
     if (!provided) return InvalidField("reward", "is missing");
   } else {

@@ -61,12 +61,10 @@ absl::Status RejectTokens(const PolicyBatch& batch, TrainingRows& rows, Metrics&
   const auto all = static_cast<double>(kept.size());
   metrics["mismatch/rejected_fraction"] =
       kept.empty() ? 0 : static_cast<double>(std::count(kept.begin(), kept.end(), 0)) / all;
-  const TokenNumbers weights =
-      OfTokens(std::vector<double>(kept.begin(), kept.end()), batch, rows);
+  const TokenNumbers weights = OfTokens(std::vector<double>(kept.begin(), kept.end()), batch, rows);
   TANDEM_ASSIGN_OR_RETURN(const loss::LossScales scales, PolicyScales(batch, weights));
   TrainingRows left = PolicyRows(batch, scales);
-  left.tokens.old_logprobs =
-      OfRows(OfTokens(rows.tokens.old_logprobs, batch, rows), batch, left);
+  left.tokens.old_logprobs = OfRows(OfTokens(rows.tokens.old_logprobs, batch, rows), batch, left);
   if (!rows.tokens.reference.empty()) {
     left.tokens.reference = OfRows(OfTokens(rows.tokens.reference, batch, rows), batch, left);
   }
@@ -158,8 +156,7 @@ class TorchEngine final : public training::CoreEngine<Engine> {
   absl::StatusOr<Advantages> AdvantagesOf(const CallScope& call, const TrainStepRequest& request,
                                           const PolicyBatch& batch, const TokenNumbers& penalties,
                                           Metrics& metrics);
-  absl::Status PolicyUpdate(PolicyWork& work, const training::MiniBatch& range,
-                            StepReport& report);
+  absl::Status PolicyUpdate(PolicyWork& work, const training::MiniBatch& range, StepReport& report);
   // Forward and backward over the rows of some sequences, the first of which is `first_row`.
   absl::Status AddGradients(absl::Span<const training::SequenceRows> sequences, size_t first_row,
                             const std::vector<double>& temperatures, const UpdateLoss& update_loss,
@@ -184,8 +181,8 @@ absl::Status TorchEngine::LoadRest() {
   }
   TANDEM_ASSIGN_OR_RETURN(std::unique_ptr<Model> junior,
                           LoadFrozen("junior_model", options_.junior_model));
-  TANDEM_ASSIGN_OR_RETURN(junior_kl_, JuniorKl::Create(model, std::move(junior), *loss_,
-                                                       LogitsChunkBytes()));
+  TANDEM_ASSIGN_OR_RETURN(junior_kl_,
+                          JuniorKl::Create(model, std::move(junior), *loss_, LogitsChunkBytes()));
 
   if (core_->vocabulary() != nullptr) {
     const std::vector<int64_t>& eos = model.config().eos_token_ids;
@@ -404,12 +401,11 @@ absl::Status TorchEngine::PolicyUpdate(PolicyWork& work, const training::MiniBat
                           loss::OutputGradients& gradients) {
       const auto sequences = part(work.rows.junior.sequences);
       training::MicroBatchInput own = training::SelectRows(
-          input, sequences.subspan(input.sequences.begin,
-                                   input.sequences.end - input.sequences.begin));
-      return junior_kl_->AddGradients(
-          own, hidden, work.rows.junior,
-          work.first_junior_rows[range.begin + input.sequences.begin],
-          work.objective.junior_kl_kind, gradients, junior_kl);
+          input,
+          sequences.subspan(input.sequences.begin, input.sequences.end - input.sequences.begin));
+      return junior_kl_->AddGradients(own, hidden, work.rows.junior,
+                                      work.first_junior_rows[range.begin + input.sequences.begin],
+                                      work.objective.junior_kl_kind, gradients, junior_kl);
     };
   }
   TANDEM_RETURN_IF_ERROR(AddGradients(part(work.rows.sequences), work.first_rows[range.begin],
@@ -493,8 +489,9 @@ absl::StatusOr<LogProbsResult> TorchEngine::ComputeLogProbs(const CallScope& cal
     TANDEM_ASSIGN_OR_RETURN(
         const loss::RowLogProbs values,
         loss_->LogProbs(hidden,
-                        MakeOutputRows(input, 0, std::vector<double>(request.response_token_ids.size(),
-                                                                  request.temperature))));
+                        MakeOutputRows(input, 0,
+                                       std::vector<double>(request.response_token_ids.size(),
+                                                           request.temperature))));
     return LogProbsResult{.logprobs = {values.logprobs.begin(), values.logprobs.end()},
                           .entropies = {values.entropies.begin(), values.entropies.end()},
                           .weights = core_->weights()};

@@ -53,8 +53,8 @@ class EngineUpdatesTest : public TrainerEngineTest {
     auto model = Make(options);
     for (PolicySample& sample : batch.samples) {
       Trajectory& t = sample.trajectory;
-      const std::vector<float> own = LogProbsOf(*model, t.prompt_token_ids, t.response_token_ids,
-                                                t.sampling.temperature);
+      const std::vector<float> own =
+          LogProbsOf(*model, t.prompt_token_ids, t.response_token_ids, t.sampling.temperature);
       for (size_t i = 0; i < own.size(); ++i) {
         if (!t.authorship_mask[i]) t.author_logprobs[i] = own[i];
       }

@@ -18,11 +18,10 @@ absl::StatusOr<std::unique_ptr<JuniorKl>> JuniorKl::Create(const Model& senior,
                                                            int64_t logits_chunk_bytes) {
   std::unique_ptr<JuniorKl> kl(new JuniorKl(std::move(junior), senior_loss));
   if (kl->junior_ == nullptr) return kl;
-  TANDEM_ASSIGN_OR_RETURN(
-      kl->divergence_,
-      loss::LinearDivergenceLoss::Create(senior.lm_head().compute_weight(),
-                                         kl->junior_->lm_head().compute_weight(),
-                                         {.logits_chunk_bytes = logits_chunk_bytes}));
+  TANDEM_ASSIGN_OR_RETURN(kl->divergence_, loss::LinearDivergenceLoss::Create(
+                                               senior.lm_head().compute_weight(),
+                                               kl->junior_->lm_head().compute_weight(),
+                                               {.logits_chunk_bytes = logits_chunk_bytes}));
   return kl;
 }
 
@@ -47,7 +46,8 @@ absl::Status JuniorKl::AddGradients(const training::MicroBatchInput& input,
       divergence_->ForwardBackward(
           hidden, junior_hidden,
           {.positions = input.positions, .temperatures = {own.begin(), own.end()}},
-          kind == JuniorKlKind::kReverse ? loss::KlDirection::kReverse : loss::KlDirection::kForward,
+          kind == JuniorKlKind::kReverse ? loss::KlDirection::kReverse
+                                         : loss::KlDirection::kForward,
           scale, gradients));
   const double sum = std::accumulate(kl.begin(), kl.end(), 0.0);
   sums.kl += sum;

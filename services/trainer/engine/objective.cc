@@ -16,7 +16,8 @@ absl::Status CheckRewardKl(const PolicyObjective& objective) {
   const loss::KlEstimator estimator = objective.loss.kl_estimator;
   if (estimator == loss::KlEstimator::kK1GradientK2 ||
       estimator == loss::KlEstimator::kK3GradientK2) {
-    return InvalidField("kl_estimator", "must be K1, K2 or K3 in the reward, which has no gradient");
+    return InvalidField("kl_estimator",
+                        "must be K1, K2 or K3 in the reward, which has no gradient");
   }
   if (objective.loss.kl_importance_correction) {
     return InvalidField("kl_importance_correction", "must be false with a KL in the reward");

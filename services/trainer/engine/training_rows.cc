@@ -236,7 +236,8 @@ absl::StatusOr<Advantages> PolicyAdvantages(const PolicyBatch& batch,
       result.advantages.push_back(std::move(returns));
     }
   } else {
-    TANDEM_ASSIGN_OR_RETURN(const std::vector<double> advantages, ResponseAdvantages(batch, penalties));
+    TANDEM_ASSIGN_OR_RETURN(const std::vector<double> advantages,
+                            ResponseAdvantages(batch, penalties));
     for (size_t i = 0; i < batch.samples.size(); ++i) {
       result.advantages.emplace_back(batch.samples[i].trajectory.response_token_ids.size(),
                                      advantages[i]);

@@ -39,8 +39,8 @@ struct PolicySample {
   Trajectory trajectory;
   std::string group_id;
   std::optional<double> reward;
-  std::vector<float> advantages;    // [L] with kProvided
-  std::vector<float> old_logprobs;  // [L] with OldLogprobs::kProvided
+  std::vector<float> advantages;          // [L] with kProvided
+  std::vector<float> old_logprobs;        // [L] with OldLogprobs::kProvided
   std::vector<float> reference_logprobs;  // [L] with ReferenceLogprobs::kProvided
 };
 

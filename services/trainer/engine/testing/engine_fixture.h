@@ -1,4 +1,5 @@
-// For tests: a trainer of a tiny model with a critic that is none, and a step by autograd beside it.
+// For tests: a trainer of a tiny model with a critic that is none, and a step by autograd beside
+// it.
 #ifndef TANDEM_SERVICES_TRAINER_ENGINE_TESTING_ENGINE_FIXTURE_H_
 #define TANDEM_SERVICES_TRAINER_ENGINE_TESTING_ENGINE_FIXTURE_H_
 
