@@ -205,8 +205,8 @@ TEST(LinearDivergenceTest, GradientEqualsDifferences) {
   };
   for (const KlDirection direction : kDirections) {
     const Result result = Compute(problem, direction);
-    for (const auto& [matrix, gradient] :
-         {std::pair{&Problem::hidden, result.hidden}, {&Problem::weight, result.weight}}) {
+    for (at::Tensor Problem::*const matrix : {&Problem::hidden, &Problem::weight}) {
+      const at::Tensor gradient = matrix == &Problem::hidden ? result.hidden : result.weight;
       for (int64_t i = 0; i < kHidden; ++i) {
         const auto moved = [&](double by) {
           Problem p = problem;
