@@ -11,6 +11,7 @@
 
 #include <CLI/CLI.hpp>
 #include <chrono>
+#include <cmath>
 #include <fstream>
 #include <iostream>
 #include <string>
@@ -106,7 +107,7 @@ class Bench {
     const double products = divergence_ == nullptr ? 3 : 4;
     const double operations = 2.0 * products * static_cast<double>(rows_.positions.size()) *
                               static_cast<double>(options_.hidden * options_.vocabulary);
-    const auto times = static_cast<int64_t>(operations / (2.0 * kSide * kSide * kSide) + 0.5);
+    const int64_t times = std::llround(operations / (2.0 * kSide * kSide * kSide));
     if (!square_.defined()) {
       square_ = at::randn({kSide, kSide}).to(dtype_);
       product_ = at::empty_like(square_);
