@@ -24,6 +24,7 @@ class SavedState:
         digest: of the senior's weights; None if an earlier release saved them.
         examples_drawn: how many examples of the data the run had drawn until then; None if an
             earlier release saved it, which drew the same number in every step.
+        kl_coefficient: that the next step begins with; None unless `kl_control` changes it.
     """
 
     step: int
@@ -32,6 +33,7 @@ class SavedState:
     critic: str | None = None
     digest: str | None = None
     examples_drawn: int | None = None
+    kl_coefficient: float | None = None
 
 
 @dataclass(frozen=True)

@@ -33,6 +33,7 @@ KEYS = (
     "loss/junior_kl",
     "policy/entropy",
     "policy/kl_to_ref",
+    "policy/kl_coefficient",
     "policy/junior_kl",
     "policy/mean_ratio",
     "policy/clip_fraction",

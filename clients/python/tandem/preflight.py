@@ -98,6 +98,23 @@ def check_overlong_buffer(settings: RunSettings) -> None:
         )
 
 
+def check_kl(settings: RunSettings) -> None:
+    """ConfigError for settings of a KL that the objective does not have, or that would break it."""
+    control, batch = settings.kl_control, settings.batch
+    if control is None:
+        return
+    if not settings.objective.kl_coefficient:
+        raise ConfigError(
+            "kl_control: adapts objective.kl_coefficient, which is not set or 0",
+            hint="objective.kl_coefficient is what the run begins with",
+        )
+    samples = batch.prompts_per_step * batch.samples_per_prompt
+    if control.horizon < samples:
+        raise ConfigError(
+            f"kl_control.horizon: {control.horizon:,} responses, a step alone has {samples:,}"
+        )
+
+
 def modes_in(settings: RunSettings, purpose: str) -> Sequence[EvalMode]:
     """The evaluations that are made on the way; none in a run without `eval.every`."""
     return settings.eval.modes if purpose == "eval" or settings.eval.every else ()

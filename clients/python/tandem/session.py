@@ -268,6 +268,8 @@ class Session:
         if self.purpose == "train":
             with problems.collect():
                 preflight.check_overlong_buffer(settings)
+            with problems.collect():
+                preflight.check_kl(settings)
             for obstacle in obstacles(settings):
                 self.note(f"warning: this run cannot learn: {obstacle}")
         self.objective = {}

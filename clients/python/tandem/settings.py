@@ -245,6 +245,15 @@ def _objective_settings() -> type[Settings]:
 ObjectiveSettings = _objective_settings()
 
 
+class KlControlSettings(Settings):
+    """The adaptive coefficient of the KL to the reference policy (arXiv 1909.08593)."""
+
+    # Nats of a response that the coefficient steers towards, a sum over its tokens with a weight.
+    target: float = Field(6.0, gt=0)
+    # Responses over which the coefficient can change by a fifth of itself.
+    horizon: Count = 10000
+
+
 class FilterGroupsSettings(Settings):
     """The dynamic sampling of DAPO (arXiv 2503.14476)."""
 
@@ -391,6 +400,8 @@ class RunSettings(Settings):
     sampling: SamplingSettings = SamplingSettings()
     tandem: TandemSettings = TandemSettings()
     objective: ObjectiveSettings = ObjectiveSettings()
+    # Adapt objective.kl_coefficient, which is then what the run begins with.
+    kl_control: KlControlSettings | None = None
     sft: SftSettings = SftSettings()
     checkpoint: CheckpointSettings = CheckpointSettings()
     eval: EvalSettings = EvalSettings()

@@ -18,6 +18,7 @@ from tandem.evaluation import evaluate
 from tandem.evaluation.report import in_words
 from tandem.groups import Drawn, Group, draw_groups
 from tandem.interrupt import Interrupt
+from tandem.kl_control import first_kl_coefficient, next_kl_coefficient
 from tandem.learnability import FlatRewards
 from tandem.metrics import StepClock, step_line
 from tandem.requests import PolicySample, SupervisedSample
@@ -49,30 +50,43 @@ def train(
             drawn = draw_groups(session, step, loop.examples_drawn, loop.weights, clock)
             _tell_failures(session, run, step, drawn)
             _tell_missing(session, run, step, drawn)
+            samples, kl_coefficient = _samples(drawn.kept), loop.kl_coefficient
             with clock.phase("train"):
-                report = _train_step(session, run, step, drawn.kept, loop.weights)
+                report = _train_step(session, run, step, samples, loop.weights, kl_coefficient)
             loop.require_critic(report)
             run.write_trajectories(step, _records(drawn.groups))
-            line = loop.finish(step, report, clock, len(drawn.groups), drawn.metrics())
+            line = loop.finish(
+                step,
+                report,
+                clock,
+                len(drawn.groups),
+                drawn.metrics() | {"policy/kl_coefficient": kl_coefficient},
+                next_kl_coefficient(settings, kl_coefficient, report, len(samples)),
+            )
             if warning := flat.add(line):
                 session.note(f"warning: {warning}")
     return loop.last_step
+
+
+def _samples(groups: Sequence[Group]) -> list[PolicySample]:
+    """The responses to train on: those whose reward did not fail."""
+    return [
+        PolicySample(trajectory, group.id, reward)
+        for group in groups
+        for trajectory, reward in zip(group.trajectories, group.shaped_rewards, strict=True)
+        if reward is not None
+    ]
 
 
 def _train_step(
     session: Session,
     run: RunDirectory,
     step: int,
-    groups: Sequence[Group],
+    samples: Sequence[PolicySample],
     weights: server_pb2.WeightsVersion,
+    kl_coefficient: float | None,
 ) -> trainer_pb2.StepReport:
-    """One update of the senior; a report of a skipped step where no group is left to train on."""
-    samples = [
-        PolicySample(trajectory, group.id, reward)
-        for group in groups
-        for trajectory, reward in zip(group.trajectories, group.shaped_rewards, strict=True)
-        if reward is not None
-    ]
+    """A step of the senior; a report of a skipped one where no sample is left to train on."""
     if not samples:
         reason = "no group has rewards that differ"
         return trainer_pb2.StepReport(step=step, weights=weights, skipped=True, skip_reason=reason)
@@ -81,7 +95,7 @@ def _train_step(
         run_id=run.run_id,
         step=step,
         expected_version=weights.version,
-        objective=given(session.settings.objective),
+        objective=given(session.settings.objective) | {"kl_coefficient": kl_coefficient},
         request_id=f"{run.run_id}/{step}",
     )
     return reply.report
@@ -199,6 +213,7 @@ class Loop:
         weights: the senior's, that the next step starts from.
         last_step: the last one that was done.
         examples_drawn: how many examples of the data the steps until then took.
+        kl_coefficient: that the next step begins with; None without a KL.
     """
 
     def __init__(
@@ -230,6 +245,7 @@ class Loop:
         self.weights = start.weights
         self._critic = start.critic
         self.examples_drawn = _examples_drawn(session, run.state)
+        self.kl_coefficient = first_kl_coefficient(session.settings, run.state)
         self._begun = time.monotonic() - run.elapsed_seconds
         return self
 
@@ -262,11 +278,12 @@ class Loop:
         clock: StepClock,
         examples: int,
         metrics: Mapping[str, Any] | None = None,
+        kl_coefficient: float | None = None,
     ) -> dict[str, Any]:
         """Publishes what the step made of the weights; records, evaluates and saves.
 
-        `examples` of the data were drawn for it; `metrics` are those that the client computes.
-        Returns the line of metrics.jsonl.
+        `examples` of the data were drawn for it; `metrics` are those that the client computes; the
+        next step begins with `kl_coefficient`. Returns the line of metrics.jsonl.
         """
         run, settings = self._run, self._session.settings
         run.write_version(step, report.weights, self._critic)
@@ -289,6 +306,7 @@ class Loop:
             run.write_metrics(line)
             self.weights, self.last_step = report.weights, step
             self.examples_drawn += examples
+            self.kl_coefficient = kl_coefficient
         self._on_step(line)
         if report.skipped:
             print(f"step {step} skipped: {report.skip_reason}", file=run.log)
@@ -302,7 +320,7 @@ class Loop:
         last = step == settings.steps and settings.checkpoint.at_end
         self._stop = self._interrupt is not None and self._interrupt.requested
         if due or last or self._stop:
-            save(self._session, run, step, self.weights, self._critic, self.examples_drawn)
+            self._save()
         return line
 
     def _rescue(self) -> str:
@@ -322,17 +340,43 @@ class Loop:
         if health.status != "SERVING":
             return f"the trainer is {health.status} {health.reason}".rstrip()
         try:
-            save(
-                self._session,
-                self._run,
-                self.last_step,
-                self.weights,
-                self._critic,
-                self.examples_drawn,
-            )
+            self._save()
         except TandemError as error:
             return error.message
         return None
+
+    def _save(self) -> None:
+        """Saves trainer and critic as they are after the last step that was done.
+
+        Raises FailedPreconditionError when the trainer holds other weights than that step left, or
+        the critic another version.
+        """
+        session, run = self._session, self._run
+        session.require_weights(self.weights)
+        # Saving prunes the older ones before state.json names the new one: with one more to keep,
+        # the one that it still names survives a crash in between. The next save prunes it.
+        keep = session.settings.checkpoint.keep
+        keep = keep + 1 if keep else 0
+        name = checkpoint_name(self.last_step)
+        trainer, critic = Path("checkpoints"), None
+        session.trainer.save_checkpoint(str(run.path / trainer), name, keep)
+        if self._critic is not None:
+            critic = trainer / "critic"
+            with session.critic() as client:
+                client.save_checkpoint(str(run.path / critic), name, keep)
+            # After saving: one that was restarted is never named in state.json.
+            session.require_critic(self._critic.version)
+        run.write_state(
+            SavedState(
+                self.last_step,
+                self.weights.version,
+                str(trainer / name),
+                critic and str(critic / name),
+                self.weights.digest,
+                self.examples_drawn,
+                self.kl_coefficient,
+            )
+        )
 
 
 def _examples_drawn(session: Session, state: SavedState | None) -> int:
@@ -344,41 +388,3 @@ def _examples_drawn(session: Session, state: SavedState | None) -> int:
     settings = session.settings
     sft = session.purpose == "sft"
     return state.step * (settings.sft.batch_size if sft else settings.batch.prompts_per_step)
-
-
-def save(
-    session: Session,
-    run: RunDirectory,
-    step: int,
-    weights: server_pb2.WeightsVersion,
-    critic_weights: server_pb2.WeightsVersion | None,
-    examples_drawn: int,
-) -> SavedState:
-    """Saves trainer and critic as they are after `step`, with these weights and place in the data.
-
-    Raises FailedPreconditionError when the trainer holds others, or the critic another version.
-    """
-    session.require_weights(weights)
-    # Saving prunes the older ones before state.json names the new one: with one more to keep, the
-    # one that it still names survives a crash in between. The next save prunes it.
-    keep = session.settings.checkpoint.keep
-    keep = keep + 1 if keep else 0
-    name = checkpoint_name(step)
-    trainer, critic = Path("checkpoints"), None
-    session.trainer.save_checkpoint(str(run.path / trainer), name, keep)
-    if critic_weights is not None:
-        critic = trainer / "critic"
-        with session.critic() as client:
-            client.save_checkpoint(str(run.path / critic), name, keep)
-        # After saving: one that was restarted is never named in state.json.
-        session.require_critic(critic_weights.version)
-    state = SavedState(
-        step,
-        weights.version,
-        str(trainer / name),
-        critic and str(critic / name),
-        weights.digest,
-        examples_drawn,
-    )
-    run.write_state(state)
-    return state

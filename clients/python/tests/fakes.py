@@ -69,6 +69,7 @@ class FakeWorld:
         self.on_open = lambda context: None  # called in a Generate that counts as open
         self.on_batch = lambda: None  # called before a batch of Generate, or a Score, is answered
         self.on_samples = lambda samples: None  # called with those of a TrainStep
+        self.metrics_of = lambda header: {}  # more metrics of a TrainStep's report
         self.has_junior = True
         self.sentence_boundaries = [7]
         self.scores = 0  # calls of Score
@@ -217,6 +218,7 @@ class FakeTrainer(trainer_pb2_grpc.TrainerServiceServicer):
                 "policy/grad_norm": float("inf"),
                 "tokens/response": sum(map(len, responses)),
                 "tandem/senior_token_fraction": 0.5,
+                **self.world.metrics_of(header),
             },
         )
         self.world.steps[header.request_id] = report

@@ -179,6 +179,23 @@ def test_a_step_that_the_servers_cannot_take_is_refused(load, world, purpose, ov
     assert says in problems(load(override), purpose=purpose)
 
 
+@pytest.mark.parametrize(
+    ("overrides", "says"),
+    [
+        (["kl_control={}"], "kl_control: adapts objective.kl_coefficient, which is not set or 0"),
+        (["kl_control={}", "objective.kl_coefficient=0"], "kl_control: adapts objective"),
+        (
+            ["kl_control={horizon: 5}", "objective.kl_coefficient=0.1"],
+            "kl_control.horizon: 5 responses, a step alone has 6",
+        ),
+    ],
+)
+def test_a_kl_that_the_objective_does_not_have_is_refused(load, overrides, says):
+    assert says in problems(load(*overrides))
+    with Session(load(*overrides), purpose="sft"):
+        pass  # It has no KL.
+
+
 def test_a_cluster_is_checked_before_it_starts(load, cluster):
     said = problems(
         load(

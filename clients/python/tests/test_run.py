@@ -262,6 +262,41 @@ def test_objective_reaches_the_trainer(world, run_file):
     assert not world.headers[0].policy.HasField("clip_ratio_low")
 
 
+def test_the_kl_coefficient_adapts_and_a_resumed_run_goes_on_with_its_bits(
+    world, run_file, tmp_path
+):
+    # A KL that depends on what the coefficient was.
+    world.metrics_of = lambda header: {
+        "policy/kl_to_ref": header.policy.kl_coefficient * 10,
+        "policy/weighted_tokens": 20,
+        "policy/dropped_samples": 0,
+    }
+    adapting = ["objective.kl_coefficient=0.2", "kl_control={target: 6.0, horizon: 17}"]
+    tandem("train", run_file, *adapting, f"run_dir={tmp_path / 'whole'}")
+    world.version = world.published = 0
+    parted = [*adapting, f"run_dir={tmp_path / 'parted'}"]
+    tandem("train", run_file, *parted, "steps=2")
+    tandem("train", run_file, *parted, "--resume")
+    whole, both = (
+        [line["policy/kl_coefficient"] for line in lines(tmp_path / name / "metrics.jsonl")]
+        for name in ("whole", "parted")
+    )
+    assert both == whole
+    assert len(set(whole)) == 4
+    sent = [header.policy.kl_coefficient for header in world.headers]
+    assert sent == [*whole, *whole]
+    # 20 tokens of 6 responses at 2 nats are 6.67 nats each.
+    assert whole[:2] == [0.2, pytest.approx(0.2 * (1 + (20 / 18 - 1) * 6 / 17))]
+
+
+def test_a_kl_coefficient_without_control_is_a_constant_of_the_metrics(run_file, tmp_path):
+    tandem("train", run_file, "steps=2", "objective.kl_coefficient=0.2")
+    run = tmp_path / "run" / "metrics.jsonl"
+    assert [line["policy/kl_coefficient"] for line in lines(run)] == [0.2, 0.2]
+    tandem("train", run_file, "steps=1", "--clean")
+    assert [line["policy/kl_coefficient"] for line in lines(run)] == [None]
+
+
 def test_rewards_that_fail_end_the_run_or_are_left_out(world, run_file, tmp_path):
     (tmp_path / "judge.py").write_text(
         "def reward(prompt, response, **row):\n    return 1 / (len(response) % 3)\n"

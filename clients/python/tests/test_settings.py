@@ -64,6 +64,8 @@ def test_later_overrides_win_and_values_are_yaml(file):
         ("eval.modes=[duo]", "eval.modes.0: Input should be 'solo', 'handoff' or 'legibility'"),
         ("eval.modes=[solo, solo]", "eval: a mode is listed twice"),
         ("batch.samples_per_prompt=2147483648", "batch.samples_per_prompt: Input should be less"),
+        ("kl_control.target=0", "kl_control.target: Input should be greater"),
+        ("kl_control.horizon=0", "kl_control.horizon: Input should be greater"),
         ("reward.overlong_buffer={}", "reward.overlong_buffer.len: Field required"),
         ("reward.overlong_buffer={len: 0}", "reward.overlong_buffer.len: Input should be greater"),
         (
