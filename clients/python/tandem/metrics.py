@@ -66,6 +66,7 @@ KEYS = (
     "response/truncated_fraction",
     "time/generate_seconds",
     "time/reward_seconds",
+    "time/reference_seconds",
     "time/train_seconds",
     "time/publish_seconds",
     "version/senior",
@@ -102,6 +103,7 @@ CLOCK_KEYS = frozenset(
         "time_seconds",
         "time/generate_seconds",
         "time/reward_seconds",
+        "time/reference_seconds",
         "time/train_seconds",
         "time/publish_seconds",
     }

@@ -17,7 +17,7 @@ from google.protobuf import json_format
 from tandem.cluster import Section, find_binary, sections
 from tandem.errors import ConfigError, ProblemsError, RpcError, ServerStartError, TandemError
 from tandem.rollout.v1 import rollout_pb2
-from tandem.settings import EvalMode, RunSettings, given
+from tandem.settings import EvalMode, RunSettings
 from tandem.text import TextCodec
 from tandem.trainer.v1.objective_pb2 import PolicyObjective
 from tandem.types.v1 import server_pb2
@@ -99,20 +99,33 @@ def check_overlong_buffer(settings: RunSettings) -> None:
 
 
 def check_kl(settings: RunSettings) -> None:
-    """ConfigError for settings of a KL that the objective does not have, or that would break it."""
+    """ConfigError for settings of a KL that the objective has not, or that would break it."""
     control, batch = settings.kl_control, settings.batch
-    if control is None:
-        return
-    if not settings.objective.kl_coefficient:
-        raise ConfigError(
-            "kl_control: adapts objective.kl_coefficient, which is not set or 0",
-            hint="objective.kl_coefficient is what the run begins with",
-        )
+    asking = {"kl_control": control is not None, "reference": settings.reference != "trainer"}
+    for field, asks in asking.items():
+        if asks and not settings.objective.kl_coefficient:
+            raise ConfigError(f"{field}: is for a KL, and objective.kl_coefficient is not set or 0")
     samples = batch.prompts_per_step * batch.samples_per_prompt
-    if control.horizon < samples:
+    if control is not None and control.horizon < samples:
         raise ConfigError(
             f"kl_control.horizon: {control.horizon:,} responses, a step alone has {samples:,}"
         )
+    if settings.cluster is None and settings.reference in settings.servers.rollout:
+        raise ConfigError(
+            f"reference: {settings.reference} is one of servers.rollout, which get the trainer's "
+            "weights",
+            hint="the reference is a rollout server of its own, or `junior`",
+        )
+
+
+def check_same_junior(rollouts: Mapping[str, rollout_pb2.GetServerInfoResponse]) -> None:
+    """ConfigError unless all rollout servers, by what they are called, have one junior."""
+    for whose, info in rollouts.items():
+        require_junior("reference: junior", info.HasField("junior"), whose)
+    versions = {whose: info.junior_version for whose, info in rollouts.items()}
+    if len(set(versions.values())) > 1:
+        held = ", ".join(f"{whose} has {version}" for whose, version in versions.items())
+        raise ConfigError(f"reference: junior: the rollout servers have different juniors: {held}")
 
 
 def modes_in(settings: RunSettings, purpose: str) -> Sequence[EvalMode]:
@@ -135,9 +148,15 @@ def check_modes(
 def check_junior(modes: Sequence[EvalMode], has_junior: bool, whose: str) -> None:
     """ConfigError when evaluations need a junior that `whose` has not."""
     needing = [mode for mode in modes if mode != "solo"]
-    if needing and not has_junior:
+    if needing:
+        require_junior(f"eval.modes: {', '.join(needing)}", has_junior, whose)
+
+
+def require_junior(field: str, has_junior: bool, whose: str) -> None:
+    """ConfigError for a setting that needs a junior when the rollout server `whose` has none."""
+    if not has_junior:
         raise ConfigError(
-            f"eval.modes: {', '.join(needing)}: {whose} has no junior",
+            f"{field}: {whose} has no junior",
             hint="junior_model among a rollout server's settings names one",
         )
 
@@ -164,7 +183,7 @@ def check_cluster(
     for role in ("rollout", "trainer"):
         if getattr(cluster, role) in (None, []):
             problems.errors.append(ConfigError(f"cluster.{role}: a run needs a {role} server"))
-    objective = given(settings.objective) if purpose == "train" else None
+    objective = settings.policy_objective() if purpose == "train" else None
     resolved: dict[str, list[Checked]] = {"rollout": [], "trainer": [], "critic": []}
     with ThreadPoolExecutor() as pool:
         checks = [
@@ -184,9 +203,12 @@ def check_cluster(
         max_queue = min(server.config["max_queue"] for server in rollouts)
         check_sizes(settings, purpose, trainer.config["max_samples"], max_queue)
     for server in rollouts:
+        has_junior = bool(server.config["junior_model"])
         with problems.collect():
-            has_junior = bool(server.config["junior_model"])
             check_junior(modes_in(settings, purpose), has_junior, f"cluster.{server.field}")
+        if purpose == "train" and settings.reference == "junior":
+            with problems.collect():
+                require_junior("reference: junior", has_junior, f"cluster.{server.field}")
     return trainer.objective
 
 

@@ -169,6 +169,7 @@ class PolicySample:
     reward: float | None = None
     advantages: Sequence[float] | None = None
     old_logprobs: Sequence[float] | None = None
+    reference_logprobs: Sequence[float] | None = None
 
     def message(self) -> trainer_pb2.TrainStepRequest:
         """The message of the contract."""
@@ -179,6 +180,8 @@ class PolicySample:
             sample.advantages.CopyFrom(to_tensor(self.advantages))
         if self.old_logprobs is not None:
             sample.old_logprobs.CopyFrom(to_tensor(self.old_logprobs))
+        if self.reference_logprobs is not None:
+            sample.reference_logprobs.CopyFrom(to_tensor(self.reference_logprobs))
         return trainer_pb2.TrainStepRequest(policy_sample=sample)
 
 

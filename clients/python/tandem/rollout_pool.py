@@ -27,14 +27,20 @@ class Scored:
     """Log-probabilities of a sequence's tokens, from the first scored one on.
 
     Attributes:
-        junior: float32 [tokens scored], at temperature 1.
-        senior: the same, where it was asked for.
+        senior: float32 [tokens scored], where it was asked for.
+        junior: the same.
         weights: the senior's that the server held.
     """
 
-    junior: np.ndarray
     senior: np.ndarray | None
+    junior: np.ndarray | None
     weights: server_pb2.WeightsVersion
+
+
+def response_to_score(trajectory: trajectory_pb2.Trajectory) -> tuple[list[int], int]:
+    """A response with its prompt, as score() takes it: token ids, index of the first scored one."""
+    prompt = trajectory.prompt_token_ids
+    return [*prompt, *trajectory.response_token_ids], len(prompt)
 
 
 class RolloutPool:
@@ -66,10 +72,15 @@ class RolloutPool:
         return self._deal_out(named, generate_at)
 
     def score(
-        self, sequences: Sequence[tuple[Sequence[int], int]], *, senior: bool
+        self,
+        sequences: Sequence[tuple[Sequence[int], int]],
+        *,
+        senior: bool = False,
+        junior: bool = False,
+        temperature: float = 1.0,
     ) -> list[Scored]:
-        """Scores of every (token ids, index of the first scored token) under the junior, in order,
-        and under the senior if `senior` says so.
+        """Scores of every (token ids, index of the first scored token), in order, under the models
+        that are asked for.
 
         Failures as in generate(); FailedPreconditionError (NO_JUNIOR) from a server without one.
         """
@@ -77,11 +88,17 @@ class RolloutPool:
         def score_at(server: int, part: Sequence[tuple[Sequence[int], int]]) -> list[Scored]:
             scored = []
             for batch in _batches(part, lambda one: len(one[0]), SCORE_TOKENS):
-                reply = self.clients[server].score(batch, senior=senior, junior=True)
-                for one in reply.sequences:
-                    junior = from_tensor(one.junior_logprobs)
-                    own = from_tensor(one.senior_logprobs) if senior else None
-                    scored.append(Scored(junior, own, reply.weights))
+                reply = self.clients[server].score(
+                    batch, senior=senior, junior=junior, temperature=temperature
+                )
+                scored += [
+                    Scored(
+                        from_tensor(one.senior_logprobs) if senior else None,
+                        from_tensor(one.junior_logprobs) if junior else None,
+                        reply.weights,
+                    )
+                    for one in reply.sequences
+                ]
             return scored
 
         return self._deal_out(sequences, score_at)

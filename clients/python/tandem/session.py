@@ -23,11 +23,12 @@ from tandem.errors import (
 )
 from tandem.learnability import obstacles
 from tandem.preflight import Problems
+from tandem.reference import JuniorReference, Reference, ServerReference
 from tandem.requests import Prompt
 from tandem.rewards import Reward
 from tandem.rollout.v1 import rollout_pb2
 from tandem.rollout_pool import RolloutPool, Scored
-from tandem.settings import ClusterSettings, RunSettings, ServersSettings, given
+from tandem.settings import ClusterSettings, RunSettings, ServersSettings
 from tandem.text import TextCodec
 from tandem.text_files import read_bytes
 from tandem.trainer.v1 import trainer_pb2
@@ -54,6 +55,7 @@ class Session:
         note: tells people what goes on.
         objective: the objective in force, every field set; {} unless the purpose is "train".
         longest_sequence: most tokens of a prompt with its response that every server holds.
+        reference: of the KL, where the trainer does not have it itself.
     """
 
     rollouts: RolloutPool
@@ -66,6 +68,7 @@ class Session:
     objective: dict[str, Any]
     longest_sequence: int
     cluster: LocalCluster | None = None
+    reference: Reference | None = None
 
     def __init__(
         self,
@@ -195,7 +198,7 @@ class Session:
         Raises:
             FailedPreconditionError: as generate() does, or a rollout server has no junior.
         """
-        ask = functools.partial(self.rollouts.score, senior=senior)
+        ask = functools.partial(self.rollouts.score, senior=senior, junior=True)
         return self._answered(sequences, ask, _scored_by, expected)
 
     def _answered(
@@ -245,11 +248,15 @@ class Session:
         if self.uses_critic:
             with self.critic() as critic:
                 models["critic"] = critic.info().server.model
-        return {
+        record = {
             "models": {name: _model_record(model) for name, model in models.items()},
             "junior_version": rollout.junior_version or None,
             "tandem": tandem_record(rollout.tandem),
         }
+        if isinstance(self.reference, ServerReference):
+            record["models"]["reference"] = _model_record(self.reference.model)
+            record["reference_weights"] = message_record(self.reference.weights)
+        return record
 
     def _close(self, error: BaseException | None) -> None:
         with self._stack:
@@ -270,6 +277,7 @@ class Session:
                 preflight.check_overlong_buffer(settings)
             with problems.collect():
                 preflight.check_kl(settings)
+            self._connect_reference(problems)
             for obstacle in obstacles(settings):
                 self.note(f"warning: this run cannot learn: {obstacle}")
         self.objective = {}
@@ -334,6 +342,22 @@ class Session:
             )
         return left
 
+    def _connect_reference(self, problems: Problems) -> None:
+        """Opens the rollout server that is the reference, if one is: not one of a cluster."""
+        address = self.settings.reference_address
+        if address is None:
+            return
+        timeout = self.settings.servers.timeout_seconds
+        client = self._stack.enter_context(RolloutClient(address, timeout_seconds=timeout))
+        with problems.collect():
+            info = client.info()
+            server = RolloutPool([client], [info.max_queue])
+            self._stack.callback(server.close)
+            model = info.server.model
+            self.reference = ServerReference(server, model, client.weights_version())
+            if hasattr(self, "codec"):
+                preflight.check_vocabulary(self.codec, model, f"the reference at {address}")
+
     def _start(self, settings: ClusterSettings) -> ServersSettings:
         cluster = LocalCluster(settings, on_progress=self.note)
         self.cluster = self._stack.enter_context(cluster)
@@ -366,15 +390,25 @@ class Session:
             preflight.check_sizes(self.settings, self.purpose, trainer.max_samples, max_queue)
         models = {f"the trainer at {servers.trainer}": trainer.server.model}
         modes = preflight.modes_in(self.settings, self.purpose)
-        for address, info in zip(servers.rollout, rollouts, strict=True):
-            whose = f"the rollout server at {address}"
+        named = {
+            f"the rollout server at {address}": info
+            for address, info in zip(servers.rollout, rollouts, strict=True)
+        }
+        for whose, info in named.items():
             models[whose] = info.server.model
             with problems.collect():
                 preflight.check_modes(modes, info, whose)
         if self.uses_critic:
             with problems.collect(), self.critic() as critic:
                 models[f"the critic at {self.critic_address}"] = critic.info().server.model
-        self.longest_sequence = min(model.max_model_len for model in models.values())
+        if self.settings.reference == "junior" and self.purpose == "train":
+            self.reference = JuniorReference(self.rollouts)
+            with problems.collect():
+                preflight.check_same_junior(named)
+        lengths = [model.max_model_len for model in models.values()]
+        if isinstance(self.reference, ServerReference):
+            lengths.append(self.reference.model.max_model_len)
+        self.longest_sequence = min(lengths)
         for field, data in (("data", "data"), ("eval.data", "eval_data")):
             if (dataset := getattr(self, data, None)) is not None:
                 with problems.collect():
@@ -389,7 +423,7 @@ class Session:
 
     def _objective_in_force(self) -> dict[str, Any]:
         try:
-            return message_record(self.trainer.check_objective(given(self.settings.objective)))
+            return message_record(self.trainer.check_objective(self.settings.policy_objective()))
         except RpcError as error:
             raise preflight.named_objective(error) from error
 

@@ -62,6 +62,12 @@ def _is_pattern(text: str) -> str:
     return text
 
 
+def _is_reference(text: str) -> str:
+    if text not in ("trainer", "junior") and not re.fullmatch(r"\S+:\d+", text):
+        raise ValueError(f"must be trainer, junior or HOST:PORT, not {text!r}")
+    return text
+
+
 Text = Annotated[str, Field(min_length=1)]
 # Path("") would be the working directory.
 NonEmptyPath = Annotated[Path, BeforeValidator(_not_empty)]
@@ -230,6 +236,8 @@ def _objective_settings() -> type[Settings]:
     }
     fields: dict[str, Any] = {}
     for field in PolicyObjective.DESCRIPTOR.fields:
+        if field.name == "reference_logprobs":
+            continue  # Follows from the run's `reference`.
         if field.enum_type is None:
             kind = types[field.type]
         else:
@@ -400,6 +408,10 @@ class RunSettings(Settings):
     sampling: SamplingSettings = SamplingSettings()
     tandem: TandemSettings = TandemSettings()
     objective: ObjectiveSettings = ObjectiveSettings()
+    # Whose log-probabilities the KL of objective.kl_coefficient compares with. trainer: its own
+    # reference_model. junior: the frozen junior of the rollout servers. HOST:PORT: the senior of a
+    # rollout server that no trainer publishes to.
+    reference: Annotated[str, AfterValidator(_is_reference)] = "trainer"
     # Adapt objective.kl_coefficient, which is then what the run begins with.
     kl_control: KlControlSettings | None = None
     sft: SftSettings = SftSettings()
@@ -408,6 +420,16 @@ class RunSettings(Settings):
     # Also record, for every token, the log-probability under the model that did not write it.
     # On by default: the loss reads the senior's log-probability of junior-written tokens.
     return_other_logprobs: bool = True
+
+    @property
+    def reference_address(self) -> str | None:
+        """Of the rollout server that is the reference, if one is."""
+        return self.reference if ":" in self.reference else None
+
+    def policy_objective(self) -> dict[str, Any]:
+        """The fields of PolicyObjective that a run sends with its steps."""
+        source = {} if self.reference == "trainer" else {"reference_logprobs": "provided"}
+        return given(self.objective) | source
 
     def derived(self) -> dict[str, int]:
         """The sizes that follow from the settings; shown by --dry-run."""

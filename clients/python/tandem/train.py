@@ -24,7 +24,6 @@ from tandem.metrics import StepClock, step_line
 from tandem.requests import PolicySample, SupervisedSample
 from tandem.run_dir import RunDirectory
 from tandem.session import Session
-from tandem.settings import given
 from tandem.start import start_run
 from tandem.trainer.v1 import trainer_pb2
 from tandem.types.v1 import server_pb2
@@ -51,6 +50,9 @@ def train(
             _tell_failures(session, run, step, drawn)
             _tell_missing(session, run, step, drawn)
             samples, kl_coefficient = _samples(drawn.kept), loop.kl_coefficient
+            if session.reference is not None and samples:
+                with clock.phase("reference"):
+                    samples = session.reference.added_to(samples)
             with clock.phase("train"):
                 report = _train_step(session, run, step, samples, loop.weights, kl_coefficient)
             loop.require_critic(report)
@@ -95,7 +97,7 @@ def _train_step(
         run_id=run.run_id,
         step=step,
         expected_version=weights.version,
-        objective=given(session.settings.objective) | {"kl_coefficient": kl_coefficient},
+        objective=session.settings.policy_objective() | {"kl_coefficient": kl_coefficient},
         request_id=f"{run.run_id}/{step}",
     )
     return reply.report

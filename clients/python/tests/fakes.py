@@ -71,8 +71,10 @@ class FakeWorld:
         self.on_samples = lambda samples: None  # called with those of a TrainStep
         self.metrics_of = lambda header: {}  # more metrics of a TrainStep's report
         self.has_junior = True
+        self.junior_version = "j"
         self.sentence_boundaries = [7]
         self.scores = 0  # calls of Score
+        self.score_temperatures = []  # of every Score
         self.logprob = {"senior": lambda token: -1.0, "junior": lambda token: -2.0}  # in Score
         self.unsaved = False  # whether the trainer holds updates that no checkpoint has
         self.loads = []  # path of every LoadCheckpoint, "" for the base model
@@ -109,7 +111,7 @@ class FakeRollout(rollout_pb2_grpc.RolloutServiceServicer, weights_pb2_grpc.Weig
         )
         if self.world.has_junior:
             self.world.describe(reply.junior)
-            reply.junior_version = "j"
+            reply.junior_version = self.world.junior_version
         reply.server.role = "rollout"
         self.world.describe(reply.server.model)
         reply.server.model.path = self.model_path
@@ -160,6 +162,7 @@ class FakeRollout(rollout_pb2_grpc.RolloutServiceServicer, weights_pb2_grpc.Weig
     def Score(self, request, context):
         self.world.enter("Score", context)
         self.world.scores += 1
+        self.world.score_temperatures.append(request.temperature)
         self.world.on_batch()
         reply = rollout_pb2.ScoreResponse(
             weights=weights(self.world.published, self.world.served_digest)

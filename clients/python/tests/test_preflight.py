@@ -10,7 +10,7 @@ import yaml
 from commands import tandem
 
 from tandem import preflight, settings
-from tandem.errors import ConfigError, ProblemsError, ServerStartError
+from tandem.errors import ConfigError, ProblemsError, ServerStartError, UnavailableError
 from tandem.session import Session
 from tandem.settings import RunSettings
 from tandem.text import TextCodec
@@ -182,8 +182,9 @@ def test_a_step_that_the_servers_cannot_take_is_refused(load, world, purpose, ov
 @pytest.mark.parametrize(
     ("overrides", "says"),
     [
-        (["kl_control={}"], "kl_control: adapts objective.kl_coefficient, which is not set or 0"),
-        (["kl_control={}", "objective.kl_coefficient=0"], "kl_control: adapts objective"),
+        (["kl_control={}"], "kl_control: is for a KL, and objective.kl_coefficient is not set"),
+        (["kl_control={}", "objective.kl_coefficient=0"], "kl_control: is for a KL"),
+        (["reference=junior"], "reference: is for a KL, and objective.kl_coefficient is not set"),
         (
             ["kl_control={horizon: 5}", "objective.kl_coefficient=0.1"],
             "kl_control.horizon: 5 responses, a step alone has 6",
@@ -194,6 +195,45 @@ def test_a_kl_that_the_objective_does_not_have_is_refused(load, overrides, says)
     assert says in problems(load(*overrides))
     with Session(load(*overrides), purpose="sft"):
         pass  # It has no KL.
+
+
+def test_a_reference_that_the_trainer_publishes_to_is_refused(load):
+    [address] = load().servers.rollout
+    said = problems(load(f"reference={address}", "objective.kl_coefficient=0.1"))
+    assert said.startswith(f"reference: {address} is one of servers.rollout")
+
+
+def test_a_reference_that_does_not_answer_is_named_before_a_cluster_starts(load, cluster):
+    run = load(cluster, "reference='127.0.0.1:1'", "objective.kl_coefficient=0.1")
+    with pytest.raises(UnavailableError, match=r"127\.0\.0\.1:1"), Session(run, dry_run=True):
+        pass
+
+
+def test_a_reference_with_another_vocabulary_is_refused(load, tmp_path):
+    other = fakes.FakeWorld()
+    other.vocabulary_digest = "0" * 32
+    with fakes.serve(other) as address:
+        said = problems(load(f"reference='{address}'", "objective.kl_coefficient=0.1"))
+    assert f"is not the tokenizer of the reference at {address}" in said
+
+
+def test_the_junior_is_a_reference_where_every_rollout_server_has_the_same(load, world, cluster):
+    asked = ["reference=junior", "objective.kl_coefficient=0.1"]
+    with Session(load(*asked)):
+        pass
+    said = problems(load(cluster, *asked))
+    assert said == "reference: junior: cluster.rollout.0 has no junior"
+    [address] = load().servers.rollout
+    other = fakes.FakeWorld()
+    other.junior_version = "another"
+    with fakes.serve(other) as second:
+        both = f"servers.rollout=['{address}', '{second}']"
+        said = problems(load(*asked, both))
+    assert "reference: junior: the rollout servers have different juniors" in said
+    assert f"the rollout server at {second} has another" in said
+    world.has_junior = False
+    said = problems(load(*asked))
+    assert said == f"reference: junior: the rollout server at {address} has no junior"
 
 
 def test_a_cluster_is_checked_before_it_starts(load, cluster):

@@ -64,6 +64,8 @@ def test_later_overrides_win_and_values_are_yaml(file):
         ("eval.modes=[duo]", "eval.modes.0: Input should be 'solo', 'handoff' or 'legibility'"),
         ("eval.modes=[solo, solo]", "eval: a mode is listed twice"),
         ("batch.samples_per_prompt=2147483648", "batch.samples_per_prompt: Input should be less"),
+        ("reference=juinor", "reference: must be trainer, junior or HOST:PORT, not 'juinor'"),
+        ("objective.reference_logprobs=provided", "objective.reference_logprobs: unknown key"),
         ("kl_control.target=0", "kl_control.target: Input should be greater"),
         ("kl_control.horizon=0", "kl_control.horizon: Input should be greater"),
         ("reward.overlong_buffer={}", "reward.overlong_buffer.len: Field required"),
@@ -163,8 +165,19 @@ def test_derived_sizes(file):
 
 def test_an_objective_has_the_fields_of_the_contract(file):
     run = load(file, "objective.aggregation=token_sum", "objective.max_staleness=2")
-    assert list(run.objective.model_dump()) == [f.name for f in PolicyObjective.DESCRIPTOR.fields]
+    fields = [field.name for field in PolicyObjective.DESCRIPTOR.fields]
+    assert [*run.objective.model_dump(), "reference_logprobs"] == sorted(
+        fields, key=lambda name: name == "reference_logprobs"
+    )
     assert settings.given(run.objective) == {"aggregation": "token_sum", "max_staleness": 2}
+
+
+@pytest.mark.parametrize("source", ["junior", "somewhere:7701", "[::1]:7701"])
+def test_a_reference_beside_the_trainer_s_is_provided(file, source):
+    assert load(file).policy_objective() == {}
+    run = load(file, f"reference='{source}'", "objective.kl_coefficient=0.1")
+    assert run.policy_objective() == {"kl_coefficient": 0.1, "reference_logprobs": "provided"}
+    assert run.reference_address == (None if source == "junior" else source)
 
 
 def test_relative_paths_start_at_the_file_that_names_them(tmp_path, monkeypatch):

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from tandem.evaluation.answers import Answers, Evaluation
+from tandem.rollout_pool import response_to_score
 from tandem.session import Session
 from tandem.stats import clustered_mean
 from tandem.types.v1 import server_pb2
@@ -25,14 +26,7 @@ def legibility(
     flat = [one for group in answers for one in group]
     # What was drawn at temperature 1, and greedily, was recorded at temperature 1.
     recorded = flat[0].sampling.temperature in (0.0, 1.0)
-    scores = session.score(
-        [
-            ([*one.prompt_token_ids, *one.response_token_ids], len(one.prompt_token_ids))
-            for one in flat
-        ],
-        weights,
-        senior=not recorded,
-    )
+    scores = session.score([response_to_score(one) for one in flat], weights, senior=not recorded)
     own = [
         from_tensor(one.author_logprobs) if scored.senior is None else scored.senior
         for one, scored in zip(flat, scores, strict=True)

@@ -1,0 +1,104 @@
+"""The reference policy of the KL, where a rollout server knows it (`reference` of a run)."""
+
+from __future__ import annotations
+
+import dataclasses
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+import grpc
+import numpy as np
+
+from tandem.errors import FailedPreconditionError
+from tandem.requests import PolicySample
+from tandem.rollout_pool import RolloutPool, response_to_score
+from tandem.types.v1 import server_pb2, trajectory_pb2
+from tandem.wire import from_tensor
+
+
+class Reference(ABC):
+    """Gives the log-probabilities that the trainer compares with."""
+
+    @abstractmethod
+    def logprobs(self, responses: Sequence[trajectory_pb2.Trajectory]) -> list[np.ndarray]:
+        """float32 [L] of every response, at the temperature of its own log-probabilities."""
+
+    def added_to(self, samples: Sequence[PolicySample]) -> list[PolicySample]:
+        """The samples with their reference_logprobs."""
+        logprobs = self.logprobs([sample.trajectory for sample in samples])
+        return [
+            dataclasses.replace(sample, reference_logprobs=own)
+            for sample, own in zip(samples, logprobs, strict=True)
+        ]
+
+
+class JuniorReference(Reference):
+    """The frozen junior of the run's own rollout servers."""
+
+    def __init__(self, rollouts: RolloutPool) -> None:
+        self._rollouts = rollouts
+
+    def logprobs(self, responses: Sequence[trajectory_pb2.Trajectory]) -> list[np.ndarray]:
+        """As recorded with the responses; asked for where they were not."""
+        if all(one.HasField("other_logprobs") for one in responses):
+            return [_recorded(one) for one in responses]
+        scored = self._rollouts.score(
+            [response_to_score(one) for one in responses],
+            junior=True,
+            temperature=_temperature(responses),
+        )
+        return [one.junior for one in scored]
+
+
+class ServerReference(Reference):
+    """The senior of a rollout server that no trainer publishes to.
+
+    Attributes:
+        model: what it is.
+        weights: what it must hold as long as the run lasts.
+    """
+
+    def __init__(
+        self,
+        server: RolloutPool,
+        model: server_pb2.ModelInfo,
+        weights: server_pb2.WeightsVersion,
+    ) -> None:
+        self.model = model
+        self.weights = weights
+        self._server = server
+
+    def logprobs(self, responses: Sequence[trajectory_pb2.Trajectory]) -> list[np.ndarray]:
+        """FailedPreconditionError when the server holds other weights than before."""
+        scored = self._server.score(
+            [response_to_score(one) for one in responses],
+            senior=True,
+            temperature=_temperature(responses),
+        )
+        for one in scored:
+            if one.weights != self.weights:
+                raise self._changed(one.weights)
+        return [one.senior for one in scored]
+
+    def _changed(self, held: server_pb2.WeightsVersion) -> FailedPreconditionError:
+        [client] = self._server.clients
+        return FailedPreconditionError(
+            f"reference: {client.address} holds version {held.version} with digest {held.digest}, "
+            f"the run began with version {self.weights.version} with {self.weights.digest}",
+            code=grpc.StatusCode.FAILED_PRECONDITION,
+            reason="WEIGHTS_DIFFER",
+            hint="does a trainer publish to it, or was it started again with another model?",
+        )
+
+
+def _recorded(response: trajectory_pb2.Trajectory) -> np.ndarray:
+    """The junior's log-probabilities, float32 [L], of a response with those of both models."""
+    senior = np.frombuffer(response.authorship_mask, np.uint8) == 1
+    author, other = from_tensor(response.author_logprobs), from_tensor(response.other_logprobs)
+    return np.where(senior, other, author)
+
+
+def _temperature(responses: Sequence[trajectory_pb2.Trajectory]) -> float:
+    """Of the log-probabilities of a step's responses; those of greedy ones are at 1."""
+    [temperature] = {one.sampling.temperature for one in responses}
+    return temperature or 1.0
