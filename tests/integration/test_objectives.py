@@ -18,13 +18,14 @@ RECIPES = sorted(re.findall(r"\(\.\./(examples/recipes/\w+)\.yaml\)", PAGE))
 
 
 def objectives() -> Iterator[tuple[str, dict[str, Any]]]:
-    """Those of the recipes, by file, and of the blocks of YAML, by the first word above them."""
+    """Those of the recipes, by file, and the blocks of YAML, by the first word above them: sections
+    of a run."""
     for recipe in RECIPES:
         values = yaml.safe_load((harness.REPOSITORY / f"{recipe}.yaml").read_text())
         if "objective" in values:
-            yield Path(recipe).name, values["objective"]
+            yield Path(recipe).name, {"objective": values["objective"]}
     for name, block in re.findall(r"^([\w.+]+)[^\n]*\n```yaml\n(.*?)```", PAGE, re.S | re.M):
-        yield name, yaml.safe_load(block)["objective"]
+        yield name, yaml.safe_load(block)
 
 
 OBJECTIVES = list(objectives())
@@ -34,11 +35,14 @@ OBJECTIVES = list(objectives())
 def trio(
     models: harness.Models, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[LocalCluster]:
-    """All servers, the trainer with a reference model."""
+    """All servers, the trainer with a reference model and the junior."""
     with harness.cluster(
         tmp_path_factory.mktemp("trio"),
         models,
-        trainer={"reference_model": str(models.senior)},
+        trainer={
+            "reference_model": str(models.senior),
+            "junior_model": str(models.junior),
+        },
         critic={},
     ) as running:
         yield running
@@ -49,25 +53,35 @@ def test_the_page_names_every_recipe() -> None:
     assert [Path(recipe).name for recipe in RECIPES] == sorted(
         {file.stem for file in files} - {"cluster"}
     )
-    assert [name for name, _ in OBJECTIVES[len(RECIPES) - 1 :]] == ["PPO", "MIS"]
-    assert PAGE.count("```yaml") == 2
+    blocks = ["PPO", "MIS", "RLHF", "Distillation"]
+    assert [name for name, _ in OBJECTIVES[len(RECIPES) - 1 :]] == blocks
+    assert PAGE.count("```yaml") == len(blocks)
 
 
-@pytest.mark.parametrize(("name", "objective"), OBJECTIVES, ids=[name for name, _ in OBJECTIVES])
+@pytest.mark.parametrize(("name", "sections"), OBJECTIVES, ids=[name for name, _ in OBJECTIVES])
 def test_an_objective_of_the_page_trains(
     trio: LocalCluster,
     models: harness.Models,
     tmp_path: Path,
     name: str,
-    objective: dict[str, Any],
+    sections: dict[str, Any],
 ) -> None:
     """Two steps of it, with a loss that is a number and a gradient that is not 0."""
-    config = harness.run_settings(
-        tmp_path, models, trio, steps=2, objective=objective, start_from="served"
-    )
+    config = harness.run_settings(tmp_path, models, trio, steps=2, start_from="served", **sections)
     steps = harness.json_lines(harness.run_training(config) / "metrics.jsonl")
     assert [step["step"] for step in steps] == [1, 2]
+    objective = sections["objective"]
+    updates = objective.get("num_mini_batches", 1) * objective.get("num_epochs", 1)
     for step in steps:
+        assert step["policy/updates"] == updates
         assert math.isfinite(step["loss/total"])
         assert step["policy/grad_norm"] > 0
-        assert abs(step["policy/mean_ratio"] - 1) < 1e-5, name  # the rollout is fresh
+        if updates == 1:
+            assert abs(step["policy/mean_ratio"] - 1) < 1e-5, name  # the rollout is fresh
+        has = {
+            "reward/kl_penalty": objective.get("kl_placement") == "reward",
+            "policy/kl_coefficient": "kl_coefficient" in objective,
+            "loss/junior_kl": "junior_kl_coefficient" in objective,
+            "time/reference_seconds": "reference" in sections,
+        }
+        assert {key: step[key] is not None for key in has} == has
