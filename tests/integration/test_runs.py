@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import subprocess
 import sys
 
 import harness
+import numpy as np
 import pytest
 from harness import metrics_without_clock, wait_until
 from tandem import settings
@@ -96,6 +98,34 @@ def test_a_run_goes_on_from_another_on_servers_that_have_done_more(fresh_pair, m
     assert again[0]["policy/learning_rate"] == whole[1]["policy/learning_rate"]
     served = run_on(fresh_pair, models, tmp_path / "served", steps=1, start_from="served")
     assert [line["version/senior"] for line in served] == [3]
+
+
+@pytest.mark.parametrize("placement", ["loss", "reward"])
+def test_a_kl_coefficient_that_adapts_goes_on_with_its_bits(
+    fresh_pair, models, tmp_path, placement
+):
+    objective = {"kl_coefficient": 0.1, "kl_estimator": "k1", "num_epochs": 2}
+    changes = {
+        "objective": objective | {"kl_placement": placement},
+        "reference": "junior",
+        "kl_control": {"target": 8.0, "horizon": 20},
+    }
+    whole = run_on(fresh_pair, models, tmp_path / "whole", steps=4, **changes)
+    run_on(fresh_pair, models, tmp_path / "parted", steps=2, **changes)
+    parted = run_on(fresh_pair, models, tmp_path / "parted", steps=4, resume=True, **changes)
+    assert parted == whole
+    coefficients = [line["policy/kl_coefficient"] for line in whole]
+    assert coefficients[0] == 0.1
+    for line, following in itertools.pairwise(whole):
+        # Of each of the 12 responses; the trainer counts its tokens in both epochs.
+        kl = line["policy/kl_to_ref"] * line["policy/weighted_tokens"] / 2 / 12
+        if placement == "reward":
+            taken = line["policy/kl_coefficient"] * kl
+            assert line["reward/kl_penalty"] == pytest.approx(taken, rel=1e-9)
+        off = np.clip(kl / 8.0 - 1, -0.2, 0.2)
+        assert off != 0
+        expected = line["policy/kl_coefficient"] * (1 + off * 12 / 20)
+        assert following["policy/kl_coefficient"] == pytest.approx(expected, rel=1e-12)
 
 
 def test_evaluations_go_back_and_forth_and_one_that_fails_breaks_nothing(
