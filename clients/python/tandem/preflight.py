@@ -77,6 +77,9 @@ def check_sizes(settings: RunSettings, purpose: str, max_samples: int, max_queue
         raise ConfigError(
             f"{field}: a step has {samples:,} samples, the trainer's max_samples is {max_samples:,}"
         )
+    parts = settings.objective.num_mini_batches or 1
+    if purpose == "train" and parts > samples:
+        raise ConfigError(f"objective.num_mini_batches: {parts:,}, a step has {samples:,} samples")
     asked = {"eval.samples": settings.eval.samples}
     if purpose == "train":
         asked["batch.samples_per_prompt"] = batch.samples_per_prompt

@@ -170,6 +170,7 @@ def test_the_digest_of_a_vocabulary_is_that_of_the_contract(tmp_path):
     [
         ("train", "batch.samples_per_prompt=20", "batch.samples_per_prompt: the 20 samples"),
         ("train", "batch.prompts_per_step=40", "batch: a step has 80 samples"),
+        ("train", "objective.num_mini_batches=7", "objective.num_mini_batches: 7, a step has 6 sa"),
         ("sft", "sft.batch_size=65", "sft.batch_size: a step has 65 samples"),
         ("eval", "eval.samples=17", "eval.samples: the 17 samples"),
     ],
