@@ -91,7 +91,7 @@ class StepDisplay:
     def step(self, line: Mapping[str, Any]) -> None:
         """Shows one line of metrics.jsonl."""
         self._output.json_line(line)
-        for phase in ("generate", "reward", "train", "publish"):
+        for phase in ("generate", "reward", "reference", "train", "publish"):
             seconds = line.get(f"time/{phase}_seconds") or 0.0
             self._seconds[phase] = self._seconds.get(phase, 0.0) + seconds
         done = line["step"] - self._first_step + 1
@@ -131,9 +131,11 @@ class StepDisplay:
         """Who waited for whom: the share of the time in which each side worked."""
         total = max(1e-9, sum(self._seconds.values()))
         share = {name: f"{seconds / total:.0%}" for name, seconds in self._seconds.items()}
+        asked = self._seconds.get("reference", 0.0) > 0
+        reference = f"reference {share['reference']} (the trainer waits), " if asked else ""
         return (
             f"generate {share.get('generate', '0%')} (the trainer waits), "
-            f"reward {share.get('reward', '0%')} (both wait), "
+            f"reward {share.get('reward', '0%')} (both wait), {reference}"
             f"train {share.get('train', '0%')} (the rollout servers wait), "
             f"publish {share.get('publish', '0%')}"
         )

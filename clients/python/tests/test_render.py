@@ -246,6 +246,9 @@ def test_steps_are_plain_lines_without_a_terminal():
     assert "0.500" in values
     assert "6s" in values
     assert "train 75%" in display.waiting()
+    assert "reference" not in display.waiting()
+    display.step(line | {"step": 2, "time/reference_seconds": 2.0})
+    assert "reference 22% (the trainer waits), train 67%" in display.waiting()
 
 
 def test_the_rate_of_a_resumed_run_is_of_its_own_steps():
