@@ -24,7 +24,8 @@ class SavedState:
         digest: of the senior's weights; None if an earlier release saved them.
         examples_drawn: how many examples of the data the run had drawn until then; None if an
             earlier release saved it, which drew the same number in every step.
-        kl_coefficient: that the next step begins with; None unless `kl_control` changes it.
+        kl_coefficient: that the next step begins with where `kl_control` adapts it; None without a
+            KL, or if an earlier release saved it.
     """
 
     step: int
