@@ -291,7 +291,7 @@ def test_a_tokenizer_of_another_model_is_refused(fresh_pair, models, tmp_path):
 
 
 MISTAKES = [
-    ({"objective": {"junior_kl_coefficient": 0.1}}, r"objective\.junior_kl_coefficient: "),
+    ({"objective": {"junior_kl_coefficient": 0.1}}, r"objective\.junior_kl_kind: needs the junior"),
     ({"objective": {"clip_ratio_low": -1.0}}, r"objective\.clip_ratio_low: "),
     ({"batch": {"samples_per_prompt": 5000}}, r"max_samples is 4,096"),
 ]

@@ -31,7 +31,7 @@ print("# Memory that this configuration needs:")
 if "--check-objective" in sys.argv:
     objective = json.loads(sys.argv[sys.argv.index("--check-objective") + 1])
     if objective.get("junior_kl_coefficient"):
-        bad("policy.junior_kl_coefficient: not there yet")
+        bad("policy.junior_kl_kind: needs the junior")
     print(json.dumps({{"clip_ratio_low": 0.25}} | objective))
 """
 
@@ -67,7 +67,7 @@ def problems(config, **options):
 def test_every_problem_is_named_at_once(load, world, tmp_path):
     world.max_samples = 5
     world.objective_failure = fakes.error_status(
-        12, "policy.junior_kl_coefficient: not there yet", field="policy.junior_kl_coefficient"
+        9, "policy.junior_kl_kind: needs the junior", field="policy.junior_kl_kind"
     )
     said = problems(
         load(
@@ -80,7 +80,7 @@ def test_every_problem_is_named_at_once(load, world, tmp_path):
     assert f"data.jsonl: {tmp_path / 'nothing.jsonl'}: No such file" in said
     assert f"eval.data.jsonl: {tmp_path / 'none.jsonl'}: No such file" in said
     assert "no_such_module" in said
-    assert "  - objective.junior_kl_coefficient: not there yet" in said
+    assert "  - objective.junior_kl_kind: needs the junior" in said
     assert "batch: a step has 6 samples, the trainer's max_samples is 5" in said
 
 
@@ -248,7 +248,7 @@ def test_a_cluster_is_checked_before_it_starts(load, cluster):
     )
     assert said == "cluster.trainer: typo: unknown key"
     said = problems(load(cluster, "objective.junior_kl_coefficient=0.1", "cluster.rollout.typo=1"))
-    assert "  - objective.junior_kl_coefficient: not there yet" in said
+    assert "  - objective.junior_kl_kind: needs the junior" in said
     assert "  - cluster.rollout.0: typo: unknown key" in said
     assert "eval.samples: the 17" in problems(load(cluster, "eval.samples=17"))
 
