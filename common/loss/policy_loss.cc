@@ -178,6 +178,10 @@ absl::StatusOr<PolicyLossEvaluator> PolicyLossEvaluator::Create(const PolicyLoss
     TANDEM_RETURN_IF_ERROR(CheckLength("behaviour", tokens.behaviour.size(), rows));
     TANDEM_RETURN_IF_ERROR(CheckLength("authorship", tokens.authorship.size(), rows));
   }
+  if (!tokens.importance_weights.empty()) {
+    TANDEM_RETURN_IF_ERROR(
+        CheckLength("importance_weights", tokens.importance_weights.size(), rows));
+  }
   if (!tokens.log_keep_mass.empty()) {
     TANDEM_RETURN_IF_ERROR(CheckLength("log_keep_mass", tokens.log_keep_mass.size(), rows));
   }
@@ -202,9 +206,9 @@ double PolicyLossEvaluator::OldLogprob(size_t row, double logprob) const {
 // Of the policy term; a constant for the gradient.
 double PolicyLossEvaluator::ImportanceWeight(size_t row, double logprob) const {
   if (options_.importance_sampling_cap == 0) return 1;
+  if (!tokens_->importance_weights.empty()) return tokens_->importance_weights[row];
   if (weighs_sequences()) return sequence_weights_[row];
-  return BoundedImportanceWeight(options_, LogWeight(*tokens_, row, OldLogprob(row, logprob))) /
-         tokens_->importance_weight_mean;
+  return BoundedImportanceWeight(options_, LogWeight(*tokens_, row, OldLogprob(row, logprob)));
 }
 
 PolicyLossEvaluator::Term PolicyLossEvaluator::PolicyTerm(size_t row, double logprob) const {
@@ -229,7 +233,7 @@ void PolicyLossEvaluator::WeighSequence(size_t begin, absl::Span<const double> l
     log_weight += LogWeight(*tokens_, row, OldLogprob(row, logprobs[i]));
   }
   std::fill_n(sequence_weights_.begin() + static_cast<int64_t>(begin), logprobs.size(),
-              BoundedImportanceWeight(options_, log_weight) / tokens_->importance_weight_mean);
+              BoundedImportanceWeight(options_, log_weight));
 }
 
 // The loss depends on the log-probs of a sequence by its ratio alone, of whose logarithm each is

@@ -96,8 +96,8 @@ struct PolicyTokens {
   std::vector<uint8_t> authorship = {};    // 1 senior, 0 junior
   // Rows of each sequence, in order, sum N; for what needs_sequences().
   std::vector<int64_t> sequence_rows = {};
-  // Importance weights are divided by it.
-  double importance_weight_mean = 1;
+  // Of the policy terms; empty: what options, old_logprobs and behaviour say.
+  std::vector<double> importance_weights = {};
 };
 
 // log of the importance weight old / q of a row, which has an old log-probability.
@@ -176,7 +176,7 @@ class PolicyLossEvaluator {
   PolicyLossEvaluator(const PolicyLossOptions& options, const PolicyTokens& tokens)
       : options_(options), tokens_(&tokens) {}
   bool weighs_sequences() const {
-    return options_.importance_sampling_cap > 0 &&
+    return options_.importance_sampling_cap > 0 && tokens_->importance_weights.empty() &&
            options_.importance_sampling_level == ImportanceSamplingLevel::kSequence;
   }
   double OldLogprob(size_t row, double logprob) const;

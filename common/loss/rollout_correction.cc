@@ -72,25 +72,29 @@ std::vector<uint8_t> KeptRows(const RejectionOptions& options, const PolicyToken
   return kept;
 }
 
-double MeanImportanceWeight(const PolicyLossOptions& options, const PolicyTokens& tokens) {
+std::vector<double> ImportanceWeights(const PolicyLossOptions& options, const PolicyTokens& tokens,
+                                      bool normalize) {
+  const bool by_token = options.importance_sampling_level == ImportanceSamplingLevel::kToken;
+  std::vector<double> weights;
   double sum = 0, count = 0;
-  size_t row = 0;
   for (const int64_t rows : tokens.sequence_rows) {
-    double log_weight = 0;
-    for (int64_t i = 0; i < rows; ++i, ++row) {
-      const double own = LogImportanceWeight(tokens, row);
-      log_weight += own;
-      if (options.importance_sampling_level == ImportanceSamplingLevel::kToken) {
-        sum += BoundedImportanceWeight(options, own);
-        ++count;
-      }
+    if (rows == 0) continue;
+    std::vector<double> logs;
+    for (int64_t i = 0; i < rows; ++i) {
+      logs.push_back(LogImportanceWeight(tokens, weights.size() + static_cast<size_t>(i)));
     }
-    if (options.importance_sampling_level == ImportanceSamplingLevel::kSequence && rows > 0) {
-      sum += BoundedImportanceWeight(options, log_weight);
-      ++count;
+    const double whole =
+        BoundedImportanceWeight(options, std::accumulate(logs.begin(), logs.end(), 0.0));
+    for (const double own : logs) {
+      weights.push_back(by_token ? BoundedImportanceWeight(options, own) : whole);
+      if (by_token) sum += weights.back();
     }
+    if (!by_token) sum += whole;
+    count += by_token ? static_cast<double>(rows) : 1;
   }
-  return count > 0 ? sum / count : 1;
+  if (!normalize || sum == 0) return weights;
+  for (double& weight : weights) weight *= count / sum;
+  return weights;
 }
 
 }  // namespace tandem::loss

@@ -33,9 +33,10 @@ absl::Status CheckRejectionOptions(const RejectionOptions& options);
 // 1 for rows that are kept, [N]. Needs old_logprobs, behaviour and sequence_rows.
 std::vector<uint8_t> KeptRows(const RejectionOptions& options, const PolicyTokens& tokens);
 
-// Mean of the bounded importance weights of the rows, or of the sequences that have rows (by
-// importance_sampling_level). Needs the same.
-double MeanImportanceWeight(const PolicyLossOptions& options, const PolicyTokens& tokens);
+// The bounded importance weights of the rows, [N]; `normalize` divides them by their mean, of rows
+// or of the sequences that have rows (by importance_sampling_level). Needs the same.
+std::vector<double> ImportanceWeights(const PolicyLossOptions& options, const PolicyTokens& tokens,
+                                      bool normalize);
 
 }  // namespace tandem::loss
 

@@ -72,34 +72,45 @@ TEST(RolloutCorrectionTest, WhatCannotBeIsRefusedByName) {
   EXPECT_EQ(path({.level = RejectionLevel::kSequenceMax, .upper = 1}), "rejection_estimator");
 }
 
-TEST(RolloutCorrectionTest, TheMeanWeightIsOfTokensOrOfSequences) {
+TEST(RolloutCorrectionTest, WeightsMayHaveTheMeanOneOfTokensOrOfSequences) {
   const PolicyTokens tokens = Tokens();
   PolicyLossOptions options{.importance_sampling_cap = 2};
-  EXPECT_NEAR(MeanImportanceWeight(options, tokens),
-              (std::exp(0.1) + std::exp(-0.5) + 2 + std::exp(0.3) + std::exp(-0.2)) / 5, 1e-12);
-  options.importance_sampling_level = ImportanceSamplingLevel::kSequence;
-  EXPECT_NEAR(MeanImportanceWeight(options, tokens), (2 + std::exp(0.1)) / 2, 1e-12);
-  EXPECT_EQ(MeanImportanceWeight(options, {}), 1);
-
-  // The evaluator divides by it.
-  PolicyTokens weighted = tokens;
-  weighted.advantages = weighted.scales = std::vector<double>(5, 1.0);
-  weighted.authorship.assign(5, 1);
-  const std::vector<double> entropies(5, 0.0);
-  const auto loss = [&](double mean) {
-    weighted.importance_weight_mean = mean;
-    auto evaluator = PolicyLossEvaluator::Create(options, weighted).value();
-    std::vector<double> c(5), e(5);
-    EXPECT_TRUE(
-        evaluator
-            .Evaluate(0, weighted.old_logprobs, entropies, absl::MakeSpan(c), absl::MakeSpan(e))
-            .ok());
-    return evaluator.Metrics().loss_policy;
+  const auto expect = [&](bool normalize, double mean, const std::vector<double>& expected) {
+    const std::vector<double> weights = ImportanceWeights(options, tokens, normalize);
+    ASSERT_EQ(weights.size(), expected.size());
+    for (size_t row = 0; row < weights.size(); ++row) {
+      EXPECT_NEAR(weights[row], expected[row] / mean, 1e-12) << row;
+    }
   };
-  EXPECT_NEAR(loss(1), -(3 * 2 + 2 * std::exp(0.1)), 1e-12);
-  EXPECT_NEAR(loss(4), loss(1) / 4, 1e-12);
-  options.importance_sampling_level = ImportanceSamplingLevel::kToken;
-  EXPECT_NEAR(loss(4), loss(1) / 4, 1e-12);
+  const std::vector<double> each = {std::exp(0.1), std::exp(-0.5), 2, std::exp(0.3),
+                                    std::exp(-0.2)};
+  expect(false, 1, each);
+  expect(true, (each[0] + each[1] + each[2] + each[3] + each[4]) / 5, each);
+  options.importance_sampling_level = ImportanceSamplingLevel::kSequence;
+  const double second = std::exp(0.1);
+  expect(false, 1, {2, 2, 2, second, second});
+  expect(true, (2 + second) / 2, {2, 2, 2, second, second});
+  EXPECT_TRUE(ImportanceWeights(options, {}, true).empty());
+}
+
+TEST(RolloutCorrectionTest, TheEvaluatorTakesGivenWeights) {
+  PolicyTokens tokens = Tokens();
+  tokens.advantages = tokens.scales = std::vector<double>(5, 1.0);
+  tokens.authorship.assign(5, 1);
+  tokens.importance_weights = {1, 2, 3, 4, 0};
+  const PolicyLossOptions options{.importance_sampling_cap = 2,
+                                  .importance_sampling_level = ImportanceSamplingLevel::kSequence};
+  auto evaluator = PolicyLossEvaluator::Create(options, tokens).value();
+  EXPECT_FALSE(evaluator.needs_sequences());
+  std::vector<double> c(5), e(5);
+  const std::vector<double> entropies(5, 0.0);
+  ASSERT_TRUE(
+      evaluator.Evaluate(0, tokens.old_logprobs, entropies, absl::MakeSpan(c), absl::MakeSpan(e))
+          .ok());
+  EXPECT_EQ(c, (std::vector<double>{-1, -2, -3, -4, 0}));
+  EXPECT_EQ(evaluator.Metrics().masked_fraction, 0.2);
+  tokens.importance_weights.pop_back();
+  EXPECT_EQ(FieldPath(PolicyLossEvaluator::Create(options, tokens).status()), "importance_weights");
 }
 
 }  // namespace

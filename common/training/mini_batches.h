@@ -27,7 +27,6 @@ struct MiniBatch {
 
 // INVALID_ARGUMENT "num_mini_batches" or "num_epochs".
 absl::Status CheckUpdateOptions(const UpdateOptions& options);
-absl::Status CheckMiniBatches(const UpdateOptions& options, size_t num_samples);
 
 // The parts of the batch in the order of the samples, as equal as can be: at most one for each
 // sample.

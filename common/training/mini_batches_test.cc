@@ -24,8 +24,6 @@ TEST(MiniBatchesTest, NamesWhatIsOutOfRange) {
     EXPECT_EQ(FieldPath(CheckUpdateOptions({.num_mini_batches = bad})), "num_mini_batches");
     EXPECT_EQ(FieldPath(CheckUpdateOptions({.num_epochs = bad})), "num_epochs");
   }
-  EXPECT_TRUE(CheckMiniBatches({.num_mini_batches = 3}, 3).ok());
-  EXPECT_EQ(FieldPath(CheckMiniBatches({.num_mini_batches = 3}, 2)), "num_mini_batches");
 }
 
 }  // namespace

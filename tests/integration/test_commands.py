@@ -20,11 +20,12 @@ from tandem.schedule import authorship_mask, prompt_seed
 from tokenizers import Tokenizer
 
 # A run with them has every number.
-BOTH_KLS = {
+EVERY_TERM = {
     "kl_coefficient": 0.01,
     "kl_placement": "reward",
     "junior_kl_coefficient": 0.01,
     "junior_kl_kind": "forward_sampled",
+    "rejection_upper": 2.0,
 }
 # For what is sent a signal.
 TANDEM = [sys.executable, "-m", "tandem.cli"]
@@ -43,7 +44,7 @@ def files(models, tmp_path_factory):
         cluster=str(directory / "cluster.yaml"),
         steps=2,
         reference="junior",
-        objective=BOTH_KLS,
+        objective=EVERY_TERM,
     )
     (directory / "run.yaml").write_text(settings.dump(config))
     return directory

@@ -79,6 +79,36 @@ BOTH = {
     "importance_sampling_mode": "mask",
 }
 
+# Of verl's rejections, a bound that takes out some tokens.
+REJECTIONS: dict[str, float | str] = {
+    "token_k1": "0.8_1.2",
+    "token_k2": 0.03,
+    "token_k3": 0.03,
+    "seq_sum_k1": "0.5_2.0",
+    "seq_sum_k2": 0.25,
+    "seq_sum_k3": 0.25,
+    "seq_mean_k1": "0.9_1.1",
+    "seq_mean_k2": 0.03,
+    "seq_mean_k3": 0.03,
+    "seq_max_k2": 0.1,
+    "seq_max_k3": 0.1,
+}
+REJECTION_LEVELS = {"token": "token"} | {
+    f"seq_{name}": f"sequence_{name}" for name in ("sum", "mean", "max")
+}
+
+
+def rejection(option: str, threshold: float | str) -> dict[str, Any]:
+    """The objective that rejects what verl's option does."""
+    level, estimator = option.rsplit("_", 1)
+    bounds = [float(bound) for bound in str(threshold).split("_")]
+    return {
+        "rejection_level": REJECTION_LEVELS[level],
+        "rejection_estimator": estimator,
+        "rejection_upper": bounds[-1],
+    } | ({"rejection_lower": bounds[0]} if len(bounds) > 1 else {})
+
+
 CASES = [
     *(Case(mode, ours | DUAL_CLIP, {"loss_agg_mode": mode}) for mode, ours in AGGREGATIONS.items()),
     *(
@@ -191,11 +221,43 @@ CASES = [
         for level in ("token", "sequence")
         for threshold, bounds in ((1.2, ABOVE), ("0.8_1.2", BOTH))
     ),
+    *(
+        Case(
+            f"rollout_is {level} with the mean 1, and rejection",
+            ABOVE
+            | {"importance_sampling_level": level, "importance_sampling_batch_normalize": True}
+            | rejection("token_k1", REJECTIONS["token_k1"])
+            | DUAL_CLIP,
+            correction={
+                "rollout_is": level,
+                "rollout_is_threshold": 1.2,
+                "rollout_is_batch_normalize": True,
+                "rollout_rs": "token_k1",
+                "rollout_rs_threshold": REJECTIONS["token_k1"],
+            },
+        )
+        for level in ("token", "sequence")
+    ),
+    *(
+        Case(
+            f"rollout_rs {option}",
+            rejection(option, threshold)
+            | {"kl_coefficient": 0.05, "kl_estimator": "k2", "aggregation": "seq_mean_token_mean"}
+            | DUAL_CLIP,
+            {
+                "loss_agg_mode": "seq-mean-token-mean",
+                "use_kl_loss": True,
+                "kl_loss_coef": 0.05,
+                "kl_loss_type": "k2",
+            },
+            correction={"rollout_rs": option, "rollout_rs_threshold": threshold},
+        )
+        for option, threshold in REJECTIONS.items()
+    ),
 ]
 
-# What no objective says, with the reason. Nor these: weights normalized over the batch
-# (rollout_is_batch_normalize); a group of one, whose advantage is its reward there and 0 here;
-# reinforce_plus_plus over the senior's tokens alone.
+# What no objective says, with the reason. Nor these: several rejections at once; a group of one,
+# whose advantage is its reward there and 0 here; reinforce_plus_plus over the senior's tokens alone.
 ESTIMATORS_NOT_HERE = {
     "remax": "the baseline is a greedy response, which the client would draw; `provided` takes it",
     "opo": "a baseline weighted by length",
@@ -215,13 +277,6 @@ LOSSES_NOT_HERE = {
     "dro": "a quadratic penalty of the log-ratio",
 }
 KL_NOT_HERE = {"abs": "no such estimator", "full": "not there in verl either"}
-# rollout_rs: takes tokens out of what a mean divides by and out of the KL.
-REJECTIONS_NOT_HERE = {
-    *("token_k1", "token_k2", "token_k3"),
-    *("seq_sum_k1", "seq_sum_k2", "seq_sum_k3"),
-    *("seq_mean_k1", "seq_mean_k2", "seq_mean_k3"),
-    *("seq_max_k2", "seq_max_k3"),
-}
 
 
 @dataclass
@@ -279,20 +334,20 @@ def policy_loss(
         **case.actor,
     )
     config.global_batch_info["loss_scale_factor"] = config.loss_scale_factor
-    weights = None
+    weights, mask = None, tensors.loss_mask
     if correction is not None and not bypass:
-        proto, _, _ = rollout_corr_helper.compute_rollout_correction_and_rejection_mask(
+        proto, mask, _ = rollout_corr_helper.compute_rollout_correction_and_rejection_mask(
             old_log_prob=tensors.old,
             rollout_log_prob=tensors.behaviour,
             response_mask=tensors.loss_mask,
             **case.correction,
         )
-        weights = proto.batch["rollout_is_weights"]
+        weights = None if proto is None else proto.batch["rollout_is_weights"]
     loss, _ = core_algos.get_policy_loss_fn(case.loss_mode)(
         old_log_prob=tensors.behaviour if bypass else tensors.old,
         log_prob=tensors.log_prob,
         advantages=advantages,
-        response_mask=tensors.loss_mask,
+        response_mask=mask,
         loss_agg_mode=config.loss_agg_mode,
         config=config,
         rollout_is_weights=weights,
@@ -303,7 +358,7 @@ def policy_loss(
         terms.append((config.kl_loss_coef, kl))
     for coefficient, matrix in terms:
         loss = loss + coefficient * core_algos.agg_loss(
-            matrix, tensors.loss_mask, config.loss_agg_mode, **config.global_batch_info
+            matrix, mask, config.loss_agg_mode, **config.global_batch_info
         )
     return loss
 
@@ -331,6 +386,8 @@ def test_loss_and_gradient(comparison: Comparison, case: Case) -> None:
     peer_batch.assert_same(ours, peer_batch.outcome_of(loss, model))
     if case.objective.get("old_logprobs") != "recomputed":
         assert ours.metrics["policy/clip_fraction"] > 0.1
+    if "rollout_rs" in case.correction:
+        assert 0.1 < ours.metrics["mismatch/rejected_fraction"] < 0.9
 
 
 def test_the_reference_is_far_enough_to_cut_k3(comparison: Comparison) -> None:
@@ -411,7 +468,7 @@ def test_every_choice_is_compared_or_listed() -> None:
     corrections = {case.correction.get("rollout_is") for case in CASES} - {None}
     weights = rollout_corr_helper.compute_rollout_correction_weights
     assert corrections == compared_with(weights, "rollout_is")
-    assert rollout_corr_helper.SUPPORTED_ROLLOUT_RS_OPTIONS == REJECTIONS_NOT_HERE
+    assert set(REJECTIONS) == rollout_corr_helper.SUPPORTED_ROLLOUT_RS_OPTIONS
     bypass = core_algos.compute_policy_loss_bypass_mode
     types = {case.correction.get("loss_type") for case in CASES} - {None}
     assert types == compared_with(bypass, "loss_type")

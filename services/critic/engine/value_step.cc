@@ -36,7 +36,6 @@ absl::Status CheckTrainStep(const TrainStepRequest& request, const training::Seq
   TANDEM_RETURN_IF_ERROR(CheckAtLeast("value_clip", request.value_clip, 0));
   TANDEM_RETURN_IF_ERROR(training::CheckUpdateOptions(request.updates));
   if (request.samples.empty()) return InvalidField("samples", "must hold at least one sample");
-  TANDEM_RETURN_IF_ERROR(training::CheckMiniBatches(request.updates, request.samples.size()));
   if (static_cast<int64_t>(request.samples.size()) > max_samples) {
     return FieldError(absl::StatusCode::kOutOfRange, "samples",
                       absl::StrCat("has ", request.samples.size(), " samples, at most ",

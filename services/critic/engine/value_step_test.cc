@@ -46,7 +46,7 @@ TEST(ValueStepTest, DamageIsRefusedWithCodeAndPath) {
        "samples"},
       {[](auto& r) { r.value_clip = -1; }, kInvalid, "value_clip"},
       {[](auto& r) { r.updates.num_epochs = 0; }, kInvalid, "num_epochs"},
-      {[](auto& r) { r.updates.num_mini_batches = 4; }, kInvalid, "num_mini_batches"},
+      {[](auto& r) { r.updates.num_mini_batches = -1; }, kInvalid, "num_mini_batches"},
   };
   const training::SequenceLimits limits = {.vocab_size = 9, .max_model_len = 8};
   EXPECT_TRUE(CheckTrainStep(Request(), limits, 4).ok());

@@ -193,8 +193,6 @@ absl::Status CheckPolicyBatch(const PolicyBatch& batch, const BatchLimits& limit
   TANDEM_RETURN_IF_ERROR(
       PrependFieldPath("policy", CheckObjective(batch.objective, limits.support)));
   TANDEM_RETURN_IF_ERROR(CheckCount(batch.samples.size(), limits));
-  TANDEM_RETURN_IF_ERROR(PrependFieldPath(
-      "policy", training::CheckMiniBatches(batch.objective.updates, batch.samples.size())));
   for (size_t i = 0; i < batch.samples.size(); ++i) {
     TANDEM_RETURN_IF_ERROR(PrependFieldPath(
         absl::StrCat("samples[", i, "]"), CheckSample(batch.samples[i], batch.objective, limits)));

@@ -137,8 +137,6 @@ const std::vector<Case>& Cases() {
       {"reference log-probs that nobody asked for",
        [](auto& b) { b.samples[1].reference_logprobs.assign(6, -1.0f); }, kInvalid,
        "samples[1].reference_logprobs"},
-      {"more updates than samples", [](auto& b) { b.objective.updates.num_mini_batches = 5; },
-       kInvalid, "policy.num_mini_batches"},
       {"KL without junior", [](auto& b) { b.objective.junior_kl_coefficient = 0.1; }, kPrecondition,
        "policy.junior_kl_kind", "NO_JUNIOR_MODEL"},
       {"GAE without critic",

@@ -64,11 +64,12 @@ absl::Status RejectTokens(const PolicyBatch& batch, TrainingRows& rows, Metrics&
   const TokenNumbers weights = OfTokens(std::vector<double>(kept.begin(), kept.end()), batch, rows);
   TANDEM_ASSIGN_OR_RETURN(const loss::LossScales scales, PolicyScales(batch, weights));
   TrainingRows left = PolicyRows(batch, scales);
-  left.tokens.old_logprobs = OfRows(OfTokens(rows.tokens.old_logprobs, batch, rows), batch, left);
-  if (!rows.tokens.reference.empty()) {
-    left.tokens.reference = OfRows(OfTokens(rows.tokens.reference, batch, rows), batch, left);
+  for (std::vector<double> loss::PolicyTokens::*known :
+       {&loss::PolicyTokens::old_logprobs, &loss::PolicyTokens::reference,
+        &loss::PolicyTokens::importance_weights}) {
+    const std::vector<double>& before = rows.tokens.*known;
+    if (!before.empty()) left.tokens.*known = OfRows(OfTokens(before, batch, rows), batch, left);
   }
-  left.tokens.importance_weight_mean = rows.tokens.importance_weight_mean;
   rows = std::move(left);
   return absl::OkStatus();
 }
@@ -308,10 +309,14 @@ absl::StatusOr<Updates> TorchEngine::LearnPolicy(const CallScope& call,
     return Updates{};
   }
   TANDEM_RETURN_IF_ERROR(AddLogProbs(objective, rows));
-  if (objective.importance_sampling_batch_normalize) {
-    rows.tokens.importance_weight_mean = loss::MeanImportanceWeight(objective.loss, rows.tokens);
+  // Of all tokens with a weight, also of those that are rejected.
+  const bool rejects = RejectsTokens(objective);
+  if (objective.loss.importance_sampling_cap > 0 &&
+      (rejects || objective.importance_sampling_batch_normalize)) {
+    rows.tokens.importance_weights = loss::ImportanceWeights(
+        objective.loss, rows.tokens, objective.importance_sampling_batch_normalize);
   }
-  if (RejectsTokens(objective)) {
+  if (rejects) {
     TANDEM_RETURN_IF_ERROR(RejectTokens(batch, rows, report.metrics));
     if (rows.tokens.scales.empty() && rows.junior.scales.empty()) {
       report.skipped = true;
