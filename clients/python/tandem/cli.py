@@ -213,8 +213,8 @@ def evaluate_command(
     """Measure the senior on held-out prompts, in three modes.
 
     solo: accuracy and pass@k of the senior alone. handoff: the same when senior
-    and junior take turns at blank lines. legibility: the junior's cross-entropy
-    over the senior's solo answers.
+    and junior take turns, which end where eval.handoff_boundary says. legibility:
+    the junior's cross-entropy over the senior's solo answers.
 
     --checkpoint leaves its weights in trainer and rollout servers; the next run
     begins with the base model all the same.

@@ -136,16 +136,17 @@ def modes_in(settings: RunSettings, purpose: str) -> Sequence[EvalMode]:
     return settings.eval.modes if purpose == "eval" or settings.eval.every else ()
 
 
-def check_modes(
-    modes: Sequence[EvalMode], info: rollout_pb2.GetServerInfoResponse, whose: str
-) -> None:
-    """ConfigError for evaluations that the rollout server `whose` cannot do."""
-    check_junior(modes, info.HasField("junior"), whose)
-    if "handoff" in modes and not info.sentence_boundary_token_ids:
+def handoff_boundary_ids(settings: RunSettings, codec: TextCodec) -> list[int]:
+    """Ids of the tokens that end a turn of the handoff; ConfigError when there is none."""
+    text = settings.eval.handoff_boundary
+    ids = codec.ids_ending_with(text)
+    if not ids:
         raise ConfigError(
-            f"eval.modes: handoff: no token of {whose} ends with a blank line, where the author "
-            "would change"
+            f"eval.handoff_boundary: no token of {codec.directory} ends with {text!r}, where the "
+            "author would change",
+            hint='choose a text that single tokens end with, such as "." or "\\n"',
         )
+    return ids
 
 
 def check_junior(modes: Sequence[EvalMode], has_junior: bool, whose: str) -> None:

@@ -295,6 +295,9 @@ class Session:
     def _read(self, problems: Problems) -> None:
         """Tokenizer, reward and data, and whether they go together."""
         self._read_each(problems)
+        if "handoff" in preflight.modes_in(self.settings, self.purpose) and hasattr(self, "codec"):
+            with problems.collect():
+                preflight.handoff_boundary_ids(self.settings, self.codec)
         judged = {"train": ("data", "eval_data"), "sft": ("eval_data",), "eval": ("data",)}
         names = judged[self.purpose]
         if self.settings.eval.modes == ["legibility"]:
@@ -397,7 +400,7 @@ class Session:
         for whose, info in named.items():
             models[whose] = info.server.model
             with problems.collect():
-                preflight.check_modes(modes, info, whose)
+                preflight.check_junior(modes, info.HasField("junior"), whose)
         if self.uses_critic:
             with problems.collect(), self.critic() as critic:
                 models[f"the critic at {self.critic_address}"] = critic.info().server.model

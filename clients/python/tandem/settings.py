@@ -316,9 +316,12 @@ class EvalSettings(Settings):
     """Evaluations on held-out prompts."""
 
     data: DataSettings | None = None
-    # solo: the senior answers alone. handoff: senior and junior take turns at blank lines.
-    # legibility: how well the junior predicts the senior's solo answers.
+    # solo: the senior answers alone. handoff: senior and junior take turns. legibility: how well
+    # the junior predicts the senior's solo answers.
     modes: list[EvalMode] = Field(["solo"], min_length=1)
+    # Of the handoff, the text that ends a turn: every token whose own text ends with it does. By
+    # default a blank line, which not every tokenizer writes as one token.
+    handoff_boundary: Text = "\n\n"
     # Responses drawn for each prompt, and the k of pass@k.
     samples: Count = 1
     k: list[int] = Field([1], min_length=1)

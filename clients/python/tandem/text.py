@@ -87,6 +87,12 @@ class TextCodec:
         ids = self.encode(text, special=False)
         return ids[0] if len(ids) == 1 else None
 
+    def ids_ending_with(self, text: str) -> list[int]:
+        """Ids of the tokens whose own text ends with this one; special tokens have none."""
+        ids = range(self.vocabulary_size)
+        own = self._tokenizer.decode_batch([[token] for token in ids], skip_special_tokens=True)
+        return [token for token, its in zip(ids, own, strict=True) if its.endswith(text)]
+
     def chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
         """Ids of a conversation through the directory's chat template, ready for the answer."""
         try:

@@ -36,6 +36,7 @@ def run_file(address, tmp_path):
         "data": {"jsonl": str(tmp_path / "rows.jsonl")},
         "batch": {"prompts_per_step": 3, "samples_per_prompt": 2},
         "sampling": {"max_tokens": 6},
+        "eval": {"handoff_boundary": "7"},
     }
     path = tmp_path / "run.yaml"
     path.write_text(yaml.safe_dump(config))

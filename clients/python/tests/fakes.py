@@ -72,7 +72,6 @@ class FakeWorld:
         self.metrics_of = lambda header: {}  # more metrics of a TrainStep's report
         self.has_junior = True
         self.junior_version = "j"
-        self.sentence_boundaries = [7]
         self.scores = 0  # calls of Score
         self.score_temperatures = []  # of every Score
         self.logprob = {"senior": lambda token: -1.0, "junior": lambda token: -2.0}  # in Score
@@ -105,10 +104,7 @@ class FakeRollout(rollout_pb2_grpc.RolloutServiceServicer, weights_pb2_grpc.Weig
 
     def GetServerInfo(self, request, context):
         self.world.enter("GetServerInfo", context)
-        reply = rollout_pb2.GetServerInfoResponse(
-            sentence_boundary_token_ids=self.world.sentence_boundaries,
-            max_queue=self.world.max_queue,
-        )
+        reply = rollout_pb2.GetServerInfoResponse(max_queue=self.world.max_queue)
         if self.world.has_junior:
             self.world.describe(reply.junior)
             reply.junior_version = self.world.junior_version

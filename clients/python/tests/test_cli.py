@@ -33,7 +33,6 @@ def test_eval_reports_accuracy_and_pass_at_k(run_file):
 
 
 def test_eval_measures_the_modes_that_are_asked_for(world, run_file):
-    world.sentence_boundaries = list(range(64))
     modes = ["--mode", "handoff", "--mode", "legibility"]
     out = json.loads(tandem("eval", run_file, "eval.modes=[solo]", *modes, "--json").stdout)
     handoff, legibility = out["evaluations"].values()

@@ -289,12 +289,18 @@ def test_evaluations_that_need_a_junior_are_refused_without_one(
         pass
 
 
-def test_a_handoff_needs_a_token_to_hand_over_at(load, world):
-    world.sentence_boundaries = []
-    said = problems(load("eval.modes=[handoff]"), purpose="eval")
-    assert "eval.modes: handoff: no token of the rollout server at" in said
-    with Session(load("eval.modes=[legibility]"), purpose="eval"):
-        pass
+@pytest.mark.parametrize("text", ["\n\n", "w1 w2"])
+def test_a_handoff_needs_a_token_to_hand_over_at(load, cluster, tmp_path, text):
+    boundary = f"eval.handoff_boundary={json.dumps(text)}"
+    missing = f"eval.handoff_boundary: no token of {tmp_path / 'model'} ends with {text!r}"
+    junior = "cluster.rollout.junior_model=j"
+    for overrides in (boundary,), (cluster, junior, boundary):
+        said = problems(load("eval.modes=[handoff]", *overrides), purpose="eval")
+        assert said.startswith(missing)
+        # Where there is no handoff nobody asks.
+        settings = load("eval.modes=[legibility]", *overrides)
+        with Session(settings, purpose="eval", dry_run=True):
+            pass
 
 
 def test_answers_that_nobody_judges_need_no_reward(load, tmp_path):

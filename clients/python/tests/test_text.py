@@ -58,6 +58,13 @@ def test_a_text_of_one_token_has_an_id(codec):
     assert (codec.token_id("w7"), codec.token_id("w7 w8")) == (7, None)
 
 
+def test_tokens_are_found_by_how_their_text_ends(codec):
+    assert codec.ids_ending_with("w7") == [7]
+    assert codec.ids_ending_with("7") == [7, 17, 27, 37, 47, 57]
+    # "<eos>" is no text.
+    assert codec.ids_ending_with(">") == []
+
+
 def test_a_chat_template_writes_json_as_it_is(codec, monkeypatch):
     (codec.directory / "chat_template.jinja").write_text("{{ messages[0]['content'] | tojson }}")
     written = []

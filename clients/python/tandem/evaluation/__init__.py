@@ -6,7 +6,7 @@ from tandem.evaluation.answers import Evaluation, draw
 from tandem.evaluation.handoff import handoff
 from tandem.evaluation.legibility import legibility
 from tandem.evaluation.solo import solo
-from tandem.preflight import check_modes
+from tandem.preflight import check_junior
 from tandem.session import Session
 from tandem.settings import EvalMode
 
@@ -20,11 +20,12 @@ def evaluate(session: Session) -> dict[EvalMode, Evaluation]:
     that are behind get them first. The senior's solo answers are drawn once for all modes.
 
     Raises:
-        ConfigError: a rollout server cannot do what a mode needs.
+        ConfigError: a rollout server cannot do what a mode needs, or no token ends a turn.
     """
     modes = session.settings.eval.modes
     for client in session.rollouts.clients:
-        check_modes(modes, client.info(), f"the rollout server at {client.address}")
+        has_junior = client.info().HasField("junior")
+        check_junior(modes, has_junior, f"the rollout server at {client.address}")
     weights = session.catch_up()
     alone = [] if modes == ["handoff"] else draw(session, {"enabled": False}, weights)
     results: dict[EvalMode, Evaluation] = {}

@@ -1,10 +1,11 @@
-"""Handoff: whether senior and junior are right when they take turns at blank lines."""
+"""Handoff: whether senior and junior are right when they take turns."""
 
 from __future__ import annotations
 
 import itertools
 
 from tandem.evaluation.answers import Evaluation, draw, grade
+from tandem.preflight import handoff_boundary_ids
 from tandem.session import Session
 from tandem.types.v1 import server_pb2
 
@@ -13,16 +14,18 @@ MAX_ROUNDS = 150
 
 
 def handoff(session: Session, weights: server_pb2.WeightsVersion) -> Evaluation:
-    """Accuracy, pass@k and authorship when the author changes after every blank line.
+    """Accuracy, pass@k and authorship when the author changes after `eval.handoff_boundary`.
 
-    The senior begins; both share `max_tokens`. A turn ends with a token whose text ends with a
-    blank line, the servers' default for the strategy `sentence`, whatever else they are set to.
+    The senior begins; both share `max_tokens`. A turn ends with a token whose own text ends with
+    that one, a blank line by default, whatever the servers are set to.
+
+    Raises:
+        ConfigError: no token's text does.
     """
-    boundaries = session.rollouts.clients[0].info().sentence_boundary_token_ids
     tandem = {
         "enabled": True,
         "selection_strategy": "sentence",
-        "boundary_token_ids": list(boundaries),
+        "boundary_token_ids": handoff_boundary_ids(session.settings, session.codec),
     }
     answers = draw(session, tandem, weights)
     masks = [[first_rounds(one.authorship_mask, MAX_ROUNDS) for one in group] for group in answers]
@@ -32,8 +35,11 @@ def handoff(session: Session, weights: server_pb2.WeightsVersion) -> Evaluation:
     ]
     flat = list(itertools.chain(*masks))
     if max(map(rounds, flat)) == 1:
-        # Tokenizers that split a blank line into two tokens seldom write a boundary.
-        session.note("handoff: no answer has a token that ends a turn: the senior wrote all of it")
+        # Tokenizers that split a blank line into two tokens seldom write one.
+        session.note(
+            "handoff: no answer has a token that ends a turn (eval.handoff_boundary: "
+            f"{session.settings.eval.handoff_boundary!r}): the senior wrote all of it"
+        )
     whole = [len(one.authorship_mask) for group in answers for one in group]
     return Evaluation(
         "handoff",
