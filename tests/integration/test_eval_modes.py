@@ -39,9 +39,13 @@ def results(models, pair, tmp_path_factory):
     return evaluated(tmp_path_factory.mktemp("run"), models, pair)
 
 
-def test_the_authors_of_a_handoff_follow_from_its_tokens(results, models):
+@pytest.mark.parametrize("boundary", ["\n\n", "e"])
+def test_the_authors_of_a_handoff_follow_from_its_tokens(results, boundary, models, pair, tmp_path):
+    if boundary != "\n\n":
+        results = evaluated(tmp_path, models, pair, handoff_boundary=boundary, modes=["handoff"])
     tokenizer = Tokenizer.from_file(str(models.tokenizer / "tokenizer.json"))
-    ends = {i for i in tokenizer.get_vocab().values() if tokenizer.decode([i]).endswith("\n\n")}
+    ends = {i for i in tokenizer.get_vocab().values() if tokenizer.decode([i]).endswith(boundary)}
+    ends -= {tokenizer.token_to_id("<eos>"), tokenizer.token_to_id("<pad>")}
     tandem = {"enabled": True, "selection_strategy": "sentence", "prob_senior": 0.5}
     samples = flat(results["handoff"].answers)
     for one in samples:
