@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import runpy
 import shutil
+import statistics
 from pathlib import Path
 
 import harness
@@ -108,6 +110,48 @@ def test_an_example_runs(file, model_of, tmp_path, monkeypatch):
     assert ("critic/loss" in steps[0]) == (name == "recipes/ppo")
     servers = {path.stem for path in (tmp_path / "cluster" / "logs" / "attempt_1").glob("*.log")}
     assert ("rollout-1" in servers) == (name == "two_rollouts")
+
+
+def test_the_comparison_of_tandem_with_solo_shows_what_its_runs_recorded(
+    model_of, tmp_path, capsys
+):
+    compare = runpy.run_path(str(harness.REPOSITORY / "examples/tandem_effect/compare.py"))
+    config = yaml.safe_load(compare["CONFIG"].read_text())
+    small = [
+        *substitutes(config, model_of),
+        f"run_dir={tmp_path / 'run'}",
+        f"cluster.directory={tmp_path / 'cluster'}",
+        "steps=1",
+        "eval.every=1",
+        "eval.data.limit=3",
+        "batch.prompts_per_step=2",
+    ]
+    compare["main"](small)
+    titles, *table = (
+        line.split("\t") for line in capsys.readouterr().out.splitlines() if "\t" in line
+    )
+    runs = [f"{arm} {seed}" for arm in ("solo", "tandem") for seed in (0, 1, 2)]
+    means = ["solo, mean", "tandem, mean", "tandem - solo"]
+    assert [line[0] for line in table] == ["before", *runs, *means]
+    cells = {line[0]: dict(zip(titles, line, strict=True)) for line in table}
+    gaps = {}
+    for run in runs:
+        directory = tmp_path / run.replace(" ", "-")
+        [step] = harness.json_lines(directory / "metrics.jsonl")
+        solo, handoff, legibility = harness.json_lines(directory / "evals.jsonl")
+        assert cells[run]["solo reward"] == f"{solo['reward/mean']:.2f}"
+        assert cells[run]["rounds"] == f"{handoff['rounds/mean']:.1f}"
+        gap, low, high = (legibility[f"gap/nats_per_token{end}"] for end in ("", "_low", "_high"))
+        assert cells[run]["gap, nats/token"] == f"{gap:.2f} ({low:.2f} to {high:.2f})"
+        assert cells[run]["sampled tokens"] == f"{step['tokens/response']:,}"
+        alone = run.startswith("solo")
+        assert (step["policy/weighted_tokens"] == step["tokens/response"]) == alone
+        gaps[run] = gap
+    differences = [gaps[f"tandem {seed}"] - gaps[f"solo {seed}"] for seed in (0, 1, 2)]
+    mean, half = statistics.fmean(differences), 4.303 * statistics.stdev(differences) / 3**0.5
+    assert cells["tandem - solo"]["gap, nats/token"] == (
+        f"{mean:.2f} ({mean - half:.2f} to {mean + half:.2f})"
+    )
 
 
 def test_every_file_is_in_a_table():
