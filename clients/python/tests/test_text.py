@@ -61,6 +61,7 @@ def test_a_text_of_one_token_has_an_id(codec):
 def test_tokens_are_found_by_how_their_text_ends(codec):
     assert codec.ids_ending_with("w7") == [7]
     assert codec.ids_ending_with("7") == [7, 17, 27, 37, 47, 57]
+    assert codec.ids_ending_with("w") == []
     # "<eos>" is no text.
     assert codec.ids_ending_with(">") == []
 
