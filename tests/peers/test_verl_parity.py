@@ -257,7 +257,7 @@ CASES = [
 ]
 
 # What no objective says, with the reason. Nor these: several rejections at once; a group of one,
-# whose advantage is its reward there and 0 here; reinforce_plus_plus over the senior's tokens alone.
+# whose advantage is its reward there and 0 here; reinforce_plus_plus over the senior alone.
 ESTIMATORS_NOT_HERE = {
     "remax": "the baseline is a greedy response, which the client would draw; `provided` takes it",
     "opo": "a baseline weighted by length",
