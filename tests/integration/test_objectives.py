@@ -53,7 +53,7 @@ def test_the_page_names_every_recipe() -> None:
     assert [Path(recipe).name for recipe in RECIPES] == sorted(
         {file.stem for file in files} - {"cluster"}
     )
-    blocks = ["PPO", "MIS", "RLHF", "Distillation"]
+    blocks = ["PPO", "MIS", "RLHF", "Distillation", "Rejection"]
     assert [name for name, _ in OBJECTIVES[len(RECIPES) - 1 :]] == blocks
     assert PAGE.count("```yaml") == len(blocks)
 
@@ -82,6 +82,7 @@ def test_an_objective_of_the_page_trains(
             "reward/kl_penalty": objective.get("kl_placement") == "reward",
             "policy/kl_coefficient": "kl_coefficient" in objective,
             "loss/junior_kl": "junior_kl_coefficient" in objective,
+            "mismatch/rejected_fraction": "rejection_upper" in objective,
             "time/reference_seconds": "reference" in sections,
         }
         assert {key: step[key] is not None for key in has} == has

@@ -74,6 +74,19 @@ absl::Status RejectTokens(const PolicyBatch& batch, TrainingRows& rows, Metrics&
   return absl::OkStatus();
 }
 
+// What depends on how far all tokens of the batch are from the rollout.
+absl::Status CorrectForRollout(const PolicyBatch& batch, TrainingRows& rows, Metrics& metrics) {
+  const PolicyObjective& objective = batch.objective;
+  const bool rejects = RejectsTokens(objective);
+  // Of all tokens with a weight, also of those that are rejected.
+  if (objective.loss.importance_sampling_cap > 0 &&
+      (rejects || objective.importance_sampling_batch_normalize)) {
+    rows.tokens.importance_weights = loss::ImportanceWeights(
+        objective.loss, rows.tokens, objective.importance_sampling_batch_normalize);
+  }
+  return rejects ? RejectTokens(batch, rows, metrics) : absl::OkStatus();
+}
+
 // The rows of one micro-batch as the fused loss takes them; `temperatures` are those of all rows,
 // of which `first_row` is the first.
 loss::OutputRows MakeOutputRows(const training::MicroBatchInput& input, size_t first_row,
@@ -309,20 +322,11 @@ absl::StatusOr<Updates> TorchEngine::LearnPolicy(const CallScope& call,
     return Updates{};
   }
   TANDEM_RETURN_IF_ERROR(AddLogProbs(objective, rows));
-  // Of all tokens with a weight, also of those that are rejected.
-  const bool rejects = RejectsTokens(objective);
-  if (objective.loss.importance_sampling_cap > 0 &&
-      (rejects || objective.importance_sampling_batch_normalize)) {
-    rows.tokens.importance_weights = loss::ImportanceWeights(
-        objective.loss, rows.tokens, objective.importance_sampling_batch_normalize);
-  }
-  if (rejects) {
-    TANDEM_RETURN_IF_ERROR(RejectTokens(batch, rows, report.metrics));
-    if (rows.tokens.scales.empty() && rows.junior.scales.empty()) {
-      report.skipped = true;
-      report.skip_reason = kRejectedSkipReason;
-      return Updates{};
-    }
+  TANDEM_RETURN_IF_ERROR(CorrectForRollout(batch, rows, report.metrics));
+  if (rows.tokens.scales.empty() && rows.junior.scales.empty()) {
+    report.skipped = true;
+    report.skip_reason = kRejectedSkipReason;
+    return Updates{};
   }
   TokenNumbers penalties;
   if (PenalisesReward(objective)) {
