@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstddef>
+#include <iterator>
 #include <string>
 
 #include "absl/strings/str_cat.h"
@@ -23,6 +24,12 @@ absl::Status Refused(absl::string_view path, absl::string_view message, const Er
 
 bool IsTooOld(int64_t version, int64_t max_staleness, const BatchLimits& limits) {
   return limits.version - version > max_staleness || limits.lineage->DigestOf(version).empty();
+}
+
+bool IsStale(const Trajectory& trajectory, int64_t max_staleness, const BatchLimits& limits) {
+  return std::any_of(
+      trajectory.senior_versions.begin(), trajectory.senior_versions.end(),
+      [&](const VersionRun& run) { return IsTooOld(run.weights.version, max_staleness, limits); });
 }
 
 // Whether tokens of these weights may be trained on.
@@ -183,10 +190,13 @@ absl::Status CheckCount(size_t count, const BatchLimits& limits) {
 
 }  // namespace
 
-bool IsStale(const Trajectory& trajectory, int64_t max_staleness, const BatchLimits& limits) {
-  return std::any_of(
-      trajectory.senior_versions.begin(), trajectory.senior_versions.end(),
-      [&](const VersionRun& run) { return IsTooOld(run.weights.version, max_staleness, limits); });
+PolicyBatch WithoutStale(const PolicyBatch& batch, const BatchLimits& limits) {
+  PolicyBatch kept{.objective = batch.objective, .samples = {}};
+  std::copy_if(batch.samples.begin(), batch.samples.end(), std::back_inserter(kept.samples),
+               [&](const PolicySample& sample) {
+                 return !IsStale(sample.trajectory, batch.objective.max_staleness, limits);
+               });
+  return kept;
 }
 
 absl::Status CheckPolicyBatch(const PolicyBatch& batch, const BatchLimits& limits) {

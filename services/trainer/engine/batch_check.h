@@ -20,9 +20,9 @@ struct BatchLimits {
   ObjectiveSupport support = {};
 };
 
-// Whether a token is older than max_staleness allows, or of a version whose digest is no longer
-// known.
-bool IsStale(const Trajectory& trajectory, int64_t max_staleness, const BatchLimits& limits);
+// The batch as if those of its samples had not been sent that have a token which is older than
+// max_staleness allows, or of a version whose digest is no longer known.
+PolicyBatch WithoutStale(const PolicyBatch& batch, const BatchLimits& limits);
 
 // Codes as Engine::TrainStep names them; paths from "policy." or "samples[i]." on. Stale samples
 // pass where the objective drops them.

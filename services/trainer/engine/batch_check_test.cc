@@ -291,9 +291,15 @@ TEST(BatchCheckTest, StaleSamplesPassWhereTheyAreDropped) {
   first.senior_versions = {{{3, "third"}, 1}, {{0, kTestDigest}, 4}};
   batch.samples[1].trajectory.senior_versions = {{{3, "third"}, 6}};
   EXPECT_TRUE(CheckPolicyBatch(batch, limits).ok());
-  EXPECT_TRUE(IsStale(first, 2, limits));
-  EXPECT_FALSE(IsStale(first, 3, limits));
-  EXPECT_FALSE(IsStale(batch.samples[1].trajectory, 0, limits));
+  const auto kept = [&](int64_t max_staleness) {
+    batch.objective.max_staleness = max_staleness;
+    return WithoutStale(batch, limits).samples;
+  };
+  ASSERT_EQ(kept(2).size(), 1u);
+  EXPECT_EQ(kept(2)[0].trajectory.prompt_token_ids, batch.samples[1].trajectory.prompt_token_ids);
+  EXPECT_EQ(kept(0).size(), 1u);
+  EXPECT_EQ(kept(3).size(), batch.samples.size());
+  batch.objective.max_staleness = 0;
   // Whatever else is wrong with them is refused as ever.
   first.senior_versions[0].weights.version = 4;
   EXPECT_EQ(Reason(CheckPolicyBatch(batch, limits)), "UNKNOWN_POLICY_VERSION");

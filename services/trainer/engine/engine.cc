@@ -5,7 +5,6 @@
 
 #include <algorithm>
 #include <functional>
-#include <iterator>
 #include <memory>
 #include <optional>
 #include <utility>
@@ -17,7 +16,6 @@
 #include "common/base/logging.h"
 #include "common/base/status_macros.h"
 #include "common/loss/linear_cross_entropy.h"
-#include "common/loss/rollout_correction.h"
 #include "common/loss/supervised_loss.h"
 #include "common/model/model.h"
 #include "common/tandem/tandem_config.h"
@@ -26,6 +24,7 @@
 #include "common/training/weight_snapshot.h"
 #include "services/trainer/engine/batch_check.h"
 #include "services/trainer/engine/junior_kl.h"
+#include "services/trainer/engine/rollout_correction.h"
 #include "services/trainer/engine/step_metrics.h"
 #include "services/trainer/engine/training_rows.h"
 #include "services/training/training_core.h"
@@ -44,48 +43,6 @@ constexpr char kRejectedSkipReason[] =
 
 constexpr char kStaleSkipReason[] =
     "every sample is older than max_staleness allows, and stale_samples drops those";
-
-// As if its stale samples had not been sent.
-PolicyBatch WithoutStale(const PolicyBatch& batch, const BatchLimits& limits) {
-  PolicyBatch kept{.objective = batch.objective, .samples = {}};
-  std::copy_if(batch.samples.begin(), batch.samples.end(), std::back_inserter(kept.samples),
-               [&](const PolicySample& sample) {
-                 return !IsStale(sample.trajectory, batch.objective.max_staleness, limits);
-               });
-  return kept;
-}
-
-// Takes the tokens out that the objective rejects: the rows are those of the others alone.
-absl::Status RejectTokens(const PolicyBatch& batch, TrainingRows& rows, Metrics& metrics) {
-  const std::vector<uint8_t> kept = loss::KeptRows(batch.objective.rejection, rows.tokens);
-  const auto all = static_cast<double>(kept.size());
-  metrics["mismatch/rejected_fraction"] =
-      kept.empty() ? 0 : static_cast<double>(std::count(kept.begin(), kept.end(), 0)) / all;
-  const TokenNumbers weights = OfTokens(std::vector<double>(kept.begin(), kept.end()), batch, rows);
-  TANDEM_ASSIGN_OR_RETURN(const loss::LossScales scales, PolicyScales(batch, weights));
-  TrainingRows left = PolicyRows(batch, scales);
-  for (std::vector<double> loss::PolicyTokens::*known :
-       {&loss::PolicyTokens::old_logprobs, &loss::PolicyTokens::reference,
-        &loss::PolicyTokens::importance_weights}) {
-    const std::vector<double>& before = rows.tokens.*known;
-    if (!before.empty()) left.tokens.*known = OfRows(OfTokens(before, batch, rows), batch, left);
-  }
-  rows = std::move(left);
-  return absl::OkStatus();
-}
-
-// What depends on how far all tokens of the batch are from the rollout.
-absl::Status CorrectForRollout(const PolicyBatch& batch, TrainingRows& rows, Metrics& metrics) {
-  const PolicyObjective& objective = batch.objective;
-  const bool rejects = RejectsTokens(objective);
-  // Of all tokens with a weight, also of those that are rejected.
-  if (objective.loss.importance_sampling_cap > 0 &&
-      (rejects || objective.importance_sampling_batch_normalize)) {
-    rows.tokens.importance_weights = loss::ImportanceWeights(
-        objective.loss, rows.tokens, objective.importance_sampling_batch_normalize);
-  }
-  return rejects ? RejectTokens(batch, rows, metrics) : absl::OkStatus();
-}
 
 // The rows of one micro-batch as the fused loss takes them; `temperatures` are those of all rows,
 // of which `first_row` is the first.
