@@ -13,18 +13,6 @@
 namespace tandem::loss {
 namespace {
 
-double Statistic(KlEstimator estimator, double log_weight) {
-  const double x = std::clamp(log_weight, -kMaxLogRatio, kMaxLogRatio);
-  switch (estimator) {
-    case KlEstimator::kK2:
-      return 0.5 * x * x;
-    case KlEstimator::kK3:
-      return std::expm1(x) - x;
-    default:
-      return -x;
-  }
-}
-
 // One number for all rows of a sequence.
 double OfSequence(RejectionLevel level, absl::Span<const double> rows) {
   if (level == RejectionLevel::kSequenceMax) return *std::max_element(rows.begin(), rows.end());
@@ -58,7 +46,9 @@ absl::Status CheckRejectionOptions(const RejectionOptions& options) {
 std::vector<uint8_t> KeptRows(const RejectionOptions& options, const PolicyTokens& tokens) {
   std::vector<double> statistics;
   for (size_t row = 0; row < tokens.old_logprobs.size(); ++row) {
-    statistics.push_back(Statistic(options.estimator, LogImportanceWeight(tokens, row)));
+    statistics.push_back(KlEstimate(options.estimator, /*k3_cap=*/0,
+                                    /*logprob=*/-LogImportanceWeight(tokens, row),
+                                    /*reference=*/0));
   }
   std::vector<uint8_t> kept;
   for (const int64_t count : tokens.sequence_rows) {

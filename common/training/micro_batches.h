@@ -2,21 +2,16 @@
 #ifndef TANDEM_COMMON_TRAINING_MICRO_BATCHES_H_
 #define TANDEM_COMMON_TRAINING_MICRO_BATCHES_H_
 
-#include <cstddef>
 #include <cstdint>
 #include <vector>
 
 #include "absl/types/span.h"
+#include "common/training/sequence_range.h"
 
 namespace tandem::training {
 
-// Sequences [begin, end) of the batch.
-struct MicroBatch {
-  size_t begin = 0;
-  size_t end = 0;
-
-  bool operator==(const MicroBatch&) const = default;
-};
+// The sequences of one pass.
+using MicroBatch = SequenceRange;
 
 // Consecutive runs of sequences with at most `token_budget` tokens each; a sequence that is longer
 // gets its own. The order is kept, so the result depends on the batch alone. Sequences of length 0

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "absl/status/status.h"
+#include "common/training/sequence_range.h"
 
 namespace tandem::training {
 
@@ -17,13 +18,8 @@ struct UpdateOptions {
   bool operator==(const UpdateOptions&) const = default;
 };
 
-// The samples [begin, end) of one update.
-struct MiniBatch {
-  size_t begin = 0;
-  size_t end = 0;
-
-  bool operator==(const MiniBatch&) const = default;
-};
+// The samples of one update.
+using MiniBatch = SequenceRange;
 
 // INVALID_ARGUMENT "num_mini_batches" or "num_epochs".
 absl::Status CheckUpdateOptions(const UpdateOptions& options);

@@ -256,20 +256,21 @@ void TrainingCore::Report(const Updates& updates) const {
   }
 }
 
-std::vector<MicroBatch> TrainingCore::MicroBatches(absl::Span<const SequenceRows> sequences) const {
+TrainingCore::Pass TrainingCore::PlanPass(absl::Span<const SequenceRows> sequences) const {
   std::vector<int64_t> lengths;
   for (const SequenceRows& sequence : sequences) {
     lengths.push_back(static_cast<int64_t>(sequence.input.size()));
   }
-  return PlanMicroBatches(lengths, options_.micro_batch_tokens);
+  return {.sequences = sequences,
+          .micro_batches = PlanMicroBatches(lengths, options_.micro_batch_tokens),
+          .first_rows = FirstRows(sequences)};
 }
 
 absl::Status TrainingCore::RunMicroBatch(
-    absl::Span<const SequenceRows> sequences, const MicroBatch& range,
+    const Pass& pass, const MicroBatch& range,
     absl::FunctionRef<absl::Status(const MicroBatchInput& input)> run) {
   MicroBatchInput input =
-      MakeMicroBatchInput(sequences.subspan(range.begin, range.end - range.begin),
-                          FirstRows(sequences.first(range.begin)).back(), model_->device());
+      MakeMicroBatchInput(range.Of(pass.sequences), pass.first_rows[range.begin], model_->device());
   input.sequences = range;
   TANDEM_RETURN_IF_ERROR(run(input));
   NoteProgress();
@@ -279,8 +280,9 @@ absl::Status TrainingCore::RunMicroBatch(
 absl::Status TrainingCore::ForMicroBatches(
     absl::Span<const SequenceRows> sequences,
     absl::FunctionRef<absl::Status(const MicroBatchInput& input)> run) {
-  for (const MicroBatch& range : MicroBatches(sequences)) {
-    TANDEM_RETURN_IF_ERROR(RunMicroBatch(sequences, range, run));
+  const Pass pass = PlanPass(sequences);
+  for (const MicroBatch& range : pass.micro_batches) {
+    TANDEM_RETURN_IF_ERROR(RunMicroBatch(pass, range, run));
   }
   return absl::OkStatus();
 }
@@ -288,10 +290,10 @@ absl::Status TrainingCore::ForMicroBatches(
 absl::StatusOr<int64_t> TrainingCore::ForwardBackward(
     absl::Span<const SequenceRows> sequences,
     absl::FunctionRef<absl::Status(const MicroBatchInput& input)> run) {
-  const std::vector<MicroBatch> plan = MicroBatches(sequences);
-  const auto count = static_cast<int64_t>(plan.size());
+  const Pass pass = PlanPass(sequences);
+  const auto count = static_cast<int64_t>(pass.micro_batches.size());
   TANDEM_RETURN_IF_ERROR(strategy_->ForwardBackward(count, [&](int64_t i) {
-    return RunMicroBatch(sequences, plan[static_cast<size_t>(i)], run);
+    return RunMicroBatch(pass, pass.micro_batches[static_cast<size_t>(i)], run);
   }));
   return count;
 }

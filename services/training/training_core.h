@@ -122,8 +122,14 @@ class TrainingCore {
   TrainingCore(std::string kind, std::string metric_prefix, const TrainingOptions& options);
 
   absl::Status Load(LoadOptions load, std::unique_ptr<parallel::Strategy> strategy);
-  std::vector<MicroBatch> MicroBatches(absl::Span<const SequenceRows> sequences) const;
-  absl::Status RunMicroBatch(absl::Span<const SequenceRows> sequences, const MicroBatch& range,
+  // Sequences, how they are cut, and the first row of each.
+  struct Pass {
+    absl::Span<const SequenceRows> sequences;
+    std::vector<MicroBatch> micro_batches;
+    std::vector<size_t> first_rows;
+  };
+  Pass PlanPass(absl::Span<const SequenceRows> sequences) const;
+  absl::Status RunMicroBatch(const Pass& pass, const MicroBatch& range,
                              absl::FunctionRef<absl::Status(const MicroBatchInput& input)> run);
   // Makes the updates and enters the report, which it completes. NotFiniteError when every one of
   // them was left out.

@@ -155,7 +155,7 @@ absl::StatusOr<std::vector<training::TrainingCore::UpdateGradients>> TorchEngine
   for (int64_t epoch = 0; epoch < request.updates.num_epochs; ++epoch) {
     for (const training::MiniBatch& range : ranges) {
       if (rows->first_rows[range.begin] == rows->first_rows[range.end]) continue;
-      updates.push_back(
+      updates.emplace_back(
           [this, rows, range](StepReport& report) { return AddGradients(*rows, range, report); });
     }
   }
@@ -169,7 +169,7 @@ absl::Status TorchEngine::AddGradients(ValueRows& rows, const training::MiniBatc
   TANDEM_RETURN_IF_ERROR(
       core_
           ->ForwardBackward(
-              absl::MakeConstSpan(rows.sequences).subspan(range.begin, range.end - range.begin),
+              range.Of<training::SequenceRows>(rows.sequences),
               [&](const training::MicroBatchInput& input) -> absl::Status {
                 CausalContext context;
                 const at::Tensor hidden = core_->model().HiddenStates(input.batch, context);

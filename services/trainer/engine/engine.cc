@@ -109,11 +109,6 @@ class TorchEngine final : public training::CoreEngine<Engine> {
   // A frozen model beside the one that is trained; null for an empty path.
   absl::StatusOr<std::unique_ptr<Model>> LoadFrozen(const char* field, const std::string& path);
   absl::StatusOr<std::unique_ptr<loss::FusedOutputLoss>> MakeLoss(const Model& model) const;
-  int64_t LogitsChunkBytes() const {
-    return options_.logits_chunk_bytes > 0
-               ? options_.logits_chunk_bytes
-               : DefaultLogitsChunkBytes(core_->model().config().vocab_size);
-  }
   BatchLimits Limits() const;
   absl::StatusOr<Updates> PolicyStep(const CallScope& call, const TrainStepRequest& request,
                                      const PolicyBatch& batch, StepReport& report);
@@ -152,8 +147,10 @@ absl::Status TorchEngine::LoadRest() {
   }
   TANDEM_ASSIGN_OR_RETURN(std::unique_ptr<Model> junior,
                           LoadFrozen("junior_model", options_.junior_model));
-  TANDEM_ASSIGN_OR_RETURN(junior_kl_,
-                          JuniorKl::Create(model, std::move(junior), *loss_, LogitsChunkBytes()));
+  TANDEM_ASSIGN_OR_RETURN(
+      junior_kl_,
+      JuniorKl::Create(model, std::move(junior), *loss_,
+                       LogitsChunkBytes(options_.logits_chunk_bytes, model.config().vocab_size)));
 
   if (core_->vocabulary() != nullptr) {
     const std::vector<int64_t>& eos = model.config().eos_token_ids;
@@ -183,7 +180,9 @@ absl::StatusOr<std::unique_ptr<loss::FusedOutputLoss>> TorchEngine::MakeLoss(
   TANDEM_ASSIGN_OR_RETURN(std::unique_ptr<loss::LinearCrossEntropyLoss> made,
                           loss::LinearCrossEntropyLoss::Create(
                               model.lm_head().compute_weight(), {},
-                              {.impl = *impl, .logits_chunk_bytes = LogitsChunkBytes()}));
+                              {.impl = *impl,
+                               .logits_chunk_bytes = LogitsChunkBytes(options_.logits_chunk_bytes,
+                                                                      model.config().vocab_size)}));
   Log(made->is_fallback() ? LogLevel::kWarning : LogLevel::kInfo, "fused_output_loss",
       {{"impl", loss::LossImplName(made->impl())}, {"reason", made->reason()}});
   return made;
@@ -310,7 +309,7 @@ absl::StatusOr<Updates> TorchEngine::LearnPolicy(const CallScope& call,
   for (int64_t epoch = 0; epoch < objective.updates.num_epochs; ++epoch) {
     for (const training::MiniBatch& range : MiniBatches(batch)) {
       if (!HasRows(*work, range)) continue;
-      updates.push_back(
+      updates.emplace_back(
           [this, work, range](StepReport& r) { return PolicyUpdate(*work, range, r); });
     }
   }
@@ -355,9 +354,6 @@ absl::Status TorchEngine::PolicyUpdate(PolicyWork& work, const training::MiniBat
   // Copies: an update that is left out reports nothing.
   loss::PolicyLossEvaluator evaluator = *work.evaluator;
   JuniorKlSums junior_kl = work.junior_kl;
-  const auto part = [&](const std::vector<training::SequenceRows>& sequences) {
-    return absl::MakeConstSpan(sequences).subspan(range.begin, range.end - range.begin);
-  };
   UpdateLoss update_loss = {
       .evaluate = [&](auto... arguments) { return evaluator.Evaluate(arguments...); },
       // A micro-batch holds whole sequences.
@@ -365,17 +361,16 @@ absl::Status TorchEngine::PolicyUpdate(PolicyWork& work, const training::MiniBat
   if (!work.rows.junior.sequences.empty()) {
     update_loss.add = [&](const training::MicroBatchInput& input, const at::Tensor& hidden,
                           loss::OutputGradients& gradients) {
-      const auto sequences = part(work.rows.junior.sequences);
-      training::MicroBatchInput own = training::SelectRows(
-          input,
-          sequences.subspan(input.sequences.begin, input.sequences.end - input.sequences.begin));
+      const training::MicroBatchInput own = training::SelectRows(
+          input, input.sequences.Of(range.Of<training::SequenceRows>(work.rows.junior.sequences)));
       return junior_kl_->AddGradients(own, hidden, work.rows.junior,
                                       work.first_junior_rows[range.begin + input.sequences.begin],
                                       work.objective.junior_kl_kind, gradients, junior_kl);
     };
   }
-  TANDEM_RETURN_IF_ERROR(AddGradients(part(work.rows.sequences), work.first_rows[range.begin],
-                                      work.rows.temperatures, update_loss, report));
+  TANDEM_RETURN_IF_ERROR(AddGradients(range.Of<training::SequenceRows>(work.rows.sequences),
+                                      work.first_rows[range.begin], work.rows.temperatures,
+                                      update_loss, report));
   work.evaluator = std::move(evaluator);
   work.junior_kl = junior_kl;
   ++work.updates;

@@ -25,13 +25,14 @@ struct EngineOptions : training::TrainingOptions {
   std::string junior_model;     // empty: no KL to the junior over the vocabulary
   // Of the fused output loss (loss::ParseLossImpl).
   std::string loss_impl = "auto";
-  int64_t logits_chunk_bytes = 0;  // 0: DefaultLogitsChunkBytes
+  int64_t logits_chunk_bytes = 0;  // LogitsChunkBytes
 };
 
-// With fewer rows at a time, reading and writing the gradient of a large output layer for each of
-// them costs more than its products.
-constexpr int64_t DefaultLogitsChunkBytes(int64_t vocab_size) {
+// What is configured, or of 0 the default. With fewer rows at a time, reading and writing the
+// gradient of a large output layer for each of them costs more than its products.
+constexpr int64_t LogitsChunkBytes(int64_t configured, int64_t vocab_size) {
   constexpr int64_t kRows = 256, kLeast = 48 << 20;
+  if (configured > 0) return configured;
   return std::max(kLeast, kRows * vocab_size * static_cast<int64_t>(sizeof(float)));
 }
 

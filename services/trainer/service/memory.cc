@@ -23,9 +23,8 @@ absl::StatusOr<MemoryPlan> PlanMemory(const config::v1::TrainerServerConfig& con
                             rpc::ConfiguredModel("junior_model", config.junior_model()));
     frozen.push_back({"junior", std::move(junior)});
   }
-  const int64_t logits_chunk_bytes = config.batch().logits_chunk_bytes() > 0
-                                         ? config.batch().logits_chunk_bytes()
-                                         : DefaultLogitsChunkBytes(model.vocab_size);
+  const int64_t logits_chunk_bytes =
+      LogitsChunkBytes(config.batch().logits_chunk_bytes(), model.vocab_size);
   // The KL towards the junior has a buffer of its own.
   const int64_t buffers = config.junior_model().empty() ? 1 : 2;
   return TrainingMemoryPlan(model, {.freeze = {config.freeze().begin(), config.freeze().end()},

@@ -74,14 +74,6 @@ constexpr Choice<v1::RejectionLevel, loss::RejectionLevel> kRejectionLevels[] = 
     {v1::REJECTION_LEVEL_SEQUENCE_MEAN, loss::RejectionLevel::kSequenceMean},
     {v1::REJECTION_LEVEL_SEQUENCE_MAX, loss::RejectionLevel::kSequenceMax}};
 
-constexpr Choice<v1::KlEstimator, loss::KlEstimator> kRejectionEstimators[] = {
-    {v1::KL_ESTIMATOR_K1, loss::KlEstimator::kK1},
-    {v1::KL_ESTIMATOR_K2, loss::KlEstimator::kK2},
-    {v1::KL_ESTIMATOR_K3, loss::KlEstimator::kK3},
-    // Refused by CheckObjective.
-    {v1::KL_ESTIMATOR_K1_GRADIENT_K2, loss::KlEstimator::kK1GradientK2},
-    {v1::KL_ESTIMATOR_K3_GRADIENT_K2, loss::KlEstimator::kK3GradientK2}};
-
 constexpr Choice<v1::StaleSamples, StaleSamples> kStaleSamples[] = {
     {v1::STALE_SAMPLES_REFUSE, StaleSamples::kRefuse},
     {v1::STALE_SAMPLES_DROP, StaleSamples::kDrop}};
@@ -147,8 +139,9 @@ absl::Status RejectionFromProto(const v1::PolicyObjective& proto, loss::Rejectio
   out->lower = proto.rejection_lower();
   TANDEM_RETURN_IF_ERROR(
       Choose("rejection_level", proto.rejection_level(), kRejectionLevels, &out->level));
-  return Choose("rejection_estimator", proto.rejection_estimator(), kRejectionEstimators,
-                &out->estimator);
+  // Not set: K1, another default than that of kl_estimator.
+  if (proto.rejection_estimator() == v1::KL_ESTIMATOR_UNSPECIFIED) return absl::OkStatus();
+  return Choose("rejection_estimator", proto.rejection_estimator(), kKlEstimators, &out->estimator);
 }
 
 absl::Status ScaleFromProto(const v1::PolicyObjective& proto, loss::LossScaleOptions* out) {
@@ -248,7 +241,7 @@ v1::PolicyObjective ToProto(const PolicyObjective& objective) {
   proto.set_rejection_upper(objective.rejection.upper);
   proto.set_rejection_lower(objective.rejection.lower);
   proto.set_rejection_level(NameOf(objective.rejection.level, kRejectionLevels));
-  proto.set_rejection_estimator(NameOf(objective.rejection.estimator, kRejectionEstimators));
+  proto.set_rejection_estimator(NameOf(objective.rejection.estimator, kKlEstimators));
   return proto;
 }
 

@@ -1,0 +1,27 @@
+// Consecutive sequences of a batch.
+#ifndef TANDEM_COMMON_TRAINING_SEQUENCE_RANGE_H_
+#define TANDEM_COMMON_TRAINING_SEQUENCE_RANGE_H_
+
+#include <cstddef>
+
+#include "absl/types/span.h"
+
+namespace tandem::training {
+
+// Those of index [begin, end).
+struct SequenceRange {
+  size_t begin = 0;
+  size_t end = 0;
+
+  // What belongs to them, of something that there is for each sequence.
+  template <typename T>
+  absl::Span<const T> Of(absl::Span<const T> all) const {
+    return all.subspan(begin, end - begin);
+  }
+
+  bool operator==(const SequenceRange&) const = default;
+};
+
+}  // namespace tandem::training
+
+#endif  // TANDEM_COMMON_TRAINING_SEQUENCE_RANGE_H_
