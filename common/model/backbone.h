@@ -4,18 +4,41 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <cstdint>
+
 #include "common/model/attention_context.h"
 #include "common/model/ragged_batch.h"
 
 namespace tandem {
 
+// What all blocks of one pass read.
+struct ModelPass {
+  const RaggedBatch& batch;
+  AttentionContext& context;
+  at::Tensor rows;      // [R] int64: the only rows that are wanted; undefined for all
+  at::Tensor cos, sin;  // [T, head_dim] of the rotation
+};
+
 class Backbone {
  public:
   virtual ~Backbone() = default;
 
-  // Hidden states after the final norm: [T, H], or only those of `rows` ([R] int64) if defined.
-  virtual at::Tensor HiddenStates(const RaggedBatch& batch, AttentionContext& context,
-                                  const at::Tensor& rows) const = 0;
+  // `batch` and `context` must outlive the pass.
+  virtual ModelPass StartPass(const RaggedBatch& batch, AttentionContext& context,
+                              const at::Tensor& rows) const = 0;
+
+  // What follows `hidden` [T, H]: block 0 is the embedding, which reads the tokens instead, the
+  // last one the final norm, and what lies between are the layers.
+  virtual int64_t num_blocks() const = 0;
+  virtual at::Tensor RunBlock(int64_t block, const at::Tensor& hidden,
+                              const ModelPass& pass) const = 0;
+
+  // All of them: [T, H], or only the rows that are wanted.
+  at::Tensor Run(const ModelPass& pass) const {
+    at::Tensor hidden;
+    for (int64_t block = 0; block < num_blocks(); ++block) hidden = RunBlock(block, hidden, pass);
+    return hidden;
+  }
 };
 
 }  // namespace tandem

@@ -42,30 +42,38 @@ at::Tensor DenseDecoder::Heads(const at::Tensor& x, const at::Tensor& norm) cons
   return norm.defined() ? ops::RmsNorm(heads, norm, config_.rms_norm_eps) : heads;
 }
 
-at::Tensor DenseDecoder::HiddenStates(const RaggedBatch& batch, AttentionContext& context,
-                                      const at::Tensor& rows) const {
+ModelPass DenseDecoder::StartPass(const RaggedBatch& batch, AttentionContext& context,
+                                  const at::Tensor& rows) const {
+  const auto [cos, sin] = rotary_->Rows(batch.positions, batch.positions_end);
+  return {.batch = batch, .context = context, .rows = rows, .cos = cos, .sin = sin};
+}
+
+at::Tensor DenseDecoder::RunBlock(int64_t block, const at::Tensor& hidden,
+                                  const ModelPass& pass) const {
+  if (block == 0) return ops::Embedding(pass.batch.tokens, embedding_).to(dtype_);
+  if (block == num_blocks() - 1) return ops::RmsNorm(hidden, norm_, config_.rms_norm_eps);
+  return RunLayer(block - 1, hidden, pass);
+}
+
+at::Tensor DenseDecoder::RunLayer(int64_t index, at::Tensor x, const ModelPass& pass) const {
   const double eps = config_.rms_norm_eps;
   const int64_t q_size = config_.query_size(), kv_size = config_.key_value_size();
-  const auto [cos, sin] = rotary_->Rows(batch.positions, batch.positions_end);
-  at::Tensor x = ops::Embedding(batch.tokens, embedding_).to(dtype_);
-  for (size_t i = 0; i < layers_.size(); ++i) {
-    const Layer& layer = layers_[i];
-    const std::vector<at::Tensor> qkv = layer.qkv->Forward(ops::RmsNorm(x, layer.input_norm, eps))
-                                            .split_with_sizes({q_size, kv_size, kv_size}, 1);
-    const at::Tensor q = ops::RotaryEmbedding(Heads(qkv[0], layer.q_norm), cos, sin);
-    const at::Tensor k = ops::RotaryEmbedding(Heads(qkv[1], layer.k_norm), cos, sin);
-    const at::Tensor v = Heads(qkv[2], {});
-    at::Tensor attended = context.Attend(static_cast<int64_t>(i), batch, q, k, v);
-    if (rows.defined() && i + 1 == layers_.size()) {  // nothing after this needs the other rows
-      attended = attended.index_select(0, rows);
-      x = x.index_select(0, rows);
-    }
-    x = layer.output->ForwardAdd(x, attended);
-    const at::Tensor gate_up =
-        layer.gate_up->Forward(ops::RmsNorm(x, layer.post_attention_norm, eps));
-    x = layer.down->ForwardAdd(x, ops::SwiGlu(gate_up));
+  const Layer& layer = layers_[static_cast<size_t>(index)];
+  const std::vector<at::Tensor> qkv = layer.qkv->Forward(ops::RmsNorm(x, layer.input_norm, eps))
+                                          .split_with_sizes({q_size, kv_size, kv_size}, 1);
+  const at::Tensor q = ops::RotaryEmbedding(Heads(qkv[0], layer.q_norm), pass.cos, pass.sin);
+  const at::Tensor k = ops::RotaryEmbedding(Heads(qkv[1], layer.k_norm), pass.cos, pass.sin);
+  const at::Tensor v = Heads(qkv[2], {});
+  at::Tensor attended = pass.context.Attend(index, pass.batch, q, k, v);
+  // Nothing after the last attention needs the other rows.
+  if (pass.rows.defined() && index + 1 == config_.num_hidden_layers) {
+    attended = attended.index_select(0, pass.rows);
+    x = x.index_select(0, pass.rows);
   }
-  return ops::RmsNorm(x, norm_, eps);
+  x = layer.output->ForwardAdd(x, attended);
+  const at::Tensor gate_up =
+      layer.gate_up->Forward(ops::RmsNorm(x, layer.post_attention_norm, eps));
+  return layer.down->ForwardAdd(x, ops::SwiGlu(gate_up));
 }
 
 }  // namespace tandem

@@ -21,8 +21,11 @@ class DenseDecoder : public Backbone {
   // Takes the parameters of DenseDecoderParameters() from `store`, which must outlive the decoder.
   DenseDecoder(const ModelConfig& config, const Placement& placement, ParameterStore& store);
 
-  at::Tensor HiddenStates(const RaggedBatch& batch, AttentionContext& context,
-                          const at::Tensor& rows) const override;
+  ModelPass StartPass(const RaggedBatch& batch, AttentionContext& context,
+                      const at::Tensor& rows) const override;
+  int64_t num_blocks() const override { return LastBlock(config_.num_hidden_layers) + 1; }
+  at::Tensor RunBlock(int64_t block, const at::Tensor& hidden,
+                      const ModelPass& pass) const override;
 
  private:
   struct Layer {
@@ -31,6 +34,7 @@ class DenseDecoder : public Backbone {
     at::Tensor q_norm, k_norm;  // [head_dim] or undefined
   };
 
+  at::Tensor RunLayer(int64_t index, at::Tensor x, const ModelPass& pass) const;
   at::Tensor Heads(const at::Tensor& x, const at::Tensor& norm) const;
 
   ModelConfig config_;

@@ -10,25 +10,36 @@ std::vector<ParameterSpec> DenseDecoderParameters(const ModelConfig& config,
                                                   const DecoderOptions& options) {
   std::vector<ParameterSpec> specs;
   const int64_t hidden = config.hidden_size;
+  int64_t block = 0;
   // Cut by output: the bias is cut with the rows that it belongs to.
   const auto column_parallel = [&](const std::string& name, int64_t out, bool bias) {
-    specs.push_back({.name = name + ".weight", .shape = {out, hidden}, .shard_axis = 0});
+    specs.push_back(
+        {.name = name + ".weight", .shape = {out, hidden}, .shard_axis = 0, .block = block});
     if (bias) {
-      specs.push_back(
-          {.name = name + ".bias", .shape = {out}, .init = Init::kZeros, .shard_axis = 0});
+      specs.push_back({.name = name + ".bias",
+                       .shape = {out},
+                       .init = Init::kZeros,
+                       .shard_axis = 0,
+                       .block = block});
     }
   };
   // Cut by input: the bias is added once, after the partial sums.
   const auto row_parallel = [&](const std::string& name, int64_t in, bool bias) {
-    specs.push_back({.name = name + ".weight", .shape = {hidden, in}, .shard_axis = 1});
-    if (bias) specs.push_back({.name = name + ".bias", .shape = {hidden}, .init = Init::kZeros});
+    specs.push_back(
+        {.name = name + ".weight", .shape = {hidden, in}, .shard_axis = 1, .block = block});
+    if (bias) {
+      specs.push_back(
+          {.name = name + ".bias", .shape = {hidden}, .init = Init::kZeros, .block = block});
+    }
   };
   const auto norm = [&](const std::string& name, int64_t width) {
-    specs.push_back({.name = name + ".weight", .shape = {width}, .init = Init::kOnes});
+    specs.push_back(
+        {.name = name + ".weight", .shape = {width}, .init = Init::kOnes, .block = block});
   };
 
   specs.push_back({.name = kEmbeddingName, .shape = {config.vocab_size, hidden}, .shard_axis = 0});
   for (int64_t i = 0; i < config.num_hidden_layers; ++i) {
+    block = i + 1;
     const std::string prefix = absl::StrCat("model.layers.", i, ".");
     const std::string attention = prefix + "self_attn.", mlp = prefix + "mlp.";
     column_parallel(attention + "q_proj", config.query_size(), options.qkv_bias);
@@ -45,6 +56,7 @@ std::vector<ParameterSpec> DenseDecoderParameters(const ModelConfig& config,
     norm(prefix + "input_layernorm", hidden);
     norm(prefix + "post_attention_layernorm", hidden);
   }
+  block = LastBlock(config.num_hidden_layers);
   norm("model.norm", hidden);
   return specs;
 }

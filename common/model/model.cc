@@ -29,6 +29,10 @@ absl::StatusOr<std::unique_ptr<Model>> Model::Build(const ModelConfig& config,
   if (options.placement.dtype != at::kFloat && options.placement.dtype != at::kBFloat16) {
     return InvalidField("placement.dtype", "must be float32 or bfloat16");
   }
+  if (options.block_filled != nullptr && options.placement.dtype != at::kFloat) {
+    return FieldError(absl::StatusCode::kUnimplemented, "placement.dtype",
+                      "a model whose blocks come and go computes in float32");
+  }
   std::unique_ptr<Model> model(new Model);
   model->config_ = config;
   model->head_ = head.kind;
@@ -42,8 +46,8 @@ absl::StatusOr<std::unique_ptr<Model>> Model::Build(const ModelConfig& config,
   } else if (!options.freeze.empty()) {
     return InvalidField("freeze", "has no meaning for a model that does not train");
   }
-  TANDEM_ASSIGN_OR_RETURN(model->store_,
-                          ParameterStore::Create(specs, trainable, options.placement));
+  TANDEM_ASSIGN_OR_RETURN(model->store_, ParameterStore::Create(specs, trainable, options.placement,
+                                                                options.block_filled != nullptr));
   model->backbone_ = std::make_unique<DenseDecoder>(config, options.placement, *model->store_);
   if (head.kind != HeadKind::kNone) {
     model->head_weight_ = &model->store_->TakeLinear({head.kind == HeadKind::kValue ? "score"
@@ -76,9 +80,13 @@ void Model::Initialize(uint64_t seed) {
   OnWeightsChanged();
 }
 
-at::Tensor Model::HiddenStates(const RaggedBatch& batch, AttentionContext& context) const {
+ModelPass Model::StartPass(const RaggedBatch& batch, AttentionContext& context) const {
   TORCH_CHECK_NOT_IMPLEMENTED(placement_.shard_count == 1, "a shard cannot compute by itself");
-  return backbone_->HiddenStates(batch, context, /*rows=*/{});
+  return backbone_->StartPass(batch, context, /*rows=*/{});
+}
+
+at::Tensor Model::HiddenStates(const RaggedBatch& batch, AttentionContext& context) const {
+  return backbone_->Run(StartPass(batch, context));
 }
 
 at::Tensor Model::ForwardLogits(const at::Tensor& hidden) const {
@@ -164,7 +172,7 @@ absl::StatusOr<at::Tensor> Model::Decode(KvCache& cache,
   }
 
   CachedContext context(cache, slots);
-  const at::Tensor hidden = backbone_->HiddenStates(batch, context, wanted);
+  const at::Tensor hidden = backbone_->Run(backbone_->StartPass(batch, context, wanted));
   for (const DecodeInput& input : inputs) {
     cache.Advance(input.slot, static_cast<int64_t>(input.tokens.size()));
   }
@@ -177,6 +185,12 @@ NamedTensors Model::Parameters() const {
     tensors.emplace_back(parameter.spec.name, parameter.value);
   }
   return tensors;
+}
+
+const std::vector<at::Tensor>& Model::BlockBuffers() const { return store_->block_buffers(); }
+
+const std::vector<tandem::Parameter>& Model::DeclaredParameters() const {
+  return store_->parameters();
 }
 
 void Model::OnWeightsChanged() { store_->OnWeightsChanged(); }

@@ -15,6 +15,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <string>
 #include <vector>
@@ -24,6 +25,7 @@
 #include "absl/strings/string_view.h"
 #include "absl/types/span.h"
 #include "common/model/attention_context.h"
+#include "common/model/backbone.h"
 #include "common/model/kv_cache.h"
 #include "common/model/model_config.h"
 #include "common/model/model_summary.h"
@@ -35,7 +37,6 @@
 
 namespace tandem {
 
-class Backbone;
 class ParameterStore;
 struct Family;
 struct TensorView;
@@ -57,6 +58,9 @@ struct LoadOptions {
   // Names that do not train, as patterns of fnmatch(3): common/model/freeze.h.
   std::vector<std::string> freeze = {};
   Placement placement = {};
+  // Set by a process that does not keep the whole of every block: a block's buffer has memory only
+  // while it is filled, and until `block_filled` has returned, which takes what stays.
+  std::function<void(int64_t block, const at::Tensor& buffer)> block_filled = nullptr;
 };
 
 // One sequence of a cached forward.
@@ -103,6 +107,13 @@ class Model {
   // [T, H]: the hidden states after the final norm, which the fused loss and the heads consume.
   // The batch is on the model's device. A shard alone cannot compute: c10::NotImplementedError.
   at::Tensor HiddenStates(const RaggedBatch& batch, AttentionContext& context) const;
+  // The same in pieces, for a process that runs or holds only some of them: see Backbone. `batch`
+  // and `context` must outlive the pass.
+  ModelPass StartPass(const RaggedBatch& batch, AttentionContext& context) const;
+  int64_t num_blocks() const { return backbone_->num_blocks(); }
+  at::Tensor RunBlock(int64_t block, const at::Tensor& hidden, const ModelPass& pass) const {
+    return backbone_->RunBlock(block, hidden, pass);
+  }
   // [N, H] -> [N, V]. Needs kLm.
   at::Tensor ForwardLogits(const at::Tensor& hidden) const;
   // [N, H] -> [N]. Needs kValue.
@@ -125,6 +136,9 @@ class Model {
   // in-place change OnWeightsChanged() must be called before the next forward.
   NamedTensors Parameters() const;
   void OnWeightsChanged();
+  // The memory of the parameters, by block of a pass: flat, each parameter a view of its block's.
+  const std::vector<at::Tensor>& BlockBuffers() const;
+  const std::vector<tandem::Parameter>& DeclaredParameters() const;
   // The parameter of that name; undefined when there is none.
   at::Tensor Parameter(absl::string_view name) const;
   int64_t num_parameters() const;
@@ -155,7 +169,7 @@ class Model {
                                                       const HeadOptions& head,
                                                       const LoadOptions& options);
   // One tensor per parameter; nullptr: drawn.
-  void FillFrom(const std::vector<const TensorView*>& assigned);
+  void FillFrom(const std::vector<const TensorView*>& assigned, const LoadOptions& options);
   void Initialize(uint64_t seed);
   std::string ExportedConfig(DType dtype) const;
 

@@ -14,7 +14,6 @@
 #include "absl/strings/str_join.h"
 #include "common/base/error.h"
 #include "common/base/status_macros.h"
-#include "common/model/backbone.h"
 #include "common/model/initial_value.h"
 #include "common/model/model.h"
 #include "common/model/parameter_store.h"
@@ -22,6 +21,7 @@
 #include "common/model/weight_files_check.h"
 #include "common/tensor/aten_bytes.h"
 #include "common/tensor/safetensors.h"
+#include "common/tensor/tensor_memory.h"
 #include "common/tensor/weights_digest.h"
 
 namespace tandem {
@@ -161,7 +161,7 @@ absl::StatusOr<std::unique_ptr<Model>> Model::Load(const std::string& directory,
     model->value_head_source_ = files.value_head.weight != nullptr ? ValueHeadSource::kCheckpoint
                                                                    : ValueHeadSource::kRandom;
   }
-  model->FillFrom(assigned);
+  model->FillFrom(assigned, options);
   return model;
 }
 
@@ -182,11 +182,21 @@ absl::StatusOr<SourceParameters> Model::ReadSource() const {
   return source;
 }
 
-void Model::FillFrom(const std::vector<const TensorView*>& assigned) {
+void Model::FillFrom(const std::vector<const TensorView*>& assigned, const LoadOptions& options) {
   const at::NoGradGuard no_grad;
   WeightsHasher hasher;
+  const auto filled = [&](int64_t block) {
+    if (options.block_filled == nullptr) return;
+    const at::Tensor& buffer = BlockBuffers()[static_cast<size_t>(block)];
+    options.block_filled(block, buffer);
+    FreeMemory(buffer);
+  };
+  // Parameters are declared block by block.
   for (size_t i = 0; i < assigned.size(); ++i) {
     const auto& parameter = store_->parameters()[i];
+    const int64_t block = parameter.spec.block;
+    if (i > 0 && block != store_->parameters()[i - 1].spec.block) filled(block - 1);
+    AllocateMemory(BlockBuffers()[static_cast<size_t>(block)]);
     const at::Tensor whole =
         WholeTensor(parameter.spec, assigned[i], config_.initializer_range, value_head_seed_);
     parameter.value.copy_(parameter.shard.Of(whole));  // reads no more of the file than this
@@ -194,6 +204,7 @@ void Model::FillFrom(const std::vector<const TensorView*>& assigned) {
     const bool exact = parameter.value.is_cpu() && parameter.value.scalar_type() == at::kFloat;
     hasher.Add(exact ? parameter.value : whole);
   }
+  filled(num_blocks() - 1);
   if (placement_.shard_count == 1) weights_digest_ = hasher.Hex();
   OnWeightsChanged();
 }

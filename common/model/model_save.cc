@@ -8,7 +8,6 @@
 #include "common/base/atomic_file.h"
 #include "common/base/file_descriptor.h"
 #include "common/base/status_macros.h"
-#include "common/model/backbone.h"
 #include "common/model/family_registry.h"
 #include "common/model/model.h"
 #include "common/model/parameter_store.h"

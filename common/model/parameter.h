@@ -19,6 +19,8 @@ struct Placement {
   // The part that this process holds of every parameter that has a shard axis.
   int64_t shard_index = 0;
   int64_t shard_count = 1;
+  // Into how many equal parts the buffer of a block can be cut.
+  int64_t buffer_parts = 1;
 };
 
 // The part of a tensor that one process holds: slice `index` of `count` equal ones along `axis`.

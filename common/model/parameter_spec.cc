@@ -16,13 +16,16 @@ absl::StatusOr<std::vector<ParameterSpec>> ModelParameters(const ModelConfig& co
                                                            const HeadOptions& head) {
   TANDEM_ASSIGN_OR_RETURN(const Family* family, FindFamily(config.model_type));
   std::vector<ParameterSpec> specs = family->parameters(config);
+  const int64_t last = LastBlock(config.num_hidden_layers);
   if (head.kind == HeadKind::kLm && !head.tied) {
-    specs.push_back(
-        {.name = kLmHeadName, .shape = {config.vocab_size, config.hidden_size}, .shard_axis = 0});
+    specs.push_back({.name = kLmHeadName,
+                     .shape = {config.vocab_size, config.hidden_size},
+                     .shard_axis = 0,
+                     .block = last});
   } else if (head.kind == HeadKind::kValue) {
-    specs.push_back({.name = kValueHeadWeight, .shape = {1, config.hidden_size}});
+    specs.push_back({.name = kValueHeadWeight, .shape = {1, config.hidden_size}, .block = last});
     if (head.bias) {
-      specs.push_back({.name = kValueHeadBias, .shape = {1}, .init = Init::kZeros});
+      specs.push_back({.name = kValueHeadBias, .shape = {1}, .init = Init::kZeros, .block = last});
     }
   }
   return specs;

@@ -26,9 +26,15 @@ struct ParameterSpec {
   // The axis that tensor parallelism cuts: 0 for maps cut by output and for vocabularies, 1 for
   // maps cut by input (https://arxiv.org/abs/1909.08053). Not set: every rank holds all of it.
   std::optional<int64_t> shard_axis = std::nullopt;
+  // The part of a pass that it belongs to: Backbone::RunBlock.
+  int64_t block = 0;
 
   int64_t numel() const;
 };
+
+// A pass through a decoder of `layers` layers: the embedding is block 0, layer i is block i + 1,
+// and the final norm and the head are the last.
+inline int64_t LastBlock(int64_t layers) { return layers + 1; }
 
 // What a model ends in.
 enum class HeadKind {

@@ -3,16 +3,27 @@
 #include <ATen/ATen.h>
 #include <ATen/core/grad_mode.h>
 
+#include <algorithm>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
 #include "common/base/error.h"
+#include "common/tensor/tensor_memory.h"
 
 namespace tandem {
+namespace {
+
+// Values that a parameter takes in its buffer, so that the next one is aligned.
+int64_t Aligned(int64_t numel, int64_t parts = 1) {
+  const int64_t values = 32 * parts;  // 64 bytes of bf16
+  return (numel + values - 1) / values * values;
+}
+
+}  // namespace
 
 absl::StatusOr<std::unique_ptr<ParameterStore>> ParameterStore::Create(
     const std::vector<ParameterSpec>& specs, const std::vector<bool>& trainable,
-    const Placement& placement) {
+    const Placement& placement, bool without_memory) {
   if (placement.shard_count < 1) {
     return InvalidField("placement.shard_count", "must be at least 1");
   }
@@ -35,7 +46,25 @@ absl::StatusOr<std::unique_ptr<ParameterStore>> ParameterStore::Create(
     }
     store->parameters_.push_back(std::move(parameter));
   }
+  store->AllocateBlocks(without_memory);
   return store;
+}
+
+void ParameterStore::AllocateBlocks(bool without_memory) {
+  std::vector<int64_t> sizes;
+  for (const Parameter& parameter : parameters_) {
+    const auto block = static_cast<size_t>(parameter.spec.block);
+    sizes.resize(std::max(sizes.size(), block + 1));
+    sizes[block] += Aligned(parameter.spec.numel() / parameter.shard.count);
+  }
+  const auto options =
+      at::device(placement_.device).dtype(training_ ? at::kFloat : placement_.dtype);
+  for (const int64_t size : sizes) {
+    const int64_t numel = Aligned(size, placement_.buffer_parts);
+    block_buffers_.push_back(without_memory ? EmptyWithoutMemory(numel, options)
+                                            : at::empty({numel}, options));
+  }
+  taken_.resize(sizes.size());
 }
 
 const Parameter* ParameterStore::Find(const std::string& name) const {
@@ -63,9 +92,11 @@ at::Tensor ParameterStore::Allocate(const std::vector<std::string>& names) {
   }
   std::vector<int64_t> stacked_shape = shapes[0];
   stacked_shape[0] = rows;
+  const auto block = static_cast<size_t>(Find(names[0])->spec.block);
+  const int64_t numel = c10::multiply_integers(stacked_shape);
   at::Tensor stacked =
-      at::empty(stacked_shape,
-                at::device(placement_.device).dtype(training_ ? at::kFloat : placement_.dtype));
+      block_buffers_[block].narrow(0, taken_[block], numel).view(stacked_shape).detach();
+  taken_[block] += Aligned(numel);
   int64_t begin = 0;
   for (size_t i = 0; i < names.size(); ++i) {
     Parameter& parameter = *FindMutable(names[i]);

@@ -1,9 +1,11 @@
-// The memory of a model's parameters, and the linear maps over it.
+// The memory of a model's parameters, one buffer for each block of a pass, and the linear maps over
+// it.
 #ifndef TANDEM_COMMON_MODEL_PARAMETER_STORE_H_
 #define TANDEM_COMMON_MODEL_PARAMETER_STORE_H_
 
 #include <ATen/core/Tensor.h>
 
+#include <cstdint>
 #include <deque>
 #include <memory>
 #include <string>
@@ -19,13 +21,17 @@ class ParameterStore {
  public:
   // Of the declared parameters, uninitialised. `trainable` has one entry per parameter; an empty
   // one means a model that only infers. INVALID_ARGUMENT for "placement.shard_*", and for a size
-  // that does not divide by the shards.
+  // that does not divide by the shards. `without_memory`: whoever holds blocks only some of the
+  // time gives their buffers memory (common/tensor/tensor_memory.h).
   static absl::StatusOr<std::unique_ptr<ParameterStore>> Create(
       const std::vector<ParameterSpec>& specs, const std::vector<bool>& trainable,
-      const Placement& placement);
+      const Placement& placement, bool without_memory = false);
 
   // In the order of their declaration.
   const std::vector<Parameter>& parameters() const { return parameters_; }
+  // Flat: all parameters of a block are views of it, each (or each stack of them) aligned to 64
+  // bytes.
+  const std::vector<at::Tensor>& block_buffers() const { return block_buffers_; }
   // nullptr where no such parameter is declared.
   const Parameter* Find(const std::string& name) const;
 
@@ -42,6 +48,7 @@ class ParameterStore {
  private:
   explicit ParameterStore(const Placement& placement) : placement_(placement) {}
 
+  void AllocateBlocks(bool without_memory);
   Parameter* FindMutable(const std::string& name);
   // Gives the parameters of those names, in order, one buffer; returns it.
   at::Tensor Allocate(const std::vector<std::string>& names);
@@ -49,6 +56,8 @@ class ParameterStore {
   const Placement placement_;
   bool training_ = false;
   std::vector<Parameter> parameters_;
+  std::vector<at::Tensor> block_buffers_;
+  std::vector<int64_t> taken_;                    // of each buffer
   std::deque<ops::LinearWeight> linear_weights_;  // never moves what was handed out
 };
 

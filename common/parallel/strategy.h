@@ -1,5 +1,9 @@
 // How training is laid out over processes. Trainer and critic see only this interface; the same
 // batch gives the same result under every strategy.
+//
+// Every rank of a server makes the same calls with the same arguments, in the same order. What a
+// call computes, and where, is the strategy's: functions that it is handed are called on the ranks
+// that hold what they need.
 #ifndef TANDEM_COMMON_PARALLEL_STRATEGY_H_
 #define TANDEM_COMMON_PARALLEL_STRATEGY_H_
 
@@ -8,12 +12,15 @@
 #include <cstdint>
 #include <memory>
 #include <string>
+#include <vector>
 
 #include "absl/functional/function_ref.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
+#include "absl/types/span.h"
 #include "common/model/model.h"
+#include "common/model/ragged_batch.h"
 #include "common/tensor/named_tensors.h"
 #include "common/training/optimizer_options.h"
 
@@ -25,26 +32,55 @@ struct OptimizerReport {
   double learning_rate = 0;  // that was used
 };
 
-// Lifetime: Build once, then ForwardBackward and OptimizerStep by turns. Not thread-safe.
-// Exceptions of libtorch become INTERNAL.
+// What the model reads in a pass: micro-batch i, whole sequences, on the model's device.
+using InputFunction = absl::FunctionRef<RaggedBatch(int64_t micro_batch)>;
+
+// Numbers that are computed from a micro-batch's hidden states [T, H].
+using OutputFunction = absl::FunctionRef<absl::StatusOr<std::vector<double>>(
+    int64_t micro_batch, const RaggedBatch& batch, const at::Tensor& hidden)>;
+
+// d loss / d hidden of a micro-batch: [T, H], in the type of `hidden`, which is a leaf; undefined
+// where `hidden` requires no gradient. The loss is already scaled for the *global* batch
+// (common/loss/loss_scale.h), so that gradients simply add up. What it has by parameters of the
+// head it adds to Strategy::Gradient.
+using LossFunction = absl::FunctionRef<absl::StatusOr<at::Tensor>(
+    int64_t micro_batch, const RaggedBatch& batch, const at::Tensor& hidden)>;
+
+// Lifetime: LoadModel and BuildOptimizer once, then passes and OptimizerStep by turns. Not
+// thread-safe. Exceptions of libtorch become INTERNAL.
 class Strategy {
  public:
   virtual ~Strategy() = default;
 
-  // Takes over the training of `model`, which must outlive the strategy: the parameters that
-  // require gradients, in place. INVALID_ARGUMENT for options that do not fit, or if nothing
-  // trains.
-  virtual absl::Status Build(Model& model, const OptimizerOptions& options) = 0;
+  // Loads this rank's part of the model. Errors as Model::Load.
+  virtual absl::Status LoadModel(const std::string& directory, const LoadOptions& options) = 0;
+  // Its passes are the strategy's to run; the rest may be asked.
+  virtual Model& model() = 0;
+  // For the parameters that require gradients. INVALID_ARGUMENT for options that do not fit, or if
+  // nothing trains.
+  virtual absl::Status BuildOptimizer(const OptimizerOptions& options) = 0;
 
-  // The main gradient (fp32) of a parameter of this rank: autograd adds to it, and a fused output
-  // loss may. Undefined if there is no such parameter, or if it is frozen.
+  // Runs micro-batches 0 .. count-1 without gradients. What `output` says of each, on every rank.
+  virtual absl::StatusOr<std::vector<std::vector<double>>> Forward(int64_t count,
+                                                                   InputFunction input,
+                                                                   OutputFunction output) = 0;
+
+  // What `compute` says of 0 .. count-1, on every rank; it is called once for each, on any rank.
+  virtual absl::StatusOr<std::vector<std::vector<double>>> ShareOut(
+      int64_t count,
+      absl::FunctionRef<absl::StatusOr<std::vector<double>>(int64_t index)> compute) = 0;
+
+  // Zeroes the main gradients and adds those of micro-batches 0 .. count-1. The first error ends
+  // it.
+  virtual absl::Status ForwardBackward(int64_t count, InputFunction input, LossFunction loss) = 0;
+
+  // The main gradient (fp32) of a parameter: autograd adds to it, and a loss function may while it
+  // runs. Undefined if there is no such parameter here, or if it is frozen.
   virtual at::Tensor Gradient(absl::string_view parameter) const = 0;
 
-  // Zeroes the main gradients and calls `run(i)` for the micro-batches 0 .. count-1 of this rank,
-  // in order. `run` does forward and backward with a loss that is already scaled for the *global*
-  // batch (common/loss/loss_scale.h), so gradients simply add up. The first error ends it.
-  virtual absl::Status ForwardBackward(int64_t count,
-                                       absl::FunctionRef<absl::Status(int64_t)> run) = 0;
+  // Replaces numbers that the loss function has counted, on the ranks that it ran on, by their sums
+  // and maxima over all micro-batches.
+  virtual absl::Status Reduce(absl::Span<double> sums, absl::Span<double> maxima) = 0;
 
   // Clips by global norm with factor min(1, max_grad_norm / (norm + 1e-6)) and updates.
   // NotFiniteError, with nothing changed, for the norm. DATA_LOSS if the update broke off, with
@@ -53,7 +89,7 @@ class Strategy {
   virtual absl::StatusOr<OptimizerReport> OptimizerStep() = 0;
 
   virtual int64_t optimizer_steps() const = 0;
-  // Forgets every update: as after Build.
+  // Forgets every update: as after BuildOptimizer.
   virtual absl::Status ResetOptimizer() = 0;
 
   // Whole parameters, the frozen ones too, by name, on rank 0; views, valid until the next change.

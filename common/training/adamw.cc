@@ -34,16 +34,24 @@ const char* Fault(const std::string& name, const at::Tensor& tensor) {
 
 }  // namespace
 
-AdamW::AdamW(const NamedTensors& parameters, const OptimizerOptions& options)
-    : options_(options), parameters_(parameters) {
+std::vector<AdamWParameter> WholeParameters(const NamedTensors& parameters) {
+  std::vector<AdamWParameter> result;
+  for (const auto& [name, values] : parameters) {
+    result.push_back({.name = name, .values = values, .decays = DecaysWeight(values.dim())});
+  }
+  return result;
+}
+
+AdamW::AdamW(std::vector<AdamWParameter> parameters, const OptimizerOptions& options)
+    : options_(options), parameters_(std::move(parameters)) {
   const at::NoGradGuard no_grad;
   groups_ = {{options.weight_decay, {}}, {0.0, {}}};
   for (size_t i = 0; i < parameters_.size(); ++i) {
-    at::Tensor& parameter = parameters_[i].second;
-    parameter = parameter.detach();
-    exp_avg_.push_back(at::zeros_like(parameter));
-    exp_avg_sq_.push_back(at::zeros_like(parameter));
-    groups_[parameter.dim() >= 2 ? 0 : 1].members.push_back(i);
+    at::Tensor& values = parameters_[i].values;
+    values = values.detach();
+    exp_avg_.push_back(at::zeros_like(values));
+    exp_avg_sq_.push_back(at::zeros_like(values));
+    groups_[parameters_[i].decays ? 0 : 1].members.push_back(i);
   }
 }
 
@@ -51,12 +59,12 @@ void AdamW::Step(const std::vector<at::Tensor>& gradients, double learning_rate)
   const at::NoGradGuard no_grad;
   if (parameters_.empty()) return;
   const at::Tensor step = at::full({}, static_cast<double>(steps_ + 1),
-                                   parameters_[0].second.options().dtype(at::kFloat));
+                                   parameters_[0].values.options().dtype(at::kFloat));
   for (const Group& group : groups_) {
     if (group.members.empty()) continue;
     std::vector<at::Tensor> parameters, grads, first, second;
     for (size_t i : group.members) {
-      parameters.push_back(parameters_[i].second);
+      parameters.push_back(parameters_[i].values);
       grads.push_back(gradients[i]);
       first.push_back(exp_avg_[i]);
       second.push_back(exp_avg_sq_[i]);
@@ -72,8 +80,8 @@ void AdamW::Step(const std::vector<at::Tensor>& gradients, double learning_rate)
 NamedTensors AdamW::State() const {
   NamedTensors state;
   for (size_t i = 0; i < parameters_.size(); ++i) {
-    state.emplace_back(parameters_[i].first + kFirstMoment, exp_avg_[i]);
-    state.emplace_back(parameters_[i].first + kSecondMoment, exp_avg_sq_[i]);
+    state.emplace_back(parameters_[i].name + kFirstMoment, exp_avg_[i]);
+    state.emplace_back(parameters_[i].name + kSecondMoment, exp_avg_sq_[i]);
   }
   state.emplace_back(kSteps, at::scalar_tensor(steps_, at::kLong));
   return state;

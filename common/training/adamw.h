@@ -4,7 +4,9 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <cstddef>
 #include <cstdint>
+#include <string>
 #include <vector>
 
 #include "absl/status/status.h"
@@ -13,11 +15,22 @@
 
 namespace tandem::training {
 
+// What the optimizer updates in place: a parameter, or a part of one.
+struct AdamWParameter {
+  std::string name;
+  at::Tensor values;   // float32
+  bool decays = true;  // takes part in weight decay: DecaysWeight
+};
+
+// Weight decay applies to matrices (two dimensions or more), not to norms and biases.
+inline bool DecaysWeight(int64_t dimensions) { return dimensions >= 2; }
+
+std::vector<AdamWParameter> WholeParameters(const NamedTensors& parameters);
+
 class AdamW {
  public:
-  // Weight decay applies to matrices (two dimensions or more), not to norms and biases. The
-  // parameters are updated in place; moments are allocated here, in fp32.
-  AdamW(const NamedTensors& parameters, const OptimizerOptions& options);
+  // Moments are allocated here, in fp32, beside the values.
+  AdamW(std::vector<AdamWParameter> parameters, const OptimizerOptions& options);
 
   // One update. `gradients` parallel to the parameters. May throw c10::Error.
   void Step(const std::vector<at::Tensor>& gradients, double learning_rate);
@@ -41,7 +54,7 @@ class AdamW {
   };
 
   OptimizerOptions options_;
-  NamedTensors parameters_;
+  std::vector<AdamWParameter> parameters_;
   std::vector<at::Tensor> exp_avg_, exp_avg_sq_;
   std::vector<Group> groups_;
   int64_t steps_ = 0;

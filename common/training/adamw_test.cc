@@ -24,7 +24,7 @@ TEST(AdamWTest, EqualsTorchOptimAdamW) {
   // bias.
   NamedTensors parameters = {{"w", at::tensor({0.5f, -1.25f, 2.0f, 0.125f}).view({2, 2})},
                              {"b", at::tensor({0.75f, -0.5f})}};
-  AdamW optimizer(parameters, Options());
+  AdamW optimizer(WholeParameters(parameters), Options());
   for (int i = 1; i <= 3; ++i) {
     optimizer.Step(
         {at::tensor({0.1f, -0.2f, 0.3f, 4.0f}).view({2, 2}) * i, at::tensor({-1.0f, 0.001f}) * i},
@@ -40,7 +40,7 @@ TEST(AdamWTest, EqualsTheDefinitionInDouble) {
   at::manual_seed(3);
   const NamedTensors parameters = {{"w", at::randn({3, 5})}};
   const at::Tensor start = parameters[0].second.to(at::kDouble);
-  AdamW optimizer(parameters, Options());
+  AdamW optimizer(WholeParameters(parameters), Options());
   at::Tensor p = start.clone(), m = at::zeros_like(p), v = at::zeros_like(p);
   for (int t = 1; t <= 20; ++t) {
     const at::Tensor g = at::randn({3, 5});
@@ -57,11 +57,11 @@ TEST(AdamWTest, EqualsTheDefinitionInDouble) {
 TEST(AdamWTest, StateRoundTripContinuesIdentically) {
   at::manual_seed(3);
   const NamedTensors a = {{"w", at::randn({3, 5})}};
-  AdamW first(a, Options());
+  AdamW first(WholeParameters(a), Options());
   const at::Tensor g1 = at::randn({3, 5}), g2 = at::randn({3, 5});
   first.Step({g1}, 1e-2);
   const NamedTensors b = {{"w", a[0].second.clone()}};
-  AdamW second(b, Options());
+  AdamW second(WholeParameters(b), Options());
   ASSERT_TRUE(second.LoadState(first.State()).ok());
   EXPECT_EQ(second.steps(), 1);
   first.Step({g2}, 1e-2);
@@ -70,7 +70,7 @@ TEST(AdamWTest, StateRoundTripContinuesIdentically) {
 }
 
 TEST(AdamWTest, StateThatDoesNotFitIsRefused) {
-  AdamW optimizer({{"w", at::zeros({3})}}, Options());
+  AdamW optimizer(WholeParameters({{"w", at::zeros({3})}}), Options());
   NamedTensors state = optimizer.State();
   NamedTensors frozen_now = state;
   frozen_now.emplace_back("b.exp_avg", at::zeros({3}));
@@ -84,7 +84,7 @@ TEST(AdamWTest, StateThatDoesNotFitIsRefused) {
 }
 
 TEST(AdamWTest, StateThatNoUpdateLeavesIsRefused) {
-  AdamW optimizer({{"w", at::zeros({3})}}, Options());
+  AdamW optimizer(WholeParameters({{"w", at::zeros({3})}}), Options());
   const auto status_with = [&](const std::string& name, const at::Tensor& value) {
     NamedTensors state = optimizer.State();
     for (auto& [key, tensor] : state) tensor = key == name ? value : tensor.clone();
@@ -110,7 +110,7 @@ TEST(AdamWTest, AResetOptimizerIsANewOne) {
   at::manual_seed(3);
   const NamedTensors a = {{"w", at::randn({3, 5})}}, b = {{"w", a[0].second.clone()}};
   const at::Tensor g = at::randn({3, 5});
-  AdamW used(a, Options()), fresh(b, Options());
+  AdamW used(WholeParameters(a), Options()), fresh(WholeParameters(b), Options());
   used.Step({g}, 1e-2);
   a[0].second.copy_(b[0].second);
   used.Reset();

@@ -1,6 +1,7 @@
 #include "services/training/training_core.h"
 
 #include <ATen/ATen.h>
+#include <ATen/core/grad_mode.h>
 
 #include <algorithm>
 #include <utility>
@@ -23,22 +24,24 @@ namespace {
 // machine.
 constexpr absl::Duration kStallLimit = absl::Minutes(10);
 
+std::vector<double> Concatenated(const std::vector<std::vector<double>>& parts) {
+  std::vector<double> all;
+  for (const std::vector<double>& part : parts) all.insert(all.end(), part.begin(), part.end());
+  return all;
+}
+
 }  // namespace
 
-MicroBatchInput MakeMicroBatchInput(absl::Span<const SequenceRows> sequences, size_t first_row,
-                                    at::Device device) {
+RaggedBatch MakeBatch(absl::Span<const SequenceRows> sequences, at::Device device) {
   std::vector<std::vector<int64_t>> inputs;
   for (const SequenceRows& sequence : sequences) {
     if (!sequence.input.empty()) inputs.push_back(sequence.input);
   }
-  MicroBatchInput input = SelectRows(
-      {.batch = MakeRaggedBatch(inputs, device), .positions = {}, .labels = {}}, sequences);
-  input.first_row = first_row;
-  return input;
+  return MakeRaggedBatch(inputs, device);
 }
 
-MicroBatchInput SelectRows(const MicroBatchInput& input, absl::Span<const SequenceRows> sequences) {
-  MicroBatchInput selected = {.batch = input.batch, .positions = {}, .labels = {}};
+MicroBatchInput SelectRows(const RaggedBatch& batch, absl::Span<const SequenceRows> sequences) {
+  MicroBatchInput selected = {.batch = batch};
   int64_t offset = 0;
   for (const SequenceRows& sequence : sequences) {
     for (const int64_t position : sequence.positions) {
@@ -78,30 +81,28 @@ TrainingCore::TrainingCore(std::string kind, std::string metric_prefix,
 absl::Status TrainingCore::Load(LoadOptions load, std::unique_ptr<parallel::Strategy> strategy) {
   TANDEM_ASSIGN_OR_RETURN(load.placement, SetUpCompute(options_.compute));
   load.freeze = options_.freeze;
-  absl::StatusOr<std::unique_ptr<Model>> model = Model::Load(options_.model, load);
-  if (!model.ok()) {
-    const bool about_freeze = FieldPath(model.status()).value_or("").starts_with("freeze");
-    return about_freeze ? model.status() : PrependFieldPath("model", model.status());
+  strategy_ = std::move(strategy);
+  if (const absl::Status loaded = strategy_->LoadModel(options_.model, load); !loaded.ok()) {
+    const bool about_freeze = FieldPath(loaded).value_or("").starts_with("freeze");
+    return about_freeze ? loaded : PrependFieldPath("model", loaded);
   }
-  model_ = *std::move(model);
   // Sentences are counted and clients compare it; a model without a tokenizer trains without it.
   absl::StatusOr<Vocabulary> vocabulary =
-      Vocabulary::Load(options_.model, model_->config().vocab_size);
+      Vocabulary::Load(options_.model, model().config().vocab_size);
   if (vocabulary.ok()) {
     vocabulary_ = *std::move(vocabulary);
     vocabulary_digest_ = vocabulary_->Digest();
   } else if (!absl::IsNotFound(vocabulary.status())) {
     return PrependFieldPath("model", vocabulary.status());
   }
-  strategy_ = std::move(strategy);
   TANDEM_RETURN_IF_ERROR(
-      PrependFieldPath("optimizer", strategy_->Build(*model_, options_.optimizer)));
-  RecordWeights(model_->weights_digest());
+      PrependFieldPath("optimizer", strategy_->BuildOptimizer(options_.optimizer)));
+  RecordWeights(model().weights_digest());
   return absl::OkStatus();
 }
 
 SequenceLimits TrainingCore::limits() const {
-  const ModelConfig& config = model_->config();
+  const ModelConfig& config = strategy_->model().config();
   return {.vocab_size = config.vocab_size,
           .max_model_len = config.LongestSequence(options_.max_model_len)};
 }
@@ -116,14 +117,14 @@ EngineInfo TrainingCore::Info() const {
 }
 
 void TrainingCore::RefreshWeights() {
-  if (copies_stale_) model_->OnWeightsChanged();
+  if (copies_stale_) model().OnWeightsChanged();
   copies_stale_ = false;
-  if (weights_changed_) RecordWeights(WeightsDigest(model_->Parameters()));
+  if (weights_changed_) RecordWeights(WeightsDigest(model().Parameters()));
 }
 
 void TrainingCore::RecordWeights(std::string digest) {
   EngineInfo info;
-  info.model = model_->Summary(limits().max_model_len);
+  info.model = model().Summary(limits().max_model_len);
   info.model.vocabulary_digest = vocabulary_digest_;
   info.optimizer_steps = strategy_->optimizer_steps();
   info.weights = {.version = state_.version, .digest = std::move(digest)};
@@ -201,7 +202,7 @@ absl::Status TrainingCore::MakeUpdates(const StepIdentity& identity,
 absl::Status TrainingCore::MakeUpdate(const StepIdentity& identity,
                                       const UpdateGradients& gradients, StepReport& report,
                                       Updates& updates) {
-  if (copies_stale_) model_->OnWeightsChanged();
+  if (copies_stale_) model().OnWeightsChanged();
   copies_stale_ = false;
   TANDEM_RETURN_IF_ERROR(gradients(report));
   // All that the table needs is there before the update: nothing can go wrong after it.
@@ -266,36 +267,56 @@ TrainingCore::Pass TrainingCore::PlanPass(absl::Span<const SequenceRows> sequenc
           .first_rows = FirstRows(sequences)};
 }
 
-absl::Status TrainingCore::RunMicroBatch(
-    const Pass& pass, const MicroBatch& range,
-    absl::FunctionRef<absl::Status(const MicroBatchInput& input)> run) {
-  MicroBatchInput input =
-      MakeMicroBatchInput(range.Of(pass.sequences), pass.first_rows[range.begin], model_->device());
-  input.sequences = range;
-  TANDEM_RETURN_IF_ERROR(run(input));
+RaggedBatch TrainingCore::Input(const Pass& pass, int64_t micro_batch) {
   NoteProgress();
-  return absl::OkStatus();
+  const MicroBatch& range = pass.micro_batches[static_cast<size_t>(micro_batch)];
+  return MakeBatch(range.Of(pass.sequences), model().device());
 }
 
-absl::Status TrainingCore::ForMicroBatches(
-    absl::Span<const SequenceRows> sequences,
-    absl::FunctionRef<absl::Status(const MicroBatchInput& input)> run) {
-  const Pass pass = PlanPass(sequences);
-  for (const MicroBatch& range : pass.micro_batches) {
-    TANDEM_RETURN_IF_ERROR(RunMicroBatch(pass, range, run));
-  }
-  return absl::OkStatus();
+MicroBatchInput TrainingCore::RowsOf(const Pass& pass, int64_t micro_batch,
+                                     const RaggedBatch& batch) {
+  const MicroBatch& range = pass.micro_batches[static_cast<size_t>(micro_batch)];
+  MicroBatchInput input = SelectRows(batch, range.Of(pass.sequences));
+  input.first_row = pass.first_rows[range.begin];
+  input.sequences = range;
+  return input;
 }
 
-absl::StatusOr<int64_t> TrainingCore::ForwardBackward(
-    absl::Span<const SequenceRows> sequences,
-    absl::FunctionRef<absl::Status(const MicroBatchInput& input)> run) {
+absl::StatusOr<std::vector<double>> TrainingCore::Forward(absl::Span<const SequenceRows> sequences,
+                                                          RowOutput output) {
   const Pass pass = PlanPass(sequences);
-  const auto count = static_cast<int64_t>(pass.micro_batches.size());
-  TANDEM_RETURN_IF_ERROR(strategy_->ForwardBackward(count, [&](int64_t i) {
-    return RunMicroBatch(pass, pass.micro_batches[static_cast<size_t>(i)], run);
-  }));
-  return count;
+  TANDEM_ASSIGN_OR_RETURN(const std::vector<std::vector<double>> outputs,
+                          strategy_->Forward(
+                              pass.count(), [&](int64_t i) { return Input(pass, i); },
+                              [&](int64_t i, const RaggedBatch& batch, const at::Tensor& hidden) {
+                                return output(RowsOf(pass, i, batch), hidden);
+                              }));
+  return Concatenated(outputs);
+}
+
+absl::StatusOr<std::vector<double>> TrainingCore::ForwardFrozen(
+    const Model& frozen, absl::Span<const SequenceRows> sequences, RowOutput output) {
+  const Pass pass = PlanPass(sequences);
+  TANDEM_ASSIGN_OR_RETURN(const std::vector<std::vector<double>> outputs,
+                          strategy_->ShareOut(pass.count(), [&](int64_t i) {
+                            const at::NoGradGuard no_grad;
+                            const RaggedBatch batch = Input(pass, i);
+                            CausalContext context;
+                            return output(RowsOf(pass, i, batch),
+                                          frozen.HiddenStates(batch, context));
+                          }));
+  return Concatenated(outputs);
+}
+
+absl::StatusOr<int64_t> TrainingCore::ForwardBackward(absl::Span<const SequenceRows> sequences,
+                                                      RowLoss loss) {
+  const Pass pass = PlanPass(sequences);
+  TANDEM_RETURN_IF_ERROR(strategy_->ForwardBackward(
+      pass.count(), [&](int64_t i) { return Input(pass, i); },
+      [&](int64_t i, const RaggedBatch& batch, const at::Tensor& hidden) {
+        return loss(RowsOf(pass, i, batch), hidden);
+      }));
+  return pass.count();
 }
 
 absl::StatusOr<checkpoint::Saved> TrainingCore::SaveCheckpoint(const CallScope& call,
@@ -304,7 +325,7 @@ absl::StatusOr<checkpoint::Saved> TrainingCore::SaveCheckpoint(const CallScope& 
                                                                int64_t keep) {
   return Run(call, "checkpoint", [&]() -> absl::StatusOr<checkpoint::Saved> {
     TANDEM_ASSIGN_OR_RETURN(checkpoint::Saved saved,
-                            SaveTraining(directory, name, keep, *model_, *strategy_, state_));
+                            SaveTraining(directory, name, keep, model(), *strategy_, state_));
     unsaved_ = false;
     return saved;
   });
@@ -313,7 +334,7 @@ absl::StatusOr<checkpoint::Saved> TrainingCore::SaveCheckpoint(const CallScope& 
 absl::Status TrainingCore::LoadCheckpoint(const CallScope& call, const std::string& path) {
   return thread_.Run(call, [&] {
     return CatchTorchErrors("checkpoint", [&]() -> absl::Status {
-      TANDEM_ASSIGN_OR_RETURN(TrainingCheckpoint read, ReadTraining(path, *model_, state_.kind));
+      TANDEM_ASSIGN_OR_RETURN(TrainingCheckpoint read, ReadTraining(path, model(), state_.kind));
       return Replace(
           path, [&] { return strategy_->LoadOptimizer(path); }, read.weights,
           std::move(read.state));
@@ -324,9 +345,9 @@ absl::Status TrainingCore::LoadCheckpoint(const CallScope& call, const std::stri
 absl::Status TrainingCore::LoadBaseModel(const CallScope& call) {
   return thread_.Run(call, [&] {
     return CatchTorchErrors("base model", [&]() -> absl::Status {
-      const absl::StatusOr<SourceParameters> base = model_->ReadSource();
+      const absl::StatusOr<SourceParameters> base = model().ReadSource();
       if (!base.ok()) return PrependFieldPath("base_model", base.status());
-      if (WeightsDigest(base->tensors) != model_->weights_digest()) {
+      if (WeightsDigest(base->tensors) != model().weights_digest()) {
         return FieldError(
             absl::StatusCode::kFailedPrecondition, "base_model",
             absl::StrCat("the weights in ", options_.model, " have changed since the start"));
@@ -356,7 +377,7 @@ absl::Status TrainingCore::Replace(absl::string_view source,
 
 absl::Status TrainingCore::ExportModel(const CallScope& call, const std::string& path,
                                        DType dtype) {
-  return Run(call, "export", [&] { return training::ExportModel(*model_, path, dtype); });
+  return Run(call, "export", [&] { return training::ExportModel(model(), path, dtype); });
 }
 
 }  // namespace tandem::training

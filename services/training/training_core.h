@@ -32,21 +32,20 @@
 
 namespace tandem::training {
 
-// What the model reads in one pass, and the rows of its hidden states that enter the loss.
+// What the model read in one pass, and the rows of its hidden states that enter the loss.
 struct MicroBatchInput {
-  RaggedBatch batch;
-  std::vector<int64_t> positions;  // [N], rows of the hidden states
-  std::vector<int64_t> labels;     // [N]
-  size_t first_row = 0;            // of these rows, among those of all sequences
-  MicroBatch sequences = {};       // which of them they are
+  const RaggedBatch& batch;
+  std::vector<int64_t> positions = {};  // [N], rows of the hidden states
+  std::vector<int64_t> labels = {};     // [N]
+  size_t first_row = 0;                 // of these rows, among those of all sequences
+  MicroBatch sequences = {};            // which of them they are
 };
 
-// On the device of the model that will read it.
-MicroBatchInput MakeMicroBatchInput(absl::Span<const SequenceRows> sequences, size_t first_row,
-                                    at::Device device);
+// What the model reads of some sequences, on its device.
+RaggedBatch MakeBatch(absl::Span<const SequenceRows> sequences, at::Device device);
 
-// What was read, with other rows of the same sequences: `sequences` have the same inputs.
-MicroBatchInput SelectRows(const MicroBatchInput& input, absl::Span<const SequenceRows> sequences);
+// The rows of the sequences that `batch` consists of.
+MicroBatchInput SelectRows(const RaggedBatch& batch, absl::Span<const SequenceRows> sequences);
 
 class TrainingCore {
  public:
@@ -86,7 +85,7 @@ class TrainingCore {
 
   // What follows is for the engine thread.
 
-  Model& model() { return *model_; }
+  Model& model() { return strategy_->model(); }
   parallel::Strategy& strategy() { return *strategy_; }
   TrainingState& state() { return state_; }
   // Of the tokenizer.json beside the model; nullptr without one.
@@ -107,16 +106,23 @@ class TrainingCore {
       const StepIdentity& identity,
       absl::FunctionRef<absl::StatusOr<std::vector<UpdateGradients>>(StepReport& report)> prepare);
 
-  // Runs `run` for every micro-batch of the sequences, between which the engine's progress is
-  // noted.
-  absl::Status ForMicroBatches(absl::Span<const SequenceRows> sequences,
-                               absl::FunctionRef<absl::Status(const MicroBatchInput& input)> run);
+  // Runs the model over the sequences in micro-batches, between which the engine's progress is
+  // noted, without gradients. Returns what `output` says of the rows of each, one after the other.
+  using RowOutput = absl::FunctionRef<absl::StatusOr<std::vector<double>>(
+      const MicroBatchInput& input, const at::Tensor& hidden)>;
+  absl::StatusOr<std::vector<double>> Forward(absl::Span<const SequenceRows> sequences,
+                                              RowOutput output);
 
-  // The same for passes that leave gradients with the strategy. Returns the number of
-  // micro-batches.
-  absl::StatusOr<int64_t> ForwardBackward(
-      absl::Span<const SequenceRows> sequences,
-      absl::FunctionRef<absl::Status(const MicroBatchInput& input)> run);
+  // The same of another model, whole on every rank.
+  absl::StatusOr<std::vector<double>> ForwardFrozen(const Model& frozen,
+                                                    absl::Span<const SequenceRows> sequences,
+                                                    RowOutput output);
+
+  // As Forward with gradients, which it leaves with the strategy; `loss` is a
+  // parallel::LossFunction. Returns the number of micro-batches.
+  using RowLoss = absl::FunctionRef<absl::StatusOr<at::Tensor>(const MicroBatchInput& input,
+                                                               const at::Tensor& hidden)>;
+  absl::StatusOr<int64_t> ForwardBackward(absl::Span<const SequenceRows> sequences, RowLoss loss);
 
  private:
   TrainingCore(std::string kind, std::string metric_prefix, const TrainingOptions& options);
@@ -127,10 +133,12 @@ class TrainingCore {
     absl::Span<const SequenceRows> sequences;
     std::vector<MicroBatch> micro_batches;
     std::vector<size_t> first_rows;
+
+    int64_t count() const { return static_cast<int64_t>(micro_batches.size()); }
   };
   Pass PlanPass(absl::Span<const SequenceRows> sequences) const;
-  absl::Status RunMicroBatch(const Pass& pass, const MicroBatch& range,
-                             absl::FunctionRef<absl::Status(const MicroBatchInput& input)> run);
+  RaggedBatch Input(const Pass& pass, int64_t micro_batch);
+  static MicroBatchInput RowsOf(const Pass& pass, int64_t micro_batch, const RaggedBatch& batch);
   // Makes the updates and enters the report, which it completes. NotFiniteError when every one of
   // them was left out.
   absl::Status MakeUpdates(const StepIdentity& identity, absl::Span<const UpdateGradients> updates,
@@ -158,7 +166,6 @@ class TrainingCore {
 
   const std::string metric_prefix_;
   const TrainingOptions options_;
-  std::unique_ptr<Model> model_;
   std::optional<Vocabulary> vocabulary_;
   std::string vocabulary_digest_;  // empty without one
   std::unique_ptr<parallel::Strategy> strategy_;

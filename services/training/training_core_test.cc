@@ -15,31 +15,31 @@
 #include "common/base/error.h"
 #include "common/base/not_finite.h"
 #include "common/model/testing/tiny_model_dir.h"
-#include "common/parallel/single_process_strategy.h"
+#include "common/parallel/single_strategy.h"
 #include "common/tensor/aten_bytes.h"
 
 namespace tandem::training {
 namespace {
 
 // Throws where it is told to.
-class FailingStrategy final : public parallel::SingleProcessStrategy {
+class FailingStrategy final : public parallel::SingleStrategy {
  public:
   absl::StatusOr<parallel::OptimizerReport> OptimizerStep() override {
     if (std::exchange(fail_before_update, false)) throw std::runtime_error("before the update");
     if (std::exchange(break_off, false)) return absl::DataLossError("in the update");
     if (std::exchange(not_finite, false)) return NotFiniteError("the gradient");
-    auto report = SingleProcessStrategy::OptimizerStep();
+    auto report = SingleStrategy::OptimizerStep();
     if (std::exchange(fail_after_update, false)) throw std::runtime_error("after the update");
     return report;
   }
   int64_t optimizer_steps() const override {
     // The core asks before and after an update, then for what it publishes.
     if (fail_publishing > 0 && --fail_publishing == 0) throw std::runtime_error("publishing");
-    return SingleProcessStrategy::optimizer_steps();
+    return SingleStrategy::optimizer_steps();
   }
   absl::Status ScatterParameters(const NamedTensors& parameters) override {
     if (std::exchange(fail_scatter, false)) throw std::runtime_error("while loading");
-    return SingleProcessStrategy::ScatterParameters(parameters);
+    return SingleStrategy::ScatterParameters(parameters);
   }
   bool fail_scatter = false;
   bool fail_before_update = false;
@@ -92,10 +92,8 @@ class TrainingCoreTest : public ::testing::Test {
     const SequenceRows rows = SelectSequenceRows({1, 2}, {3, 4, 5}, [](size_t) { return true; });
     return core_
         ->ForwardBackward({rows},
-                          [&](const MicroBatchInput& input) {
-                            CausalContext context;
-                            core_->model().HiddenStates(input.batch, context).sum().backward();
-                            return absl::OkStatus();
+                          [&](const MicroBatchInput&, const at::Tensor& hidden) {
+                            return absl::StatusOr<at::Tensor>(at::ones_like(hidden));
                           })
         .status();
   }

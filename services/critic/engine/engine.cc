@@ -49,7 +49,7 @@ class TorchEngine final : public training::CoreEngine<Engine> {
 
  private:
   absl::StatusOr<ValuesResult> ValuesForStep(const ValuesRequest& request);
-  training::SequenceValues Evaluate(const ValuesRequest& request);
+  absl::StatusOr<training::SequenceValues> Evaluate(const ValuesRequest& request);
   // The updates of a step.
   absl::StatusOr<std::vector<training::TrainingCore::UpdateGradients>> Learn(
       const TrainStepRequest& request);
@@ -65,7 +65,7 @@ absl::StatusOr<ValuesResult> TorchEngine::ComputeValues(const CallScope& call,
     TANDEM_RETURN_IF_ERROR(training::CheckSequence(request.prompt_token_ids,
                                                    request.response_token_ids, core_->limits()));
     if (!request.request_id.empty()) return ValuesForStep(request);
-    training::SequenceValues computed = Evaluate(request);
+    TANDEM_ASSIGN_OR_RETURN(training::SequenceValues computed, Evaluate(request));
     return ValuesResult{.values = std::move(computed.values),
                         .final_value = computed.final_value,
                         .weights = core_->weights()};
@@ -82,7 +82,7 @@ absl::StatusOr<ValuesResult> TorchEngine::ValuesForStep(const ValuesRequest& req
   const bool valid = kept != nullptr && (kept->weights == core_->weights() ||
                                          state.ledger.Contains(request.run_id, request.request_id));
   if (!valid || !kept->by_sequence.contains(digest)) {
-    training::SequenceValues computed = Evaluate(request);
+    TANDEM_ASSIGN_OR_RETURN(training::SequenceValues computed, Evaluate(request));
     training::KeptValues::Step& step =
         state.kept_values.Open(request.run_id, request.request_id, core_->weights());
     if (static_cast<int64_t>(step.by_sequence.size()) >= options_.max_samples) {
@@ -97,21 +97,27 @@ absl::StatusOr<ValuesResult> TorchEngine::ValuesForStep(const ValuesRequest& req
       .values = values.values, .final_value = values.final_value, .weights = kept->weights};
 }
 
-training::SequenceValues TorchEngine::Evaluate(const ValuesRequest& request) {
-  const at::NoGradGuard no_grad;
-  std::vector<int64_t> tokens(request.prompt_token_ids.begin(), request.prompt_token_ids.end());
-  tokens.insert(tokens.end(), request.response_token_ids.begin(), request.response_token_ids.end());
-  CausalContext context;
-  const at::Tensor hidden =
-      core_->model().HiddenStates(MakeRaggedBatch({tokens}, core_->model().device()), context);
+absl::StatusOr<training::SequenceValues> TorchEngine::Evaluate(const ValuesRequest& request) {
   const auto prompt = static_cast<int64_t>(request.prompt_token_ids.size());
-  const at::Tensor values = core_->model()
-                                .Values(hidden.narrow(0, prompt - 1, hidden.size(0) - prompt + 1))
-                                .to(at::kCPU, at::kFloat)
-                                .contiguous();
-  const float* numbers = values.const_data_ptr<float>();
-  return {.values = {numbers, numbers + values.numel() - 1},
-          .final_value = numbers[values.numel() - 1]};
+  training::SequenceRows whole;  // the last value needs the last token, too
+  whole.input.assign(request.prompt_token_ids.begin(), request.prompt_token_ids.end());
+  whole.input.insert(whole.input.end(), request.response_token_ids.begin(),
+                     request.response_token_ids.end());
+  TANDEM_ASSIGN_OR_RETURN(
+      const std::vector<double> numbers,
+      core_->Forward({whole},
+                     [&](const training::MicroBatchInput&,
+                         const at::Tensor& hidden) -> absl::StatusOr<std::vector<double>> {
+                       const at::Tensor values =
+                           core_->model()
+                               .Values(hidden.narrow(0, prompt - 1, hidden.size(0) - prompt + 1))
+                               .to(at::kCPU, at::kDouble)
+                               .contiguous();
+                       const double* const data = values.const_data_ptr<double>();
+                       return std::vector<double>(data, data + values.numel());
+                     }));
+  return training::SequenceValues{.values = {numbers.begin(), numbers.end() - 1},
+                                  .final_value = static_cast<float>(numbers.back())};
 }
 
 absl::StatusOr<StepResult> TorchEngine::TrainStep(const CallScope& call,
@@ -170,9 +176,8 @@ absl::Status TorchEngine::AddGradients(ValueRows& rows, const training::MiniBatc
       core_
           ->ForwardBackward(
               range.Of<training::SequenceRows>(rows.sequences),
-              [&](const training::MicroBatchInput& input) -> absl::Status {
-                CausalContext context;
-                const at::Tensor hidden = core_->model().HiddenStates(input.batch, context);
+              [&](const training::MicroBatchInput& input,
+                  const at::Tensor& hidden) -> absl::StatusOr<at::Tensor> {
                 const at::Tensor values = core_->model().Values(hidden.index_select(
                     0, at::tensor(input.positions, at::kLong).to(hidden.device())));
                 const at::Tensor host = values.detach().to(at::kCPU, at::kDouble).contiguous();
@@ -182,7 +187,7 @@ absl::Status TorchEngine::AddGradients(ValueRows& rows, const training::MiniBatc
                     absl::MakeConstSpan(host.const_data_ptr<double>(), gradients.size()),
                     absl::MakeSpan(gradients)));
                 values.backward(at::tensor(gradients, at::kDouble).to(values.options()));
-                return absl::OkStatus();
+                return hidden.grad();
               })
           .status());
   const loss::ValueMetrics metrics = evaluator.Metrics();

@@ -117,8 +117,8 @@ class TorchEngine final : public training::CoreEngine<Engine> {
   absl::StatusOr<Updates> SupervisedStep(const SupervisedBatch& batch, StepReport& report);
   // What the models of the trainer say of the rows before the first update.
   absl::Status AddLogProbs(const PolicyObjective& objective, TrainingRows& rows);
-  absl::StatusOr<std::vector<double>> RowLogProbs(Model& model, loss::FusedOutputLoss& loss,
-                                                  const TrainingRows& rows);
+  // Of the model that is trained, or of the reference.
+  absl::StatusOr<std::vector<double>> RowLogProbs(const TrainingRows& rows, bool of_reference);
   absl::StatusOr<Advantages> AdvantagesOf(const CallScope& call, const TrainStepRequest& request,
                                           const PolicyBatch& batch, const TokenNumbers& penalties,
                                           Metrics& metrics);
@@ -322,31 +322,26 @@ absl::Status TorchEngine::AddLogProbs(const PolicyObjective& objective, Training
   const bool before = several || PenalisesReward(objective) || RejectsTokens(objective) ||
                       objective.importance_sampling_batch_normalize;
   if (objective.old_logprobs == OldLogprobs::kRecomputed && before) {
-    TANDEM_ASSIGN_OR_RETURN(rows.tokens.old_logprobs, RowLogProbs(core_->model(), *loss_, rows));
+    TANDEM_ASSIGN_OR_RETURN(rows.tokens.old_logprobs, RowLogProbs(rows, /*of_reference=*/false));
   }
   if (HasReferenceKl(objective) && objective.reference_logprobs == ReferenceLogprobs::kModel) {
-    TANDEM_ASSIGN_OR_RETURN(rows.tokens.reference,
-                            RowLogProbs(*reference_, *reference_loss_, rows));
+    TANDEM_ASSIGN_OR_RETURN(rows.tokens.reference, RowLogProbs(rows, /*of_reference=*/true));
   }
   return absl::OkStatus();
 }
 
-absl::StatusOr<std::vector<double>> TorchEngine::RowLogProbs(Model& model,
-                                                             loss::FusedOutputLoss& loss,
-                                                             const TrainingRows& rows) {
-  const at::NoGradGuard no_grad;
-  std::vector<double> logprobs;
-  TANDEM_RETURN_IF_ERROR(core_->ForMicroBatches(
-      rows.sequences, [&](const training::MicroBatchInput& input) -> absl::Status {
-        CausalContext context;
-        const at::Tensor hidden = model.HiddenStates(input.batch, context);
-        TANDEM_ASSIGN_OR_RETURN(
-            const loss::RowLogProbs values,
-            loss.LogProbs(hidden, MakeOutputRows(input, input.first_row, rows.temperatures)));
-        logprobs.insert(logprobs.end(), values.logprobs.begin(), values.logprobs.end());
-        return absl::OkStatus();
-      }));
-  return logprobs;
+absl::StatusOr<std::vector<double>> TorchEngine::RowLogProbs(const TrainingRows& rows,
+                                                             bool of_reference) {
+  loss::FusedOutputLoss& loss = of_reference ? *reference_loss_ : *loss_;
+  const auto logprobs = [&](const training::MicroBatchInput& input,
+                            const at::Tensor& hidden) -> absl::StatusOr<std::vector<double>> {
+    TANDEM_ASSIGN_OR_RETURN(
+        loss::RowLogProbs values,
+        loss.LogProbs(hidden, MakeOutputRows(input, input.first_row, rows.temperatures)));
+    return std::move(values.logprobs);
+  };
+  return of_reference ? core_->ForwardFrozen(*reference_, rows.sequences, logprobs)
+                      : core_->Forward(rows.sequences, logprobs);
 }
 
 absl::Status TorchEngine::PolicyUpdate(PolicyWork& work, const training::MiniBatch& range,
@@ -362,7 +357,8 @@ absl::Status TorchEngine::PolicyUpdate(PolicyWork& work, const training::MiniBat
     update_loss.add = [&](const training::MicroBatchInput& input, const at::Tensor& hidden,
                           loss::OutputGradients& gradients) {
       const training::MicroBatchInput own = training::SelectRows(
-          input, input.sequences.Of(range.Of<training::SequenceRows>(work.rows.junior.sequences)));
+          input.batch,
+          input.sequences.Of(range.Of<training::SequenceRows>(work.rows.junior.sequences)));
       return junior_kl_->AddGradients(own, hidden, work.rows.junior,
                                       work.first_junior_rows[range.begin + input.sequences.begin],
                                       work.objective.junior_kl_kind, gradients, junior_kl);
@@ -406,9 +402,9 @@ absl::Status TorchEngine::AddGradients(absl::Span<const training::SequenceRows> 
   TANDEM_ASSIGN_OR_RETURN(
       const int64_t micro_batches,
       core_->ForwardBackward(
-          sequences, [&](const training::MicroBatchInput& input) -> absl::Status {
-            CausalContext context;
-            const at::Tensor hidden = core_->model().HiddenStates(input.batch, context);
+          sequences,
+          [&](const training::MicroBatchInput& input,
+              const at::Tensor& hidden) -> absl::StatusOr<at::Tensor> {
             const size_t own_row = first_row + input.first_row;
             // Undefined where a freeze leaves nothing to train.
             loss::OutputGradients gradients = {
@@ -425,8 +421,8 @@ absl::Status TorchEngine::AddGradients(absl::Span<const training::SequenceRows> 
             if (update_loss.add != nullptr) {
               TANDEM_RETURN_IF_ERROR(update_loss.add(input, hidden.detach(), gradients));
             }
-            if (hidden.requires_grad()) hidden.backward(gradients.hidden.to(hidden.scalar_type()));
-            return absl::OkStatus();
+            return hidden.requires_grad() ? gradients.hidden.to(hidden.scalar_type())
+                                          : at::Tensor();
           }));
   report.metrics["policy/micro_batches"] = static_cast<double>(micro_batches);
   return absl::OkStatus();
@@ -440,22 +436,27 @@ absl::StatusOr<LogProbsResult> TorchEngine::ComputeLogProbs(const CallScope& cal
     TANDEM_RETURN_IF_ERROR(CheckAbove("temperature", request.temperature, 0));
     TANDEM_RETURN_IF_ERROR(
         Validate(SamplingParams{.temperature = request.temperature}, core_->limits().vocab_size));
-    const at::NoGradGuard no_grad;
-    const training::MicroBatchInput input = training::MakeMicroBatchInput(
-        {training::SelectSequenceRows(request.prompt_token_ids, request.response_token_ids,
-                                      [](size_t) { return true; })},
-        0, core_->model().device());
-    CausalContext context;
-    const at::Tensor hidden = core_->model().HiddenStates(input.batch, context);
+    LogProbsResult result{.logprobs = {}, .entropies = {}, .weights = core_->weights()};
+    const std::vector<double> temperatures(request.response_token_ids.size(), request.temperature);
+    // Log-probabilities, then entropies: every rank gets both.
     TANDEM_ASSIGN_OR_RETURN(
-        const loss::RowLogProbs values,
-        loss_->LogProbs(hidden,
-                        MakeOutputRows(input, 0,
-                                       std::vector<double>(request.response_token_ids.size(),
-                                                           request.temperature))));
-    return LogProbsResult{.logprobs = {values.logprobs.begin(), values.logprobs.end()},
-                          .entropies = {values.entropies.begin(), values.entropies.end()},
-                          .weights = core_->weights()};
+        const std::vector<double> numbers,
+        core_->Forward(
+            {training::SelectSequenceRows(request.prompt_token_ids, request.response_token_ids,
+                                          [](size_t) { return true; })},
+            [&](const training::MicroBatchInput& input,
+                const at::Tensor& hidden) -> absl::StatusOr<std::vector<double>> {
+              TANDEM_ASSIGN_OR_RETURN(
+                  loss::RowLogProbs values,
+                  loss_->LogProbs(hidden, MakeOutputRows(input, 0, temperatures)));
+              values.logprobs.insert(values.logprobs.end(), values.entropies.begin(),
+                                     values.entropies.end());
+              return std::move(values.logprobs);
+            }));
+    const auto middle = numbers.begin() + static_cast<int64_t>(numbers.size() / 2);
+    result.logprobs.assign(numbers.begin(), middle);
+    result.entropies.assign(middle, numbers.end());
+    return result;
   });
 }
 

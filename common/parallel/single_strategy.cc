@@ -1,6 +1,7 @@
-#include "common/parallel/single_process_strategy.h"
+#include "common/parallel/single_strategy.h"
 
 #include <ATen/ATen.h>
+#include <ATen/core/grad_mode.h>
 
 #include <cmath>
 
@@ -8,19 +9,22 @@
 #include "common/base/not_finite.h"
 #include "common/base/status_macros.h"
 #include "common/base/strategy_name.h"
+#include "common/parallel/block_pass.h"
 #include "common/tensor/aten_bytes.h"
 #include "common/tensor/catch_torch_errors.h"
 #include "common/training/learning_rate.h"
 
 namespace tandem::parallel {
 
-absl::Status SingleProcessStrategy::Build(Model& model, const OptimizerOptions& options) {
+absl::Status SingleStrategy::LoadModel(const std::string& directory, const LoadOptions& options) {
+  TANDEM_ASSIGN_OR_RETURN(model_, Model::Load(directory, options));
+  return absl::OkStatus();
+}
+
+absl::Status SingleStrategy::BuildOptimizer(const OptimizerOptions& options) {
   return CatchTorchErrors("cannot build the optimizer", [&]() -> absl::Status {
     options_ = options;
-    model_ = &model;
-    parameters_.clear();
-    gradients_.clear();
-    for (const auto& [name, parameter] : model.Parameters()) {
+    for (const auto& [name, parameter] : model_->Parameters()) {
       if (!parameter.requires_grad()) continue;
       parameters_.emplace_back(name, parameter);
       gradients_.push_back(at::zeros_like(parameter.detach()));
@@ -29,30 +33,57 @@ absl::Status SingleProcessStrategy::Build(Model& model, const OptimizerOptions& 
     if (parameters_.empty()) {
       return absl::InvalidArgumentError("no parameter of the model requires a gradient");
     }
-    optimizer_ = std::make_unique<training::AdamW>(parameters_, options_);
+    optimizer_ =
+        std::make_unique<training::AdamW>(training::WholeParameters(parameters_), options_);
     return absl::OkStatus();
   });
 }
 
-at::Tensor SingleProcessStrategy::Gradient(absl::string_view parameter) const {
+at::Tensor SingleStrategy::Gradient(absl::string_view parameter) const {
   for (size_t i = 0; i < parameters_.size(); ++i) {
     if (parameters_[i].first == parameter) return gradients_[i];
   }
   return {};
 }
 
-absl::Status SingleProcessStrategy::ForwardBackward(int64_t count,
-                                                    absl::FunctionRef<absl::Status(int64_t)> run) {
+absl::StatusOr<std::vector<std::vector<double>>> SingleStrategy::Forward(int64_t count,
+                                                                         InputFunction input,
+                                                                         OutputFunction output) {
+  return ShareOut(count, [&](int64_t i) {
+    const at::NoGradGuard no_grad;
+    BlockPass pass(*model_, input(i));
+    const at::Tensor hidden = pass.ForwardAll();
+    return output(i, pass.batch(), hidden);
+  });
+}
+
+absl::StatusOr<std::vector<std::vector<double>>> SingleStrategy::ShareOut(
+    int64_t count, absl::FunctionRef<absl::StatusOr<std::vector<double>>(int64_t)> compute) {
+  std::vector<std::vector<double>> outputs;
+  TANDEM_RETURN_IF_ERROR(CatchTorchErrors("forward", [&]() -> absl::Status {
+    for (int64_t i = 0; i < count; ++i) {
+      TANDEM_ASSIGN_OR_RETURN(outputs.emplace_back(), compute(i));
+    }
+    return absl::OkStatus();
+  }));
+  return outputs;
+}
+
+absl::Status SingleStrategy::ForwardBackward(int64_t count, InputFunction input,
+                                             LossFunction loss) {
   return CatchTorchErrors("forward-backward", [&]() -> absl::Status {
     for (at::Tensor& gradient : gradients_) gradient.zero_();
     for (int64_t i = 0; i < count; ++i) {
-      TANDEM_RETURN_IF_ERROR(run(i));
+      BlockPass pass(*model_, input(i));
+      const at::Tensor hidden = pass.ForwardAll();
+      TANDEM_ASSIGN_OR_RETURN(const at::Tensor gradient, loss(i, pass.batch(), hidden));
+      pass.BackwardAll(gradient);
     }
     return absl::OkStatus();
   });
 }
 
-absl::StatusOr<OptimizerReport> SingleProcessStrategy::OptimizerStep() {
+absl::StatusOr<OptimizerReport> SingleStrategy::OptimizerStep() {
   OptimizerReport report;
   TANDEM_RETURN_IF_ERROR(CatchTorchErrors("optimizer step", [&]() -> absl::Status {
     // Autograd adds in place, so the gradients are still the ones given to the parameters.
@@ -74,14 +105,14 @@ absl::StatusOr<OptimizerReport> SingleProcessStrategy::OptimizerStep() {
   return report;
 }
 
-absl::Status SingleProcessStrategy::ResetOptimizer() {
+absl::Status SingleStrategy::ResetOptimizer() {
   return CatchTorchErrors("cannot reset the optimizer", [&] {
     optimizer_->Reset();
     return absl::OkStatus();
   });
 }
 
-absl::StatusOr<NamedTensors> SingleProcessStrategy::GatherParameters() {
+absl::StatusOr<NamedTensors> SingleStrategy::GatherParameters() {
   NamedTensors parameters;
   for (const auto& [name, parameter] : model_->Parameters()) {
     parameters.emplace_back(name, parameter.detach());
@@ -89,16 +120,16 @@ absl::StatusOr<NamedTensors> SingleProcessStrategy::GatherParameters() {
   return parameters;
 }
 
-absl::Status SingleProcessStrategy::ScatterParameters(const NamedTensors& parameters) {
+absl::Status SingleStrategy::ScatterParameters(const NamedTensors& parameters) {
   return CatchTorchErrors("cannot replace parameters",
                           [&] { return model_->LoadParameters(parameters); });
 }
 
-absl::Status SingleProcessStrategy::SaveOptimizer(const std::string& directory) {
+absl::Status SingleStrategy::SaveOptimizer(const std::string& directory) {
   return WriteNamedTensors(absl::StrCat(directory, "/", kOptimizerFile), optimizer_->State());
 }
 
-absl::Status SingleProcessStrategy::LoadOptimizer(const std::string& directory) {
+absl::Status SingleStrategy::LoadOptimizer(const std::string& directory) {
   return CatchTorchErrors("cannot load the optimizer", [&]() -> absl::Status {
     TANDEM_ASSIGN_OR_RETURN(const NamedTensors state,
                             ReadNamedTensors(absl::StrCat(directory, "/", kOptimizerFile)));
@@ -108,7 +139,7 @@ absl::Status SingleProcessStrategy::LoadOptimizer(const std::string& directory) 
 
 absl::StatusOr<std::unique_ptr<Strategy>> CreateStrategy(absl::string_view name) {
   TANDEM_RETURN_IF_ERROR(CheckStrategyName(name));
-  return std::make_unique<SingleProcessStrategy>();
+  return std::make_unique<SingleStrategy>();
 }
 
 }  // namespace tandem::parallel

@@ -1,0 +1,52 @@
+// One process that holds everything.
+#ifndef TANDEM_COMMON_PARALLEL_SINGLE_STRATEGY_H_
+#define TANDEM_COMMON_PARALLEL_SINGLE_STRATEGY_H_
+
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "common/parallel/strategy.h"
+#include "common/training/adamw.h"
+
+namespace tandem::parallel {
+
+class SingleStrategy : public Strategy {
+ public:
+  SingleStrategy() = default;
+  // With a model that is loaded already.
+  explicit SingleStrategy(std::unique_ptr<Model> model) : model_(std::move(model)) {}
+
+  absl::Status LoadModel(const std::string& directory, const LoadOptions& options) override;
+  Model& model() override { return *model_; }
+  absl::Status BuildOptimizer(const OptimizerOptions& options) override;
+  absl::StatusOr<std::vector<std::vector<double>>> Forward(int64_t count, InputFunction input,
+                                                           OutputFunction output) override;
+  absl::StatusOr<std::vector<std::vector<double>>> ShareOut(
+      int64_t count,
+      absl::FunctionRef<absl::StatusOr<std::vector<double>>(int64_t index)> compute) override;
+  absl::Status ForwardBackward(int64_t count, InputFunction input, LossFunction loss) override;
+  at::Tensor Gradient(absl::string_view parameter) const override;
+  absl::Status Reduce(absl::Span<double> /*sums*/, absl::Span<double> /*maxima*/) override {
+    return absl::OkStatus();
+  }
+  absl::StatusOr<OptimizerReport> OptimizerStep() override;
+  int64_t optimizer_steps() const override { return optimizer_->steps(); }
+  absl::Status ResetOptimizer() override;
+  absl::StatusOr<NamedTensors> GatherParameters() override;
+  absl::Status ScatterParameters(const NamedTensors& parameters) override;
+  absl::Status SaveOptimizer(const std::string& directory) override;
+  absl::Status LoadOptimizer(const std::string& directory) override;
+
+ private:
+  std::unique_ptr<Model> model_;
+  OptimizerOptions options_;
+  NamedTensors parameters_;            // those that train
+  std::vector<at::Tensor> gradients_;  // of these
+  std::unique_ptr<training::AdamW> optimizer_;
+};
+
+}  // namespace tandem::parallel
+
+#endif  // TANDEM_COMMON_PARALLEL_SINGLE_STRATEGY_H_

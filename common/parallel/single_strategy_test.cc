@@ -1,0 +1,177 @@
+#include "common/parallel/single_strategy.h"
+
+#include <ATen/ATen.h>
+#include <ATen/core/grad_mode.h>
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <limits>
+
+#include "common/base/error.h"
+#include "common/base/not_finite.h"
+#include "common/model/testing/models.h"
+#include "common/model/testing/tiny_model_dir.h"
+
+namespace tandem::parallel {
+namespace {
+
+constexpr char kMatrix[] = "model.layers.0.mlp.down_proj.weight";
+constexpr char kNorm[] = "model.norm.weight";
+
+std::unique_ptr<Model> TrainableModel(const LoadOptions& changes = {}) {
+  LoadOptions options = changes;
+  options.requires_grad = true;
+  return TinyModel("llama", {}, options);
+}
+
+RaggedBatch Input(int64_t) { return MakeRaggedBatch({{1, 2, 3}}); }
+
+// d/dw of |w|^2 * factor + i * sum(norm), for i = 0, 1, and nothing by the hidden states.
+absl::Status RunBackward(SingleStrategy& strategy, double factor = 1) {
+  return strategy.ForwardBackward(
+      2, Input,
+      [&](int64_t i, const RaggedBatch&, const at::Tensor&) -> absl::StatusOr<at::Tensor> {
+        const at::Tensor w = strategy.model().Parameter(kMatrix);
+        const at::Tensor loss = (w * w).sum() * factor +
+                                strategy.model().Parameter(kNorm).sum() * static_cast<double>(i);
+        loss.backward();
+        return at::Tensor();
+      });
+}
+
+TEST(SingleStrategyTest, GradientsOfMicroBatchesAddUpAndAreZeroedBefore) {
+  SingleStrategy strategy(TrainableModel());
+  ASSERT_TRUE(strategy.BuildOptimizer({}).ok());
+  for (int repeat = 0; repeat < 2; ++repeat) {
+    ASSERT_TRUE(RunBackward(strategy).ok());
+    EXPECT_TRUE(strategy.Gradient(kMatrix).equal(4 * strategy.model().Parameter(kMatrix).detach()));
+    EXPECT_EQ(strategy.Gradient(kNorm)[3].item<float>(), 1.0f);
+  }
+  EXPECT_FALSE(strategy.Gradient("x").defined());
+}
+
+TEST(SingleStrategyTest, ClipsByGlobalNormAndReportsIt) {
+  SingleStrategy strategy(TrainableModel());
+  OptimizerOptions options;
+  options.max_grad_norm = 0.5;
+  ASSERT_TRUE(strategy.BuildOptimizer(options).ok());
+  ASSERT_TRUE(RunBackward(strategy).ok());
+  const double matrix = 4 * strategy.model().Parameter(kMatrix).norm().item<double>();
+  const OptimizerReport report = strategy.OptimizerStep().value();
+  EXPECT_NEAR(report.grad_norm, std::sqrt(matrix * matrix + 30), 1e-4);
+  EXPECT_NEAR(training::GlobalNorm({strategy.Gradient(kMatrix), strategy.Gradient(kNorm)}), 0.5,
+              1e-6);
+  EXPECT_EQ(strategy.optimizer_steps(), 1);
+}
+
+TEST(SingleStrategyTest, NonFiniteGradientChangesNothing) {
+  SingleStrategy strategy(TrainableModel());
+  ASSERT_TRUE(strategy.BuildOptimizer({}).ok());
+  const at::Tensor before = strategy.model().Parameter(kMatrix).detach().clone();
+  ASSERT_TRUE(RunBackward(strategy, std::numeric_limits<double>::infinity()).ok());
+  EXPECT_TRUE(IsNotFinite(strategy.OptimizerStep().status()));
+  EXPECT_TRUE(strategy.model().Parameter(kMatrix).equal(before));
+  EXPECT_EQ(strategy.optimizer_steps(), 0);
+}
+
+TEST(SingleStrategyTest, ExceptionOfTorchBecomesAStatus) {
+  SingleStrategy strategy(TrainableModel());
+  ASSERT_TRUE(strategy.BuildOptimizer({}).ok());
+  const absl::Status status = strategy.ForwardBackward(
+      1, Input, [](int64_t, const RaggedBatch&, const at::Tensor&) -> absl::StatusOr<at::Tensor> {
+        return at::zeros({2}).add_(at::zeros({3}));
+      });
+  EXPECT_EQ(status.code(), absl::StatusCode::kInternal);
+}
+
+TEST(SingleStrategyTest, SavedStateContinuesBitForBit) {
+  const TemporaryFolder folder;
+  SingleStrategy first(TrainableModel()), second(TrainableModel());
+  ASSERT_TRUE(first.BuildOptimizer({}).ok());
+  ASSERT_TRUE(second.BuildOptimizer({}).ok());
+  ASSERT_TRUE(RunBackward(first).ok());
+  ASSERT_TRUE(first.OptimizerStep().ok());
+  ASSERT_TRUE(first.SaveOptimizer(folder.path()).ok());
+  ASSERT_TRUE(second.LoadOptimizer(folder.path()).ok());
+  ASSERT_TRUE(second.ScatterParameters(first.GatherParameters().value()).ok());
+  ASSERT_TRUE(RunBackward(first).ok());
+  ASSERT_TRUE(RunBackward(second).ok());
+  ASSERT_TRUE(first.OptimizerStep().ok());
+  ASSERT_TRUE(second.OptimizerStep().ok());
+  for (const char* name : {kMatrix, kNorm}) {
+    EXPECT_TRUE(first.model().Parameter(name).equal(second.model().Parameter(name)));
+  }
+}
+
+TEST(SingleStrategyTest, ScatterIsAllOrNothing) {
+  SingleStrategy strategy(TrainableModel());
+  ASSERT_TRUE(strategy.BuildOptimizer({}).ok());
+  const at::Tensor before = strategy.model().Parameter(kMatrix).detach().clone();
+  EXPECT_FALSE(strategy.ScatterParameters({{kMatrix, at::zeros_like(before)}}).ok());
+  EXPECT_TRUE(strategy.model().Parameter(kMatrix).equal(before));
+}
+
+TEST(SingleStrategyTest, FrozenParametersKeepTheirBitsAndHaveNoState) {
+  const TemporaryFolder folder;
+  SingleStrategy strategy(TrainableModel({.freeze = {"*norm*"}})), other(TrainableModel());
+  ASSERT_TRUE(strategy.BuildOptimizer({}).ok());
+  ASSERT_TRUE(other.BuildOptimizer({}).ok());
+  EXPECT_FALSE(strategy.Gradient(kNorm).defined());
+  EXPECT_TRUE(strategy.Gradient(kMatrix).defined());
+  const at::Tensor norm = strategy.model().Parameter(kNorm).clone();
+  const at::Tensor matrix = strategy.model().Parameter(kMatrix).detach().clone();
+  ASSERT_TRUE(RunBackward(strategy).ok());
+  ASSERT_TRUE(strategy.OptimizerStep().ok());
+  EXPECT_TRUE(strategy.model().Parameter(kNorm).equal(norm));
+  EXPECT_FALSE(strategy.model().Parameter(kMatrix).equal(matrix));
+  EXPECT_EQ(strategy.GatherParameters()->size(), strategy.model().Parameters().size());
+  // The state of one freeze does not fit another, either way round.
+  ASSERT_TRUE(strategy.SaveOptimizer(folder.path()).ok());
+  absl::Status status = other.LoadOptimizer(folder.path());
+  EXPECT_EQ(status.code(), absl::StatusCode::kDataLoss);
+  EXPECT_NE(std::string(status.message()).find("norm.weight.exp_avg'"), std::string::npos);
+  ASSERT_TRUE(other.SaveOptimizer(folder.path()).ok());
+  status = strategy.LoadOptimizer(folder.path());
+  EXPECT_EQ(status.code(), absl::StatusCode::kDataLoss);
+  EXPECT_NE(std::string(status.message()).find("norm.weight.exp_avg'"), std::string::npos);
+}
+
+TEST(SingleStrategyTest, AModelThatDoesNotTrainIsRefused) {
+  EXPECT_EQ(SingleStrategy(TinyModel()).BuildOptimizer({}).code(),
+            absl::StatusCode::kInvalidArgument);
+}
+
+// The bf16 copies that the products use are refreshed by whatever changes the masters.
+TEST(SingleStrategyTest, ComputeCopiesFollowUpdatesAndLoads) {
+  const auto copy = TinyModel("llama", {}, {.placement = {.dtype = at::kBFloat16}}, /*seed=*/9);
+  SingleStrategy strategy(
+      TrainableModel({.freeze = {"*norm*"}, .placement = {.dtype = at::kBFloat16}}));
+  OptimizerOptions options;
+  options.learning_rate = 0.1;
+  ASSERT_TRUE(strategy.BuildOptimizer(options).ok());
+  const auto expect_same_forward = [&] {
+    ASSERT_TRUE(copy->LoadParameters(strategy.GatherParameters().value()).ok());
+    const at::NoGradGuard no_grad;
+    CausalContext context;
+    const RaggedBatch batch = MakeRaggedBatch({{1, 2, 3, 4}});
+    EXPECT_TRUE(
+        at::equal(strategy.model().ForwardLogits(strategy.model().HiddenStates(batch, context)),
+                  copy->ForwardLogits(copy->HiddenStates(batch, context))));
+  };
+  expect_same_forward();
+  ASSERT_TRUE(RunBackward(strategy).ok());
+  ASSERT_TRUE(strategy.OptimizerStep().ok());
+  expect_same_forward();
+  const auto other = TinyModel("llama", {}, {}, /*seed=*/5);
+  ASSERT_TRUE(strategy.ScatterParameters(other->Parameters()).ok());
+  expect_same_forward();
+}
+
+TEST(StrategyTest, OthersAreNotThereYet) {
+  EXPECT_TRUE(CreateStrategy("single").ok());
+  EXPECT_EQ(CreateStrategy("zero").status().code(), absl::StatusCode::kUnimplemented);
+  EXPECT_EQ(FieldPath(CreateStrategy("nonsense").status()), "strategy.name");
+}
+
+}  // namespace
+}  // namespace tandem::parallel
