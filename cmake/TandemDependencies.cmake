@@ -4,6 +4,7 @@ find_package(Protobuf REQUIRED)
 find_package(GTest REQUIRED)
 find_package(benchmark REQUIRED)
 find_package(absl REQUIRED)
+find_package(Boost 1.75 CONFIG REQUIRED)  # of which PFR: it is in 1.75 and later
 find_package(spdlog REQUIRED)
 find_package(nlohmann_json REQUIRED)
 find_package(CLI11 REQUIRED)

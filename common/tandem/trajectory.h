@@ -42,6 +42,8 @@ struct Trajectory {
   uint64_t sample_index = 0;
   SamplingParams sampling;
   TandemConfig tandem;
+
+  bool operator==(const Trajectory&) const = default;
 };
 
 }  // namespace tandem

@@ -37,6 +37,8 @@ struct StepIdentity {
   std::string request_id;
   std::string payload_digest;  // of everything in the request
   int64_t expected_version = 0;
+
+  bool operator==(const StepIdentity&) const = default;
 };
 
 // Longest run_id, request_id and group_id. Both tables of steps keep ids, and every checkpoint

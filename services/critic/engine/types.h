@@ -4,6 +4,7 @@
 
 #include <cstdint>
 #include <string>
+#include <tuple>
 #include <vector>
 
 #include "common/base/weights_version.h"
@@ -27,6 +28,8 @@ struct ValuesRequest {
   // The train step that the values are for; empty: none, and nothing is kept.
   std::string run_id = {};
   std::string request_id = {};
+
+  bool operator==(const ValuesRequest&) const = default;
 };
 
 struct ValuesResult {
@@ -41,12 +44,21 @@ struct ValueSample {
   std::vector<float> old_values;   // [L]
   std::vector<float> returns;      // [L]
   std::vector<uint8_t> loss_mask;  // [L], or empty for all
+
+  bool operator==(const ValueSample&) const = default;
 };
 
 struct TrainStepRequest : training::StepIdentity {
   double value_clip = 0.2;
   training::UpdateOptions updates;
   std::vector<ValueSample> samples;
+
+  // For common/base/struct_bytes.h.
+  using Base = training::StepIdentity;
+  static constexpr auto kOwnFields = std::tuple(
+      &TrainStepRequest::value_clip, &TrainStepRequest::updates, &TrainStepRequest::samples);
+
+  bool operator==(const TrainStepRequest&) const = default;
 };
 
 }  // namespace tandem::critic

@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <optional>
 #include <string>
+#include <tuple>
 #include <variant>
 #include <vector>
 
@@ -43,31 +44,47 @@ struct PolicySample {
   std::vector<float> advantages;          // [L] with kProvided
   std::vector<float> old_logprobs;        // [L] with OldLogprobs::kProvided
   std::vector<float> reference_logprobs;  // [L] with ReferenceLogprobs::kProvided
+
+  bool operator==(const PolicySample&) const = default;
 };
 
 struct SupervisedSample {
   std::vector<int32_t> prompt_token_ids;
   std::vector<int32_t> response_token_ids;
+
+  bool operator==(const SupervisedSample&) const = default;
 };
 
 struct PolicyBatch {
   PolicyObjective objective;
   std::vector<PolicySample> samples;
+
+  bool operator==(const PolicyBatch&) const = default;
 };
 
 struct SupervisedBatch {
   SupervisedObjective objective;
   std::vector<SupervisedSample> samples;
+
+  bool operator==(const SupervisedBatch&) const = default;
 };
 
 struct TrainStepRequest : training::StepIdentity {
   std::variant<PolicyBatch, SupervisedBatch> batch;
+
+  // For common/base/struct_bytes.h.
+  using Base = training::StepIdentity;
+  static constexpr auto kOwnFields = std::tuple(&TrainStepRequest::batch);
+
+  bool operator==(const TrainStepRequest&) const = default;
 };
 
 struct LogProbsRequest {
   std::vector<int32_t> prompt_token_ids;
   std::vector<int32_t> response_token_ids;
   double temperature = 1.0;
+
+  bool operator==(const LogProbsRequest&) const = default;
 };
 
 struct LogProbsResult {

@@ -1,0 +1,131 @@
+#include "services/trainer/engine/types.h"
+
+#include <gtest/gtest.h>
+
+#include <string>
+
+#include "common/base/struct_bytes.h"
+#include "common/base/testing/no_defaults.h"
+
+namespace tandem::trainer {
+namespace {
+
+Trajectory SomeTrajectory() {
+  return {.prompt_token_ids = {1, 2},
+          .response_token_ids = {3, 4, 5},
+          .authorship_mask = {1, 0, 1},
+          .author_logprobs = {-0.5f, -1.5f, -2.5f},
+          .other_logprobs = {-1, -2, -3},
+          .log_keep_mass = {-0.25f, 0, -0.125f},
+          .senior_versions = {{.weights = {4, "digest-4"}, .count = 2},
+                              {.weights = {5, "digest-5"}, .count = 1}},
+          .junior_version = "junior",
+          .finish_reason = FinishReason::kLength,
+          .seed = ~uint64_t{0},
+          .sample_index = 7,
+          .sampling = {.temperature = 0.5,
+                       .top_k = 11,
+                       .top_p = 0.75,
+                       .min_p = 0.0625,
+                       .max_tokens = 3,
+                       .stop_token_ids = {9, 10},
+                       .ignore_eos = true},
+          .tandem = {.enabled = false,
+                     .selection_strategy = SelectionStrategy::kWord,
+                     .prob_senior = 0.25,
+                     .chunk_size = 6,
+                     .max_gap_tokens = 33,
+                     .boundary_token_ids = {12}}};
+}
+
+PolicyObjective SomeObjective() {
+  return {.loss = {.kind = loss::PolicyLossKind::kCispo,
+                   .clip_ratio_low = 0.1,
+                   .clip_ratio_high = 0.3,
+                   .dual_clip = 3,
+                   .kl_estimator = loss::KlEstimator::kK3GradientK2,
+                   .kl_coefficient = 0.01,
+                   .k3_cap = 10,
+                   .kl_importance_correction = true,
+                   .entropy_coefficient = -0.5,
+                   .importance_sampling_cap = 2,
+                   .importance_sampling_floor = 0.5,
+                   .importance_sampling_level = loss::ImportanceSamplingLevel::kSequence,
+                   .importance_sampling_mode = loss::ImportanceSamplingMode::kMask},
+          .junior_token_loss_weight = 0.125,
+          .mask_truncated_completions = true,
+          .old_logprobs = OldLogprobs::kProvided,
+          .advantage_estimator = AdvantageEstimator::kProvided,
+          .std_epsilon = 1e-4,
+          .scale = {.aggregation = loss::Aggregation::kSeqMeanTokenSumNorm,
+                    .normalizer = loss::Normalizer::kSumOfWeights,
+                    .norm_constant = 100},
+          .kl_placement = KlPlacement::kReward,
+          .reference_logprobs = ReferenceLogprobs::kProvided,
+          .junior_kl_coefficient = 0.75,
+          .junior_kl_kind = JuniorKlKind::kForwardSampled,
+          .gae_gamma = 0.99,
+          .gae_lambda = 0.95,
+          .bootstrap_truncated = true,
+          .gae_skip_junior_tokens = true,
+          .whiten_advantages = true,
+          .max_staleness = 2,
+          .stale_samples = StaleSamples::kDrop,
+          .updates = {.num_mini_batches = 4, .num_epochs = 3},
+          .value_clip = 0.4,
+          .importance_sampling_batch_normalize = true,
+          .rejection = {.level = loss::RejectionLevel::kSequenceMax,
+                        .estimator = loss::KlEstimator::kK2,
+                        .upper = 5,
+                        .lower = 0.2}};
+}
+
+TrainStepRequest SomeStep() {
+  TrainStepRequest request;
+  request.run_id = "run";
+  request.step = 3;
+  request.request_id = "request";
+  request.payload_digest = "payload";
+  request.expected_version = 5;
+  return request;
+}
+
+template <typename T>
+void ExpectSurvives(const T& request) {
+  ExpectNoDefaults(request);
+  EXPECT_EQ(FromBytes<T>(ToBytes(request)).value(), request);
+}
+
+TEST(TypesTest, APolicyStepSurvivesAsBytes) {
+  TrainStepRequest request = SomeStep();
+  const PolicySample sample = {.trajectory = SomeTrajectory(),
+                               .group_id = "group",
+                               .reward = 0.5,
+                               .advantages = {1, 2, 3},
+                               .old_logprobs = {-1, -2, -4},
+                               .reference_logprobs = {-3, -4, -5}};
+  request.batch = PolicyBatch{.objective = SomeObjective(), .samples = {sample, sample}};
+  ExpectSurvives(request);
+}
+
+TEST(TypesTest, ASampleWithLittleSurvivesAsBytes) {
+  TrainStepRequest request;
+  request.batch = PolicyBatch{.objective = {}, .samples = {PolicySample()}};
+  EXPECT_EQ(FromBytes<TrainStepRequest>(ToBytes(request)).value(), request);
+}
+
+TEST(TypesTest, ASupervisedStepSurvivesAsBytes) {
+  TrainStepRequest request = SomeStep();
+  request.batch =
+      SupervisedBatch{.objective = {.aggregation = loss::Aggregation::kSeqMeanTokenSum},
+                      .samples = {{.prompt_token_ids = {1}, .response_token_ids = {2, 3}}}};
+  ExpectSurvives(request);
+}
+
+TEST(TypesTest, ARequestForLogProbsSurvivesAsBytes) {
+  ExpectSurvives(
+      LogProbsRequest{.prompt_token_ids = {1, 2}, .response_token_ids = {3}, .temperature = 0.5});
+}
+
+}  // namespace
+}  // namespace tandem::trainer
