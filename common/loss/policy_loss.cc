@@ -337,6 +337,31 @@ PolicyMetrics PolicyLossEvaluator::Metrics() const {
   return metrics;
 }
 
+absl::Status PolicyLossEvaluator::Reduce(MetricReduction reduce) {
+  return ReduceMetrics(reduce,
+                       {&sums_.loss_policy,
+                        &sums_.loss_kl,
+                        &sums_.loss_entropy,
+                        &sums_.tokens,
+                        &sums_.clip_fraction,
+                        &sums_.ppo_kl,
+                        &sums_.kl_to_ref,
+                        &sums_.mean_ratio,
+                        &sums_.mean_entropy,
+                        &sums_.masked_fraction,
+                        &senior_.count,
+                        &senior_.k1,
+                        &senior_.k3,
+                        &senior_.ratio,
+                        &senior_.ratio_squared,
+                        &junior_.count,
+                        &junior_.k1,
+                        &junior_.k3,
+                        &junior_.ratio,
+                        &junior_.ratio_squared},
+                       {&senior_.max_abs, &junior_.max_abs});
+}
+
 void PolicyLossEvaluator::MismatchSums::Add(double trainer, double behaviour) {
   const double raw = trainer - behaviour;
   const double d = LogRatio(raw).value;

@@ -18,6 +18,7 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/types/span.h"
+#include "common/loss/metric_reduction.h"
 
 namespace tandem::loss {
 
@@ -155,6 +156,11 @@ class PolicyLossEvaluator {
                         absl::Span<double> entropy_coefficients);
 
   PolicyMetrics Metrics() const;
+
+  // Adds up what the evaluators of other rows of the same tokens have seen: Metrics() is then that
+  // of one evaluator of all their rows. Of a copy, when more rows are to come. Errors are
+  // `reduce`'s.
+  absl::Status Reduce(MetricReduction reduce);
 
  private:
   struct MismatchSums {

@@ -26,4 +26,8 @@ absl::Status SupervisedLossEvaluator::Evaluate(int64_t first_row, absl::Span<con
   return absl::OkStatus();
 }
 
+absl::Status SupervisedLossEvaluator::Reduce(MetricReduction reduce) {
+  return ReduceMetrics(reduce, {&loss_, &entropy_, &tokens_}, {});
+}
+
 }  // namespace tandem::loss

@@ -7,6 +7,7 @@
 
 #include "absl/status/status.h"
 #include "absl/types/span.h"
+#include "common/loss/metric_reduction.h"
 
 namespace tandem::loss {
 
@@ -24,6 +25,9 @@ class SupervisedLossEvaluator {
   double loss() const { return loss_; }
   double mean_entropy() const { return tokens_ == 0 ? 0 : entropy_ / static_cast<double>(tokens_); }
   int64_t tokens() const { return tokens_; }
+
+  // As PolicyLossEvaluator::Reduce, for these three numbers.
+  absl::Status Reduce(MetricReduction reduce);
 
  private:
   absl::Span<const double> scales_;

@@ -9,22 +9,24 @@
 #include "common/base/not_finite.h"
 
 namespace tandem::loss {
-namespace {
 
-double Mean(absl::Span<const double> numbers) {
-  double sum = 0;
-  for (double x : numbers) sum += x;
-  return numbers.empty() ? 0.0 : sum / static_cast<double>(numbers.size());
+void ValueLossEvaluator::Spread::Add(double x) {
+  const double d = x - around;
+  sum += d;
+  squares += d * d;
 }
 
-double Variance(absl::Span<const double> numbers) {
-  const double mean = Mean(numbers);
-  double sum = 0;
-  for (double x : numbers) sum += (x - mean) * (x - mean);
-  return numbers.empty() ? 0.0 : sum / static_cast<double>(numbers.size());
+double ValueLossEvaluator::Spread::Variance(double count) const {
+  return std::max(0.0, (squares - sum * sum / count) / count);
 }
 
-}  // namespace
+ValueLossEvaluator::ValueLossEvaluator(const ValueLossOptions& options, const ValueTokens& tokens)
+    : options_(options), tokens_(&tokens) {
+  if (tokens.returns.empty()) return;
+  return_spread_.around = tokens.returns.front();
+  if (tokens.old_values.empty()) return;
+  error_spread_.around = tokens.returns.front() - tokens.old_values.front();
+}
 
 absl::StatusOr<ValueLossEvaluator> ValueLossEvaluator::Create(const ValueLossOptions& options,
                                                               const ValueTokens& tokens) {
@@ -62,8 +64,11 @@ absl::Status ValueLossEvaluator::Evaluate(int64_t first_row, absl::Span<const do
     }
     loss_ += 0.5 * tokens_->scales[t] * squared;
     gradients[i] = tokens_->scales[t] * gradient;
-    seen_values_.push_back(value);
-    seen_returns_.push_back(tokens_->returns[t]);
+    values_ += value;
+    returns_ += tokens_->returns[t];
+    return_spread_.Add(tokens_->returns[t]);
+    error_spread_.Add(-error);
+    ++count_;
   }
   return absl::OkStatus();
 }
@@ -71,16 +76,22 @@ absl::Status ValueLossEvaluator::Evaluate(int64_t first_row, absl::Span<const do
 ValueMetrics ValueLossEvaluator::Metrics() const {
   ValueMetrics metrics;
   metrics.loss = loss_;
-  metrics.tokens = static_cast<int64_t>(seen_values_.size());
-  if (metrics.tokens == 0) return metrics;
-  metrics.clip_fraction = static_cast<double>(clipped_) / static_cast<double>(metrics.tokens);
-  metrics.value_mean = Mean(seen_values_);
-  metrics.return_mean = Mean(seen_returns_);
-  std::vector<double> errors(seen_values_.size());
-  for (size_t i = 0; i < errors.size(); ++i) errors[i] = seen_returns_[i] - seen_values_[i];
-  const double variance = Variance(seen_returns_);
-  if (variance > 0) metrics.explained_variance = 1.0 - Variance(errors) / variance;
+  metrics.tokens = count_;
+  if (count_ == 0) return metrics;
+  const auto count = static_cast<double>(count_);
+  metrics.clip_fraction = static_cast<double>(clipped_) / count;
+  metrics.value_mean = values_ / count;
+  metrics.return_mean = returns_ / count;
+  const double variance = return_spread_.Variance(count);
+  if (variance > 0) metrics.explained_variance = 1.0 - error_spread_.Variance(count) / variance;
   return metrics;
+}
+
+absl::Status ValueLossEvaluator::Reduce(MetricReduction reduce) {
+  return ReduceMetrics(reduce,
+                       {&loss_, &values_, &returns_, &count_, &clipped_, &return_spread_.sum,
+                        &return_spread_.squares, &error_spread_.sum, &error_spread_.squares},
+                       {});
 }
 
 }  // namespace tandem::loss

@@ -5,8 +5,10 @@
 #include <cstdint>
 #include <vector>
 
+#include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/types/span.h"
+#include "common/loss/metric_reduction.h"
 
 namespace tandem::loss {
 
@@ -42,15 +44,27 @@ class ValueLossEvaluator {
 
   ValueMetrics Metrics() const;
 
+  // As PolicyLossEvaluator::Reduce.
+  absl::Status Reduce(MetricReduction reduce);
+
  private:
-  ValueLossEvaluator(const ValueLossOptions& options, const ValueTokens& tokens)
-      : options_(options), tokens_(&tokens) {}
+  // Sums of what a variance is made of. Taken around a number near the mean, which every evaluator
+  // of the tokens knows beforehand, they add up and yet keep the digits of a small variance far
+  // from 0.
+  struct Spread {
+    double around = 0;
+    double sum = 0, squares = 0;
+    void Add(double x);
+    double Variance(double count) const;
+  };
+
+  ValueLossEvaluator(const ValueLossOptions& options, const ValueTokens& tokens);
 
   ValueLossOptions options_;
   const ValueTokens* tokens_;
-  double loss_ = 0;
-  int64_t clipped_ = 0;
-  std::vector<double> seen_values_, seen_returns_;
+  double loss_ = 0, values_ = 0, returns_ = 0;
+  int64_t count_ = 0, clipped_ = 0;
+  Spread return_spread_, error_spread_;
 };
 
 }  // namespace tandem::loss

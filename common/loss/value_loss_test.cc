@@ -35,6 +35,32 @@ TEST(ValueLossTest, ExplainedVarianceOfAPerfectCriticIsOne) {
   EXPECT_DOUBLE_EQ(evaluator.Metrics().value_mean, 1.5);
 }
 
+ValueMetrics MetricsOf(const ValueTokens& tokens, const std::vector<double>& values) {
+  ValueLossEvaluator evaluator = ValueLossEvaluator::Create({.clip = 0}, tokens).value();
+  std::vector<double> gradients(values.size());
+  EXPECT_TRUE(evaluator.Evaluate(0, values, absl::MakeSpan(gradients)).ok());
+  return evaluator.Metrics();
+}
+
+TEST(ValueLossTest, NothingIsExplainedOfReturnsThatDoNotVary) {
+  // The mean of three times 0.1 is not 0.1.
+  const ValueTokens tokens = {.returns = {0.1, 0.1, 0.1}, .old_values = {}, .scales = {1, 1, 1}};
+  EXPECT_EQ(MetricsOf(tokens, {0.2, 0.3, 0.4}).explained_variance, 0);
+}
+
+TEST(ValueLossTest, ExplainedVarianceKeepsItsDigitsFarFromZero) {
+  // Numbers with few bits: adding 2^40 loses none, and a variance does not see it.
+  constexpr double kFar = 1099511627776.0;
+  ValueTokens near = {
+      .returns = {0.5, -1.25, 2, 0.75}, .old_values = {0.25, -1, 1.5, 0.5}, .scales = {1, 1, 1, 1}};
+  const std::vector<double> values = {0.75, -0.5, 1.25, 0.5};
+  ValueTokens far = near;
+  for (double& x : far.returns) x += kFar;
+  const double expected = 1.0 - 0.3125 / 1.34375;  // var(R - v) / var(R)
+  EXPECT_NEAR(MetricsOf(near, values).explained_variance, expected, 1e-12);
+  EXPECT_NEAR(MetricsOf(far, values).explained_variance, expected, 1e-12);
+}
+
 TEST(ValueLossTest, ClipNeedsOldValues) {
   const ValueTokens tokens = {.returns = {1}, .old_values = {}, .scales = {1}};
   EXPECT_FALSE(ValueLossEvaluator::Create({.clip = 0.2}, tokens).ok());

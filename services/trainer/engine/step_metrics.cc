@@ -97,6 +97,10 @@ void AddPolicyMetrics(const loss::PolicyMetrics& policy, int64_t updates, Metric
   if (policy.junior_mismatch.count > 0) add("mismatch/junior/", policy.junior_mismatch);
 }
 
+absl::Status JuniorKlSums::Reduce(loss::MetricReduction reduce) {
+  return loss::ReduceMetrics(reduce, {&rows, &kl, &loss}, {});
+}
+
 void AddJuniorKlMetrics(const JuniorKlSums& junior_kl, int64_t updates, Metrics& metrics) {
   const double loss = junior_kl.loss / static_cast<double>(updates);
   metrics["loss/junior_kl"] = loss;

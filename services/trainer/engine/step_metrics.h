@@ -7,6 +7,8 @@
 #include <string>
 #include <vector>
 
+#include "absl/status/status.h"
+#include "common/loss/metric_reduction.h"
 #include "common/loss/policy_loss.h"
 #include "common/tandem/author_selector.h"
 #include "services/trainer/engine/types.h"
@@ -33,6 +35,9 @@ struct JuniorKlSums {
   int64_t rows = 0;
   double kl = 0;    // nats, summed over the rows
   double loss = 0;  // as it enters the loss
+
+  // Adds up the sums of evaluators of other rows, as PolicyLossEvaluator::Reduce.
+  absl::Status Reduce(loss::MetricReduction reduce);
 };
 
 // After AddPolicyMetrics: the term is part of the loss.

@@ -1,0 +1,25 @@
+#include "services/trainer/engine/step_metrics.h"
+
+#include <gtest/gtest.h>
+
+#include <vector>
+
+#include "common/loss/testing/reduce_by_hand.h"
+
+namespace tandem::trainer {
+namespace {
+
+TEST(StepMetricsTest, JuniorKlOfPartsIsThatOfTheWhole) {
+  std::vector<JuniorKlSums> parts = {{.rows = 3, .kl = 1.5, .loss = 0.25},
+                                     {},  // saw no row
+                                     {.rows = 1, .kl = -0.5, .loss = 0.5}};
+  loss::ReduceByHand(parts);
+  for (const JuniorKlSums& part : parts) {
+    EXPECT_EQ(part.rows, 4);
+    EXPECT_EQ(part.kl, 1.0);
+    EXPECT_EQ(part.loss, 0.75);
+  }
+}
+
+}  // namespace
+}  // namespace tandem::trainer
