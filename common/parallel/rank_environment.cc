@@ -1,0 +1,63 @@
+#include "common/parallel/rank_environment.h"
+
+#include <cstdlib>
+#include <limits>
+#include <optional>
+
+#include "absl/status/status.h"
+#include "absl/strings/numbers.h"
+#include "absl/strings/str_cat.h"
+#include "common/base/error.h"
+#include "common/base/field_check.h"
+#include "common/base/status_macros.h"
+
+namespace tandem::parallel {
+namespace {
+
+constexpr int kMaxPort = 65535;
+
+std::optional<std::string> Variable(const char* name) {
+  const char* value = std::getenv(name);
+  if (value == nullptr) return std::nullopt;
+  return value;
+}
+
+absl::StatusOr<int> IntVariable(const char* name, int min, int max) {
+  const std::optional<std::string> text = Variable(name);
+  if (!text.has_value()) {
+    return InvalidField(name, "is not set, while other variables of the rank are");
+  }
+  int value = 0;
+  if (!absl::SimpleAtoi(*text, &value)) {
+    return InvalidField(name, absl::StrCat("must be a number, is '", *text, "'"));
+  }
+  TANDEM_RETURN_IF_ERROR(CheckInRange(name, value, min, max));
+  return value;
+}
+
+}  // namespace
+
+absl::StatusOr<RankEnvironment> ReadRankEnvironment() {
+  bool any = false;
+  for (const char* name : {"RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"}) {
+    any = any || Variable(name).has_value();
+  }
+  RankEnvironment environment;
+  if (!any) return environment;
+  TANDEM_ASSIGN_OR_RETURN(environment.world_size,
+                          IntVariable("WORLD_SIZE", 1, std::numeric_limits<int>::max()));
+  TANDEM_ASSIGN_OR_RETURN(environment.rank, IntVariable("RANK", 0, environment.world_size - 1));
+  environment.local_rank = environment.rank;
+  if (Variable("LOCAL_RANK").has_value()) {
+    TANDEM_ASSIGN_OR_RETURN(environment.local_rank,
+                            IntVariable("LOCAL_RANK", 0, environment.world_size - 1));
+  }
+  environment.master_addr = Variable("MASTER_ADDR").value_or("");
+  if (environment.master_addr.empty()) {
+    return InvalidField("MASTER_ADDR", "is not set, while other variables of the rank are");
+  }
+  TANDEM_ASSIGN_OR_RETURN(environment.master_port, IntVariable("MASTER_PORT", 1, kMaxPort));
+  return environment;
+}
+
+}  // namespace tandem::parallel

@@ -1,0 +1,82 @@
+#include "common/parallel/rank_environment.h"
+
+#include <gtest/gtest.h>
+
+#include <cstdlib>
+#include <map>
+#include <string>
+
+#include "common/base/error.h"
+
+namespace tandem::parallel {
+namespace {
+
+using Variables = std::map<std::string, std::string>;
+
+const Variables kComplete = {{"RANK", "5"},
+                             {"WORLD_SIZE", "8"},
+                             {"LOCAL_RANK", "1"},
+                             {"MASTER_ADDR", "node-0"},
+                             {"MASTER_PORT", "29500"}};
+
+absl::StatusOr<RankEnvironment> ReadWith(const Variables& variables) {
+  for (const auto& [name, unused] : kComplete) unsetenv(name.c_str());
+  for (const auto& [name, value] : variables) setenv(name.c_str(), value.c_str(), 1);
+  absl::StatusOr<RankEnvironment> environment = ReadRankEnvironment();
+  for (const auto& [name, unused] : kComplete) unsetenv(name.c_str());
+  return environment;
+}
+
+TEST(RankEnvironmentTest, NothingSetIsAWorldOfOne) {
+  const auto environment = ReadWith({});
+  ASSERT_TRUE(environment.ok());
+  EXPECT_EQ(environment->rank, 0);
+  EXPECT_EQ(environment->world_size, 1);
+  EXPECT_EQ(environment->local_rank, 0);
+}
+
+TEST(RankEnvironmentTest, ReadsWhatTorchrunSets) {
+  const auto environment = ReadWith(kComplete);
+  ASSERT_TRUE(environment.ok()) << environment.status();
+  EXPECT_EQ(environment->rank, 5);
+  EXPECT_EQ(environment->world_size, 8);
+  EXPECT_EQ(environment->local_rank, 1);
+  EXPECT_EQ(environment->master_addr, "node-0");
+  EXPECT_EQ(environment->master_port, 29500);
+}
+
+TEST(RankEnvironmentTest, TheLocalRankIsTheRankUnlessItIsSet) {
+  Variables variables = kComplete;
+  variables.erase("LOCAL_RANK");
+  const auto environment = ReadWith(variables);
+  ASSERT_TRUE(environment.ok()) << environment.status();
+  EXPECT_EQ(environment->local_rank, 5);
+}
+
+TEST(RankEnvironmentTest, AMissingVariableIsNamed) {
+  for (const std::string name : {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}) {
+    Variables variables = kComplete;
+    variables.erase(name);
+    const absl::Status status = ReadWith(variables).status();
+    EXPECT_EQ(status.code(), absl::StatusCode::kInvalidArgument) << name;
+    EXPECT_EQ(FieldPath(status), name);
+  }
+  EXPECT_EQ(FieldPath(ReadWith({{"LOCAL_RANK", "0"}}).status()), "WORLD_SIZE");
+}
+
+TEST(RankEnvironmentTest, AValueThatDoesNotFitIsNamed) {
+  const std::pair<std::string, std::string> kRefused[] = {
+      {"RANK", "8"},        {"RANK", "-1"},       {"RANK", "one"},     {"RANK", ""},
+      {"WORLD_SIZE", "0"},  {"WORLD_SIZE", "8x"}, {"LOCAL_RANK", "8"}, {"LOCAL_RANK", "-1"},
+      {"MASTER_PORT", "0"}, {"MASTER_ADDR", ""},  {"MASTER_PORT", "65536"}};
+  for (const auto& [name, value] : kRefused) {
+    Variables variables = kComplete;
+    variables[name] = value;
+    const absl::Status status = ReadWith(variables).status();
+    EXPECT_EQ(status.code(), absl::StatusCode::kInvalidArgument) << name << "=" << value;
+    EXPECT_EQ(FieldPath(status), name) << value;
+  }
+}
+
+}  // namespace
+}  // namespace tandem::parallel
