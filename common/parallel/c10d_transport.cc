@@ -85,8 +85,7 @@ bool RankStore::Has(const std::string& key) { return state_->store->check({key})
 
 bool RankStore::WaitFor(const std::vector<std::string>& keys, absl::Duration timeout) {
   try {
-    state_->store->wait(
-        keys, absl::ToChronoMilliseconds(std::max(timeout, absl::Milliseconds(1))));
+    state_->store->wait(keys, absl::ToChronoMilliseconds(std::max(timeout, absl::Milliseconds(1))));
   } catch (const c10::DistStoreError&) {
     return false;
   }
@@ -142,8 +141,7 @@ std::unique_ptr<ProcessGroup> ProcessGroup::Create(const RankStore& store, const
                                              .timeout = absl::ToChronoMilliseconds(timeout),
                                              .backend = nullptr});
   if (device.is_cpu()) {
-    state->interface =
-        c10d::ProcessGroupGloo::createDeviceForHostname(store.state_->local_address);
+    state->interface = c10d::ProcessGroupGloo::createDeviceForHostname(store.state_->local_address);
   }
   state->Open(name, rank, size);
   return std::unique_ptr<ProcessGroup>(new ProcessGroup(std::move(state)));

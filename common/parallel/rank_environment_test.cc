@@ -66,8 +66,8 @@ TEST(RankEnvironmentTest, AMissingVariableIsNamed) {
 
 TEST(RankEnvironmentTest, AValueThatDoesNotFitIsNamed) {
   const std::pair<std::string, std::string> kRefused[] = {
-      {"RANK", "8"},        {"RANK", "-1"},       {"RANK", "one"},     {"RANK", ""},
-      {"WORLD_SIZE", "0"},  {"WORLD_SIZE", "8x"}, {"LOCAL_RANK", "8"}, {"LOCAL_RANK", "-1"},
+      {"RANK", "8"},        {"RANK", "-1"},       {"RANK", "one"},         {"RANK", ""},
+      {"WORLD_SIZE", "0"},  {"WORLD_SIZE", "8x"}, {"LOCAL_RANK", "8"},     {"LOCAL_RANK", "-1"},
       {"MASTER_PORT", "0"}, {"MASTER_ADDR", ""},  {"MASTER_PORT", "65536"}};
   for (const auto& [name, value] : kRefused) {
     Variables variables = kComplete;

@@ -53,7 +53,8 @@ TEST(RankProcessesTest, ARankThatEndsBadlyFailsTheTestAndEndsTheOthers) {
 
 TEST(RankProcessesTest, TheTimeLimitFailsTheTest) {
   EXPECT_NONFATAL_FAILURE(
-      RunOnRanks(1, [](const RankEnvironment& /*environment*/) { pause(); }, absl::Seconds(1)),
+      RunOnRanks(
+          1, [](const RankEnvironment& /*environment*/) { pause(); }, absl::Seconds(1)),
       "rank 0 of 1 failed: signal 14 (time limit)");
 }
 

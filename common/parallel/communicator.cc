@@ -1,0 +1,390 @@
+#include "common/parallel/communicator.h"
+
+#include <ATen/ATen.h>
+
+#include <algorithm>
+#include <cstring>
+#include <utility>
+
+#include "absl/status/status.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
+#include "absl/time/clock.h"
+#include "common/base/status_macros.h"
+#include "common/parallel/c10d_transport.h"
+#include "common/tensor/catch_torch_errors.h"
+
+namespace tandem::parallel {
+namespace {
+
+// Tags keep the sends of the collectives apart from those of the callers.
+constexpr int kSendTag = 0;
+constexpr int kReduceScatterTag = 1;
+constexpr int kAllGatherTag = 2;
+
+at::Tensor ToTensor(const std::string& bytes) {
+  at::Tensor tensor = at::empty({static_cast<int64_t>(bytes.size())}, at::kByte);
+  if (!bytes.empty()) std::memcpy(tensor.mutable_data_ptr(), bytes.data(), bytes.size());
+  return tensor;
+}
+
+std::string ToBytes(const at::Tensor& tensor, int64_t length) {
+  const at::Tensor on_host = tensor.cpu();
+  return {static_cast<const char*>(on_host.const_data_ptr()), static_cast<size_t>(length)};
+}
+
+// The type in which sums of `type` are taken.
+at::ScalarType SumType(absl::string_view what, at::ScalarType type) {
+  if (type == at::kBFloat16) return at::kFloat;
+  TORCH_CHECK(type == at::kFloat || type == at::kDouble || type == at::kLong, what,
+              " takes float32, float64, int64 or bfloat16, not ", type);
+  return type;
+}
+
+// Waits until all ranks are at the store; names those that are not.
+absl::Status AwaitAll(RankStore& store, const RankEnvironment& environment, absl::Time deadline) {
+  std::vector<std::string> keys;
+  for (int rank = 0; rank < environment.world_size; ++rank) {
+    keys.push_back(absl::StrCat("joined/", rank));
+  }
+  store.Set(keys[environment.rank], "");
+  if (store.WaitFor(keys, deadline - absl::Now())) return absl::OkStatus();
+  std::vector<int> missing;
+  for (int rank = 0; rank < environment.world_size; ++rank) {
+    if (!store.Has(keys[rank])) missing.push_back(rank);
+  }
+  return absl::UnavailableError(
+      absl::StrCat("rank ", absl::StrJoin(missing, ", "), " did not come in time"));
+}
+
+}  // namespace
+
+int64_t CommunicationVolume::bytes() const {
+  return all_reduce.bytes + reduce_scatter.bytes + all_gather.bytes + broadcast.bytes + send.bytes +
+         plain_data.bytes;
+}
+
+Pending::Pending(Pending&& other) noexcept : wait_(std::exchange(other.wait_, nullptr)) {}
+
+Pending& Pending::operator=(Pending&& other) noexcept {
+  Pending previous(std::exchange(wait_, std::exchange(other.wait_, nullptr)));
+  return *this;
+}
+
+Pending::~Pending() {
+  try {
+    Wait();
+  } catch (...) {  // whoever wants to know calls Wait
+  }
+}
+
+void Pending::Wait() {
+  const std::function<void()> wait = std::exchange(wait_, nullptr);
+  if (wait) wait();
+}
+
+Communicator::Communicator(std::string name, std::vector<int> ranks, int rank, at::Device device)
+    : name_(std::move(name)), ranks_(std::move(ranks)), rank_(rank), device_(device) {}
+
+Communicator::~Communicator() = default;
+
+absl::StatusOr<std::shared_ptr<Communicator>> Communicator::Connect(
+    const RankEnvironment& environment, const CommunicatorOptions& options) {
+  const absl::Time deadline = absl::Now() + options.timeout;
+  std::vector<int> ranks(environment.world_size);
+  for (int rank = 0; rank < environment.world_size; ++rank) ranks[rank] = rank;
+  std::shared_ptr<Communicator> world(
+      new Communicator("world", std::move(ranks), environment.rank, options.device));
+  if (environment.world_size == 1) return world;
+  TANDEM_ASSIGN_OR_RETURN(world->store_,
+                          RankStore::Connect(environment, "communicator", options.timeout));
+  const absl::Status status = CatchTorchErrors("process group", [&]() -> absl::Status {
+    TANDEM_RETURN_IF_ERROR(AwaitAll(*world->store_, environment, deadline));
+    world->group_ = ProcessGroup::Create(*world->store_, "world", environment.rank,
+                                         environment.world_size, options.device, options.timeout);
+    // When this returns on rank 0, nobody needs its store any more.
+    world->group_->Barrier()();
+    return absl::OkStatus();
+  });
+  if (status.code() == absl::StatusCode::kUnimplemented) return status;
+  if (!status.ok()) {
+    return absl::UnavailableError(absl::StrCat(
+        "rank ", environment.rank, " of ", environment.world_size, " cannot join the others at ",
+        environment.master_addr, ":", environment.master_port, ": ", status.message()));
+  }
+  return world;
+}
+
+std::shared_ptr<Communicator> Communicator::Split(const std::string& name,
+                                                  const std::vector<std::vector<int>>& groups) {
+  const std::string what = absl::StrCat("split '", name, "'");
+  std::shared_ptr<Communicator> mine;
+  std::vector<bool> seen(size(), false);
+  int index = 0;
+  std::string key;
+  for (const std::vector<int>& group : groups) {
+    std::vector<int> ranks;
+    int rank = -1;
+    for (const int member : group) {
+      CheckPeer(what, member);
+      TORCH_CHECK(!seen[member], what, ": rank ", member, " is in it twice");
+      seen[member] = true;
+      if (member == rank_) rank = static_cast<int>(ranks.size());
+      ranks.push_back(ranks_[member]);
+    }
+    if (rank >= 0) {
+      mine.reset(new Communicator(name, std::move(ranks), rank, device_));
+      mine->store_ = store_;
+      key = absl::StrCat(name_, "/", splits_, "/", index);
+    }
+    ++index;
+  }
+  ++splits_;
+  if (group_ == nullptr) return mine;
+  Run(what, -1, [&] {
+    if (mine != nullptr && mine->size() > 1) {
+      mine->group_ = group_->CreateSubgroup(key, mine->rank(), mine->size());
+    }
+    // A rank that went on and left could take the store with it.
+    group_->Barrier()();
+  });
+  return mine;
+}
+
+void Communicator::Run(absl::string_view what, int peer, absl::FunctionRef<void()> body) const {
+  std::string message;
+  try {
+    body();
+    return;
+  } catch (const c10::Error& error) {
+    message = error.what_without_backtrace();
+  } catch (const std::exception& error) {
+    message = error.what();
+  }
+  TORCH_CHECK(false, what, " in '", name_, "' on rank ", ranks_[rank_], " of ranks ",
+              absl::StrJoin(ranks_, ", "),
+              peer < 0 ? "" : absl::StrCat(", with rank ", ranks_[peer]), ": ", message);
+}
+
+void Communicator::CheckTensor(absl::string_view what, const at::Tensor& tensor) const {
+  TORCH_CHECK(tensor.defined() && tensor.is_contiguous() && tensor.device() == device_, what,
+              " takes contiguous tensors on ", device_);
+}
+
+void Communicator::CheckPeer(absl::string_view what, int peer) const {
+  TORCH_CHECK(peer >= 0 && peer < size(), what, ": there is no rank ", peer, " among ", size());
+}
+
+void Communicator::CheckParts(absl::string_view what, const at::Tensor& whole,
+                              const at::Tensor& part) const {
+  CheckTensor(what, whole);
+  CheckTensor(what, part);
+  TORCH_CHECK(whole.numel() == size() * part.numel() && whole.dtype() == part.dtype(), what,
+              ": the whole, ", whole.sizes(), " of ", whole.dtype(), ", is not ", size(),
+              " times the part, ", part.sizes(), " of ", part.dtype());
+}
+
+at::Tensor Communicator::Part(const at::Tensor& whole, int rank) const {
+  const int64_t length = whole.numel() / size();
+  return whole.view(-1).narrow(0, rank * length, length);
+}
+
+void Communicator::Count(CollectiveVolume& kind, int64_t bytes) const {
+  ++kind.calls;
+  if (size() > 1) kind.bytes += bytes;
+}
+
+void Communicator::AllReduce(at::Tensor& tensor, Reduction reduction) {
+  CheckTensor("all-reduce", tensor);
+  const at::Tensor wide = tensor.to(SumType("all-reduce", tensor.scalar_type()));
+  Count(volume_.all_reduce, 2 * (size() - 1) * static_cast<int64_t>(wide.nbytes()) / size());
+  if (group_ == nullptr || tensor.numel() == 0) return;
+  Run("all-reduce", -1, [&] {
+    (reduction == Reduction::kSum ? group_->AllReduceSum(wide) : group_->AllReduceMax(wide))();
+  });
+  if (!wide.is_same(tensor)) tensor.copy_(wide);
+}
+
+void Communicator::ReduceScatter(const at::Tensor& output, const at::Tensor& input) {
+  ReduceScatterAsync(output, input).Wait();
+}
+
+Pending Communicator::ReduceScatterAsync(const at::Tensor& output, const at::Tensor& input) {
+  CheckParts("reduce-scatter", input, output);
+  SumType("reduce-scatter", input.scalar_type());
+  Count(volume_.reduce_scatter, (size() - 1) * static_cast<int64_t>(output.nbytes()));
+  if (input.numel() == 0) return {};
+  if (group_ == nullptr) {
+    if (output.const_data_ptr() != input.const_data_ptr()) output.view(-1).copy_(input.view(-1));
+    return {};
+  }
+  return Pending(DoReduceScatter(output.view(-1), input.view(-1)));
+}
+
+std::function<void()> Communicator::DoReduceScatter(const at::Tensor& output,
+                                                    const at::Tensor& input) {
+  if (device_.is_cpu()) return AddInRankOrder(output, input);
+  const at::ScalarType type = SumType("reduce-scatter", input.scalar_type());
+  const at::Tensor whole = input.to(type);
+  const at::Tensor part = type == output.scalar_type() ? output : at::empty_like(output, type);
+  Wait wait;
+  Run("reduce-scatter", -1, [&] { wait = group_->ReduceScatter(part, whole); });
+  return [this, output, part, whole, wait] {
+    Run("reduce-scatter", -1, wait);
+    if (!part.is_same(output)) output.copy_(part);
+  };
+}
+
+std::function<void()> Communicator::AddInRankOrder(const at::Tensor& output,
+                                                   const at::Tensor& input) {
+  std::vector<at::Tensor> parts(size());
+  std::vector<Wait> received(size()), sent(size());
+  // Each starts with its neighbour, so that not all of them talk to the same rank at once.
+  for (int step = 1; step < size(); ++step) {
+    const int from = (rank_ + size() - step) % size();
+    parts[from] = at::empty_like(output);
+    Run("reduce-scatter", from,
+        [&] { received[from] = group_->Recv(parts[from], from, kReduceScatterTag); });
+  }
+  for (int step = 1; step < size(); ++step) {
+    const int to = (rank_ + step) % size();
+    Run("reduce-scatter", to,
+        [&] { sent[to] = group_->Send(Part(input, to), to, kReduceScatterTag); });
+  }
+  parts[rank_] = Part(input, rank_);
+  return [this, output, parts, received, sent] {
+    const auto part = [&](int from) -> const at::Tensor& {
+      if (from != rank_) Run("reduce-scatter", from, received[from]);
+      return parts[from];
+    };
+    // The sum grows in the first part, or in the second if the first is the caller's: the first
+    // two may change places.
+    const int first = rank_ == 0 ? 1 : 0;
+    const at::Tensor sum = part(first).to(SumType("reduce-scatter", output.scalar_type()));
+    sum.add_(part(1 - first));
+    for (int from = 2; from < size(); ++from) sum.add_(part(from));
+    output.copy_(sum);
+    for (int to = 0; to < size(); ++to) {
+      if (to != rank_) Run("reduce-scatter", to, sent[to]);
+    }
+  };
+}
+
+void Communicator::AllGather(const at::Tensor& output, const at::Tensor& input) {
+  AllGatherAsync(output, input).Wait();
+}
+
+Pending Communicator::AllGatherAsync(const at::Tensor& output, const at::Tensor& input) {
+  CheckParts("all-gather", output, input);
+  Count(volume_.all_gather, (size() - 1) * static_cast<int64_t>(input.nbytes()));
+  if (output.numel() == 0) return {};
+  return Pending(DoAllGather(output.view(-1), input.view(-1)));
+}
+
+std::function<void()> Communicator::DoAllGather(const at::Tensor& output, const at::Tensor& input) {
+  if (group_ != nullptr && !device_.is_cpu()) {
+    Wait wait;
+    Run("all-gather", -1, [&] { wait = group_->AllGather(output, input); });
+    return [this, wait, output, input] { Run("all-gather", -1, wait); };
+  }
+  const at::Tensor own = Part(output, rank_);
+  if (own.const_data_ptr() != input.const_data_ptr()) own.copy_(input);
+  if (group_ == nullptr) return nullptr;
+  std::vector<std::pair<int, Wait>> waits;
+  for (int step = 1; step < size(); ++step) {
+    const int from = (rank_ + size() - step) % size();
+    Run("all-gather", from,
+        [&] { waits.emplace_back(from, group_->Recv(Part(output, from), from, kAllGatherTag)); });
+  }
+  for (int step = 1; step < size(); ++step) {
+    const int to = (rank_ + step) % size();
+    Run("all-gather", to, [&] { waits.emplace_back(to, group_->Send(own, to, kAllGatherTag)); });
+  }
+  return [this, waits] {
+    for (const auto& [peer, wait] : waits) Run("all-gather", peer, wait);
+  };
+}
+
+void Communicator::Broadcast(at::Tensor& tensor, int root) {
+  CheckTensor("broadcast", tensor);
+  CheckPeer("broadcast", root);
+  Count(volume_.broadcast, root == rank_ ? static_cast<int64_t>(tensor.nbytes()) : 0);
+  DoBroadcast(tensor, root);
+}
+
+void Communicator::DoBroadcast(const at::Tensor& tensor, int root) {
+  if (group_ == nullptr || tensor.numel() == 0) return;
+  Run(absl::StrCat("broadcast from rank ", ranks_[root]), -1,
+      [&] { group_->Broadcast(tensor, root)(); });
+}
+
+void Communicator::Send(const at::Tensor& tensor, int to) { SendAsync(tensor, to).Wait(); }
+
+void Communicator::Recv(at::Tensor& tensor, int from) { RecvAsync(tensor, from).Wait(); }
+
+Pending Communicator::SendAsync(const at::Tensor& tensor, int to) {
+  CheckTensor("send", tensor);
+  CheckPeer("send", to);
+  TORCH_CHECK(to != rank_, "send: rank ", to, " sends to itself");
+  Count(volume_.send, static_cast<int64_t>(tensor.nbytes()));
+  if (tensor.numel() == 0) return {};
+  Wait wait;
+  Run("send", to, [&] { wait = group_->Send(tensor, to, kSendTag); });
+  return Pending([this, to, wait] { Run("send", to, wait); });
+}
+
+Pending Communicator::RecvAsync(at::Tensor& tensor, int from) {
+  CheckTensor("receive", tensor);
+  CheckPeer("receive", from);
+  TORCH_CHECK(from != rank_, "receive: rank ", from, " receives from itself");
+  if (tensor.numel() == 0) return {};
+  Wait wait;
+  Run("receive", from, [&] { wait = group_->Recv(tensor, from, kSendTag); });
+  return Pending([this, from, wait] { Run("receive", from, wait); });
+}
+
+void Communicator::Barrier() {
+  if (group_ != nullptr) Run("barrier", -1, [&] { group_->Barrier()(); });
+}
+
+std::string Communicator::BroadcastBytes(std::string bytes, int root) {
+  CheckPeer("broadcast of bytes", root);
+  Count(volume_.plain_data, root == rank_ ? static_cast<int64_t>(bytes.size()) : 0);
+  if (group_ == nullptr) return bytes;
+  const at::Tensor length =
+      at::full({1}, static_cast<int64_t>(bytes.size()), at::kLong).to(device_);
+  DoBroadcast(length, root);
+  const auto size = length.item<int64_t>();
+  const at::Tensor data =
+      (root == rank_ ? ToTensor(bytes) : at::empty({size}, at::kByte)).to(device_);
+  DoBroadcast(data, root);
+  return ToBytes(data, size);
+}
+
+std::vector<std::string> Communicator::AllGatherBytes(const std::string& bytes) {
+  if (group_ == nullptr) {
+    Count(volume_.plain_data, 0);
+    return {bytes};
+  }
+  const auto gather = [this](const at::Tensor& own) {
+    const at::Tensor all = at::empty({size() * own.numel()}, own.options());
+    DoAllGather(all, own)();
+    return all;
+  };
+  const at::Tensor lengths =
+      gather(at::full({1}, static_cast<int64_t>(bytes.size()), at::kLong).to(device_)).cpu();
+  // As long as the longest: parts of a gather are of one size.
+  const auto longest = lengths.max().item<int64_t>();
+  Count(volume_.plain_data, (size() - 1) * longest);
+  std::string padded = bytes;
+  padded.resize(longest);
+  const at::Tensor all =
+      longest == 0 ? at::empty({0}, at::kByte) : gather(ToTensor(padded).to(device_)).cpu();
+  std::vector<std::string> gathered;
+  for (int rank = 0; rank < size(); ++rank) {
+    gathered.push_back(ToBytes(Part(all, rank), lengths[rank].item<int64_t>()));
+  }
+  return gathered;
+}
+
+}  // namespace tandem::parallel
