@@ -43,6 +43,9 @@ int HoldFreePort(int* port) {
                           absl::Duration limit) {
   prctl(PR_SET_PDEATHSIG, SIGKILL);
   alarm(static_cast<unsigned>(std::max<int64_t>(absl::ToInt64Seconds(limit), 1)));
+  // c10d asks for the names of its peers' addresses, and a slow name server would hold up every
+  // test. Without attempts, nobody is asked.
+  setenv("RES_OPTIONS", "attempts:0", 1);
   at::set_num_threads(1);
   {
     const testing::ScopedTrace trace(

@@ -1,0 +1,288 @@
+#include "common/parallel/rank_monitor.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <poll.h>
+#include <unistd.h>
+
+#include <array>
+#include <csignal>
+#include <future>
+#include <string>
+#include <vector>
+
+#include "absl/strings/str_cat.h"
+#include "absl/time/clock.h"
+#include "common/parallel/testing/rank_processes.h"
+
+namespace tandem::parallel {
+namespace {
+
+using ::testing::AllOf;
+using ::testing::EndsWith;
+using ::testing::HasSubstr;
+using ::testing::StartsWith;
+
+constexpr int kRanks = 3;
+constexpr absl::Duration kInterval = absl::Milliseconds(100);
+// Far longer than a rank of a busy machine waits for its turn.
+constexpr absl::Duration kSilence = absl::Seconds(3);
+// A rank of which nothing is expected to end lives no longer than this.
+constexpr absl::Duration kLimit = absl::Seconds(60);
+
+// A line from every rank to the test.
+class Lines {
+ public:
+  explicit Lines(int ranks) : pipes_(ranks) {
+    for (auto& pipe_ends : pipes_) EXPECT_EQ(pipe(pipe_ends.data()), 0);
+  }
+  ~Lines() {
+    for (const auto& pipe_ends : pipes_) {
+      close(pipe_ends[0]);
+      close(pipe_ends[1]);
+    }
+  }
+
+  void Write(int rank, const std::string& text) const {
+    const std::string line = text + "\n";
+    EXPECT_EQ(write(pipes_[rank][1], line.data(), line.size()), static_cast<ssize_t>(line.size()));
+  }
+  // Waits for it as long as a rank may live.
+  std::string Read(int rank) const {
+    std::string line;
+    while (true) {
+      pollfd ready = {.fd = pipes_[rank][0], .events = POLLIN, .revents = 0};
+      if (poll(&ready, 1, static_cast<int>(absl::ToInt64Milliseconds(kLimit))) != 1) {
+        return absl::StrCat(line, " (no line in time)");
+      }
+      char next = 0;
+      if (read(ready.fd, &next, 1) != 1 || next == '\n') return line;
+      line += next;
+    }
+  }
+
+ private:
+  std::vector<std::array<int, 2>> pipes_;
+};
+
+RankMonitorOptions Reporting(const Lines& lines, int rank) {
+  RankMonitorOptions options;
+  options.interval = kInterval;
+  options.silence = kSilence;
+  options.on_failure = [&lines, rank](const std::string& failure) {
+    lines.Write(rank, failure);
+    std::_Exit(0);
+  };
+  return options;
+}
+
+std::unique_ptr<RankMonitor> StartMonitor(const RankEnvironment& environment, const Lines& lines) {
+  auto monitor = RankMonitor::Start(environment, Reporting(lines, environment.rank));
+  if (!monitor.ok()) {
+    lines.Write(environment.rank, std::string(monitor.status().message()));
+    std::_Exit(2);
+  }
+  return *std::move(monitor);
+}
+
+// Long enough that every rank has read a beat of all others.
+void BeatForAWhile() { absl::SleepFor(kSilence / 2); }
+
+// Ranks that do nothing but beat until one of them is lost.
+class LostRankTest : public testing::TestWithParam<int> {
+ protected:
+  LostRankTest()
+      : lines_(kRanks),
+        processes_(
+            kRanks,
+            [this](const RankEnvironment& environment) {
+              const auto monitor = StartMonitor(environment, lines_);
+              BeatForAWhile();
+              lines_.Write(environment.rank, "watched");
+              absl::SleepFor(kLimit / 2);
+              lines_.Write(environment.rank, "noticed nothing");
+            },
+            kLimit) {
+    for (int rank = 0; rank < kRanks; ++rank) EXPECT_EQ(lines_.Read(rank), "watched");
+  }
+
+  void ExpectOthersReport(const testing::Matcher<std::string>& expected) {
+    for (int rank = 0; rank < kRanks; ++rank) {
+      if (rank == GetParam()) continue;
+      EXPECT_THAT(lines_.Read(rank),
+                  AllOf(StartsWith(absl::StrCat("rank ", GetParam(), " (pid ",
+                                                processes_.pid(GetParam()), " on ")),
+                        expected));
+      EXPECT_EQ(processes_.Wait(rank), "");
+    }
+  }
+
+  Lines lines_;
+  RankProcesses processes_;
+};
+
+INSTANTIATE_TEST_SUITE_P(Ranks, LostRankTest, testing::Values(0, 1));
+
+TEST_P(LostRankTest, AKilledRankIsReportedByTheOthers) {
+  processes_.Signal(GetParam(), SIGKILL);
+  ExpectOthersReport(HasSubstr(GetParam() == 0 ? "the host of the store at 127.0.0.1:"
+                                               : "has been silent for 3s"));
+}
+
+TEST_P(LostRankTest, AStoppedRankIsReportedByTheOthers) {
+  processes_.Signal(GetParam(), SIGSTOP);
+  ExpectOthersReport(EndsWith("has been silent for 3s"));
+  processes_.Signal(GetParam(), SIGCONT);
+}
+
+class LeavingRankTest : public testing::TestWithParam<int> {};
+
+INSTANTIATE_TEST_SUITE_P(Ranks, LeavingRankTest, testing::Values(0, 2));
+
+TEST_P(LeavingRankTest, TheOthersReportItsFailureInItsWords) {
+  const Lines lines(kRanks);
+  RankProcesses processes(
+      kRanks,
+      [&](const RankEnvironment& environment) {
+        const auto monitor = StartMonitor(environment, lines);
+        if (environment.rank == GetParam()) {
+          monitor->Fail("out of memory");
+          std::_Exit(7);
+        }
+        absl::SleepFor(kLimit / 2);
+        lines.Write(environment.rank, "noticed nothing");
+      },
+      kLimit);
+  EXPECT_EQ(processes.Wait(GetParam()), "exit code 7");
+  for (int rank = 0; rank < kRanks; ++rank) {
+    if (rank == GetParam()) continue;
+    EXPECT_EQ(lines.Read(rank), absl::StrCat("rank ", GetParam(), ": out of memory"));
+  }
+}
+
+TEST_P(LeavingRankTest, ARankThatLeavesIsNotMissed) {
+  const Lines lines(kRanks);
+  RankProcesses processes(
+      kRanks,
+      [&](const RankEnvironment& environment) {
+        const auto monitor = StartMonitor(environment, lines);
+        if (environment.rank == GetParam()) {
+          monitor->Leave();
+          std::_Exit(0);
+        }
+        absl::SleepFor(2 * kSilence);
+        monitor->Leave();
+        lines.Write(environment.rank, "noticed nothing");
+      },
+      kLimit);
+  for (int rank = 0; rank < kRanks; ++rank) {
+    if (rank != GetParam()) {
+      EXPECT_EQ(lines.Read(rank), "noticed nothing");
+    }
+    EXPECT_EQ(processes.Wait(rank), "");
+  }
+}
+
+TEST(RankMonitorTest, ARankThatNeverStartsIsMissed) {
+  const Lines lines(kRanks);
+  RankProcesses processes(
+      kRanks,
+      [&](const RankEnvironment& environment) {
+        if (environment.rank == 1) return;
+        const auto monitor = StartMonitor(environment, lines);
+        absl::SleepFor(kLimit / 2);
+        lines.Write(environment.rank, "noticed nothing");
+      },
+      kLimit);
+  EXPECT_EQ(lines.Read(0), "rank 1 has been silent for 3s");
+  EXPECT_EQ(lines.Read(2), "rank 1 has been silent for 3s");
+}
+
+TEST(RankMonitorTest, ARankThatGoesWithoutAWordIsMissed) {
+  const Lines lines(2);
+  RankProcesses processes(
+      2,
+      [&](const RankEnvironment& environment) {
+        {
+          const auto monitor = StartMonitor(environment, lines);
+          BeatForAWhile();
+          if (environment.rank == 0) absl::SleepFor(kLimit / 2);
+        }
+        lines.Write(environment.rank, "destroyed");
+      },
+      kLimit);
+  EXPECT_EQ(lines.Read(1), "destroyed");
+  EXPECT_THAT(lines.Read(0), AllOf(StartsWith("rank 1 (pid"), HasSubstr("silent for 3s")));
+}
+
+// A handler that returns: no second call, and the monitor can be destroyed, although its thread
+// waits for an answer of the stopped rank.
+TEST(RankMonitorTest, AFailureIsReportedOnce) {
+  const Lines lines(2);
+  RankProcesses processes(
+      2,
+      [&](const RankEnvironment& environment) {
+        RankMonitorOptions options = Reporting(lines, environment.rank);
+        std::promise<void> reported;
+        options.on_failure = [&](const std::string& failure) {
+          lines.Write(environment.rank, failure);
+          reported.set_value();  // a second call would throw
+        };
+        auto monitor = RankMonitor::Start(environment, options);
+        ASSERT_TRUE(monitor.ok()) << monitor.status();
+        BeatForAWhile();
+        lines.Write(environment.rank, "watched");
+        reported.get_future().wait();
+        absl::SleepFor(2 * kSilence);
+        monitor->reset();
+        lines.Write(environment.rank, "destroyed");
+      },
+      kLimit);
+  EXPECT_EQ(lines.Read(0), "watched");
+  EXPECT_EQ(lines.Read(1), "watched");
+  processes.Signal(0, SIGSTOP);
+  EXPECT_THAT(lines.Read(1), StartsWith("rank 0 (pid"));
+  EXPECT_EQ(lines.Read(1), "destroyed");
+  EXPECT_EQ(processes.Wait(1), "");
+}
+
+TEST(RankMonitorTest, TheDefaultEndsTheProcess) {
+  RankProcesses processes(
+      2,
+      [](const RankEnvironment& environment) {
+        RankMonitorOptions options;
+        options.interval = kInterval;
+        options.silence = kSilence;
+        auto monitor = RankMonitor::Start(environment, options);
+        ASSERT_TRUE(monitor.ok()) << monitor.status();
+        if (environment.rank == 0) {
+          (*monitor)->Fail("on purpose");
+          std::_Exit(0);
+        }
+        absl::SleepFor(kLimit / 2);
+        std::_Exit(3);
+      },
+      kLimit);
+  EXPECT_EQ(processes.Wait(0), "");
+  EXPECT_EQ(processes.Wait(1), "exit code 1");
+}
+
+TEST(RankMonitorTest, AStoreThatIsNotThereIsUnavailable) {
+  RunOnRanks(2, [](const RankEnvironment& environment) {
+    if (environment.rank == 0) return;
+    const auto monitor = RankMonitor::Start(environment, {.silence = absl::Seconds(1)});
+    EXPECT_EQ(monitor.status().code(), absl::StatusCode::kUnavailable);
+    EXPECT_THAT(std::string(monitor.status().message()),
+                HasSubstr(absl::StrCat("127.0.0.1:", environment.master_port)));
+  });
+}
+
+TEST(RankMonitorTest, AWorldOfOneHasNobodyToWatch) {
+  const auto monitor = RankMonitor::Start({}, {});
+  ASSERT_TRUE(monitor.ok());
+  (*monitor)->Leave();
+  (*monitor)->Fail("nobody hears it");
+}
+
+}  // namespace
+}  // namespace tandem::parallel
