@@ -3,14 +3,12 @@
 #include <limits.h>
 #include <unistd.h>
 
-#include <algorithm>
 #include <array>
 #include <chrono>
 #include <condition_variable>
 #include <cstdlib>
 #include <exception>
 #include <mutex>
-#include <set>
 #include <utility>
 #include <vector>
 
@@ -132,8 +130,8 @@ class RankMonitor::Watch {
     for (const std::string& key : keys_) store_->Touch(key);
     for (int64_t count = 0;; ++count) {
       store_->Set(keys_[environment_.rank], Beat(count));
-      const std::vector<std::string> records = ReadRecords();
-      const std::string failure = FindFailure(records);
+      ReadRecords();
+      const std::string failure = FindFailure();
       if (!failure.empty()) {
         // Whoever has not noticed yet reads it here, and reports the same.
         if (ClaimReport()) {
@@ -142,7 +140,7 @@ class RankMonitor::Watch {
         }
         return;
       }
-      if (records[0] == kLeft) {  // with the store
+      if (HostHasLeft()) {
         Conclude(std::string(kLeft));
         return;
       }
@@ -156,33 +154,32 @@ class RankMonitor::Watch {
     }
   }
 
-  std::vector<std::string> ReadRecords() {
+  void ReadRecords() {
     std::vector<std::string> records = store_->Get(keys_);
     const std::lock_guard lock(mutex_);
     answered_ = Clock::now();
-    return records;
+    for (int rank = 0; rank < environment_.world_size; ++rank) {
+      Peer& peer = peers_[rank];
+      if (records[rank] == peer.record) continue;
+      peer.record = std::move(records[rank]);
+      peer.moved = answered_;
+      if (absl::StartsWith(peer.record, kBeat)) peer.process = Process(peer.record);
+    }
   }
 
   // What a rank reports, or which has been silent; "" if all is well.
-  std::string FindFailure(const std::vector<std::string>& records) {
+  std::string FindFailure() {
     const std::lock_guard lock(mutex_);
-    const Clock::time_point now = Clock::now();
     for (int rank = 0; rank < environment_.world_size; ++rank) {
-      Peer& peer = peers_[rank];
-      if (records[rank] != peer.record) {
-        peer.record = records[rank];
-        peer.moved = now;
-        if (absl::StartsWith(peer.record, kBeat)) peer.process = Process(peer.record);
+      absl::string_view failure = peers_[rank].record;
+      if (rank != environment_.rank && absl::ConsumePrefix(&failure, kFailed)) {
+        return std::string(failure);
       }
-      if (rank == environment_.rank) continue;
-      absl::string_view failure = peer.record;
-      if (absl::ConsumePrefix(&failure, kFailed)) return std::string(failure);
     }
     for (int rank = 0; rank < environment_.world_size; ++rank) {
       const Peer& peer = peers_[rank];
       if (rank == environment_.rank || peer.record == kLeft) continue;
-      if (now - peer.moved > silence_) {
-        lost_.insert(rank);
+      if (answered_ - peer.moved > silence_) {
         return absl::StrCat("rank ", rank, peer.process, " has been silent for ",
                             absl::FormatDuration(options_.silence));
       }
@@ -190,21 +187,32 @@ class RankMonitor::Watch {
     return "";
   }
 
-  // Writes the last record. Rank 0 then keeps the store for the others, until all that may still
-  // read it have concluded too, or for `silence`. A store that is gone does not matter any more.
+  bool HostHasLeft() {
+    const std::lock_guard lock(mutex_);
+    return peers_[0].record == kLeft;
+  }
+
+  // Whether every other rank has written its last record, or does not seem to live.
+  bool OthersHaveConcluded() {
+    const std::lock_guard lock(mutex_);
+    for (int rank = 0; rank < environment_.world_size; ++rank) {
+      const Peer& peer = peers_[rank];
+      if (rank == environment_.rank || IsLast(peer.record)) continue;
+      if (answered_ - peer.moved < silence_ / 2) return false;
+    }
+    return true;
+  }
+
+  // Writes the last record. Rank 0 then keeps the store for the others, until all have concluded,
+  // too, but no longer than `silence`. A store that is gone does not matter any more.
   void Conclude(const std::string& record) {
     const Clock::time_point deadline = Clock::now() + silence_;
     try {
       store_->Set(keys_[environment_.rank], record);
-      while (true) {
-        const std::vector<std::string> records = ReadRecords();  // and the record has arrived
-        if (environment_.rank != 0) return;
-        bool all = true;
-        for (int rank = 1; rank < environment_.world_size; ++rank) {
-          all = all && (lost_.contains(rank) || IsLast(records[rank]));
-        }
-        if (all || Clock::now() >= deadline) return;
+      ReadRecords();  // when this returns, the record has arrived
+      while (environment_.rank == 0 && !OthersHaveConcluded() && Clock::now() < deadline) {
         std::this_thread::sleep_for(interval_ / 10);
+        ReadRecords();
       }
     } catch (const std::exception&) {
     }
@@ -236,7 +244,6 @@ class RankMonitor::Watch {
   const std::chrono::nanoseconds interval_, silence_;
   const std::unique_ptr<RankStore> store_;
   std::vector<std::string> keys_;  // of the ranks' records
-  std::set<int> lost_;             // silent ranks; of the thread of the beats
 
   std::mutex mutex_;
   std::condition_variable changed_;

@@ -26,7 +26,7 @@ using ::testing::StartsWith;
 constexpr int kRanks = 3;
 constexpr absl::Duration kInterval = absl::Milliseconds(100);
 // Far longer than a rank of a busy machine waits for its turn.
-constexpr absl::Duration kSilence = absl::Seconds(3);
+constexpr absl::Duration kSilence = absl::Seconds(2);
 // A rank of which nothing is expected to end lives no longer than this.
 constexpr absl::Duration kLimit = absl::Seconds(60);
 
@@ -126,12 +126,12 @@ INSTANTIATE_TEST_SUITE_P(Ranks, LostRankTest, testing::Values(0, 1));
 TEST_P(LostRankTest, AKilledRankIsReportedByTheOthers) {
   processes_.Signal(GetParam(), SIGKILL);
   ExpectOthersReport(HasSubstr(GetParam() == 0 ? "the host of the store at 127.0.0.1:"
-                                               : "has been silent for 3s"));
+                                               : "has been silent for 2s"));
 }
 
 TEST_P(LostRankTest, AStoppedRankIsReportedByTheOthers) {
   processes_.Signal(GetParam(), SIGSTOP);
-  ExpectOthersReport(EndsWith("has been silent for 3s"));
+  ExpectOthersReport(EndsWith("has been silent for 2s"));
   processes_.Signal(GetParam(), SIGCONT);
 }
 
@@ -170,7 +170,7 @@ TEST_P(LeavingRankTest, ARankThatLeavesIsNotMissed) {
           monitor->Leave();
           std::_Exit(0);
         }
-        absl::SleepFor(2 * kSilence);
+        absl::SleepFor(1.5 * kSilence);
         monitor->Leave();
         lines.Write(environment.rank, "noticed nothing");
       },
@@ -194,8 +194,8 @@ TEST(RankMonitorTest, ARankThatNeverStartsIsMissed) {
         lines.Write(environment.rank, "noticed nothing");
       },
       kLimit);
-  EXPECT_EQ(lines.Read(0), "rank 1 has been silent for 3s");
-  EXPECT_EQ(lines.Read(2), "rank 1 has been silent for 3s");
+  EXPECT_EQ(lines.Read(0), "rank 1 has been silent for 2s");
+  EXPECT_EQ(lines.Read(2), "rank 1 has been silent for 2s");
 }
 
 TEST(RankMonitorTest, ARankThatGoesWithoutAWordIsMissed) {
@@ -212,7 +212,7 @@ TEST(RankMonitorTest, ARankThatGoesWithoutAWordIsMissed) {
       },
       kLimit);
   EXPECT_EQ(lines.Read(1), "destroyed");
-  EXPECT_THAT(lines.Read(0), AllOf(StartsWith("rank 1 (pid"), HasSubstr("silent for 3s")));
+  EXPECT_THAT(lines.Read(0), AllOf(StartsWith("rank 1 (pid"), HasSubstr("silent for 2s")));
 }
 
 // A handler that returns: no second call, and the monitor can be destroyed, although its thread
@@ -233,7 +233,7 @@ TEST(RankMonitorTest, AFailureIsReportedOnce) {
         BeatForAWhile();
         lines.Write(environment.rank, "watched");
         reported.get_future().wait();
-        absl::SleepFor(2 * kSilence);
+        absl::SleepFor(1.5 * kSilence);
         monitor->reset();
         lines.Write(environment.rank, "destroyed");
       },
