@@ -259,11 +259,13 @@ std::function<void()> Communicator::AddInRankOrder(const at::Tensor& output,
     };
     // The sum grows in the first part, or in the second if the first is the caller's: the first
     // two may change places.
-    const int first = rank_ == 0 ? 1 : 0;
-    const at::Tensor sum = part(first).to(SumType("reduce-scatter", output.scalar_type()));
-    sum.add_(part(1 - first));
-    for (int from = 2; from < size(); ++from) sum.add_(part(from));
-    output.copy_(sum);
+    std::vector<int> order(size());
+    for (int from = 0; from < size(); ++from) order[from] = from;
+    if (rank_ == 0) std::swap(order[0], order[1]);
+    const at::Tensor sum = part(order[0]).to(SumType("reduce-scatter", output.scalar_type()));
+    for (int i = 1; i < size() - 1; ++i) sum.add_(part(order[i]));
+    at::Tensor result = output;
+    at::add_out(result, sum, part(order.back()));
     for (int to = 0; to < size(); ++to) {
       if (to != rank_) Run("reduce-scatter", to, sent[to]);
     }
@@ -367,7 +369,7 @@ std::vector<std::string> Communicator::AllGatherBytes(const std::string& bytes) 
     return {bytes};
   }
   const auto gather = [this](const at::Tensor& own) {
-    const at::Tensor all = at::empty({size() * own.numel()}, own.options());
+    at::Tensor all = at::empty({size() * own.numel()}, own.options());
     DoAllGather(all, own)();
     return all;
   };

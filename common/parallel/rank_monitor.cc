@@ -134,10 +134,8 @@ class RankMonitor::Watch {
       const std::string failure = FindFailure();
       if (!failure.empty()) {
         // Whoever has not noticed yet reads it here, and reports the same.
-        if (ClaimReport()) {
-          Conclude(absl::StrCat(kFailed, failure));
-          Report(failure);
-        }
+        Conclude(absl::StrCat(kFailed, failure));
+        Report(failure);
         return;
       }
       if (HostHasLeft()) {
@@ -218,18 +216,17 @@ class RankMonitor::Watch {
     }
   }
 
-  bool ClaimReport() {
-    const std::lock_guard lock(mutex_);
-    // A monitor that ends has its say already.
-    if (reported_ || ending_ || abandoned_) return false;
-    reported_ = true;
-    return true;
+  void Report(const std::string& failure) {
+    {
+      const std::lock_guard lock(mutex_);
+      // A monitor that ends has had its say.
+      if (reported_ || ending_ || abandoned_) return;
+      reported_ = true;
+    }
+    options_.on_failure(failure);
   }
 
-  void Report(const std::string& failure) { options_.on_failure(failure); }
-
   void ReportStore(const std::string& what) {
-    if (!ClaimReport()) return;
     std::string process;
     {
       const std::lock_guard lock(mutex_);
