@@ -27,6 +27,10 @@ absl::Status SingleStrategy::BuildOptimizer(const OptimizerOptions& options) {
     for (const auto& [name, parameter] : model_->Parameters()) {
       if (!parameter.requires_grad()) continue;
       parameters_.emplace_back(name, parameter);
+      slices_.push_back({.parameter = name,
+                         .shape = parameter.sizes().vec(),
+                         .offset = 0,
+                         .numel = parameter.numel()});
       gradients_.push_back(at::zeros_like(parameter.detach()));
       parameter.mutable_grad() = gradients_.back();
     }
@@ -126,13 +130,15 @@ absl::Status SingleStrategy::ScatterParameters(const NamedTensors& parameters) {
 }
 
 absl::Status SingleStrategy::SaveOptimizer(const std::string& directory) {
-  return WriteNamedTensors(absl::StrCat(directory, "/", kOptimizerFile), optimizer_->State());
+  return WriteOptimizerState(directory, /*rank=*/0, /*ranks=*/1, slices_, optimizer_->State());
 }
 
 absl::Status SingleStrategy::LoadOptimizer(const std::string& directory) {
   return CatchTorchErrors("cannot load the optimizer", [&]() -> absl::Status {
+    std::vector<std::string> trained;
+    for (const StateSlice& slice : slices_) trained.push_back(slice.parameter);
     TANDEM_ASSIGN_OR_RETURN(const NamedTensors state,
-                            ReadNamedTensors(absl::StrCat(directory, "/", kOptimizerFile)));
+                            ReadOptimizerState(directory, slices_, trained));
     return optimizer_->LoadState(state);
   });
 }

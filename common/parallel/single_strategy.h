@@ -7,6 +7,7 @@
 #include <utility>
 #include <vector>
 
+#include "common/parallel/optimizer_state.h"
 #include "common/parallel/strategy.h"
 #include "common/training/adamw.h"
 
@@ -44,6 +45,7 @@ class SingleStrategy : public Strategy {
   OptimizerOptions options_;
   NamedTensors parameters_;            // those that train
   std::vector<at::Tensor> gradients_;  // of these
+  std::vector<StateSlice> slices_;     // the same, whole
   std::unique_ptr<training::AdamW> optimizer_;
 };
 

@@ -104,9 +104,6 @@ class Strategy {
   virtual absl::Status LoadOptimizer(const std::string& directory) = 0;
 };
 
-// The file of the optimizer's state in a checkpoint directory.
-inline constexpr char kOptimizerFile[] = "optimizer.safetensors";
-
 // By the name in the configuration, with the errors of CheckStrategyName.
 absl::StatusOr<std::unique_ptr<Strategy>> CreateStrategy(absl::string_view name);
 

@@ -10,20 +10,17 @@
 
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
+#include "common/base/status_macros.h"
 
 namespace tandem::training {
 namespace {
-
-constexpr char kFirstMoment[] = ".exp_avg";
-constexpr char kSecondMoment[] = ".exp_avg_sq";
-constexpr char kSteps[] = "optimizer.steps";
 
 // Beyond any training, and far from where counting on overflows.
 constexpr int64_t kMaxSteps = int64_t{1} << 53;
 
 // What is wrong with the numbers of a tensor that has the right shape and type; nullptr: nothing.
 const char* Fault(const std::string& name, const at::Tensor& tensor) {
-  if (name == kSteps) {
+  if (name == kOptimizerSteps) {
     const auto steps = tensor.item<int64_t>();
     return steps < 0 || steps > kMaxSteps ? "is no number of steps" : nullptr;
   }
@@ -83,23 +80,21 @@ NamedTensors AdamW::State() const {
     state.emplace_back(parameters_[i].name + kFirstMoment, exp_avg_[i]);
     state.emplace_back(parameters_[i].name + kSecondMoment, exp_avg_sq_[i]);
   }
-  state.emplace_back(kSteps, at::scalar_tensor(steps_, at::kLong));
+  state.emplace_back(kOptimizerSteps, at::scalar_tensor(steps_, at::kLong));
   return state;
 }
 
-absl::Status AdamW::LoadState(const NamedTensors& state) {
+absl::Status AdamW::CheckState(const NamedTensors& state) const {
   const at::NoGradGuard no_grad;
   const NamedTensors own = State();
   std::map<std::string, at::Tensor> given(state.begin(), state.end());
-  std::vector<std::pair<at::Tensor, at::Tensor>> copies;  // to, from
-  at::Tensor steps;
   for (const auto& [name, tensor] : own) {
     const auto found = given.find(name);
     if (found == given.end()) {
       return absl::DataLossError(absl::StrCat("optimizer state lacks tensor '", name,
                                               "': was that parameter frozen when it was saved?"));
     }
-    if (found->second.sizes() != tensor.sizes() ||
+    if (found->second.numel() != tensor.numel() ||
         found->second.scalar_type() != tensor.scalar_type()) {
       return absl::DataLossError(
           absl::StrCat("optimizer state: tensor '", name, "' has another shape or type"));
@@ -107,16 +102,21 @@ absl::Status AdamW::LoadState(const NamedTensors& state) {
     if (const char* const fault = Fault(name, found->second); fault != nullptr) {
       return absl::DataLossError(absl::StrCat("optimizer state: tensor '", name, "' ", fault));
     }
-    copies.emplace_back(tensor, found->second);
-    if (name == kSteps) steps = found->second;
     given.erase(found);
   }
   if (!given.empty()) {
     return absl::DataLossError(absl::StrCat("optimizer state: tensor '", given.begin()->first,
                                             "' belongs to no parameter that trains here"));
   }
-  for (const auto& [to, from] : copies) to.copy_(from);
-  steps_ = steps.item<int64_t>();
+  return absl::OkStatus();
+}
+
+absl::Status AdamW::LoadState(const NamedTensors& state) {
+  TANDEM_RETURN_IF_ERROR(CheckState(state));
+  const at::NoGradGuard no_grad;
+  std::map<std::string, at::Tensor> given(state.begin(), state.end());
+  for (const auto& [name, tensor] : State()) tensor.copy_(given.at(name).view_as(tensor));
+  steps_ = given.at(kOptimizerSteps).item<int64_t>();
   return absl::OkStatus();
 }
 

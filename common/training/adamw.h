@@ -15,6 +15,11 @@
 
 namespace tandem::training {
 
+// Names of the state of a parameter, and of the number of updates.
+inline constexpr char kFirstMoment[] = ".exp_avg";
+inline constexpr char kSecondMoment[] = ".exp_avg_sq";
+inline constexpr char kOptimizerSteps[] = "optimizer.steps";
+
 // What the optimizer updates in place: a parameter, or a part of one.
 struct AdamWParameter {
   std::string name;
@@ -37,13 +42,15 @@ class AdamW {
 
   int64_t steps() const { return steps_; }
 
-  // "<parameter>.exp_avg", "<parameter>.exp_avg_sq" and "optimizer.steps" (int64 scalar). The
-  // tensors share memory with the optimizer.
+  // The moments of every parameter, and the number of updates (int64 scalar). The tensors share
+  // memory with the optimizer.
   NamedTensors State() const;
-  // Copies a state in. DATA_LOSS names the tensor that is missing, unexpected, mis-shaped, or holds
-  // what no update leaves (numbers that are not finite, a negative second moment or number of
+  // Copies a state in. DATA_LOSS names the tensor that is missing, unexpected, of another size, or
+  // holds what no update leaves (numbers that are not finite, a negative second moment or number of
   // steps); then nothing has changed.
   absl::Status LoadState(const NamedTensors& state);
+  // Whether LoadState would copy it: with its errors.
+  absl::Status CheckState(const NamedTensors& state) const;
   // As if no update had been done.
   void Reset();
 

@@ -1,0 +1,159 @@
+#include "common/parallel/testing/strategy_runs.h"
+
+#include <ATen/ATen.h>
+#include <ATen/CPUGeneratorImpl.h>
+#include <ATen/core/grad_mode.h>
+
+#include <algorithm>
+#include <cstdlib>
+#include <iostream>
+#include <memory>
+#include <utility>
+
+#include "common/loss/linear_cross_entropy.h"
+
+namespace tandem::parallel {
+namespace {
+
+void Check(const absl::Status& status) {
+  if (status.ok()) return;
+  std::cerr << status << std::endl;
+  std::abort();
+}
+
+using Sequences = std::vector<std::vector<int64_t>>;
+
+Sequences MicroBatch(const Model& model, int64_t index, uint64_t seed) {
+  const at::Generator generator =
+      at::detail::createCPUGenerator(seed * 1000 + static_cast<uint64_t>(index));
+  Sequences sequences;
+  for (const int64_t length : {3 + index, int64_t{9}, 2 + 4 * (index % 3)}) {
+    const at::Tensor tokens = at::randint(0, model.config().vocab_size, {length}, generator,
+                                          at::TensorOptions().dtype(at::kLong));
+    sequences.emplace_back(tokens.const_data_ptr<int64_t>(),
+                           tokens.const_data_ptr<int64_t>() + length);
+  }
+  return sequences;
+}
+
+// Every token but the first of a sequence is predicted.
+loss::OutputRows RowsOf(const Sequences& sequences) {
+  loss::OutputRows rows;
+  int64_t offset = 0;
+  for (const std::vector<int64_t>& tokens : sequences) {
+    for (size_t t = 0; t + 1 < tokens.size(); ++t) {
+      rows.positions.push_back(offset + static_cast<int64_t>(t));
+      rows.labels.push_back(tokens[t + 1]);
+    }
+    offset += static_cast<int64_t>(tokens.size());
+  }
+  return rows;
+}
+
+int64_t CountRows(const Model& model, int64_t micro_batches, uint64_t seed) {
+  size_t count = 0;
+  for (int64_t i = 0; i < micro_batches; ++i) {
+    count += RowsOf(MicroBatch(model, i, seed)).labels.size();
+  }
+  return static_cast<int64_t>(count);
+}
+
+at::Tensor Positions(const loss::OutputRows& rows) { return at::tensor(rows.positions, at::kLong); }
+
+std::unique_ptr<loss::LinearCrossEntropyLoss> CrossEntropy(const Model& model) {
+  return loss::LinearCrossEntropyLoss::Create(model.lm_head().compute_weight()).value();
+}
+
+// Adds to `sum`, a mean over `rows_of_batch`.
+absl::StatusOr<at::Tensor> LmLoss(Strategy& strategy, const loss::OutputRows& rows,
+                                  const at::Tensor& hidden, double rows_of_batch, double& sum) {
+  loss::OutputGradients gradients = {.hidden = at::zeros_like(hidden.detach()),
+                                     .weight = strategy.Gradient(strategy.model().lm_head_name()),
+                                     .bias = {}};
+  const absl::Status status =
+      CrossEntropy(strategy.model())
+          ->ForwardBackward(
+              hidden.detach(), rows,
+              [&](int64_t, absl::Span<const double> logprobs, absl::Span<const double>,
+                  absl::Span<double> c, absl::Span<double>) {
+                for (size_t i = 0; i < logprobs.size(); ++i) {
+                  sum -= logprobs[i] / rows_of_batch;
+                  c[i] = -1 / rows_of_batch;
+                }
+                return absl::OkStatus();
+              },
+              gradients);
+  if (!status.ok()) return status;
+  return gradients.hidden;
+}
+
+absl::StatusOr<at::Tensor> ValueLoss(const Model& model, const loss::OutputRows& rows,
+                                     const at::Tensor& hidden, double rows_of_batch, double& sum) {
+  const at::Tensor values = model.Values(hidden.index_select(0, Positions(rows)));
+  const at::Tensor target = at::tensor(rows.labels, at::kFloat) / 10;
+  const at::Tensor loss = (values - target).square().sum() / rows_of_batch;
+  sum += loss.item<double>();
+  loss.backward();
+  return hidden.grad();
+}
+
+}  // namespace
+
+void Prepare(Strategy& strategy, const std::string& directory, const LoadOptions& load,
+             const OptimizerOptions& optimizer) {
+  LoadOptions training = load;
+  training.requires_grad = true;
+  Check(strategy.LoadModel(directory, training));
+  Check(strategy.BuildOptimizer(optimizer));
+}
+
+StepNumbers Step(Strategy& strategy, int64_t micro_batches, uint64_t seed) {
+  const Model& model = strategy.model();
+  const auto rows_of_batch = static_cast<double>(CountRows(model, micro_batches, seed));
+  StepNumbers numbers;
+  Check(strategy.ForwardBackward(
+      micro_batches, [&](int64_t i) { return MakeRaggedBatch(MicroBatch(model, i, seed)); },
+      [&](int64_t i, const RaggedBatch& batch, const at::Tensor& hidden) {
+        numbers.longest = std::max(numbers.longest, static_cast<double>(batch.num_tokens()));
+        const loss::OutputRows rows = RowsOf(MicroBatch(model, i, seed));
+        return model.head() == HeadKind::kLm
+                   ? LmLoss(strategy, rows, hidden, rows_of_batch, numbers.loss)
+                   : ValueLoss(model, rows, hidden, rows_of_batch, numbers.loss);
+      }));
+  Check(strategy.Reduce(absl::MakeSpan(&numbers.loss, 1), absl::MakeSpan(&numbers.longest, 1)));
+  const absl::StatusOr<OptimizerReport> report = strategy.OptimizerStep();
+  Check(report.status());
+  numbers.grad_norm = report->grad_norm;
+  return numbers;
+}
+
+std::vector<StepNumbers> Steps(Strategy& strategy, int count, int64_t micro_batches) {
+  std::vector<StepNumbers> steps;
+  for (int i = 0; i < count; ++i) {
+    steps.push_back(Step(strategy, micro_batches, static_cast<uint64_t>(i)));
+  }
+  return steps;
+}
+
+std::vector<std::vector<double>> Outputs(Strategy& strategy, int64_t micro_batches, uint64_t seed) {
+  const Model& model = strategy.model();
+  auto outputs = strategy.Forward(
+      micro_batches, [&](int64_t i) { return MakeRaggedBatch(MicroBatch(model, i, seed)); },
+      [&](int64_t i, const RaggedBatch&,
+          const at::Tensor& hidden) -> absl::StatusOr<std::vector<double>> {
+        const loss::OutputRows rows = RowsOf(MicroBatch(model, i, seed));
+        if (model.head() == HeadKind::kLm) {
+          auto values = CrossEntropy(model)->LogProbs(hidden, rows);
+          if (!values.ok()) return values.status();
+          return std::move(values->logprobs);
+        }
+        const at::Tensor values =
+            model.Values(hidden.index_select(0, Positions(rows))).to(at::kDouble).contiguous();
+        return std::vector<double>(values.const_data_ptr<double>(),
+                                   values.const_data_ptr<double>() + values.numel());
+      });
+  Check(outputs.status());
+  return *std::move(outputs);
+}
+
+}  // namespace tandem::parallel

@@ -1,0 +1,432 @@
+#include "common/parallel/zero_strategy.h"
+
+#include <ATen/ATen.h>
+#include <ATen/core/grad_mode.h>
+
+#include <algorithm>
+#include <cmath>
+#include <utility>
+
+#include "common/base/not_finite.h"
+#include "common/base/status_macros.h"
+#include "common/base/struct_bytes.h"
+#include "common/parallel/optimizer_state.h"
+#include "common/parallel/rank_agreement.h"
+#include "common/parallel/shard_plan.h"
+#include "common/tensor/catch_torch_errors.h"
+#include "common/tensor/tensor_memory.h"
+#include "common/training/learning_rate.h"
+
+namespace tandem::parallel {
+namespace {
+
+// `count` shared out among `ranks`: how many each computes at most.
+int64_t Rounds(int64_t count, int64_t ranks) { return (count + ranks - 1) / ranks; }
+
+}  // namespace
+
+at::Tensor ZeroStrategy::PartOf(const at::Tensor& flat) const {
+  const int64_t numel = flat.numel() / ranks_->size();
+  return flat.narrow(0, ranks_->rank() * numel, numel);
+}
+
+absl::Status ZeroStrategy::LoadModel(const std::string& directory, const LoadOptions& options) {
+  LoadOptions load = options;
+  load.placement.buffer_parts = ranks_->size();
+  std::vector<at::Tensor> shards;
+  if (shards_parameters()) {
+    load.block_filled = [&](int64_t, const at::Tensor& buffer) {
+      shards.push_back(PartOf(buffer).clone());
+    };
+  }
+  TANDEM_ASSIGN_OR_RETURN(model_, Model::Load(directory, load));
+  head_block_ = model_->tied() ? 0 : model_->num_blocks() - 1;
+  for (const at::Tensor& buffer : model_->BlockBuffers()) {
+    Block& block = blocks_.emplace_back();
+    // With a version counter of its own: to autograd, gathering changes nothing.
+    block.parameters = buffer.variable_data();
+    block.parameter_shard =
+        shards_parameters() ? std::move(shards[blocks_.size() - 1]) : PartOf(block.parameters);
+    block.gathered = !shards_parameters();
+  }
+  return absl::OkStatus();
+}
+
+absl::Status ZeroStrategy::BuildOptimizer(const OptimizerOptions& options) {
+  return CatchTorchErrors("cannot build the optimizer", [&]() -> absl::Status {
+    options_ = options;
+    const std::vector<Parameter>& parameters = model_->DeclaredParameters();
+    std::vector<training::AdamWParameter> updated;
+    for (size_t b = 0; b < blocks_.size(); ++b) {
+      Block& block = blocks_[b];
+      const auto index = static_cast<int64_t>(b);
+      block.trains = std::any_of(parameters.begin(), parameters.end(), [&](const Parameter& p) {
+        return p.trainable && p.spec.block == index;
+      });
+      if (!block.trains) continue;
+      MakeGradients(index);
+      for (const ShardPiece& piece :
+           PlanShard(parameters, index, block.parameters.numel(), ranks_->size(), ranks_->rank())) {
+        if (!piece.parameter->trainable) continue;
+        const auto part = [&](const at::Tensor& shard) {
+          return shard.narrow(0, piece.shard_offset, piece.numel);
+        };
+        const ParameterSpec& spec = piece.parameter->spec;
+        parameter_pieces_.push_back(part(block.parameter_shard));
+        gradient_pieces_.push_back(part(block.gradient_shard));
+        slices_.push_back({.parameter = spec.name,
+                           .shape = spec.shape,
+                           .offset = piece.offset,
+                           .numel = piece.numel});
+        updated.push_back(
+            {.name = spec.name,
+             .values = OnOptimizerDevice(parameter_pieces_.back()),
+             .decays = training::DecaysWeight(static_cast<int64_t>(spec.shape.size()))});
+      }
+    }
+    const bool nothing_trains = std::none_of(blocks_.begin(), blocks_.end(),
+                                             [](const Block& block) { return block.trains; });
+    if (nothing_trains) {
+      return absl::InvalidArgumentError("no parameter of the model requires a gradient");
+    }
+    master_pieces_.clear();
+    for (const training::AdamWParameter& parameter : updated) {
+      master_pieces_.push_back(parameter.values);
+    }
+    optimizer_ = std::make_unique<training::AdamW>(std::move(updated), options_);
+    return absl::OkStatus();
+  });
+}
+
+at::Tensor ZeroStrategy::OnOptimizerDevice(const at::Tensor& values) const {
+  return zero_.offload_optimizer ? values.to(at::kCPU) : values;
+}
+
+// The parameters' gradients are views of the block's, as the parameters are.
+void ZeroStrategy::MakeGradients(int64_t index) {
+  Block& block = blocks_[static_cast<size_t>(index)];
+  const auto options = block.parameters.options();
+  const int64_t numel = block.parameters.numel();
+  block.gradients =
+      shards_gradients() ? EmptyWithoutMemory(numel, options) : at::zeros({numel}, options);
+  block.gradient_shard =
+      shards_gradients() ? at::zeros({numel / ranks_->size()}, options) : PartOf(block.gradients);
+  for (const Parameter& parameter : model_->DeclaredParameters()) {
+    if (!parameter.trainable || parameter.spec.block != index) continue;
+    at::Tensor leaf = parameter.value;
+    leaf.mutable_grad() =
+        block.gradients.narrow(0, leaf.storage_offset(), leaf.numel()).view(leaf.sizes());
+  }
+}
+
+// Parameters of stage 3.
+
+void ZeroStrategy::StartGathering(int64_t index) {
+  if (index < 0 || index > last_block() || !zero_.overlap_comm) return;
+  Block& block = blocks_[static_cast<size_t>(index)];
+  if (block.gathered) return;
+  AllocateMemory(block.parameters);
+  block.gathering = ranks_->AllGatherAsync(block.parameters, block.parameter_shard);
+  block.gathered = true;
+}
+
+void ZeroStrategy::Gather(int64_t index) {
+  Block& block = blocks_[static_cast<size_t>(index)];
+  if (!block.gathered) {
+    AllocateMemory(block.parameters);
+    ranks_->AllGather(block.parameters, block.parameter_shard);
+    block.gathered = true;
+  }
+  block.gathering.Wait();
+}
+
+void ZeroStrategy::LetGo(int64_t index) {
+  Block& block = blocks_[static_cast<size_t>(index)];
+  if (!shards_parameters() || !block.gathered) return;
+  block.gathering.Wait();
+  FreeMemory(block.parameters);
+  block.gathered = false;
+}
+
+// Gradients.
+
+void ZeroStrategy::OpenGradients(int64_t index) {
+  Block& block = blocks_[static_cast<size_t>(index)];
+  if (!block.trains || !shards_gradients() || HasMemory(block.gradients)) return;
+  AllocateMemory(block.gradients);
+  block.gradients.zero_();
+}
+
+void ZeroStrategy::StartReducing(int64_t index) {
+  Block& block = blocks_[static_cast<size_t>(index)];
+  if (!block.trains) return;
+  // In stage 1 this rank's part of the gradients becomes the sum.
+  block.reduced = shards_gradients() ? at::empty_like(block.gradient_shard) : block.gradient_shard;
+  block.reducing = ranks_->ReduceScatterAsync(block.reduced, block.gradients);
+  if (!zero_.overlap_comm) FinishReducing(index);
+}
+
+void ZeroStrategy::FinishReducing(int64_t index) {
+  if (index > last_block()) return;
+  Block& block = blocks_[static_cast<size_t>(index)];
+  if (!block.reduced.defined()) return;
+  block.reducing.Wait();
+  if (shards_gradients()) {
+    block.gradient_shard.add_(block.reduced);
+    FreeMemory(block.gradients);
+  }
+  block.reduced.reset();
+}
+
+at::Tensor ZeroStrategy::Gradient(absl::string_view parameter) const {
+  for (const Parameter& declared : model_->DeclaredParameters()) {
+    if (declared.spec.name == parameter) return declared.value.grad();
+  }
+  return {};
+}
+
+// Passes.
+
+void ZeroStrategy::RunForward(std::optional<BlockPass>& pass, absl::Status& status, Then then) {
+  at::Tensor hidden;
+  for (int64_t block = 0; block <= last_block(); ++block) {
+    Gather(block);
+    StartGathering(block < last_block() ? block + 1 : head_block_);
+    if (pass.has_value() && status.ok()) {
+      status = CatchTorchErrors("forward", [&] {
+        hidden = pass->Forward(block, hidden);
+        return absl::OkStatus();
+      });
+    }
+    if (block < last_block()) LetGo(block);
+  }
+  Gather(head_block_);
+  if (pass.has_value() && status.ok()) {
+    status = CatchTorchErrors("output", [&] { return then(hidden); });
+  }
+  if (head_block_ < last_block()) LetGo(head_block_);
+}
+
+absl::StatusOr<std::vector<std::vector<double>>> ZeroStrategy::Forward(int64_t count,
+                                                                       InputFunction input,
+                                                                       OutputFunction output) {
+  std::vector<std::vector<double>> outputs(static_cast<size_t>(count));
+  const auto run = [&]() -> absl::Status {
+    const at::NoGradGuard no_grad;
+    absl::Status status;
+    for (int64_t round = 0; round < Rounds(count, ranks_->size()); ++round) {
+      const int64_t i = round * ranks_->size() + ranks_->rank();
+      std::optional<BlockPass> pass;
+      if (i < count && status.ok()) pass.emplace(*model_, input(i));
+      RunForward(pass, status, [&](const at::Tensor& hidden) -> absl::Status {
+        TANDEM_ASSIGN_OR_RETURN(outputs[static_cast<size_t>(i)], output(i, pass->batch(), hidden));
+        return absl::OkStatus();
+      });
+      LetGo(last_block());
+    }
+    TANDEM_RETURN_IF_ERROR(Agree(*ranks_, status));
+    return Exchange(outputs);
+  };
+  TANDEM_RETURN_IF_ERROR(CatchTorchErrors("forward", run));
+  return outputs;
+}
+
+absl::StatusOr<std::vector<std::vector<double>>> ZeroStrategy::ShareOut(
+    int64_t count, absl::FunctionRef<absl::StatusOr<std::vector<double>>(int64_t)> compute) {
+  std::vector<std::vector<double>> outputs(static_cast<size_t>(count));
+  const auto run = [&]() -> absl::Status {
+    const absl::Status status = CatchTorchErrors("forward", [&]() -> absl::Status {
+      for (int64_t i = ranks_->rank(); i < count; i += ranks_->size()) {
+        TANDEM_ASSIGN_OR_RETURN(outputs[static_cast<size_t>(i)], compute(i));
+      }
+      return absl::OkStatus();
+    });
+    TANDEM_RETURN_IF_ERROR(Agree(*ranks_, status));
+    return Exchange(outputs);
+  };
+  TANDEM_RETURN_IF_ERROR(CatchTorchErrors("forward", run));
+  return outputs;
+}
+
+absl::Status ZeroStrategy::Exchange(std::vector<std::vector<double>>& outputs) {
+  using Outputs = std::vector<std::vector<double>>;
+  const std::vector<std::string> of_ranks = ranks_->AllGatherBytes(ToBytes(outputs));
+  for (size_t rank = 0; rank < of_ranks.size(); ++rank) {
+    TANDEM_ASSIGN_OR_RETURN(Outputs theirs, FromBytes<Outputs>(of_ranks[rank]));
+    for (size_t i = rank; i < outputs.size(); i += of_ranks.size()) {
+      outputs[i] = std::move(theirs[i]);
+    }
+  }
+  return absl::OkStatus();
+}
+
+absl::Status ZeroStrategy::ForwardBackward(int64_t count, InputFunction input, LossFunction loss) {
+  return CatchTorchErrors("forward-backward", [&]() -> absl::Status {
+    for (Block& block : blocks_) {
+      if (block.trains) (shards_gradients() ? block.gradient_shard : block.gradients).zero_();
+    }
+    absl::Status status;
+    const int64_t rounds = Rounds(count, ranks_->size());
+    for (int64_t round = 0; round < rounds; ++round) {
+      const int64_t i = round * ranks_->size() + ranks_->rank();
+      std::optional<BlockPass> pass;
+      if (i < count && status.ok()) pass.emplace(*model_, input(i));
+      at::Tensor gradient;
+      OpenGradients(head_block_);
+      RunForward(pass, status, [&](const at::Tensor& hidden) -> absl::Status {
+        TANDEM_ASSIGN_OR_RETURN(gradient, loss(i, pass->batch(), hidden));
+        return absl::OkStatus();
+      });
+      RunBackward(pass, std::move(gradient), status,
+                  /*reduces=*/shards_gradients() || round + 1 == rounds);
+    }
+    return Agree(*ranks_, status);
+  });
+}
+
+void ZeroStrategy::RunBackward(std::optional<BlockPass>& pass, at::Tensor gradient,
+                               absl::Status& status, bool reduces) {
+  for (int64_t block = last_block(); block >= 0; --block) {
+    // The embedding's backward pass reads no weights.
+    if (block > 0) Gather(block);
+    if (block > 1) StartGathering(block - 1);
+    OpenGradients(block);
+    if (pass.has_value() && status.ok()) {
+      status = CatchTorchErrors("backward", [&] {
+        gradient = pass->Backward(gradient);
+        return absl::OkStatus();
+      });
+    }
+    LetGo(block);
+    if (!reduces) continue;
+    StartReducing(block);
+    FinishReducing(block + 1);
+  }
+  FinishReducing(0);
+}
+
+absl::Status ZeroStrategy::Reduce(absl::Span<double> sums, absl::Span<double> maxima) {
+  return CatchTorchErrors("reduction of metrics", [&] {
+    const auto reduce = [&](absl::Span<double> numbers, Reduction reduction) {
+      at::Tensor tensor =
+          at::from_blob(numbers.data(), {static_cast<int64_t>(numbers.size())}, at::kDouble);
+      at::Tensor there = tensor.to(model_->device());
+      ranks_->AllReduce(there, reduction);
+      tensor.copy_(there);
+    };
+    reduce(sums, Reduction::kSum);
+    reduce(maxima, Reduction::kMax);
+    return absl::OkStatus();
+  });
+}
+
+absl::StatusOr<OptimizerReport> ZeroStrategy::OptimizerStep() {
+  OptimizerReport report;
+  TANDEM_RETURN_IF_ERROR(CatchTorchErrors("optimizer step", [&]() -> absl::Status {
+    const double own = training::GlobalNorm(gradient_pieces_);
+    double squares = own * own;
+    TANDEM_RETURN_IF_ERROR(Reduce(absl::MakeSpan(&squares, 1), {}));
+    report.grad_norm = std::sqrt(squares);
+    if (!std::isfinite(report.grad_norm)) {
+      return NotFiniteError("the gradient norm is not finite");
+    }
+    const double factor = options_.max_grad_norm / (report.grad_norm + 1e-6);
+    if (options_.max_grad_norm > 0 && factor < 1 && !gradient_pieces_.empty()) {
+      at::_foreach_mul_(gradient_pieces_, factor);
+    }
+    report.learning_rate = training::LearningRateAt(options_, optimizer_->steps());
+    const absl::Status updated = CatchTorchErrors("update", [&] {
+      Update(report.learning_rate);
+      return absl::OkStatus();
+    });
+    if (!updated.ok()) return absl::DataLossError(updated.message());
+    model_->OnWeightsChanged();
+    return absl::OkStatus();
+  }));
+  return report;
+}
+
+void ZeroStrategy::Update(double learning_rate) {
+  std::vector<at::Tensor> gradients;
+  for (const at::Tensor& piece : gradient_pieces_) gradients.push_back(OnOptimizerDevice(piece));
+  optimizer_->Step(gradients, learning_rate);
+  for (size_t i = 0; i < master_pieces_.size(); ++i) {
+    if (!master_pieces_[i].is_same(parameter_pieces_[i])) {
+      parameter_pieces_[i].copy_(master_pieces_[i]);
+    }
+  }
+  if (shards_parameters()) {
+    for (int64_t block = 0; block <= last_block(); ++block) LetGo(block);  // the old ones
+    return;
+  }
+  for (const Block& block : blocks_) {
+    if (block.trains) ranks_->AllGather(block.parameters, block.parameter_shard);
+  }
+}
+
+absl::Status ZeroStrategy::ResetOptimizer() {
+  return CatchTorchErrors("cannot reset the optimizer", [&] {
+    optimizer_->Reset();
+    return absl::OkStatus();
+  });
+}
+
+absl::StatusOr<NamedTensors> ZeroStrategy::GatherParameters() {
+  NamedTensors parameters;
+  TANDEM_RETURN_IF_ERROR(CatchTorchErrors("gathering parameters", [&] {
+    for (int64_t block = 0; block <= last_block(); ++block) Gather(block);
+    for (const auto& [name, parameter] : model_->Parameters()) {
+      parameters.emplace_back(name, parameter.detach());
+    }
+    return absl::OkStatus();
+  }));
+  return parameters;
+}
+
+absl::Status ZeroStrategy::ScatterParameters(const NamedTensors& parameters) {
+  return CatchTorchErrors("cannot replace parameters", [&]() -> absl::Status {
+    // Everything has memory for a moment: what is wrong must be known before the first copy.
+    for (Block& block : blocks_) AllocateMemory(block.parameters);
+    const absl::Status loaded = model_->LoadParameters(parameters);
+    for (int64_t index = 0; index <= last_block(); ++index) {
+      Block& block = blocks_[static_cast<size_t>(index)];
+      if (loaded.ok() && shards_parameters()) {
+        block.parameter_shard.copy_(PartOf(block.parameters));
+      }
+      block.gathered = true;
+      LetGo(index);
+    }
+    if (loaded.ok()) {
+      for (size_t i = 0; i < master_pieces_.size(); ++i) {
+        if (!master_pieces_[i].is_same(parameter_pieces_[i])) {
+          master_pieces_[i].copy_(parameter_pieces_[i]);
+        }
+      }
+    }
+    return loaded;
+  });
+}
+
+absl::Status ZeroStrategy::SaveOptimizer(const std::string& directory) {
+  return CatchTorchErrors("cannot save the optimizer", [&] {
+    return Agree(*ranks_, WriteOptimizerState(directory, ranks_->rank(), ranks_->size(), slices_,
+                                              optimizer_->State()));
+  });
+}
+
+absl::Status ZeroStrategy::LoadOptimizer(const std::string& directory) {
+  return CatchTorchErrors("cannot load the optimizer", [&]() -> absl::Status {
+    std::vector<std::string> trained;
+    for (const Parameter& parameter : model_->DeclaredParameters()) {
+      if (parameter.trainable) trained.push_back(parameter.spec.name);
+    }
+    // Nobody changes anything before all can.
+    const absl::StatusOr<NamedTensors> state = ReadOptimizerState(directory, slices_, trained);
+    absl::Status status = state.status();
+    if (status.ok()) status = optimizer_->CheckState(*state);
+    TANDEM_RETURN_IF_ERROR(Agree(*ranks_, status));
+    return optimizer_->LoadState(*state);
+  });
+}
+
+}  // namespace tandem::parallel

@@ -1,0 +1,304 @@
+#include "common/parallel/zero_strategy.h"
+
+#include <ATen/ATen.h>
+#include <gtest/gtest.h>
+
+#include <memory>
+#include <string>
+#include <tuple>
+
+#include "common/base/not_finite.h"
+#include "common/model/testing/tiny_model_dir.h"
+#include "common/parallel/single_strategy.h"
+#include "common/parallel/testing/rank_processes.h"
+#include "common/parallel/testing/strategy_runs.h"
+#include "common/tensor/tensor_memory.h"
+
+namespace tandem::parallel {
+namespace {
+
+constexpr double kTolerance = 1e-5;  // relative, in float32
+
+std::shared_ptr<Communicator> Connect(const RankEnvironment& environment) {
+  return Communicator::Connect(environment, {.timeout = absl::Seconds(60)}).value();
+}
+
+OptimizerOptions Optimizer() {
+  OptimizerOptions options;
+  options.learning_rate = 1e-2;
+  options.weight_decay = 0.1;
+  options.max_grad_norm = 0.5;
+  return options;
+}
+
+void ExpectClose(double a, double b) { EXPECT_NEAR(a, b, kTolerance * std::abs(b)); }
+
+void ExpectSameNumbers(const std::vector<StepNumbers>& a, const std::vector<StepNumbers>& b) {
+  ASSERT_EQ(a.size(), b.size());
+  for (size_t i = 0; i < a.size(); ++i) {
+    ExpectClose(a[i].loss, b[i].loss);
+    ExpectClose(a[i].grad_norm, b[i].grad_norm);
+    EXPECT_EQ(a[i].longest, b[i].longest);
+  }
+}
+
+void ExpectSameParameters(Strategy& a, Strategy& b) {
+  const NamedTensors of_a = a.GatherParameters().value(), of_b = b.GatherParameters().value();
+  ASSERT_EQ(of_a.size(), of_b.size());
+  for (size_t i = 0; i < of_a.size(); ++i) {
+    EXPECT_EQ(of_a[i].first, of_b[i].first);
+    // Adam divides by the root of small second moments: a step's last bits weigh more than 1e-5.
+    EXPECT_TRUE(at::allclose(of_a[i].second, of_b[i].second, 1e-3, 2e-4)) << of_a[i].first;
+  }
+}
+
+struct Case {
+  int ranks, stage;
+  const char* family;
+  bool tied, critic;
+};
+
+class ZeroStrategyTest : public ::testing::TestWithParam<Case> {};
+
+// Five micro-batches: the ranks have different numbers of them.
+TEST_P(ZeroStrategyTest, TwentyStepsAreThoseOfOneProcess) {
+  const Case& c = GetParam();
+  RunOnRanks(c.ranks, [&](const RankEnvironment& environment) {
+    const TemporaryFolder folder;
+    WriteTinyModel(folder / "model", 3, {{"tie_word_embeddings", c.tied}}, c.family);
+    const LoadOptions load = {.head = c.critic ? HeadKind::kValue : HeadKind::kLm,
+                              .untie_embeddings = c.critic};
+    const auto ranks = Connect(environment);
+    ZeroStrategy zero({.stage = c.stage}, ranks);
+    SingleStrategy single;
+    Prepare(zero, folder / "model", load, Optimizer());
+    Prepare(single, folder / "model", load, Optimizer());
+    EXPECT_EQ(zero.model().weights_digest(), single.model().weights_digest());
+    ExpectSameNumbers(Steps(zero, 20), Steps(single, 20));
+    ExpectSameParameters(zero, single);
+
+    const auto a = Outputs(zero, 5, 99), b = Outputs(single, 5, 99);
+    ASSERT_EQ(a.size(), b.size());
+    for (size_t i = 0; i < a.size(); ++i) {
+      ASSERT_EQ(a[i].size(), b[i].size());
+      for (size_t t = 0; t < a[i].size(); ++t) EXPECT_NEAR(a[i][t], b[i][t], 2e-3);
+    }
+    ranks->Barrier();
+  });
+}
+
+INSTANTIATE_TEST_SUITE_P(
+    Layouts, ZeroStrategyTest,
+    ::testing::Values(Case{1, 1, "llama", false, false}, Case{2, 1, "llama", true, false},
+                      Case{2, 2, "qwen2", false, false}, Case{2, 3, "qwen3", false, false},
+                      Case{2, 3, "llama", true, false}, Case{4, 1, "qwen2", true, false},
+                      Case{4, 2, "llama", true, false}, Case{4, 3, "qwen2", true, false},
+                      Case{3, 3, "llama", false, false}, Case{2, 1, "qwen3", true, true},
+                      Case{2, 2, "llama", true, true}, Case{4, 3, "qwen2", true, true}),
+    [](const ::testing::TestParamInfo<Case>& info) {
+      const Case& c = info.param;
+      return "stage" + std::to_string(c.stage) + "_ranks" + std::to_string(c.ranks) + "_" +
+             c.family + (c.tied ? "_tied" : "") + (c.critic ? "_critic" : "");
+    });
+
+// What stage 3 is for: between passes a rank has only its part of the parameters.
+TEST(ZeroStrategyTest, AStageKeepsWhatItSays) {
+  RunOnRanks(2, [](const RankEnvironment& environment) {
+    const TemporaryFolder folder;
+    WriteTinyModel(folder / "model", 3);
+    const auto ranks = Connect(environment);
+    for (const int stage : {1, 2, 3}) {
+      ZeroStrategy zero({.stage = stage}, ranks);
+      Prepare(zero, folder / "model");
+      Step(zero, 3, 0);
+      for (const at::Tensor& block : zero.model().BlockBuffers()) {
+        EXPECT_EQ(HasMemory(block), stage < 3);
+      }
+      for (const Parameter& parameter : zero.model().DeclaredParameters()) {
+        EXPECT_EQ(HasMemory(parameter.value.grad()), stage < 2);
+      }
+    }
+    ranks->Barrier();
+  });
+}
+
+// Bytes that a rank sends: with P the bytes of all parameters, a reduce-scatter or an all-gather
+// of them is (n - 1) / n P (section 7 of the paper).
+TEST(ZeroStrategyTest, SendsWhatThePaperSays) {
+  constexpr int kRanks = 2;
+  RunOnRanks(kRanks, [](const RankEnvironment& environment) {
+    const TemporaryFolder folder;
+    WriteTinyModel(folder / "model", 3);
+    const auto ranks = Connect(environment);
+    for (const int stage : {1, 2, 3}) {
+      ZeroStrategy zero({.stage = stage}, ranks);
+      Prepare(zero, folder / "model");
+      const std::vector<at::Tensor>& blocks = zero.model().BlockBuffers();
+      int64_t all = 0;
+      for (const at::Tensor& block : blocks) all += static_cast<int64_t>(block.nbytes());
+      const auto ends = static_cast<int64_t>(blocks.front().nbytes() + blocks.back().nbytes());
+      ranks->ResetVolume();
+      constexpr int64_t kRounds = 3;  // of five micro-batches
+      Step(zero, 5, 0);
+      const CommunicationVolume volume = ranks->volume();
+      const auto sent = [&](int64_t whole) { return whole * (kRanks - 1) / kRanks; };
+      EXPECT_EQ(volume.reduce_scatter.bytes, sent(all) * (stage == 1 ? 1 : kRounds));
+      // In stage 3 forward and backward; but the embedding is not read on the way back, and the
+      // last block is still there.
+      EXPECT_EQ(volume.all_gather.bytes, stage == 3 ? kRounds * sent(2 * all - ends) : sent(all));
+    }
+    ranks->Barrier();
+  });
+}
+
+TEST(ZeroStrategyTest, OverlapAndOffloadChangeNoBit) {
+  RunOnRanks(2, [](const RankEnvironment& environment) {
+    const TemporaryFolder folder;
+    WriteTinyModel(folder / "model", 3);
+    const auto ranks = Connect(environment);
+    for (const int stage : {1, 2, 3}) {
+      ZeroStrategy plain({.stage = stage, .overlap_comm = false}, ranks);
+      ZeroStrategy other({.stage = stage, .overlap_comm = true, .offload_optimizer = true}, ranks);
+      for (ZeroStrategy* strategy : {&plain, &other}) {
+        Prepare(*strategy, folder / "model", {}, Optimizer());
+        Steps(*strategy, 3);
+      }
+      const NamedTensors a = plain.GatherParameters().value(), b = other.GatherParameters().value();
+      for (size_t i = 0; i < a.size(); ++i) EXPECT_TRUE(a[i].second.equal(b[i].second));
+    }
+    ranks->Barrier();
+  });
+}
+
+// The error of one rank is everybody's, and the ranks are still in step after it.
+TEST(ZeroStrategyTest, AnErrorOfOneRankIsAllRanks) {
+  RunOnRanks(2, [](const RankEnvironment& environment) {
+    const TemporaryFolder folder;
+    WriteTinyModel(folder / "model", 3);
+    const auto ranks = Connect(environment);
+    for (const int stage : {1, 3}) {
+      ZeroStrategy zero({.stage = stage}, ranks);
+      Prepare(zero, folder / "model");
+      const auto input = [](int64_t) { return MakeRaggedBatch({{1, 2, 3}}); };
+      const absl::Status status =
+          zero.ForwardBackward(4, input,
+                               [](int64_t i, const RaggedBatch&,
+                                  const at::Tensor& hidden) -> absl::StatusOr<at::Tensor> {
+                                 if (i == 1) return NotFiniteError("the loss of micro-batch 1");
+                                 return at::ones_like(hidden);
+                               });
+      EXPECT_TRUE(IsNotFinite(status)) << status;
+      EXPECT_EQ(status.message(), "the loss of micro-batch 1");
+      const auto outputs =
+          zero.Forward(3, input,
+                       [](int64_t i, const RaggedBatch&,
+                          const at::Tensor&) -> absl::StatusOr<std::vector<double>> {
+                         if (i == 2) throw std::runtime_error("micro-batch 2");
+                         return std::vector<double>{1};
+                       });
+      EXPECT_EQ(outputs.status().code(), absl::StatusCode::kInternal);
+      EXPECT_GT(Step(zero, 3, 0).grad_norm, 0);
+    }
+    ranks->Barrier();
+  });
+}
+
+TEST(ZeroStrategyTest, FrozenParametersKeepTheirBits) {
+  RunOnRanks(2, [](const RankEnvironment& environment) {
+    const TemporaryFolder folder;
+    WriteTinyModel(folder / "model", 3);
+    const LoadOptions load = {.freeze = {"*norm*", "model.embed*", "*.0.self_attn.q_proj*"}};
+    const auto ranks = Connect(environment);
+    for (const int stage : {1, 2, 3}) {
+      ZeroStrategy zero({.stage = stage}, ranks);
+      SingleStrategy single, before;
+      Prepare(zero, folder / "model", load, Optimizer());
+      Prepare(single, folder / "model", load, Optimizer());
+      Prepare(before, folder / "model");
+      ExpectSameNumbers(Steps(zero, 3), Steps(single, 3));
+      const NamedTensors now = zero.GatherParameters().value();
+      for (const Parameter& parameter : zero.model().DeclaredParameters()) {
+        const at::Tensor start = before.model().Parameter(parameter.spec.name);
+        EXPECT_EQ(zero.model().Parameter(parameter.spec.name).equal(start), !parameter.trainable)
+            << parameter.spec.name;
+      }
+    }
+    ranks->Barrier();
+  });
+}
+
+// A checkpoint of one layout goes on under every other.
+TEST(ZeroStrategyTest, ACheckpointOfAnyLayoutLoadsUnderAnyOther) {
+  const TemporaryFolder folder;
+  struct Layout {
+    int ranks, stage;  // stage 0: single
+  };
+  const Layout layouts[] = {{1, 0}, {2, 1}, {2, 3}, {3, 2}};
+  const auto make = [](const Layout& layout, const std::shared_ptr<Communicator>& ranks) {
+    return layout.stage == 0
+               ? std::unique_ptr<Strategy>(std::make_unique<SingleStrategy>())
+               : std::make_unique<ZeroStrategy>(ZeroOptions{.stage = layout.stage}, ranks);
+  };
+  for (size_t saved = 0; saved < std::size(layouts); ++saved) {
+    const std::string directory = folder / std::to_string(saved);
+    std::filesystem::create_directories(directory);
+    RunOnRanks(layouts[saved].ranks, [&](const RankEnvironment& environment) {
+      const TemporaryFolder own;
+      WriteTinyModel(own / "model", 3);
+      const auto ranks = Connect(environment);
+      const auto strategy = make(layouts[saved], ranks);
+      Prepare(*strategy, own / "model", {}, Optimizer());
+      Steps(*strategy, 2);
+      EXPECT_TRUE(strategy->SaveOptimizer(directory).ok());
+      EXPECT_TRUE(strategy->GatherParameters().ok());
+      if (ranks->rank() == 0) {
+        EXPECT_TRUE(strategy->model().Save(directory).ok());
+      }
+      ranks->Barrier();
+    });
+    for (const Layout& layout : layouts) {
+      RunOnRanks(layout.ranks, [&](const RankEnvironment& environment) {
+        const TemporaryFolder own;
+        WriteTinyModel(own / "model", 3);
+        const auto ranks = Connect(environment);
+        const auto loaded = make(layout, ranks);
+        Prepare(*loaded, directory, {}, Optimizer());
+        const absl::Status status = loaded->LoadOptimizer(directory);
+        ASSERT_TRUE(status.ok()) << status;
+        EXPECT_EQ(loaded->optimizer_steps(), 2);
+
+        SingleStrategy single;
+        Prepare(single, own / "model", {}, Optimizer());
+        Steps(single, 2);
+        for (uint64_t seed = 2; seed < 5; ++seed) {
+          const StepNumbers a = Step(*loaded, 5, seed), b = Step(single, 5, seed);
+          ExpectSameNumbers({a}, {b});
+        }
+        ranks->Barrier();
+      });
+    }
+  }
+}
+
+TEST(ZeroStrategyTest, AStateInPiecesThatLacksOneIsRefused) {
+  const TemporaryFolder folder;
+  RunOnRanks(2, [&](const RankEnvironment& environment) {
+    const TemporaryFolder own;
+    WriteTinyModel(own / "model", 3);
+    const auto ranks = Connect(environment);
+    ZeroStrategy zero({.stage = 2}, ranks);
+    Prepare(zero, own / "model");
+    Step(zero, 2, 0);
+    ASSERT_TRUE(zero.SaveOptimizer(folder.path()).ok());
+    if (ranks->rank() == 1) {
+      std::filesystem::remove(folder / "optimizer-00001-of-00002.safetensors");
+    }
+    ranks->Barrier();
+    EXPECT_EQ(zero.LoadOptimizer(folder.path()).code(), absl::StatusCode::kDataLoss);
+    EXPECT_EQ(zero.optimizer_steps(), 1);
+    ranks->Barrier();
+  });
+}
+
+}  // namespace
+}  // namespace tandem::parallel
