@@ -1,5 +1,5 @@
 // How training is laid out over processes. Trainer and critic see only this interface; the same
-// batch gives the same result under every strategy.
+// batch gives the same result under every strategy. docs/adr/0019 says why it is cut like this.
 //
 // Every rank of a server makes the same calls with the same arguments, in the same order. What a
 // call computes, and where, is the strategy's: functions that it is handed are called on the ranks
@@ -59,6 +59,9 @@ class Strategy {
   // For the parameters that require gradients. INVALID_ARGUMENT for options that do not fit, or if
   // nothing trains.
   virtual absl::Status BuildOptimizer(const OptimizerOptions& options) = 0;
+
+  // How many micro-batches are run at a time.
+  virtual int64_t data_parallel_size() const { return 1; }
 
   // Runs micro-batches 0 .. count-1 without gradients. What `output` says of each, on every rank.
   virtual absl::StatusOr<std::vector<std::vector<double>>> Forward(int64_t count,

@@ -39,6 +39,7 @@ class ZeroStrategy : public Strategy {
   absl::Status LoadModel(const std::string& directory, const LoadOptions& options) override;
   Model& model() override { return *model_; }
   absl::Status BuildOptimizer(const OptimizerOptions& options) override;
+  int64_t data_parallel_size() const override { return ranks_->size(); }
   absl::StatusOr<std::vector<std::vector<double>>> Forward(int64_t count, InputFunction input,
                                                            OutputFunction output) override;
   absl::StatusOr<std::vector<std::vector<double>>> ShareOut(

@@ -1,8 +1,11 @@
 #include "common/training/micro_batches.h"
 
-namespace tandem::training {
+#include <algorithm>
 
-std::vector<MicroBatch> PlanMicroBatches(absl::Span<const int64_t> lengths, int64_t token_budget) {
+namespace tandem::training {
+namespace {
+
+std::vector<MicroBatch> Pack(absl::Span<const int64_t> lengths, int64_t token_budget) {
   std::vector<MicroBatch> plan;
   MicroBatch current;
   int64_t tokens = 0;
@@ -18,6 +21,22 @@ std::vector<MicroBatch> PlanMicroBatches(absl::Span<const int64_t> lengths, int6
   }
   close(lengths.size());
   return plan;
+}
+
+}  // namespace
+
+std::vector<MicroBatch> PlanMicroBatches(absl::Span<const int64_t> lengths, int64_t token_budget,
+                                         int64_t ranks) {
+  std::vector<MicroBatch> plan = Pack(lengths, token_budget);
+  if (ranks == 1 || plan.empty()) return plan;
+  const auto count = static_cast<int64_t>(plan.size());
+  const int64_t most = (count + ranks - 1) / ranks * ranks;
+  int64_t enough = token_budget, too_little = 0;
+  while (enough - too_little > 1) {
+    const int64_t middle = too_little + (enough - too_little) / 2;
+    (static_cast<int64_t>(Pack(lengths, middle).size()) <= most ? enough : too_little) = middle;
+  }
+  return Pack(lengths, enough);
 }
 
 }  // namespace tandem::training

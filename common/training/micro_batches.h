@@ -16,7 +16,11 @@ using MicroBatch = SequenceRange;
 // Consecutive runs of sequences with at most `token_budget` tokens each; a sequence that is longer
 // gets its own. The order is kept, so the result depends on the batch alone. Sequences of length 0
 // take no room; a run of nothing but those is left out.
-std::vector<MicroBatch> PlanMicroBatches(absl::Span<const int64_t> lengths, int64_t token_budget);
+//
+// `ranks` that take the micro-batches by turns have work for the same number of turns, each turn as
+// even as that allows: the largest micro-batch is the smallest that needs no turn more.
+std::vector<MicroBatch> PlanMicroBatches(absl::Span<const int64_t> lengths, int64_t token_budget,
+                                         int64_t ranks = 1);
 
 }  // namespace tandem::training
 

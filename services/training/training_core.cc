@@ -263,7 +263,8 @@ TrainingCore::Pass TrainingCore::PlanPass(absl::Span<const SequenceRows> sequenc
     lengths.push_back(static_cast<int64_t>(sequence.input.size()));
   }
   return {.sequences = sequences,
-          .micro_batches = PlanMicroBatches(lengths, options_.micro_batch_tokens),
+          .micro_batches = PlanMicroBatches(lengths, options_.micro_batch_tokens,
+                                            strategy_->data_parallel_size()),
           .first_rows = FirstRows(sequences)};
 }
 

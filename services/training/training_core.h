@@ -87,6 +87,12 @@ class TrainingCore {
 
   Model& model() { return strategy_->model(); }
   parallel::Strategy& strategy() { return *strategy_; }
+  // Adds up over the ranks what a loss has counted: a loss::MetricReduction.
+  auto reduction() {
+    return [this](absl::Span<double> sums, absl::Span<double> maxima) {
+      return strategy_->Reduce(sums, maxima);
+    };
+  }
   TrainingState& state() { return state_; }
   // Of the tokenizer.json beside the model; nullptr without one.
   const Vocabulary* vocabulary() const { return vocabulary_.has_value() ? &*vocabulary_ : nullptr; }

@@ -190,7 +190,10 @@ absl::Status TorchEngine::AddGradients(ValueRows& rows, const training::MiniBatc
                 return hidden.grad();
               })
           .status());
-  const loss::ValueMetrics metrics = evaluator.Metrics();
+  // What all ranks have seen is reported; what this one has is kept.
+  loss::ValueLossEvaluator all = evaluator;
+  TANDEM_RETURN_IF_ERROR(all.Reduce(core_->reduction()));
+  const loss::ValueMetrics metrics = all.Metrics();
   rows.evaluator = std::move(evaluator);
   ++rows.updates;
   report.metrics = {{"critic/loss", metrics.loss / static_cast<double>(rows.updates)},

@@ -367,12 +367,19 @@ absl::Status TorchEngine::PolicyUpdate(PolicyWork& work, const training::MiniBat
   TANDEM_RETURN_IF_ERROR(AddGradients(range.Of<training::SequenceRows>(work.rows.sequences),
                                       work.first_rows[range.begin], work.rows.temperatures,
                                       update_loss, report));
+  // What all ranks have seen is reported; what this one has is kept.
+  loss::PolicyLossEvaluator all = evaluator;
+  JuniorKlSums all_junior_kl = junior_kl;
+  TANDEM_RETURN_IF_ERROR(all.Reduce(core_->reduction()));
+  if (update_loss.add != nullptr) {
+    TANDEM_RETURN_IF_ERROR(all_junior_kl.Reduce(core_->reduction()));
+  }
   work.evaluator = std::move(evaluator);
   work.junior_kl = junior_kl;
   ++work.updates;
-  AddPolicyMetrics(work.evaluator->Metrics(), work.updates, report.metrics);
+  AddPolicyMetrics(all.Metrics(), work.updates, report.metrics);
   if (update_loss.add != nullptr) {
-    AddJuniorKlMetrics(work.junior_kl, work.updates, report.metrics);
+    AddJuniorKlMetrics(all_junior_kl, work.updates, report.metrics);
   }
   return absl::OkStatus();
 }
@@ -389,6 +396,7 @@ absl::StatusOr<Updates> TorchEngine::SupervisedStep(const SupervisedBatch& batch
     TANDEM_RETURN_IF_ERROR(AddGradients(
         rows->sequences, 0, rows->temperatures,
         {.evaluate = [&](auto... arguments) { return evaluator.Evaluate(arguments...); }}, r));
+    TANDEM_RETURN_IF_ERROR(evaluator.Reduce(core_->reduction()));
     r.metrics["loss/total"] = evaluator.loss();
     r.metrics["policy/entropy"] = evaluator.mean_entropy();
     r.metrics["policy/weighted_tokens"] = static_cast<double>(evaluator.tokens());
