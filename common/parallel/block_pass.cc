@@ -7,8 +7,12 @@
 
 namespace tandem::parallel {
 
-BlockPass::BlockPass(const Model& model, RaggedBatch batch)
-    : model_(model), batch_(std::move(batch)), pass_(model.StartPass(batch_, context_)) {}
+BlockPass::BlockPass(const Model& model, RaggedBatch batch,
+                     std::unique_ptr<AttentionContext> context)
+    : model_(model),
+      batch_(std::move(batch)),
+      context_(std::move(context)),
+      pass_(model.StartPass(batch_, *context_)) {}
 
 at::Tensor BlockPass::Forward(int64_t block, const at::Tensor& hidden) {
   at::Tensor output = model_.RunBlock(block, hidden, pass_);

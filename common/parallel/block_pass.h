@@ -6,6 +6,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
+#include <memory>
 #include <vector>
 
 #include "common/model/attention_context.h"
@@ -16,8 +17,9 @@ namespace tandem::parallel {
 
 class BlockPass {
  public:
-  // `model` must outlive the pass.
-  BlockPass(const Model& model, RaggedBatch batch);
+  // `model` must outlive the pass. `context` is of `batch`.
+  BlockPass(const Model& model, RaggedBatch batch,
+            std::unique_ptr<AttentionContext> context = std::make_unique<CausalContext>());
 
   BlockPass(const BlockPass&) = delete;
   BlockPass& operator=(const BlockPass&) = delete;
@@ -46,7 +48,7 @@ class BlockPass {
 
   const Model& model_;
   const RaggedBatch batch_;
-  CausalContext context_;
+  const std::unique_ptr<AttentionContext> context_;
   const ModelPass pass_;
   std::vector<Run> runs_;
 };
