@@ -10,9 +10,9 @@
 namespace tandem::parallel {
 namespace {
 
-// Scores that exist at a time, unless the fewest rows have more. A causal tile computes some that
-// the mask throws away, so it has few rows.
-constexpr int64_t kMaxScores = 1 << 24;
+// Scores that exist at a time, unless the fewest rows have more: on the CPU those of a cache. A
+// causal tile computes some that the mask throws away, so it has few rows.
+constexpr int64_t kMaxScoresOnCpu = 1 << 19, kMaxScores = 1 << 24;
 constexpr int64_t kMinTileRows = 16, kMaxTileRows = 256;
 
 struct Tile {
@@ -23,8 +23,8 @@ struct Tile {
 template <typename Function>
 void ForEachTile(const at::Tensor& q, const at::Tensor& pair, bool causal, const Function& fn) {
   const int64_t rows = q.size(1), keys = pair.size(2), heads = q.size(0) * q.size(2);
-  const int64_t step =
-      std::clamp(kMaxScores / std::max<int64_t>(1, heads * keys), kMinTileRows, kMaxTileRows);
+  const int64_t most = q.is_cpu() ? kMaxScoresOnCpu : kMaxScores;
+  const int64_t step = std::clamp(most / (heads * keys), kMinTileRows, kMaxTileRows);
   for (int64_t row = 0; row < rows; row += step) {
     const int64_t end = std::min(row + step, rows);
     fn(Tile{row, end - row, causal ? end : keys});
@@ -77,11 +77,12 @@ void AddAttention(const at::Tensor& q_in, const at::Tensor& pair_in, bool causal
   const at::Tensor q = Operand(q_in, type), pair = Operand(pair_in, type);
   ForEachTile(q, pair, causal, [&](const Tile& tile) {
     at::Tensor p = Scores(q, pair, causal, tile);
-    const at::Tensor log_sum = p.logsumexp(-1, /*keepdim=*/true);
-    p.sub_(log_sum).exp_();
+    const at::Tensor peak = p.amax(-1, /*keepdim=*/true);
+    p.sub_(peak).exp_();
+    const at::Tensor log_sum = p.sum(-1, /*keepdim=*/true).log_().add_(peak);
     at::Tensor output = Product(Operand(p, type), Values(pair, tile));
     const at::Tensor all = Rows(sum.log_sum, tile), merged = at::logaddexp(all, log_sum);
-    output.mul_((log_sum - merged).exp_());
+    output.mul_((peak - merged).exp_());
     Rows(sum.output, tile).mul_((all - merged).exp_()).add_(output);
     all.copy_(merged);
   });

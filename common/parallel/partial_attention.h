@@ -2,7 +2,7 @@
 // a step of ring attention computes. In ATen, so it runs on any device.
 //
 // Layouts, all contiguous in their last dimension: G key/value heads, M query heads for each of
-// them, R rows, K keys.
+// them, R rows, K keys, none of them 0.
 //   rows [G, R, M, D]      queries, outputs and their gradients
 //   sums [G, R, M, 1]      a number for each row and query head
 //   pair [2, G, K, D]      keys and values

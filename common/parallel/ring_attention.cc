@@ -130,9 +130,9 @@ AttentionSum Ring::Forward(const at::Tensor& q_in, const at::Tensor& k, const at
               steps_[0].block_rows);
   const at::Tensor q = Grouped(q_in, k.size(1));
   const auto options = q.options().dtype(SumType(q.scalar_type()));
-  const AttentionSum sum = {.output = at::zeros(q.sizes(), options),
-                            .log_sum = at::full({q.size(0), q.size(1), q.size(2), 1},
-                                                -std::numeric_limits<double>::infinity(), options)};
+  AttentionSum sum = {.output = at::zeros(q.sizes(), options),
+                      .log_sum = at::full({q.size(0), q.size(1), q.size(2), 1},
+                                          -std::numeric_limits<double>::infinity(), options)};
   at::Tensor pair = Paired(k, v);
   for (size_t i = 0; i < steps_.size(); ++i) {
     Transfer next;

@@ -120,15 +120,16 @@ TEST_P(RingAttentionTest, OutputsAndGradientsAreThoseOfWholeSequences) {
           MakeContextShard(batch, communicator->rank(), communicator->size());
       RingContext context(communicator, shard);
       const Attention whole = WholeAttention(batch);
-      for (const auto& [type, tolerance] :
+      for (const TypeCase& types :
            {TypeCase{at::kDouble, 1e-13}, {at::kFloat, 1e-5}, {at::kBFloat16, 1e-2}}) {
-        Attention own = whole.Rows(shard.rows, type);
+        Attention own = whole.Rows(shard.rows, types.type);
         own.Run([&](const at::Tensor& q, const at::Tensor& k, const at::Tensor& v) {
           return context.Attend(0, shard.batch, q, k, v);
         });
         const auto check = [&](const char* what, const at::Tensor& actual, const at::Tensor& all) {
-          ASSERT_EQ(actual.scalar_type(), type) << what;
-          EXPECT_LT(Error(actual, all, shard.rows), tolerance) << what << " in " << type;
+          ASSERT_EQ(actual.scalar_type(), types.type) << what;
+          EXPECT_LT(Error(actual, all, shard.rows), types.tolerance)
+              << what << " in " << types.type;
         };
         check("y", own.y, whole.y);
         check("dq", own.dq, whole.dq);
