@@ -1,0 +1,98 @@
+#include "common/ops/token_shares.h"
+
+#include <ATen/ATen.h>
+#include <ATen/core/ivalue.h>
+#include <torch/csrc/autograd/custom_function.h>
+
+#include <utility>
+
+namespace tandem::ops {
+namespace {
+
+using torch::autograd::AutogradContext;
+using torch::autograd::Function;
+using torch::autograd::variable_list;
+
+using Group = std::shared_ptr<TensorParallelGroup>;
+
+// A group among what autograd saves, which keeps it alive as long as the graph.
+struct SavedGroup : torch::CustomClassHolder {
+  explicit SavedGroup(Group saved) : group(std::move(saved)) {}
+  const Group group;
+};
+
+void Save(AutogradContext& context, const Group& group, int64_t tokens) {
+  context.saved_data["group"] = c10::IValue::make_capsule(c10::make_intrusive<SavedGroup>(group));
+  context.saved_data["tokens"] = tokens;
+}
+
+TensorParallelGroup& GroupOf(AutogradContext& context) {
+  return *c10::static_intrusive_pointer_cast<SavedGroup>(context.saved_data["group"].toCapsule())
+              ->group;
+}
+
+at::Tensor Gather(const at::Tensor& share, int64_t tokens, TensorParallelGroup& group) {
+  return group.AllGather(share.contiguous()).narrow(0, 0, tokens);
+}
+
+at::Tensor Scatter(const at::Tensor& partial, TensorParallelGroup& group) {
+  const int64_t beyond = partial.size(0) % group.size();
+  if (beyond == 0) return group.ReduceScatter(partial.contiguous());
+  std::vector<int64_t> padding = partial.sizes().vec();
+  padding[0] = group.size() - beyond;
+  return group.ReduceScatter(at::cat({partial, at::zeros(padding, partial.options())}));
+}
+
+class GatherFunction : public Function<GatherFunction> {
+ public:
+  static at::Tensor forward(AutogradContext* context, const at::Tensor& share, int64_t tokens,
+                            const Group& group) {
+    Save(*context, group, tokens);
+    return Gather(share, tokens, *group);
+  }
+
+  static variable_list backward(AutogradContext* context, variable_list gradients) {
+    return {Scatter(gradients[0], GroupOf(*context)), {}, {}};
+  }
+};
+
+class ScatterFunction : public Function<ScatterFunction> {
+ public:
+  static at::Tensor forward(AutogradContext* context, const at::Tensor& partial,
+                            const Group& group) {
+    Save(*context, group, partial.size(0));
+    return Scatter(partial, *group);
+  }
+
+  static variable_list backward(AutogradContext* context, variable_list gradients) {
+    return {Gather(gradients[0], context->saved_data["tokens"].toInt(), GroupOf(*context)), {}};
+  }
+};
+
+class ShareGradientFunction : public Function<ShareGradientFunction> {
+ public:
+  static at::Tensor forward(AutogradContext* context, const at::Tensor& x, int64_t shares) {
+    context->saved_data["shares"] = shares;
+    return x.view_as(x);
+  }
+
+  static variable_list backward(AutogradContext* context, variable_list gradients) {
+    return {gradients[0] / context->saved_data["shares"].toInt(), {}};
+  }
+};
+
+}  // namespace
+
+at::Tensor GatherTokens(const at::Tensor& share, int64_t tokens, const Group& group) {
+  return GatherFunction::apply(share, tokens, group);
+}
+
+at::Tensor ScatterSum(const at::Tensor& partial, const Group& group) {
+  return ScatterFunction::apply(partial, group);
+}
+
+at::Tensor ShareGradient(const at::Tensor& x, const TensorParallelGroup& group) {
+  return ShareGradientFunction::apply(x, group.size());
+}
+
+}  // namespace tandem::ops
