@@ -58,7 +58,7 @@ enum class LossMode {
                // loss of whole sequences needs and which takes the least memory
 };
 
-// Not thread-safe.
+// Not thread-safe. Methods may throw c10::Error as libtorch does.
 class FusedOutputLoss {
  public:
   virtual ~FusedOutputLoss() = default;

@@ -120,7 +120,8 @@ class LinearCrossEntropyLoss::Call {
         loss_.kernels_->Statistics(cell, PartOf(parts, cell.tile, cell.begin - begin, cell.count));
       });
     });
-    return MergeParts(parts);
+    const RowStatistics own = MergeParts(parts);
+    return loss_.group_ == nullptr ? own : MergeRanks(own, *loss_.group_);
   }
 
   // Adds the gradients of the rows [begin, end), given d loss / d logp and d loss / d entropy.
@@ -235,7 +236,7 @@ class LinearCrossEntropyLoss::Call {
       cell.begin = grid.begin + row;
       cell.count = std::min(cell_rows, grid.rows - row);
       cell.logits = Logits(grid, cell.tile).narrow(0, row, cell.count);
-      cell.first_label = FirstColumn(cell.tile);
+      cell.first_label = loss_.first_label_ + FirstColumn(cell.tile);
       cell.labels = labels_.narrow(0, cell.begin, cell.count);
       if (scales_.defined()) cell.scales = scales_.narrow(0, cell.begin, cell.count);
       work(cell);
@@ -246,7 +247,8 @@ class LinearCrossEntropyLoss::Call {
     Product(cell.logits, input_.narrow(0, cell.begin, cell.count), Weight(cell.tile).t(),
             /*accumulate=*/false);
     if (loss_.bias_.defined()) {
-      at::Tensor(cell.logits).add_(loss_.bias_.narrow(0, cell.first_label, cell.logits.size(1)));
+      at::Tensor(cell.logits)
+          .add_(loss_.bias_.narrow(0, FirstColumn(cell.tile), Columns(cell.tile)));
     }
   }
 
@@ -335,6 +337,12 @@ absl::StatusOr<std::unique_ptr<LinearCrossEntropyLoss>> LinearCrossEntropyLoss::
   std::unique_ptr<LinearCrossEntropyLoss> loss(new LinearCrossEntropyLoss);
   loss->weight_ = weight.detach();
   loss->bias_ = bias.defined() ? bias.detach() : bias;
+  loss->vocabulary_ = weight.size(0);
+  if (options.group != nullptr && options.group->size() > 1) {
+    loss->group_ = options.group;
+    loss->first_label_ = options.group->rank() * weight.size(0);
+    loss->vocabulary_ *= options.group->size();
+  }
   loss->logits_type_ = logits_type;
   loss->ChooseImpl(options.impl);
   loss->PlanMemory(options);
@@ -385,7 +393,7 @@ absl::Status LinearCrossEntropyLoss::CheckRows(const at::Tensor& hidden,
     return InvalidField("labels", "must have one entry per position");
   }
   TANDEM_RETURN_IF_ERROR(CheckTemperatures(rows.temperatures, count));
-  TANDEM_RETURN_IF_ERROR(CheckIndices("labels", rows.labels, weight_.size(0), "the vocabulary"));
+  TANDEM_RETURN_IF_ERROR(CheckIndices("labels", rows.labels, vocabulary_, "the vocabulary"));
   return CheckIndices("positions", rows.positions, hidden.size(0), "the hidden states");
 }
 
@@ -427,6 +435,7 @@ absl::StatusOr<RowLogProbs> LinearCrossEntropyLoss::LogProbs(const at::Tensor& h
 
 at::Tensor LinearCrossEntropyLoss::ForwardLogits(const at::Tensor& hidden) const {
   const at::NoGradGuard no_grad;
+  TORCH_CHECK_NOT_IMPLEMENTED(group_ == nullptr, "logits of a vocabulary-parallel head");
   at::Tensor logits =
       at::empty({hidden.size(0), weight_.size(0)}, weight_.options().dtype(logits_type_));
   ops::MatrixProductInto(logits, hidden.to(weight_.scalar_type()), weight_.t());

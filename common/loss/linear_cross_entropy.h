@@ -7,6 +7,9 @@
 // The logits are computed tile by tile (some rows, some columns), merged into row statistics,
 // and overwritten by dz, which is multiplied into d hidden and d weight. The idea is from Liger
 // (https://arxiv.org/abs/2410.10989) and cut cross-entropy (https://arxiv.org/abs/2411.09009).
+//
+// The layer may be vocabulary-parallel: of n ranks, rank r holds the rows [r V/n, (r+1) V/n) of its
+// weight and bias, and only row statistics travel.
 #ifndef TANDEM_COMMON_LOSS_LINEAR_CROSS_ENTROPY_H_
 #define TANDEM_COMMON_LOSS_LINEAR_CROSS_ENTROPY_H_
 
@@ -21,6 +24,7 @@
 #include "absl/strings/string_view.h"
 #include "common/loss/fused_output_loss.h"
 #include "common/loss/logit_kernels.h"
+#include "common/ops/tensor_parallel_group.h"
 
 namespace tandem::loss {
 
@@ -41,6 +45,11 @@ struct LinearCrossEntropyOptions {
   // Bound of all memory that logits take. Decides the rows of a chunk together with chunk_size, and
   // the mode. At least three rows of logits.
   int64_t logits_chunk_bytes = 48 << 20;
+  // The ranks that share out the vocabulary. Every rank makes the same calls with the same hidden
+  // states, rows and options, and its function, which sees the same bits on all of them, must give
+  // the same answers. Of the gradients those of weight and bias are then whole, [V/n, H] and
+  // [V/n], and that of `hidden` is a part, whose sum over the ranks is the gradient.
+  std::shared_ptr<ops::TensorParallelGroup> group = nullptr;
 };
 
 class LinearCrossEntropyLoss : public FusedOutputLoss {
@@ -49,7 +58,8 @@ class LinearCrossEntropyLoss : public FusedOutputLoss {
   // contiguous, on any device: float32, float64 or bfloat16 (`bias` float32 then). Hidden states
   // have the type of the weight, or bfloat16 where it is float32. Logits are accumulated and kept
   // in float32 (float64 if the weight is). On a GPU a chunk of rows costs one wait for the device.
-  // INVALID_ARGUMENT for shapes and options, UNIMPLEMENTED for other types.
+  // With a group they are this rank's rows, V/n of them. INVALID_ARGUMENT for shapes and options,
+  // UNIMPLEMENTED for other types.
   static absl::StatusOr<std::unique_ptr<LinearCrossEntropyLoss>> Create(
       at::Tensor weight, at::Tensor bias = {}, const LinearCrossEntropyOptions& options = {});
 
@@ -57,6 +67,7 @@ class LinearCrossEntropyLoss : public FusedOutputLoss {
                                TokenLossFunction function, OutputGradients& gradients,
                                LossMode mode = LossMode::kAuto) override;
   absl::StatusOr<RowLogProbs> LogProbs(const at::Tensor& hidden, const OutputRows& rows) override;
+  // c10::NotImplementedError with a group.
   at::Tensor ForwardLogits(const at::Tensor& hidden) const override;
 
   // What runs, never kAuto.
@@ -77,6 +88,9 @@ class LinearCrossEntropyLoss : public FusedOutputLoss {
   LossMode ModeFor(LossMode asked_for, int64_t rows) const;
 
   at::Tensor weight_, bias_;
+  std::shared_ptr<ops::TensorParallelGroup> group_;  // nullptr: the vocabulary is whole
+  int64_t first_label_ = 0;                          // that the first row of weight_ stands for
+  int64_t vocabulary_ = 0;                           // of all ranks
   at::ScalarType logits_type_ = at::kFloat;
   LossImpl impl_ = LossImpl::kPytorch;
   std::string reason_;

@@ -28,6 +28,15 @@ RowStatistics MergeParts(const RowStatistics& parts) {
           .label = parts.label.to(at::kDouble).sum(0)};
 }
 
+RowStatistics MergeRanks(const RowStatistics& rows, ops::TensorParallelGroup& group) {
+  const at::Tensor max = group.Max(rows.max);
+  const at::Tensor below = rows.max - max;
+  const at::Tensor factor = below.exp(), sum = factor * rows.sum;
+  const at::Tensor all =
+      group.Sum(at::stack({sum, factor * rows.weighted + below * sum, rows.label}));
+  return {.max = max, .sum = all[0], .weighted = all[1], .label = all[2]};
+}
+
 at::Tensor LogProbs(const RowStatistics& rows) { return rows.label - rows.max - rows.sum.log(); }
 
 at::Tensor Entropies(const RowStatistics& rows) {

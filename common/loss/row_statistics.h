@@ -10,6 +10,8 @@
 
 #include <cstdint>
 
+#include "common/ops/tensor_parallel_group.h"
+
 namespace tandem::loss {
 
 // All of one shape: [N] rows, or [P, N] for several parts of the vocabulary.
@@ -30,6 +32,10 @@ RowStatistics PartOf(const RowStatistics& parts, int64_t index, int64_t begin, i
 //   sum = sum_p c_p sum_p and weighted = sum_p c_p (weighted_p + (m_p - M) sum_p), c_p = e^(m_p -
 //   M).
 RowStatistics MergeParts(const RowStatistics& parts);
+
+// The same of the parts that the ranks of a group hold: of `rows` [N], merged statistics of this
+// rank's part in float64, those of all; the same bits on every rank. One maximum and one sum.
+RowStatistics MergeRanks(const RowStatistics& rows, ops::TensorParallelGroup& group);
 
 // log softmax(z)_y and the entropy (nats) of softmax(z), of merged statistics.
 at::Tensor LogProbs(const RowStatistics& rows);

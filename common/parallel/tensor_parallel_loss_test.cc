@@ -1,0 +1,181 @@
+// The output loss of a vocabulary-parallel head against the whole one in float64.
+#include <ATen/ATen.h>
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cmath>
+
+#include "common/base/error.h"
+#include "common/loss/linear_cross_entropy.h"
+#include "common/parallel/communicator_group.h"
+#include "common/parallel/testing/rank_processes.h"
+
+namespace tandem::parallel {
+namespace {
+
+using loss::LossImpl;
+using loss::LossMode;
+
+// More columns a rank than a tile has, for four ranks too; the last tile is narrow.
+constexpr int64_t kRows = 37, kHidden = 6, kVocabulary = 4 * 2100;
+
+at::Tensor Slice(const at::Tensor& whole, const ops::TensorParallelGroup& group) {
+  return whole.chunk(group.size())[group.rank()];
+}
+
+struct Problem {
+  Problem() {
+    at::manual_seed(5);
+    hidden = at::randn({kRows + 3, kHidden}, at::kDouble);
+    weight = at::randn({kVocabulary, kHidden}, at::kDouble);
+    bias = at::randn({kVocabulary}, at::kDouble);
+    for (int64_t row = 0; row < kRows; ++row) {
+      rows.positions.push_back(row + 2);
+      rows.labels.push_back(row * 7919 % kVocabulary);
+      rows.temperatures.push_back(0.5 + 0.05 * static_cast<double>(row));
+    }
+    // At both ends of the parts of two and of four ranks.
+    const std::vector<int64_t> ends = {0, 2099, 2100, 4199, 4200, 6299, 6300, kVocabulary - 1};
+    std::copy(ends.begin(), ends.end(), rows.labels.begin());
+  }
+  at::Tensor hidden, weight, bias;
+  loss::OutputRows rows;
+};
+
+struct Result {
+  double loss = 0;
+  std::vector<double> logprobs, entropies;
+  loss::OutputGradients gradients;
+};
+
+// A loss that is nonlinear in both of what it is given.
+Result Evaluate(loss::LinearCrossEntropyLoss& loss, const at::Tensor& hidden,
+                const at::Tensor& weight, const loss::OutputRows& rows, LossMode mode) {
+  const at::ScalarType type = weight.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
+  Result result;
+  result.gradients = {.hidden = at::zeros(hidden.sizes(), type),
+                      .weight = at::zeros(weight.sizes(), type),
+                      .bias = at::zeros({weight.size(0)}, type)};
+  const absl::Status status = loss.ForwardBackward(
+      hidden, rows,
+      [&](int64_t first, absl::Span<const double> logprobs, absl::Span<const double> entropies,
+          absl::Span<double> c, absl::Span<double> e) {
+        for (size_t i = 0; i < logprobs.size(); ++i) {
+          const double w = 1.0 + 0.1 * static_cast<double>(first + static_cast<int64_t>(i));
+          result.loss += w * (std::sin(logprobs[i]) - 0.2 * entropies[i] * entropies[i]);
+          c[i] = w * std::cos(logprobs[i]);
+          e[i] = -0.4 * w * entropies[i];
+        }
+        result.logprobs.insert(result.logprobs.end(), logprobs.begin(), logprobs.end());
+        result.entropies.insert(result.entropies.end(), entropies.begin(), entropies.end());
+        return absl::OkStatus();
+      },
+      result.gradients, mode);
+  EXPECT_TRUE(status.ok()) << status;
+  return result;
+}
+
+void ExpectClose(const at::Tensor& actual, const at::Tensor& expected, double tolerance,
+                 const char* what) {
+  ASSERT_EQ(actual.sizes(), expected.sizes()) << what;
+  EXPECT_LE((actual.to(at::kDouble) - expected).abs().max().item<double>(),
+            tolerance * expected.abs().max().item<double>())
+      << what;
+}
+
+void ExpectClose(const std::vector<double>& actual, const std::vector<double>& expected,
+                 double tolerance, const char* what) {
+  ExpectClose(at::tensor(actual, at::kDouble), at::tensor(expected, at::kDouble), tolerance, what);
+}
+
+template <typename T>
+std::string Bytes(const std::vector<T>& values) {
+  return {reinterpret_cast<const char*>(values.data()), values.size() * sizeof(T)};
+}
+
+class TensorParallelLossTest : public testing::TestWithParam<int> {
+ protected:
+  void RunConnected(const std::function<void(const std::shared_ptr<CommunicatorGroup>&,
+                                             Communicator&)>& body) const {
+    RunOnRanks(GetParam(), [&](const RankEnvironment& environment) {
+      const auto communicator = Communicator::Connect(environment, {}).value();
+      body(std::make_shared<CommunicatorGroup>(communicator), *communicator);
+      communicator->Barrier();
+    });
+  }
+};
+
+INSTANTIATE_TEST_SUITE_P(Ranks, TensorParallelLossTest, testing::Values(1, 2, 4));
+
+TEST_P(TensorParallelLossTest, EqualsTheWholeVocabulary) {
+  RunConnected([&](const std::shared_ptr<CommunicatorGroup>& group, Communicator& communicator) {
+    const Problem problem;
+    const auto whole = loss::LinearCrossEntropyLoss::Create(problem.weight, problem.bias).value();
+    const Result expected =
+        Evaluate(*whole, problem.hidden, problem.weight, problem.rows, LossMode::kRecompute);
+    for (const at::ScalarType type : {at::kFloat, at::kDouble}) {
+      const double tolerance = type == at::kFloat ? 1e-5 : 1e-13;
+      const at::Tensor hidden = problem.hidden.to(type);
+      const at::Tensor weight = Slice(problem.weight, *group).to(type);
+      for (const LossImpl impl : {LossImpl::kCce, LossImpl::kTorchCompile, LossImpl::kPytorch}) {
+        const auto part =
+            loss::LinearCrossEntropyLoss::Create(weight, Slice(problem.bias, *group).to(type),
+                                                 {.impl = impl, .chunk_size = 16, .group = group})
+                .value();
+        for (const LossMode mode : {LossMode::kGradientInForward, LossMode::kRecompute}) {
+          SCOPED_TRACE(testing::Message()
+                       << type << " " << LossImplName(impl) << " " << static_cast<int>(mode));
+          const Result actual = Evaluate(*part, hidden, weight, problem.rows, mode);
+          EXPECT_NEAR(actual.loss, expected.loss, tolerance * std::abs(expected.loss));
+          ExpectClose(actual.logprobs, expected.logprobs, tolerance, "log-probs");
+          ExpectClose(actual.entropies, expected.entropies, tolerance, "entropies");
+          ExpectClose(group->Sum(actual.gradients.hidden), expected.gradients.hidden, tolerance,
+                      "d hidden");
+          ExpectClose(actual.gradients.weight, Slice(expected.gradients.weight, *group), tolerance,
+                      "d weight");
+          ExpectClose(actual.gradients.bias, Slice(expected.gradients.bias, *group), tolerance,
+                      "d bias");
+          const std::string bits = Bytes(actual.logprobs) + Bytes(actual.entropies);
+          for (const std::string& other : communicator.AllGatherBytes(bits)) {
+            EXPECT_TRUE(other == bits) << "ranks see other bits";
+          }
+        }
+        const loss::RowLogProbs alone = part->LogProbs(hidden, problem.rows).value();
+        ExpectClose(alone.logprobs, expected.logprobs, tolerance, "LogProbs");
+        ExpectClose(alone.entropies, expected.entropies, tolerance, "LogProbs");
+      }
+    }
+  });
+}
+
+TEST_P(TensorParallelLossTest, OneMaximumAndOneSumOfThreeNumbersARowTravel) {
+  RunConnected([&](const std::shared_ptr<CommunicatorGroup>& group, Communicator& communicator) {
+    const Problem problem;
+    const auto part = loss::LinearCrossEntropyLoss::Create(
+                          Slice(problem.weight, *group).to(at::kFloat), {}, {.group = group})
+                          .value();
+    ASSERT_TRUE(part->LogProbs(problem.hidden.to(at::kFloat), problem.rows).ok());
+    const CommunicationVolume volume = communicator.volume();
+    const int64_t n = GetParam(), row_bytes = (1 + 3) * 8;
+    EXPECT_EQ(volume.all_reduce.calls, n == 1 ? 0 : 2);
+    EXPECT_EQ(volume.bytes(), 2 * (n - 1) * kRows * row_bytes / n);
+  });
+}
+
+TEST_P(TensorParallelLossTest, LabelsAreThoseOfTheWholeVocabulary) {
+  RunConnected([&](const std::shared_ptr<CommunicatorGroup>& group, Communicator&) {
+    const Problem problem;
+    const auto part =
+        loss::LinearCrossEntropyLoss::Create(Slice(problem.weight, *group), {}, {.group = group})
+            .value();
+    const absl::Status status =
+        part->LogProbs(problem.hidden, {.positions = {0}, .labels = {kVocabulary}}).status();
+    EXPECT_EQ(FieldPath(status), "labels[0]") << status;
+    if (GetParam() > 1) {
+      EXPECT_THROW(part->ForwardLogits(problem.hidden), c10::NotImplementedError);
+    }
+  });
+}
+
+}  // namespace
+}  // namespace tandem::parallel
