@@ -27,8 +27,10 @@ class Backbone {
   virtual ModelPass StartPass(const RaggedBatch& batch, AttentionContext& context,
                               const at::Tensor& rows) const = 0;
 
-  // What follows `hidden` [T, H]: block 0 is the embedding, which reads the tokens instead, the
-  // last one the final norm, and what lies between are the layers.
+  // What follows `hidden` [T, H], or of a shard its share of those tokens
+  // (common/ops/token_shares.h): block 0 is the embedding, which reads the tokens instead, the
+  // last one the final norm, whose result is [T, H] on every rank, and what lies between are the
+  // layers.
   virtual int64_t num_blocks() const = 0;
   virtual at::Tensor RunBlock(int64_t block, const at::Tensor& hidden,
                               const ModelPass& pass) const = 0;

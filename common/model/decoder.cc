@@ -8,12 +8,13 @@
 #include "absl/strings/str_cat.h"
 #include "common/model/rope.h"
 #include "common/ops/ops.h"
+#include "common/ops/token_shares.h"
 
 namespace tandem {
 
 DenseDecoder::DenseDecoder(const ModelConfig& config, const Placement& placement,
                            ParameterStore& store)
-    : config_(config), dtype_(placement.dtype) {
+    : config_(config), dtype_(placement.dtype), group_(placement.shard_group) {
   embedding_ = store.Take(kEmbeddingName);
   for (int64_t i = 0; i < config.num_hidden_layers; ++i) {
     const std::string prefix = absl::StrCat("model.layers.", i, ".");
@@ -50,17 +51,40 @@ ModelPass DenseDecoder::StartPass(const RaggedBatch& batch, AttentionContext& co
 
 at::Tensor DenseDecoder::RunBlock(int64_t block, const at::Tensor& hidden,
                                   const ModelPass& pass) const {
-  if (block == 0) return ops::Embedding(pass.batch.tokens, embedding_).to(dtype_);
-  if (block == num_blocks() - 1) return ops::RmsNorm(hidden, norm_, config_.rms_norm_eps);
+  if (block == 0) return Embed(pass.batch.tokens);
+  if (block == num_blocks() - 1) {
+    return Gathered(ops::RmsNorm(hidden, norm_, config_.rms_norm_eps), pass);
+  }
   return RunLayer(block - 1, hidden, pass);
+}
+
+at::Tensor DenseDecoder::Embed(const at::Tensor& tokens) const {
+  if (group_ == nullptr) return ops::Embedding(tokens, embedding_).to(dtype_);
+  const int64_t rows = embedding_.size(0);
+  const at::Tensor own = tokens - group_->rank() * rows;
+  const at::Tensor others = own.lt(0).logical_or_(own.ge(rows));
+  const at::Tensor found = ops::Embedding(own.clamp(0, rows - 1), embedding_).to(dtype_);
+  // One rank has the row and the others add zeros to it.
+  return ops::ScatterSum(found.masked_fill(others.unsqueeze(1), 0), group_);
+}
+
+at::Tensor DenseDecoder::Gathered(const at::Tensor& x, const ModelPass& pass) const {
+  return group_ == nullptr ? x : ops::GatherTokens(x, pass.batch.tokens.size(0), group_);
+}
+
+at::Tensor DenseDecoder::AddSum(const at::Tensor& residual, const ops::LinearWeight& map,
+                                const at::Tensor& x) const {
+  return group_ == nullptr ? map.ForwardAdd(residual, x) : map.ForwardAddShare(residual, x, group_);
 }
 
 at::Tensor DenseDecoder::RunLayer(int64_t index, at::Tensor x, const ModelPass& pass) const {
   const double eps = config_.rms_norm_eps;
-  const int64_t q_size = config_.query_size(), kv_size = config_.key_value_size();
+  const int64_t ranks = group_ == nullptr ? 1 : group_->size();
+  const int64_t q_size = config_.query_size() / ranks, kv_size = config_.key_value_size() / ranks;
   const Layer& layer = layers_[static_cast<size_t>(index)];
-  const std::vector<at::Tensor> qkv = layer.qkv->Forward(ops::RmsNorm(x, layer.input_norm, eps))
-                                          .split_with_sizes({q_size, kv_size, kv_size}, 1);
+  const std::vector<at::Tensor> qkv =
+      layer.qkv->Forward(Gathered(ops::RmsNorm(x, layer.input_norm, eps), pass))
+          .split_with_sizes({q_size, kv_size, kv_size}, 1);
   const at::Tensor q = ops::RotaryEmbedding(Heads(qkv[0], layer.q_norm), pass.cos, pass.sin);
   const at::Tensor k = ops::RotaryEmbedding(Heads(qkv[1], layer.k_norm), pass.cos, pass.sin);
   const at::Tensor v = Heads(qkv[2], {});
@@ -70,10 +94,10 @@ at::Tensor DenseDecoder::RunLayer(int64_t index, at::Tensor x, const ModelPass& 
     attended = attended.index_select(0, pass.rows);
     x = x.index_select(0, pass.rows);
   }
-  x = layer.output->ForwardAdd(x, attended);
+  x = AddSum(x, *layer.output, attended);
   const at::Tensor gate_up =
-      layer.gate_up->Forward(ops::RmsNorm(x, layer.post_attention_norm, eps));
-  return layer.down->ForwardAdd(x, ops::SwiGlu(gate_up));
+      layer.gate_up->Forward(Gathered(ops::RmsNorm(x, layer.post_attention_norm, eps), pass));
+  return AddSum(x, *layer.down, ops::SwiGlu(gate_up));
 }
 
 }  // namespace tandem

@@ -1,5 +1,12 @@
 // The dense pre-norm decoder that Llama, Qwen2 and Qwen3 are variants of: RMSNorm, rotary
 // grouped-query attention, SwiGLU (https://arxiv.org/abs/2302.13971).
+//
+// A shard computes with the others of Placement::shard_group: heads, the MLP's inner columns and
+// the vocabulary are cut over the ranks, and between the maps each rank keeps the hidden states of
+// its share of the tokens (common/ops/token_shares.h). A pass sends, forward and backward alike and
+// for each layer, two all-gathers and two reduce-scatters of [T, H], and one of each for the
+// embedding and the final norm together. What was gathered is kept for the backward pass: keeping
+// the share would cost two more all-gathers a layer to save 2 T H (1 - 1/n) values of its memory.
 #ifndef TANDEM_COMMON_MODEL_DECODER_H_
 #define TANDEM_COMMON_MODEL_DECODER_H_
 
@@ -13,6 +20,7 @@
 #include "common/model/parameter_store.h"
 #include "common/ops/linear_weight.h"
 #include "common/ops/rotary_table.h"
+#include "common/ops/tensor_parallel_group.h"
 
 namespace tandem {
 
@@ -36,9 +44,16 @@ class DenseDecoder : public Backbone {
 
   at::Tensor RunLayer(int64_t index, at::Tensor x, const ModelPass& pass) const;
   at::Tensor Heads(const at::Tensor& x, const at::Tensor& norm) const;
+  at::Tensor Embed(const at::Tensor& tokens) const;
+  // What every rank needs of all tokens, of its share of them; all of them in a single process.
+  at::Tensor Gathered(const at::Tensor& x, const ModelPass& pass) const;
+  // residual + map(x), of a map that is cut by input.
+  at::Tensor AddSum(const at::Tensor& residual, const ops::LinearWeight& map,
+                    const at::Tensor& x) const;
 
   ModelConfig config_;
-  at::ScalarType dtype_;  // of the computation
+  at::ScalarType dtype_;                             // of the computation
+  std::shared_ptr<ops::TensorParallelGroup> group_;  // nullptr: the model is whole
   at::Tensor embedding_;
   std::vector<Layer> layers_;
   at::Tensor norm_;

@@ -1,8 +1,11 @@
 #include "common/model/decoder_parameters.h"
 
 #include <cstdint>
+#include <string>
+#include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "common/base/error.h"
 
 namespace tandem {
 
@@ -59,6 +62,23 @@ std::vector<ParameterSpec> DenseDecoderParameters(const ModelConfig& config,
   block = LastBlock(config.num_hidden_layers);
   norm("model.norm", hidden);
   return specs;
+}
+
+absl::Status CheckDecoderShards(const ModelConfig& config, int64_t shard_count) {
+  // Whole heads: that their rows divide is not enough.
+  const std::pair<const char*, int64_t> fields[] = {
+      {"num_attention_heads", config.num_attention_heads},
+      {"num_key_value_heads", config.num_key_value_heads},
+      {"intermediate_size", config.intermediate_size},
+      {"vocab_size", config.vocab_size}};
+  for (const auto& [name, size] : fields) {
+    if (size % shard_count != 0) {
+      return InvalidField(
+          "placement.shard_count",
+          absl::StrCat(shard_count, " does not divide config.json.", name, ", which is ", size));
+    }
+  }
+  return absl::OkStatus();
 }
 
 }  // namespace tandem

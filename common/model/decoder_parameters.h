@@ -2,8 +2,10 @@
 #ifndef TANDEM_COMMON_MODEL_DECODER_PARAMETERS_H_
 #define TANDEM_COMMON_MODEL_DECODER_PARAMETERS_H_
 
+#include <cstdint>
 #include <vector>
 
+#include "absl/status/status.h"
 #include "common/model/model_config.h"
 #include "common/model/parameter_spec.h"
 
@@ -20,6 +22,10 @@ struct DecoderOptions {
 // Under the names of Hugging Face ("model.layers.0..."), without a head.
 std::vector<ParameterSpec> DenseDecoderParameters(const ModelConfig& config,
                                                   const DecoderOptions& options);
+
+// Whether `shard_count` ranks can share out the heads, the rows and columns of the MLP, and the
+// vocabulary. INVALID_ARGUMENT for "placement.shard_count" names the field that does not divide.
+absl::Status CheckDecoderShards(const ModelConfig& config, int64_t shard_count);
 
 }  // namespace tandem
 

@@ -13,13 +13,31 @@
 #include "common/base/error.h"
 #include "common/base/status_macros.h"
 #include "common/model/decoder.h"
+#include "common/model/decoder_parameters.h"
 #include "common/model/family_registry.h"
 #include "common/model/freeze.h"
 #include "common/model/initial_value.h"
 #include "common/model/parameter_store.h"
+#include "common/ops/token_shares.h"
 #include "common/tensor/weights_digest.h"
 
 namespace tandem {
+
+namespace {
+
+absl::Status CheckShards(const ModelConfig& config, const Placement& placement) {
+  const int64_t count = placement.shard_count;
+  if (count > 1) TANDEM_RETURN_IF_ERROR(CheckDecoderShards(config, count));
+  const auto& group = placement.shard_group;
+  if (group == nullptr || (group->size() == count && group->rank() == placement.shard_index)) {
+    return absl::OkStatus();
+  }
+  return InvalidField("placement.shard_group",
+                      absl::StrCat("is rank ", group->rank(), " of ", group->size(),
+                                   ", and the shard is ", placement.shard_index, " of ", count));
+}
+
+}  // namespace
 
 Model::~Model() = default;
 
@@ -33,11 +51,13 @@ absl::StatusOr<std::unique_ptr<Model>> Model::Build(const ModelConfig& config,
     return FieldError(absl::StatusCode::kUnimplemented, "placement.dtype",
                       "a model whose blocks come and go computes in float32");
   }
+  TANDEM_RETURN_IF_ERROR(CheckShards(config, options.placement));
   std::unique_ptr<Model> model(new Model);
   model->config_ = config;
   model->head_ = head.kind;
   model->tied_ = head.tied;
   model->placement_ = options.placement;
+  if (model->placement_.shard_count == 1) model->placement_.shard_group = nullptr;
   TANDEM_ASSIGN_OR_RETURN(model->family_, FindFamily(config.model_type));
   TANDEM_ASSIGN_OR_RETURN(const std::vector<ParameterSpec> specs, ModelParameters(config, head));
   std::vector<bool> trainable;
@@ -48,7 +68,7 @@ absl::StatusOr<std::unique_ptr<Model>> Model::Build(const ModelConfig& config,
   }
   TANDEM_ASSIGN_OR_RETURN(model->store_, ParameterStore::Create(specs, trainable, options.placement,
                                                                 options.block_filled != nullptr));
-  model->backbone_ = std::make_unique<DenseDecoder>(config, options.placement, *model->store_);
+  model->backbone_ = std::make_unique<DenseDecoder>(config, model->placement_, *model->store_);
   if (head.kind != HeadKind::kNone) {
     model->head_weight_ = &model->store_->TakeLinear({head.kind == HeadKind::kValue ? "score"
                                                       : head.tied ? "model.embed_tokens"
@@ -81,7 +101,8 @@ void Model::Initialize(uint64_t seed) {
 }
 
 ModelPass Model::StartPass(const RaggedBatch& batch, AttentionContext& context) const {
-  TORCH_CHECK_NOT_IMPLEMENTED(placement_.shard_count == 1, "a shard cannot compute by itself");
+  TORCH_CHECK_NOT_IMPLEMENTED(placement_.shard_count == 1 || placement_.shard_group != nullptr,
+                              "a shard cannot compute without the others");
   return backbone_->StartPass(batch, context, /*rows=*/{});
 }
 
@@ -91,12 +112,16 @@ at::Tensor Model::HiddenStates(const RaggedBatch& batch, AttentionContext& conte
 
 at::Tensor Model::ForwardLogits(const at::Tensor& hidden) const {
   TORCH_CHECK(head_ == HeadKind::kLm, "the model has no language-model head");
+  TORCH_CHECK_NOT_IMPLEMENTED(placement_.shard_count == 1, "logits of a vocabulary-parallel head");
   return head_weight_->Forward(hidden);
 }
 
 at::Tensor Model::Values(const at::Tensor& hidden) const {
   TORCH_CHECK(head_ == HeadKind::kValue, "the model has no value head");
-  return head_weight_->Forward(hidden).squeeze(1);
+  const at::Tensor values = head_weight_->Forward(hidden).squeeze(1);
+  // Every rank holds the whole head and computes all values.
+  return placement_.shard_group == nullptr ? values
+                                           : ops::ShareGradient(values, *placement_.shard_group);
 }
 
 namespace {
@@ -132,7 +157,7 @@ absl::StatusOr<at::Tensor> Model::Decode(KvCache& cache,
                                          absl::Span<const DecodeInput> inputs) const {
   at::NoGradGuard no_grad;
   if (placement_.shard_count != 1) {
-    return absl::UnimplementedError("a shard cannot compute by itself");
+    return absl::UnimplementedError("a shard has no key-value cache");
   }
   RaggedBatch batch;
   batch.offsets = {0};

@@ -9,6 +9,14 @@
 // A model lives on one device. What trains is stored in float32 and may compute in another type;
 // what only infers is stored in the type that it computes in. Functions that return tensors may
 // throw c10::Error as libtorch does; engines turn that into a Status at their edge.
+//
+// With Placement::shard_group every rank holds a shard and makes the same calls on the same batch;
+// hidden states and values are the same on every rank. Every rank also brings the whole gradient of
+// the values, but of the hidden states a part, whose sum over the ranks is the gradient: what its
+// rows of a vocabulary-parallel head contribute (common/loss/linear_cross_entropy.h). Then the
+// gradients of parameters with a shard axis are whole on the rank that holds the part, and those of
+// all others (norms, biases of maps cut by input, the value head) are parts, to be summed over the
+// group before they are used.
 #ifndef TANDEM_COMMON_MODEL_MODEL_H_
 #define TANDEM_COMMON_MODEL_MODEL_H_
 
@@ -80,8 +88,9 @@ class Model {
  public:
   // INVALID_ARGUMENT that names the field of config.json whose size is not that of the weights, or
   // file and tensor when one is missing, unexpected, mis-shaped, or not floating-point, or "freeze"
-  // or "placement" when they do not fit; DATA_LOSS and INVALID_ARGUMENT for broken files;
-  // NOT_FOUND; UNIMPLEMENTED for a model_type or feature that is not supported.
+  // or "placement" when they do not fit (for shards: a number of heads, say, that does not divide);
+  // DATA_LOSS and INVALID_ARGUMENT for broken files; NOT_FOUND; UNIMPLEMENTED for a model_type or
+  // feature that is not supported.
   static absl::StatusOr<std::unique_ptr<Model>> Load(const std::string& directory,
                                                      const LoadOptions& options = {});
   // Random weights as `transformers` initialises them (norms 1, biases 0, rest
@@ -105,7 +114,8 @@ class Model {
   const std::string& weights_digest() const { return weights_digest_; }
 
   // [T, H]: the hidden states after the final norm, which the fused loss and the heads consume.
-  // The batch is on the model's device. A shard alone cannot compute: c10::NotImplementedError.
+  // The batch is on the model's device. A shard without its group cannot compute:
+  // c10::NotImplementedError.
   at::Tensor HiddenStates(const RaggedBatch& batch, AttentionContext& context) const;
   // The same in pieces, for a process that runs or holds only some of them: see Backbone. `batch`
   // and `context` must outlive the pass.
@@ -114,7 +124,7 @@ class Model {
   at::Tensor RunBlock(int64_t block, const at::Tensor& hidden, const ModelPass& pass) const {
     return backbone_->RunBlock(block, hidden, pass);
   }
-  // [N, H] -> [N, V]. Needs kLm.
+  // [N, H] -> [N, V]. Needs kLm and a whole model: c10::NotImplementedError for a shard.
   at::Tensor ForwardLogits(const at::Tensor& hidden) const;
   // [N, H] -> [N]. Needs kValue.
   at::Tensor Values(const at::Tensor& hidden) const;
@@ -125,10 +135,10 @@ class Model {
 
   // Consumes every input's tokens in one ragged pass and advances the cursors. Returns the wanted
   // rows, inputs one after the other: [sum of num_output_rows, H], after the final norm; feed them
-  // to ForwardLogits. Run it under c10::InferenceMode. A row's numbers do not depend on what it was
-  // batched with nor on how the tokens before it were chunked. INVALID_ARGUMENT for a bad slot, the
-  // same slot twice, no tokens, a token outside the vocabulary or too many rows; OUT_OF_RANGE past
-  // max_model_len. On an error no cursor has moved.
+  // to ForwardLogits. UNIMPLEMENTED for a shard. Run it under c10::InferenceMode. A row's numbers
+  // do not depend on what it was batched with nor on how the tokens before it were chunked.
+  // INVALID_ARGUMENT for a bad slot, the same slot twice, no tokens, a token outside the vocabulary
+  // or too many rows; OUT_OF_RANGE past max_model_len. On an error no cursor has moved.
   absl::StatusOr<at::Tensor> Decode(KvCache& cache, absl::Span<const DecodeInput> inputs) const;
 
   // All parameters by Hugging Face name, in a fixed order; a tied head is listed once, as the

@@ -137,7 +137,7 @@ TEST_F(ModelLoadTest, AShardHoldsItsPartOfEveryParameter) {
     EXPECT_EQ(shard->num_parameters(), whole->num_parameters());
     // Whole tensors are cut as files are.
     ASSERT_TRUE(shard->LoadParameters(TinyModel("llama", even, {}, 9)->Parameters()).ok());
-    // Until there is a strategy that joins the parts.
+    // Without the group that has the other part.
     CausalContext context;
     EXPECT_THROW(shard->HiddenStates(MakeRaggedBatch({{1}}), context), c10::NotImplementedError);
     EXPECT_EQ(shard->Save(directory_ / "shard").code(), absl::StatusCode::kUnimplemented);

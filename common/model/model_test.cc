@@ -6,6 +6,7 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include "absl/strings/str_cat.h"
 #include "common/base/error.h"
 #include "common/model/testing/models.h"
 
@@ -48,6 +49,30 @@ TEST(ModelTest, UnknownFamilyIsUnimplemented) {
   const absl::Status status = Model::Random(config, 1).status();
   EXPECT_EQ(status.code(), absl::StatusCode::kUnimplemented);
   EXPECT_EQ(FieldPath(status), "config.json.model_type");
+}
+
+TEST(ModelTest, ShardsThatDoNotDivideNameTheField) {
+  const nlohmann::json even = {{"vocab_size", 64},
+                               {"num_attention_heads", 8},
+                               {"num_key_value_heads", 4},
+                               {"intermediate_size", 48}};
+  const auto refused = [&](const char* field, const nlohmann::json& changed) {
+    nlohmann::json changes = even;
+    changes.merge_patch(changed);
+    const absl::Status status =
+        Model::Random(TinyConfig("llama", changes), 1, {.placement = {.shard_count = 4}}).status();
+    EXPECT_EQ(status.code(), absl::StatusCode::kInvalidArgument);
+    EXPECT_EQ(FieldPath(status), "placement.shard_count");
+    EXPECT_THAT(std::string(status.message()),
+                testing::HasSubstr(absl::StrCat("4 does not divide config.json.", field,
+                                                ", which is ", changed[field].get<int>())));
+  };
+  EXPECT_TRUE(Model::Random(TinyConfig("llama", even), 1, {.placement = {.shard_count = 4}}).ok());
+  refused("vocab_size", {{"vocab_size", 62}});
+  refused("intermediate_size", {{"intermediate_size", 46}});
+  // Two heads of 10 rows: the rows would divide.
+  refused("num_key_value_heads", {{"num_key_value_heads", 2}});
+  refused("num_attention_heads", {{"num_attention_heads", 6}, {"num_key_value_heads", 2}});
 }
 
 TEST(ModelTest, PackedSequencesEqualSingleOnes) {

@@ -5,8 +5,10 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
+#include <memory>
 
 #include "common/model/parameter_spec.h"
+#include "common/ops/tensor_parallel_group.h"
 
 namespace tandem {
 
@@ -19,6 +21,9 @@ struct Placement {
   // The part that this process holds of every parameter that has a shard axis.
   int64_t shard_index = 0;
   int64_t shard_count = 1;
+  // The ranks that hold the parts, this one as rank `shard_index`. Without them a part can be held
+  // but not computed with.
+  std::shared_ptr<ops::TensorParallelGroup> shard_group = nullptr;
   // Into how many equal parts the buffer of a block can be cut.
   int64_t buffer_parts = 1;
 };

@@ -8,6 +8,7 @@
 #include "common/ops/linear_function.h"
 #include "common/ops/matrix_product.h"
 #include "common/ops/ops.h"
+#include "common/ops/token_shares.h"
 
 namespace tandem::ops {
 
@@ -55,6 +56,21 @@ at::Tensor LinearWeight::ForwardAdd(const at::Tensor& residual, const at::Tensor
   if (at::GradMode::is_enabled()) return residual + Forward(x);
   CheckFresh();
   return LinearAdd(residual, x, compute_weight_, compute_bias_);
+}
+
+at::Tensor LinearWeight::ForwardAddShare(const at::Tensor& residual, const at::Tensor& x,
+                                         const std::shared_ptr<TensorParallelGroup>& group) const {
+  CheckFresh();
+  const at::Tensor partial = at::GradMode::is_enabled()
+                                 ? DifferentiableLinear(x, weights_, {}, compute_weight_, {})
+                                 : Linear(x, compute_weight_);
+  at::Tensor sum = ScatterSum(partial, group);
+  if (bias_.defined()) {
+    // In the master's type, so that its gradient is summed in float32.
+    const at::Tensor& bias = biases_.front();
+    sum = (sum.to(bias.scalar_type()) + bias).to(sum.scalar_type());
+  }
+  return residual + sum;
 }
 
 }  // namespace tandem::ops

@@ -5,7 +5,10 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
+#include <memory>
 #include <vector>
+
+#include "common/ops/tensor_parallel_group.h"
 
 namespace tandem::ops {
 
@@ -26,6 +29,11 @@ class LinearWeight {
   at::Tensor Forward(const at::Tensor& x) const;
   // residual + Forward(x), as ops::LinearAdd: without autograd `residual` is overwritten.
   at::Tensor ForwardAdd(const at::Tensor& residual, const at::Tensor& x) const;
+  // The same by the ranks of a group that cut one map by input: x [T, in / n] and the weight are
+  // this rank's columns, and `residual` and the result its share of the tokens
+  // (common/ops/token_shares.h). The bias is added once, to the sum. `residual` stays as it is.
+  at::Tensor ForwardAddShare(const at::Tensor& residual, const at::Tensor& x,
+                             const std::shared_ptr<TensorParallelGroup>& group) const;
 
   // The values of the masters have changed.
   void OnWeightsChanged();

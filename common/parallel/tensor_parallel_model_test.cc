@@ -1,0 +1,374 @@
+// A model whose shards compute together against the whole one in one process.
+#include <ATen/ATen.h>
+#include <ATen/core/grad_mode.h>
+#include <gtest/gtest.h>
+
+#include <functional>
+#include <map>
+
+#include "absl/strings/match.h"
+#include "common/base/error.h"
+#include "common/base/status_macros.h"
+#include "common/loss/linear_cross_entropy.h"
+#include "common/model/testing/models.h"
+#include "common/model/testing/tiny_model_dir.h"
+#include "common/parallel/communicator_group.h"
+#include "common/parallel/testing/rank_processes.h"
+
+namespace tandem::parallel {
+namespace {
+
+using Group = std::shared_ptr<CommunicatorGroup>;
+using Tokens = std::vector<int64_t>;
+
+constexpr int64_t kVocabulary = 64;
+constexpr double kTolerance = 1e-5;  // of the largest entry
+
+// Of 13 tokens, which no group divides; of one, where most ranks have padding alone; of 8.
+const std::vector<std::vector<int64_t>> kBatches = {{5, 1, 7}, {1}, {8}};
+
+std::vector<Tokens> Sequences(const std::vector<int64_t>& lengths) {
+  std::vector<Tokens> sequences;
+  for (size_t s = 0; s < lengths.size(); ++s) {
+    sequences.emplace_back();
+    for (int64_t i = 0; i < lengths[s]; ++i) {
+      sequences.back().push_back((static_cast<int64_t>(s) * 7 + i * i * 13 + i * 5) % kVocabulary);
+    }
+  }
+  return sequences;
+}
+
+// Every size divides by four.
+nlohmann::json Config(nlohmann::json changes = nlohmann::json::object()) {
+  changes.merge_patch({{"vocab_size", kVocabulary},
+                       {"num_attention_heads", 8},
+                       {"num_key_value_heads", 4},
+                       {"intermediate_size", 48}});
+  return changes;
+}
+
+struct Case {
+  const char* name;
+  const char* family;
+  nlohmann::json changes;
+  HeadKind head = HeadKind::kLm;
+  std::vector<std::string> freeze = {};
+};
+
+std::vector<Case> Cases() {
+  const nlohmann::json none = nlohmann::json::object(), tied = {{"tie_word_embeddings", true}},
+                       biases = {{"attention_bias", true}, {"mlp_bias", true}};
+  return {{"llama", "llama", none},
+          {"llama with all biases", "llama", biases},
+          {"tied llama", "llama", tied},
+          {"qwen2", "qwen2", none},
+          {"tied qwen3", "qwen3", tied},
+          {"qwen3 critic", "qwen3", none, HeadKind::kValue},
+          {"qwen2 critic", "qwen2", none, HeadKind::kValue},
+          {"half frozen", "qwen3", none, HeadKind::kLm, {kEmbeddingName, "model.layers.0.*"}}};
+}
+
+LoadOptions Options(const Case& c, const Placement& placement = {}) {
+  return {.head = c.head, .requires_grad = true, .freeze = c.freeze, .placement = placement};
+}
+
+Placement PlacementIn(const Group& group, at::ScalarType dtype = at::kFloat) {
+  return {.dtype = dtype,
+          .shard_index = group->rank(),
+          .shard_count = group->size(),
+          .shard_group = group};
+}
+
+// The same values for all, and none of them zero or one: norms and biases too.
+NamedTensors SomeParameters(const Model& model) {
+  at::manual_seed(3);
+  NamedTensors tensors;
+  for (const Parameter& parameter : model.DeclaredParameters()) {
+    at::Tensor value = at::randn(parameter.spec.shape) * 0.2;
+    if (parameter.spec.init == Init::kOnes) value += 1;
+    tensors.emplace_back(parameter.spec.name, value);
+  }
+  return tensors;
+}
+
+std::unique_ptr<Model> MakeModel(const Case& c, const LoadOptions& options) {
+  auto model = TinyModel(c.family, Config(c.changes), options);
+  EXPECT_TRUE(model->LoadParameters(SomeParameters(*model)).ok());
+  return model;
+}
+
+struct Result {
+  at::Tensor hidden;
+  std::vector<double> outputs;  // log-probs and entropies, or values
+  double loss = 0;
+  std::map<std::string, at::Tensor> gradients;
+};
+
+absl::Status LossOf(Result& result, absl::Span<const double> outputs, absl::Span<double> slopes) {
+  for (size_t i = 0; i < outputs.size(); ++i) {
+    const double weight = 1.0 + 0.1 * static_cast<double>(result.outputs.size());
+    result.outputs.push_back(outputs[i]);
+    result.loss += weight * outputs[i] * outputs[i];
+    slopes[i] = 2 * weight * outputs[i];
+  }
+  return absl::OkStatus();
+}
+
+// Forward, a loss of every other token, backward.
+Result Train(const Model& model, const std::vector<int64_t>& lengths, const Group& group) {
+  const RaggedBatch batch = MakeRaggedBatch(Sequences(lengths));
+  CausalContext context;
+  const at::Tensor whole = model.HiddenStates(batch, context);
+  at::Tensor hidden = whole.detach().requires_grad_();
+  Result result{.hidden = whole.detach().to(at::kFloat), .outputs = {}, .gradients = {}};
+  loss::OutputRows rows;
+  for (int64_t t = 0; t < hidden.size(0); t += 2) {
+    rows.positions.push_back(t);
+    rows.labels.push_back((t * 29 + 3) % kVocabulary);
+  }
+  loss::OutputGradients gradients;
+  if (model.head() == HeadKind::kValue) {
+    const at::Tensor values =
+        model.Values(hidden.index_select(0, at::tensor(rows.positions, at::kLong)));
+    const at::Tensor host = values.detach().to(at::kDouble).contiguous();
+    std::vector<double> slopes(rows.positions.size());
+    EXPECT_TRUE(
+        LossOf(result, {host.const_data_ptr<double>(), slopes.size()}, absl::MakeSpan(slopes))
+            .ok());
+    values.backward(at::tensor(slopes, at::kDouble).to(values.scalar_type()));
+    gradients.hidden = hidden.grad();
+  } else {
+    const at::Tensor& weight = model.lm_head().compute_weight();
+    gradients = {.hidden = at::zeros_like(hidden.detach()),
+                 .weight = at::zeros(weight.sizes(), at::kFloat),
+                 .bias = {}};
+    const auto loss = loss::LinearCrossEntropyLoss::Create(weight, {}, {.group = group}).value();
+    EXPECT_TRUE(
+        loss->ForwardBackward(
+                hidden.detach(), rows,
+                [&](int64_t, absl::Span<const double> logprobs, absl::Span<const double> entropies,
+                    absl::Span<double> c, absl::Span<double> e) {
+                  TANDEM_RETURN_IF_ERROR(LossOf(result, logprobs, c));
+                  return LossOf(result, entropies, e);
+                },
+                gradients)
+            .ok());
+  }
+  if (whole.requires_grad()) whole.backward(gradients.hidden);
+  for (const Parameter& parameter : model.DeclaredParameters()) {
+    if (!parameter.trainable) continue;
+    at::Tensor gradient = parameter.value.grad();
+    if (!gradient.defined()) gradient = at::zeros_like(parameter.value.detach());
+    if (gradients.weight.defined() && parameter.spec.name == model.lm_head_name()) {
+      gradient = gradient + gradients.weight;
+    }
+    EXPECT_EQ(gradient.scalar_type(), at::kFloat);
+    // What common/model/model.h asks of whoever runs the shards.
+    const bool partial = group != nullptr && !parameter.spec.shard_axis.has_value();
+    result.gradients[parameter.spec.name] = partial ? group->Sum(gradient) : gradient;
+    parameter.value.mutable_grad().reset();
+  }
+  return result;
+}
+
+void ExpectWithin(const at::Tensor& actual, const at::Tensor& expected, double bound,
+                  const std::string& what) {
+  ASSERT_EQ(actual.sizes(), expected.sizes()) << what;
+  EXPECT_GT(bound, 0) << what;
+  EXPECT_LE((actual - expected).abs().max().item<double>(), bound) << what;
+}
+
+double Largest(const at::Tensor& x) { return x.abs().max().item<double>(); }
+
+void ExpectClose(const at::Tensor& actual, const at::Tensor& expected, double tolerance,
+                 const std::string& what) {
+  ExpectWithin(actual, expected, tolerance * Largest(expected), what);
+}
+
+void RunConnected(int ranks, const std::function<void(const Group&, Communicator&)>& body) {
+  RunOnRanks(ranks, [&](const RankEnvironment& environment) {
+    const auto communicator = Communicator::Connect(environment, {}).value();
+    body(std::make_shared<CommunicatorGroup>(communicator), *communicator);
+    communicator->Barrier();
+  });
+}
+
+class TensorParallelModelTest : public testing::TestWithParam<int> {};
+
+INSTANTIATE_TEST_SUITE_P(Ranks, TensorParallelModelTest, testing::Values(1, 2, 4));
+
+TEST_P(TensorParallelModelTest, EqualsTheWholeModel) {
+  RunConnected(GetParam(), [](const Group& group, Communicator&) {
+    for (const Case& c : Cases()) {
+      const auto whole = MakeModel(c, Options(c));
+      const auto shard = MakeModel(c, Options(c, PlacementIn(group)));
+      for (const std::vector<int64_t>& lengths : kBatches) {
+        SCOPED_TRACE(testing::Message() << c.name << ", first sequence of " << lengths[0]);
+        const Result expected = Train(*whole, lengths, nullptr),
+                     actual = Train(*shard, lengths, group);
+        ExpectClose(actual.hidden, expected.hidden, kTolerance, "hidden states");
+        ExpectClose(at::tensor(actual.outputs, at::kDouble),
+                    at::tensor(expected.outputs, at::kDouble), kTolerance, "outputs");
+        EXPECT_NEAR(actual.loss, expected.loss, kTolerance * expected.loss);
+        ASSERT_EQ(actual.gradients.size(), expected.gradients.size());
+        for (const Parameter& parameter : shard->DeclaredParameters()) {
+          if (!parameter.trainable) continue;
+          const std::string& name = parameter.spec.name;
+          const at::Tensor& all = expected.gradients.at(name);
+          if (lengths == std::vector<int64_t>{1} &&
+              (absl::StrContains(name, "q_") || absl::StrContains(name, "k_"))) {
+            // A token that sees itself alone: the softmax is 1 whatever the scores are, and what
+            // is left is rounding.
+            EXPECT_LE(Largest(actual.gradients.at(name)), 1e-5) << name;
+            continue;
+          }
+          ExpectWithin(actual.gradients.at(name), parameter.shard.Of(all),
+                       kTolerance * Largest(all), name);
+        }
+      }
+    }
+  });
+}
+
+// The value head is not in the files: every rank draws the same.
+TEST_P(TensorParallelModelTest, ShardsAreLoadedFromTheFilesOfTheWhole) {
+  const TemporaryFolder folder;
+  RunConnected(GetParam(), [&](const Group& group, Communicator& communicator) {
+    if (group->rank() == 0) WriteTinyModel(folder.path(), 1, Config(), "qwen2");
+    communicator.Barrier();
+    for (const HeadKind head : {HeadKind::kLm, HeadKind::kValue}) {
+      const Case c = {"qwen2", "qwen2", nlohmann::json::object(), head};
+      const auto whole = Model::Load(folder.path(), Options(c)).value();
+      const auto shard = Model::Load(folder.path(), Options(c, PlacementIn(group))).value();
+      EXPECT_EQ(shard->weights_digest(), GetParam() == 1 ? whole->weights_digest() : "");
+      const Result expected = Train(*whole, {5, 1, 7}, nullptr);
+      const Result actual = Train(*shard, {5, 1, 7}, group);
+      ExpectClose(actual.hidden, expected.hidden, kTolerance, "hidden states");
+      EXPECT_NEAR(actual.loss, expected.loss, kTolerance * expected.loss);
+    }
+  });
+}
+
+TEST(TensorParallelGroupTest, OneRankHasTheBitsOfNone) {
+  RunConnected(1, [](const Group& group, Communicator&) {
+    for (const Case& c : Cases()) {
+      const Result none = Train(*MakeModel(c, Options(c)), {5, 2}, nullptr);
+      const Result one = Train(*MakeModel(c, Options(c, PlacementIn(group))), {5, 2}, group);
+      EXPECT_TRUE(at::equal(none.hidden, one.hidden)) << c.name;
+      EXPECT_EQ(none.outputs, one.outputs) << c.name;
+      for (const auto& [name, gradient] : none.gradients) {
+        EXPECT_TRUE(at::equal(gradient, one.gradients.at(name))) << c.name << " " << name;
+      }
+    }
+  });
+}
+
+TEST_P(TensorParallelModelTest, InferenceEqualsTrainingForward) {
+  RunConnected(GetParam(), [](const Group& group, Communicator&) {
+    for (const at::ScalarType dtype : {at::kFloat, at::kBFloat16}) {
+      const Case c = Cases()[1];
+      const auto shard = MakeModel(c, Options(c, PlacementIn(group, dtype)));
+      const RaggedBatch batch = MakeRaggedBatch(Sequences({5, 1, 7}));
+      CausalContext context;
+      const at::Tensor training = shard->HiddenStates(batch, context);
+      const at::NoGradGuard no_grad;
+      EXPECT_TRUE(at::equal(shard->HiddenStates(batch, context), training.detach())) << dtype;
+    }
+  });
+}
+
+// 8 bits of mantissa through two layers: the bounds of ModelTest's.
+TEST_P(TensorParallelModelTest, Bfloat16StaysClose) {
+  RunConnected(GetParam(), [](const Group& group, Communicator&) {
+    for (const Case& c : Cases()) {
+      const Result exact = Train(*MakeModel(c, Options(c)), {5, 1, 7}, nullptr);
+      const auto half = MakeModel(c, Options(c, PlacementIn(group, at::kBFloat16)));
+      const Result actual = Train(*half, {5, 1, 7}, group);
+      ExpectClose(actual.hidden, exact.hidden, 0.03, c.name);
+      for (const Parameter& parameter : half->DeclaredParameters()) {
+        if (!parameter.trainable) continue;
+        const at::Tensor& all = exact.gradients.at(parameter.spec.name);
+        const at::Tensor expected = parameter.shard.Of(all);
+        EXPECT_LE((actual.gradients.at(parameter.spec.name) - expected).norm().item<double>(),
+                  0.05 * all.norm().item<double>())
+            << c.name << " " << parameter.spec.name;
+      }
+    }
+  });
+}
+
+// Two all-gathers and two reduce-scatters of [T, H] a layer, forward and backward alike
+// (https://arxiv.org/abs/2205.05198, section 4.2.2), and no other communication.
+TEST_P(TensorParallelModelTest, VolumesFollowTheFormula) {
+  RunConnected(GetParam(), [](const Group& group, Communicator& communicator) {
+    const Case c = Cases()[1];
+    const auto shard = MakeModel(c, Options(c, PlacementIn(group)));
+    const RaggedBatch batch = MakeRaggedBatch(Sequences({5, 1, 7}));
+    const int64_t n = group->size(), share = (13 + n - 1) / n;
+    const int64_t bytes = (n - 1) * share * shard->config().hidden_size * 4;
+    const auto expect = [&](int64_t gathers, int64_t scatters, const std::string& what) {
+      const int64_t one = n == 1 ? 0 : 1;  // a whole model sends nothing
+      const CommunicationVolume volume = communicator.volume();
+      EXPECT_EQ(volume.all_gather.calls, one * gathers) << what;
+      EXPECT_EQ(volume.all_gather.bytes, gathers * bytes) << what;
+      EXPECT_EQ(volume.reduce_scatter.calls, one * scatters) << what;
+      EXPECT_EQ(volume.reduce_scatter.bytes, scatters * bytes) << what;
+      EXPECT_EQ(volume.bytes(), (gathers + scatters) * bytes) << what;
+      communicator.ResetVolume();
+    };
+    CausalContext context;
+    const ModelPass pass = shard->StartPass(batch, context);
+    const int64_t last = shard->num_blocks() - 1;
+    at::Tensor hidden;
+    std::vector<at::Tensor> inputs, outputs;
+    for (int64_t block = 0; block <= last; ++block) {
+      inputs.push_back(hidden);
+      outputs.push_back(shard->RunBlock(block, hidden, pass));
+      hidden = outputs.back().detach().requires_grad_();
+      EXPECT_EQ(hidden.size(0), block == last ? 13 : share);
+      if (block == 0) {
+        expect(0, 1, "embedding");
+      } else if (block == last) {
+        expect(1, 0, "final norm");
+      } else {
+        expect(2, 2, "layer");
+      }
+    }
+    at::Tensor gradient = at::ones_like(hidden);
+    for (int64_t block = last; block >= 0; --block) {
+      outputs[block].backward(gradient);
+      if (block == 0) {
+        expect(1, 0, "embedding, backward");
+      } else if (block == last) {
+        expect(0, 1, "final norm, backward");
+      } else {
+        expect(2, 2, "layer, backward");
+      }
+      if (block > 0) gradient = inputs[block].grad();
+    }
+  });
+}
+
+TEST_P(TensorParallelModelTest, WhatAShardCannotDoIsRefused) {
+  RunConnected(GetParam(), [](const Group& group, Communicator&) {
+    const Case c = Cases()[0];
+    Placement wrong = PlacementIn(group);
+    wrong.shard_count = 4;
+    wrong.shard_index = 3 - group->rank();
+    const absl::Status status =
+        Model::Random(TinyConfig("llama", Config()), 1, {.placement = wrong}).status();
+    EXPECT_EQ(FieldPath(status), "placement.shard_group") << status;
+    if (group->size() == 1) return;
+    const auto shard = MakeModel(c, Options(c, PlacementIn(group)));
+    CausalContext context;
+    const at::Tensor hidden = shard->HiddenStates(MakeRaggedBatch({{1, 2, 3}}), context);
+    EXPECT_THROW(shard->ForwardLogits(hidden), c10::NotImplementedError);
+    KvCache cache(shard->config(), 1, 8);
+    const int64_t slot = cache.Allocate().value();
+    EXPECT_EQ(shard->Decode(cache, {{slot, Tokens{1}, 1}}).status().code(),
+              absl::StatusCode::kUnimplemented);
+  });
+}
+
+}  // namespace
+}  // namespace tandem::parallel
