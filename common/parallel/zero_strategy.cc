@@ -387,7 +387,7 @@ absl::Status ZeroStrategy::ScatterParameters(const NamedTensors& parameters) {
   return CatchTorchErrors("cannot replace parameters", [&]() -> absl::Status {
     // Everything has memory for a moment: what is wrong must be known before the first copy.
     for (Block& block : blocks_) AllocateMemory(block.parameters);
-    const absl::Status loaded = model_->LoadParameters(parameters);
+    absl::Status loaded = model_->LoadParameters(parameters);
     for (int64_t index = 0; index <= last_block(); ++index) {
       Block& block = blocks_[static_cast<size_t>(index)];
       if (loaded.ok() && shards_parameters()) {

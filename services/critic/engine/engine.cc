@@ -153,9 +153,9 @@ absl::StatusOr<std::vector<training::TrainingCore::UpdateGradients>> TorchEngine
                                scales.scales.end());
   }
   TANDEM_ASSIGN_OR_RETURN(
-      loss::ValueLossEvaluator evaluator,
+      const loss::ValueLossEvaluator evaluator,
       loss::ValueLossEvaluator::Create({.clip = request.value_clip}, rows->tokens));
-  rows->evaluator.emplace(std::move(evaluator));
+  rows->evaluator = evaluator;
 
   std::vector<training::TrainingCore::UpdateGradients> updates;
   for (int64_t epoch = 0; epoch < request.updates.num_epochs; ++epoch) {
@@ -194,7 +194,7 @@ absl::Status TorchEngine::AddGradients(ValueRows& rows, const training::MiniBatc
   loss::ValueLossEvaluator all = evaluator;
   TANDEM_RETURN_IF_ERROR(all.Reduce(core_->reduction()));
   const loss::ValueMetrics metrics = all.Metrics();
-  rows.evaluator = std::move(evaluator);
+  rows.evaluator = evaluator;
   ++rows.updates;
   report.metrics = {{"critic/loss", metrics.loss / static_cast<double>(rows.updates)},
                     {"critic/clip_fraction", metrics.clip_fraction},
