@@ -17,23 +17,34 @@ RowStatistics PartOf(const RowStatistics& parts, int64_t index, int64_t begin, i
           .label = rows(parts.label)};
 }
 
+namespace {
+
+// The sums as they are with a maximum that is not below the rows' own.
+struct RescaledSums {
+  at::Tensor sum, weighted;
+};
+
+RescaledSums Rescaled(const RowStatistics& rows, const at::Tensor& max) {
+  const at::Tensor below = rows.max - max, factor = below.exp();
+  const at::Tensor sum = factor * rows.sum;
+  return {.sum = sum, .weighted = factor * rows.weighted + below * sum};
+}
+
+}  // namespace
+
 RowStatistics MergeParts(const RowStatistics& parts) {
-  const at::Tensor part_max = parts.max.to(at::kDouble);
-  const at::Tensor max = part_max.amax(0);
-  const at::Tensor below = part_max - max;
-  const at::Tensor sums = below.exp() * parts.sum;
+  const at::Tensor max = parts.max.to(at::kDouble).amax(0);
+  const RescaledSums sums = Rescaled(parts, max);
   return {.max = max,
-          .sum = sums.sum(0),
-          .weighted = (below.exp() * parts.weighted + below * sums).sum(0),
+          .sum = sums.sum.sum(0),
+          .weighted = sums.weighted.sum(0),
           .label = parts.label.to(at::kDouble).sum(0)};
 }
 
 RowStatistics MergeRanks(const RowStatistics& rows, ops::TensorParallelGroup& group) {
   const at::Tensor max = group.Max(rows.max);
-  const at::Tensor below = rows.max - max;
-  const at::Tensor factor = below.exp(), sum = factor * rows.sum;
-  const at::Tensor all =
-      group.Sum(at::stack({sum, factor * rows.weighted + below * sum, rows.label}));
+  const RescaledSums sums = Rescaled(rows, max);
+  const at::Tensor all = group.Sum(at::stack({sums.sum, sums.weighted, rows.label}));
   return {.max = max, .sum = all[0], .weighted = all[1], .label = all[2]};
 }
 

@@ -1,10 +1,9 @@
 #include "common/ops/token_shares.h"
 
 #include <ATen/ATen.h>
-#include <ATen/core/ivalue.h>
 #include <torch/csrc/autograd/custom_function.h>
 
-#include <utility>
+#include "common/ops/saved_object.h"
 
 namespace tandem::ops {
 namespace {
@@ -15,20 +14,13 @@ using torch::autograd::variable_list;
 
 using Group = std::shared_ptr<TensorParallelGroup>;
 
-// A group among what autograd saves, which keeps it alive as long as the graph.
-struct SavedGroup : torch::CustomClassHolder {
-  explicit SavedGroup(Group saved) : group(std::move(saved)) {}
-  const Group group;
-};
-
 void Save(AutogradContext& context, const Group& group, int64_t tokens) {
-  context.saved_data["group"] = c10::IValue::make_capsule(c10::make_intrusive<SavedGroup>(group));
+  context.saved_data["group"] = SaveObject(group);
   context.saved_data["tokens"] = tokens;
 }
 
 TensorParallelGroup& GroupOf(AutogradContext& context) {
-  return *c10::static_intrusive_pointer_cast<SavedGroup>(context.saved_data["group"].toCapsule())
-              ->group;
+  return *SavedObject<TensorParallelGroup>(context.saved_data["group"]);
 }
 
 at::Tensor Gather(const at::Tensor& share, int64_t tokens, TensorParallelGroup& group) {
