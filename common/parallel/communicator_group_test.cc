@@ -35,11 +35,9 @@ class CommunicatorGroupTest : public testing::TestWithParam<int> {
  protected:
   int64_t size() const { return GetParam(); }
   int64_t ShareOf(int64_t tokens) const { return (tokens + size() - 1) / size(); }
-  void RunConnected(const std::function<void(const Group&, Communicator&)>& body) const {
-    RunOnRanks(GetParam(), [&](const RankEnvironment& environment) {
-      const auto communicator = Communicator::Connect(environment, {}).value();
-      body(std::make_shared<CommunicatorGroup>(communicator), *communicator);
-      communicator->Barrier();
+  void RunOnAll(const std::function<void(const Group&, Communicator&)>& body) const {
+    RunConnected(GetParam(), [&](const std::shared_ptr<Communicator>& ranks) {
+      body(std::make_shared<CommunicatorGroup>(ranks), *ranks);
     });
   }
 };
@@ -47,7 +45,7 @@ class CommunicatorGroupTest : public testing::TestWithParam<int> {
 INSTANTIATE_TEST_SUITE_P(Ranks, CommunicatorGroupTest, testing::Values(1, 2, 4));
 
 TEST_P(CommunicatorGroupTest, SumsAndMaximaLeaveWhatTheyAreGiven) {
-  RunConnected([&](const Group& group, Communicator&) {
+  RunOnAll([&](const Group& group, Communicator&) {
     const at::Tensor values = Values(group->rank(), 5).transpose(1, 2);
     const at::Tensor sum = group->Sum(values), maximum = group->Max(values);
     at::Tensor expected = Values(0, 5);
@@ -59,7 +57,7 @@ TEST_P(CommunicatorGroupTest, SumsAndMaximaLeaveWhatTheyAreGiven) {
 }
 
 TEST_P(CommunicatorGroupTest, TokensAreGatheredAndTheirGradientsSummed) {
-  RunConnected([&](const Group& group, Communicator&) {
+  RunOnAll([&](const Group& group, Communicator&) {
     for (const int64_t tokens : kTokens) {
       const int64_t rows = ShareOf(tokens), first = group->rank() * rows;
       const at::Tensor whole = Values(9, rows * size());  // no zeros in the padding
@@ -76,7 +74,7 @@ TEST_P(CommunicatorGroupTest, TokensAreGatheredAndTheirGradientsSummed) {
 }
 
 TEST_P(CommunicatorGroupTest, SumsAreScatteredAndTheirGradientsGathered) {
-  RunConnected([&](const Group& group, Communicator&) {
+  RunOnAll([&](const Group& group, Communicator&) {
     for (const int64_t tokens : kTokens) {
       const int64_t rows = ShareOf(tokens), first = group->rank() * rows;
       at::Tensor partial = Values(group->rank(), tokens).requires_grad_();
@@ -92,7 +90,7 @@ TEST_P(CommunicatorGroupTest, SumsAreScatteredAndTheirGradientsGathered) {
 }
 
 TEST_P(CommunicatorGroupTest, ASharedGradientSumsUpToTheWhole) {
-  RunConnected([&](const Group& group, Communicator&) {
+  RunOnAll([&](const Group& group, Communicator&) {
     at::Tensor x = Values(9, 3).requires_grad_();
     const at::Tensor y = ops::ShareGradient(x, *group);
     EXPECT_TRUE(at::equal(y.detach(), x.detach()));
@@ -102,7 +100,7 @@ TEST_P(CommunicatorGroupTest, ASharedGradientSumsUpToTheWhole) {
 }
 
 TEST_P(CommunicatorGroupTest, InferenceTensorsTravelToo) {
-  RunConnected([&](const Group& group, Communicator&) {
+  RunOnAll([&](const Group& group, Communicator&) {
     const c10::InferenceMode guard;
     const at::Tensor partial = Values(group->rank(), 7);
     const at::Tensor sum = ops::GatherTokens(ops::ScatterSum(partial, group), 7, group);
@@ -112,7 +110,7 @@ TEST_P(CommunicatorGroupTest, InferenceTensorsTravelToo) {
 
 // The whole is counted with its padding.
 TEST_P(CommunicatorGroupTest, EveryPassIsOneCollective) {
-  RunConnected([&](const Group& group, Communicator& communicator) {
+  RunOnAll([&](const Group& group, Communicator& communicator) {
     const int64_t bytes = (size() - 1) * ShareOf(7) * 6 * 8;
     const auto expect = [&](int64_t gathers, int64_t scatters) {
       const CommunicationVolume volume = communicator.volume();

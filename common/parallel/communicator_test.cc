@@ -43,14 +43,10 @@ std::string ErrorOf(Body&& body) {
 class CommunicatorTest : public testing::TestWithParam<int> {
  protected:
   int size() const { return GetParam(); }
-  void RunConnected(const std::function<void(Communicator&)>& body) const {
-    RunOnRanks(size(), [&](const RankEnvironment& environment) {
-      const auto communicator = Communicator::Connect(environment, {.timeout = absl::Minutes(1)});
-      ASSERT_TRUE(communicator.ok()) << communicator.status();
-      ASSERT_EQ((*communicator)->rank(), environment.rank);
-      ASSERT_EQ((*communicator)->size(), environment.world_size);
-      body(**communicator);
-      (*communicator)->Barrier();
+  void RunOnAll(const std::function<void(Communicator&)>& body) const {
+    RunConnected(size(), [&](const std::shared_ptr<Communicator>& ranks) {
+      ASSERT_EQ(ranks->size(), size());
+      body(*ranks);
     });
   }
 };
@@ -58,7 +54,7 @@ class CommunicatorTest : public testing::TestWithParam<int> {
 INSTANTIATE_TEST_SUITE_P(Ranks, CommunicatorTest, testing::Values(1, 2, 4));
 
 TEST_P(CommunicatorTest, AllReduceSumsEveryType) {
-  RunConnected([&](Communicator& communicator) {
+  RunOnAll([&](Communicator& communicator) {
     for (const at::ScalarType type : kSummedTypes) {
       for (const int64_t count : {0, 1, 1003}) {
         at::Tensor sum = Values(communicator.rank(), count, type);
@@ -76,7 +72,7 @@ TEST_P(CommunicatorTest, AllReduceSumsEveryType) {
 
 // In bfloat16, 256 + 1 is 256: the small numbers would be lost one by one.
 TEST_P(CommunicatorTest, Bfloat16IsReducedInFloat32) {
-  RunConnected([&](Communicator& communicator) {
+  RunOnAll([&](Communicator& communicator) {
     const int rank = communicator.rank();
     const at::Tensor own = at::full({communicator.size()}, rank == 0 ? 256.0 : 1.0, at::kBFloat16);
     const at::Tensor expected = at::full({1}, 256.0 + size() - 1, at::kFloat).to(at::kBFloat16);
@@ -90,7 +86,7 @@ TEST_P(CommunicatorTest, Bfloat16IsReducedInFloat32) {
 }
 
 TEST_P(CommunicatorTest, AllReduceTakesTheMaximum) {
-  RunConnected([&](Communicator& communicator) {
+  RunOnAll([&](Communicator& communicator) {
     for (const at::ScalarType type : kSummedTypes) {
       at::Tensor maximum = Values(communicator.rank(), 100, type);
       communicator.AllReduce(maximum, Reduction::kMax);
@@ -104,7 +100,7 @@ TEST_P(CommunicatorTest, AllReduceTakesTheMaximum) {
 }
 
 TEST_P(CommunicatorTest, ReduceScatterAddsInTheOrderOfTheRanks) {
-  RunConnected([&](Communicator& communicator) {
+  RunOnAll([&](Communicator& communicator) {
     for (const at::ScalarType type : kSummedTypes) {
       for (const int64_t part : {0, 1, 1001}) {
         const at::Tensor output = at::empty({part}, type);
@@ -122,7 +118,7 @@ TEST_P(CommunicatorTest, ReduceScatterAddsInTheOrderOfTheRanks) {
 }
 
 TEST_P(CommunicatorTest, ReduceScatterMayWriteIntoItsOwnPart) {
-  RunConnected([&](Communicator& communicator) {
+  RunOnAll([&](Communicator& communicator) {
     const at::Tensor input = Values(communicator.rank(), 30 * size(), at::kFloat);
     const at::Tensor apart = at::empty({30}, at::kFloat);
     communicator.ReduceScatter(apart, input);
@@ -134,7 +130,7 @@ TEST_P(CommunicatorTest, ReduceScatterMayWriteIntoItsOwnPart) {
 }
 
 TEST_P(CommunicatorTest, AllGatherGivesTheInputsOfAllRanks) {
-  RunConnected([&](Communicator& communicator) {
+  RunOnAll([&](Communicator& communicator) {
     const int rank = communicator.rank();
     for (const at::ScalarType type : {at::kFloat, at::kLong, at::kBFloat16, at::kByte}) {
       for (const int64_t part : {0, 1, 777}) {
@@ -158,7 +154,7 @@ TEST_P(CommunicatorTest, AllGatherGivesTheInputsOfAllRanks) {
 }
 
 TEST_P(CommunicatorTest, BroadcastComesFromEveryRoot) {
-  RunConnected([&](Communicator& communicator) {
+  RunOnAll([&](Communicator& communicator) {
     for (int root = 0; root < size(); ++root) {
       at::Tensor tensor = Values(communicator.rank(), 100, at::kBFloat16).view({4, 25});
       communicator.Broadcast(tensor, root);
@@ -168,7 +164,7 @@ TEST_P(CommunicatorTest, BroadcastComesFromEveryRoot) {
 }
 
 TEST_P(CommunicatorTest, SendsBetweenAPairArriveInOrder) {
-  RunConnected([&](Communicator& communicator) {
+  RunOnAll([&](Communicator& communicator) {
     if (size() == 1) return;
     const int next = (communicator.rank() + 1) % size();
     const int previous = (communicator.rank() + size() - 1) % size();
@@ -202,7 +198,7 @@ TEST_P(CommunicatorTest, SendsBetweenAPairArriveInOrder) {
 
 // Started in the same order on every rank, finished in another one.
 TEST_P(CommunicatorTest, SeveralCollectivesMayBeUnderWay) {
-  RunConnected([&](Communicator& communicator) {
+  RunOnAll([&](Communicator& communicator) {
     const int n = size(), rank = communicator.rank();
     std::vector<at::Tensor> inputs, sums, wholes;
     std::vector<Pending> reduced, gathered;
@@ -227,7 +223,7 @@ TEST_P(CommunicatorTest, SeveralCollectivesMayBeUnderWay) {
 }
 
 TEST_P(CommunicatorTest, APendingWaitsWhenItIsDroppedOrReplaced) {
-  RunConnected([&](Communicator& communicator) {
+  RunOnAll([&](Communicator& communicator) {
     const at::Tensor input = at::full({1000 * size()}, 1.0);
     const at::Tensor first = at::zeros({1000}), second = at::zeros({1000});
     {
@@ -241,7 +237,7 @@ TEST_P(CommunicatorTest, APendingWaitsWhenItIsDroppedOrReplaced) {
 }
 
 TEST_P(CommunicatorTest, BytesOfAnyLengthTravel) {
-  RunConnected([&](Communicator& communicator) {
+  RunOnAll([&](Communicator& communicator) {
     const int rank = communicator.rank();
     const std::string long_text(100000, 'x');
     for (const std::string& text : {std::string(), std::string("a\0b", 3), long_text}) {
@@ -260,7 +256,7 @@ TEST_P(CommunicatorTest, BytesOfAnyLengthTravel) {
 }
 
 TEST_P(CommunicatorTest, VolumesFollowTheFormulas) {
-  RunConnected([&](Communicator& communicator) {
+  RunOnAll([&](Communicator& communicator) {
     const int64_t n = size();
     at::Tensor tensor = at::zeros({n * 100}), half = at::zeros({n * 100}, at::kBFloat16);
     const at::Tensor part = at::zeros({100});
@@ -298,7 +294,7 @@ TEST_P(CommunicatorTest, VolumesFollowTheFormulas) {
 }
 
 TEST_P(CommunicatorTest, TensorsThatDoNotFitAreRefused) {
-  RunConnected([&](Communicator& communicator) {
+  RunOnAll([&](Communicator& communicator) {
     const int n = size();
     const at::Tensor whole = at::zeros({n * 4}), part = at::zeros({4});
     const at::Tensor strided = at::zeros({n * 4, 2}).select(1, 0);

@@ -69,20 +69,19 @@ INSTANTIATE_TEST_SUITE_P(Ranks, GatherContextRowsTest, testing::Values(1, 2, 3, 
 
 // So every row is on exactly one rank: the rows that nobody sent would hold other numbers.
 TEST_P(GatherContextRowsTest, PutsTheRowsInTheirPlacesInTheWholeBatch) {
-  RunOnRanks(GetParam(), [](const RankEnvironment& environment) {
-    const auto communicator = Communicator::Connect(environment, {}).value();
+  RunConnected(GetParam(), [](const std::shared_ptr<Communicator>& communicator) {
     // In the last batch there are ranks without a row.
     const std::vector<std::vector<int64_t>> batches = {{1, 2, 3, 7, 64, 130}, {0, 17, 0}, {1}};
     for (const std::vector<int64_t>& lengths : batches) {
       const RaggedBatch whole = Batch(lengths);
-      const ContextShard shard = MakeContextShard(whole, environment.rank, environment.world_size);
+      const ContextShard shard =
+          MakeContextShard(whole, communicator->rank(), communicator->size());
       EXPECT_TRUE(
           at::equal(GatherContextRows(*communicator, shard, shard.batch.tokens), whole.tokens));
       const at::Tensor numbers = at::arange(2 * whole.num_tokens(), at::kFloat).view({-1, 2});
       EXPECT_TRUE(at::equal(
           GatherContextRows(*communicator, shard, numbers.index_select(0, shard.rows)), numbers));
     }
-    communicator->Barrier();
   });
 }
 

@@ -7,6 +7,7 @@
 #include <utility>
 #include <vector>
 
+#include "common/ops/saved_object.h"
 #include "common/parallel/partial_attention.h"
 
 namespace tandem::parallel {
@@ -178,12 +179,6 @@ std::pair<at::Tensor, at::Tensor> Ring::Backward(const AttentionRows& rows, cons
 
 namespace {
 
-// Keeps the ring for the backward pass.
-struct RingHolder : torch::CustomClassHolder {
-  explicit RingHolder(std::shared_ptr<const Ring> ring) : ring(std::move(ring)) {}
-  const std::shared_ptr<const Ring> ring;
-};
-
 class RingFunction : public torch::autograd::Function<RingFunction> {
  public:
   static at::Tensor forward(AutogradContext* context, const at::Tensor& q, const at::Tensor& k,
@@ -191,25 +186,24 @@ class RingFunction : public torch::autograd::Function<RingFunction> {
     const AttentionSum sum = ring->Forward(q, k, v);
     at::Tensor output = Ungrouped(sum.output).flatten(1, 2).to(q.scalar_type());
     context->save_for_backward({q, k, v, output, sum.log_sum});
-    context->saved_data["ring"] = at::IValue::make_capsule(c10::make_intrusive<RingHolder>(ring));
+    context->saved_data["ring"] = ops::SaveObject(ring);
     return output;
   }
 
   static variable_list backward(AutogradContext* context, variable_list gradients) {
     const variable_list saved = context->get_saved_variables();
     const at::Tensor &q = saved[0], &k = saved[1], &v = saved[2];
-    const auto holder =
-        c10::static_intrusive_pointer_cast<RingHolder>(context->saved_data["ring"].toCapsule());
+    const auto ring = ops::SavedObject<const Ring>(context->saved_data["ring"]);
     const int64_t groups = k.size(1);
     const at::Tensor dy = gradients[0].view(q.sizes());
     const at::ScalarType type = SumType(q.scalar_type());
     const at::Tensor delta =
         (dy.to(type) * saved[3].view(q.sizes()).to(type)).sum(-1, /*keepdim=*/true);
-    const auto [dq, dpair] = holder->ring->Backward({.q = Grouped(q, groups),
-                                                     .dy = Grouped(dy, groups),
-                                                     .log_sum = saved[4],
-                                                     .delta = Grouped(delta, groups)},
-                                                    k, v);
+    const auto [dq, dpair] = ring->Backward({.q = Grouped(q, groups),
+                                             .dy = Grouped(dy, groups),
+                                             .log_sum = saved[4],
+                                             .delta = Grouped(delta, groups)},
+                                            k, v);
     return {Ungrouped(dq).to(q.scalar_type()),
             dpair[0].transpose(0, 1).to(k.scalar_type()),
             dpair[1].transpose(0, 1).to(v.scalar_type()),

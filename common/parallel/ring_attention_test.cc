@@ -97,22 +97,12 @@ struct TypeCase {
   double tolerance;  // of the largest difference, relative to the largest entry
 };
 
-class RingAttentionTest : public testing::TestWithParam<int> {
- protected:
-  void RunConnected(const std::function<void(std::shared_ptr<Communicator>)>& body) const {
-    RunOnRanks(GetParam(), [&](const RankEnvironment& environment) {
-      const auto communicator =
-          Communicator::Connect(environment, {.timeout = absl::Minutes(1)}).value();
-      body(communicator);
-      communicator->Barrier();
-    });
-  }
-};
+class RingAttentionTest : public testing::TestWithParam<int> {};
 
 INSTANTIATE_TEST_SUITE_P(Ranks, RingAttentionTest, testing::Values(1, 2, 4));
 
 TEST_P(RingAttentionTest, OutputsAndGradientsAreThoseOfWholeSequences) {
-  RunConnected([](const std::shared_ptr<Communicator>& communicator) {
+  RunConnected(GetParam(), [](const std::shared_ptr<Communicator>& communicator) {
     // With the second batch there are ranks without a row.
     for (const std::vector<int64_t>& lengths : {kLengths, {2}}) {
       const RaggedBatch batch = Batch(lengths);
@@ -141,7 +131,7 @@ TEST_P(RingAttentionTest, OutputsAndGradientsAreThoseOfWholeSequences) {
 }
 
 TEST_P(RingAttentionTest, WithoutGradientsTheBitsAreTheSame) {
-  RunConnected([](const std::shared_ptr<Communicator>& communicator) {
+  RunConnected(GetParam(), [](const std::shared_ptr<Communicator>& communicator) {
     const RaggedBatch batch = Batch({7, 64});
     const ContextShard shard = MakeContextShard(batch, communicator->rank(), communicator->size());
     RingContext context(communicator, shard);
@@ -156,7 +146,7 @@ TEST_P(RingAttentionTest, WithoutGradientsTheBitsAreTheSame) {
 }
 
 TEST_P(RingAttentionTest, TheBackwardPassNeedsNoContext) {
-  RunConnected([](const std::shared_ptr<Communicator>& communicator) {
+  RunConnected(GetParam(), [](const std::shared_ptr<Communicator>& communicator) {
     const RaggedBatch batch = Batch({7, 64});
     const ContextShard shard = MakeContextShard(batch, communicator->rank(), communicator->size());
     const Attention whole = WholeAttention(batch);
@@ -169,7 +159,7 @@ TEST_P(RingAttentionTest, TheBackwardPassNeedsNoContext) {
 }
 
 TEST_P(RingAttentionTest, TheVolumeIsThatOfTheFormula) {
-  RunConnected([](const std::shared_ptr<Communicator>& communicator) {
+  RunConnected(GetParam(), [](const std::shared_ptr<Communicator>& communicator) {
     const int rank = communicator->rank(), size = communicator->size();
     const RaggedBatch batch = Batch({1, 5, 130});
     const ContextShard shard = MakeContextShard(batch, rank, size);
@@ -194,7 +184,7 @@ TEST_P(RingAttentionTest, TheVolumeIsThatOfTheFormula) {
 }
 
 TEST_P(RingAttentionTest, RefusesTheShardOfAnother) {
-  RunConnected([](const std::shared_ptr<Communicator>& communicator) {
+  RunConnected(GetParam(), [](const std::shared_ptr<Communicator>& communicator) {
     const ContextShard shard =
         MakeContextShard(Batch({9}), communicator->rank(), communicator->size() + 1);
     EXPECT_THROW(RingContext(communicator, shard), c10::Error);
@@ -209,7 +199,7 @@ at::Tensor RunModel(BlockPass& pass, const at::Tensor& dy) {
 }
 
 TEST_P(RingAttentionTest, AModelHasTheHiddenStatesAndGradientsOfOneProcess) {
-  RunConnected([](const std::shared_ptr<Communicator>& communicator) {
+  RunConnected(GetParam(), [](const std::shared_ptr<Communicator>& communicator) {
     constexpr double kTolerance = 1e-5;
     for (const char* family : {"llama", "qwen2", "qwen3"}) {
       for (const std::vector<int64_t>& lengths : {{1, 2, 3, 7, 64, 130}, std::vector<int64_t>{2}}) {

@@ -3,18 +3,28 @@
 #include <ATen/ATen.h>
 #include <ATen/core/grad_mode.h>
 
-#include <cmath>
-
-#include "absl/strings/str_cat.h"
-#include "common/base/not_finite.h"
 #include "common/base/status_macros.h"
 #include "common/base/strategy_name.h"
 #include "common/parallel/block_pass.h"
-#include "common/tensor/aten_bytes.h"
+#include "common/parallel/optimizer_state.h"
+#include "common/parallel/optimizer_step.h"
 #include "common/tensor/catch_torch_errors.h"
-#include "common/training/learning_rate.h"
 
 namespace tandem::parallel {
+namespace {
+
+std::vector<StateSlice> WholeSlices(const NamedTensors& parameters) {
+  std::vector<StateSlice> slices;
+  for (const auto& [name, parameter] : parameters) {
+    slices.push_back({.parameter = name,
+                      .shape = parameter.sizes().vec(),
+                      .offset = 0,
+                      .numel = parameter.numel()});
+  }
+  return slices;
+}
+
+}  // namespace
 
 absl::Status SingleStrategy::LoadModel(const std::string& directory, const LoadOptions& options) {
   TANDEM_ASSIGN_OR_RETURN(model_, Model::Load(directory, options));
@@ -27,10 +37,6 @@ absl::Status SingleStrategy::BuildOptimizer(const OptimizerOptions& options) {
     for (const auto& [name, parameter] : model_->Parameters()) {
       if (!parameter.requires_grad()) continue;
       parameters_.emplace_back(name, parameter);
-      slices_.push_back({.parameter = name,
-                         .shape = parameter.sizes().vec(),
-                         .offset = 0,
-                         .numel = parameter.numel()});
       gradients_.push_back(at::zeros_like(parameter.detach()));
       parameter.mutable_grad() = gradients_.back();
     }
@@ -88,25 +94,12 @@ absl::Status SingleStrategy::ForwardBackward(int64_t count, InputFunction input,
 }
 
 absl::StatusOr<OptimizerReport> SingleStrategy::OptimizerStep() {
-  OptimizerReport report;
-  TANDEM_RETURN_IF_ERROR(CatchTorchErrors("optimizer step", [&]() -> absl::Status {
+  return CatchTorchErrors("optimizer step", [&] {
     // Autograd adds in place, so the gradients are still the ones given to the parameters.
-    report.grad_norm = training::GlobalNorm(gradients_);
-    if (!std::isfinite(report.grad_norm)) {
-      return NotFiniteError("the gradient norm is not finite");
-    }
-    const double factor = options_.max_grad_norm / (report.grad_norm + 1e-6);
-    if (options_.max_grad_norm > 0 && factor < 1) at::_foreach_mul_(gradients_, factor);
-    report.learning_rate = training::LearningRateAt(options_, optimizer_->steps());
-    const absl::Status updated = CatchTorchErrors("update", [&] {
-      optimizer_->Step(gradients_, report.learning_rate);
-      return absl::OkStatus();
-    });
-    if (!updated.ok()) return absl::DataLossError(updated.message());
-    model_->OnWeightsChanged();
-    return absl::OkStatus();
-  }));
-  return report;
+    return ClipAndUpdate(
+        options_, optimizer_->steps(), training::GlobalNorm(gradients_), gradients_,
+        [&](double learning_rate) { optimizer_->Step(gradients_, learning_rate); }, *model_);
+  });
 }
 
 absl::Status SingleStrategy::ResetOptimizer() {
@@ -116,12 +109,13 @@ absl::Status SingleStrategy::ResetOptimizer() {
   });
 }
 
-absl::StatusOr<NamedTensors> SingleStrategy::GatherParameters() {
-  NamedTensors parameters;
-  for (const auto& [name, parameter] : model_->Parameters()) {
-    parameters.emplace_back(name, parameter.detach());
-  }
-  return parameters;
+absl::Status SingleStrategy::VisitParameters(TensorVisitor visit) {
+  return CatchTorchErrors("visit of parameters", [&]() -> absl::Status {
+    for (const auto& [name, parameter] : model_->Parameters()) {
+      TANDEM_RETURN_IF_ERROR(visit(name, parameter.detach()));
+    }
+    return absl::OkStatus();
+  });
 }
 
 absl::Status SingleStrategy::ScatterParameters(const NamedTensors& parameters) {
@@ -130,15 +124,16 @@ absl::Status SingleStrategy::ScatterParameters(const NamedTensors& parameters) {
 }
 
 absl::Status SingleStrategy::SaveOptimizer(const std::string& directory) {
-  return WriteOptimizerState(directory, /*rank=*/0, /*ranks=*/1, slices_, optimizer_->State());
+  return WriteOptimizerState(directory, /*rank=*/0, /*ranks=*/1, WholeSlices(parameters_),
+                             optimizer_->State());
 }
 
 absl::Status SingleStrategy::LoadOptimizer(const std::string& directory) {
   return CatchTorchErrors("cannot load the optimizer", [&]() -> absl::Status {
     std::vector<std::string> trained;
-    for (const StateSlice& slice : slices_) trained.push_back(slice.parameter);
+    for (const auto& [name, parameter] : parameters_) trained.push_back(name);
     TANDEM_ASSIGN_OR_RETURN(const NamedTensors state,
-                            ReadOptimizerState(directory, slices_, trained));
+                            ReadOptimizerState(directory, WholeSlices(parameters_), trained));
     return optimizer_->LoadState(state);
   });
 }

@@ -7,7 +7,6 @@
 #include <utility>
 #include <vector>
 
-#include "common/parallel/optimizer_state.h"
 #include "common/parallel/strategy.h"
 #include "common/training/adamw.h"
 
@@ -35,7 +34,7 @@ class SingleStrategy : public Strategy {
   absl::StatusOr<OptimizerReport> OptimizerStep() override;
   int64_t optimizer_steps() const override { return optimizer_->steps(); }
   absl::Status ResetOptimizer() override;
-  absl::StatusOr<NamedTensors> GatherParameters() override;
+  absl::Status VisitParameters(TensorVisitor visit) override;
   absl::Status ScatterParameters(const NamedTensors& parameters) override;
   absl::Status SaveOptimizer(const std::string& directory) override;
   absl::Status LoadOptimizer(const std::string& directory) override;
@@ -45,7 +44,6 @@ class SingleStrategy : public Strategy {
   OptimizerOptions options_;
   NamedTensors parameters_;            // those that train
   std::vector<at::Tensor> gradients_;  // of these
-  std::vector<StateSlice> slices_;     // the same, whole
   std::unique_ptr<training::AdamW> optimizer_;
 };
 

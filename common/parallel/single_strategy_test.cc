@@ -11,6 +11,7 @@
 #include "common/base/not_finite.h"
 #include "common/model/testing/models.h"
 #include "common/model/testing/tiny_model_dir.h"
+#include "common/parallel/testing/strategy_runs.h"
 
 namespace tandem::parallel {
 namespace {
@@ -93,7 +94,7 @@ TEST(SingleStrategyTest, SavedStateContinuesBitForBit) {
   ASSERT_TRUE(first.OptimizerStep().ok());
   ASSERT_TRUE(first.SaveOptimizer(folder.path()).ok());
   ASSERT_TRUE(second.LoadOptimizer(folder.path()).ok());
-  ASSERT_TRUE(second.ScatterParameters(first.GatherParameters().value()).ok());
+  ASSERT_TRUE(second.ScatterParameters(WholeParameters(first)).ok());
   ASSERT_TRUE(RunBackward(first).ok());
   ASSERT_TRUE(RunBackward(second).ok());
   ASSERT_TRUE(first.OptimizerStep().ok());
@@ -124,7 +125,7 @@ TEST(SingleStrategyTest, FrozenParametersKeepTheirBitsAndHaveNoState) {
   ASSERT_TRUE(strategy.OptimizerStep().ok());
   EXPECT_TRUE(strategy.model().Parameter(kNorm).equal(norm));
   EXPECT_FALSE(strategy.model().Parameter(kMatrix).equal(matrix));
-  EXPECT_EQ(strategy.GatherParameters()->size(), strategy.model().Parameters().size());
+  EXPECT_EQ(WholeParameters(strategy).size(), strategy.model().Parameters().size());
   // The state of one freeze does not fit another, either way round.
   ASSERT_TRUE(strategy.SaveOptimizer(folder.path()).ok());
   absl::Status status = other.LoadOptimizer(folder.path());
@@ -150,7 +151,7 @@ TEST(SingleStrategyTest, ComputeCopiesFollowUpdatesAndLoads) {
   options.learning_rate = 0.1;
   ASSERT_TRUE(strategy.BuildOptimizer(options).ok());
   const auto expect_same_forward = [&] {
-    ASSERT_TRUE(copy->LoadParameters(strategy.GatherParameters().value()).ok());
+    ASSERT_TRUE(copy->LoadParameters(WholeParameters(strategy)).ok());
     const at::NoGradGuard no_grad;
     CausalContext context;
     const RaggedBatch batch = MakeRaggedBatch({{1, 2, 3, 4}});

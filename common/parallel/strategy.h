@@ -95,8 +95,10 @@ class Strategy {
   // Forgets every update: as after BuildOptimizer.
   virtual absl::Status ResetOptimizer() = 0;
 
-  // Whole parameters, the frozen ones too, by name, on rank 0; views, valid until the next change.
-  virtual absl::StatusOr<NamedTensors> GatherParameters() = 0;
+  // Calls `visit` on rank 0 with every whole parameter, the frozen ones too, in the order of
+  // Model::Parameters; beside its part, a rank holds one block at a time. An error of `visit` is
+  // that of all ranks.
+  virtual absl::Status VisitParameters(TensorVisitor visit) = 0;
   // Replaces parameters by whole ones. All or nothing; INVALID_ARGUMENT names the tensor.
   virtual absl::Status ScatterParameters(const NamedTensors& parameters) = 0;
 

@@ -95,12 +95,10 @@ std::string Bytes(const std::vector<T>& values) {
 
 class TensorParallelLossTest : public testing::TestWithParam<int> {
  protected:
-  void RunConnected(const std::function<void(const std::shared_ptr<CommunicatorGroup>&,
-                                             Communicator&)>& body) const {
-    RunOnRanks(GetParam(), [&](const RankEnvironment& environment) {
-      const auto communicator = Communicator::Connect(environment, {}).value();
-      body(std::make_shared<CommunicatorGroup>(communicator), *communicator);
-      communicator->Barrier();
+  void RunOnAll(const std::function<void(const std::shared_ptr<CommunicatorGroup>&, Communicator&)>&
+                    body) const {
+    RunConnected(GetParam(), [&](const std::shared_ptr<Communicator>& ranks) {
+      body(std::make_shared<CommunicatorGroup>(ranks), *ranks);
     });
   }
 };
@@ -108,7 +106,7 @@ class TensorParallelLossTest : public testing::TestWithParam<int> {
 INSTANTIATE_TEST_SUITE_P(Ranks, TensorParallelLossTest, testing::Values(1, 2, 4));
 
 TEST_P(TensorParallelLossTest, EqualsTheWholeVocabulary) {
-  RunConnected([&](const std::shared_ptr<CommunicatorGroup>& group, Communicator& communicator) {
+  RunOnAll([&](const std::shared_ptr<CommunicatorGroup>& group, Communicator& communicator) {
     const Problem problem;
     const auto whole = loss::LinearCrossEntropyLoss::Create(problem.weight, problem.bias).value();
     const Result expected =
@@ -149,7 +147,7 @@ TEST_P(TensorParallelLossTest, EqualsTheWholeVocabulary) {
 }
 
 TEST_P(TensorParallelLossTest, OneMaximumAndOneSumOfThreeNumbersARowTravel) {
-  RunConnected([&](const std::shared_ptr<CommunicatorGroup>& group, Communicator& communicator) {
+  RunOnAll([&](const std::shared_ptr<CommunicatorGroup>& group, Communicator& communicator) {
     const Problem problem;
     const auto part = loss::LinearCrossEntropyLoss::Create(
                           Slice(problem.weight, *group).to(at::kFloat), {}, {.group = group})
@@ -163,7 +161,7 @@ TEST_P(TensorParallelLossTest, OneMaximumAndOneSumOfThreeNumbersARowTravel) {
 }
 
 TEST_P(TensorParallelLossTest, LabelsAreThoseOfTheWholeVocabulary) {
-  RunConnected([&](const std::shared_ptr<CommunicatorGroup>& group, Communicator&) {
+  RunOnAll([&](const std::shared_ptr<CommunicatorGroup>& group, Communicator&) {
     const Problem problem;
     const auto part =
         loss::LinearCrossEntropyLoss::Create(Slice(problem.weight, *group), {}, {.group = group})

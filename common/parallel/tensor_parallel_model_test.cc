@@ -185,11 +185,9 @@ void ExpectClose(const at::Tensor& actual, const at::Tensor& expected, double to
   ExpectWithin(actual, expected, tolerance * Largest(expected), what);
 }
 
-void RunConnected(int ranks, const std::function<void(const Group&, Communicator&)>& body) {
-  RunOnRanks(ranks, [&](const RankEnvironment& environment) {
-    const auto communicator = Communicator::Connect(environment, {}).value();
-    body(std::make_shared<CommunicatorGroup>(communicator), *communicator);
-    communicator->Barrier();
+void RunOnAll(int ranks, const std::function<void(const Group&, Communicator&)>& body) {
+  RunConnected(ranks, [&](const std::shared_ptr<Communicator>& connected) {
+    body(std::make_shared<CommunicatorGroup>(connected), *connected);
   });
 }
 
@@ -198,7 +196,7 @@ class TensorParallelModelTest : public testing::TestWithParam<int> {};
 INSTANTIATE_TEST_SUITE_P(Ranks, TensorParallelModelTest, testing::Values(1, 2, 4));
 
 TEST_P(TensorParallelModelTest, EqualsTheWholeModel) {
-  RunConnected(GetParam(), [](const Group& group, Communicator&) {
+  RunOnAll(GetParam(), [](const Group& group, Communicator&) {
     for (const Case& c : Cases()) {
       const auto whole = MakeModel(c, Options(c));
       const auto shard = MakeModel(c, Options(c, PlacementIn(group)));
@@ -233,7 +231,7 @@ TEST_P(TensorParallelModelTest, EqualsTheWholeModel) {
 // The value head is not in the files: every rank draws the same.
 TEST_P(TensorParallelModelTest, ShardsAreLoadedFromTheFilesOfTheWhole) {
   const TemporaryFolder folder;
-  RunConnected(GetParam(), [&](const Group& group, Communicator& communicator) {
+  RunOnAll(GetParam(), [&](const Group& group, Communicator& communicator) {
     if (group->rank() == 0) WriteTinyModel(folder.path(), 1, Config(), "qwen2");
     communicator.Barrier();
     for (const HeadKind head : {HeadKind::kLm, HeadKind::kValue}) {
@@ -250,7 +248,7 @@ TEST_P(TensorParallelModelTest, ShardsAreLoadedFromTheFilesOfTheWhole) {
 }
 
 TEST(TensorParallelGroupTest, OneRankHasTheBitsOfNone) {
-  RunConnected(1, [](const Group& group, Communicator&) {
+  RunOnAll(1, [](const Group& group, Communicator&) {
     for (const Case& c : Cases()) {
       const Result none = Train(*MakeModel(c, Options(c)), {5, 2}, nullptr);
       const Result one = Train(*MakeModel(c, Options(c, PlacementIn(group))), {5, 2}, group);
@@ -264,7 +262,7 @@ TEST(TensorParallelGroupTest, OneRankHasTheBitsOfNone) {
 }
 
 TEST_P(TensorParallelModelTest, InferenceEqualsTrainingForward) {
-  RunConnected(GetParam(), [](const Group& group, Communicator&) {
+  RunOnAll(GetParam(), [](const Group& group, Communicator&) {
     for (const at::ScalarType dtype : {at::kFloat, at::kBFloat16}) {
       const Case c = Cases()[1];
       const auto shard = MakeModel(c, Options(c, PlacementIn(group, dtype)));
@@ -279,7 +277,7 @@ TEST_P(TensorParallelModelTest, InferenceEqualsTrainingForward) {
 
 // 8 bits of mantissa through two layers: the bounds of ModelTest's.
 TEST_P(TensorParallelModelTest, Bfloat16StaysClose) {
-  RunConnected(GetParam(), [](const Group& group, Communicator&) {
+  RunOnAll(GetParam(), [](const Group& group, Communicator&) {
     for (const Case& c : Cases()) {
       const Result exact = Train(*MakeModel(c, Options(c)), {5, 1, 7}, nullptr);
       const auto half = MakeModel(c, Options(c, PlacementIn(group, at::kBFloat16)));
@@ -300,7 +298,7 @@ TEST_P(TensorParallelModelTest, Bfloat16StaysClose) {
 // Two all-gathers and two reduce-scatters of [T, H] a layer, forward and backward alike
 // (https://arxiv.org/abs/2205.05198, section 4.2.2), and no other communication.
 TEST_P(TensorParallelModelTest, VolumesFollowTheFormula) {
-  RunConnected(GetParam(), [](const Group& group, Communicator& communicator) {
+  RunOnAll(GetParam(), [](const Group& group, Communicator& communicator) {
     const Case c = Cases()[1];
     const auto shard = MakeModel(c, Options(c, PlacementIn(group)));
     const RaggedBatch batch = MakeRaggedBatch(Sequences({5, 1, 7}));
@@ -350,7 +348,7 @@ TEST_P(TensorParallelModelTest, VolumesFollowTheFormula) {
 }
 
 TEST_P(TensorParallelModelTest, WhatAShardCannotDoIsRefused) {
-  RunConnected(GetParam(), [](const Group& group, Communicator&) {
+  RunOnAll(GetParam(), [](const Group& group, Communicator&) {
     const Case c = Cases()[0];
     Placement wrong = PlacementIn(group);
     wrong.shard_count = 4;

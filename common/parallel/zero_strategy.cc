@@ -7,15 +7,13 @@
 #include <cmath>
 #include <utility>
 
-#include "common/base/not_finite.h"
 #include "common/base/status_macros.h"
 #include "common/base/struct_bytes.h"
-#include "common/parallel/optimizer_state.h"
+#include "common/parallel/optimizer_step.h"
 #include "common/parallel/rank_agreement.h"
 #include "common/parallel/shard_plan.h"
 #include "common/tensor/catch_torch_errors.h"
 #include "common/tensor/tensor_memory.h"
-#include "common/training/learning_rate.h"
 
 namespace tandem::parallel {
 namespace {
@@ -78,9 +76,10 @@ absl::Status ZeroStrategy::BuildOptimizer(const OptimizerOptions& options) {
                            .shape = spec.shape,
                            .offset = piece.offset,
                            .numel = piece.numel});
+        master_pieces_.push_back(OnOptimizerDevice(parameter_pieces_.back()));
         updated.push_back(
             {.name = spec.name,
-             .values = OnOptimizerDevice(parameter_pieces_.back()),
+             .values = master_pieces_.back(),
              .decays = training::DecaysWeight(static_cast<int64_t>(spec.shape.size()))});
       }
     }
@@ -88,10 +87,6 @@ absl::Status ZeroStrategy::BuildOptimizer(const OptimizerOptions& options) {
                                              [](const Block& block) { return block.trains; });
     if (nothing_trains) {
       return absl::InvalidArgumentError("no parameter of the model requires a gradient");
-    }
-    master_pieces_.clear();
-    for (const training::AdamWParameter& parameter : updated) {
-      master_pieces_.push_back(parameter.values);
     }
     optimizer_ = std::make_unique<training::AdamW>(std::move(updated), options_);
     return absl::OkStatus();
@@ -122,7 +117,6 @@ void ZeroStrategy::MakeGradients(int64_t index) {
 // Parameters of stage 3.
 
 void ZeroStrategy::StartGathering(int64_t index) {
-  if (index < 0 || index > last_block() || !zero_.overlap_comm) return;
   Block& block = blocks_[static_cast<size_t>(index)];
   if (block.gathered) return;
   AllocateMemory(block.parameters);
@@ -131,13 +125,8 @@ void ZeroStrategy::StartGathering(int64_t index) {
 }
 
 void ZeroStrategy::Gather(int64_t index) {
-  Block& block = blocks_[static_cast<size_t>(index)];
-  if (!block.gathered) {
-    AllocateMemory(block.parameters);
-    ranks_->AllGather(block.parameters, block.parameter_shard);
-    block.gathered = true;
-  }
-  block.gathering.Wait();
+  StartGathering(index);
+  blocks_[static_cast<size_t>(index)].gathering.Wait();
 }
 
 void ZeroStrategy::LetGo(int64_t index) {
@@ -179,19 +168,26 @@ void ZeroStrategy::FinishReducing(int64_t index) {
 }
 
 at::Tensor ZeroStrategy::Gradient(absl::string_view parameter) const {
-  for (const Parameter& declared : model_->DeclaredParameters()) {
-    if (declared.spec.name == parameter) return declared.value.grad();
-  }
-  return {};
+  const at::Tensor found = model_->Parameter(parameter);
+  return found.defined() ? found.grad() : at::Tensor();
 }
 
 // Passes.
+
+void ZeroStrategy::StartPass(bool has_one, InputFunction input, int64_t micro_batch,
+                             std::optional<BlockPass>& pass, absl::Status& status) {
+  if (!has_one || !status.ok()) return;
+  status = CatchTorchErrors("input", [&] {
+    pass.emplace(*model_, input(micro_batch));
+    return absl::OkStatus();
+  });
+}
 
 void ZeroStrategy::RunForward(std::optional<BlockPass>& pass, absl::Status& status, Then then) {
   at::Tensor hidden;
   for (int64_t block = 0; block <= last_block(); ++block) {
     Gather(block);
-    StartGathering(block < last_block() ? block + 1 : head_block_);
+    if (zero_.overlap_comm) StartGathering(block < last_block() ? block + 1 : head_block_);
     if (pass.has_value() && status.ok()) {
       status = CatchTorchErrors("forward", [&] {
         hidden = pass->Forward(block, hidden);
@@ -217,15 +213,14 @@ absl::StatusOr<std::vector<std::vector<double>>> ZeroStrategy::Forward(int64_t c
     for (int64_t round = 0; round < Rounds(count, ranks_->size()); ++round) {
       const int64_t i = round * ranks_->size() + ranks_->rank();
       std::optional<BlockPass> pass;
-      if (i < count && status.ok()) pass.emplace(*model_, input(i));
+      StartPass(i < count, input, i, pass, status);
       RunForward(pass, status, [&](const at::Tensor& hidden) -> absl::Status {
         TANDEM_ASSIGN_OR_RETURN(outputs[static_cast<size_t>(i)], output(i, pass->batch(), hidden));
         return absl::OkStatus();
       });
       LetGo(last_block());
     }
-    TANDEM_RETURN_IF_ERROR(Agree(*ranks_, status));
-    return Exchange(outputs);
+    return Exchange(status, outputs);
   };
   TANDEM_RETURN_IF_ERROR(CatchTorchErrors("forward", run));
   return outputs;
@@ -241,14 +236,15 @@ absl::StatusOr<std::vector<std::vector<double>>> ZeroStrategy::ShareOut(
       }
       return absl::OkStatus();
     });
-    TANDEM_RETURN_IF_ERROR(Agree(*ranks_, status));
-    return Exchange(outputs);
+    return Exchange(status, outputs);
   };
   TANDEM_RETURN_IF_ERROR(CatchTorchErrors("forward", run));
   return outputs;
 }
 
-absl::Status ZeroStrategy::Exchange(std::vector<std::vector<double>>& outputs) {
+absl::Status ZeroStrategy::Exchange(const absl::Status& status,
+                                    std::vector<std::vector<double>>& outputs) {
+  TANDEM_RETURN_IF_ERROR(Agree(*ranks_, status));
   using Outputs = std::vector<std::vector<double>>;
   const std::vector<std::string> of_ranks = ranks_->AllGatherBytes(ToBytes(outputs));
   for (size_t rank = 0; rank < of_ranks.size(); ++rank) {
@@ -270,7 +266,7 @@ absl::Status ZeroStrategy::ForwardBackward(int64_t count, InputFunction input, L
     for (int64_t round = 0; round < rounds; ++round) {
       const int64_t i = round * ranks_->size() + ranks_->rank();
       std::optional<BlockPass> pass;
-      if (i < count && status.ok()) pass.emplace(*model_, input(i));
+      StartPass(i < count, input, i, pass, status);
       at::Tensor gradient;
       OpenGradients(head_block_);
       RunForward(pass, status, [&](const at::Tensor& hidden) -> absl::Status {
@@ -289,7 +285,7 @@ void ZeroStrategy::RunBackward(std::optional<BlockPass>& pass, at::Tensor gradie
   for (int64_t block = last_block(); block >= 0; --block) {
     // The embedding's backward pass reads no weights.
     if (block > 0) Gather(block);
-    if (block > 1) StartGathering(block - 1);
+    if (block > 1 && zero_.overlap_comm) StartGathering(block - 1);
     OpenGradients(block);
     if (pass.has_value() && status.ok()) {
       status = CatchTorchErrors("backward", [&] {
@@ -321,29 +317,14 @@ absl::Status ZeroStrategy::Reduce(absl::Span<double> sums, absl::Span<double> ma
 }
 
 absl::StatusOr<OptimizerReport> ZeroStrategy::OptimizerStep() {
-  OptimizerReport report;
-  TANDEM_RETURN_IF_ERROR(CatchTorchErrors("optimizer step", [&]() -> absl::Status {
+  return CatchTorchErrors("optimizer step", [&]() -> absl::StatusOr<OptimizerReport> {
     const double own = training::GlobalNorm(gradient_pieces_);
     double squares = own * own;
     TANDEM_RETURN_IF_ERROR(Reduce(absl::MakeSpan(&squares, 1), {}));
-    report.grad_norm = std::sqrt(squares);
-    if (!std::isfinite(report.grad_norm)) {
-      return NotFiniteError("the gradient norm is not finite");
-    }
-    const double factor = options_.max_grad_norm / (report.grad_norm + 1e-6);
-    if (options_.max_grad_norm > 0 && factor < 1 && !gradient_pieces_.empty()) {
-      at::_foreach_mul_(gradient_pieces_, factor);
-    }
-    report.learning_rate = training::LearningRateAt(options_, optimizer_->steps());
-    const absl::Status updated = CatchTorchErrors("update", [&] {
-      Update(report.learning_rate);
-      return absl::OkStatus();
-    });
-    if (!updated.ok()) return absl::DataLossError(updated.message());
-    model_->OnWeightsChanged();
-    return absl::OkStatus();
-  }));
-  return report;
+    return ClipAndUpdate(
+        options_, optimizer_->steps(), std::sqrt(squares), gradient_pieces_,
+        [&](double learning_rate) { Update(learning_rate); }, *model_);
+  });
 }
 
 void ZeroStrategy::Update(double learning_rate) {
@@ -351,9 +332,7 @@ void ZeroStrategy::Update(double learning_rate) {
   for (const at::Tensor& piece : gradient_pieces_) gradients.push_back(OnOptimizerDevice(piece));
   optimizer_->Step(gradients, learning_rate);
   for (size_t i = 0; i < master_pieces_.size(); ++i) {
-    if (!master_pieces_[i].is_same(parameter_pieces_[i])) {
-      parameter_pieces_[i].copy_(master_pieces_[i]);
-    }
+    parameter_pieces_[i].copy_(master_pieces_[i]);
   }
   if (shards_parameters()) {
     for (int64_t block = 0; block <= last_block(); ++block) LetGo(block);  // the old ones
@@ -371,16 +350,20 @@ absl::Status ZeroStrategy::ResetOptimizer() {
   });
 }
 
-absl::StatusOr<NamedTensors> ZeroStrategy::GatherParameters() {
-  NamedTensors parameters;
-  TANDEM_RETURN_IF_ERROR(CatchTorchErrors("gathering parameters", [&] {
-    for (int64_t block = 0; block <= last_block(); ++block) Gather(block);
-    for (const auto& [name, parameter] : model_->Parameters()) {
-      parameters.emplace_back(name, parameter.detach());
+absl::Status ZeroStrategy::VisitParameters(TensorVisitor visit) {
+  return CatchTorchErrors("visit of parameters", [&] {
+    absl::Status status;
+    int64_t gathered = 0;
+    for (const Parameter& parameter : model_->DeclaredParameters()) {
+      if (parameter.spec.block != gathered) LetGo(std::exchange(gathered, parameter.spec.block));
+      Gather(gathered);
+      if (ranks_->rank() != 0 || !status.ok()) continue;
+      status = CatchTorchErrors(
+          "visit", [&] { return visit(parameter.spec.name, parameter.value.detach()); });
     }
-    return absl::OkStatus();
-  }));
-  return parameters;
+    LetGo(gathered);
+    return Agree(*ranks_, status);
+  });
 }
 
 absl::Status ZeroStrategy::ScatterParameters(const NamedTensors& parameters) {
@@ -398,9 +381,7 @@ absl::Status ZeroStrategy::ScatterParameters(const NamedTensors& parameters) {
     }
     if (loaded.ok()) {
       for (size_t i = 0; i < master_pieces_.size(); ++i) {
-        if (!master_pieces_[i].is_same(parameter_pieces_[i])) {
-          master_pieces_[i].copy_(parameter_pieces_[i]);
-        }
+        master_pieces_[i].copy_(parameter_pieces_[i]);
       }
     }
     return loaded;

@@ -51,7 +51,7 @@ class ZeroStrategy : public Strategy {
   absl::StatusOr<OptimizerReport> OptimizerStep() override;
   int64_t optimizer_steps() const override { return optimizer_->steps(); }
   absl::Status ResetOptimizer() override;
-  absl::StatusOr<NamedTensors> GatherParameters() override;
+  absl::Status VisitParameters(TensorVisitor visit) override;
   absl::Status ScatterParameters(const NamedTensors& parameters) override;
   absl::Status SaveOptimizer(const std::string& directory) override;
   absl::Status LoadOptimizer(const std::string& directory) override;
@@ -73,7 +73,7 @@ class ZeroStrategy : public Strategy {
   int64_t last_block() const { return static_cast<int64_t>(blocks_.size()) - 1; }
   at::Tensor PartOf(const at::Tensor& flat) const;
 
-  // Stage 3. Gathers a block's parameters, or waits until they are; lets them go.
+  // Stage 3. Gathers a block's parameters, or waits until they are there; lets them go.
   void StartGathering(int64_t block);
   void Gather(int64_t block);
   void LetGo(int64_t block);
@@ -87,11 +87,13 @@ class ZeroStrategy : public Strategy {
   // One micro-batch of each rank. A rank without one, or with an error, takes part in what the
   // others need. `then` is called with the hidden states while the head is there.
   using Then = absl::FunctionRef<absl::Status(const at::Tensor& hidden)>;
+  void StartPass(bool has_one, InputFunction input, int64_t micro_batch,
+                 std::optional<BlockPass>& pass, absl::Status& status);
   void RunForward(std::optional<BlockPass>& pass, absl::Status& status, Then then);
   void RunBackward(std::optional<BlockPass>& pass, at::Tensor gradient, absl::Status& status,
                    bool reduces);
-  // Gives every rank what the others have computed.
-  absl::Status Exchange(std::vector<std::vector<double>>& outputs);
+  // Gives every rank what the others have computed, or the first error of one.
+  absl::Status Exchange(const absl::Status& status, std::vector<std::vector<double>>& outputs);
 
   void MakeGradients(int64_t block);
   at::Tensor OnOptimizerDevice(const at::Tensor& values) const;

@@ -8,9 +8,16 @@
 #include <utility>
 #include <vector>
 
+#include "absl/functional/function_ref.h"
+#include "absl/status/status.h"
+
 namespace tandem {
 
 using NamedTensors = std::vector<std::pair<std::string, at::Tensor>>;
+
+// Called with one tensor after the other; each is valid until it returns.
+using TensorVisitor =
+    absl::FunctionRef<absl::Status(const std::string& name, const at::Tensor& tensor)>;
 
 }  // namespace tandem
 

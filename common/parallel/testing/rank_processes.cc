@@ -141,4 +141,14 @@ void RunOnRanks(int world_size, const RankBody& body, absl::Duration limit) {
   }
 }
 
+void RunConnected(int world_size,
+                  const std::function<void(const std::shared_ptr<Communicator>&)>& body) {
+  RunOnRanks(world_size, [&](const RankEnvironment& environment) {
+    const auto ranks = Communicator::Connect(environment, {.timeout = absl::Minutes(1)});
+    ASSERT_TRUE(ranks.ok()) << ranks.status();
+    body(*ranks);
+    (*ranks)->Barrier();
+  });
+}
+
 }  // namespace tandem::parallel

@@ -15,10 +15,12 @@
 #include <sys/types.h>
 
 #include <functional>
+#include <memory>
 #include <string>
 #include <vector>
 
 #include "absl/time/time.h"
+#include "common/parallel/communicator.h"
 #include "common/parallel/rank_environment.h"
 
 namespace tandem::parallel {
@@ -29,6 +31,10 @@ using RankBody = std::function<void(const RankEnvironment&)>;
 // exception or a crash of a rank fails the calling test with the name of the rank, and ends the
 // others. No rank lives longer than `limit`.
 void RunOnRanks(int world_size, const RankBody& body, absl::Duration limit = absl::Seconds(120));
+
+// The same with all ranks connected, which leave together.
+void RunConnected(int world_size,
+                  const std::function<void(const std::shared_ptr<Communicator>& ranks)>& body);
 
 // The same under control of the test: for what is about processes that end or stop.
 class RankProcesses {

@@ -135,6 +135,15 @@ std::vector<StepNumbers> Steps(Strategy& strategy, int count, int64_t micro_batc
   return steps;
 }
 
+NamedTensors WholeParameters(Strategy& strategy) {
+  NamedTensors parameters;
+  Check(strategy.VisitParameters([&](const std::string& name, const at::Tensor& parameter) {
+    parameters.emplace_back(name, parameter.clone());
+    return absl::OkStatus();
+  }));
+  return parameters;
+}
+
 std::vector<std::vector<double>> Outputs(Strategy& strategy, int64_t micro_batches, uint64_t seed) {
   const Model& model = strategy.model();
   auto outputs = strategy.Forward(

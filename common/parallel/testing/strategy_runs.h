@@ -27,6 +27,9 @@ StepNumbers Step(Strategy& strategy, int64_t micro_batches, uint64_t seed);
 
 std::vector<StepNumbers> Steps(Strategy& strategy, int count, int64_t micro_batches = 5);
 
+// Copies, on rank 0; none on the others.
+NamedTensors WholeParameters(Strategy& strategy);
+
 // Log-probabilities or values of the batch of `seed`.
 std::vector<std::vector<double>> Outputs(Strategy& strategy, int64_t micro_batches, uint64_t seed);
 

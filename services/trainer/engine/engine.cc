@@ -477,7 +477,12 @@ absl::StatusOr<std::shared_ptr<const WeightSource>> TorchEngine::Snapshot(const 
         held->manifest().digest == weights.digest) {
       return held;
     }
-    TANDEM_ASSIGN_OR_RETURN(const NamedTensors parameters, core_->strategy().GatherParameters());
+    NamedTensors parameters;
+    TANDEM_RETURN_IF_ERROR(core_->strategy().VisitParameters(
+        [&](const std::string& name, const at::Tensor& parameter) {
+          parameters.emplace_back(name, parameter);
+          return absl::OkStatus();
+        }));
     TANDEM_ASSIGN_OR_RETURN(std::shared_ptr<const WeightSource> snapshot,
                             training::MakeWeightSnapshot(parameters, weights));
     snapshot_ = snapshot;
