@@ -2,7 +2,11 @@
 
 #include <ATen/Context.h>
 #include <ATen/Parallel.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
 
+#include <algorithm>
+
+#include "absl/strings/str_cat.h"
 #include "common/base/error.h"
 #include "common/base/physical_cores.h"
 #include "common/ops/ops.h"
@@ -10,7 +14,8 @@
 namespace tandem {
 
 void SetComputeThreads(const ComputeOptions& options) {
-  at::set_num_threads(options.num_threads > 0 ? options.num_threads : PhysicalCores());
+  const int share = std::max(PhysicalCores() / options.local_world_size, 1);
+  at::set_num_threads(options.num_threads > 0 ? options.num_threads : share);
 }
 
 absl::StatusOr<Placement> SetUpCompute(const ComputeOptions& options) {
@@ -21,7 +26,18 @@ absl::StatusOr<Placement> SetUpCompute(const ComputeOptions& options) {
     return FieldError(absl::StatusCode::kFailedPrecondition, "compute.device",
                       "this machine or this build has no CUDA device");
   }
-  return Placement{.device = cuda ? at::kCUDA : at::kCPU,
+  at::Device device = at::kCPU;
+  if (cuda) {
+    device = at::Device(at::kCUDA, static_cast<at::DeviceIndex>(options.local_rank));
+    const c10::impl::VirtualGuardImpl guard(at::kCUDA);
+    if (options.local_rank >= guard.deviceCount()) {
+      return FieldError(absl::StatusCode::kFailedPrecondition, "compute.device",
+                        absl::StrCat("this machine has ", guard.deviceCount(),
+                                     " CUDA devices, none for local rank ", options.local_rank));
+    }
+    guard.setDevice(device);
+  }
+  return Placement{.device = device,
                    .dtype = options.dtype == "bfloat16" ? at::kBFloat16 : at::kFloat};
 }
 

@@ -1,5 +1,7 @@
 #include "common/parallel/c10d_transport.h"
 
+#include <c10/util/Logging.h>
+
 #include <algorithm>
 #include <chrono>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
@@ -23,6 +25,8 @@ namespace {
 
 c10::intrusive_ptr<c10d::Store> OpenStore(const RankEnvironment& environment, bool host,
                                           absl::Duration timeout) {
+  // It warns of every address that has no name.
+  FLAGS_caffe2_log_level = c10::GLOG_ERROR;
   c10d::TCPStoreOptions options;
   options.port = static_cast<std::uint16_t>(environment.master_port);
   options.isServer = host;
@@ -140,16 +144,18 @@ std::unique_ptr<ProcessGroup> ProcessGroup::Create(const RankStore& store, const
                                              .device = device,
                                              .timeout = absl::ToChronoMilliseconds(timeout),
                                              .backend = nullptr});
-  if (device.is_cpu()) {
-    state->interface = c10d::ProcessGroupGloo::createDeviceForHostname(store.state_->local_address);
-  }
+  // Also of a group on a GPU, which may split off one on the host.
+  state->interface = c10d::ProcessGroupGloo::createDeviceForHostname(store.state_->local_address);
   state->Open(name, rank, size);
   return std::unique_ptr<ProcessGroup>(new ProcessGroup(std::move(state)));
 }
 
-std::unique_ptr<ProcessGroup> ProcessGroup::CreateSubgroup(const std::string& name, int rank,
-                                                           int size) const {
+std::unique_ptr<ProcessGroup> ProcessGroup::CreateSubgroup(
+    const std::string& name, int rank, int size, at::Device device,
+    std::optional<absl::Duration> timeout) const {
   auto state = std::make_unique<State>(*state_);
+  state->device = device;
+  if (timeout.has_value()) state->timeout = absl::ToChronoMilliseconds(*timeout);
   state->Open(name, rank, size);
   return std::unique_ptr<ProcessGroup>(new ProcessGroup(std::move(state)));
 }

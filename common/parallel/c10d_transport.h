@@ -9,12 +9,13 @@
 
 #include <functional>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
 #include "absl/status/statusor.h"
 #include "absl/time/time.h"
-#include "common/parallel/rank_environment.h"
+#include "common/base/rank_environment.h"
 
 namespace tandem::parallel {
 
@@ -58,8 +59,10 @@ class ProcessGroup {
   static std::unique_ptr<ProcessGroup> Create(const RankStore& store, const std::string& name,
                                               int rank, int size, at::Device device,
                                               absl::Duration timeout);
-  // Another group over the same store and network interface.
-  std::unique_ptr<ProcessGroup> CreateSubgroup(const std::string& name, int rank, int size) const;
+  // Another group over the same store and network interface; without a timeout, this one's.
+  std::unique_ptr<ProcessGroup> CreateSubgroup(const std::string& name, int rank, int size,
+                                               at::Device device,
+                                               std::optional<absl::Duration> timeout) const;
   ~ProcessGroup();
   ProcessGroup(const ProcessGroup&) = delete;
   ProcessGroup& operator=(const ProcessGroup&) = delete;

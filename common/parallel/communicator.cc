@@ -116,7 +116,8 @@ absl::StatusOr<std::shared_ptr<Communicator>> Communicator::Connect(
 }
 
 std::shared_ptr<Communicator> Communicator::Split(const std::string& name,
-                                                  const std::vector<std::vector<int>>& groups) {
+                                                  const std::vector<std::vector<int>>& groups,
+                                                  const SplitOptions& options) {
   const std::string what = absl::StrCat("split '", name, "'");
   std::shared_ptr<Communicator> mine;
   std::vector<bool> seen(size(), false);
@@ -133,8 +134,9 @@ std::shared_ptr<Communicator> Communicator::Split(const std::string& name,
       ranks.push_back(ranks_[member]);
     }
     if (rank >= 0) {
-      mine.reset(new Communicator(name, std::move(ranks), rank, device_));
+      mine.reset(new Communicator(name, std::move(ranks), rank, options.device.value_or(device_)));
       mine->store_ = store_;
+      mine->on_failure_ = on_failure_;
       key = absl::StrCat(name_, "/", splits_, "/", index);
     }
     ++index;
@@ -143,7 +145,8 @@ std::shared_ptr<Communicator> Communicator::Split(const std::string& name,
   if (group_ == nullptr) return mine;
   Run(what, -1, [&] {
     if (mine != nullptr && mine->size() > 1) {
-      mine->group_ = group_->CreateSubgroup(key, mine->rank(), mine->size());
+      mine->group_ =
+          group_->CreateSubgroup(key, mine->rank(), mine->size(), mine->device_, options.timeout);
     }
     // A rank that went on and left could take the store with it.
     group_->Barrier()();
@@ -161,9 +164,11 @@ void Communicator::Run(absl::string_view what, int peer, absl::FunctionRef<void(
   } catch (const std::exception& error) {
     message = error.what();
   }
-  TORCH_CHECK(false, what, " in '", name_, "' on rank ", ranks_[rank_], " of ranks ",
-              absl::StrJoin(ranks_, ", "),
-              peer < 0 ? "" : absl::StrCat(", with rank ", ranks_[peer]), ": ", message);
+  const std::string failure = absl::StrCat(
+      what, " in '", name_, "' on rank ", ranks_[rank_], " of ranks ", absl::StrJoin(ranks_, ", "),
+      peer < 0 ? "" : absl::StrCat(", with rank ", ranks_[peer]), ": ", message);
+  if (on_failure_ != nullptr) on_failure_(failure);
+  TORCH_CHECK(false, failure);
 }
 
 void Communicator::CheckTensor(absl::string_view what, const at::Tensor& tensor) const {

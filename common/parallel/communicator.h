@@ -8,6 +8,7 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -16,7 +17,7 @@
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
 #include "absl/time/time.h"
-#include "common/parallel/rank_environment.h"
+#include "common/base/rank_environment.h"
 
 namespace tandem::parallel {
 
@@ -27,6 +28,12 @@ struct CommunicatorOptions {
   at::Device device = at::kCPU;  // of all tensors: Gloo on the CPU, NCCL on CUDA
   // How long one rank waits for another: in Connect, and in every collective on the CPU.
   absl::Duration timeout = absl::Minutes(10);
+};
+
+// Of a group that differs from the one that it is split off.
+struct SplitOptions {
+  std::optional<at::Device> device;
+  std::optional<absl::Duration> timeout;
 };
 
 enum class Reduction { kSum, kMax };
@@ -91,7 +98,14 @@ class Communicator {
   // rank; nullptr if none does. Collective over this communicator: every rank passes the same list,
   // and no rank is in two groups. `name` is for messages.
   std::shared_ptr<Communicator> Split(const std::string& name,
-                                      const std::vector<std::vector<int>>& groups);
+                                      const std::vector<std::vector<int>>& groups,
+                                      const SplitOptions& options = {});
+
+  // Called with the message of every collective that fails, before it throws, here and in groups
+  // that are split off from now on.
+  void SetFailureHandler(std::function<void(const std::string& failure)> handler) {
+    on_failure_ = std::move(handler);
+  }
 
   int rank() const { return rank_; }
   int size() const { return static_cast<int>(ranks_.size()); }
@@ -153,6 +167,7 @@ class Communicator {
   const at::Device device_;
   int splits_ = 0;
   CommunicationVolume volume_;
+  std::function<void(const std::string&)> on_failure_;
   std::shared_ptr<RankStore> store_;     // shared with subgroups; it outlives the connections
   std::unique_ptr<ProcessGroup> group_;  // none for a single rank
 };

@@ -1,13 +1,12 @@
 #include "common/parallel/rank_agreement.h"
 
 #include <map>
-#include <string>
+#include <utility>
 #include <vector>
 
 #include "absl/strings/cord.h"
 #include "absl/strings/string_view.h"
-#include "common/base/status_macros.h"
-#include "common/base/struct_bytes.h"
+#include "common/tensor/catch_torch_errors.h"
 
 namespace tandem::parallel {
 namespace {
@@ -16,6 +15,11 @@ struct PlainStatus {
   int code = 0;
   std::string message;
   std::map<std::string, std::string> payloads;
+};
+
+struct Answer {
+  PlainStatus status;
+  std::string bytes;  // if the status is OK
 };
 
 PlainStatus ToPlain(const absl::Status& status) {
@@ -42,6 +46,19 @@ absl::Status Agree(Communicator& ranks, const absl::Status& status) {
     if (theirs.code != 0) return FromPlain(theirs);
   }
   return absl::OkStatus();
+}
+
+absl::StatusOr<std::string> BytesFromRankZero(
+    Communicator& ranks, absl::FunctionRef<absl::StatusOr<std::string>()> compute) {
+  Answer answer;
+  if (ranks.rank() == 0) {
+    absl::StatusOr<std::string> bytes = CatchTorchErrors("rank 0", compute);
+    answer.status = ToPlain(bytes.status());
+    if (bytes.ok()) answer.bytes = *std::move(bytes);
+  }
+  TANDEM_ASSIGN_OR_RETURN(answer, FromBytes<Answer>(ranks.BroadcastBytes(ToBytes(answer), 0)));
+  TANDEM_RETURN_IF_ERROR(FromPlain(answer.status));
+  return std::move(answer.bytes);
 }
 
 }  // namespace tandem::parallel

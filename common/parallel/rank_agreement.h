@@ -1,8 +1,14 @@
-// What ranks tell each other about errors: one of them may have met one that the others have not.
+// What ranks tell each other that one of them alone knows: an error, an answer from outside.
 #ifndef TANDEM_COMMON_PARALLEL_RANK_AGREEMENT_H_
 #define TANDEM_COMMON_PARALLEL_RANK_AGREEMENT_H_
 
+#include <string>
+
+#include "absl/functional/function_ref.h"
 #include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "common/base/status_macros.h"
+#include "common/base/struct_bytes.h"
 #include "common/parallel/communicator.h"
 
 namespace tandem::parallel {
@@ -10,6 +16,24 @@ namespace tandem::parallel {
 // The same status on every rank: OK if all are, else that of the lowest rank that has an error.
 // Collective. Throws c10::Error.
 absl::Status Agree(Communicator& ranks, const absl::Status& status);
+
+// The bytes, or the error, that `compute` returns on rank 0; it is not called on the others.
+// Collective. Throws c10::Error.
+absl::StatusOr<std::string> BytesFromRankZero(
+    Communicator& ranks, absl::FunctionRef<absl::StatusOr<std::string>()> compute);
+
+// The same for a struct (common/base/struct_bytes.h).
+template <typename T>
+absl::StatusOr<T> FromRankZero(Communicator& ranks,
+                               absl::FunctionRef<absl::StatusOr<T>()> compute) {
+  if (ranks.size() == 1) return compute();
+  TANDEM_ASSIGN_OR_RETURN(const std::string bytes,
+                          BytesFromRankZero(ranks, [&]() -> absl::StatusOr<std::string> {
+                            TANDEM_ASSIGN_OR_RETURN(const T value, compute());
+                            return ToBytes(value);
+                          }));
+  return FromBytes<T>(bytes);
+}
 
 }  // namespace tandem::parallel
 

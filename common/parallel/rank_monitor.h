@@ -9,14 +9,14 @@
 
 #include "absl/status/statusor.h"
 #include "absl/time/time.h"
-#include "common/parallel/rank_environment.h"
+#include "common/base/rank_environment.h"
 
 namespace tandem::parallel {
 
 struct RankMonitorOptions {
   // Logs the event "rank_failure" and ends the process with exit code 1, at once: other threads may
   // wait for the lost rank inside a collective, and cannot be stopped.
-  static void EndProcess(const std::string& failure);
+  [[noreturn]] static void EndProcess(const std::string& failure);
 
   absl::Duration interval = absl::Seconds(1);  // between two heartbeats
   absl::Duration silence = absl::Seconds(15);  // of a rank that counts as lost

@@ -21,7 +21,7 @@
 
 #include "absl/time/time.h"
 #include "common/parallel/communicator.h"
-#include "common/parallel/rank_environment.h"
+#include "common/base/rank_environment.h"
 
 namespace tandem::parallel {
 

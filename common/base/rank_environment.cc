@@ -1,4 +1,4 @@
-#include "common/parallel/rank_environment.h"
+#include "common/base/rank_environment.h"
 
 #include <cstdlib>
 #include <limits>
@@ -11,7 +11,7 @@
 #include "common/base/field_check.h"
 #include "common/base/status_macros.h"
 
-namespace tandem::parallel {
+namespace tandem {
 namespace {
 
 constexpr int kMaxPort = 65535;
@@ -39,7 +39,8 @@ absl::StatusOr<int> IntVariable(const char* name, int min, int max) {
 
 absl::StatusOr<RankEnvironment> ReadRankEnvironment() {
   bool any = false;
-  for (const char* name : {"RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"}) {
+  for (const char* name :
+       {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}) {
     any = any || Variable(name).has_value();
   }
   RankEnvironment environment;
@@ -47,6 +48,11 @@ absl::StatusOr<RankEnvironment> ReadRankEnvironment() {
   TANDEM_ASSIGN_OR_RETURN(environment.world_size,
                           IntVariable("WORLD_SIZE", 1, std::numeric_limits<int>::max()));
   TANDEM_ASSIGN_OR_RETURN(environment.rank, IntVariable("RANK", 0, environment.world_size - 1));
+  environment.local_world_size = environment.world_size;
+  if (Variable("LOCAL_WORLD_SIZE").has_value()) {
+    TANDEM_ASSIGN_OR_RETURN(environment.local_world_size,
+                            IntVariable("LOCAL_WORLD_SIZE", 1, environment.world_size));
+  }
   environment.local_rank = environment.rank;
   if (Variable("LOCAL_RANK").has_value()) {
     TANDEM_ASSIGN_OR_RETURN(environment.local_rank,
@@ -60,4 +66,4 @@ absl::StatusOr<RankEnvironment> ReadRankEnvironment() {
   return environment;
 }
 
-}  // namespace tandem::parallel
+}  // namespace tandem

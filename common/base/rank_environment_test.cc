@@ -1,4 +1,4 @@
-#include "common/parallel/rank_environment.h"
+#include "common/base/rank_environment.h"
 
 #include <gtest/gtest.h>
 
@@ -8,7 +8,7 @@
 
 #include "common/base/error.h"
 
-namespace tandem::parallel {
+namespace tandem {
 namespace {
 
 using Variables = std::map<std::string, std::string>;
@@ -16,6 +16,7 @@ using Variables = std::map<std::string, std::string>;
 const Variables kComplete = {{"RANK", "5"},
                              {"WORLD_SIZE", "8"},
                              {"LOCAL_RANK", "1"},
+                             {"LOCAL_WORLD_SIZE", "4"},
                              {"MASTER_ADDR", "node-0"},
                              {"MASTER_PORT", "29500"}};
 
@@ -33,6 +34,7 @@ TEST(RankEnvironmentTest, NothingSetIsAWorldOfOne) {
   EXPECT_EQ(environment->rank, 0);
   EXPECT_EQ(environment->world_size, 1);
   EXPECT_EQ(environment->local_rank, 0);
+  EXPECT_EQ(environment->local_world_size, 1);
 }
 
 TEST(RankEnvironmentTest, ReadsWhatTorchrunSets) {
@@ -41,16 +43,19 @@ TEST(RankEnvironmentTest, ReadsWhatTorchrunSets) {
   EXPECT_EQ(environment->rank, 5);
   EXPECT_EQ(environment->world_size, 8);
   EXPECT_EQ(environment->local_rank, 1);
+  EXPECT_EQ(environment->local_world_size, 4);
   EXPECT_EQ(environment->master_addr, "node-0");
   EXPECT_EQ(environment->master_port, 29500);
 }
 
-TEST(RankEnvironmentTest, TheLocalRankIsTheRankUnlessItIsSet) {
+TEST(RankEnvironmentTest, OneMachineUnlessItsRanksAreSet) {
   Variables variables = kComplete;
   variables.erase("LOCAL_RANK");
+  variables.erase("LOCAL_WORLD_SIZE");
   const auto environment = ReadWith(variables);
   ASSERT_TRUE(environment.ok()) << environment.status();
   EXPECT_EQ(environment->local_rank, 5);
+  EXPECT_EQ(environment->local_world_size, 8);
 }
 
 TEST(RankEnvironmentTest, AMissingVariableIsNamed) {
@@ -65,10 +70,19 @@ TEST(RankEnvironmentTest, AMissingVariableIsNamed) {
 }
 
 TEST(RankEnvironmentTest, AValueThatDoesNotFitIsNamed) {
-  const std::pair<std::string, std::string> kRefused[] = {
-      {"RANK", "8"},        {"RANK", "-1"},       {"RANK", "one"},         {"RANK", ""},
-      {"WORLD_SIZE", "0"},  {"WORLD_SIZE", "8x"}, {"LOCAL_RANK", "8"},     {"LOCAL_RANK", "-1"},
-      {"MASTER_PORT", "0"}, {"MASTER_ADDR", ""},  {"MASTER_PORT", "65536"}};
+  const std::pair<std::string, std::string> kRefused[] = {{"RANK", "8"},
+                                                          {"RANK", "-1"},
+                                                          {"RANK", "one"},
+                                                          {"RANK", ""},
+                                                          {"WORLD_SIZE", "0"},
+                                                          {"WORLD_SIZE", "8x"},
+                                                          {"LOCAL_RANK", "8"},
+                                                          {"LOCAL_RANK", "-1"},
+                                                          {"MASTER_PORT", "0"},
+                                                          {"MASTER_ADDR", ""},
+                                                          {"MASTER_PORT", "65536"},
+                                                          {"LOCAL_WORLD_SIZE", "9"},
+                                                          {"LOCAL_WORLD_SIZE", "0"}};
   for (const auto& [name, value] : kRefused) {
     Variables variables = kComplete;
     variables[name] = value;
@@ -79,4 +93,4 @@ TEST(RankEnvironmentTest, AValueThatDoesNotFitIsNamed) {
 }
 
 }  // namespace
-}  // namespace tandem::parallel
+}  // namespace tandem

@@ -1,0 +1,99 @@
+#include "common/parallel/server_ranks.h"
+
+#include <algorithm>
+#include <numeric>
+#include <utility>
+#include <vector>
+
+#include "absl/strings/cord.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_split.h"
+#include "absl/strings/string_view.h"
+#include "absl/time/clock.h"
+#include "common/base/status_macros.h"
+#include "common/tensor/catch_torch_errors.h"
+
+namespace tandem::parallel {
+namespace {
+
+// Commands may be hours apart. A rank that is lost meanwhile ends the process by the monitor.
+constexpr absl::Duration kNoLimit = absl::Hours(24 * 365);
+
+// "'a: 1', where rank 0 has 'a: 2'".
+std::string FirstDifference(absl::string_view theirs, absl::string_view of_rank_zero) {
+  const std::vector<absl::string_view> a = absl::StrSplit(theirs, '\n');
+  const std::vector<absl::string_view> b = absl::StrSplit(of_rank_zero, '\n');
+  const auto [at_a, at_b] = std::mismatch(a.begin(), a.end(), b.begin(), b.end());
+  const auto line = [](auto at, auto end) {
+    return at == end ? "nothing" : absl::StrCat("'", *at, "'");
+  };
+  return absl::StrCat(line(at_a, a.end()), ", where rank 0 has ", line(at_b, b.end()));
+}
+
+}  // namespace
+
+absl::StatusOr<std::shared_ptr<ServerRanks>> ServerRanks::Connect(
+    const ServerRanksOptions& options) {
+  std::shared_ptr<ServerRanks> ranks(new ServerRanks);
+  TANDEM_ASSIGN_OR_RETURN(
+      ranks->world_,
+      Communicator::Connect(options.environment,
+                            {.device = options.device, .timeout = options.timeouts.collective}));
+  TANDEM_ASSIGN_OR_RETURN(
+      ranks->monitor_,
+      RankMonitor::Start(options.environment, {.silence = options.timeouts.silence}));
+  ranks->world_->SetFailureHandler(
+      [monitor = ranks->monitor_, silence = options.timeouts.silence](const std::string& failure) {
+        // If it is because a rank is lost, the monitor knows which, and ends the process.
+        absl::SleepFor(2 * silence);
+        monitor->Fail(failure);
+        RankMonitorOptions::EndProcess(failure);
+      });
+  TANDEM_RETURN_IF_ERROR(CatchTorchErrors("ranks", [&]() -> absl::Status {
+    std::vector<int> all(static_cast<size_t>(ranks->size()));
+    std::iota(all.begin(), all.end(), 0);
+    ranks->commands_ =
+        ranks->world_->Split("commands", {all}, {.device = at::kCPU, .timeout = kNoLimit});
+    return absl::OkStatus();
+  }));
+  return ranks;
+}
+
+ServerRanks::~ServerRanks() {
+  if (monitor_ != nullptr) monitor_->Leave();
+}
+
+absl::Status ServerRanks::Agree(const absl::Status& status) {
+  if (status.ok() || leads()) return parallel::Agree(*commands_, status);
+  absl::Status named(status.code(), absl::StrCat("rank ", rank(), ": ", status.message()));
+  status.ForEachPayload(
+      [&](absl::string_view url, const absl::Cord& payload) { named.SetPayload(url, payload); });
+  return parallel::Agree(*commands_, named);
+}
+
+void ServerRanks::Announce(const Command& command) {
+  if (size() > 1) commands_->BroadcastBytes(ToBytes(command), 0);
+}
+
+ServerRanks::Command ServerRanks::Await() {
+  absl::StatusOr<Command> command = FromBytes<Command>(commands_->BroadcastBytes("", 0));
+  TORCH_CHECK(command.ok(), command.status().message());
+  return *std::move(command);
+}
+
+absl::Status ServerRanks::CheckSame(absl::string_view what, const std::string& text) {
+  const std::vector<std::string> all = commands_->AllGatherBytes(text);
+  for (size_t rank = 1; rank < all.size(); ++rank) {
+    if (all[rank] == all[0]) continue;
+    return absl::FailedPreconditionError(absl::StrCat("rank ", rank, " has another ", what, ": ",
+                                                      FirstDifference(all[rank], all[0])));
+  }
+  return absl::OkStatus();
+}
+
+void ServerRanks::Fail(const std::string& message) {
+  monitor_->Fail(message);
+  RankMonitorOptions::EndProcess(message);
+}
+
+}  // namespace tandem::parallel
