@@ -9,13 +9,13 @@
 
 namespace tandem {
 
-// OK for "single"; UNIMPLEMENTED for "zero" and "megatron", INVALID_ARGUMENT for others, both
+// OK for "single" and "zero"; UNIMPLEMENTED for "megatron", INVALID_ARGUMENT for others, both
 // naming "strategy.name".
 inline absl::Status CheckStrategyName(absl::string_view name) {
-  if (name == "single") return absl::OkStatus();
-  if (name == "zero" || name == "megatron") {
+  if (name == "single" || name == "zero") return absl::OkStatus();
+  if (name == "megatron") {
     return FieldError(absl::StatusCode::kUnimplemented, "strategy.name",
-                      absl::StrCat(name, " is not there yet; use single"));
+                      absl::StrCat(name, " is not there yet; use single or zero"));
   }
   return InvalidField("strategy.name",
                       absl::StrCat("must be single, zero or megatron, got \"", name, "\""));

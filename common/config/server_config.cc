@@ -8,6 +8,7 @@
 #include <limits>
 #include <span>
 #include <string>
+#include <utility>
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
@@ -168,9 +169,37 @@ absl::Status Resolve(v1::BatchOptions* batch) {
                     {"auto", "cce", "torch_compile", "pytorch"});
 }
 
+// A field that says something to another strategy than the one that is named.
+absl::Status CheckStrategyFields(const v1::StrategyOptions& strategy) {
+  const bool zero = strategy.name() == "zero";
+  for (const auto& [field, given] :
+       {std::pair{"stage", strategy.has_stage()},
+        std::pair{"overlap_comm", strategy.has_overlap_comm()},
+        std::pair{"offload_optimizer", strategy.has_offload_optimizer()}}) {
+    if (given && !zero) {
+      return InvalidField(absl::StrCat("strategy.", field),
+                          absl::StrCat("is of strategy zero, not of ", strategy.name()));
+    }
+  }
+  return absl::OkStatus();
+}
+
 absl::Status Resolve(v1::StrategyOptions* strategy) {
   if (strategy->name().empty()) strategy->set_name("single");
-  return CheckStrategyName(strategy->name());
+  TANDEM_RETURN_IF_ERROR(CheckStrategyName(strategy->name()));
+  TANDEM_RETURN_IF_ERROR(CheckStrategyFields(*strategy));
+  if (strategy->name() == "zero") {
+    TANDEM_DEFAULT(strategy, stage, 2);
+    TANDEM_DEFAULT(strategy, overlap_comm, true);
+    TANDEM_DEFAULT(strategy, offload_optimizer, false);
+    TANDEM_RETURN_IF_ERROR(CheckInRange("strategy.stage", strategy->stage(), 1, 3));
+  }
+  TANDEM_DEFAULT(strategy, heartbeat_timeout_seconds, 15);
+  TANDEM_DEFAULT(strategy, collective_timeout_seconds, 600);
+  TANDEM_RETURN_IF_ERROR(CheckInRange("strategy.heartbeat_timeout_seconds",
+                                      strategy->heartbeat_timeout_seconds(), 1.0, 86400.0));
+  return CheckInRange("strategy.collective_timeout_seconds", strategy->collective_timeout_seconds(),
+                      1.0, 86400.0);
 }
 
 // What trainer and critic share.

@@ -4,7 +4,6 @@
 #include <ATen/core/grad_mode.h>
 
 #include "common/base/status_macros.h"
-#include "common/base/strategy_name.h"
 #include "common/parallel/block_pass.h"
 #include "common/parallel/optimizer_state.h"
 #include "common/parallel/optimizer_step.h"
@@ -136,11 +135,6 @@ absl::Status SingleStrategy::LoadOptimizer(const std::string& directory) {
                             ReadOptimizerState(directory, WholeSlices(parameters_), trained));
     return optimizer_->LoadState(state);
   });
-}
-
-absl::StatusOr<std::unique_ptr<Strategy>> CreateStrategy(absl::string_view name) {
-  TANDEM_RETURN_IF_ERROR(CheckStrategyName(name));
-  return std::make_unique<SingleStrategy>();
 }
 
 }  // namespace tandem::parallel

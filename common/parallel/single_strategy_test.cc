@@ -11,6 +11,7 @@
 #include "common/base/not_finite.h"
 #include "common/model/testing/models.h"
 #include "common/model/testing/tiny_model_dir.h"
+#include "common/parallel/create_strategy.h"
 #include "common/parallel/testing/strategy_runs.h"
 
 namespace tandem::parallel {
@@ -169,9 +170,12 @@ TEST(SingleStrategyTest, ComputeCopiesFollowUpdatesAndLoads) {
 }
 
 TEST(StrategyTest, OthersAreNotThereYet) {
-  EXPECT_TRUE(CreateStrategy("single").ok());
-  EXPECT_EQ(CreateStrategy("zero").status().code(), absl::StatusCode::kUnimplemented);
-  EXPECT_EQ(FieldPath(CreateStrategy("nonsense").status()), "strategy.name");
+  const auto alone = Communicator::Connect({}, {}).value();
+  EXPECT_TRUE(CreateStrategy({.name = "single"}, alone).ok());
+  EXPECT_TRUE(CreateStrategy({.name = "zero"}, alone).ok());
+  EXPECT_EQ(CreateStrategy({.name = "megatron"}, alone).status().code(),
+            absl::StatusCode::kUnimplemented);
+  EXPECT_EQ(FieldPath(CreateStrategy({.name = "nonsense"}, alone).status()), "strategy.name");
 }
 
 }  // namespace

@@ -109,9 +109,6 @@ class Strategy {
   virtual absl::Status LoadOptimizer(const std::string& directory) = 0;
 };
 
-// By the name in the configuration, with the errors of CheckStrategyName.
-absl::StatusOr<std::unique_ptr<Strategy>> CreateStrategy(absl::string_view name);
-
 }  // namespace tandem::parallel
 
 #endif  // TANDEM_COMMON_PARALLEL_STRATEGY_H_

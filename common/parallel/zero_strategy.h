@@ -19,17 +19,10 @@
 #include "common/parallel/communicator.h"
 #include "common/parallel/optimizer_state.h"
 #include "common/parallel/strategy.h"
+#include "common/parallel/zero_options.h"
 #include "common/training/adamw.h"
 
 namespace tandem::parallel {
-
-struct ZeroOptions {
-  int stage = 2;
-  // Starts the next block's gathering, and the last block's adding up, beside the computation.
-  bool overlap_comm = true;
-  // Keeps the optimizer's state, and updates, on the CPU.
-  bool offload_optimizer = false;
-};
 
 class ZeroStrategy : public Strategy {
  public:

@@ -51,6 +51,10 @@ inline constexpr MetricSpec kServerInfo{MetricType::kGauge,
                                         {"role", "version"}};
 inline constexpr MetricSpec kServerStart{MetricType::kGauge, "tandem_server_start_time_seconds",
                                          "Unix time at which the process started."};
+inline constexpr MetricSpec kServerRank{MetricType::kGauge, "tandem_server_rank",
+                                        "Which of the server's processes this one is."};
+inline constexpr MetricSpec kServerRanks{MetricType::kGauge, "tandem_server_ranks",
+                                         "Processes of the server."};
 inline constexpr MetricSpec kWeightsVersion{MetricType::kGauge, "tandem_weights_version",
                                             "Version of the weights that the server holds."};
 inline constexpr MetricSpec kLastProgress{

@@ -32,6 +32,8 @@ constexpr int kExitBadConfig = 2;
 
 // Beyond the drain deadline, for work that cannot be cancelled.
 constexpr absl::Duration kExitGrace = absl::Seconds(5);
+// Between those of two ranks: the defaults of the three servers lie next to each other.
+constexpr int kPortsOfRank = 10;
 // How often the main thread looks whether something is done, while it listens for signals.
 constexpr absl::Duration kPoll = absl::Milliseconds(20);
 
@@ -151,11 +153,20 @@ bool RunUnless(absl::FunctionRef<bool()> give_up, absl::FunctionRef<void()> work
   return true;
 }
 
+// Ranks on one machine have ports of their own.
+config::v1::ServerOptions OfRank(config::v1::ServerOptions options, int rank) {
+  if (options.grpc_port() != 0) options.set_grpc_port(options.grpc_port() + kPortsOfRank * rank);
+  if (options.metrics_port() != 0) {
+    options.set_metrics_port(options.metrics_port() + kPortsOfRank * rank);
+  }
+  return options;
+}
+
 int ExitCode(const ServerApp& app) { return app.HasUnsavedState() ? kExitFailure : kExitOk; }
 
 void WaitUntilAsked(ServerApp& app, Server& server, Signals& signals) {
   bool serving = true;
-  while (!signals.Wait(absl::Seconds(1))) {
+  while (!signals.Wait(absl::Seconds(1)) && !app.Ended()) {
     const absl::Status health = CatchExceptions("health", [&] { return app.CheckHealth(); });
     if (health.ok() == serving) continue;
     serving = health.ok();
@@ -196,7 +207,9 @@ int RunServer(int argc, char** argv, const ServerProgram& program) {
   }
   if (!status.ok()) return StartFailed(status, kExitBadConfig);
 
-  const config::v1::ServerOptions options = program.options();
+  const absl::StatusOr<RankEnvironment> environment = ReadRankEnvironment();
+  if (!environment.ok()) return StartFailed(environment.status(), kExitBadConfig);
+  const config::v1::ServerOptions options = OfRank(program.options(), environment->rank);
   SetLogLevel(config::LogLevelOf(options));
   TakeGrpcLog();
   Metrics metrics;
@@ -208,7 +221,13 @@ int RunServer(int argc, char** argv, const ServerProgram& program) {
   metrics.Gauge(metric::kServerStart).Set(absl::ToDoubleSeconds(start_time - absl::UnixEpoch()));
   metrics.Gauge(metric::kCallQueueCapacity).Set(static_cast<double>(executor->queue_capacity()));
 
-  ServerRuntime runtime{.executor = *executor, .metrics = metrics, .start_time = start_time};
+  metrics.Gauge(metric::kServerRank).Set(environment->rank);
+  metrics.Gauge(metric::kServerRanks).Set(environment->world_size);
+
+  ServerRuntime runtime{.executor = *executor,
+                        .metrics = metrics,
+                        .start_time = start_time,
+                        .environment = *environment};
   std::unique_ptr<ServerApp> app = program.create(runtime);
   absl::StatusOr<std::unique_ptr<Server>> server =
       Server::Start(options, app->services(), &metrics);

@@ -7,6 +7,9 @@
 //         });
 //   }
 //
+// A server of several ranks is so many processes with the variables of torchrun (RANK, WORLD_SIZE,
+// MASTER_ADDR, MASTER_PORT, …). Rank r's ports are those of the configuration plus 10 r.
+//
 // Command line: --config FILE, [dotted.key=value …], --check-config, --version, --help.
 // A start that fails says why in one line of JSON on stderr, {"event":"start_failed","code":…,
 // "message":…}, the last it writes. --check-config prints the resolved configuration and, as
@@ -30,6 +33,7 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/time/time.h"
+#include "common/base/rank_environment.h"
 #include "common/base/status_macros.h"
 #include "common/config/server_config.h"
 #include "common/model/memory_plan.h"
@@ -46,6 +50,7 @@ struct ServerRuntime {
   absl::Time start_time;
   // Where other servers reach this one (address.h); known once the ports are bound, before Load.
   std::string advertised_address = {};
+  RankEnvironment environment = {};  // this process among the ranks of its server
 };
 
 // What one of the servers plugs in. Order of calls: constructor, services (before loading: the gate
@@ -74,6 +79,9 @@ class ServerApp {
   // in the engine return soon. Saves what has to be saved, however long that takes. The engine
   // itself goes with the destructor.
   virtual void Stop() {}
+
+  // Whether this rank has nothing to do any more: it stops as if it had been told to. After Load.
+  virtual bool Ended() const { return false; }
 
   // Whether there is something that Stop saves, or could not save. After Load, from any thread.
   virtual bool HasUnsavedState() const { return false; }

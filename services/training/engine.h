@@ -1,5 +1,7 @@
 // What the engines of trainer and critic offer alike. Plain structs, no tensors, no gRPC.
 //
+// A server of several ranks has an engine on each. Rank 0's is called; the others do what it does.
+//
 // Methods are thread-safe. Those that take a call wait for their turn on the engine's thread: they
 // leave with CANCELLED or DEADLINE_EXCEEDED, and nothing done, when the call is over before that,
 // and with UNAVAILABLE after Shutdown. The others never wait for a running step.
@@ -13,10 +15,13 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "common/base/call_scope.h"
+#include "common/base/rank_environment.h"
 #include "common/base/weights_version.h"
 #include "common/checkpoint/checkpoint.h"
 #include "common/model/compute_options.h"
 #include "common/model/model_summary.h"
+#include "common/parallel/rank_timeouts.h"
+#include "common/parallel/strategy_options.h"
 #include "common/tensor/dtype.h"
 #include "common/training/optimizer_options.h"
 #include "common/training/step_report.h"
@@ -26,7 +31,11 @@ namespace tandem::training {
 
 struct TrainingOptions {
   std::string model;  // Hugging Face directory
-  std::string strategy = "single";
+  parallel::StrategyOptions strategy;
+  RankEnvironment environment;  // this process among the ranks of the server
+  parallel::RankTimeouts rank_timeouts;
+  // What must be the same on every rank, as lines of text.
+  std::string configuration;
   OptimizerOptions optimizer;
   int64_t micro_batch_tokens = 2048;
   int64_t max_model_len = 2048;
@@ -64,8 +73,11 @@ class Engine {
   virtual absl::Status LoadBaseModel(const CallScope& call) = 0;
   virtual absl::Status ExportModel(const CallScope& call, const std::string& path, DType dtype) = 0;
 
-  // Ends the engine's thread after the running command.
+  // Ends the engine's thread after the running command. On a rank other than 0 it waits until rank
+  // 0 shuts down.
   virtual void Shutdown() = 0;
+  // Whether rank 0 has shut down: this rank has nothing to do any more.
+  virtual bool ended() const = 0;
 };
 
 }  // namespace tandem::training

@@ -14,6 +14,7 @@
 #include "common/base/not_finite.h"
 #include "common/base/status_macros.h"
 #include "common/model/compute_setup.h"
+#include "common/parallel/create_strategy.h"
 #include "common/tensor/weights_digest.h"
 #include "services/training/training_checkpoint.h"
 
@@ -61,9 +62,6 @@ absl::StatusOr<std::unique_ptr<TrainingCore>> TrainingCore::Create(
                                      std::pair{"max_samples", options.max_samples}}) {
     if (value < 1) return InvalidField(field, "must be positive");
   }
-  if (strategy == nullptr) {
-    TANDEM_ASSIGN_OR_RETURN(strategy, parallel::CreateStrategy(options.strategy));
-  }
   std::unique_ptr<TrainingCore> core(new TrainingCore(kind, metric_prefix, options));
   TANDEM_RETURN_IF_ERROR(core->thread_.Run({}, [&] {
     return CatchTorchErrors("model", [&] { return core->Load(load, std::move(strategy)); });
@@ -76,12 +74,57 @@ TrainingCore::TrainingCore(std::string kind, std::string metric_prefix,
     : metric_prefix_(std::move(metric_prefix)),
       options_(options),
       state_{.kind = kind},
-      thread_({.name = std::move(kind), .stall_limit = kStallLimit}) {}
+      thread_({.name = std::move(kind), .stall_limit = kStallLimit}) {
+  AddCommands();
+}
+
+void TrainingCore::AddCommands() {
+  save_checkpoint_ = AddCommand<SaveRequest, absl::StatusOr<checkpoint::Saved>>(
+      "checkpoint",
+      [this](const CallScope&, const SaveRequest& request) -> absl::StatusOr<checkpoint::Saved> {
+        TANDEM_ASSIGN_OR_RETURN(checkpoint::Saved saved,
+                                SaveTraining(request.directory, request.name, request.keep, model(),
+                                             *strategy_, state_));
+        unsaved_ = false;
+        return saved;
+      });
+  load_checkpoint_ = AddCommand<std::string, absl::Status>(
+      "checkpoint to load",
+      [this](const CallScope&, const std::string& path) { return ReadCheckpoint(path); },
+      Needs::kNothing);
+  load_base_model_ = AddCommand<NoRequest, absl::Status>(
+      "base model", [this](const CallScope&, const NoRequest&) { return ReadBaseModel(); },
+      Needs::kNothing);
+  export_model_ = AddCommand<ExportRequest, absl::Status>(
+      "export", [this](const CallScope&, const ExportRequest& request) {
+        return training::ExportModel(model(), request.path, request.dtype);
+      });
+}
 
 absl::Status TrainingCore::Load(LoadOptions load, std::unique_ptr<parallel::Strategy> strategy) {
   TANDEM_ASSIGN_OR_RETURN(load.placement, SetUpCompute(options_.compute));
   load.freeze = options_.freeze;
+  TANDEM_ASSIGN_OR_RETURN(ranks_,
+                          parallel::ServerRanks::Connect({.environment = options_.environment,
+                                                          .device = load.placement.device,
+                                                          .timeouts = options_.rank_timeouts}));
+  TANDEM_RETURN_IF_ERROR(ranks_->CheckSame("configuration", options_.configuration));
   strategy_ = std::move(strategy);
+  if (strategy_ == nullptr) {
+    auto created = parallel::CreateStrategy(options_.strategy, ranks_->world());
+    TANDEM_RETURN_IF_ERROR(ranks_->Agree(created.status()));
+    strategy_ = *std::move(created);
+  }
+  TANDEM_RETURN_IF_ERROR(OnEveryRank("model", [&] { return LoadModel(load); }));
+  TANDEM_RETURN_IF_ERROR(ranks_->CheckSame("model", model().weights_digest()));
+  TANDEM_RETURN_IF_ERROR(OnEveryRank("optimizer", [&] {
+    return PrependFieldPath("optimizer", strategy_->BuildOptimizer(options_.optimizer));
+  }));
+  RecordWeights(model().weights_digest());
+  return absl::OkStatus();
+}
+
+absl::Status TrainingCore::LoadModel(const LoadOptions& load) {
   if (const absl::Status loaded = strategy_->LoadModel(options_.model, load); !loaded.ok()) {
     const bool about_freeze = FieldPath(loaded).value_or("").starts_with("freeze");
     return about_freeze ? loaded : PrependFieldPath("model", loaded);
@@ -89,16 +132,64 @@ absl::Status TrainingCore::Load(LoadOptions load, std::unique_ptr<parallel::Stra
   // Sentences are counted and clients compare it; a model without a tokenizer trains without it.
   absl::StatusOr<Vocabulary> vocabulary =
       Vocabulary::Load(options_.model, model().config().vocab_size);
-  if (vocabulary.ok()) {
-    vocabulary_ = *std::move(vocabulary);
-    vocabulary_digest_ = vocabulary_->Digest();
-  } else if (!absl::IsNotFound(vocabulary.status())) {
-    return PrependFieldPath("model", vocabulary.status());
-  }
-  TANDEM_RETURN_IF_ERROR(
-      PrependFieldPath("optimizer", strategy_->BuildOptimizer(options_.optimizer)));
-  RecordWeights(model().weights_digest());
+  if (absl::IsNotFound(vocabulary.status())) return absl::OkStatus();
+  if (!vocabulary.ok()) return PrependFieldPath("model", vocabulary.status());
+  vocabulary_ = *std::move(vocabulary);
+  vocabulary_digest_ = vocabulary_->Digest();
   return absl::OkStatus();
+}
+
+absl::Status TrainingCore::OnEveryRank(absl::string_view what,
+                                       absl::FunctionRef<absl::Status()> body) {
+  return ranks_->Agree(CatchTorchErrors(what, body));
+}
+
+absl::Status TrainingCore::Together(absl::string_view what,
+                                    absl::FunctionRef<absl::Status()> body) {
+  return thread_.Run({}, [&] { return OnEveryRank(what, body); });
+}
+
+void TrainingCore::Start() {
+  started_ = true;
+  if (!ranks_->leads()) follower_ = std::thread([this] { Follow(); });
+}
+
+void TrainingCore::Follow() {
+  for (;;) {
+    const parallel::ServerRanks::Command command = ranks_->Await();
+    if (command.name.empty()) break;
+    CallScope call;
+    call.request_id = command.request_id;
+    const absl::Status done =
+        thread_.Run(call, [&] { return commands_.at(command.name)(call, command.request); });
+    if (!done.ok()) ranks_->Fail(absl::StrCat("'", command.name, "': ", done.message()));
+  }
+  ended_ = true;
+}
+
+void TrainingCore::Shutdown() {
+  std::call_once(shut_down_, [this] {
+    if (follower_.joinable()) follower_.join();
+    if (started_ && ranks_->leads()) {
+      thread_.Post([this] { ranks_->Announce({}); }).IgnoreError();  // there is room for one more
+    }
+    thread_.Shutdown();
+  });
+}
+
+absl::Status TrainingCore::PrepareWeights() {
+  TANDEM_RETURN_IF_ERROR(broken_);
+  RefreshWeights();
+  return absl::OkStatus();
+}
+
+void TrainingCore::CheckSameOutcome(const std::string& command, const absl::Status& status) {
+  if (ranks_->size() == 1) return;
+  const absl::Status same =
+      ranks_->CheckSame(absl::StrCat("outcome of '", command, "'"),
+                        absl::StrCat(status.ToString(), ", version ", state_.version, " after ",
+                                     strategy_->optimizer_steps(), " updates"));
+  if (!same.ok()) ranks_->Fail(std::string(same.message()));
 }
 
 SequenceLimits TrainingCore::limits() const {
@@ -320,44 +411,23 @@ absl::StatusOr<int64_t> TrainingCore::ForwardBackward(absl::Span<const SequenceR
   return pass.count();
 }
 
-absl::StatusOr<checkpoint::Saved> TrainingCore::SaveCheckpoint(const CallScope& call,
-                                                               const std::string& directory,
-                                                               const std::string& name,
-                                                               int64_t keep) {
-  return Run(call, "checkpoint", [&]() -> absl::StatusOr<checkpoint::Saved> {
-    TANDEM_ASSIGN_OR_RETURN(checkpoint::Saved saved,
-                            SaveTraining(directory, name, keep, model(), *strategy_, state_));
-    unsaved_ = false;
-    return saved;
-  });
+absl::Status TrainingCore::ReadCheckpoint(const std::string& path) {
+  TANDEM_ASSIGN_OR_RETURN(TrainingCheckpoint read, ReadTraining(path, model(), state_.kind));
+  return Replace(
+      path, [&] { return strategy_->LoadOptimizer(path); }, read.weights, std::move(read.state));
 }
 
-absl::Status TrainingCore::LoadCheckpoint(const CallScope& call, const std::string& path) {
-  return thread_.Run(call, [&] {
-    return CatchTorchErrors("checkpoint", [&]() -> absl::Status {
-      TANDEM_ASSIGN_OR_RETURN(TrainingCheckpoint read, ReadTraining(path, model(), state_.kind));
-      return Replace(
-          path, [&] { return strategy_->LoadOptimizer(path); }, read.weights,
-          std::move(read.state));
-    });
-  });
-}
-
-absl::Status TrainingCore::LoadBaseModel(const CallScope& call) {
-  return thread_.Run(call, [&] {
-    return CatchTorchErrors("base model", [&]() -> absl::Status {
-      const absl::StatusOr<SourceParameters> base = model().ReadSource();
-      if (!base.ok()) return PrependFieldPath("base_model", base.status());
-      if (WeightsDigest(base->tensors) != model().weights_digest()) {
-        return FieldError(
-            absl::StatusCode::kFailedPrecondition, "base_model",
-            absl::StrCat("the weights in ", options_.model, " have changed since the start"));
-      }
-      return Replace(
-          options_.model, [&] { return strategy_->ResetOptimizer(); }, base->tensors,
-          TrainingState{.kind = state_.kind});
-    });
-  });
+absl::Status TrainingCore::ReadBaseModel() {
+  const absl::StatusOr<SourceParameters> base = model().ReadSource();
+  if (!base.ok()) return PrependFieldPath("base_model", base.status());
+  if (WeightsDigest(base->tensors) != model().weights_digest()) {
+    return FieldError(
+        absl::StatusCode::kFailedPrecondition, "base_model",
+        absl::StrCat("the weights in ", options_.model, " have changed since the start"));
+  }
+  return Replace(
+      options_.model, [&] { return strategy_->ResetOptimizer(); }, base->tensors,
+      TrainingState{.kind = state_.kind});
 }
 
 absl::Status TrainingCore::Replace(absl::string_view source,
@@ -374,11 +444,6 @@ absl::Status TrainingCore::Replace(absl::string_view source,
   unsaved_ = false;
   RefreshWeights();
   return absl::OkStatus();
-}
-
-absl::Status TrainingCore::ExportModel(const CallScope& call, const std::string& path,
-                                       DType dtype) {
-  return Run(call, "export", [&] { return training::ExportModel(model(), path, dtype); });
 }
 
 }  // namespace tandem::training

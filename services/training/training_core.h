@@ -7,11 +7,14 @@
 #include <cstddef>
 #include <cstdint>
 #include <functional>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <optional>
 #include <string>
+#include <thread>
 #include <type_traits>
+#include <utility>
 #include <vector>
 
 #include "absl/functional/function_ref.h"
@@ -20,8 +23,10 @@
 #include "absl/types/span.h"
 #include "common/base/engine_thread.h"
 #include "common/base/status_macros.h"
+#include "common/base/struct_bytes.h"
 #include "common/model/model.h"
 #include "common/model/ragged_batch.h"
+#include "common/parallel/server_ranks.h"
 #include "common/parallel/strategy.h"
 #include "common/tandem/vocabulary.h"
 #include "common/tensor/catch_torch_errors.h"
@@ -49,8 +54,9 @@ MicroBatchInput SelectRows(const RaggedBatch& batch, absl::Span<const SequenceRo
 
 class TrainingCore {
  public:
-  // Loads the model (blocks), where and as the options say. Metrics of the optimizer are reported
-  // under `metric_prefix`. Another strategy than that of the options is for tests.
+  // Joins the other ranks and loads the model (blocks), where and as the options say. Metrics of
+  // the optimizer are reported under `metric_prefix`. Another strategy than that of the options is
+  // for tests. FAILED_PRECONDITION if the ranks have other configurations or model files.
   static absl::StatusOr<std::unique_ptr<TrainingCore>> Create(
       const std::string& kind, const std::string& metric_prefix, const TrainingOptions& options,
       const LoadOptions& load, std::unique_ptr<parallel::Strategy> strategy = nullptr);
@@ -62,29 +68,77 @@ class TrainingCore {
   bool unsaved() const { return unsaved_; }
   absl::StatusOr<checkpoint::Saved> SaveCheckpoint(const CallScope& call,
                                                    const std::string& directory,
-                                                   const std::string& name, int64_t keep);
-  absl::Status LoadCheckpoint(const CallScope& call, const std::string& path);
-  absl::Status LoadBaseModel(const CallScope& call);
-  absl::Status ExportModel(const CallScope& call, const std::string& path, DType dtype);
-  void Shutdown() { thread_.Shutdown(); }
-
-  // Runs `body`, which returns a Status or StatusOr, in the call's turn, with weights whose digest
-  // is known; what it throws becomes a Status that names `what`. DATA_LOSS after an update that
-  // broke off, until a checkpoint or the base model is loaded.
-  template <typename Body>
-  auto Run(const CallScope& call, absl::string_view what, Body&& body) {
-    return thread_.Run(call, [&] {
-      return CatchTorchErrors(what, [&]() -> std::invoke_result_t<Body&> {
-        TANDEM_RETURN_IF_ERROR(broken_);
-        RefreshWeights();
-        return body();
-      });
-    });
+                                                   const std::string& name, int64_t keep) {
+    return save_checkpoint_(call, {.directory = directory, .name = name, .keep = keep});
   }
+  absl::Status LoadCheckpoint(const CallScope& call, const std::string& path) {
+    return load_checkpoint_(call, path);
+  }
+  absl::Status LoadBaseModel(const CallScope& call) { return load_base_model_(call, {}); }
+  absl::Status ExportModel(const CallScope& call, const std::string& path, DType dtype) {
+    return export_model_(call, {.path = path, .dtype = dtype});
+  }
+  void Shutdown();
+  bool ended() const { return ended_; }
+
+  // What an engine does for a call. Every rank does it, rank 0 in the call's turn: `body` runs on
+  // the engine thread, and must do the same everywhere. What it wants of the world outside, it gets
+  // by FromRankZero; the call is rank 0's. Its result is a Status or StatusOr.
+  template <typename Request, typename Result>
+  using Command = std::function<Result(const CallScope& call, const Request& request)>;
+
+  // What a command needs before it runs.
+  enum class Needs {
+    kNothing,
+    // Weights whose digest is known. DATA_LOSS after an update that broke off, until a checkpoint
+    // or the base model is loaded.
+    kWeights,
+  };
+
+  // Returns what runs the command; what `body` throws becomes a Status that names it. All commands
+  // are added before Start.
+  template <typename Request, typename Result>
+  Command<Request, Result> AddCommand(const std::string& name, Command<Request, Result> body,
+                                      Needs needs = Needs::kWeights) {
+    const auto execute = [this, name, body = std::move(body), needs](
+                             const CallScope& call, const Request& request) -> Result {
+      Result result = CatchTorchErrors(name, [&]() -> Result {
+        if (needs == Needs::kWeights) TANDEM_RETURN_IF_ERROR(PrepareWeights());
+        return body(call, request);
+      });
+      CheckSameOutcome(name, ToStatus(result));
+      return result;
+    };
+    commands_[name] = [execute](const CallScope& call, const std::string& bytes) -> absl::Status {
+      TANDEM_ASSIGN_OR_RETURN(const Request request, FromBytes<Request>(bytes));
+      (void)execute(call, request);  // rank 0 answers
+      return absl::OkStatus();
+    };
+    return [this, name, execute](const CallScope& call, const Request& request) {
+      return thread_.Run(call, [&]() -> Result {
+        if (ranks_->size() > 1) {
+          ranks_->Announce(
+              {.name = name, .request_id = call.request_id, .request = ToBytes(request)});
+        }
+        return execute(call, request);
+      });
+    };
+  }
+  // Ranks other than 0 do from now on what rank 0 does.
+  void Start();
+
+  // Runs `body` on the engine thread while the engine is being made: on every rank, with one
+  // result.
+  absl::Status Together(absl::string_view what, absl::FunctionRef<absl::Status()> body);
   void NoteProgress() { thread_.NoteProgress(); }
 
   // What follows is for the engine thread.
 
+  // What `ask` returns on rank 0, where alone it runs, however long.
+  template <typename T>
+  absl::StatusOr<T> FromRankZero(absl::FunctionRef<absl::StatusOr<T>()> ask) {
+    return ranks_->FromRankZero<T>(ask);
+  }
   Model& model() { return strategy_->model(); }
   parallel::Strategy& strategy() { return *strategy_; }
   // Adds up over the ranks what a loss has counted: a loss::MetricReduction.
@@ -133,7 +187,23 @@ class TrainingCore {
  private:
   TrainingCore(std::string kind, std::string metric_prefix, const TrainingOptions& options);
 
+  static absl::Status ToStatus(const absl::Status& status) { return status; }
+  template <typename T>
+  static absl::Status ToStatus(const absl::StatusOr<T>& result) {
+    return result.status();
+  }
+  void AddCommands();
+  absl::Status ReadCheckpoint(const std::string& path);
+  absl::Status ReadBaseModel();
+  absl::Status PrepareWeights();
+  // Ends all ranks when they have gone different ways.
+  void CheckSameOutcome(const std::string& command, const absl::Status& status);
+  // The life of the thread that waits for commands of rank 0.
+  void Follow();
+
   absl::Status Load(LoadOptions load, std::unique_ptr<parallel::Strategy> strategy);
+  absl::Status LoadModel(const LoadOptions& load);
+  absl::Status OnEveryRank(absl::string_view what, absl::FunctionRef<absl::Status()> body);
   // Sequences, how they are cut, and the first row of each.
   struct Pass {
     absl::Span<const SequenceRows> sequences;
@@ -172,6 +242,23 @@ class TrainingCore {
 
   const std::string metric_prefix_;
   const TrainingOptions options_;
+  std::shared_ptr<parallel::ServerRanks> ranks_;
+  // Errors are of the request's bytes alone.
+  std::map<std::string, std::function<absl::Status(const CallScope&, const std::string& request)>>
+      commands_;
+  struct SaveRequest {
+    std::string directory, name;
+    int64_t keep = 0;
+  };
+  struct ExportRequest {
+    std::string path;
+    DType dtype = DType::kFloat32;
+  };
+  struct NoRequest {};
+  Command<SaveRequest, absl::StatusOr<checkpoint::Saved>> save_checkpoint_;
+  Command<std::string, absl::Status> load_checkpoint_;
+  Command<NoRequest, absl::Status> load_base_model_;
+  Command<ExportRequest, absl::Status> export_model_;
   std::optional<Vocabulary> vocabulary_;
   std::string vocabulary_digest_;  // empty without one
   std::unique_ptr<parallel::Strategy> strategy_;
@@ -184,7 +271,11 @@ class TrainingCore {
   mutable std::mutex info_mutex_;
   EngineInfo info_;
 
-  EngineThread thread_;  // last: it uses everything above
+  EngineThread thread_;  // it uses everything above
+  bool started_ = false;
+  std::atomic<bool> ended_ = false;
+  std::once_flag shut_down_;
+  std::thread follower_;  // of a rank other than 0; last: it uses the engine thread
 };
 
 // Implements, for an interface that extends training::Engine, what the core does.
@@ -207,6 +298,7 @@ class CoreEngine : public Interface {
     return core_->ExportModel(call, path, dtype);
   }
   void Shutdown() final { core_->Shutdown(); }
+  bool ended() const final { return core_->ended(); }
 
  protected:
   explicit CoreEngine(std::unique_ptr<TrainingCore> core) : core_(std::move(core)) {}

@@ -63,10 +63,24 @@ class TrainingCoreTest : public ::testing::Test {
     options.optimizer.learning_rate = 1e-2;
     auto strategy = std::make_unique<FailingStrategy>();
     strategy_ = strategy.get();
-    return std::move(TrainingCore::Create("trainer", "policy/", options,
-                                          {.head = HeadKind::kLm, .requires_grad = true},
-                                          std::move(strategy)))
-        .value();
+    std::unique_ptr<TrainingCore> core =
+        std::move(TrainingCore::Create("trainer", "policy/", options,
+                                       {.head = HeadKind::kLm, .requires_grad = true},
+                                       std::move(strategy)))
+            .value();
+    train_step_ = core->AddCommand<StepIdentity, absl::StatusOr<StepResult>>(
+        "train step", [this, made = core.get()](const CallScope&, const StepIdentity& identity) {
+          using Updates = std::vector<TrainingCore::UpdateGradients>;
+          return made->Step(identity, [&](StepReport&) -> absl::StatusOr<Updates> {
+            return Updates(updates_, [&](StepReport& report) { return AddGradients(report); });
+          });
+        });
+    weights_ = core->AddCommand<std::string, absl::StatusOr<WeightsVersion>>(
+        "test", [made = core.get()](const CallScope&, const std::string&) {
+          return absl::StatusOr<WeightsVersion>(made->weights());
+        });
+    core->Start();
+    return core;
   }
 
   static StepIdentity Identity(int64_t step = 0) {
@@ -79,12 +93,8 @@ class TrainingCoreTest : public ::testing::Test {
   // A step on the sum of all hidden states, so many times.
   absl::StatusOr<StepResult> Step(const StepIdentity& identity, const CallScope& call = {},
                                   size_t updates = 1) {
-    return core_->Run(call, "train step", [&] {
-      using Updates = std::vector<TrainingCore::UpdateGradients>;
-      return core_->Step(identity, [&](StepReport&) -> absl::StatusOr<Updates> {
-        return Updates(updates, [&](StepReport& report) { return AddGradients(report); });
-      });
-    });
+    updates_ = updates;
+    return train_step_(call, identity);
   }
   absl::Status AddGradients(StepReport& report) {
     if (before_gradients != nullptr) before_gradients();
@@ -99,6 +109,9 @@ class TrainingCoreTest : public ::testing::Test {
   }
 
   std::function<void()> before_gradients;
+  size_t updates_ = 1;
+  TrainingCore::Command<StepIdentity, absl::StatusOr<StepResult>> train_step_;
+  TrainingCore::Command<std::string, absl::StatusOr<WeightsVersion>> weights_;
   TemporaryFolder folder_;
   std::unique_ptr<TrainingCore> core_;
   FailingStrategy* strategy_ = nullptr;  // of core_
@@ -148,8 +161,7 @@ TEST_F(TrainingCoreTest, AFailureBehindTheUpdateInTheStrategyCountsTheStepOnce) 
 TEST_F(TrainingCoreTest, ADigestThatFailedIsThereForWhateverComesNext) {
   strategy_->fail_publishing = 3;
   EXPECT_FALSE(Step(Identity()).ok());
-  const auto weights =
-      core_->Run({}, "test", [&]() -> absl::StatusOr<WeightsVersion> { return core_->weights(); });
+  const auto weights = weights_({}, "");
   EXPECT_EQ(weights->version, 1);
   EXPECT_NE(weights->digest, "");
 }
@@ -445,7 +457,7 @@ TEST_F(TrainingCoreTest, OptionsReachTheModel) {
 TEST_F(TrainingCoreTest, AnUnknownStrategyIsNamed) {
   TrainingOptions options;
   options.model = folder_ / "model";
-  options.strategy = "zero";
+  options.strategy.name = "megatron";
   const absl::Status status = TrainingCore::Create("trainer", "policy/", options, {}).status();
   EXPECT_EQ(status.code(), absl::StatusCode::kUnimplemented);
 }

@@ -10,9 +10,11 @@ import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import time
-from collections.abc import Callable
+import types
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -50,19 +52,28 @@ class Section:
         return self.field.replace(".", "-")
 
     @property
+    def ranks(self) -> int:
+        """Processes of the server; ConfigError for a bad number."""
+        ranks = self.config.get("ranks", 1)
+        if not isinstance(ranks, int) or isinstance(ranks, bool) or ranks < 1:
+            raise ConfigError(f"{self.field}.ranks: must be a positive number, not {ranks!r}")
+        return ranks
+
+    @property
     def binary(self) -> str:
         """The server program."""
         return f"tandem-{self.role}-server"
 
     def with_free_ports(self) -> dict[str, Any]:
-        """The configuration, with free ports where it names none; ConfigError for a bad one."""
+        """What the server reads, with free ports where it names none; ConfigError for a bad one."""
         options = self.config.get("server")
         if not isinstance(options, dict | None):
             raise ConfigError(f"{self.field}.server: must be a mapping, not {options!r}")
         host = (options or {}).get("host")
         if not isinstance(host, str | None):
             raise ConfigError(f"{self.field}.server.host: must be a string, not {host!r}")
-        return self.config | {"server": {"grpc_port": 0, "metrics_port": 0} | (options or {})}
+        config = {key: value for key, value in self.config.items() if key != "ranks"}
+        return config | {"server": {"grpc_port": 0, "metrics_port": 0} | (options or {})}
 
 
 def sections(settings: ClusterSettings) -> list[Section]:
@@ -83,13 +94,14 @@ def sections(settings: ClusterSettings) -> list[Section]:
 
 @dataclass
 class Server:
-    """One running server process."""
+    """One running server process: a server, or one rank of it. Rank 0 is the one that is called."""
 
     name: str
     role: str
     process: subprocess.Popen[bytes]
     log: Path
     host: str
+    rank: int = 0
     address: str = ""
     metrics_address: str = ""
 
@@ -103,6 +115,7 @@ class Server:
         return {
             "name": self.name,
             "role": self.role,
+            "rank": self.rank,
             "address": self.address,
             "metrics": f"http://{self.metrics_address}/metrics",
             "pid": self.process.pid,
@@ -129,6 +142,7 @@ class LocalCluster:
         self.servers: list[Server] = []
         self._build_dir = build_dir
         self._directory = Path()
+        self._held_ports: list[socket.socket] = []
         # "Dies with its parent" means the thread that started it: ours lives until stop().
         self._parent = ThreadPoolExecutor(1, thread_name_prefix="cluster")
         self._say = on_progress or (lambda _: None)
@@ -147,7 +161,7 @@ class LocalCluster:
     @property
     def rollouts(self) -> list[Server]:
         """The rollout servers."""
-        return [server for server in self.servers if server.role == "rollout"]
+        return [server for server in self.servers if server.role == "rollout" and not server.rank]
 
     @property
     def trainer(self) -> Server:
@@ -200,6 +214,8 @@ class LocalCluster:
                 server.process.kill()
                 server.process.wait()
         self._parent.shutdown()
+        for port in self._held_ports:
+            port.close()
 
     def check(self) -> None:
         """Raises when a server has died."""
@@ -209,15 +225,33 @@ class LocalCluster:
 
     def _only(self, role: str) -> Server:
         for server in self.servers:
-            if server.role == role:
+            if server.role == role and not server.rank:
                 return server
         raise ServerStartError(f"the cluster has no {role}")
 
     def _launch(self, section: Section, config: dict[str, Any]) -> None:
-        name = section.name
-        host = reachable_host(config["server"].get("host"))
-        config_file = self._directory / f"{name}.yaml"
+        config_file = self._directory / f"{section.name}.yaml"
         config_file.write_text(yaml.safe_dump(config, sort_keys=False))
+        host = reachable_host(config["server"].get("host"))
+        if section.ranks == 1:
+            self._start_process(section, section.name, config_file, host)
+            return
+        port = _held_port()
+        self._held_ports.append(port)
+        for rank in range(section.ranks):
+            name = section.name if rank == 0 else f"{section.name}-rank-{rank}"
+            environment = _rank_environment(rank, section.ranks, port.getsockname()[1])
+            self._start_process(section, name, config_file, host, rank, environment)
+
+    def _start_process(
+        self,
+        section: Section,
+        name: str,
+        config_file: Path,
+        host: str,
+        rank: int = 0,
+        environment: Mapping[str, str] = types.MappingProxyType({}),
+    ) -> None:
         log = self._directory / f"{name}.log"
         binary = find_binary(section.binary, self._build_dir)
         with log.open("wb") as output:
@@ -230,10 +264,10 @@ class LocalCluster:
                 # Ctrl-C is for us: we stop the servers in order.
                 start_new_session=True,
                 # Servers that share cores must not spin while another one works.
-                env={"OMP_WAIT_POLICY": "PASSIVE"} | os.environ,
+                env={"OMP_WAIT_POLICY": "PASSIVE"} | os.environ | dict(environment),
             )
             process = starting.result()
-        server = Server(name, section.role, process, log, host)
+        server = Server(name, section.role, process, log, host, rank)
         self.servers.append(server)
         self._say(f"{name} starts (pid {process.pid}, log {log})")
 
@@ -280,6 +314,28 @@ def _new_attempt(directory: Path) -> Path:
                 return attempt
     except OSError as error:
         raise ConfigError(f"directory: {directory}: {error.strerror}") from None
+
+
+def _held_port() -> socket.socket:
+    """A port that nobody else is given: bound, so that the server that is told it may listen."""
+    holder = socket.socket()
+    holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    holder.bind(("127.0.0.1", 0))
+    return holder
+
+
+def _rank_environment(rank: int, ranks: int, port: int) -> dict[str, str]:
+    """The variables of torchrun."""
+    return {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(ranks),
+        "LOCAL_RANK": str(rank),
+        "LOCAL_WORLD_SIZE": str(ranks),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        # torch asks for the names of its peers, and a name server that is slow holds up the start.
+        "RES_OPTIONS": "timeout:1 attempts:1",
+    }
 
 
 def reachable_host(host: str | None) -> str:

@@ -39,15 +39,30 @@ class TorchEngine final : public training::CoreEngine<Engine> {
       : CoreEngine(std::move(core)),
         options_(options),
         value_head_from_checkpoint_(core_->model().value_head_source() ==
-                                    ValueHeadSource::kCheckpoint) {}
+                                    ValueHeadSource::kCheckpoint),
+        compute_values_(core_->AddCommand<ValuesRequest, absl::StatusOr<ValuesResult>>(
+            "values", [this](const CallScope&, const auto& request) { return Values(request); })),
+        train_step_(core_->AddCommand<TrainStepRequest, absl::StatusOr<StepResult>>(
+            "train step", [this](const CallScope&, const auto& request) {
+              return core_->Step(request, [&](StepReport&) { return Learn(request); });
+            })) {
+    core_->Start();
+  }
+  // Commands use what goes next.
+  ~TorchEngine() override { core_->Shutdown(); }
 
   bool value_head_from_checkpoint() const override { return value_head_from_checkpoint_; }
   absl::StatusOr<ValuesResult> ComputeValues(const CallScope& call,
-                                             const ValuesRequest& request) override;
+                                             const ValuesRequest& request) override {
+    return compute_values_(call, request);
+  }
   absl::StatusOr<StepResult> TrainStep(const CallScope& call,
-                                       const TrainStepRequest& request) override;
+                                       const TrainStepRequest& request) override {
+    return train_step_(call, request);
+  }
 
  private:
+  absl::StatusOr<ValuesResult> Values(const ValuesRequest& request);
   absl::StatusOr<ValuesResult> ValuesForStep(const ValuesRequest& request);
   absl::StatusOr<training::SequenceValues> Evaluate(const ValuesRequest& request);
   // The updates of a step.
@@ -57,19 +72,19 @@ class TorchEngine final : public training::CoreEngine<Engine> {
 
   const EngineOptions options_;
   const bool value_head_from_checkpoint_;
+  const training::TrainingCore::Command<ValuesRequest, absl::StatusOr<ValuesResult>>
+      compute_values_;
+  const training::TrainingCore::Command<TrainStepRequest, absl::StatusOr<StepResult>> train_step_;
 };
 
-absl::StatusOr<ValuesResult> TorchEngine::ComputeValues(const CallScope& call,
-                                                        const ValuesRequest& request) {
-  return core_->Run(call, "values", [&]() -> absl::StatusOr<ValuesResult> {
-    TANDEM_RETURN_IF_ERROR(training::CheckSequence(request.prompt_token_ids,
-                                                   request.response_token_ids, core_->limits()));
-    if (!request.request_id.empty()) return ValuesForStep(request);
-    TANDEM_ASSIGN_OR_RETURN(training::SequenceValues computed, Evaluate(request));
-    return ValuesResult{.values = std::move(computed.values),
-                        .final_value = computed.final_value,
-                        .weights = core_->weights()};
-  });
+absl::StatusOr<ValuesResult> TorchEngine::Values(const ValuesRequest& request) {
+  TANDEM_RETURN_IF_ERROR(training::CheckSequence(request.prompt_token_ids,
+                                                 request.response_token_ids, core_->limits()));
+  if (!request.request_id.empty()) return ValuesForStep(request);
+  TANDEM_ASSIGN_OR_RETURN(training::SequenceValues computed, Evaluate(request));
+  return ValuesResult{.values = std::move(computed.values),
+                      .final_value = computed.final_value,
+                      .weights = core_->weights()};
 }
 
 absl::StatusOr<ValuesResult> TorchEngine::ValuesForStep(const ValuesRequest& request) {
@@ -118,13 +133,6 @@ absl::StatusOr<training::SequenceValues> TorchEngine::Evaluate(const ValuesReque
                      }));
   return training::SequenceValues{.values = {numbers.begin(), numbers.end() - 1},
                                   .final_value = static_cast<float>(numbers.back())};
-}
-
-absl::StatusOr<StepResult> TorchEngine::TrainStep(const CallScope& call,
-                                                  const TrainStepRequest& request) {
-  return core_->Run(call, "train step", [&] {
-    return core_->Step(request, [&](StepReport&) { return Learn(request); });
-  });
 }
 
 absl::StatusOr<std::vector<training::TrainingCore::UpdateGradients>> TorchEngine::Learn(

@@ -16,9 +16,10 @@ training::ServiceOptions ToServiceOptions(const config::v1::CriticServerConfig& 
 
 }  // namespace
 
-EngineOptions ToEngineOptions(const config::v1::CriticServerConfig& config) {
+EngineOptions ToEngineOptions(const config::v1::CriticServerConfig& config,
+                              const RankEnvironment& environment) {
   EngineOptions options;
-  training::SetTrainingOptions(config, &options);
+  training::SetTrainingOptions(config, environment, &options);
   options.untie_embeddings = config.untie_embeddings();
   options.value_head_seed = config.value_head_seed();
   return options;
@@ -27,23 +28,26 @@ EngineOptions ToEngineOptions(const config::v1::CriticServerConfig& config) {
 CriticApp::CriticApp(const config::v1::CriticServerConfig& config, rpc::ServerRuntime& runtime,
                      EngineFactory create_engine)
     : config_(config),
+      environment_(runtime.environment),
       create_engine_(std::move(create_engine)),
       service_(ToServiceOptions(config), runtime) {}
 
 std::vector<rpc::NamedService> CriticApp::services() {
+  if (environment_.rank > 0) return {};  // rank 0 is called
   return {{v1::CriticService::service_full_name(), &service_}};
 }
 
 absl::Status CriticApp::Load() {
-  TANDEM_ASSIGN_OR_RETURN(engine_, create_engine_(ToEngineOptions(config_)));
+  TANDEM_ASSIGN_OR_RETURN(engine_, create_engine_(ToEngineOptions(config_, environment_)));
   service_.SetEngine(engine_.get());
   return absl::OkStatus();
 }
 
 void CriticApp::Stop() {
-  if (engine_ != nullptr) {
-    training::ShutDownEngine(*engine_, config_.shutdown_checkpoint_directory());
-  }
+  if (engine_ == nullptr) return;
+  // Rank 0 saves for all.
+  training::ShutDownEngine(*engine_,
+                           environment_.rank == 0 ? config_.shutdown_checkpoint_directory() : "");
 }
 
 }  // namespace tandem::critic

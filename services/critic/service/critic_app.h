@@ -20,7 +20,8 @@ using EngineFactory =
     std::function<absl::StatusOr<std::unique_ptr<Engine>>(const EngineOptions& options)>;
 
 // `config` must be resolved.
-EngineOptions ToEngineOptions(const config::v1::CriticServerConfig& config);
+EngineOptions ToEngineOptions(const config::v1::CriticServerConfig& config,
+                              const RankEnvironment& environment);
 
 class CriticApp final : public rpc::ServerApp {
  public:
@@ -32,12 +33,14 @@ class CriticApp final : public rpc::ServerApp {
   absl::Status CheckHealth() override { return engine_->Health(); }
   void UpdateMetrics() override { service_.UpdateMetrics(); }
   void Stop() override;
+  bool Ended() const override { return engine_->ended(); }
   bool HasUnsavedState() const override {
     return !config_.shutdown_checkpoint_directory().empty() && engine_->unsaved();
   }
 
  private:
   const config::v1::CriticServerConfig config_;
+  const RankEnvironment environment_;
   const EngineFactory create_engine_;
   std::unique_ptr<Engine> engine_;  // outlives the service
   CriticService service_;

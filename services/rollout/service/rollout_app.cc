@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <utility>
 
+#include "common/base/error.h"
 #include "common/base/status_macros.h"
 #include "services/rollout/service/convert.h"
 #include "tandem/rollout/v1/rollout.grpc.pb.h"
@@ -12,6 +13,7 @@ namespace tandem::rollout {
 RolloutApp::RolloutApp(const config::RolloutServerConfig& config, rpc::ServerRuntime& runtime,
                        EngineFactory create_engine)
     : options_(EngineOptionsFromConfig(config)),
+      environment_(runtime.environment),
       create_engine_(std::move(create_engine)),
       metrics_(runtime.metrics),
       rollout_service_(runtime, RolloutServiceOptions{.tandem = options_.tandem,
@@ -24,6 +26,10 @@ std::vector<rpc::NamedService> RolloutApp::services() {
 }
 
 absl::Status RolloutApp::Load() {
+  if (environment_.world_size > 1) {
+    return FieldError(absl::StatusCode::kUnimplemented, "WORLD_SIZE",
+                      "a rollout server of several ranks is not there yet");
+  }
   TANDEM_ASSIGN_OR_RETURN(engine_, create_engine_(options_));
   rollout_service_.SetEngine(engine_.get());
   weight_service_.SetReceiver(&engine_->weights());

@@ -36,6 +36,7 @@ class RolloutApp final : public rpc::ServerApp {
 
  private:
   const EngineOptions options_;
+  const RankEnvironment environment_;
   const EngineFactory create_engine_;
   rpc::Metrics& metrics_;
   // Declared before the services, which use it.

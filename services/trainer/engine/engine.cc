@@ -91,20 +91,39 @@ class TorchEngine final : public training::CoreEngine<Engine> {
  public:
   TorchEngine(const EngineOptions& options, std::unique_ptr<training::TrainingCore> core,
               std::shared_ptr<CriticConnection> critic)
-      : CoreEngine(std::move(core)), options_(options), critic_(std::move(critic)) {}
+      : CoreEngine(std::move(core)), options_(options), critic_(std::move(critic)) {
+    AddCommands();
+  }
+  // Commands use what goes next.
+  ~TorchEngine() override { core_->Shutdown(); }
 
   // Loads what there is beside the model itself.
   absl::Status Load() {
-    return core_->Run({}, "model", [&] { return LoadRest(); });
+    TANDEM_RETURN_IF_ERROR(core_->Together("model", [&] { return LoadRest(); }));
+    core_->Start();
+    return absl::OkStatus();
   }
 
   absl::StatusOr<StepResult> TrainStep(const CallScope& call,
-                                       const TrainStepRequest& request) override;
+                                       const TrainStepRequest& request) override {
+    return train_step_(call, request);
+  }
   absl::StatusOr<LogProbsResult> ComputeLogProbs(const CallScope& call,
-                                                 const LogProbsRequest& request) override;
-  absl::StatusOr<std::shared_ptr<const WeightSource>> Snapshot(const CallScope& call) override;
+                                                 const LogProbsRequest& request) override {
+    return compute_log_probs_(call, request);
+  }
+  absl::StatusOr<std::shared_ptr<const WeightSource>> Snapshot(const CallScope& call) override {
+    return snapshot_command_(call, {});
+  }
 
  private:
+  struct NoRequest {};
+  using SnapshotResult = absl::StatusOr<std::shared_ptr<const WeightSource>>;
+
+  void AddCommands();
+  absl::StatusOr<StepResult> DoStep(const CallScope& call, const TrainStepRequest& request);
+  absl::StatusOr<LogProbsResult> LogProbs(const LogProbsRequest& request);
+  SnapshotResult TakeSnapshot();
   absl::Status LoadRest();
   // A frozen model beside the one that is trained; null for an empty path.
   absl::StatusOr<std::unique_ptr<Model>> LoadFrozen(const char* field, const std::string& path);
@@ -135,7 +154,22 @@ class TorchEngine final : public training::CoreEngine<Engine> {
   std::unique_ptr<JuniorKl> junior_kl_;
   std::unique_ptr<BoundarySets> boundaries_;
   std::weak_ptr<const WeightSource> snapshot_;  // the last one, while somebody holds it
+  training::TrainingCore::Command<TrainStepRequest, absl::StatusOr<StepResult>> train_step_;
+  training::TrainingCore::Command<LogProbsRequest, absl::StatusOr<LogProbsResult>>
+      compute_log_probs_;
+  training::TrainingCore::Command<NoRequest, SnapshotResult> snapshot_command_;
 };
+
+void TorchEngine::AddCommands() {
+  train_step_ = core_->AddCommand<TrainStepRequest, absl::StatusOr<StepResult>>(
+      "train step",
+      [this](const CallScope& call, const auto& request) { return DoStep(call, request); });
+  compute_log_probs_ = core_->AddCommand<LogProbsRequest, absl::StatusOr<LogProbsResult>>(
+      "log-probabilities",
+      [this](const CallScope&, const auto& request) { return LogProbs(request); });
+  snapshot_command_ = core_->AddCommand<NoRequest, SnapshotResult>(
+      "weight snapshot", [this](const CallScope&, const NoRequest&) { return TakeSnapshot(); });
+}
 
 absl::Status TorchEngine::LoadRest() {
   const Model& model = core_->model();
@@ -198,14 +232,12 @@ BatchLimits TorchEngine::Limits() const {
                       .junior = junior_kl_->has_junior()}};
 }
 
-absl::StatusOr<StepResult> TorchEngine::TrainStep(const CallScope& call,
-                                                  const TrainStepRequest& request) {
-  return core_->Run(call, "train step", [&] {
-    return core_->Step(request, [&](StepReport& report) {
-      const auto* policy = std::get_if<PolicyBatch>(&request.batch);
-      return policy != nullptr ? PolicyStep(call, request, *policy, report)
-                               : SupervisedStep(std::get<SupervisedBatch>(request.batch), report);
-    });
+absl::StatusOr<StepResult> TorchEngine::DoStep(const CallScope& call,
+                                               const TrainStepRequest& request) {
+  return core_->Step(request, [&](StepReport& report) {
+    const auto* policy = std::get_if<PolicyBatch>(&request.batch);
+    return policy != nullptr ? PolicyStep(call, request, *policy, report)
+                             : SupervisedStep(std::get<SupervisedBatch>(request.batch), report);
   });
 }
 
@@ -229,14 +261,18 @@ absl::StatusOr<Advantages> TorchEngine::AdvantagesOf(const CallScope& call,
     }
   }
   TANDEM_ASSIGN_OR_RETURN(CriticConnection::Values values,
-                          critic_->ComputeValues(critic_call, train.step, train.sequences));
+                          core_->FromRankZero<CriticConnection::Values>([&] {
+                            return critic_->ComputeValues(critic_call, train.step, train.sequences);
+                          }));
   TANDEM_ASSIGN_OR_RETURN(Advantages advantages, PolicyAdvantages(batch, &values, penalties));
   train.expected_version = values.weights.version;
   train.value_clip = batch.objective.value_clip;
   train.updates = batch.objective.updates;
   train.old_values = std::move(values.values);
   train.returns = advantages.returns;
-  TANDEM_ASSIGN_OR_RETURN(const Metrics critic_metrics, critic_->TrainStep(critic_call, train));
+  TANDEM_ASSIGN_OR_RETURN(const Metrics critic_metrics, core_->FromRankZero<Metrics>([&] {
+    return critic_->TrainStep(critic_call, train);
+  }));
   metrics.insert(critic_metrics.begin(), critic_metrics.end());
   return advantages;
 }
@@ -436,58 +472,52 @@ absl::Status TorchEngine::AddGradients(absl::Span<const training::SequenceRows> 
   return absl::OkStatus();
 }
 
-absl::StatusOr<LogProbsResult> TorchEngine::ComputeLogProbs(const CallScope& call,
-                                                            const LogProbsRequest& request) {
-  return core_->Run(call, "log-probabilities", [&]() -> absl::StatusOr<LogProbsResult> {
-    TANDEM_RETURN_IF_ERROR(training::CheckSequence(request.prompt_token_ids,
-                                                   request.response_token_ids, core_->limits()));
-    TANDEM_RETURN_IF_ERROR(CheckAbove("temperature", request.temperature, 0));
-    TANDEM_RETURN_IF_ERROR(
-        Validate(SamplingParams{.temperature = request.temperature}, core_->limits().vocab_size));
-    LogProbsResult result{.logprobs = {}, .entropies = {}, .weights = core_->weights()};
-    const std::vector<double> temperatures(request.response_token_ids.size(), request.temperature);
-    // Log-probabilities, then entropies: every rank gets both.
-    TANDEM_ASSIGN_OR_RETURN(
-        const std::vector<double> numbers,
-        core_->Forward(
-            {training::SelectSequenceRows(request.prompt_token_ids, request.response_token_ids,
-                                          [](size_t) { return true; })},
-            [&](const training::MicroBatchInput& input,
-                const at::Tensor& hidden) -> absl::StatusOr<std::vector<double>> {
-              TANDEM_ASSIGN_OR_RETURN(
-                  loss::RowLogProbs values,
-                  loss_->LogProbs(hidden, MakeOutputRows(input, 0, temperatures)));
-              values.logprobs.insert(values.logprobs.end(), values.entropies.begin(),
-                                     values.entropies.end());
-              return std::move(values.logprobs);
-            }));
-    const auto middle = numbers.begin() + static_cast<int64_t>(numbers.size() / 2);
-    result.logprobs.assign(numbers.begin(), middle);
-    result.entropies.assign(middle, numbers.end());
-    return result;
-  });
+absl::StatusOr<LogProbsResult> TorchEngine::LogProbs(const LogProbsRequest& request) {
+  TANDEM_RETURN_IF_ERROR(training::CheckSequence(request.prompt_token_ids,
+                                                 request.response_token_ids, core_->limits()));
+  TANDEM_RETURN_IF_ERROR(CheckAbove("temperature", request.temperature, 0));
+  TANDEM_RETURN_IF_ERROR(
+      Validate(SamplingParams{.temperature = request.temperature}, core_->limits().vocab_size));
+  LogProbsResult result{.logprobs = {}, .entropies = {}, .weights = core_->weights()};
+  const std::vector<double> temperatures(request.response_token_ids.size(), request.temperature);
+  // Log-probabilities, then entropies: every rank gets both.
+  TANDEM_ASSIGN_OR_RETURN(
+      const std::vector<double> numbers,
+      core_->Forward(
+          {training::SelectSequenceRows(request.prompt_token_ids, request.response_token_ids,
+                                        [](size_t) { return true; })},
+          [&](const training::MicroBatchInput& input,
+              const at::Tensor& hidden) -> absl::StatusOr<std::vector<double>> {
+            TANDEM_ASSIGN_OR_RETURN(
+                loss::RowLogProbs values,
+                loss_->LogProbs(hidden, MakeOutputRows(input, 0, temperatures)));
+            values.logprobs.insert(values.logprobs.end(), values.entropies.begin(),
+                                   values.entropies.end());
+            return std::move(values.logprobs);
+          }));
+  const auto middle = numbers.begin() + static_cast<int64_t>(numbers.size() / 2);
+  result.logprobs.assign(numbers.begin(), middle);
+  result.entropies.assign(middle, numbers.end());
+  return result;
 }
 
-absl::StatusOr<std::shared_ptr<const WeightSource>> TorchEngine::Snapshot(const CallScope& call) {
-  using Result = absl::StatusOr<std::shared_ptr<const WeightSource>>;
-  return core_->Run(call, "weight snapshot", [&]() -> Result {
-    const WeightsVersion weights = core_->weights();
-    std::shared_ptr<const WeightSource> held = snapshot_.lock();
-    if (held != nullptr && held->manifest().version == weights.version &&
-        held->manifest().digest == weights.digest) {
-      return held;
-    }
-    NamedTensors parameters;
-    TANDEM_RETURN_IF_ERROR(core_->strategy().VisitParameters(
-        [&](const std::string& name, const at::Tensor& parameter) {
-          parameters.emplace_back(name, parameter);
-          return absl::OkStatus();
-        }));
-    TANDEM_ASSIGN_OR_RETURN(std::shared_ptr<const WeightSource> snapshot,
-                            training::MakeWeightSnapshot(parameters, weights));
-    snapshot_ = snapshot;
-    return snapshot;
-  });
+TorchEngine::SnapshotResult TorchEngine::TakeSnapshot() {
+  const WeightsVersion weights = core_->weights();
+  std::shared_ptr<const WeightSource> held = snapshot_.lock();
+  if (held != nullptr && held->manifest().version == weights.version &&
+      held->manifest().digest == weights.digest) {
+    return held;
+  }
+  NamedTensors parameters;
+  TANDEM_RETURN_IF_ERROR(
+      core_->strategy().VisitParameters([&](const std::string& name, const at::Tensor& parameter) {
+        parameters.emplace_back(name, parameter);
+        return absl::OkStatus();
+      }));
+  TANDEM_ASSIGN_OR_RETURN(std::shared_ptr<const WeightSource> snapshot,
+                          training::MakeWeightSnapshot(parameters, weights));
+  snapshot_ = snapshot;
+  return snapshot;
 }
 
 }  // namespace

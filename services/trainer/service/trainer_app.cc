@@ -29,9 +29,10 @@ TrainerServiceOptions ToServiceOptions(const config::v1::TrainerServerConfig& co
 
 }  // namespace
 
-EngineOptions ToEngineOptions(const config::v1::TrainerServerConfig& config) {
+EngineOptions ToEngineOptions(const config::v1::TrainerServerConfig& config,
+                              const RankEnvironment& environment) {
   EngineOptions options;
-  training::SetTrainingOptions(config, &options);
+  training::SetTrainingOptions(config, environment, &options);
   options.reference_model = config.reference_model();
   options.junior_model = config.junior_model();
   options.loss_impl = config.batch().loss_impl();
@@ -42,10 +43,12 @@ EngineOptions ToEngineOptions(const config::v1::TrainerServerConfig& config) {
 TrainerApp::TrainerApp(const config::v1::TrainerServerConfig& config, rpc::ServerRuntime& runtime,
                        EngineFactory create_engine)
     : config_(config),
+      environment_(runtime.environment),
       create_engine_(std::move(create_engine)),
       service_(ToServiceOptions(config), runtime) {}
 
 std::vector<rpc::NamedService> TrainerApp::services() {
+  if (environment_.rank > 0) return {};  // rank 0 is called
   return {{v1::TrainerService::service_full_name(), &service_}};
 }
 
@@ -55,7 +58,8 @@ absl::Status TrainerApp::Load() {
     critic = MakeCriticConnection(std::make_shared<client::CriticClient>(
         rpc::MakeChannel(config_.critic_address(), ToChannelOptions(config_.server()))));
   }
-  TANDEM_ASSIGN_OR_RETURN(engine_, create_engine_(ToEngineOptions(config_), std::move(critic)));
+  TANDEM_ASSIGN_OR_RETURN(
+      engine_, create_engine_(ToEngineOptions(config_, environment_), std::move(critic)));
   service_.SetEngine(engine_.get());
   return absl::OkStatus();
 }
@@ -63,9 +67,10 @@ absl::Status TrainerApp::Load() {
 void TrainerApp::Drain(absl::Time) { service_.Drain(); }
 
 void TrainerApp::Stop() {
-  if (engine_ != nullptr) {
-    training::ShutDownEngine(*engine_, config_.shutdown_checkpoint_directory());
-  }
+  if (engine_ == nullptr) return;
+  // Rank 0 saves for all.
+  training::ShutDownEngine(*engine_,
+                           environment_.rank == 0 ? config_.shutdown_checkpoint_directory() : "");
 }
 
 }  // namespace tandem::trainer

@@ -20,7 +20,8 @@ using EngineFactory = std::function<absl::StatusOr<std::unique_ptr<Engine>>(
     const EngineOptions& options, std::shared_ptr<CriticConnection> critic)>;
 
 // `config` must be resolved.
-EngineOptions ToEngineOptions(const config::v1::TrainerServerConfig& config);
+EngineOptions ToEngineOptions(const config::v1::TrainerServerConfig& config,
+                              const RankEnvironment& environment);
 
 class TrainerApp final : public rpc::ServerApp {
  public:
@@ -33,6 +34,7 @@ class TrainerApp final : public rpc::ServerApp {
   void UpdateMetrics() override { service_.UpdateMetrics(); }
   void Drain(absl::Time deadline) override;
   void Stop() override;
+  bool Ended() const override { return engine_->ended(); }
   bool HasUnsavedState() const override {
     return !config_.shutdown_checkpoint_directory().empty() && engine_->unsaved();
   }
@@ -41,6 +43,7 @@ class TrainerApp final : public rpc::ServerApp {
 
  private:
   const config::v1::TrainerServerConfig config_;
+  const RankEnvironment environment_;
   const EngineFactory create_engine_;
   std::unique_ptr<Engine> engine_;  // outlives the service
   TrainerService service_;

@@ -428,7 +428,7 @@ TEST_F(TrainerServerTest, TheConfigurationBecomesTheEnginesOptions) {
   config.mutable_compute()->set_dtype("bfloat16");
   config.add_freeze("*norm.weight");
   ASSERT_TRUE(config::Resolve(&config).ok());
-  const EngineOptions options = ToEngineOptions(config);
+  const EngineOptions options = ToEngineOptions(config, {});
   EXPECT_EQ(options.model, "/models/senior");
   EXPECT_EQ(options.reference_model, "/models/reference");
   EXPECT_EQ(options.optimizer.learning_rate, 3e-5);

@@ -8,6 +8,7 @@
 
 #include "absl/functional/function_ref.h"
 #include "absl/status/statusor.h"
+#include "common/config/config.h"
 #include "common/rpc/byte_budget.h"
 #include "common/rpc/call_executor.h"
 #include "common/rpc/compute_config.h"
@@ -17,6 +18,7 @@
 #include "services/training/engine.h"
 #include "services/training/service/checkpoint_calls.h"
 #include "services/training/service/optimizer_config.h"
+#include "services/training/service/strategy_config.h"
 #include "tandem/types/v1/server.pb.h"
 
 namespace tandem::training {
@@ -93,15 +95,23 @@ void ShutDownEngine(Engine& engine, const std::string& directory);
 
 // What both configurations say of an engine; `config` must be resolved.
 template <typename Config>
-void SetTrainingOptions(const Config& config, TrainingOptions* options) {
+void SetTrainingOptions(const Config& config, const RankEnvironment& environment,
+                        TrainingOptions* options) {
   options->model = config.model();
-  options->strategy = config.strategy().name();
+  options->strategy = ToStrategyOptions(config.strategy());
+  options->rank_timeouts = ToRankTimeouts(config.strategy());
   options->optimizer = ToOptimizerOptions(config.optimizer());
   options->micro_batch_tokens = config.batch().micro_batch_tokens();
   options->max_model_len = config.max_model_len();
   options->max_samples = config.max_samples();
   options->freeze.assign(config.freeze().begin(), config.freeze().end());
   options->compute = rpc::ToComputeOptions(config.compute());
+  options->compute.local_rank = environment.local_rank;
+  options->compute.local_world_size = environment.local_world_size;
+  options->environment = environment;
+  Config alike = config;
+  alike.clear_server();  // a rank's own
+  options->configuration = config::ToYaml(alike);
 }
 
 }  // namespace tandem::training

@@ -34,6 +34,7 @@ class FakeEngine final : public Engine {
     return unsaved_;
   }
   void Shutdown() override {}
+  bool ended() const override { return false; }
 
   absl::StatusOr<ValuesResult> ComputeValues(const CallScope& call,
                                              const ValuesRequest& request) override {

@@ -62,6 +62,7 @@ class FakeEngine final : public Engine {
     return unsaved_;
   }
   void Shutdown() override { thread_.Shutdown(); }
+  bool ended() const override { return false; }
 
   absl::StatusOr<StepResult> TrainStep(const CallScope& call,
                                        const TrainStepRequest& request) override {

@@ -1,0 +1,99 @@
+// A critic of several ranks does what one of a single process does.
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cmath>
+#include <memory>
+#include <string>
+#include <utility>
+
+#include "common/model/testing/tiny_model_dir.h"
+#include "common/parallel/testing/rank_processes.h"
+#include "services/critic/engine/engine.h"
+
+namespace tandem::critic {
+namespace {
+
+constexpr double kTolerance = 1e-5;  // relative, in float32
+
+class CriticRanksTest : public ::testing::TestWithParam<int> {
+ protected:
+  CriticRanksTest() { WriteTinyModel(folder_ / "model", /*seed=*/3); }
+
+  EngineOptions Options() const {
+    EngineOptions options;
+    options.model = folder_ / "model";
+    options.max_model_len = 64;
+    options.micro_batch_tokens = 8;
+    options.compute.num_threads = 1;
+    options.value_head_seed = 5;
+    options.optimizer.learning_rate = 1e-2;
+    return options;
+  }
+
+  static ValuesResult Values(Engine& engine, const ValuesRequest& request) {
+    absl::StatusOr<ValuesResult> result = engine.ComputeValues({}, request);
+    EXPECT_TRUE(result.ok()) << result.status();
+    return result.ok() ? *result : ValuesResult{};
+  }
+
+  static TrainStepRequest Request(Engine& engine, int64_t step) {
+    TrainStepRequest request;
+    request.run_id = "run";
+    request.step = step;
+    request.request_id = request.payload_digest = std::to_string(step);
+    request.expected_version = step;
+    for (int i = 0; i < 5; ++i) {
+      ValueSample sample;
+      sample.prompt_token_ids = {1, 5 + i};
+      for (int k = 0; k < 4 + i; ++k) sample.response_token_ids.push_back(3 + (7 * i + k) % 50);
+      sample.old_values = Values(engine, {sample.prompt_token_ids, sample.response_token_ids,
+                                          request.run_id, request.request_id})
+                              .values;
+      sample.returns.assign(sample.response_token_ids.size(), static_cast<float>(i) / 2);
+      request.samples.push_back(sample);
+    }
+    return request;
+  }
+
+  TemporaryFolder folder_;
+};
+
+INSTANTIATE_TEST_SUITE_P(Zero, CriticRanksTest, ::testing::Values(1, 2, 3),
+                         [](const auto& info) { return "stage" + std::to_string(info.param); });
+
+TEST_P(CriticRanksTest, ValuesAndStepsAreThoseOfOneProcess) {
+  parallel::RunOnRanks(2, [&](const RankEnvironment& environment) {
+    EngineOptions options = Options();
+    options.environment = environment;
+    options.strategy = {.name = "zero", .zero = {.stage = GetParam()}};
+    const auto engine = CreateEngine(options).value();
+    if (environment.rank == 0) {
+      const auto single = CreateEngine(Options()).value();
+      EXPECT_FALSE(engine->value_head_from_checkpoint());
+      for (int64_t step = 0; step < 3; ++step) {
+        const TrainStepRequest request = Request(*engine, step), alone = Request(*single, step);
+        for (size_t i = 0; i < request.samples.size(); ++i) {
+          const auto &a = request.samples[i].old_values, &b = alone.samples[i].old_values;
+          for (size_t t = 0; t < b.size(); ++t) EXPECT_NEAR(a[t], b[t], 1e-4);
+        }
+        const auto a = engine->TrainStep({}, request), b = single->TrainStep({}, alone);
+        ASSERT_TRUE(a.ok()) << a.status();
+        ASSERT_TRUE(b.ok()) << b.status();
+        for (const auto& [name, value] : b->report.metrics) {
+          // The old values differ in their last bits, which Adam carries on.
+          EXPECT_NEAR(a->report.metrics.at(name), value,
+                      10 * kTolerance * std::max(std::abs(value), 1e-1))
+              << name;
+        }
+        // What was kept with the step is there on every rank.
+        EXPECT_EQ(Request(*engine, step), request);
+      }
+    }
+    engine->Shutdown();
+    EXPECT_EQ(engine->Info().weights.version, 3);
+  });
+}
+
+}  // namespace
+}  // namespace tandem::critic

@@ -1,0 +1,209 @@
+// A trainer of several ranks does what one of a single process does.
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <functional>
+#include <memory>
+#include <string>
+#include <utility>
+
+#include "absl/strings/match.h"
+#include "common/base/error.h"
+#include "common/parallel/testing/rank_processes.h"
+#include "services/trainer/engine/testing/engine_fixture.h"
+
+namespace tandem::trainer {
+namespace {
+
+constexpr double kTolerance = 1e-5;  // relative, in float32
+
+void ExpectSameReport(const StepResult& a, const StepResult& b) {
+  EXPECT_EQ(a.report.weights.version, b.report.weights.version);
+  EXPECT_EQ(a.report.skipped, b.report.skipped);
+  EXPECT_EQ(a.report.skip_reason, b.report.skip_reason);
+  ASSERT_EQ(a.report.metrics.size(), b.report.metrics.size());
+  for (const auto& [name, value] : b.report.metrics) {
+    const auto found = a.report.metrics.find(name);
+    ASSERT_NE(found, a.report.metrics.end()) << name;
+    // Each rank cuts its own micro-batches.
+    if (name == "policy/micro_batches") continue;
+    // What is made of differences of log-probabilities is as exact as these, of size 1 to 10.
+    const bool difference = absl::StartsWith(name, "mismatch/") || absl::StrContains(name, "kl");
+    const double size = std::max(std::abs(value), difference ? 1 : 1e-2);
+    EXPECT_NEAR(found->second, value, kTolerance * size) << name;
+  }
+}
+
+class TrainerRanksTest : public TrainerEngineTest, public ::testing::WithParamInterface<int> {
+ protected:
+  EngineOptions Ranked(const RankEnvironment& environment) const {
+    EngineOptions options = Options();
+    options.environment = environment;
+    options.strategy = {.name = "zero", .zero = {.stage = GetParam()}};
+    options.rank_timeouts.silence = absl::Seconds(5);
+    return options;
+  }
+
+  // `body` gets rank 0's engine; the others follow.
+  void RunRanks(const std::function<void(EngineOptions&)>& change,
+                const std::function<void(Engine& engine, FakeCritic& critic)>& body) const {
+    parallel::RunOnRanks(2, [&](const RankEnvironment& environment) {
+      EngineOptions options = Ranked(environment);
+      change(options);
+      const auto critic = std::make_shared<FakeCritic>();
+      const auto engine = Make(options, critic);
+      if (environment.rank == 0) body(*engine, *critic);
+      engine->Shutdown();
+      EXPECT_EQ(engine->ended(), environment.rank > 0);
+      EXPECT_EQ(critic->version > 0, environment.rank == 0 && asks_critic_);
+      EXPECT_EQ(engine->Info().weights.version, expected_version_);
+    });
+  }
+
+  bool asks_critic_ = false;
+  int64_t expected_version_ = 0;
+};
+
+INSTANTIATE_TEST_SUITE_P(Zero, TrainerRanksTest, ::testing::Values(1, 2, 3),
+                         [](const auto& info) { return "stage" + std::to_string(info.param); });
+
+TrainStepRequest RequestOf(int64_t step) {
+  TrainStepRequest request = TestRequest();
+  request.step = step;
+  request.request_id = request.payload_digest = std::to_string(step);
+  request.expected_version = step - 1;
+  return request;
+}
+
+TEST_P(TrainerRanksTest, PolicyStepsAreThoseOfOneProcess) {
+  expected_version_ = 4;
+  const auto change = [](EngineOptions& options) {
+    options.reference_model = options.model;
+    options.micro_batch_tokens = 12;
+  };
+  RunRanks(change, [&](Engine& engine, FakeCritic&) {
+    EngineOptions options = Options();
+    change(options);
+    const auto single = Make(options);
+    EXPECT_EQ(Digest(engine), Digest(*single));
+    for (int64_t step = 1; step <= 4; ++step) {
+      TrainStepRequest request = RequestOf(step);
+      auto& batch = std::get<PolicyBatch>(request.batch);
+      batch.objective.loss.kl_estimator = loss::KlEstimator::kK3;
+      batch.objective.loss.kl_coefficient = 0.1;
+      batch.objective.loss.entropy_coefficient = step % 2 == 0 ? 0.01 : 0;
+      if (step == 3) batch.objective.old_logprobs = OldLogprobs::kRecomputed;
+      if (step == 4) batch.objective.updates = {.num_mini_batches = 2, .num_epochs = 2};
+      RecordLogProbs(*single, batch);
+      const StepResult ranked = Step(engine, request);
+      ExpectSameReport(ranked, Step(*single, request));
+      const StepResult again = Step(engine, request);
+      EXPECT_TRUE(again.replayed);
+      EXPECT_EQ(again.report, ranked.report);
+    }
+    const Trajectory t = TestBatch().samples[3].trajectory;
+    const auto a = LogProbsOf(engine, t.prompt_token_ids, t.response_token_ids);
+    const auto b = LogProbsOf(*single, t.prompt_token_ids, t.response_token_ids);
+    for (size_t i = 0; i < a.size(); ++i) EXPECT_NEAR(a[i], b[i], 1e-4);
+  });
+}
+
+TEST_P(TrainerRanksTest, OnlyRankZeroAsksTheCritic) {
+  expected_version_ = 1;
+  asks_critic_ = true;
+  RunRanks([](EngineOptions&) {},
+           [&](Engine& engine, FakeCritic& critic) {
+             const auto single = Make(Options(), std::make_shared<FakeCritic>());
+             TrainStepRequest request = RequestOf(1);
+             auto& batch = std::get<PolicyBatch>(request.batch);
+             batch.objective.advantage_estimator = AdvantageEstimator::kGae;
+             critic.fail = absl::UnavailableError("the critic is away");
+             const absl::Status away = engine.TrainStep({}, Stamped(engine, request)).status();
+             EXPECT_EQ(away.code(), absl::StatusCode::kUnavailable) << away;
+             critic.fail = absl::OkStatus();
+             ExpectSameReport(Step(engine, request), Step(*single, request));
+           });
+}
+
+TEST_P(TrainerRanksTest, WhatIsRefusedOrSkippedLeavesTheRanksInStep) {
+  expected_version_ = 1;
+  RunRanks([](EngineOptions&) {},
+           [&](Engine& engine, FakeCritic&) {
+             TrainStepRequest request = RequestOf(1);
+             TrainStepRequest broken = request;
+             std::get<PolicyBatch>(broken.batch).samples[2].reward.reset();
+             EXPECT_EQ(FieldPath(engine.TrainStep({}, Stamped(engine, broken)).status()),
+                       "samples[2].reward");
+             TrainStepRequest masked = request;
+             masked.request_id = masked.payload_digest = "masked";
+             for (PolicySample& sample : std::get<PolicyBatch>(masked.batch).samples) {
+               sample.trajectory.authorship_mask.assign(sample.trajectory.authorship_mask.size(),
+                                                        0);
+             }
+             EXPECT_TRUE(Step(engine, masked).report.skipped);
+             request.step = 2;
+             EXPECT_EQ(Step(engine, request).report.weights.version, 1);
+           });
+}
+
+TEST_P(TrainerRanksTest, CheckpointsGoOnUnderOtherLayouts) {
+  const TemporaryFolder shared;
+  expected_version_ = 3;
+  RunRanks([](EngineOptions&) {},
+           [&](Engine& engine, FakeCritic&) {
+             Step(engine, RequestOf(1));
+             const auto saved = engine.SaveCheckpoint({}, shared / "checkpoints", "one", 0);
+             ASSERT_TRUE(saved.ok()) << saved.status();
+             const std::string digest = Digest(engine);
+             const StepResult second = Step(engine, RequestOf(2));
+
+             const auto single = Make(Options());
+             ASSERT_TRUE(single->LoadCheckpoint({}, saved->path).ok());
+             EXPECT_EQ(Digest(*single), digest);
+             ExpectSameReport(second, Step(*single, RequestOf(2)));
+             const auto of_single =
+                 single->SaveCheckpoint({}, shared / "checkpoints", "two", 0).value();
+
+             ASSERT_TRUE(engine.LoadCheckpoint({}, of_single.path).ok());
+             EXPECT_EQ(Digest(engine), Digest(*single));
+             ExpectSameReport(Step(engine, RequestOf(3)), Step(*single, RequestOf(3)));
+
+             const auto weights = engine.Snapshot({});
+             ASSERT_TRUE(weights.ok()) << weights.status();
+             EXPECT_EQ((*weights)->manifest().digest, Digest(engine));
+             ASSERT_TRUE(engine.ExportModel({}, shared / "exported", DType::kFloat32).ok());
+             EngineOptions exported = Options();
+             exported.model = shared / "exported";
+             EXPECT_EQ(Digest(*Make(exported)), Digest(engine));
+           });
+}
+
+TEST_P(TrainerRanksTest, RanksThatDifferDoNotStart) {
+  parallel::RunOnRanks(2, [&](const RankEnvironment& environment) {
+    EngineOptions options = Ranked(environment);
+    options.configuration = environment.rank == 0 ? "seed: 1" : "seed: 2";
+    const absl::Status configuration = CreateEngine(options, nullptr).status();
+    EXPECT_EQ(configuration.message(),
+              "rank 1 has another configuration: 'seed: 2', where rank 0 has 'seed: 1'");
+  });
+  parallel::RunOnRanks(2, [&](const RankEnvironment& environment) {
+    EngineOptions options = Ranked(environment);
+    if (environment.rank == 1) {
+      WriteTinyModel(folder_ / "other", /*seed=*/4);
+      options.model = folder_ / "other";
+    }
+    const absl::Status model = CreateEngine(options, nullptr).status();
+    EXPECT_EQ(model.code(), absl::StatusCode::kFailedPrecondition);
+    EXPECT_TRUE(absl::StartsWith(model.message(), "rank 1 has another model: ")) << model;
+  });
+  parallel::RunOnRanks(2, [&](const RankEnvironment& environment) {
+    EngineOptions options = Ranked(environment);
+    if (environment.rank == 1) options.model = "/nowhere";
+    const absl::Status missing = CreateEngine(options, nullptr).status();
+    EXPECT_EQ(FieldPath(missing), "model");
+    EXPECT_TRUE(absl::StartsWith(missing.message(), "rank 1: ")) << missing;
+  });
+}
+
+}  // namespace
+}  // namespace tandem::trainer

@@ -1,0 +1,151 @@
+"""Servers of several ranks: what they compute, what they tell, and how they end."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+import harness
+import pytest
+from harness import gauge, metrics_without_clock, wait_until
+from tandem.client import TrainerClient
+from tandem.cluster import LocalCluster
+from tandem.errors import ServerStartError, TandemError
+from tandem.run_dir import RunDirectory
+from tandem.session import Session
+from tandem.train import train
+from tandem.transport import Connection
+
+HEARTBEAT_SECONDS = 2
+STRATEGIES = {"zero": {"name": "zero", "stage": 2}}
+PPO = {"objective": {"advantage_estimator": "gae"}}
+
+
+def ranked(strategy="zero", ranks=2):
+    """A section of a server of several ranks."""
+    return {
+        "ranks": ranks,
+        "strategy": STRATEGIES[strategy] | {"heartbeat_timeout_seconds": HEARTBEAT_SECONDS},
+    }
+
+
+def run_on(running, models, directory, *, on_step=lambda line: None, resume=False, **changes):
+    """A run on servers that run; the lines of its metrics, but for what the clock decides."""
+    config = harness.run_settings(directory, models, running, **changes)
+    with RunDirectory.open(config, "train", resume=resume) as run, Session(config) as session:
+        train(session, run, on_step)
+    return metrics_without_clock(directory / "run")
+
+
+def assert_close(lines, expected):
+    assert len(lines) == len(expected)
+    for line, other in zip(lines, expected, strict=True):
+        assert line.keys() == other.keys()
+        for key, value in other.items():
+            if isinstance(value, float) and key != "policy/micro_batches":
+                assert line[key] == pytest.approx(value, rel=1e-3, abs=1e-4), key
+
+
+@pytest.mark.parametrize("changes", [{}, PPO], ids=["grpo", "ppo"])
+def test_a_run_of_servers_with_ranks_is_that_of_servers_of_one(models, tmp_path, changes):
+    lines = {}
+    for name, section in {"one": {}, "two": ranked()}.items():
+        critic = section if changes else None
+        with harness.cluster(tmp_path / name, models, trainer=section, critic=critic) as running:
+            lines[name] = run_on(running, models, tmp_path / f"run-{name}", **changes)
+    assert_close(lines["two"], lines["one"])
+
+
+@pytest.fixture(scope="module")
+def servers(models, tmp_path_factory):
+    """A trainer and a critic of two ranks each."""
+    directory = tmp_path_factory.mktemp("ranks")
+    with harness.cluster(directory, models, trainer=ranked(), critic=ranked()) as running:
+        yield running
+
+
+def ranks_of(running: LocalCluster, role: str):
+    return [server for server in running.servers if server.role == role]
+
+
+def test_every_rank_has_health_and_metrics(servers):
+    for role in ("trainer", "critic"):
+        ranks = ranks_of(servers, role)
+        assert [server.rank for server in ranks] == [0, 1]
+        assert [server.name for server in ranks] == [role, f"{role}-rank-1"]
+        for server in ranks:
+            with Connection(server.address) as connection:
+                assert connection.health() == "SERVING"
+            assert gauge(server, "tandem_server_rank") == server.rank
+            assert gauge(server, "tandem_server_ranks") == 2
+
+
+def test_only_rank_zero_is_called(servers):
+    with TrainerClient(ranks_of(servers, "trainer")[1].address, timeout_seconds=5) as client:
+        with pytest.raises(TandemError, match=r"(?i)unimplemented"):
+            client.info()
+
+
+def test_ranks_of_other_configurations_do_not_start(models, tmp_path, monkeypatch):
+    start = LocalCluster._start_process
+
+    def with_another_seed(self, section, name, config_file, host, rank=0, environment=None):
+        if rank == 1:
+            other = config_file.with_name("other.yaml")
+            other.write_text(config_file.read_text() + "value_head_seed: 7\n")
+            config_file = other
+        start(self, section, name, config_file, host, rank, environment or {})
+
+    monkeypatch.setattr(LocalCluster, "_start_process", with_another_seed)
+    with (
+        pytest.raises(ServerStartError, match="rank 1 has another configuration: .*seed: 7"),
+        harness.cluster(tmp_path, models, critic=ranked()),
+    ):
+        pass
+
+
+@pytest.mark.parametrize("role", ["trainer", "critic"])
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("how", ["SIGKILL", "SIGSTOP"])
+def test_a_lost_rank_ends_its_server_and_the_run_resumes(models, tmp_path, role, rank, how):
+    changes = PPO | {"checkpoint": {"every": 1}, "steps": 3}
+    section = ranked()
+    with harness.cluster(tmp_path / "one", models, trainer=section, critic=section) as running:
+        undisturbed = run_on(running, models, tmp_path / "whole", **changes)
+        ranks = ranks_of(running, role)
+        victim = ranks[rank]
+
+        def lose(line):
+            if line["step"] == 2:
+                os.kill(victim.process.pid, signal.Signals[how])
+
+        began = time.monotonic()
+        with pytest.raises(TandemError):
+            run_on(running, models, tmp_path / "run", on_step=lose, **changes)
+        wait_until(lambda: not ranks[1 - rank].running, seconds=60)
+        assert time.monotonic() - began < 60
+        assert f"rank {rank} " in ranks[1 - rank].log.read_text()
+        os.kill(victim.process.pid, signal.SIGKILL)  # one that is stopped does not hear others
+    with harness.cluster(tmp_path / "two", models, trainer=section, critic=section) as running:
+        resumed = run_on(running, models, tmp_path / "run", resume=True, **changes)
+    assert resumed == undisturbed
+
+
+def test_a_server_that_is_told_to_stop_saves_and_ends_on_every_rank(models, tmp_path):
+    saved = tmp_path / "saved"
+    section = ranked() | {"shutdown_checkpoint_directory": str(saved)}
+    with harness.cluster(tmp_path / "cluster", models, trainer=section) as running:
+        run_on(running, models, tmp_path / "run", steps=1)
+        ranks = ranks_of(running, "trainer")
+        ranks[0].process.terminate()
+        wait_until(lambda: not any(server.running for server in ranks), seconds=40)
+        assert [server.process.returncode for server in ranks] == [0, 0]
+    names = {file.name for file in (saved / "shutdown").iterdir()}
+    assert {
+        "model.safetensors",
+        "optimizer-00000-of-00002.safetensors",
+        "optimizer-00001-of-00002.safetensors",
+    } <= names
+
+
