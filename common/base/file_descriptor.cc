@@ -1,6 +1,7 @@
 #include "common/base/file_descriptor.h"
 
 #include <fcntl.h>
+#include <stdlib.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -14,7 +15,7 @@ namespace tandem {
 namespace {
 
 // The system takes at most 2 GiB in one call.
-constexpr size_t kMaxWriteBytes = size_t{1} << 30;
+constexpr size_t kMaxCallBytes = size_t{1} << 30;
 
 }  // namespace
 
@@ -32,6 +33,14 @@ absl::StatusOr<FileDescriptor> FileDescriptor::Open(const std::string& path, int
   return FileDescriptor(fd, path);
 }
 
+absl::StatusOr<FileDescriptor> FileDescriptor::CreateUnnamed(const std::string& directory) {
+  std::string path = absl::StrCat(directory, "/tandem-XXXXXX");
+  const int fd = ::mkostemp(path.data(), O_CLOEXEC);
+  if (fd < 0) return FileError(errno, "cannot create a file in", directory);
+  ::unlink(path.c_str());
+  return FileDescriptor(fd, std::move(path));
+}
+
 FileDescriptor::FileDescriptor(FileDescriptor&& other) noexcept
     : fd_(std::exchange(other.fd_, -1)), path_(std::move(other.path_)) {}
 
@@ -41,7 +50,7 @@ FileDescriptor::~FileDescriptor() {
 
 absl::Status FileDescriptor::WriteAll(absl::string_view bytes) const {
   while (!bytes.empty()) {
-    const ssize_t written = ::write(fd_, bytes.data(), std::min(bytes.size(), kMaxWriteBytes));
+    const ssize_t written = ::write(fd_, bytes.data(), std::min(bytes.size(), kMaxCallBytes));
     if (written < 0 && errno == EINTR) continue;
     if (written < 0) return FileError(errno, "cannot write", path_);
     bytes.remove_prefix(static_cast<size_t>(written));
@@ -61,6 +70,40 @@ absl::StatusOr<size_t> FileDescriptor::Read(char* buffer, size_t capacity) const
 absl::Status FileDescriptor::Sync() const {
   if (::fsync(fd_) != 0) return FileError(errno, "cannot sync", path_);
   return absl::OkStatus();
+}
+
+absl::Status FileDescriptor::WriteAllAt(int64_t offset, absl::Span<const std::byte> bytes) const {
+  while (!bytes.empty()) {
+    const size_t size = std::min(bytes.size(), kMaxCallBytes);
+    const ssize_t written = ::pwrite(fd_, bytes.data(), size, offset);
+    if (written < 0 && errno == EINTR) continue;
+    if (written < 0) return FileError(errno, "cannot write", path_);
+    bytes.remove_prefix(static_cast<size_t>(written));
+    offset += written;
+  }
+  return absl::OkStatus();
+}
+
+absl::Status FileDescriptor::ReadAllAt(int64_t offset, absl::Span<std::byte> out) const {
+  while (!out.empty()) {
+    const ssize_t count = ::pread(fd_, out.data(), std::min(out.size(), kMaxCallBytes), offset);
+    if (count < 0 && errno == EINTR) continue;
+    if (count < 0) return FileError(errno, "cannot read", path_);
+    if (count == 0) return absl::DataLossError(absl::StrCat(path_, ": ends at byte ", offset));
+    out.remove_prefix(static_cast<size_t>(count));
+    offset += count;
+  }
+  return absl::OkStatus();
+}
+
+absl::Status FileDescriptor::Reserve(int64_t bytes) const {
+  if (bytes == 0) return absl::OkStatus();
+  int result = 0;
+  do {
+    result = ::fallocate(fd_, 0, 0, bytes);
+  } while (result != 0 && errno == EINTR);
+  if (result == 0 || errno == EOPNOTSUPP || errno == ENOSYS) return absl::OkStatus();
+  return FileError(errno, absl::StrCat("cannot reserve ", bytes, " bytes for"), path_);
 }
 
 }  // namespace tandem

@@ -2,11 +2,15 @@
 #ifndef TANDEM_COMMON_BASE_FILE_DESCRIPTOR_H_
 #define TANDEM_COMMON_BASE_FILE_DESCRIPTOR_H_
 
+#include <cstddef>
+#include <cstdint>
 #include <string>
+#include <utility>
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
+#include "absl/types/span.h"
 
 namespace tandem {
 
@@ -19,6 +23,9 @@ class FileDescriptor {
  public:
   // `flags` of open(2); close-on-exec is added. A new file gets mode 0644.
   static absl::StatusOr<FileDescriptor> Open(const std::string& path, int flags);
+  // A new file in `directory` that is to be written and read and has no name: it goes when it is
+  // closed, however the process ends.
+  static absl::StatusOr<FileDescriptor> CreateUnnamed(const std::string& directory);
 
   FileDescriptor(FileDescriptor&& other) noexcept;
   FileDescriptor& operator=(FileDescriptor&&) = delete;
@@ -31,6 +38,14 @@ class FileDescriptor {
   // At most `capacity` bytes into `buffer`; 0 at the end of the file.
   absl::StatusOr<size_t> Read(char* buffer, size_t capacity) const;
   absl::Status Sync() const;
+
+  // At a place of the file, wherever Read and WriteAll are. A file that ends before all of `out` is
+  // read is DATA_LOSS.
+  absl::Status WriteAllAt(int64_t offset, absl::Span<const std::byte> bytes) const;
+  absl::Status ReadAllAt(int64_t offset, absl::Span<std::byte> out) const;
+  // Takes the space of the file's first `bytes` bytes, so that no write to them finds the disk
+  // full. Does nothing where the file system cannot.
+  absl::Status Reserve(int64_t bytes) const;
 
  private:
   FileDescriptor(int fd, std::string path) : fd_(fd), path_(std::move(path)) {}

@@ -11,6 +11,7 @@
 #include "absl/strings/str_join.h"
 #include "common/base/checksum.h"
 #include "common/base/status_macros.h"
+#include "common/tensor/safetensors_writer.h"
 
 namespace tandem {
 
@@ -76,22 +77,33 @@ absl::StatusOr<TensorView> AsView(const std::string& name, const at::Tensor& ten
   return view;
 }
 
+absl::Status WriteTensors(const std::string& path, absl::Span<const WeightSpec> tensors,
+                          TensorSource source, const std::map<std::string, std::string>& metadata) {
+  TANDEM_ASSIGN_OR_RETURN(const auto writer, SafetensorsWriter::Create(path, tensors, metadata));
+  TANDEM_RETURN_IF_ERROR(
+      source([&](const std::string& name, const at::Tensor& tensor) -> absl::Status {
+        const at::NoGradGuard no_grad;
+        at::Tensor stored = tensor.detach().cpu();
+        if (const WeightSpec* spec = writer->Find(name); spec != nullptr) {
+          stored = stored.to(ToScalarType(spec->dtype));
+        }
+        stored = stored.contiguous();
+        TANDEM_ASSIGN_OR_RETURN(const TensorView view, AsView(name, stored));
+        return writer->Write(view);
+      }));
+  return writer->Finish();
+}
+
 absl::Status WriteNamedTensors(const std::string& path, const NamedTensors& tensors,
                                std::optional<DType> float_dtype,
                                const std::map<std::string, std::string>& metadata) {
-  at::NoGradGuard no_grad;
-  std::vector<at::Tensor> alive;
-  std::vector<TensorView> views;
+  std::vector<WeightSpec> specs;
   for (const auto& [name, tensor] : tensors) {
-    at::Tensor stored = tensor.detach().cpu();
-    if (float_dtype.has_value() && stored.is_floating_point()) {
-      stored = stored.to(ToScalarType(*float_dtype));
-    }
-    alive.push_back(stored.contiguous());
-    TANDEM_ASSIGN_OR_RETURN(TensorView view, AsView(name, alive.back()));
-    views.push_back(std::move(view));
+    TANDEM_ASSIGN_OR_RETURN(DType dtype, FromScalarType(tensor.scalar_type()));
+    if (float_dtype.has_value() && tensor.is_floating_point()) dtype = *float_dtype;
+    specs.push_back({.name = name, .dtype = dtype, .shape = tensor.sizes().vec()});
   }
-  return WriteSafetensors(path, views, metadata);
+  return WriteTensors(path, specs, SourceOf(tensors), metadata);
 }
 
 absl::StatusOr<NamedTensors> ReadNamedTensors(const std::string& path) {

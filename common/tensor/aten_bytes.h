@@ -10,9 +10,11 @@
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "absl/types/span.h"
 #include "common/tensor/dtype.h"
 #include "common/tensor/named_tensors.h"
 #include "common/tensor/safetensors.h"
+#include "common/tensor/weight_spec.h"
 
 namespace tandem {
 
@@ -30,6 +32,13 @@ at::Tensor AliasAsAten(const TensorView& view);
 // A view of a contiguous CPU tensor's bytes, valid while `tensor` lives and keeps its storage.
 // INVALID_ARGUMENT when it is not contiguous or not on the CPU.
 absl::StatusOr<TensorView> AsView(const std::string& name, const at::Tensor& tensor);
+
+// Writes what `source` gives as one safetensors file of `tensors`, one tensor at a time: that one
+// is all that is held of them. Values are converted to the types of `tensors`. Errors as
+// SafetensorsWriter, or of the source.
+absl::Status WriteTensors(const std::string& path, absl::Span<const WeightSpec> tensors,
+                          TensorSource source,
+                          const std::map<std::string, std::string>& metadata = {});
 
 // Writes tensors as one safetensors file; floating ones are stored as `float_dtype` if given.
 absl::Status WriteNamedTensors(const std::string& path, const NamedTensors& tensors,

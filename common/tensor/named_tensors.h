@@ -10,6 +10,7 @@
 
 #include "absl/functional/function_ref.h"
 #include "absl/status/status.h"
+#include "common/base/status_macros.h"
 
 namespace tandem {
 
@@ -18,6 +19,18 @@ using NamedTensors = std::vector<std::pair<std::string, at::Tensor>>;
 // Called with one tensor after the other; each is valid until it returns.
 using TensorVisitor =
     absl::FunctionRef<absl::Status(const std::string& name, const at::Tensor& tensor)>;
+
+// Calls a visitor with each of a set of tensors; the visitor's first error ends it and is returned.
+// To be called once.
+using TensorSource = absl::FunctionRef<absl::Status(TensorVisitor visit)>;
+
+// The source of tensors that are all there.
+inline auto SourceOf(const NamedTensors& tensors) {
+  return [&tensors](TensorVisitor visit) -> absl::Status {
+    for (const auto& [name, tensor] : tensors) TANDEM_RETURN_IF_ERROR(visit(name, tensor));
+    return absl::OkStatus();
+  };
+}
 
 }  // namespace tandem
 

@@ -1,8 +1,8 @@
-// Reader and writer of the safetensors format (https://github.com/huggingface/safetensors):
+// Reader of the safetensors format (https://github.com/huggingface/safetensors):
 // 8 bytes of little-endian header length, a JSON header, then the tensors back to back.
 //
-// The reader trusts nothing. Every error names the file, and the tensor where there is one, in the
-// form "<file>: tensor '<name>': <what>". Codes: NOT_FOUND for a missing file, DATA_LOSS for a file
+// It trusts nothing. Every error names the file, and the tensor where there is one, in the form
+// "<file>: tensor '<name>': <what>". Codes: NOT_FOUND for a missing file, DATA_LOSS for a file
 // shorter than it says, INVALID_ARGUMENT for everything else.
 #ifndef TANDEM_COMMON_TENSOR_SAFETENSORS_H_
 #define TANDEM_COMMON_TENSOR_SAFETENSORS_H_
@@ -17,13 +17,13 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
-#include "absl/types/span.h"
 #include "common/tensor/dtype.h"
 
 namespace tandem {
 
-// One tensor inside someone else's memory: a mapped file, or the caller's buffer when writing.
-// Little-endian, row-major, contiguous; `bytes` is the product of `shape` times the item size.
+// One tensor inside someone else's memory: a mapped file, or the caller's buffer when writing
+// (safetensors_writer.h). Little-endian, row-major, contiguous; `bytes` is the product of `shape`
+// times the item size.
 struct TensorView {
   std::string name;
   DType dtype = DType::kFloat32;
@@ -85,12 +85,6 @@ class SafetensorsDirectory {
   std::vector<std::unique_ptr<SafetensorsFile>> files_;
   std::vector<TensorView> tensors_;
 };
-
-// Writes `tensors` to `path` through a temporary file beside it: fsync, then rename, so that a
-// reader sees the old file or the new one. Wider items come first, so that every tensor is aligned.
-// INVALID_ARGUMENT for duplicate names or a size that does not fit the shape.
-absl::Status WriteSafetensors(const std::string& path, absl::Span<const TensorView> tensors,
-                              const std::map<std::string, std::string>& metadata = {});
 
 }  // namespace tandem
 

@@ -7,6 +7,7 @@
 #include <fstream>
 
 #include "absl/strings/str_cat.h"
+#include "common/tensor/safetensors_writer.h"
 
 namespace tandem {
 namespace {
@@ -190,18 +191,6 @@ TEST_F(SafetensorsTest, ShardsAreJoinedByTheirIndex) {
 
 TEST_F(SafetensorsTest, EmptyDirectoryIsNotFound) {
   EXPECT_EQ(SafetensorsDirectory::Open(directory_).status().code(), absl::StatusCode::kNotFound);
-}
-
-TEST_F(SafetensorsTest, WriterChecksItsInput) {
-  const std::byte data[8] = {};
-  EXPECT_EQ(
-      WriteSafetensors(Path("x.safetensors"), {{"a", DType::kFloat32, {3}, data, 8, ""}}).code(),
-      absl::StatusCode::kInvalidArgument);
-  EXPECT_EQ(WriteSafetensors(Path("x.safetensors"), {{"a", DType::kFloat32, {2}, data, 8, ""},
-                                                     {"a", DType::kFloat32, {2}, data, 8, ""}})
-                .code(),
-            absl::StatusCode::kInvalidArgument);
-  EXPECT_FALSE(fs::exists(Path("x.safetensors")));
 }
 
 }  // namespace

@@ -21,12 +21,6 @@ bool IsFloating(DType dtype) {
          dtype == DType::kFloat16;
 }
 
-int64_t SizeBytes(const WeightSpec& spec) {
-  int64_t bytes = static_cast<int64_t>(ItemSizeBytes(spec.dtype));
-  for (const int64_t extent : spec.shape) bytes *= extent;
-  return bytes;
-}
-
 absl::Status Stale(absl::string_view message) {
   return WithReason(FieldError(absl::StatusCode::kFailedPrecondition, "manifest.version", message),
                     reason::kStaleWeightVersion);
@@ -77,7 +71,7 @@ absl::Status StagedWeightReceiver::CheckManifest(const WeightManifest& manifest)
                        "], the model's is [", absl::StrJoin(expected->shape, ", "), "]"));
     }
     if (found != missing.end()) missing.erase(found);
-    total_bytes += SizeBytes(spec);
+    total_bytes += spec.bytes();
   }
   if (!missing.empty()) {
     return InvalidField("manifest.tensors",

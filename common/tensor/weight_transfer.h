@@ -13,17 +13,9 @@
 #include "absl/types/span.h"
 #include "common/base/call_scope.h"
 #include "common/base/weights_version.h"
-#include "common/tensor/dtype.h"
+#include "common/tensor/weight_spec.h"
 
 namespace tandem {
-
-struct WeightSpec {
-  std::string name;  // Hugging Face parameter name
-  DType dtype = DType::kFloat32;
-  std::vector<int64_t> shape;
-
-  bool operator==(const WeightSpec&) const = default;
-};
 
 // The tensors' bytes, little endian and concatenated in this order, form one byte stream, which
 // travels in chunks.

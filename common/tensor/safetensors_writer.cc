@@ -1,0 +1,127 @@
+#include "common/tensor/safetensors_writer.h"
+
+#include <fcntl.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <nlohmann/json.hpp>
+#include <utility>
+#include <vector>
+
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
+#include "absl/strings/string_view.h"
+#include "common/base/atomic_file.h"
+#include "common/base/status_macros.h"
+
+namespace tandem {
+namespace {
+
+absl::Status TensorError(absl::string_view path, absl::string_view tensor, absl::string_view what) {
+  return absl::InvalidArgumentError(absl::StrCat(path, ": tensor '", tensor, "': ", what));
+}
+
+std::string Describe(DType dtype, const std::vector<int64_t>& shape) {
+  return absl::StrCat(DTypeName(dtype), " [", absl::StrJoin(shape, ", "), "]");
+}
+
+// The header's length, little endian, and the header, padded so that the tensors are aligned.
+std::string Framed(const nlohmann::json& header) {
+  std::string text = header.dump(-1, ' ', false, nlohmann::json::error_handler_t::replace);
+  text.append((8 - text.size() % 8) % 8, ' ');
+  std::string framed;
+  for (int i = 0; i < 8; ++i) {
+    framed.push_back(static_cast<char>(static_cast<uint64_t>(text.size()) >> (8 * i)));
+  }
+  return framed + text;
+}
+
+}  // namespace
+
+absl::StatusOr<std::unique_ptr<SafetensorsWriter>> SafetensorsWriter::Create(
+    const std::string& path, absl::Span<const WeightSpec> tensors,
+    const std::map<std::string, std::string>& metadata) {
+  std::vector<const WeightSpec*> order;
+  for (const WeightSpec& tensor : tensors) order.push_back(&tensor);
+  std::stable_sort(order.begin(), order.end(), [](const WeightSpec* a, const WeightSpec* b) {
+    return ItemSizeBytes(a->dtype) > ItemSizeBytes(b->dtype);
+  });
+  nlohmann::json header = nlohmann::json::object();
+  if (!metadata.empty()) header["__metadata__"] = metadata;
+  std::map<std::string, Place> places;
+  int64_t offset = 0;
+  for (const WeightSpec* tensor : order) {
+    if (tensor->name == "__metadata__" || header.contains(tensor->name)) {
+      return TensorError(path, tensor->name, "appears twice or is reserved");
+    }
+    const int64_t end = offset + tensor->bytes();
+    header[tensor->name] = {{"dtype", std::string(DTypeName(tensor->dtype))},
+                            {"shape", tensor->shape},
+                            {"data_offsets", {offset, end}}};
+    places[tensor->name] = {.spec = *tensor, .offset = offset};
+    offset = end;
+  }
+  const std::string head = Framed(header);
+  for (auto& [name, place] : places) place.offset += static_cast<int64_t>(head.size());
+
+  std::string temporary = absl::StrCat(path, ".tmp.", ::getpid());
+  TANDEM_ASSIGN_OR_RETURN(FileDescriptor file,
+                          FileDescriptor::Open(temporary, O_WRONLY | O_CREAT | O_TRUNC));
+  std::unique_ptr<SafetensorsWriter> writer(
+      new SafetensorsWriter(path, std::move(temporary), std::move(file)));
+  writer->places_ = std::move(places);
+  TANDEM_RETURN_IF_ERROR(writer->file_.WriteAll(head));
+  return writer;
+}
+
+SafetensorsWriter::~SafetensorsWriter() {
+  if (!finished_) ::unlink(temporary_.c_str());
+}
+
+const WeightSpec* SafetensorsWriter::Find(const std::string& name) const {
+  const auto found = places_.find(name);
+  return found == places_.end() ? nullptr : &found->second.spec;
+}
+
+absl::Status SafetensorsWriter::Write(const TensorView& tensor) {
+  const auto found = places_.find(tensor.name);
+  if (found == places_.end()) return TensorError(path_, tensor.name, "the file has no such tensor");
+  Place& place = found->second;
+  if (place.written) return TensorError(path_, tensor.name, "is given twice");
+  if (tensor.dtype != place.spec.dtype || tensor.shape != place.spec.shape) {
+    return TensorError(path_, tensor.name,
+                       absl::StrCat("is ", Describe(tensor.dtype, tensor.shape), ", expected ",
+                                    Describe(place.spec.dtype, place.spec.shape)));
+  }
+  if (static_cast<int64_t>(tensor.bytes) != place.spec.bytes()) {
+    return TensorError(path_, tensor.name,
+                       absl::StrCat("shape and dtype need ", place.spec.bytes(), " bytes, ",
+                                    tensor.bytes, " given"));
+  }
+  TANDEM_RETURN_IF_ERROR(file_.WriteAllAt(place.offset, {tensor.data, tensor.bytes}));
+  place.written = true;
+  return absl::OkStatus();
+}
+
+absl::Status SafetensorsWriter::Finish() {
+  for (const auto& [name, place] : places_) {
+    if (!place.written) return TensorError(path_, name, "was not given");
+  }
+  TANDEM_RETURN_IF_ERROR(file_.Sync());
+  TANDEM_RETURN_IF_ERROR(RenameDurably(temporary_, path_));
+  finished_ = true;
+  return absl::OkStatus();
+}
+
+absl::Status WriteSafetensors(const std::string& path, absl::Span<const TensorView> tensors,
+                              const std::map<std::string, std::string>& metadata) {
+  std::vector<WeightSpec> specs;
+  for (const TensorView& tensor : tensors) {
+    specs.push_back({.name = tensor.name, .dtype = tensor.dtype, .shape = tensor.shape});
+  }
+  TANDEM_ASSIGN_OR_RETURN(const auto writer, SafetensorsWriter::Create(path, specs, metadata));
+  for (const TensorView& tensor : tensors) TANDEM_RETURN_IF_ERROR(writer->Write(tensor));
+  return writer->Finish();
+}
+
+}  // namespace tandem
