@@ -96,7 +96,7 @@ void Model::Initialize(uint64_t seed) {
     hasher.Add(whole);
     parameter.value.copy_(parameter.shard.Of(whole));
   }
-  if (placement_.shard_count == 1) weights_digest_ = hasher.Hex();
+  weights_digest_ = hasher.Hex();
   OnWeightsChanged();
 }
 
@@ -219,6 +219,14 @@ const std::vector<tandem::Parameter>& Model::DeclaredParameters() const {
 }
 
 void Model::OnWeightsChanged() { store_->OnWeightsChanged(); }
+
+std::vector<WeightSpec> Model::WeightSpecs(DType dtype) const {
+  std::vector<WeightSpec> specs;
+  for (const auto& parameter : store_->parameters()) {
+    specs.push_back({.name = parameter.spec.name, .dtype = dtype, .shape = parameter.spec.shape});
+  }
+  return specs;
+}
 
 at::Tensor Model::Parameter(absl::string_view name) const {
   const auto* parameter = store_->Find(std::string(name));

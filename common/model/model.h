@@ -42,6 +42,7 @@
 #include "common/ops/linear_weight.h"
 #include "common/tensor/dtype.h"
 #include "common/tensor/named_tensors.h"
+#include "common/tensor/weight_spec.h"
 
 namespace tandem {
 
@@ -110,7 +111,7 @@ class Model {
   // Of the computation, and so of hidden states and logits.
   at::ScalarType dtype() const { return placement_.dtype; }
   // WeightsDigest (common/tensor/weights_digest.h) of the values in the files that were loaded,
-  // whatever type they are stored in here; empty for a shard.
+  // whatever type they are stored in here, and whatever part of them.
   const std::string& weights_digest() const { return weights_digest_; }
 
   // [T, H]: the hidden states after the final norm, which the fused loss and the heads consume.
@@ -149,6 +150,8 @@ class Model {
   // The memory of the parameters, by block of a pass: flat, each parameter a view of its block's.
   const std::vector<at::Tensor>& BlockBuffers() const;
   const std::vector<tandem::Parameter>& DeclaredParameters() const;
+  // The same whole, whatever is held here, as tensors of type `dtype`.
+  std::vector<WeightSpec> WeightSpecs(DType dtype) const;
   // The parameter of that name; undefined when there is none.
   at::Tensor Parameter(absl::string_view name) const;
   int64_t num_parameters() const;
@@ -169,7 +172,10 @@ class Model {
 
   // Writes a Hugging Face directory that `transformers` loads: config.json with the keys it was
   // read with, model.safetensors in `dtype`, and the tokenizer's files if the source directory
-  // still has them. A critic is written as <Family>ForTokenClassification with `score.weight`.
+  // still has them. A critic is written as <Family>ForTokenClassification with `score.weight`. Of
+  // the parameters, whole ones which `parameters` gives, one at a time is held and converted.
+  absl::Status Save(const std::string& directory, DType dtype, TensorSource parameters) const;
+  // With its own parameters. UNIMPLEMENTED unless all of them are here.
   absl::Status Save(const std::string& directory, DType dtype = DType::kFloat32) const;
 
  private:

@@ -199,13 +199,13 @@ void Model::FillFrom(const std::vector<const TensorView*>& assigned, const LoadO
     AllocateMemory(BlockBuffers()[static_cast<size_t>(block)]);
     const at::Tensor whole =
         WholeTensor(parameter.spec, assigned[i], config_.initializer_range, value_head_seed_);
-    parameter.value.copy_(parameter.shard.Of(whole));  // reads no more of the file than this
-    if (placement_.shard_count > 1) continue;
-    const bool exact = parameter.value.is_cpu() && parameter.value.scalar_type() == at::kFloat;
+    parameter.value.copy_(parameter.shard.Of(whole));
+    const bool exact = parameter.shard.count == 1 && parameter.value.is_cpu() &&
+                       parameter.value.scalar_type() == at::kFloat;
     hasher.Add(exact ? parameter.value : whole);
   }
   filled(num_blocks() - 1);
-  if (placement_.shard_count == 1) weights_digest_ = hasher.Hex();
+  weights_digest_ = hasher.Hex();
   OnWeightsChanged();
 }
 

@@ -1,6 +1,7 @@
 // Model::Save: a directory that `transformers` loads.
 #include <ATen/ATen.h>
 
+#include <algorithm>
 #include <filesystem>
 #include <nlohmann/json.hpp>
 
@@ -12,6 +13,7 @@
 #include "common/model/model.h"
 #include "common/model/parameter_store.h"
 #include "common/tensor/aten_bytes.h"
+#include "common/tensor/tensor_memory.h"
 
 namespace tandem {
 namespace {
@@ -49,18 +51,23 @@ std::string Model::ExportedConfig(DType dtype) const {
 }
 
 absl::Status Model::Save(const std::string& directory, DType dtype) const {
+  const auto& buffers = BlockBuffers();
+  if (placement_.shard_count != 1 || !std::all_of(buffers.begin(), buffers.end(), HasMemory)) {
+    return absl::UnimplementedError("a part of a model cannot be saved as a model");
+  }
+  return Save(directory, dtype, SourceOf(Parameters()));
+}
+
+absl::Status Model::Save(const std::string& directory, DType dtype, TensorSource parameters) const {
   if (config_.raw_json.empty()) {
     return absl::FailedPreconditionError("the model was built without the text of a config.json");
-  }
-  if (placement_.shard_count != 1) {
-    return absl::UnimplementedError("a shard cannot be saved as a model");
   }
   std::error_code error;
   fs::create_directories(directory, error);
   if (error) return FileError(error.value(), "cannot create", directory);
   const fs::path target(directory);
-  TANDEM_RETURN_IF_ERROR(
-      WriteNamedTensors(target / "model.safetensors", Parameters(), dtype, {{"format", "pt"}}));
+  TANDEM_RETURN_IF_ERROR(WriteTensors(target / "model.safetensors", WeightSpecs(dtype), parameters,
+                                      {{"format", "pt"}}));
   for (const char* name : kCompanionFiles) {
     const fs::path source = fs::path(source_directory_) / name;
     if (source_directory_.empty() || !fs::exists(source, error) ||

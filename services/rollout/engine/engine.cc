@@ -51,14 +51,14 @@ class EngineImpl : public Engine {
                 .has_junior = models.junior != nullptr},
         boundaries_(std::move(models.boundaries)) {
     const int64_t slots = options.max_num_seqs + kScoreSlots;
-    std::optional<WeightSpec> tied_head;
+    std::optional<WeightSpec> tied_head;  // may be sent all the same
     if (models.senior->tied()) {
       tied_head = {.name = "lm_head.weight",
                    .shape = models.senior->Parameter(kEmbeddingName).sizes().vec()};
     }
     const WeightsVersion senior_weights = {.version = 0, .digest = models.senior_digest};
     weights_ = std::make_unique<StagedWeightReceiver>(
-        ParameterSpecs(*models.senior), tied_head, senior_weights,
+        models.senior->WeightSpecs(DType::kFloat32), tied_head, senior_weights,
         [this](const WeightManifest& manifest, absl::Span<const std::byte> stream,
                const CallScope& call) {
           return thread_->Run(call, [&] {

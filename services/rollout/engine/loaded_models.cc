@@ -105,14 +105,6 @@ absl::StatusOr<LoadedModels> LoadModels(const EngineOptions& options) {
   return result;
 }
 
-std::vector<WeightSpec> ParameterSpecs(const Model& model) {
-  std::vector<WeightSpec> specs;
-  for (const auto& [name, tensor] : model.Parameters()) {
-    specs.push_back({.name = name, .dtype = DType::kFloat32, .shape = tensor.sizes().vec()});
-  }
-  return specs;
-}
-
 absl::Status ApplyWeights(const WeightManifest& manifest, absl::Span<const std::byte> stream,
                           Model& model) {
   NamedTensors tensors;

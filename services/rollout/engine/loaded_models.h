@@ -34,9 +34,6 @@ struct LoadedModels {
 // junior.
 absl::StatusOr<LoadedModels> LoadModels(const EngineOptions& options);
 
-// What a WeightReceiver expects. A tied head is an optional "lm_head.weight".
-std::vector<WeightSpec> ParameterSpecs(const Model& model);
-
 // Copies the tensors that `manifest` lays out in `stream` into `model`, all or nothing.
 absl::Status ApplyWeights(const WeightManifest& manifest, absl::Span<const std::byte> stream,
                           Model& model);
