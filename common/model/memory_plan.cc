@@ -112,10 +112,7 @@ absl::StatusOr<MemoryPlan> TrainingMemoryPlan(const ModelConfig& config,
   const int64_t tokens =
       std::max(options.micro_batch_tokens, config.LongestSequence(options.max_model_len));
   plan.items.push_back({"activations", tokens * TrainingActivationBytes(config)});
-  if (language_model) {
-    plan.items.push_back({"logits", options.logits_chunk_bytes});
-    plan.items.push_back({"weight_snapshot", Numel(specs) * kFloatBytes});
-  }
+  if (language_model) plan.items.push_back({"logits", options.logits_chunk_bytes});
   return plan;
 }
 

@@ -48,7 +48,7 @@ struct FrozenModel {
 };
 
 struct TrainingMemoryOptions {
-  HeadKind head = HeadKind::kLm;  // kLm: a trainer, which publishes; kValue: a critic
+  HeadKind head = HeadKind::kLm;  // kLm: a trainer; kValue: a critic
   bool untie_embeddings = false;
   std::vector<std::string> freeze = {};
   std::vector<FrozenModel> frozen = {};

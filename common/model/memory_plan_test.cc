@@ -41,16 +41,14 @@ TEST(MemoryPlanTest, WeightsAreThoseOfTheModelForEveryFamily) {
       EXPECT_EQ(items["weights"], bytes) << family;
       EXPECT_EQ(items["gradients"], trained);
       EXPECT_EQ(items["optimizer"], 2 * trained);
-      EXPECT_EQ(items["weight_snapshot"], bytes);
     }
   }
 }
 
-TEST(MemoryPlanTest, CriticsHaveAValueHeadAndPublishNothing) {
+TEST(MemoryPlanTest, CriticsHaveAValueHeadAndNoLogits) {
   const auto model = TinyModel("llama", {}, {.head = HeadKind::kValue});
   auto items = Items(TrainingMemoryPlan(model->config(), {.head = HeadKind::kValue}).value());
   EXPECT_EQ(items["weights"], 4 * model->num_parameters());
-  EXPECT_FALSE(items.contains("weight_snapshot"));
   EXPECT_FALSE(items.contains("logits"));
 }
 

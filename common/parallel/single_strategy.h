@@ -21,6 +21,12 @@ class SingleStrategy : public Strategy {
   absl::Status LoadModel(const std::string& directory, const LoadOptions& options) override;
   Model& model() override { return *model_; }
   absl::Status BuildOptimizer(const OptimizerOptions& options) override;
+  int rank() const override { return 0; }
+  absl::Status AgreeOn(const absl::Status& status) override { return status; }
+  absl::StatusOr<std::string> FromRankZero(
+      absl::FunctionRef<absl::StatusOr<std::string>()> compute) override {
+    return compute();
+  }
   absl::StatusOr<std::vector<std::vector<double>>> Forward(int64_t count, InputFunction input,
                                                            OutputFunction output) override;
   absl::StatusOr<std::vector<std::vector<double>>> ShareOut(

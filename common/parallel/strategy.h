@@ -60,6 +60,14 @@ class Strategy {
   // nothing trains.
   virtual absl::Status BuildOptimizer(const OptimizerOptions& options) = 0;
 
+  // This process among those that make the same calls. Rank 0 speaks for all: to clients, to disk.
+  virtual int rank() const = 0;
+  // The same status on every rank: OK if all are, else that of the lowest rank that has an error.
+  virtual absl::Status AgreeOn(const absl::Status& status) = 0;
+  // What `compute` returns on rank 0, where alone it is called, on every rank.
+  virtual absl::StatusOr<std::string> FromRankZero(
+      absl::FunctionRef<absl::StatusOr<std::string>()> compute) = 0;
+
   // How many micro-batches are run at a time.
   virtual int64_t data_parallel_size() const { return 1; }
 

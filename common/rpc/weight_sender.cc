@@ -64,18 +64,27 @@ class Sender {
     const auto stream = receiver_.UploadWeights(context.get(), &response);
     weights::v1::UploadWeightsRequest chunk;
     chunk.set_update_id(update_id_);
+    absl::Status read;
     for (int64_t index = next_chunk; index < num_chunks; ++index) {
       const int64_t offset = index * manifest.chunk_bytes;
       const int64_t size = std::min(manifest.chunk_bytes, manifest.total_bytes - offset);
       std::string& data = *chunk.mutable_data();
       data.resize(static_cast<size_t>(size));
-      source_.Read(offset, absl::MakeSpan(reinterpret_cast<std::byte*>(data.data()), data.size()));
+      read = source_.Read(offset,
+                          absl::MakeSpan(reinterpret_cast<std::byte*>(data.data()), data.size()));
+      if (!read.ok()) {
+        context.get()->TryCancel();
+        break;
+      }
       chunk.set_chunk_index(index);
       chunk.set_checksum(Xxh3_64(data.data(), data.size()));
       if (!stream->Write(chunk)) break;  // Finish says why
     }
     stream->WritesDone();
-    TANDEM_RETURN_IF_ERROR(FromGrpcStatus(stream->Finish()));
+    const absl::Status sent = FromGrpcStatus(stream->Finish());
+    // Not what the receiver says of it: sending again would not help.
+    if (!read.ok()) return absl::InternalError(absl::StrCat("weights to send: ", read.message()));
+    TANDEM_RETURN_IF_ERROR(sent);
     if (response.next_chunk() != num_chunks) {
       return absl::UnavailableError(absl::StrCat("the receiver holds ", response.next_chunk(),
                                                  " of ", num_chunks, " chunks"));

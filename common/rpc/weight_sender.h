@@ -28,7 +28,7 @@ struct WeightSenderOptions {
 // it to go on, at the receiver's next chunk, with one that was interrupted. Retries UNAVAILABLE,
 // DATA_LOSS of a chunk, and timeouts of a single call; DEADLINE_EXCEEDED or CANCELLED as soon as
 // `options.call` is over. The answer's digest is the receiver's own and equals the manifest's;
-// another one is DATA_LOSS.
+// another one is DATA_LOSS. INTERNAL if `source` cannot be read.
 absl::StatusOr<WeightsVersion> SendWeights(weights::v1::WeightService::StubInterface& receiver,
                                            const std::string& update_id, const WeightSource& source,
                                            const WeightSenderOptions& options = {});

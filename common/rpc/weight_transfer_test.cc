@@ -81,8 +81,9 @@ class BytesSource final : public WeightSource {
     manifest_.digest = Xxh3Hex(bytes_.data(), bytes_.size());
   }
   const WeightManifest& manifest() const override { return manifest_; }
-  void Read(int64_t offset, absl::Span<std::byte> out) const override {
+  absl::Status Read(int64_t offset, absl::Span<std::byte> out) const override {
     std::memcpy(out.data(), bytes_.data() + offset, out.size());
+    return absl::OkStatus();
   }
   std::string bytes_;
   WeightManifest manifest_;
@@ -158,6 +159,28 @@ TEST(WeightTransferLimitsTest, TheLargestChunksPassTheMessageLimit) {
       [&](ServerRuntime& runtime) { return std::make_unique<ReceiverApp>(runtime, &receiver); });
   const auto stub = weights::v1::WeightService::NewStub(server.channel());
   EXPECT_TRUE(SendWeights(*stub, "u1", BytesSource(1, 1 << 20, kMaxChunkBytes)).ok());
+}
+
+// Once: the receiver can do nothing about it. What it holds of the update is of use later.
+TEST_F(WeightTransferTest, WeightsThatCannotBeReadAreAnErrorOfTheSender) {
+  class BrokenSource final : public WeightSource {
+   public:
+    const WeightManifest& manifest() const override { return whole_.manifest(); }
+    absl::Status Read(int64_t offset, absl::Span<std::byte> out) const override {
+      if (offset < 3 * BytesSource::kChunk) return whole_.Read(offset, out);
+      ++failed_;
+      return absl::DataLossError("the disk is broken");
+    }
+    const BytesSource whole_;
+    mutable int failed_ = 0;
+  } broken;
+  const absl::Status status = SendWeights(*stub_, "u1", broken, Options()).status();
+  EXPECT_EQ(status.code(), absl::StatusCode::kInternal) << status;
+  EXPECT_EQ(status.message(), "weights to send: the disk is broken");
+  EXPECT_EQ(broken.failed_, 1);
+  EXPECT_EQ(receiver_.Version().version, 0);
+  ASSERT_TRUE(SendWeights(*stub_, "u1", broken.whole_, Options()).ok());
+  EXPECT_EQ(receiver_.applied_, broken.whole_.bytes_);
 }
 
 TEST_F(WeightTransferTest, ARepeatOfACommittedUpdateIsTheSameAnswer) {

@@ -37,7 +37,8 @@ class WeightSource {
   virtual ~WeightSource() = default;
   virtual const WeightManifest& manifest() const = 0;
   // Copies the stream's bytes [offset, offset + out.size()); the range must lie inside the stream.
-  virtual void Read(int64_t offset, absl::Span<std::byte> out) const = 0;
+  // Thread-safe. An error is one of the copy itself, as of the disk that it is on.
+  virtual absl::Status Read(int64_t offset, absl::Span<std::byte> out) const = 0;
 };
 
 // Takes one update at a time. Thread-safe. Nothing changes what is served before Commit returns OK.

@@ -3,14 +3,43 @@
 #include <ATen/ATen.h>
 #include <ATen/core/grad_mode.h>
 
-#include <algorithm>
-#include <vector>
+#include "common/base/status_macros.h"
 
 namespace tandem {
 namespace {
 
-// 1 GiB of float32: what a pack may take on the device beside the weights.
-constexpr int64_t kMaxPackedValues = int64_t{1} << 28;
+// 64 MiB of float32 on the device beside the weights: waiting for it is little beside the copy.
+constexpr int64_t kMaxPackedValues = int64_t{1} << 24;
+
+// Values on their way to the host.
+class Pack {
+ public:
+  Pack(int64_t max_values, ValuesVisitor visit) : max_values_(max_values), visit_(visit) {}
+
+  // As float32 on the tensor's device, where that is not the host already.
+  absl::Status Add(const at::Tensor& tensor) {
+    const at::Tensor values = tensor.to(at::kFloat).flatten();
+    if (used_ + values.numel() > max_values_) TANDEM_RETURN_IF_ERROR(Send());
+    if (values.numel() > max_values_) return visit_(values.cpu());
+    if (!buffer_.defined()) buffer_ = at::empty({max_values_}, values.options());
+    buffer_.narrow(0, used_, values.numel()).copy_(values);
+    used_ += values.numel();
+    return absl::OkStatus();
+  }
+
+  absl::Status Send() {
+    if (used_ == 0) return absl::OkStatus();
+    const at::Tensor values = buffer_.narrow(0, 0, used_).cpu();
+    used_ = 0;
+    return visit_(values);
+  }
+
+ private:
+  const int64_t max_values_;
+  const ValuesVisitor visit_;
+  at::Tensor buffer_;
+  int64_t used_ = 0;
+};
 
 }  // namespace
 
@@ -21,41 +50,35 @@ void WeightsHasher::Add(const at::Tensor& tensor) {
   checksum_.Update(values.const_data_ptr(), values.nbytes());
 }
 
-std::string WeightsDigest(const NamedTensors& tensors) {
+absl::StatusOr<std::string> WeightsDigest(TensorSource source) {
   WeightsHasher hasher;
-  VisitOnHost(tensors, [&](const at::Tensor& values) { hasher.Add(values); });
+  TANDEM_RETURN_IF_ERROR(VisitOnHost(source, [&](const at::Tensor& values) {
+    hasher.Add(values);
+    return absl::OkStatus();
+  }));
   return hasher.Hex();
 }
 
-void VisitOnHost(const NamedTensors& tensors,
-                 absl::FunctionRef<void(const at::Tensor& values)> visit) {
-  const at::NoGradGuard no_grad;
-  const auto on_host = [](const auto& entry) { return entry.second.is_cpu(); };
-  if (!std::all_of(tensors.begin(), tensors.end(), on_host)) {
-    VisitPacked(tensors, kMaxPackedValues, visit);
-    return;
-  }
-  for (const auto& [name, tensor] : tensors) {
-    visit(tensor.detach().to(at::kFloat).contiguous());
-  }
+std::string WeightsDigest(const NamedTensors& tensors) { return *WeightsDigest(SourceOf(tensors)); }
+
+absl::Status VisitOnHost(TensorSource source, ValuesVisitor visit) {
+  Pack pack(kMaxPackedValues, visit);
+  TANDEM_RETURN_IF_ERROR(source([&](const std::string&, const at::Tensor& tensor) -> absl::Status {
+    const at::NoGradGuard no_grad;
+    if (!tensor.is_cpu()) return pack.Add(tensor.detach());
+    TANDEM_RETURN_IF_ERROR(pack.Send());
+    return visit(tensor.detach().to(at::kFloat).contiguous());
+  }));
+  return pack.Send();
 }
 
-void VisitPacked(const NamedTensors& tensors, int64_t max_values,
-                 absl::FunctionRef<void(const at::Tensor& values)> visit) {
-  const at::NoGradGuard no_grad;
-  std::vector<at::Tensor> pack;
-  int64_t packed = 0;
-  const auto send = [&] {
-    if (!pack.empty()) visit(at::cat(pack).cpu());
-    pack.clear();
-    packed = 0;
-  };
-  for (const auto& [name, tensor] : tensors) {
-    if (packed + tensor.numel() > max_values) send();
-    pack.push_back(tensor.detach().to(at::kFloat).flatten());
-    packed += tensor.numel();
-  }
-  send();
+absl::Status VisitPacked(TensorSource source, int64_t max_values, ValuesVisitor visit) {
+  Pack pack(max_values, visit);
+  TANDEM_RETURN_IF_ERROR(source([&](const std::string&, const at::Tensor& tensor) {
+    const at::NoGradGuard no_grad;
+    return pack.Add(tensor.detach());
+  }));
+  return pack.Send();
 }
 
 }  // namespace tandem

@@ -8,6 +8,8 @@
 #include <string>
 
 #include "absl/functional/function_ref.h"
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
 #include "common/base/checksum.h"
 #include "common/tensor/named_tensors.h"
 
@@ -26,16 +28,18 @@ class WeightsHasher {
 };
 
 std::string WeightsDigest(const NamedTensors& tensors);
+// Of what `source` gives. Its errors.
+absl::StatusOr<std::string> WeightsDigest(TensorSource source);
 
-// Calls `visit` with all values of the tensors as float32 on the host, in order. Those that are on
-// the host come one by one, without a copy where they are float32; those of another device packed,
-// so that the device is waited for once for many of them.
-void VisitOnHost(const NamedTensors& tensors,
-                 absl::FunctionRef<void(const at::Tensor& values)> visit);
+// Calls `visit` with all values that `source` gives, as float32 on the host, in order. Those that
+// are on the host come tensor by tensor, without a copy where they are float32; those of a device
+// packed, so that it is waited for once for many of them. Errors of `source` and `visit`.
+using ValuesVisitor = absl::FunctionRef<absl::Status(const at::Tensor& values)>;
+absl::Status VisitOnHost(TensorSource source, ValuesVisitor visit);
 
-// The packed way, for tensors of one device: at most `max_values` at a time, or one tensor.
-void VisitPacked(const NamedTensors& tensors, int64_t max_values,
-                 absl::FunctionRef<void(const at::Tensor& values)> visit);
+// The packed way, for tensors of one device: `max_values` at a time, in memory of that size on the
+// device; tensors that are larger alone.
+absl::Status VisitPacked(TensorSource source, int64_t max_values, ValuesVisitor visit);
 
 }  // namespace tandem
 

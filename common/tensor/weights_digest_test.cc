@@ -19,10 +19,13 @@ TEST(WeightsDigestTest, PacksHoldTheSameValuesInTheSameOrder) {
        std::vector<std::pair<int64_t, int>>{{1, 4}, {10, 3}, {60, 2}, {1000, 1}}) {
     WeightsHasher hasher;
     int visits = 0;
-    VisitPacked(tensors, max_values, [&](const at::Tensor& values) {
-      hasher.Add(values);
-      ++visits;
-    });
+    const absl::Status visited =
+        VisitPacked(SourceOf(tensors), max_values, [&](const at::Tensor& values) {
+          hasher.Add(values);
+          ++visits;
+          return absl::OkStatus();
+        });
+    EXPECT_TRUE(visited.ok()) << visited;
     EXPECT_EQ(visits, packs) << max_values;
     EXPECT_EQ(hasher.Hex(), WeightsDigest(tensors)) << max_values;
   }
@@ -31,9 +34,50 @@ TEST(WeightsDigestTest, PacksHoldTheSameValuesInTheSameOrder) {
 TEST(WeightsDigestTest, WhatIsOnTheHostIsNotCopied) {
   const NamedTensors tensors = {{"a", at::arange(6, at::kFloat)}, {"b", at::ones({2})}};
   std::vector<const void*> seen;
-  VisitOnHost(tensors, [&](const at::Tensor& values) { seen.push_back(values.const_data_ptr()); });
+  const absl::Status visited = VisitOnHost(SourceOf(tensors), [&](const at::Tensor& values) {
+    seen.push_back(values.const_data_ptr());
+    return absl::OkStatus();
+  });
+  EXPECT_TRUE(visited.ok()) << visited;
   EXPECT_EQ(seen, (std::vector<const void*>{tensors[0].second.const_data_ptr(),
                                             tensors[1].second.const_data_ptr()}));
+}
+
+TEST(WeightsDigestTest, TensorsMayGoAsSoonAsTheyAreVisited) {
+  const NamedTensors tensors = {
+      {"a", at::arange(6, at::kFloat)}, {"b", at::ones({2, 2})}, {"c", at::full({3}, 7.0)}};
+  const auto source = [&](TensorVisitor visit) -> absl::Status {
+    const at::Tensor memory = at::empty({6});  // of every one of them
+    for (const auto& [name, tensor] : tensors) {
+      const at::Tensor here = memory.narrow(0, 0, tensor.numel()).view(tensor.sizes());
+      here.copy_(tensor);
+      if (absl::Status visited = visit(name, here); !visited.ok()) return visited;
+    }
+    return absl::OkStatus();
+  };
+  EXPECT_EQ(WeightsDigest(source).value(), WeightsDigest(tensors));
+  WeightsHasher packed;
+  EXPECT_TRUE(VisitPacked(source, 11, [&](const at::Tensor& values) {
+                packed.Add(values);
+                return absl::OkStatus();
+              }).ok());
+  EXPECT_EQ(packed.Hex(), WeightsDigest(tensors));
+}
+
+TEST(WeightsDigestTest, AnErrorEndsIt) {
+  const absl::Status lost = absl::UnavailableError("lost");
+  EXPECT_EQ(WeightsDigest([&](TensorVisitor) { return lost; }).status(), lost);
+  const NamedTensors tensors = {{"a", at::ones({2})}, {"b", at::ones({2})}};
+  for (const int64_t max_values : {1, 100}) {
+    int visits = 0;
+    EXPECT_EQ(VisitPacked(SourceOf(tensors), max_values,
+                          [&](const at::Tensor&) {
+                            ++visits;
+                            return lost;
+                          }),
+              lost);
+    EXPECT_EQ(visits, 1);
+  }
 }
 
 }  // namespace

@@ -18,6 +18,7 @@
 #include "common/loss/linear_cross_entropy.h"
 #include "common/loss/supervised_loss.h"
 #include "common/model/model.h"
+#include "common/parallel/whole_parameters.h"
 #include "common/tandem/tandem_config.h"
 #include "common/tandem/vocabulary.h"
 #include "common/training/sequence_check.h"
@@ -503,19 +504,20 @@ absl::StatusOr<LogProbsResult> TorchEngine::LogProbs(const LogProbsRequest& requ
 
 TorchEngine::SnapshotResult TorchEngine::TakeSnapshot() {
   const WeightsVersion weights = core_->weights();
-  std::shared_ptr<const WeightSource> held = snapshot_.lock();
-  if (held != nullptr && held->manifest().version == weights.version &&
-      held->manifest().digest == weights.digest) {
-    return held;
-  }
-  NamedTensors parameters;
-  TANDEM_RETURN_IF_ERROR(
-      core_->strategy().VisitParameters([&](const std::string& name, const at::Tensor& parameter) {
-        parameters.emplace_back(name, parameter);
+  std::shared_ptr<const WeightSource> snapshot;  // of rank 0, which publishes
+  TANDEM_RETURN_IF_ERROR(parallel::UseWholeParameters(
+      core_->strategy(), [&](TensorSource parameters) -> absl::Status {
+        snapshot = snapshot_.lock();
+        if (snapshot != nullptr && snapshot->manifest().version == weights.version &&
+            snapshot->manifest().digest == weights.digest) {
+          return absl::OkStatus();
+        }
+        snapshot = nullptr;  // its file may be used again
+        TANDEM_ASSIGN_OR_RETURN(
+            snapshot, training::MakeWeightSnapshot(core_->model().WeightSpecs(DType::kFloat32),
+                                                   parameters, weights));
         return absl::OkStatus();
       }));
-  TANDEM_ASSIGN_OR_RETURN(std::shared_ptr<const WeightSource> snapshot,
-                          training::MakeWeightSnapshot(parameters, weights));
   snapshot_ = snapshot;
   return snapshot;
 }

@@ -529,7 +529,7 @@ TEST_F(TrainerEngineTest, SnapshotIsAnImmutableCopyWithTheDigestOfTheWeights) {
   EXPECT_EQ(snapshot->manifest().version, 0);
   Step(*engine, TestRequest());
   std::vector<std::byte> bytes(static_cast<size_t>(snapshot->manifest().total_bytes));
-  snapshot->Read(0, absl::MakeSpan(bytes));
+  ASSERT_TRUE(snapshot->Read(0, absl::MakeSpan(bytes)).ok());
   EXPECT_EQ(Xxh3Hex(bytes.data(), bytes.size()), snapshot->manifest().digest);
   const auto next = engine->Snapshot({}).value();
   EXPECT_EQ(next->manifest().version, 1);

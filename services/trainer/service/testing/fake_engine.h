@@ -31,8 +31,9 @@ class FakeWeights final : public WeightSource {
     manifest_.digest = Xxh3Hex(bytes_.data(), bytes_.size());
   }
   const WeightManifest& manifest() const override { return manifest_; }
-  void Read(int64_t offset, absl::Span<std::byte> out) const override {
+  absl::Status Read(int64_t offset, absl::Span<std::byte> out) const override {
     std::copy_n(bytes_.begin() + offset, out.size(), out.begin());
+    return absl::OkStatus();
   }
 
  private:

@@ -1,0 +1,39 @@
+#include "common/parallel/whole_parameters.h"
+
+#include "common/base/status_macros.h"
+#include "common/tensor/catch_torch_errors.h"
+#include "common/tensor/weights_digest.h"
+
+namespace tandem::parallel {
+
+absl::Status UseWholeParameters(Strategy& strategy,
+                                absl::FunctionRef<absl::Status(TensorSource parameters)> use) {
+  absl::Status status;
+  bool visited = false;
+  if (strategy.rank() == 0) {
+    status = CatchTorchErrors("use of the parameters", [&] {
+      return use([&](TensorVisitor visit) {
+        visited = true;
+        return strategy.VisitParameters(visit);
+      });
+    });
+  }
+  // Also on rank 0: the others wait in it.
+  if (!visited) {
+    const absl::Status taken_part =
+        strategy.VisitParameters([&](const std::string&, const at::Tensor&) { return status; });
+    if (status.ok()) status = taken_part;
+  }
+  return strategy.AgreeOn(status);
+}
+
+absl::StatusOr<std::string> ParametersDigest(Strategy& strategy) {
+  std::string digest;
+  TANDEM_RETURN_IF_ERROR(UseWholeParameters(strategy, [&](TensorSource parameters) -> absl::Status {
+    TANDEM_ASSIGN_OR_RETURN(digest, WeightsDigest(parameters));
+    return absl::OkStatus();
+  }));
+  return strategy.FromRankZero([&]() -> absl::StatusOr<std::string> { return digest; });
+}
+
+}  // namespace tandem::parallel

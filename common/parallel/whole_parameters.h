@@ -1,0 +1,26 @@
+// What is done with a model's whole parameters, whichever ranks hold them.
+#ifndef TANDEM_COMMON_PARALLEL_WHOLE_PARAMETERS_H_
+#define TANDEM_COMMON_PARALLEL_WHOLE_PARAMETERS_H_
+
+#include <string>
+
+#include "absl/functional/function_ref.h"
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "common/parallel/strategy.h"
+#include "common/tensor/named_tensors.h"
+
+namespace tandem::parallel {
+
+// Calls `use` on rank 0 with the source of the whole parameters (Strategy::VisitParameters), which
+// it may call once. The other ranks take part in the visit, which is made whether `use` comes to it
+// or not; an error of `use` is that of all ranks. Collective.
+absl::Status UseWholeParameters(Strategy& strategy,
+                                absl::FunctionRef<absl::Status(TensorSource parameters)> use);
+
+// WeightsDigest of them, on every rank. Collective.
+absl::StatusOr<std::string> ParametersDigest(Strategy& strategy);
+
+}  // namespace tandem::parallel
+
+#endif  // TANDEM_COMMON_PARALLEL_WHOLE_PARAMETERS_H_

@@ -1,0 +1,154 @@
+#include "common/parallel/whole_parameters.h"
+
+#include <ATen/ATen.h>
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <memory>
+#include <stdexcept>
+#include <string>
+
+#include "common/base/status_macros.h"
+#include "common/loss/testing/metered_memory.h"
+#include "common/model/testing/tiny_model_dir.h"
+#include "common/parallel/single_strategy.h"
+#include "common/parallel/testing/rank_processes.h"
+#include "common/parallel/testing/strategy_runs.h"
+#include "common/parallel/zero_strategy.h"
+#include "common/tensor/weights_digest.h"
+#include "common/training/weight_snapshot.h"
+
+namespace tandem::parallel {
+namespace {
+
+using Ranks = std::shared_ptr<Communicator>;
+
+class WholeParametersTest : public ::testing::TestWithParam<int> {};  // stages of ZeRO
+
+TEST_P(WholeParametersTest, TheDigestIsThatOfOneProcess) {
+  for (const int size : {2, 4}) {
+    RunConnected(size, [&](const Ranks& ranks) {
+      const TemporaryFolder folder;
+      WriteTinyModel(folder / "model", 3);
+      ZeroStrategy zero({.stage = GetParam()}, ranks);
+      Prepare(zero, folder / "model");
+      EXPECT_EQ(ParametersDigest(zero).value(), zero.model().weights_digest());
+      Step(zero, 3, 0);
+      const std::string digest = ParametersDigest(zero).value();
+      EXPECT_NE(digest, zero.model().weights_digest());
+      EXPECT_EQ(digest,
+                zero.FromRankZero([&]() -> absl::StatusOr<std::string> { return digest; }).value());
+      const NamedTensors whole = WholeParameters(zero);
+      if (ranks->rank() == 0) {
+        EXPECT_EQ(digest, WeightsDigest(whole));
+      }
+    });
+  }
+}
+
+// Before, in and after the visit; every rank gets it, and they are still in step.
+TEST_P(WholeParametersTest, AnErrorOfRankZeroIsThatOfAll) {
+  RunConnected(2, [&](const Ranks& ranks) {
+    const TemporaryFolder folder;
+    WriteTinyModel(folder / "model", 3);
+    ZeroStrategy zero({.stage = GetParam()}, ranks);
+    Prepare(zero, folder / "model");
+    const absl::Status lost = absl::ResourceExhaustedError("the disk is full");
+    const auto nothing = [](const std::string&, const at::Tensor&) { return absl::OkStatus(); };
+    int visited = 0;
+    const auto third = [&](const std::string&, const at::Tensor&) {
+      return ++visited == 3 ? lost : absl::OkStatus();
+    };
+    EXPECT_EQ(UseWholeParameters(zero, [&](TensorSource) { return lost; }), lost);
+    EXPECT_EQ(UseWholeParameters(zero, [&](TensorSource source) { return source(third); }), lost);
+    EXPECT_EQ(visited, ranks->rank() == 0 ? 3 : 0);
+    EXPECT_EQ(UseWholeParameters(zero,
+                                 [&](TensorSource source) {
+                                   EXPECT_TRUE(source(nothing).ok());
+                                   return lost;
+                                 }),
+              lost);
+    EXPECT_EQ(
+        UseWholeParameters(
+            zero, [&](TensorSource) -> absl::Status { throw std::runtime_error("unforeseen"); })
+            .code(),
+        absl::StatusCode::kInternal);
+    EXPECT_TRUE(UseWholeParameters(zero, [](TensorSource) { return absl::OkStatus(); }).ok());
+    EXPECT_EQ(ParametersDigest(zero).value(), zero.model().weights_digest());
+  });
+}
+
+TEST_P(WholeParametersTest, RanksAgree) {
+  RunConnected(3, [&](const Ranks& ranks) {
+    ZeroStrategy zero({.stage = GetParam()}, ranks);
+    EXPECT_EQ(zero.rank(), ranks->rank());
+    EXPECT_TRUE(zero.AgreeOn(absl::OkStatus()).ok());
+    const absl::Status own = ranks->rank() == 0
+                                 ? absl::OkStatus()
+                                 : absl::UnavailableError("rank " + std::to_string(zero.rank()));
+    EXPECT_EQ(zero.AgreeOn(own), absl::UnavailableError("rank 1"));
+    int calls = 0;
+    const auto compute = [&](const absl::StatusOr<std::string>& result) {
+      return zero.FromRankZero([&] {
+        ++calls;
+        return result;
+      });
+    };
+    EXPECT_EQ(compute(std::string("a\0b", 3)).value(), std::string("a\0b", 3));
+    EXPECT_EQ(compute(absl::NotFoundError("none")).status(), absl::NotFoundError("none"));
+    EXPECT_EQ(calls, ranks->rank() == 0 ? 2 : 0);
+    EXPECT_EQ(zero.FromRankZero([]() -> absl::StatusOr<std::string> {
+                    throw std::runtime_error("unforeseen");
+                  })
+                  .status()
+                  .code(),
+              absl::StatusCode::kInternal);
+  });
+}
+
+INSTANTIATE_TEST_SUITE_P(Stages, WholeParametersTest, ::testing::Values(1, 2, 3));
+
+TEST(WholeParametersSingleTest, OneProcessIsRankZero) {
+  const TemporaryFolder folder;
+  WriteTinyModel(folder / "model", 3);
+  SingleStrategy single;
+  Prepare(single, folder / "model");
+  EXPECT_EQ(single.rank(), 0);
+  EXPECT_EQ(ParametersDigest(single).value(), single.model().weights_digest());
+  const absl::Status lost = absl::ResourceExhaustedError("the disk is full");
+  EXPECT_EQ(UseWholeParameters(single, [&](TensorSource) { return lost; }), lost);
+}
+
+// A digest, a saved model and a snapshot, which are made tensor by tensor.
+TEST(WholeParametersMemoryTest, ARankHoldsOneBlockBesideItsPart) {
+  RunConnected(2, [](const Ranks& ranks) {
+    const loss::MeteredMemory meter;
+    const TemporaryFolder folder;
+    WriteTinyModel(folder / "model", 3, {{"num_hidden_layers", 30}, {"hidden_size", 64}});
+    ZeroStrategy zero({.stage = 3}, ranks);
+    Prepare(zero, folder / "model");
+    int64_t largest = 0, all = 0;
+    for (const at::Tensor& block : zero.model().BlockBuffers()) {
+      largest = std::max(largest, static_cast<int64_t>(block.nbytes()));
+      all += static_cast<int64_t>(block.nbytes());
+    }
+    const int64_t start = meter->live();
+    meter->Restart();
+    EXPECT_TRUE(ParametersDigest(zero).ok());
+    EXPECT_TRUE(UseWholeParameters(zero, [&](TensorSource parameters) {
+                  return zero.model().Save(folder / "saved", DType::kBFloat16, parameters);
+                }).ok());
+    EXPECT_TRUE(UseWholeParameters(zero, [&](TensorSource parameters) {
+                  return training::MakeWeightSnapshot(zero.model().WeightSpecs(DType::kFloat32),
+                                                      parameters, {})
+                      .status();
+                }).ok());
+    // The block, the transport's copy of it, the tensor in another type.
+    EXPECT_LE(meter->peak() - start, 3 * largest);
+    EXPECT_GE(meter->peak() - start, largest);
+    EXPECT_LT(3 * largest, all / 4);
+  });
+}
+
+}  // namespace
+}  // namespace tandem::parallel
