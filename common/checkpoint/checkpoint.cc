@@ -142,20 +142,33 @@ absl::Status CheckName(const std::string& name) {
   return InvalidField("name", "must be a plain file name that does not start with a dot");
 }
 
-absl::StatusOr<Saved> Save(
-    const std::string& parent, const std::string& name, const Identity& identity,
-    absl::FunctionRef<absl::Status(const std::string& directory)> write_files) {
+absl::StatusOr<PendingCheckpoint> PendingCheckpoint::Begin(const std::string& parent,
+                                                           const std::string& name,
+                                                           const Identity& identity) {
   TANDEM_RETURN_IF_ERROR(CheckName(name));
   TANDEM_RETURN_IF_ERROR(CheckGiven("directory", parent));
   const fs::path target = fs::path(parent) / name;
   TANDEM_RETURN_IF_ERROR(RecoverDirectory(target.string()));
   TANDEM_RETURN_IF_ERROR(CheckReplaceable(target, identity.kind));
-  const absl::StatusOr<TemporaryDirectory> temporary = TemporaryDirectory::Create(parent, name);
+  absl::StatusOr<TemporaryDirectory> temporary = TemporaryDirectory::Create(parent, name);
   if (!temporary.ok()) return PrependFieldPath("directory", temporary.status());
-  TANDEM_RETURN_IF_ERROR(write_files(temporary->path()));
-  TANDEM_ASSIGN_OR_RETURN(const int64_t bytes, WriteManifest(temporary->path(), identity));
-  TANDEM_RETURN_IF_ERROR(ReplaceDirectory(temporary->path(), target.string()));
-  return Saved{.path = target.string(), .bytes = bytes};
+  return PendingCheckpoint(target.string(), identity, *std::move(temporary));
+}
+
+absl::StatusOr<Saved> PendingCheckpoint::Commit() && {
+  const TemporaryDirectory written = std::move(temporary_);
+  TANDEM_ASSIGN_OR_RETURN(const int64_t bytes, WriteManifest(written.path(), identity_));
+  TANDEM_RETURN_IF_ERROR(ReplaceDirectory(written.path(), target_));
+  return Saved{.path = target_, .bytes = bytes};
+}
+
+absl::StatusOr<Saved> Save(
+    const std::string& parent, const std::string& name, const Identity& identity,
+    absl::FunctionRef<absl::Status(const std::string& directory)> write_files) {
+  TANDEM_ASSIGN_OR_RETURN(PendingCheckpoint pending,
+                          PendingCheckpoint::Begin(parent, name, identity));
+  TANDEM_RETURN_IF_ERROR(write_files(pending.directory()));
+  return std::move(pending).Commit();
 }
 
 absl::Status Verify(const std::string& path) {

@@ -9,11 +9,13 @@
 
 #include <cstdint>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "absl/functional/function_ref.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "common/checkpoint/temporary_directory.h"
 
 namespace tandem::checkpoint {
 
@@ -33,11 +35,33 @@ struct Saved {
 // INVALID_ARGUMENT ("name") for what is not a plain file name, or starts with a dot.
 absl::Status CheckName(const std::string& name);
 
-// Writes parent/name. `write_files` puts plain files (no folders) into the directory it is given. A
-// checkpoint of that name and kind is replaced, so that a Save may be repeated; anything else that
-// has the name is ALREADY_EXISTS ("name"). What processes that are dead left in `parent` is
-// removed, or put back, first. On failure nothing changes. INVALID_ARGUMENT as CheckName says; an
-// error of "directory" where nothing can be written; otherwise the error of the file that failed.
+// A checkpoint that is being written. What is not committed goes with the object.
+class PendingCheckpoint {
+ public:
+  // Begins parent/name. A checkpoint of that name and kind will be replaced, so that a save may be
+  // repeated; anything else that has the name is ALREADY_EXISTS ("name"). What processes that are
+  // dead left in `parent` is removed, or put back, first. INVALID_ARGUMENT as CheckName says; an
+  // error of "directory" where nothing can be written.
+  static absl::StatusOr<PendingCheckpoint> Begin(const std::string& parent, const std::string& name,
+                                                 const Identity& identity);
+
+  // Where the files are put, by any process: plain files, no folders.
+  const std::string& directory() const { return temporary_.path(); }
+
+  // Writes the manifest and puts the directory in its place, in one step. All files are there and
+  // closed. On failure nothing changes: the error of the file that failed.
+  absl::StatusOr<Saved> Commit() &&;
+
+ private:
+  PendingCheckpoint(std::string target, const Identity& identity, TemporaryDirectory temporary)
+      : target_(std::move(target)), identity_(identity), temporary_(std::move(temporary)) {}
+
+  std::string target_;
+  Identity identity_;
+  TemporaryDirectory temporary_;
+};
+
+// Begins, writes and commits a checkpoint: `write_files` is given its directory.
 absl::StatusOr<Saved> Save(
     const std::string& parent, const std::string& name, const Identity& identity,
     absl::FunctionRef<absl::Status(const std::string& directory)> write_files);

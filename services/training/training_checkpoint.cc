@@ -3,8 +3,10 @@
 #include <ATen/ATen.h>
 
 #include <filesystem>
-#include <map>
+#include <memory>
 #include <nlohmann/json.hpp>
+#include <optional>
+#include <set>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
@@ -14,8 +16,12 @@
 #include "common/base/field_check.h"
 #include "common/base/path_check.h"
 #include "common/base/status_macros.h"
+#include "common/base/struct_bytes.h"
 #include "common/checkpoint/temporary_directory.h"
+#include "common/parallel/whole_parameters.h"
 #include "common/tensor/aten_bytes.h"
+#include "common/tensor/catch_torch_errors.h"
+#include "common/tensor/safetensors.h"
 
 namespace tandem::training {
 namespace {
@@ -42,77 +48,129 @@ absl::StatusOr<TrainingState> ReadState(const std::string& path, const std::stri
   return state;
 }
 
-// Whether `weights` are exactly the parameters of `model`, and could be the result of training.
-absl::Status CheckFits(const NamedTensors& weights, const Model& model, const std::string& path) {
-  std::map<std::string, at::Tensor> given(weights.begin(), weights.end());
-  for (const auto& [name, parameter] : model.Parameters()) {
-    const auto found = given.find(name);
-    if (found == given.end() || found->second.sizes() != parameter.sizes() ||
-        !found->second.is_floating_point()) {
+// The weights, if they are exactly the parameters of `model`, and could be the result of training.
+absl::StatusOr<SourceParameters> ReadWeights(const std::string& path, const Model& model) {
+  const std::string file = absl::StrCat(path, "/", kWeightsFile);
+  TANDEM_ASSIGN_OR_RETURN(std::shared_ptr<const SafetensorsFile> opened,
+                          SafetensorsFile::Open(file));
+  SourceParameters weights{.files = opened, .tensors = {}};
+  std::set<std::string> expected;
+  for (const Parameter& parameter : model.DeclaredParameters()) {
+    const std::string& name = parameter.spec.name;
+    expected.insert(name);
+    const TensorView* found = opened->Find(name);
+    if (found == nullptr || found->shape != parameter.spec.shape ||
+        !c10::isFloatingType(ToScalarType(found->dtype))) {
       return InvalidField("path", absl::StrCat(path, " holds another model: tensor '", name,
                                                "' is missing or has another shape or type"));
     }
-    if (!at::isfinite(found->second).all().item<bool>()) {
-      return absl::DataLossError(absl::StrCat(path, "/", kWeightsFile, ": tensor '", name,
-                                              "' holds a number that is not finite"));
+    weights.tensors.emplace_back(name, AliasAsAten(*found));
+    if (!at::isfinite(weights.tensors.back().second).all().item<bool>()) {
+      return absl::DataLossError(
+          absl::StrCat(file, ": tensor '", name, "' holds a number that is not finite"));
     }
-    given.erase(found);
   }
-  if (given.empty()) return absl::OkStatus();
-  return InvalidField("path", absl::StrCat(path, " holds another model: tensor '",
-                                           given.begin()->first, "' is not expected"));
+  for (const TensorView& tensor : opened->tensors()) {
+    if (expected.contains(tensor.name)) continue;
+    return InvalidField("path", absl::StrCat(path, " holds another model: tensor '", tensor.name,
+                                             "' is not expected"));
+  }
+  return weights;
+}
+
+absl::Status WriteState(const std::string& directory, const parallel::Strategy& strategy,
+                        const TrainingState& state) {
+  json text = ToJson(state);
+  text["optimizer_steps"] = strategy.optimizer_steps();
+  return WriteFileDurably(
+      absl::StrCat(directory, "/", kStateFile),
+      text.dump(-1, ' ', /*ensure_ascii=*/true, json::error_handler_t::replace) + "\n");
+}
+
+absl::Status SaveModel(parallel::Strategy& strategy, const std::string& directory, DType dtype) {
+  return parallel::UseWholeParameters(strategy, [&](TensorSource parameters) {
+    return strategy.model().Save(directory, dtype, parameters);
+  });
 }
 
 }  // namespace
 
 absl::StatusOr<checkpoint::Saved> SaveTraining(const std::string& directory,
                                                const std::string& name, int64_t keep,
-                                               const Model& model, parallel::Strategy& strategy,
+                                               parallel::Strategy& strategy,
                                                const TrainingState& state) {
   TANDEM_RETURN_IF_ERROR(CheckAtLeast("keep", keep, 0));
+  std::optional<checkpoint::PendingCheckpoint> pending;  // of rank 0
   TANDEM_ASSIGN_OR_RETURN(
-      const checkpoint::Saved saved,
-      checkpoint::Save(
-          directory, name, {.kind = state.kind, .step = state.version},
-          [&](const std::string& target) -> absl::Status {
-            TANDEM_RETURN_IF_ERROR(model.Save(target));
-            TANDEM_RETURN_IF_ERROR(strategy.SaveOptimizer(target));
-            json text = ToJson(state);
-            text["optimizer_steps"] = strategy.optimizer_steps();
-            return WriteFileDurably(
-                absl::StrCat(target, "/", kStateFile),
-                text.dump(-1, ' ', /*ensure_ascii=*/true, json::error_handler_t::replace) + "\n");
-          }));
-  TANDEM_RETURN_IF_ERROR(checkpoint::Prune(directory, state.kind, keep, saved.path));
-  return saved;
+      const std::string target, strategy.FromRankZero([&]() -> absl::StatusOr<std::string> {
+        TANDEM_ASSIGN_OR_RETURN(checkpoint::PendingCheckpoint begun,
+                                checkpoint::PendingCheckpoint::Begin(
+                                    directory, name, {.kind = state.kind, .step = state.version}));
+        return pending.emplace(std::move(begun)).directory();
+      }));
+  TANDEM_RETURN_IF_ERROR(SaveModel(strategy, target, DType::kFloat32));
+  TANDEM_RETURN_IF_ERROR(strategy.AgreeOn(strategy.SaveOptimizer(target)));
+  TANDEM_ASSIGN_OR_RETURN(
+      const std::string saved, strategy.FromRankZero([&]() -> absl::StatusOr<std::string> {
+        TANDEM_RETURN_IF_ERROR(WriteState(target, strategy, state));
+        TANDEM_ASSIGN_OR_RETURN(const checkpoint::Saved committed, (*std::move(pending)).Commit());
+        TANDEM_RETURN_IF_ERROR(checkpoint::Prune(directory, state.kind, keep, committed.path));
+        return ToBytes(committed);
+      }));
+  return FromBytes<checkpoint::Saved>(saved);
 }
 
-absl::StatusOr<TrainingCheckpoint> ReadTraining(const std::string& path, const Model& model,
+absl::StatusOr<TrainingCheckpoint> ReadTraining(const std::string& path,
+                                                parallel::Strategy& strategy,
                                                 const std::string& kind) {
-  TANDEM_RETURN_IF_ERROR(checkpoint::Verify(path));
+  // By one rank: it may put back what a crash left.
+  TANDEM_RETURN_IF_ERROR(strategy
+                             .FromRankZero([&]() -> absl::StatusOr<std::string> {
+                               TANDEM_RETURN_IF_ERROR(checkpoint::Verify(path));
+                               return std::string();
+                             })
+                             .status());
   TrainingCheckpoint read;
-  TANDEM_ASSIGN_OR_RETURN(read.state, ReadState(path, kind));
-  TANDEM_ASSIGN_OR_RETURN(read.weights, ReadNamedTensors(absl::StrCat(path, "/", kWeightsFile)));
-  TANDEM_RETURN_IF_ERROR(CheckFits(read.weights, model, path));
+  const absl::Status status = CatchTorchErrors("checkpoint", [&]() -> absl::Status {
+    TANDEM_ASSIGN_OR_RETURN(read.state, ReadState(path, kind));
+    TANDEM_ASSIGN_OR_RETURN(read.weights, ReadWeights(path, strategy.model()));
+    return absl::OkStatus();
+  });
+  TANDEM_RETURN_IF_ERROR(strategy.AgreeOn(status));
   return read;
 }
 
-absl::Status ExportModel(const Model& model, const std::string& path, DType dtype) {
+absl::Status ExportModel(parallel::Strategy& strategy, const std::string& path, DType dtype) {
   std::error_code error;
-  TANDEM_RETURN_IF_ERROR(CheckPath("path", path));
-  if (fs::exists(path, error)) {
-    return FieldError(absl::StatusCode::kAlreadyExists, "path", absl::StrCat(path, " exists"));
-  }
   fs::path target = fs::absolute(path, error).lexically_normal();
   if (!target.has_filename()) target = target.parent_path();  // "model/" is "model"
-  const auto write = [&]() -> absl::Status {
-    TANDEM_ASSIGN_OR_RETURN(const checkpoint::TemporaryDirectory temporary,
+  std::optional<checkpoint::TemporaryDirectory> temporary;    // of rank 0
+  const auto create = [&]() -> absl::StatusOr<std::string> {
+    TANDEM_ASSIGN_OR_RETURN(checkpoint::TemporaryDirectory created,
                             checkpoint::TemporaryDirectory::Create(target.parent_path().string(),
                                                                    target.filename().string()));
-    TANDEM_RETURN_IF_ERROR(model.Save(temporary.path(), dtype));
-    return RenameDurably(temporary.path(), target.string());
+    return temporary.emplace(std::move(created)).path();
   };
-  return PrependFieldPath("path", write());
+  TANDEM_ASSIGN_OR_RETURN(
+      const std::string directory, strategy.FromRankZero([&]() -> absl::StatusOr<std::string> {
+        TANDEM_RETURN_IF_ERROR(CheckPath("path", path));
+        if (fs::exists(path, error)) {
+          return FieldError(absl::StatusCode::kAlreadyExists, "path",
+                            absl::StrCat(path, " exists"));
+        }
+        absl::StatusOr<std::string> created = create();
+        return created.ok() ? created : PrependFieldPath("path", created.status());
+      }));
+  absl::Status status = SaveModel(strategy, directory, dtype);
+  if (status.ok()) {
+    status = strategy
+                 .FromRankZero([&]() -> absl::StatusOr<std::string> {
+                   TANDEM_RETURN_IF_ERROR(RenameDurably(directory, target.string()));
+                   return std::string();
+                 })
+                 .status();
+  }
+  return PrependFieldPath("path", status);
 }
 
 }  // namespace tandem::training

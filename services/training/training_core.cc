@@ -15,6 +15,7 @@
 #include "common/base/status_macros.h"
 #include "common/model/compute_setup.h"
 #include "common/parallel/create_strategy.h"
+#include "common/parallel/whole_parameters.h"
 #include "common/tensor/weights_digest.h"
 #include "services/training/training_checkpoint.h"
 
@@ -97,7 +98,7 @@ void TrainingCore::AddCommands() {
       Needs::kNothing);
   export_model_ = AddCommand<ExportRequest, absl::Status>(
       "export", [this](const CallScope&, const ExportRequest& request) {
-        return training::ExportModel(model(), request.path, request.dtype);
+        return training::ExportModel(*strategy_, request.path, request.dtype);
       });
 }
 
@@ -179,8 +180,7 @@ void TrainingCore::Shutdown() {
 
 absl::Status TrainingCore::PrepareWeights() {
   TANDEM_RETURN_IF_ERROR(broken_);
-  RefreshWeights();
-  return absl::OkStatus();
+  return RefreshWeights();
 }
 
 void TrainingCore::CheckSameOutcome(const std::string& command, const absl::Status& status) {
@@ -207,10 +207,13 @@ EngineInfo TrainingCore::Info() const {
   return info_;
 }
 
-void TrainingCore::RefreshWeights() {
+absl::Status TrainingCore::RefreshWeights() {
   if (copies_stale_) model().OnWeightsChanged();
   copies_stale_ = false;
-  if (weights_changed_) RecordWeights(WeightsDigest(model().Parameters()));
+  if (!weights_changed_) return absl::OkStatus();
+  TANDEM_ASSIGN_OR_RETURN(std::string digest, parallel::ParametersDigest(*strategy_));
+  RecordWeights(std::move(digest));
+  return absl::OkStatus();
 }
 
 void TrainingCore::RecordWeights(std::string digest) {
@@ -252,7 +255,7 @@ absl::StatusOr<StepResult> TrainingCore::Step(
     state_.ledger.Record(identity.request_id, identity.payload_digest, report);
   }
   std::move(restore).Cancel();
-  RefreshWeights();
+  TANDEM_RETURN_IF_ERROR(RefreshWeights());
   report.weights = weights();
   return StepResult{.report = std::move(report), .not_finite = not_finite};
 }
@@ -412,21 +415,27 @@ absl::StatusOr<int64_t> TrainingCore::ForwardBackward(absl::Span<const SequenceR
 }
 
 absl::Status TrainingCore::ReadCheckpoint(const std::string& path) {
-  TANDEM_ASSIGN_OR_RETURN(TrainingCheckpoint read, ReadTraining(path, model(), state_.kind));
+  TANDEM_ASSIGN_OR_RETURN(TrainingCheckpoint read, ReadTraining(path, *strategy_, state_.kind));
   return Replace(
-      path, [&] { return strategy_->LoadOptimizer(path); }, read.weights, std::move(read.state));
+      path, [&] { return strategy_->LoadOptimizer(path); }, read.weights.tensors,
+      std::move(read.state));
 }
 
 absl::Status TrainingCore::ReadBaseModel() {
-  const absl::StatusOr<SourceParameters> base = model().ReadSource();
-  if (!base.ok()) return PrependFieldPath("base_model", base.status());
-  if (WeightsDigest(base->tensors) != model().weights_digest()) {
-    return FieldError(
-        absl::StatusCode::kFailedPrecondition, "base_model",
-        absl::StrCat("the weights in ", options_.model, " have changed since the start"));
-  }
+  SourceParameters base;
+  TANDEM_RETURN_IF_ERROR(OnEveryRank("base model", [&]() -> absl::Status {
+    absl::StatusOr<SourceParameters> read = model().ReadSource();
+    if (!read.ok()) return PrependFieldPath("base_model", read.status());
+    if (WeightsDigest(read->tensors) != model().weights_digest()) {
+      return FieldError(
+          absl::StatusCode::kFailedPrecondition, "base_model",
+          absl::StrCat("the weights in ", options_.model, " have changed since the start"));
+    }
+    base = *std::move(read);
+    return absl::OkStatus();
+  }));
   return Replace(
-      options_.model, [&] { return strategy_->ResetOptimizer(); }, base->tensors,
+      options_.model, [&] { return strategy_->ResetOptimizer(); }, base.tensors,
       TrainingState{.kind = state_.kind});
 }
 
@@ -442,8 +451,7 @@ absl::Status TrainingCore::Replace(absl::string_view source,
   broken_ = absl::OkStatus();
   weights_changed_ = true;
   unsaved_ = false;
-  RefreshWeights();
-  return absl::OkStatus();
+  return RefreshWeights();
 }
 
 }  // namespace tandem::training

@@ -237,7 +237,7 @@ class TrainingCore {
   absl::Status Replace(absl::string_view source, absl::FunctionRef<absl::Status()> load_optimizer,
                        const NamedTensors& weights, TrainingState state);
   // Brings what follows from weights that changed up to date: the model's copies, the digest.
-  void RefreshWeights();
+  absl::Status RefreshWeights();
   void RecordWeights(std::string digest);
 
   const std::string metric_prefix_;

@@ -1,0 +1,332 @@
+// Checkpoints and exports of a model on several ranks. What they hold for one process is
+// training_core_test's.
+#include "services/training/training_checkpoint.h"
+
+#include <ATen/ATen.h>
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <unistd.h>
+
+#include <csignal>
+#include <filesystem>
+#include <iterator>
+#include <memory>
+#include <optional>
+#include <string>
+#include <type_traits>
+#include <utility>
+#include <vector>
+
+#include "absl/strings/str_cat.h"
+#include "absl/time/clock.h"
+#include "common/base/atomic_file.h"
+#include "common/base/error.h"
+#include "common/model/testing/tiny_model_dir.h"
+#include "common/parallel/single_strategy.h"
+#include "common/parallel/testing/rank_processes.h"
+#include "common/parallel/testing/strategy_runs.h"
+#include "common/parallel/zero_strategy.h"
+#include "common/tensor/catch_torch_errors.h"
+
+namespace tandem::training {
+namespace {
+
+namespace fs = std::filesystem;
+using ::testing::HasSubstr;
+using Ranks = std::shared_ptr<parallel::Communicator>;
+
+struct Layout {
+  int ranks, stage;  // stage 0: single
+};
+
+constexpr Layout kLayouts[] = {{1, 0}, {2, 1}, {2, 3}, {4, 2}, {4, 3}};
+
+std::unique_ptr<parallel::Strategy> MakeStrategy(const Layout& layout, const Ranks& ranks) {
+  if (layout.stage == 0) return std::make_unique<parallel::SingleStrategy>();
+  return std::make_unique<parallel::ZeroStrategy>(parallel::ZeroOptions{.stage = layout.stage},
+                                                  ranks);
+}
+
+absl::StatusOr<checkpoint::Saved> SaveVersion(parallel::Strategy& strategy,
+                                              const std::string& parent, int64_t version,
+                                              const std::string& name = "last") {
+  return SaveTraining(parent, name, /*keep=*/0, strategy, {.kind = "trainer", .version = version});
+}
+
+// As the core does it.
+absl::Status Load(parallel::Strategy& strategy, const std::string& path) {
+  absl::StatusOr<TrainingCheckpoint> read = ReadTraining(path, strategy, "trainer");
+  if (!read.ok()) return read.status();
+  if (absl::Status loaded = strategy.LoadOptimizer(path); !loaded.ok()) return loaded;
+  return strategy.ScatterParameters(read->weights.tensors);
+}
+
+std::string WeightsOf(const std::string& path) {
+  return ReadFile(path + "/model.safetensors").value();
+}
+
+int64_t Entries(const std::string& directory) {
+  return std::distance(fs::directory_iterator(directory), {});
+}
+
+// What N ranks save, M ranks load; the weights keep their bits, and so do the files, which are
+// those of one process.
+TEST(TrainingCheckpointTest, AnyLayoutLoadsWhatAnyOtherSaved) {
+  const TemporaryFolder folder;
+  for (const Layout& saved : kLayouts) {
+    const std::string parent = folder / absl::StrCat(saved.ranks, "-", saved.stage);
+    parallel::RunConnected(saved.ranks, [&](const Ranks& ranks) {
+      const TemporaryFolder own;
+      WriteTinyModel(own / "model", 3);
+      const auto strategy = MakeStrategy(saved, ranks);
+      parallel::Prepare(*strategy, own / "model");
+      parallel::Steps(*strategy, 2);
+      const auto written = SaveVersion(*strategy, parent, 2);
+      ASSERT_TRUE(written.ok()) << written.status();
+      EXPECT_EQ(written->path, parent + "/last");
+      EXPECT_GT(written->bytes, 0);
+      const NamedTensors whole = parallel::WholeParameters(*strategy);
+      if (ranks->rank() != 0) return;
+      EXPECT_TRUE(checkpoint::Verify(written->path).ok());
+      const auto model = Model::Load(written->path).value();
+      for (const auto& [name, tensor] : whole) EXPECT_TRUE(model->Parameter(name).equal(tensor));
+    });
+    for (const Layout& layout : kLayouts) {
+      const std::string again = folder / "again";
+      fs::remove_all(again);
+      parallel::RunConnected(layout.ranks, [&](const Ranks& ranks) {
+        const TemporaryFolder own;
+        WriteTinyModel(own / "model", 4);
+        const auto strategy = MakeStrategy(layout, ranks);
+        parallel::Prepare(*strategy, own / "model");
+        const absl::Status loaded = Load(*strategy, parent + "/last");
+        ASSERT_TRUE(loaded.ok()) << loaded;
+        EXPECT_EQ(strategy->optimizer_steps(), 2);
+        ASSERT_TRUE(SaveVersion(*strategy, again, 2).ok());
+        EXPECT_TRUE(ExportModel(*strategy, again + "/export/", DType::kFloat32).ok());
+      });
+      for (const char* name : {"last", "export"}) {
+        EXPECT_EQ(WeightsOf(again + "/" + name), WeightsOf(parent + "/last"))
+            << saved.ranks << " to " << layout.ranks << ", " << name;
+      }
+    }
+  }
+}
+
+// Fails on one rank, while the optimizer's state is written.
+class FailingStrategy final : public parallel::ZeroStrategy {
+ public:
+  FailingStrategy(const Ranks& ranks, int failing_rank)
+      : ZeroStrategy({.stage = 3}, ranks), fails_(ranks->rank() == failing_rank) {}
+
+  absl::Status SaveOptimizer(const std::string& directory) override {
+    absl::Status saved = ZeroStrategy::SaveOptimizer(directory);
+    return std::exchange(fails_, false) ? absl::ResourceExhaustedError("the disk is full") : saved;
+  }
+
+ private:
+  bool fails_;
+};
+
+TEST(TrainingCheckpointTest, AFailureOfAnyRankLeavesTheOldCheckpoint) {
+  for (const int failing : {0, 1}) {
+    const TemporaryFolder folder;
+    parallel::RunConnected(2, [&](const Ranks& ranks) {
+      const TemporaryFolder own;
+      WriteTinyModel(own / "model", 3);
+      parallel::ZeroStrategy good({.stage = 2}, ranks);
+      parallel::Prepare(good, own / "model");
+      ASSERT_TRUE(SaveVersion(good, folder / "saved", 1).ok());
+      const std::string old = WeightsOf(folder / "saved/last");
+
+      FailingStrategy strategy(ranks, failing);
+      parallel::Prepare(strategy, own / "model");
+      parallel::Step(strategy, 3, 0);
+      EXPECT_EQ(SaveVersion(strategy, folder / "saved", 2).status(),
+                absl::ResourceExhaustedError("the disk is full"));
+      ranks->Barrier();
+      EXPECT_EQ(Entries(folder / "saved"), 1);
+      EXPECT_EQ(WeightsOf(folder / "saved/last"), old);
+      ranks->Barrier();
+      ASSERT_TRUE(SaveVersion(strategy, folder / "saved", 2).ok());
+      EXPECT_NE(WeightsOf(folder / "saved/last"), old);
+    });
+  }
+}
+
+// What only rank 0 sees, every rank is told, with the field that it is about.
+TEST(TrainingCheckpointTest, ErrorsOfTheDirectoryAreThoseOfAllRanks) {
+  const TemporaryFolder folder;
+  ASSERT_TRUE(WriteFileDurably(folder / "file", "x").ok());
+  parallel::RunConnected(2, [&](const Ranks& ranks) {
+    const TemporaryFolder own;
+    WriteTinyModel(own / "model", 3);
+    parallel::ZeroStrategy strategy({.stage = 3}, ranks);
+    parallel::Prepare(strategy, own / "model");
+    EXPECT_EQ(FieldPath(SaveVersion(strategy, folder / "file", 1).status()), "directory");
+    EXPECT_EQ(FieldPath(SaveVersion(strategy, folder / "saved", 1, "a/b").status()), "name");
+    EXPECT_EQ(FieldPath(ExportModel(strategy, folder / "file/model", DType::kFloat32)), "path");
+    const absl::Status exists = ExportModel(strategy, folder / "file", DType::kFloat32);
+    EXPECT_EQ(exists.code(), absl::StatusCode::kAlreadyExists);
+    EXPECT_EQ(FieldPath(exists), "path");
+    EXPECT_EQ(ReadTraining(folder / "none", strategy, "trainer").status().code(),
+              absl::StatusCode::kNotFound);
+
+    ASSERT_TRUE(SaveVersion(strategy, folder / "saved", 1).ok());
+    EXPECT_TRUE(ReadTraining(folder / "saved/last", strategy, "trainer").ok());
+    EXPECT_EQ(ReadTraining(folder / "saved/last", strategy, "critic").status().code(),
+              absl::StatusCode::kFailedPrecondition);
+    WriteTinyModel(own / "other", 3, {{"intermediate_size", 44}});
+    parallel::ZeroStrategy other({.stage = 3}, ranks);
+    parallel::Prepare(other, own / "other");
+    const absl::Status refused = ReadTraining(folder / "saved/last", other, "trainer").status();
+    EXPECT_EQ(FieldPath(refused), "path");
+    EXPECT_THAT(std::string(refused.message()), HasSubstr("mlp.gate_proj.weight"));
+  });
+}
+
+// Ends its process, as a lost machine does, at one point of a save: before or after what ranks do
+// together, or at a tensor.
+class DyingStrategy final : public parallel::ZeroStrategy {
+ public:
+  // `points` before the end; negative: none.
+  DyingStrategy(const Ranks& ranks, int stage, int points)
+      : ZeroStrategy({.stage = stage}, ranks), points_(points) {}
+
+  absl::Status AgreeOn(const absl::Status& status) override {
+    return Between([&] { return ZeroStrategy::AgreeOn(status); });
+  }
+  absl::StatusOr<std::string> FromRankZero(
+      absl::FunctionRef<absl::StatusOr<std::string>()> compute) override {
+    return Between([&] { return ZeroStrategy::FromRankZero(compute); });
+  }
+  absl::Status VisitParameters(TensorVisitor visit) override {
+    return Between([&] {
+      return ZeroStrategy::VisitParameters([&](const std::string& name, const at::Tensor& tensor) {
+        return Between([&] { return visit(name, tensor); });
+      });
+    });
+  }
+  absl::Status SaveOptimizer(const std::string& directory) override {
+    return Between([&] { return ZeroStrategy::SaveOptimizer(directory); });
+  }
+
+ private:
+  template <typename Body>
+  std::invoke_result_t<Body&> Between(Body&& body) {
+    Point();
+    auto result = body();
+    Point();
+    return result;
+  }
+  void Point() {
+    if (points_-- == 0) raise(SIGKILL);
+  }
+
+  int points_;
+};
+
+class KilledSaveTest : public ::testing::TestWithParam<int> {  // the rank that is killed
+ protected:
+  static constexpr int kRanks = 2;
+
+  // Saves the model of `seed`, as version `seed`, on ranks of which one may die. How that one
+  // ended.
+  std::string SaveOnRanks(uint64_t seed, int points,
+                          std::optional<absl::Duration> kill_after = {}) {
+    int begun[2];
+    EXPECT_EQ(pipe(begun), 0);
+    parallel::RankProcesses processes(kRanks, [&](const parallel::RankEnvironment& environment) {
+      const std::string model = folder_ / absl::StrCat("model", environment.rank);
+      WriteTinyModel(model, seed, {{"num_hidden_layers", 1}});
+      const Ranks ranks =
+          parallel::Communicator::Connect(environment, {.timeout = absl::Seconds(30)}).value();
+      DyingStrategy strategy(ranks, 3, environment.rank == GetParam() ? points : -1);
+      parallel::Prepare(strategy, model);
+      ranks->Barrier();
+      if (environment.rank == GetParam()) {
+        EXPECT_EQ(write(begun[1], "x", 1), 1);
+      }
+      const auto saved = SaveVersion(strategy, folder_ / "saved", static_cast<int64_t>(seed));
+      const auto leave = [&] {
+        ranks->Barrier();
+        return absl::OkStatus();
+      };
+      if (saved.ok()) CatchTorchErrors("the other is gone", leave).IgnoreError();
+    });
+    if (kill_after.has_value()) {
+      char byte = 0;
+      EXPECT_EQ(read(begun[0], &byte, 1), 1);
+      absl::SleepFor(*kill_after);
+      processes.Signal(GetParam(), SIGKILL);
+    }
+    std::string how = processes.Wait(GetParam());
+    processes.Wait(1 - GetParam());
+    close(begun[0]);
+    close(begun[1]);
+    return how;
+  }
+
+  void PutBackTheOldOne() {
+    fs::remove_all(folder_ / "saved");
+    fs::copy(folder_ / "old", folder_ / "saved", fs::copy_options::recursive);
+  }
+
+  // Every file of the checkpoint is that of one version.
+  void ExpectOldOrNew() {
+    const std::string path = folder_ / "saved/last";
+    const absl::Status whole = checkpoint::Verify(path);
+    ASSERT_TRUE(whole.ok()) << whole;
+    const auto listed = checkpoint::List(folder_ / "saved");
+    ASSERT_EQ(listed.size(), 1u);
+    const bool is_new = listed[0].identity.step == 4;
+    EXPECT_EQ(listed[0].identity.step, is_new ? 4 : 3);
+    EXPECT_EQ(WeightsOf(path), is_new ? new_ : old_);
+    seen_new_ |= is_new;
+    seen_old_ |= !is_new;
+  }
+
+  void SetUp() override {
+    for (const auto& [seed, weights] : {std::pair{4, &new_}, std::pair{3, &old_}}) {
+      fs::remove_all(folder_ / "saved");
+      ASSERT_EQ(SaveOnRanks(static_cast<uint64_t>(seed), -1), "");
+      *weights = WeightsOf(folder_ / "saved/last");
+    }
+    fs::copy(folder_ / "saved", folder_ / "old", fs::copy_options::recursive);
+  }
+
+  TemporaryFolder folder_;
+  std::string old_, new_;  // the weights of versions 3 and 4
+  bool seen_old_ = false, seen_new_ = false;
+};
+
+TEST_P(KilledSaveTest, AtAnyPointTheOldOrTheNewCheckpointIsThere) {
+  for (int point = 0;; ++point) {
+    SCOPED_TRACE(absl::StrCat("point ", point));
+    PutBackTheOldOne();
+    const std::string how = SaveOnRanks(4, point);
+    ExpectOldOrNew();
+    if (how.empty()) break;  // a save has so many points
+    ASSERT_EQ(how, "signal 9");
+    ASSERT_LT(point, 100);
+  }
+  EXPECT_TRUE(seen_old_);
+  EXPECT_TRUE(seen_new_);
+  // What the killed ones left is removed by the next save.
+  EXPECT_EQ(SaveOnRanks(4, -1), "");
+  EXPECT_EQ(Entries(folder_ / "saved"), 1);
+}
+
+TEST_P(KilledSaveTest, AtAnyMomentTheOldOrTheNewCheckpointIsThere) {
+  for (int moment = 0; moment < 12; ++moment) {
+    SCOPED_TRACE(absl::StrCat("moment ", moment));
+    PutBackTheOldOne();
+    SaveOnRanks(4, -1, moment * absl::Milliseconds(2));
+    ExpectOldOrNew();
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(Ranks, KilledSaveTest, ::testing::Range(0, 2));
+
+}  // namespace
+}  // namespace tandem::training
