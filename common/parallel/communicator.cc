@@ -115,6 +115,8 @@ absl::StatusOr<std::shared_ptr<Communicator>> Communicator::Connect(
   return world;
 }
 
+std::shared_ptr<Communicator> Communicator::Alone() { return Connect({}, {}).value(); }
+
 std::shared_ptr<Communicator> Communicator::Split(const std::string& name,
                                                   const std::vector<std::vector<int>>& groups,
                                                   const SplitOptions& options) {

@@ -89,6 +89,8 @@ class Communicator {
   // ranks that are missing, if it does not come about in time.
   static absl::StatusOr<std::shared_ptr<Communicator>> Connect(const RankEnvironment& environment,
                                                                const CommunicatorOptions& options);
+  // A group of this process alone.
+  static std::shared_ptr<Communicator> Alone();
   // Starts no communication. A Pending must be gone by then.
   ~Communicator();
   Communicator(const Communicator&) = delete;

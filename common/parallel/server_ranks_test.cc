@@ -41,26 +41,6 @@ TEST(ServerRanksTest, EveryRankGetsTheCommandsInTheirOrder) {
   });
 }
 
-TEST(ServerRanksTest, WhatRankZeroAloneKnowsIsTold) {
-  RunOnRanks(3, [](const RankEnvironment& environment) {
-    const auto ranks = Connect(environment);
-    const auto told =
-        ranks->FromRankZero<std::vector<double>>([&]() -> absl::StatusOr<std::vector<double>> {
-          EXPECT_EQ(environment.rank, 0);
-          return std::vector<double>{1, 2};
-        });
-    ASSERT_TRUE(told.ok()) << told.status();
-    EXPECT_EQ(*told, (std::vector<double>{1, 2}));
-    const auto refused = ranks->FromRankZero<int64_t>(
-        [] { return absl::StatusOr<int64_t>(InvalidField("a.b", "is refused")); });
-    EXPECT_EQ(refused.status().code(), absl::StatusCode::kInvalidArgument);
-    EXPECT_EQ(FieldPath(refused.status()), "a.b");
-    const auto thrown = ranks->FromRankZero<int64_t>(
-        []() -> absl::StatusOr<int64_t> { throw std::runtime_error("broken"); });
-    EXPECT_EQ(thrown.status().code(), absl::StatusCode::kInternal);
-  });
-}
-
 TEST(ServerRanksTest, AnErrorNamesItsRank) {
   RunOnRanks(3, [](const RankEnvironment& environment) {
     const auto ranks = Connect(environment);

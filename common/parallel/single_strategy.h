@@ -21,12 +21,7 @@ class SingleStrategy : public Strategy {
   absl::Status LoadModel(const std::string& directory, const LoadOptions& options) override;
   Model& model() override { return *model_; }
   absl::Status BuildOptimizer(const OptimizerOptions& options) override;
-  int rank() const override { return 0; }
-  absl::Status AgreeOn(const absl::Status& status) override { return status; }
-  absl::StatusOr<std::string> FromRankZero(
-      absl::FunctionRef<absl::StatusOr<std::string>()> compute) override {
-    return compute();
-  }
+  Communicator& ranks() override { return *alone_; }
   absl::StatusOr<std::vector<std::vector<double>>> Forward(int64_t count, InputFunction input,
                                                            OutputFunction output) override;
   absl::StatusOr<std::vector<std::vector<double>>> ShareOut(
@@ -46,6 +41,7 @@ class SingleStrategy : public Strategy {
   absl::Status LoadOptimizer(const std::string& directory) override;
 
  private:
+  const std::shared_ptr<Communicator> alone_ = Communicator::Alone();
   std::unique_ptr<Model> model_;
   OptimizerOptions options_;
   NamedTensors parameters_;            // those that train

@@ -21,6 +21,7 @@
 #include "absl/types/span.h"
 #include "common/model/model.h"
 #include "common/model/ragged_batch.h"
+#include "common/parallel/communicator.h"
 #include "common/tensor/named_tensors.h"
 #include "common/training/optimizer_options.h"
 
@@ -61,12 +62,7 @@ class Strategy {
   virtual absl::Status BuildOptimizer(const OptimizerOptions& options) = 0;
 
   // This process among those that make the same calls. Rank 0 speaks for all: to clients, to disk.
-  virtual int rank() const = 0;
-  // The same status on every rank: OK if all are, else that of the lowest rank that has an error.
-  virtual absl::Status AgreeOn(const absl::Status& status) = 0;
-  // What `compute` returns on rank 0, where alone it is called, on every rank.
-  virtual absl::StatusOr<std::string> FromRankZero(
-      absl::FunctionRef<absl::StatusOr<std::string>()> compute) = 0;
+  virtual Communicator& ranks() = 0;
 
   // How many micro-batches are run at a time.
   virtual int64_t data_parallel_size() const { return 1; }

@@ -1,6 +1,7 @@
 #include "common/parallel/whole_parameters.h"
 
 #include "common/base/status_macros.h"
+#include "common/parallel/rank_agreement.h"
 #include "common/tensor/catch_torch_errors.h"
 #include "common/tensor/weights_digest.h"
 
@@ -10,7 +11,7 @@ absl::Status UseWholeParameters(Strategy& strategy,
                                 absl::FunctionRef<absl::Status(TensorSource parameters)> use) {
   absl::Status status;
   bool visited = false;
-  if (strategy.rank() == 0) {
+  if (strategy.ranks().rank() == 0) {
     status = CatchTorchErrors("use of the parameters", [&] {
       return use([&](TensorVisitor visit) {
         visited = true;
@@ -24,7 +25,7 @@ absl::Status UseWholeParameters(Strategy& strategy,
         strategy.VisitParameters([&](const std::string&, const at::Tensor&) { return status; });
     if (status.ok()) status = taken_part;
   }
-  return strategy.AgreeOn(status);
+  return Agree(strategy.ranks(), status);
 }
 
 absl::StatusOr<std::string> ParametersDigest(Strategy& strategy) {
@@ -33,7 +34,8 @@ absl::StatusOr<std::string> ParametersDigest(Strategy& strategy) {
     TANDEM_ASSIGN_OR_RETURN(digest, WeightsDigest(parameters));
     return absl::OkStatus();
   }));
-  return strategy.FromRankZero([&]() -> absl::StatusOr<std::string> { return digest; });
+  return FromRankZero<std::string>(strategy.ranks(),
+                                   [&] { return absl::StatusOr<std::string>(digest); });
 }
 
 }  // namespace tandem::parallel

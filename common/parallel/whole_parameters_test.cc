@@ -11,6 +11,7 @@
 #include "common/base/status_macros.h"
 #include "common/loss/testing/metered_memory.h"
 #include "common/model/testing/tiny_model_dir.h"
+#include "common/parallel/rank_agreement.h"
 #include "common/parallel/single_strategy.h"
 #include "common/parallel/testing/rank_processes.h"
 #include "common/parallel/testing/strategy_runs.h"
@@ -36,8 +37,8 @@ TEST_P(WholeParametersTest, TheDigestIsThatOfOneProcess) {
       Step(zero, 3, 0);
       const std::string digest = ParametersDigest(zero).value();
       EXPECT_NE(digest, zero.model().weights_digest());
-      EXPECT_EQ(digest,
-                zero.FromRankZero([&]() -> absl::StatusOr<std::string> { return digest; }).value());
+      const auto of_zero = [&] { return absl::StatusOr<std::string>(digest); };
+      EXPECT_EQ(digest, FromRankZero<std::string>(*ranks, of_zero).value());
       const NamedTensors whole = WholeParameters(zero);
       if (ranks->rank() == 0) {
         EXPECT_EQ(digest, WeightsDigest(whole));
@@ -78,34 +79,6 @@ TEST_P(WholeParametersTest, AnErrorOfRankZeroIsThatOfAll) {
   });
 }
 
-TEST_P(WholeParametersTest, RanksAgree) {
-  RunConnected(3, [&](const Ranks& ranks) {
-    ZeroStrategy zero({.stage = GetParam()}, ranks);
-    EXPECT_EQ(zero.rank(), ranks->rank());
-    EXPECT_TRUE(zero.AgreeOn(absl::OkStatus()).ok());
-    const absl::Status own = ranks->rank() == 0
-                                 ? absl::OkStatus()
-                                 : absl::UnavailableError("rank " + std::to_string(zero.rank()));
-    EXPECT_EQ(zero.AgreeOn(own), absl::UnavailableError("rank 1"));
-    int calls = 0;
-    const auto compute = [&](const absl::StatusOr<std::string>& result) {
-      return zero.FromRankZero([&] {
-        ++calls;
-        return result;
-      });
-    };
-    EXPECT_EQ(compute(std::string("a\0b", 3)).value(), std::string("a\0b", 3));
-    EXPECT_EQ(compute(absl::NotFoundError("none")).status(), absl::NotFoundError("none"));
-    EXPECT_EQ(calls, ranks->rank() == 0 ? 2 : 0);
-    EXPECT_EQ(zero.FromRankZero([]() -> absl::StatusOr<std::string> {
-                    throw std::runtime_error("unforeseen");
-                  })
-                  .status()
-                  .code(),
-              absl::StatusCode::kInternal);
-  });
-}
-
 INSTANTIATE_TEST_SUITE_P(Stages, WholeParametersTest, ::testing::Values(1, 2, 3));
 
 TEST(WholeParametersSingleTest, OneProcessIsRankZero) {
@@ -113,7 +86,7 @@ TEST(WholeParametersSingleTest, OneProcessIsRankZero) {
   WriteTinyModel(folder / "model", 3);
   SingleStrategy single;
   Prepare(single, folder / "model");
-  EXPECT_EQ(single.rank(), 0);
+  EXPECT_EQ(single.ranks().size(), 1);
   EXPECT_EQ(ParametersDigest(single).value(), single.model().weights_digest());
   const absl::Status lost = absl::ResourceExhaustedError("the disk is full");
   EXPECT_EQ(UseWholeParameters(single, [&](TensorSource) { return lost; }), lost);

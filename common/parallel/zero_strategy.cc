@@ -93,16 +93,6 @@ absl::Status ZeroStrategy::BuildOptimizer(const OptimizerOptions& options) {
   });
 }
 
-absl::Status ZeroStrategy::AgreeOn(const absl::Status& status) {
-  return CatchTorchErrors("agreement of ranks", [&] { return Agree(*ranks_, status); });
-}
-
-absl::StatusOr<std::string> ZeroStrategy::FromRankZero(
-    absl::FunctionRef<absl::StatusOr<std::string>()> compute) {
-  return CatchTorchErrors("agreement of ranks",
-                          [&] { return parallel::FromRankZero<std::string>(*ranks_, compute); });
-}
-
 at::Tensor ZeroStrategy::OnOptimizerDevice(const at::Tensor& values) const {
   return zero_.offload_optimizer ? values.to(at::kCPU) : values;
 }

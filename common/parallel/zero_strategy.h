@@ -32,10 +32,7 @@ class ZeroStrategy : public Strategy {
   absl::Status LoadModel(const std::string& directory, const LoadOptions& options) override;
   Model& model() override { return *model_; }
   absl::Status BuildOptimizer(const OptimizerOptions& options) override;
-  int rank() const override { return ranks_->rank(); }
-  absl::Status AgreeOn(const absl::Status& status) override;
-  absl::StatusOr<std::string> FromRankZero(
-      absl::FunctionRef<absl::StatusOr<std::string>()> compute) override;
+  Communicator& ranks() override { return *ranks_; }
   int64_t data_parallel_size() const override { return ranks_->size(); }
   absl::StatusOr<std::vector<std::vector<double>>> Forward(int64_t count, InputFunction input,
                                                            OutputFunction output) override;

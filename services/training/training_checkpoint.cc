@@ -18,6 +18,7 @@
 #include "common/base/status_macros.h"
 #include "common/base/struct_bytes.h"
 #include "common/checkpoint/temporary_directory.h"
+#include "common/parallel/rank_agreement.h"
 #include "common/parallel/whole_parameters.h"
 #include "common/tensor/aten_bytes.h"
 #include "common/tensor/catch_torch_errors.h"
@@ -102,41 +103,44 @@ absl::StatusOr<checkpoint::Saved> SaveTraining(const std::string& directory,
   TANDEM_RETURN_IF_ERROR(CheckAtLeast("keep", keep, 0));
   std::optional<checkpoint::PendingCheckpoint> pending;  // of rank 0
   TANDEM_ASSIGN_OR_RETURN(
-      const std::string target, strategy.FromRankZero([&]() -> absl::StatusOr<std::string> {
+      const std::string target,
+      parallel::FromRankZero<std::string>(strategy.ranks(), [&]() -> absl::StatusOr<std::string> {
         TANDEM_ASSIGN_OR_RETURN(checkpoint::PendingCheckpoint begun,
                                 checkpoint::PendingCheckpoint::Begin(
                                     directory, name, {.kind = state.kind, .step = state.version}));
         return pending.emplace(std::move(begun)).directory();
       }));
   TANDEM_RETURN_IF_ERROR(SaveModel(strategy, target, DType::kFloat32));
-  TANDEM_RETURN_IF_ERROR(strategy.AgreeOn(strategy.SaveOptimizer(target)));
+  TANDEM_RETURN_IF_ERROR(parallel::Agree(strategy.ranks(), strategy.SaveOptimizer(target)));
   TANDEM_ASSIGN_OR_RETURN(
-      const std::string saved, strategy.FromRankZero([&]() -> absl::StatusOr<std::string> {
-        TANDEM_RETURN_IF_ERROR(WriteState(target, strategy, state));
-        TANDEM_ASSIGN_OR_RETURN(const checkpoint::Saved committed, (*std::move(pending)).Commit());
-        TANDEM_RETURN_IF_ERROR(checkpoint::Prune(directory, state.kind, keep, committed.path));
-        return ToBytes(committed);
-      }));
-  return FromBytes<checkpoint::Saved>(saved);
+      const checkpoint::Saved saved,
+      parallel::FromRankZero<checkpoint::Saved>(
+          strategy.ranks(), [&]() -> absl::StatusOr<checkpoint::Saved> {
+            TANDEM_RETURN_IF_ERROR(WriteState(target, strategy, state));
+            TANDEM_ASSIGN_OR_RETURN(const checkpoint::Saved committed,
+                                    (*std::move(pending)).Commit());
+            TANDEM_RETURN_IF_ERROR(checkpoint::Prune(directory, state.kind, keep, committed.path));
+            return committed;
+          }));
+  return saved;
 }
 
 absl::StatusOr<TrainingCheckpoint> ReadTraining(const std::string& path,
                                                 parallel::Strategy& strategy,
                                                 const std::string& kind) {
   // By one rank: it may put back what a crash left.
-  TANDEM_RETURN_IF_ERROR(strategy
-                             .FromRankZero([&]() -> absl::StatusOr<std::string> {
-                               TANDEM_RETURN_IF_ERROR(checkpoint::Verify(path));
-                               return std::string();
-                             })
-                             .status());
+  TANDEM_RETURN_IF_ERROR(
+      parallel::FromRankZero<std::string>(strategy.ranks(), [&]() -> absl::StatusOr<std::string> {
+        TANDEM_RETURN_IF_ERROR(checkpoint::Verify(path));
+        return std::string();
+      }).status());
   TrainingCheckpoint read;
   const absl::Status status = CatchTorchErrors("checkpoint", [&]() -> absl::Status {
     TANDEM_ASSIGN_OR_RETURN(read.state, ReadState(path, kind));
     TANDEM_ASSIGN_OR_RETURN(read.weights, ReadWeights(path, strategy.model()));
     return absl::OkStatus();
   });
-  TANDEM_RETURN_IF_ERROR(strategy.AgreeOn(status));
+  TANDEM_RETURN_IF_ERROR(parallel::Agree(strategy.ranks(), status));
   return read;
 }
 
@@ -152,7 +156,8 @@ absl::Status ExportModel(parallel::Strategy& strategy, const std::string& path, 
     return temporary.emplace(std::move(created)).path();
   };
   TANDEM_ASSIGN_OR_RETURN(
-      const std::string directory, strategy.FromRankZero([&]() -> absl::StatusOr<std::string> {
+      const std::string directory,
+      parallel::FromRankZero<std::string>(strategy.ranks(), [&]() -> absl::StatusOr<std::string> {
         TANDEM_RETURN_IF_ERROR(CheckPath("path", path));
         if (fs::exists(path, error)) {
           return FieldError(absl::StatusCode::kAlreadyExists, "path",
@@ -163,12 +168,11 @@ absl::Status ExportModel(parallel::Strategy& strategy, const std::string& path, 
       }));
   absl::Status status = SaveModel(strategy, directory, dtype);
   if (status.ok()) {
-    status = strategy
-                 .FromRankZero([&]() -> absl::StatusOr<std::string> {
-                   TANDEM_RETURN_IF_ERROR(RenameDurably(directory, target.string()));
-                   return std::string();
-                 })
-                 .status();
+    status =
+        parallel::FromRankZero<std::string>(strategy.ranks(), [&]() -> absl::StatusOr<std::string> {
+          TANDEM_RETURN_IF_ERROR(RenameDurably(directory, target.string()));
+          return std::string();
+        }).status();
   }
   return PrependFieldPath("path", status);
 }

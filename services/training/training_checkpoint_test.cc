@@ -185,20 +185,17 @@ TEST(TrainingCheckpointTest, ErrorsOfTheDirectoryAreThoseOfAllRanks) {
   });
 }
 
-// Ends its process, as a lost machine does, at one point of a save: before or after what ranks do
-// together, or at a tensor.
+// Ends its process, as a lost machine does, at one point of a save: before ranks agree, before or
+// after what else they do together, or at a tensor.
 class DyingStrategy final : public parallel::ZeroStrategy {
  public:
   // `points` before the end; negative: none.
   DyingStrategy(const Ranks& ranks, int stage, int points)
       : ZeroStrategy({.stage = stage}, ranks), points_(points) {}
 
-  absl::Status AgreeOn(const absl::Status& status) override {
-    return Between([&] { return ZeroStrategy::AgreeOn(status); });
-  }
-  absl::StatusOr<std::string> FromRankZero(
-      absl::FunctionRef<absl::StatusOr<std::string>()> compute) override {
-    return Between([&] { return ZeroStrategy::FromRankZero(compute); });
+  parallel::Communicator& ranks() override {
+    Point();
+    return ZeroStrategy::ranks();
   }
   absl::Status VisitParameters(TensorVisitor visit) override {
     return Between([&] {
@@ -236,7 +233,7 @@ class KilledSaveTest : public ::testing::TestWithParam<int> {  // the rank that 
                           std::optional<absl::Duration> kill_after = {}) {
     int begun[2];
     EXPECT_EQ(pipe(begun), 0);
-    parallel::RankProcesses processes(kRanks, [&](const parallel::RankEnvironment& environment) {
+    parallel::RankProcesses processes(kRanks, [&](const RankEnvironment& environment) {
       const std::string model = folder_ / absl::StrCat("model", environment.rank);
       WriteTinyModel(model, seed, {{"num_hidden_layers", 1}});
       const Ranks ranks =

@@ -83,9 +83,9 @@ void TrainingCore::AddCommands() {
   save_checkpoint_ = AddCommand<SaveRequest, absl::StatusOr<checkpoint::Saved>>(
       "checkpoint",
       [this](const CallScope&, const SaveRequest& request) -> absl::StatusOr<checkpoint::Saved> {
-        TANDEM_ASSIGN_OR_RETURN(checkpoint::Saved saved,
-                                SaveTraining(request.directory, request.name, request.keep, model(),
-                                             *strategy_, state_));
+        TANDEM_ASSIGN_OR_RETURN(
+            checkpoint::Saved saved,
+            SaveTraining(request.directory, request.name, request.keep, *strategy_, state_));
         unsaved_ = false;
         return saved;
       });
