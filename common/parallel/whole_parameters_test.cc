@@ -24,6 +24,8 @@ namespace {
 
 using Ranks = std::shared_ptr<Communicator>;
 
+absl::Status Lost() { return absl::ResourceExhaustedError("the disk is full"); }
+
 class WholeParametersTest : public ::testing::TestWithParam<int> {};  // stages of ZeRO
 
 TEST_P(WholeParametersTest, TheDigestIsThatOfOneProcess) {
@@ -54,21 +56,20 @@ TEST_P(WholeParametersTest, AnErrorOfRankZeroIsThatOfAll) {
     WriteTinyModel(folder / "model", 3);
     ZeroStrategy zero({.stage = GetParam()}, ranks);
     Prepare(zero, folder / "model");
-    const absl::Status lost = absl::ResourceExhaustedError("the disk is full");
     const auto nothing = [](const std::string&, const at::Tensor&) { return absl::OkStatus(); };
     int visited = 0;
     const auto third = [&](const std::string&, const at::Tensor&) {
-      return ++visited == 3 ? lost : absl::OkStatus();
+      return ++visited == 3 ? Lost() : absl::OkStatus();
     };
-    EXPECT_EQ(UseWholeParameters(zero, [&](TensorSource) { return lost; }), lost);
-    EXPECT_EQ(UseWholeParameters(zero, [&](TensorSource source) { return source(third); }), lost);
+    EXPECT_EQ(UseWholeParameters(zero, [&](TensorSource) { return Lost(); }), Lost());
+    EXPECT_EQ(UseWholeParameters(zero, [&](TensorSource source) { return source(third); }), Lost());
     EXPECT_EQ(visited, ranks->rank() == 0 ? 3 : 0);
     EXPECT_EQ(UseWholeParameters(zero,
                                  [&](TensorSource source) {
                                    EXPECT_TRUE(source(nothing).ok());
-                                   return lost;
+                                   return Lost();
                                  }),
-              lost);
+              Lost());
     EXPECT_EQ(
         UseWholeParameters(
             zero, [&](TensorSource) -> absl::Status { throw std::runtime_error("unforeseen"); })
@@ -88,8 +89,7 @@ TEST(WholeParametersSingleTest, OneProcessIsRankZero) {
   Prepare(single, folder / "model");
   EXPECT_EQ(single.ranks().size(), 1);
   EXPECT_EQ(ParametersDigest(single).value(), single.model().weights_digest());
-  const absl::Status lost = absl::ResourceExhaustedError("the disk is full");
-  EXPECT_EQ(UseWholeParameters(single, [&](TensorSource) { return lost; }), lost);
+  EXPECT_EQ(UseWholeParameters(single, [&](TensorSource) { return Lost(); }), Lost());
 }
 
 // A digest, a saved model and a snapshot, which are made tensor by tensor.
