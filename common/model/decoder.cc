@@ -16,10 +16,12 @@ DenseDecoder::DenseDecoder(const ModelConfig& config, const Placement& placement
                            ParameterStore& store)
     : config_(config), dtype_(placement.dtype), group_(placement.shard_group) {
   embedding_ = store.Take(kEmbeddingName);
+  layers_.resize(static_cast<size_t>(config.num_hidden_layers));
   for (int64_t i = 0; i < config.num_hidden_layers; ++i) {
+    if (!placement.Holds(i + 1)) continue;
     const std::string prefix = absl::StrCat("model.layers.", i, ".");
     const std::string attention = prefix + "self_attn.", mlp = prefix + "mlp.";
-    Layer layer;
+    Layer& layer = layers_[static_cast<size_t>(i)];
     layer.qkv =
         &store.TakeLinear({attention + "q_proj", attention + "k_proj", attention + "v_proj"});
     layer.output = &store.TakeLinear({attention + "o_proj"});
@@ -29,7 +31,6 @@ DenseDecoder::DenseDecoder(const ModelConfig& config, const Placement& placement
     layer.down = &store.TakeLinear({mlp + "down_proj"});
     layer.input_norm = store.Take(prefix + "input_layernorm.weight");
     layer.post_attention_norm = store.Take(prefix + "post_attention_layernorm.weight");
-    layers_.push_back(std::move(layer));
   }
   norm_ = store.Take("model.norm.weight");
   RopeFrequencies rope = ComputeRopeFrequencies(config.rope, config.head_dim);

@@ -27,6 +27,7 @@ namespace tandem {
 class DenseDecoder : public Backbone {
  public:
   // Takes the parameters of DenseDecoderParameters() from `store`, which must outlive the decoder.
+  // Blocks that `placement` does not hold cannot be run.
   DenseDecoder(const ModelConfig& config, const Placement& placement, ParameterStore& store);
 
   ModelPass StartPass(const RaggedBatch& batch, AttentionContext& context,
@@ -38,7 +39,7 @@ class DenseDecoder : public Backbone {
  private:
   struct Layer {
     at::Tensor input_norm, post_attention_norm;
-    const ops::LinearWeight *qkv, *output, *gate_up, *down;
+    const ops::LinearWeight *qkv = nullptr, *output = nullptr, *gate_up = nullptr, *down = nullptr;
     at::Tensor q_norm, k_norm;  // [head_dim] or undefined
   };
 

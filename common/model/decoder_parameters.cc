@@ -64,7 +64,8 @@ std::vector<ParameterSpec> DenseDecoderParameters(const ModelConfig& config,
   return specs;
 }
 
-absl::Status CheckDecoderShards(const ModelConfig& config, int64_t shard_count) {
+absl::Status CheckDecoderShards(const ModelConfig& config, int64_t shard_count,
+                                absl::string_view field) {
   // Whole heads: that their rows divide is not enough.
   const std::pair<const char*, int64_t> fields[] = {
       {"num_attention_heads", config.num_attention_heads},
@@ -73,9 +74,8 @@ absl::Status CheckDecoderShards(const ModelConfig& config, int64_t shard_count) 
       {"vocab_size", config.vocab_size}};
   for (const auto& [name, size] : fields) {
     if (size % shard_count != 0) {
-      return InvalidField(
-          "placement.shard_count",
-          absl::StrCat(shard_count, " does not divide config.json.", name, ", which is ", size));
+      return InvalidField(field, absl::StrCat(shard_count, " does not divide config.json.", name,
+                                              ", which is ", size));
     }
   }
   return absl::OkStatus();

@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "absl/status/status.h"
+#include "absl/strings/string_view.h"
 #include "common/model/model_config.h"
 #include "common/model/parameter_spec.h"
 
@@ -24,8 +25,10 @@ std::vector<ParameterSpec> DenseDecoderParameters(const ModelConfig& config,
                                                   const DecoderOptions& options);
 
 // Whether `shard_count` ranks can share out the heads, the rows and columns of the MLP, and the
-// vocabulary. INVALID_ARGUMENT for "placement.shard_count" names the field that does not divide.
-absl::Status CheckDecoderShards(const ModelConfig& config, int64_t shard_count);
+// vocabulary. INVALID_ARGUMENT for `field`, which is where the number comes from, names the size
+// that does not divide.
+absl::Status CheckDecoderShards(const ModelConfig& config, int64_t shard_count,
+                                absl::string_view field);
 
 }  // namespace tandem
 

@@ -27,7 +27,7 @@ namespace {
 
 absl::Status CheckShards(const ModelConfig& config, const Placement& placement) {
   const int64_t count = placement.shard_count;
-  if (count > 1) TANDEM_RETURN_IF_ERROR(CheckDecoderShards(config, count));
+  if (count > 1) TANDEM_RETURN_IF_ERROR(CheckDecoderShards(config, count, "placement.shard_count"));
   const auto& group = placement.shard_group;
   if (group == nullptr || (group->size() == count && group->rank() == placement.shard_index)) {
     return absl::OkStatus();
@@ -69,7 +69,8 @@ absl::StatusOr<std::unique_ptr<Model>> Model::Build(const ModelConfig& config,
   TANDEM_ASSIGN_OR_RETURN(model->store_, ParameterStore::Create(specs, trainable, options.placement,
                                                                 options.block_filled != nullptr));
   model->backbone_ = std::make_unique<DenseDecoder>(config, model->placement_, *model->store_);
-  if (head.kind != HeadKind::kNone) {
+  if (head.kind != HeadKind::kNone &&
+      options.placement.Holds(LastBlock(config.num_hidden_layers))) {
     model->head_weight_ = &model->store_->TakeLinear({head.kind == HeadKind::kValue ? "score"
                                                       : head.tied ? "model.embed_tokens"
                                                                   : "lm_head"});
@@ -87,6 +88,10 @@ absl::StatusOr<std::unique_ptr<Model>> Model::Random(const ModelConfig& config, 
   return model;
 }
 
+bool Model::IsWhole() const {
+  return placement_.shard_count == 1 && placement_.holds_block == nullptr;
+}
+
 void Model::Initialize(uint64_t seed) {
   at::NoGradGuard no_grad;
   const at::Generator generator = at::detail::createCPUGenerator(seed);
@@ -94,7 +99,7 @@ void Model::Initialize(uint64_t seed) {
   for (const auto& parameter : store_->parameters()) {
     const at::Tensor whole = InitialValue(parameter.spec, config_.initializer_range, generator);
     hasher.Add(whole);
-    parameter.value.copy_(parameter.shard.Of(whole));
+    if (parameter.value.defined()) parameter.value.copy_(parameter.shard.Of(whole));
   }
   weights_digest_ = hasher.Hex();
   OnWeightsChanged();
@@ -120,8 +125,9 @@ at::Tensor Model::Values(const at::Tensor& hidden) const {
   TORCH_CHECK(head_ == HeadKind::kValue, "the model has no value head");
   const at::Tensor values = head_weight_->Forward(hidden).squeeze(1);
   // Every rank holds the whole head and computes all values.
-  return placement_.shard_group == nullptr ? values
-                                           : ops::ShareGradient(values, *placement_.shard_group);
+  const auto& group =
+      placement_.output_group != nullptr ? placement_.output_group : placement_.shard_group;
+  return group == nullptr ? values : ops::ShareGradient(values, *group);
 }
 
 namespace {
@@ -207,7 +213,7 @@ absl::StatusOr<at::Tensor> Model::Decode(KvCache& cache,
 NamedTensors Model::Parameters() const {
   NamedTensors tensors;
   for (const auto& parameter : store_->parameters()) {
-    tensors.emplace_back(parameter.spec.name, parameter.value);
+    if (parameter.value.defined()) tensors.emplace_back(parameter.spec.name, parameter.value);
   }
   return tensors;
 }
@@ -282,6 +288,7 @@ absl::Status Model::LoadParameters(const NamedTensors& tensors) {
       continue;
     }
     if (name == kEmbeddingName) embedding = tensor;
+    if (!parameter->value.defined()) continue;  // another process's
     copies.emplace_back(parameter->shard.Of(tensor), parameter->value);
   }
   for (const auto& parameter : store_->parameters()) {

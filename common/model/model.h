@@ -127,10 +127,10 @@ class Model {
   }
   // [N, H] -> [N, V]. Needs kLm and a whole model: c10::NotImplementedError for a shard.
   at::Tensor ForwardLogits(const at::Tensor& hidden) const;
-  // [N, H] -> [N]. Needs kValue.
+  // [N, H] -> [N]. Needs kValue and the last block.
   at::Tensor Values(const at::Tensor& hidden) const;
-  // Needs kLm. The fused output loss multiplies lm_head().compute_weight() and adds to the gradient
-  // of the parameter `lm_head_name()`: the embedding when tied.
+  // Needs kLm and the last block. The fused output loss multiplies lm_head().compute_weight() and
+  // adds to the gradient of the parameter `lm_head_name()`: the embedding when tied.
   const ops::LinearWeight& lm_head() const { return *head_weight_; }
   std::string lm_head_name() const { return tied_ ? kEmbeddingName : kLmHeadName; }
 
@@ -142,17 +142,19 @@ class Model {
   // or too many rows; OUT_OF_RANGE past max_model_len. On an error no cursor has moved.
   absl::StatusOr<at::Tensor> Decode(KvCache& cache, absl::Span<const DecodeInput> inputs) const;
 
-  // All parameters by Hugging Face name, in a fixed order; a tied head is listed once, as the
-  // embedding. Those that train require gradients. They share storage with the model: after an
-  // in-place change OnWeightsChanged() must be called before the next forward.
+  // All parameters that this process holds by Hugging Face name, in a fixed order; a tied head is
+  // listed once, as the embedding. Those that train require gradients. They share storage with the
+  // model: after an in-place change OnWeightsChanged() must be called before the next forward.
   NamedTensors Parameters() const;
   void OnWeightsChanged();
   // The memory of the parameters, by block of a pass: flat, each parameter a view of its block's.
+  // Empty for a block that is not held.
   const std::vector<at::Tensor>& BlockBuffers() const;
+  // Of the whole model, whatever this process holds of it.
   const std::vector<tandem::Parameter>& DeclaredParameters() const;
   // The same whole, whatever is held here, as tensors of type `dtype`.
   std::vector<WeightSpec> WeightSpecs(DType dtype) const;
-  // The parameter of that name; undefined when there is none.
+  // The parameter of that name; undefined when there is none here.
   at::Tensor Parameter(absl::string_view name) const;
   int64_t num_parameters() const;
   int64_t num_trainable_parameters() const;
@@ -184,6 +186,7 @@ class Model {
   static absl::StatusOr<std::unique_ptr<Model>> Build(const ModelConfig& config,
                                                       const HeadOptions& head,
                                                       const LoadOptions& options);
+  bool IsWhole() const;
   // One tensor per parameter; nullptr: drawn.
   void FillFrom(const std::vector<const TensorView*>& assigned, const LoadOptions& options);
   void Initialize(uint64_t seed);

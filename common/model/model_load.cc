@@ -196,12 +196,15 @@ void Model::FillFrom(const std::vector<const TensorView*>& assigned, const LoadO
     const auto& parameter = store_->parameters()[i];
     const int64_t block = parameter.spec.block;
     if (i > 0 && block != store_->parameters()[i - 1].spec.block) filled(block - 1);
-    AllocateMemory(BlockBuffers()[static_cast<size_t>(block)]);
     const at::Tensor whole =
         WholeTensor(parameter.spec, assigned[i], config_.initializer_range, value_head_seed_);
-    parameter.value.copy_(parameter.shard.Of(whole));
-    const bool exact = parameter.shard.count == 1 && parameter.value.is_cpu() &&
-                       parameter.value.scalar_type() == at::kFloat;
+    bool exact = false;
+    if (parameter.value.defined()) {  // else another process's
+      AllocateMemory(BlockBuffers()[static_cast<size_t>(block)]);
+      parameter.value.copy_(parameter.shard.Of(whole));
+      exact = parameter.shard.count == 1 && parameter.value.is_cpu() &&
+              parameter.value.scalar_type() == at::kFloat;
+    }
     hasher.Add(exact ? parameter.value : whole);
   }
   filled(num_blocks() - 1);

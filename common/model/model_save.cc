@@ -52,7 +52,7 @@ std::string Model::ExportedConfig(DType dtype) const {
 
 absl::Status Model::Save(const std::string& directory, DType dtype) const {
   const auto& buffers = BlockBuffers();
-  if (placement_.shard_count != 1 || !std::all_of(buffers.begin(), buffers.end(), HasMemory)) {
+  if (!IsWhole() || !std::all_of(buffers.begin(), buffers.end(), HasMemory)) {
     return absl::UnimplementedError("a part of a model cannot be saved as a model");
   }
   return Save(directory, dtype, SourceOf(Parameters()));

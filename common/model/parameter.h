@@ -5,6 +5,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
+#include <functional>
 #include <memory>
 
 #include "common/model/parameter_spec.h"
@@ -24,8 +25,15 @@ struct Placement {
   // The ranks that hold the parts, this one as rank `shard_index`. Without them a part can be held
   // but not computed with.
   std::shared_ptr<ops::TensorParallelGroup> shard_group = nullptr;
+  // The ranks that compute the same values of a value head; nullptr: those of shard_group.
+  std::shared_ptr<ops::TensorParallelGroup> output_group = nullptr;
   // Into how many equal parts the buffer of a block can be cut.
   int64_t buffer_parts = 1;
+  // The blocks of a pass whose parameters this process holds; nullptr: all. One that holds the last
+  // block of a model with a tied head holds block 0 too.
+  std::function<bool(int64_t block)> holds_block = nullptr;
+
+  bool Holds(int64_t block) const { return holds_block == nullptr || holds_block(block); }
 };
 
 // The part of a tensor that one process holds: slice `index` of `count` equal ones along `axis`.
@@ -46,7 +54,9 @@ struct Parameter {
   ParameterSpec spec;
   Shard shard;
   bool trainable = false;
-  at::Tensor value;  // this process's part; a leaf that requires a gradient if trainable
+  // This process's part, a leaf that requires a gradient if trainable. Undefined where the process
+  // does not hold the block.
+  at::Tensor value;
 };
 
 }  // namespace tandem

@@ -55,6 +55,7 @@ void ParameterStore::AllocateBlocks(bool without_memory) {
   for (const Parameter& parameter : parameters_) {
     const auto block = static_cast<size_t>(parameter.spec.block);
     sizes.resize(std::max(sizes.size(), block + 1));
+    if (!placement_.Holds(parameter.spec.block)) continue;
     sizes[block] += Aligned(parameter.spec.numel() / parameter.shard.count);
   }
   const auto options =
@@ -108,9 +109,10 @@ at::Tensor ParameterStore::Allocate(const std::vector<std::string>& names) {
 }
 
 at::Tensor ParameterStore::Take(const std::string& name) {
-  if (Find(name) == nullptr) return {};
+  const Parameter* const parameter = Find(name);
+  if (parameter == nullptr || !placement_.Holds(parameter->spec.block)) return {};
   Allocate({name});
-  return Find(name)->value;
+  return parameter->value;
 }
 
 const ops::LinearWeight& ParameterStore::TakeLinear(const std::vector<std::string>& names) {

@@ -30,16 +30,17 @@ class ParameterStore {
   // In the order of their declaration.
   const std::vector<Parameter>& parameters() const { return parameters_; }
   // Flat: all parameters of a block are views of it, each (or each stack of them) aligned to 64
-  // bytes.
+  // bytes. Empty for a block that is not held.
   const std::vector<at::Tensor>& block_buffers() const { return block_buffers_; }
   // nullptr where no such parameter is declared.
   const Parameter* Find(const std::string& name) const;
 
   // For the model that is being wired. The value of a declared parameter; undefined where there is
-  // none.
+  // none, or where its block is not held.
   at::Tensor Take(const std::string& name);
   // The maps "<name>.weight" (with "<name>.bias" where declared) of one input, stacked in one
-  // buffer. A single one that was taken before is shared. Lives as long as the store.
+  // buffer. A single one that was taken before is shared. Their block is held. Lives as long as the
+  // store.
   const ops::LinearWeight& TakeLinear(const std::vector<std::string>& names);
 
   // To be called after values have changed, before the next forward.
