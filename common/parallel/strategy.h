@@ -21,6 +21,7 @@
 #include "absl/types/span.h"
 #include "common/model/model.h"
 #include "common/model/ragged_batch.h"
+#include "common/ops/tensor_parallel_group.h"
 #include "common/parallel/communicator.h"
 #include "common/tensor/named_tensors.h"
 #include "common/training/optimizer_options.h"
@@ -47,6 +48,14 @@ using OutputFunction = absl::FunctionRef<absl::StatusOr<std::vector<double>>(
 using LossFunction = absl::FunctionRef<absl::StatusOr<at::Tensor>(
     int64_t micro_batch, const RaggedBatch& batch, const at::Tensor& hidden)>;
 
+// What a rank computes of a language model's output.
+struct OutputShard {
+  at::Tensor weight;  // [V / n, H]: its rows of the head, in the type of the computation
+  // The n ranks that share out the vocabulary, in the order of its rows; nullptr: one has all of
+  // it. For loss::LinearCrossEntropyOptions.
+  std::shared_ptr<ops::TensorParallelGroup> group;
+};
+
 // Lifetime: LoadModel and BuildOptimizer once, then passes and OptimizerStep by turns. Not
 // thread-safe. Exceptions of libtorch become INTERNAL.
 class Strategy {
@@ -67,6 +76,13 @@ class Strategy {
   // How many micro-batches are run at a time.
   virtual int64_t data_parallel_size() const { return 1; }
 
+  // Whether functions of hidden states are ever called on this rank.
+  virtual bool computes_output() const { return true; }
+  // Needs computes_output() and a language model. Valid as long as the model.
+  virtual OutputShard output_shard() {
+    return {.weight = model().lm_head().compute_weight(), .group = nullptr};
+  }
+
   // Runs micro-batches 0 .. count-1 without gradients. What `output` says of each, on every rank.
   virtual absl::StatusOr<std::vector<std::vector<double>>> Forward(int64_t count,
                                                                    InputFunction input,
@@ -82,7 +98,8 @@ class Strategy {
   virtual absl::Status ForwardBackward(int64_t count, InputFunction input, LossFunction loss) = 0;
 
   // The main gradient (fp32) of a parameter: autograd adds to it, and a loss function may while it
-  // runs. Undefined if there is no such parameter here, or if it is frozen.
+  // runs. Of the head's matrix the rows of output_shard(). Undefined if there is no such parameter
+  // here, or if it is frozen.
   virtual at::Tensor Gradient(absl::string_view parameter) const = 0;
 
   // Replaces numbers that the loss function has counted, on the ranks that it ran on, by their sums

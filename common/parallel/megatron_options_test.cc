@@ -1,0 +1,108 @@
+#include "common/parallel/megatron_options.h"
+
+#include <gtest/gtest.h>
+
+#include "common/base/error.h"
+#include "common/model/testing/models.h"
+
+namespace tandem::parallel {
+namespace {
+
+ModelConfig Config() {
+  return TinyConfig("llama", {{"num_hidden_layers", 6},
+                              {"num_attention_heads", 8},
+                              {"num_key_value_heads", 4},
+                              {"intermediate_size", 48},
+                              {"vocab_size", 60}});
+}
+
+void ExpectRefused(const MegatronOptions& options, int64_t world, const char* path,
+                   const char* message, absl::StatusCode code = absl::StatusCode::kInvalidArgument,
+                   HeadKind head = HeadKind::kLm, const ModelConfig& config = Config()) {
+  const absl::Status status = CheckMegatronOptions(options, config, head, world);
+  EXPECT_EQ(status.code(), code) << status;
+  EXPECT_EQ(FieldPath(status), path);
+  EXPECT_NE(std::string(status.message()).find(message), std::string::npos) << status;
+}
+
+TEST(MegatronOptionsTest, WhatFitsIsTaken) {
+  for (const MegatronOptions& options :
+       {MegatronOptions{}, MegatronOptions{.tensor_model_parallel_size = 4},
+        MegatronOptions{.pipeline_model_parallel_size = 2,
+        .virtual_pipeline_model_parallel_size = 3},
+        MegatronOptions{.tensor_model_parallel_size = 2,
+        .pipeline_model_parallel_size = 2,
+        .context_parallel_size = 2}}) {
+    for (const int64_t replicas : {1, 3}) {
+      const absl::Status status = CheckMegatronOptions(options, Config(), HeadKind::kLm,
+                                                       replicas * options.model_parallel_size());
+      EXPECT_TRUE(status.ok()) << status;
+    }
+  }
+}
+
+TEST(MegatronOptionsTest, SizesAreAtLeastOne) {
+  ExpectRefused({.tensor_model_parallel_size = 0}, 1, "strategy.tensor_model_parallel_size",
+                "got 0");
+  ExpectRefused({.pipeline_model_parallel_size = -1}, 1, "strategy.pipeline_model_parallel_size",
+                "got -1");
+  ExpectRefused({.context_parallel_size = 0}, 1, "strategy.context_parallel_size", "got 0");
+  ExpectRefused({.virtual_pipeline_model_parallel_size = 0}, 1,
+                "strategy.virtual_pipeline_model_parallel_size", "got 0");
+}
+
+TEST(MegatronOptionsTest, ExpertsAreNotThere) {
+  ExpectRefused({.expert_model_parallel_size = 2}, 2, "strategy.expert_model_parallel_size",
+                "must be 1, got 2", absl::StatusCode::kUnimplemented);
+}
+
+TEST(MegatronOptionsTest, AReplicaDividesTheWorld) {
+  ExpectRefused({.tensor_model_parallel_size = 2,
+                 .pipeline_model_parallel_size = 3,
+                 .context_parallel_size = 2},
+                18, "strategy.tensor_model_parallel_size",
+                "2 x context_parallel_size 2 x pipeline_model_parallel_size 3 = 12 ranks hold a "
+                "replica of the model, which does not divide the 18");
+}
+
+TEST(MegatronOptionsTest, HeadsAndWidthsDivide) {
+  const char* const field = "strategy.tensor_model_parallel_size";
+  const MegatronOptions eight = {.tensor_model_parallel_size = 8};
+  ExpectRefused(eight, 8, field, "8 does not divide config.json.num_key_value_heads, which is 4");
+  ExpectRefused({.tensor_model_parallel_size = 3}, 3, field,
+                "3 does not divide config.json.num_attention_heads, which is 8");
+  ModelConfig config = Config();
+  config.intermediate_size = 50;
+  ExpectRefused({.tensor_model_parallel_size = 4}, 4, field,
+                "4 does not divide config.json.intermediate_size, which is 50",
+                absl::StatusCode::kInvalidArgument, HeadKind::kLm, config);
+  config = Config();
+  config.vocab_size = 61;
+  ExpectRefused({.tensor_model_parallel_size = 2}, 2, field,
+                "2 does not divide config.json.vocab_size, which is 61",
+                absl::StatusCode::kInvalidArgument, HeadKind::kValue, config);
+}
+
+TEST(MegatronOptionsTest, TheOutputLayerDividesByTensorAndContextRanks) {
+  const MegatronOptions options = {.tensor_model_parallel_size = 4, .context_parallel_size = 2};
+  ExpectRefused(options, 8, "strategy.context_parallel_size",
+                "2 x tensor_model_parallel_size 4 = 8 ranks share out the output layer, which does "
+                "not divide config.json.vocab_size, which is 60");
+  EXPECT_TRUE(CheckMegatronOptions(options, Config(), HeadKind::kValue, 8).ok());
+}
+
+TEST(MegatronOptionsTest, EveryPartOfAStageHasALayer) {
+  ExpectRefused(
+      {.pipeline_model_parallel_size = 7}, 7, "strategy.pipeline_model_parallel_size",
+      "1 parts of each of 7 stages need 7 layers, and config.json.num_hidden_layers is 6");
+  ExpectRefused(
+      {.pipeline_model_parallel_size = 2, .virtual_pipeline_model_parallel_size = 4}, 2,
+      "strategy.virtual_pipeline_model_parallel_size",
+      "4 parts of each of 2 stages need 8 layers, and config.json.num_hidden_layers is 6");
+  ExpectRefused({.virtual_pipeline_model_parallel_size = 2}, 1,
+                "strategy.virtual_pipeline_model_parallel_size",
+                "2 parts of a stage need a pipeline, and pipeline_model_parallel_size is 1");
+}
+
+}  // namespace
+}  // namespace tandem::parallel
