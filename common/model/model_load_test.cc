@@ -144,6 +144,56 @@ TEST_F(ModelLoadTest, AShardHoldsItsPartOfEveryParameter) {
   }
 }
 
+// The stages of a pipeline.
+TEST_F(ModelLoadTest, AProcessMayHoldSomeBlocks) {
+  for (const bool tied : {false, true}) {
+    Write({{"tie_word_embeddings", tied}});
+    const auto whole = Model::Load(directory_).value();
+    const auto first =
+        Model::Load(directory_,
+                    {.placement = {.holds_block = [](int64_t block) { return block < 2; }}})
+            .value();
+    const auto last =
+        Model::Load(directory_, {.placement = {.holds_block =
+                                                   [tied](int64_t block) {
+                                                     return block >= 2 || (tied && block == 0);
+                                                   }}})
+            .value();
+    for (const Model* part : {first.get(), last.get()}) {
+      EXPECT_EQ(part->weights_digest(), "");
+      EXPECT_EQ(part->num_parameters(), whole->num_parameters());
+      ASSERT_EQ(part->DeclaredParameters().size(), whole->DeclaredParameters().size());
+      for (const Parameter& parameter : part->DeclaredParameters()) {
+        const int64_t block = parameter.spec.block;
+        const bool held = part == first.get() ? block < 2 : block >= 2 || (tied && block == 0);
+        EXPECT_EQ(parameter.value.defined(), held) << parameter.spec.name;
+        EXPECT_EQ(part->BlockBuffers()[static_cast<size_t>(block)].numel() > 0, held);
+        if (held) {
+          EXPECT_TRUE(at::equal(parameter.value, whole->Parameter(parameter.spec.name)));
+        }
+      }
+      EXPECT_EQ(part->Save(directory_ / "part").code(), absl::StatusCode::kUnimplemented);
+    }
+    const RaggedBatch batch = MakeRaggedBatch({{1, 2, 3}, {4}});
+    CausalContext context;
+    const at::Tensor expected = whole->HiddenStates(batch, context);
+    at::Tensor hidden;
+    for (int64_t block = 0; block < whole->num_blocks(); ++block) {
+      const Model& part = block < 2 ? *first : *last;
+      hidden = part.RunBlock(block, hidden, part.StartPass(batch, context));
+    }
+    EXPECT_TRUE(at::equal(hidden, expected));
+    EXPECT_TRUE(at::equal(last->ForwardLogits(hidden), whole->ForwardLogits(expected)));
+    // Whole tensors, of which each takes its own; what is missing is missed by all.
+    NamedTensors other = TinyModel("llama", {{"tie_word_embeddings", tied}}, {}, 9)->Parameters();
+    ASSERT_TRUE(first->LoadParameters(other).ok());
+    EXPECT_TRUE(at::equal(first->Parameter(kEmbeddingName), other.front().second));
+    other.erase(other.begin());
+    EXPECT_FALSE(first->LoadParameters(other).ok());
+    EXPECT_FALSE(last->LoadParameters(other).ok());
+  }
+}
+
 TEST_F(ModelLoadTest, AShardThatDoesNotDivideIsRefused) {
   Write();  // a vocabulary of 61
   EXPECT_EQ(FieldPath(Model::Load(directory_, {.placement = {.shard_count = 2}}).status()),

@@ -5,13 +5,26 @@
 
 #include <utility>
 
+#include "common/parallel/recomputed_attention.h"
+
 namespace tandem::parallel {
 
+namespace {
+
+std::unique_ptr<AttentionContext> Wrapped(std::unique_ptr<AttentionContext> context,
+                                          Recompute recompute) {
+  if (recompute != Recompute::kSelective) return context;
+  return std::make_unique<RecomputedAttention>(std::move(context));
+}
+
+}  // namespace
+
 BlockPass::BlockPass(const Model& model, RaggedBatch batch,
-                     std::unique_ptr<AttentionContext> context)
+                     std::unique_ptr<AttentionContext> context, Recompute recompute)
     : model_(model),
+      recompute_(recompute),
       batch_(std::move(batch)),
-      context_(std::move(context)),
+      context_(Wrapped(std::move(context), recompute)),
       pass_(model.StartPass(batch_, *context_)) {}
 
 at::Tensor BlockPass::Forward(int64_t block, const at::Tensor& hidden) {
@@ -19,7 +32,12 @@ at::Tensor BlockPass::Forward(int64_t block, const at::Tensor& hidden) {
   if (!at::GradMode::is_enabled()) return output;
   at::Tensor leaf = output.detach();
   leaf.set_requires_grad(output.requires_grad());
-  runs_.push_back({hidden, std::move(output)});
+  // The embedding keeps nothing, and its parameters may be gone by then; the final norm is the
+  // first to run back.
+  const bool is_layer = block > 0 && block + 1 < model_.num_blocks();
+  const bool recomputes = recompute_ == Recompute::kFull && is_layer && output.requires_grad();
+  if (recomputes) output.reset();
+  runs_.push_back({block, hidden, std::move(output), recomputes});
   return leaf;
 }
 
@@ -29,13 +47,15 @@ at::Tensor BlockPass::ForwardAll() {
   return hidden;
 }
 
-void BlockPass::BackwardAll(at::Tensor gradient) {
+at::Tensor BlockPass::BackwardAll(at::Tensor gradient) {
   while (!runs_.empty()) gradient = Backward(gradient);
+  return gradient;
 }
 
 at::Tensor BlockPass::Backward(const at::Tensor& gradient) {
-  const Run run = std::move(runs_.back());
+  Run run = std::move(runs_.back());
   runs_.pop_back();
+  if (run.recomputes) run.output = model_.RunBlock(run.block, run.input, pass_);
   if (gradient.defined() && run.output.requires_grad()) run.output.backward(gradient);
   if (!run.input.defined()) return {};
   at::Tensor result = run.input.grad();

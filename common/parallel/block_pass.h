@@ -12,6 +12,7 @@
 #include "common/model/attention_context.h"
 #include "common/model/model.h"
 #include "common/model/ragged_batch.h"
+#include "common/parallel/recompute.h"
 
 namespace tandem::parallel {
 
@@ -19,7 +20,8 @@ class BlockPass {
  public:
   // `model` must outlive the pass. `context` is of `batch`.
   BlockPass(const Model& model, RaggedBatch batch,
-            std::unique_ptr<AttentionContext> context = std::make_unique<CausalContext>());
+            std::unique_ptr<AttentionContext> context = std::make_unique<CausalContext>(),
+            Recompute recompute = Recompute::kNone);
 
   BlockPass(const BlockPass&) = delete;
   BlockPass& operator=(const BlockPass&) = delete;
@@ -38,15 +40,18 @@ class BlockPass {
   // the block, and returns the gradient of what it was given. `gradient` is that of what it
   // returned; undefined where nothing requires it.
   at::Tensor Backward(const at::Tensor& gradient);
-  // All that ran.
-  void BackwardAll(at::Tensor gradient);
+  // All that ran. Returns the gradient of what the first of them was given.
+  at::Tensor BackwardAll(at::Tensor gradient);
 
  private:
   struct Run {
+    int64_t block;
     at::Tensor input, output;  // a leaf, and the end of the block's graph
+    bool recomputes;           // there is no graph: the block runs again
   };
 
   const Model& model_;
+  const Recompute recompute_;
   const RaggedBatch batch_;
   const std::unique_ptr<AttentionContext> context_;
   const ModelPass pass_;

@@ -111,6 +111,7 @@ class Communicator {
 
   int rank() const { return rank_; }
   int size() const { return static_cast<int>(ranks_.size()); }
+  at::Device device() const { return device_; }
 
   // In place. float32, float64 or int64 in their own type, bfloat16 through float32 (and so twice
   // its bytes). All ranks get the same bits.

@@ -3,6 +3,7 @@
 #include <ATen/ATen.h>
 
 #include <algorithm>
+#include <numeric>
 
 namespace tandem::parallel {
 namespace {
@@ -66,29 +67,55 @@ ContextShard MakeContextShard(const RaggedBatch& whole, int rank, int num_ranks)
   return shard;
 }
 
-at::Tensor GatherContextRows(Communicator& communicator, const ContextShard& shard,
-                             const at::Tensor& local) {
+namespace {
+
+// The rows of every rank.
+std::vector<int64_t> RowCounts(const Communicator& communicator, const ContextShard& shard) {
+  TORCH_CHECK(communicator.size() == shard.num_ranks, "a batch of ", shard.num_ranks,
+              " context ranks among ", communicator.size());
   std::vector<int64_t> counts;
   for (int rank = 0; rank < shard.num_ranks; ++rank) counts.push_back(shard.NumRows(rank));
-  TORCH_CHECK(communicator.size() == shard.num_ranks && local.size(0) == counts[shard.rank],
-              "gather of context rows: ", local.size(0), " rows of one of ", communicator.size(),
-              " ranks, not ", counts[shard.rank], " of ", shard.num_ranks);
-  // As many as on the rank with the most: parts of a gather are of one size.
-  std::vector<int64_t> sizes = local.sizes().vec();
+  return counts;
+}
+
+// [n, most rows of a rank, ...], zero: parts of a collective are of one size.
+at::Tensor PaddedParts(const std::vector<int64_t>& counts, const at::Tensor& like) {
+  std::vector<int64_t> sizes = like.sizes().vec();
   sizes[0] = *std::max_element(counts.begin(), counts.end());
-  const at::Tensor padded = at::zeros(sizes, local.options());
-  padded.narrow(0, 0, local.size(0)).copy_(local.detach());
-  sizes.insert(sizes.begin(), shard.num_ranks);
-  const at::Tensor all = at::empty(sizes, local.options());
-  communicator.AllGather(all, padded);
-  sizes.erase(sizes.begin());
-  sizes[0] = 0;
-  for (const int64_t count : counts) sizes[0] += count;
-  at::Tensor whole = at::empty(sizes, local.options());
+  sizes.insert(sizes.begin(), static_cast<int64_t>(counts.size()));
+  return at::zeros(sizes, like.options().requires_grad(false));
+}
+
+}  // namespace
+
+at::Tensor GatherContextRows(Communicator& communicator, const ContextShard& shard,
+                             const at::Tensor& local) {
+  const std::vector<int64_t> counts = RowCounts(communicator, shard);
+  TORCH_CHECK(local.size(0) == counts[shard.rank], "gather of ", local.size(0),
+              " context rows, not ", counts[shard.rank]);
+  const at::Tensor all = PaddedParts(counts, local);
+  all[shard.rank].narrow(0, 0, local.size(0)).copy_(local.detach());
+  communicator.AllGather(all, all[shard.rank]);
+  std::vector<int64_t> sizes = local.sizes().vec();
+  sizes[0] = std::accumulate(counts.begin(), counts.end(), int64_t{0});
+  at::Tensor whole = at::empty(sizes, all.options());
   for (int rank = 0; rank < shard.num_ranks; ++rank) {
     whole.index_copy_(0, RowsOf(shard, rank, local.device()), all[rank].narrow(0, 0, counts[rank]));
   }
   return whole;
+}
+
+at::Tensor ScatterContextRows(Communicator& communicator, const ContextShard& shard,
+                              const at::Tensor& whole) {
+  const std::vector<int64_t> counts = RowCounts(communicator, shard);
+  const at::Tensor parts = PaddedParts(counts, whole);
+  for (int rank = 0; rank < shard.num_ranks; ++rank) {
+    parts[rank]
+        .narrow(0, 0, counts[rank])
+        .copy_(whole.detach().index_select(0, RowsOf(shard, rank, whole.device())));
+  }
+  communicator.ReduceScatter(parts[shard.rank], parts);
+  return parts[shard.rank].narrow(0, 0, counts[shard.rank]);
 }
 
 }  // namespace tandem::parallel

@@ -52,6 +52,11 @@ ContextShard MakeContextShard(const RaggedBatch& whole, int rank, int num_ranks)
 at::Tensor GatherContextRows(Communicator& communicator, const ContextShard& shard,
                              const at::Tensor& local);
 
+// This rank's rows [t, ...] of the sum over the ranks of `whole` [T, ...]: the other way.
+// Collective as well, and without gradient. Throws c10::Error as the communicator does.
+at::Tensor ScatterContextRows(Communicator& communicator, const ContextShard& shard,
+                              const at::Tensor& whole);
+
 }  // namespace tandem::parallel
 
 #endif  // TANDEM_COMMON_PARALLEL_CONTEXT_SHARD_H_

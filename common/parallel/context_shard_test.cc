@@ -85,5 +85,21 @@ TEST_P(GatherContextRowsTest, PutsTheRowsInTheirPlacesInTheWholeBatch) {
   });
 }
 
+TEST_P(GatherContextRowsTest, ScatterGivesEveryRankItsRowsOfTheSum) {
+  RunConnected(GetParam(), [](const std::shared_ptr<Communicator>& communicator) {
+    const std::vector<std::vector<int64_t>> batches = {{1, 2, 3, 7, 64, 130}, {0, 17, 0}, {1}};
+    const int ranks = communicator->size();
+    for (const std::vector<int64_t>& lengths : batches) {
+      const RaggedBatch whole = Batch(lengths);
+      const ContextShard shard = MakeContextShard(whole, communicator->rank(), ranks);
+      const at::Tensor numbers = at::arange(2 * whole.num_tokens(), at::kFloat).view({-1, 2});
+      const at::Tensor own =
+          ScatterContextRows(*communicator, shard, numbers + communicator->rank());
+      const at::Tensor sum = numbers * ranks + ranks * (ranks - 1) / 2;
+      EXPECT_TRUE(at::equal(own, sum.index_select(0, shard.rows)));
+    }
+  });
+}
+
 }  // namespace
 }  // namespace tandem::parallel

@@ -1,5 +1,7 @@
 #include "common/parallel/rank_agreement.h"
 
+#include <ATen/ATen.h>
+
 #include <map>
 #include <utility>
 #include <vector>
@@ -59,6 +61,44 @@ absl::StatusOr<std::string> BytesFromRankZero(
   TANDEM_ASSIGN_OR_RETURN(answer, FromBytes<Answer>(ranks.BroadcastBytes(ToBytes(answer), 0)));
   TANDEM_RETURN_IF_ERROR(FromPlain(answer.status));
   return std::move(answer.bytes);
+}
+
+absl::Status ExchangeOutputs(Communicator& ranks, const absl::Status& status,
+                             absl::FunctionRef<int(int64_t)> owner,
+                             std::vector<std::vector<double>>& outputs) {
+  TANDEM_RETURN_IF_ERROR(Agree(ranks, status));
+  using Outputs = std::vector<std::vector<double>>;
+  std::vector<Outputs> of_ranks;
+  for (const std::string& bytes : ranks.AllGatherBytes(ToBytes(outputs))) {
+    TANDEM_ASSIGN_OR_RETURN(of_ranks.emplace_back(), FromBytes<Outputs>(bytes));
+  }
+  for (size_t i = 0; i < outputs.size(); ++i) {
+    outputs[i] = std::move(of_ranks[static_cast<size_t>(owner(static_cast<int64_t>(i)))][i]);
+  }
+  return absl::OkStatus();
+}
+
+absl::StatusOr<std::vector<std::vector<double>>> ShareOutOver(
+    Communicator& ranks, int64_t count,
+    absl::FunctionRef<absl::StatusOr<std::vector<double>>(int64_t)> compute) {
+  std::vector<std::vector<double>> outputs(static_cast<size_t>(count));
+  const absl::Status status = CatchTorchErrors("forward", [&]() -> absl::Status {
+    for (int64_t i = ranks.rank(); i < count; i += ranks.size()) {
+      TANDEM_ASSIGN_OR_RETURN(outputs[static_cast<size_t>(i)], compute(i));
+    }
+    return absl::OkStatus();
+  });
+  const auto owner = [&](int64_t i) { return static_cast<int>(i % ranks.size()); };
+  TANDEM_RETURN_IF_ERROR(ExchangeOutputs(ranks, status, owner, outputs));
+  return outputs;
+}
+
+void ReduceNumbers(Communicator& ranks, absl::Span<double> numbers, Reduction reduction) {
+  at::Tensor tensor =
+      at::from_blob(numbers.data(), {static_cast<int64_t>(numbers.size())}, at::kDouble);
+  at::Tensor there = tensor.to(ranks.device());
+  ranks.AllReduce(there, reduction);
+  tensor.copy_(there);
 }
 
 }  // namespace tandem::parallel

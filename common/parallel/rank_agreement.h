@@ -1,12 +1,15 @@
-// What ranks tell each other that one of them alone knows: an error, an answer from outside.
+// What ranks tell each other that not all of them know: errors, numbers, answers from outside.
 #ifndef TANDEM_COMMON_PARALLEL_RANK_AGREEMENT_H_
 #define TANDEM_COMMON_PARALLEL_RANK_AGREEMENT_H_
 
+#include <cstdint>
 #include <string>
+#include <vector>
 
 #include "absl/functional/function_ref.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "absl/types/span.h"
 #include "common/base/status_macros.h"
 #include "common/base/struct_bytes.h"
 #include "common/parallel/communicator.h"
@@ -34,6 +37,21 @@ absl::StatusOr<T> FromRankZero(Communicator& ranks,
                           }));
   return FromBytes<T>(bytes);
 }
+
+// Gives every rank what the others have computed, or the first error of one: output i is that of
+// rank `owner(i)`. Collective. Throws c10::Error.
+absl::Status ExchangeOutputs(Communicator& ranks, const absl::Status& status,
+                             absl::FunctionRef<int(int64_t index)> owner,
+                             std::vector<std::vector<double>>& outputs);
+
+// What `compute` says of 0 .. count-1, on every rank; of i on rank i modulo their number.
+// Collective. Throws c10::Error for the communication.
+absl::StatusOr<std::vector<std::vector<double>>> ShareOutOver(
+    Communicator& ranks, int64_t count,
+    absl::FunctionRef<absl::StatusOr<std::vector<double>>(int64_t index)> compute);
+
+// Replaces every number by its sum or maximum over the ranks. Collective. Throws c10::Error.
+void ReduceNumbers(Communicator& ranks, absl::Span<double> numbers, Reduction reduction);
 
 }  // namespace tandem::parallel
 

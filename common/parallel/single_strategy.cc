@@ -83,7 +83,7 @@ absl::Status SingleStrategy::ForwardBackward(int64_t count, InputFunction input,
   return CatchTorchErrors("forward-backward", [&]() -> absl::Status {
     for (at::Tensor& gradient : gradients_) gradient.zero_();
     for (int64_t i = 0; i < count; ++i) {
-      BlockPass pass(*model_, input(i));
+      BlockPass pass(*model_, input(i), std::make_unique<CausalContext>(), recompute_);
       const at::Tensor hidden = pass.ForwardAll();
       TANDEM_ASSIGN_OR_RETURN(const at::Tensor gradient, loss(i, pass.batch(), hidden));
       pass.BackwardAll(gradient);

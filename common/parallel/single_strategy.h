@@ -7,6 +7,7 @@
 #include <utility>
 #include <vector>
 
+#include "common/parallel/recompute.h"
 #include "common/parallel/strategy.h"
 #include "common/training/adamw.h"
 
@@ -15,6 +16,7 @@ namespace tandem::parallel {
 class SingleStrategy : public Strategy {
  public:
   SingleStrategy() = default;
+  explicit SingleStrategy(Recompute recompute) : recompute_(recompute) {}
   // With a model that is loaded already.
   explicit SingleStrategy(std::unique_ptr<Model> model) : model_(std::move(model)) {}
 
@@ -42,6 +44,7 @@ class SingleStrategy : public Strategy {
 
  private:
   const std::shared_ptr<Communicator> alone_ = Communicator::Alone();
+  const Recompute recompute_ = Recompute::kNone;
   std::unique_ptr<Model> model_;
   OptimizerOptions options_;
   NamedTensors parameters_;            // those that train

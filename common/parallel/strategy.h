@@ -78,7 +78,8 @@ class Strategy {
 
   // Whether functions of hidden states are ever called on this rank.
   virtual bool computes_output() const { return true; }
-  // Needs computes_output() and a language model. Valid as long as the model.
+  // Of a language model; without a weight where computes_output() is false. Valid as long as the
+  // model.
   virtual OutputShard output_shard() {
     return {.weight = model().lm_head().compute_weight(), .group = nullptr};
   }

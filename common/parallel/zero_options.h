@@ -2,6 +2,8 @@
 #ifndef TANDEM_COMMON_PARALLEL_ZERO_OPTIONS_H_
 #define TANDEM_COMMON_PARALLEL_ZERO_OPTIONS_H_
 
+#include "common/parallel/recompute.h"
+
 namespace tandem::parallel {
 
 // Fields as in the configuration, under "strategy", and as DeepSpeed's.
@@ -11,6 +13,7 @@ struct ZeroOptions {
   bool overlap_comm = true;
   // Keeps the optimizer's state, and updates, on the CPU.
   bool offload_optimizer = false;
+  Recompute recompute = Recompute::kNone;
 };
 
 }  // namespace tandem::parallel

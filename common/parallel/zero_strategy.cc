@@ -4,14 +4,10 @@
 #include <ATen/core/grad_mode.h>
 
 #include <algorithm>
-#include <cmath>
 #include <utility>
 
 #include "common/base/status_macros.h"
-#include "common/base/struct_bytes.h"
-#include "common/parallel/optimizer_step.h"
 #include "common/parallel/rank_agreement.h"
-#include "common/parallel/shard_plan.h"
 #include "common/tensor/catch_torch_errors.h"
 #include "common/tensor/tensor_memory.h"
 
@@ -52,35 +48,15 @@ absl::Status ZeroStrategy::LoadModel(const std::string& directory, const LoadOpt
 
 absl::Status ZeroStrategy::BuildOptimizer(const OptimizerOptions& options) {
   return CatchTorchErrors("cannot build the optimizer", [&]() -> absl::Status {
-    options_ = options;
-    const std::vector<Parameter>& parameters = model_->DeclaredParameters();
-    std::vector<training::AdamWParameter> updated;
-    for (size_t b = 0; b < blocks_.size(); ++b) {
-      Block& block = blocks_[b];
-      const auto index = static_cast<int64_t>(b);
-      block.trains = std::any_of(parameters.begin(), parameters.end(), [&](const Parameter& p) {
-        return p.trainable && p.spec.block == index;
-      });
+    std::vector<OptimizerPiece> pieces;
+    for (int64_t index = 0; index <= last_block(); ++index) {
+      Block& block = blocks_[static_cast<size_t>(index)];
+      block.trains = BlockTrains(*model_, index);
       if (!block.trains) continue;
       MakeGradients(index);
-      for (const ShardPiece& piece :
-           PlanShard(parameters, index, block.parameters.numel(), ranks_->size(), ranks_->rank())) {
-        if (!piece.parameter->trainable) continue;
-        const auto part = [&](const at::Tensor& shard) {
-          return shard.narrow(0, piece.shard_offset, piece.numel);
-        };
-        const ParameterSpec& spec = piece.parameter->spec;
-        parameter_pieces_.push_back(part(block.parameter_shard));
-        gradient_pieces_.push_back(part(block.gradient_shard));
-        slices_.push_back({.parameter = spec.name,
-                           .shape = spec.shape,
-                           .offset = piece.offset,
-                           .numel = piece.numel});
-        master_pieces_.push_back(OnOptimizerDevice(parameter_pieces_.back()));
-        updated.push_back(
-            {.name = spec.name,
-             .values = master_pieces_.back(),
-             .decays = training::DecaysWeight(static_cast<int64_t>(spec.shape.size()))});
+      for (OptimizerPiece& piece : PiecesOfBlock(*model_, index, ranks_->size(), ranks_->rank(),
+                                                 block.parameter_shard, block.gradient_shard)) {
+        pieces.push_back(std::move(piece));
       }
     }
     const bool nothing_trains = std::none_of(blocks_.begin(), blocks_.end(),
@@ -88,16 +64,12 @@ absl::Status ZeroStrategy::BuildOptimizer(const OptimizerOptions& options) {
     if (nothing_trains) {
       return absl::InvalidArgumentError("no parameter of the model requires a gradient");
     }
-    optimizer_ = std::make_unique<training::AdamW>(std::move(updated), options_);
+    optimizer_ = std::make_unique<PieceOptimizer>(std::move(pieces), options, *model_, ranks_,
+                                                  zero_.offload_optimizer);
     return absl::OkStatus();
   });
 }
 
-at::Tensor ZeroStrategy::OnOptimizerDevice(const at::Tensor& values) const {
-  return zero_.offload_optimizer ? values.to(at::kCPU) : values;
-}
-
-// The parameters' gradients are views of the block's, as the parameters are.
 void ZeroStrategy::MakeGradients(int64_t index) {
   Block& block = blocks_[static_cast<size_t>(index)];
   const auto options = block.parameters.options();
@@ -106,12 +78,7 @@ void ZeroStrategy::MakeGradients(int64_t index) {
       shards_gradients() ? EmptyWithoutMemory(numel, options) : at::zeros({numel}, options);
   block.gradient_shard =
       shards_gradients() ? at::zeros({numel / ranks_->size()}, options) : PartOf(block.gradients);
-  for (const Parameter& parameter : model_->DeclaredParameters()) {
-    if (!parameter.trainable || parameter.spec.block != index) continue;
-    at::Tensor leaf = parameter.value;
-    leaf.mutable_grad() =
-        block.gradients.narrow(0, leaf.storage_offset(), leaf.numel()).view(leaf.sizes());
-  }
+  ViewGradients(*model_, index, block.gradients);
 }
 
 // Parameters of stage 3.
@@ -178,7 +145,7 @@ void ZeroStrategy::StartPass(bool has_one, InputFunction input, int64_t micro_ba
                              std::optional<BlockPass>& pass, absl::Status& status) {
   if (!has_one || !status.ok()) return;
   status = CatchTorchErrors("input", [&] {
-    pass.emplace(*model_, input(micro_batch));
+    pass.emplace(*model_, input(micro_batch), std::make_unique<CausalContext>(), zero_.recompute);
     return absl::OkStatus();
   });
 }
@@ -228,32 +195,13 @@ absl::StatusOr<std::vector<std::vector<double>>> ZeroStrategy::Forward(int64_t c
 
 absl::StatusOr<std::vector<std::vector<double>>> ZeroStrategy::ShareOut(
     int64_t count, absl::FunctionRef<absl::StatusOr<std::vector<double>>(int64_t)> compute) {
-  std::vector<std::vector<double>> outputs(static_cast<size_t>(count));
-  const auto run = [&]() -> absl::Status {
-    const absl::Status status = CatchTorchErrors("forward", [&]() -> absl::Status {
-      for (int64_t i = ranks_->rank(); i < count; i += ranks_->size()) {
-        TANDEM_ASSIGN_OR_RETURN(outputs[static_cast<size_t>(i)], compute(i));
-      }
-      return absl::OkStatus();
-    });
-    return Exchange(status, outputs);
-  };
-  TANDEM_RETURN_IF_ERROR(CatchTorchErrors("forward", run));
-  return outputs;
+  return CatchTorchErrors("forward", [&] { return ShareOutOver(*ranks_, count, compute); });
 }
 
 absl::Status ZeroStrategy::Exchange(const absl::Status& status,
                                     std::vector<std::vector<double>>& outputs) {
-  TANDEM_RETURN_IF_ERROR(Agree(*ranks_, status));
-  using Outputs = std::vector<std::vector<double>>;
-  const std::vector<std::string> of_ranks = ranks_->AllGatherBytes(ToBytes(outputs));
-  for (size_t rank = 0; rank < of_ranks.size(); ++rank) {
-    TANDEM_ASSIGN_OR_RETURN(Outputs theirs, FromBytes<Outputs>(of_ranks[rank]));
-    for (size_t i = rank; i < outputs.size(); i += of_ranks.size()) {
-      outputs[i] = std::move(theirs[i]);
-    }
-  }
-  return absl::OkStatus();
+  return ExchangeOutputs(
+      *ranks_, status, [&](int64_t i) { return static_cast<int>(i % ranks_->size()); }, outputs);
 }
 
 absl::Status ZeroStrategy::ForwardBackward(int64_t count, InputFunction input, LossFunction loss) {
@@ -303,37 +251,18 @@ void ZeroStrategy::RunBackward(std::optional<BlockPass>& pass, at::Tensor gradie
 
 absl::Status ZeroStrategy::Reduce(absl::Span<double> sums, absl::Span<double> maxima) {
   return CatchTorchErrors("reduction of metrics", [&] {
-    const auto reduce = [&](absl::Span<double> numbers, Reduction reduction) {
-      at::Tensor tensor =
-          at::from_blob(numbers.data(), {static_cast<int64_t>(numbers.size())}, at::kDouble);
-      at::Tensor there = tensor.to(model_->device());
-      ranks_->AllReduce(there, reduction);
-      tensor.copy_(there);
-    };
-    reduce(sums, Reduction::kSum);
-    reduce(maxima, Reduction::kMax);
+    ReduceNumbers(*ranks_, sums, Reduction::kSum);
+    ReduceNumbers(*ranks_, maxima, Reduction::kMax);
     return absl::OkStatus();
   });
 }
 
 absl::StatusOr<OptimizerReport> ZeroStrategy::OptimizerStep() {
-  return CatchTorchErrors("optimizer step", [&]() -> absl::StatusOr<OptimizerReport> {
-    const double own = training::GlobalNorm(gradient_pieces_);
-    double squares = own * own;
-    TANDEM_RETURN_IF_ERROR(Reduce(absl::MakeSpan(&squares, 1), {}));
-    return ClipAndUpdate(
-        options_, optimizer_->steps(), std::sqrt(squares), gradient_pieces_,
-        [&](double learning_rate) { Update(learning_rate); }, *model_);
-  });
+  return CatchTorchErrors("optimizer step",
+                          [&] { return optimizer_->Step(*model_, [&] { SpreadUpdate(); }); });
 }
 
-void ZeroStrategy::Update(double learning_rate) {
-  std::vector<at::Tensor> gradients;
-  for (const at::Tensor& piece : gradient_pieces_) gradients.push_back(OnOptimizerDevice(piece));
-  optimizer_->Step(gradients, learning_rate);
-  for (size_t i = 0; i < master_pieces_.size(); ++i) {
-    parameter_pieces_[i].copy_(master_pieces_[i]);
-  }
+void ZeroStrategy::SpreadUpdate() {
   if (shards_parameters()) {
     for (int64_t block = 0; block <= last_block(); ++block) LetGo(block);  // the old ones
     return;
@@ -379,35 +308,17 @@ absl::Status ZeroStrategy::ScatterParameters(const NamedTensors& parameters) {
       block.gathered = true;
       LetGo(index);
     }
-    if (loaded.ok()) {
-      for (size_t i = 0; i < master_pieces_.size(); ++i) {
-        master_pieces_[i].copy_(parameter_pieces_[i]);
-      }
-    }
+    if (loaded.ok() && optimizer_ != nullptr) optimizer_->OnValuesReplaced();
     return loaded;
   });
 }
 
 absl::Status ZeroStrategy::SaveOptimizer(const std::string& directory) {
-  return CatchTorchErrors("cannot save the optimizer", [&] {
-    return Agree(*ranks_, WriteOptimizerState(directory, ranks_->rank(), ranks_->size(), slices_,
-                                              optimizer_->State()));
-  });
+  return CatchTorchErrors("cannot save the optimizer", [&] { return optimizer_->Save(directory); });
 }
 
 absl::Status ZeroStrategy::LoadOptimizer(const std::string& directory) {
-  return CatchTorchErrors("cannot load the optimizer", [&]() -> absl::Status {
-    std::vector<std::string> trained;
-    for (const Parameter& parameter : model_->DeclaredParameters()) {
-      if (parameter.trainable) trained.push_back(parameter.spec.name);
-    }
-    // Nobody changes anything before all can.
-    const absl::StatusOr<NamedTensors> state = ReadOptimizerState(directory, slices_, trained);
-    absl::Status status = state.status();
-    if (status.ok()) status = optimizer_->CheckState(*state);
-    TANDEM_RETURN_IF_ERROR(Agree(*ranks_, status));
-    return optimizer_->LoadState(*state);
-  });
+  return CatchTorchErrors("cannot load the optimizer", [&] { return optimizer_->Load(directory); });
 }
 
 }  // namespace tandem::parallel

@@ -17,10 +17,9 @@
 
 #include "common/parallel/block_pass.h"
 #include "common/parallel/communicator.h"
-#include "common/parallel/optimizer_state.h"
+#include "common/parallel/piece_optimizer.h"
 #include "common/parallel/strategy.h"
 #include "common/parallel/zero_options.h"
-#include "common/training/adamw.h"
 
 namespace tandem::parallel {
 
@@ -90,20 +89,15 @@ class ZeroStrategy : public Strategy {
   absl::Status Exchange(const absl::Status& status, std::vector<std::vector<double>>& outputs);
 
   void MakeGradients(int64_t block);
-  at::Tensor OnOptimizerDevice(const at::Tensor& values) const;
-  void Update(double learning_rate);
+  // After an update of this rank's part of the parameters.
+  void SpreadUpdate();
 
   const ZeroOptions zero_;
   const std::shared_ptr<Communicator> ranks_;
   std::unique_ptr<Model> model_;
-  OptimizerOptions options_;
   int64_t head_block_ = 0;  // where the head's parameters are
   std::vector<Block> blocks_;
-  // What this rank updates: parts of parameters.
-  std::vector<StateSlice> slices_;
-  std::vector<at::Tensor> parameter_pieces_, gradient_pieces_;
-  std::vector<at::Tensor> master_pieces_;  // the parameters' own, or copies on another device
-  std::unique_ptr<training::AdamW> optimizer_;
+  std::unique_ptr<PieceOptimizer> optimizer_;  // of this rank's part of every block
 };
 
 }  // namespace tandem::parallel

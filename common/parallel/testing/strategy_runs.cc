@@ -60,8 +60,9 @@ int64_t CountRows(const Model& model, int64_t micro_batches, uint64_t seed) {
 
 at::Tensor Positions(const loss::OutputRows& rows) { return at::tensor(rows.positions, at::kLong); }
 
-std::unique_ptr<loss::LinearCrossEntropyLoss> CrossEntropy(const Model& model) {
-  return loss::LinearCrossEntropyLoss::Create(model.lm_head().compute_weight()).value();
+std::unique_ptr<loss::LinearCrossEntropyLoss> CrossEntropy(Strategy& strategy) {
+  const OutputShard output = strategy.output_shard();
+  return loss::LinearCrossEntropyLoss::Create(output.weight, {}, {.group = output.group}).value();
 }
 
 // Adds to `sum`, a mean over `rows_of_batch`.
@@ -70,19 +71,17 @@ absl::StatusOr<at::Tensor> LmLoss(Strategy& strategy, const loss::OutputRows& ro
   loss::OutputGradients gradients = {.hidden = at::zeros_like(hidden.detach()),
                                      .weight = strategy.Gradient(strategy.model().lm_head_name()),
                                      .bias = {}};
-  const absl::Status status =
-      CrossEntropy(strategy.model())
-          ->ForwardBackward(
-              hidden.detach(), rows,
-              [&](int64_t, absl::Span<const double> logprobs, absl::Span<const double>,
-                  absl::Span<double> c, absl::Span<double>) {
-                for (size_t i = 0; i < logprobs.size(); ++i) {
-                  sum -= logprobs[i] / rows_of_batch;
-                  c[i] = -1 / rows_of_batch;
-                }
-                return absl::OkStatus();
-              },
-              gradients);
+  const absl::Status status = CrossEntropy(strategy)->ForwardBackward(
+      hidden.detach(), rows,
+      [&](int64_t, absl::Span<const double> logprobs, absl::Span<const double>,
+          absl::Span<double> c, absl::Span<double>) {
+        for (size_t i = 0; i < logprobs.size(); ++i) {
+          sum -= logprobs[i] / rows_of_batch;
+          c[i] = -1 / rows_of_batch;
+        }
+        return absl::OkStatus();
+      },
+      gradients);
   if (!status.ok()) return status;
   return gradients.hidden;
 }
@@ -152,7 +151,7 @@ std::vector<std::vector<double>> Outputs(Strategy& strategy, int64_t micro_batch
           const at::Tensor& hidden) -> absl::StatusOr<std::vector<double>> {
         const loss::OutputRows rows = RowsOf(MicroBatch(model, i, seed));
         if (model.head() == HeadKind::kLm) {
-          auto values = CrossEntropy(model)->LogProbs(hidden, rows);
+          auto values = CrossEntropy(strategy)->LogProbs(hidden, rows);
           if (!values.ok()) return values.status();
           return std::move(values->logprobs);
         }

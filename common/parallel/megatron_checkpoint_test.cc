@@ -1,0 +1,87 @@
+// Checkpoints of the optimizer between layouts.
+#include <gtest/gtest.h>
+
+#include <filesystem>
+#include <functional>
+#include <memory>
+#include <vector>
+
+#include "common/parallel/megatron_strategy.h"
+#include "common/parallel/single_strategy.h"
+#include "common/parallel/testing/megatron_layouts.h"
+#include "common/parallel/testing/rank_processes.h"
+#include "common/parallel/zero_strategy.h"
+
+namespace tandem::parallel {
+namespace {
+
+using Ranks = std::shared_ptr<Communicator>;
+
+// A checkpoint of one layout goes on under every other.
+TEST(MegatronCheckpointTest, ACheckpointOfAnyLayoutLoadsUnderAnyOther) {
+  const TemporaryFolder folder;
+  struct Saved {
+    const char* name;
+    int ranks;
+    std::function<std::unique_ptr<Strategy>(const Ranks&)> make;
+  };
+  const auto megatron = [](const MegatronOptions& options) {
+    return [options](const Ranks& ranks) -> std::unique_ptr<Strategy> {
+      return std::make_unique<MegatronStrategy>(options, ranks);
+    };
+  };
+  const std::vector<Saved> layouts = {
+      {"single", 1, [](const Ranks&) { return std::make_unique<SingleStrategy>(); }},
+      {"zero", 2,
+       [](const Ranks& ranks) {
+         return std::make_unique<ZeroStrategy>(ZeroOptions{.stage = 2}, ranks);
+       }},
+      {"tp2", 2, megatron({.tensor_model_parallel_size = 2})},
+      {"pp2", 2, megatron({.pipeline_model_parallel_size = 2})},
+      {"dp2 without sharing", 2, megatron({.use_distributed_optimizer = false})},
+      {"tp2dp2", 4, megatron({.tensor_model_parallel_size = 2})}};
+  for (const Saved& saved : layouts) {
+    std::filesystem::create_directories(folder / saved.name);
+    RunConnected(saved.ranks, [&](const Ranks& ranks) {
+      const TemporaryFolder own;
+      WriteLayoutModel(own / "model", {"qwen2", true, false});
+      const auto strategy = saved.make(ranks);
+      Prepare(*strategy, own / "model", {}, SteadyOptimizer());
+      Steps(*strategy, 2, kMicroBatches);
+      EXPECT_TRUE(strategy->SaveOptimizer(folder / saved.name).ok());
+      const NamedTensors parameters = WholeParameters(*strategy);
+      if (ranks->rank() != 0) return;
+      SingleStrategy whole;
+      Prepare(whole, own / "model");
+      EXPECT_TRUE(whole.ScatterParameters(parameters).ok());
+      EXPECT_TRUE(whole.model().Save(folder / saved.name).ok());
+    });
+  }
+  for (const Saved& layout : layouts) {
+    RunConnected(layout.ranks, [&](const Ranks& ranks) {
+      const TemporaryFolder own;
+      WriteLayoutModel(own / "model", {"qwen2", true, false});
+      const auto expected = SayOfRankZero(*ranks, [&] {
+        SingleStrategy single;
+        Prepare(single, own / "model", {}, SteadyOptimizer());
+        Steps(single, 2, kMicroBatches);
+        return std::vector<StepNumbers>{Step(single, kMicroBatches, 2),
+                                        Step(single, kMicroBatches, 3)};
+      });
+      for (const Saved& saved : layouts) {
+        SCOPED_TRACE(testing::Message() << saved.name << " under " << layout.name);
+        const auto loaded = layout.make(ranks);
+        Prepare(*loaded, folder / saved.name, {}, SteadyOptimizer());
+        const absl::Status status = loaded->LoadOptimizer(folder / saved.name);
+        ASSERT_TRUE(status.ok()) << status;
+        EXPECT_EQ(loaded->optimizer_steps(), 2);
+        const std::vector<StepNumbers> steps = {Step(*loaded, kMicroBatches, 2),
+                                                Step(*loaded, kMicroBatches, 3)};
+        ExpectSameNumbers(steps, expected);
+      }
+    });
+  }
+}
+
+}  // namespace
+}  // namespace tandem::parallel

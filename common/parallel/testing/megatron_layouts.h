@@ -1,0 +1,84 @@
+// For tests: layouts of the `megatron` strategy, and tiny models that fit into all of them.
+#ifndef TANDEM_COMMON_PARALLEL_TESTING_MEGATRON_LAYOUTS_H_
+#define TANDEM_COMMON_PARALLEL_TESTING_MEGATRON_LAYOUTS_H_
+
+#include <gtest/gtest.h>
+
+#include <string>
+#include <vector>
+
+#include "common/base/struct_bytes.h"
+#include "common/model/model.h"
+#include "common/model/testing/tiny_model_dir.h"
+#include "common/parallel/communicator.h"
+#include "common/parallel/megatron_options.h"
+#include "common/parallel/testing/same_training.h"
+
+namespace tandem::parallel {
+
+struct MegatronLayout {
+  const char* name;
+  int ranks;
+  MegatronOptions options;
+};
+
+inline std::vector<MegatronLayout> MegatronLayouts() {
+  return {{"One", 1, {}},
+          {"Tp2", 2, {.tensor_model_parallel_size = 2}},
+          {"Pp2", 2, {.pipeline_model_parallel_size = 2}},
+          {"Pp2Vpp2",
+           2,
+           {.pipeline_model_parallel_size = 2, .virtual_pipeline_model_parallel_size = 2}},
+          {"Cp2", 2, {.context_parallel_size = 2}},
+          {"Dp2", 2, {}},
+          {"Tp2Pp2", 4, {.tensor_model_parallel_size = 2, .pipeline_model_parallel_size = 2}},
+          {"Tp2Dp2", 4, {.tensor_model_parallel_size = 2}},
+          {"Pp2Cp2", 4, {.pipeline_model_parallel_size = 2, .context_parallel_size = 2}}};
+}
+
+inline std::string LayoutName(const testing::TestParamInfo<MegatronLayout>& info) {
+  return info.param.name;
+}
+
+struct TinyKind {
+  const char* family = "llama";
+  bool tied = false, critic = false;
+};
+
+inline LoadOptions LoadOf(const TinyKind& kind) {
+  return {.head = kind.critic ? HeadKind::kValue : HeadKind::kLm, .untie_embeddings = kind.critic};
+}
+
+// Of five layers, which two or four parts do not share out evenly.
+inline void WriteLayoutModel(const std::string& directory, const TinyKind& kind = {}) {
+  WriteTinyModel(directory, 3,
+                 {{"num_hidden_layers", 5},
+                  {"vocab_size", 64},
+                  {"intermediate_size", 40},
+                  {"tie_word_embeddings", kind.tied}},
+                 kind.family);
+}
+
+// With a larger rate, or where Adam blows up gradients that are rounding errors, five layers make
+// curves of their own of any two orders of addition.
+inline OptimizerOptions SteadyOptimizer() {
+  OptimizerOptions options = FastOptimizer();
+  options.learning_rate = 1e-3;
+  options.epsilon = 1e-5;
+  return options;
+}
+
+// Of a number that no replicas and no stages share out evenly.
+inline constexpr int64_t kMicroBatches = 3;
+
+// What rank 0 computes, on every rank.
+template <typename Compute>
+auto SayOfRankZero(Communicator& ranks, const Compute& compute) -> decltype(compute()) {
+  std::string bytes;
+  if (ranks.rank() == 0) bytes = ToBytes(compute());
+  return FromBytes<decltype(compute())>(ranks.BroadcastBytes(bytes, 0)).value();
+}
+
+}  // namespace tandem::parallel
+
+#endif  // TANDEM_COMMON_PARALLEL_TESTING_MEGATRON_LAYOUTS_H_
