@@ -128,7 +128,8 @@ class TorchEngine final : public training::CoreEngine<Engine> {
   absl::Status LoadRest();
   // A frozen model beside the one that is trained; null for an empty path.
   absl::StatusOr<std::unique_ptr<Model>> LoadFrozen(const char* field, const std::string& path);
-  absl::StatusOr<std::unique_ptr<loss::FusedOutputLoss>> MakeLoss(const Model& model) const;
+  absl::StatusOr<std::unique_ptr<loss::FusedOutputLoss>> MakeLoss(
+      const parallel::OutputShard& output) const;
   BatchLimits Limits() const;
   absl::StatusOr<Updates> PolicyStep(const CallScope& call, const TrainStepRequest& request,
                                      const PolicyBatch& batch, StepReport& report);
@@ -174,17 +175,22 @@ void TorchEngine::AddCommands() {
 
 absl::Status TorchEngine::LoadRest() {
   const Model& model = core_->model();
-  TANDEM_ASSIGN_OR_RETURN(loss_, MakeLoss(model));
+  const parallel::OutputShard output = core_->strategy().output_shard();
+  if (core_->strategy().computes_output()) {
+    TANDEM_ASSIGN_OR_RETURN(loss_, MakeLoss(output));
+  }
 
   TANDEM_ASSIGN_OR_RETURN(reference_, LoadFrozen("reference_model", options_.reference_model));
   if (reference_ != nullptr) {
-    TANDEM_ASSIGN_OR_RETURN(reference_loss_, MakeLoss(*reference_));
+    TANDEM_ASSIGN_OR_RETURN(
+        reference_loss_,
+        MakeLoss({.weight = reference_->lm_head().compute_weight(), .group = nullptr}));
   }
   TANDEM_ASSIGN_OR_RETURN(std::unique_ptr<Model> junior,
                           LoadFrozen("junior_model", options_.junior_model));
   TANDEM_ASSIGN_OR_RETURN(
       junior_kl_,
-      JuniorKl::Create(model, std::move(junior), *loss_,
+      JuniorKl::Create(output, std::move(junior), loss_.get(),
                        LogitsChunkBytes(options_.logits_chunk_bytes, model.config().vocab_size)));
 
   if (core_->vocabulary() != nullptr) {
@@ -209,15 +215,16 @@ absl::StatusOr<std::unique_ptr<Model>> TorchEngine::LoadFrozen(const char* field
 }
 
 absl::StatusOr<std::unique_ptr<loss::FusedOutputLoss>> TorchEngine::MakeLoss(
-    const Model& model) const {
+    const parallel::OutputShard& output) const {
   absl::StatusOr<loss::LossImpl> impl = loss::ParseLossImpl(options_.loss_impl);
   if (!impl.ok()) return PrependFieldPath("batch.loss_impl", impl.status());
-  TANDEM_ASSIGN_OR_RETURN(std::unique_ptr<loss::LinearCrossEntropyLoss> made,
-                          loss::LinearCrossEntropyLoss::Create(
-                              model.lm_head().compute_weight(), {},
-                              {.impl = *impl,
-                               .logits_chunk_bytes = LogitsChunkBytes(options_.logits_chunk_bytes,
-                                                                      model.config().vocab_size)}));
+  TANDEM_ASSIGN_OR_RETURN(
+      std::unique_ptr<loss::LinearCrossEntropyLoss> made,
+      loss::LinearCrossEntropyLoss::Create(output.weight, {},
+                                           {.impl = *impl,
+                                            .logits_chunk_bytes = LogitsChunkBytes(
+                                                options_.logits_chunk_bytes, output.weight.size(0)),
+                                            .group = output.group}));
   Log(made->is_fallback() ? LogLevel::kWarning : LogLevel::kInfo, "fused_output_loss",
       {{"impl", loss::LossImplName(made->impl())}, {"reason", made->reason()}});
   return made;

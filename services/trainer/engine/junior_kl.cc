@@ -6,22 +6,30 @@
 #include <utility>
 #include <vector>
 
+#include "absl/strings/str_cat.h"
 #include "absl/types/span.h"
+#include "common/base/error.h"
 #include "common/base/status_macros.h"
 #include "common/loss/supervised_loss.h"
 
 namespace tandem::trainer {
 
-absl::StatusOr<std::unique_ptr<JuniorKl>> JuniorKl::Create(const Model& senior,
+absl::StatusOr<std::unique_ptr<JuniorKl>> JuniorKl::Create(const parallel::OutputShard& senior,
                                                            std::unique_ptr<Model> junior,
-                                                           loss::FusedOutputLoss& senior_loss,
+                                                           loss::FusedOutputLoss* senior_loss,
                                                            int64_t logits_chunk_bytes) {
   std::unique_ptr<JuniorKl> kl(new JuniorKl(std::move(junior), senior_loss));
   if (kl->junior_ == nullptr) return kl;
-  TANDEM_ASSIGN_OR_RETURN(kl->divergence_, loss::LinearDivergenceLoss::Create(
-                                               senior.lm_head().compute_weight(),
-                                               kl->junior_->lm_head().compute_weight(),
-                                               {.logits_chunk_bytes = logits_chunk_bytes}));
+  if (senior.group != nullptr) {
+    return FieldError(absl::StatusCode::kUnimplemented, "junior_model",
+                      absl::StrCat("the divergence from it needs the whole vocabulary, which ",
+                                   senior.group->size(), " ranks share out"));
+  }
+  if (senior_loss == nullptr) return kl;
+  TANDEM_ASSIGN_OR_RETURN(
+      kl->divergence_,
+      loss::LinearDivergenceLoss::Create(senior.weight, kl->junior_->lm_head().compute_weight(),
+                                         {.logits_chunk_bytes = logits_chunk_bytes}));
   return kl;
 }
 
@@ -63,7 +71,7 @@ absl::Status JuniorKl::AddSampled(const training::MicroBatchInput& input, const 
   const auto scales = absl::MakeConstSpan(rows.scales).subspan(first_row, count);
   const auto temperatures = absl::MakeConstSpan(rows.temperatures).subspan(first_row, count);
   loss::SupervisedLossEvaluator evaluator(scales);
-  TANDEM_RETURN_IF_ERROR(senior_loss_.ForwardBackward(
+  TANDEM_RETURN_IF_ERROR(senior_loss_->ForwardBackward(
       hidden,
       {.positions = input.positions,
        .labels = input.labels,

@@ -14,6 +14,7 @@
 #include "common/loss/fused_output_loss.h"
 #include "common/loss/linear_divergence.h"
 #include "common/model/model.h"
+#include "common/parallel/strategy.h"
 #include "services/trainer/engine/objective.h"
 #include "services/trainer/engine/step_metrics.h"
 #include "services/trainer/engine/training_rows.h"
@@ -24,10 +25,12 @@ namespace tandem::trainer {
 // Not thread-safe.
 class JuniorKl {
  public:
-  // `junior` may be null: then there is kForwardSampled alone. `senior_loss` must outlive this.
-  static absl::StatusOr<std::unique_ptr<JuniorKl>> Create(const Model& senior,
+  // `junior` may be null: then there is kForwardSampled alone. UNIMPLEMENTED for one where ranks
+  // share out the senior's vocabulary. `senior_loss` must outlive this; it is null, as the weight
+  // of `senior` is undefined, on a rank that computes no output and adds no gradients.
+  static absl::StatusOr<std::unique_ptr<JuniorKl>> Create(const parallel::OutputShard& senior,
                                                           std::unique_ptr<Model> junior,
-                                                          loss::FusedOutputLoss& senior_loss,
+                                                          loss::FusedOutputLoss* senior_loss,
                                                           int64_t logits_chunk_bytes);
 
   bool has_junior() const { return junior_ != nullptr; }
@@ -40,7 +43,7 @@ class JuniorKl {
                             loss::OutputGradients& gradients, JuniorKlSums& sums);
 
  private:
-  JuniorKl(std::unique_ptr<Model> junior, loss::FusedOutputLoss& senior_loss)
+  JuniorKl(std::unique_ptr<Model> junior, loss::FusedOutputLoss* senior_loss)
       : junior_(std::move(junior)), senior_loss_(senior_loss) {}
 
   absl::Status AddSampled(const training::MicroBatchInput& input, const at::Tensor& hidden,
@@ -48,7 +51,7 @@ class JuniorKl {
                           loss::OutputGradients& gradients, JuniorKlSums& sums);
 
   const std::unique_ptr<Model> junior_;
-  loss::FusedOutputLoss& senior_loss_;
+  loss::FusedOutputLoss* const senior_loss_;
   std::unique_ptr<loss::LinearDivergenceLoss> divergence_;  // of the whole vocabulary
 };
 
