@@ -2,6 +2,8 @@
 #ifndef TANDEM_COMMON_BASE_STRATEGY_NAME_H_
 #define TANDEM_COMMON_BASE_STRATEGY_NAME_H_
 
+#include <cstdint>
+
 #include "absl/status/status.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/string_view.h"
@@ -9,16 +11,18 @@
 
 namespace tandem {
 
-// OK for "single" and "zero"; UNIMPLEMENTED for "megatron", INVALID_ARGUMENT for others, both
-// naming "strategy.name".
+// INVALID_ARGUMENT, naming "strategy.name", for anything but "single", "zero" and "megatron".
 inline absl::Status CheckStrategyName(absl::string_view name) {
-  if (name == "single" || name == "zero") return absl::OkStatus();
-  if (name == "megatron") {
-    return FieldError(absl::StatusCode::kUnimplemented, "strategy.name",
-                      absl::StrCat(name, " is not there yet; use single or zero"));
-  }
+  if (name == "single" || name == "zero" || name == "megatron") return absl::OkStatus();
   return InvalidField("strategy.name",
                       absl::StrCat("must be single, zero or megatron, got \"", name, "\""));
+}
+
+// INVALID_ARGUMENT, naming "strategy.name", for strategy "single" with several ranks.
+inline absl::Status CheckSingleRank(int64_t ranks) {
+  if (ranks == 1) return absl::OkStatus();
+  return InvalidField("strategy.name", absl::StrCat("single is for one rank, and the server has ",
+                                                    ranks, ": zero and megatron are for several"));
 }
 
 }  // namespace tandem

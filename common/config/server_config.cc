@@ -171,15 +171,62 @@ absl::Status Resolve(v1::BatchOptions* batch) {
 
 // A field that says something to another strategy than the one that is named.
 absl::Status CheckStrategyFields(const v1::StrategyOptions& strategy) {
-  const bool zero = strategy.name() == "zero";
-  for (const auto& [field, given] :
-       {std::pair{"stage", strategy.has_stage()},
-        std::pair{"overlap_comm", strategy.has_overlap_comm()},
-        std::pair{"offload_optimizer", strategy.has_offload_optimizer()}}) {
-    if (given && !zero) {
-      return InvalidField(absl::StrCat("strategy.", field),
-                          absl::StrCat("is of strategy zero, not of ", strategy.name()));
+  const auto check = [&](absl::string_view owner,
+                         std::initializer_list<std::pair<absl::string_view, bool>> fields) {
+    for (const auto& [field, given] : fields) {
+      if (given && strategy.name() != owner) {
+        return InvalidField(
+            absl::StrCat("strategy.", field),
+            absl::StrCat("is a field of ", owner, ", and the strategy is ", strategy.name()));
+      }
     }
+    return absl::OkStatus();
+  };
+  TANDEM_RETURN_IF_ERROR(
+      check("zero", {{"stage", strategy.has_stage()},
+                     {"reduce_bucket_size", strategy.has_reduce_bucket_size()},
+                     {"allgather_bucket_size", strategy.has_allgather_bucket_size()},
+                     {"overlap_comm", strategy.has_overlap_comm()},
+                     {"offload_optimizer", strategy.has_offload_optimizer()}}));
+  return check("megatron",
+               {{"tensor_model_parallel_size", strategy.has_tensor_model_parallel_size()},
+                {"pipeline_model_parallel_size", strategy.has_pipeline_model_parallel_size()},
+                {"context_parallel_size", strategy.has_context_parallel_size()},
+                {"expert_model_parallel_size", strategy.has_expert_model_parallel_size()},
+                {"virtual_pipeline_model_parallel_size",
+                 strategy.has_virtual_pipeline_model_parallel_size()},
+                {"use_distributed_optimizer", strategy.has_use_distributed_optimizer()}});
+}
+
+absl::Status ResolveZero(v1::StrategyOptions* strategy) {
+  constexpr int64_t kBucket = 500'000'000;
+  TANDEM_DEFAULT(strategy, stage, 2);
+  TANDEM_DEFAULT(strategy, reduce_bucket_size, kBucket);
+  TANDEM_DEFAULT(strategy, allgather_bucket_size, kBucket);
+  TANDEM_DEFAULT(strategy, overlap_comm, true);
+  TANDEM_DEFAULT(strategy, offload_optimizer, false);
+  TANDEM_RETURN_IF_ERROR(CheckInRange("strategy.stage", strategy->stage(), 1, 3));
+  TANDEM_RETURN_IF_ERROR(
+      CheckAtLeast("strategy.reduce_bucket_size", strategy->reduce_bucket_size(), 1));
+  return CheckAtLeast("strategy.allgather_bucket_size", strategy->allgather_bucket_size(), 1);
+}
+
+// Which layouts a model has room for, its strategy says.
+absl::Status ResolveMegatron(v1::StrategyOptions* strategy) {
+  TANDEM_DEFAULT(strategy, tensor_model_parallel_size, 1);
+  TANDEM_DEFAULT(strategy, pipeline_model_parallel_size, 1);
+  TANDEM_DEFAULT(strategy, context_parallel_size, 1);
+  TANDEM_DEFAULT(strategy, expert_model_parallel_size, 1);
+  TANDEM_DEFAULT(strategy, virtual_pipeline_model_parallel_size, 1);
+  TANDEM_DEFAULT(strategy, use_distributed_optimizer, true);
+  for (const auto& [field, size] :
+       {std::pair{"tensor_model_parallel_size", strategy->tensor_model_parallel_size()},
+        std::pair{"pipeline_model_parallel_size", strategy->pipeline_model_parallel_size()},
+        std::pair{"context_parallel_size", strategy->context_parallel_size()},
+        std::pair{"expert_model_parallel_size", strategy->expert_model_parallel_size()},
+        std::pair{"virtual_pipeline_model_parallel_size",
+                  strategy->virtual_pipeline_model_parallel_size()}}) {
+    TANDEM_RETURN_IF_ERROR(CheckInRange(absl::StrCat("strategy.", field), size, 1, 1 << 16));
   }
   return absl::OkStatus();
 }
@@ -188,12 +235,12 @@ absl::Status Resolve(v1::StrategyOptions* strategy) {
   if (strategy->name().empty()) strategy->set_name("single");
   TANDEM_RETURN_IF_ERROR(CheckStrategyName(strategy->name()));
   TANDEM_RETURN_IF_ERROR(CheckStrategyFields(*strategy));
-  if (strategy->name() == "zero") {
-    TANDEM_DEFAULT(strategy, stage, 2);
-    TANDEM_DEFAULT(strategy, overlap_comm, true);
-    TANDEM_DEFAULT(strategy, offload_optimizer, false);
-    TANDEM_RETURN_IF_ERROR(CheckInRange("strategy.stage", strategy->stage(), 1, 3));
-  }
+  if (strategy->name() == "zero") TANDEM_RETURN_IF_ERROR(ResolveZero(strategy));
+  if (strategy->name() == "megatron") TANDEM_RETURN_IF_ERROR(ResolveMegatron(strategy));
+  if (strategy->recompute_granularity().empty()) strategy->set_recompute_granularity("none");
+  TANDEM_RETURN_IF_ERROR(CheckOneOf("strategy.recompute_granularity",
+                                    strategy->recompute_granularity(),
+                                    {"none", "selective", "full"}));
   TANDEM_DEFAULT(strategy, heartbeat_timeout_seconds, 15);
   TANDEM_DEFAULT(strategy, collective_timeout_seconds, 600);
   TANDEM_RETURN_IF_ERROR(CheckInRange("strategy.heartbeat_timeout_seconds",

@@ -50,6 +50,9 @@ TEST(ServerConfigTest, DefaultsAreThoseOfTheSchema) {
   EXPECT_EQ(trainer.batch().logits_chunk_bytes(), 0);
   EXPECT_EQ(trainer.batch().loss_impl(), "auto");
   EXPECT_EQ(trainer.strategy().name(), "single");
+  EXPECT_EQ(trainer.strategy().recompute_granularity(), "none");
+  EXPECT_EQ(trainer.strategy().heartbeat_timeout_seconds(), 15);
+  EXPECT_FALSE(trainer.strategy().has_stage());
   EXPECT_EQ(trainer.max_samples(), 4096);
 
   CriticServerConfig critic;
@@ -144,9 +147,19 @@ INSTANTIATE_TEST_SUITE_P(
         Bad{"model: m\noptimizer: {epsilon: 0}", "optimizer.epsilon"},
         Bad{"model: m\noptimizer: {schedule: linear}", "optimizer.total_steps"},
         Bad{"model: m\nbatch: {micro_batch_tokens: 0}", "batch.micro_batch_tokens"},
-        Bad{"model: m\nstrategy: {name: zero}", "strategy.name", absl::StatusCode::kUnimplemented},
-        Bad{"model: m\nstrategy: {name: megatron}", "strategy.name",
-            absl::StatusCode::kUnimplemented},
+        Bad{"model: m\nstrategy: {stage: 2}", "strategy.stage"},
+        Bad{"model: m\nstrategy: {name: zero, stage: 4}", "strategy.stage"},
+        Bad{"model: m\nstrategy: {name: zero, reduce_bucket_size: 0}",
+            "strategy.reduce_bucket_size"},
+        Bad{"model: m\nstrategy: {name: zero, tensor_model_parallel_size: 2}",
+            "strategy.tensor_model_parallel_size"},
+        Bad{"model: m\nstrategy: {name: megatron, offload_optimizer: true}",
+            "strategy.offload_optimizer"},
+        Bad{"model: m\nstrategy: {name: megatron, context_parallel_size: 0}",
+            "strategy.context_parallel_size"},
+        Bad{"model: m\nstrategy: {recompute_granularity: some}", "strategy.recompute_granularity"},
+        Bad{"model: m\nstrategy: {heartbeat_timeout_seconds: 0}",
+            "strategy.heartbeat_timeout_seconds"},
         Bad{"model: m\nstrategy: {name: many}", "strategy.name"},
         Bad{"model: m\nfreeze: ['']", "freeze[0]"},
         Bad{"model: m\nshutdown_checkpoint_directory: '~/runs'", "shutdown_checkpoint_directory"},

@@ -1,6 +1,8 @@
 #include "common/model/memory_plan.h"
 
 #include <algorithm>
+#include <map>
+#include <numeric>
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
@@ -57,6 +59,17 @@ absl::Status AddLane(const std::string& name, const ModelConfig& config, int64_t
   return absl::OkStatus();
 }
 
+// Values of the `count` largest blocks.
+int64_t LargestBlocks(const std::vector<ParameterSpec>& specs, int64_t count) {
+  std::map<int64_t, int64_t> numel_of_block;
+  for (const ParameterSpec& spec : specs) numel_of_block[spec.block] += spec.numel();
+  std::vector<int64_t> sizes;
+  for (const auto& [block, numel] : numel_of_block) sizes.push_back(numel);
+  std::sort(sizes.rbegin(), sizes.rend());
+  sizes.resize(static_cast<size_t>(std::min(count, static_cast<int64_t>(sizes.size()))));
+  return std::accumulate(sizes.begin(), sizes.end(), int64_t{0});
+}
+
 }  // namespace
 
 int64_t MemoryPlan::total_bytes() const {
@@ -97,12 +110,17 @@ absl::StatusOr<MemoryPlan> TrainingMemoryPlan(const ModelConfig& config,
 
   const int64_t item = ItemBytes(options.dtype);
   MemoryPlan plan;
-  plan.items.push_back({"weights", Numel(specs) * kFloatBytes});
-  if (options.dtype != DType::kFloat32) {
-    plan.items.push_back({"compute_copy", LinearNumel(specs, tied) * item});
+  const MemoryShares& shares = options.shares;
+  plan.items.push_back({"weights", Numel(specs) * kFloatBytes / shares.weights});
+  if (shares.gathered_blocks > 0) {
+    plan.items.push_back(
+        {"gathered_weights", LargestBlocks(specs, shares.gathered_blocks) * kFloatBytes});
   }
-  plan.items.push_back({"gradients", trained * kFloatBytes});
-  plan.items.push_back({"optimizer", 2 * trained * kFloatBytes});
+  if (options.dtype != DType::kFloat32) {
+    plan.items.push_back({"compute_copy", LinearNumel(specs, tied) * item / shares.weights});
+  }
+  plan.items.push_back({"gradients", trained * kFloatBytes / shares.gradients});
+  plan.items.push_back({"optimizer", 2 * trained * kFloatBytes / shares.optimizer});
   for (const FrozenModel& frozen : options.frozen) {
     TANDEM_ASSIGN_OR_RETURN(
         const auto parameters,
@@ -111,7 +129,8 @@ absl::StatusOr<MemoryPlan> TrainingMemoryPlan(const ModelConfig& config,
   }
   const int64_t tokens =
       std::max(options.micro_batch_tokens, config.LongestSequence(options.max_model_len));
-  plan.items.push_back({"activations", tokens * TrainingActivationBytes(config)});
+  plan.items.push_back(
+      {"activations", tokens * TrainingActivationBytes(config) / shares.activations});
   if (language_model) plan.items.push_back({"logits", options.logits_chunk_bytes});
   return plan;
 }

@@ -47,6 +47,17 @@ struct FrozenModel {
   ModelConfig config;
 };
 
+// Among how many ranks of a server each part of a model in training is shared out. What a rank then
+// holds is the average: the first and the last stage of a pipeline hold more.
+struct MemoryShares {
+  int64_t weights = 1;
+  int64_t gradients = 1;
+  int64_t optimizer = 1;
+  int64_t activations = 1;
+  // Blocks of weights (an embedding, a layer) that are gathered at a time.
+  int64_t gathered_blocks = 0;
+};
+
 struct TrainingMemoryOptions {
   HeadKind head = HeadKind::kLm;  // kLm: a trainer; kValue: a critic
   bool untie_embeddings = false;
@@ -56,6 +67,7 @@ struct TrainingMemoryOptions {
   int64_t max_model_len = 0;       // a longer sequence than micro_batch_tokens has its own batch
   int64_t logits_chunk_bytes = 0;  // kLm
   DType dtype = DType::kFloat32;   // of the computation; weights are trained in float32
+  MemoryShares shares = {};
 };
 
 // INVALID_ARGUMENT for "freeze"; UNIMPLEMENTED for a family that is not there.

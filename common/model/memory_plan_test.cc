@@ -4,6 +4,7 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <map>
 
 #include "common/base/error.h"
@@ -81,6 +82,29 @@ TEST(MemoryPlanTest, ALongSequenceDecidesOverTheMicroBatch) {
   };
   EXPECT_EQ(activations(10, 100), activations(100, 10));
   EXPECT_LT(activations(10, 20), activations(10, 100));
+}
+
+TEST(MemoryPlanTest, RanksShareOutWhatTheyAreToldTo) {
+  const ModelConfig config = TinyConfig();
+  auto whole = Items(TrainingMemoryPlan(config, {.micro_batch_tokens = 100}).value());
+  auto shared = Items(TrainingMemoryPlan(config, {.micro_batch_tokens = 100,
+                                                  .shares = {.weights = 4,
+                                                             .gradients = 2,
+                                                             .optimizer = 8,
+                                                             .activations = 2,
+                                                             .gathered_blocks = 1}})
+                          .value());
+  EXPECT_EQ(shared["weights"], whole["weights"] / 4);
+  EXPECT_EQ(shared["gradients"], whole["gradients"] / 2);
+  EXPECT_EQ(shared["optimizer"], whole["optimizer"] / 8);
+  EXPECT_EQ(shared["activations"], whole["activations"] / 2);
+  const auto model = TinyModel("llama", {}, {.requires_grad = true});
+  int64_t largest = 0;
+  for (const at::Tensor& block : model->BlockBuffers()) {
+    largest = std::max(largest, static_cast<int64_t>(block.nbytes()));
+  }
+  EXPECT_NEAR(static_cast<double>(shared["gathered_weights"]), static_cast<double>(largest), 1024);
+  EXPECT_FALSE(whole.contains("gathered_weights"));
 }
 
 TEST(MemoryPlanTest, BadFreezePatternsAndFamiliesAreRefused) {

@@ -2,10 +2,9 @@
 
 #include <utility>
 
-#include "absl/strings/str_cat.h"
-#include "common/base/error.h"
 #include "common/base/status_macros.h"
 #include "common/base/strategy_name.h"
+#include "common/parallel/megatron_strategy.h"
 #include "common/parallel/single_strategy.h"
 #include "common/parallel/zero_strategy.h"
 
@@ -15,11 +14,11 @@ absl::StatusOr<std::unique_ptr<Strategy>> CreateStrategy(const StrategyOptions& 
                                                          std::shared_ptr<Communicator> world) {
   TANDEM_RETURN_IF_ERROR(CheckStrategyName(options.name));
   if (options.name == "zero") return std::make_unique<ZeroStrategy>(options.zero, std::move(world));
-  if (world->size() > 1) {
-    return InvalidField("strategy.name", absl::StrCat("single is for one rank, and the server has ",
-                                                      world->size(), ": zero is for several"));
+  if (options.name == "megatron") {
+    return std::make_unique<MegatronStrategy>(options.megatron, std::move(world));
   }
-  return std::make_unique<SingleStrategy>();
+  TANDEM_RETURN_IF_ERROR(CheckSingleRank(world->size()));
+  return std::make_unique<SingleStrategy>(options.single.recompute_granularity);
 }
 
 }  // namespace tandem::parallel

@@ -45,8 +45,8 @@ TEST(RecomputeTest, ChangesNoBitInOneProcess) {
 TEST(RecomputeTest, ChangesNoBitUnderZero) {
   for (const int stage : {1, 3}) {
     ExpectTheSameBits(2, [stage](const Ranks& ranks, Recompute recompute) {
-      return std::make_unique<ZeroStrategy>(ZeroOptions{.stage = stage, .recompute = recompute},
-                                            ranks);
+      return std::make_unique<ZeroStrategy>(
+          ZeroOptions{.stage = stage, .recompute_granularity = recompute}, ranks);
     });
   }
 }

@@ -4,13 +4,22 @@
 
 #include <string>
 
+#include "common/parallel/megatron_options.h"
+#include "common/parallel/recompute.h"
 #include "common/parallel/zero_options.h"
 
 namespace tandem::parallel {
 
+// Of the name, `single`, `zero` or `megatron`, the member of that name counts.
 struct StrategyOptions {
-  std::string name = "single";  // "single", "zero"
-  ZeroOptions zero = {};        // of that name
+  struct Single {
+    Recompute recompute_granularity = Recompute::kNone;
+  };
+
+  std::string name = "single";
+  Single single = {};
+  ZeroOptions zero = {};
+  MegatronOptions megatron = {};
 };
 
 }  // namespace tandem::parallel

@@ -2,6 +2,8 @@
 #ifndef TANDEM_COMMON_PARALLEL_ZERO_OPTIONS_H_
 #define TANDEM_COMMON_PARALLEL_ZERO_OPTIONS_H_
 
+#include <cstdint>
+
 #include "common/parallel/recompute.h"
 
 namespace tandem::parallel {
@@ -13,7 +15,10 @@ struct ZeroOptions {
   bool overlap_comm = true;
   // Keeps the optimizer's state, and updates, on the CPU.
   bool offload_optimizer = false;
-  Recompute recompute = Recompute::kNone;
+  // Values that are added up, or gathered, at a time.
+  int64_t reduce_bucket_size = 500'000'000;
+  int64_t allgather_bucket_size = 500'000'000;
+  Recompute recompute_granularity = Recompute::kNone;
 };
 
 }  // namespace tandem::parallel

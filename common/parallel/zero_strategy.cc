@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "common/base/status_macros.h"
+#include "common/parallel/buckets.h"
 #include "common/parallel/rank_agreement.h"
 #include "common/tensor/catch_torch_errors.h"
 #include "common/tensor/tensor_memory.h"
@@ -87,7 +88,8 @@ void ZeroStrategy::StartGathering(int64_t index) {
   Block& block = blocks_[static_cast<size_t>(index)];
   if (block.gathered) return;
   AllocateMemory(block.parameters);
-  block.gathering = ranks_->AllGatherAsync(block.parameters, block.parameter_shard);
+  block.gathering = AllGatherInBuckets(*ranks_, block.parameters, block.parameter_shard,
+                                       zero_.allgather_bucket_size);
   block.gathered = true;
 }
 
@@ -118,7 +120,8 @@ void ZeroStrategy::StartReducing(int64_t index) {
   if (!block.trains) return;
   // In stage 1 this rank's part of the gradients becomes the sum.
   block.reduced = shards_gradients() ? at::empty_like(block.gradient_shard) : block.gradient_shard;
-  block.reducing = ranks_->ReduceScatterAsync(block.reduced, block.gradients);
+  block.reducing =
+      ReduceScatterInBuckets(*ranks_, block.reduced, block.gradients, zero_.reduce_bucket_size);
   if (!zero_.overlap_comm) FinishReducing(index);
 }
 
@@ -145,7 +148,8 @@ void ZeroStrategy::StartPass(bool has_one, InputFunction input, int64_t micro_ba
                              std::optional<BlockPass>& pass, absl::Status& status) {
   if (!has_one || !status.ok()) return;
   status = CatchTorchErrors("input", [&] {
-    pass.emplace(*model_, input(micro_batch), std::make_unique<CausalContext>(), zero_.recompute);
+    pass.emplace(*model_, input(micro_batch), std::make_unique<CausalContext>(),
+                 zero_.recompute_granularity);
     return absl::OkStatus();
   });
 }
@@ -268,7 +272,10 @@ void ZeroStrategy::SpreadUpdate() {
     return;
   }
   for (const Block& block : blocks_) {
-    if (block.trains) ranks_->AllGather(block.parameters, block.parameter_shard);
+    if (!block.trains) continue;
+    AllGatherInBuckets(*ranks_, block.parameters, block.parameter_shard,
+                       zero_.allgather_bucket_size)
+        .Wait();
   }
 }
 

@@ -114,7 +114,7 @@ TEST(ZeroStrategyTest, SendsWhatThePaperSays) {
   });
 }
 
-TEST(ZeroStrategyTest, OverlapAndOffloadChangeNoBit) {
+TEST(ZeroStrategyTest, OverlapOffloadAndBucketsChangeNoBit) {
   RunConnected(2, [](const Ranks& ranks) {
     const TemporaryFolder folder;
     WriteTinyModel(folder / "model", 3);
@@ -123,10 +123,26 @@ TEST(ZeroStrategyTest, OverlapAndOffloadChangeNoBit) {
       ZeroStrategy other({.stage = stage, .overlap_comm = true, .offload_optimizer = true}, ranks);
       for (ZeroStrategy* strategy : {&plain, &other}) {
         Prepare(*strategy, folder / "model", {}, FastOptimizer());
+        ranks->ResetVolume();
         Steps(*strategy, 3);
       }
+      const CommunicationVolume plain_volume = ranks->volume();  // the same of both
+      ZeroStrategy in_buckets(
+          {.stage = stage, .reduce_bucket_size = 1000, .allgather_bucket_size = 700}, ranks);
+      Prepare(in_buckets, folder / "model", {}, FastOptimizer());
+      ranks->ResetVolume();
+      Steps(in_buckets, 3);
+      const CommunicationVolume volume = ranks->volume();
+      EXPECT_EQ(volume.reduce_scatter.bytes, plain_volume.reduce_scatter.bytes);
+      EXPECT_EQ(volume.all_gather.bytes, plain_volume.all_gather.bytes);
+      EXPECT_GT(volume.reduce_scatter.calls, plain_volume.reduce_scatter.calls);
+      EXPECT_GT(volume.all_gather.calls, plain_volume.all_gather.calls);
       const NamedTensors a = WholeParameters(plain), b = WholeParameters(other);
-      for (size_t i = 0; i < a.size(); ++i) EXPECT_TRUE(a[i].second.equal(b[i].second));
+      const NamedTensors c = WholeParameters(in_buckets);
+      for (size_t i = 0; i < a.size(); ++i) {
+        EXPECT_TRUE(a[i].second.equal(b[i].second));
+        EXPECT_TRUE(a[i].second.equal(c[i].second));
+      }
     }
   });
 }

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import time
 
 import harness
 import pytest
+import yaml
 from harness import gauge, metrics_without_clock, wait_until
 from tandem.client import TrainerClient
-from tandem.cluster import LocalCluster
+from tandem.cluster import LocalCluster, find_binary, rank_environment
 from tandem.errors import ServerStartError, TandemError
 from tandem.run_dir import RunDirectory
 from tandem.session import Session
@@ -18,7 +20,11 @@ from tandem.train import train
 from tandem.transport import Connection
 
 HEARTBEAT_SECONDS = 2
-STRATEGIES = {"zero": {"name": "zero", "stage": 2}}
+STRATEGIES = {
+    "zero": {"name": "zero", "stage": 3},
+    "tensor": {"name": "megatron", "tensor_model_parallel_size": 2},
+    "pipeline": {"name": "megatron", "pipeline_model_parallel_size": 2},
+}
 PPO = {"objective": {"advantage_estimator": "gae"}}
 
 
@@ -47,12 +53,19 @@ def assert_close(lines, expected):
                 assert line[key] == pytest.approx(value, rel=1e-3, abs=1e-4), key
 
 
-@pytest.mark.parametrize("changes", [{}, PPO], ids=["grpo", "ppo"])
-def test_a_run_of_servers_with_ranks_is_that_of_servers_of_one(models, tmp_path, changes):
+@pytest.mark.parametrize(
+    ("changes", "trainer", "critic"),
+    [({}, "tensor", None), (PPO, "pipeline", "zero"), (PPO, "zero", "tensor")],
+    ids=["grpo-tensor", "ppo-pipeline-zero", "ppo-zero-tensor"],
+)
+def test_a_run_of_servers_with_ranks_is_that_of_servers_of_one(
+    models, tmp_path, changes, trainer, critic
+):
+    one = {"trainer": {}, "critic": {} if critic else None}
+    two = {"trainer": ranked(trainer), "critic": ranked(critic) if critic else None}
     lines = {}
-    for name, section in {"one": {}, "two": ranked()}.items():
-        critic = section if changes else None
-        with harness.cluster(tmp_path / name, models, trainer=section, critic=critic) as running:
+    for name, servers in {"one": one, "two": two}.items():
+        with harness.cluster(tmp_path / name, models, **servers) as running:
             lines[name] = run_on(running, models, tmp_path / f"run-{name}", **changes)
     assert_close(lines["two"], lines["one"])
 
@@ -82,9 +95,12 @@ def test_every_rank_has_health_and_metrics(servers):
 
 
 def test_only_rank_zero_is_called(servers):
-    with TrainerClient(ranks_of(servers, "trainer")[1].address, timeout_seconds=5) as client:
-        with pytest.raises(TandemError, match=r"(?i)unimplemented"):
-            client.info()
+    follower = ranks_of(servers, "trainer")[1]
+    with (
+        TrainerClient(follower.address, timeout_seconds=5) as client,
+        pytest.raises(TandemError, match=r"(?i)unimplemented"),
+    ):
+        client.info()
 
 
 def test_ranks_of_other_configurations_do_not_start(models, tmp_path, monkeypatch):
@@ -99,10 +115,47 @@ def test_ranks_of_other_configurations_do_not_start(models, tmp_path, monkeypatc
 
     monkeypatch.setattr(LocalCluster, "_start_process", with_another_seed)
     with (
-        pytest.raises(ServerStartError, match="rank 1 has another configuration: .*seed: 7"),
+        pytest.raises(ServerStartError, match=r"rank 1 has another configuration: .*seed: 7"),
         harness.cluster(tmp_path, models, critic=ranked()),
     ):
         pass
+
+
+@pytest.mark.parametrize(
+    ("strategy", "ranks", "says"),
+    [
+        (STRATEGIES["zero"], 2, ""),
+        (STRATEGIES["tensor"], 2, ""),
+        (
+            STRATEGIES["tensor"],
+            3,
+            "strategy.tensor_model_parallel_size: 2 x context_parallel_size 1 x "
+            "pipeline_model_parallel_size 1 = 2 ranks hold a replica of the model, which does not "
+            "divide the 3 that there are",
+        ),
+        (
+            {"name": "megatron", "pipeline_model_parallel_size": 8},
+            8,
+            "strategy.pipeline_model_parallel_size: 1 parts of each of 8 stages need 8 layers",
+        ),
+        ({"name": "megatron", "expert_model_parallel_size": 2}, 2, "no family has experts"),
+        ({"name": "single"}, 2, "strategy.name: single is for one rank, and the server has 2"),
+    ],
+)
+def test_a_layout_that_cannot_be_is_refused_with_the_numbers(
+    models, tmp_path, strategy, ranks, says
+):
+    section = harness.sections(models, trainer={"strategy": strategy})["trainer"]
+    file = tmp_path / "trainer.yaml"
+    file.write_text(yaml.safe_dump(section))
+    checked = subprocess.run(
+        [find_binary("tandem-trainer-server"), "--config", file, "--check-config"],
+        env=os.environ | rank_environment(0, ranks, port=1),
+        capture_output=True,
+        text=True,
+    )
+    assert checked.returncode == (2 if says else 0), checked.stderr
+    assert says in checked.stderr
 
 
 @pytest.mark.parametrize("role", ["trainer", "critic"])
@@ -147,5 +200,3 @@ def test_a_server_that_is_told_to_stop_saves_and_ends_on_every_rank(models, tmp_
         "optimizer-00000-of-00002.safetensors",
         "optimizer-00001-of-00002.safetensors",
     } <= names
-
-

@@ -240,7 +240,7 @@ class LocalCluster:
         self._held_ports.append(port)
         for rank in range(section.ranks):
             name = section.name if rank == 0 else f"{section.name}-rank-{rank}"
-            environment = _rank_environment(rank, section.ranks, port.getsockname()[1])
+            environment = rank_environment(rank, section.ranks, port.getsockname()[1])
             self._start_process(section, name, config_file, host, rank, environment)
 
     def _start_process(
@@ -324,7 +324,7 @@ def _held_port() -> socket.socket:
     return holder
 
 
-def _rank_environment(rank: int, ranks: int, port: int) -> dict[str, str]:
+def rank_environment(rank: int, ranks: int, port: int) -> dict[str, str]:
     """The variables of torchrun."""
     return {
         "RANK": str(rank),

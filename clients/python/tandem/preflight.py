@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,7 +15,7 @@ from typing import Any
 import yaml
 from google.protobuf import json_format
 
-from tandem.cluster import Section, find_binary, sections
+from tandem.cluster import Section, find_binary, rank_environment, sections
 from tandem.errors import ConfigError, ProblemsError, RpcError, ServerStartError, TandemError
 from tandem.rollout.v1 import rollout_pb2
 from tandem.settings import EvalMode, RunSettings
@@ -249,6 +250,8 @@ def _check_server(section: Section, objective: Mapping[str, Any] | None) -> Chec
                 stdin=subprocess.DEVNULL,
                 capture_output=True,
                 text=True,
+                # Whether the layout fits the ranks, of which any may be asked; no port is opened.
+                env=os.environ | rank_environment(0, section.ranks, port=1),
                 timeout=CHECK_SECONDS,
             )
         except subprocess.TimeoutExpired:

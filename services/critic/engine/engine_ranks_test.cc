@@ -16,7 +16,12 @@ namespace {
 
 constexpr double kTolerance = 1e-5;  // relative, in float32
 
-class CriticRanksTest : public ::testing::TestWithParam<int> {
+struct Layout {
+  const char* name;
+  parallel::StrategyOptions strategy;
+};
+
+class CriticRanksTest : public ::testing::TestWithParam<Layout> {
  protected:
   CriticRanksTest() { WriteTinyModel(folder_ / "model", /*seed=*/3); }
 
@@ -59,14 +64,21 @@ class CriticRanksTest : public ::testing::TestWithParam<int> {
   TemporaryFolder folder_;
 };
 
-INSTANTIATE_TEST_SUITE_P(Zero, CriticRanksTest, ::testing::Values(1, 2, 3),
-                         [](const auto& info) { return "stage" + std::to_string(info.param); });
+INSTANTIATE_TEST_SUITE_P(
+    Layouts, CriticRanksTest,
+    ::testing::Values(
+        Layout{"zero_1", {.name = "zero", .zero = {.stage = 1}}},
+        Layout{"zero_3", {.name = "zero", .zero = {.stage = 3}}},
+        Layout{"tensor_2", {.name = "megatron", .megatron = {.tensor_model_parallel_size = 2}}},
+        Layout{"pipeline_2", {.name = "megatron", .megatron = {.pipeline_model_parallel_size = 2}}},
+        Layout{"context_2", {.name = "megatron", .megatron = {.context_parallel_size = 2}}}),
+    [](const auto& info) { return std::string(info.param.name); });
 
 TEST_P(CriticRanksTest, ValuesAndStepsAreThoseOfOneProcess) {
   parallel::RunOnRanks(2, [&](const RankEnvironment& environment) {
     EngineOptions options = Options();
     options.environment = environment;
-    options.strategy = {.name = "zero", .zero = {.stage = GetParam()}};
+    options.strategy = GetParam().strategy;
     const auto engine = CreateEngine(options).value();
     if (environment.rank == 0) {
       const auto single = CreateEngine(Options()).value();

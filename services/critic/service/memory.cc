@@ -3,17 +3,21 @@
 #include "common/base/status_macros.h"
 #include "common/model/model_config.h"
 #include "common/rpc/compute_config.h"
+#include "services/training/service/strategy_config.h"
 
 namespace tandem::critic {
 
 absl::StatusOr<MemoryPlan> PlanMemory(const config::v1::CriticServerConfig& config) {
   TANDEM_ASSIGN_OR_RETURN(const ModelConfig model, rpc::ConfiguredModel("model", config.model()));
+  TANDEM_ASSIGN_OR_RETURN(const MemoryShares shares,
+                          training::CheckLayout(config.strategy(), model, HeadKind::kValue));
   return TrainingMemoryPlan(model, {.head = HeadKind::kValue,
                                     .untie_embeddings = config.untie_embeddings(),
                                     .freeze = {config.freeze().begin(), config.freeze().end()},
                                     .micro_batch_tokens = config.batch().micro_batch_tokens(),
                                     .max_model_len = config.max_model_len(),
-                                    .dtype = rpc::ComputeType(config.compute())});
+                                    .dtype = rpc::ComputeType(config.compute()),
+                                    .shares = shares});
 }
 
 }  // namespace tandem::critic

@@ -512,8 +512,8 @@ absl::StatusOr<LogProbsResult> TorchEngine::LogProbs(const LogProbsRequest& requ
 TorchEngine::SnapshotResult TorchEngine::TakeSnapshot() {
   const WeightsVersion weights = core_->weights();
   std::shared_ptr<const WeightSource> snapshot;  // of rank 0, which publishes
-  TANDEM_RETURN_IF_ERROR(parallel::UseWholeParameters(
-      core_->strategy(), [&](TensorSource parameters) -> absl::Status {
+  TANDEM_RETURN_IF_ERROR(
+      parallel::UseWholeParameters(core_->strategy(), [&](TensorSource parameters) -> absl::Status {
         snapshot = snapshot_.lock();
         if (snapshot != nullptr && snapshot->manifest().version == weights.version &&
             snapshot->manifest().digest == weights.digest) {

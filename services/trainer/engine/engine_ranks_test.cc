@@ -34,12 +34,18 @@ void ExpectSameReport(const StepResult& a, const StepResult& b) {
   }
 }
 
-class TrainerRanksTest : public TrainerEngineTest, public ::testing::WithParamInterface<int> {
+struct Layout {
+  const char* name;
+  parallel::StrategyOptions strategy;
+  int ranks = 2;
+};
+
+class TrainerRanksTest : public TrainerEngineTest, public ::testing::WithParamInterface<Layout> {
  protected:
   EngineOptions Ranked(const RankEnvironment& environment) const {
     EngineOptions options = Options();
     options.environment = environment;
-    options.strategy = {.name = "zero", .zero = {.stage = GetParam()}};
+    options.strategy = GetParam().strategy;
     options.rank_timeouts.silence = absl::Seconds(5);
     return options;
   }
@@ -47,7 +53,7 @@ class TrainerRanksTest : public TrainerEngineTest, public ::testing::WithParamIn
   // `body` gets rank 0's engine; the others follow.
   void RunRanks(const std::function<void(EngineOptions&)>& change,
                 const std::function<void(Engine& engine, FakeCritic& critic)>& body) const {
-    parallel::RunOnRanks(2, [&](const RankEnvironment& environment) {
+    parallel::RunOnRanks(GetParam().ranks, [&](const RankEnvironment& environment) {
       EngineOptions options = Ranked(environment);
       change(options);
       const auto critic = std::make_shared<FakeCritic>();
@@ -64,8 +70,17 @@ class TrainerRanksTest : public TrainerEngineTest, public ::testing::WithParamIn
   int64_t expected_version_ = 0;
 };
 
-INSTANTIATE_TEST_SUITE_P(Zero, TrainerRanksTest, ::testing::Values(1, 2, 3),
-                         [](const auto& info) { return "stage" + std::to_string(info.param); });
+INSTANTIATE_TEST_SUITE_P(
+    Layouts, TrainerRanksTest,
+    ::testing::Values(
+        Layout{"zero_1", {.name = "zero", .zero = {.stage = 1}}},
+        Layout{"zero_2", {.name = "zero", .zero = {.stage = 2}}},
+        Layout{"zero_3", {.name = "zero", .zero = {.stage = 3}}},
+        Layout{"tensor_2", {.name = "megatron", .megatron = {.tensor_model_parallel_size = 2}}},
+        Layout{"pipeline_2", {.name = "megatron", .megatron = {.pipeline_model_parallel_size = 2}}},
+        Layout{"context_2", {.name = "megatron", .megatron = {.context_parallel_size = 2}}},
+        Layout{"data_2", {.name = "megatron"}}),
+    [](const auto& info) { return std::string(info.param.name); });
 
 TrainStepRequest RequestOf(int64_t step) {
   TrainStepRequest request = TestRequest();

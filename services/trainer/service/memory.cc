@@ -7,11 +7,14 @@
 #include "common/model/model_config.h"
 #include "common/rpc/compute_config.h"
 #include "services/trainer/engine/types.h"
+#include "services/training/service/strategy_config.h"
 
 namespace tandem::trainer {
 
 absl::StatusOr<MemoryPlan> PlanMemory(const config::v1::TrainerServerConfig& config) {
   TANDEM_ASSIGN_OR_RETURN(const ModelConfig model, rpc::ConfiguredModel("model", config.model()));
+  TANDEM_ASSIGN_OR_RETURN(const MemoryShares shares,
+                          training::CheckLayout(config.strategy(), model, HeadKind::kLm));
   std::vector<FrozenModel> frozen;
   if (!config.reference_model().empty()) {
     TANDEM_ASSIGN_OR_RETURN(ModelConfig reference,
@@ -32,7 +35,8 @@ absl::StatusOr<MemoryPlan> PlanMemory(const config::v1::TrainerServerConfig& con
                                     .micro_batch_tokens = config.batch().micro_batch_tokens(),
                                     .max_model_len = config.max_model_len(),
                                     .logits_chunk_bytes = buffers * logits_chunk_bytes,
-                                    .dtype = rpc::ComputeType(config.compute())});
+                                    .dtype = rpc::ComputeType(config.compute()),
+                                    .shares = shares});
 }
 
 }  // namespace tandem::trainer
