@@ -40,7 +40,7 @@ absl::Status MegatronStrategy::LoadModel(const std::string& directory, const Loa
     if (status.ok()) {
       status = CheckMegatronOptions(megatron_, *config, options.head, world_->size());
     }
-    TANDEM_RETURN_IF_ERROR(Agree(*world_, status));
+    TANDEM_RETURN_IF_ERROR(AgreeByName(*world_, status));
     const MeshShape shape = {.tensor = static_cast<int>(megatron_.tensor_model_parallel_size),
                              .context = static_cast<int>(megatron_.context_parallel_size),
                              .data = static_cast<int>(data_parallel_size()),
@@ -49,7 +49,7 @@ absl::Status MegatronStrategy::LoadModel(const std::string& directory, const Loa
     output_group_ = GroupOf(mesh_->output);
     absl::StatusOr<std::unique_ptr<Model>> model =
         Model::Load(directory, PartialLoad(options, *config));
-    TANDEM_RETURN_IF_ERROR(Agree(*world_, model.status()));
+    TANDEM_RETURN_IF_ERROR(AgreeByName(*world_, model.status()));
     model_ = *std::move(model);
     for (int64_t index = 0; index < model_->num_blocks(); ++index) {
       const at::Tensor& buffer = model_->BlockBuffers()[static_cast<size_t>(index)];

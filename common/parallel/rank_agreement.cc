@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "absl/strings/cord.h"
+#include "absl/strings/str_cat.h"
 #include "absl/strings/string_view.h"
 #include "common/tensor/catch_torch_errors.h"
 
@@ -48,6 +49,13 @@ absl::Status Agree(Communicator& ranks, const absl::Status& status) {
     if (theirs.code != 0) return FromPlain(theirs);
   }
   return absl::OkStatus();
+}
+
+absl::Status AgreeByName(Communicator& ranks, const absl::Status& status) {
+  if (status.ok() || ranks.rank() == 0) return Agree(ranks, status);
+  PlainStatus named = ToPlain(status);
+  named.message = absl::StrCat("rank ", ranks.rank(), ": ", named.message);
+  return Agree(ranks, FromPlain(named));
 }
 
 absl::StatusOr<std::string> BytesFromRankZero(

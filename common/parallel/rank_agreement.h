@@ -20,6 +20,9 @@ namespace tandem::parallel {
 // Collective. Throws c10::Error.
 absl::Status Agree(Communicator& ranks, const absl::Status& status);
 
+// The same; the message begins with the rank, "rank 2: ", unless it is rank 0.
+absl::Status AgreeByName(Communicator& ranks, const absl::Status& status);
+
 // The bytes, or the error, that `compute` returns on rank 0; it is not called on the others.
 // Collective. Throws c10::Error.
 absl::StatusOr<std::string> BytesFromRankZero(

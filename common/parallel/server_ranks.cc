@@ -5,7 +5,6 @@
 #include <utility>
 #include <vector>
 
-#include "absl/strings/cord.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_split.h"
 #include "absl/strings/string_view.h"
@@ -61,14 +60,6 @@ absl::StatusOr<std::shared_ptr<ServerRanks>> ServerRanks::Connect(
 
 ServerRanks::~ServerRanks() {
   if (monitor_ != nullptr) monitor_->Leave();
-}
-
-absl::Status ServerRanks::Agree(const absl::Status& status) {
-  if (status.ok() || leads()) return parallel::Agree(*commands_, status);
-  absl::Status named(status.code(), absl::StrCat("rank ", rank(), ": ", status.message()));
-  status.ForEachPayload(
-      [&](absl::string_view url, const absl::Cord& payload) { named.SetPayload(url, payload); });
-  return parallel::Agree(*commands_, named);
 }
 
 void ServerRanks::Announce(const Command& command) {

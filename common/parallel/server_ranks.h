@@ -57,7 +57,7 @@ class ServerRanks {
 
   // The same status on every rank: OK if all are, else that of the lowest rank that has an error,
   // which it names.
-  absl::Status Agree(const absl::Status& status);
+  absl::Status Agree(const absl::Status& status) { return AgreeByName(*commands_, status); }
   // What `compute` returns on rank 0, where alone it runs, however long.
   template <typename T>
   absl::StatusOr<T> FromRankZero(absl::FunctionRef<absl::StatusOr<T>()> compute) {

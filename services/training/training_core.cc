@@ -127,8 +127,9 @@ absl::Status TrainingCore::Load(LoadOptions load, std::unique_ptr<parallel::Stra
 
 absl::Status TrainingCore::LoadModel(const LoadOptions& load) {
   if (const absl::Status loaded = strategy_->LoadModel(options_.model, load); !loaded.ok()) {
-    const bool about_freeze = FieldPath(loaded).value_or("").starts_with("freeze");
-    return about_freeze ? loaded : PrependFieldPath("model", loaded);
+    const std::string field(FieldPath(loaded).value_or(""));
+    const bool of_options = field.starts_with("freeze") || field.starts_with("strategy");
+    return of_options ? loaded : PrependFieldPath("model", loaded);
   }
   // Sentences are counted and clients compare it; a model without a tokenizer trains without it.
   absl::StatusOr<Vocabulary> vocabulary =

@@ -1,7 +1,8 @@
 """Times alternatives in turn and reports medians, spreads, ratios to a peer and CPU time.
 
 Machines drift: the sides run A B C A B C …, and a ratio is the median of the ratios of one turn.
-CPU seconds are those of this process and of the servers, whoever of them works for a side.
+CPU seconds are those of this process and of the others that are named, whoever of them works for a
+side.
 """
 
 from __future__ import annotations
@@ -12,8 +13,6 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-
-from tandem.cluster import Server
 
 
 @dataclass(frozen=True)
@@ -33,10 +32,10 @@ class Timing:
 class Comparison:
     """Timings of alternatives that work in turns; the first turn warms up and is not counted."""
 
-    def __init__(self, *, peer: str, unit: str, servers: Iterable[Server]) -> None:
+    def __init__(self, *, peer: str, unit: str, pids: Iterable[int]) -> None:
         self._peer = peer
         self._unit = unit
-        self._servers = list(servers)
+        self._pids = list(pids)
         self._timings: dict[str, list[Timing]] = {}
         self._start = (0.0, 0.0)
 
@@ -69,7 +68,7 @@ class Comparison:
         return ratios
 
     def _cpu_seconds(self) -> float:
-        return time.process_time() + sum(_cpu_seconds_of(s.process.pid) for s in self._servers)
+        return time.process_time() + sum(map(_cpu_seconds_of, self._pids))
 
 
 def _cpu_seconds_of(pid: int) -> float:
@@ -84,13 +83,13 @@ def alternate(
     peer: str,
     rounds: int,
     unit: str,
-    servers: Iterable[Server],
+    pids: Iterable[int],
 ) -> dict[str, float]:
     """Runs every side `rounds` times after a warm-up, and reports.
 
     A side does its work and returns how many units it made.
     """
-    comparison = Comparison(peer=peer, unit=unit, servers=servers)
+    comparison = Comparison(peer=peer, unit=unit, pids=pids)
     for _ in range(rounds + 1):
         for name, work in sides.items():
             comparison.start()

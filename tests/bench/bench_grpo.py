@@ -124,7 +124,9 @@ def main() -> None:
         )
         with LocalCluster(settings) as cluster:
             comparison = Comparison(
-                peer="Hugging Face TRL", unit="response tokens", servers=cluster.servers
+                peer="Hugging Face TRL",
+                unit="response tokens",
+                pids=[server.process.pid for server in cluster.servers],
             )
             word = {"enabled": True, "selection_strategy": "word", "prob_senior": 0.5}
             sides = {

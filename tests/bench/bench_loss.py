@@ -178,7 +178,7 @@ def main() -> None:
         peer="torch",
         rounds=options.rounds,
         unit="rows",
-        servers=processes.values(),
+        pids=[process.process.pid for process in processes.values()],
     )
     for name, taken in memory.items():
         ratio = taken / memory["torch"]

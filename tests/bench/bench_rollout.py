@@ -89,7 +89,7 @@ def main() -> None:
                 peer="transformers",
                 rounds=options.rounds,
                 unit="tokens",
-                servers=cluster.servers,
+                pids=[server.process.pid for server in cluster.servers],
             )
 
 

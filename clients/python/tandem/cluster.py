@@ -236,7 +236,7 @@ class LocalCluster:
         if section.ranks == 1:
             self._start_process(section, section.name, config_file, host)
             return
-        port = _held_port()
+        port = held_port()
         self._held_ports.append(port)
         for rank in range(section.ranks):
             name = section.name if rank == 0 else f"{section.name}-rank-{rank}"
@@ -316,7 +316,7 @@ def _new_attempt(directory: Path) -> Path:
         raise ConfigError(f"directory: {directory}: {error.strerror}") from None
 
 
-def _held_port() -> socket.socket:
+def held_port() -> socket.socket:
     """A port that nobody else is given: bound, so that the server that is told it may listen."""
     holder = socket.socket()
     holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

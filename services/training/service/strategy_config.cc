@@ -2,11 +2,10 @@
 
 #include <string>
 
-#include "absl/strings/str_cat.h"
 #include "absl/time/time.h"
-#include "common/base/error.h"
 #include "common/base/rank_environment.h"
 #include "common/base/status_macros.h"
+#include "common/base/strategy_name.h"
 
 namespace tandem::training {
 namespace {

@@ -1,0 +1,206 @@
+"""Training on two ranks beside one process, PyTorch's DDP and FSDP2; and what a rank holds.
+
+    .venv-peers/bin/python tests/bench/bench_layouts.py [--rounds 5] [--sides single,zero-3,fsdp2]
+
+The same random Llama, fp32, the same batch; every rank has one thread. The sides work in turns.
+Efficiency is the rate of two ranks by twice the rate of one process. Bytes are of resident memory
+that no file backs, beyond what the process had before there was a model, beside the formulas of
+docs/architecture.md; what is sent is counted by the process group.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from alternate import alternate
+from tandem.cluster import find_binary, held_port, rank_environment
+from transformers import LlamaConfig, LlamaForCausalLM
+
+OURS: Mapping[str, list[str]] = {
+    "single": [],
+    "zero-1": ["--strategy", "zero", "--stage", "1"],
+    "zero-2": ["--strategy", "zero", "--stage", "2"],
+    "zero-3": ["--strategy", "zero", "--stage", "3"],
+    "data": ["--strategy", "megatron"],
+    "tensor": ["--strategy", "megatron", "--tensor", "2"],
+    "pipeline": ["--strategy", "megatron", "--pipeline", "2"],
+    "interleaved": ["--strategy", "megatron", "--pipeline", "2", "--virtual", "2"],
+    "context": ["--strategy", "megatron", "--context", "2"],
+}
+PEERS = ("ddp", "fsdp2")
+# Of fp32 values that a rank holds, by parameter of the model: weights, gradients, two moments.
+HELD = {
+    "single": 4.0,
+    "zero-1": 1 + 1 + 2 / 2,
+    "zero-2": 1 + 1 / 2 + 2 / 2,
+    "zero-3": 1 / 2 + 1 / 2 + 2 / 2,
+    "data": 1 + 1 + 2 / 2,
+    "tensor": 4 / 2,
+}
+# Of bytes that a rank sends, by byte of the parameters: ZeRO, section 7, for two ranks and so many
+# micro-batches a rank.
+SENT = {
+    "zero-1": lambda rounds: 1.0,
+    "zero-2": lambda rounds: rounds / 2 + 1 / 2,
+}
+
+
+@dataclass
+class Side:
+    """The processes of one layout."""
+
+    name: str
+    processes: list[subprocess.Popen[str]]
+    answers: list[dict[str, Any]] = field(default_factory=list)
+
+    @classmethod
+    def start(cls, name: str, command: list[str], ranks: int) -> Side:
+        """Starts and waits until all are ready."""
+        port = held_port()
+        processes = [
+            subprocess.Popen(
+                command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+                env=os.environ
+                | {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
+                | rank_environment(rank, ranks, port.getsockname()[1]),
+            )
+            for rank in range(ranks)
+        ]
+        side = cls(name, processes)
+        side.read()
+        port.close()
+        return side
+
+    def read(self) -> None:
+        """An answer of every rank."""
+        lines = [process.stdout.readline() for process in self.processes]
+        if not all(lines):
+            sys.exit(f"{self.name} ended")
+        self.answers = [json.loads(line) for line in lines]
+
+    def do(self, what: str) -> list[dict[str, Any]]:
+        """The answers of all ranks when all have done it."""
+        for process in self.processes:
+            process.stdin.write(what + "\n")
+            process.stdin.flush()
+        self.read()
+        return self.answers
+
+    def stop(self) -> None:
+        """Ends the processes."""
+        for process in self.processes:
+            process.stdin.close()
+        for process in self.processes:
+            process.wait(60)
+
+
+def main() -> None:
+    """Measures and prints."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--hidden", type=int, default=512)
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--vocabulary", type=int, default=8192)
+    parser.add_argument("--micro-batches", type=int, default=4)
+    parser.add_argument("--sequences", type=int, default=4)
+    parser.add_argument("--tokens", type=int, default=256)
+    parser.add_argument("--sides", default=",".join([*OURS, *PEERS]))
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as directory:
+        measure(options, Path(directory))
+
+
+def measure(options: argparse.Namespace, directory: Path) -> None:
+    """Starts the sides, one after the other in memory, by turns in time."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=options.hidden,
+        intermediate_size=11 * options.hidden // 4,
+        num_hidden_layers=options.layers,
+        num_attention_heads=options.hidden // 64,
+        num_key_value_heads=options.hidden // 64,
+        vocab_size=options.vocabulary,
+        tie_word_embeddings=False,
+    )
+    model = LlamaForCausalLM(config)
+    model.save_pretrained(directory / "model")
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    del model
+    tokens = options.micro_batches * options.sequences * options.tokens
+    print(f"{parameters:,} parameters, {tokens:,} tokens a step, fp32, one thread a rank")
+
+    shape = [f"--{name}={getattr(options, name.replace('-', '_'))}" for name in SHAPE]
+    ours = [find_binary("tandem-layout-bench"), f"--model={directory / 'model'}", *shape]
+    ours += [f"--export-directory={directory / 'exported'}"]
+    peer = [sys.executable, str(Path(__file__).with_name("torch_layout_peer.py"))]
+    peer += [f"--model={directory / 'model'}", *shape]
+    sides = {}
+    for name in options.sides.split(","):
+        command = [*map(str, ours), *OURS[name]] if name in OURS else [*peer, "--parallel", name]
+        sides[name] = Side.start(name, command, 1 if name == "single" else 2)
+
+    def step(side: Side) -> int:
+        side.do("step")
+        return tokens
+
+    pids = [process.pid for side in sides.values() for process in side.processes]
+    ratios = alternate(
+        {name: lambda side=side: step(side) for name, side in sides.items()},
+        peer=next(iter(sides)),
+        rounds=options.rounds,
+        unit="tokens",
+        pids=pids,
+    )
+    report(sides, ratios, parameters, options)
+    for side in sides.values():
+        side.stop()
+
+
+SHAPE = ("micro-batches", "sequences", "tokens")
+
+
+def report(
+    sides: Mapping[str, Side],
+    ratios: Mapping[str, float],
+    parameters: int,
+    options: argparse.Namespace,
+) -> None:
+    """Prints efficiency, volume and memory of every side."""
+    rounds = options.micro_batches // 2
+    for name, side in sides.items():
+        said = [f"  {name:12}"]
+        if len(side.processes) == 2:
+            said.append(f"efficiency {ratios[name] / 2:.2f}")
+        sent = max(answer.get("sent_bytes", 0) for answer in side.answers)
+        if name in SENT:
+            expected = SENT[name](rounds) * 4 * parameters
+            said.append(f"sent {sent / 1e6:.1f} MB ({sent / expected:.4f} of the formula)")
+        memory = side.do("memory")
+        held = max(answer["bytes"] for answer in memory)
+        peak = max(answer["peak_bytes"] for answer in memory)
+        said.append(f"holds {held / 1e6:.0f} MB, at most {peak / 1e6:.0f} MB")
+        if name in HELD:
+            said.append(f"({held / (HELD[name] * 4 * parameters):.3f} of the formula)")
+        if name in OURS:
+            for what in ("digest", "export"):
+                side.do(what)
+                grown = max(answer["peak_bytes"] - held for answer in side.do("memory"))
+                said.append(f"{what} takes {grown / 1e6:.0f} MB more")
+        print(", ".join(said), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,192 @@
+// Training of a model on this rank of some, as a process that bench_layouts.py times beside its
+// peers. It reads torchrun's variables. For every line of its input it works once, and answers with
+// one line of JSON:
+//
+//     tandem-layout-bench --model DIR --strategy zero --stage 3
+//     step    forward, backward and update of all micro-batches: {"sent_bytes"}, but for what
+//             goes through groups of some of the ranks
+//     memory  {"bytes": resident memory that no file backs, beyond what the process had without a
+//             model, "peak_bytes": its largest value since the last such line}
+//     export  writes the model
+//     digest  visits all parameters, as publishing does
+#include <ATen/ATen.h>
+#include <ATen/Parallel.h>
+
+#include <CLI/CLI.hpp>
+#include <fstream>
+#include <iostream>
+#include <memory>
+#include <nlohmann/json.hpp>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "common/base/rank_environment.h"
+#include "common/loss/linear_cross_entropy.h"
+#include "common/parallel/create_strategy.h"
+#include "common/parallel/whole_parameters.h"
+
+namespace {
+
+using nlohmann::json;
+using tandem::parallel::Strategy;
+
+struct Options {
+  std::string model, export_directory;
+  tandem::parallel::StrategyOptions strategy;
+  int64_t micro_batches = 4, sequences = 4, tokens = 256;  // sequences of a micro-batch
+};
+
+Options Parse(int argc, char** argv) {
+  Options options;
+  auto& zero = options.strategy.zero;
+  auto& megatron = options.strategy.megatron;
+  CLI::App app("Training of a model on some ranks, timed on request");
+  app.add_option("--model", options.model)->required();
+  app.add_option("--export-directory", options.export_directory);
+  app.add_option("--micro-batches", options.micro_batches);
+  app.add_option("--sequences", options.sequences);
+  app.add_option("--tokens", options.tokens);
+  app.add_option("--strategy", options.strategy.name);
+  app.add_option("--stage", zero.stage);
+  app.add_option("--tensor", megatron.tensor_model_parallel_size);
+  app.add_option("--pipeline", megatron.pipeline_model_parallel_size);
+  app.add_option("--virtual", megatron.virtual_pipeline_model_parallel_size);
+  app.add_option("--context", megatron.context_parallel_size);
+  app.add_option("--distributed-optimizer", megatron.use_distributed_optimizer);
+  try {
+    app.parse(argc, argv);
+  } catch (const CLI::ParseError& error) {
+    std::exit(app.exit(error));
+  }
+  return options;
+}
+
+template <typename Result>
+void Check(const Result& result) {
+  if (result.ok()) return;
+  std::cerr << result << std::endl;
+  std::exit(1);
+}
+
+int64_t StatusBytes(const std::string& field) {
+  std::ifstream status("/proc/self/status");
+  for (std::string name; status >> name;) {
+    if (int64_t kilobytes = 0; name == field + ":" && status >> kilobytes) return kilobytes << 10;
+  }
+  return 0;
+}
+
+class Bench {
+ public:
+  Bench(const Options& options, std::shared_ptr<tandem::parallel::Communicator> world)
+      : options_(options), world_(std::move(world)) {
+    auto created = tandem::parallel::CreateStrategy(options.strategy, world_);
+    Check(created.status());
+    strategy_ = *std::move(created);
+    Check(strategy_->LoadModel(options.model, {.requires_grad = true}));
+    Check(strategy_->BuildOptimizer({}));
+  }
+
+  json Do(const std::string& what) {
+    if (what == "step") {
+      world_->ResetVolume();
+      Step();
+      return {{"sent_bytes", world_->volume().bytes()}};
+    }
+    if (what == "memory") {
+      const json memory = {{"bytes", StatusBytes("RssAnon") - before_},
+                           {"peak_bytes", StatusBytes("VmHWM") - StatusBytes("RssFile") - before_}};
+      std::ofstream("/proc/self/clear_refs") << "5";
+      return memory;
+    }
+    if (what == "export") {
+      Export();
+      return json::object();
+    }
+    if (what == "digest") {
+      Check(ParametersDigest(*strategy_).status());
+      return json::object();
+    }
+    std::cerr << "unknown: " << what << std::endl;
+    std::exit(1);
+  }
+
+ private:
+  tandem::RaggedBatch Input() const {
+    std::vector<std::vector<int64_t>> sequences;
+    for (int64_t s = 0; s < options_.sequences; ++s) {
+      sequences.emplace_back();
+      for (int64_t t = 0; t < options_.tokens; ++t) {
+        sequences.back().push_back((7919 * (t + 1) + 104729 * s) %
+                                   strategy_->model().config().vocab_size);
+      }
+    }
+    return tandem::MakeRaggedBatch(sequences);
+  }
+
+  absl::StatusOr<at::Tensor> Loss(const tandem::RaggedBatch& batch, const at::Tensor& hidden) {
+    tandem::loss::OutputRows rows;
+    const at::Tensor tokens = batch.tokens.cpu();
+    for (int64_t row = 0; row < hidden.size(0); ++row) {
+      if (row % options_.tokens == options_.tokens - 1) continue;
+      rows.positions.push_back(row);
+      rows.labels.push_back(tokens.const_data_ptr<int64_t>()[row + 1]);
+    }
+    const tandem::parallel::OutputShard shard = strategy_->output_shard();
+    const auto loss =
+        tandem::loss::LinearCrossEntropyLoss::Create(shard.weight, {}, {.group = shard.group});
+    Check(loss.status());
+    tandem::loss::OutputGradients gradients = {
+        .hidden = at::zeros_like(hidden.detach()),
+        .weight = strategy_->Gradient(strategy_->model().lm_head_name()),
+        .bias = {}};
+    const double scale = 1.0 / static_cast<double>(rows.labels.size() * options_.micro_batches);
+    const absl::Status status = (*loss)->ForwardBackward(
+        hidden.detach(), rows,
+        [&](int64_t, absl::Span<const double>, absl::Span<const double>, absl::Span<double> c,
+            absl::Span<double>) {
+          for (double& x : c) x = -scale;
+          return absl::OkStatus();
+        },
+        gradients);
+    if (!status.ok()) return status;
+    return gradients.hidden;
+  }
+
+  void Step() {
+    Check(strategy_->ForwardBackward(
+        options_.micro_batches, [&](int64_t) { return Input(); },
+        [&](int64_t, const tandem::RaggedBatch& batch, const at::Tensor& hidden) {
+          return Loss(batch, hidden);
+        }));
+    Check(strategy_->OptimizerStep().status());
+  }
+
+  void Export() {
+    Check(tandem::parallel::UseWholeParameters(*strategy_, [&](tandem::TensorSource parameters) {
+      return strategy_->model().Save(options_.export_directory, tandem::DType::kBFloat16,
+                                     parameters);
+    }));
+  }
+
+  const Options options_;
+  const int64_t before_ = StatusBytes("RssAnon");
+  const std::shared_ptr<tandem::parallel::Communicator> world_;
+  std::unique_ptr<Strategy> strategy_;
+};
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  const Options options = Parse(argc, argv);
+  at::set_num_threads(1);
+  const auto environment = tandem::ReadRankEnvironment();
+  Check(environment.status());
+  auto world = tandem::parallel::Communicator::Connect(*environment, {});
+  Check(world.status());
+  Bench bench(options, *world);
+  std::cout << json({{"ready", true}}) << std::endl;
+  for (std::string what; std::getline(std::cin, what);) std::cout << bench.Do(what) << std::endl;
+  (*world)->Barrier();
+}
