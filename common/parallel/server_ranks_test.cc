@@ -2,6 +2,7 @@
 
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>
+#include <sys/socket.h>
 #include <unistd.h>
 
 #include <csignal>
@@ -101,6 +102,15 @@ TEST(ServerRanksTest, ALostRankEndsTheOthersInACollective) {
     at::Tensor tensor = at::ones({1000});
     ranks.world()->AllReduce(tensor, Reduction::kSum);
   });
+}
+
+TEST(ServerRanksTest, ARankWithoutConnectionsEndsAll) {
+  for (const int victim : {0, 2}) {
+    ExpectThatAllEnd([victim](ServerRanks& ranks) {
+      if (ranks.rank() != victim) return;
+      for (int descriptor = 3; descriptor < 256; ++descriptor) shutdown(descriptor, SHUT_RDWR);
+    });
+  }
 }
 
 TEST(ServerRanksTest, AWorldOfOneAsksNobody) {

@@ -47,11 +47,13 @@ HELD = {
     "data": 1 + 1 + 2 / 2,
     "tensor": 4 / 2,
 }
-# Of bytes that a rank sends, by byte of the parameters: ZeRO, section 7, for two ranks and so many
-# micro-batches a rank.
+# Of bytes that each of two ranks sends, by byte of the parameters, for so many micro-batches a rank
+# (ZeRO, section 7): gradients are added up, and parameters gathered. Stage 3 gathers neither the
+# embedding nor the last block again for the way back.
 SENT = {
-    "zero-1": lambda rounds: 1.0,
-    "zero-2": lambda rounds: rounds / 2 + 1 / 2,
+    "zero-1": lambda rounds, ends: 1 / 2 + 1 / 2,
+    "zero-2": lambda rounds, ends: rounds / 2 + 1 / 2,
+    "zero-3": lambda rounds, ends: rounds / 2 + rounds * (2 - ends) / 2,
 }
 
 
@@ -115,7 +117,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--vocabulary", type=int, default=8192)
     parser.add_argument("--micro-batches", type=int, default=4)
-    parser.add_argument("--sequences", type=int, default=4)
+    parser.add_argument("--sequences", type=int, default=2)
     parser.add_argument("--tokens", type=int, default=256)
     parser.add_argument("--sides", default=",".join([*OURS, *PEERS]))
     options = parser.parse_args()
@@ -180,26 +182,28 @@ def report(
 ) -> None:
     """Prints efficiency, volume and memory of every side."""
     rounds = options.micro_batches // 2
+    ends = (2 * options.vocabulary + 1) * options.hidden / parameters
     for name, side in sides.items():
-        said = [f"  {name:12}"]
+        said = [f"  {name:11}"]
         if len(side.processes) == 2:
             said.append(f"efficiency {ratios[name] / 2:.2f}")
         sent = max(answer.get("sent_bytes", 0) for answer in side.answers)
         if name in SENT:
-            expected = SENT[name](rounds) * 4 * parameters
+            expected = SENT[name](rounds, ends) * 4 * parameters
             said.append(f"sent {sent / 1e6:.1f} MB ({sent / expected:.4f} of the formula)")
         memory = side.do("memory")
         held = max(answer["bytes"] for answer in memory)
         peak = max(answer["peak_bytes"] for answer in memory)
-        said.append(f"holds {held / 1e6:.0f} MB, at most {peak / 1e6:.0f} MB")
+        formula = ""
         if name in HELD:
-            said.append(f"({held / (HELD[name] * 4 * parameters):.3f} of the formula)")
+            formula = f" ({held / (HELD[name] * 4 * parameters):.3f} of the formula)"
+        said.append(f"holds {held / 1e6:.0f} MB{formula}, at most {peak / 1e6:.0f} MB")
         if name in OURS:
             for what in ("digest", "export"):
                 side.do(what)
                 grown = max(answer["peak_bytes"] - held for answer in side.do("memory"))
                 said.append(f"{what} takes {grown / 1e6:.0f} MB more")
-        print(", ".join(said), flush=True)
+        print(said[0], ", ".join(said[1:]), flush=True)
 
 
 if __name__ == "__main__":

@@ -59,7 +59,10 @@ def clusters() -> list[dict[str, Any]]:
 
 
 def servers() -> list[dict[str, Any]]:
-    """The servers of the cluster that runs, none if none does; ConfigError for several."""
+    """The servers of the cluster that runs, none if none does; ConfigError for several.
+
+    Of a server of several ranks, the one that is called.
+    """
     found = clusters()
     if len(found) > 1:
         directories = ", ".join(one["directory"] for one in found)
@@ -67,7 +70,7 @@ def servers() -> list[dict[str, Any]]:
             f"{len(found)} clusters run: {directories}",
             hint="name a server by its address; `tandem up` printed them",
         )
-    return found[0]["servers"] if found else []
+    return [server for server in found[0]["servers"] if not server["rank"]] if found else []
 
 
 def rollout_address() -> str | None:
