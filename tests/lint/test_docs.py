@@ -13,6 +13,7 @@ from check_layers import REPOSITORY
 
 METRIC_NAMES = (REPOSITORY / "common/rpc/metric_names.h").read_text()
 DOCUMENT = (REPOSITORY / "docs/metrics.md").read_text()
+RANKS = (REPOSITORY / "docs/ranks.md").read_text()
 README = (REPOSITORY / "README.md").read_text()
 DASHBOARDS = sorted((REPOSITORY / "deploy").glob("**/*.json"))
 
@@ -182,14 +183,15 @@ def example(file: Path) -> str:
 def test_example_runs_hold_valid_server_configurations(file: Path):
     from google.protobuf import json_format
     from tandem import settings
+    from tandem.cluster import sections
     from tandem.config.v1 import server_config_pb2 as schema
 
     cluster = settings.load(settings.RunSettings, file).cluster
     assert cluster is not None
-    for section in cluster.rollout:
-        json_format.ParseDict(section, schema.RolloutServerConfig())
-    json_format.ParseDict(cluster.trainer or {}, schema.TrainerServerConfig())
-    json_format.ParseDict(cluster.critic or {}, schema.CriticServerConfig())
+    for section in sections(cluster):
+        assert section.ranks >= 1
+        message = getattr(schema, f"{section.role.capitalize()}ServerConfig")()
+        json_format.ParseDict(section.with_free_ports(), message)
 
 
 @pytest.mark.parametrize("file", sorted(EXAMPLES.glob("*/cluster*.yaml")), ids=example)
@@ -225,9 +227,33 @@ def test_every_link_of_a_document_leads_somewhere(document):
     assert missing == []
 
 
+def test_the_variables_of_a_rank_are_those_that_servers_read():
+    code = (REPOSITORY / "common/base/rank_environment.cc").read_text()
+    table = re.findall(r"^\| `([A-Z_]+)` \|", RANKS, re.MULTILINE)
+    assert sorted(table) == sorted(set(re.findall(r'Variable\("(\w+)"', code)))
+
+
+def test_the_container_files_of_the_ranks_are_yaml_that_gives_every_rank_its_variables():
+    _, compose, kubernetes = re.findall(r"^```yaml\n(.*?)^```$", RANKS, re.MULTILINE | re.DOTALL)
+    services = yaml.safe_load(compose)["services"]
+    ranks = [service["environment"]["RANK"] for service in services.values()]
+    assert ranks == ["0", "1"]
+    for service in services.values():
+        assert service["environment"]["WORLD_SIZE"] == "2"
+        assert service["environment"]["MASTER_ADDR"] == next(iter(services))
+    service, stateful_set = yaml.safe_load_all(kubernetes)
+    [container] = stateful_set["spec"]["template"]["spec"]["containers"]
+    variables = {entry["name"]: entry["value"] for entry in container["env"]}
+    assert variables["WORLD_SIZE"] == str(stateful_set["spec"]["replicas"])
+    name = service["metadata"]["name"]
+    assert stateful_set["spec"]["serviceName"] == name
+    assert variables["MASTER_ADDR"] == f"{stateful_set['metadata']['name']}-0.{name}"
+
+
 def test_the_recipes_of_the_architecture_point_at_examples():
     document = REPOSITORY / "docs/architecture.md"
-    _, *recipes = re.split(r"^### ", document.read_text(), flags=re.M)
+    _, section = document.read_text().split("\n## Recipes\n")
+    _, *recipes = re.split(r"^### ", section, flags=re.M)
     assert len(recipes) == 6
     for recipe in recipes:
         assert "Example:" in recipe, recipe.splitlines()[0]

@@ -347,6 +347,8 @@ class EvalSettings(Settings):
 class ClusterSettings(Settings):
     """Servers of one machine (`tandem up`). Each section is the server's own configuration.
 
+    `ranks` in a section is no setting of the server: so many processes are it, one by default.
+
     Ports are picked freely unless a section names them.
     """
 
