@@ -15,6 +15,9 @@ from commands import tandem
 CLUSTERS = set(harness.REPOSITORY.glob("examples/*/cluster.yaml"))
 EXAMPLES = sorted(set(harness.REPOSITORY.glob("examples/*/*.yaml")) - CLUSTERS)
 SUPERVISED = {"recipes/sft"}
+WITH_CRITIC = {"recipes/ppo", "zero"}
+# Servers of two ranks.
+WITH_RANKS = {"zero": {"trainer", "critic"}, "megatron": {"trainer"}}
 VARYING_REWARD = "def reward(prompt, response, **row):\n    return len(response)\n"
 CHAT_TEMPLATE = (
     "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
@@ -46,8 +49,8 @@ def make_qwen(directory: Path, tokenizer: Path, layers: int) -> Path:
         hidden_size=16 * layers,
         intermediate_size=64,
         num_hidden_layers=layers,
-        num_attention_heads=2,
-        num_key_value_heads=1,
+        num_attention_heads=4,
+        num_key_value_heads=2,
         max_position_embeddings=512,
         tie_word_embeddings=True,
         eos_token_id=0,
@@ -107,9 +110,11 @@ def test_an_example_runs(file, model_of, tmp_path, monkeypatch):
     steps = harness.json_lines(tmp_path / "run" / "metrics.jsonl")
     assert [line["step"] for line in steps] == [1, 2]
     assert [line["version/senior"] for line in steps] == [1, 2]
-    assert ("critic/loss" in steps[0]) == (name == "recipes/ppo")
+    assert ("critic/loss" in steps[0]) == (name in WITH_CRITIC)
     servers = {path.stem for path in (tmp_path / "cluster" / "logs" / "attempt_1").glob("*.log")}
     assert ("rollout-1" in servers) == (name == "two_rollouts")
+    ranks = {server for server in servers if "-rank-" in server}
+    assert ranks == {f"{role}-rank-1" for role in WITH_RANKS.get(name, ())}
 
 
 def test_the_comparison_of_tandem_with_solo_shows_what_its_runs_recorded(
