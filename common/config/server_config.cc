@@ -258,6 +258,10 @@ absl::Status ResolveTraining(Config* config, const DefaultPorts& ports) {
   TANDEM_RETURN_IF_ERROR(Resolve(config->mutable_optimizer()));
   TANDEM_RETURN_IF_ERROR(Resolve(config->mutable_batch()));
   TANDEM_RETURN_IF_ERROR(Resolve(config->mutable_strategy()));
+  if (config->strategy().stage() == 3 && config->compute().dtype() != "float32") {
+    return FieldError(absl::StatusCode::kUnimplemented, "compute.dtype",
+                      "strategy zero with stage 3 computes in float32");
+  }
   TANDEM_RETURN_IF_ERROR(CheckPatterns(config->freeze()));
   if (!config->shutdown_checkpoint_directory().empty()) {
     TANDEM_RETURN_IF_ERROR(
@@ -290,7 +294,19 @@ absl::Status Resolve(RolloutServerConfig* config) {
   return CheckInRange("max_queue", config->max_queue(), 1, 1 << 24);
 }
 
-absl::Status Resolve(TrainerServerConfig* config) { return ResolveTraining(config, kTrainerPorts); }
+absl::Status Resolve(TrainerServerConfig* config) {
+  TANDEM_RETURN_IF_ERROR(ResolveTraining(config, kTrainerPorts));
+  const v1::StrategyOptions& strategy = config->strategy();
+  const int output_ranks = strategy.tensor_model_parallel_size() * strategy.context_parallel_size();
+  if (!config->junior_model().empty() && output_ranks > 1) {
+    return FieldError(
+        absl::StatusCode::kUnimplemented, "junior_model",
+        absl::StrCat("the KL towards a junior model needs the whole vocabulary, which "
+                     "tensor and context parallelism share out over ",
+                     output_ranks, " ranks"));
+  }
+  return absl::OkStatus();
+}
 
 absl::Status Resolve(CriticServerConfig* config) { return ResolveTraining(config, kCriticPorts); }
 

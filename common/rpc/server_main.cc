@@ -100,7 +100,8 @@ std::string MemoryComments(const MemoryPlan& plan, const std::optional<int64_t>&
   }
   absl::StrAppend(&text, "#   ", Gigabytes(plan.total_bytes()), "  in all\n");
   if (available.has_value()) {
-    absl::StrAppend(&text, "#   ", Gigabytes(*available), "  available on this machine\n");
+    absl::StrAppend(&text, "#   ", Gigabytes(*available),
+                    "  available on this machine for a rank\n");
   }
   return text;
 }
@@ -125,11 +126,15 @@ int StartFailed(const absl::Status& status, int exit_code) {
 
 // Fills `comments` with what the configuration needs. Not OK when that is not known, or more than
 // there is.
-absl::Status CheckMemory(const ServerProgram& program, std::string* comments) {
+absl::Status CheckMemory(const ServerProgram& program, const RankEnvironment& environment,
+                         std::string* comments) {
   if (program.memory == nullptr) return absl::OkStatus();
   TANDEM_ASSIGN_OR_RETURN(const ServerMemory memory, program.memory());
   std::optional<int64_t> available;
-  if (memory.on_host) available = AvailableMemoryBytes();
+  if (memory.on_host) {
+    available = AvailableMemoryBytes();
+    if (available.has_value()) *available /= environment.local_world_size;
+  }
   *comments = MemoryComments(memory.plan, available);
   return available.has_value() ? CheckFits(memory.plan, *available) : absl::OkStatus();
 }
@@ -154,11 +159,10 @@ bool RunUnless(absl::FunctionRef<bool()> give_up, absl::FunctionRef<void()> work
 }
 
 // Ranks on one machine have ports of their own.
-config::v1::ServerOptions OfRank(config::v1::ServerOptions options, int rank) {
-  if (options.grpc_port() != 0) options.set_grpc_port(options.grpc_port() + kPortsOfRank * rank);
-  if (options.metrics_port() != 0) {
-    options.set_metrics_port(options.metrics_port() + kPortsOfRank * rank);
-  }
+config::v1::ServerOptions OfRank(config::v1::ServerOptions options, int local_rank) {
+  const int offset = kPortsOfRank * local_rank;
+  if (options.grpc_port() != 0) options.set_grpc_port(options.grpc_port() + offset);
+  if (options.metrics_port() != 0) options.set_metrics_port(options.metrics_port() + offset);
   return options;
 }
 
@@ -188,12 +192,14 @@ int RunServer(int argc, char** argv, const ServerProgram& program) {
     return *code;
   }
 
-  absl::Status status = config::Load(line.config, line.overrides, program.config);
+  const absl::StatusOr<RankEnvironment> environment = ReadRankEnvironment();
+  absl::Status status = environment.status();
+  if (status.ok()) status = config::Load(line.config, line.overrides, program.config);
   if (status.ok()) status = program.resolve();
   if (line.check_config) {
     std::string comments;
     if (status.ok()) {
-      status = CheckMemory(program, &comments);
+      status = CheckMemory(program, *environment, &comments);
       std::cout << config::ToYaml(*program.config) << comments << std::flush;
     }
     if (status.ok() && line.config_check.has_value()) {
@@ -207,9 +213,7 @@ int RunServer(int argc, char** argv, const ServerProgram& program) {
   }
   if (!status.ok()) return StartFailed(status, kExitBadConfig);
 
-  const absl::StatusOr<RankEnvironment> environment = ReadRankEnvironment();
-  if (!environment.ok()) return StartFailed(environment.status(), kExitBadConfig);
-  const config::v1::ServerOptions options = OfRank(program.options(), environment->rank);
+  const config::v1::ServerOptions options = OfRank(program.options(), environment->local_rank);
   SetLogLevel(config::LogLevelOf(options));
   TakeGrpcLog();
   Metrics metrics;
@@ -240,7 +244,7 @@ int RunServer(int argc, char** argv, const ServerProgram& program) {
        {"metrics_port", (*server)->metrics_port()}});
   const auto load = [&]() -> absl::Status {
     std::string comments;
-    TANDEM_RETURN_IF_ERROR(CheckMemory(program, &comments));
+    TANDEM_RETURN_IF_ERROR(CheckMemory(program, *environment, &comments));
     return app->Load();
   };
   const auto guarded_load = [&] { status = CatchExceptions("loading", load); };

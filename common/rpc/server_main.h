@@ -8,7 +8,8 @@
 //   }
 //
 // A server of several ranks is so many processes with the variables of torchrun (RANK, WORLD_SIZE,
-// MASTER_ADDR, MASTER_PORT, …). Rank r's ports are those of the configuration plus 10 r.
+// MASTER_ADDR, MASTER_PORT, …). The ports of local rank r are those
+// of the configuration plus 10 r.
 //
 // Command line: --config FILE, [dotted.key=value …], --check-config, --version, --help.
 // A start that fails says why in one line of JSON on stderr, {"event":"start_failed","code":…,
