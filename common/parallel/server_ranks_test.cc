@@ -108,7 +108,13 @@ TEST(ServerRanksTest, ARankWithoutConnectionsEndsAll) {
   for (const int victim : {0, 2}) {
     ExpectThatAllEnd([victim](ServerRanks& ranks) {
       if (ranks.rank() != victim) return;
-      for (int descriptor = 3; descriptor < 256; ++descriptor) shutdown(descriptor, SHUT_RDWR);
+      for (int descriptor = 3; descriptor < 256; ++descriptor) {
+        sockaddr_storage peer;
+        socklen_t length = sizeof(peer);
+        const bool connected =
+            getpeername(descriptor, reinterpret_cast<sockaddr*>(&peer), &length) == 0;
+        if (connected) shutdown(descriptor, SHUT_RDWR);
+      }
     });
   }
 }
