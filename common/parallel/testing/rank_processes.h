@@ -20,8 +20,8 @@
 #include <vector>
 
 #include "absl/time/time.h"
-#include "common/parallel/communicator.h"
 #include "common/base/rank_environment.h"
+#include "common/parallel/communicator.h"
 
 namespace tandem::parallel {
 
