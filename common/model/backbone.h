@@ -17,6 +17,9 @@ struct ModelPass {
   AttentionContext& context;
   at::Tensor rows;      // [R] int64: the only rows that are wanted; undefined for all
   at::Tensor cos, sin;  // [T, head_dim] of the rotation
+  // Between the maps of a shard each rank keeps its share of the tokens; false: all of them, and
+  // there is no autograd.
+  bool shares_tokens = true;
 };
 
 class Backbone {
@@ -27,7 +30,7 @@ class Backbone {
   virtual ModelPass StartPass(const RaggedBatch& batch, AttentionContext& context,
                               const at::Tensor& rows) const = 0;
 
-  // What follows `hidden` [T, H], or of a shard its share of those tokens
+  // What follows `hidden` [T, H], or its share of those tokens where a shard's pass shares them out
   // (common/ops/token_shares.h): block 0 is the embedding, which reads the tokens instead, the
   // last one the final norm, whose result is [T, H] on every rank, and what lies between are the
   // layers.

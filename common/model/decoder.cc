@@ -8,6 +8,7 @@
 #include "absl/strings/str_cat.h"
 #include "common/model/rope.h"
 #include "common/ops/ops.h"
+#include "common/ops/rank_sum.h"
 #include "common/ops/token_shares.h"
 
 namespace tandem {
@@ -52,30 +53,36 @@ ModelPass DenseDecoder::StartPass(const RaggedBatch& batch, AttentionContext& co
 
 at::Tensor DenseDecoder::RunBlock(int64_t block, const at::Tensor& hidden,
                                   const ModelPass& pass) const {
-  if (block == 0) return Embed(pass.batch.tokens);
+  if (block == 0) return Embed(pass);
   if (block == num_blocks() - 1) {
     return Gathered(ops::RmsNorm(hidden, norm_, config_.rms_norm_eps), pass);
   }
   return RunLayer(block - 1, hidden, pass);
 }
 
-at::Tensor DenseDecoder::Embed(const at::Tensor& tokens) const {
+at::Tensor DenseDecoder::Embed(const ModelPass& pass) const {
+  const at::Tensor& tokens = pass.batch.tokens;
   if (group_ == nullptr) return ops::Embedding(tokens, embedding_).to(dtype_);
   const int64_t rows = embedding_.size(0);
   const at::Tensor own = tokens - group_->rank() * rows;
   const at::Tensor others = own.lt(0).logical_or_(own.ge(rows));
   const at::Tensor found = ops::Embedding(own.clamp(0, rows - 1), embedding_).to(dtype_);
   // One rank has the row and the others add zeros to it.
-  return ops::ScatterSum(found.masked_fill(others.unsqueeze(1), 0), group_);
+  const at::Tensor own_rows = found.masked_fill(others.unsqueeze(1), 0);
+  return pass.shares_tokens ? ops::ScatterSum(own_rows, group_)
+                            : ops::SumInRankOrder(own_rows, *group_);
 }
 
 at::Tensor DenseDecoder::Gathered(const at::Tensor& x, const ModelPass& pass) const {
-  return group_ == nullptr ? x : ops::GatherTokens(x, pass.batch.tokens.size(0), group_);
+  if (group_ == nullptr || !pass.shares_tokens) return x;
+  return ops::GatherTokens(x, pass.batch.tokens.size(0), group_);
 }
 
 at::Tensor DenseDecoder::AddSum(const at::Tensor& residual, const ops::LinearWeight& map,
-                                const at::Tensor& x) const {
-  return group_ == nullptr ? map.ForwardAdd(residual, x) : map.ForwardAddShare(residual, x, group_);
+                                const at::Tensor& x, const ModelPass& pass) const {
+  if (group_ == nullptr) return map.ForwardAdd(residual, x);
+  return pass.shares_tokens ? map.ForwardAddShare(residual, x, group_)
+                            : map.ForwardAddSum(residual, x, *group_);
 }
 
 at::Tensor DenseDecoder::RunLayer(int64_t index, at::Tensor x, const ModelPass& pass) const {
@@ -95,10 +102,10 @@ at::Tensor DenseDecoder::RunLayer(int64_t index, at::Tensor x, const ModelPass& 
     attended = attended.index_select(0, pass.rows);
     x = x.index_select(0, pass.rows);
   }
-  x = AddSum(x, *layer.output, attended);
+  x = AddSum(x, *layer.output, attended, pass);
   const at::Tensor gate_up =
       layer.gate_up->Forward(Gathered(ops::RmsNorm(x, layer.post_attention_norm, eps), pass));
-  return AddSum(x, *layer.down, ops::SwiGlu(gate_up));
+  return AddSum(x, *layer.down, ops::SwiGlu(gate_up), pass);
 }
 
 }  // namespace tandem

@@ -7,6 +7,10 @@
 // for each layer, two all-gathers and two reduce-scatters of [T, H], and one of each for the
 // embedding and the final norm together. What was gathered is kept for the backward pass: keeping
 // the share would cost two more all-gathers a layer to save 2 T H (1 - 1/n) values of its memory.
+//
+// A pass with a KV cache has few tokens and waits for each exchange: there every rank keeps all
+// tokens, and a layer is two sums of [T, H] in the order of the ranks (common/ops/rank_sum.h), the
+// embedding one.
 #ifndef TANDEM_COMMON_MODEL_DECODER_H_
 #define TANDEM_COMMON_MODEL_DECODER_H_
 
@@ -45,12 +49,12 @@ class DenseDecoder : public Backbone {
 
   at::Tensor RunLayer(int64_t index, at::Tensor x, const ModelPass& pass) const;
   at::Tensor Heads(const at::Tensor& x, const at::Tensor& norm) const;
-  at::Tensor Embed(const at::Tensor& tokens) const;
-  // What every rank needs of all tokens, of its share of them; all of them in a single process.
+  at::Tensor Embed(const ModelPass& pass) const;
+  // What every rank needs of all tokens, of those that it keeps.
   at::Tensor Gathered(const at::Tensor& x, const ModelPass& pass) const;
   // residual + map(x), of a map that is cut by input.
-  at::Tensor AddSum(const at::Tensor& residual, const ops::LinearWeight& map,
-                    const at::Tensor& x) const;
+  at::Tensor AddSum(const at::Tensor& residual, const ops::LinearWeight& map, const at::Tensor& x,
+                    const ModelPass& pass) const;
 
   ModelConfig config_;
   at::ScalarType dtype_;                             // of the computation

@@ -18,9 +18,10 @@ namespace tandem {
 // construction and touched as it is used. Not thread-safe: it belongs to the engine's thread.
 class KvCache {
  public:
-  // On the device and in the type of the model that writes it.
+  // On the device and in the type of the model that writes it: of a shard, one of `shard_count`
+  // (Placement), with the heads that it holds.
   KvCache(const ModelConfig& config, int64_t num_slots, int64_t max_model_len,
-          at::Device device = at::kCPU, at::ScalarType dtype = at::kFloat);
+          at::Device device = at::kCPU, at::ScalarType dtype = at::kFloat, int64_t shard_count = 1);
 
   // A free slot with cursor 0; RESOURCE_EXHAUSTED when all are taken.
   absl::StatusOr<int64_t> Allocate();
@@ -40,7 +41,7 @@ class KvCache {
   // `count` more tokens have been consumed. Called by Model::Decode.
   void Advance(int64_t slot, int64_t count);
 
-  // [num_slots, key_value_heads, max_model_len, head_dim].
+  // [num_slots, key_value_heads / shard_count, max_model_len, head_dim].
   const at::Tensor& keys(int64_t layer) const { return keys_[layer]; }
   const at::Tensor& values(int64_t layer) const { return values_[layer]; }
 

@@ -8,6 +8,13 @@
 namespace tandem {
 namespace {
 
+TEST(KvCacheTest, AShardHoldsItsHeads) {
+  const KvCache whole(TinyConfig(), 2, 16);
+  const KvCache half(TinyConfig(), 2, 16, at::kCPU, at::kFloat, /*shard_count=*/2);
+  EXPECT_EQ(half.keys(0).size(1), whole.keys(0).size(1) / 2);
+  EXPECT_EQ(half.values(1).nbytes(), whole.values(1).nbytes() / 2);
+}
+
 TEST(KvCacheTest, SlotsAreHandedOutAndTakenBack) {
   KvCache cache(TinyConfig(), /*num_slots=*/2, /*max_model_len=*/16);
   const int64_t a = cache.Allocate().value(), b = cache.Allocate().value();

@@ -117,8 +117,15 @@ at::Tensor Model::HiddenStates(const RaggedBatch& batch, AttentionContext& conte
 
 at::Tensor Model::ForwardLogits(const at::Tensor& hidden) const {
   TORCH_CHECK(head_ == HeadKind::kLm, "the model has no language-model head");
-  TORCH_CHECK_NOT_IMPLEMENTED(placement_.shard_count == 1, "logits of a vocabulary-parallel head");
-  return head_weight_->Forward(hidden);
+  if (placement_.shard_count == 1) return head_weight_->Forward(hidden);
+  TORCH_CHECK_NOT_IMPLEMENTED(placement_.shard_group != nullptr && !at::GradMode::is_enabled(),
+                              "logits of a vocabulary-parallel head with autograd, or of a shard "
+                              "without the others");
+  const at::Tensor logits = placement_.shard_group->AllGather(head_weight_->Forward(hidden));
+  // [ranks * N, V / ranks], rank by rank.
+  return logits.unflatten(0, {placement_.shard_count, hidden.size(0)})
+      .transpose(0, 1)
+      .reshape({hidden.size(0), config_.vocab_size});
 }
 
 at::Tensor Model::Values(const at::Tensor& hidden) const {
@@ -162,8 +169,8 @@ absl::Status CheckInput(const KvCache& cache, const DecodeInput& input, int64_t 
 absl::StatusOr<at::Tensor> Model::Decode(KvCache& cache,
                                          absl::Span<const DecodeInput> inputs) const {
   at::NoGradGuard no_grad;
-  if (placement_.shard_count != 1) {
-    return absl::UnimplementedError("a shard has no key-value cache");
+  if (placement_.shard_count != 1 && placement_.shard_group == nullptr) {
+    return absl::UnimplementedError("a shard cannot compute without the others");
   }
   RaggedBatch batch;
   batch.offsets = {0};
@@ -203,7 +210,9 @@ absl::StatusOr<at::Tensor> Model::Decode(KvCache& cache,
   }
 
   CachedContext context(cache, slots);
-  const at::Tensor hidden = backbone_->Run(backbone_->StartPass(batch, context, wanted));
+  ModelPass pass = backbone_->StartPass(batch, context, wanted);
+  pass.shares_tokens = false;
+  const at::Tensor hidden = backbone_->Run(pass);
   for (const DecodeInput& input : inputs) {
     cache.Advance(input.slot, static_cast<int64_t>(input.tokens.size()));
   }

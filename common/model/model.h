@@ -110,6 +110,7 @@ class Model {
   at::Device device() const { return placement_.device; }
   // Of the computation, and so of hidden states and logits.
   at::ScalarType dtype() const { return placement_.dtype; }
+  int64_t shard_count() const { return placement_.shard_count; }
   // WeightsDigest (common/tensor/weights_digest.h) of the values in the files that were loaded,
   // whatever type they are stored in here, and whatever part of them.
   const std::string& weights_digest() const { return weights_digest_; }
@@ -125,7 +126,8 @@ class Model {
   at::Tensor RunBlock(int64_t block, const at::Tensor& hidden, const ModelPass& pass) const {
     return backbone_->RunBlock(block, hidden, pass);
   }
-  // [N, H] -> [N, V]. Needs kLm and a whole model: c10::NotImplementedError for a shard.
+  // [N, H] -> [N, V]. Needs kLm. Of a shard, whose ranks bring their rows of the vocabulary, every
+  // one gets the whole; with autograd it has none: c10::NotImplementedError.
   at::Tensor ForwardLogits(const at::Tensor& hidden) const;
   // [N, H] -> [N]. Needs kValue and the last block.
   at::Tensor Values(const at::Tensor& hidden) const;
@@ -136,10 +138,11 @@ class Model {
 
   // Consumes every input's tokens in one ragged pass and advances the cursors. Returns the wanted
   // rows, inputs one after the other: [sum of num_output_rows, H], after the final norm; feed them
-  // to ForwardLogits. UNIMPLEMENTED for a shard. Run it under c10::InferenceMode. A row's numbers
-  // do not depend on what it was batched with nor on how the tokens before it were chunked.
-  // INVALID_ARGUMENT for a bad slot, the same slot twice, no tokens, a token outside the vocabulary
-  // or too many rows; OUT_OF_RANGE past max_model_len. On an error no cursor has moved.
+  // to ForwardLogits. Run it under c10::InferenceMode. A row's numbers do not depend on what it was
+  // batched with nor on how the tokens before it were chunked. Of a shard, the cache holds its
+  // heads; all ranks get the same bits, and the same error. UNIMPLEMENTED for a shard without the
+  // others. INVALID_ARGUMENT for a bad slot, the same slot twice, no tokens, a token outside the
+  // vocabulary or too many rows; OUT_OF_RANGE past max_model_len. On an error no cursor has moved.
   absl::StatusOr<at::Tensor> Decode(KvCache& cache, absl::Span<const DecodeInput> inputs) const;
 
   // All parameters that this process holds by Hugging Face name, in a fixed order; a tied head is

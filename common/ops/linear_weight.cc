@@ -8,6 +8,7 @@
 #include "common/ops/linear_function.h"
 #include "common/ops/matrix_product.h"
 #include "common/ops/ops.h"
+#include "common/ops/rank_sum.h"
 #include "common/ops/token_shares.h"
 
 namespace tandem::ops {
@@ -64,13 +65,20 @@ at::Tensor LinearWeight::ForwardAddShare(const at::Tensor& residual, const at::T
   const at::Tensor partial = at::GradMode::is_enabled()
                                  ? DifferentiableLinear(x, weights_, {}, compute_weight_, {})
                                  : Linear(x, compute_weight_);
-  at::Tensor sum = ScatterSum(partial, group);
-  if (bias_.defined()) {
-    // In the master's type, so that its gradient is summed in float32.
-    const at::Tensor& bias = biases_.front();
-    sum = (sum.to(bias.scalar_type()) + bias).to(sum.scalar_type());
-  }
-  return residual + sum;
+  return residual + WithBias(ScatterSum(partial, group));
+}
+
+at::Tensor LinearWeight::ForwardAddSum(const at::Tensor& residual, const at::Tensor& x,
+                                       TensorParallelGroup& group) const {
+  CheckFresh();
+  return residual + WithBias(SumInRankOrder(Linear(x, compute_weight_), group));
+}
+
+at::Tensor LinearWeight::WithBias(const at::Tensor& sum) const {
+  if (!bias_.defined()) return sum;
+  // In the master's type, so that its gradient is summed in float32.
+  const at::Tensor& bias = biases_.front();
+  return (sum.to(bias.scalar_type()) + bias).to(sum.scalar_type());
 }
 
 }  // namespace tandem::ops

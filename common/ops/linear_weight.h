@@ -34,6 +34,10 @@ class LinearWeight {
   // (common/ops/token_shares.h). The bias is added once, to the sum. `residual` stays as it is.
   at::Tensor ForwardAddShare(const at::Tensor& residual, const at::Tensor& x,
                              const std::shared_ptr<TensorParallelGroup>& group) const;
+  // The same where every rank keeps all tokens: `residual` and the result are [T, out]. No
+  // autograd.
+  at::Tensor ForwardAddSum(const at::Tensor& residual, const at::Tensor& x,
+                           TensorParallelGroup& group) const;
 
   // The values of the masters have changed.
   void OnWeightsChanged();
@@ -44,6 +48,8 @@ class LinearWeight {
 
  private:
   void CheckFresh() const;
+  // Of a single map.
+  at::Tensor WithBias(const at::Tensor& sum) const;
 
   at::Tensor stacked_, bias_;
   std::vector<at::Tensor> weights_, biases_;

@@ -1,6 +1,7 @@
 // A model whose shards compute together against the whole one in one process.
 #include <ATen/ATen.h>
 #include <ATen/core/grad_mode.h>
+#include <c10/core/InferenceMode.h>
 #include <gtest/gtest.h>
 
 #include <functional>
@@ -360,11 +361,97 @@ TEST_P(TensorParallelModelTest, WhatAShardCannotDoIsRefused) {
     const auto shard = MakeModel(c, Options(c, PlacementIn(group)));
     CausalContext context;
     const at::Tensor hidden = shard->HiddenStates(MakeRaggedBatch({{1, 2, 3}}), context);
-    EXPECT_THROW(shard->ForwardLogits(hidden), c10::NotImplementedError);
-    KvCache cache(shard->config(), 1, 8);
+    EXPECT_THROW(shard->ForwardLogits(hidden), c10::NotImplementedError);  // with autograd
+    Placement alone = PlacementIn(group);
+    alone.shard_group = nullptr;
+    const auto part = MakeModel(c, Options(c, alone));
+    KvCache cache(part->config(), 1, 8, at::kCPU, at::kFloat, part->shard_count());
     const int64_t slot = cache.Allocate().value();
-    EXPECT_EQ(shard->Decode(cache, {{slot, Tokens{1}, 1}}).status().code(),
+    EXPECT_EQ(part->Decode(cache, {{slot, Tokens{1}, 1}}).status().code(),
               absl::StatusCode::kUnimplemented);
+  });
+}
+
+// A model that only infers, with its cache and two slots of that.
+struct Decoder {
+  std::unique_ptr<Model> model;
+  KvCache cache;
+  std::vector<int64_t> slots;
+
+  Decoder(const Case& c, const Placement& placement)
+      : model(TinyModel(c.family, Config(c.changes), {.placement = placement})),
+        cache(model->config(), 2, 32, at::kCPU, model->dtype(), model->shard_count()) {
+    EXPECT_TRUE(model->LoadParameters(SomeParameters(*model)).ok());
+    for (int i = 0; i < 2; ++i) slots.push_back(cache.Allocate().value());
+  }
+
+  // The logits [N, V] of the wanted rows.
+  at::Tensor Logits(absl::Span<const DecodeInput> inputs) {
+    const c10::InferenceMode inference_mode;
+    return model->ForwardLogits(model->Decode(cache, inputs).value()).to(at::kFloat);
+  }
+};
+
+// Two prompts, of which one is chunked, and then a token of each.
+std::vector<at::Tensor> DecodeSome(Decoder& decoder) {
+  const Tokens first = {5, 1, 7, 11, 2}, second = {9, 60, 3}, third = {4}, fourth = {63};
+  const int64_t a = decoder.slots[0], b = decoder.slots[1];
+  return {decoder.Logits({{a, absl::MakeSpan(first).subspan(0, 3), 3}, {b, second, 1}}),
+          decoder.Logits({{a, absl::MakeSpan(first).subspan(3), 1}}),
+          decoder.Logits({{b, third, 1}, {a, fourth, 1}})};
+}
+
+TEST_P(TensorParallelModelTest, DecodeEqualsTheWholeModel) {
+  RunOnAll(GetParam(), [](const Group& group, Communicator& communicator) {
+    for (const Case& c : Cases()) {
+      if (c.head != HeadKind::kLm) continue;
+      SCOPED_TRACE(c.name);
+      Decoder whole(c, {}), shard(c, PlacementIn(group));
+      const std::vector<at::Tensor> expected = DecodeSome(whole), actual = DecodeSome(shard);
+      for (size_t i = 0; i < expected.size(); ++i) {
+        ExpectClose(actual[i], expected[i], kTolerance, "logits");
+        at::Tensor of_rank_zero = actual[i].clone();
+        communicator.Broadcast(of_rank_zero, 0);
+        EXPECT_TRUE(at::equal(of_rank_zero, actual[i])) << "every rank has the same bits";
+      }
+      EXPECT_EQ(shard.cache.keys(0).nbytes() * group->size(), whole.cache.keys(0).nbytes());
+    }
+  });
+}
+
+// Also with four ranks, whose partial sums an all-reduce would add in another order for each part
+// of a tensor.
+TEST_P(TensorParallelModelTest, ADecodedRowDoesNotDependOnItsBatch) {
+  RunOnAll(GetParam(), [](const Group& group, Communicator&) {
+    const Case c = Cases()[1];
+    const Tokens tokens = {5, 1, 7, 11, 2, 33, 20};
+    Decoder alone(c, PlacementIn(group)), batched(c, PlacementIn(group));
+    const at::Tensor expected = alone.Logits({{0, tokens, 7}});
+    const Tokens other = {9, 60, 3, 8, 41};
+    std::vector<at::Tensor> rows = {
+        batched.Logits({{1, other, 5}, {0, absl::MakeSpan(tokens).subspan(0, 4), 4}})
+            .narrow(0, 5, 4)};
+    for (size_t t = 4; t < tokens.size(); ++t) {
+      rows.push_back(
+          batched.Logits({{0, absl::MakeSpan(tokens).subspan(t, 1), 1}, {1, {other[t - 4]}, 1}})
+              .narrow(0, 0, 1));
+    }
+    EXPECT_TRUE(at::equal(at::cat(rows), expected));
+  });
+}
+
+// A sum for the embedding and two a layer, each an all-gather of [T, H], and the logits.
+TEST_P(TensorParallelModelTest, DecodeVolumesFollowTheFormula) {
+  RunOnAll(GetParam(), [](const Group& group, Communicator& communicator) {
+    Decoder decoder(Cases()[0], PlacementIn(group));
+    communicator.ResetVolume();
+    decoder.Logits({{0, Tokens{5, 1, 7}, 3}});
+    const ModelConfig& config = decoder.model->config();
+    const int64_t n = group->size(), sums = 1 + 2 * config.num_hidden_layers;
+    const CommunicationVolume volume = communicator.volume();
+    EXPECT_EQ(volume.all_gather.calls, n == 1 ? 0 : sums + 1);
+    EXPECT_EQ(volume.bytes(),
+              (n - 1) * 3 * 4 * (sums * config.hidden_size + config.vocab_size / n));
   });
 }
 
