@@ -22,6 +22,9 @@ constexpr int kSendTag = 0;
 constexpr int kReduceScatterTag = 1;
 constexpr int kAllGatherTag = 2;
 
+// Of a broadcast of bytes: one exchange for most commands.
+constexpr size_t kHeadBytes = 4096;
+
 at::Tensor ToTensor(const std::string& bytes) {
   at::Tensor tensor = at::empty({static_cast<int64_t>(bytes.size())}, at::kByte);
   if (!bytes.empty()) std::memcpy(tensor.mutable_data_ptr(), bytes.data(), bytes.size());
@@ -360,10 +363,21 @@ std::string Communicator::BroadcastBytes(std::string bytes, int root) {
   CheckPeer("broadcast of bytes", root);
   Count(volume_.plain_data, root == rank_ ? static_cast<int64_t>(bytes.size()) : 0);
   if (group_ == nullptr) return bytes;
-  const at::Tensor length =
-      at::full({1}, static_cast<int64_t>(bytes.size()), at::kLong).to(device_);
-  DoBroadcast(length, root);
-  const auto size = length.item<int64_t>();
+  // What is short is sent with its length.
+  auto size = static_cast<int64_t>(bytes.size());
+  std::string head(kHeadBytes, '\0');
+  std::memcpy(head.data(), &size, sizeof(size));
+  const size_t room = kHeadBytes - sizeof(size);
+  std::memcpy(head.data() + sizeof(size), bytes.data(), std::min(room, bytes.size()));
+  const at::Tensor sent_head = ToTensor(head).to(device_);
+  DoBroadcast(sent_head, root);
+  if (root != rank_) {
+    head = ToBytes(sent_head, kHeadBytes);
+    std::memcpy(&size, head.data(), sizeof(size));
+  }
+  if (size <= static_cast<int64_t>(room)) {
+    return head.substr(sizeof(size), static_cast<size_t>(size));
+  }
   const at::Tensor data =
       (root == rank_ ? ToTensor(bytes) : at::empty({size}, at::kByte)).to(device_);
   DoBroadcast(data, root);

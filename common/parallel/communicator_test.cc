@@ -240,7 +240,9 @@ TEST_P(CommunicatorTest, BytesOfAnyLengthTravel) {
   RunOnAll([&](Communicator& communicator) {
     const int rank = communicator.rank();
     const std::string long_text(100000, 'x');
-    for (const std::string& text : {std::string(), std::string("a\0b", 3), long_text}) {
+    // A broadcast's first exchange holds 4096 bytes, 8 of them the length.
+    for (const std::string& text : {std::string(), std::string("a\0b", 3), std::string(4088, 'x'),
+                                    std::string(4089, 'y'), long_text}) {
       for (int root = 0; root < size(); ++root) {
         EXPECT_EQ(communicator.BroadcastBytes(rank == root ? text : "other", root), text);
       }
