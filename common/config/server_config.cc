@@ -231,6 +231,17 @@ absl::Status ResolveMegatron(v1::StrategyOptions* strategy) {
   return absl::OkStatus();
 }
 
+// `prefix`: of the fields' paths.
+template <typename Config>
+absl::Status ResolveRankTimeouts(absl::string_view prefix, Config* config) {
+  TANDEM_DEFAULT(config, heartbeat_timeout_seconds, 15);
+  TANDEM_DEFAULT(config, collective_timeout_seconds, 600);
+  TANDEM_RETURN_IF_ERROR(CheckInRange(absl::StrCat(prefix, "heartbeat_timeout_seconds"),
+                                      config->heartbeat_timeout_seconds(), 1.0, 86400.0));
+  return CheckInRange(absl::StrCat(prefix, "collective_timeout_seconds"),
+                      config->collective_timeout_seconds(), 1.0, 86400.0);
+}
+
 absl::Status Resolve(v1::StrategyOptions* strategy) {
   if (strategy->name().empty()) strategy->set_name("single");
   TANDEM_RETURN_IF_ERROR(CheckStrategyName(strategy->name()));
@@ -241,12 +252,7 @@ absl::Status Resolve(v1::StrategyOptions* strategy) {
   TANDEM_RETURN_IF_ERROR(CheckOneOf("strategy.recompute_granularity",
                                     strategy->recompute_granularity(),
                                     {"none", "selective", "full"}));
-  TANDEM_DEFAULT(strategy, heartbeat_timeout_seconds, 15);
-  TANDEM_DEFAULT(strategy, collective_timeout_seconds, 600);
-  TANDEM_RETURN_IF_ERROR(CheckInRange("strategy.heartbeat_timeout_seconds",
-                                      strategy->heartbeat_timeout_seconds(), 1.0, 86400.0));
-  return CheckInRange("strategy.collective_timeout_seconds", strategy->collective_timeout_seconds(),
-                      1.0, 86400.0);
+  return ResolveRankTimeouts("strategy.", strategy);
 }
 
 // What trainer and critic share.
@@ -273,6 +279,38 @@ absl::Status ResolveTraining(Config* config, const DefaultPorts& ports) {
   return CheckInRange("max_samples", config->max_samples(), 1, 1 << 20);
 }
 
+// How many ranks there are, and what the models have room for, the server says.
+absl::Status ResolveRanks(RolloutServerConfig* config) {
+  const bool has_junior = !config->junior_model().empty();
+  if (!has_junior && config->junior_tensor_parallel_size() > 1) {
+    return InvalidField("junior_tensor_parallel_size", "needs junior_model");
+  }
+  if (!has_junior && !config->junior_gpu_devices().empty()) {
+    return InvalidField("junior_gpu_devices", "needs junior_model");
+  }
+  TANDEM_DEFAULT(config, tensor_parallel_size, 1);
+  TANDEM_DEFAULT(config, junior_tensor_parallel_size, 1);
+  TANDEM_RETURN_IF_ERROR(
+      CheckInRange("tensor_parallel_size", config->tensor_parallel_size(), 1, 1 << 16));
+  TANDEM_RETURN_IF_ERROR(CheckInRange("junior_tensor_parallel_size",
+                                      config->junior_tensor_parallel_size(), 1, 1 << 16));
+  const auto& devices = config->junior_gpu_devices();
+  if (!devices.empty() && config->compute().device() != "cuda") {
+    return InvalidField("junior_gpu_devices", absl::StrCat("needs compute.device cuda, which is ",
+                                                           config->compute().device()));
+  }
+  if (!devices.empty() && devices.size() != config->junior_tensor_parallel_size()) {
+    return InvalidField("junior_gpu_devices",
+                        absl::StrCat("names ", devices.size(), " devices, and the junior has ",
+                                     config->junior_tensor_parallel_size(), " ranks"));
+  }
+  for (int i = 0; i < devices.size(); ++i) {
+    TANDEM_RETURN_IF_ERROR(
+        CheckInRange(absl::StrCat("junior_gpu_devices[", i, "]"), devices[i], 0, 127));
+  }
+  return ResolveRankTimeouts("", config);
+}
+
 }  // namespace
 
 absl::Status Resolve(RolloutServerConfig* config) {
@@ -291,7 +329,8 @@ absl::Status Resolve(RolloutServerConfig* config) {
   TANDEM_RETURN_IF_ERROR(CheckAtLeast("max_model_len", config->max_model_len(), 2));
   TANDEM_RETURN_IF_ERROR(
       CheckInRange("max_batched_tokens", config->max_batched_tokens(), 1, 1 << 24));
-  return CheckInRange("max_queue", config->max_queue(), 1, 1 << 24);
+  TANDEM_RETURN_IF_ERROR(CheckInRange("max_queue", config->max_queue(), 1, 1 << 24));
+  return ResolveRanks(config);
 }
 
 absl::Status Resolve(TrainerServerConfig* config) {

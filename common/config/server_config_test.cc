@@ -87,23 +87,45 @@ TEST_P(BadRolloutTest, NamesTheField) {
 }
 INSTANTIATE_TEST_SUITE_P(
     All, BadRolloutTest,
-    testing::Values(Bad{"{}", "senior_model"},
-                    Bad{"senior_model: s\nserver: {host: 0.0.0.0}", "server.host"},
-                    Bad{"senior_model: s\nserver: {grpc_port: 70000}", "server.grpc_port"},
-                    Bad{"senior_model: s\nserver: {grpc_port: 9701}", "server.metrics_port"},
-                    Bad{"senior_model: s\nserver: {log_level: loud}", "server.log_level"},
-                    Bad{"senior_model: s\nserver: {default_deadline_seconds: 0}",
-                        "server.default_deadline_seconds"},
-                    Bad{"senior_model: s\ncompute: {device: tpu}", "compute.device"},
-                    Bad{"senior_model: s\ncompute: {dtype: float16}", "compute.dtype"},
-                    Bad{"senior_model: s\ncompute: {kernels: own}", "compute.kernels"},
-                    Bad{"senior_model: s\ncompute: {num_threads: -1}", "compute.num_threads"},
-                    Bad{"senior_model: s\ntandem: {enabled: true}", "tandem.enabled"},
-                    Bad{"senior_model: s\ntandem: {prob_senior: 1.5}", "tandem.prob_senior"},
-                    Bad{"senior_model: s\ntandem: {selection_strategy: chunk}",
-                        "tandem.chunk_size"},
-                    Bad{"senior_model: s\nmax_num_seqs: 0", "max_num_seqs"},
-                    Bad{"senior_model: s\nmax_queue: 0", "max_queue"}));
+    testing::Values(
+        Bad{"{}", "senior_model"}, Bad{"senior_model: s\nserver: {host: 0.0.0.0}", "server.host"},
+        Bad{"senior_model: s\nserver: {grpc_port: 70000}", "server.grpc_port"},
+        Bad{"senior_model: s\nserver: {grpc_port: 9701}", "server.metrics_port"},
+        Bad{"senior_model: s\nserver: {log_level: loud}", "server.log_level"},
+        Bad{"senior_model: s\nserver: {default_deadline_seconds: 0}",
+            "server.default_deadline_seconds"},
+        Bad{"senior_model: s\ncompute: {device: tpu}", "compute.device"},
+        Bad{"senior_model: s\ncompute: {dtype: float16}", "compute.dtype"},
+        Bad{"senior_model: s\ncompute: {kernels: own}", "compute.kernels"},
+        Bad{"senior_model: s\ncompute: {num_threads: -1}", "compute.num_threads"},
+        Bad{"senior_model: s\ntandem: {enabled: true}", "tandem.enabled"},
+        Bad{"senior_model: s\ntandem: {prob_senior: 1.5}", "tandem.prob_senior"},
+        Bad{"senior_model: s\ntandem: {selection_strategy: chunk}", "tandem.chunk_size"},
+        Bad{"senior_model: s\nmax_num_seqs: 0", "max_num_seqs"},
+        Bad{"senior_model: s\nmax_queue: 0", "max_queue"},
+        Bad{"senior_model: s\ntensor_parallel_size: 0", "tensor_parallel_size"},
+        Bad{"senior_model: s\njunior_tensor_parallel_size: 2", "junior_tensor_parallel_size"},
+        Bad{"senior_model: s\njunior_gpu_devices: [0]", "junior_gpu_devices"},
+        Bad{"senior_model: s\njunior_model: j\njunior_gpu_devices: [0]", "junior_gpu_devices"},
+        Bad{"senior_model: s\njunior_model: j\ncompute: {device: cuda}\n"
+            "junior_gpu_devices: [0, 1]",
+            "junior_gpu_devices"},
+        Bad{"senior_model: s\njunior_model: j\ncompute: {device: cuda}\n"
+            "junior_gpu_devices: [-1]",
+            "junior_gpu_devices[0]"},
+        Bad{"senior_model: s\nheartbeat_timeout_seconds: 0.5", "heartbeat_timeout_seconds"},
+        Bad{"senior_model: s\ncollective_timeout_seconds: 0", "collective_timeout_seconds"}));
+
+TEST(ServerConfigTest, AResolvedRolloutIsResolved) {
+  RolloutServerConfig config;
+  ASSERT_TRUE(Check("senior_model: s", &config).ok());
+  EXPECT_EQ(config.tensor_parallel_size(), 1);
+  EXPECT_EQ(config.junior_tensor_parallel_size(), 1);
+  EXPECT_EQ(config.heartbeat_timeout_seconds(), 15);
+  EXPECT_EQ(config.collective_timeout_seconds(), 600);
+  const absl::Status again = Resolve(&config);
+  EXPECT_TRUE(again.ok()) << again;
+}
 
 TEST(ServerConfigTest, EveryDeviceTypeAndKernelPathIsAccepted) {
   RolloutServerConfig config;
