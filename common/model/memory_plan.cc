@@ -22,11 +22,20 @@ int64_t Numel(const std::vector<ParameterSpec>& specs) {
   return count;
 }
 
+int64_t LargestNumel(const std::vector<ParameterSpec>& specs) {
+  int64_t largest = 0;
+  for (const ParameterSpec& spec : specs) largest = std::max(largest, spec.numel());
+  return largest;
+}
+
 // What is alive at the widest point of one layer, per token: the residual and its norm, then either
-// attention's or the MLP's inputs and outputs.
-int64_t InferenceActivations(const ModelConfig& config) {
+// attention's or the MLP's inputs and outputs; of `ranks` that share out the model, this one's part
+// of these, and what all of them bring to the sum.
+int64_t InferenceActivations(const ModelConfig& config, int64_t ranks) {
   const int64_t attention = 3 * config.query_size() + 3 * config.key_value_size();
-  return 3 * config.hidden_size + std::max(attention, 3 * config.intermediate_size);
+  const int64_t gathered = ranks > 1 ? (ranks + 1) * config.hidden_size : 0;
+  return 3 * config.hidden_size + gathered +
+         std::max(attention, 3 * config.intermediate_size) / ranks;
 }
 
 // What autograd keeps of every layer, per token, in float32: norms with their inputs, queries, keys
@@ -47,15 +56,46 @@ int64_t LinearNumel(const std::vector<ParameterSpec>& specs, bool tied) {
   return count;
 }
 
-absl::Status AddLane(const std::string& name, const ModelConfig& config, int64_t tokens,
-                     const RolloutMemoryOptions& options, MemoryPlan& plan) {
+// Values of one of `ranks` shards.
+int64_t ShardNumel(const std::vector<ParameterSpec>& specs, int64_t ranks) {
+  int64_t count = 0;
+  for (const ParameterSpec& spec : specs) {
+    count += spec.numel() / (spec.shard_axis.has_value() ? ranks : 1);
+  }
+  return count;
+}
+
+// A model that `ranks` share out.
+struct Lane {
+  std::string name;
+  const ModelConfig& config;
+  int64_t ranks = 1;
+};
+
+// What a pass of the lane needs beside its weights and cache.
+struct PassBytes {
+  int64_t activations = 0;
+  int64_t logits = 0;
+};
+
+absl::Status AddLane(const Lane& lane, int64_t tokens, const RolloutMemoryOptions& options,
+                     MemoryPlan& plan, PassBytes& pass) {
+  if (options.rank >= lane.ranks) return absl::OkStatus();  // another's
+  const ModelConfig& config = lane.config;
   TANDEM_ASSIGN_OR_RETURN(const auto specs,
                           ModelParameters(config, {.tied = config.tie_word_embeddings}));
   const int64_t item = ItemBytes(options.dtype);
-  plan.items.push_back({name + "_weights", Numel(specs) * item});
+  plan.items.push_back({lane.name + "_weights", ShardNumel(specs, lane.ranks) * item});
   plan.items.push_back(
-      {name + "_kv_cache",
-       options.num_slots * tokens * 2 * config.num_hidden_layers * config.key_value_size() * item});
+      {lane.name + "_kv_cache", options.num_slots * tokens * 2 * config.num_hidden_layers *
+                                    config.key_value_size() / lane.ranks * item});
+  pass.activations =
+      std::max(pass.activations,
+               options.max_batched_tokens * InferenceActivations(config, lane.ranks) * item);
+  // The rows that all ranks bring, and then side by side.
+  const int64_t copies = lane.ranks > 1 ? 2 : 1;
+  pass.logits = std::max(pass.logits,
+                         copies * std::max(kRolloutLogitsBytes, config.vocab_size * kFloatBytes));
   return absl::OkStatus();
 }
 
@@ -83,18 +123,22 @@ absl::StatusOr<MemoryPlan> RolloutMemoryPlan(const ModelConfig& senior, const Mo
   MemoryPlan plan;
   int64_t tokens = senior.LongestSequence(options.max_model_len);
   if (junior != nullptr) tokens = junior->LongestSequence(tokens);
-  TANDEM_RETURN_IF_ERROR(AddLane("senior", senior, tokens, options, plan));
-  int64_t activations = InferenceActivations(senior);
+  PassBytes pass;
+  TANDEM_RETURN_IF_ERROR(
+      AddLane({"senior", senior, options.senior_ranks}, tokens, options, plan, pass));
   if (junior != nullptr) {
-    TANDEM_RETURN_IF_ERROR(AddLane("junior", *junior, tokens, options, plan));
-    activations = std::max(activations, InferenceActivations(*junior));
+    TANDEM_RETURN_IF_ERROR(
+        AddLane({"junior", *junior, options.junior_ranks}, tokens, options, plan, pass));
   }
-  TANDEM_ASSIGN_OR_RETURN(const auto specs,
-                          ModelParameters(senior, {.tied = senior.tie_word_embeddings}));
-  plan.items.push_back({"staged_weight_update", Numel(specs) * kFloatBytes});
-  plan.items.push_back(
-      {"activations", options.max_batched_tokens * activations * ItemBytes(options.dtype)});
-  plan.items.push_back({"logits", std::max(kRolloutLogitsBytes, senior.vocab_size * kFloatBytes)});
+  if (options.rank < options.senior_ranks) {
+    TANDEM_ASSIGN_OR_RETURN(const auto specs,
+                            ModelParameters(senior, {.tied = senior.tie_word_embeddings}));
+    // Rank 0 gives the others one tensor after the other.
+    plan.items.push_back({"staged_weight_update",
+                          (options.rank == 0 ? Numel(specs) : LargestNumel(specs)) * kFloatBytes});
+  }
+  plan.items.push_back({"activations", pass.activations});
+  plan.items.push_back({"logits", pass.logits});
   return plan;
 }
 

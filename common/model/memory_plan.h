@@ -35,9 +35,13 @@ struct RolloutMemoryOptions {
   int64_t max_model_len = 0;       // tokens per slot; the models' own limits apply too
   int64_t max_batched_tokens = 0;  // in one forward pass
   DType dtype = DType::kFloat32;   // of weights, caches and activations
+  // A lane's model is shared out among the first so many ranks of the server.
+  int64_t senior_ranks = 1;
+  int64_t junior_ranks = 1;
+  int64_t rank = 0;  // whose memory it is; rank 0 receives new weights
 };
 
-// `junior` may be nullptr. UNIMPLEMENTED for a family that is not there.
+// Of one rank. `junior` may be nullptr. UNIMPLEMENTED for a family that is not there.
 absl::StatusOr<MemoryPlan> RolloutMemoryPlan(const ModelConfig& senior, const ModelConfig* junior,
                                              const RolloutMemoryOptions& options);
 

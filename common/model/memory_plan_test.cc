@@ -73,6 +73,30 @@ TEST(MemoryPlanTest, CachesOfBothLanesAreCountedUpToTheShorterLimit) {
   EXPECT_FALSE(halved.contains("junior_weights"));
 }
 
+TEST(MemoryPlanTest, RanksOfARolloutHoldTheirPartsOfTheLanes) {
+  const nlohmann::json even = {{"vocab_size", 64}, {"intermediate_size", 48}};
+  const ModelConfig senior = TinyConfig("llama", even), junior = TinyConfig("qwen3", even);
+  RolloutMemoryOptions options = {.num_slots = 5, .max_model_len = 100, .max_batched_tokens = 64};
+  auto whole = Items(RolloutMemoryPlan(senior, &junior, options).value());
+  options.senior_ranks = 2;
+  auto first = Items(RolloutMemoryPlan(senior, &junior, options).value());
+  EXPECT_EQ(first["senior_kv_cache"], whole["senior_kv_cache"] / 2);
+  EXPECT_EQ(first["junior_kv_cache"], whole["junior_kv_cache"]);
+  EXPECT_EQ(first["junior_weights"], whole["junior_weights"]);
+  EXPECT_EQ(first["staged_weight_update"], whole["staged_weight_update"]);
+  options.rank = 1;
+  auto second = Items(RolloutMemoryPlan(senior, &junior, options).value());
+  const auto shard = TinyModel("llama", even, {.placement = {.shard_index = 1, .shard_count = 2}});
+  int64_t bytes = 0;
+  for (const auto& [name, tensor] : shard->Parameters()) {
+    bytes += static_cast<int64_t>(tensor.nbytes());
+  }
+  EXPECT_EQ(second["senior_weights"], bytes);
+  EXPECT_EQ(second["senior_weights"], first["senior_weights"]);
+  EXPECT_FALSE(second.contains("junior_weights"));
+  EXPECT_EQ(second["staged_weight_update"], 4 * 64 * senior.hidden_size) << "a tensor at a time";
+}
+
 TEST(MemoryPlanTest, ALongSequenceDecidesOverTheMicroBatch) {
   const ModelConfig config = TinyConfig();
   const auto activations = [&](int64_t micro_batch_tokens, int64_t max_model_len) {
