@@ -2,21 +2,30 @@
 
 #include <c10/core/InferenceMode.h>
 
+#include <algorithm>
+#include <atomic>
 #include <mutex>
+#include <optional>
+#include <string>
 #include <utility>
+#include <vector>
 
 #include "absl/strings/str_cat.h"
 #include "absl/time/clock.h"
 #include "common/base/engine_thread.h"
 #include "common/base/error.h"
 #include "common/base/status_macros.h"
+#include "common/base/struct_bytes.h"
 #include "common/model/compute_setup.h"
 #include "common/tensor/catch_torch_errors.h"
 #include "common/tensor/staged_weight_receiver.h"
+#include "services/rollout/engine/engine_ranks.h"
 #include "services/rollout/engine/generator.h"
 #include "services/rollout/engine/loaded_models.h"
+#include "services/rollout/engine/ranked_runner.h"
 #include "services/rollout/engine/request_check.h"
 #include "services/rollout/engine/scorer.h"
+#include "services/rollout/engine/shard_weights.h"
 #include "services/rollout/engine/torch_runner.h"
 
 namespace tandem::rollout {
@@ -38,49 +47,63 @@ int64_t SizeBytes(const ScoreRequest& request) {
   return tokens * static_cast<int64_t>(sizeof(int32_t) + 2 * sizeof(float));
 }
 
+// A lane on this rank.
+struct Lane {
+  LaneRanks ranks;
+  std::unique_ptr<TorchRunner> own;     // nullptr where there is no model, or none of its parts
+  std::unique_ptr<RankedRunner> ahead;  // rank 0's, where others have parts too
+
+  // What rank 0 generates with.
+  ModelRunner* runner() const {
+    return ahead != nullptr ? static_cast<ModelRunner*>(ahead.get()) : own.get();
+  }
+};
+
+// What a rank has loaded.
+struct EngineParts {
+  std::shared_ptr<parallel::ServerRanks> ranks;
+  LoadedModels models;  // without the models, which the lanes have
+  std::vector<WeightSpec> senior_parameters;
+  std::optional<WeightSpec> tied_head;  // of the senior: may be sent all the same
+  Lane senior, junior;
+};
+
 // Everything that touches a model or a sequence runs on the engine thread: a command, or a step of
 // generation and then one of scoring. The mutex guards what other threads read.
 class EngineImpl : public Engine {
  public:
-  EngineImpl(const EngineOptions& options, LoadedModels models)
+  EngineImpl(const EngineOptions& options, EngineParts parts)
       : options_(options),
-        info_(std::move(models.info)),
+        info_(std::move(parts.models.info)),
         limits_{.vocab_size = info_.senior.vocab_size,
-                .max_model_len = models.max_model_len,
+                .max_model_len = parts.models.max_model_len,
                 .max_samples = options.max_queue,
-                .has_junior = models.junior != nullptr},
-        boundaries_(std::move(models.boundaries)) {
-    const int64_t slots = options.max_num_seqs + kScoreSlots;
-    std::optional<WeightSpec> tied_head;  // may be sent all the same
-    if (models.senior->tied()) {
-      tied_head = {.name = "lm_head.weight",
-                   .shape = models.senior->Parameter(kEmbeddingName).sizes().vec()};
-    }
-    const WeightsVersion senior_weights = {.version = 0, .digest = models.senior_digest};
+                .has_junior = info_.junior.has_value()},
+        boundaries_(std::move(parts.models.boundaries)),
+        ranks_(std::move(parts.ranks)),
+        senior_(std::move(parts.senior)),
+        junior_(std::move(parts.junior)) {
+    const int64_t max_model_len = parts.models.max_model_len;
+    const WeightsVersion senior_weights = {.version = 0, .digest = parts.models.senior_digest};
     weights_ = std::make_unique<StagedWeightReceiver>(
-        models.senior->WeightSpecs(DType::kFloat32), tied_head, senior_weights,
+        std::move(parts.senior_parameters), std::move(parts.tied_head), senior_weights,
         [this](const WeightManifest& manifest, absl::Span<const std::byte> stream,
                const CallScope& call) {
           return thread_->Run(call, [&] {
             return CatchTorchErrors("weights", [&] { return SwapWeights(manifest, stream); });
           });
         });
-    senior_ = std::make_unique<TorchRunner>(std::move(models.senior), slots, models.max_model_len);
-    if (models.junior != nullptr) {
-      junior_ =
-          std::make_unique<TorchRunner>(std::move(models.junior), slots, models.max_model_len);
-    }
     generator_ = std::make_unique<Generator>(
         GeneratorOptions{.limits = {.max_num_seqs = options.max_num_seqs,
                                     .max_batched_tokens = options.max_batched_tokens},
-                         .max_model_len = models.max_model_len,
-                         .eos_token_ids = std::move(models.eos_token_ids),
+                         .max_model_len = max_model_len,
+                         .eos_token_ids = std::move(parts.models.eos_token_ids),
                          .senior_weights = senior_weights,
                          .junior_version = info_.junior_version},
-        boundaries_.get(), senior_.get(), junior_.get());
-    scorer_ = std::make_unique<Scorer>(options.max_batched_tokens, senior_weights, senior_.get(),
-                                       junior_.get());
-    stats_.kv_capacity_tokens = options.max_num_seqs * models.max_model_len;
+        boundaries_.get(), senior_.runner(), junior_.runner());
+    scorer_ = std::make_unique<Scorer>(options.max_batched_tokens, senior_weights, senior_.runner(),
+                                       junior_.runner());
+    stats_.kv_capacity_tokens = options.max_num_seqs * max_model_len;
     thread_ = std::make_unique<EngineThread>(
         EngineThreadOptions{.name = "rollout engine",
                             .around = [this](absl::FunctionRef<void()> loop) { Live(loop); },
@@ -193,7 +216,7 @@ class EngineImpl : public Engine {
     std::lock_guard lock(mutex_);
     EngineStats stats = stats_;
     stats.sequences_waiting += posted_samples_;
-    stats.last_progress = thread_->last_progress();
+    stats.last_progress = std::max(stats.last_progress, thread_->last_progress());
     return stats;
   }
 
@@ -203,6 +226,8 @@ class EngineImpl : public Engine {
 
   void Shutdown() override { thread_->Shutdown(); }
 
+  bool ended() const override { return ended_; }
+
  private:
   // What the engine thread runs, from its start to its end. What still waits when the loop is over
   // fails; no exception leaves (FailAll).
@@ -210,8 +235,40 @@ class EngineImpl : public Engine {
     // Both are settings of the thread.
     SetComputeThreads(options_.compute);
     const c10::InferenceMode inference_mode;
+    if (!ranks_->leads()) Follow();
     loop();
     FailAll(absl::CancelledError("the engine was shut down"));
+    if (!ranks_->leads()) return;
+    // If they cannot hear it, this process is about to end.
+    CatchTorchErrors("ranks", [&] {
+      ranks_->Announce({});
+      return absl::OkStatus();
+    }).IgnoreError();
+  }
+
+  // Of a rank other than 0: does what rank 0 announces, until it shuts down.
+  void Follow() {
+    while (!ended_) {
+      const absl::Status status = CatchTorchErrors("ranks", [&] { return FollowCommand(); });
+      if (!status.ok()) ranks_->Fail(std::string(status.message()));
+    }
+  }
+
+  absl::Status FollowCommand() {
+    const parallel::ServerRanks::Command command = ranks_->Await();
+    if (command.name.empty()) {
+      ended_ = true;
+    } else if (command.name == kPassCommand) {
+      TANDEM_ASSIGN_OR_RETURN(const RankedPass pass, FromBytes<RankedPass>(command.request));
+      const Lane& lane = pass.lane == Author::kSenior ? senior_ : junior_;
+      if (lane.own != nullptr) TANDEM_RETURN_IF_ERROR(FollowPass(pass, *lane.own));
+    } else if (command.name == kWeightsCommand && senior_.own != nullptr) {
+      TANDEM_ASSIGN_OR_RETURN(const auto weights, FromBytes<RankedWeights>(command.request));
+      ReceiveWeights(weights, *senior_.ranks.group, senior_.own->model());
+    }
+    std::lock_guard lock(mutex_);
+    stats_.last_progress = absl::Now();
+    return absl::OkStatus();
   }
 
   // See EngineThreadOptions::step.
@@ -244,8 +301,23 @@ class EngineImpl : public Engine {
     posted_samples_ -= arrived;
   }
 
+  // Gives the other ranks what this one has taken. There is no way back.
+  void ShareWeights(const NamedTensors& tensors) {
+    const absl::Status sent = CatchTorchErrors("weights", [&] {
+      const RankedWeights weights = Announced(tensors, senior_.own->model());
+      ranks_->Announce({.name = kWeightsCommand, .request_id = "", .request = ToBytes(weights)});
+      SendWeights(weights, tensors, *senior_.ranks.group);
+      return absl::OkStatus();
+    });
+    if (!sent.ok()) ranks_->Fail(std::string(sent.message()));
+  }
+
   absl::Status SwapWeights(const WeightManifest& manifest, absl::Span<const std::byte> stream) {
-    TANDEM_RETURN_IF_ERROR(ApplyWeights(manifest, stream, senior_->model()));
+    TANDEM_ASSIGN_OR_RETURN(const NamedTensors tensors, TensorsIn(manifest, stream));
+    Model& model = senior_.own->model();
+    // Checks all of them first: what this rank takes, the others can take.
+    TANDEM_RETURN_IF_ERROR(model.LoadParameters(tensors));
+    if (senior_.ranks.shared()) ShareWeights(tensors);
     const WeightsVersion weights = {.version = manifest.version, .digest = manifest.digest};
     generator_->OnSeniorUpdated(weights, options_.on_weight_update);
     scorer_->OnSeniorUpdated(weights);
@@ -258,10 +330,11 @@ class EngineImpl : public Engine {
   const RequestLimits limits_;
   const std::unique_ptr<BoundarySets> boundaries_;
   std::unique_ptr<StagedWeightReceiver> weights_;
+  std::atomic<bool> ended_ = false;
 
   // Engine thread only.
-  std::unique_ptr<TorchRunner> senior_;
-  std::unique_ptr<TorchRunner> junior_;
+  const std::shared_ptr<parallel::ServerRanks> ranks_;
+  const Lane senior_, junior_;
   std::unique_ptr<Generator> generator_;
   std::unique_ptr<Scorer> scorer_;
   bool paused_ = false;
@@ -278,10 +351,52 @@ class EngineImpl : public Engine {
 
 }  // namespace
 
+namespace {
+
+Lane MakeLane(Author author, LaneRanks ranks, std::unique_ptr<Model> model,
+              const EngineOptions& options, int64_t max_model_len,
+              parallel::ServerRanks* server_ranks) {
+  Lane lane{.ranks = std::move(ranks), .own = nullptr, .ahead = nullptr};
+  if (model == nullptr || !lane.ranks.holds()) return lane;
+  lane.own = std::make_unique<TorchRunner>(std::move(model), options.max_num_seqs + kScoreSlots,
+                                           max_model_len);
+  if (lane.ranks.shared() && server_ranks->leads()) {
+    lane.ahead = std::make_unique<RankedRunner>(author, server_ranks, lane.own.get());
+  }
+  return lane;
+}
+
+absl::StatusOr<EngineParts> LoadParts(const EngineOptions& options, EngineRanks ranks) {
+  EngineParts parts;
+  TANDEM_ASSIGN_OR_RETURN(parts.models,
+                          LoadModels(options, ranks.senior.placement, ranks.junior.placement));
+  LoadedModels& models = parts.models;
+  parts.senior_parameters = models.senior->WeightSpecs(DType::kFloat32);
+  if (models.senior->tied()) {
+    const ModelConfig& config = models.senior->config();
+    parts.tied_head = {.name = kLmHeadName, .shape = {config.vocab_size, config.hidden_size}};
+  }
+  parts.ranks = std::move(ranks.server);
+  parts.senior = MakeLane(Author::kSenior, std::move(ranks.senior), std::move(models.senior),
+                          options, models.max_model_len, parts.ranks.get());
+  parts.junior = MakeLane(Author::kJunior, std::move(ranks.junior), std::move(models.junior),
+                          options, models.max_model_len, parts.ranks.get());
+  return parts;
+}
+
+}  // namespace
+
 absl::StatusOr<std::unique_ptr<Engine>> CreateEngine(const EngineOptions& options) {
   return CatchTorchErrors("models", [&]() -> absl::StatusOr<std::unique_ptr<Engine>> {
-    TANDEM_ASSIGN_OR_RETURN(LoadedModels models, LoadModels(options));
-    return std::make_unique<EngineImpl>(options, std::move(models));
+    TANDEM_RETURN_IF_ERROR(CheckOptions(options));
+    TANDEM_ASSIGN_OR_RETURN(EngineRanks ranks, JoinRanks(options));
+    const std::shared_ptr<parallel::ServerRanks> server = ranks.server;
+    absl::StatusOr<EngineParts> parts =
+        CatchTorchErrors("models", [&] { return LoadParts(options, std::move(ranks)); });
+    TANDEM_RETURN_IF_ERROR(server->Agree(parts.status()));
+    TANDEM_RETURN_IF_ERROR(server->CheckSame("senior_model", parts->models.senior_digest));
+    TANDEM_RETURN_IF_ERROR(server->CheckSame("junior_model", parts->models.junior_digest));
+    return std::make_unique<EngineImpl>(options, *std::move(parts));
   });
 }
 

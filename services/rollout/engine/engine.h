@@ -1,6 +1,9 @@
 // The rollout engine: samples responses from a senior and a junior that share one sequence. One
 // engine thread owns the models; every method here is thread-safe, and none blocks unless it says
 // so.
+//
+// A server of several ranks has an engine on each. Rank 0's is called; the others compute what it
+// announces.
 #ifndef TANDEM_SERVICES_ROLLOUT_ENGINE_ENGINE_H_
 #define TANDEM_SERVICES_ROLLOUT_ENGINE_ENGINE_H_
 
@@ -58,12 +61,16 @@ class Engine {
   // Weights of the senior.
   virtual WeightReceiver& weights() = 0;
 
-  // Cancels everything and stops the engine thread. The destructor calls it.
+  // Cancels everything and stops the engine thread. On a rank other than 0 it waits until rank 0
+  // shuts down. The destructor calls it.
   virtual void Shutdown() = 0;
+  // Whether rank 0 has shut down: this rank has nothing to do any more.
+  virtual bool ended() const = 0;
 };
 
-// Loads the models (blocks) and starts the engine thread. Refuses a junior whose vocabulary
-// differs, naming the first differing id.
+// Joins the other ranks, loads the models (blocks) and starts the engine thread. Refuses a junior
+// whose vocabulary differs, naming the first differing id; FAILED_PRECONDITION, naming the rank, if
+// ranks have other configurations or model files; the errors of CheckRankLayout.
 absl::StatusOr<std::unique_ptr<Engine>> CreateEngine(const EngineOptions& options);
 
 }  // namespace tandem::rollout

@@ -9,15 +9,14 @@
 #include <algorithm>
 #include <atomic>
 #include <cmath>
-#include <cstring>
 #include <fstream>
 #include <future>
 #include <stdexcept>
 #include <thread>
 #include <utility>
 
-#include "common/base/checksum.h"
 #include "common/base/error.h"
+#include "services/rollout/engine/testing/engine_calls.h"
 #include "services/rollout/engine/testing/recording_listener.h"
 #include "services/rollout/engine/testing/tiny_tokenizer.h"
 #include "services/rollout/engine/torch_runner.h"
@@ -75,38 +74,6 @@ class EngineTest : public ::testing::Test {
     return request;
   }
 
-  static std::vector<std::shared_ptr<RecordingListener>> Submit(
-      Engine& engine, const std::vector<PromptRequest>& requests,
-      std::vector<PromptId>* ids = nullptr) {
-    std::vector<std::shared_ptr<RecordingListener>> listeners;
-    std::vector<Submission> batch;
-    for (const PromptRequest& request : requests) {
-      listeners.push_back(std::make_shared<RecordingListener>(request.num_samples));
-      batch.push_back({request, listeners.back()});
-    }
-    const auto submitted = engine.Submit(std::move(batch));
-    EXPECT_TRUE(submitted.ok()) << submitted.status();
-    if (ids != nullptr && submitted.ok()) *ids = *submitted;
-    return listeners;
-  }
-  static Trajectory Run(Engine& engine, const PromptRequest& request) {
-    const auto listener = Submit(engine, {request})[0];
-    listener->Wait();
-    EXPECT_EQ(listener->failure(), std::nullopt);
-    return listener->finished().at(0);
-  }
-
-  // Waits for the scores.
-  static absl::StatusOr<ScoreResult> Score(Engine& engine, ScoreRequest request,
-                                           const CallScope& call = {}) {
-    std::promise<absl::StatusOr<ScoreResult>> done;
-    const absl::Status queued = engine.Score(
-        std::move(request), call,
-        [&](absl::StatusOr<ScoreResult> result) { done.set_value(std::move(result)); });
-    if (!queued.ok()) return queued;
-    return done.get_future().get();
-  }
-
   static TemporaryFolder* folder_;
 };
 
@@ -121,12 +88,12 @@ TEST_F(EngineTest, Law1EqualModelsGreedyGiveTheSoloTokens) {
   const auto engine = CreateSelfPaired();
   PromptRequest solo = Request({.enabled = false});
   solo.sampling.temperature = 0;
-  const Trajectory expected = Run(*engine, solo);
+  const Trajectory expected = RunOne(*engine, solo);
   for (const auto strategy : kStrategies) {
     for (const double prob_senior : {0.0, 0.5, 1.0}) {
       PromptRequest request = Request({.selection_strategy = strategy, .prob_senior = prob_senior});
       request.sampling.temperature = 0;
-      const Trajectory t = Run(*engine, request);
+      const Trajectory t = RunOne(*engine, request);
       EXPECT_EQ(t.response_token_ids, expected.response_token_ids);
       EXPECT_EQ(t.author_logprobs, expected.author_logprobs);
     }
@@ -135,8 +102,8 @@ TEST_F(EngineTest, Law1EqualModelsGreedyGiveTheSoloTokens) {
 
 TEST_F(EngineTest, Law2CertainSeniorIsTandemSwitchedOffBitForBit) {
   const auto engine = Create();
-  const Trajectory off = Run(*engine, Request({.enabled = false}));
-  const Trajectory on = Run(*engine, Request({.prob_senior = 1.0}));
+  const Trajectory off = RunOne(*engine, Request({.enabled = false}));
+  const Trajectory on = RunOne(*engine, Request({.prob_senior = 1.0}));
   EXPECT_EQ(on.response_token_ids, off.response_token_ids);
   EXPECT_EQ(on.author_logprobs, off.author_logprobs);
   EXPECT_EQ(on.authorship_mask, off.authorship_mask);
@@ -146,11 +113,11 @@ TEST_F(EngineTest, Law2CertainSeniorIsTandemSwitchedOffBitForBit) {
 }
 
 TEST_F(EngineTest, Law2CertainJuniorIsTheJuniorAlone) {
-  const Trajectory mixed = Run(*Create(), Request({.prob_senior = 0.0}));
+  const Trajectory mixed = RunOne(*Create(), Request({.prob_senior = 0.0}));
   EngineOptions options = Options();
   options.senior_model = Junior();
   options.junior_model = "";
-  const Trajectory alone = Run(*Create(options), Request({.enabled = false}));
+  const Trajectory alone = RunOne(*Create(options), Request({.enabled = false}));
   EXPECT_EQ(mixed.response_token_ids, alone.response_token_ids);
   EXPECT_EQ(mixed.author_logprobs, alone.author_logprobs);
 }
@@ -191,7 +158,7 @@ TEST_F(EngineTest, Law5LogProbsEqualRunningBothModelsOnEveryToken) {
     PromptRequest request = Request({.selection_strategy = strategy});
     request.return_other_logprobs = true;
     request.sampling.temperature = 0.7;
-    const Trajectory t = Run(*engine, request);
+    const Trajectory t = RunOne(*engine, request);
     std::vector<int32_t> tokens = t.prompt_token_ids;
     tokens.insert(tokens.end(), t.response_token_ids.begin(), t.response_token_ids.end());
     const auto prompt_length = static_cast<int64_t>(t.prompt_token_ids.size());
@@ -500,7 +467,7 @@ TEST_F(EngineTest, PauseHoldsAndResumeGoesOnIdentically) {
   request.stream_tokens = true;
   request.sampling.max_tokens = 100;
   request.sampling.ignore_eos = true;
-  const Trajectory expected = Run(*engine, request);
+  const Trajectory expected = RunOne(*engine, request);
   const auto listener = Submit(*engine, {request})[0];
   listener->WaitForTokens(5);
   ASSERT_TRUE(engine->Pause({}).ok());
@@ -539,22 +506,6 @@ TEST_F(EngineTest, ShutdownCancelsAndRefuses) {
             absl::StatusCode::kUnavailable);
 }
 
-// The byte stream and manifest of a model's parameters.
-WeightManifest ManifestOf(const Model& model, int64_t version, std::vector<std::byte>& stream) {
-  WeightManifest manifest = {.version = version, .tensors = {}, .total_bytes = 0, .digest = ""};
-  for (const auto& [name, tensor] : model.Parameters()) {
-    const at::Tensor values = tensor.contiguous();
-    manifest.tensors.push_back({.name = name, .shape = values.sizes().vec()});
-    const size_t begin = stream.size();
-    stream.resize(begin + values.nbytes());
-    std::memcpy(stream.data() + begin, values.const_data_ptr(), values.nbytes());
-  }
-  manifest.total_bytes = static_cast<int64_t>(stream.size());
-  manifest.chunk_bytes = manifest.total_bytes;
-  manifest.digest = Xxh3Hex(stream.data(), stream.size());
-  return manifest;
-}
-
 TEST_F(EngineTest, CommittedWeightsWriteTheNextTokens) {
   TemporaryFolder folder;
   WriteTinyModelAndTokenizer(folder.path(), 5);
@@ -563,11 +514,11 @@ TEST_F(EngineTest, CommittedWeightsWriteTheNextTokens) {
   const WeightManifest manifest = ManifestOf(*replacement, 3, stream);
 
   const auto engine = Create();
-  const Trajectory before = Run(*engine, Request({.enabled = false}));
+  const Trajectory before = RunOne(*engine, Request({.enabled = false}));
   WeightReceiver& weights = engine->weights();
   ASSERT_TRUE(weights.Begin("u", manifest, false).ok());
   ASSERT_TRUE(weights.Append("u", 0, stream).ok());
-  EXPECT_EQ(Run(*engine, Request({.enabled = false})).response_token_ids,
+  EXPECT_EQ(RunOne(*engine, Request({.enabled = false})).response_token_ids,
             before.response_token_ids);
   ASSERT_TRUE(engine->Pause({}).ok());  // a swap does not wait for Resume
   const auto committed = weights.Commit("u", {});
@@ -579,8 +530,8 @@ TEST_F(EngineTest, CommittedWeightsWriteTheNextTokens) {
   options.senior_model = folder.path();
   const auto fresh = Create(options);
   EXPECT_EQ(fresh->weights().Version().digest, manifest.digest);
-  const Trajectory expected = Run(*fresh, Request({.enabled = false}));
-  const Trajectory after = Run(*engine, Request({.enabled = false}));
+  const Trajectory expected = RunOne(*fresh, Request({.enabled = false}));
+  const Trajectory after = RunOne(*engine, Request({.enabled = false}));
   EXPECT_NE(after.response_token_ids, before.response_token_ids);
   EXPECT_EQ(after.response_token_ids, expected.response_token_ids);
   EXPECT_EQ(after.author_logprobs, expected.author_logprobs);
@@ -594,12 +545,12 @@ TEST_F(EngineTest, DamagedWeightsLeaveTheOldOnesInForce) {
   const WeightManifest manifest = ManifestOf(*model, 1, stream);
   stream[100] ^= std::byte{1};
   const auto engine = Create();
-  const Trajectory before = Run(*engine, Request({}));
+  const Trajectory before = RunOne(*engine, Request({}));
   ASSERT_TRUE(engine->weights().Begin("u", manifest, false).ok());
   ASSERT_TRUE(engine->weights().Append("u", 0, stream).ok());
   EXPECT_EQ(engine->weights().Commit("u", {}).status().code(), absl::StatusCode::kDataLoss);
   EXPECT_EQ(engine->weights().Version().version, 0);
-  EXPECT_EQ(Run(*engine, Request({})).author_logprobs, before.author_logprobs);
+  EXPECT_EQ(RunOne(*engine, Request({})).author_logprobs, before.author_logprobs);
 }
 
 TEST_F(EngineTest, NotANumberWeightsFailThePromptAndNotTheEngine) {
@@ -614,13 +565,13 @@ TEST_F(EngineTest, NotANumberWeightsFailThePromptAndNotTheEngine) {
   const auto broken = Submit(*engine, {Request({.prob_senior = 1.0})})[0];
   broken->Wait();
   EXPECT_EQ(broken->failure()->code(), absl::StatusCode::kInternal);
-  EXPECT_EQ(Run(*engine, Request({.prob_senior = 0.0})).finish_reason, FinishReason::kLength);
+  EXPECT_EQ(RunOne(*engine, Request({.prob_senior = 0.0})).finish_reason, FinishReason::kLength);
 }
 
 TEST_F(EngineTest, TheJuniorsEndOfSequenceEndsAResponseToo) {
   PromptRequest request = Request({.prob_senior = 1.0});
   request.sampling.ignore_eos = true;
-  const Trajectory whole = Run(*Create(), request);
+  const Trajectory whole = RunOne(*Create(), request);
   const int32_t stop = whole.response_token_ids[9];
   const auto first =
       std::find(whole.response_token_ids.begin(), whole.response_token_ids.end(), stop);
@@ -633,7 +584,7 @@ TEST_F(EngineTest, TheJuniorsEndOfSequenceEndsAResponseToo) {
   const auto engine = Create(options);
   EXPECT_THAT(engine->Info().junior->eos_token_ids, ::testing::ElementsAre(stop));
   request.sampling.ignore_eos = false;
-  const Trajectory stopped = Run(*engine, request);
+  const Trajectory stopped = RunOne(*engine, request);
   EXPECT_EQ(stopped.finish_reason, FinishReason::kStop);
   EXPECT_EQ(stopped.response_token_ids,
             std::vector<int32_t>(whole.response_token_ids.begin(), first + 1));
@@ -659,7 +610,8 @@ TEST_F(EngineTest, AnExceptionInAStepFailsItsPromptsAndNotTheEngine) {
   const auto listener = std::make_shared<ThrowingListener>();
   ASSERT_TRUE(engine->Submit({{request, listener}}).ok());
   EXPECT_EQ(listener->WaitForFailure().code(), absl::StatusCode::kInternal);
-  EXPECT_EQ(Run(*engine, Request({})).author_logprobs, Run(*Create(), Request({})).author_logprobs);
+  EXPECT_EQ(RunOne(*engine, Request({})).author_logprobs,
+            RunOne(*Create(), Request({})).author_logprobs);
   // A listener hears before the numbers of its step are published.
   ASSERT_TRUE(engine->Pause({}).ok());
   EXPECT_EQ(engine->Stats().senior_kv_tokens, 0);

@@ -9,7 +9,6 @@
 #include "absl/strings/str_cat.h"
 #include "common/base/error.h"
 #include "common/base/status_macros.h"
-#include "common/model/compute_setup.h"
 #include "common/tensor/aten_bytes.h"
 
 namespace tandem::rollout {
@@ -22,6 +21,8 @@ absl::StatusOr<std::unique_ptr<Model>> LoadOne(const std::string& directory,
   if (!model.ok()) return PrependFieldPath(field, model.status());
   return model;
 }
+
+}  // namespace
 
 absl::Status CheckOptions(const EngineOptions& options) {
   const std::pair<const char*, int64_t> positive[] = {
@@ -42,6 +43,8 @@ absl::Status CheckOptions(const EngineOptions& options) {
   return absl::OkStatus();
 }
 
+namespace {
+
 absl::Status CheckSameSize(const Model& senior, const Model& junior) {
   if (senior.config().vocab_size == junior.config().vocab_size) return absl::OkStatus();
   return WithReason(
@@ -56,11 +59,10 @@ absl::Status CheckSameSize(const Model& senior, const Model& junior) {
 
 }  // namespace
 
-absl::StatusOr<LoadedModels> LoadModels(const EngineOptions& options) {
-  TANDEM_RETURN_IF_ERROR(CheckOptions(options));
+absl::StatusOr<LoadedModels> LoadModels(const EngineOptions& options, const Placement& senior,
+                                        const Placement& junior) {
   LoadedModels result;
-  TANDEM_ASSIGN_OR_RETURN(const Placement placement, SetUpCompute(options.compute));
-  TANDEM_ASSIGN_OR_RETURN(result.senior, LoadOne(options.senior_model, "senior_model", placement));
+  TANDEM_ASSIGN_OR_RETURN(result.senior, LoadOne(options.senior_model, "senior_model", senior));
   const ModelConfig& config = result.senior->config();
   result.max_model_len = config.LongestSequence(options.max_model_len);
   std::set<int32_t> eos_token_ids(config.eos_token_ids.begin(), config.eos_token_ids.end());
@@ -68,8 +70,7 @@ absl::StatusOr<LoadedModels> LoadModels(const EngineOptions& options) {
   absl::StatusOr<Vocabulary> vocabulary = Vocabulary::Load(options.senior_model, config.vocab_size);
   if (!options.junior_model.empty()) {
     if (!vocabulary.ok()) return PrependFieldPath("senior_model", vocabulary.status());
-    TANDEM_ASSIGN_OR_RETURN(result.junior,
-                            LoadOne(options.junior_model, "junior_model", placement));
+    TANDEM_ASSIGN_OR_RETURN(result.junior, LoadOne(options.junior_model, "junior_model", junior));
     absl::StatusOr<Vocabulary> junior_vocabulary =
         Vocabulary::Load(options.junior_model, result.junior->config().vocab_size);
     if (!junior_vocabulary.ok()) {
@@ -78,9 +79,9 @@ absl::StatusOr<LoadedModels> LoadModels(const EngineOptions& options) {
     TANDEM_RETURN_IF_ERROR(
         PrependFieldPath("junior_model", Vocabulary::CheckSame(*vocabulary, *junior_vocabulary)));
     TANDEM_RETURN_IF_ERROR(CheckSameSize(*result.senior, *result.junior));
-    const ModelConfig& junior = result.junior->config();
-    eos_token_ids.insert(junior.eos_token_ids.begin(), junior.eos_token_ids.end());
-    result.max_model_len = junior.LongestSequence(result.max_model_len);
+    const ModelConfig& junior_config = result.junior->config();
+    eos_token_ids.insert(junior_config.eos_token_ids.begin(), junior_config.eos_token_ids.end());
+    result.max_model_len = junior_config.LongestSequence(result.max_model_len);
     result.junior_digest = result.junior->weights_digest();
     result.info.junior = result.junior->Summary(result.max_model_len);
     result.info.junior->vocabulary_digest = junior_vocabulary->Digest();
@@ -105,8 +106,8 @@ absl::StatusOr<LoadedModels> LoadModels(const EngineOptions& options) {
   return result;
 }
 
-absl::Status ApplyWeights(const WeightManifest& manifest, absl::Span<const std::byte> stream,
-                          Model& model) {
+absl::StatusOr<NamedTensors> TensorsIn(const WeightManifest& manifest,
+                                       absl::Span<const std::byte> stream) {
   NamedTensors tensors;
   size_t offset = 0;
   for (const WeightSpec& spec : manifest.tensors) {
@@ -115,13 +116,12 @@ absl::Status ApplyWeights(const WeightManifest& manifest, absl::Span<const std::
     if (bytes > stream.size() - offset) {
       return absl::InternalError(absl::StrCat("the stream ends inside \"", spec.name, "\""));
     }
-    // LoadParameters only reads.
     void* const data = const_cast<std::byte*>(stream.data() + offset);
     tensors.emplace_back(spec.name,
                          at::from_blob(data, spec.shape, at::dtype(ToScalarType(spec.dtype))));
     offset += bytes;
   }
-  return model.LoadParameters(tensors);
+  return tensors;
 }
 
 }  // namespace tandem::rollout

@@ -12,6 +12,7 @@
 #include "absl/types/span.h"
 #include "common/model/model.h"
 #include "common/tandem/vocabulary.h"
+#include "common/tensor/named_tensors.h"
 #include "common/tensor/weight_transfer.h"
 #include "services/rollout/engine/types.h"
 
@@ -28,15 +29,19 @@ struct LoadedModels {
   EngineInfo info;
 };
 
-// Errors of Model::Load and Vocabulary::Load with "senior_model" or "junior_model" as field path;
-// FAILED_PRECONDITION (reason VOCABULARY_MISMATCH) when the two do not share every id;
-// INVALID_ARGUMENT for options out of range. A tokenizer.json is needed as soon as there is a
-// junior.
-absl::StatusOr<LoadedModels> LoadModels(const EngineOptions& options);
+// INVALID_ARGUMENT for options out of range.
+absl::Status CheckOptions(const EngineOptions& options);
 
-// Copies the tensors that `manifest` lays out in `stream` into `model`, all or nothing.
-absl::Status ApplyWeights(const WeightManifest& manifest, absl::Span<const std::byte> stream,
-                          Model& model);
+// Onto where the lanes' models live. Errors of Model::Load and Vocabulary::Load with "senior_model"
+// or "junior_model" as field path; FAILED_PRECONDITION (reason VOCABULARY_MISMATCH) when the two do
+// not share every id; INVALID_ARGUMENT for tandem options out of range. A tokenizer.json is needed
+// as soon as there is a junior.
+absl::StatusOr<LoadedModels> LoadModels(const EngineOptions& options, const Placement& senior,
+                                        const Placement& junior);
+
+// The tensors that `manifest` lays out in `stream`, in the stream's memory: only to be read.
+absl::StatusOr<NamedTensors> TensorsIn(const WeightManifest& manifest,
+                                       absl::Span<const std::byte> stream);
 
 }  // namespace tandem::rollout
 

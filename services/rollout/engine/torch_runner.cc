@@ -26,7 +26,8 @@ struct OutputRow {
 
 TorchRunner::TorchRunner(std::unique_ptr<Model> model, int64_t num_slots, int64_t max_model_len)
     : model_(std::move(model)),
-      cache_(model_->config(), num_slots, max_model_len, model_->device(), model_->dtype()) {}
+      cache_(model_->config(), num_slots, max_model_len, model_->device(), model_->dtype(),
+             model_->shard_count()) {}
 
 absl::Status TorchRunner::Truncate(int64_t slot, int64_t length) {
   return CatchTorchErrors("KV cache", [&] {
@@ -66,10 +67,10 @@ absl::Status TorchRunner::Forward(std::span<const RunnerInput> inputs, const Row
         std::max<int64_t>(1, kMaxLogitsBytes / (vocab_size * static_cast<int64_t>(sizeof(float))));
     for (int64_t begin = 0; begin < total; begin += chunk) {
       const int64_t count = std::min(chunk, total - begin);
+      const at::Tensor rows_of_chunk = model_->ForwardLogits(hidden.narrow(0, begin, count));
+      if (!sink) continue;
       // On a GPU this is where the host waits: once per pass, but for passes of very many rows.
-      const at::Tensor logits = model_->ForwardLogits(hidden.narrow(0, begin, count))
-                                    .to(at::kCPU, at::kFloat)
-                                    .contiguous();
+      const at::Tensor logits = rows_of_chunk.to(at::kCPU, at::kFloat).contiguous();
       const float* const data = logits.const_data_ptr<float>();
       at::parallel_for(0, count, 1, [&](int64_t first, int64_t last) {
         for (int64_t i = first; i < last; ++i) {

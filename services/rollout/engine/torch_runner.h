@@ -1,4 +1,5 @@
-// A model and its KV cache behind the generator's interface. One per lane; used by one thread.
+// A model, or this rank's shard of it, and its KV cache behind the generator's interface. One per
+// lane; used by one thread.
 #ifndef TANDEM_SERVICES_ROLLOUT_ENGINE_TORCH_RUNNER_H_
 #define TANDEM_SERVICES_ROLLOUT_ENGINE_TORCH_RUNNER_H_
 
@@ -26,6 +27,7 @@ class TorchRunner : public ModelRunner {
   // INTERNAL (RESOURCE_EXHAUSTED out of memory) when libtorch throws.
   absl::Status Truncate(int64_t slot, int64_t length) override;
   absl::Status CopyPrefix(int64_t from, int64_t to, int64_t length) override;
+  // `sink` may be empty: a rank whose part of the logits another one takes.
   absl::Status Forward(std::span<const RunnerInput> inputs, const RowSink& sink) override;
 
  private:

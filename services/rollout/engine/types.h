@@ -12,11 +12,14 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/time/time.h"
+#include "common/base/rank_environment.h"
 #include "common/base/weights_version.h"
 #include "common/model/compute_options.h"
 #include "common/model/model_summary.h"
+#include "common/parallel/rank_timeouts.h"
 #include "common/tandem/tandem_config.h"
 #include "common/tandem/trajectory.h"
+#include "services/rollout/engine/rank_layout.h"
 
 namespace tandem::rollout {
 
@@ -35,6 +38,10 @@ struct EngineOptions {
   int64_t max_queue = 4096;
   OnWeightUpdate on_weight_update = OnWeightUpdate::kRecompute;
   ComputeOptions compute = {};
+  RankLayout layout = {};
+  RankEnvironment environment = {};  // this process among the ranks of the server
+  parallel::RankTimeouts rank_timeouts = {};
+  std::string configuration = {};  // what must be the same on every rank, as lines of text
 };
 
 // One prompt and its samples.
@@ -118,7 +125,7 @@ struct EngineStats {
   int64_t prompt_tokens_total = 0;
   int64_t forward_passes_total = 0;  // of generation
   int64_t score_passes_total = 0;
-  absl::Time last_progress = absl::InfinitePast();  // a pass or a command ended
+  absl::Time last_progress = absl::InfinitePast();  // a pass or a command ended, on this rank
   bool paused = false;
 };
 

@@ -11,15 +11,15 @@
 
 namespace tandem::rollout {
 
-constexpr int kTinyVocabulary = 61;  // of the tiny models
+constexpr int kTinyVocabulary = 61;  // of the tiny models, unless they say otherwise
 
 // A byte-level vocabulary: <unk>, <s>, </s> (special), then words with and without a leading space;
 // every eighth ends with a blank line.
-inline nlohmann::json TinyTokenizerJson() {
+inline nlohmann::json TinyTokenizerJson(int vocabulary = kTinyVocabulary) {
   nlohmann::json vocab = nlohmann::json::object();
   nlohmann::json added = nlohmann::json::array();
   const char* specials[] = {"<unk>", "<s>", "</s>"};
-  for (int id = 0; id < kTinyVocabulary; ++id) {
+  for (int id = 0; id < vocabulary; ++id) {
     if (id < 3) {
       vocab[specials[id]] = id;
       added.push_back({{"id", id}, {"content", specials[id]}, {"special", true}});
@@ -36,9 +36,12 @@ inline nlohmann::json TinyTokenizerJson() {
 
 // As WriteTinyModel, and the tokenizer beside it.
 inline void WriteTinyModelAndTokenizer(const std::string& directory, uint64_t seed,
-                                       const nlohmann::json& changes = nlohmann::json::object()) {
-  WriteTinyModel(directory, seed, changes);
-  std::ofstream(directory + "/tokenizer.json") << TinyTokenizerJson().dump();
+                                       const nlohmann::json& changes = nlohmann::json::object(),
+                                       const std::string& model_type = "llama") {
+  WriteTinyModel(directory, seed, changes, model_type);
+  const int vocabulary =
+      changes.is_object() ? changes.value("vocab_size", kTinyVocabulary) : kTinyVocabulary;
+  std::ofstream(directory + "/tokenizer.json") << TinyTokenizerJson(vocabulary).dump();
 }
 
 }  // namespace tandem::rollout

@@ -1,0 +1,96 @@
+#include "services/rollout/engine/engine_ranks.h"
+
+#include <c10/core/impl/VirtualGuardImpl.h>
+
+#include <numeric>
+#include <optional>
+#include <utility>
+#include <vector>
+
+#include "absl/strings/str_cat.h"
+#include "common/base/error.h"
+#include "common/base/status_macros.h"
+#include "common/model/compute_setup.h"
+#include "common/model/model_config.h"
+#include "common/parallel/communicator_group.h"
+
+namespace tandem::rollout {
+namespace {
+
+absl::StatusOr<ModelConfig> ReadConfig(const std::string& field, const std::string& directory) {
+  absl::StatusOr<ModelConfig> config = LoadModelConfig(directory);
+  if (!config.ok()) return PrependFieldPath(field, config.status());
+  return config;
+}
+
+absl::Status CheckLayout(const EngineOptions& options) {
+  TANDEM_ASSIGN_OR_RETURN(const ModelConfig senior,
+                          ReadConfig("senior_model", options.senior_model));
+  std::optional<ModelConfig> junior;
+  if (!options.junior_model.empty()) {
+    TANDEM_ASSIGN_OR_RETURN(junior, ReadConfig("junior_model", options.junior_model));
+  }
+  return CheckRankLayout(options.layout, senior, junior.has_value() ? &*junior : nullptr,
+                         options.environment.world_size);
+}
+
+// Where the junior lives on this rank; `device` is the senior's.
+absl::StatusOr<at::Device> JuniorDevice(const EngineOptions& options, at::Device device) {
+  const auto rank = static_cast<size_t>(options.environment.rank);
+  const std::vector<int32_t>& devices = options.layout.junior_gpu_devices;
+  if (options.junior_model.empty() || rank >= devices.size()) return device;
+  const std::string field = absl::StrCat("junior_gpu_devices[", rank, "]");
+  if (!device.is_cuda()) return InvalidField(field, "needs compute.device cuda");
+  const c10::impl::VirtualGuardImpl cuda(at::kCUDA);
+  if (devices[rank] < 0 || devices[rank] >= cuda.deviceCount()) {
+    return FieldError(
+        absl::StatusCode::kFailedPrecondition, field,
+        absl::StrCat(devices[rank], ", and this machine has ", cuda.deviceCount(), " devices"));
+  }
+  return at::Device(at::kCUDA, static_cast<at::DeviceIndex>(devices[rank]));
+}
+
+// The first `size` ranks of the server share out a model. Collective over all of them.
+LaneRanks JoinLane(const std::string& name, int64_t size, at::Device device,
+                   const Placement& placement, parallel::Communicator& world) {
+  std::vector<int> ranks(static_cast<size_t>(size));
+  std::iota(ranks.begin(), ranks.end(), 0);
+  LaneRanks lane;
+  lane.group = world.Split(name, {ranks}, {.device = device, .timeout = std::nullopt});
+  lane.placement = placement;
+  lane.placement.device = device;
+  if (lane.group == nullptr) {
+    lane.placement.holds_block = [](int64_t) { return false; };
+  } else if (size > 1) {
+    lane.placement.shard_index = lane.group->rank();
+    lane.placement.shard_count = size;
+    lane.placement.shard_group = std::make_shared<parallel::CommunicatorGroup>(lane.group);
+  }
+  return lane;
+}
+
+}  // namespace
+
+absl::StatusOr<EngineRanks> JoinRanks(const EngineOptions& options) {
+  TANDEM_ASSIGN_OR_RETURN(const Placement placement, SetUpCompute(options.compute));
+  EngineRanks ranks;
+  TANDEM_ASSIGN_OR_RETURN(ranks.server,
+                          parallel::ServerRanks::Connect({.environment = options.environment,
+                                                          .device = placement.device,
+                                                          .timeouts = options.rank_timeouts}));
+  TANDEM_RETURN_IF_ERROR(ranks.server->CheckSame("configuration", options.configuration));
+  const absl::StatusOr<at::Device> junior_device = JuniorDevice(options, placement.device);
+  absl::Status status = CheckLayout(options);
+  if (status.ok()) status = junior_device.status();
+  TANDEM_RETURN_IF_ERROR(ranks.server->Agree(status));
+  parallel::Communicator& world = *ranks.server->world();
+  ranks.senior =
+      JoinLane("senior", options.layout.tensor_parallel_size, placement.device, placement, world);
+  if (!options.junior_model.empty()) {
+    ranks.junior = JoinLane("junior", options.layout.junior_tensor_parallel_size, *junior_device,
+                            placement, world);
+  }
+  return ranks;
+}
+
+}  // namespace tandem::rollout

@@ -1,0 +1,404 @@
+// A rollout server of several ranks writes what one of a single process does.
+#include <ATen/ATen.h>
+#include <c10/core/InferenceMode.h>
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <functional>
+#include <future>
+#include <memory>
+#include <string>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "absl/strings/match.h"
+#include "absl/strings/str_cat.h"
+#include "absl/time/clock.h"
+#include "common/base/error.h"
+#include "common/parallel/communicator_group.h"
+#include "common/parallel/testing/rank_processes.h"
+#include "services/rollout/engine/engine.h"
+#include "services/rollout/engine/ranked_runner.h"
+#include "services/rollout/engine/testing/engine_calls.h"
+#include "services/rollout/engine/testing/tiny_tokenizer.h"
+
+namespace tandem::rollout {
+namespace {
+
+constexpr float kTolerance = 1e-5f;  // of log-probabilities, of size 1 to 10
+
+constexpr SelectionStrategy kStrategies[] = {
+    SelectionStrategy::kBernoulli, SelectionStrategy::kChunk, SelectionStrategy::kAlternating,
+    SelectionStrategy::kSentence, SelectionStrategy::kWord};
+
+struct Layout {
+  const char* name;
+  const char* family;
+  bool tied = false;
+  int64_t senior_ranks = 2;
+  int64_t junior_ranks = 1;
+
+  int ranks() const { return static_cast<int>(std::max(senior_ranks, junior_ranks)); }
+};
+
+class RolloutRanksTest : public testing::TestWithParam<Layout> {
+ protected:
+  void SetUp() override {
+    Write("senior", 1);
+    Write("junior", 2, {{"num_hidden_layers", 1}, {"hidden_size", 24}});
+  }
+
+  // Every size divides by four.
+  void Write(const std::string& name, uint64_t seed,
+             nlohmann::json changes = nlohmann::json::object()) const {
+    changes.merge_patch({{"vocab_size", 64},
+                         {"num_attention_heads", 8},
+                         {"num_key_value_heads", 4},
+                         {"intermediate_size", 48},
+                         {"tie_word_embeddings", GetParam().tied}});
+    WriteTinyModelAndTokenizer(folder_ / name, seed, changes, GetParam().family);
+  }
+
+  EngineOptions Options() const {
+    return {.senior_model = folder_ / "senior",
+            .junior_model = folder_ / "junior",
+            .tandem = {},
+            .max_num_seqs = 16,
+            .max_model_len = 128,
+            .max_batched_tokens = 64,
+            .max_queue = 256,
+            .compute = {.num_threads = 1}};
+  }
+  EngineOptions Ranked(const RankEnvironment& environment) const {
+    EngineOptions options = Options();
+    options.layout = {.tensor_parallel_size = GetParam().senior_ranks,
+                      .junior_tensor_parallel_size = GetParam().junior_ranks,
+                      .junior_gpu_devices = {}};
+    options.environment = environment;
+    options.rank_timeouts.silence = absl::Seconds(5);
+    return options;
+  }
+  static std::unique_ptr<Engine> Create(const EngineOptions& options) {
+    auto engine = CreateEngine(options);
+    EXPECT_TRUE(engine.ok()) << engine.status();
+    return *std::move(engine);
+  }
+
+  // `body` gets rank 0's engine and that of a single process; the other ranks follow.
+  void RunRanks(const std::function<void(Engine& ranked, Engine& single)>& body) const {
+    parallel::RunOnRanks(GetParam().ranks(), [&](const RankEnvironment& environment) {
+      const auto engine = Create(Ranked(environment));
+      if (environment.rank == 0) body(*engine, *Create(Options()));
+      engine->Shutdown();
+      EXPECT_EQ(engine->ended(), environment.rank > 0);
+    });
+  }
+
+  const TemporaryFolder folder_;
+};
+
+INSTANTIATE_TEST_SUITE_P(
+    Layouts, RolloutRanksTest,
+    testing::Values(
+        Layout{"llama_2_1", "llama"},
+        Layout{.name = "tied_llama_2_2", .family = "llama", .tied = true, .junior_ranks = 2},
+        Layout{.name = "qwen2_2_2", .family = "qwen2", .junior_ranks = 2},
+        Layout{.name = "tied_qwen3_2_1", .family = "qwen3", .tied = true},
+        Layout{.name = "qwen3_1_2", .family = "qwen3", .senior_ranks = 1, .junior_ranks = 2},
+        Layout{.name = "llama_4_2", .family = "llama", .senior_ranks = 4, .junior_ranks = 2}),
+    [](const auto& info) { return std::string(info.param.name); });
+
+PromptRequest RequestOf(const TandemConfig& tandem, uint64_t seed, double temperature = 1) {
+  PromptRequest request;
+  for (uint64_t i = 0; i < 9; ++i) {
+    request.prompt_token_ids.push_back(3 + static_cast<int32_t>((seed * 13 + i * 7) % 58));
+  }
+  request.sampling.max_tokens = 24;
+  request.sampling.temperature = temperature;
+  request.tandem = tandem;
+  request.tandem.chunk_size = 4;
+  request.tandem.max_gap_tokens = 5;
+  request.seed = seed;
+  return request;
+}
+
+// All strategies, with the senior's share at its ends and between, greedy and drawn. (A draw that
+// falls within rounding of the border between two tokens may go either way: these seeds have none.)
+std::vector<PromptRequest> ManyRequests() {
+  std::vector<PromptRequest> requests;
+  for (const SelectionStrategy strategy : kStrategies) {
+    for (const double prob_senior : {0.0, 0.5, 1.0}) {
+      for (const double temperature : {0.0, 1.0}) {
+        requests.push_back(RequestOf({.selection_strategy = strategy, .prob_senior = prob_senior},
+                                     requests.size(), temperature));
+        requests.back().num_samples = 2;
+        requests.back().return_other_logprobs = true;
+      }
+    }
+  }
+  return requests;
+}
+
+std::vector<Trajectory> RunAll(Engine& engine, const std::vector<PromptRequest>& requests) {
+  std::vector<Trajectory> trajectories;
+  for (const auto& listener : Submit(engine, requests)) {
+    listener->Wait();
+    EXPECT_EQ(listener->failure(), std::nullopt);
+    for (const auto& [index, trajectory] : listener->finished()) {
+      trajectories.push_back(trajectory);
+    }
+  }
+  return trajectories;
+}
+
+void ExpectNear(const std::vector<float>& a, const std::vector<float>& b) {
+  ASSERT_EQ(a.size(), b.size());
+  for (size_t i = 0; i < a.size(); ++i) EXPECT_NEAR(a[i], b[i], kTolerance) << i;
+}
+
+void ExpectSame(const std::vector<Trajectory>& ranked, const std::vector<Trajectory>& single) {
+  ASSERT_FALSE(single.empty());
+  ASSERT_EQ(ranked.size(), single.size());
+  for (size_t i = 0; i < single.size(); ++i) {
+    SCOPED_TRACE(i);
+    EXPECT_EQ(ranked[i].response_token_ids, single[i].response_token_ids);
+    EXPECT_EQ(ranked[i].authorship_mask, single[i].authorship_mask);
+    EXPECT_EQ(ranked[i].senior_versions, single[i].senior_versions);
+    EXPECT_EQ(ranked[i].junior_version, single[i].junior_version);
+    ExpectNear(ranked[i].author_logprobs, single[i].author_logprobs);
+    ExpectNear(ranked[i].other_logprobs, single[i].other_logprobs);
+  }
+}
+
+ScoreRequest SomeScores() {
+  ScoreRequest request = {.sequences = {}, .senior = true, .junior = true, .temperature = 2};
+  for (int i = 0; i < 12; ++i) {
+    ScoreSequence sequence = {.token_ids = {}, .first_scored_token = 1 + i % 4};
+    for (int j = 0; j < 5 + 8 * i; ++j) sequence.token_ids.push_back((i * 31 + j * 17) % 61);
+    request.sequences.push_back(sequence);
+  }
+  return request;
+}
+
+void ExpectSameScores(Engine& ranked, Engine& single) {
+  const auto a = Score(ranked, SomeScores()), b = Score(single, SomeScores());
+  ASSERT_TRUE(a.ok()) << a.status();
+  ASSERT_TRUE(b.ok()) << b.status();
+  EXPECT_EQ(a->weights, b->weights);
+  for (size_t i = 0; i < b->sequences.size(); ++i) {
+    SCOPED_TRACE(i);
+    ExpectNear(a->sequences[i].senior_logprobs, b->sequences[i].senior_logprobs);
+    ExpectNear(a->sequences[i].junior_logprobs, b->sequences[i].junior_logprobs);
+  }
+}
+
+// Weights that are not those of the start, begun and sent.
+WeightManifest Stage(Engine& engine, const std::string& directory) {
+  const auto replacement = *Model::Load(directory);
+  std::vector<std::byte> stream;
+  const WeightManifest manifest = ManifestOf(*replacement, 3, stream);
+  EXPECT_TRUE(engine.weights().Begin("u", manifest, false).ok());
+  EXPECT_TRUE(engine.weights().Append("u", 0, stream).ok());
+  return manifest;
+}
+
+TEST_P(RolloutRanksTest, ResponsesAreThoseOfOneProcess) {
+  RunRanks([](Engine& ranked, Engine& single) {
+    const std::vector<PromptRequest> requests = ManyRequests();
+    ExpectSame(RunAll(ranked, requests), RunAll(single, requests));
+    EXPECT_EQ(ranked.Info().junior_version, single.Info().junior_version);
+    EXPECT_EQ(ranked.Info().senior.num_parameters, single.Info().senior.num_parameters);
+  });
+}
+
+TEST_P(RolloutRanksTest, ScoresAreThoseOfOneProcess) {
+  RunRanks([](Engine& ranked, Engine& single) { ExpectSameScores(ranked, single); });
+}
+
+TEST_P(RolloutRanksTest, ARowsBitsDoNotDependOnItsBatch) {
+  RunRanks([](Engine& ranked, Engine&) {
+    const std::vector<PromptRequest> requests = ManyRequests();
+    const std::vector<Trajectory> together = RunAll(ranked, requests);
+    ASSERT_EQ(together.size(), 2 * requests.size());
+    for (size_t i = 0; i < requests.size(); ++i) {
+      const std::vector<Trajectory> alone = RunAll(ranked, {requests[i]});
+      for (size_t sample = 0; sample < alone.size(); ++sample) {
+        EXPECT_EQ(alone[sample].response_token_ids, together[2 * i + sample].response_token_ids);
+        EXPECT_EQ(alone[sample].author_logprobs, together[2 * i + sample].author_logprobs);
+      }
+    }
+  });
+}
+
+TEST_P(RolloutRanksTest, EveryRankTakesNewWeights) {
+  Write("other", 6);
+  RunRanks([&](Engine& ranked, Engine& single) {
+    for (Engine* engine : {&ranked, &single}) {
+      const WeightManifest manifest = Stage(*engine, folder_ / "other");
+      const auto committed = engine->weights().Commit("u", {});
+      ASSERT_TRUE(committed.ok()) << committed.status();
+      EXPECT_EQ(committed->digest, manifest.digest);
+    }
+    const std::vector<PromptRequest> requests = ManyRequests();
+    ExpectSame(RunAll(ranked, requests), RunAll(single, requests));
+    ExpectSameScores(ranked, single);
+  });
+}
+
+// Holds the engine at the second token until told to go on.
+class Gate final : public PromptListener {
+ public:
+  void OnTokens(TokensDelta delta) override {
+    if (delta.offset != 1) return;
+    arrived_.set_value();
+    opened_.get_future().wait();
+  }
+  void OnFinished(Trajectory trajectory) override { finished_.set_value(std::move(trajectory)); }
+  void OnFailed(absl::Status status) override { ADD_FAILURE() << status; }
+
+  void WaitUntilHeld() { arrived_.get_future().wait(); }
+  void Open() { opened_.set_value(); }
+  Trajectory Finished() { return finished_.get_future().get(); }
+
+ private:
+  std::promise<void> arrived_, opened_;
+  std::promise<Trajectory> finished_;
+};
+
+// Wherever in the response the update came, each part is what its weights write after all before.
+TEST_P(RolloutRanksTest, WeightsChangeInTheMiddleOfAResponse) {
+  Write("other", 5);
+  RunRanks([&](Engine& ranked, Engine& single) {
+    Stage(ranked, folder_ / "other");
+    PromptRequest request = RequestOf({.prob_senior = 1.0}, 3);
+    request.sampling.max_tokens = 100;
+    request.sampling.ignore_eos = true;
+    request.stream_tokens = true;
+    const auto gate = std::make_shared<Gate>();
+    ASSERT_TRUE(ranked.Submit({{request, gate}}).ok());
+    gate->WaitUntilHeld();
+    absl::Status committed;
+    std::thread commit([&] { committed = ranked.weights().Commit("u", {}).status(); });
+    absl::SleepFor(absl::Milliseconds(200));  // until it waits for the engine
+    gate->Open();
+    commit.join();
+    EXPECT_TRUE(committed.ok()) << committed;
+    const Trajectory t = gate->Finished();
+    ASSERT_EQ(t.senior_versions.size(), 2u);
+    EXPECT_EQ(t.senior_versions[1].weights.version, 3);
+
+    ScoreSequence sequence = {
+        .token_ids = t.prompt_token_ids,
+        .first_scored_token = static_cast<int64_t>(t.prompt_token_ids.size())};
+    sequence.token_ids.insert(sequence.token_ids.end(), t.response_token_ids.begin(),
+                              t.response_token_ids.end());
+    const auto before = Score(single, {.sequences = {sequence}});
+    Stage(single, folder_ / "other");
+    ASSERT_TRUE(single.weights().Commit("u", {}).ok());
+    const auto after = Score(single, {.sequences = {sequence}});
+    std::vector<float> expected = before->sequences[0].senior_logprobs;
+    const std::vector<float>& rest = after->sequences[0].senior_logprobs;
+    std::copy(rest.begin() + t.senior_versions[0].count, rest.end(),
+              expected.begin() + t.senior_versions[0].count);
+    ExpectNear(t.author_logprobs, expected);
+  });
+}
+
+TEST_P(RolloutRanksTest, RanksThatDifferDoNotStart) {
+  Write("other", 5);
+  const auto start_with = [&](const std::function<void(EngineOptions&)>& change_of_last) {
+    return [&](const RankEnvironment& environment) {
+      EngineOptions options = Ranked(environment);
+      options.configuration = "max_model_len: 128";
+      if (environment.rank == GetParam().ranks() - 1) change_of_last(options);
+      return CreateEngine(options).status();
+    };
+  };
+  const std::string last = absl::StrCat("rank ", GetParam().ranks() - 1);
+  parallel::RunOnRanks(GetParam().ranks(), [&](const RankEnvironment& environment) {
+    const absl::Status status = start_with(
+        [](EngineOptions& options) { options.configuration = "max_model_len: 256"; })(environment);
+    EXPECT_EQ(status.code(), absl::StatusCode::kFailedPrecondition);
+    EXPECT_EQ(status.message(), absl::StrCat(last,
+                                             " has another configuration: 'max_model_len: 256', "
+                                             "where rank 0 has 'max_model_len: 128'"));
+  });
+  for (const std::string lane : {"senior", "junior"}) {
+    parallel::RunOnRanks(GetParam().ranks(), [&](const RankEnvironment& environment) {
+      const absl::Status status = start_with([&](EngineOptions& options) {
+        (lane == "senior" ? options.senior_model : options.junior_model) = folder_ / "other";
+      })(environment);
+      EXPECT_EQ(status.code(), absl::StatusCode::kFailedPrecondition);
+      EXPECT_TRUE(
+          absl::StartsWith(status.message(), absl::StrCat(last, " has another ", lane, "_model: ")))
+          << status;
+    });
+  }
+  parallel::RunOnRanks(GetParam().ranks(), [&](const RankEnvironment& environment) {
+    const absl::Status status =
+        start_with([](EngineOptions& options) { options.senior_model = "/nowhere"; })(environment);
+    EXPECT_EQ(FieldPath(status), "senior_model");
+    EXPECT_TRUE(absl::StartsWith(status.message(), last + ": ")) << status;
+  });
+}
+
+TEST(RankedRunnerTest, AnErrorOfARequestLeavesTheRanksInStep) {
+  parallel::RunOnRanks(2, [](const RankEnvironment& environment) {
+    const auto ranks = parallel::ServerRanks::Connect({.environment = environment}).value();
+    const auto group = std::make_shared<parallel::CommunicatorGroup>(ranks->world());
+    const nlohmann::json config = {{"vocab_size", 64}, {"intermediate_size", 48}};
+    const auto make = [&](const Placement& placement) {
+      return TorchRunner(TinyModel("llama", config, {.placement = placement}), /*num_slots=*/3,
+                         /*max_model_len=*/16);
+    };
+    const c10::InferenceMode inference_mode;
+    TorchRunner shard =
+        make({.shard_index = group->rank(), .shard_count = 2, .shard_group = group});
+    if (environment.rank == 1) {
+      for (;;) {
+        const auto command = ranks->Await();
+        if (command.name.empty()) return;
+        const auto pass = FromBytes<RankedPass>(command.request);
+        EXPECT_TRUE(FollowPass(*pass, shard).ok());
+      }
+    }
+    TorchRunner whole = make({});
+    RankedRunner ranked(Author::kSenior, ranks.get(), &shard);
+    // The same calls of both runners, and what they say.
+    const auto forward = [](ModelRunner& runner, int64_t slot, const std::vector<int32_t>& tokens,
+                            int64_t rows, std::vector<float>& logits) {
+      const RunnerInput input = {.slot = slot, .tokens = tokens, .num_output_rows = rows};
+      return runner.Forward({&input, 1}, [&](int64_t, int64_t row, std::span<const float> of_row) {
+        logits.resize(static_cast<size_t>(rows) * of_row.size());
+        std::copy(of_row.begin(), of_row.end(),
+                  logits.begin() + row * static_cast<int64_t>(of_row.size()));
+      });
+    };
+    std::vector<std::vector<float>> logits(2);
+    size_t which = 0;
+    for (ModelRunner* runner :
+         {static_cast<ModelRunner*>(&ranked), static_cast<ModelRunner*>(&whole)}) {
+      std::vector<float>& of_runner = logits[which++];
+      const int64_t bad = runner->AllocateSlot().value();
+      EXPECT_EQ(forward(*runner, bad, {5, 64}, 1, of_runner).code(),
+                absl::StatusCode::kInvalidArgument);
+      EXPECT_EQ(forward(*runner, bad, std::vector<int32_t>(17, 5), 1, of_runner).code(),
+                absl::StatusCode::kOutOfRange);
+      runner->FreeSlot(bad);
+      const int64_t first = runner->AllocateSlot().value();
+      EXPECT_TRUE(forward(*runner, first, {5, 6, 7, 8}, 0, of_runner).ok());
+      const int64_t second = runner->AllocateSlot().value();
+      EXPECT_TRUE(runner->CopyPrefix(first, second, 3).ok());
+      EXPECT_TRUE(runner->Truncate(first, 1).ok());
+      runner->FreeSlot(first);
+      EXPECT_TRUE(forward(*runner, second, {9, 10}, 2, of_runner).ok());
+    }
+    ASSERT_EQ(logits[1].size(), 128u);
+    ExpectNear(logits[0], logits[1]);
+    ranks->Announce({});
+  });
+}
+
+}  // namespace
+}  // namespace tandem::rollout

@@ -1,0 +1,43 @@
+#include "services/rollout/engine/rank_layout.h"
+
+#include <algorithm>
+
+#include "absl/strings/str_cat.h"
+#include "common/base/error.h"
+#include "common/base/status_macros.h"
+#include "common/model/decoder_parameters.h"
+
+namespace tandem::rollout {
+namespace {
+
+constexpr char kSize[] = "tensor_parallel_size";
+constexpr char kJuniorSize[] = "junior_tensor_parallel_size";
+
+}  // namespace
+
+absl::Status CheckRankLayout(const RankLayout& layout, const ModelConfig& senior,
+                             const ModelConfig* junior, int64_t world_size) {
+  const int64_t senior_ranks = layout.tensor_parallel_size;
+  const int64_t junior_ranks = junior == nullptr ? 1 : layout.junior_tensor_parallel_size;
+  for (const auto& [field, ranks] : {std::pair{kSize, senior_ranks}, {kJuniorSize, junior_ranks}}) {
+    if (ranks < 1) return InvalidField(field, absl::StrCat("must be at least 1, got ", ranks));
+  }
+  if (std::max(senior_ranks, junior_ranks) != world_size) {
+    return InvalidField(
+        junior_ranks > senior_ranks ? kJuniorSize : kSize,
+        absl::StrCat("the senior's ", senior_ranks, " and the junior's ", junior_ranks,
+                     " ranks, both counted from rank 0, make ",
+                     std::max(senior_ranks, junior_ranks), ", and the server has ", world_size));
+  }
+  TANDEM_RETURN_IF_ERROR(CheckDecoderShards(senior, senior_ranks, kSize));
+  if (junior == nullptr) return absl::OkStatus();
+  const auto devices = static_cast<int64_t>(layout.junior_gpu_devices.size());
+  if (devices != 0 && devices != junior_ranks) {
+    return InvalidField(
+        "junior_gpu_devices",
+        absl::StrCat("names ", devices, " devices, and the junior has ", junior_ranks, " ranks"));
+  }
+  return CheckDecoderShards(*junior, junior_ranks, kJuniorSize);
+}
+
+}  // namespace tandem::rollout

@@ -1,0 +1,73 @@
+// For tests: calls of an engine that wait for what they asked for.
+#ifndef TANDEM_SERVICES_ROLLOUT_ENGINE_TESTING_ENGINE_CALLS_H_
+#define TANDEM_SERVICES_ROLLOUT_ENGINE_TESTING_ENGINE_CALLS_H_
+
+#include <ATen/ATen.h>
+#include <gtest/gtest.h>
+
+#include <cstring>
+#include <future>
+#include <memory>
+#include <optional>
+#include <utility>
+#include <vector>
+
+#include "common/base/checksum.h"
+#include "common/model/model.h"
+#include "services/rollout/engine/engine.h"
+#include "services/rollout/engine/testing/recording_listener.h"
+
+namespace tandem::rollout {
+
+inline std::vector<std::shared_ptr<RecordingListener>> Submit(
+    Engine& engine, const std::vector<PromptRequest>& requests,
+    std::vector<PromptId>* ids = nullptr) {
+  std::vector<std::shared_ptr<RecordingListener>> listeners;
+  std::vector<Submission> batch;
+  for (const PromptRequest& request : requests) {
+    listeners.push_back(std::make_shared<RecordingListener>(request.num_samples));
+    batch.push_back({request, listeners.back()});
+  }
+  const auto submitted = engine.Submit(std::move(batch));
+  EXPECT_TRUE(submitted.ok()) << submitted.status();
+  if (ids != nullptr && submitted.ok()) *ids = *submitted;
+  return listeners;
+}
+inline Trajectory RunOne(Engine& engine, const PromptRequest& request) {
+  const auto listener = Submit(engine, {request})[0];
+  listener->Wait();
+  EXPECT_EQ(listener->failure(), std::nullopt);
+  return listener->finished().at(0);
+}
+
+// Waits for the scores.
+inline absl::StatusOr<ScoreResult> Score(Engine& engine, ScoreRequest request,
+                                         const CallScope& call = {}) {
+  std::promise<absl::StatusOr<ScoreResult>> done;
+  const absl::Status queued =
+      engine.Score(std::move(request), call,
+                   [&](absl::StatusOr<ScoreResult> result) { done.set_value(std::move(result)); });
+  if (!queued.ok()) return queued;
+  return done.get_future().get();
+}
+
+// The byte stream and manifest of a model's parameters.
+inline WeightManifest ManifestOf(const Model& model, int64_t version,
+                                 std::vector<std::byte>& stream) {
+  WeightManifest manifest = {.version = version, .tensors = {}, .total_bytes = 0, .digest = ""};
+  for (const auto& [name, tensor] : model.Parameters()) {
+    const at::Tensor values = tensor.contiguous();
+    manifest.tensors.push_back({.name = name, .shape = values.sizes().vec()});
+    const size_t begin = stream.size();
+    stream.resize(begin + values.nbytes());
+    std::memcpy(stream.data() + begin, values.const_data_ptr(), values.nbytes());
+  }
+  manifest.total_bytes = static_cast<int64_t>(stream.size());
+  manifest.chunk_bytes = manifest.total_bytes;
+  manifest.digest = Xxh3Hex(stream.data(), stream.size());
+  return manifest;
+}
+
+}  // namespace tandem::rollout
+
+#endif  // TANDEM_SERVICES_ROLLOUT_ENGINE_TESTING_ENGINE_CALLS_H_
