@@ -4,14 +4,24 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "absl/time/time.h"
 #include "common/base/error.h"
+#include "common/config/config.h"
 #include "common/rpc/compute_config.h"
 #include "common/rpc/error_table.h"
 #include "common/rpc/proto_convert.h"
 
 namespace tandem::rollout {
 
-EngineOptions EngineOptionsFromConfig(const config::RolloutServerConfig& config) {
+RankLayout RankLayoutFromConfig(const config::RolloutServerConfig& config) {
+  return {.tensor_parallel_size = config.tensor_parallel_size(),
+          .junior_tensor_parallel_size = config.junior_tensor_parallel_size(),
+          .junior_gpu_devices = {config.junior_gpu_devices().begin(),
+                                 config.junior_gpu_devices().end()}};
+}
+
+EngineOptions EngineOptionsFromConfig(const config::RolloutServerConfig& config,
+                                      const RankEnvironment& environment) {
   EngineOptions options;
   options.senior_model = config.senior_model();
   options.junior_model = config.junior_model();
@@ -25,6 +35,15 @@ EngineOptions EngineOptionsFromConfig(const config::RolloutServerConfig& config)
                                  ? OnWeightUpdate::kKeep
                                  : OnWeightUpdate::kRecompute;
   options.compute = rpc::ToComputeOptions(config.compute());
+  options.compute.local_rank = environment.local_rank;
+  options.compute.local_world_size = environment.local_world_size;
+  options.layout = RankLayoutFromConfig(config);
+  options.environment = environment;
+  options.rank_timeouts = {.collective = absl::Seconds(config.collective_timeout_seconds()),
+                           .silence = absl::Seconds(config.heartbeat_timeout_seconds())};
+  config::RolloutServerConfig alike = config;
+  alike.clear_server();  // a rank's own
+  options.configuration = config::ToYaml(alike);
   return options;
 }
 

@@ -3,6 +3,7 @@
 #define TANDEM_SERVICES_ROLLOUT_SERVICE_CONVERT_H_
 
 #include "absl/status/statusor.h"
+#include "common/base/rank_environment.h"
 #include "common/config/server_config.h"
 #include "common/tandem/tandem_config.h"
 #include "services/rollout/engine/types.h"
@@ -11,7 +12,9 @@
 namespace tandem::rollout {
 
 // `config` must be resolved (common/config/server_config.h).
-EngineOptions EngineOptionsFromConfig(const config::RolloutServerConfig& config);
+EngineOptions EngineOptionsFromConfig(const config::RolloutServerConfig& config,
+                                      const RankEnvironment& environment);
+RankLayout RankLayoutFromConfig(const config::RolloutServerConfig& config);
 
 // Fields of the prompt's tandem that are not set take `defaults`. INVALID_ARGUMENT with a path
 // relative to the prompt; the engine's Validate checks the rest.

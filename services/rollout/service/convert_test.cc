@@ -52,8 +52,12 @@ TEST(EngineOptionsTest, ComeFromTheConfig) {
   config.mutable_compute()->set_kernels("aten");
   config.mutable_tandem()->set_prob_senior(0.25);
   config.set_on_weight_update(config::v1::ON_WEIGHT_UPDATE_KEEP);
+  config.set_tensor_parallel_size(4);
+  config.set_junior_tensor_parallel_size(2);
+  config.set_heartbeat_timeout_seconds(3);
   ASSERT_TRUE(config::Resolve(&config).ok());
-  const EngineOptions options = EngineOptionsFromConfig(config);
+  const EngineOptions options =
+      EngineOptionsFromConfig(config, {.rank = 1, .world_size = 4, .local_rank = 1});
   EXPECT_EQ(options.senior_model, "s");
   EXPECT_EQ(options.junior_model, "j");
   EXPECT_EQ(options.max_queue, 7);
@@ -65,6 +69,17 @@ TEST(EngineOptionsTest, ComeFromTheConfig) {
   EXPECT_TRUE(options.tandem.enabled);
   EXPECT_EQ(options.tandem.prob_senior, 0.25);
   EXPECT_EQ(options.on_weight_update, OnWeightUpdate::kKeep);
+  EXPECT_EQ(options.environment.rank, 1);
+  EXPECT_EQ(options.compute.local_rank, 1);
+  EXPECT_EQ(options.layout.tensor_parallel_size, 4);
+  EXPECT_EQ(options.layout.junior_tensor_parallel_size, 2);
+  EXPECT_EQ(options.rank_timeouts.silence, absl::Seconds(3));
+  EXPECT_EQ(options.rank_timeouts.collective, absl::Seconds(600));
+  // What a rank has of its own is not compared.
+  config.mutable_server()->set_grpc_port(1);
+  EXPECT_EQ(EngineOptionsFromConfig(config, {}).configuration, options.configuration);
+  config.set_max_queue(8);
+  EXPECT_NE(EngineOptionsFromConfig(config, {}).configuration, options.configuration);
 }
 
 }  // namespace

@@ -2,10 +2,13 @@
 
 #include <optional>
 
+#include "common/base/rank_environment.h"
 #include "common/base/status_macros.h"
 #include "common/model/model_config.h"
 #include "common/rpc/compute_config.h"
+#include "services/rollout/engine/rank_layout.h"
 #include "services/rollout/engine/scorer.h"
+#include "services/rollout/service/convert.h"
 
 namespace tandem::rollout {
 
@@ -16,11 +19,18 @@ absl::StatusOr<MemoryPlan> PlanMemory(const config::v1::RolloutServerConfig& con
   if (!config.junior_model().empty()) {
     TANDEM_ASSIGN_OR_RETURN(junior, rpc::ConfiguredModel("junior_model", config.junior_model()));
   }
+  TANDEM_ASSIGN_OR_RETURN(const RankEnvironment environment, ReadRankEnvironment());
+  const RankLayout layout = RankLayoutFromConfig(config);
+  TANDEM_RETURN_IF_ERROR(CheckRankLayout(layout, senior, junior.has_value() ? &*junior : nullptr,
+                                         environment.world_size));
   return RolloutMemoryPlan(senior, junior.has_value() ? &*junior : nullptr,
                            {.num_slots = config.max_num_seqs() + kScoreSlots,
                             .max_model_len = config.max_model_len(),
                             .max_batched_tokens = config.max_batched_tokens(),
-                            .dtype = rpc::ComputeType(config.compute())});
+                            .dtype = rpc::ComputeType(config.compute()),
+                            .senior_ranks = layout.tensor_parallel_size,
+                            .junior_ranks = layout.junior_tensor_parallel_size,
+                            .rank = environment.rank});
 }
 
 }  // namespace tandem::rollout

@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <utility>
 
-#include "common/base/error.h"
 #include "common/base/status_macros.h"
 #include "services/rollout/service/convert.h"
 #include "tandem/rollout/v1/rollout.grpc.pb.h"
@@ -12,8 +11,7 @@
 namespace tandem::rollout {
 RolloutApp::RolloutApp(const config::RolloutServerConfig& config, rpc::ServerRuntime& runtime,
                        EngineFactory create_engine)
-    : options_(EngineOptionsFromConfig(config)),
-      environment_(runtime.environment),
+    : options_(EngineOptionsFromConfig(config, runtime.environment)),
       create_engine_(std::move(create_engine)),
       metrics_(runtime.metrics),
       rollout_service_(runtime, RolloutServiceOptions{.tandem = options_.tandem,
@@ -21,15 +19,12 @@ RolloutApp::RolloutApp(const config::RolloutServerConfig& config, rpc::ServerRun
       weight_service_(runtime.executor, runtime.metrics) {}
 
 std::vector<rpc::NamedService> RolloutApp::services() {
+  if (!leads()) return {};  // rank 0 is called
   return {{v1::RolloutService::service_full_name(), &rollout_service_},
           {weights::v1::WeightService::service_full_name(), &weight_service_}};
 }
 
 absl::Status RolloutApp::Load() {
-  if (environment_.world_size > 1) {
-    return FieldError(absl::StatusCode::kUnimplemented, "WORLD_SIZE",
-                      "a rollout server of several ranks is not there yet");
-  }
   TANDEM_ASSIGN_OR_RETURN(engine_, create_engine_(options_));
   rollout_service_.SetEngine(engine_.get());
   weight_service_.SetReceiver(&engine_->weights());
@@ -50,6 +45,9 @@ void RolloutApp::UpdateMetrics() {
                             const std::vector<std::string>& labels = {}) {
     metrics_.SetTotal(spec, static_cast<double>(value), labels);
   };
+  metrics_.Gauge(metric::kLastProgress)
+      .Set(std::max(0.0, absl::ToDoubleSeconds(stats.last_progress - absl::UnixEpoch())));
+  if (!leads()) return;  // rank 0 counts
   set(metric::kSequencesRunning, stats.sequences_running);
   set(metric::kSequencesWaiting, stats.sequences_waiting);
   set(metric::kGenerateStreams, rollout_service_.open_streams());
@@ -58,8 +56,6 @@ void RolloutApp::UpdateMetrics() {
   set(metric::kKvCapacity, stats.kv_capacity_tokens);
   set(metric::kPaused, stats.paused ? 1 : 0);
   set(metric::kWeightsVersion, engine_->weights().Version().version);
-  metrics_.Gauge(metric::kLastProgress)
-      .Set(std::max(0.0, absl::ToDoubleSeconds(stats.last_progress - absl::UnixEpoch())));
   total(metric::kTokensGenerated, stats.senior_tokens_total, {"senior"});
   total(metric::kTokensGenerated, stats.junior_tokens_total, {"junior"});
   total(metric::kHandoffs, stats.handoffs_total);

@@ -31,12 +31,14 @@ class RolloutApp final : public rpc::ServerApp {
   void UpdateMetrics() override;
   void Drain(absl::Time deadline) override;
   void Stop() override;
+  bool Ended() const override { return engine_->ended(); }
 
   Engine* engine() { return engine_.get(); }
 
  private:
+  bool leads() const { return options_.environment.rank == 0; }
+
   const EngineOptions options_;
-  const RankEnvironment environment_;
   const EngineFactory create_engine_;
   rpc::Metrics& metrics_;
   // Declared before the services, which use it.

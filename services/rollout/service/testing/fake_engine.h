@@ -136,6 +136,8 @@ class FakeEngine final : public Engine {
     if (thread_.joinable()) thread_.join();
   }
 
+  bool ended() const override { return false; }
+
   std::atomic<bool> paused = false;
   std::atomic<size_t> max_prompts = 1000;
   std::atomic<int> submissions = 0;
