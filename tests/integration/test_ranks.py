@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 
@@ -33,6 +34,16 @@ def ranked(strategy="zero", ranks=2):
     return {
         "ranks": ranks,
         "strategy": STRATEGIES[strategy] | {"heartbeat_timeout_seconds": HEARTBEAT_SECONDS},
+    }
+
+
+def ranked_rollout(senior=2, junior=1):
+    """A section of a rollout server whose models these many ranks share out."""
+    return {
+        "ranks": max(senior, junior),
+        "tensor_parallel_size": senior,
+        "junior_tensor_parallel_size": junior,
+        "heartbeat_timeout_seconds": HEARTBEAT_SECONDS,
     }
 
 
@@ -70,12 +81,86 @@ def test_a_run_of_servers_with_ranks_is_that_of_servers_of_one(
     assert_close(lines["two"], lines["one"])
 
 
+@pytest.mark.parametrize("junior", [1, 2])
+def test_a_run_of_a_rollout_with_ranks_is_that_of_one(models, tmp_path, junior):
+    lines = {}
+    for name, section in {"one": {}, "two": ranked_rollout(junior=junior)}.items():
+        with harness.cluster(tmp_path / name, models, rollout=section, trainer={}) as running:
+            lines[name] = run_on(running, models, tmp_path / f"run-{name}")
+    assert_close(lines["two"], lines["one"])
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("how", ["SIGKILL", "SIGSTOP"])
+def test_a_lost_rank_ends_its_rollout_server(models, tmp_path, rank, how):
+    with harness.cluster(tmp_path, models, rollout=ranked_rollout()) as running:
+        ranks = ranks_of(running, "rollout")
+        for server in ranks:
+            with Connection(server.address) as connection:
+                assert connection.health() == "SERVING"
+            assert gauge(server, "tandem_server_ranks") == 2
+        os.kill(ranks[rank].process.pid, signal.Signals[how])
+        wait_until(lambda: not ranks[1 - rank].running, seconds=60)
+        assert re.search(rf"rank {rank}\b", ranks[1 - rank].log.read_text())
+        os.kill(ranks[rank].process.pid, signal.SIGKILL)  # one that is stopped does not hear others
+
+
+def test_a_rollout_server_that_is_told_to_stop_ends_on_every_rank(models, tmp_path):
+    with harness.cluster(tmp_path, models, rollout=ranked_rollout(junior=2)) as running:
+        ranks = ranks_of(running, "rollout")
+        ranks[0].process.terminate()
+        wait_until(lambda: not any(server.running for server in ranks), seconds=40)
+        assert [server.process.returncode for server in ranks] == [0, 0]
+
+
+@pytest.mark.parametrize(
+    ("changes", "ranks", "says"),
+    [
+        ({"tensor_parallel_size": 2}, 2, ""),
+        (
+            {"tensor_parallel_size": 2},
+            3,
+            "tensor_parallel_size: the senior's 2 and the junior's 1 ranks, both counted from rank "
+            "0, make 2, and the server has 3",
+        ),
+        (
+            {"tensor_parallel_size": 3},
+            3,
+            "tensor_parallel_size: 3 does not divide config.json.num_key_value_heads, which is 2",
+        ),
+        (
+            {"tensor_parallel_size": 2, "junior_gpu_devices": [0]},
+            2,
+            "junior_gpu_devices: needs compute.device cuda, which is cpu",
+        ),
+    ],
+)
+def test_a_rollout_layout_that_cannot_be_is_refused_with_the_numbers(
+    models, tmp_path, changes, ranks, says
+):
+    section = harness.sections(models, rollout=changes)["rollout"]
+    check_config("tandem-rollout-server", section, tmp_path / "rollout.yaml", ranks, says)
+
+
 @pytest.fixture(scope="module")
 def servers(models, tmp_path_factory):
     """A trainer and a critic of two ranks each."""
     directory = tmp_path_factory.mktemp("ranks")
     with harness.cluster(directory, models, trainer=ranked(), critic=ranked()) as running:
         yield running
+
+
+def check_config(binary, section, file, ranks, says):
+    """--check-config on rank 0 of so many: accepted, or refused with the text `says`."""
+    file.write_text(yaml.safe_dump(section))
+    checked = subprocess.run(
+        [find_binary(binary), "--config", file, "--check-config"],
+        env=os.environ | rank_environment(0, ranks, port=1),
+        capture_output=True,
+        text=True,
+    )
+    assert checked.returncode == (2 if says else 0), checked.stderr
+    assert says in checked.stderr
 
 
 def ranks_of(running: LocalCluster, role: str):
@@ -146,16 +231,7 @@ def test_a_layout_that_cannot_be_is_refused_with_the_numbers(
     models, tmp_path, strategy, ranks, says
 ):
     section = harness.sections(models, trainer={"strategy": strategy})["trainer"]
-    file = tmp_path / "trainer.yaml"
-    file.write_text(yaml.safe_dump(section))
-    checked = subprocess.run(
-        [find_binary("tandem-trainer-server"), "--config", file, "--check-config"],
-        env=os.environ | rank_environment(0, ranks, port=1),
-        capture_output=True,
-        text=True,
-    )
-    assert checked.returncode == (2 if says else 0), checked.stderr
-    assert says in checked.stderr
+    check_config("tandem-trainer-server", section, tmp_path / "trainer.yaml", ranks, says)
 
 
 @pytest.mark.parametrize("role", ["trainer", "critic"])
