@@ -234,7 +234,7 @@ def test_the_variables_of_a_rank_are_those_that_servers_read():
 
 
 def test_the_container_files_of_the_ranks_are_yaml_that_gives_every_rank_its_variables():
-    _, compose, kubernetes = re.findall(r"^```yaml\n(.*?)^```$", RANKS, re.MULTILINE | re.DOTALL)
+    *_, compose, kubernetes = re.findall(r"^```yaml\n(.*?)^```$", RANKS, re.MULTILINE | re.DOTALL)
     services = yaml.safe_load(compose)["services"]
     ranks = [service["environment"]["RANK"] for service in services.values()]
     assert ranks == ["0", "1"]

@@ -155,7 +155,11 @@ runpy.run_module("tandem", run_name="__main__", alter_sys=True)
 
 def test_commands_find_the_cluster_that_runs(address, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
-    servers = [{"role": "rollout", "address": address}, {"role": "trainer", "address": address}]
+    servers = [
+        {"role": "rollout", "rank": 0, "address": address},
+        {"role": "trainer", "rank": 0, "address": address},
+        {"role": "trainer", "rank": 1, "address": "127.0.0.1:1"},
+    ]
     cluster = SimpleNamespace(
         settings=SimpleNamespace(directory=tmp_path),
         servers=[SimpleNamespace(describe=lambda server=server: server) for server in servers],
