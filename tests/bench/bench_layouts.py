@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -54,6 +55,11 @@ SENT = {
     "zero-1": lambda rounds, ends: 1 / 2 + 1 / 2,
     "zero-2": lambda rounds, ends: rounds / 2 + 1 / 2,
     "zero-3": lambda rounds, ends: rounds / 2 + rounds * (2 - ends) / 2,
+}
+# Idle time of two stages by their work, for so many micro-batches: (p-1)/m and (p-1)/(m v).
+BUBBLES = {
+    "pipeline": lambda micro_batches: 1 / micro_batches,
+    "interleaved": lambda micro_batches: 1 / (2 * micro_batches),
 }
 
 
@@ -154,8 +160,13 @@ def measure(options: argparse.Namespace, directory: Path) -> None:
         command = [*map(str, ours), *OURS[name]] if name in OURS else [*peer, "--parallel", name]
         sides[name] = Side.start(name, command, 1 if name == "single" else 2)
 
+    idle: dict[str, list[float]] = {name: [] for name in BUBBLES if name in sides}
+
     def step(side: Side) -> int:
-        side.do("step")
+        answers = side.do("step")
+        if side.name in idle:
+            busy = sum(answer["cpu_seconds"] for answer in answers)
+            idle[side.name].append(sum(answer["seconds"] for answer in answers) / busy - 1)
         return tokens
 
     pids = [process.pid for side in sides.values() for process in side.processes]
@@ -167,6 +178,12 @@ def measure(options: argparse.Namespace, directory: Path) -> None:
         pids=pids,
     )
     report(sides, ratios, parameters, options)
+    for name, shares in idle.items():
+        bubble = BUBBLES[name](options.micro_batches)
+        share = statistics.median(shares[1:])
+        print(
+            f"  {name:11} idle for {share:.3f} of its work, the schedule's bubble is {bubble:.3f}"
+        )
     for side in sides.values():
         side.stop()
 

@@ -3,8 +3,8 @@
 // one line of JSON:
 //
 //     tandem-layout-bench --model DIR --strategy zero --stage 3
-//     step    forward, backward and update of all micro-batches: {"sent_bytes"}, but for what
-//             goes through groups of some of the ranks
+//     step    forward, backward and update of all micro-batches: {"seconds", "cpu_seconds",
+//             "sent_bytes"}, the last but for what goes through groups of some of the ranks
 //     memory  {"bytes": resident memory that no file backs, beyond what the process had without a
 //             model, "peak_bytes": its largest value since the last such line}
 //     export  writes the model
@@ -14,6 +14,8 @@
 #include <malloc.h>
 
 #include <CLI/CLI.hpp>
+#include <chrono>
+#include <ctime>
 #include <fstream>
 #include <iostream>
 #include <memory>
@@ -92,8 +94,13 @@ class Bench {
   json Do(const std::string& what) {
     if (what == "step") {
       world_->ResetVolume();
+      const auto begin = std::chrono::steady_clock::now();
+      const std::clock_t cpu = std::clock();
       Step();
-      return {{"sent_bytes", world_->volume().bytes()}};
+      const std::chrono::duration<double> seconds = std::chrono::steady_clock::now() - begin;
+      return {{"seconds", seconds.count()},
+              {"cpu_seconds", static_cast<double>(std::clock() - cpu) / CLOCKS_PER_SEC},
+              {"sent_bytes", world_->volume().bytes()}};
     }
     if (what == "memory") {
       malloc_trim(0);  // what was freed is not held

@@ -20,7 +20,7 @@ from tandem.session import Session
 from tandem.train import train
 from tandem.transport import Connection
 
-HEARTBEAT_SECONDS = 2
+HEARTBEAT_SECONDS = 4
 STRATEGIES = {
     "zero": {"name": "zero", "stage": 3},
     "tensor": {"name": "megatron", "tensor_model_parallel_size": 2},
