@@ -142,6 +142,81 @@ TEST_P(TrainerRanksTest, PolicyStepsAreThoseOfOneProcess) {
   });
 }
 
+// One change of the objective, or of who wrote the tokens, at a time.
+std::vector<std::function<void(PolicyBatch& batch)>> Variants() {
+  using Objective = PolicyObjective;
+  const auto objective = [](const std::function<void(Objective&)>& change) {
+    return [change](PolicyBatch& batch) { change(batch.objective); };
+  };
+  const auto written_by = [](uint8_t author) {
+    return [author](PolicyBatch& batch) {
+      batch.objective.junior_token_loss_weight = 1;
+      for (PolicySample& sample : batch.samples) {
+        std::vector<uint8_t>& mask = sample.trajectory.authorship_mask;
+        mask.assign(mask.size(), author);
+      }
+    };
+  };
+  return {
+      written_by(1),
+      written_by(0),
+      objective([](Objective& o) { o.loss.kind = loss::PolicyLossKind::kGspo; }),
+      objective([](Objective& o) { o.loss.kind = loss::PolicyLossKind::kCispo; }),
+      objective([](Objective& o) { o.loss.dual_clip = 3; }),
+      objective([](Objective& o) { o.loss.importance_sampling_cap = 2; }),
+      objective([](Objective& o) {
+        o.loss.importance_sampling_cap = 2;
+        o.loss.importance_sampling_level = loss::ImportanceSamplingLevel::kSequence;
+      }),
+      objective([](Objective& o) { o.old_logprobs = OldLogprobs::kAuthor; }),
+      objective([](Objective& o) {
+        o.loss.kl_estimator = loss::KlEstimator::kK1;
+        o.loss.kl_coefficient = 0.1;
+        o.kl_placement = KlPlacement::kReward;
+      }),
+      objective([](Objective& o) {
+        o.loss.kl_estimator = loss::KlEstimator::kK2;
+        o.loss.kl_coefficient = 0.1;
+      }),
+      objective(
+          [](Objective& o) { o.advantage_estimator = AdvantageEstimator::kReinforcePlusPlus; }),
+      objective([](Objective& o) { o.whiten_advantages = true; }),
+      objective([](Objective& o) {
+        o.junior_kl_coefficient = 0.1;
+        o.junior_kl_kind = JuniorKlKind::kForwardSampled;
+      }),
+      objective([](Objective& o) { o.scale.aggregation = loss::Aggregation::kSeqMeanTokenMean; }),
+  };
+}
+
+TEST_P(TrainerRanksTest, EveryObjectiveIsThatOfOneProcess) {
+  const auto variants = Variants();
+  expected_version_ = static_cast<int64_t>(variants.size()) + 1;
+  const auto change = [](EngineOptions& options) { options.reference_model = options.model; };
+  RunRanks(change, [&](Engine& engine, FakeCritic&) {
+    EngineOptions options = Options();
+    change(options);
+    const auto single = Make(options);
+    int64_t step = 0;
+    for (const auto& variant : variants) {
+      SCOPED_TRACE(absl::StrCat("variant ", step));
+      TrainStepRequest request = RequestOf(++step);
+      auto& batch = std::get<PolicyBatch>(request.batch);
+      RecordLogProbs(*single, batch);
+      variant(batch);
+      ExpectSameReport(Step(engine, request), Step(*single, request));
+    }
+    TrainStepRequest supervised = RequestOf(++step);
+    SupervisedBatch batch;
+    for (const PolicySample& sample : TestBatch().samples) {
+      batch.samples.push_back(
+          {sample.trajectory.prompt_token_ids, sample.trajectory.response_token_ids});
+    }
+    supervised.batch = batch;
+    ExpectSameReport(Step(engine, supervised), Step(*single, supervised));
+  });
+}
+
 TEST_P(TrainerRanksTest, OnlyRankZeroAsksTheCritic) {
   expected_version_ = 1;
   asks_critic_ = true;
