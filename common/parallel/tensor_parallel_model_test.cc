@@ -440,6 +440,17 @@ TEST_P(TensorParallelModelTest, ADecodedRowDoesNotDependOnItsBatch) {
   });
 }
 
+TEST_P(TensorParallelModelTest, DecodeInBfloat16StaysClose) {
+  RunOnAll(GetParam(), [](const Group& group, Communicator&) {
+    const Case c = Cases()[1];
+    Decoder exact(c, {}), half(c, PlacementIn(group, at::kBFloat16));
+    const std::vector<at::Tensor> expected = DecodeSome(exact), actual = DecodeSome(half);
+    for (size_t i = 0; i < expected.size(); ++i) {
+      ExpectClose(actual[i], expected[i], 0.03, "logits");
+    }
+  });
+}
+
 // A sum for the embedding and two a layer, each an all-gather of [T, H], and the logits.
 TEST_P(TensorParallelModelTest, DecodeVolumesFollowTheFormula) {
   RunOnAll(GetParam(), [](const Group& group, Communicator& communicator) {
