@@ -4,14 +4,17 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <netinet/in.h>
+#include <sys/mman.h>
 #include <sys/socket.h>
 #include <unistd.h>
 
+#include <atomic>
 #include <string>
 #include <utility>
 #include <vector>
 
 #include "absl/strings/str_cat.h"
+#include "absl/time/clock.h"
 #include "common/parallel/testing/rank_processes.h"
 #include "common/tensor/catch_torch_errors.h"
 
@@ -352,7 +355,12 @@ TEST(CommunicatorSplitTest, GivesTheGroupThatHoldsTheRank) {
 }
 
 TEST(CommunicatorFailureTest, AnErrorNamesTheCollectiveAndThePeer) {
-  RunOnRanks(3, [](const RankEnvironment& environment) {
+  // A survivor that went would be another peer that is gone.
+  void* const shared = mmap(nullptr, sizeof(std::atomic<int>), PROT_READ | PROT_WRITE,
+                            MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+  ASSERT_NE(shared, MAP_FAILED);
+  auto* const done = new (shared) std::atomic<int>(0);
+  RunOnRanks(3, [done](const RankEnvironment& environment) {
     const auto world = Communicator::Connect(environment, {}).value();
     if (environment.rank == 1) _exit(0);  // without a word
     at::Tensor tensor = at::zeros({30});
@@ -366,7 +374,9 @@ TEST(CommunicatorFailureTest, AnErrorNamesTheCollectiveAndThePeer) {
                 testing::AllOf(HasSubstr("all-gather in"), HasSubstr("with rank 1:")));
     EXPECT_THAT(ErrorOf([&] { world->AllReduce(tensor, Reduction::kSum); }),
                 HasSubstr("all-reduce in"));
+    for (++*done; *done < 2;) absl::SleepFor(absl::Milliseconds(1));
   });
+  munmap(shared, sizeof(std::atomic<int>));
 }
 
 TEST(CommunicatorFailureTest, ARankThatDoesNothingIsATimeout) {
