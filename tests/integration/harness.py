@@ -178,6 +178,22 @@ def run_training(config: RunSettings, *, resume: bool = False) -> Path:
         return run.path
 
 
+def run_on(
+    running: LocalCluster,
+    models: Models,
+    directory: Path,
+    *,
+    on_step: Callable[[dict[str, Any]], None] = lambda line: None,
+    resume: bool = False,
+    **changes: Any,
+) -> list[dict[str, Any]]:
+    """A run on servers that run; the lines of its metrics, but for what the clock decides."""
+    config = run_settings(directory, models, running, **changes)
+    with RunDirectory.open(config, "train", resume=resume) as run, Session(config) as session:
+        train(session, run, on_step)
+    return metrics_without_clock(directory / "run")
+
+
 def json_lines(path: Path) -> list[dict[str, Any]]:
     """Lines of a JSON-lines file."""
     return [json.loads(line) for line in path.read_text().splitlines()]

@@ -10,14 +10,11 @@ import subprocess
 import harness
 import pytest
 import yaml
-from harness import gauge, metrics_without_clock, wait_until
+from harness import gauge, run_on, wait_until
 from tandem.client import TrainerClient
 from tandem.cluster import LocalCluster, find_binary, rank_environment
 from tandem.errors import ServerStartError, TandemError
 from tandem.requests import SupervisedSample
-from tandem.run_dir import RunDirectory
-from tandem.session import Session
-from tandem.train import train
 from tandem.transport import Connection
 
 HEARTBEAT_SECONDS = 4
@@ -45,14 +42,6 @@ def ranked_rollout(senior=2, junior=1):
         "junior_tensor_parallel_size": junior,
         "heartbeat_timeout_seconds": HEARTBEAT_SECONDS,
     }
-
-
-def run_on(running, models, directory, *, on_step=lambda line: None, resume=False, **changes):
-    """A run on servers that run; the lines of its metrics, but for what the clock decides."""
-    config = harness.run_settings(directory, models, running, **changes)
-    with RunDirectory.open(config, "train", resume=resume) as run, Session(config) as session:
-        train(session, run, on_step)
-    return metrics_without_clock(directory / "run")
 
 
 def assert_close(lines, expected):

@@ -11,7 +11,7 @@ import sys
 import harness
 import numpy as np
 import pytest
-from harness import metrics_without_clock, wait_until
+from harness import metrics_without_clock, run_on, wait_until
 from tandem import settings
 from tandem.cluster import find_binary
 from tandem.config_values import apply_override
@@ -23,14 +23,6 @@ from tandem.start import serve_checkpoint
 from tandem.text import TextCodec
 from tandem.train import train
 from tandem.transport import Connection
-
-
-def run_on(running, models, directory, *, on_step=lambda line: None, resume=False, **changes):
-    """A run on servers that run; the lines of its metrics, but for what the clock decides."""
-    config = harness.run_settings(directory, models, running, **changes)
-    with RunDirectory.open(config, "train", resume=resume) as run, Session(config) as session:
-        train(session, run, on_step)
-    return metrics_without_clock(directory / "run")
 
 
 def restart(server):
