@@ -28,6 +28,7 @@
 #include "common/loss/linear_cross_entropy.h"
 #include "common/parallel/create_strategy.h"
 #include "common/parallel/whole_parameters.h"
+#include "tests/bench/status_bytes.h"
 
 namespace {
 
@@ -72,14 +73,6 @@ void Check(const Result& result) {
   std::exit(1);
 }
 
-int64_t StatusBytes(const std::string& field) {
-  std::ifstream status("/proc/self/status");
-  for (std::string name; status >> name;) {
-    if (int64_t kilobytes = 0; name == field + ":" && status >> kilobytes) return kilobytes << 10;
-  }
-  return 0;
-}
-
 class Bench {
  public:
   Bench(const Options& options, std::shared_ptr<tandem::parallel::Communicator> world)
@@ -104,8 +97,9 @@ class Bench {
     }
     if (what == "memory") {
       malloc_trim(0);  // what was freed is not held
-      const json memory = {{"bytes", StatusBytes("RssAnon") - before_},
-                           {"peak_bytes", StatusBytes("VmHWM") - StatusBytes("RssFile") - before_}};
+      const json memory = {
+          {"bytes", tandem::StatusBytes("RssAnon") - before_},
+          {"peak_bytes", tandem::StatusBytes("VmHWM") - tandem::StatusBytes("RssFile") - before_}};
       std::ofstream("/proc/self/clear_refs") << "5";
       return memory;
     }
@@ -180,7 +174,7 @@ class Bench {
   }
 
   const Options options_;
-  const int64_t before_ = StatusBytes("RssAnon");
+  const int64_t before_ = tandem::StatusBytes("RssAnon");
   const std::shared_ptr<tandem::parallel::Communicator> world_;
   std::unique_ptr<Strategy> strategy_;
 };

@@ -12,7 +12,6 @@
 #include <CLI/CLI.hpp>
 #include <chrono>
 #include <cmath>
-#include <fstream>
 #include <iostream>
 #include <string>
 #include <vector>
@@ -21,6 +20,7 @@
 #include "common/loss/linear_divergence.h"
 #include "common/loss/supervised_loss.h"
 #include "common/ops/ops.h"
+#include "tests/bench/status_bytes.h"
 
 namespace {
 
@@ -66,15 +66,6 @@ LossMode ModeOf(const std::string& name) {
   return name == "recompute" ? LossMode::kRecompute : LossMode::kAuto;
 }
 
-// A field of /proc/self/status in bytes.
-int64_t StatusBytes(const std::string& field) {
-  std::ifstream status("/proc/self/status");
-  for (std::string name; status >> name;) {
-    if (int64_t kilobytes = 0; name == field + ":" && status >> kilobytes) return kilobytes << 10;
-  }
-  return 0;
-}
-
 class Bench {
  public:
   explicit Bench(const Options& options)
@@ -116,10 +107,10 @@ class Bench {
   }
 
   int64_t ExtraBytes() {
-    const int64_t before = StatusBytes("VmRSS");
+    const int64_t before = tandem::StatusBytes("VmRSS");
     std::ofstream("/proc/self/clear_refs") << "5";  // restarts VmHWM
     Loss();
-    return StatusBytes("VmHWM") - before;
+    return tandem::StatusBytes("VmHWM") - before;
   }
 
  private:

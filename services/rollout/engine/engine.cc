@@ -349,10 +349,6 @@ class EngineImpl : public Engine {
   std::unique_ptr<EngineThread> thread_;  // last: it uses everything above
 };
 
-}  // namespace
-
-namespace {
-
 Lane MakeLane(Author author, LaneRanks ranks, std::unique_ptr<Model> model,
               const EngineOptions& options, int64_t max_model_len,
               parallel::ServerRanks* server_ranks) {
