@@ -86,6 +86,8 @@ class TrainingCore {
   // by FromRankZero; the call is rank 0's. Its result is a Status or StatusOr.
   template <typename Request, typename Result>
   using Command = std::function<Result(const CallScope& call, const Request& request)>;
+  // Of a command that is its name alone.
+  struct NoRequest {};
 
   // What a command needs before it runs.
   enum class Needs {
@@ -254,7 +256,6 @@ class TrainingCore {
     std::string path;
     DType dtype = DType::kFloat32;
   };
-  struct NoRequest {};
   Command<SaveRequest, absl::StatusOr<checkpoint::Saved>> save_checkpoint_;
   Command<std::string, absl::Status> load_checkpoint_;
   Command<NoRequest, absl::Status> load_base_model_;

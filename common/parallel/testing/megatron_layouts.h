@@ -7,11 +7,12 @@
 #include <string>
 #include <vector>
 
-#include "common/base/struct_bytes.h"
+#include "absl/status/statusor.h"
 #include "common/model/model.h"
 #include "common/model/testing/tiny_model_dir.h"
 #include "common/parallel/communicator.h"
 #include "common/parallel/megatron_options.h"
+#include "common/parallel/rank_agreement.h"
 #include "common/parallel/testing/same_training.h"
 
 namespace tandem::parallel {
@@ -74,9 +75,8 @@ inline constexpr int64_t kMicroBatches = 3;
 // What rank 0 computes, on every rank.
 template <typename Compute>
 auto SayOfRankZero(Communicator& ranks, const Compute& compute) -> decltype(compute()) {
-  std::string bytes;
-  if (ranks.rank() == 0) bytes = ToBytes(compute());
-  return FromBytes<decltype(compute())>(ranks.BroadcastBytes(bytes, 0)).value();
+  using Result = decltype(compute());
+  return FromRankZero<Result>(ranks, [&] { return absl::StatusOr<Result>(compute()); }).value();
 }
 
 }  // namespace tandem::parallel

@@ -118,7 +118,7 @@ class TorchEngine final : public training::CoreEngine<Engine> {
   }
 
  private:
-  struct NoRequest {};
+  using NoRequest = training::TrainingCore::NoRequest;
   using SnapshotResult = absl::StatusOr<std::shared_ptr<const WeightSource>>;
 
   void AddCommands();
