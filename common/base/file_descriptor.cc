@@ -2,6 +2,7 @@
 
 #include <fcntl.h>
 #include <stdlib.h>
+#include <sys/statvfs.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -98,12 +99,21 @@ absl::Status FileDescriptor::ReadAllAt(int64_t offset, absl::Span<std::byte> out
 
 absl::Status FileDescriptor::Reserve(int64_t bytes) const {
   if (bytes == 0) return absl::OkStatus();
+  const auto refused = [&](int error) {
+    return FileError(error, absl::StrCat("cannot reserve ", bytes, " bytes for"), path_);
+  };
+  // An allocation that fails takes all that there is for a moment, also from other processes.
+  struct statvfs system = {};
+  if (::fstatvfs(fd_, &system) == 0 &&
+      static_cast<uint64_t>(bytes) > uint64_t{system.f_bavail} * system.f_frsize) {
+    return refused(ENOSPC);
+  }
   int result = 0;
   do {
     result = ::fallocate(fd_, 0, 0, bytes);
   } while (result != 0 && errno == EINTR);
   if (result == 0 || errno == EOPNOTSUPP || errno == ENOSYS) return absl::OkStatus();
-  return FileError(errno, absl::StrCat("cannot reserve ", bytes, " bytes for"), path_);
+  return refused(errno);
 }
 
 }  // namespace tandem

@@ -56,6 +56,14 @@ TEST_F(FileDescriptorTest, SpaceIsReserved) {
   EXPECT_GE(info.st_blocks * 512, 100'000);
 }
 
+// Known before it is tried: what is there for others would be gone meanwhile.
+TEST_F(FileDescriptorTest, MoreThanThereIsIsNotTried) {
+  const FileDescriptor file = FileDescriptor::CreateUnnamed(folder_.string()).value();
+  const absl::Status status = file.Reserve(int64_t{1} << 62);  // more than a file holds
+  EXPECT_EQ(status.code(), absl::StatusCode::kResourceExhausted) << status;
+  EXPECT_THAT(std::string(status.message()), HasSubstr("No space left on device"));
+}
+
 TEST_F(FileDescriptorTest, ErrorsNameThePlace) {
   const absl::Status missing =
       FileDescriptor::CreateUnnamed((folder_ / "missing").string()).status();
