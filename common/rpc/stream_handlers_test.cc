@@ -5,6 +5,7 @@
 
 #include <atomic>
 #include <memory>
+#include <mutex>
 #include <string>
 #include <thread>
 #include <vector>
@@ -86,7 +87,8 @@ class StreamService final : public StreamCallbacks {
                                                            const WatchStepsRequest*) override {
     return HandleServerStream<WatchStepsResponse>(
         executor_, context, 4, [this](std::shared_ptr<StreamWriter<WatchStepsResponse>> writer) {
-          writer_ = writer;
+          const std::lock_guard lock(mutex_);
+          writer_ = std::move(writer);
           ++watchers_;
         });
   }
@@ -98,7 +100,8 @@ class StreamService final : public StreamCallbacks {
   std::atomic<bool> blocked_ = false;
   std::atomic<bool> released_ = false;
   size_t payload_bytes_ = 0;
-  std::shared_ptr<StreamWriter<WatchStepsResponse>> writer_;
+  std::mutex mutex_;                                          // calls come on several threads
+  std::shared_ptr<StreamWriter<WatchStepsResponse>> writer_;  // of the last call
 };
 
 class StreamApp final : public ServerApp {
@@ -282,7 +285,7 @@ TEST_F(StreamHandlersTest, AReaderThatStallsHoldsTheWorkBack) {
 
 TEST_F(StreamHandlersTest, AServerStreamCarriesWhatIsPushedAndCloses) {
   auto stream = stub_->WatchSteps(&context_, WatchStepsRequest());
-  ASSERT_TRUE(Eventually([&] { return service().writer_ != nullptr; }));
+  ASSERT_TRUE(Eventually([&] { return service().watchers_ == 1; }));
   WatchStepsResponse response;
   for (int i = 0; i < 3; ++i) {
     response.mutable_report()->set_step(i);
@@ -300,7 +303,7 @@ TEST_F(StreamHandlersTest, AServerStreamCarriesWhatIsPushedAndCloses) {
 
 TEST_F(StreamHandlersTest, AWriterLearnsThatItsReaderIsGone) {
   auto stream = stub_->WatchSteps(&context_, WatchStepsRequest());
-  ASSERT_TRUE(Eventually([&] { return service().writer_ != nullptr; }));
+  ASSERT_TRUE(Eventually([&] { return service().watchers_ == 1; }));
   context_.TryCancel();
   EXPECT_TRUE(Eventually([&] { return service().writer_->closed(); }));
   EXPECT_FALSE(service().writer_->Push(WatchStepsResponse()));
