@@ -3,6 +3,7 @@
 #include <limits.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <array>
 #include <chrono>
 #include <condition_variable>
@@ -57,7 +58,7 @@ class RankMonitor::Watch {
         std::unique_ptr<RankStore> store)
       : environment_(environment),
         options_(std::move(options)),
-        interval_(absl::ToChronoNanoseconds(options_.interval)),
+        interval_(absl::ToChronoNanoseconds(std::min(absl::Seconds(1), options_.silence / 8))),
         silence_(absl::ToChronoNanoseconds(options_.silence)),
         store_(std::move(store)),
         peers_(environment.world_size) {
@@ -78,17 +79,20 @@ class RankMonitor::Watch {
     changed_.notify_all();
   }
 
-  // The store's answers have no time limit of their own.
+  // The store's answers have no time limit of their own. Waits for one in quarters of the time: a
+  // machine that stood still for longer has waited for one of them.
   void RunStoreWatch() {
     std::unique_lock lock(mutex_);
-    while (!beats_ended_ && !abandoned_) {
-      if (changed_.wait_until(lock, answered_ + silence_) == std::cv_status::timeout &&
-          !beats_ended_ && Clock::now() >= answered_ + silence_) {
-        lock.unlock();
-        ReportStore(absl::StrCat("has been silent for ", absl::FormatDuration(options_.silence)));
+    Clock::time_point heard = answered_;
+    for (int quarters = 0; quarters < 4;) {
+      if (changed_.wait_for(lock, silence_ / 4, [this] { return beats_ended_ || abandoned_; })) {
         return;
       }
+      quarters = answered_ == heard ? quarters + 1 : 0;
+      heard = answered_;
     }
+    lock.unlock();
+    ReportStore(absl::StrCat("has been silent for ", absl::FormatDuration(options_.silence)));
   }
 
   // Ends the beats with a last record, none if it is empty. Returns when that is done, or when it
@@ -143,11 +147,16 @@ class RankMonitor::Watch {
         return;
       }
       std::unique_lock lock(mutex_);
+      const Clock::time_point asleep = Clock::now();
       if (changed_.wait_for(lock, interval_, [this] { return ending_; })) {
         const std::string last_record = last_record_;
         lock.unlock();
         if (!last_record.empty()) Conclude(last_record);
         return;
+      }
+      // Who stood still, perhaps with the whole machine, cannot tell who else was silent.
+      if (Clock::now() - asleep > silence_ / 2) {
+        for (Peer& peer : peers_) peer.moved = Clock::now();
       }
     }
   }

@@ -18,8 +18,9 @@ struct RankMonitorOptions {
   // wait for the lost rank inside a collective, and cannot be stopped.
   [[noreturn]] static void EndProcess(const std::string& failure);
 
-  absl::Duration interval = absl::Seconds(1);  // between two heartbeats
-  absl::Duration silence = absl::Seconds(15);  // of a rank that counts as lost
+  // Of a rank that counts as lost. Ranks beat once a second, or eight times in so long if that is
+  // more often.
+  absl::Duration silence = absl::Seconds(15);
   // Called at most once, from a thread of the monitor, with "rank 3 (pid 123 on host) has been
   // silent for 15s", or "rank 2: " and the message of its Fail. The text is the same on all ranks.
   std::function<void(const std::string& failure)> on_failure = EndProcess;
@@ -27,7 +28,8 @@ struct RankMonitorOptions {
 
 // Every rank of a world has one, and beats in the store that rank 0 hosts. A rank is lost if it
 // does not beat for `silence`: dead, stopped, or cut off. All others notice within about twice
-// `silence`, also if it is rank 0. A world of one has nobody to watch.
+// `silence`, also if it is rank 0. A machine that stands still with all of them, as one that is
+// moved or suspended, loses none. A world of one has nobody to watch.
 //
 // Thread-safe, but for the destructor.
 class RankMonitor {

@@ -24,7 +24,6 @@ using ::testing::HasSubstr;
 using ::testing::StartsWith;
 
 constexpr int kRanks = 3;
-constexpr absl::Duration kInterval = absl::Milliseconds(100);
 // Far longer than a rank of a busy machine waits for its turn.
 constexpr absl::Duration kSilence = absl::Seconds(2);
 // A rank of which nothing is expected to end lives no longer than this.
@@ -67,7 +66,6 @@ class Lines {
 
 RankMonitorOptions Reporting(const Lines& lines, int rank) {
   RankMonitorOptions options;
-  options.interval = kInterval;
   options.silence = kSilence;
   options.on_failure = [&lines, rank](const std::string& failure) {
     lines.Write(rank, failure);
@@ -133,6 +131,27 @@ TEST_P(LostRankTest, AStoppedRankIsReportedByTheOthers) {
   processes_.Signal(GetParam(), SIGSTOP);
   ExpectOthersReport(EndsWith("has been silent for 2s"));
   processes_.Signal(GetParam(), SIGCONT);
+}
+
+// As a machine that is moved to another host, or suspended.
+TEST(RankMonitorTest, RanksThatStandStillTogetherLoseNobody) {
+  const Lines lines(kRanks);
+  RankProcesses processes(
+      kRanks,
+      [&](const RankEnvironment& environment) {
+        const auto monitor = StartMonitor(environment, lines);
+        BeatForAWhile();
+        lines.Write(environment.rank, "watched");
+        absl::SleepFor(3 * kSilence);
+        monitor->Leave();
+        lines.Write(environment.rank, "noticed nothing");
+      },
+      kLimit);
+  for (int rank = 0; rank < kRanks; ++rank) EXPECT_EQ(lines.Read(rank), "watched");
+  for (int rank = 0; rank < kRanks; ++rank) processes.Signal(rank, SIGSTOP);
+  absl::SleepFor(2 * kSilence);
+  for (int rank = 0; rank < kRanks; ++rank) processes.Signal(rank, SIGCONT);
+  for (int rank = 0; rank < kRanks; ++rank) EXPECT_EQ(lines.Read(rank), "noticed nothing");
 }
 
 class LeavingRankTest : public testing::TestWithParam<int> {};
@@ -251,7 +270,6 @@ TEST(RankMonitorTest, TheDefaultEndsTheProcess) {
       2,
       [](const RankEnvironment& environment) {
         RankMonitorOptions options;
-        options.interval = kInterval;
         options.silence = kSilence;
         auto monitor = RankMonitor::Start(environment, options);
         ASSERT_TRUE(monitor.ok()) << monitor.status();
