@@ -18,6 +18,7 @@
 #include "common/loss/linear_cross_entropy.h"
 #include "common/loss/supervised_loss.h"
 #include "common/model/model.h"
+#include "common/parallel/rank_agreement.h"
 #include "common/parallel/whole_parameters.h"
 #include "common/tandem/tandem_config.h"
 #include "common/tandem/vocabulary.h"
@@ -511,15 +512,18 @@ absl::StatusOr<LogProbsResult> TorchEngine::LogProbs(const LogProbsRequest& requ
 
 TorchEngine::SnapshotResult TorchEngine::TakeSnapshot() {
   const WeightsVersion weights = core_->weights();
-  std::shared_ptr<const WeightSource> snapshot;  // of rank 0, which publishes
+  parallel::Strategy& strategy = core_->strategy();
+  std::shared_ptr<const WeightSource> snapshot = snapshot_.lock();  // of rank 0, which publishes
+  TANDEM_ASSIGN_OR_RETURN(
+      const bool held, parallel::FromRankZero<bool>(strategy.ranks(), [&] {
+        return absl::StatusOr<bool>(snapshot != nullptr &&
+                                    snapshot->manifest().version == weights.version &&
+                                    snapshot->manifest().digest == weights.digest);
+      }));
+  if (held) return snapshot;
+  snapshot = nullptr;  // its file may be used again
   TANDEM_RETURN_IF_ERROR(
-      parallel::UseWholeParameters(core_->strategy(), [&](TensorSource parameters) -> absl::Status {
-        snapshot = snapshot_.lock();
-        if (snapshot != nullptr && snapshot->manifest().version == weights.version &&
-            snapshot->manifest().digest == weights.digest) {
-          return absl::OkStatus();
-        }
-        snapshot = nullptr;  // its file may be used again
+      parallel::UseWholeParameters(strategy, [&](TensorSource parameters) -> absl::Status {
         TANDEM_ASSIGN_OR_RETURN(
             snapshot, training::MakeWeightSnapshot(core_->model().WeightSpecs(DType::kFloat32),
                                                    parameters, weights));
