@@ -6,6 +6,7 @@
 
 #include <algorithm>
 
+#include "common/kernels/cpu/amx_product.h"
 #include "common/ops/ops.h"
 #include "common/ops/parallel_for.h"
 
@@ -58,6 +59,14 @@ void AtenProduct(at::Tensor product, const at::Tensor& a, const at::Tensor& b, b
   }
 }
 
+// The own kernel where it is the fastest, else nullptr.
+kernels::AmxProduct AmxFor(int64_t m, int64_t n, int64_t k, bool bfloat16) {
+  // Of fewer rows or columns, packing the other factor takes longer than multiplying.
+  const int64_t fewest = bfloat16 ? 32 : 80;
+  if (std::min(m, n) < fewest || k < 32 || GetKernelPath() != KernelPath::kAuto) return nullptr;
+  return kernels::FindAmxProduct();
+}
+
 // Whether the CPU multiplies bf16 faster than fp32: by what it has, not by a timing.
 bool HasFastBfloat16Products() {
 #ifdef __x86_64__
@@ -81,6 +90,24 @@ struct BlasFactor {
   bool transposed;
   int64_t stride;
 };
+
+void ProductOnAmx(kernels::AmxProduct multiply, const at::Tensor& product, const at::Tensor& a,
+                  const at::Tensor& b, bool accumulate) {
+  const BlasFactor left(a), right(b);
+  multiply({.a = left.matrix.const_data_ptr(),
+            .a_row_stride = left.matrix.stride(0),
+            .a_column_stride = left.matrix.stride(1),
+            .b = right.matrix.const_data_ptr(),
+            .b_row_stride = right.matrix.stride(0),
+            .b_column_stride = right.matrix.stride(1),
+            .bfloat16 = a.scalar_type() == at::kBFloat16,
+            .product = product.mutable_data_ptr<float>(),
+            .product_stride = product.stride(0),
+            .m = a.size(0),
+            .n = b.size(1),
+            .k = a.size(1),
+            .accumulate = accumulate});
+}
 
 void Bfloat16Product(const at::Tensor& product, const at::Tensor& a, const at::Tensor& b,
                      bool accumulate) {
@@ -119,7 +146,11 @@ void MatrixProductOnThread(const at::Tensor& product, const at::Tensor& a, const
                            bool accumulate) {
   const at::NoGradGuard no_grad;
   if (product.scalar_type() != at::kFloat) return AtenProduct(product, a, b, accumulate);
-  const bool widened = a.scalar_type() == at::kBFloat16;
+  const bool bfloat16 = a.scalar_type() == at::kBFloat16 && b.scalar_type() == at::kBFloat16;
+  if (const kernels::AmxProduct multiply = AmxFor(a.size(0), b.size(1), a.size(1), bfloat16)) {
+    const at::ScalarType type = bfloat16 ? at::kBFloat16 : at::kFloat;
+    return ProductOnAmx(multiply, product, a.to(type), b.to(type), accumulate);
+  }
   // A property of the build, not a timing: two starts on one machine give the same bits.
   if (MKL_Set_Num_Threads_Local == nullptr) {
     const at::Tensor sum = Linear(a.to(at::kFloat).contiguous(), b.t().to(at::kFloat).contiguous());
@@ -127,7 +158,7 @@ void MatrixProductOnThread(const at::Tensor& product, const at::Tensor& a, const
     return;
   }
   const SingleThreadedMkl single;
-  if (widened && HasFastBfloat16Products()) {
+  if (bfloat16 && HasFastBfloat16Products()) {
     Bfloat16Product(product, a, b, accumulate);
   } else {
     AtenProduct(product, a.to(at::kFloat), b.to(at::kFloat), accumulate);

@@ -1,5 +1,12 @@
 #include <cstring>
 
+#ifdef TANDEM_X86_KERNELS
+#include <cpuid.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
+#include "common/kernels/cpu/amx_product.h"
 #include "common/kernels/cpu/cpu_kernels.h"
 
 namespace tandem::kernels {
@@ -8,6 +15,24 @@ extern const CpuKernels kPortableKernels;
 #ifdef TANDEM_X86_KERNELS
 extern const CpuKernels kAvx2Kernels;
 extern const CpuKernels kAvx512Kernels;
+void AmxMatrixProduct(const AmxProductArgs& args);
+
+namespace {
+
+// The registers are large: the kernel saves them only for processes that ask for them.
+bool MayUseAmx() {
+#ifdef __linux__
+  constexpr int kRequestPermission = 0x1023, kTileData = 18;  // of arch_prctl
+  constexpr unsigned int kBfloat16 = 1 << 22, kTiles = 1 << 24;
+  unsigned int eax = 0, ebx = 0, ecx = 0, edx = 0;
+  return __get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx) != 0 && (edx & kBfloat16) != 0 &&
+         (edx & kTiles) != 0 && syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
+#else
+  return false;
+#endif
+}
+
+}  // namespace
 #endif
 
 const CpuKernels* FindCpuKernels(const char* isa) {
@@ -32,6 +57,16 @@ const CpuKernels& GetCpuKernels() {
     return kPortableKernels;
   }();
   return best;
+}
+
+AmxProduct FindAmxProduct() {
+#ifdef TANDEM_X86_KERNELS
+  // It packs with AVX-512.
+  static const bool found = FindCpuKernels("avx512") != nullptr && MayUseAmx();
+  return found ? AmxMatrixProduct : nullptr;
+#else
+  return nullptr;
+#endif
 }
 
 }  // namespace tandem::kernels
