@@ -59,11 +59,11 @@ void AtenProduct(at::Tensor product, const at::Tensor& a, const at::Tensor& b, b
   }
 }
 
-// The own kernel where it is the fastest, else nullptr.
-kernels::AmxProduct AmxFor(int64_t m, int64_t n, int64_t k, bool bfloat16) {
+// The own kernel for bf16 factors where it is the fastest, else nullptr.
+kernels::AmxProduct AmxFor(int64_t m, int64_t n, int64_t k) {
   // Of fewer rows or columns, packing the other factor takes longer than multiplying.
-  const int64_t fewest = bfloat16 ? 32 : 80;
-  if (std::min(m, n) < fewest || k < 32 || GetKernelPath() != KernelPath::kAuto) return nullptr;
+  constexpr int64_t kFewest = 32;
+  if (std::min({m, n, k}) < kFewest || GetKernelPath() != KernelPath::kAuto) return nullptr;
   return kernels::FindAmxProduct();
 }
 
@@ -94,13 +94,12 @@ struct BlasFactor {
 void ProductOnAmx(kernels::AmxProduct multiply, const at::Tensor& product, const at::Tensor& a,
                   const at::Tensor& b, bool accumulate) {
   const BlasFactor left(a), right(b);
-  multiply({.a = left.matrix.const_data_ptr(),
+  multiply({.a = static_cast<const uint16_t*>(left.matrix.const_data_ptr()),
             .a_row_stride = left.matrix.stride(0),
             .a_column_stride = left.matrix.stride(1),
-            .b = right.matrix.const_data_ptr(),
+            .b = static_cast<const uint16_t*>(right.matrix.const_data_ptr()),
             .b_row_stride = right.matrix.stride(0),
             .b_column_stride = right.matrix.stride(1),
-            .bfloat16 = a.scalar_type() == at::kBFloat16,
             .product = product.mutable_data_ptr<float>(),
             .product_stride = product.stride(0),
             .m = a.size(0),
@@ -147,10 +146,8 @@ void MatrixProductOnThread(const at::Tensor& product, const at::Tensor& a, const
   const at::NoGradGuard no_grad;
   if (product.scalar_type() != at::kFloat) return AtenProduct(product, a, b, accumulate);
   const bool bfloat16 = a.scalar_type() == at::kBFloat16 && b.scalar_type() == at::kBFloat16;
-  if (const kernels::AmxProduct multiply = AmxFor(a.size(0), b.size(1), a.size(1), bfloat16)) {
-    const at::ScalarType type = bfloat16 ? at::kBFloat16 : at::kFloat;
-    return ProductOnAmx(multiply, product, a.to(type), b.to(type), accumulate);
-  }
+  const kernels::AmxProduct on_amx = bfloat16 ? AmxFor(a.size(0), b.size(1), a.size(1)) : nullptr;
+  if (on_amx != nullptr) return ProductOnAmx(on_amx, product, a, b, accumulate);
   // A property of the build, not a timing: two starts on one machine give the same bits.
   if (MKL_Set_Num_Threads_Local == nullptr) {
     const at::Tensor sum = Linear(a.to(at::kFloat).contiguous(), b.t().to(at::kFloat).contiguous());

@@ -53,21 +53,12 @@ int64_t Most(int64_t a, int64_t b) { return a < b ? b : a; }
 
 // Some lines of a factor.
 struct Lines {
-  const void* data;
+  const uint16_t* data;
   int64_t line_stride, depth_stride;
 };
 
 __mmask16 First16(int64_t count) {
   return static_cast<__mmask16>(count >= 16 ? 0xffff : count <= 0 ? 0 : (1 << count) - 1);
-}
-
-// The upper halves of `x` rounded to bf16, which are taken from it.
-__m512i TakeBfloat16(__m512& x) {
-  const __m512i rounded =
-      _mm512_and_si512(_mm512_add_epi32(_mm512_castps_si512(x), _mm512_set1_epi32(0x8000)),
-                       _mm512_set1_epi32(static_cast<int>(0xffff0000)));
-  x = _mm512_sub_ps(x, _mm512_castsi512_ps(rounded));
-  return rounded;
 }
 
 // Rows become columns.
@@ -101,103 +92,54 @@ void Store(const __m512i (&rows)[16], uint16_t* tile) {
   for (int i = 0; i < 16; ++i) _mm512_store_si512(tile + 32 * i, rows[i]);
 }
 
-// Each reads a tile of `lines` lines and `depth` of the depth, the rest zeros, as `parts` tiles
-// whose sum it is, line after line or pair after pair as they lie in memory.
+// Read a tile of `lines` lines and `depth` of the depth, the rest zeros, line after line or pair
+// after pair as they lie in memory.
 
-struct Bfloat16Factor {
-  using Element = uint16_t;
-  static constexpr int kParts = 1;
-
-  static void ReadByLine(const Element* from, int64_t stride, int64_t lines, int64_t depth,
-                         __m512i (&parts)[1][16]) {
-    const auto mask = static_cast<__mmask32>(First16(depth) | (First16(depth - 16) << 16));
-    for (int64_t i = 0; i < 16; ++i) {
-      parts[0][i] =
-          i < lines ? _mm512_maskz_loadu_epi16(mask, from + i * stride) : _mm512_setzero_si512();
-    }
-  }
-
-  static void ReadByPair(const Element* from, int64_t stride, int64_t lines, int64_t depth,
-                         __m512i (&parts)[1][16]) {
-    const __mmask16 mask = First16(lines);
-    const auto row = [&](int64_t l) {
-      return l < depth ? _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(mask, from + l * stride))
-                       : _mm512_setzero_si512();
-    };
-    for (int64_t pair = 0; pair < 16; ++pair) {
-      parts[0][pair] = _mm512_or_si512(row(2 * pair), _mm512_slli_epi32(row(2 * pair + 1), 16));
-    }
-  }
-};
-
-struct Float32Factor {
-  using Element = float;
-  static constexpr int kParts = 3;
-
-  static void ReadByLine(const Element* from, int64_t stride, int64_t lines, int64_t depth,
-                         __m512i (&parts)[3][16]) {
-    // The upper halves of the first 16 numbers, and then those of the others.
-    alignas(64) static constexpr uint16_t kUpper[32] = {1,  3,  5,  7,  9,  11, 13, 15, 17, 19, 21,
-                                                        23, 25, 27, 29, 31, 33, 35, 37, 39, 41, 43,
-                                                        45, 47, 49, 51, 53, 55, 57, 59, 61, 63};
-    const __m512i upper = _mm512_load_si512(kUpper);
-    for (int64_t i = 0; i < 16; ++i) {
-      const float* const line = from + i * stride;
-      __m512 first = _mm512_setzero_ps(), second = _mm512_setzero_ps();
-      if (i < lines) {
-        first = _mm512_maskz_loadu_ps(First16(depth), line);
-        second = _mm512_maskz_loadu_ps(First16(depth - 16), line + 16);
-      }
-      for (auto& part : parts) {
-        const __m512i low = TakeBfloat16(first);
-        part[i] = _mm512_permutex2var_epi16(low, upper, TakeBfloat16(second));
-      }
-    }
-  }
-
-  static void ReadByPair(const Element* from, int64_t stride, int64_t lines, int64_t depth,
-                         __m512i (&parts)[3][16]) {
-    const __mmask16 mask = First16(lines);
-    const auto row = [&](int64_t l) {
-      return l < depth ? _mm512_maskz_loadu_ps(mask, from + l * stride) : _mm512_setzero_ps();
-    };
-    for (int64_t pair = 0; pair < 16; ++pair) {
-      __m512 even = row(2 * pair), odd = row(2 * pair + 1);
-      for (auto& part : parts) {
-        const __m512i low = _mm512_srli_epi32(TakeBfloat16(even), 16);
-        part[pair] = _mm512_or_si512(low, TakeBfloat16(odd));
-      }
-    }
-  }
-};
-
-// Packs a panel: of every step of the depth, of every part of the factor, two tiles.
-template <typename Factor, bool by_line, bool lies_by_line>
-void PackLines(const Lines& factor, int64_t lines, int64_t depth, uint16_t* panel) {
-  const auto* const data = static_cast<const typename Factor::Element*>(factor.data);
-  for (int64_t l = 0; l < depth; l += kDepth) {
-    for (int64_t half = 0; half < 2; ++half) {
-      const int64_t line = half * kLines;
-      const auto* const from = data + line * factor.line_stride + l * factor.depth_stride;
-      __m512i parts[Factor::kParts][16];
-      if constexpr (lies_by_line) {
-        Factor::ReadByLine(from, factor.line_stride, lines - line, depth - l, parts);
-      } else {
-        Factor::ReadByPair(from, factor.depth_stride, lines - line, depth - l, parts);
-      }
-      for (int part = 0; part < Factor::kParts; ++part) {
-        if constexpr (lies_by_line != by_line) Transpose(parts[part]);
-        Store(parts[part], panel + (2 * part + half) * kTile);
-      }
-    }
-    panel += 2 * Factor::kParts * kTile;
+void ReadByLine(const uint16_t* from, int64_t stride, int64_t lines, int64_t depth,
+                __m512i (&tile)[16]) {
+  const auto mask = static_cast<__mmask32>(First16(depth) | (First16(depth - 16) << 16));
+  for (int64_t i = 0; i < 16; ++i) {
+    tile[i] =
+        i < lines ? _mm512_maskz_loadu_epi16(mask, from + i * stride) : _mm512_setzero_si512();
   }
 }
 
-template <typename Factor, bool by_line>
+void ReadByPair(const uint16_t* from, int64_t stride, int64_t lines, int64_t depth,
+                __m512i (&tile)[16]) {
+  const __mmask16 mask = First16(lines);
+  const auto row = [&](int64_t l) {
+    return l < depth ? _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(mask, from + l * stride))
+                     : _mm512_setzero_si512();
+  };
+  for (int64_t pair = 0; pair < 16; ++pair) {
+    tile[pair] = _mm512_or_si512(row(2 * pair), _mm512_slli_epi32(row(2 * pair + 1), 16));
+  }
+}
+
+// Packs a panel: two tiles of every step of the depth.
+template <bool by_line, bool lies_by_line>
+void PackLines(const Lines& factor, int64_t lines, int64_t depth, uint16_t* panel) {
+  for (int64_t l = 0; l < depth; l += kDepth) {
+    for (int64_t half = 0; half < 2; ++half, panel += kTile) {
+      const int64_t line = half * kLines;
+      const uint16_t* const from =
+          factor.data + line * factor.line_stride + l * factor.depth_stride;
+      __m512i tile[16];
+      if constexpr (lies_by_line) {
+        ReadByLine(from, factor.line_stride, lines - line, depth - l, tile);
+      } else {
+        ReadByPair(from, factor.depth_stride, lines - line, depth - l, tile);
+      }
+      if constexpr (lies_by_line != by_line) Transpose(tile);
+      Store(tile, panel);
+    }
+  }
+}
+
+template <bool by_line>
 void PackPanel(const Lines& factor, int64_t lines, int64_t depth, uint16_t* panel) {
-  (factor.depth_stride == 1 ? PackLines<Factor, by_line, true>
-                            : PackLines<Factor, by_line, false>)(factor, lines, depth, panel);
+  (factor.depth_stride == 1 ? PackLines<by_line, true> : PackLines<by_line, false>)(factor, lines,
+                                                                                    depth, panel);
 }
 
 // Registers: 0 to 3 are the product, 4 and 5 lines of a, 6 and 7 of b.
@@ -218,29 +160,12 @@ void Multiply() {
 }
 
 // The product of two panels, [32, 32].
-template <typename Factor>
 void MultiplyPanels(const uint16_t* a, const uint16_t* b, int64_t steps) {
-  constexpr int64_t kPart = 2 * kTile, kStep = Factor::kParts * kPart;
+  constexpr int64_t kStep = 2 * kTile;
   _tile_zero(0);
   _tile_zero(1);
   _tile_zero(2);
   _tile_zero(3);
-  if constexpr (Factor::kParts == 3) {
-    for (int64_t i = 0; i < steps; ++i) {
-      const uint16_t *const x = a + i * kStep, *const y = b + i * kStep;
-      LoadA(x + 2 * kPart);
-      LoadB(y);
-      Multiply();
-      LoadA(x + kPart);
-      Multiply();
-      LoadB(y + kPart);
-      Multiply();
-      LoadA(x);
-      Multiply();
-      LoadB(y + 2 * kPart);
-      Multiply();
-    }
-  }
   for (int64_t i = 0; i < steps; ++i) {
     LoadA(a + i * kStep);
     LoadB(b + i * kStep);
@@ -273,35 +198,30 @@ void StoreProduct(float* product, int64_t stride, int64_t rows, int64_t columns,
   }
 }
 
-template <typename Factor>
 void Product(const AmxProductArgs& args, int64_t first_depth, int64_t depth, bool accumulate) {
-  using Element = typename Factor::Element;
   const int64_t steps = (depth + kDepth - 1) / kDepth;
-  const int64_t panel = Most(steps, 1) * kDepth * kPanelLines * Factor::kParts;
+  const int64_t panel = Most(steps, 1) * kDepth * kPanelLines;
   const int64_t block_panels =
       Least((args.m + kPanelLines - 1) / kPanelLines,
             1 + kBlockBytes / (panel * static_cast<int64_t>(sizeof(uint16_t))));
   static thread_local Scratch scratch;
   uint16_t* const b_panel = scratch.Get((1 + block_panels) * panel);
   uint16_t* const a_panels = b_panel + panel;
-  const auto at = [](const void* data, int64_t offset) -> const void* {
-    return static_cast<const Element*>(data) + offset;
-  };
+  const uint16_t* const a = args.a + first_depth * args.a_column_stride;
+  const uint16_t* const b = args.b + first_depth * args.b_row_stride;
   for (int64_t row = 0; row < args.m; row += block_panels * kPanelLines) {
     const int64_t rows = Least(block_panels * kPanelLines, args.m - row);
     for (int64_t i = 0; i < rows; i += kPanelLines) {
-      PackPanel<Factor, /*by_line=*/true>(
-          {at(args.a, (row + i) * args.a_row_stride + first_depth * args.a_column_stride),
-           args.a_row_stride, args.a_column_stride},
-          rows - i, depth, a_panels + i / kPanelLines * panel);
+      PackPanel</*by_line=*/true>(
+          {a + (row + i) * args.a_row_stride, args.a_row_stride, args.a_column_stride}, rows - i,
+          depth, a_panels + i / kPanelLines * panel);
     }
     for (int64_t j = 0; j < args.n; j += kPanelLines) {
-      PackPanel<Factor, /*by_line=*/false>(
-          {at(args.b, j * args.b_column_stride + first_depth * args.b_row_stride),
-           args.b_column_stride, args.b_row_stride},
-          args.n - j, depth, b_panel);
+      PackPanel</*by_line=*/false>(
+          {b + j * args.b_column_stride, args.b_column_stride, args.b_row_stride}, args.n - j,
+          depth, b_panel);
       for (int64_t i = 0; i < rows; i += kPanelLines) {
-        MultiplyPanels<Factor>(a_panels + i / kPanelLines * panel, b_panel, steps);
+        MultiplyPanels(a_panels + i / kPanelLines * panel, b_panel, steps);
         StoreProduct(args.product + (row + i) * args.product_stride + j, args.product_stride,
                      rows - i, args.n - j, accumulate);
       }
@@ -317,9 +237,7 @@ void AmxMatrixProduct(const AmxProductArgs& args) {
   const int64_t blocks = Most((args.k + kBlockDepth - 1) / kBlockDepth, 1);
   for (int64_t block = 0; block < blocks; ++block) {
     const int64_t begin = args.k * block / blocks, end = args.k * (block + 1) / blocks;
-    (args.bfloat16
-         ? Product<Bfloat16Factor>
-         : Product<Float32Factor>)(args, begin, end - begin, args.accumulate || block > 0);
+    Product(args, begin, end - begin, args.accumulate || block > 0);
   }
   _tile_release();
 }
