@@ -168,7 +168,7 @@ TEST_F(CheckpointTest, ServersThatSaveIntoOneDirectoryLeaveEachOthersAlone) {
   std::vector<std::thread> servers;
   for (const std::string kind : {"trainer", "critic"}) {
     servers.emplace_back([this, kind] {
-      for (int step = 0; step < 100; ++step) {
+      for (int step = 0; step < 500; ++step) {
         const auto saved = SaveStep(kind + std::to_string(step % 2), "weights", {kind, step});
         ASSERT_TRUE(saved.ok()) << saved.status();
         ASSERT_TRUE(Verify(saved->path).ok()) << Verify(saved->path);
