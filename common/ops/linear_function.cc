@@ -14,11 +14,7 @@ using torch::autograd::variable_list;
 
 // a b in `type`, accumulated in float32.
 at::Tensor Product(const at::Tensor& a, const at::Tensor& b, at::ScalarType type) {
-  if (a.is_cpu()) {
-    const at::Tensor product = at::empty({a.size(0), b.size(1)}, a.options().dtype(at::kFloat));
-    MatrixProductInto(product, a, b);
-    return product.to(type);
-  }
+  if (a.is_cpu()) return MatrixProduct(a, b).to(type);
   return a.scalar_type() == type ? at::mm(a, b) : at::mm(a, b, type);
 }
 

@@ -1,6 +1,7 @@
 #include "common/ops/matrix_product.h"
 
 #include <ATen/ATen.h>
+#include <ATen/OpMathType.h>
 #include <ATen/core/grad_mode.h>
 #include <ATen/native/CPUBlas.h>
 
@@ -175,7 +176,8 @@ void MatrixProductInto(const at::Tensor& product, const at::Tensor& a, const at:
 }
 
 at::Tensor MatrixProduct(const at::Tensor& a, const at::Tensor& b) {
-  at::Tensor product = at::empty({a.size(0), b.size(1)}, a.options().requires_grad(false));
+  const at::TensorOptions options = a.options().dtype(at::toOpMathType(a.scalar_type()));
+  at::Tensor product = at::empty({a.size(0), b.size(1)}, options.requires_grad(false));
   MatrixProductInto(product, a, b);
   return product;
 }
