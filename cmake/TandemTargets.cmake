@@ -1,6 +1,7 @@
 # tandem_library(<folder-name> SRCS … [HDRS …] DEPS …)   static library tandem_<name>, alias tandem::<name>
 # tandem_server(<name> SRCS … DEPS …)                    server binary in <build>/bin
 # tandem_test(<name> SRCS … DEPS …)                      GoogleTest binary registered with CTest
+# tandem_tool(<name> SRCS … DEPS …)                      another binary in <build>/bin, for tests and benchmarks
 # Includes are always written from the repository's root: #include "common/base/status_macros.h".
 
 function(_tandem_configure target)
@@ -14,6 +15,7 @@ function(tandem_library name)
   add_library(tandem::${name} ALIAS tandem_${name})
   _tandem_configure(tandem_${name})
   target_link_libraries(tandem_${name} PUBLIC ${ARG_DEPS})
+  tandem_use_precompiled_headers(tandem_${name} torch_headers "${ARG_DEPS}")
 endfunction()
 
 function(tandem_server name)
@@ -36,7 +38,17 @@ function(tandem_test name)
   add_executable(${name} ${ARG_SRCS})
   _tandem_configure(${name})
   target_link_libraries(${name} PRIVATE ${ARG_DEPS} GTest::gmock GTest::gtest_main)
+  tandem_use_precompiled_headers(${name} torch_test_headers "${ARG_DEPS}")
   add_test(NAME ${name} COMMAND ${name})
   # Several tests share the cores: a thread that waits must not spin while another one works.
   set_tests_properties(${name} PROPERTIES TIMEOUT 300 ENVIRONMENT OMP_WAIT_POLICY=PASSIVE)
+endfunction()
+
+function(tandem_tool name)
+  cmake_parse_arguments(ARG "" "" "SRCS;DEPS" ${ARGN})
+  add_executable(${name} ${ARG_SRCS})
+  _tandem_configure(${name})
+  target_link_libraries(${name} PRIVATE ${ARG_DEPS})
+  tandem_use_precompiled_headers(${name} torch_headers "${ARG_DEPS}")
+  set_target_properties(${name} PROPERTIES RUNTIME_OUTPUT_DIRECTORY "${CMAKE_BINARY_DIR}/bin")
 endfunction()

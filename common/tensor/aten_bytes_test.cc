@@ -1,6 +1,7 @@
 #include "common/tensor/aten_bytes.h"
 
 #include <ATen/ATen.h>
+#include <absl/strings/str_cat.h>
 #include <gtest/gtest.h>
 
 namespace tandem {
@@ -11,7 +12,7 @@ TEST(AtenBytesTest, EveryTypeSurvivesAFile) {
   int index = 0;
   for (const at::ScalarType type : {at::kDouble, at::kFloat, at::kBFloat16, at::kHalf, at::kLong,
                                     at::kInt, at::kShort, at::kChar, at::kByte, at::kBool}) {
-    tensors.emplace_back("t" + std::to_string(index++),
+    tensors.emplace_back(absl::StrCat("t", index++),
                          at::arange(6, at::TensorOptions(at::kLong)).reshape({2, 3}).to(type));
   }
   tensors.emplace_back("scalar", at::scalar_tensor(2.5));

@@ -56,11 +56,29 @@ def is_only_unreadable(output: str) -> bool:
     )
 
 
+# What g++ is told of precompiled headers, which clang cannot read.
+PRECOMPILED = re.compile(r" -(?:fpch-preprocess|Winvalid-pch|include \S+/cmake_pch\.hxx)(?= )")
+
+
+def commands_for_clang(build: Path) -> tuple[Path, set[Path]]:
+    """Writes the build's compile commands without precompiled headers.
+
+    Gives the folder that they are in, and the files that are compiled.
+    """
+    commands = json.loads((build / "compile_commands.json").read_text())
+    for command in commands:
+        command["command"] = PRECOMPILED.sub("", command["command"])
+    folder = build / "clang-tidy"
+    folder.mkdir(exist_ok=True)
+    (folder / "compile_commands.json").write_text(json.dumps(commands))
+    return folder, {Path(command["file"]) for command in commands}
+
+
 class Tidy:
     """clang-tidy with a memory of what passed."""
 
-    def __init__(self, build: Path, tree: SourceTree) -> None:
-        self._build = build
+    def __init__(self, build: Path, commands: Path, tree: SourceTree) -> None:
+        self._commands = commands
         self._tree = tree
         self._memory = build / "clang-tidy-passed"
         self._memory.mkdir(exist_ok=True)
@@ -74,7 +92,7 @@ class Tidy:
 
     def run(self, file: str) -> str:
         """Checks one file; gives the findings, "" for none."""
-        command = ["clang-tidy", "-p", str(self._build), "--quiet"]
+        command = ["clang-tidy", "-p", str(self._commands), "--quiet"]
         # g++ has its own omp.h, which clang does not find.
         command += ["--extra-arg=-Wno-unknown-warning-option", "--extra-arg=-fno-openmp", file]
         result = subprocess.run(
@@ -98,9 +116,9 @@ def main() -> int:
     options = parser.parse_args()
 
     tree = SourceTree(REPOSITORY)
-    tidy = Tidy(options.build.resolve(), tree)
-    commands = json.loads((options.build / "compile_commands.json").read_text())
-    compiled = {Path(command["file"]) for command in commands}
+    build = options.build.resolve()
+    commands, compiled = commands_for_clang(build)
+    tidy = Tidy(build, commands, tree)
     files = [f for f in tree.includes if f.endswith(".cc") and REPOSITORY / f in compiled]
     changed = None if options.all else changed_files()
     if changed is not None:

@@ -1,8 +1,11 @@
-"""What clang-tidy's output is taken for."""
+"""What clang-tidy is told, and what its output is taken for."""
 
 from __future__ import annotations
 
-from run_clang_tidy import is_only_unreadable
+import json
+from pathlib import Path
+
+from run_clang_tidy import commands_for_clang, is_only_unreadable
 
 UNKNOWN = (
     "a.h:1:2: error: use of undeclared identifier '__builtin_shuffle' [clang-diagnostic-error]"
@@ -25,3 +28,15 @@ def test_a_missing_header_counts():
 
 def test_a_crash_counts():
     assert not is_only_unreadable("PLEASE submit a bug report")
+
+
+def test_clang_gets_no_precompiled_headers(tmp_path: Path):
+    file = tmp_path / "a.cc"
+    pch = "CMakeFiles/torch_headers.dir/cmake_pch.hxx"
+    command = f"g++ -O3 -fpch-preprocess -Winvalid-pch -include {tmp_path}/{pch} -o a.o -c {file}"
+    entry = {"directory": str(tmp_path), "file": str(file), "command": command}
+    (tmp_path / "compile_commands.json").write_text(json.dumps([entry]))
+    folder, compiled = commands_for_clang(tmp_path)
+    (written,) = json.loads((folder / "compile_commands.json").read_text())
+    assert written["command"] == f"g++ -O3 -o a.o -c {file}"
+    assert compiled == {file}
