@@ -56,11 +56,19 @@ SENT = {
     "zero-2": lambda rounds, ends: rounds / 2 + 1 / 2,
     "zero-3": lambda rounds, ends: rounds / 2 + rounds * (2 - ends) / 2,
 }
-# Idle time of two stages by their work, for so many micro-batches: (p-1)/m and (p-1)/(m v).
+# Idle time of two equal stages by their work, for so many micro-batches: (p-1)/m and (p-1)/(m v).
 BUBBLES = {
     "pipeline": lambda micro_batches: 1 / micro_batches,
     "interleaved": lambda micro_batches: 1 / (2 * micro_batches),
 }
+
+
+def idle_of_stages(work: list[float], bubble: float) -> float:
+    """The idle time of two stages of such work, by all work: the head makes the last one longer.
+
+    The longer stage works without a pause but for the shorter one's first and last micro-batch.
+    """
+    return 2 * (max(work) + bubble * min(work)) / sum(work) - 1
 
 
 @dataclass
@@ -160,13 +168,16 @@ def measure(options: argparse.Namespace, directory: Path) -> None:
         command = [*map(str, ours), *OURS[name]] if name in OURS else [*peer, "--parallel", name]
         sides[name] = Side.start(name, command, 1 if name == "single" else 2)
 
-    idle: dict[str, list[float]] = {name: [] for name in BUBBLES if name in sides}
+    pipelines = [name for name in BUBBLES if name in sides]
+    idle: dict[str, list[float]] = {name: [] for name in pipelines}
+    work: dict[str, list[list[float]]] = {name: [] for name in pipelines}
 
     def step(side: Side) -> int:
         answers = side.do("step")
         if side.name in idle:
-            busy = sum(answer["cpu_seconds"] for answer in answers)
-            idle[side.name].append(sum(answer["seconds"] for answer in answers) / busy - 1)
+            busy = [answer["cpu_seconds"] for answer in answers]
+            work[side.name].append(busy)
+            idle[side.name].append(sum(answer["seconds"] for answer in answers) / sum(busy) - 1)
         return tokens
 
     pids = [process.pid for side in sides.values() for process in side.processes]
@@ -178,11 +189,12 @@ def measure(options: argparse.Namespace, directory: Path) -> None:
         pids=pids,
     )
     report(sides, ratios, parameters, options)
-    for name, shares in idle.items():
+    for name in pipelines:
         bubble = BUBBLES[name](options.micro_batches)
-        share = statistics.median(shares[1:])
+        of_stages = statistics.median(idle_of_stages(busy, bubble) for busy in work[name][1:])
         print(
-            f"  {name:11} idle for {share:.3f} of its work, the schedule's bubble is {bubble:.3f}"
+            f"  {name:11} idle for {statistics.median(idle[name][1:]):.3f} of its work; the "
+            f"schedule's bubble is {bubble:.3f}, with stages as unequal as these {of_stages:.3f}"
         )
     for side in sides.values():
         side.stop()
