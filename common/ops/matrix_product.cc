@@ -7,7 +7,7 @@
 
 #include <algorithm>
 
-#include "common/kernels/cpu/amx_product.h"
+#include "common/kernels/cpu/product_kernels.h"
 #include "common/ops/ops.h"
 #include "common/ops/parallel_for.h"
 
@@ -60,24 +60,44 @@ void AtenProduct(at::Tensor product, const at::Tensor& a, const at::Tensor& b, b
   }
 }
 
-// The own kernel for bf16 factors where it is the fastest, else nullptr.
-kernels::AmxProduct AmxFor(int64_t m, int64_t n, int64_t k) {
-  // Of fewer rows or columns, packing the other factor takes longer than multiplying.
-  constexpr int64_t kFewest = 32;
-  if (std::min({m, n, k}) < kFewest || GetKernelPath() != KernelPath::kAuto) return nullptr;
-  return kernels::FindAmxProduct();
-}
+// What multiplies fastest is told by what the CPU has, not by a timing: two starts on one machine
+// give the same bits.
 
-// Whether the CPU multiplies bf16 faster than fp32: by what it has, not by a timing.
-bool HasFastBfloat16Products() {
+// MKL has kernels for Intel's widest registers; on other CPUs it stays with those of AVX2.
+bool IsMklAtItsBest() {
 #ifdef __x86_64__
-  // MKL has kernels for Intel's instructions; elsewhere it may run a plain loop.
-  static const bool fast = cblas_gemm_bf16bf16f32 != nullptr && __builtin_cpu_is("intel") &&
-                           at::native::cpublas::could_pack(at::kBFloat16);
-  return fast;
+  static const bool intel = __builtin_cpu_is("intel");
+  return intel;
 #else
   return false;
 #endif
+}
+
+// The own kernels where they are the fastest, else nullptr. Of few rows or columns, packing the
+// other factor takes longer than MKL's product.
+
+kernels::FloatProduct OwnFloatProduct(int64_t m, int64_t n) {
+  constexpr int64_t kFewest = 8;
+  if (IsMklAtItsBest() || std::min(m, n) < kFewest || GetKernelPath() != KernelPath::kAuto) {
+    return nullptr;
+  }
+  return kernels::FindFloatProduct("avx512");
+}
+
+kernels::Bfloat16Product OwnBfloat16Product(int64_t m, int64_t n, int64_t k) {
+  constexpr int64_t kFewest = 32;
+  if (GetKernelPath() != KernelPath::kAuto) return nullptr;
+  if (IsMklAtItsBest() && std::min({m, n, k}) < kFewest) return nullptr;
+  const kernels::Bfloat16Product amx = kernels::FindBfloat16Product("amx");
+  if (amx != nullptr || IsMklAtItsBest()) return amx;
+  return kernels::FindBfloat16Product("avx512_bf16");
+}
+
+// Whether MKL multiplies bf16 faster than fp32.
+bool HasFastMklBfloat16Products() {
+  static const bool fast = cblas_gemm_bf16bf16f32 != nullptr && IsMklAtItsBest() &&
+                           at::native::cpublas::could_pack(at::kBFloat16);
+  return fast;
 }
 
 // A factor as BLAS takes it: rows of `stride` elements, or columns.
@@ -92,13 +112,14 @@ struct BlasFactor {
   int64_t stride;
 };
 
-void ProductOnAmx(kernels::AmxProduct multiply, const at::Tensor& product, const at::Tensor& a,
-                  const at::Tensor& b, bool accumulate) {
+template <typename Number>
+void OwnProduct(void (*multiply)(const kernels::ProductArgs<Number>&), const at::Tensor& product,
+                const at::Tensor& a, const at::Tensor& b, bool accumulate) {
   const BlasFactor left(a), right(b);
-  multiply({.a = static_cast<const uint16_t*>(left.matrix.const_data_ptr()),
+  multiply({.a = static_cast<const Number*>(left.matrix.const_data_ptr()),
             .a_row_stride = left.matrix.stride(0),
             .a_column_stride = left.matrix.stride(1),
-            .b = static_cast<const uint16_t*>(right.matrix.const_data_ptr()),
+            .b = static_cast<const Number*>(right.matrix.const_data_ptr()),
             .b_row_stride = right.matrix.stride(0),
             .b_column_stride = right.matrix.stride(1),
             .product = product.mutable_data_ptr<float>(),
@@ -109,8 +130,8 @@ void ProductOnAmx(kernels::AmxProduct multiply, const at::Tensor& product, const
             .accumulate = accumulate});
 }
 
-void Bfloat16Product(const at::Tensor& product, const at::Tensor& a, const at::Tensor& b,
-                     bool accumulate) {
+void MklBfloat16Product(const at::Tensor& product, const at::Tensor& a, const at::Tensor& b,
+                        bool accumulate) {
   constexpr int kRowMajor = 101, kPlain = 111, kTransposed = 112;  // of the CBLAS
   const BlasFactor left(a), right(b);
   cblas_gemm_bf16bf16f32(
@@ -146,28 +167,33 @@ void MatrixProductOnThread(const at::Tensor& product, const at::Tensor& a, const
                            bool accumulate) {
   const at::NoGradGuard no_grad;
   if (product.scalar_type() != at::kFloat) return AtenProduct(product, a, b, accumulate);
-  const bool bfloat16 = a.scalar_type() == at::kBFloat16 && b.scalar_type() == at::kBFloat16;
-  const kernels::AmxProduct on_amx = bfloat16 ? AmxFor(a.size(0), b.size(1), a.size(1)) : nullptr;
-  if (on_amx != nullptr) return ProductOnAmx(on_amx, product, a, b, accumulate);
-  // A property of the build, not a timing: two starts on one machine give the same bits.
+  if (a.scalar_type() == at::kBFloat16 && b.scalar_type() == at::kBFloat16) {
+    const auto own = OwnBfloat16Product(a.size(0), b.size(1), a.size(1));
+    if (own != nullptr) return OwnProduct(own, product, a, b, accumulate);
+    if (HasFastMklBfloat16Products()) {
+      const SingleThreadedMkl single;
+      return MklBfloat16Product(product, a, b, accumulate);
+    }
+  }
+  const at::Tensor left = a.to(at::kFloat), right = b.to(at::kFloat);
+  const auto own = OwnFloatProduct(a.size(0), b.size(1));
+  if (own != nullptr) return OwnProduct(own, product, left, right, accumulate);
   if (MKL_Set_Num_Threads_Local == nullptr) {
-    const at::Tensor sum = Linear(a.to(at::kFloat).contiguous(), b.t().to(at::kFloat).contiguous());
+    const at::Tensor sum = Linear(left.contiguous(), right.t().contiguous());
     accumulate ? product.add_(sum) : product.copy_(sum);
     return;
   }
   const SingleThreadedMkl single;
-  if (bfloat16 && HasFastBfloat16Products()) {
-    Bfloat16Product(product, a, b, accumulate);
-  } else {
-    AtenProduct(product, a.to(at::kFloat), b.to(at::kFloat), accumulate);
-  }
+  AtenProduct(product, left, right, accumulate);
 }
 
 void MatrixProductInto(const at::Tensor& product, const at::Tensor& a, const at::Tensor& b,
                        bool accumulate) {
   const at::NoGradGuard no_grad;
   if (product.is_cpu() && product.scalar_type() == at::kFloat) {
-    if (HasFastBfloat16Products()) return MultiplyPieces(product, a, b, accumulate);
+    const bool as_they_are = HasFastMklBfloat16Products() ||
+                             OwnBfloat16Product(a.size(0), b.size(1), a.size(1)) != nullptr;
+    if (as_they_are) return MultiplyPieces(product, a, b, accumulate);
     return MultiplyPieces(product, a.to(at::kFloat), b.to(at::kFloat), accumulate);
   }
   if (a.scalar_type() == product.scalar_type()) return AtenProduct(product, a, b, accumulate);

@@ -6,10 +6,10 @@
 
 namespace tandem::ops {
 
-// a [m, k] b [k, n] -> [m, n], float32 of bf16 factors, on any device; either may be transposed. In
-// fp32 on the CPU it runs on MKL where the build has it, in bf16 also on AMX: the bits depend on
-// the shape but not on the number of threads; a row's bits may depend on how many others there are
-// (Linear's do not). No autograd.
+// a [m, k] b [k, n] -> [m, n], float32 of bf16 factors, on any device; either may be transposed. On
+// the CPU it runs on own kernels or on MKL, by what the CPU has: the bits depend on the shape but
+// not on the number of threads; a row's bits may depend on how many others there are (Linear's do
+// not). No autograd.
 at::Tensor MatrixProduct(const at::Tensor& a, const at::Tensor& b);
 
 // The same into `product`, contiguous, or added to what it holds. Two bf16 factors may have a

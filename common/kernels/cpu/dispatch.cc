@@ -6,8 +6,8 @@
 #include <unistd.h>
 #endif
 
-#include "common/kernels/cpu/amx_product.h"
 #include "common/kernels/cpu/cpu_kernels.h"
+#include "common/kernels/cpu/product_kernels.h"
 
 namespace tandem::kernels {
 
@@ -15,9 +15,16 @@ extern const CpuKernels kPortableKernels;
 #ifdef TANDEM_X86_KERNELS
 extern const CpuKernels kAvx2Kernels;
 extern const CpuKernels kAvx512Kernels;
-void AmxMatrixProduct(const AmxProductArgs& args);
+void Avx512Product(const ProductArgs<float>& args);
+void Avx512Bfloat16Product(const ProductArgs<uint16_t>& args);
+void AmxProduct(const ProductArgs<uint16_t>& args);
 
 namespace {
+
+bool HasAvx512() {
+  return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512dq") &&
+         __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512bw");
+}
 
 // The registers are large: the kernel saves them only for processes that ask for them.
 bool MayUseAmx() {
@@ -37,11 +44,7 @@ bool MayUseAmx() {
 
 const CpuKernels* FindCpuKernels(const char* isa) {
 #ifdef TANDEM_X86_KERNELS
-  if (std::strcmp(isa, kAvx512Kernels.isa) == 0 && __builtin_cpu_supports("avx512f") &&
-      __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
-      __builtin_cpu_supports("avx512bw")) {
-    return &kAvx512Kernels;
-  }
+  if (std::strcmp(isa, kAvx512Kernels.isa) == 0 && HasAvx512()) return &kAvx512Kernels;
   if (std::strcmp(isa, kAvx2Kernels.isa) == 0 && __builtin_cpu_supports("avx2") &&
       __builtin_cpu_supports("fma")) {
     return &kAvx2Kernels;
@@ -59,14 +62,25 @@ const CpuKernels& GetCpuKernels() {
   return best;
 }
 
-AmxProduct FindAmxProduct() {
+FloatProduct FindFloatProduct(const char* isa) {
 #ifdef TANDEM_X86_KERNELS
-  // It packs with AVX-512.
-  static const bool found = FindCpuKernels("avx512") != nullptr && MayUseAmx();
-  return found ? AmxMatrixProduct : nullptr;
-#else
-  return nullptr;
+  if (std::strcmp(isa, "avx512") == 0 && HasAvx512()) return Avx512Product;
 #endif
+  return nullptr;
+}
+
+Bfloat16Product FindBfloat16Product(const char* isa) {
+#ifdef TANDEM_X86_KERNELS
+  if (!HasAvx512()) return nullptr;  // with which each of them packs
+  if (std::strcmp(isa, "amx") == 0) {
+    static const bool granted = MayUseAmx();
+    return granted ? AmxProduct : nullptr;
+  }
+  if (std::strcmp(isa, "avx512_bf16") == 0 && __builtin_cpu_supports("avx512bf16")) {
+    return Avx512Bfloat16Product;
+  }
+#endif
+  return nullptr;
 }
 
 }  // namespace tandem::kernels

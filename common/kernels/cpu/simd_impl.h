@@ -6,6 +6,7 @@
 #include <utility>  // integer_sequence: types only, no code
 
 #include "common/kernels/cpu/cpu_kernels.h"
+#include "common/kernels/cpu/unroll.h"
 
 #ifndef TANDEM_SIMD_WIDTH
 #error "define TANDEM_SIMD_WIDTH (4, 8 or 16) and TANDEM_SIMD_ROWS before including this file"
@@ -13,13 +14,6 @@
 
 #define TANDEM_INLINE inline __attribute__((always_inline))
 #define TANDEM_INLINE_LAMBDA __attribute__((always_inline))
-// Before a loop over the vectors of a tile: an array stays in registers only where every index is a
-// constant.
-#ifdef __clang__
-#define TANDEM_UNROLL _Pragma("unroll")
-#else
-#define TANDEM_UNROLL _Pragma("GCC unroll 16")
-#endif
 
 // NOLINTBEGIN(misc-definitions-in-headers): text for one source file an instruction set.
 namespace tandem::kernels {
