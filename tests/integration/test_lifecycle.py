@@ -231,7 +231,7 @@ def test_sigterm_in_mid_stream_exits_with_0_within_the_drain_time(models, tmp_pa
         harness.cluster(tmp_path, models, rollout=quick) as running,
         harness.rollout_client(running) as client,
     ):
-        events = client.stream(submit([p.named(i) for i, p in enumerate(many())]))
+        events = client.stream(submit([p.named(i) for i, p in enumerate(many(2000))]))
         next(events)
         [server] = running.servers
         server.process.send_signal(signal.SIGTERM)
