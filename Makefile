@@ -48,6 +48,11 @@ demo: servers ## Trains a real small model with tandem GRPO and shows what chang
 test: build $(PEERS) ## Sets up, builds, lints, and runs every test
 	@tests/run_all.sh $(BUILD)
 
+.PHONY: test-curves
+test-curves: build ## Twenty steps of every layout with every kind of model beside one process (4 minutes)
+	@for t in megatron_curves_test zero_strategy_test; do \
+	  $(BUILD)/common/parallel/$$t --gtest_also_run_disabled_tests --gtest_filter='*EveryKind*' --gtest_brief=1; done
+
 # Leaks are looked for in the C++ tests alone: a server ends without unloading libtorch.
 .PHONY: test-asan
 test-asan: ## Unit and integration tests under the address and undefined-behaviour sanitizers (20 minutes)

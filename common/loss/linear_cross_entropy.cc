@@ -24,8 +24,9 @@ namespace {
 constexpr int64_t kTileColumns = 2048;
 // A GPU wants larger products.
 constexpr int64_t kGpuTileColumns = 32768;
-// Rows of a cell, and the parts of a grid's other products: what one thread is given.
-constexpr int64_t kCellRows = 256, kWeightSlices = 4, kHiddenSlices = 4;
+// Rows of a cell, and the parts of a grid's other products: what one thread is given. Every part
+// packs its factors anew.
+constexpr int64_t kCellRows = 256, kWeightSlices = 2, kHiddenParts = 8;
 // Chunks of fewer rows spend more time on reading and writing the gradient of the weight than
 // computing the logits a second time takes.
 constexpr int64_t kFewestKeptRows = 64;
@@ -291,22 +292,39 @@ class LinearCrossEntropyLoss::Call {
     }
   }
 
-  // `hidden` [rows, H] are those of the grid.
+  // `hidden` [rows, H] are those of the grid. Few rows are shared out by the vocabulary too, over
+  // which each part has a sum of its own.
   void AddHiddenGradient(const Grid& grid, const at::Tensor& hidden) const {
     const int64_t cell_rows = CellRows(grid);
     const int64_t blocks = (grid.rows + cell_rows - 1) / cell_rows;
-    const int64_t slices = loss_.shares_out_ ? kHiddenSlices : 1;
-    ForEach(blocks * slices, [&](int64_t index) {
-      const int64_t row = index / slices * cell_rows, slice = index % slices;
+    const int64_t parts = loss_.shares_out_ ? std::max<int64_t>(kHiddenParts / blocks, 1) : 1;
+    // The first part has its sum in `hidden`.
+    const at::Tensor sums =
+        at::zeros({parts - 1, hidden.size(0), hidden.size(1)}, hidden.options());
+    ForEach(blocks * parts, [&](int64_t index) {
+      const int64_t row = index / parts * cell_rows, part = index % parts;
       const int64_t count = std::min(cell_rows, grid.rows - row);
-      const int64_t first = hidden.size(1) * slice / slices;
-      const int64_t columns = hidden.size(1) * (slice + 1) / slices - first;
-      const at::Tensor part = hidden.narrow(0, row, count).narrow(1, first, columns);
-      for (int64_t tile = grid.first_tile; tile < grid.first_tile + grid.tiles; ++tile) {
-        Product(part, GradientOf(Logits(grid, tile), product_type()).narrow(0, row, count),
-                Weight(tile).narrow(1, first, columns), /*accumulate=*/true);
-      }
+      AddHiddenGradient(grid, row, count, part, parts,
+                        (part == 0 ? hidden : sums[part - 1]).narrow(0, row, count));
     });
+    for (int64_t part = 1; part < parts; ++part) at::Tensor(hidden).add_(sums[part - 1]);
+  }
+
+  // Of `count` rows from `row` on, by one of `parts` parts of the grid's columns.
+  void AddHiddenGradient(const Grid& grid, int64_t row, int64_t count, int64_t part, int64_t parts,
+                         const at::Tensor& hidden) const {
+    const int64_t last_tile = grid.first_tile + grid.tiles - 1;
+    const int64_t first = FirstColumn(grid.first_tile);
+    const int64_t width = FirstColumn(last_tile) + Columns(last_tile) - first;
+    const int64_t begin = first + width * part / parts, end = first + width * (part + 1) / parts;
+    for (int64_t tile = grid.first_tile; tile <= last_tile; ++tile) {
+      const int64_t from = std::max(begin - FirstColumn(tile), int64_t{0});
+      const int64_t columns = std::min(end - FirstColumn(tile), Columns(tile)) - from;
+      if (columns <= 0) continue;
+      const at::Tensor dz = GradientOf(Logits(grid, tile), product_type());
+      Product(hidden, dz.narrow(0, row, count).narrow(1, from, columns),
+              Weight(tile).narrow(0, from, columns), /*accumulate=*/true);
+    }
   }
 
   LinearCrossEntropyLoss& loss_;
@@ -381,7 +399,9 @@ void LinearCrossEntropyLoss::PlanMemory(const LinearCrossEntropyOptions& options
     const int64_t scratch = kernels_->ScratchBytes(budget / 3);
     return std::clamp<int64_t>((budget - scratch) / (columns * logit_bytes), 1, options.chunk_size);
   };
-  chunk_rows_ = rows_within(options.logits_chunk_bytes, vocabulary);
+  // Of a kept row also its sums over the parts of the vocabulary.
+  const int64_t sums = shares_out_ ? (kHiddenParts - 1) * weight_.size(1) : 0;
+  chunk_rows_ = rows_within(options.logits_chunk_bytes, vocabulary + sums);
   tile_rows_ = rows_within(options.logits_chunk_bytes / 4, tile_columns_);
 }
 

@@ -2,7 +2,8 @@
 #include <gtest/gtest.h>
 
 #include <memory>
-#include <vector>
+#include <string>
+#include <tuple>
 
 #include "common/parallel/megatron_strategy.h"
 #include "common/parallel/single_strategy.h"
@@ -12,31 +13,42 @@
 namespace tandem::parallel {
 namespace {
 
-class MegatronCurvesTest : public ::testing::TestWithParam<MegatronLayout> {};
+class MegatronCurvesTest : public ::testing::TestWithParam<std::tuple<MegatronLayout, TinyKind>> {};
 
 TEST_P(MegatronCurvesTest, TwentyStepsAreThoseOfOneProcess) {
-  const MegatronLayout& layout = GetParam();
+  const auto& layout = std::get<MegatronLayout>(GetParam());
+  const auto& kind = std::get<TinyKind>(GetParam());
   RunConnected(layout.ranks, [&](const std::shared_ptr<Communicator>& ranks) {
-    for (const TinyKind& kind : {TinyKind{"qwen2", true, false}, TinyKind{"qwen3", false, true}}) {
-      SCOPED_TRACE(kind.family);
-      const TemporaryFolder folder;
-      WriteLayoutModel(folder / "model", kind);
-      MegatronStrategy megatron(layout.options, ranks);
-      Prepare(megatron, folder / "model", LoadOf(kind), SteadyOptimizer());
-      SingleStrategy single;
-      const auto expected = SayOfRankZero(*ranks, [&] {
-        Prepare(single, folder / "model", LoadOf(kind), SteadyOptimizer());
-        return Steps(single, 20, kMicroBatches);
-      });
-      ExpectSameNumbers(Steps(megatron, 20, kMicroBatches), expected);
-      const NamedTensors parameters = WholeParameters(megatron);
-      if (ranks->rank() == 0) ExpectSameParameters(parameters, WholeParameters(single));
-    }
+    const TemporaryFolder folder;
+    WriteLayoutModel(folder / "model", kind);
+    MegatronStrategy megatron(layout.options, ranks);
+    Prepare(megatron, folder / "model", LoadOf(kind), SteadyOptimizer());
+    SingleStrategy single;
+    const auto expected = SayOfRankZero(*ranks, [&] {
+      Prepare(single, folder / "model", LoadOf(kind), SteadyOptimizer());
+      return Steps(single, 20, kMicroBatches);
+    });
+    ExpectSameNumbers(Steps(megatron, 20, kMicroBatches), expected);
+    const NamedTensors parameters = WholeParameters(megatron);
+    if (ranks->rank() == 0) ExpectSameParameters(parameters, WholeParameters(single));
   });
 }
 
-INSTANTIATE_TEST_SUITE_P(Layouts, MegatronCurvesTest, ::testing::ValuesIn(MegatronLayouts()),
-                         LayoutName);
+std::string NameOfCase(const testing::TestParamInfo<MegatronCurvesTest::ParamType>& info) {
+  return std::string(std::get<MegatronLayout>(info.param).name) + "_" +
+         NameOf(std::get<TinyKind>(info.param));
+}
+
+INSTANTIATE_TEST_SUITE_P(Layouts, MegatronCurvesTest,
+                         testing::Combine(testing::ValuesIn(MegatronLayouts()),
+                                          testing::Values(TinyKind{"qwen2", true, false},
+                                                          TinyKind{"qwen3", false, true})),
+                         NameOfCase);
+// `make test-curves`
+INSTANTIATE_TEST_SUITE_P(DISABLED_EveryKind, MegatronCurvesTest,
+                         testing::Combine(testing::ValuesIn(MegatronLayouts()),
+                                          testing::ValuesIn(EveryTinyKind())),
+                         NameOfCase);
 
 }  // namespace
 }  // namespace tandem::parallel

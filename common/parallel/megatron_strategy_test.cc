@@ -26,13 +26,8 @@ class MegatronStrategyTest : public ::testing::TestWithParam<MegatronLayout> {};
 TEST_P(MegatronStrategyTest, EveryModelIsThatOfOneProcess) {
   const MegatronLayout& layout = GetParam();
   RunConnected(layout.ranks, [&](const Ranks& ranks) {
-    for (const TinyKind& kind : {TinyKind{"llama", false, false}, TinyKind{"llama", true, false},
-                                 TinyKind{"llama", true, true}, TinyKind{"qwen2", false, false},
-                                 TinyKind{"qwen2", true, false}, TinyKind{"qwen2", false, true},
-                                 TinyKind{"qwen3", false, false}, TinyKind{"qwen3", true, false},
-                                 TinyKind{"qwen3", true, true}}) {
-      SCOPED_TRACE(testing::Message()
-                   << kind.family << (kind.tied ? " tied" : "") << (kind.critic ? " critic" : ""));
+    for (const TinyKind& kind : EveryTinyKind()) {
+      SCOPED_TRACE(NameOf(kind));
       const TemporaryFolder folder;
       WriteLayoutModel(folder / "model", kind);
       MegatronStrategy megatron(layout.options, ranks);

@@ -37,6 +37,11 @@ struct VectorKernel {
   static void Multiply(const T* rows, const T* columns, int64_t depth, const Block& block) {
     const auto* a = reinterpret_cast<const uint32_t*>(rows);
     const auto* b = reinterpret_cast<const uint32_t*>(columns);
+    // What lies far away is on its way while the registers work.
+    for (int64_t i = 0; i < Least(block.rows, kRows); ++i) {
+      __builtin_prefetch(block.product + i * block.stride, 1);
+      __builtin_prefetch(block.product + i * block.stride + 16, 1);
+    }
     __m512 sums[kRows][kVectors];
     TANDEM_UNROLL for (int64_t i = 0; i < kRows; ++i) sums[i][0] = sums[i][1] = _mm512_setzero_ps();
     const int64_t lanes = (depth + kPerLane<T> - 1) / kPerLane<T>;

@@ -8,12 +8,12 @@
 #include <vector>
 
 #include "absl/status/statusor.h"
-#include "common/model/model.h"
 #include "common/model/testing/tiny_model_dir.h"
 #include "common/parallel/communicator.h"
 #include "common/parallel/megatron_options.h"
 #include "common/parallel/rank_agreement.h"
 #include "common/parallel/testing/same_training.h"
+#include "common/parallel/testing/tiny_kinds.h"
 
 namespace tandem::parallel {
 
@@ -39,15 +39,6 @@ inline std::vector<MegatronLayout> MegatronLayouts() {
 
 inline std::string LayoutName(const testing::TestParamInfo<MegatronLayout>& info) {
   return info.param.name;
-}
-
-struct TinyKind {
-  const char* family = "llama";
-  bool tied = false, critic = false;
-};
-
-inline LoadOptions LoadOf(const TinyKind& kind) {
-  return {.head = kind.critic ? HeadKind::kValue : HeadKind::kLm, .untie_embeddings = kind.critic};
 }
 
 // Of five layers, which two or four parts do not share out evenly.

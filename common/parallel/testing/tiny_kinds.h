@@ -1,0 +1,33 @@
+// For tests: the kinds of tiny models that every layout must train as one process does.
+#ifndef TANDEM_COMMON_PARALLEL_TESTING_TINY_KINDS_H_
+#define TANDEM_COMMON_PARALLEL_TESTING_TINY_KINDS_H_
+
+#include <string>
+#include <vector>
+
+#include "common/model/model.h"
+
+namespace tandem::parallel {
+
+struct TinyKind {
+  const char* family = "llama";
+  bool tied = false, critic = false;
+};
+
+inline std::vector<TinyKind> EveryTinyKind() {
+  return {{"llama", false, false}, {"llama", true, false}, {"llama", true, true},
+          {"qwen2", false, false}, {"qwen2", true, false}, {"qwen2", false, true},
+          {"qwen3", false, false}, {"qwen3", true, false}, {"qwen3", true, true}};
+}
+
+inline std::string NameOf(const TinyKind& kind) {
+  return std::string(kind.family) + (kind.tied ? "_tied" : "") + (kind.critic ? "_critic" : "");
+}
+
+inline LoadOptions LoadOf(const TinyKind& kind) {
+  return {.head = kind.critic ? HeadKind::kValue : HeadKind::kLm, .untie_embeddings = kind.critic};
+}
+
+}  // namespace tandem::parallel
+
+#endif  // TANDEM_COMMON_PARALLEL_TESTING_TINY_KINDS_H_
