@@ -131,7 +131,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--vocabulary", type=int, default=8192)
     parser.add_argument("--micro-batches", type=int, default=4)
-    parser.add_argument("--sequences", type=int, default=8)
+    parser.add_argument("--sequences", type=int, default=4)
     parser.add_argument("--tokens", type=int, default=256)
     parser.add_argument("--sides", default=",".join([*OURS, *PEERS]))
     options = parser.parse_args()
