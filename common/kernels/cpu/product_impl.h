@@ -153,7 +153,14 @@ template <Order order, typename Number, typename StoreSquare>
   }
 }
 
-// The product of `Kernel`, which has
+// Where a kernel's product of two panels goes, or is added to.
+struct Block {
+  float* product;
+  int64_t stride, rows, columns;  // of the rest of the product: it may have fewer than the panels
+  bool accumulate;
+};
+
+// A `Kernel` has
 //   kRows, kColumns         of a block of the product that its registers hold
 //   kPackedBytes            of the packed rows of `a` that stay in the second-level cache while
 //                           columns of `b` go by
@@ -161,12 +168,8 @@ template <Order order, typename Number, typename StoreSquare>
 //                           first-level cache
 //   PackRows, PackColumns   (Lines, how many there are, depth, panel)
 //   Multiply                (packed rows, packed columns, depth, Block)
-struct Block {
-  float* product;
-  int64_t stride, rows, columns;  // at least so many
-  bool accumulate;
-};
 
+// Of the depth from `first_depth` on.
 template <typename Kernel, typename Number>
 void MultiplyDepth(const ProductArgs<Number>& args, int64_t first_depth, int64_t depth,
                    bool accumulate) {

@@ -1,5 +1,5 @@
 // Matrix products on the vector registers of AVX-512. Included by one source file per type of the
-// factors, which gives `MultiplyAdd(__m512i a, __m512i b, __m512 sum)` of 16 lanes.
+// factors.
 #include "common/kernels/cpu/product_impl.h"
 #include "common/kernels/cpu/unroll.h"
 
@@ -8,15 +8,16 @@ namespace tandem::kernels {
 namespace {
 
 // Panels lie lane after lane: a vector of `b`'s is 16 columns, and each of `a`'s numbers, a row's,
-// is spread over a vector. 24 registers hold the block.
-template <typename T, typename Arithmetic>
+// is spread over a vector. 24 registers hold the block. `Arithmetic` has
+// MultiplyAdd(__m512i a, __m512i b, __m512 sum), of 16 lanes.
+template <typename Number, typename Arithmetic>
 struct VectorKernel {
   static constexpr int64_t kRows = 12, kColumns = 32, kVectors = kColumns / 16;
   static constexpr int64_t kPackedBytes = 512 << 10;
-  static constexpr int64_t kMostDepth = 320 * kPerLane<T>;
+  static constexpr int64_t kMostDepth = 320 * kPerLane<Number>;
 
   template <int64_t kPanelLines>
-  static void Pack(const Lines<T>& factor, int64_t lines, int64_t depth, T* panel) {
+  static void Pack(const Lines<Number>& factor, int64_t lines, int64_t depth, Number* panel) {
     PackPanel<Order::kByLane>(factor, kPanelLines, lines, depth,
                               [&](int64_t line, int64_t lane, const __m512i(&square)[16]) {
                                 auto* const to =
@@ -27,14 +28,16 @@ struct VectorKernel {
                                 }
                               });
   }
-  static void PackRows(const Lines<T>& rows, int64_t count, int64_t depth, T* panel) {
+  static void PackRows(const Lines<Number>& rows, int64_t count, int64_t depth, Number* panel) {
     Pack<kRows>(rows, Least(count, kRows), depth, panel);
   }
-  static void PackColumns(const Lines<T>& columns, int64_t count, int64_t depth, T* panel) {
+  static void PackColumns(const Lines<Number>& columns, int64_t count, int64_t depth,
+                          Number* panel) {
     Pack<kColumns>(columns, Least(count, kColumns), depth, panel);
   }
 
-  static void Multiply(const T* rows, const T* columns, int64_t depth, const Block& block) {
+  static void Multiply(const Number* rows, const Number* columns, int64_t depth,
+                       const Block& block) {
     const auto* a = reinterpret_cast<const uint32_t*>(rows);
     const auto* b = reinterpret_cast<const uint32_t*>(columns);
     // What lies far away is on its way while the registers work.
@@ -44,7 +47,7 @@ struct VectorKernel {
     }
     __m512 sums[kRows][kVectors];
     TANDEM_UNROLL for (int64_t i = 0; i < kRows; ++i) sums[i][0] = sums[i][1] = _mm512_setzero_ps();
-    const int64_t lanes = (depth + kPerLane<T> - 1) / kPerLane<T>;
+    const int64_t lanes = (depth + kPerLane<Number> - 1) / kPerLane<Number>;
     for (int64_t lane = 0; lane < lanes; ++lane, a += kRows, b += kColumns) {
       const __m512i b0 = _mm512_load_si512(b), b1 = _mm512_load_si512(b + 16);
       TANDEM_UNROLL for (int64_t i = 0; i < kRows; ++i) {
