@@ -49,7 +49,7 @@ test: build $(PEERS) ## Sets up, builds, lints, and runs every test
 	@tests/run_all.sh $(BUILD)
 
 .PHONY: test-curves
-test-curves: build ## Twenty steps of every layout with every kind of model beside one process (4 minutes)
+test-curves: build ## Twenty steps of every layout with every kind of model beside one process (5 minutes)
 	@for t in megatron_curves_test zero_strategy_test; do \
 	  $(BUILD)/common/parallel/$$t --gtest_also_run_disabled_tests --gtest_filter='*EveryKind*' --gtest_brief=1; done
 
