@@ -78,11 +78,8 @@ struct AmxKernel {
     StoreRegisters(sums, kColumns);
     for (int64_t i = 0; i < Least(block.rows, kRows); ++i) {
       for (int64_t j = 0; j < Least(block.columns, kColumns); j += 16) {
-        const __mmask16 mask = First16(block.columns - j);
-        float* const to = block.product + i * block.stride + j;
-        __m512 sum = _mm512_load_ps(sums + i * kColumns + j);
-        if (block.accumulate) sum = _mm512_add_ps(_mm512_maskz_loadu_ps(mask, to), sum);
-        _mm512_mask_storeu_ps(to, mask, sum);
+        StoreSums(block.product + i * block.stride + j, First16(block.columns - j),
+                  _mm512_load_ps(sums + i * kColumns + j), block.accumulate);
       }
     }
   }

@@ -160,6 +160,13 @@ struct Block {
   bool accumulate;
 };
 
+// Writes 16 numbers of a product, or adds them to what is there.
+[[gnu::always_inline]] inline void StoreSums(float* to, __mmask16 mask, __m512 sums,
+                                             bool accumulate) {
+  if (accumulate) sums = _mm512_add_ps(_mm512_maskz_loadu_ps(mask, to), sums);
+  _mm512_mask_storeu_ps(to, mask, sums);
+}
+
 // A `Kernel` has
 //   kRows, kColumns         of a block of the product that its registers hold
 //   kPackedBytes            of the packed rows of `a` that stay in the second-level cache while

@@ -61,11 +61,7 @@ struct VectorKernel {
       if (i >= block.rows) break;
       float* const to = block.product + i * block.stride;
       TANDEM_UNROLL for (int64_t v = 0; v < kVectors; ++v) {
-        __m512 sum = sums[i][v];
-        if (block.accumulate) {
-          sum = _mm512_add_ps(_mm512_maskz_loadu_ps(masks[v], to + 16 * v), sum);
-        }
-        _mm512_mask_storeu_ps(to + 16 * v, masks[v], sum);
+        StoreSums(to + 16 * v, masks[v], sums[i][v], block.accumulate);
       }
     }
   }
