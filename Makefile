@@ -6,13 +6,14 @@ SHELL := bash
 PYTHON := .venv/bin/python
 PRESET ?= release
 BUILD := build/$(PRESET)
-JOBS ?= 2
+# Compilers and tests at a time: what the cores and the memory of this machine take.
+JOBS ?= $(shell setup/jobs.sh)
 SERVERS := tandem-rollout-server tandem-trainer-server tandem-critic-server
 # Hugging Face TRL and verl live in an environment of their own, which sees the packages of .venv.
 PEERS := .venv-peers/.installed
 PEERS_PYTHON := .venv-peers/bin/python
 
-# Cache hits across checkouts: paths are stored relative to the checkout.
+# ccache stores paths relative to the checkout, so that checkouts share its hits.
 export CCACHE_BASEDIR := $(CURDIR)
 export CCACHE_NOHASHDIR := 1
 
@@ -46,21 +47,21 @@ demo: servers ## Trains a real small model with tandem GRPO and shows what chang
 
 .PHONY: test
 test: build $(PEERS) ## Sets up, builds, lints, and runs every test
-	@tests/run_all.sh $(BUILD)
+	@JOBS=$(JOBS) tests/run_all.sh $(BUILD)
 
 .PHONY: test-curves
 test-curves: build ## Twenty steps of every layout with every kind of model beside one process (5 minutes)
 	@for t in megatron_curves_test zero_strategy_test; do \
 	  $(BUILD)/common/parallel/$$t --gtest_also_run_disabled_tests --gtest_filter='*EveryKind*' --gtest_brief=1; done
 
-# Leaks are looked for in the C++ tests alone: a server ends without unloading libtorch.
+# Only the C++ tests look for leaks, because a server ends without unloading libtorch.
 .PHONY: test-asan
 test-asan: ## Unit and integration tests under the address and undefined-behaviour sanitizers (20 minutes)
 	@$(MAKE) --no-print-directory build PRESET=asan
 	@ctest --preset asan -j $(JOBS)
-	@ASAN_OPTIONS=detect_leaks=0 TANDEM_BUILD_DIR=build/asan $(PYTHON) -m pytest -q tests/integration
+	@ASAN_OPTIONS=detect_leaks=0 TANDEM_BUILD_DIR=build/asan JOBS=$(JOBS) tests/run_pytest.sh tests/integration
 
-# Beyond `make test`, which runs short versions: each prints what repeats a failure.
+# Long versions of tests in `make test`. Each prints the options that repeat a failure.
 SERVER_TOOL := PYTHONUNBUFFERED=1 TANDEM_BUILD_DIR=$(CURDIR)/$(BUILD) PYTHONPATH=clients/python:tests/integration $(PYTHON)
 
 .PHONY: mutate
@@ -82,16 +83,17 @@ fuzz: setup ## libFuzzer on the parsers of files (SECONDS=60 for each), with cla
 .PHONY: lint
 lint: configure python-protos ## Checks format, clang-tidy on what changed, ruff, protos and layers
 	@cmake --build $(BUILD) -j $(JOBS) --target tandem_grpc_stubs
-	@tests/lint/run_lint.sh $(BUILD) changed
+	@JOBS=$(JOBS) tests/lint/run_lint.sh $(BUILD) changed
 
 .PHONY: lint-all
 lint-all: build ## The same with clang-tidy on every file
-	@tests/lint/run_lint.sh $(BUILD) all
+	@JOBS=$(JOBS) tests/lint/run_lint.sh $(BUILD) all
 
 .PHONY: format
-format: setup ## Formats C++ and Python, writes the generated pages of docs/
+format: python-protos ## Formats C++, Python and pages, writes the generated pages of docs/
 	@git ls-files -z -co --exclude-standard -- '*.h' '*.cc' '*.cu' '*.cuh' | xargs -0 -r clang-format -i
 	@.venv/bin/ruff check --quiet --fix . ; .venv/bin/ruff format --quiet .
+	@git ls-files -z -co --exclude-standard -- '*.md' | xargs -0 -r .venv/bin/mdformat
 	@$(PYTHON) tests/lint/reference_docs.py update
 
 .PHONY: proto-golden
@@ -122,7 +124,7 @@ bench: servers $(PEERS) ## Runs the benchmarks beside their peers (tests/bench)
 # On a machine with a GPU: the GPU kernels and operations, then models, laws and refusals on the device.
 .PHONY: test-cuda
 test-cuda: ## Builds PRESET=cuda and runs the GPU, parity and law tests on the device (skips without one)
-	@tests/run_cuda.sh
+	@JOBS=$(JOBS) tests/run_cuda.sh
 
 .PHONY: clean
 clean: ## Removes build outputs (keeps .venv and runs/)

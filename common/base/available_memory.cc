@@ -32,7 +32,7 @@ std::optional<int64_t> Number(const std::string& path) {
   return value;
 }
 
-// What one control group leaves.
+// Bytes that one control group leaves.
 std::optional<int64_t> Left(const std::string& group) {
   const std::optional<int64_t> limit = Number(group + "/memory.max");
   const std::optional<int64_t> used = Number(group + "/memory.current");

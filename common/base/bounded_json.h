@@ -1,5 +1,5 @@
-// JSON from files that nobody vouches for: its depth is bounded before anything is built (its size
-// is where the file is read).
+// JSON from untrusted files: its depth is bounded before anything is built. The reader of the file
+// bounds its size.
 #ifndef TANDEM_COMMON_BASE_BOUNDED_JSON_H_
 #define TANDEM_COMMON_BASE_BOUNDED_JSON_H_
 

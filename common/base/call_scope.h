@@ -1,4 +1,4 @@
-// What work knows of the call that it is done for.
+// The scope of a call: request id, deadline and cancellation, for the work that is done for it.
 #ifndef TANDEM_COMMON_BASE_CALL_SCOPE_H_
 #define TANDEM_COMMON_BASE_CALL_SCOPE_H_
 

@@ -14,7 +14,7 @@ namespace {
 constexpr int64_t kFullRetryMilliseconds = 500;
 // Keeps a step that always fails from taking a core for itself.
 constexpr absl::Duration kRestAfterFailure = absl::Milliseconds(100);
-// Of a thread's name in the kernel.
+// Longest name of a thread in the kernel, without the NUL byte.
 constexpr size_t kMaxThreadName = 15;
 
 }  // namespace

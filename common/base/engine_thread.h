@@ -35,12 +35,12 @@ namespace tandem {
 struct EngineThreadOptions {
   std::string name = "engine";  // in messages
   size_t inbox_capacity = 1 << 16;
-  // Health fails when work waits or runs and nothing progressed for so long. Above the longest
-  // single forward pass that a small machine may need.
+  // Stall limit: Health fails when work waits or runs and nothing progressed for so long. It
+  // exceeds the longest forward pass that a small machine may need.
   absl::Duration stall_limit = absl::Seconds(120);
   std::function<absl::Time()> clock = absl::Now;
 
-  // What follows runs on the engine thread; all of it may be empty.
+  // Functions that run on the engine thread; each may be empty.
 
   // Calls `loop` once: what it does before and after is the thread's set-up and end.
   std::function<void(absl::FunctionRef<void()> loop)> around = nullptr;

@@ -1,5 +1,6 @@
 #include "common/base/error.h"
 
+#include <map>
 #include <string>
 #include <utility>
 
@@ -79,6 +80,18 @@ std::optional<int64_t> RetryAfterMilliseconds(const absl::Status& status) {
   int64_t value = 0;
   if (!text.has_value() || !absl::SimpleAtoi(*text, &value)) return std::nullopt;
   return value;
+}
+
+std::string ErrorLine(const absl::Status& status) {
+  std::map<std::string, std::string> details;
+  status.ForEachPayload([&](absl::string_view name, const absl::Cord& value) {
+    details.emplace(std::string(name), std::string(value));
+  });
+  std::string line =
+      status.ok() ? "OK"
+                  : absl::StrCat(absl::StatusCodeToString(status.code()), ": ", status.message());
+  for (const auto& [name, value] : details) absl::StrAppend(&line, " [", name, "='", value, "']");
+  return line;
 }
 
 }  // namespace tandem

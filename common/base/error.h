@@ -43,6 +43,10 @@ bool HasReason(const absl::Status& status, const ErrorReason& reason);
 absl::Status WithRetryAfter(absl::Status status, int64_t milliseconds);
 std::optional<int64_t> RetryAfterMilliseconds(const absl::Status& status);
 
+// Code, message and details in one line, details by name. Two processes write the same line for
+// the same error: Status::ToString lists the details in an order of its own.
+std::string ErrorLine(const absl::Status& status);
+
 }  // namespace tandem
 
 #endif  // TANDEM_COMMON_BASE_ERROR_H_

@@ -51,14 +51,15 @@ inline constexpr ErrorReason kNoJuniorModel{
     "NO_JUNIOR_MODEL", "The KL towards the junior needs it in the trainer, which has none.",
     "Start the trainer with junior_model, or choose junior_kl_kind FORWARD_SAMPLED."};
 
+// Any two models that write or judge the same tokens.
+inline constexpr ErrorReason kVocabularyMismatch{
+    "VOCABULARY_MISMATCH", "Two models that must share a vocabulary have different ones.",
+    "Choose models that have the same tokenizer.json; padding rows behind its ids may differ."};
+
 // Rollout.
 inline constexpr ErrorReason kNoJunior{
     "NO_JUNIOR", "The request needs a junior, and the server has none.",
     "Start the rollout server with junior_model, or turn tandem off."};
-inline constexpr ErrorReason kVocabularyMismatch{
-    "VOCABULARY_MISMATCH", "Senior and junior have different vocabularies.",
-    "Choose a junior that shares the senior's tokenizer."};
-
 inline constexpr ErrorReason kWeightsChanged{
     "WEIGHTS_CHANGED", "New weights came again and again while a Score was computed.",
     "Call again, with fewer sequences or between publications."};

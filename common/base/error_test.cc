@@ -2,6 +2,8 @@
 
 #include <gtest/gtest.h>
 
+#include <vector>
+
 namespace tandem {
 namespace {
 
@@ -29,6 +31,19 @@ TEST(ErrorTest, PrependNamesAStatusWithoutPath) {
   const absl::Status status = PrependFieldPath("samples[0]", absl::NotFoundError("gone"));
   EXPECT_EQ(FieldPath(status), "samples[0]");
   EXPECT_TRUE(PrependFieldPath("x", absl::OkStatus()).ok());
+}
+
+TEST(ErrorTest, TheLineOfAnErrorHasItsDetailsInOneOrder) {
+  // The order of Status::ToString depends on addresses: several statuses show both.
+  std::vector<absl::Status> kept;
+  for (int i = 0; i < 100; ++i) {
+    kept.push_back(WithReason(FieldError(absl::StatusCode::kFailedPrecondition, "step", "is 6"),
+                              reason::kStalePolicyVersion));
+    EXPECT_EQ(ErrorLine(kept.back()),
+              "FAILED_PRECONDITION: step: is 6 [tandem/field='step'] "
+              "[tandem/reason='STALE_POLICY_VERSION']");
+  }
+  EXPECT_EQ(ErrorLine(absl::OkStatus()), "OK");
 }
 
 }  // namespace

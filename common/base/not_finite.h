@@ -1,5 +1,5 @@
-// A loss, a gradient or what they are made of that is not finite: INTERNAL, told apart so that a
-// train step can be skipped for it rather than failed.
+// The error of a loss, gradient or input of them that is not finite: INTERNAL, marked so that a
+// train step is skipped rather than failed.
 #ifndef TANDEM_COMMON_BASE_NOT_FINITE_H_
 #define TANDEM_COMMON_BASE_NOT_FINITE_H_
 

@@ -1,6 +1,9 @@
 // Counter-based randomness: Philox4x32-10 (Salmon, Moraes, Dror, Shaw 2011, "Parallel random
-// numbers: as easy as 1, 2, 3"). A draw is a pure function of what it is for, so nothing that
-// happens around a sequence (batching, preemption, a restart) can change it.
+// numbers: as easy as 1, 2, 3"). A draw is a pure function of its purpose and position, so nothing
+// that happens around a sequence (batching, preemption, a restart) can change it.
+//
+// The function is written out here because the code that draws does not depend on libtorch, whose
+// generator also hides the counter; C++ has std::philox4x32 from C++26 on.
 #ifndef TANDEM_COMMON_BASE_PHILOX_H_
 #define TANDEM_COMMON_BASE_PHILOX_H_
 
@@ -15,7 +18,7 @@ using PhiloxKey = std::array<uint32_t, 2>;
 // The ten-round Philox4x32 block function; matches Random123's known-answer vectors.
 std::array<uint32_t, 4> Philox4x32(PhiloxCounter counter, PhiloxKey key);
 
-// What a draw decides. Values are part of the protocol: never renumber them.
+// The decision that a draw is for. Values are part of the protocol: never renumber them.
 enum class RandomPurpose : uint32_t {
   kAuthor = 0,  // who writes token t
   kToken = 1,   // which token the author writes

@@ -1,4 +1,4 @@
-// Which rank of a group of processes this one is, from the variables that torchrun sets.
+// This process's rank among those of its server, from torchrun's environment variables.
 #ifndef TANDEM_COMMON_BASE_RANK_ENVIRONMENT_H_
 #define TANDEM_COMMON_BASE_RANK_ENVIRONMENT_H_
 

@@ -4,8 +4,8 @@
 //
 // A struct's fields are found by Boost.PFR, so that none can be forgotten: it counts the
 // initialisers that the struct takes, and takes it apart with a structured binding of that many
-// names. No binding takes apart a struct with a base class. Such a one names its parts itself, and
-// the compiler compares them with the struct:
+// names. No binding takes apart a struct with a base class. Such a struct names its base and own
+// fields itself, and the compiler compares them with the struct:
 //   struct Request : Identity {
 //     int64_t count = 0;
 //     std::string text;
@@ -44,7 +44,7 @@ template <typename T>
 concept Plain = (std::is_arithmetic_v<T> && !std::same_as<T, bool>) ||
                 (std::is_enum_v<T> && !std::is_convertible_v<T, int>);
 
-// What a string, vector or map holds, in a form that can be assigned.
+// The element type of a string, vector or map, in a form that can be assigned.
 template <typename T>
 struct Item {};
 template <>

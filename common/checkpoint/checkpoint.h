@@ -1,9 +1,11 @@
-// Step directories that are complete or absent.
+// Checkpoints: step directories that are complete or absent.
 //
 // A checkpoint is a plain Hugging Face directory (config.json, model.safetensors, tokenizer files)
-// with further files beside it. It is written under a temporary name; the manifest, which says what
-// it is a checkpoint of and lists every file with its size and XXH3-128 digest, comes last; then
-// the directory is renamed. Loading trusts only a manifest whose files all agree.
+// with further files beside it. It is written under a temporary name; the manifest, which names the
+// checkpoint and lists every file with its size and XXH3-128 digest, comes last; then the directory
+// is renamed. Loading trusts only a manifest whose files all agree. Saving and loading replace,
+// move and remove no directory but checkpoints that are as they were written: a copy, a renamed
+// checkpoint and one with further files are the user's.
 #ifndef TANDEM_COMMON_CHECKPOINT_CHECKPOINT_H_
 #define TANDEM_COMMON_CHECKPOINT_CHECKPOINT_H_
 
@@ -15,17 +17,10 @@
 #include "absl/functional/function_ref.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "common/checkpoint/manifest.h"
 #include "common/checkpoint/temporary_directory.h"
 
 namespace tandem::checkpoint {
-
-inline constexpr char kManifestFile[] = "manifest.json";
-
-// What a checkpoint is of.
-struct Identity {
-  std::string kind;  // "trainer", "critic"
-  int64_t step = 0;  // orders the checkpoints of a kind
-};
 
 struct Saved {
   std::string path;   // parent/name
@@ -35,21 +30,22 @@ struct Saved {
 // INVALID_ARGUMENT ("name") for what is not a plain file name, or starts with a dot.
 absl::Status CheckName(const std::string& name);
 
-// A checkpoint that is being written. What is not committed goes with the object.
+// A checkpoint that is being written. Its destructor removes what was not committed.
 class PendingCheckpoint {
  public:
-  // Begins parent/name. A checkpoint of that name and kind will be replaced, so that a save may be
-  // repeated; anything else that has the name is ALREADY_EXISTS ("name"). What processes that are
-  // dead left in `parent` is removed, or put back, first. INVALID_ARGUMENT as CheckName says; an
-  // error of "directory" where nothing can be written.
+  // Begins parent/name. A checkpoint that was saved under that name, of the same kind, will be
+  // replaced, so that a save may be repeated. Anything else that has the name is ALREADY_EXISTS
+  // ("name"), or FAILED_PRECONDITION ("name") for a checkpoint with a file that its manifest does
+  // not list. Before that, leftovers of dead processes in `parent` are removed, or put back.
+  // INVALID_ARGUMENT as CheckName says; an error of "directory" where nothing can be written.
   static absl::StatusOr<PendingCheckpoint> Begin(const std::string& parent, const std::string& name,
                                                  const Identity& identity);
 
   // Where the files are put, by any process: plain files, no folders.
   const std::string& directory() const { return temporary_.path(); }
 
-  // Writes the manifest and puts the directory in its place, in one step. All files are there and
-  // closed. On failure nothing changes: the error of the file that failed.
+  // Writes the manifest and puts the directory in its place, in one step. All files are complete
+  // and closed. On failure nothing changes: the error of the file that failed, or as Begin says.
   absl::StatusOr<Saved> Commit() &&;
 
  private:
@@ -76,14 +72,14 @@ struct Listed {
   Identity identity;
 };
 
-// The directories of `parent` that have a manifest (their files are not verified) and are no links,
-// by step, then by path. Empty if `parent` does not exist.
+// Returns the checkpoints in `parent` that have the name under which they were saved (their files
+// are not verified) and are no links, by step, then by path. Empty if `parent` does not exist.
 std::vector<Listed> List(const std::string& parent);
 
-// Removes the checkpoints of this kind in `parent` that have the lowest steps, until `keep` are
-// left, but never `just_saved`; 0 keeps all.
-absl::Status Prune(const std::string& parent, const std::string& kind, int64_t keep,
-                   const std::string& just_saved);
+// Removes the checkpoints beside `just_saved` that are of the same kind and run and have the lowest
+// steps, until `keep` are left with it; 0 keeps all. A checkpoint with a file that its manifest
+// does not list stays, does not count, and is logged.
+absl::Status Prune(const std::string& just_saved, const Identity& identity, int64_t keep);
 
 }  // namespace tandem::checkpoint
 

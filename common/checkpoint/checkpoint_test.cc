@@ -39,7 +39,7 @@ class CheckpointTest : public ::testing::Test {
           return WriteFileDurably(directory + "/state.json", "{}");
         });
   }
-  // Of the parent, hidden ones too.
+  // Number of entries of the parent, hidden ones too.
   int64_t Entries() const { return std::distance(fs::directory_iterator(parent_), {}); }
   std::string Path(const std::string& name) const { return (parent_ / name).string(); }
   std::vector<std::string> Listed() const {
@@ -125,7 +125,7 @@ TEST_F(CheckpointTest, FailedSaveLeavesNothing) {
   EXPECT_EQ(Entries(), 1);
 }
 
-// A writer in a process of its own, which is killed.
+// The writer is a process of its own, which is killed.
 TEST_F(CheckpointTest, WhatAKilledSaveLeavesIsRemovedByTheNextOneAndNotBefore) {
   int begun[2];
   ASSERT_EQ(pipe(begun), 0);
@@ -172,7 +172,7 @@ TEST_F(CheckpointTest, ServersThatSaveIntoOneDirectoryLeaveEachOthersAlone) {
         const auto saved = SaveStep(kind + std::to_string(step % 2), "weights", {kind, step});
         ASSERT_TRUE(saved.ok()) << saved.status();
         ASSERT_TRUE(Verify(saved->path).ok()) << Verify(saved->path);
-        ASSERT_TRUE(Prune(parent_.string(), kind, 1, saved->path).ok());
+        ASSERT_TRUE(Prune(saved->path, {.kind = kind}, 1).ok());
       }
     });
   }
@@ -214,8 +214,57 @@ TEST_F(CheckpointTest, WhatOtherProgramsHideStays) {
 
 TEST_F(CheckpointTest, ACrashInAReplacementIsUndone) {
   ASSERT_TRUE(SaveStep("step_1").ok());
-  fs::rename(Path("step_1"), Path(".old-step_1"));
+  fs::rename(Path("step_1"), Path(".tandem-old-step_1"));
   EXPECT_TRUE(Verify(Path("step_1")).ok());
+}
+
+TEST_F(CheckpointTest, LoadingAndSavingLeaveForeignFoldersAlone) {
+  ASSERT_TRUE(SaveStep("s1").ok());
+  for (const char* folder : {".old-s1", ".old-exp", ".tandem-old-s1", ".tandem-old-exp",
+                             ".tandem-tmp-notes", ".tandem-tmp-1-notes"}) {
+    fs::create_directories(parent_ / folder);
+    ASSERT_TRUE(WriteFileDurably(Path(folder) + "/thesis.txt", "x").ok());
+  }
+  EXPECT_TRUE(Verify(Path("s1")).ok());
+  EXPECT_EQ(Verify(Path("exp")).code(), absl::StatusCode::kNotFound);
+  ASSERT_TRUE(SaveStep("s1").ok());
+  for (const char* folder : {".old-s1", ".old-exp", ".tandem-old-s1", ".tandem-old-exp",
+                             ".tandem-tmp-notes", ".tandem-tmp-1-notes"}) {
+    EXPECT_TRUE(fs::exists(parent_ / folder / "thesis.txt")) << folder;
+  }
+  EXPECT_FALSE(fs::exists(parent_ / "exp"));
+}
+
+TEST_F(CheckpointTest, ACheckpointWithAForeignFileIsNotReplaced) {
+  ASSERT_TRUE(SaveStep("step_1", "old").ok());
+  ASSERT_TRUE(WriteFileDurably(Path("step_1/notes.txt"), "x").ok());
+  const absl::Status status = SaveStep("step_1", "new").status();
+  EXPECT_EQ(status.code(), absl::StatusCode::kFailedPrecondition) << status;
+  EXPECT_EQ(FieldPath(status), "name");
+  EXPECT_THAT(std::string(status.message()), HasSubstr("notes.txt"));
+  EXPECT_EQ(ReadFile(Path("step_1/model.safetensors")).value(), "old");
+  EXPECT_EQ(ReadFile(Path("step_1/notes.txt")).value(), "x");
+}
+
+TEST_F(CheckpointTest, AForeignFileThatComesDuringTheSaveIsNotLost) {
+  ASSERT_TRUE(SaveStep("step_1", "old").ok());
+  const auto saved =
+      Save(parent_.string(), "step_1", {"trainer", 1}, [&](const std::string& directory) {
+        WriteFileDurably(Path("step_1/notes.txt"), "x").IgnoreError();
+        return WriteFileDurably(directory + "/model.safetensors", "new");
+      });
+  EXPECT_EQ(saved.status().code(), absl::StatusCode::kFailedPrecondition) << saved.status();
+  EXPECT_TRUE(fs::exists(Path("step_1/notes.txt")));
+  EXPECT_EQ(Entries(), 1);
+}
+
+TEST_F(CheckpointTest, ACopyIsNotReplaced) {
+  ASSERT_TRUE(SaveStep("step_1").ok());
+  fs::copy(Path("step_1"), Path("best"), fs::copy_options::recursive);
+  const absl::Status status = SaveStep("best").status();
+  EXPECT_EQ(status.code(), absl::StatusCode::kAlreadyExists) << status;
+  EXPECT_THAT(std::string(status.message()), HasSubstr("'step_1'"));
+  EXPECT_TRUE(Verify(Path("best")).ok());  // it loads
 }
 
 TEST_F(CheckpointTest, NothingButACheckpointOfItsKindIsReplaced) {
@@ -235,10 +284,10 @@ TEST_F(CheckpointTest, PruneGoesByTheStepAndNotByTheName) {
   ASSERT_TRUE(SaveStep("step_9", "w", {"trainer", 9}).ok());
   ASSERT_TRUE(SaveStep("step_10", "w", {"trainer", 10}).ok());
   EXPECT_THAT(Listed(), ElementsAre("step_9", "step_10", "best"));
-  ASSERT_TRUE(Prune(parent_.string(), "trainer", 2, Path("best")).ok());
+  ASSERT_TRUE(Prune(Path("best"), {.kind = "trainer"}, 2).ok());
   EXPECT_THAT(Listed(), ElementsAre("step_10", "best"));
   EXPECT_EQ(Entries(), 2);
-  ASSERT_TRUE(Prune(parent_.string(), "trainer", 0, Path("best")).ok());
+  ASSERT_TRUE(Prune(Path("best"), {.kind = "trainer"}, 0).ok());
   EXPECT_THAT(Listed(), ElementsAre("step_10", "best"));
 }
 
@@ -247,8 +296,23 @@ TEST_F(CheckpointTest, PruneSparesWhatWasJustSavedAndOtherKinds) {
   ASSERT_TRUE(SaveStep("value", "w", {"critic", 0}).ok());
   ASSERT_TRUE(SaveStep("step_20", "w", {"trainer", 20}).ok());
   ASSERT_TRUE(SaveStep("step_30", "w", {"trainer", 30}).ok());
-  ASSERT_TRUE(Prune(parent_.string(), "trainer", 2, Path("again_1")).ok());
+  ASSERT_TRUE(Prune(Path("again_1"), {.kind = "trainer"}, 2).ok());
   EXPECT_THAT(Listed(), ElementsAre("value", "again_1", "step_30"));
+}
+
+TEST_F(CheckpointTest, PruneLeavesWhatIsNotOfTheRunOrWasChanged) {
+  ASSERT_TRUE(SaveStep("step_1", "w", {"trainer", 1, "run"}).ok());
+  ASSERT_TRUE(SaveStep("step_2", "w", {"trainer", 2, "run"}).ok());
+  ASSERT_TRUE(SaveStep("step_3", "w", {"trainer", 3, "run"}).ok());
+  ASSERT_TRUE(SaveStep("other", "w", {"trainer", 1, "other"}).ok());
+  fs::copy(Path("step_1"), Path("best"), fs::copy_options::recursive);
+  ASSERT_TRUE(WriteFileDurably(Path("step_2/notes.txt"), "x").ok());
+  ASSERT_TRUE(Prune(Path("step_3"), {"trainer", 3, "run"}, 1).ok());
+  EXPECT_FALSE(fs::exists(Path("step_1")));
+  EXPECT_TRUE(Verify(Path("best")).ok());
+  EXPECT_TRUE(Verify(Path("other")).ok());
+  EXPECT_TRUE(fs::exists(Path("step_2/notes.txt")));
+  EXPECT_TRUE(fs::exists(Path("step_2/model.safetensors")));
 }
 
 TEST_F(CheckpointTest, PruneFollowsNoLink) {
@@ -258,7 +322,7 @@ TEST_F(CheckpointTest, PruneFollowsNoLink) {
   fs::rename(parent_ / "step_5", archive / "step_5");
   fs::create_directory_symlink(archive / "step_5", parent_ / "step_5");
   ASSERT_TRUE(SaveStep("step_6", "w", {"trainer", 6}).ok());
-  ASSERT_TRUE(Prune(parent_.string(), "trainer", 1, Path("step_6")).ok());
+  ASSERT_TRUE(Prune(Path("step_6"), {.kind = "trainer"}, 1).ok());
   EXPECT_TRUE(Verify((archive / "step_5").string()).ok());
 }
 

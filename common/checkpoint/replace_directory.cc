@@ -11,6 +11,7 @@
 #include "common/base/atomic_file.h"
 #include "common/base/file_descriptor.h"
 #include "common/base/status_macros.h"
+#include "common/checkpoint/manifest.h"
 #include "common/checkpoint/temporary_directory.h"
 
 namespace tandem::checkpoint {
@@ -19,7 +20,7 @@ namespace {
 namespace fs = std::filesystem;
 
 std::string AsidePath(const fs::path& path) {
-  return (path.parent_path() / absl::StrCat(".old-", path.filename().string())).string();
+  return (path.parent_path() / absl::StrCat(".tandem-old-", path.filename().string())).string();
 }
 
 absl::Status Remove(const std::string& path) {
@@ -32,7 +33,12 @@ bool CannotExchange(int error) { return error == EINVAL || error == ENOSYS || er
 
 absl::Status ReplaceInTwoSteps(const std::string& from, const std::string& to) {
   const std::string aside = AsidePath(to);
-  TANDEM_RETURN_IF_ERROR(Remove(aside));
+  TANDEM_RETURN_IF_ERROR(RecoverDirectory(to));
+  std::error_code ignored;
+  if (fs::exists(fs::symlink_status(aside, ignored))) {
+    return absl::AlreadyExistsError(
+        absl::StrCat(aside, " is in the way: the checkpoint that is replaced would move there"));
+  }
   TANDEM_RETURN_IF_ERROR(RenameDurably(to, aside));
   if (absl::Status moved = RenameDurably(from, to); !moved.ok()) {
     RenameDurably(aside, to).IgnoreError();  // RecoverDirectory tries again
@@ -52,19 +58,22 @@ absl::Status ReplaceDirectory(const std::string& from, const std::string& to,
                               const ExchangePaths& exchange) {
   std::error_code ignored;
   if (!fs::exists(to, ignored)) return RenameDurably(from, to);
-  const auto held = LockDirectory(to);  // it will go by the name of what is left over
+  // After the exchange the old directory has a temporary name, which others remove unless locked.
+  const auto held = LockDirectory(to);
   const int error = exchange(from, to);
   if (CannotExchange(error)) return ReplaceInTwoSteps(from, to);
   if (error != 0) return FileError(error, "cannot replace", to);
   TANDEM_RETURN_IF_ERROR(SyncPath(fs::path(to).parent_path().string()));
-  return Remove(from);  // the old one
+  return Remove(from);  // the old directory
 }
 
 absl::Status RecoverDirectory(const std::string& path) {
-  const std::string aside = AsidePath(path);
+  const fs::path target =
+      fs::path(path).has_filename() ? fs::path(path) : fs::path(path).parent_path();
+  const std::string aside = AsidePath(target);
+  if (!CheckOwned(aside, target.filename().string()).ok()) return absl::OkStatus();
   std::error_code ignored;
-  if (!fs::exists(aside, ignored)) return absl::OkStatus();
-  return fs::exists(path, ignored) ? Remove(aside) : RenameDurably(aside, path);
+  return fs::exists(target, ignored) ? Remove(aside) : RenameDurably(aside, target.string());
 }
 
 }  // namespace tandem::checkpoint

@@ -1,5 +1,6 @@
 #include "common/checkpoint/replace_directory.h"
 
+#include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <unistd.h>
 
@@ -7,11 +8,14 @@
 #include <filesystem>
 
 #include "common/base/atomic_file.h"
+#include "common/checkpoint/manifest.h"
 
 namespace tandem::checkpoint {
 namespace {
 
 namespace fs = std::filesystem;
+
+constexpr char kAside[] = ".tandem-old-target";
 
 class ReplaceDirectoryTest : public ::testing::Test {
  protected:
@@ -23,7 +27,12 @@ class ReplaceDirectoryTest : public ::testing::Test {
   }
   void TearDown() override { fs::remove_all(parent_); }
 
+  // Makes a checkpoint whose manifest names "target", in a directory of any name.
   void Make(const std::string& content, const std::string& name) {
+    MakeForeign(content, name);
+    ASSERT_TRUE(WriteManifest(Path(name), "target", {.kind = "trainer"}).ok());
+  }
+  void MakeForeign(const std::string& content, const std::string& name) {
     fs::create_directories(parent_ / name);
     ASSERT_TRUE(WriteFileDurably(Path(name) + "/file", content).ok());
   }
@@ -71,16 +80,52 @@ TEST_F(ReplaceDirectoryTest, AFailureInBetweenPutsTheOldOneBack) {
 }
 
 TEST_F(ReplaceDirectoryTest, ACrashInBetweenIsUndone) {
-  fs::rename(Path("target"), Path(".old-target"));
+  fs::rename(Path("target"), Path(kAside));
   ASSERT_TRUE(RecoverDirectory(Path("target")).ok());
+  EXPECT_EQ(Content(), "old");
+  fs::rename(Path("target"), Path(kAside));
+  ASSERT_TRUE(RecoverDirectory(Path("target/")).ok());
   EXPECT_EQ(Content(), "old");
 }
 
 TEST_F(ReplaceDirectoryTest, ACrashAfterwardsLeavesTheNewOneAlone) {
-  Make("older", ".old-target");
+  Make("older", kAside);
   ASSERT_TRUE(RecoverDirectory(Path("target")).ok());
   EXPECT_EQ(Content(), "old");
-  EXPECT_FALSE(fs::exists(Path(".old-target")));
+  EXPECT_FALSE(fs::exists(Path(kAside)));
+}
+
+// The user's folders have the name of an old checkpoint, but no manifest, or that of another
+// checkpoint, or a file that the manifest does not list.
+TEST_F(ReplaceDirectoryTest, RecoveryNeitherMovesNorRemovesForeignFolders) {
+  MakeForeign("thesis", ".old-target");
+  MakeForeign("thesis", kAside);
+  ASSERT_TRUE(RecoverDirectory(Path("target")).ok());
+  EXPECT_TRUE(fs::exists(Path(".old-target") + "/file"));
+  EXPECT_TRUE(fs::exists(Path(kAside) + "/file"));
+
+  fs::rename(Path("target"), Path("away"));
+  ASSERT_TRUE(RecoverDirectory(Path("target")).ok());
+  EXPECT_FALSE(fs::exists(Path("target")));
+  ASSERT_TRUE(WriteManifest(Path(kAside), "other", {.kind = "trainer"}).ok());
+  ASSERT_TRUE(RecoverDirectory(Path("target")).ok());
+  EXPECT_FALSE(fs::exists(Path("target")));
+  fs::remove(Path(kAside) + "/manifest.json");
+  ASSERT_TRUE(WriteManifest(Path(kAside), "target", {.kind = "trainer"}).ok());
+  ASSERT_TRUE(WriteFileDurably(Path(kAside) + "/notes", "x").ok());
+  ASSERT_TRUE(RecoverDirectory(Path("target")).ok());
+  EXPECT_FALSE(fs::exists(Path("target")));
+  EXPECT_TRUE(fs::exists(Path(kAside) + "/notes"));
+}
+
+TEST_F(ReplaceDirectoryTest, AForeignFolderInTheWayIsNamedAndStays) {
+  MakeForeign("thesis", kAside);
+  const auto refuse = [](const std::string&, const std::string&) { return EINVAL; };
+  const absl::Status status = ReplaceDirectory(Path("fresh"), Path("target"), refuse);
+  EXPECT_EQ(status.code(), absl::StatusCode::kAlreadyExists);
+  EXPECT_THAT(std::string(status.message()), testing::HasSubstr(kAside));
+  EXPECT_EQ(Content(), "old");
+  EXPECT_TRUE(fs::exists(Path(kAside) + "/file"));
 }
 
 }  // namespace

@@ -5,13 +5,15 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <filesystem>
 #include <system_error>
 #include <vector>
 
-#include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
+#include "absl/strings/string_view.h"
+#include "absl/strings/strip.h"
 #include "common/base/status_macros.h"
 
 namespace tandem::checkpoint {
@@ -19,9 +21,9 @@ namespace {
 
 namespace fs = std::filesystem;
 
-// Nobody else's files begin like this.
+// Temporary names begin with this, a process id and a number.
 constexpr char kPrefix[] = ".tandem-tmp-";
-// Of the name that is shown; the whole must be a file name.
+// Length of the part of <name> that is in a temporary name, which must be a valid file name.
 constexpr size_t kMaxShownBytes = 100;
 
 std::optional<FileDescriptor> Lock(const std::string& path, int operation) {
@@ -36,23 +38,34 @@ std::optional<FileDescriptor> Lock(const std::string& path, int operation) {
   return *std::move(directory);
 }
 
-// Whether the locked directory still goes by this path.
+// Whether the locked directory is still at this path.
 bool IsAt(const FileDescriptor& lock, const std::string& path) {
   struct stat held = {}, there = {};
   return ::fstat(lock.get(), &held) == 0 && ::lstat(path.c_str(), &there) == 0 &&
          held.st_dev == there.st_dev && held.st_ino == there.st_ino;
 }
 
-void RemoveWhatNobodyHolds(const std::string& parent) {
+// Whether Create makes such a name: ".tandem-tmp-<process>-<attempt>-<name>".
+bool IsTemporaryName(absl::string_view name) {
+  if (!absl::ConsumePrefix(&name, kPrefix)) return false;
+  for (int number = 0; number < 2; ++number) {
+    const size_t digits = std::min(name.find_first_not_of("0123456789"), name.size());
+    name.remove_prefix(digits);
+    if (digits == 0 || !absl::ConsumePrefix(&name, "-")) return false;
+  }
+  return true;
+}
+
+void RemoveLeftovers(const std::string& parent) {
   std::error_code ignored;
   std::vector<std::string> found;
   for (const fs::directory_entry& entry : fs::directory_iterator(parent, ignored)) {
-    if (absl::StartsWith(entry.path().filename().string(), kPrefix)) {
+    if (IsTemporaryName(entry.path().filename().string())) {
       found.push_back(entry.path().string());
     }
   }
   for (const std::string& path : found) {
-    // Who has it may have replaced it by another between our opening and our locking.
+    // Between opening and locking, another directory may have taken this path.
     const auto lock = LockDirectory(path);
     if (lock.has_value() && IsAt(*lock, path)) fs::remove_all(path, ignored);
   }
@@ -69,7 +82,7 @@ absl::StatusOr<TemporaryDirectory> TemporaryDirectory::Create(const std::string&
   std::error_code error;
   fs::create_directories(parent, error);
   if (error) return FileError(error.value(), "cannot create", parent);
-  RemoveWhatNobodyHolds(parent);
+  RemoveLeftovers(parent);
   for (int attempt = 0;; ++attempt) {
     std::string path = (fs::path(parent) / absl::StrCat(kPrefix, ::getpid(), "-", attempt, "-",
                                                         name.substr(0, kMaxShownBytes)))
@@ -77,8 +90,8 @@ absl::StatusOr<TemporaryDirectory> TemporaryDirectory::Create(const std::string&
     const bool created = fs::create_directory(path, error);
     if (error) return FileError(error.value(), "cannot create", path);
     if (!created) continue;
-    // Somebody who saw it before it was locked holds it while removing it: waits for that, and
-    // tries again.
+    // Another process may have taken it for a leftover before it was locked: waits until that has
+    // removed it, and tries again.
     std::optional<FileDescriptor> lock = Lock(path, LOCK_EX);
     if (lock.has_value() ? !IsAt(*lock, path) : !fs::exists(path, error)) continue;
     return TemporaryDirectory(std::move(path), std::move(lock));
@@ -97,7 +110,7 @@ absl::Status RemoveDirectory(const std::string& path) {
                           TemporaryDirectory::Create(fs::path(path).parent_path().string(),
                                                      fs::path(path).filename().string()));
   std::error_code error;
-  fs::rename(path, temporary.path(), error);  // replaces the empty one
+  fs::rename(path, temporary.path(), error);  // replaces the empty directory
   if (error == std::errc::no_such_file_or_directory) return absl::OkStatus();
   if (!error) fs::remove_all(temporary.path(), error);
   return error ? FileError(error.value(), "cannot remove", path) : absl::OkStatus();

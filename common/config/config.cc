@@ -7,8 +7,8 @@
 #include <cmath>
 #include <cstdint>
 #include <limits>
+#include <map>
 #include <optional>
-#include <set>
 
 #include "absl/strings/ascii.h"
 #include "absl/strings/match.h"
@@ -64,12 +64,6 @@ std::string Suggest(absl::string_view given, const std::vector<std::string>& can
   return absl::StrCat("; known: ", absl::StrJoin(candidates, ", "));
 }
 
-std::vector<std::string> FieldNames(const Descriptor& descriptor) {
-  std::vector<std::string> names;
-  for (int i = 0; i < descriptor.field_count(); ++i) names.push_back(descriptor.field(i)->name());
-  return names;
-}
-
 // "SELECTION_STRATEGY_", from the zero value SELECTION_STRATEGY_UNSPECIFIED.
 std::string EnumPrefix(const EnumDescriptor& type) {
   absl::string_view zero = type.value(0)->name();
@@ -85,7 +79,7 @@ std::string Shorten(const std::string& text) {
   return text.size() <= 60 ? text : text.substr(0, 57) + "...";
 }
 
-// What the text of a message must be: well-formed UTF-8 (RFC 3629).
+// Whether text is well-formed UTF-8 (RFC 3629), as a message's text must be.
 bool IsUtf8(absl::string_view text) {
   for (size_t i = 0; i < text.size();) {
     const auto lead = static_cast<uint8_t>(text[i]);
@@ -269,7 +263,7 @@ absl::Status MergeMap(const YAML::Node& node, const std::string& path, int depth
                                      node.IsSequence() ? "a list" : Shorten(node.Scalar())));
   }
   const Descriptor& descriptor = *message->GetDescriptor();
-  std::set<std::string> seen;
+  std::map<std::string, int> seen;  // the line of each
   for (const auto& entry : node) {
     if (!entry.first.IsScalar()) {
       return InvalidField(path.empty() ? "config" : path, "a key must be a name");
@@ -278,10 +272,13 @@ absl::Status MergeMap(const YAML::Node& node, const std::string& path, int depth
     const std::string field_path = Join(path, Shorten(key));
     const FieldDescriptor* field = descriptor.FindFieldByName(key);
     if (field == nullptr) {
-      return InvalidField(field_path,
-                          absl::StrCat("unknown key", Suggest(key, FieldNames(descriptor))));
+      return InvalidField(field_path, absl::StrCat("unknown key", SuggestField(key, descriptor)));
     }
-    if (!seen.insert(key).second) return InvalidField(field_path, "duplicate key");
+    const int line = entry.first.Mark().line + 1;
+    if (const auto [first, is_new] = seen.emplace(key, line); !is_new) {
+      return InvalidField(
+          field_path, absl::StrCat("duplicate key: it is in lines ", first->second, " and ", line));
+    }
     TANDEM_RETURN_IF_ERROR(MergeField(entry.second, field_path, depth, field, message));
   }
   return absl::OkStatus();
@@ -427,6 +424,12 @@ void EmitMessage(const Message& message, YAML::Emitter& out) {
 
 }  // namespace
 
+std::string SuggestField(absl::string_view key, const Descriptor& type) {
+  std::vector<std::string> names;
+  for (int i = 0; i < type.field_count(); ++i) names.push_back(type.field(i)->name());
+  return Suggest(key, names);
+}
+
 std::string EnumShortName(const EnumValueDescriptor& value) {
   absl::string_view name = value.name();
   const std::string prefix = EnumPrefix(*value.type());
@@ -467,8 +470,7 @@ absl::Status ApplyOverride(absl::string_view assignment, Message* message) {
     const Descriptor& descriptor = *message->GetDescriptor();
     const FieldDescriptor* field = descriptor.FindFieldByName(keys[i]);
     if (field == nullptr) {
-      return InvalidField(walked,
-                          absl::StrCat("unknown key", Suggest(keys[i], FieldNames(descriptor))));
+      return InvalidField(walked, absl::StrCat("unknown key", SuggestField(keys[i], descriptor)));
     }
     if (i + 1 == keys.size()) {
       absl::StatusOr<YAML::Node> value = Parse(assignment.substr(equals + 1));

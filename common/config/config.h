@@ -35,6 +35,10 @@ absl::Status Load(const std::string& path, const std::vector<std::string>& overr
 // not set and empty lists left out, enums by short name.
 std::string ToYaml(const google::protobuf::Message& message);
 
+// "; did you mean \"X\"?" for the field of `type` whose name is closest to `key`, or the list of
+// all when none is close.
+std::string SuggestField(absl::string_view key, const google::protobuf::Descriptor& type);
+
 // The short name of an enum value: "word" for SELECTION_STRATEGY_WORD.
 std::string EnumShortName(const google::protobuf::EnumValueDescriptor& value);
 

@@ -30,7 +30,8 @@ using types::v1::SelectionStrategy;
 #define TANDEM_DEFAULT(message, field, value) \
   if (!(message)->has_##field()) (message)->set_##field(value)
 
-// By its address, 127.0.0.0/8 or ::1: another name may mean any machine, whatever it begins with.
+// Whether a host is a loopback address (127.0.0.0/8 or ::1) or localhost. Any other name may
+// resolve to another machine.
 bool IsLoopback(const std::string& host) {
   in_addr ipv4{};
   if (inet_pton(AF_INET, host.c_str(), &ipv4) == 1) {
@@ -169,33 +170,19 @@ absl::Status Resolve(v1::BatchOptions* batch) {
                     {"auto", "cce", "torch_compile", "pytorch"});
 }
 
-// A field that says something to another strategy than the one that is named.
+// Refuses a field that belongs to another strategy than the named one.
 absl::Status CheckStrategyFields(const v1::StrategyOptions& strategy) {
-  const auto check = [&](absl::string_view owner,
-                         std::initializer_list<std::pair<absl::string_view, bool>> fields) {
-    for (const auto& [field, given] : fields) {
-      if (given && strategy.name() != owner) {
-        return InvalidField(
-            absl::StrCat("strategy.", field),
-            absl::StrCat("is a field of ", owner, ", and the strategy is ", strategy.name()));
-      }
-    }
-    return absl::OkStatus();
-  };
-  TANDEM_RETURN_IF_ERROR(
-      check("zero", {{"stage", strategy.has_stage()},
-                     {"reduce_bucket_size", strategy.has_reduce_bucket_size()},
-                     {"allgather_bucket_size", strategy.has_allgather_bucket_size()},
-                     {"overlap_comm", strategy.has_overlap_comm()},
-                     {"offload_optimizer", strategy.has_offload_optimizer()}}));
-  return check("megatron",
-               {{"tensor_model_parallel_size", strategy.has_tensor_model_parallel_size()},
-                {"pipeline_model_parallel_size", strategy.has_pipeline_model_parallel_size()},
-                {"context_parallel_size", strategy.has_context_parallel_size()},
-                {"expert_model_parallel_size", strategy.has_expert_model_parallel_size()},
-                {"virtual_pipeline_model_parallel_size",
-                 strategy.has_virtual_pipeline_model_parallel_size()},
-                {"use_distributed_optimizer", strategy.has_use_distributed_optimizer()}});
+  const google::protobuf::Descriptor& message = *v1::StrategyOptions::descriptor();
+  for (int i = 0; i < message.field_count(); ++i) {
+    const google::protobuf::FieldDescriptor& field = *message.field(i);
+    const std::string& owner = field.options().GetExtension(v1::only_for_strategy);
+    if (owner.empty() || owner == strategy.name()) continue;
+    if (!strategy.GetReflection()->HasField(strategy, &field)) continue;
+    return InvalidField(absl::StrCat("strategy.", field.name()),
+                        absl::StrCat("is a setting of the strategy ", owner,
+                                     ", and strategy.name is ", strategy.name()));
+  }
+  return absl::OkStatus();
 }
 
 absl::Status ResolveZero(v1::StrategyOptions* strategy) {
@@ -211,7 +198,7 @@ absl::Status ResolveZero(v1::StrategyOptions* strategy) {
   return CheckAtLeast("strategy.allgather_bucket_size", strategy->allgather_bucket_size(), 1);
 }
 
-// Which layouts a model has room for, its strategy says.
+// Checks sizes only; the strategy checks whether they fit the model.
 absl::Status ResolveMegatron(v1::StrategyOptions* strategy) {
   TANDEM_DEFAULT(strategy, tensor_model_parallel_size, 1);
   TANDEM_DEFAULT(strategy, pipeline_model_parallel_size, 1);
@@ -255,7 +242,7 @@ absl::Status Resolve(v1::StrategyOptions* strategy) {
   return ResolveRankTimeouts("strategy.", strategy);
 }
 
-// What trainer and critic share.
+// Resolves the settings that trainer and critic have in common.
 template <typename Config>
 absl::Status ResolveTraining(Config* config, const DefaultPorts& ports) {
   TANDEM_RETURN_IF_ERROR(Resolve(config->mutable_server(), ports));
@@ -264,10 +251,6 @@ absl::Status ResolveTraining(Config* config, const DefaultPorts& ports) {
   TANDEM_RETURN_IF_ERROR(Resolve(config->mutable_optimizer()));
   TANDEM_RETURN_IF_ERROR(Resolve(config->mutable_batch()));
   TANDEM_RETURN_IF_ERROR(Resolve(config->mutable_strategy()));
-  if (config->strategy().stage() == 3 && config->compute().dtype() != "float32") {
-    return FieldError(absl::StatusCode::kUnimplemented, "compute.dtype",
-                      "strategy zero with stage 3 computes in float32");
-  }
   TANDEM_RETURN_IF_ERROR(CheckPatterns(config->freeze()));
   if (!config->shutdown_checkpoint_directory().empty()) {
     TANDEM_RETURN_IF_ERROR(
@@ -279,7 +262,7 @@ absl::Status ResolveTraining(Config* config, const DefaultPorts& ports) {
   return CheckInRange("max_samples", config->max_samples(), 1, 1 << 20);
 }
 
-// How many ranks there are, and what the models have room for, the server says.
+// Checks sizes only; the server checks them against its ranks and its models.
 absl::Status ResolveRanks(RolloutServerConfig* config) {
   const bool has_junior = !config->junior_model().empty();
   if (!has_junior && config->junior_tensor_parallel_size() > 1) {
@@ -333,19 +316,7 @@ absl::Status Resolve(RolloutServerConfig* config) {
   return ResolveRanks(config);
 }
 
-absl::Status Resolve(TrainerServerConfig* config) {
-  TANDEM_RETURN_IF_ERROR(ResolveTraining(config, kTrainerPorts));
-  const v1::StrategyOptions& strategy = config->strategy();
-  const int output_ranks = strategy.tensor_model_parallel_size() * strategy.context_parallel_size();
-  if (!config->junior_model().empty() && output_ranks > 1) {
-    return FieldError(
-        absl::StatusCode::kUnimplemented, "junior_model",
-        absl::StrCat("the KL towards a junior model needs the whole vocabulary, which "
-                     "tensor and context parallelism share out over ",
-                     output_ranks, " ranks"));
-  }
-  return absl::OkStatus();
-}
+absl::Status Resolve(TrainerServerConfig* config) { return ResolveTraining(config, kTrainerPorts); }
 
 absl::Status Resolve(CriticServerConfig* config) { return ResolveTraining(config, kCriticPorts); }
 

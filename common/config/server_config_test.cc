@@ -180,16 +180,35 @@ INSTANTIATE_TEST_SUITE_P(
         Bad{"model: m\nstrategy: {name: megatron, context_parallel_size: 0}",
             "strategy.context_parallel_size"},
         Bad{"model: m\nstrategy: {recompute_granularity: some}", "strategy.recompute_granularity"},
-        Bad{"model: m\ncompute: {dtype: bfloat16}\nstrategy: {name: zero, stage: 3}",
-            "compute.dtype", absl::StatusCode::kUnimplemented},
-        Bad{"model: m\njunior_model: j\nstrategy: {name: megatron, context_parallel_size: 2}",
-            "junior_model", absl::StatusCode::kUnimplemented},
         Bad{"model: m\nstrategy: {heartbeat_timeout_seconds: 0}",
             "strategy.heartbeat_timeout_seconds"},
         Bad{"model: m\nstrategy: {name: many}", "strategy.name"},
         Bad{"model: m\nfreeze: ['']", "freeze[0]"},
         Bad{"model: m\nshutdown_checkpoint_directory: '~/runs'", "shutdown_checkpoint_directory"},
         Bad{"model: m\nmax_samples: 0", "max_samples"}));
+
+TEST(ServerConfigTest, ASettingOfOneStrategyIsRefusedByTheOthers) {
+  const google::protobuf::Descriptor& message = *v1::StrategyOptions::descriptor();
+  int settings = 0;
+  for (int i = 0; i < message.field_count(); ++i) {
+    const google::protobuf::FieldDescriptor& field = *message.field(i);
+    const std::string& owner = field.options().GetExtension(v1::only_for_strategy);
+    if (owner.empty()) continue;
+    ++settings;
+    const bool is_bool = field.type() == google::protobuf::FieldDescriptor::TYPE_BOOL;
+    for (const std::string name : {"single", "zero", "megatron"}) {
+      TrainerServerConfig config;
+      const absl::Status status =
+          Check(absl::StrCat("model: m\nstrategy: {name: ", name, ", ", field.name(), ": ",
+                             is_bool ? "true" : "1", "}"),
+                &config);
+      EXPECT_EQ(FieldPath(status).value_or(""),
+                name == owner ? "" : absl::StrCat("strategy.", field.name()))
+          << status;
+    }
+  }
+  EXPECT_EQ(settings, 11);
+}
 
 TEST(ServerConfigTest, InsecureAllowsAnotherAddress) {
   RolloutServerConfig config;

@@ -38,7 +38,7 @@ struct Moments {
   double mean = 0, std = 0;
 };
 
-// ddof 1; zeros for fewer than two members.
+// The standard deviation has ddof 1. Both are 0 for fewer than two members.
 Moments MomentsOf(absl::Span<const double> rewards, const std::vector<size_t>& members) {
   Moments moments;
   if (members.size() < 2) return moments;

@@ -1,5 +1,7 @@
-// Output layer and loss in one: what a trainer is given instead of logits, so that an
-// implementation need not keep them.
+// The contract of a fused output loss: the output layer and the loss in one, so that the [N, V]
+// logits of N rows and V tokens need not exist as a whole. A loss takes rows of hidden states,
+// calls a function for the derivatives of each row, and adds to the gradients.
+// LinearCrossEntropyLoss is the loss of one layer, LinearDivergenceLoss compares two.
 #ifndef TANDEM_COMMON_LOSS_FUSED_OUTPUT_LOSS_H_
 #define TANDEM_COMMON_LOSS_FUSED_OUTPUT_LOSS_H_
 
@@ -10,71 +12,52 @@
 
 #include "absl/functional/function_ref.h"
 #include "absl/status/status.h"
-#include "absl/status/statusor.h"
 #include "absl/types/span.h"
 
 namespace tandem::loss {
 
-// Which hidden states enter the loss, and what they must predict. Rows without weight should not be
-// listed: they cost as much as the others. (So no report can speak of them.)
+// The hidden states that enter the loss, and the tokens that they must predict. Rows without weight
+// should be left out: they cost as much as the others, and no report mentions them.
 struct OutputRows {
   std::vector<int64_t> positions;         // [N], rows of `hidden`; no position twice
   std::vector<int64_t> labels;            // [N], in [0, V)
   std::vector<double> temperatures = {};  // [N], or empty for 1 everywhere
 };
 
-// The rows of a sequence in the convention of Hugging Face: position t predicts labels[t + shift]
-// (1 for a causal model), unless that is `ignore_index` or beyond the end.
-OutputRows RowsOfLabels(absl::Span<const int64_t> labels, int64_t shift = 1,
-                        int64_t ignore_index = -100);
-
-// log-probability of the label and entropy (nats), per row.
+// Log-probability of the label and entropy (nats) of every row.
 struct RowLogProbs {
   std::vector<double> logprobs;
   std::vector<double> entropies;
 };
 
-// Called for consecutive runs of rows, each once and in order: given their log-probs and entropies
-// it fills d loss / d logp and d loss / d entropy. An error ends the computation.
+// Called for consecutive runs of rows, once for each row and in order: reads their log-probs and
+// entropies and fills d loss / d logp and d loss / d entropy. An error ends the computation.
 using TokenLoss = absl::Status(int64_t first_row, absl::Span<const double> logprobs,
                                absl::Span<const double> entropies,
                                absl::Span<double> logprob_coefficients,
                                absl::Span<double> entropy_coefficients);
 using TokenLossFunction = absl::FunctionRef<TokenLoss>;
 
-// Where gradients are *added*, on the device of the weight. An undefined tensor is not computed.
-// fp32 (fp64 if the weight is); that of `hidden` may also have its type.
+// Tensors on the device of the weight that gradients are *added* to, in fp32 (fp64 if the weight
+// is); the gradient of `hidden` may also have the type of `hidden`. The gradient of an undefined
+// tensor is not computed.
 struct OutputGradients {
-  at::Tensor hidden;  // [T, H]
-  at::Tensor weight;  // [V, H], the main gradient of the head
-  at::Tensor bias;    // [V]
+  at::Tensor hidden = {};  // [T, H]
+  at::Tensor weight = {};  // [V, H], the main gradient of the head
 };
 
 // When logits turn into their gradient. N rows, H hidden, V vocabulary.
 enum class LossMode {
-  kAuto,               // the faster of the two within the budget
-  kGradientInForward,  // chunk by chunk of rows, whose logits are kept: 6 N V H operations
-  kRecompute,  // one call of the function for all rows, then the logits once more: 8 N V H, which a
-               // loss of whole sequences needs and which takes the least memory
-};
-
-// Not thread-safe. Methods may throw c10::Error as libtorch does.
-class FusedOutputLoss {
- public:
-  virtual ~FusedOutputLoss() = default;
-
-  // Loss of `rows` of `hidden` [T, H] through `function`, and its gradients. INVALID_ARGUMENT for
-  // shapes or labels that do not fit; after an error the gradients hold an unusable partial sum.
-  virtual absl::Status ForwardBackward(const at::Tensor& hidden, const OutputRows& rows,
-                                       TokenLossFunction function, OutputGradients& gradients,
-                                       LossMode mode = LossMode::kAuto) = 0;
-
-  // The log-probabilities without any gradient.
-  virtual absl::StatusOr<RowLogProbs> LogProbs(const at::Tensor& hidden,
-                                               const OutputRows& rows) = 0;
-
-  // The logits themselves, for inference: hidden [T, H] -> [T, V].
-  virtual at::Tensor ForwardLogits(const at::Tensor& hidden) const = 0;
+  // kRecompute where the CPU multiplies so fast that this takes less time
+  // (ProductKernel::prefers_recompute), or where the budget holds few rows; else
+  // kGradientInForward.
+  kAuto,
+  // Keeps the logits of a chunk of rows: 6 N V H operations.
+  kGradientInForward,
+  // Computes logits twice: 8 N V H operations. Calls the function once for all rows, which a loss
+  // of
+  // whole sequences needs. Takes the least memory.
+  kRecompute,
 };
 
 }  // namespace tandem::loss

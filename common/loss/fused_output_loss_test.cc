@@ -3,9 +3,12 @@
 #include <gtest/gtest.h>
 
 #include <cmath>
+#include <memory>
 #include <numeric>
+#include <utility>
 
 #include "common/base/error.h"
+#include "common/kernels/cpu/cpu_kernels.h"
 #include "common/loss/linear_cross_entropy.h"
 #include "common/loss/loss_scale.h"
 #include "common/loss/policy_loss.h"
@@ -25,11 +28,10 @@ std::vector<double> Host(const at::Tensor& t) {
 
 // A batch of three sequences (5 + 6 + 2 response tokens) with both authors.
 struct Problem {
-  explicit Problem(double junior_weight = 0.3, bool bias = true) {
+  explicit Problem(double junior_weight = 0.3) {
     at::manual_seed(7);
     hidden = at::randn({kRows, kHidden}, at::kDouble);
     weight = at::randn({kVocabulary, kHidden}, at::kDouble);
-    if (bias) this->bias = at::randn({kVocabulary}, at::kDouble);
     const at::Tensor drawn = at::randint(kVocabulary, {kRows}, at::kLong);
     for (int64_t row = 0; row < kRows; ++row) {
       rows.positions.push_back(row);
@@ -47,17 +49,13 @@ struct Problem {
     }
   }
 
-  at::Tensor LogSoftmax(const at::Tensor& h, const at::Tensor& w, const at::Tensor& b) const {
-    at::Tensor z = h.matmul(w.t());
-    if (b.defined()) z = z + b;
-    return at::log_softmax(z / Vector(rows.temperatures).unsqueeze(1), 1);
+  at::Tensor LogSoftmax(const at::Tensor& h, const at::Tensor& w) const {
+    return at::log_softmax(h.matmul(w.t()) / Vector(rows.temperatures).unsqueeze(1), 1);
   }
   at::Tensor Labels() const { return at::tensor(rows.labels, at::kLong).unsqueeze(1); }
-  at::Tensor LogProbs() const {
-    return LogSoftmax(hidden, weight, bias).gather(1, Labels()).squeeze(1);
-  }
+  at::Tensor LogProbs() const { return LogSoftmax(hidden, weight).gather(1, Labels()).squeeze(1); }
 
-  at::Tensor hidden, weight, bias;
+  at::Tensor hidden, weight;
   OutputRows rows;
   PolicyTokens tokens;
   std::vector<double> weights;
@@ -66,10 +64,10 @@ struct Problem {
 
 struct Gradients {
   double loss = 0;
-  at::Tensor hidden, weight, bias;
+  at::Tensor hidden, weight;
 };
 
-// The definitions of the aggregations, written the slow way with tensors.
+// Aggregates by the definitions, with tensors and autograd.
 at::Tensor Aggregate(const at::Tensor& terms, const Problem& p, const LossScaleOptions& options) {
   const at::Tensor w = Vector(p.weights);
   at::Tensor counted = w;
@@ -98,8 +96,7 @@ Gradients Oracle(const Problem& p, const PolicyLossOptions& options,
                  const LossScaleOptions& scale_options) {
   at::Tensor h = p.hidden.detach().clone().requires_grad_();
   at::Tensor w = p.weight.detach().clone().requires_grad_();
-  at::Tensor b = p.bias.defined() ? p.bias.detach().clone().requires_grad_() : at::Tensor();
-  const at::Tensor log_softmax = p.LogSoftmax(h, w, b);
+  const at::Tensor log_softmax = p.LogSoftmax(h, w);
   const at::Tensor logp = log_softmax.gather(1, p.Labels()).squeeze(1);
   const at::Tensor entropy = -(log_softmax.exp() * log_softmax).sum(1);
   const at::Tensor old = Vector(p.tokens.old_logprobs), advantage = Vector(p.tokens.advantages);
@@ -146,10 +143,10 @@ Gradients Oracle(const Problem& p, const PolicyLossOptions& options,
       Aggregate(policy + options.kl_coefficient * kl - options.entropy_coefficient * entropy, p,
                 scale_options);
   loss.backward();
-  return {loss.item<double>(), h.grad(), w.grad(), b.defined() ? b.grad() : b};
+  return {loss.item<double>(), h.grad(), w.grad()};
 }
 
-// How the loss is computed.
+// A way to compute the loss.
 struct Way {
   LossImpl impl = LossImpl::kAuto;
   LossMode mode = LossMode::kAuto;
@@ -160,21 +157,17 @@ struct Way {
 Gradients Fused(Problem p, const PolicyLossOptions& options, const LossScaleOptions& scale_options,
                 at::ScalarType type, const Way& way = {}) {
   p.tokens.scales = ComputeLossScales(scale_options, p.weights, p.lengths).value().scales;
-  const auto moved = [&](const at::Tensor& x) { return x.defined() ? x.to(way.device, type) : x; };
-  const at::Tensor hidden = moved(p.hidden), weight = moved(p.weight);
-  auto loss = LinearCrossEntropyLoss::Create(weight, moved(p.bias),
-                                             {.impl = way.impl, .chunk_size = way.chunk_size})
-                  .value();
-  OutputGradients gradients = {.hidden = at::zeros_like(hidden),
-                               .weight = at::zeros_like(weight),
-                               .bias = at::zeros({weight.size(0)}, weight.options())};
+  const at::Tensor hidden = p.hidden.to(way.device, type), weight = p.weight.to(way.device, type);
+  auto loss =
+      LinearCrossEntropyLoss::Create(weight, {.impl = way.impl, .chunk_size = way.chunk_size})
+          .value();
+  OutputGradients gradients = {.hidden = at::zeros_like(hidden), .weight = at::zeros_like(weight)};
   PolicyLossEvaluator evaluator = PolicyLossEvaluator::Create(options, p.tokens).value();
   const absl::Status status = loss->ForwardBackward(
       hidden, p.rows, [&](auto... arguments) { return evaluator.Evaluate(arguments...); },
       gradients, way.mode);
   EXPECT_TRUE(status.ok()) << status;
-  return {evaluator.Metrics().loss_total, gradients.hidden.cpu(), gradients.weight.cpu(),
-          gradients.bias.cpu()};
+  return {evaluator.Metrics().loss_total, gradients.hidden.cpu(), gradients.weight.cpu()};
 }
 
 double MaxDifference(const at::Tensor& a, const at::Tensor& b) {
@@ -185,17 +178,12 @@ void ExpectClose(const Gradients& actual, const Gradients& expected, double tole
   EXPECT_NEAR(actual.loss, expected.loss, tolerance);
   EXPECT_LT(MaxDifference(actual.hidden, expected.hidden), tolerance);
   EXPECT_LT(MaxDifference(actual.weight, expected.weight), tolerance);
-  if (expected.bias.defined()) {
-    EXPECT_LT(MaxDifference(actual.bias, expected.bias), tolerance);
-  }
 }
 
-const Way kWays[] = {{LossImpl::kCce, LossMode::kGradientInForward},
-                     {LossImpl::kCce, LossMode::kRecompute},
-                     {LossImpl::kTorchCompile, LossMode::kGradientInForward},
-                     {LossImpl::kTorchCompile, LossMode::kRecompute},
-                     {LossImpl::kPytorch, LossMode::kGradientInForward},
-                     {LossImpl::kPytorch, LossMode::kRecompute}};
+const Way kWays[] = {
+    {LossImpl::kTiles, LossMode::kGradientInForward}, {LossImpl::kTiles, LossMode::kRecompute},
+    {LossImpl::kRows, LossMode::kGradientInForward},  {LossImpl::kRows, LossMode::kRecompute},
+    {LossImpl::kAten, LossMode::kGradientInForward},  {LossImpl::kAten, LossMode::kRecompute}};
 
 constexpr Aggregation kAggregations[] = {
     Aggregation::kTokenMean, Aggregation::kTokenSum, Aggregation::kSeqMeanTokenSum,
@@ -260,7 +248,7 @@ TEST(FusedOutputLossTest, TheCorrectedKlEqualsTheOracle) {
   }
 }
 
-// Masked tokens stay in what a mean divides by, whatever counts there.
+// Masked tokens stay in the divisor of a mean, whatever the normalizer counts.
 TEST(FusedOutputLossTest, MaskedImportanceWeightsEqualTheOracle) {
   const Problem problem;
   const PolicyLossOptions options = {.kl_estimator = KlEstimator::kK3,
@@ -278,7 +266,7 @@ TEST(FusedOutputLossTest, MaskedImportanceWeightsEqualTheOracle) {
 }
 
 TEST(FusedOutputLossTest, GradientEqualsDifferences) {
-  Problem problem(0.3, /*bias=*/false);
+  Problem problem;
   const PolicyLossOptions options = {.clip_ratio_low = 0.9,
                                      .clip_ratio_high = 9,
                                      .kl_estimator = KlEstimator::kK3,
@@ -315,12 +303,11 @@ TEST(FusedOutputLossTest, RowsMayBeSplitReorderedAndSelected) {
   // The same rows in two calls and reverse order; positions point into a larger hidden.
   Problem p;
   p.tokens.scales = ComputeLossScales({}, p.weights, p.lengths).value().scales;
-  auto loss = LinearCrossEntropyLoss::Create(p.weight, p.bias).value();
+  auto loss = LinearCrossEntropyLoss::Create(p.weight).value();
   const Gradients whole = Fused(p, {}, {}, at::kDouble);
 
   OutputGradients gradients = {.hidden = at::zeros({kRows, kHidden}, at::kDouble),
-                               .weight = at::zeros({kVocabulary, kHidden}, at::kDouble),
-                               .bias = {}};
+                               .weight = at::zeros({kVocabulary, kHidden}, at::kDouble)};
   double total = 0;
   for (const auto& [begin, end] : std::vector<std::pair<int64_t, int64_t>>{{6, kRows}, {0, 6}}) {
     std::vector<int64_t> order(static_cast<size_t>(end - begin));
@@ -351,8 +338,7 @@ TEST(FusedOutputLossTest, RowsMayBeSplitReorderedAndSelected) {
 
 TEST(FusedOutputLossTest, FirstStepHasRatioOneAndNoKl) {
   Problem p;
-  auto loss =
-      LinearCrossEntropyLoss::Create(p.weight.to(at::kFloat), p.bias.to(at::kFloat)).value();
+  auto loss = LinearCrossEntropyLoss::Create(p.weight.to(at::kFloat)).value();
   const at::Tensor hidden = p.hidden.to(at::kFloat);
   p.tokens.old_logprobs = loss->LogProbs(hidden, p.rows).value().logprobs;
   p.tokens.reference = p.tokens.old_logprobs;
@@ -385,12 +371,11 @@ TEST(FusedOutputLossTest, SupervisedLossIsCrossEntropy) {
   Problem p(1.0);
   std::vector<double> scales(kRows, 1.0 / kRows);
   at::Tensor h = p.hidden.clone().requires_grad_();
-  const at::Tensor expected = -p.LogSoftmax(h, p.weight, p.bias).gather(1, p.Labels()).mean();
+  const at::Tensor expected = -p.LogSoftmax(h, p.weight).gather(1, p.Labels()).mean();
   expected.backward();
   SupervisedLossEvaluator evaluator(scales);
-  auto loss = LinearCrossEntropyLoss::Create(p.weight, p.bias).value();
-  OutputGradients gradients = {
-      .hidden = at::zeros({kRows, kHidden}, at::kDouble), .weight = {}, .bias = {}};
+  auto loss = LinearCrossEntropyLoss::Create(p.weight).value();
+  OutputGradients gradients = {.hidden = at::zeros({kRows, kHidden}, at::kDouble)};
   ASSERT_TRUE(loss->ForwardBackward(
                       p.hidden, p.rows,
                       [&](auto... arguments) { return evaluator.Evaluate(arguments...); },
@@ -402,9 +387,9 @@ TEST(FusedOutputLossTest, SupervisedLossIsCrossEntropy) {
 
 TEST(FusedOutputLossTest, LogProbsEqualTheOracle) {
   const Problem p;
-  auto loss = LinearCrossEntropyLoss::Create(p.weight, p.bias, {.chunk_size = 4}).value();
+  auto loss = LinearCrossEntropyLoss::Create(p.weight, {.chunk_size = 4}).value();
   const RowLogProbs statistics = loss->LogProbs(p.hidden, p.rows).value();
-  const at::Tensor log_softmax = p.LogSoftmax(p.hidden, p.weight, p.bias);
+  const at::Tensor log_softmax = p.LogSoftmax(p.hidden, p.weight);
   EXPECT_LT(MaxDifference(Vector(statistics.logprobs), p.LogProbs()), 1e-12);
   EXPECT_LT(MaxDifference(Vector(statistics.entropies), -(log_softmax.exp() * log_softmax).sum(1)),
             1e-12);
@@ -412,15 +397,14 @@ TEST(FusedOutputLossTest, LogProbsEqualTheOracle) {
 
 TEST(FusedOutputLossTest, LargeLogitsStayFinite) {
   Problem p;
-  auto loss = LinearCrossEntropyLoss::Create((p.weight * 1e4).to(at::kFloat), p.bias.to(at::kFloat))
-                  .value();
+  auto loss = LinearCrossEntropyLoss::Create((p.weight * 1e4).to(at::kFloat)).value();
   const RowLogProbs statistics = loss->LogProbs(p.hidden.to(at::kFloat), p.rows).value();
   for (double logprob : statistics.logprobs) EXPECT_TRUE(std::isfinite(logprob));
   for (double entropy : statistics.entropies) EXPECT_TRUE(std::isfinite(entropy));
 }
 
-// Where the weight and what it is multiplied with are bf16, against the same numbers in float64.
-// The tolerance is that of rounding the logits' gradient and the hidden gradient to bf16.
+// Compares bf16 weights or hidden states with the same numbers in float64. The tolerance covers
+// rounding the gradients of the logits and of the hidden states to bf16.
 TEST(FusedOutputLossTest, HiddenStatesAndWeightMayBeBfloat16) {
   Problem p;
   p.hidden = p.hidden.to(at::kBFloat16).to(at::kDouble);
@@ -429,15 +413,13 @@ TEST(FusedOutputLossTest, HiddenStatesAndWeightMayBeBfloat16) {
   p.tokens.scales = ComputeLossScales({}, p.weights, p.lengths).value().scales;
   const Gradients expected = Fused(p, {}, {}, at::kDouble);
   for (const at::ScalarType weight_type : {at::kBFloat16, at::kFloat}) {
-    auto loss =
-        LinearCrossEntropyLoss::Create(p.weight.to(weight_type), p.bias.to(at::kFloat)).value();
+    auto loss = LinearCrossEntropyLoss::Create(p.weight.to(weight_type)).value();
     const at::Tensor hidden = p.hidden.to(at::kBFloat16);
     const RowLogProbs statistics = loss->LogProbs(hidden, p.rows).value();
     EXPECT_LT(MaxDifference(Vector(statistics.logprobs), logprobs), 1e-5);
     PolicyLossEvaluator evaluator = PolicyLossEvaluator::Create({}, p.tokens).value();
     OutputGradients gradients = {.hidden = at::zeros_like(hidden),
-                                 .weight = at::zeros({kVocabulary, kHidden}),
-                                 .bias = at::zeros({kVocabulary})};
+                                 .weight = at::zeros({kVocabulary, kHidden})};
     ASSERT_TRUE(loss->ForwardBackward(
                         hidden, p.rows,
                         [&](auto... arguments) { return evaluator.Evaluate(arguments...); },
@@ -449,26 +431,22 @@ TEST(FusedOutputLossTest, HiddenStatesAndWeightMayBeBfloat16) {
     };
     EXPECT_LT(close(gradients.hidden, expected.hidden), 1e-2);
     EXPECT_LT(close(gradients.weight, expected.weight), 1e-2);
-    EXPECT_LT(close(gradients.bias, expected.bias), weight_type == at::kFloat ? 1e-5 : 1e-2);
   }
 }
 
 // A vocabulary of several tiles, the last one narrow, and labels in all of them.
 TEST(FusedOutputLossTest, TilesOfTheVocabularyEqualTheWhole) {
   Problem p;
-  constexpr int64_t kTokens = 5003;
+  constexpr int64_t kTokens = 2 * kTileColumns + 907;
   p.weight = at::randn({kTokens, kHidden}, at::kDouble);
-  p.bias = at::randn({kTokens}, at::kDouble);
   for (int64_t row = 0; row < kRows; ++row) {
     p.rows.labels[static_cast<size_t>(row)] = row * (kTokens - 1) / (kRows - 1);
   }
   p.tokens.old_logprobs.clear();  // they were those of another layer
-  const auto loss = LinearCrossEntropyLoss::Create(p.weight.to(at::kFloat)).value();
-  ASSERT_LT(loss->tile_columns(), kTokens / 2);
   const PolicyLossOptions options = {.entropy_coefficient = 0.1};
   const Gradients expected = Fused(p, options, {}, at::kDouble);
   for (const LossMode mode : {LossMode::kGradientInForward, LossMode::kRecompute}) {
-    const Way way = {.impl = LossImpl::kCce, .mode = mode, .chunk_size = 5};
+    const Way way = {.impl = LossImpl::kTiles, .mode = mode, .chunk_size = 5};
     ExpectClose(Fused(p, options, {}, at::kFloat, way), expected, 3e-5);
   }
 }
@@ -487,7 +465,7 @@ TEST(FusedOutputLossTest, EqualsTheOracleOnAGpu) {
 
 TEST(FusedOutputLossTest, ALossOfSequencesSeesAllRowsAtOnce) {
   const Problem p;
-  auto loss = LinearCrossEntropyLoss::Create(p.weight, {}, {.chunk_size = 4}).value();
+  auto loss = LinearCrossEntropyLoss::Create(p.weight, {.chunk_size = 4}).value();
   OutputGradients none;
   const auto sizes = [&](LossMode mode) {
     std::vector<size_t> seen;
@@ -505,40 +483,100 @@ TEST(FusedOutputLossTest, ALossOfSequencesSeesAllRowsAtOnce) {
   EXPECT_EQ(sizes(LossMode::kGradientInForward), (std::vector<size_t>{4, 4, 4, 1}));
 }
 
-TEST(FusedOutputLossTest, ForwardLogitsAreTheProduct) {
-  const Problem p;
-  auto loss = LinearCrossEntropyLoss::Create(p.weight, p.bias).value();
-  EXPECT_LT(MaxDifference(loss->ForwardLogits(p.hidden), at::addmm(p.bias, p.hidden, p.weight.t())),
-            1e-13);
+// The group of this rank and another one, which holds the same shard of the vocabulary.
+class TwoRanks : public ops::TensorParallelGroup {
+ public:
+  explicit TwoRanks(bool other_prefers_recompute) : other_(other_prefers_recompute) {}
+  int64_t size() const override { return 2; }
+  int64_t rank() const override { return 0; }
+  at::Tensor AllGather(const at::Tensor& shard) override { return at::cat({shard, shard}); }
+  at::Tensor ReduceScatter(const at::Tensor& whole) override { return 2 * whole.chunk(2)[0]; }
+  at::Tensor Sum(const at::Tensor& values) override { return 2 * values; }
+  at::Tensor Max(const at::Tensor& values) override {
+    const bool is_preference = values.numel() == 1;
+    return is_preference && other_ ? at::ones_like(values) : values;
+  }
+
+ private:
+  const bool other_;
+};
+
+VocabularyShard ShardOfTwoRanks(bool other_prefers_recompute) {
+  return {.group = std::make_shared<TwoRanks>(other_prefers_recompute),
+          .first = 0,
+          .size = 2 * kVocabulary,
+          .most_rows = kVocabulary};
 }
 
-TEST(FusedOutputLossTest, LabelsOfTheNextTokenBecomeRows) {
-  const std::vector<int64_t> labels = {5, -100, 7, 8};
-  EXPECT_EQ(RowsOfLabels(labels).positions, (std::vector<int64_t>{1, 2}));
-  EXPECT_EQ(RowsOfLabels(labels).labels, (std::vector<int64_t>{7, 8}));
-  EXPECT_EQ(RowsOfLabels(labels, /*shift=*/0, /*ignore_index=*/8).labels,
-            (std::vector<int64_t>{5, -100, 7}));
-  EXPECT_TRUE(RowsOfLabels(absl::MakeConstSpan(labels).first(1)).positions.empty());
+// Returns the number of rows in each call of the function of a loss, in LossMode::kAuto.
+std::vector<size_t> RowsPerCall(at::ScalarType type, VocabularyShard shard = {}) {
+  constexpr int64_t kManyRows = 130;
+  at::manual_seed(3);
+  OutputRows rows;
+  for (int64_t row = 0; row < kManyRows; ++row) {
+    rows.positions.push_back(row);
+    rows.labels.push_back(row % kVocabulary);
+  }
+  const at::Tensor weight = at::randn({kVocabulary, kHidden}).to(type);
+  auto loss =
+      LinearCrossEntropyLoss::Create(weight, {.chunk_size = 65, .vocabulary = std::move(shard)})
+          .value();
+  OutputGradients gradients = {.hidden = at::zeros({kManyRows, kHidden})};
+  std::vector<size_t> seen;
+  EXPECT_TRUE(loss->ForwardBackward(
+                      at::randn({kManyRows, kHidden}).to(type), rows,
+                      [&](int64_t, absl::Span<const double> logprobs, auto...) {
+                        seen.push_back(logprobs.size());
+                        return absl::OkStatus();
+                      },
+                      gradients)
+                  .ok());
+  return seen;
 }
 
-TEST(FusedOutputLossTest, WhatRunsAndWhyIsSaid) {
+TEST(FusedOutputLossTest, AutoRecomputesWhereTheKernelsOfTheTypePreferIt) {
+  const std::vector<size_t> chunks = {65, 65}, whole = {130};
+  kernels::CpuKernels table = kernels::GetCpuKernels();
+  kernels::UseCpuKernels(&table);
+  table.float_product.prefers_recompute = false;
+  table.bfloat16_product.prefers_recompute = true;
+  EXPECT_EQ(RowsPerCall(at::kBFloat16), whole);
+  EXPECT_EQ(RowsPerCall(at::kFloat), chunks);
+  table.float_product.prefers_recompute = true;
+  table.bfloat16_product.prefers_recompute = false;
+  EXPECT_EQ(RowsPerCall(at::kBFloat16), chunks);
+  EXPECT_EQ(RowsPerCall(at::kFloat), whole);
+  EXPECT_EQ(RowsPerCall(at::kDouble), chunks);
+  // With a group one rank that prefers to recompute is enough.
+  EXPECT_EQ(RowsPerCall(at::kBFloat16, ShardOfTwoRanks(false)), chunks);
+  EXPECT_EQ(RowsPerCall(at::kBFloat16, ShardOfTwoRanks(true)), whole);
+  kernels::UseCpuKernels(nullptr);
+}
+
+TEST(FusedOutputLossTest, ReportsTheImplementationAndTheReason) {
   const Problem p;
   const auto make = [&](LossImpl impl, at::ScalarType type) {
-    return LinearCrossEntropyLoss::Create(p.weight.to(type), {}, {.impl = impl}).value();
+    return LinearCrossEntropyLoss::Create(p.weight.to(type), {.impl = impl}).value();
   };
-  for (const LossImpl impl : {LossImpl::kCce, LossImpl::kTorchCompile, LossImpl::kPytorch}) {
+  for (const LossImpl impl : {LossImpl::kTiles, LossImpl::kRows, LossImpl::kAten}) {
     EXPECT_EQ(make(impl, at::kFloat)->impl(), impl);
     EXPECT_EQ(make(impl, at::kFloat)->reason(), "asked for");
-    EXPECT_EQ(ParseLossImpl(LossImplName(impl)).value(), impl);
-    // Own kernels are not there for float64.
+    // There are no own kernels for float64.
     const auto other = make(impl, at::kDouble);
-    EXPECT_EQ(other->impl(), LossImpl::kPytorch);
-    EXPECT_EQ(other->is_fallback(), impl != LossImpl::kPytorch);
+    EXPECT_EQ(other->impl(), LossImpl::kAten);
+    EXPECT_EQ(other->is_fallback(), impl != LossImpl::kAten);
   }
-  EXPECT_EQ(make(LossImpl::kAuto, at::kBFloat16)->impl(), LossImpl::kCce);
-  EXPECT_EQ(make(LossImpl::kAuto, at::kDouble)->impl(), LossImpl::kPytorch);
+  EXPECT_EQ(make(LossImpl::kAuto, at::kBFloat16)->impl(), LossImpl::kTiles);
+  EXPECT_EQ(make(LossImpl::kAuto, at::kDouble)->impl(), LossImpl::kAten);
   EXPECT_FALSE(make(LossImpl::kAuto, at::kDouble)->is_fallback());
-  EXPECT_FALSE(ParseLossImpl("triton").ok());
+}
+
+TEST(FusedOutputLossTest, ConfiguredNamesStandForImplementations) {
+  EXPECT_EQ(ParseLossImpl("auto").value(), LossImpl::kAuto);
+  EXPECT_EQ(ParseLossImpl("cce").value(), LossImpl::kTiles);
+  EXPECT_EQ(ParseLossImpl("torch_compile").value(), LossImpl::kRows);
+  EXPECT_EQ(ParseLossImpl("pytorch").value(), LossImpl::kAten);
+  EXPECT_FALSE(ParseLossImpl("tiles").ok());  // a name of the code, not of the configuration
 }
 
 TEST(FusedOutputLossTest, BadInputIsRefused) {
@@ -554,9 +592,8 @@ TEST(FusedOutputLossTest, BadInputIsRefused) {
   rows.labels.pop_back();
   EXPECT_EQ(FieldPath(loss->LogProbs(p.hidden, rows).status()), "labels");
   EXPECT_EQ(FieldPath(loss->LogProbs(p.hidden.narrow(1, 0, 3), p.rows).status()), "hidden");
-  EXPECT_EQ(
-      FieldPath(LinearCrossEntropyLoss::Create(p.weight, {}, {.logits_chunk_bytes = 8}).status()),
-      "logits_chunk_bytes");
+  EXPECT_EQ(FieldPath(LinearCrossEntropyLoss::Create(p.weight, {.logits_chunk_bytes = 8}).status()),
+            "logits_chunk_bytes");
   EXPECT_EQ(LinearCrossEntropyLoss::Create(p.weight.to(at::kHalf)).status().code(),
             absl::StatusCode::kUnimplemented);
 }

@@ -13,6 +13,7 @@
 #include "absl/types/span.h"
 #include "common/base/error.h"
 #include "common/base/status_macros.h"
+#include "common/kernels/cpu/cpu_kernels.h"
 #include "common/loss/output_rows.h"
 #include "common/ops/matrix_product.h"
 #include "common/ops/ops.h"
@@ -20,31 +21,47 @@
 namespace tandem::loss {
 namespace {
 
-// Columns of a tile: with some hundred rows a matrix product at full speed, and still a few MB.
-constexpr int64_t kTileColumns = 2048;
-// A GPU wants larger products.
+// Columns of a tile on a GPU, which wants larger products. (With some hundred rows, the product of
+// a tile of kTileColumns runs at full speed on the CPU, and its logits have a few MB.)
 constexpr int64_t kGpuTileColumns = 32768;
-// Rows of a cell, and the parts of a grid's other products: what one thread is given. Every part
-// packs its factors anew.
-constexpr int64_t kCellRows = 256, kWeightSlices = 2, kHiddenParts = 8;
-// Chunks of fewer rows spend more time on reading and writing the gradient of the weight than
-// computing the logits a second time takes.
-constexpr int64_t kFewestKeptRows = 64;
+// Units of work of one thread: rows of a cell, slices of a tile's weight gradient, and splits of
+// the vocabulary that the hidden gradient is summed over. Every unit packs its factors anew.
+constexpr int64_t kCellRows = 256, kWeightSlices = 2, kHiddenSplits = 8;
+// Minimum of kept rows: with fewer, reading and writing the gradient of the weight for every chunk
+// takes longer than computing the logits a second time.
+constexpr int64_t kMinKeptRows = 64;
 
-constexpr LossImpl kImpls[] = {LossImpl::kAuto, LossImpl::kCce, LossImpl::kTorchCompile,
-                               LossImpl::kPytorch};
+// Values of `batch.loss_impl`.
+constexpr std::pair<absl::string_view, LossImpl> kConfiguredImpls[] = {
+    {"auto", LossImpl::kAuto},
+    {"cce", LossImpl::kTiles},
+    {"torch_compile", LossImpl::kRows},
+    {"pytorch", LossImpl::kAten}};
 
-// Null where there are none.
+// Whether the CPU's products are so fast that computing logits twice takes less time than keeping
+// them. Ranks of a group, which may have different CPUs, must agree, because they exchange
+// statistics once per chunk. Float32 needs no agreement: no float32 product prefers to recompute.
+bool PrefersRecompute(const at::Tensor& weight, ops::TensorParallelGroup* group) {
+  const bool bfloat16 = weight.scalar_type() == at::kBFloat16;
+  if (!weight.is_cpu() || (!bfloat16 && weight.scalar_type() != at::kFloat)) return false;
+  const kernels::CpuKernels& cpu = kernels::GetCpuKernels();
+  const bool here =
+      bfloat16 ? cpu.bfloat16_product.prefers_recompute : cpu.float_product.prefers_recompute;
+  if (group == nullptr || !bfloat16) return here;
+  return group->Max(at::full({1}, here ? 1.0 : 0.0, at::kDouble)).item<double>() > 0;
+}
+
+// Returns nullptr where there are no own kernels.
 const LogitKernels* OwnKernels(at::Device device, at::ScalarType logits_type) {
   if (logits_type != at::kFloat || ops::GetKernelPath() != ops::KernelPath::kAuto) return nullptr;
-  if (device.is_cpu()) return &CpuLogitKernels();
+  if (device.is_cpu()) return &kCpuLogitKernels;
 #ifdef TANDEM_CUDA
-  if (device.is_cuda()) return &CudaLogitKernels();
+  if (device.is_cuda()) return &kCudaLogitKernels;
 #endif
   return nullptr;
 }
 
-// One wait for the device.
+// Copies the results to the host, which waits for the device once.
 RowLogProbs ToHost(const RowStatistics& rows) {
   const at::Tensor both = at::stack({LogProbs(rows), Entropies(rows)}).to(at::kCPU).contiguous();
   const double* const numbers = both.const_data_ptr<double>();
@@ -55,34 +72,23 @@ RowLogProbs ToHost(const RowStatistics& rows) {
 
 }  // namespace
 
-OutputRows RowsOfLabels(absl::Span<const int64_t> labels, int64_t shift, int64_t ignore_index) {
-  OutputRows rows;
-  for (size_t t = 0; t + static_cast<size_t>(shift) < labels.size(); ++t) {
-    const int64_t label = labels[t + static_cast<size_t>(shift)];
-    if (label == ignore_index) continue;
-    rows.positions.push_back(static_cast<int64_t>(t));
-    rows.labels.push_back(label);
-  }
-  return rows;
-}
-
 const char* LossImplName(LossImpl impl) {
   switch (impl) {
     case LossImpl::kAuto:
       return "auto";
-    case LossImpl::kCce:
-      return "cce";
-    case LossImpl::kTorchCompile:
-      return "torch_compile";
-    case LossImpl::kPytorch:
-      return "pytorch";
+    case LossImpl::kTiles:
+      return "tiles";
+    case LossImpl::kRows:
+      return "rows";
+    case LossImpl::kAten:
+      return "aten";
   }
   return "unknown";
 }
 
 absl::StatusOr<LossImpl> ParseLossImpl(absl::string_view name) {
-  for (const LossImpl impl : kImpls) {
-    if (name == LossImplName(impl)) return impl;
+  for (const auto& [value, impl] : kConfiguredImpls) {
+    if (name == value) return impl;
   }
   return absl::InvalidArgumentError(
       absl::StrCat("must be auto, cce, torch_compile or pytorch, got '", name, "'"));
@@ -96,7 +102,7 @@ class LinearCrossEntropyLoss::Call {
       : loss_(loss),
         count_(static_cast<int64_t>(rows.positions.size())),
         keep_(mode == LossMode::kGradientInForward),
-        grid_rows_(EqualParts(count_, keep_ ? loss.chunk_rows_ : loss.tile_rows_)),
+        grid_rows_(EqualChunkRows(count_, keep_ ? loss.chunk_rows_ : loss.tile_rows_)),
         positions_(ToDevice(rows.positions, loss.weight_.device())),
         labels_(ToDevice(rows.labels, loss.weight_.device())),
         options_(loss.weight_.options().dtype(loss.logits_type_).requires_grad(false)) {
@@ -109,20 +115,21 @@ class LinearCrossEntropyLoss::Call {
     }
   }
 
-  // How many rows Statistics and Backward work on together.
+  // The number of rows that Statistics and Backward work on together.
   int64_t group_rows() const { return keep_ ? grid_rows_ : count_; }
 
-  // Of the rows [begin, end). In kGradientInForward their logits stay in the buffer.
+  // Returns the statistics of the rows [begin, end). In kGradientInForward their logits stay in the
+  // buffer.
   RowStatistics Statistics(int64_t begin, int64_t end) const {
-    const RowStatistics parts = EmptyRowStatistics(Tiles(), end - begin, options_);
+    const RowStatistics tiles = EmptyRowStatistics(Tiles(), end - begin, options_);
     ForGrids(begin, end, [&](const Grid& grid) {
       ForCells(grid, [&](const Cell& cell) {
         ComputeLogits(cell);
-        loss_.kernels_->Statistics(cell, PartOf(parts, cell.tile, cell.begin - begin, cell.count));
+        loss_.kernels_->statistics(cell, RowsOf(tiles, cell.tile, cell.begin - begin, cell.count));
       });
     });
-    const RowStatistics own = MergeParts(parts);
-    return loss_.group_ == nullptr ? own : MergeRanks(own, *loss_.group_);
+    const RowStatistics own = MergeTiles(tiles);
+    return loss_.vocabulary_.is_whole() ? own : MergeRanks(own, *loss_.vocabulary_.group);
   }
 
   // Adds the gradients of the rows [begin, end), given d loss / d logp and d loss / d entropy.
@@ -138,18 +145,17 @@ class LinearCrossEntropyLoss::Call {
     ForGrids(begin, end, [&](const Grid& grid) {
       ForCells(grid, [&](const Cell& cell) {
         if (!keep_) ComputeLogits(cell);
-        const auto part = [&](const at::Tensor& x) {
+        const auto rows_of = [&](const at::Tensor& x) {
           return x.narrow(0, cell.begin - begin, cell.count);
         };
-        loss_.kernels_->Gradient(cell,
-                                 {.max = part(all.max),
-                                  .constants = part(all.constants),
-                                  .slopes = part(all.slopes),
-                                  .at_label = part(all.at_label)},
+        loss_.kernels_->gradient(cell,
+                                 {.max = rows_of(all.max),
+                                  .constants = rows_of(all.constants),
+                                  .slopes = rows_of(all.slopes),
+                                  .at_label = rows_of(all.at_label)},
                                  product_type());
       });
       if (gradients.weight.defined()) AddWeightGradient(grid, gradients.weight);
-      if (gradients.bias.defined()) AddBiasGradient(grid, gradients.bias);
       if (hidden.defined()) {
         AddHiddenGradient(grid, hidden.narrow(0, grid.begin - begin, grid.rows));
       }
@@ -161,12 +167,12 @@ class LinearCrossEntropyLoss::Call {
   }
 
  private:
-  // What the buffer holds at a time: some rows, and of those all tiles or one.
+  // The logits that the buffer holds at a time: some rows, with all of their tiles or with one.
   struct Grid {
     int64_t begin, rows;
     int64_t first_tile, tiles;
   };
-  // A tile of some rows of a grid.
+  // Some rows of a tile of a grid: the work of one thread.
   struct Cell : LogitTile {
     int64_t tile;
     int64_t begin, count;
@@ -196,7 +202,7 @@ class LinearCrossEntropyLoss::Call {
 
   // Rows of a grid that a thread works on together.
   int64_t CellRows(const Grid& grid) const {
-    return loss_.shares_out_ ? EqualParts(grid.rows, kCellRows) : grid.rows;
+    return loss_.parallel_tiles_ ? EqualChunkRows(grid.rows, kCellRows) : grid.rows;
   }
 
   // [rows, columns], contiguous: the tiles of a grid lie one after the other.
@@ -206,11 +212,11 @@ class LinearCrossEntropyLoss::Call {
         .view({grid.rows, Columns(tile)});
   }
 
-  // Calls work(i) for [0, count). Tiled logits are shared out among the threads as whole products:
-  // waiting for the slowest after every product costs a tenth of the time.
+  // Calls work(i) for [0, count). With parallel tiles each thread runs whole products: waiting for
+  // the slowest thread after every product would cost a tenth of the time.
   template <typename Work>
   void ForEach(int64_t count, const Work& work) const {
-    if (!loss_.shares_out_) {
+    if (!loss_.parallel_tiles_) {
       for (int64_t i = 0; i < count; ++i) work(i);
       return;
     }
@@ -222,8 +228,8 @@ class LinearCrossEntropyLoss::Call {
 
   void Product(const at::Tensor& product, const at::Tensor& a, const at::Tensor& b,
                bool accumulate) const {
-    (loss_.shares_out_ ? ops::MatrixProductOnThread : ops::MatrixProductInto)(product, a, b,
-                                                                              accumulate);
+    (loss_.parallel_tiles_ ? ops::MatrixProductOnThread : ops::MatrixProductInto)(product, a, b,
+                                                                                  accumulate);
   }
 
   template <typename Work>
@@ -237,7 +243,7 @@ class LinearCrossEntropyLoss::Call {
       cell.begin = grid.begin + row;
       cell.count = std::min(cell_rows, grid.rows - row);
       cell.logits = Logits(grid, cell.tile).narrow(0, row, cell.count);
-      cell.first_label = loss_.first_label_ + FirstColumn(cell.tile);
+      cell.first_label = loss_.vocabulary_.first + FirstColumn(cell.tile);
       cell.labels = labels_.narrow(0, cell.begin, cell.count);
       if (scales_.defined()) cell.scales = scales_.narrow(0, cell.begin, cell.count);
       work(cell);
@@ -247,13 +253,9 @@ class LinearCrossEntropyLoss::Call {
   void ComputeLogits(const Cell& cell) const {
     Product(cell.logits, input_.narrow(0, cell.begin, cell.count), Weight(cell.tile).t(),
             /*accumulate=*/false);
-    if (loss_.bias_.defined()) {
-      at::Tensor(cell.logits)
-          .add_(loss_.bias_.narrow(0, FirstColumn(cell.tile), Columns(cell.tile)));
-    }
   }
 
-  // The rows' part of the gradient of their logits.
+  // The numbers of each row that the gradient of its logits depends on.
   RowGradients Coefficients(int64_t begin, int64_t end, const RowStatistics& rows,
                             const std::vector<double>& logprob_coefficients,
                             const std::vector<double>& entropy_coefficients) const {
@@ -274,7 +276,7 @@ class LinearCrossEntropyLoss::Call {
 
   void AddWeightGradient(const Grid& grid, const at::Tensor& weight) const {
     const at::Tensor input = input_.narrow(0, grid.begin, grid.rows);
-    const int64_t slices = loss_.shares_out_ ? kWeightSlices : 1;
+    const int64_t slices = loss_.parallel_tiles_ ? kWeightSlices : 1;
     ForEach(grid.tiles * slices, [&](int64_t index) {
       const int64_t tile = grid.first_tile + index / slices, slice = index % slices;
       const int64_t first = Columns(tile) * slice / slices;
@@ -285,38 +287,32 @@ class LinearCrossEntropyLoss::Call {
     });
   }
 
-  void AddBiasGradient(const Grid& grid, const at::Tensor& bias) const {
-    for (int64_t tile = grid.first_tile; tile < grid.first_tile + grid.tiles; ++tile) {
-      const at::Tensor dz = GradientOf(Logits(grid, tile), product_type());
-      bias.narrow(0, FirstColumn(tile), Columns(tile)).add_(dz.sum(0, false, bias.scalar_type()));
-    }
-  }
-
-  // `hidden` [rows, H] are those of the grid. Few rows are shared out by the vocabulary too, over
-  // which each part has a sum of its own.
+  // `hidden` [rows, H] are the rows of the grid. Where few rows cannot occupy the threads, the sum
+  // over the vocabulary is split too, and every split has a sum of its own.
   void AddHiddenGradient(const Grid& grid, const at::Tensor& hidden) const {
     const int64_t cell_rows = CellRows(grid);
     const int64_t blocks = (grid.rows + cell_rows - 1) / cell_rows;
-    const int64_t parts = loss_.shares_out_ ? std::max<int64_t>(kHiddenParts / blocks, 1) : 1;
-    // The first part has its sum in `hidden`.
+    const int64_t splits = loss_.parallel_tiles_ ? std::max<int64_t>(kHiddenSplits / blocks, 1) : 1;
+    // The first split adds to `hidden` itself.
     const at::Tensor sums =
-        at::zeros({parts - 1, hidden.size(0), hidden.size(1)}, hidden.options());
-    ForEach(blocks * parts, [&](int64_t index) {
-      const int64_t row = index / parts * cell_rows, part = index % parts;
+        at::zeros({splits - 1, hidden.size(0), hidden.size(1)}, hidden.options());
+    ForEach(blocks * splits, [&](int64_t index) {
+      const int64_t row = index / splits * cell_rows, split = index % splits;
       const int64_t count = std::min(cell_rows, grid.rows - row);
-      AddHiddenGradient(grid, row, count, part, parts,
-                        (part == 0 ? hidden : sums[part - 1]).narrow(0, row, count));
+      AddHiddenGradient(grid, row, count, split, splits,
+                        (split == 0 ? hidden : sums[split - 1]).narrow(0, row, count));
     });
-    for (int64_t part = 1; part < parts; ++part) at::Tensor(hidden).add_(sums[part - 1]);
+    for (int64_t split = 1; split < splits; ++split) at::Tensor(hidden).add_(sums[split - 1]);
   }
 
-  // Of `count` rows from `row` on, by one of `parts` parts of the grid's columns.
-  void AddHiddenGradient(const Grid& grid, int64_t row, int64_t count, int64_t part, int64_t parts,
-                         const at::Tensor& hidden) const {
+  // Adds the gradient of `count` rows from `row` on over one of `splits` ranges of the columns.
+  void AddHiddenGradient(const Grid& grid, int64_t row, int64_t count, int64_t split,
+                         int64_t splits, const at::Tensor& hidden) const {
     const int64_t last_tile = grid.first_tile + grid.tiles - 1;
     const int64_t first = FirstColumn(grid.first_tile);
     const int64_t width = FirstColumn(last_tile) + Columns(last_tile) - first;
-    const int64_t begin = first + width * part / parts, end = first + width * (part + 1) / parts;
+    const int64_t begin = first + width * split / splits,
+                  end = first + width * (split + 1) / splits;
     for (int64_t tile = grid.first_tile; tile <= last_tile; ++tile) {
       const int64_t from = std::max(begin - FirstColumn(tile), int64_t{0});
       const int64_t columns = std::min(end - FirstColumn(tile), Columns(tile)) - from;
@@ -338,32 +334,27 @@ class LinearCrossEntropyLoss::Call {
 };
 
 absl::StatusOr<std::unique_ptr<LinearCrossEntropyLoss>> LinearCrossEntropyLoss::Create(
-    at::Tensor weight, at::Tensor bias, const LinearCrossEntropyOptions& options) {
+    at::Tensor weight, const LinearCrossEntropyOptions& options) {
   TANDEM_RETURN_IF_ERROR(CheckOutputWeight("weight", weight));
-  if (bias.defined() && (bias.dim() != 1 || bias.size(0) != weight.size(0))) {
-    return InvalidField("bias", "must be [V]");
-  }
   const at::ScalarType logits_type = at::toOpMathType(weight.scalar_type());
-  const int64_t row_bytes = weight.size(0) * static_cast<int64_t>(c10::elementSize(logits_type));
+  TANDEM_RETURN_IF_ERROR(CheckVocabularyShard(options.vocabulary, weight));
+  const VocabularyShard vocabulary = options.vocabulary.WithRows(weight.size(0));
+  const int64_t row_bytes =
+      vocabulary.most_rows * static_cast<int64_t>(c10::elementSize(logits_type));
   if (options.logits_chunk_bytes < 3 * row_bytes) {
-    return InvalidField(
-        "logits_chunk_bytes",
-        absl::StrCat("must be at least ", 3 * row_bytes, " for a vocabulary of ", weight.size(0)));
+    return InvalidField("logits_chunk_bytes",
+                        absl::StrCat("must be at least ", 3 * row_bytes, " for a vocabulary of ",
+                                     vocabulary.most_rows));
   }
   if (options.chunk_size < 1) return InvalidField("chunk_size", "must be positive");
 
   std::unique_ptr<LinearCrossEntropyLoss> loss(new LinearCrossEntropyLoss);
   loss->weight_ = weight.detach();
-  loss->bias_ = bias.defined() ? bias.detach() : bias;
-  loss->vocabulary_ = weight.size(0);
-  if (options.group != nullptr && options.group->size() > 1) {
-    loss->group_ = options.group;
-    loss->first_label_ = options.group->rank() * weight.size(0);
-    loss->vocabulary_ *= options.group->size();
-  }
+  loss->vocabulary_ = vocabulary;
   loss->logits_type_ = logits_type;
   loss->ChooseImpl(options.impl);
   loss->PlanMemory(options);
+  loss->prefers_recompute_ = PrefersRecompute(loss->weight_, loss->vocabulary_.group.get());
   return loss;
 }
 
@@ -372,36 +363,37 @@ void LinearCrossEntropyLoss::ChooseImpl(LossImpl asked_for) {
   impl_ = asked_for;
   reason_ = "asked for";
   if (asked_for == LossImpl::kAuto && weight_.is_cpu() && own != nullptr) {
-    impl_ = LossImpl::kCce;
+    impl_ = LossImpl::kTiles;
     reason_ = "the fastest for float32 logits on the CPU";
   } else if (asked_for == LossImpl::kAuto) {
-    impl_ = LossImpl::kPytorch;
+    impl_ = LossImpl::kAten;
     reason_ = absl::StrCat("what is known to be right for ", c10::toString(logits_type_),
                            " logits on ", weight_.device().str());
-  } else if (own == nullptr && asked_for != LossImpl::kPytorch) {
-    impl_ = LossImpl::kPytorch;
+  } else if (own == nullptr && asked_for != LossImpl::kAten) {
+    impl_ = LossImpl::kAten;
     is_fallback_ = true;
     reason_ = absl::StrCat("no own kernels for ", c10::toString(logits_type_), " logits on ",
                            weight_.device().str(), " with these settings");
   }
-  kernels_ = impl_ == LossImpl::kPytorch ? &AtenLogitKernels() : own;
-  shares_out_ = impl_ == LossImpl::kCce && weight_.is_cpu();
+  kernels_ = impl_ == LossImpl::kAten ? &kAtenLogitKernels : own;
+  parallel_tiles_ = impl_ == LossImpl::kTiles && weight_.is_cpu();
 }
 
 void LinearCrossEntropyLoss::PlanMemory(const LinearCrossEntropyOptions& options) {
-  const int64_t vocabulary = weight_.size(0);
-  tile_columns_ = vocabulary;
-  if (impl_ == LossImpl::kCce) {
-    tile_columns_ = std::min(weight_.is_cpu() ? kTileColumns : kGpuTileColumns, vocabulary);
+  // Ranks exchange statistics chunk by chunk, so that all of them need the same chunks.
+  const int64_t most_rows = vocabulary_.most_rows;
+  tile_columns_ = most_rows;
+  if (impl_ == LossImpl::kTiles) {
+    tile_columns_ = std::min(weight_.is_cpu() ? kTileColumns : kGpuTileColumns, most_rows);
   }
   const auto logit_bytes = static_cast<int64_t>(c10::elementSize(logits_type_));
   const auto rows_within = [&](int64_t budget, int64_t columns) {
-    const int64_t scratch = kernels_->ScratchBytes(budget / 3);
+    const int64_t scratch = kernels_->scratch_bytes(budget / 3);
     return std::clamp<int64_t>((budget - scratch) / (columns * logit_bytes), 1, options.chunk_size);
   };
-  // Of a kept row also its sums over the parts of the vocabulary.
-  const int64_t sums = shares_out_ ? (kHiddenParts - 1) * weight_.size(1) : 0;
-  chunk_rows_ = rows_within(options.logits_chunk_bytes, vocabulary + sums);
+  // A kept row also has the sums of AddHiddenGradient's splits.
+  const int64_t sums = parallel_tiles_ ? (kHiddenSplits - 1) * weight_.size(1) : 0;
+  chunk_rows_ = rows_within(options.logits_chunk_bytes, most_rows + sums);
   tile_rows_ = rows_within(options.logits_chunk_bytes / 4, tile_columns_);
 }
 
@@ -413,14 +405,14 @@ absl::Status LinearCrossEntropyLoss::CheckRows(const at::Tensor& hidden,
     return InvalidField("labels", "must have one entry per position");
   }
   TANDEM_RETURN_IF_ERROR(CheckTemperatures(rows.temperatures, count));
-  TANDEM_RETURN_IF_ERROR(CheckIndices("labels", rows.labels, vocabulary_, "the vocabulary"));
+  TANDEM_RETURN_IF_ERROR(CheckIndices("labels", rows.labels, vocabulary_.size, "the vocabulary"));
   return CheckIndices("positions", rows.positions, hidden.size(0), "the hidden states");
 }
 
 LossMode LinearCrossEntropyLoss::ModeFor(LossMode asked_for, int64_t rows) const {
   if (asked_for != LossMode::kAuto) return asked_for;
-  return chunk_rows_ >= std::min(rows, kFewestKeptRows) ? LossMode::kGradientInForward
-                                                        : LossMode::kRecompute;
+  const bool recompute = prefers_recompute_ || chunk_rows_ < std::min(rows, kMinKeptRows);
+  return recompute ? LossMode::kRecompute : LossMode::kGradientInForward;
 }
 
 absl::Status LinearCrossEntropyLoss::ForwardBackward(const at::Tensor& hidden,
@@ -451,16 +443,6 @@ absl::StatusOr<RowLogProbs> LinearCrossEntropyLoss::LogProbs(const at::Tensor& h
   if (rows.positions.empty()) return RowLogProbs{};
   const Call call(*this, hidden, rows, LossMode::kRecompute);
   return ToHost(call.Statistics(0, static_cast<int64_t>(rows.positions.size())));
-}
-
-at::Tensor LinearCrossEntropyLoss::ForwardLogits(const at::Tensor& hidden) const {
-  const at::NoGradGuard no_grad;
-  TORCH_CHECK_NOT_IMPLEMENTED(group_ == nullptr, "logits of a vocabulary-parallel head");
-  at::Tensor logits =
-      at::empty({hidden.size(0), weight_.size(0)}, weight_.options().dtype(logits_type_));
-  ops::MatrixProductInto(logits, hidden.to(weight_.scalar_type()), weight_.t());
-  if (bias_.defined()) logits.add_(bias_);
-  return logits;
 }
 
 }  // namespace tandem::loss

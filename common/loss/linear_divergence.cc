@@ -23,80 +23,185 @@
 namespace tandem::loss {
 namespace {
 
-// Rows that ATen works on together are read and written some ten times: they should stay in the
-// cache of a CPU.
+// The rows that ATen works on together (a block) are read and written some ten times, and should
+// stay in the cache of a CPU.
 constexpr int64_t kBlockBytes = 4 << 20;
-// It has three copies of them, beside the logits of both models.
+// ATen holds three copies of a block, beside the logits of both models.
 constexpr int64_t kBlockCopies = 3, kModels = 2;
 constexpr int64_t kWorkPerLogit = 40;  // about three exponentials, in multiply-adds
 
-// Some rows of logits of both models, not yet divided by the temperature, and what becomes of them.
+// Some rows of logits of both models, not yet divided by the temperature.
 struct Logits {
   at::Tensor senior, junior;  // [n, V], contiguous
   at::Tensor scales;          // [n], 1 / temperature; undefined for 1
   KlDirection direction;
-  double scale;          // of the gradient
-  bool gradient;         // whether the senior's logits are overwritten by
-  at::ScalarType dtype;  // GradientOf(senior, dtype)
 };
 
-// Returns the divergences [n], in the type of the logits, of which nothing but the gradient is
-// left.
-at::Tensor AtenDivergences(const Logits& logits, int64_t block_rows) {
-  const int64_t rows = logits.senior.size(0);
-  at::Tensor divergences = at::empty({rows}, logits.senior.options());
-  for (int64_t row = 0; row < rows; row += block_rows) {
-    const int64_t count = std::min(block_rows, rows - row);
-    const auto part = [&](const at::Tensor& x) { return x.narrow(0, row, count); };
-    const auto column = [&](const at::Tensor& x) { return part(x).unsqueeze(1); };
-    const auto log_softmax = [&](const at::Tensor& x) {
-      at::Tensor z = part(x);
-      if (logits.scales.defined()) z.mul_(column(logits.scales));
-      return at::log_softmax(z, 1);
-    };
-    at::Tensor logp = log_softmax(logits.senior), logq = log_softmax(logits.junior);
-    at::Tensor dz;
-    if (logits.direction == KlDirection::kReverse) {
-      dz = logp.exp();
-      logp.sub_(logq);
-      part(divergences).copy_(at::mul_out(logq, dz, logp).sum(1));
-      if (logits.gradient) dz.mul_(logp.sub_(column(divergences)));
-    } else {
-      const at::Tensor q = logq.exp();
-      part(divergences).copy_(logq.sub_(logp).mul_(q).sum(1));
-      if (logits.gradient) dz = logp.exp_().sub_(q);
-    }
-    if (!logits.gradient) continue;
-    dz.mul_(logits.scale);
-    if (logits.scales.defined()) dz.mul_(column(logits.scales));
-    part(GradientOf(logits.senior, logits.dtype)).copy_(dz);
-  }
-  return divergences;
+// The statistics of linear_divergence.h: [n], float64, on the device of the logits.
+struct Statistics {
+  at::Tensor max, junior_max, sum, junior_sum, moment;
+};
+
+// The numbers from which the gradient of a row's logits follows:
+//   factor e^d_j (d_j - d'_j - offset), or factor (e^d_j - e^d'_j offset) for forward.
+struct DivergenceGradients {
+  at::Tensor max, junior_max, factors, offsets;  // [n], in the type of the logits
+};
+
+Statistics EmptyStatistics(int64_t rows, const at::TensorOptions& like) {
+  const at::Tensor all = at::empty({5, rows}, like.dtype(at::kDouble));
+  return {
+      .max = all[0], .junior_max = all[1], .sum = all[2], .junior_sum = all[3], .moment = all[4]};
 }
 
-// The same on own kernels: float32 on the CPU, without copies. Returns float64.
-at::Tensor CpuDivergences(const Logits& logits) {
+// Returns a copy of the logits of rows [begin, begin + count), each times its row's scale.
+at::Tensor Scaled(const at::Tensor& logits, const at::Tensor& scales, int64_t begin,
+                  int64_t count) {
+  const at::Tensor rows = logits.narrow(0, begin, count);
+  return scales.defined() ? rows * scales.narrow(0, begin, count).unsqueeze(1) : rows.clone();
+}
+
+Statistics AtenStatistics(const Logits& logits, int64_t block_rows) {
+  const int64_t rows = logits.senior.size(0);
+  const Statistics statistics = EmptyStatistics(rows, logits.senior.options());
+  const bool forward = logits.direction == KlDirection::kForward;
+  for (int64_t row = 0; row < rows; row += block_rows) {
+    const int64_t count = std::min(block_rows, rows - row);
+    const auto block_of = [&](const at::Tensor& x) { return x.narrow(0, row, count); };
+    at::Tensor d = Scaled(logits.senior, logits.scales, row, count);
+    at::Tensor junior_d = Scaled(logits.junior, logits.scales, row, count);
+    const at::Tensor max = d.amax(1, /*keepdim=*/true), junior_max = junior_d.amax(1, true);
+    block_of(statistics.max).copy_(max.squeeze(1));
+    block_of(statistics.junior_max).copy_(junior_max.squeeze(1));
+    d.sub_(max);
+    junior_d.sub_(junior_max);
+    // The divergence is an expectation: under the senior for reverse, the junior for forward.
+    const at::Tensor& own = forward ? junior_d : d;
+    const at::Tensor& other = forward ? d : junior_d;
+    at::Tensor e = own.exp();
+    block_of(forward ? statistics.junior_sum : statistics.sum).copy_(e.sum(1));
+    block_of(statistics.moment).copy_(e.mul_(own.sub_(other)).sum(1));
+    block_of(forward ? statistics.sum : statistics.junior_sum)
+        .copy_(at::Tensor(other).exp_().sum(1));
+  }
+  return statistics;
+}
+
+// Overwrites the senior's logits with their gradient, in the place of GradientOf(senior, dtype).
+void AtenGradient(const Logits& logits, const DivergenceGradients& gradients, at::ScalarType dtype,
+                  int64_t block_rows) {
+  const int64_t rows = logits.senior.size(0);
+  for (int64_t row = 0; row < rows; row += block_rows) {
+    const int64_t count = std::min(block_rows, rows - row);
+    const auto block_of = [&](const at::Tensor& x) { return x.narrow(0, row, count); };
+    const auto column = [&](const at::Tensor& x) { return block_of(x).unsqueeze(1); };
+    at::Tensor d = Scaled(logits.senior, logits.scales, row, count).sub_(column(gradients.max));
+    at::Tensor junior_d =
+        Scaled(logits.junior, logits.scales, row, count).sub_(column(gradients.junior_max));
+    at::Tensor dz;
+    if (logits.direction == KlDirection::kReverse) {
+      dz = d.exp();
+      dz.mul_(d.sub_(junior_d).sub_(column(gradients.offsets)));
+    } else {
+      dz = d.exp_().sub_(junior_d.exp_().mul_(column(gradients.offsets)));
+    }
+    block_of(GradientOf(logits.senior, dtype)).copy_(dz.mul_(column(gradients.factors)));
+  }
+}
+
+const float* ScalesOf(const Logits& logits) {
+  return logits.scales.defined() ? logits.scales.const_data_ptr<float>() : nullptr;
+}
+
+// The same with own kernels: float32 on the CPU, without copies.
+Statistics CpuStatistics(const Logits& logits) {
   const int64_t rows = logits.senior.size(0), width = logits.senior.size(1);
-  at::Tensor divergences = at::empty({rows}, at::kDouble);
-  auto* const senior = logits.senior.mutable_data_ptr<float>();
+  const Statistics statistics = EmptyStatistics(rows, logits.senior.options());
+  const auto* const senior = logits.senior.const_data_ptr<float>();
   const auto* const junior = logits.junior.const_data_ptr<float>();
-  const float* const scales =
-      logits.scales.defined() ? logits.scales.const_data_ptr<float>() : nullptr;
-  auto* const out = divergences.mutable_data_ptr<double>();
+  const float* const scales = ScalesOf(logits);
   ops::ParallelFor(rows, width * kWorkPerLogit, [&](int64_t begin, int64_t end) {
-    kernels::GetCpuKernels().logit_divergence(
+    const auto from_begin = [&](const at::Tensor& x) {
+      return x.mutable_data_ptr<double>() + begin;
+    };
+    kernels::GetCpuKernels().divergence_statistics(
         {.logits = senior + begin * width,
          .junior_logits = junior + begin * width,
          .scales = scales == nullptr ? nullptr : scales + begin,
          .rows = end - begin,
          .width = width,
          .forward = logits.direction == KlDirection::kForward,
-         .gradient = logits.gradient,
-         .gradient_scale = static_cast<float>(logits.scale),
-         .bfloat16 = logits.dtype == at::kBFloat16,
-         .divergences = out + begin});
+         .max = from_begin(statistics.max),
+         .junior_max = from_begin(statistics.junior_max),
+         .sum = from_begin(statistics.sum),
+         .junior_sum = from_begin(statistics.junior_sum),
+         .moment = from_begin(statistics.moment)});
   });
-  return divergences;
+  return statistics;
+}
+
+void CpuGradient(const Logits& logits, const DivergenceGradients& gradients, at::ScalarType dtype) {
+  const int64_t rows = logits.senior.size(0), width = logits.senior.size(1);
+  auto* const senior = logits.senior.mutable_data_ptr<float>();
+  const auto* const junior = logits.junior.const_data_ptr<float>();
+  const float* const scales = ScalesOf(logits);
+  ops::ParallelFor(rows, width * kWorkPerLogit, [&](int64_t begin, int64_t end) {
+    const auto from_begin = [&](const at::Tensor& x) { return x.const_data_ptr<float>() + begin; };
+    kernels::GetCpuKernels().divergence_gradient(
+        {.logits = senior + begin * width,
+         .junior_logits = junior + begin * width,
+         .scales = scales == nullptr ? nullptr : scales + begin,
+         .rows = end - begin,
+         .width = width,
+         .forward = logits.direction == KlDirection::kForward,
+         .max = from_begin(gradients.max),
+         .junior_max = from_begin(gradients.junior_max),
+         .factors = from_begin(gradients.factors),
+         .offsets = from_begin(gradients.offsets),
+         .bfloat16 = dtype == at::kBFloat16});
+  });
+}
+
+// Turns the statistics of this rank's rows of the vocabulary into those of all ranks, the same bits
+// on every rank.
+Statistics MergeRanks(const Statistics& own, KlDirection direction,
+                      ops::TensorParallelGroup& group) {
+  const at::Tensor maxima = group.Max(at::stack({own.max, own.junior_max}));
+  const at::Tensor below = own.max - maxima[0], junior_below = own.junior_max - maxima[1];
+  const at::Tensor factor = below.exp(), junior_factor = junior_below.exp();
+  const at::Tensor moment =
+      direction == KlDirection::kForward
+          ? junior_factor * (own.moment + (junior_below - below) * own.junior_sum)
+          : factor * (own.moment + (below - junior_below) * own.sum);
+  const at::Tensor sums =
+      group.Sum(at::stack({factor * own.sum, junior_factor * own.junior_sum, moment}));
+  return {.max = maxima[0],
+          .junior_max = maxima[1],
+          .sum = sums[0],
+          .junior_sum = sums[1],
+          .moment = sums[2]};
+}
+
+at::Tensor MeanOf(const Statistics& rows, KlDirection direction) {
+  return rows.moment / (direction == KlDirection::kForward ? rows.junior_sum : rows.sum);
+}
+
+at::Tensor Divergences(const Statistics& rows, KlDirection direction) {
+  const at::Tensor ratio =
+      direction == KlDirection::kForward ? rows.sum / rows.junior_sum : rows.junior_sum / rows.sum;
+  return MeanOf(rows, direction) + ratio.log();
+}
+
+DivergenceGradients GradientsOf(const Statistics& rows, const Logits& logits, double scale) {
+  const at::ScalarType type = logits.senior.scalar_type();
+  const bool forward = logits.direction == KlDirection::kForward;
+  at::Tensor factors = scale / rows.sum;
+  if (logits.scales.defined()) factors = factors * logits.scales;
+  const at::Tensor offsets = forward ? rows.sum / rows.junior_sum : MeanOf(rows, logits.direction);
+  return {.max = rows.max.to(type),
+          .junior_max = rows.junior_max.to(type),
+          .factors = factors.to(type),
+          .offsets = offsets.to(type)};
 }
 
 }  // namespace
@@ -113,7 +218,9 @@ absl::StatusOr<std::unique_ptr<LinearDivergenceLoss>> LinearDivergenceLoss::Crea
       junior_weight.device() != weight.device()) {
     return InvalidField("junior_weight", "must have the type and the device of the senior's");
   }
+  TANDEM_RETURN_IF_ERROR(CheckVocabularyShard(options.vocabulary, weight));
   std::unique_ptr<LinearDivergenceLoss> loss(new LinearDivergenceLoss);
+  loss->vocabulary_ = options.vocabulary.WithRows(weight.size(0));
   loss->weight_ = weight.detach();
   loss->junior_weight_ = junior_weight.detach();
   loss->logits_type_ = at::toOpMathType(weight.scalar_type());
@@ -124,13 +231,15 @@ absl::StatusOr<std::unique_ptr<LinearDivergenceLoss>> LinearDivergenceLoss::Crea
 }
 
 absl::Status LinearDivergenceLoss::PlanMemory(int64_t logits_chunk_bytes) {
-  const int64_t row_bytes = weight_.size(0) * static_cast<int64_t>(c10::elementSize(logits_type_));
+  // Ranks exchange statistics chunk by chunk, so that all of them need the same chunks.
+  const int64_t row_bytes =
+      vocabulary_.most_rows * static_cast<int64_t>(c10::elementSize(logits_type_));
   // A row of each kind.
   const int64_t least = (kModels + kBlockCopies) * row_bytes;
   if (logits_chunk_bytes < least) {
-    return InvalidField("logits_chunk_bytes",
-                        absl::StrCat("must be at least ", least,
-                                     " for two models with a vocabulary of ", weight_.size(0)));
+    return InvalidField("logits_chunk_bytes", absl::StrCat("must be at least ", least,
+                                                           " for two models with a vocabulary of ",
+                                                           vocabulary_.most_rows));
   }
   const int64_t block_bytes = std::min(kBlockBytes, logits_chunk_bytes / (kModels + kBlockCopies));
   block_rows_ = std::max<int64_t>(1, block_bytes / row_bytes);
@@ -140,8 +249,7 @@ absl::Status LinearDivergenceLoss::PlanMemory(int64_t logits_chunk_bytes) {
 }
 
 absl::Status LinearDivergenceLoss::Check(const at::Tensor& hidden, const at::Tensor& junior_hidden,
-                                         const DivergenceRows& rows, double scale,
-                                         const OutputGradients& gradients) const {
+                                         const DivergenceRows& rows, double scale) const {
   TANDEM_RETURN_IF_ERROR(CheckHidden("hidden", hidden, weight_));
   TANDEM_RETURN_IF_ERROR(CheckHidden("junior_hidden", junior_hidden, junior_weight_));
   if (junior_hidden.size(0) != hidden.size(0)) {
@@ -151,9 +259,6 @@ absl::Status LinearDivergenceLoss::Check(const at::Tensor& hidden, const at::Ten
   TANDEM_RETURN_IF_ERROR(
       CheckIndices("positions", rows.positions, hidden.size(0), "the hidden states"));
   if (!std::isfinite(scale)) return InvalidField("scale", "must be finite");
-  if (gradients.bias.defined()) {
-    return InvalidField("gradients.bias", "must be undefined: the layers have no bias");
-  }
   return absl::OkStatus();
 }
 
@@ -161,7 +266,7 @@ absl::StatusOr<std::vector<double>> LinearDivergenceLoss::ForwardBackward(
     const at::Tensor& hidden, const at::Tensor& junior_hidden, const DivergenceRows& rows,
     KlDirection direction, double scale, OutputGradients& gradients) {
   const at::NoGradGuard no_grad;
-  TANDEM_RETURN_IF_ERROR(Check(hidden, junior_hidden, rows, scale, gradients));
+  TANDEM_RETURN_IF_ERROR(Check(hidden, junior_hidden, rows, scale));
   std::vector<double> divergences;
   if (rows.positions.empty()) return divergences;
 
@@ -174,29 +279,29 @@ absl::StatusOr<std::vector<double>> LinearDivergenceLoss::ForwardBackward(
   at::Tensor scales;
   if (!rows.temperatures.empty()) scales = ToDevice(rows.temperatures, options).reciprocal_();
 
-  const int64_t part_rows = EqualParts(count, chunk_rows_);
-  if (!buffer_.defined() || buffer_.size(1) < part_rows * vocabulary) {
+  const int64_t chunk_rows = EqualChunkRows(count, chunk_rows_);
+  if (!buffer_.defined() || buffer_.size(1) < chunk_rows * vocabulary) {
     buffer_.reset();  // before there is a larger one
-    buffer_ = at::empty({kModels, part_rows * vocabulary}, options);
+    buffer_ = at::empty({kModels, chunk_rows * vocabulary}, options);
   }
-  for (int64_t begin = 0; begin < count; begin += part_rows) {
-    const int64_t size = std::min(part_rows, count - begin);
-    const auto part = [&](const at::Tensor& x) { return x.narrow(0, begin, size); };
+  for (int64_t begin = 0; begin < count; begin += chunk_rows) {
+    const int64_t size = std::min(chunk_rows, count - begin);
+    const auto rows_of = [&](const at::Tensor& x) { return x.narrow(0, begin, size); };
     const auto logits_of = [&](int64_t model) {
       return buffer_[model].narrow(0, 0, size * vocabulary).view({size, vocabulary});
     };
     const Logits logits = {.senior = logits_of(0),
                            .junior = logits_of(1),
-                           .scales = scales.defined() ? part(scales) : scales,
-                           .direction = direction,
-                           .scale = scale,
-                           .gradient = gradients.hidden.defined() || gradients.weight.defined(),
-                           .dtype = dtype};
-    ops::MatrixProductInto(logits.senior, part(input), weight_.t());
-    ops::MatrixProductInto(logits.junior, part(junior_input), junior_weight_.t());
-    const at::Tensor found =
-        (own_kernels_ ? CpuDivergences(logits) : AtenDivergences(logits, block_rows_))
-            .to(at::TensorOptions(at::kCPU).dtype(at::kDouble));
+                           .scales = scales.defined() ? rows_of(scales) : scales,
+                           .direction = direction};
+    ops::MatrixProductInto(logits.senior, rows_of(input), weight_.t());
+    ops::MatrixProductInto(logits.junior, rows_of(junior_input), junior_weight_.t());
+    Statistics statistics =
+        own_kernels_ ? CpuStatistics(logits) : AtenStatistics(logits, block_rows_);
+    if (!vocabulary_.is_whole()) {
+      statistics = MergeRanks(statistics, direction, *vocabulary_.group);
+    }
+    const at::Tensor found = Divergences(statistics, direction).to(at::kCPU).contiguous();
     const double* const numbers = found.const_data_ptr<double>();
     for (int64_t row = 0; row < size; ++row) {
       if (!std::isfinite(numbers[row])) {
@@ -206,14 +311,22 @@ absl::StatusOr<std::vector<double>> LinearDivergenceLoss::ForwardBackward(
     }
     divergences.insert(divergences.end(), numbers, numbers + size);
 
+    if (!gradients.hidden.defined() && !gradients.weight.defined()) continue;
+    const DivergenceGradients row_gradients = GradientsOf(statistics, logits, scale);
+    if (own_kernels_) {
+      CpuGradient(logits, row_gradients, dtype);
+    } else {
+      AtenGradient(logits, row_gradients, dtype, block_rows_);
+    }
     const at::Tensor dz = GradientOf(logits.senior, dtype);
     if (gradients.weight.defined()) {
-      ops::MatrixProductInto(gradients.weight, dz.t(), part(input), /*accumulate=*/true);
+      ops::MatrixProductInto(gradients.weight, dz.t(), rows_of(input), /*accumulate=*/true);
     }
     if (gradients.hidden.defined()) {
       const at::Tensor of_hidden = at::empty({size, weight_.size(1)}, options);
       ops::MatrixProductInto(of_hidden, dz, weight_);
-      gradients.hidden.index_add_(0, part(positions), of_hidden.to(gradients.hidden.scalar_type()));
+      gradients.hidden.index_add_(0, rows_of(positions),
+                                  of_hidden.to(gradients.hidden.scalar_type()));
     }
   }
   return divergences;

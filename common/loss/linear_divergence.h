@@ -1,12 +1,18 @@
 // The KL divergence between the output layers of two models, without the [N, V] logits of either.
 //
-// N rows, V vocabulary, T a row's temperature; p = softmax(h W^T / T) is the senior, which learns,
-// q = softmax(h' W'^T / T) the frozen junior, whose hidden width H' may be another. Over the whole
-// vocabulary, with z the senior's logits over T:
+// N rows, V vocabulary, T the temperature of a row. p = softmax(h W^T / T) is the senior, which
+// learns; q = softmax(h' W'^T / T) is the frozen junior, whose hidden width H' may differ. Over the
+// whole vocabulary, with z the senior's logits divided by T:
 //   reverse  KL(p || q) = sum_j p_j (log p_j - log q_j)   dz_j = p_j (log p_j - log q_j - KL)
 //   forward  KL(q || p) = sum_j q_j (log q_j - log p_j)   dz_j = p_j - q_j
 // The logits of both are computed for some rows at a time, and the senior's are overwritten by
 // their gradient dz / T, which is multiplied into d hidden and d weight.
+//
+// The two output layers may be vocabulary-parallel: every rank holds the rows of the same token ids
+// of both, and only statistics of rows travel. With the maxima m and m' of a row's scaled logits z
+// and z', d = z - m and d' = z' - m', these are S = sum_j e^d_j, S' = sum_j e^d'_j and the moment
+// M = sum_j e^d_j (d_j - d'_j) for reverse, M = sum_j e^d'_j (d'_j - d_j) for forward, and
+//   KL(p || q) = M / S + log(S' / S), KL(q || p) = M / S' + log(S / S').
 #ifndef TANDEM_COMMON_LOSS_LINEAR_DIVERGENCE_H_
 #define TANDEM_COMMON_LOSS_LINEAR_DIVERGENCE_H_
 
@@ -19,6 +25,7 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "common/loss/fused_output_loss.h"
+#include "common/loss/vocabulary_shard.h"
 
 namespace tandem::loss {
 
@@ -34,26 +41,30 @@ struct DivergenceRows {
 };
 
 struct LinearDivergenceOptions {
-  // Bound of all memory that the logits of both models take. At least five rows of logits.
+  // Bound of all memory that the logits of both models take; at least five rows of logits.
   int64_t logits_chunk_bytes = 48 << 20;
+  // The rows of both output layers that this rank holds. Every rank makes the same calls with the
+  // same hidden states, rows and options, and gets the same divergences. The gradient of the weight
+  // is the whole one of the rank's rows; the gradients of `hidden` must be summed over the ranks.
+  VocabularyShard vocabulary = {};
 };
 
-// Not thread-safe.
+// Not thread-safe. Methods may throw c10::Error as libtorch does.
 class LinearDivergenceLoss {
  public:
-  // `weight` [V, H] and `junior_weight` [V, H'] are those of the output layers, neither of which
-  // has a bias: shared, contiguous, on one device, both float32, float64 or bfloat16. Logits are
-  // accumulated and kept in float32 (float64 if the weights are). On a GPU a chunk of rows costs
-  // one wait for the device. INVALID_ARGUMENT for shapes, devices and options, UNIMPLEMENTED for
-  // other types.
+  // `weight` [V, H] and `junior_weight` [V, H'] are the weights of the output layers (of a shard,
+  // this rank's rows): shared, contiguous, on one device, both float32, float64 or bfloat16. Logits
+  // are accumulated and kept in float32 (float64 if the weights are). On a GPU a chunk of rows
+  // costs one wait for the device. INVALID_ARGUMENT for shapes, devices and options, UNIMPLEMENTED
+  // for other types.
   static absl::StatusOr<std::unique_ptr<LinearDivergenceLoss>> Create(
       at::Tensor weight, at::Tensor junior_weight, const LinearDivergenceOptions& options = {});
 
-  // The divergence (nats) of every row of `hidden` [T, H] and `junior_hidden` [T, H'], whose types
-  // are that of the weights, or bfloat16 where it is float32; adds `scale` times the gradient of
-  // their sum to gradients.hidden and gradients.weight. Rounding may leave a value just below 0.
-  // INVALID_ARGUMENT for what does not fit, NotFiniteError for a divergence; after an error the
-  // gradients hold an unusable partial sum.
+  // Returns the divergence (nats) of every row of `hidden` [T, H] and `junior_hidden` [T, H'],
+  // whose types are that of the weights, or bfloat16 where it is float32; adds `scale` times the
+  // gradient of their sum to gradients.hidden and gradients.weight. Rounding may leave a value just
+  // below 0. INVALID_ARGUMENT for what does not fit, NotFiniteError for a divergence; after an
+  // error the gradients hold an unusable partial sum.
   absl::StatusOr<std::vector<double>> ForwardBackward(const at::Tensor& hidden,
                                                       const at::Tensor& junior_hidden,
                                                       const DivergenceRows& rows,
@@ -67,15 +78,15 @@ class LinearDivergenceLoss {
   LinearDivergenceLoss() = default;
   absl::Status PlanMemory(int64_t logits_chunk_bytes);
   absl::Status Check(const at::Tensor& hidden, const at::Tensor& junior_hidden,
-                     const DivergenceRows& rows, double scale,
-                     const OutputGradients& gradients) const;
+                     const DivergenceRows& rows, double scale) const;
 
   at::Tensor weight_, junior_weight_;
+  VocabularyShard vocabulary_;
   at::ScalarType logits_type_ = at::kFloat;
-  bool own_kernels_ = false;  // rather than ATen
+  bool own_kernels_ = false;  // instead of ATen
   int64_t chunk_rows_ = 0;
-  int64_t block_rows_ = 0;  // of a chunk, that ATen works on together
-  at::Tensor buffer_;       // of the logits, kept: fresh memory is slow
+  int64_t block_rows_ = 0;  // rows of a chunk that ATen works on together
+  at::Tensor buffer_;       // of logits; kept, because fresh memory is slow
 };
 
 }  // namespace tandem::loss

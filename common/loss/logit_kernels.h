@@ -1,4 +1,4 @@
-// The work on a tile of logits that lies between the matrix products: one implementation a file.
+// Functions on a tile of logits that run between the matrix products: one implementation per file.
 #ifndef TANDEM_COMMON_LOSS_LOGIT_KERNELS_H_
 #define TANDEM_COMMON_LOSS_LOGIT_KERNELS_H_
 
@@ -10,7 +10,7 @@
 
 namespace tandem::loss {
 
-// Some rows of logits, and of each the columns [first_label, first_label + w) of the vocabulary.
+// Some rows of logits, with the columns [first_label, first_label + w) of the vocabulary.
 // z = logits * scale.
 struct LogitTile {
   at::Tensor logits;  // [n, w], contiguous; float32, or float64
@@ -19,39 +19,35 @@ struct LogitTile {
   at::Tensor scales;  // [n], 1 / temperature; undefined for 1
 };
 
-// The gradient of a row's logits by what is known of the row alone:
-//   exp(z_j - max) (constant + slope (z_j - max)) + at_label [j = y].
+// The numbers of each row from which the gradient of its logits follows:
+//   dz_j = exp(z_j - max) (constant + slope (z_j - max)) + at_label [j = y].
 struct RowGradients {
   at::Tensor max, constants, slopes, at_label;  // [n], in the type of the logits
 };
 
-// Where a tile's gradient in `type` lies: the type of the logits, or bf16, which takes the first
-// half of every row. [n, w]
+// Returns the view [n, w] of a tile that holds its gradient in `type`: the type of the logits, or
+// bf16, which takes the first half of every row.
 at::Tensor GradientOf(const at::Tensor& logits, at::ScalarType type);
 
-class LogitKernels {
- public:
-  virtual ~LogitKernels() = default;
-
-  // Fills `rows` [n], in the type of the logits, which stay as they are.
-  virtual void Statistics(const LogitTile& tile, const RowStatistics& rows) const = 0;
+struct LogitKernels {
+  // Fills `rows` [n], in the type of the logits, which stay unchanged.
+  void (*statistics)(const LogitTile& tile, const RowStatistics& rows);
 
   // Overwrites the logits with their gradient, which is then GradientOf(tile.logits, type).
-  virtual void Gradient(const LogitTile& tile, const RowGradients& rows,
-                        at::ScalarType type) const = 0;
+  void (*gradient)(const LogitTile& tile, const RowGradients& rows, at::ScalarType type);
 
-  // Most memory that a tile of `tile_bytes` needs beside itself.
-  virtual int64_t ScratchBytes(int64_t tile_bytes) const = 0;
+  // Returns the bytes that a tile of `tile_bytes` needs beside itself, at most.
+  int64_t (*scratch_bytes)(int64_t tile_bytes);
 };
 
 // ATen operations, on any device.
-const LogitKernels& AtenLogitKernels();
+extern const LogitKernels kAtenLogitKernels;
 
 // Own kernels of common/kernels/cpu: float32 on the CPU, without scratch memory.
-const LogitKernels& CpuLogitKernels();
+extern const LogitKernels kCpuLogitKernels;
 
 // Own kernels of common/kernels/cuda, in a CUDA build: float32 on a GPU, without scratch memory.
-const LogitKernels& CudaLogitKernels();
+extern const LogitKernels kCudaLogitKernels;
 
 }  // namespace tandem::loss
 

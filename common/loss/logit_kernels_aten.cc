@@ -7,10 +7,11 @@
 namespace tandem::loss {
 namespace {
 
-// A block of rows is read and written some ten times, so it should stay in the cache of a CPU.
+// Size of a block of rows, which is read and written some ten times and should stay in the cache of
+// a CPU.
 constexpr int64_t kBlockBytes = 4 << 20;
 
-// Calls work(rows of the tile, the first of them) for blocks of its rows.
+// Calls work(first row, number of rows) for blocks of rows of the tile.
 template <typename Work>
 void ForBlocks(const LogitTile& tile, const Work& work) {
   const int64_t rows = tile.logits.size(0);
@@ -19,7 +20,7 @@ void ForBlocks(const LogitTile& tile, const Work& work) {
   for (int64_t row = 0; row < rows; row += block) work(row, std::min(block, rows - row));
 }
 
-// z - max of rows of a tile, as a copy. `max` is filled first if it is asked for.
+// Returns a copy of z - max for rows of a tile. If `fill`, it computes `max` first.
 at::Tensor Below(const LogitTile& tile, int64_t row, int64_t count, at::Tensor max, bool fill) {
   at::Tensor z = tile.logits.narrow(0, row, count);
   if (tile.scales.defined()) {
@@ -31,7 +32,7 @@ at::Tensor Below(const LogitTile& tile, int64_t row, int64_t count, at::Tensor m
   return z - max.unsqueeze(1);
 }
 
-// Where in the tile the labels are, and which of them are in it.
+// The columns of the labels in a tile, and whether a label is in the tile.
 struct LabelColumns {
   LabelColumns(const LogitTile& tile, int64_t row, int64_t count) {
     const at::Tensor column = tile.labels.narrow(0, row, count) - tile.first_label;
@@ -42,42 +43,35 @@ struct LabelColumns {
   at::Tensor inside;   // [n]
 };
 
-class Aten final : public LogitKernels {
- public:
-  void Statistics(const LogitTile& tile, const RowStatistics& rows) const override {
-    ForBlocks(tile, [&](int64_t row, int64_t count) {
-      const auto part = [&](const at::Tensor& x) { return x.narrow(0, row, count); };
-      const at::Tensor max = part(rows.max);
-      at::Tensor below = Below(tile, row, count, max, /*fill=*/true);
-      const LabelColumns label(tile, row, count);
-      part(rows.label)
-          .copy_(below.gather(1, label.columns).squeeze(1).add_(max).mul_(label.inside));
-      const at::Tensor exponentials = below.exp();
-      part(rows.sum).copy_(exponentials.sum(1));
-      // A product and a sum: MKL's dot products of rows take ten times as long.
-      part(rows.weighted).copy_(below.mul_(exponentials).sum(1));
-    });
-  }
+void Statistics(const LogitTile& tile, const RowStatistics& rows) {
+  ForBlocks(tile, [&](int64_t row, int64_t count) {
+    const auto rows_of = [&](const at::Tensor& x) { return x.narrow(0, row, count); };
+    const at::Tensor max = rows_of(rows.max);
+    at::Tensor below = Below(tile, row, count, max, /*fill=*/true);
+    const LabelColumns label(tile, row, count);
+    rows_of(rows.label)
+        .copy_(below.gather(1, label.columns).squeeze(1).add_(max).mul_(label.inside));
+    const at::Tensor exponentials = below.exp();
+    rows_of(rows.sum).copy_(exponentials.sum(1));
+    // A product and a sum: MKL's dot products of rows take ten times as long.
+    rows_of(rows.weighted).copy_(below.mul_(exponentials).sum(1));
+  });
+}
 
-  void Gradient(const LogitTile& tile, const RowGradients& rows,
-                at::ScalarType type) const override {
-    const at::Tensor gradient = GradientOf(tile.logits, type);
-    ForBlocks(tile, [&](int64_t row, int64_t count) {
-      const auto column = [&](const at::Tensor& x) { return x.narrow(0, row, count).unsqueeze(1); };
-      at::Tensor below = Below(tile, row, count, rows.max.narrow(0, row, count), /*fill=*/false);
-      at::Tensor dz = below.exp();
-      dz.mul_(below.mul_(column(rows.slopes)).add_(column(rows.constants)));
-      const LabelColumns label(tile, row, count);
-      dz.scatter_add_(1, label.columns, column(rows.at_label) * label.inside.unsqueeze(1));
-      gradient.narrow(0, row, count).copy_(dz);
-    });
-  }
+void Gradient(const LogitTile& tile, const RowGradients& rows, at::ScalarType type) {
+  const at::Tensor gradient = GradientOf(tile.logits, type);
+  ForBlocks(tile, [&](int64_t row, int64_t count) {
+    const auto column = [&](const at::Tensor& x) { return x.narrow(0, row, count).unsqueeze(1); };
+    at::Tensor below = Below(tile, row, count, rows.max.narrow(0, row, count), /*fill=*/false);
+    at::Tensor dz = below.exp();
+    dz.mul_(below.mul_(column(rows.slopes)).add_(column(rows.constants)));
+    const LabelColumns label(tile, row, count);
+    dz.scatter_add_(1, label.columns, column(rows.at_label) * label.inside.unsqueeze(1));
+    gradient.narrow(0, row, count).copy_(dz);
+  });
+}
 
-  int64_t ScratchBytes(int64_t tile_bytes) const override {
-    return 2 * std::min(tile_bytes, kBlockBytes);
-  }
-};
-
+int64_t ScratchBytes(int64_t tile_bytes) { return 2 * std::min(tile_bytes, kBlockBytes); }
 }  // namespace
 
 at::Tensor GradientOf(const at::Tensor& logits, at::ScalarType type) {
@@ -85,9 +79,6 @@ at::Tensor GradientOf(const at::Tensor& logits, at::ScalarType type) {
   return logits.view(type).narrow(1, 0, logits.size(1));
 }
 
-const LogitKernels& AtenLogitKernels() {
-  static const Aten kernels;
-  return kernels;
-}
+const LogitKernels kAtenLogitKernels = {Statistics, Gradient, ScratchBytes};
 
 }  // namespace tandem::loss

@@ -17,46 +17,39 @@ cudaStream_t StreamOf(const LogitTile& tile) {
   return c10::cuda::getCurrentCUDAStream(tile.logits.device().index()).stream();
 }
 
-class Cuda final : public LogitKernels {
- public:
-  void Statistics(const LogitTile& tile, const RowStatistics& rows) const override {
-    Check(kernels::LogitStatisticsCuda({.logits = Data(tile.logits),
-                                        .scales = Data(tile.scales),
-                                        .labels = tile.labels.const_data_ptr<int64_t>(),
-                                        .first_label = tile.first_label,
-                                        .rows = tile.logits.size(0),
-                                        .width = tile.logits.size(1),
-                                        .max = rows.max.mutable_data_ptr<float>(),
-                                        .sum = rows.sum.mutable_data_ptr<float>(),
-                                        .weighted = rows.weighted.mutable_data_ptr<float>(),
-                                        .label = rows.label.mutable_data_ptr<float>()},
-                                       StreamOf(tile)));
-  }
-
-  void Gradient(const LogitTile& tile, const RowGradients& rows,
-                at::ScalarType type) const override {
-    Check(kernels::LogitGradientCuda({.logits = tile.logits.mutable_data_ptr<float>(),
+void Statistics(const LogitTile& tile, const RowStatistics& rows) {
+  Check(kernels::LogitStatisticsCuda({.logits = Data(tile.logits),
                                       .scales = Data(tile.scales),
                                       .labels = tile.labels.const_data_ptr<int64_t>(),
                                       .first_label = tile.first_label,
                                       .rows = tile.logits.size(0),
                                       .width = tile.logits.size(1),
-                                      .max = Data(rows.max),
-                                      .constants = Data(rows.constants),
-                                      .slopes = Data(rows.slopes),
-                                      .at_label = Data(rows.at_label),
-                                      .bfloat16 = type == at::kBFloat16},
+                                      .max = rows.max.mutable_data_ptr<float>(),
+                                      .sum = rows.sum.mutable_data_ptr<float>(),
+                                      .weighted = rows.weighted.mutable_data_ptr<float>(),
+                                      .label = rows.label.mutable_data_ptr<float>()},
                                      StreamOf(tile)));
-  }
+}
 
-  int64_t ScratchBytes(int64_t /*tile_bytes*/) const override { return 0; }
-};
+void Gradient(const LogitTile& tile, const RowGradients& rows, at::ScalarType type) {
+  Check(kernels::LogitGradientCuda({.logits = tile.logits.mutable_data_ptr<float>(),
+                                    .scales = Data(tile.scales),
+                                    .labels = tile.labels.const_data_ptr<int64_t>(),
+                                    .first_label = tile.first_label,
+                                    .rows = tile.logits.size(0),
+                                    .width = tile.logits.size(1),
+                                    .max = Data(rows.max),
+                                    .constants = Data(rows.constants),
+                                    .slopes = Data(rows.slopes),
+                                    .at_label = Data(rows.at_label),
+                                    .bfloat16 = type == at::kBFloat16},
+                                   StreamOf(tile)));
+}
+
+int64_t ScratchBytes(int64_t /*tile_bytes*/) { return 0; }
 
 }  // namespace
 
-const LogitKernels& CudaLogitKernels() {
-  static const Cuda kernels;
-  return kernels;
-}
+const LogitKernels kCudaLogitKernels = {Statistics, Gradient, ScratchBytes};
 
 }  // namespace tandem::loss

@@ -11,7 +11,7 @@
 namespace tandem::loss {
 namespace {
 
-// Far beyond the lengths that it stands for; no scale overflows.
+// Bounds far beyond the lengths of responses, within which no scale overflows.
 constexpr double kMinNormConstant = 1e-9;
 constexpr double kMaxNormConstant = 1e9;
 

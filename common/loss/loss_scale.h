@@ -21,8 +21,8 @@ enum class Aggregation {
   kSeqMeanTokenSumNorm  // mean over sequences of the sum over tokens / a constant (Dr.GRPO)
 };
 
-// What counts as a token in the denominators above. `kAllTokens` is what the reference
-// implementation of TRL does: junior tokens stay in the denominator.
+// How tokens count in the denominators of Aggregation. The reference implementation of Tandem
+// Reinforcement Learning uses kAllTokens: junior tokens stay in the denominator.
 enum class Normalizer {
   kAllTokens,      // every response token
   kNonzeroWeight,  // tokens with a weight > 0
@@ -32,24 +32,25 @@ enum class Normalizer {
 struct LossScaleOptions {
   Aggregation aggregation = Aggregation::kTokenMean;
   Normalizer normalizer = Normalizer::kNonzeroWeight;
-  double norm_constant = 0;  // the constant of kSeqMeanTokenSumNorm, > 0 when that is chosen
+  double norm_constant = 0;  // the constant of kSeqMeanTokenSumNorm, which needs one > 0
 
   bool operator==(const LossScaleOptions&) const = default;
 };
 
 struct LossScales {
   std::vector<double> scales;     // [N], w_t / Z_t: every term is multiplied by it
-  double total_weight = 0;        // sum of the weights; 0 means that there is nothing to learn
+  double total_weight = 0;        // sum of the weights; 0: no token is learnt from
   int64_t counted_sequences = 0;  // sequences with a counted token: the divisor of a SEQ_MEAN
 };
 
 // INVALID_ARGUMENT "norm_constant".
 absl::Status CheckLossScaleOptions(const LossScaleOptions& options);
 
-// `weights` [N]: the weight of every *response* token of the batch, sequence after sequence
-// (response mask times 1 or junior_token_loss_weight, finite and >= 0); `sequence_lengths` [S], sum
-// N. A sequence without a counted token is left out of a SEQ_MEAN. With nothing counted every scale
-// is 0. INVALID_ARGUMENT: "weights[i]", "sequence_lengths" or "norm_constant".
+// Computes the scales of a batch. `weights` [N] are the weights of all *response* tokens, sequence
+// after sequence: the response mask times 1 or junior_token_loss_weight, finite and >= 0. The
+// `sequence_lengths` [S] add up to N. A sequence without a counted token is left out of a SEQ_MEAN.
+// If no token counts, every scale is 0. INVALID_ARGUMENT "weights[i]", "sequence_lengths" or
+// "norm_constant".
 absl::StatusOr<LossScales> ComputeLossScales(const LossScaleOptions& options,
                                              absl::Span<const double> weights,
                                              absl::Span<const int64_t> sequence_lengths);

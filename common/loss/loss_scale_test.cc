@@ -15,7 +15,7 @@ std::vector<double> Scales(Aggregation aggregation, Normalizer normalizer, doubl
   return ComputeLossScales({aggregation, normalizer, norm}, kWeights, kLengths).value().scales;
 }
 
-TEST(LossScaleTest, TokenMeanDividesByWhatTheNormalizerCounts) {
+TEST(LossScaleTest, TokenMeanDividesByTheCountOfTheNormalizer) {
   EXPECT_EQ(Scales(Aggregation::kTokenMean, Normalizer::kAllTokens)[0], 1.0 / 5);
   EXPECT_EQ(Scales(Aggregation::kTokenMean, Normalizer::kNonzeroWeight)[0], 1.0 / 2);
   EXPECT_EQ(Scales(Aggregation::kTokenMean, Normalizer::kNonzeroWeight)[1], 0.5 / 2);
@@ -30,7 +30,7 @@ TEST(LossScaleTest, SequencesWithoutACountedTokenAreLeftOut) {
   EXPECT_EQ(Scales(Aggregation::kTokenSum, Normalizer::kAllTokens)[1], 0.5);
 }
 
-TEST(LossScaleTest, NothingCountedGivesZeroAndSaysSo) {
+TEST(LossScaleTest, WithoutCountedTokensEveryScaleIsZero) {
   const auto scales = ComputeLossScales({}, {0, 0}, {2}).value();
   EXPECT_EQ(scales.total_weight, 0);
   EXPECT_EQ(scales.scales, std::vector<double>({0, 0}));

@@ -1,5 +1,5 @@
-// Reports of a loss of which several evaluators have seen a part of the rows each, as on ranks that
-// share a batch.
+// Reduction of the reports of several evaluators, each of which has seen some rows of a batch, as
+// on data parallel ranks.
 #ifndef TANDEM_COMMON_LOSS_METRIC_REDUCTION_H_
 #define TANDEM_COMMON_LOSS_METRIC_REDUCTION_H_
 
@@ -12,16 +12,16 @@
 
 namespace tandem::loss {
 
-// Replaces every number by its sum, or its maximum, over all evaluators. They call it with spans of
-// the same lengths.
+// Replaces every number by its sum, or its maximum, over all evaluators, which call it with spans
+// of the same lengths.
 using MetricReduction =
     absl::FunctionRef<absl::Status(absl::Span<double> sums, absl::Span<double> maxima)>;
 
-// A sum behind a metric. Counts travel as double, which is exact below 2^53.
+// A sum from which a metric is computed. Counts are sent as double, which is exact below 2^53.
 using MetricSum = std::variant<double*, int64_t*>;
 
-// Calls `reduce` once with what the pointers show, and writes what it leaves there. When it fails,
-// nothing changes.
+// Calls `reduce` once with the numbers that the pointers point to, and writes its results there. If
+// it fails, nothing changes.
 absl::Status ReduceMetrics(MetricReduction reduce, absl::Span<const MetricSum> sums,
                            absl::Span<double* const> maxima);
 

@@ -1,4 +1,4 @@
-// What evaluators of parts of the rows report together is what one of all rows reports.
+// Several evaluators of some rows each report the same together as one evaluator of all rows.
 #include "common/loss/metric_reduction.h"
 
 #include <gtest/gtest.h>
@@ -19,11 +19,11 @@
 namespace tandem::loss {
 namespace {
 
-// Of five sequences, one of which has no row.
+// Rows of five sequences, one of which has none.
 const std::vector<int64_t> kSequenceRows = {3, 1, 0, 4, 2};
 constexpr size_t kRows = 10;
 
-// Numbers without pattern, in [-1, 1].
+// Irregular numbers in [-1, 1].
 double Number(size_t i, double salt) {
   return std::sin(12.9898 * static_cast<double>(i + 1) + 78.233 * salt);
 }
@@ -38,37 +38,38 @@ std::vector<double> Numbers(double salt, double scale = 1, double offset = 0) {
 template <typename Evaluator>
 using EvaluateRows = std::function<absl::Status(Evaluator&, size_t first, size_t count)>;
 
-// Sequence i goes to evaluator i mod `count`, the first of `parts`.
+// Gives sequence i to evaluators[i mod count].
 template <typename Evaluator>
-void Share(const EvaluateRows<Evaluator>& evaluate, size_t count, std::vector<Evaluator>& parts) {
+void Distribute(const EvaluateRows<Evaluator>& evaluate, size_t count,
+                std::vector<Evaluator>& evaluators) {
   size_t first = 0;
   for (size_t i = 0; i < kSequenceRows.size(); ++i) {
     const auto rows = static_cast<size_t>(kSequenceRows[i]);
-    ASSERT_TRUE(evaluate(parts[i % count], first, rows).ok());
+    ASSERT_TRUE(evaluate(evaluators[i % count], first, rows).ok());
     first += rows;
   }
 }
 
-// `metrics` of what has been shared by so many, of whom the last may have nothing to do.
+// Expects the same `metrics` for different numbers of evaluators, of which the last may be idle.
 template <typename Evaluator, typename MetricsOf>
 void ExpectPartsReportTheWhole(const Evaluator& fresh, const EvaluateRows<Evaluator>& evaluate,
                                const MetricsOf& metrics) {
   std::vector<Evaluator> whole = {fresh};
-  Share(evaluate, 1, whole);
+  Distribute(evaluate, 1, whole);
   for (const size_t count : {1, 2, 3}) {
     for (const size_t idle : {0, 1}) {
       SCOPED_TRACE(testing::Message() << count << " evaluators, " << idle << " more without rows");
-      std::vector<Evaluator> parts(count + idle, fresh);
-      Share(evaluate, count, parts);
-      // Reports on the way are of copies, and leave no trace.
-      std::vector<Evaluator> copies = parts;
+      std::vector<Evaluator> evaluators(count + idle, fresh);
+      Distribute(evaluate, count, evaluators);
+      // Reports in between are reductions of copies, and change nothing.
+      std::vector<Evaluator> copies = evaluators;
       ReduceByHand(copies);
-      Share(evaluate, count, parts);
-      ReduceByHand(parts);
+      Distribute(evaluate, count, evaluators);
+      ReduceByHand(evaluators);
       for (const Evaluator& copy : copies) ExpectSameMetrics(metrics(copy), metrics(whole[0]));
       std::vector<Evaluator> twice = whole;
-      Share(evaluate, 1, twice);
-      for (const Evaluator& part : parts) ExpectSameMetrics(metrics(part), metrics(twice[0]));
+      Distribute(evaluate, 1, twice);
+      for (const Evaluator& each : evaluators) ExpectSameMetrics(metrics(each), metrics(twice[0]));
     }
   }
 }

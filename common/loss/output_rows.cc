@@ -76,9 +76,9 @@ at::Tensor SelectRows(const at::Tensor& hidden, absl::Span<const int64_t> positi
   return all ? hidden : hidden.index_select(0, indices);
 }
 
-int64_t EqualParts(int64_t count, int64_t most) {
-  const int64_t parts = (count + most - 1) / most;
-  return (count + parts - 1) / parts;
+int64_t EqualChunkRows(int64_t count, int64_t max_rows) {
+  const int64_t chunks = (count + max_rows - 1) / max_rows;
+  return (count + chunks - 1) / chunks;
 }
 
 }  // namespace tandem::loss

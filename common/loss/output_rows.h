@@ -1,5 +1,5 @@
-// What the losses of an output layer do alike with what they are given: check it, bring it to the
-// device, cut it.
+// Functions on the inputs of an output layer's loss: checks, copies to the device, division into
+// chunks.
 #ifndef TANDEM_COMMON_LOSS_OUTPUT_ROWS_H_
 #define TANDEM_COMMON_LOSS_OUTPUT_ROWS_H_
 
@@ -14,32 +14,32 @@
 
 namespace tandem::loss {
 
-// The weight of an output layer: contiguous [V, H], INVALID_ARGUMENT if it is not; float32, float64
-// or bfloat16, UNIMPLEMENTED for other types.
+// Checks the weight of an output layer. INVALID_ARGUMENT unless it is contiguous [V, H];
+// UNIMPLEMENTED unless it is float32, float64 or bfloat16.
 absl::Status CheckOutputWeight(absl::string_view name, const at::Tensor& weight);
 
-// The following return INVALID_ARGUMENT.
+// The following three return INVALID_ARGUMENT.
 
-// Hidden states [T, H] of the layer, in its type, or bfloat16 where that is float32.
+// Checks hidden states: [T, H], in the type of the weight, or bfloat16 if that is float32.
 absl::Status CheckHidden(absl::string_view name, const at::Tensor& hidden,
                          const at::Tensor& weight);
-// Indices in [0, end); `outside` says what others are outside of.
+// Checks that the indices are in [0, end). The error says that an index is outside `outside`.
 absl::Status CheckIndices(absl::string_view name, absl::Span<const int64_t> indices, int64_t end,
                           absl::string_view outside);
-// None, or one for each of `rows`, positive.
+// Checks that there are no temperatures, or one for each of `rows`, all positive.
 absl::Status CheckTemperatures(absl::Span<const double> temperatures, size_t rows);
 
-// Copies of host numbers, without a wait for the device.
+// Copies numbers of the host to the device, without a wait for it.
 at::Tensor ToDevice(const std::vector<double>& numbers, const at::TensorOptions& like);
 at::Tensor ToDevice(const std::vector<int64_t>& numbers, at::Device device);
 
-// Rows `positions` of `hidden` [T, H] -> [N, H]; `hidden` itself if they are all, in order.
-// `indices` are the positions on its device.
+// Returns the rows `positions` of `hidden` [T, H] as [N, H]; `hidden` itself if the positions are
+// 0 to T - 1. `indices` are the positions on its device.
 at::Tensor SelectRows(const at::Tensor& hidden, absl::Span<const int64_t> positions,
                       const at::Tensor& indices);
 
-// The size of equal parts of `count` things, at most `most` in each.
-int64_t EqualParts(int64_t count, int64_t most);
+// Rows of each chunk when `count` rows are divided into equal chunks of at most `max_rows`.
+int64_t EqualChunkRows(int64_t count, int64_t max_rows);
 
 }  // namespace tandem::loss
 

@@ -23,13 +23,14 @@ struct LogRatio {
 
 struct Ratio {
   double plain;
-  double cut;  // into the clip range
+  double clipped;
 };
 
 Ratio RatioOf(const PolicyLossOptions& options, const LogRatio& log_ratio) {
   const double ratio = std::exp(log_ratio.value);
-  return {.plain = ratio,
-          .cut = std::clamp(ratio, 1.0 - options.clip_ratio_low, 1.0 + options.clip_ratio_high)};
+  return {
+      .plain = ratio,
+      .clipped = std::clamp(ratio, 1.0 - options.clip_ratio_low, 1.0 + options.clip_ratio_high)};
 }
 
 struct LossTerm {
@@ -39,11 +40,11 @@ struct LossTerm {
 };
 
 LossTerm PpoClip(const PolicyLossOptions& options, const LogRatio& log_ratio, double advantage) {
-  const auto [ratio, cut] = RatioOf(options, log_ratio);
+  const auto [ratio, clipped_ratio] = RatioOf(options, log_ratio);
   const double plain = -advantage * ratio;
   LossTerm term;
-  term.clipped = -advantage * cut > plain;
-  term.value = term.clipped ? -advantage * cut : plain;
+  term.clipped = -advantage * clipped_ratio > plain;
+  term.value = term.clipped ? -advantage * clipped_ratio : plain;
   term.gradient = term.clipped || !log_ratio.open ? 0.0 : plain;
   if (options.dual_clip > 0 && advantage < 0 && -advantage * options.dual_clip < term.value) {
     term.value = -advantage * options.dual_clip;
@@ -55,18 +56,19 @@ LossTerm PpoClip(const PolicyLossOptions& options, const LogRatio& log_ratio, do
 
 LossTerm Cispo(const PolicyLossOptions& options, const LogRatio& log_ratio, double advantage,
                double logprob) {
-  const auto [ratio, cut] = RatioOf(options, log_ratio);
-  return {
-      .value = -cut * advantage * logprob, .gradient = -cut * advantage, .clipped = cut != ratio};
+  const auto [ratio, clipped_ratio] = RatioOf(options, log_ratio);
+  return {.value = -clipped_ratio * advantage * logprob,
+          .gradient = -clipped_ratio * advantage,
+          .clipped = clipped_ratio != ratio};
 }
 
-// Of an old log-probability.
+// Returns the log of the importance weight for an old log-probability.
 double LogWeight(const PolicyTokens& tokens, size_t row, double old) {
   const double keep = tokens.log_keep_mass.empty() ? 0.0 : tokens.log_keep_mass[row];
   return old - (tokens.behaviour[row] - keep);
 }
 
-// Or no estimator, where none is needed.
+// Whether k3_cap applies to the estimator; true for kNone, with which it does nothing.
 bool IsK3(KlEstimator estimator) {
   return estimator == KlEstimator::kK3 || estimator == KlEstimator::kK3GradientK2 ||
          estimator == KlEstimator::kNone;
@@ -203,7 +205,7 @@ double PolicyLossEvaluator::OldLogprob(size_t row, double logprob) const {
   return tokens_->old_logprobs.empty() ? logprob : tokens_->old_logprobs[row];
 }
 
-// Of the policy term; a constant for the gradient.
+// The importance weight of the policy term is a constant for the gradient.
 double PolicyLossEvaluator::ImportanceWeight(size_t row, double logprob) const {
   if (options_.importance_sampling_cap == 0) return 1;
   if (!tokens_->importance_weights.empty()) return tokens_->importance_weights[row];
@@ -236,8 +238,8 @@ void PolicyLossEvaluator::WeighSequence(size_t begin, absl::Span<const double> l
               BoundedImportanceWeight(options_, log_weight));
 }
 
-// The loss depends on the log-probs of a sequence by its ratio alone, of whose logarithm each is
-// the n-th part.
+// The loss depends on the log-probs of a sequence only through the sequence's ratio, whose
+// logarithm is their mean.
 void PolicyLossEvaluator::SetGspoTerms(size_t begin, absl::Span<const double> logprobs) {
   const auto count = static_cast<double>(logprobs.size());
   double sum = 0;

@@ -1,9 +1,9 @@
-// The policy loss of every token, and what it contributes to the gradient and to the reports.
+// The policy loss: its coefficients per token, from which gradients follow, and its report.
 //
-// Everything that the losses need from the [N, V] logits is the log-probability and the entropy of
-// each row. So a loss is described by two numbers per token,
+// The losses read the [N, V] logits only through the log-probability and the entropy of each row.
+// So a loss is described by two numbers per token,
 //   c_t = d loss / d logp_t   and   e_t = d loss / d entropy_t,
-// and common/loss/fused_output_loss.h turns them into the gradient of the logits, chunk by chunk.
+// which common/loss/linear_cross_entropy.h turns into the gradient of the logits, chunk by chunk.
 // Semantics: PPO (arXiv 1707.06347), asymmetric clip (DAPO, 2503.14476), dual clip (1912.09729),
 // GSPO (2507.18071), CISPO (MiniMax-M1, 2506.13585), KL estimators k1-k3 (Schulman, "Approximating
 // KL divergence"), truncated importance sampling (Yao et al. 2025) and its masked and
@@ -22,11 +22,11 @@
 
 namespace tandem::loss {
 
-// A log-ratio beyond this is clamped, and its gradient is zero.
+// A log-ratio with a larger magnitude is clamped to this, and its gradient is zero.
 inline constexpr double kMaxLogRatio = 20.0;
 
-// Of a token with ratio r_t = exp(logp_t - logp_old_t) and advantage A_t; clip(r) is r cut to
-// [1 - eps_low, 1 + eps_high].
+// The policy term of a token with ratio r_t = exp(logp_t - logp_old_t) and advantage A_t, where
+// clip(r) is r clamped to [1 - eps_low, 1 + eps_high].
 enum class PolicyLossKind {
   kPpoClip,  // -min(r_t A_t, clip(r_t) A_t)
   kGspo,     // -min(s A_t, clip(s) A_t), s = exp(mean of log r over the sequence's rows)
@@ -42,34 +42,36 @@ enum class KlEstimator {
   kK3GradientK2,  // the value of k3 with the gradient of k2
 };
 
-// Whose importance weight is bounded: a token's, or the product over its sequence's rows.
+// Whether the importance weight of a token is bounded, or the product over its sequence's rows.
 enum class ImportanceSamplingLevel { kToken, kSequence };
 
-// What becomes of one outside the bounds: it is set to the bound, or to 0.
+// Whether an importance weight outside the bounds is set to the bound, or to 0.
 enum class ImportanceSamplingMode { kTruncate, kMask };
 
-// The estimate of a token, with the clamp of the log-ratio, without coefficient; k3 at most
-// `k3_cap` (0: no cut). 0 for kNone.
+// Returns the KL estimate of a token without its coefficient. The log-ratio is clamped, and k3 is
+// at most `k3_cap` (0: no cap). Returns 0 for kNone.
 double KlEstimate(KlEstimator estimator, double k3_cap, double logprob, double reference);
 
 struct PolicyLossOptions {
   PolicyLossKind kind = PolicyLossKind::kPpoClip;
   double clip_ratio_low = 0.2;
   double clip_ratio_high = 0.2;
-  // 0 is off, else > 1: the loss of a token with A < 0 is at most -A * this. Not of CISPO.
+  // Bounds the loss of a token with A < 0 by -A * dual_clip. 0 is off, else it is > 1. Not for
+  // CISPO.
   double dual_clip = 0;
   KlEstimator kl_estimator = KlEstimator::kNone;
   double kl_coefficient = 0;  // beta
-  // Most that k3 of a token may be, 0 is off; beyond it kK3 has no gradient. Of kK3 and
-  // kK3GradientK2 only.
+  // Maximum of k3 of a token, 0 is off; beyond it kK3 has no gradient. Only for kK3 and
+  // kK3GradientK2.
   double k3_cap = 0;
-  // The KL of a token is multiplied by its ratio r_t, with the gradient of both (DeepSeek-V3.2,
-  // arXiv 2512.02556). Not of GSPO.
+  // Whether the KL of a token is multiplied by its ratio r_t, with the gradient of both
+  // (DeepSeek-V3.2, arXiv 2512.02556). Not for GSPO.
   bool kl_importance_correction = false;
   double entropy_coefficient = 0;  // subtracted: loss -= this * entropy
-  // The policy term is multiplied by the importance weight exp(logp_old - log q), a constant for
-  // the gradient, bounded to [floor, cap]; log q = behaviour - log_keep_mass is what the writer
-  // drew from after its cut. A cap of 0 is off.
+  // Bounds [floor, cap] of the importance weight exp(logp_old - log q), which multiplies the policy
+  // term and is a constant for the gradient. log q = behaviour - log_keep_mass is the
+  // log-probability with which the writer drew the token, after top-k, top-p and min-p. A cap of 0
+  // is off.
   double importance_sampling_cap = 0;
   double importance_sampling_floor = 0;
   ImportanceSamplingLevel importance_sampling_level = ImportanceSamplingLevel::kToken;
@@ -78,37 +80,40 @@ struct PolicyLossOptions {
   bool operator==(const PolicyLossOptions&) const = default;
 };
 
-// Of coefficients and caps: far above any use, and no term overflows. A cap of that size is off.
+// Maximum of coefficients and caps: far above any use, so that no term overflows.
 inline constexpr double kMaxCoefficient = 1e9;
 
 // INVALID_ARGUMENT with the field.
 absl::Status CheckPolicyLossOptions(const PolicyLossOptions& options);
 
-// The rows of the loss: all parallel, [N]. `reference` may be empty if the KL is off. `behaviour`
-// is what the writer recorded (senior's or junior's own log-prob); empty if unknown. Empty
-// `old_logprobs` are the log-probs being evaluated: the ratio is 1.
+// The rows of the loss, in parallel vectors [N]. `reference` may be empty if the KL is off.
+// `behaviour` is the log-prob that the writer recorded (the senior's or the junior's own); empty if
+// unknown. If `old_logprobs` is empty, the log-probs being evaluated take its place: the ratio
+// is 1.
 struct PolicyTokens {
   std::vector<double> old_logprobs;  // logp_old of the ratio
   std::vector<double> advantages;
   std::vector<double> scales;  // w_t / Z_t (loss_scale.h)
   std::vector<double> reference = {};
   std::vector<double> behaviour = {};
-  std::vector<double> log_keep_mass = {};  // empty: nothing was cut
+  std::vector<double> log_keep_mass = {};  // empty: 0 everywhere
   std::vector<uint8_t> authorship = {};    // 1 senior, 0 junior
-  // Rows of each sequence, in order, sum N; for what needs_sequences().
+  // Number of rows of each sequence, in order, with sum N. Only a loss that needs_sequences() reads
+  // it.
   std::vector<int64_t> sequence_rows = {};
-  // Of the policy terms; empty: what options, old_logprobs and behaviour say.
+  // Importance weights of the policy terms; empty: they follow from options, old_logprobs and
+  // behaviour.
   std::vector<double> importance_weights = {};
 };
 
-// log of the importance weight old / q of a row, which has an old log-probability.
+// Returns the log of the importance weight old / q of a row, which has an old log-probability.
 double LogImportanceWeight(const PolicyTokens& tokens, size_t row);
-// The weight within its bounds, or what is put in its place.
+// Returns the weight within its bounds; a weight outside is truncated or masked.
 double BoundedImportanceWeight(const PolicyLossOptions& options, double log_weight);
 
-// How far the trainer's log-probs are from those recorded by the writer.
-// With d = trainer - behaviour: k1 = mean(-d), k3 = mean(exp(d) - d - 1), and the effective sample
-// size (sum e^d)^2 / (n sum e^2d), a share of n (1 = no mismatch).
+// The distance between the trainer's log-probs and those that the writer recorded. With
+// d = trainer - behaviour: k1 = mean(-d), k3 = mean(exp(d) - d - 1), and the effective sample size
+// as a fraction of n, (sum e^d)^2 / (n sum e^2d), which is 1 without mismatch.
 struct Mismatch {
   int64_t count = 0;
   double k1 = 0;
@@ -117,8 +122,8 @@ struct Mismatch {
   double effective_sample_size = 1;
 };
 
-// Reports of the rows seen so far. Those marked "in the sum" are as they enter the loss, with scale
-// and coefficient; the others are plain means over the rows (tokens with w > 0).
+// Report of the rows seen so far. Numbers marked "in the sum" are terms of the loss, with scale and
+// coefficient; the others are plain means over the rows (tokens with w > 0).
 struct PolicyMetrics {
   double loss_total = 0;    // in the sum
   double loss_policy = 0;   // in the sum
@@ -135,31 +140,32 @@ struct PolicyMetrics {
   Mismatch junior_mismatch;    // rows that the junior wrote; none when they weigh 0
 };
 
-// Sums over the rows of a batch, in the order in which they come.
+// Evaluates rows, and sums over them in the order of the calls.
 class PolicyLossEvaluator {
  public:
-  // `tokens` must outlive the evaluator. INVALID_ARGUMENT on lengths that differ or missing inputs.
+  // `tokens` must outlive the evaluator. INVALID_ARGUMENT for lengths that differ or missing
+  // inputs.
   static absl::StatusOr<PolicyLossEvaluator> Create(const PolicyLossOptions& options,
                                                     const PolicyTokens& tokens);
 
-  // Whether a row's coefficients depend on the log-probs of its whole sequence (GSPO, importance
-  // weights of sequences): Evaluate then takes whole sequences alone.
+  // Whether the coefficients of a row depend on the log-probs of its whole sequence (GSPO,
+  // importance weights of sequences). Evaluate then takes only whole sequences.
   bool needs_sequences() const {
     return options_.kind == PolicyLossKind::kGspo || weighs_sequences();
   }
 
-  // Coefficients of the rows [first_row, first_row + n): n is the size of every span. Adds the
-  // rows' reports. NotFiniteError for a log-prob, an entropy or a coefficient; INTERNAL for a part
-  // of a sequence where needs_sequences().
+  // Fills the coefficients of the rows [first_row, first_row + n), where n is the size of every
+  // span, and adds the rows to the report. NotFiniteError for a log-prob, an entropy or a
+  // coefficient; INTERNAL for an incomplete sequence where needs_sequences().
   absl::Status Evaluate(int64_t first_row, absl::Span<const double> logprobs,
                         absl::Span<const double> entropies, absl::Span<double> logprob_coefficients,
                         absl::Span<double> entropy_coefficients);
 
   PolicyMetrics Metrics() const;
 
-  // Adds up what the evaluators of other rows of the same tokens have seen: Metrics() is then that
-  // of one evaluator of all their rows. Of a copy, when more rows are to come. Errors are
-  // `reduce`'s.
+  // Adds the sums of the evaluators of other rows of the same tokens: Metrics() is then that of one
+  // evaluator of all rows. Call it on a copy if more rows will follow. Returns the error of
+  // `reduce`.
   absl::Status Reduce(MetricReduction reduce);
 
  private:
@@ -172,7 +178,7 @@ class PolicyLossEvaluator {
 
   // The policy term of a row.
   struct Term {
-    double log_ratio = 0;  // of the ratio that is clipped
+    double log_ratio = 0;  // log of the ratio that is clipped
     double value = 0;
     double gradient = 0;  // d loss / d logp of the row, with the scale
     bool clipped = false;
@@ -188,15 +194,15 @@ class PolicyLossEvaluator {
   double OldLogprob(size_t row, double logprob) const;
   double ImportanceWeight(size_t row, double logprob) const;
   Term PolicyTerm(size_t row, double logprob) const;
-  // What the rows [first_row, first_row + n) depend on of their sequences.
+  // Computes the numbers of whole sequences that the rows [first_row, first_row + n) depend on.
   absl::Status SetSequences(int64_t first_row, absl::Span<const double> logprobs);
-  // Of one sequence, whose rows begin at `begin`.
+  // These two take one sequence, whose rows begin at `begin`.
   void WeighSequence(size_t begin, absl::Span<const double> logprobs);
   void SetGspoTerms(size_t begin, absl::Span<const double> logprobs);
 
   PolicyLossOptions options_;
   const PolicyTokens* tokens_;
-  // For what needs sequences: [S + 1], and [N].
+  // Only if needs_sequences(): [S + 1], and [N].
   std::vector<int64_t> sequence_begins_;
   std::vector<double> sequence_weights_;  // importance weights of sequences
   std::vector<Term> sequence_terms_;      // GSPO's

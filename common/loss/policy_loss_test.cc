@@ -44,12 +44,12 @@ TEST(PolicyLossTest, RatioOneGivesMinusAdvantage) {
 
 TEST(PolicyLossTest, ClipIsOneSided) {
   const PolicyLossOptions options = {.clip_ratio_low = 0.1, .clip_ratio_high = 0.3};
-  // Ratio 1.5: a positive advantage is cut at 1.3, a negative one is not cut.
+  // Ratio 1.5: it is clipped to 1.3 for a positive advantage, and not for a negative one.
   const double up = std::log(1.5);
   EXPECT_EQ(Evaluate(options, up, 1).c, 0);
   EXPECT_DOUBLE_EQ(Evaluate(options, up, 1).metrics.loss_policy, -1.3);
   EXPECT_DOUBLE_EQ(Evaluate(options, up, -1).c, 1.5);
-  // Ratio 0.5: the other way round, cut at 0.9.
+  // Ratio 0.5: it is clipped to 0.9 for a negative advantage, and not for a positive one.
   const double down = std::log(0.5);
   EXPECT_DOUBLE_EQ(Evaluate(options, down, 1).c, -0.5);
   EXPECT_EQ(Evaluate(options, down, -1).c, 0);
@@ -85,17 +85,17 @@ TEST(PolicyLossTest, KlGradientsMatchDifferences) {
   EXPECT_DOUBLE_EQ(Evaluate(mixed, 0.3, 0, -0.4).c, 0.7);
 }
 
-TEST(PolicyLossTest, K3IsCutAndHasNoGradientBeyond) {
+TEST(PolicyLossTest, K3IsCappedAndHasNoGradientBeyondTheCap) {
   PolicyLossOptions options = {
       .kl_estimator = KlEstimator::kK3, .kl_coefficient = 0.5, .k3_cap = 10};
-  // exp(x) - x - 1 = 10 at x = ref - logp = 2.6 or so.
+  // exp(x) - x - 1 = 10 at x = ref - logp of about 2.6.
   const Row below = Evaluate(options, 0, 0, /*reference=*/2.5);
   EXPECT_DOUBLE_EQ(below.metrics.loss_kl, 0.5 * (std::exp(2.5) - 3.5));
   EXPECT_DOUBLE_EQ(below.c, 0.5 * (1 - std::exp(2.5)));
   const Row beyond = Evaluate(options, 0, 0, /*reference=*/2.7);
   EXPECT_DOUBLE_EQ(beyond.metrics.loss_kl, 5);
   EXPECT_EQ(beyond.c, 0);
-  // As with verl's "k3+": the value is cut, the gradient is that of k2.
+  // Like verl's "k3+": the value is capped, the gradient is that of k2.
   options.kl_estimator = KlEstimator::kK3GradientK2;
   EXPECT_DOUBLE_EQ(Evaluate(options, 0, 0, 2.7).metrics.loss_kl, 5);
   EXPECT_DOUBLE_EQ(Evaluate(options, 0, 0, 2.7).c, 0.5 * -2.7);
@@ -131,7 +131,7 @@ TEST(PolicyLossTest, ImportanceWeightIsTruncatedAndConstant) {
   EXPECT_DOUBLE_EQ(Evaluate(options, 0, 1, 0, /*behaviour=*/-5).c, -2);
 }
 
-TEST(PolicyLossTest, ImportanceWeightIsOverWhatWasReallySampledFrom) {
+TEST(PolicyLossTest, ImportanceWeightDividesByTheSamplingProbability) {
   // Top-k kept 4/5 of the mass: a token of probability 1 / 1.5 was drawn with 1 / 1.2.
   const PolicyLossOptions options = {.importance_sampling_cap = 2};
   EXPECT_DOUBLE_EQ(Evaluate(options, 0, 1, 0, -std::log(1.5), std::log(0.8)).c, -1.2);
@@ -182,7 +182,7 @@ TEST(PolicyLossTest, CispoCutsTheWeightAndKeepsTheGradient) {
   }
 }
 
-// Three sequences of 3, 0 and 2 rows; what a token counts for differs.
+// Three sequences of 3, 0 and 2 rows, with tokens of different scales.
 struct Sequences {
   PolicyTokens tokens = {.old_logprobs = {-1.0, -0.5, -2.0, -0.3, -0.7},
                          .advantages = {1.5, 1.5, 1.5, -0.5, -0.5},
@@ -198,17 +198,17 @@ struct Sequences {
     std::vector<double> c;
     PolicyMetrics metrics;
   };
-  // Evaluated in runs that end at `cuts`.
+  // Evaluates in runs of rows that end at `cuts`.
   Result Run(const PolicyLossOptions& options, const std::vector<size_t>& cuts = {5}) const {
     PolicyLossEvaluator evaluator = PolicyLossEvaluator::Create(options, tokens).value();
     Result result{std::vector<double>(5), {}};
     std::vector<double> entropies(5, 0.5), e(5);
     size_t begin = 0;
     for (const size_t end : cuts) {
-      const auto part = [&](auto& all) { return absl::MakeSpan(all).subspan(begin, end - begin); };
+      const auto run = [&](auto& all) { return absl::MakeSpan(all).subspan(begin, end - begin); };
       const auto first = static_cast<int64_t>(begin);
       const auto known = absl::MakeConstSpan(logprobs).subspan(begin, end - begin);
-      EXPECT_TRUE(evaluator.Evaluate(first, known, part(entropies), part(result.c), part(e)).ok());
+      EXPECT_TRUE(evaluator.Evaluate(first, known, run(entropies), run(result.c), run(e)).ok());
       begin = end;
     }
     result.metrics = evaluator.Metrics();
@@ -275,7 +275,7 @@ TEST(PolicyLossTest, GspoWithoutOldLogprobsHasRatioOne) {
   EXPECT_NEAR(result.c[0], -1.5 * 0.6 / 3, 1e-15);
 }
 
-TEST(PolicyLossTest, GspoWantsWholeSequences) {
+TEST(PolicyLossTest, GspoRefusesIncompleteSequences) {
   Sequences sequences;
   const PolicyLossOptions options = {.kind = PolicyLossKind::kGspo};
   PolicyLossEvaluator evaluator = PolicyLossEvaluator::Create(options, sequences.tokens).value();
@@ -348,8 +348,8 @@ TEST(PolicyLossTest, AMaskedTokenKeepsItsKlAndEntropy) {
   EXPECT_EQ(Evaluate(options, 0, 1, -0.2, -0.5).metrics.masked_fraction, 0);
 }
 
-// The old log-probs are then those of the observation.
-TEST(PolicyLossTest, SequenceWeightsWithoutOldLogprobsAreOfTheLogprobsThemselves) {
+// Without old log-probs the evaluated log-probs take their place.
+TEST(PolicyLossTest, SequenceWeightsWithoutOldLogprobsUseTheEvaluatedLogprobs) {
   Sequences sequences;
   sequences.tokens.old_logprobs.clear();
   const Sequences::Result result =

@@ -13,8 +13,8 @@
 namespace tandem::loss {
 namespace {
 
-// One number for all rows of a sequence.
-double OfSequence(RejectionLevel level, absl::Span<const double> rows) {
+// Returns the statistic of a sequence.
+double SequenceStatistic(RejectionLevel level, absl::Span<const double> rows) {
   if (level == RejectionLevel::kSequenceMax) return *std::max_element(rows.begin(), rows.end());
   const double sum = std::accumulate(rows.begin(), rows.end(), 0.0);
   return level == RejectionLevel::kSequenceSum ? sum : sum / static_cast<double>(rows.size());
@@ -56,7 +56,7 @@ std::vector<uint8_t> KeptRows(const RejectionOptions& options, const PolicyToken
         absl::MakeConstSpan(statistics).subspan(kept.size(), static_cast<size_t>(count));
     if (rows.empty()) continue;
     const bool by_token = options.level == RejectionLevel::kToken;
-    const double whole = by_token ? 0 : OfSequence(options.level, rows);
+    const double whole = by_token ? 0 : SequenceStatistic(options.level, rows);
     for (const double own : rows) kept.push_back(IsKept(options, by_token ? own : whole));
   }
   return kept;

@@ -1,5 +1,5 @@
-// What a rollout whose probabilities are not the trainer's needs beyond an importance weight of its
-// own for each token: leaving tokens out, and weights with the mean 1. Kinds and names are verl's
+// Corrections for a rollout whose probabilities differ from the trainer's, beyond an importance
+// weight per token: rejection of tokens, and weights with the mean 1. Kinds and names are verl's
 // (richardli.xyz/rl-collapse).
 #ifndef TANDEM_COMMON_LOSS_ROLLOUT_CORRECTION_H_
 #define TANDEM_COMMON_LOSS_ROLLOUT_CORRECTION_H_
@@ -12,7 +12,7 @@
 
 namespace tandem::loss {
 
-// Whose statistic is looked at: of a token, or of its sequence's rows.
+// Whether a token is rejected by its own statistic, or by one of its sequence's rows.
 enum class RejectionLevel { kToken, kSequenceSum, kSequenceMean, kSequenceMax };
 
 // With x = logp_old - log q of a row (q as in PolicyLossOptions), clamped to +-kMaxLogRatio, the
@@ -20,7 +20,8 @@ enum class RejectionLevel { kToken, kSequenceSum, kSequenceMean, kSequenceMax };
 struct RejectionOptions {
   RejectionLevel level = RejectionLevel::kToken;
   KlEstimator estimator = KlEstimator::kK1;  // k1, k2 or k3
-  // Rows are kept up to this, of k1: while exp(k1) lies in [lower, upper]. An upper of 0 is off.
+  // Rows with a k2 or k3 of at most `upper` are kept; of k1, those with exp(k1) in [lower, upper].
+  // An upper of 0 is off.
   double upper = 0;
   double lower = 0;
 
@@ -30,11 +31,12 @@ struct RejectionOptions {
 // INVALID_ARGUMENT "rejection_...".
 absl::Status CheckRejectionOptions(const RejectionOptions& options);
 
-// 1 for rows that are kept, [N]. Needs old_logprobs, behaviour and sequence_rows.
+// Returns 1 for rows that are kept, else 0, [N]. Needs old_logprobs, behaviour and sequence_rows.
 std::vector<uint8_t> KeptRows(const RejectionOptions& options, const PolicyTokens& tokens);
 
-// The bounded importance weights of the rows, [N]; `normalize` divides them by their mean, of rows
-// or of the sequences that have rows (by importance_sampling_level). Needs the same.
+// Returns the bounded importance weights of the rows, [N]. `normalize` divides them by their mean
+// over rows, or over sequences that have rows, as importance_sampling_level says. Needs the same
+// vectors as KeptRows.
 std::vector<double> ImportanceWeights(const PolicyLossOptions& options, const PolicyTokens& tokens,
                                       bool normalize);
 

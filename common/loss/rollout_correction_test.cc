@@ -11,7 +11,7 @@ namespace {
 
 using Kept = std::vector<uint8_t>;
 
-// Two sequences with three and two rows, one between them with none. d = old - (behaviour - keep).
+// Two sequences of three and two rows, and an empty one between them. d = old - (behaviour - keep).
 PolicyTokens Tokens() {
   const std::vector<double> d = {0.1, -0.5, 1.2, 0.3, -0.2};
   PolicyTokens tokens;
@@ -50,14 +50,14 @@ TEST(RolloutCorrectionTest, SequencesAreKeptAsAWhole) {
   // Means: -0.267 and -0.05.
   EXPECT_EQ(kept(RejectionLevel::kSequenceMean, KlEstimator::kK1, 2, 0.8), second);
   EXPECT_EQ(kept(RejectionLevel::kSequenceMean, KlEstimator::kK1, 2, 0.7), (Kept{1, 1, 1, 1, 1}));
-  // Of k2: sums 0.85 and 0.065, means 0.283 and 0.0325, largest 0.72 and 0.045.
+  // k2: sums 0.85 and 0.065, means 0.283 and 0.0325, largest 0.72 and 0.045.
   EXPECT_EQ(kept(RejectionLevel::kSequenceSum, KlEstimator::kK2, 0.84), second);
   EXPECT_EQ(kept(RejectionLevel::kSequenceMean, KlEstimator::kK2, 0.28), second);
   EXPECT_EQ(kept(RejectionLevel::kSequenceMax, KlEstimator::kK2, 0.71), second);
   EXPECT_EQ(kept(RejectionLevel::kSequenceMax, KlEstimator::kK2, 0.73), (Kept{1, 1, 1, 1, 1}));
 }
 
-TEST(RolloutCorrectionTest, WhatCannotBeIsRefusedByName) {
+TEST(RolloutCorrectionTest, InvalidOptionsAreRefusedByName) {
   const auto path = [](const RejectionOptions& options) {
     return FieldPath(CheckRejectionOptions(options)).value_or("");
   };
@@ -72,7 +72,7 @@ TEST(RolloutCorrectionTest, WhatCannotBeIsRefusedByName) {
   EXPECT_EQ(path({.level = RejectionLevel::kSequenceMax, .upper = 1}), "rejection_estimator");
 }
 
-TEST(RolloutCorrectionTest, WeightsMayHaveTheMeanOneOfTokensOrOfSequences) {
+TEST(RolloutCorrectionTest, WeightsCanBeNormalizedOverTokensOrSequences) {
   const PolicyTokens tokens = Tokens();
   PolicyLossOptions options{.importance_sampling_cap = 2};
   const auto expect = [&](bool normalize, double mean, const std::vector<double>& expected) {

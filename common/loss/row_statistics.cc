@@ -4,22 +4,22 @@
 
 namespace tandem::loss {
 
-RowStatistics EmptyRowStatistics(int64_t parts, int64_t rows, const at::TensorOptions& options) {
-  const at::Tensor all = at::empty({4, parts, rows}, options);
+RowStatistics EmptyRowStatistics(int64_t tiles, int64_t rows, const at::TensorOptions& options) {
+  const at::Tensor all = at::empty({4, tiles, rows}, options);
   return {.max = all[0], .sum = all[1], .weighted = all[2], .label = all[3]};
 }
 
-RowStatistics PartOf(const RowStatistics& parts, int64_t index, int64_t begin, int64_t count) {
-  const auto rows = [&](const at::Tensor& x) { return x[index].narrow(0, begin, count); };
-  return {.max = rows(parts.max),
-          .sum = rows(parts.sum),
-          .weighted = rows(parts.weighted),
-          .label = rows(parts.label)};
+RowStatistics RowsOf(const RowStatistics& tiles, int64_t tile, int64_t begin, int64_t count) {
+  const auto rows = [&](const at::Tensor& x) { return x[tile].narrow(0, begin, count); };
+  return {.max = rows(tiles.max),
+          .sum = rows(tiles.sum),
+          .weighted = rows(tiles.weighted),
+          .label = rows(tiles.label)};
 }
 
 namespace {
 
-// The sums as they are with a maximum that is not below the rows' own.
+// The two sums relative to another maximum, which is at least the rows' own.
 struct RescaledSums {
   at::Tensor sum, weighted;
 };
@@ -32,13 +32,13 @@ RescaledSums Rescaled(const RowStatistics& rows, const at::Tensor& max) {
 
 }  // namespace
 
-RowStatistics MergeParts(const RowStatistics& parts) {
-  const at::Tensor max = parts.max.to(at::kDouble).amax(0);
-  const RescaledSums sums = Rescaled(parts, max);
+RowStatistics MergeTiles(const RowStatistics& tiles) {
+  const at::Tensor max = tiles.max.to(at::kDouble).amax(0);
+  const RescaledSums sums = Rescaled(tiles, max);
   return {.max = max,
           .sum = sums.sum.sum(0),
           .weighted = sums.weighted.sum(0),
-          .label = parts.label.to(at::kDouble).sum(0)};
+          .label = tiles.label.to(at::kDouble).sum(0)};
 }
 
 RowStatistics MergeRanks(const RowStatistics& rows, ops::TensorParallelGroup& group) {

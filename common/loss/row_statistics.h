@@ -1,8 +1,8 @@
-// What a token-level loss needs of rows of logits z, so that the logits need not be kept.
+// Statistics of rows of logits z that a token-level loss needs, so that the logits need not be
+// kept.
 //
-// A part of the vocabulary is a tile of columns, or the shard that a rank holds. Parts are merged:
-// with m = max_j z_j, the online softmax (https://arxiv.org/abs/1805.02867) extended by the
-// weighted sum, from which the entropy follows.
+// The statistics of tiles of columns, and of the shards of ranks, are merged by the online softmax
+// (https://arxiv.org/abs/1805.02867), extended by the weighted sum, from which the entropy follows.
 #ifndef TANDEM_COMMON_LOSS_ROW_STATISTICS_H_
 #define TANDEM_COMMON_LOSS_ROW_STATISTICS_H_
 
@@ -14,30 +14,30 @@
 
 namespace tandem::loss {
 
-// All of one shape: [N] rows, or [P, N] for several parts of the vocabulary.
+// Four tensors of one shape: [N] for N rows, or [P, N] for the rows of P tiles.
 struct RowStatistics {
-  at::Tensor max;       // m
+  at::Tensor max;       // m = max_j z_j
   at::Tensor sum;       // sum_j exp(z_j - m)
   at::Tensor weighted;  // sum_j exp(z_j - m) (z_j - m)
-  at::Tensor label;     // z_y; 0 in a part that does not hold the label y
+  at::Tensor label;     // z_y; 0 where the columns do not include the label y
 };
 
-// Uninitialised, [parts, rows].
-RowStatistics EmptyRowStatistics(int64_t parts, int64_t rows, const at::TensorOptions& options);
+// Returns uninitialised statistics [tiles, rows].
+RowStatistics EmptyRowStatistics(int64_t tiles, int64_t rows, const at::TensorOptions& options);
 
-// Part `index` of [P, N], rows [begin, begin + count): a view.
-RowStatistics PartOf(const RowStatistics& parts, int64_t index, int64_t begin, int64_t count);
+// Returns a view of the rows [begin, begin + count) of one of the tiles of [P, N].
+RowStatistics RowsOf(const RowStatistics& tiles, int64_t tile, int64_t begin, int64_t count);
 
-// [P, N] -> [N], in float64: with M = max_p m_p,
-//   sum = sum_p c_p sum_p and weighted = sum_p c_p (weighted_p + (m_p - M) sum_p), c_p = e^(m_p -
-//   M).
-RowStatistics MergeParts(const RowStatistics& parts);
+// Merges [P, N] into [N], in float64. With M = max_p m_p and c_p = e^(m_p - M):
+//   sum = sum_p c_p sum_p, weighted = sum_p c_p (weighted_p + (m_p - M) sum_p).
+RowStatistics MergeTiles(const RowStatistics& tiles);
 
-// The same of the parts that the ranks of a group hold: of `rows` [N], merged statistics of this
-// rank's part in float64, those of all; the same bits on every rank. One maximum and one sum.
+// Merges the statistics of the ranks' shards in the same way. `rows` [N] are the merged statistics
+// of this rank's shard, in float64. The result has the same bits on every rank. The ranks
+// all-reduce one maximum and one sum.
 RowStatistics MergeRanks(const RowStatistics& rows, ops::TensorParallelGroup& group);
 
-// log softmax(z)_y and the entropy (nats) of softmax(z), of merged statistics.
+// Returns log softmax(z)_y and the entropy (nats) of softmax(z), from merged statistics.
 at::Tensor LogProbs(const RowStatistics& rows);
 at::Tensor Entropies(const RowStatistics& rows);
 

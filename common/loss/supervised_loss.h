@@ -1,4 +1,4 @@
-// Cross-entropy on given labels (SFT) in the form that the fused output loss takes.
+// Cross-entropy on given labels (SFT), as a function for the fused output loss.
 #ifndef TANDEM_COMMON_LOSS_SUPERVISED_LOSS_H_
 #define TANDEM_COMMON_LOSS_SUPERVISED_LOSS_H_
 
@@ -17,7 +17,7 @@ class SupervisedLossEvaluator {
   // `scales` [N] (loss_scale.h) must outlive the evaluator.
   explicit SupervisedLossEvaluator(absl::Span<const double> scales) : scales_(scales) {}
 
-  // As PolicyLossEvaluator::Evaluate. NotFiniteError for a log-prob.
+  // Like PolicyLossEvaluator::Evaluate. NotFiniteError for a log-prob.
   absl::Status Evaluate(int64_t first_row, absl::Span<const double> logprobs,
                         absl::Span<const double> entropies, absl::Span<double> logprob_coefficients,
                         absl::Span<double> entropy_coefficients);
@@ -26,7 +26,7 @@ class SupervisedLossEvaluator {
   double mean_entropy() const { return tokens_ == 0 ? 0 : entropy_ / static_cast<double>(tokens_); }
   int64_t tokens() const { return tokens_; }
 
-  // As PolicyLossEvaluator::Reduce, for these three numbers.
+  // Like PolicyLossEvaluator::Reduce, for these three numbers.
   absl::Status Reduce(MetricReduction reduce);
 
  private:

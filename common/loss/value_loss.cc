@@ -6,7 +6,9 @@
 
 #include "absl/strings/str_cat.h"
 #include "common/base/error.h"
+#include "common/base/field_check.h"
 #include "common/base/not_finite.h"
+#include "common/base/status_macros.h"
 
 namespace tandem::loss {
 
@@ -30,9 +32,7 @@ ValueLossEvaluator::ValueLossEvaluator(const ValueLossOptions& options, const Va
 
 absl::StatusOr<ValueLossEvaluator> ValueLossEvaluator::Create(const ValueLossOptions& options,
                                                               const ValueTokens& tokens) {
-  if (!std::isfinite(options.clip) || options.clip < 0) {
-    return InvalidField("value_clip", "must not be negative");
-  }
+  TANDEM_RETURN_IF_ERROR(CheckAtLeast("value_clip", options.clip, 0));
   const size_t rows = tokens.returns.size();
   if (tokens.scales.size() != rows) return InvalidField("scales", "must have one entry per return");
   if (options.clip > 0 && tokens.old_values.size() != rows) {
@@ -54,11 +54,11 @@ absl::Status ValueLossEvaluator::Evaluate(int64_t first_row, absl::Span<const do
     double gradient = error;
     if (options_.clip > 0) {
       const double old = tokens_->old_values[t];
-      const double cut = std::clamp(value, old - options_.clip, old + options_.clip);
-      const double cut_error = cut - tokens_->returns[t];
-      if (cut_error * cut_error > squared) {
-        squared = cut_error * cut_error;
-        gradient = 0;  // the cut value does not move with the value
+      const double clipped = std::clamp(value, old - options_.clip, old + options_.clip);
+      const double clipped_error = clipped - tokens_->returns[t];
+      if (clipped_error * clipped_error > squared) {
+        squared = clipped_error * clipped_error;
+        gradient = 0;  // the clipped value is constant
         ++clipped_;
       }
     }

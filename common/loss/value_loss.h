@@ -1,4 +1,4 @@
-// The critic's loss: clipped squared error (PPO), per token like policy_loss.h.
+// The critic's loss: the clipped squared error of PPO, per token.
 #ifndef TANDEM_COMMON_LOSS_VALUE_LOSS_H_
 #define TANDEM_COMMON_LOSS_VALUE_LOSS_H_
 
@@ -13,7 +13,7 @@
 namespace tandem::loss {
 
 struct ValueLossOptions {
-  double clip = 0.2;  // the half-width around the old value; 0 is off
+  double clip = 0.2;  // largest distance from the old value; 0 is off
 };
 
 struct ValueTokens {
@@ -31,26 +31,27 @@ struct ValueMetrics {
   double return_mean = 0;
 };
 
-// Adds up over the rows of a batch: loss = sum_t scale_t * max((v - R)^2, (clip(v) - R)^2) / 2.
+// Evaluates rows, and sums over them: loss = sum_t scale_t * max((v - R)^2, (clip(v) - R)^2) / 2.
 class ValueLossEvaluator {
  public:
-  // `tokens` must outlive the evaluator. INVALID_ARGUMENT on lengths that differ or a bad clip.
+  // `tokens` must outlive the evaluator. INVALID_ARGUMENT for lengths that differ, or a negative
+  // clip ("value_clip").
   static absl::StatusOr<ValueLossEvaluator> Create(const ValueLossOptions& options,
                                                    const ValueTokens& tokens);
 
-  // d loss / d value of the rows [first_row, first_row + n). NotFiniteError for a value.
+  // Fills d loss / d value of the rows [first_row, first_row + n). NotFiniteError for a value.
   absl::Status Evaluate(int64_t first_row, absl::Span<const double> values,
                         absl::Span<double> gradients);
 
   ValueMetrics Metrics() const;
 
-  // As PolicyLossEvaluator::Reduce.
+  // Like PolicyLossEvaluator::Reduce.
   absl::Status Reduce(MetricReduction reduce);
 
  private:
-  // Sums of what a variance is made of. Taken around a number near the mean, which every evaluator
-  // of the tokens knows beforehand, they add up and yet keep the digits of a small variance far
-  // from 0.
+  // The two sums of a variance, of distances from a number near the mean. Every evaluator of the
+  // tokens uses the same number, so sums can be added; and a small variance of large numbers keeps
+  // its digits.
   struct Spread {
     double around = 0;
     double sum = 0, squares = 0;

@@ -8,8 +8,8 @@ namespace tandem::loss {
 namespace {
 
 TEST(ValueLossTest, TakesTheLargerOfPlainAndClippedError) {
-  // Row 0 inside the clip; row 1 moved far towards the return: the clipped error is larger and has
-  // no gradient; row 2 moved far away: the plain error is larger.
+  // Row 0 is inside the clip. Row 1 moved far towards the return: the clipped error is larger and
+  // has no gradient. Row 2 moved far away from it: the plain error is larger.
   const ValueTokens tokens = {
       .returns = {1, 1, 1}, .old_values = {0.1, 0, 0}, .scales = {0.5, 0.25, 0.25}};
   ValueLossEvaluator evaluator = ValueLossEvaluator::Create({.clip = 0.2}, tokens).value();
@@ -42,14 +42,14 @@ ValueMetrics MetricsOf(const ValueTokens& tokens, const std::vector<double>& val
   return evaluator.Metrics();
 }
 
-TEST(ValueLossTest, NothingIsExplainedOfReturnsThatDoNotVary) {
+TEST(ValueLossTest, ExplainedVarianceOfConstantReturnsIsZero) {
   // The mean of three times 0.1 is not 0.1.
   const ValueTokens tokens = {.returns = {0.1, 0.1, 0.1}, .old_values = {}, .scales = {1, 1, 1}};
   EXPECT_EQ(MetricsOf(tokens, {0.2, 0.3, 0.4}).explained_variance, 0);
 }
 
 TEST(ValueLossTest, ExplainedVarianceKeepsItsDigitsFarFromZero) {
-  // Numbers with few bits: adding 2^40 loses none, and a variance does not see it.
+  // The numbers have few bits: adding 2^40 loses none of them and leaves a variance as it is.
   constexpr double kFar = 1099511627776.0;
   ValueTokens near = {
       .returns = {0.5, -1.25, 2, 0.75}, .old_values = {0.25, -1, 1.5, 0.5}, .scales = {1, 1, 1, 1}};

@@ -1,4 +1,4 @@
-// Where a layer's keys and values come from: the batch itself (training), or a cache (rollout).
+// The keys and values that a layer attends to: those of the batch (training) or a cache (rollout).
 #ifndef TANDEM_COMMON_MODEL_ATTENTION_CONTEXT_H_
 #define TANDEM_COMMON_MODEL_ATTENTION_CONTEXT_H_
 
@@ -23,15 +23,16 @@ class AttentionContext {
                             const at::Tensor& k, const at::Tensor& v) = 0;
 };
 
-// Every sequence of the batch is whole and attends to itself. Differentiable.
+// Attention of whole sequences, each to itself. Differentiable.
 class CausalContext : public AttentionContext {
  public:
   at::Tensor Attend(int64_t layer, const RaggedBatch& batch, const at::Tensor& q,
                     const at::Tensor& k, const at::Tensor& v) override;
 };
 
-// Sequence s of the batch continues slot slots[s]: its keys and values are appended at the slot's
-// cursor and it attends to everything before. The cursors are left to the caller to advance.
+// Attention over a KV cache. Sequence s of the batch continues slot slots[s]: its keys and values
+// are appended at the slot's cursor, and it attends to all tokens before. The caller advances the
+// cursors.
 class CachedContext : public AttentionContext {
  public:
   CachedContext(KvCache& cache, std::vector<int64_t> slots)

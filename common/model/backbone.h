@@ -1,4 +1,4 @@
-// A model without its head: what a family implements.
+// A model without its head. A family names its backbone (family.h).
 #ifndef TANDEM_COMMON_MODEL_BACKBONE_H_
 #define TANDEM_COMMON_MODEL_BACKBONE_H_
 
@@ -11,15 +11,15 @@
 
 namespace tandem {
 
-// What all blocks of one pass read.
+// The state that all blocks of one pass read.
 struct ModelPass {
   const RaggedBatch& batch;
   AttentionContext& context;
-  at::Tensor rows;      // [R] int64: the only rows that are wanted; undefined for all
-  at::Tensor cos, sin;  // [T, head_dim] of the rotation
-  // Between the maps of a shard each rank keeps its share of the tokens; false: all of them, and
-  // there is no autograd.
-  bool shares_tokens = true;
+  at::Tensor rows;      // [R] int64: the rows whose output is wanted; undefined: all
+  at::Tensor cos, sin;  // [T, head_dim]: the rotation of every token
+  // Whether a rank of a sharded model keeps only its shard of the tokens between linear maps.
+  // Without that it keeps all tokens, and there is no autograd.
+  bool shards_tokens = true;
 };
 
 class Backbone {
@@ -30,15 +30,15 @@ class Backbone {
   virtual ModelPass StartPass(const RaggedBatch& batch, AttentionContext& context,
                               const at::Tensor& rows) const = 0;
 
-  // What follows `hidden` [T, H], or its share of those tokens where a shard's pass shares them out
-  // (common/ops/token_shares.h): block 0 is the embedding, which reads the tokens instead, the
-  // last one the final norm, whose result is [T, H] on every rank, and what lies between are the
-  // layers.
+  // Runs one block on `hidden` [T, H] and returns its output. Block 0 is the embedding, which reads
+  // the tokens of the pass instead; the last block is the final norm, whose output is [T, H] on
+  // every rank; those in between are the layers. Where the pass shards tokens, hidden states
+  // between blocks are this rank's shard of them.
   virtual int64_t num_blocks() const = 0;
   virtual at::Tensor RunBlock(int64_t block, const at::Tensor& hidden,
                               const ModelPass& pass) const = 0;
 
-  // All of them: [T, H], or only the rows that are wanted.
+  // Runs all blocks: [T, H], or the wanted rows alone.
   at::Tensor Run(const ModelPass& pass) const {
     at::Tensor hidden;
     for (int64_t block = 0; block < num_blocks(); ++block) hidden = RunBlock(block, hidden, pass);

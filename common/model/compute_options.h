@@ -1,4 +1,4 @@
-// How a server computes: the section `compute` of its configuration. Plain data, no torch.
+// The section `compute` of a configuration. Plain data, no torch.
 #ifndef TANDEM_COMMON_MODEL_COMPUTE_OPTIONS_H_
 #define TANDEM_COMMON_MODEL_COMPUTE_OPTIONS_H_
 
@@ -6,13 +6,14 @@
 
 namespace tandem {
 
-// The texts are those that common/config accepts.
+// Values are the texts that the configuration accepts.
 struct ComputeOptions {
   std::string device = "cpu";     // or "cuda"
   std::string dtype = "float32";  // or "bfloat16"
   std::string kernels = "auto";   // or "aten"
-  int num_threads = 0;            // 0: this process's share of the physical cores
-  // This process among those of the server on the machine: which device, and whose share.
+  int num_threads = 0;            // 0: the physical cores, divided by local_world_size
+  // The rank of this process on its machine, which selects its device, and the number of ranks
+  // there.
   int local_rank = 0;
   int local_world_size = 1;
 };

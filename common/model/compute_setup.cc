@@ -9,23 +9,28 @@
 #include "absl/strings/str_cat.h"
 #include "common/base/error.h"
 #include "common/base/physical_cores.h"
+#include "common/base/status_macros.h"
+#include "common/model/device_check.h"
 #include "common/ops/ops.h"
 
 namespace tandem {
 
 void SetComputeThreads(const ComputeOptions& options) {
-  const int share = std::max(PhysicalCores() / options.local_world_size, 1);
-  at::set_num_threads(options.num_threads > 0 ? options.num_threads : share);
+  const int cores = std::max(PhysicalCores() / options.local_world_size, 1);
+  at::set_num_threads(options.num_threads > 0 ? options.num_threads : cores);
+}
+
+absl::Status CheckDevice(const std::string& device) {
+  if (device != "cuda" || at::hasCUDA()) return absl::OkStatus();
+  return FieldError(absl::StatusCode::kFailedPrecondition, "compute.device",
+                    "this machine or this build has no CUDA device");
 }
 
 absl::StatusOr<Placement> SetUpCompute(const ComputeOptions& options) {
   SetComputeThreads(options);
   ops::SetKernelPath(options.kernels == "aten" ? ops::KernelPath::kAten : ops::KernelPath::kAuto);
+  TANDEM_RETURN_IF_ERROR(CheckDevice(options.device));
   const bool cuda = options.device == "cuda";
-  if (cuda && !at::hasCUDA()) {
-    return FieldError(absl::StatusCode::kFailedPrecondition, "compute.device",
-                      "this machine or this build has no CUDA device");
-  }
   at::Device device = at::kCPU;
   if (cuda) {
     device = at::Device(at::kCUDA, static_cast<at::DeviceIndex>(options.local_rank));

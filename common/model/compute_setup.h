@@ -1,4 +1,4 @@
-// From configured options to where models live.
+// Applies the section `compute` of a configuration.
 #ifndef TANDEM_COMMON_MODEL_COMPUTE_SETUP_H_
 #define TANDEM_COMMON_MODEL_COMPUTE_SETUP_H_
 
@@ -8,12 +8,12 @@
 
 namespace tandem {
 
-// The threads of what the calling thread computes from now on.
+// Sets the number of threads with which the calling thread computes from now on.
 void SetComputeThreads(const ComputeOptions& options);
 
-// Sets the threads of the calling thread and the kernels of the process, and says where the models
-// go. For the thread that loads them, before its first operation; if another one computes, it calls
-// SetComputeThreads itself. FAILED_PRECONDITION for "compute.device" where there is no such device.
+// Sets the threads of the calling thread and the kernels of the process, and returns the placement
+// of models. The thread that loads them calls it before its first operation; another thread that
+// computes calls SetComputeThreads. FAILED_PRECONDITION for "compute.device" without such a device.
 absl::StatusOr<Placement> SetUpCompute(const ComputeOptions& options);
 
 }  // namespace tandem

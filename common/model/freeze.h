@@ -1,4 +1,4 @@
-// Which parameters train. No torch.
+// Selects the parameters that train. No torch.
 #ifndef TANDEM_COMMON_MODEL_FREEZE_H_
 #define TANDEM_COMMON_MODEL_FREEZE_H_
 
@@ -10,8 +10,8 @@
 
 namespace tandem {
 
-// One entry per parameter: false where its name matches one of the `freeze` patterns of fnmatch(3),
-// in which `*` also matches dots ("model.layers.0.*", "*norm.weight"). INVALID_ARGUMENT for
+// Returns one entry per parameter: false if its name matches a `freeze` pattern of fnmatch(3), in
+// which `*` also matches dots ("model.layers.0.*", "*norm.weight"). INVALID_ARGUMENT for
 // "freeze[i]" when a pattern matches nothing, and for "freeze" when nothing is left to train.
 absl::StatusOr<std::vector<bool>> TrainableParameters(const std::vector<ParameterSpec>& specs,
                                                       const std::vector<std::string>& freeze);

@@ -8,7 +8,7 @@
 
 namespace tandem {
 
-// A whole parameter in float32 on the host, whatever shard or type it ends in.
+// Returns the initial value of a whole parameter, in float32 on the host.
 inline at::Tensor InitialValue(const ParameterSpec& spec, double initializer_range,
                                const at::Generator& generator) {
   switch (spec.init) {

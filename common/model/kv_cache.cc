@@ -6,14 +6,13 @@
 
 namespace tandem {
 
-KvCache::KvCache(const ModelConfig& config, int64_t num_slots, int64_t max_model_len,
-                 at::Device device, at::ScalarType dtype, int64_t shard_count)
+KvCache::KvCache(const std::vector<LayerCache>& layers, int64_t num_slots, int64_t max_model_len,
+                 at::Device device, at::ScalarType dtype)
     : max_model_len_(max_model_len), cursors_(num_slots, 0), in_use_(num_slots, false) {
-  for (int64_t layer = 0; layer < config.num_hidden_layers; ++layer) {
+  for (const LayerCache& layer : layers) {
     for (auto* slabs : {&keys_, &values_}) {
-      slabs->push_back(at::empty(
-          {num_slots, config.num_key_value_heads / shard_count, max_model_len, config.head_dim},
-          at::device(device).dtype(dtype)));
+      slabs->push_back(at::empty({num_slots, layer.heads, max_model_len, layer.head_dim},
+                                 at::device(device).dtype(dtype)));
     }
   }
   for (int64_t slot = num_slots - 1; slot >= 0; --slot) free_.push_back(slot);

@@ -9,7 +9,7 @@
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
-#include "common/model/model_config.h"
+#include "common/model/layer_cache.h"
 
 namespace tandem {
 
@@ -18,10 +18,10 @@ namespace tandem {
 // construction and touched as it is used. Not thread-safe: it belongs to the engine's thread.
 class KvCache {
  public:
-  // On the device and in the type of the model that writes it: of a shard, one of `shard_count`
-  // (Placement), with the heads that it holds.
-  KvCache(const ModelConfig& config, int64_t num_slots, int64_t max_model_len,
-          at::Device device = at::kCPU, at::ScalarType dtype = at::kFloat, int64_t shard_count = 1);
+  // `layers` is Model::CacheLayout of the model that writes it; `device` and `dtype` are the
+  // model's.
+  KvCache(const std::vector<LayerCache>& layers, int64_t num_slots, int64_t max_model_len,
+          at::Device device = at::kCPU, at::ScalarType dtype = at::kFloat);
 
   // A free slot with cursor 0; RESOURCE_EXHAUSTED when all are taken.
   absl::StatusOr<int64_t> Allocate();
@@ -35,13 +35,13 @@ class KvCache {
 
   // Forgets the tokens from `length` on. `length` is at most the cursor.
   void Truncate(int64_t slot, int64_t length);
-  // Gives `to` the first `length` tokens of `from` and that cursor: samples of one prompt share its
-  // prefill.
+  // Copies the first `length` tokens of slot `from` to slot `to` and sets that cursor: samples of
+  // one prompt share its prefill.
   void CopyPrefix(int64_t from, int64_t to, int64_t length);
-  // `count` more tokens have been consumed. Called by Model::Decode.
+  // Moves the cursor on by `count` consumed tokens. Called by Model::Decode.
   void Advance(int64_t slot, int64_t count);
 
-  // [num_slots, key_value_heads / shard_count, max_model_len, head_dim].
+  // [num_slots, heads, max_model_len, head_dim], of the layer's LayerCache.
   const at::Tensor& keys(int64_t layer) const { return keys_[layer]; }
   const at::Tensor& values(int64_t layer) const { return values_[layer]; }
 

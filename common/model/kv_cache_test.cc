@@ -8,15 +8,26 @@
 namespace tandem {
 namespace {
 
+const std::vector<LayerCache> kLayers = {{.heads = 2, .head_dim = 10}, {.heads = 1, .head_dim = 4}};
+
+TEST(KvCacheTest, LayersMayDiffer) {
+  const KvCache cache(kLayers, 3, 16);
+  EXPECT_EQ(cache.keys(0).sizes(), at::IntArrayRef({3, 2, 16, 10}));
+  EXPECT_EQ(cache.values(1).sizes(), at::IntArrayRef({3, 1, 16, 4}));
+}
+
 TEST(KvCacheTest, AShardHoldsItsHeads) {
-  const KvCache whole(TinyConfig(), 2, 16);
-  const KvCache half(TinyConfig(), 2, 16, at::kCPU, at::kFloat, /*shard_count=*/2);
-  EXPECT_EQ(half.keys(0).size(1), whole.keys(0).size(1) / 2);
-  EXPECT_EQ(half.values(1).nbytes(), whole.values(1).nbytes() / 2);
+  const auto even = nlohmann::json{{"vocab_size", 62}, {"intermediate_size", 44}};
+  const auto whole = TinyModel("llama", even);
+  const auto half = TinyModel("llama", even, {.placement = {.shard_count = 2}});
+  const KvCache cache(whole->CacheLayout(), 2, 16), half_cache(half->CacheLayout(), 2, 16);
+  EXPECT_EQ(cache.keys(0).sizes(), at::IntArrayRef({2, 2, 16, 10}));
+  EXPECT_EQ(half_cache.keys(0).sizes(), at::IntArrayRef({2, 1, 16, 10}));
+  EXPECT_EQ(half_cache.values(1).nbytes(), cache.values(1).nbytes() / 2);
 }
 
 TEST(KvCacheTest, SlotsAreHandedOutAndTakenBack) {
-  KvCache cache(TinyConfig(), /*num_slots=*/2, /*max_model_len=*/16);
+  KvCache cache(kLayers, /*num_slots=*/2, /*max_model_len=*/16);
   const int64_t a = cache.Allocate().value(), b = cache.Allocate().value();
   EXPECT_NE(a, b);
   EXPECT_EQ(cache.Allocate().status().code(), absl::StatusCode::kResourceExhausted);
@@ -27,7 +38,7 @@ TEST(KvCacheTest, SlotsAreHandedOutAndTakenBack) {
 }
 
 TEST(KvCacheTest, CursorsMoveWithinTheSlot) {
-  KvCache cache(TinyConfig(), 1, 16);
+  KvCache cache(kLayers, 1, 16);
   const int64_t slot = cache.Allocate().value();
   cache.Advance(slot, 16);
   EXPECT_THROW(cache.Advance(slot, 1), c10::Error);

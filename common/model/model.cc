@@ -12,22 +12,25 @@
 #include "absl/strings/str_join.h"
 #include "common/base/error.h"
 #include "common/base/status_macros.h"
-#include "common/model/decoder.h"
-#include "common/model/decoder_parameters.h"
-#include "common/model/family_registry.h"
+#include "common/model/families/make_backbone.h"
+#include "common/model/family.h"
 #include "common/model/freeze.h"
 #include "common/model/initial_value.h"
 #include "common/model/parameter_store.h"
-#include "common/ops/token_shares.h"
-#include "common/tensor/weights_digest.h"
+#include "common/ops/ops.h"
+#include "common/ops/token_shards.h"
+#include "common/weights/weights_digest.h"
 
 namespace tandem {
 
 namespace {
 
-absl::Status CheckShards(const ModelConfig& config, const Placement& placement) {
+absl::Status CheckShards(const Family& family, const ModelConfig& config,
+                         const Placement& placement) {
   const int64_t count = placement.shard_count;
-  if (count > 1) TANDEM_RETURN_IF_ERROR(CheckDecoderShards(config, count, "placement.shard_count"));
+  if (count > 1) {
+    TANDEM_RETURN_IF_ERROR(family.CheckShards(config, count, "placement.shard_count"));
+  }
   const auto& group = placement.shard_group;
   if (group == nullptr || (group->size() == count && group->rank() == placement.shard_index)) {
     return absl::OkStatus();
@@ -47,18 +50,22 @@ absl::StatusOr<std::unique_ptr<Model>> Model::Build(const ModelConfig& config,
   if (options.placement.dtype != at::kFloat && options.placement.dtype != at::kBFloat16) {
     return InvalidField("placement.dtype", "must be float32 or bfloat16");
   }
-  if (options.block_filled != nullptr && options.placement.dtype != at::kFloat) {
-    return FieldError(absl::StatusCode::kUnimplemented, "placement.dtype",
-                      "a model whose blocks come and go computes in float32");
+  if (options.num_token_ids > config.vocab_size) {
+    return InvalidField(
+        "tokenizer.json",
+        absl::StrCat("has ids up to ", options.num_token_ids - 1,
+                     ", outside config.json.vocab_size, which is ", config.vocab_size));
   }
-  TANDEM_RETURN_IF_ERROR(CheckShards(config, options.placement));
+  TANDEM_ASSIGN_OR_RETURN(const Family* family, FindFamily(config.model_type));
+  TANDEM_RETURN_IF_ERROR(CheckShards(*family, config, options.placement));
   std::unique_ptr<Model> model(new Model);
   model->config_ = config;
+  model->num_token_ids_ = options.num_token_ids > 0 ? options.num_token_ids : config.vocab_size;
   model->head_ = head.kind;
   model->tied_ = head.tied;
   model->placement_ = options.placement;
   if (model->placement_.shard_count == 1) model->placement_.shard_group = nullptr;
-  TANDEM_ASSIGN_OR_RETURN(model->family_, FindFamily(config.model_type));
+  model->family_ = family;
   TANDEM_ASSIGN_OR_RETURN(const std::vector<ParameterSpec> specs, ModelParameters(config, head));
   std::vector<bool> trainable;
   if (options.requires_grad) {
@@ -68,9 +75,8 @@ absl::StatusOr<std::unique_ptr<Model>> Model::Build(const ModelConfig& config,
   }
   TANDEM_ASSIGN_OR_RETURN(model->store_, ParameterStore::Create(specs, trainable, options.placement,
                                                                 options.block_filled != nullptr));
-  model->backbone_ = std::make_unique<DenseDecoder>(config, model->placement_, *model->store_);
-  if (head.kind != HeadKind::kNone &&
-      options.placement.Holds(LastBlock(config.num_hidden_layers))) {
+  model->backbone_ = MakeBackbone(family->backbone(), config, model->placement_, *model->store_);
+  if (options.placement.Holds(LastBlock(config.num_hidden_layers))) {
     model->head_weight_ = &model->store_->TakeLinear({head.kind == HeadKind::kValue ? "score"
                                                       : head.tied ? "model.embed_tokens"
                                                                   : "lm_head"});
@@ -117,15 +123,24 @@ at::Tensor Model::HiddenStates(const RaggedBatch& batch, AttentionContext& conte
 
 at::Tensor Model::ForwardLogits(const at::Tensor& hidden) const {
   TORCH_CHECK(head_ == HeadKind::kLm, "the model has no language-model head");
-  if (placement_.shard_count == 1) return head_weight_->Forward(hidden);
+  if (placement_.shard_count == 1) {
+    if (!at::GradMode::is_enabled()) return ops::Linear(hidden, output_weight());
+    return head_weight_->Forward(hidden).narrow(1, 0, num_token_ids_);
+  }
   TORCH_CHECK_NOT_IMPLEMENTED(placement_.shard_group != nullptr && !at::GradMode::is_enabled(),
                               "logits of a vocabulary-parallel head with autograd, or of a shard "
                               "without the others");
-  const at::Tensor logits = placement_.shard_group->AllGather(head_weight_->Forward(hidden));
-  // [ranks * N, V / ranks], rank by rank.
-  return logits.unflatten(0, {placement_.shard_count, hidden.size(0)})
+  // An all-gather takes as many columns from every rank: the last ranks may hold fewer rows.
+  const Shard shard = {.index = placement_.shard_index, .count = placement_.shard_count};
+  const int64_t columns = shard.LargestSize(config_.vocab_size);
+  at::Tensor own = ops::Linear(hidden, head_rows());
+  if (own.size(1) < columns) own = at::constant_pad_nd(own, {0, columns - own.size(1)});
+  // [ranks * N, columns], rank by rank.
+  return placement_.shard_group->AllGather(own)
+      .unflatten(0, {placement_.shard_count, hidden.size(0)})
       .transpose(0, 1)
-      .reshape({hidden.size(0), config_.vocab_size});
+      .reshape({hidden.size(0), placement_.shard_count * columns})
+      .narrow(1, 0, num_token_ids_);
 }
 
 at::Tensor Model::Values(const at::Tensor& hidden) const {
@@ -134,12 +149,12 @@ at::Tensor Model::Values(const at::Tensor& hidden) const {
   // Every rank holds the whole head and computes all values.
   const auto& group =
       placement_.output_group != nullptr ? placement_.output_group : placement_.shard_group;
-  return group == nullptr ? values : ops::ShareGradient(values, *group);
+  return group == nullptr ? values : ops::DivideGradient(values, *group);
 }
 
 namespace {
 
-absl::Status CheckInput(const KvCache& cache, const DecodeInput& input, int64_t vocab_size) {
+absl::Status CheckInput(const KvCache& cache, const DecodeInput& input, int64_t num_token_ids) {
   const int64_t count = static_cast<int64_t>(input.tokens.size());
   if (input.slot < 0 || input.slot >= cache.num_slots() || !cache.in_use(input.slot)) {
     return InvalidField("slot", absl::StrCat(input.slot, " is not allocated"));
@@ -155,10 +170,10 @@ absl::Status CheckInput(const KvCache& cache, const DecodeInput& input, int64_t 
                                    " more exceed max_model_len ", cache.max_model_len()));
   }
   for (int64_t i = 0; i < count; ++i) {
-    if (input.tokens[i] < 0 || input.tokens[i] >= vocab_size) {
+    if (input.tokens[i] < 0 || input.tokens[i] >= num_token_ids) {
       return InvalidField(
           absl::StrCat("tokens[", i, "]"),
-          absl::StrCat(input.tokens[i], " is outside the vocabulary of ", vocab_size));
+          absl::StrCat(input.tokens[i], " is outside the vocabulary of ", num_token_ids));
     }
   }
   return absl::OkStatus();
@@ -178,7 +193,7 @@ absl::StatusOr<at::Tensor> Model::Decode(KvCache& cache,
   std::set<int64_t> seen;
   for (size_t i = 0; i < inputs.size(); ++i) {
     const DecodeInput& input = inputs[i];
-    absl::Status status = CheckInput(cache, input, config_.vocab_size);
+    absl::Status status = CheckInput(cache, input, num_token_ids_);
     if (status.ok() && !seen.insert(input.slot).second) {
       status = InvalidField("slot", absl::StrCat(input.slot, " appears twice"));
     }
@@ -211,12 +226,16 @@ absl::StatusOr<at::Tensor> Model::Decode(KvCache& cache,
 
   CachedContext context(cache, slots);
   ModelPass pass = backbone_->StartPass(batch, context, wanted);
-  pass.shares_tokens = false;
+  pass.shards_tokens = false;
   const at::Tensor hidden = backbone_->Run(pass);
   for (const DecodeInput& input : inputs) {
     cache.Advance(input.slot, static_cast<int64_t>(input.tokens.size()));
   }
   return hidden;
+}
+
+std::vector<LayerCache> Model::CacheLayout() const {
+  return family_->CacheLayout(config_, placement_.shard_count);
 }
 
 NamedTensors Model::Parameters() const {
@@ -228,6 +247,8 @@ NamedTensors Model::Parameters() const {
 }
 
 const std::vector<at::Tensor>& Model::BlockBuffers() const { return store_->block_buffers(); }
+
+const std::vector<at::Tensor>& Model::ComputeBuffers() const { return store_->compute_buffers(); }
 
 const std::vector<tandem::Parameter>& Model::DeclaredParameters() const {
   return store_->parameters();
@@ -266,6 +287,7 @@ ModelSummary Model::Summary(int64_t max_model_len) const {
   return {.path = source_directory_,
           .model_type = config_.model_type,
           .vocab_size = config_.vocab_size,
+          .num_token_ids = num_token_ids_,
           .num_parameters = num_parameters(),
           .num_trainable_parameters = num_trainable_parameters(),
           .max_model_len = max_model_len,

@@ -6,17 +6,21 @@
 //   at::Tensor hidden = model->HiddenStates(MakeRaggedBatch({{1, 2, 3}}), causal);  // [3, H]
 //   at::Tensor logits = model->ForwardLogits(hidden);                               // [3, V]
 //
+// V is the number of token ids. The embedding and the head may have more rows: Qwen2.5's models pad
+// one tokenizer to 151,936 or to 152,064 rows. No token has the id of such a padding row, and it
+// gets no logit: it has probability zero, and no gradient.
+//
 // A model lives on one device. What trains is stored in float32 and may compute in another type;
 // what only infers is stored in the type that it computes in. Functions that return tensors may
 // throw c10::Error as libtorch does; engines turn that into a Status at their edge.
 //
 // With Placement::shard_group every rank holds a shard and makes the same calls on the same batch;
-// hidden states and values are the same on every rank. Every rank also brings the whole gradient of
-// the values, but of the hidden states a part, whose sum over the ranks is the gradient: what its
-// rows of a vocabulary-parallel head contribute (common/loss/linear_cross_entropy.h). Then the
-// gradients of parameters with a shard axis are whole on the rank that holds the part, and those of
-// all others (norms, biases of maps cut by input, the value head) are parts, to be summed over the
-// group before they are used.
+// hidden states and values are the same on every rank. In the backward pass every rank brings the
+// whole gradient of the values, but only its own summand of the gradient of the hidden states: the
+// contribution of its rows of a vocabulary-parallel head (common/loss/linear_cross_entropy.h). Then
+// the gradients of parameters with a shard axis are whole on the rank that holds the shard; those
+// of all others (norms, biases of maps sharded by input, the value head) are summands, to be added
+// up over the group before they are used.
 #ifndef TANDEM_COMMON_MODEL_MODEL_H_
 #define TANDEM_COMMON_MODEL_MODEL_H_
 
@@ -35,6 +39,7 @@
 #include "common/model/attention_context.h"
 #include "common/model/backbone.h"
 #include "common/model/kv_cache.h"
+#include "common/model/layer_cache.h"
 #include "common/model/model_config.h"
 #include "common/model/model_summary.h"
 #include "common/model/parameter.h"
@@ -47,10 +52,10 @@
 namespace tandem {
 
 class ParameterStore;
-struct Family;
+class Family;
 struct TensorView;
 
-// Where the value head's weights came from.
+// The source of a value head's weights.
 enum class ValueHeadSource {
   kNone,        // the model has no value head
   kCheckpoint,  // the file held one
@@ -62,9 +67,12 @@ struct LoadOptions {
   // kValue on a base checkpoint whose embeddings are tied is INVALID_ARGUMENT unless this is set.
   bool untie_embeddings = false;
   uint64_t value_head_seed = 0;
+  // Token ids that there are, at most the vocab_size of config.json; 0: as many as that. The
+  // tokenizer says it (Vocabulary::size); config.json counts padding rows too.
+  int64_t num_token_ids = 0;
   // Parameters are float32 leaves that require gradients, but for the frozen ones.
   bool requires_grad = false;
-  // Names that do not train, as patterns of fnmatch(3): common/model/freeze.h.
+  // Patterns of the names that do not train (common/model/freeze.h).
   std::vector<std::string> freeze = {};
   Placement placement = {};
   // Set by a process that does not keep the whole of every block: a block's buffer has memory only
@@ -79,7 +87,7 @@ struct DecodeInput {
   int64_t num_output_rows = 1;       // hidden states wanted: those of the last n of `tokens`
 };
 
-// Whole parameters in the memory of the files that hold them.
+// Whole parameters in the mapped memory of their files.
 struct SourceParameters {
   std::shared_ptr<const void> files;  // the tensors live as long as this
   NamedTensors tensors;               // in the files' types, in the order of Model::Parameters
@@ -87,11 +95,12 @@ struct SourceParameters {
 
 class Model {
  public:
-  // INVALID_ARGUMENT that names the field of config.json whose size is not that of the weights, or
-  // file and tensor when one is missing, unexpected, mis-shaped, or not floating-point, or "freeze"
-  // or "placement" when they do not fit (for shards: a number of heads, say, that does not divide);
-  // DATA_LOSS and INVALID_ARGUMENT for broken files; NOT_FOUND; UNIMPLEMENTED for a model_type or
-  // feature that is not supported.
+  // INVALID_ARGUMENT that names the field of config.json whose size is not that of the weights,
+  // "tokenizer.json" for more token ids than config.json has rows, or file and tensor when one is
+  // missing, unexpected, mis-shaped, or not floating-point, or "freeze" or "placement" when they do
+  // not fit (for shards: a number of heads, say, that does not divide); DATA_LOSS and
+  // INVALID_ARGUMENT for broken files; NOT_FOUND; UNIMPLEMENTED for a model_type or feature that is
+  // not supported.
   static absl::StatusOr<std::unique_ptr<Model>> Load(const std::string& directory,
                                                      const LoadOptions& options = {});
   // Random weights as `transformers` initialises them (norms 1, biases 0, rest
@@ -103,37 +112,42 @@ class Model {
   Model& operator=(const Model&) = delete;
 
   const ModelConfig& config() const { return config_; }
+  // V: ids of prompts, labels and samples are below it.
+  int64_t num_token_ids() const { return num_token_ids_; }
   HeadKind head() const { return head_; }
   ValueHeadSource value_head_source() const { return value_head_source_; }
-  // The head shares the embedding's matrix.
+  // Whether the head shares the embedding's matrix.
   bool tied() const { return tied_; }
   at::Device device() const { return placement_.device; }
-  // Of the computation, and so of hidden states and logits.
+  // The type of the computation, and so of hidden states and logits.
   at::ScalarType dtype() const { return placement_.dtype; }
   int64_t shard_count() const { return placement_.shard_count; }
-  // WeightsDigest (common/tensor/weights_digest.h) of the values in the files that were loaded,
-  // whatever type they are stored in here, and whatever part of them.
+  // WeightsDigest (common/weights/weights_digest.h) of the values in the files that were loaded,
+  // whatever type and shard of them is stored here.
   const std::string& weights_digest() const { return weights_digest_; }
 
   // [T, H]: the hidden states after the final norm, which the fused loss and the heads consume.
   // The batch is on the model's device. A shard without its group cannot compute:
   // c10::NotImplementedError.
   at::Tensor HiddenStates(const RaggedBatch& batch, AttentionContext& context) const;
-  // The same in pieces, for a process that runs or holds only some of them: see Backbone. `batch`
+  // The same block by block (Backbone), for a process that runs or holds only some blocks. `batch`
   // and `context` must outlive the pass.
   ModelPass StartPass(const RaggedBatch& batch, AttentionContext& context) const;
   int64_t num_blocks() const { return backbone_->num_blocks(); }
   at::Tensor RunBlock(int64_t block, const at::Tensor& hidden, const ModelPass& pass) const {
     return backbone_->RunBlock(block, hidden, pass);
   }
-  // [N, H] -> [N, V]. Needs kLm. Of a shard, whose ranks bring their rows of the vocabulary, every
-  // one gets the whole; with autograd it has none: c10::NotImplementedError.
+  // [N, H] -> [N, V], the logits of all token ids. Needs kLm. Ranks of a sharded model bring the
+  // logits of their rows, and each gets all; with autograd that is c10::NotImplementedError.
   at::Tensor ForwardLogits(const at::Tensor& hidden) const;
   // [N, H] -> [N]. Needs kValue and the last block.
   at::Tensor Values(const at::Tensor& hidden) const;
-  // Needs kLm and the last block. The fused output loss multiplies lm_head().compute_weight() and
-  // adds to the gradient of the parameter `lm_head_name()`: the embedding when tied.
-  const ops::LinearWeight& lm_head() const { return *head_weight_; }
+  // Needs kLm and the last block. [rows, H] in the type of the computation: the rows of the head
+  // that this process holds, padding rows included. A fused output loss multiplies by those of
+  // token ids and adds to the gradient of the parameter `lm_head_name()`, the embedding when tied.
+  const at::Tensor& head_rows() const { return head_weight_->compute_weight(); }
+  // Needs the whole head. [V, H]: the rows of token ids.
+  at::Tensor output_weight() const { return head_rows().narrow(0, 0, num_token_ids_); }
   std::string lm_head_name() const { return tied_ ? kEmbeddingName : kLmHeadName; }
 
   // Consumes every input's tokens in one ragged pass and advances the cursors. Returns the wanted
@@ -141,9 +155,12 @@ class Model {
   // to ForwardLogits. Run it under c10::InferenceMode. A row's numbers do not depend on what it was
   // batched with nor on how the tokens before it were chunked. Of a shard, the cache holds its
   // heads; all ranks get the same bits, and the same error. UNIMPLEMENTED for a shard without the
-  // others. INVALID_ARGUMENT for a bad slot, the same slot twice, no tokens, a token outside the
-  // vocabulary or too many rows; OUT_OF_RANGE past max_model_len. On an error no cursor has moved.
+  // others. INVALID_ARGUMENT for a bad slot, the same slot twice, no tokens, an id that no token
+  // has, or too many rows; OUT_OF_RANGE past max_model_len. On an error no cursor has moved.
   absl::StatusOr<at::Tensor> Decode(KvCache& cache, absl::Span<const DecodeInput> inputs) const;
+
+  // The cached keys and values of each layer: the argument of a KvCache for Decode.
+  std::vector<LayerCache> CacheLayout() const;
 
   // All parameters that this process holds by Hugging Face name, in a fixed order; a tied head is
   // listed once, as the embedding. Those that train require gradients. They share storage with the
@@ -153,49 +170,56 @@ class Model {
   // The memory of the parameters, by block of a pass: flat, each parameter a view of its block's.
   // Empty for a block that is not held.
   const std::vector<at::Tensor>& BlockBuffers() const;
-  // Of the whole model, whatever this process holds of it.
+  // Buffers of the same layout for copies in the type of the computation, which linear maps
+  // multiply with: with LoadOptions::block_filled and another type than float32, else empty. They
+  // have no memory; the caller gives them memory and fills them before a block runs.
+  const std::vector<at::Tensor>& ComputeBuffers() const;
+  // The parameters of the whole model, held by this process or not.
   const std::vector<tandem::Parameter>& DeclaredParameters() const;
   // The same whole, whatever is held here, as tensors of type `dtype`.
   std::vector<WeightSpec> WeightSpecs(DType dtype) const;
-  // The parameter of that name; undefined when there is none here.
+  // The parameter of that name; undefined if this process has none.
   at::Tensor Parameter(absl::string_view name) const;
   int64_t num_parameters() const;
   int64_t num_trainable_parameters() const;
-  // In the terms that servers report; `max_model_len` is the engine's. A model knows no vocabulary:
-  // that is added by who does.
+  // Describes the model as servers report it; `max_model_len` is the engine's. The caller adds the
+  // digest of the vocabulary, which a model does not know.
   ModelSummary Summary(int64_t max_model_len) const;
 
-  // Copies values in, by name, from any device and floating type; of whole tensors, a shard takes
-  // its part. All or nothing: names, shapes and completeness are checked before the first copy. A
-  // tied model takes an "lm_head.weight" that equals its embedding. INVALID_ARGUMENT names the
-  // tensor.
+  // Copies values in, by name, from any device and floating type; of whole tensors, a sharded model
+  // takes its shard. All or nothing: names, shapes and completeness are checked before the first
+  // copy. A tied model takes an "lm_head.weight" that equals its embedding. INVALID_ARGUMENT names
+  // the tensor.
   absl::Status LoadParameters(const NamedTensors& tensors);
 
-  // What Load read, read again, and not copied into the model: whoever wants what was loaded
-  // compares the digest. Errors as Load.
+  // Reads again what Load read, without copying it into the model. A caller that wants exactly what
+  // was loaded compares the digest. Errors as Load.
   absl::StatusOr<SourceParameters> ReadSource() const;
 
   // Writes a Hugging Face directory that `transformers` loads: config.json with the keys it was
   // read with, model.safetensors in `dtype`, and the tokenizer's files if the source directory
-  // still has them. A critic is written as <Family>ForTokenClassification with `score.weight`. Of
-  // the parameters, whole ones which `parameters` gives, one at a time is held and converted.
+  // still has them: FAILED_PRECONDITION if tokenizer.json is gone from there though the number of
+  // token ids, which it says, is not vocab_size. A critic is written as
+  // <Family>ForTokenClassification with `score.weight`. Of the parameters, whole ones which
+  // `parameters` gives, one at a time is held and converted.
   absl::Status Save(const std::string& directory, DType dtype, TensorSource parameters) const;
   // With its own parameters. UNIMPLEMENTED unless all of them are here.
   absl::Status Save(const std::string& directory, DType dtype = DType::kFloat32) const;
 
  private:
   Model() = default;
-  // Everything declared, nothing filled.
+  // Builds a model whose parameters are declared and not filled.
   static absl::StatusOr<std::unique_ptr<Model>> Build(const ModelConfig& config,
                                                       const HeadOptions& head,
                                                       const LoadOptions& options);
   bool IsWhole() const;
-  // One tensor per parameter; nullptr: drawn.
+  // Takes one tensor per parameter; nullptr: the parameter is drawn.
   void FillFrom(const std::vector<const TensorView*>& assigned, const LoadOptions& options);
   void Initialize(uint64_t seed);
   std::string ExportedConfig(DType dtype) const;
 
   ModelConfig config_;
+  int64_t num_token_ids_ = 0;
   const Family* family_ = nullptr;
   std::string source_directory_;
   HeadKind head_ = HeadKind::kLm;
@@ -206,7 +230,7 @@ class Model {
   std::string weights_digest_;
   std::unique_ptr<ParameterStore> store_;
   std::unique_ptr<Backbone> backbone_;
-  const ops::LinearWeight* head_weight_ = nullptr;  // of the store; nullptr for kNone
+  const ops::LinearWeight* head_weight_ = nullptr;  // of the store; nullptr if it is not held
 };
 
 }  // namespace tandem

@@ -13,7 +13,7 @@
 
 namespace tandem {
 
-// Rotary position embedding (https://arxiv.org/abs/2104.09864) and how it is stretched.
+// Rotary position embedding (https://arxiv.org/abs/2104.09864) and its context extension.
 struct RopeConfig {
   enum class Type {
     kDefault,
@@ -38,8 +38,16 @@ struct RopeConfig {
   std::optional<double> mscale_all_dim = std::nullopt;
 };
 
+// How the dense decoder (families/dense_family.h) of one family differs from another's.
+struct DenseDecoderOptions {
+  bool qkv_bias = false;
+  bool output_bias = false;  // of the attention's output projection
+  bool mlp_bias = false;
+  bool qk_norm = false;  // RMSNorm of every query and key head, before the rotation
+};
+
 struct ModelConfig {
-  std::string model_type;  // "llama", "qwen2", "qwen3": the key of the family registry
+  std::string model_type;  // names the family (family.h)
   int64_t vocab_size = 0;
   int64_t hidden_size = 0;
   int64_t intermediate_size = 0;
@@ -51,19 +59,18 @@ struct ModelConfig {
   double rms_norm_eps = 1e-6;
   RopeConfig rope;
   bool tie_word_embeddings = false;
-  bool attention_bias = false;
-  bool mlp_bias = false;
+  DenseDecoderOptions decoder;
   double initializer_range = 0.02;
   // Union of config.json and generation_config.json, ascending.
   std::vector<int64_t> eos_token_ids;
-  // config.json as it was read; an export writes its unknown keys back.
+  // The text of config.json; an export writes its unknown keys back.
   std::string raw_json;
 
-  // Longest sequence that positions allow, at most `limit`.
+  // The longest sequence that the positions allow, at most `limit`.
   int64_t LongestSequence(int64_t limit) const {
     return max_position_embeddings > 0 ? std::min(limit, max_position_embeddings) : limit;
   }
-  // Tokens' width of queries and of keys or values.
+  // Width of a token's queries, and of its keys or its values.
   int64_t query_size() const { return num_attention_heads * head_dim; }
   int64_t key_value_size() const { return num_key_value_heads * head_dim; }
 };
@@ -71,8 +78,8 @@ struct ModelConfig {
 // Parses the text of a config.json; `generation_json` may be empty. Both styles are read:
 // `rope_parameters` or `rope_theta` + `rope_scaling`.
 // INVALID_ARGUMENT with the field's path ("config.json.hidden_size") for what is missing or wrong,
-// UNIMPLEMENTED with the path for what is valid but not supported (other families, hidden_act other
-// than silu, sliding windows, rope types dynamic and longrope, partial rotary).
+// UNIMPLEMENTED with the path for what is valid but not supported: another family, a quantised
+// checkpoint, and what the family refuses (Family::ReadConfig).
 absl::StatusOr<ModelConfig> ParseModelConfig(absl::string_view json,
                                              absl::string_view generation_json = "");
 

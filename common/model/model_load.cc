@@ -1,5 +1,5 @@
-// Model::Load and ReadSource: which tensor of a checkpoint becomes which parameter, with nothing
-// left over.
+// Model::Load and ReadSource: every tensor of a checkpoint is assigned to a parameter, and one that
+// is left over is an error.
 #include <ATen/ATen.h>
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/core/grad_mode.h>
@@ -22,7 +22,7 @@
 #include "common/tensor/aten_bytes.h"
 #include "common/tensor/safetensors.h"
 #include "common/tensor/tensor_memory.h"
-#include "common/tensor/weights_digest.h"
+#include "common/weights/weights_digest.h"
 
 namespace tandem {
 namespace {
@@ -73,8 +73,8 @@ struct ModelFiles {
   }
 };
 
-// The tensors of the files that `specs` are, in their order; nullptr for a value head that the
-// files lack. No tensor is left over.
+// Returns the tensor of each of `specs`, in their order; nullptr for a value head that the files
+// lack. A tensor without a parameter is an error.
 absl::StatusOr<std::vector<const TensorView*>> Assign(const ModelFiles& files,
                                                       const std::vector<ParameterSpec>& specs,
                                                       const ModelConfig& config,
@@ -96,8 +96,6 @@ absl::StatusOr<std::vector<const TensorView*>> Assign(const ModelFiles& files,
       place = view;
     } else if (name == kLmHeadName && head.kind != HeadKind::kLm) {
       continue;  // replaced by the head that was asked for
-    } else if (IsValueHeadName(name) && head.kind == HeadKind::kNone) {
-      continue;
     } else if (!IsOldBuffer(name)) {
       return TensorError(*view, "unexpected: the model has no such parameter");
     }
@@ -124,7 +122,7 @@ absl::StatusOr<std::vector<const TensorView*>> Assign(const ModelFiles& files,
   return assigned;
 }
 
-// The values of one parameter; drawn for a value head that the files lack.
+// Returns the values of one parameter. Those of a value head that the files lack are drawn.
 at::Tensor WholeTensor(const ParameterSpec& spec, const TensorView* view, double initializer_range,
                        uint64_t value_head_seed) {
   if (view != nullptr) return AliasAsAten(*view);
@@ -150,12 +148,13 @@ absl::StatusOr<std::unique_ptr<Model>> Model::Load(const std::string& directory,
                             .tied = options.head == HeadKind::kLm && config.tie_word_embeddings &&
                                     !options.untie_embeddings,
                             .bias = files.value_head.bias != nullptr};
-  // All of the files is checked before memory is taken.
+  // The files are checked before memory is taken.
   TANDEM_ASSIGN_OR_RETURN(const std::vector<ParameterSpec> specs, ModelParameters(config, head));
   TANDEM_ASSIGN_OR_RETURN(const std::vector<const TensorView*> assigned,
                           Assign(files, specs, config, head));
   TANDEM_ASSIGN_OR_RETURN(auto model, Build(config, head, options));
-  model->source_directory_ = directory;
+  // Others compare it, and look for its files, from other working directories.
+  model->source_directory_ = fs::absolute(directory).lexically_normal().string();
   model->value_head_seed_ = options.value_head_seed;
   if (options.head == HeadKind::kValue) {
     model->value_head_source_ = files.value_head.weight != nullptr ? ValueHeadSource::kCheckpoint
@@ -199,7 +198,7 @@ void Model::FillFrom(const std::vector<const TensorView*>& assigned, const LoadO
     const at::Tensor whole =
         WholeTensor(parameter.spec, assigned[i], config_.initializer_range, value_head_seed_);
     bool exact = false;
-    if (parameter.value.defined()) {  // else another process's
+    if (parameter.value.defined()) {  // else another process holds it
       AllocateMemory(BlockBuffers()[static_cast<size_t>(block)]);
       parameter.value.copy_(parameter.shard.Of(whole));
       exact = parameter.shard.count == 1 && parameter.value.is_cpu() &&

@@ -11,7 +11,7 @@
 #include "common/model/testing/models.h"
 #include "common/model/weight_files_check.h"
 #include "common/tensor/aten_bytes.h"
-#include "common/tensor/weights_digest.h"
+#include "common/weights/weights_digest.h"
 
 namespace tandem {
 namespace {
@@ -137,7 +137,7 @@ TEST_F(ModelLoadTest, AShardHoldsItsPartOfEveryParameter) {
     EXPECT_EQ(shard->num_parameters(), whole->num_parameters());
     // Whole tensors are cut as files are.
     ASSERT_TRUE(shard->LoadParameters(TinyModel("llama", even, {}, 9)->Parameters()).ok());
-    // Without the group that has the other part.
+    // Without the group that has the other shard.
     CausalContext context;
     EXPECT_THROW(shard->HiddenStates(MakeRaggedBatch({{1}}), context), c10::NotImplementedError);
     EXPECT_EQ(shard->Save(directory_ / "shard").code(), absl::StatusCode::kUnimplemented);
@@ -159,28 +159,28 @@ TEST_F(ModelLoadTest, AProcessMayHoldSomeBlocks) {
                                                      return block >= 2 || (tied && block == 0);
                                                    }}})
             .value();
-    for (const Model* part : {first.get(), last.get()}) {
-      EXPECT_EQ(part->weights_digest(), whole->weights_digest());
-      EXPECT_EQ(part->num_parameters(), whole->num_parameters());
-      ASSERT_EQ(part->DeclaredParameters().size(), whole->DeclaredParameters().size());
-      for (const Parameter& parameter : part->DeclaredParameters()) {
+    for (const Model* half : {first.get(), last.get()}) {
+      EXPECT_EQ(half->weights_digest(), whole->weights_digest());
+      EXPECT_EQ(half->num_parameters(), whole->num_parameters());
+      ASSERT_EQ(half->DeclaredParameters().size(), whole->DeclaredParameters().size());
+      for (const Parameter& parameter : half->DeclaredParameters()) {
         const int64_t block = parameter.spec.block;
-        const bool held = part == first.get() ? block < 2 : block >= 2 || (tied && block == 0);
+        const bool held = half == first.get() ? block < 2 : block >= 2 || (tied && block == 0);
         EXPECT_EQ(parameter.value.defined(), held) << parameter.spec.name;
-        EXPECT_EQ(part->BlockBuffers()[static_cast<size_t>(block)].numel() > 0, held);
+        EXPECT_EQ(half->BlockBuffers()[static_cast<size_t>(block)].numel() > 0, held);
         if (held) {
           EXPECT_TRUE(at::equal(parameter.value, whole->Parameter(parameter.spec.name)));
         }
       }
-      EXPECT_EQ(part->Save(directory_ / "part").code(), absl::StatusCode::kUnimplemented);
+      EXPECT_EQ(half->Save(directory_ / "half").code(), absl::StatusCode::kUnimplemented);
     }
     const RaggedBatch batch = MakeRaggedBatch({{1, 2, 3}, {4}});
     CausalContext context;
     const at::Tensor expected = whole->HiddenStates(batch, context);
     at::Tensor hidden;
     for (int64_t block = 0; block < whole->num_blocks(); ++block) {
-      const Model& part = block < 2 ? *first : *last;
-      hidden = part.RunBlock(block, hidden, part.StartPass(batch, context));
+      const Model& half = block < 2 ? *first : *last;
+      hidden = half.RunBlock(block, hidden, half.StartPass(batch, context));
     }
     EXPECT_TRUE(at::equal(hidden, expected));
     EXPECT_TRUE(at::equal(last->ForwardLogits(hidden), whole->ForwardLogits(expected)));

@@ -9,7 +9,7 @@
 #include "common/base/atomic_file.h"
 #include "common/base/file_descriptor.h"
 #include "common/base/status_macros.h"
-#include "common/model/family_registry.h"
+#include "common/model/family.h"
 #include "common/model/model.h"
 #include "common/model/parameter_store.h"
 #include "common/tensor/aten_bytes.h"
@@ -21,7 +21,9 @@ namespace {
 namespace fs = std::filesystem;
 using nlohmann::json;
 
-// What makes a directory usable beside the weights; copied when the source still has it.
+constexpr absl::string_view kTokenizerFile = "tokenizer.json";
+
+// The files that a usable directory has beside the weights; copied if the source still has them.
 constexpr const char* kCompanionFiles[] = {
     "generation_config.json",  "tokenizer.json",    "tokenizer_config.json",
     "tokenizer.model",         "vocab.json",        "merges.txt",
@@ -34,10 +36,8 @@ std::string Model::ExportedConfig(DType dtype) const {
   const char* const dtype_key =
       config.contains("torch_dtype") && !config.contains("dtype") ? "torch_dtype" : "dtype";
   config[dtype_key] = std::string(TorchDTypeName(dtype));
-  const char* const suffix = head_ == HeadKind::kLm      ? "ForCausalLM"
-                             : head_ == HeadKind::kValue ? "ForTokenClassification"
-                                                         : "Model";
-  config["architectures"] = {absl::StrCat(family_->class_prefix, suffix)};
+  const char* const suffix = head_ == HeadKind::kLm ? "ForCausalLM" : "ForTokenClassification";
+  config["architectures"] = {absl::StrCat(family_->class_prefix(), suffix)};
   if (head_ == HeadKind::kLm) config["tie_word_embeddings"] = tied_;
   if (head_ == HeadKind::kValue) {
     config["tie_word_embeddings"] = false;
@@ -53,7 +53,8 @@ std::string Model::ExportedConfig(DType dtype) const {
 absl::Status Model::Save(const std::string& directory, DType dtype) const {
   const auto& buffers = BlockBuffers();
   if (!IsWhole() || !std::all_of(buffers.begin(), buffers.end(), HasMemory)) {
-    return absl::UnimplementedError("a part of a model cannot be saved as a model");
+    return absl::UnimplementedError(
+        "a model of which this process holds only some blocks or shards cannot be saved");
   }
   return Save(directory, dtype, SourceOf(Parameters()));
 }
@@ -70,6 +71,12 @@ absl::Status Model::Save(const std::string& directory, DType dtype, TensorSource
                                       {{"format", "pt"}}));
   for (const char* name : kCompanionFiles) {
     const fs::path source = fs::path(source_directory_) / name;
+    if (name == kTokenizerFile && num_token_ids_ < config_.vocab_size &&
+        !fs::exists(source, error)) {
+      return absl::FailedPreconditionError(absl::StrCat(
+          source.string(), " is gone: it says which ", num_token_ids_, " of the ",
+          config_.vocab_size, " rows of the vocabulary have a token, and belongs to every copy"));
+    }
     if (source_directory_.empty() || !fs::exists(source, error) ||
         fs::equivalent(source.parent_path(), target, error)) {
       continue;

@@ -1,4 +1,4 @@
-// A loaded model in the terms that servers report. Plain data, no tensors.
+// A loaded model as servers report it. Plain data, no tensors.
 #ifndef TANDEM_COMMON_MODEL_MODEL_SUMMARY_H_
 #define TANDEM_COMMON_MODEL_MODEL_SUMMARY_H_
 
@@ -9,9 +9,10 @@
 namespace tandem {
 
 struct ModelSummary {
-  std::string path;        // directory it was loaded from
-  std::string model_type;  // "llama", "qwen2", ...
-  int64_t vocab_size = 0;
+  std::string path;           // directory it was loaded from
+  std::string model_type;     // "llama", "qwen2", ...
+  int64_t vocab_size = 0;     // rows of the embedding
+  int64_t num_token_ids = 0;  // at most vocab_size: the other rows are padding
   int64_t num_parameters = 0;
   int64_t num_trainable_parameters = 0;  // all but the frozen ones; 0 where nothing trains
   int64_t max_model_len = 0;             // longest sequence that the engine accepts

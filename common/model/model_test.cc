@@ -32,7 +32,7 @@ double MaxDifference(const at::Tensor& a, const at::Tensor& b) {
 
 TEST(ModelTest, EveryFamilyRunsWithItsOptions) {
   const nlohmann::json biased = {{"attention_bias", true}, {"mlp_bias", true}};
-  for (const char* family : {"llama", "qwen2", "qwen3"}) {
+  for (const std::string& family : EveryFamily()) {
     const auto model = TinyModel(family, biased);
     const at::Tensor logits = model->ForwardLogits(FullHidden(*model, {SomeTokens(5, 1)}));
     EXPECT_EQ(logits.sizes(), (at::IntArrayRef{5, 61})) << family;
@@ -52,7 +52,7 @@ TEST(ModelTest, UnknownFamilyIsUnimplemented) {
 }
 
 TEST(ModelTest, ShardsThatDoNotDivideNameTheField) {
-  const nlohmann::json even = {{"vocab_size", 64},
+  const nlohmann::json even = {{"vocab_size", 61},  // need not divide
                                {"num_attention_heads", 8},
                                {"num_key_value_heads", 4},
                                {"intermediate_size", 48}};
@@ -68,11 +68,55 @@ TEST(ModelTest, ShardsThatDoNotDivideNameTheField) {
                                                 ", which is ", changed[field].get<int>())));
   };
   EXPECT_TRUE(Model::Random(TinyConfig("llama", even), 1, {.placement = {.shard_count = 4}}).ok());
-  refused("vocab_size", {{"vocab_size", 62}});
   refused("intermediate_size", {{"intermediate_size", 46}});
   // Two heads of 10 rows: the rows would divide.
   refused("num_key_value_heads", {{"num_key_value_heads", 2}});
   refused("num_attention_heads", {{"num_attention_heads", 6}, {"num_key_value_heads", 2}});
+}
+
+TEST(ModelTest, AShardWithoutARowOfTheVocabularyIsRefused) {
+  const nlohmann::json changes = {{"vocab_size", 5},  // 2 + 2 + 1 + 0
+                                  {"num_attention_heads", 8},
+                                  {"num_key_value_heads", 4},
+                                  {"intermediate_size", 48}};
+  const absl::Status status =
+      Model::Random(TinyConfig("llama", changes), 1, {.placement = {.shard_count = 4}}).status();
+  EXPECT_EQ(FieldPath(status), "placement.shard_count");
+  EXPECT_THAT(std::string(status.message()),
+              testing::HasSubstr("vocab_size, which is 5, leaves the last of 4 shards without"));
+}
+
+TEST(ModelTest, PaddingRowsHaveNoLogitAndNoToken) {
+  for (const bool tied : {false, true}) {
+    const nlohmann::json changes = {{"tie_word_embeddings", tied}};
+    const auto model = TinyModel("llama", changes, {.num_token_ids = 50, .requires_grad = true});
+    const auto whole = TinyModel("llama", changes, {.requires_grad = true});
+    EXPECT_EQ(model->config().vocab_size, 61);
+    EXPECT_EQ(model->output_weight().size(0), 50);
+    const at::Tensor hidden = FullHidden(*model, {{3, 7, 49, 0, 21}});
+    {
+      const at::NoGradGuard no_grad;
+      const at::Tensor logits = model->ForwardLogits(hidden);
+      EXPECT_TRUE(at::equal(logits, whole->ForwardLogits(hidden).narrow(1, 0, 50)));
+    }
+    model->ForwardLogits(hidden).square().sum().backward();
+    const at::Tensor gradient = model->Parameter(model->lm_head_name()).grad();
+    EXPECT_GT(gradient.narrow(0, 0, 50).abs().max().item<double>(), 0);
+    EXPECT_EQ(gradient.narrow(0, 50, 11).abs().max().item<double>(), 0);
+
+    const c10::InferenceMode inference_mode;
+    KvCache cache(model->CacheLayout(), 1, 8);
+    const int64_t slot = cache.Allocate().value();
+    EXPECT_TRUE(model->Decode(cache, {{slot, Tokens{49}, 1}}).ok());
+    const absl::Status status = model->Decode(cache, {{slot, Tokens{50}, 1}}).status();
+    EXPECT_EQ(FieldPath(status), "inputs[0].tokens[0]") << status;
+  }
+}
+
+TEST(ModelTest, MoreTokenIdsThanRowsAreRefused) {
+  const absl::Status status = Model::Random(TinyConfig(), 1, {.num_token_ids = 62}).status();
+  EXPECT_EQ(status.code(), absl::StatusCode::kInvalidArgument);
+  EXPECT_EQ(FieldPath(status), "tokenizer.json");
 }
 
 TEST(ModelTest, PackedSequencesEqualSingleOnes) {
@@ -98,11 +142,11 @@ TEST(ModelTest, InferenceEqualsTrainingForward) {
 // However the tokens are chunked and batched, a row's bits are those of the whole sequence alone.
 TEST(ModelTest, DecodeIsInvariantToChunkingAndBatching) {
   c10::InferenceMode guard;
-  for (const char* family : {"llama", "qwen2", "qwen3"}) {
+  for (const std::string& family : EveryFamily()) {
     const auto model = TinyModel(family);
     const Tokens a = SomeTokens(75, 5), b = SomeTokens(40, 6);
     const at::Tensor whole_a = FullHidden(*model, {a}), whole_b = FullHidden(*model, {b});
-    KvCache cache(model->config(), 3, 128);
+    KvCache cache(model->CacheLayout(), 3, 128);
     const int64_t slot_a = cache.Allocate().value(), slot_b = cache.Allocate().value();
     const absl::Span<const int64_t> span_a(a), span_b(b);
 
@@ -128,7 +172,7 @@ TEST(ModelTest, TruncateAndPrefixCopyContinueExactly) {
   const auto model = TinyModel();
   const Tokens tokens = SomeTokens(30, 7);
   const at::Tensor whole = FullHidden(*model, {tokens});
-  KvCache cache(model->config(), 2, 64);
+  KvCache cache(model->CacheLayout(), 2, 64);
   const int64_t a = cache.Allocate().value(), b = cache.Allocate().value();
   Tokens wrong = tokens;
   wrong[20] = (wrong[20] + 1) % 61;
@@ -144,7 +188,7 @@ TEST(ModelTest, TruncateAndPrefixCopyContinueExactly) {
 
 TEST(ModelTest, BadDecodeInputsMoveNothing) {
   const auto model = TinyModel();
-  KvCache cache(model->config(), 2, 8);
+  KvCache cache(model->CacheLayout(), 2, 8);
   const int64_t slot = cache.Allocate().value();
   const Tokens good = {1, 2}, outside = {1, 61}, negative = {-1}, long_one(9, 1);
   const auto code = [&](std::vector<DecodeInput> inputs) {
@@ -207,11 +251,11 @@ TEST(ModelTest, TiedHeadIsListedOnceAndSharesMemory) {
   EXPECT_TRUE(model->tied());
   EXPECT_FALSE(model->Parameter("lm_head.weight").defined());
   EXPECT_EQ(model->lm_head_name(), kEmbeddingName);
-  EXPECT_TRUE(model->lm_head().compute_weight().is_alias_of(model->Parameter(kEmbeddingName)));
+  EXPECT_TRUE(model->head_rows().is_alias_of(model->Parameter(kEmbeddingName)));
 }
 
 TEST(ModelTest, Bfloat16StaysCloseAndCachedEqualsWhole) {
-  for (const char* family : {"llama", "qwen2", "qwen3"}) {
+  for (const std::string& family : EveryFamily()) {
     const auto exact = TinyModel(family);
     const auto half = TinyModel(family, {}, {.placement = {.dtype = at::kBFloat16}});
     EXPECT_EQ(half->Parameter(kEmbeddingName).scalar_type(), at::kBFloat16);
@@ -224,7 +268,7 @@ TEST(ModelTest, Bfloat16StaysCloseAndCachedEqualsWhole) {
     // 8 bits of mantissa through two layers: 3 % of the largest logit.
     const double scale = reference.abs().max().item<double>();
     EXPECT_LE(MaxDifference(logits.to(at::kFloat), reference), 0.03 * scale) << family;
-    KvCache cache(half->config(), 2, 64, half->device(), half->dtype());
+    KvCache cache(half->CacheLayout(), 2, 64, half->device(), half->dtype());
     const int64_t a = cache.Allocate().value(), b = cache.Allocate().value();
     const absl::Span<const int64_t> span(tokens);
     const at::Tensor first = half->Decode(cache, {{a, span.subspan(0, 12), 12}}).value();
@@ -287,7 +331,7 @@ TEST(ModelTest, FrozenParametersHaveNoGradient) {
 }
 
 TEST(ModelTest, GradientsReachEveryParameter) {
-  for (const char* family : {"llama", "qwen2", "qwen3"}) {
+  for (const std::string& family : EveryFamily()) {
     for (const HeadKind head : {HeadKind::kLm, HeadKind::kValue}) {
       const auto model = TinyModel(family, {}, {.head = head, .requires_grad = true});
       const at::Tensor hidden = FullHidden(*model, {SomeTokens(6, 1), SomeTokens(3, 2)});

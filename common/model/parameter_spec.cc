@@ -4,7 +4,7 @@
 #include <numeric>
 
 #include "common/base/status_macros.h"
-#include "common/model/family_registry.h"
+#include "common/model/family.h"
 
 namespace tandem {
 
@@ -15,7 +15,7 @@ int64_t ParameterSpec::numel() const {
 absl::StatusOr<std::vector<ParameterSpec>> ModelParameters(const ModelConfig& config,
                                                            const HeadOptions& head) {
   TANDEM_ASSIGN_OR_RETURN(const Family* family, FindFamily(config.model_type));
-  std::vector<ParameterSpec> specs = family->parameters(config);
+  std::vector<ParameterSpec> specs = family->Parameters(config);
   const int64_t last = LastBlock(config.num_hidden_layers);
   if (head.kind == HeadKind::kLm && !head.tied) {
     specs.push_back({.name = kLmHeadName,

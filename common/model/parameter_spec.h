@@ -1,4 +1,4 @@
-// Which parameters a model has, before any memory is taken for them. No torch.
+// The parameters of a model, before any memory is allocated for them. No torch.
 #ifndef TANDEM_COMMON_MODEL_PARAMETER_SPEC_H_
 #define TANDEM_COMMON_MODEL_PARAMETER_SPEC_H_
 
@@ -12,7 +12,7 @@
 
 namespace tandem {
 
-// How `transformers` initialises a parameter.
+// The initial value that `transformers` gives a parameter.
 enum class Init {
   kNormal,  // N(0, initializer_range)
   kOnes,
@@ -20,27 +20,26 @@ enum class Init {
 };
 
 struct ParameterSpec {
-  std::string name;            // of Hugging Face
+  std::string name;            // Hugging Face's
   std::vector<int64_t> shape;  // whole, whatever the shard
   Init init = Init::kNormal;
   // The axis that tensor parallelism cuts: 0 for maps cut by output and for vocabularies, 1 for
   // maps cut by input (https://arxiv.org/abs/1909.08053). Not set: every rank holds all of it.
   std::optional<int64_t> shard_axis = std::nullopt;
-  // The part of a pass that it belongs to: Backbone::RunBlock.
+  // The block of a pass that it belongs to (Backbone::RunBlock).
   int64_t block = 0;
 
   int64_t numel() const;
 };
 
-// A pass through a decoder of `layers` layers: the embedding is block 0, layer i is block i + 1,
-// and the final norm and the head are the last.
+// The last block of a pass through `layers` layers: the final norm and the head. Block 0 is the
+// embedding, block i + 1 is layer i.
 inline int64_t LastBlock(int64_t layers) { return layers + 1; }
 
-// What a model ends in.
+// The output layer of a model.
 enum class HeadKind {
   kLm,     // vocabulary logits
   kValue,  // one value per token (`use_value_head`)
-  kNone,   // hidden states only
 };
 
 struct HeadOptions {
@@ -51,12 +50,12 @@ struct HeadOptions {
 
 inline constexpr char kEmbeddingName[] = "model.embed_tokens.weight";
 inline constexpr char kLmHeadName[] = "lm_head.weight";
-// Under which a value head is listed and exported, whatever it was called where it came from.
+// The names under which a value head is listed and exported, whatever its checkpoint called it.
 inline constexpr char kValueHeadWeight[] = "score.weight";
 inline constexpr char kValueHeadBias[] = "score.bias";
 
-// All parameters in the order in which they are listed, digested and initialised. UNIMPLEMENTED for
-// a model_type that no family has.
+// Returns all parameters in the order in which they are listed, digested and initialised.
+// UNIMPLEMENTED for a model_type that no family has.
 absl::StatusOr<std::vector<ParameterSpec>> ModelParameters(const ModelConfig& config,
                                                            const HeadOptions& head);
 

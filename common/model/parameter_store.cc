@@ -13,9 +13,10 @@
 namespace tandem {
 namespace {
 
-// Values that a parameter takes in its buffer, so that the next one is aligned.
-int64_t Aligned(int64_t numel, int64_t parts = 1) {
-  const int64_t values = 32 * parts;  // 64 bytes of bf16
+// Returns the number of values that `numel` take in a buffer, rounded up so that what follows is
+// aligned.
+int64_t Aligned(int64_t numel, int64_t shards = 1) {
+  const int64_t values = 32 * shards;  // 64 bytes of bf16
   return (numel + values - 1) / values * values;
 }
 
@@ -37,11 +38,6 @@ absl::StatusOr<std::unique_ptr<ParameterStore>> ParameterStore::Create(
     Parameter parameter = {
         .spec = specs[i], .shard = {}, .trainable = store->training_ && trainable[i], .value = {}};
     if (const std::optional<int64_t> axis = specs[i].shard_axis; axis.has_value()) {
-      if (specs[i].shape[*axis] % placement.shard_count != 0) {
-        return InvalidField("placement.shard_count",
-                            absl::StrCat("must divide axis ", *axis, " of '", specs[i].name,
-                                         "', which is ", specs[i].shape[*axis]));
-      }
       parameter.shard = {*axis, placement.shard_index, placement.shard_count};
     }
     store->parameters_.push_back(std::move(parameter));
@@ -56,14 +52,17 @@ void ParameterStore::AllocateBlocks(bool without_memory) {
     const auto block = static_cast<size_t>(parameter.spec.block);
     sizes.resize(std::max(sizes.size(), block + 1));
     if (!placement_.Holds(parameter.spec.block)) continue;
-    sizes[block] += Aligned(parameter.spec.numel() / parameter.shard.count);
+    sizes[block] += Aligned(c10::multiply_integers(parameter.shard.ShapeOf(parameter.spec.shape)));
   }
   const auto options =
       at::device(placement_.device).dtype(training_ ? at::kFloat : placement_.dtype);
   for (const int64_t size : sizes) {
-    const int64_t numel = Aligned(size, placement_.buffer_parts);
+    const int64_t numel = Aligned(size, placement_.buffer_shards);
     block_buffers_.push_back(without_memory ? EmptyWithoutMemory(numel, options)
                                             : at::empty({numel}, options));
+    if (without_memory && options.dtype() != placement_.dtype) {
+      compute_buffers_.push_back(EmptyWithoutMemory(numel, options.dtype(placement_.dtype)));
+    }
   }
   taken_.resize(sizes.size());
 }
@@ -87,8 +86,7 @@ at::Tensor ParameterStore::Allocate(const std::vector<std::string>& names) {
     const Parameter* parameter = Find(name);
     TORCH_CHECK(parameter != nullptr && !parameter->value.defined(), "parameter ", name,
                 " is not declared or already taken");
-    shapes.push_back(parameter->spec.shape);
-    if (parameter->shard.count > 1) shapes.back()[parameter->shard.axis] /= parameter->shard.count;
+    shapes.push_back(parameter->shard.ShapeOf(parameter->spec.shape));
     rows += shapes.back()[0];
   }
   std::vector<int64_t> stacked_shape = shapes[0];
@@ -108,10 +106,18 @@ at::Tensor ParameterStore::Allocate(const std::vector<std::string>& names) {
   return stacked;
 }
 
+at::Tensor ParameterStore::ComputeView(int64_t block, const at::Tensor& stacked) const {
+  return compute_buffers_[static_cast<size_t>(block)]
+      .narrow(0, stacked.storage_offset(), stacked.numel())
+      .view(stacked.sizes())
+      .detach();
+}
+
 at::Tensor ParameterStore::Take(const std::string& name) {
   const Parameter* const parameter = Find(name);
   if (parameter == nullptr || !placement_.Holds(parameter->spec.block)) return {};
   Allocate({name});
+  FindMutable(name)->read_as_master = true;
   return parameter->value;
 }
 
@@ -130,6 +136,12 @@ const ops::LinearWeight& ParameterStore::TakeLinear(const std::vector<std::strin
     for (const std::string& name : of) result.push_back(Find(name)->value);
     return result;
   };
+  if (!compute_buffers_.empty()) {
+    const int64_t block = Find(weight_names[0])->spec.block;
+    return linear_weights_.emplace_back(stacked, bias, values(weight_names), values(bias_names),
+                                        ComputeView(block, stacked),
+                                        bias.defined() ? ComputeView(block, bias) : at::Tensor());
+  }
   return linear_weights_.emplace_back(stacked, bias, values(weight_names), values(bias_names),
                                       placement_.dtype);
 }

@@ -19,31 +19,34 @@ namespace tandem {
 
 class ParameterStore {
  public:
-  // Of the declared parameters, uninitialised. `trainable` has one entry per parameter; an empty
-  // one means a model that only infers. INVALID_ARGUMENT for "placement.shard_*", and for a size
-  // that does not divide by the shards. `without_memory`: whoever holds blocks only some of the
-  // time gives their buffers memory (common/tensor/tensor_memory.h).
+  // Creates the memory of the declared parameters, uninitialised. `trainable` has one entry per
+  // parameter; an empty one means a model that only infers. INVALID_ARGUMENT for
+  // "placement.shard_*". With `without_memory` the caller gives a block's buffer memory while it
+  // needs the block (common/tensor/tensor_memory.h).
   static absl::StatusOr<std::unique_ptr<ParameterStore>> Create(
       const std::vector<ParameterSpec>& specs, const std::vector<bool>& trainable,
       const Placement& placement, bool without_memory = false);
 
-  // In the order of their declaration.
+  // Parameters in the order of their declaration.
   const std::vector<Parameter>& parameters() const { return parameters_; }
   // Flat: all parameters of a block are views of it, each (or each stack of them) aligned to 64
   // bytes. Empty for a block that is not held.
   const std::vector<at::Tensor>& block_buffers() const { return block_buffers_; }
-  // nullptr where no such parameter is declared.
+  // Buffers of the same layout in the type of the computation, which linear maps multiply with; the
+  // caller fills them. Only where `without_memory` and that type is not float32; else empty.
+  const std::vector<at::Tensor>& compute_buffers() const { return compute_buffers_; }
+  // Returns nullptr for a name that is not declared.
   const Parameter* Find(const std::string& name) const;
 
-  // For the model that is being wired. The value of a declared parameter; undefined where there is
-  // none, or where its block is not held.
+  // Backbones call Take and TakeLinear while they are constructed. Returns the value of a declared
+  // parameter; undefined if none has the name, or its block is not held.
   at::Tensor Take(const std::string& name);
-  // The maps "<name>.weight" (with "<name>.bias" where declared) of one input, stacked in one
-  // buffer. A single one that was taken before is shared. Their block is held. Lives as long as the
-  // store.
+  // Returns the linear maps "<name>.weight" (with "<name>.bias" where declared) of one input,
+  // stacked in one buffer. A single map that was taken before is shared. Their block must be held.
+  // The result lives as long as the store.
   const ops::LinearWeight& TakeLinear(const std::vector<std::string>& names);
 
-  // To be called after values have changed, before the next forward.
+  // Call it after values have changed, before the next forward pass.
   void OnWeightsChanged();
 
  private:
@@ -51,13 +54,15 @@ class ParameterStore {
 
   void AllocateBlocks(bool without_memory);
   Parameter* FindMutable(const std::string& name);
-  // Gives the parameters of those names, in order, one buffer; returns it.
+  // Returns the view of a block's compute buffer at the place of `stacked` in the block's buffer.
+  at::Tensor ComputeView(int64_t block, const at::Tensor& stacked) const;
+  // Gives the parameters of those names, in order, one range of a buffer; returns it.
   at::Tensor Allocate(const std::vector<std::string>& names);
 
   const Placement placement_;
   bool training_ = false;
   std::vector<Parameter> parameters_;
-  std::vector<at::Tensor> block_buffers_;
+  std::vector<at::Tensor> block_buffers_, compute_buffers_;
   std::vector<int64_t> taken_;                    // of each buffer
   std::deque<ops::LinearWeight> linear_weights_;  // never moves what was handed out
 };

@@ -20,7 +20,8 @@ struct RaggedBatch {
   int64_t num_tokens() const { return offsets.empty() ? 0 : offsets.back(); }
 };
 
-// Whole sequences, positions from 0, on the device of the model that will run them.
+// Makes a batch of whole sequences, positions from 0, on the device of the model that will run
+// them.
 RaggedBatch MakeRaggedBatch(const std::vector<std::vector<int64_t>>& sequences,
                             at::Device device = at::kCPU);
 

@@ -1,4 +1,4 @@
-// Frequencies of rotary position embeddings, with the usual ways to stretch the context.
+// Frequencies of rotary position embeddings, with the usual context extensions.
 #ifndef TANDEM_COMMON_MODEL_ROPE_H_
 #define TANDEM_COMMON_MODEL_ROPE_H_
 
@@ -13,7 +13,7 @@ struct RopeFrequencies {
   double attention_scaling;    // factor on cosines and sines (yarn), 1 otherwise
 };
 
-// The same numbers as `transformers` (modeling_rope_utils).
+// Returns the same numbers as `transformers` (modeling_rope_utils).
 RopeFrequencies ComputeRopeFrequencies(const RopeConfig& rope, int64_t head_dim);
 
 }  // namespace tandem

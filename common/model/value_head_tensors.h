@@ -1,4 +1,4 @@
-// Where the checkpoints of other tools keep a value head.
+// Finds the value head in checkpoints of other tools.
 #ifndef TANDEM_COMMON_MODEL_VALUE_HEAD_TENSORS_H_
 #define TANDEM_COMMON_MODEL_VALUE_HEAD_TENSORS_H_
 
@@ -15,11 +15,12 @@ struct ValueHeadTensors {
   const TensorView* bias = nullptr;
 };
 
-// score.{weight,bias} (transformers), v_head.summary.* (Hugging Face TRL),
-// output_layer.value_head.* and output_layer.* (Megatron).
+// Whether the name is one of: score.{weight,bias} (transformers), v_head.summary.* (Hugging Face
+// TRL), output_layer.value_head.* and output_layer.* (Megatron).
 bool IsValueHeadName(absl::string_view name);
 
-// INVALID_ARGUMENT when there are two heads, or a bias without its weight.
+// Finds the value head among `tensors`. INVALID_ARGUMENT for two heads, or a bias without its
+// weight.
 absl::StatusOr<ValueHeadTensors> FindValueHead(const std::vector<const TensorView*>& tensors);
 
 }  // namespace tandem

@@ -9,12 +9,13 @@
 #include "absl/strings/strip.h"
 #include "common/base/error.h"
 #include "common/base/status_macros.h"
-#include "common/model/parameter_spec.h"
+#include "common/model/family.h"
 
 namespace tandem {
 namespace {
 
-// Layers of which the files hold anything. A layer's number is not believed: it may be any.
+// Counts the layers that the files hold tensors of. Layer numbers in names are not trusted: a
+// number may be anything.
 int64_t NumLayers(const SafetensorsDirectory& files) {
   std::set<absl::string_view> layers;
   for (const TensorView& tensor : files.tensors()) {
@@ -33,23 +34,8 @@ absl::Status CheckSizes(const ModelConfig& config, const SafetensorsDirectory& f
         "config.json.num_hidden_layers",
         absl::StrCat("is ", config.num_hidden_layers, ", the weight files hold ", layers));
   }
-  // Every family so far is a dense decoder with these names (decoder_parameters.cc).
-  const struct {
-    const char* tensor;
-    size_t axis;
-    int64_t size;
-    const char* field;
-    const char* what;
-  } sizes[] = {
-      {kEmbeddingName, 0, config.vocab_size, "vocab_size", ""},
-      {kEmbeddingName, 1, config.hidden_size, "hidden_size", ""},
-      {"model.layers.0.mlp.gate_proj.weight", 0, config.intermediate_size, "intermediate_size", ""},
-      {"model.layers.0.self_attn.q_proj.weight", 0, config.query_size(), "num_attention_heads",
-       "times head_dim "},
-      {"model.layers.0.self_attn.k_proj.weight", 0, config.key_value_size(), "num_key_value_heads",
-       "times head_dim "},
-  };
-  for (const auto& size : sizes) {
+  TANDEM_ASSIGN_OR_RETURN(const Family* family, FindFamily(config.model_type));
+  for (const WeightFileSize& size : family->WeightFileSizes(config)) {
     const TensorView* const tensor = files.Find(size.tensor);
     if (tensor == nullptr || tensor->shape.size() != 2) {
       return absl::InvalidArgumentError(
@@ -58,7 +44,7 @@ absl::Status CheckSizes(const ModelConfig& config, const SafetensorsDirectory& f
     }
     if (tensor->shape[size.axis] != size.size) {
       return InvalidField(absl::StrCat("config.json.", size.field),
-                          absl::StrCat(size.what, "is ", size.size, ", the weight files have ",
+                          absl::StrCat(size.factor, "is ", size.size, ", the weight files have ",
                                        tensor->shape[size.axis], " ('", size.tensor, "')"));
     }
   }

@@ -1,4 +1,4 @@
-// Whether a config.json speaks of the weights beside it. No torch.
+// Checks that config.json describes the weight files beside it. No torch.
 #ifndef TANDEM_COMMON_MODEL_WEIGHT_FILES_CHECK_H_
 #define TANDEM_COMMON_MODEL_WEIGHT_FILES_CHECK_H_
 
@@ -10,9 +10,9 @@
 
 namespace tandem {
 
-// Compares the sizes of `config` with the files, so that no memory is taken, nor any plan made, for
-// a model that is not there. INVALID_ARGUMENT naming the field ("config.json.num_hidden_layers"),
-// or the tensor that should show it.
+// Compares the sizes of `config` (Family::WeightFileSizes) with the files, so that no memory is
+// taken, nor any plan made, for a model that is not there. INVALID_ARGUMENT naming the field
+// ("config.json.num_hidden_layers"), or the tensor that should show it.
 absl::Status CheckSizes(const ModelConfig& config, const SafetensorsDirectory& files);
 
 // The same for a directory that is not open; also the errors of SafetensorsDirectory::Open.

@@ -10,8 +10,8 @@
 namespace tandem::ops {
 namespace {
 
-// ATen's fused kernels want equal numbers of heads: each key/value head of x [T, kv_heads, D] as
-// often as query heads share it.
+// Repeats each key/value head of x [T, kv_heads, D] for the query heads that share it: ATen's fused
+// kernels need equal numbers of heads.
 at::Tensor RepeatHeads(const at::Tensor& x, int64_t heads) {
   const int64_t key_value_heads = x.size(1);
   if (heads == key_value_heads) return x;
@@ -20,13 +20,13 @@ at::Tensor RepeatHeads(const at::Tensor& x, int64_t heads) {
       .reshape({x.size(0), heads, x.size(2)});
 }
 
-// Attention of the last rows of one sequence to all of it: q [rows, heads, D], k and v
+// Attention of the last rows of one sequence to the whole sequence: q [rows, heads, D], k and v
 // [length, kv_heads, D] -> [rows, heads * D].
 at::Tensor AtenAttention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v) {
   const int64_t rows = q.size(0), heads = q.size(1), length = k.size(0);
   const bool is_causal = rows == length;
   c10::optional<at::Tensor> mask;
-  if (!is_causal && rows > 1) {  // row r sees the keys up to its own
+  if (!is_causal && rows > 1) {  // row r attends to the keys up to its own
     mask = at::ones({rows, length}, q.options().dtype(at::kBool)).tril_(length - rows);
   }
   const auto batched = [](const at::Tensor& x) {  // [1, heads, length, D]
@@ -40,9 +40,9 @@ at::Tensor AtenAttention(const at::Tensor& q, const at::Tensor& k, const at::Ten
       .reshape({rows, heads * q.size(2)});
 }
 
-at::Tensor JoinRows(const std::vector<at::Tensor>& parts, const at::Tensor& q) {
-  if (parts.empty()) return q.reshape({0, q.size(1) * q.size(2)});
-  return parts.size() == 1 ? parts[0] : at::cat(parts, 0);
+at::Tensor JoinRows(const std::vector<at::Tensor>& outputs, const at::Tensor& q) {
+  if (outputs.empty()) return q.reshape({0, q.size(1) * q.size(2)});
+  return outputs.size() == 1 ? outputs[0] : at::cat(outputs, 0);
 }
 
 }  // namespace
@@ -79,8 +79,8 @@ at::Tensor AtenCachedAttention(const at::Tensor& q, const at::Tensor& k, const a
   return JoinRows(outputs, q);
 }
 
-// One item of work per sequence and key/value head: whole operations of ATen, of which each would
-// wake the threads, are many times slower on short sequences.
+// Divides the work by sequence and key/value head. Operations of ATen on whole batches, each of
+// which would wake the threads, are many times slower on short sequences.
 AttentionGradients AtenCausalAttentionBackward(const at::Tensor& dy_in, const at::Tensor& q,
                                                const at::Tensor& k, const at::Tensor& v,
                                                const std::vector<int64_t>& offsets) {

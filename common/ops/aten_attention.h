@@ -1,4 +1,4 @@
-// Attention in ATen operations: what a GPU runs, and the gradient everywhere.
+// Attention in ATen operations: all of it on a GPU, and its gradient on every device.
 #ifndef TANDEM_COMMON_OPS_ATEN_ATTENTION_H_
 #define TANDEM_COMMON_OPS_ATEN_ATTENTION_H_
 
@@ -9,7 +9,7 @@
 
 namespace tandem::ops {
 
-// As CausalAttention and CachedAttention of ops.h, on any device and in any floating-point type.
+// CausalAttention and CachedAttention of ops.h, on any device and in any floating-point type.
 at::Tensor AtenCausalAttention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                                const std::vector<int64_t>& offsets);
 at::Tensor AtenCachedAttention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
@@ -22,8 +22,8 @@ struct AttentionGradients {
   at::Tensor q, k, v;
 };
 
-// Of AtenCausalAttention on the CPU in float32, for dy [T, heads * D] the gradient of its result.
-// They do not depend on the number of threads.
+// Returns the gradients of causal attention on the CPU in float32, for the gradient dy
+// [T, heads * D] of its result. They do not depend on the number of threads.
 AttentionGradients AtenCausalAttentionBackward(const at::Tensor& dy, const at::Tensor& q,
                                                const at::Tensor& k, const at::Tensor& v,
                                                const std::vector<int64_t>& offsets);

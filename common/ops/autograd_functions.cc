@@ -18,7 +18,7 @@ using torch::autograd::AutogradContext;
 using torch::autograd::Function;
 using torch::autograd::variable_list;
 
-// Inside forward and backward autograd is off, so that the operations of ops.h mean the kernels.
+// Autograd is off in forward and backward, so the operations of ops.h call the kernels there.
 
 class RmsNormFunction : public Function<RmsNormFunction> {
  public:
@@ -30,22 +30,22 @@ class RmsNormFunction : public Function<RmsNormFunction> {
   }
 
   static variable_list backward(AutogradContext* context, variable_list gradients) {
-    constexpr int64_t kRows = 64;  // whose sums by column are added up first
+    constexpr int64_t kRows = 64;  // of a chunk, which has its own sums by column
     const variable_list saved = context->get_saved_variables();
     const int64_t width = saved[1].numel();
     const at::Tensor x = saved[0].reshape({-1, width}), dy = gradients[0].reshape({-1, width});
     const at::Tensor packed_x = x.contiguous(), packed_dy = dy.contiguous();
-    const int64_t rows = x.size(0), parts = (rows + kRows - 1) / kRows;
+    const int64_t rows = x.size(0), chunks = (rows + kRows - 1) / kRows;
     at::Tensor dx = at::empty({rows, width}, x.options());
-    at::Tensor dw = at::zeros({parts, width}, x.options());
-    ParallelFor(parts, kRows * width, [&](int64_t begin, int64_t end) {
-      for (int64_t part = begin; part < end; ++part) {
-        const int64_t first = part * kRows * width;
+    at::Tensor dw = at::zeros({chunks, width}, x.options());
+    ParallelFor(chunks, kRows * width, [&](int64_t begin, int64_t end) {
+      for (int64_t chunk = begin; chunk < end; ++chunk) {
+        const int64_t first = chunk * kRows * width;
         kernels::GetCpuKernels().rms_norm_backward(
             {packed_x.const_data_ptr<float>() + first, width, saved[1].const_data_ptr<float>(),
              packed_dy.const_data_ptr<float>() + first, width, dx.mutable_data_ptr<float>() + first,
-             width, dw.mutable_data_ptr<float>() + part * width,
-             std::min(kRows, rows - part * kRows), width,
+             width, dw.mutable_data_ptr<float>() + chunk * width,
+             std::min(kRows, rows - chunk * kRows), width,
              static_cast<float>(context->saved_data["eps"].toDouble())});
       }
     });
@@ -61,7 +61,7 @@ class RotaryFunction : public Function<RotaryFunction> {
     return RotaryEmbedding(x, cos, sin);
   }
 
-  // The transpose of a rotation is the rotation back.
+  // The gradient of a rotation is the rotation by the opposite angle.
   static variable_list backward(AutogradContext* context, variable_list gradients) {
     const variable_list saved = context->get_saved_variables();
     return {RotaryEmbedding(gradients[0], saved[0], saved[1].neg()), {}, {}};

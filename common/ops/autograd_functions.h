@@ -1,4 +1,4 @@
-// The CPU kernels with gradients: forward has the bits of inference.
+// The CPU kernels with gradients. The forward pass has the bits of inference.
 #ifndef TANDEM_COMMON_OPS_AUTOGRAD_FUNCTIONS_H_
 #define TANDEM_COMMON_OPS_AUTOGRAD_FUNCTIONS_H_
 
@@ -9,7 +9,9 @@
 
 namespace tandem::ops {
 
-// As the operations of ops.h, fp32 on the CPU. Gradients do not depend on the number of threads.
+// Operations of ops.h with autograd, in fp32 on the CPU. Gradients do not depend on the number of
+// threads.
+
 at::Tensor DifferentiableRmsNorm(const at::Tensor& x, const at::Tensor& weight, double eps);
 // No gradient flows into cos and sin.
 at::Tensor DifferentiableRotary(const at::Tensor& x, const at::Tensor& cos, const at::Tensor& sin);

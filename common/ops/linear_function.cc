@@ -12,7 +12,7 @@ namespace {
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
-// a b in `type`, accumulated in float32.
+// Returns a b in `type`, accumulated in float32.
 at::Tensor Product(const at::Tensor& a, const at::Tensor& b, at::ScalarType type) {
   if (a.is_cpu()) return MatrixProduct(a, b).to(type);
   return a.scalar_type() == type ? at::mm(a, b) : at::mm(a, b, type);
@@ -20,12 +20,12 @@ at::Tensor Product(const at::Tensor& a, const at::Tensor& b, at::ScalarType type
 
 class LinearFunction : public torch::autograd::Function<LinearFunction> {
  public:
-  // What the products use is no input of the function: no gradient flows into it.
+  // The stacked maps. A struct is no input to autograd, so no gradient flows into them.
   struct Stack {
     const at::Tensor &weight, &bias;
   };
 
-  // Inside forward autograd is off, so that Linear means the kernel.
+  // Autograd is off here, so Linear calls the kernel.
   static at::Tensor forward(AutogradContext* context, const at::Tensor& x, at::TensorList masters,
                             at::TensorList bias_masters, const Stack& stack) {
     context->save_for_backward({x, stack.weight});

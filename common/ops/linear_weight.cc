@@ -9,7 +9,7 @@
 #include "common/ops/matrix_product.h"
 #include "common/ops/ops.h"
 #include "common/ops/rank_sum.h"
-#include "common/ops/token_shares.h"
+#include "common/ops/token_shards.h"
 
 namespace tandem::ops {
 
@@ -20,12 +20,22 @@ LinearWeight::LinearWeight(at::Tensor stacked, at::Tensor bias, std::vector<at::
       weights_(std::move(weights)),
       biases_(std::move(biases)) {
   const at::NoGradGuard no_grad;
-  // Where the types agree these are the stack itself.
+  // If the types are the same, these are the stack itself.
   compute_weight_ = stacked_.detach().to(compute_dtype);
   if (bias_.defined()) compute_bias_ = bias_.detach().to(compute_dtype);
   has_copy_ = !compute_weight_.is_alias_of(stacked_);
   if (has_copy_) copied_version_ = stacked_._version();
 }
+
+LinearWeight::LinearWeight(at::Tensor stacked, at::Tensor bias, std::vector<at::Tensor> weights,
+                           std::vector<at::Tensor> biases, at::Tensor compute_weight,
+                           at::Tensor compute_bias)
+    : stacked_(std::move(stacked)),
+      bias_(std::move(bias)),
+      weights_(std::move(weights)),
+      biases_(std::move(biases)),
+      compute_weight_(std::move(compute_weight)),
+      compute_bias_(std::move(compute_bias)) {}
 
 void LinearWeight::OnWeightsChanged() {
   if (!has_copy_) return;
@@ -37,7 +47,7 @@ void LinearWeight::OnWeightsChanged() {
 
 void LinearWeight::CheckFresh() const {
   TORCH_CHECK(!has_copy_ || copied_version_ == stacked_._version(),
-              "the weights have changed and OnWeightsChanged() was not called");
+              "the weights have changed, but OnWeightsChanged() was not called");
 }
 
 const at::Tensor& LinearWeight::compute_weight() const {
@@ -59,7 +69,7 @@ at::Tensor LinearWeight::ForwardAdd(const at::Tensor& residual, const at::Tensor
   return LinearAdd(residual, x, compute_weight_, compute_bias_);
 }
 
-at::Tensor LinearWeight::ForwardAddShare(const at::Tensor& residual, const at::Tensor& x,
+at::Tensor LinearWeight::ForwardAddShard(const at::Tensor& residual, const at::Tensor& x,
                                          const std::shared_ptr<TensorParallelGroup>& group) const {
   CheckFresh();
   const at::Tensor partial = at::GradMode::is_enabled()
@@ -76,7 +86,7 @@ at::Tensor LinearWeight::ForwardAddSum(const at::Tensor& residual, const at::Ten
 
 at::Tensor LinearWeight::WithBias(const at::Tensor& sum) const {
   if (!bias_.defined()) return sum;
-  // In the master's type, so that its gradient is summed in float32.
+  // In the type of the master, so that the gradient of the bias is summed in float32.
   const at::Tensor& bias = biases_.front();
   return (sum.to(bias.scalar_type()) + bias).to(sum.scalar_type());
 }

@@ -1,4 +1,4 @@
-// The weight behind every linear map and every head, and the one place where it is multiplied.
+// The weight of a linear map or a head, and its product with hidden states.
 #ifndef TANDEM_COMMON_OPS_LINEAR_WEIGHT_H_
 #define TANDEM_COMMON_OPS_LINEAR_WEIGHT_H_
 
@@ -15,47 +15,52 @@ namespace tandem::ops {
 // One or several maps of one input (queries, keys and values), stacked in one matrix so that they
 // are one product. The parameters are the *masters*: views of the stack, one per map. Where the
 // computation has another type than the masters (bf16 over fp32), the products use a copy in that
-// type, which OnWeightsChanged() refreshes; using it without is an error, never an old result.
+// type. OnWeightsChanged() refreshes the copy; using a stale copy throws c10::Error.
 class LinearWeight {
  public:
   // `stacked` [sum of outs, in] and `bias` [sum of outs] (or undefined) hold the maps one after the
-  // other; `weights` [outs[i], in] and `biases` (empty, or [outs[i]]) are the parameters inside
-  // them: leaves where they train.
+  // other. `weights` [outs[i], in] and `biases` (empty, or [outs[i]]) are views of them, the
+  // parameters; they are leaves of autograd where they train.
   LinearWeight(at::Tensor stacked, at::Tensor bias, std::vector<at::Tensor> weights,
                std::vector<at::Tensor> biases, at::ScalarType compute_dtype);
+  // The same with copies, like `stacked` and `bias`, that the caller keeps up to date.
+  LinearWeight(at::Tensor stacked, at::Tensor bias, std::vector<at::Tensor> weights,
+               std::vector<at::Tensor> biases, at::Tensor compute_weight, at::Tensor compute_bias);
 
-  // x [T, in] in the computation's type -> [T, sum of outs], the maps side by side. With autograd,
-  // gradients of the masters have the masters' type.
+  // Returns the results of the maps side by side [T, sum of outs], for x [T, in] in the type of the
+  // computation. Gradients of the masters have the masters' type.
   at::Tensor Forward(const at::Tensor& x) const;
-  // residual + Forward(x), as ops::LinearAdd: without autograd `residual` is overwritten.
+  // Returns residual + Forward(x). Like ops::LinearAdd it overwrites `residual` without autograd.
   at::Tensor ForwardAdd(const at::Tensor& residual, const at::Tensor& x) const;
-  // The same by the ranks of a group that cut one map by input: x [T, in / n] and the weight are
-  // this rank's columns, and `residual` and the result its share of the tokens
-  // (common/ops/token_shares.h). The bias is added once, to the sum. `residual` stays as it is.
-  at::Tensor ForwardAddShare(const at::Tensor& residual, const at::Tensor& x,
+  // Returns this rank's shard of the tokens (common/ops/token_shards.h) of residual + Forward(x),
+  // for a map whose input the ranks of a group divide: x [T, in / n] and the weight are this rank's
+  // columns, `residual` is its shard of the tokens. The bias is added once, to the sum. `residual`
+  // is unchanged.
+  at::Tensor ForwardAddShard(const at::Tensor& residual, const at::Tensor& x,
                              const std::shared_ptr<TensorParallelGroup>& group) const;
-  // The same where every rank keeps all tokens: `residual` and the result are [T, out]. No
-  // autograd.
+  // Like ForwardAddShard, where every rank keeps all tokens: `residual` and the result are [T,
+  // out]. No autograd.
   at::Tensor ForwardAddSum(const at::Tensor& residual, const at::Tensor& x,
                            TensorParallelGroup& group) const;
 
-  // The values of the masters have changed.
+  // Must be called after the values of the masters have changed.
   void OnWeightsChanged();
 
-  // What the products use: [sum of outs, in] in the computation's type, without autograd. The
-  // storage stays the same for the life of the object.
+  // Returns the matrix that the products use: [sum of outs, in] in the type of the computation,
+  // without autograd. Its storage stays the same for the life of the object.
   const at::Tensor& compute_weight() const;
 
  private:
   void CheckFresh() const;
-  // Of a single map.
+  // Adds the bias of a single map.
   at::Tensor WithBias(const at::Tensor& sum) const;
 
   at::Tensor stacked_, bias_;
   std::vector<at::Tensor> weights_, biases_;
-  at::Tensor compute_weight_, compute_bias_;  // stacked_ and bias_ themselves in the same type
+  at::Tensor compute_weight_,
+      compute_bias_;  // stacked_ and bias_ themselves if the type is the same
   bool has_copy_ = false;
-  int64_t copied_version_ = 0;  // of the stack, as autograd counts its changes
+  int64_t copied_version_ = 0;  // autograd's count of changes to the stack
 };
 
 }  // namespace tandem::ops

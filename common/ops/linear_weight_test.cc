@@ -10,7 +10,7 @@
 namespace tandem::ops {
 namespace {
 
-// Two maps [5, 12] and [3, 12] with biases, stacked as a store would.
+// Two maps [5, 12] and [3, 12] with biases, stacked as a ParameterStore stacks them.
 struct Maps {
   explicit Maps(at::ScalarType compute_dtype, bool second_trains = true) {
     at::manual_seed(4);
@@ -49,7 +49,7 @@ TEST(LinearWeightTest, StackedMapsHaveTheOutputsAndGradientsOfSeparateOnes) {
   EXPECT_LE(MaxError(x.grad(), dy0.mm(maps.weights[0]) + dy1.mm(maps.weights[1])), 1e-5);
 }
 
-TEST(LinearWeightTest, BitsAreThoseOfInference) {
+TEST(LinearWeightTest, TrainingHasTheBitsOfInference) {
   const Maps maps(at::kFloat);
   const at::Tensor x = at::randn({7, 12});
   const at::Tensor training = maps.linear->Forward(x);
@@ -78,7 +78,7 @@ TEST(LinearWeightTest, Bfloat16ComputesWithACopyAndTrainsFloatMasters) {
   y.sum().backward();
   EXPECT_EQ(x.grad().scalar_type(), at::kBFloat16);
   EXPECT_EQ(maps.weights[1].grad().scalar_type(), at::kFloat);
-  // The sum over rows is exact in float32: it is not rounded to bf16 on the way.
+  // The sum over rows is exact in float32, so it was not rounded to bf16.
   EXPECT_LE(MaxError(maps.weights[1].grad()[0], x.detach().to(at::kFloat).sum(0)), 1e-5);
 }
 

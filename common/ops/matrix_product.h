@@ -6,18 +6,18 @@
 
 namespace tandem::ops {
 
-// a [m, k] b [k, n] -> [m, n], float32 of bf16 factors, on any device; either may be transposed. On
-// the CPU it runs on own kernels or on MKL, by what the CPU has: the bits depend on the shape but
-// not on the number of threads; a row's bits may depend on how many others there are (Linear's do
-// not). No autograd.
+// Returns a b [m, n] for a [m, k] and b [k, n], on any device; either may be transposed. The
+// product of bf16 factors is float32. On the CPU own kernels or MKL multiply (docs/kernels.md). The
+// bits depend on the shape but not on the number of threads; the bits of a row may depend on how
+// many rows there are, unlike those of Linear. No autograd. Throws std::bad_alloc.
 at::Tensor MatrixProduct(const at::Tensor& a, const at::Tensor& b);
 
-// The same into `product`, contiguous, or added to what it holds. Two bf16 factors may have a
-// float32 product, to which the CPU adds in float32 whatever it multiplies with.
+// Writes a b into `product`, which is contiguous, or adds a b to it. Two bf16 factors may have a
+// float32 product; the CPU then adds in float32.
 void MatrixProductInto(const at::Tensor& product, const at::Tensor& a, const at::Tensor& b,
                        bool accumulate = false);
 
-// The same on the calling thread alone, for loops that share out whole products among the threads.
+// MatrixProductInto on the calling thread alone, for loops in which each thread has whole products.
 void MatrixProductOnThread(const at::Tensor& product, const at::Tensor& a, const at::Tensor& b,
                            bool accumulate = false);
 

@@ -6,6 +6,10 @@
 
 #include <array>
 #include <cstdint>
+#include <new>
+
+#include "common/kernels/cpu/cpu_kernels.h"
+#include "common/tensor/catch_torch_errors.h"
 
 namespace tandem::ops {
 namespace {
@@ -19,7 +23,7 @@ class MatrixProductTest : public testing::TestWithParam<std::array<int64_t, 3>> 
   const int threads_before_ = at::get_num_threads();
 };
 
-// m, n, k: one piece and many, long sums over few outputs, edges of one.
+// m, n, k: one tile and many, long sums over few outputs, sizes of one.
 INSTANTIATE_TEST_SUITE_P(
     Shapes, MatrixProductTest,
     testing::Values(std::array<int64_t, 3>{64, 64, 1024}, std::array<int64_t, 3>{33, 50, 1024},
@@ -40,7 +44,7 @@ TEST_P(MatrixProductTest, MatchesDoubleWhateverIsTransposed) {
   }
 }
 
-TEST_P(MatrixProductTest, IsAddedToWhatIsThere) {
+TEST_P(MatrixProductTest, AccumulateAddsToTheProduct) {
   const auto [m, n, k] = GetParam();
   const at::Tensor a = at::randn({m, k}), b = at::randn({n, k}).t(), before = at::randn({m, n});
   const at::Tensor sum = before.clone();
@@ -48,7 +52,7 @@ TEST_P(MatrixProductTest, IsAddedToWhatIsThere) {
   EXPECT_TRUE(at::allclose(sum, before + MatrixProduct(a, b), 1e-5, 1e-4));
 }
 
-// Products of bf16 numbers are exact in fp32, whoever multiplies them: only the sums are rounded.
+// A product of two bf16 numbers is exact in fp32; only the sums are rounded.
 TEST_P(MatrixProductTest, Bfloat16FactorsAreSummedInFloat32) {
   const auto [m, n, k] = GetParam();
   const at::Tensor a = at::randn({m, k}, at::kBFloat16), b = at::randn({n, k}, at::kBFloat16).t();
@@ -62,6 +66,21 @@ TEST_P(MatrixProductTest, Bfloat16FactorsAreSummedInFloat32) {
       EXPECT_TRUE(at::allclose(product.to(at::kDouble), expected, 1e-5, 3e-4));
     }
   }
+}
+
+// Exceptions of the threads become a status where an engine catches them.
+TEST(MatrixProductMemoryTest, AProductWithoutMemoryIsResourceExhausted) {
+  kernels::CpuKernels table = kernels::GetCpuKernels();
+  table.float_product = {.name = "none", .multiply = [](const kernels::ProductArgs<float>&) {
+                           throw std::bad_alloc();
+                         }};
+  kernels::UseCpuKernels(&table);
+  const absl::Status status = CatchTorchErrors("a product", [] {
+    MatrixProduct(at::ones({600, 600}), at::ones({600, 600}));
+    return absl::OkStatus();
+  });
+  kernels::UseCpuKernels(nullptr);
+  EXPECT_EQ(status.code(), absl::StatusCode::kResourceExhausted) << status;
 }
 
 TEST_P(MatrixProductTest, BitsDoNotDependOnTheNumberOfThreads) {

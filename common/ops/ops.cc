@@ -5,7 +5,6 @@
 #include <ATen/core/grad_mode.h>
 
 #include <algorithm>
-#include <atomic>
 #include <cmath>
 #include <cstring>
 
@@ -18,10 +17,8 @@
 namespace tandem::ops {
 namespace {
 
-std::atomic<KernelPath> kernel_path = KernelPath::kAuto;
-
 bool HasCpuKernels(const at::Tensor& x) {
-  return x.is_cpu() && x.scalar_type() == at::kFloat && kernel_path == KernelPath::kAuto;
+  return x.is_cpu() && x.scalar_type() == at::kFloat && kernels::GetCpuKernels().linear != nullptr;
 }
 
 bool UseCpuKernels(const at::Tensor& x) { return HasCpuKernels(x) && !at::GradMode::is_enabled(); }
@@ -29,12 +26,12 @@ bool UseCpuKernels(const at::Tensor& x) { return HasCpuKernels(x) && !at::GradMo
 const float* Data(const at::Tensor& x) { return x.const_data_ptr<float>(); }
 float* MutableData(const at::Tensor& x) { return x.mutable_data_ptr<float>(); }
 
-// The last dimension must be contiguous for the kernels; a copy where it is not.
+// Returns `x`, or a copy if its last dimension is not contiguous, as the kernels need it.
 at::Tensor Packed(const at::Tensor& x) { return x.stride(-1) == 1 ? x : x.contiguous(); }
 
 void LinearKernel(const at::Tensor& x_in, const at::Tensor& weight, const at::Tensor& bias,
                   const at::Tensor& y, bool accumulate) {
-  constexpr int64_t kColumns = 16, kMinRows = 24;  // of what a thread is given
+  constexpr int64_t kColumns = 16, kMinRows = 24;  // of the unit of work of a thread
   TORCH_CHECK(x_in.dim() == 2 && weight.dim() == 2 && x_in.size(1) == weight.size(1), "linear: x ",
               x_in.sizes(), " against weight ", weight.sizes());
   const at::Tensor x = Packed(x_in);
@@ -44,29 +41,29 @@ void LinearKernel(const at::Tensor& x_in, const at::Tensor& weight, const at::Te
       Data(x),         x.stride(0), Data(w),   bias.defined() ? Data(bias) : nullptr,
       MutableData(y),  y.stride(0), rows,      in,
       /*out_begin=*/0, out,         accumulate};
-  // The columns are shared out; the rows too where there are few columns for the threads.
+  // Threads divide the columns; where there are few columns they divide the rows too.
   const int64_t columns = (out + kColumns - 1) / kColumns;
-  const int64_t row_parts =
+  const int64_t row_chunks =
       std::clamp<int64_t>(2 * at::get_num_threads() / std::max<int64_t>(1, columns), 1,
                           std::max<int64_t>(1, rows / kMinRows));
-  ParallelFor(row_parts * columns, kColumns * in * rows / row_parts,
-              [&](int64_t begin, int64_t end) {
-                while (begin < end) {
-                  const int64_t part = begin / columns, last = std::min(end, (part + 1) * columns);
-                  const int64_t row = part * rows / row_parts;
-                  kernels::LinearArgs args = whole;
-                  args.x += row * whole.x_stride;
-                  args.y += row * whole.y_stride;
-                  args.rows = (part + 1) * rows / row_parts - row;
-                  args.out_begin = (begin - part * columns) * kColumns;
-                  args.out_end = std::min((last - part * columns) * kColumns, out);
-                  kernels::GetCpuKernels().linear(args);
-                  begin = last;
-                }
-              });
+  ParallelFor(
+      row_chunks * columns, kColumns * in * rows / row_chunks, [&](int64_t begin, int64_t end) {
+        while (begin < end) {
+          const int64_t chunk = begin / columns, last = std::min(end, (chunk + 1) * columns);
+          const int64_t row = chunk * rows / row_chunks;
+          kernels::LinearArgs args = whole;
+          args.x += row * whole.x_stride;
+          args.y += row * whole.y_stride;
+          args.rows = (chunk + 1) * rows / row_chunks - row;
+          args.out_begin = (begin - chunk * columns) * kColumns;
+          args.out_end = std::min((last - chunk * columns) * kColumns, out);
+          kernels::GetCpuKernels().linear(args);
+          begin = last;
+        }
+      });
 }
 
-// One sequence of a ragged batch for the attention kernel, at [rows, heads] strides.
+// Where one sequence of a ragged batch has its keys and values.
 struct AttentionSource {
   const float* k;
   int64_t k_position_stride, k_head_stride;
@@ -75,11 +72,11 @@ struct AttentionSource {
   int64_t first_position;
 };
 
-// `source(s)` tells where sequence s has its keys and values.
+// Attention of q to the keys and values at source(s) for each sequence s.
 template <typename Source>
 at::Tensor AttentionKernel(const at::Tensor& q, int64_t key_value_heads,
                            const std::vector<int64_t>& offsets, const Source& source) {
-  constexpr int64_t kRowsPerItem = 32;  // a long prompt is shared out among the threads
+  constexpr int64_t kRowsPerItem = 32;  // so that threads divide a long prompt
   struct Item {
     int64_t sequence, head, begin, end;
   };
@@ -121,16 +118,21 @@ at::Tensor AttentionKernel(const at::Tensor& q, int64_t key_value_heads,
   return out;
 }
 
-// [T, heads, D] whose heads lie side by side, which the attention kernel expects.
+// Returns x [T, heads, D], or a copy if the heads of a row are not contiguous.
 at::Tensor HeadsPacked(const at::Tensor& x) {
   return x.stride(2) == 1 && x.stride(1) == x.size(2) ? x : x.contiguous();
 }
 
 }  // namespace
 
-void SetKernelPath(KernelPath path) { kernel_path = path; }
+void SetKernelPath(KernelPath path) {
+  kernels::UseCpuKernels(path == KernelPath::kAten ? &kernels::kAtenKernels : nullptr);
+}
 
-KernelPath GetKernelPath() { return kernel_path; }
+KernelPath GetKernelPath() {
+  return &kernels::GetCpuKernels() == &kernels::kAtenKernels ? KernelPath::kAten
+                                                             : KernelPath::kAuto;
+}
 
 at::Tensor Embedding(const at::Tensor& tokens, const at::Tensor& weight) {
   return at::embedding(weight, tokens);

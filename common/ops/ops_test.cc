@@ -17,7 +17,7 @@
 namespace tandem::ops {
 namespace {
 
-// With autograd and without it the same kernels run.
+// Expects the same bits from fn() with autograd and without.
 template <typename Function>
 void ExpectTrainingHasTheBitsOfInference(const Function& fn) {
   const at::Tensor training = fn();
@@ -25,7 +25,7 @@ void ExpectTrainingHasTheBitsOfInference(const Function& fn) {
   EXPECT_TRUE(at::equal(training, fn()));
 }
 
-// The gradients of `fn(leaves)` for some gradient of its result, beside those of ATen alone.
+// Expects the gradients of fn(leaves) to be those of ATen, for a random gradient of the result.
 template <typename Function>
 void ExpectTheGradientsOfAten(const std::vector<at::Tensor>& values, const Function& fn) {
   std::vector<at::Tensor> leaves[2];
@@ -55,7 +55,7 @@ TEST_F(OpsTest, TrainingHasTheBitsOfInference) {
   const at::Tensor x = at::randn({37, 50}), w = at::randn({71, 50}), residual = at::randn({37, 71});
   ExpectTrainingHasTheBitsOfInference([&] { return Linear(x, w); });
   ExpectTrainingHasTheBitsOfInference([&] { return LinearAdd(residual.clone(), x, w); });
-  const at::Tensor fused = at::randn({9, 100});  // as a fused projection leaves them
+  const at::Tensor fused = at::randn({9, 100});  // views of a fused projection
   const at::Tensor heads = fused.narrow(1, 10, 60).view({9, 5, 12}), weight = at::randn({12});
   ExpectTrainingHasTheBitsOfInference([&] { return RmsNorm(heads, weight, 1e-5); });
   ExpectTrainingHasTheBitsOfInference([&] { return RmsNorm(fused, at::ones({100}), 1e-5); });
@@ -78,12 +78,12 @@ TEST_F(OpsTest, CachedAttentionEqualsCausalAttentionBitForBit) {
   at::Tensor keys = at::full({4, 3, 128, 16}, std::nan("")), values = keys.clone();
   for (const auto& [begin, end] : {std::pair<int64_t, int64_t>{0, 40}, {40, 41}, {41, 90}}) {
     const int64_t rows = end - begin;
-    const auto part = [start = begin, rows](const at::Tensor& x) {
+    const auto chunk = [start = begin, rows](const at::Tensor& x) {
       return x.narrow(0, start, rows);
     };
     const at::Tensor out =
-        CachedAttention(part(q), part(k), part(v), {0, rows}, {2}, {begin}, keys, values);
-    EXPECT_TRUE(at::equal(out, part(whole)));
+        CachedAttention(chunk(q), chunk(k), chunk(v), {0, rows}, {2}, {begin}, keys, values);
+    EXPECT_TRUE(at::equal(out, chunk(whole)));
   }
 }
 
@@ -99,7 +99,7 @@ TEST_F(OpsTest, InferenceRowsDoNotDependOnTheBatch) {
 TEST_F(OpsTest, LinearRowsDoNotDependOnTheThreads) {
   c10::InferenceMode guard;
   const int threads_before = at::get_num_threads();
-  for (const int64_t out : {1, 20, 300}) {  // few columns: the rows are shared out as well
+  for (const int64_t out : {1, 20, 300}) {  // with few columns threads divide the rows too
     const at::Tensor x = at::randn({130, 300}), w = at::randn({out, 300});
     at::set_num_threads(1);
     const at::Tensor one = Linear(x, w);
@@ -115,7 +115,7 @@ TEST_F(OpsTest, GradientsAreThoseOfAten) {
   ExpectTheGradientsOfAten(
       {at::randn({19, 33}), at::randn({21, 33}), at::randn({21}), at::randn({19, 21})},
       [](Leaves x) { return LinearAdd(x[3], x[0], x[1], x[2]); });
-  for (const int64_t rows : {3, 130}) {  // one part of the weight's gradient, and several
+  for (const int64_t rows : {3, 130}) {  // one chunk of the weight's gradient, and several
     ExpectTheGradientsOfAten({at::randn({rows, 60}), at::randn({12})}, [](Leaves x) {
       return RmsNorm(x[0].narrow(1, 24, 36).unflatten(1, {3, 12}), x[1], 1e-3);
     });
@@ -156,12 +156,12 @@ TEST_F(OpsTest, GradientsDoNotDependOnTheThreads) {
   EXPECT_TRUE(at::equal(gradients[0], gradients[1]));
 }
 
-// What a device or type without kernels of our own runs, beside the CPU kernels in fp32.
+// A device and a type for which ATen computes, compared with the CPU kernels in fp32.
 struct AtenCase {
   const char* name;
   at::DeviceType device;
   at::ScalarType dtype;
-  double tolerance;  // of numbers of size 1
+  double tolerance;  // for numbers of magnitude 1
 };
 
 class AtenPathTest : public testing::TestWithParam<AtenCase> {
@@ -172,7 +172,7 @@ class AtenPathTest : public testing::TestWithParam<AtenCase> {
   }
   void TearDown() override { SetKernelPath(KernelPath::kAuto); }
 
-  // N(0, 1), on the CPU in fp32, representable in the type under test.
+  // Returns N(0, 1) numbers on the CPU in fp32, representable in the type under test.
   static at::Tensor Normal(at::IntArrayRef shape) {
     return at::randn(shape).to(GetParam().dtype).to(at::kFloat);
   }
@@ -180,7 +180,8 @@ class AtenPathTest : public testing::TestWithParam<AtenCase> {
     return x.to(GetParam().device, GetParam().dtype, /*non_blocking=*/false, /*copy=*/true);
   }
 
-  // `fn` is given a function that brings an operand to device and type.
+  // Expects the same result from fn(on) on ATen and on the kernels; on(x) moves an operand to the
+  // device and the type.
   template <typename Function>
   static void ExpectTheKernelsResult(const Function& fn) {
     c10::InferenceMode guard;

@@ -1,4 +1,4 @@
-// Loops over the threads of the process.
+// Loops that the threads of the process divide.
 #ifndef TANDEM_COMMON_OPS_PARALLEL_FOR_H_
 #define TANDEM_COMMON_OPS_PARALLEL_FOR_H_
 
@@ -12,9 +12,10 @@ namespace tandem::ops {
 // Below this many multiply-adds (or exponentials) a second thread costs more than it saves.
 inline constexpr int64_t kWorkPerThread = 1 << 15;
 
-// Calls fn(begin, end) for consecutive parts of [0, count), each item in one of them, on as many
-// threads of at::get_num_threads() as are worth it when one item costs `work` multiply-adds. How
-// the range is cut depends on the number of threads: results must not depend on the cut.
+// Calls fn(begin, end) for consecutive ranges that cover [0, count), on up to at::get_num_threads()
+// threads. Each item costs `work` multiply-adds; fewer threads are used for little work. The ranges
+// depend on the number of threads, so results must not depend on them. An exception of `fn` is
+// rethrown.
 template <typename Function>
 void ParallelFor(int64_t count, int64_t work, const Function& fn) {
   const int64_t grain = std::max<int64_t>(1, kWorkPerThread / std::max<int64_t>(1, work));

@@ -16,7 +16,7 @@ class ParallelForTest : public testing::Test {
  protected:
   ~ParallelForTest() override { at::set_num_threads(threads_before_); }
 
-  // The threads that shared a loop of `count` items of `work` multiply-adds.
+  // Returns the threads that ran a loop of `count` items of `work` multiply-adds.
   static std::set<std::thread::id> Threads(int64_t count, int64_t work) {
     std::mutex mutex;
     std::set<std::thread::id> threads;
@@ -31,7 +31,7 @@ class ParallelForTest : public testing::Test {
   const int threads_before_ = at::get_num_threads();
 };
 
-TEST_F(ParallelForTest, SharesWorkAmongTheThreadsThatAreSet) {
+TEST_F(ParallelForTest, DividesWorkAmongTheThreadsThatAreSet) {
   at::set_num_threads(2);
   EXPECT_EQ(Threads(8, kWorkPerThread).size(), 2);
   at::set_num_threads(1);
@@ -52,7 +52,7 @@ TEST_F(ParallelForTest, VisitsEveryItemOnce) {
   EXPECT_EQ(visits, std::vector<int>(1001, 1));
 }
 
-// Two of them would be two pools of threads on the same cores.
+// Two runtimes would have two pools of threads on the same cores.
 TEST_F(ParallelForTest, OneOpenMpRuntimeIsLoaded) {
   std::set<std::string> runtimes;
   std::ifstream maps("/proc/self/maps");

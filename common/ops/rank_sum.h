@@ -1,5 +1,4 @@
-// Sums over the ranks of a group that do not depend on what else is summed: for inference, where a
-// row's numbers must not depend on what it was batched with.
+// Batch-invariant sums over the ranks of a group, for inference.
 #ifndef TANDEM_COMMON_OPS_RANK_SUM_H_
 #define TANDEM_COMMON_OPS_RANK_SUM_H_
 
@@ -9,10 +8,10 @@
 
 namespace tandem::ops {
 
-// What every rank has of a sum [T, ...] -> the whole sum [T, ...], the same bits on every rank:
-// added in the order of the ranks, in float32, and rounded once. (The ring of an all-reduce adds in
-// an order that depends on where in the tensor a value lies.) One all-gather, with temporary memory
-// of n [T, ...]. No autograd.
+// Returns the sum [T, ...] of the ranks' `partial` sums [T, ...], with the same bits on every rank:
+// it adds in the order of the ranks, in float32, and rounds once. (A ring all-reduce adds in an
+// order that depends on the place of a value in the tensor.) Costs one all-gather and temporary
+// memory of n [T, ...]. No autograd.
 at::Tensor SumInRankOrder(const at::Tensor& partial, TensorParallelGroup& group);
 
 }  // namespace tandem::ops

@@ -11,15 +11,16 @@
 
 namespace tandem::ops {
 
-// Angles are fp32 products position * frequency, as Hugging Face computes them; the table grows to
-// the positions it is asked for. Thread-safe.
+// Table of cosines and sines, which grows to the positions that are asked for. Angles are fp32
+// products position * frequency, as Hugging Face computes them. Thread-safe.
 class RotaryTable {
  public:
   // One frequency per pair of dimensions; cosines and sines are multiplied by `scaling`.
   RotaryTable(std::vector<float> inverse_frequencies, double scaling, at::Device device)
       : inverse_frequencies_(std::move(inverse_frequencies)), scaling_(scaling), device_(device) {}
 
-  // positions [T] int64 on the table's device, all in [0, end) -> {cos, sin}, each [T, D/2] fp32.
+  // Returns {cos, sin}, each [T, D/2] fp32, for positions [T] int64 in [0, end), on the table's
+  // device.
   std::pair<at::Tensor, at::Tensor> Rows(const at::Tensor& positions, int64_t end);
 
  private:

@@ -1,4 +1,4 @@
-// What an autograd function keeps for its backward pass beside tensors and numbers:
+// Objects that an autograd function keeps for its backward pass, beside tensors and numbers:
 //
 //   context->saved_data["group"] = SaveObject(group);
 //   const std::shared_ptr<Group> group = SavedObject<Group>(context->saved_data["group"]);
@@ -18,7 +18,7 @@ struct ObjectHolder : torch::CustomClassHolder {
   const std::shared_ptr<T> object;
 };
 
-// The object lives as long as the graph.
+// Wraps an object, which then lives as long as the graph.
 template <typename T>
 at::IValue SaveObject(std::shared_ptr<T> object) {
   return at::IValue::make_capsule(c10::make_intrusive<ObjectHolder<T>>(std::move(object)));

@@ -1,6 +1,6 @@
-// The ranks that hold the parts of one model (https://arxiv.org/abs/1909.08053), as those who
-// compute with a part see them. It lies in common/ops because the decoder and the output loss both
-// need it and neither knows the other; what carries the data is chosen elsewhere.
+// Collectives between the ranks that hold the shards of one model
+// (https://arxiv.org/abs/1909.08053). The interface is in common/ops because the decoder and the
+// output loss both need it; common/ranks implements it.
 #ifndef TANDEM_COMMON_OPS_TENSOR_PARALLEL_GROUP_H_
 #define TANDEM_COMMON_OPS_TENSOR_PARALLEL_GROUP_H_
 
@@ -19,12 +19,12 @@ class TensorParallelGroup {
   virtual int64_t size() const = 0;
   virtual int64_t rank() const = 0;
 
-  // The `part` [n, ...] of every rank, one after the other: [size * n, ...].
-  virtual at::Tensor AllGather(const at::Tensor& part) = 0;
-  // Of the sum over the ranks of `whole` [size * n, ...], this rank's part: [n, ...].
+  // Returns the `shard` [n, ...] of every rank, one after the other: [size * n, ...].
+  virtual at::Tensor AllGather(const at::Tensor& shard) = 0;
+  // Returns this rank's shard [n, ...] of the sum over the ranks of `whole` [size * n, ...].
   virtual at::Tensor ReduceScatter(const at::Tensor& whole) = 0;
-  // The elementwise sum or maximum over the ranks, in the shape of `values`; the same bits
-  // everywhere.
+  // Return the elementwise sum or maximum over the ranks, in the shape of `values`, with the same
+  // bits on every rank.
   virtual at::Tensor Sum(const at::Tensor& values) = 0;
   virtual at::Tensor Max(const at::Tensor& values) = 0;
 };

@@ -32,8 +32,8 @@ at::Tensor BlockPass::Forward(int64_t block, const at::Tensor& hidden) {
   if (!at::GradMode::is_enabled()) return output;
   at::Tensor leaf = output.detach();
   leaf.set_requires_grad(output.requires_grad());
-  // The embedding keeps nothing, and its parameters may be gone by then; the final norm is the
-  // first to run back.
+  // Not the embedding, which keeps nothing and whose parameters may be released by then; nor the
+  // final norm, which runs back first.
   const bool is_layer = block > 0 && block + 1 < model_.num_blocks();
   const bool recomputes = recompute_ == Recompute::kFull && is_layer && output.requires_grad();
   if (recomputes) output.reset();

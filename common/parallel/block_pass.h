@@ -1,5 +1,5 @@
-// A micro-batch's way through the blocks of a model and back, block by block: whoever runs it may
-// hold only some of the blocks, or the parameters of one at a time.
+// Runs one micro-batch through the blocks of a model and back, block by block. The caller may hold
+// only some of the blocks, or the parameters of one block at a time.
 #ifndef TANDEM_COMMON_PARALLEL_BLOCK_PASS_H_
 #define TANDEM_COMMON_PARALLEL_BLOCK_PASS_H_
 
@@ -18,7 +18,7 @@ namespace tandem::parallel {
 
 class BlockPass {
  public:
-  // `model` must outlive the pass. `context` is of `batch`.
+  // `model` must outlive the pass. `context` belongs to `batch`.
   BlockPass(const Model& model, RaggedBatch batch,
             std::unique_ptr<AttentionContext> context = std::make_unique<CausalContext>(),
             Recompute recompute = Recompute::kNone);
@@ -28,26 +28,25 @@ class BlockPass {
 
   const RaggedBatch& batch() const { return batch_; }
 
-  // Runs the next block on `hidden`, what the one before it returned or another process sent
-  // (undefined for block 0). The result is a leaf; it requires a gradient if anything up to it
-  // does.
+  // Runs the next block on `hidden`, which the previous block returned or another process sent
+  // (undefined for block 0). Returns a leaf, which requires a gradient if anything before it does.
   at::Tensor Forward(int64_t block, const at::Tensor& hidden);
 
-  // All blocks: the hidden states after the final norm.
+  // Runs all blocks. Returns the hidden states after the final norm.
   at::Tensor ForwardAll();
 
-  // The last block that ran and has not run back: adds to the gradients of its parameters, forgets
-  // the block, and returns the gradient of what it was given. `gradient` is that of what it
-  // returned; undefined where nothing requires it.
+  // Runs back the last block that ran and has not run back: adds to the gradients of its
+  // parameters, forgets the block, and returns the gradient of its input. `gradient` is that of its
+  // output; undefined where nothing requires it.
   at::Tensor Backward(const at::Tensor& gradient);
-  // All that ran. Returns the gradient of what the first of them was given.
+  // Runs back all blocks that ran. Returns the gradient of the first one's input.
   at::Tensor BackwardAll(at::Tensor gradient);
 
  private:
   struct Run {
     int64_t block;
     at::Tensor input, output;  // a leaf, and the end of the block's graph
-    bool recomputes;           // there is no graph: the block runs again
+    bool recomputes;           // the block has no graph: it runs again
   };
 
   const Model& model_;

@@ -1,4 +1,4 @@
-// Collectives over large tensors, a bucket at a time.
+// Collectives over large tensors, one bucket at a time.
 #ifndef TANDEM_COMMON_PARALLEL_BUCKETS_H_
 #define TANDEM_COMMON_PARALLEL_BUCKETS_H_
 
@@ -6,17 +6,18 @@
 
 #include <cstdint>
 
-#include "common/parallel/communicator.h"
+#include "common/ranks/communicator.h"
 
 namespace tandem::parallel {
 
 // As Communicator::ReduceScatterAsync and AllGatherAsync, with the same result and volume. A tensor
-// of more than `bucket_size` values goes in buckets of so many, one after the other, when Wait is
-// called: what is needed beside the tensors is of the size of a bucket.
-Pending ReduceScatterInBuckets(Communicator& ranks, const at::Tensor& output,
-                               const at::Tensor& input, int64_t bucket_size);
-Pending AllGatherInBuckets(Communicator& ranks, const at::Tensor& output, const at::Tensor& input,
-                           int64_t bucket_size);
+// of more than `bucket_size` values travels as several collectives, of at most `bucket_size` values
+// each. All of them are started here, in order; two are under way at a time, so that a call with
+// more buckets waits for the first ones before it returns. Temporary memory: two buckets.
+ranks::CollectiveHandle ReduceScatterInBuckets(ranks::Communicator& ranks, const at::Tensor& output,
+                                               const at::Tensor& input, int64_t bucket_size);
+ranks::CollectiveHandle AllGatherInBuckets(ranks::Communicator& ranks, const at::Tensor& output,
+                                           const at::Tensor& input, int64_t bucket_size);
 
 }  // namespace tandem::parallel
 

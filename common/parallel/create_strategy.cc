@@ -10,15 +10,18 @@
 
 namespace tandem::parallel {
 
-absl::StatusOr<std::unique_ptr<Strategy>> CreateStrategy(const StrategyOptions& options,
-                                                         std::shared_ptr<Communicator> world) {
+absl::StatusOr<std::unique_ptr<Strategy>> CreateStrategy(
+    const StrategyOptions& options, std::shared_ptr<ranks::Communicator> world) {
   TANDEM_RETURN_IF_ERROR(CheckStrategyName(options.name));
-  if (options.name == "zero") return std::make_unique<ZeroStrategy>(options.zero, std::move(world));
+  const Recompute recompute = options.recompute_granularity;
+  if (options.name == "zero") {
+    return std::make_unique<ZeroStrategy>(options.zero, std::move(world), recompute);
+  }
   if (options.name == "megatron") {
-    return std::make_unique<MegatronStrategy>(options.megatron, std::move(world));
+    return std::make_unique<MegatronStrategy>(options.megatron, std::move(world), recompute);
   }
   TANDEM_RETURN_IF_ERROR(CheckSingleRank(world->size()));
-  return std::make_unique<SingleStrategy>(options.single.recompute_granularity);
+  return std::make_unique<SingleStrategy>(recompute);
 }
 
 }  // namespace tandem::parallel

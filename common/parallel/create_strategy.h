@@ -5,16 +5,16 @@
 #include <memory>
 
 #include "absl/status/statusor.h"
-#include "common/parallel/communicator.h"
 #include "common/parallel/strategy.h"
 #include "common/parallel/strategy_options.h"
+#include "common/ranks/communicator.h"
 
 namespace tandem::parallel {
 
 // For the ranks of `world`. Errors name "strategy.<field>": those of CheckStrategyName, and
 // INVALID_ARGUMENT for a strategy that does not fit the number of ranks.
-absl::StatusOr<std::unique_ptr<Strategy>> CreateStrategy(const StrategyOptions& options,
-                                                         std::shared_ptr<Communicator> world);
+absl::StatusOr<std::unique_ptr<Strategy>> CreateStrategy(
+    const StrategyOptions& options, std::shared_ptr<ranks::Communicator> world);
 
 }  // namespace tandem::parallel
 

@@ -9,15 +9,15 @@
 #include "common/parallel/megatron_strategy.h"
 #include "common/parallel/single_strategy.h"
 #include "common/parallel/testing/megatron_layouts.h"
-#include "common/parallel/testing/rank_processes.h"
 #include "common/parallel/zero_strategy.h"
+#include "common/ranks/testing/rank_processes.h"
 
 namespace tandem::parallel {
 namespace {
 
-using Ranks = std::shared_ptr<Communicator>;
+using Ranks = std::shared_ptr<ranks::Communicator>;
 
-// A checkpoint of one layout goes on under every other.
+// Training continues from a checkpoint of any layout under any other.
 TEST(MegatronCheckpointTest, ACheckpointOfAnyLayoutLoadsUnderAnyOther) {
   const TemporaryFolder folder;
   struct Saved {
@@ -42,7 +42,7 @@ TEST(MegatronCheckpointTest, ACheckpointOfAnyLayoutLoadsUnderAnyOther) {
       {"tp2dp2", 4, megatron({.tensor_model_parallel_size = 2})}};
   for (const Saved& saved : layouts) {
     std::filesystem::create_directories(folder / saved.name);
-    RunConnected(saved.ranks, [&](const Ranks& ranks) {
+    ranks::RunConnected(saved.ranks, [&](const Ranks& ranks) {
       const TemporaryFolder own;
       WriteLayoutModel(own / "model", {"qwen2", true, false});
       const auto strategy = saved.make(ranks);
@@ -53,15 +53,15 @@ TEST(MegatronCheckpointTest, ACheckpointOfAnyLayoutLoadsUnderAnyOther) {
       if (ranks->rank() != 0) return;
       SingleStrategy whole;
       Prepare(whole, own / "model");
-      EXPECT_TRUE(whole.ScatterParameters(parameters).ok());
+      EXPECT_TRUE(whole.LoadParameters(parameters).ok());
       EXPECT_TRUE(whole.model().Save(folder / saved.name).ok());
     });
   }
   for (const Saved& layout : layouts) {
-    RunConnected(layout.ranks, [&](const Ranks& ranks) {
+    ranks::RunConnected(layout.ranks, [&](const Ranks& ranks) {
       const TemporaryFolder own;
       WriteLayoutModel(own / "model", {"qwen2", true, false});
-      const auto expected = SayOfRankZero(*ranks, [&] {
+      const auto expected = ComputeOnRankZero(*ranks, [&] {
         SingleStrategy single;
         Prepare(single, own / "model", {}, SteadyOptimizer());
         Steps(single, 2, kMicroBatches);

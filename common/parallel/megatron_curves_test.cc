@@ -8,7 +8,7 @@
 #include "common/parallel/megatron_strategy.h"
 #include "common/parallel/single_strategy.h"
 #include "common/parallel/testing/megatron_layouts.h"
-#include "common/parallel/testing/rank_processes.h"
+#include "common/ranks/testing/rank_processes.h"
 
 namespace tandem::parallel {
 namespace {
@@ -18,13 +18,13 @@ class MegatronCurvesTest : public ::testing::TestWithParam<std::tuple<MegatronLa
 TEST_P(MegatronCurvesTest, TwentyStepsAreThoseOfOneProcess) {
   const auto& layout = std::get<MegatronLayout>(GetParam());
   const auto& kind = std::get<TinyKind>(GetParam());
-  RunConnected(layout.ranks, [&](const std::shared_ptr<Communicator>& ranks) {
+  ranks::RunConnected(layout.ranks, [&](const std::shared_ptr<ranks::Communicator>& ranks) {
     const TemporaryFolder folder;
     WriteLayoutModel(folder / "model", kind);
     MegatronStrategy megatron(layout.options, ranks);
     Prepare(megatron, folder / "model", LoadOf(kind), SteadyOptimizer());
     SingleStrategy single;
-    const auto expected = SayOfRankZero(*ranks, [&] {
+    const auto expected = ComputeOnRankZero(*ranks, [&] {
       Prepare(single, folder / "model", LoadOf(kind), SteadyOptimizer());
       return Steps(single, 20, kMicroBatches);
     });

@@ -1,11 +1,14 @@
 #include "common/parallel/megatron_options.h"
 
+#include <algorithm>
+#include <string>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
 #include "common/base/error.h"
 #include "common/base/status_macros.h"
-#include "common/model/decoder_parameters.h"
+#include "common/model/family.h"
+#include "common/model/shard.h"
 
 namespace tandem::parallel {
 namespace {
@@ -45,34 +48,46 @@ absl::Status CheckWorld(const MegatronOptions& options, int64_t world_size) {
                             world_size, " that there are"));
 }
 
-absl::Status CheckTensorParallel(const MegatronOptions& options, const ModelConfig& config,
-                                 HeadKind head) {
-  const int64_t ranks = options.tensor_model_parallel_size;
-  TANDEM_RETURN_IF_ERROR(CheckDecoderShards(config, ranks, kTensor));
-  const int64_t output = ranks * options.context_parallel_size;
-  if (head == HeadKind::kLm && config.vocab_size % output != 0) {
+// Every rank that computes the output layer has a token id: a rank without one has nothing to say.
+absl::Status CheckOutputRanks(const MegatronOptions& options, int64_t vocab_size,
+                              int64_t num_token_ids) {
+  const int64_t tensor = options.tensor_model_parallel_size;
+  const int64_t context = options.context_parallel_size;
+  for (int64_t rank = 0; rank < tensor * context; ++rank) {
+    const OutputRank at = {.tensor = rank / context, .context = rank % context};
+    if (OutputTokens(options, vocab_size, num_token_ids, at).size > 0) continue;
     return InvalidField(
-        kContext, absl::StrCat(options.context_parallel_size, " x tensor_model_parallel_size ",
-                               ranks, " = ", output,
-                               " ranks share out the output layer, which does not divide "
-                               "config.json.vocab_size, which is ",
-                               config.vocab_size));
+        context > 1 ? kContext : kTensor,
+        absl::StrCat("tensor_model_parallel_size ", tensor, " x context_parallel_size ", context,
+                     " ranks compute the output layer, and ", num_token_ids, " token ids in ",
+                     vocab_size, " rows leave rank ", rank, " of them without one"));
   }
   return absl::OkStatus();
 }
 
+absl::Status CheckTensorParallel(const MegatronOptions& options, const ModelConfig& config,
+                                 HeadKind head, int64_t num_token_ids) {
+  TANDEM_ASSIGN_OR_RETURN(const Family* family, FindFamily(config.model_type));
+  TANDEM_RETURN_IF_ERROR(family->CheckShards(config, options.tensor_model_parallel_size, kTensor));
+  if (head != HeadKind::kLm) return absl::OkStatus();
+  return CheckOutputRanks(options, config.vocab_size,
+                          num_token_ids > 0 ? num_token_ids : config.vocab_size);
+}
+
 absl::Status CheckPipeline(const MegatronOptions& options, const ModelConfig& config) {
   const int64_t stages = options.pipeline_model_parallel_size;
-  const int64_t chunks = options.virtual_pipeline_model_parallel_size;
-  if (chunks > 1 && stages == 1) {
-    return InvalidField(kVirtual, absl::StrCat(chunks, " parts of a stage need a pipeline, and ",
-                                               "pipeline_model_parallel_size is 1"));
-  }
-  if (stages * chunks > config.num_hidden_layers) {
-    const char* const field = chunks > 1 ? kVirtual : kPipeline;
+  const int64_t virtual_stages = options.virtual_pipeline_model_parallel_size;
+  if (virtual_stages > 1 && stages == 1) {
     return InvalidField(
-        field,
-        absl::StrCat(chunks, " parts of each of ", stages, " stages need ", stages * chunks,
+        kVirtual, absl::StrCat(virtual_stages, " virtual stages per stage need a pipeline, and ",
+                               "pipeline_model_parallel_size is 1"));
+  }
+  if (stages * virtual_stages > config.num_hidden_layers) {
+    const std::string each =
+        virtual_stages > 1 ? absl::StrCat(" of ", virtual_stages, " virtual stages") : "";
+    return InvalidField(
+        virtual_stages > 1 ? kVirtual : kPipeline,
+        absl::StrCat(stages, " stages", each, " need ", stages * virtual_stages,
                      " layers, and config.json.num_hidden_layers is ", config.num_hidden_layers));
   }
   return absl::OkStatus();
@@ -80,11 +95,33 @@ absl::Status CheckPipeline(const MegatronOptions& options, const ModelConfig& co
 
 }  // namespace
 
+TokenRange OutputTokens(const MegatronOptions& options, int64_t vocab_size, int64_t num_token_ids,
+                        const OutputRank& rank) {
+  const Shard tensor = {.index = rank.tensor, .count = options.tensor_model_parallel_size};
+  const Shard context = {.index = rank.context, .count = options.context_parallel_size};
+  const int64_t rows = tensor.Size(vocab_size);
+  const int64_t first = tensor.Begin(vocab_size) + context.Begin(rows);
+  const int64_t after = std::min(first + context.Size(rows), num_token_ids);
+  return {.first = first, .size = std::max<int64_t>(after - first, 0)};
+}
+
+MeshShape MeshOf(const MegatronOptions& options, int64_t world_size) {
+  return {.tensor = static_cast<int>(options.tensor_model_parallel_size),
+          .context = static_cast<int>(options.context_parallel_size),
+          .data = static_cast<int>(world_size / options.model_parallel_size()),
+          .pipeline = static_cast<int>(options.pipeline_model_parallel_size)};
+}
+
+PipelineShape PipelineOf(const MegatronOptions& options) {
+  return {.stages = options.pipeline_model_parallel_size,
+          .virtual_stages = options.virtual_pipeline_model_parallel_size};
+}
+
 absl::Status CheckMegatronOptions(const MegatronOptions& options, const ModelConfig& config,
-                                  HeadKind head, int64_t world_size) {
+                                  HeadKind head, int64_t world_size, int64_t num_token_ids) {
   TANDEM_RETURN_IF_ERROR(CheckSizes(options));
   TANDEM_RETURN_IF_ERROR(CheckWorld(options, world_size));
-  TANDEM_RETURN_IF_ERROR(CheckTensorParallel(options, config, head));
+  TANDEM_RETURN_IF_ERROR(CheckTensorParallel(options, config, head, num_token_ids));
   return CheckPipeline(options, config);
 }
 

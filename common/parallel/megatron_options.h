@@ -7,7 +7,8 @@
 #include "absl/status/status.h"
 #include "common/model/model_config.h"
 #include "common/model/parameter_spec.h"
-#include "common/parallel/recompute.h"
+#include "common/parallel/mesh_shape.h"
+#include "common/parallel/pipeline_schedule.h"
 
 namespace tandem::parallel {
 
@@ -21,7 +22,6 @@ struct MegatronOptions {
   int64_t virtual_pipeline_model_parallel_size = 1;
   // Shares out the optimizer's state among the ranks that hold the same parameters.
   bool use_distributed_optimizer = true;
-  Recompute recompute_granularity = Recompute::kNone;
 
   // Ranks of one replica of the model.
   int64_t model_parallel_size() const {
@@ -29,11 +29,33 @@ struct MegatronOptions {
   }
 };
 
-// Whether `world_size` ranks can train the model in this layout. INVALID_ARGUMENT, or UNIMPLEMENTED
-// for expert_model_parallel_size, names the field ("strategy.tensor_model_parallel_size") and says
-// the numbers that do not fit.
+// The mesh of `world_size` ranks; the ranks of a replica divide them.
+MeshShape MeshOf(const MegatronOptions& options, int64_t world_size);
+PipelineShape PipelineOf(const MegatronOptions& options);
+
+// A rank among those that compute the output layer.
+struct OutputRank {
+  int64_t tensor = 0;
+  int64_t context = 0;
+};
+
+// Consecutive token ids.
+struct TokenRange {
+  int64_t first = 0;
+  int64_t size = 0;
+};
+
+// The token ids whose logits `rank` computes, for an output layer of `vocab_size` rows of which the
+// first `num_token_ids` have a token: a context rank's slice of its tensor rank's shard. Rank (0,
+// 0) has most.
+TokenRange OutputTokens(const MegatronOptions& options, int64_t vocab_size, int64_t num_token_ids,
+                        const OutputRank& rank);
+
+// Whether `world_size` ranks can train the model in this layout. `num_token_ids` as in LoadOptions
+// (common/model/model.h). INVALID_ARGUMENT, or UNIMPLEMENTED for expert_model_parallel_size, names
+// the field ("strategy.tensor_model_parallel_size") and the numbers that do not fit.
 absl::Status CheckMegatronOptions(const MegatronOptions& options, const ModelConfig& config,
-                                  HeadKind head, int64_t world_size);
+                                  HeadKind head, int64_t world_size, int64_t num_token_ids = 0);
 
 }  // namespace tandem::parallel
 

@@ -77,31 +77,50 @@ TEST(MegatronOptionsTest, HeadsAndWidthsDivide) {
                 "4 does not divide config.json.intermediate_size, which is 50",
                 absl::StatusCode::kInvalidArgument, HeadKind::kLm, config);
   config = Config();
-  config.vocab_size = 61;
-  ExpectRefused({.tensor_model_parallel_size = 2}, 2, field,
-                "2 does not divide config.json.vocab_size, which is 61",
+  config.vocab_size = 5;
+  ExpectRefused({.tensor_model_parallel_size = 4}, 4, field,
+                "vocab_size, which is 5, leaves the last of 4 shards without a row",
                 absl::StatusCode::kInvalidArgument, HeadKind::kValue, config);
 }
 
-TEST(MegatronOptionsTest, TheOutputLayerDividesByTensorAndContextRanks) {
-  const MegatronOptions options = {.tensor_model_parallel_size = 4, .context_parallel_size = 2};
-  ExpectRefused(options, 8, "strategy.context_parallel_size",
-                "2 x tensor_model_parallel_size 4 = 8 ranks share out the output layer, which does "
-                "not divide config.json.vocab_size, which is 60");
-  EXPECT_TRUE(CheckMegatronOptions(options, Config(), HeadKind::kValue, 8).ok());
+TEST(MegatronOptionsTest, OutputRanksHaveConsecutiveTokenIds) {
+  const MegatronOptions options = {.tensor_model_parallel_size = 2, .context_parallel_size = 2};
+  // 61 rows are 31 and 30; of those 16 and 15, and 15 and 15. The last two have no token.
+  std::vector<int64_t> numbers;
+  for (const OutputRank& rank : {OutputRank{0, 0}, {0, 1}, {1, 0}, {1, 1}}) {
+    const TokenRange range = OutputTokens(options, 61, 59, rank);
+    numbers.insert(numbers.end(), {range.first, range.size});
+  }
+  EXPECT_EQ(numbers, (std::vector<int64_t>{0, 16, 16, 15, 31, 15, 46, 13}));
 }
 
-TEST(MegatronOptionsTest, EveryPartOfAStageHasALayer) {
-  ExpectRefused(
-      {.pipeline_model_parallel_size = 7}, 7, "strategy.pipeline_model_parallel_size",
-      "1 parts of each of 7 stages need 7 layers, and config.json.num_hidden_layers is 6");
+TEST(MegatronOptionsTest, EveryOutputRankHasATokenId) {
+  const MegatronOptions options = {.tensor_model_parallel_size = 4, .context_parallel_size = 2};
+  ModelConfig config = Config();
+  EXPECT_TRUE(CheckMegatronOptions(options, config, HeadKind::kLm, 8).ok());
+  config.vocab_size = 61;
+  EXPECT_TRUE(CheckMegatronOptions(options, config, HeadKind::kLm, 8).ok());
+  // Rows of the last two ranks: 48 .. 54 and 55 .. 60.
+  EXPECT_TRUE(CheckMegatronOptions(options, config, HeadKind::kLm, 8, 56).ok());
+  const absl::Status status = CheckMegatronOptions(options, config, HeadKind::kLm, 8, 55);
+  EXPECT_EQ(FieldPath(status), "strategy.context_parallel_size");
+  EXPECT_NE(status.message().find("55 token ids in 61 rows leave rank 7 of them without one"),
+            absl::string_view::npos)
+      << status;
+  EXPECT_TRUE(CheckMegatronOptions(options, config, HeadKind::kValue, 8, 55).ok());
+}
+
+TEST(MegatronOptionsTest, EveryVirtualStageHasALayer) {
+  ExpectRefused({.pipeline_model_parallel_size = 7}, 7, "strategy.pipeline_model_parallel_size",
+                "7 stages need 7 layers, and config.json.num_hidden_layers is 6");
   ExpectRefused(
       {.pipeline_model_parallel_size = 2, .virtual_pipeline_model_parallel_size = 4}, 2,
       "strategy.virtual_pipeline_model_parallel_size",
-      "4 parts of each of 2 stages need 8 layers, and config.json.num_hidden_layers is 6");
-  ExpectRefused({.virtual_pipeline_model_parallel_size = 2}, 1,
-                "strategy.virtual_pipeline_model_parallel_size",
-                "2 parts of a stage need a pipeline, and pipeline_model_parallel_size is 1");
+      "2 stages of 4 virtual stages need 8 layers, and config.json.num_hidden_layers is 6");
+  ExpectRefused(
+      {.virtual_pipeline_model_parallel_size = 2}, 1,
+      "strategy.virtual_pipeline_model_parallel_size",
+      "2 virtual stages per stage need a pipeline, and pipeline_model_parallel_size is 1");
 }
 
 }  // namespace

@@ -8,26 +8,22 @@
 
 #include "common/base/status_macros.h"
 #include "common/model/model_config.h"
-#include "common/parallel/communicator_group.h"
 #include "common/parallel/pipeline_schedule.h"
-#include "common/parallel/rank_agreement.h"
+#include "common/ranks/communicator_group.h"
+#include "common/ranks/rank_agreement.h"
 #include "common/tensor/catch_torch_errors.h"
 
 namespace tandem::parallel {
 namespace {
 
-std::shared_ptr<ops::TensorParallelGroup> GroupOf(const std::shared_ptr<Communicator>& ranks) {
-  return ranks->size() == 1 ? nullptr : std::make_shared<CommunicatorGroup>(ranks);
+std::shared_ptr<ops::TensorParallelGroup> GroupOf(
+    const std::shared_ptr<ranks::Communicator>& ranks) {
+  return ranks->size() == 1 ? nullptr : std::make_shared<ranks::CommunicatorGroup>(ranks);
 }
 
 }  // namespace
 
-PipelineShape MegatronStrategy::pipeline_shape() const {
-  return {.stages = megatron_.pipeline_model_parallel_size,
-          .chunks = megatron_.virtual_pipeline_model_parallel_size};
-}
-
-at::Tensor MegatronStrategy::PartOf(const at::Tensor& flat) const {
+at::Tensor MegatronStrategy::ShardOf(const at::Tensor& flat) const {
   if (!megatron_.use_distributed_optimizer) return flat;
   const int64_t numel = flat.numel() / mesh_->gradient->size();
   return flat.narrow(0, mesh_->gradient->rank() * numel, numel);
@@ -38,28 +34,25 @@ absl::Status MegatronStrategy::LoadModel(const std::string& directory, const Loa
     absl::StatusOr<ModelConfig> config = LoadModelConfig(directory);
     absl::Status status = config.status();
     if (status.ok()) {
-      status = CheckMegatronOptions(megatron_, *config, options.head, world_->size());
+      status = CheckMegatronOptions(megatron_, *config, options.head, world_->size(),
+                                    options.num_token_ids);
     }
-    TANDEM_RETURN_IF_ERROR(AgreeByName(*world_, status));
-    const MeshShape shape = {.tensor = static_cast<int>(megatron_.tensor_model_parallel_size),
-                             .context = static_cast<int>(megatron_.context_parallel_size),
-                             .data = static_cast<int>(data_parallel_size()),
-                             .pipeline = static_cast<int>(megatron_.pipeline_model_parallel_size)};
-    mesh_ = std::make_unique<ParallelMesh>(shape, *world_);
+    TANDEM_RETURN_IF_ERROR(ranks::AgreeByName(*world_, status));
+    mesh_ = std::make_unique<ParallelMesh>(MeshOf(megatron_, world_->size()), *world_);
     output_group_ = GroupOf(mesh_->output);
     absl::StatusOr<std::unique_ptr<Model>> model =
         Model::Load(directory, PartialLoad(options, *config));
-    TANDEM_RETURN_IF_ERROR(AgreeByName(*world_, model.status()));
+    TANDEM_RETURN_IF_ERROR(ranks::AgreeByName(*world_, model.status()));
     model_ = *std::move(model);
     for (int64_t index = 0; index < model_->num_blocks(); ++index) {
       const at::Tensor& buffer = model_->BlockBuffers()[static_cast<size_t>(index)];
       if (buffer.numel() == 0) continue;
-      // With a version counter of its own: to autograd, an update changes nothing.
+      // An alias with its own version counter: autograd does not see updates.
       const at::Tensor parameters = buffer.variable_data();
       Block& block = blocks_.emplace_back();
       block.index = index;
       block.parameters = parameters;
-      block.parameter_part = PartOf(parameters);
+      block.parameter_shard = ShardOf(parameters);
     }
     return absl::OkStatus();
   });
@@ -72,79 +65,86 @@ LoadOptions MegatronStrategy::PartialLoad(const LoadOptions& options,
   load.placement.shard_count = mesh_->shape.tensor;
   load.placement.shard_group = GroupOf(mesh_->tensor);
   load.placement.output_group = output_group_;
-  if (megatron_.use_distributed_optimizer) load.placement.buffer_parts = mesh_->gradient->size();
-  std::vector<BlockRange> chunks;
-  for (int64_t chunk = 0; chunk < pipeline_shape().chunks; ++chunk) {
-    chunks.push_back(
-        BlocksOfChunk(config.num_hidden_layers, pipeline_shape(), mesh_->at.pipeline, chunk));
+  if (megatron_.use_distributed_optimizer) load.placement.buffer_shards = mesh_->gradient->size();
+  std::vector<BlockRange> held;
+  for (int64_t i = 0; i < PipelineOf(megatron_).virtual_stages; ++i) {
+    held.push_back(BlocksOfVirtualStage(config.num_hidden_layers, PipelineOf(megatron_),
+                                        mesh_->at.pipeline, i));
   }
   const bool holds_tied_head = is_last_stage() && options.head == HeadKind::kLm &&
                                config.tie_word_embeddings && !options.untie_embeddings;
-  load.placement.holds_block = [chunks, holds_tied_head](int64_t block) {
+  load.placement.holds_block = [held, holds_tied_head](int64_t block) {
     return (block == 0 && holds_tied_head) ||
-           std::any_of(chunks.begin(), chunks.end(),
-                       [&](const BlockRange& chunk) { return chunk.Has(block); });
+           std::any_of(held.begin(), held.end(),
+                       [&](const BlockRange& blocks) { return blocks.Has(block); });
   };
   return load;
 }
 
 absl::Status MegatronStrategy::BuildOptimizer(const OptimizerOptions& options) {
   return CatchTorchErrors("cannot build the optimizer", [&]() -> absl::Status {
-    const std::vector<Parameter>& parameters = model_->DeclaredParameters();
-    if (std::none_of(parameters.begin(), parameters.end(),
-                     [](const Parameter& parameter) { return parameter.trainable; })) {
-      return absl::InvalidArgumentError("no parameter of the model requires a gradient");
-    }
-    const bool shares_out = megatron_.use_distributed_optimizer;
-    const int parts = shares_out ? mesh_->gradient->size() : 1;
-    const int part = shares_out ? mesh_->gradient->rank() : 0;
-    std::vector<OptimizerPiece> pieces;
+    const bool is_distributed = megatron_.use_distributed_optimizer;
+    const int count = is_distributed ? mesh_->gradient->size() : 1;
+    const int own = is_distributed ? mesh_->gradient->rank() : 0;
+    std::vector<OptimizerShard> shards;
     for (Block& block : blocks_) {
       block.trains = BlockTrains(*model_, block.index);
       if (!block.trains) continue;
       block.gradients = at::zeros_like(block.parameters);
-      block.gradient_part = PartOf(block.gradients);
+      block.gradient_shard = ShardOf(block.gradients);
       ViewGradients(*model_, block.index, block.gradients);
-      for (OptimizerPiece& piece : PiecesOfBlock(*model_, block.index, parts, part,
-                                                 block.parameter_part, block.gradient_part)) {
-        const bool is_cut = piece.slice.shard.count > 1;
-        piece.counts = (is_cut || mesh_->at.tensor == 0) && !holds_copy(block.index) &&
-                       (shares_out || mesh_->gradient->rank() == 0);
-        pieces.push_back(std::move(piece));
+      for (OptimizerShard& shard : ShardsOfBlock(*model_, block.index, count, own,
+                                                 block.parameter_shard, block.gradient_shard)) {
+        const bool is_tensor_parallel = shard.range.shard.count > 1;
+        shard.counts = (is_tensor_parallel || mesh_->at.tensor == 0) && !holds_copy(block.index) &&
+                       (is_distributed || mesh_->gradient->rank() == 0);
+        shards.push_back(std::move(shard));
       }
     }
-    optimizer_ = std::make_unique<PieceOptimizer>(std::move(pieces), options, *model_, world_);
+    TANDEM_ASSIGN_OR_RETURN(optimizer_,
+                            ShardedOptimizer::Create(std::move(shards), options, *model_, world_));
     return absl::OkStatus();
   });
 }
 
 // The output layer.
 
+TokenRange MegatronStrategy::OutputTokensHere() const {
+  return OutputTokens(megatron_, model_->config().vocab_size, model_->num_token_ids(),
+                      {.tensor = mesh_->at.tensor, .context = mesh_->at.context});
+}
+
 at::Tensor MegatronStrategy::OutputRowsOf(const at::Tensor& head) const {
-  const int64_t rows = head.size(0) / mesh_->shape.context;
-  return head.narrow(0, mesh_->at.context * rows, rows);
+  const Shard context = {.index = mesh_->at.context, .count = mesh_->shape.context};
+  return head.narrow(0, context.Begin(head.size(0)), OutputTokensHere().size);
 }
 
 OutputShard MegatronStrategy::output_shard() {
-  return {
-      .weight = computes_output() ? OutputRowsOf(model_->lm_head().compute_weight()) : at::Tensor(),
-      .group = output_group_};
+  if (!computes_output()) return {};
+  const TokenRange first = OutputTokens(megatron_, model_->config().vocab_size,
+                                        model_->num_token_ids(), {.tensor = 0, .context = 0});
+  return {.weight = OutputRowsOf(model_->head_rows()),
+          .vocabulary = {.group = output_group_,
+                         .first = OutputTokensHere().first,
+                         .size = model_->num_token_ids(),
+                         .most_rows = first.size}};
+}
+
+at::Tensor MegatronStrategy::OutputGradient() {
+  const at::Tensor gradient = Gradient(model_->lm_head_name());
+  return gradient.defined() ? OutputRowsOf(gradient) : gradient;
 }
 
 at::Tensor MegatronStrategy::Gradient(absl::string_view parameter) const {
-  const at::Tensor gradient =
-      model_->Parameter(parameter).defined() ? model_->Parameter(parameter).grad() : at::Tensor();
-  const bool is_head = model_->head() == HeadKind::kLm && parameter == model_->lm_head_name();
-  return gradient.defined() && is_head ? OutputRowsOf(gradient) : gradient;
+  const at::Tensor found = model_->Parameter(parameter);
+  return found.defined() ? found.grad() : at::Tensor();
 }
 
 // Passes.
 
 Stage MegatronStrategy::MakeStage() const {
-  return {.model = *model_,
-          .mesh = *mesh_,
-          .shape = pipeline_shape(),
-          .recompute = megatron_.recompute_granularity};
+  return {
+      .model = *model_, .mesh = *mesh_, .shape = PipelineOf(megatron_), .recompute = recompute_};
 }
 
 absl::StatusOr<std::vector<RaggedBatch>> MegatronStrategy::Inputs(int64_t count,
@@ -156,7 +156,7 @@ absl::StatusOr<std::vector<RaggedBatch>> MegatronStrategy::Inputs(int64_t count,
     }
     return absl::OkStatus();
   });
-  TANDEM_RETURN_IF_ERROR(Agree(*world_, status));
+  TANDEM_RETURN_IF_ERROR(ranks::Agree(*world_, status));
   return batches;
 }
 
@@ -179,15 +179,16 @@ absl::StatusOr<std::vector<std::vector<double>>> MegatronStrategy::Forward(int64
       return mesh_->shape.Rank({.data = static_cast<int>(i % data_parallel_size()),
                                 .pipeline = mesh_->shape.pipeline - 1});
     };
-    return ExchangeOutputs(*world_, status, speaker, outputs);
+    return ranks::ExchangeOutputs(*world_, status, speaker, outputs);
   };
   TANDEM_RETURN_IF_ERROR(CatchTorchErrors("forward", run));
   return outputs;
 }
 
-absl::StatusOr<std::vector<std::vector<double>>> MegatronStrategy::ShareOut(
+absl::StatusOr<std::vector<std::vector<double>>> MegatronStrategy::ParallelMap(
     int64_t count, absl::FunctionRef<absl::StatusOr<std::vector<double>>(int64_t)> compute) {
-  return CatchTorchErrors("forward", [&] { return ShareOutOver(*world_, count, compute); });
+  return CatchTorchErrors("forward",
+                          [&] { return ranks::ParallelMapOver(*world_, count, compute); });
 }
 
 absl::Status MegatronStrategy::ForwardBackward(int64_t count, InputFunction input,
@@ -202,7 +203,7 @@ absl::Status MegatronStrategy::ForwardBackward(int64_t count, InputFunction inpu
             .Run([&](int64_t micro_batch, const RaggedBatch& batch, const at::Tensor& hidden) {
               return loss(GlobalIndex(micro_batch), batch, hidden);
             });
-    TANDEM_RETURN_IF_ERROR(Agree(*world_, status));
+    TANDEM_RETURN_IF_ERROR(ranks::Agree(*world_, status));
     ReduceGradients();
     return absl::OkStatus();
   });
@@ -221,7 +222,7 @@ void MegatronStrategy::SumOverTensorRanks() {
   }
   if (flat.empty()) return;
   at::Tensor all = at::cat(flat);
-  mesh_->tensor->AllReduce(all, Reduction::kSum);
+  mesh_->tensor->AllReduce(all, ranks::Reduction::kSum);
   int64_t offset = 0;
   for (const at::Tensor& gradient : flat) {
     gradient.copy_(all.narrow(0, offset, gradient.numel()));
@@ -234,12 +235,12 @@ void MegatronStrategy::ReduceGradients() {
   for (Block& block : blocks_) {
     if (!block.trains) continue;
     if (megatron_.use_distributed_optimizer) {
-      mesh_->gradient->ReduceScatter(block.gradient_part, block.gradients);
+      mesh_->gradient->ReduceScatter(block.gradient_shard, block.gradients);
     } else {
-      mesh_->gradient->AllReduce(block.gradients, Reduction::kSum);
+      mesh_->gradient->AllReduce(block.gradients, ranks::Reduction::kSum);
     }
     if (block.index == 0 && model_->tied() && mesh_->embedding != nullptr) {
-      mesh_->embedding->AllReduce(block.gradient_part, Reduction::kSum);
+      mesh_->embedding->AllReduce(block.gradient_shard, ranks::Reduction::kSum);
     }
   }
 }
@@ -250,21 +251,21 @@ absl::Status MegatronStrategy::Reduce(absl::Span<double> sums, absl::Span<double
       std::fill(sums.begin(), sums.end(), 0.0);
       std::fill(maxima.begin(), maxima.end(), -std::numeric_limits<double>::infinity());
     }
-    ReduceNumbers(*world_, sums, Reduction::kSum);
-    ReduceNumbers(*world_, maxima, Reduction::kMax);
+    ranks::ReduceNumbers(*world_, sums, ranks::Reduction::kSum);
+    ranks::ReduceNumbers(*world_, maxima, ranks::Reduction::kMax);
     return absl::OkStatus();
   });
 }
 
 absl::StatusOr<OptimizerReport> MegatronStrategy::OptimizerStep() {
   return CatchTorchErrors("optimizer step",
-                          [&] { return optimizer_->Step(*model_, [&] { SpreadUpdate(); }); });
+                          [&] { return optimizer_->Step(*model_, [&] { GatherUpdate(); }); });
 }
 
-void MegatronStrategy::SpreadUpdate() {
+void MegatronStrategy::GatherUpdate() {
   if (!megatron_.use_distributed_optimizer) return;
   for (const Block& block : blocks_) {
-    if (block.trains) mesh_->gradient->AllGather(block.parameters, block.parameter_part);
+    if (block.trains) mesh_->gradient->AllGather(block.parameters, block.parameter_shard);
   }
 }
 
@@ -278,13 +279,13 @@ absl::Status MegatronStrategy::ResetOptimizer() {
 // Parameters and state.
 
 at::Tensor MegatronStrategy::Collected(const Parameter& parameter) const {
-  // Of the stage that runs the block: the first replica and context rank.
+  // The owner: the first replica and context rank of the stage that runs the block.
   MeshCoordinates owner;
   const int64_t layers = model_->config().num_hidden_layers;
-  const PipelineShape shape = pipeline_shape();
-  for (int64_t part = 0; part < shape.stages * shape.chunks; ++part) {
-    const auto stage = static_cast<int>(part % shape.stages);
-    if (BlocksOfChunk(layers, shape, stage, part / shape.stages).Has(parameter.spec.block)) {
+  const PipelineShape shape = PipelineOf(megatron_);
+  for (int64_t i = 0; i < shape.stages * shape.virtual_stages; ++i) {
+    const auto stage = static_cast<int>(i % shape.stages);
+    if (BlocksOfVirtualStage(layers, shape, stage, i / shape.stages).Has(parameter.spec.block)) {
       owner.pipeline = stage;
     }
   }
@@ -298,9 +299,10 @@ at::Tensor MegatronStrategy::Collected(const Parameter& parameter) const {
       shards.push_back(own);
       continue;
     }
-    std::vector<int64_t> size = parameter.spec.shape;
-    size[static_cast<size_t>(parameter.shard.axis)] /= parameter.shard.count;
-    shards.push_back(at::empty(size, model_->BlockBuffers()[0].options()));
+    const Shard shard = {
+        .axis = parameter.shard.axis, .index = owner.tensor, .count = parameter.shard.count};
+    shards.push_back(
+        at::empty(shard.ShapeOf(parameter.spec.shape), model_->BlockBuffers()[0].options()));
     world_->Recv(shards.back(), rank);
   }
   if (shards.empty()) return {};
@@ -316,12 +318,12 @@ absl::Status MegatronStrategy::VisitParameters(TensorVisitor visit) {
       if (world_->rank() != 0 || !status.ok()) continue;
       status = CatchTorchErrors("visit", [&] { return visit(parameter.spec.name, whole); });
     }
-    return Agree(*world_, status);
+    return ranks::Agree(*world_, status);
   });
 }
 
-absl::Status MegatronStrategy::ScatterParameters(const NamedTensors& parameters) {
-  // Every rank checks the same whole tensors, and so finds the same.
+absl::Status MegatronStrategy::LoadParameters(const NamedTensors& parameters) {
+  // Every rank checks the same whole tensors and returns the same status.
   return CatchTorchErrors("cannot replace parameters",
                           [&] { return model_->LoadParameters(parameters); });
 }

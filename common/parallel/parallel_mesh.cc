@@ -37,24 +37,13 @@ MeshGroups GroupsAlong(const MeshShape& shape, const std::vector<Axis>& axes) {
   return result;
 }
 
-const MeshShape& Checked(const MeshShape& shape, const Communicator& world) {
+const MeshShape& Checked(const MeshShape& shape, const ranks::Communicator& world) {
   TORCH_CHECK(shape.size() == world.size(), "a mesh of ", shape.size(), " ranks, and there are ",
               world.size());
   return shape;
 }
 
 }  // namespace
-
-MeshCoordinates MeshShape::Coordinates(int rank) const {
-  return {.tensor = rank % tensor,
-          .context = rank / tensor % context,
-          .data = rank / (tensor * context) % data,
-          .pipeline = rank / (tensor * context * data)};
-}
-
-int MeshShape::Rank(const MeshCoordinates& at) const {
-  return at.tensor + tensor * (at.context + context * (at.data + data * at.pipeline));
-}
 
 MeshGroups TensorGroups(const MeshShape& shape) { return GroupsAlong(shape, {kTensor}); }
 
@@ -75,7 +64,7 @@ MeshGroups EmbeddingGroups(const MeshShape& shape) {
   return groups;
 }
 
-ParallelMesh::ParallelMesh(const MeshShape& of, Communicator& world)
+ParallelMesh::ParallelMesh(const MeshShape& of, ranks::Communicator& world)
     : shape(Checked(of, world)),
       at(shape.Coordinates(world.rank())),
       tensor(world.Split("tensor parallel", TensorGroups(shape))),

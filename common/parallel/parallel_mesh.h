@@ -5,23 +5,10 @@
 #include <memory>
 #include <vector>
 
-#include "common/parallel/communicator.h"
+#include "common/parallel/mesh_shape.h"
+#include "common/ranks/communicator.h"
 
 namespace tandem::parallel {
-
-struct MeshCoordinates {
-  int tensor = 0, context = 0, data = 0, pipeline = 0;
-};
-
-// Sizes, and the order of Megatron-LM: from one rank to the next the tensor coordinate changes
-// first, then context, data and pipeline.
-struct MeshShape {
-  int tensor = 1, context = 1, data = 1, pipeline = 1;
-
-  int size() const { return tensor * context * data * pipeline; }
-  MeshCoordinates Coordinates(int rank) const;
-  int Rank(const MeshCoordinates& at) const;
-};
 
 // Lists of ranks for Communicator::Split. Every rank is in one group of each kind, but for the
 // last.
@@ -40,16 +27,16 @@ MeshGroups EmbeddingGroups(const MeshShape& shape);
 // This rank's groups.
 struct ParallelMesh {
   // Collective over the world, whose size is that of the shape.
-  ParallelMesh(const MeshShape& shape, Communicator& world);
+  ParallelMesh(const MeshShape& shape, ranks::Communicator& world);
 
   const MeshShape shape;
   const MeshCoordinates at;
-  const std::shared_ptr<Communicator> tensor, context, output, gradient;
-  // Of the stages of a pipeline, one for what goes forward and one for what goes back, and the same
-  // for what goes between the last stage and the first: in none of them do two ranks send to each
-  // other, which NCCL would have to be told in one call.
-  const std::shared_ptr<Communicator> forward, backward, forward_wrap, backward_wrap;
-  const std::shared_ptr<Communicator> embedding;  // null on stages in between
+  const std::shared_ptr<ranks::Communicator> tensor, context, output, gradient;
+  // The process groups of a pipeline: one sends hidden states forward, one sends their gradients
+  // back, and two more do the same between the last stage and the first. No two ranks of a group
+  // send to each other, which NCCL would have to be told in one call.
+  const std::shared_ptr<ranks::Communicator> forward, backward, forward_wrap, backward_wrap;
+  const std::shared_ptr<ranks::Communicator> embedding;  // null on stages in between
 };
 
 }  // namespace tandem::parallel

@@ -26,7 +26,7 @@ TEST(ParallelMeshTest, GroupsAreInOrder) {
   EXPECT_THAT(TensorGroups(kShape)[1], ElementsAre(2, 3));
   EXPECT_THAT(ContextGroups(kShape)[1], ElementsAre(1, 3));
   EXPECT_THAT(PipelineGroups(kShape)[5], ElementsAre(5, 17));
-  // Tensor shard 0 in two parts, then tensor shard 1.
+  // Tensor shard 0, divided in two, then tensor shard 1.
   EXPECT_THAT(OutputGroups(kShape)[1], ElementsAre(4, 6, 5, 7));
   EXPECT_THAT(GradientGroups(kShape)[1], ElementsAre(1, 3, 5, 7, 9, 11));
   EXPECT_THAT(EmbeddingGroups({.tensor = 2, .pipeline = 3}),

@@ -5,39 +5,43 @@
 namespace tandem::parallel {
 namespace {
 
-// The index-th forward or backward action of every stage. With several chunks each is run on as
-// many micro-batches as there are stages before the next one is.
+// Returns the index-th forward or backward action of every stage. A virtual stage runs as many
+// micro-batches in a row as there are stages.
 PipelineAction Nth(const PipelineShape& shape, bool is_forward, int64_t index) {
-  if (shape.chunks == 1) return {.is_forward = is_forward, .chunk = 0, .micro_batch = index};
-  const int64_t group = shape.stages * shape.chunks;
-  const int64_t chunk = index % group / shape.stages;
+  if (shape.virtual_stages == 1)
+    return {.is_forward = is_forward, .virtual_stage = 0, .micro_batch = index};
+  const int64_t group = shape.stages * shape.virtual_stages;
+  const int64_t virtual_stage = index % group / shape.stages;
   return {.is_forward = is_forward,
-          .chunk = is_forward ? chunk : shape.chunks - 1 - chunk,
+          .virtual_stage = is_forward ? virtual_stage : shape.virtual_stages - 1 - virtual_stage,
           .micro_batch = index / group * shape.stages + index % shape.stages};
 }
 
-// Forward actions before the first backward one.
+// Returns the number of forward actions before the first backward one.
 int64_t WarmUp(const PipelineShape& shape, int64_t stage) {
   const int64_t after = shape.stages - 1 - stage;
-  return shape.chunks == 1 ? after : 2 * after + (shape.chunks - 1) * shape.stages;
+  return shape.virtual_stages == 1 ? after : 2 * after + (shape.virtual_stages - 1) * shape.stages;
 }
 
 }  // namespace
 
-BlockRange BlocksOfChunk(int64_t layers, const PipelineShape& shape, int64_t stage, int64_t chunk) {
-  const int64_t parts = shape.stages * shape.chunks, part = chunk * shape.stages + stage;
-  const int64_t even = layers / parts, more = layers % parts;
+BlockRange BlocksOfVirtualStage(int64_t layers, const PipelineShape& shape, int64_t stage,
+                                int64_t virtual_stage) {
+  const int64_t positions = shape.stages * shape.virtual_stages,
+                position = virtual_stage * shape.stages + stage;
+  const int64_t even = layers / positions, more = layers % positions;
   const auto first_layer = [&](int64_t of) { return of * even + std::min(of, more); };
-  return {.begin = part == 0 ? 0 : first_layer(part) + 1,
-          .end = first_layer(part + 1) + (part + 1 == parts ? 2 : 1)};
+  return {.begin = position == 0 ? 0 : first_layer(position) + 1,
+          .end = first_layer(position + 1) + (position + 1 == positions ? 2 : 1)};
 }
 
 std::vector<PipelineAction> PipelineSchedule(const PipelineShape& shape, int64_t count,
                                              int64_t stage) {
-  // The interleaved order is made for whole groups of micro-batches: those that are not there are
-  // left out, which leaves no wait that was not there before.
+  // The interleaved order is made for whole groups of micro-batches. Leaving out the micro-batches
+  // beyond `count` adds no wait.
   const int64_t groups = (count + shape.stages - 1) / shape.stages;
-  const int64_t total = shape.chunks == 1 ? count : groups * shape.stages * shape.chunks;
+  const int64_t total =
+      shape.virtual_stages == 1 ? count : groups * shape.stages * shape.virtual_stages;
   const int64_t warm_up = std::min(WarmUp(shape, stage), total);
   std::vector<PipelineAction> actions;
   const auto add = [&](bool is_forward, int64_t index) {

@@ -9,20 +9,21 @@
 namespace tandem::parallel {
 namespace {
 
-TEST(PipelineBlocksTest, EveryBlockIsInOneChunkAndLayersAreEven) {
+TEST(PipelineBlocksTest, EveryBlockIsInOneVirtualStageAndLayersAreEven) {
   for (int64_t stages = 1; stages <= 4; ++stages) {
-    for (int64_t chunks = 1; chunks <= 3; ++chunks) {
-      for (int64_t layers = stages * chunks; layers <= 3 * stages * chunks; ++layers) {
+    for (int64_t virtual_stages = 1; virtual_stages <= 3; ++virtual_stages) {
+      for (int64_t layers = stages * virtual_stages; layers <= 3 * stages * virtual_stages;
+           ++layers) {
         int64_t next = 0;
-        for (int64_t part = 0; part < stages * chunks; ++part) {
-          const BlockRange blocks =
-              BlocksOfChunk(layers, {stages, chunks}, part % stages, part / stages);
+        for (int64_t position = 0; position < stages * virtual_stages; ++position) {
+          const BlockRange blocks = BlocksOfVirtualStage(layers, {stages, virtual_stages},
+                                                         position % stages, position / stages);
           EXPECT_EQ(blocks.begin, next);
           next = blocks.end;
-          const bool is_first = part == 0, is_last = part + 1 == stages * chunks;
+          const bool is_first = position == 0, is_last = position + 1 == stages * virtual_stages;
           const int64_t own = blocks.end - blocks.begin - (is_first ? 1 : 0) - (is_last ? 1 : 0);
-          EXPECT_GE(own, layers / (stages * chunks));
-          EXPECT_LE(own, (layers + stages * chunks - 1) / (stages * chunks));
+          EXPECT_GE(own, layers / (stages * virtual_stages));
+          EXPECT_LE(own, (layers + stages * virtual_stages - 1) / (stages * virtual_stages));
         }
         EXPECT_EQ(next, layers + 2);
       }
@@ -30,8 +31,9 @@ TEST(PipelineBlocksTest, EveryBlockIsInOneChunkAndLayersAreEven) {
   }
 }
 
-TEST(PipelineBlocksTest, TheFirstPartsHaveTheLayersThatAreLeft) {
-  const BlockRange first = BlocksOfChunk(5, {2, 1}, 0, 0), last = BlocksOfChunk(5, {2, 1}, 1, 0);
+TEST(PipelineBlocksTest, TheFirstVirtualStagesHaveTheLayersThatAreLeft) {
+  const BlockRange first = BlocksOfVirtualStage(5, {2, 1}, 0, 0),
+                   last = BlocksOfVirtualStage(5, {2, 1}, 1, 0);
   EXPECT_EQ(first.begin, 0);
   EXPECT_EQ(first.end, 4);
   EXPECT_EQ(last.begin, 4);
@@ -41,19 +43,19 @@ TEST(PipelineBlocksTest, TheFirstPartsHaveTheLayersThatAreLeft) {
 struct Timeline {
   bool finished = false;
   int64_t time = 0;                   // in actions, each of which takes 1
-  std::vector<int64_t> most_forward;  // by stage: chunks that ran forward and not back, at most
+  std::vector<int64_t> most_forward;  // by stage: the most passes that ran forward and not yet back
 };
 
-// Runs the lists as the stages would: an action starts when the one before it has ended, what it
-// needs has been sent, and of what the stage itself has sent little enough is still on its way.
+// Runs the lists as the stages do: an action starts when the stage's previous one has ended, its
+// input has been sent, and the stage has fewer than kSendsInFlight sends under way.
 Timeline Simulate(const PipelineShape& shape, int64_t count) {
-  const int64_t last_part = shape.stages * shape.chunks - 1;
+  const int64_t last_position = shape.stages * shape.virtual_stages - 1;
   std::vector<std::vector<PipelineAction>> lists;
   for (int64_t s = 0; s < shape.stages; ++s) lists.push_back(PipelineSchedule(shape, count, s));
-  std::map<std::tuple<bool, int64_t, int64_t>, int64_t> ends;  // forward, part, micro-batch
+  std::map<std::tuple<bool, int64_t, int64_t>, int64_t> ends;  // forward, position, micro-batch
   std::vector<size_t> next(lists.size());
   std::vector<int64_t> free_at(lists.size()), open(lists.size());
-  // By the stage that sends, forward or back: what has been sent and not been received.
+  // Sends that have not been received, by direction and sending stage.
   std::map<std::pair<bool, size_t>, int64_t> on_the_way;
   const auto sender = [&](bool is_forward, size_t receiver) {
     return std::pair(is_forward, (receiver + (is_forward ? lists.size() - 1 : 1)) % lists.size());
@@ -65,7 +67,7 @@ Timeline Simulate(const PipelineShape& shape, int64_t count) {
     for (size_t s = 0; s < lists.size(); ++s) {
       if (next[s] == lists[s].size()) continue;
       const PipelineAction action = lists[s][next[s]];
-      const int64_t part = action.chunk * shape.stages + static_cast<int64_t>(s);
+      const int64_t position = action.virtual_stage * shape.stages + static_cast<int64_t>(s);
       int64_t start = free_at[s];
       const auto needs = [&](bool is_forward, int64_t of_part) {
         const auto found = ends.find({is_forward, of_part, action.micro_batch});
@@ -73,17 +75,17 @@ Timeline Simulate(const PipelineShape& shape, int64_t count) {
         start = std::max(start, found->second);
         return true;
       };
-      const bool ready = action.is_forward
-                             ? part == 0 || needs(true, part - 1)
-                             : needs(true, part) && (part == last_part || needs(false, part + 1));
-      const bool receives = action.is_forward ? part > 0 : part < last_part;
-      const bool sends = action.is_forward ? part < last_part : part > 0;
+      const bool ready = action.is_forward ? position == 0 || needs(true, position - 1)
+                                           : needs(true, position) && (position == last_position ||
+                                                                       needs(false, position + 1));
+      const bool receives = action.is_forward ? position > 0 : position < last_position;
+      const bool sends = action.is_forward ? position < last_position : position > 0;
       int64_t& own = on_the_way[{action.is_forward, s}];
       if (!ready || (sends && own >= kSendsInFlight)) continue;
       if (sends) ++own;
       if (receives) --on_the_way[sender(action.is_forward, s)];
       free_at[s] = start + 1;
-      ends[{action.is_forward, part, action.micro_batch}] = start + 1;
+      ends[{action.is_forward, position, action.micro_batch}] = start + 1;
       open[s] += action.is_forward ? 1 : -1;
       timeline.most_forward[s] = std::max(timeline.most_forward[s], open[s]);
       timeline.time = std::max(timeline.time, start + 1);
@@ -101,11 +103,11 @@ Timeline Simulate(const PipelineShape& shape, int64_t count) {
 template <typename Check>
 void ForShapes(const Check& check) {
   for (int64_t stages = 1; stages <= 5; ++stages) {
-    for (int64_t chunks = 1; chunks <= (stages == 1 ? 1 : 4); ++chunks) {
+    for (int64_t virtual_stages = 1; virtual_stages <= (stages == 1 ? 1 : 4); ++virtual_stages) {
       for (int64_t count = 0; count <= 3 * stages + 1; ++count) {
-        SCOPED_TRACE(testing::Message()
-                     << stages << " stages, " << chunks << " chunks, " << count << " batches");
-        check(PipelineShape{stages, chunks}, count);
+        SCOPED_TRACE(testing::Message() << stages << " stages, " << virtual_stages
+                                        << " virtual stages, " << count << " batches");
+        check(PipelineShape{stages, virtual_stages}, count);
       }
     }
   }
@@ -115,7 +117,7 @@ TEST(PipelineScheduleTest, AnyNumberOfMicroBatchesComesToTheEnd) {
   ForShapes([](const PipelineShape& shape, int64_t count) {
     for (int64_t stage = 0; stage < shape.stages; ++stage) {
       const auto actions = PipelineSchedule(shape, count, stage);
-      EXPECT_EQ(static_cast<int64_t>(actions.size()), 2 * shape.chunks * count);
+      EXPECT_EQ(static_cast<int64_t>(actions.size()), 2 * shape.virtual_stages * count);
     }
     EXPECT_TRUE(Simulate(shape, count).finished);
   });
@@ -136,29 +138,31 @@ TEST(PipelineScheduleTest, OneDirectionHasOneOrderOnAllStages) {
   });
 }
 
-// Activations that wait for their backward pass: p - s micro-batches in 1F1B, and the warm-up of
-// the interleaved schedule and the one that runs.
+// The activations that wait for their backward pass are p - s micro-batches in 1F1B; in the
+// interleaved schedule its warm-up and one more.
 TEST(PipelineScheduleTest, ActivationsAreBounded) {
   ForShapes([](const PipelineShape& shape, int64_t count) {
     const Timeline timeline = Simulate(shape, count);
     for (int64_t s = 0; s < shape.stages; ++s) {
       const int64_t after = shape.stages - 1 - s;
-      const int64_t bound =
-          shape.chunks == 1 ? after + 1 : 2 * after + (shape.chunks - 1) * shape.stages + 1;
+      const int64_t bound = shape.virtual_stages == 1
+                                ? after + 1
+                                : 2 * after + (shape.virtual_stages - 1) * shape.stages + 1;
       EXPECT_LE(timeline.most_forward[static_cast<size_t>(s)],
-                std::min(bound, count * shape.chunks));
+                std::min(bound, count * shape.virtual_stages));
     }
   });
 }
 
-// Idle time over the time of the work: (p - 1) / m, and (p - 1) / (m v) with v chunks.
+// Idle time over the time of the work: (p - 1) / m, and (p - 1) / (m v) with v virtual stages.
 TEST(PipelineScheduleTest, TheBubbleIsThatOfThePaper) {
   for (int64_t stages = 2; stages <= 5; ++stages) {
-    for (int64_t chunks = 1; chunks <= 4; ++chunks) {
+    for (int64_t virtual_stages = 1; virtual_stages <= 4; ++virtual_stages) {
       for (int64_t count = stages; count <= 4 * stages; count += stages) {
-        const int64_t work = 2 * count * chunks;
-        EXPECT_EQ(Simulate({stages, chunks}, count).time - work, 2 * (stages - 1))
-            << stages << " stages, " << chunks << " chunks, " << count << " micro-batches";
+        const int64_t work = 2 * count * virtual_stages;
+        EXPECT_EQ(Simulate({stages, virtual_stages}, count).time - work, 2 * (stages - 1))
+            << stages << " stages, " << virtual_stages << " virtual stages, " << count
+            << " micro-batches";
       }
     }
   }

@@ -1,18 +1,18 @@
-// What a pass forgets on its way forward and computes again on its way back.
+// Activation recomputation: what a pass does not keep, and computes again in its backward pass.
 #ifndef TANDEM_COMMON_PARALLEL_RECOMPUTE_H_
 #define TANDEM_COMMON_PARALLEL_RECOMPUTE_H_
 
 namespace tandem::parallel {
 
-// `recompute_granularity` (https://arxiv.org/abs/2205.05198, section 5). The numbers are the same
-// bits whatever it is.
+// `recompute_granularity` (https://arxiv.org/abs/2205.05198, section 5). The results are the same
+// bits under every value.
 enum class Recompute {
   kNone,
-  // Of an attention its queries, keys and values are kept, and what else its backward pass needs is
-  // computed again: with ring attention the output and the row sums, on a GPU also keys and values
-  // repeated for every query head. The CPU's kernels keep nothing else as it is.
+  // An attention keeps its queries, keys and values, and computes again what else its backward pass
+  // needs: with ring attention the output and the row sums, on a GPU also keys and values repeated
+  // for every query head. The CPU's kernels keep no more than that anyway.
   kSelective,
-  // Of a block only its input is kept, and the block runs again.
+  // A layer keeps its input alone, and runs again.
   kFull,
 };
 

@@ -1,4 +1,4 @@
-// Recomputing under every strategy.
+// Activation recomputation under every strategy.
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>
 
@@ -9,17 +9,17 @@
 #include "common/parallel/megatron_strategy.h"
 #include "common/parallel/single_strategy.h"
 #include "common/parallel/testing/megatron_layouts.h"
-#include "common/parallel/testing/rank_processes.h"
 #include "common/parallel/zero_strategy.h"
+#include "common/ranks/testing/rank_processes.h"
 
 namespace tandem::parallel {
 namespace {
 
-using Ranks = std::shared_ptr<Communicator>;
+using Ranks = std::shared_ptr<ranks::Communicator>;
 using MakeStrategy = std::function<std::unique_ptr<Strategy>(const Ranks&, Recompute)>;
 
 void ExpectTheSameBits(int ranks_count, const MakeStrategy& make) {
-  RunConnected(ranks_count, [&](const Ranks& ranks) {
+  ranks::RunConnected(ranks_count, [&](const Ranks& ranks) {
     const TemporaryFolder folder;
     WriteLayoutModel(folder / "model");
     std::vector<NamedTensors> results;
@@ -45,8 +45,7 @@ TEST(RecomputeTest, ChangesNoBitInOneProcess) {
 TEST(RecomputeTest, ChangesNoBitUnderZero) {
   for (const int stage : {1, 3}) {
     ExpectTheSameBits(2, [stage](const Ranks& ranks, Recompute recompute) {
-      return std::make_unique<ZeroStrategy>(
-          ZeroOptions{.stage = stage, .recompute_granularity = recompute}, ranks);
+      return std::make_unique<ZeroStrategy>(ZeroOptions{.stage = stage}, ranks, recompute);
     });
   }
 }
@@ -56,16 +55,14 @@ TEST(RecomputeTest, ChangesNoBitUnderMegatron) {
     if (layout.ranks != 2) continue;
     SCOPED_TRACE(layout.name);
     ExpectTheSameBits(2, [&](const Ranks& ranks, Recompute recompute) {
-      MegatronOptions options = layout.options;
-      options.recompute_granularity = recompute;
-      return std::make_unique<MegatronStrategy>(options, ranks);
+      return std::make_unique<MegatronStrategy>(layout.options, ranks, recompute);
     });
   }
 }
 
-// Between forward and backward nothing of a layer is there but its input.
+// Between forward and backward a layer keeps its input alone.
 TEST(RecomputeTest, FullKeepsNoGraphOfALayer) {
-  RunConnected(1, [](const Ranks&) {
+  ranks::RunConnected(1, [](const Ranks&) {
     const auto model = TinyModel("llama", {}, {.requires_grad = true});
     const at::Tensor norm = model->Parameter("model.layers.0.input_layernorm.weight");
     for (const Recompute recompute : {Recompute::kNone, Recompute::kFull}) {

@@ -1,4 +1,4 @@
-// Attention that is computed a second time in the backward pass.
+// Attention that is computed again in the backward pass (Recompute::kSelective).
 #ifndef TANDEM_COMMON_PARALLEL_RECOMPUTED_ATTENTION_H_
 #define TANDEM_COMMON_PARALLEL_RECOMPUTED_ATTENTION_H_
 
@@ -12,8 +12,8 @@
 
 namespace tandem::parallel {
 
-// Keeps of an attention its q, k and v, whatever the context inside would keep. It and the batch
-// must outlive the backward pass.
+// Wraps an attention context and keeps q, k and v alone, whatever the wrapped context would keep.
+// Must outlive the backward pass, as must the batch.
 class RecomputedAttention : public AttentionContext {
  public:
   explicit RecomputedAttention(std::unique_ptr<AttentionContext> inside)

@@ -3,27 +3,13 @@
 #include <ATen/ATen.h>
 #include <ATen/core/grad_mode.h>
 
+#include <utility>
+
 #include "common/base/status_macros.h"
 #include "common/parallel/block_pass.h"
-#include "common/parallel/optimizer_state.h"
-#include "common/parallel/optimizer_step.h"
 #include "common/tensor/catch_torch_errors.h"
 
 namespace tandem::parallel {
-namespace {
-
-std::vector<StateSlice> WholeSlices(const NamedTensors& parameters) {
-  std::vector<StateSlice> slices;
-  for (const auto& [name, parameter] : parameters) {
-    slices.push_back({.parameter = name,
-                      .shape = parameter.sizes().vec(),
-                      .offset = 0,
-                      .numel = parameter.numel()});
-  }
-  return slices;
-}
-
-}  // namespace
 
 absl::Status SingleStrategy::LoadModel(const std::string& directory, const LoadOptions& options) {
   TANDEM_ASSIGN_OR_RETURN(model_, Model::Load(directory, options));
@@ -32,33 +18,33 @@ absl::Status SingleStrategy::LoadModel(const std::string& directory, const LoadO
 
 absl::Status SingleStrategy::BuildOptimizer(const OptimizerOptions& options) {
   return CatchTorchErrors("cannot build the optimizer", [&]() -> absl::Status {
-    options_ = options;
-    for (const auto& [name, parameter] : model_->Parameters()) {
-      if (!parameter.requires_grad()) continue;
-      parameters_.emplace_back(name, parameter);
-      gradients_.push_back(at::zeros_like(parameter.detach()));
-      parameter.mutable_grad() = gradients_.back();
+    std::vector<OptimizerShard> shards;
+    for (const Parameter& parameter : model_->DeclaredParameters()) {
+      if (!parameter.trainable) continue;
+      const at::Tensor values = parameter.value.detach();
+      gradients_.push_back(at::zeros_like(values));
+      parameter.value.mutable_grad() = gradients_.back();
+      shards.push_back({.range = {.parameter = parameter.spec.name,
+                                  .shape = parameter.spec.shape,
+                                  .numel = values.numel()},
+                        .values = values,
+                        .gradient = gradients_.back()});
     }
-    if (parameters_.empty()) {
-      return absl::InvalidArgumentError("no parameter of the model requires a gradient");
-    }
-    optimizer_ =
-        std::make_unique<training::AdamW>(training::WholeParameters(parameters_), options_);
+    TANDEM_ASSIGN_OR_RETURN(optimizer_,
+                            ShardedOptimizer::Create(std::move(shards), options, *model_, alone_));
     return absl::OkStatus();
   });
 }
 
 at::Tensor SingleStrategy::Gradient(absl::string_view parameter) const {
-  for (size_t i = 0; i < parameters_.size(); ++i) {
-    if (parameters_[i].first == parameter) return gradients_[i];
-  }
-  return {};
+  const at::Tensor found = model_->Parameter(parameter);
+  return found.defined() ? found.grad() : at::Tensor();
 }
 
 absl::StatusOr<std::vector<std::vector<double>>> SingleStrategy::Forward(int64_t count,
                                                                          InputFunction input,
                                                                          OutputFunction output) {
-  return ShareOut(count, [&](int64_t i) {
+  return ParallelMap(count, [&](int64_t i) {
     const at::NoGradGuard no_grad;
     BlockPass pass(*model_, input(i));
     const at::Tensor hidden = pass.ForwardAll();
@@ -66,7 +52,7 @@ absl::StatusOr<std::vector<std::vector<double>>> SingleStrategy::Forward(int64_t
   });
 }
 
-absl::StatusOr<std::vector<std::vector<double>>> SingleStrategy::ShareOut(
+absl::StatusOr<std::vector<std::vector<double>>> SingleStrategy::ParallelMap(
     int64_t count, absl::FunctionRef<absl::StatusOr<std::vector<double>>(int64_t)> compute) {
   std::vector<std::vector<double>> outputs;
   TANDEM_RETURN_IF_ERROR(CatchTorchErrors("forward", [&]() -> absl::Status {
@@ -93,12 +79,7 @@ absl::Status SingleStrategy::ForwardBackward(int64_t count, InputFunction input,
 }
 
 absl::StatusOr<OptimizerReport> SingleStrategy::OptimizerStep() {
-  return CatchTorchErrors("optimizer step", [&] {
-    // Autograd adds in place, so the gradients are still the ones given to the parameters.
-    return ClipAndUpdate(
-        options_, optimizer_->steps(), training::GlobalNorm(gradients_), gradients_,
-        [&](double learning_rate) { optimizer_->Step(gradients_, learning_rate); }, *model_);
-  });
+  return CatchTorchErrors("optimizer step", [&] { return optimizer_->Step(*model_, [] {}); });
 }
 
 absl::Status SingleStrategy::ResetOptimizer() {
@@ -117,24 +98,17 @@ absl::Status SingleStrategy::VisitParameters(TensorVisitor visit) {
   });
 }
 
-absl::Status SingleStrategy::ScatterParameters(const NamedTensors& parameters) {
+absl::Status SingleStrategy::LoadParameters(const NamedTensors& parameters) {
   return CatchTorchErrors("cannot replace parameters",
                           [&] { return model_->LoadParameters(parameters); });
 }
 
 absl::Status SingleStrategy::SaveOptimizer(const std::string& directory) {
-  return WriteOptimizerState(directory, /*rank=*/0, /*ranks=*/1, WholeSlices(parameters_),
-                             optimizer_->State());
+  return CatchTorchErrors("cannot save the optimizer", [&] { return optimizer_->Save(directory); });
 }
 
 absl::Status SingleStrategy::LoadOptimizer(const std::string& directory) {
-  return CatchTorchErrors("cannot load the optimizer", [&]() -> absl::Status {
-    std::vector<std::string> trained;
-    for (const auto& [name, parameter] : parameters_) trained.push_back(name);
-    TANDEM_ASSIGN_OR_RETURN(const NamedTensors state,
-                            ReadOptimizerState(directory, WholeSlices(parameters_), trained));
-    return optimizer_->LoadState(state);
-  });
+  return CatchTorchErrors("cannot load the optimizer", [&] { return optimizer_->Load(directory); });
 }
 
 }  // namespace tandem::parallel

@@ -1,4 +1,4 @@
-// One process that holds everything.
+// The strategy `single`: one process holds the whole model and runs every micro-batch.
 #ifndef TANDEM_COMMON_PARALLEL_SINGLE_STRATEGY_H_
 #define TANDEM_COMMON_PARALLEL_SINGLE_STRATEGY_H_
 
@@ -7,9 +7,9 @@
 #include <utility>
 #include <vector>
 
+#include "common/parallel/optimizer/sharded_optimizer.h"
 #include "common/parallel/recompute.h"
 #include "common/parallel/strategy.h"
-#include "common/training/adamw.h"
 
 namespace tandem::parallel {
 
@@ -17,16 +17,16 @@ class SingleStrategy : public Strategy {
  public:
   SingleStrategy() = default;
   explicit SingleStrategy(Recompute recompute) : recompute_(recompute) {}
-  // With a model that is loaded already.
+  // Trains a model that is already loaded.
   explicit SingleStrategy(std::unique_ptr<Model> model) : model_(std::move(model)) {}
 
   absl::Status LoadModel(const std::string& directory, const LoadOptions& options) override;
   Model& model() override { return *model_; }
   absl::Status BuildOptimizer(const OptimizerOptions& options) override;
-  Communicator& ranks() override { return *alone_; }
+  ranks::Communicator& ranks() override { return *alone_; }
   absl::StatusOr<std::vector<std::vector<double>>> Forward(int64_t count, InputFunction input,
                                                            OutputFunction output) override;
-  absl::StatusOr<std::vector<std::vector<double>>> ShareOut(
+  absl::StatusOr<std::vector<std::vector<double>>> ParallelMap(
       int64_t count,
       absl::FunctionRef<absl::StatusOr<std::vector<double>>(int64_t index)> compute) override;
   absl::Status ForwardBackward(int64_t count, InputFunction input, LossFunction loss) override;
@@ -38,18 +38,16 @@ class SingleStrategy : public Strategy {
   int64_t optimizer_steps() const override { return optimizer_->steps(); }
   absl::Status ResetOptimizer() override;
   absl::Status VisitParameters(TensorVisitor visit) override;
-  absl::Status ScatterParameters(const NamedTensors& parameters) override;
+  absl::Status LoadParameters(const NamedTensors& parameters) override;
   absl::Status SaveOptimizer(const std::string& directory) override;
   absl::Status LoadOptimizer(const std::string& directory) override;
 
  private:
-  const std::shared_ptr<Communicator> alone_ = Communicator::Alone();
+  const std::shared_ptr<ranks::Communicator> alone_ = ranks::Communicator::Alone();
   const Recompute recompute_ = Recompute::kNone;
   std::unique_ptr<Model> model_;
-  OptimizerOptions options_;
-  NamedTensors parameters_;            // those that train
-  std::vector<at::Tensor> gradients_;  // of these
-  std::unique_ptr<training::AdamW> optimizer_;
+  std::vector<at::Tensor> gradients_;  // of the parameters that train
+  std::unique_ptr<ShardedOptimizer> optimizer_;
 };
 
 }  // namespace tandem::parallel

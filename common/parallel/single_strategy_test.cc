@@ -28,7 +28,7 @@ std::unique_ptr<Model> TrainableModel(const LoadOptions& changes = {}) {
 
 RaggedBatch Input(int64_t) { return MakeRaggedBatch({{1, 2, 3}}); }
 
-// d/dw of |w|^2 * factor + i * sum(norm), for i = 0, 1, and nothing by the hidden states.
+// Adds the gradients of |w|^2 * factor + i * sum(norm) for i = 0, 1; hidden states have none.
 absl::Status RunBackward(SingleStrategy& strategy, double factor = 1) {
   return strategy.ForwardBackward(
       2, Input,
@@ -95,7 +95,7 @@ TEST(SingleStrategyTest, SavedStateContinuesBitForBit) {
   ASSERT_TRUE(first.OptimizerStep().ok());
   ASSERT_TRUE(first.SaveOptimizer(folder.path()).ok());
   ASSERT_TRUE(second.LoadOptimizer(folder.path()).ok());
-  ASSERT_TRUE(second.ScatterParameters(WholeParameters(first)).ok());
+  ASSERT_TRUE(second.LoadParameters(WholeParameters(first)).ok());
   ASSERT_TRUE(RunBackward(first).ok());
   ASSERT_TRUE(RunBackward(second).ok());
   ASSERT_TRUE(first.OptimizerStep().ok());
@@ -105,11 +105,11 @@ TEST(SingleStrategyTest, SavedStateContinuesBitForBit) {
   }
 }
 
-TEST(SingleStrategyTest, ScatterIsAllOrNothing) {
+TEST(SingleStrategyTest, LoadParametersIsAllOrNothing) {
   SingleStrategy strategy(TrainableModel());
   ASSERT_TRUE(strategy.BuildOptimizer({}).ok());
   const at::Tensor before = strategy.model().Parameter(kMatrix).detach().clone();
-  EXPECT_FALSE(strategy.ScatterParameters({{kMatrix, at::zeros_like(before)}}).ok());
+  EXPECT_FALSE(strategy.LoadParameters({{kMatrix, at::zeros_like(before)}}).ok());
   EXPECT_TRUE(strategy.model().Parameter(kMatrix).equal(before));
 }
 
@@ -127,7 +127,7 @@ TEST(SingleStrategyTest, FrozenParametersKeepTheirBitsAndHaveNoState) {
   EXPECT_TRUE(strategy.model().Parameter(kNorm).equal(norm));
   EXPECT_FALSE(strategy.model().Parameter(kMatrix).equal(matrix));
   EXPECT_EQ(WholeParameters(strategy).size(), strategy.model().Parameters().size());
-  // The state of one freeze does not fit another, either way round.
+  // The state saved under one `freeze` does not fit another, in either direction.
   ASSERT_TRUE(strategy.SaveOptimizer(folder.path()).ok());
   absl::Status status = other.LoadOptimizer(folder.path());
   EXPECT_EQ(status.code(), absl::StatusCode::kDataLoss);
@@ -143,7 +143,7 @@ TEST(SingleStrategyTest, AModelThatDoesNotTrainIsRefused) {
             absl::StatusCode::kInvalidArgument);
 }
 
-// The bf16 copies that the products use are refreshed by whatever changes the masters.
+// Updates and loads refresh the bf16 copies that products use.
 TEST(SingleStrategyTest, ComputeCopiesFollowUpdatesAndLoads) {
   const auto copy = TinyModel("llama", {}, {.placement = {.dtype = at::kBFloat16}}, /*seed=*/9);
   SingleStrategy strategy(
@@ -165,12 +165,12 @@ TEST(SingleStrategyTest, ComputeCopiesFollowUpdatesAndLoads) {
   ASSERT_TRUE(strategy.OptimizerStep().ok());
   expect_same_forward();
   const auto other = TinyModel("llama", {}, {}, /*seed=*/5);
-  ASSERT_TRUE(strategy.ScatterParameters(other->Parameters()).ok());
+  ASSERT_TRUE(strategy.LoadParameters(other->Parameters()).ok());
   expect_same_forward();
 }
 
-TEST(StrategyTest, OthersAreNotThereYet) {
-  const auto alone = Communicator::Connect({}, {}).value();
+TEST(StrategyTest, EveryNameIsCreatedAndOthersAreRefused) {
+  const auto alone = ranks::Communicator::Connect({}, {}).value();
   EXPECT_TRUE(CreateStrategy({.name = "single"}, alone).ok());
   EXPECT_TRUE(CreateStrategy({.name = "zero"}, alone).ok());
   EXPECT_TRUE(CreateStrategy({.name = "megatron"}, alone).ok());

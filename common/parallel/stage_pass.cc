@@ -6,8 +6,8 @@
 #include <algorithm>
 
 #include "common/base/status_macros.h"
-#include "common/parallel/rank_agreement.h"
-#include "common/parallel/ring_attention.h"
+#include "common/parallel/context/ring_attention.h"
+#include "common/ranks/rank_agreement.h"
 #include "common/tensor/catch_torch_errors.h"
 
 namespace tandem::parallel {
@@ -26,17 +26,17 @@ StagePass::StagePass(const Stage& stage, std::vector<RaggedBatch> batches)
   }
 }
 
-bool StagePass::IsLastPart(int64_t chunk) const {
-  return stage_.is_last() && chunk + 1 == stage_.shape.chunks;
+bool StagePass::EndsTheModel(int64_t virtual_stage) const {
+  return stage_.is_last() && virtual_stage + 1 == stage_.shape.virtual_stages;
 }
 
 bool StagePass::TrainsBefore(int64_t block) const {
   return at::GradMode::is_enabled() && first_trained_block_ < block;
 }
 
-BlockRange StagePass::Blocks(int64_t chunk) const {
-  return BlocksOfChunk(stage_.model.config().num_hidden_layers, stage_.shape, stage_.index(),
-                       chunk);
+BlockRange StagePass::Blocks(int64_t virtual_stage) const {
+  return BlocksOfVirtualStage(stage_.model.config().num_hidden_layers, stage_.shape, stage_.index(),
+                              virtual_stage);
 }
 
 absl::Status StagePass::Run(Then then) {
@@ -59,9 +59,9 @@ bool StagePass::Try(const char* what, absl::FunctionRef<absl::Status()> compute)
 }
 
 void StagePass::Forward(const PipelineAction& action, Then then) {
-  const BlockRange blocks = Blocks(action.chunk);
+  const BlockRange blocks = Blocks(action.virtual_stage);
   at::Tensor hidden;
-  if (Part(action.chunk) > 0) {
+  if (Position(action.virtual_stage) > 0) {
     hidden = Receive(action.micro_batch, NeighbourAt(-1, /*is_forward=*/true));
     hidden.set_requires_grad(TrainsBefore(blocks.begin));
   }
@@ -73,17 +73,17 @@ void StagePass::Forward(const PipelineAction& action, Then then) {
     }
     return absl::OkStatus();
   });
-  if (IsLastPart(action.chunk)) {
+  if (EndsTheModel(action.virtual_stage)) {
     open.gradient = Finish(action.micro_batch, hidden, then);
   } else {
     if (!status_.ok()) hidden = EmptyHidden(action.micro_batch).zero_();
     Send(hidden.detach(), NeighbourAt(1, /*is_forward=*/true), forward_sends_);
   }
   if (!at::GradMode::is_enabled()) return;
-  open_[{action.chunk, action.micro_batch}] = std::move(open);
+  open_[{action.virtual_stage, action.micro_batch}] = std::move(open);
 }
 
-// The gradient of this rank's hidden states.
+// Calls `then` and returns the gradient of this rank's hidden states.
 at::Tensor StagePass::Finish(int64_t micro_batch, const at::Tensor& hidden, Then then) {
   const ParallelMesh& mesh = stage_.mesh;
   const auto index = static_cast<size_t>(micro_batch);
@@ -94,13 +94,13 @@ at::Tensor StagePass::Finish(int64_t micro_batch, const at::Tensor& hidden, Then
       whole = GatherContextRows(*mesh.context, shards_[index], hidden);
       whole.set_requires_grad(hidden.requires_grad());
     }
-    // A function that fails on one rank of the stage fails on all, so that they skip the same.
+    // An error of one rank of the stage is an error of all, so that all skip the same work.
     absl::StatusOr<at::Tensor> computed = absl::UnknownError("");
     const absl::Status own = CatchTorchErrors("output", [&] {
       computed = then(micro_batch, batches_[index], whole);
       return computed.status();
     });
-    TANDEM_RETURN_IF_ERROR(Agree(*mesh.output, own));
+    TANDEM_RETURN_IF_ERROR(ranks::Agree(*mesh.output, own));
     gradient = *std::move(computed);
     if (gradient.defined() && !shards_.empty()) {
       gradient = ScatterContextRows(*mesh.context, shards_[index], gradient);
@@ -111,19 +111,19 @@ at::Tensor StagePass::Finish(int64_t micro_batch, const at::Tensor& hidden, Then
 }
 
 void StagePass::Backward(const PipelineAction& action) {
-  const BlockRange blocks = Blocks(action.chunk);
-  const auto found = open_.find({action.chunk, action.micro_batch});
+  const BlockRange blocks = Blocks(action.virtual_stage);
+  const auto found = open_.find({action.virtual_stage, action.micro_batch});
   Open open = std::move(found->second);
   open_.erase(found);
   at::Tensor gradient = std::move(open.gradient);
-  if (!IsLastPart(action.chunk) && TrainsBefore(blocks.end)) {
+  if (!EndsTheModel(action.virtual_stage) && TrainsBefore(blocks.end)) {
     gradient = Receive(action.micro_batch, NeighbourAt(1, /*is_forward=*/false));
   }
   Try("backward", [&] {
     gradient = open.pass->BackwardAll(std::move(gradient));
     return absl::OkStatus();
   });
-  if (Part(action.chunk) == 0 || !TrainsBefore(blocks.begin)) return;
+  if (Position(action.virtual_stage) == 0 || !TrainsBefore(blocks.begin)) return;
   if (!status_.ok() || !gradient.defined()) gradient = EmptyHidden(action.micro_batch).zero_();
   Send(gradient, NeighbourAt(-1, /*is_forward=*/false), backward_sends_);
 }
@@ -166,7 +166,7 @@ at::Tensor StagePass::Receive(int64_t micro_batch, const Neighbour& from) const 
 void StagePass::Send(const at::Tensor& tensor, const Neighbour& to, Sends& sends) {
   Sent& sent = sends.emplace_back();
   sent.tensor = tensor.contiguous();
-  sent.pending = to.group.SendAsync(sent.tensor, to.rank);
+  sent.handle = to.group.SendAsync(sent.tensor, to.rank);
   if (static_cast<int64_t>(sends.size()) > kSendsInFlight) sends.pop_front();
 }
 

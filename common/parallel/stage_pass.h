@@ -1,5 +1,5 @@
-// The way of a replica's micro-batches through one stage of its pipeline: the part of
-// MegatronStrategy that runs the model.
+// Runs a replica's micro-batches through one stage of its pipeline: forward, loss and backward, as
+// PipelineSchedule orders them. Used by MegatronStrategy.
 #ifndef TANDEM_COMMON_PARALLEL_STAGE_PASS_H_
 #define TANDEM_COMMON_PARALLEL_STAGE_PASS_H_
 
@@ -19,14 +19,14 @@
 #include "common/model/model.h"
 #include "common/model/ragged_batch.h"
 #include "common/parallel/block_pass.h"
-#include "common/parallel/context_shard.h"
+#include "common/parallel/context/context_shard.h"
 #include "common/parallel/parallel_mesh.h"
 #include "common/parallel/pipeline_schedule.h"
 #include "common/parallel/recompute.h"
 
 namespace tandem::parallel {
 
-// What a stage is made of. All of it outlives the passes.
+// A pipeline stage on this rank. Everything that it refers to outlives the passes.
 struct Stage {
   const Model& model;
   ParallelMesh& mesh;
@@ -39,64 +39,68 @@ struct Stage {
 
 class StagePass {
  public:
-  // What becomes of a micro-batch's hidden states [T, H], a leaf, on the ranks of the last stage:
-  // their gradient, of which every tensor and context rank has a part; undefined where nothing
-  // requires it. After an error it is not called again.
+  // Receives a micro-batch's hidden states [T, H], a leaf, on the ranks of the last stage, and
+  // returns their gradient: on every tensor and context rank a summand of it; undefined where
+  // nothing requires it. Not called again after an error.
   using Then = absl::FunctionRef<absl::StatusOr<at::Tensor>(
       int64_t micro_batch, const RaggedBatch& batch, const at::Tensor& hidden)>;
 
-  // `batches` are whole.
+  // `batches` hold whole sequences.
   StagePass(const Stage& stage, std::vector<RaggedBatch> batches);
 
-  // Runs a schedule of all stages; without gradients only what is forward. Every rank of the
-  // replica takes part to the end, with zeros for what it cannot compute; the error is that of this
-  // rank, or of `then` on another of its stage. Throws c10::Error where communication fails.
+  // Runs this stage's schedule; without gradients its forward actions alone. Every rank of the
+  // replica takes part to the end, after an error with zeros in place of what it cannot compute.
+  // Returns an error of this rank, or of `then` on another rank of its stage. Throws c10::Error
+  // where communication fails.
   absl::Status Run(Then then);
 
  private:
-  // Of a chunk and micro-batch that ran forward.
+  // A micro-batch that ran forward through a virtual stage and has not run back.
   struct Open {
     std::unique_ptr<BlockPass> pass;
-    at::Tensor gradient;  // of the last part: of what its last block returned
+    at::Tensor gradient;  // of the model's output, where the virtual stage ends the model
   };
   struct Sent {
     at::Tensor tensor;
-    Pending pending;  // waits before the tensor goes
+    ranks::CollectiveHandle handle;  // destroyed, and so waited for, before the tensor
   };
   using Sends = std::deque<Sent>;
 
-  int64_t Part(int64_t chunk) const { return chunk * stage_.shape.stages + stage_.index(); }
-  bool IsLastPart(int64_t chunk) const;
+  // A virtual stage's place among all virtual stages of the model.
+  int64_t Position(int64_t virtual_stage) const {
+    return virtual_stage * stage_.shape.stages + stage_.index();
+  }
+  bool EndsTheModel(int64_t virtual_stage) const;
   // Whether a gradient travels back into the blocks before `block`.
   bool TrainsBefore(int64_t block) const;
-  BlockRange Blocks(int64_t chunk) const;
+  BlockRange Blocks(int64_t virtual_stage) const;
 
   void Forward(const PipelineAction& action, Then then);
   void Backward(const PipelineAction& action);
-  // Computes unless there has been an error; false if there is one.
+  // Computes unless there has been an error. Returns whether there has been none.
   bool Try(const char* what, absl::FunctionRef<absl::Status()> compute);
   at::Tensor Finish(int64_t micro_batch, const at::Tensor& hidden, Then then);
 
-  // The stage that runs what comes after this one's part (step 1) or before it (-1), in the group
-  // for what goes forward or back between the two.
+  // The stage that runs the model's next virtual stage (step 1) or previous one (-1), as a rank of
+  // the group through which hidden states or gradients pass between the two.
   struct Neighbour {
-    Communicator& group;
+    ranks::Communicator& group;
     int rank;
   };
   Neighbour NeighbourAt(int64_t step, bool is_forward) const;
 
   std::unique_ptr<BlockPass> StartPass(int64_t micro_batch) const;
-  // Hidden states of this rank between blocks, or their gradients, for it to receive.
+  // Returns memory for hidden states of this rank between blocks, or for their gradients.
   at::Tensor EmptyHidden(int64_t micro_batch) const;
   at::Tensor Receive(int64_t micro_batch, const Neighbour& from) const;
   static void Send(const at::Tensor& tensor, const Neighbour& to, Sends& sends);
 
   const Stage stage_;
   const std::vector<RaggedBatch> batches_;
-  std::vector<ContextShard> shards_;  // of them; empty without context parallelism
+  std::vector<ContextShard> shards_;  // of the batches; empty without context parallelism
   int64_t first_trained_block_ = 0;
   absl::Status status_;
-  std::map<std::pair<int64_t, int64_t>, Open> open_;  // by chunk and micro-batch
+  std::map<std::pair<int64_t, int64_t>, Open> open_;  // by virtual stage and micro-batch
   Sends forward_sends_, backward_sends_;
 };
 

@@ -1,4 +1,4 @@
-// Which strategy trains, and how: the section `strategy` of a configuration. No torch.
+// The section `strategy` of a configuration: the strategy that trains, and its options. No torch.
 #ifndef TANDEM_COMMON_PARALLEL_STRATEGY_OPTIONS_H_
 #define TANDEM_COMMON_PARALLEL_STRATEGY_OPTIONS_H_
 
@@ -10,14 +10,10 @@
 
 namespace tandem::parallel {
 
-// Of the name, `single`, `zero` or `megatron`, the member of that name counts.
 struct StrategyOptions {
-  struct Single {
-    Recompute recompute_granularity = Recompute::kNone;
-  };
-
-  std::string name = "single";
-  Single single = {};
+  std::string name = "single";  // or "zero" or "megatron"
+  Recompute recompute_granularity = Recompute::kNone;
+  // Read by the strategy of that name alone.
   ZeroOptions zero = {};
   MegatronOptions megatron = {};
 };

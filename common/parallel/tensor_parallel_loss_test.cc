@@ -1,4 +1,4 @@
-// The output loss of a vocabulary-parallel head against the whole one in float64.
+// The losses of a vocabulary-parallel head against those of the whole one in float64.
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>
 
@@ -7,8 +7,9 @@
 
 #include "common/base/error.h"
 #include "common/loss/linear_cross_entropy.h"
-#include "common/parallel/communicator_group.h"
-#include "common/parallel/testing/rank_processes.h"
+#include "common/loss/linear_divergence.h"
+#include "common/ranks/communicator_group.h"
+#include "common/ranks/testing/rank_processes.h"
 
 namespace tandem::parallel {
 namespace {
@@ -16,11 +17,17 @@ namespace {
 using loss::LossImpl;
 using loss::LossMode;
 
-// More columns a rank than a tile has, for four ranks too; the last tile is narrow.
-constexpr int64_t kRows = 37, kHidden = 6, kVocabulary = 4 * 2100;
+// Each of four ranks has more columns than a tile, and its last tile is narrow. Neither two nor
+// four ranks divide the vocabulary: the last rank has fewer rows.
+constexpr int64_t kRows = 37, kHidden = 6, kVocabulary = 4 * 2100 + 3;
 
 at::Tensor Slice(const at::Tensor& whole, const ops::TensorParallelGroup& group) {
   return whole.chunk(group.size())[group.rank()];
+}
+
+loss::VocabularyShard ShardOf(const std::shared_ptr<ranks::CommunicatorGroup>& group) {
+  const int64_t rows = (kVocabulary + group->size() - 1) / group->size();
+  return {.group = group, .first = group->rank() * rows, .size = kVocabulary, .most_rows = rows};
 }
 
 struct Problem {
@@ -28,17 +35,16 @@ struct Problem {
     at::manual_seed(5);
     hidden = at::randn({kRows + 3, kHidden}, at::kDouble);
     weight = at::randn({kVocabulary, kHidden}, at::kDouble);
-    bias = at::randn({kVocabulary}, at::kDouble);
     for (int64_t row = 0; row < kRows; ++row) {
       rows.positions.push_back(row + 2);
       rows.labels.push_back(row * 7919 % kVocabulary);
       rows.temperatures.push_back(0.5 + 0.05 * static_cast<double>(row));
     }
-    // At both ends of the parts of two and of four ranks.
-    const std::vector<int64_t> ends = {0, 2099, 2100, 4199, 4200, 6299, 6300, kVocabulary - 1};
+    // Labels at both ends of the rows of two and of four ranks.
+    const std::vector<int64_t> ends = {0, 2100, 2101, 4201, 4202, 6302, 6303, kVocabulary - 1};
     std::copy(ends.begin(), ends.end(), rows.labels.begin());
   }
-  at::Tensor hidden, weight, bias;
+  at::Tensor hidden, weight;
   loss::OutputRows rows;
 };
 
@@ -48,14 +54,13 @@ struct Result {
   loss::OutputGradients gradients;
 };
 
-// A loss that is nonlinear in both of what it is given.
+// A loss that is nonlinear in log-probabilities and in entropies.
 Result Evaluate(loss::LinearCrossEntropyLoss& loss, const at::Tensor& hidden,
                 const at::Tensor& weight, const loss::OutputRows& rows, LossMode mode) {
   const at::ScalarType type = weight.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
   Result result;
   result.gradients = {.hidden = at::zeros(hidden.sizes(), type),
-                      .weight = at::zeros(weight.sizes(), type),
-                      .bias = at::zeros({weight.size(0)}, type)};
+                      .weight = at::zeros(weight.sizes(), type)};
   const absl::Status status = loss.ForwardBackward(
       hidden, rows,
       [&](int64_t first, absl::Span<const double> logprobs, absl::Span<const double> entropies,
@@ -95,10 +100,10 @@ std::string Bytes(const std::vector<T>& values) {
 
 class TensorParallelLossTest : public testing::TestWithParam<int> {
  protected:
-  void RunOnAll(const std::function<void(const std::shared_ptr<CommunicatorGroup>&, Communicator&)>&
-                    body) const {
-    RunConnected(GetParam(), [&](const std::shared_ptr<Communicator>& ranks) {
-      body(std::make_shared<CommunicatorGroup>(ranks), *ranks);
+  void RunOnAll(const std::function<void(const std::shared_ptr<ranks::CommunicatorGroup>&,
+                                         ranks::Communicator&)>& body) const {
+    ranks::RunConnected(GetParam(), [&](const std::shared_ptr<ranks::Communicator>& ranks) {
+      body(std::make_shared<ranks::CommunicatorGroup>(ranks), *ranks);
     });
   }
 };
@@ -106,24 +111,25 @@ class TensorParallelLossTest : public testing::TestWithParam<int> {
 INSTANTIATE_TEST_SUITE_P(Ranks, TensorParallelLossTest, testing::Values(1, 2, 4));
 
 TEST_P(TensorParallelLossTest, EqualsTheWholeVocabulary) {
-  RunOnAll([&](const std::shared_ptr<CommunicatorGroup>& group, Communicator& communicator) {
+  RunOnAll([&](const std::shared_ptr<ranks::CommunicatorGroup>& group,
+               ranks::Communicator& communicator) {
     const Problem problem;
-    const auto whole = loss::LinearCrossEntropyLoss::Create(problem.weight, problem.bias).value();
+    const auto whole = loss::LinearCrossEntropyLoss::Create(problem.weight).value();
     const Result expected =
         Evaluate(*whole, problem.hidden, problem.weight, problem.rows, LossMode::kRecompute);
     for (const at::ScalarType type : {at::kFloat, at::kDouble}) {
       const double tolerance = type == at::kFloat ? 1e-5 : 1e-13;
       const at::Tensor hidden = problem.hidden.to(type);
       const at::Tensor weight = Slice(problem.weight, *group).to(type);
-      for (const LossImpl impl : {LossImpl::kCce, LossImpl::kTorchCompile, LossImpl::kPytorch}) {
-        const auto part =
-            loss::LinearCrossEntropyLoss::Create(weight, Slice(problem.bias, *group).to(type),
-                                                 {.impl = impl, .chunk_size = 16, .group = group})
+      for (const LossImpl impl : {LossImpl::kTiles, LossImpl::kRows, LossImpl::kAten}) {
+        const auto shard =
+            loss::LinearCrossEntropyLoss::Create(
+                weight, {.impl = impl, .chunk_size = 16, .vocabulary = ShardOf(group)})
                 .value();
         for (const LossMode mode : {LossMode::kGradientInForward, LossMode::kRecompute}) {
           SCOPED_TRACE(testing::Message()
                        << type << " " << LossImplName(impl) << " " << static_cast<int>(mode));
-          const Result actual = Evaluate(*part, hidden, weight, problem.rows, mode);
+          const Result actual = Evaluate(*shard, hidden, weight, problem.rows, mode);
           EXPECT_NEAR(actual.loss, expected.loss, tolerance * std::abs(expected.loss));
           ExpectClose(actual.logprobs, expected.logprobs, tolerance, "log-probs");
           ExpectClose(actual.entropies, expected.entropies, tolerance, "entropies");
@@ -131,14 +137,12 @@ TEST_P(TensorParallelLossTest, EqualsTheWholeVocabulary) {
                       "d hidden");
           ExpectClose(actual.gradients.weight, Slice(expected.gradients.weight, *group), tolerance,
                       "d weight");
-          ExpectClose(actual.gradients.bias, Slice(expected.gradients.bias, *group), tolerance,
-                      "d bias");
           const std::string bits = Bytes(actual.logprobs) + Bytes(actual.entropies);
           for (const std::string& other : communicator.AllGatherBytes(bits)) {
             EXPECT_TRUE(other == bits) << "ranks see other bits";
           }
         }
-        const loss::RowLogProbs alone = part->LogProbs(hidden, problem.rows).value();
+        const loss::RowLogProbs alone = shard->LogProbs(hidden, problem.rows).value();
         ExpectClose(alone.logprobs, expected.logprobs, tolerance, "LogProbs");
         ExpectClose(alone.entropies, expected.entropies, tolerance, "LogProbs");
       }
@@ -147,13 +151,15 @@ TEST_P(TensorParallelLossTest, EqualsTheWholeVocabulary) {
 }
 
 TEST_P(TensorParallelLossTest, OneMaximumAndOneSumOfThreeNumbersARowTravel) {
-  RunOnAll([&](const std::shared_ptr<CommunicatorGroup>& group, Communicator& communicator) {
+  RunOnAll([&](const std::shared_ptr<ranks::CommunicatorGroup>& group,
+               ranks::Communicator& communicator) {
     const Problem problem;
-    const auto part = loss::LinearCrossEntropyLoss::Create(
-                          Slice(problem.weight, *group).to(at::kFloat), {}, {.group = group})
-                          .value();
-    ASSERT_TRUE(part->LogProbs(problem.hidden.to(at::kFloat), problem.rows).ok());
-    const CommunicationVolume volume = communicator.volume();
+    const auto shard =
+        loss::LinearCrossEntropyLoss::Create(Slice(problem.weight, *group).to(at::kFloat),
+                                             {.vocabulary = ShardOf(group)})
+            .value();
+    ASSERT_TRUE(shard->LogProbs(problem.hidden.to(at::kFloat), problem.rows).ok());
+    const ranks::CommunicationVolume volume = communicator.volume();
     const int64_t n = GetParam(), row_bytes = (1 + 3) * 8;
     EXPECT_EQ(volume.all_reduce.calls, n == 1 ? 0 : 2);
     EXPECT_EQ(volume.bytes(), 2 * (n - 1) * kRows * row_bytes / n);
@@ -161,16 +167,59 @@ TEST_P(TensorParallelLossTest, OneMaximumAndOneSumOfThreeNumbersARowTravel) {
 }
 
 TEST_P(TensorParallelLossTest, LabelsAreThoseOfTheWholeVocabulary) {
-  RunOnAll([&](const std::shared_ptr<CommunicatorGroup>& group, Communicator&) {
+  RunOnAll([&](const std::shared_ptr<ranks::CommunicatorGroup>& group, ranks::Communicator&) {
     const Problem problem;
-    const auto part =
-        loss::LinearCrossEntropyLoss::Create(Slice(problem.weight, *group), {}, {.group = group})
-            .value();
+    const auto shard = loss::LinearCrossEntropyLoss::Create(Slice(problem.weight, *group),
+                                                            {.vocabulary = ShardOf(group)})
+                           .value();
     const absl::Status status =
-        part->LogProbs(problem.hidden, {.positions = {0}, .labels = {kVocabulary}}).status();
+        shard->LogProbs(problem.hidden, {.positions = {0}, .labels = {kVocabulary}}).status();
     EXPECT_EQ(FieldPath(status), "labels[0]") << status;
-    if (GetParam() > 1) {
-      EXPECT_THROW(part->ForwardLogits(problem.hidden), c10::NotImplementedError);
+  });
+}
+
+// The expected numbers are those of one process in float64, which linear_divergence_test compares
+// with autograd.
+TEST_P(TensorParallelLossTest, TheDivergenceEqualsThatOfTheWholeVocabulary) {
+  RunOnAll([&](const std::shared_ptr<ranks::CommunicatorGroup>& group,
+               ranks::Communicator& communicator) {
+    const Problem problem;
+    const at::Tensor junior_hidden = at::randn({kRows + 3, kHidden - 2}, at::kDouble);
+    // Logits of two models may differ by an offset, which softmax does not see.
+    const at::Tensor junior_weight = at::randn({kVocabulary, kHidden - 2}, at::kDouble) + 3;
+    const loss::DivergenceRows rows = {.positions = problem.rows.positions,
+                                       .temperatures = problem.rows.temperatures};
+    constexpr double kScale = 0.3;
+    for (const loss::KlDirection direction :
+         {loss::KlDirection::kReverse, loss::KlDirection::kForward}) {
+      const auto whole = loss::LinearDivergenceLoss::Create(problem.weight, junior_weight).value();
+      loss::OutputGradients all = {.hidden = at::zeros_like(problem.hidden),
+                                   .weight = at::zeros_like(problem.weight)};
+      const std::vector<double> expected =
+          whole->ForwardBackward(problem.hidden, junior_hidden, rows, direction, kScale, all)
+              .value();
+      for (const at::ScalarType type : {at::kFloat, at::kDouble}) {
+        SCOPED_TRACE(testing::Message() << type << " " << static_cast<int>(direction));
+        const double tolerance = type == at::kFloat ? 1e-5 : 1e-12;
+        const at::Tensor weight = Slice(problem.weight, *group).to(type);
+        const auto shard =
+            loss::LinearDivergenceLoss::Create(weight, Slice(junior_weight, *group).to(type),
+                                               {.vocabulary = ShardOf(group)})
+                .value();
+        loss::OutputGradients own = {.hidden = at::zeros(problem.hidden.sizes(), type),
+                                     .weight = at::zeros(weight.sizes(), type)};
+        const std::vector<double> actual =
+            shard
+                ->ForwardBackward(problem.hidden.to(type), junior_hidden.to(type), rows, direction,
+                                  kScale, own)
+                .value();
+        ExpectClose(actual, expected, tolerance, "divergences");
+        ExpectClose(group->Sum(own.hidden), all.hidden, tolerance, "d hidden");
+        ExpectClose(own.weight, Slice(all.weight, *group), tolerance, "d weight");
+        for (const std::string& other : communicator.AllGatherBytes(Bytes(actual))) {
+          EXPECT_TRUE(other == Bytes(actual)) << "ranks see other bits";
+        }
+      }
     }
   });
 }

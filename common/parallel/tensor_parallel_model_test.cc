@@ -13,19 +13,21 @@
 #include "common/loss/linear_cross_entropy.h"
 #include "common/model/testing/models.h"
 #include "common/model/testing/tiny_model_dir.h"
-#include "common/parallel/communicator_group.h"
-#include "common/parallel/testing/rank_processes.h"
+#include "common/ranks/communicator_group.h"
+#include "common/ranks/testing/rank_processes.h"
 
 namespace tandem::parallel {
 namespace {
 
-using Group = std::shared_ptr<CommunicatorGroup>;
+using Group = std::shared_ptr<ranks::CommunicatorGroup>;
 using Tokens = std::vector<int64_t>;
 
-constexpr int64_t kVocabulary = 64;
+// Two and four ranks do not divide the rows of the vocabulary. The last three are padding.
+constexpr int64_t kVocabularyRows = 64 - 3, kVocabulary = kVocabularyRows - 3;
 constexpr double kTolerance = 1e-5;  // of the largest entry
 
-// Of 13 tokens, which no group divides; of one, where most ranks have padding alone; of 8.
+// Lengths of the sequences of each batch: 13 tokens, which no group divides; one token, where most
+// ranks have padding alone; 8 tokens.
 const std::vector<std::vector<int64_t>> kBatches = {{5, 1, 7}, {1}, {8}};
 
 std::vector<Tokens> Sequences(const std::vector<int64_t>& lengths) {
@@ -39,9 +41,9 @@ std::vector<Tokens> Sequences(const std::vector<int64_t>& lengths) {
   return sequences;
 }
 
-// Every size divides by four.
+// Every other size divides by four.
 nlohmann::json Config(nlohmann::json changes = nlohmann::json::object()) {
-  changes.merge_patch({{"vocab_size", kVocabulary},
+  changes.merge_patch({{"vocab_size", kVocabularyRows},
                        {"num_attention_heads", 8},
                        {"num_key_value_heads", 4},
                        {"intermediate_size", 48}});
@@ -70,7 +72,11 @@ std::vector<Case> Cases() {
 }
 
 LoadOptions Options(const Case& c, const Placement& placement = {}) {
-  return {.head = c.head, .requires_grad = true, .freeze = c.freeze, .placement = placement};
+  return {.head = c.head,
+          .num_token_ids = kVocabulary,
+          .requires_grad = true,
+          .freeze = c.freeze,
+          .placement = placement};
 }
 
 Placement PlacementIn(const Group& group, at::ScalarType dtype = at::kFloat) {
@@ -80,7 +86,7 @@ Placement PlacementIn(const Group& group, at::ScalarType dtype = at::kFloat) {
           .shard_group = group};
 }
 
-// The same values for all, and none of them zero or one: norms and biases too.
+// The same values for all ranks, none of them zero or one, norms and biases included.
 NamedTensors SomeParameters(const Model& model) {
   at::manual_seed(3);
   NamedTensors tensors;
@@ -128,6 +134,7 @@ Result Train(const Model& model, const std::vector<int64_t>& lengths, const Grou
     rows.labels.push_back((t * 29 + 3) % kVocabulary);
   }
   loss::OutputGradients gradients;
+  at::Tensor head_gradient;
   if (model.head() == HeadKind::kValue) {
     const at::Tensor values =
         model.Values(hidden.index_select(0, at::tensor(rows.positions, at::kLong)));
@@ -139,11 +146,23 @@ Result Train(const Model& model, const std::vector<int64_t>& lengths, const Grou
     values.backward(at::tensor(slopes, at::kDouble).to(values.scalar_type()));
     gradients.hidden = hidden.grad();
   } else {
-    const at::Tensor& weight = model.lm_head().compute_weight();
+    // The rows of token ids; those behind them have no gradient.
+    const at::Tensor& rows_here = model.head_rows();
+    const Shard shard =
+        group == nullptr ? Shard{} : Shard{.index = group->rank(), .count = group->size()};
+    const int64_t first = shard.Begin(kVocabularyRows);
+    const int64_t count = std::min(rows_here.size(0), kVocabulary - first);
+    head_gradient = at::zeros(rows_here.sizes(), at::kFloat);
     gradients = {.hidden = at::zeros_like(hidden.detach()),
-                 .weight = at::zeros(weight.sizes(), at::kFloat),
-                 .bias = {}};
-    const auto loss = loss::LinearCrossEntropyLoss::Create(weight, {}, {.group = group}).value();
+                 .weight = head_gradient.narrow(0, 0, count)};
+    const auto loss = loss::LinearCrossEntropyLoss::Create(
+                          rows_here.narrow(0, 0, count),
+                          {.vocabulary = {.group = group,
+                                          .first = first,
+                                          .size = kVocabulary,
+                                          .most_rows = std::min(
+                                              kVocabulary, shard.LargestSize(kVocabularyRows))}})
+                          .value();
     EXPECT_TRUE(
         loss->ForwardBackward(
                 hidden.detach(), rows,
@@ -160,11 +179,11 @@ Result Train(const Model& model, const std::vector<int64_t>& lengths, const Grou
     if (!parameter.trainable) continue;
     at::Tensor gradient = parameter.value.grad();
     if (!gradient.defined()) gradient = at::zeros_like(parameter.value.detach());
-    if (gradients.weight.defined() && parameter.spec.name == model.lm_head_name()) {
-      gradient = gradient + gradients.weight;
+    if (head_gradient.defined() && parameter.spec.name == model.lm_head_name()) {
+      gradient = gradient + head_gradient;
     }
     EXPECT_EQ(gradient.scalar_type(), at::kFloat);
-    // What common/model/model.h asks of whoever runs the shards.
+    // common/model/model.h leaves this sum to the caller.
     const bool partial = group != nullptr && !parameter.spec.shard_axis.has_value();
     result.gradients[parameter.spec.name] = partial ? group->Sum(gradient) : gradient;
     parameter.value.mutable_grad().reset();
@@ -186,9 +205,9 @@ void ExpectClose(const at::Tensor& actual, const at::Tensor& expected, double to
   ExpectWithin(actual, expected, tolerance * Largest(expected), what);
 }
 
-void RunOnAll(int ranks, const std::function<void(const Group&, Communicator&)>& body) {
-  RunConnected(ranks, [&](const std::shared_ptr<Communicator>& connected) {
-    body(std::make_shared<CommunicatorGroup>(connected), *connected);
+void RunOnAll(int ranks, const std::function<void(const Group&, ranks::Communicator&)>& body) {
+  ranks::RunConnected(ranks, [&](const std::shared_ptr<ranks::Communicator>& connected) {
+    body(std::make_shared<ranks::CommunicatorGroup>(connected), *connected);
   });
 }
 
@@ -197,7 +216,7 @@ class TensorParallelModelTest : public testing::TestWithParam<int> {};
 INSTANTIATE_TEST_SUITE_P(Ranks, TensorParallelModelTest, testing::Values(1, 2, 4));
 
 TEST_P(TensorParallelModelTest, EqualsTheWholeModel) {
-  RunOnAll(GetParam(), [](const Group& group, Communicator&) {
+  RunOnAll(GetParam(), [](const Group& group, ranks::Communicator&) {
     for (const Case& c : Cases()) {
       const auto whole = MakeModel(c, Options(c));
       const auto shard = MakeModel(c, Options(c, PlacementIn(group)));
@@ -216,8 +235,8 @@ TEST_P(TensorParallelModelTest, EqualsTheWholeModel) {
           const at::Tensor& all = expected.gradients.at(name);
           if (lengths == std::vector<int64_t>{1} &&
               (absl::StrContains(name, "q_") || absl::StrContains(name, "k_"))) {
-            // A token that sees itself alone: the softmax is 1 whatever the scores are, and what
-            // is left is rounding.
+            // A token that sees itself alone has a softmax of 1 whatever its scores: these
+            // gradients are rounding errors.
             EXPECT_LE(Largest(actual.gradients.at(name)), 1e-5) << name;
             continue;
           }
@@ -232,7 +251,7 @@ TEST_P(TensorParallelModelTest, EqualsTheWholeModel) {
 // The value head is not in the files: every rank draws the same.
 TEST_P(TensorParallelModelTest, ShardsAreLoadedFromTheFilesOfTheWhole) {
   const TemporaryFolder folder;
-  RunOnAll(GetParam(), [&](const Group& group, Communicator& communicator) {
+  RunOnAll(GetParam(), [&](const Group& group, ranks::Communicator& communicator) {
     if (group->rank() == 0) WriteTinyModel(folder.path(), 1, Config(), "qwen2");
     communicator.Barrier();
     for (const HeadKind head : {HeadKind::kLm, HeadKind::kValue}) {
@@ -249,7 +268,7 @@ TEST_P(TensorParallelModelTest, ShardsAreLoadedFromTheFilesOfTheWhole) {
 }
 
 TEST(TensorParallelGroupTest, OneRankHasTheBitsOfNone) {
-  RunOnAll(1, [](const Group& group, Communicator&) {
+  RunOnAll(1, [](const Group& group, ranks::Communicator&) {
     for (const Case& c : Cases()) {
       const Result none = Train(*MakeModel(c, Options(c)), {5, 2}, nullptr);
       const Result one = Train(*MakeModel(c, Options(c, PlacementIn(group))), {5, 2}, group);
@@ -263,7 +282,7 @@ TEST(TensorParallelGroupTest, OneRankHasTheBitsOfNone) {
 }
 
 TEST_P(TensorParallelModelTest, InferenceEqualsTrainingForward) {
-  RunOnAll(GetParam(), [](const Group& group, Communicator&) {
+  RunOnAll(GetParam(), [](const Group& group, ranks::Communicator&) {
     for (const at::ScalarType dtype : {at::kFloat, at::kBFloat16}) {
       const Case c = Cases()[1];
       const auto shard = MakeModel(c, Options(c, PlacementIn(group, dtype)));
@@ -276,9 +295,9 @@ TEST_P(TensorParallelModelTest, InferenceEqualsTrainingForward) {
   });
 }
 
-// 8 bits of mantissa through two layers: the bounds of ModelTest's.
+// bfloat16 has 8 bits of mantissa; the bounds are those of ModelTest for two layers.
 TEST_P(TensorParallelModelTest, Bfloat16StaysClose) {
-  RunOnAll(GetParam(), [](const Group& group, Communicator&) {
+  RunOnAll(GetParam(), [](const Group& group, ranks::Communicator&) {
     for (const Case& c : Cases()) {
       const Result exact = Train(*MakeModel(c, Options(c)), {5, 1, 7}, nullptr);
       const auto half = MakeModel(c, Options(c, PlacementIn(group, at::kBFloat16)));
@@ -299,15 +318,15 @@ TEST_P(TensorParallelModelTest, Bfloat16StaysClose) {
 // Two all-gathers and two reduce-scatters of [T, H] a layer, forward and backward alike
 // (https://arxiv.org/abs/2205.05198, section 4.2.2), and no other communication.
 TEST_P(TensorParallelModelTest, VolumesFollowTheFormula) {
-  RunOnAll(GetParam(), [](const Group& group, Communicator& communicator) {
+  RunOnAll(GetParam(), [](const Group& group, ranks::Communicator& communicator) {
     const Case c = Cases()[1];
     const auto shard = MakeModel(c, Options(c, PlacementIn(group)));
     const RaggedBatch batch = MakeRaggedBatch(Sequences({5, 1, 7}));
-    const int64_t n = group->size(), share = (13 + n - 1) / n;
-    const int64_t bytes = (n - 1) * share * shard->config().hidden_size * 4;
+    const int64_t n = group->size(), shard_tokens = (13 + n - 1) / n;
+    const int64_t bytes = (n - 1) * shard_tokens * shard->config().hidden_size * 4;
     const auto expect = [&](int64_t gathers, int64_t scatters, const std::string& what) {
       const int64_t one = n == 1 ? 0 : 1;  // a whole model sends nothing
-      const CommunicationVolume volume = communicator.volume();
+      const ranks::CommunicationVolume volume = communicator.volume();
       EXPECT_EQ(volume.all_gather.calls, one * gathers) << what;
       EXPECT_EQ(volume.all_gather.bytes, gathers * bytes) << what;
       EXPECT_EQ(volume.reduce_scatter.calls, one * scatters) << what;
@@ -324,7 +343,7 @@ TEST_P(TensorParallelModelTest, VolumesFollowTheFormula) {
       inputs.push_back(hidden);
       outputs.push_back(shard->RunBlock(block, hidden, pass));
       hidden = outputs.back().detach().requires_grad_();
-      EXPECT_EQ(hidden.size(0), block == last ? 13 : share);
+      EXPECT_EQ(hidden.size(0), block == last ? 13 : shard_tokens);
       if (block == 0) {
         expect(0, 1, "embedding");
       } else if (block == last) {
@@ -348,8 +367,8 @@ TEST_P(TensorParallelModelTest, VolumesFollowTheFormula) {
   });
 }
 
-TEST_P(TensorParallelModelTest, WhatAShardCannotDoIsRefused) {
-  RunOnAll(GetParam(), [](const Group& group, Communicator&) {
+TEST_P(TensorParallelModelTest, UnsupportedUsesOfAShardAreRefused) {
+  RunOnAll(GetParam(), [](const Group& group, ranks::Communicator&) {
     const Case c = Cases()[0];
     Placement wrong = PlacementIn(group);
     wrong.shard_count = 4;
@@ -364,37 +383,38 @@ TEST_P(TensorParallelModelTest, WhatAShardCannotDoIsRefused) {
     EXPECT_THROW(shard->ForwardLogits(hidden), c10::NotImplementedError);  // with autograd
     Placement alone = PlacementIn(group);
     alone.shard_group = nullptr;
-    const auto part = MakeModel(c, Options(c, alone));
-    KvCache cache(part->config(), 1, 8, at::kCPU, at::kFloat, part->shard_count());
+    const auto lone = MakeModel(c, Options(c, alone));
+    KvCache cache(lone->CacheLayout(), 1, 8);
     const int64_t slot = cache.Allocate().value();
-    EXPECT_EQ(part->Decode(cache, {{slot, Tokens{1}, 1}}).status().code(),
+    EXPECT_EQ(lone->Decode(cache, {{slot, Tokens{1}, 1}}).status().code(),
               absl::StatusCode::kUnimplemented);
   });
 }
 
-// A model that only infers, with its cache and two slots of that.
+// An inference model with its cache and two slots.
 struct Decoder {
   std::unique_ptr<Model> model;
   KvCache cache;
   std::vector<int64_t> slots;
 
   Decoder(const Case& c, const Placement& placement)
-      : model(TinyModel(c.family, Config(c.changes), {.placement = placement})),
-        cache(model->config(), 2, 32, at::kCPU, model->dtype(), model->shard_count()) {
+      : model(TinyModel(c.family, Config(c.changes),
+                        {.num_token_ids = kVocabulary, .placement = placement})),
+        cache(model->CacheLayout(), 2, 32, at::kCPU, model->dtype()) {
     EXPECT_TRUE(model->LoadParameters(SomeParameters(*model)).ok());
     for (int i = 0; i < 2; ++i) slots.push_back(cache.Allocate().value());
   }
 
-  // The logits [N, V] of the wanted rows.
+  // Returns the logits [N, V] of the wanted rows.
   at::Tensor Logits(absl::Span<const DecodeInput> inputs) {
     const c10::InferenceMode inference_mode;
     return model->ForwardLogits(model->Decode(cache, inputs).value()).to(at::kFloat);
   }
 };
 
-// Two prompts, of which one is chunked, and then a token of each.
+// Decodes two prompts, one of them in chunks, and then one token of each.
 std::vector<at::Tensor> DecodeSome(Decoder& decoder) {
-  const Tokens first = {5, 1, 7, 11, 2}, second = {9, 60, 3}, third = {4}, fourth = {63};
+  const Tokens first = {5, 1, 7, 11, 2}, second = {9, 57, 3}, third = {4}, fourth = {56};
   const int64_t a = decoder.slots[0], b = decoder.slots[1];
   return {decoder.Logits({{a, absl::MakeSpan(first).subspan(0, 3), 3}, {b, second, 1}}),
           decoder.Logits({{a, absl::MakeSpan(first).subspan(3), 1}}),
@@ -402,7 +422,7 @@ std::vector<at::Tensor> DecodeSome(Decoder& decoder) {
 }
 
 TEST_P(TensorParallelModelTest, DecodeEqualsTheWholeModel) {
-  RunOnAll(GetParam(), [](const Group& group, Communicator& communicator) {
+  RunOnAll(GetParam(), [](const Group& group, ranks::Communicator& communicator) {
     for (const Case& c : Cases()) {
       if (c.head != HeadKind::kLm) continue;
       SCOPED_TRACE(c.name);
@@ -419,15 +439,15 @@ TEST_P(TensorParallelModelTest, DecodeEqualsTheWholeModel) {
   });
 }
 
-// Also with four ranks, whose partial sums an all-reduce would add in another order for each part
-// of a tensor.
+// With four ranks, an all-reduce would add the partial sums in another order for each range of a
+// tensor.
 TEST_P(TensorParallelModelTest, ADecodedRowDoesNotDependOnItsBatch) {
-  RunOnAll(GetParam(), [](const Group& group, Communicator&) {
+  RunOnAll(GetParam(), [](const Group& group, ranks::Communicator&) {
     const Case c = Cases()[1];
     const Tokens tokens = {5, 1, 7, 11, 2, 33, 20};
     Decoder alone(c, PlacementIn(group)), batched(c, PlacementIn(group));
     const at::Tensor expected = alone.Logits({{0, tokens, 7}});
-    const Tokens other = {9, 60, 3, 8, 41};
+    const Tokens other = {9, 57, 3, 8, 41};
     std::vector<at::Tensor> rows = {
         batched.Logits({{1, other, 5}, {0, absl::MakeSpan(tokens).subspan(0, 4), 4}})
             .narrow(0, 5, 4)};
@@ -441,7 +461,7 @@ TEST_P(TensorParallelModelTest, ADecodedRowDoesNotDependOnItsBatch) {
 }
 
 TEST_P(TensorParallelModelTest, DecodeInBfloat16StaysClose) {
-  RunOnAll(GetParam(), [](const Group& group, Communicator&) {
+  RunOnAll(GetParam(), [](const Group& group, ranks::Communicator&) {
     const Case c = Cases()[1];
     Decoder exact(c, {}), half(c, PlacementIn(group, at::kBFloat16));
     const std::vector<at::Tensor> expected = DecodeSome(exact), actual = DecodeSome(half);
@@ -453,16 +473,16 @@ TEST_P(TensorParallelModelTest, DecodeInBfloat16StaysClose) {
 
 // A sum for the embedding and two a layer, each an all-gather of [T, H], and the logits.
 TEST_P(TensorParallelModelTest, DecodeVolumesFollowTheFormula) {
-  RunOnAll(GetParam(), [](const Group& group, Communicator& communicator) {
+  RunOnAll(GetParam(), [](const Group& group, ranks::Communicator& communicator) {
     Decoder decoder(Cases()[0], PlacementIn(group));
     communicator.ResetVolume();
     decoder.Logits({{0, Tokens{5, 1, 7}, 3}});
     const ModelConfig& config = decoder.model->config();
     const int64_t n = group->size(), sums = 1 + 2 * config.num_hidden_layers;
-    const CommunicationVolume volume = communicator.volume();
+    const ranks::CommunicationVolume volume = communicator.volume();
     EXPECT_EQ(volume.all_gather.calls, n == 1 ? 0 : sums + 1);
-    EXPECT_EQ(volume.bytes(),
-              (n - 1) * 3 * 4 * (sums * config.hidden_size + config.vocab_size / n));
+    const int64_t columns = (config.vocab_size + n - 1) / n;
+    EXPECT_EQ(volume.bytes(), (n - 1) * 3 * 4 * (sums * config.hidden_size + columns));
   });
 }
 

@@ -1,9 +1,9 @@
 #include "common/parallel/whole_parameters.h"
 
 #include "common/base/status_macros.h"
-#include "common/parallel/rank_agreement.h"
+#include "common/ranks/rank_agreement.h"
 #include "common/tensor/catch_torch_errors.h"
-#include "common/tensor/weights_digest.h"
+#include "common/weights/weights_digest.h"
 
 namespace tandem::parallel {
 
@@ -19,13 +19,13 @@ absl::Status UseWholeParameters(Strategy& strategy,
       });
     });
   }
-  // Also on rank 0: the others wait in it.
+  // Rank 0 visits in any case: the other ranks wait in the visit.
   if (!visited) {
     const absl::Status taken_part =
         strategy.VisitParameters([&](const std::string&, const at::Tensor&) { return status; });
     if (status.ok()) status = taken_part;
   }
-  return Agree(strategy.ranks(), status);
+  return ranks::Agree(strategy.ranks(), status);
 }
 
 absl::StatusOr<std::string> ParametersDigest(Strategy& strategy) {
@@ -34,8 +34,8 @@ absl::StatusOr<std::string> ParametersDigest(Strategy& strategy) {
     TANDEM_ASSIGN_OR_RETURN(digest, WeightsDigest(parameters));
     return absl::OkStatus();
   }));
-  return FromRankZero<std::string>(strategy.ranks(),
-                                   [&] { return absl::StatusOr<std::string>(digest); });
+  return ranks::FromRankZero<std::string>(strategy.ranks(),
+                                          [&] { return absl::StatusOr<std::string>(digest); });
 }
 
 }  // namespace tandem::parallel

@@ -1,4 +1,4 @@
-// What is done with a model's whole parameters, whichever ranks hold them.
+// Functions that need a model's whole parameters, whichever ranks hold them.
 #ifndef TANDEM_COMMON_PARALLEL_WHOLE_PARAMETERS_H_
 #define TANDEM_COMMON_PARALLEL_WHOLE_PARAMETERS_H_
 
@@ -13,12 +13,12 @@
 namespace tandem::parallel {
 
 // Calls `use` on rank 0 with the source of the whole parameters (Strategy::VisitParameters), which
-// it may call once. The other ranks take part in the visit, which is made whether `use` comes to it
-// or not; an error of `use` is that of all ranks. Collective.
+// it may call once. The other ranks take part in the visit, which takes place whether `use` calls
+// the source or not. An error of `use` is returned on all ranks. Collective.
 absl::Status UseWholeParameters(Strategy& strategy,
                                 absl::FunctionRef<absl::Status(TensorSource parameters)> use);
 
-// WeightsDigest of them, on every rank. Collective.
+// Returns WeightsDigest of the whole parameters, on every rank. Collective.
 absl::StatusOr<std::string> ParametersDigest(Strategy& strategy);
 
 }  // namespace tandem::parallel

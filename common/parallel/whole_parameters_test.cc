@@ -11,18 +11,18 @@
 #include "common/base/status_macros.h"
 #include "common/loss/testing/metered_memory.h"
 #include "common/model/testing/tiny_model_dir.h"
-#include "common/parallel/rank_agreement.h"
 #include "common/parallel/single_strategy.h"
-#include "common/parallel/testing/rank_processes.h"
 #include "common/parallel/testing/strategy_runs.h"
 #include "common/parallel/zero_strategy.h"
-#include "common/tensor/weights_digest.h"
-#include "common/training/weight_snapshot.h"
+#include "common/ranks/rank_agreement.h"
+#include "common/ranks/testing/rank_processes.h"
+#include "common/weights/weight_snapshot.h"
+#include "common/weights/weights_digest.h"
 
 namespace tandem::parallel {
 namespace {
 
-using Ranks = std::shared_ptr<Communicator>;
+using Ranks = std::shared_ptr<ranks::Communicator>;
 
 absl::Status Lost() { return absl::ResourceExhaustedError("the disk is full"); }
 
@@ -30,7 +30,7 @@ class WholeParametersTest : public ::testing::TestWithParam<int> {};  // stages 
 
 TEST_P(WholeParametersTest, TheDigestIsThatOfOneProcess) {
   for (const int size : {2, 4}) {
-    RunConnected(size, [&](const Ranks& ranks) {
+    ranks::RunConnected(size, [&](const Ranks& ranks) {
       const TemporaryFolder folder;
       WriteTinyModel(folder / "model", 3);
       ZeroStrategy zero({.stage = GetParam()}, ranks);
@@ -40,7 +40,7 @@ TEST_P(WholeParametersTest, TheDigestIsThatOfOneProcess) {
       const std::string digest = ParametersDigest(zero).value();
       EXPECT_NE(digest, zero.model().weights_digest());
       const auto of_zero = [&] { return absl::StatusOr<std::string>(digest); };
-      EXPECT_EQ(digest, FromRankZero<std::string>(*ranks, of_zero).value());
+      EXPECT_EQ(digest, ranks::FromRankZero<std::string>(*ranks, of_zero).value());
       const NamedTensors whole = WholeParameters(zero);
       if (ranks->rank() == 0) {
         EXPECT_EQ(digest, WeightsDigest(whole));
@@ -51,7 +51,7 @@ TEST_P(WholeParametersTest, TheDigestIsThatOfOneProcess) {
 
 // Before, in and after the visit; every rank gets it, and they are still in step.
 TEST_P(WholeParametersTest, AnErrorOfRankZeroIsThatOfAll) {
-  RunConnected(2, [&](const Ranks& ranks) {
+  ranks::RunConnected(2, [&](const Ranks& ranks) {
     const TemporaryFolder folder;
     WriteTinyModel(folder / "model", 3);
     ZeroStrategy zero({.stage = GetParam()}, ranks);
@@ -94,7 +94,7 @@ TEST(WholeParametersSingleTest, OneProcessIsRankZero) {
 
 // A digest, a saved model and a snapshot, which are made tensor by tensor.
 TEST(WholeParametersMemoryTest, ARankHoldsOneBlockBesideItsPart) {
-  RunConnected(2, [](const Ranks& ranks) {
+  ranks::RunConnected(2, [](const Ranks& ranks) {
     const loss::MeteredMemory meter;
     const TemporaryFolder folder;
     WriteTinyModel(folder / "model", 3, {{"num_hidden_layers", 30}, {"hidden_size", 64}});
@@ -112,8 +112,8 @@ TEST(WholeParametersMemoryTest, ARankHoldsOneBlockBesideItsPart) {
                   return zero.model().Save(folder / "saved", DType::kBFloat16, parameters);
                 }).ok());
     EXPECT_TRUE(UseWholeParameters(zero, [&](TensorSource parameters) {
-                  return training::MakeWeightSnapshot(zero.model().WeightSpecs(DType::kFloat32),
-                                                      parameters, {})
+                  return MakeWeightSnapshot(zero.model().WeightSpecs(DType::kFloat32), parameters,
+                                            {}, zero.model().num_token_ids())
                       .status();
                 }).ok());
     // The block, the transport's copy of it, the tensor in another type.

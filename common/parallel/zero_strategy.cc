@@ -3,70 +3,69 @@
 #include <ATen/ATen.h>
 #include <ATen/core/grad_mode.h>
 
-#include <algorithm>
 #include <utility>
 
 #include "common/base/status_macros.h"
 #include "common/parallel/buckets.h"
-#include "common/parallel/rank_agreement.h"
+#include "common/ranks/rank_agreement.h"
 #include "common/tensor/catch_torch_errors.h"
 #include "common/tensor/tensor_memory.h"
 
 namespace tandem::parallel {
 namespace {
 
-// `count` shared out among `ranks`: how many each computes at most.
+// Returns the most micro-batches, of `count`, that one of the ranks runs.
 int64_t Rounds(int64_t count, int64_t ranks) { return (count + ranks - 1) / ranks; }
 
 }  // namespace
 
-at::Tensor ZeroStrategy::PartOf(const at::Tensor& flat) const {
+at::Tensor ZeroStrategy::ShardOf(const at::Tensor& flat) const {
   const int64_t numel = flat.numel() / ranks_->size();
   return flat.narrow(0, ranks_->rank() * numel, numel);
 }
 
 absl::Status ZeroStrategy::LoadModel(const std::string& directory, const LoadOptions& options) {
   LoadOptions load = options;
-  load.placement.buffer_parts = ranks_->size();
+  load.placement.buffer_shards = ranks_->size();
   std::vector<at::Tensor> shards;
   if (shards_parameters()) {
     load.block_filled = [&](int64_t, const at::Tensor& buffer) {
-      shards.push_back(PartOf(buffer).clone());
+      shards.push_back(ShardOf(buffer).clone());
     };
   }
   TANDEM_ASSIGN_OR_RETURN(model_, Model::Load(directory, load));
   head_block_ = model_->tied() ? 0 : model_->num_blocks() - 1;
   for (const at::Tensor& buffer : model_->BlockBuffers()) {
     Block& block = blocks_.emplace_back();
-    // With a version counter of its own: to autograd, gathering changes nothing.
+    // An alias with its own version counter: autograd does not see gathering.
     block.parameters = buffer.variable_data();
     block.parameter_shard =
-        shards_parameters() ? std::move(shards[blocks_.size() - 1]) : PartOf(block.parameters);
+        shards_parameters() ? std::move(shards[blocks_.size() - 1]) : ShardOf(block.parameters);
     block.gathered = !shards_parameters();
+    if (!shards_parameters()) continue;
+    block.compute = has_copies() ? model_->ComputeBuffers()[blocks_.size() - 1].variable_data()
+                                 : block.parameters;
+    block.compute_shard = block.parameter_shard.to(block.compute.scalar_type());
   }
   return absl::OkStatus();
 }
 
 absl::Status ZeroStrategy::BuildOptimizer(const OptimizerOptions& options) {
   return CatchTorchErrors("cannot build the optimizer", [&]() -> absl::Status {
-    std::vector<OptimizerPiece> pieces;
+    std::vector<OptimizerShard> shards;
     for (int64_t index = 0; index <= last_block(); ++index) {
       Block& block = blocks_[static_cast<size_t>(index)];
       block.trains = BlockTrains(*model_, index);
       if (!block.trains) continue;
       MakeGradients(index);
-      for (OptimizerPiece& piece : PiecesOfBlock(*model_, index, ranks_->size(), ranks_->rank(),
+      for (OptimizerShard& shard : ShardsOfBlock(*model_, index, ranks_->size(), ranks_->rank(),
                                                  block.parameter_shard, block.gradient_shard)) {
-        pieces.push_back(std::move(piece));
+        shards.push_back(std::move(shard));
       }
     }
-    const bool nothing_trains = std::none_of(blocks_.begin(), blocks_.end(),
-                                             [](const Block& block) { return block.trains; });
-    if (nothing_trains) {
-      return absl::InvalidArgumentError("no parameter of the model requires a gradient");
-    }
-    optimizer_ = std::make_unique<PieceOptimizer>(std::move(pieces), options, *model_, ranks_,
-                                                  zero_.offload_optimizer);
+    TANDEM_ASSIGN_OR_RETURN(optimizer_,
+                            ShardedOptimizer::Create(std::move(shards), options, *model_, ranks_,
+                                                     zero_.offload_optimizer));
     return absl::OkStatus();
   });
 }
@@ -78,30 +77,57 @@ void ZeroStrategy::MakeGradients(int64_t index) {
   block.gradients =
       shards_gradients() ? EmptyWithoutMemory(numel, options) : at::zeros({numel}, options);
   block.gradient_shard =
-      shards_gradients() ? at::zeros({numel / ranks_->size()}, options) : PartOf(block.gradients);
+      shards_gradients() ? at::zeros({numel / ranks_->size()}, options) : ShardOf(block.gradients);
   ViewGradients(*model_, index, block.gradients);
 }
 
 // Parameters of stage 3.
 
+void ZeroStrategy::RefreshCopy(Block& block) const {
+  if (has_copies()) block.compute_shard.copy_(block.parameter_shard);
+}
+
+void ZeroStrategy::WidenMasters(int64_t index) {
+  Block& block = blocks_[static_cast<size_t>(index)];
+  AllocateMemory(block.parameters);
+  for (const Parameter& parameter : model_->DeclaredParameters()) {
+    if (parameter.spec.block != index || !parameter.read_as_master) continue;
+    const int64_t offset = parameter.value.storage_offset(), numel = parameter.value.numel();
+    block.parameters.narrow(0, offset, numel).copy_(block.compute.narrow(0, offset, numel));
+  }
+}
+
 void ZeroStrategy::StartGathering(int64_t index) {
   Block& block = blocks_[static_cast<size_t>(index)];
   if (block.gathered) return;
-  AllocateMemory(block.parameters);
-  block.gathering = AllGatherInBuckets(*ranks_, block.parameters, block.parameter_shard,
-                                       zero_.allgather_bucket_size);
+  AllocateMemory(block.compute);
+  block.gathering =
+      AllGatherInBuckets(*ranks_, block.compute, block.compute_shard, zero_.allgather_bucket_size);
   block.gathered = true;
 }
 
 void ZeroStrategy::Gather(int64_t index) {
   StartGathering(index);
-  blocks_[static_cast<size_t>(index)].gathering.Wait();
+  Block& block = blocks_[static_cast<size_t>(index)];
+  block.gathering.Wait();
+  if (has_copies() && !HasMemory(block.parameters)) WidenMasters(index);
 }
 
-void ZeroStrategy::LetGo(int64_t index) {
+void ZeroStrategy::GatherMasters(int64_t index) {
   Block& block = blocks_[static_cast<size_t>(index)];
-  if (!shards_parameters() || !block.gathered) return;
+  if (!shards_parameters()) return;
+  if (block.gathered) Release(index);
+  if (HasMemory(block.parameters)) return;
+  AllocateMemory(block.parameters);
+  AllGatherInBuckets(*ranks_, block.parameters, block.parameter_shard, zero_.allgather_bucket_size)
+      .Wait();
+}
+
+void ZeroStrategy::Release(int64_t index) {
+  Block& block = blocks_[static_cast<size_t>(index)];
+  if (!shards_parameters()) return;
   block.gathering.Wait();
+  FreeMemory(block.compute);
   FreeMemory(block.parameters);
   block.gathered = false;
 }
@@ -118,7 +144,7 @@ void ZeroStrategy::OpenGradients(int64_t index) {
 void ZeroStrategy::StartReducing(int64_t index) {
   Block& block = blocks_[static_cast<size_t>(index)];
   if (!block.trains) return;
-  // In stage 1 this rank's part of the gradients becomes the sum.
+  // In stage 1 this rank's shard of the gradients becomes the sum.
   block.reduced = shards_gradients() ? at::empty_like(block.gradient_shard) : block.gradient_shard;
   block.reducing =
       ReduceScatterInBuckets(*ranks_, block.reduced, block.gradients, zero_.reduce_bucket_size);
@@ -148,8 +174,7 @@ void ZeroStrategy::StartPass(bool has_one, InputFunction input, int64_t micro_ba
                              std::optional<BlockPass>& pass, absl::Status& status) {
   if (!has_one || !status.ok()) return;
   status = CatchTorchErrors("input", [&] {
-    pass.emplace(*model_, input(micro_batch), std::make_unique<CausalContext>(),
-                 zero_.recompute_granularity);
+    pass.emplace(*model_, input(micro_batch), std::make_unique<CausalContext>(), recompute_);
     return absl::OkStatus();
   });
 }
@@ -165,13 +190,13 @@ void ZeroStrategy::RunForward(std::optional<BlockPass>& pass, absl::Status& stat
         return absl::OkStatus();
       });
     }
-    if (block < last_block()) LetGo(block);
+    if (block < last_block()) Release(block);
   }
   Gather(head_block_);
   if (pass.has_value() && status.ok()) {
     status = CatchTorchErrors("output", [&] { return then(hidden); });
   }
-  if (head_block_ < last_block()) LetGo(head_block_);
+  if (head_block_ < last_block()) Release(head_block_);
 }
 
 absl::StatusOr<std::vector<std::vector<double>>> ZeroStrategy::Forward(int64_t count,
@@ -189,7 +214,7 @@ absl::StatusOr<std::vector<std::vector<double>>> ZeroStrategy::Forward(int64_t c
         TANDEM_ASSIGN_OR_RETURN(outputs[static_cast<size_t>(i)], output(i, pass->batch(), hidden));
         return absl::OkStatus();
       });
-      LetGo(last_block());
+      Release(last_block());
     }
     return Exchange(status, outputs);
   };
@@ -197,14 +222,15 @@ absl::StatusOr<std::vector<std::vector<double>>> ZeroStrategy::Forward(int64_t c
   return outputs;
 }
 
-absl::StatusOr<std::vector<std::vector<double>>> ZeroStrategy::ShareOut(
+absl::StatusOr<std::vector<std::vector<double>>> ZeroStrategy::ParallelMap(
     int64_t count, absl::FunctionRef<absl::StatusOr<std::vector<double>>(int64_t)> compute) {
-  return CatchTorchErrors("forward", [&] { return ShareOutOver(*ranks_, count, compute); });
+  return CatchTorchErrors("forward",
+                          [&] { return ranks::ParallelMapOver(*ranks_, count, compute); });
 }
 
 absl::Status ZeroStrategy::Exchange(const absl::Status& status,
                                     std::vector<std::vector<double>>& outputs) {
-  return ExchangeOutputs(
+  return ranks::ExchangeOutputs(
       *ranks_, status, [&](int64_t i) { return static_cast<int>(i % ranks_->size()); }, outputs);
 }
 
@@ -228,7 +254,7 @@ absl::Status ZeroStrategy::ForwardBackward(int64_t count, InputFunction input, L
       RunBackward(pass, std::move(gradient), status,
                   /*reduces=*/shards_gradients() || round + 1 == rounds);
     }
-    return Agree(*ranks_, status);
+    return ranks::Agree(*ranks_, status);
   });
 }
 
@@ -245,7 +271,7 @@ void ZeroStrategy::RunBackward(std::optional<BlockPass>& pass, at::Tensor gradie
         return absl::OkStatus();
       });
     }
-    LetGo(block);
+    Release(block);
     if (!reduces) continue;
     StartReducing(block);
     FinishReducing(block + 1);
@@ -255,20 +281,23 @@ void ZeroStrategy::RunBackward(std::optional<BlockPass>& pass, at::Tensor gradie
 
 absl::Status ZeroStrategy::Reduce(absl::Span<double> sums, absl::Span<double> maxima) {
   return CatchTorchErrors("reduction of metrics", [&] {
-    ReduceNumbers(*ranks_, sums, Reduction::kSum);
-    ReduceNumbers(*ranks_, maxima, Reduction::kMax);
+    ranks::ReduceNumbers(*ranks_, sums, ranks::Reduction::kSum);
+    ranks::ReduceNumbers(*ranks_, maxima, ranks::Reduction::kMax);
     return absl::OkStatus();
   });
 }
 
 absl::StatusOr<OptimizerReport> ZeroStrategy::OptimizerStep() {
   return CatchTorchErrors("optimizer step",
-                          [&] { return optimizer_->Step(*model_, [&] { SpreadUpdate(); }); });
+                          [&] { return optimizer_->Step(*model_, [&] { GatherUpdate(); }); });
 }
 
-void ZeroStrategy::SpreadUpdate() {
+void ZeroStrategy::GatherUpdate() {
   if (shards_parameters()) {
-    for (int64_t block = 0; block <= last_block(); ++block) LetGo(block);  // the old ones
+    for (int64_t index = 0; index <= last_block(); ++index) {
+      Release(index);  // values from before the update
+      RefreshCopy(blocks_[static_cast<size_t>(index)]);
+    }
     return;
   }
   for (const Block& block : blocks_) {
@@ -291,29 +320,29 @@ absl::Status ZeroStrategy::VisitParameters(TensorVisitor visit) {
     absl::Status status;
     int64_t gathered = 0;
     for (const Parameter& parameter : model_->DeclaredParameters()) {
-      if (parameter.spec.block != gathered) LetGo(std::exchange(gathered, parameter.spec.block));
-      Gather(gathered);
+      if (parameter.spec.block != gathered) Release(std::exchange(gathered, parameter.spec.block));
+      GatherMasters(gathered);
       if (ranks_->rank() != 0 || !status.ok()) continue;
       status = CatchTorchErrors(
           "visit", [&] { return visit(parameter.spec.name, parameter.value.detach()); });
     }
-    LetGo(gathered);
-    return Agree(*ranks_, status);
+    Release(gathered);
+    return ranks::Agree(*ranks_, status);
   });
 }
 
-absl::Status ZeroStrategy::ScatterParameters(const NamedTensors& parameters) {
+absl::Status ZeroStrategy::LoadParameters(const NamedTensors& parameters) {
   return CatchTorchErrors("cannot replace parameters", [&]() -> absl::Status {
-    // Everything has memory for a moment: what is wrong must be known before the first copy.
+    // All blocks have memory for a moment: every tensor is checked before the first copy.
     for (Block& block : blocks_) AllocateMemory(block.parameters);
     absl::Status loaded = model_->LoadParameters(parameters);
     for (int64_t index = 0; index <= last_block(); ++index) {
       Block& block = blocks_[static_cast<size_t>(index)];
       if (loaded.ok() && shards_parameters()) {
-        block.parameter_shard.copy_(PartOf(block.parameters));
+        block.parameter_shard.copy_(ShardOf(block.parameters));
+        RefreshCopy(block);
       }
-      block.gathered = true;
-      LetGo(index);
+      Release(index);
     }
     if (loaded.ok() && optimizer_ != nullptr) optimizer_->OnValuesReplaced();
     return loaded;

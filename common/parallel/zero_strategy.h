@@ -1,10 +1,11 @@
-// Data parallelism in which the ranks share out the optimizer's state (stage 1), the gradients too
-// (stage 2), or the parameters too (stage 3): ZeRO, https://arxiv.org/abs/1910.02054.
+// The strategy `zero`: data parallelism in which the optimizer's state (stage 1), the gradients too
+// (stage 2), or the parameters too (stage 3) are sharded over the ranks: ZeRO,
+// https://arxiv.org/abs/1910.02054.
 //
-// Rank r of n takes the micro-batches r, r + n, ... and holds part r of every block of the model. A
-// block's gradients are added up where its part is held. In stages 1 and 2 every rank has all
-// parameters, and the parts are gathered after an update; in stage 3 a block is gathered when it is
-// run, forward and backward, and let go after it.
+// Rank r of n runs the micro-batches r, r + n, ... and holds shard r of every block of the model. A
+// block's gradients are reduced to the rank that holds their shard. In stages 1 and 2 every rank
+// holds all parameters, and all-gathers the updated shards after a step; in stage 3 a block is
+// gathered when it runs, forward and backward, and released after it.
 #ifndef TANDEM_COMMON_PARALLEL_ZERO_STRATEGY_H_
 #define TANDEM_COMMON_PARALLEL_ZERO_STRATEGY_H_
 
@@ -16,26 +17,28 @@
 #include <vector>
 
 #include "common/parallel/block_pass.h"
-#include "common/parallel/communicator.h"
-#include "common/parallel/piece_optimizer.h"
+#include "common/parallel/optimizer/sharded_optimizer.h"
+#include "common/parallel/recompute.h"
 #include "common/parallel/strategy.h"
 #include "common/parallel/zero_options.h"
+#include "common/ranks/communicator.h"
 
 namespace tandem::parallel {
 
 class ZeroStrategy : public Strategy {
  public:
-  ZeroStrategy(const ZeroOptions& options, std::shared_ptr<Communicator> ranks)
-      : zero_(options), ranks_(std::move(ranks)) {}
+  ZeroStrategy(const ZeroOptions& options, std::shared_ptr<ranks::Communicator> ranks,
+               Recompute recompute = Recompute::kNone)
+      : zero_(options), recompute_(recompute), ranks_(std::move(ranks)) {}
 
   absl::Status LoadModel(const std::string& directory, const LoadOptions& options) override;
   Model& model() override { return *model_; }
   absl::Status BuildOptimizer(const OptimizerOptions& options) override;
-  Communicator& ranks() override { return *ranks_; }
+  ranks::Communicator& ranks() override { return *ranks_; }
   int64_t data_parallel_size() const override { return ranks_->size(); }
   absl::StatusOr<std::vector<std::vector<double>>> Forward(int64_t count, InputFunction input,
                                                            OutputFunction output) override;
-  absl::StatusOr<std::vector<std::vector<double>>> ShareOut(
+  absl::StatusOr<std::vector<std::vector<double>>> ParallelMap(
       int64_t count,
       absl::FunctionRef<absl::StatusOr<std::vector<double>>(int64_t index)> compute) override;
   absl::Status ForwardBackward(int64_t count, InputFunction input, LossFunction loss) override;
@@ -45,59 +48,73 @@ class ZeroStrategy : public Strategy {
   int64_t optimizer_steps() const override { return optimizer_->steps(); }
   absl::Status ResetOptimizer() override;
   absl::Status VisitParameters(TensorVisitor visit) override;
-  absl::Status ScatterParameters(const NamedTensors& parameters) override;
+  absl::Status LoadParameters(const NamedTensors& parameters) override;
   absl::Status SaveOptimizer(const std::string& directory) override;
   absl::Status LoadOptimizer(const std::string& directory) override;
 
  private:
-  // Flat, all of them; `shard` is this rank's part.
+  // Flat buffers of a block; a `shard` is this rank's.
   struct Block {
-    at::Tensor parameters, parameter_shard;
-    bool gathered = false;  // the parameters are all there, or on their way
-    Pending gathering;
+    at::Tensor parameters, parameter_shard;  // float32
+    // Stage 3: what is gathered for a pass. In float32 the parameters themselves, else copies in
+    // the type of the computation.
+    at::Tensor compute, compute_shard;
+    bool gathered = false;  // `compute` is whole, or on its way
+    ranks::CollectiveHandle gathering;
     bool trains = false;
     at::Tensor gradients, gradient_shard;
-    at::Tensor reduced;  // what the gradients add up to, while they are added
-    Pending reducing;
+    at::Tensor reduced;  // the reduced gradients' shard, while the reduction is under way
+    ranks::CollectiveHandle reducing;
   };
 
   bool shards_parameters() const { return zero_.stage == 3; }
   bool shards_gradients() const { return zero_.stage >= 2; }
   int64_t last_block() const { return static_cast<int64_t>(blocks_.size()) - 1; }
-  at::Tensor PartOf(const at::Tensor& flat) const;
+  at::Tensor ShardOf(const at::Tensor& flat) const;
 
-  // Stage 3. Gathers a block's parameters, or waits until they are there; lets them go.
+  // Whether passes read copies of the parameters in another type, and copies of shards are kept.
+  bool has_copies() const { return !model_->ComputeBuffers().empty(); }
+  // Stage 3. Brings the copy of a block's shard up to date.
+  void RefreshCopy(Block& block) const;
+  // Writes those of a block's parameters that passes read in float32.
+  void WidenMasters(int64_t block);
+
+  // Stage 3. Starts to gather a block for a pass; gathers it, or waits until it is here; frees its
+  // memory.
   void StartGathering(int64_t block);
   void Gather(int64_t block);
-  void LetGo(int64_t block);
+  void Release(int64_t block);
+  // Stage 3. Gathers a block's float32 parameters; Release frees them, too.
+  void GatherMasters(int64_t block);
 
-  // Gives a block's gradients memory, zeroed.
+  // Allocates a block's gradients, zeroed.
   void OpenGradients(int64_t block);
-  // Adds a block's gradients up over the ranks, into this rank's part of them.
+  // Sums a block's gradients over the ranks and adds this rank's shard of the sum to its own.
   void StartReducing(int64_t block);
   void FinishReducing(int64_t block);
 
-  // One micro-batch of each rank. A rank without one, or with an error, takes part in what the
-  // others need. `then` is called with the hidden states while the head is there.
+  // A round: one micro-batch of each rank. A rank without one, or with an error, takes part in the
+  // collectives. `then` is called with the hidden states while the head's parameters are here.
   using Then = absl::FunctionRef<absl::Status(const at::Tensor& hidden)>;
   void StartPass(bool has_one, InputFunction input, int64_t micro_batch,
                  std::optional<BlockPass>& pass, absl::Status& status);
   void RunForward(std::optional<BlockPass>& pass, absl::Status& status, Then then);
   void RunBackward(std::optional<BlockPass>& pass, at::Tensor gradient, absl::Status& status,
                    bool reduces);
-  // Gives every rank what the others have computed, or the first error of one.
+  // Exchanges the outputs of all ranks, or returns the first rank's error.
   absl::Status Exchange(const absl::Status& status, std::vector<std::vector<double>>& outputs);
 
   void MakeGradients(int64_t block);
-  // After an update of this rank's part of the parameters.
-  void SpreadUpdate();
+  // Brings the updated shards to the ranks that hold the parameters.
+  void GatherUpdate();
 
   const ZeroOptions zero_;
-  const std::shared_ptr<Communicator> ranks_;
+  const Recompute recompute_;
+  const std::shared_ptr<ranks::Communicator> ranks_;
   std::unique_ptr<Model> model_;
-  int64_t head_block_ = 0;  // where the head's parameters are
+  int64_t head_block_ = 0;  // the block that holds the head's parameters
   std::vector<Block> blocks_;
-  std::unique_ptr<PieceOptimizer> optimizer_;  // of this rank's part of every block
+  std::unique_ptr<ShardedOptimizer> optimizer_;  // of this rank's shard of every block
 };
 
 }  // namespace tandem::parallel

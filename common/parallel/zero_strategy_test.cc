@@ -6,20 +6,29 @@
 #include <memory>
 #include <string>
 #include <tuple>
+#include <utility>
+#include <vector>
 
 #include "common/base/not_finite.h"
 #include "common/model/testing/tiny_model_dir.h"
 #include "common/parallel/single_strategy.h"
-#include "common/parallel/testing/rank_processes.h"
 #include "common/parallel/testing/same_training.h"
 #include "common/parallel/testing/strategy_runs.h"
 #include "common/parallel/testing/tiny_kinds.h"
+#include "common/ranks/testing/rank_processes.h"
 #include "common/tensor/tensor_memory.h"
 
 namespace tandem::parallel {
 namespace {
 
-using Ranks = std::shared_ptr<Communicator>;
+using Ranks = std::shared_ptr<ranks::Communicator>;
+
+// A rate at which twenty steps learn without the noise of rounded weights.
+OptimizerOptions SteadySteps() {
+  OptimizerOptions options = FastOptimizer();
+  options.learning_rate = 1e-3;
+  return options;
+}
 
 // Ranks, stage, model.
 class ZeroStrategyTest : public ::testing::TestWithParam<std::tuple<int, int, TinyKind>> {};
@@ -28,7 +37,7 @@ class ZeroStrategyTest : public ::testing::TestWithParam<std::tuple<int, int, Ti
 TEST_P(ZeroStrategyTest, TwentyStepsAreThoseOfOneProcess) {
   const int stage = std::get<1>(GetParam());
   const TinyKind& kind = std::get<TinyKind>(GetParam());
-  RunConnected(std::get<0>(GetParam()), [&](const Ranks& ranks) {
+  ranks::RunConnected(std::get<0>(GetParam()), [&](const Ranks& ranks) {
     const TemporaryFolder folder;
     WriteTinyModel(folder / "model", 3, {{"tie_word_embeddings", kind.tied}}, kind.family);
     ZeroStrategy zero({.stage = stage}, ranks);
@@ -74,9 +83,9 @@ INSTANTIATE_TEST_SUITE_P(DISABLED_EveryKind, ZeroStrategyTest,
                                           testing::ValuesIn(EveryTinyKind())),
                          NameOfCase);
 
-// What stage 3 is for: between passes a rank has only its part of the parameters.
-TEST(ZeroStrategyTest, AStageKeepsWhatItSays) {
-  RunConnected(2, [](const Ranks& ranks) {
+// Between passes a rank in stage 3 has its shard of the parameters alone.
+TEST(ZeroStrategyTest, AStageKeepsItsShardsAlone) {
+  ranks::RunConnected(2, [](const Ranks& ranks) {
     const TemporaryFolder folder;
     WriteTinyModel(folder / "model", 3);
     for (const int stage : {1, 2, 3}) {
@@ -93,11 +102,11 @@ TEST(ZeroStrategyTest, AStageKeepsWhatItSays) {
   });
 }
 
-// Bytes that a rank sends: with P the bytes of all parameters, a reduce-scatter or an all-gather
-// of them is (n - 1) / n P (section 7 of the paper).
+// The bytes that a rank sends: for all parameters, of P bytes, a reduce-scatter or an all-gather is
+// (n - 1) / n P (section 7 of the paper).
 TEST(ZeroStrategyTest, SendsWhatThePaperSays) {
   constexpr int kRanks = 2;
-  RunConnected(kRanks, [](const Ranks& ranks) {
+  ranks::RunConnected(kRanks, [](const Ranks& ranks) {
     const TemporaryFolder folder;
     WriteTinyModel(folder / "model", 3);
     for (const int stage : {1, 2, 3}) {
@@ -110,18 +119,18 @@ TEST(ZeroStrategyTest, SendsWhatThePaperSays) {
       ranks->ResetVolume();
       constexpr int64_t kRounds = 3;  // of five micro-batches
       Step(zero, 5, 0);
-      const CommunicationVolume volume = ranks->volume();
+      const ranks::CommunicationVolume volume = ranks->volume();
       const auto sent = [&](int64_t whole) { return whole * (kRanks - 1) / kRanks; };
       EXPECT_EQ(volume.reduce_scatter.bytes, sent(all) * (stage == 1 ? 1 : kRounds));
-      // In stage 3 forward and backward; but the embedding is not read on the way back, and the
-      // last block is still there.
+      // Stage 3 gathers forward and backward, but for the embedding, which its backward pass does
+      // not read, and the last block, which is still there.
       EXPECT_EQ(volume.all_gather.bytes, stage == 3 ? kRounds * sent(2 * all - ends) : sent(all));
     }
   });
 }
 
 TEST(ZeroStrategyTest, OverlapOffloadAndBucketsChangeNoBit) {
-  RunConnected(2, [](const Ranks& ranks) {
+  ranks::RunConnected(2, [](const Ranks& ranks) {
     const TemporaryFolder folder;
     WriteTinyModel(folder / "model", 3);
     for (const int stage : {1, 2, 3}) {
@@ -132,13 +141,13 @@ TEST(ZeroStrategyTest, OverlapOffloadAndBucketsChangeNoBit) {
         ranks->ResetVolume();
         Steps(*strategy, 3);
       }
-      const CommunicationVolume plain_volume = ranks->volume();  // the same of both
+      const ranks::CommunicationVolume plain_volume = ranks->volume();  // the same of both
       ZeroStrategy in_buckets(
           {.stage = stage, .reduce_bucket_size = 1000, .allgather_bucket_size = 700}, ranks);
       Prepare(in_buckets, folder / "model", {}, FastOptimizer());
       ranks->ResetVolume();
       Steps(in_buckets, 3);
-      const CommunicationVolume volume = ranks->volume();
+      const ranks::CommunicationVolume volume = ranks->volume();
       EXPECT_EQ(volume.reduce_scatter.bytes, plain_volume.reduce_scatter.bytes);
       EXPECT_EQ(volume.all_gather.bytes, plain_volume.all_gather.bytes);
       EXPECT_GT(volume.reduce_scatter.calls, plain_volume.reduce_scatter.calls);
@@ -153,9 +162,153 @@ TEST(ZeroStrategyTest, OverlapOffloadAndBucketsChangeNoBit) {
   });
 }
 
-// The error of one rank is everybody's, and the ranks are still in step after it.
+// Stage 3 in bfloat16: float32 shards, of which bfloat16 copies are gathered for a pass.
+LoadOptions InBfloat16(std::vector<std::string> freeze = {}) {
+  return {.freeze = std::move(freeze), .placement = {.dtype = at::kBFloat16}};
+}
+
+// Every micro-batch runs on one rank with the weights that `single` uses, so only the order in
+// which gradients are added differs. An update that differs in its last bits can round to another
+// bfloat16 weight: a relative difference of 2^-8 in one weight of a layer, far less in the loss.
+// Norms are frozen, because `single` reads them in float32 and stage 3 in bfloat16.
+TEST(ZeroStrategyTest, TwentyStepsInBfloat16AreThoseOfOneProcess) {
+  constexpr double kTolerance = 2e-3;  // relative
+  for (const bool tied : {false, true}) {
+    ranks::RunConnected(2, [&](const Ranks& ranks) {
+      const TemporaryFolder folder;
+      WriteTinyModel(folder / "model", 3, {{"tie_word_embeddings", tied}});
+      ZeroStrategy zero({.stage = 3}, ranks);
+      SingleStrategy single;
+      Prepare(zero, folder / "model", InBfloat16({"*norm*"}), FastOptimizer());
+      Prepare(single, folder / "model", InBfloat16({"*norm*"}), FastOptimizer());
+      const std::vector<StepNumbers> a = Steps(zero, 20), b = Steps(single, 20);
+      ExpectClose(a[0].loss, b[0].loss);
+      ExpectClose(a[0].grad_norm, b[0].grad_norm);
+      for (size_t i = 0; i < a.size(); ++i) {
+        EXPECT_NEAR(a[i].loss, b[i].loss, kTolerance * b[i].loss) << "step " << i;
+      }
+    });
+  }
+}
+
+// The same with norms that train, which stage 3 rounds to bfloat16, and as a critic.
+TEST(ZeroStrategyTest, InBfloat16NormsAreRoundedToo) {
+  constexpr double kTolerance = 1e-2;  // relative
+  for (const bool critic : {false, true}) {
+    ranks::RunConnected(2, [&](const Ranks& ranks) {
+      const TemporaryFolder folder;
+      WriteTinyModel(folder / "model", 3, {}, "qwen3");
+      LoadOptions load = LoadOf({.family = "qwen3", .critic = critic});
+      load.placement.dtype = at::kBFloat16;
+      ZeroStrategy zero({.stage = 3}, ranks);
+      SingleStrategy single;
+      Prepare(zero, folder / "model", load, SteadySteps());
+      Prepare(single, folder / "model", load, SteadySteps());
+      const std::vector<StepNumbers> a = Steps(zero, 20), b = Steps(single, 20);
+      for (size_t i = 0; i < a.size(); ++i) {
+        EXPECT_NEAR(a[i].loss, b[i].loss, kTolerance * b[i].loss) << "step " << i;
+      }
+    });
+  }
+}
+
+TEST(ZeroStrategyTest, InBfloat16GathersHalfTheBytesAndKeepsNoBlock) {
+  ranks::RunConnected(2, [](const Ranks& ranks) {
+    const TemporaryFolder folder;
+    WriteTinyModel(folder / "model", 3);
+    const auto volume_of_a_step = [&](const LoadOptions& load) {
+      ZeroStrategy zero({.stage = 3}, ranks);
+      Prepare(zero, folder / "model", load);
+      ranks->ResetVolume();
+      Step(zero, 5, 0);
+      for (const std::vector<at::Tensor>* buffers :
+           {&zero.model().BlockBuffers(), &zero.model().ComputeBuffers()}) {
+        for (const at::Tensor& buffer : *buffers) EXPECT_FALSE(HasMemory(buffer));
+      }
+      return ranks->volume();
+    };
+    const ranks::CommunicationVolume wide = volume_of_a_step({}),
+                                     half = volume_of_a_step(InBfloat16());
+    EXPECT_GT(half.all_gather.bytes, 0);
+    EXPECT_EQ(2 * half.all_gather.bytes, wide.all_gather.bytes);
+    EXPECT_EQ(half.reduce_scatter.bytes, wide.reduce_scatter.bytes);  // float32 gradients
+  });
+}
+
+TEST(ZeroStrategyTest, InBfloat16OverlapOffloadAndBucketsChangeNoBit) {
+  ranks::RunConnected(2, [](const Ranks& ranks) {
+    const TemporaryFolder folder;
+    WriteTinyModel(folder / "model", 3);
+    const auto trained = [&](const ZeroOptions& options) {
+      ZeroStrategy zero(options, ranks);
+      Prepare(zero, folder / "model", InBfloat16(), FastOptimizer());
+      Steps(zero, 3);
+      return WholeParameters(zero);
+    };
+    const NamedTensors a = trained({.stage = 3, .overlap_comm = false});
+    const NamedTensors b = trained({.stage = 3, .offload_optimizer = true});
+    const NamedTensors c =
+        trained({.stage = 3, .reduce_bucket_size = 1000, .allgather_bucket_size = 700});
+    for (size_t i = 0; i < a.size(); ++i) {
+      EXPECT_EQ(a[i].second.scalar_type(), at::kFloat);
+      EXPECT_TRUE(a[i].second.equal(b[i].second));
+      EXPECT_TRUE(a[i].second.equal(c[i].second));
+    }
+  });
+}
+
+// Masters and moments are float32 in every layout and load to the bit. The next step is that of
+// `single`.
+TEST(ZeroStrategyTest, ACheckpointInBfloat16LoadsUnderAnotherLayout) {
+  const TemporaryFolder folder;
+  const auto make = [](int stage, const Ranks& ranks) -> std::unique_ptr<Strategy> {
+    if (stage == 0) return std::make_unique<SingleStrategy>();
+    return std::make_unique<ZeroStrategy>(ZeroOptions{.stage = stage}, ranks);
+  };
+  for (const auto& [from, to] : {std::pair{3, 0}, std::pair{0, 3}, std::pair{3, 1}}) {
+    const std::string directory = folder / (std::to_string(from) + "to" + std::to_string(to));
+    std::filesystem::create_directories(directory);
+    const auto ranks_of = [](int stage) { return stage == 0 ? 1 : 2; };
+    ranks::RunConnected(ranks_of(from), [&](const Ranks& ranks) {
+      const TemporaryFolder own;
+      WriteTinyModel(own / "model", 3);
+      const auto strategy = make(from, ranks);
+      Prepare(*strategy, own / "model", InBfloat16(), FastOptimizer());
+      Steps(*strategy, 2);
+      ASSERT_TRUE(strategy->SaveOptimizer(directory).ok());
+      const NamedTensors whole = WholeParameters(*strategy);
+      if (ranks->rank() == 0) {
+        const auto model = Model::Load(own / "model").value();
+        ASSERT_TRUE(model->LoadParameters(whole).ok());
+        ASSERT_TRUE(model->Save(directory).ok());
+      }
+    });
+    ranks::RunConnected(ranks_of(to), [&](const Ranks& ranks) {
+      const TemporaryFolder own;
+      WriteTinyModel(own / "model", 4);  // other weights, which those of the checkpoint replace
+      const auto loaded = make(to, ranks);
+      Prepare(*loaded, own / "model", InBfloat16(), FastOptimizer());
+      const auto saved = Model::Load(directory).value();
+      ASSERT_TRUE(loaded->LoadParameters(saved->Parameters()).ok());
+      const absl::Status status = loaded->LoadOptimizer(directory);
+      ASSERT_TRUE(status.ok()) << status;
+      EXPECT_EQ(loaded->optimizer_steps(), 2);
+      for (const auto& [name, values] : WholeParameters(*loaded)) {
+        EXPECT_TRUE(values.equal(saved->Parameter(name))) << name;
+      }
+      SingleStrategy single;
+      Prepare(single, directory, InBfloat16(), FastOptimizer());
+      ASSERT_TRUE(single.LoadOptimizer(directory).ok());
+      const StepNumbers a = Step(*loaded, 5, 2), b = Step(single, 5, 2);
+      EXPECT_NEAR(a.loss, b.loss, 2e-3 * b.loss);
+      EXPECT_NEAR(a.grad_norm, b.grad_norm, 2e-2 * b.grad_norm);
+    });
+  }
+}
+
+// An error of one rank is returned on all, and the ranks are still in step after it.
 TEST(ZeroStrategyTest, AnErrorOfOneRankIsAllRanks) {
-  RunConnected(2, [](const Ranks& ranks) {
+  ranks::RunConnected(2, [](const Ranks& ranks) {
     const TemporaryFolder folder;
     WriteTinyModel(folder / "model", 3);
     for (const int stage : {1, 3}) {
@@ -195,7 +348,7 @@ TEST(ZeroStrategyTest, AnErrorOfOneRankIsAllRanks) {
 }
 
 TEST(ZeroStrategyTest, FrozenParametersKeepTheirBits) {
-  RunConnected(2, [](const Ranks& ranks) {
+  ranks::RunConnected(2, [](const Ranks& ranks) {
     const TemporaryFolder folder;
     WriteTinyModel(folder / "model", 3);
     const LoadOptions load = {.freeze = {"*norm*", "model.embed*", "*.0.self_attn.q_proj*"}};
@@ -214,7 +367,7 @@ TEST(ZeroStrategyTest, FrozenParametersKeepTheirBits) {
   });
 }
 
-// A checkpoint of one layout goes on under every other.
+// Training continues from a checkpoint of any layout under any other.
 TEST(ZeroStrategyTest, ACheckpointOfAnyLayoutLoadsUnderAnyOther) {
   const TemporaryFolder folder;
   struct Layout {
@@ -229,7 +382,7 @@ TEST(ZeroStrategyTest, ACheckpointOfAnyLayoutLoadsUnderAnyOther) {
   for (size_t saved = 0; saved < std::size(layouts); ++saved) {
     const std::string directory = folder / std::to_string(saved);
     std::filesystem::create_directories(directory);
-    RunConnected(layouts[saved].ranks, [&](const Ranks& ranks) {
+    ranks::RunConnected(layouts[saved].ranks, [&](const Ranks& ranks) {
       const TemporaryFolder own;
       WriteTinyModel(own / "model", 3);
       const auto strategy = make(layouts[saved], ranks);
@@ -244,7 +397,7 @@ TEST(ZeroStrategyTest, ACheckpointOfAnyLayoutLoadsUnderAnyOther) {
       }
     });
     for (const Layout& layout : layouts) {
-      RunConnected(layout.ranks, [&](const Ranks& ranks) {
+      ranks::RunConnected(layout.ranks, [&](const Ranks& ranks) {
         const TemporaryFolder own;
         WriteTinyModel(own / "model", 3);
         const auto loaded = make(layout, ranks);
@@ -265,9 +418,9 @@ TEST(ZeroStrategyTest, ACheckpointOfAnyLayoutLoadsUnderAnyOther) {
   }
 }
 
-TEST(ZeroStrategyTest, AStateInPiecesThatLacksOneIsRefused) {
+TEST(ZeroStrategyTest, AShardedStateThatLacksAShardIsRefused) {
   const TemporaryFolder folder;
-  RunConnected(2, [&](const Ranks& ranks) {
+  ranks::RunConnected(2, [&](const Ranks& ranks) {
     const TemporaryFolder own;
     WriteTinyModel(own / "model", 3);
     ZeroStrategy zero({.stage = 2}, ranks);

@@ -1,4 +1,4 @@
-// Bounds the memory that calls in progress may hold together.
+// A budget of bytes that calls in progress hold together.
 #ifndef TANDEM_COMMON_RPC_BYTE_BUDGET_H_
 #define TANDEM_COMMON_RPC_BYTE_BUDGET_H_
 
@@ -18,7 +18,8 @@ class ByteBudget {
 
   int64_t used_bytes() const { return used_; }
 
-  // One holder's share, which one thread uses at a time; gives everything back when it goes.
+  // The bytes that one holder has taken. Used by one thread at a time; the destructor gives them
+  // back.
   class Share {
    public:
     explicit Share(ByteBudget& budget) : budget_(budget) {}
@@ -28,8 +29,8 @@ class ByteBudget {
 
     int64_t held_bytes() const { return held_; }
 
-    // RESOURCE_EXHAUSTED when all shares together would exceed the capacity; with a retry hint
-    // unless this share alone is too large.
+    // RESOURCE_EXHAUSTED when all holders together would exceed the capacity, with a retry hint
+    // unless this one alone would.
     absl::Status Take(int64_t bytes) {
       if (budget_.used_.fetch_add(bytes) + bytes <= budget_.capacity_) {
         held_ += bytes;

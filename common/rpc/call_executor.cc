@@ -7,7 +7,10 @@
 namespace tandem::rpc {
 
 CallExecutor::CallExecutor(const CallExecutorOptions& options)
-    : options_(options), streams_(options.streams), queue_(options.queue_capacity) {
+    : options_(options),
+      streams_(options.streams),
+      request_bytes_(options.max_request_bytes),
+      queue_(options.queue_capacity) {
   for (int i = 0; i < options.num_threads; ++i) {
     threads_.emplace_back([this] {
       while (auto work = queue_.Pop()) (*work)();

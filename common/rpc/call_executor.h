@@ -14,6 +14,7 @@
 #include "absl/time/time.h"
 #include "common/base/bounded_queue.h"
 #include "common/base/catch_exceptions.h"
+#include "common/rpc/byte_budget.h"
 #include "common/rpc/open_streams.h"
 
 namespace tandem::rpc {
@@ -21,7 +22,9 @@ namespace tandem::rpc {
 struct CallExecutorOptions {
   int num_threads = 4;
   size_t queue_capacity = 256;
-  // Put on calls with one answer that come without a deadline.
+  // Requests of calls with one request and one answer, until each is answered.
+  int64_t max_request_bytes = 256 << 20;
+  // The deadline of calls with one answer that come without one.
   absl::Duration default_deadline = absl::Seconds(600);
   OpenStreamsOptions streams = {};
 };
@@ -48,6 +51,7 @@ class CallExecutor {
   absl::Status Run(std::function<void()> work);
 
   OpenStreams& streams() { return streams_; }
+  ByteBudget& request_bytes() { return request_bytes_; }
 
   absl::Duration default_deadline() const { return options_.default_deadline; }
   size_t queue_size() const { return queue_.size(); }
@@ -56,6 +60,7 @@ class CallExecutor {
  private:
   const CallExecutorOptions options_;
   OpenStreams streams_;
+  ByteBudget request_bytes_;
   std::atomic<Gate> gate_ = Gate::kLoading;
   BoundedQueue<std::function<void()>> queue_;
   std::vector<std::thread> threads_;

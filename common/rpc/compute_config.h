@@ -1,4 +1,4 @@
-// Parts of a resolved configuration as the plain values that engines and plans take.
+// Converts sections of a resolved configuration into the plain values that engines and plans take.
 #ifndef TANDEM_COMMON_RPC_COMPUTE_CONFIG_H_
 #define TANDEM_COMMON_RPC_COMPUTE_CONFIG_H_
 
@@ -27,8 +27,8 @@ inline DType ComputeType(const config::v1::ComputeOptions& config) {
   return config.dtype() == "bfloat16" ? DType::kBFloat16 : DType::kFloat32;
 }
 
-// What the model in the configuration's `field` is, as its weight files confirm; errors name the
-// field.
+// Returns the model config of the directory in the configuration's `field`, checked against its
+// weight files. Errors name the field.
 inline absl::StatusOr<ModelConfig> ConfiguredModel(absl::string_view field,
                                                    const std::string& directory) {
   absl::StatusOr<ModelConfig> model = LoadModelConfig(directory);

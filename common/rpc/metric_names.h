@@ -51,6 +51,15 @@ inline constexpr MetricSpec kServerInfo{MetricType::kGauge,
                                         {"role", "version"}};
 inline constexpr MetricSpec kServerStart{MetricType::kGauge, "tandem_server_start_time_seconds",
                                          "Unix time at which the process started."};
+inline constexpr MetricSpec kResidentMemory{MetricType::kGauge, "process_resident_memory_bytes",
+                                            "Memory of the process that is in RAM."};
+inline constexpr MetricSpec kAvailableMemory{
+    MetricType::kGauge, "tandem_available_memory_bytes",
+    "Memory that the process may still take: what the machine and its control groups leave."};
+inline constexpr MetricSpec kCpuSeconds{MetricType::kCounter, "process_cpu_seconds_total",
+                                        "Processor time of all threads, user and system."};
+inline constexpr MetricSpec kOpenFiles{MetricType::kGauge, "process_open_fds",
+                                       "Open file descriptors."};
 inline constexpr MetricSpec kServerRank{MetricType::kGauge, "tandem_server_rank",
                                         "Which of the server's processes this one is."};
 inline constexpr MetricSpec kServerRanks{MetricType::kGauge, "tandem_server_ranks",
@@ -154,6 +163,7 @@ inline constexpr ReportMetric kReportMetrics[] = {
     {"loss/entropy", "Entropy term of the loss, with its coefficient; negative for a bonus."},
     {"policy/entropy", "Mean entropy of the policy on weighted tokens, nats."},
     {"policy/kl_to_ref", "Mean KL estimate to the reference policy on weighted tokens, nats."},
+    {"policy/junior_kl", "Mean KL towards the junior on the tokens that it wrote, nats."},
     {"policy/clip_fraction", "Share of weighted tokens whose ratio was clipped."},
     {"policy/ppo_kl", "Mean of old minus new log-probability."},
     {"policy/grad_norm", "Global gradient norm before clipping."},
@@ -174,6 +184,7 @@ inline constexpr ReportMetric kReportMetrics[] = {
     {"critic/explained_variance", "Explained variance of the returns."},
     {"critic/grad_norm", "Global gradient norm of the critic before clipping."},
     {"critic/value_mean", "Mean predicted value."},
+    {"critic/return_mean", "Mean return of the last step."},
     {"critic/learning_rate", "Learning rate of the critic in the last step."},
 };
 

@@ -34,8 +34,8 @@ class Metrics {
   // Raises a counter to `total`; for totals that an engine counts itself.
   void SetTotal(const MetricSpec& spec, double total, const std::vector<std::string>& labels = {});
 
-  // Sets the gauges of a step report; names that are not in kReportMetrics are skipped. What an
-  // earlier report told and this one does not becomes NaN.
+  // Sets the gauges of a step report; names that are not in kReportMetrics are skipped. A metric
+  // that only an earlier report had becomes NaN.
   void SetReport(const std::map<std::string, double>& report);
 
   // `update` runs before every scrape, to refresh gauges; nullptr ends that, and when this returns
@@ -45,7 +45,7 @@ class Metrics {
   // The current values in the text format.
   std::string Text();
 
-  // What an exposer serves.
+  // The collection that an exposer serves.
   std::shared_ptr<prometheus::Collectable> collectable() const;
 
  private:

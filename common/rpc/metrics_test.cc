@@ -3,6 +3,10 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <vector>
+
+#include "common/rpc/process_metrics.h"
+
 namespace tandem::rpc {
 namespace {
 
@@ -35,6 +39,18 @@ TEST(MetricsTest, AReportDoesNotShowWhatAnEarlierOneTold) {
   EXPECT_THAT(text, HasSubstr("tandem_loss 0.75"));
   EXPECT_THAT(text, HasSubstr("tandem_loss_policy Nan"));
   EXPECT_THAT(text, testing::Not(HasSubstr("tandem_loss_kl")));
+}
+
+TEST(ProcessMetricsTest, MemoryThatIsTouchedShows) {
+  Metrics metrics;
+  UpdateProcessMetrics(metrics);
+  const double before = metrics.Gauge(metric::kResidentMemory).Value();
+  const std::vector<char> touched(size_t{64} << 20, 1);
+  UpdateProcessMetrics(metrics);
+  EXPECT_GT(metrics.Gauge(metric::kResidentMemory).Value() - before, 60e6) << touched.size();
+  EXPECT_GT(metrics.Counter(metric::kCpuSeconds).Value(), 0);
+  EXPECT_GT(metrics.Gauge(metric::kOpenFiles).Value(), 2);
+  EXPECT_GT(metrics.Gauge(metric::kAvailableMemory).Value(), 0);
 }
 
 TEST(MetricsTest, TotalsOnlyRise) {

@@ -36,11 +36,11 @@ class OpenStreams {
   struct Stream {
     // Since when an answer waits for the client; InfiniteFuture while none does.
     std::function<absl::Time()> waits_since;
-    // Cancels the call, whose client has lost our patience.
+    // Cancels the call, whose client has left an answer unread for too long.
     std::function<void()> give_up;
   };
 
-  // Holds a stream's place. Once it is gone neither function runs any more.
+  // A stream's place among those that are open. Neither function runs after its destruction.
   using Place = std::shared_ptr<void>;
 
   // RESOURCE_EXHAUSTED with a retry hint when all places are taken. Both functions are called on

@@ -9,6 +9,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "common/base/error.h"
+#include "common/base/field_check.h"
 #include "common/base/status_macros.h"
 
 namespace tandem::rpc {
@@ -331,6 +332,7 @@ void ModelSummaryToProto(const ModelSummary& summary, types::v1::ModelInfo* prot
   proto->set_path(summary.path);
   proto->set_model_type(summary.model_type);
   proto->set_vocab_size(static_cast<int32_t>(summary.vocab_size));
+  proto->set_num_token_ids(static_cast<int32_t>(summary.num_token_ids));
   proto->set_num_parameters(summary.num_parameters);
   proto->set_num_trainable_parameters(summary.num_trainable_parameters);
   proto->set_max_model_len(static_cast<int32_t>(summary.max_model_len));
@@ -353,6 +355,7 @@ void WeightManifestToProto(const WeightManifest& manifest, weights::v1::WeightMa
   proto->set_total_bytes(manifest.total_bytes);
   proto->set_chunk_bytes(manifest.chunk_bytes);
   proto->set_digest(manifest.digest);
+  proto->set_num_token_ids(manifest.num_token_ids);
 }
 
 absl::StatusOr<WeightManifest> WeightManifestFromProto(const weights::v1::WeightManifest& proto) {
@@ -386,13 +389,14 @@ absl::StatusOr<WeightManifest> WeightManifestFromProto(const weights::v1::Weight
                                                     proto.total_bytes()));
   }
   manifest.total_bytes = total;
-  if (proto.chunk_bytes() < 1) return InvalidField("chunk_bytes", "must be at least 1");
+  TANDEM_RETURN_IF_ERROR(CheckInRange("chunk_bytes", proto.chunk_bytes(), 1, kMaxChunkBytes));
   manifest.chunk_bytes = proto.chunk_bytes();
   if (proto.digest().size() != 32 ||
       proto.digest().find_first_not_of("0123456789abcdef") != std::string::npos) {
     return InvalidField("digest", "must be 32 lower-case hexadecimal digits");
   }
   manifest.digest = proto.digest();
+  manifest.num_token_ids = proto.num_token_ids();
   return manifest;
 }
 

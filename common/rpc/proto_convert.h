@@ -16,7 +16,7 @@
 #include "common/tandem/tandem_config.h"
 #include "common/tandem/trajectory.h"
 #include "common/tensor/dtype.h"
-#include "common/tensor/weight_transfer.h"
+#include "common/weights/weight_transfer.h"
 #include "tandem/types/v1/sampling.pb.h"
 #include "tandem/types/v1/server.pb.h"
 #include "tandem/types/v1/tensor.pb.h"
@@ -24,6 +24,9 @@
 #include "tandem/weights/v1/weights.pb.h"
 
 namespace tandem::rpc {
+
+// A chunk of a weight transfer, which fits a message with room to spare.
+inline constexpr int64_t kMaxChunkBytes = 3 << 20;
 
 // Errors of all functions: INVALID_ARGUMENT with the path inside the message ("dtype",
 // "sampling.temperature"); callers prepend their own part.

@@ -179,6 +179,7 @@ WeightManifest Manifest() {
   manifest.tensors = {{"a", DType::kFloat32, {2, 3}}, {"b", DType::kBFloat16, {4}}};
   manifest.total_bytes = 32;
   manifest.digest = std::string(32, 'a');
+  manifest.num_token_ids = 7;
   return manifest;
 }
 

@@ -1,5 +1,5 @@
-// What the reactors of unary_handler.h and stream_handlers.h share: one Finish, whoever comes
-// first (the handler, a cancellation, the deadline).
+// The state that the reactors of unary_handler.h and stream_handlers.h have in common: a call is
+// finished once, by the handler, a cancellation or the deadline, whichever comes first.
 #ifndef TANDEM_COMMON_RPC_REACTOR_CALL_H_
 #define TANDEM_COMMON_RPC_REACTOR_CALL_H_
 

@@ -1,14 +1,19 @@
 #include "common/rpc/rpc_interceptor.h"
 
 #include <chrono>
+#include <mutex>
+#include <optional>
 #include <string>
 #include <utility>
 
 #include "absl/status/status.h"
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
+#include "absl/time/clock.h"
+#include "absl/time/time.h"
 #include "common/base/logging.h"
 #include "common/rpc/error_table.h"
+#include "common/rpc/rate_limit.h"
 #include "common/rpc/request_id.h"
 
 namespace tandem::rpc {
@@ -34,15 +39,41 @@ LogLevel LevelOf(grpc::StatusCode code) {
   }
 }
 
-// Where the client chose the name, so that it makes no metric of its own.
+// The name of methods that the server does not have: the client chose theirs, and they must not
+// become metrics of their own.
 constexpr char kUnknown[] = "unknown";
+
+// Lines about calls at level warning and above: at once, and in a second after that.
+constexpr double kCallLogBurst = 100;
+constexpr double kCallLogLinesPerSecond = 10;
+
+// Lets a client that fails again and again write only so much of the log.
+class CallLog {
+ public:
+  // How many calls went unlogged since the last line; nullopt when this one does, too.
+  std::optional<int64_t> Take() {
+    std::lock_guard lock(mutex_);
+    const absl::Time now = absl::Now();
+    if (lines_.overdrawn(now) || !lines_.Take(1, now)) {
+      ++unlogged_;
+      return std::nullopt;
+    }
+    return std::exchange(unlogged_, 0);
+  }
+
+ private:
+  std::mutex mutex_;
+  RateLimit lines_{kCallLogBurst, kCallLogLinesPerSecond, absl::Now()};
+  int64_t unlogged_ = 0;
+};
 
 class RpcInterceptor final : public grpc::experimental::Interceptor {
  public:
   RpcInterceptor(grpc::experimental::ServerRpcInfo* info, const MethodTable& methods,
-                 Metrics* metrics, std::atomic<int64_t>* live_calls)
+                 Metrics* metrics, CallLog* log, std::atomic<int64_t>* live_calls)
       : context_(info->server_context()),
         metrics_(metrics),
+        log_(log),
         live_calls_(live_calls),
         start_(std::chrono::steady_clock::now()),
         path_(info->method()) {
@@ -84,7 +115,7 @@ class RpcInterceptor final : public grpc::experimental::Interceptor {
   }
 
  private:
-  // What grpc++ answers with an empty UNIMPLEMENTED.
+  // The status for a call that grpc++ answers with an empty UNIMPLEMENTED.
   absl::Status Refusal() const {
     if (request_type_ != nullptr && unreadable_) {
       return absl::InvalidArgumentError(absl::StrCat("the bytes are not a ", *request_type_));
@@ -99,17 +130,26 @@ class RpcInterceptor final : public grpc::experimental::Interceptor {
     const std::string code_name = absl::StatusCodeToString(static_cast<absl::StatusCode>(code));
     metrics_->Counter(metric::kRpcHandled, {service_, method_, code_name}).Increment();
     metrics_->Histogram(metric::kRpcSeconds, {service_, method_}).Observe(seconds);
-    Log(LevelOf(code), "rpc_handled",
+    const LogLevel level = LevelOf(code);
+    int64_t unlogged = 0;
+    if (level != LogLevel::kDebug) {
+      const std::optional<int64_t> taken = log_->Take();
+      if (!taken.has_value()) return;
+      unlogged = *taken;
+    }
+    Log(level, "rpc_handled",
         {{"grpc_service", service_},
          {"grpc_method", method_},
          {"grpc_code", code_name},
          {"seconds", seconds},
          {"message", message},
-         {"request_id", request_id}});
+         {"request_id", request_id},
+         {"not_logged", unlogged}});
   }
 
   grpc::ServerContextBase* const context_;
   Metrics* const metrics_;
+  CallLog* const log_;
   std::atomic<int64_t>* const live_calls_;
   const std::chrono::steady_clock::time_point start_;
   const std::string path_;
@@ -127,12 +167,13 @@ class RpcInterceptorFactory final : public grpc::experimental::ServerInterceptor
       : methods_(std::move(methods)), metrics_(metrics), live_calls_(live_calls) {}
   grpc::experimental::Interceptor* CreateServerInterceptor(
       grpc::experimental::ServerRpcInfo* info) override {
-    return new RpcInterceptor(info, methods_, metrics_, live_calls_);
+    return new RpcInterceptor(info, methods_, metrics_, &log_, live_calls_);
   }
 
  private:
   const MethodTable methods_;
   Metrics* const metrics_;
+  CallLog log_;
   std::atomic<int64_t>* const live_calls_;
 };
 

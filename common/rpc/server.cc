@@ -32,7 +32,10 @@ constexpr absl::Duration kWatchersGrace = absl::Milliseconds(200);
 // another interval than ours is not sent away.
 constexpr int kToleratedPingMilliseconds = 500;
 
-// Of the metrics endpoint: a connection that says nothing holds a thread for the timeout.
+// Time in which a new connection must send its HTTP/2 settings.
+constexpr absl::Duration kHandshakeTimeout = absl::Seconds(10);
+
+// Threads of the metrics endpoint; a silent connection holds one until the timeout.
 constexpr int kMetricsThreads = 8;
 constexpr absl::Duration kMetricsTimeout = absl::Seconds(1);
 
@@ -85,8 +88,8 @@ void AddMethods(const google::protobuf::ServiceDescriptor* service, MethodTable&
   }
 }
 
-// Those of `services` and of what grpc++ brings. Naming the description of health makes it part of
-// the program, where reflection finds it.
+// The methods of `services`, of health and of reflection. Naming the description of health makes it
+// part of the program, where reflection finds it.
 MethodTable MethodsOf(const std::vector<NamedService>& services) {
   const google::protobuf::DescriptorPool* const pool =
       google::protobuf::DescriptorPool::generated_pool();
@@ -128,10 +131,25 @@ absl::StatusOr<std::unique_ptr<Server>> Server::Start(const config::v1::ServerOp
   const std::vector<int> ports = server->exposer_->GetListeningPorts();
   server->metrics_port_ = ports.empty() ? options.metrics_port() : ports[0];
 
-  grpc::ServerBuilder builder;
   const std::string address = JoinHostPort(options.host(), options.grpc_port());
-  builder.AddListeningPort(address, grpc::InsecureServerCredentials(), &server->grpc_port_);
-  builder.AddChannelArgument(GRPC_ARG_ALLOW_REUSEPORT, 0);
+  auto guard = ConnectionGuard::Listen(options.host(), options.grpc_port());
+  if (!guard.ok()) return CannotBind("gRPC", address, "server.grpc_port");
+  server->guard_ = *std::move(guard);
+
+  grpc::ServerBuilder builder;
+  using External = grpc::ServerBuilder::experimental_type::ExternalConnectionType;
+  std::shared_ptr<grpc::experimental::ExternalConnectionAcceptor> acceptor =
+      builder.experimental().AddExternalConnectionAcceptor(External::FROM_FD,
+                                                           grpc::InsecureServerCredentials());
+  builder.AddChannelArgument(GRPC_ARG_SERVER_HANDSHAKE_TIMEOUT_MS,
+                             static_cast<int>(absl::ToInt64Milliseconds(kHandshakeTimeout)));
+  // gRPC holds 64 KiB of a stream that is not read, however fast they come.
+  builder.AddChannelArgument(GRPC_ARG_HTTP2_BDP_PROBE, 0);
+  // A compressed message is inflated before its size is checked, so it is refused unread.
+  for (const grpc_compression_algorithm algorithm : {GRPC_COMPRESS_DEFLATE, GRPC_COMPRESS_GZIP}) {
+    builder.SetCompressionAlgorithmSupportStatus(algorithm, false);
+  }
+  builder.AddChannelArgument(GRPC_ARG_ENABLE_PER_MESSAGE_DECOMPRESSION, 0);
   builder.AddChannelArgument(GRPC_ARG_MAX_CONCURRENT_STREAMS, kMaxCallsPerConnection);
   builder.AddChannelArgument(GRPC_ARG_KEEPALIVE_TIME_MS, Milliseconds(options.keepalive_seconds()));
   builder.AddChannelArgument(GRPC_ARG_KEEPALIVE_TIMEOUT_MS,
@@ -150,10 +168,13 @@ absl::StatusOr<std::unique_ptr<Server>> Server::Start(const config::v1::ServerOp
   builder.experimental().SetInterceptorCreators(std::move(interceptors));
   server->metrics_ = metrics;
   server->server_ = builder.BuildAndStart();
-  if (server->server_ == nullptr || server->grpc_port_ == 0) {
-    return CannotBind("gRPC", address, "server.grpc_port");
-  }
+  if (server->server_ == nullptr) return absl::InternalError("gRPC cannot start a server");
   server->SetServing(false);
+  server->guard_->Start([acceptor](int fd) {
+    grpc::experimental::ExternalConnectionAcceptor::NewConnectionParameters connection;
+    connection.fd = fd;
+    acceptor->HandleNewConnection(&connection);
+  });
   return server;
 }
 
@@ -178,6 +199,7 @@ void Server::Shutdown(absl::Time deadline) {
   while (live_calls() > 0 && absl::Now() < deadline) {
     std::this_thread::sleep_for(std::chrono::milliseconds(20));
   }
+  guard_->StopListening();
   server_->Shutdown(absl::ToChronoTime(absl::Now() + kWatchersGrace));
   server_->Wait();
 }

@@ -15,6 +15,7 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/time/time.h"
+#include "common/rpc/connection_guard.h"
 #include "common/rpc/metrics.h"
 #include "prometheus/exposer.h"
 #include "tandem/config/v1/server_config.pb.h"
@@ -40,7 +41,7 @@ class Server {
                                                        Metrics* metrics);
   ~Server();
 
-  int grpc_port() const { return grpc_port_; }
+  int grpc_port() const { return guard_->port(); }
   int metrics_port() const { return metrics_port_; }
 
   // Health of every service and of "".
@@ -61,8 +62,8 @@ class Server {
   Metrics* metrics_ = nullptr;
   std::unique_ptr<prometheus::Exposer> exposer_;
   std::string metrics_host_;
+  std::unique_ptr<ConnectionGuard> guard_;
   std::unique_ptr<grpc::Server> server_;
-  int grpc_port_ = 0;
   int metrics_port_ = 0;
   bool shut_down_ = false;
 };

@@ -1,4 +1,4 @@
-// What every server says of itself, whatever it holds.
+// The server info that all servers have in common.
 #ifndef TANDEM_COMMON_RPC_SERVER_INFO_H_
 #define TANDEM_COMMON_RPC_SERVER_INFO_H_
 

@@ -18,10 +18,13 @@
 #include "absl/strings/str_format.h"
 #include "absl/time/clock.h"
 #include "common/base/available_memory.h"
+#include "common/base/error.h"
+#include "common/base/freed_memory.h"
 #include "common/base/logging.h"
 #include "common/base/status_macros.h"
 #include "common/config/config.h"
 #include "common/rpc/address.h"
+#include "common/rpc/process_metrics.h"
 
 namespace tandem::rpc {
 namespace {
@@ -34,6 +37,8 @@ constexpr int kExitBadConfig = 2;
 constexpr absl::Duration kExitGrace = absl::Seconds(5);
 // Between those of two ranks: the defaults of the three servers lie next to each other.
 constexpr int kPortsOfRank = 10;
+// How often freed memory goes back to the system.
+constexpr absl::Duration kReturnMemoryPeriod = absl::Seconds(5);
 // How often the main thread looks whether something is done, while it listens for signals.
 constexpr absl::Duration kPoll = absl::Milliseconds(20);
 
@@ -69,6 +74,7 @@ struct CommandLine {
 std::optional<int> ParseCommandLine(int argc, char** argv, const std::string& name,
                                     const ConfigCheck<>& config_check, CommandLine* line) {
   CLI::App app(absl::StrCat(name, ": one of the servers of Tandem Reinforcement Learning."), name);
+  app.footer("docs/configuration.md describes every key and its default.");
   app.add_option("--config", line->config, "YAML configuration file")->type_name("FILE");
   app.add_option("overrides", line->overrides, "dotted.key=value, applied in order after the file")
       ->type_name("KEY=VALUE");
@@ -79,6 +85,9 @@ std::optional<int> ParseCommandLine(int argc, char** argv, const std::string& na
         ->type_name("TEXT")
         ->needs(check_config);
   }
+  app.footer(
+      "Every setting: docs/configuration.md. What to do about an error's [REASON]: "
+      "docs/errors.md.");
   app.set_version_flag("--version", absl::StrCat(name, " ", SoftwareVersion()));
   try {
     app.parse(argc, argv);
@@ -96,7 +105,8 @@ std::string Gigabytes(int64_t bytes) {
 std::string MemoryComments(const MemoryPlan& plan, const std::optional<int64_t>& available) {
   std::string text = "# Memory that this configuration needs:\n";
   for (const MemoryPlan::Item& item : plan.items) {
-    absl::StrAppend(&text, "#   ", Gigabytes(item.bytes), "  ", item.name, "\n");
+    absl::StrAppend(&text, "#   ", Gigabytes(item.bytes), "  ", item.name,
+                    item.on_host ? "" : " (on the device)", "\n");
   }
   absl::StrAppend(&text, "#   ", Gigabytes(plan.total_bytes()), "  in all\n");
   if (available.has_value()) {
@@ -106,8 +116,8 @@ std::string MemoryComments(const MemoryPlan& plan, const std::optional<int64_t>&
   return text;
 }
 
-// What gRPC itself has to say is ours to tell: its lines (600 characters for a port in use) are for
-// those who debug it.
+// Logs gRPC's own lines at level debug: they are for those who debug gRPC (600 characters for a
+// port in use).
 void TakeGrpcLog() {
   gpr_set_log_function([](gpr_log_func_args* line) {
     Log(LogLevel::kDebug, "grpc_log",
@@ -125,18 +135,15 @@ int StartFailed(const absl::Status& status, int exit_code) {
 }
 
 // Fills `comments` with what the configuration needs. Not OK when that is not known, or more than
-// there is.
+// the host has. The memory of a device is not known without its driver.
 absl::Status CheckMemory(const ServerProgram& program, const RankEnvironment& environment,
                          std::string* comments) {
   if (program.memory == nullptr) return absl::OkStatus();
-  TANDEM_ASSIGN_OR_RETURN(const ServerMemory memory, program.memory());
-  std::optional<int64_t> available;
-  if (memory.on_host) {
-    available = AvailableMemoryBytes();
-    if (available.has_value()) *available /= environment.local_world_size;
-  }
-  *comments = MemoryComments(memory.plan, available);
-  return available.has_value() ? CheckFits(memory.plan, *available) : absl::OkStatus();
+  TANDEM_ASSIGN_OR_RETURN(const MemoryPlan plan, program.memory());
+  std::optional<int64_t> available = AvailableMemoryBytes();
+  if (available.has_value()) *available /= environment.local_world_size;
+  *comments = MemoryComments(plan, available);
+  return available.has_value() ? CheckFits(plan, *available) : absl::OkStatus();
 }
 
 // Runs `work` on a thread of its own, so that signals are heard, and asks `give_up` again and
@@ -166,11 +173,17 @@ config::v1::ServerOptions OfRank(config::v1::ServerOptions options, int local_ra
   return options;
 }
 
-int ExitCode(const ServerApp& app) { return app.HasUnsavedState() ? kExitFailure : kExitOk; }
+// Whether Stop has state to save, or failed to save it.
+bool MustSave(const ServerApp& app) { return app.SavesStateOnStop() && app.HasUnsavedState(); }
 
 void WaitUntilAsked(ServerApp& app, Server& server, Signals& signals) {
   bool serving = true;
+  absl::Time returned = absl::Now();
   while (!signals.Wait(absl::Seconds(1)) && !app.Ended()) {
+    if (absl::Now() - returned > kReturnMemoryPeriod) {
+      ReturnFreedMemory();
+      returned = absl::Now();
+    }
     const absl::Status health = CatchExceptions("health", [&] { return app.CheckHealth(); });
     if (health.ok() == serving) continue;
     serving = health.ok();
@@ -208,7 +221,9 @@ int RunServer(int argc, char** argv, const ServerProgram& program) {
       if (checked.ok()) std::cout << *checked << std::endl;
     }
     if (status.ok()) return kExitOk;
-    std::cerr << name << ": bad configuration: " << status.message() << std::endl;
+    std::cerr << name << ": bad configuration: " << status.message();
+    if (const auto reason = Reason(status)) std::cerr << " [" << *reason << "]";
+    std::cerr << std::endl;
     return kExitBadConfig;
   }
   if (!status.ok()) return StartFailed(status, kExitBadConfig);
@@ -255,6 +270,7 @@ int RunServer(int argc, char** argv, const ServerProgram& program) {
   if (!status.ok()) return StartFailed(status, kExitFailure);
 
   metrics.OnScrape([&app, &metrics, executor = executor.get()] {
+    UpdateProcessMetrics(metrics);
     metrics.Gauge(metric::kCallQueueDepth).Set(static_cast<double>(executor->queue_size()));
     app->UpdateMetrics();
   });
@@ -282,28 +298,30 @@ int RunServer(int argc, char** argv, const ServerProgram& program) {
   }
   const int64_t cancelled = (*server)->live_calls();
   int exit_code = kExitFailure;
+  bool lost = false;
   const auto end = [&] {
     (*server)->Shutdown(absl::InfinitePast());
     metrics.OnScrape(nullptr);
     app->Stop();
-    exit_code = ExitCode(*app);
+    lost = app->HasUnsavedState();
+    exit_code = MustSave(*app) ? kExitFailure : kExitOk;
     server->reset();
     executor.reset();
   };
   // State that has to be saved gets its time, behind whatever runs.
   const auto give_up = [&] {
-    return signals.Wait(kPoll) || (absl::Now() > deadline + kExitGrace && !app->HasUnsavedState());
+    return signals.Wait(kPoll) || (absl::Now() > deadline + kExitGrace && !MustSave(*app));
   };
   if (!RunUnless(give_up, end)) {
-    exit_code = ExitCode(*app);
-    Log(exit_code == kExitOk ? LogLevel::kWarning : LogLevel::kError, "drain_abandoned",
+    const bool failed = MustSave(*app);
+    Log(failed ? LogLevel::kError : LogLevel::kWarning, "drain_abandoned",
         {{"message", "work that cannot be cancelled is left"},
-         {"unsaved_state_lost", exit_code != kExitOk}});
-    _exit(exit_code);
+         {"unsaved_state_lost", app->HasUnsavedState()}});
+    _exit(failed ? kExitFailure : kExitOk);
   }
   app.reset();
-  Log(LogLevel::kInfo, "stopped",
-      {{"cancelled_calls", cancelled}, {"unsaved_state_lost", exit_code != kExitOk}});
+  Log(lost ? LogLevel::kWarning : LogLevel::kInfo, "stopped",
+      {{"cancelled_calls", cancelled}, {"unsaved_state_lost", lost}});
   return exit_code;
 }
 

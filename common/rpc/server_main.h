@@ -7,18 +7,21 @@
 //         });
 //   }
 //
-// A server of several ranks is so many processes with the variables of torchrun (RANK, WORLD_SIZE,
-// MASTER_ADDR, MASTER_PORT, …). The ports of local rank r are those
-// of the configuration plus 10 r.
+// A multi-rank server runs one process per rank, configured by torchrun's environment variables
+// (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT, …). Local rank r listens on the configured ports
+// + 10 r.
 //
 // Command line: --config FILE, [dotted.key=value …], --check-config, --version, --help.
 // A start that fails says why in one line of JSON on stderr, {"event":"start_failed","code":…,
-// "message":…}, the last it writes. --check-config prints the resolved configuration and, as
-// comments, the memory that it needs; one that this machine cannot hold is bad. A server may add a
-// flag for something else that it checks. A server that starts refuses it while it loads. Exit code
-// 0 on success and after SIGTERM or SIGINT (work that outlasts the drain time is given up, and the
-// log says so; state that has to be saved is waited for), 2 for a bad configuration or command
-// line, 1 for anything else, such as state that could not be saved.
+// "message":…}, the last it writes. --check-config prints the resolved configuration and, as YAML
+// comments, its memory requirement. It exits with 2 if the configuration is invalid or needs more
+// memory than this machine has; a server that starts checks the memory while it loads. A server may
+// add a flag for something else that it checks.
+//
+// Exit codes: 0 on success and after SIGTERM or SIGINT (work that outlasts the drain time is given
+// up, and the log says so; state that has to be saved is waited for), 2 for a bad configuration or
+// command line, 1 for anything else, such as state that could not be saved. A signal that comes
+// before the loader has run the program's first code, within some 20 ms, ends the process itself.
 #ifndef TANDEM_COMMON_RPC_SERVER_MAIN_H_
 #define TANDEM_COMMON_RPC_SERVER_MAIN_H_
 
@@ -34,17 +37,17 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/time/time.h"
+#include "common/base/memory_plan.h"
 #include "common/base/rank_environment.h"
 #include "common/base/status_macros.h"
 #include "common/config/server_config.h"
-#include "common/model/memory_plan.h"
 #include "common/rpc/call_executor.h"
 #include "common/rpc/metrics.h"
 #include "common/rpc/server.h"
 
 namespace tandem::rpc {
 
-// What the skeleton lends to an app.
+// The services of the skeleton that an app uses.
 struct ServerRuntime {
   CallExecutor& executor;  // the app's services give it to HandleUnary and its relatives
   Metrics& metrics;
@@ -54,9 +57,9 @@ struct ServerRuntime {
   RankEnvironment environment = {};  // this process among the ranks of its server
 };
 
-// What one of the servers plugs in. Order of calls: constructor, services (before loading: the gate
-// of the executor answers UNAVAILABLE), Load, then CheckHealth and UpdateMetrics now and then,
-// Drain, Stop, destructor.
+// One server's application: its services and its engine. Order of calls: constructor, services
+// (before loading: the gate of the executor answers UNAVAILABLE), Load, then CheckHealth and
+// UpdateMetrics now and then, Drain, Stop, destructor.
 class ServerApp {
  public:
   virtual ~ServerApp() = default;
@@ -84,13 +87,10 @@ class ServerApp {
   // Whether this rank has nothing to do any more: it stops as if it had been told to. After Load.
   virtual bool Ended() const { return false; }
 
-  // Whether there is something that Stop saves, or could not save. After Load, from any thread.
+  // Whether the process holds state that is lost when it ends. After Load, from any thread.
   virtual bool HasUnsavedState() const { return false; }
-};
-
-struct ServerMemory {
-  MemoryPlan plan;
-  bool on_host = true;  // false: a device holds it, whose memory is not known without its driver
+  // Whether Stop saves that state; the exit code is 1 if it could not.
+  virtual bool SavesStateOnStop() const { return false; }
 };
 
 // A flag with an argument that a server adds to --check-config.
@@ -110,7 +110,7 @@ struct ServerProgram {
   std::function<config::v1::ServerOptions()> options;  // after resolve
   // After resolve: what the configuration needs. Errors name the field, such as a model that cannot
   // be read. Null for a server without a model.
-  std::function<absl::StatusOr<ServerMemory>()> memory;
+  std::function<absl::StatusOr<MemoryPlan>()> memory;
   ConfigCheck<> config_check;
   std::function<std::unique_ptr<ServerApp>(ServerRuntime&)> create;
 };
@@ -127,13 +127,8 @@ int ServerMain(
     std::function<absl::StatusOr<MemoryPlan>(const Config& config)> plan_memory = nullptr,
     ConfigCheck<std::type_identity_t<Config>> config_check = {}) {
   Config config;
-  std::function<absl::StatusOr<ServerMemory>()> memory;
-  if (plan_memory != nullptr) {
-    memory = [&]() -> absl::StatusOr<ServerMemory> {
-      TANDEM_ASSIGN_OR_RETURN(MemoryPlan plan, plan_memory(config));
-      return ServerMemory{.plan = std::move(plan), .on_host = config.compute().device() == "cpu"};
-    };
-  }
+  std::function<absl::StatusOr<MemoryPlan>()> memory;
+  if (plan_memory != nullptr) memory = [&] { return plan_memory(config); };
   return RunServer(argc, argv,
                    ServerProgram{
                        .role = role,

@@ -302,6 +302,14 @@ TEST(ServerMainTest, StateThatCannotBeSavedExitsOne) {
   EXPECT_THAT(process.Stderr(), HasSubstr("\"unsaved_state_lost\":true"));
 }
 
+TEST(ServerMainTest, StateThatNobodyAsksToSaveIsReportedAsLost) {
+  Process process(kAnyPort, {{"UNSAVED", "1"}});
+  process.ReadLine();
+  process.Signal(SIGTERM);
+  EXPECT_EQ(process.Wait(), 0);
+  EXPECT_THAT(process.Stderr(), HasSubstr("\"unsaved_state_lost\":true"));
+}
+
 TEST(ServerMainTest, ASecondSignalEndsTheSavingAndExitsOne) {
   Process process(kAnyPort, {{"SAVE_MS", "60000"}});
   process.ReadLine();

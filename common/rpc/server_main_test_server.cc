@@ -1,8 +1,8 @@
 // tandem-rollout-server without a model, for server_main_test: loading takes LOAD_MS, a GetVersion
 // call says so and takes CALL_MS, LOAD_FAILS makes loading fail, MEMORY_BYTES is what it needs.
 // With SAVE_MS there is unsaved state, and Stop says so and saves it in that time; STOP_MS is the
-// time of a Stop that saves nothing. SAVE_FAILS makes saving fail. Before main it takes START_MS,
-// as large libraries do, and says so.
+// time of a Stop that saves nothing. SAVE_FAILS makes saving fail; UNSAVED is state that Stop does
+// not save. Before main it takes START_MS, as large libraries do, and says so.
 #include <unistd.h>
 
 #include <cstdlib>
@@ -48,11 +48,12 @@ int main(int argc, char** argv) {
           return std::getenv("LOAD_FAILS") == nullptr ? absl::OkStatus()
                                                       : absl::NotFoundError("no such model");
         };
-        app->unsaved_ = std::getenv("SAVE_MS") != nullptr;
+        app->saves_ = std::getenv("SAVE_MS") != nullptr;
+        app->unsaved_ = app->saves_ || std::getenv("UNSAVED") != nullptr;
         app->stop_ = [app = app.get()] {
           std::cout << "stopping" << std::endl;
           absl::SleepFor(FromEnvironment("STOP_MS"));
-          if (!app->unsaved_) return;
+          if (!app->unsaved_ || !app->saves_) return;
           absl::SleepFor(FromEnvironment("SAVE_MS"));
           if (std::getenv("SAVE_FAILS") != nullptr) return;
           app->unsaved_ = false;

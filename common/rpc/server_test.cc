@@ -236,8 +236,8 @@ TEST_F(ServerTest, ReflectionListsTheServices) {
   EXPECT_THAT(answer, HasSubstr("grpc.health.v1.Health"));
 }
 
-// What grpcurl needs in order to call it.
-// What grpcurl needs in order to call it.
+// grpcurl calls a server by its reflection.
+// grpcurl calls a server by its reflection.
 TEST_F(ServerTest, ReflectionDescribesHealth) {
   const std::string symbol = "grpc.health.v1.Health";
   const std::string answer =  // {4: file_containing_symbol}

@@ -1,5 +1,5 @@
-// Reactors for the streams that are not special: client streams that are collected and answered,
-// streams that map request i to response i, and streams that the server alone writes.
+// Reactors for three kinds of streams: client streams that are collected and answered, streams that
+// map request i to response i, and streams that only the server writes.
 #ifndef TANDEM_COMMON_RPC_STREAM_HANDLERS_H_
 #define TANDEM_COMMON_RPC_STREAM_HANDLERS_H_
 
@@ -129,12 +129,12 @@ using MapHandler =
 
 namespace internal {
 
-// Only so many requests wait to be handled, and only so many responses to be written; beyond that
-// nothing is read, and HTTP/2 flow control holds the client back.
+// At most kMaxBuffered requests wait to be handled, and as many responses to be written; beyond
+// that nothing is read, and HTTP/2 flow control holds the client back.
 template <typename Request, typename Response>
 class MapStreamCall final : public grpc::ServerBidiReactor<grpc::ByteBuffer, grpc::ByteBuffer> {
  public:
-  // Of either kind.
+  // Bounds for requests, and for responses.
   static constexpr size_t kMaxBuffered = 16;
   static constexpr int64_t kMaxBufferedBytes = 8 << 20;
 
@@ -291,7 +291,7 @@ grpc::ServerBidiReactor<grpc::ByteBuffer, grpc::ByteBuffer>* HandleMapStream(
 }
 
 // ---------------------------------------------------------------------------------------------
-// Streams that the server alone writes (WatchSteps).
+// Streams that only the server writes (WatchSteps).
 
 // The writing end. Thread-safe; may be held after the call is over.
 template <typename Response>

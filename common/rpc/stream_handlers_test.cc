@@ -157,7 +157,7 @@ TEST_F(StreamHandlersTest, ABadMessageEndsAClientStreamAtOnce) {
   EXPECT_EQ(FieldPath(status), "message");
 }
 
-// What cannot be read is no half-close: what came before it must not take effect.
+// A message that cannot be read is no half-close: the messages before it must not take effect.
 TEST_F(StreamHandlersTest, GarbageEndsAClientStreamWithAnError) {
   RawCall call(server_.channel(), kTrainStep);
   call.Write(Header());

@@ -1,6 +1,6 @@
-// Messages of streams as bytes. To the reader of a stream grpc++ reports a message that it cannot
-// parse exactly as it reports the client's half-close, so streams are read as bytes and parsed
-// here.
+// Messages as bytes. grpc++ parses a request whatever memory that takes, and to the reader of a
+// stream it reports a message that it cannot parse exactly as it reports the client's half-close,
+// so messages are received as bytes and parsed here.
 #ifndef TANDEM_COMMON_RPC_STREAM_MESSAGE_H_
 #define TANDEM_COMMON_RPC_STREAM_MESSAGE_H_
 
@@ -10,6 +10,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <utility>
 
 #include "absl/functional/function_ref.h"
 #include "absl/status/status.h"
@@ -19,25 +20,38 @@
 
 namespace tandem::rpc {
 
-// Empties `bytes`. INVALID_ARGUMENT names the message type.
+// Empties `bytes`. INVALID_ARGUMENT when they are not such a message, RESOURCE_EXHAUSTED when it
+// would take more than kMaxDecodedBytes of memory; both name the message type.
 absl::Status ParseMessage(grpc::ByteBuffer& bytes, google::protobuf::Message& message);
 
 // `message` must be below 2 GiB; what a server answers to requests of 4 MiB is.
 grpc::ByteBuffer SerializeMessage(const google::protobuf::Message& message);
 
-// Parses message number `index` of a stream, gives it to `use` and forgets it. Its memory comes in
-// large blocks that go back to the system as a whole: a message of empty parts takes a hundred
-// times its bytes.
+// Parses a message, gives it to `use` and forgets it. Its memory comes in large blocks, which go
+// back to the system as a whole.
 template <typename Message>
-absl::Status UseMessage(int64_t index, grpc::ByteBuffer& bytes,
+absl::Status UseMessage(grpc::ByteBuffer& bytes,
                         absl::FunctionRef<absl::Status(const Message& message)> use) {
   google::protobuf::ArenaOptions options;
   options.max_block_size = size_t{1} << 20;
   google::protobuf::Arena arena(options);
   auto* const message = google::protobuf::Arena::CreateMessage<Message>(&arena);
-  TANDEM_RETURN_IF_ERROR(
-      PrependFieldPath(absl::StrCat("messages[", index, "]"), ParseMessage(bytes, *message)));
+  TANDEM_RETURN_IF_ERROR(ParseMessage(bytes, *message));
   return use(*message);
+}
+
+// The same for message number `index` of a stream, whose path is in the error if it cannot be
+// parsed.
+template <typename Message>
+absl::Status UseMessage(int64_t index, grpc::ByteBuffer& bytes,
+                        absl::FunctionRef<absl::Status(const Message& message)> use) {
+  bool parsed = false;
+  absl::Status status = UseMessage<Message>(bytes, [&](const Message& message) {
+    parsed = true;
+    return use(message);
+  });
+  return parsed ? status
+                : PrependFieldPath(absl::StrCat("messages[", index, "]"), std::move(status));
 }
 
 }  // namespace tandem::rpc

@@ -1,17 +1,18 @@
-// The one way to answer a unary call: gate, queue, deadline, cancellation, errors.
+// The one way to answer a unary call: gate, bounds, queue, deadline, cancellation, errors. The
+// method is marked WithRawCallbackMethod_, so that its request is parsed here, on a worker.
 //
-//   grpc::ServerUnaryReactor* Pause(grpc::CallbackServerContext* context, const PauseRequest*
-//   request,
-//                                   PauseResponse* response) override {
+//   grpc::ServerUnaryReactor* Pause(grpc::CallbackServerContext* context,
+//                                   const grpc::ByteBuffer* request,
+//                                   grpc::ByteBuffer* response) override {
 //     return rpc::HandleUnary<PauseRequest, PauseResponse>(
 //         executor_, context, request, response,
-//         [this](const PauseRequest&, const CallScope&) -> absl::StatusOr<PauseResponse>
-//         {…});
+//         [this](const PauseRequest&, const CallScope&) -> absl::StatusOr<PauseResponse> {…});
 //   }
 #ifndef TANDEM_COMMON_RPC_UNARY_HANDLER_H_
 #define TANDEM_COMMON_RPC_UNARY_HANDLER_H_
 
 #include <grpcpp/server_context.h>
+#include <grpcpp/support/byte_buffer.h>
 #include <grpcpp/support/server_callback.h>
 
 #include <functional>
@@ -23,9 +24,11 @@
 #include "absl/status/statusor.h"
 #include "common/base/logging.h"
 #include "common/base/status_macros.h"
+#include "common/rpc/byte_budget.h"
 #include "common/rpc/call_executor.h"
 #include "common/rpc/error_table.h"
 #include "common/rpc/reactor_call.h"
+#include "common/rpc/stream_message.h"
 
 namespace tandem::rpc {
 
@@ -44,26 +47,34 @@ namespace internal {
 template <typename Request, typename Response>
 class UnaryCall final : public grpc::ServerUnaryReactor {
  public:
-  UnaryCall(CallExecutor& executor, grpc::CallbackServerContext* context, const Request* request,
-            Response* response, AsyncUnaryHandler<Request, Response> handler)
-      : call_(
+  UnaryCall(CallExecutor& executor, grpc::CallbackServerContext* context,
+            const grpc::ByteBuffer* request, grpc::ByteBuffer* response,
+            AsyncUnaryHandler<Request, Response> handler)
+      : held_(std::make_shared<ByteBudget::Share>(executor.request_bytes())),
+        call_(
             executor, context, [this](grpc::Status status) { Finish(std::move(status)); }, true) {
     if (!call_.Begin()) return;
     const auto state = call_.state();
+    if (absl::Status taken = held_->Take(static_cast<int64_t>(request->Length())); !taken.ok()) {
+      state->Finish(taken);
+      return;
+    }
     // The worker owns copies: the call may be over before it runs.
-    absl::Status queued = executor.Run([state, response, request = *request,
-                                        context = call_.context(), handler = std::move(handler)] {
-      if (state->finished()) return;
-      const ScopedRequestId request_id(context.request_id);
-      const auto done = [state, response](absl::StatusOr<Response> result) {
-        state->Finish(result.status(), [&] {
-          if (result.ok()) response->Swap(&*result);
+    absl::Status queued =
+        executor.Run([state, response, bytes = *request, held = held_, context = call_.context(),
+                      handler = std::move(handler)]() mutable {
+          if (state->finished()) return;
+          const ScopedRequestId request_id(context.request_id);
+          const auto done = [state, response](const absl::StatusOr<Response>& result) {
+            state->Finish(result.status(), [&] {
+              if (result.ok()) *response = SerializeMessage(*result);
+            });
+          };
+          const absl::Status started = UseMessage<Request>(bytes, [&](const Request& request) {
+            return CatchExceptions("handler", [&] { return handler(request, context, done); });
+          });
+          if (!started.ok()) state->Finish(started);
         });
-      };
-      const absl::Status started =
-          CatchExceptions("handler", [&] { return handler(request, context, done); });
-      if (!started.ok()) state->Finish(started);
-    });
     if (!queued.ok()) state->Finish(queued);
   }
 
@@ -71,6 +82,7 @@ class UnaryCall final : public grpc::ServerUnaryReactor {
   void OnDone() override { delete this; }
 
  private:
+  const std::shared_ptr<ByteBudget::Share> held_;  // the request, which gRPC keeps as well
   Call call_;
 };
 
@@ -81,7 +93,8 @@ class UnaryCall final : public grpc::ServerUnaryReactor {
 template <typename Request, typename Response>
 grpc::ServerUnaryReactor* HandleUnaryAsync(CallExecutor& executor,
                                            grpc::CallbackServerContext* context,
-                                           const Request* request, Response* response,
+                                           const grpc::ByteBuffer* request,
+                                           grpc::ByteBuffer* response,
                                            AsyncUnaryHandler<Request, Response> handler) {
   return new internal::UnaryCall<Request, Response>(executor, context, request, response,
                                                     std::move(handler));
@@ -90,7 +103,7 @@ grpc::ServerUnaryReactor* HandleUnaryAsync(CallExecutor& executor,
 // The same for a handler that returns the result.
 template <typename Request, typename Response>
 grpc::ServerUnaryReactor* HandleUnary(CallExecutor& executor, grpc::CallbackServerContext* context,
-                                      const Request* request, Response* response,
+                                      const grpc::ByteBuffer* request, grpc::ByteBuffer* response,
                                       UnaryHandler<Request, Response> handler) {
   return HandleUnaryAsync<Request, Response>(
       executor, context, request, response,
@@ -104,16 +117,21 @@ grpc::ServerUnaryReactor* HandleUnary(CallExecutor& executor, grpc::CallbackServ
 
 // For what is at hand: runs `handler` on the gRPC thread, so that status is told while every worker
 // waits for a busy engine.
-template <typename Response>
-grpc::ServerUnaryReactor* AnswerAtOnce(CallExecutor& executor, grpc::CallbackServerContext* context,
-                                       Response* response,
-                                       absl::FunctionRef<absl::StatusOr<Response>()> handler) {
+template <typename Request, typename Response>
+grpc::ServerUnaryReactor* AnswerAtOnce(
+    CallExecutor& executor, grpc::CallbackServerContext* context, const grpc::ByteBuffer* request,
+    grpc::ByteBuffer* response,
+    absl::FunctionRef<absl::StatusOr<Response>(const Request& request)> handler) {
   grpc::ServerUnaryReactor* const reactor = context->DefaultReactor();
   absl::Status status = executor.Admit(*context);
   if (status.ok()) {
-    absl::StatusOr<Response> result = CatchExceptions("handler", handler);
-    status = result.status();
-    if (result.ok()) response->Swap(&*result);
+    grpc::ByteBuffer bytes = *request;
+    status = UseMessage<Request>(bytes, [&](const Request& message) -> absl::Status {
+      TANDEM_ASSIGN_OR_RETURN(const Response result,
+                              CatchExceptions("handler", [&] { return handler(message); }));
+      *response = SerializeMessage(result);
+      return absl::OkStatus();
+    });
   }
   reactor->Finish(ToGrpcStatus(status));
   return reactor;

@@ -75,8 +75,8 @@ class WeightReceiverService::Upload final
 };
 
 grpc::ServerUnaryReactor* WeightReceiverService::BeginUpdate(grpc::CallbackServerContext* context,
-                                                             const BeginUpdateRequest* request,
-                                                             BeginUpdateResponse* response) {
+                                                             const grpc::ByteBuffer* request,
+                                                             grpc::ByteBuffer* response) {
   return HandleUnary<BeginUpdateRequest, BeginUpdateResponse>(
       executor_, context, request, response,
       [this](const BeginUpdateRequest& request,
@@ -84,10 +84,6 @@ grpc::ServerUnaryReactor* WeightReceiverService::BeginUpdate(grpc::CallbackServe
         TANDEM_RETURN_IF_ERROR(CheckUpdateId(request.update_id()));
         absl::StatusOr<WeightManifest> manifest = WeightManifestFromProto(request.manifest());
         if (!manifest.ok()) return PrependFieldPath("manifest", manifest.status());
-        if (manifest->chunk_bytes > kMaxChunkBytes) {
-          return InvalidField("manifest.chunk_bytes",
-                              absl::StrCat("must be at most ", kMaxChunkBytes));
-        }
         TANDEM_ASSIGN_OR_RETURN(
             const int64_t next_chunk,
             receiver_.load()->Begin(request.update_id(), *manifest, request.allow_rollback()));
@@ -108,8 +104,8 @@ grpc::ServerReadReactor<grpc::ByteBuffer>* WeightReceiverService::UploadWeights(
 }
 
 grpc::ServerUnaryReactor* WeightReceiverService::CommitUpdate(grpc::CallbackServerContext* context,
-                                                              const CommitUpdateRequest* request,
-                                                              CommitUpdateResponse* response) {
+                                                              const grpc::ByteBuffer* request,
+                                                              grpc::ByteBuffer* response) {
   return HandleUnary<CommitUpdateRequest, CommitUpdateResponse>(
       executor_, context, request, response,
       [this](const CommitUpdateRequest& request,
@@ -132,8 +128,8 @@ grpc::ServerUnaryReactor* WeightReceiverService::CommitUpdate(grpc::CallbackServ
 }
 
 grpc::ServerUnaryReactor* WeightReceiverService::AbortUpdate(grpc::CallbackServerContext* context,
-                                                             const AbortUpdateRequest* request,
-                                                             AbortUpdateResponse* response) {
+                                                             const grpc::ByteBuffer* request,
+                                                             grpc::ByteBuffer* response) {
   return HandleUnary<AbortUpdateRequest, AbortUpdateResponse>(
       executor_, context, request, response,
       [this](const AbortUpdateRequest& request,
@@ -145,10 +141,11 @@ grpc::ServerUnaryReactor* WeightReceiverService::AbortUpdate(grpc::CallbackServe
 }
 
 grpc::ServerUnaryReactor* WeightReceiverService::GetVersion(grpc::CallbackServerContext* context,
-                                                            const GetVersionRequest*,
-                                                            GetVersionResponse* response) {
-  return AnswerAtOnce<GetVersionResponse>(
-      executor_, context, response, [this]() -> absl::StatusOr<GetVersionResponse> {
+                                                            const grpc::ByteBuffer* request,
+                                                            grpc::ByteBuffer* response) {
+  return AnswerAtOnce<GetVersionRequest, GetVersionResponse>(
+      executor_, context, request, response,
+      [this](const GetVersionRequest&) -> absl::StatusOr<GetVersionResponse> {
         GetVersionResponse response;
         WeightsVersionToProto(receiver_.load()->Version(), response.mutable_weights());
         response.set_open_update_id(receiver_.load()->OpenUpdateId());

@@ -7,18 +7,22 @@
 
 #include "common/rpc/call_executor.h"
 #include "common/rpc/metrics.h"
-#include "common/tensor/weight_transfer.h"
+#include "common/weights/weight_transfer.h"
 #include "tandem/weights/v1/weights.grpc.pb.h"
 
 namespace tandem::rpc {
 
-inline constexpr int64_t kMaxChunkBytes = 3 << 20;
+// Every method with callbacks and bytes (stream_message.h).
+using RawWeightService = weights::v1::WeightService::WithRawCallbackMethod_BeginUpdate<
+    weights::v1::WeightService::WithRawCallbackMethod_UploadWeights<
+        weights::v1::WeightService::WithRawCallbackMethod_CommitUpdate<
+            weights::v1::WeightService::WithRawCallbackMethod_AbortUpdate<
+                weights::v1::WeightService::WithRawCallbackMethod_GetVersion<
+                    weights::v1::WeightService::Service>>>>>;
 
 // Checks the XXH3-64 of every chunk before the receiver sees it: a damaged one is DATA_LOSS and
 // leaves the update open.
-class WeightReceiverService final
-    : public weights::v1::WeightService::WithRawCallbackMethod_UploadWeights<
-          weights::v1::WeightService::CallbackService> {
+class WeightReceiverService final : public RawWeightService {
  public:
   WeightReceiverService(CallExecutor& executor, Metrics& metrics)
       : executor_(executor), metrics_(metrics) {}
@@ -27,19 +31,19 @@ class WeightReceiverService final
   void SetReceiver(WeightReceiver* receiver) { receiver_ = receiver; }
 
   grpc::ServerUnaryReactor* BeginUpdate(grpc::CallbackServerContext* context,
-                                        const weights::v1::BeginUpdateRequest* request,
-                                        weights::v1::BeginUpdateResponse* response) override;
+                                        const grpc::ByteBuffer* request,
+                                        grpc::ByteBuffer* response) override;
   grpc::ServerReadReactor<grpc::ByteBuffer>* UploadWeights(grpc::CallbackServerContext* context,
                                                            grpc::ByteBuffer* response) override;
   grpc::ServerUnaryReactor* CommitUpdate(grpc::CallbackServerContext* context,
-                                         const weights::v1::CommitUpdateRequest* request,
-                                         weights::v1::CommitUpdateResponse* response) override;
+                                         const grpc::ByteBuffer* request,
+                                         grpc::ByteBuffer* response) override;
   grpc::ServerUnaryReactor* AbortUpdate(grpc::CallbackServerContext* context,
-                                        const weights::v1::AbortUpdateRequest* request,
-                                        weights::v1::AbortUpdateResponse* response) override;
+                                        const grpc::ByteBuffer* request,
+                                        grpc::ByteBuffer* response) override;
   grpc::ServerUnaryReactor* GetVersion(grpc::CallbackServerContext* context,
-                                       const weights::v1::GetVersionRequest* request,
-                                       weights::v1::GetVersionResponse* response) override;
+                                       const grpc::ByteBuffer* request,
+                                       grpc::ByteBuffer* response) override;
 
  private:
   class Upload;

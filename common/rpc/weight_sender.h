@@ -8,7 +8,7 @@
 #include "absl/status/statusor.h"
 #include "absl/time/time.h"
 #include "common/base/call_scope.h"
-#include "common/tensor/weight_transfer.h"
+#include "common/weights/weight_transfer.h"
 #include "tandem/weights/v1/weights.grpc.pb.h"
 
 namespace tandem::rpc {
@@ -19,7 +19,7 @@ struct WeightSenderOptions {
   int max_attempts = 5;
   absl::Duration backoff = absl::Milliseconds(200);
   absl::Duration rpc_timeout = absl::Seconds(120);  // of one call
-  // Take a version that is not above the one that the receiver serves.
+  // Whether the receiver takes a version that is not above the one that it serves.
   bool allow_rollback = false;
   CallScope call;  // that the weights are sent for
 };

@@ -17,7 +17,7 @@
 #include "common/rpc/testing/server.h"
 #include "common/rpc/weight_receiver_service.h"
 #include "common/rpc/weight_sender.h"
-#include "common/tensor/staged_weight_receiver.h"
+#include "common/weights/staged_weight_receiver.h"
 
 namespace tandem::rpc {
 namespace {
@@ -27,7 +27,7 @@ class FlakyReceiver final : public WeightReceiver {
  public:
   explicit FlakyReceiver(int64_t elements)
       : receiver_(
-            {{.name = "w", .shape = {elements}}}, std::nullopt, {},
+            {{.name = "w", .shape = {elements}}}, std::nullopt, /*num_token_ids=*/7, {},
             [this](const WeightManifest&, absl::Span<const std::byte> stream, const CallScope&) {
               applied_.assign(reinterpret_cast<const char*>(stream.data()), stream.size());
               return absl::OkStatus();
@@ -79,6 +79,7 @@ class BytesSource final : public WeightSource {
     manifest_.total_bytes = elements * 4;
     manifest_.chunk_bytes = chunk_bytes;
     manifest_.digest = Xxh3Hex(bytes_.data(), bytes_.size());
+    manifest_.num_token_ids = 7;
   }
   const WeightManifest& manifest() const override { return manifest_; }
   absl::Status Read(int64_t offset, absl::Span<std::byte> out) const override {

@@ -1,5 +1,5 @@
-// Chooses who writes the next token. The state is a pure function of (config, seed, sample_index,
-// emitted tokens), so a sequence that is replayed goes on identically.
+// Chooses the author of each token. The state is a pure function of (config, seed, sample_index,
+// emitted tokens), so a replayed sequence continues identically.
 #ifndef TANDEM_COMMON_TANDEM_AUTHOR_SELECTOR_H_
 #define TANDEM_COMMON_TANDEM_AUTHOR_SELECTOR_H_
 
@@ -22,7 +22,7 @@ class TokenSet {
   bool contains(int32_t id) const {
     return id >= 0 && static_cast<size_t>(id) < bits_.size() && bits_[id];
   }
-  // The members in ascending order.
+  // Returns the members in ascending order.
   std::vector<int32_t> ids() const;
 
  private:
@@ -39,14 +39,14 @@ class TokenSet {
 //                else the author of t - 1
 class AuthorSelector {
  public:
-  // `boundaries`: the boundary set in force (see BoundarySets::Resolve); null is an empty set.
+  // `boundaries` is the boundary set in force (see BoundarySets::Resolve); null is an empty set.
   AuthorSelector(const TandemConfig& config, uint64_t seed, uint64_t sample_index,
                  std::shared_ptr<const TokenSet> boundaries);
 
-  // The author of token number size(). Does not advance.
+  // Returns the author of token number size(), and does not advance.
   Author NextAuthor() const { return next_; }
 
-  // Token number size() is `id`.
+  // Adds token number size(), which is `id`.
   void OnToken(int32_t id);
 
   int64_t size() const { return t_; }
@@ -65,7 +65,7 @@ class AuthorSelector {
   std::shared_ptr<const TokenSet> boundaries_;
 
   int64_t t_ = 0;
-  // Tokens emitted since the last draw (word).
+  // Number of tokens since the last draw (word).
   int32_t since_draw_ = 0;
   Author next_ = Author::kSenior;
 };

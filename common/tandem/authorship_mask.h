@@ -1,5 +1,5 @@
-// Who wrote what: the authorship mask of a response and the metrics that follow from it.
-// A mask has one entry per *response* token; prompt and padding tokens never appear in one.
+// The authorship mask of a response, and the metrics that follow from it. A mask has one entry per
+// *response* token; prompt and padding tokens have none.
 #ifndef TANDEM_COMMON_TANDEM_AUTHORSHIP_MASK_H_
 #define TANDEM_COMMON_TANDEM_AUTHORSHIP_MASK_H_
 
@@ -18,21 +18,23 @@ inline Author Other(Author author) {
   return author == Author::kSenior ? Author::kJunior : Author::kSenior;
 }
 
-// Count of t >= 1 with a_t != a_{t-1}.
+// Returns the number of t >= 1 with a_t != a_{t-1}.
 int64_t CountSwitches(std::span<const Author> mask);
 
-// Sentences of a response: one ends after each token for which `ends_sentence` is true, and one at
-// the response's end if tokens are left. 0 for an empty response.
+// Returns the number of sentences of a response: one ends after each token for which
+// `ends_sentence` is true, and one at the response's end if tokens are left. 0 for an empty
+// response.
 int64_t CountSentences(std::span<const bool> ends_sentence);
 
 // Sums over the sequences of a batch; the getters are the reported metrics.
 class AuthorshipStats {
  public:
-  // One finished response. `ends_sentence[t]`: token t is in the `sentence` default set.
+  // Adds one finished response. `ends_sentence[t]` is whether token t is in the `sentence` default
+  // set.
   void Add(std::span<const Author> mask, std::span<const bool> ends_sentence);
 
   int64_t response_tokens() const { return senior_tokens_ + junior_tokens_; }
-  // Shares of response tokens in [0, 1]; 0 for an empty batch.
+  // Fractions of response tokens in [0, 1]; 0 for an empty batch.
   double senior_token_fraction() const;
   double junior_token_fraction() const;
   // Mean over sequences.

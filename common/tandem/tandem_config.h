@@ -1,4 +1,4 @@
-// What a request may choose: who writes (TandemConfig) and how tokens are drawn (SamplingParams).
+// The choices of a request: who writes (TandemConfig), and how tokens are drawn (SamplingParams).
 #ifndef TANDEM_COMMON_TANDEM_TANDEM_CONFIG_H_
 #define TANDEM_COMMON_TANDEM_TANDEM_CONFIG_H_
 
@@ -11,7 +11,7 @@
 
 namespace tandem {
 
-// How the author of token t is chosen; see AuthorSelector for the rules.
+// The rule that chooses the author of token t; AuthorSelector defines the rules.
 enum class SelectionStrategy { kBernoulli, kChunk, kAlternating, kSentence, kWord };
 
 struct TandemConfig {
@@ -31,8 +31,7 @@ struct TandemConfig {
 };
 
 struct SamplingParams {
-  // Divides the logits, 0 or in [0.001, 100]; 0 is greedy, and log-probs are then those of
-  // temperature 1.
+  // Divides the logits; 0 or in [0.001, 100]. 0 is greedy, and log-probs are then of temperature 1.
   double temperature = 1.0;
   // Keep the k most likely tokens; 0 keeps all.
   int32_t top_k = 0;
@@ -40,17 +39,17 @@ struct SamplingParams {
   double top_p = 1.0;
   // Keep tokens at least min_p times as likely as the most likely one.
   double min_p = 0.0;
-  // Response tokens, the stop token included.
+  // Most response tokens, the stop token included.
   int32_t max_tokens = 16;
-  // End a sequence, besides the model's EOS ids.
+  // Ids that end a sequence, besides the model's EOS ids.
   std::vector<int32_t> stop_token_ids = {};
-  // The model's EOS ids do not end the sequence (stop_token_ids still do).
+  // Whether the model's EOS ids do not end the sequence (stop_token_ids still do).
   bool ignore_eos = false;
 
   friend bool operator==(const SamplingParams&, const SamplingParams&) = default;
 };
 
-// Every trajectory repeats the two lists of ids.
+// Bounds of the two lists of ids, which every trajectory repeats.
 inline constexpr size_t kMaxStopTokenIds = 256;
 inline constexpr size_t kMaxBoundaryTokenIds = 4096;
 

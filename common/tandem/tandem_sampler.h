@@ -19,8 +19,9 @@ struct SampledToken {
   float log_keep_mass = 0.0f;
 };
 
-// Holds scratch space for one vocabulary; one per thread. Results depend on the row, the parameters
-// and `u` alone, and are the same on every x86 machine: the order of every sum is fixed.
+// Draws tokens, with scratch space for one vocabulary; one object per thread. Results depend on the
+// row, the parameters and `u` alone, and are the same on every x86 machine: the order of every sum
+// is fixed.
 class TandemSampler {
  public:
   // Applies temperature, then top-k, then top-p over what is left (the token that reaches top_p
@@ -33,13 +34,12 @@ class TandemSampler {
   absl::StatusOr<SampledToken> Sample(std::span<const float> logits, const SamplingParams& params,
                                       double u);
 
-  // log-softmax(logits / temperature)[token] as Sample reports it (temperature 0 counts as 1).
+  // Returns log-softmax(logits / temperature)[token] as Sample does (temperature 0 counts as 1).
   absl::StatusOr<float> TokenLogProb(std::span<const float> logits, double temperature,
                                      int32_t token);
 
  private:
-  // Tokens in the order (scaled logit descending, id ascending): a cut keeps a prefix of it, which
-  // ends with this token.
+  // The last token that a cut keeps, in the order (scaled logit descending, id ascending).
   struct Border {
     float scaled;
     int32_t id;
@@ -48,10 +48,10 @@ class TandemSampler {
   // Fills scaled_ (logits / temperature - their maximum) and weights_ (its exp); sets argmax_ and
   // total_ (the sum of weights).
   absl::Status Prepare(std::span<const float> logits, double temperature);
-  // The shortest prefix of the tokens within `within` that has `count` tokens or, when count is 0,
-  // at least `mass`; `within` itself if it is not longer.
+  // Returns the border of the shortest prefix of the tokens within `within` that has `count` tokens
+  // or, if count is 0, at least `mass`; `within` itself if it is not longer.
   Border FindBorder(Border within, int64_t count, double mass);
-  // Sets the weights after `border` to zero and returns the sum of what is left.
+  // Sets the weights after `border` to zero, and returns the sum of the others.
   double Cut(Border border);
   int32_t Invert(double target) const;
 

@@ -1,5 +1,5 @@
-// One response with its provenance, as plain data: what the rollout engine writes and the trainer
-// and critic engines read. Mirrors tandem.types.v1.Trajectory.
+// One response with its provenance, as plain data. The rollout engine writes it, and the trainer's
+// reads it. Mirrors tandem.types.v1.Trajectory.
 #ifndef TANDEM_COMMON_TANDEM_TRAJECTORY_H_
 #define TANDEM_COMMON_TANDEM_TRAJECTORY_H_
 
@@ -26,7 +26,7 @@ struct VersionRun {
   bool operator==(const VersionRun&) const = default;
 };
 
-// L = response_token_ids.size(). Every per-token vector has L entries, or none where it says so.
+// L = response_token_ids.size(). Every per-token vector has L entries, or may be empty where noted.
 struct Trajectory {
   std::vector<int32_t> prompt_token_ids;
   std::vector<int32_t> response_token_ids;

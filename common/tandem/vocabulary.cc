@@ -119,7 +119,7 @@ std::string DecodeSentencePiece(absl::string_view piece) {
 
 }  // namespace
 
-absl::StatusOr<Vocabulary> Vocabulary::Parse(absl::string_view tokenizer_json, int64_t vocab_size) {
+absl::StatusOr<Vocabulary> Vocabulary::Parse(absl::string_view tokenizer_json) {
   TANDEM_ASSIGN_OR_RETURN(const Json root, ParseBoundedJson(tokenizer_json, "tokenizer.json"));
   if (!root.is_object()) return Malformed("it is not a JSON object");
   if (!root.contains("model") || !root["model"].contains("vocab")) {
@@ -128,9 +128,9 @@ absl::StatusOr<Vocabulary> Vocabulary::Parse(absl::string_view tokenizer_json, i
   Vocabulary result;
   bool any_marker = false;
   const auto put = [&](int64_t id, Entry entry) -> absl::Status {
-    if (id < 0 || id >= std::min(vocab_size, kMaxSize)) {
-      return Malformed(absl::StrCat("token id ", id, " (\"", entry.piece,
-                                    "\") is outside the model's vocabulary of ", vocab_size));
+    if (id < 0 || id >= kMaxSize) {
+      return Malformed(
+          absl::StrCat("token id ", id, " (\"", entry.piece, "\") is not in [0, ", kMaxSize, ")"));
     }
     if (id >= result.size()) result.entries_.resize(id + 1);
     Entry& place = result.entries_[id];
@@ -177,10 +177,10 @@ absl::StatusOr<Vocabulary> Vocabulary::Parse(absl::string_view tokenizer_json, i
   return result;
 }
 
-absl::StatusOr<Vocabulary> Vocabulary::Load(const std::string& model_dir, int64_t vocab_size) {
+absl::StatusOr<Vocabulary> Vocabulary::Load(const std::string& model_dir) {
   const std::string path = model_dir + "/tokenizer.json";
   TANDEM_ASSIGN_OR_RETURN(const std::string text, ReadFile(path, kMaxFileBytes));
-  absl::StatusOr<Vocabulary> result = Parse(text, vocab_size);
+  absl::StatusOr<Vocabulary> result = Parse(text);
   if (!result.ok()) {
     return absl::Status(result.status().code(),
                         absl::StrCat(path, ": ", result.status().message()));
@@ -250,28 +250,29 @@ std::string Vocabulary::Digest() const {
   return checksum.Hex();
 }
 
-absl::Status Vocabulary::CheckSame(const Vocabulary& senior, const Vocabulary& junior) {
+absl::Status Vocabulary::CheckSame(const Vocabulary& senior, const Vocabulary& other,
+                                   absl::string_view name) {
   const auto describe = [](const Vocabulary& vocabulary, int32_t id) -> std::string {
     if (id >= vocabulary.size()) return "no such id";
     return absl::StrCat("\"", std::string(vocabulary.piece(id)), "\"",
                         vocabulary.is_special(id) ? " (special)" : "");
   };
-  for (int32_t id = 0; id < std::max(senior.size(), junior.size()); ++id) {
-    if (id < senior.size() && id < junior.size() && senior.piece(id) == junior.piece(id) &&
-        senior.is_special(id) == junior.is_special(id)) {
+  for (int32_t id = 0; id < std::max(senior.size(), other.size()); ++id) {
+    if (id < senior.size() && id < other.size() && senior.piece(id) == other.piece(id) &&
+        senior.is_special(id) == other.is_special(id)) {
       continue;
     }
     return WithReason(
         absl::FailedPreconditionError(absl::StrCat(
-            "senior and junior have different vocabularies: the first differing id is ", id,
-            ", which is ", describe(senior, id), " for the senior and ", describe(junior, id),
-            " for the junior")),
+            "senior and ", name, " have different vocabularies: the first differing id is ", id,
+            ", which is ", describe(senior, id), " for the senior and ", describe(other, id),
+            " for the ", name)),
         reason::kVocabularyMismatch);
   }
-  if (senior.style() != junior.style()) {
-    return WithReason(
-        absl::FailedPreconditionError("senior and junior have equal pieces but different decoders"),
-        reason::kVocabularyMismatch);
+  if (senior.style() != other.style()) {
+    return WithReason(absl::FailedPreconditionError(absl::StrCat(
+                          "senior and ", name, " have equal pieces but different decoders")),
+                      reason::kVocabularyMismatch);
   }
   return absl::OkStatus();
 }

@@ -1,4 +1,4 @@
-// What the server knows about the vocabulary: the text of each id, enough to find the tokens at
+// The vocabulary as the server needs it: the text of each id, enough to find the tokens at
 // which authors change. Tokenisation itself is the client's.
 #ifndef TANDEM_COMMON_TANDEM_VOCABULARY_H_
 #define TANDEM_COMMON_TANDEM_VOCABULARY_H_
@@ -32,14 +32,13 @@ class Vocabulary {
   static constexpr int64_t kMaxSize = 10'000'000;
 
   // Models BPE, Unigram, WordLevel and WordPiece, plus added tokens. INVALID_ARGUMENT when the text
-  // is not such a file, when it names an id that a model of `vocab_size` has not, or one id for two
-  // tokens.
-  static absl::StatusOr<Vocabulary> Parse(absl::string_view tokenizer_json,
-                                          int64_t vocab_size = kMaxSize);
+  // is not such a file, or names one id for two tokens, or an id not below kMaxSize.
+  static absl::StatusOr<Vocabulary> Parse(absl::string_view tokenizer_json);
   // `model_dir`/tokenizer.json; NOT_FOUND without one. Errors name the file.
-  static absl::StatusOr<Vocabulary> Load(const std::string& model_dir, int64_t vocab_size);
+  static absl::StatusOr<Vocabulary> Load(const std::string& model_dir);
 
-  // One more than the largest id. Ids without a token inside that range have an empty piece.
+  // One more than the largest id: LoadOptions::num_token_ids of the model beside it. Ids without a
+  // token inside that range have an empty piece.
   int32_t size() const { return static_cast<int32_t>(entries_.size()); }
   Style style() const { return style_; }
   // The token as the file spells it ("Ġthe"); "" for an id outside.
@@ -58,9 +57,11 @@ class Vocabulary {
   // client computes it from its own tokenizer (testdata/generate.py shows how).
   std::string Digest() const;
 
-  // OK when senior and junior agree on every id; else FAILED_PRECONDITION (reason
-  // "VOCABULARY_MISMATCH") with the first id at which size, text or special flag differ.
-  static absl::Status CheckSame(const Vocabulary& senior, const Vocabulary& junior);
+  // OK when the senior and another model (`name`: "junior") agree on every id; else
+  // FAILED_PRECONDITION (reason "VOCABULARY_MISMATCH") with the first id at which size, text or
+  // special flag differ.
+  static absl::Status CheckSame(const Vocabulary& senior, const Vocabulary& other,
+                                absl::string_view name = "junior");
 
  private:
   struct Entry {

@@ -130,17 +130,12 @@ TEST(VocabularyTest, TheDigestLeavesOutIdsWithoutATokenAndTellsEqualTextApart) {
   EXPECT_NE(digest(R"({"a": 0, "b": 1})"), digest(R"({"b": 0, "a": 1})"));
 }
 
-TEST(VocabularyTest, IdsOutsideTheModelsVocabularyAreRefused) {
+TEST(VocabularyTest, AddedTokensCountInItsSize) {
   const std::string text = ReadText("sentencepiece.json");
   const int32_t size = Vocabulary::Parse(text)->size();
-  EXPECT_TRUE(Vocabulary::Parse(text, size).ok());
-  const absl::Status status = Vocabulary::Parse(text, size - 1).status();
-  EXPECT_EQ(status.code(), absl::StatusCode::kInvalidArgument);
-  EXPECT_THAT(std::string(status.message()), HasSubstr("token id 13 (\"é\") is outside"));
   Json added = Json::parse(text);
-  added["added_tokens"].push_back({{"id", size}, {"content", "<tool>"}});
-  EXPECT_FALSE(Vocabulary::Parse(added.dump(), size).ok());
-  EXPECT_TRUE(Vocabulary::Parse(added.dump(), size + 1).ok());
+  added["added_tokens"].push_back({{"id", size + 2}, {"content", "<tool>"}});
+  EXPECT_EQ(Vocabulary::Parse(added.dump())->size(), size + 3);
 }
 
 TEST(VocabularyTest, AnIdForTwoTokensIsRefused) {
@@ -161,7 +156,7 @@ TEST(VocabularyTest, DamagedFilesAreRefused) {
         R"({"model": {"vocab": [["a"], 3]}})", R"({"model": 5})"}) {
     EXPECT_EQ(Vocabulary::Parse(text).status().code(), absl::StatusCode::kInvalidArgument) << text;
   }
-  EXPECT_EQ(Vocabulary::Load("/nonexistent", 10).status().code(), absl::StatusCode::kNotFound);
+  EXPECT_EQ(Vocabulary::Load("/nonexistent").status().code(), absl::StatusCode::kNotFound);
 }
 
 TEST(BoundarySetsTest, ConfiguredIdsReplaceTheDefault) {

@@ -1,4 +1,4 @@
-// Between ATen tensors and plain bytes: files, the wire, digests.
+// Conversions between ATen tensors and plain bytes, for files, the wire and digests.
 #ifndef TANDEM_COMMON_TENSOR_ATEN_BYTES_H_
 #define TANDEM_COMMON_TENSOR_ATEN_BYTES_H_
 
@@ -22,20 +22,20 @@ at::ScalarType ToScalarType(DType dtype);
 // UNIMPLEMENTED for a type that has no place in a checkpoint (complex, quantised).
 absl::StatusOr<DType> FromScalarType(at::ScalarType type);
 
-// A copy in memory of its own, in the view's type.
+// Returns a copy of the view, in its type.
 at::Tensor ToAten(const TensorView& view);
 
-// The view's bytes as a tensor, to be read only and as long as they are there. Bytes that are not
-// aligned to the type, which vectorised code may not read, are copied.
+// Returns a tensor in the view's memory, which must stay alive and must not be written. Copies
+// bytes that are not aligned to the type, as vectorised code cannot read them.
 at::Tensor AliasAsAten(const TensorView& view);
 
-// A view of a contiguous CPU tensor's bytes, valid while `tensor` lives and keeps its storage.
-// INVALID_ARGUMENT when it is not contiguous or not on the CPU.
+// Returns a view of a contiguous CPU tensor's bytes, valid while `tensor` lives and keeps its
+// storage. INVALID_ARGUMENT if it is not contiguous or not on the CPU.
 absl::StatusOr<TensorView> AsView(const std::string& name, const at::Tensor& tensor);
 
-// Writes what `source` gives as one safetensors file of `tensors`, one tensor at a time: that one
-// is all that is held of them. Values are converted to the types of `tensors`. Errors as
-// SafetensorsWriter, or of the source.
+// Writes the tensors that `source` gives as one safetensors file of `tensors`. It holds one tensor
+// at a time, and converts values to the types of `tensors`. Errors of SafetensorsWriter or
+// `source`.
 absl::Status WriteTensors(const std::string& path, absl::Span<const WeightSpec> tensors,
                           TensorSource source,
                           const std::map<std::string, std::string>& metadata = {});

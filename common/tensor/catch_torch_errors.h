@@ -11,9 +11,9 @@
 
 namespace tandem {
 
-// Calls `body()`, which returns a Status or StatusOr. An exception becomes INTERNAL, one for memory
-// RESOURCE_EXHAUSTED, one for what is not there yet UNIMPLEMENTED; `what` names the work in the
-// message.
+// Calls `body()`, which returns a Status or StatusOr. An exception becomes INTERNAL;
+// RESOURCE_EXHAUSTED if memory ran out, UNIMPLEMENTED if libtorch says so. `what` names the work in
+// the message.
 template <typename Body>
 auto CatchTorchErrors(absl::string_view what, Body&& body) -> decltype(body()) {
   return CatchExceptions(what, [&]() -> decltype(body()) {

@@ -22,16 +22,16 @@ enum class DType {
   kBool,
 };
 
-// Bytes of one element.
+// Returns the bytes of one element.
 size_t ItemSizeBytes(DType dtype);
 
-// The name safetensors uses: "F32", "BF16", "I64", "BOOL", ...
+// Returns the name in safetensors files: "F32", "BF16", "I64", "BOOL", ...
 absl::string_view DTypeName(DType dtype);
 
-// The name Hugging Face configs use: "float32", "bfloat16", ...
+// Returns the name in Hugging Face configs: "float32", "bfloat16", ...
 absl::string_view TorchDTypeName(DType dtype);
 
-// The inverse of DTypeName; nullopt for a name we do not support.
+// The inverse of DTypeName; nullopt for an unsupported name.
 std::optional<DType> ParseDType(absl::string_view name);
 
 }  // namespace tandem

@@ -16,15 +16,15 @@ namespace tandem {
 
 using NamedTensors = std::vector<std::pair<std::string, at::Tensor>>;
 
-// Called with one tensor after the other; each is valid until it returns.
+// Called with one tensor after the other; a tensor is valid during the call.
 using TensorVisitor =
     absl::FunctionRef<absl::Status(const std::string& name, const at::Tensor& tensor)>;
 
-// Calls a visitor with each of a set of tensors; the visitor's first error ends it and is returned.
-// To be called once.
+// Calls a visitor with each of a set of tensors. The visitor's first error ends the visit and is
+// returned. A source is called once.
 using TensorSource = absl::FunctionRef<absl::Status(TensorVisitor visit)>;
 
-// The source of tensors that are all there.
+// Returns a source of tensors that are in memory.
 inline auto SourceOf(const NamedTensors& tensors) {
   return [&tensors](TensorVisitor visit) -> absl::Status {
     for (const auto& [name, tensor] : tensors) TANDEM_RETURN_IF_ERROR(visit(name, tensor));

@@ -21,7 +21,7 @@
 
 namespace tandem {
 
-// One tensor inside someone else's memory: a mapped file, or the caller's buffer when writing
+// One tensor in memory that it does not own: a mapped file, or the caller's buffer when writing
 // (safetensors_writer.h). Little-endian, row-major, contiguous; `bytes` is the product of `shape`
 // times the item size.
 struct TensorView {
@@ -36,7 +36,7 @@ struct TensorView {
 // One mapped .safetensors file. Views stay valid as long as the object lives.
 class SafetensorsFile {
  public:
-  // Longest header accepted; the reference implementation has the same limit.
+  // Longest accepted header; the reference implementation has the same limit.
   static constexpr uint64_t kMaxHeaderBytes = 100'000'000;
 
   static absl::StatusOr<std::unique_ptr<SafetensorsFile>> Open(const std::string& path);
@@ -45,11 +45,11 @@ class SafetensorsFile {
   SafetensorsFile& operator=(const SafetensorsFile&) = delete;
 
   const std::string& path() const { return path_; }
-  // In the order of their bytes in the file.
+  // Returns the tensors in the order of their bytes in the file.
   const std::vector<TensorView>& tensors() const { return tensors_; }
-  // nullptr when there is no such tensor.
+  // Returns nullptr for an unknown name.
   const TensorView* Find(absl::string_view name) const;
-  // The header's "__metadata__".
+  // Returns the header's "__metadata__".
   const std::map<std::string, std::string>& metadata() const { return metadata_; }
 
  private:
@@ -73,7 +73,7 @@ class SafetensorsDirectory {
   static absl::StatusOr<std::unique_ptr<SafetensorsDirectory>> Open(const std::string& directory);
 
   const std::string& directory() const { return directory_; }
-  // Of all files, sorted by name.
+  // Returns the tensors of all files, sorted by name.
   const std::vector<TensorView>& tensors() const { return tensors_; }
   const TensorView* Find(absl::string_view name) const;
 

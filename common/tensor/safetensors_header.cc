@@ -15,7 +15,7 @@ namespace {
 using nlohmann::json;
 
 // Accepts exactly {name: {"dtype": text, "shape": [n...], "data_offsets": [a, b]}, ...,
-// "__metadata__": {text: text}} and stops at the first thing that is anything else.
+// "__metadata__": {text: text}} and stops at the first other token.
 class HeaderHandler : public nlohmann::json_sax<json> {
  public:
   SafetensorsHeader header;

@@ -1,4 +1,4 @@
-// The JSON header of a safetensors file, parsed as a stream so that a hostile header costs no more
+// Parses the JSON header of a safetensors file as a stream, so that a hostile header costs no more
 // memory than it has bytes.
 #ifndef TANDEM_COMMON_TENSOR_SAFETENSORS_HEADER_H_
 #define TANDEM_COMMON_TENSOR_SAFETENSORS_HEADER_H_

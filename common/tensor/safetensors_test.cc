@@ -7,7 +7,7 @@
 #include <fstream>
 
 #include "absl/strings/str_cat.h"
-#include "common/tensor/safetensors_writer.h"
+#include "common/tensor/testing/write_safetensors.h"
 
 namespace tandem {
 namespace {

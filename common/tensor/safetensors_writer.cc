@@ -113,15 +113,4 @@ absl::Status SafetensorsWriter::Finish() {
   return absl::OkStatus();
 }
 
-absl::Status WriteSafetensors(const std::string& path, absl::Span<const TensorView> tensors,
-                              const std::map<std::string, std::string>& metadata) {
-  std::vector<WeightSpec> specs;
-  for (const TensorView& tensor : tensors) {
-    specs.push_back({.name = tensor.name, .dtype = tensor.dtype, .shape = tensor.shape});
-  }
-  TANDEM_ASSIGN_OR_RETURN(const auto writer, SafetensorsWriter::Create(path, specs, metadata));
-  for (const TensorView& tensor : tensors) TANDEM_RETURN_IF_ERROR(writer->Write(tensor));
-  return writer->Finish();
-}
-
 }  // namespace tandem

@@ -17,27 +17,27 @@
 namespace tandem {
 
 // Writes one file, tensor by tensor, through a temporary file beside it: fsync, then rename, so
-// that a reader sees the old file or the new one. Errors are INVALID_ARGUMENT, which names file and
-// tensor, for what does not fit, else those of FileError.
+// that a reader sees the old file or the new one. INVALID_ARGUMENT names file and tensor for a
+// tensor that does not fit; else errors of FileError.
 class SafetensorsWriter {
  public:
-  // A file of these tensors. Wider items come first, so that every tensor is aligned. No two have
-  // the same name.
+  // Begins a file of these tensors, whose names differ. Wider items come first in the file, so that
+  // every tensor is aligned.
   static absl::StatusOr<std::unique_ptr<SafetensorsWriter>> Create(
       const std::string& path, absl::Span<const WeightSpec> tensors,
       const std::map<std::string, std::string>& metadata = {});
-  // Leaves nothing of a file that is not finished.
+  // Removes a file that is not finished.
   ~SafetensorsWriter();
   SafetensorsWriter(const SafetensorsWriter&) = delete;
   SafetensorsWriter& operator=(const SafetensorsWriter&) = delete;
 
-  // The tensor of that name; nullptr when the file has none.
+  // Returns the tensor of that name, or nullptr.
   const WeightSpec* Find(const std::string& name) const;
 
-  // Any order, each once.
+  // Writes one tensor. Tensors come in any order, each once.
   absl::Status Write(const TensorView& tensor);
 
-  // All tensors must be there.
+  // Completes the file. All tensors must have been written.
   absl::Status Finish();
 
  private:
@@ -55,10 +55,6 @@ class SafetensorsWriter {
   std::map<std::string, Place> places_;
   bool finished_ = false;
 };
-
-// Writes tensors that are all there.
-absl::Status WriteSafetensors(const std::string& path, absl::Span<const TensorView> tensors,
-                              const std::map<std::string, std::string>& metadata = {});
 
 }  // namespace tandem
 

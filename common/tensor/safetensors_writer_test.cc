@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "common/base/atomic_file.h"
+#include "common/tensor/testing/write_safetensors.h"
 
 namespace tandem {
 namespace {

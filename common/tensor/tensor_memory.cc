@@ -7,7 +7,7 @@ namespace tandem {
 
 at::Tensor EmptyWithoutMemory(int64_t numel, const at::TensorOptions& options) {
   const size_t bytes = static_cast<size_t>(numel) * options.dtype().itemsize();
-  // It has its size from the start: views are checked against it.
+  // The storage has its size from the start: views are checked against it.
   const c10::Storage storage(c10::Storage::use_byte_size_t(), bytes,
                              c10::DataPtr(nullptr, options.device()), /*allocator=*/nullptr,
                              /*resizable=*/false);

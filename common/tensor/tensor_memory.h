@@ -1,5 +1,5 @@
-// Tensors whose memory comes and goes while they, and all views of them, stay the same objects: for
-// parameters of which a process holds only some at a time.
+// Allocation and release of a tensor's memory while the tensor and its views stay the same objects:
+// for parameters that a process holds one block at a time.
 #ifndef TANDEM_COMMON_TENSOR_TENSOR_MEMORY_H_
 #define TANDEM_COMMON_TENSOR_TENSOR_MEMORY_H_
 
@@ -9,14 +9,14 @@
 
 namespace tandem {
 
-// [numel], without memory.
+// Returns a tensor of shape [numel] without memory.
 at::Tensor EmptyWithoutMemory(int64_t numel, const at::TensorOptions& options);
 
 bool HasMemory(const at::Tensor& flat);
-// Gives a tensor that fills its storage fresh memory, uninitialised, if it has none.
+// Allocates uninitialised memory for a tensor that fills its storage, unless it has memory.
 void AllocateMemory(const at::Tensor& flat);
-// Gives the memory back. Until there is new one no view of `flat` may be read: there is nothing at
-// its address, which is null.
+// Releases the memory. Until it is allocated again no view of `flat` may be read: their address is
+// null.
 void FreeMemory(const at::Tensor& flat);
 
 }  // namespace tandem

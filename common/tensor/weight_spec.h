@@ -1,4 +1,4 @@
-// What a tensor is, without its values.
+// The name, type and shape of a tensor.
 #ifndef TANDEM_COMMON_TENSOR_WEIGHT_SPEC_H_
 #define TANDEM_COMMON_TENSOR_WEIGHT_SPEC_H_
 
@@ -17,7 +17,7 @@ struct WeightSpec {
 
   bool operator==(const WeightSpec&) const = default;
 
-  // Of its values, back to back.
+  // Returns the bytes of its values.
   int64_t bytes() const {
     auto bytes = static_cast<int64_t>(ItemSizeBytes(dtype));
     for (const int64_t size : shape) bytes *= size;

@@ -15,10 +15,10 @@
 namespace tandem::training {
 namespace {
 
-// Beyond any training, and far from where counting on overflows.
+// More than any training makes, and far below the overflow of the counter.
 constexpr int64_t kMaxSteps = int64_t{1} << 53;
 
-// What is wrong with the numbers of a tensor that has the right shape and type; nullptr: nothing.
+// Returns what is wrong with the numbers of a tensor of the right shape and type, or nullptr.
 const char* Fault(const std::string& name, const at::Tensor& tensor) {
   if (name == kOptimizerSteps) {
     const auto steps = tensor.item<int64_t>();
@@ -30,14 +30,6 @@ const char* Fault(const std::string& name, const at::Tensor& tensor) {
 }
 
 }  // namespace
-
-std::vector<AdamWParameter> WholeParameters(const NamedTensors& parameters) {
-  std::vector<AdamWParameter> result;
-  for (const auto& [name, values] : parameters) {
-    result.push_back({.name = name, .values = values, .decays = DecaysWeight(values.dim())});
-  }
-  return result;
-}
 
 AdamW::AdamW(std::vector<AdamWParameter> parameters, const OptimizerOptions& options)
     : options_(options), parameters_(std::move(parameters)) {
@@ -130,7 +122,7 @@ void AdamW::Reset() {
 double GlobalNorm(const std::vector<at::Tensor>& gradients) {
   const at::NoGradGuard no_grad;
   if (gradients.empty()) return 0;
-  // One copy to the host for all of them.
+  // One copy to the host for all norms.
   const at::Tensor norms = at::stack(at::_foreach_norm(gradients)).to(at::kCPU, at::kDouble);
   double squares = 0;
   for (int64_t i = 0; i < norms.numel(); ++i) {

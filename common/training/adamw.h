@@ -1,4 +1,4 @@
-// AdamW (arXiv 1711.05101) on fp32 tensors, the numbers of torch.optim.AdamW.
+// AdamW (arXiv 1711.05101) on fp32 tensors, with the results of torch.optim.AdamW.
 #ifndef TANDEM_COMMON_TRAINING_ADAMW_H_
 #define TANDEM_COMMON_TRAINING_ADAMW_H_
 
@@ -15,43 +15,42 @@
 
 namespace tandem::training {
 
-// Names of the state of a parameter, and of the number of updates.
+// Suffixes of the names of a parameter's two moments, and the name of the number of updates.
 inline constexpr char kFirstMoment[] = ".exp_avg";
 inline constexpr char kSecondMoment[] = ".exp_avg_sq";
 inline constexpr char kOptimizerSteps[] = "optimizer.steps";
 
-// What the optimizer updates in place: a parameter, or a part of one.
+// A tensor that the optimizer updates in place: a parameter, or a shard of one.
 struct AdamWParameter {
   std::string name;
   at::Tensor values;   // float32
-  bool decays = true;  // takes part in weight decay: DecaysWeight
+  bool decays = true;  // whether weight decay applies (DecaysWeight)
 };
 
-// Weight decay applies to matrices (two dimensions or more), not to norms and biases.
+// Whether weight decay applies to a parameter: to matrices (two dimensions or more), not to norms
+// and biases.
 inline bool DecaysWeight(int64_t dimensions) { return dimensions >= 2; }
-
-std::vector<AdamWParameter> WholeParameters(const NamedTensors& parameters);
 
 class AdamW {
  public:
-  // Moments are allocated here, in fp32, beside the values.
+  // Allocates both moments in fp32, on the device of the values.
   AdamW(std::vector<AdamWParameter> parameters, const OptimizerOptions& options);
 
-  // One update. `gradients` parallel to the parameters. May throw c10::Error.
+  // Makes one update; `gradients` are parallel to the parameters. May throw c10::Error.
   void Step(const std::vector<at::Tensor>& gradients, double learning_rate);
 
   int64_t steps() const { return steps_; }
 
-  // The moments of every parameter, and the number of updates (int64 scalar). The tensors share
-  // memory with the optimizer.
+  // Returns the moments of every parameter and the number of updates (int64 scalar). The tensors
+  // share memory with the optimizer.
   NamedTensors State() const;
   // Copies a state in. DATA_LOSS names the tensor that is missing, unexpected, of another size, or
-  // holds what no update leaves (numbers that are not finite, a negative second moment or number of
-  // steps); then nothing has changed.
+  // holds numbers that no update leaves (not finite, a negative second moment or number of steps);
+  // then nothing has changed.
   absl::Status LoadState(const NamedTensors& state);
-  // Whether LoadState would copy it: with its errors.
+  // Returns the error that LoadState would return, and copies nothing.
   absl::Status CheckState(const NamedTensors& state) const;
-  // As if no update had been done.
+  // Sets moments and the number of updates to 0.
   void Reset();
 
  private:
@@ -67,7 +66,7 @@ class AdamW {
   int64_t steps_ = 0;
 };
 
-// The Euclidean norm of all gradients together, summed in double.
+// Returns the Euclidean norm of all gradients together, summed in double.
 double GlobalNorm(const std::vector<at::Tensor>& gradients);
 
 }  // namespace tandem::training

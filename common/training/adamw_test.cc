@@ -19,6 +19,14 @@ OptimizerOptions Options() {
   return options;
 }
 
+std::vector<AdamWParameter> WholeParameters(const NamedTensors& parameters) {
+  std::vector<AdamWParameter> result;
+  for (const auto& [name, values] : parameters) {
+    result.push_back({.name = name, .values = values, .decays = DecaysWeight(values.dim())});
+  }
+  return result;
+}
+
 TEST(AdamWTest, EqualsTorchOptimAdamW) {
   // Three steps of torch.optim.AdamW (2.11) with lr 0.01 and decay 0.1 on the matrix, 0 on the
   // bias.

@@ -45,7 +45,7 @@ KeptValues::Step& KeptValues::Open(const std::string& run_id, const std::string&
 std::string KeptValues::SequenceDigest(absl::Span<const int32_t> prompt,
                                        absl::Span<const int32_t> response) {
   Checksum checksum;
-  const size_t prompt_length = prompt.size();  // else a token could move between the two
+  const size_t prompt_length = prompt.size();  // without it, a token could move between the two
   checksum.Update(&prompt_length, sizeof(prompt_length));
   checksum.Update(prompt.data(), prompt.size() * sizeof(int32_t));
   checksum.Update(response.data(), response.size() * sizeof(int32_t));

@@ -1,4 +1,4 @@
-// The values that a critic gave for its last train steps.
+// The values that a critic gave for its last train steps, kept for repeats of those steps.
 #ifndef TANDEM_COMMON_TRAINING_KEPT_VALUES_H_
 #define TANDEM_COMMON_TRAINING_KEPT_VALUES_H_
 
@@ -23,33 +23,33 @@ struct SequenceValues {
   bool operator==(const SequenceValues&) const = default;
 };
 
-// A PPO step asks the critic for values and then trains it. When the trainer fails after that, the
-// repeated step must see the values of before, or it trains on other advantages: they are kept by
-// step and tokens.
+// Values by step and tokens. A PPO step asks the critic for values and then trains it. If the
+// trainer fails after that, the repeated step must get the same values, or it trains on other
+// advantages.
 class KeptValues {
  public:
   explicit KeptValues(size_t max_steps = 4) : max_steps_(max_steps) {}
 
-  // What one step was given.
+  // The values of one step.
   struct Step {
     std::string run_id, request_id;
-    WeightsVersion weights;                             // that computed them
+    WeightsVersion weights;                             // the critic's, when it computed them
     std::map<std::string, SequenceValues> by_sequence;  // by SequenceDigest
   };
 
-  // Null when nothing is kept for it.
+  // Returns null for a step without kept values.
   const Step* Find(const std::string& run_id, const std::string& request_id) const;
-  // The step's entry for values of `weights`, which may drop the oldest step's. What was kept of
-  // the step under other weights is forgotten: values of one step are of one version.
+  // Returns the step's entry for values of `weights`; a new entry may drop the oldest step's.
+  // Values of the step under other weights are dropped: all values of a step are of one version.
   Step& Open(const std::string& run_id, const std::string& request_id,
              const WeightsVersion& weights);
 
-  // XXH3-128 of prompt and response.
+  // Returns the XXH3-128 of prompt and response.
   static std::string SequenceDigest(absl::Span<const int32_t> prompt,
                                     absl::Span<const int32_t> response);
 
   nlohmann::json ToJson() const;
-  // DATA_LOSS, and nothing changed, for what ToJson did not make.
+  // Replaces everything. DATA_LOSS, with nothing changed, for a document that ToJson did not make.
   absl::Status FromJson(const nlohmann::json& list);
 
  private:

@@ -8,9 +8,9 @@
 
 namespace tandem::training {
 
-// Learning rate of the step that follows `steps_done` completed ones. Step i (from 1) of W warm-up
-// steps has learning_rate * i / W. Afterwards the schedule falls from learning_rate, first to
-// min_learning_rate once total_steps are done, and stays there.
+// Returns the learning rate of the step that follows `steps_done` completed ones. Step i (from 1)
+// of W warm-up steps has learning_rate * i / W. After the warm-up the schedule falls from
+// learning_rate to min_learning_rate, reaches it once total_steps are done, and stays there.
 double LearningRateAt(const OptimizerOptions& options, int64_t steps_done);
 
 }  // namespace tandem::training

@@ -1,4 +1,4 @@
-// Cutting a global batch into pieces that fit into memory.
+// Micro-batches: the runs of sequences that a batch is cut into, so that each fits into memory.
 #ifndef TANDEM_COMMON_TRAINING_MICRO_BATCHES_H_
 #define TANDEM_COMMON_TRAINING_MICRO_BATCHES_H_
 
@@ -13,12 +13,12 @@ namespace tandem::training {
 // The sequences of one pass.
 using MicroBatch = SequenceRange;
 
-// Consecutive runs of sequences with at most `token_budget` tokens each; a sequence that is longer
-// gets its own. The order is kept, so the result depends on the batch alone. Sequences of length 0
-// take no room; a run of nothing but those is left out.
+// Cuts the sequences into consecutive micro-batches of at most `token_budget` tokens; a longer
+// sequence gets a micro-batch of its own. Sequences of length 0 take no room, and a micro-batch of
+// nothing else is left out. The order is kept, so the result depends on the batch alone.
 //
-// `ranks` that take the micro-batches by turns have work for the same number of turns, each turn as
-// even as that allows: the largest micro-batch is the smallest that needs no turn more.
+// `ranks` ranks take the micro-batches in turn. The plan needs as few turns as the budget allows,
+// and among such plans its largest micro-batch is the smallest.
 std::vector<MicroBatch> PlanMicroBatches(absl::Span<const int64_t> lengths, int64_t token_budget,
                                          int64_t ranks = 1);
 

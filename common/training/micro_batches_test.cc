@@ -20,14 +20,14 @@ TEST(MicroBatchesTest, KeepsOrderAndBudget) {
 
 TEST(MicroBatchesTest, RanksHaveTheSameNumberOfEvenTurns) {
   const std::vector<int64_t> tens(9, 10);
-  // Alone: 40, 40, 10. Two ranks need two turns in any case: four even parts.
+  // One rank: 40, 40, 10. Two ranks need two turns anyway, so there are four even micro-batches.
   EXPECT_THAT(PlanMicroBatches(tens, 40),
               ElementsAre(MicroBatch{0, 4}, MicroBatch{4, 8}, MicroBatch{8, 9}));
   EXPECT_THAT(PlanMicroBatches(tens, 40, 2),
               ElementsAre(MicroBatch{0, 3}, MicroBatch{3, 6}, MicroBatch{6, 9}));
   EXPECT_THAT(PlanMicroBatches({10, 10, 10, 10}, 40, 2),
               ElementsAre(MicroBatch{0, 2}, MicroBatch{2, 4}));
-  // No sequence is cut, and one that is longer than the others does not add a turn.
+  // No sequence is cut, and a sequence that is longer than the others adds no turn.
   EXPECT_THAT(PlanMicroBatches({5, 50, 5}, 60, 2), ElementsAre(MicroBatch{0, 2}, MicroBatch{2, 3}));
   EXPECT_THAT(PlanMicroBatches({7}, 40, 4), ElementsAre(MicroBatch{0, 1}));
   EXPECT_THAT(PlanMicroBatches({}, 40, 4), IsEmpty());

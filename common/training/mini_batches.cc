@@ -8,7 +8,7 @@
 namespace tandem::training {
 namespace {
 
-// Every update costs a forward and backward pass: more is a mistake.
+// Every update costs a forward and a backward pass: a larger number is a mistake.
 constexpr int64_t kMostUpdates = 1000;
 
 }  // namespace

@@ -1,4 +1,4 @@
-// The updates of a step: how often it goes through its samples, and in how many parts.
+// The updates of a step: its mini-batches, and how often it goes through them.
 #ifndef TANDEM_COMMON_TRAINING_MINI_BATCHES_H_
 #define TANDEM_COMMON_TRAINING_MINI_BATCHES_H_
 
@@ -12,8 +12,8 @@
 namespace tandem::training {
 
 struct UpdateOptions {
-  int64_t num_mini_batches = 1;  // updates that go through the batch once
-  int64_t num_epochs = 1;        // times that it is gone through
+  int64_t num_mini_batches = 1;  // updates of one epoch
+  int64_t num_epochs = 1;        // passes over the whole batch
 
   bool operator==(const UpdateOptions&) const = default;
 };
@@ -24,8 +24,8 @@ using MiniBatch = SequenceRange;
 // INVALID_ARGUMENT "num_mini_batches" or "num_epochs".
 absl::Status CheckUpdateOptions(const UpdateOptions& options);
 
-// The parts of the batch in the order of the samples, as equal as can be: at most one for each
-// sample.
+// Splits the batch into mini-batches in the order of the samples. Their sizes differ by one at
+// most; there are fewer than num_mini_batches where there are fewer samples.
 std::vector<MiniBatch> SplitIntoMiniBatches(size_t num_samples, const UpdateOptions& options);
 
 }  // namespace tandem::training

@@ -1,5 +1,5 @@
-// AdamW and its schedule. Plain data: mirrors tandem.config.v1.OptimizerOptions, whose ranges
-// common/config checks.
+// Options of AdamW and its schedule, as tandem.config.v1.OptimizerOptions has them; common/config
+// checks their ranges.
 #ifndef TANDEM_COMMON_TRAINING_OPTIMIZER_OPTIONS_H_
 #define TANDEM_COMMON_TRAINING_OPTIMIZER_OPTIONS_H_
 

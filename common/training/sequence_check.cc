@@ -11,9 +11,9 @@ namespace {
 constexpr float kRounding = 1e-3f;
 
 absl::Status CheckTokens(absl::string_view field, absl::Span<const int32_t> ids,
-                         int64_t vocab_size) {
+                         int64_t num_token_ids) {
   if (ids.empty()) return InvalidField(field, "must hold at least one token");
-  return CheckTokenIds(field, ids, vocab_size);
+  return CheckTokenIds(field, ids, num_token_ids);
 }
 
 }  // namespace
@@ -26,8 +26,8 @@ absl::Status CheckSequence(absl::Span<const int32_t> prompt, absl::Span<const in
                       absl::StrCat("prompt and response have ", length, " tokens, at most ",
                                    limits.max_model_len, " are allowed"));
   }
-  TANDEM_RETURN_IF_ERROR(CheckTokens("prompt_token_ids", prompt, limits.vocab_size));
-  return CheckTokens("response_token_ids", response, limits.vocab_size);
+  TANDEM_RETURN_IF_ERROR(CheckTokens("prompt_token_ids", prompt, limits.num_token_ids));
+  return CheckTokens("response_token_ids", response, limits.num_token_ids);
 }
 
 absl::Status CheckPerToken(absl::string_view field, absl::Span<const float> numbers,

@@ -1,4 +1,4 @@
-// What trainer and critic ask of every sequence before it reaches the model.
+// Checks of every sequence that reaches the model of a trainer or critic.
 #ifndef TANDEM_COMMON_TRAINING_SEQUENCE_CHECK_H_
 #define TANDEM_COMMON_TRAINING_SEQUENCE_CHECK_H_
 
@@ -12,19 +12,20 @@
 namespace tandem::training {
 
 struct SequenceLimits {
-  int64_t vocab_size = 0;
+  int64_t num_token_ids = 0;
   int64_t max_model_len = 0;
 };
 
-// At least one prompt and one response token, ids inside the vocabulary: else INVALID_ARGUMENT
-// ("prompt_token_ids[3]"); prompt and response together within max_model_len: else OUT_OF_RANGE.
+// INVALID_ARGUMENT ("prompt_token_ids[3]") unless there are a prompt and a response token, and all
+// ids are in the vocabulary; OUT_OF_RANGE if prompt and response are longer than max_model_len.
 absl::Status CheckSequence(absl::Span<const int32_t> prompt, absl::Span<const int32_t> response,
                            const SequenceLimits& limits);
 
 // INVALID_ARGUMENT unless `numbers` has `length` finite entries ("<field>[i]").
 absl::Status CheckPerToken(absl::string_view field, absl::Span<const float> numbers, size_t length);
 
-// CheckPerToken, and none above 0 by more than rounding: they are logarithms of probabilities.
+// CheckPerToken; INVALID_ARGUMENT also for a number that is above 0 by more than rounding: they are
+// logarithms of probabilities.
 absl::Status CheckLogProbs(absl::string_view field, absl::Span<const float> numbers, size_t length);
 
 }  // namespace tandem::training

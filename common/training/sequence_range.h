@@ -1,4 +1,4 @@
-// Consecutive sequences of a batch.
+// A range of consecutive sequences of a batch.
 #ifndef TANDEM_COMMON_TRAINING_SEQUENCE_RANGE_H_
 #define TANDEM_COMMON_TRAINING_SEQUENCE_RANGE_H_
 
@@ -8,12 +8,12 @@
 
 namespace tandem::training {
 
-// Those of index [begin, end).
+// The sequences of index [begin, end).
 struct SequenceRange {
   size_t begin = 0;
   size_t end = 0;
 
-  // What belongs to them, of something that there is for each sequence.
+  // Returns the elements of these sequences from a span with one element for each sequence.
   template <typename T>
   absl::Span<const T> Of(absl::Span<const T> all) const {
     return all.subspan(begin, end - begin);

@@ -19,7 +19,7 @@ StepReport ReportFromJson(const json& object) {
   report.skipped = object.at("skipped");
   report.skip_reason = object.at("skip_reason");
   for (const auto& [name, value] : object.at("metrics").items()) {
-    // JSON has no NaN: it is written as null.
+    // A metric that is NaN: JSON has none, so it was written as null.
     report.metrics[name] =
         value.is_null() ? std::numeric_limits<double>::quiet_NaN() : value.get<double>();
   }

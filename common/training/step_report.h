@@ -1,4 +1,4 @@
-// What a train step answers, of trainer and critic alike.
+// The answer to a train step, of a trainer or a critic.
 #ifndef TANDEM_COMMON_TRAINING_STEP_REPORT_H_
 #define TANDEM_COMMON_TRAINING_STEP_REPORT_H_
 
@@ -23,8 +23,8 @@ struct StepReport {
 
 struct StepResult {
   StepReport report;
-  bool replayed = false;    // the report comes from the table of done steps
-  bool not_finite = false;  // skipped, just now, because of a loss or gradient that is not
+  bool replayed = false;    // the report is from the table of done steps
+  bool not_finite = false;  // skipped in this call for a loss or gradient that is not finite
 };
 
 }  // namespace tandem::training

@@ -13,7 +13,7 @@ using nlohmann::json;
 
 namespace {
 
-// Counting on from it overflows nothing, and readers that take numbers for doubles tell it apart.
+// Counting on from it overflows nothing, and a double represents it exactly.
 constexpr int64_t kMaxVersion = int64_t{1} << 53;
 
 }  // namespace

@@ -1,4 +1,4 @@
-// What an engine that trains remembers beside tensors, and whether it does a step.
+// The state of an engine that trains, beside its tensors, and the admission of its steps.
 #ifndef TANDEM_COMMON_TRAINING_TRAINING_STATE_H_
 #define TANDEM_COMMON_TRAINING_TRAINING_STATE_H_
 
@@ -23,14 +23,15 @@ struct TrainingState {
   int64_t version = 0;  // of the weights
   StepLedger ledger = StepLedger();
   WeightsLineage lineage = WeightsLineage();
-  KeptValues kept_values = KeptValues();  // a critic's
+  KeptValues kept_values = KeptValues();  // empty in a trainer
 };
 
 nlohmann::json ToJson(const TrainingState& state);
-// DATA_LOSS for what ToJson did not make, such as a version that no run reaches.
+// DATA_LOSS for a document that ToJson did not make, such as one with a version that no run
+// reaches.
 absl::StatusOr<TrainingState> TrainingStateFromJson(const nlohmann::json& object);
 
-// Which step a request is, and the version of the weights that it was made for.
+// The names of a step, and the version of the weights that it was made for.
 struct StepIdentity {
   std::string run_id;
   int64_t step = 0;
@@ -41,19 +42,18 @@ struct StepIdentity {
   bool operator==(const StepIdentity&) const = default;
 };
 
-// Longest run_id, request_id and group_id. Both tables of steps keep ids, and every checkpoint
-// holds the tables.
+// Longest run_id, request_id and group_id, in bytes. Checkpoints hold tables of these ids.
 inline constexpr size_t kMaxIdBytes = 256;
 
 // INVALID_ARGUMENT naming `field` for an id that is too long. An empty one passes.
 absl::Status CheckIdLength(absl::string_view field, absl::string_view id);
 
-// Both are given, and neither is too long; the error names the one that is wrong.
+// INVALID_ARGUMENT naming the id that is missing or too long.
 absl::Status CheckStepNames(absl::string_view run_id, absl::string_view request_id);
 
-// The stored report if the step was done before, nothing if it is to be done now. INVALID_ARGUMENT
-// for an incomplete identity; ALREADY_EXISTS (reason REQUEST_ID_REUSED); FAILED_PRECONDITION
-// (reason STALE_POLICY_VERSION) naming "expected_version".
+// Returns the stored report of a step that was done before, and nothing for one to do.
+// INVALID_ARGUMENT for an incomplete identity; ALREADY_EXISTS (reason REQUEST_ID_REUSED);
+// FAILED_PRECONDITION (reason STALE_POLICY_VERSION) naming "expected_version".
 absl::StatusOr<std::optional<StepReport>> AdmitStep(const TrainingState& state,
                                                     const StepIdentity& identity);
 

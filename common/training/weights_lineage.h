@@ -1,4 +1,4 @@
-// Which weights each number of a version stands for.
+// The weights that each version number stands for.
 #ifndef TANDEM_COMMON_TRAINING_WEIGHTS_LINEAGE_H_
 #define TANDEM_COMMON_TRAINING_WEIGHTS_LINEAGE_H_
 
@@ -13,18 +13,18 @@
 
 namespace tandem::training {
 
-// The digests of a model's last versions. A run that goes back to a checkpoint takes that
-// checkpoint's lineage and counts the same numbers again, with other digests.
+// The digests of a model's last versions. A run that returns to a checkpoint takes over the
+// checkpoint's lineage, and gives the same numbers to other digests from there on.
 class WeightsLineage {
  public:
   explicit WeightsLineage(size_t capacity = 1024) : capacity_(capacity) {}
 
   void Record(const WeightsVersion& weights);
-  // Empty when the version is not known, or no longer.
+  // Returns an empty string for a version that is unknown or too old.
   std::string DigestOf(int64_t version) const;
 
-  // An array of [version, digest], oldest first, and back: DATA_LOSS, and nothing changed, for
-  // anything else.
+  // An array of [version, digest], oldest first. FromJson replaces everything: DATA_LOSS, with
+  // nothing changed, for any other document.
   nlohmann::json ToJson() const;
   absl::Status FromJson(const nlohmann::json& list);
 

@@ -70,7 +70,7 @@ def tandem(command: str, *arguments: str, **options: object) -> str:
 
 
 def evaluate_untrained(file: Path, overrides: Sequence[str]) -> Numbers:
-    """What the senior can before any training; kept in `file`."""
+    """The senior's evaluations before any training, kept in `file`."""
     if not file.exists():
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(tandem("eval", *overrides, "--json", stdout=subprocess.PIPE))

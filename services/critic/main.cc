@@ -1,6 +1,8 @@
 // tandem-critic-server
 #include <memory>
 
+#include "common/base/status_macros.h"
+#include "common/model/device_check.h"
 #include "common/rpc/server_main.h"
 #include "services/critic/engine/engine.h"
 #include "services/critic/service/critic_app.h"
@@ -14,5 +16,8 @@ int main(int argc, char** argv) {
         return std::make_unique<tandem::critic::CriticApp>(config, runtime,
                                                            tandem::critic::CreateEngine);
       },
-      tandem::critic::PlanMemory);
+      [](const auto& config) -> absl::StatusOr<tandem::MemoryPlan> {
+        TANDEM_RETURN_IF_ERROR(tandem::CheckDevice(config.compute().device()));
+        return tandem::critic::PlanMemory(config);
+      });
 }

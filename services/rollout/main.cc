@@ -1,6 +1,8 @@
 // tandem-rollout-server
 #include <memory>
 
+#include "common/base/status_macros.h"
+#include "common/model/device_check.h"
 #include "common/rpc/server_main.h"
 #include "services/rollout/engine/engine.h"
 #include "services/rollout/service/memory.h"
@@ -14,5 +16,8 @@ int main(int argc, char** argv) {
         return std::make_unique<tandem::rollout::RolloutApp>(config, runtime,
                                                              tandem::rollout::CreateEngine);
       },
-      tandem::rollout::PlanMemory);
+      [](const auto& config) -> absl::StatusOr<tandem::MemoryPlan> {
+        TANDEM_RETURN_IF_ERROR(tandem::CheckDevice(config.compute().device()));
+        return tandem::rollout::PlanMemory(config);
+      });
 }

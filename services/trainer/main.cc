@@ -2,6 +2,8 @@
 #include <memory>
 #include <string>
 
+#include "common/base/status_macros.h"
+#include "common/model/device_check.h"
 #include "common/rpc/server_main.h"
 #include "services/trainer/engine/engine.h"
 #include "services/trainer/service/memory.h"
@@ -16,11 +18,14 @@ int main(int argc, char** argv) {
         return std::make_unique<tandem::trainer::TrainerApp>(config, runtime,
                                                              tandem::trainer::CreateEngine);
       },
-      tandem::trainer::PlanMemory,
+      [](const auto& config) -> absl::StatusOr<tandem::MemoryPlan> {
+        TANDEM_RETURN_IF_ERROR(tandem::CheckDevice(config.compute().device()));
+        return tandem::trainer::PlanMemory(config);
+      },
       {.flag = "--check-objective",
-       .help = "With --check-config: also check this objective, the JSON of a PolicyObjective, and "
+       .help = "With --check-config: also check this objective, JSON or YAML as in a run file, and "
                "print the one in force as the last line",
-       .check = [](const auto& config, const std::string& json) {
-         return tandem::trainer::ResolveObjectiveJson(json, tandem::trainer::SupportOf(config));
+       .check = [](const auto& config, const std::string& text) {
+         return tandem::trainer::ResolveObjectiveText(text, tandem::trainer::SupportOf(config));
        }});
 }

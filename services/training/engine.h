@@ -1,10 +1,10 @@
-// What the engines of trainer and critic offer alike. Plain structs, no tensors, no gRPC.
+// The interface that the engines of trainer and critic share. Plain structs, no tensors, no gRPC.
 //
-// A server of several ranks has an engine on each. Rank 0's is called; the others do what it does.
+// A multi-rank server has an engine on each rank. Rank 0's engine is called; the others follow it.
 //
-// Methods are thread-safe. Those that take a call wait for their turn on the engine's thread: they
-// leave with CANCELLED or DEADLINE_EXCEEDED, and nothing done, when the call is over before that,
-// and with UNAVAILABLE after Shutdown. The others never wait for a running step.
+// Methods are thread-safe. Those that take a call wait for their turn on the engine thread. They
+// return CANCELLED or DEADLINE_EXCEEDED, with nothing done, if the call ends before its turn, and
+// UNAVAILABLE after Shutdown. The other methods never wait for a running step.
 #ifndef TANDEM_SERVICES_TRAINING_ENGINE_H_
 #define TANDEM_SERVICES_TRAINING_ENGINE_H_
 
@@ -20,8 +20,8 @@
 #include "common/checkpoint/checkpoint.h"
 #include "common/model/compute_options.h"
 #include "common/model/model_summary.h"
-#include "common/parallel/rank_timeouts.h"
 #include "common/parallel/strategy_options.h"
+#include "common/ranks/rank_timeouts.h"
 #include "common/tensor/dtype.h"
 #include "common/training/optimizer_options.h"
 #include "common/training/step_report.h"
@@ -32,9 +32,9 @@ namespace tandem::training {
 struct TrainingOptions {
   std::string model;  // Hugging Face directory
   parallel::StrategyOptions strategy;
-  RankEnvironment environment;  // this process among the ranks of the server
-  parallel::RankTimeouts rank_timeouts;
-  // What must be the same on every rank, as lines of text.
+  RankEnvironment environment;  // of this process among the ranks of the server
+  ranks::RankTimeouts rank_timeouts;
+  // The settings that must be equal on every rank, as lines of text.
   std::string configuration;
   OptimizerOptions optimizer;
   int64_t micro_batch_tokens = 2048;
@@ -54,29 +54,30 @@ class Engine {
  public:
   virtual ~Engine() = default;
 
-  // As of the last call that changed it.
+  // Returns the state after the last call that changed it.
   virtual EngineInfo Info() const = 0;
 
-  // UNAVAILABLE when work waits or runs and nothing has progressed for minutes.
+  // UNAVAILABLE if work waits or runs, and nothing has progressed for ten minutes.
   virtual absl::Status Health() const = 0;
 
-  // Writes directory/name atomically; keeps the newest `keep` checkpoints (0: all).
+  // Writes directory/name atomically, and prunes the run's older checkpoints until `keep` are left
+  // (0: all stay). Errors as common/checkpoint/checkpoint.h says.
   virtual absl::StatusOr<checkpoint::Saved> SaveCheckpoint(const CallScope& call,
                                                            const std::string& directory,
                                                            const std::string& name,
                                                            int64_t keep) = 0;
-  // Whether there is something that no checkpoint holds.
+  // Whether there is state that no checkpoint holds.
   virtual bool unsaved() const = 0;
   virtual absl::Status LoadCheckpoint(const CallScope& call, const std::string& path) = 0;
-  // The weights of the start at version 0, with a new optimizer and an empty table of steps.
-  // FAILED_PRECONDITION ("base_model") when the model's files are no longer those of the start.
+  // Loads the model's files again: version 0, a new optimizer and an empty table of steps.
+  // FAILED_PRECONDITION ("base_model") if the files have changed since the start.
   virtual absl::Status LoadBaseModel(const CallScope& call) = 0;
   virtual absl::Status ExportModel(const CallScope& call, const std::string& path, DType dtype) = 0;
 
-  // Ends the engine's thread after the running command. On a rank other than 0 it waits until rank
-  // 0 shuts down.
+  // Ends the engine thread after the running command. On a rank other than 0 it waits until rank 0
+  // shuts down.
   virtual void Shutdown() = 0;
-  // Whether rank 0 has shut down: this rank has nothing to do any more.
+  // Whether rank 0 has shut down, and this rank can stop.
   virtual bool ended() const = 0;
 };
 

@@ -1,5 +1,7 @@
 #include "services/training/sequence_rows.h"
 
+#include <utility>
+
 namespace tandem::training {
 
 SequenceRows SelectSequenceRows(absl::Span<const int32_t> prompt,
@@ -18,12 +20,13 @@ SequenceRows SelectSequenceRows(absl::Span<const int32_t> prompt,
   return rows;
 }
 
-std::vector<size_t> FirstRows(absl::Span<const SequenceRows> sequences) {
-  std::vector<size_t> first = {0};
-  for (const SequenceRows& sequence : sequences) {
-    first.push_back(first.back() + sequence.positions.size());
-  }
-  return first;
+SequenceBatch::SequenceBatch(std::vector<SequenceRows> sequences) {
+  for (SequenceRows& sequence : sequences) Add(std::move(sequence));
+}
+
+void SequenceBatch::Add(SequenceRows sequence) {
+  first_rows_.push_back(first_rows_.back() + sequence.positions.size());
+  sequences_.push_back(std::move(sequence));
 }
 
 }  // namespace tandem::training

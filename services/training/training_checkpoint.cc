@@ -18,8 +18,8 @@
 #include "common/base/status_macros.h"
 #include "common/base/struct_bytes.h"
 #include "common/checkpoint/temporary_directory.h"
-#include "common/parallel/rank_agreement.h"
 #include "common/parallel/whole_parameters.h"
+#include "common/ranks/rank_agreement.h"
 #include "common/tensor/aten_bytes.h"
 #include "common/tensor/catch_torch_errors.h"
 #include "common/tensor/safetensors.h"
@@ -49,7 +49,7 @@ absl::StatusOr<TrainingState> ReadState(const std::string& path, const std::stri
   return state;
 }
 
-// The weights, if they are exactly the parameters of `model`, and could be the result of training.
+// Reads the weights, which must be exactly the parameters of `model`, with finite numbers.
 absl::StatusOr<SourceParameters> ReadWeights(const std::string& path, const Model& model) {
   const std::string file = absl::StrCat(path, "/", kWeightsFile);
   TANDEM_ASSIGN_OR_RETURN(std::shared_ptr<const SafetensorsFile> opened,
@@ -101,25 +101,27 @@ absl::StatusOr<checkpoint::Saved> SaveTraining(const std::string& directory,
                                                parallel::Strategy& strategy,
                                                const TrainingState& state) {
   TANDEM_RETURN_IF_ERROR(CheckAtLeast("keep", keep, 0));
-  std::optional<checkpoint::PendingCheckpoint> pending;  // of rank 0
+  const checkpoint::Identity identity = {.kind = state.kind,
+                                         .step = state.version,
+                                         .run_id = std::string(state.ledger.newest_run_id())};
+  std::optional<checkpoint::PendingCheckpoint> pending;  // on rank 0 alone
   TANDEM_ASSIGN_OR_RETURN(
       const std::string target,
-      parallel::FromRankZero<std::string>(strategy.ranks(), [&]() -> absl::StatusOr<std::string> {
+      ranks::FromRankZero<std::string>(strategy.ranks(), [&]() -> absl::StatusOr<std::string> {
         TANDEM_ASSIGN_OR_RETURN(checkpoint::PendingCheckpoint begun,
-                                checkpoint::PendingCheckpoint::Begin(
-                                    directory, name, {.kind = state.kind, .step = state.version}));
+                                checkpoint::PendingCheckpoint::Begin(directory, name, identity));
         return pending.emplace(std::move(begun)).directory();
       }));
   TANDEM_RETURN_IF_ERROR(SaveModel(strategy, target, DType::kFloat32));
-  TANDEM_RETURN_IF_ERROR(parallel::Agree(strategy.ranks(), strategy.SaveOptimizer(target)));
+  TANDEM_RETURN_IF_ERROR(ranks::Agree(strategy.ranks(), strategy.SaveOptimizer(target)));
   TANDEM_ASSIGN_OR_RETURN(
       const checkpoint::Saved saved,
-      parallel::FromRankZero<checkpoint::Saved>(
+      ranks::FromRankZero<checkpoint::Saved>(
           strategy.ranks(), [&]() -> absl::StatusOr<checkpoint::Saved> {
             TANDEM_RETURN_IF_ERROR(WriteState(target, strategy, state));
             TANDEM_ASSIGN_OR_RETURN(const checkpoint::Saved committed,
                                     (*std::move(pending)).Commit());
-            TANDEM_RETURN_IF_ERROR(checkpoint::Prune(directory, state.kind, keep, committed.path));
+            TANDEM_RETURN_IF_ERROR(checkpoint::Prune(committed.path, identity, keep));
             return committed;
           }));
   return saved;
@@ -128,9 +130,9 @@ absl::StatusOr<checkpoint::Saved> SaveTraining(const std::string& directory,
 absl::StatusOr<TrainingCheckpoint> ReadTraining(const std::string& path,
                                                 parallel::Strategy& strategy,
                                                 const std::string& kind) {
-  // By one rank: it may put back what a crash left.
+  // Rank 0 alone: it may put a checkpoint back that a crash has left aside.
   TANDEM_RETURN_IF_ERROR(
-      parallel::FromRankZero<std::string>(strategy.ranks(), [&]() -> absl::StatusOr<std::string> {
+      ranks::FromRankZero<std::string>(strategy.ranks(), [&]() -> absl::StatusOr<std::string> {
         TANDEM_RETURN_IF_ERROR(checkpoint::Verify(path));
         return std::string();
       }).status());
@@ -140,7 +142,7 @@ absl::StatusOr<TrainingCheckpoint> ReadTraining(const std::string& path,
     TANDEM_ASSIGN_OR_RETURN(read.weights, ReadWeights(path, strategy.model()));
     return absl::OkStatus();
   });
-  TANDEM_RETURN_IF_ERROR(parallel::Agree(strategy.ranks(), status));
+  TANDEM_RETURN_IF_ERROR(ranks::Agree(strategy.ranks(), status));
   return read;
 }
 
@@ -148,7 +150,7 @@ absl::Status ExportModel(parallel::Strategy& strategy, const std::string& path, 
   std::error_code error;
   fs::path target = fs::absolute(path, error).lexically_normal();
   if (!target.has_filename()) target = target.parent_path();  // "model/" is "model"
-  std::optional<checkpoint::TemporaryDirectory> temporary;    // of rank 0
+  std::optional<checkpoint::TemporaryDirectory> temporary;    // on rank 0 alone
   const auto create = [&]() -> absl::StatusOr<std::string> {
     TANDEM_ASSIGN_OR_RETURN(checkpoint::TemporaryDirectory created,
                             checkpoint::TemporaryDirectory::Create(target.parent_path().string(),
@@ -157,7 +159,7 @@ absl::Status ExportModel(parallel::Strategy& strategy, const std::string& path, 
   };
   TANDEM_ASSIGN_OR_RETURN(
       const std::string directory,
-      parallel::FromRankZero<std::string>(strategy.ranks(), [&]() -> absl::StatusOr<std::string> {
+      ranks::FromRankZero<std::string>(strategy.ranks(), [&]() -> absl::StatusOr<std::string> {
         TANDEM_RETURN_IF_ERROR(CheckPath("path", path));
         if (fs::exists(path, error)) {
           return FieldError(absl::StatusCode::kAlreadyExists, "path",
@@ -169,7 +171,7 @@ absl::Status ExportModel(parallel::Strategy& strategy, const std::string& path, 
   absl::Status status = SaveModel(strategy, directory, dtype);
   if (status.ok()) {
     status =
-        parallel::FromRankZero<std::string>(strategy.ranks(), [&]() -> absl::StatusOr<std::string> {
+        ranks::FromRankZero<std::string>(strategy.ranks(), [&]() -> absl::StatusOr<std::string> {
           TANDEM_RETURN_IF_ERROR(RenameDurably(directory, target.string()));
           return std::string();
         }).status();

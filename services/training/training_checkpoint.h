@@ -1,13 +1,13 @@
 // Checkpoints of a model in training: a Hugging Face directory, the optimizer's state, and the
 // engine's own state as JSON, in one atomic step directory (common/checkpoint).
 //
-// model.safetensors holds whole tensors, whatever ranks they were on; the optimizer's state is in
-// one file a rank, each of which says which slices of which tensors it holds
-// (common/parallel/optimizer_state.h). What is read does not depend on the ranks that wrote it.
+// model.safetensors holds whole tensors, however the ranks shard them. The optimizer's state is in
+// one file per rank, which lists its slices of tensors
+// (common/parallel/optimizer/optimizer_state.h). Any layout of ranks reads what any other wrote.
 //
-// Every rank makes these calls, on one file system that all see. Rank 0 owns the directory and
-// commits it, when all have written their part: until then the old checkpoint is there, and from
-// then on the new one. An error of one rank is that of all.
+// Every rank makes these calls, on one file system that all ranks see. Rank 0 creates the directory
+// and commits it once all ranks have written their files: the old checkpoint is there until then,
+// and the new one afterwards. An error of one rank is returned on all.
 #ifndef TANDEM_SERVICES_TRAINING_TRAINING_CHECKPOINT_H_
 #define TANDEM_SERVICES_TRAINING_TRAINING_CHECKPOINT_H_
 
@@ -24,29 +24,29 @@
 
 namespace tandem::training {
 
-// Writes directory/name and then removes the oldest checkpoints of this kind until
-// `keep` are left, never the one just written (0: all stay). Of the model, a rank holds one block
-// beside its part.
+// Writes directory/name and then removes the oldest checkpoints of this kind and run until `keep`
+// are left, never the one just written (0: all stay). A rank holds one block of the model beside
+// its shard.
 absl::StatusOr<checkpoint::Saved> SaveTraining(const std::string& directory,
                                                const std::string& name, int64_t keep,
                                                parallel::Strategy& strategy,
                                                const TrainingState& state);
 
-// What a step directory holds beside the optimizer's state.
+// The contents of a step directory beside the optimizer's state.
 struct TrainingCheckpoint {
-  SourceParameters weights;  // exactly the model's parameters, in the memory of the file
+  SourceParameters weights;  // exactly the model's parameters, in the mapped file
   TrainingState state;
 };
 
-// Verifies and reads a step directory. NOT_FOUND, DATA_LOSS naming the file (and the tensor that no
-// training leaves, one with a number that is not finite), FAILED_PRECONDITION if
-// it is another kind's, INVALID_ARGUMENT if it is another model's.
+// Verifies and reads a step directory. NOT_FOUND; DATA_LOSS naming the file, and the tensor if it
+// has a number that is not finite; FAILED_PRECONDITION for a checkpoint of another kind;
+// INVALID_ARGUMENT for one of another model.
 absl::StatusOr<TrainingCheckpoint> ReadTraining(const std::string& path,
                                                 parallel::Strategy& strategy,
                                                 const std::string& kind);
 
 // Writes the model as a plain Hugging Face directory, complete or not at all. Errors name "path":
-// ALREADY_EXISTS if it exists, else as FileError says.
+// ALREADY_EXISTS, else as FileError says.
 absl::Status ExportModel(parallel::Strategy& strategy, const std::string& path, DType dtype);
 
 }  // namespace tandem::training

@@ -1,5 +1,4 @@
-// Checkpoints and exports of a model on several ranks. What they hold for one process is
-// training_core_test's.
+// Checkpoints and exports of a model on several ranks. training_core_test has those of one process.
 #include "services/training/training_checkpoint.h"
 
 #include <ATen/ATen.h>
@@ -23,9 +22,9 @@
 #include "common/base/error.h"
 #include "common/model/testing/tiny_model_dir.h"
 #include "common/parallel/single_strategy.h"
-#include "common/parallel/testing/rank_processes.h"
 #include "common/parallel/testing/strategy_runs.h"
 #include "common/parallel/zero_strategy.h"
+#include "common/ranks/testing/rank_processes.h"
 #include "common/tensor/catch_torch_errors.h"
 
 namespace tandem::training {
@@ -33,7 +32,7 @@ namespace {
 
 namespace fs = std::filesystem;
 using ::testing::HasSubstr;
-using Ranks = std::shared_ptr<parallel::Communicator>;
+using Ranks = std::shared_ptr<ranks::Communicator>;
 
 struct Layout {
   int ranks, stage;  // stage 0: single
@@ -53,12 +52,12 @@ absl::StatusOr<checkpoint::Saved> SaveVersion(parallel::Strategy& strategy,
   return SaveTraining(parent, name, /*keep=*/0, strategy, {.kind = "trainer", .version = version});
 }
 
-// As the core does it.
+// Saves as TrainingCore does.
 absl::Status Load(parallel::Strategy& strategy, const std::string& path) {
   absl::StatusOr<TrainingCheckpoint> read = ReadTraining(path, strategy, "trainer");
   if (!read.ok()) return read.status();
   if (absl::Status loaded = strategy.LoadOptimizer(path); !loaded.ok()) return loaded;
-  return strategy.ScatterParameters(read->weights.tensors);
+  return strategy.LoadParameters(read->weights.tensors);
 }
 
 std::string WeightsOf(const std::string& path) {
@@ -69,13 +68,13 @@ int64_t Entries(const std::string& directory) {
   return std::distance(fs::directory_iterator(directory), {});
 }
 
-// What N ranks save, M ranks load; the weights keep their bits, and so do the files, which are
-// those of one process.
+// Checkpoints of N ranks load on M ranks. The weights keep their bits, and model.safetensors equals
+// that of a single process.
 TEST(TrainingCheckpointTest, AnyLayoutLoadsWhatAnyOtherSaved) {
   const TemporaryFolder folder;
   for (const Layout& saved : kLayouts) {
     const std::string parent = folder / absl::StrCat(saved.ranks, "-", saved.stage);
-    parallel::RunConnected(saved.ranks, [&](const Ranks& ranks) {
+    ranks::RunConnected(saved.ranks, [&](const Ranks& ranks) {
       const TemporaryFolder own;
       WriteTinyModel(own / "model", 3);
       const auto strategy = MakeStrategy(saved, ranks);
@@ -94,7 +93,7 @@ TEST(TrainingCheckpointTest, AnyLayoutLoadsWhatAnyOtherSaved) {
     for (const Layout& layout : kLayouts) {
       const std::string again = folder / "again";
       fs::remove_all(again);
-      parallel::RunConnected(layout.ranks, [&](const Ranks& ranks) {
+      ranks::RunConnected(layout.ranks, [&](const Ranks& ranks) {
         const TemporaryFolder own;
         WriteTinyModel(own / "model", 4);
         const auto strategy = MakeStrategy(layout, ranks);
@@ -113,7 +112,7 @@ TEST(TrainingCheckpointTest, AnyLayoutLoadsWhatAnyOtherSaved) {
   }
 }
 
-// Fails on one rank, while the optimizer's state is written.
+// A strategy that fails on one rank while it writes the optimizer's state.
 class FailingStrategy final : public parallel::ZeroStrategy {
  public:
   FailingStrategy(const Ranks& ranks, int failing_rank)
@@ -131,7 +130,7 @@ class FailingStrategy final : public parallel::ZeroStrategy {
 TEST(TrainingCheckpointTest, AFailureOfAnyRankLeavesTheOldCheckpoint) {
   for (const int failing : {0, 1}) {
     const TemporaryFolder folder;
-    parallel::RunConnected(2, [&](const Ranks& ranks) {
+    ranks::RunConnected(2, [&](const Ranks& ranks) {
       const TemporaryFolder own;
       WriteTinyModel(own / "model", 3);
       parallel::ZeroStrategy good({.stage = 2}, ranks);
@@ -154,11 +153,11 @@ TEST(TrainingCheckpointTest, AFailureOfAnyRankLeavesTheOldCheckpoint) {
   }
 }
 
-// What only rank 0 sees, every rank is told, with the field that it is about.
+// Every rank returns errors that rank 0 alone sees, with their field.
 TEST(TrainingCheckpointTest, ErrorsOfTheDirectoryAreThoseOfAllRanks) {
   const TemporaryFolder folder;
   ASSERT_TRUE(WriteFileDurably(folder / "file", "x").ok());
-  parallel::RunConnected(2, [&](const Ranks& ranks) {
+  ranks::RunConnected(2, [&](const Ranks& ranks) {
     const TemporaryFolder own;
     WriteTinyModel(own / "model", 3);
     parallel::ZeroStrategy strategy({.stage = 3}, ranks);
@@ -185,15 +184,15 @@ TEST(TrainingCheckpointTest, ErrorsOfTheDirectoryAreThoseOfAllRanks) {
   });
 }
 
-// Ends its process, as a lost machine does, at one point of a save: before ranks agree, before or
-// after what else they do together, or at a tensor.
+// A strategy that kills its process at one point of a save: before ranks agree, before or after
+// another collective step, or at a tensor.
 class DyingStrategy final : public parallel::ZeroStrategy {
  public:
-  // `points` before the end; negative: none.
+  // Passes `points` points and is killed at the next one; negative: never.
   DyingStrategy(const Ranks& ranks, int stage, int points)
       : ZeroStrategy({.stage = stage}, ranks), points_(points) {}
 
-  parallel::Communicator& ranks() override {
+  ranks::Communicator& ranks() override {
     Point();
     return ZeroStrategy::ranks();
   }
@@ -227,17 +226,17 @@ class KilledSaveTest : public ::testing::TestWithParam<int> {  // the rank that 
  protected:
   static constexpr int kRanks = 2;
 
-  // Saves the model of `seed`, as version `seed`, on ranks of which one may die. How that one
-  // ended.
+  // Saves the model of `seed`, as version `seed`, on ranks of which one may be killed. Returns how
+  // that rank ended.
   std::string SaveOnRanks(uint64_t seed, int points,
                           std::optional<absl::Duration> kill_after = {}) {
     int begun[2];
     EXPECT_EQ(pipe(begun), 0);
-    parallel::RankProcesses processes(kRanks, [&](const RankEnvironment& environment) {
+    ranks::RankProcesses processes(kRanks, [&](const RankEnvironment& environment) {
       const std::string model = folder_ / absl::StrCat("model", environment.rank);
       WriteTinyModel(model, seed, {{"num_hidden_layers", 1}});
       const Ranks ranks =
-          parallel::Communicator::Connect(environment, {.timeout = absl::Seconds(30)}).value();
+          ranks::Communicator::Connect(environment, {.timeout = absl::Seconds(30)}).value();
       DyingStrategy strategy(ranks, 3, environment.rank == GetParam() ? points : -1);
       parallel::Prepare(strategy, model);
       ranks->Barrier();
@@ -269,7 +268,7 @@ class KilledSaveTest : public ::testing::TestWithParam<int> {  // the rank that 
     fs::copy(folder_ / "old", folder_ / "saved", fs::copy_options::recursive);
   }
 
-  // Every file of the checkpoint is that of one version.
+  // All files of the checkpoint are of one version.
   void ExpectOldOrNew() {
     const std::string path = folder_ / "saved/last";
     const absl::Status whole = checkpoint::Verify(path);
@@ -303,13 +302,13 @@ TEST_P(KilledSaveTest, AtAnyPointTheOldOrTheNewCheckpointIsThere) {
     PutBackTheOldOne();
     const std::string how = SaveOnRanks(4, point);
     ExpectOldOrNew();
-    if (how.empty()) break;  // a save has so many points
+    if (how.empty()) break;  // the save has no further point
     ASSERT_EQ(how, "signal 9");
     ASSERT_LT(point, 100);
   }
   EXPECT_TRUE(seen_old_);
   EXPECT_TRUE(seen_new_);
-  // What the killed ones left is removed by the next save.
+  // The next save removes the leftovers of killed ranks.
   EXPECT_EQ(SaveOnRanks(4, -1), "");
   EXPECT_EQ(Entries(folder_ / "saved"), 1);
 }

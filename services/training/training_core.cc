@@ -16,14 +16,14 @@
 #include "common/model/compute_setup.h"
 #include "common/parallel/create_strategy.h"
 #include "common/parallel/whole_parameters.h"
-#include "common/tensor/weights_digest.h"
+#include "common/weights/weights_digest.h"
 #include "services/training/training_checkpoint.h"
 
 namespace tandem::training {
 namespace {
 
-// A micro-batch of a large model, or a step of the critic that a trainer waits for, on a small
-// machine.
+// Longer than a micro-batch of a large model, or the critic's step that a trainer waits for, takes
+// on a small machine.
 constexpr absl::Duration kStallLimit = absl::Minutes(10);
 
 std::vector<double> Concatenated(const std::vector<std::vector<double>>& parts) {
@@ -34,18 +34,11 @@ std::vector<double> Concatenated(const std::vector<std::vector<double>>& parts) 
 
 }  // namespace
 
-RaggedBatch MakeBatch(absl::Span<const SequenceRows> sequences, at::Device device) {
-  std::vector<std::vector<int64_t>> inputs;
-  for (const SequenceRows& sequence : sequences) {
-    if (!sequence.input.empty()) inputs.push_back(sequence.input);
-  }
-  return MakeRaggedBatch(inputs, device);
-}
-
-MicroBatchInput SelectRows(const RaggedBatch& batch, absl::Span<const SequenceRows> sequences) {
-  MicroBatchInput selected = {.batch = batch};
+MicroBatchInput SelectRows(const RaggedBatch& batch, const SequenceBatch& sequences,
+                           const SequenceRange& range) {
+  MicroBatchInput selected = {.batch = batch, .sequences = range, .rows = sequences.Rows(range)};
   int64_t offset = 0;
-  for (const SequenceRows& sequence : sequences) {
+  for (const SequenceRows& sequence : range.Of(sequences.sequences())) {
     for (const int64_t position : sequence.positions) {
       selected.positions.push_back(offset + position);
     }
@@ -106,9 +99,9 @@ absl::Status TrainingCore::Load(LoadOptions load, std::unique_ptr<parallel::Stra
   TANDEM_ASSIGN_OR_RETURN(load.placement, SetUpCompute(options_.compute));
   load.freeze = options_.freeze;
   TANDEM_ASSIGN_OR_RETURN(ranks_,
-                          parallel::ServerRanks::Connect({.environment = options_.environment,
-                                                          .device = load.placement.device,
-                                                          .timeouts = options_.rank_timeouts}));
+                          ranks::ServerRanks::Connect({.environment = options_.environment,
+                                                       .device = load.placement.device,
+                                                       .timeouts = options_.rank_timeouts}));
   TANDEM_RETURN_IF_ERROR(ranks_->CheckSame("configuration", options_.configuration));
   strategy_ = std::move(strategy);
   if (strategy_ == nullptr) {
@@ -116,39 +109,42 @@ absl::Status TrainingCore::Load(LoadOptions load, std::unique_ptr<parallel::Stra
     TANDEM_RETURN_IF_ERROR(ranks_->Agree(created.status()));
     strategy_ = *std::move(created);
   }
-  TANDEM_RETURN_IF_ERROR(OnEveryRank("model", [&] { return LoadModel(load); }));
+  TANDEM_RETURN_IF_ERROR(RunAndAgree("model", [&] { return LoadModel(load); }));
   TANDEM_RETURN_IF_ERROR(ranks_->CheckSame("model", model().weights_digest()));
-  TANDEM_RETURN_IF_ERROR(OnEveryRank("optimizer", [&] {
+  TANDEM_RETURN_IF_ERROR(ranks_->CheckSame("tokenizer.json", vocabulary_digest_));
+  TANDEM_RETURN_IF_ERROR(RunAndAgree("optimizer", [&] {
     return PrependFieldPath("optimizer", strategy_->BuildOptimizer(options_.optimizer));
   }));
   RecordWeights(model().weights_digest());
   return absl::OkStatus();
 }
 
-absl::Status TrainingCore::LoadModel(const LoadOptions& load) {
+absl::Status TrainingCore::LoadModel(LoadOptions load) {
+  // Metrics count sentences and clients compare the digest; a model without a tokenizer trains too.
+  absl::StatusOr<Vocabulary> vocabulary = Vocabulary::Load(options_.model);
+  if (vocabulary.ok()) {
+    load.num_token_ids = vocabulary->size();
+    vocabulary_ = *std::move(vocabulary);
+    vocabulary_digest_ = vocabulary_->Digest();
+  } else if (!absl::IsNotFound(vocabulary.status())) {
+    return PrependFieldPath("model", vocabulary.status());
+  }
   if (const absl::Status loaded = strategy_->LoadModel(options_.model, load); !loaded.ok()) {
     const std::string field(FieldPath(loaded).value_or(""));
     const bool of_options = field.starts_with("freeze") || field.starts_with("strategy");
     return of_options ? loaded : PrependFieldPath("model", loaded);
   }
-  // Sentences are counted and clients compare it; a model without a tokenizer trains without it.
-  absl::StatusOr<Vocabulary> vocabulary =
-      Vocabulary::Load(options_.model, model().config().vocab_size);
-  if (absl::IsNotFound(vocabulary.status())) return absl::OkStatus();
-  if (!vocabulary.ok()) return PrependFieldPath("model", vocabulary.status());
-  vocabulary_ = *std::move(vocabulary);
-  vocabulary_digest_ = vocabulary_->Digest();
   return absl::OkStatus();
 }
 
-absl::Status TrainingCore::OnEveryRank(absl::string_view what,
+absl::Status TrainingCore::RunAndAgree(absl::string_view what,
                                        absl::FunctionRef<absl::Status()> body) {
   return ranks_->Agree(CatchTorchErrors(what, body));
 }
 
-absl::Status TrainingCore::Together(absl::string_view what,
-                                    absl::FunctionRef<absl::Status()> body) {
-  return thread_.Run({}, [&] { return OnEveryRank(what, body); });
+absl::Status TrainingCore::OnAllRanks(absl::string_view what,
+                                      absl::FunctionRef<absl::Status()> body) {
+  return thread_.Run({}, [&] { return RunAndAgree(what, body); });
 }
 
 void TrainingCore::Start() {
@@ -157,15 +153,12 @@ void TrainingCore::Start() {
 }
 
 void TrainingCore::Follow() {
-  for (;;) {
-    const parallel::ServerRanks::Command command = ranks_->Await();
-    if (command.name.empty()) break;
-    CallScope call;
-    call.request_id = command.request_id;
-    const absl::Status done =
-        thread_.Run(call, [&] { return commands_.at(command.name)(call, command.request); });
-    if (!done.ok()) ranks_->Fail(absl::StrCat("'", command.name, "': ", done.message()));
-  }
+  ranks_->Follow(commands_,
+                 [this](const std::string& request_id, absl::FunctionRef<absl::Status()> execute) {
+                   CallScope call;
+                   call.request_id = request_id;
+                   return thread_.Run(call, [&] { return execute(); });
+                 });
   ended_ = true;
 }
 
@@ -173,7 +166,7 @@ void TrainingCore::Shutdown() {
   std::call_once(shut_down_, [this] {
     if (follower_.joinable()) follower_.join();
     if (started_ && ranks_->leads()) {
-      thread_.Post([this] { ranks_->Announce({}); }).IgnoreError();  // there is room for one more
+      thread_.Post([this] { ranks_->AnnounceEnd(); }).IgnoreError();  // the queue has room for it
     }
     thread_.Shutdown();
   });
@@ -188,15 +181,15 @@ void TrainingCore::CheckSameOutcome(const std::string& command, const absl::Stat
   if (ranks_->size() == 1) return;
   const absl::Status same =
       ranks_->CheckSame(absl::StrCat("outcome of '", command, "'"),
-                        absl::StrCat(status.ToString(), ", version ", state_.version, " after ",
+                        absl::StrCat(ErrorLine(status), ", version ", state_.version, " after ",
                                      strategy_->optimizer_steps(), " updates"));
   if (!same.ok()) ranks_->Fail(std::string(same.message()));
 }
 
 SequenceLimits TrainingCore::limits() const {
-  const ModelConfig& config = strategy_->model().config();
-  return {.vocab_size = config.vocab_size,
-          .max_model_len = config.LongestSequence(options_.max_model_len)};
+  const Model& model = strategy_->model();
+  return {.num_token_ids = model.num_token_ids(),
+          .max_model_len = model.config().LongestSequence(options_.max_model_len)};
 }
 
 WeightsVersion TrainingCore::weights() const {
@@ -237,7 +230,7 @@ absl::StatusOr<StepResult> TrainingCore::Step(
     stored->weights.digest = state_.lineage.DigestOf(stored->weights.version);
     return StepResult{.report = *std::move(stored), .replayed = true};
   }
-  // A shutdown during the step saves it.
+  // A shutdown during the step must save the step.
   absl::Cleanup restore = [this, before = unsaved_.exchange(true)] { unsaved_ = before; };
   StepReport report{.run_id = identity.run_id, .step = identity.step};
   report.weights.version = state_.version;
@@ -249,7 +242,7 @@ absl::StatusOr<StepResult> TrainingCore::Step(
     report.skipped = true;
     report.skip_reason = std::string(status.message());
   } else if (!status.ok()) {
-    if (!broken_.ok()) std::move(restore).Cancel();  // what was there is lost
+    if (!broken_.ok()) std::move(restore).Cancel();  // the former weights are lost
     return status;
   }
   if (report.skipped) {
@@ -300,7 +293,7 @@ absl::Status TrainingCore::MakeUpdate(const StepIdentity& identity,
   if (copies_stale_) model().OnWeightsChanged();
   copies_stale_ = false;
   TANDEM_RETURN_IF_ERROR(gradients(report));
-  // All that the table needs is there before the update: nothing can go wrong after it.
+  // The entry is complete before the update, so that nothing can fail after it.
   if (updates.entry == nullptr) {
     updates.entry = &state_.ledger.Record(identity.request_id, identity.payload_digest, report);
   } else {
@@ -322,7 +315,7 @@ absl::Status TrainingCore::ApplyUpdate(Updates& updates) {
     return broken_;
   }
   if (strategy_->optimizer_steps() == steps_before) return optimizer.status();
-  // The update is done: the step counts, whatever fails from here on.
+  // The update is applied: the step counts, whatever fails from here on.
   if (updates.applied++ == 0) updates.entry->weights.version = ++state_.version;
   weights_changed_ = true;
   if (optimizer.ok()) {
@@ -352,35 +345,40 @@ void TrainingCore::Report(const Updates& updates) const {
   }
 }
 
-TrainingCore::Pass TrainingCore::PlanPass(absl::Span<const SequenceRows> sequences) const {
+TrainingCore::Pass TrainingCore::PlanPass(const SequenceBatch& sequences,
+                                          const SequenceRange& range) const {
   std::vector<int64_t> lengths;
-  for (const SequenceRows& sequence : sequences) {
+  for (const SequenceRows& sequence : range.Of(sequences.sequences())) {
     lengths.push_back(static_cast<int64_t>(sequence.input.size()));
   }
-  return {.sequences = sequences,
-          .micro_batches = PlanMicroBatches(lengths, options_.micro_batch_tokens,
-                                            strategy_->data_parallel_size()),
-          .first_rows = FirstRows(sequences)};
+  Pass pass = {.sequences = sequences,
+               .micro_batches = PlanMicroBatches(lengths, options_.micro_batch_tokens,
+                                                 strategy_->data_parallel_size())};
+  for (MicroBatch& micro_batch : pass.micro_batches) {
+    micro_batch.begin += range.begin;
+    micro_batch.end += range.begin;
+  }
+  return pass;
 }
 
 RaggedBatch TrainingCore::Input(const Pass& pass, int64_t micro_batch) {
   NoteProgress();
+  std::vector<std::vector<int64_t>> inputs;
   const MicroBatch& range = pass.micro_batches[static_cast<size_t>(micro_batch)];
-  return MakeBatch(range.Of(pass.sequences), model().device());
+  for (const SequenceRows& sequence : range.Of(pass.sequences.sequences())) {
+    if (!sequence.input.empty()) inputs.push_back(sequence.input);
+  }
+  return MakeRaggedBatch(inputs, model().device());
 }
 
 MicroBatchInput TrainingCore::RowsOf(const Pass& pass, int64_t micro_batch,
                                      const RaggedBatch& batch) {
-  const MicroBatch& range = pass.micro_batches[static_cast<size_t>(micro_batch)];
-  MicroBatchInput input = SelectRows(batch, range.Of(pass.sequences));
-  input.first_row = pass.first_rows[range.begin];
-  input.sequences = range;
-  return input;
+  return SelectRows(batch, pass.sequences, pass.micro_batches[static_cast<size_t>(micro_batch)]);
 }
 
-absl::StatusOr<std::vector<double>> TrainingCore::Forward(absl::Span<const SequenceRows> sequences,
+absl::StatusOr<std::vector<double>> TrainingCore::Forward(const SequenceBatch& sequences,
                                                           RowOutput output) {
-  const Pass pass = PlanPass(sequences);
+  const Pass pass = PlanPass(sequences, sequences.all());
   TANDEM_ASSIGN_OR_RETURN(const std::vector<std::vector<double>> outputs,
                           strategy_->Forward(
                               pass.count(), [&](int64_t i) { return Input(pass, i); },
@@ -390,11 +388,12 @@ absl::StatusOr<std::vector<double>> TrainingCore::Forward(absl::Span<const Seque
   return Concatenated(outputs);
 }
 
-absl::StatusOr<std::vector<double>> TrainingCore::ForwardFrozen(
-    const Model& frozen, absl::Span<const SequenceRows> sequences, RowOutput output) {
-  const Pass pass = PlanPass(sequences);
+absl::StatusOr<std::vector<double>> TrainingCore::ForwardFrozen(const Model& frozen,
+                                                                const SequenceBatch& sequences,
+                                                                RowOutput output) {
+  const Pass pass = PlanPass(sequences, sequences.all());
   TANDEM_ASSIGN_OR_RETURN(const std::vector<std::vector<double>> outputs,
-                          strategy_->ShareOut(pass.count(), [&](int64_t i) {
+                          strategy_->ParallelMap(pass.count(), [&](int64_t i) {
                             const at::NoGradGuard no_grad;
                             const RaggedBatch batch = Input(pass, i);
                             CausalContext context;
@@ -404,9 +403,9 @@ absl::StatusOr<std::vector<double>> TrainingCore::ForwardFrozen(
   return Concatenated(outputs);
 }
 
-absl::StatusOr<int64_t> TrainingCore::ForwardBackward(absl::Span<const SequenceRows> sequences,
-                                                      RowLoss loss) {
-  const Pass pass = PlanPass(sequences);
+absl::StatusOr<int64_t> TrainingCore::ForwardBackward(const SequenceBatch& sequences,
+                                                      const SequenceRange& range, RowLoss loss) {
+  const Pass pass = PlanPass(sequences, range);
   TANDEM_RETURN_IF_ERROR(strategy_->ForwardBackward(
       pass.count(), [&](int64_t i) { return Input(pass, i); },
       [&](int64_t i, const RaggedBatch& batch, const at::Tensor& hidden) {
@@ -424,7 +423,7 @@ absl::Status TrainingCore::ReadCheckpoint(const std::string& path) {
 
 absl::Status TrainingCore::ReadBaseModel() {
   SourceParameters base;
-  TANDEM_RETURN_IF_ERROR(OnEveryRank("base model", [&]() -> absl::Status {
+  TANDEM_RETURN_IF_ERROR(RunAndAgree("base model", [&]() -> absl::Status {
     absl::StatusOr<SourceParameters> read = model().ReadSource();
     if (!read.ok()) return PrependFieldPath("base_model", read.status());
     if (WeightsDigest(read->tensors) != model().weights_digest()) {
@@ -444,10 +443,10 @@ absl::Status TrainingCore::Replace(absl::string_view source,
                                    absl::FunctionRef<absl::Status()> load_optimizer,
                                    const NamedTensors& weights, TrainingState state) {
   TANDEM_RETURN_IF_ERROR(load_optimizer());
-  // The optimizer's state is another one now: without its weights it is of no use.
+  // The optimizer has its new state, which does not fit the old weights.
   broken_ = absl::DataLossError(
       absl::StrCat("loading ", source, " broke off: load a checkpoint before anything else"));
-  TANDEM_RETURN_IF_ERROR(strategy_->ScatterParameters(weights));
+  TANDEM_RETURN_IF_ERROR(strategy_->LoadParameters(weights));
   state_ = std::move(state);
   broken_ = absl::OkStatus();
   weights_changed_ = true;

@@ -1,5 +1,5 @@
-// A model in training, on its engine thread: what the engines of trainer and critic share. Each of
-// them adds its loss.
+// A model in training on its engine thread: the base of the engines of trainer and critic, which
+// add their losses.
 #ifndef TANDEM_SERVICES_TRAINING_TRAINING_CORE_H_
 #define TANDEM_SERVICES_TRAINING_TRAINING_CORE_H_
 
@@ -7,7 +7,6 @@
 #include <cstddef>
 #include <cstdint>
 #include <functional>
-#include <map>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -23,11 +22,11 @@
 #include "absl/types/span.h"
 #include "common/base/engine_thread.h"
 #include "common/base/status_macros.h"
-#include "common/base/struct_bytes.h"
 #include "common/model/model.h"
 #include "common/model/ragged_batch.h"
-#include "common/parallel/server_ranks.h"
 #include "common/parallel/strategy.h"
+#include "common/ranks/command_table.h"
+#include "common/ranks/server_ranks.h"
 #include "common/tandem/vocabulary.h"
 #include "common/tensor/catch_torch_errors.h"
 #include "common/training/micro_batches.h"
@@ -37,32 +36,31 @@
 
 namespace tandem::training {
 
-// What the model read in one pass, and the rows of its hidden states that enter the loss.
+// The input of one pass, and the rows of its hidden states that enter the loss.
 struct MicroBatchInput {
   const RaggedBatch& batch;
-  std::vector<int64_t> positions = {};  // [N], rows of the hidden states
+  std::vector<int64_t> positions = {};  // [N], of the rows among the hidden states
   std::vector<int64_t> labels = {};     // [N]
-  size_t first_row = 0;                 // of these rows, among those of all sequences
-  MicroBatch sequences = {};            // which of them they are
+  MicroBatch sequences = {};            // the sequences of the pass, in their SequenceBatch
+  RowRange rows = {};                   // the N rows, in the same SequenceBatch
 };
 
-// What the model reads of some sequences, on its device.
-RaggedBatch MakeBatch(absl::Span<const SequenceRows> sequences, at::Device device);
-
-// The rows of the sequences that `batch` consists of.
-MicroBatchInput SelectRows(const RaggedBatch& batch, absl::Span<const SequenceRows> sequences);
+// Returns the rows that the sequences `range` of `sequences` have in `batch`, which the model reads
+// of them.
+MicroBatchInput SelectRows(const RaggedBatch& batch, const SequenceBatch& sequences,
+                           const SequenceRange& range);
 
 class TrainingCore {
  public:
-  // Joins the other ranks and loads the model (blocks), where and as the options say. Metrics of
-  // the optimizer are reported under `metric_prefix`. Another strategy than that of the options is
-  // for tests. FAILED_PRECONDITION if the ranks have other configurations or model files.
+  // Joins the other ranks and loads the model; blocks. Metrics of the optimizer are reported under
+  // `metric_prefix`. Tests give a `strategy` in place of the one in the options.
+  // FAILED_PRECONDITION if configurations or model files of the ranks differ.
   static absl::StatusOr<std::unique_ptr<TrainingCore>> Create(
       const std::string& kind, const std::string& metric_prefix, const TrainingOptions& options,
       const LoadOptions& load, std::unique_ptr<parallel::Strategy> strategy = nullptr);
   ~TrainingCore() { Shutdown(); }
 
-  // As training::Engine promises.
+  // As in training::Engine.
   EngineInfo Info() const;
   absl::Status Health() const { return thread_.Health(); }
   bool unsaved() const { return unsaved_; }
@@ -81,15 +79,15 @@ class TrainingCore {
   void Shutdown();
   bool ended() const { return ended_; }
 
-  // What an engine does for a call. Every rank does it, rank 0 in the call's turn: `body` runs on
-  // the engine thread, and must do the same everywhere. What it wants of the world outside, it gets
-  // by FromRankZero; the call is rank 0's. Its result is a Status or StatusOr.
+  // The body of a command, which an engine runs for a call. Every rank runs it on its engine
+  // thread, rank 0 in the call's turn, and it must do the same on every rank: it asks the world
+  // outside through FromRankZero alone. `call` is rank 0's. The result is a Status or StatusOr.
   template <typename Request, typename Result>
   using Command = std::function<Result(const CallScope& call, const Request& request)>;
-  // Of a command that is its name alone.
+  // The request of a command that has no arguments.
   struct NoRequest {};
 
-  // What a command needs before it runs.
+  // The state that a command needs.
   enum class Needs {
     kNothing,
     // Weights whose digest is known. DATA_LOSS after an update that broke off, until a checkpoint
@@ -111,80 +109,80 @@ class TrainingCore {
       CheckSameOutcome(name, ToStatus(result));
       return result;
     };
-    commands_[name] = [execute](const CallScope& call, const std::string& bytes) -> absl::Status {
-      TANDEM_ASSIGN_OR_RETURN(const Request request, FromBytes<Request>(bytes));
-      (void)execute(call, request);  // rank 0 answers
-      return absl::OkStatus();
-    };
+    commands_.Add<Request>(
+        name, [execute](const std::string& request_id, const Request& request) -> absl::Status {
+          CallScope call;
+          call.request_id = request_id;
+          (void)execute(call, request);  // rank 0 answers
+          return absl::OkStatus();
+        });
     return [this, name, execute](const CallScope& call, const Request& request) {
       return thread_.Run(call, [&]() -> Result {
-        if (ranks_->size() > 1) {
-          ranks_->Announce(
-              {.name = name, .request_id = call.request_id, .request = ToBytes(request)});
-        }
+        ranks_->Announce(name, call.request_id, request);
         return execute(call, request);
       });
     };
   }
-  // Ranks other than 0 do from now on what rank 0 does.
+  // From now on ranks other than 0 execute the commands of rank 0.
   void Start();
 
-  // Runs `body` on the engine thread while the engine is being made: on every rank, with one
-  // result.
-  absl::Status Together(absl::string_view what, absl::FunctionRef<absl::Status()> body);
+  // Runs `body` on the engine thread of every rank, before Start. An error of one rank is the
+  // result on all ranks.
+  absl::Status OnAllRanks(absl::string_view what, absl::FunctionRef<absl::Status()> body);
   void NoteProgress() { thread_.NoteProgress(); }
 
-  // What follows is for the engine thread.
+  // The methods below are called on the engine thread.
 
-  // What `ask` returns on rank 0, where alone it runs, however long.
+  // Runs `ask` on rank 0 alone, however long it takes, and returns its result on every rank.
   template <typename T>
   absl::StatusOr<T> FromRankZero(absl::FunctionRef<absl::StatusOr<T>()> ask) {
     return ranks_->FromRankZero<T>(ask);
   }
   Model& model() { return strategy_->model(); }
   parallel::Strategy& strategy() { return *strategy_; }
-  // Adds up over the ranks what a loss has counted: a loss::MetricReduction.
+  // Returns the loss::MetricReduction over the ranks.
   auto reduction() {
     return [this](absl::Span<double> sums, absl::Span<double> maxima) {
       return strategy_->Reduce(sums, maxima);
     };
   }
   TrainingState& state() { return state_; }
-  // Of the tokenizer.json beside the model; nullptr without one.
+  // Returns the vocabulary of the tokenizer.json beside the model, or nullptr without one.
   const Vocabulary* vocabulary() const { return vocabulary_.has_value() ? &*vocabulary_ : nullptr; }
   SequenceLimits limits() const;
   WeightsVersion weights() const;
 
-  // Leaves the gradients of one update with the strategy, and its reports.
+  // Leaves the gradients of one update with the strategy, and adds its metrics to the report.
   using UpdateGradients = std::function<absl::Status(StepReport& report)>;
 
-  // Does a step once. `prepare` checks the batch and says what the gradients of each of its updates
-  // are; it may mark the step as skipped instead. An update with a NotFiniteError, its own or the
-  // optimizer's, is left out; without any update the step is skipped, with the message as the
-  // reason. As soon as the last update is applied the step counts and its report is in the table of
-  // done steps: a failure after that is repaired, now or by the next call, and a repeat gets the
-  // report. An error before the first update changes nothing; after it, or as Run says: DATA_LOSS.
+  // Does a step exactly once. `prepare` checks the batch and returns its updates, or marks the step
+  // as skipped. An update with a NotFiniteError, its own or the optimizer's, is left out; if all
+  // are, the step is skipped with that message as its reason. Once the last update is applied, the
+  // step counts and its report is in the table of done steps: a later failure is repaired, now or
+  // by the next call, and a repeat gets the report. An error before the first update changes
+  // nothing; an error after it is DATA_LOSS.
   absl::StatusOr<StepResult> Step(
       const StepIdentity& identity,
       absl::FunctionRef<absl::StatusOr<std::vector<UpdateGradients>>(StepReport& report)> prepare);
 
-  // Runs the model over the sequences in micro-batches, between which the engine's progress is
-  // noted, without gradients. Returns what `output` says of the rows of each, one after the other.
+  // Runs the model over the sequences in micro-batches, without gradients; health sees progress
+  // after each. Returns the results of `output`, which is called once for each micro-batch, one
+  // after the other.
   using RowOutput = absl::FunctionRef<absl::StatusOr<std::vector<double>>(
       const MicroBatchInput& input, const at::Tensor& hidden)>;
-  absl::StatusOr<std::vector<double>> Forward(absl::Span<const SequenceRows> sequences,
-                                              RowOutput output);
+  absl::StatusOr<std::vector<double>> Forward(const SequenceBatch& sequences, RowOutput output);
 
-  // The same of another model, whole on every rank.
+  // Forward of another model, which every rank holds whole.
   absl::StatusOr<std::vector<double>> ForwardFrozen(const Model& frozen,
-                                                    absl::Span<const SequenceRows> sequences,
+                                                    const SequenceBatch& sequences,
                                                     RowOutput output);
 
-  // As Forward with gradients, which it leaves with the strategy; `loss` is a
-  // parallel::LossFunction. Returns the number of micro-batches.
+  // Runs the model over the sequences `range` in micro-batches, and leaves the gradients of `loss`,
+  // a parallel::LossFunction, with the strategy. Returns the number of micro-batches.
   using RowLoss = absl::FunctionRef<absl::StatusOr<at::Tensor>(const MicroBatchInput& input,
                                                                const at::Tensor& hidden)>;
-  absl::StatusOr<int64_t> ForwardBackward(absl::Span<const SequenceRows> sequences, RowLoss loss);
+  absl::StatusOr<int64_t> ForwardBackward(const SequenceBatch& sequences,
+                                          const SequenceRange& range, RowLoss loss);
 
  private:
   TrainingCore(std::string kind, std::string metric_prefix, const TrainingOptions& options);
@@ -198,56 +196,52 @@ class TrainingCore {
   absl::Status ReadCheckpoint(const std::string& path);
   absl::Status ReadBaseModel();
   absl::Status PrepareWeights();
-  // Ends all ranks when they have gone different ways.
+  // Ends all ranks if their outcomes differ.
   void CheckSameOutcome(const std::string& command, const absl::Status& status);
-  // The life of the thread that waits for commands of rank 0.
+  // Runs on a thread of its own, and executes the commands of rank 0.
   void Follow();
 
   absl::Status Load(LoadOptions load, std::unique_ptr<parallel::Strategy> strategy);
-  absl::Status LoadModel(const LoadOptions& load);
-  absl::Status OnEveryRank(absl::string_view what, absl::FunctionRef<absl::Status()> body);
-  // Sequences, how they are cut, and the first row of each.
+  absl::Status LoadModel(LoadOptions load);
+  absl::Status RunAndAgree(absl::string_view what, absl::FunctionRef<absl::Status()> body);
+  // Sequences of a batch, cut into micro-batches.
   struct Pass {
-    absl::Span<const SequenceRows> sequences;
+    const SequenceBatch& sequences;
     std::vector<MicroBatch> micro_batches;
-    std::vector<size_t> first_rows;
 
     int64_t count() const { return static_cast<int64_t>(micro_batches.size()); }
   };
-  Pass PlanPass(absl::Span<const SequenceRows> sequences) const;
+  Pass PlanPass(const SequenceBatch& sequences, const SequenceRange& range) const;
   RaggedBatch Input(const Pass& pass, int64_t micro_batch);
   static MicroBatchInput RowsOf(const Pass& pass, int64_t micro_batch, const RaggedBatch& batch);
-  // Makes the updates and enters the report, which it completes. NotFiniteError when every one of
-  // them was left out.
+  // Makes the updates, completes the report and records it. NotFiniteError if every update was left
+  // out.
   absl::Status MakeUpdates(const StepIdentity& identity, absl::Span<const UpdateGradients> updates,
                            StepReport& report);
-  // What the updates of a step have done so far.
+  // The updates of a step so far.
   struct Updates {
-    StepReport* entry = nullptr;  // in the table, from the first one on
+    StepReport* entry = nullptr;  // in the table of done steps, from the first update on
     int64_t applied = 0;
     int64_t not_finite = 0;
     double grad_norm = 0;  // sum
     double learning_rate = 0;
-    bool known = true;  // what the optimizer says
+    bool known = true;  // whether norm and rate of every update are known
   };
   absl::Status MakeUpdate(const StepIdentity& identity, const UpdateGradients& gradients,
                           StepReport& report, Updates& updates);
   absl::Status ApplyUpdate(Updates& updates);
   void Report(const Updates& updates) const;
-  // Puts weights and state in the place of those that are there. `load_optimizer` comes first; when
-  // it fails, nothing has changed.
+  // Replaces weights and state. `load_optimizer` runs first; if it fails, nothing has changed.
   absl::Status Replace(absl::string_view source, absl::FunctionRef<absl::Status()> load_optimizer,
                        const NamedTensors& weights, TrainingState state);
-  // Brings what follows from weights that changed up to date: the model's copies, the digest.
+  // Updates the model's copies of its weights, and the digest, after weights have changed.
   absl::Status RefreshWeights();
   void RecordWeights(std::string digest);
 
   const std::string metric_prefix_;
   const TrainingOptions options_;
-  std::shared_ptr<parallel::ServerRanks> ranks_;
-  // Errors are of the request's bytes alone.
-  std::map<std::string, std::function<absl::Status(const CallScope&, const std::string& request)>>
-      commands_;
+  std::shared_ptr<ranks::ServerRanks> ranks_;
+  ranks::CommandTable commands_;
   struct SaveRequest {
     std::string directory, name;
     int64_t keep = 0;
@@ -264,22 +258,22 @@ class TrainingCore {
   std::string vocabulary_digest_;  // empty without one
   std::unique_ptr<parallel::Strategy> strategy_;
   TrainingState state_;
-  bool copies_stale_ = false;    // the model has not been told of its last update
+  bool copies_stale_ = false;    // the model's copies of its weights lack the last update
   bool weights_changed_ = true;  // since the digest was computed
-  absl::Status broken_;          // why these weights are of no use
+  absl::Status broken_;          // why the weights cannot be used; OK: they can
   std::atomic<bool> unsaved_ = false;
 
   mutable std::mutex info_mutex_;
   EngineInfo info_;
 
-  EngineThread thread_;  // it uses everything above
+  EngineThread thread_;  // uses everything above
   bool started_ = false;
   std::atomic<bool> ended_ = false;
   std::once_flag shut_down_;
-  std::thread follower_;  // of a rank other than 0; last: it uses the engine thread
+  std::thread follower_;  // on a rank other than 0; last, as it uses the engine thread
 };
 
-// Implements, for an interface that extends training::Engine, what the core does.
+// Implements the methods of training::Engine, for an interface that extends it, with the core.
 template <typename Interface>
 class CoreEngine : public Interface {
  public:

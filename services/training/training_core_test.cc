@@ -21,7 +21,7 @@
 namespace tandem::training {
 namespace {
 
-// Throws where it is told to.
+// A strategy that throws where a test tells it to.
 class FailingStrategy final : public parallel::SingleStrategy {
  public:
   absl::StatusOr<parallel::OptimizerReport> OptimizerStep() override {
@@ -33,13 +33,13 @@ class FailingStrategy final : public parallel::SingleStrategy {
     return report;
   }
   int64_t optimizer_steps() const override {
-    // The core asks before and after an update, then for what it publishes.
+    // The core calls this before and after an update, then for the info that it publishes.
     if (fail_publishing > 0 && --fail_publishing == 0) throw std::runtime_error("publishing");
     return SingleStrategy::optimizer_steps();
   }
-  absl::Status ScatterParameters(const NamedTensors& parameters) override {
+  absl::Status LoadParameters(const NamedTensors& parameters) override {
     if (std::exchange(fail_scatter, false)) throw std::runtime_error("while loading");
-    return SingleStrategy::ScatterParameters(parameters);
+    return SingleStrategy::LoadParameters(parameters);
   }
   bool fail_scatter = false;
   bool fail_before_update = false;
@@ -90,7 +90,7 @@ class TrainingCoreTest : public ::testing::Test {
             .payload_digest = "payload",
             .expected_version = step};
   }
-  // A step on the sum of all hidden states, so many times.
+  // Makes a step of `updates` updates, each on the sum of all hidden states.
   absl::StatusOr<StepResult> Step(const StepIdentity& identity, const CallScope& call = {},
                                   size_t updates = 1) {
     updates_ = updates;
@@ -99,9 +99,9 @@ class TrainingCoreTest : public ::testing::Test {
   absl::Status AddGradients(StepReport& report) {
     if (before_gradients != nullptr) before_gradients();
     report.metrics["loss/total"] = 0.5;
-    const SequenceRows rows = SelectSequenceRows({1, 2}, {3, 4, 5}, [](size_t) { return true; });
+    const SequenceBatch rows({SelectSequenceRows({1, 2}, {3, 4, 5}, [](size_t) { return true; })});
     return core_
-        ->ForwardBackward({rows},
+        ->ForwardBackward(rows, rows.all(),
                           [&](const MicroBatchInput&, const at::Tensor& hidden) {
                             return absl::StatusOr<at::Tensor>(at::ones_like(hidden));
                           })
@@ -132,7 +132,7 @@ TEST_F(TrainingCoreTest, AFailureAfterTheUpdateDoesNotLoseTheReply) {
   EXPECT_EQ(repeat->report.metrics.at("loss/total"), 0.5);
   EXPECT_GT(repeat->report.metrics.at("policy/grad_norm"), 0);
 
-  // The same as if nothing had failed.
+  // The result equals that of a step in which nothing failed.
   const StepResult next = Step(Identity(1)).value();
   core_ = Make();
   ASSERT_TRUE(Step(Identity()).ok());
@@ -144,14 +144,14 @@ TEST_F(TrainingCoreTest, AFailureBehindTheUpdateInTheStrategyCountsTheStepOnce) 
   const absl::StatusOr<StepResult> first = Step(Identity());
   ASSERT_TRUE(first.ok()) << first.status();
   EXPECT_EQ(first->report.weights.version, 1);
-  EXPECT_EQ(first->report.metrics.count("policy/grad_norm"), 0);  // nobody knows it any more
+  EXPECT_EQ(first->report.metrics.count("policy/grad_norm"), 0);  // it was lost with the error
   EXPECT_TRUE(core_->unsaved());
   const StepResult repeat = Step(Identity()).value();
   EXPECT_TRUE(repeat.replayed);
   EXPECT_EQ(repeat.report, first->report);
   EXPECT_EQ(strategy_->optimizer_steps(), 1);
 
-  // The same as if nothing had failed.
+  // The result equals that of a step in which nothing failed.
   const StepResult next = Step(Identity(1)).value();
   core_ = Make();
   EXPECT_EQ(Step(Identity()).value().report.weights, first->report.weights);
@@ -202,7 +202,7 @@ TEST_F(TrainingCoreTest, SeveralUpdatesAreOneStep) {
   EXPECT_EQ(Step(Identity(), {}, 2).value().report, both.report);  // replayed
   EXPECT_EQ(strategy_->optimizer_steps(), 2);
 
-  // The same as two steps.
+  // The result equals that of two steps.
   core_ = Make();
   const double first = Step(Identity(0)).value().report.metrics.at("policy/grad_norm");
   const StepResult second = Step(Identity(1)).value();
@@ -212,7 +212,7 @@ TEST_F(TrainingCoreTest, SeveralUpdatesAreOneStep) {
 }
 
 TEST_F(TrainingCoreTest, AnUpdateThatIsNotFiniteIsLeftOutOfAStep) {
-  strategy_->not_finite = true;  // the first
+  strategy_->not_finite = true;  // the first update
   const StepResult one = Step(Identity(), {}, 2).value();
   EXPECT_FALSE(one.report.skipped);
   EXPECT_EQ(one.report.metrics.at("policy/updates"), 1);
@@ -221,7 +221,7 @@ TEST_F(TrainingCoreTest, AnUpdateThatIsNotFiniteIsLeftOutOfAStep) {
   core_ = Make();
   EXPECT_EQ(Step(Identity()).value().report.weights, one.report.weights);
 
-  core_ = Make();  // the last
+  core_ = Make();  // now the last update
   int update = 0;
   before_gradients = [&] { strategy_->not_finite = update++ == 1; };
   const StepResult other = Step(Identity(), {}, 2).value();
@@ -244,7 +244,7 @@ TEST_F(TrainingCoreTest, AStepThatBreaksOffAfterAnUpdateNeedsACheckpoint) {
   ASSERT_TRUE(core_->LoadCheckpoint({}, path).ok());
   EXPECT_FALSE(Step(Identity(), {}, 2).value().replayed);
 
-  // Before the first update nothing has happened.
+  // An error before the first update changes nothing.
   core_ = Make();
   update = 1;
   EXPECT_EQ(Step(Identity(), {}, 2).status().code(), absl::StatusCode::kInternal);
@@ -282,7 +282,7 @@ TEST_F(TrainingCoreTest, TheBaseModelBeginsARunAnew) {
   EXPECT_FALSE(core_->unsaved());
   EXPECT_EQ(core_->state().lineage.DigestOf(1), "");
   EXPECT_EQ(core_->state().kept_values.Find("run", "0"), nullptr);
-  // Not replayed, and bit for bit what a new server does.
+  // The step is not replayed, and its bits equal those of a new server.
   const StepResult again = Step(Identity(0)).value();
   EXPECT_FALSE(again.replayed);
   EXPECT_EQ(again.report, first.report);
@@ -310,7 +310,7 @@ TEST_F(TrainingCoreTest, TheBaseModelHelpsAfterAnUpdateThatBrokeOff) {
   EXPECT_FALSE(Step(Identity()).value().replayed);
 }
 
-// What a checkpoint of right digests may hold all the same.
+// Contents that a checkpoint with matching digests may have.
 TEST_F(TrainingCoreTest, ACheckpointThatNoTrainingLeavesIsDataLossAndChangesNothing) {
   ASSERT_TRUE(Step(Identity(0)).ok());
   const EngineInfo before = core_->Info();
@@ -368,7 +368,7 @@ TEST_F(TrainingCoreTest, TheVocabularyOfTheModelIsReportedByItsDigest) {
   const absl::Status status =
       TrainingCore::Create("trainer", "policy/", options, {.requires_grad = true}).status();
   EXPECT_EQ(status.code(), absl::StatusCode::kInvalidArgument);
-  EXPECT_EQ(FieldPath(status), "model");
+  EXPECT_EQ(FieldPath(status), "model.tokenizer.json");
 }
 
 TEST_F(TrainingCoreTest, AFailureBeforeTheUpdateChangesNothing) {

@@ -1,8 +1,7 @@
 """Times alternatives in turn and reports medians, spreads, ratios to a peer and CPU time.
 
 Machines drift: the sides run A B C A B C …, and a ratio is the median of the ratios of one turn.
-CPU seconds are those of this process and of the others that are named, whoever of them works for a
-side.
+CPU seconds are the sum over this process and the processes `pids`.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Timing:
-    """What one side did in one turn."""
+    """The work of one side in one turn, and its time."""
 
     amount: int
     seconds: float
@@ -40,11 +39,11 @@ class Comparison:
         self._start = (0.0, 0.0)
 
     def start(self) -> None:
-        """A side begins its turn."""
+        """Begins the turn of a side."""
         self._start = (time.perf_counter(), self._cpu_seconds())
 
     def stop(self, name: str, amount: int) -> None:
-        """The side that began has made `amount` units (for example tokens)."""
+        """Ends the turn of side `name`, which made `amount` units (for example tokens)."""
         seconds, cpu = time.perf_counter() - self._start[0], self._cpu_seconds() - self._start[1]
         self._timings.setdefault(name, []).append(Timing(amount, seconds, cpu))
 
@@ -72,7 +71,7 @@ class Comparison:
 
 
 def _cpu_seconds_of(pid: int) -> float:
-    # The fields after the command's name, which may hold anything: utime and stime are 12 and 13.
+    # Fields after the command's name, which may contain spaces: utime and stime are 12 and 13.
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 

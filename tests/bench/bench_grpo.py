@@ -31,7 +31,7 @@ PROMPT = "Write one sentence about the sea, the wind and an old lighthouse keepe
 
 
 def reward(token_ids: Sequence[int]) -> float:
-    """Cheap, and different for most responses: the share of distinct tokens."""
+    """Reward: the fraction of distinct tokens, cheap and different for most responses."""
     return len(set(token_ids)) / len(token_ids)
 
 
@@ -84,11 +84,11 @@ class Turns(TrainerCallback):
         self._steps = itertools.count(1)
 
     def on_step_begin(self, *_: Any, **__: Any) -> None:
-        """TRL is about to generate and train."""
+        """Called before TRL generates and trains."""
         self._comparison.start()
 
     def on_step_end(self, *_: Any, **__: Any) -> None:
-        """TRL has updated its weights."""
+        """Called after TRL has updated its weights."""
         self._comparison.stop("Hugging Face TRL", self._tokens)
         for name, side in self._sides.items():
             self._comparison.start()

@@ -39,7 +39,7 @@ OURS: Mapping[str, list[str]] = {
     "context": ["--strategy", "megatron", "--context", "2"],
 }
 PEERS = ("ddp", "fsdp2")
-# Of fp32 values that a rank holds, by parameter of the model: weights, gradients, two moments.
+# fp32 values per parameter of the model that a rank holds: weights, gradients, two moments.
 HELD = {
     "single": 4.0,
     "zero-1": 1 + 1 + 2 / 2,
@@ -48,15 +48,16 @@ HELD = {
     "data": 1 + 1 + 2 / 2,
     "tensor": 4 / 2,
 }
-# Of bytes that each of two ranks sends, by byte of the parameters, for so many micro-batches a rank
-# (ZeRO, section 7): gradients are added up, and parameters gathered. Stage 3 gathers neither the
-# embedding nor the last block again for the way back.
+# Bytes that each of two ranks sends, per byte of the parameters, as a function of micro-batches per
+# rank (ZeRO, section 7): gradients are reduced, and parameters gathered. Stage 3 does not gather
+# the embedding or the last block again for the backward pass.
 SENT = {
     "zero-1": lambda rounds, ends: 1 / 2 + 1 / 2,
     "zero-2": lambda rounds, ends: rounds / 2 + 1 / 2,
     "zero-3": lambda rounds, ends: rounds / 2 + rounds * (2 - ends) / 2,
 }
-# Idle time of two equal stages by their work, for so many micro-batches: (p-1)/m and (p-1)/(m v).
+# Idle time of two equal stages as a fraction of their work, for m micro-batches: (p-1)/m and
+# (p-1)/(m v).
 BUBBLES = {
     "pipeline": lambda micro_batches: 1 / micro_batches,
     "interleaved": lambda micro_batches: 1 / (2 * micro_batches),
@@ -81,7 +82,7 @@ class Side:
 
     @classmethod
     def start(cls, name: str, command: list[str], ranks: int) -> Side:
-        """Starts and waits until all are ready."""
+        """Starts the processes and waits until all are ready."""
         port = held_port()
         processes = [
             subprocess.Popen(
@@ -101,14 +102,14 @@ class Side:
         return side
 
     def read(self) -> None:
-        """An answer of every rank."""
+        """Returns an answer of every rank."""
         lines = [process.stdout.readline() for process in self.processes]
         if not all(lines):
             sys.exit(f"{self.name} ended")
         self.answers = [json.loads(line) for line in lines]
 
     def do(self, what: str) -> list[dict[str, Any]]:
-        """The answers of all ranks when all have done it."""
+        """Sends a command to all ranks, and returns their answers."""
         for process in self.processes:
             process.stdin.write(what + "\n")
             process.stdin.flush()
@@ -140,7 +141,7 @@ def main() -> None:
 
 
 def measure(options: argparse.Namespace, directory: Path) -> None:
-    """Starts the sides, one after the other in memory, by turns in time."""
+    """Measures memory of one side after the other, and times the sides in turns."""
     torch.manual_seed(0)
     config = LlamaConfig(
         hidden_size=options.hidden,

@@ -64,7 +64,7 @@ class LossProcess:
         self.process.wait()
 
     def ask(self, command: str) -> float:
-        """Works once; what it answers."""
+        """Sends a command, and returns the answer."""
         assert self.process.stdin is not None and self.process.stdout is not None
         self.process.stdin.write(command + "\n")
         self.process.stdin.flush()
@@ -72,7 +72,7 @@ class LossProcess:
 
 
 def peer_work(peer: str, shape: tuple[int, int, int], dtype: str, name: str) -> Callable[[], None]:
-    """Forward and backward of a peer; gradients are added, as ours are."""
+    """Forward and backward of a peer, which adds to gradients, as ours does."""
     rows, width, vocabulary = shape
     torch.manual_seed(0)
     kind = getattr(torch, dtype)
@@ -106,7 +106,7 @@ def peer_work(peer: str, shape: tuple[int, int, int], dtype: str, name: str) -> 
 
 
 def extra_bytes_of_peer(peer: str, shape: tuple[int, int, int], dtype: str, name: str) -> int:
-    """Resident memory at its peak beyond what is there before, measured in this process."""
+    """Peak of resident memory beyond the memory before, measured in this process."""
     work = peer_work(peer, shape, dtype, name)
     if peer != "torch":
         # Compiling takes memory of its own.

@@ -1,12 +1,12 @@
-// Training of a model on this rank of some, as a process that bench_layouts.py times beside its
-// peers. It reads torchrun's variables. For every line of its input it works once, and answers with
+// One rank of a training layout, as a process that bench_layouts.py times beside its peers. It
+// reads torchrun's variables. It executes every line of its input as a command, and answers with
 // one line of JSON:
 //
 //     tandem-layout-bench --model DIR --strategy zero --stage 3
 //     step    forward, backward and update of all micro-batches: {"seconds", "cpu_seconds",
-//             "sent_bytes"}, the last but for what goes through groups of some of the ranks
-//     memory  {"bytes": resident memory that no file backs, beyond what the process had without a
-//             model, "peak_bytes": its largest value since the last such line}
+//             "sent_bytes"}, without the traffic of process groups of some of the ranks
+//     memory  {"bytes": anonymous resident memory beyond that of the process without a model,
+//             "peak_bytes": its largest value since the last memory command}
 //     export  writes the model
 //     digest  visits all parameters, as publishing does
 #include <ATen/ATen.h>
@@ -75,7 +75,7 @@ void Check(const Result& result) {
 
 class Bench {
  public:
-  Bench(const Options& options, std::shared_ptr<tandem::parallel::Communicator> world)
+  Bench(const Options& options, std::shared_ptr<tandem::ranks::Communicator> world)
       : options_(options), world_(std::move(world)) {
     auto created = tandem::parallel::CreateStrategy(options.strategy, world_);
     Check(created.status());
@@ -122,7 +122,7 @@ class Bench {
       sequences.emplace_back();
       for (int64_t t = 0; t < options_.tokens; ++t) {
         sequences.back().push_back((7919 * (t + 1) + 104729 * s) %
-                                   strategy_->model().config().vocab_size);
+                                   strategy_->model().num_token_ids());
       }
     }
     return tandem::MakeRaggedBatch(sequences);
@@ -137,13 +137,11 @@ class Bench {
       rows.labels.push_back(tokens.const_data_ptr<int64_t>()[row + 1]);
     }
     const tandem::parallel::OutputShard shard = strategy_->output_shard();
-    const auto loss =
-        tandem::loss::LinearCrossEntropyLoss::Create(shard.weight, {}, {.group = shard.group});
+    const auto loss = tandem::loss::LinearCrossEntropyLoss::Create(
+        shard.weight, {.vocabulary = shard.vocabulary});
     Check(loss.status());
-    tandem::loss::OutputGradients gradients = {
-        .hidden = at::zeros_like(hidden.detach()),
-        .weight = strategy_->Gradient(strategy_->model().lm_head_name()),
-        .bias = {}};
+    tandem::loss::OutputGradients gradients = {.hidden = at::zeros_like(hidden.detach()),
+                                               .weight = strategy_->OutputGradient()};
     const double scale = 1.0 / static_cast<double>(rows.labels.size() * options_.micro_batches);
     const absl::Status status = (*loss)->ForwardBackward(
         hidden.detach(), rows,
@@ -175,7 +173,7 @@ class Bench {
 
   const Options options_;
   const int64_t before_ = tandem::StatusBytes("RssAnon");
-  const std::shared_ptr<tandem::parallel::Communicator> world_;
+  const std::shared_ptr<tandem::ranks::Communicator> world_;
   std::unique_ptr<Strategy> strategy_;
 };
 
@@ -186,7 +184,7 @@ int main(int argc, char** argv) {
   at::set_num_threads(1);
   const auto environment = tandem::ReadRankEnvironment();
   Check(environment.status());
-  auto world = tandem::parallel::Communicator::Connect(*environment, {});
+  auto world = tandem::ranks::Communicator::Connect(*environment, {});
   Check(world.status());
   Bench bench(options, *world);
   std::cout << json({{"ready", true}}) << std::endl;

@@ -1,8 +1,9 @@
-// Linear maps of SmolLM2-135M's shapes: our kernels beside ATen's (MKL on x86), per core.
+// Linear maps with the shapes of SmolLM2-135M: own kernels beside ATen's (MKL on x86), on one core.
 //
 //     build/release/bin/tandem-linear-bench --benchmark_repetitions=5
 //
-// "FLOPS" is floating-point operations per second of CPU time on one thread.
+// "Ours" is ops::Linear, "OursBackward" ops::MatrixProduct. "FLOPS" is floating-point operations
+// per second of CPU time on one thread.
 #include <ATen/ATen.h>
 #include <ATen/Parallel.h>
 #include <benchmark/benchmark.h>

@@ -1,11 +1,11 @@
 // A loss of the output layer, forward and backward, as a process that bench_loss.py times beside
-// its peers. For every line of its input it works once and answers with one line, the seconds.
+// its peers. It executes every line of its input as a command, and answers with one line, the
+// seconds:
 //
 //     tandem-loss-bench --loss cross_entropy --rows 2048 --hidden 576 --vocabulary 49152
-//     loss              forward and backward of all rows
-//     peak              matrix products of as many operations, of shapes at their fastest
-//     extra_bytes       resident memory of `loss` at its peak, beyond what is there before and
-//     after
+//     loss         forward and backward of all rows
+//     peak         matrix products with as many operations, in the fastest shapes
+//     extra_bytes  bytes of resident memory at the peak of `loss`, beyond those before it
 #include <ATen/ATen.h>
 #include <ATen/Parallel.h>
 
@@ -32,9 +32,9 @@ using tandem::loss::LossMode;
 struct Options {
   int64_t rows = 2048, hidden = 576, vocabulary = 49152, threads = 2;
   int64_t logits_chunk_bytes = 48 << 20;
-  double weightless = 0;  // share of the rows that are left out
+  double weightless = 0;  // fraction of the rows that are left out
   std::string loss = "cross_entropy", dtype = "float32", kernels = "auto";
-  std::string impl = "auto", mode = "auto";  // of the cross-entropy
+  std::string impl = "auto", mode = "auto";  // for cross_entropy only
 };
 
 Options Parse(int argc, char** argv) {
@@ -74,8 +74,7 @@ class Bench {
         hidden_(at::randn({options.rows, options.hidden}).to(dtype_)),
         weight_((at::randn({options.vocabulary, options.hidden}) * 0.02).to(dtype_)),
         gradients_{.hidden = at::zeros({options.rows, options.hidden}),
-                   .weight = at::zeros({options.vocabulary, options.hidden}),
-                   .bias = {}} {
+                   .weight = at::zeros({options.vocabulary, options.hidden})} {
     const at::Tensor labels = at::randint(options.vocabulary, {options.rows}, at::kLong);
     const auto left_out =
         static_cast<int64_t>(options.weightless * static_cast<double>(options.rows));
@@ -92,7 +91,8 @@ class Bench {
     if (!status.ok()) throw std::runtime_error(std::string(status.message()));
   }
 
-  // As many operations as `Loss` has in its products, in squares that a core's caches like.
+  // Multiplies squares that suit a core's caches, with as many operations as the products of
+  // `Loss`.
   void Peak() {
     constexpr int64_t kSide = 2048;
     const double products = divergence_ == nullptr ? 3 : 4;
@@ -115,11 +115,10 @@ class Bench {
 
  private:
   void MakeCrossEntropy() {
-    loss_ =
-        LinearCrossEntropyLoss::Create(weight_, {},
-                                       {.impl = tandem::loss::ParseLossImpl(options_.impl).value(),
-                                        .logits_chunk_bytes = options_.logits_chunk_bytes})
-            .value();
+    loss_ = LinearCrossEntropyLoss::Create(
+                weight_, {.impl = tandem::loss::ParseLossImpl(options_.impl).value(),
+                          .logits_chunk_bytes = options_.logits_chunk_bytes})
+                .value();
     std::cerr << "fused output loss: " << LossImplName(loss_->impl()) << " (" << loss_->reason()
               << "), " << loss_->chunk_rows() << " rows a chunk\n";
   }

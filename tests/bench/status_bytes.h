@@ -1,4 +1,4 @@
-// The memory of this process, for benchmarks.
+// Memory of this process, for benchmarks.
 #ifndef TANDEM_TESTS_BENCH_STATUS_BYTES_H_
 #define TANDEM_TESTS_BENCH_STATUS_BYTES_H_
 
@@ -8,7 +8,7 @@
 
 namespace tandem {
 
-// A field of /proc/self/status in bytes.
+// Returns a field of /proc/self/status in bytes.
 inline int64_t StatusBytes(const std::string& field) {
   std::ifstream status("/proc/self/status");
   for (std::string name; status >> name;) {

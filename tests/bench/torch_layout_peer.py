@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM
 
 
 def status_bytes(field: str) -> int:
-    """A field of /proc/self/status."""
+    """Returns a field of /proc/self/status."""
     for line in Path("/proc/self/status").read_text().splitlines():
         name, _, value = line.partition(":")
         if name == field:
@@ -30,7 +30,7 @@ def status_bytes(field: str) -> int:
 
 
 def main() -> None:
-    """Answers a line for each line."""
+    """Answers each line of the input with a line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", required=True)
     parser.add_argument("--parallel", choices=["ddp", "fsdp2"], required=True)

@@ -39,13 +39,13 @@ TRAIN = [sys.executable, "-m", "tandem.cli", "train"]
 STEPS = 5
 # Times that a run is killed before it is left alone.
 MAX_KILLS_PER_RUN = 6
-# What one attempt may take, killed or not.
+# Time limit of one attempt, killed or not.
 ATTEMPT_SECONDS = 120.0
 OBJECTIVES: dict[str, dict[str, Any]] = {
     "grpo": {"junior_token_loss_weight": 0.5},
     "ppo": {"advantage_estimator": "gae", "gae_lambda": 0.95, "whiten_advantages": True},
 }
-# What a run leaves that has to be the same.
+# Files of a run that have to be the same.
 Fingerprint = dict[str, str]
 
 
@@ -328,7 +328,7 @@ class Chaos:
         self.runs += 1
 
     def _undisturbed(self, scenario: Scenario, supervised: bool) -> tuple[Fingerprint, float]:
-        """What a run leaves that nobody disturbs, and its seconds with these servers."""
+        """Returns the files of an undisturbed run, and its seconds with these servers."""
         key = (scenario.kind, supervised)
         if key not in self._expected:
             with self._servers(scenario, supervised) as supervisor:

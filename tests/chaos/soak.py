@@ -33,7 +33,7 @@ from tandem.errors import CancelledError, DeadlineError, RpcError
 from tandem.requests import PolicySample, Prompt
 from tandem.types.v1 import trajectory_pb2
 
-# What clients that train the same servers say to each other; everything else is a failure.
+# Errors that clients which train the same servers cause each other; any other is a failure.
 EXPECTED_REASONS = frozenset(
     {
         "STALE_POLICY_VERSION", "UNKNOWN_POLICY_VERSION", "TRAJECTORY_TOO_OLD", "WEIGHTS_DIFFER",
@@ -46,7 +46,7 @@ PUBLICATIONS = threading.Lock()
 
 
 class Replies:
-    """What was answered so far: the same question under the same weights has one answer."""
+    """Answers so far: the same question under the same weights has one answer."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -97,7 +97,7 @@ class Soak:
         servers.require_flat(*self._memory_means())
 
     def summary(self) -> str:
-        """What was done, and the memory at the third tenth and at the end."""
+        """Returns the counts of calls, and the memory at the third tenth and at the end."""
         before, after = self._memory_means()
         return "\n".join(
             [
@@ -257,8 +257,9 @@ class Client:
     def save(self) -> None:
         """Saves under a name that other clients use too."""
         number = self._random.randrange(3)
-        self._trainer.save_checkpoint("saved", f"trainer-{number}", keep=2)
-        self._critic.save_checkpoint("saved", f"critic-{number}", keep=2)
+        folder = str(self._servers.base / "saved")
+        self._trainer.save_checkpoint(folder, f"trainer-{number}", keep=2)
+        self._critic.save_checkpoint(folder, f"critic-{number}", keep=2)
 
     def go_back(self) -> None:
         """Loads the checkpoints of the start."""
@@ -266,7 +267,7 @@ class Client:
         self._critic.load_checkpoint(str(self._servers.base / "critic"))
 
     def look_around(self) -> None:
-        """What monitoring does."""
+        """Scrapes and health checks, as monitoring makes them."""
         for client in (self._rollout, self._trainer, self._critic):
             client.info()
             if client.health() != "SERVING":

@@ -35,7 +35,7 @@ from tandem.errors import RpcError, from_rpc, from_status
 from tandem.transport import CHANNEL_OPTIONS
 from valid_calls import ValidCall, valid_calls
 
-# What a server may say to a request that it does not like.
+# Codes with which a server may refuse a request.
 REFUSALS = frozenset(
     {
         StatusCode.INVALID_ARGUMENT,
@@ -48,7 +48,7 @@ REFUSALS = frozenset(
         StatusCode.UNIMPLEMENTED,
     }
 )
-# What a receiver of weights that is not there adds to them.
+# Codes that an absent receiver of weights adds to them.
 UNREACHABLE = frozenset({StatusCode.UNAVAILABLE, StatusCode.DEADLINE_EXCEEDED})
 REASONS = frozenset(
     re.findall(r"^\| `([A-Z_]+)` \|", (harness.REPOSITORY / "docs/errors.md").read_text(), re.M)
@@ -108,7 +108,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came back: responses, and the error that ended the call, if any."""
+    """The outcome of a call: responses, and the error that ended it, if any."""
 
     responses: list[Any]
     error: RpcError | None = None
@@ -224,7 +224,7 @@ def _cancelled() -> RpcError:
 
 
 def complaint(case: Case, outcome: Outcome) -> str | None:
-    """What is wrong with an answer; None if nothing is."""
+    """Returns the fault of an answer; None without one."""
     error = outcome.error
     if error is None:
         return _complaint_about_success(case, outcome.responses)
@@ -381,7 +381,7 @@ class Fuzzer:
 
 
 def _failures(responses: Iterable[Any]) -> Iterator[RpcError]:
-    """What single prompts or receivers failed with, but for prompts that were given up."""
+    """Returns the errors of single prompts or receivers, except of prompts that were given up."""
     for response in responses:
         statuses: list[Any] = []
         if response.DESCRIPTOR.name == "GenerateResponse" and response.HasField("failed"):

@@ -1,4 +1,4 @@
-// What the targets share. A target is a function of libFuzzer's name and type; linked with
+// Helpers of the fuzz targets. A target is a function of libFuzzer's name and type; linked with
 // libFuzzer it is a fuzzer, linked with run_corpus.cc a test that parses the files of its corpus.
 #ifndef TANDEM_TESTS_FUZZ_FUZZ_TARGET_H_
 #define TANDEM_TESTS_FUZZ_FUZZ_TARGET_H_
@@ -21,7 +21,7 @@ inline void Require(bool holds, const char* law) {
   std::abort();
 }
 
-// What a parser may say to a file: that it is wrong, or that it is not supported.
+// Whether a parser's status is one that a file may cause: invalid or not supported.
 inline void RequireRefusal(const absl::Status& status) {
   Require(!status.message().empty(), "a refusal says why");
   Require(absl::IsInvalidArgument(status) || absl::IsUnimplemented(status) ||

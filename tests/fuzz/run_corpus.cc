@@ -13,7 +13,7 @@ int main(int argc, char** argv) {
     for (const auto& entry : std::filesystem::directory_iterator(argv[i])) {
       std::ifstream file(entry.path(), std::ios::binary);
       const std::string bytes{std::istreambuf_iterator<char>(file), {}};
-      // Of what ends the process, the last name is the culprit.
+      // Names each file first: the last name is the one that ended the process.
       std::cout << entry.path().filename().string() << std::endl;
       LLVMFuzzerTestOneInput(reinterpret_cast<const uint8_t*>(bytes.data()), bytes.size());
       ++count;

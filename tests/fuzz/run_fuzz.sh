@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Builds the parsers' fuzz targets with clang and runs each for a while, from its corpus.
 #   tests/fuzz/run_fuzz.sh SECONDS_PER_PARSER
-# What it finds stays in build/fuzz/found; an input that breaks a parser belongs into tests/fuzz/corpus.
+# Inputs that break a parser are kept in build/fuzz/found; add them to tests/fuzz/corpus.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 seconds=${1:?seconds for each parser}

@@ -197,7 +197,7 @@ def _trainer_calls(servers: Servers) -> list[ValidCall]:
     objectives: dict[str, tuple[list[PolicySample], dict[str, Any]]] = {
         "with given advantages": (with_advantages, {
             "loss_kind": "ppo_clip", "junior_token_loss_weight": 0.5, "clip_ratio_low": 0.2,
-            "clip_ratio_high": 0.3, "dual_clip": 3.0, "old_logprobs": "author",
+            "clip_ratio_high": 0.3, "dual_clip": 3.0, "old_logprobs": "recomputed",
             "advantage_estimator": "provided", "aggregation": "seq_mean_token_sum_norm",
             "normalizer": "all_tokens", "norm_constant": 10.0, "kl_coefficient": 0.01,
             "kl_estimator": "k3", "entropy_coefficient": 0.01, "importance_sampling_cap": 2.0,

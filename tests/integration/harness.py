@@ -307,7 +307,7 @@ def wait_until(condition: Callable[[], bool], seconds: float = 30) -> None:
 
 
 def metrics_text(server: Server) -> str:
-    """What a server answers to a scrape."""
+    """The answer of a server to a scrape."""
     with urllib.request.urlopen(f"http://{server.metrics_address}/metrics", timeout=10) as reply:
         return reply.read().decode()
 

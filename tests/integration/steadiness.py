@@ -159,7 +159,7 @@ class Servers:
 @contextmanager
 def serving(directory: Path, models: harness.Models) -> Iterator[Servers]:
     """Starts the servers; `directory` is absolute and empty, or does not exist."""
-    # What a client names relatively lands in here, and ".." of it.
+    # Relative paths of a client end here, and in the folder above.
     working = directory / "servers" / "working"
     working.mkdir(parents=True)
     with ExitStack() as stack:

@@ -16,6 +16,7 @@ import yaml
 from commands import tandem
 from tandem import settings
 from tandem.metrics import KEYS
+from tandem.requests import SupervisedSample
 from tandem.schedule import authorship_mask, prompt_seed
 from tokenizers import Tokenizer
 
@@ -271,3 +272,41 @@ def test_ctrl_c_stops_a_run_gracefully_and_resume_ends_it(files):
     tandem("train", files / "run.yaml", f"run_dir={out}", f"steps={done + 1}", "--resume")
     steps = [line["step"] for line in harness.json_lines(out / "metrics.jsonl")]
     assert steps == list(range(1, done + 2))
+
+
+def test_watch_prints_the_steps_that_anybody_asks_for(fresh_pair):
+    address = fresh_pair.trainer.address
+    command = [*TANDEM, "watch", "--trainer", address, "--steps", "2", "--json"]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    reports = {}
+    with (
+        subprocess.Popen(command, **pipes) as watch,
+        harness.trainer_client(fresh_pair) as trainer,
+    ):
+        assert watch.stderr.readline() == f"watching {address}; Ctrl-C ends\n"
+        # The first steps may be done before the trainer knows its watcher.
+        while watch.poll() is None:
+            step = len(reports) + 1
+            samples = [SupervisedSample([5, 6], [7, 8])]
+            reply = trainer.train_step(samples, run_id="r", step=step, expected_version=step - 1)
+            reports[step] = reply.report
+        lines = [json.loads(line) for line in watch.stdout]
+    assert watch.returncode == 0
+    first, second = (one["step"] for one in lines)
+    assert second == first + 1
+    for one in lines:
+        report = reports[one["step"]]
+        assert (one["run_id"], one["version"]) == ("r", report.weights.version)
+        assert one["metrics"]["loss/total"] == report.metrics["loss/total"]
+
+
+def test_a_run_of_a_file_that_init_wrote(models, tmp_path):
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"question": "one two", "level": 1}\n{"question": "the sum", "level": 2}\n')
+    file = tmp_path / "run" / "run.yaml"
+    written = tandem("init", models.senior, rows, "--junior", models.junior, "-o", file, "--json")
+    assert json.loads(written.stdout)["files"] == [str(file), str(file.with_name("reward.py"))]
+    tandem("train", file, "steps=1", "batch.prompts_per_step=2", "sampling.max_tokens=8")
+    [line] = harness.json_lines(tmp_path / "run" / "runs" / "run" / "metrics.jsonl")
+    assert line["reward/mean"] < 0
+    assert 0 < line["tandem/junior_token_fraction"] < 1

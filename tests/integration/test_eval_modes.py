@@ -27,7 +27,7 @@ def evaluated(directory, models, running, **changes):
 
 
 def everything(results):
-    """What was measured, and all samples but for the configuration that they carry."""
+    """The measurements, and all samples without the configuration that they carry."""
     samples = [
         (mode, tokens(one), mask(one)) for mode in results for one in flat(results[mode].answers)
     ]

@@ -27,7 +27,7 @@ CHAT_TEMPLATE = (
 
 @pytest.fixture(scope="session")
 def model_of(models, tmp_path_factory):
-    """What stands for a model that an example names: tiny, of its family, with a chat template."""
+    """A tiny model for each that an example names: of its family, with a chat template."""
     folder = tmp_path_factory.mktemp("example_models")
     made = {
         "SmolLM2-135M-Instruct": shutil.copytree(models.senior, folder / "llama"),
@@ -71,7 +71,7 @@ def substitutes(values, model_of, path=""):
         place = f"{path}{key}"
         if isinstance(value, dict | list):
             yield from substitutes(value, model_of, f"{place}.")
-        elif key in ("model", "senior_model", "junior_model", "reference_model", "tokenizer"):
+        elif key in ("model", "junior_model"):
             yield f"{place}={model_of[Path(value).name]}"
         elif key == "max_model_len":
             yield f"{place}=256"
@@ -100,7 +100,7 @@ def test_an_example_runs(file, model_of, tmp_path, monkeypatch):
     ]
     name = name_of(file)
     if name == "recipes/dapo":
-        # Of right answers there are none: all groups would be dropped.
+        # A tiny model has no right answer, so all groups would be dropped.
         (tmp_path / "reward.py").write_text(VARYING_REWARD)
         overrides.append(f"reward.function={tmp_path}/reward.py:reward")
     kind = "sft" if name in SUPERVISED else "train"
@@ -112,7 +112,13 @@ def test_an_example_runs(file, model_of, tmp_path, monkeypatch):
     assert [line["version/senior"] for line in steps] == [1, 2]
     assert ("critic/loss" in steps[0]) == (name in WITH_CRITIC)
     servers = {path.stem for path in (tmp_path / "cluster" / "logs" / "attempt_1").glob("*.log")}
+    # A run starts the servers that it uses.
+    assert ("critic" in servers) == (name in WITH_CRITIC)
+    assert ("rollout-0" in servers) == (kind == "train")
     assert ("rollout-1" in servers) == (name == "two_rollouts")
+    if name == "recipes/grpo":
+        # One setting, cluster.model, names the policy and what it is held to.
+        assert steps[0]["policy/kl_to_ref"] == 0
     ranks = {server for server in servers if "-rank-" in server}
     assert ranks == {f"{role}-rank-1" for role in WITH_RANKS.get(name, ())}
 

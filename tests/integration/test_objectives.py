@@ -24,7 +24,9 @@ def objectives() -> Iterator[tuple[str, dict[str, Any]]]:
         values = yaml.safe_load((harness.REPOSITORY / f"{recipe}.yaml").read_text())
         if "objective" in values:
             yield Path(recipe).name, {"objective": values["objective"]}
-    for name, block in re.findall(r"^([\w.+]+)[^\n]*\n```yaml\n(.*?)```", PAGE, re.S | re.M):
+    # A paragraph and the block below it.
+    pattern = r"\n\n([\w.+]+)(?:(?!\n\n).)*\n\n```yaml\n(.*?)```"
+    for name, block in re.findall(pattern, PAGE, re.S):
         yield name, yaml.safe_load(block)
 
 

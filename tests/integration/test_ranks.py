@@ -210,7 +210,7 @@ def test_ranks_of_other_configurations_do_not_start(models, tmp_path, monkeypatc
         (
             {"name": "megatron", "pipeline_model_parallel_size": 8},
             8,
-            "strategy.pipeline_model_parallel_size: 1 parts of each of 8 stages need 8 layers",
+            "strategy.pipeline_model_parallel_size: 8 stages need 8 layers",
         ),
         ({"name": "megatron", "expert_model_parallel_size": 2}, 2, "no family has experts"),
         ({"name": "single"}, 2, "strategy.name: single is for one rank, and the server has 2"),

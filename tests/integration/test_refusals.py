@@ -1,4 +1,4 @@
-"""What must never be trained on, or generated, is refused by name; and the server serves on."""
+"""Requests that must not be trained on, or generated, are refused by field; the server goes on."""
 
 from __future__ import annotations
 

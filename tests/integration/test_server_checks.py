@@ -1,14 +1,17 @@
-"""What servers say before there is work: configurations, objectives, vocabularies, a run anew."""
+"""Servers before there is work: configurations, objectives, vocabularies, base models."""
 
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import subprocess
 
 import harness
 import pytest
+import torch
 import xxhash
+from tandem.client import RolloutClient
 from tandem.cluster import find_binary
 from tandem.critic.v1 import critic_pb2
 from tandem.requests import SupervisedSample
@@ -46,11 +49,67 @@ def test_a_size_that_the_weights_do_not_have_is_refused_at_once(models, tmp_path
     assert f"{MODEL_FIELD[role]}.config.json.{field}: is 2000000000" in refused.stderr
 
 
+@pytest.mark.parametrize("role", MODEL_FIELD)
+def test_a_device_that_this_build_does_not_have_is_refused_at_once(models, role):
+    if torch.cuda.is_available():
+        pytest.skip("this machine has a GPU")
+    refused = check(role, models.senior, "compute.device=cuda")
+    assert refused.returncode == 2
+    assert "compute.device: this machine or this build has no CUDA device" in refused.stderr
+
+
+def test_the_directory_of_a_model_is_told_as_seen_from_anywhere(models, tmp_path):
+    (tmp_path / "models").mkdir()
+    (tmp_path / "models" / "mine").symlink_to(models.senior)
+    command = [find_binary("tandem-rollout-server"), "senior_model=models/../models/mine"]
+    with subprocess.Popen(
+        [*map(str, command), "server.grpc_port=0", "server.metrics_port=0"],
+        cwd=tmp_path, stdout=subprocess.PIPE, text=True,
+    ) as server:  # fmt: skip
+        port = json.loads(server.stdout.readline())["grpc_port"]
+        with RolloutClient(f"127.0.0.1:{port}") as client:
+            assert client.info().server.model.path == str(tmp_path / "models" / "mine")
+        server.terminate()
+
+
+@pytest.mark.parametrize("role", MODEL_FIELD)
+def test_the_help_of_a_server_says_where_its_settings_are_explained(role):
+    command = [find_binary(f"tandem-{role}-server"), "--help"]
+    said = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
+    assert "docs/configuration.md" in said
+
+
 def test_another_family_is_named(models, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt2", "n_embd": 768}))
     refused = check("trainer", tmp_path)
     assert refused.returncode == 2
     assert "model_type: gpt2 is not supported" in refused.stderr
+
+
+def needs(checked, item):
+    """The bytes of an item that `--check-config` printed below the configuration."""
+    gigabytes = re.search(rf"(?m)^# +([0-9.]+) GB  {item}\b", checked.stdout)[1]
+    return float(gigabytes) * 1e9
+
+
+@pytest.mark.parametrize("role", ["trainer", "critic"])
+def test_who_recomputes_for_want_of_memory_is_not_refused(models, role):
+    full = "strategy.recompute_granularity=full"
+    probe = 1_000_000
+    kept, recomputed = (
+        check(role, models.senior, f"batch.micro_batch_tokens={probe}", *how)
+        for how in ([], [full])
+    )
+    # A model of two layers: one of them is kept for the way back.
+    assert needs(recomputed, "activations") < 0.9 * needs(kept, "activations")
+    # As many tokens as need more than there is, unless layers are computed again.
+    share = needs(recomputed, "in all") / needs(kept, "in all")
+    tokens = probe * needs(kept, "available") / needs(kept, "in all") / share**0.5
+    batch = f"batch.micro_batch_tokens={int(tokens)}"
+    refused = check(role, models.senior, batch)
+    assert refused.returncode == 2
+    assert "GB are available" in refused.stderr
+    assert check(role, models.senior, batch, full).returncode == 0
 
 
 def test_an_objective_is_checked_without_a_server(models):
@@ -60,6 +119,13 @@ def test_an_objective_is_checked_without_a_server(models):
     assert resolved["clip_ratio_low"] == 0.125
     assert resolved["clip_ratio_high"] == 0.2
     assert resolved["loss_kind"] == "POLICY_LOSS_KIND_PPO_CLIP"
+    short = check("trainer", models.senior, "--check-objective", "loss_kind: cispo")
+    assert json.loads(short.stdout.splitlines()[-1])["loss_kind"] == "POLICY_LOSS_KIND_CISPO"
+    typo = check("trainer", models.senior, "--check-objective", '{"clip_ratio_lo": 0.1}')
+    assert 'policy.clip_ratio_lo: unknown key; did you mean "clip_ratio_low"?' in typo.stderr
+    lacks = check("trainer", models.senior, "--check-objective", '{"kl_coefficient": 0.1}')
+    assert lacks.returncode == 2
+    assert lacks.stderr.endswith(" [NO_REFERENCE_MODEL]\n")
     bad = check("trainer", models.senior, "--check-objective", '{"gae_gamma": 7}')
     assert bad.returncode == 2
     assert "policy.gae_gamma: must be in [0, 1], got 7" in bad.stderr
@@ -86,8 +152,7 @@ def test_a_tokenizer_with_more_ids_than_the_model_is_refused(models, tmp_path):
             [*map(str, command), *ports, *extra], capture_output=True, text=True, timeout=60
         )
         assert failed.returncode == 1
-        assert f"{field}: " in failed.stderr
-        assert f"token id {size} " in failed.stderr
+        assert f"{field}.tokenizer.json: has ids up to {size}" in failed.stderr
 
 
 def test_every_server_tells_the_vocabulary_of_its_model(models, tmp_path):

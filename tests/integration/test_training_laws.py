@@ -389,7 +389,7 @@ def test_a_checkpoint_is_a_plain_model_directory_and_comes_back(models, tmp_path
             samples, run_id="r", step=3, expected_version=2, request_id="again"
         ).report
         assert again.metrics["loss/total"] == after.metrics["loss/total"]
-        trainer.export_model(str(tmp_path / "model"), bfloat16=True)
+        trainer.export_model(str(tmp_path / "model"), dtype="bf16")
     shutil.copy(models.tokenizer / "tokenizer.json", tmp_path / "model" / "tokenizer.json")
     assert harness.reference_logprobs(tmp_path / "model", [5, 6], [7]).shape == (1,)
 

@@ -20,21 +20,25 @@ from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
-# What a layer may include besides itself. `proto` is the generated code of proto/tandem and
-# google/rpc. The table is transitively closed on purpose: a reader sees every arrow at once.
+# The layers that a layer may include besides itself. `proto` is the generated code of proto/tandem
+# and google/rpc. The table is transitively closed on purpose: a reader sees every arrow at once.
 LAYERS: dict[str, set[str]] = {
     "common/base": set(),
     "common/tensor": {"common/base"},
+    "common/weights": {"common/base", "common/tensor"},
     "common/tandem": {"common/base"},
     "common/kernels": {"common/base", "common/tensor"},
     "common/ops": {"common/base", "common/tensor", "common/kernels"},
-    "common/model": {"common/base", "common/tensor", "common/ops"},
+    "common/model": {"common/base", "common/tensor", "common/weights", "common/ops"},
     "common/loss": {"common/base", "common/tensor", "common/kernels", "common/ops"},
     "common/checkpoint": {"common/base", "common/tensor"},
     "common/training": {"common/base", "common/tensor", "common/ops", "common/loss"},
+    "common/ranks": {"common/base", "common/tensor", "common/ops"},
     "common/parallel": {
         "common/base",
         "common/tensor",
+        "common/weights",
+        "common/ranks",
         "common/ops",
         "common/loss",
         "common/model",
@@ -46,17 +50,9 @@ LAYERS: dict[str, set[str]] = {
         "common/base",
         "common/config",
         "common/tensor",
+        "common/weights",
         "common/tandem",
         "common/model",
-        "proto",
-    },
-    "clients/cpp": {
-        "common/base",
-        "common/config",
-        "common/tensor",
-        "common/tandem",
-        "common/model",
-        "common/rpc",
         "proto",
     },
 }
@@ -68,10 +64,12 @@ _TRAINING = {"services/training", "services/training/service"}
 for _server in ("rollout", "trainer", "critic"):
     _engine, _service = f"services/{_server}/engine", f"services/{_server}/service"
     LAYERS[_engine] = (_COMMON - {"common/rpc", "common/config"}) | {"services/training"}
-    LAYERS[_service] = {_engine, *_TRAINING, *_COMMON, "clients/cpp", "proto"}
-    LAYERS[f"services/{_server}"] = {_engine, _service, *_COMMON, "clients/cpp", "proto"}
+    LAYERS[_service] = {_engine, *_TRAINING, *_COMMON, "proto"}
+    LAYERS[f"services/{_server}"] = {_engine, _service, *_COMMON, "proto"}
+# A rollout server has ranks, and trains nothing.
+LAYERS["services/rollout/engine"] -= {"common/parallel", "common/training", "services/training"}
 
-SOURCE_FOLDERS = ("common", "services", "clients/cpp")
+SOURCE_FOLDERS = ("common", "services")
 SOURCE_SUFFIXES = {".h", ".cc", ".cu", ".cuh"}
 TORCH_HEADER = re.compile(r"^(torch|ATen|c10)/")
 GRPC_HEADER = re.compile(r"^(grpc|grpcpp|grpc\+\+)/|\.grpc\.pb\.h$")

@@ -5,7 +5,8 @@
 
 docs/configuration.md holds every field of the three server configurations with the comment that
 the schema gives it; docs/errors.md every reason of common/base/error_reasons.h, and
-clients/python/tandem/remedies.json what to do about it.
+clients/python/tandem/remedies.json what to do about it; docs/api.md the docstrings of the Python
+client.
 """
 
 from __future__ import annotations
@@ -14,10 +15,13 @@ import json
 import re
 import sys
 import tempfile
+import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import mdformat
+from api_reference import api_page
 from google.protobuf import descriptor_pb2
 from proto_contract import REPOSITORY, Contract
 
@@ -37,7 +41,7 @@ _SCALARS = {
 }
 # "Default 30." or "Defaults 7701 rollout, 7702 trainer, 7703 critic.", up to the sentence's end.
 _DEFAULT = re.compile(r"\bDefaults? (?P<value>.+?)(?:\.(?=\s|$)|;|, at most)")
-# What a field without a default of its own holds when it is not set.
+# The value of a field that is not set and has no default of its own.
 _ZERO = {"bool": "false", "integer": "0", "number": "0"}
 
 
@@ -208,11 +212,18 @@ def remedies(header: str) -> str:
     return json.dumps({r.name: r.remedy for r in reasons(header)}, indent=2) + "\n"
 
 
+def wrapped(page: str) -> str:
+    """The page as `make format` leaves every other page (.mdformat.toml)."""
+    settings = tomllib.loads((REPOSITORY / ".mdformat.toml").read_text())
+    return mdformat.text(page, options=settings, extensions={"gfm", "tables"})
+
+
 def pages() -> dict[Path, str]:
     """What each generated page should hold."""
     return {
-        REPOSITORY / "docs/configuration.md": configuration_page(Schema.compile()),
-        REPOSITORY / "docs/errors.md": errors_page(REASONS.read_text()),
+        REPOSITORY / "docs/configuration.md": wrapped(configuration_page(Schema.compile())),
+        REPOSITORY / "docs/errors.md": wrapped(errors_page(REASONS.read_text())),
+        REPOSITORY / "docs/api.md": wrapped(api_page()),
         REPOSITORY / "clients/python/tandem/remedies.json": remedies(REASONS.read_text()),
     }
 

@@ -56,7 +56,7 @@ def is_only_unreadable(output: str) -> bool:
     )
 
 
-# What g++ is told of precompiled headers, which clang cannot read.
+# The options with which g++ reads precompiled headers; clang cannot read them.
 PRECOMPILED = re.compile(r" -(?:fpch-preprocess|Winvalid-pch|include \S+/cmake_pch\.hxx)(?= )")
 
 

@@ -15,10 +15,11 @@ check() {
 
 cpp_files() { git ls-files -z -co --exclude-standard -- '*.h' '*.cc' '*.cu' '*.cuh'; }
 check_clang_format() { cpp_files | xargs -0 -r clang-format --dry-run -Werror; }
+check_mdformat() { git ls-files -z -co --exclude-standard -- '*.md' | xargs -0 -r .venv/bin/mdformat --check; }
 check_clang_tidy() {
   local arguments=()
   [ "$scope" = all ] && arguments=(--all)
-  "$python" tests/lint/run_clang_tidy.py "$build" --jobs "${JOBS:-2}" "${arguments[@]}"
+  "$python" tests/lint/run_clang_tidy.py "$build" --jobs "${JOBS:-$(setup/jobs.sh)}" "${arguments[@]}"
 }
 
 check "layers" "$python" tests/lint/check_layers.py
@@ -27,6 +28,7 @@ check "protos (compatible with proto/golden)" "$python" tests/lint/proto_contrac
 check "generated pages" "$python" tests/lint/reference_docs.py check
 check "ruff" .venv/bin/ruff check --quiet .
 check "ruff format" .venv/bin/ruff format --quiet --check .
+check "mdformat" check_mdformat
 check "clang-format" check_clang_format
 check "clang-tidy ($scope files)" check_clang_tidy
 exit "$failed"

@@ -59,7 +59,7 @@ def exported_metrics() -> dict[str, Metric]:
 
 def documented_metrics() -> dict[str, Metric]:
     """The table of docs/metrics.md."""
-    row = r"^\| `((?:grpc_server|tandem)_\w+)` \| (\w+) \| (.*?) \| (.*?) \|$"
+    row = r"^\| `((?:grpc_server|process|tandem)_\w+)` \| (\w+) \| (.*?) \| (.*?) \|$"
     return {
         name: Metric(kind, tuple(re.findall(r"`(\w+)`", labels)), meaning)
         for name, kind, labels, meaning in re.findall(row, DOCUMENT, re.M)
@@ -68,7 +68,7 @@ def documented_metrics() -> dict[str, Metric]:
 
 def unknown_names(expression: str) -> set[str]:
     """Metric names of a PromQL expression that no server exports."""
-    used = set(re.findall(r"\b((?:grpc_server|tandem)_\w+)", expression))
+    used = set(re.findall(r"\b((?:grpc_server|process|tandem)_\w+)", expression))
     return {
         name for name in used if re.sub(r"_(bucket|sum|count)$", "", name) not in exported_metrics()
     }
@@ -85,7 +85,7 @@ def test_names_of_metrics_follow_the_conventions():
     listed = METRIC_NAMES.count("MetricSpec k") + len(re.findall(r'\{"\w+/\w+"', METRIC_NAMES))
     assert len(exported_metrics()) == listed, "a name comes twice"
     for name, metric in exported_metrics().items():
-        assert name.startswith(("tandem_", "grpc_server_"))
+        assert name.startswith(("tandem_", "grpc_server_", "process_"))
         assert name.endswith("_total") == (metric.type == "counter"), name
     assert all(metric.meaning.endswith(".") for metric in exported_metrics().values())
 
@@ -148,6 +148,36 @@ def test_quantiles_leave_out_what_was_not_called(dashboard: Path):
     assert quantiles
     for expression in quantiles:
         assert re.search(r" and sum .*_count\[5m\]\)\) > 0$", expression), expression
+
+
+ALERTS = REPOSITORY / "deploy/prometheus/alerts.yml"
+
+
+def alerts() -> list[dict]:
+    """The rules of the alerts file."""
+    return [
+        rule for group in yaml.safe_load(ALERTS.read_text())["groups"] for rule in group["rules"]
+    ]
+
+
+def test_prometheus_loads_the_alerts():
+    config = yaml.safe_load((ALERTS.parent / "prometheus.yml").read_text())
+    assert [ALERTS.parent / name for name in config["rule_files"]] == [ALERTS]
+
+
+@pytest.mark.parametrize("rule", alerts(), ids=lambda rule: rule["alert"])
+def test_alerts_use_exported_names_and_are_documented(rule):
+    assert unknown_names(rule["expr"]) == set()
+    assert rule["labels"]["severity"] in ("critical", "warning")
+    assert rule["annotations"]["summary"].endswith(".")
+    assert f"| `{rule['alert']}` |" in DOCUMENT
+
+
+@pytest.mark.parametrize("rule", alerts(), ids=lambda rule: rule["alert"])
+def test_alerts_compare_with_label_values_that_servers_give(rule):
+    sources = "".join(file.read_text() for file in (REPOSITORY / "services").rglob("*.cc"))
+    for label, value in re.findall(r'(\w+)="(\w+)"', rule["expr"]):
+        assert label == "job" or f'"{value}"' in METRIC_NAMES + sources, value
 
 
 def test_an_unknown_name_is_found():
@@ -250,10 +280,23 @@ def test_the_container_files_of_the_ranks_are_yaml_that_gives_every_rank_its_var
     assert variables["MASTER_ADDR"] == f"{stateful_set['metadata']['name']}-0.{name}"
 
 
+def test_the_page_of_kernels_names_every_entry_and_every_kernel():
+    folder = REPOSITORY / "common/kernels/cpu"
+    header = (folder / "cpu_kernels.h").read_text()
+    table = re.search(r"struct CpuKernels \{(.*?)\n\};", header, re.S)[1]
+    entries = re.findall(r"(\w+)(?:\)\(const \w+&\))? = (?:nullptr|\{\})", table)
+    sources = "".join(file.read_text() for file in folder.glob("*.cc") if "_test" not in file.name)
+    kernels = re.findall(r'(?:\.name = |SimdKernels\()"(\w+)"', header + sources)
+    assert {"linear", "bfloat16_product"} <= set(entries)
+    assert {"portable", "aten", "amx"} <= set(kernels)
+    page = set(re.findall(r"`(\w+)`", (REPOSITORY / "docs/kernels.md").read_text()))
+    assert {*entries, *kernels} - page == set()
+
+
 def test_the_recipes_of_the_architecture_point_at_examples():
     document = REPOSITORY / "docs/architecture.md"
     _, section = document.read_text().split("\n## Recipes\n")
     _, *recipes = re.split(r"^### ", section, flags=re.M)
-    assert len(recipes) == 6
+    assert len(recipes) == 7
     for recipe in recipes:
         assert "Example:" in recipe, recipe.splitlines()[0]

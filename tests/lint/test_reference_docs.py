@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import re
 
+import api_reference
 import pytest
+from api_reference import api_page
 from check_layers import REPOSITORY
 from reference_docs import REASONS, Schema, errors_page, pages, reasons
 
@@ -64,8 +66,27 @@ def test_every_reason_is_used():
     constants = re.findall(r"constexpr ErrorReason (k\w+)", REASONS.read_text())
     code = "".join(
         path.read_text()
-        for folder in ("common", "services", "clients/cpp")
+        for folder in ("common", "services")
         for path in (REPOSITORY / folder).rglob("*.cc")
         if not path.name.endswith("_test.cc")
     )
     assert [name for name in constants if f"reason::{name}" not in code] == []
+
+
+def test_every_public_name_of_the_client_has_a_docstring_and_is_in_the_reference():
+    import tandem
+
+    page = api_page()
+    for name in tandem.__all__:
+        assert f"### `{name}`\n" in page
+        assert getattr(tandem, name).__doc__, name
+    for method in ("train_step", "export_model", "watch_steps"):
+        assert f"- `{method}(" in page
+
+
+def test_sections_of_a_docstring_become_lists():
+    from tandem import Prompt
+
+    entry = api_reference._entry("Prompt", Prompt)
+    assert "- `num_samples`: number of responses" in entry
+    assert "seed: int = 0" in entry

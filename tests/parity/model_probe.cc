@@ -6,6 +6,7 @@
 // Request, or an array of them, each with "name" to put before its outputs:
 //          {"sequences": [[ids...]...], "head": "lm" | "value",
 //           "cached_chunks": [n...],   // given: through the KV cache, in chunks of these sizes
+//           "num_token_ids": n,       // given: the rows behind it are padding
 //           "gradients": bool, "seed": value-head seed, "save": directory to export to}
 // Output, in float32: hidden [T, H]; logits [T, V] or values [T]; with gradients, loss [] and
 // grad.<name>. The loss is the mean cross-entropy of every next token in its sequence, or the mean
@@ -57,8 +58,8 @@ absl::StatusOr<at::Tensor> CachedHidden(const Model& model, const Sequences& seq
   for (const auto& sequence : sequences) {
     longest = std::max(longest, static_cast<int64_t>(sequence.size()));
   }
-  KvCache cache(model.config(), static_cast<int64_t>(sequences.size()), longest, model.device(),
-                model.dtype());
+  KvCache cache(model.CacheLayout(), static_cast<int64_t>(sequences.size()), longest,
+                model.device(), model.dtype());
   std::vector<std::vector<at::Tensor>> hidden(sequences.size());
   std::vector<int64_t> slots;
   for (size_t s = 0; s < sequences.size(); ++s) {
@@ -97,6 +98,7 @@ absl::StatusOr<NamedTensors> Run(const std::string& directory, const nlohmann::j
   options.head = request.value("head", "lm") == "value" ? HeadKind::kValue : HeadKind::kLm;
   options.untie_embeddings = request.value("untie_embeddings", false);
   options.value_head_seed = request.value("seed", uint64_t{0});
+  options.num_token_ids = request.value("num_token_ids", int64_t{0});
   options.requires_grad = gradients;
   options.placement = placement;
   TANDEM_ASSIGN_OR_RETURN(const auto model, Model::Load(directory, options));

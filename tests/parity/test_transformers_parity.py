@@ -299,6 +299,47 @@ def test_forward_and_gradients(case: Case, head: str, setup: Setup, tmp_path: pa
             assert torch.equal(cached[name], tensor), name
 
 
+@pytest.mark.parametrize("case", [CASES[0], CASES[-1]], ids=lambda case: case.name)
+def test_padding_rows_have_no_probability(case: Case, tmp_path: pathlib.Path) -> None:
+    """97 rows for 90 token ids: the logits, the loss and the gradients of the 90 alone."""
+    ids = 90
+    model = build(case, "lm")
+    with torch.no_grad():  # rows that would take most of the probability
+        model.lm_head.weight[ids:] = 2.0
+    model.save_pretrained(tmp_path / "model")
+    model = model.double()
+    tokens = sequences(ids)
+    expected = reference(model, tokens, "lm")
+    expected["logits"] = expected["logits"][:, :ids]
+    loss = reference_loss(expected, tokens, "lm")
+    loss.backward()
+
+    request = {"sequences": tokens, "num_token_ids": ids}
+    outputs = probe_all(
+        tmp_path,
+        tmp_path / "model",
+        {
+            "trained": {**request, "gradients": True},
+            "inferred": request,
+            "cached": {**request, "cached_chunks": [9, 1, 1, 30]},
+        },
+    )
+    assert abs(outputs["trained"]["loss"].item() - loss.item()) <= 1e-5
+    assert_gradients_close(outputs["trained"], model, FLOAT32)
+    assert not outputs["trained"]["grad." + head_name(case)][ids:].any()
+    for actual in outputs.values():
+        assert_close(actual, expected, TINY_TOLERANCE)
+        logprobs = torch.log_softmax(actual["logits"].double(), -1)
+        oracle = torch.log_softmax(expected["logits"], -1)
+        assert max_error(logprobs, oracle) <= TINY_TOLERANCE
+
+
+def head_name(case: Case) -> str:
+    return (
+        "model.embed_tokens.weight" if case.changes.get("tie_word_embeddings") else "lm_head.weight"
+    )
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_half_precision_files(dtype: str, tmp_path: pathlib.Path) -> None:
     model = build(CASES[0], "lm").to(getattr(torch, dtype))

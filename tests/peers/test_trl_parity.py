@@ -44,7 +44,7 @@ class Case:
 
 # TRL adds this to the standard deviation of the rewards.
 TRL_STD = {"std_epsilon": 1e-4}
-# What the loss divides by.
+# The divisor of the loss.
 MEANS: dict[str, dict[str, Any]] = {
     "grpo": {"aggregation": "seq_mean_token_mean"},
     "bnpo": {"aggregation": "token_mean"},
@@ -186,8 +186,9 @@ CASES = [
     ),
 ]
 
-# What no objective says, with the reason. Nor these combinations: a corrected KL, and cispo, with
-# the ratio of a sequence; an entropy bonus, a mean over tokens there, beside a loss that is none;
+# Values of TRL's settings that no objective has, with the reason. These combinations are missing,
+# too: a corrected KL, and cispo, with the ratio of a sequence; an entropy bonus, a mean over tokens
+# there, beside a loss that is none;
 # a delta inside the clip range; bnpo in micro-batches, each of which has its own mean there.
 NOT_HERE = {
     "loss_type": {
@@ -248,7 +249,7 @@ class Weights(TrainerCallback):
         self.gradients = peer_batch.gradients_of(model)
 
 
-# Of every case, unless it says otherwise.
+# The settings of every case, unless the case has its own.
 SETTINGS: dict[str, Any] = {
     "loss_type": "grpo",
     "importance_sampling_level": "token",

@@ -79,7 +79,7 @@ BOTH = {
     "importance_sampling_mode": "mask",
 }
 
-# Of verl's rejections, a bound that takes out some tokens.
+# For each of verl's rejections a bound that rejects some tokens.
 REJECTIONS: dict[str, float | str] = {
     "token_k1": "0.8_1.2",
     "token_k2": 0.03,
@@ -256,8 +256,9 @@ CASES = [
     ),
 ]
 
-# What no objective says, with the reason. Nor these: several rejections at once; a group of one,
-# whose advantage is its reward there and 0 here; reinforce_plus_plus over the senior alone.
+# verl's estimators that no objective has, with the reason. Missing, too: several rejections at
+# once; a group of one, whose advantage is its reward there and 0 here; reinforce_plus_plus over the
+# senior alone.
 ESTIMATORS_NOT_HERE = {
     "remax": "the baseline is a greedy response, which the client would draw; `provided` takes it",
     "opo": "a baseline weighted by length",

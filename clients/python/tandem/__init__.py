@@ -16,10 +16,13 @@ if TYPE_CHECKING:
     from tandem.client import CriticClient, RolloutClient, TrainerClient
     from tandem.cluster import LocalCluster
     from tandem.errors import TandemError
+    from tandem.logprobs import LogProbs
     from tandem.requests import PolicySample, Prompt, SupervisedSample
     from tandem.schedule import authorship_mask, prompt_seed
     from tandem.settings import ClusterSettings, RunSettings
+    from tandem.text import TextCodec
     from tandem.transport import RetryPolicy
+    from tandem.wire import from_tensor
 
 __version__ = "0.1.0"
 
@@ -32,6 +35,7 @@ _HOMES = {
     "ClusterSettings": "settings",
     "CriticClient": "client",
     "LocalCluster": "cluster",
+    "LogProbs": "logprobs",
     "PolicySample": "requests",
     "Prompt": "requests",
     "RetryPolicy": "transport",
@@ -39,8 +43,10 @@ _HOMES = {
     "RunSettings": "settings",
     "SupervisedSample": "requests",
     "TandemError": "errors",
+    "TextCodec": "text",
     "TrainerClient": "client",
     "authorship_mask": "schedule",
+    "from_tensor": "wire",
     "prompt_seed": "schedule",
 }
 
@@ -51,6 +57,7 @@ __all__ = [
     "ClusterSettings",
     "CriticClient",
     "LocalCluster",
+    "LogProbs",
     "PolicySample",
     "Prompt",
     "RetryPolicy",
@@ -58,8 +65,10 @@ __all__ = [
     "RunSettings",
     "SupervisedSample",
     "TandemError",
+    "TextCodec",
     "TrainerClient",
     "authorship_mask",
+    "from_tensor",
     "prompt_seed",
 ]
 

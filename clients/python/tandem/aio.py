@@ -1,8 +1,8 @@
 """Asyncio twins of tandem.client: the same methods, retries and exceptions.
 
-What returns a reply is awaited; stream() and watch_steps() start their call at once and return an
-AsyncResponseStream for `async for`. Only open_stream() has no twin: stream() takes an asynchronous
-iterator of messages.
+Methods that return a reply are awaited. stream() and watch_steps() start their call at once and
+return an AsyncResponseStream for `async for`. Only open_stream() has no twin: stream() takes an
+asynchronous iterator of messages.
 """
 
 from __future__ import annotations

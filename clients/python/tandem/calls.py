@@ -12,6 +12,7 @@ from typing import Any
 from tandem import requests
 from tandem.critic.v1 import critic_pb2, critic_pb2_grpc
 from tandem.errors import RpcError
+from tandem.number_formats import data_type
 from tandem.requests import PolicySample, Prompt, SupervisedSample
 from tandem.rollout.v1 import rollout_pb2, rollout_pb2_grpc
 from tandem.trainer.v1 import trainer_pb2, trainer_pb2_grpc
@@ -32,7 +33,7 @@ class RolloutCalls(Transport):
     stubs = (rollout_pb2_grpc.RolloutServiceStub, weights_pb2_grpc.WeightServiceStub)
 
     async def info(self) -> rollout_pb2.GetServerInfoResponse:
-        """What the server is and holds."""
+        """Returns the server's configuration, model and weights."""
         request = rollout_pb2.GetServerInfoRequest()
         return await self._call("GetServerInfo", request)
 
@@ -42,10 +43,11 @@ class RolloutCalls(Transport):
         | AsyncIterable[rollout_pb2.GenerateRequest],
         timeout_seconds: float | None = None,
     ) -> Any:
-        """The raw Generate call, which starts now: messages in, events out.
+        """Starts a raw Generate call: it reads messages and returns the stream of events.
 
-        Letting go of the events, or closing them, cancels it. An asyncio client also takes an
-        asynchronous iterable of messages, which it reads while the call is open.
+        Closing the stream, or dropping the last reference to it, cancels the call. An asyncio
+        client also takes an asynchronous iterable of messages, which it reads while the call is
+        open.
         """
         if isinstance(messages, Iterable):
             messages = iter(messages)
@@ -58,10 +60,10 @@ class RolloutCalls(Transport):
         on_event: Callable[[Event], None] | None = None,
         timeout_seconds: float | None = None,
     ) -> list[list[trajectory_pb2.Trajectory]]:
-        """All samples of all prompts, in order; the prompts are admitted together.
+        """Returns all samples of all prompts, in order; the server admits the prompts together.
 
-        `on_event` sees every event as it arrives. When the connection breaks, the prompts that
-        lack a sample are sent again; their samples come out the same, being a function of the seed.
+        `on_event` is called with every event as it arrives. When the connection breaks, prompts
+        that lack a sample are sent again; a sample is a function of its seed and stays the same.
         """
         collector = requests.Collector(prompts, on_event)
         attempt = 1
@@ -87,22 +89,22 @@ class RolloutCalls(Transport):
         junior: bool = False,
         temperature: float | None = None,
     ) -> rollout_pb2.ScoreResponse:
-        """Log-probabilities of (token ids, index of the first scored token)."""
+        """Returns the log-probabilities of (token ids, index of the first scored token)."""
         request = requests.score(sequences, senior, junior, temperature)
         return await self._call("Score", request)
 
     async def pause(self) -> int:
-        """Stops at the next step boundary; returns the sequences that are held."""
+        """Stops generation at the next step boundary; returns the number of held sequences."""
         request = rollout_pb2.PauseRequest()
         return (await self._call("Pause", request)).held_sequences
 
     async def resume(self) -> None:
-        """Goes on after pause()."""
+        """Resumes generation after pause()."""
         request = rollout_pb2.ResumeRequest()
         await self._call("Resume", request)
 
     async def weights_version(self) -> server_pb2.WeightsVersion:
-        """Version and digest of the weights being served."""
+        """Returns version and digest of the weights that the server samples from."""
         request = weights_pb2.GetVersionRequest()
         return (await self._call("GetVersion", request)).weights
 
@@ -116,7 +118,7 @@ class TrainerCalls(Transport):
     stubs = (trainer_pb2_grpc.TrainerServiceStub,)
 
     async def info(self) -> trainer_pb2.GetServerInfoResponse:
-        """What the server is and holds."""
+        """Returns the server's configuration, model and weights."""
         request = trainer_pb2.GetServerInfoRequest()
         return await self._call("GetServerInfo", request)
 
@@ -131,7 +133,7 @@ class TrainerCalls(Transport):
         request_id: str | None = None,
         timeout_seconds: float | None = None,
     ) -> trainer_pb2.TrainStepResponse:
-        """One optimizer update, applied exactly once however often it has to be sent.
+        """Trains one step, which is applied exactly once however often it has to be sent.
 
         `objective` has the fields of PolicyObjective (of SupervisedObjective for supervised
         samples), enums by short name.
@@ -151,57 +153,69 @@ class TrainerCalls(Transport):
         messages: Iterable[trainer_pb2.TrainStepRequest],
         timeout_seconds: float | None = None,
     ) -> trainer_pb2.TrainStepResponse:
-        """The raw TrainStep call."""
+        """Sends the messages of a raw TrainStep call."""
         return await self._send("TrainStep", messages, timeout_seconds)
 
     async def compute_log_probs(
         self, sequences: Iterable[SupervisedSample], temperature: float | None = None
     ) -> list[trainer_pb2.ComputeLogProbsResponse]:
-        """Log-probabilities and entropies of the responses under the current weights."""
+        """Returns log-probabilities and entropies of the responses under the current weights."""
         messages = requests.log_prob_requests(sequences, temperature)
         return await self._collect("ComputeLogProbs", messages)
 
     async def publish_weights(
         self, targets: Iterable[str], *, allow_rollback: bool = False
     ) -> trainer_pb2.PublishWeightsResponse:
-        """Sends the current weights to receivers; look at each result's status.
+        """Sends the current weights to receivers; every result has a status of its own.
 
-        `allow_rollback`: also to those that hold the same version or a newer one, of another run.
+        `allow_rollback` sends them also to receivers that hold the same version, or a newer one, of
+        another run.
         """
         request = trainer_pb2.PublishWeightsRequest(targets=targets, allow_rollback=allow_rollback)
         return await self._call("PublishWeights", request)
 
     async def check_objective(self, objective: Mapping[str, Any]) -> PolicyObjective:
-        """The objective in force, with every field set; fails as train_step() would."""
+        """Returns the objective in force, with every field set; fails as train_step() would."""
         request = trainer_pb2.CheckObjectiveRequest()
         request.policy.SetInParent()
         to_message(objective, request.policy, "objective")
         return (await self._call("CheckObjective", request)).policy
 
     async def save_checkpoint(self, directory: str, name: str, keep: int = 0) -> str:
-        """Writes an atomic checkpoint; returns its path on the server's file system."""
-        request = trainer_pb2.SaveCheckpointRequest(directory=directory, name=name, keep=keep)
+        """Writes an atomic checkpoint; returns its path on the server's file system.
+
+        A relative `directory` starts at the client's working directory.
+        """
+        place = requests.server_path(directory)
+        request = trainer_pb2.SaveCheckpointRequest(directory=place, name=name, keep=keep)
         reply = await self._call("SaveCheckpoint", request)
         return reply.path
 
     async def load_checkpoint(self, path: str) -> server_pb2.WeightsVersion:
-        """Goes back to a checkpoint; returns its weights."""
-        request = trainer_pb2.LoadCheckpointRequest(path=path)
+        """Loads a checkpoint and returns its weights.
+
+        A relative path starts at the client's working directory.
+        """
+        request = trainer_pb2.LoadCheckpointRequest(path=requests.server_path(path))
         return (await self._call("LoadCheckpoint", request)).weights
 
     async def load_base_model(self) -> server_pb2.WeightsVersion:
-        """Goes back to the start: its weights at version 0, a new optimizer."""
+        """Loads the weights of the start, version 0, with a new optimizer."""
         request = trainer_pb2.LoadCheckpointRequest(base_model=True)
         return (await self._call("LoadCheckpoint", request)).weights
 
-    async def export_model(self, path: str, *, bfloat16: bool = False) -> str:
-        """Writes the weights as a Hugging Face directory that must not exist yet."""
-        dtype = requests.export_dtype(bfloat16)
-        request = trainer_pb2.ExportModelRequest(path=path, dtype=dtype)
+    async def export_model(self, path: str, *, dtype: str = "fp32") -> str:
+        """Writes the weights as a Hugging Face directory, which must not exist; returns its path.
+
+        `dtype` is fp32, bf16 or fp16. A relative path starts at the client's working directory.
+        """
+        number_format = data_type(dtype, "dtype")
+        place = requests.server_path(path)
+        request = trainer_pb2.ExportModelRequest(path=place, dtype=number_format)
         return (await self._call("ExportModel", request)).path
 
     def watch_steps(self) -> Any:
-        """A report after every train step from now on, until the loop is left."""
+        """Starts a stream of reports, one after every train step from now on."""
         request = trainer_pb2.WatchStepsRequest()
         return self._stream("WatchSteps", request)
 
@@ -215,41 +229,49 @@ class CriticCalls(Transport):
     stubs = (critic_pb2_grpc.CriticServiceStub,)
 
     async def info(self) -> critic_pb2.GetServerInfoResponse:
-        """What the server is and holds."""
+        """Returns the server's configuration, model and weights."""
         request = critic_pb2.GetServerInfoRequest()
         return await self._call("GetServerInfo", request)
 
     async def compute_values(
         self, sequences: Iterable[SupervisedSample]
     ) -> list[critic_pb2.ComputeValuesResponse]:
-        """Values of the response tokens."""
+        """Returns the values of the response tokens."""
         messages = requests.value_requests(sequences)
         return await self._collect("ComputeValues", messages)
 
     async def send_train_step(
         self, messages: Iterable[critic_pb2.TrainStepRequest], timeout_seconds: float | None = None
     ) -> critic_pb2.TrainStepResponse:
-        """The raw TrainStep call. In a PPO run the trainer makes it."""
+        """Sends the messages of a raw TrainStep call, which in a PPO run the trainer makes."""
         return await self._send("TrainStep", messages, timeout_seconds)
 
     async def save_checkpoint(self, directory: str, name: str, keep: int = 0) -> str:
-        """Writes an atomic checkpoint; returns its path on the server's file system."""
-        request = critic_pb2.SaveCheckpointRequest(directory=directory, name=name, keep=keep)
+        """Writes an atomic checkpoint; returns its path on the server's file system.
+
+        A relative `directory` starts at the client's working directory.
+        """
+        place = requests.server_path(directory)
+        request = critic_pb2.SaveCheckpointRequest(directory=place, name=name, keep=keep)
         reply = await self._call("SaveCheckpoint", request)
         return reply.path
 
     async def load_checkpoint(self, path: str) -> server_pb2.WeightsVersion:
-        """Goes back to a checkpoint; returns its weights."""
-        request = critic_pb2.LoadCheckpointRequest(path=path)
+        """Loads a checkpoint and returns its weights.
+
+        A relative path starts at the client's working directory.
+        """
+        request = critic_pb2.LoadCheckpointRequest(path=requests.server_path(path))
         return (await self._call("LoadCheckpoint", request)).weights
 
     async def load_base_model(self) -> server_pb2.WeightsVersion:
-        """Goes back to the start: its weights and value head at version 0, a new optimizer."""
+        """Loads the weights and the value head of the start, version 0, with a new optimizer."""
         request = critic_pb2.LoadCheckpointRequest(base_model=True)
         return (await self._call("LoadCheckpoint", request)).weights
 
-    async def export_model(self, path: str, *, bfloat16: bool = False) -> str:
-        """Writes a Hugging Face token-classification directory that must not exist yet."""
-        dtype = requests.export_dtype(bfloat16)
-        request = critic_pb2.ExportModelRequest(path=path, dtype=dtype)
+    async def export_model(self, path: str, *, dtype: str = "fp32") -> str:
+        """Writes a Hugging Face token-classification directory as the trainer's export_model()."""
+        number_format = data_type(dtype, "dtype")
+        place = requests.server_path(path)
+        request = critic_pb2.ExportModelRequest(path=place, dtype=number_format)
         return (await self._call("ExportModel", request)).path

@@ -1,7 +1,8 @@
-"""The checkpoints of a run: which one it goes on from, and where it lies."""
+"""The checkpoints of a run: the one that it goes on from, and their places."""
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 
 from pydantic import ConfigDict, ValidationError
@@ -10,7 +11,7 @@ from pydantic.dataclasses import dataclass
 from tandem.errors import ConfigError, RunDirectoryError
 from tandem.run_files import STATE, kind_of_run, read_json
 
-# In every checkpoint of a server.
+# The last file of every checkpoint of a server.
 _MANIFEST = "manifest.json"
 
 
@@ -39,12 +40,12 @@ class SavedState:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """What to load.
+    """The directories of a checkpoint.
 
     Attributes:
         trainer: the trainer's step directory, absolute.
         critic: the critic's, if there is one.
-        digest: of the senior's weights, where it is known.
+        digest: the digest of the senior's weights, if it is known.
     """
 
     trainer: Path
@@ -53,7 +54,10 @@ class Checkpoint:
 
 
 def last_checkpoint(path: Path) -> SavedState:
-    """What state.json of the run directory `path` names; RunDirectoryError if it names nothing."""
+    """The checkpoint that state.json of the run directory `path` names.
+
+    Raises RunDirectoryError if it names none.
+    """
     file = path / STATE
     if not file.exists():
         raise RunDirectoryError(f"{path} has no checkpoint", hint="--clean starts the run again")
@@ -66,7 +70,7 @@ def last_checkpoint(path: Path) -> SavedState:
 
 
 def checkpoint_at(path: Path) -> Checkpoint:
-    """What `path` means: a trainer's checkpoint, or a run directory's last."""
+    """The checkpoint at `path`: a trainer's, or the last one of a run directory."""
     path = path.resolve()
     return Checkpoint(path) if kind_of_run(path) is None else checkpoint_of(path)
 
@@ -79,11 +83,27 @@ def checkpoint_of(path: Path) -> Checkpoint:
 
 
 def require_here(checkpoint: Checkpoint, field: str) -> None:
-    """ConfigError, which begins with `field`, unless this machine sees the trainer's checkpoint."""
+    """Raises ConfigError, beginning with `field`, unless this machine sees the checkpoint."""
     if not (checkpoint.trainer / _MANIFEST).is_file():
         raise ConfigError(
             f"{field}: {checkpoint.trainer} is neither a checkpoint nor a run directory"
         )
+
+
+def remove_checkpoint(path: Path) -> None:
+    """Removes the files that a checkpoint's manifest lists, and the directory if it is empty then.
+
+    A directory without a manifest is no checkpoint, and stays as it is.
+    """
+    manifest = path / _MANIFEST
+    if path.is_symlink() or not manifest.is_file():
+        return
+    for entry in read_json(manifest).get("files", ()):
+        (path / Path(entry["name"]).name).unlink(missing_ok=True)
+    # The manifest goes last, so that the next removal completes one that was cut off.
+    manifest.unlink()
+    with suppress(OSError):
+        path.rmdir()
 
 
 def checkpoint_name(step: int) -> str:

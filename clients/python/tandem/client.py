@@ -39,8 +39,8 @@ class RolloutClient(Connection, RolloutCalls):
 class GenerateStream:
     """An open Generate call: iterate over its events while submitting and cancelling prompts.
 
-    A context manager: leaving it cancels what is not finished. Letting go of it says that no more
-    prompts come; letting go of its events too, that nobody waits for them: the call is cancelled.
+    A context manager: leaving it cancels prompts that are not finished. Dropping the last reference
+    to the stream ends the requests; dropping that to its events, too, cancels the call.
     """
 
     def __init__(self, client: RolloutClient, timeout_seconds: float | None) -> None:
@@ -54,12 +54,12 @@ class GenerateStream:
             self._outgoing.put(message)
 
     def cancel(self, request_ids: Iterable[str]) -> None:
-        """Gives prompts up."""
+        """Cancels prompts."""
         cancel = rollout_pb2.CancelPrompts(request_ids=request_ids)
         self._outgoing.put(rollout_pb2.GenerateRequest(cancel=cancel))
 
     def half_close(self) -> None:
-        """No more prompts come; the events end when every response is done."""
+        """Ends the requests: the events end when every response is done."""
         self._outgoing.put(None)
 
     def __iter__(self) -> Iterator[Event]:

@@ -14,19 +14,23 @@ import socket
 import subprocess
 import time
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
-import yaml
-
+from tandem.cluster_plan import planned
+from tandem.config_values import dump_values
 from tandem.errors import ConfigError, ServerStartError
 from tandem.run_files import next_attempt
 from tandem.settings import ClusterSettings
 from tandem.transport import Connection
+
+# While servers start, a write of so many bytes, every so many seconds, shows a full disk.
+_SPACE_SECONDS = 1.0
+_PROBE_BYTES = 4096
 
 BUILD_DIR_VARIABLE = "TANDEM_BUILD_DIR"
 _REPOSITORY = Path(__file__).resolve().parents[3]
@@ -37,23 +41,21 @@ class Section:
     """The configuration of one server of a cluster.
 
     Attributes:
-        field: where it stands in the cluster file, for example "rollout.0".
+        field: the section's key in the cluster file: "trainer", or "rollout.0" where there are
+            several rollout servers.
+        name: the server's name in messages and of its log, for example "rollout-0".
         has_critic: whether the cluster has a critic, whose address a trainer is told.
     """
 
     role: str
     field: str
+    name: str
     config: dict[str, Any]
     has_critic: bool
 
     @property
-    def name(self) -> str:
-        """Of the server, for example "rollout-0"."""
-        return self.field.replace(".", "-")
-
-    @property
     def ranks(self) -> int:
-        """Processes of the server; ConfigError for a bad number."""
+        """The number of the server's processes. Raises ConfigError for a bad number."""
         ranks = self.config.get("ranks", 1)
         if not isinstance(ranks, int) or isinstance(ranks, bool) or ranks < 1:
             raise ConfigError(f"{self.field}.ranks: must be a positive number, not {ranks!r}")
@@ -61,11 +63,14 @@ class Section:
 
     @property
     def binary(self) -> str:
-        """The server program."""
+        """The name of the server program."""
         return f"tandem-{self.role}-server"
 
     def with_free_ports(self) -> dict[str, Any]:
-        """What the server reads, with free ports where it names none; ConfigError for a bad one."""
+        """The server's configuration, with port 0 (any) where it names none.
+
+        Raises ConfigError for a `server` that is no mapping, or a host that is no text.
+        """
         options = self.config.get("server")
         if not isinstance(options, dict | None):
             raise ConfigError(f"{self.field}.server: must be a mapping, not {options!r}")
@@ -78,23 +83,27 @@ class Section:
 
 def sections(settings: ClusterSettings) -> list[Section]:
     """The servers of a cluster in the order of their start: a critic before its trainer."""
-    rollouts = [("rollout", f"rollout.{i}", config) for i, config in enumerate(settings.rollout)]
+    settings = planned(settings)
+    several = len(settings.rollout) > 1
     servers = [
-        ("critic", "critic", settings.critic),
-        *rollouts,
-        ("trainer", "trainer", settings.trainer),
+        ("critic", "critic", "critic", settings.critic),
+        *(
+            ("rollout", f"rollout.{i}" if several else "rollout", f"rollout-{i}", config)
+            for i, config in enumerate(settings.rollout)
+        ),
+        ("trainer", "trainer", "trainer", settings.trainer),
     ]
     has_critic = settings.critic is not None
     return [
-        Section(role, field, config, has_critic)
-        for role, field, config in servers
+        Section(role, field, name, config, has_critic)
+        for role, field, name, config in servers
         if config is not None
     ]
 
 
 @dataclass
 class Server:
-    """One running server process: a server, or one rank of it. Rank 0 is the one that is called."""
+    """A running server process: a server, or one rank of it. Clients call rank 0."""
 
     name: str
     role: str
@@ -107,11 +116,11 @@ class Server:
 
     @property
     def running(self) -> bool:
-        """Whether the process lives."""
+        """Whether the process is running."""
         return self.process.poll() is None
 
     def describe(self) -> dict[str, Any]:
-        """For status lines and `--json`."""
+        """The record of the server in status lines and `--json`."""
         return {
             "name": self.name,
             "role": self.role,
@@ -143,9 +152,10 @@ class LocalCluster:
         self._build_dir = build_dir
         self._directory = Path()
         self._held_ports: list[socket.socket] = []
-        # "Dies with its parent" means the thread that started it: ours lives until stop().
+        # A server dies with the thread that started it, so that thread must live until stop().
         self._parent = ThreadPoolExecutor(1, thread_name_prefix="cluster")
         self._say = on_progress or (lambda _: None)
+        self._space_known_until = 0.0
 
     def __enter__(self) -> Self:
         try:
@@ -198,10 +208,11 @@ class LocalCluster:
             self._launch(section, config)
         for server in self.servers:
             self._wait(server, deadline)
-            self._say(f"{server.name} serves at {server.address}")
+            if server.rank == 0:
+                self._say(f"{server.name} serves at {server.address}")
 
     def stop(self) -> None:
-        """Asks every server to drain and waits for it; kills what does not end."""
+        """Asks every server to drain and waits for it; kills a server that does not end."""
         for server in self.servers:
             if server.running:
                 server.process.terminate()
@@ -218,7 +229,7 @@ class LocalCluster:
             port.close()
 
     def check(self) -> None:
-        """Raises when a server has died."""
+        """Raises ServerStartError if a server has died."""
         for server in self.servers:
             if not server.running:
                 raise self._died(server)
@@ -231,7 +242,8 @@ class LocalCluster:
 
     def _launch(self, section: Section, config: dict[str, Any]) -> None:
         config_file = self._directory / f"{section.name}.yaml"
-        config_file.write_text(yaml.safe_dump(config, sort_keys=False))
+        with _usable(self.settings.directory):
+            config_file.write_text(dump_values(config))
         host = reachable_host(config["server"].get("host"))
         if section.ranks == 1:
             self._start_process(section, section.name, config_file, host)
@@ -261,7 +273,7 @@ class LocalCluster:
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                # Ctrl-C is for us: we stop the servers in order.
+                # Ctrl-C reaches this process alone, which stops the servers in order.
                 start_new_session=True,
                 # Servers that share cores must not spin while another one works.
                 env={"OMP_WAIT_POLICY": "PASSIVE"} | os.environ | dict(environment),
@@ -286,12 +298,25 @@ class LocalCluster:
     def _still_starting(self, server: Server, deadline: float) -> None:
         if not server.running:
             raise self._died(server)
+        self._require_space(server)
         if time.monotonic() > deadline:
             raise ServerStartError(
                 f"{server.name} does not serve after {self.settings.start_timeout_seconds:.0f} s",
                 hint=f"its log: {server.log}",
             )
         time.sleep(0.05)
+
+    def _require_space(self, server: Server) -> None:
+        """Raises ConfigError if the disk is full: the server's log could not say that it serves."""
+        if time.monotonic() < self._space_known_until:
+            return
+        self._space_known_until = time.monotonic() + _SPACE_SECONDS
+        with _usable(self.settings.directory):
+            probe = server.log.with_suffix(".probe")
+            try:
+                probe.write_bytes(bytes(_PROBE_BYTES))
+            finally:
+                probe.unlink(missing_ok=True)
 
     def _died(self, server: Server) -> ServerStartError:
         ending = f"{server.name} ended with {_ending(server.process.returncode)}"
@@ -302,22 +327,29 @@ class LocalCluster:
 
 
 def _new_attempt(directory: Path) -> Path:
-    """Makes logs/attempt_N for the next N: no start overwrites what an earlier one wrote."""
+    """Makes logs/attempt_N for the next N: no start overwrites the logs of an earlier one."""
     logs = directory / "logs"
-    try:
+    with _usable(directory):
         logs.mkdir(parents=True, exist_ok=True)
         while True:
             attempt = logs / f"attempt_{next_attempt(logs)}"
-            # It exists when another start was faster: then that one is counted next time.
+            # Another start may have made it first; the next N counts it.
             with suppress(FileExistsError):
                 attempt.mkdir()
                 return attempt
+
+
+@contextmanager
+def _usable(directory: Path) -> Iterator[None]:
+    """Turns an OSError into a ConfigError that names the cluster's directory."""
+    try:
+        yield
     except OSError as error:
         raise ConfigError(f"directory: {directory}: {error.strerror}") from None
 
 
 def held_port() -> socket.socket:
-    """A port that nobody else is given: bound, so that the server that is told it may listen."""
+    """A socket that reserves a port for a server: bound, but not listening."""
     holder = socket.socket()
     holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     holder.bind(("127.0.0.1", 0))
@@ -325,7 +357,7 @@ def held_port() -> socket.socket:
 
 
 def rank_environment(rank: int, ranks: int, port: int) -> dict[str, str]:
-    """The variables of torchrun."""
+    """The environment variables of torchrun for one rank."""
     return {
         "RANK": str(rank),
         "WORLD_SIZE": str(ranks),
@@ -333,7 +365,7 @@ def rank_environment(rank: int, ranks: int, port: int) -> dict[str, str]:
         "LOCAL_WORLD_SIZE": str(ranks),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
-        # torch asks for the names of its peers, and a name server that is slow holds up the start.
+        # torch looks up the names of its peers, and a slow name server would hold up the start.
         "RES_OPTIONS": "timeout:1 attempts:1",
     }
 
@@ -345,7 +377,7 @@ def reachable_host(host: str | None) -> str:
 
 
 def _ending(returncode: int) -> str:
-    # Popen's way to tell a signal is a negative code.
+    # Popen reports a signal as a negative code.
     return f"code {returncode}" if returncode >= 0 else f"signal {signal.Signals(-returncode).name}"
 
 
@@ -373,7 +405,7 @@ def _listening(log: Path) -> dict[str, Any] | None:
 
 
 def _last_words(log: Path) -> str:
-    """Why a server ended, as its log tells: the last error, else the last line that is no event."""
+    """Why a server ended: the last error in its log, else the last line that is no event."""
     lines = _lines(log)
     errors = [one for one in lines if isinstance(one, dict) and one.get("level") == "error"]
     if errors:
@@ -382,7 +414,7 @@ def _last_words(log: Path) -> str:
 
 
 def _lines(log: Path) -> list[dict[str, Any] | str]:
-    """The complete lines of a log: events, and what else was printed."""
+    """The complete lines of a log: events as mappings, other lines as text."""
     *complete, _ = log.read_text(errors="replace").split("\n")
     return [_event(line) for line in complete if line.strip()]
 
@@ -396,6 +428,6 @@ def _event(line: str) -> dict[str, Any] | str:
 
 
 def _die_with_parent() -> list[str]:
-    # Of util-linux. A preexec_fn would do, but forks, and gRPC does not survive a fork.
+    # setpriv is part of util-linux. A preexec_fn would fork, and gRPC does not survive a fork.
     setpriv = shutil.which("setpriv")
     return [setpriv, "--pdeathsig", "KILL"] if setpriv else []

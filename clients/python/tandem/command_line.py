@@ -1,4 +1,4 @@
-"""What every command of `tandem` shares: how it is registered, how it fails, its exit codes."""
+"""Common parts of the commands of `tandem`: registration, failures, exit codes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ app = typer.Typer(
     "Exit codes: 0 success; 1 failed; 2 wrong usage, configuration or data; "
     "3 server unreachable or not started; 130 stopped by Ctrl-C.",
     no_args_is_help=True,
-    add_completion=False,
+    add_completion=True,
     pretty_exceptions_enable=False,
 )
 
@@ -35,7 +35,7 @@ JsonFlag = Annotated[bool, typer.Option("--json", help="Print JSON instead of te
 
 
 def command(group: typer.Typer = app, **options: Any) -> Callable[[Callable], Callable]:
-    """Registers a command; its expected failures become a line, or JSON, and an exit code."""
+    """Registers a command. Its expected failures become a line, or JSON, and an exit code."""
 
     def register(function: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(function)

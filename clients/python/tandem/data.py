@@ -1,20 +1,24 @@
-"""Rows to train on: JSON lines or a reasoning-gym task, and the prompts made of them."""
+"""Examples to train on: the prompts made of a source's rows (data_sources), and their batches."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from string import Formatter
 from typing import Any
 
-from tandem.errors import ConfigError
-from tandem.settings import DataSettings, ReasoningGymSettings
+import xxhash
+
+from tandem.data_sources import read_rows
+from tandem.errors import ConfigError, ProblemsError
+from tandem.settings import DataSettings
 from tandem.text import TextCodec
-from tandem.text_files import decoded, json_object, read_bytes
+
+# Bad rows that one error names.
+_SHOWN_PROBLEMS = 10
 
 
 @dataclass(frozen=True)
@@ -22,12 +26,12 @@ class Example:
     """One row with its prompt.
 
     Attributes:
-        row: every field of the row; `prompt` is the text after `extract`.
+        row: every column of the row; `prompt` is the text after `extract`.
         text: the prompt as written by `format`.
-        token_ids: the prompt as the model reads it.
-        place: where the row stands: FILE:LINE, or TASK[INDEX].
-        scorer: the reasoning-gym data set that can judge `row["entry"]`, if there is one.
-        content: what the prompt is made of, before `format`, as JSON; "" if that is not known.
+        token_ids: the ids of the prompt that the model reads.
+        place: where the row stands (data_sources.PlacedRow).
+        scorer: the reasoning-gym data set that judges `row["entry"]`; None for other sources.
+        content: the columns that `format` shows, as JSON; "" if they are not known.
     """
 
     row: dict[str, Any]
@@ -38,8 +42,16 @@ class Example:
     content: str = ""
 
     @property
+    def shown_columns(self) -> list[str]:
+        """The columns to record beside the prompt.
+
+        Without `entry`, which is the copy of the others that a reasoning-gym task wants.
+        """
+        return [name for name in self.row if name not in ("prompt", "messages", "entry")]
+
+    @property
     def keys(self) -> frozenset[str]:
-        """The prompt before and after `format`: examples that share either ask the same."""
+        """The prompt before and after `format`; examples that share a key ask the same."""
         return frozenset({self.content, self.text} - {""})
 
 
@@ -55,7 +67,7 @@ class Dataset:
         return len(self.examples)
 
     def batch(self, first: int, size: int) -> list[Example]:
-        """`size` examples after the first `first`: a function of (seed, first, size) alone.
+        """Returns `size` examples after the first `first`: a function of (seed, first, size) alone.
 
         Every epoch is a permutation of its own: rows sorted by BLAKE2b of "<seed>/<epoch>/<row>".
         """
@@ -68,8 +80,19 @@ class Dataset:
             if len(example.token_ids) >= tokens:
                 raise _too_long(example, tokens - 1, "the servers' max_model_len", field)
 
+    def digest(self) -> str:
+        """Returns the XXH3-128 of all rows and prompts in their order, 32 hexadecimal digits."""
+        digest = xxhash.xxh3_128()
+        for example in self.examples:
+            line = json.dumps([example.row, example.token_ids], sort_keys=True, default=str)
+            digest.update(line.encode() + b"\n")
+        return digest.hexdigest()
+
     def without(self, keys: Collection[str]) -> Dataset:
-        """The data set without the examples that have a key among `keys`."""
+        """Returns the data set without the examples that have a key among `keys`.
+
+        Raises ConfigError where none is left.
+        """
         left = [example for example in self.examples if example.keys.isdisjoint(keys)]
         if not left:
             raise ConfigError("data: every prompt occurs in the evaluation data as well")
@@ -96,17 +119,26 @@ def load_dataset(
     """Reads the rows and writes their prompts; tells `note` how many were too long, if any.
 
     `field` is where the settings stand in the file ("data", "eval.data"). Raises ConfigError, which
-    names the field, for a file that cannot be read, a bad row, a prompt that cannot be written, and
-    one that is too long where the settings do not say what becomes of it.
+    names the field, for a source that cannot be read, a bad row, a prompt that cannot be written,
+    and with `too_long: fail` a prompt that is too long; ProblemsError for several rows, up to
+    _SHOWN_PROBLEMS.
     """
-    scorer, rows = _rows(settings, field)
+    scorer, rows = read_rows(settings, field)
     examples: list[Example] = []
     seen: set[str] = set()
     too_long = 0
+    problems: list[ConfigError] = []
     for place, row in rows:
-        if settings.limit is not None and len(examples) >= settings.limit:
+        full = settings.limit is not None and len(examples) >= settings.limit
+        if full or len(problems) == _SHOWN_PROBLEMS:
             break
-        example = _example(row, place, settings, codec, scorer, field)
+        try:
+            if isinstance(row, ConfigError):
+                raise row
+            example = _example(row, place, settings, codec, scorer, field)
+        except ConfigError as error:
+            problems.append(error)
+            continue
         if settings.unique and example.text in seen:
             continue
         seen.add(example.text)
@@ -114,11 +146,14 @@ def load_dataset(
         if limit is not None and len(example.token_ids) > limit:
             too_long += 1
             if settings.too_long == "fail":
-                raise _too_long(example, limit, f"{field}.max_prompt_tokens", field)
+                problems.append(_too_long(example, limit, f"{field}.max_prompt_tokens", field))
+                continue
             if settings.too_long == "drop":
                 continue
             example = replace(example, token_ids=example.token_ids[-limit:])
         examples.append(example)
+    if problems:
+        raise problems[0] if len(problems) == 1 else ProblemsError(problems)
     if too_long:
         done = {"drop": "left out", "truncate_left": "cut at the left"}[settings.too_long]
         whole = len(examples) + (too_long if settings.too_long == "drop" else 0)
@@ -132,12 +167,15 @@ def load_dataset(
 
 
 def fill(template: str, row: Mapping[str, Any], field: str) -> str:
-    """`template` with the row's fields in its braces; ConfigError, naming `field`, if it cannot."""
+    """Returns `template` with the row's columns in its braces.
+
+    Raises ConfigError, which begins with `field`, where a column is missing or does not fit.
+    """
     try:
         return template.format(**row)
     except (KeyError, IndexError, AttributeError, TypeError, ValueError) as error:
         raise ConfigError(
-            f"{field}: {template!r} does not fit a row with the fields {', '.join(row)}: {error!r}"
+            f"{field}: {template!r} does not fit a row with the columns {', '.join(row)}: {error!r}"
         ) from None
 
 
@@ -150,18 +188,6 @@ def _too_long(example: Example, limit: int, whose: str, field: str) -> ConfigErr
     )
 
 
-# A row and its place.
-_Row = tuple[str, dict[str, Any]]
-
-
-def _rows(settings: DataSettings, field: str) -> tuple[Any, Iterable[_Row]]:
-    """The source's rows, and who judges them, if the source can."""
-    if settings.reasoning_gym is not None:
-        return _reasoning_gym(settings.reasoning_gym, f"{field}.reasoning_gym")
-    assert settings.jsonl is not None
-    return None, _json_lines(settings.jsonl, f"{field}.jsonl")
-
-
 def _example(
     row: dict[str, Any],
     place: str,
@@ -171,22 +197,46 @@ def _example(
     field: str,
 ) -> Example:
     if "messages" in row:
+        _require_prompt(settings, place, field)
         text = json.dumps(row["messages"], ensure_ascii=False)
         content = json.dumps(row["messages"], sort_keys=True)
-        return Example(
-            row, text, _chat(codec, row["messages"], place, field), place, scorer, content
-        )
+        messages = _with_system(settings, row["messages"])
+        return Example(row, text, _chat(codec, messages, place, field), place, scorer, content)
     if settings.extract is not None:
         row = row | {"prompt": _extract(settings.extract, row["prompt"], f"{field}.extract")}
     text = fill(settings.format, row, f"{field}.format")
     content = _content(settings.format, row)
     if settings.template == "raw":
+        if settings.system is not None:
+            raise ConfigError(
+                f"{field}.system: {place}: {field}.template: raw has no system message",
+                hint=f"{field}.template: chat writes the prompt through the chat template",
+            )
         return Example(row, text, codec.encode(text), place, scorer, content)
-    messages = [{"role": "user", "content": text}]
-    if settings.system is not None:
-        # An empty system message keeps the template from adding its own.
-        messages.insert(0, {"role": "system", "content": settings.system})
+    messages = _with_system(settings, [{"role": "user", "content": text}])
     return Example(row, text, _chat(codec, messages, place, field), place, scorer, content)
+
+
+def _require_prompt(settings: DataSettings, place: str, field: str) -> None:
+    """ConfigError where a setting writes the prompt of a row that has `messages` instead."""
+    default = DataSettings.model_fields["format"].default
+    for name, given in (
+        ("extract", settings.extract is not None),
+        ("format", settings.format != default),
+    ):
+        if given:
+            raise ConfigError(
+                f"{field}.{name}: {place}: the row has `messages`, which go through the chat "
+                "template as they are, and not a `prompt`"
+            )
+
+
+def _with_system(settings: DataSettings, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The conversation with the system message of the settings, unless it begins with its own."""
+    if settings.system is None or (messages and messages[0].get("role") == "system"):
+        return messages
+    # An empty one keeps the template from adding its own.
+    return [{"role": "system", "content": settings.system}, *messages]
 
 
 def _chat(codec: TextCodec, messages: list[dict[str, Any]], place: str, field: str) -> list[int]:
@@ -197,7 +247,7 @@ def _chat(codec: TextCodec, messages: list[dict[str, Any]], place: str, field: s
 
 
 def _content(template: str, row: Mapping[str, Any]) -> str:
-    """The fields of the row that the template shows; only these tell prompts apart."""
+    """Returns the columns that the template shows, as JSON: only these tell prompts apart."""
     shown = (re.match(r"[^.\[]*", field) for _, field, _, _ in Formatter().parse(template) if field)
     fields = {match[0]: row[match[0]] for match in shown if match}
     return json.dumps(fields, sort_keys=True, default=str)
@@ -205,70 +255,7 @@ def _content(template: str, row: Mapping[str, Any]) -> str:
 
 def _extract(pattern: str, prompt: str, field: str) -> str:
     match = re.search(pattern, prompt)
-    part = match and match[match.re.groups and 1]
-    if part is None:
+    found = match and match[match.re.groups and 1]
+    if found is None:
         raise ConfigError(f"{field}: no match in the prompt {prompt!r}")
-    return part
-
-
-def _json_lines(path: Path, field: str) -> Iterator[_Row]:
-    data = read_bytes(path, f"{field}: {path}")
-    # At line feeds alone: JSON strings may hold U+2028 and the other separators of splitlines().
-    for number, line in enumerate(data.split(b"\n"), start=1):
-        if line.strip():
-            yield f"{path}:{number}", _json_row(line, f"{field}: {path}:{number}")
-
-
-def _json_row(line: bytes, place: str) -> dict[str, Any]:
-    row = json_object(decoded(line, place), place)
-    try:
-        # An escape may spell half a character ("\ud800"), which is no text.
-        json.dumps(row, ensure_ascii=False).encode()
-    except UnicodeEncodeError as error:
-        half = error.object[error.start : error.end]
-        raise ConfigError(f"{place}: not Unicode text: {half!r} stands alone") from None
-    if not ("prompt" in row or "messages" in row):
-        raise ConfigError(f"{place}: a row needs `prompt` or `messages`")
-    if "messages" not in row and not isinstance(row["prompt"], str):
-        raise ConfigError(f"{place}: `prompt` must be a string")
-    if "messages" in row and not _is_conversation(row["messages"]):
-        raise ConfigError(
-            f"{place}: `messages` must be a list of objects whose `content` is a string "
-            "or a list of parts"
-        )
-    return row
-
-
-def _is_conversation(messages: Any) -> bool:
-    return isinstance(messages, list) and all(
-        # A turn that calls a tool may be without content.
-        isinstance(message, dict) and isinstance(message.get("content"), str | list | None)
-        for message in messages
-    )
-
-
-def _reasoning_gym(spec: ReasoningGymSettings, field: str) -> tuple[Any, Iterable[_Row]]:
-    try:
-        import reasoning_gym
-    except ImportError:
-        raise ConfigError(
-            f"{field}: the package reasoning-gym is not installed",
-            hint="pip install reasoning-gym",
-        ) from None
-    try:
-        task = reasoning_gym.create_dataset(
-            spec.name, size=spec.size, seed=spec.seed, **spec.config
-        )
-    except (ValueError, TypeError, AssertionError) as error:
-        raise ConfigError(f"{field}: {error}") from None
-
-    def row(index: int) -> _Row:
-        entry = task[index]
-        return f"{spec.name}[{index}]", {
-            "prompt": entry["question"],
-            "answer": entry["answer"],
-            "metadata": entry.get("metadata", {}),
-            "entry": entry,
-        }
-
-    return task, map(row, range(spec.size))
+    return found

@@ -4,7 +4,7 @@
 
 It imports the model, starts the servers, evaluates the senior on held-out questions (alone, taking
 turns with the junior, and read by the junior), trains it with the frozen start as its junior,
-asks the same questions again, and says what changed.
+asks the same questions again, and compares the answers.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from tandem.view.terminal import print_trajectories
 from tandem.view.trajectories import Trajectory, read_step
 
 CONFIG = Path("examples/demo/run.yaml")
-# In run.json: whose run directory it is.
+# The kind of the demo's run directory, in run.json.
 KIND = "demo"
 
 
@@ -64,7 +64,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def run_demo(settings: RunSettings, output: Output) -> int:
-    """Import, start, evaluate, train, evaluate, compare."""
+    """Imports the model, starts, evaluates, trains, evaluates, compares; returns the exit code."""
     start = time.monotonic()
     model = import_model(SMOLLM2_PACKAGE, settings.tokenizer)
     what = "already imported" if model.already_there else "imported"
@@ -110,10 +110,10 @@ def run_demo(settings: RunSettings, output: Output) -> int:
 
 
 def open_run(settings: RunSettings) -> RunDirectory:
-    """The run directory, an earlier demo's to be thrown away.
+    """Opens the run directory, and throws an earlier demo's away.
 
     Raises:
-        RunDirectoryError: it holds what no demo wrote; nobody asked us to throw that away.
+        RunDirectoryError: it holds files that no demo wrote.
     """
     kind = kind_of_run(settings.run_dir)
     if kind not in (None, KIND):
@@ -129,8 +129,8 @@ def compare(
     after: Mapping[EvalMode, Evaluation],
     lines: Sequence[Mapping[str, Any]],
 ) -> dict[str, Any]:
-    """The numbers that the demo ends with."""
-    shares = [line["tandem/senior_token_fraction"] for line in lines]
+    """The result of the demo: both evaluations, their gains, and the steps."""
+    fractions = [line["tandem/senior_token_fraction"] for line in lines]
     gains = {
         mode: paired_gain(first.grades.correct, after[mode].grades.correct)
         for mode, first in before.items()
@@ -142,7 +142,7 @@ def compare(
         "before": {mode: evaluation.summary() for mode, evaluation in before.items()},
         "after": {mode: evaluation.summary() for mode, evaluation in after.items()},
         "gain": {mode: {"mean": mean, "half_width": half} for mode, (mean, half) in gains.items()},
-        "senior_share": sum(shares) / len(shares) if shares else None,
+        "senior_token_fraction": sum(fractions) / len(fractions) if fractions else None,
         "steps": len(lines),
     }
 
@@ -163,7 +163,7 @@ def _decoding(settings: RunSettings) -> str:
 
 
 def _summary(result: Mapping[str, Any]) -> list[tuple[str, str, str, str]]:
-    """What, before and after, and the gain, by mode; below each its 95 % interval."""
+    """Rows of name, before, after and gain, by mode; below each its 95 % interval."""
     rows: list[tuple[str, str, str, str]] = []
     for mode in result["before"]:
         before, after = (
@@ -179,23 +179,23 @@ def _summary(result: Mapping[str, Any]) -> list[tuple[str, str, str, str]]:
             rows.append((f"  {name}", first.value, last.value, gain))
             if last.interval:
                 rows.append(("  95 % interval", first.interval, last.interval, interval))
-    share = result["senior_share"]
+    fraction = result["senior_token_fraction"]
     return [
         *rows,
         ("training", "", "", ""),
-        ("  tokens by the senior", "", "-" if share is None else f"{share:.1%}", ""),
+        ("  tokens by the senior", "", "-" if fraction is None else f"{fraction:.1%}", ""),
         ("  steps, whole time", "", f"{result['steps']}, {result['seconds']:.0f} s", ""),
     ]
 
 
 def command() -> str:
-    """How to call `tandem` from here: by its name if that is on the path."""
+    """The command line name of `tandem`: plain if it is on the path, else a relative path."""
     beside = Path(sys.executable).with_name("tandem")
     return "tandem" if shutil.which("tandem") else os.path.relpath(beside)
 
 
 def _first_of_groups(trajectories: list[Trajectory], count: int) -> list[Trajectory]:
-    # Those with both authors first: that is what there is to see.
+    # Responses with both authors come first: they show the tandem.
     firsts: dict[str, Trajectory] = {}
     for one in sorted(
         trajectories, key=lambda t: len(set(t.record["authorship_mask"])), reverse=True

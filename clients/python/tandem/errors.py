@@ -1,4 +1,4 @@
-"""Exceptions of the client: one class per gRPC code, with what the server said about the cause."""
+"""Exceptions of the client: one class per gRPC code, with the server's details."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ REQUEST_ID_KEY = "x-request-id"
 
 
 class TandemError(Exception):
-    """Anything that this package raises on purpose."""
+    """The base of all exceptions that this package raises on purpose."""
 
     def __init__(self, message: str, *, hint: str | None = None) -> None:
         super().__init__(message)
@@ -37,10 +37,10 @@ class ConfigError(TandemError):
 
 
 class ProblemsError(ConfigError):
-    """Several things that are wrong at once.
+    """Several errors at once.
 
     Attributes:
-        problems: each of them.
+        problems: the errors.
     """
 
     def __init__(self, problems: Sequence[TandemError]) -> None:
@@ -53,7 +53,7 @@ class ProblemsError(ConfigError):
         self.problems = tuple(problems)
 
     def describe(self) -> dict[str, Any]:
-        """What is known of each, for `--json`."""
+        """The record of each error, for `--json`."""
         return super().describe() | {"problems": [one.describe() for one in self.problems]}
 
 
@@ -62,30 +62,35 @@ class RunDirectoryError(ConfigError):
 
 
 class UnsavedUpdatesError(TandemError):
-    """A server holds updates that no checkpoint has, and was to be given other weights."""
+    """A server that was to get other weights holds updates that no checkpoint has."""
 
 
 class ServerStartError(TandemError):
     """A local server that did not come up, or died."""
 
 
-# What to do about a reason; written from the servers' list of reasons by `make format`.
+# Remedies by reason; `make format` writes them from the servers' list of reasons.
 _REMEDIES: dict[str, str] = json.loads(
     resources.files("tandem").joinpath("remedies.json").read_text(encoding="utf-8")
 )
 
 
+def remedy(reason: str) -> str | None:
+    """The remedy for a reason that a server gives, if one is known."""
+    return _REMEDIES.get(reason)
+
+
 class RpcError(TandemError):
-    """A call that a server, or the way to it, refused.
+    """A call that failed, at the server or on the way to it.
 
     Attributes:
         code: the gRPC status code.
         field: dotted path of the offending field, for example
             "samples[3].trajectory.authorship_mask".
         reason: stable UPPER_SNAKE_CASE name of the failure.
-        hint: what to do about it, where that is known.
-        request_id: what to look for in the server's log.
-        retry_after_seconds: the server's wish; None where waiting does not help, or may not.
+        hint: the remedy, if one is known.
+        request_id: the id of the call in the server's log.
+        retry_after_seconds: the delay that the server asks for; None if waiting need not help.
         method: the call that failed.
     """
 
@@ -101,7 +106,7 @@ class RpcError(TandemError):
         retry_after_seconds: float | None = None,
         method: str | None = None,
     ) -> None:
-        super().__init__(message, hint=hint or _REMEDIES.get(reason or ""))
+        super().__init__(message, hint=hint or remedy(reason or ""))
         self.code = code
         self.field = field
         self.reason = reason
@@ -247,7 +252,7 @@ def from_rpc(error: Any, *, request_id: str, method: str, address: str, role: st
 def _hint_about_server(error: RpcError, address: str, role: str) -> str | None:
     if isinstance(error, UnavailableError):
         return f"is a server running at {address}? `tandem up CLUSTER.yaml` starts one"
-    # A server of ours says what it lacks; gRPC itself says nothing of a method that is not there.
+    # Tandem's servers name a method that they lack; gRPC itself sends no message.
     unknown = not error.message or error.message.startswith("no such method: ")
     if isinstance(error, NotImplementedByServerError) and role and unknown:
         return f"is this a {role} server? `tandem status` says what is at {address}"

@@ -1,10 +1,11 @@
-"""The numbers of a run as TensorBoard events: `tensorboard --logdir RUN_DIR` draws them."""
+"""The numbers of a run as TensorBoard events, which `tensorboard --logdir RUN_DIR` draws."""
 
 from __future__ import annotations
 
 import io
+import re
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Self
 
@@ -36,10 +37,14 @@ class EventFile:
         return self
 
     def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Closes the file."""
         self._records.close()
 
     def add(self, line: Mapping[str, Any], prefix: str = "") -> None:
-        """Every number of a line that has a `step`, under `prefix` and its key."""
+        """Writes every number of a line that has a `step`, under `prefix` and its key."""
         values = [
             Summary.Value(tag=name, simple_value=value) for name, value in numbers(line, prefix)
         ]
@@ -51,9 +56,16 @@ class EventFile:
         self._records.flush()
 
 
+def event_files(folder: Path) -> Iterator[Path]:
+    """The events files of `folder` that an EventFile wrote."""
+    for file in folder.glob("events.out.tfevents.*"):
+        if re.fullmatch(r"events\.out\.tfevents\.\d+", file.name):
+            yield file
+
+
 def forget_after(folder: Path, step: int) -> None:
     """Takes the events of later steps out of the files of `folder`."""
-    for file in folder.glob("events.out.tfevents.*"):
+    for file in event_files(folder):
         buffer = io.BytesIO()
         records = RecordWriter(buffer)
         # It ends before a record that a crash cut off.

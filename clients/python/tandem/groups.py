@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from tandem.data import Example
@@ -17,18 +17,22 @@ from tandem.types.v1 import server_pb2, trajectory_pb2
 
 @dataclass(frozen=True)
 class Group:
-    """The responses to one prompt; each attribute but the id holds one entry per response.
+    """The responses to one prompt; lists hold one entry per response.
 
     Attributes:
         id: unique in the run.
-        rewards: what the reward function gives; None where it failed.
+        example: the row and its prompt.
+        rewards: the weighted sum of the scores; None where a function failed.
+        scores: by reward function what it gives; None where it failed.
         punishments: of responses that are too long, at most 0.
     """
 
     id: str
+    example: Example
     trajectories: Sequence[trajectory_pb2.Trajectory]
     texts: Sequence[str]
     rewards: Sequence[float | None]
+    scores: Mapping[str, Sequence[float | None]]
     punishments: Sequence[float]
 
     @property
@@ -38,7 +42,7 @@ class Group:
 
     @property
     def shaped_rewards(self) -> list[float | None]:
-        """What the responses are trained on: reward and punishment together."""
+        """The sums of reward and punishment, which the responses are trained on."""
         return [
             None if reward is None else reward + punishment
             for reward, punishment in zip(self.rewards, self.punishments, strict=True)
@@ -47,13 +51,13 @@ class Group:
 
 @dataclass(frozen=True)
 class Drawn:
-    """What was drawn for a step.
+    """The groups that were drawn for a step.
 
     Attributes:
-        groups: all of them, in the order of the data.
-        kept: those to train on.
-        failures: what became of rewards that failed.
-        num_gen_batches: how often prompts were drawn.
+        groups: all groups, in the order of the data.
+        kept: the groups to train on.
+        failures: a message for every call of a reward function that failed.
+        num_gen_batches: number of times that prompts were drawn.
     """
 
     groups: list[Group]
@@ -62,7 +66,7 @@ class Drawn:
     num_gen_batches: int
 
     def metrics(self) -> dict[str, float | int]:
-        """What they say of the step; at least one response has a reward."""
+        """Returns the client's metrics of the step; at least one response has a reward."""
         known = [
             (reward, punishment)
             for group in self.groups
@@ -76,11 +80,22 @@ class Drawn:
                 [group.shaped_rewards for group in self.groups],
             ),
             "reward/task_mean": sum(rewards) / len(rewards),
+            **self._score_means(),
             "reward/overlong_mean": sum(punishments) / len(punishments),
             "batch/groups_drawn": len(self.groups),
             "batch/groups_dropped": len(self.groups) - len(self.kept),
             "batch/num_gen_batches": self.num_gen_batches,
         }
+
+    def _score_means(self) -> dict[str, float]:
+        """Returns the mean of each of several reward functions; of one it is reward/task_mean."""
+        names = list(self.groups[0].scores)
+        means = {}
+        for name in names if len(names) > 1 else ():
+            scores = [value for group in self.groups for value in group.scores[name]]
+            known = [value for value in scores if value is not None]
+            means[f"reward/{name}"] = sum(known) / len(known)
+        return means
 
 
 def draw_groups(
@@ -94,7 +109,7 @@ def draw_groups(
 
     With `batch.filter_groups` groups whose rewards are all the same are dropped, and as many
     further prompts are drawn, until the step is full or has its last generation batch: the dynamic
-    sampling of DAPO (arXiv 2503.14476). What is drawn is a function of seed, step, `first` and
+    sampling of DAPO (arXiv 2503.14476). The groups are a function of seed, step, `first` and
     weights alone.
 
     Raises what Session.generate() and Reward raise.
@@ -123,9 +138,11 @@ def draw_groups(
         groups += [
             Group(
                 f"step-{step}/prompt-{begin + i}",
+                examples[i],
                 trajectories,
                 texts[i],
                 judged.rewards[i],
+                {name: scores[i] for name, scores in judged.scores.items()},
                 [_punishment(session, trajectory) for trajectory in trajectories],
             )
             for i, trajectories in enumerate(answers)
@@ -137,13 +154,13 @@ def draw_groups(
 
 
 def step_prompt(session: Session, example: Example, step: int, index: int) -> Prompt:
-    """The request for one prompt of a step."""
+    """Returns the request for one prompt of a step."""
     settings = session.settings
     return Prompt(
         token_ids=example.token_ids,
         seed=prompt_seed(settings.seed, step, index),
         num_samples=settings.batch.samples_per_prompt,
-        sampling=given(settings.sampling),
+        sampling=session.sampling,
         tandem=given(settings.tandem),
         return_other_logprobs=settings.return_other_logprobs,
     )

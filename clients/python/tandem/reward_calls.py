@@ -1,4 +1,4 @@
-"""The ways to call a reward function of the user's.
+"""The ways to call a user's reward function.
 
 `reward(prompt, response, **row) -> float` judges one response. Many calls run at once, in threads
 or processes; those of an `async def` are awaited together. With `batch` one call of
@@ -15,7 +15,7 @@ import multiprocessing
 import os
 import signal
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
@@ -26,20 +26,22 @@ from typing import Any, Protocol
 
 from tandem.errors import ConfigError
 from tandem.reward_function import load_function
-from tandem.settings import RewardSettings
+from tandem.settings import MAX_REWARD, RewardFunctionSettings
 
-# Calls that run at once in threads unless the settings say otherwise: they wait, mostly.
+# Calls in threads that run at once by default: reward functions mostly wait.
 DEFAULT_THREADS = 16
-# What a function may raise without ending the run: sys.exit() is no way out of one, and a task that
-# it cancels is its own.
+# Exceptions of a function that count as a failed call. sys.exit() in a function does not end the
+# run, and neither does a task that the function itself cancels.
 FAILURES = (Exception, SystemExit, asyncio.CancelledError)
-# What coroutines may take to end when they are cancelled.
+# Exceptions that point to a mistake in the function, which is to be corrected, not skipped.
+MISTAKES = (NameError, ImportError, AttributeError, TypeError, SyntaxError)
+# Seconds that cancelled coroutines have to end.
 CLOSE_SECONDS = 5.0
 
 
 @dataclass(frozen=True)
 class Case:
-    """What a function gets to know of one response."""
+    """One response with its row, as a function gets them."""
 
     row: dict[str, Any]
     response: str
@@ -61,10 +63,17 @@ class Case:
 
 @dataclass(frozen=True)
 class Failure:
-    """Why a function gave no reward; may come from another process."""
+    """The reason why a call gave no reward; picklable, for it may come from another process.
+
+    Attributes:
+        what: the reason in one line.
+        trace: the traceback; "" where nothing was raised.
+        is_mistake: whether the function is to be corrected (MISTAKES).
+    """
 
     what: str
     trace: str = ""
+    is_mistake: bool = False
 
 
 Outcome = float | Failure
@@ -74,41 +83,42 @@ class Judge(Protocol):
     """One way to call a function."""
 
     def __call__(self, cases: Sequence[Case]) -> list[Outcome]:
-        """What the function gives each case, in their order."""
+        """Returns what the function gives each case, in their order."""
         ...
 
     def close(self) -> None:
-        """Ends the threads and processes that it started."""
+        """Ends the threads and processes that the judge started."""
         ...
 
 
-def judge_of(function: Callable[..., Any], settings: RewardSettings) -> Judge:
-    """The way that the settings name to call their function.
+def judge_of(function: Callable[..., Any], settings: RewardFunctionSettings, field: str) -> Judge:
+    """Returns the judge that calls `function` in the way that the settings name.
 
-    Raises ConfigError for a function that does not suit the settings.
+    `field` is where the settings stand in the file ("reward", "rewards.0"). Raises ConfigError for
+    a function that does not suit the settings.
     """
     if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
         getattr(function, "__call__", None)  # noqa: B004
     ):
         if settings.executor == "process":
             raise ConfigError(
-                f"reward.executor: {settings.function} is async: its calls are awaited in one "
+                f"{field}.executor: {settings.function} is async: its calls are awaited in one "
                 "thread, not run in processes"
             )
         return _Awaited(function, settings.workers, settings.batch)
     if settings.batch:
         return _InOneCall(function)
     if settings.executor == "process":
-        return _InProcesses(settings)
+        return _InProcesses(settings, field)
     return _InThreads(function, settings.workers or DEFAULT_THREADS)
 
 
 def why_not_called(function: Callable[..., Any], row: dict[str, Any], batch: bool) -> str | None:
-    """What is wrong with the function's parameters for a row, in Python's words."""
+    """Returns why Python would refuse to call the function for a row, None if it would not."""
     case = Case(row, "")
     try:
         signature = inspect.signature(function)
-    except ValueError:  # Some functions written in C do not tell.
+    except ValueError:  # Some functions written in C have no signature.
         return None
     try:
         if batch:
@@ -138,7 +148,7 @@ class _InThreads:
         if self._workers == 1:
             work()
             return outcomes
-        # Daemons, which an executor's threads are not: a call that hangs must not hold up an exit.
+        # Daemon threads, unlike an executor's: a call that hangs must not hold up the exit.
         threads = [Thread(target=work, daemon=True) for _ in cases[: self._workers]]
         for thread in threads:
             thread.start()
@@ -151,19 +161,20 @@ class _InThreads:
 
 
 class _InProcesses:
-    """Calls a function in processes, which load it themselves."""
+    """Calls a function in processes; each process loads the function itself."""
 
-    def __init__(self, settings: RewardSettings) -> None:
-        self._name = settings.function
-        # Not forked: gRPC does not survive it.
+    def __init__(self, settings: RewardFunctionSettings, field: str) -> None:
+        self._name = f"{field}.function: {settings.function}"
+        # Processes are spawned, for gRPC does not survive a fork.
         context = multiprocessing.get_context("spawn")
-        # Nothing is sent. close() closes our end, or the end of this process does.
+        # Nothing is sent through the pipe. The processes end when close(), or the end of this
+        # process, closes our end.
         theirs, self._ours = context.Pipe(duplex=False)
         self._processes = ProcessPoolExecutor(
             settings.workers or os.cpu_count(),
             context,
             _start_process,
-            (settings.function, settings.python_path, theirs),
+            (settings.function, settings.python_path, f"{field}.function", theirs),
         )
 
     def __call__(self, cases: Sequence[Case]) -> list[Outcome]:
@@ -171,21 +182,21 @@ class _InProcesses:
             return list(self._processes.map(_call_in_process, cases))
         except BrokenProcessPool:
             raise ConfigError(
-                f"reward.function: {self._name}: a process of it died",
-                hint="it may be out of memory, or the function ends its process",
+                f"{self._name}: one of its processes died",
+                hint="the machine may be out of memory, or the function ends its process",
             ) from None
 
     def close(self) -> None:
         self._processes.shutdown(wait=False, cancel_futures=True)
-        # The pool waits for calls that run: one that hangs must not hold up an exit.
+        # The pool would wait for calls that run, and one that hangs must not hold up the exit.
         self._ours.close()
 
 
 class _Awaited:
     """Awaits the calls of an `async def` together, all in one event loop.
 
-    The loop lives as long as the reward, in a thread of its own: what the function opens in one
-    step works in the next, and the caller may have a loop itself.
+    The loop lives as long as the reward, in a thread of its own. A session that the function opens
+    in one step works in the next, and the caller may run an event loop itself.
     """
 
     def __init__(self, function: Callable[..., Any], workers: int | None, batch: bool) -> None:
@@ -203,7 +214,7 @@ class _Awaited:
 
     def close(self) -> None:
         self._loop.call_soon_threadsafe(self._closing.set)
-        # What does not let itself be cancelled must not hold up an exit.
+        # A coroutine that cannot be cancelled must not hold up the exit.
         self._thread.join(CLOSE_SECONDS)
 
     async def _serve(self) -> None:
@@ -247,17 +258,17 @@ class _InOneCall:
         pass
 
 
-# In a process of _InProcesses: what it calls.
+# The function that a process of _InProcesses calls; set in that process alone.
 _function: Callable[..., Any]
 
 
-def _start_process(name: str, folder: Path, pipe: Connection) -> None:
+def _start_process(name: str, folder: Path, field: str, pipe: Connection) -> None:
     global _function
-    # A signal may go to the whole group: the run ends its step, and then this process.
+    # Signals may reach the whole process group. The run ends its step first, then this process.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     Thread(target=_end_when_closed, args=(pipe,), daemon=True).start()
-    _function = load_function(name, folder)
+    _function = load_function(name, folder, field)
 
 
 def _end_when_closed(pipe: Connection) -> None:
@@ -286,24 +297,34 @@ def _call(function: Callable[..., Any], case: Case) -> Outcome:
 
 def _number(value: Any) -> Outcome:
     try:
-        number = float(value)
-    except (TypeError, ValueError):
+        # float() would accept the text "5".
+        number = math.nan if isinstance(value, str | bytes) else float(value)
+    except (TypeError, ValueError, OverflowError):
         number = math.nan
-    return number if math.isfinite(number) else Failure(f"{value!r} is not a finite number")
+    if not math.isfinite(number):
+        return Failure(f"{value!r} is not a finite number")
+    if abs(number) > MAX_REWARD:
+        return Failure(
+            f"{value!r} is out of range: a trainer takes {-MAX_REWARD:g} to {MAX_REWARD:g}"
+        )
+    return number
 
 
 def _numbers(values: Any, count: int) -> list[Outcome]:
-    outcomes = [_number(value) for value in values]
-    if len(outcomes) != count:
-        raise ValueError(f"{len(outcomes)} rewards for {count} responses")
-    return outcomes
+    # Arrays of numpy and torch are sequences too, without being a Sequence.
+    if isinstance(values, str | bytes | Mapping | Set) or not hasattr(values, "__len__"):
+        raise TypeError(f"rewards must be a list of numbers, not {type(values).__name__}")
+    if len(values) != count:
+        raise ValueError(f"{len(values)} rewards for {count} responses")
+    return [_number(value) for value in values]
 
 
 def failure_of(error: BaseException) -> Failure:
-    """What a function raised, with the traceback of its own frames."""
-    # The first frame is ours.
+    """Returns the failure for an exception, with the traceback of the function's own frames."""
+    # The first frame is the caller's, in this file.
     trace = error.__traceback__ and error.__traceback__.tb_next
     return Failure(
         f"{type(error).__name__}: {error}",
         "".join(traceback.format_exception(type(error), error, trace)),
+        isinstance(error, MISTAKES),
     )

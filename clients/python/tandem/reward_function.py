@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import importlib
 import importlib.util
+import inspect
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -14,41 +15,55 @@ from typing import Any
 from tandem.errors import ConfigError
 
 
-def load_function(name: str, folder: Path) -> Callable[..., Any]:
-    """The function that "module:function" or "path/file.py:function" names.
+def load_function(name: str, folder: Path, field: str) -> Callable[..., Any]:
+    """Returns the function that "module:function" or "path/file.py:function" names.
 
-    Imports find what is installed, then what lies in `folder` and beside the file.
+    Imports find what is installed, then what lies in `folder` and beside the file. Raises
+    ConfigError, which begins with `field`, for a function that is not there.
     """
     source, colon, attribute = name.rpartition(":")
     if not colon:
         raise ConfigError(
-            f"reward.function: {name!r} is none of exact_match, reasoning_gym, "
+            f"{field}: {name!r} is none of exact_match, reasoning_gym, "
             "module:function, path/file.py:function"
         )
     file = folder / source if source.endswith(".py") else None
     if file is not None and not file.is_file():
-        raise ConfigError(f"reward.function: {file} does not exist")
+        raise ConfigError(f"{field}: {file} does not exist")
     folders = [folder] if file is None else [folder, file.parent]
-    # At the end: nothing in them may hide a module.
+    # The folders come last, so that nothing in them hides an installed module.
     sys.path += [path for path in map(str, map(Path.resolve, folders)) if path not in sys.path]
     try:
         module = importlib.import_module(source) if file is None else _run(file)
         function = getattr(module, attribute, None)
-    # The file is the user's: importing it may raise anything, a SyntaxError for example.
+    # Importing a user's file may raise anything, a SyntaxError for example.
     except (Exception, SystemExit) as error:
         raise ConfigError(
-            f"reward.function: {name}: {type(error).__name__}: {error}",
+            f"{field}: {name}: {type(error).__name__}: {error}",
             hint=None
             if file
             else f"modules are looked up among the installed ones and in {folder}",
         ) from error
     if not callable(function):
-        raise ConfigError(f"reward.function: {source} has no function {attribute!r}")
+        raise ConfigError(f"{field}: {source} has no function {attribute!r}")
     return function
 
 
+def file_of(function: Callable[..., Any]) -> Path | None:
+    """Returns the file that defines a function, or the type of a callable object.
+
+    None where Python does not know the file.
+    """
+    try:
+        source = inspect.getsourcefile(inspect.unwrap(function))
+    except TypeError:
+        module = sys.modules.get(type(function).__module__)
+        source = getattr(module, "__file__", None)
+    return Path(source) if source else None
+
+
 def _run(file: Path) -> ModuleType:
-    """The module of a file."""
+    """Imports a file as a module."""
     spec = importlib.util.spec_from_file_location(_module_name(file), file)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -63,6 +78,6 @@ def _run(file: Path) -> ModuleType:
 
 
 def _module_name(file: Path) -> str:
-    """A name for the file's module that no import statement can mean."""
+    """Returns a name for the file's module that no import statement can mean."""
     digest = hashlib.blake2b(str(file.resolve()).encode(), digest_size=8).hexdigest()
     return f"reward file {digest}"

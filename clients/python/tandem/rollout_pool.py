@@ -1,4 +1,4 @@
-"""Generation on several rollout servers at once."""
+"""Generation and scoring on several rollout servers at once."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tandem.requests import Prompt
 from tandem.types.v1 import server_pb2, trajectory_pb2
 from tandem.wire import from_tensor
 
-# Most tokens of one Score call: their ids, at most 5 bytes each, fit into a message.
+# Most tokens of one Score call: their ids, of 5 bytes at most, fit into a message.
 SCORE_TOKENS = 1 << 16
 
 Item = TypeVar("Item")
@@ -24,12 +24,12 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class Scored:
-    """Log-probabilities of a sequence's tokens, from the first scored one on.
+    """The log-probabilities of a sequence's tokens, from the first scored token on.
 
     Attributes:
-        senior: float32 [tokens scored], where it was asked for.
-        junior: the same.
-        weights: the senior's that the server held.
+        senior: under the senior, float32 [tokens scored]; None if it was not requested.
+        junior: under the junior, in the same way.
+        weights: the weights of the senior that the server held.
     """
 
     senior: np.ndarray | None
@@ -38,34 +38,34 @@ class Scored:
 
 
 def response_to_score(trajectory: trajectory_pb2.Trajectory) -> tuple[list[int], int]:
-    """A response with its prompt, as score() takes it: token ids, index of the first scored one."""
+    """Returns a response as score() takes it: ids with the prompt's, index of its first token."""
     prompt = trajectory.prompt_token_ids
     return [*prompt, *trajectory.response_token_ids], len(prompt)
 
 
 class RolloutPool:
-    """Several rollout servers as one: what is asked is dealt out in equal, contiguous parts.
+    """Several rollout servers as one: every server gets an equal, contiguous slice of a request.
 
-    A server gets its part in batches: of at most so many samples as its queue holds, or of
-    SCORE_TOKENS.
+    A server gets its slice in batches, of at most as many samples as its queue holds, or of at most
+    SCORE_TOKENS tokens.
     """
 
     def __init__(self, clients: Sequence[RolloutClient], max_queue: Sequence[int]) -> None:
         self.clients = list(clients)
         self._max_queue = list(max_queue)
-        self._threads = ThreadPoolExecutor(len(clients), thread_name_prefix="rollout")
+        self._threads = ThreadPoolExecutor(max(1, len(clients)), thread_name_prefix="rollout")
 
     def generate(self, prompts: Sequence[Prompt]) -> list[list[trajectory_pb2.Trajectory]]:
-        """The samples of every prompt, in order.
+        """Returns the samples of every prompt, in order.
 
-        The first failure is raised at once; what the other servers do then ends with close().
+        The first failure is raised at once; calls of other servers that still run end with close().
         """
         named = [prompt.named(index) for index, prompt in enumerate(prompts)]
 
         def generate_at(
-            server: int, part: Sequence[Prompt]
+            server: int, own: Sequence[Prompt]
         ) -> list[list[trajectory_pb2.Trajectory]]:
-            batches = _batches(part, lambda one: max(1, one.num_samples), self._max_queue[server])
+            batches = _batches(own, lambda one: max(1, one.num_samples), self._max_queue[server])
             client = self.clients[server]
             return [group for batch in batches for group in client.generate(batch)]
 
@@ -79,15 +79,15 @@ class RolloutPool:
         junior: bool = False,
         temperature: float = 1.0,
     ) -> list[Scored]:
-        """Scores of every (token ids, index of the first scored token), in order, under the models
-        that are asked for.
+        """Scores every (token ids, index of the first scored token), in order.
 
-        Failures as in generate(); FailedPreconditionError (NO_JUNIOR) from a server without one.
+        `senior` and `junior` say under which models. Failures are raised as in generate(); a server
+        without a junior raises FailedPreconditionError (NO_JUNIOR).
         """
 
-        def score_at(server: int, part: Sequence[tuple[Sequence[int], int]]) -> list[Scored]:
+        def score_at(server: int, own: Sequence[tuple[Sequence[int], int]]) -> list[Scored]:
             scored = []
-            for batch in _batches(part, lambda one: len(one[0]), SCORE_TOKENS):
+            for batch in _batches(own, lambda one: len(one[0]), SCORE_TOKENS):
                 reply = self.clients[server].score(
                     batch, senior=senior, junior=junior, temperature=temperature
                 )
@@ -106,14 +106,14 @@ class RolloutPool:
     def _deal_out(
         self, items: Sequence[Item], ask: Callable[[int, Sequence[Item]], list[Result]]
     ) -> list[Result]:
-        """Asks every server, by its index, for the results of its part."""
+        """Asks every server, by its index, for the results of its slice."""
         count = len(self.clients)
         bounds = [len(items) * i // count for i in range(count + 1)]
-        parts = [items[a:b] for a, b in itertools.pairwise(bounds)]
+        slices = [items[a:b] for a, b in itertools.pairwise(bounds)]
         # A single server is called from this thread, so that Ctrl-C reaches the call.
         if count == 1:
-            return ask(0, parts[0])
-        futures = [self._threads.submit(ask, server, part) for server, part in enumerate(parts)]
+            return ask(0, slices[0])
+        futures = [self._threads.submit(ask, server, own) for server, own in enumerate(slices)]
         for ended in wait(futures, return_when=FIRST_EXCEPTION).done:
             ended.result()
         return [result for future in futures for result in future.result()]
@@ -128,7 +128,7 @@ class RolloutPool:
 def _batches(
     items: Sequence[Item], size_of: Callable[[Item], int], most: int
 ) -> Iterator[list[Item]]:
-    """The items in order, in lists whose sizes sum to at most `most`; one item at least."""
+    """Yields the items in order, in lists whose sizes sum to at most `most`, or of one item."""
     batch: list[Item] = []
     filled = 0
     for item in items:

@@ -1,11 +1,13 @@
-"""The directory of a run: what was configured, what happened, and where to go on from.
+"""The directory of a run: its configuration, its records, and the checkpoint to go on from.
 
-run.json                 {"run_id", "kind", "start", "servers"}: kind is the command, train, sft or
-                         demo; what the run started from; the models and settings of its servers
+run.json                 {"run_id", "kind", "start", "servers", "inputs"}: kind is the command,
+                         train, sft or demo; what the run started from; the models and settings of
+                         its servers; digests of the rows and of the reward's file
 config.yaml              the resolved configuration of the last start
 metrics.jsonl            one line per step, written as soon as the step is done
 versions.jsonl           {"step", "version", "digest"}: the weights after every step; with a critic
-                         "critic_version" and "critic_digest", too
+                         "critic_version" and "critic_digest", too; with trajectories
+                         "trajectory_bytes", the size of the step's file
 evals.jsonl              one line per evaluation and mode
 tensorboard/             the numbers of both as TensorBoard events
 trajectories/step_N.jsonl one line per response (`tandem train` alone)
@@ -19,10 +21,10 @@ All names inside are relative to the directory, so that it can be moved.
 
 from __future__ import annotations
 
+import difflib
 import fcntl
 import json
 import os
-import shutil
 import uuid
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -32,13 +34,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self, TextIO
 
 from tandem import settings as settings_module
-from tandem.checkpoints import SavedState, checkpoint_at, last_checkpoint, require_here
+from tandem.checkpoints import (
+    SavedState,
+    checkpoint_at,
+    last_checkpoint,
+    remove_checkpoint,
+    require_here,
+)
 from tandem.config_values import flat, read_mapping
-from tandem.errors import RunDirectoryError
+from tandem.errors import ConfigError, RunDirectoryError
 from tandem.metrics import eval_prefix
 from tandem.run_files import (
     IDENTITY,
     STATE,
+    is_of_step,
     kind_of_run,
     next_attempt,
     number_of,
@@ -53,10 +62,10 @@ from tandem.settings import RunSettings
 from tandem.types.v1 import server_pb2
 
 if TYPE_CHECKING:
-    from tandem.event_file import EventFile
+    from tandem.trackers import Trackers
 
-# A resumed run may change these, patterns of dotted keys: what no result depends on. Everything
-# else must stay as it was.
+# Settings that a resumed run may change, as patterns of dotted keys: no result depends on them. All
+# others must stay as they were.
 RESUMABLE = (
     "run_dir",
     "steps",
@@ -64,9 +73,13 @@ RESUMABLE = (
     "checkpoint",
     "eval",
     "start_from",
+    "trackers",
     "reward.python_path",
     "reward.executor",
     "reward.workers",
+    "rewards.*.python_path",
+    "rewards.*.executor",
+    "rewards.*.workers",
     "cluster.directory",
     "cluster.*_timeout_seconds",
     "cluster.*.server",
@@ -77,15 +90,18 @@ RESUMABLE = (
     "cluster.*.shutdown_checkpoint_directory",
 )
 
+# The keys of Session.facts() in run.json, which a resumed run must meet again.
+_FACTS = ("servers", "inputs")
+
+# Files whose lines, or sizes, a resumed run is checked against: records.NAME of --change.
+_RECORDS = ("metrics", "versions", "trajectories")
+
 _LOCK = ".lock"
 _LOGS = "logs"
-# What a run writes and --clean removes. run.json is replaced instead: what is half removed, or
-# half begun, is still known as a run directory.
-_CONTENTS = (
+# Files that a run writes and --clean removes. run.json is replaced instead: a run directory that is
+# half removed, or half begun, is still known as one.
+_FILES = (
     STATE,
-    "checkpoints",
-    "trajectories",
-    "tensorboard",
     "evals.jsonl",
     "metrics.jsonl",
     "versions.jsonl",
@@ -97,10 +113,10 @@ class RunDirectory:
     """A run directory whose lock is held; a context manager.
 
     open() checks and locks, and leaves everything in the directory as it is. begin() starts to
-    write: call it when nothing stands in the run's way any more.
+    write: call it when the run can no longer be refused.
 
     Attributes:
-        path: absolute.
+        path: the directory, absolute.
         run_id: names the run to the servers; a resumed run keeps it.
         state: the checkpoint to go on from, None at the start of a run.
         start: what the run started from, as recorded; None before that.
@@ -128,9 +144,10 @@ class RunDirectory:
         self._clean = clean
         self._changes = tuple(changes)
         self._begun = False
-        self._servers: dict[str, Any] | None = None
+        self._facts: dict[str, Any] = {}
+        self._trajectory_bytes: int | None = None
         self._metrics: TextIO
-        self._events: EventFile
+        self._trackers: Trackers
         self._versions: TextIO
         self._files = ExitStack()
 
@@ -149,14 +166,17 @@ class RunDirectory:
         A directory that already holds a run is refused without `resume` (go on after its last
         checkpoint; "auto": if it has one, else start) or `clean` (throw it away); one that holds
         anything else is always refused. A directory that is made here goes again at the end, unless
-        the run began. `changes` are the dotted keys of settings that a resumed run may change.
+        the run began. `changes` are the dotted keys of settings that a resumed run may change; the
+        key of a section allows all that is below, and * stands for any name.
 
         Raises:
             RunDirectoryError: refused, in use, or not to be created.
-            ConfigError: servers of this machine are to start from what is no checkpoint.
+            ConfigError: start_from names no checkpoint, and the servers are to run on this machine.
         """
         if resume and clean:
             raise RunDirectoryError("--resume and --clean exclude each other")
+        if changes and not resume:
+            raise RunDirectoryError("--change is for a run that --resume goes on with")
         run = cls(config, kind, clean=clean, changes=changes)
         with ExitStack() as files:
             with _usable(run.path):
@@ -181,7 +201,7 @@ class RunDirectory:
         return self.first_step > self._config.steps and self.state is not None
 
     def begin(self) -> None:
-        """Starts to write: removes or truncates what `clean` and `resume` throw away.
+        """Starts to write: removes or truncates the records that `clean` and `resume` throw away.
 
         Only the first call does anything.
         """
@@ -201,10 +221,7 @@ class RunDirectory:
             self.log = self._append_to(f"{_LOGS}/attempt_{attempt}.log")
             self._metrics = self._append_to("metrics.jsonl")
             self._versions = self._append_to("versions.jsonl")
-            from tandem.event_file import EventFile
-
-            events = EventFile(self.path / "tensorboard", self.first_step)
-            self._events = self._files.enter_context(events)
+            self._trackers = self._files.enter_context(self._open_trackers())
 
     def __enter__(self) -> Self:
         return self
@@ -214,7 +231,7 @@ class RunDirectory:
             with writing(self.path):
                 self._files.close()
         except RunDirectoryError:
-            # The lines that a full disk did not take are tried again; it has been told already.
+            # Closing writes the lines that a full disk did not take again; `error` says so already.
             if error is None:
                 raise
 
@@ -224,12 +241,16 @@ class RunDirectory:
         return self.state.step + 1 if self.state else 1
 
     def write_metrics(self, line: Mapping[str, Any]) -> None:
-        """Appends one line to metrics.jsonl, to the log and to the TensorBoard events."""
+        """Appends one line to metrics.jsonl and to the log."""
         text = json.dumps(line) + "\n"
         with writing(self.path / "metrics.jsonl"):
             self._metrics.write(text)
             self.log.write(text)
-            self._events.add(line)
+
+    def track(self, line: Mapping[str, Any], prefix: str = "") -> None:
+        """Hands the numbers of a line to the trackers, under `prefix` and their keys."""
+        with writing(self.path / "tensorboard"):
+            self._trackers.add(line, prefix)
 
     def write_version(
         self,
@@ -239,34 +260,39 @@ class RunDirectory:
     ) -> None:
         """Appends the weights after a step, of the senior and the critic, to versions.jsonl."""
         line = {"step": step, "version": weights.version, "digest": weights.digest}
+        if self._trajectory_bytes is not None:
+            line["trajectory_bytes"] = self._trajectory_bytes
         if critic is not None:
             line |= {"critic_version": critic.version, "critic_digest": critic.digest}
         with writing(self.path / "versions.jsonl"):
             self._versions.write(json.dumps(line) + "\n")
 
     def write_eval(self, line: Mapping[str, Any]) -> None:
-        """Appends one line to evals.jsonl, and to the TensorBoard events under eval/<mode>/."""
+        """Appends one line to evals.jsonl; hands it to the trackers under eval/<mode>/."""
         with writing(self.path / "evals.jsonl"), (self.path / "evals.jsonl").open("a") as file:
             file.write(json.dumps(line) + "\n")
-            self._events.add(line, eval_prefix(line))
+        self.track(line, eval_prefix(line))
 
-    def record(self, start: Mapping[str, Any], servers: Mapping[str, Any]) -> None:
-        """Adds what the run started from, and its servers, to run.json; a resumed run's stay."""
+    def record(self, start: Mapping[str, Any], facts: Mapping[str, Any]) -> None:
+        """Adds what the run started from, and Session.facts(), to run.json.
+
+        Those of a resumed run stay as they are.
+        """
         if self.start is None:
-            self.start, self._servers = dict(start), dict(servers)
+            self.start, self._facts = dict(start), dict(facts)
             self._write_identity()
 
-    def require_same_servers(self, servers: Mapping[str, Any]) -> None:
-        """RunDirectoryError when a resumed run meets other models or settings than before."""
-        if self.state is not None and self._servers is not None:
-            _require_same(
-                self.path, {"servers": self._servers}, {"servers": servers}, self._changes
-            )
+    def require_same_facts(self, facts: Mapping[str, Any]) -> None:
+        """Raises RunDirectoryError if a resumed run meets other facts than it recorded."""
+        if self.state is not None and self._facts:
+            _require_same(self.path, self._facts, dict(facts), self._changes)
 
     def write_trajectories(self, step: int, records: Iterable[Mapping[str, Any]]) -> None:
-        """Writes trajectories/step_N.jsonl."""
+        """Writes trajectories/step_N.jsonl; write_version() of the same step follows."""
         lines = (json.dumps(record, ensure_ascii=False) + "\n" for record in records)
-        write_atomically(trajectory_file(self.path, step), "".join(lines))
+        content = "".join(lines).encode()
+        write_atomically(trajectory_file(self.path, step), content)
+        self._trajectory_bytes = len(content)
 
     def write_state(self, state: SavedState) -> None:
         """Names the checkpoint to resume from."""
@@ -274,23 +300,26 @@ class RunDirectory:
         self.state = state
 
     def _read_earlier(self) -> None:
-        """What the run that is resumed left: its id, its last checkpoint and its time."""
+        """Reads the id, the last checkpoint and the time of the run that is resumed."""
         self._require_kind()
-        self.run_id = _run_id(self.path)
         identity = read_json(self.path / IDENTITY)
-        self.start, self._servers = identity.get("start"), identity.get("servers")
+        self.run_id = identity["run_id"]
+        self.start = identity.get("start")
+        self._facts = {name: identity[name] for name in _FACTS if name in identity}
         self.state = last_checkpoint(self.path)
-        before = read_mapping(self.path / "config.yaml", RunDirectoryError)
+        before = _settings_of(self.path)
         now = self._config.model_dump(mode="json")
+        _require_known(self._changes, {**before, **now, **self._facts})
         # A run may move between a cluster of its own and running servers.
         if not (before.get("cluster") and now["cluster"]):
             before["cluster"] = now["cluster"] = None
         _require_same(self.path, before, now, (*RESUMABLE, *self._changes))
-        # All are read: begin() would find damage too late.
+        # All three are read here, because begin() would find damage too late.
         metrics, _, _ = [step_lines(file, self.state.step) for file in _step_files(self.path)]
         if metrics:
             self.elapsed_seconds = metrics[-1].get("time_seconds") or 0.0
         versions = step_lines(self.path / "versions.jsonl")
+        self._require_records(metrics, versions)
         self.versions = [(one.get("version", 0), one.get("digest", "")) for one in versions]
         self.critic_versions = [
             (one["critic_version"], one.get("critic_digest", ""))
@@ -298,15 +327,51 @@ class RunDirectory:
             if "critic_version" in one
         ]
 
+    def _require_records(
+        self, metrics: Sequence[Mapping[str, Any]], versions: Sequence[Mapping[str, Any]]
+    ) -> None:
+        """Raises RunDirectoryError unless all files that steps append to, or write, are whole."""
+        assert self.state is not None
+        done = range(1, self.state.step + 1)
+        damaged = {}
+        for name, lines in (("metrics", metrics), ("versions", versions)):
+            there = {line["step"] for line in lines}
+            if missing := [step for step in done if step not in there]:
+                damaged[f"records.{name}"] = f"{name}.jsonl lacks {_steps(missing)}"
+        cut = [
+            line["step"]
+            for line in versions
+            if line["step"] in done
+            and "trajectory_bytes" in line
+            and _size(trajectory_file(self.path, line["step"])) != line["trajectory_bytes"]
+        ]
+        if cut:
+            damaged["records.trajectories"] = f"trajectories of {_steps(cut)} were cut or removed"
+        problems = [what for key, what in damaged.items() if not _allowed(key, self._changes)]
+        if problems:
+            keys = " ".join(f"--change {key}" for key in damaged)
+            raise RunDirectoryError(
+                f"{self.path}: {'; '.join(problems)}",
+                hint=f"put the files back, or go on without: {keys}",
+            )
+
+    def _open_trackers(self) -> Trackers:
+        # TensorBoard's package takes a second to import.
+        from tandem.trackers import TrackedRun, Trackers
+
+        config = self._config.model_dump(mode="json")
+        run = TrackedRun(self.path, self.run_id, self.first_step, config)
+        return Trackers(self._config.trackers, run)
+
     def _require_kind(self) -> None:
         kind = kind_of_run(self.path)
         if kind not in (None, self._kind):
             raise RunDirectoryError(f"{self.path} holds a run of kind {kind}")
 
     def _write_identity(self) -> None:
-        facts = {"start": self.start, "servers": self._servers}
-        identity = {"run_id": self.run_id, "kind": self._kind}
-        identity |= {key: value for key, value in facts.items() if value is not None}
+        identity = {"run_id": self.run_id, "kind": self._kind} | self._facts
+        if self.start is not None:
+            identity["start"] = self.start
         write_atomically(self.path / IDENTITY, json.dumps(identity) + "\n")
 
     def _append_to(self, name: str) -> TextIO:
@@ -323,7 +388,7 @@ def _usable(path: Path) -> Iterator[None]:
 
 
 def _admit(path: Path, resume: bool | str, clean: bool) -> None:
-    holds_run = (path / IDENTITY).exists()
+    holds_run = kind_of_run(path) is not None
     if resume is True and not holds_run:
         raise RunDirectoryError(f"{path} holds no run to resume")
     if holds_run and not (resume or clean):
@@ -331,66 +396,112 @@ def _admit(path: Path, resume: bool | str, clean: bool) -> None:
             f"{path} already holds a run",
             hint="--resume goes on after its last checkpoint, --clean throws it away",
         )
-    # Of a start that was cut off before it became a run, or of a run that was removed by hand.
+    # Files of a start that was cut off before it became a run, or of a run removed by hand.
     left = {_LOCK, _LOGS, temporary_name(IDENTITY)}
     if path.exists() and not holds_run and {entry.name for entry in path.iterdir()} - left:
         raise RunDirectoryError(f"{path} is not empty and not a run directory")
-
-
-def _run_id(path: Path) -> str:
-    run_id = read_json(path / IDENTITY).get("run_id")
-    if not isinstance(run_id, str):
-        raise RunDirectoryError(f"{path / IDENTITY}: run_id: not a string")
-    return run_id
 
 
 def _require_same(
     path: Path, before: dict[str, Any], now: dict[str, Any], free: Iterable[str]
 ) -> None:
     then, today = flat(before), flat(now)
-    patterns = [pattern for key in free for pattern in (key, f"{key}.*")]
     changed = [
         key
         for key in dict.fromkeys([*then, *today])
-        if then.get(key) != today.get(key)
-        and not any(fnmatchcase(key, pattern) for pattern in patterns)
+        if then.get(key) != today.get(key) and not _allowed(key, free)
     ]
     if changed:
         shown = ", ".join(f"{key} ({then.get(key)} -> {today.get(key)})" for key in changed)
         raise RunDirectoryError(
             f"{path}: a resumed run must keep its configuration; changed: {shown}",
-            hint="--change KEY allows one",
+            hint=" ".join(f"--change {key}" for key in changed) + " allows it",
         )
 
 
+def _settings_of(path: Path) -> dict[str, Any]:
+    """The settings that a run recorded, with today's defaults where it recorded none."""
+    file = path / "config.yaml"
+    values = _without_none(read_mapping(file, RunDirectoryError))
+    try:
+        return settings_module.validate(RunSettings, values, str(file)).model_dump(mode="json")
+    except ConfigError as error:
+        raise RunDirectoryError(error.message, hint=error.hint) from None
+
+
+def _without_none(values: Any) -> Any:
+    if isinstance(values, dict):
+        return {key: _without_none(value) for key, value in values.items() if value is not None}
+    return [_without_none(value) for value in values] if isinstance(values, list) else values
+
+
+def _require_known(changes: Iterable[str], values: Mapping[str, Any]) -> None:
+    """Raises RunDirectoryError for a --change that names no setting and no fact of the run."""
+    known = [*flat(values), *(f"records.{name}" for name in _RECORDS)]
+    for change in changes:
+        if not any(_allowed(key, (change,)) for key in known):
+            close = difflib.get_close_matches(change, known, n=1)
+            raise RunDirectoryError(
+                f"--change {change}: the run has no such setting"
+                + (f"; did you mean {close[0]!r}?" if close else "")
+            )
+
+
+def _allowed(key: str, free: Iterable[str]) -> bool:
+    """Whether a key is among the patterns `free`, or below one of them."""
+    return any(fnmatchcase(key, one) or fnmatchcase(key, f"{one}.*") for one in free)
+
+
+def _steps(steps: Sequence[int]) -> str:
+    """The first five steps in words."""
+    shown = ", ".join(map(str, steps[:5]))
+    return f"step{'s' * (len(steps) > 1)} {shown}{' …' * (len(steps) > 5)}"
+
+
+def _size(path: Path) -> int | None:
+    return path.stat().st_size if path.is_file() else None
+
+
 def _remove_run(path: Path) -> None:
-    for name in _CONTENTS:
-        _remove(path / name)
+    """Removes the files that a run writes, and no others."""
+    # Imported here: it takes a moment, and most commands do without.
+    from tandem import event_file
+
+    for name in _FILES:
+        (path / name).unlink(missing_ok=True)
+    _remove_steps(path, 0)
+    for file in event_file.event_files(path / "tensorboard"):
+        file.unlink()
+    for folder in ("checkpoints/critic", "checkpoints", "trajectories", "tensorboard"):
+        with suppress(OSError):
+            (path / folder).rmdir()
 
 
-def _remove(path: Path) -> None:
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
-    else:
-        path.unlink(missing_ok=True)
+def _remove_steps(path: Path, last: int) -> None:
+    """Removes trajectories and checkpoints of the steps after `last`."""
+    for folder in ("trajectories", "checkpoints", "checkpoints/critic"):
+        for entry in (path / folder).glob("step_*"):
+            if not is_of_step(entry.name) or number_of(entry) <= last:
+                continue
+            if entry.is_dir():
+                remove_checkpoint(entry)
+            else:
+                entry.unlink()
 
 
 def _forget_after(path: Path, step: int) -> None:
     # Imported here: it takes a moment, and most commands do without.
     from tandem import event_file
 
-    # Steps after the checkpoint are done again: their lines would stand there twice.
+    # Steps after the checkpoint are done again, and their lines would be there twice.
     for file in _step_files(path):
         if file.exists():
             lines = (json.dumps(value) + "\n" for value in step_lines(file, step))
             write_atomically(file, "".join(lines))
     event_file.forget_after(path / "tensorboard", step)
-    # A checkpoint that state.json does not name yet would count as the newest when others are
-    # pruned, and push out the one that it does name.
-    for folder in ("trajectories", "checkpoints", "checkpoints/critic"):
-        for entry in (path / folder).glob("step_*"):
-            if number_of(entry) > step:
-                _remove(entry)
+    # A checkpoint after the one that state.json names would count as the newest when others are
+    # pruned, and push out the named one.
+    _remove_steps(path, step)
 
 
 def _step_files(path: Path) -> tuple[Path, Path, Path]:
@@ -398,7 +509,7 @@ def _step_files(path: Path) -> tuple[Path, Path, Path]:
 
 
 def _make(path: Path) -> list[Path]:
-    """Makes a directory; returns what had to be made for it, innermost first."""
+    """Makes a directory with its parents; returns those that it made, innermost first."""
     made = []
     for folder in (path, *path.parents):
         if folder.exists():
@@ -421,7 +532,7 @@ def _lock(path: Path) -> TextIO:
     file = (path / _LOCK).open("w")
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        # Whoever had made the directory may have removed it, and the file, in between.
+        # The process that made the directory may have removed it, and the file, in between.
         taken = not os.path.samestat(os.fstat(file.fileno()), (path / _LOCK).stat())
     except OSError:
         taken = True

@@ -1,4 +1,4 @@
-"""The files of a run directory: their names, how they are read and how they are replaced."""
+"""The files of a run directory: their names, reading them and replacing them."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ from tandem.text_files import json_object
 
 IDENTITY = "run.json"
 STATE = "state.json"
+# The commands that write run directories.
+KINDS = ("train", "sft", "demo")
 
 
 def read_text(path: Path) -> str:
@@ -30,11 +32,12 @@ def read_json(path: Path) -> dict[str, Any]:
 def step_lines(path: Path, last: int | None = None) -> list[dict[str, Any]]:
     """The complete lines of a JSON-lines file of steps, up to the step `last`, or all.
 
-    None if the file does not exist. RunDirectoryError names the line that is no step.
+    None if the file does not exist. Raises RunDirectoryError, which names the line, for one that is
+    no step.
     """
     if not path.exists():
         return []
-    # After the last line feed stands nothing, or a line that a crash cut off.
+    # The text after the last line feed is empty, or a line that a crash cut off.
     *complete, _ = read_text(path).split("\n")
     kept = []
     for place, value in placed_objects(path, complete):
@@ -73,7 +76,7 @@ def write_atomically(path: Path, content: str | bytes) -> None:
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Makes a RunDirectoryError, which names `path`, of what the operating system refuses."""
+    """Turns an OSError into a RunDirectoryError that names `path`."""
     try:
         yield
     except OSError as error:
@@ -81,23 +84,35 @@ def writing(path: Path) -> Iterator[None]:
 
 
 def temporary_name(name: str) -> str:
-    """Under what name write_atomically() prepares the file `name`."""
+    """The name under which write_atomically() prepares the file `name`."""
     return f".{name}.tmp"
 
 
 def kind_of_run(path: Path) -> str | None:
-    """The command that wrote the run directory `path`; None if it holds no run."""
+    """The command that wrote the run directory `path`; None if `path` is no run directory.
+
+    Other tools write a run.json, too: the one of a run names a run id and a kind.
+    """
     file = path / IDENTITY
-    return read_json(file).get("kind", "unknown") if file.exists() else None
+    if not file.exists():
+        return None
+    identity = read_json(file)
+    ours = isinstance(identity.get("run_id"), str) and identity.get("kind") in KINDS
+    return identity["kind"] if ours else None
 
 
 def trajectory_file(path: Path, step: int) -> Path:
-    """Where the run directory `path` keeps the trajectories of a step."""
+    """The file of a step's trajectories in the run directory `path`."""
     return path / "trajectories" / f"step_{step}.jsonl"
 
 
+def is_of_step(name: str) -> bool:
+    """Whether `name` is one that a run gives to its file or directory of a step."""
+    return re.fullmatch(r"step_\d+(\.jsonl)?", name) is not None
+
+
 def next_attempt(logs: Path) -> int:
-    """The N after the last attempt_N of a folder, whatever was removed in between."""
+    """The N after the highest attempt_N of a folder."""
     return 1 + max(map(number_of, logs.glob("attempt_*")), default=0)
 
 

@@ -10,15 +10,17 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+from tandem.calls import RolloutCalls, TrainerCalls
 from tandem.cluster import LocalCluster
 from tandem.errors import ConfigError
+from tandem.settings import ServersSettings
 
 
 @contextmanager
 def announced(cluster: LocalCluster, note: Callable[[str], None]) -> Iterator[None]:
     """Lets clusters() find the cluster until the body ends, or the process does.
 
-    Where the record cannot be written, `note` is told so.
+    Notes with `note` if the record cannot be written.
     """
     record = _folder() / f"{os.getpid()}.json"
     with ExitStack() as stack:
@@ -46,7 +48,7 @@ def clusters() -> list[dict[str, Any]]:
     """The clusters that run: {"directory", "servers": what `tandem up --json` says of each}."""
     found = []
     for record in sorted(_folder().glob("*.json")):
-        # It may end at any moment.
+        # The cluster may end at any moment.
         try:
             with record.open(encoding="utf-8") as file:
                 if _is_locked(file.fileno()):
@@ -59,9 +61,9 @@ def clusters() -> list[dict[str, Any]]:
 
 
 def servers() -> list[dict[str, Any]]:
-    """The servers of the cluster that runs, none if none does; ConfigError for several.
+    """The servers of the cluster that runs, empty if none does; rank 0 of a multi-rank server.
 
-    Of a server of several ranks, the one that is called.
+    Raises ConfigError if several clusters run.
     """
     found = clusters()
     if len(found) > 1:
@@ -73,8 +75,30 @@ def servers() -> list[dict[str, Any]]:
     return [server for server in found[0]["servers"] if not server["rank"]] if found else []
 
 
+def addresses(named: ServersSettings, *, any_rollout: bool = True) -> ServersSettings:
+    """The addresses of a run's servers: the named ones, else those of `tandem up`, else defaults.
+
+    Without `any_rollout` the run needs no rollout server, and none is taken by its default port.
+
+    Raises ConfigError if several clusters run, or the one that runs lacks a server.
+    """
+    known = [] if named.rollout or named.trainer or named.critic else servers()
+    found: dict[str, list[str]] = {"rollout": [], "trainer": [], "critic": []}
+    for server in known:
+        found[server["role"]].append(server["address"])
+    for role in ("rollout", "trainer") if any_rollout else ("trainer",):
+        if known and not found[role]:
+            raise ConfigError(f"servers.{role}: the cluster that runs has no {role} server")
+    rollout = named.rollout or found["rollout"]
+    if not rollout and any_rollout:
+        rollout = [RolloutCalls.default_address]
+    [trainer] = found["trainer"] or [named.trainer or TrainerCalls.default_address]
+    critic = next(iter(found["critic"]), named.critic)
+    return named.model_copy(update={"rollout": rollout, "trainer": trainer, "critic": critic})
+
+
 def rollout_address() -> str | None:
-    """Where to generate without being told: the cluster that runs, or None if none does."""
+    """The first rollout server of the cluster that runs; None if no cluster runs."""
     known = servers()
     rollouts = [server["address"] for server in known if server["role"] == "rollout"]
     if known and not rollouts:

@@ -1,7 +1,6 @@
-"""The author schedule and its randomness, written a second time.
+"""The author schedule and its randomness: a second, slow implementation to check the server with.
 
-An independent, slow reference of what the rollout server does: whoever holds a trajectory can
-derive its authorship mask again from its tokens, its tandem configuration and its seed.
+The authorship mask of a trajectory follows from its tokens, its tandem configuration and its seed.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ def philox4x32(counter: Sequence[int], key: Sequence[int]) -> tuple[int, int, in
 
 
 def uniform(seed: int, sample_index: int, position: int, purpose: int) -> float:
-    """The draw in [0, 1) for one position of one sample."""
+    """Returns the draw in [0, 1) for one position of one sample."""
     words = philox4x32(
         (position, sample_index & _MASK32, sample_index >> 32, purpose),
         (seed & _MASK32, seed >> 32),
@@ -42,7 +41,7 @@ def authorship_mask(
     sample_index: int,
     boundaries: Collection[int] = (),
 ) -> list[int]:
-    """Who wrote each of `tokens`: 1 = senior, 0 = junior.
+    """Returns the author of each of `tokens`: 1 = senior, 0 = junior.
 
     `tandem` has the fields of TandemConfig; `boundaries` is the strategy's default set, used when
     `tandem` names no boundary_token_ids of its own.
@@ -75,7 +74,7 @@ def authorship_mask(
 
 
 def prompt_seed(run_seed: int, step: int, prompt_index: int, purpose: str = "train") -> int:
-    """The seed of one request: BLAKE2b with an 8-byte digest (read little endian).
+    """Returns the seed of one request: BLAKE2b with an 8-byte digest, read little endian.
 
     The hashed text is "<purpose>/<run_seed>/<step>/<prompt_index>" in ASCII decimal. It does not
     depend on the machine, the Python version or PYTHONHASHSEED.

@@ -5,13 +5,16 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
-from typing import Any, Literal, Self, TypeVar
+from typing import Any, Self, TypeVar
 
 import grpc
+import xxhash
 
-from tandem import preflight
+from tandem import preflight, running_clusters
 from tandem.client import CriticClient, RolloutClient, TrainerClient
 from tandem.cluster import LocalCluster
+from tandem.cluster_plan import modes_in, planned, uses_of
+from tandem.cluster_preflight import check_cluster
 from tandem.data import Dataset, load_dataset
 from tandem.errors import (
     ConfigError,
@@ -22,23 +25,28 @@ from tandem.errors import (
     from_status,
 )
 from tandem.learnability import obstacles
-from tandem.preflight import Problems
+from tandem.preflight import Problems, RolloutFacts, ServerFacts
 from tandem.reference import JuniorReference, Reference, ServerReference
 from tandem.requests import Prompt
 from tandem.rewards import Reward
 from tandem.rollout.v1 import rollout_pb2
 from tandem.rollout_pool import RolloutPool, Scored
-from tandem.settings import ClusterSettings, RunSettings, ServersSettings
+from tandem.settings import (
+    ClusterSettings,
+    Purpose,
+    RunSettings,
+    SamplingSettings,
+    ServersSettings,
+    given,
+)
 from tandem.text import TextCodec
 from tandem.text_files import read_bytes
+from tandem.trackers import require_installed
 from tandem.trainer.v1 import trainer_pb2
 from tandem.types.v1 import server_pb2, trajectory_pb2
 from tandem.wire import message_record, tandem_record
 
-# What a session is for: what it reads and checks.
-Purpose = Literal["train", "sft", "eval"]
-
-# How often is asked again what a restarted server answered under other weights.
+# Most times that a question is asked whose answer came from other weights.
 ATTEMPTS = 3
 
 Asked = TypeVar("Asked")
@@ -48,14 +56,17 @@ Answer = TypeVar("Answer")
 class Session:
     """An opened RunSettings; a context manager.
 
-    What is wrong with the settings is found before anything is started or changed, all of it at
-    once (preflight). A `dry_run` ends there: of its attributes, `objective` alone may be used.
+    Mistakes in the settings are found before anything is started or changed, all of them at once
+    (preflight). A `dry_run` ends there, and `in_force` is the only attribute that may be used.
 
     Attributes:
-        note: tells people what goes on.
-        objective: the objective in force, every field set; {} unless the purpose is "train".
+        note: prints a line about the run's progress.
+        sampling: the fields of SamplingParams for the run's responses.
+        in_force: sections of the settings with the servers' defaults: every field of objective and
+            tandem (for "train"), the models of a cluster, the addresses of running servers.
+        rollouts: none for supervised training, unless servers are named for it or it evaluates.
         longest_sequence: most tokens of a prompt with its response that every server holds.
-        reference: of the KL, where the trainer does not have it itself.
+        reference: the KL's reference, if it is not the trainer's own model.
     """
 
     rollouts: RolloutPool
@@ -65,7 +76,8 @@ class Session:
     data: Dataset
     eval_data: Dataset | None
     reward: Reward
-    objective: dict[str, Any]
+    sampling: dict[str, Any]
+    in_force: dict[str, Any]
     longest_sequence: int
     cluster: LocalCluster | None = None
     reference: Reference | None = None
@@ -82,6 +94,7 @@ class Session:
         self.purpose = purpose
         self.note = on_progress or (lambda _: None)
         self._dry_run = dry_run
+        self._noted: set[str] = set()
         self._stack = ExitStack()
 
     def __enter__(self) -> Self:
@@ -101,18 +114,20 @@ class Session:
         return self.purpose == "train" and self.settings.objective.advantage_estimator == "gae"
 
     def check(self) -> None:
-        """Raises ServerStartError when a server of the run's own cluster has died."""
+        """Raises ServerStartError if a server of the run's own cluster has died."""
         if self.cluster is not None:
             self.cluster.check()
 
     def publish(
         self, clients: Sequence[RolloutClient] | None = None, *, allow_rollback: bool = False
     ) -> None:
-        """Brings rollout servers, all unless `clients` says which, to the trainer's weights.
+        """Publishes the trainer's weights to `clients`, by default all rollout servers.
 
-        The trainer may reach them by other addresses than the client: those they report.
+        The trainer reaches them at the addresses that they advertise.
         """
         chosen = self.rollouts.clients if clients is None else clients
+        if not chosen:
+            return
         targets = [client.info().server.advertised_address for client in chosen]
         reply = self.trainer.publish_weights(targets, allow_rollback=allow_rollback)
         for result in reply.results:
@@ -124,13 +139,13 @@ class Session:
                 raise TandemError(f"{result.target} received other weights than were sent")
 
     def require_weights(self, expected: server_pb2.WeightsVersion) -> None:
-        """FailedPreconditionError unless the trainer holds these weights, as after a restart."""
+        """Raises FailedPreconditionError unless the trainer holds these weights."""
         held = self.trainer.info().server.weights
         if held != expected:
             raise _changed(self.trainer, _in_words(held), _in_words(expected))
 
     def require_critic(self, version: int) -> server_pb2.WeightsVersion:
-        """The critic's weights; FailedPreconditionError unless they are of this version."""
+        """The critic's weights. Raises FailedPreconditionError unless they have this version."""
         with self.critic() as critic:
             held = critic.info().server.weights
             if held.version != version:
@@ -140,7 +155,7 @@ class Session:
     def catch_up(
         self, expected: server_pb2.WeightsVersion | None = None
     ) -> server_pb2.WeightsVersion:
-        """Publishes to rollout servers that are behind the trainer, as one that was restarted is.
+        """Publishes to rollout servers that are behind the trainer, such as a restarted one.
 
         Returns the trainer's weights, which all of them serve then.
 
@@ -177,7 +192,7 @@ class Session:
         restarted in the middle are drawn again, unless `any_version` will do.
 
         Raises:
-            FailedPreconditionError: as catch_up() says, or it happens again and again.
+            FailedPreconditionError: as in catch_up(), or other weights answered again and again.
         """
         return self._answered(
             prompts, self.rollouts.generate, _all_by, expected, any_version=any_version
@@ -210,7 +225,7 @@ class Session:
         *,
         any_version: bool = False,
     ) -> list[Answer]:
-        """What the rollout servers answer, all of it by the trainer's weights."""
+        """The answers of the rollout servers, all of them by the trainer's weights."""
         answers: dict[int, Answer] = {}
         missing = list(range(len(asked)))
         for _ in range(ATTEMPTS):
@@ -229,9 +244,9 @@ class Session:
         )
 
     def critic(self) -> CriticClient:
-        """A client of the run's critic; whoever asks for it closes it.
+        """A client of the run's critic, which the caller closes.
 
-        Raises ConfigError when neither the settings nor the trainer name one.
+        Raises ConfigError if neither the settings nor the trainer name a critic.
         """
         if self.critic_address is None:
             raise ConfigError("servers.critic: not set, and the trainer has no critic_address")
@@ -239,19 +254,35 @@ class Session:
             self.critic_address, timeout_seconds=self.settings.servers.timeout_seconds
         )
 
-    def servers(self) -> dict[str, Any]:
-        """The models of the servers and what else of their settings decides what a run does."""
-        rollout = self.rollouts.clients[0].info()
-        models = {"trainer": self.trainer.info().server.model, "senior": rollout.server.model}
-        if rollout.HasField("junior"):
-            models["junior"] = rollout.junior
+    def facts(self) -> dict[str, Any]:
+        """Facts beside the settings that results depend on; a resumed run needs the same."""
+        return {"servers": self._servers(), "inputs": self._inputs()}
+
+    def _inputs(self) -> dict[str, Any]:
+        """Digests of the rows, and of the files of the reward functions."""
+        inputs = {"data": self.data.digest()}
+        if self.purpose == "train" and self.reward.files:
+            files = [xxhash.xxh3_128_hexdigest(file.read_bytes()) for file in self.reward.files]
+            inputs["reward"] = files[0] if len(files) == 1 else files
+        return inputs
+
+    def _servers(self) -> dict[str, Any]:
+        """The models of the servers, and those of their settings that results depend on."""
+        models = {"trainer": self.trainer.info().server.model}
+        sampling = {}
+        for client in self.rollouts.clients[:1]:
+            rollout = client.info()
+            models["senior"] = rollout.server.model
+            if rollout.HasField("junior"):
+                models["junior"] = rollout.junior
+            sampling["junior_version"] = rollout.junior_version or None
+            sampling["tandem"] = tandem_record(rollout.tandem)
         if self.uses_critic:
             with self.critic() as critic:
                 models["critic"] = critic.info().server.model
         record = {
             "models": {name: _model_record(model) for name, model in models.items()},
-            "junior_version": rollout.junior_version or None,
-            "tandem": tandem_record(rollout.tandem),
+            **sampling,
         }
         if isinstance(self.reference, ServerReference):
             record["models"]["reference"] = _model_record(self.reference.model)
@@ -271,37 +302,85 @@ class Session:
     def _open(self) -> None:
         settings = self.settings
         problems = Problems()
+        servers = settings.servers
+        if settings.cluster is None:
+            with problems.collect():
+                servers = running_clusters.addresses(
+                    servers, any_rollout=uses_of(settings, self.purpose).rollout
+                )
         self._read(problems)
         if self.purpose == "train":
             with problems.collect():
                 preflight.check_overlong_buffer(settings)
             with problems.collect():
-                preflight.check_kl(settings)
+                preflight.check_kl(settings, servers.rollout or ())
             self._connect_reference(problems)
             for obstacle in obstacles(settings):
                 self.note(f"warning: this run cannot learn: {obstacle}")
-        self.objective = {}
-        servers = settings.servers
+        self.in_force = {}
         if settings.cluster is not None:
-            codec = getattr(self, "codec", None)
-            self.objective = preflight.check_cluster(settings, self.purpose, codec, problems)
+            cluster = self._plan(settings.cluster, problems)
             problems.raise_any()
             if self._dry_run:
                 return
-            servers = self._start(settings.cluster)
-        self._connect(servers, problems)
+            servers = self._start(cluster)
+        elif servers.trainer is not None:
+            self.in_force["servers"] = servers.model_dump(mode="json", exclude_none=True)
+        if servers.trainer is not None:
+            self._connect(servers, problems)
         problems.raise_any()
 
+    def _plan(self, cluster: ClusterSettings, problems: Problems) -> ClusterSettings:
+        """The cluster as the run starts it, once its servers have checked themselves."""
+        settings, uses = self.settings, uses_of(self.settings, self.purpose)
+        plan = planned(cluster, uses)
+        for role in ("rollout", "trainer", "critic"):
+            if getattr(settings.servers, role) is not None:
+                self.note(f"servers.{role} is not used: the run starts the servers of `cluster`")
+        if cluster.critic is not None and not uses.critic:
+            self.note("cluster.critic is not started: it is for objective.advantage_estimator: gae")
+        if cluster.rollout and not uses.rollout:
+            self.note("cluster.rollout is not started: `tandem sft` uses it for eval.every alone")
+        needed = ["rollout", "trainer"] if uses.rollout else ["trainer"]
+        for role in needed:
+            if getattr(plan, role) in (None, []):
+                problems.errors.append(ConfigError(f"cluster.{role}: a run needs a {role} server"))
+        objective = settings.policy_objective() if self.purpose == "train" else None
+        checked = check_cluster(plan, objective, getattr(self, "codec", None), problems)
+        self.in_force["cluster"] = plan.model_dump(mode="json", exclude_none=True)
+        if checked.servers is not None:
+            self._check_servers(checked.servers, problems)
+        if checked.objective:
+            self.in_force["objective"] = checked.objective
+        return plan
+
+    def _check_servers(self, servers: ServerFacts, problems: Problems) -> None:
+        """Compares the settings with the servers, which are running or checked."""
+        sets = {"data": "data", "eval.data": "eval_data"}
+        read = {field: getattr(self, name, None) for field, name in sets.items()}
+        data = {field: dataset for field, dataset in read.items() if dataset is not None}
+        preflight.check_servers(
+            self.settings, self.purpose, servers, data, self._note_once, problems
+        )
+        if self.purpose == "train" and servers.rollouts:
+            self.in_force["tandem"] = preflight.tandem_in_force(self.settings, servers.rollouts[0])
+
+    def _note_once(self, text: str) -> None:
+        """Notes a text, unless the check of the cluster has noted it already."""
+        if text not in self._noted:
+            self._noted.add(text)
+            self.note(text)
+
     def _read(self, problems: Problems) -> None:
-        """Tokenizer, reward and data, and whether they go together."""
+        """Reads tokenizer, reward and data, and checks that they go together."""
         self._read_each(problems)
-        if "handoff" in preflight.modes_in(self.settings, self.purpose) and hasattr(self, "codec"):
+        if "handoff" in modes_in(self.settings, self.purpose) and hasattr(self, "codec"):
             with problems.collect():
                 preflight.handoff_boundary_ids(self.settings, self.codec)
         judged = {"train": ("data", "eval_data"), "sft": ("eval_data",), "eval": ("data",)}
         names = judged[self.purpose]
         if self.settings.eval.modes == ["legibility"]:
-            # Nobody judges its answers.
+            # Legibility judges no answer.
             names = ("data",) if self.purpose == "train" else ()
         for name in names:
             dataset = getattr(self, name, None)
@@ -311,12 +390,22 @@ class Session:
 
     def _read_each(self, problems: Problems) -> None:
         settings = self.settings
+        if self.purpose != "eval":
+            with problems.collect():
+                require_installed(settings.trackers)
+        for one in settings.reward_functions:
+            if one.answer_pattern is not None and not one.is_builtin:
+                self.note(
+                    f"warning: reward.answer_pattern has no effect with {one.function}: it is for "
+                    "exact_match and reasoning_gym"
+                )
         with problems.collect():
-            self.reward = self._stack.enter_context(closing(Reward(settings.reward)))
+            self.reward = self._stack.enter_context(closing(Reward(*settings.reward_functions)))
         with problems.collect():
             self.codec = TextCodec(settings.tokenizer)
+            self.sampling = _sampling(settings.sampling, self.codec)
         if not hasattr(self, "codec"):
-            # Prompts cannot be written; but is there anything to read?
+            # Prompts cannot be written, but missing files can be named.
             for field, data in (("data", settings.data), ("eval.data", settings.eval.data)):
                 if data is not None and data.jsonl is not None:
                     with problems.collect():
@@ -337,7 +426,7 @@ class Session:
                 self.data = self._without_held_out(self.data, self.eval_data)
 
     def _without_held_out(self, data: Dataset, held_out: Dataset) -> Dataset:
-        """What is held out is never trained on, also where two seeds make the same problem."""
+        """The data without the held-out prompts, which two seeds of a task may share."""
         left = data.without({key for held in held_out.examples for key in held.keys})
         if removed := len(data) - len(left):
             self.note(
@@ -346,7 +435,7 @@ class Session:
         return left
 
     def _connect_reference(self, problems: Problems) -> None:
-        """Opens the rollout server that is the reference, if one is: not one of a cluster."""
+        """Opens the running rollout server that is the reference, if one is."""
         address = self.settings.reference_address
         if address is None:
             return
@@ -374,7 +463,7 @@ class Session:
         )
         clients = [
             self._stack.enter_context(RolloutClient(address, timeout_seconds=timeout))
-            for address in servers.rollout
+            for address in servers.rollout or ()
         ]
         trainer: trainer_pb2.GetServerInfoResponse | None = None
         rollouts: list[rollout_pb2.GetServerInfoResponse] = []
@@ -388,19 +477,13 @@ class Session:
         if trainer is None or len(rollouts) < len(clients):
             return
         self.critic_address = servers.critic or trainer.critic_address or None
-        with problems.collect():
-            max_queue = min(info.max_queue for info in rollouts)
-            preflight.check_sizes(self.settings, self.purpose, trainer.max_samples, max_queue)
         models = {f"the trainer at {servers.trainer}": trainer.server.model}
-        modes = preflight.modes_in(self.settings, self.purpose)
         named = {
-            f"the rollout server at {address}": info
-            for address, info in zip(servers.rollout, rollouts, strict=True)
+            f"the rollout server at {client.address}": info
+            for client, info in zip(clients, rollouts, strict=True)
         }
         for whose, info in named.items():
             models[whose] = info.server.model
-            with problems.collect():
-                preflight.check_junior(modes, info.HasField("junior"), whose)
         if self.uses_critic:
             with problems.collect(), self.critic() as critic:
                 models[f"the critic at {self.critic_address}"] = critic.info().server.model
@@ -412,17 +495,23 @@ class Session:
         if isinstance(self.reference, ServerReference):
             lengths.append(self.reference.model.max_model_len)
         self.longest_sequence = min(lengths)
-        for field, data in (("data", "data"), ("eval.data", "eval_data")):
-            if (dataset := getattr(self, data, None)) is not None:
-                with problems.collect():
-                    dataset.require_prompts_below(self.longest_sequence, field)
+        facts = [
+            RolloutFacts(whose, info.HasField("junior"), info.max_queue, tandem_record(info.tandem))
+            for whose, info in named.items()
+        ]
+        if self.purpose == "train" and self.settings.start_from in (None, "base"):
+            with problems.collect():
+                preflight.check_same_senior(trainer, named)
+        self._check_servers(
+            ServerFacts(trainer.max_samples, self.longest_sequence, facts), problems
+        )
         if hasattr(self, "codec"):
             for whose, model in models.items():
                 with problems.collect():
                     preflight.check_vocabulary(self.codec, model, whose)
         if self.purpose == "train":
             with problems.collect():
-                self.objective = self._objective_in_force()
+                self.in_force["objective"] = self._objective_in_force()
 
     def _objective_in_force(self) -> dict[str, Any]:
         try:
@@ -431,10 +520,19 @@ class Session:
             raise preflight.named_objective(error) from error
 
 
+def _sampling(settings: SamplingSettings, codec: TextCodec) -> dict[str, Any]:
+    """The fields of SamplingParams: stop texts as ids of tokens."""
+    params = given(settings)
+    if texts := params.pop("stop", None):
+        ids = codec.stop_token_ids(texts, "sampling.stop")
+        params["stop_token_ids"] = sorted({*settings.stop_token_ids, *ids})
+    return params
+
+
 def addresses_of(cluster: LocalCluster) -> ServersSettings:
     """The addresses of a local cluster, as a run wants them."""
     return ServersSettings(
-        rollout=[server.address for server in cluster.rollouts],
+        rollout=[server.address for server in cluster.rollouts] or None,
         trainer=cluster.trainer.address,
         critic=cluster.critic.address if cluster.has("critic") else None,
     )
@@ -443,21 +541,30 @@ def addresses_of(cluster: LocalCluster) -> ServersSettings:
 def other_weights(
     address: str, served: server_pb2.WeightsVersion, trainer: server_pb2.WeightsVersion
 ) -> FailedPreconditionError:
-    """A rollout server holds weights that no publication of a run may replace."""
+    """The error for a rollout server whose weights no publication of a run may replace."""
+    if served.version == trainer.version == 0:
+        hint = (
+            "they were started with different models: senior_model of a rollout server and model "
+            "of the trainer must name the same (cluster.model names it for all)"
+        )
+    else:
+        hint = (
+            "one of them was restarted or trained by another run: --resume brings both to the "
+            "run's last checkpoint; a new run begins with the base model, the same for both"
+        )
     return FailedPreconditionError(
         f"{address} serves version {served.version} with digest {served.digest}, the trainer "
         f"holds version {trainer.version} with {trainer.digest}: other weights",
         code=grpc.StatusCode.FAILED_PRECONDITION,
         reason="WEIGHTS_DIFFER",
-        hint="one of them was restarted or trained by another run: --resume brings both to the "
-        "run's last checkpoint; a new run begins with the base model, the same for both",
+        hint=hint,
     )
 
 
 def _changed(
     server: TrainerClient | CriticClient, holds: str, left: str
 ) -> FailedPreconditionError:
-    """For a trainer or critic with other weights than the run left there."""
+    """The error for a trainer or critic with other weights than the run left there."""
     return FailedPreconditionError(
         f"the {server.role} at {server.address} holds {holds}, not the run's {left}",
         code=grpc.StatusCode.FAILED_PRECONDITION,
@@ -486,4 +593,6 @@ def _model_record(model: server_pb2.ModelInfo) -> dict[str, Any]:
         "parameters": model.num_parameters,
         "vocabulary_digest": model.vocabulary_digest or None,
         "max_model_len": model.max_model_len,
+        # They are also those of generation_config.json, which may change without the weights.
+        "eos_token_ids": list(model.eos_token_ids),
     }

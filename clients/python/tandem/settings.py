@@ -6,14 +6,11 @@ relative path in a file starts at that file's folder, one in an override at the 
 
 from __future__ import annotations
 
-import difflib
 import os
 import re
-import types
-import typing
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, Self, TypeVar
 
 from google.protobuf.descriptor import FieldDescriptor
 from pydantic import (
@@ -29,12 +26,23 @@ from pydantic import (
 
 from tandem.config_values import apply_override, dump_values, read_mapping
 from tandem.errors import ConfigError
+from tandem.hub import local_model
+from tandem.metrics import KEYS
+from tandem.settings_errors import explain, kinds_in
 from tandem.trainer.v1.objective_pb2 import PolicyObjective
 from tandem.wire import enum_names
 
 # The contract's counts and token ids are int32.
 INT32_MAX = 2**31 - 1
 
+# The trainer's bound of a reward, up or down (kMaxReward).
+MAX_REWARD = 1e9
+
+# Trackers of a run's numbers beside metrics.jsonl.
+TrackerName = Literal["tensorboard", "wandb", "mlflow"]
+
+# The command that reads a run file.
+Purpose = Literal["train", "sft", "eval"]
 # Evaluations, in the order in which they are explained.
 EvalMode = Literal["solo", "handoff", "legibility"]
 
@@ -54,6 +62,17 @@ def _not_empty(value: Any) -> Any:
     return value
 
 
+def _several(value: Any) -> Any:
+    """The value as a list: text alone becomes its only entry."""
+    return [value] if isinstance(value, str) else value
+
+
+def _is_start(value: Any) -> Any:
+    if value is not None and not isinstance(value, str | Path):
+        raise ValueError(f"must be base, served or a path, not {value!r}")
+    return _not_empty(value)
+
+
 def _is_pattern(text: str) -> str:
     try:
         re.compile(text)
@@ -70,23 +89,27 @@ def _is_reference(text: str) -> str:
 
 Text = Annotated[str, Field(min_length=1)]
 # Path("") would be the working directory.
-NonEmptyPath = Annotated[Path, BeforeValidator(_not_empty)]
+NonEmptyPath = Annotated[Path, BeforeValidator(_not_empty), Field(strict=False)]
 Pattern = Annotated[Text, AfterValidator(_is_pattern)]
 Count = Annotated[int, Field(ge=1, le=INT32_MAX)]
 TokenId = Annotated[int, Field(ge=0, le=INT32_MAX)]
 
 
 class Settings(BaseModel):
-    """A section of a file: unknown keys, and numbers that are not finite, are errors."""
+    """A section of a file.
 
-    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
+    An unknown key, a number that is not finite and a value of another type are errors: YAML has
+    told numbers, flags and text apart already.
+    """
+
+    model_config = ConfigDict(extra="forbid", allow_inf_nan=False, strict=True)
 
     @classmethod
     def anchor(cls, values: dict[str, Any], base: Path) -> None:
         """Makes the relative paths among the section's raw values absolute, as seen from `base`."""
         for name, field in cls.model_fields.items():
             value = values.get(name)
-            kinds = list(_kinds_in(field.annotation))
+            kinds = list(kinds_in(field.annotation))
             if isinstance(value, str) and value and Path in kinds and value not in kinds:
                 values[name] = _absolute(value, base)
             elif isinstance(value, dict):
@@ -96,13 +119,17 @@ class Settings(BaseModel):
 
 
 class ServersSettings(Settings):
-    """Addresses of running servers, not needed with `cluster`, and how long to wait for them."""
+    """Addresses of running servers, for a run without `cluster`, and how long to wait for them.
 
-    rollout: list[Text] = Field(["127.0.0.1:7701"], min_length=1)
-    trainer: Text = "127.0.0.1:7702"
+    If no address is set, the run uses the servers that `tandem up` runs, else the default ports.
+    """
+
+    rollout: Annotated[list[Text] | None, BeforeValidator(_several)] = Field(None, min_length=1)
+    trainer: Text | None = None
+    # Not set: the trainer's critic_address.
     critic: Text | None = None
-    # Seconds that a call may take: all samples of a step that one server draws, a train step, a
-    # checkpoint. Also with `cluster`.
+    # Longest time of a call in seconds: a call draws all samples of a step at one server, makes a
+    # train step or saves a checkpoint. It holds with `cluster`, too.
     timeout_seconds: float = Field(3600.0, gt=0, le=1e8)
 
 
@@ -115,34 +142,56 @@ class ReasoningGymSettings(Settings):
     seed: int = 0
 
 
-class DataSettings(Settings):
-    """Where prompts come from, and how they are written. Exactly one source."""
+class HubDataSettings(Settings):
+    """A data set of the Hugging Face Hub."""
 
-    # Lines of {"prompt" or "messages", "answer", ...}; every field reaches the reward function.
+    # ORG/NAME.
+    name: Text
+    # One of its configurations ("subsets"). May be left out if there is only one.
+    config: Text | None = None
+    # A split, or a slice of one ("train[:1000]").
+    split: Text = "train"
+    # A branch, a tag or a commit.
+    revision: Text | None = None
+
+
+class DataSettings(Settings):
+    """The source of the prompts, exactly one, and how prompts are written."""
+
+    # Lines of {"prompt" or "messages", "answer", ...}; every column reaches the reward function.
     jsonl: NonEmptyPath | None = None
+    # A Parquet file with such rows, or a folder of *.parquet files.
+    parquet: NonEmptyPath | None = None
+    hub: HubDataSettings | None = None
     reasoning_gym: ReasoningGymSettings | None = None
-    # raw: the prompt's text as it is; chat: through the tokenizer's chat template.
+    # Renames columns, new name first: {prompt: question}.
+    columns: dict[Text, Text] = {}
+    # raw: the prompt's text as it is. chat: the text goes through the tokenizer's chat template.
     template: Literal["raw", "chat"] = "raw"
-    # Text of the prompt (the user's turn with chat); fields of the row in braces.
+    # Text of the prompt (with chat: the user's turn). Braces hold columns of the row.
     format: Text = "{prompt}"
-    # System message, with chat. Empty: none. Not set: the template's own default.
+    # System message of prompts with `template: chat`, and of rows with `messages` that begin with
+    # none of their own. Empty: none. Not set: the chat template's own default.
     system: str | None = None
     # Regular expression whose first group, found in the prompt, becomes the row's `prompt`.
     extract: Pattern | None = None
-    # Leave out rows whose prompt came before.
+    # Whether to leave out rows whose prompt came before.
     unique: bool = False
-    # Rows kept; all when not set.
+    # Number of rows to keep. Not set: all.
     limit: Count | None = None
-    # Most tokens of a prompt, and what becomes of a longer one: fail ends the start and names the
-    # row, drop leaves the row out, truncate_left keeps the last tokens. Both count what they did.
-    # Not set: what the servers can hold, and a longer prompt fails.
+    # Most tokens of a prompt. A longer one ends the start (fail), is left out (drop), or keeps its
+    # last tokens (truncate_left); a note counts the prompts that were left out or cut.
+    # Not set: the servers' max_model_len, and a longer prompt fails.
     max_prompt_tokens: Count | None = None
     too_long: Literal["fail", "drop", "truncate_left"] = "fail"
 
     @model_validator(mode="after")
     def _one_source(self) -> DataSettings:
-        if (self.jsonl is None) == (self.reasoning_gym is None):
-            raise ValueError("give exactly one of jsonl and reasoning_gym")
+        sources = (self.jsonl, self.parquet, self.hub, self.reasoning_gym)
+        if sum(source is not None for source in sources) != 1:
+            raise ValueError("give exactly one of jsonl, parquet, hub and reasoning_gym")
+        if self.columns and self.reasoning_gym is not None:
+            raise ValueError("columns is not for reasoning_gym")
         if self.max_prompt_tokens is None and self.too_long != "fail":
             raise ValueError(f"too_long: {self.too_long} needs max_prompt_tokens")
         return self
@@ -151,41 +200,51 @@ class DataSettings(Settings):
 class OverlongBufferSettings(Settings):
     """The soft overlong punishment of DAPO (arXiv 2503.14476)."""
 
-    # The last tokens before sampling.max_tokens: the reward of a response that ends among them
-    # falls, linearly with its length, by penalty_factor at most.
+    # Length of the buffer, the last tokens before sampling.max_tokens. The reward of a response
+    # that ends in it falls linearly with its length, by penalty_factor at most.
     len: Count
     penalty_factor: float = Field(1.0, gt=0)
 
 
-class RewardSettings(Settings):
-    """How a response is judged."""
+class RewardFunctionSettings(Settings):
+    """A function that judges responses, and the way to call it."""
 
     # "module:function", "path/file.py:function", "exact_match" or "reasoning_gym".
     function: Text = "exact_match"
-    # Folder in which modules are looked up after the installed ones; the run file's by default.
+    # Name in metrics and trajectories; the function's by default.
+    name: Annotated[str, Field(pattern=r"^[A-Za-z_][\w.-]*$")] | None = None
+    # Factor of its reward in the sum.
+    weight: float = Field(1.0, ge=-MAX_REWARD, le=MAX_REWARD)
+    # Folder in which modules are looked up after the installed ones. Default: the run file's.
     python_path: NonEmptyPath = Field(default_factory=Path.cwd)
-    # The function judges all responses of a step in one call: rewards(prompts, responses, rows).
+    # Whether one call judges all responses of a step: rewards(prompts, responses, rows).
     batch: bool = False
-    # Where its calls run: threads for functions that wait, processes for those that compute.
+    # Threads are for functions that wait, processes for functions that compute.
     executor: Literal["thread", "process"] = "thread"
-    # Calls at a time. Not set: 16 threads, a process per CPU, every call of an `async def`. 1 with
-    # threads: one after the other in the main thread.
+    # Number of calls at a time. Not set: 16 with threads, one per CPU with processes, all with an
+    # `async def`. 1 with threads runs them one after the other in the main thread.
     workers: Count | None = None
-    # What a call that raises, or gives no finite number, does: fail ends the run, skip leaves its
-    # response out of the step and counts it (reward/failed).
+    # A call that raises, or gives no finite number, ends the run (fail) or leaves its response out
+    # of the step, counted in reward/failed (skip).
     on_error: Literal["fail", "skip"] = "fail"
-    # The last match in the response (its first group, if it has one) is what a builtin judges;
-    # the whole response without surrounding space when not set.
+    # A builtin judges the last match in the response (its first group, if it has one). Not set: the
+    # whole response without surrounding space.
     answer_pattern: Pattern | None = None
-    # A reward at or above counts as correct in an evaluation.
-    correct_at: float = 1.0
-    # Punish responses that are almost too long, in training alone.
-    overlong_buffer: OverlongBufferSettings | None = None
+
+    @property
+    def is_builtin(self) -> bool:
+        """Whether the function is one of this package, and no function of the user's."""
+        return self.function in ("exact_match", "reasoning_gym")
+
+    @property
+    def shown_name(self) -> str:
+        """`name`, or by default the function's."""
+        return self.name or self.function.rpartition(":")[2]
 
     @model_validator(mode="after")
-    def _one_way_to_call(self) -> RewardSettings:
+    def _one_way_to_call(self) -> Self:
         many = self.executor == "process" or self.workers is not None
-        if self.function in ("exact_match", "reasoning_gym") and (many or self.batch):
+        if self.is_builtin and (many or self.batch):
             raise ValueError(f"batch, executor and workers are not for {self.function}")
         if self.batch and many:
             raise ValueError("batch is one call: executor: process and workers do not apply")
@@ -193,7 +252,7 @@ class RewardSettings(Settings):
 
     @classmethod
     def anchor(cls, values: dict[str, Any], base: Path) -> None:
-        """Also the file of a function, and where modules are looked up."""
+        """Also anchors the file of a function and the folder of modules."""
         values.setdefault("python_path", str(base))
         super().anchor(values, base)
         file, colon, function = str(values.get("function")).rpartition(":")
@@ -201,22 +260,34 @@ class RewardSettings(Settings):
             values["function"] = _absolute(file, base) + colon + function
 
 
-class SamplingSettings(Settings):
-    """Fields of SamplingParams."""
+class RewardSettings(RewardFunctionSettings):
+    """The judgement of a response: by one function, or with `rewards` by the sum of several."""
 
-    temperature: float | None = Field(None, ge=0)
-    top_k: int | None = Field(None, ge=0, le=INT32_MAX)
-    top_p: float | None = Field(None, gt=0, le=1)
-    min_p: float | None = Field(None, ge=0, le=1)
+    # Least reward of a correct answer in an evaluation.
+    correct_at: float = 1.0
+    # Punishes responses that are almost too long, in training alone.
+    overlong_buffer: OverlongBufferSettings | None = None
+
+
+class SamplingSettings(Settings):
+    """Fields of SamplingParams, with its defaults."""
+
+    temperature: float = Field(1.0, ge=0)
+    top_k: int = Field(0, ge=0, le=INT32_MAX)
+    top_p: float = Field(1.0, gt=0, le=1)
+    min_p: float = Field(0.0, ge=0, le=1)
     max_tokens: Count = 64
     stop_token_ids: list[TokenId] = []
-    ignore_eos: bool | None = None
+    # Texts that end a response and belong to it: a response ends with a token whose own text ends
+    # with one of them. A text that spans several tokens is not found.
+    stop: list[Text] = []
+    ignore_eos: bool = False
 
 
 class TandemSettings(Settings):
-    """Fields of TandemConfig; what is not set is the rollout server's."""
+    """Fields of TandemConfig. A field that is not set takes the rollout server's value."""
 
-    # Said outright, so that a server without a junior refuses rather than trains plain GRPO.
+    # Always sent: a server without a junior then refuses instead of training plain GRPO.
     enabled: bool = True
     selection_strategy: Literal["bernoulli", "chunk", "alternating", "sentence", "word"] | None = (
         None
@@ -237,11 +308,11 @@ def _objective_settings() -> type[Settings]:
     fields: dict[str, Any] = {}
     for field in PolicyObjective.DESCRIPTOR.fields:
         if field.name == "reference_logprobs":
-            continue  # Follows from the run's `reference`.
+            continue  # It follows from the run's `reference`.
         if field.enum_type is None:
             kind = types[field.type]
         else:
-            # Numbers that are given with each sample are for those who write their own loop.
+            # Only a training loop of the user's own can give numbers with each sample.
             kind = Literal[
                 tuple(name for name in enum_names(field.enum_type) if name != "provided")
             ]
@@ -249,24 +320,25 @@ def _objective_settings() -> type[Settings]:
     return create_model("ObjectiveSettings", __base__=Settings, **fields)
 
 
-# What is not set is the trainer's default; objective.proto has a comment on every field.
+# A field that is not set takes the trainer's default; objective.proto explains every field.
 ObjectiveSettings = _objective_settings()
 
 
 class KlControlSettings(Settings):
     """The adaptive coefficient of the KL to the reference policy (arXiv 1909.08593)."""
 
-    # Nats of a response that the coefficient steers towards, a sum over its tokens with a weight.
+    # KL of a response that the coefficient steers towards, in nats, a sum over its tokens with a
+    # weight.
     target: float = Field(6.0, gt=0)
-    # Responses over which the coefficient can change by a fifth of itself.
+    # Number of responses over which the coefficient can change by a fifth of itself.
     horizon: Count = 10000
 
 
 class FilterGroupsSettings(Settings):
     """The dynamic sampling of DAPO (arXiv 2503.14476)."""
 
-    # How often prompts are drawn for a step at most, the first time included; a step that is not
-    # full then trains what there is.
+    # Most times that prompts are drawn for a step, the first time included. A step that is not full
+    # by then trains on the groups that it has.
     max_num_gen_batches: Count = 10
 
 
@@ -275,7 +347,7 @@ class BatchSettings(Settings):
 
     prompts_per_step: Count = 8
     samples_per_prompt: Count = 8
-    # Drop groups whose rewards are all the same, and draw further prompts in their place.
+    # Drops groups whose rewards are all the same, and draws further prompts in their place.
     filter_groups: FilterGroupsSettings | None = None
 
     @model_validator(mode="after")
@@ -295,20 +367,20 @@ class SftSettings(Settings):
     """Supervised training (`tandem sft`)."""
 
     batch_size: Count = 16
-    # Text to learn after the prompt; fields of the row in braces.
+    # Text to learn after the prompt. Braces hold columns of the row.
     response: Text = "{answer}"
-    # End the response with the tokenizer's end-of-sequence token.
+    # Whether the tokenizer's end-of-sequence token ends the response.
     append_eos: bool = True
 
 
 class CheckpointSettings(Settings):
-    """When to save."""
+    """The steps after which a run saves, and the number of checkpoints that it keeps."""
 
-    # Steps between checkpoints: what a crash costs at most; 0 saves at the end alone.
+    # Steps between checkpoints, the most that a crash costs. 0: save at the end alone.
     every: int = Field(10, ge=0)
-    # Newest checkpoints to keep; 0 keeps all.
+    # Number of checkpoints to keep, the newest. 0: all.
     keep: int = Field(2, ge=0, le=INT32_MAX)
-    # Save after the last step.
+    # Whether to save after the last step.
     at_end: bool = True
 
 
@@ -316,19 +388,19 @@ class EvalSettings(Settings):
     """Evaluations on held-out prompts."""
 
     data: DataSettings | None = None
-    # solo: the senior answers alone. handoff: senior and junior take turns. legibility: how well
-    # the junior predicts the senior's solo answers.
+    # solo: the senior answers alone. handoff: senior and junior take turns. legibility: the junior
+    # predicts the senior's solo answers.
     modes: list[EvalMode] = Field(["solo"], min_length=1)
-    # Of the handoff, the text that ends a turn: every token whose own text ends with it does. By
-    # default a blank line, which not every tokenizer writes as one token.
+    # Text that ends a turn of the handoff: every token whose own text ends with it does. Default: a
+    # blank line, which not every tokenizer writes as one token.
     handoff_boundary: Text = "\n\n"
-    # Responses drawn for each prompt, and the k of pass@k.
+    # Number of responses to each prompt, and the k of pass@k.
     samples: Count = 1
     k: list[int] = Field([1], min_length=1)
     temperature: float = Field(0.0, ge=0)
-    # Defaults to the sampling section's.
+    # Default: sampling.max_tokens.
     max_tokens: Count | None = None
-    # Steps between evaluations during training; 0: none.
+    # Steps between evaluations during training. 0: none.
     every: int = Field(0, ge=0)
 
     @model_validator(mode="after")
@@ -347,24 +419,29 @@ class EvalSettings(Settings):
 class ClusterSettings(Settings):
     """Servers of one machine (`tandem up`). Each section is the server's own configuration.
 
-    `ranks` in a section is no setting of the server: so many processes are it, one by default.
-
-    Ports are picked freely unless a section names them.
+    `ranks` in a section is the number of the server's processes (default 1) and no setting of the
+    server. Ports are picked freely unless a section names them.
     """
 
-    # Logs and resolved configurations, in logs/attempt_N: one folder for every start.
+    # Hugging Face directory, or model of the Hub, for every model that a section does not name: the
+    # senior, its frozen start as junior, the critic's start, and in a run whose KL needs them the
+    # trainer's reference_model and junior_model.
+    model: NonEmptyPath | None = None
+    # Folder of logs and resolved configurations: each start writes its own logs/attempt_N.
     directory: NonEmptyPath = Field(default_factory=lambda: Path.cwd() / "runs" / "cluster")
     rollout: list[dict[str, Any]] = []
     trainer: dict[str, Any] | None = None
     critic: dict[str, Any] | None = None
-    # Seconds that all servers together may take to load.
+    # Most seconds that all servers together may take to load.
     start_timeout_seconds: float = Field(300.0, gt=0)
     # Seconds between SIGTERM and SIGKILL.
     stop_timeout_seconds: float = Field(40.0, gt=0)
 
     @classmethod
     def anchor(cls, values: dict[str, Any], base: Path) -> None:
-        """Also the models that the servers' sections name."""
+        """Also anchors the models that the servers' sections name."""
+        if isinstance(values.get("model"), str) and values["model"]:
+            values["model"] = str(local_model(values["model"], base, "cluster: model"))
         super().anchor(values, base)
         rollouts = values.get("rollout")
         for section in [
@@ -373,8 +450,12 @@ class ClusterSettings(Settings):
             values.get("critic"),
         ]:
             for key in SERVER_PATHS:
-                if isinstance(section, dict) and section.get(key) and isinstance(section[key], str):
+                if not isinstance(section, dict) or not isinstance(section.get(key), str):
+                    continue
+                if section[key] and key == "shutdown_checkpoint_directory":
                     section[key] = _absolute(section[key], base)
+                elif section[key]:
+                    section[key] = str(local_model(section[key], base, f"cluster: {key}"))
 
     @model_validator(mode="before")
     @classmethod
@@ -393,42 +474,81 @@ class ClusterSettings(Settings):
 class RunSettings(Settings):
     """A training run (`tandem train`, `tandem sft`, `tandem eval`)."""
 
-    # Where everything of the run goes.
+    # Directory of the run's files.
     run_dir: NonEmptyPath
     seed: int = Field(0, ge=0, lt=2**64)
-    steps: int = Field(10, ge=0, lt=2**63)
-    # Directory with tokenizer.json: the senior's.
+    steps: int = Field(10, ge=1, lt=2**63)
+    # The senior's directory with tokenizer.json, or its name on the Hugging Face Hub. Default with
+    # `cluster`: the cluster's senior.
     tokenizer: NonEmptyPath
     servers: ServersSettings = ServersSettings()
-    # Servers to start for the time of the run, instead of `servers`: a cluster file, or what stands
-    # in one.
+    # A cluster file, or its content: servers that live as long as the run, instead of `servers`.
+    # Servers that the run does not use are not started.
     cluster: ClusterSettings | None = None
-    # Weights that a new run starts from. Not set: the base model of the servers, refused while they
-    # hold updates that no checkpoint has. "base": the same, whatever they hold. "served": what they
-    # hold. Else a checkpoint, or another run's directory: its last one.
-    start_from: Literal["base", "served"] | NonEmptyPath | None = None
+    # Weights that a new run starts from. Not set: the servers' base model; the start is refused
+    # while they hold updates that no checkpoint has. "base": the base model, whatever they hold.
+    # "served": the weights that they hold. Else a checkpoint, or a run directory for its last one.
+    start_from: Annotated[
+        Literal["base", "served"] | NonEmptyPath | None, BeforeValidator(_is_start)
+    ] = None
     data: DataSettings
     reward: RewardSettings = RewardSettings()
+    # Several functions in the place of reward.function: a response's reward is the weighted sum of
+    # their rewards.
+    rewards: list[RewardFunctionSettings] = []
     batch: BatchSettings = BatchSettings()
     sampling: SamplingSettings = SamplingSettings()
     tandem: TandemSettings = TandemSettings()
     objective: ObjectiveSettings = ObjectiveSettings()
-    # Whose log-probabilities the KL of objective.kl_coefficient compares with. trainer: its own
-    # reference_model. junior: the frozen junior of the rollout servers. HOST:PORT: the senior of a
-    # rollout server that no trainer publishes to.
+    # The reference of the KL of objective.kl_coefficient. trainer: the trainer's reference_model.
+    # junior: the frozen junior of the rollout servers. HOST:PORT: the senior of a rollout server
+    # that no trainer publishes to.
     reference: Annotated[str, AfterValidator(_is_reference)] = "trainer"
-    # Adapt objective.kl_coefficient, which is then what the run begins with.
+    # Adapts the KL coefficient during the run, which begins with objective.kl_coefficient.
     kl_control: KlControlSettings | None = None
     sft: SftSettings = SftSettings()
     checkpoint: CheckpointSettings = CheckpointSettings()
     eval: EvalSettings = EvalSettings()
-    # Also record, for every token, the log-probability under the model that did not write it.
-    # On by default: the loss reads the senior's log-probability of junior-written tokens.
+    # TensorBoard events in the run directory, Weights & Biases, MLflow; the last two need their
+    # packages.
+    trackers: list[TrackerName] = ["tensorboard"]
+    # Whether to record also the log-probability of every token under the model that did not write
+    # it. On by default: the loss reads the senior's log-probability of junior-written tokens.
     return_other_logprobs: bool = True
+
+    @model_validator(mode="after")
+    def _rewards_have_names(self) -> RunSettings:
+        if not self.rewards:
+            return self
+        # The other fields of `reward` concern the sum.
+        default = RewardSettings(python_path=self.reward.python_path)
+        for field in RewardFunctionSettings.model_fields:
+            if getattr(self.reward, field) != getattr(default, field):
+                raise ValueError(f"rewards: reward.{field} is for a run without `rewards`")
+        names = [one.shown_name for one in self.rewards]
+        for place, name in enumerate(names):
+            if name in names[:place]:
+                raise ValueError(f"rewards.{place}.name: {name!r} is taken")
+            if f"reward/{name}" in KEYS:
+                raise ValueError(f"rewards.{place}.name: reward/{name} is a metric already")
+        return self
+
+    @property
+    def reward_functions(self) -> list[RewardFunctionSettings]:
+        """The functions whose weighted rewards are added up, at least one."""
+        return self.rewards or [self.reward]
+
+    @model_validator(mode="before")
+    @classmethod
+    def _tokenizer_of_the_senior(cls, values: Any) -> Any:
+        if isinstance(values, dict) and "tokenizer" not in values:
+            senior = _senior_of(values.get("cluster"))
+            return values | ({"tokenizer": senior} if senior else {})
+        return values
 
     @property
     def reference_address(self) -> str | None:
-        """Of the rollout server that is the reference, if one is."""
+        """The address of the rollout server that is the reference, if one is."""
         return self.reference if ":" in self.reference else None
 
     def policy_objective(self) -> dict[str, Any]:
@@ -437,7 +557,7 @@ class RunSettings(Settings):
         return given(self.objective) | source
 
     def derived(self) -> dict[str, int]:
-        """The sizes that follow from the settings; shown by --dry-run."""
+        """The sizes that follow from the settings, as --dry-run shows them."""
         samples = self.batch.prompts_per_step * self.batch.samples_per_prompt
         return {
             "samples_per_step": samples,
@@ -449,9 +569,17 @@ class RunSettings(Settings):
 
     @classmethod
     def anchor(cls, values: dict[str, Any], base: Path) -> None:
-        """Also puts the content of a cluster file in the place of its name."""
+        """Also replaces the name of a cluster file by its content."""
         if isinstance(values.get("cluster"), str) and values["cluster"]:
             values["cluster"] = _read_cluster(Path(_absolute(values["cluster"], base)))
+        rewards = values.get("rewards")
+        for one in rewards if isinstance(rewards, list) else []:
+            if isinstance(one, dict):
+                RewardFunctionSettings.anchor(one, base)
+        if isinstance(values.get("tokenizer"), str) and values["tokenizer"]:
+            values["tokenizer"] = str(
+                local_model(values["tokenizer"], base, "tokenizer", weights=False)
+            )
         super().anchor(values, base)
 
 
@@ -464,26 +592,29 @@ def load(schema: type[Model], path: Path, overrides: Sequence[str] = ()) -> Mode
     Raises ConfigError, with the dotted path of every problem.
     """
     values = read_mapping(path)
+    _require_kind(schema, path, values)
     schema.anchor(values, path.absolute().parent)
     for override in overrides:
         apply_override(values, override)
         schema.anchor(values, Path.cwd())
-    return validate(schema, values, str(path))
+    return validate(schema, values, str(path), overrides)
 
 
-def validate(schema: type[Model], values: dict[str, Any], source: str) -> Model:
-    """Checks values against the schema; every problem is named with its dotted path.
+def validate(
+    schema: type[Model], values: dict[str, Any], source: str, overrides: Sequence[str] = ()
+) -> Model:
+    """Checks values against the schema.
 
     Relative paths among the values start at the working directory.
+
+    Raises ConfigError, which names every problem with its dotted path and where the value was
+    given: in one of the `overrides`, else in `source`.
     """
     schema.anchor(values, Path.cwd())
     try:
         return schema.model_validate(values)
     except ValidationError as error:
-        lines = _explain(schema, error.errors())
-        if len(lines) > 1:
-            lines = [f"{len(lines)} problems:", *(f"  - {line}" for line in lines)]
-        raise ConfigError(f"{source}: " + "\n".join(lines)) from None
+        raise ConfigError(explain(schema, error.errors(), source, overrides)) from None
 
 
 def dump(settings: Settings) -> str:
@@ -498,9 +629,39 @@ def given(settings: Settings) -> dict[str, Any]:
     }
 
 
+def _require_kind(schema: type[Settings], path: Path, values: dict[str, Any]) -> None:
+    """Raises ConfigError for a run file in the place of a cluster file, or the reverse."""
+    if schema is ClusterSettings and {"run_dir", "data"} & values.keys():
+        raise ConfigError(
+            f"{path} is a run file, not a cluster file",
+            hint="`tandem train` runs it, with the servers of its `cluster`",
+        )
+    if schema is RunSettings and {"rollout", "trainer", "critic"} & values.keys():
+        raise ConfigError(
+            f"{path} is a cluster file, not a run file",
+            hint="`tandem up` starts its servers; `cluster` in a run file names it",
+        )
+
+
+def _senior_of(cluster: Any) -> str | None:
+    """The directory of the senior in the raw values of a cluster, where they name one."""
+    if not isinstance(cluster, dict):
+        return None
+    rollouts = cluster.get("rollout")
+    first = rollouts[0] if isinstance(rollouts, list) and rollouts else rollouts
+    trainer = cluster.get("trainer")
+    named = [
+        first.get("senior_model") if isinstance(first, dict) else None,
+        cluster.get("model"),
+        trainer.get("model") if isinstance(trainer, dict) else None,
+    ]
+    return next((one for one in named if isinstance(one, str | Path)), None)
+
+
 def _read_cluster(path: Path) -> dict[str, Any]:
-    """The raw values of a cluster file, which can be used."""
+    """The raw values of a cluster file, once they have been checked."""
     values = read_mapping(path)
+    _require_kind(ClusterSettings, path, values)
     ClusterSettings.anchor(values, path.parent)
     validate(ClusterSettings, values, f"cluster: {path}")
     return values
@@ -508,53 +669,3 @@ def _read_cluster(path: Path) -> dict[str, Any]:
 
 def _absolute(path: str, base: Path) -> str:
     return os.path.normpath(base / path)
-
-
-def _explain(schema: type[BaseModel], problems: Sequence[Any]) -> list[str]:
-    """A line for every problem; the known keys of a section are listed once."""
-    lines: list[str] = []
-    listed: set[Any] = set()
-    for problem in problems:
-        *section, key = problem["loc"] or ("the file",)
-        path = ".".join(map(str, [*section, key]))
-        if problem["type"] != "extra_forbidden":
-            lines.append(f"{path}: {problem['msg'].removeprefix('Value error, ')}")
-            continue
-        known = _fields_at(schema, section)
-        close = difflib.get_close_matches(str(key), known, n=1)
-        advice = f"; did you mean {close[0]!r}?" if close else ""
-        if not close and tuple(section) not in listed:
-            listed.add(tuple(section))
-            advice = f"; known: {', '.join(known)}"
-        lines.append(f"{path}: unknown key{advice}")
-    return lines
-
-
-def _fields_at(schema: type[BaseModel], path: Iterable[Any]) -> list[str]:
-    for part in path:
-        field = schema.model_fields.get(str(part))
-        inner = next(_models_in(field.annotation), None) if field else None
-        if inner is None:
-            return []
-        schema = inner
-    return list(schema.model_fields)
-
-
-def _models_in(annotation: Any) -> typing.Iterator[type[BaseModel]]:
-    for kind in _kinds_in(annotation):
-        if isinstance(kind, type) and issubclass(kind, BaseModel):
-            yield kind
-
-
-def _kinds_in(annotation: Any) -> typing.Iterator[Any]:
-    """The types, and the literal values, that a field may have."""
-    origin = typing.get_origin(annotation)
-    if origin is Annotated:
-        yield from _kinds_in(typing.get_args(annotation)[0])
-    elif origin in (typing.Union, types.UnionType, list):
-        for argument in typing.get_args(annotation):
-            yield from _kinds_in(argument)
-    elif origin is Literal:
-        yield from typing.get_args(annotation)
-    else:
-        yield annotation

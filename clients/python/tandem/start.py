@@ -1,7 +1,7 @@
-"""What runs and evaluations start from: the weights that the servers get before the first prompt.
+"""The start of runs and evaluations: the weights that the servers get before the first prompt.
 
-Every function first checks what could go wrong, then loads, then publishes; rollout servers may be
-rolled back here, and only here. What fails in between is put right by the next start.
+Every function first checks, then loads, then publishes. Only here may rollout servers be rolled
+back. The next start repairs one that failed in between.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from tandem.types.v1 import server_pb2
 
 @dataclass(frozen=True)
 class Start:
-    """Where a run begins.
+    """The weights that a run begins with.
 
     Attributes:
-        source: in words.
-        weights: of the senior, in the trainer and in every rollout server.
-        critic: the critic's, where the run trains one.
+        source: where they came from, in words.
+        weights: the senior's, in the trainer and in every rollout server.
+        critic: the critic's, if the run trains one.
     """
 
     source: str
@@ -42,7 +42,7 @@ class Start:
         return f"starting from {self.source}: version {weights.version} ({weights.digest[:8]})"
 
     def record(self) -> dict[str, Any]:
-        """As it stands in run.json."""
+        """The record in run.json."""
         return {
             "from": self.source,
             "version": self.weights.version,
@@ -59,7 +59,7 @@ def start_run(session: Session, run: RunDirectory, *, discard_unsaved: bool = Fa
         FailedPreconditionError: a rollout server was started with another model than the trainer,
             or a checkpoint holds other weights than the run saved (reason WEIGHTS_DIFFER).
     """
-    run.require_same_servers(session.servers())
+    run.require_same_facts(session.facts())
     start_from = session.settings.start_from
     if run.state is not None:
         require_saved(session, discard_unsaved, run.versions, run.critic_versions)
@@ -87,7 +87,7 @@ def require_saved(
     ours: Collection[tuple[int, str]] = (),
     our_critics: Collection[tuple[int, str]] = (),
 ) -> None:
-    """Refuses to replace updates that no checkpoint has, but for a run's own.
+    """Refuses to replace updates that no checkpoint has, unless they are the run's own.
 
     `ours` and `our_critics` are the (version, digest) of a run that will do its steps again.
     """
@@ -101,7 +101,7 @@ def require_saved(
     if _made_by(ours, infos[0].server.weights):
         return
     for client, info in zip(clients, infos, strict=True):
-        # A trainer that was restarted has none of them, but the critic may.
+        # A restarted trainer has none of the run's updates, but the critic may have.
         made = client.role == "critic" and _made_by(our_critics, info.server.weights)
         if info.unsaved and not made:
             raise UnsavedUpdatesError(
@@ -114,12 +114,12 @@ def require_saved(
 def _made_by(ours: Collection[tuple[int, str]], held: server_pb2.WeightsVersion) -> bool:
     if (held.version, held.digest) in ours:
         return True
-    # The step that ran when the run was killed: nobody was left to note its digest.
+    # A run that was killed in a step could not record the digest of its weights.
     return bool(ours) and held.version == max(version for version, _ in ours) + 1
 
 
 def _base(session: Session) -> Start:
-    # The servers of a new cluster hold it already.
+    # The servers of a new cluster hold the base model already.
     held = session.trainer.info().server.weights
     if session.cluster is not None and held.version == 0:
         critic_held = _critic_weights(session)
@@ -141,7 +141,7 @@ def _served(session: Session) -> Start:
 
 def _load(session: Session, checkpoint: Checkpoint, source: str) -> Start:
     for client in session.rollouts.clients:
-        client.weights_version()  # One that does not answer is found before anything changes.
+        client.weights_version()  # A server that does not answer is found before anything changes.
     held = session.trainer.load_checkpoint(str(checkpoint.trainer))
     if checkpoint.digest not in (None, held.digest):
         raise FailedPreconditionError(

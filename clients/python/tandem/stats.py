@@ -1,4 +1,4 @@
-"""Numbers with their uncertainty."""
+"""Estimates with their uncertainty."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 
 def pass_at_k(samples: int, correct: int, k: int) -> float:
-    """Unbiased estimate that one of k samples is correct, from `samples` drawn.
+    """Returns the unbiased estimate that one of k samples is correct, from `samples` drawn.
 
     1 - C(n - c, k) / C(n, k); Chen et al., "Evaluating large language models trained on code"
     (2021), equation 1.
@@ -18,7 +18,7 @@ def pass_at_k(samples: int, correct: int, k: int) -> float:
 
 
 def wilson_interval(successes: int, trials: int, z: float = 1.959964) -> tuple[float, float]:
-    """Wilson's score interval of a proportion; 95 % by default (Wilson 1927)."""
+    """Returns Wilson's score interval of a proportion; 95 % by default (Wilson 1927)."""
     if trials == 0:
         return 0.0, 1.0
     p = successes / trials
@@ -31,10 +31,10 @@ def wilson_interval(successes: int, trials: int, z: float = 1.959964) -> tuple[f
 def paired_gain(
     before: Sequence[Sequence[bool]], after: Sequence[Sequence[bool]], z: float = 1.959964
 ) -> tuple[float, float]:
-    """Gain in accuracy on the same questions, and the half width of its 95 % interval.
+    """Returns the gain in accuracy on the same questions, and half the width of its 95 % interval.
 
-    `before` and `after` hold, for every question, which of its samples were correct. The pairs are
-    the questions: the samples of one question depend on each other, so they are averaged first.
+    `before` and `after` hold, by question, whether each of its samples was correct. The questions
+    are the pairs: samples of one question depend on each other, so they are averaged first.
     """
     n = len(before)
     differences = [_mean(b) - _mean(a) for a, b in zip(before, after, strict=True)]
@@ -46,7 +46,9 @@ def paired_gain(
 def clustered_mean(
     clusters: Sequence[Sequence[float]], z: float = 1.959964
 ) -> tuple[float, float | None]:
-    """Mean over all values, and the half width of its 95 % interval; None with one cluster alone.
+    """Returns the mean over all values, and half the width of its 95 % interval.
+
+    The width is None with a single cluster.
 
     The values of a cluster depend on each other: the standard error is clustered (Miller, "Adding
     error bars to evals", arXiv 2411.00640, clustered standard errors), with n / (n - 1).

@@ -13,12 +13,12 @@ from tandem.render import Output, cell
 
 @dataclass(frozen=True)
 class _Column:
-    """A number of a step, as people see it."""
+    """A column of the display: a metric of a step with its name and format."""
 
     key: str
     name: str
     form: str
-    # The lowest stay when the terminal is narrow.
+    # A narrow terminal keeps the columns of the lowest ranks.
     rank: int
 
     @property
@@ -43,7 +43,7 @@ _COLUMNS = (
     _Column("time/train_seconds", "train", "{:.1f}s", 4),
     _Column("time/publish_seconds", "publish", "{:.1f}s", 5),
 )
-# Of the column that says how long the rest of the run takes.
+# Width of the column with the time that the rest of the run takes.
 _LEFT_WIDTH = 8
 # Steps between two headers.
 _HEADER_EVERY = 20
@@ -52,7 +52,7 @@ _HEADER_EVERY = 20
 class StepDisplay:
     """A line for every step; on a terminal also a bar with rate and ETA.
 
-    `elapsed_seconds`: the run's time before `first_step`, of which the rate takes no notice.
+    `elapsed_seconds` is the run's time before `first_step`, which the rate leaves out.
     """
 
     def __init__(
@@ -111,7 +111,7 @@ class StepDisplay:
         self._print([*cells, f"{_duration(left):>{_LEFT_WIDTH}}"])
 
     def _columns(self) -> list[_Column]:
-        """What fits beside each other; everything where no terminal sets a width."""
+        """The columns that fit the terminal; all of them where there is none."""
         if not self._output.console.is_terminal:
             return list(_COLUMNS)
         free = self._output.console.width - _LEFT_WIDTH
@@ -124,11 +124,11 @@ class StepDisplay:
         return [column for column in _COLUMNS if column in kept]
 
     def _print(self, cells: Sequence[str]) -> None:
-        # Numbers that are wider than their column keep their distance.
+        # A number that is wider than its column keeps a space before it.
         self._output.console.print(" ".join(cells), markup=False, soft_wrap=True)
 
     def waiting(self) -> str:
-        """Who waited for whom: the share of the time in which each side worked."""
+        """The fraction of the time in which each side worked while the other waited."""
         total = max(1e-9, sum(self._seconds.values()))
         share = {name: f"{seconds / total:.0%}" for name, seconds in self._seconds.items()}
         asked = self._seconds.get("reference", 0.0) > 0

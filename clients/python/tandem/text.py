@@ -1,4 +1,4 @@
-"""Tokens and text: a Hugging Face tokenizer directory, and the chat template in it."""
+"""Tokens and text: the tokenizer of a Hugging Face directory, and its chat template."""
 
 from __future__ import annotations
 
@@ -12,9 +12,12 @@ from tokenizers import Tokenizer
 from tandem.errors import ConfigError
 from tandem.text_files import json_object, read_text
 
+# The rollout server's bound (kMaxStopTokenIds).
+MAX_STOP_TOKEN_IDS = 256
+
 
 class TextCodec:
-    """Encodes prompts and decodes responses. The servers see ids alone.
+    """Encodes prompts and decodes responses; the servers see ids alone.
 
     Every method raises ConfigError, which names the directory, for a file that is damaged.
     """
@@ -34,7 +37,7 @@ class TextCodec:
 
     @property
     def eos_token_id(self) -> int | None:
-        """Id of the token that ends a response, from tokenizer_config.json."""
+        """Id of the end-of-sequence token that tokenizer_config.json names; None without one."""
         token = self._config.get("eos_token") or ""
         token = token.get("content", "") if isinstance(token, dict) else token
         if not isinstance(token, str):
@@ -43,65 +46,85 @@ class TextCodec:
 
     @property
     def vocabulary_size(self) -> int:
-        """Ids that a model needs to read every token: one more than the highest."""
+        """Number of ids that a model needs to read every token: the highest id plus 1."""
         return 1 + max(self._tokenizer.get_vocab().values(), default=-1)
 
     @cached_property
     def vocabulary_digest(self) -> str:
-        """What tells vocabularies apart: see tandem.types.v1.ModelInfo."""
+        """Digest of the vocabulary, as in tandem.types.v1.ModelInfo."""
         import xxhash
 
         digest = xxhash.xxh3_128()
-        for piece, number in sorted(self._tokenizer.get_vocab().items(), key=lambda item: item[1]):
-            digest.update(f"{number} {piece}\n".encode())
+        for token, number in sorted(self._tokenizer.get_vocab().items(), key=lambda item: item[1]):
+            digest.update(f"{number} {token}\n".encode())
         return digest.hexdigest()
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
-        """Ids of a text; `special` adds what the tokenizer puts around every text."""
+        """Returns the ids of a text; `special` adds the tokens that frame every text."""
         try:
             return self._tokenizer.encode(text, add_special_tokens=special).ids
         except TypeError:
-            # A string of Python may hold half a character, which no tokenizer takes.
+            # A Python string may hold a lone surrogate, which no tokenizer takes.
             raise ConfigError(
                 f"tokenizer: {self.directory}: {text!r} is not Unicode text"
             ) from None
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Text of ids, without special tokens."""
+        """Returns the text of ids, without special tokens."""
         return self._tokenizer.decode(list(ids), skip_special_tokens=True)
 
-    def pieces(self, ids: Sequence[int]) -> list[str]:
-        """The text that each id adds to those before it; together they are the decoded whole."""
+    def token_texts(self, ids: Sequence[int]) -> list[str]:
+        """Returns the text that each id adds, special tokens too; joined it is the whole text."""
         growing = self.growing()
-        pieces = [growing.add(token) for token in ids]
-        if pieces:
-            pieces[-1] += growing.rest()
-        return pieces
+        texts = [growing.add(token) for token in ids]
+        if texts:
+            texts[-1] += growing.rest()
+        return texts
 
     def growing(self) -> GrowingText:
-        """The text, special tokens too, of ids that come one by one."""
+        """Returns a text that grows by ids that come one by one, special tokens too."""
         return GrowingText(lambda ids: self._tokenizer.decode(ids, skip_special_tokens=False))
 
-    def token_id(self, text: str) -> int | None:
-        """The id of a text that is one token; None for any other."""
-        ids = self.encode(text, special=False)
-        return ids[0] if len(ids) == 1 else None
+    def stop_token_ids(self, texts: Sequence[str], field: str) -> list[int]:
+        """Returns the ids of the tokens that end a response for these stop texts.
+
+        They are the token that has a text as its name (a special token, for example) and every
+        token whose own text ends with it: for a line feed also a full stop with a line feed. Raises
+        ConfigError, which begins with `field`, for a text that no token ends with, and for texts
+        with more tokens than a server takes.
+        """
+        found: set[int] = set()
+        for text in texts:
+            named = self._tokenizer.token_to_id(text)
+            ids = {*self.ids_ending_with(text), *([] if named is None else [named])}
+            if not ids:
+                raise ConfigError(
+                    f"{field}: no token of {self.directory} ends with {text!r}",
+                    hint="servers stop at single tokens, for example '<|im_end|>' or a line feed",
+                )
+            found |= ids
+        if len(found) > MAX_STOP_TOKEN_IDS:
+            raise ConfigError(
+                f"{field}: {len(found)} tokens of {self.directory} end with these texts; a server "
+                f"takes {MAX_STOP_TOKEN_IDS} stop tokens"
+            )
+        return sorted(found)
 
     def ids_ending_with(self, text: str) -> list[int]:
-        """Ids of the tokens whose own text ends with this one; special tokens have none."""
+        """Returns the ids of the tokens whose own text ends with `text`; never special tokens."""
         ids = range(self.vocabulary_size)
         own = self._tokenizer.decode_batch([[token] for token in ids], skip_special_tokens=True)
         return [token for token, its in zip(ids, own, strict=True) if its.endswith(text)]
 
     def chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
-        """Ids of a conversation through the directory's chat template, ready for the answer."""
+        """Returns the ids of a conversation in the chat template, up to where the answer begins."""
         try:
             text = self._renderer.apply_chat_template(
                 list(messages), add_generation_prompt=True, tokenize=False
             )
         except ConfigError:
             raise
-        # The template is the model's: rendering it may raise anything, a TypeError for example.
+        # Rendering a model's template may raise anything, a TypeError for example.
         except Exception as error:
             raise ConfigError(
                 f"tokenizer: chat template of {self.directory}: {type(error).__name__}: {error}"
@@ -110,8 +133,8 @@ class TextCodec:
 
     @cached_property
     def _renderer(self) -> Any:
-        """The tokenizer of transformers, whose rendering chat templates are written for."""
-        # It takes a second to import, and raw prompts do without.
+        """The tokenizer of transformers, for whose rendering chat templates are written."""
+        # The import takes a second, and raw prompts do not need it.
         from transformers import PreTrainedTokenizerFast
 
         renderer = PreTrainedTokenizerFast.from_pretrained(self.directory, local_files_only=True)
@@ -123,37 +146,37 @@ class TextCodec:
 
 
 class GrowingText:
-    """What each of a sequence of ids adds to the text."""
+    """A text that is decoded id by id."""
 
     def __init__(self, decode: Callable[[list[int]], str]) -> None:
         self._decode = decode
-        # The ids of the last piece, and those that wait for the rest of their character.
+        # Ids whose text was told last, and ids that wait for the rest of their character.
         self._ids: list[int] = []
         self._told_ids = self._told = 0
 
     def add(self, token: int) -> str:
-        """The text that the id adds; "" while a character lacks bytes."""
+        """Returns the text that the id adds; "" while a character lacks bytes."""
         self._ids.append(token)
         text = self._decode(self._ids)
-        # Bytes of a character that is not complete show as U+FFFD: wait for the rest.
+        # An incomplete character decodes as U+FFFD: wait for its other bytes.
         return "" if text.endswith("\ufffd") else self._tell(text)
 
     def rest(self) -> str:
-        """What was waited for and did not come."""
+        """Returns the text of the ids that still wait."""
         return self._tell(self._decode(self._ids))
 
     def _tell(self, text: str) -> str:
-        piece = text[self._told :]
-        # A piece depends on no id before the last one's: a long text costs no more by the token.
+        added = text[self._told :]
+        # Only the last ids are decoded again, so that a token of a long text costs no more.
         self._ids = self._ids[self._told_ids :]
         self._told_ids, self._told = len(self._ids), len(self._decode(self._ids))
-        return piece
+        return added
 
 
 def _read_tokenizer(file: Path) -> Tokenizer:
     try:
         return Tokenizer.from_file(str(file))
-    # It raises bare exceptions.
+    # The library raises bare exceptions.
     except Exception as error:
         raise ConfigError(f"tokenizer: {file}: {error}") from None
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any, Self
 
 from tandem.checkpoints import SavedState, checkpoint_name
@@ -26,8 +26,8 @@ from tandem.run_dir import RunDirectory
 from tandem.session import Session
 from tandem.start import start_run
 from tandem.trainer.v1 import trainer_pb2
+from tandem.trajectory_record import trajectory_record
 from tandem.types.v1 import server_pb2
-from tandem.wire import trajectory_record
 
 OnStep = Callable[[dict[str, Any]], None]
 
@@ -88,7 +88,7 @@ def _train_step(
     weights: server_pb2.WeightsVersion,
     kl_coefficient: float | None,
 ) -> trainer_pb2.StepReport:
-    """A step of the senior; a report of a skipped one where no sample is left to train on."""
+    """Makes a step of the senior. Returns the report of a skipped step if there is no sample."""
     if not samples:
         reason = "no group has rewards that differ"
         return trainer_pb2.StepReport(step=step, weights=weights, skipped=True, skip_reason=reason)
@@ -104,38 +104,43 @@ def _train_step(
 
 
 def _records(groups: Sequence[Group]) -> Iterator[dict[str, Any]]:
-    """What to record: also the responses whose reward failed, and groups that were dropped."""
+    """The records of all responses, of failed rewards and dropped groups too."""
     for group in groups:
+        row = {name: group.example.row[name] for name in group.example.shown_columns}
         responses = zip(
             group.trajectories, group.texts, group.rewards, group.punishments, strict=True
         )
-        for trajectory, text, reward, punishment in responses:
+        for index, (trajectory, text, reward, punishment) in enumerate(responses):
             yield trajectory_record(
                 trajectory,
                 text=text,
                 reward=reward,
+                scores={name: values[index] for name, values in group.scores.items()},
                 overlong_punishment=punishment,
                 group_id=group.id,
+                # Without its folder: a run is the same wherever its files lie.
+                place=PurePath(group.example.place).name,
+                row=row,
             )
 
 
 def _tell_failures(session: Session, run: RunDirectory, step: int, drawn: Drawn) -> None:
-    """Says how many rewards of a step failed; ConfigError when none is left."""
-    failures = drawn.failures
-    responses = sum(len(group.trajectories) for group in drawn.groups)
-    for failure in failures:
+    """Reports the rewards of a step that failed; ConfigError when none is left."""
+    for failure in drawn.failures:
         print(f"step {step}: {failure}", file=run.log)
-    if len(failures) == responses:
-        raise ConfigError(f"step {step}: the reward failed for every response\n{failures[0]}")
-    if failures:
+    rewards = [reward for group in drawn.groups for reward in group.rewards]
+    failed = rewards.count(None)
+    if failed == len(rewards):
+        raise ConfigError(f"step {step}: the reward failed for every response\n{drawn.failures[0]}")
+    if failed:
         session.note(
-            f"step {step}: the reward failed for {len(failures)} of {responses} responses, which "
-            f"are left out; the first: {failures[0].splitlines()[0]} (all: {run.log.name})"
+            f"step {step}: the reward failed for {failed} of {len(rewards)} responses, which are "
+            f"left out; the first: {drawn.failures[0].splitlines()[0]} (all: {run.log.name})"
         )
 
 
 def _tell_missing(session: Session, run: RunDirectory, step: int, drawn: Drawn) -> None:
-    """Says that a step has fewer groups than it should."""
+    """Notes that a step has fewer groups than it should."""
     wanted = session.settings.batch.prompts_per_step
     if len(drawn.kept) < wanted:
         text = (
@@ -205,17 +210,17 @@ def response_end(session: Session) -> list[int]:
 
 
 class Loop:
-    """What every training loop does around its steps; a context manager.
+    """The work of every training loop around its steps; a context manager.
 
     Entering it brings the servers to where the run starts and lets the run write, in this order, so
     that a run loses nothing when that fails or is interrupted. An error after a step saves what the
     steps before it did, and says so in a note of the error.
 
     Attributes:
-        weights: the senior's, that the next step starts from.
-        last_step: the last one that was done.
-        examples_drawn: how many examples of the data the steps until then took.
-        kl_coefficient: that the next step begins with; None without a KL.
+        weights: the senior's weights that the next step starts from.
+        last_step: the last step that was done.
+        examples_drawn: number of examples of the data that the steps until then took.
+        kl_coefficient: the coefficient that the next step begins with; None without a KL.
     """
 
     def __init__(
@@ -241,7 +246,7 @@ class Loop:
         if self._interrupt is not None:
             self._interrupt.defer()
         run.begin()
-        run.record(start.record(), session.servers())
+        run.record(start.record(), session.facts())
         session.note(str(start))
         print(start, file=run.log)
         self.weights = start.weights
@@ -252,7 +257,7 @@ class Loop:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        # A second Ctrl-C is no Exception: it ends at once.
+        # A second Ctrl-C is no Exception, and ends the run at once.
         if isinstance(error, Exception):
             error.add_note(f"in step {self._step}: {self._rescue()}")
 
@@ -265,10 +270,10 @@ class Loop:
                 return
 
     def require_critic(self, report: trainer_pb2.StepReport) -> None:
-        """FailedPreconditionError unless the critic made the step too, from where the run left it.
+        """Raises FailedPreconditionError unless the critic made the step, from the run's weights.
 
-        One that a supervisor restarted begins at its base model, and would train from there. A step
-        that the trainer skipped may have been made by the critic.
+        A restarted critic begins at its base model, and would train from there. The critic may have
+        made a step that the trainer skipped.
         """
         if self._critic is not None and "critic/loss" in report.metrics:
             self._critic = self._session.require_critic(self._critic.version + 1)
@@ -282,10 +287,11 @@ class Loop:
         metrics: Mapping[str, Any] | None = None,
         kl_coefficient: float | None = None,
     ) -> dict[str, Any]:
-        """Publishes what the step made of the weights; records, evaluates and saves.
+        """Publishes the step's weights; records, evaluates and saves.
 
-        `examples` of the data were drawn for it; `metrics` are those that the client computes; the
-        next step begins with `kl_coefficient`. Returns the line of metrics.jsonl.
+        `examples` is the number of examples drawn for the step, `metrics` has the metrics that the
+        client computes, and the next step begins with `kl_coefficient`. Returns the line of
+        metrics.jsonl.
         """
         run, settings = self._run, self._session.settings
         run.write_version(step, report.weights, self._critic)
@@ -309,6 +315,8 @@ class Loop:
             self.weights, self.last_step = report.weights, step
             self.examples_drawn += examples
             self.kl_coefficient = kl_coefficient
+            # Trackers come after all that a checkpoint needs: one that fails costs no step.
+            run.track(line)
         self._on_step(line)
         if report.skipped:
             print(f"step {step} skipped: {report.skip_reason}", file=run.log)
@@ -326,7 +334,7 @@ class Loop:
         return line
 
     def _rescue(self) -> str:
-        """Saves the steps that no checkpoint holds yet; what became of that, in words."""
+        """Saves the steps that no checkpoint holds yet; returns the outcome in words."""
         saved = self._run.state.step if self._run.state else 0
         problem = self._save_if_it_can() if self.last_step > saved else None
         saved = self._run.state.step if self._run.state else 0
@@ -336,7 +344,7 @@ class Loop:
         return f"saved after step {saved}, --resume goes on from there{failed}"
 
     def _save_if_it_can(self) -> str | None:
-        """Saves what the last steps did; why not, if it cannot."""
+        """Saves the last steps; returns the reason if it cannot."""
         trainer = self._session.trainer
         health = trainer.check_health()
         if health.status != "SERVING":
@@ -355,8 +363,8 @@ class Loop:
         """
         session, run = self._session, self._run
         session.require_weights(self.weights)
-        # Saving prunes the older ones before state.json names the new one: with one more to keep,
-        # the one that it still names survives a crash in between. The next save prunes it.
+        # Saving prunes older checkpoints before state.json names the new one. With one more to
+        # keep, the checkpoint that it still names survives a crash; the next save prunes it.
         keep = session.settings.checkpoint.keep
         keep = keep + 1 if keep else 0
         name = checkpoint_name(self.last_step)
@@ -366,7 +374,7 @@ class Loop:
             critic = trainer / "critic"
             with session.critic() as client:
                 client.save_checkpoint(str(run.path / critic), name, keep)
-            # After saving: one that was restarted is never named in state.json.
+            # Checked after saving: state.json never names the checkpoint of a restarted critic.
             session.require_critic(self._critic.version)
         run.write_state(
             SavedState(
@@ -382,7 +390,7 @@ class Loop:
 
 
 def _examples_drawn(session: Session, state: SavedState | None) -> int:
-    """How many examples of the data a run had drawn when it left this state."""
+    """Number of examples of the data that a run had drawn when it saved this state."""
     if state is None:
         return 0
     if state.examples_drawn is not None:

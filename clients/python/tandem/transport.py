@@ -1,8 +1,7 @@
-"""What every client shares: channel options, deadlines, request ids and the retry policy.
+"""Common parts of the clients: channel options, deadlines, request ids and the retry policy.
 
 Everything is written once, as coroutines over a Transport. AsyncConnection runs them under asyncio.
-Those of a Connection never suspend: where the other waits, it blocks; so blocking() makes plain
-functions of them.
+A Connection blocks instead of suspending, so blocking() turns its coroutines into plain functions.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ Response = TypeVar("Response")
 Result = TypeVar("Result")
 Parameters = ParamSpec("Parameters")
 
-# What a server takes in one message; more travels in several.
+# Most bytes of a message to a server; larger requests travel in several messages.
 MAX_SEND_BYTES = 4 << 20
 # A Score of that many one-byte ids under both models is answered with 8 bytes for each.
 MAX_RECEIVE_BYTES = 64 << 20
@@ -38,7 +37,7 @@ CHANNEL_OPTIONS: list[tuple[str, int]] = [
     ("grpc.http2.max_pings_without_data", 0),
     ("grpc.max_receive_message_length", MAX_RECEIVE_BYTES),
     ("grpc.max_send_message_length", MAX_SEND_BYTES),
-    # Retries are ours: they keep the request id.
+    # The client itself retries, and keeps the request id.
     ("grpc.enable_retries", 0),
 ]
 
@@ -48,13 +47,13 @@ NOT_REPEATABLE = frozenset({"ExportModel"})
 
 @dataclass(frozen=True)
 class RetryPolicy:
-    """How often, and after which wait, a call is tried again.
+    """The number of attempts of a call, and the waits between them.
 
-    Tried again is what may pass by itself: UNAVAILABLE, and RESOURCE_EXHAUSTED where the server
-    says how long to wait (it does when waiting helps). That is safe where a second success leaves
-    what the first one left: a train step is known by its request_id, a sample is a function of its
-    seed, and what was published, saved, loaded or paused is so already. ExportModel alone is never
-    repeated, and neither is an open stream.
+    Only errors that may pass by themselves are retried: UNAVAILABLE, and RESOURCE_EXHAUSTED if the
+    server says how long to wait (it does when waiting helps). A retry is safe because a second
+    success leaves the same state as the first: a train step is known by its request_id, a sample is
+    a function of its seed, and weights that are published, saved or loaded stay so. ExportModel and
+    open streams are never retried.
     """
 
     attempts: int = 4
@@ -77,7 +76,7 @@ def _may_pass(error: RpcError) -> bool:
 
 @dataclass(frozen=True)
 class Health:
-    """What a server says of itself: SERVING, NOT_SERVING, SERVICE_UNKNOWN; or it is UNREACHABLE.
+    """The health of a server: SERVING, NOT_SERVING, SERVICE_UNKNOWN or UNREACHABLE.
 
     Attributes:
         reason: why it is unreachable, "" otherwise.
@@ -166,13 +165,13 @@ class AsyncResponseStream(Generic[Response]):
 
 
 class Transport:
-    """A channel to one server, and how calls are made over it.
+    """A channel to one server, and the calls over it.
 
     Attributes:
-        role: what kind of server answers: "rollout", "trainer", "critic"; "" if any may.
-        default_address: where a server of this kind listens unless it is told otherwise.
-        default_timeout_seconds: what a call may take unless it says otherwise.
-        stubs: of the services that the server offers; their methods have different names.
+        role: the kind of the server: "rollout", "trainer", "critic"; "" for any.
+        default_address: the address at which a server of this kind listens by default.
+        default_timeout_seconds: the default timeout of a call.
+        stubs: the stubs of the server's services, whose methods have different names.
     """
 
     role: ClassVar[str] = ""
@@ -198,7 +197,7 @@ class Transport:
         }
 
     async def check_health(self, service: str = "", timeout_seconds: float = 5.0) -> Health:
-        """The server's health, or why it cannot be asked."""
+        """The server's health, or the reason why it is unreachable."""
         return await self._check_health(service, timeout_seconds)
 
     async def health(self, service: str = "", timeout_seconds: float = 5.0) -> str:
@@ -256,7 +255,7 @@ class Transport:
     def _new_call(self, method: str, timeout_seconds: float | None) -> Call:
         return Call(self.address, self.role, method, timeout_seconds or self.timeout_seconds)
 
-    # What the two kinds of channel do differently.
+    # The differences between the two kinds of channel.
 
     def _open_channel(self) -> Any:
         raise NotImplementedError

@@ -1,4 +1,4 @@
-"""Between the messages of the contract and plain Python values."""
+"""Conversions between messages of the contract and plain Python values."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from google.protobuf.descriptor import EnumDescriptor, FieldDescriptor
 from google.protobuf.message import Message
 
 from tandem.errors import ConfigError
-from tandem.types.v1 import sampling_pb2, tensor_pb2, trajectory_pb2
+from tandem.types.v1 import sampling_pb2, tensor_pb2
 
 _DTYPES = {
     tensor_pb2.DATA_TYPE_FLOAT32: np.dtype("<f4"),
@@ -23,13 +23,13 @@ _CODES = {dtype: code for code, dtype in _DTYPES.items()}
 
 
 def to_tensor(values: Any, dtype: Any = "<f4") -> tensor_pb2.Tensor:
-    """A dense tensor message; FLOAT32 unless another dtype is given."""
+    """Returns a dense tensor message; FLOAT32 unless another dtype is given."""
     array = np.ascontiguousarray(values, dtype=dtype)
     return tensor_pb2.Tensor(dtype=_CODES[array.dtype], shape=array.shape, data=array.tobytes())
 
 
 def from_tensor(tensor: tensor_pb2.Tensor) -> np.ndarray:
-    """The tensor's values; bfloat16 is widened to float32."""
+    """Returns the values of a tensor message as an array; bfloat16 is widened to float32."""
     if tensor.dtype == tensor_pb2.DATA_TYPE_BFLOAT16:
         halves = np.frombuffer(tensor.data, "<u2").astype("<u4") << 16
         return halves.view("<f4").reshape(tuple(tensor.shape))
@@ -39,18 +39,18 @@ def from_tensor(tensor: tensor_pb2.Tensor) -> np.ndarray:
 
 
 def short_floats(values: Iterable[Any]) -> list[float]:
-    """float32 values as the shortest decimals that read back to the same float32."""
+    """Returns float32 values as the shortest decimals that read back to the same float32."""
     return [float(str(value)) for value in np.asarray(values, np.float32)]
 
 
 def enum_names(enum: EnumDescriptor) -> dict[str, int]:
-    """The short lower-case names of an enum's values, without the one for "not set"."""
+    """Returns the short lower-case names of an enum's values, without the one for "not set"."""
     prefix = enum.values[0].name.removesuffix("UNSPECIFIED")
     return {value.name.removeprefix(prefix).lower(): value.number for value in enum.values[1:]}
 
 
 def enum_name(message: Message, field: str) -> str:
-    """The short lower-case name of an enum field's value; "" when it is not set."""
+    """Returns the short lower-case name of an enum field's value; "" where it is not set."""
     names = enum_names(message.DESCRIPTOR.fields_by_name[field].enum_type)
     number = getattr(message, field)
     return next((name for name, value in names.items() if value == number), "")
@@ -94,7 +94,10 @@ def _enum_number(enum: EnumDescriptor, name: str, path: str) -> int:
 
 
 def message_record(message: Message) -> dict[str, Any]:
-    """The fields of a message without inner ones, enums by short name; None is "not set"."""
+    """Returns the fields of a message that has no inner messages; None is "not set".
+
+    Enums are given by their short names.
+    """
     record: dict[str, Any] = {}
     for field in message.DESCRIPTOR.fields:
         if field.enum_type is not None:
@@ -106,7 +109,7 @@ def message_record(message: Message) -> dict[str, Any]:
 
 
 def tandem_record(config: sampling_pb2.TandemConfig) -> dict[str, Any]:
-    """The tandem configuration as it stands in a trajectory record."""
+    """Returns the tandem configuration as a trajectory record has it."""
     return {
         "enabled": config.enabled,
         "selection_strategy": enum_name(config, "selection_strategy"),
@@ -114,54 +117,4 @@ def tandem_record(config: sampling_pb2.TandemConfig) -> dict[str, Any]:
         "chunk_size": config.chunk_size,
         "max_gap_tokens": config.max_gap_tokens,
         "boundary_token_ids": list(config.boundary_token_ids),
-    }
-
-
-def trajectory_record(
-    trajectory: trajectory_pb2.Trajectory,
-    *,
-    text: str,
-    reward: float | None = None,
-    overlong_punishment: float = 0.0,
-    group_id: str = "",
-) -> dict[str, Any]:
-    """One line of a trajectory file, with exactly the documented keys."""
-    mask = list(trajectory.authorship_mask)
-    author = short_floats(from_tensor(trajectory.author_logprobs))
-    other: Sequence[float | None] = [None] * len(mask)
-    if trajectory.HasField("other_logprobs"):
-        other = short_floats(from_tensor(trajectory.other_logprobs))
-    senior = [a if m else o for m, a, o in zip(mask, author, other, strict=True)]
-    junior = [o if m else a for m, a, o in zip(mask, author, other, strict=True)]
-    keep_mass = [0.0] * len(mask)
-    if trajectory.HasField("log_keep_mass"):
-        keep_mass = short_floats(from_tensor(trajectory.log_keep_mass))
-    sampling = trajectory.sampling
-    return {
-        "prompt_token_ids": list(trajectory.prompt_token_ids),
-        "response_token_ids": list(trajectory.response_token_ids),
-        "authorship_mask": mask,
-        "senior_logprobs": senior,
-        "junior_logprobs": junior if trajectory.tandem.enabled else None,
-        "log_keep_mass": keep_mass,
-        "finish_reason": enum_name(trajectory, "finish_reason"),
-        "text": text,
-        "reward": reward,
-        "overlong_punishment": overlong_punishment,
-        "group_id": group_id,
-        "sample_index": trajectory.sample_index,
-        "seed": trajectory.seed,
-        "senior_versions": [
-            [run.weights.version, run.count, run.weights.digest]
-            for run in trajectory.senior_versions
-        ],
-        "junior_version": trajectory.junior_version or None,
-        "sampling": {
-            "temperature": sampling.temperature,
-            "top_k": sampling.top_k,
-            "top_p": sampling.top_p,
-            "min_p": sampling.min_p,
-            "max_tokens": sampling.max_tokens,
-        },
-        "tandem": tandem_record(trajectory.tandem),
     }

@@ -18,7 +18,7 @@ from tandem import cli
 
 @dataclass(frozen=True)
 class Printed:
-    """What a command printed."""
+    """The output of a command on both streams."""
 
     stdout: str
     stderr: str

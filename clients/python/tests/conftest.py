@@ -11,7 +11,7 @@ import yaml
 
 @pytest.fixture
 def world():
-    """What the fake servers share."""
+    """The state that the fake servers share."""
     return fakes.FakeWorld()
 
 

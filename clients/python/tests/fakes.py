@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from concurrent import futures
 from contextlib import contextmanager
@@ -49,7 +50,7 @@ def weights(version, digest="d"):
 
 
 class FakeWorld:
-    """What the servers share, and what a test may set."""
+    """The state that the servers share, and that a test may set."""
 
     def __init__(self):
         self.version = 0
@@ -62,12 +63,15 @@ class FakeWorld:
         self.saved = {}
         self.keeps = []  # `keep` of every SaveCheckpoint
         self.served_digest = "d"  # of the rollout servers' weights; the trainer's is "d"
+        self.rollout_weights = weights(0, "")  # of a rollout server's GetServerInfo
         self.batches = []  # request_ids of every batch that Generate admitted
         self.open_streams = 0  # Generate calls that did not end
         self.max_model_len = 128
         self.cut_streams = 0  # Generate calls to break off after one sample
         self.on_open = lambda context: None  # called in a Generate that counts as open
         self.on_batch = lambda: None  # called before a batch of Generate, or a Score, is answered
+        self.on_prompt = lambda prompt: None  # called with every prompt of Generate
+        self.watched = []  # reports that WatchSteps streams before it waits
         self.on_samples = lambda samples: None  # called with those of a TrainStep
         self.metrics_of = lambda header: {}  # more metrics of a TrainStep's report
         self.has_junior = True
@@ -82,12 +86,14 @@ class FakeWorld:
         self.max_samples = 4096
         self.vocabulary_digest = ""
         self.parameters = 1000
+        self.eos_token_ids = []
         self.objective_failure = None  # google.rpc.Status to answer CheckObjective with
 
     def describe(self, model):
-        model.vocab_size = VOCABULARY
+        model.vocab_size = model.num_token_ids = VOCABULARY
         model.vocabulary_digest = self.vocabulary_digest
         model.num_parameters = self.parameters
+        model.eos_token_ids[:] = self.eos_token_ids
 
     def enter(self, method, context):
         metadata = dict(context.invocation_metadata())
@@ -109,6 +115,7 @@ class FakeRollout(rollout_pb2_grpc.RolloutServiceServicer, weights_pb2_grpc.Weig
             self.world.describe(reply.junior)
             reply.junior_version = self.world.junior_version
         reply.server.role = "rollout"
+        reply.server.weights.CopyFrom(self.world.rollout_weights)
         self.world.describe(reply.server.model)
         reply.server.model.path = self.model_path
         reply.server.model.max_model_len = self.world.max_model_len
@@ -133,6 +140,7 @@ class FakeRollout(rollout_pb2_grpc.RolloutServiceServicer, weights_pb2_grpc.Weig
             self.world.on_batch()
             admitted, batch = batch, []
             for prompt in admitted:
+                self.world.on_prompt(prompt)
                 if prompt.sampling.top_k < 0:
                     yield rollout_pb2.GenerateResponse(
                         failed=rollout_pb2.FailedEvent(
@@ -248,12 +256,17 @@ class FakeTrainer(trainer_pb2_grpc.TrainerServiceServicer):
         reply.policy.loss_kind = reply.policy.loss_kind or 1
         return reply
 
+    def WatchSteps(self, request, context):
+        for report in self.world.watched:
+            yield trainer_pb2.WatchStepsResponse(report=report)
+
     def ExportModel(self, request, context):
         self.world.enter("ExportModel", context)
         return trainer_pb2.ExportModelResponse(path=request.path)
 
     def SaveCheckpoint(self, request, context):
         path = f"{request.directory}/{request.name}"
+        write_checkpoint(Path(path))
         self.world.saved[path] = self.world.version
         self.world.unsaved = False
         self.world.keeps.append(request.keep)
@@ -265,6 +278,16 @@ class FakeTrainer(trainer_pb2_grpc.TrainerServiceServicer):
         self.world.steps.clear()  # A checkpoint has its own table; steps are not repeated over it.
         self.world.unsaved = False
         return trainer_pb2.LoadCheckpointResponse(weights=weights(self.world.version))
+
+
+def write_checkpoint(path):
+    """A checkpoint directory as the servers write it, with two files and a manifest."""
+    path.mkdir(parents=True, exist_ok=True)
+    names = ("model.safetensors", "tandem_state.json")
+    for name in names:
+        (path / name).write_text("{}")
+    files = [{"name": name, "bytes": 2, "xxh3_128": ""} for name in names]
+    (path / "manifest.json").write_text(json.dumps({"kind": "trainer", "files": files}))
 
 
 def sample(prompt, index, version):

@@ -2,6 +2,7 @@
 
 import fcntl
 import json
+import os
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -9,10 +10,12 @@ from types import SimpleNamespace
 import fakes
 import pytest
 import typer
+import yaml
 from commands import tandem
 
 from tandem import __version__ as tandem_version
 from tandem import cli, running_clusters
+from tandem.trainer.v1.trainer_pb2 import StepReport
 
 
 def test_every_paragraph_of_a_help_fits_a_terminal_of_80_columns():
@@ -53,7 +56,7 @@ def test_eval_measures_the_modes_that_are_asked_for(world, run_file):
         ),
     ]
     said = tandem("eval", run_file, "--mode", "duo", check=2).stderr
-    assert "eval.modes.0: Input should be 'solo', 'handoff' or 'legibility'" in said
+    assert "eval.modes.0: must be solo, handoff or legibility, not 'duo'" in said
     world.has_junior = False
     error = json.loads(tandem("eval", run_file, *modes, "--json", check=2).stderr)
     assert error["error"] == "ConfigError"
@@ -117,20 +120,68 @@ def test_generate_separates_responses_and_passes_its_options_on(address, run_fil
         "--- w3 (sample 2 of 2) ---",
     ]
     assert len(lines) == 8
-    assert "---" not in tandem("generate", "w1", *common).stdout
+    assert tandem("generate", "w1 w2 w3" * 20, *common).stdout.startswith(
+        f"--- {'w1 w2 w3' * 20} ---\n"
+    )
     options = ["--strategy", "chunk", "--chunk-size", 3, "--top-p", 0.5, "--top-k", 7]
     options += ["--min-p", 0.25, "--stop", "w5", "--stop", "w6", "--json"]
     record = json.loads(tandem("generate", "w1", *common, *options).stdout)
     assert record["tandem"]["chunk_size"] == 3
     sampling = record["sampling"]
     assert [sampling[key] for key in ("top_p", "top_k", "min_p")] == [0.5, 7, 0.25]
+    done = tandem("generate", "w1", *common, "--strategy", "chnk", check=2)
+    assert done.stderr.startswith("tandem: --strategy: 'chnk' is none of bernoulli, chunk,")
+    done = tandem("generate", "w1", *common, "--max-tokens", 200)
+    assert done.stderr == (
+        "warning: --max-tokens 200: the server's max_model_len of 128 leaves 127 tokens after a "
+        "prompt of 1\n"
+    )
     done = tandem("generate", "w1", *common, "--stop", "w5 w6", check=2)
-    assert "--stop 'w5 w6': not one token" in done.stderr
+    assert "--stop: no token" in done.stderr
+    assert "ends with 'w5 w6'" in done.stderr
 
 
 def test_a_tokenizer_that_only_the_server_has_must_be_named(address, tmp_path):
     done = tandem("generate", "w1", "--rollout", address, check=2)
     assert f"--tokenizer: the server's model directory {tmp_path / 'model'}" in done.stderr
+
+
+def test_commands_and_options_are_completed():
+    def completed(line):
+        environment = {"_TANDEM_COMPLETE": "complete_bash", "COMP_WORDS": line}
+        environment["COMP_CWORD"] = str(len(line.split()) - 1)
+        done = subprocess.run(
+            [sys.executable, "-m", "tandem"],
+            env=os.environ | environment,
+            capture_output=True,
+            text=True,
+        )
+        assert done.returncode == 0
+        return done.stdout.split()
+
+    assert completed("tandem tr") == ["train"]
+    assert completed("tandem train --dr") == ["--dry-run"]
+
+
+def test_watch_prints_the_steps_of_a_trainer(address, world):
+    ended = {"loss/total": 0.25, "policy/grad_norm": float("inf")}
+    world.watched = [
+        StepReport(run_id="mine-1", step=7, weights={"version": 7}, metrics=ended),
+        StepReport(run_id="mine-1", step=8, skipped=True, skip_reason="no gradient"),
+    ]
+    shown = tandem("watch", "--trainer", address, "--steps", 2).stdout.splitlines()
+    assert shown[1:] == [
+        "mine-1 step 7: version 7, loss/total 0.25",
+        "mine-1 step 8: version 0, skipped: no gradient",
+    ]
+    shown = tandem("watch", "--trainer", address, "--steps", 1, "--json").stdout
+    assert json.loads(shown) == {
+        "run_id": "mine-1",
+        "step": 7,
+        "version": 7,
+        "skipped": None,
+        "metrics": {"loss/total": 0.25, "policy/grad_norm": None},
+    }
 
 
 def test_version():
@@ -153,7 +204,7 @@ runpy.run_module("tandem", run_name="__main__", alter_sys=True)
     assert (done.returncode, done.stderr) == (130, "")
 
 
-def test_commands_find_the_cluster_that_runs(address, tmp_path, monkeypatch):
+def test_commands_find_the_cluster_that_runs(address, run_file, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     servers = [
         {"role": "rollout", "rank": 0, "address": address},
@@ -166,6 +217,10 @@ def test_commands_find_the_cluster_that_runs(address, tmp_path, monkeypatch):
     )
     model = ["--tokenizer", tmp_path / "model"]
     fakes.write_tokenizer(tmp_path / "model")
+    settings = yaml.safe_load(run_file.read_text())
+    del settings["servers"]
+    unaddressed = tmp_path / "unaddressed.yaml"
+    unaddressed.write_text(yaml.safe_dump(settings))
     notes = []
     with running_clusters.announced(cluster, notes.append):
         tandem("generate", "w1", *model)
@@ -175,17 +230,24 @@ def test_commands_find_the_cluster_that_runs(address, tmp_path, monkeypatch):
             ("rollout", address),
             ("trainer", address),
         ]
+        health = json.loads(tandem("health", "--json").stdout)["servers"]
+        assert [one["address"] for one in health] == [address, address]
+        # A run without `cluster` finds them, too.
+        found = yaml.safe_load(tandem("train", unaddressed, "--dry-run").stdout)["servers"]
+        assert (found["rollout"], found["trainer"]) == ([address], address)
         other = tmp_path / "state" / "tandem" / "clusters" / "1.json"
         other.write_text("{}")
         with other.open() as file:
             fcntl.flock(file, fcntl.LOCK_EX)
             other.write_text(json.dumps({"directory": "/other", "servers": []}))
-            said = tandem("generate", "w1", *model, check=2).stderr
-        assert f"2 clusters run: /other, {tmp_path}" in said
+            for command in (["generate", "w1", *model], ["train", unaddressed]):
+                said = tandem(*command, check=2).stderr
+                assert f"2 clusters run: /other, {tmp_path}" in said
         # The process that it belonged to has ended.
         tandem("generate", "w1", *model)
         assert not other.exists()
     assert (running_clusters.clusters(), notes) == ([], [])
+    assert "no address is given" in tandem("health", check=2).stderr
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "rows.jsonl"))
     (tmp_path / "rows.jsonl").touch()
     with running_clusters.announced(cluster, notes.append):

@@ -158,7 +158,7 @@ def test_letting_go_of_an_open_stream_cancels_the_call_and_ends_its_thread(world
 
 
 def test_a_call_that_ends_as_soon_as_it_is_open_is_seen_to_end(world, address):
-    """What the test above met now and then: the call was over before the fake had asked to know."""
+    """A call may be over before the fake asks to be told of its end."""
     world.on_open = lambda context: wait_until(lambda: not context.is_active())
     with RolloutClient(address) as client:
         stream = client.open_stream()
@@ -189,7 +189,7 @@ def test_leaving_a_stream_in_the_middle_cancels_the_call(world, address):
     ("client_class", "role"), [(RolloutClient, "rollout"), (TrainerClient, "trainer")]
 )
 def test_an_unknown_service_asks_for_the_kind_of_server(world, address, client_class, role):
-    # What a C++ gRPC server answers to a service that it does not have.
+    # A C++ gRPC server answers so to a service that it does not have.
     world.failures = [fakes.error_status(12, "")]
     with client_class(address) as client, pytest.raises(NotImplementedByServerError) as caught:
         client.info()

@@ -1,5 +1,6 @@
 """Local clusters, with a stand-in for the server binaries."""
 
+import errno
 import json
 import os
 import re
@@ -8,6 +9,7 @@ import stat
 import subprocess
 import sys
 import threading
+from pathlib import Path
 
 import pytest
 import yaml
@@ -221,3 +223,29 @@ def test_a_directory_that_cannot_be_made_is_named(build_dir, tmp_path):
         LocalCluster(settings, build_dir=build_dir),
     ):
         pass
+
+
+def test_a_full_disk_is_named_at_once(build_dir, tmp_path, monkeypatch):
+    """The log of a server on a full disk never says that it serves."""
+    settings = ClusterSettings(directory=tmp_path / "logs", trainer={"model": "slow"})
+    real = Path.write_bytes
+
+    def full(path, data):
+        if path.is_relative_to(tmp_path / "logs"):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return real(path, data)
+
+    monkeypatch.setattr(Path, "write_bytes", full)
+    with (
+        pytest.raises(ConfigError, match=f"^directory: {tmp_path / 'logs'}: No space left"),
+        LocalCluster(settings, build_dir=build_dir),
+    ):
+        pass
+
+
+def test_a_rank_that_nobody_calls_is_not_announced(build_dir, tmp_path):
+    said = []
+    settings = ClusterSettings(directory=tmp_path / "logs", trainer={"model": "m", "ranks": 2})
+    with LocalCluster(settings, build_dir=build_dir, on_progress=said.append):
+        pass
+    assert [line.split(" at ")[0] for line in said if " serves at " in line] == ["trainer serves"]

@@ -6,7 +6,7 @@ import pytest
 from commands import tandem
 
 from tandem.errors import ConfigError, RunDirectoryError
-from tandem.view.curves import DEFAULTS, Curve, choose, draw, picture, read_curves
+from tandem.view.curves import DEFAULTS, Curve, choose, draw, picture, read_curves, without_repeats
 
 
 def write_run(path, metrics, evals=()):
@@ -15,6 +15,20 @@ def write_run(path, metrics, evals=()):
     for name, rows in (("metrics.jsonl", metrics), ("evals.jsonl", evals)):
         (path / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
+
+
+def test_mean_rewards_are_drawn_where_they_are_not_the_accuracy():
+    names = ["reward/mean", "eval/solo/accuracy", "eval/solo/reward/mean"]
+    flat = {name: Curve([4], [0.25]) for name in names}
+    assert without_repeats({"a": flat, "b": flat}, names) == names[:2]
+    graded = flat | {"eval/solo/reward/mean": Curve([4], [0.4])}
+    assert without_repeats({"a": flat, "b": graded}, names) == names
+
+
+def test_every_panel_says_what_its_axis_is():
+    curve = Curve([1, 2], [0.1, 0.2])
+    panels = picture({"run": {"a": curve, "b": curve}}, ["a", "b"], smoothing=0.0).axes
+    assert [panel.get_xlabel() for panel in panels] == ["step", "step"]
 
 
 def test_numbers_of_metrics_and_evaluations_are_curves(tmp_path):
@@ -129,7 +143,9 @@ def test_plot_draws_what_runs_wrote(run_file, tmp_path):
     done = json.loads(tandem("plot", run, "--json").stdout)
     assert done["picture"] == str(run / "metrics.png")
     assert (run / "metrics.png").read_bytes().startswith(b"\x89PNG")
-    assert set(done["metrics"]) == {name for name in DEFAULTS if name in read_curves(run)}
+    # Rewards of exact_match are the accuracy.
+    drawn = {name for name in DEFAULTS if name in read_curves(run)} - {"eval/solo/reward/mean"}
+    assert set(done["metrics"]) == drawn
     assert {"loss/total", "eval/solo/accuracy", "time/train_seconds"} <= set(done["metrics"])
     assert "--output" in tandem("plot", run, run, check=2).stderr
     file = tmp_path / "both.svg"

@@ -1,12 +1,15 @@
 """Rows and prompts."""
 
 import json
+import sys
 
 import fakes
+import pyarrow
 import pytest
+from pyarrow import parquet
 
 from tandem.data import load_dataset
-from tandem.errors import ConfigError
+from tandem.errors import ConfigError, ProblemsError
 from tandem.rewards import Reward
 from tandem.settings import DataSettings, RewardSettings
 from tandem.text import TextCodec
@@ -33,12 +36,97 @@ def test_formats_raw_and_chat_prompts(tmp_path, codec):
     assert load_dataset(messages, codec).examples[0].token_ids == [8, 63]
 
 
+def test_a_system_message_also_reaches_conversations(tmp_path, codec):
+    turn, own = {"role": "user", "content": "w8"}, {"role": "system", "content": "w5"}
+    rows = jsonl(tmp_path, {"messages": [turn]}, {"messages": [own, turn]}, {"prompt": "w8"})
+    asked = rows.model_copy(update={"system": "w9", "template": "chat"})
+    examples = load_dataset(asked, codec).examples
+    # A conversation that begins with its own keeps it.
+    assert [one.token_ids for one in examples] == [[9, 8, 63], [5, 8, 63], [9, 8, 63]]
+    assert examples[0].row == {"messages": [turn]}
+    with pytest.raises(ConfigError, match=r"^data\.system: .*:3: data\.template: raw has"):
+        load_dataset(rows.model_copy(update={"system": "w9"}), codec)
+
+
+@pytest.mark.parametrize(("name", "value"), [("format", "w1 {prompt}"), ("extract", "w.")])
+def test_a_setting_that_writes_prompts_is_refused_for_a_conversation(tmp_path, codec, name, value):
+    rows = jsonl(tmp_path, {"messages": [{"role": "user", "content": "w8"}]})
+    with pytest.raises(ConfigError, match=rf"^data\.{name}: .*:1: the row has `messages`"):
+        load_dataset(rows.model_copy(update={name: value}), codec)
+
+
+def test_several_bad_rows_are_named_at_once(tmp_path, codec):
+    file = tmp_path / "bad.jsonl"
+    file.write_text('{"prompt": "w1"}\n{"prompt": 1}\n[]\n{"answer": "w1"}\nno\n')
+    with pytest.raises(ProblemsError) as caught:
+        load_dataset(DataSettings(jsonl=file), codec)
+    places = [problem.message.split(": ")[1] for problem in caught.value.problems]
+    assert places == [f"{file}:{line}" for line in (2, 3, 4, 5)]
+    # Not all of a file that is none.
+    file.write_text("no\n" * 1000)
+    with pytest.raises(ProblemsError) as caught:
+        load_dataset(DataSettings(jsonl=file), codec)
+    assert len(caught.value.problems) == 10
+
+
 def test_a_conversation_that_the_template_cannot_write_is_named(tmp_path, codec):
     (codec.directory / "chat_template.jinja").write_text("{{ messages[0]['role'] + 'x' }}")
     turn = {"role": "user", "content": "w8"}
     rows = jsonl(tmp_path, {"messages": [turn]}, {"messages": [{"content": "w8"}]})
     with pytest.raises(ConfigError, match=rf"^data: {rows.jsonl}:2: tokenizer: chat template"):
         load_dataset(rows, codec)
+
+
+def test_parquet_files_hold_rows_too(tmp_path, codec):
+    folder = tmp_path / "rows"
+    folder.mkdir()
+    for number, words in ((0, ["w2", "w3"]), (1, ["w4"])):
+        rows = [{"question": word, "answer": 5, "tags": ["a"]} for word in words]
+        parquet.write_table(pyarrow.Table.from_pylist(rows), folder / f"part-{number}.parquet")
+    for path, prompts in ((folder, ["w2", "w3", "w4"]), (folder / "part-1.parquet", ["w4"])):
+        settings = DataSettings(parquet=path, columns={"prompt": "question"})
+        examples = load_dataset(settings, codec).examples
+        assert [example.text for example in examples] == prompts
+    assert examples[0].row == {"answer": 5, "tags": ["a"], "prompt": "w4"}
+    assert examples[0].place == f"{folder}/part-1.parquet[0]"
+
+
+def test_a_bad_parquet_file_is_named_with_its_field(tmp_path, codec):
+    def fails(path, message):
+        with pytest.raises(ConfigError) as caught:
+            load_dataset(DataSettings(parquet=path), codec, field="eval.data")
+        assert str(caught.value).startswith(f"eval.data.parquet: {message}")
+
+    fails(tmp_path / "none.parquet", f"{tmp_path}/none.parquet: ")
+    file = tmp_path / "rows.parquet"
+    file.write_bytes(b"PAR1 and nothing else")
+    fails(file, f"{file}: ")
+    parquet.write_table(pyarrow.Table.from_pylist([{"prompt": 3}]), file)
+    fails(file, f"{file}[0]: `prompt` must be a string")
+    (tmp_path / "empty").mkdir()
+    fails(tmp_path / "empty", f"{tmp_path}/empty holds no file *.parquet")
+
+
+def test_a_package_that_is_missing_is_named_with_its_command(tmp_path, codec, monkeypatch):
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    with pytest.raises(ConfigError, match=r"^data\.parquet: .* pyarrow is not") as caught:
+        load_dataset(DataSettings(parquet=tmp_path), codec)
+    assert caught.value.hint == "pip install pyarrow"
+
+
+def test_columns_get_the_names_that_are_asked_for(tmp_path, codec):
+    rows = jsonl(tmp_path, {"question": "w2", "prompt": "w3", "solution": "w4"})
+    names = {"prompt": "question", "answer": "solution"}
+    [example] = load_dataset(rows.model_copy(update={"columns": names}), codec).examples
+    assert example.row == {"prompt": "w2", "answer": "w4"}
+    with pytest.raises(ConfigError, match=r":1: there is no column 'text', which `columns` names"):
+        load_dataset(rows.model_copy(update={"columns": {"prompt": "text"}}), codec)
+
+
+def test_a_row_without_a_prompt_says_how_to_name_its_column(tmp_path, codec):
+    with pytest.raises(ConfigError, match="needs `prompt`") as caught:
+        load_dataset(jsonl(tmp_path, {"question": "w2"}), codec)
+    assert "columns: {prompt: question}" in caught.value.hint
 
 
 def test_reasoning_gym_rows_are_scored_by_their_task(codec):

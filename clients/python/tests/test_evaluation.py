@@ -18,8 +18,14 @@ ALL = "eval.modes=[solo, handoff, legibility]"
 
 @pytest.fixture
 def load(run_file):
-    common = ["eval.samples=3", "eval.temperature=1.0", "reward.answer_pattern=w.$"]
-    return lambda *overrides: settings.load(RunSettings, run_file, [*common, *overrides])
+    common = ["eval.samples=3", "eval.temperature=1.0"]
+
+    def load(*overrides):
+        own = any(one.startswith("reward.function=") for one in overrides)
+        pattern = [] if own else ["reward.answer_pattern=w.$"]
+        return settings.load(RunSettings, run_file, [*common, *pattern, *overrides])
+
+    return load
 
 
 @pytest.fixture
@@ -105,8 +111,9 @@ def test_a_handoff_that_never_happened_is_told(load, max_tokens, told):
     assert any(note.startswith("handoff: no answer has a token") for note in notes) == told
 
 
-def test_what_follows_the_last_round_does_not_count(load, counted, monkeypatch):
+def test_what_follows_the_last_round_does_not_count(load, world, counted, monkeypatch):
     """Every token is a turn: as many of them count as rounds are allowed."""
+    world.max_model_len = 512
     monkeypatch.setattr(TextCodec, "ids_ending_with", lambda codec, text: range(64))
     config = load("eval.modes=[handoff]", "sampling.max_tokens=200", counted)
     result = evaluated(config)["handoff"]
@@ -145,7 +152,7 @@ def recorded(one):
 
 @pytest.mark.parametrize(("temperature", "scored"), [(1.0, False), (0.0, False), (0.5, True)])
 def test_legibility_is_a_mean_over_tokens(world, load, temperature, scored):
-    """Of the senior it is scored where its own log-probs are of another temperature."""
+    """The senior scores its answers where their log-probs are of another temperature."""
     world.logprob = {"senior": lambda token: -token / 64, "junior": lambda token: -token / 16}
     config = load("eval.modes=[legibility]", f"eval.temperature={temperature}")
     result = evaluated(config)["legibility"]
@@ -214,7 +221,7 @@ def test_a_server_without_a_junior_is_named_also_where_nothing_was_announced(wor
     """A run without `eval.every` that evaluates all the same, as the demo does."""
     world.has_junior = False
     with (
-        Session(load("eval.modes=[legibility]")) as session,
+        Session(load("eval.modes=[legibility]", "tandem.enabled=false")) as session,
         pytest.raises(ConfigError, match=r"eval\.modes: legibility: the rollout server at"),
     ):
         evaluate(session)
@@ -240,3 +247,12 @@ def test_pass_at_k_is_shown_where_it_is_more_than_the_accuracy(load):
         for k in ("[1]", "[1, 3]")
     }
     assert shown == {"[1]": ["accuracy"], "[1, 3]": ["accuracy", "pass@1", "pass@3"]}
+
+
+def test_the_mean_of_graded_rewards_is_shown(load, tmp_path):
+    file = tmp_path / "judge.py"
+    file.write_text("def reward(prompt, response, **row):\n    return len(response) / 8\n")
+    summary = evaluated(load(f"reward.function={file}:reward"))["solo"].summary()
+    assert f", mean reward {summary['reward/mean']:.3f}; " in in_words(summary)
+    # Rewards of 0 and 1 have their accuracy alone.
+    assert "mean reward" not in in_words(evaluated(load())["solo"].summary())

@@ -1,4 +1,4 @@
-"""What is drawn for a step, and what of it is trained."""
+"""The groups that are drawn for a step, and those that are trained on."""
 
 from types import SimpleNamespace
 
@@ -6,7 +6,7 @@ import pytest
 
 from tandem.data import Example
 from tandem.groups import draw_groups
-from tandem.metrics import StepClock
+from tandem.metrics import StepClock, step_line
 from tandem.rewards import Judged
 from tandem.schedule import prompt_seed
 from tandem.settings import DataSettings, RunSettings
@@ -15,6 +15,8 @@ from tandem.types.v1.trajectory_pb2 import Trajectory
 
 class Drawing:
     """A session whose row n has responses of `lengths(n)` tokens and the rewards `rewards(n)`."""
+
+    names = ("one",)
 
     def __init__(self, rewards, lengths=lambda n: (1, 2), **sections):
         self.settings = RunSettings(
@@ -26,6 +28,7 @@ class Drawing:
         )
         self.data = SimpleNamespace(batch=self._batch)
         self.codec = SimpleNamespace(decode=len)
+        self.sampling = {"max_tokens": 6}
         self._rewards, self._lengths = rewards, lengths
         self.seeds = []
 
@@ -44,7 +47,8 @@ class Drawing:
 
     def reward(self, examples, responses):
         rewards = [list(self._rewards(example.token_ids[0])) for example in examples]
-        return Judged(rewards, ["why" for group in rewards for one in group if one is None])
+        failures = ["why" for group in rewards for one in group if one is None]
+        return Judged(rewards, dict.fromkeys(self.names, rewards), failures)
 
     def draw(self, first=4):
         return draw_groups(self, 7, first, None, StepClock())
@@ -103,6 +107,17 @@ def test_rewards_that_failed_do_not_differ():
     drawn = drawing(given.get, most=1).draw()
     assert rows(drawn.kept) == [6]
     assert drawn.failures == ["why"] * 3
+
+
+def test_the_mean_of_every_function_is_a_metric_where_there_are_several():
+    session = Drawing(lambda n: (1.0, None))
+    assert "reward/one" not in session.draw().metrics()
+    session.names = ("one", "two")
+    drawn = session.draw()
+    assert drawn.groups[0].scores == {"one": [1.0, None], "two": [1.0, None]}
+    metrics = drawn.metrics()
+    assert (metrics["reward/one"], metrics["reward/two"]) == (1.0, 1.0)
+    assert step_line(metrics)["reward/two"] == 1.0
 
 
 # 10 tokens at most, of which the last 4 are the buffer: a response of 8 loses 0.5.

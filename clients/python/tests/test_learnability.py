@@ -17,7 +17,12 @@ def settings(**sections):
 @pytest.mark.parametrize(
     ("sections", "named"),
     [
-        ({"sampling": {"temperature": 0}}, "sampling.temperature"),
+        ({"sampling": {"temperature": 0}, "tandem": {"enabled": False}}, "sampling.temperature"),
+        (
+            {"sampling": {"temperature": 0}, "tandem": {"selection_strategy": "sentence"}},
+            "sampling.temperature",
+        ),
+        ({"sampling": {"temperature": 0}, "tandem": {"prob_senior": 1}}, "sampling.temperature"),
         ({"batch": {"samples_per_prompt": 1}}, "batch.samples_per_prompt"),
         (
             {
@@ -38,6 +43,14 @@ def test_settings_that_cannot_learn_are_named(sections, named):
     "sections",
     [
         {},
+        # The authors are drawn: the responses to a prompt differ.
+        {"sampling": {"temperature": 0}},
+        {"sampling": {"temperature": 0}, "tandem": {"selection_strategy": "word"}},
+        {
+            "sampling": {"temperature": 0},
+            "tandem": {"enabled": False},
+            "objective": {"advantage_estimator": "gae"},
+        },
         {"batch": {"samples_per_prompt": 1}, "objective": {"advantage_estimator": "gae"}},
         {
             "batch": {"samples_per_prompt": 1},

@@ -7,7 +7,7 @@ from tandem.trainer.v1 import trainer_pb2
 
 
 def versions_asked_for(*reports):
-    """Of the critic, by a loop that begins with its version 3."""
+    """The error about the critic in a loop that begins with its version 3."""
     asked = []
 
     def require_critic(version):

@@ -1,15 +1,12 @@
 """What `tandem model import` refuses."""
 
 import json
-from pathlib import Path
 
 import fakes
 import pytest
 
 from tandem.errors import ConfigError
-from tandem.models import SERVED_FAMILIES, import_model
-
-FAMILIES = Path(__file__).resolve().parents[3] / "common/model/families"
+from tandem.models import import_model
 
 
 @pytest.fixture
@@ -46,10 +43,6 @@ def test_a_family_that_no_server_has_is_refused_before_its_weights_are_read(tmp_
     assert [path.name for path in tmp_path.iterdir()] == ["gpt2"]
 
 
-def test_the_families_are_those_of_the_servers():
-    assert sorted(SERVED_FAMILIES) == sorted(path.stem for path in FAMILIES.glob("*.cc"))
-
-
 def test_a_source_that_is_nothing_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="neither a Hugging Face directory"):
         import_model(str(tmp_path / "nothing"), tmp_path / "model")
@@ -58,7 +51,7 @@ def test_a_source_that_is_nothing_is_refused(tmp_path):
 def test_a_destination_that_is_a_file_is_refused(source, tmp_path):
     file = tmp_path / "model"
     file.write_text("")
-    with pytest.raises(ConfigError, match=f"^{file} exists and is not this import"):
+    with pytest.raises(ConfigError, match=f"^{file} exists$"):
         import_model(str(source), file)
     with pytest.raises(ConfigError, match=r": Not a directory$"):
         import_model(str(source), file / "below")
@@ -68,5 +61,5 @@ def test_a_destination_with_a_damaged_stamp_is_refused(source, tmp_path):
     destination = tmp_path / "model"
     destination.mkdir()
     (destination / "tandem_import.json").write_text("{")
-    with pytest.raises(ConfigError, match="exists and is not this import"):
+    with pytest.raises(ConfigError, match=r" exists$"):
         import_model(str(source), destination)

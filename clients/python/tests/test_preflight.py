@@ -1,13 +1,16 @@
-"""What is found to be wrong before anything is started, generated or written."""
+"""Mistakes that are found before anything is started, generated or written."""
 
 import json
+import shutil
 import stat
 import sys
 
 import fakes
+import numpy as np
 import pytest
 import yaml
 from commands import tandem
+from safetensors.numpy import save_file
 
 from tandem import preflight, settings
 from tandem.errors import ConfigError, ProblemsError, ServerStartError, UnavailableError
@@ -15,7 +18,7 @@ from tandem.session import Session
 from tandem.settings import RunSettings
 from tandem.text import TextCodec
 
-# Says what the real ones say with --check-config.
+# A stand-in for the servers' --check-config.
 CHECKER = """#!{python}
 import json, sys, yaml
 config = yaml.safe_load(open(sys.argv[2]))
@@ -25,13 +28,15 @@ if "--check-config" not in sys.argv:
     print("this one is not started"); sys.exit(1)
 if "typo" in config:
     bad(sys.argv[2] + ": typo: unknown key")
-defaults = {{"max_samples": 64, "max_queue": 16, "junior_model": ""}}
+defaults = {{"max_samples": 64, "max_queue": 16, "junior_model": "", "max_model_len": 128}}
+defaults["tandem"] = {{"enabled": True, "selection_strategy": "bernoulli", "prob_senior": 0.5}}
 print(yaml.safe_dump(defaults | config), end="")
 print("# Memory that this configuration needs:")
 if "--check-objective" in sys.argv:
     objective = json.loads(sys.argv[sys.argv.index("--check-objective") + 1])
     if objective.get("junior_kl_coefficient"):
         bad("policy.junior_kl_kind: needs the junior")
+    objective.pop("reference_logprobs", None)
     print(json.dumps({{"clip_ratio_low": 0.25}} | objective))
 """
 
@@ -53,7 +58,12 @@ def cluster(tmp_path, monkeypatch):
     model = str(tmp_path / "model")
     file = tmp_path / "cluster.yaml"
     file.write_text(
-        yaml.safe_dump({"rollout": {"senior_model": model}, "trainer": {"model": model}})
+        yaml.safe_dump(
+            {
+                "rollout": {"senior_model": model, "junior_model": model},
+                "trainer": {"model": model},
+            }
+        )
     )
     return f"cluster={file}"
 
@@ -159,8 +169,8 @@ def test_the_digest_of_a_vocabulary_is_that_of_the_contract(tmp_path):
     import xxhash
 
     codec = TextCodec(fakes.write_tokenizer(tmp_path))
-    pieces = ["<eos>", *(f"w{i}" for i in range(1, 64))]
-    text = "".join(f"{number} {piece}\n" for number, piece in enumerate(pieces))
+    tokens = ["<eos>", *(f"w{i}" for i in range(1, 64))]
+    text = "".join(f"{number} {token}\n" for number, token in enumerate(tokens))
     assert codec.vocabulary_digest == xxhash.xxh3_128_hexdigest(text.encode())
     assert codec.vocabulary_size == 64
 
@@ -195,7 +205,7 @@ def test_a_step_that_the_servers_cannot_take_is_refused(load, world, purpose, ov
 def test_a_kl_that_the_objective_does_not_have_is_refused(load, overrides, says):
     assert says in problems(load(*overrides))
     with Session(load(*overrides), purpose="sft"):
-        pass  # It has no KL.
+        pass  # Supervised training has no KL.
 
 
 def test_a_reference_that_the_trainer_publishes_to_is_refused(load):
@@ -222,8 +232,9 @@ def test_the_junior_is_a_reference_where_every_rollout_server_has_the_same(load,
     asked = ["reference=junior", "objective.kl_coefficient=0.1"]
     with Session(load(*asked)):
         pass
-    said = problems(load(cluster, *asked))
-    assert said == "reference: junior: cluster.rollout.0 has no junior"
+    alone = "tandem.enabled=false"
+    said = problems(load(cluster, *asked, alone, "cluster.rollout.junior_model=''"))
+    assert said == "reference: junior: cluster.rollout has no junior"
     [address] = load().servers.rollout
     other = fakes.FakeWorld()
     other.junior_version = "another"
@@ -233,7 +244,7 @@ def test_the_junior_is_a_reference_where_every_rollout_server_has_the_same(load,
     assert "reference: junior: the rollout servers have different juniors" in said
     assert f"the rollout server at {second} has another" in said
     world.has_junior = False
-    said = problems(load(*asked))
+    said = problems(load(*asked, alone))
     assert said == f"reference: junior: the rollout server at {address} has no junior"
 
 
@@ -249,7 +260,7 @@ def test_a_cluster_is_checked_before_it_starts(load, cluster):
     assert said == "cluster.trainer: typo: unknown key"
     said = problems(load(cluster, "objective.junior_kl_coefficient=0.1", "cluster.rollout.typo=1"))
     assert "  - objective.junior_kl_kind: needs the junior" in said
-    assert "  - cluster.rollout.0: typo: unknown key" in said
+    assert "  - cluster.rollout: typo: unknown key" in said
     assert "eval.samples: the 17" in problems(load(cluster, "eval.samples=17"))
 
 
@@ -262,7 +273,7 @@ MODES = "eval.modes=[solo, handoff, legibility]"
         ("eval", [MODES], True),
         ("eval", ["eval.modes=[solo]"], False),
         ("train", [MODES, "eval.every=2"], True),
-        # Nothing is evaluated in this run.
+        # This run evaluates nothing.
         ("train", [MODES], False),
         ("sft", [MODES, "eval.every=2"], True),
     ],
@@ -271,21 +282,22 @@ def test_evaluations_that_need_a_junior_are_refused_without_one(
     load, world, cluster, purpose, overrides, needed
 ):
     world.has_junior = False
+    overrides = [*overrides, "tandem.enabled=false"]
+    cluster = [cluster, "cluster.rollout.junior_model=''"]
     missing = "eval.modes: handoff, legibility: {} has no junior"
     if not needed:
         with Session(load(*overrides), purpose=purpose):
             pass
-        with Session(load(cluster, *overrides), purpose=purpose, dry_run=True):
+        with Session(load(*cluster, *overrides), purpose=purpose, dry_run=True):
             pass
         return
     address = load().servers.rollout[0]
     said = problems(load(*overrides), purpose=purpose)
     assert said == missing.format(f"the rollout server at {address}")
-    said = problems(load(cluster, *overrides), purpose=purpose)
-    assert said == missing.format("cluster.rollout.0")
-    with Session(
-        load(cluster, "cluster.rollout.junior_model=j", *overrides), purpose=purpose, dry_run=True
-    ):
+    said = problems(load(*cluster, *overrides), purpose=purpose)
+    assert said == missing.format("cluster.rollout")
+    paired = load(*cluster, "cluster.rollout.junior_model=j", *overrides)
+    with Session(paired, purpose=purpose, dry_run=True):
         pass
 
 
@@ -293,11 +305,10 @@ def test_evaluations_that_need_a_junior_are_refused_without_one(
 def test_a_handoff_needs_a_token_to_hand_over_at(load, cluster, tmp_path, text):
     boundary = f"eval.handoff_boundary={json.dumps(text)}"
     missing = f"eval.handoff_boundary: no token of {tmp_path / 'model'} ends with {text!r}"
-    junior = "cluster.rollout.junior_model=j"
-    for overrides in (boundary,), (cluster, junior, boundary):
+    for overrides in (boundary,), (cluster, boundary):
         said = problems(load("eval.modes=[handoff]", *overrides), purpose="eval")
         assert said.startswith(missing)
-        # Where there is no handoff nobody asks.
+        # Without a handoff the boundary does not matter.
         settings = load("eval.modes=[legibility]", *overrides)
         with Session(settings, purpose="eval", dry_run=True):
             pass
@@ -312,8 +323,9 @@ def test_answers_that_nobody_judges_need_no_reward(load, tmp_path):
 
 def test_a_dry_run_starts_no_server_and_shows_the_objective(load, cluster):
     with Session(load(cluster, "objective.dual_clip=3"), dry_run=True) as session:
-        assert session.objective["clip_ratio_low"] == 0.25
-        assert session.objective["dual_clip"] == 3
+        objective = session.in_force["objective"]
+        assert (objective["clip_ratio_low"], objective["dual_clip"]) == (0.25, 3)
+        assert session.in_force["tandem"]["prob_senior"] == 0.5
     # The stand-ins cannot serve.
     with pytest.raises(ServerStartError, match="this one is not started"), Session(load(cluster)):
         pass
@@ -326,7 +338,7 @@ def test_a_model_of_the_cluster_with_another_tokenizer_is_refused(load, cluster,
     vocabulary["w2"], vocabulary["w3"] = vocabulary["w3"], vocabulary["w2"]
     (other / "tokenizer.json").write_text(json.dumps(tokenizer))
     said = problems(load(cluster, f"cluster.trainer.model={other}"))
-    assert f"is not the tokenizer of cluster.trainer ({other})" in said
+    assert f"is not the tokenizer of cluster.trainer.model ({other})" in said
 
 
 def test_one_problem_stays_what_it_is():
@@ -339,3 +351,156 @@ def test_one_problem_stays_what_it_is():
         raise ProblemsError([ConfigError("two"), ConfigError("three")])
     with pytest.raises(ProblemsError, match=r"^3 problems:"):
         collected.raise_any()
+
+
+def test_a_run_of_one_who_comes_from_grpo_ends_before_it_begins(
+    run_file, load, world, cluster, tmp_path
+):
+    alone = "cluster.rollout.junior_model=''"
+    hint = "tandem.enabled: false trains the senior alone"
+    for arguments in ([], ["--dry-run"]):
+        done = tandem("train", run_file, cluster, alone, *arguments, check=2)
+        assert "tandem: tandem.enabled: cluster.rollout has no junior" in done.stderr
+        assert hint in done.stderr
+        assert not (tmp_path / "run").exists()
+    with Session(load(cluster, alone, "tandem.enabled=false"), dry_run=True):
+        pass
+    # No samples are drawn.
+    with Session(load(cluster, alone), purpose="sft", dry_run=True):
+        pass
+    world.has_junior = False
+    done = tandem("train", run_file, check=2)
+    assert "tandem.enabled: the rollout server at" in done.stderr
+    assert hint in done.stderr
+    assert not (tmp_path / "run").exists()
+    assert "Generate" not in {method for method, _ in world.calls}
+
+
+def test_a_prompt_that_the_servers_of_a_cluster_cannot_hold_is_known_before_they_start(
+    load, cluster, tmp_path
+):
+    row = {"prompt": " ".join(["w1"] * 50), "answer": "w1"}
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
+    with Session(load(cluster), dry_run=True):
+        pass
+    for length in ("cluster.trainer.max_model_len=50", "cluster.rollout.max_model_len=50"):
+        said = problems(load(cluster, length))
+        assert f"data: {tmp_path / 'rows.jsonl'}:1: the prompt has 50 tokens, the servers'" in said
+    (tmp_path / "model" / "config.json").write_text('{"max_position_embeddings": 40}')
+    assert "the servers' max_model_len allows 39" in problems(load(cluster))
+
+
+def test_responses_that_have_no_room_are_refused_or_told_of(load, world, cluster):
+    said = problems(load("sampling.max_tokens=127"))
+    assert said.startswith(
+        "sampling.max_tokens: 127, but the servers' max_model_len of 128 leaves a response to the "
+        "shortest prompt of data 126 tokens"
+    )
+    assert "shortest prompt of data 126 tokens" in problems(
+        load(cluster, "sampling.max_tokens=127")
+    )
+    said = problems(load("eval.max_tokens=127", "eval.every=1"))
+    assert said.startswith("eval.max_tokens: 127")
+    with Session(load("sampling.max_tokens=126")):
+        pass
+
+
+def test_responses_that_have_less_room_for_some_prompts_are_told_of(load, tmp_path):
+    rows = [{"prompt": "w1 " * count, "answer": "w1"} for count in (1, 2, 10)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    notes = []
+    with Session(load("sampling.max_tokens=120"), notes.append):
+        pass
+    assert notes == [
+        "warning: 1 of 3 prompts of data leave a response less than sampling.max_tokens (120) "
+        "within the servers' max_model_len (128)"
+    ]
+
+
+def test_a_junior_with_another_tokenizer_is_refused(load, cluster, tmp_path):
+    other = fakes.write_tokenizer(tmp_path / "other")
+    tokenizer = json.loads((other / "tokenizer.json").read_text())
+    tokenizer["model"]["vocab"]["w64"] = 64
+    (other / "tokenizer.json").write_text(json.dumps(tokenizer))
+    for field in ("rollout.junior_model", "trainer.reference_model", "trainer.junior_model"):
+        said = problems(load(cluster, f"cluster.{field}={other}"))
+        assert f"is not the tokenizer of cluster.{field} ({other})" in said
+    # The same tokenizer, and rows in the embedding that no token uses.
+    shutil.copy(tmp_path / "model" / "tokenizer.json", other)
+    (other / "config.json").write_text('{"vocab_size": 128}')
+    with Session(load(cluster, f"cluster.rollout.junior_model={other}"), dry_run=True):
+        pass
+
+
+def test_trainer_and_rollout_servers_of_two_models_are_refused(load, cluster, tmp_path):
+    model, other = tmp_path / "model", fakes.write_tokenizer(tmp_path / "other")
+    for directory, value in ((model, 1.0), (other, 2.0)):
+        save_file({"norm": np.full(3, value, np.float32)}, directory / "model.safetensors")
+    said = problems(load(cluster, f"cluster.trainer.model={other}"))
+    assert said == (
+        f"cluster.rollout.senior_model ({model}) and cluster.trainer.model ({other}) name "
+        "different models: norm differs"
+    )
+    shutil.copy(model / "model.safetensors", other)
+    with Session(load(cluster, f"cluster.trainer.model={other}"), dry_run=True):
+        pass
+
+
+def test_running_servers_of_two_models_are_refused(load, world):
+    world.rollout_weights = fakes.weights(0, "other")
+    said = problems(load())
+    assert "hold different models" in said
+    with Session(load("start_from=served")):
+        pass
+    # Trained weights do not tell which model they began with.
+    world.rollout_weights = fakes.weights(3, "other")
+    with Session(load()):
+        pass
+
+
+def test_a_run_starts_the_servers_that_it_uses(load, cluster):
+    notes = []
+    run = load(cluster, "cluster.critic={model: m}")
+    with Session(run, notes.append, purpose="sft", dry_run=True) as session:
+        started = session.in_force["cluster"]
+    assert "critic" not in started
+    assert started["rollout"] == []
+    assert "cluster.critic is not started: it is for objective.advantage_estimator: gae" in notes
+    assert "cluster.rollout is not started: `tandem sft` uses it for eval.every alone" in notes
+    assert any(note.startswith("servers.rollout is not used") for note in notes)
+
+
+def test_settings_of_the_tandem_that_do_nothing_are_told_of(load, cluster):
+    for where in ([], [cluster]):
+        notes = []
+        run = load(*where, "tandem.selection_strategy=sentence", "tandem.prob_senior=0.3")
+        with Session(run, notes.append, dry_run=True):
+            pass
+        warning = "warning: tandem.prob_senior has no effect with selection_strategy: sentence"
+        assert notes.count(warning) == 1
+
+
+def test_an_answer_pattern_that_does_nothing_is_told_of(load, tmp_path):
+    (tmp_path / "judge.py").write_text("def reward(prompt, response, **row):\n    return 1\n")
+    notes = []
+    function = f"reward.function={tmp_path / 'judge.py'}:reward"
+    with Session(load(function, "reward.answer_pattern=w."), notes.append, dry_run=True):
+        pass
+    with Session(load("reward.answer_pattern=w."), notes.append, dry_run=True):
+        pass
+    [note] = notes
+    assert note.startswith(
+        f"warning: reward.answer_pattern has no effect with {tmp_path}/judge.py:"
+    )
+
+
+def test_a_dry_run_shows_what_the_servers_decide(run_file, cluster, tmp_path):
+    shown = yaml.safe_load(tandem("train", run_file, "--dry-run", cluster).stdout)
+    assert shown["tandem"]["selection_strategy"] == "bernoulli"
+    assert shown["tandem"]["prob_senior"] == 0.5
+    assert shown["sampling"]["temperature"] == 1.0
+    assert shown["cluster"]["trainer"] == {"model": str(tmp_path / "model")}
+    assert shown["servers"] == {"timeout_seconds": 3600.0}
+    shown = yaml.safe_load(tandem("train", run_file, "--dry-run").stdout)
+    assert "cluster" not in shown
+    assert shown["servers"]["trainer"].startswith("127.0.0.1:")

@@ -100,7 +100,7 @@ STEP = {
 }
 
 
-# What matters most is there at every width, the rest where there is room.
+# The most important columns show at every width, the others where there is room.
 HEADERS = {
     60: "step reward loss grad senior generate left",
     80: "step reward loss grad senior generate train publish left",
@@ -205,10 +205,10 @@ def test_responses_are_printed_as_they_grow_and_in_their_order(codec):
     assert screen.lines == ["--- one ---", "w2[w3w4w5]", "--- two ---", "w8w9"]
 
 
-def test_a_single_response_has_no_head(codec):
+def test_a_single_response_has_a_head_too(codec):
     screen = Screen(80)
     ResponsePrinter(screen.console, codec, {("p", 0): "one"}).on_event(finished(0, [2], [1]))
-    assert screen.lines == ["w2"]
+    assert screen.lines == ["--- one ---", "w2"]
 
 
 def test_authors_differ_in_brackets_as_well_as_in_colour():

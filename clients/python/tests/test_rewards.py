@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import math
 import os
+import re
 import sys
 import threading
 from pathlib import Path
@@ -16,8 +17,14 @@ from tandem import reward_calls
 from tandem.data import Example
 from tandem.errors import ConfigError
 from tandem.rewards import Reward, answer_extractor, overlong_punishment
-from tandem.settings import OverlongBufferSettings, RewardSettings
+from tandem.settings import (
+    MAX_REWARD,
+    OverlongBufferSettings,
+    RewardFunctionSettings,
+    RewardSettings,
+)
 
+REPOSITORY = Path(__file__).resolve().parents[3]
 EXAMPLE = Example({"prompt": "w1", "answer": " w2", "bonus": 0.25}, "w1", [1], "rows.jsonl:7")
 
 
@@ -77,8 +84,11 @@ def test_a_function_that_fits_passes_the_check_uncalled(tmp_path):
 
 def test_a_row_without_what_a_builtin_needs_is_known_before_it_is_judged():
     rows = [EXAMPLE, Example({"prompt": "w1"}, "w1", [1], "rows.jsonl:8")]
-    with pytest.raises(ConfigError, match=r"needs an `answer` in every row: rows\.jsonl:8"):
-        Reward(RewardSettings(function="exact_match")).check(rows)
+    needs = r"needs an `answer`, text or a number, in every row: rows\.jsonl:8"
+    for row in ({}, {"answer": None}, {"answer": ["w2"]}):
+        rows[1] = Example({"prompt": "w1"} | row, "w1", [1], "rows.jsonl:8")
+        with pytest.raises(ConfigError, match=needs):
+            Reward(RewardSettings(function="exact_match")).check(rows)
     with pytest.raises(ConfigError, match=r"needs data\.reasoning_gym"):
         Reward(RewardSettings(function="reasoning_gym")).check(rows)
 
@@ -98,8 +108,16 @@ def test_the_last_match_is_the_answer(pattern, text, answer):
 
 def test_exact_match_compares_with_the_rows_answer(judge):
     assert judge(RewardSettings(), "w2 ", "w3") == [1.0, 0.0]
-    with pytest.raises(ConfigError, match=r"needs an `answer` in every row: rows\.jsonl:8"):
+    with pytest.raises(ConfigError, match=r"needs an `answer`, .*: rows\.jsonl:8"):
         judge(RewardSettings(), "w2", example=Example({"prompt": "w1"}, "w1", [1], "rows.jsonl:8"))
+
+
+@pytest.mark.parametrize(("answer", "text"), [(5, "5"), (-3, "-3"), (2.5, "2.5"), (" 7 ", "7")])
+def test_exact_match_compares_numbers_as_text(judge, answer, text):
+    example = Example({"prompt": "w1", "answer": answer}, "w1", [1], "rows.jsonl:8")
+    assert judge(RewardSettings(), f" {text}\n", f"{text}.0", example=example) == [1.0, 0.0]
+    reward = RewardSettings(answer_pattern=r"-?[\d.]*\d")
+    assert judge(reward, f"The answer is {text}.", example=example) == [1.0]
 
 
 def test_rewards_are_python_functions_from_a_file(tmp_path, judge):
@@ -185,6 +203,77 @@ def test_a_failure_names_row_prompt_response_and_traceback(tmp_path, judge, kind
     assert str(Path(reward_calls.__file__).parent) not in str(caught.value)
     assert lines[-1] == "1 other calls failed too"
     assert "on_error" in caught.value.hint
+
+
+@pytest.mark.parametrize("number", ["1e300", "-2e9", "10**400"])
+def test_a_reward_that_no_trainer_takes_names_its_row_and_can_be_skipped(tmp_path, judge, number):
+    text = f"def reward(prompt, response, **row):\n    return {number} if response == 'x' else 1\n"
+    with pytest.raises(ConfigError, match=r"judge\.py:reward: .*\n  row: rows\.jsonl:7") as caught:
+        judge(written(tmp_path, text), "x", "y")
+    assert "on_error" in caught.value.hint
+    assert judge(written(tmp_path, text, on_error="skip"), "x", "y") == [None, 1.0]
+
+
+def test_the_bound_of_a_reward_is_the_trainers():
+    code = (REPOSITORY / "services/trainer/engine/batch_check.cc").read_text()
+    [bound] = re.findall(r"kMaxReward = (\S+);", code)
+    assert float(bound) == MAX_REWARD
+
+
+@pytest.mark.parametrize("fault", ["undefined_name", "import no_such", "prompt.no_such", "1 + ''"])
+def test_a_mistake_in_a_function_is_to_be_corrected_not_skipped(tmp_path, judge, fault):
+    text = f"def reward(prompt, response, **row):\n    {fault}\n    return 1\n"
+    with pytest.raises(ConfigError) as caught:
+        judge(written(tmp_path, text), "x")
+    assert "on_error" not in caught.value.hint
+
+
+def weighted(tmp_path, text, **settings):
+    (tmp_path / "judge.py").write_text(text)
+    return RewardFunctionSettings(python_path=tmp_path, **settings)
+
+
+SEVERAL = (
+    "def length(prompt, response, **row):\n    return len(response)\n"
+    "def digit(prompt, response, **row):\n    return float(response)\n"
+)
+
+
+def test_several_functions_give_their_weighted_sum(tmp_path):
+    reward = Reward(
+        weighted(tmp_path, SEVERAL, function="judge.py:length", weight=0.5),
+        weighted(tmp_path, SEVERAL, function="judge.py:digit", weight=-2, on_error="skip"),
+        weighted(tmp_path, SEVERAL, function="exact_match", name="right"),
+    )
+    judged = reward([EXAMPLE, EXAMPLE], [["3", "w2"], ["10"]])
+    assert judged.scores == {
+        "length": [[1.0, 2.0], [2.0]],
+        "digit": [[3.0, None], [10.0]],
+        "right": [[0.0, 1.0], [0.0]],
+    }
+    assert judged.rewards == [[-5.5, None], [-19.0]]
+    assert judged.failures[0].startswith("rewards.1.function: judge.py:digit: ValueError")
+    assert len(judged.failures) == 1
+    assert reward.files == [tmp_path / "judge.py"] * 2
+
+
+def test_a_sum_that_no_trainer_takes_is_refused(tmp_path):
+    reward = Reward(weighted(tmp_path, SEVERAL, function="judge.py:digit", weight=1e9))
+    with pytest.raises(ConfigError, match=r"^rewards: the weighted sum 1e\+10 is out of range"):
+        reward([EXAMPLE], [["10"]])
+
+
+def test_a_list_of_one_is_named_as_a_list(tmp_path):
+    with pytest.raises(ConfigError, match=r"^rewards\.0\.function: "):
+        Reward(weighted(tmp_path, SEVERAL, function="judge.py:nope"))
+
+
+def test_one_of_several_that_cannot_be_loaded_is_named_by_its_place(tmp_path):
+    with pytest.raises(ConfigError, match=r"^rewards\.1\.function: .* has no function 'nope'"):
+        Reward(
+            weighted(tmp_path, SEVERAL, function="judge.py:length"),
+            weighted(tmp_path, SEVERAL, function="judge.py:nope"),
+        )
 
 
 def test_a_skipped_failure_leaves_a_hole_and_its_story(tmp_path):
@@ -286,7 +375,7 @@ def test_processes_compute_and_load_the_function_themselves(tmp_path, judge):
 
 def test_a_process_that_dies_is_an_error(tmp_path, judge):
     text = "import os\ndef reward(prompt, response, **row):\n    os._exit(1)\n"
-    with pytest.raises(ConfigError, match="a process of it died"):
+    with pytest.raises(ConfigError, match="one of its processes died"):
         judge(written(tmp_path, text, executor="process", workers=1, on_error="skip"), "x")
 
 
@@ -325,6 +414,28 @@ def test_a_batch_of_another_length_is_refused(tmp_path, judge):
     text = "def reward(prompts, responses, rows):\n    return [1.0]\n"
     with pytest.raises(ConfigError, match="1 rewards for 2 responses"):
         judge(written(tmp_path, text, batch=True), "a", "b")
+
+
+@pytest.mark.parametrize(
+    ("returned", "says"),
+    [
+        ("dict.fromkeys(responses, 1.0)", "must be a list of numbers, not dict"),
+        ("{1.0, 2.0}", "must be a list of numbers, not set"),
+        ("'12'", "must be a list of numbers, not str"),
+        ("None", "must be a list of numbers, not NoneType"),
+        ("['1', '2']", "'1' is not a finite number"),
+    ],
+)
+@pytest.mark.parametrize("kind", ["def", "async def"])
+def test_a_batch_that_is_no_list_of_numbers_is_refused(tmp_path, judge, kind, returned, says):
+    text = f"{kind} reward(prompts, responses, rows):\n    return {returned}\n"
+    with pytest.raises(ConfigError, match=says):
+        judge(written(tmp_path, text, batch=True), "a", "b")
+
+
+def test_a_batch_may_be_an_array(tmp_path, judge):
+    text = "import numpy\ndef reward(prompts, responses, rows):\n    return numpy.arange(2.0)\n"
+    assert judge(written(tmp_path, text, batch=True), "a", "b") == [0.0, 1.0]
 
 
 def test_an_async_function_runs_in_no_process(tmp_path):
@@ -378,7 +489,7 @@ def test_modules_are_looked_up_in_the_folder_of_the_run_file(tmp_path, judge):
     assert str(tmp_path) in caught.value.hint
 
 
-DEMO = Path(__file__).resolve().parents[3] / "examples/demo/run.yaml"
+DEMO = REPOSITORY / "examples/demo/run.yaml"
 
 
 @pytest.mark.parametrize(

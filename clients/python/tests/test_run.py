@@ -8,6 +8,7 @@ import threading
 
 import fakes
 import pytest
+import yaml
 from commands import contents, lines, tandem
 
 from tandem import settings
@@ -134,7 +135,7 @@ def test_the_checkpoint_of_state_json_survives_the_pruning_of_the_next_save(worl
 def test_a_row_without_the_field_to_learn_is_named(run_file):
     done = tandem("sft", run_file, "sft.response='{reply}'", check=2)
     assert "sft.response: '{reply}'" in done.stderr
-    assert "the fields prompt, answer" in done.stderr
+    assert "the columns prompt, answer" in done.stderr
 
 
 def test_a_text_to_learn_that_no_server_holds_is_named_before_anything_is_written(
@@ -193,7 +194,9 @@ def test_a_run_that_fails_saves_the_steps_before_and_says_what_to_do(world, run_
     assert "in step 3: saved after step 2, --resume goes on from there" in done.stderr
     assert json.loads((tmp_path / "run" / "state.json").read_text())["step"] == 2
     judge.write_text(JUDGE.format(calls=100))
-    tandem("train", run_file, f"reward.function={judge}:reward", "--resume")
+    resume = ("train", run_file, f"reward.function={judge}:reward", "--resume")
+    assert "--change inputs.reward allows it" in tandem(*resume, check=2).stderr
+    tandem(*resume, "--change", "inputs.reward")
     assert [header.step for header in world.headers] == [1, 2, 3, 4]
 
 
@@ -318,6 +321,45 @@ def test_rewards_that_fail_end_the_run_or_are_left_out(world, run_file, tmp_path
     assert log.count("ZeroDivisionError: ") >= sum(failed)
 
 
+def test_several_rewards_are_added_up_and_each_is_recorded(run_file, tmp_path):
+    (tmp_path / "judge.py").write_text(
+        "def length(prompt, response, **row):\n    return len(response)\n"
+        "def words(prompt, response, **row):\n    return response.count('w')\n"
+    )
+    config = yaml.safe_load(run_file.read_text())
+    config["rewards"] = [
+        {"function": "judge.py:length", "weight": 0.5},
+        {"function": "judge.py:words", "name": "many_words", "weight": -1.0},
+    ]
+    run_file.write_text(yaml.safe_dump(config))
+    tandem("train", run_file, "steps=1")
+    [line] = lines(tmp_path / "run" / "metrics.jsonl")
+    records = lines(tmp_path / "run" / "trajectories" / "step_1.jsonl")
+    rows = {row["prompt"]: row["answer"] for row in lines(tmp_path / "rows.jsonl")}
+    for record in records:
+        text, scores = record["text"], record["scores"]
+        assert scores == {"length": len(text), "many_words": text.count("w")}
+        assert record["reward"] == 0.5 * scores["length"] - scores["many_words"]
+        assert record["row"]["answer"] in rows.values()
+        assert record["place"].startswith("rows.jsonl:")
+    for name in ("length", "many_words"):
+        mean = sum(record["scores"][name] for record in records) / len(records)
+        assert line[f"reward/{name}"] == pytest.approx(mean)
+    # The recorded configuration can be read again.
+    assert tandem("view", tmp_path / "run", "--count", "1").stdout
+
+
+def test_stop_texts_are_tokens_in_steps_and_evaluations(run_file, world):
+    asked = []
+    world.on_prompt = asked.append
+    tandem("train", run_file, "steps=1", "eval.every=1", "sampling.stop=[w5, '<eos>']")
+    assert {tuple(prompt.sampling.stop_token_ids) for prompt in asked} == {(0, 5)}
+    assert sorted({prompt.sampling.temperature for prompt in asked}) == [0.0, 1.0]
+    assert len(asked) == 3 + 20
+    done = tandem("train", run_file, "sampling.stop=[w5 w6]", "--dry-run", check=2)
+    assert "sampling.stop: no token" in done.stderr
+
+
 def test_a_step_whose_rewards_all_fail_ends_the_run(run_file, tmp_path):
     (tmp_path / "judge.py").write_text("def reward(prompt, response, **row):\n    return None\n")
     function = f"reward.function={tmp_path}/judge.py:reward"
@@ -326,7 +368,7 @@ def test_a_step_whose_rewards_all_fail_ends_the_run(run_file, tmp_path):
 
 
 def test_runs_that_cannot_learn_are_told(run_file):
-    settings = ["sampling.temperature=0", "batch.samples_per_prompt=1"]
+    settings = ["sampling.temperature=0", "tandem.enabled=false", "batch.samples_per_prompt=1"]
     for dry_run in (["--dry-run"], []):
         shown = tandem("train", run_file, *settings, *dry_run).stdout
         assert "warning: this run cannot learn: sampling.temperature: 0" in shown
@@ -387,7 +429,7 @@ def test_a_prompt_that_no_server_holds_is_named_before_anything_is_written(
     assert not (tmp_path / "run").exists()
 
 
-# Of the 20 rows every other one has rewards that differ.
+# Every other one of the 20 rows has rewards that differ.
 HALF = """
 def reward(prompt, response, answer):
     return float(int(answer[1:]) % 2 and len(response) % 2)

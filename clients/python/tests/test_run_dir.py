@@ -1,4 +1,4 @@
-"""What a run directory refuses, keeps and forgets."""
+"""Run directories: refusals, and the files that they keep and forget."""
 
 import errno
 import json
@@ -7,7 +7,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+import fakes
 import pytest
+import yaml
 from commands import contents, lines, tandem
 
 from tandem import run_dir, run_files, settings
@@ -15,6 +17,7 @@ from tandem.checkpoints import SavedState
 from tandem.errors import RunDirectoryError
 from tandem.run_dir import RunDirectory
 from tandem.settings import RunSettings
+from tandem.types.v1 import server_pb2
 
 
 def test_a_run_directory_can_be_moved(world, run_file, tmp_path):
@@ -57,10 +60,10 @@ def test_a_start_that_was_cut_off_is_no_foreign_directory(run_file, monkeypatch,
     [
         ("state.json", '{"step": 1, "stepz": 2}', "state.json: .*"),
         ("state.json", "[]", "state.json: not a JSON object"),
-        ("run.json", '{"kind": "train"}', "run.json: run_id: not a string"),
+        ("run.json", '{"kind": "tr', "run.json: not JSON"),
         ("config.yaml", None, "config.yaml: No such file"),
         ("config.yaml", "a: [", "config.yaml: not YAML"),
-        ("config.yaml", "run_dir: 2024-13-45", "config.yaml: not YAML"),
+        ("config.yaml", "run_dir: !!float x", "config.yaml: not YAML"),
         ("config.yaml", "7", "config.yaml: the file must be a mapping"),
         ("metrics.jsonl", '{"step": 1}\n{"st\n', "metrics.jsonl:2: not JSON"),
         ("metrics.jsonl", "{}\n", "metrics.jsonl:1: step: not an integer"),
@@ -88,8 +91,8 @@ def test_a_disk_that_takes_no_events_is_named(run_file, monkeypatch):
 
     with RunDirectory.open(settings.load(RunSettings, run_file), "train") as run:
         run.begin()
-        monkeypatch.setattr(run._events, "add", add)
-        for write in (run.write_metrics, run.write_eval):
+        monkeypatch.setattr(run._trackers, "add", add)
+        for write in (run.track, run.write_eval):
             with pytest.raises(RunDirectoryError, match="No space left"):
                 write({"step": 1, "mode": "solo"})
 
@@ -107,15 +110,116 @@ def test_clean_leaves_logs_and_what_no_run_wrote(run_file, tmp_path):
 def test_a_resumed_run_forgets_checkpoints_that_state_json_does_not_name(run_file, tmp_path):
     tandem("train", run_file, "steps=2")
     folder = tmp_path / "run" / "checkpoints"
-    # A crash between the save and state.json; the fake servers write no files.
-    for name in ("step_000002", "step_000009", "critic/step_000009", "mine"):
-        (folder / name).mkdir(parents=True)
+    # A crash between the save and state.json.
+    for name in ("step_000009", "critic/step_000009", "mine", "step_best"):
+        fakes.write_checkpoint(folder / name)
     tandem("train", run_file, "steps=3", "--resume")
-    assert {str(path.relative_to(folder)) for path in folder.rglob("*")} == {
+    assert {str(path.relative_to(folder)) for path in folder.rglob("step_*")} == {
         "step_000002",
-        "critic",
-        "mine",
+        "step_000003",
+        "step_best",
     }
+    assert (folder / "mine" / "model.safetensors").exists()
+
+
+def test_clean_removes_no_file_that_others_put_into_the_folders_of_a_run(run_file, tmp_path):
+    tandem("train", run_file, "steps=2")
+    run = tmp_path / "run"
+    fakes.write_checkpoint(run / "checkpoints" / "best")
+    mine = {
+        "checkpoints/mine/thesis.txt",
+        "checkpoints/step_000002/thesis.txt",
+        "checkpoints/step_000007/no_manifest.txt",
+        "checkpoints/best/model.safetensors",
+        "trajectories/mine.jsonl",
+        "trajectories/step_2.txt",
+        "tensorboard/events.out.tfevents.1700000000.host.1.0",
+    }
+    for name in mine:
+        (run / name).parent.mkdir(exist_ok=True)
+        (run / name).write_text("mine")
+    tandem("train", run_file, "--clean", "steps=1")
+    assert {name for name in mine if (run / name).read_text() == "mine"} == mine
+    assert not (run / "checkpoints" / "step_000002" / "manifest.json").exists()
+    assert not (run / "trajectories" / "step_2.jsonl").exists()
+
+
+@pytest.mark.parametrize("identity", ["{}", '{"run_id": "r"}', '{"run_id": 1, "kind": "train"}'])
+@pytest.mark.parametrize("option", ["--clean", "--resume"])
+def test_the_run_json_of_another_tool_makes_no_run_directory(run_file, tmp_path, identity, option):
+    foreign = tmp_path / "foreign"
+    (foreign / "checkpoints").mkdir(parents=True)
+    (foreign / "run.json").write_text(identity)
+    (foreign / "checkpoints" / "theirs").write_text("x")
+    before = contents(foreign)
+    done = tandem("train", run_file, f"run_dir={foreign}", option, check=2)
+    assert str(foreign) in done.stderr
+    assert contents(foreign) == before
+
+
+def without_line(file, number):
+    kept = file.read_text().splitlines(keepends=True)
+    file.write_text("".join(kept[:number] + kept[number + 1 :]))
+
+
+@pytest.mark.parametrize(
+    ("damage", "key", "says"),
+    [
+        (
+            lambda run: without_line(run / "metrics.jsonl", 1),
+            "metrics",
+            "metrics.jsonl lacks step 2",
+        ),
+        (
+            lambda run: (run / "metrics.jsonl").unlink(),
+            "metrics",
+            "metrics.jsonl lacks steps 1, 2, 3",
+        ),
+        (lambda run: without_line(run / "versions.jsonl", 2), "versions", "lacks step 3"),
+        (
+            lambda run: without_line(run / "trajectories" / "step_2.jsonl", 0),
+            "trajectories",
+            "trajectories of step 2 were cut or removed",
+        ),
+        (
+            lambda run: (run / "trajectories" / "step_3.jsonl").unlink(),
+            "trajectories",
+            "trajectories of step 3 were cut or removed",
+        ),
+    ],
+)
+def test_a_resumed_run_misses_no_line_of_its_records(run_file, tmp_path, damage, key, says):
+    tandem("train", run_file, "steps=3")
+    damage(tmp_path / "run")
+    before = contents(tmp_path / "run")
+    done = tandem("train", run_file, "--resume", check=2)
+    assert says in done.stderr
+    assert f"--change records.{key}" in done.stderr
+    assert contents(tmp_path / "run") == before
+    tandem("train", run_file, "--resume", "--change", f"records.{key}")
+
+
+@pytest.mark.parametrize("kind", ["rows", "reward", "eos"])
+def test_a_resumed_run_meets_the_rows_the_reward_and_the_model_that_it_knows(
+    world, run_file, tmp_path, kind
+):
+    judge = tmp_path / "judge.py"
+    judge.write_text("def reward(prompt, response, **row):\n    return len(response) % 2\n")
+    run = ("train", run_file, f"reward.function={judge}:reward")
+    tandem(*run, "steps=2")
+    if kind == "rows":
+        rows = tmp_path / "rows.jsonl"
+        rows.write_text(rows.read_text().replace('"answer": "w2"', '"answer": "w9"'))
+        key = "inputs.data"
+    elif kind == "reward":
+        judge.write_text(judge.read_text() + "# changed\n")
+        key = "inputs.reward"
+    else:
+        world.eos_token_ids = [3]
+        key = "servers.models.senior.eos_token_ids"
+    assert key in tandem(*run, "--resume", check=2).stderr
+    changes = [key] if kind != "eos" else ["servers.models"]
+    tandem(*run, "--resume", *(f"--change={one}" for one in changes))
 
 
 def test_a_run_directory_that_cannot_be_made_is_named(run_file, tmp_path):
@@ -136,10 +240,48 @@ def test_a_resumed_run_keeps_its_configuration(run_file):
     tandem("train", run_file, "--resume", "seed=3", "steps=2", "--change", "seed")
 
 
+def test_settings_are_compared_as_values(run_file, tmp_path):
+    learning_rate = "cluster.trainer.optimizer.learning_rate"
+    written = yaml.safe_load(run_file.read_text())
+    written["cluster"] = {"rollout": {}, "trainer": {"optimizer": {"learning_rate": "RATE"}}}
+    text = yaml.safe_dump(written).replace("RATE", "1e-3")
+    run_file.write_text(text)
+
+    def load(*overrides):
+        return settings.load(RunSettings, run_file, overrides)
+
+    opened(load())
+    opened(load(f"{learning_rate}=0.001", "sampling.temperature=1"), resume=True)
+    with pytest.raises(RunDirectoryError, match=r"learning_rate \(0\.001 -> 0\.002\)"):
+        opened(load(f"{learning_rate}=2e-3"), resume=True)
+    # An earlier version recorded settings that were not set, and did not know all.
+    recorded = tmp_path / "run" / "config.yaml"
+    values = yaml.safe_load(recorded.read_text())
+    values["sampling"] = {"temperature": None, "max_tokens": 6}
+    recorded.write_text(yaml.safe_dump(values))
+    opened(load(), resume=True)
+
+
+def test_a_change_is_of_a_setting_that_the_run_has(run_file):
+    tandem("train", run_file, "steps=1")
+    resume = ["train", run_file, "--resume", "steps=2", "seed=3"]
+    done = tandem(*resume, "--change", "seed", "--change", "nonsense.key", check=2)
+    assert "--change nonsense.key: the run has no such setting" in done.stderr
+    done = tandem(*resume, "--change", "sed", check=2)
+    assert "--change sed: the run has no such setting; did you mean 'seed'?" in done.stderr
+    done = tandem("train", run_file, "--clean", "--change", "seed", check=2)
+    assert "--change is for a run that --resume goes on with" in done.stderr
+    batch = "batch.samples_per_prompt=3"
+    # A section stands for all that is in it.
+    tandem(*resume, batch, "--change", "batch", "--change", "servers.models", "--change", "seed")
+
+
 def opened(config, **options):
     with RunDirectory.open(config, "train", **options) as run:
         run.begin()
         if run.state is None:
+            run.write_version(1, server_pb2.WeightsVersion(version=1))
+            run.write_metrics({"step": 1})
             run.write_state(SavedState(1, 1, "checkpoints/step_000001"))
 
 

@@ -1,4 +1,4 @@
-"""What a session sees to between the servers."""
+"""A session keeps the servers at the same weights."""
 
 import json
 import threading
@@ -115,7 +115,11 @@ def test_other_weights_of_the_same_version_are_refused(world, config, address):
     with Session(config) as session, pytest.raises(FailedPreconditionError) as caught:
         session.catch_up()
     assert caught.value.reason == "WEIGHTS_DIFFER"
-    assert "--resume" in caught.value.hint
+    assert "senior_model of a rollout server and model of the trainer" in caught.value.hint
+    world.version = world.published = 2
+    with Session(config) as session, pytest.raises(FailedPreconditionError) as later:
+        session.catch_up()
+    assert "--resume" in later.value.hint
     assert address in caught.value.message
     assert published(world) == 0
 

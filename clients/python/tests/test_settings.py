@@ -1,13 +1,16 @@
 """Configuration files."""
 
+import ast
 from pathlib import Path
 
 import pytest
 
-from tandem import settings
+from tandem import config_values, settings
 from tandem.errors import ConfigError
 from tandem.settings import ClusterSettings, RunSettings
+from tandem.settings_errors import sections_in
 from tandem.trainer.v1.objective_pb2 import PolicyObjective
+from tandem.types.v1.sampling_pb2 import SamplingParams, TandemConfig
 
 BASE = """
 run_dir: /tmp/x
@@ -40,51 +43,61 @@ def test_later_overrides_win_and_values_are_yaml(file):
         ("batch.prompts_per_stp=3", "batch.prompts_per_stp: unknown key; did you mean 'prompts_pe"),
         ("stepz=3", "stepz: unknown key; did you mean 'steps'"),
         ("data.reasoning_gym.sead=1", "did you mean 'seed'"),
-        ("sampling.top_p=2", "sampling.top_p: Input should be less than or equal to 1"),
-        ("tandem.selection_strategy=wrd", "tandem.selection_strategy: Input should be 'bernoulli'"),
+        ("sampling.top_p=2", "sampling.top_p: must be at most 1, not 2"),
+        ("tandem.selection_strategy=wrd", "tandem.selection_strategy: must be bernoulli, "),
         ("data.jsonl=x", "data: give exactly one of"),
         ("steps", "write it as dotted.key=value"),
         ("data.extract='('", "data.extract: not a regular expression: missing )"),
         ("reward.answer_pattern='['", "reward.answer_pattern: not a regular expression"),
-        ("objective.clip_ratio_low=.nan", "objective.clip_ratio_low: Input should be a finite"),
+        ("objective.clip_ratio_low=.nan", "objective.clip_ratio_low: must be finite, not nan"),
         ("objective.agregation=x", "objective.agregation: unknown key; did you mean 'aggregation'"),
-        ("objective.old_logprobs=x", "objective.old_logprobs: Input should be 'senior', 'author' "),
-        ("objective.advantage_estimator=provided", "objective.advantage_estimator: Input should"),
-        ("objective.max_staleness=1.5", "objective.max_staleness: Input should be a valid integer"),
-        ("objective.max_staleness=2147483648", "objective.max_staleness: Input should be less"),
-        ("reward.correct_at=.inf", "reward.correct_at: Input should be a finite"),
+        ("objective.old_logprobs=x", "objective.old_logprobs: must be senior, author or"),
+        ("objective.advantage_estimator=provided", "objective.advantage_estimator: must be group_"),
+        ("objective.max_staleness=1.5", "objective.max_staleness: must be an integer, not 1.5"),
+        (
+            "objective.max_staleness=2147483648",
+            "objective.max_staleness: must be at most 2147483647",
+        ),
+        ("reward.correct_at=.inf", "reward.correct_at: must be finite, not inf"),
         ("tokenizer=''", "tokenizer: must not be empty"),
         ("run_dir=''", "run_dir: must not be empty"),
-        ("data.reasoning_gym.name=''", "data.reasoning_gym.name: String should have at least 1"),
-        ("reward.function=''", "reward.function: String should have at least 1"),
-        ("servers.rollout=[]", "servers.rollout: List should have at least 1"),
-        ("servers.rollout=['']", "servers.rollout.0: String should have at least 1"),
-        ("eval.k=[]", "eval.k: List should have at least 1"),
-        ("eval.modes=[]", "eval.modes: List should have at least 1"),
-        ("eval.modes=[duo]", "eval.modes.0: Input should be 'solo', 'handoff' or 'legibility'"),
+        ("data.reasoning_gym.name=''", "data.reasoning_gym.name: must not be empty"),
+        ("reward.function=''", "reward.function: must not be empty"),
+        ("servers.rollout=[]", "servers.rollout: must have 1 entry or more"),
+        ("servers.rollout=['']", "servers.rollout.0: must not be empty"),
+        ("eval.k=[]", "eval.k: must have 1 entry or more"),
+        ("eval.modes=[]", "eval.modes: must have 1 entry or more"),
+        ("eval.modes=[duo]", "eval.modes.0: must be solo, handoff or legibility, not 'duo'"),
         ("eval.modes=[solo, solo]", "eval: a mode is listed twice"),
-        ("batch.samples_per_prompt=2147483648", "batch.samples_per_prompt: Input should be less"),
+        ("batch.samples_per_prompt=2147483648", "batch.samples_per_prompt: must be at most"),
         ("reference=juinor", "reference: must be trainer, junior or HOST:PORT, not 'juinor'"),
         ("objective.reference_logprobs=provided", "objective.reference_logprobs: unknown key"),
-        ("kl_control.target=0", "kl_control.target: Input should be greater"),
-        ("kl_control.horizon=0", "kl_control.horizon: Input should be greater"),
-        ("reward.overlong_buffer={}", "reward.overlong_buffer.len: Field required"),
-        ("reward.overlong_buffer={len: 0}", "reward.overlong_buffer.len: Input should be greater"),
+        ("kl_control.target=0", "kl_control.target: must be greater than 0"),
+        ("kl_control.horizon=0", "kl_control.horizon: must be "),
+        ("reward.overlong_buffer={}", "reward.overlong_buffer.len: is required"),
+        ("reward.overlong_buffer={len: 0}", "reward.overlong_buffer.len: must be "),
         (
             "reward.overlong_buffer={len: 1, penalty_factor: 0}",
-            "reward.overlong_buffer.penalty_factor: Input should be greater",
+            "reward.overlong_buffer.penalty_factor: must be ",
         ),
         ("batch={samples_per_prompt: 1, filter_groups: {}}", "batch: filter_groups: would drop"),
         (
             "batch.filter_groups.max_num_gen_batches=0",
-            "batch.filter_groups.max_num_gen_batches: Input should be greater",
+            "batch.filter_groups.max_num_gen_batches: must be ",
         ),
         ("batch.samples_per_prompt=2147483647", "batch: a step has at most 2147483647 samples"),
-        ("eval.samples=2147483648", "eval.samples: Input should be less"),
-        ("sampling.max_tokens=2147483648", "sampling.max_tokens: Input should be less"),
-        ("tandem.boundary_token_ids=[-1]", "tandem.boundary_token_ids.0: Input should be greater"),
-        ("servers.rollout.3=x", "servers.rollout: Input should be a valid list"),
-        ("run_dir=2024-13-45", "override 'run_dir=2024-13-45': the value is not YAML: month must"),
+        ("eval.samples=2147483648", "eval.samples: must be at most"),
+        ("sampling.max_tokens=2147483648", "sampling.max_tokens: must be at most"),
+        ("tandem.boundary_token_ids=[-1]", "tandem.boundary_token_ids.0: must be "),
+        ("servers.rollout.3=x", "servers.rollout: must be a list, not {"),
+        ("start_from=3", "start_from: must be base, served or a path, not 3"),
+        ("start_from=''", "start_from: must not be empty"),
+        ("cluster=3", "cluster: must be a mapping, not 3"),
+        ("kl_control=5", "kl_control: must be a mapping, not 5"),
+        ("data=[]", "data: must be a mapping, not []"),
+        ("seed=x", "override 'seed=x': seed: must be an integer, not 'x'"),
+        ("steps=0", "steps: must be at least 1, not 0"),
+        ("data.unique=1", "data.unique: must be true or false, not 1"),
         ("run_dir=!!bool x", "the value is not YAML"),
         ("run_dir=" + "[" * 1000, "the value is not YAML"),
     ],
@@ -98,8 +111,8 @@ def test_mistakes_are_named_by_path(file, override, message):
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("servers.rollout.0.x=1", "servers.rollout.0: Input should be a valid string"),
-        ("eval.k.0.a.b=1", "eval.k.0: Input should be a valid integer"),
+        ("servers.rollout.0.x=1", "servers.rollout.0: must be text"),
+        ("eval.k.0.a.b=1", "eval.k.0: must be an integer"),
         ("eval.k.1=1", "override 'eval.k.1=1': no item 1 in a list of 1"),
         ("eval.k.²=1", "override 'eval.k.²=1': no item ² in a list of 1"),
         ("eval.k.x.y=1", "override 'eval.k.x.y=1': no item x in a list of 1"),
@@ -119,15 +132,91 @@ def test_known_keys_are_listed_once(file):
     for key in ("data.xyz", "data.uvw", "eval.data.xyz"):
         assert message.count(f" {key}: unknown key") == 1
     # Once for data, once for eval.data.
-    assert message.count("known: jsonl, reasoning_gym") == 2
+    assert message.count("known: jsonl, parquet, hub, reasoning_gym") == 2
 
 
 def test_several_problems_stand_below_each_other(file):
     with pytest.raises(ConfigError) as caught:
         load(file, "steps=many", "nonsence=1")
-    first, *lines = str(caught.value).splitlines()
-    assert first == f"{file}: 2 problems:"
-    assert [line.split(":")[0] for line in lines] == ["  - steps", "  - nonsence"]
+    assert str(caught.value).splitlines() == [
+        "2 problems:",
+        "  - override 'steps=many': steps: must be an integer, not 'many'",
+        "  - override 'nonsence=1': nonsence: unknown key"
+        f"; known: {', '.join(RunSettings.model_fields)}",
+    ]
+
+
+def test_a_problem_is_told_of_where_its_value_was_given(file):
+    file.write_text(BASE + "batch: {prompts_per_step: none}\n")
+    for overrides, source in [
+        ((), str(file)),
+        (("batch.samples_per_prompt=2",), str(file)),
+        (("batch.prompts_per_step=none",), "override 'batch.prompts_per_step=none'"),
+        (("batch={prompts_per_step: none}",), "override 'batch={prompts_per_step: none}'"),
+    ]:
+        with pytest.raises(ConfigError) as caught:
+            load(file, *overrides)
+        problem = "batch.prompts_per_step: must be an integer, not 'none'"
+        assert str(caught.value) == f"{source}: {problem}"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (
+            "steps: 3\nseed: 1\nsteps: 4\n",
+            "line 7, column 1: the key 'steps' is given twice, first",
+        ),
+        (
+            "eval:\n  every: 1\n  every: 1\n",
+            "line 7, column 3: the key 'every' is given twice, fir",
+        ),
+    ],
+)
+def test_a_key_that_stands_twice_is_named_with_its_line(file, text, message):
+    file.write_text(BASE + text)
+    with pytest.raises(ConfigError) as caught:
+        load(file)
+    assert f"{file}: not YAML: {message}" in str(caught.value)
+
+
+def test_a_merged_mapping_may_repeat_a_key(file):
+    merged = "eval: {data: {<<: &d {jsonl: a.jsonl, limit: 1}, limit: 2}}\n"
+    file.write_text(BASE + merged)
+    assert load(file).eval.data.limit == 2
+
+
+def test_scalars_are_those_of_yaml_1_2(file):
+    file.write_text(
+        BASE
+        + "cluster: {trainer: {a: 1e-3, b: 1:30, c: 010, d: 2024-01-01, e: 0x10, f: -.5, g: 1_0}}\n"
+    )
+    trainer = load(file).cluster.trainer
+    assert list(trainer.values()) == [0.001, "1:30", "010", "2024-01-01", 16, -0.5, "1_0"]
+    assert config_values.read_yaml(config_values.dump_values(trainer)) == trainer
+    text = {"a": "1e3", "b": "1:30", "c": "0o7"}
+    assert config_values.read_yaml(config_values.dump_values(text)) == text
+
+
+@pytest.mark.parametrize("value", ["1:30", "true", "5.0", "'5'"])
+def test_a_number_of_steps_is_an_integer(file, value):
+    with pytest.raises(ConfigError, match=f"steps={value}.*: steps: must be an integer, not"):
+        load(file, f"steps={value}")
+
+
+def test_a_rollout_server_may_stand_alone(file):
+    assert load(file, "servers.rollout=a:1").servers.rollout == ["a:1"]
+
+
+def test_files_of_another_kind_are_known(file, tmp_path):
+    with pytest.raises(ConfigError, match="is a run file, not a cluster file"):
+        settings.load(ClusterSettings, file)
+    cluster = tmp_path / "cluster.yaml"
+    cluster.write_text("trainer: {model: m}\n")
+    with pytest.raises(ConfigError, match="is a cluster file, not a run file"):
+        load(cluster)
+    with pytest.raises(ConfigError, match="is a run file, not a cluster file"):
+        load(file, f"cluster={file}")
 
 
 def test_a_place_that_is_no_yaml_is_one_line(file):
@@ -143,7 +232,7 @@ def test_a_file_that_is_no_text_is_refused(file):
         load(file)
 
 
-@pytest.mark.parametrize("text", ["run_dir: 2024-13-45", "run_dir: [", "run_dir: !!float x"])
+@pytest.mark.parametrize("text", ["run_dir: [", "run_dir: !!float x"])
 def test_a_file_that_is_no_yaml_is_refused(file, text):
     file.write_text(text)
     with pytest.raises(ConfigError, match=f"^{file}: not YAML: "):
@@ -155,6 +244,35 @@ def test_resolved_configuration_reads_back_the_same(file, tmp_path):
     again = tmp_path / "again.yaml"
     again.write_text(settings.dump(run))
     assert load(again) == run
+
+
+# Sections that travel whole, as a message of the contract.
+MESSAGES = {
+    settings.SamplingSettings: SamplingParams,
+    settings.TandemSettings: TandemConfig,
+    settings.ObjectiveSettings: PolicyObjective,
+}
+
+
+def test_every_setting_is_read_somewhere():
+    """A setting that nothing reads would be ignored in silence."""
+    package = Path(settings.__file__).parent
+    read = {
+        node.attr
+        for file in package.rglob("*.py")
+        if file.name not in ("settings.py", "settings_errors.py")
+        for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, ast.Attribute)
+    }
+    # Read by settings.py itself, for the rest of the package.
+    read |= {"reference", "rewards", "name"}
+    sections = [RunSettings]
+    for section in sections:
+        carried = set(MESSAGES[section].DESCRIPTOR.fields_by_name) if section in MESSAGES else set()
+        for name, field in section.model_fields.items():
+            assert name in read | carried, f"{section.__name__}.{name}"
+            sections += [one for one in sections_in(field.annotation) if one not in sections]
+    assert len(sections) > 15
 
 
 def test_derived_sizes(file):
@@ -258,3 +376,29 @@ def test_cluster_takes_one_rollout_or_several(tmp_path):
     assert settings.load(ClusterSettings, path).rollout == [{"senior_model": f"{tmp_path}/m"}]
     path.write_text("rollout: [{senior_model: m}, {senior_model: m}]\n")
     assert len(settings.load(ClusterSettings, path).rollout) == 2
+
+
+@pytest.mark.parametrize(
+    ("sections", "message"),
+    [
+        ("reward: {function: a:b}\nrewards: [{function: c:d}]", "reward.function is for a run"),
+        ("rewards: [{function: a:b}, {function: c:b}]", "rewards.1.name: 'b' is taken"),
+        ("rewards: [{function: a:mean}]", "rewards.0.name: reward/mean is a metric already"),
+        ("rewards: [{function: a:b, wieght: 2}]", "did you mean 'weight'"),
+    ],
+)
+def test_rewards_that_do_not_go_together_are_refused(file, sections, message):
+    file.write_text(BASE + sections)
+    with pytest.raises(ConfigError) as caught:
+        load(file)
+    assert message in str(caught.value)
+
+
+def test_reward_files_are_seen_from_the_file(file):
+    file.write_text(BASE + "rewards: [{function: judge.py:a}, {function: exact_match}]")
+    config = load(file)
+    assert [one.function for one in config.reward_functions] == [
+        f"{file.parent}/judge.py:a",
+        "exact_match",
+    ]
+    assert config.rewards[1].python_path == file.parent

@@ -1,4 +1,4 @@
-"""What runs and evaluations start from on servers that have held other weights before."""
+"""The start of runs and evaluations on servers that held other weights before."""
 
 import json
 

@@ -1,12 +1,13 @@
 """Tokens and text."""
 
 import re
+from pathlib import Path
 
 import fakes
 import pytest
 
 from tandem.errors import ConfigError
-from tandem.text import GrowingText, TextCodec
+from tandem.text import MAX_STOP_TOKEN_IDS, GrowingText, TextCodec
 
 
 @pytest.fixture
@@ -19,13 +20,13 @@ def codec(directory):
     return TextCodec(directory)
 
 
-def test_pieces_add_up_to_the_text(codec):
+def test_token_texts_add_up_to_the_text(codec):
     ids = codec.encode("w1 w2 w3")
-    assert "".join(codec.pieces(ids)) == "w1w2w3"
+    assert "".join(codec.token_texts(ids)) == "w1w2w3"
     assert codec.eos_token_id == fakes.EOS
 
 
-def test_a_character_in_pieces_shows_when_it_is_whole():
+def test_a_character_of_several_tokens_shows_when_it_is_whole():
     whole = "aé"
     bytes_of = dict(enumerate(whole.encode()))
     growing = GrowingText(lambda ids: bytes(bytes_of[i] for i in ids).decode(errors="replace"))
@@ -34,7 +35,7 @@ def test_a_character_in_pieces_shows_when_it_is_whole():
     assert growing.rest() == "\ufffd"
 
 
-def test_pieces_of_a_long_text_are_decoded_from_the_last_ids_alone():
+def test_the_tokens_of_a_long_text_are_decoded_from_the_last_ids_alone():
     most = 0
 
     def decode(ids):
@@ -52,10 +53,6 @@ def test_a_piece_sees_the_id_before_it():
     # As the decoders of SentencePiece, which drop the space before the first word.
     growing = GrowingText(lambda ids: " ".join(f"w{i}" for i in ids))
     assert [growing.add(i) for i in (3, 3, 4)] == ["w3", " w3", " w4"]
-
-
-def test_a_text_of_one_token_has_an_id(codec):
-    assert (codec.token_id("w7"), codec.token_id("w7 w8")) == (7, None)
 
 
 def test_tokens_are_found_by_how_their_text_ends(codec):
@@ -92,6 +89,28 @@ def test_content_that_the_template_cannot_write_is_named(codec):
     (codec.directory / "chat_template.jinja").write_text("{{ '>' + messages[0]['content'] }}")
     with pytest.raises(ConfigError, match=f"chat template of {codec.directory}: TypeError"):
         codec.chat([{"role": "user", "content": [{"type": "text", "text": "w1"}]}])
+
+
+def test_a_stop_text_is_every_token_that_ends_with_it(codec):
+    assert codec.stop_token_ids(["w5"], "stop") == [5]
+    assert codec.stop_token_ids(["3", "w5"], "stop") == [3, 5, 13, 23, 33, 43, 53, 63]
+    # A special token has no text of its own.
+    assert codec.stop_token_ids(["<eos>"], "stop") == [0]
+    with pytest.raises(ConfigError, match=r"^sampling\.stop: no token .* ends with 'w5 w6'"):
+        codec.stop_token_ids(["w1", "w5 w6"], "sampling.stop")
+
+
+def test_more_stop_tokens_than_a_server_takes_are_refused(codec, monkeypatch):
+    monkeypatch.setattr("tandem.text.MAX_STOP_TOKEN_IDS", 7)
+    assert len(codec.stop_token_ids(["3"], "stop")) == 7
+    with pytest.raises(ConfigError, match=r"^stop: 8 tokens .* end with these texts"):
+        codec.stop_token_ids(["3", "w5"], "stop")
+
+
+def test_the_bound_of_stop_tokens_is_the_servers():
+    code = Path(__file__).resolve().parents[3] / "common/tandem/tandem_config.h"
+    [bound] = re.findall(r"kMaxStopTokenIds = (\d+);", code.read_text())
+    assert int(bound) == MAX_STOP_TOKEN_IDS
 
 
 def test_half_a_character_is_named(codec):

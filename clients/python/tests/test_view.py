@@ -26,7 +26,7 @@ class Letters:
     def decode(self, ids):
         return "".join(map(chr, ids))
 
-    def pieces(self, ids):
+    def token_texts(self, ids):
         return list(map(chr, ids))
 
 
@@ -185,6 +185,37 @@ def test_responses_stand_below_their_prompt():
     ]
 
 
+ROW = {"place": "rows.jsonl:7", "row": {"answer": 4, "level": "easy"}}
+
+
+def test_a_prompt_stands_with_its_row_and_a_response_with_its_scores():
+    screen = Screen(60)
+    one = trajectory("2 + 2?", "5", reward=-0.5, scores={"right": 0.0, "short": 0.5}, **ROW)
+    print_trajectories(screen.output, Letters(), [one], "Step 1")
+    assert screen.lines == [
+        "Step 1: senior, [junior]",
+        "step-1/2 + 2?  rows.jsonl:7",
+        "  2 + 2?",
+        "  answer: 4",
+        "  level: easy",
+        "  reward  right  short  response",
+        "   -0.50   0.00   0.50  5",
+    ]
+
+
+def test_a_page_holds_rows_and_scores():
+    scores = {"right": 0.0, "short": None}
+    rows = [trajectory("p", "a", scores=scores, **ROW), trajectory("q", "b", scores={"one": 1.0})]
+    [[first, second]] = Page(make_page(*rows)).steps
+    assert (first["place"], first["columns"]) == (
+        "rows.jsonl:7",
+        [["answer", "4"], ["level", "easy"]],
+    )
+    assert first["samples"][0]["scores"] == scores
+    # Files of earlier versions; and one score is the reward itself.
+    assert (second["place"], second["columns"], second["samples"][0]["scores"]) == (None, [], {})
+
+
 def test_groups_of_two_steps_stay_apart_whatever_their_names():
     screen = Screen(60)
     name = "g\x1b[2J"
@@ -283,12 +314,13 @@ NASTY = (
 def test_what_a_model_wrote_is_data_and_never_html():
     plain = Page(make_page(trajectory("p", "r")))
     for text in NASTY:
-        found = Page(make_page(trajectory(text, text, group_id=text), name=text))
+        row = {"place": text, "row": {text: text}, "scores": {text: 1.0, "b": 0.0}}
+        found = Page(make_page(trajectory(text, text, group_id=text, **row), name=text))
         assert found.elements == plain.elements
         assert found.run["name"] == text
         [[group]] = found.steps
         assert (group["prompt"], group["group_id"]) == (text, text)
-        assert "".join(group["samples"][0]["pieces"]) == text
+        assert "".join(group["samples"][0]["token_texts"]) == text
 
 
 def test_a_page_asks_no_network_and_writes_no_html():
@@ -352,11 +384,11 @@ def test_a_page_holds_what_the_run_recorded(run_file, tmp_path):
     found = Page(file.read_text())
     records = records_of(run, 1, 2, 3, 4, 5)
     assert len(found.samples) == len(records) == 5 * 6
-    keys = set(found.samples[0]) - {"pieces", "advantage"}
+    keys = set(found.samples[0]) - {"token_texts", "advantage", "scores"}
     assert keys >= {"authorship_mask", "senior_logprobs", "junior_logprobs", "reward"}
     for sample, one in zip(found.samples, records, strict=True):
         assert {key: sample[key] for key in keys} == {key: one[key] for key in keys}
-        assert "".join(sample["pieces"]).replace("<eos>", "") == one["text"]
+        assert "".join(sample["token_texts"]).replace("<eos>", "") == one["text"]
     groups = [group for step in found.steps for group in step]
     assert [group["group_id"] for group in groups] == [
         f"step-{step}/prompt-{prompt}" for step in range(1, 6) for prompt in range(3)

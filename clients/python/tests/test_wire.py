@@ -1,16 +1,24 @@
 """Messages and records."""
 
+import datetime
+import math
+
 import fakes
 import numpy as np
 import pytest
 
 from tandem.errors import ConfigError
+from tandem.logprobs import LogProbs
 from tandem.rollout.v1 import rollout_pb2
 from tandem.trainer.v1 import objective_pb2
+from tandem.trajectory_record import trajectory_record
 from tandem.types.v1 import sampling_pb2, tensor_pb2
-from tandem.wire import from_tensor, short_floats, to_message, to_tensor, trajectory_record
+from tandem.wire import from_tensor, short_floats, to_message, to_tensor
 
 KEYS = {
+    "place",
+    "row",
+    "scores",
     "prompt_token_ids", "response_token_ids", "authorship_mask", "senior_logprobs",
     "junior_logprobs", "log_keep_mass", "finish_reason", "text", "reward",
     "overlong_punishment", "group_id",
@@ -71,8 +79,12 @@ def test_a_value_that_does_not_fit_its_field_is_named(values, message):
 
 def test_record_sorts_log_probs_by_model():
     trajectory = fakes.sample(prompt(return_other_logprobs=True), 0, version=3)
-    record = trajectory_record(trajectory, text="x", reward=0.5, group_id="g")
+    row = {"answer": 5, "bad": math.nan, "when": datetime.date(2026, 1, 2), "tags": ("a",)}
+    record = trajectory_record(
+        trajectory, text="x", reward=0.5, group_id="g", place="rows:1", row=row
+    )
     assert set(record) == KEYS
+    assert record["row"] == {"answer": 5, "bad": None, "when": "2026-01-02", "tags": ["a"]}
     author = from_tensor(trajectory.author_logprobs)
     other = from_tensor(trajectory.other_logprobs)
     mask = np.frombuffer(trajectory.authorship_mask, np.uint8)
@@ -82,6 +94,19 @@ def test_record_sorts_log_probs_by_model():
     assert np.array_equal(np.array(record["junior_logprobs"], np.float32), junior)
     assert record["senior_versions"] == [[3, len(mask), "d"]]
     assert record["tandem"]["selection_strategy"] == "bernoulli"
+
+
+def test_log_probs_are_arrays_by_author_and_by_model():
+    both = LogProbs.of(fakes.sample(prompt(return_other_logprobs=True), 0, 0))
+    assert {True, False} == set(both.is_senior.tolist())
+    for name, where in (("senior", both.is_senior), ("junior", ~both.is_senior)):
+        by_model = getattr(both, name)
+        assert by_model.dtype == np.float32
+        assert np.array_equal(by_model[where], both.author[where])
+        assert np.array_equal(by_model[~where], both.other[~where])
+    alone = LogProbs.of(fakes.sample(prompt(), 0, 0))
+    assert np.isnan(alone.other).all()
+    assert np.array_equal(np.isnan(alone.senior), ~alone.is_senior)
 
 
 def test_record_has_null_where_nothing_was_computed():

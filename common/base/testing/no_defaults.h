@@ -1,5 +1,5 @@
-// For tests: a struct of which every field differs from what it is by default, so that one that is
-// lost on the way is seen.
+// For tests: checks that every field of a struct differs from its default, so that a conversion
+// that drops a field is noticed.
 #ifndef TANDEM_COMMON_BASE_TESTING_NO_DEFAULTS_H_
 #define TANDEM_COMMON_BASE_TESTING_NO_DEFAULTS_H_
 
@@ -20,7 +20,7 @@ void ExpectNoDefaults(const std::variant<T...>& value);
 template <typename T>
 void ExpectNoDefaults(const std::vector<T>& value);
 
-// Of the structs in `value` too.
+// Checks the structs inside `value`, too.
 template <typename T>
 void ExpectNoDefaults(const T& value) {
   if constexpr (struct_bytes::Struct<T>) {

@@ -1,8 +1,9 @@
-// fp32 kernels on the CPU: raw pointers, one thread; common/ops splits the work.
+// Kernels on the CPU: raw pointers, one thread; common/ops and common/loss divide the work among
+// threads. docs/kernels.md says which kernel runs where.
 //
-// They are batch-invariant: what a row or an element comes out as depends on its own operands only,
-// never on how many others a call computes or how the caller splits them. The same source is
-// compiled for several instruction sets and chosen once, at start; results differ between sets.
+// The float32 kernels are batch-invariant: the bits of a row or an element depend on its own
+// operands only, never on how many others a call computes or how the caller divides them. The same
+// source is compiled for several instruction sets; results differ between sets.
 #ifndef TANDEM_COMMON_KERNELS_CPU_CPU_KERNELS_H_
 #define TANDEM_COMMON_KERNELS_CPU_CPU_KERNELS_H_
 
@@ -26,13 +27,14 @@ struct LinearArgs {
 };
 
 // Causal attention of the query heads that share one key/value head, for consecutive rows of one
-// sequence. Row r is at position first_position + r and attends to the keys at 0 .. its own. Keys
-// and values are never repeated; the softmax runs online over blocks of kAttentionBlock keys from
-// position 0 on (https://arxiv.org/abs/2205.14135), so neither chunking nor batching shows.
+// sequence. Row r is at position first_position + r and attends to the keys at positions 0 to its
+// own. Keys and values are never repeated; the softmax runs online over blocks of kAttentionBlock
+// keys from position 0 on (https://arxiv.org/abs/2205.14135), so bits depend neither on chunking
+// nor on batching.
 struct AttentionArgs {
-  const float* q;  // row r, head g at q + r * q_stride + g * head_dim
+  const float* q;  // row r, head g is at q + r * q_stride + g * head_dim
   int64_t q_stride;
-  const float* k;  // position p at k + p * k_stride
+  const float* k;  // position p is at k + p * k_stride
   int64_t k_stride;
   const float* v;
   int64_t v_stride;
@@ -59,8 +61,8 @@ struct RmsNormArgs {
   float eps;
 };
 
-// Gradients of the above by x and w: with r = 1 / sqrt(mean(x^2) + eps),
-//   dx = r (w dy - x r^2 mean(x w dy)) and dw += sum over the rows of r x dy, row after row.
+// Gradients of RmsNormArgs by x and w: with r = 1 / sqrt(mean(x^2) + eps),
+//   dx = r (w dy - x r^2 mean(x w dy)) and dw += r x dy, row after row.
 struct RmsNormBackwardArgs {
   const float* x;
   int64_t x_stride;
@@ -75,9 +77,9 @@ struct RmsNormBackwardArgs {
   float eps;
 };
 
-// Rotates `heads` heads of `rows` rows: pairs (d, d + head_dim / 2), as Hugging Face orders them.
-// Row r, head h: x + r * x_stride + h * head_dim to y + r * y_stride + h * y_head_stride.
-// y may be x.
+// Rotary embedding: rotates the pairs (d, d + head_dim / 2) of every head, as Hugging Face orders
+// them. Row r, head h is read at x + r * x_stride + h * head_dim and written at
+// y + r * y_stride + h * y_head_stride. y may be x.
 struct RotaryArgs {
   const float* x;
   int64_t x_stride;
@@ -95,31 +97,30 @@ struct RotaryArgs {
 struct SwiGluArgs {
   const float* gate;
   const float* up;
-  int64_t in_stride;  // of gate and of up
+  int64_t in_stride;  // between rows of gate, and of up
   float* y;
   int64_t y_stride;
   int64_t rows;
   int64_t width;
 };
 
-// Gradients of the above: with s = sigmoid(gate),
+// Gradients of SwiGluArgs: with s = sigmoid(gate),
 //   d gate = dy up s (1 + gate (1 - s)) and d up = dy gate s.
 struct SwiGluBackwardArgs {
   const float* gate;
   const float* up;
-  int64_t in_stride;  // of gate and of up
+  int64_t in_stride;  // between rows of gate, and of up
   const float* dy;
   int64_t dy_stride;
   float* d_gate;
   float* d_up;
-  int64_t out_stride;  // of d_gate and of d_up
+  int64_t out_stride;  // between rows of d_gate, and of d_up
   int64_t rows;
   int64_t width;
 };
 
-// Statistics of `rows` rows of a tile of logits, each times the row's scale: with z_j the scaled
-// logits, max = max_j z_j, sum = sum_j exp(z_j - max) and weighted = sum_j exp(z_j - max)(z_j -
-// max).
+// Statistics of the rows of a tile of logits. With z_j the logits of a row times its scale:
+//   max = max_j z_j, sum = sum_j exp(z_j - max), weighted = sum_j exp(z_j - max) (z_j - max).
 struct LogitStatisticsArgs {
   const float* logits;  // [rows, width]
   const float* scales;  // [rows], or nullptr for 1
@@ -130,55 +131,130 @@ struct LogitStatisticsArgs {
   float* weighted;
 };
 
-// Overwrites logits with exp(z_j - max)(constant + slope (z_j - max)), row by row; in bf16 as the
-// first `width` 16-bit numbers of a row.
+// Overwrites each row of logits with exp(z_j - max) (constant + slope (z_j - max)); in bf16 as the
+// first `width` 16-bit numbers of the row.
 struct LogitGradientArgs {
   float* logits;  // [rows, width]
   const float* scales;
   int64_t rows;
   int64_t width;
-  const float* max;  // [rows], at least that of the row
+  const float* max;  // [rows], at least the maximum of the row
   const float* constants;
   const float* slopes;
   bool bfloat16;
 };
 
-// The divergence (nats) of two tiles of whole rows of logits, each times the row's scale: with
-// p = softmax(z scale) and q that of the junior's, KL(p || q), or KL(q || p) if `forward`. Its
-// gradient by z, times gradient_scale, overwrites the logits if that is asked for; in bf16 as the
-// first `width` 16-bit numbers of a row.
-struct LogitDivergenceArgs {
-  float* logits;               // [rows, width]
+// Statistics of `rows` rows of logits of two models, from which their divergence follows. With the
+// scaled logits z_j and z'_j (the junior's), d_j = z_j - max and d'_j = z'_j - junior_max:
+//   sum = sum_j exp(d_j), junior_sum = sum_j exp(d'_j) and
+//   moment = sum_j exp(d_j)(d_j - d'_j), or sum_j exp(d'_j)(d'_j - d_j) if `forward`.
+struct DivergenceStatisticsArgs {
+  const float* logits;         // [rows, width]
   const float* junior_logits;  // [rows, width]
   const float* scales;         // [rows], or nullptr for 1
   int64_t rows;
   int64_t width;
   bool forward;
-  bool gradient;
-  float gradient_scale;
+  double* max;  // [rows]
+  double* junior_max;
+  double* sum;
+  double* junior_sum;
+  double* moment;
+};
+
+// Overwrites logits with factor exp(d_j)(d_j - d'_j - offset), or with
+// factor (exp(d_j) - exp(d'_j) offset) if `forward`, row by row; in bf16 as the first `width`
+// 16-bit numbers of a row.
+struct DivergenceGradientArgs {
+  float* logits;               // [rows, width]
+  const float* junior_logits;  // [rows, width]
+  const float* scales;
+  int64_t rows;
+  int64_t width;
+  bool forward;
+  const float* max;  // [rows], at least that of the row
+  const float* junior_max;
+  const float* factors;
+  const float* offsets;
   bool bfloat16;
-  double* divergences;  // [rows]
 };
 
+// A matrix product: product[i, j] (+)= sum_l a[i, l] b[l, j] for i < m, j < n, l < k, summed in
+// float32. `Number` is float, or uint16_t for bf16, of which numbers below 2^-126 count as 0.
+//
+// The bits of an entry depend on its row of a, its column of b and k alone.
+template <typename Number>
+struct ProductArgs {
+  const Number* a;  // a[i, l] is at a + i * a_row_stride + l * a_column_stride
+  int64_t a_row_stride, a_column_stride;  // in elements; one of the two is 1
+  const Number* b;                        // as a
+  int64_t b_row_stride, b_column_stride;
+  float* product;          // rows are contiguous
+  int64_t product_stride;  // elements between rows
+  int64_t m, n, k;
+  bool accumulate;  // adds to what `product` holds instead of overwriting it
+};
+
+// The choice of who multiplies factors of one type.
+template <typename Number>
+struct ProductKernel {
+  const char* name = "libtorch";
+  // Throws std::bad_alloc when there is no memory to pack the factors in. nullptr: libtorch
+  // multiplies, with MKL where it has it.
+  void (*multiply)(const ProductArgs<Number>&) = nullptr;
+  // libtorch also multiplies where m, n or k is smaller: packing would take longer than that.
+  int64_t min_size = 0;
+  // Whether a product is computed again faster than its result is kept in main memory: the loss
+  // then recomputes logits (LossMode::kAuto in common/loss/fused_output_loss.h).
+  bool prefers_recompute = false;
+};
+
+// The table of kernels. ATen computes where an entry is nullptr.
 struct CpuKernels {
-  const char* isa;
-  void (*linear)(const LinearArgs&);
-  void (*attention)(const AttentionArgs&);
-  void (*rms_norm)(const RmsNormArgs&);
-  void (*rms_norm_backward)(const RmsNormBackwardArgs&);
-  void (*rotary)(const RotaryArgs&);
-  void (*swiglu)(const SwiGluArgs&);
-  void (*swiglu_backward)(const SwiGluBackwardArgs&);
-  void (*logit_statistics)(const LogitStatisticsArgs&);
-  void (*logit_gradient)(const LogitGradientArgs&);
-  void (*logit_divergence)(const LogitDivergenceArgs&);
+  const char* name;  // "portable", "avx2" or "avx512", the instruction set; or "aten"
+  void (*linear)(const LinearArgs&) = nullptr;
+  void (*attention)(const AttentionArgs&) = nullptr;
+  void (*rms_norm)(const RmsNormArgs&) = nullptr;
+  void (*rms_norm_backward)(const RmsNormBackwardArgs&) = nullptr;
+  void (*rotary)(const RotaryArgs&) = nullptr;
+  void (*swiglu)(const SwiGluArgs&) = nullptr;
+  void (*swiglu_backward)(const SwiGluBackwardArgs&) = nullptr;
+  void (*logit_statistics)(const LogitStatisticsArgs&) = nullptr;
+  void (*logit_gradient)(const LogitGradientArgs&) = nullptr;
+  void (*divergence_statistics)(const DivergenceStatisticsArgs&) = nullptr;
+  void (*divergence_gradient)(const DivergenceGradientArgs&) = nullptr;
+  ProductKernel<float> float_product = {};
+  ProductKernel<uint16_t> bfloat16_product = {};
 };
 
-// The best set this CPU runs.
+// The properties of a CPU that kernels are chosen by.
+struct CpuFeatures {
+  bool avx2 = false;         // with FMA
+  bool avx512 = false;       // F, DQ, VL and BW
+  bool avx512_bf16 = false;  // products of pairs of bf16
+  bool amx = false;          // tile registers with bf16, granted by the operating system
+  bool intel = false;        // MKL has kernels for AVX-512 on Intel's CPUs alone
+
+  bool operator==(const CpuFeatures&) const = default;
+};
+
+// Returns the features of this CPU. Asks the operating system for the tile registers.
+CpuFeatures DetectCpuFeatures();
+
+// Returns the fastest kernels for a CPU. They are chosen by features, never by timing: two starts
+// on one machine give the same bits.
+CpuKernels ChooseCpuKernels(const CpuFeatures& cpu);
+
+// The table for `compute.kernels: aten`: no own kernels.
+extern const CpuKernels kAtenKernels;
+
+// Returns the table in use: the fastest for this CPU, unless UseCpuKernels has set another.
 const CpuKernels& GetCpuKernels();
 
-// "portable", "avx2" or "avx512"; nullptr when the build or the CPU lacks it. For tests.
-const CpuKernels* FindCpuKernels(const char* isa);
+// Sets the table that the process uses, which must stay alive; nullptr: the fastest for this CPU.
+// For start-up, and for tests between operations (a backward pass needs the table of its forward
+// pass).
+void UseCpuKernels(const CpuKernels* kernels);
 
 }  // namespace tandem::kernels
 

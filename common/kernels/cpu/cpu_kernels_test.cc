@@ -6,6 +6,7 @@
 #include <cstring>
 #include <limits>
 #include <random>
+#include <string>
 #include <vector>
 
 namespace tandem::kernels {
@@ -21,7 +22,7 @@ Floats RandomFloats(size_t count, uint32_t seed, float scale = 1.0f) {
   return values;
 }
 
-// The j-th of the bf16 numbers that a row of floats was overwritten by.
+// Returns the j-th of the bf16 numbers that overwrote a row of floats.
 float Bfloat16(const float* row, int64_t j) {
   uint16_t upper_half = 0;
   std::memcpy(&upper_half, reinterpret_cast<const char*>(row) + 2 * j, 2);
@@ -31,18 +32,25 @@ float Bfloat16(const float* row, int64_t j) {
   return value;
 }
 
-// Every set this CPU runs.
-class CpuKernelsTest : public testing::TestWithParam<const char*> {
+// Every instruction set that this CPU has.
+class CpuKernelsTest : public testing::TestWithParam<CpuFeatures> {
  protected:
   void SetUp() override {
-    kernels_ = FindCpuKernels(GetParam());
-    if (kernels_ == nullptr) GTEST_SKIP() << "this CPU does not run " << GetParam();
+    const CpuFeatures cpu = DetectCpuFeatures();
+    if ((GetParam().avx2 && !cpu.avx2) || (GetParam().avx512 && !cpu.avx512)) {
+      GTEST_SKIP() << "this CPU has no " << kernels_->name;
+    }
   }
-  const CpuKernels* kernels_ = nullptr;
+  const CpuKernels table_ = ChooseCpuKernels(GetParam());
+  const CpuKernels* const kernels_ = &table_;
 };
 
-INSTANTIATE_TEST_SUITE_P(Isa, CpuKernelsTest, testing::Values("portable", "avx2", "avx512"),
-                         [](const auto& info) { return std::string(info.param); });
+INSTANTIATE_TEST_SUITE_P(InstructionSet, CpuKernelsTest,
+                         testing::Values(CpuFeatures{}, CpuFeatures{.avx2 = true},
+                                         CpuFeatures{.avx2 = true, .avx512 = true}),
+                         [](const auto& info) {
+                           return std::string(ChooseCpuKernels(info.param).name);
+                         });
 
 TEST_P(CpuKernelsTest, LinearMatchesDouble) {
   for (const int64_t in : {1, 7, 64, 83}) {
@@ -61,22 +69,23 @@ TEST_P(CpuKernelsTest, LinearMatchesDouble) {
   }
 }
 
-// Tiles of every size, and both ways to keep operands in the caches: few rows and many.
+// The sizes cover tiles of every shape and both ways to keep operands in the caches, for few rows
+// and for many.
 TEST_P(CpuKernelsTest, LinearRowsDoNotDependOnTheSplit) {
   for (const int64_t in : {75, 1603}) {
     for (const int64_t rows : {2, 5, 10, 13, 100}) {
       const int64_t out = 11;
       const Floats x = RandomFloats(rows * in, 4), w = RandomFloats(out * in, 5);
-      Floats whole(rows * out), pieces(rows * out);
+      Floats whole(rows * out), split(rows * out);
       kernels_->linear(
           {x.data(), in, w.data(), nullptr, whole.data(), out, rows, in, 0, out, false});
       for (int64_t r = 0; r < rows; ++r) {
         for (const auto& [begin, end] : {std::pair<int64_t, int64_t>{0, 3}, {3, 10}, {10, 11}}) {
           kernels_->linear(
-              {&x[r * in], in, w.data(), nullptr, &pieces[r * out], out, 1, in, begin, end, false});
+              {&x[r * in], in, w.data(), nullptr, &split[r * out], out, 1, in, begin, end, false});
         }
       }
-      EXPECT_EQ(whole, pieces) << in << " " << rows;
+      EXPECT_EQ(whole, split) << in << " " << rows;
     }
   }
 }
@@ -92,7 +101,7 @@ struct AttentionProblem {
         k(RandomFloats(length * head_dim, 7)),
         v(RandomFloats(length * head_dim, 8)) {}
 
-  // Rows [begin, begin + rows), into the right place of `out`.
+  // Computes the rows [begin, begin + rows) into their places in `out`.
   void Run(const CpuKernels& kernels, int64_t begin, int64_t rows, Floats& out) const {
     const int64_t width = group * head_dim;
     kernels.attention({&q[begin * width], width, k.data(), head_dim, v.data(), head_dim,
@@ -206,7 +215,7 @@ TEST_P(CpuKernelsTest, RmsNormBackwardMatchesDouble) {
   }
 }
 
-TEST_P(CpuKernelsTest, SwiGluBackwardMatchesDoubleAlsoFarOut) {
+TEST_P(CpuKernelsTest, SwiGluBackwardMatchesDoubleForExtremeGatesToo) {
   Floats gate = RandomFloats(37, 11, 4.0f);
   gate[0] = -200, gate[1] = 200, gate[2] = -88, gate[3] = 0;
   const Floats up = RandomFloats(37, 12), dy = RandomFloats(37, 13);
@@ -221,7 +230,7 @@ TEST_P(CpuKernelsTest, SwiGluBackwardMatchesDoubleAlsoFarOut) {
   }
 }
 
-TEST_P(CpuKernelsTest, SwiGluMatchesDoubleAlsoFarOut) {
+TEST_P(CpuKernelsTest, SwiGluMatchesDoubleForExtremeGatesToo) {
   Floats gate = RandomFloats(37, 11, 4.0f);
   gate[0] = -200, gate[1] = 200, gate[2] = -88, gate[3] = 0;
   const Floats up = RandomFloats(37, 12);
@@ -244,7 +253,7 @@ TEST_P(CpuKernelsTest, RotaryRotatesPairsHalfAHeadApart) {
   for (int i = 0; i < 8; ++i) EXPECT_NEAR(y[i], expected[i], 1e-6);
 }
 
-// Widths of whole vectors, of parts, and of both.
+// The widths are whole vectors, less than one, and both together.
 TEST_P(CpuKernelsTest, LogitStatisticsAndGradientMatchDouble) {
   for (const int64_t width : {1, 5, 16, 64, 77}) {
     const int64_t rows = 3;
@@ -278,22 +287,36 @@ TEST_P(CpuKernelsTest, LogitStatisticsAndGradientMatchDouble) {
   }
 }
 
-TEST_P(CpuKernelsTest, LogitDivergenceMatchesDouble) {
+TEST_P(CpuKernelsTest, DivergenceMatchesDouble) {
   for (const int64_t width : {1, 5, 16, 77, 2100}) {
     const int64_t rows = 3;
     const Floats scales = {1, 0.5f, 2};
     const Floats before = RandomFloats(rows * width, 6), junior = RandomFloats(rows * width, 7);
     for (const bool forward : {false, true}) {
       Floats logits = before, rounded = before, untouched = before;
-      std::vector<double> divergences(rows);
-      const auto run = [&](Floats& z, bool gradient, bool bfloat16) {
-        kernels_->logit_divergence({z.data(), junior.data(), scales.data(), rows, width, forward,
-                                    gradient, 0.7f, bfloat16, divergences.data()});
-      };
-      run(untouched, false, false);
+      std::vector<double> max(rows), junior_max(rows), sum(rows), junior_sum(rows), moment(rows);
+      kernels_->divergence_statistics({untouched.data(), junior.data(), scales.data(), rows, width,
+                                       forward, max.data(), junior_max.data(), sum.data(),
+                                       junior_sum.data(), moment.data()});
       EXPECT_EQ(untouched, before);
-      run(rounded, true, true);
-      run(logits, true, false);
+      std::vector<double> divergences(rows);
+      Floats factors(rows), offsets(rows);
+      for (int64_t row = 0; row < rows; ++row) {
+        const double ratio = sum[row] / junior_sum[row];
+        const double mean = moment[row] / (forward ? junior_sum[row] : sum[row]);
+        divergences[row] = mean + (forward ? std::log(ratio) : -std::log(ratio));
+        factors[row] = static_cast<float>(0.7 * scales[row] / sum[row]);
+        offsets[row] = static_cast<float>(forward ? ratio : mean);
+      }
+      const Floats float_max(max.begin(), max.end()),
+          float_junior_max(junior_max.begin(), junior_max.end());
+      const auto run = [&](Floats& z, bool bfloat16) {
+        kernels_->divergence_gradient({z.data(), junior.data(), scales.data(), rows, width, forward,
+                                       float_max.data(), float_junior_max.data(), factors.data(),
+                                       offsets.data(), bfloat16});
+      };
+      run(rounded, true);
+      run(logits, false);
       for (int64_t row = 0; row < rows; ++row) {
         const auto log_sum = [&](const Floats& x) {
           double sum = 0;
@@ -327,12 +350,49 @@ TEST_P(CpuKernelsTest, LogitDivergenceMatchesDouble) {
   }
 }
 
-TEST_P(CpuKernelsTest, StatisticsOfLogitsThatAreNoNumbersAreNone) {
+TEST_P(CpuKernelsTest, ANanAmongTheLogitsMakesTheStatisticsNan) {
   Floats logits(40, 1.0f), max(1), sum(1), weighted(1);
   logits[7] = std::numeric_limits<float>::quiet_NaN();
   kernels_->logit_statistics(
       {logits.data(), nullptr, 1, 40, max.data(), sum.data(), weighted.data()});
   EXPECT_TRUE(std::isnan(sum[0]));
+}
+
+TEST(ChooseCpuKernelsTest, FollowsWhatTheCpuHas) {
+  const auto names = [](const CpuFeatures& cpu) {
+    const CpuKernels kernels = ChooseCpuKernels(cpu);
+    return std::vector<std::string>{kernels.name, kernels.float_product.name,
+                                    kernels.bfloat16_product.name};
+  };
+  using Names = std::vector<std::string>;
+  EXPECT_EQ(names({}), (Names{"portable", "libtorch", "libtorch"}));
+#ifdef __x86_64__
+  EXPECT_EQ(names({.avx2 = true}), (Names{"avx2", "libtorch", "libtorch"}));
+  CpuFeatures cpu = {.avx2 = true, .avx512 = true};
+  EXPECT_EQ(names(cpu), (Names{"avx512", "avx512", "libtorch"}));
+  cpu.avx512_bf16 = true;
+  EXPECT_EQ(names(cpu), (Names{"avx512", "avx512", "avx512_bf16"}));
+  EXPECT_FALSE(ChooseCpuKernels(cpu).bfloat16_product.prefers_recompute);
+  cpu.amx = true;
+  EXPECT_EQ(names(cpu), (Names{"avx512", "avx512", "amx"}));
+  EXPECT_TRUE(ChooseCpuKernels(cpu).bfloat16_product.prefers_recompute);
+  EXPECT_FALSE(ChooseCpuKernels(cpu).float_product.prefers_recompute);
+  // On Intel's CPUs MKL is the fastest but for the tile registers.
+  cpu.intel = true;
+  EXPECT_EQ(names(cpu), (Names{"avx512", "libtorch", "amx"}));
+  cpu.amx = false;
+  EXPECT_EQ(names(cpu), (Names{"avx512", "libtorch", "libtorch"}));
+#endif
+}
+
+TEST(GetCpuKernelsTest, ReturnsTheTableThatWasSet) {
+  const char* const fastest = ChooseCpuKernels(DetectCpuFeatures()).name;
+  EXPECT_STREQ(GetCpuKernels().name, fastest);
+  UseCpuKernels(&kAtenKernels);
+  EXPECT_EQ(&GetCpuKernels(), &kAtenKernels);
+  EXPECT_EQ(GetCpuKernels().linear, nullptr);
+  UseCpuKernels(nullptr);
+  EXPECT_STREQ(GetCpuKernels().name, fastest);
 }
 
 }  // namespace

@@ -4,9 +4,6 @@
 
 namespace tandem::kernels {
 
-extern const CpuKernels kAvx2Kernels;
-const CpuKernels kAvx2Kernels = {"avx2",          Linear,        Attention,      RmsNorm,
-                                 RmsNormBackward, Rotary,        SwiGlu,         SwiGluBackward,
-                                 LogitStatistics, LogitGradient, LogitDivergence};
+const CpuKernels kAvx2Kernels = SimdKernels("avx2");
 
 }  // namespace tandem::kernels

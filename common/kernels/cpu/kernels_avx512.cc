@@ -4,9 +4,6 @@
 
 namespace tandem::kernels {
 
-extern const CpuKernels kAvx512Kernels;
-const CpuKernels kAvx512Kernels = {"avx512",        Linear,        Attention,      RmsNorm,
-                                   RmsNormBackward, Rotary,        SwiGlu,         SwiGluBackward,
-                                   LogitStatistics, LogitGradient, LogitDivergence};
+const CpuKernels kAvx512Kernels = SimdKernels("avx512");
 
 }  // namespace tandem::kernels

@@ -4,9 +4,6 @@
 
 namespace tandem::kernels {
 
-extern const CpuKernels kPortableKernels;
-const CpuKernels kPortableKernels = {"portable",      Linear,        Attention,      RmsNorm,
-                                     RmsNormBackward, Rotary,        SwiGlu,         SwiGluBackward,
-                                     LogitStatistics, LogitGradient, LogitDivergence};
+const CpuKernels kPortableKernels = SimdKernels("portable");
 
 }  // namespace tandem::kernels

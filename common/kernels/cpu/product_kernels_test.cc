@@ -1,15 +1,19 @@
-#include "common/kernels/cpu/product_kernels.h"
-
+// The product kernels against float64, and what happens without memory.
 #include <gtest/gtest.h>
+#include <sys/resource.h>
+#include <unistd.h>
 
 #include <cmath>
+#include <cstdio>
 #include <cstring>
 #include <limits>
+#include <new>
 #include <random>
 #include <string>
 #include <tuple>
-#include <type_traits>
 #include <vector>
+
+#include "common/kernels/cpu/cpu_kernels.h"
 
 namespace tandem::kernels {
 namespace {
@@ -35,7 +39,7 @@ double ToDouble(uint16_t number) {
   return value;
 }
 
-// A factor [rows, columns].
+// A factor [rows, columns] with random numbers.
 template <typename Number>
 class Matrix {
  public:
@@ -65,38 +69,50 @@ class Matrix {
   std::vector<Number> numbers_;
 };
 
+// One struct per kernel: the features that it is chosen for, and whether a CPU has them.
 struct Avx512 {
-  using Number = float;
-  static FloatProduct Find() { return FindFloatProduct("avx512"); }
+  static constexpr char kName[] = "avx512";
+  static ProductKernel<float> Find() { return ChooseCpuKernels({.avx512 = true}).float_product; }
+  static bool IsIn(const CpuFeatures& cpu) { return cpu.avx512; }
 };
 struct Amx {
-  using Number = uint16_t;
-  static Bfloat16Product Find() { return FindBfloat16Product("amx"); }
+  static constexpr char kName[] = "amx";
+  static ProductKernel<uint16_t> Find() {
+    return ChooseCpuKernels({.avx512 = true, .amx = true}).bfloat16_product;
+  }
+  static bool IsIn(const CpuFeatures& cpu) { return cpu.avx512 && cpu.amx; }
 };
 struct Avx512Bfloat16 {
-  using Number = uint16_t;
-  static Bfloat16Product Find() { return FindBfloat16Product("avx512_bf16"); }
+  static constexpr char kName[] = "avx512_bf16";
+  static ProductKernel<uint16_t> Find() {
+    return ChooseCpuKernels({.avx512 = true, .avx512_bf16 = true}).bfloat16_product;
+  }
+  static bool IsIn(const CpuFeatures& cpu) { return cpu.avx512 && cpu.avx512_bf16; }
 };
+
+template <typename Number>
+Number NumberOf(const ProductKernel<Number>&);
 
 template <typename Kernel>
 class ProductKernelsTest : public testing::Test {
  protected:
-  using Factor = Matrix<typename Kernel::Number>;
+  using Factor = Matrix<decltype(NumberOf(Kernel::Find()))>;
 
   void SetUp() override {
-    if (multiply_ == nullptr) GTEST_SKIP() << "this CPU has no such instructions";
+    if (!Kernel::IsIn(DetectCpuFeatures())) GTEST_SKIP() << "this CPU has no " << Kernel::kName;
+    ASSERT_STREQ(kernel_.name, Kernel::kName);
   }
 
   // [m, n]
   Floats Multiply(const Factor& a, const Factor& b, int64_t m, int64_t n, int64_t k,
                   bool accumulate = false) const {
     Floats product(static_cast<size_t>(m * n), kBefore);
-    multiply_({a.data(), a.row_stride(), a.column_stride(), b.data(), b.row_stride(),
-               b.column_stride(), product.data(), n, m, n, k, accumulate});
+    kernel_.multiply({a.data(), a.row_stride(), a.column_stride(), b.data(), b.row_stride(),
+                      b.column_stride(), product.data(), n, m, n, k, accumulate});
     return product;
   }
 
-  // Of at most 2,100 rounded additions.
+  // The tolerance is that of at most 2,100 rounded additions.
   void CheckAgainstDouble(bool a_transposed, bool b_transposed, bool accumulate) const {
     for (const auto& [m, n, k] :
          {std::tuple{1, 1, 1}, {33, 50, 1024}, {70, 100, 40}, {16, 16, 32}, {300, 37, 2100}}) {
@@ -116,15 +132,14 @@ class ProductKernelsTest : public testing::Test {
     }
   }
 
-  const decltype(Kernel::Find()) multiply_ = Kernel::Find();
+  const decltype(Kernel::Find()) kernel_ = Kernel::Find();
 };
 
 class KernelNames {
  public:
   template <typename Kernel>
   static std::string GetName(int) {
-    if (std::is_same_v<Kernel, Avx512>) return "Avx512";
-    return std::is_same_v<Kernel, Amx> ? "Amx" : "Avx512Bfloat16";
+    return Kernel::kName;
   }
 };
 using AllKernels = testing::Types<Avx512, Amx, Avx512Bfloat16>;
@@ -151,7 +166,7 @@ TYPED_TEST(ProductKernelsTest, BitsOfAnEntryDependOnItsRowAndColumnAlone) {
   }
 }
 
-TYPED_TEST(ProductKernelsTest, WhatIsNotFiniteStaysSo) {
+TYPED_TEST(ProductKernelsTest, InfinitiesAndNansReachTheirRows) {
   typename TestFixture::Factor a(3, 40, false, 1);
   const typename TestFixture::Factor b(40, 3, false, 2);
   a.Set(0, 7, std::numeric_limits<float>::infinity());
@@ -164,6 +179,55 @@ TYPED_TEST(ProductKernelsTest, ASumOfNothingIsZero) {
   const typename TestFixture::Factor a(2, 1, false, 1), b(1, 3, false, 2);
   EXPECT_EQ(this->Multiply(a, b, 2, 3, 0), Floats(6, 0.0f));
   EXPECT_EQ(this->Multiply(a, b, 2, 3, 0, /*accumulate=*/true), Floats(6, kBefore));
+}
+
+// Refuses memory beyond what the process has, and takes what its allocator keeps free.
+void LimitMemoryToNow() {
+  long pages = 0;
+  std::FILE* const file = std::fopen("/proc/self/statm", "r");
+  if (file == nullptr || std::fscanf(file, "%ld", &pages) != 1) std::_Exit(3);
+  std::fclose(file);
+  const auto bytes = static_cast<rlim_t>(pages * sysconf(_SC_PAGESIZE));
+  const rlimit limit = {.rlim_cur = bytes, .rlim_max = RLIM_INFINITY};
+  if (setrlimit(RLIMIT_AS, &limit) != 0) std::_Exit(4);
+  for (size_t size = size_t{1} << 26; size >= 1024;) {
+    void* volatile kept = std::malloc(size);
+    if (kept == nullptr) size /= 2;
+  }
+}
+
+void AllowMemory() {
+  const rlimit limit = {.rlim_cur = RLIM_INFINITY, .rlim_max = RLIM_INFINITY};
+  if (setrlimit(RLIMIT_AS, &limit) != 0) std::_Exit(5);
+}
+
+TYPED_TEST(ProductKernelsTest, WithoutMemoryItThrowsAndCanBeCalledAgain) {
+#ifdef __SANITIZE_ADDRESS__
+  GTEST_SKIP() << "the address sanitizer's allocator ends the process instead";
+#endif
+  GTEST_FLAG_SET(death_test_style, "fast");
+  const int64_t size = 700;
+  const typename TestFixture::Factor a(size, size, false, 1), b(size, size, false, 2);
+  Floats product(static_cast<size_t>(size * size));
+  const auto multiply = [&] {
+    this->kernel_.multiply({a.data(), a.row_stride(), a.column_stride(), b.data(), b.row_stride(),
+                            b.column_stride(), product.data(), size, size, size, size, false});
+  };
+  EXPECT_EXIT(
+      {
+        LimitMemoryToNow();
+        bool thrown = false;
+        try {
+          multiply();
+        } catch (const std::bad_alloc&) {
+          thrown = true;
+        }
+        AllowMemory();
+        if (!thrown) std::_Exit(1);
+        multiply();
+        std::_Exit(product == this->Multiply(a, b, size, size, size) ? 0 : 2);
+      },
+      testing::ExitedWithCode(0), "");
 }
 
 }  // namespace

@@ -1,11 +1,11 @@
-// The kernels of cpu_kernels.h over vectors of TANDEM_SIMD_WIDTH floats. Included by one source
-// file per instruction set. Everything is in an unnamed namespace and nothing of the standard
-// library is instantiated: an inline function compiled for AVX-512 must not end up in code that
-// runs elsewhere.
+// The float32 kernels of cpu_kernels.h on vectors of TANDEM_SIMD_WIDTH floats. Included by one
+// source file per instruction set. Everything is in an unnamed namespace and nothing of the
+// standard library is instantiated: an inline function compiled for AVX-512 must not end up in code
+// that runs elsewhere.
 #include <cstdint>
 #include <utility>  // integer_sequence: types only, no code
 
-#include "common/kernels/cpu/cpu_kernels.h"
+#include "common/kernels/cpu/instruction_sets.h"
 #include "common/kernels/cpu/unroll.h"
 
 #ifndef TANDEM_SIMD_WIDTH
@@ -15,7 +15,7 @@
 #define TANDEM_INLINE inline __attribute__((always_inline))
 #define TANDEM_INLINE_LAMBDA __attribute__((always_inline))
 
-// NOLINTBEGIN(misc-definitions-in-headers): text for one source file an instruction set.
+// NOLINTBEGIN(misc-definitions-in-headers): text for one source file per instruction set.
 namespace tandem::kernels {
 namespace {
 
@@ -33,13 +33,14 @@ TANDEM_INLINE Vec Load(const float* p) { return *reinterpret_cast<const Vec*>(p)
 TANDEM_INLINE void Store(float* p, Vec v) { *reinterpret_cast<Vec*>(p) = v; }
 TANDEM_INLINE Vec Splat(float x) { return Vec{} + x; }
 
-// Lane i of the four shuffles that Sum4 adds up: indices beyond kWidth are of the second vector.
+// Source of lane i in the four shuffles that Sum4 adds up: indices from kWidth on are lanes of the
+// second vector.
 constexpr int EvenLane(int i) { return (i & ~1) + ((i & 1) ? kWidth : 0); }
 constexpr int OddLane(int i) { return (i | 1) + ((i & 1) ? kWidth : 0); }
 constexpr int LowLane(int i) { return (i & ~3) + (i & 1) + ((i & 2) ? kWidth : 0); }
 constexpr int HighLane(int i) { return LowLane(i) + 2; }
 
-// Sums of four vectors at once, each by the same tree.
+// Returns the sums of four vectors, each added up by the same tree.
 template <int... I>
 TANDEM_INLINE Vec4 Sum4Lanes(Vec a, Vec b, Vec c, Vec d, std::integer_sequence<int, I...>) {
   const Vec ab =
@@ -82,8 +83,8 @@ TANDEM_INLINE Vec Exp(Vec x) {
 
 TANDEM_INLINE float Exp1(float x) { return Exp(Splat(x))[0]; }
 
-// totals[r][o] = sum_k x[r][k] w[o * w_stride + k]. Each sum has its own vector accumulator, the
-// tree of Sum4, then the tail: the same steps in every tile shape.
+// totals[r][o] = sum_k x[r][k] w[o * w_stride + k]. Each sum is a vector accumulator, then the tree
+// of Sum4, then the tail: the same steps in every shape of tile.
 template <int R, int O>
 TANDEM_INLINE void DotTile(const float* const* x, const float* w, int64_t w_stride, int64_t n,
                            Vec4* totals) {
@@ -156,8 +157,9 @@ TANDEM_INLINE void StoreTile(const LinearArgs& a, int64_t row, int64_t rows, int
   }
 }
 
-// The side with the smaller tiles streams from the second-level cache, tile by tile, past a tile of
-// the other side in the first. Few rows stay in the first while all weights stream by.
+// The operand with the smaller tiles streams from the second-level cache, tile by tile, past a tile
+// of the other operand in the first-level cache. Few rows stay in the first-level cache while all
+// weights stream past.
 void Linear(const LinearArgs& a) {
   constexpr int64_t kFirstLevelFloats = 8 * 1024, kSecondLevelFloats = 64 * 1024;
   const int64_t in = Max(a.in, 1);
@@ -169,7 +171,7 @@ void Linear(const LinearArgs& a) {
     const int64_t tiles = (count + kRows - 1) / kRows;
     for (int64_t o0 = a.out_begin; o0 < a.out_end; o0 += block_outs) {
       const int64_t o_end = Min(o0 + block_outs, a.out_end);
-      for (int64_t tile = 0; tile < tiles; ++tile) {  // of equal sizes: a small one is slow
+      for (int64_t tile = 0; tile < tiles; ++tile) {  // equal tiles: a small one is slow
         const int64_t row = row0 + tile * count / tiles;
         const int64_t rows = row0 + (tile + 1) * count / tiles - row;
         const float* x[kRows];
@@ -267,7 +269,7 @@ void Attention(const AttentionArgs& a) {
       queries.sum[i] = 0;
       for (int64_t d = 0; d < a.head_dim; ++d) queries.out[i][d] = 0;
     }
-    const int64_t num_keys = queries.num_keys[queries.count - 1];  // the latest row sees the most
+    const int64_t num_keys = queries.num_keys[queries.count - 1];  // the last row has the most
     for (int64_t begin = 0; begin < num_keys; begin += kBlock) {
       AttendBlock(a, queries, begin, Min(kBlock, num_keys - begin));
     }
@@ -349,7 +351,7 @@ TANDEM_INLINE Vec ExpMinus(Vec x) {
   return Exp(negated > Splat(88.0f) ? Splat(88.0f) : negated);
 }
 
-// The first `count` <= kWidth lanes; the rest of what is loaded is 0.
+// LoadSome and StoreSome move the first `count` <= kWidth lanes; LoadSome sets the others to 0.
 TANDEM_INLINE Vec LoadSome(const float* p, int64_t count) {
   if (count == kWidth) return Load(p);
   Vec v = {};
@@ -403,7 +405,8 @@ TANDEM_INLINE float MaxOfRow(const float* z, float scale, int64_t width) {
   return max;
 }
 
-// z scale - max of the last `count` logits of a row; the exponential of the other lanes is 0.
+// Returns z scale - max for the last `count` logits of a row; the exponential of the other lanes is
+// 0.
 TANDEM_INLINE Vec LastBelow(const float* z, float scale, float max, int64_t count) {
   Vec d = LoadSome(z, count) * scale - max;
   for (int64_t i = count; i < kWidth; ++i) d[i] = -100.0f;
@@ -430,14 +433,14 @@ void LogitStatistics(const LogitStatisticsArgs& a) {
   }
 }
 
-// Rounded to the nearest bf16, ties to even.
+// Rounds to the nearest bf16, ties to even.
 TANDEM_INLINE ShortVec ToBfloat16(Vec v) {
   const IVec bits = reinterpret_cast<const IVec&>(v);
   return __builtin_convertvector((bits + 0x7fff + ((bits >> 16) & 1)) >> 16, ShortVec);
 }
 
-// Writes the gradient of `count` logits from the j-th of the row z on, never beyond what has been
-// read of it.
+// Writes the gradient of `count` logits of the row z, from the j-th on. In bf16 it overwrites only
+// logits that have been read.
 template <bool kBfloat16>
 TANDEM_INLINE void StoreGradient(float* z, int64_t j, Vec dz, int64_t count) {
   if constexpr (kBfloat16) {
@@ -471,82 +474,90 @@ void LogitGradient(const LogitGradientArgs& a) {
   }
 }
 
-// A row of both models: p_j = exp(z_j scale - max) / sum, and so q of the junior's. The mean of
-// their log-ratio needs no normalisation: it is that of (z_j scale - max) - (z'_j scale - max').
 template <bool kForward>
-struct DivergenceRow {
-  explicit DivergenceRow(const LogitDivergenceArgs& a, int64_t row)
-      : z(a.logits + row * a.width),
-        junior(a.junior_logits + row * a.width),
-        width(a.width),
-        scale(a.scales == nullptr ? 1.0f : a.scales[row]),
-        max(MaxOfRow(z, scale, width)),
-        junior_max(MaxOfRow(junior, scale, width)) {}
-
-  // The divergence; fills what the gradient needs. Sums in float32 are kept short.
-  TANDEM_INLINE double Divergence() {
-    constexpr int64_t kColumns = 2048;
-    double moment = 0;
-    for (int64_t begin = 0; begin < width; begin += kColumns) {
-      const int64_t end = Min(begin + kColumns, width), whole = end - (end - begin) % kWidth;
-      Vec e = {}, junior_e = {}, weighted = {};
-      const auto add = [&](Vec d, Vec junior_d) TANDEM_INLINE_LAMBDA {
-        const Vec p = Exp(d), q = Exp(junior_d);
-        e += p;
-        junior_e += q;
-        weighted += kForward ? q * (junior_d - d) : p * (d - junior_d);
-      };
-      for (int64_t j = begin; j < whole; j += kWidth) {
-        add(Load(z + j) * scale - max, Load(junior + j) * scale - junior_max);
-      }
-      if (whole < end) {
-        add(LastBelow(z + whole, scale, max, end - whole),
-            LastBelow(junior + whole, scale, junior_max, end - whole));
-      }
-      sum += Sum(e);
-      junior_sum += Sum(junior_e);
-      moment += Sum(weighted);
+TANDEM_INLINE void DivergenceStatisticsRow(const DivergenceStatisticsArgs& a, int64_t row) {
+  const float* const z = a.logits + row * a.width;
+  const float* const junior = a.junior_logits + row * a.width;
+  const float scale = a.scales == nullptr ? 1.0f : a.scales[row];
+  const float max = MaxOfRow(z, scale, a.width), junior_max = MaxOfRow(junior, scale, a.width);
+  constexpr int64_t kColumns = 2048;  // sums in float32 are kept short
+  double sum = 0, junior_sum = 0, moment = 0;
+  for (int64_t begin = 0; begin < a.width; begin += kColumns) {
+    const int64_t end = Min(begin + kColumns, a.width), whole = end - (end - begin) % kWidth;
+    Vec e = {}, junior_e = {}, weighted = {};
+    const auto add = [&](Vec d, Vec junior_d) TANDEM_INLINE_LAMBDA {
+      const Vec p = Exp(d), q = Exp(junior_d);
+      e += p;
+      junior_e += q;
+      weighted += kForward ? q * (junior_d - d) : p * (d - junior_d);
+    };
+    for (int64_t j = begin; j < whole; j += kWidth) {
+      add(Load(z + j) * scale - max, Load(junior + j) * scale - junior_max);
     }
-    mean = moment / (kForward ? junior_sum : sum);
-    return mean + __builtin_log(kForward ? sum / junior_sum : junior_sum / sum);
-  }
-
-  template <bool kBfloat16>
-  TANDEM_INLINE void Gradient(float gradient_scale) const {
-    const auto factor = static_cast<float>(static_cast<double>(gradient_scale * scale) / sum);
-    const auto ratio = static_cast<float>(sum / junior_sum), average = static_cast<float>(mean);
-    for (int64_t j = 0; j < width; j += kWidth) {
-      const int64_t count = Min(kWidth, width - j);
-      const Vec d = LoadSome(z + j, count) * scale - max;
-      const Vec junior_d = LoadSome(junior + j, count) * scale - junior_max;
-      const Vec dz = kForward ? Exp(d) - Exp(junior_d) * ratio : Exp(d) * (d - junior_d - average);
-      StoreGradient<kBfloat16>(z, j, dz * factor, count);
+    if (whole < end) {
+      add(LastBelow(z + whole, scale, max, end - whole),
+          LastBelow(junior + whole, scale, junior_max, end - whole));
     }
+    sum += Sum(e);
+    junior_sum += Sum(junior_e);
+    moment += Sum(weighted);
   }
+  a.max[row] = max;
+  a.junior_max[row] = junior_max;
+  a.sum[row] = sum;
+  a.junior_sum[row] = junior_sum;
+  a.moment[row] = moment;
+}
 
-  float* const z;
-  const float* const junior;
-  const int64_t width;
-  const float scale, max, junior_max;
-  double sum = 0, junior_sum = 0, mean = 0;
-};
-
-template <bool kForward>
-void LogitDivergences(const LogitDivergenceArgs& a) {
+void DivergenceStatistics(const DivergenceStatisticsArgs& a) {
   for (int64_t row = 0; row < a.rows; ++row) {
-    DivergenceRow<kForward> both(a, row);
-    a.divergences[row] = both.Divergence();
-    if (!a.gradient) continue;
+    a.forward ? DivergenceStatisticsRow<true>(a, row) : DivergenceStatisticsRow<false>(a, row);
+  }
+}
+
+template <bool kForward, bool kBfloat16>
+TANDEM_INLINE void DivergenceGradientRow(const DivergenceGradientArgs& a, int64_t row) {
+  float* const z = a.logits + row * a.width;
+  const float* const junior = a.junior_logits + row * a.width;
+  const float scale = a.scales == nullptr ? 1.0f : a.scales[row];
+  const float max = a.max[row], junior_max = a.junior_max[row];
+  const float factor = a.factors[row], offset = a.offsets[row];
+  for (int64_t j = 0; j < a.width; j += kWidth) {
+    const int64_t count = Min(kWidth, a.width - j);
+    const Vec d = LoadSome(z + j, count) * scale - max;
+    const Vec junior_d = LoadSome(junior + j, count) * scale - junior_max;
+    const Vec dz = kForward ? Exp(d) - Exp(junior_d) * offset : Exp(d) * (d - junior_d - offset);
+    StoreGradient<kBfloat16>(z, j, dz * factor, count);
+  }
+}
+
+void DivergenceGradient(const DivergenceGradientArgs& a) {
+  for (int64_t row = 0; row < a.rows; ++row) {
     if (a.bfloat16) {
-      both.template Gradient<true>(a.gradient_scale);
+      a.forward ? DivergenceGradientRow<true, true>(a, row)
+                : DivergenceGradientRow<false, true>(a, row);
     } else {
-      both.template Gradient<false>(a.gradient_scale);
+      a.forward ? DivergenceGradientRow<true, false>(a, row)
+                : DivergenceGradientRow<false, false>(a, row);
     }
   }
 }
 
-void LogitDivergence(const LogitDivergenceArgs& a) {
-  a.forward ? LogitDivergences<true>(a) : LogitDivergences<false>(a);
+// The table entries that this file defines. A constant expression: the tables are ready before any
+// static object asks for them.
+constexpr CpuKernels SimdKernels(const char* name) {
+  return {.name = name,
+          .linear = Linear,
+          .attention = Attention,
+          .rms_norm = RmsNorm,
+          .rms_norm_backward = RmsNormBackward,
+          .rotary = Rotary,
+          .swiglu = SwiGlu,
+          .swiglu_backward = SwiGluBackward,
+          .logit_statistics = LogitStatistics,
+          .logit_gradient = LogitGradient,
+          .divergence_statistics = DivergenceStatistics,
+          .divergence_gradient = DivergenceGradient};
 }
 
 }  // namespace

@@ -1,5 +1,5 @@
-// Before a loop over the vectors of a block: an array stays in registers only where every index is
-// a constant.
+// TANDEM_UNROLL stands before a loop over an array of vectors, which stays in registers only if
+// every index is a constant.
 #ifndef TANDEM_COMMON_KERNELS_CPU_UNROLL_H_
 #define TANDEM_COMMON_KERNELS_CPU_UNROLL_H_
 

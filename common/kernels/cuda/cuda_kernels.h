@@ -1,4 +1,6 @@
-// CUDA kernels behind common/ops: raw device pointers and a stream, no torch header.
+// CUDA kernels of the fused output loss: raw device pointers and a stream, no torch header. Each
+// function returns the error of the launch; errors of the kernel itself surface at the next
+// synchronisation.
 #ifndef TANDEM_COMMON_KERNELS_CUDA_CUDA_KERNELS_H_
 #define TANDEM_COMMON_KERNELS_CUDA_CUDA_KERNELS_H_
 
@@ -8,13 +10,7 @@
 
 namespace tandem::kernels {
 
-// y = x / sqrt(mean(x^2) + eps) * w for `rows` contiguous rows of `width` floats; one block a row,
-// so that a row's numbers do not depend on how many others there are. y may be x.
-// Returns what launching returned; errors of the kernel itself surface at the next synchronisation.
-cudaError_t RmsNormCuda(const float* x, const float* w, float* y, int64_t rows, int64_t width,
-                        float eps, cudaStream_t stream);
-
-// As LogitStatisticsArgs of cpu_kernels.h, with the logit of each row's label.
+// LogitStatisticsArgs of cpu_kernels.h, with the logit of each row's label.
 struct LogitStatisticsCudaArgs {
   const float* logits;  // [rows, width]
   const float* scales;  // [rows], or nullptr for 1
@@ -25,11 +21,11 @@ struct LogitStatisticsCudaArgs {
   float* max;  // [rows]
   float* sum;
   float* weighted;
-  float* label;  // scaled; 0 where the tile does not hold it
+  float* label;  // scaled; 0 where the label is not among the columns
 };
 cudaError_t LogitStatisticsCuda(const LogitStatisticsCudaArgs& args, cudaStream_t stream);
 
-// As LogitGradientArgs of cpu_kernels.h, and at_label more at each row's label.
+// LogitGradientArgs of cpu_kernels.h, with `at_label` added at each row's label.
 struct LogitGradientCudaArgs {
   float* logits;  // [rows, width]
   const float* scales;

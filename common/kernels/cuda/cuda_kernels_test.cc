@@ -49,29 +49,7 @@ class DeviceArray {
 };
 using DeviceFloats = DeviceArray<float>;
 
-TEST_F(CudaKernelsTest, RmsNormMatchesDouble) {
-  std::mt19937 generator(1);
-  std::normal_distribution<float> normal;
-  for (const int64_t width : {1, 31, 256, 1000}) {
-    const int64_t rows = 5;
-    std::vector<float> x(rows * width), w(width);
-    for (float& value : x) value = normal(generator);
-    for (float& value : w) value = normal(generator);
-    const DeviceFloats dx(x), dw(w), dy(std::vector<float>(x.size()));
-    ASSERT_EQ(RmsNormCuda(dx.get(), dw.get(), dy.get(), rows, width, 1e-5f, nullptr), cudaSuccess);
-    const std::vector<float> y = dy.Read();
-    for (int64_t row = 0; row < rows; ++row) {
-      double squares = 0;
-      for (int64_t k = 0; k < width; ++k) squares += std::pow(double{x[row * width + k]}, 2);
-      for (int64_t k = 0; k < width; ++k) {
-        const double expected = x[row * width + k] / std::sqrt(squares / width + 1e-5) * w[k];
-        ASSERT_NEAR(y[row * width + k], expected, 1e-5);
-      }
-    }
-  }
-}
-
-// Rows of a label inside the tile, before it and behind it.
+// The labels of the three rows are inside, before and behind the columns.
 TEST_F(CudaKernelsTest, LogitStatisticsAndGradientMatchDouble) {
   std::mt19937 generator(2);
   std::normal_distribution<float> normal(0, 8);

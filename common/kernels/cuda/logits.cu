@@ -8,8 +8,8 @@ namespace {
 constexpr int kThreads = 256;
 constexpr int kWarps = kThreads / 32;
 
-// max, sum exp(z - max) and sum exp(z - max)(z - max) of some of a row's logits; sum is 0 of none.
-// A logit that is no number makes the sum none.
+// max, sum exp(z - max) and sum exp(z - max) (z - max) over some logits of a row; the sum over no
+// logits is 0. A NaN among the logits makes the sum NaN.
 struct Statistics {
   float max, sum, weighted;
 
@@ -34,7 +34,7 @@ __device__ Statistics Shuffled(const Statistics& s, int offset) {
           __shfl_xor_sync(0xffffffffu, s.weighted, offset)};
 }
 
-// One block a row.
+// Runs one block per row.
 __global__ void LogitStatisticsKernel(LogitStatisticsCudaArgs a) {
   const int64_t row = blockIdx.x;
   const float* z = a.logits + row * a.width;
@@ -56,8 +56,8 @@ __global__ void LogitStatisticsKernel(LogitStatisticsCudaArgs a) {
   a.label[row] = column >= 0 && column < a.width ? z[column] * scale : 0.0f;
 }
 
-// One block a row. In bf16 a logit's place is written only after everybody has read as far: what is
-// written lies in the half that has been read.
+// Runs one block per row. In bf16 the gradient overwrites the first half of the row: every thread
+// has read its logit before any thread writes.
 __global__ void LogitGradientKernel(LogitGradientCudaArgs a) {
   const int64_t row = blockIdx.x;
   float* z = a.logits + row * a.width;

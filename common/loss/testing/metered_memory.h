@@ -1,4 +1,4 @@
-// For tests: counts every allocation of the tensor library.
+// Counts the allocations of libtorch, for tests.
 #ifndef TANDEM_COMMON_LOSS_TESTING_METERED_MEMORY_H_
 #define TANDEM_COMMON_LOSS_TESTING_METERED_MEMORY_H_
 
@@ -12,7 +12,7 @@
 
 namespace tandem::loss {
 
-// The default allocator of the CPU, with a meter.
+// Forwards to another allocator, and counts live bytes and their peak.
 class MeteredAllocator : public c10::Allocator {
  public:
   explicit MeteredAllocator(c10::Allocator* inner) : inner_(inner) {}
@@ -49,11 +49,11 @@ class MeteredAllocator : public c10::Allocator {
   int64_t peak_ = 0;
 };
 
-// Meters everything that is allocated while it lives.
+// Counts everything that is allocated during its lifetime.
 class MeteredMemory {
  public:
   MeteredMemory() : before_(c10::GetCPUAllocator()) {
-    // Never destroyed: tensors may outlive the test.
+    // The allocator is never destroyed: tensors may outlive the test.
     static auto* const meter = new MeteredAllocator(before_);
     meter_ = meter;
     c10::SetCPUAllocator(meter_, /*priority=*/1);

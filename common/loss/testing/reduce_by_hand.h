@@ -1,4 +1,4 @@
-// For tests of what several evaluators report together.
+// Functions for tests of the reports of several evaluators.
 #ifndef TANDEM_COMMON_LOSS_TESTING_REDUCE_BY_HAND_H_
 #define TANDEM_COMMON_LOSS_TESTING_REDUCE_BY_HAND_H_
 
@@ -15,11 +15,11 @@
 
 namespace tandem::loss {
 
-// Calls Reduce of each with the sums and maxima of all.
+// Calls Reduce of each evaluator with the sums and maxima over all of them.
 template <typename Evaluator>
 void ReduceByHand(std::vector<Evaluator>& evaluators) {
   std::vector<double> all_sums, all_maxima;
-  for (Evaluator seen : evaluators) {  // a copy: it only shows its numbers
+  for (Evaluator seen : evaluators) {  // a copy, to read its numbers
     const auto add = [&](absl::Span<double> sums, absl::Span<double> maxima) {
       all_sums.resize(sums.size(), 0.0);
       all_maxima.resize(maxima.size(), -INFINITY);
@@ -41,7 +41,7 @@ void ReduceByHand(std::vector<Evaluator>& evaluators) {
   }
 }
 
-// Every number of a struct and the structs in it, in their order.
+// Returns all numbers of a struct and of the structs in it, in their order.
 template <typename T>
 std::vector<double> NumbersOf(const T& value) {
   if constexpr (!struct_bytes::Struct<T>) {
@@ -56,7 +56,7 @@ std::vector<double> NumbersOf(const T& value) {
   }
 }
 
-// Up to the order in which sums were taken; a metric that is added later is compared too.
+// Expects equal metrics, up to the order of sums. All fields are compared, future ones too.
 template <typename Metrics>
 void ExpectSameMetrics(const Metrics& actual, const Metrics& expected) {
   const std::vector<double> numbers = NumbersOf(actual), wanted = NumbersOf(expected);

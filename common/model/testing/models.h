@@ -7,11 +7,20 @@
 #include <nlohmann/json.hpp>
 #include <string>
 #include <utility>
+#include <vector>
 
+#include "common/model/family.h"
 #include "common/model/model.h"
 #include "common/model/model_config.h"
 
 namespace tandem {
+
+// The model_type of every family.
+inline std::vector<std::string> EveryFamily() {
+  std::vector<std::string> names;
+  for (const Family* family : Families()) names.push_back(family->model_type());
+  return names;
+}
 
 // A config.json with grouped heads and head_dim != hidden / heads. `changes` are merged in.
 inline nlohmann::json TinyConfigJson(const std::string& model_type = "llama",

@@ -9,11 +9,11 @@
 
 #include "absl/status/statusor.h"
 #include "common/model/testing/tiny_model_dir.h"
-#include "common/parallel/communicator.h"
 #include "common/parallel/megatron_options.h"
-#include "common/parallel/rank_agreement.h"
 #include "common/parallel/testing/same_training.h"
 #include "common/parallel/testing/tiny_kinds.h"
+#include "common/ranks/communicator.h"
+#include "common/ranks/rank_agreement.h"
 
 namespace tandem::parallel {
 
@@ -41,18 +41,16 @@ inline std::string LayoutName(const testing::TestParamInfo<MegatronLayout>& info
   return info.param.name;
 }
 
-// Of five layers, which two or four parts do not share out evenly.
+// Writes a model of five layers and a vocabulary of 61 rows: neither divides by two or four.
 inline void WriteLayoutModel(const std::string& directory, const TinyKind& kind = {}) {
-  WriteTinyModel(directory, 3,
-                 {{"num_hidden_layers", 5},
-                  {"vocab_size", 64},
-                  {"intermediate_size", 40},
-                  {"tie_word_embeddings", kind.tied}},
-                 kind.family);
+  WriteTinyModel(
+      directory, 3,
+      {{"num_hidden_layers", 5}, {"intermediate_size", 40}, {"tie_word_embeddings", kind.tied}},
+      kind.family);
 }
 
-// With a larger rate, or where Adam blows up gradients that are rounding errors, five layers make
-// curves of their own of any two orders of addition.
+// An optimizer under which five layers train alike for any order of addition: its rate is small,
+// and its epsilon keeps Adam from scaling up gradients that are rounding errors.
 inline OptimizerOptions SteadyOptimizer() {
   OptimizerOptions options = FastOptimizer();
   options.learning_rate = 1e-3;
@@ -60,14 +58,15 @@ inline OptimizerOptions SteadyOptimizer() {
   return options;
 }
 
-// Of a number that no replicas and no stages share out evenly.
+// A number of micro-batches that two replicas or stages do not divide.
 inline constexpr int64_t kMicroBatches = 3;
 
-// What rank 0 computes, on every rank.
+// Runs `compute` on rank 0 and returns its result on every rank.
 template <typename Compute>
-auto SayOfRankZero(Communicator& ranks, const Compute& compute) -> decltype(compute()) {
+auto ComputeOnRankZero(ranks::Communicator& ranks, const Compute& compute) -> decltype(compute()) {
   using Result = decltype(compute());
-  return FromRankZero<Result>(ranks, [&] { return absl::StatusOr<Result>(compute()); }).value();
+  return ranks::FromRankZero<Result>(ranks, [&] { return absl::StatusOr<Result>(compute()); })
+      .value();
 }
 
 }  // namespace tandem::parallel

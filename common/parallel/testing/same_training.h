@@ -1,4 +1,4 @@
-// For tests: whether two strategies train alike.
+// For tests: expects that two strategies train alike.
 #ifndef TANDEM_COMMON_PARALLEL_TESTING_SAME_TRAINING_H_
 #define TANDEM_COMMON_PARALLEL_TESTING_SAME_TRAINING_H_
 
@@ -16,7 +16,7 @@ namespace tandem::parallel {
 
 inline constexpr double kTolerance = 1e-5;  // relative, in float32
 
-// Which makes parameters move, clips and decays.
+// An optimizer that moves parameters far, clips and decays.
 inline OptimizerOptions FastOptimizer() {
   OptimizerOptions options;
   options.learning_rate = 1e-2;

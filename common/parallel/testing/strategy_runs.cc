@@ -28,7 +28,7 @@ Sequences MicroBatch(const Model& model, int64_t index, uint64_t seed) {
       at::detail::createCPUGenerator(seed * 1000 + static_cast<uint64_t>(index));
   Sequences sequences;
   for (const int64_t length : {3 + index, int64_t{9}, 2 + 4 * (index % 3)}) {
-    const at::Tensor tokens = at::randint(0, model.config().vocab_size, {length}, generator,
+    const at::Tensor tokens = at::randint(0, model.num_token_ids(), {length}, generator,
                                           at::TensorOptions().dtype(at::kLong));
     sequences.emplace_back(tokens.const_data_ptr<int64_t>(),
                            tokens.const_data_ptr<int64_t>() + length);
@@ -36,7 +36,7 @@ Sequences MicroBatch(const Model& model, int64_t index, uint64_t seed) {
   return sequences;
 }
 
-// Every token but the first of a sequence is predicted.
+// Returns the rows that predict every token but the first of a sequence.
 loss::OutputRows RowsOf(const Sequences& sequences) {
   loss::OutputRows rows;
   int64_t offset = 0;
@@ -62,15 +62,15 @@ at::Tensor Positions(const loss::OutputRows& rows) { return at::tensor(rows.posi
 
 std::unique_ptr<loss::LinearCrossEntropyLoss> CrossEntropy(Strategy& strategy) {
   const OutputShard output = strategy.output_shard();
-  return loss::LinearCrossEntropyLoss::Create(output.weight, {}, {.group = output.group}).value();
+  return loss::LinearCrossEntropyLoss::Create(output.weight, {.vocabulary = output.vocabulary})
+      .value();
 }
 
-// Adds to `sum`, a mean over `rows_of_batch`.
+// Adds the loss to `sum`, as a summand of the mean over `rows_of_batch`.
 absl::StatusOr<at::Tensor> LmLoss(Strategy& strategy, const loss::OutputRows& rows,
                                   const at::Tensor& hidden, double rows_of_batch, double& sum) {
   loss::OutputGradients gradients = {.hidden = at::zeros_like(hidden.detach()),
-                                     .weight = strategy.Gradient(strategy.model().lm_head_name()),
-                                     .bias = {}};
+                                     .weight = strategy.OutputGradient()};
   const absl::Status status = CrossEntropy(strategy)->ForwardBackward(
       hidden.detach(), rows,
       [&](int64_t, absl::Span<const double> logprobs, absl::Span<const double>,

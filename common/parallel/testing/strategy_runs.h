@@ -1,4 +1,4 @@
-// Training of a tiny model under any strategy, for comparing them.
+// For tests: trains a tiny model under any strategy, to compare strategies.
 #ifndef TANDEM_COMMON_PARALLEL_TESTING_STRATEGY_RUNS_H_
 #define TANDEM_COMMON_PARALLEL_TESTING_STRATEGY_RUNS_H_
 
@@ -11,7 +11,7 @@
 
 namespace tandem::parallel {
 
-// Loads `directory` for training. Aborts on an error, as all of these do.
+// Loads the model in `directory` for training. All functions here abort on an error.
 void Prepare(Strategy& strategy, const std::string& directory, const LoadOptions& load = {},
              const OptimizerOptions& optimizer = {});
 
@@ -21,16 +21,16 @@ struct StepNumbers {
   double grad_norm = 0;
 };
 
-// One step on the batch of `seed`: `micro_batches` of sequences of different lengths; the mean
-// cross-entropy of a language model, or squared error of a critic.
+// Does one step on the batch of `seed`: `micro_batches` of sequences of different lengths. The loss
+// is the mean cross-entropy of a language model, or the squared error of a critic.
 StepNumbers Step(Strategy& strategy, int64_t micro_batches, uint64_t seed);
 
 std::vector<StepNumbers> Steps(Strategy& strategy, int count, int64_t micro_batches = 5);
 
-// Copies, on rank 0; none on the others.
+// Returns copies of the whole parameters on rank 0, nothing on the other ranks.
 NamedTensors WholeParameters(Strategy& strategy);
 
-// Log-probabilities or values of the batch of `seed`.
+// Returns log-probabilities or values of the batch of `seed`.
 std::vector<std::vector<double>> Outputs(Strategy& strategy, int64_t micro_batches, uint64_t seed);
 
 }  // namespace tandem::parallel

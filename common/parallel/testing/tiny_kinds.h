@@ -1,4 +1,4 @@
-// For tests: the kinds of tiny models that every layout must train as one process does.
+// For tests: kinds of tiny models, which every layout must train as one process does.
 #ifndef TANDEM_COMMON_PARALLEL_TESTING_TINY_KINDS_H_
 #define TANDEM_COMMON_PARALLEL_TESTING_TINY_KINDS_H_
 
@@ -25,7 +25,9 @@ inline std::string NameOf(const TinyKind& kind) {
 }
 
 inline LoadOptions LoadOf(const TinyKind& kind) {
-  return {.head = kind.critic ? HeadKind::kValue : HeadKind::kLm, .untie_embeddings = kind.critic};
+  return {.head = kind.critic ? HeadKind::kValue : HeadKind::kLm,
+          .untie_embeddings = kind.critic,
+          .num_token_ids = 59};  // and two padding rows
 }
 
 }  // namespace tandem::parallel

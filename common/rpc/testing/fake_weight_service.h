@@ -12,7 +12,8 @@
 
 namespace tandem::rpc {
 
-class FakeWeightService final : public weights::v1::WeightService::CallbackService {
+class FakeWeightService final : public weights::v1::WeightService::WithRawCallbackMethod_GetVersion<
+                                    weights::v1::WeightService::Service> {
  public:
   using Handler = UnaryHandler<weights::v1::GetVersionRequest, weights::v1::GetVersionResponse>;
 
@@ -20,8 +21,8 @@ class FakeWeightService final : public weights::v1::WeightService::CallbackServi
       : executor_(executor), handler_(std::move(handler)) {}
 
   grpc::ServerUnaryReactor* GetVersion(grpc::CallbackServerContext* context,
-                                       const weights::v1::GetVersionRequest* request,
-                                       weights::v1::GetVersionResponse* response) override {
+                                       const grpc::ByteBuffer* request,
+                                       grpc::ByteBuffer* response) override {
     return HandleUnary<weights::v1::GetVersionRequest, weights::v1::GetVersionResponse>(
         executor_, context, request, response, handler_);
   }
@@ -44,11 +45,13 @@ class FakeApp final : public ServerApp {
     if (stop_) stop_();
   }
   bool HasUnsavedState() const override { return unsaved_; }
+  bool SavesStateOnStop() const override { return saves_; }
 
   std::function<absl::Status()> load_;
   std::function<absl::Status()> health_;
   std::function<void()> stop_;
   std::atomic<bool> unsaved_ = false;
+  bool saves_ = true;
 
  private:
   FakeWeightService service_;

@@ -55,7 +55,7 @@ class TestServer {
     executor_->SetGate(CallExecutor::Gate::kDraining);
     app_->Drain(absl::Now() + absl::Seconds(10));
   }
-  // What a dead server looks like to its peers.
+  // Stops the server: its peers see a dead one.
   void Stop() {
     if (server_ == nullptr) return;
     Drain();

@@ -24,11 +24,10 @@
 namespace tandem::critic {
 namespace {
 
-// What the updates of a step share.
+// The state that the updates of a step share.
 struct ValueRows {
-  std::vector<training::SequenceRows> sequences;      // in the order of the samples
-  std::vector<size_t> first_rows;                     // of each sequence
-  loss::ValueTokens tokens;                           // scales are those of each mini-batch
+  training::SequenceBatch sequences;                  // in the order of the samples
+  loss::ValueTokens tokens;                           // scales are relative to the mini-batch
   std::optional<loss::ValueLossEvaluator> evaluator;  // of the updates so far
   int64_t updates = 0;
 };
@@ -48,7 +47,7 @@ class TorchEngine final : public training::CoreEngine<Engine> {
             })) {
     core_->Start();
   }
-  // Commands use what goes next.
+  // Commands use the members.
   ~TorchEngine() override { core_->Shutdown(); }
 
   bool value_head_from_checkpoint() const override { return value_head_from_checkpoint_; }
@@ -65,7 +64,7 @@ class TorchEngine final : public training::CoreEngine<Engine> {
   absl::StatusOr<ValuesResult> Values(const ValuesRequest& request);
   absl::StatusOr<ValuesResult> ValuesForStep(const ValuesRequest& request);
   absl::StatusOr<training::SequenceValues> Evaluate(const ValuesRequest& request);
-  // The updates of a step.
+  // Checks the batch and returns the updates of a step.
   absl::StatusOr<std::vector<training::TrainingCore::UpdateGradients>> Learn(
       const TrainStepRequest& request);
   absl::Status AddGradients(ValueRows& rows, const training::MiniBatch& range, StepReport& report);
@@ -93,7 +92,7 @@ absl::StatusOr<ValuesResult> TorchEngine::ValuesForStep(const ValuesRequest& req
       training::KeptValues::SequenceDigest(request.prompt_token_ids, request.response_token_ids);
   const training::KeptValues::Step* kept =
       state.kept_values.Find(request.run_id, request.request_id);
-  // Values of other weights are right only for a step that was learnt from them.
+  // Values of other weights are valid only if the step was learnt from them.
   const bool valid = kept != nullptr && (kept->weights == core_->weights() ||
                                          state.ledger.Contains(request.run_id, request.request_id));
   if (!valid || !kept->by_sequence.contains(digest)) {
@@ -114,13 +113,13 @@ absl::StatusOr<ValuesResult> TorchEngine::ValuesForStep(const ValuesRequest& req
 
 absl::StatusOr<training::SequenceValues> TorchEngine::Evaluate(const ValuesRequest& request) {
   const auto prompt = static_cast<int64_t>(request.prompt_token_ids.size());
-  training::SequenceRows whole;  // the last value needs the last token, too
+  training::SequenceRows whole;  // the final value is computed from the last token
   whole.input.assign(request.prompt_token_ids.begin(), request.prompt_token_ids.end());
   whole.input.insert(whole.input.end(), request.response_token_ids.begin(),
                      request.response_token_ids.end());
   TANDEM_ASSIGN_OR_RETURN(
       const std::vector<double> numbers,
-      core_->Forward({whole},
+      core_->Forward(training::SequenceBatch({whole}),
                      [&](const training::MicroBatchInput&,
                          const at::Tensor& hidden) -> absl::StatusOr<std::vector<double>> {
                        const at::Tensor values =
@@ -142,18 +141,17 @@ absl::StatusOr<std::vector<training::TrainingCore::UpdateGradients>> TorchEngine
       training::SplitIntoMiniBatches(request.samples.size(), request.updates);
   auto rows = std::make_shared<ValueRows>();
   for (const ValueSample& sample : request.samples) {
-    rows->sequences.push_back(
-        training::SelectSequenceRows(sample.prompt_token_ids, sample.response_token_ids,
-                                     [&](size_t t) { return Counts(sample, t); }));
+    rows->sequences.Add(training::SelectSequenceRows(sample.prompt_token_ids,
+                                                     sample.response_token_ids,
+                                                     [&](size_t t) { return Counts(sample, t); }));
     for (size_t t = 0; t < sample.response_token_ids.size(); ++t) {
       if (!Counts(sample, t)) continue;
       rows->tokens.returns.push_back(sample.returns[t]);
       rows->tokens.old_values.push_back(sample.old_values[t]);
     }
   }
-  rows->first_rows = training::FirstRows(rows->sequences);
   for (const training::MiniBatch& range : ranges) {
-    const size_t count = rows->first_rows[range.end] - rows->first_rows[range.begin];
+    const size_t count = rows->sequences.Rows(range).size();
     TANDEM_ASSIGN_OR_RETURN(const loss::LossScales scales,
                             loss::ComputeLossScales({}, std::vector<double>(count, 1.0),
                                                     {static_cast<int64_t>(count)}));
@@ -168,7 +166,7 @@ absl::StatusOr<std::vector<training::TrainingCore::UpdateGradients>> TorchEngine
   std::vector<training::TrainingCore::UpdateGradients> updates;
   for (int64_t epoch = 0; epoch < request.updates.num_epochs; ++epoch) {
     for (const training::MiniBatch& range : ranges) {
-      if (rows->first_rows[range.begin] == rows->first_rows[range.end]) continue;
+      if (rows->sequences.Rows(range).size() == 0) continue;
       updates.emplace_back(
           [this, rows, range](StepReport& report) { return AddGradients(*rows, range, report); });
     }
@@ -179,11 +177,10 @@ absl::StatusOr<std::vector<training::TrainingCore::UpdateGradients>> TorchEngine
 absl::Status TorchEngine::AddGradients(ValueRows& rows, const training::MiniBatch& range,
                                        StepReport& report) {
   loss::ValueLossEvaluator evaluator = *rows.evaluator;  // an update that fails reports nothing
-  const size_t first_row = rows.first_rows[range.begin];
   TANDEM_RETURN_IF_ERROR(
       core_
           ->ForwardBackward(
-              range.Of<training::SequenceRows>(rows.sequences),
+              rows.sequences, range,
               [&](const training::MicroBatchInput& input,
                   const at::Tensor& hidden) -> absl::StatusOr<at::Tensor> {
                 const at::Tensor values = core_->model().Values(hidden.index_select(
@@ -191,14 +188,14 @@ absl::Status TorchEngine::AddGradients(ValueRows& rows, const training::MiniBatc
                 const at::Tensor host = values.detach().to(at::kCPU, at::kDouble).contiguous();
                 std::vector<double> gradients(static_cast<size_t>(host.numel()));
                 TANDEM_RETURN_IF_ERROR(evaluator.Evaluate(
-                    static_cast<int64_t>(first_row + input.first_row),
+                    static_cast<int64_t>(input.rows.begin),
                     absl::MakeConstSpan(host.const_data_ptr<double>(), gradients.size()),
                     absl::MakeSpan(gradients)));
                 values.backward(at::tensor(gradients, at::kDouble).to(values.options()));
                 return hidden.grad();
               })
           .status());
-  // What all ranks have seen is reported; what this one has is kept.
+  // The report has the sums of all ranks; each rank goes on with its own.
   loss::ValueLossEvaluator all = evaluator;
   TANDEM_RETURN_IF_ERROR(all.Reduce(core_->reduction()));
   const loss::ValueMetrics metrics = all.Metrics();

@@ -14,23 +14,23 @@ namespace tandem::critic {
 
 class Engine : public training::Engine {
  public:
-  // Whether the value head was in the model's directory; else it is drawn from the seed.
+  // Whether the value head was in the model's directory; otherwise it is drawn from the seed.
   virtual bool value_head_from_checkpoint() const = 0;
 
-  // Value t comes from hidden state prompt + t - 1 (forward_func_values: output[:, :-1]). Values
-  // for a train step are kept with it: asked again for the same step and tokens the same values
-  // come, even when the step has been learnt meanwhile. OUT_OF_RANGE for more sequences of one step
-  // than a step may hold.
+  // Returns the values of one sequence; value t is computed from hidden state prompt + t - 1
+  // (forward_func_values: output[:, :-1]). Values for a train step are kept: a repeat for the same
+  // step and tokens gets the same values, even after the step has been learnt. OUT_OF_RANGE for
+  // more sequences than a step may hold.
   virtual absl::StatusOr<ValuesResult> ComputeValues(const CallScope& call,
                                                      const ValuesRequest& request) = 0;
 
-  // One optimizer update over the whole batch; errors, fencing and replay as in the trainer's
-  // engine, with paths from "samples[i]." on.
+  // Makes the optimizer updates of one step. Errors, fencing and replay are as in the trainer's
+  // engine, with paths that begin with "samples[i].".
   virtual absl::StatusOr<StepResult> TrainStep(const CallScope& call,
                                                const TrainStepRequest& request) = 0;
 };
 
-// Loads the model (blocks).
+// Loads the model; blocks.
 absl::StatusOr<std::unique_ptr<Engine>> CreateEngine(const EngineOptions& options);
 
 }  // namespace tandem::critic

@@ -1,4 +1,4 @@
-// A critic of several ranks does what one of a single process does.
+// A multi-rank critic has the results of a single process.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -9,7 +9,7 @@
 #include <utility>
 
 #include "common/model/testing/tiny_model_dir.h"
-#include "common/parallel/testing/rank_processes.h"
+#include "common/ranks/testing/rank_processes.h"
 #include "services/critic/engine/engine.h"
 
 namespace tandem::critic {
@@ -26,10 +26,8 @@ struct Layout {
 
 class CriticRanksTest : public ::testing::TestWithParam<Layout> {
  protected:
-  // Of sizes that two ranks can share out.
-  CriticRanksTest() {
-    WriteTinyModel(folder_ / "model", /*seed=*/3, {{"intermediate_size", 44}, {"vocab_size", 62}});
-  }
+  // Sizes that two ranks can shard.
+  CriticRanksTest() { WriteTinyModel(folder_ / "model", /*seed=*/3, {{"intermediate_size", 44}}); }
 
   EngineOptions Options() const {
     EngineOptions options;
@@ -38,7 +36,7 @@ class CriticRanksTest : public ::testing::TestWithParam<Layout> {
     options.micro_batch_tokens = 8;
     options.compute.num_threads = 1;
     options.value_head_seed = 5;
-    // Larger steps blow up the last bits.
+    // Larger steps amplify differences in the last bits.
     options.optimizer.learning_rate = 1e-3;
     options.optimizer.epsilon = 1e-5;
     return options;
@@ -83,7 +81,7 @@ INSTANTIATE_TEST_SUITE_P(
     [](const auto& info) { return std::string(info.param.name); });
 
 TEST_P(CriticRanksTest, ValuesAndStepsAreThoseOfOneProcess) {
-  parallel::RunOnRanks(2, [&](const RankEnvironment& environment) {
+  ranks::RunOnRanks(2, [&](const RankEnvironment& environment) {
     EngineOptions options = Options();
     options.environment = environment;
     options.strategy = GetParam().strategy;
@@ -106,7 +104,7 @@ TEST_P(CriticRanksTest, ValuesAndStepsAreThoseOfOneProcess) {
                       10 * kTolerance * std::max(std::abs(value), 1e-1))
               << name;
         }
-        // What was kept with the step is there on every rank.
+        // Every rank has the values that were kept for the step.
         EXPECT_EQ(Request(*engine, step), request);
       }
     }

@@ -143,7 +143,8 @@ TEST_F(CriticEngineTest, MicroBatchingDoesNotChangeTheStep) {
   for (const auto& [name, value] : y) EXPECT_NEAR(x[name], value, 1e-4) << name;
 }
 
-// A step with the CPU's own kernels is the measure of one with a GPU's, in both types.
+// A step with ATen kernels, which a GPU runs, has the results of one with the CPU's kernels, in
+// both types.
 TEST_F(CriticEngineTest, TheOtherKernelsAndTypesTakeTheSameStep) {
   const TrainStepRequest request = Request(*Make());
   const auto step_with = [&](const std::string& dtype, const std::string& kernels) {
@@ -162,7 +163,7 @@ TEST_F(CriticEngineTest, TheOtherKernelsAndTypesTakeTheSameStep) {
   }
 }
 
-// Each update of a step is one that a step of its own would have made.
+// Each update of a step equals the update of a step with its mini-batch alone.
 TEST_F(CriticEngineTest, MiniBatchesAndEpochsAreStepsOfTheirOwn) {
   auto engine = Make();
   TrainStepRequest request = Request(*engine);

@@ -1,4 +1,4 @@
-// What goes into the critic engine and what comes out of it.
+// Options, requests and results of the critic engine.
 #ifndef TANDEM_SERVICES_CRITIC_ENGINE_TYPES_H_
 #define TANDEM_SERVICES_CRITIC_ENGINE_TYPES_H_
 
@@ -25,7 +25,7 @@ struct EngineOptions : training::TrainingOptions {
 struct ValuesRequest {
   std::vector<int32_t> prompt_token_ids = {};
   std::vector<int32_t> response_token_ids = {};
-  // The train step that the values are for; empty: none, and nothing is kept.
+  // The train step that the values are for; empty: no step, and nothing is kept.
   std::string run_id = {};
   std::string request_id = {};
 
@@ -35,7 +35,7 @@ struct ValuesRequest {
 struct ValuesResult {
   std::vector<float> values;  // [L]: value t is predicted from the state before response token t
   float final_value = 0;      // after the last token
-  WeightsVersion weights;     // that computed them
+  WeightsVersion weights;     // the critic's, when it computed them
 };
 
 struct ValueSample {
@@ -53,7 +53,7 @@ struct TrainStepRequest : training::StepIdentity {
   training::UpdateOptions updates;
   std::vector<ValueSample> samples;
 
-  // For common/base/struct_bytes.h.
+  // Used by common/base/struct_bytes.h.
   using Base = training::StepIdentity;
   static constexpr auto kOwnFields = std::tuple(
       &TrainStepRequest::value_clip, &TrainStepRequest::updates, &TrainStepRequest::samples);

@@ -1,4 +1,4 @@
-// A value step without tensors: what is refused, and what counts.
+// Checks of a value step, and the tokens that count in it. No tensors.
 #ifndef TANDEM_SERVICES_CRITIC_ENGINE_VALUE_STEP_H_
 #define TANDEM_SERVICES_CRITIC_ENGINE_VALUE_STEP_H_
 
@@ -11,8 +11,8 @@
 
 namespace tandem::critic {
 
-// Paths from "value_clip" or "samples[i]." on. INVALID_ARGUMENT, OUT_OF_RANGE for too long or too
-// many; a batch in which no token counts is INVALID_ARGUMENT.
+// INVALID_ARGUMENT with a path that begins with "value_clip" or "samples[i].", also for a batch in
+// which no token counts; OUT_OF_RANGE for too many samples or a sequence that is too long.
 absl::Status CheckTrainStep(const TrainStepRequest& request, const training::SequenceLimits& limits,
                             int64_t max_samples);
 

@@ -48,7 +48,7 @@ TEST(ValueStepTest, DamageIsRefusedWithCodeAndPath) {
       {[](auto& r) { r.updates.num_epochs = 0; }, kInvalid, "num_epochs"},
       {[](auto& r) { r.updates.num_mini_batches = -1; }, kInvalid, "num_mini_batches"},
   };
-  const training::SequenceLimits limits = {.vocab_size = 9, .max_model_len = 8};
+  const training::SequenceLimits limits = {.num_token_ids = 9, .max_model_len = 8};
   EXPECT_TRUE(CheckTrainStep(Request(), limits, 4).ok());
   for (const Case& c : cases) {
     TrainStepRequest request = Request();

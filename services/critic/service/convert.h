@@ -1,6 +1,7 @@
-// Between tandem.critic.v1 and the engine's plain structs: every default of the proto comments, and
-// the checks that need no model. Errors are INVALID_ARGUMENT with a field path that is relative to
-// the converted message; callers put "header", "samples[i]" or "requests[i]" in front.
+// Conversions between tandem.critic.v1 and the engine's plain structs, with the defaults of the
+// proto comments and the checks that need no model. Errors are INVALID_ARGUMENT with a field path
+// that is relative to the converted message; callers put "header", "samples[i]" or "requests[i]" in
+// front.
 #ifndef TANDEM_SERVICES_CRITIC_SERVICE_CONVERT_H_
 #define TANDEM_SERVICES_CRITIC_SERVICE_CONVERT_H_
 
@@ -12,7 +13,7 @@
 
 namespace tandem::critic {
 
-// The header of a train step; `samples` is empty. num_samples above `max_samples` is OUT_OF_RANGE.
+// Returns the request without its samples. OUT_OF_RANGE for num_samples above `max_samples`.
 absl::StatusOr<TrainStepRequest> FromProto(const v1::TrainStepHeader& proto, int64_t max_samples);
 absl::StatusOr<ValueSample> FromProto(const v1::ValueSample& proto);
 absl::StatusOr<ValuesRequest> FromProto(const v1::ComputeValuesRequest& proto);

@@ -33,7 +33,7 @@ CriticApp::CriticApp(const config::v1::CriticServerConfig& config, rpc::ServerRu
       service_(ToServiceOptions(config), runtime) {}
 
 std::vector<rpc::NamedService> CriticApp::services() {
-  if (environment_.rank > 0) return {};  // rank 0 is called
+  if (environment_.rank > 0) return {};  // clients call rank 0
   return {{v1::CriticService::service_full_name(), &service_}};
 }
 
@@ -45,7 +45,7 @@ absl::Status CriticApp::Load() {
 
 void CriticApp::Stop() {
   if (engine_ == nullptr) return;
-  // Rank 0 saves for all.
+  // Rank 0 starts the save of all ranks.
   training::ShutDownEngine(*engine_,
                            environment_.rank == 0 ? config_.shutdown_checkpoint_directory() : "");
 }

@@ -1,4 +1,5 @@
-// The critic server as the skeleton runs it: configuration to engine options, engine to service.
+// The critic server as an rpc::ServerApp: makes engine options from the configuration, and connects
+// engine and service.
 #ifndef TANDEM_SERVICES_CRITIC_SERVICE_CRITIC_APP_H_
 #define TANDEM_SERVICES_CRITIC_SERVICE_CRITIC_APP_H_
 
@@ -15,7 +16,7 @@
 
 namespace tandem::critic {
 
-// critic::CreateEngine, or a fake in tests.
+// critic::CreateEngine, or a fake engine in tests.
 using EngineFactory =
     std::function<absl::StatusOr<std::unique_ptr<Engine>>(const EngineOptions& options)>;
 
@@ -34,8 +35,9 @@ class CriticApp final : public rpc::ServerApp {
   void UpdateMetrics() override { service_.UpdateMetrics(); }
   void Stop() override;
   bool Ended() const override { return engine_->ended(); }
-  bool HasUnsavedState() const override {
-    return !config_.shutdown_checkpoint_directory().empty() && engine_->unsaved();
+  bool HasUnsavedState() const override { return engine_->unsaved(); }
+  bool SavesStateOnStop() const override {
+    return !config_.shutdown_checkpoint_directory().empty();
   }
 
  private:

@@ -20,11 +20,11 @@ CriticService::CriticService(const training::ServiceOptions& options,
     : training_(options, runtime) {}
 
 grpc::ServerUnaryReactor* CriticService::GetServerInfo(grpc::CallbackServerContext* context,
-                                                       const v1::GetServerInfoRequest*,
-                                                       v1::GetServerInfoResponse* response) {
-  return rpc::AnswerAtOnce<v1::GetServerInfoResponse>(
-      training_.executor(), context, response,
-      [this]() -> absl::StatusOr<v1::GetServerInfoResponse> {
+                                                       const grpc::ByteBuffer* request,
+                                                       grpc::ByteBuffer* response) {
+  return rpc::AnswerAtOnce<v1::GetServerInfoRequest, v1::GetServerInfoResponse>(
+      training_.executor(), context, request, response,
+      [this](const v1::GetServerInfoRequest&) -> absl::StatusOr<v1::GetServerInfoResponse> {
         v1::GetServerInfoResponse out;
         *out.mutable_server() = training_.ServerInfo();
         out.set_value_head_initialized_from(engine_->value_head_from_checkpoint()
@@ -102,21 +102,24 @@ grpc::ServerReadReactor<grpc::ByteBuffer>* CriticService::TrainStep(
 // Checkpoints
 
 grpc::ServerUnaryReactor* CriticService::SaveCheckpoint(grpc::CallbackServerContext* context,
-                                                        const v1::SaveCheckpointRequest* request,
-                                                        v1::SaveCheckpointResponse* response) {
-  return training_.HandleSave(context, request, response);
+                                                        const grpc::ByteBuffer* request,
+                                                        grpc::ByteBuffer* response) {
+  return training_.HandleSave<v1::SaveCheckpointRequest, v1::SaveCheckpointResponse>(
+      context, request, response);
 }
 
 grpc::ServerUnaryReactor* CriticService::LoadCheckpoint(grpc::CallbackServerContext* context,
-                                                        const v1::LoadCheckpointRequest* request,
-                                                        v1::LoadCheckpointResponse* response) {
-  return training_.HandleLoad(context, request, response);
+                                                        const grpc::ByteBuffer* request,
+                                                        grpc::ByteBuffer* response) {
+  return training_.HandleLoad<v1::LoadCheckpointRequest, v1::LoadCheckpointResponse>(
+      context, request, response);
 }
 
 grpc::ServerUnaryReactor* CriticService::ExportModel(grpc::CallbackServerContext* context,
-                                                     const v1::ExportModelRequest* request,
-                                                     v1::ExportModelResponse* response) {
-  return training_.HandleExport(context, request, response);
+                                                     const grpc::ByteBuffer* request,
+                                                     grpc::ByteBuffer* response) {
+  return training_.HandleExport<v1::ExportModelRequest, v1::ExportModelResponse>(context, request,
+                                                                                 response);
 }
 
 }  // namespace tandem::critic

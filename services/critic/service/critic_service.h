@@ -1,5 +1,5 @@
 // tandem.critic.v1.CriticService over a critic engine: checks and converts messages, runs engine
-// calls on the executor, reports. No tensors.
+// calls on the executor, and updates metrics. No tensors.
 #ifndef TANDEM_SERVICES_CRITIC_SERVICE_CRITIC_SERVICE_H_
 #define TANDEM_SERVICES_CRITIC_SERVICE_CRITIC_SERVICE_H_
 
@@ -14,13 +14,13 @@
 
 namespace tandem::critic {
 
-// Every method with callbacks, and the streams that the client writes as bytes (stream_message.h).
-using CriticCallbacks = v1::CriticService::WithCallbackMethod_GetServerInfo<
+// All methods use callbacks, and requests that are bytes (stream_message.h).
+using CriticCallbacks = v1::CriticService::WithRawCallbackMethod_GetServerInfo<
     v1::CriticService::WithRawCallbackMethod_ComputeValues<
         v1::CriticService::WithRawCallbackMethod_TrainStep<
-            v1::CriticService::WithCallbackMethod_SaveCheckpoint<
-                v1::CriticService::WithCallbackMethod_LoadCheckpoint<
-                    v1::CriticService::WithCallbackMethod_ExportModel<
+            v1::CriticService::WithRawCallbackMethod_SaveCheckpoint<
+                v1::CriticService::WithRawCallbackMethod_LoadCheckpoint<
+                    v1::CriticService::WithRawCallbackMethod_ExportModel<
                         v1::CriticService::Service>>>>>>;
 
 class CriticService final : public CriticCallbacks {
@@ -37,23 +37,21 @@ class CriticService final : public CriticCallbacks {
   void UpdateMetrics() { training_.UpdateMetrics(); }
 
   grpc::ServerUnaryReactor* GetServerInfo(grpc::CallbackServerContext* context,
-                                          const v1::GetServerInfoRequest* request,
-                                          v1::GetServerInfoResponse* response) override;
+                                          const grpc::ByteBuffer* request,
+                                          grpc::ByteBuffer* response) override;
   grpc::ServerBidiReactor<grpc::ByteBuffer, grpc::ByteBuffer>* ComputeValues(
       grpc::CallbackServerContext* context) override;
   grpc::ServerReadReactor<grpc::ByteBuffer>* TrainStep(grpc::CallbackServerContext* context,
                                                        grpc::ByteBuffer* response) override;
   grpc::ServerUnaryReactor* SaveCheckpoint(grpc::CallbackServerContext* context,
-                                           const v1::SaveCheckpointRequest* request,
-                                           v1::SaveCheckpointResponse* response) override;
+                                           const grpc::ByteBuffer* request,
+                                           grpc::ByteBuffer* response) override;
   grpc::ServerUnaryReactor* LoadCheckpoint(grpc::CallbackServerContext* context,
-                                           const v1::LoadCheckpointRequest* request,
-                                           v1::LoadCheckpointResponse* response) override;
+                                           const grpc::ByteBuffer* request,
+                                           grpc::ByteBuffer* response) override;
   grpc::ServerUnaryReactor* ExportModel(grpc::CallbackServerContext* context,
-                                        const v1::ExportModelRequest* request,
-                                        v1::ExportModelResponse* response) override;
-
-  int64_t buffered_bytes() { return training_.budget().used_bytes(); }
+                                        const grpc::ByteBuffer* request,
+                                        grpc::ByteBuffer* response) override;
 
  private:
   class TrainStepCall;

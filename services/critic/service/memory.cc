@@ -9,15 +9,14 @@ namespace tandem::critic {
 
 absl::StatusOr<MemoryPlan> PlanMemory(const config::v1::CriticServerConfig& config) {
   TANDEM_ASSIGN_OR_RETURN(const ModelConfig model, rpc::ConfiguredModel("model", config.model()));
-  TANDEM_ASSIGN_OR_RETURN(const MemoryShares shares,
-                          training::CheckLayout(config.strategy(), model, HeadKind::kValue));
-  return TrainingMemoryPlan(model, {.head = HeadKind::kValue,
-                                    .untie_embeddings = config.untie_embeddings(),
-                                    .freeze = {config.freeze().begin(), config.freeze().end()},
-                                    .micro_batch_tokens = config.batch().micro_batch_tokens(),
-                                    .max_model_len = config.max_model_len(),
-                                    .dtype = rpc::ComputeType(config.compute()),
-                                    .shares = shares});
+  return training::PlanTraining(config.strategy(),
+                                {.config = model,
+                                 .head = HeadKind::kValue,
+                                 .untie_embeddings = config.untie_embeddings(),
+                                 .freeze = {config.freeze().begin(), config.freeze().end()},
+                                 .dtype = rpc::ComputeType(config.compute()),
+                                 .on_host = config.compute().device() == "cpu"},
+                                config.batch().micro_batch_tokens(), config.max_model_len());
 }
 
 }  // namespace tandem::critic

@@ -1,15 +1,15 @@
-// The memory that a critic server's configuration needs.
+// The memory requirement of a critic server.
 #ifndef TANDEM_SERVICES_CRITIC_SERVICE_MEMORY_H_
 #define TANDEM_SERVICES_CRITIC_SERVICE_MEMORY_H_
 
 #include "absl/status/statusor.h"
-#include "common/model/memory_plan.h"
+#include "common/base/memory_plan.h"
 #include "tandem/config/v1/server_config.pb.h"
 
 namespace tandem::critic {
 
-// `config` must be resolved. A model whose config.json cannot be read is an error that names its
-// field.
+// Returns the memory plan of a resolved configuration. An error names the field of a model whose
+// config.json cannot be read.
 absl::StatusOr<MemoryPlan> PlanMemory(const config::v1::CriticServerConfig& config);
 
 }  // namespace tandem::critic

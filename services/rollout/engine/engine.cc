@@ -15,10 +15,9 @@
 #include "common/base/engine_thread.h"
 #include "common/base/error.h"
 #include "common/base/status_macros.h"
-#include "common/base/struct_bytes.h"
 #include "common/model/compute_setup.h"
 #include "common/tensor/catch_torch_errors.h"
-#include "common/tensor/staged_weight_receiver.h"
+#include "common/weights/staged_weight_receiver.h"
 #include "services/rollout/engine/engine_ranks.h"
 #include "services/rollout/engine/generator.h"
 #include "services/rollout/engine/loaded_models.h"
@@ -31,11 +30,11 @@
 namespace tandem::rollout {
 namespace {
 
-// Deadlines of held sequences are looked at this often while the engine is paused.
+// Interval between checks of the deadlines of held sequences while the engine is paused.
 constexpr absl::Duration kPausedPoll = absl::Milliseconds(100);
 constexpr int64_t kQueueRetryMilliseconds = 500;
 
-// Scores that wait or run, and the bytes of their tokens and results.
+// Limits for the scores that wait or run: their number, and the bytes of their tokens and results.
 constexpr int64_t kMaxScores = 64;
 constexpr int64_t kMaxScoreBytes = 256 << 20;
 
@@ -50,32 +49,32 @@ int64_t SizeBytes(const ScoreRequest& request) {
 // A lane on this rank.
 struct Lane {
   LaneRanks ranks;
-  std::unique_ptr<TorchRunner> own;     // nullptr where there is no model, or none of its parts
-  std::unique_ptr<RankedRunner> ahead;  // rank 0's, where others have parts too
+  std::unique_ptr<TorchRunner> own;     // nullptr without a model, or without a shard of it
+  std::unique_ptr<RankedRunner> ahead;  // on rank 0, where other ranks have shards too
 
-  // What rank 0 generates with.
+  // Returns the runner that rank 0 generates with.
   ModelRunner* runner() const {
     return ahead != nullptr ? static_cast<ModelRunner*>(ahead.get()) : own.get();
   }
 };
 
-// What a rank has loaded.
+// The models of a rank.
 struct EngineParts {
-  std::shared_ptr<parallel::ServerRanks> ranks;
-  LoadedModels models;  // without the models, which the lanes have
+  std::shared_ptr<ranks::ServerRanks> ranks;
+  LoadedModels models;  // without the models, which the lanes own
   std::vector<WeightSpec> senior_parameters;
-  std::optional<WeightSpec> tied_head;  // of the senior: may be sent all the same
+  std::optional<WeightSpec> tied_head;  // of the senior; an update may contain it
   Lane senior, junior;
 };
 
-// Everything that touches a model or a sequence runs on the engine thread: a command, or a step of
-// generation and then one of scoring. The mutex guards what other threads read.
+// Commands and steps run on the engine thread, which alone touches models and sequences. A step is
+// one of generation and then one of scoring. The mutex guards the state that other threads read.
 class EngineImpl : public Engine {
  public:
   EngineImpl(const EngineOptions& options, EngineParts parts)
       : options_(options),
         info_(std::move(parts.models.info)),
-        limits_{.vocab_size = info_.senior.vocab_size,
+        limits_{.num_token_ids = info_.senior.num_token_ids,
                 .max_model_len = parts.models.max_model_len,
                 .max_samples = options.max_queue,
                 .has_junior = info_.junior.has_value()},
@@ -86,7 +85,8 @@ class EngineImpl : public Engine {
     const int64_t max_model_len = parts.models.max_model_len;
     const WeightsVersion senior_weights = {.version = 0, .digest = parts.models.senior_digest};
     weights_ = std::make_unique<StagedWeightReceiver>(
-        std::move(parts.senior_parameters), std::move(parts.tied_head), senior_weights,
+        std::move(parts.senior_parameters), std::move(parts.tied_head), info_.senior.num_token_ids,
+        senior_weights,
         [this](const WeightManifest& manifest, absl::Span<const std::byte> stream,
                const CallScope& call) {
           return thread_->Run(call, [&] {
@@ -104,6 +104,7 @@ class EngineImpl : public Engine {
     scorer_ = std::make_unique<Scorer>(options.max_batched_tokens, senior_weights, senior_.runner(),
                                        junior_.runner());
     stats_.kv_capacity_tokens = options.max_num_seqs * max_model_len;
+    AddCommands();
     thread_ = std::make_unique<EngineThread>(
         EngineThreadOptions{.name = "rollout engine",
                             .around = [this](absl::FunctionRef<void()> loop) { Live(loop); },
@@ -134,13 +135,13 @@ class EngineImpl : public Engine {
         absl::Status full = absl::ResourceExhaustedError(
             absl::StrCat("the queue holds ", queued, " of ", options_.max_queue,
                          " sequences; no room for ", samples, " more"));
-        // What can never fit is not worth trying again.
+        // A request that can never fit gets no retry hint.
         return samples > options_.max_queue ? full : WithRetryAfter(full, kQueueRetryMilliseconds);
       }
       posted_samples_ += samples;
       for (size_t i = 0; i < batch.size(); ++i) ids.push_back(next_id_++);
     }
-    // std::function wants a copyable closure.
+    // std::function needs a copyable closure.
     auto shared = std::make_shared<std::vector<Submission>>(std::move(batch));
     absl::Status posted = thread_->Post([this, shared, ids, samples] {
       for (size_t i = 0; i < ids.size(); ++i) {
@@ -158,7 +159,7 @@ class EngineImpl : public Engine {
   }
 
   void Cancel(const std::vector<PromptId>& prompts) override {
-    // After Shutdown everything is cancelled anyway.
+    // After Shutdown everything is cancelled already.
     thread_
         ->Post([this, prompts] {
           for (const PromptId id : prompts) {
@@ -182,7 +183,7 @@ class EngineImpl : public Engine {
       ++scores_;
       score_bytes_ += bytes;
     }
-    // Given back when the last holder of the closure is done with it.
+    // Released with the last copy of the closure.
     const std::shared_ptr<void> place(nullptr, [this, bytes](void*) {
       std::lock_guard lock(mutex_);
       --scores_;
@@ -229,46 +230,49 @@ class EngineImpl : public Engine {
   bool ended() const override { return ended_; }
 
  private:
-  // What the engine thread runs, from its start to its end. What still waits when the loop is over
-  // fails; no exception leaves (FailAll).
+  // Runs the engine thread from its start to its end. Work that still waits at the end fails; no
+  // exception leaves this function (FailAll).
   void Live(absl::FunctionRef<void()> loop) {
-    // Both are settings of the thread.
+    // Inference mode and the number of threads are settings of the current thread.
     SetComputeThreads(options_.compute);
     const c10::InferenceMode inference_mode;
     if (!ranks_->leads()) Follow();
     loop();
     FailAll(absl::CancelledError("the engine was shut down"));
     if (!ranks_->leads()) return;
-    // If they cannot hear it, this process is about to end.
+    // If the ranks cannot be reached, this process is about to end.
     CatchTorchErrors("ranks", [&] {
-      ranks_->Announce({});
+      ranks_->AnnounceEnd();
       return absl::OkStatus();
     }).IgnoreError();
   }
 
-  // Of a rank other than 0: does what rank 0 announces, until it shuts down.
-  void Follow() {
-    while (!ended_) {
-      const absl::Status status = CatchTorchErrors("ranks", [&] { return FollowCommand(); });
-      if (!status.ok()) ranks_->Fail(std::string(status.message()));
-    }
+  // Adds what a rank other than 0 executes for the commands of rank 0.
+  void AddCommands() {
+    commands_.Add<RankedPass>(
+        kPassCommand, [this](const std::string&, const RankedPass& pass) -> absl::Status {
+          const Lane& lane = pass.lane == Author::kSenior ? senior_ : junior_;
+          return lane.own == nullptr ? absl::OkStatus() : FollowPass(pass, *lane.own);
+        });
+    commands_.Add<RankedWeights>(
+        kWeightsCommand, [this](const std::string&, const RankedWeights& weights) {
+          if (senior_.own != nullptr) {
+            ReceiveWeights(weights, *senior_.ranks.group, senior_.own->model());
+          }
+          return absl::OkStatus();
+        });
   }
 
-  absl::Status FollowCommand() {
-    const parallel::ServerRanks::Command command = ranks_->Await();
-    if (command.name.empty()) {
-      ended_ = true;
-    } else if (command.name == kPassCommand) {
-      TANDEM_ASSIGN_OR_RETURN(const RankedPass pass, FromBytes<RankedPass>(command.request));
-      const Lane& lane = pass.lane == Author::kSenior ? senior_ : junior_;
-      if (lane.own != nullptr) TANDEM_RETURN_IF_ERROR(FollowPass(pass, *lane.own));
-    } else if (command.name == kWeightsCommand && senior_.own != nullptr) {
-      TANDEM_ASSIGN_OR_RETURN(const auto weights, FromBytes<RankedWeights>(command.request));
-      ReceiveWeights(weights, *senior_.ranks.group, senior_.own->model());
-    }
-    std::lock_guard lock(mutex_);
-    stats_.last_progress = absl::Now();
-    return absl::OkStatus();
+  // Executes the commands of rank 0 on another rank, until rank 0 shuts down.
+  void Follow() {
+    ranks_->Follow(commands_,
+                   [this](const std::string&, absl::FunctionRef<absl::Status()> execute) {
+                     const absl::Status status = execute();
+                     std::lock_guard lock(mutex_);
+                     stats_.last_progress = absl::Now();
+                     return status;
+                   });
+    ended_ = true;
   }
 
   // See EngineThreadOptions::step.
@@ -285,14 +289,14 @@ class EngineImpl : public Engine {
     return paused_ ? now + kPausedPoll : absl::InfinitePast();
   }
 
-  // Whatever the listeners throw.
+  // Fails all work, whatever the listeners throw.
   void FailAll(const absl::Status& status) {
     generator_->FailAll(status);
     scorer_->FailAll(status);
     Publish();
   }
 
-  // Shows other threads where the generator is; `arrived` posted samples are with it now.
+  // Publishes the stats to other threads; the generator has taken `arrived` posted samples.
   void Publish(int64_t arrived = 0) {
     std::lock_guard lock(mutex_);
     generator_->FillStats(stats_);
@@ -301,11 +305,11 @@ class EngineImpl : public Engine {
     posted_samples_ -= arrived;
   }
 
-  // Gives the other ranks what this one has taken. There is no way back.
+  // Sends the weights that this rank has taken to the other ranks. Errors end the server.
   void ShareWeights(const NamedTensors& tensors) {
     const absl::Status sent = CatchTorchErrors("weights", [&] {
       const RankedWeights weights = Announced(tensors, senior_.own->model());
-      ranks_->Announce({.name = kWeightsCommand, .request_id = "", .request = ToBytes(weights)});
+      ranks_->Announce(kWeightsCommand, /*request_id=*/"", weights);
       SendWeights(weights, tensors, *senior_.ranks.group);
       return absl::OkStatus();
     });
@@ -315,7 +319,7 @@ class EngineImpl : public Engine {
   absl::Status SwapWeights(const WeightManifest& manifest, absl::Span<const std::byte> stream) {
     TANDEM_ASSIGN_OR_RETURN(const NamedTensors tensors, TensorsIn(manifest, stream));
     Model& model = senior_.own->model();
-    // Checks all of them first: what this rank takes, the others can take.
+    // Checks all tensors first: other ranks accept what this rank accepts.
     TANDEM_RETURN_IF_ERROR(model.LoadParameters(tensors));
     if (senior_.ranks.shared()) ShareWeights(tensors);
     const WeightsVersion weights = {.version = manifest.version, .digest = manifest.digest};
@@ -332,8 +336,9 @@ class EngineImpl : public Engine {
   std::unique_ptr<StagedWeightReceiver> weights_;
   std::atomic<bool> ended_ = false;
 
-  // Engine thread only.
-  const std::shared_ptr<parallel::ServerRanks> ranks_;
+  // Used by the engine thread alone.
+  const std::shared_ptr<ranks::ServerRanks> ranks_;
+  ranks::CommandTable commands_;
   const Lane senior_, junior_;
   std::unique_ptr<Generator> generator_;
   std::unique_ptr<Scorer> scorer_;
@@ -341,17 +346,17 @@ class EngineImpl : public Engine {
 
   mutable std::mutex mutex_;
   EngineStats stats_;
-  int64_t posted_samples_ = 0;  // of prompts that the generator has not seen
+  int64_t posted_samples_ = 0;  // of prompts that the generator has not taken
   PromptId next_id_ = 1;
   int64_t scores_ = 0;
   int64_t score_bytes_ = 0;
 
-  std::unique_ptr<EngineThread> thread_;  // last: it uses everything above
+  std::unique_ptr<EngineThread> thread_;  // last, as it uses everything above
 };
 
 Lane MakeLane(Author author, LaneRanks ranks, std::unique_ptr<Model> model,
               const EngineOptions& options, int64_t max_model_len,
-              parallel::ServerRanks* server_ranks) {
+              ranks::ServerRanks* server_ranks) {
   Lane lane{.ranks = std::move(ranks), .own = nullptr, .ahead = nullptr};
   if (model == nullptr || !lane.ranks.holds()) return lane;
   lane.own = std::make_unique<TorchRunner>(std::move(model), options.max_num_seqs + kScoreSlots,
@@ -386,12 +391,14 @@ absl::StatusOr<std::unique_ptr<Engine>> CreateEngine(const EngineOptions& option
   return CatchTorchErrors("models", [&]() -> absl::StatusOr<std::unique_ptr<Engine>> {
     TANDEM_RETURN_IF_ERROR(CheckOptions(options));
     TANDEM_ASSIGN_OR_RETURN(EngineRanks ranks, JoinRanks(options));
-    const std::shared_ptr<parallel::ServerRanks> server = ranks.server;
+    const std::shared_ptr<ranks::ServerRanks> server = ranks.server;
     absl::StatusOr<EngineParts> parts =
         CatchTorchErrors("models", [&] { return LoadParts(options, std::move(ranks)); });
     TANDEM_RETURN_IF_ERROR(server->Agree(parts.status()));
     TANDEM_RETURN_IF_ERROR(server->CheckSame("senior_model", parts->models.senior_digest));
     TANDEM_RETURN_IF_ERROR(server->CheckSame("junior_model", parts->models.junior_digest));
+    TANDEM_RETURN_IF_ERROR(
+        server->CheckSame("tokenizer.json", parts->models.info.senior.vocabulary_digest));
     return std::make_unique<EngineImpl>(options, *std::move(parts));
   });
 }

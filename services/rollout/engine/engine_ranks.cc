@@ -12,7 +12,7 @@
 #include "common/base/status_macros.h"
 #include "common/model/compute_setup.h"
 #include "common/model/model_config.h"
-#include "common/parallel/communicator_group.h"
+#include "common/ranks/communicator_group.h"
 
 namespace tandem::rollout {
 namespace {
@@ -34,7 +34,7 @@ absl::Status CheckLayout(const EngineOptions& options) {
                          options.environment.world_size);
 }
 
-// Where the junior lives on this rank; `device` is the senior's.
+// Returns the junior's device on this rank; `device` is the senior's.
 absl::StatusOr<at::Device> JuniorDevice(const EngineOptions& options, at::Device device) {
   const auto rank = static_cast<size_t>(options.environment.rank);
   const std::vector<int32_t>& devices = options.layout.junior_gpu_devices;
@@ -50,9 +50,9 @@ absl::StatusOr<at::Device> JuniorDevice(const EngineOptions& options, at::Device
   return at::Device(at::kCUDA, static_cast<at::DeviceIndex>(devices[rank]));
 }
 
-// The first `size` ranks of the server share out a model. Collective over all of them.
+// Makes the process group of the first `size` ranks of the server. Collective over all ranks.
 LaneRanks JoinLane(const std::string& name, int64_t size, at::Device device,
-                   const Placement& placement, parallel::Communicator& world) {
+                   const Placement& placement, ranks::Communicator& world) {
   std::vector<int> ranks(static_cast<size_t>(size));
   std::iota(ranks.begin(), ranks.end(), 0);
   LaneRanks lane;
@@ -64,7 +64,7 @@ LaneRanks JoinLane(const std::string& name, int64_t size, at::Device device,
   } else if (size > 1) {
     lane.placement.shard_index = lane.group->rank();
     lane.placement.shard_count = size;
-    lane.placement.shard_group = std::make_shared<parallel::CommunicatorGroup>(lane.group);
+    lane.placement.shard_group = std::make_shared<ranks::CommunicatorGroup>(lane.group);
   }
   return lane;
 }
@@ -75,15 +75,15 @@ absl::StatusOr<EngineRanks> JoinRanks(const EngineOptions& options) {
   TANDEM_ASSIGN_OR_RETURN(const Placement placement, SetUpCompute(options.compute));
   EngineRanks ranks;
   TANDEM_ASSIGN_OR_RETURN(ranks.server,
-                          parallel::ServerRanks::Connect({.environment = options.environment,
-                                                          .device = placement.device,
-                                                          .timeouts = options.rank_timeouts}));
+                          ranks::ServerRanks::Connect({.environment = options.environment,
+                                                       .device = placement.device,
+                                                       .timeouts = options.rank_timeouts}));
   TANDEM_RETURN_IF_ERROR(ranks.server->CheckSame("configuration", options.configuration));
   const absl::StatusOr<at::Device> junior_device = JuniorDevice(options, placement.device);
   absl::Status status = CheckLayout(options);
   if (status.ok()) status = junior_device.status();
   TANDEM_RETURN_IF_ERROR(ranks.server->Agree(status));
-  parallel::Communicator& world = *ranks.server->world();
+  ranks::Communicator& world = *ranks.server->world();
   ranks.senior =
       JoinLane("senior", options.layout.tensor_parallel_size, placement.device, placement, world);
   if (!options.junior_model.empty()) {

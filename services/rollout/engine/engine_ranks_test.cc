@@ -16,8 +16,8 @@
 #include "absl/strings/str_cat.h"
 #include "absl/time/clock.h"
 #include "common/base/error.h"
-#include "common/parallel/communicator_group.h"
-#include "common/parallel/testing/rank_processes.h"
+#include "common/ranks/communicator_group.h"
+#include "common/ranks/testing/rank_processes.h"
 #include "services/rollout/engine/engine.h"
 #include "services/rollout/engine/ranked_runner.h"
 #include "services/rollout/engine/testing/engine_calls.h"
@@ -87,7 +87,7 @@ class RolloutRanksTest : public testing::TestWithParam<Layout> {
 
   // `body` gets rank 0's engine and that of a single process; the other ranks follow.
   void RunRanks(const std::function<void(Engine& ranked, Engine& single)>& body) const {
-    parallel::RunOnRanks(GetParam().ranks(), [&](const RankEnvironment& environment) {
+    ranks::RunOnRanks(GetParam().ranks(), [&](const RankEnvironment& environment) {
       const auto engine = Create(Ranked(environment));
       if (environment.rank == 0) body(*engine, *Create(Options()));
       engine->Shutdown();
@@ -316,7 +316,7 @@ TEST_P(RolloutRanksTest, RanksThatDifferDoNotStart) {
     };
   };
   const std::string last = absl::StrCat("rank ", GetParam().ranks() - 1);
-  parallel::RunOnRanks(GetParam().ranks(), [&](const RankEnvironment& environment) {
+  ranks::RunOnRanks(GetParam().ranks(), [&](const RankEnvironment& environment) {
     const absl::Status status = start_with(
         [](EngineOptions& options) { options.configuration = "max_model_len: 256"; })(environment);
     EXPECT_EQ(status.code(), absl::StatusCode::kFailedPrecondition);
@@ -325,7 +325,7 @@ TEST_P(RolloutRanksTest, RanksThatDifferDoNotStart) {
                                              "where rank 0 has 'max_model_len: 128'"));
   });
   for (const std::string lane : {"senior", "junior"}) {
-    parallel::RunOnRanks(GetParam().ranks(), [&](const RankEnvironment& environment) {
+    ranks::RunOnRanks(GetParam().ranks(), [&](const RankEnvironment& environment) {
       const absl::Status status = start_with([&](EngineOptions& options) {
         (lane == "senior" ? options.senior_model : options.junior_model) = folder_ / "other";
       })(environment);
@@ -335,7 +335,7 @@ TEST_P(RolloutRanksTest, RanksThatDifferDoNotStart) {
           << status;
     });
   }
-  parallel::RunOnRanks(GetParam().ranks(), [&](const RankEnvironment& environment) {
+  ranks::RunOnRanks(GetParam().ranks(), [&](const RankEnvironment& environment) {
     const absl::Status status =
         start_with([](EngineOptions& options) { options.senior_model = "/nowhere"; })(environment);
     EXPECT_EQ(FieldPath(status), "senior_model");
@@ -344,9 +344,9 @@ TEST_P(RolloutRanksTest, RanksThatDifferDoNotStart) {
 }
 
 TEST(RankedRunnerTest, AnErrorOfARequestLeavesTheRanksInStep) {
-  parallel::RunOnRanks(2, [](const RankEnvironment& environment) {
-    const auto ranks = parallel::ServerRanks::Connect({.environment = environment}).value();
-    const auto group = std::make_shared<parallel::CommunicatorGroup>(ranks->world());
+  ranks::RunOnRanks(2, [](const RankEnvironment& environment) {
+    const auto ranks = ranks::ServerRanks::Connect({.environment = environment}).value();
+    const auto group = std::make_shared<ranks::CommunicatorGroup>(ranks->world());
     const nlohmann::json config = {{"vocab_size", 64}, {"intermediate_size", 48}};
     const auto make = [&](const Placement& placement) {
       return TorchRunner(TinyModel("llama", config, {.placement = placement}), /*num_slots=*/3,
@@ -356,12 +356,14 @@ TEST(RankedRunnerTest, AnErrorOfARequestLeavesTheRanksInStep) {
     TorchRunner shard =
         make({.shard_index = group->rank(), .shard_count = 2, .shard_group = group});
     if (environment.rank == 1) {
-      for (;;) {
-        const auto command = ranks->Await();
-        if (command.name.empty()) return;
-        const auto pass = FromBytes<RankedPass>(command.request);
-        EXPECT_TRUE(FollowPass(*pass, shard).ok());
-      }
+      ranks::CommandTable commands;
+      commands.Add<RankedPass>(kPassCommand, [&](const std::string&, const RankedPass& pass) {
+        return FollowPass(pass, shard);
+      });
+      ranks->Follow(commands, [](const std::string&, absl::FunctionRef<absl::Status()> execute) {
+        return execute();
+      });
+      return;
     }
     TorchRunner whole = make({});
     RankedRunner ranked(Author::kSenior, ranks.get(), &shard);
@@ -396,7 +398,7 @@ TEST(RankedRunnerTest, AnErrorOfARequestLeavesTheRanksInStep) {
     }
     ASSERT_EQ(logits[1].size(), 128u);
     ExpectNear(logits[0], logits[1]);
-    ranks->Announce({});
+    ranks->AnnounceEnd();
   });
 }
 

@@ -16,6 +16,7 @@
 #include <utility>
 
 #include "common/base/error.h"
+#include "common/model/testing/padded_model.h"
 #include "services/rollout/engine/testing/engine_calls.h"
 #include "services/rollout/engine/testing/recording_listener.h"
 #include "services/rollout/engine/testing/tiny_tokenizer.h"
@@ -203,7 +204,7 @@ TEST_F(EngineTest, ScoresEqualAForwardWithoutCache) {
   }
 }
 
-// What the CPU's own kernels score is the measure of what a GPU runs, in both types.
+// ATen kernels, which a GPU runs, give the scores of the CPU's kernels, in both types.
 TEST_F(EngineTest, TheOtherKernelsAndTypesScoreAlike) {
   std::vector<ScoreSequence> sequences;
   for (int i = 0; i < 8; ++i) {
@@ -304,6 +305,51 @@ TEST_F(EngineTest, ADifferentVocabularyIsRefusedWithTheFirstId) {
   EXPECT_EQ(Reason(status), "VOCABULARY_MISMATCH");
   EXPECT_EQ(FieldPath(status), "junior_model");
   EXPECT_THAT(std::string(status.message()), HasSubstr("first differing id is 17"));
+}
+
+// Qwen2.5's models have one tokenizer and 151,936 or 152,064 rows.
+TEST_F(EngineTest, PaddingRowsChangeNothing) {
+  TemporaryFolder folder;
+  EngineOptions padded = Options();
+  padded.senior_model = folder / "senior";
+  WritePaddedModel(Senior(), padded.senior_model, 70);
+  const auto engine = Create(padded), plain = Create();
+  const EngineInfo info = engine->Info();
+  EXPECT_EQ(info.senior.vocab_size, 70);
+  EXPECT_EQ(info.senior.num_token_ids, 61);
+  EXPECT_EQ(info.junior->vocab_size, 61);
+  EXPECT_EQ(info.senior.vocabulary_digest, info.junior->vocabulary_digest);
+  for (const auto strategy : kStrategies) {
+    PromptRequest request = Request({.selection_strategy = strategy});
+    request.return_other_logprobs = true;
+    const Trajectory actual = RunOne(*engine, request), expected = RunOne(*plain, request);
+    EXPECT_EQ(actual.response_token_ids, expected.response_token_ids);
+    EXPECT_EQ(actual.author_logprobs, expected.author_logprobs);
+    EXPECT_EQ(actual.other_logprobs, expected.other_logprobs);
+  }
+  const ScoreRequest score = {.sequences = {{{3, 4, 60, 17, 9}, 1}}};
+  EXPECT_EQ(Score(*engine, score)->sequences[0].senior_logprobs,
+            Score(*plain, score)->sequences[0].senior_logprobs);
+  PromptRequest request = Request({});
+  request.prompt_token_ids[2] = 61;
+  EXPECT_EQ(FieldPath(engine->Validate(request)), "prompt_token_ids[2]");
+  const absl::Status status = Score(*engine, {.sequences = {{{3, 61}, 1}}}).status();
+  EXPECT_EQ(FieldPath(status), "sequences[0].token_ids[1]");
+}
+
+TEST_F(EngineTest, WeightsOfAModelWithOtherTokenIdsAreRefused) {
+  TemporaryFolder folder;
+  EngineOptions padded = Options();
+  padded.senior_model = folder / "senior";
+  WritePaddedModel(Senior(), padded.senior_model, 70);
+  const auto engine = Create(padded);
+  std::vector<std::byte> stream;
+  // Loaded without regard to the tokenizer: 70 token ids.
+  const WeightManifest manifest = ManifestOf(**Model::Load(padded.senior_model), 3, stream);
+  const absl::Status status = engine->weights().Begin("u", manifest, false).status();
+  EXPECT_EQ(status.code(), absl::StatusCode::kFailedPrecondition);
+  EXPECT_EQ(Reason(status), "VOCABULARY_MISMATCH");
+  EXPECT_EQ(FieldPath(status), "manifest.num_token_ids");
 }
 
 TEST_F(EngineTest, InfoTellsBoundariesAndModels) {

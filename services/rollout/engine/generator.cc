@@ -55,7 +55,7 @@ Trajectory MakeTrajectory(const Sequence& sequence, const std::string& junior_ve
   return result;
 }
 
-// What the heads' rows of one pass gave. Filled from several threads, one row each.
+// The results of a pass's output rows. Threads fill different rows concurrently.
 struct PassResults {
   explicit PassResults(size_t entries) : tokens(entries) {}
   std::vector<SampledToken> tokens;
@@ -229,7 +229,7 @@ bool Generator::RunPass(Author lane) {
       AppendToken(sequence, lane, token.token, token.logprob, token.log_keep_mass);
     }
   }
-  // Listeners may be told of failures only when no entry is looked at any more.
+  // Failures are reported last: a listener may free the sequences of entries.
   std::vector<Sequence*> ended;
   for (const PassEntry& entry : entries) {
     if (!results.failures.contains(entry.sequence->prompt->id) && entry.sequence->ended()) {

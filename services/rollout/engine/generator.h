@@ -1,5 +1,5 @@
-// Writes responses: runs the scheduler's passes on the two models, draws tokens, fills
-// trajectories, tells the listeners. Belongs to one thread.
+// Generates responses: runs the scheduler's passes on the two models, draws tokens, fills
+// trajectories and calls the listeners. Belongs to one thread.
 #ifndef TANDEM_SERVICES_ROLLOUT_ENGINE_GENERATOR_H_
 #define TANDEM_SERVICES_ROLLOUT_ENGINE_GENERATOR_H_
 
@@ -24,7 +24,7 @@ struct GeneratorOptions {
   SchedulerLimits limits;
   int64_t max_model_len = 2048;
   std::vector<int32_t> eos_token_ids;
-  WeightsVersion senior_weights;  // what tokens are tagged with until the first update
+  WeightsVersion senior_weights;  // the version of tokens until the first update
   std::string junior_version;     // recorded in trajectories
 };
 
@@ -45,18 +45,18 @@ class Generator {
   // Fails with DEADLINE_EXCEEDED the prompts, queued or running, whose deadline is not after `now`.
   void ExpireDeadlines(absl::Time now);
 
-  // Something is queued or running.
+  // Whether a prompt is queued or running.
   bool HasWork() const { return !scheduler_.idle(); }
 
-  // Admits what fits, then one pass of the senior and one of the junior over the sequences that
-  // wait for it. A model's error fails the prompts of its pass, and only those. False when no pass
-  // was computed.
+  // Admits the sequences that fit, then runs one pass of each model over the sequences that wait
+  // for it. A model's error fails the prompts of its pass alone. Returns false if no pass was
+  // computed.
   bool Step();
 
-  // The senior's weights were replaced. Tokens are tagged with `weights` from now on.
+  // Tells that the senior's weights were replaced: later tokens have the version `weights`.
   void OnSeniorUpdated(const WeightsVersion& weights, OnWeightUpdate policy);
 
-  // The counters of EngineStats that generation owns; the rest is left alone.
+  // Sets the counters of EngineStats that generation owns, and no others.
   void FillStats(EngineStats& stats) const;
   int64_t running() const { return static_cast<int64_t>(scheduler_.running().size()); }
 

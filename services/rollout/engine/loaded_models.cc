@@ -14,12 +14,23 @@
 namespace tandem::rollout {
 namespace {
 
-absl::StatusOr<std::unique_ptr<Model>> LoadOne(const std::string& directory,
-                                               const std::string& field,
-                                               const Placement& placement) {
-  absl::StatusOr<std::unique_ptr<Model>> model = Model::Load(directory, {.placement = placement});
-  if (!model.ok()) return PrependFieldPath(field, model.status());
-  return model;
+struct ModelAndVocabulary {
+  std::unique_ptr<Model> model;
+  absl::StatusOr<Vocabulary> vocabulary;  // NOT_FOUND without a tokenizer.json
+};
+
+absl::StatusOr<ModelAndVocabulary> LoadOne(const std::string& directory,
+                                           const Placement& placement) {
+  ModelAndVocabulary loaded = {.model = nullptr, .vocabulary = Vocabulary::Load(directory)};
+  int64_t num_token_ids = 0;
+  if (loaded.vocabulary.ok()) {
+    num_token_ids = loaded.vocabulary->size();
+  } else if (!absl::IsNotFound(loaded.vocabulary.status())) {
+    return loaded.vocabulary.status();
+  }
+  TANDEM_ASSIGN_OR_RETURN(loaded.model, Model::Load(directory, {.num_token_ids = num_token_ids,
+                                                                .placement = placement}));
+  return loaded;
 }
 
 }  // namespace
@@ -43,56 +54,37 @@ absl::Status CheckOptions(const EngineOptions& options) {
   return absl::OkStatus();
 }
 
-namespace {
-
-absl::Status CheckSameSize(const Model& senior, const Model& junior) {
-  if (senior.config().vocab_size == junior.config().vocab_size) return absl::OkStatus();
-  return WithReason(
-      FieldError(absl::StatusCode::kFailedPrecondition, "junior_model",
-                 absl::StrCat("senior and junior have different vocabularies: the first differing "
-                              "id is ",
-                              std::min(senior.config().vocab_size, junior.config().vocab_size),
-                              " (", senior.config().vocab_size, " and ", junior.config().vocab_size,
-                              " tokens)")),
-      reason::kVocabularyMismatch);
-}
-
-}  // namespace
-
 absl::StatusOr<LoadedModels> LoadModels(const EngineOptions& options, const Placement& senior,
                                         const Placement& junior) {
   LoadedModels result;
-  TANDEM_ASSIGN_OR_RETURN(result.senior, LoadOne(options.senior_model, "senior_model", senior));
+  absl::StatusOr<ModelAndVocabulary> loaded = LoadOne(options.senior_model, senior);
+  if (!loaded.ok()) return PrependFieldPath("senior_model", loaded.status());
+  const absl::StatusOr<Vocabulary> vocabulary = std::move(loaded->vocabulary);
+  result.senior = std::move(loaded->model);
   const ModelConfig& config = result.senior->config();
   result.max_model_len = config.LongestSequence(options.max_model_len);
   std::set<int32_t> eos_token_ids(config.eos_token_ids.begin(), config.eos_token_ids.end());
 
-  absl::StatusOr<Vocabulary> vocabulary = Vocabulary::Load(options.senior_model, config.vocab_size);
   if (!options.junior_model.empty()) {
     if (!vocabulary.ok()) return PrependFieldPath("senior_model", vocabulary.status());
-    TANDEM_ASSIGN_OR_RETURN(result.junior, LoadOne(options.junior_model, "junior_model", junior));
-    absl::StatusOr<Vocabulary> junior_vocabulary =
-        Vocabulary::Load(options.junior_model, result.junior->config().vocab_size);
-    if (!junior_vocabulary.ok()) {
-      return PrependFieldPath("junior_model", junior_vocabulary.status());
-    }
-    TANDEM_RETURN_IF_ERROR(
-        PrependFieldPath("junior_model", Vocabulary::CheckSame(*vocabulary, *junior_vocabulary)));
-    TANDEM_RETURN_IF_ERROR(CheckSameSize(*result.senior, *result.junior));
+    loaded = LoadOne(options.junior_model, junior);
+    absl::Status status = loaded.status();
+    if (status.ok()) status = loaded->vocabulary.status();
+    if (status.ok()) status = Vocabulary::CheckSame(*vocabulary, *loaded->vocabulary);
+    if (!status.ok()) return PrependFieldPath("junior_model", status);
+    result.junior = std::move(loaded->model);
     const ModelConfig& junior_config = result.junior->config();
     eos_token_ids.insert(junior_config.eos_token_ids.begin(), junior_config.eos_token_ids.end());
     result.max_model_len = junior_config.LongestSequence(result.max_model_len);
     result.junior_digest = result.junior->weights_digest();
     result.info.junior = result.junior->Summary(result.max_model_len);
-    result.info.junior->vocabulary_digest = junior_vocabulary->Digest();
-  } else if (!vocabulary.ok() && !absl::IsNotFound(vocabulary.status())) {
-    return PrependFieldPath("senior_model", vocabulary.status());
+    result.info.junior->vocabulary_digest = loaded->vocabulary->Digest();
   }
   result.eos_token_ids.assign(eos_token_ids.begin(), eos_token_ids.end());
   result.boundaries = std::make_unique<BoundarySets>(vocabulary.ok() ? *vocabulary : Vocabulary(),
                                                      result.eos_token_ids);
   TANDEM_RETURN_IF_ERROR(
-      PrependFieldPath("tandem", tandem::Validate(options.tandem, config.vocab_size)));
+      PrependFieldPath("tandem", tandem::Validate(options.tandem, result.senior->num_token_ids())));
 
   result.senior_digest = result.senior->weights_digest();
   EngineInfo& info = result.info;

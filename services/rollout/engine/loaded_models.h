@@ -1,4 +1,4 @@
-// Loading: two models, their vocabularies, and the checks that they belong together.
+// Loads the two models and their vocabularies, and checks that they fit each other.
 #ifndef TANDEM_SERVICES_ROLLOUT_ENGINE_LOADED_MODELS_H_
 #define TANDEM_SERVICES_ROLLOUT_ENGINE_LOADED_MODELS_H_
 
@@ -13,14 +13,14 @@
 #include "common/model/model.h"
 #include "common/tandem/vocabulary.h"
 #include "common/tensor/named_tensors.h"
-#include "common/tensor/weight_transfer.h"
+#include "common/weights/weight_transfer.h"
 #include "services/rollout/engine/types.h"
 
 namespace tandem::rollout {
 
 struct LoadedModels {
   std::unique_ptr<Model> senior;
-  std::unique_ptr<Model> junior;  // null without one
+  std::unique_ptr<Model> junior;  // null without a junior
   std::unique_ptr<BoundarySets> boundaries;
   std::vector<int32_t> eos_token_ids;  // of either model
   std::string senior_digest;
@@ -32,14 +32,15 @@ struct LoadedModels {
 // INVALID_ARGUMENT for options out of range.
 absl::Status CheckOptions(const EngineOptions& options);
 
-// Onto where the lanes' models live. Errors of Model::Load and Vocabulary::Load with "senior_model"
-// or "junior_model" as field path; FAILED_PRECONDITION (reason VOCABULARY_MISMATCH) when the two do
-// not share every id; INVALID_ARGUMENT for tandem options out of range. A tokenizer.json is needed
-// as soon as there is a junior.
+// Loads the models onto the lanes' devices. Errors of Model::Load and Vocabulary::Load have the
+// field path "senior_model" or "junior_model"; FAILED_PRECONDITION (reason VOCABULARY_MISMATCH) if
+// the two do not share every id (padding rows behind the ids may differ); INVALID_ARGUMENT for
+// tandem options out of range. With a junior, both models need a tokenizer.json.
 absl::StatusOr<LoadedModels> LoadModels(const EngineOptions& options, const Placement& senior,
                                         const Placement& junior);
 
-// The tensors that `manifest` lays out in `stream`, in the stream's memory: only to be read.
+// Returns the tensors that `manifest` describes, in the memory of `stream`. They must not be
+// written.
 absl::StatusOr<NamedTensors> TensorsIn(const WeightManifest& manifest,
                                        absl::Span<const std::byte> stream);
 

@@ -5,13 +5,18 @@
 #include "absl/strings/str_cat.h"
 #include "common/base/error.h"
 #include "common/base/status_macros.h"
-#include "common/model/decoder_parameters.h"
+#include "common/model/family.h"
 
 namespace tandem::rollout {
 namespace {
 
 constexpr char kSize[] = "tensor_parallel_size";
 constexpr char kJuniorSize[] = "junior_tensor_parallel_size";
+
+absl::Status CheckShards(const ModelConfig& model, int64_t ranks, absl::string_view field) {
+  TANDEM_ASSIGN_OR_RETURN(const Family* family, FindFamily(model.model_type));
+  return family->CheckShards(model, ranks, field);
+}
 
 }  // namespace
 
@@ -29,7 +34,7 @@ absl::Status CheckRankLayout(const RankLayout& layout, const ModelConfig& senior
                      " ranks, both counted from rank 0, make ",
                      std::max(senior_ranks, junior_ranks), ", and the server has ", world_size));
   }
-  TANDEM_RETURN_IF_ERROR(CheckDecoderShards(senior, senior_ranks, kSize));
+  TANDEM_RETURN_IF_ERROR(CheckShards(senior, senior_ranks, kSize));
   if (junior == nullptr) return absl::OkStatus();
   const auto devices = static_cast<int64_t>(layout.junior_gpu_devices.size());
   if (devices != 0 && devices != junior_ranks) {
@@ -37,7 +42,7 @@ absl::Status CheckRankLayout(const RankLayout& layout, const ModelConfig& senior
         "junior_gpu_devices",
         absl::StrCat("names ", devices, " devices, and the junior has ", junior_ranks, " ranks"));
   }
-  return CheckDecoderShards(*junior, junior_ranks, kJuniorSize);
+  return CheckShards(*junior, junior_ranks, kJuniorSize);
 }
 
 }  // namespace tandem::rollout

@@ -1,6 +1,6 @@
-// Which ranks of a rollout server hold which model: a lane's model is shared out, by heads and rows
-// of the vocabulary, among the first so many ranks of the server, whatever the other lane has. No
-// torch.
+// The layout of a rollout server: each lane's model is sharded, by heads and rows of the
+// vocabulary, over the first ranks of the server. The two lanes may have different numbers of
+// ranks. No torch.
 #ifndef TANDEM_SERVICES_ROLLOUT_ENGINE_RANK_LAYOUT_H_
 #define TANDEM_SERVICES_ROLLOUT_ENGINE_RANK_LAYOUT_H_
 
@@ -15,12 +15,12 @@ namespace tandem::rollout {
 struct RankLayout {
   int64_t tensor_parallel_size = 1;         // ranks of the senior
   int64_t junior_tensor_parallel_size = 1;  // ranks of the junior
-  // The CUDA device of the junior on each of its ranks; empty: the senior's.
+  // The CUDA device of the junior on each of its ranks; empty: the device of the senior.
   std::vector<int32_t> junior_gpu_devices = {};
 };
 
-// INVALID_ARGUMENT, with the numbers, where the ranks of the server are not those that the layout
-// needs, or do not divide a model. `junior` is nullptr without one.
+// INVALID_ARGUMENT, with the numbers, if the server's ranks are not as many as the layout needs, or
+// do not divide a model. `junior` is nullptr without a junior.
 absl::Status CheckRankLayout(const RankLayout& layout, const ModelConfig& senior,
                              const ModelConfig* junior, int64_t world_size);
 

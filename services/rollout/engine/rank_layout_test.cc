@@ -11,6 +11,7 @@ namespace {
 
 ModelConfig Config(int64_t heads, int64_t key_value_heads) {
   ModelConfig config;
+  config.model_type = "llama";
   config.num_attention_heads = heads;
   config.num_key_value_heads = key_value_heads;
   config.intermediate_size = 48;

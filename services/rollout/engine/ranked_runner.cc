@@ -4,12 +4,11 @@
 
 #include "absl/strings/str_cat.h"
 #include "common/base/status_macros.h"
-#include "common/base/struct_bytes.h"
 
 namespace tandem::rollout {
 namespace {
 
-// Found by every rank, before it computes.
+// Errors that every rank finds before it computes.
 bool IsOfTheRequest(const absl::Status& status) {
   return absl::IsInvalidArgument(status) || absl::IsOutOfRange(status);
 }
@@ -35,7 +34,7 @@ absl::Status Replay(const SlotChange& change, TorchRunner& shard) {
 
 }  // namespace
 
-RankedRunner::RankedRunner(Author lane, parallel::ServerRanks* ranks, TorchRunner* shard)
+RankedRunner::RankedRunner(Author lane, ranks::ServerRanks* ranks, TorchRunner* shard)
     : ranks_(ranks), shard_(shard), next_{.lane = lane, .changes = {}, .inputs = {}} {}
 
 absl::StatusOr<int64_t> RankedRunner::AllocateSlot() {
@@ -69,7 +68,7 @@ absl::Status RankedRunner::Forward(std::span<const RunnerInput> inputs, const Ro
                             .tokens = {input.tokens.begin(), input.tokens.end()},
                             .num_output_rows = input.num_output_rows});
   }
-  ranks_->Announce({.name = kPassCommand, .request_id = "", .request = ToBytes(next_)});
+  ranks_->Announce(kPassCommand, /*request_id=*/"", next_);
   next_.changes.clear();
   absl::Status status = shard_->Forward(inputs, sink);
   if (!status.ok() && !IsOfTheRequest(status)) {

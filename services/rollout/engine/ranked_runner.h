@@ -1,6 +1,6 @@
-// A lane whose model is shared out among ranks: rank 0 says what it is about to compute, and all
-// compute it. On the way nobody asks whether the others could: an error of the request (a bad slot,
-// too many tokens) is every rank's, and any other one ends the server.
+// The runner of a lane whose model is sharded over ranks: rank 0 announces a pass, and all ranks
+// compute it. Ranks do not compare outcomes: an error of the request (a bad slot, too many tokens)
+// is the same on every rank, and any other error ends the server.
 #ifndef TANDEM_SERVICES_ROLLOUT_ENGINE_RANKED_RUNNER_H_
 #define TANDEM_SERVICES_ROLLOUT_ENGINE_RANKED_RUNNER_H_
 
@@ -12,7 +12,7 @@
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
-#include "common/parallel/server_ranks.h"
+#include "common/ranks/server_ranks.h"
 #include "common/tandem/authorship_mask.h"
 #include "services/rollout/engine/model_runner.h"
 #include "services/rollout/engine/torch_runner.h"
@@ -22,7 +22,7 @@ namespace tandem::rollout {
 // The name of the command whose request is a RankedPass.
 inline constexpr char kPassCommand[] = "pass";
 
-// Something that happened to the slots of a KV cache.
+// A change of the slots of a KV cache.
 struct SlotChange {
   enum class Kind : uint8_t { kAllocate, kFree, kTruncate, kCopyPrefix };
   Kind kind = Kind::kAllocate;
@@ -31,7 +31,7 @@ struct SlotChange {
   int64_t length = 0;  // kTruncate, kCopyPrefix
 };
 
-// A pass, and what happened to the slots since the last one.
+// A pass, and the changes of slots since the last pass.
 struct RankedPass {
   struct Input {
     int64_t slot = 0;
@@ -43,11 +43,11 @@ struct RankedPass {
   std::vector<Input> inputs;
 };
 
-// Rank 0's.
+// The runner on rank 0.
 class RankedRunner : public ModelRunner {
  public:
-  // `shard` is rank 0's part of the lane's model. Both outlive the runner.
-  RankedRunner(Author lane, parallel::ServerRanks* ranks, TorchRunner* shard);
+  // `shard` runs rank 0's shard of the lane's model. Both outlive the runner.
+  RankedRunner(Author lane, ranks::ServerRanks* ranks, TorchRunner* shard);
 
   absl::StatusOr<int64_t> AllocateSlot() override;
   void FreeSlot(int64_t slot) override;
@@ -56,13 +56,13 @@ class RankedRunner : public ModelRunner {
   absl::Status Forward(std::span<const RunnerInput> inputs, const RowSink& sink) override;
 
  private:
-  parallel::ServerRanks* const ranks_;
+  ranks::ServerRanks* const ranks_;
   TorchRunner* const shard_;
-  RankedPass next_;  // what the others have not heard of
+  RankedPass next_;  // collects the changes for the next announcement
 };
 
-// Does on another rank what rank 0 does with `pass`. INTERNAL, or as TorchRunner, if this rank is
-// not where rank 0 is any more.
+// Executes `pass` on a rank other than 0. INTERNAL, or the errors of TorchRunner, if this rank's
+// slots are not those of rank 0.
 absl::Status FollowPass(const RankedPass& pass, TorchRunner& shard);
 
 }  // namespace tandem::rollout

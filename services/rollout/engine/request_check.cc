@@ -17,11 +17,11 @@ absl::Status CheckPrompt(const PromptRequest& request, const RequestLimits& limi
                                    limits.max_model_len, " in all"));
   }
   TANDEM_RETURN_IF_ERROR(
-      CheckTokenIds("prompt_token_ids", request.prompt_token_ids, limits.vocab_size));
+      CheckTokenIds("prompt_token_ids", request.prompt_token_ids, limits.num_token_ids));
   TANDEM_RETURN_IF_ERROR(
-      PrependFieldPath("sampling", tandem::Validate(request.sampling, limits.vocab_size)));
+      PrependFieldPath("sampling", tandem::Validate(request.sampling, limits.num_token_ids)));
   TANDEM_RETURN_IF_ERROR(
-      PrependFieldPath("tandem", tandem::Validate(request.tandem, limits.vocab_size)));
+      PrependFieldPath("tandem", tandem::Validate(request.tandem, limits.num_token_ids)));
   if (request.tandem.enabled && !limits.has_junior) {
     return WithReason(FieldError(absl::StatusCode::kFailedPrecondition, "tandem.enabled",
                                  "this server has no junior"),
@@ -48,7 +48,7 @@ absl::Status CheckScore(const ScoreRequest& request, const RequestLimits& limits
   }
   TANDEM_RETURN_IF_ERROR(CheckAbove("temperature", request.temperature, 0.0));
   TANDEM_RETURN_IF_ERROR(tandem::Validate(
-      SamplingParams{.temperature = request.temperature, .max_tokens = 1}, limits.vocab_size));
+      SamplingParams{.temperature = request.temperature, .max_tokens = 1}, limits.num_token_ids));
   for (size_t i = 0; i < request.sequences.size(); ++i) {
     const ScoreSequence& sequence = request.sequences[i];
     const std::string path = absl::StrCat("sequences[", i, "]");
@@ -59,7 +59,7 @@ absl::Status CheckScore(const ScoreRequest& request, const RequestLimits& limits
                         absl::StrCat(length, " tokens, at most ", limits.max_model_len));
     }
     TANDEM_RETURN_IF_ERROR(
-        CheckTokenIds(path + ".token_ids", sequence.token_ids, limits.vocab_size));
+        CheckTokenIds(path + ".token_ids", sequence.token_ids, limits.num_token_ids));
     TANDEM_RETURN_IF_ERROR(CheckInRange<int64_t>(path + ".first_scored_token",
                                                  sequence.first_scored_token, 1, length - 1));
   }

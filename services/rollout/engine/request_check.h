@@ -1,4 +1,4 @@
-// Refuses what the engine cannot run, with the field's path.
+// Checks of requests. Errors have the field's path.
 #ifndef TANDEM_SERVICES_ROLLOUT_ENGINE_REQUEST_CHECK_H_
 #define TANDEM_SERVICES_ROLLOUT_ENGINE_REQUEST_CHECK_H_
 
@@ -10,18 +10,18 @@
 namespace tandem::rollout {
 
 struct RequestLimits {
-  int64_t vocab_size = 0;
+  int64_t num_token_ids = 0;
   int64_t max_model_len = 0;
   int64_t max_samples = 0;  // of one prompt
   bool has_junior = false;
 };
 
-// See Engine::Validate. A prompt must leave room for one response token; a response is cut at
-// max_model_len with finish reason kLength.
+// Implements Engine::Validate. A prompt must leave room for one response token; a response is cut
+// at max_model_len with finish reason kLength.
 absl::Status CheckPrompt(const PromptRequest& request, const RequestLimits& limits);
 
-// INVALID_ARGUMENT, OUT_OF_RANGE for a sequence that is too long, FAILED_PRECONDITION for a junior
-// that is not there.
+// INVALID_ARGUMENT, OUT_OF_RANGE for a sequence that is too long, FAILED_PRECONDITION without the
+// junior that the request needs.
 absl::Status CheckScore(const ScoreRequest& request, const RequestLimits& limits);
 
 }  // namespace tandem::rollout

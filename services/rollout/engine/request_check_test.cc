@@ -10,7 +10,7 @@ namespace tandem::rollout {
 namespace {
 
 constexpr RequestLimits kLimits = {
-    .vocab_size = 50, .max_model_len = 10, .max_samples = 4, .has_junior = true};
+    .num_token_ids = 50, .max_model_len = 10, .max_samples = 4, .has_junior = true};
 
 TEST(CheckScoreTest, ErrorsNameTheField) {
   ScoreRequest request;

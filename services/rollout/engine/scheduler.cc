@@ -17,7 +17,7 @@ std::vector<Sequence*> Scheduler::Admit() {
 Scheduler::Prefix Scheduler::FindPrefix(Author lane, const Sequence& sequence,
                                         const std::vector<PassEntry>& planned,
                                         const Sequence** source) const {
-  // The last prompt token is always consumed, because its row is where the response starts.
+  // The last prompt token is always consumed, because the response starts from its row.
   const int64_t shared = sequence.prompt_length() - 1;
   if (sequence.lane(lane).cursor > 0 || shared < 1) return Prefix::kOwn;
   for (const auto& other : sequence.prompt->samples) {

@@ -1,8 +1,8 @@
 // Decides what each forward pass consumes. Pure logic: no tensors, no threads, no clock.
 //
 // There is no prefill and no decode, only lanes that catch up: when a model must write the next
-// token of a sequence, it first consumes what it has not seen (the prompt, or the other model's run
-// of tokens) and writes from the last row.
+// token of a sequence, it first consumes the tokens that it has not seen (the prompt, or the other
+// model's run of tokens) and writes from the last row.
 #ifndef TANDEM_SERVICES_ROLLOUT_ENGINE_SCHEDULER_H_
 #define TANDEM_SERVICES_ROLLOUT_ENGINE_SCHEDULER_H_
 
@@ -20,16 +20,16 @@ struct SchedulerLimits {
   int64_t max_batched_tokens = 2048;  // tokens that one pass consumes
 };
 
-// One sequence's part in a pass: its tokens [begin, end).
+// One sequence in a pass: the pass consumes its tokens [begin, end).
 struct PassEntry {
   Sequence* sequence = nullptr;
   int64_t begin = 0;
   int64_t end = 0;
-  // The model's head runs on the last so many of them.
+  // The model's head runs on this many of the last tokens.
   int64_t num_output_rows = 0;
-  // The last row is the one that the next token is drawn from.
+  // Whether the next token is drawn from the last row.
   bool samples = false;
-  // Before the pass the lane takes over the first `begin` tokens of this sample of the same prompt.
+  // If set, the lane copies the first `begin` tokens from this sample of the same prompt first.
   const Sequence* copy_prefix_from = nullptr;
 };
 
@@ -40,22 +40,22 @@ class Scheduler {
   // Puts a sequence at the end of the queue.
   void Enqueue(Sequence* sequence) { waiting_.push_back(sequence); }
 
-  // Moves waiting sequences, in order, into free places; returns those that began.
+  // Starts waiting sequences, in order, up to max_num_seqs; returns those that were started.
   std::vector<Sequence*> Admit();
 
-  // The sequences, oldest first, that need `lane`'s model now, within the token budget. A sequence
-  // whose rest does not fit consumes a part (chunked prefill). A sample whose prompt another sample
-  // has consumed, or consumes in this pass, takes it over instead of computing it again.
+  // Returns the sequences, oldest first, that need `lane`'s model now, within the token budget. A
+  // sequence that does not fit consumes as many tokens as do (chunked prefill). A sample copies the
+  // prompt from another sample that has consumed it, or consumes it in this pass.
   std::vector<PassEntry> Plan(Author lane) const;
 
-  // The entry has been computed.
+  // Records that the entry has been computed.
   void Advance(Author lane, const PassEntry& entry);
 
-  // Forgets a sequence, wherever it is.
+  // Removes a sequence, waiting or running.
   void Remove(const Sequence* sequence);
 
-  // The lane's weights changed. Keys and values of before are never given to another sample; with
-  // `recompute` every running sequence consumes its tokens again.
+  // Tells that the lane's weights changed. Earlier keys and values are no longer copied to another
+  // sample; with `recompute` every running sequence consumes its tokens again.
   void BumpEpoch(Author lane, bool recompute);
 
   const std::vector<Sequence*>& running() const { return running_; }
@@ -64,7 +64,7 @@ class Scheduler {
 
  private:
   enum class Prefix { kOwn, kCopy, kWait };
-  // What a lane at the start of its prompt should do.
+  // Returns what a lane does at the start of a prompt.
   Prefix FindPrefix(Author lane, const Sequence& sequence, const std::vector<PassEntry>& planned,
                     const Sequence** source) const;
 

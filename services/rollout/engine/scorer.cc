@@ -13,27 +13,27 @@
 namespace tandem::rollout {
 namespace {
 
-// A sequence in a slot.
+// A sequence that has a slot.
 struct Scored {
   const ScoreSequence* sequence;
   std::vector<float>* logprobs;
   int64_t slot;
   int64_t cursor = 0;
-  // The last token predicts nothing that is asked for.
+  // No log-probability is asked for after the last token.
   int64_t target() const { return static_cast<int64_t>(sequence->token_ids.size()) - 1; }
 };
 
 }  // namespace
 
-// The junior's part comes first: whatever new weights arrive meanwhile cost nothing then.
+// The junior is computed first: new weights of the senior that arrive meanwhile cost nothing then.
 struct Scorer::Job {
   ScoreRequest request;
   CallScope call;
   ScoreDone done;
   ScoreResult result;
-  Author lane = Author::kSenior;  // whose part is being computed
-  size_t num_begun = 0;           // sequences of it that have been in a slot
-  std::vector<Scored> group;      // those that are in one now
+  Author lane = Author::kSenior;  // the model whose log-probabilities are being computed
+  size_t num_begun = 0;           // sequences of that model that have had a slot
+  std::vector<Scored> group;      // the sequences that have a slot now
   int restarts = 0;
 };
 

@@ -1,5 +1,5 @@
-// Teacher-forced log-probabilities, one pass at a time, through the same runners, and so the same
-// numbers, as generation. Belongs to the engine thread.
+// Computes teacher-forced log-probabilities, one pass at a time, through the runners of generation,
+// and so with the same bits. Belongs to the engine thread.
 #ifndef TANDEM_SERVICES_ROLLOUT_ENGINE_SCORER_H_
 #define TANDEM_SERVICES_ROLLOUT_ENGINE_SCORER_H_
 
@@ -19,12 +19,13 @@
 
 namespace tandem::rollout {
 
-// Sequences that are scored at the same time; a runner needs as many slots beyond the generator's.
+// Sequences that are scored at the same time. A runner has as many slots beyond the generator's.
 inline constexpr int64_t kScoreSlots = 8;
 
 class Scorer {
  public:
-  // A request whose senior part was started again so often by new weights ends.
+  // Number of times that new weights may start a request's senior passes again before it is
+  // ABORTED.
   static constexpr int kMaxRestarts = 8;
 
   // The runners outlive the scorer; `junior` may be null.
@@ -37,14 +38,14 @@ class Scorer {
 
   bool HasWork() const { return !jobs_.empty(); }
 
-  // Ends the jobs that nobody waits for any more.
+  // Ends the jobs whose calls are over.
   void DropAbandoned();
 
-  // One pass of at most max_batched_tokens for the job whose turn it is; a turn is the passes of
-  // kScoreSlots sequences. False when nothing progressed.
+  // Runs one pass of at most max_batched_tokens for the job whose turn it is; a turn is the passes
+  // of kScoreSlots sequences. Returns false if nothing progressed.
   bool Step();
 
-  // The senior's weights were replaced: what it has not finished starts again.
+  // Tells that the senior's weights were replaced: its unfinished passes start again.
   void OnSeniorUpdated(const WeightsVersion& weights);
 
   void FailAll(const absl::Status& status);
@@ -57,7 +58,7 @@ class Scorer {
   absl::Status RunPass(Job& job);
   absl::Status FillGroup(Job& job);
   void FreeGroup(Job& job);
-  // Takes the job out of the queue and tells its caller.
+  // Removes the job from the queue and calls its `done`.
   void End(std::deque<std::unique_ptr<Job>>::iterator job, const absl::Status& status);
 
   ModelRunner& runner(Author lane) { return *runners_[LaneIndex(lane)]; }
@@ -65,7 +66,7 @@ class Scorer {
   const int64_t max_batched_tokens_;
   WeightsVersion senior_weights_;
   const std::array<ModelRunner*, 2> runners_;
-  std::deque<std::unique_ptr<Job>> jobs_;  // the front one has the turn, and alone holds slots
+  std::deque<std::unique_ptr<Job>> jobs_;  // the front job has the turn, and alone holds slots
   int64_t passes_total_ = 0;
 };
 

@@ -1,4 +1,4 @@
-// One sample in flight: its tokens and authors, and how far each model has read.
+// One sample in progress: its tokens and authors, and the position up to which each model has read.
 #ifndef TANDEM_SERVICES_ROLLOUT_ENGINE_SEQUENCE_H_
 #define TANDEM_SERVICES_ROLLOUT_ENGINE_SEQUENCE_H_
 
@@ -18,7 +18,7 @@ namespace tandem::rollout {
 
 inline constexpr Author kAuthors[] = {Author::kSenior, Author::kJunior};
 
-// Position of an author's entry in arrays of two.
+// Index of an author in arrays of two.
 inline size_t LaneIndex(Author author) { return author == Author::kSenior ? 0 : 1; }
 
 // One model's view of a sequence. The model has consumed the first `cursor` tokens; their keys and
@@ -27,7 +27,7 @@ struct LaneState {
   static constexpr int64_t kNoSlot = -1;
   int64_t slot = kNoSlot;
   int64_t cursor = 0;
-  // Which weights the keys and values come from; see Scheduler::BumpEpoch.
+  // Counts the weights that keys and values come from; see Scheduler::BumpEpoch.
   int64_t epoch = 0;
 };
 
@@ -40,10 +40,10 @@ struct Prompt {
   std::shared_ptr<PromptListener> listener;
   TokenSet stop_tokens;
   int64_t max_response_tokens = 0;
-  // By sample index; null once finished.
+  // Indexed by sample; null once finished.
   std::vector<std::unique_ptr<Sequence>> samples;
   int64_t unfinished = 0;
-  bool admitted = false;  // a sample has begun
+  bool admitted = false;  // whether a sample has begun
 };
 
 struct Sequence {
@@ -66,8 +66,8 @@ struct Sequence {
   std::vector<float> author_logprobs;
   std::vector<float> other_logprobs;  // NaN until the other model has read that far
   std::vector<float> log_keep_mass;
-  // The weights of the senior that the token is labelled with: those that wrote it; of a junior's
-  // token those of its other_logprobs, once they are there.
+  // The senior's version of each token: the version that wrote it, or, for a junior's token, the
+  // version of its other_logprobs once they are computed.
   std::vector<std::shared_ptr<const WeightsVersion>> senior_weights;
   FinishReason finish_reason = FinishReason::kUnspecified;
 
@@ -79,19 +79,20 @@ struct Sequence {
   LaneState& lane(Author author) { return lanes[LaneIndex(author)]; }
   const LaneState& lane(Author author) const { return lanes[LaneIndex(author)]; }
 
-  // The response is complete; only log-probs of the other model may be missing.
+  // Whether sampling has finished. The other model's log-probs may still be missing; see
+  // complete().
   bool ended() const { return finish_reason != FinishReason::kUnspecified; }
 
-  // The hidden state at `position` gives `author`'s log-prob of a response token that the other
-  // model wrote and that is still to be filled in.
+  // Whether the hidden state at `position` gives `author`'s log-prob of a response token that the
+  // other model wrote, and that log-prob is missing.
   bool NeedsOther(Author author, int64_t position) const {
     const int64_t r = position + 1 - prompt_length();
     return wants_other && r >= 0 && r < response_length() && authors[r] != author &&
            std::isnan(other_logprobs[r]);
   }
 
-  // How many tokens `author`'s model must have consumed for the sequence to go on; 0 when it is not
-  // this model's turn.
+  // Returns the number of tokens that `author`'s model must consume for the sequence to go on; 0 if
+  // it is not that model's turn.
   int64_t Target(Author author) const {
     if (!ended()) return selector.NextAuthor() == author ? length() : 0;
     // Only the lane that did not write the last token can lag.

@@ -10,8 +10,8 @@
 namespace tandem::rollout {
 namespace {
 
-// Gloo has no bfloat16, and bytes are bytes.
-void BroadcastBytesOf(const at::Tensor& tensor, parallel::Communicator& group) {
+// Broadcasts the bytes, as Gloo has no bfloat16.
+void BroadcastBytesOf(const at::Tensor& tensor, ranks::Communicator& group) {
   at::Tensor bytes = tensor.view(-1).view(at::kByte);
   group.Broadcast(bytes, 0);
 }
@@ -30,7 +30,7 @@ RankedWeights Announced(const NamedTensors& tensors, const Model& model) {
 }
 
 void SendWeights(const RankedWeights& weights, const NamedTensors& tensors,
-                 parallel::Communicator& group) {
+                 ranks::Communicator& group) {
   for (const WeightSpec& spec : weights.tensors) {
     const auto found = std::find_if(tensors.begin(), tensors.end(),
                                     [&](const auto& named) { return named.first == spec.name; });
@@ -38,7 +38,7 @@ void SendWeights(const RankedWeights& weights, const NamedTensors& tensors,
   }
 }
 
-void ReceiveWeights(const RankedWeights& weights, parallel::Communicator& group, Model& model) {
+void ReceiveWeights(const RankedWeights& weights, ranks::Communicator& group, Model& model) {
   const at::NoGradGuard no_grad;
   for (const WeightSpec& spec : weights.tensors) {
     const at::Tensor whole =

@@ -1,5 +1,6 @@
-// New weights on the way from rank 0 to the ranks that hold the other parts of a model. A tensor at
-// a time: no other rank ever holds all of them.
+// The last step of a weight transfer (common/weights/weight_transfer.h) to a multi-rank server:
+// rank 0 sends the new weights to the ranks that hold the other shards of the model, one tensor at
+// a time, so that no other rank holds all of them.
 #ifndef TANDEM_SERVICES_ROLLOUT_ENGINE_SHARD_WEIGHTS_H_
 #define TANDEM_SERVICES_ROLLOUT_ENGINE_SHARD_WEIGHTS_H_
 
@@ -7,7 +8,7 @@
 #include <vector>
 
 #include "common/model/model.h"
-#include "common/parallel/communicator.h"
+#include "common/ranks/communicator.h"
 #include "common/tensor/named_tensors.h"
 #include "common/tensor/weight_spec.h"
 
@@ -16,20 +17,21 @@ namespace tandem::rollout {
 // The name of the command whose request is a RankedWeights.
 inline constexpr char kWeightsCommand[] = "weights";
 
-// What comes, in this order.
+// The tensors that are sent, in this order.
 struct RankedWeights {
   std::vector<WeightSpec> tensors;
 };
 
-// Of `tensors`, whole ones of any floating type, those that are parameters of `model`.
+// Returns those of `tensors` that are parameters of `model`. Tensors are whole, of any floating
+// type.
 RankedWeights Announced(const NamedTensors& tensors, const Model& model);
 
-// Rank 0 of `group` sends them; collective, with ReceiveWeights on the others. May throw
-// c10::Error.
+// Sends the tensors from rank 0 of `group`; collective, with ReceiveWeights on the other ranks. May
+// throw c10::Error.
 void SendWeights(const RankedWeights& weights, const NamedTensors& tensors,
-                 parallel::Communicator& group);
-// Copies this rank's part of each into `model`.
-void ReceiveWeights(const RankedWeights& weights, parallel::Communicator& group, Model& model);
+                 ranks::Communicator& group);
+// Receives the tensors, and copies this rank's shard of each into `model`.
+void ReceiveWeights(const RankedWeights& weights, ranks::Communicator& group, Model& model);
 
 }  // namespace tandem::rollout
 

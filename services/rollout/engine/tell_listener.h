@@ -1,4 +1,4 @@
-// Telling several listeners that their work has failed.
+// Calls of listeners whose work has failed.
 #ifndef TANDEM_SERVICES_ROLLOUT_ENGINE_TELL_LISTENER_H_
 #define TANDEM_SERVICES_ROLLOUT_ENGINE_TELL_LISTENER_H_
 
@@ -8,7 +8,7 @@
 
 namespace tandem::rollout {
 
-// Logs what `tell` throws, which must not keep the other listeners from hearing.
+// Calls `tell` and logs what it throws, so that the other listeners are still called.
 inline void TellListener(absl::FunctionRef<void()> tell) {
   const absl::Status told = CatchExceptions("a listener", [&] {
     tell();

@@ -10,12 +10,10 @@
 
 #include "common/base/status_macros.h"
 #include "common/tensor/catch_torch_errors.h"
+#include "services/rollout/engine/rollout_memory.h"
 
 namespace tandem::rollout {
 namespace {
-
-// Rows of logits that exist at the same time.
-constexpr int64_t kMaxLogitsBytes = 64 << 20;
 
 struct OutputRow {
   int64_t input;
@@ -26,8 +24,7 @@ struct OutputRow {
 
 TorchRunner::TorchRunner(std::unique_ptr<Model> model, int64_t num_slots, int64_t max_model_len)
     : model_(std::move(model)),
-      cache_(model_->config(), num_slots, max_model_len, model_->device(), model_->dtype(),
-             model_->shard_count()) {}
+      cache_(model_->CacheLayout(), num_slots, max_model_len, model_->device(), model_->dtype()) {}
 
 absl::Status TorchRunner::Truncate(int64_t slot, int64_t length) {
   return CatchTorchErrors("KV cache", [&] {
@@ -62,20 +59,20 @@ absl::Status TorchRunner::Forward(std::span<const RunnerInput> inputs, const Row
     const c10::InferenceMode inference_mode;
     TANDEM_ASSIGN_OR_RETURN(const at::Tensor hidden, model_->Decode(cache_, decode));
     const int64_t total = static_cast<int64_t>(rows.size());
-    const int64_t vocab_size = model_->config().vocab_size;
+    const int64_t width = model_->num_token_ids();
     const int64_t chunk =
-        std::max<int64_t>(1, kMaxLogitsBytes / (vocab_size * static_cast<int64_t>(sizeof(float))));
+        std::max<int64_t>(1, kLogitsBytes / (width * static_cast<int64_t>(sizeof(float))));
     for (int64_t begin = 0; begin < total; begin += chunk) {
       const int64_t count = std::min(chunk, total - begin);
       const at::Tensor rows_of_chunk = model_->ForwardLogits(hidden.narrow(0, begin, count));
       if (!sink) continue;
-      // On a GPU this is where the host waits: once per pass, but for passes of very many rows.
+      // The host waits for a GPU here: once per pass, unless the pass has very many rows.
       const at::Tensor logits = rows_of_chunk.to(at::kCPU, at::kFloat).contiguous();
       const float* const data = logits.const_data_ptr<float>();
       at::parallel_for(0, count, 1, [&](int64_t first, int64_t last) {
         for (int64_t i = first; i < last; ++i) {
           sink(rows[begin + i].input, rows[begin + i].row,
-               {data + i * vocab_size, static_cast<size_t>(vocab_size)});
+               {data + i * width, static_cast<size_t>(width)});
         }
       });
     }

@@ -1,5 +1,5 @@
-// A model, or this rank's shard of it, and its KV cache behind the generator's interface. One per
-// lane; used by one thread.
+// The ModelRunner of a model, or of this rank's shard of it, with its KV cache. One per lane; used
+// by one thread.
 #ifndef TANDEM_SERVICES_ROLLOUT_ENGINE_TORCH_RUNNER_H_
 #define TANDEM_SERVICES_ROLLOUT_ENGINE_TORCH_RUNNER_H_
 
@@ -24,10 +24,10 @@ class TorchRunner : public ModelRunner {
 
   absl::StatusOr<int64_t> AllocateSlot() override { return cache_.Allocate(); }
   void FreeSlot(int64_t slot) override { cache_.Free(slot); }
-  // INTERNAL (RESOURCE_EXHAUSTED out of memory) when libtorch throws.
+  // INTERNAL if libtorch throws; RESOURCE_EXHAUSTED if memory runs out.
   absl::Status Truncate(int64_t slot, int64_t length) override;
   absl::Status CopyPrefix(int64_t from, int64_t to, int64_t length) override;
-  // `sink` may be empty: a rank whose part of the logits another one takes.
+  // `sink` is empty on a rank whose logits another rank gathers.
   absl::Status Forward(std::span<const RunnerInput> inputs, const RowSink& sink) override;
 
  private:

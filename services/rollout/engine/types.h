@@ -1,4 +1,4 @@
-// What goes into the rollout engine and comes out of it: plain structs, no tensors, no gRPC.
+// Options, requests and results of the rollout engine: plain structs, no tensors, no gRPC.
 #ifndef TANDEM_SERVICES_ROLLOUT_ENGINE_TYPES_H_
 #define TANDEM_SERVICES_ROLLOUT_ENGINE_TYPES_H_
 
@@ -16,7 +16,7 @@
 #include "common/base/weights_version.h"
 #include "common/model/compute_options.h"
 #include "common/model/model_summary.h"
-#include "common/parallel/rank_timeouts.h"
+#include "common/ranks/rank_timeouts.h"
 #include "common/tandem/tandem_config.h"
 #include "common/tandem/trajectory.h"
 #include "services/rollout/engine/rank_layout.h"
@@ -24,7 +24,7 @@
 namespace tandem::rollout {
 
 enum class OnWeightUpdate {
-  kRecompute,  // running sequences' senior lane is consumed again under the new weights
+  kRecompute,  // the senior consumes running sequences again, with the new weights
   kKeep,       // the old KV entries stay
 };
 
@@ -39,9 +39,10 @@ struct EngineOptions {
   OnWeightUpdate on_weight_update = OnWeightUpdate::kRecompute;
   ComputeOptions compute = {};
   RankLayout layout = {};
-  RankEnvironment environment = {};  // this process among the ranks of the server
-  parallel::RankTimeouts rank_timeouts = {};
-  std::string configuration = {};  // what must be the same on every rank, as lines of text
+  RankEnvironment environment = {};  // of this process among the ranks of the server
+  ranks::RankTimeouts rank_timeouts = {};
+  // The settings that must be equal on every rank, as lines of text.
+  std::string configuration = {};
 };
 
 // One prompt and its samples.
@@ -64,16 +65,16 @@ struct TokensDelta {
   std::vector<uint8_t> authorship_mask;
 };
 
-// Receives what happens to one prompt. Called on the engine thread: it must not block.
+// Receives the events of one prompt. Called on the engine thread: it must not block.
 class PromptListener {
  public:
   virtual ~PromptListener() = default;
-  // Only with stream_tokens.
+  // Called with stream_tokens alone.
   virtual void OnTokens(TokensDelta delta) = 0;
-  // Once for every sample, in any order.
+  // Called once for every sample, in any order.
   virtual void OnFinished(Trajectory trajectory) = 0;
-  // At most once, instead of the samples that have not finished: CANCELLED, DEADLINE_EXCEEDED,
-  // INTERNAL. Nothing follows.
+  // Called at most once, in place of the samples that have not finished: CANCELLED,
+  // DEADLINE_EXCEEDED, INTERNAL. No call follows.
   virtual void OnFailed(absl::Status status) = 0;
 };
 
@@ -97,7 +98,8 @@ struct ScoreRequest {
 };
 
 struct SequenceScores {
-  std::vector<float> senior_logprobs;  // of tokens from first_scored_token on; empty if not asked
+  // One per token from first_scored_token on; empty if not requested.
+  std::vector<float> senior_logprobs;
   std::vector<float> junior_logprobs;
 };
 
@@ -106,10 +108,10 @@ struct ScoreResult {
   WeightsVersion weights;  // of the senior, the same for all sequences
 };
 
-// Called once, on the engine thread: it must not block.
+// Receives the result. Called once, on the engine thread: it must not block.
 using ScoreDone = std::function<void(absl::StatusOr<ScoreResult> result)>;
 
-// Totals since the start (…_total) and the state now.
+// Totals since the start (…_total), and the current state.
 struct EngineStats {
   int64_t sequences_running = 0;
   int64_t sequences_waiting = 0;
@@ -125,7 +127,8 @@ struct EngineStats {
   int64_t prompt_tokens_total = 0;
   int64_t forward_passes_total = 0;  // of generation
   int64_t score_passes_total = 0;
-  absl::Time last_progress = absl::InfinitePast();  // a pass or a command ended, on this rank
+  // The end of the last pass or command on this rank.
+  absl::Time last_progress = absl::InfinitePast();
   bool paused = false;
 };
 

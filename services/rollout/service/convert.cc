@@ -25,7 +25,7 @@ EngineOptions EngineOptionsFromConfig(const config::RolloutServerConfig& config,
   EngineOptions options;
   options.senior_model = config.senior_model();
   options.junior_model = config.junior_model();
-  // Cannot fail: a resolved strategy is a known one.
+  // Cannot fail: resolving has checked the strategy.
   options.tandem = rpc::TandemConfigFromProto(config.tandem(), TandemConfig{}).value();
   options.max_num_seqs = config.max_num_seqs();
   options.max_model_len = config.max_model_len();
@@ -42,7 +42,7 @@ EngineOptions EngineOptionsFromConfig(const config::RolloutServerConfig& config,
   options.rank_timeouts = {.collective = absl::Seconds(config.collective_timeout_seconds()),
                            .silence = absl::Seconds(config.heartbeat_timeout_seconds())};
   config::RolloutServerConfig alike = config;
-  alike.clear_server();  // a rank's own
+  alike.clear_server();  // may differ between ranks
   options.configuration = config::ToYaml(alike);
   return options;
 }

@@ -1,4 +1,4 @@
-// Messages of tandem.rollout.v1 and the plain structs of the engine.
+// Conversions between messages of tandem.rollout.v1 and the plain structs of the engine.
 #ifndef TANDEM_SERVICES_ROLLOUT_SERVICE_CONVERT_H_
 #define TANDEM_SERVICES_ROLLOUT_SERVICE_CONVERT_H_
 
@@ -16,7 +16,7 @@ EngineOptions EngineOptionsFromConfig(const config::RolloutServerConfig& config,
                                       const RankEnvironment& environment);
 RankLayout RankLayoutFromConfig(const config::RolloutServerConfig& config);
 
-// Fields of the prompt's tandem that are not set take `defaults`. INVALID_ARGUMENT with a path
+// Converts a prompt; unset fields of its tandem get `defaults`. INVALID_ARGUMENT with a path
 // relative to the prompt; the engine's Validate checks the rest.
 absl::StatusOr<PromptRequest> PromptFromProto(const v1::Prompt& prompt,
                                               const TandemConfig& defaults);
@@ -28,7 +28,7 @@ v1::GenerateResponse FailedToProto(const std::string& request_id, const absl::St
 ScoreRequest ScoreFromProto(const v1::ScoreRequest& proto);  // the engine checks it
 v1::ScoreResponse ScoreToProto(const ScoreResult& result);
 
-// Adds what the engine holds to a response that describes the server.
+// Adds the engine's state to a response that describes the server.
 void InfoToProto(const EngineInfo& info, const TandemConfig& defaults,
                  const WeightsVersion& weights, bool paused, v1::GetServerInfoResponse* response);
 

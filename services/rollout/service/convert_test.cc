@@ -75,7 +75,7 @@ TEST(EngineOptionsTest, ComeFromTheConfig) {
   EXPECT_EQ(options.layout.junior_tensor_parallel_size, 2);
   EXPECT_EQ(options.rank_timeouts.silence, absl::Seconds(3));
   EXPECT_EQ(options.rank_timeouts.collective, absl::Seconds(600));
-  // What a rank has of its own is not compared.
+  // Settings of a single rank are not compared.
   config.mutable_server()->set_grpc_port(1);
   EXPECT_EQ(EngineOptionsFromConfig(config, {}).configuration, options.configuration);
   config.set_max_queue(8);

@@ -19,8 +19,8 @@ absl::Status DrainingError() {
       WithReason(absl::UnavailableError("the server is draining"), reason::kDraining), 1000);
 }
 
-// Appends new tokens to the event of the same sample that still waits, so that a slow reader finds
-// one event per sample and not one per token.
+// Appends new tokens to an event of the same sample that still waits, so that a slow reader gets
+// one event per sample rather than one per token.
 bool MergeTokens(v1::GenerateResponse& waiting, const v1::GenerateResponse& message) {
   if (!message.has_tokens() || !waiting.has_tokens()) return false;
   const v1::TokensEvent& fresh = message.tokens();
@@ -36,7 +36,7 @@ bool MergeTokens(v1::GenerateResponse& waiting, const v1::GenerateResponse& mess
 
 }  // namespace
 
-// Carries one prompt's events to the stream, on the engine thread.
+// A listener that passes one prompt's events to the stream, on the engine thread.
 class GenerateStream::Listener final : public PromptListener {
  public:
   Listener(std::shared_ptr<GenerateStream> stream, std::string request_id)
@@ -150,7 +150,7 @@ void GenerateStream::AdmitBatch() {
     std::lock_guard lock(mutex_);
     gone = client_gone_;
     for (size_t i = 0; i < batch->prompts.size(); ++i) {
-      // A prompt may already be done.
+      // A prompt may be done already.
       const auto found = pending_.find(batch->prompts[i].first);
       if (found != pending_.end()) found->second.id = (*admitted)[i];
     }

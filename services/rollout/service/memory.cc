@@ -7,6 +7,7 @@
 #include "common/model/model_config.h"
 #include "common/rpc/compute_config.h"
 #include "services/rollout/engine/rank_layout.h"
+#include "services/rollout/engine/rollout_memory.h"
 #include "services/rollout/engine/scorer.h"
 #include "services/rollout/service/convert.h"
 
@@ -23,14 +24,14 @@ absl::StatusOr<MemoryPlan> PlanMemory(const config::v1::RolloutServerConfig& con
   const RankLayout layout = RankLayoutFromConfig(config);
   TANDEM_RETURN_IF_ERROR(CheckRankLayout(layout, senior, junior.has_value() ? &*junior : nullptr,
                                          environment.world_size));
-  return RolloutMemoryPlan(senior, junior.has_value() ? &*junior : nullptr,
-                           {.num_slots = config.max_num_seqs() + kScoreSlots,
-                            .max_model_len = config.max_model_len(),
-                            .max_batched_tokens = config.max_batched_tokens(),
-                            .dtype = rpc::ComputeType(config.compute()),
-                            .senior_ranks = layout.tensor_parallel_size,
-                            .junior_ranks = layout.junior_tensor_parallel_size,
-                            .rank = environment.rank});
+  return RolloutMemory(senior, junior.has_value() ? &*junior : nullptr,
+                       {.num_slots = config.max_num_seqs() + kScoreSlots,
+                        .max_model_len = config.max_model_len(),
+                        .max_batched_tokens = config.max_batched_tokens(),
+                        .dtype = rpc::ComputeType(config.compute()),
+                        .on_host = config.compute().device() == "cpu",
+                        .layout = layout,
+                        .rank = environment.rank});
 }
 
 }  // namespace tandem::rollout

@@ -19,7 +19,7 @@ RolloutApp::RolloutApp(const config::RolloutServerConfig& config, rpc::ServerRun
       weight_service_(runtime.executor, runtime.metrics) {}
 
 std::vector<rpc::NamedService> RolloutApp::services() {
-  if (!leads()) return {};  // rank 0 is called
+  if (!leads()) return {};  // clients call rank 0
   return {{v1::RolloutService::service_full_name(), &rollout_service_},
           {weights::v1::WeightService::service_full_name(), &weight_service_}};
 }
@@ -47,7 +47,7 @@ void RolloutApp::UpdateMetrics() {
   };
   metrics_.Gauge(metric::kLastProgress)
       .Set(std::max(0.0, absl::ToDoubleSeconds(stats.last_progress - absl::UnixEpoch())));
-  if (!leads()) return;  // rank 0 counts
+  if (!leads()) return;  // rank 0 alone has counters
   set(metric::kSequencesRunning, stats.sequences_running);
   set(metric::kSequencesWaiting, stats.sequences_waiting);
   set(metric::kGenerateStreams, rollout_service_.open_streams());

@@ -1,4 +1,4 @@
-// The rollout server as the skeleton sees it: its services, its engine, its health and metrics.
+// The rollout server as an rpc::ServerApp: its services, its engine, its health and metrics.
 #ifndef TANDEM_SERVICES_ROLLOUT_SERVICE_ROLLOUT_APP_H_
 #define TANDEM_SERVICES_ROLLOUT_SERVICE_ROLLOUT_APP_H_
 

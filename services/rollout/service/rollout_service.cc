@@ -15,8 +15,9 @@
 
 namespace tandem::rollout {
 
-// Moves messages between gRPC and a GenerateStream: one read and one write in flight. While too
-// many events wait for the client, nothing is read, and HTTP/2 flow control holds it back.
+// Moves messages between gRPC and a GenerateStream, with one read and one write in flight. While
+// too many events wait for the client, nothing is read, and HTTP/2 flow control holds the client
+// back.
 class RolloutService::GenerateReactor final
     : public grpc::ServerBidiReactor<grpc::ByteBuffer, grpc::ByteBuffer> {
  public:
@@ -94,7 +95,7 @@ class RolloutService::GenerateReactor final
     StartWrite(&outgoing_);
   }
 
-  // Called from reactions only.
+  // Called from reactions alone.
   void ReadOn() {
     if (outbox_.ended() || !stream_->WantsMore()) return;
     {
@@ -109,7 +110,7 @@ class RolloutService::GenerateReactor final
   grpc::ByteBuffer outgoing_;
   GenerateStream::Outbox outbox_;
   rpc::OpenStreams::Place place_;
-  const absl::Status admitted_;  // before stream_: once admitted, the engine is there
+  const absl::Status admitted_;  // before stream_: the engine exists once a call is admitted
   const std::shared_ptr<GenerateStream> stream_;
   const std::string request_id_;
   int64_t num_messages_ = 0;
@@ -178,10 +179,11 @@ grpc::ServerBidiReactor<grpc::ByteBuffer, grpc::ByteBuffer>* RolloutService::Gen
 }
 
 grpc::ServerUnaryReactor* RolloutService::GetServerInfo(grpc::CallbackServerContext* context,
-                                                        const v1::GetServerInfoRequest*,
-                                                        v1::GetServerInfoResponse* response) {
-  return rpc::AnswerAtOnce<v1::GetServerInfoResponse>(
-      executor_, context, response, [this]() -> absl::StatusOr<v1::GetServerInfoResponse> {
+                                                        const grpc::ByteBuffer* request,
+                                                        grpc::ByteBuffer* response) {
+  return rpc::AnswerAtOnce<v1::GetServerInfoRequest, v1::GetServerInfoResponse>(
+      executor_, context, request, response,
+      [this](const v1::GetServerInfoRequest&) -> absl::StatusOr<v1::GetServerInfoResponse> {
         Engine& engine = *engine_.load();
         v1::GetServerInfoResponse response;
         *response.mutable_server() = rpc::DescribeServer(runtime_, "rollout");
@@ -193,8 +195,8 @@ grpc::ServerUnaryReactor* RolloutService::GetServerInfo(grpc::CallbackServerCont
 }
 
 grpc::ServerUnaryReactor* RolloutService::Score(grpc::CallbackServerContext* context,
-                                                const v1::ScoreRequest* request,
-                                                v1::ScoreResponse* response) {
+                                                const grpc::ByteBuffer* request,
+                                                grpc::ByteBuffer* response) {
   // Asynchronous: a score takes many steps of the engine, and no worker waits for it.
   return rpc::HandleUnaryAsync<v1::ScoreRequest, v1::ScoreResponse>(
       executor_, context, request, response,
@@ -211,8 +213,8 @@ grpc::ServerUnaryReactor* RolloutService::Score(grpc::CallbackServerContext* con
 }
 
 grpc::ServerUnaryReactor* RolloutService::Pause(grpc::CallbackServerContext* context,
-                                                const v1::PauseRequest* request,
-                                                v1::PauseResponse* response) {
+                                                const grpc::ByteBuffer* request,
+                                                grpc::ByteBuffer* response) {
   return rpc::HandleUnary<v1::PauseRequest, v1::PauseResponse>(
       executor_, context, request, response,
       [this](const v1::PauseRequest&,
@@ -225,8 +227,8 @@ grpc::ServerUnaryReactor* RolloutService::Pause(grpc::CallbackServerContext* con
 }
 
 grpc::ServerUnaryReactor* RolloutService::Resume(grpc::CallbackServerContext* context,
-                                                 const v1::ResumeRequest* request,
-                                                 v1::ResumeResponse* response) {
+                                                 const grpc::ByteBuffer* request,
+                                                 grpc::ByteBuffer* response) {
   return rpc::HandleUnary<v1::ResumeRequest, v1::ResumeResponse>(
       executor_, context, request, response,
       [this](const v1::ResumeRequest&,

@@ -21,21 +21,22 @@
 namespace tandem::rollout {
 
 struct RolloutServiceOptions {
-  // Fills what a prompt's TandemConfig leaves open.
+  // Defaults for unset fields of a prompt's TandemConfig.
   TandemConfig tandem;
-  // Samples that one batch of prompts may ask for: max_queue.
+  // Limit for the samples of one batch of prompts: max_queue.
   int64_t max_batch_samples = 4096;
-  // Bytes of prompts that all streams together may hold while the rest of a batch is on its way.
+  // Limit for the bytes of prompts in incomplete batches, of all streams together.
   int64_t max_collected_bytes = 256 << 20;
   // A stream without events for this long gets a heartbeat.
   absl::Duration heartbeat_interval = absl::Seconds(5);
 };
 
-// Every method with callbacks, and the stream that the client writes as bytes (stream_message.h).
-using RolloutCallbacks = v1::RolloutService::WithCallbackMethod_GetServerInfo<
+// All methods use callbacks, and requests that are bytes (stream_message.h).
+using RolloutCallbacks = v1::RolloutService::WithRawCallbackMethod_GetServerInfo<
     v1::RolloutService::WithRawCallbackMethod_Generate<
-        v1::RolloutService::WithCallbackMethod_Score<v1::RolloutService::WithCallbackMethod_Pause<
-            v1::RolloutService::WithCallbackMethod_Resume<v1::RolloutService::Service>>>>>;
+        v1::RolloutService::WithRawCallbackMethod_Score<
+            v1::RolloutService::WithRawCallbackMethod_Pause<
+                v1::RolloutService::WithRawCallbackMethod_Resume<v1::RolloutService::Service>>>>>;
 
 class RolloutService final : public RolloutCallbacks {
  public:
@@ -46,25 +47,25 @@ class RolloutService final : public RolloutCallbacks {
   // Before the executor's gate opens. The engine must outlive the calls.
   void SetEngine(Engine* engine) { engine_ = engine; }
 
-  // Refuses new prompts; streams end once nothing of theirs runs.
+  // Refuses new prompts; a stream ends once none of its prompts runs.
   void Drain();
 
   int64_t open_streams() const;
 
   grpc::ServerUnaryReactor* GetServerInfo(grpc::CallbackServerContext* context,
-                                          const v1::GetServerInfoRequest* request,
-                                          v1::GetServerInfoResponse* response) override;
+                                          const grpc::ByteBuffer* request,
+                                          grpc::ByteBuffer* response) override;
   grpc::ServerBidiReactor<grpc::ByteBuffer, grpc::ByteBuffer>* Generate(
       grpc::CallbackServerContext* context) override;
   grpc::ServerUnaryReactor* Score(grpc::CallbackServerContext* context,
-                                  const v1::ScoreRequest* request,
-                                  v1::ScoreResponse* response) override;
+                                  const grpc::ByteBuffer* request,
+                                  grpc::ByteBuffer* response) override;
   grpc::ServerUnaryReactor* Pause(grpc::CallbackServerContext* context,
-                                  const v1::PauseRequest* request,
-                                  v1::PauseResponse* response) override;
+                                  const grpc::ByteBuffer* request,
+                                  grpc::ByteBuffer* response) override;
   grpc::ServerUnaryReactor* Resume(grpc::CallbackServerContext* context,
-                                   const v1::ResumeRequest* request,
-                                   v1::ResumeResponse* response) override;
+                                   const grpc::ByteBuffer* request,
+                                   grpc::ByteBuffer* response) override;
 
  private:
   class GenerateReactor;

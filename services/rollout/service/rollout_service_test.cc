@@ -254,8 +254,9 @@ TEST_F(RolloutServiceTest, MillionsOfEmptyPromptsAreOneError) {
     EXPECT_TRUE(event.has_heartbeat()) << "an event per prompt: " << event.ShortDebugString();
   }
   const absl::Status status = call.Finish();
+  // Refused before it is parsed: the message would take more memory than one may.
   EXPECT_EQ(status.code(), absl::StatusCode::kResourceExhausted);
-  EXPECT_EQ(FieldPath(status), "submit.prompts");
+  EXPECT_EQ(FieldPath(status), "messages[0]");
 }
 
 TEST_F(RolloutServiceTest, DrainRefusesNewPromptsAndFinishesOldOnes) {
@@ -383,7 +384,7 @@ TEST_F(RolloutServiceTest, MetricsFollowTheEngine) {
 
 class GenerateStreamTest : public testing::Test {
  protected:
-  // What has been written, in order.
+  // Returns the messages that have been written, in order.
   std::vector<v1::GenerateResponse> Written() {
     std::vector<v1::GenerateResponse> events;
     while (in_flight_ != nullptr) {

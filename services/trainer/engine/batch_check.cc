@@ -15,7 +15,7 @@
 namespace tandem::trainer {
 namespace {
 
-// Squares of rewards and of what follows from them, summed over a batch, stay finite in float32.
+// Squares of rewards, and of advantages made from them, summed over a batch, are finite in float32.
 constexpr double kMaxReward = 1e9;
 
 absl::Status Refused(absl::string_view path, absl::string_view message, const ErrorReason& reason) {
@@ -32,7 +32,7 @@ bool IsStale(const Trajectory& trajectory, int64_t max_staleness, const BatchLim
       [&](const VersionRun& run) { return IsTooOld(run.weights.version, max_staleness, limits); });
 }
 
-// Whether tokens of these weights may be trained on.
+// Checks the weights that wrote a run of tokens.
 absl::Status CheckWeights(const WeightsVersion& weights, const PolicyObjective& objective,
                           const BatchLimits& limits) {
   const int64_t behind = limits.version - weights.version;
@@ -132,9 +132,9 @@ absl::Status CheckTrajectory(const Trajectory& trajectory, const PolicyObjective
     return InvalidField("finish_reason", "is missing");
   }
   TANDEM_RETURN_IF_ERROR(
-      PrependFieldPath("sampling", Validate(trajectory.sampling, limits.sequence.vocab_size)));
+      PrependFieldPath("sampling", Validate(trajectory.sampling, limits.sequence.num_token_ids)));
   TANDEM_RETURN_IF_ERROR(
-      PrependFieldPath("tandem", Validate(trajectory.tandem, limits.sequence.vocab_size)));
+      PrependFieldPath("tandem", Validate(trajectory.tandem, limits.sequence.num_token_ids)));
   const bool junior_counts =
       objective.junior_token_loss_weight > 0 &&
       std::count(trajectory.authorship_mask.begin(), trajectory.authorship_mask.end(), 0) > 0;
@@ -147,7 +147,7 @@ absl::Status CheckTrajectory(const Trajectory& trajectory, const PolicyObjective
   return absl::OkStatus();
 }
 
-// A per-token field that belongs to one choice of the objective.
+// Checks a per-token field that belongs to one choice of the objective.
 absl::Status CheckChoice(const char* field, const std::vector<float>& numbers, size_t length,
                          bool chosen) {
   if (chosen) return training::CheckPerToken(field, numbers, length);
@@ -176,6 +176,31 @@ absl::Status CheckSample(const PolicySample& sample, const PolicyObjective& obje
     return InvalidField("group_id", "is missing");
   }
   return absl::OkStatus();
+}
+
+// Refuses importance weights that are 1 for every token, whatever the trainer's model says: old
+// log-probability and behaviour are one recorded number. It looks at how the samples were drawn,
+// which does not change within a run, rather than at who wrote which token.
+absl::Status CheckImportanceWeights(const PolicyBatch& batch) {
+  const PolicyObjective& objective = batch.objective;
+  const bool author = objective.old_logprobs == OldLogprobs::kAuthor;
+  if (objective.loss.importance_sampling_cap < 1 || objective.loss.importance_sampling_floor > 1 ||
+      !(author || objective.old_logprobs == OldLogprobs::kSenior)) {
+    return absl::OkStatus();
+  }
+  const bool counts_juniors = objective.junior_token_loss_weight > 0;
+  const bool weighs =
+      std::any_of(batch.samples.begin(), batch.samples.end(), [&](const PolicySample& sample) {
+        const Trajectory& trajectory = sample.trajectory;
+        return !trajectory.log_keep_mass.empty() ||
+               (!author && counts_juniors && trajectory.tandem.enabled);
+      });
+  if (weighs) return absl::OkStatus();
+  return InvalidField(
+      "policy.importance_sampling_cap",
+      absl::StrCat("has no effect with old_logprobs ", author ? "AUTHOR" : "SENIOR",
+                   ": every weight compares a recorded log-probability with "
+                   "itself; old_logprobs RECOMPUTED compares it with the trainer's"));
 }
 
 absl::Status CheckCount(size_t count, const BatchLimits& limits) {
@@ -207,7 +232,7 @@ absl::Status CheckPolicyBatch(const PolicyBatch& batch, const BatchLimits& limit
     TANDEM_RETURN_IF_ERROR(PrependFieldPath(
         absl::StrCat("samples[", i, "]"), CheckSample(batch.samples[i], batch.objective, limits)));
   }
-  return absl::OkStatus();
+  return CheckImportanceWeights(batch);
 }
 
 absl::Status CheckSupervisedBatch(const SupervisedBatch& batch, const BatchLimits& limits) {

@@ -1,5 +1,5 @@
-// Refuses batches that must not be trained on, with the field's path. Provenance fails closed: a
-// trajectory without a complete mask, log-probs or versions is never treated as ordinary GRPO.
+// Checks that refuse a batch, with the field's path. Provenance fails closed: a trajectory without
+// a complete mask, log-probs or versions is refused, and never trained on as ordinary GRPO.
 #ifndef TANDEM_SERVICES_TRAINER_ENGINE_BATCH_CHECK_H_
 #define TANDEM_SERVICES_TRAINER_ENGINE_BATCH_CHECK_H_
 
@@ -20,12 +20,12 @@ struct BatchLimits {
   ObjectiveSupport support = {};
 };
 
-// The batch as if those of its samples had not been sent that have a token which is older than
-// max_staleness allows, or of a version whose digest is no longer known.
+// Returns the batch without its stale samples: those with a token that is older than max_staleness
+// allows, or of a version whose digest is no longer known.
 PolicyBatch WithoutStale(const PolicyBatch& batch, const BatchLimits& limits);
 
-// Codes as Engine::TrainStep names them; paths from "policy." or "samples[i]." on. Stale samples
-// pass where the objective drops them.
+// Return the errors of Engine::TrainStep, with paths that begin with "policy." or "samples[i].".
+// Stale samples pass where the objective drops them.
 absl::Status CheckPolicyBatch(const PolicyBatch& batch, const BatchLimits& limits);
 absl::Status CheckSupervisedBatch(const SupervisedBatch& batch, const BatchLimits& limits);
 

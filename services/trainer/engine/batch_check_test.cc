@@ -1,5 +1,6 @@
 #include "services/trainer/engine/batch_check.h"
 
+#include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
 #include <functional>
@@ -19,8 +20,9 @@ BatchLimits Limits() {
     known.Record({0, kTestDigest});
     return known;
   }();
-  return {
-      .sequence = {.vocab_size = 61, .max_model_len = 32}, .max_samples = 8, .lineage = &lineage};
+  return {.sequence = {.num_token_ids = 61, .max_model_len = 32},
+          .max_samples = 8,
+          .lineage = &lineage};
 }
 
 struct Case {
@@ -233,6 +235,51 @@ TEST(ObjectiveTest, WhatComesWithTheSamplesNeedsNoModel) {
 
 TEST(BatchCheckTest, GoodBatchPasses) { EXPECT_TRUE(CheckPolicyBatch(TestBatch(), Limits()).ok()); }
 
+TEST(BatchCheckTest, ImportanceWeightsThatAreAllOneAreRefused) {
+  PolicyBatch batch = TestBatch();
+  PolicyObjective& objective = batch.objective;
+  objective.loss.importance_sampling_cap = 2;
+  const auto refused = [&] {
+    const absl::Status status = CheckPolicyBatch(batch, Limits());
+    EXPECT_TRUE(status.ok() || FieldPath(status) == "policy.importance_sampling_cap") << status;
+    return !status.ok();
+  };
+  // The senior's own tokens alone have a weight.
+  EXPECT_TRUE(refused());
+  objective.junior_token_loss_weight = 0.5;
+  EXPECT_FALSE(refused());
+  objective.old_logprobs = OldLogprobs::kAuthor;
+  EXPECT_TRUE(refused());
+  objective.old_logprobs = OldLogprobs::kRecomputed;
+  EXPECT_FALSE(refused());
+
+  objective.old_logprobs = OldLogprobs::kSenior;
+  for (PolicySample& sample : batch.samples) {
+    Trajectory& t = sample.trajectory;
+    t.tandem.enabled = false;
+    t.authorship_mask.assign(t.authorship_mask.size(), 1);
+  }
+  EXPECT_TRUE(refused());
+  objective.loss.importance_sampling_cap = 0.5;  // every weight is the cap
+  EXPECT_FALSE(refused());
+  objective.loss.importance_sampling_cap = 2;
+  Trajectory& cut = batch.samples[0].trajectory;
+  cut.log_keep_mass.assign(cut.response_token_ids.size(), -0.1f);
+  EXPECT_FALSE(refused());
+}
+
+TEST(BatchCheckTest, ARewardOutOfBoundsIsNamedWithItsBounds) {
+  for (const double reward :
+       {1e300, -1e300, std::numeric_limits<double>::infinity(), double{kNan}}) {
+    PolicyBatch batch = TestBatch();
+    batch.samples[2].reward = reward;
+    const absl::Status status = CheckPolicyBatch(batch, Limits());
+    EXPECT_EQ(status.code(), absl::StatusCode::kInvalidArgument);
+    EXPECT_EQ(FieldPath(status), "samples[2].reward");
+    EXPECT_THAT(std::string(status.message()), testing::HasSubstr("[-1e+09, 1e+09]"));
+  }
+}
+
 TEST(BatchCheckTest, ReinforcePlusPlusNeedsNoGroups) {
   PolicyBatch batch = TestBatch();
   for (PolicySample& sample : batch.samples) sample.group_id.clear();
@@ -286,7 +333,7 @@ TEST(BatchCheckTest, StaleSamplesPassWhereTheyAreDropped) {
   limits.lineage = &lineage;
   PolicyBatch batch = TestBatch();
   batch.objective.stale_samples = StaleSamples::kDrop;
-  // One token of the first sample is of the third version: the oldest decides.
+  // One token of the first sample is of version 3; its oldest token decides.
   Trajectory& first = batch.samples[0].trajectory;
   first.senior_versions = {{{3, "third"}, 1}, {{0, kTestDigest}, 4}};
   batch.samples[1].trajectory.senior_versions = {{{3, "third"}, 6}};
@@ -300,7 +347,7 @@ TEST(BatchCheckTest, StaleSamplesPassWhereTheyAreDropped) {
   EXPECT_EQ(kept(0).size(), 1u);
   EXPECT_EQ(kept(3).size(), batch.samples.size());
   batch.objective.max_staleness = 0;
-  // Whatever else is wrong with them is refused as ever.
+  // Samples that would be dropped are checked all the same.
   first.senior_versions[0].weights.version = 4;
   EXPECT_EQ(Reason(CheckPolicyBatch(batch, limits)), "UNKNOWN_POLICY_VERSION");
 }

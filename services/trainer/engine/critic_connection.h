@@ -1,4 +1,5 @@
-// The critic as the trainer's engine sees it; the service implements it over gRPC.
+// The interface through which the trainer's engine calls the critic; the service implements it over
+// gRPC.
 #ifndef TANDEM_SERVICES_TRAINER_ENGINE_CRITIC_CONNECTION_H_
 #define TANDEM_SERVICES_TRAINER_ENGINE_CRITIC_CONNECTION_H_
 
@@ -15,16 +16,16 @@
 
 namespace tandem::trainer {
 
-// Both methods block, under the deadline, the cancellation and the request id of the train step's
-// call; `progress` is called whenever the critic is heard of.
+// The trainer's calls of its critic. They block, with the deadline, the cancellation and the
+// request id of the train step's call, and call `progress` with every message of the critic.
 class CriticConnection {
  public:
   struct Call {
     const CallScope& scope;
     std::function<void()> progress;
   };
-  // The train step that the critic is asked for. It gives a repeated step the values of before,
-  // even when it has learnt the step meanwhile.
+  // The train step of a call. The critic answers a repeated step with the same values, even after
+  // it has learnt the step.
   struct Step {
     std::string run_id;
     int64_t step = 0;
@@ -47,7 +48,7 @@ class CriticConnection {
     std::vector<Sequence> sequences;
     std::vector<std::vector<float>> old_values;  // [S][L]
     std::vector<std::vector<float>> returns;     // [S][L]
-    // [S][L], 1 where the token counts in the loss; empty: all do.
+    // [S][L], 1 where the token counts in the loss; empty: every token counts.
     std::vector<std::vector<uint8_t>> loss_masks;
   };
   virtual ~CriticConnection() = default;

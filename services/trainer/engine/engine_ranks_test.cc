@@ -1,7 +1,8 @@
-// A trainer of several ranks does what one of a single process does.
+// A multi-rank trainer has the results of a single process.
 #include <gtest/gtest.h>
 
 #include <cmath>
+#include <filesystem>
 #include <functional>
 #include <memory>
 #include <nlohmann/json.hpp>
@@ -11,7 +12,8 @@
 
 #include "absl/strings/match.h"
 #include "common/base/error.h"
-#include "common/parallel/testing/rank_processes.h"
+#include "common/model/testing/padded_model.h"
+#include "common/ranks/testing/rank_processes.h"
 #include "services/trainer/engine/testing/engine_fixture.h"
 
 namespace tandem::trainer {
@@ -27,9 +29,9 @@ void ExpectSameReport(const StepResult& a, const StepResult& b) {
   for (const auto& [name, value] : b.report.metrics) {
     const auto found = a.report.metrics.find(name);
     ASSERT_NE(found, a.report.metrics.end()) << name;
-    // Each rank cuts its own micro-batches.
+    // The number of micro-batches depends on the ranks.
     if (name == "policy/micro_batches") continue;
-    // What is made of differences of log-probabilities is as exact as these, of size 1 to 10; the
+    // Differences of log-probabilities are as exact as the log-probabilities, of size 1 to 10; the
     // terms of the losses, of size 1, nearly cancel.
     const bool difference = absl::StartsWith(name, "mismatch/") || absl::StrContains(name, "kl");
     const double least = difference ? 1 : absl::StartsWith(name, "loss/") ? 0.1 : 1e-2;
@@ -46,14 +48,20 @@ struct Layout {
   friend void PrintTo(const Layout& layout, std::ostream* out) { *out << layout.name; }
 };
 
-// Sizes that two ranks can share out.
-const nlohmann::json kEven = {{"intermediate_size", 44}, {"vocab_size", 62}};
-
 class TrainerRanksTest : public TrainerEngineTest, public ::testing::WithParamInterface<Layout> {
  protected:
-  TrainerRanksTest() { WriteTinyModel(folder_ / "model", /*seed=*/3, kEven); }
+  // The vocabularies of both models have 61 tokens, and padding rows. The width of the MLP is one
+  // that two ranks divide.
+  TrainerRanksTest() {
+    WriteTinyModel(folder_ / "plain", /*seed=*/3, {{"intermediate_size", 44}});
+    WriteTinyModel(folder_ / "plain_junior", /*seed=*/8, {{"hidden_size", 32}, {"head_dim", 8}});
+    for (const char* name : {"plain", "plain_junior"}) WriteTokenizer(folder_ / name, 61);
+    std::filesystem::remove_all(folder_ / "model");
+    WritePaddedModel(folder_ / "plain", folder_ / "model", 65);
+    WritePaddedModel(folder_ / "plain_junior", folder_ / "junior", 62);
+  }
 
-  // Larger steps blow up the last bits.
+  // Larger steps amplify differences in the last bits.
   EngineOptions Options() const {
     EngineOptions options = TrainerEngineTest::Options();
     options.optimizer.learning_rate = 1e-3;
@@ -69,10 +77,10 @@ class TrainerRanksTest : public TrainerEngineTest, public ::testing::WithParamIn
     return options;
   }
 
-  // `body` gets rank 0's engine; the others follow.
+  // Calls `body` with rank 0's engine; the other ranks follow.
   void RunRanks(const std::function<void(EngineOptions&)>& change,
                 const std::function<void(Engine& engine, FakeCritic& critic)>& body) const {
-    parallel::RunOnRanks(GetParam().ranks, [&](const RankEnvironment& environment) {
+    ranks::RunOnRanks(GetParam().ranks, [&](const RankEnvironment& environment) {
       EngineOptions options = Ranked(environment);
       change(options);
       const auto critic = std::make_shared<FakeCritic>();
@@ -98,7 +106,11 @@ INSTANTIATE_TEST_SUITE_P(
         Layout{"tensor_2", {.name = "megatron", .megatron = {.tensor_model_parallel_size = 2}}},
         Layout{"pipeline_2", {.name = "megatron", .megatron = {.pipeline_model_parallel_size = 2}}},
         Layout{"context_2", {.name = "megatron", .megatron = {.context_parallel_size = 2}}},
-        Layout{"data_2", {.name = "megatron"}}),
+        Layout{"data_2", {.name = "megatron"}},
+        Layout{"tensor_2_context_2",
+               {.name = "megatron",
+                .megatron = {.tensor_model_parallel_size = 2, .context_parallel_size = 2}},
+               4}),
     [](const auto& info) { return std::string(info.param.name); });
 
 TrainStepRequest RequestOf(int64_t step) {
@@ -142,7 +154,7 @@ TEST_P(TrainerRanksTest, PolicyStepsAreThoseOfOneProcess) {
   });
 }
 
-// One change of the objective, or of who wrote the tokens, at a time.
+// Returns changes of the objective, or of who wrote the tokens, to be made one at a time.
 std::vector<std::function<void(PolicyBatch& batch)>> Variants() {
   using Objective = PolicyObjective;
   const auto objective = [](const std::function<void(Objective&)>& change) {
@@ -163,8 +175,12 @@ std::vector<std::function<void(PolicyBatch& batch)>> Variants() {
       objective([](Objective& o) { o.loss.kind = loss::PolicyLossKind::kGspo; }),
       objective([](Objective& o) { o.loss.kind = loss::PolicyLossKind::kCispo; }),
       objective([](Objective& o) { o.loss.dual_clip = 3; }),
-      objective([](Objective& o) { o.loss.importance_sampling_cap = 2; }),
       objective([](Objective& o) {
+        o.old_logprobs = OldLogprobs::kRecomputed;
+        o.loss.importance_sampling_cap = 2;
+      }),
+      objective([](Objective& o) {
+        o.junior_token_loss_weight = 0.5;
         o.loss.importance_sampling_cap = 2;
         o.loss.importance_sampling_level = loss::ImportanceSamplingLevel::kSequence;
       }),
@@ -185,6 +201,14 @@ std::vector<std::function<void(PolicyBatch& batch)>> Variants() {
         o.junior_kl_coefficient = 0.1;
         o.junior_kl_kind = JuniorKlKind::kForwardSampled;
       }),
+      objective([](Objective& o) {
+        o.junior_kl_coefficient = 0.1;
+        o.junior_kl_kind = JuniorKlKind::kReverse;
+      }),
+      objective([](Objective& o) {
+        o.junior_kl_coefficient = 0.1;
+        o.junior_kl_kind = JuniorKlKind::kForward;
+      }),
       objective([](Objective& o) { o.scale.aggregation = loss::Aggregation::kSeqMeanTokenMean; }),
   };
 }
@@ -192,7 +216,10 @@ std::vector<std::function<void(PolicyBatch& batch)>> Variants() {
 TEST_P(TrainerRanksTest, EveryObjectiveIsThatOfOneProcess) {
   const auto variants = Variants();
   expected_version_ = static_cast<int64_t>(variants.size()) + 1;
-  const auto change = [](EngineOptions& options) { options.reference_model = options.model; };
+  const auto change = [this](EngineOptions& options) {
+    options.reference_model = options.model;
+    options.junior_model = folder_ / "junior";
+  };
   RunRanks(change, [&](Engine& engine, FakeCritic&) {
     EngineOptions options = Options();
     change(options);
@@ -288,24 +315,25 @@ TEST_P(TrainerRanksTest, CheckpointsGoOnUnderOtherLayouts) {
 }
 
 TEST_P(TrainerRanksTest, RanksThatDifferDoNotStart) {
-  parallel::RunOnRanks(2, [&](const RankEnvironment& environment) {
+  ranks::RunOnRanks(GetParam().ranks, [&](const RankEnvironment& environment) {
     EngineOptions options = Ranked(environment);
     options.configuration = environment.rank == 0 ? "seed: 1" : "seed: 2";
     const absl::Status configuration = CreateEngine(options, nullptr).status();
     EXPECT_EQ(configuration.message(),
               "rank 1 has another configuration: 'seed: 2', where rank 0 has 'seed: 1'");
   });
-  parallel::RunOnRanks(2, [&](const RankEnvironment& environment) {
+  ranks::RunOnRanks(GetParam().ranks, [&](const RankEnvironment& environment) {
     EngineOptions options = Ranked(environment);
     if (environment.rank == 1) {
-      WriteTinyModel(folder_ / "other", /*seed=*/4, kEven);
+      WriteTinyModel(folder_ / "other", /*seed=*/4,
+                     {{"intermediate_size", 44}, {"vocab_size", 65}});
       options.model = folder_ / "other";
     }
     const absl::Status model = CreateEngine(options, nullptr).status();
     EXPECT_EQ(model.code(), absl::StatusCode::kFailedPrecondition);
     EXPECT_TRUE(absl::StartsWith(model.message(), "rank 1 has another model: ")) << model;
   });
-  parallel::RunOnRanks(2, [&](const RankEnvironment& environment) {
+  ranks::RunOnRanks(GetParam().ranks, [&](const RankEnvironment& environment) {
     EngineOptions options = Ranked(environment);
     if (environment.rank == 1) options.model = "/nowhere";
     const absl::Status missing = CreateEngine(options, nullptr).status();

@@ -5,6 +5,7 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cmath>
 #include <filesystem>
 #include <utility>
@@ -12,6 +13,7 @@
 #include "common/base/checksum.h"
 #include "common/base/error.h"
 #include "common/base/not_finite.h"
+#include "common/model/testing/padded_model.h"
 #include "common/model/testing/tiny_model_dir.h"
 #include "services/trainer/engine/testing/engine_fixture.h"
 
@@ -28,7 +30,7 @@ double TestAdvantage(const PolicySample& sample) {
   return (*sample.reward - 0.5) / (std::sqrt(0.5) + 1e-6);
 }
 
-// 1 for the senior's tokens, `junior` for the others, [T].
+// Returns weight 1 for the senior's tokens and `junior` for the junior's, [T].
 at::Tensor AuthorWeights(const Trajectory& t, double junior) {
   const std::vector<float> mask(t.authorship_mask.begin(), t.authorship_mask.end());
   return at::tensor(mask) * (1 - junior) + junior;
@@ -65,7 +67,7 @@ TEST_F(TrainerEngineTest, FirstStepHasRatioOneNoKlAndNoMismatch) {
   batch.objective.loss.kl_estimator = loss::KlEstimator::kK3;
   batch.objective.loss.kl_coefficient = 0.1;
   auto metrics = Step(*engine, TestRequest(batch)).report.metrics;
-  // Recorded as float32: equal up to their rounding.
+  // The rollout records float32: equal up to rounding.
   EXPECT_NEAR(metrics["policy/mean_ratio"], 1, 1e-6);
   EXPECT_LT(std::abs(metrics["policy/ppo_kl"]), 1e-6);
   EXPECT_LT(metrics["policy/kl_to_ref"], 1e-8);
@@ -104,7 +106,7 @@ TEST_F(TrainerEngineTest, GradientEqualsAutogradOverWholeLogits) {
   EXPECT_NEAR(metrics["policy/grad_norm"], norm, 1e-5 * norm);
 }
 
-// Of a stale batch, where GSPO's ratios are not 1.
+// The batch is stale, so that GSPO's ratios are not 1.
 TEST_F(TrainerEngineTest, GspoGradientEqualsAutogradOverWholeLogits) {
   auto engine = Make();
   PolicyBatch batch = TestBatch();
@@ -115,7 +117,7 @@ TEST_F(TrainerEngineTest, GspoGradientEqualsAutogradOverWholeLogits) {
     sample.trajectory.other_logprobs = sample.trajectory.author_logprobs;
   }
   batch.objective.loss.kind = loss::PolicyLossKind::kGspo;
-  batch.objective.loss.clip_ratio_high = 0.1;  // cuts some
+  batch.objective.loss.clip_ratio_high = 0.1;  // clips some sequences
   batch.objective.junior_token_loss_weight = 0.3;
   auto metrics = Step(*engine, TestRequest(batch)).report.metrics;
   EXPECT_GT(metrics["policy/mean_ratio"], 1);
@@ -138,7 +140,7 @@ TEST_F(TrainerEngineTest, GspoGradientEqualsAutogradOverWholeLogits) {
   EXPECT_NEAR(metrics["policy/grad_norm"], norm, 1e-5 * norm);
 }
 
-// Of a rollout whose log-probs are not the trainer's; the weights are constants for the gradient.
+// The rollout's log-probs are not the trainer's; the weights are constants for the gradient.
 TEST_F(TrainerEngineTest, ImportanceWeightsOfSequencesEqualAutogradOverWholeLogits) {
   EngineOptions options = Options();
   options.micro_batch_tokens = 9;
@@ -203,7 +205,8 @@ TEST_F(TrainerEngineTest, MicroBatchingDoesNotChangeTheStep) {
   for (size_t i = 0; i < x.size(); ++i) EXPECT_NEAR(x[i], y[i], 1e-3);
 }
 
-// A step with the CPU's own kernels is the measure of one with a GPU's, in both types.
+// A step with ATen kernels, which a GPU runs, has the results of one with the CPU's kernels, in
+// both types.
 TEST_F(TrainerEngineTest, TheOtherKernelsAndTypesTakeTheSameStep) {
   const auto step_with = [&](const std::string& dtype, const std::string& kernels) {
     EngineOptions options = Options();
@@ -227,7 +230,7 @@ TEST_F(TrainerEngineTest, TheOtherKernelsAndTypesTakeTheSameStep) {
 TEST_F(TrainerEngineTest, BFloat16LearnsOnFloat32Masters) {
   EngineOptions options = Options();
   options.compute.dtype = "bfloat16";
-  // Less than half of what bfloat16 can tell from a weight of a tenth.
+  // Less than half of the distance between bfloat16 numbers near 0.1.
   options.optimizer.learning_rate = 1e-4;
   auto engine = Make(options);
   TrainStepRequest request = TestRequest();
@@ -243,7 +246,7 @@ TEST_F(TrainerEngineTest, BFloat16LearnsOnFloat32Masters) {
     losses.push_back(Step(*engine, request).report.metrics["loss/total"]);
   }
   EXPECT_LT(losses.back(), losses.front() - 0.1);
-  // What was learnt is what the passes read, and what is exported loses nothing.
+  // The passes read the updated weights, and the export has every bit of them.
   ASSERT_TRUE(engine->ExportModel({}, folder_ / "exported", DType::kFloat32).ok());
   EngineOptions exported = options;
   exported.model = folder_ / "exported";
@@ -262,6 +265,7 @@ TEST_F(TrainerEngineTest, AllJuniorBatchIsSkippedAndChangesNothing) {
   const StepResult result = Step(*engine, TestRequest(batch));
   EXPECT_TRUE(result.report.skipped);
   EXPECT_THAT(result.report.skip_reason, HasSubstr("junior_token_loss_weight"));
+  EXPECT_THAT(result.report.skip_reason, Not(HasSubstr("cut by length")));
   EXPECT_EQ(result.report.weights.version, 0);
   EXPECT_EQ(result.report.metrics.at("tandem/junior_token_fraction"), 1);
   EXPECT_EQ(Digest(*engine), before);
@@ -278,7 +282,8 @@ TEST_F(TrainerEngineTest, ABatchOfResponsesThatWereCutIsSkippedWhereTheyAreMaske
   }
   const StepResult result = Step(*engine, TestRequest(batch));
   EXPECT_TRUE(result.report.skipped);
-  EXPECT_THAT(result.report.skip_reason, HasSubstr("mask_truncated_completions"));
+  EXPECT_THAT(result.report.skip_reason, HasSubstr("every response was cut by length"));
+  EXPECT_THAT(result.report.skip_reason, Not(HasSubstr("junior")));
   EXPECT_EQ(engine->Info().optimizer_steps, 0);
 }
 
@@ -352,7 +357,7 @@ TEST_F(TrainerEngineTest, StaleSamplesAreDroppedAsIfTheyHadNotBeenSent) {
   auto& batch = std::get<PolicyBatch>(request.batch);
   batch.objective.stale_samples = StaleSamples::kDrop;
   batch.objective.scale.aggregation = loss::Aggregation::kSeqMeanTokenSum;
-  const WeightsVersion old = Make()->Info().weights;  // of version 0
+  const WeightsVersion old = Make()->Info().weights;  // version 0
   batch.samples[3].trajectory.senior_versions = {{.weights = old, .count = 8}};
   const StepResult dropped = Step(*a, request);
   batch.samples.pop_back();
@@ -438,7 +443,7 @@ TEST_F(TrainerEngineTest, AModelThatOverflowsSkipsItsStepsAndKeepsItsWeights) {
   EXPECT_EQ(engine->Info().optimizer_steps, 0);
 }
 
-// What passes the checks trains.
+// The largest numbers that pass the checks train.
 TEST_F(TrainerEngineTest, TheLargestNumbersThatAreAcceptedStayFinite) {
   EngineOptions options = Options();
   options.reference_model = options.model;
@@ -454,6 +459,7 @@ TEST_F(TrainerEngineTest, TheLargestNumbersThatAreAcceptedStayFinite) {
   objective.loss.kl_estimator = loss::KlEstimator::kK3;
   objective.loss.kl_coefficient = 1e9;
   objective.loss.entropy_coefficient = 1e9;
+  objective.old_logprobs = OldLogprobs::kRecomputed;
   objective.loss.importance_sampling_cap = 1e9;
   for (const auto& [name, value] : Step(*engine, TestRequest(batch)).report.metrics) {
     EXPECT_TRUE(std::isfinite(value)) << name;
@@ -592,7 +598,7 @@ TEST_F(TrainerEngineTest, TheCriticDoesNotLearnOnJuniorTokensThatGaeSkips) {
   EXPECT_EQ(critic->last.loss_masks[1], batch.samples[1].trajectory.authorship_mask);
 }
 
-// Who learnt is what the critic's metrics tell.
+// The critic's metrics are in the report where the critic has learnt.
 TEST_F(TrainerEngineTest, AStepIsSkippedWithOrWithoutTheCritic) {
   auto critic = std::make_shared<FakeCritic>();
   auto engine = Make(Options(), critic);
@@ -618,7 +624,7 @@ TEST_F(TrainerEngineTest, FailingCriticFailsTheStepAndARetryApplies) {
   EXPECT_EQ(engine->TrainStep({}, Stamped(*engine, TestRequest(batch))).status().code(),
             absl::StatusCode::kUnavailable);
   EXPECT_EQ(engine->Info().weights.version, 0);
-  // A critic that learnt this step from other values no longer has the ones that belong to it.
+  // A critic that learnt this step from other values no longer has the values of the step.
   critic->fail = WithReason(absl::AlreadyExistsError("done"), reason::kRequestIdReused);
   EXPECT_EQ(Reason(engine->TrainStep({}, Stamped(*engine, TestRequest(batch))).status()),
             "REQUEST_ID_REUSED");
@@ -631,6 +637,79 @@ TEST_F(TrainerEngineTest, SentencesAreCountedOnlyWithATokenizer) {
   auto engine = Make();
   EXPECT_THAT(Step(*engine, TestRequest()).report.metrics,
               Not(Contains(Key("tandem/tokens_per_sent"))));
+}
+
+// A trainer, its reference and its junior each with another padding, all with one tokenizer.
+TEST_F(TrainerEngineTest, PaddingRowsChangeNothing) {
+  WriteTokenizer(folder_ / "model", 61);
+  WriteTinyModel(folder_ / "junior", /*seed=*/4, {{"hidden_size", 24}});
+  WriteTokenizer(folder_ / "junior", 61);
+  WritePaddedModel(folder_ / "model", folder_ / "padded", 70);
+  WritePaddedModel(folder_ / "junior", folder_ / "padded_junior", 64);
+  EngineOptions plain = Options(), padded = Options();
+  plain.reference_model = plain.model;
+  plain.junior_model = folder_ / "junior";
+  padded.model = padded.reference_model = folder_ / "padded";
+  padded.junior_model = folder_ / "padded_junior";
+  const auto a = Make(plain), b = Make(padded);
+  EXPECT_EQ(b->Info().model.vocab_size, 70);
+  EXPECT_EQ(b->Info().model.num_token_ids, 61);
+  const std::vector<int32_t> prompt = {3, 4}, response = {60, 17, 9};
+  EXPECT_EQ(LogProbsOf(*b, prompt, response), LogProbsOf(*a, prompt, response));
+  EXPECT_EQ(FieldPath(b->ComputeLogProbs({}, {prompt, {60, 61}, 1}).status()),
+            "response_token_ids[1]");
+
+  PolicyBatch batch = TestBatch();
+  RecordLogProbs(*a, batch);
+  batch.objective.old_logprobs = OldLogprobs::kRecomputed;
+  batch.objective.loss.entropy_coefficient = 0.1;
+  batch.objective.loss.kl_estimator = loss::KlEstimator::kK3;
+  batch.objective.loss.kl_coefficient = 0.1;
+  batch.objective.junior_kl_coefficient = 0.5;
+  for (int64_t step = 0; step < 3; ++step) {
+    TrainStepRequest request = TestRequest(batch);
+    request.request_id = request.payload_digest = std::to_string(step);
+    request.step = step + 1;
+    request.expected_version = step;
+    const auto expected = Step(*a, request).report.metrics;
+    const auto actual = Step(*b, request).report.metrics;
+    ASSERT_EQ(actual.size(), expected.size());
+    // The norm of the gradient is a sum in the order of memory, and so are the clipped updates.
+    for (const auto& [name, value] : expected) {
+      EXPECT_NEAR(actual.at(name), value, 1e-5 * std::max(1.0, std::abs(value))) << name;
+    }
+  }
+}
+
+TEST_F(TrainerEngineTest, ACheckpointOfAPaddedModelHasItsTokenizer) {
+  WriteTokenizer(folder_ / "model", 61);
+  WritePaddedModel(folder_ / "model", folder_ / "padded", 70);
+  EngineOptions options = Options();
+  options.model = folder_ / "padded";
+  const auto engine = Make(options);
+  const auto saved = engine->SaveCheckpoint({}, folder_ / "checkpoints", "step_0", 0);
+  ASSERT_TRUE(saved.ok()) << saved.status();
+  options.model = saved->path;
+  EXPECT_EQ(Make(options)->Info().model.num_token_ids, 61);
+  // Whoever loads a copy without it would count the padding rows in.
+  std::filesystem::remove(folder_ / "padded/tokenizer.json");
+  const absl::Status status =
+      engine->SaveCheckpoint({}, folder_ / "checkpoints", "step_1", 0).status();
+  EXPECT_EQ(status.code(), absl::StatusCode::kFailedPrecondition) << status;
+  EXPECT_THAT(std::string(status.message()), HasSubstr("tokenizer.json is gone"));
+}
+
+TEST_F(TrainerEngineTest, AFrozenModelWithAnotherTokenizerIsRefused) {
+  WriteTokenizer(folder_ / "model", 61);
+  WriteTinyModel(folder_ / "other", /*seed=*/4);
+  WriteTokenizer(folder_ / "other", 61, /*first=*/"x");
+  for (const bool junior : {false, true}) {
+    EngineOptions options = Options();
+    (junior ? options.junior_model : options.reference_model) = folder_ / "other";
+    const absl::Status status = CreateEngine(options, nullptr).status();
+    EXPECT_EQ(Reason(status), "VOCABULARY_MISMATCH") << status;
+    EXPECT_EQ(FieldPath(status), junior ? "junior_model" : "reference_model");
+  }
 }
 
 TEST_F(TrainerEngineTest, BadOptionsAreNamed) {

@@ -1,6 +1,9 @@
-// Steps of several updates, and what the reference and the junior add to a step.
+// Steps of several updates, with a reference or a junior model.
 #include <gmock/gmock.h>
 
+#include <iterator>
+
+#include "absl/strings/match.h"
 #include "common/base/error.h"
 #include "services/trainer/engine/testing/engine_fixture.h"
 
@@ -13,7 +16,7 @@ using ::testing::Not;
 
 class EngineUpdatesTest : public TrainerEngineTest {
  protected:
-  // Every token's numbers, uneven, so that a mix-up shows.
+  // Sets a number for every token. No two are equal, so that a mix-up shows.
   static void Provide(PolicyBatch& batch, std::vector<float> PolicySample::*numbers, float first) {
     float number = first;
     for (PolicySample& sample : batch.samples) {
@@ -44,7 +47,7 @@ class EngineUpdatesTest : public TrainerEngineTest {
     WriteTinyModel(options.junior_model, /*seed=*/8, {{"hidden_size", 32}, {"head_dim", 8}});
     return options;
   }
-  // With the junior's own log-probs where it wrote.
+  // Returns a batch with the junior's own log-probs on the tokens that it wrote.
   PolicyBatch WrittenBy(const std::string& junior) const {
     PolicyBatch batch = TestBatch();
     EngineOptions options = Options();
@@ -63,7 +66,7 @@ class EngineUpdatesTest : public TrainerEngineTest {
   }
 };
 
-// Each update of a step is one that a step of its own would have made.
+// Each update of a step equals the update of a step with its mini-batch alone.
 TEST_F(EngineUpdatesTest, MiniBatchesAndEpochsAreStepsOfTheirOwn) {
   PolicyBatch batch = TestBatch();
   auto engine = Make();
@@ -132,7 +135,7 @@ TEST_F(EngineUpdatesTest, RecomputedLogProbsAreThoseBeforeTheFirstUpdate) {
               provided.report.metrics.at("policy/grad_norm"), 1e-5);
 }
 
-// One part of the junior's alone, one that is not finite: the others are made.
+// One mini-batch is the junior's alone and one is not finite; the other updates are made.
 TEST_F(EngineUpdatesTest, UpdatesWithoutTokensOrFiniteNumbersAreLeftOut) {
   PolicyBatch batch = TestBatch();
   auto engine = Make();
@@ -144,7 +147,7 @@ TEST_F(EngineUpdatesTest, UpdatesWithoutTokensOrFiniteNumbersAreLeftOut) {
   EXPECT_EQ(result.report.metrics.at("policy/updates"), 3);
   EXPECT_EQ(result.report.metrics.at("policy/updates_not_finite"), 0);
 
-  // An advantage beyond float32 in the second part alone.
+  // One advantage of the second mini-batch is beyond float32.
   batch.objective.advantage_estimator = AdvantageEstimator::kProvided;
   Provide(batch, &PolicySample::advantages, 0.5f);
   for (float& advantage : batch.samples[1].advantages) advantage = 3e38f;
@@ -171,7 +174,7 @@ TEST_F(EngineUpdatesTest, UpdatesWithoutTokensOrFiniteNumbersAreLeftOut) {
   EXPECT_THAT(skipped.report.metrics, Not(Contains(Key("policy/updates"))));
 }
 
-// A step may have fewer samples than the others of its run.
+// A step may have fewer samples than num_mini_batches.
 TEST_F(EngineUpdatesTest, MoreMiniBatchesThanSamplesAreOneForEach) {
   PolicyBatch batch = TestBatch();
   auto engine = Make(), other = Make();
@@ -194,6 +197,47 @@ TEST_F(EngineUpdatesTest, TheCriticIsAskedForTheSameUpdates) {
   Step(*engine, TestRequest(batch));
   EXPECT_EQ(critic->last.updates, batch.objective.updates);
   EXPECT_EQ(critic->last.value_clip, 0.4);
+}
+
+// The mismatch does not contain what the step itself learns.
+TEST_F(EngineUpdatesTest, TheMismatchIsThatBeforeTheFirstUpdate) {
+  EngineOptions options = Options();
+  options.optimizer.learning_rate = 0.01;
+  PolicyBatch batch = TestBatch();
+  RecordLogProbs(*Make(options), batch);
+  for (PolicySample& sample : batch.samples) {
+    for (float& logprob : sample.trajectory.author_logprobs) logprob -= 0.1f;
+  }
+  batch.objective.junior_token_loss_weight = 0.5;
+  const auto mismatch = [&](const PolicyBatch& of) {
+    auto metrics = Step(*Make(options), TestRequest(of)).report.metrics;
+    for (auto metric = metrics.begin(); metric != metrics.end();) {
+      const bool kept = absl::StartsWith(metric->first, "mismatch/");
+      metric = kept ? std::next(metric) : metrics.erase(metric);
+    }
+    return metrics;
+  };
+  for (const OldLogprobs old : {OldLogprobs::kSenior, OldLogprobs::kRecomputed}) {
+    batch.objective.old_logprobs = old;
+    batch.objective.updates = {};
+    const auto one = mismatch(batch);
+    EXPECT_NEAR(one.at("mismatch/k1"), -0.1, 1e-5);
+    EXPECT_TRUE(one.contains("mismatch/junior/k1"));
+    for (const int64_t num_epochs : {2, 4}) {
+      batch.objective.updates = {.num_mini_batches = 1, .num_epochs = num_epochs};
+      EXPECT_EQ(mismatch(batch), one) << num_epochs;
+    }
+    batch.objective.updates = {.num_mini_batches = 2, .num_epochs = 2};
+    EXPECT_EQ(mismatch(batch), mismatch(Part(batch, 0, 2)));
+  }
+}
+
+TEST_F(EngineUpdatesTest, ThereIsNoKlToAReferenceThatIsNotUsed) {
+  auto engine = Make(WithReference());
+  PolicyBatch batch = TestBatch();
+  RecordLogProbs(*engine, batch);
+  EXPECT_THAT(Step(*engine, TestRequest(batch)).report.metrics,
+              Not(Contains(Key("policy/kl_to_ref"))));
 }
 
 TEST_F(EngineUpdatesTest, ProvidedReferenceLogProbsAreThoseOfTheModel) {
@@ -225,7 +269,7 @@ TEST_F(EngineUpdatesTest, ProvidedReferenceLogProbsAreThoseOfTheModel) {
             "samples[1].reference_logprobs");
 }
 
-// r - beta * KL, summed over what the senior wrote, in the place of the reward.
+// The reward is r - beta * KL, summed over the senior's tokens.
 TEST_F(EngineUpdatesTest, AKlInTheRewardIsTakenFromIt) {
   PolicyBatch batch = TestBatch();
   auto engine = Make();
@@ -258,10 +302,10 @@ TEST_F(EngineUpdatesTest, AKlInTheRewardIsTakenFromIt) {
   EXPECT_EQ(metrics["loss/kl"], 0);
   EXPECT_NEAR(metrics["reward/kl_penalty"], taken, 1e-7);
   EXPECT_NEAR(metrics["policy/kl_to_ref"], kl / tokens, 1e-7);
-  EXPECT_EQ(metrics["reward/mean"], 0.5);  // the task's
+  EXPECT_EQ(metrics["reward/mean"], 0.5);  // without the KL
 }
 
-// As if the junior had written them: no loss, and not in what a mean divides by.
+// Rejected tokens have no loss, and a mean does not count them.
 TEST_F(EngineUpdatesTest, RejectedTokensAreAsWithoutWeight) {
   PolicyBatch batch = TestBatch();
   auto engine = Make();
@@ -273,7 +317,7 @@ TEST_F(EngineUpdatesTest, RejectedTokensAreAsWithoutWeight) {
     for (size_t k = 0; k < t.author_logprobs.size(); ++k) {
       weighted += t.authorship_mask[k];
       if (k % 2 == 1) continue;
-      // The rollout gave it e times the probability.
+      // The rollout gave the token e times the trainer's probability.
       rejected += t.authorship_mask[k];
       t.author_logprobs[k] = std::min(0.0f, t.author_logprobs[k] + 1);
       by_hand.samples[i].trajectory.authorship_mask[k] = 0;
@@ -314,8 +358,8 @@ TEST_F(EngineUpdatesTest, ImportanceWeightsMayHaveTheMeanOne) {
               1e-5);
 }
 
-// Both kinds over the vocabulary, beside a policy loss; and the sampled one, whose gradient is the
-// cross-entropy's.
+// The two kinds over the vocabulary, beside a policy loss, and the sampled kind, whose gradient is
+// the cross-entropy's.
 TEST_F(EngineUpdatesTest, JuniorKlEqualsAutogradOverWholeLogits) {
   EngineOptions options = WithJunior();
   options.micro_batch_tokens = 9;
@@ -376,7 +420,7 @@ TEST_F(EngineUpdatesTest, ABatchOfTheJuniorAloneLearnsFromItsKl) {
     last = metrics["policy/junior_kl"];
     EXPECT_EQ(metrics["policy/weighted_tokens"], 0);
   }
-  // Responses that were cut by length are left out of this term as well.
+  // Masked responses are left out of this term too.
   for (PolicySample& sample : batch.samples) {
     sample.trajectory.finish_reason = FinishReason::kLength;
   }

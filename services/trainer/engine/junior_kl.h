@@ -11,7 +11,7 @@
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
-#include "common/loss/fused_output_loss.h"
+#include "common/loss/linear_cross_entropy.h"
 #include "common/loss/linear_divergence.h"
 #include "common/model/model.h"
 #include "common/parallel/strategy.h"
@@ -25,34 +25,36 @@ namespace tandem::trainer {
 // Not thread-safe.
 class JuniorKl {
  public:
-  // `junior` may be null: then there is kForwardSampled alone. UNIMPLEMENTED for one where ranks
-  // share out the senior's vocabulary. `senior_loss` must outlive this; it is null, as the weight
-  // of `senior` is undefined, on a rank that computes no output and adds no gradients.
+  // `junior` is whole, and may be null: then there is kForwardSampled alone. Every rank that
+  // computes the senior's output computes the junior's logits of the same token ids. `senior_loss`
+  // must outlive this; it is null, as the weight of `senior` is undefined, on a rank that computes
+  // no output and adds no gradients.
   static absl::StatusOr<std::unique_ptr<JuniorKl>> Create(const parallel::OutputShard& senior,
                                                           std::unique_ptr<Model> junior,
-                                                          loss::FusedOutputLoss* senior_loss,
+                                                          loss::LinearCrossEntropyLoss* senior_loss,
                                                           int64_t logits_chunk_bytes);
 
   bool has_junior() const { return junior_ != nullptr; }
 
-  // Adds the term of the rows [first_row, first_row + input.positions.size()) of `rows` to the
-  // gradients and to `sums`. `input` is what the senior has read, with the positions of these rows,
-  // and `hidden` its hidden states, without gradient.
+  // Adds the term of the rows `input.rows` of `rows` to the gradients and to `sums`. `input` is
+  // what the senior has read, with the positions of these rows, and `hidden` its hidden states,
+  // without gradient.
   absl::Status AddGradients(const training::MicroBatchInput& input, const at::Tensor& hidden,
-                            const JuniorRows& rows, size_t first_row, JuniorKlKind kind,
+                            const JuniorRows& rows, JuniorKlKind kind,
                             loss::OutputGradients& gradients, JuniorKlSums& sums);
 
  private:
-  JuniorKl(std::unique_ptr<Model> junior, loss::FusedOutputLoss* senior_loss)
+  JuniorKl(std::unique_ptr<Model> junior, loss::LinearCrossEntropyLoss* senior_loss)
       : junior_(std::move(junior)), senior_loss_(senior_loss) {}
 
   absl::Status AddSampled(const training::MicroBatchInput& input, const at::Tensor& hidden,
-                          const JuniorRows& rows, size_t first_row,
-                          loss::OutputGradients& gradients, JuniorKlSums& sums);
+                          const JuniorRows& rows, loss::OutputGradients& gradients,
+                          JuniorKlSums& sums);
 
   const std::unique_ptr<Model> junior_;
-  loss::FusedOutputLoss* const senior_loss_;
-  std::unique_ptr<loss::LinearDivergenceLoss> divergence_;  // of the whole vocabulary
+  loss::LinearCrossEntropyLoss* const senior_loss_;
+  // Null without a junior, and on a rank that computes no output.
+  std::unique_ptr<loss::LinearDivergenceLoss> divergence_;
 };
 
 }  // namespace tandem::trainer

@@ -11,7 +11,7 @@ absl::Status Lacks(const char* path, const char* message, const ErrorReason& rea
   return WithReason(FieldError(absl::StatusCode::kFailedPrecondition, path, message), reason);
 }
 
-// A KL in the reward has no gradient.
+// Refuses what only a KL with a gradient can have.
 absl::Status CheckRewardKl(const PolicyObjective& objective) {
   const loss::KlEstimator estimator = objective.loss.kl_estimator;
   if (estimator == loss::KlEstimator::kK1GradientK2 ||

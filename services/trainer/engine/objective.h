@@ -1,7 +1,7 @@
-// What a train step optimises: the engine's side of tandem.trainer.v1.PolicyObjective. A new field
-// of the contract is a field here (of a loss term: in common/loss/policy_loss.h), with its bounds
-// in CheckObjective, a line each way in services/trainer/service/objective_convert.cc, and the code
-// that uses it.
+// The objective of a train step, as the engine takes tandem.trainer.v1.PolicyObjective. A new field
+// of the contract is a field here (a field of a loss term: in common/loss/policy_loss.h), with its
+// bounds in CheckObjective, a line each way in services/trainer/service/objective_convert.cc, and
+// the code that uses it.
 #ifndef TANDEM_SERVICES_TRAINER_ENGINE_OBJECTIVE_H_
 #define TANDEM_SERVICES_TRAINER_ENGINE_OBJECTIVE_H_
 
@@ -26,26 +26,27 @@ enum class AdvantageEstimator {
   kProvided,
 };
 
-// Whether an estimator compares the rewards of a group.
+// Whether the estimator compares the rewards of a group.
 constexpr bool IsGrouped(AdvantageEstimator estimator) {
   return estimator != AdvantageEstimator::kReinforcePlusPlus &&
          estimator != AdvantageEstimator::kGae && estimator != AdvantageEstimator::kProvided;
 }
 
 enum class OldLogprobs {
-  kSenior,      // the senior's, as recorded
-  kAuthor,      // the writer's, as recorded
-  kRecomputed,  // the trainer's own before the update: ratio 1
-  kProvided,    // with each sample
+  kSenior,      // the senior's, as the rollout recorded them
+  kAuthor,      // the writer's, as the rollout recorded them
+  kRecomputed,  // the trainer's, before the first update
+  kProvided,    // sent with each sample
 };
 
-// What the KL to the reference is added to: the loss, or (subtracted) the reward of each token.
+// Where the KL to the reference goes: added to the loss, or subtracted from the reward of each
+// token.
 enum class KlPlacement { kLoss, kReward };
 
-// The reference's log-probabilities: of the trainer's reference model, or with each sample.
+// Where the reference's log-probabilities come from: the trainer's reference model, or each sample.
 enum class ReferenceLogprobs { kModel, kProvided };
 
-// The auxiliary KL of a junior-written token, of the distributions p of the senior and q of the
+// The auxiliary KL on junior-written tokens, between the distributions p of the senior and q of the
 // junior.
 enum class JuniorKlKind {
   kReverse,         // KL(p || q), whole vocabulary
@@ -53,10 +54,10 @@ enum class JuniorKlKind {
   kForwardSampled,  // log q(y) - log p(y) of the token
 };
 
-// Of a sample with tokens that are older than max_staleness allows.
+// The treatment of a sample with tokens that are older than max_staleness allows.
 enum class StaleSamples {
-  kRefuse,  // the whole step
-  kDrop,    // as if the sample had not been sent
+  kRefuse,  // the step is refused
+  kDrop,    // the sample is left out
 };
 
 struct PolicyObjective {
@@ -79,21 +80,21 @@ struct PolicyObjective {
   int64_t max_staleness = 0;
   StaleSamples stale_samples = StaleSamples::kRefuse;
   training::UpdateOptions updates;
-  double value_clip = 0.2;  // of the critic
+  double value_clip = 0.2;  // for the critic
   bool importance_sampling_batch_normalize = false;
   loss::RejectionOptions rejection;
 
   bool operator==(const PolicyObjective&) const = default;
 };
 
-// Whether junior-written tokens are no steps of the trajectory: they have no advantage, and the
-// critic does not learn on them.
+// Whether junior-written tokens belong to the environment: they have no advantage, and the critic
+// does not learn on them.
 constexpr bool SkipsJuniorTokens(const PolicyObjective& objective) {
   return objective.advantage_estimator == AdvantageEstimator::kGae &&
          objective.gae_skip_junior_tokens;
 }
 
-// Whether the KL to the reference is part of the objective, and where.
+// Whether the KL to the reference is part of the objective, of the reward, of the loss.
 constexpr bool HasReferenceKl(const PolicyObjective& objective) {
   return objective.loss.kl_coefficient > 0;
 }
@@ -101,7 +102,11 @@ constexpr bool PenalisesReward(const PolicyObjective& objective) {
   return HasReferenceKl(objective) && objective.kl_placement == KlPlacement::kReward;
 }
 
-// Whether tokens are left out for their distance from the rollout.
+constexpr bool HasLossKl(const PolicyObjective& objective) {
+  return HasReferenceKl(objective) && objective.kl_placement == KlPlacement::kLoss;
+}
+
+// Whether tokens are rejected for their distance from the rollout.
 constexpr bool RejectsTokens(const PolicyObjective& objective) {
   return objective.rejection.upper > 0;
 }
@@ -112,17 +117,16 @@ struct SupervisedObjective {
   bool operator==(const SupervisedObjective&) const = default;
 };
 
-// What an objective may need of a trainer beside the model.
+// The servers and models that a trainer has beside its own model, and that objectives may need.
 struct ObjectiveSupport {
   bool critic = false;
   bool reference = false;
   bool junior = false;
 };
 
-// All that can be said before there are samples: the bounds of the numbers, UNIMPLEMENTED for a
-// choice that is not there yet, FAILED_PRECONDITION (reasons NO_CRITIC, NO_REFERENCE_MODEL,
-// NO_JUNIOR_MODEL) for
-// what this trainer lacks; paths as in PolicyObjective of the contract.
+// Checks all that needs no samples. INVALID_ARGUMENT for a number out of bounds, UNIMPLEMENTED for
+// a choice that is not implemented, FAILED_PRECONDITION (reasons NO_CRITIC, NO_REFERENCE_MODEL,
+// NO_JUNIOR_MODEL) for a need that `support` lacks; paths as in PolicyObjective of the contract.
 absl::Status CheckObjective(const PolicyObjective& objective, const ObjectiveSupport& support);
 
 }  // namespace tandem::trainer

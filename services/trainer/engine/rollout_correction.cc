@@ -11,7 +11,7 @@
 namespace tandem::trainer {
 namespace {
 
-// Takes the tokens out that the objective rejects: the rows are those of the others alone.
+// Removes the rows of rejected tokens.
 absl::Status RejectTokens(const PolicyBatch& batch, TrainingRows& rows, Metrics& metrics) {
   const std::vector<uint8_t> kept = loss::KeptRows(batch.objective.rejection, rows.tokens);
   const auto all = static_cast<double>(kept.size());
@@ -35,7 +35,7 @@ absl::Status RejectTokens(const PolicyBatch& batch, TrainingRows& rows, Metrics&
 absl::Status CorrectForRollout(const PolicyBatch& batch, TrainingRows& rows, Metrics& metrics) {
   const PolicyObjective& objective = batch.objective;
   const bool rejects = RejectsTokens(objective);
-  // Of all tokens with a weight, also of those that are rejected.
+  // The mean of importance weights is over all tokens with a weight, rejected ones too.
   if (objective.loss.importance_sampling_cap > 0 &&
       (rejects || objective.importance_sampling_batch_normalize)) {
     rows.tokens.importance_weights = loss::ImportanceWeights(

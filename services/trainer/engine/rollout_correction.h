@@ -1,5 +1,5 @@
-// What a batch needs because its rollout's probabilities are not the trainer's: weights of the
-// whole batch, and tokens that are left out. Pure logic, no tensors.
+// Corrections for a rollout whose probabilities are not the trainer's: importance weights of the
+// whole batch, and rejected tokens. Pure logic, no tensors.
 #ifndef TANDEM_SERVICES_TRAINER_ENGINE_ROLLOUT_CORRECTION_H_
 #define TANDEM_SERVICES_TRAINER_ENGINE_ROLLOUT_CORRECTION_H_
 
@@ -10,9 +10,9 @@
 
 namespace tandem::trainer {
 
-// Sets the importance weights of `rows` where they depend on the batch, and takes the rows of the
-// tokens out that the objective rejects. `rows` are those of PolicyRows with their old
-// log-probabilities, without advantages.
+// Sets the importance weights of `rows` where they depend on the whole batch, and removes the rows
+// of tokens that the objective rejects. `rows` come from PolicyRows and have their old
+// log-probabilities, but no advantages yet.
 absl::Status CorrectForRollout(const PolicyBatch& batch, TrainingRows& rows, Metrics& metrics);
 
 }  // namespace tandem::trainer

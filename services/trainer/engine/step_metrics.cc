@@ -73,7 +73,8 @@ void AddRewardKlMetrics(const std::vector<double>& kl, const PolicyBatch& batch,
       batch.objective.loss.kl_coefficient * sum / static_cast<double>(batch.samples.size());
 }
 
-void AddPolicyMetrics(const loss::PolicyMetrics& policy, int64_t updates, Metrics& metrics) {
+void AddPolicyMetrics(const loss::PolicyMetrics& policy, int64_t updates, bool has_kl,
+                      Metrics& metrics) {
   const auto count = static_cast<double>(updates);
   metrics["loss/total"] = policy.loss_total / count;
   metrics["loss/policy"] = policy.loss_policy / count;
@@ -83,18 +84,21 @@ void AddPolicyMetrics(const loss::PolicyMetrics& policy, int64_t updates, Metric
   metrics["policy/ppo_kl"] = policy.ppo_kl;
   metrics["policy/mean_ratio"] = policy.mean_ratio;
   metrics["policy/entropy"] = policy.mean_entropy;
-  // Where it is in the reward, it is known already.
-  if (!metrics.contains("reward/kl_penalty")) metrics["policy/kl_to_ref"] = policy.kl_to_ref;
+  if (has_kl) metrics["policy/kl_to_ref"] = policy.kl_to_ref;
   metrics["mismatch/masked_fraction"] = policy.masked_fraction;
   metrics["policy/weighted_tokens"] = static_cast<double>(policy.tokens);
-  const auto add = [&](const std::string& prefix, const loss::Mismatch& mismatch) {
-    metrics[prefix + "k1"] = mismatch.k1;
-    metrics[prefix + "k3"] = mismatch.k3;
-    metrics[prefix + "max_abs_logprob_diff"] = mismatch.max_abs_logprob_diff;
-    metrics[prefix + "effective_sample_size"] = mismatch.effective_sample_size;
+}
+
+void AddMismatchMetrics(const StepMismatch& mismatch, Metrics& metrics) {
+  const auto add = [&](const std::string& prefix, const loss::Mismatch& of_author) {
+    if (of_author.count == 0) return;
+    metrics[prefix + "k1"] = of_author.k1;
+    metrics[prefix + "k3"] = of_author.k3;
+    metrics[prefix + "max_abs_logprob_diff"] = of_author.max_abs_logprob_diff;
+    metrics[prefix + "effective_sample_size"] = of_author.effective_sample_size;
   };
-  if (policy.senior_mismatch.count > 0) add("mismatch/", policy.senior_mismatch);
-  if (policy.junior_mismatch.count > 0) add("mismatch/junior/", policy.junior_mismatch);
+  add("mismatch/", mismatch.senior);
+  add("mismatch/junior/", mismatch.junior);
 }
 
 absl::Status JuniorKlSums::Reduce(loss::MetricReduction reduce) {

@@ -1,4 +1,5 @@
-// What a step reports about its batch and its loss (docs/metrics.md).
+// The metrics of a step: of its batch, its loss and its mismatch with the rollout
+// (docs/metrics.md).
 #ifndef TANDEM_SERVICES_TRAINER_ENGINE_STEP_METRICS_H_
 #define TANDEM_SERVICES_TRAINER_ENGINE_STEP_METRICS_H_
 
@@ -17,30 +18,40 @@ namespace tandem::trainer {
 
 using Metrics = std::map<std::string, double>;
 
-// Rewards, tokens, authorship. `sentence_ends` may be null: then there is no
+// Adds rewards, numbers of tokens and authorship. Without `sentence_ends` (null) there is no
 // tandem/tokens_per_sent.
 void AddBatchMetrics(const PolicyBatch& batch, const TokenSet* sentence_ends, Metrics& metrics);
 void AddBatchMetrics(const SupervisedBatch& batch, Metrics& metrics);
 
-// The KL to the reference of each row, which is taken from the rewards.
+// Adds the KL to the reference that is subtracted from the rewards; `kl` has one number per row.
 void AddRewardKlMetrics(const std::vector<double>& kl, const PolicyBatch& batch, Metrics& metrics);
 
-// Losses, ratios, mismatch of so many updates: losses are the mean of an update. mismatch/k1, k3
-// and max_abs_logprob_diff are of the tokens that the senior wrote, where the rollout's and the
-// trainer's model are the same; mismatch/junior/... of those that the junior wrote.
-void AddPolicyMetrics(const loss::PolicyMetrics& policy, int64_t updates, Metrics& metrics);
+// Adds losses and ratios of `updates` updates; a loss is the mean over the updates. `has_kl` is
+// whether the KL to the reference is part of the loss.
+void AddPolicyMetrics(const loss::PolicyMetrics& policy, int64_t updates, bool has_kl,
+                      Metrics& metrics);
 
-// The auxiliary KL towards the junior.
+// How far the trainer's log-probabilities are from the rollout's before the first update of a step.
+struct StepMismatch {
+  loss::Mismatch senior;  // of tokens that the senior wrote: both sides are the same model
+  loss::Mismatch junior;  // of tokens that the junior wrote
+};
+
+// Adds mismatch/... for the senior's tokens and mismatch/junior/... for the junior's, where there
+// are any.
+void AddMismatchMetrics(const StepMismatch& mismatch, Metrics& metrics);
+
+// Sums of the auxiliary KL towards the junior.
 struct JuniorKlSums {
   int64_t rows = 0;
   double kl = 0;    // nats, summed over the rows
   double loss = 0;  // as it enters the loss
 
-  // Adds up the sums of evaluators of other rows, as PolicyLossEvaluator::Reduce.
+  // Adds up the sums of all ranks, as PolicyLossEvaluator::Reduce.
   absl::Status Reduce(loss::MetricReduction reduce);
 };
 
-// After AddPolicyMetrics: the term is part of the loss.
+// Adds the auxiliary KL to the metrics and to their loss. Follows AddPolicyMetrics.
 void AddJuniorKlMetrics(const JuniorKlSums& junior_kl, int64_t updates, Metrics& metrics);
 
 }  // namespace tandem::trainer

@@ -15,30 +15,24 @@
 namespace tandem::trainer {
 namespace {
 
-// Whether tokens of the sample enter the loss.
-bool Counts(const PolicySample& sample, const PolicyObjective& objective) {
-  return !objective.mask_truncated_completions ||
-         sample.trajectory.finish_reason != FinishReason::kLength;
-}
-
 // Calls work(i, t, row) for token t of sample i, in the order of the rows.
 void ForRows(const PolicyBatch& batch, const TrainingRows& rows,
              absl::FunctionRef<void(size_t i, size_t t, size_t row)> work) {
   size_t row = 0;
   for (size_t i = 0; i < batch.samples.size(); ++i) {
     const size_t prompt = batch.samples[i].trajectory.prompt_token_ids.size();
-    for (const int64_t position : rows.sequences[i].positions) {
+    for (const int64_t position : rows.sequences.sequences()[i].positions) {
       work(i, static_cast<size_t>(position) + 1 - prompt, row++);
     }
   }
 }
 
-// Of the tokens of sample i, or empty.
+// Returns the penalties of the tokens of sample i, or an empty span.
 absl::Span<const double> PenaltiesOf(const TokenNumbers& penalties, size_t i) {
   return penalties.empty() ? absl::Span<const double>() : absl::MakeConstSpan(penalties[i]);
 }
 
-// One advantage per response, repeated for each of its tokens.
+// Returns one advantage per response, which holds for all of its tokens.
 absl::StatusOr<std::vector<double>> ResponseAdvantages(const PolicyBatch& batch,
                                                        const TokenNumbers& penalties) {
   std::vector<double> rewards;
@@ -69,7 +63,7 @@ absl::StatusOr<std::vector<double>> ResponseAdvantages(const PolicyBatch& batch,
   return absl::InternalError("not an estimator by response");
 }
 
-// The tokens that are steps of the trajectory.
+// Returns the tokens that are steps of the trajectory: all, or the senior's.
 std::vector<size_t> StepsOf(const PolicyObjective& objective, const Trajectory& trajectory) {
   std::vector<size_t> steps;
   for (size_t t = 0; t < trajectory.response_token_ids.size(); ++t) {
@@ -78,7 +72,8 @@ std::vector<size_t> StepsOf(const PolicyObjective& objective, const Trajectory& 
   return steps;
 }
 
-// The reward of a response sits on the last of its steps, penalties [L] on their own tokens.
+// Returns the reward of each step. The response's reward is on its last step; `penalties` [L] are
+// subtracted on their own tokens.
 std::vector<double> StepRewards(const PolicySample& sample, absl::Span<const size_t> steps,
                                 absl::Span<const double> penalties) {
   std::vector<double> rewards(steps.size(), 0.0);
@@ -88,7 +83,7 @@ std::vector<double> StepRewards(const PolicySample& sample, absl::Span<const siz
   return rewards;
 }
 
-// The discounted return of each token, [L]: GAE without values.
+// Returns the discounted return of each token, [L]: GAE without values.
 absl::StatusOr<std::vector<double>> Returns(const PolicySample& sample,
                                             const PolicyObjective& objective,
                                             absl::Span<const double> penalties) {
@@ -129,7 +124,7 @@ absl::Status AddGae(const PolicySample& sample, const PolicyObjective& objective
   return absl::OkStatus();
 }
 
-// Over the steps of all trajectories.
+// Whitens the advantages over the steps of all trajectories.
 void Whiten(const PolicyBatch& batch, TokenNumbers& advantages) {
   std::vector<double*> counted;
   for (size_t i = 0; i < batch.samples.size(); ++i) {
@@ -143,26 +138,34 @@ void Whiten(const PolicyBatch& batch, TokenNumbers& advantages) {
   for (size_t i = 0; i < all.size(); ++i) *counted[i] = all[i];
 }
 
-// The tokens that the junior wrote; both row sets then read what the longer of the two needs.
-void AddJuniorRows(const PolicyBatch& batch, TrainingRows& rows) {
-  JuniorRows& junior = rows.junior;
-  for (size_t i = 0; i < batch.samples.size(); ++i) {
-    const Trajectory& trajectory = batch.samples[i].trajectory;
-    const bool counts = Counts(batch.samples[i], batch.objective);
-    const auto is_row = [&](size_t t) { return counts && !trajectory.authorship_mask[t]; };
-    training::SequenceRows& own = junior.sequences.emplace_back(training::SelectSequenceRows(
-        trajectory.prompt_token_ids, trajectory.response_token_ids, is_row));
-    std::vector<int64_t>& read = rows.sequences[i].input;
-    if (own.input.size() > read.size()) read = own.input;
-    own.input = read;
-    for (size_t t = 0; t < trajectory.response_token_ids.size(); ++t) {
-      if (is_row(t)) junior.logprobs.push_back(trajectory.author_logprobs[t]);
-    }
-    junior.temperatures.resize(junior.logprobs.size(), LogProbTemperature(trajectory));
+training::SequenceRows SelectRows(const Trajectory& trajectory,
+                                  absl::FunctionRef<bool(size_t t)> counts) {
+  return training::SelectSequenceRows(trajectory.prompt_token_ids, trajectory.response_token_ids,
+                                      counts);
+}
+
+// Adds the tokens of the sample that the junior wrote. The senior reads a sequence once for both
+// kinds of rows: `own` and the junior's rows get the longer input of the two.
+void AddJuniorRows(const PolicySample& sample, const PolicyObjective& objective,
+                   training::SequenceRows& own, JuniorRows& junior) {
+  const Trajectory& trajectory = sample.trajectory;
+  training::SequenceRows rows = SelectRows(trajectory, [&](size_t t) {
+    return !IsMasked(sample, objective) && !trajectory.authorship_mask[t];
+  });
+  if (rows.input.size() > own.input.size()) own.input = rows.input;
+  rows.input = own.input;
+  const size_t prompt = trajectory.prompt_token_ids.size();
+  for (const int64_t position : rows.positions) {
+    junior.logprobs.push_back(
+        trajectory.author_logprobs[static_cast<size_t>(position) + 1 - prompt]);
+    junior.temperatures.push_back(LogProbTemperature(trajectory));
   }
-  const std::vector<size_t> first_rows = training::FirstRows(junior.sequences);
+  junior.sequences.Add(std::move(rows));
+}
+
+void SetJuniorScales(const PolicyBatch& batch, JuniorRows& junior) {
   for (const training::MiniBatch& range : MiniBatches(batch)) {
-    const size_t count = first_rows[range.end] - first_rows[range.begin];
+    const size_t count = junior.sequences.Rows(range).size();
     junior.scales.insert(
         junior.scales.end(), count,
         batch.objective.junior_kl_coefficient / static_cast<double>(std::max<size_t>(count, 1)));
@@ -170,6 +173,11 @@ void AddJuniorRows(const PolicyBatch& batch, TrainingRows& rows) {
 }
 
 }  // namespace
+
+bool IsMasked(const PolicySample& sample, const PolicyObjective& objective) {
+  return objective.mask_truncated_completions &&
+         sample.trajectory.finish_reason == FinishReason::kLength;
+}
 
 std::vector<training::MiniBatch> MiniBatches(const PolicyBatch& batch) {
   return training::SplitIntoMiniBatches(batch.samples.size(), batch.objective.updates);
@@ -182,7 +190,7 @@ absl::StatusOr<loss::LossScales> PolicyScales(const PolicyBatch& batch, const To
     std::vector<int64_t> lengths;
     for (size_t i = range.begin; i < range.end; ++i) {
       const PolicySample& sample = batch.samples[i];
-      const bool counts = Counts(sample, batch.objective);
+      const bool counts = !IsMasked(sample, batch.objective);
       const std::vector<uint8_t>& authors = sample.trajectory.authorship_mask;
       for (size_t t = 0; t < authors.size(); ++t) {
         const double weight = authors[t] ? 1.0 : batch.objective.junior_token_loss_weight;
@@ -252,6 +260,7 @@ absl::StatusOr<Advantages> PolicyAdvantages(const PolicyBatch& batch,
 TrainingRows PolicyRows(const PolicyBatch& batch, const loss::LossScales& scales) {
   TrainingRows rows;
   loss::PolicyTokens& tokens = rows.tokens;
+  const bool has_junior_kl = batch.objective.junior_kl_coefficient > 0;
   size_t begin = 0;
   for (size_t i = 0; i < batch.samples.size(); ++i) {
     const PolicySample& sample = batch.samples[i];
@@ -259,10 +268,10 @@ TrainingRows PolicyRows(const PolicyBatch& batch, const loss::LossScales& scales
     const size_t length = trajectory.response_token_ids.size();
     const auto own = absl::MakeConstSpan(scales.scales).subspan(begin, length);
     begin += length;
-    rows.sequences.push_back(training::SelectSequenceRows(trajectory.prompt_token_ids,
-                                                          trajectory.response_token_ids,
-                                                          [&](size_t t) { return own[t] > 0; }));
-    tokens.sequence_rows.push_back(static_cast<int64_t>(rows.sequences.back().labels.size()));
+    training::SequenceRows sequence = SelectRows(trajectory, [&](size_t t) { return own[t] > 0; });
+    tokens.sequence_rows.push_back(static_cast<int64_t>(sequence.labels.size()));
+    if (has_junior_kl) AddJuniorRows(sample, batch.objective, sequence, rows.junior);
+    rows.sequences.Add(std::move(sequence));
     for (size_t t = 0; t < length; ++t) {
       if (!(own[t] > 0)) continue;
       const bool senior = trajectory.authorship_mask[t] != 0;
@@ -278,7 +287,7 @@ TrainingRows PolicyRows(const PolicyBatch& batch, const loss::LossScales& scales
           tokens.old_logprobs.push_back(sample.old_logprobs[t]);
           break;
         case OldLogprobs::kRecomputed:
-          break;  // none: those of the update itself
+          break;  // the trainer computes them
       }
       tokens.scales.push_back(own[t]);
       tokens.behaviour.push_back(trajectory.author_logprobs[t]);
@@ -292,7 +301,7 @@ TrainingRows PolicyRows(const PolicyBatch& batch, const loss::LossScales& scales
       rows.temperatures.push_back(LogProbTemperature(trajectory));
     }
   }
-  if (batch.objective.junior_kl_coefficient > 0) AddJuniorRows(batch, rows);
+  if (has_junior_kl) SetJuniorScales(batch, rows.junior);
   return rows;
 }
 
@@ -326,7 +335,7 @@ std::vector<double> ReferenceKl(const PolicyObjective& objective,
 TrainingRows SupervisedRows(const SupervisedBatch& batch, const loss::LossScales& scales) {
   TrainingRows rows;
   for (const SupervisedSample& sample : batch.samples) {
-    rows.sequences.push_back(training::SelectSequenceRows(
+    rows.sequences.Add(training::SelectSequenceRows(
         sample.prompt_token_ids, sample.response_token_ids, [](size_t) { return true; }));
   }
   rows.tokens.scales = scales.scales;

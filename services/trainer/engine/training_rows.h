@@ -1,5 +1,5 @@
-// From samples to the rows of the loss: what the model must read, which hidden states enter the
-// loss, and every per-token number. Pure logic, no tensors.
+// The rows of the loss, made from samples: the tokens that the model reads, the hidden states that
+// enter the loss, and all per-token numbers. Pure logic, no tensors.
 #ifndef TANDEM_SERVICES_TRAINER_ENGINE_TRAINING_ROWS_H_
 #define TANDEM_SERVICES_TRAINER_ENGINE_TRAINING_ROWS_H_
 
@@ -15,61 +15,67 @@
 
 namespace tandem::trainer {
 
-// The junior-written tokens of the auxiliary KL; empty without one.
+// The junior-written tokens of the auxiliary KL; empty without that KL.
 struct JuniorRows {
-  std::vector<training::SequenceRows> sequences;  // with the inputs of TrainingRows::sequences
-  // Of all rows, sequence after sequence.
+  training::SequenceBatch sequences;  // with the inputs of TrainingRows::sequences
+  // One number per row.
   std::vector<double> temperatures;
-  std::vector<double> logprobs;  // the junior's own, as recorded
-  std::vector<double> scales;    // coefficient / rows of the mini-batch
+  std::vector<double> logprobs;  // the junior's, as the rollout recorded them
+  std::vector<double> scales;    // coefficient / number of rows of the mini-batch
 };
 
 struct TrainingRows {
-  std::vector<training::SequenceRows> sequences;  // in the order of the samples
-  // Of all rows, sequence after sequence.
-  std::vector<double> temperatures;
-  loss::PolicyTokens tokens;  // a supervised batch fills `scales` only
+  training::SequenceBatch sequences;  // in the order of the samples
+  std::vector<double> temperatures;   // one per row
+  loss::PolicyTokens tokens;          // a supervised batch fills `scales` only
   JuniorRows junior = {};
+
+  bool has_junior_kl() const { return !junior.sequences.sequences().empty(); }
 };
 
-// The samples of each update that goes through the batch once.
+// Whether the sample is left out of the loss because its response was cut by length.
+bool IsMasked(const PolicySample& sample, const PolicyObjective& objective);
+
+// Returns the mini-batches of one epoch.
 std::vector<training::MiniBatch> MiniBatches(const PolicyBatch& batch);
 
-// Numbers of all response tokens, [S][L].
+// One value per response token, indexed [sample][token].
 using TokenNumbers = std::vector<std::vector<double>>;
 
-// Weights of all response tokens and their scales, each over its mini-batch. Tokens whose `kept`
-// (or empty) is 0 have no weight.
+// Return the weights of all response tokens and their scales, which are relative to the mini-batch.
+// A token has no weight where `kept`, unless it is empty, is 0.
 absl::StatusOr<loss::LossScales> PolicyScales(const PolicyBatch& batch,
                                               const TokenNumbers& kept = {});
 absl::StatusOr<loss::LossScales> SupervisedScales(const SupervisedBatch& batch);
 
-// Advantages of all response tokens. `values` only with GAE, `penalties` (or empty) are subtracted
-// from the rewards of their tokens. Whitened if so configured. Junior tokens that are skipped have
-// the advantage 0 and their value as the return.
+// Returns the advantages of all response tokens, whitened if so configured. `values` are given with
+// GAE alone; `penalties`, unless empty, are subtracted from the rewards of their tokens. Skipped
+// junior tokens have the advantage 0, and their value as the return.
 struct Advantages {
   TokenNumbers advantages;
-  std::vector<std::vector<float>> returns;  // with GAE: what the critic learns
+  std::vector<std::vector<float>> returns;  // with GAE: the critic's targets
 };
 absl::StatusOr<Advantages> PolicyAdvantages(const PolicyBatch& batch,
                                             const CriticConnection::Values* values,
                                             const TokenNumbers& penalties = {});
 
-// Needs a checked batch. All but the advantages, and what the models of the trainer are asked for.
+// Returns the rows of a checked batch, without advantages and without log-probabilities that the
+// trainer's models compute.
 TrainingRows PolicyRows(const PolicyBatch& batch, const loss::LossScales& scales);
 
-// Numbers of the rows from those of all tokens, and back: 0 where there is no row.
+// Select the numbers of the rows from those of all tokens, and spread them again, with 0 where
+// there is no row.
 std::vector<double> OfRows(const TokenNumbers& numbers, const PolicyBatch& batch,
                            const TrainingRows& rows);
 TokenNumbers OfTokens(const std::vector<double>& numbers, const PolicyBatch& batch,
                       const TrainingRows& rows);
 
-// The KL to the reference of every row. Needs its old and reference log-probabilities.
+// Returns the KL to the reference of every row, from its old and reference log-probabilities.
 std::vector<double> ReferenceKl(const PolicyObjective& objective, const loss::PolicyTokens& tokens);
 
 TrainingRows SupervisedRows(const SupervisedBatch& batch, const loss::LossScales& scales);
 
-// The divisor of the logits of a trajectory: greedy sampling records log-probs at temperature 1.
+// Returns the divisor of a trajectory's logits. Greedy sampling records log-probs at temperature 1.
 double LogProbTemperature(const Trajectory& trajectory);
 
 }  // namespace tandem::trainer

@@ -22,7 +22,7 @@ TEST(TrainingRowsTest, OldLogProbsFollowTheChoice) {
     const auto scales = PolicyScales(batch).value();
     return PolicyRows(batch, scales).tokens;
   };
-  // Token 1 is the junior's: its senior log-prob is the other one.
+  // The junior wrote token 1, so its senior log-prob is other_logprobs[1].
   ASSERT_EQ(t.authorship_mask[1], 0);
   EXPECT_FLOAT_EQ(old(OldLogprobs::kSenior).old_logprobs[0], t.author_logprobs[0]);
   EXPECT_FLOAT_EQ(old(OldLogprobs::kSenior).old_logprobs[1], t.other_logprobs[1]);
@@ -37,7 +37,7 @@ TEST(TrainingRowsTest, ResponsesThatWereCutHaveNoWeightButStayInTheirGroup) {
   const Advantages advantages = PolicyAdvantages(batch, nullptr).value();
   batch.objective.mask_truncated_completions = true;
   const loss::LossScales scales = PolicyScales(batch).value();
-  // token_mean over the 5 + 7 tokens of the other two.
+  // token_mean over the 5 + 7 tokens of the other two samples.
   size_t row = 0;
   for (size_t i = 0; i < batch.samples.size(); ++i) {
     for (const uint8_t author : batch.samples[i].trajectory.authorship_mask) {
@@ -49,7 +49,7 @@ TEST(TrainingRowsTest, ResponsesThatWereCutHaveNoWeightButStayInTheirGroup) {
   EXPECT_LT(advantages.advantages[0][0], -0.5);
   const TrainingRows rows = PolicyRows(batch, scales);
   EXPECT_EQ(rows.tokens.sequence_rows, (std::vector<int64_t>{5, 0, 7, 0}));
-  // What counts every token counts theirs too.
+  // An aggregation over all tokens counts tokens of masked responses too.
   batch.objective.scale.normalizer = loss::Normalizer::kAllTokens;
   EXPECT_DOUBLE_EQ(PolicyScales(batch).value().scales[0], 1.0 / (5 + 6 + 7 + 8));
 }
@@ -71,24 +71,25 @@ TEST(TrainingRowsTest, TheRowsOfTheJuniorKlAreWhatItWrote) {
   batch.samples[2].trajectory.authorship_mask.back() = 0;
   batch.samples[3].trajectory.finish_reason = FinishReason::kLength;
   batch.objective.mask_truncated_completions = true;
-  EXPECT_THAT(PolicyRows(batch, PolicyScales(batch).value()).junior.sequences, IsEmpty());
+  EXPECT_THAT(PolicyRows(batch, PolicyScales(batch).value()).junior.sequences.sequences(),
+              IsEmpty());
   batch.objective.junior_kl_coefficient = 0.5;
   batch.samples[2].trajectory.sampling.temperature = 0.5;
   const TrainingRows rows = PolicyRows(batch, PolicyScales(batch).value());
-  ASSERT_EQ(rows.junior.sequences.size(), batch.samples.size());
+  ASSERT_EQ(rows.junior.sequences.sequences().size(), batch.samples.size());
   size_t row = 0, expected = 0;
   for (size_t i = 0; i < batch.samples.size(); ++i) {
     const Trajectory& t = batch.samples[i].trajectory;
-    EXPECT_EQ(rows.junior.sequences[i].input, rows.sequences[i].input);
+    EXPECT_EQ(rows.junior.sequences.sequences()[i].input, rows.sequences.sequences()[i].input);
     if (t.finish_reason == FinishReason::kLength) {
-      EXPECT_THAT(rows.sequences[i].input, IsEmpty());
+      EXPECT_THAT(rows.sequences.sequences()[i].input, IsEmpty());
       continue;
     }
     size_t own = 0;
     for (size_t k = 0; k < t.authorship_mask.size(); ++k) {
       if (t.authorship_mask[k]) continue;
-      EXPECT_EQ(rows.junior.sequences[i].positions[own], static_cast<int64_t>(k) + 2);
-      EXPECT_EQ(rows.junior.sequences[i].labels[own], t.response_token_ids[k]);
+      EXPECT_EQ(rows.junior.sequences.sequences()[i].positions[own], static_cast<int64_t>(k) + 2);
+      EXPECT_EQ(rows.junior.sequences.sequences()[i].labels[own], t.response_token_ids[k]);
       EXPECT_EQ(rows.junior.logprobs[row], t.author_logprobs[k]);
       EXPECT_EQ(rows.junior.temperatures[row], t.sampling.temperature);
       ++own, ++row;
@@ -96,8 +97,8 @@ TEST(TrainingRowsTest, TheRowsOfTheJuniorKlAreWhatItWrote) {
     expected += own;
   }
   EXPECT_EQ(rows.junior.scales, std::vector<double>(expected, 0.5 / static_cast<double>(expected)));
-  // The last token is the junior's: it is read for its row alone.
-  EXPECT_EQ(rows.sequences[2].input.size(), size_t{3 + 7 - 1});
+  // The junior wrote the last token, so the input is longer for the junior's row alone.
+  EXPECT_EQ(rows.sequences.sequences()[2].input.size(), size_t{3 + 7 - 1});
 }
 
 TEST(TrainingRowsTest, PenaltiesAreTakenFromTheRewardOfTheirToken) {
@@ -152,8 +153,8 @@ TEST(TrainingRowsTest, GaePassesThroughJuniorTokensAndReturnsAreNotWhitened) {
   EXPECT_FALSE(PolicyAdvantages(batch, nullptr).ok());
 }
 
-// The definition of verl's compute_gae_advantage_return, which carries value and advantage over
-// masked tokens, with the reward on the last token that counts.
+// Follows verl's compute_gae_advantage_return, which carries value and advantage over masked
+// tokens, with the reward on the last token that counts.
 TEST(TrainingRowsTest, GaeMaySkipJuniorTokens) {
   PolicyBatch batch = TestBatch();
   batch.objective.advantage_estimator = AdvantageEstimator::kGae;
@@ -169,7 +170,7 @@ TEST(TrainingRowsTest, GaeMaySkipJuniorTokens) {
     }
     values.final_values.push_back(0.7f);
   }
-  batch.samples[2].trajectory.authorship_mask.back() = 0;  // the junior ends it
+  batch.samples[2].trajectory.authorship_mask.back() = 0;  // the junior wrote its last token
   std::vector<std::vector<double>> expected;
   std::vector<double> counted;
   for (size_t i = 0; i < batch.samples.size(); ++i) {
@@ -195,7 +196,7 @@ TEST(TrainingRowsTest, GaeMaySkipJuniorTokens) {
       EXPECT_NEAR(plain.returns[i][k], expected[i][k] + values.values[i][k], 1e-6);
     }
   }
-  // Whitened are the tokens that have an advantage.
+  // Whitening is over the tokens that have an advantage.
   batch.objective.whiten_advantages = true;
   const Advantages white = PolicyAdvantages(batch, &values).value();
   loss::WhitenAdvantages(absl::MakeSpan(counted));
@@ -208,7 +209,7 @@ TEST(TrainingRowsTest, GaeMaySkipJuniorTokens) {
   }
 }
 
-// The definition of verl's compute_reinforce_plus_plus_outcome_advantage, the slow way.
+// Follows verl's compute_reinforce_plus_plus_outcome_advantage, with plain loops.
 TEST(TrainingRowsTest, ReinforcePlusPlusWhitensDiscountedReturns) {
   PolicyBatch batch = TestBatch();
   for (PolicySample& sample : batch.samples) sample.group_id.clear();

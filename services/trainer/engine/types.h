@@ -1,4 +1,4 @@
-// What goes into the trainer engine and what comes out of it.
+// Options, requests and results of the trainer engine.
 #ifndef TANDEM_SERVICES_TRAINER_ENGINE_TYPES_H_
 #define TANDEM_SERVICES_TRAINER_ENGINE_TYPES_H_
 
@@ -24,13 +24,13 @@ using training::StepResult;
 struct EngineOptions : training::TrainingOptions {
   std::string reference_model;  // empty: no KL to a reference
   std::string junior_model;     // empty: no KL to the junior over the vocabulary
-  // Of the fused output loss (loss::ParseLossImpl).
+  // Implementation of the fused output loss (loss::ParseLossImpl).
   std::string loss_impl = "auto";
   int64_t logits_chunk_bytes = 0;  // LogitsChunkBytes
 };
 
-// What is configured, or of 0 the default. With fewer rows at a time, reading and writing the
-// gradient of a large output layer for each of them costs more than its products.
+// Returns `configured`, or the default for 0. With fewer rows at a time, reading and writing the
+// gradient of a large output layer for each chunk costs more than its products.
 constexpr int64_t LogitsChunkBytes(int64_t configured, int64_t vocab_size) {
   constexpr int64_t kRows = 256, kLeast = 48 << 20;
   if (configured > 0) return configured;
@@ -72,7 +72,7 @@ struct SupervisedBatch {
 struct TrainStepRequest : training::StepIdentity {
   std::variant<PolicyBatch, SupervisedBatch> batch;
 
-  // For common/base/struct_bytes.h.
+  // Used by common/base/struct_bytes.h.
   using Base = training::StepIdentity;
   static constexpr auto kOwnFields = std::tuple(&TrainStepRequest::batch);
 

@@ -23,25 +23,25 @@ absl::StatusOr<Trajectory> TrajectoryFromProto(const types::v1::Trajectory& prot
 
 }  // namespace
 
-absl::StatusOr<StepHeader> FromProto(const v1::TrainStepHeader& proto, int64_t max_samples,
-                                     const ObjectiveSupport& support) {
+absl::StatusOr<TrainStepRequest> FromProto(const v1::TrainStepHeader& proto, int64_t max_samples,
+                                           const ObjectiveSupport& support) {
   TANDEM_RETURN_IF_ERROR(training::CheckStepHeader(proto, max_samples));
-  StepHeader out;
+  TrainStepRequest out;
   out.run_id = proto.run_id();
   out.step = proto.step();
   out.request_id = proto.request_id();
   out.expected_version = proto.expected_version();
-  out.num_samples = proto.num_samples();
   switch (proto.objective_case()) {
     case v1::TrainStepHeader::kPolicy: {
-      // The engine looks at it again; here it is refused before the samples are sent.
-      TANDEM_ASSIGN_OR_RETURN(out.objective, ResolveObjective(proto.policy(), support));
+      // The engine checks it again; this check comes before the samples are sent.
+      TANDEM_ASSIGN_OR_RETURN(PolicyObjective objective, ResolveObjective(proto.policy(), support));
+      out.batch = PolicyBatch{.objective = std::move(objective), .samples = {}};
       return out;
     }
     case v1::TrainStepHeader::kSupervised: {
       auto objective = FromProto(proto.supervised());
       if (!objective.ok()) return PrependFieldPath("supervised", objective.status());
-      out.objective = *std::move(objective);
+      out.batch = SupervisedBatch{.objective = *std::move(objective), .samples = {}};
       return out;
     }
     case v1::TrainStepHeader::OBJECTIVE_NOT_SET:

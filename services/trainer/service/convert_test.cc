@@ -1,5 +1,6 @@
 #include "services/trainer/service/convert.h"
 
+#include <gmock/gmock.h>
 #include <google/protobuf/descriptor.h>
 #include <google/protobuf/message.h>
 #include <google/protobuf/util/json_util.h>
@@ -55,7 +56,7 @@ TEST(PolicyObjectiveTest, AnEmptyMessageGivesTheDocumentedDefaults) {
   EXPECT_EQ(objective->stale_samples, StaleSamples::kRefuse);
 }
 
-// Sets `field` to something that is not its default.
+// Sets `field` to a value that is not its default.
 void Change(google::protobuf::Message& message, const google::protobuf::FieldDescriptor& field) {
   using google::protobuf::FieldDescriptor;
   const google::protobuf::Reflection& reflection = *message.GetReflection();
@@ -69,7 +70,7 @@ void Change(google::protobuf::Message& message, const google::protobuf::FieldDes
     case FieldDescriptor::CPPTYPE_BOOL:
       return reflection.SetBool(&message, &field, true);
     case FieldDescriptor::CPPTYPE_ENUM:
-      // The last value: the first is UNSPECIFIED, and the default is often the second.
+      // The last value, as the first is UNSPECIFIED and the default is often the second.
       return reflection.SetEnum(&message, &field,
                                 field.enum_type()->value(field.enum_type()->value_count() - 1));
     default:
@@ -77,7 +78,7 @@ void Change(google::protobuf::Message& message, const google::protobuf::FieldDes
   }
 }
 
-// A field that the converter forgets would be ignored in silence.
+// A field that the converter forgets would be ignored silently.
 template <typename Objective, typename Proto>
 void ExpectEveryFieldCounts(const Proto& base) {
   const Objective before = FromProto(base).value();
@@ -86,7 +87,7 @@ void ExpectEveryFieldCounts(const Proto& base) {
     Proto proto = base;
     Change(proto, *type.field(i));
     const absl::StatusOr<Objective> after = FromProto(proto);
-    // A choice that is refused is not ignored either.
+    // A refused value is not ignored either.
     EXPECT_FALSE(after.ok() && *after == before) << type.field(i)->full_name();
   }
 }
@@ -97,7 +98,7 @@ TEST(ObjectiveTest, NoFieldOfTheContractIsIgnored) {
   ExpectEveryFieldCounts<SupervisedObjective>(v1::SupervisedObjective());
 }
 
-// What is reported as in force leaves nothing to know.
+// The objective in force has a value for every field.
 TEST(PolicyObjectiveTest, EveryFieldIsSetInTheAnswer) {
   const v1::PolicyObjective proto = ToProto(FromProto(v1::PolicyObjective()).value());
   const google::protobuf::Descriptor& type = *v1::PolicyObjective::descriptor();
@@ -138,8 +139,8 @@ TEST(PolicyObjectiveTest, EveryValueComesBack) {
   }
 }
 
-TEST(PolicyObjectiveTest, AnObjectiveIsCheckedFromItsJson) {
-  const auto good = ResolveObjectiveJson(R"({"clip_ratio_low": 0.125})", {});
+TEST(PolicyObjectiveTest, AnObjectiveIsCheckedFromItsText) {
+  const auto good = ResolveObjectiveText(R"({"clip_ratio_low": 0.125})", {});
   ASSERT_TRUE(good.ok()) << good.status();
   v1::PolicyObjective proto;
   ASSERT_TRUE(google::protobuf::util::JsonStringToMessage(*good, &proto).ok()) << *good;
@@ -149,16 +150,18 @@ TEST(PolicyObjectiveTest, AnObjectiveIsCheckedFromItsJson) {
   EXPECT_EQ(good->find('\n'), std::string::npos);
   const std::pair<const char*, const char*> bad[] = {
       {"{", "policy"},
-      {R"({"clip": 1})", "policy"},
+      {R"({"clip_ratio_lo": 1})", "policy.clip_ratio_lo"},
       {R"({"clip_ratio_low": 2})", "policy.clip_ratio_low"},
-      {R"({"entropy_coefficient": "NaN"})", "policy.entropy_coefficient"},
+      {R"({"entropy_coefficient": ".nan"})", "policy.entropy_coefficient"},
       {R"({"kl_coefficient": 0.1})", "policy.kl_coefficient"},
-      {R"({"advantage_estimator": "ADVANTAGE_ESTIMATOR_GAE"})", "policy.advantage_estimator"}};
-  for (const auto& [json, path] : bad) {
-    EXPECT_EQ(FieldPath(ResolveObjectiveJson(json, {}).status()), path) << json;
+      {"advantage_estimator: gae", "policy.advantage_estimator"}};
+  for (const auto& [text, path] : bad) {
+    EXPECT_EQ(FieldPath(ResolveObjectiveText(text, {}).status()), path) << text;
   }
-  EXPECT_TRUE(ResolveObjectiveJson(bad[4].first, {.reference = true}).ok());
-  EXPECT_TRUE(ResolveObjectiveJson(bad[5].first, {.critic = true}).ok());
+  EXPECT_THAT(std::string(ResolveObjectiveText(bad[1].first, {}).status().message()),
+              testing::HasSubstr("did you mean \"clip_ratio_low\"?"));
+  EXPECT_TRUE(ResolveObjectiveText(bad[4].first, {.reference = true}).ok());
+  EXPECT_TRUE(ResolveObjectiveText(bad[5].first, {.critic = true}).ok());
   config::v1::TrainerServerConfig config;
   EXPECT_FALSE(SupportOf(config).critic || SupportOf(config).reference || SupportOf(config).junior);
   config.set_critic_address("host:1");

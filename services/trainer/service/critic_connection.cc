@@ -1,19 +1,82 @@
 #include "services/trainer/service/critic_connection.h"
 
+#include <grpcpp/client_context.h>
+
 #include <cstdint>
+#include <functional>
 #include <map>
 #include <string>
+#include <thread>
 #include <utility>
 #include <vector>
 
+#include "absl/status/status.h"
 #include "absl/strings/str_cat.h"
 #include "common/base/not_finite.h"
 #include "common/base/status_macros.h"
+#include "common/rpc/channel.h"
+#include "common/rpc/error_table.h"
 #include "common/rpc/float_field.h"
 #include "common/rpc/proto_convert.h"
+#include "tandem/critic/v1/critic.grpc.pb.h"
 
 namespace tandem::trainer {
 namespace {
+
+using critic::v1::CriticService;
+
+// Makes one attempt, and returns one response for each request, in order. Requests are written
+// while responses are read: either side alone would fill the flow-control window and stop.
+absl::StatusOr<std::vector<critic::v1::ComputeValuesResponse>> AskForValues(
+    CriticService::Stub& stub, rpc::CallContext&& context,
+    const std::vector<critic::v1::ComputeValuesRequest>& requests,
+    const std::function<void()>& progress) {
+  auto stream = stub.ComputeValues(context.get());
+  std::thread writer([&] {
+    for (const auto& request : requests) {
+      if (!stream->Write(request)) return;
+    }
+    stream->WritesDone();
+  });
+  std::vector<critic::v1::ComputeValuesResponse> responses;
+  responses.reserve(requests.size());
+  critic::v1::ComputeValuesResponse response;
+  bool too_many = false;
+  while (!too_many && stream->Read(&response)) {
+    too_many = responses.size() == requests.size();
+    responses.push_back(std::move(response));
+    progress();
+  }
+  if (too_many) context.get()->TryCancel();
+  writer.join();
+  absl::Status status = rpc::FromGrpcStatus(stream->Finish());
+  if (too_many || (status.ok() && responses.size() != requests.size())) {
+    return absl::InternalError(absl::StrCat("the critic sent ", responses.size(), " answers to ",
+                                            requests.size(), " requests"));
+  }
+  TANDEM_RETURN_IF_ERROR(status);
+  return responses;
+}
+
+// Makes one attempt.
+absl::StatusOr<critic::v1::TrainStepResponse> SendStep(
+    CriticService::Stub& stub, rpc::CallContext&& context,
+    const critic::v1::TrainStepHeader& header,
+    const std::vector<critic::v1::ValueSample>& samples) {
+  critic::v1::TrainStepResponse response;
+  auto stream = stub.TrainStep(context.get(), &response);
+  critic::v1::TrainStepRequest message;
+  *message.mutable_header() = header;
+  bool writable = stream->Write(message);
+  for (const auto& sample : samples) {
+    if (!writable) break;
+    *message.mutable_sample() = sample;
+    writable = stream->Write(message);
+  }
+  if (writable) stream->WritesDone();
+  TANDEM_RETURN_IF_ERROR(rpc::FromGrpcStatus(stream->Finish()));
+  return response;
+}
 
 // ComputeValuesRequest and ValueSample carry the tokens in the same fields.
 template <typename Proto>
@@ -26,8 +89,9 @@ void SetTokens(const CriticConnection::Sequence& sequence, Proto* proto) {
 
 class GrpcCriticConnection final : public CriticConnection {
  public:
-  explicit GrpcCriticConnection(std::shared_ptr<const client::CriticClient> client)
-      : client_(std::move(client)) {}
+  GrpcCriticConnection(std::shared_ptr<grpc::ChannelInterface> channel,
+                       const rpc::RetryOptions& retry)
+      : stub_(CriticService::NewStub(channel)), retry_(retry) {}
 
   absl::StatusOr<Values> ComputeValues(const Call& call, const Step& step,
                                        const std::vector<Sequence>& sequences) override {
@@ -37,10 +101,20 @@ class GrpcCriticConnection final : public CriticConnection {
       requests[i].mutable_step()->set_run_id(step.run_id);
       requests[i].mutable_step()->set_request_id(step.request_id);
     }
-    TANDEM_ASSIGN_OR_RETURN(const auto responses,
-                            client_->ComputeValues(call.scope, requests, call.progress));
+    TANDEM_ASSIGN_OR_RETURN(const auto responses, rpc::CallWithRetry(retry_, call.scope, [&] {
+                              return AskForValues(
+                                  *stub_, rpc::CallContext(call.scope, retry_.attempt_timeout),
+                                  requests, call.progress);
+                            }));
     Values out;
     for (size_t i = 0; i < responses.size(); ++i) {
+      const WeightsVersion weights = rpc::WeightsVersionFromProto(responses[i].weights());
+      if (i > 0 && weights.version != out.weights.version) {
+        return absl::AbortedError(absl::StrCat("the critic's weights changed from version ",
+                                               out.weights.version, " to ", weights.version,
+                                               " while it computed values"));
+      }
+      out.weights = weights;
       const auto length = static_cast<int64_t>(sequences[i].response_token_ids.size());
       const std::string path = absl::StrCat("responses[", i, "]");
       auto values = rpc::FloatField("values", responses[i].values(), length);
@@ -49,7 +123,6 @@ class GrpcCriticConnection final : public CriticConnection {
       if (!final_value.ok()) return BadAnswer(path, final_value.status());
       out.values.push_back(*std::move(values));
       out.final_values.push_back(final_value->front());
-      out.weights = rpc::WeightsVersionFromProto(responses[i].weights());
     }
     return out;
   }
@@ -73,7 +146,12 @@ class GrpcCriticConnection final : public CriticConnection {
       samples[i].mutable_loss_mask()->assign(request.loss_masks[i].begin(),
                                              request.loss_masks[i].end());
     }
-    TANDEM_ASSIGN_OR_RETURN(const auto response, client_->TrainStep(call.scope, header, samples));
+    header.set_num_samples(static_cast<int32_t>(samples.size()));
+    TANDEM_ASSIGN_OR_RETURN(const auto response, rpc::CallWithRetry(retry_, call.scope, [&] {
+                              return SendStep(*stub_,
+                                              rpc::CallContext(call.scope, retry_.attempt_timeout),
+                                              header, samples);
+                            }));
     call.progress();
     if (response.skipped()) {
       return NotFiniteError(absl::StrCat("the critic skipped it: ", response.skip_reason()));
@@ -82,20 +160,21 @@ class GrpcCriticConnection final : public CriticConnection {
   }
 
  private:
-  // What the critic answered wrongly is not the trainer's caller's fault.
+  // INTERNAL: a wrong answer of the critic is not the fault of the trainer's caller.
   static absl::Status BadAnswer(const std::string& path, const absl::Status& status) {
     return absl::InternalError(
         absl::StrCat("the critic's answer is malformed: ", path, ".", status.message()));
   }
 
-  const std::shared_ptr<const client::CriticClient> client_;
+  const std::unique_ptr<CriticService::Stub> stub_;
+  const rpc::RetryOptions retry_;
 };
 
 }  // namespace
 
 std::shared_ptr<CriticConnection> MakeCriticConnection(
-    std::shared_ptr<const client::CriticClient> client) {
-  return std::make_shared<GrpcCriticConnection>(std::move(client));
+    std::shared_ptr<grpc::ChannelInterface> channel, const rpc::RetryOptions& retry) {
+  return std::make_shared<GrpcCriticConnection>(std::move(channel), retry);
 }
 
 }  // namespace tandem::trainer

@@ -52,8 +52,7 @@ class CriticConnectionTest : public testing::Test {
           return engine;
         });
   }};
-  std::shared_ptr<CriticConnection> critic_ =
-      MakeCriticConnection(std::make_shared<client::CriticClient>(server_.channel(), Retry()));
+  std::shared_ptr<CriticConnection> critic_ = MakeCriticConnection(server_.channel(), Retry());
 };
 
 TEST_F(CriticConnectionTest, ValuesComeBackInOrder) {

@@ -1,42 +1,58 @@
 #include "services/trainer/service/memory.h"
 
-#include <utility>
+#include <string>
 #include <vector>
 
 #include "common/base/status_macros.h"
 #include "common/model/model_config.h"
+#include "common/model/parameter_spec.h"
 #include "common/rpc/compute_config.h"
 #include "services/trainer/engine/types.h"
 #include "services/training/service/strategy_config.h"
 
 namespace tandem::trainer {
 
+namespace {
+
+// Adds the weights of a model that does not train, whole and in the type of the computation.
+absl::Status AddFrozenModel(const std::string& name, const std::string& field,
+                            const std::string& directory, const config::v1::ComputeOptions& compute,
+                            MemoryPlan& plan) {
+  if (directory.empty()) return absl::OkStatus();
+  TANDEM_ASSIGN_OR_RETURN(const ModelConfig model, rpc::ConfiguredModel(field, directory));
+  TANDEM_ASSIGN_OR_RETURN(const std::vector<ParameterSpec> specs,
+                          ModelParameters(model, {.tied = model.tie_word_embeddings}));
+  int64_t numel = 0;
+  for (const ParameterSpec& spec : specs) numel += spec.numel();
+  const auto item = static_cast<int64_t>(ItemSizeBytes(rpc::ComputeType(compute)));
+  plan.items.push_back({name + "_weights", numel * item, compute.device() == "cpu"});
+  return absl::OkStatus();
+}
+
+}  // namespace
+
 absl::StatusOr<MemoryPlan> PlanMemory(const config::v1::TrainerServerConfig& config) {
   TANDEM_ASSIGN_OR_RETURN(const ModelConfig model, rpc::ConfiguredModel("model", config.model()));
-  TANDEM_ASSIGN_OR_RETURN(const MemoryShares shares,
-                          training::CheckLayout(config.strategy(), model, HeadKind::kLm));
-  std::vector<FrozenModel> frozen;
-  if (!config.reference_model().empty()) {
-    TANDEM_ASSIGN_OR_RETURN(ModelConfig reference,
-                            rpc::ConfiguredModel("reference_model", config.reference_model()));
-    frozen.push_back({"reference", std::move(reference)});
-  }
-  if (!config.junior_model().empty()) {
-    TANDEM_ASSIGN_OR_RETURN(ModelConfig junior,
-                            rpc::ConfiguredModel("junior_model", config.junior_model()));
-    frozen.push_back({"junior", std::move(junior)});
-  }
+  const bool on_host = config.compute().device() == "cpu";
+  TANDEM_ASSIGN_OR_RETURN(
+      MemoryPlan plan,
+      training::PlanTraining(config.strategy(),
+                             {.config = model,
+                              .head = HeadKind::kLm,
+                              .freeze = {config.freeze().begin(), config.freeze().end()},
+                              .dtype = rpc::ComputeType(config.compute()),
+                              .on_host = on_host},
+                             config.batch().micro_batch_tokens(), config.max_model_len()));
+  TANDEM_RETURN_IF_ERROR(AddFrozenModel("reference", "reference_model", config.reference_model(),
+                                        config.compute(), plan));
+  TANDEM_RETURN_IF_ERROR(
+      AddFrozenModel("junior", "junior_model", config.junior_model(), config.compute(), plan));
   const int64_t logits_chunk_bytes =
       LogitsChunkBytes(config.batch().logits_chunk_bytes(), model.vocab_size);
-  // The KL towards the junior has a buffer of its own.
+  // The KL towards the junior needs a second buffer.
   const int64_t buffers = config.junior_model().empty() ? 1 : 2;
-  return TrainingMemoryPlan(model, {.freeze = {config.freeze().begin(), config.freeze().end()},
-                                    .frozen = std::move(frozen),
-                                    .micro_batch_tokens = config.batch().micro_batch_tokens(),
-                                    .max_model_len = config.max_model_len(),
-                                    .logits_chunk_bytes = buffers * logits_chunk_bytes,
-                                    .dtype = rpc::ComputeType(config.compute()),
-                                    .shares = shares});
+  plan.items.push_back({"logits", buffers * logits_chunk_bytes, on_host});
+  return plan;
 }
 
 }  // namespace tandem::trainer

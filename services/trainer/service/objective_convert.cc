@@ -8,11 +8,12 @@
 #include "absl/strings/string_view.h"
 #include "common/base/error.h"
 #include "common/base/status_macros.h"
+#include "common/config/config.h"
 
 namespace tandem::trainer {
 namespace {
 
-// The choices of an enum, here and in the contract; the first is the default.
+// The values of an enum, in the engine and in the contract; the first is the default.
 template <typename Proto, typename Plain>
 struct Choice {
   Proto proto;
@@ -90,7 +91,7 @@ constexpr Choice<v1::Normalizer, loss::Normalizer> kNormalizers[] = {
     {v1::NORMALIZER_ALL_TOKENS, loss::Normalizer::kAllTokens},
     {v1::NORMALIZER_SUM_OF_WEIGHTS, loss::Normalizer::kSumOfWeights}};
 
-// The default for 0, which is UNSPECIFIED everywhere.
+// Returns the default for 0, which is UNSPECIFIED in every enum.
 template <typename Proto, typename Plain, size_t N>
 absl::Status Choose(absl::string_view path, Proto proto, const Choice<Proto, Plain> (&choices)[N],
                     Plain* out) {
@@ -104,8 +105,8 @@ absl::Status Choose(absl::string_view path, Proto proto, const Choice<Proto, Pla
   return InvalidField(path, absl::StrCat("unknown value ", static_cast<int>(proto)));
 }
 
-// The default for what the contract has no name for: the KL estimator "none", which is coefficient
-// 0 there.
+// Returns the default's value for a choice that the contract lacks: the KL estimator "none", which
+// the contract expresses as coefficient 0.
 template <typename Proto, typename Plain, size_t N>
 Proto NameOf(Plain plain, const Choice<Proto, Plain> (&choices)[N]) {
   for (const auto& choice : choices) {
@@ -114,7 +115,7 @@ Proto NameOf(Plain plain, const Choice<Proto, Plain> (&choices)[N]) {
   return choices[0].proto;
 }
 
-// The clip, KL, entropy and importance terms.
+// Converts the clip, KL, entropy and importance terms.
 absl::Status LossTermsFromProto(const v1::PolicyObjective& proto, loss::PolicyLossOptions* out) {
   TANDEM_RETURN_IF_ERROR(Choose("loss_kind", proto.loss_kind(), kLossKinds, &out->kind));
   if (proto.has_clip_ratio_low()) out->clip_ratio_low = proto.clip_ratio_low();
@@ -139,7 +140,7 @@ absl::Status RejectionFromProto(const v1::PolicyObjective& proto, loss::Rejectio
   out->lower = proto.rejection_lower();
   TANDEM_RETURN_IF_ERROR(
       Choose("rejection_level", proto.rejection_level(), kRejectionLevels, &out->level));
-  // Not set: K1, another default than that of kl_estimator.
+  // The default is K1; that of kl_estimator differs.
   if (proto.rejection_estimator() == v1::KL_ESTIMATOR_UNSPECIFIED) return absl::OkStatus();
   return Choose("rejection_estimator", proto.rejection_estimator(), kKlEstimators, &out->estimator);
 }
@@ -259,20 +260,18 @@ ObjectiveSupport SupportOf(const config::v1::TrainerServerConfig& config) {
           .junior = !config.junior_model().empty()};
 }
 
-absl::StatusOr<std::string> ResolveObjectiveJson(const std::string& json,
+absl::StatusOr<std::string> ResolveObjectiveText(const std::string& text,
                                                  const ObjectiveSupport& support) {
   v1::PolicyObjective proto;
-  if (const auto parsed = google::protobuf::util::JsonStringToMessage(json, &proto); !parsed.ok()) {
-    return InvalidField("policy", parsed.message().as_string());
-  }
+  TANDEM_RETURN_IF_ERROR(PrependFieldPath("policy", config::MergeYaml(text, &proto)));
   TANDEM_ASSIGN_OR_RETURN(const PolicyObjective objective, ResolveObjective(proto, support));
   google::protobuf::util::JsonPrintOptions options;
   options.preserve_proto_field_names = true;
-  std::string text;
-  if (!google::protobuf::util::MessageToJsonString(ToProto(objective), &text, options).ok()) {
+  std::string json;
+  if (!google::protobuf::util::MessageToJsonString(ToProto(objective), &json, options).ok()) {
     return absl::InternalError("an objective without JSON");
   }
-  return text;
+  return json;
 }
 
 }  // namespace tandem::trainer

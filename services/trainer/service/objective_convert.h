@@ -1,5 +1,5 @@
-// Objectives of the contract and as the engine takes them: every default of the proto comments.
-// Errors carry the field's name.
+// Conversions between objectives of the contract and of the engine, with the defaults of the proto
+// comments. Errors name the field.
 #ifndef TANDEM_SERVICES_TRAINER_SERVICE_OBJECTIVE_CONVERT_H_
 #define TANDEM_SERVICES_TRAINER_SERVICE_OBJECTIVE_CONVERT_H_
 
@@ -12,24 +12,25 @@
 
 namespace tandem::trainer {
 
-// INVALID_ARGUMENT for a choice that the contract does not know.
+// INVALID_ARGUMENT for a value that an enum of the contract lacks.
 absl::StatusOr<PolicyObjective> FromProto(const v1::PolicyObjective& proto);
 absl::StatusOr<SupervisedObjective> FromProto(const v1::SupervisedObjective& proto);
 
-// Sets every field: what is in force.
+// Returns the objective in force: every field is set.
 v1::PolicyObjective ToProto(const PolicyObjective& objective);
 
-// FromProto and CheckObjective: what a trainer says to an objective before it reads a sample. Paths
-// begin with "policy".
+// Converts and checks an objective, as a trainer does before it reads a sample. Paths begin with
+// "policy".
 absl::StatusOr<PolicyObjective> ResolveObjective(const v1::PolicyObjective& proto,
                                                  const ObjectiveSupport& support);
 
-// What a trainer with this configuration supports.
+// Returns the support of a trainer with this configuration.
 ObjectiveSupport SupportOf(const config::v1::TrainerServerConfig& config);
 
-// The same for a trainer that need not run: from the JSON of an objective, in protobuf's mapping,
-// to that of the one in force, in one line. INVALID_ARGUMENT ("policy") for what is no such JSON.
-absl::StatusOr<std::string> ResolveObjectiveJson(const std::string& json,
+// ResolveObjective for a trainer that need not run: takes an objective as in a run file, YAML or
+// JSON, and returns the objective in force as one line of JSON in protobuf's mapping.
+// INVALID_ARGUMENT ("policy…") for an unknown key, with a suggestion, and for any other text.
+absl::StatusOr<std::string> ResolveObjectiveText(const std::string& text,
                                                  const ObjectiveSupport& support);
 
 }  // namespace tandem::trainer

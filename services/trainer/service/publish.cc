@@ -18,8 +18,8 @@ namespace {
 constexpr size_t kMaxParallelTargets = 16;
 constexpr absl::Duration kVersionTimeout = absl::Seconds(10);
 
-// True when the receiver already serves exactly these weights. Not knowing is "no": sending says
-// more.
+// Whether the receiver serves exactly these weights already. False if it does not answer: the
+// transfer then has the error.
 bool Serves(weights::v1::WeightService::StubInterface& receiver, const WeightManifest& manifest,
             const CallScope& call) {
   rpc::CallContext context(call, kVersionTimeout);

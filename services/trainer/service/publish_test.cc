@@ -10,7 +10,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "common/rpc/weight_receiver_service.h"
-#include "common/tensor/staged_weight_receiver.h"
+#include "common/weights/staged_weight_receiver.h"
 #include "services/trainer/service/testing/fixture.h"
 
 namespace tandem::trainer {
@@ -33,11 +33,11 @@ class ReceiverApp final : public rpc::ServerApp {
   rpc::WeightReceiverService service_;
 };
 
-// `apply` answers every commit.
+// A receiver whose commits return the status of `apply`.
 struct ReceiverServer {
   explicit ReceiverServer(absl::Status apply = absl::OkStatus(), int64_t version = -1)
       : receiver({{.name = "w", .shape = {((2 << 20) + 40) / 4}}}, std::nullopt,
-                 {.version = version, .digest = ""},
+                 /*num_token_ids=*/0, {.version = version, .digest = ""},
                  [apply](const WeightManifest&, absl::Span<const std::byte>, const CallScope&) {
                    return apply;
                  }) {}
@@ -114,7 +114,7 @@ TEST_F(PublishTest, AReceiverGoesBackOnlyWhenItIsAskedTo) {
   EXPECT_EQ(newer.receiver.Version().version, 0);
 }
 
-// A target that takes the connection and says nothing.
+// A target that accepts the connection and never answers.
 TEST_F(PublishTest, CancelledPublicationsHoldNoWorker) {
   const int silent = socket(AF_INET, SOCK_STREAM, 0);
   sockaddr_in address{};
@@ -127,7 +127,7 @@ TEST_F(PublishTest, CancelledPublicationsHoldNoWorker) {
   v1::PublishWeightsRequest request;
   request.add_targets(absl::StrCat("127.0.0.1:", ntohs(address.sin_port)));
 
-  constexpr int kCalls = 12;  // with a patience of 10 s each they would take the workers for 30 s
+  constexpr int kCalls = 12;  // with a timeout of 10 s each they would occupy the workers for 30 s
   std::vector<grpc::ClientContext> contexts(kCalls);
   std::vector<v1::PublishWeightsResponse> responses(kCalls);
   std::atomic<int> ended = 0;

@@ -1,4 +1,4 @@
-// Step reports to any number of watchers.
+// Sends step reports to any number of watchers.
 #ifndef TANDEM_SERVICES_TRAINER_SERVICE_STEP_BROADCASTER_H_
 #define TANDEM_SERVICES_TRAINER_SERVICE_STEP_BROADCASTER_H_
 
@@ -14,14 +14,14 @@
 
 namespace tandem::trainer {
 
-// Thread-safe. A watcher that leaves kQueueCapacity reports unread is ended with RESOURCE_EXHAUSTED
-// rather than given a stream with holes: it can watch again and knows that it missed something.
+// Thread-safe. A watcher with kQueueCapacity unread reports is ended with RESOURCE_EXHAUSTED rather
+// than skipped: it knows that it missed reports, and can watch again.
 class StepBroadcaster {
  public:
   using Writer = rpc::StreamWriter<v1::WatchStepsResponse>;
   static constexpr size_t kQueueCapacity = 256;
 
-  // A watcher that comes after Close is ended at once.
+  // Adds a watcher. After Close it is ended at once.
   void Add(std::shared_ptr<Writer> watcher) {
     {
       std::lock_guard lock(mutex_);
@@ -39,7 +39,7 @@ class StepBroadcaster {
     std::erase_if(watchers_, [&](const auto& watcher) { return !watcher->Push(report); });
   }
 
-  // Ends every watcher after what it has queued.
+  // Ends every watcher after its queued reports.
   void Close() {
     std::vector<std::shared_ptr<Writer>> watchers;
     {

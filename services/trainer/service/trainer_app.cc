@@ -2,7 +2,6 @@
 
 #include <utility>
 
-#include "clients/cpp/critic_client.h"
 #include "common/base/status_macros.h"
 #include "common/rpc/channel.h"
 #include "services/trainer/service/critic_connection.h"
@@ -48,15 +47,15 @@ TrainerApp::TrainerApp(const config::v1::TrainerServerConfig& config, rpc::Serve
       service_(ToServiceOptions(config), runtime) {}
 
 std::vector<rpc::NamedService> TrainerApp::services() {
-  if (environment_.rank > 0) return {};  // rank 0 is called
+  if (environment_.rank > 0) return {};  // clients call rank 0
   return {{v1::TrainerService::service_full_name(), &service_}};
 }
 
 absl::Status TrainerApp::Load() {
   std::shared_ptr<CriticConnection> critic;
   if (!config_.critic_address().empty()) {
-    critic = MakeCriticConnection(std::make_shared<client::CriticClient>(
-        rpc::MakeChannel(config_.critic_address(), ToChannelOptions(config_.server()))));
+    critic = MakeCriticConnection(
+        rpc::MakeChannel(config_.critic_address(), ToChannelOptions(config_.server())));
   }
   TANDEM_ASSIGN_OR_RETURN(
       engine_, create_engine_(ToEngineOptions(config_, environment_), std::move(critic)));
@@ -68,7 +67,7 @@ void TrainerApp::Drain(absl::Time) { service_.Drain(); }
 
 void TrainerApp::Stop() {
   if (engine_ == nullptr) return;
-  // Rank 0 saves for all.
+  // Rank 0 starts the save of all ranks.
   training::ShutDownEngine(*engine_,
                            environment_.rank == 0 ? config_.shutdown_checkpoint_directory() : "");
 }

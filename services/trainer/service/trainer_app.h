@@ -1,4 +1,5 @@
-// The trainer server as the skeleton runs it: configuration to engine options, engine to service.
+// The trainer server as an rpc::ServerApp: makes engine options from the configuration, and
+// connects engine and service.
 #ifndef TANDEM_SERVICES_TRAINER_SERVICE_TRAINER_APP_H_
 #define TANDEM_SERVICES_TRAINER_SERVICE_TRAINER_APP_H_
 
@@ -15,7 +16,7 @@
 
 namespace tandem::trainer {
 
-// trainer::CreateEngine, or a fake in tests.
+// trainer::CreateEngine, or a fake engine in tests.
 using EngineFactory = std::function<absl::StatusOr<std::unique_ptr<Engine>>(
     const EngineOptions& options, std::shared_ptr<CriticConnection> critic)>;
 
@@ -35,8 +36,9 @@ class TrainerApp final : public rpc::ServerApp {
   void Drain(absl::Time deadline) override;
   void Stop() override;
   bool Ended() const override { return engine_->ended(); }
-  bool HasUnsavedState() const override {
-    return !config_.shutdown_checkpoint_directory().empty() && engine_->unsaved();
+  bool HasUnsavedState() const override { return engine_->unsaved(); }
+  bool SavesStateOnStop() const override {
+    return !config_.shutdown_checkpoint_directory().empty();
   }
 
   TrainerService& service() { return service_; }

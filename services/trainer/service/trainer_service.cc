@@ -21,7 +21,7 @@
 namespace tandem::trainer {
 namespace {
 
-// A number of a step's report; 0 for one that it does not have.
+// Returns a metric of a step's report, or 0 if the report lacks it.
 double Reported(const StepReport& report, const char* name) {
   const auto found = report.metrics.find(name);
   return found == report.metrics.end() ? 0 : found->second;
@@ -43,10 +43,11 @@ TrainerService::TrainerService(const TrainerServiceOptions& options,
 }
 
 grpc::ServerUnaryReactor* TrainerService::GetServerInfo(grpc::CallbackServerContext* context,
-                                                        const v1::GetServerInfoRequest*,
-                                                        v1::GetServerInfoResponse* response) {
-  return rpc::AnswerAtOnce<v1::GetServerInfoResponse>(
-      executor_, context, response, [this]() -> absl::StatusOr<v1::GetServerInfoResponse> {
+                                                        const grpc::ByteBuffer* request,
+                                                        grpc::ByteBuffer* response) {
+  return rpc::AnswerAtOnce<v1::GetServerInfoRequest, v1::GetServerInfoResponse>(
+      executor_, context, request, response,
+      [this](const v1::GetServerInfoRequest&) -> absl::StatusOr<v1::GetServerInfoResponse> {
         v1::GetServerInfoResponse out;
         *out.mutable_server() = training_.ServerInfo();
         out.set_optimizer_steps(engine_->Info().optimizer_steps);
@@ -69,18 +70,9 @@ class TrainerService::TrainStepCall final
 
  private:
   absl::StatusOr<int64_t> OnHeader(const v1::TrainStepHeader& proto) override {
-    TANDEM_ASSIGN_OR_RETURN(StepHeader header, FromProto(proto, service_.options_.max_samples,
-                                                         service_.options_.support));
-    request_.run_id = std::move(header.run_id);
-    request_.step = header.step;
-    request_.request_id = std::move(header.request_id);
-    request_.expected_version = header.expected_version;
-    if (header.is_policy()) {
-      request_.batch = PolicyBatch{std::get<PolicyObjective>(header.objective), {}};
-    } else {
-      request_.batch = SupervisedBatch{std::get<SupervisedObjective>(header.objective), {}};
-    }
-    return header.num_samples;
+    TANDEM_ASSIGN_OR_RETURN(
+        request_, FromProto(proto, service_.options_.max_samples, service_.options_.support));
+    return proto.num_samples();
   }
   absl::Status OnSample(const v1::TrainStepRequest& message) override {
     return std::visit([&](auto& batch) { return Add(message, batch); }, request_.batch);
@@ -149,7 +141,7 @@ grpc::ServerWriteReactor<v1::WatchStepsResponse>* TrainerService::WatchSteps(
 }
 
 // ---------------------------------------------------------------------------------------------
-// Everything else
+// Other methods
 
 grpc::ServerBidiReactor<grpc::ByteBuffer, grpc::ByteBuffer>* TrainerService::ComputeLogProbs(
     grpc::CallbackServerContext* context) {
@@ -170,8 +162,8 @@ grpc::ServerBidiReactor<grpc::ByteBuffer, grpc::ByteBuffer>* TrainerService::Com
 }
 
 grpc::ServerUnaryReactor* TrainerService::PublishWeights(grpc::CallbackServerContext* context,
-                                                         const v1::PublishWeightsRequest* request,
-                                                         v1::PublishWeightsResponse* response) {
+                                                         const grpc::ByteBuffer* request,
+                                                         grpc::ByteBuffer* response) {
   return rpc::HandleUnary<v1::PublishWeightsRequest, v1::PublishWeightsResponse>(
       executor_, context, request, response,
       [this](const auto& request, const auto& context) { return Publish(request, context); });
@@ -211,31 +203,36 @@ absl::StatusOr<v1::PublishWeightsResponse> TrainerService::Publish(
 }
 
 grpc::ServerUnaryReactor* TrainerService::SaveCheckpoint(grpc::CallbackServerContext* context,
-                                                         const v1::SaveCheckpointRequest* request,
-                                                         v1::SaveCheckpointResponse* response) {
-  return training_.HandleSave(context, request, response);
+                                                         const grpc::ByteBuffer* request,
+                                                         grpc::ByteBuffer* response) {
+  return training_.HandleSave<v1::SaveCheckpointRequest, v1::SaveCheckpointResponse>(
+      context, request, response);
 }
 
 grpc::ServerUnaryReactor* TrainerService::LoadCheckpoint(grpc::CallbackServerContext* context,
-                                                         const v1::LoadCheckpointRequest* request,
-                                                         v1::LoadCheckpointResponse* response) {
-  return training_.HandleLoad(context, request, response);
+                                                         const grpc::ByteBuffer* request,
+                                                         grpc::ByteBuffer* response) {
+  return training_.HandleLoad<v1::LoadCheckpointRequest, v1::LoadCheckpointResponse>(
+      context, request, response);
 }
 
 grpc::ServerUnaryReactor* TrainerService::ExportModel(grpc::CallbackServerContext* context,
-                                                      const v1::ExportModelRequest* request,
-                                                      v1::ExportModelResponse* response) {
-  return training_.HandleExport(context, request, response);
+                                                      const grpc::ByteBuffer* request,
+                                                      grpc::ByteBuffer* response) {
+  return training_.HandleExport<v1::ExportModelRequest, v1::ExportModelResponse>(context, request,
+                                                                                 response);
 }
 
 grpc::ServerUnaryReactor* TrainerService::CheckObjective(grpc::CallbackServerContext* context,
-                                                         const v1::CheckObjectiveRequest* request,
-                                                         v1::CheckObjectiveResponse* response) {
-  return rpc::AnswerAtOnce<v1::CheckObjectiveResponse>(
-      executor_, context, response, [&]() -> absl::StatusOr<v1::CheckObjectiveResponse> {
-        if (!request->has_policy()) return InvalidField("policy", "is required");
+                                                         const grpc::ByteBuffer* request,
+                                                         grpc::ByteBuffer* response) {
+  return rpc::AnswerAtOnce<v1::CheckObjectiveRequest, v1::CheckObjectiveResponse>(
+      executor_, context, request, response,
+      [this](
+          const v1::CheckObjectiveRequest& request) -> absl::StatusOr<v1::CheckObjectiveResponse> {
+        if (!request.has_policy()) return InvalidField("policy", "is required");
         TANDEM_ASSIGN_OR_RETURN(const PolicyObjective objective,
-                                ResolveObjective(request->policy(), options_.support));
+                                ResolveObjective(request.policy(), options_.support));
         v1::CheckObjectiveResponse out;
         *out.mutable_policy() = ToProto(objective);
         return out;

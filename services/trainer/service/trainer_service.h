@@ -1,5 +1,5 @@
 // tandem.trainer.v1.TrainerService over a trainer engine: checks and converts messages, runs engine
-// calls on the executor, reports. No tensors.
+// calls on the executor, and updates metrics. No tensors.
 #ifndef TANDEM_SERVICES_TRAINER_SERVICE_TRAINER_SERVICE_H_
 #define TANDEM_SERVICES_TRAINER_SERVICE_TRAINER_SERVICE_H_
 
@@ -18,21 +18,21 @@
 namespace tandem::trainer {
 
 struct TrainerServiceOptions : training::ServiceOptions {
-  int64_t micro_batch_tokens = 0;  // reported, as the critic's address
+  int64_t micro_batch_tokens = 0;  // for GetServerInfo, like critic_address
   std::string critic_address;
   ObjectiveSupport support;
   rpc::ChannelOptions publish_channel;
 };
 
-// Every method with callbacks, and the streams that the client writes as bytes (stream_message.h).
-using TrainerCallbacks = v1::TrainerService::WithCallbackMethod_GetServerInfo<
+// All methods use callbacks, and requests that are bytes (stream_message.h) except WatchSteps's.
+using TrainerCallbacks = v1::TrainerService::WithRawCallbackMethod_GetServerInfo<
     v1::TrainerService::WithRawCallbackMethod_TrainStep<
         v1::TrainerService::WithRawCallbackMethod_ComputeLogProbs<
-            v1::TrainerService::WithCallbackMethod_PublishWeights<
-                v1::TrainerService::WithCallbackMethod_SaveCheckpoint<
-                    v1::TrainerService::WithCallbackMethod_LoadCheckpoint<
-                        v1::TrainerService::WithCallbackMethod_ExportModel<
-                            v1::TrainerService::WithCallbackMethod_CheckObjective<
+            v1::TrainerService::WithRawCallbackMethod_PublishWeights<
+                v1::TrainerService::WithRawCallbackMethod_SaveCheckpoint<
+                    v1::TrainerService::WithRawCallbackMethod_LoadCheckpoint<
+                        v1::TrainerService::WithRawCallbackMethod_ExportModel<
+                            v1::TrainerService::WithRawCallbackMethod_CheckObjective<
                                 v1::TrainerService::WithCallbackMethod_WatchSteps<
                                     v1::TrainerService::Service>>>>>>>>>;
 
@@ -46,33 +46,33 @@ class TrainerService final : public TrainerCallbacks {
     engine_ = engine;
     training_.SetEngine(engine);
   }
-  // Ends WatchSteps streams; they would keep a draining server waiting.
+  // Ends WatchSteps streams, which would otherwise keep a draining server waiting.
   void Drain() { watchers_.Close(); }
   // Refreshes gauges from the engine's info.
   void UpdateMetrics() { training_.UpdateMetrics(); }
 
   grpc::ServerUnaryReactor* GetServerInfo(grpc::CallbackServerContext* context,
-                                          const v1::GetServerInfoRequest* request,
-                                          v1::GetServerInfoResponse* response) override;
+                                          const grpc::ByteBuffer* request,
+                                          grpc::ByteBuffer* response) override;
   grpc::ServerReadReactor<grpc::ByteBuffer>* TrainStep(grpc::CallbackServerContext* context,
                                                        grpc::ByteBuffer* response) override;
   grpc::ServerBidiReactor<grpc::ByteBuffer, grpc::ByteBuffer>* ComputeLogProbs(
       grpc::CallbackServerContext* context) override;
   grpc::ServerUnaryReactor* PublishWeights(grpc::CallbackServerContext* context,
-                                           const v1::PublishWeightsRequest* request,
-                                           v1::PublishWeightsResponse* response) override;
+                                           const grpc::ByteBuffer* request,
+                                           grpc::ByteBuffer* response) override;
   grpc::ServerUnaryReactor* SaveCheckpoint(grpc::CallbackServerContext* context,
-                                           const v1::SaveCheckpointRequest* request,
-                                           v1::SaveCheckpointResponse* response) override;
+                                           const grpc::ByteBuffer* request,
+                                           grpc::ByteBuffer* response) override;
   grpc::ServerUnaryReactor* LoadCheckpoint(grpc::CallbackServerContext* context,
-                                           const v1::LoadCheckpointRequest* request,
-                                           v1::LoadCheckpointResponse* response) override;
+                                           const grpc::ByteBuffer* request,
+                                           grpc::ByteBuffer* response) override;
   grpc::ServerUnaryReactor* ExportModel(grpc::CallbackServerContext* context,
-                                        const v1::ExportModelRequest* request,
-                                        v1::ExportModelResponse* response) override;
+                                        const grpc::ByteBuffer* request,
+                                        grpc::ByteBuffer* response) override;
   grpc::ServerUnaryReactor* CheckObjective(grpc::CallbackServerContext* context,
-                                           const v1::CheckObjectiveRequest* request,
-                                           v1::CheckObjectiveResponse* response) override;
+                                           const grpc::ByteBuffer* request,
+                                           grpc::ByteBuffer* response) override;
   grpc::ServerWriteReactor<v1::WatchStepsResponse>* WatchSteps(
       grpc::CallbackServerContext* context, const v1::WatchStepsRequest* request) override;
 

@@ -102,7 +102,7 @@ TEST_F(TrainerServerTest, TheEnginesErrorsArriveWithPathAndReason) {
   EXPECT_THAT(server_.metrics().Text(), HasSubstr("tandem_train_steps_total{result=\"failed\"} 1"));
 }
 
-// Memory of steps in progress is bounded.
+// The memory of steps in progress is bounded.
 TEST(TrainStepMemoryTest, SamplesBeyondTheBudgetAreRefused) {
   std::unique_ptr<FakeEngine> engine = std::make_unique<FakeEngine>();
   class App final : public rpc::ServerApp {
@@ -156,11 +156,11 @@ TEST_F(TrainerServerTest, AStepWhoseClientLeavesBeforeItsTurnNeverBegins) {
   const absl::Status status =
       TrainStep({Message(PolicyHeader(1, "second")), Message(Sample())}, &context).status();
   EXPECT_EQ(status.code(), absl::StatusCode::kDeadlineExceeded) << status;
-  // The server learns of it a little later than the client.
+  // The server notices the end of the call a little later than the client.
   ASSERT_TRUE(rpc::Eventually([&] { return server_.server().live_calls() == 1; }));
   engine_->Release();
   first.join();
-  // A later call comes after whatever the second one left behind.
+  // A later call follows the clean-up of the second call.
   ASSERT_TRUE(TrainStep({Message(PolicyHeader(1, "third")), Message(Sample())}).ok());
   ASSERT_EQ(engine_->steps().size(), 2u);
   EXPECT_EQ(engine_->steps()[1].request_id, "third");
@@ -438,7 +438,7 @@ TEST_F(TrainerServerTest, TheConfigurationBecomesTheEnginesOptions) {
   EXPECT_EQ(options.compute.num_threads, 3);
   EXPECT_EQ(options.compute.dtype, "bfloat16");
   EXPECT_EQ(options.freeze, (std::vector<std::string>{"*norm.weight"}));
-  // Not configured: the defaults of server_config.proto.
+  // Without settings: the defaults of server_config.proto.
   EXPECT_EQ(options.optimizer.max_grad_norm, 1);
   EXPECT_EQ(options.max_model_len, 2048);
   EXPECT_EQ(options.max_samples, 4096);

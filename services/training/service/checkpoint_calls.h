@@ -1,4 +1,4 @@
-// SaveCheckpoint, LoadCheckpoint and ExportModel, which trainer and critic share.
+// The calls SaveCheckpoint, LoadCheckpoint and ExportModel, which trainer and critic share.
 #ifndef TANDEM_SERVICES_TRAINING_SERVICE_CHECKPOINT_CALLS_H_
 #define TANDEM_SERVICES_TRAINING_SERVICE_CHECKPOINT_CALLS_H_
 
@@ -28,7 +28,7 @@ inline absl::Status CheckSaveFields(const std::string& directory, const std::str
   return CheckAtLeast("keep", keep, 0);
 }
 
-// FLOAT32 when not set.
+// Returns FLOAT32 for a dtype that is not set.
 inline absl::StatusOr<DType> ExportDType(types::v1::DataType proto) {
   switch (proto) {
     case types::v1::DATA_TYPE_UNSPECIFIED:
@@ -43,7 +43,7 @@ inline absl::StatusOr<DType> ExportDType(types::v1::DataType proto) {
   }
 }
 
-// Each checks its request first and times itself into tandem_step_seconds.
+// The calls below check the request first and record their time in tandem_step_seconds.
 
 template <typename Response, typename Request>
 absl::StatusOr<Response> SaveCheckpoint(Engine& engine, rpc::Metrics& metrics,

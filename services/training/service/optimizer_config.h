@@ -1,4 +1,4 @@
-// The optimizer of a resolved configuration as the plain struct that engines take.
+// Converts the optimizer of a resolved configuration into the plain struct of the engines.
 #ifndef TANDEM_SERVICES_TRAINING_SERVICE_OPTIMIZER_CONFIG_H_
 #define TANDEM_SERVICES_TRAINING_SERVICE_OPTIMIZER_CONFIG_H_
 

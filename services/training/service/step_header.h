@@ -1,4 +1,4 @@
-// The part of a TrainStep header that trainer and critic share.
+// Checks of the TrainStep header, which trainer and critic share.
 #ifndef TANDEM_SERVICES_TRAINING_SERVICE_STEP_HEADER_H_
 #define TANDEM_SERVICES_TRAINING_SERVICE_STEP_HEADER_H_
 
@@ -13,7 +13,8 @@
 
 namespace tandem::training {
 
-// Refuses a step before its samples are sent. OUT_OF_RANGE for more samples than the server takes.
+// Checks a step before its samples are sent. INVALID_ARGUMENT with the field; OUT_OF_RANGE for more
+// than `max_samples` samples.
 template <typename Header>
 absl::Status CheckStepHeader(const Header& header, int64_t max_samples) {
   TANDEM_RETURN_IF_ERROR(CheckStepNames(header.run_id(), header.request_id()));

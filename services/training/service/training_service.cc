@@ -15,7 +15,7 @@ TrainingService::TrainingService(const ServiceOptions& options, const rpc::Serve
       executor_(runtime.executor),
       metrics_(runtime.metrics),
       budget_(options.max_buffered_bytes) {
-  // Counters and gauges that alerts read exist from the start.
+  // Counters and gauges exist from the start, for alerts.
   for (const char* result : {"applied", "skipped", "not_finite", "replayed", "failed"}) {
     metrics_.Counter(rpc::metric::kTrainSteps, {result});
   }

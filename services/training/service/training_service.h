@@ -1,5 +1,5 @@
-// The half of their services that trainer and critic share: what the server is, its checkpoints,
-// and what is told about a step. No tensors.
+// The half of their gRPC services that trainer and critic share: server info, checkpoints, and the
+// log and metrics of a step. No tensors.
 #ifndef TANDEM_SERVICES_TRAINING_SERVICE_TRAINING_SERVICE_H_
 #define TANDEM_SERVICES_TRAINING_SERVICE_TRAINING_SERVICE_H_
 
@@ -26,7 +26,7 @@ namespace tandem::training {
 struct ServiceOptions {
   std::string role;  // "trainer" or "critic"
   int64_t max_samples = 4096;
-  // Samples of steps that are being received or trained, of all calls together.
+  // Limit for the samples of steps that are being received or trained, of all calls together.
   int64_t max_buffered_bytes = int64_t{1} << 30;
 };
 
@@ -47,23 +47,25 @@ class TrainingService {
   // Refreshes gauges from the engine's info.
   void UpdateMetrics();
 
-  // Runs a step and tells about it: in the log, the counters and the gauges of its report.
-  // `num_tokens` is of the responses that were learnt.
+  // Runs a step, logs it, and updates counters and the gauges of its report. `num_tokens` returns
+  // the number of response tokens that were trained.
   absl::StatusOr<StepResult> RunStep(const StepIdentity& identity,
                                      absl::FunctionRef<int64_t(const StepReport&)> num_tokens,
                                      absl::FunctionRef<absl::StatusOr<StepResult>()> run);
 
   template <typename Request, typename Response>
-  grpc::ServerUnaryReactor* HandleSave(grpc::CallbackServerContext* context, const Request* request,
-                                       Response* response) {
+  grpc::ServerUnaryReactor* HandleSave(grpc::CallbackServerContext* context,
+                                       const grpc::ByteBuffer* request,
+                                       grpc::ByteBuffer* response) {
     return rpc::HandleUnary<Request, Response>(
         executor_, context, request, response, [this](const auto& request, const auto& call) {
           return SaveCheckpoint<Response>(*engine_, metrics_, request, call);
         });
   }
   template <typename Request, typename Response>
-  grpc::ServerUnaryReactor* HandleLoad(grpc::CallbackServerContext* context, const Request* request,
-                                       Response* response) {
+  grpc::ServerUnaryReactor* HandleLoad(grpc::CallbackServerContext* context,
+                                       const grpc::ByteBuffer* request,
+                                       grpc::ByteBuffer* response) {
     return rpc::HandleUnary<Request, Response>(
         executor_, context, request, response, [this](const auto& request, const auto& call) {
           auto loaded = LoadCheckpoint<Response>(*engine_, metrics_, request, call);
@@ -73,7 +75,8 @@ class TrainingService {
   }
   template <typename Request, typename Response>
   grpc::ServerUnaryReactor* HandleExport(grpc::CallbackServerContext* context,
-                                         const Request* request, Response* response) {
+                                         const grpc::ByteBuffer* request,
+                                         grpc::ByteBuffer* response) {
     return rpc::HandleUnary<Request, Response>(
         executor_, context, request, response, [this](const auto& request, const auto& call) {
           return ExportModel<Response>(*engine_, metrics_, request, call);
@@ -89,11 +92,11 @@ class TrainingService {
   Engine* engine_ = nullptr;
 };
 
-// Ends an engine: writes `directory`/shutdown first, unless `directory` is empty or a checkpoint
-// holds everything.
+// Shuts the engine down. Saves `directory`/shutdown first, unless `directory` is empty or the
+// engine has no unsaved state.
 void ShutDownEngine(Engine& engine, const std::string& directory);
 
-// What both configurations say of an engine; `config` must be resolved.
+// Sets the options that both configurations have; `config` must be resolved.
 template <typename Config>
 void SetTrainingOptions(const Config& config, const RankEnvironment& environment,
                         TrainingOptions* options) {
@@ -110,7 +113,7 @@ void SetTrainingOptions(const Config& config, const RankEnvironment& environment
   options->compute.local_world_size = environment.local_world_size;
   options->environment = environment;
   Config alike = config;
-  alike.clear_server();  // a rank's own
+  alike.clear_server();  // may differ between ranks
   options->configuration = config::ToYaml(alike);
 }
 

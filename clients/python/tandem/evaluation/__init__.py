@@ -14,13 +14,14 @@ __all__ = ["Evaluation", "evaluate"]
 
 
 def evaluate(session: Session) -> dict[EvalMode, Evaluation]:
-    """The evaluations `eval.modes`, in that order, on the held-out prompts.
+    """Evaluates the modes of `eval.modes`, in that order, on the held-out prompts.
 
-    Without `eval.data` these are all data. What answers are the trainer's weights: rollout servers
-    that are behind get them first. The senior's solo answers are drawn once for all modes.
+    The held-out prompts are those of `eval.data`, without it all data. The trainer's weights
+    answer: rollout servers that are behind get them first. The senior's solo answers are drawn once
+    for all modes.
 
     Raises:
-        ConfigError: a rollout server cannot do what a mode needs, or no token ends a turn.
+        ConfigError: a mode needs a junior that a rollout server has not, or no token ends a turn.
     """
     modes = session.settings.eval.modes
     for client in session.rollouts.clients:

@@ -1,4 +1,4 @@
-"""Answers to the held-out prompts, and which of them are right."""
+"""Answers to the held-out prompts, and their grades."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from tandem.data import Example
 from tandem.requests import Prompt
 from tandem.schedule import prompt_seed
 from tandem.session import Session
-from tandem.settings import EvalMode, given
+from tandem.settings import EvalMode
 from tandem.stats import pass_at_k, wilson_interval
 from tandem.types.v1 import server_pb2, trajectory_pb2
 
-# For every prompt, the samples.
+# The samples of every prompt.
 Answers = list[list[trajectory_pb2.Trajectory]]
 
 
 @dataclass(frozen=True)
 class Grades:
-    """Which answers are right.
+    """The grades of the answers to a set of prompts.
 
     Attributes:
-        correct: for every prompt, which samples were correct.
-        rewards: for every prompt, the samples' rewards; None where a reward failed, which counts as
-            not correct.
+        correct: by prompt, whether each sample is correct.
+        rewards: by prompt, the samples' rewards; None where a reward failed, which counts as not
+            correct.
         pass_at: k → unbiased estimate of pass@k.
     """
 
@@ -41,12 +41,12 @@ class Grades:
 
     @property
     def interval(self) -> tuple[float, float]:
-        """95 % interval of the accuracy (Wilson; by prompts, hence careful with many samples)."""
+        """95 % Wilson interval of the accuracy; the trials are the prompts, not the samples."""
         prompts = len(self.correct)
         return wilson_interval(round(self.accuracy * prompts), prompts)
 
     def summary(self) -> dict[str, Any]:
-        """As part of a line of evals.jsonl."""
+        """Returns the keys of evals.jsonl that concern grades."""
         low, high = self.interval
         rewards = [value for group in self.rewards for value in group if value is not None]
         return {
@@ -61,12 +61,13 @@ class Grades:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Result of one mode.
+    """The result of one mode.
 
     Attributes:
-        answers: what was evaluated, as the servers gave it.
+        mode: the mode.
+        answers: the trajectories that were evaluated.
         grades: None where the answers are not judged (legibility).
-        numbers: what this mode alone reports, by its key in evals.jsonl.
+        numbers: the keys of evals.jsonl that this mode alone has.
     """
 
     mode: EvalMode
@@ -76,11 +77,11 @@ class Evaluation:
 
     @property
     def version(self) -> int:
-        """Of the senior's weights."""
+        """The version of the senior's weights."""
         return self.answers[0][0].senior_versions[-1].weights.version
 
     def summary(self) -> dict[str, Any]:
-        """As a line of evals.jsonl."""
+        """Returns the line of evals.jsonl, without its step."""
         return {
             "mode": self.mode,
             "prompts": len(self.answers),
@@ -94,12 +95,12 @@ class Evaluation:
 def draw(
     session: Session, tandem: Mapping[str, Any], weights: server_pb2.WeightsVersion
 ) -> Answers:
-    """Answers to the held-out prompts by these weights, which must be the trainer's.
+    """Draws answers to the held-out prompts by these weights, which must be the trainer's.
 
     `tandem` has the fields of TandemConfig. All modes draw with the same seeds.
     """
     settings = session.settings
-    sampling = given(settings.sampling) | {"temperature": settings.eval.temperature}
+    sampling = session.sampling | {"temperature": settings.eval.temperature}
     if settings.eval.max_tokens is not None:
         sampling["max_tokens"] = settings.eval.max_tokens
     return session.generate(

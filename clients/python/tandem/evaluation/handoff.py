@@ -1,4 +1,4 @@
-"""Handoff: whether senior and junior are right when they take turns."""
+"""Handoff: the accuracy of senior and junior when they take turns."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from tandem.preflight import handoff_boundary_ids
 from tandem.session import Session
 from tandem.types.v1 import server_pb2
 
-# Turns of an answer; what was written after them does not count.
+# Turns of an answer that count; tokens after them are cut off.
 MAX_ROUNDS = 150
 
 
 def handoff(session: Session, weights: server_pb2.WeightsVersion) -> Evaluation:
-    """Accuracy, pass@k and authorship when the author changes after `eval.handoff_boundary`.
+    """Draws answers in turns and measures accuracy, pass@k and authorship.
 
     The senior begins; both share `max_tokens`. A turn ends with a token whose own text ends with
-    that one, a blank line by default, whatever the servers are set to.
+    `eval.handoff_boundary`, whatever boundary the servers are configured with.
 
     Raises:
-        ConfigError: no token's text does.
+        ConfigError: no token's text ends with the boundary.
     """
     tandem = {
         "enabled": True,
@@ -35,7 +35,7 @@ def handoff(session: Session, weights: server_pb2.WeightsVersion) -> Evaluation:
     ]
     flat = list(itertools.chain(*masks))
     if max(map(rounds, flat)) == 1:
-        # Tokenizers that split a blank line into two tokens seldom write one.
+        # Tokenizers that split a blank line into two tokens have hardly a token that ends a turn.
         session.note(
             "handoff: no answer has a token that ends a turn (eval.handoff_boundary: "
             f"{session.settings.eval.handoff_boundary!r}): the senior wrote all of it"
@@ -54,11 +54,11 @@ def handoff(session: Session, weights: server_pb2.WeightsVersion) -> Evaluation:
 
 
 def rounds(mask: bytes) -> int:
-    """Turns of an answer: with this strategy the author changes after each."""
+    """Returns the number of turns of an answer: the author changes after each."""
     return 1 + sum(a != b for a, b in itertools.pairwise(mask))
 
 
 def first_rounds(mask: bytes, most: int) -> bytes:
-    """The authorship mask to the end of turn number `most`, at least 1; all of it with fewer."""
+    """Returns the authorship mask up to the end of turn number `most`, which is at least 1."""
     ends = (t for t in range(1, len(mask)) if mask[t] != mask[t - 1])
     return mask[: next(itertools.islice(ends, most - 1, None), len(mask))]

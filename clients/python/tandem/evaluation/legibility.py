@@ -18,13 +18,13 @@ from tandem.wire import from_tensor
 def legibility(
     session: Session, answers: Answers, weights: server_pb2.WeightsVersion
 ) -> Evaluation:
-    """Cross-entropy in nats per token of the senior's solo answers, at temperature 1.
+    """Measures the cross-entropy of the senior's solo answers, in nats per token at temperature 1.
 
-    Under the junior, under the senior that wrote them, and the difference: means over all response
-    tokens, the one that ended a response too. `weights` wrote the answers.
+    It is measured under the junior and under the senior, whose `weights` wrote the answers, with
+    the difference of the two. Each is a mean over all response tokens, end-of-sequence tokens too.
     """
     flat = [one for group in answers for one in group]
-    # What was drawn at temperature 1, and greedily, was recorded at temperature 1.
+    # Log-probabilities of answers drawn at temperature 1, or greedily, are those at temperature 1.
     recorded = flat[0].sampling.temperature in (0.0, 1.0)
     scores = session.score([response_to_score(one) for one in flat], weights, senior=not recorded)
     own = [
@@ -48,7 +48,7 @@ def legibility(
 
 
 def _nats(logprobs: Sequence[np.ndarray], samples: int) -> list[np.ndarray]:
-    """For every prompt float64 [tokens of its answers], a cluster: they depend on each other."""
+    """Returns for every prompt the nats of its answers' tokens, float64: one cluster each."""
     return [
         -np.concatenate(logprobs[first : first + samples], dtype=np.float64)
         for first in range(0, len(logprobs), samples)

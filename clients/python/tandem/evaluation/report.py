@@ -1,4 +1,4 @@
-"""Evaluations for people: in a sentence, and as cells of a table."""
+"""Evaluations as text: in a sentence, and as cells of a table."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class Measure:
     """One number of an evaluation, as text.
 
     Attributes:
-        interval: of 95 %; "" where there is none.
+        interval: the 95 % interval; "" where there is none.
     """
 
     name: str
@@ -23,14 +23,18 @@ class Measure:
 
 
 def measures(summary: Mapping[str, Any]) -> list[Measure]:
-    """The numbers of a summary, in the order in which people read them."""
+    """Returns the numbers of a summary, the most telling first."""
     found = []
     if "accuracy" in summary:
         found.append(_with_interval("accuracy", summary, "accuracy", "{:.1%}"))
         passes = summary["pass_at"]
-        # pass@1 is the accuracy: it stands there for comparison with others alone.
+        # pass@1 alone would repeat the accuracy; beside others it is there for comparison.
         if set(passes) != {"1"}:
             found += [Measure(f"pass@{k}", f"{value:.1%}") for k, value in passes.items()]
+        # Where every reward is 0 or 1 the mean is the accuracy.
+        mean = summary["reward/mean"]
+        if mean is not None and mean != summary["accuracy"]:
+            found.append(Measure("mean reward", f"{mean:.3f}"))
         if failed := summary["reward/failed"]:
             found.append(Measure("rewards failed", f"{failed:,}"))
     if "rounds/mean" in summary:
@@ -47,13 +51,13 @@ def measures(summary: Mapping[str, Any]) -> list[Measure]:
 
 
 def size(summary: Mapping[str, Any]) -> str:
-    """How many prompts and samples."""
+    """Returns the numbers of prompts and samples in words."""
     samples = f"{summary['samples']:,} sample" + "s" * (summary["samples"] != 1)
     return f"{summary['prompts']:,} prompts, {samples} each"
 
 
 def in_words(summary: Mapping[str, Any]) -> str:
-    """A summary as a sentence."""
+    """Returns a summary as a sentence."""
     said = (
         f"{one.name} {one.value}" + (f" (95 % interval {one.interval})" if one.interval else "")
         for one in measures(summary)

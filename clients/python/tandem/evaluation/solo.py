@@ -1,4 +1,4 @@
-"""Solo: whether the senior alone is right."""
+"""Solo: the accuracy of the senior alone."""
 
 from __future__ import annotations
 
@@ -7,6 +7,6 @@ from tandem.session import Session
 
 
 def solo(session: Session, answers: Answers) -> Evaluation:
-    """Accuracy and pass@k of the senior's solo answers."""
+    """Measures accuracy and pass@k of the senior's solo answers."""
     responses = [[one.response_token_ids for one in group] for group in answers]
     return Evaluation("solo", answers, grade(session, responses))

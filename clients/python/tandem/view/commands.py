@@ -1,4 +1,4 @@
-"""`tandem view` and `tandem plot`: what a run wrote, for people."""
+"""`tandem view` and `tandem plot`: the trajectories and the curves of runs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tandem.render import Output
 from tandem.run_files import write_atomically
 from tandem.settings import RunSettings
 
-# Trajectories that a terminal shows unless it is told a number.
+# Trajectories that a terminal shows by default.
 _FEW = 8
 
 
@@ -127,7 +127,7 @@ def plot(
     as_json: JsonFlag = False,
 ) -> None:
     """Curves of one or several runs' metrics and evaluations, as a picture."""
-    from tandem.view.curves import choose, draw, read_curves
+    from tandem.view.curves import choose, draw, read_curves, without_repeats
 
     output = Output(as_json=as_json)
     if output_file is None:
@@ -138,5 +138,7 @@ def plot(
         output_file = run_dirs[0] / "metrics.png"
     runs = {str(run_dir): read_curves(run_dir) for run_dir in run_dirs}
     names = choose(metric or [], (name for curves in runs.values() for name in curves))
+    if not metric:
+        names = without_repeats(runs, names)
     draw(runs, names, output_file, smoothing=smoothing)
     output.result({"picture": str(output_file), "metrics": names}, str(output_file))

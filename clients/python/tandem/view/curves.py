@@ -1,4 +1,4 @@
-"""The numbers of runs as curves over their steps, in one picture."""
+"""Pictures of runs: their numbers as curves over the steps."""
 
 from __future__ import annotations
 
@@ -21,11 +21,13 @@ from tandem.errors import ConfigError, RunDirectoryError
 from tandem.metrics import eval_prefix, numbers
 from tandem.run_files import kind_of_run, step_lines, writing
 
-# What is drawn of a run that has it, in this order; all of it is in docs/metrics.md.
+# The numbers that are drawn by default, in this order, as far as a run has them (docs/metrics.md).
 DEFAULTS = (
     "reward/mean",
     "eval/solo/accuracy",
+    "eval/solo/reward/mean",
     "eval/handoff/accuracy",
+    "eval/handoff/reward/mean",
     "eval/legibility/junior/nats_per_token",
     "loss/total",
     "policy/kl_to_ref",
@@ -36,31 +38,31 @@ DEFAULTS = (
     "time/train_seconds",
 )
 FORMATS = ("png", "svg", "pdf")
-# Told apart without colours, too.
+# Line styles, so that runs differ without colours too.
 _LINES = ("-", "--", "-.", ":")
-# Up to so many points each one shows.
+# Largest number of points of a curve that are marked one by one.
 _FEW = 50
 
 
 @dataclass
 class Curve:
-    """The steps at which a number is known, and its values."""
+    """A number over the steps: the steps at which it is known, and its values there."""
 
     steps: list[int] = field(default_factory=list)
     values: list[float] = field(default_factory=list)
 
     def smoothed(self, weight: float) -> Curve:
-        """Exponential moving average as in TensorBoard: `weight` in [0, 1) is that of the past."""
+        """Returns the exponential moving average of TensorBoard; `weight` of the past in [0, 1)."""
         average, known = 0.0, []
         for count, value in enumerate(self.values, start=1):
             average = weight * average + (1 - weight) * value
-            # Without the zero that it started from.
+            # The division removes the zero that the average started from.
             known.append(average / (1 - weight**count))
         return Curve(self.steps, known)
 
 
 def read_curves(run_dir: Path) -> dict[str, Curve]:
-    """Every number of metrics.jsonl by its key, and of evals.jsonl under eval/<mode>/.
+    """Returns every number of metrics.jsonl by its key, and of evals.jsonl under eval/<mode>/.
 
     Raises RunDirectoryError when it is no run directory, holds no step, or a file is damaged.
     """
@@ -80,11 +82,11 @@ def read_curves(run_dir: Path) -> dict[str, Curve]:
 
 
 def choose(wanted: Sequence[str], known: Iterable[str]) -> list[str]:
-    """The names that are meant by names and patterns such as "time/*".
+    """Returns the known names that `wanted`, names and patterns such as "time/*", match.
 
-    Without any: those of DEFAULTS that a run has, all where it has none of them.
+    Without wanted names these are the DEFAULTS that a run has, or all names if it has none of them.
 
-    Raises ConfigError, with the nearest known name, for what none of the runs has.
+    Raises ConfigError, with the nearest known name, for a name or pattern that matches nothing.
     """
     known = list(dict.fromkeys(known))
     if not wanted:
@@ -98,6 +100,17 @@ def choose(wanted: Sequence[str], known: Iterable[str]) -> list[str]:
             raise ConfigError(f"--metric {pattern!r}: these runs have no such number; {advice}")
         chosen += found
     return list(dict.fromkeys(chosen))
+
+
+def without_repeats(runs: Mapping[str, Mapping[str, Curve]], names: Sequence[str]) -> list[str]:
+    """Returns the names without the mean rewards of evaluations that repeat their accuracy."""
+
+    def repeats(name: str) -> bool:
+        accuracy = name.removesuffix("reward/mean") + "accuracy"
+        pairs = [(run.get(name), run.get(accuracy)) for run in runs.values()]
+        return name.startswith("eval/") and all(one == other for one, other in pairs)
+
+    return [name for name in names if not name.endswith("reward/mean") or not repeats(name)]
 
 
 def draw(
@@ -121,10 +134,10 @@ def draw(
 def picture(
     runs: Mapping[str, Mapping[str, Curve]], names: Sequence[str], smoothing: float
 ) -> Figure:
-    """A panel for each name, and in it a line for each run that has the number."""
+    """Returns a figure with a panel for each name, and a line for each run that has the number."""
     columns = min(3, len(names))
     rows = math.ceil(len(names) / columns)
-    # Inches: a panel is 4 wide and 2.6 high, the names of the runs stand above them.
+    # A panel is 4 inches wide and 2.6 high; the names of the runs stand above the panels.
     figure = Figure((4 * columns, 2.6 * rows + 0.4), dpi=150, layout="constrained")
     colors = cycle(matplotlib.color_sequences["petroff10"])
     styles = [
@@ -135,21 +148,21 @@ def picture(
         panel = figure.add_subplot(rows, columns, place)
         panel.set_title(name, fontsize="medium")
         panel.xaxis.set_major_locator(MaxNLocator(integer=True))
+        panel.set_xlabel("step")
         panel.grid(alpha=0.3)
         for curves, style in zip(runs.values(), styles, strict=True):
             if name in curves:
                 _draw_curve(panel, name, curves, smoothing, style)
-    figure.supxlabel("step", fontsize="medium")
     legend = figure.legend(
         [Line2D([], [], **style) for style in styles],
-        # A label that begins with "_" would be left out.
+        # matplotlib leaves out labels that begin with "_".
         [f" {name}" for name in runs],
         loc="outside upper center",
         ncols=columns,
         handlelength=4,
     )
     for text in legend.get_texts():
-        # A "$" in a name is no formula.
+        # A "$" in a name begins no formula.
         text.set_parse_math(False)
     return figure
 
@@ -161,7 +174,7 @@ def _draw_curve(
     marker = "." if len(curve.steps) <= _FEW else ""
     low, high = (curves.get(f"{name}_{side}") for side in ("low", "high"))
     if low and high and low.steps == curve.steps == high.steps:
-        # Evaluations are few: each stands for itself.
+        # Evaluations are few, so they are not smoothed.
         reach = [
             [abs(end - value) for end, value in zip(side.values, curve.values, strict=True)]
             for side in (low, high)

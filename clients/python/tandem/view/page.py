@@ -1,4 +1,4 @@
-"""Trajectories as one HTML file that needs nothing else: no server, no network."""
+"""Trajectories as one self-contained HTML file."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ from tandem.view.trajectories import Trajectory
 def page(
     name: str, codec: TextCodec, trajectories: Iterable[Trajectory], *, advantage: bool, gap: bool
 ) -> str:
-    """The page of a run called `name`, and whether it opens with advantages and log-prob gaps.
+    """Returns the HTML page of a run called `name`.
 
-    Its data is JSON, a block for each step: [group, …] as _group() makes them. The files in page/
-    are its text, look and behaviour.
+    `advantage` and `gap` say whether it opens with advantages and log-prob gaps shown. Its data is
+    JSON, one block for each step: [group, …] as _group() makes them. The files in page/ hold its
+    text, look and behaviour.
     """
     environment = Environment(
         loader=PackageLoader("tandem.view", "page"), autoescape=True, undefined=StrictUndefined
@@ -37,12 +38,14 @@ def _steps(codec: TextCodec, trajectories: Iterable[Trajectory]) -> Iterator[lis
 
 
 def _group(codec: TextCodec, members: Sequence[Trajectory]) -> dict[str, Any]:
-    """A prompt and its responses; the names are those of the trajectory files."""
+    """Returns a prompt and its responses, with the keys of the trajectory files."""
     first = members[0]
     return {
         "step": first.step,
         "group_id": first.record["group_id"],
+        "place": first.record.get("place"),
         "prompt": codec.decode(first.record["prompt_token_ids"]),
+        "columns": first.columns,
         "samples": [
             {
                 key: one.record[key]
@@ -57,8 +60,9 @@ def _group(codec: TextCodec, members: Sequence[Trajectory]) -> dict[str, Any]:
                 )
             }
             | {
+                "scores": one.scores,
                 "advantage": one.advantage,
-                "pieces": codec.pieces(one.record["response_token_ids"]),
+                "token_texts": codec.token_texts(one.record["response_token_ids"]),
             }
             for one in members
         ],

@@ -1,4 +1,4 @@
-"""Trajectories on a terminal, or as lines where there is none."""
+"""Trajectories on a terminal, or as lines of text without one."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tandem.render import LEGEND, Output, authored_text, cell, tab_separated, vi
 from tandem.text import TextCodec
 from tandem.view.trajectories import Trajectory
 
-# Nats from which on a log-prob gap is written behind its token.
+# Smallest log-prob gap, in nats, that is written behind its token.
 NOTABLE_GAP = 1.0
 
 
@@ -26,12 +26,16 @@ def print_trajectories(
     advantage: bool = False,
     gap: bool = False,
 ) -> None:
-    """Prompts with their responses by author; tab-separated lines without a terminal.
+    """Prints prompts with their rows, and responses by author.
+
+    Without a terminal they are tab-separated lines, which lack the rows.
 
     `advantage` adds the reward's distance from its group's mean, `gap` the log-prob gap of the
     tokens where it is large.
     """
-    heads = ["reward", *(["advantage"] if advantage else [])]
+    first, trajectories = _peeked(trajectories)
+    scores = list(first.scores) if first else []
+    heads = ["reward", *scores, *(["advantage"] if advantage else [])]
     legend = f"{title}: {LEGEND}"
     if gap:
         legend += f", {{senior - junior log-prob}} from {NOTABLE_GAP:g} nat on"
@@ -58,9 +62,23 @@ def print_trajectories(
         ]
         prompt = _prompt(codec, members[0], keep="\n").strip("\n")
         output.console.print()
-        output.console.print(Text(visible(name), style="bold"))
+        where = members[0].record.get("place")
+        title = Text(visible(name), style="bold")
+        output.console.print(title.append(f"  {visible(where)}" if where else "", style="dim"))
         output.console.print(Padding(Text(prompt), (0, 0, 0, 2)))
+        for column, value in members[0].columns:
+            shown = Text(f"{visible(column)}: ", style="dim").append(visible(value, "\n"))
+            output.console.print(Padding(shown, (0, 0, 0, 2)))
         output.console.print(_table(heads, rows, show_header=place == 0))
+
+
+def _peeked(
+    trajectories: Iterable[Trajectory],
+) -> tuple[Trajectory | None, Iterator[Trajectory]]:
+    """Returns the first of the trajectories, and an iterator over all of them."""
+    every = iter(trajectories)
+    first = next(every, None)
+    return first, every if first is None else itertools.chain([first], every)
 
 
 def _table(
@@ -71,7 +89,7 @@ def _table(
         table.add_column(
             head, justify="right", no_wrap=True, min_width=len(head), header_style="dim"
         )
-    # Folded at its width: text without spaces shows to its end.
+    # Folding shows text without spaces to its end.
     table.add_column("response", overflow="fold", header_style="dim")
     for row in rows:
         table.add_row(*row)
@@ -80,6 +98,8 @@ def _table(
 
 def _numbers(trajectory: Trajectory, *, advantage: bool) -> Iterator[str]:
     yield cell(trajectory.record["reward"], "{:.2f}")
+    for score in trajectory.scores.values():
+        yield cell(score, "{:.2f}")
     if advantage:
         yield cell(trajectory.advantage, "{:+.2f}")
 
@@ -92,5 +112,5 @@ def _response(codec: TextCodec, trajectory: Trajectory, *, gap: bool, keep: str)
     record = trajectory.record
     gaps = trajectory.gaps if gap else [None] * len(record["authorship_mask"])
     notes = ["" if g is None or abs(g) < NOTABLE_GAP else f"{{{g:+.1f}}}" for g in gaps]
-    pieces = codec.pieces(record["response_token_ids"])
-    return authored_text(pieces, record["authorship_mask"], notes, keep)
+    texts = codec.token_texts(record["response_token_ids"])
+    return authored_text(texts, record["authorship_mask"], notes, keep)

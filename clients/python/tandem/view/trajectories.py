@@ -1,7 +1,8 @@
-"""The trajectories of a run: read from its directory, checked, and chosen."""
+"""The trajectories of a run directory: reading, checking and choosing them."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +16,7 @@ from tandem.settings import TokenId
 
 
 class _Record(BaseModel):
-    """What is shown of a line of trajectories/step_N.jsonl."""
+    """The keys of a line of trajectories/step_N.jsonl that are shown."""
 
     model_config = ConfigDict(strict=True)
 
@@ -29,9 +30,13 @@ class _Record(BaseModel):
     reward: FiniteFloat | None
     group_id: str
     sample_index: int
+    # Files of earlier versions lack the keys below.
+    scores: dict[str, FiniteFloat | None] = {}
+    place: str | None = None
+    row: dict[str, Any] | None = None
 
 
-# The lists that have an entry for every token of the response.
+# The keys whose lists have one entry per response token.
 _PER_TOKEN = ("authorship_mask", "senior_logprobs", "junior_logprobs")
 
 
@@ -51,8 +56,23 @@ class Trajectory:
     advantage: float | None
 
     @property
+    def scores(self) -> dict[str, float | None]:
+        """By name what each of several reward functions gave; empty for a single one."""
+        scores = self.record.get("scores") or {}
+        return scores if len(scores) > 1 else {}
+
+    @property
+    def columns(self) -> list[tuple[str, str]]:
+        """The columns of the row beside its prompt, as text."""
+        row = self.record.get("row") or {}
+        return [
+            (name, value if isinstance(value, str) else json.dumps(value, ensure_ascii=False))
+            for name, value in row.items()
+        ]
+
+    @property
     def gaps(self) -> list[float | None]:
-        """By token: the senior's log-probability minus the junior's; None where one is unknown."""
+        """Senior's minus junior's log-probability of each token; None where one is unknown."""
         senior = self.record["senior_logprobs"]
         junior = self.record["junior_logprobs"] or [None] * len(senior)
         return [
@@ -69,7 +89,7 @@ class Range:
 
     @classmethod
     def parse(cls, text: str, name: str) -> Self:
-        """Reads "3", "3:7", "3:" or ":7"; ConfigError, which begins with `name`, for others."""
+        """Reads "3", "3:7", "3:" or ":7"; raises ConfigError, which begins with `name`."""
         low, colon, high = text.partition(":")
         try:
             one = (
@@ -91,13 +111,13 @@ class Range:
 
 @dataclass(frozen=True)
 class Filter:
-    """Which trajectories are wanted: by reward (None: any, failed ones too) and by text."""
+    """A choice of trajectories by reward (None: any, failed ones too) and by text."""
 
     reward: Range | None = None
     text: str = ""
 
     def admits(self, trajectory: Trajectory) -> bool:
-        """Whether the response has such a reward, and the text in it, whatever its case."""
+        """Whether the response has such a reward and contains the text, in upper or lower case."""
         reward, text = trajectory.record["reward"], trajectory.record["text"]
         return (
             self.reward is None or (reward is not None and reward in self.reward)
@@ -105,9 +125,9 @@ class Filter:
 
 
 def recorded_steps(run_dir: Path) -> list[int]:
-    """The steps whose trajectories a run directory holds; at least one.
+    """Returns the steps whose trajectories a run directory holds, at least one.
 
-    Raises RunDirectoryError when it is no run directory, or holds none.
+    Raises RunDirectoryError for a directory that is no run directory or holds no trajectories.
     """
     kind = kind_of_run(run_dir)
     if kind is None:
@@ -121,9 +141,9 @@ def recorded_steps(run_dir: Path) -> list[int]:
 
 
 def read_step(run_dir: Path, step: int) -> list[Trajectory]:
-    """The trajectories of a step, in the order of their file.
+    """Returns the trajectories of a step, in the order of their file.
 
-    Raises RunDirectoryError, which names the line and the key, for what is no trajectory.
+    Raises RunDirectoryError, which names the line and the key, for a line that is no trajectory.
     """
     file = trajectory_file(run_dir, step)
     records = [

@@ -67,7 +67,7 @@ class FakeEngine final : public Engine {
     unsaved_ = true;
     report.metrics = {{"critic/loss", 0.25}};
     done_[request.request_id] = report;
-    // An error after the step was applied: the answer is lost on the way.
+    // Fails after the step was applied, as if the answer were lost.
     if (absl::Status error = TakeError(); !error.ok()) return error;
     return StepResult{.report = report, .replayed = false};
   }
@@ -99,17 +99,17 @@ class FakeEngine final : public Engine {
     std::lock_guard lock(mutex_);
     skip_next_ = std::move(reason);
   }
-  // Every ComputeValues answers from a newer version.
+  // From now on every ComputeValues answers with a newer version.
   void Drift() {
     std::lock_guard lock(mutex_);
     drift_ = true;
   }
-  // ComputeValues answers nothing until the caller goes.
+  // From now on ComputeValues waits until its caller leaves.
   void BeSilent() {
     std::lock_guard lock(mutex_);
     silent_ = true;
   }
-  // The last question for values, once there was one.
+  // Waits for a request for values, and returns the last one.
   ValuesRequest WaitForValuesRequest() {
     std::unique_lock lock(mutex_);
     changed_.wait(lock, [&] { return last_values_.has_value(); });

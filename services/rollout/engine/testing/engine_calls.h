@@ -1,4 +1,4 @@
-// For tests: calls of an engine that wait for what they asked for.
+// For tests: calls of an engine that wait for their results.
 #ifndef TANDEM_SERVICES_ROLLOUT_ENGINE_TESTING_ENGINE_CALLS_H_
 #define TANDEM_SERVICES_ROLLOUT_ENGINE_TESTING_ENGINE_CALLS_H_
 
@@ -51,7 +51,7 @@ inline absl::StatusOr<ScoreResult> Score(Engine& engine, ScoreRequest request,
   return done.get_future().get();
 }
 
-// The byte stream and manifest of a model's parameters.
+// Returns the byte stream and the manifest of a model's parameters.
 inline WeightManifest ManifestOf(const Model& model, int64_t version,
                                  std::vector<std::byte>& stream) {
   WeightManifest manifest = {.version = version, .tensors = {}, .total_bytes = 0, .digest = ""};
@@ -65,6 +65,7 @@ inline WeightManifest ManifestOf(const Model& model, int64_t version,
   manifest.total_bytes = static_cast<int64_t>(stream.size());
   manifest.chunk_bytes = manifest.total_bytes;
   manifest.digest = Xxh3Hex(stream.data(), stream.size());
+  manifest.num_token_ids = model.num_token_ids();
   return manifest;
 }
 

@@ -1,4 +1,4 @@
-// A model without tensors: its logits are a hash of everything it has consumed, so a wrong cursor,
+// A ModelRunner without tensors. Its logits are a hash of all consumed tokens, so a wrong cursor,
 // slot or prefix shows at once.
 #ifndef TANDEM_SERVICES_ROLLOUT_ENGINE_TESTING_FAKE_RUNNER_H_
 #define TANDEM_SERVICES_ROLLOUT_ENGINE_TESTING_FAKE_RUNNER_H_
@@ -21,7 +21,7 @@ class FakeRunner : public ModelRunner {
   FakeRunner(uint64_t weights, int32_t vocab_size, int64_t num_slots = 1024)
       : weights_(weights), vocab_size_(vocab_size), num_slots_(num_slots) {}
 
-  // The row after `tokens`.
+  // Returns the row of logits after `tokens`.
   std::vector<float> Logits(std::span<const int32_t> tokens) const {
     uint64_t state = weights_ * 0x9E3779B97F4A7C15;
     for (const int32_t token : tokens) state = Mix(state ^ static_cast<uint64_t>(token + 1));

@@ -1,4 +1,4 @@
-// Keeps what a prompt's listener is told.
+// A listener that records the events of a prompt.
 #ifndef TANDEM_SERVICES_ROLLOUT_ENGINE_TESTING_RECORDING_LISTENER_H_
 #define TANDEM_SERVICES_ROLLOUT_ENGINE_TESTING_RECORDING_LISTENER_H_
 
@@ -54,7 +54,7 @@ class RecordingListener : public PromptListener {
     std::lock_guard lock(mutex_);
     return failure_;
   }
-  // By sample index.
+  // Indexed by sample.
   std::map<uint64_t, Trajectory> finished() const {
     std::lock_guard lock(mutex_);
     return finished_;

@@ -1,4 +1,4 @@
-// Tiny models with a tokenizer, for tests of what reads both.
+// Tiny models with a tokenizer, for tests.
 #ifndef TANDEM_SERVICES_ROLLOUT_ENGINE_TESTING_TINY_TOKENIZER_H_
 #define TANDEM_SERVICES_ROLLOUT_ENGINE_TESTING_TINY_TOKENIZER_H_
 
@@ -34,7 +34,7 @@ inline nlohmann::json TinyTokenizerJson(int vocabulary = kTinyVocabulary) {
           {"decoder", {{"type", "ByteLevel"}}}};
 }
 
-// As WriteTinyModel, and the tokenizer beside it.
+// Calls WriteTinyModel, and writes the tokenizer beside the model.
 inline void WriteTinyModelAndTokenizer(const std::string& directory, uint64_t seed,
                                        const nlohmann::json& changes = nlohmann::json::object(),
                                        const std::string& model_type = "llama") {

@@ -1,5 +1,5 @@
-// For tests: an engine without models. Every response is max_tokens long; token t is 100 + t,
-// written by the senior when t is even. While it is `paused` scores wait, too.
+// For tests: an engine without models. Every response is max_tokens long; token t is 100 + t, and
+// the senior writes even t. While the engine is `paused`, scores wait too.
 #ifndef TANDEM_SERVICES_ROLLOUT_SERVICE_TESTING_FAKE_ENGINE_H_
 #define TANDEM_SERVICES_ROLLOUT_SERVICE_TESTING_FAKE_ENGINE_H_
 
@@ -100,7 +100,7 @@ class FakeEngine final : public Engine {
     Go();
     return absl::OkStatus();
   }
-  // Goes on after `paused`.
+  // Ends a pause.
   void Go() {
     paused = false;
     std::lock_guard lock(mutex_);
@@ -182,7 +182,7 @@ class FakeEngine final : public Engine {
     return t;
   }
 
-  // One token of every running prompt (all its samples) a step.
+  // Makes a step: one token of every sample of every running prompt.
   void Run() {
     std::unique_lock lock(mutex_);
     while (true) {

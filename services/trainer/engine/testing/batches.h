@@ -1,4 +1,4 @@
-// For tests: batches that are right, to be broken one field at a time.
+// For tests: valid batches, which tests damage one field at a time.
 #ifndef TANDEM_SERVICES_TRAINER_ENGINE_TESTING_BATCHES_H_
 #define TANDEM_SERVICES_TRAINER_ENGINE_TESTING_BATCHES_H_
 
@@ -10,10 +10,10 @@
 
 namespace tandem::trainer {
 
-// Of the weights that the test batches were written with.
+// Digest of the weights that wrote the test batches.
 inline constexpr char kTestDigest[] = "test-digest";
 
-// Four samples in two groups, tandem, lengths 5 to 8; ids below 61.
+// Returns four tandem samples in two groups, of lengths 5 to 8, with ids below 61.
 inline PolicyBatch TestBatch() {
   PolicyBatch batch;
   for (int i = 0; i < 4; ++i) {

@@ -10,18 +10,30 @@
 #include <cmath>
 #include <cstdint>
 #include <filesystem>
+#include <fstream>
 #include <map>
 #include <memory>
+#include <nlohmann/json.hpp>
 #include <string>
 #include <utility>
 #include <variant>
 #include <vector>
 
+#include "absl/strings/str_cat.h"
 #include "common/model/testing/tiny_model_dir.h"
 #include "services/trainer/engine/engine.h"
 #include "services/trainer/engine/testing/batches.h"
 
 namespace tandem::trainer {
+
+// A tokenizer.json of `size` tokens, the first of which is `first`.
+inline void WriteTokenizer(const std::string& directory, int64_t size,
+                           const std::string& first = "w0") {
+  nlohmann::json vocabulary = {{first, 0}};
+  for (int64_t id = 1; id < size; ++id) vocabulary[absl::StrCat("w", id)] = id;
+  std::ofstream(directory + "/tokenizer.json")
+      << nlohmann::json{{"model", {{"type", "WordLevel"}, {"vocab", vocabulary}}}}.dump();
+}
 
 // A critic whose value is a constant; can be told to fail, and remembers what it learnt.
 class FakeCritic : public CriticConnection {
@@ -122,7 +134,7 @@ class AutogradOracle {
   explicit AutogradOracle(const std::filesystem::path& model)
       : model_(std::move(Model::Load(model, {.requires_grad = true})).value()) {}
 
-  // Of the next token at every response token, [T, V], not normalised.
+  // Returns the logits of every response token, [T, V], from the position before it.
   at::Tensor Logits(const Trajectory& t) const {
     std::vector<int64_t> ids(t.prompt_token_ids.begin(), t.prompt_token_ids.end());
     ids.insert(ids.end(), t.response_token_ids.begin(), t.response_token_ids.end());
@@ -132,7 +144,7 @@ class AutogradOracle {
         .slice(0, -length - 1, -1);
   }
 
-  // Of the response tokens, [T].
+  // Returns the log-probabilities of the response tokens, [T].
   at::Tensor LogProbs(const Trajectory& t) const {
     const std::vector<int64_t> response(t.response_token_ids.begin(), t.response_token_ids.end());
     return at::log_softmax(Logits(t), -1).gather(1, at::tensor(response).unsqueeze(1)).squeeze(1);

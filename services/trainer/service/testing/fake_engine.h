@@ -18,7 +18,7 @@
 
 namespace tandem::trainer {
 
-// `size` bytes of a pattern that depends on the version.
+// A source of `size` bytes, in a pattern that depends on the version.
 class FakeWeights final : public WeightSource {
  public:
   explicit FakeWeights(int64_t version, int64_t size = 40) {
@@ -70,7 +70,7 @@ class FakeEngine final : public Engine {
     return thread_.Run(call, [&] { return DoStep(request); });
   }
 
-  // Log-prob t is -token, its entropy the temperature.
+  // Returns -token as log-prob t, and the temperature as its entropy.
   absl::StatusOr<LogProbsResult> ComputeLogProbs(const CallScope&,
                                                  const LogProbsRequest& request) override {
     std::lock_guard lock(mutex_);
@@ -87,7 +87,7 @@ class FakeEngine final : public Engine {
   absl::StatusOr<std::shared_ptr<const WeightSource>> Snapshot(const CallScope&) override {
     std::lock_guard lock(mutex_);
     if (absl::Status error = TakeError(); !error.ok()) return error;
-    // More than a chunk, and not a multiple of one.
+    // More than a chunk, and not a multiple of a chunk.
     return std::make_shared<FakeWeights>(version_, (2 << 20) + 40);
   }
 
@@ -124,12 +124,12 @@ class FakeEngine final : public Engine {
     std::lock_guard lock(mutex_);
     next_error_ = std::move(error);
   }
-  // In the reports of the steps from now on.
+  // Sets a metric of the reports of later steps.
   void Report(const std::string& metric, double value) {
     std::lock_guard lock(mutex_);
     metrics_[metric] = value;
   }
-  // The next step is skipped, as for a number that is not finite.
+  // Skips the next step, as for a number that is not finite.
   void SkipNext() {
     std::lock_guard lock(mutex_);
     skip_next_ = true;
@@ -143,7 +143,7 @@ class FakeEngine final : public Engine {
     hold_ = false;
     changed_.notify_all();
   }
-  // Until `count` train steps have begun.
+  // Waits until `count` train steps have begun.
   void WaitForSteps(int count) {
     std::unique_lock lock(mutex_);
     changed_.wait(lock, [&] { return running_ >= count; });

@@ -55,7 +55,7 @@ class TrainerServerTest : public testing::Test {
     return response;
   }
 
-  // The answer of a unary call.
+  // Returns the response of a unary call.
   template <typename Response, typename Request, typename Method>
   absl::StatusOr<Response> Call(Method method, const Request& request) {
     grpc::ClientContext context;

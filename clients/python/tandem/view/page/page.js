@@ -35,7 +35,7 @@ function visible(text) {
 }
 
 function responseText(one) {
-  one.text ??= one.sample.pieces.join("").toLowerCase();
+  one.text ??= one.sample.token_texts.join("").toLowerCase();
   return one.text;
 }
 
@@ -97,16 +97,16 @@ function tokenTable(sample) {
   const table = document.createElement("table");
   const head = table.createTHead().insertRow();
   for (const name of ["", "token", "id", "author", "senior", "junior", "gap"]) {
-    head.append(element("th", { token: "piece", author: "author" }[name] ?? "", name));
+    head.append(element("th", { token: "text", author: "author" }[name] ?? "", name));
   }
   const body = table.createTBody();
   sample.response_token_ids.forEach((id, t) => {
     const row = body.insertRow();
     const author = sample.authorship_mask[t] ? "senior" : "junior";
-    const piece = visible(sample.pieces[t]).replaceAll("\n", "\\n");
+    const text = visible(sample.token_texts[t]).replaceAll("\n", "\\n");
     row.append(
       element("td", "", t),
-      element("td", `piece token ${author}`, piece),
+      element("td", `text token ${author}`, text),
       element("td", "", id),
       element("td", "author", author),
       element("td", "", number(sample.senior_logprobs[t], 3)),
@@ -135,12 +135,14 @@ function drawSample(sample, kind) {
   about.append(
     element("strong", "", number(sample.reward, 2)),
     element("span", "advantage", signed(sample.advantage, 2)),
+    ...Object.entries(sample.scores).map(([name, score]) =>
+      element("span", "score", `${visible(name)} ${number(score, 2)}`)),
     element("span", "sample-name", `sample ${sample.sample_index}, ${sample.finish_reason}`),
   );
   const response = element("div", "response");
-  sample.pieces.forEach((piece, t) => {
+  sample.token_texts.forEach((text, t) => {
     const author = sample.authorship_mask[t] ? "senior" : "junior";
-    const span = element("span", `token ${author}`, visible(piece));
+    const span = element("span", `token ${author}`, visible(text));
     if (kind !== "none") shade(span, sample, t, kind);
     response.append(span);
   });
@@ -148,6 +150,14 @@ function drawSample(sample, kind) {
   body.append(response, tokenDetails(sample));
   box.append(about, body);
   return box;
+}
+
+function rowList(columns) {
+  const rows = element("dl", "row");
+  for (const [name, value] of columns) {
+    rows.append(element("dt", "", visible(name)), element("dd", "", visible(value)));
+  }
+  return rows;
 }
 
 function draw() {
@@ -162,7 +172,10 @@ function draw() {
     if (one.group !== group) {
       group = one.group;
       article = document.createElement("article");
-      article.append(element("h2", "", group.group_id), element("div", "prompt", visible(group.prompt)));
+      const title = element("h2", "", group.group_id);
+      if (group.place) title.append(element("span", "place", visible(group.place)));
+      article.append(title, element("div", "prompt", visible(group.prompt)));
+      if (group.columns.length) article.append(rowList(group.columns));
       list.append(article);
     }
     article.append(drawSample(one.sample, kind));

@@ -1,0 +1,87 @@
+"""The servers and models of a cluster that are started: `cluster.model`, and a run's uses."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tandem.settings import ClusterSettings, EvalMode, Purpose, RunSettings
+
+
+@dataclass(frozen=True)
+class Uses:
+    """The servers that are used, and the models beside senior and critic.
+
+    The default is that of `tandem up`.
+
+    Attributes:
+        rollout: the rollout servers.
+        critic: the critic.
+        junior: the junior of the rollout servers.
+        reference: the trainer's reference model.
+        trainer_junior: the trainer's junior, which the KL towards it needs.
+    """
+
+    rollout: bool = True
+    critic: bool = True
+    junior: bool = True
+    reference: bool = False
+    trainer_junior: bool = False
+
+
+def uses_of(settings: RunSettings, purpose: Purpose) -> Uses:
+    """The servers and models that a run uses."""
+    objective, trains = settings.objective, purpose == "train"
+    modes = modes_in(settings, purpose)
+    kl_to = settings.reference if trains and objective.kl_coefficient else None
+    junior_kl = trains and bool(objective.junior_kl_coefficient)
+    return Uses(
+        rollout=trains or bool(modes),
+        critic=trains and objective.advantage_estimator == "gae",
+        junior=(trains and settings.tandem.enabled)
+        or kl_to == "junior"
+        or any(mode != "solo" for mode in modes),
+        reference=kl_to == "trainer",
+        trainer_junior=junior_kl and objective.junior_kl_kind != "forward_sampled",
+    )
+
+
+def modes_in(settings: RunSettings, purpose: Purpose) -> list[EvalMode]:
+    """The evaluations that are made on the way; none in a run without `eval.every`."""
+    return settings.eval.modes if purpose == "eval" or settings.eval.every else []
+
+
+def planned(cluster: ClusterSettings, uses: Uses = Uses()) -> ClusterSettings:
+    """The cluster as it is started: without unused servers, and with every used model named.
+
+    `model` stands for the models that a section does not name.
+    """
+    rollout = {"senior_model": True, "junior_model": uses.junior}
+    trainer = {
+        "model": True,
+        "reference_model": uses.reference,
+        "junior_model": uses.trainer_junior,
+    }
+    critic = {"model": True}
+    return cluster.model_copy(
+        update={
+            "model": None,
+            "rollout": [
+                _named(one, cluster.model, rollout)
+                for one in (cluster.rollout if uses.rollout else [])
+            ],
+            "trainer": _named(cluster.trainer, cluster.model, trainer),
+            "critic": _named(cluster.critic if uses.critic else None, cluster.model, critic),
+        }
+    )
+
+
+def _named(
+    section: dict[str, Any] | None, model: Path | None, fields: Mapping[str, bool]
+) -> dict[str, Any] | None:
+    """A section with `model` in the fields that are used and that it lacks."""
+    if section is None or model is None:
+        return section
+    return {name: str(model) for name, used in fields.items() if used} | section

@@ -1,0 +1,196 @@
+"""The checks of a cluster before it starts: its servers check themselves with --check-config."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import tempfile
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from google.protobuf import json_format
+
+from tandem.cluster import Section, find_binary, rank_environment, sections
+from tandem.config_values import dump_values, read_yaml
+from tandem.errors import ConfigError, ServerStartError, remedy
+from tandem.model_files import difference, max_positions
+from tandem.preflight import Problems, RolloutFacts, ServerFacts, other_tokenizer
+from tandem.settings import ClusterSettings
+from tandem.text import TextCodec
+from tandem.trainer.v1.objective_pb2 import PolicyObjective
+from tandem.wire import message_record
+
+# Most seconds of a --check-config, which reads configurations of models but no weights.
+CHECK_SECONDS = 60.0
+# Keys of the models in a section. All models share one tokenizer.
+_MODELS = ("senior_model", "model", "junior_model", "reference_model")
+
+
+@dataclass(frozen=True)
+class CheckedCluster:
+    """The result of the check of a cluster.
+
+    Attributes:
+        servers: None if a server refuses its configuration.
+        objective: the objective in force, every field set; {} if there was none to check.
+    """
+
+    servers: ServerFacts | None
+    objective: dict[str, Any]
+
+
+def check_cluster(
+    cluster: ClusterSettings,
+    objective: Mapping[str, Any] | None,
+    codec: TextCodec | None,
+    problems: Problems,
+) -> CheckedCluster:
+    """Checks the servers that a run would start, as planned() for it, with --check-config.
+
+    Each server checks its settings, models, device and memory, and the trainer the `objective`.
+    """
+    resolved: dict[str, list[_Checked]] = {"rollout": [], "trainer": [], "critic": []}
+    with ThreadPoolExecutor() as pool:
+        checks = [
+            (section, pool.submit(_check_server, section, objective))
+            for section in sections(cluster)
+        ]
+        for section, check in checks:
+            with problems.collect():
+                resolved[section.role].append(check.result())
+    for field, directory in _models(cluster):
+        if codec is not None:
+            with problems.collect():
+                _check_tokenizer(codec, field, directory)
+    with problems.collect():
+        _check_same_senior(cluster)
+    trainer, rollouts = resolved["trainer"], resolved["rollout"]
+    if not trainer or len(rollouts) < len(cluster.rollout):
+        return CheckedCluster(None, {})
+    return CheckedCluster(
+        ServerFacts(
+            max_samples=trainer[0].config["max_samples"],
+            max_model_len=min(one.max_model_len for ones in resolved.values() for one in ones),
+            rollouts=[
+                RolloutFacts(
+                    f"cluster.{one.field}",
+                    bool(one.config["junior_model"]),
+                    one.config["max_queue"],
+                    one.config.get("tandem", {}),
+                )
+                for one in rollouts
+            ],
+        ),
+        trainer[0].objective,
+    )
+
+
+@dataclass(frozen=True)
+class _Checked:
+    """A server's resolved configuration and, of a trainer, the objective in force.
+
+    Attributes:
+        field: the key of its section in the cluster.
+    """
+
+    field: str
+    config: dict[str, Any]
+    objective: dict[str, Any]
+
+    @property
+    def max_model_len(self) -> int:
+        """The longest sequence that the server will hold, at most that of its models."""
+        models = (self.config.get(name) for name in _MODELS)
+        limits = [max_positions(Path(model)) for model in models if model]
+        return min([self.config["max_model_len"], *(one for one in limits if one is not None)])
+
+
+def _check_server(section: Section, objective: Mapping[str, Any] | None) -> _Checked:
+    binary = find_binary(section.binary)
+    config = section.with_free_ports()
+    asked: list[str] = []
+    if section.role == "trainer":
+        if objective is not None:
+            asked = ["--check-objective", json.dumps(dict(objective))]
+        # The critic's address is not known yet, but the objective needs one.
+        config = {"critic_address": "127.0.0.1:7703"} | config if section.has_critic else config
+    with tempfile.TemporaryDirectory(prefix="tandem-check-") as folder:
+        file = Path(folder) / f"{section.name}.yaml"
+        file.write_text(dump_values(config))
+        try:
+            done = subprocess.run(
+                [binary, "--config", file, "--check-config", *asked],
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                text=True,
+                # The check needs the number of ranks, and opens no port.
+                env=os.environ | rank_environment(0, section.ranks, port=1),
+                timeout=CHECK_SECONDS,
+            )
+        except subprocess.TimeoutExpired:
+            raise ServerStartError(
+                f"cluster.{section.field}: {binary} --check-config takes more than "
+                f"{CHECK_SECONDS:.0f} s"
+            ) from None
+        if done.returncode:
+            raise _refusal(section, done.stderr, file)
+    lines = done.stdout.splitlines()
+    # With an objective to check, the last line is the one in force.
+    answer = json_format.Parse(lines.pop(), PolicyObjective()) if asked else None
+    return _Checked(
+        section.field,
+        read_yaml("\n".join(lines)),
+        {} if answer is None else message_record(answer),
+    )
+
+
+def _refusal(section: Section, printed: str, file: Path) -> ConfigError:
+    """The error for a configuration, or an objective, that a server refuses."""
+    said = printed.strip().rpartition("bad configuration: ")[2].removeprefix(f"{file}: ")
+    # A reason, if there is one, follows the message in brackets.
+    reason = re.search(r" \[([A-Z_]+)\]$", said)
+    if reason:
+        said = said[: reason.start()]
+    hint = remedy(reason[1]) if reason else None
+    if said.startswith("policy."):
+        return ConfigError(f"objective.{said.removeprefix('policy.')}", hint=hint)
+    return ConfigError(f"cluster.{section.field}: {said}", hint=hint)
+
+
+def _models(cluster: ClusterSettings) -> Iterator[tuple[str, Path]]:
+    """The directories of all models that the servers load, each with the field that names it."""
+    for section in sections(cluster):
+        for name in _MODELS:
+            named = section.config.get(name)
+            if isinstance(named, str) and named:
+                yield f"cluster.{section.field}.{name}", Path(named)
+
+
+def _check_tokenizer(codec: TextCodec, field: str, directory: Path) -> None:
+    """Raises ConfigError for a model with another tokenizer; a model may have none."""
+    if not (directory / "tokenizer.json").exists() or directory == codec.directory:
+        return
+    model = TextCodec(directory)
+    if model.vocabulary_digest != codec.vocabulary_digest:
+        raise other_tokenizer(codec, f"{field} ({directory})", f"{model.vocabulary_size:,}")
+
+
+def _check_same_senior(cluster: ClusterSettings) -> None:
+    """Raises ConfigError unless trainer and rollout servers load the same senior."""
+    trainer = (cluster.trainer or {}).get("model")
+    for index, rollout in enumerate(cluster.rollout):
+        served = rollout.get("senior_model")
+        if not (isinstance(trainer, str) and isinstance(served, str) and trainer and served):
+            continue  # The server itself refuses the section.
+        if how := difference(Path(served), Path(trainer)):
+            field = "cluster.rollout" + (f".{index}" if len(cluster.rollout) > 1 else "")
+            raise ConfigError(
+                f"{field}.senior_model ({served}) and cluster.trainer.model ({trainer}) name "
+                f"different models: {how}",
+                hint="cluster.model names one for all servers",
+            )

@@ -1,0 +1,86 @@
+"""`tandem export`: trained weights as a plain Hugging Face directory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from tandem.command_line import JsonFlag, command
+from tandem.errors import ConfigError
+from tandem.number_formats import NAMES
+from tandem.render import Output
+
+# As in start_from.
+_SERVED = "served"
+
+
+@command()
+def export(
+    source: Annotated[
+        str,
+        typer.Argument(
+            help="A run directory (its last checkpoint), a checkpoint, or `served`: what the "
+            "running trainer holds.",
+            metavar="RUN_DIR|CHECKPOINT|served",
+        ),
+    ],
+    destination: Annotated[Path, typer.Argument(help="Directory to write.", metavar="DIR")],
+    dtype: Annotated[str, typer.Option(help=f"{', '.join(NAMES)}.")] = "fp32",
+    critic: Annotated[
+        bool, typer.Option("--critic", help="The critic's weights, not the trainer's.")
+    ] = False,
+    address: Annotated[
+        str | None,
+        typer.Option(
+            help="With `served`: address of the server; by default that of the cluster that "
+            "`tandem up` runs, else 127.0.0.1:7702 (critic: 7703).",
+            metavar="HOST:PORT",
+        ),
+    ] = None,
+    as_json: JsonFlag = False,
+) -> None:
+    """Write weights as a directory that transformers opens.
+
+    With config, generation config and tokenizer beside them. A checkpoint needs
+    no server, and opens with transformers as it is, too (in fp32).
+    """
+    from tandem.number_formats import torch_name
+
+    output = Output(as_json=as_json)
+    wanted = torch_name(dtype, "--dtype")
+    if source == _SERVED:
+        written = _export_served(destination, dtype, address, critic=critic)
+    else:
+        if address is not None:
+            raise ConfigError(f"--address: is for `{_SERVED}`; {source} is exported from its files")
+        written = _export_files(Path(source), destination, dtype, critic=critic)
+    output.result({"path": str(written), "dtype": wanted}, f"{written}: {wanted}")
+
+
+def _export_files(source: Path, destination: Path, dtype: str, *, critic: bool) -> Path:
+    from tandem.checkpoints import checkpoint_at, require_here
+    from tandem.export import export_checkpoint
+
+    found = checkpoint_at(source)
+    require_here(found, "SOURCE")
+    if not critic:
+        return export_checkpoint(found.trainer, destination, dtype)
+    if found.critic is None:
+        raise ConfigError(f"--critic: {source} has no checkpoint of a critic")
+    return export_checkpoint(found.critic, destination, dtype)
+
+
+def _export_served(destination: Path, dtype: str, address: str | None, *, critic: bool) -> Path:
+    from tandem.client import CriticClient, TrainerClient
+    from tandem.running_clusters import servers
+
+    kind = CriticClient if critic else TrainerClient
+    if address is None:
+        known = servers()
+        address = next((one["address"] for one in known if one["role"] == kind.role), None)
+        if known and address is None:
+            raise ConfigError(f"--address: the cluster that runs has no {kind.role}")
+    with kind(address) as client:
+        return Path(client.export_model(str(destination), dtype=dtype))

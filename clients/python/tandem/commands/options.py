@@ -1,0 +1,35 @@
+"""Arguments and options that several commands have."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(help="dotted.key=value overrides; later ones win.", metavar="KEY=VALUE"),
+]
+
+RunFile = Annotated[Path, typer.Argument(help="Run configuration (YAML).", metavar="RUN.yaml")]
+
+DryRun = Annotated[
+    bool,
+    typer.Option(
+        "--dry-run", help="Check all that a run needs, print the settings in force, exit."
+    ),
+]
+
+RolloutAddress = Annotated[
+    str | None,
+    typer.Option(
+        "--rollout",
+        help="Address of the rollout server; the first of the cluster that `tandem up` runs, "
+        "else 127.0.0.1:7701, by default.",
+    ),
+]
+
+TokenizerOption = Annotated[
+    Path | None, typer.Option(help="Directory with tokenizer.json; the server's model by default.")
+]

@@ -1,0 +1,139 @@
+"""`tandem up`, `tandem status`, `tandem health`: starting servers and asking for their state."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from tandem import settings as settings_module
+from tandem.command_line import EXIT_UNREACHABLE, JsonFlag, command
+from tandem.commands.options import Overrides
+from tandem.errors import ConfigError, NotImplementedByServerError, RpcError
+from tandem.interrupt import Interrupt
+from tandem.render import Output
+from tandem.settings import ClusterSettings
+
+if TYPE_CHECKING:
+    from tandem.transport import Health
+
+
+@command()
+def up(
+    cluster_file: Annotated[
+        Path, typer.Argument(help="Cluster configuration (YAML).", metavar="CLUSTER.yaml")
+    ],
+    overrides: Overrides = None,
+    as_json: JsonFlag = False,
+) -> None:
+    """Start a local cluster, print its addresses, and keep it until Ctrl-C (exit code 0).
+
+    Until then other commands of this user find its servers without being told
+    their addresses.
+    """
+    from tandem.cluster import LocalCluster
+    from tandem.running_clusters import announced
+
+    output = Output(as_json=as_json)
+    settings = settings_module.load(ClusterSettings, cluster_file, overrides or [])
+    with (
+        Interrupt(lambda: output.note("stopping the servers")) as interrupt,
+        LocalCluster(settings, on_progress=output.note) as cluster,
+        announced(cluster, output.note),
+    ):
+        interrupt.defer()
+        servers = [server.describe() for server in cluster.servers]
+        # Clients call rank 0 alone.
+        output.result(
+            {"servers": servers}, output.rows([one for one in servers if not one["rank"]])
+        )
+        output.note("Ctrl-C stops the cluster")
+        while not interrupt.requested:
+            cluster.check()
+            time.sleep(0.2)
+
+
+@command()
+def status(
+    rollout: Annotated[str | None, typer.Option(help="Address of the rollout server.")] = None,
+    trainer: Annotated[str | None, typer.Option(help="Address of the trainer.")] = None,
+    critic: Annotated[str | None, typer.Option(help="Address of the critic.")] = None,
+    as_json: JsonFlag = False,
+) -> None:
+    """Show the model and version of every server, or its problem. Exit code 3 when none answers.
+
+    Without addresses: the servers of the cluster that `tandem up` runs, else
+    those at the default addresses.
+    """
+    from tandem.client import CriticClient, RolloutClient, TrainerClient
+    from tandem.running_clusters import servers
+    from tandem.transport import RetryPolicy
+
+    output = Output(as_json=as_json)
+    kinds = {kind.role: kind for kind in (RolloutClient, TrainerClient, CriticClient)}
+    named = {"rollout": rollout, "trainer": trainer, "critic": critic}
+    known = [] if any(named.values()) else [(one["role"], one["address"]) for one in servers()]
+    rows = [
+        _status_row(kinds[role](address, timeout_seconds=5, retry=RetryPolicy(attempts=1)))
+        for role, address in known or named.items()
+    ]
+    output.result({"servers": rows}, output.rows(rows, counts=("parameters",)))
+    if not any(row["health"] == "SERVING" for row in rows):
+        raise typer.Exit(EXIT_UNREACHABLE)
+
+
+@command()
+def health(
+    address: Annotated[
+        list[str] | None,
+        typer.Argument(
+            help="Addresses (host:port). Default: the servers of the cluster that `tandem up` runs."
+        ),
+    ] = None,
+    service: Annotated[str, typer.Option(help="Service name; empty: the server.")] = "",
+    as_json: JsonFlag = False,
+) -> None:
+    """Show the gRPC health of servers. Exit code 3 unless all of them are SERVING."""
+    from tandem.running_clusters import servers
+    from tandem.transport import Connection
+
+    output = Output(as_json=as_json)
+    addresses = address or [server["address"] for server in servers()]
+    if not addresses:
+        raise ConfigError("no address is given, and `tandem up` runs no cluster")
+    rows = []
+    for one in addresses:
+        with Connection(one) as connection:
+            rows.append({"address": one} | _health_cells(connection.check_health(service)))
+    output.result({"servers": rows}, output.rows(rows))
+    if any(row["health"] != "SERVING" for row in rows):
+        raise typer.Exit(EXIT_UNREACHABLE)
+
+
+def _health_cells(health: Health) -> dict[str, Any]:
+    return {"health": health.status} | ({"problem": health.reason} if health.reason else {})
+
+
+def _status_row(client: Any) -> dict[str, Any]:
+    """The row of one server in `tandem status`; closes the client."""
+    row: dict[str, Any] = {"role": client.role, "address": client.address}
+    with client:
+        row |= _health_cells(client.check_health())
+        if row["health"] == "UNREACHABLE":
+            return row
+        try:
+            server = client.info().server
+        except NotImplementedByServerError:
+            return row | {"problem": f"not a {client.role} server"}
+        except RpcError as error:
+            return row | {"problem": error.message}
+    return row | {
+        "version": server.weights.version,
+        "model": server.model.path,
+        "parameters": server.model.num_parameters,
+        "digest": server.weights.digest,
+        "uptime_seconds": round(server.uptime_seconds, 1),
+        "software": server.software_version,
+    }

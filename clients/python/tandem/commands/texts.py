@@ -1,0 +1,226 @@
+"""`tandem generate` and `tandem score`: responses, and log-probabilities of texts."""
+
+from __future__ import annotations
+
+import re
+import textwrap
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from tandem.command_line import JsonFlag, command
+from tandem.commands.options import RolloutAddress, TokenizerOption
+from tandem.errors import ConfigError, RpcError
+from tandem.render import Output, ResponsePrinter
+
+if TYPE_CHECKING:
+    from tandem.client import RolloutClient
+    from tandem.requests import Prompt
+    from tandem.text import TextCodec
+
+# Options, by the field of the contract, where the two have different names.
+_OPTIONS = {"selection_strategy": "strategy", "stop_token_ids": "stop", "enabled": "solo"}
+
+
+@command()
+def generate(
+    prompt: Annotated[list[str], typer.Argument(help="Prompts.")],
+    rollout: RolloutAddress = None,
+    tokenizer: TokenizerOption = None,
+    chat: Annotated[bool, typer.Option("--chat", help="Use the chat template.")] = False,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Most tokens of a response.")] = 64,
+    temperature: Annotated[float, typer.Option(min=0.0, help="0: greedy.")] = 1.0,
+    top_p: Annotated[
+        float | None, typer.Option(help="Mass of the likeliest tokens to draw from.")
+    ] = None,
+    top_k: Annotated[
+        int | None, typer.Option(help="Number of likeliest tokens to draw from.")
+    ] = None,
+    min_p: Annotated[
+        float | None, typer.Option(help="Tokens at least this likely, relative to the likeliest.")
+    ] = None,
+    stop: Annotated[
+        list[str] | None,
+        typer.Option(help="End after a token that ends with this text; may be repeated."),
+    ] = None,
+    samples: Annotated[int, typer.Option(min=1, help="Responses for each prompt.")] = 1,
+    seed: Annotated[int, typer.Option(min=0, help="Same seed, same responses.")] = 0,
+    strategy: Annotated[
+        str | None,
+        typer.Option(
+            help="Rule for the author: bernoulli, chunk, alternating, sentence or word. Default: "
+            "the server's."
+        ),
+    ] = None,
+    prob_senior: Annotated[
+        float | None,
+        typer.Option(
+            min=0.0,
+            max=1.0,
+            help="Probability that the senior writes (strategies bernoulli and word).",
+        ),
+    ] = None,
+    chunk_size: Annotated[
+        int | None, typer.Option(min=1, help="Tokens in a block (strategy chunk).")
+    ] = None,
+    solo: Annotated[bool, typer.Option("--solo", help="The senior alone.")] = False,
+    stream: Annotated[
+        bool | None,
+        typer.Option("--stream/--no-stream", help="Print while it is written; on a terminal yes."),
+    ] = None,
+    as_json: JsonFlag = False,
+) -> None:
+    """Let senior and junior answer prompts together."""
+    from tandem.client import RolloutClient
+    from tandem.requests import Prompt
+    from tandem.running_clusters import rollout_address
+    from tandem.schedule import prompt_seed
+    from tandem.trajectory_record import trajectory_record
+
+    output = Output(as_json=as_json)
+    if as_json and stream:
+        raise ConfigError("--stream: --json prints whole records")
+    with _named_by_option(), RolloutClient(rollout or rollout_address()) as client:
+        codec = _codec(client, tokenizer)
+        sampling = {
+            "max_tokens": max_tokens,
+            "temperature": temperature,
+            "top_p": top_p,
+            "top_k": top_k,
+            "min_p": min_p,
+            "stop_token_ids": codec.stop_token_ids(stop or [], "--stop"),
+        }
+        tandem = {
+            "enabled": not solo,
+            "selection_strategy": strategy,
+            "prob_senior": prob_senior,
+            "chunk_size": chunk_size,
+        }
+        prompts = [
+            Prompt(
+                token_ids=codec.chat([{"role": "user", "content": text}])
+                if chat
+                else codec.encode(text),
+                seed=prompt_seed(seed, 0, index, "generate"),
+                num_samples=samples,
+                sampling=sampling,
+                tandem=tandem,
+                return_other_logprobs=as_json and not solo,
+                stream_tokens=output.console.is_terminal if stream is None else stream,
+                request_id=f"prompt-{index}",
+            )
+            for index, text in enumerate(prompt)
+        ]
+        _note_room(output, prompts, max_tokens, client.info().server.model.max_model_len)
+        if not as_json:
+            heads = {
+                (f"prompt-{index}", sample): _head(text, sample, samples)
+                for index, text in enumerate(prompt)
+                for sample in range(samples)
+            }
+            client.generate(
+                prompts, on_event=ResponsePrinter(output.console, codec, heads).on_event
+            )
+            return
+        for index, group in enumerate(client.generate(prompts)):
+            for trajectory in group:
+                text = codec.decode(trajectory.response_token_ids)
+                output.json_line(
+                    trajectory_record(trajectory, text=text, group_id=f"prompt-{index}")
+                )
+
+
+@command()
+def score(
+    text: Annotated[list[str], typer.Argument(help="Texts.")],
+    rollout: RolloutAddress = None,
+    tokenizer: TokenizerOption = None,
+    senior: Annotated[bool, typer.Option(help="Score under the senior.")] = True,
+    junior: Annotated[bool, typer.Option(help="Score under the junior.")] = True,
+    temperature: Annotated[
+        float, typer.Option(min=0.0, help="What the logits are divided by.")
+    ] = 1.0,
+    as_json: JsonFlag = False,
+) -> None:
+    """Show log-probabilities of texts under senior and junior."""
+    from tandem.client import RolloutClient
+    from tandem.running_clusters import rollout_address
+    from tandem.wire import from_tensor, short_floats
+
+    output = Output(as_json=as_json)
+    with RolloutClient(rollout or rollout_address()) as client:
+        codec = _codec(client, tokenizer)
+        ids = [codec.encode(one) for one in text]
+        if any(len(one) < 2 for one in ids):
+            raise ConfigError("a text must have two tokens or more")
+        reply = client.score(
+            [(one, 1) for one in ids], senior=senior, junior=junior, temperature=temperature
+        )
+    rows = []
+    for one, tokens, scores in zip(text, ids, reply.sequences, strict=True):
+        row: dict[str, Any] = {"text": one, "token_ids": tokens}
+        for name, asked in (("senior", senior), ("junior", junior)):
+            if asked:
+                logprobs = from_tensor(getattr(scores, f"{name}_logprobs"))
+                row[f"{name}_logprobs"] = short_floats(logprobs)
+                row[f"{name}_nats_per_token"] = float(-logprobs.mean())
+        rows.append(row)
+    shown = [
+        {"text": row["text"], "tokens": len(row["token_ids"])}
+        | {key: value for key, value in row.items() if key.endswith("_nats_per_token")}
+        for row in rows
+    ]
+    output.result({"version": reply.weights.version, "scores": rows}, output.rows(shown))
+
+
+@contextmanager
+def _named_by_option() -> Iterator[None]:
+    """Names the option in an error about a field of a prompt."""
+    try:
+        yield
+    except (ConfigError, RpcError) as error:
+        match = re.search(r"\b(?:sampling|tandem)\.(\w+)\S*: (.*)", error.message, re.DOTALL)
+        if match is None:
+            raise
+        field, problem = match.groups()
+        option = "--" + _OPTIONS.get(field, field).replace("_", "-")
+        raise ConfigError(f"{option}: {problem}", hint=error.hint) from None
+
+
+def _note_room(
+    output: Output, prompts: Sequence[Prompt], max_tokens: int, max_model_len: int
+) -> None:
+    """Warns, on the error stream, that the server cuts a response before `max_tokens`."""
+    longest = max(len(prompt.token_ids) for prompt in prompts)
+    if longest + max_tokens > max_model_len:
+        output.error(
+            f"warning: --max-tokens {max_tokens:,}: the server's max_model_len of "
+            f"{max_model_len:,} leaves {max(0, max_model_len - longest):,} tokens after a prompt "
+            f"of {longest:,}"
+        )
+
+
+def _head(prompt: str, sample: int, samples: int) -> str:
+    """The line above a response: its prompt, the start of it for one of several samples."""
+    if samples == 1:
+        return prompt
+    start = textwrap.shorten(prompt, 48, placeholder=" …")
+    return f"{start} (sample {sample + 1} of {samples})"
+
+
+def _codec(client: RolloutClient, directory: Path | None) -> TextCodec:
+    """The tokenizer of `directory`, else of the server's model if its directory is here."""
+    from tandem.text import TextCodec
+
+    if directory is not None:
+        return TextCodec(directory)
+    served = Path(client.info().server.model.path)
+    if not served.is_dir():
+        raise ConfigError(
+            f"--tokenizer: the server's model directory {served} is not on this machine",
+            hint="--tokenizer DIR names a directory here with the same tokenizer.json",
+        )
+    return TextCodec(served)

@@ -1,0 +1,222 @@
+"""`tandem train`, `tandem sft`, `tandem eval`: the commands that read a run file."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from typer.core import TyperCommand
+
+from tandem import settings as settings_module
+from tandem.command_line import EXIT_INTERRUPTED, JsonFlag, command
+from tandem.commands.options import DryRun, Overrides, RunFile
+from tandem.config_values import dump_values
+from tandem.interrupt import Interrupt
+from tandem.render import Output
+from tandem.settings import RunSettings
+from tandem.step_display import StepDisplay
+
+if TYPE_CHECKING:
+    from tandem.settings import Purpose
+
+Resume = Annotated[
+    bool,
+    typer.Option(
+        "--resume",
+        help="Go on after the last checkpoint. `--resume auto`: if there is one, else start.",
+    ),
+]
+
+ResumeAuto = Annotated[bool, typer.Option("--resume-auto", hidden=True)]
+
+Clean = Annotated[bool, typer.Option("--clean", help="Throw an earlier run in run_dir away.")]
+
+Changes = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--change",
+        help="A setting that a resumed run may change, or a section of them (cluster.trainer); "
+        "several: the option again.",
+        metavar="KEY",
+    ),
+]
+
+DiscardUnsaved = Annotated[
+    bool,
+    typer.Option("--discard-unsaved", help="Throw away updates that no checkpoint has."),
+]
+
+
+class TrainingCommand(TyperCommand):
+    """A command whose flag `--resume` may be followed by `auto`."""
+
+    def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:
+        """Joins the two words, for the parser."""
+        plain: list[str] = []
+        for word in args:
+            if word == "auto" and plain and plain[-1] == "--resume":
+                plain[-1] = "--resume-auto"
+            else:
+                plain.append("--resume-auto" if word == "--resume=auto" else word)
+        return super().parse_args(ctx, plain)
+
+
+def _add_training(kind: Purpose, summary: str) -> None:
+    """Adds the command `kind`, which trains in a run directory of that kind."""
+
+    @command(name=kind, help=summary, cls=TrainingCommand)
+    def run_training(
+        run_file: RunFile,
+        overrides: Overrides = None,
+        resume: Resume = False,
+        resume_auto: ResumeAuto = False,
+        clean: Clean = False,
+        change: Changes = None,
+        discard_unsaved: DiscardUnsaved = False,
+        dry_run: DryRun = False,
+        as_json: JsonFlag = False,
+    ) -> None:
+        from tandem.run_dir import RunDirectory
+        from tandem.session import Session
+        from tandem.train import train, train_supervised
+
+        output = Output(as_json=as_json)
+        settings = settings_module.load(RunSettings, run_file, overrides or [])
+        open_run = functools.partial(
+            RunDirectory.open,
+            settings,
+            kind,
+            resume="auto" if resume_auto else resume,
+            clean=clean,
+            changes=change or (),
+        )
+        if dry_run:
+            _show_preflight(output, settings, kind, open_run)
+            return
+        loop = {"train": train, "sft": train_supervised}[kind]
+        note = "stopping after this step; Ctrl-C again: at once"
+        with open_run() as run, Interrupt(lambda: output.note(note)) as stop:
+            summary = {"run_dir": str(run.path), "last_step": settings.steps, "run_id": run.run_id}
+            if run.done:
+                output.result(summary, f"all steps are done already\nrun directory: {run.path}")
+                return
+            with (
+                Session(settings, output.note, purpose=kind) as session,
+                StepDisplay(output, run.first_step, settings.steps, run.elapsed_seconds) as display,
+            ):
+                last = loop(session, run, display.step, stop, discard_unsaved=discard_unsaved)
+                summary["last_step"] = last
+                output.result(summary, f"{display.waiting()}\nrun directory: {run.path}")
+        if stop.requested and last < settings.steps:
+            output.note(f"stopped after step {last}; --resume goes on")
+            raise typer.Exit(EXIT_INTERRUPTED)
+
+
+_add_training("train", "Tandem policy-gradient training.")
+_add_training("sft", "Supervised training on the rows' answers.")
+
+
+@command(name="eval")
+def evaluate_command(
+    run_file: RunFile,
+    overrides: Overrides = None,
+    checkpoint: Annotated[
+        Path | None,
+        typer.Option(
+            help="Checkpoint, or run directory (its last one), to load into the trainer and to "
+            "publish first; without it the weights that are served now answer.",
+            metavar="PATH|RUN_DIR",
+        ),
+    ] = None,
+    mode: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Evaluations: solo, handoff, legibility; several with commas, or the option "
+            "again. The run file's eval.modes by default."
+        ),
+    ] = None,
+    discard_unsaved: DiscardUnsaved = False,
+    dry_run: DryRun = False,
+    as_json: JsonFlag = False,
+) -> None:
+    """Measure the senior on held-out prompts, in three modes.
+
+    solo: accuracy and pass@k of the senior alone. handoff: the same when senior
+    and junior take turns, which end where eval.handoff_boundary says. legibility:
+    the junior's cross-entropy over the senior's solo answers.
+
+    --checkpoint leaves its weights in trainer and rollout servers; the next run
+    begins with the base model all the same.
+    """
+    from tandem.checkpoints import checkpoint_at, require_here
+    from tandem.evaluation import evaluate
+    from tandem.evaluation.report import measures, size
+    from tandem.session import Session
+    from tandem.start import serve_checkpoint
+
+    output = Output(as_json=as_json)
+    overrides = list(overrides or [])
+    if mode:
+        overrides.append(f"eval.modes=[{', '.join(mode)}]")
+    settings = settings_module.load(RunSettings, run_file, overrides)
+    path = None
+    if checkpoint is not None:
+        found = checkpoint_at(checkpoint)
+        if settings.cluster is not None:
+            require_here(found, "--checkpoint")
+        path = found.trainer
+    if dry_run:
+        _show_preflight(output, settings, "eval")
+        return
+    with Session(settings, output.note, purpose="eval") as session:
+        if checkpoint is not None:
+            serve_checkpoint(session, checkpoint, discard_unsaved=discard_unsaved)
+        summaries = {name: result.summary() for name, result in evaluate(session).items()}
+    [first, *_] = summaries.values()
+    source = "as served now" if path is None else f"from {path}"
+    title = f"{size(first)}; senior version {first['version/senior']}, {source}"
+    rows = [
+        (f"{name}: {one.name}", one.value, one.interval)
+        for name, summary in summaries.items()
+        for one in measures(summary)
+    ]
+    output.result(
+        {"checkpoint": path and str(path), "evaluations": summaries},
+        output.table(title, ("", "value", "95 % interval"), rows),
+    )
+
+
+def _show_preflight(
+    output: Output,
+    settings: RunSettings,
+    purpose: Purpose,
+    open_run: Callable[[], AbstractContextManager[Any]] = nullcontext,
+) -> None:
+    """Checks all that a run needs; prints the settings in force and the sizes that follow."""
+    from tandem.preflight import Problems
+    from tandem.session import Session
+
+    problems = Problems()
+    with problems.collect(), open_run():
+        pass
+    config = settings.model_dump(mode="json")
+    config["servers"] = {"timeout_seconds": settings.servers.timeout_seconds}
+    if settings.cluster is None:
+        del config["cluster"]
+    with (
+        problems.collect(),
+        # With the notes as comments the output stays YAML.
+        Session(
+            settings, lambda text: output.note(f"# {text}"), purpose=purpose, dry_run=True
+        ) as session,
+    ):
+        config |= session.in_force
+    problems.raise_any()
+    derived = settings.derived()
+    text = dump_values(config) + "# derived\n"
+    text += "".join(f"# {name}: {value}\n" for name, value in derived.items())
+    output.result({"config": config, "derived": derived}, text)

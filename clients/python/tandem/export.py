@@ -1,0 +1,94 @@
+"""Exports of a checkpoint: a plain Hugging Face directory in a number format of choice."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from tandem.errors import ConfigError
+from tandem.new_directory import new_directory
+from tandem.number_formats import torch_name
+from tandem.run_files import read_json
+
+_MANIFEST = "manifest.json"
+_CONFIG = "config.json"
+_WEIGHTS = "model.safetensors"
+# Files of a checkpoint that only training reads.
+_TRAINING_FILES = ("tandem_state.json", "optimizer*")
+
+
+def export_checkpoint(checkpoint: Path, destination: Path, dtype: str) -> Path:
+    """Writes `destination` as config.json, model.safetensors and the tokenizer's files.
+
+    No server is needed. `dtype` is a name of number_formats; the checkpoint itself holds float32.
+    `destination` must not exist, or be empty. Returns its absolute path.
+
+    Raises ConfigError for a checkpoint that is damaged, a weight that the format cannot hold, and a
+    destination that cannot be written.
+    """
+    wanted = torch_name(dtype, "--dtype")
+    with new_directory(destination) as folder:
+        for name in _verified_files(checkpoint):
+            if not any(Path(name).match(pattern) for pattern in _TRAINING_FILES):
+                _export_file(checkpoint / name, folder / name, wanted)
+    return destination.absolute()
+
+
+def _verified_files(checkpoint: Path) -> list[str]:
+    """Compares the files with the digests in the manifest; returns their names."""
+    files = read_json(checkpoint / _MANIFEST)["files"]
+    for entry in files:
+        file = checkpoint / Path(entry["name"]).name
+        if not file.is_file():
+            raise ConfigError(f"{file}: is missing")
+        if _digest(file) != entry["xxh3_128"]:
+            raise ConfigError(f"{file}: its digest is not the manifest's: the file is damaged")
+    return [Path(entry["name"]).name for entry in files]
+
+
+def _digest(file: Path) -> str:
+    digest = xxhash.xxh3_128()
+    with file.open("rb") as stream:
+        while block := stream.read(1 << 22):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def _export_file(source: Path, target: Path, dtype: str) -> None:
+    if source.name == _WEIGHTS and dtype != "float32":
+        _convert(source, target, dtype)
+    elif source.name == _CONFIG:
+        config = read_json(source)
+        config[_dtype_key(config)] = dtype
+        target.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    else:
+        shutil.copyfile(source, target)
+
+
+def _dtype_key(config: dict[str, Any]) -> str:
+    """Returns the key of the dtype: that of earlier versions of transformers if the file has it."""
+    return "torch_dtype" if "torch_dtype" in config and "dtype" not in config else "dtype"
+
+
+def _convert(source: Path, target: Path, dtype: str) -> None:
+    # The import takes a second.
+    import torch
+    from safetensors import safe_open
+    from safetensors.torch import save_file
+
+    tensors = {}
+    with safe_open(source, framework="pt") as opened:
+        for name in opened.keys():  # noqa: SIM118
+            tensor = opened.get_tensor(name).to(getattr(torch, dtype))
+            if not torch.isfinite(tensor).all():
+                raise ConfigError(
+                    f"--dtype: the tensor {name!r} holds numbers that {dtype} cannot hold",
+                    hint="bf16 has the range of fp32",
+                )
+            tensors[name] = tensor
+        metadata = opened.metadata()
+    save_file(tensors, target, metadata)

@@ -1,0 +1,79 @@
+"""Models and data sets of the Hugging Face Hub: fetched into its cache, or found there.
+
+A model is named as everywhere else, ORG/NAME, where a directory could stand. Authentication,
+mirrors and the place of the cache are those of `huggingface_hub` (HF_TOKEN, HF_ENDPOINT, HF_HOME).
+Without a network, or with HF_HUB_OFFLINE=1, what the cache holds is used.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal
+
+from tandem.errors import ConfigError
+
+# The files that a server and the tokenizer read; repositories often hold the weights in other
+# formats too.
+_TOKENIZER_FILES = ("*.json", "*.jinja", "*.txt", "*.model")
+_MODEL_FILES = (*_TOKENIZER_FILES, "*.safetensors")
+
+
+def local_model(name: str, base: Path, field: str, *, weights: bool = True) -> Path:
+    """Returns the directory of a model: the path `name` as seen from `base`, or a Hub snapshot.
+
+    ORG/NAME names a model of the Hub unless there is such a directory. Without `weights` only the
+    tokenizer and the configuration are fetched. Raises ConfigError, which begins with `field` and
+    hints at the command that fetches the model.
+    """
+    path = Path(os.path.normpath(base / name))
+    if path.exists() or not is_hub_name(name):
+        return path
+    try:
+        return snapshot(name, "model", field, _MODEL_FILES if weights else _TOKENIZER_FILES)
+    except ConfigError as error:
+        raise ConfigError(f"{error.message}; {path} does not exist", hint=error.hint) from None
+
+
+def is_hub_name(name: str) -> bool:
+    """Whether a name has the form ORG/NAME."""
+    return re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", name) is not None
+
+
+def snapshot(
+    name: str,
+    kind: Literal["model", "dataset"],
+    field: str,
+    files: Sequence[str] | None = None,
+    revision: str | None = None,
+) -> Path:
+    """Returns the folder with the files of a Hub repository; fetches files that the cache lacks.
+
+    `files` are patterns of names; all files by default. Raises ConfigError as local_model() does.
+    """
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError
+
+    command = ["hf download", name]
+    command += ["--repo-type dataset"] if kind == "dataset" else []
+    command += [f"--revision {revision}"] if revision else []
+    try:
+        return Path(
+            snapshot_download(
+                name,
+                repo_type=kind,
+                revision=revision,
+                allow_patterns=None if files is None else list(files),
+            )
+        )
+    # No network, nothing in the cache, a name or a revision that is not there, no access.
+    except (OSError, HfHubHTTPError, ValueError) as error:
+        reason = str(error).partition("\n")[0]
+        raise ConfigError(
+            f"{field}: the {kind} {name} cannot be fetched from the Hugging Face Hub, and its "
+            f"cache does not hold it: {type(error).__name__}: {reason}",
+            hint=f"`{' '.join(command)}` fetches it where there is a network; a copied cache "
+            "is found through HF_HOME",
+        ) from None

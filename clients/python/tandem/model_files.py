@@ -1,0 +1,108 @@
+"""Facts about a model directory that need no server: its longest sequence, equal weights."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+# Number of bytes of two tensors that are compared at a time.
+_CHUNK = 1 << 26
+# A model with a tied head may or may not store it.
+_HEAD = "lm_head.weight"
+
+
+@dataclass(frozen=True)
+class _Tensor:
+    """A tensor at bytes [begin, end) of a safetensors file."""
+
+    file: Path
+    dtype: str
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
+
+def max_positions(directory: Path) -> int | None:
+    """The longest sequence that a model's config.json allows; None if the file does not say."""
+    try:
+        config = json.loads((directory / "config.json").read_text())
+    except (OSError, ValueError):
+        return None  # Its server says what is wrong with it.
+    limit = config.get("max_position_embeddings") if isinstance(config, dict) else None
+    return limit if isinstance(limit, int) else None
+
+
+def difference(first: Path, second: Path) -> str | None:
+    """The first difference between the weights of two model directories, in words.
+
+    None if they are equal, or one cannot be read. Tensors of two element types are not compared: a
+    server may convert either.
+    """
+    if first == second or (first.exists() and second.exists() and first.samefile(second)):
+        return None
+    one, other = _tensors(first), _tensors(second)
+    if not one or not other:
+        return None
+    for name in sorted(one.keys() | other.keys()):
+        if name not in one or name not in other:
+            if name == _HEAD:
+                continue
+            return f"{first if name in one else second} alone has {name}"
+        if one[name].shape != other[name].shape:
+            return f"{name} has the shapes {list(one[name].shape)} and {list(other[name].shape)}"
+    # The smallest tensors come first: they already differ between two models.
+    for name in sorted(one.keys() & other.keys(), key=lambda name: (_size(one[name]), name)):
+        try:
+            if one[name].dtype == other[name].dtype and not _equal(one[name], other[name]):
+                return f"{name} differs"
+        except (OSError, ValueError):
+            return None  # A file was cut, which its server refuses.
+    return None
+
+
+def _tensors(directory: Path) -> dict[str, _Tensor]:
+    """The tensors in the safetensors files of a directory; empty if one cannot be read."""
+    found: dict[str, _Tensor] = {}
+    try:
+        for file in sorted(directory.glob("*.safetensors")):
+            found |= _header(file)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return {}  # Its server says what is wrong with it.
+    return found
+
+
+def _header(file: Path) -> dict[str, _Tensor]:
+    with file.open("rb") as stream:
+        length = int.from_bytes(stream.read(8), "little")
+        header: dict[str, Any] = json.loads(stream.read(min(length, 1 << 27)))
+    header.pop("__metadata__", None)
+    return {
+        name: _Tensor(
+            file,
+            one["dtype"],
+            tuple(one["shape"]),
+            *(8 + length + offset for offset in one["data_offsets"]),
+        )
+        for name, one in header.items()
+    }
+
+
+def _size(tensor: _Tensor) -> int:
+    return tensor.end - tensor.begin
+
+
+def _equal(one: _Tensor, other: _Tensor) -> bool:
+    if _size(one) == _size(other) == 0:
+        return True  # An empty tensor cannot be mapped.
+    return _size(one) == _size(other) and all(
+        np.array_equal(_bytes(one)[start : start + _CHUNK], _bytes(other)[start : start + _CHUNK])
+        for start in range(0, _size(one), _CHUNK)
+    )
+
+
+def _bytes(tensor: _Tensor) -> np.ndarray:
+    return np.memmap(tensor.file, np.uint8, "r", tensor.begin, (_size(tensor),))

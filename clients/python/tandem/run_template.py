@@ -1,0 +1,197 @@
+"""A commented run file for a model and a data set, to start from: `tandem init`."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+
+from tandem.config_values import dump_values
+from tandem.data import load_dataset
+from tandem.data_sources import first_row
+from tandem.errors import ConfigError
+from tandem.hub import is_hub_name, local_model
+from tandem.settings import DataSettings, validate
+from tandem.text import TextCodec
+from tandem.text_files import json_object, read_text
+
+# Usual names of the columns of prompts and answers.
+_PROMPT_COLUMNS = ("question", "problem", "instruction", "query", "input", "text")
+_ANSWER_COLUMNS = ("answer", "solution", "target", "output", "label")
+# Most tokens of a response in the run file, where the model can hold them.
+_MAX_TOKENS = 256
+# Rows whose prompts are measured for max_model_len.
+_MEASURED_ROWS = 200
+
+_REWARD = '''"""The reward of the run: change it to what a good response is."""
+
+
+def reward(prompt, response, **row):
+    """Shorter is better; the columns of the row are keyword arguments."""
+    return -len(response) / 100
+'''
+
+
+@dataclass(frozen=True)
+class Request:
+    """Model and data of a run file.
+
+    Attributes:
+        model: directory of the senior, or ORG/NAME of the Hub.
+        data: a .jsonl or .parquet file, a folder of *.parquet files, ORG/NAME[:CONFIG] of the Hub,
+            or reasoning_gym:TASK.
+        junior: directory of the junior, or ORG/NAME of the Hub; the senior's by default.
+        prompt: column of the prompt; by default the first with a usual name.
+        answer: column of the answer, in the same way.
+    """
+
+    model: str
+    data: str
+    junior: str | None = None
+    prompt: str | None = None
+    answer: str | None = None
+
+
+def write_run_file(request: Request, file: Path) -> list[Path]:
+    """Writes a run file and, where no column is an answer, a reward.py beside it; returns both.
+
+    Raises ConfigError for a model or data that cannot be read, and for a file that exists.
+    """
+    model = local_model(request.model, Path.cwd(), "MODEL", weights=False)
+    codec = TextCodec(model)
+    source, row = _source(request)
+    columns = _columns(request, row)
+    data = source | ({"columns": columns} if columns else {})
+    data["template"] = "chat" if _has_chat(codec) else "raw"
+    judge = "own"
+    if row is None:
+        judge = "reasoning_gym"
+    elif "answer" in {*row, *columns}:
+        judge = "exact_match"
+    sizes = _sizes(_longest_prompt(data, codec), _most_positions(model))
+    texts = {file: _text(request, file, data, sizes, row, judge)}
+    if judge == "own":
+        texts[file.with_name("reward.py")] = _REWARD
+    for path in texts:
+        if path.exists():
+            raise ConfigError(f"{path} exists", hint="--output names another file")
+    for path, text in texts.items():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    return list(texts)
+
+
+def _source(request: Request) -> tuple[dict[str, Any], dict[str, Any] | None]:
+    """Returns the source of the data as settings, and its first row, None for a generated task."""
+    kind, _, task = request.data.partition(":")
+    path = Path(request.data)
+    if kind == "reasoning_gym":
+        return {"reasoning_gym": {"name": task}}, None
+    if path.suffix == ".jsonl":
+        source: dict[str, Any] = {"jsonl": str(path)}
+    elif path.suffix == ".parquet" or path.is_dir():
+        source = {"parquet": str(path)}
+    elif is_hub_name(kind):
+        source = {"hub": {"name": kind} | ({"config": task} if task else {})}
+    else:
+        raise ConfigError(
+            f"DATA: {request.data} is no .jsonl or .parquet file, no folder, no ORG/NAME[:CONFIG] "
+            "of the Hugging Face Hub, and no reasoning_gym:TASK"
+        )
+    return source, first_row(validate(DataSettings, dict(source), "DATA"), "DATA")
+
+
+def _columns(request: Request, row: dict[str, Any] | None) -> dict[str, str]:
+    """Returns `data.columns`: the columns that are to be renamed."""
+    if row is None:
+        return {}
+    found = {}
+    wanted = {
+        "prompt": (request.prompt, _PROMPT_COLUMNS),
+        "answer": (request.answer, _ANSWER_COLUMNS),
+    }
+    for name, (asked, usual) in wanted.items():
+        if asked is not None and asked not in row:
+            raise ConfigError(f"--{name} {asked}: the columns are {', '.join(row)}")
+        column = asked or next((one for one in (name, *usual) if one in row), None)
+        if column not in (None, name):
+            found[name] = column
+        elif column is None and name == "prompt" and "messages" not in row:
+            raise ConfigError(
+                f"DATA: none of the columns {', '.join(row)} is known to hold the prompt",
+                hint="--prompt COLUMN names it",
+            )
+    return found
+
+
+def _has_chat(codec: TextCodec) -> bool:
+    try:
+        return bool(codec.chat([{"role": "user", "content": "x"}]))
+    except ConfigError:
+        return False
+
+
+def _longest_prompt(data: dict[str, Any], codec: TextCodec) -> int:
+    settings = validate(DataSettings, data | {"limit": _MEASURED_ROWS}, "DATA")
+    examples = load_dataset(settings, codec, field="DATA").examples
+    return max(len(example.token_ids) for example in examples)
+
+
+def _most_positions(model: Path) -> int | None:
+    """Returns the number of tokens that a model can hold, None if its config does not say."""
+    file = model / "config.json"
+    config = json_object(read_text(file, str(file)), str(file)) if file.exists() else {}
+    return config.get("max_position_embeddings")
+
+
+def _sizes(longest: int, most: int | None) -> dict[str, int]:
+    """Returns the sizes for prompts of at most `longest` tokens and a model that holds `most`."""
+    # In steps of 64 tokens.
+    length = -(-(longest + _MAX_TOKENS) // 64) * 64
+    if most is not None:
+        length = min(length, most)
+    if length <= longest:
+        raise ConfigError(
+            f"DATA: a prompt has {longest} tokens, and the model holds {most} with the response"
+        )
+    return {
+        "longest": longest,
+        "max_model_len": length,
+        "max_tokens": min(_MAX_TOKENS, length - longest),
+    }
+
+
+def _text(
+    request: Request,
+    file: Path,
+    data: dict[str, Any],
+    sizes: dict[str, int],
+    row: dict[str, Any] | None,
+    judge: str,
+) -> str:
+    folder = file.absolute().parent
+
+    def placed(path: str) -> str:
+        """A path as seen from the file's folder; a name of the Hub as it is."""
+        return os.path.relpath(path, folder) if Path(path).exists() else path
+
+    data = {
+        key: placed(value) if key in ("jsonl", "parquet") else value for key, value in data.items()
+    }
+    environment = Environment(
+        loader=PackageLoader("tandem", "."), undefined=StrictUndefined, keep_trailing_newline=True
+    )
+    return environment.get_template("run_template.jinja").render(
+        file=file,
+        name=file.stem if file.stem != "run" else folder.name,
+        model=placed(request.model),
+        junior=request.junior and placed(request.junior),
+        columns=row,
+        data=dump_values(data),
+        judge=judge,
+        measured=_MEASURED_ROWS,
+        **sizes,
+    )

@@ -1,0 +1,122 @@
+"""Errors about the values of a settings file: source, dotted path, problem."""
+
+from __future__ import annotations
+
+import difflib
+import types
+import typing
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel
+
+# The phrase for each type of pydantic's problems, made of the problem's context. The value follows
+# unless the type is in _VALUELESS.
+_PHRASES: dict[str, Callable[[Mapping[str, Any]], str]] = {
+    "missing": lambda _: "is required",
+    "int_type": lambda _: "must be an integer",
+    "float_type": lambda _: "must be a number",
+    "bool_type": lambda _: "must be true or false",
+    "string_type": lambda _: "must be text",
+    "string_too_short": lambda _: "must not be empty",
+    "path_type": lambda _: "must be a path",
+    "list_type": lambda _: "must be a list",
+    "too_short": lambda context: f"must have {context['min_length']} entry or more",
+    "dict_type": lambda _: "must be a mapping",
+    "model_type": lambda _: "must be a mapping",
+    "finite_number": lambda _: "must be finite",
+    "greater_than": lambda context: f"must be greater than {_short(context['gt'])}",
+    "greater_than_equal": lambda context: f"must be at least {_short(context['ge'])}",
+    "less_than": lambda context: f"must be less than {_short(context['lt'])}",
+    "less_than_equal": lambda context: f"must be at most {_short(context['le'])}",
+    "literal_error": lambda context: f"must be {context['expected']}".replace("'", ""),
+    "value_error": lambda context: str(context["error"]),
+}
+_VALUELESS = {"missing", "string_too_short", "too_short", "value_error"}
+
+
+def explain(
+    schema: type[BaseModel], problems: Sequence[Any], source: str, overrides: Sequence[str]
+) -> str:
+    """The message of one error for all problems of pydantic, a line each.
+
+    A line begins with the override that set the value, else with `source`. The known keys of a
+    section are listed once.
+    """
+    lines: list[str] = []
+    listed: set[Any] = set()
+    for problem in problems:
+        path = ".".join(map(str, problem["loc"]))
+        place = f"{_source(path, source, overrides)}: {path}".removesuffix(": ")
+        lines.append(f"{place}: {_message(schema, problem, listed)}")
+    if len(lines) > 1:
+        return "\n".join([f"{len(lines)} problems:", *(f"  - {line}" for line in lines)])
+    return lines[0]
+
+
+def _message(schema: type[BaseModel], problem: Any, listed: set[Any]) -> str:
+    kind, value = problem["type"], problem["input"]
+    if kind == "extra_forbidden":
+        *section, key = problem["loc"]
+        return f"unknown key{_advice(schema, section, str(key), listed)}"
+    if kind not in _PHRASES:
+        return problem["msg"]
+    phrase = _PHRASES[kind](problem.get("ctx", {}))
+    return phrase if kind in _VALUELESS else f"{phrase}, not {value!r}"
+
+
+def _advice(schema: type[BaseModel], section: Sequence[Any], key: str, listed: set[Any]) -> str:
+    known = fields_at(schema, section)
+    if close := difflib.get_close_matches(key, known, n=1):
+        return f"; did you mean {close[0]!r}?"
+    if tuple(section) in listed:
+        return ""
+    listed.add(tuple(section))
+    return f"; known: {', '.join(known)}"
+
+
+def _short(bound: float) -> str:
+    return f"{bound:g}" if isinstance(bound, float) else str(bound)
+
+
+def _source(path: str, source: str, overrides: Sequence[str]) -> str:
+    """The last override that set `path`, a section around it or a key below it; else `source`."""
+    for override in reversed(overrides):
+        key = override.partition("=")[0]
+        if f"{path}.".startswith(f"{key}.") or (path and key.startswith(f"{path}.")):
+            return f"override {override!r}"
+    return source
+
+
+def fields_at(schema: type[BaseModel], path: Iterable[Any]) -> list[str]:
+    """The keys of the section at `path`; empty if there is no section."""
+    for part in path:
+        if isinstance(part, int):
+            continue
+        field = schema.model_fields.get(str(part))
+        inner = next(sections_in(field.annotation), None) if field else None
+        if inner is None:
+            return []
+        schema = inner
+    return list(schema.model_fields)
+
+
+def sections_in(annotation: Any) -> Iterator[type[BaseModel]]:
+    """The schemas that a field's annotation names."""
+    for kind in kinds_in(annotation):
+        if isinstance(kind, type) and issubclass(kind, BaseModel):
+            yield kind
+
+
+def kinds_in(annotation: Any) -> Iterator[Any]:
+    """The types, and the literal values, that a field may have."""
+    origin = typing.get_origin(annotation)
+    if origin is Annotated:
+        yield from kinds_in(typing.get_args(annotation)[0])
+    elif origin in (typing.Union, types.UnionType, list):
+        for argument in typing.get_args(annotation):
+            yield from kinds_in(argument)
+    elif origin is Literal:
+        yield from typing.get_args(annotation)
+    else:
+        yield annotation

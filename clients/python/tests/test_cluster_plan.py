@@ -1,0 +1,105 @@
+"""The servers and models of a cluster that are started."""
+
+import pytest
+
+from tandem import settings
+from tandem.cluster import sections
+from tandem.cluster_plan import Uses, planned, uses_of
+from tandem.settings import ClusterSettings, RunSettings
+
+RUN = """
+run_dir: /tmp/x
+data: {jsonl: rows.jsonl}
+cluster: {model: /m, rollout: {}, trainer: {}, critic: {}}
+"""
+
+
+@pytest.fixture
+def load(tmp_path):
+    file = tmp_path / "run.yaml"
+    file.write_text(RUN)
+    return lambda *overrides: settings.load(RunSettings, file, overrides)
+
+
+def test_one_setting_names_every_model_of_a_cluster():
+    cluster = ClusterSettings(
+        model="/m", rollout=[{}, {"junior_model": "/j"}], trainer={}, critic={}
+    )
+    assert [(one.name, one.config) for one in sections(cluster)] == [
+        ("critic", {"model": "/m"}),
+        ("rollout-0", {"senior_model": "/m", "junior_model": "/m"}),
+        ("rollout-1", {"senior_model": "/m", "junior_model": "/j"}),
+        ("trainer", {"model": "/m"}),
+    ]
+
+
+def test_a_section_keeps_the_models_that_it_names():
+    cluster = ClusterSettings(
+        model="/m", rollout=[{"senior_model": "/s", "junior_model": ""}], trainer={"model": "/s"}
+    )
+    rollout, trainer = sections(cluster)
+    assert rollout.config == {"senior_model": "/s", "junior_model": ""}
+    assert trainer.config == {"model": "/s"}
+
+
+def test_a_cluster_without_a_model_is_what_its_sections_say():
+    cluster = ClusterSettings(rollout=[{"senior_model": "/s"}], trainer={"model": "/s"})
+    assert planned(cluster) == cluster
+
+
+@pytest.mark.parametrize(
+    ("overrides", "purpose", "uses"),
+    [
+        ([], "train", Uses(critic=False)),
+        (["tandem.enabled=false"], "train", Uses(critic=False, junior=False)),
+        (["objective.advantage_estimator=gae"], "train", Uses()),
+        (["objective.kl_coefficient=0.1"], "train", Uses(critic=False, reference=True)),
+        (["objective.kl_coefficient=0.0"], "train", Uses(critic=False)),
+        (
+            ["objective.kl_coefficient=0.1", "reference=junior", "tandem.enabled=false"],
+            "train",
+            Uses(critic=False),
+        ),
+        (["objective.junior_kl_coefficient=0.1"], "train", Uses(critic=False, trainer_junior=True)),
+        (
+            ["objective.junior_kl_coefficient=0.1", "objective.junior_kl_kind=forward_sampled"],
+            "train",
+            Uses(critic=False),
+        ),
+        ([], "sft", Uses(rollout=False, critic=False, junior=False)),
+        (["eval.every=1"], "sft", Uses(critic=False, junior=False)),
+        (["eval.every=1", "eval.modes=[handoff]"], "sft", Uses(critic=False)),
+        (["objective.kl_coefficient=0.1"], "eval", Uses(critic=False, junior=False)),
+        (["eval.modes=[legibility]"], "eval", Uses(critic=False)),
+        (
+            ["tandem.enabled=false", "eval.every=1", "eval.modes=[legibility]"],
+            "train",
+            Uses(critic=False),
+        ),
+    ],
+)
+def test_a_run_uses_what_its_settings_need(load, overrides, purpose, uses):
+    assert uses_of(load(*overrides), purpose) == uses
+
+
+def test_what_a_run_does_not_use_is_not_started(load):
+    run = load("tandem.enabled=false")
+    plan = planned(run.cluster, uses_of(run, "train"))
+    assert plan.critic is None
+    assert plan.rollout == [{"senior_model": "/m"}]
+    assert plan.trainer == {"model": "/m"}
+    run = load("objective.kl_coefficient=0.1", "objective.junior_kl_coefficient=0.1")
+    trainer = planned(run.cluster, uses_of(run, "train")).trainer
+    assert trainer == {"model": "/m", "reference_model": "/m", "junior_model": "/m"}
+    assert planned(run.cluster, uses_of(run, "sft")).rollout == []
+
+
+def test_the_tokenizer_is_the_senior_s_of_the_cluster(load, tmp_path):
+    assert str(load().tokenizer) == "/m"
+    assert str(load("cluster.model=/other").tokenizer) == "/other"
+    assert str(load("tokenizer=/t").tokenizer) == "/t"
+    senior = "cluster={rollout: {senior_model: /s}, trainer: {model: /t}}"
+    assert str(load(senior).tokenizer) == "/s"
+    assert str(load("cluster={trainer: {model: /t}}").tokenizer) == "/t"
+    with pytest.raises(settings.ConfigError, match="tokenizer: is required"):
+        load("cluster=null")

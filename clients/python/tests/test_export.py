@@ -1,0 +1,127 @@
+"""`tandem export` from the files of a checkpoint, and what is sent to a server."""
+
+import json
+from pathlib import Path
+
+import fakes
+import numpy as np
+import pytest
+import xxhash
+from commands import tandem
+from safetensors import safe_open
+from safetensors.numpy import save_file
+
+from tandem.client import TrainerClient
+from tandem.errors import ConfigError
+from tandem.export import export_checkpoint
+from tandem.number_formats import data_type, torch_name
+from tandem.types.v1 import tensor_pb2
+
+WEIGHTS = np.array([1.0, -2.5, 1e-3], np.float32)
+
+
+def write_checkpoint(directory, weights=WEIGHTS):
+    """The files of a trainer's checkpoint, with a manifest that is true."""
+    fakes.write_tokenizer(directory)
+    save_file({"w": weights}, directory / "model.safetensors", {"format": "pt"})
+    config = {"model_type": "llama", "dtype": "float32"}
+    (directory / "config.json").write_text(json.dumps(config))
+    (directory / "generation_config.json").write_text('{"eos_token_id": 0}')
+    (directory / "tandem_state.json").write_text("{}")
+    (directory / "optimizer.safetensors").write_bytes(b"moments")
+    files = [
+        {"name": file.name, "xxh3_128": xxhash.xxh3_128_hexdigest(file.read_bytes())}
+        for file in sorted(directory.iterdir())
+    ]
+    (directory / "manifest.json").write_text(json.dumps({"files": files}))
+    return directory
+
+
+def stored(directory):
+    """The type and the values of the exported weight."""
+    with safe_open(directory / "model.safetensors", framework="pt") as file:
+        tensor = file.get_tensor("w")
+        return str(tensor.dtype), tensor.float().numpy()
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "rounding"),
+    [("fp32", "float32", 0), ("bf16", "bfloat16", 2**-8), ("fp16", "float16", 2**-11)],
+)
+def test_a_checkpoint_becomes_a_model_directory_of_the_format(tmp_path, name, kind, rounding):
+    checkpoint = write_checkpoint(tmp_path / "step_000001")
+    shown = tandem("export", checkpoint, tmp_path / "model", "--dtype", name, "--json").stdout
+    assert json.loads(shown) == {"path": str(tmp_path / "model"), "dtype": kind}
+    assert {file.name for file in (tmp_path / "model").iterdir()} == {
+        "chat_template.jinja",
+        "config.json",
+        "generation_config.json",
+        "model.safetensors",
+        "tokenizer.json",
+        "tokenizer_config.json",
+    }
+    dtype, values = stored(tmp_path / "model")
+    assert dtype == f"torch.{kind}"
+    np.testing.assert_allclose(values, WEIGHTS, rtol=rounding, atol=0)
+    assert json.loads((tmp_path / "model" / "config.json").read_text())["dtype"] == kind
+
+
+def test_a_weight_that_the_format_cannot_hold_is_refused(tmp_path):
+    checkpoint = write_checkpoint(tmp_path / "step_000001", np.array([1e5], np.float32))
+    with pytest.raises(ConfigError, match="'w' holds numbers that float16 cannot hold"):
+        export_checkpoint(checkpoint, tmp_path / "model", "fp16")
+    assert [path.name for path in tmp_path.iterdir()] == ["step_000001"]
+
+
+def test_a_damaged_checkpoint_is_refused(tmp_path):
+    checkpoint = write_checkpoint(tmp_path / "step_000001")
+    with (checkpoint / "config.json").open("a") as file:
+        file.write(" ")
+    with pytest.raises(ConfigError, match=r"config\.json: its digest is not the manifest's"):
+        export_checkpoint(checkpoint, tmp_path / "model", "fp32")
+    (checkpoint / "config.json").unlink()
+    with pytest.raises(ConfigError, match=r"config\.json: is missing"):
+        export_checkpoint(checkpoint, tmp_path / "model", "fp32")
+
+
+def test_a_destination_that_is_not_empty_stays_as_it_is(tmp_path):
+    checkpoint = write_checkpoint(tmp_path / "step_000001")
+    (tmp_path / "model").mkdir()
+    export_checkpoint(checkpoint, tmp_path / "model", "fp32")
+    before = (tmp_path / "model" / "config.json").read_bytes()
+    with pytest.raises(ConfigError, match=r"model exists$"):
+        export_checkpoint(checkpoint, tmp_path / "model", "bf16")
+    assert (tmp_path / "model" / "config.json").read_bytes() == before
+
+
+def test_what_cannot_be_exported_is_named(tmp_path, run_file):
+    checkpoint = write_checkpoint(tmp_path / "step_000001")
+    out = tmp_path / "out"
+    assert (
+        "'int8' is none of" in tandem("export", checkpoint, out, "--dtype", "int8", check=2).stderr
+    )
+    assert "neither a checkpoint" in tandem("export", tmp_path, out, check=2).stderr
+    assert (
+        "no checkpoint of a critic" in tandem("export", checkpoint, out, "--critic", check=2).stderr
+    )
+    assert "--address" in tandem("export", checkpoint, out, "--address", "a:1", check=2).stderr
+    assert not out.exists()
+
+
+def test_a_relative_path_is_the_clients(address, tmp_path, monkeypatch, world):
+    monkeypatch.chdir(tmp_path)
+    with TrainerClient(address) as client:
+        assert client.export_model("model", dtype="bf16") == str(tmp_path / "model")
+        assert client.save_checkpoint("checkpoints", "one") == str(tmp_path / "checkpoints/one")
+        client.load_checkpoint("checkpoints/one")
+        with pytest.raises(ConfigError, match="dtype: 'int8' is none of fp32, bf16, fp16"):
+            client.export_model("model", dtype="int8")
+    assert world.loads == [str(tmp_path / "checkpoints/one")]
+    shown = tandem("export", "served", "model", "--address", address, "--dtype", "bf16").stdout
+    assert shown == f"{tmp_path}/model: bfloat16\n"
+    assert Path(shown.split(":")[0]).is_absolute()
+
+
+def test_formats_have_short_and_long_names():
+    assert torch_name("bf16", "dtype") == torch_name("bfloat16", "dtype") == "bfloat16"
+    assert data_type("fp16", "dtype") == tensor_pb2.DATA_TYPE_FLOAT16

@@ -1,0 +1,149 @@
+"""Models and data sets of the Hugging Face Hub, from a cache made here; nothing asks a network."""
+
+import json
+from pathlib import Path
+
+import fakes
+import pytest
+
+from tandem import settings
+from tandem.data import load_dataset
+from tandem.errors import ConfigError
+from tandem.hub import local_model, snapshot
+from tandem.models import import_model
+from tandem.settings import ClusterSettings, DataSettings, RunSettings
+from tandem.text import TextCodec
+
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    """An empty cache of the Hub, which is offline."""
+    import datasets
+    from huggingface_hub import constants
+
+    folder = tmp_path / "cache"
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(folder))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", folder / "datasets")
+    monkeypatch.chdir(tmp_path)
+    return folder
+
+
+def cached(cache, kind, name):
+    """The folder of a snapshot in the cache, as `hf download` leaves it."""
+    repository = cache / f"{kind}s--{name.replace('/', '--')}"
+    (repository / "refs").mkdir(parents=True)
+    (repository / "refs" / "main").write_text(COMMIT)
+    folder = repository / "snapshots" / COMMIT
+    folder.mkdir(parents=True)
+    return folder
+
+
+def test_a_tokenizer_of_the_hub_is_its_snapshot(cache, tmp_path):
+    folder = fakes.write_tokenizer(cached(cache, "model", "acme/tiny"))
+    values = {"run_dir": "run", "tokenizer": "acme/tiny", "data": {"jsonl": "rows.jsonl"}}
+    config = settings.validate(RunSettings, values, "test")
+    assert config.tokenizer == folder
+    assert TextCodec(config.tokenizer).encode("w5") == [5]
+
+
+def test_models_of_a_cluster_are_snapshots_too(cache):
+    folder = cached(cache, "model", "acme/tiny")
+    values = {"rollout": {"senior_model": "acme/tiny"}, "trainer": {"model": "acme/tiny"}}
+    config = settings.validate(ClusterSettings, values, "test")
+    assert config.trainer == {"model": str(folder)}
+    assert config.rollout == [{"senior_model": str(folder)}]
+
+
+def test_a_directory_comes_before_the_hub(cache, tmp_path):
+    cached(cache, "model", "acme/tiny")
+    (tmp_path / "acme" / "tiny").mkdir(parents=True)
+    assert local_model("acme/tiny", tmp_path, "model") == tmp_path / "acme" / "tiny"
+
+
+@pytest.mark.parametrize("name", ["tiny", "/acme/tiny", "../acme/tiny", "a/b/c", "./tiny"])
+def test_other_paths_are_never_looked_up(cache, tmp_path, name, monkeypatch):
+    monkeypatch.setattr("tandem.hub.snapshot", None)
+    assert local_model(name, tmp_path, "model").is_absolute()
+
+
+def test_without_a_network_the_command_that_fetches_a_model_is_named(cache, tmp_path):
+    values = {"run_dir": "run", "tokenizer": "Qwen/Qwen2.5-0.5B", "data": {"jsonl": "rows.jsonl"}}
+    with pytest.raises(ConfigError, match=r"^tokenizer: the model Qwen/") as caught:
+        settings.validate(RunSettings, values, "test")
+    assert "`hf download Qwen/Qwen2.5-0.5B`" in caught.value.hint
+    assert f"{tmp_path}/Qwen/Qwen2.5-0.5B does not exist" in caught.value.message
+    with pytest.raises(ConfigError, match=r"^SOURCE: the model Qwen/") as caught:
+        import_model("Qwen/Qwen2.5-0.5B", tmp_path / "model")
+    assert "`hf download Qwen/Qwen2.5-0.5B`" in caught.value.hint
+
+
+def test_a_model_of_the_hub_is_imported(cache, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    folder = fakes.write_tokenizer(cached(cache, "model", "acme/tiny"))
+    config = transformers.LlamaConfig(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+    )
+    transformers.LlamaForCausalLM(config).save_pretrained(folder)
+    tokenizer = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<eos>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(tokenizer))
+    model = import_model("acme/tiny", tmp_path / "model")
+    assert (model.path / "model.safetensors").exists()
+    assert import_model("acme/tiny", tmp_path / "model").already_there
+
+
+def test_a_data_set_of_the_hub_has_configurations_splits_and_slices(cache, tmp_path):
+    folder = cached(cache, "dataset", "acme/sums")
+    (folder / "README.md").write_text(
+        "---\nconfigs:\n"
+        "- config_name: easy\n  data_files:\n  - {split: test, path: easy.jsonl}\n"
+        "- config_name: hard\n  data_files:\n  - {split: test, path: hard.jsonl}\n---\n"
+    )
+    for level in ("easy", "hard"):
+        rows = ({"question": f"w{n}", "level": level} for n in range(1, 6))
+        (folder / f"{level}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    codec = TextCodec(fakes.write_tokenizer(tmp_path / "model"))
+    hub = {"name": "acme/sums", "config": "hard", "split": "test[1:3]"}
+    data = load_dataset(DataSettings(hub=hub, columns={"prompt": "question"}), codec)
+    assert [one.row for one in data.examples] == [
+        {"prompt": "w2", "level": "hard"},
+        {"prompt": "w3", "level": "hard"},
+    ]
+    assert [one.place for one in data.examples] == ["acme/sums[0]", "acme/sums[1]"]
+    wrong = {"name": "acme/sums", "config": "harder", "split": "test"}
+    with pytest.raises(ConfigError, match=r"^data\.hub: acme/sums: .*harder"):
+        load_dataset(DataSettings(hub=wrong), codec)
+
+
+def test_without_a_network_the_command_that_fetches_a_data_set_is_named(cache, tmp_path):
+    codec = TextCodec(fakes.write_tokenizer(tmp_path / "model"))
+    wanted = DataSettings(hub={"name": "openai/gsm8k", "config": "main", "revision": "v1"})
+    with pytest.raises(ConfigError, match=r"^eval\.data\.hub\.name: the dataset openai") as caught:
+        load_dataset(wanted, codec, field="eval.data")
+    command = "`hf download openai/gsm8k --repo-type dataset --revision v1`"
+    assert command in caught.value.hint
+
+
+def test_with_a_network_the_hub_is_asked_for_what_is_read(monkeypatch, tmp_path):
+    asked = []
+
+    def download(name, **options):
+        asked.append((name, options))
+        return str(tmp_path)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    base = Path("/nowhere")
+    assert local_model("acme/tiny", base, "model") == tmp_path
+    assert local_model("acme/tiny", base, "tokenizer", weights=False) == tmp_path
+    assert snapshot("acme/sums", "dataset", "data.hub", revision="v1") == tmp_path
+    patterns = [options["allow_patterns"] for _, options in asked]
+    assert "*.safetensors" in patterns[0]
+    assert "*.safetensors" not in patterns[1]
+    assert patterns[2] is None
+    assert [options["revision"] for _, options in asked] == [None, None, "v1"]

@@ -1,0 +1,77 @@
+"""Facts about model directories."""
+
+import json
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from tandem.model_files import difference, max_positions
+
+
+def write(directory, tensors, **parts):
+    directory.mkdir()
+    save_file(tensors, directory / "model.safetensors")
+    return directory
+
+
+@pytest.fixture
+def tensors():
+    numbers = np.random.default_rng(0)
+    return {
+        "a": numbers.random((4, 3), np.float32),
+        "b": numbers.random(5, np.float32),
+        "none": np.zeros((0, 2), np.float32),
+    }
+
+
+def test_the_same_weights_in_two_places_do_not_differ(tmp_path, tensors):
+    one, other = write(tmp_path / "one", tensors), write(tmp_path / "other", tensors)
+    link = tmp_path / "link"
+    link.symlink_to(one)
+    assert difference(one, other) is None
+    assert difference(one, link) is None
+
+
+def test_another_split_into_files_does_not_differ(tmp_path, tensors):
+    one, other = write(tmp_path / "one", tensors), tmp_path / "other"
+    other.mkdir()
+    for name, values in tensors.items():
+        save_file({name: values}, other / f"model-{name}.safetensors")
+    assert difference(one, other) is None
+
+
+def test_a_difference_is_named(tmp_path, tensors):
+    one = write(tmp_path / "one", tensors)
+    changed = {**tensors, "b": tensors["b"] + 1}
+    assert difference(one, write(tmp_path / "b", changed)) == "b differs"
+    reshaped = {**tensors, "a": tensors["a"].T.copy()}
+    said = difference(one, write(tmp_path / "a", reshaped))
+    assert said == "a has the shapes [4, 3] and [3, 4]"
+    more = write(tmp_path / "more", tensors | {"c": tensors["b"]})
+    assert difference(one, more) == f"{more} alone has c"
+    # A tied head may stand in the file or not.
+    assert (
+        difference(one, write(tmp_path / "head", tensors | {"lm_head.weight": tensors["a"]}))
+        is None
+    )
+
+
+def test_what_cannot_be_compared_does_not_differ(tmp_path, tensors):
+    one = write(tmp_path / "one", tensors)
+    halves = {name: values.astype(np.float16) for name, values in tensors.items()}
+    assert difference(one, write(tmp_path / "halves", halves)) is None
+    damaged = tmp_path / "damaged"
+    damaged.mkdir()
+    whole = (one / "model.safetensors").read_bytes()
+    for content in (b"", b"x", whole[:20], whole[:-8]):
+        (damaged / "model.safetensors").write_bytes(content)
+        assert difference(one, damaged) is None
+    assert difference(one, tmp_path / "nowhere") is None
+
+
+def test_the_longest_sequence_is_that_of_the_config(tmp_path):
+    assert max_positions(tmp_path) is None
+    for content, limit in [({"max_position_embeddings": 512}, 512), ({}, None), ([], None)]:
+        (tmp_path / "config.json").write_text(json.dumps(content))
+        assert max_positions(tmp_path) == limit

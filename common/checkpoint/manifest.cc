@@ -1,0 +1,176 @@
+#include "common/checkpoint/manifest.h"
+
+#include <algorithm>
+#include <nlohmann/json.hpp>
+#include <optional>
+#include <set>
+#include <system_error>
+
+#include "absl/strings/str_cat.h"
+#include "absl/strings/string_view.h"
+#include "common/base/atomic_file.h"
+#include "common/base/bounded_json.h"
+#include "common/base/checksum.h"
+#include "common/base/error.h"
+#include "common/base/status_macros.h"
+
+namespace tandem::checkpoint {
+namespace {
+
+namespace fs = std::filesystem;
+using nlohmann::json;
+
+constexpr char kFormat[] = "tandem-checkpoint";
+constexpr int kFormatVersion = 2;
+constexpr size_t kMaxManifestBytes = 16 << 20;
+
+absl::StatusOr<Manifest::File> Describe(const fs::path& path) {
+  Manifest::File entry{.name = path.filename().string(), .bytes = 0, .digest = {}};
+  Checksum checksum;
+  TANDEM_RETURN_IF_ERROR(ForEachChunk(path.string(), [&](absl::string_view chunk) {
+    checksum.Update(chunk.data(), chunk.size());
+    entry.bytes += static_cast<int64_t>(chunk.size());
+    return absl::OkStatus();
+  }));
+  entry.digest = checksum.Hex();
+  return entry;
+}
+
+// Returns a file, or folder, of `directory` that the manifest does not list.
+std::optional<std::string> ForeignFile(const fs::path& directory, const Manifest& manifest) {
+  std::set<std::string> listed = {kManifestFile};
+  for (const Manifest::File& file : manifest.files) listed.insert(file.name);
+  std::error_code ignored;
+  for (const fs::directory_entry& entry : fs::directory_iterator(directory, ignored)) {
+    if (!listed.contains(entry.path().filename().string())) return entry.path().string();
+  }
+  return std::nullopt;
+}
+
+}  // namespace
+
+bool IsPlainName(const std::string& name) {
+  return !name.empty() && name[0] != '.' && name.size() <= 200 &&
+         name.find('/') == std::string::npos && name.find('\0') == std::string::npos;
+}
+
+absl::StatusOr<Manifest> ReadManifest(const fs::path& directory) {
+  const std::string path = (directory / kManifestFile).string();
+  const auto broken = [&](absl::string_view why) {
+    return absl::DataLossError(absl::StrCat(path, ": ", why));
+  };
+  const absl::StatusOr<std::string> text = ReadFile(path, kMaxManifestBytes);
+  if (!text.ok()) return broken("the manifest is missing: the checkpoint is not complete");
+  const absl::StatusOr<json> parsed = ParseBoundedJson(*text, path);
+  if (!parsed.ok()) return absl::DataLossError(parsed.status().message());
+  const json& document = *parsed;
+  if (!document.is_object() || document.value("format", json()) != kFormat) {
+    return broken("is not a manifest");
+  }
+  if (document.value("version", json()) != kFormatVersion) {
+    return broken("is of a version that this build does not read");
+  }
+  if (!document.value("kind", json()).is_string() ||
+      !document.value("step", json()).is_number_integer()) {
+    return broken("does not say what it is a checkpoint of");
+  }
+  for (const char* text_field : {"name", "run_id"}) {
+    if (!document.value(text_field, json("")).is_string()) {
+      return broken("does not say what it is a checkpoint of");
+    }
+  }
+  Manifest manifest{.name = document.value("name", ""),
+                    .identity = {.kind = document["kind"],
+                                 .step = document["step"],
+                                 .run_id = document.value("run_id", "")},
+                    .files = {}};
+  const json files = document.value("files", json());
+  if (!files.is_array()) return broken("lists no files");
+  for (const json& file : files) {
+    if (!file.is_object() || !file.value("name", json()).is_string() ||
+        !file.value("bytes", json()).is_number_integer() ||
+        !file.value("xxh3_128", json()).is_string()) {
+      return broken("holds a broken entry");
+    }
+    manifest.files.push_back({file["name"], file["bytes"], file["xxh3_128"]});
+    if (!IsPlainName(manifest.files.back().name)) {
+      return broken("names a file outside its directory");
+    }
+  }
+  return manifest;
+}
+
+absl::StatusOr<int64_t> WriteManifest(const fs::path& directory, const std::string& name,
+                                      const Identity& identity) {
+  std::vector<fs::path> paths;
+  for (const fs::directory_entry& entry : fs::directory_iterator(directory)) {
+    if (!entry.is_regular_file()) {
+      return absl::InternalError(
+          absl::StrCat(entry.path().string(), " is not a plain file; checkpoints hold no folders"));
+    }
+    paths.push_back(entry.path());
+  }
+  std::sort(paths.begin(), paths.end());
+  json files = json::array();
+  int64_t total = 0;
+  for (const fs::path& path : paths) {
+    TANDEM_RETURN_IF_ERROR(SyncPath(path.string()));
+    TANDEM_ASSIGN_OR_RETURN(const Manifest::File entry, Describe(path));
+    files.push_back({{"name", entry.name}, {"bytes", entry.bytes}, {"xxh3_128", entry.digest}});
+    total += entry.bytes;
+  }
+  const json manifest = {{"format", kFormat},     {"version", kFormatVersion},
+                         {"name", name},          {"kind", identity.kind},
+                         {"step", identity.step}, {"run_id", identity.run_id},
+                         {"files", files}};
+  TANDEM_RETURN_IF_ERROR(WriteFileDurably(
+      (directory / kManifestFile).string(),
+      manifest.dump(2, ' ', /*ensure_ascii=*/false, json::error_handler_t::replace) + "\n"));
+  TANDEM_RETURN_IF_ERROR(SyncPath(directory.string()));
+  return total;
+}
+
+absl::Status VerifyFiles(const fs::path& directory, const Manifest& manifest) {
+  std::error_code error;
+  for (const Manifest::File& expected : manifest.files) {
+    const fs::path file = directory / expected.name;
+    const auto size = fs::file_size(file, error);
+    if (error) return absl::DataLossError(absl::StrCat(file.string(), ": is missing"));
+    if (static_cast<int64_t>(size) != expected.bytes) {
+      return absl::DataLossError(absl::StrCat(file.string(), ": has ", size,
+                                              " bytes, the manifest says ", expected.bytes));
+    }
+    TANDEM_ASSIGN_OR_RETURN(const Manifest::File actual, Describe(file));
+    if (actual.digest != expected.digest) {
+      return absl::DataLossError(absl::StrCat(file.string(), ": has digest ", actual.digest,
+                                              ", the manifest says ", expected.digest));
+    }
+  }
+  if (const auto foreign = ForeignFile(directory, manifest)) {
+    return absl::DataLossError(absl::StrCat(*foreign, ": is not listed in the manifest"));
+  }
+  return absl::OkStatus();
+}
+
+absl::Status CheckOwned(const fs::path& directory, const std::string& name) {
+  const auto refuse = [&](absl::StatusCode code, absl::string_view why) {
+    return FieldError(code, "name", absl::StrCat(directory.string(), " is there and ", why));
+  };
+  std::error_code ignored;
+  const absl::StatusOr<Manifest> manifest = ReadManifest(directory);
+  if (fs::is_symlink(directory, ignored) || !manifest.ok()) {
+    return refuse(absl::StatusCode::kAlreadyExists, "is no checkpoint");
+  }
+  if (manifest->name != name || name.empty()) {
+    return refuse(
+        absl::StatusCode::kAlreadyExists,
+        absl::StrCat("is a copy: its manifest names the checkpoint '", manifest->name, "'"));
+  }
+  if (const auto foreign = ForeignFile(directory, *manifest)) {
+    return FieldError(absl::StatusCode::kFailedPrecondition, "name",
+                      absl::StrCat(*foreign, " does not belong to the checkpoint, which stays"));
+  }
+  return absl::OkStatus();
+}
+
+}  // namespace tandem::checkpoint

@@ -1,0 +1,52 @@
+// Typed access to a JSON object of a Hugging Face config, for the families that read it. No torch.
+#ifndef TANDEM_COMMON_MODEL_CONFIG_FIELDS_H_
+#define TANDEM_COMMON_MODEL_CONFIG_FIELDS_H_
+
+#include <cstdint>
+#include <nlohmann/json.hpp>
+#include <optional>
+#include <set>
+#include <string>
+#include <utility>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/strings/string_view.h"
+
+namespace tandem {
+
+// One JSON object and its path. A key whose value is null counts as absent, as in Python's configs.
+// Errors are INVALID_ARGUMENT with the field's full path ("config.json.rope_scaling.factor").
+class ConfigFields {
+ public:
+  // `object` must outlive the fields.
+  ConfigFields(const nlohmann::json& object, std::string path)
+      : object_(object), path_(std::move(path)) {}
+
+  std::string Path(absl::string_view key) const;
+  // nullptr for an absent key.
+  const nlohmann::json* Find(absl::string_view key) const;
+
+  // A positive integer; an absent key gives `fallback`, or an error without one.
+  absl::StatusOr<int64_t> Size(absl::string_view key, std::optional<int64_t> fallback = {}) const;
+  // A positive number; the same.
+  absl::StatusOr<double> Positive(absl::string_view key, std::optional<double> fallback) const;
+  absl::StatusOr<std::optional<double>> MaybePositive(absl::string_view key) const;
+  absl::StatusOr<bool> Bool(absl::string_view key, bool fallback) const;
+  absl::StatusOr<std::string> String(absl::string_view key, absl::string_view fallback) const;
+  // Adds one id, or a list of ids, to `ids`; an absent key adds nothing.
+  absl::Status AppendIds(absl::string_view key, std::set<int64_t>& ids) const;
+  // A nested object; nullopt for an absent key.
+  absl::StatusOr<std::optional<ConfigFields>> Object(absl::string_view key) const;
+
+  // UNIMPLEMENTED for `key`: "<feature> is not supported".
+  absl::Status NotSupported(absl::string_view key, absl::string_view feature) const;
+
+ private:
+  const nlohmann::json& object_;
+  std::string path_;
+};
+
+}  // namespace tandem
+
+#endif  // TANDEM_COMMON_MODEL_CONFIG_FIELDS_H_

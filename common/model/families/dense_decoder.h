@@ -1,0 +1,71 @@
+// The dense pre-norm decoder that Llama, Qwen2 and Qwen3 are variants of (dense_family.h): RMSNorm,
+// rotary grouped-query attention, SwiGLU (https://arxiv.org/abs/2302.13971).
+//
+// A shard computes with the others of Placement::shard_group: heads, the MLP's inner columns and
+// the vocabulary are sharded over the ranks, and between linear maps each rank keeps the hidden
+// states of its shard of the tokens (common/ops/token_shards.h). A pass sends, forward and backward
+// alike and for each layer, two all-gathers and two reduce-scatters of [T, H], and one of each for
+// the embedding and the final norm together. The gathered tensors are kept for the backward pass:
+// keeping shards would cost two more all-gathers a layer to save 2 T H (1 - 1/n) values of its
+// memory.
+//
+// A pass with a KV cache has few tokens and waits for each exchange: there every rank keeps all
+// tokens, and a layer is two sums of [T, H] in the order of the ranks (common/ops/rank_sum.h), the
+// embedding one.
+#ifndef TANDEM_COMMON_MODEL_FAMILIES_DENSE_DECODER_H_
+#define TANDEM_COMMON_MODEL_FAMILIES_DENSE_DECODER_H_
+
+#include <ATen/core/Tensor.h>
+
+#include <memory>
+#include <vector>
+
+#include "common/model/backbone.h"
+#include "common/model/model_config.h"
+#include "common/model/parameter_store.h"
+#include "common/ops/linear_weight.h"
+#include "common/ops/rotary_table.h"
+#include "common/ops/tensor_parallel_group.h"
+
+namespace tandem {
+
+class DenseDecoder : public Backbone {
+ public:
+  // Takes the parameters of DenseFamily::Parameters from `store`, which must outlive the decoder.
+  // Blocks that `placement` does not hold cannot be run.
+  DenseDecoder(const ModelConfig& config, const Placement& placement, ParameterStore& store);
+
+  ModelPass StartPass(const RaggedBatch& batch, AttentionContext& context,
+                      const at::Tensor& rows) const override;
+  int64_t num_blocks() const override { return LastBlock(config_.num_hidden_layers) + 1; }
+  at::Tensor RunBlock(int64_t block, const at::Tensor& hidden,
+                      const ModelPass& pass) const override;
+
+ private:
+  struct Layer {
+    at::Tensor input_norm, post_attention_norm;
+    const ops::LinearWeight *qkv = nullptr, *output = nullptr, *gate_up = nullptr, *down = nullptr;
+    at::Tensor q_norm, k_norm;  // [head_dim] or undefined
+  };
+
+  at::Tensor RunLayer(int64_t index, at::Tensor x, const ModelPass& pass) const;
+  at::Tensor Heads(const at::Tensor& x, const at::Tensor& norm) const;
+  at::Tensor Embed(const ModelPass& pass) const;
+  // Gathers all tokens from the ranks' shards of them.
+  at::Tensor Gathered(const at::Tensor& x, const ModelPass& pass) const;
+  // residual + map(x), for a map that is sharded by input.
+  at::Tensor AddSum(const at::Tensor& residual, const ops::LinearWeight& map, const at::Tensor& x,
+                    const ModelPass& pass) const;
+
+  ModelConfig config_;
+  at::ScalarType dtype_;                             // of the computation
+  std::shared_ptr<ops::TensorParallelGroup> group_;  // nullptr: the model is whole
+  at::Tensor embedding_;
+  std::vector<Layer> layers_;
+  at::Tensor norm_;
+  std::unique_ptr<ops::RotaryTable> rotary_;
+};
+
+}  // namespace tandem
+
+#endif  // TANDEM_COMMON_MODEL_FAMILIES_DENSE_DECODER_H_

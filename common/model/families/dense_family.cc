@@ -1,0 +1,190 @@
+#include "common/model/families/dense_family.h"
+
+#include <algorithm>
+#include <nlohmann/json.hpp>
+#include <string>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "common/base/error.h"
+#include "common/base/status_macros.h"
+#include "common/model/config_fields.h"
+#include "common/model/rope_config.h"
+#include "common/model/shard.h"
+
+namespace tandem {
+namespace {
+
+constexpr int64_t kFloatBytes = 4;
+
+// Features that would change the numbers and that the dense decoder lacks.
+absl::Status RefuseUnsupported(const ConfigFields& fields) {
+  TANDEM_ASSIGN_OR_RETURN(const std::string act, fields.String("hidden_act", "silu"));
+  if (act != "silu")
+    return fields.NotSupported("hidden_act", absl::StrCat("activation '", act, "'"));
+  TANDEM_ASSIGN_OR_RETURN(const bool sliding, fields.Bool("use_sliding_window", false));
+  if (sliding) return fields.NotSupported("use_sliding_window", "sliding-window attention");
+  if (const nlohmann::json* layers = fields.Find("layer_types");
+      layers != nullptr && layers->is_array()) {
+    for (const nlohmann::json& layer : *layers) {
+      if (layer != "full_attention") {
+        return fields.NotSupported("layer_types", absl::StrCat("layer type ", layer.dump()));
+      }
+    }
+  }
+  TANDEM_ASSIGN_OR_RETURN(const double partial, fields.Positive("partial_rotary_factor", 1.0));
+  if (partial != 1.0) return fields.NotSupported("partial_rotary_factor", "partial rotary");
+  return absl::OkStatus();
+}
+
+}  // namespace
+
+absl::Status DenseFamily::ReadConfig(const ConfigFields& fields, ModelConfig& config) const {
+  TANDEM_ASSIGN_OR_RETURN(config.vocab_size, fields.Size("vocab_size"));
+  TANDEM_ASSIGN_OR_RETURN(config.hidden_size, fields.Size("hidden_size"));
+  TANDEM_ASSIGN_OR_RETURN(config.intermediate_size, fields.Size("intermediate_size"));
+  TANDEM_ASSIGN_OR_RETURN(config.num_hidden_layers, fields.Size("num_hidden_layers"));
+  TANDEM_ASSIGN_OR_RETURN(config.num_attention_heads, fields.Size("num_attention_heads"));
+  TANDEM_ASSIGN_OR_RETURN(config.num_key_value_heads,
+                          fields.Size("num_key_value_heads", config.num_attention_heads));
+  if (config.num_attention_heads % config.num_key_value_heads != 0) {
+    return InvalidField(
+        fields.Path("num_key_value_heads"),
+        absl::StrCat("must divide num_attention_heads (", config.num_attention_heads, ")"));
+  }
+  if (fields.Find("head_dim") == nullptr && config.hidden_size % config.num_attention_heads != 0) {
+    return InvalidField(fields.Path("hidden_size"),
+                        "must be a multiple of num_attention_heads when head_dim is not given");
+  }
+  TANDEM_ASSIGN_OR_RETURN(
+      config.head_dim,
+      fields.Size("head_dim",
+                  std::max<int64_t>(1, config.hidden_size / config.num_attention_heads)));
+  if (config.head_dim % 2 != 0) {
+    return InvalidField(fields.Path("head_dim"), "must be even for rotary embeddings");
+  }
+  TANDEM_ASSIGN_OR_RETURN(config.max_position_embeddings,
+                          fields.Size("max_position_embeddings", 2048));
+  TANDEM_ASSIGN_OR_RETURN(config.rms_norm_eps, fields.Positive("rms_norm_eps", 1e-6));
+  TANDEM_ASSIGN_OR_RETURN(config.initializer_range, fields.Positive("initializer_range", 0.02));
+  TANDEM_ASSIGN_OR_RETURN(config.tie_word_embeddings, fields.Bool("tie_word_embeddings", false));
+  TANDEM_ASSIGN_OR_RETURN(config.decoder, options_(fields));
+  TANDEM_ASSIGN_OR_RETURN(config.rope, ReadRopeConfig(fields, config.max_position_embeddings));
+  return RefuseUnsupported(fields);
+}
+
+std::vector<ParameterSpec> DenseFamily::Parameters(const ModelConfig& config) const {
+  std::vector<ParameterSpec> specs;
+  const int64_t hidden = config.hidden_size;
+  int64_t block = 0;
+  // Cut by output: the bias is cut with the rows that it belongs to.
+  const auto column_parallel = [&](const std::string& name, int64_t out, bool bias) {
+    specs.push_back(
+        {.name = name + ".weight", .shape = {out, hidden}, .shard_axis = 0, .block = block});
+    if (bias) {
+      specs.push_back({.name = name + ".bias",
+                       .shape = {out},
+                       .init = Init::kZeros,
+                       .shard_axis = 0,
+                       .block = block});
+    }
+  };
+  // Cut by input: the bias is added once, after the partial sums.
+  const auto row_parallel = [&](const std::string& name, int64_t in, bool bias) {
+    specs.push_back(
+        {.name = name + ".weight", .shape = {hidden, in}, .shard_axis = 1, .block = block});
+    if (bias) {
+      specs.push_back(
+          {.name = name + ".bias", .shape = {hidden}, .init = Init::kZeros, .block = block});
+    }
+  };
+  const auto norm = [&](const std::string& name, int64_t width) {
+    specs.push_back(
+        {.name = name + ".weight", .shape = {width}, .init = Init::kOnes, .block = block});
+  };
+
+  specs.push_back({.name = kEmbeddingName, .shape = {config.vocab_size, hidden}, .shard_axis = 0});
+  for (int64_t i = 0; i < config.num_hidden_layers; ++i) {
+    block = i + 1;
+    const std::string prefix = absl::StrCat("model.layers.", i, ".");
+    const std::string attention = prefix + "self_attn.", mlp = prefix + "mlp.";
+    column_parallel(attention + "q_proj", config.query_size(), config.decoder.qkv_bias);
+    column_parallel(attention + "k_proj", config.key_value_size(), config.decoder.qkv_bias);
+    column_parallel(attention + "v_proj", config.key_value_size(), config.decoder.qkv_bias);
+    row_parallel(attention + "o_proj", config.query_size(), config.decoder.output_bias);
+    if (config.decoder.qk_norm) {
+      norm(attention + "q_norm", config.head_dim);
+      norm(attention + "k_norm", config.head_dim);
+    }
+    column_parallel(mlp + "gate_proj", config.intermediate_size, config.decoder.mlp_bias);
+    column_parallel(mlp + "up_proj", config.intermediate_size, config.decoder.mlp_bias);
+    row_parallel(mlp + "down_proj", config.intermediate_size, config.decoder.mlp_bias);
+    norm(prefix + "input_layernorm", hidden);
+    norm(prefix + "post_attention_layernorm", hidden);
+  }
+  block = LastBlock(config.num_hidden_layers);
+  norm("model.norm", hidden);
+  return specs;
+}
+
+std::vector<WeightFileSize> DenseFamily::WeightFileSizes(const ModelConfig& config) const {
+  const std::string layer = "model.layers.0.";
+  return {{kEmbeddingName, 0, config.vocab_size, "vocab_size"},
+          {kEmbeddingName, 1, config.hidden_size, "hidden_size"},
+          {layer + "mlp.gate_proj.weight", 0, config.intermediate_size, "intermediate_size"},
+          {layer + "self_attn.q_proj.weight", 0, config.query_size(), "num_attention_heads",
+           "times head_dim "},
+          {layer + "self_attn.k_proj.weight", 0, config.key_value_size(), "num_key_value_heads",
+           "times head_dim "}};
+}
+
+absl::Status DenseFamily::CheckShards(const ModelConfig& config, int64_t shard_count,
+                                      absl::string_view field) const {
+  // Whole heads: that their rows divide is not enough.
+  const std::pair<const char*, int64_t> fields[] = {
+      {"num_attention_heads", config.num_attention_heads},
+      {"num_key_value_heads", config.num_key_value_heads},
+      {"intermediate_size", config.intermediate_size}};
+  for (const auto& [name, size] : fields) {
+    if (size % shard_count != 0) {
+      return InvalidField(field, absl::StrCat(shard_count, " does not divide config.json.", name,
+                                              ", which is ", size));
+    }
+  }
+  const Shard last = {.index = shard_count - 1, .count = shard_count};
+  if (last.Size(config.vocab_size) < 1) {
+    return InvalidField(
+        field, absl::StrCat("config.json.vocab_size, which is ", config.vocab_size,
+                            ", leaves the last of ", shard_count, " shards without a row"));
+  }
+  return absl::OkStatus();
+}
+
+std::vector<LayerCache> DenseFamily::CacheLayout(const ModelConfig& config,
+                                                 int64_t shard_count) const {
+  return std::vector<LayerCache>(
+      static_cast<size_t>(config.num_hidden_layers),
+      {.heads = config.num_key_value_heads / shard_count, .head_dim = config.head_dim});
+}
+
+// The residual and its norm, then the inputs and outputs of either the attention or the MLP. A
+// shard has its heads and columns of these, and what all shards bring to a sum.
+int64_t DenseFamily::InferenceActivations(const ModelConfig& config, int64_t shard_count) const {
+  const int64_t attention = 3 * config.query_size() + 3 * config.key_value_size();
+  const int64_t gathered = shard_count > 1 ? (shard_count + 1) * config.hidden_size : 0;
+  return 3 * config.hidden_size + gathered +
+         std::max(attention, 3 * config.intermediate_size) / shard_count;
+}
+
+// Norms with their inputs; queries, keys and values before and after rotation and repetition; the
+// attention's output; gate, up and their product. SmolLM2-135M takes 0.87 of it; as much in bf16,
+// where norms and rotation stay float32. A shard keeps the gathered inputs of its maps whole.
+int64_t DenseFamily::TrainingActivationBytes(const ModelConfig& config, int64_t /*layer*/,
+                                             int64_t shard_count) const {
+  const int64_t whole = 2 * config.hidden_size;
+  const int64_t cut = 3 * config.hidden_size + 4 * config.query_size() +
+                      2 * config.key_value_size() + 4 * config.intermediate_size;
+  return (whole + cut / shard_count) * kFloatBytes;
+}
+
+}  // namespace tandem

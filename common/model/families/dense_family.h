@@ -1,0 +1,43 @@
+// The families whose model is a dense decoder: one implementation, configured by
+// DenseDecoderOptions. dense_decoder.h computes it.
+#ifndef TANDEM_COMMON_MODEL_FAMILIES_DENSE_FAMILY_H_
+#define TANDEM_COMMON_MODEL_FAMILIES_DENSE_FAMILY_H_
+
+#include <cstdint>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "common/model/family.h"
+
+namespace tandem {
+
+class DenseFamily : public Family {
+ public:
+  // Reads the family's own keys of config.json.
+  using OptionsFunction = absl::StatusOr<DenseDecoderOptions> (*)(const ConfigFields& fields);
+
+  DenseFamily(std::string model_type, std::string class_prefix, OptionsFunction options)
+      : Family(std::move(model_type), std::move(class_prefix)), options_(options) {}
+
+  // Refuses hidden_act other than silu, sliding windows, partial rotary, and the rope types of
+  // rope_config.h.
+  absl::Status ReadConfig(const ConfigFields& fields, ModelConfig& config) const override;
+  std::vector<ParameterSpec> Parameters(const ModelConfig& config) const override;
+  std::vector<WeightFileSize> WeightFileSizes(const ModelConfig& config) const override;
+  absl::Status CheckShards(const ModelConfig& config, int64_t shard_count,
+                           absl::string_view field) const override;
+  std::vector<LayerCache> CacheLayout(const ModelConfig& config,
+                                      int64_t shard_count) const override;
+  int64_t InferenceActivations(const ModelConfig& config, int64_t shard_count) const override;
+  int64_t TrainingActivationBytes(const ModelConfig& config, int64_t layer,
+                                  int64_t shard_count) const override;
+  BackboneKind backbone() const override { return BackboneKind::kDenseDecoder; }
+
+ private:
+  const OptionsFunction options_;
+};
+
+}  // namespace tandem
+
+#endif  // TANDEM_COMMON_MODEL_FAMILIES_DENSE_FAMILY_H_

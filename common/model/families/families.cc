@@ -1,0 +1,61 @@
+// The table of families. Each row of it has a row in README.md, a name in
+// clients/python/tandem/models.py and a case in tests/parity/test_transformers_parity.py, which
+// tests/lint/test_families.py compares.
+#include <string>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/strings/str_cat.h"
+#include "common/base/error.h"
+#include "common/base/status_macros.h"
+#include "common/model/config_fields.h"
+#include "common/model/families/dense_family.h"
+#include "common/model/family.h"
+
+namespace tandem {
+namespace {
+
+using Options = DenseDecoderOptions;
+
+// Llama, and SmolLM2: attention_bias covers the output projection too.
+absl::StatusOr<Options> LlamaOptions(const ConfigFields& fields) {
+  Options options;
+  TANDEM_ASSIGN_OR_RETURN(options.qkv_bias, fields.Bool("attention_bias", false));
+  options.output_bias = options.qkv_bias;
+  TANDEM_ASSIGN_OR_RETURN(options.mlp_bias, fields.Bool("mlp_bias", false));
+  return options;
+}
+
+// Qwen2 and Qwen2.5: queries, keys and values always have a bias, no other map does.
+absl::StatusOr<Options> Qwen2Options(const ConfigFields&) { return Options{.qkv_bias = true}; }
+
+// Qwen3: queries and keys are normalised head by head.
+absl::StatusOr<Options> Qwen3Options(const ConfigFields& fields) {
+  Options options = {.qk_norm = true};
+  TANDEM_ASSIGN_OR_RETURN(options.qkv_bias, fields.Bool("attention_bias", false));
+  options.output_bias = options.qkv_bias;
+  return options;
+}
+
+}  // namespace
+
+const std::vector<const Family*>& Families() {
+  static const auto* const families = new std::vector<const Family*>{
+      new DenseFamily("llama", "Llama", LlamaOptions),
+      new DenseFamily("qwen2", "Qwen2", Qwen2Options),
+      new DenseFamily("qwen3", "Qwen3", Qwen3Options),
+  };
+  return *families;
+}
+
+absl::StatusOr<const Family*> FindFamily(absl::string_view model_type) {
+  std::string known;
+  for (const Family* family : Families()) {
+    if (model_type == absl::string_view(family->model_type())) return family;
+    absl::StrAppend(&known, known.empty() ? "" : ", ", family->model_type());
+  }
+  return FieldError(absl::StatusCode::kUnimplemented, "config.json.model_type",
+                    absl::StrCat(model_type, " is not supported (", known, " are)"));
+}
+
+}  // namespace tandem

@@ -1,0 +1,92 @@
+// A model family: everything in which one `model_type` of Hugging Face differs from another. The
+// rest of the code asks the family and never looks at `model_type` itself. No torch: the memory
+// plan and the checks of a configuration read a family before any tensor exists.
+//
+// To add one, follow "Add a model family" in docs/architecture.md.
+#ifndef TANDEM_COMMON_MODEL_FAMILY_H_
+#define TANDEM_COMMON_MODEL_FAMILY_H_
+
+#include <cstddef>
+#include <cstdint>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/strings/string_view.h"
+#include "common/model/layer_cache.h"
+#include "common/model/model_config.h"
+#include "common/model/parameter_spec.h"
+
+namespace tandem {
+
+class ConfigFields;
+
+// The implementations of Backbone (backbone.h). families/make_backbone.cc constructs them.
+enum class BackboneKind { kDenseDecoder };
+
+// A size of config.json and the axis of a tensor in the weight files that must have it.
+struct WeightFileSize {
+  std::string tensor;
+  size_t axis = 0;
+  int64_t size = 0;
+  std::string field;        // of config.json
+  std::string factor = "";  // what the field is multiplied by: "times head_dim "
+};
+
+class Family {
+ public:
+  Family(std::string model_type, std::string class_prefix)
+      : model_type_(std::move(model_type)), class_prefix_(std::move(class_prefix)) {}
+  virtual ~Family() = default;
+
+  const std::string& model_type() const { return model_type_; }
+  // "Llama": exports name the architecture <prefix>ForCausalLM.
+  const std::string& class_prefix() const { return class_prefix_; }
+
+  // Reads the architecture from config.json into `config`. INVALID_ARGUMENT with the field's path
+  // for a key that is missing or wrong, UNIMPLEMENTED for one that would change the numbers and
+  // that the backbone does not compute.
+  virtual absl::Status ReadConfig(const ConfigFields& fields, ModelConfig& config) const = 0;
+
+  // The parameters of the backbone (no head) under their Hugging Face names, block by block; how
+  // each is cut into tensor-parallel shards is ParameterSpec::shard_axis.
+  virtual std::vector<ParameterSpec> Parameters(const ModelConfig& config) const = 0;
+  // The sizes of `config` that the weight files must confirm before memory is planned for them.
+  virtual std::vector<WeightFileSize> WeightFileSizes(const ModelConfig& config) const = 0;
+
+  // Whether the model can be cut into `shard_count` tensor-parallel shards. The count need not
+  // divide the vocabulary, but every shard must have a row of it. INVALID_ARGUMENT names `field`,
+  // the setting that gave the count, and the size that does not fit; UNIMPLEMENTED for an
+  // architecture that the backbone does not shard.
+  virtual absl::Status CheckShards(const ModelConfig& config, int64_t shard_count,
+                                   absl::string_view field) const = 0;
+
+  // Returns the shape of the cached keys and values of each layer, in one of `shard_count` shards.
+  virtual std::vector<LayerCache> CacheLayout(const ModelConfig& config,
+                                              int64_t shard_count) const = 0;
+  // Upper estimate of the values per token that are alive at the widest point of a forward pass
+  // without autograd, in one of `shard_count` shards.
+  virtual int64_t InferenceActivations(const ModelConfig& config, int64_t shard_count) const = 0;
+  // Upper estimate of the bytes per token that autograd keeps of one layer, in one of `shard_count`
+  // shards.
+  virtual int64_t TrainingActivationBytes(const ModelConfig& config, int64_t layer,
+                                          int64_t shard_count) const = 0;
+
+  virtual BackboneKind backbone() const = 0;
+
+ private:
+  const std::string model_type_;
+  const std::string class_prefix_;
+};
+
+// All families, in the order in which errors list them.
+const std::vector<const Family*>& Families();
+
+// UNIMPLEMENTED for "config.json.model_type", with the list of families that are there.
+absl::StatusOr<const Family*> FindFamily(absl::string_view model_type);
+
+}  // namespace tandem
+
+#endif  // TANDEM_COMMON_MODEL_FAMILY_H_

@@ -1,0 +1,121 @@
+#include "common/parallel/context/context_shard.h"
+
+#include <ATen/ATen.h>
+
+#include <algorithm>
+#include <numeric>
+
+namespace tandem::parallel {
+namespace {
+
+// Returns the first position of a chunk in [0, 2n]; for chunk 2n, the length.
+int64_t ChunkBegin(int64_t length, int num_ranks, int64_t chunk) {
+  const int64_t chunks = 2 * num_ranks, chunk_length = (length + chunks - 1) / chunks;
+  return std::min(chunk * chunk_length, length);
+}
+
+// Returns the rows of the whole batch that a rank holds, in its order.
+at::Tensor RowsOf(const ContextShard& shard, int rank, at::Device device) {
+  std::vector<int64_t> rows;
+  int64_t offset = 0;
+  for (const int64_t length : shard.lengths) {
+    for (const int64_t chunk : {rank, 2 * shard.num_ranks - 1 - rank}) {
+      const int64_t end = ChunkBegin(length, shard.num_ranks, chunk + 1);
+      for (int64_t p = ChunkBegin(length, shard.num_ranks, chunk); p < end; ++p) {
+        rows.push_back(offset + p);
+      }
+    }
+    offset += length;
+  }
+  return at::tensor(rows, at::kLong).to(device);
+}
+
+}  // namespace
+
+ChunkRows ContextShard::Chunks(int of_rank, int64_t sequence) const {
+  const auto rows = [&](int64_t chunk) {
+    return ChunkBegin(lengths[sequence], num_ranks, chunk + 1) -
+           ChunkBegin(lengths[sequence], num_ranks, chunk);
+  };
+  return {.early = rows(of_rank), .late = rows(2 * num_ranks - 1 - of_rank)};
+}
+
+int64_t ContextShard::NumRows(int of_rank) const {
+  int64_t rows = 0;
+  for (size_t s = 0; s < lengths.size(); ++s) {
+    rows += Chunks(of_rank, static_cast<int64_t>(s)).total();
+  }
+  return rows;
+}
+
+ContextShard MakeContextShard(const RaggedBatch& whole, int rank, int num_ranks) {
+  TORCH_CHECK(rank >= 0 && rank < num_ranks, "context shard: there is no rank ", rank, " among ",
+              num_ranks);
+  ContextShard shard;
+  shard.rank = rank;
+  shard.num_ranks = num_ranks;
+  shard.batch.offsets = {0};
+  for (size_t s = 0; s + 1 < whole.offsets.size(); ++s) {
+    shard.lengths.push_back(whole.offsets[s + 1] - whole.offsets[s]);
+    shard.batch.offsets.push_back(shard.batch.offsets.back() +
+                                  shard.Chunks(rank, static_cast<int64_t>(s)).total());
+  }
+  shard.rows = RowsOf(shard, rank, whole.tokens.device());
+  shard.batch.tokens = whole.tokens.index_select(0, shard.rows);
+  shard.batch.positions = whole.positions.index_select(0, shard.rows);
+  shard.batch.positions_end = whole.positions_end;
+  return shard;
+}
+
+namespace {
+
+// Returns the number of rows of every rank.
+std::vector<int64_t> RowCounts(const ranks::Communicator& communicator, const ContextShard& shard) {
+  TORCH_CHECK(communicator.size() == shard.num_ranks, "a batch of ", shard.num_ranks,
+              " context ranks among ", communicator.size());
+  std::vector<int64_t> counts;
+  for (int rank = 0; rank < shard.num_ranks; ++rank) counts.push_back(shard.NumRows(rank));
+  return counts;
+}
+
+// Returns zeros [n, most rows of a rank, ...]: the shards of a collective have one size.
+at::Tensor PaddedShards(const std::vector<int64_t>& counts, const at::Tensor& like) {
+  std::vector<int64_t> sizes = like.sizes().vec();
+  sizes[0] = *std::max_element(counts.begin(), counts.end());
+  sizes.insert(sizes.begin(), static_cast<int64_t>(counts.size()));
+  return at::zeros(sizes, like.options().requires_grad(false));
+}
+
+}  // namespace
+
+at::Tensor GatherContextRows(ranks::Communicator& communicator, const ContextShard& shard,
+                             const at::Tensor& local) {
+  const std::vector<int64_t> counts = RowCounts(communicator, shard);
+  TORCH_CHECK(local.size(0) == counts[shard.rank], "gather of ", local.size(0),
+              " context rows, not ", counts[shard.rank]);
+  const at::Tensor all = PaddedShards(counts, local);
+  all[shard.rank].narrow(0, 0, local.size(0)).copy_(local.detach());
+  communicator.AllGather(all, all[shard.rank]);
+  std::vector<int64_t> sizes = local.sizes().vec();
+  sizes[0] = std::accumulate(counts.begin(), counts.end(), int64_t{0});
+  at::Tensor whole = at::empty(sizes, all.options());
+  for (int rank = 0; rank < shard.num_ranks; ++rank) {
+    whole.index_copy_(0, RowsOf(shard, rank, local.device()), all[rank].narrow(0, 0, counts[rank]));
+  }
+  return whole;
+}
+
+at::Tensor ScatterContextRows(ranks::Communicator& communicator, const ContextShard& shard,
+                              const at::Tensor& whole) {
+  const std::vector<int64_t> counts = RowCounts(communicator, shard);
+  const at::Tensor shards = PaddedShards(counts, whole);
+  for (int rank = 0; rank < shard.num_ranks; ++rank) {
+    shards[rank]
+        .narrow(0, 0, counts[rank])
+        .copy_(whole.detach().index_select(0, RowsOf(shard, rank, whole.device())));
+  }
+  communicator.ReduceScatter(shards[shard.rank], shards);
+  return shards[shard.rank].narrow(0, 0, counts[shard.rank]);
+}
+
+}  // namespace tandem::parallel

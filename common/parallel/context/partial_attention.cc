@@ -1,0 +1,108 @@
+#include "common/parallel/context/partial_attention.h"
+
+#include <ATen/ATen.h>
+#include <ATen/OpMathType.h>
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+
+namespace tandem::parallel {
+namespace {
+
+// The most scores that exist at a time, unless kMinTileRows rows have more: on the CPU, as many as
+// its cache holds. A causal tile computes scores that the mask discards, so it has few rows.
+constexpr int64_t kMaxScoresOnCpu = 1 << 19, kMaxScores = 1 << 24;
+constexpr int64_t kMinTileRows = 16, kMaxTileRows = 256;
+
+struct Tile {
+  int64_t row, rows, keys;
+};
+
+// Calls fn(tile) for tiles that together cover all rows and the keys that they see.
+template <typename Function>
+void ForEachTile(const at::Tensor& q, const at::Tensor& pair, bool causal, const Function& fn) {
+  const int64_t rows = q.size(1), keys = pair.size(2), heads = q.size(0) * q.size(2);
+  const int64_t max_scores = q.is_cpu() ? kMaxScoresOnCpu : kMaxScores;
+  const int64_t step = std::clamp(max_scores / (heads * keys), kMinTileRows, kMaxTileRows);
+  for (int64_t row = 0; row < rows; row += step) {
+    const int64_t end = std::min(row + step, rows);
+    fn(Tile{row, end - row, causal ? end : keys});
+  }
+}
+
+// [G, R, M, X] -> [G, rows * M, X], a view.
+at::Tensor Rows(const at::Tensor& x, const Tile& tile) {
+  return x.narrow(1, tile.row, tile.rows).view({x.size(0), tile.rows * x.size(2), x.size(3)});
+}
+
+at::Tensor Keys(const at::Tensor& pair, const Tile& tile) {
+  return pair[0].narrow(1, 0, tile.keys);
+}
+at::Tensor Values(const at::Tensor& pair, const Tile& tile) {
+  return pair[1].narrow(1, 0, tile.keys);
+}
+
+// Converts an operand of a product: the CPU has no products of bfloat16 that give float32.
+at::Tensor Operand(const at::Tensor& x, at::ScalarType type) {
+  return x.to(x.is_cpu() ? SumType(type) : type);
+}
+
+// Returns the batched product of two operands, of SumType.
+at::Tensor Product(const at::Tensor& a, const at::Tensor& b) {
+  const at::ScalarType type = SumType(a.scalar_type());
+  return a.scalar_type() == type ? at::bmm(a, b) : at::bmm(a, b, type);
+}
+
+// Returns the scores [G, rows * M, keys]; -infinity where the mask hides the key.
+at::Tensor Scores(const at::Tensor& q, const at::Tensor& pair, bool causal, const Tile& tile) {
+  at::Tensor scores = Product(Rows(q, tile), Keys(pair, tile).transpose(1, 2));
+  scores.mul_(1.0 / std::sqrt(static_cast<double>(q.size(3))));
+  if (causal) {
+    const at::Tensor hidden =
+        at::ones({tile.rows, tile.keys}, q.options().dtype(at::kBool)).triu_(tile.row + 1);
+    scores.view({q.size(0), tile.rows, q.size(2), tile.keys})
+        .masked_fill_(hidden.unsqueeze(1), -std::numeric_limits<double>::infinity());
+  }
+  return scores;
+}
+
+}  // namespace
+
+at::ScalarType SumType(at::ScalarType type) { return at::toOpMathType(type); }
+
+void AddAttention(const at::Tensor& q_in, const at::Tensor& pair_in, bool causal,
+                  const AttentionSum& sum) {
+  const at::ScalarType type = q_in.scalar_type();
+  const at::Tensor q = Operand(q_in, type), pair = Operand(pair_in, type);
+  ForEachTile(q, pair, causal, [&](const Tile& tile) {
+    at::Tensor p = Scores(q, pair, causal, tile);
+    const at::Tensor peak = p.amax(-1, /*keepdim=*/true);
+    p.sub_(peak).exp_();
+    const at::Tensor log_sum = p.sum(-1, /*keepdim=*/true).log_().add_(peak);
+    at::Tensor output = Product(Operand(p, type), Values(pair, tile));
+    const at::Tensor all = Rows(sum.log_sum, tile), merged = at::logaddexp(all, log_sum);
+    output.mul_((peak - merged).exp_());
+    Rows(sum.output, tile).mul_((all - merged).exp_()).add_(output);
+    all.copy_(merged);
+  });
+}
+
+void AddAttentionGradients(const AttentionRows& rows, const at::Tensor& pair_in, bool causal,
+                           const at::Tensor& dq, const at::Tensor& dpair) {
+  const at::ScalarType type = rows.q.scalar_type();
+  const at::Tensor q = Operand(rows.q, type), dy = Operand(rows.dy, type);
+  const at::Tensor pair = Operand(pair_in, type);
+  const double scale = 1.0 / std::sqrt(static_cast<double>(q.size(3)));
+  ForEachTile(q, pair, causal, [&](const Tile& tile) {
+    const at::Tensor tile_dy = Rows(dy, tile);
+    const at::Tensor p = Scores(q, pair, causal, tile).sub_(Rows(rows.log_sum, tile)).exp_();
+    Values(dpair, tile).add_(Product(Operand(p, type).transpose(1, 2), tile_dy));
+    at::Tensor ds = Product(tile_dy, Values(pair, tile).transpose(1, 2));
+    ds = Operand(ds.sub_(Rows(rows.delta, tile)).mul_(p).mul_(scale), type);
+    Rows(dq, tile).add_(Product(ds, Keys(pair, tile)));
+    Keys(dpair, tile).add_(Product(ds.transpose(1, 2), Rows(q, tile)));
+  });
+}
+
+}  // namespace tandem::parallel

@@ -1,0 +1,225 @@
+#include "common/parallel/context/ring_attention.h"
+
+#include <ATen/ATen.h>
+#include <torch/csrc/autograd/custom_function.h>
+
+#include <limits>
+#include <utility>
+#include <vector>
+
+#include "common/ops/saved_object.h"
+#include "common/parallel/context/partial_attention.h"
+
+namespace tandem::parallel {
+namespace {
+
+using torch::autograd::AutogradContext;
+using torch::autograd::variable_list;
+
+// Consecutive rows of this rank, and the keys of another rank's shard that they attend to.
+struct Span {
+  int64_t row, rows, key, keys;
+  bool causal;
+
+  at::Tensor RowsOf(const at::Tensor& x) const { return x.narrow(1, row, rows); }
+  at::Tensor KeysOf(const at::Tensor& pair) const { return pair.narrow(2, key, keys); }
+};
+
+// Keys and values on their way to the next rank, and others on their way from the previous one.
+struct Transfer {
+  at::Tensor outgoing, incoming;
+  ranks::CollectiveHandle sent, received;  // destroyed before the tensors
+
+  at::Tensor Finish() {
+    sent.Wait();
+    received.Wait();
+    return incoming;
+  }
+};
+
+// [T, heads, D] -> [G, T, M, D], as in partial_attention.h.
+at::Tensor Grouped(const at::Tensor& x, int64_t groups) {
+  return x.unflatten(1, {groups, x.size(1) / groups}).transpose(0, 1).contiguous();
+}
+
+// The reverse: [G, T, M, D] -> [T, heads, D].
+at::Tensor Ungrouped(const at::Tensor& x) { return x.transpose(0, 1).flatten(1, 2); }
+
+at::Tensor Paired(const at::Tensor& k, const at::Tensor& v) {
+  return at::stack({k.transpose(0, 1), v.transpose(0, 1)});
+}
+
+}  // namespace
+
+// The n steps of one attention. At step i this rank has the keys and values of the rank i places
+// before it.
+class Ring {
+ public:
+  Ring(std::shared_ptr<ranks::Communicator> communicator, const ContextShard& shard);
+
+  // Rotated q [t, heads, D], k and v [t, key_value_heads, D] -> the sums over all keys.
+  AttentionSum Forward(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v) const;
+  // The gradients of q, grouped, and of k and v, as a pair; in SumType.
+  std::pair<at::Tensor, at::Tensor> Backward(const AttentionRows& rows, const at::Tensor& k,
+                                             const at::Tensor& v) const;
+
+ private:
+  struct Step {
+    int64_t source_rows;      // of the rank whose keys and values are here
+    std::vector<Span> spans;  // none empty
+  };
+
+  // Starts to send `pair` to the next rank, and to receive the pair that `next_step` works on.
+  Transfer StartTransfer(const at::Tensor& pair, size_t next_step) const;
+
+  const std::shared_ptr<ranks::Communicator> communicator_;
+  std::vector<Step> steps_;
+};
+
+Ring::Ring(std::shared_ptr<ranks::Communicator> communicator, const ContextShard& shard)
+    : communicator_(std::move(communicator)) {
+  const int size = shard.num_ranks, rank = shard.rank;
+  TORCH_CHECK(communicator_->size() == size && communicator_->rank() == rank, "ring: rank ",
+              communicator_->rank(), " of ", communicator_->size(), " with the shard of rank ",
+              rank, " of ", size);
+  for (int i = 0; i < size; ++i) {
+    const int source = (rank + size - i) % size;
+    Step step = {.source_rows = shard.NumRows(source), .spans = {}};
+    int64_t key = 0;
+    for (size_t s = 0; s < shard.lengths.size(); ++s) {
+      const auto sequence = static_cast<int64_t>(s);
+      const ChunkRows own = shard.Chunks(rank, sequence), theirs = shard.Chunks(source, sequence);
+      const int64_t row = shard.batch.offsets[s];
+      // An earlier rank's first chunk comes before both of this rank's, its second after both. A
+      // later rank's two chunks come between this rank's.
+      Span span = {row, own.total(), key, own.total(), /*causal=*/true};
+      if (source < rank) {
+        span = {row, own.total(), key, theirs.early, /*causal=*/false};
+      } else if (source > rank) {
+        span = {row + own.early, own.late, key, theirs.total(), /*causal=*/false};
+      }
+      if (span.rows > 0 && span.keys > 0) step.spans.push_back(span);
+      key += theirs.total();
+    }
+    steps_.push_back(std::move(step));
+  }
+}
+
+Transfer Ring::StartTransfer(const at::Tensor& pair, size_t next_step) const {
+  const int rank = communicator_->rank(), size = communicator_->size();
+  std::vector<int64_t> sizes = pair.sizes().vec();
+  sizes[2] = steps_[next_step % steps_.size()].source_rows;
+  Transfer transfer = {
+      .outgoing = pair, .incoming = at::empty(sizes, pair.options()), .sent = {}, .received = {}};
+  const auto send = [&] { transfer.sent = communicator_->SendAsync(pair, (rank + 1) % size); };
+  const auto receive = [&] {
+    transfer.received = communicator_->RecvAsync(transfer.incoming, (rank + size - 1) % size);
+  };
+  // NCCL does the transfers between two ranks one after the other: if both sent first, both would
+  // block for ever.
+  if (rank % 2 == 0) {
+    send();
+    receive();
+  } else {
+    receive();
+    send();
+  }
+  return transfer;
+}
+
+AttentionSum Ring::Forward(const at::Tensor& q_in, const at::Tensor& k, const at::Tensor& v) const {
+  TORCH_CHECK(q_in.size(0) == steps_[0].source_rows, "ring: ", q_in.size(0), " rows, not ",
+              steps_[0].source_rows);
+  const at::Tensor q = Grouped(q_in, k.size(1));
+  const auto options = q.options().dtype(SumType(q.scalar_type()));
+  AttentionSum sum = {.output = at::zeros(q.sizes(), options),
+                      .log_sum = at::full({q.size(0), q.size(1), q.size(2), 1},
+                                          -std::numeric_limits<double>::infinity(), options)};
+  at::Tensor pair = Paired(k, v);
+  for (size_t i = 0; i < steps_.size(); ++i) {
+    Transfer next;
+    if (i + 1 < steps_.size()) next = StartTransfer(pair, i + 1);
+    for (const Span& span : steps_[i].spans) {
+      AddAttention(span.RowsOf(q), span.KeysOf(pair), span.causal,
+                   {span.RowsOf(sum.output), span.RowsOf(sum.log_sum)});
+    }
+    pair = next.Finish();
+  }
+  return sum;
+}
+
+std::pair<at::Tensor, at::Tensor> Ring::Backward(const AttentionRows& rows, const at::Tensor& k,
+                                                 const at::Tensor& v) const {
+  const auto options = rows.q.options().dtype(SumType(rows.q.scalar_type()));
+  at::Tensor dq = at::zeros(rows.q.sizes(), options);
+  at::Tensor pair = Paired(k, v), own;
+  // A rank keeps the gradients that it adds to its own keys and values. The sum of those of the
+  // other ranks follows the pair round the ring, one step behind, and arrives after the last step.
+  Transfer sums;
+  for (size_t i = 0; i < steps_.size(); ++i) {
+    Transfer next;
+    if (i + 1 < steps_.size()) next = StartTransfer(pair, i + 1);
+    at::Tensor dpair = at::zeros(pair.sizes(), options);
+    for (const Span& span : steps_[i].spans) {
+      AddAttentionGradients({span.RowsOf(rows.q), span.RowsOf(rows.dy), span.RowsOf(rows.log_sum),
+                             span.RowsOf(rows.delta)},
+                            span.KeysOf(pair), span.causal, span.RowsOf(dq), span.KeysOf(dpair));
+    }
+    if (i == 0) {
+      own = dpair;
+    } else {
+      if (i > 1) dpair.add_(sums.Finish());
+      sums = StartTransfer(dpair, i + 1);
+    }
+    pair = next.Finish();
+  }
+  if (steps_.size() > 1) own.add_(sums.Finish());
+  return {dq, own};
+}
+
+namespace {
+
+class RingFunction : public torch::autograd::Function<RingFunction> {
+ public:
+  static at::Tensor forward(AutogradContext* context, const at::Tensor& q, const at::Tensor& k,
+                            const at::Tensor& v, const std::shared_ptr<const Ring>& ring) {
+    const AttentionSum sum = ring->Forward(q, k, v);
+    at::Tensor output = Ungrouped(sum.output).flatten(1, 2).to(q.scalar_type());
+    context->save_for_backward({q, k, v, output, sum.log_sum});
+    context->saved_data["ring"] = ops::SaveObject(ring);
+    return output;
+  }
+
+  static variable_list backward(AutogradContext* context, variable_list gradients) {
+    const variable_list saved = context->get_saved_variables();
+    const at::Tensor &q = saved[0], &k = saved[1], &v = saved[2];
+    const auto ring = ops::SavedObject<const Ring>(context->saved_data["ring"]);
+    const int64_t groups = k.size(1);
+    const at::Tensor dy = gradients[0].view(q.sizes());
+    const at::ScalarType type = SumType(q.scalar_type());
+    const at::Tensor delta =
+        (dy.to(type) * saved[3].view(q.sizes()).to(type)).sum(-1, /*keepdim=*/true);
+    const auto [dq, dpair] = ring->Backward({.q = Grouped(q, groups),
+                                             .dy = Grouped(dy, groups),
+                                             .log_sum = saved[4],
+                                             .delta = Grouped(delta, groups)},
+                                            k, v);
+    return {Ungrouped(dq).to(q.scalar_type()),
+            dpair[0].transpose(0, 1).to(k.scalar_type()),
+            dpair[1].transpose(0, 1).to(v.scalar_type()),
+            {}};
+  }
+};
+
+}  // namespace
+
+RingContext::RingContext(std::shared_ptr<ranks::Communicator> communicator,
+                         const ContextShard& shard)
+    : ring_(std::make_shared<Ring>(std::move(communicator), shard)) {}
+
+at::Tensor RingContext::Attend(int64_t, const RaggedBatch&, const at::Tensor& q,
+                               const at::Tensor& k, const at::Tensor& v) {
+  return RingFunction::apply(q, k, v, ring_);
+}
+
+}  // namespace tandem::parallel

@@ -1,0 +1,26 @@
+#include "common/parallel/optimizer/shard_plan.h"
+
+#include <algorithm>
+
+namespace tandem::parallel {
+
+std::vector<ShardRange> PlanShard(absl::Span<const Parameter> parameters, int64_t block,
+                                  int64_t buffer_numel, int64_t shards, int64_t index) {
+  const int64_t shard_numel = buffer_numel / shards;
+  const int64_t begin = index * shard_numel, end = begin + shard_numel;
+  std::vector<ShardRange> ranges;
+  for (const Parameter& parameter : parameters) {
+    if (parameter.spec.block != block) continue;
+    const int64_t first = parameter.value.storage_offset();
+    const int64_t from = std::max(first, begin);
+    const int64_t to = std::min(first + parameter.value.numel(), end);
+    if (from >= to) continue;
+    ranges.push_back({.parameter = &parameter,
+                      .offset = from - first,
+                      .numel = to - from,
+                      .shard_offset = from - begin});
+  }
+  return ranges;
+}
+
+}  // namespace tandem::parallel

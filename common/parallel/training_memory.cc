@@ -1,0 +1,265 @@
+#include "common/parallel/training_memory.h"
+
+#include <algorithm>
+#include <map>
+#include <utility>
+
+#include "common/base/status_macros.h"
+#include "common/model/family.h"
+#include "common/model/freeze.h"
+#include "common/model/shard_numel.h"
+#include "common/parallel/mesh_shape.h"
+#include "common/parallel/pipeline_schedule.h"
+
+namespace tandem::parallel {
+namespace {
+
+constexpr int64_t kFloatBytes = 4;
+
+// Numbers of values in one block of a pass, as one tensor-parallel shard holds it.
+struct BlockSize {
+  int64_t all = 0;
+  int64_t trained = 0;
+  int64_t linear = 0;  // of linear maps, which are multiplied in the computation's type
+};
+
+// The model as one tensor-parallel rank holds it.
+struct ShardedModel {
+  const ModelConfig& config;
+  const Family& family;
+  const TrainedModel& options;
+  bool tied = false;
+  int64_t tensor_ranks = 1;
+  std::vector<BlockSize> blocks;
+
+  int64_t last_block() const { return static_cast<int64_t>(blocks.size()) - 1; }
+  // The block that holds the head's parameters.
+  int64_t head_block() const { return tied ? 0 : last_block(); }
+  // The values of a block's gradients: those of the whole block if any parameter of it trains.
+  int64_t Gradients(int64_t block) const { return At(block).trained > 0 ? At(block).all : 0; }
+  const BlockSize& At(int64_t block) const { return blocks[static_cast<size_t>(block)]; }
+};
+
+absl::StatusOr<ShardedModel> Sharded(const TrainedModel& model, int64_t tensor_rank,
+                                     int64_t tensor_ranks) {
+  TANDEM_ASSIGN_OR_RETURN(const Family* family, FindFamily(model.config.model_type));
+  const bool tied =
+      model.head == HeadKind::kLm && model.config.tie_word_embeddings && !model.untie_embeddings;
+  ShardedModel sharded = {.config = model.config,
+                          .family = *family,
+                          .options = model,
+                          .tied = tied,
+                          .tensor_ranks = tensor_ranks,
+                          .blocks = {}};
+  TANDEM_ASSIGN_OR_RETURN(const auto specs,
+                          ModelParameters(model.config, {.kind = model.head, .tied = tied}));
+  TANDEM_ASSIGN_OR_RETURN(const auto trainable, TrainableParameters(specs, model.freeze));
+  for (size_t i = 0; i < specs.size(); ++i) {
+    const ParameterSpec& spec = specs[i];
+    const int64_t numel = ShardNumel(spec, tensor_rank, tensor_ranks);
+    sharded.blocks.resize(std::max(sharded.blocks.size(), static_cast<size_t>(spec.block) + 1));
+    BlockSize& block = sharded.blocks[static_cast<size_t>(spec.block)];
+    block.all += numel;
+    if (trainable[i]) block.trained += numel;
+    // Neither norms nor the rows of an embedding are multiplied.
+    if (spec.init != Init::kOnes && (tied || spec.name != kEmbeddingName)) block.linear += numel;
+  }
+  return sharded;
+}
+
+// Adds items, in the memory of the host or of the device that computes.
+class Items {
+ public:
+  explicit Items(const TrainedModel& model) : on_host_(model.on_host), dtype_(model.dtype) {}
+
+  void Add(const std::string& name, int64_t bytes) {
+    plan_.items.push_back({.name = name, .bytes = bytes, .on_host = on_host_});
+  }
+  void AddOnHost(const std::string& name, int64_t bytes) {
+    plan_.items.push_back({.name = name, .bytes = bytes, .on_host = true});
+  }
+  // float32 masters are multiplied as copies in another type.
+  void AddComputeCopy(int64_t values) {
+    if (copy_bytes() > 0) Add("compute_copy", values * copy_bytes());
+  }
+  // Bytes of a value of such a copy; 0: there is none.
+  int64_t copy_bytes() const {
+    return dtype_ == DType::kFloat32 ? 0 : static_cast<int64_t>(ItemSizeBytes(dtype_));
+  }
+  MemoryPlan Take() { return std::move(plan_); }
+
+ private:
+  const bool on_host_;
+  const DType dtype_;
+  MemoryPlan plan_;
+};
+
+// Bytes per token that a pass keeps of the layers among blocks [begin, end).
+int64_t KeptBytes(const ShardedModel& model, Recompute recompute, const BlockRange& range) {
+  int64_t bytes = 0;
+  for (int64_t block = range.begin; block < range.end; ++block) {
+    if (block == 0 || block == model.last_block()) continue;
+    bytes +=
+        recompute == Recompute::kFull
+            ? model.config.hidden_size * kFloatBytes / model.tensor_ranks
+            : model.family.TrainingActivationBytes(model.config, block - 1, model.tensor_ranks);
+  }
+  return bytes;
+}
+
+// Bytes per token that exist once, however many micro-batches are under way: the embedding's rows,
+// the final norm, the hidden states and their gradient; and where layers are computed again, one
+// layer with the gradients of its widest point.
+int64_t WorkingBytes(const ShardedModel& model, Recompute recompute) {
+  const int64_t ends = 4 * model.config.hidden_size * kFloatBytes;
+  if (recompute != Recompute::kFull) return ends;
+  int64_t layer_bytes = 0;
+  for (int64_t layer = 0; layer < model.config.num_hidden_layers; ++layer) {
+    layer_bytes = std::max(
+        layer_bytes, model.family.TrainingActivationBytes(model.config, layer, model.tensor_ranks));
+  }
+  const int64_t widest = model.family.InferenceActivations(model.config, model.tensor_ranks);
+  return ends + layer_bytes + widest * kFloatBytes;
+}
+
+int64_t WholePassBytes(const ShardedModel& model, Recompute recompute) {
+  return KeptBytes(model, recompute, {0, model.last_block() + 1}) + WorkingBytes(model, recompute);
+}
+
+absl::StatusOr<MemoryPlan> SingleMemory(Recompute recompute, const TrainedModel& options,
+                                        int64_t tokens) {
+  TANDEM_ASSIGN_OR_RETURN(const ShardedModel model, Sharded(options, 0, 1));
+  BlockSize sum;
+  for (const BlockSize& block : model.blocks) {
+    sum.all += block.all;
+    sum.trained += block.trained;
+    sum.linear += block.linear;
+  }
+  Items items(options);
+  items.Add("weights", sum.all * kFloatBytes);
+  items.AddComputeCopy(sum.linear);
+  items.Add("gradients", sum.trained * kFloatBytes);
+  items.Add("optimizer", 2 * sum.trained * kFloatBytes);
+  items.Add("activations", tokens * WholePassBytes(model, recompute));
+  return items.Take();
+}
+
+// Values of the blocks that are whole at the same time: the one that runs, beside it the next one
+// if transfers overlap, and the head's.
+template <typename SizeOf>
+int64_t WholeAtOnce(const ShardedModel& model, bool overlaps, const SizeOf& size_of) {
+  int64_t most = size_of(model.last_block());
+  if (model.tied) most += size_of(0);
+  for (int64_t block = 0; block < model.last_block(); ++block) {
+    most = std::max(most, size_of(block) + (overlaps ? size_of(block + 1) : 0));
+  }
+  return most;
+}
+
+absl::StatusOr<MemoryPlan> ZeroMemory(const ZeroOptions& zero, Recompute recompute,
+                                      const TrainedModel& options, int64_t tokens, int64_t ranks) {
+  TANDEM_ASSIGN_OR_RETURN(const ShardedModel model, Sharded(options, 0, 1));
+  const auto shard = [&](int64_t numel) { return (numel + ranks - 1) / ranks; };
+  const bool shards_parameters = zero.stage == 3, shards_gradients = zero.stage >= 2;
+  int64_t weights = 0, copies = 0, gradients = 0, optimized = 0;
+  for (int64_t index = 0; index <= model.last_block(); ++index) {
+    const BlockSize& block = model.At(index);
+    weights += shards_parameters ? shard(block.all) : block.all;
+    copies += shards_parameters ? shard(block.all) : block.linear;
+    gradients += shards_gradients ? shard(model.Gradients(index)) : model.Gradients(index);
+    // Where only some parameters train, a rank's shard may hold more of them than another's.
+    optimized += std::min(block.trained, shard(block.all));
+  }
+  Items items(options);
+  items.Add("weights", weights * kFloatBytes);
+  if (shards_parameters) {
+    const auto all = [&](int64_t block) { return model.At(block).all; };
+    // A gathered copy in another type is there beside float32 memory for what is read as a master.
+    items.Add("gathered_weights",
+              WholeAtOnce(model, zero.overlap_comm, all) * (kFloatBytes + items.copy_bytes()));
+  }
+  items.AddComputeCopy(copies);
+  items.Add("gradients", gradients * kFloatBytes);
+  if (shards_gradients) {
+    // A tied head's gradients, the embedding's, are open from the loss to the end.
+    const auto open = [&](int64_t block) {
+      return model.Gradients(block) + shard(model.Gradients(block));
+    };
+    int64_t most = WholeAtOnce(model, zero.overlap_comm, open);
+    if (model.tied && model.last_block() > 1) most += open(0);
+    items.Add("whole_gradients", most * kFloatBytes);
+  }
+  if (zero.offload_optimizer && !options.on_host) {
+    items.AddOnHost("optimizer_and_masters", 3 * optimized * kFloatBytes);
+  } else {
+    items.Add("optimizer", 2 * optimized * kFloatBytes);
+  }
+  items.Add("activations", tokens * WholePassBytes(model, recompute));
+  return items.Take();
+}
+
+// Bytes per token of the most activations that a stage keeps at the same time.
+int64_t PipelineBytes(const ShardedModel& model, Recompute recompute, const PipelineShape& shape,
+                      int64_t stage) {
+  // Enough micro-batches for a full pipeline.
+  const int64_t micro_batches = 2 * shape.stages;
+  int64_t open = 0, most = 0;
+  for (const PipelineAction& action : PipelineSchedule(shape, micro_batches, stage)) {
+    const BlockRange blocks =
+        BlocksOfVirtualStage(model.config.num_hidden_layers, shape, stage, action.virtual_stage);
+    open += (action.is_forward ? 1 : -1) * KeptBytes(model, recompute, blocks);
+    most = std::max(most, open);
+  }
+  return most;
+}
+
+absl::StatusOr<MemoryPlan> MegatronMemory(const MegatronOptions& megatron, Recompute recompute,
+                                          const TrainedModel& options, int64_t tokens, int64_t rank,
+                                          int64_t ranks) {
+  const MeshShape mesh = MeshOf(megatron, ranks);
+  const MeshCoordinates at = mesh.Coordinates(static_cast<int>(rank));
+  const PipelineShape shape = PipelineOf(megatron);
+  TANDEM_ASSIGN_OR_RETURN(const ShardedModel model, Sharded(options, at.tensor, mesh.tensor));
+  const auto holds = [&](int64_t block) {
+    if (block == 0 && model.tied && at.pipeline == mesh.pipeline - 1) return true;
+    for (int64_t i = 0; i < shape.virtual_stages; ++i) {
+      if (BlocksOfVirtualStage(model.config.num_hidden_layers, shape, at.pipeline, i).Has(block)) {
+        return true;
+      }
+    }
+    return false;
+  };
+  const int64_t optimizer_ranks = megatron.use_distributed_optimizer ? mesh.context * mesh.data : 1;
+  int64_t weights = 0, linear = 0, gradients = 0, optimized = 0;
+  for (int64_t index = 0; index <= model.last_block(); ++index) {
+    if (!holds(index)) continue;
+    const BlockSize& block = model.At(index);
+    weights += block.all;
+    linear += block.linear;
+    gradients += model.Gradients(index);
+    optimized += std::min(block.trained, (block.all + optimizer_ranks - 1) / optimizer_ranks);
+  }
+  Items items(options);
+  items.Add("weights", weights * kFloatBytes);
+  items.AddComputeCopy(linear);
+  items.Add("gradients", gradients * kFloatBytes);
+  items.Add("optimizer", 2 * optimized * kFloatBytes);
+  const int64_t own_tokens = (tokens + mesh.context - 1) / mesh.context;
+  items.Add("activations", own_tokens * (PipelineBytes(model, recompute, shape, at.pipeline) +
+                                         WorkingBytes(model, recompute)));
+  return items.Take();
+}
+
+}  // namespace
+
+absl::StatusOr<MemoryPlan> TrainingMemory(const StrategyOptions& options, const TrainedModel& model,
+                                          int64_t tokens, int64_t rank, int64_t ranks) {
+  const Recompute recompute = options.recompute_granularity;
+  if (options.name == "zero") return ZeroMemory(options.zero, recompute, model, tokens, ranks);
+  if (options.name == "megatron") {
+    return MegatronMemory(options.megatron, recompute, model, tokens, rank, ranks);
+  }
+  return SingleMemory(recompute, model, tokens);
+}
+
+}  // namespace tandem::parallel

@@ -1,0 +1,41 @@
+// The memory that one rank takes to train a model under a strategy, before anything is loaded. No
+// torch.
+#ifndef TANDEM_COMMON_PARALLEL_TRAINING_MEMORY_H_
+#define TANDEM_COMMON_PARALLEL_TRAINING_MEMORY_H_
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "absl/status/statusor.h"
+#include "common/base/memory_plan.h"
+#include "common/model/model_config.h"
+#include "common/model/parameter_spec.h"
+#include "common/parallel/strategy_options.h"
+#include "common/tensor/dtype.h"
+
+namespace tandem::parallel {
+
+struct TrainedModel {
+  const ModelConfig& config;
+  HeadKind head = HeadKind::kLm;  // kLm: a trainer's; kValue: a critic's
+  bool untie_embeddings = false;
+  std::vector<std::string> freeze = {};
+  DType dtype = DType::kFloat32;  // of the computation; weights are trained in float32
+  bool on_host = true;            // whether the CPU computes
+};
+
+// Returns the items of one rank: "weights", "gradients", "optimizer" and "activations"; with a
+// dtype other than float32 "compute_copy"; under `zero` what it gathers block by block. Weights,
+// gradients and optimizer state are those of the strategy, but for the rounding up of buffers;
+// activations are an upper estimate for micro-batches of `tokens` tokens in all, and as many of
+// them under way as a pipeline stage ever has. Losses add what they need themselves.
+//
+// `options` must fit the model and the `ranks` ranks (CheckMegatronOptions). INVALID_ARGUMENT for
+// "freeze"; UNIMPLEMENTED for a model_type that no family has.
+absl::StatusOr<MemoryPlan> TrainingMemory(const StrategyOptions& options, const TrainedModel& model,
+                                          int64_t tokens, int64_t rank, int64_t ranks);
+
+}  // namespace tandem::parallel
+
+#endif  // TANDEM_COMMON_PARALLEL_TRAINING_MEMORY_H_

@@ -1,0 +1,207 @@
+#include "common/parallel/training_memory.h"
+
+#include <ATen/ATen.h>
+#include <gtest/gtest.h>
+
+#include <map>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "common/base/error.h"
+#include "common/model/testing/tiny_model_dir.h"
+#include "common/parallel/create_strategy.h"
+#include "common/parallel/testing/memory_meter.h"
+#include "common/parallel/testing/strategy_runs.h"
+#include "common/ranks/testing/rank_processes.h"
+
+namespace tandem::parallel {
+namespace {
+
+// Wide enough for what the plan leaves out (indices, rotations, buffers' rounding) to be small.
+const nlohmann::json kShape = {
+    {"vocab_size", 512},      {"hidden_size", 64},         {"intermediate_size", 160},
+    {"num_hidden_layers", 4}, {"num_attention_heads", 4},  {"num_key_value_heads", 2},
+    {"head_dim", 16},         {"initializer_range", 0.02}, {"max_position_embeddings", 512}};
+constexpr int64_t kTokens = 512;  // of a micro-batch
+constexpr int64_t kMicroBatches = 8;
+
+ModelConfig Config(const nlohmann::json& changes = nlohmann::json::object()) {
+  nlohmann::json shape = kShape;
+  shape.merge_patch(changes);
+  return TinyConfig("llama", shape);
+}
+
+std::map<std::string, int64_t> Items(const absl::StatusOr<MemoryPlan>& plan) {
+  std::map<std::string, int64_t> items;
+  for (const MemoryPlan::Item& item : plan.value().items) items[item.name] = item.bytes;
+  return items;
+}
+
+StrategyOptions Single(Recompute recompute = Recompute::kNone) {
+  return {.recompute_granularity = recompute};
+}
+
+StrategyOptions Zero(const ZeroOptions& zero, Recompute recompute = Recompute::kNone) {
+  return {.name = "zero", .recompute_granularity = recompute, .zero = zero};
+}
+
+StrategyOptions Megatron(const MegatronOptions& megatron, Recompute recompute = Recompute::kNone) {
+  return {.name = "megatron", .recompute_granularity = recompute, .megatron = megatron};
+}
+
+struct Case {
+  const char* name;
+  int ranks;
+  StrategyOptions options;
+  bool tied = false;
+  std::vector<std::string> freeze = {};
+  DType dtype = DType::kFloat32;
+};
+
+class TrainingMemoryTest : public testing::TestWithParam<Case> {};
+
+// The plan beside libtorch's own count, on every rank: what stays is met, and what a step takes
+// beside it is an upper estimate of at most twice as much.
+TEST_P(TrainingMemoryTest, IsTheMemoryThatARankTakes) {
+  const Case& c = GetParam();
+  const TemporaryFolder folder;
+  ranks::RunConnected(c.ranks, [&](const std::shared_ptr<ranks::Communicator>& ranks) {
+    nlohmann::json shape = kShape;
+    shape["tie_word_embeddings"] = c.tied;
+    const std::string directory = folder / ("model" + std::to_string(ranks->rank()));
+    WriteTinyModel(directory, 3, shape);
+    const ModelConfig config = LoadModelConfig(directory).value();
+    auto items =
+        Items(TrainingMemory(c.options, {.config = config, .freeze = c.freeze, .dtype = c.dtype},
+                             kTokens, ranks->rank(), ranks->size()));
+
+    MemoryMeter meter;
+    const auto strategy = CreateStrategy(c.options, ranks).value();
+    Prepare(*strategy, directory,
+            {.freeze = c.freeze,
+             .placement = {.dtype = c.dtype == DType::kFloat32 ? at::kFloat : at::kBFloat16}});
+    const auto step = [&] {
+      ASSERT_TRUE(strategy
+                      ->ForwardBackward(
+                          kMicroBatches,
+                          [](int64_t) {
+                            const std::vector<int64_t> half(kTokens / 2, 7);
+                            return MakeRaggedBatch({half, half});
+                          },
+                          [](int64_t, const RaggedBatch&, const at::Tensor& hidden) {
+                            return absl::StatusOr<at::Tensor>(at::ones_like(hidden.detach()));
+                          })
+                      .ok());
+      ASSERT_TRUE(strategy->OptimizerStep().ok());
+    };
+    step();
+    const int64_t state =
+        items["weights"] + items["compute_copy"] + items["gradients"] + items["optimizer"];
+    EXPECT_NEAR(static_cast<double>(meter.held_bytes()), static_cast<double>(state), 0.02 * state);
+
+    meter.ResetPeak();
+    const int64_t before = meter.held_bytes();
+    step();
+    const int64_t taken = meter.peak_bytes() - before;
+    const int64_t planned =
+        items["activations"] + items["gathered_weights"] + items["whole_gradients"];
+    EXPECT_LE(taken, planned);
+    EXPECT_GE(taken, planned / 2);
+  });
+}
+
+INSTANTIATE_TEST_SUITE_P(
+    All, TrainingMemoryTest,
+    testing::Values(
+        Case{"Single", 1, Single()}, Case{"SingleFull", 1, Single(Recompute::kFull)},
+        Case{"SingleBfloat16", 1, Single(), false, {}, DType::kBFloat16},
+        Case{"SingleFrozen", 1, Single(), false, {"model.embed_tokens*", "model.layers.0.*"}},
+        Case{"Zero1", 2, Zero({.stage = 1})}, Case{"Zero2", 2, Zero({.stage = 2})},
+        Case{"Zero2Tied", 2, Zero({.stage = 2}), true}, Case{"Zero3", 2, Zero({.stage = 3})},
+        Case{"Zero3NoOverlap", 2, Zero({.stage = 3, .overlap_comm = false})},
+        Case{"Zero3Full", 2, Zero({.stage = 3}, Recompute::kFull)},
+        Case{"Zero3Bfloat16", 2, Zero({.stage = 3}), false, {}, DType::kBFloat16},
+        Case{"Dp2", 2, Megatron({})},
+        Case{"Dp2Replicated", 2, Megatron({.use_distributed_optimizer = false})},
+        Case{"Tp2", 2, Megatron({.tensor_model_parallel_size = 2})},
+        Case{"Tp2Full", 2, Megatron({.tensor_model_parallel_size = 2}, Recompute::kFull)},
+        Case{"Cp2", 2, Megatron({.context_parallel_size = 2})},
+        Case{"Pp2", 2, Megatron({.pipeline_model_parallel_size = 2})},
+        Case{"Pp2Tied", 2, Megatron({.pipeline_model_parallel_size = 2}), true},
+        Case{"Pp2Vpp2", 2,
+             Megatron({.pipeline_model_parallel_size = 2,
+                       .virtual_pipeline_model_parallel_size = 2})}),
+    [](const testing::TestParamInfo<Case>& info) { return std::string(info.param.name); });
+
+TEST(TrainingMemoryPlanTest, RecomputingLayersTakesLess) {
+  const ModelConfig config = Config();
+  for (const StrategyOptions& kept :
+       {Single(), Zero({.stage = 3}), Megatron({.tensor_model_parallel_size = 2})}) {
+    StrategyOptions recomputed = kept;
+    recomputed.recompute_granularity = Recompute::kFull;
+    auto before = Items(TrainingMemory(kept, {.config = config}, 100, 0, 2));
+    auto after = Items(TrainingMemory(recomputed, {.config = config}, 100, 0, 2));
+    // Four layers keep their inputs, and one is computed again.
+    EXPECT_LT(after["activations"], before["activations"] * 6 / 10) << kept.name;
+    EXPECT_EQ(after["weights"], before["weights"]);
+  }
+}
+
+TEST(TrainingMemoryPlanTest, CriticsHaveAValueHead) {
+  const ModelConfig config = Config();
+  const auto bytes = [&](HeadKind head) {
+    return Items(TrainingMemory(Single(), {.config = config, .head = head}, 1, 0, 1))["weights"];
+  };
+  EXPECT_EQ(bytes(HeadKind::kLm) - bytes(HeadKind::kValue), 4 * (512 - 1) * 64);
+}
+
+TEST(TrainingMemoryPlanTest, EveryFamilyCountsItsParameters) {
+  for (const std::string& family : EveryFamily()) {
+    const nlohmann::json changes = {{"attention_bias", true}, {"mlp_bias", true}};
+    const ModelConfig config = TinyConfig(family, changes);
+    auto items = Items(TrainingMemory(Single(), {.config = config, .freeze = {"*norm*"}}, 1, 0, 1));
+    int64_t bytes = 0, trained = 0;
+    for (const auto& [name, tensor] : TinyModel(family, changes)->Parameters()) {
+      bytes += static_cast<int64_t>(tensor.nbytes());
+      if (name.find("norm") == std::string::npos) trained += static_cast<int64_t>(tensor.nbytes());
+    }
+    EXPECT_EQ(items["weights"], bytes) << family;
+    EXPECT_EQ(items["gradients"], trained);
+    EXPECT_EQ(items["optimizer"], 2 * trained);
+  }
+}
+
+TEST(TrainingMemoryPlanTest, BfloatHasACopyOfWhatIsMultiplied) {
+  const ModelConfig config = Config();
+  auto items =
+      Items(TrainingMemory(Single(), {.config = config, .dtype = DType::kBFloat16}, 1, 0, 1));
+  int64_t multiplied = 0;
+  for (const auto& [name, tensor] : TinyModel("llama", kShape)->Parameters()) {
+    if (tensor.dim() == 2 && name != kEmbeddingName) multiplied += tensor.numel();
+  }
+  EXPECT_EQ(items["compute_copy"], 2 * multiplied);
+}
+
+TEST(TrainingMemoryPlanTest, AnOffloadedOptimizerIsOnTheHost) {
+  const ModelConfig config = Config();
+  const auto plan = TrainingMemory(Zero({.stage = 2, .offload_optimizer = true}),
+                                   {.config = config, .on_host = false}, 100, 0, 2)
+                        .value();
+  auto items = Items(plan);
+  EXPECT_EQ(plan.host_bytes(), items["optimizer_and_masters"]);
+  EXPECT_EQ(plan.host_bytes(), 3 * items["weights"] / 2) << "moments and masters of a half";
+}
+
+TEST(TrainingMemoryPlanTest, BadFreezePatternsAndFamiliesAreRefused) {
+  ModelConfig config = Config();
+  EXPECT_EQ(
+      FieldPath(TrainingMemory(Single(), {.config = config, .freeze = {"x"}}, 1, 0, 1).status()),
+      "freeze[0]");
+  config.model_type = "gpt2";
+  EXPECT_EQ(TrainingMemory(Single(), {.config = config}, 1, 0, 1).status().code(),
+            absl::StatusCode::kUnimplemented);
+}
+
+}  // namespace
+}  // namespace tandem::parallel

@@ -1,0 +1,208 @@
+#include "common/ranks/c10d_transport.h"
+
+#include <c10/util/Logging.h>
+
+#include <algorithm>
+#include <chrono>
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
+#include <torch/csrc/distributed/c10d/ProcessGroupGloo.hpp>
+#include <torch/csrc/distributed/c10d/TCPStore.hpp>
+#include <utility>
+
+#ifdef USE_C10D_NCCL
+#include <torch/csrc/distributed/c10d/ProcessGroupNCCL.hpp>
+#endif
+
+#include "absl/status/status.h"
+#include "absl/strings/str_cat.h"
+#include "absl/time/clock.h"
+#include "common/base/status_macros.h"
+#include "common/ranks/deadline.h"
+#include "common/ranks/local_address.h"
+
+namespace tandem::ranks {
+namespace {
+
+// How much later than a time limit of c10d ours ends: its messages say more.
+constexpr absl::Duration kGrace = absl::Seconds(2);
+
+c10::intrusive_ptr<c10d::Store> OpenStore(const RankEnvironment& environment, bool host,
+                                          absl::Duration timeout) {
+  // c10d warns of every address that has no name.
+  FLAGS_caffe2_log_level = c10::GLOG_ERROR;
+  c10d::TCPStoreOptions options;
+  options.port = static_cast<std::uint16_t>(environment.master_port);
+  options.isServer = host;
+  options.waitWorkers = false;
+  // The clients of rank 0 share one server.
+  options.multiTenant = true;
+  // c10d counts whole seconds when it connects.
+  options.timeout = absl::ToChronoMilliseconds(std::max(timeout, absl::Seconds(1)));
+  return c10::make_intrusive<c10d::TCPStore>(environment.master_addr, options);
+}
+
+std::vector<uint8_t> Bytes(const std::string& text) { return {text.begin(), text.end()}; }
+
+Wait WaitFor(c10::intrusive_ptr<c10d::Work> work) {
+  return [work = std::move(work)] { work->wait(); };
+}
+
+}  // namespace
+
+struct RankStore::State {
+  c10::intrusive_ptr<c10d::Store> store;  // with the prefix
+  std::string local_address;              // this machine's, as rank 0 sees it
+};
+
+RankStore::RankStore(std::shared_ptr<State> state) : state_(std::move(state)) {}
+RankStore::~RankStore() = default;
+
+absl::StatusOr<std::unique_ptr<RankStore>> RankStore::Connect(const RankEnvironment& environment,
+                                                              const std::string& prefix,
+                                                              absl::Duration timeout) {
+  const absl::Time deadline = absl::Now() + timeout;
+  const bool host = environment.rank == 0;
+  const auto state = std::make_shared<State>();
+  const absl::Status status = RunUntil(deadline + kGrace, "store", [=]() -> absl::Status {
+    c10::intrusive_ptr<c10d::Store> store;
+    if (host) store = OpenStore(environment, host, timeout);
+    // Connects where another process already listens: c10d waits a second after a failed
+    // attempt.
+    TANDEM_ASSIGN_OR_RETURN(
+        state->local_address,
+        LocalAddressToward(environment.master_addr, environment.master_port, deadline));
+    if (!host) store = OpenStore(environment, host, deadline - absl::Now());
+    state->store = c10::make_intrusive<c10d::PrefixStore>(prefix, std::move(store));
+    return absl::OkStatus();
+  });
+  if (!status.ok()) {
+    return absl::UnavailableError(absl::StrCat(
+        "rank ", environment.rank, " cannot ", host ? "host" : "reach", " the store at ",
+        environment.master_addr, ":", environment.master_port, ": ", status.message()));
+  }
+  return std::unique_ptr<RankStore>(new RankStore(state));
+}
+
+void RankStore::Set(const std::string& key, const std::string& value) {
+  state_->store->set(key, Bytes(value));
+}
+
+void RankStore::Touch(const std::string& key) { state_->store->append(key, {}); }
+
+bool RankStore::Has(const std::string& key) { return state_->store->check({key}); }
+
+bool RankStore::WaitFor(const std::vector<std::string>& keys, absl::Duration timeout) {
+  try {
+    state_->store->wait(keys, absl::ToChronoMilliseconds(std::max(timeout, absl::Milliseconds(1))));
+  } catch (const c10::DistStoreError&) {
+    return false;
+  }
+  return true;
+}
+
+std::vector<std::string> RankStore::Get(const std::vector<std::string>& keys) {
+  std::vector<std::string> values;
+  for (const std::vector<uint8_t>& value : state_->store->multiGet(keys)) {
+    values.emplace_back(value.begin(), value.end());
+  }
+  return values;
+}
+
+struct ProcessGroup::State {
+  c10::intrusive_ptr<c10d::Store> store;
+  std::shared_ptr<::gloo::transport::Device> interface;  // the network interface of Gloo
+  at::Device device;
+  std::chrono::milliseconds timeout;
+  c10::intrusive_ptr<c10d::Backend> backend;
+
+  void Open(const std::string& name, int rank, int size);
+};
+
+void ProcessGroup::State::Open(const std::string& name, int rank, int size) {
+  const auto prefixed = c10::make_intrusive<c10d::PrefixStore>(name, store);
+  if (device.is_cpu()) {
+    const auto options = c10d::ProcessGroupGloo::Options::create(timeout);
+    options->devices = {interface};
+    options->threads = 1;  // collectives follow one another
+    backend = c10::make_intrusive<c10d::ProcessGroupGloo>(prefixed, rank, size, options);
+    return;
+  }
+#ifdef USE_C10D_NCCL
+  const auto options = c10d::ProcessGroupNCCL::Options::create();
+  options->timeout = timeout;
+  backend = c10::make_intrusive<c10d::ProcessGroupNCCL>(prefixed, rank, size, options);
+  backend->setBoundDeviceId(device);
+#else
+  TORCH_CHECK_NOT_IMPLEMENTED(false, "this build has no collectives for ", device);
+#endif
+}
+
+ProcessGroup::ProcessGroup(std::unique_ptr<State> state) : state_(std::move(state)) {}
+ProcessGroup::~ProcessGroup() = default;
+
+std::unique_ptr<ProcessGroup> ProcessGroup::Create(const RankStore& store, const std::string& name,
+                                                   int rank, int size, at::Device device,
+                                                   absl::Duration timeout) {
+  auto state = std::make_unique<State>(State{.store = store.state_->store,
+                                             .interface = nullptr,
+                                             .device = device,
+                                             .timeout = absl::ToChronoMilliseconds(timeout),
+                                             .backend = nullptr});
+  // A group on a GPU has one, too: groups on the host may be split off from it.
+  state->interface = c10d::ProcessGroupGloo::createDeviceForHostname(store.state_->local_address);
+  state->Open(name, rank, size);
+  return std::unique_ptr<ProcessGroup>(new ProcessGroup(std::move(state)));
+}
+
+std::unique_ptr<ProcessGroup> ProcessGroup::CreateSubgroup(
+    const std::string& name, int rank, int size, at::Device device,
+    std::optional<absl::Duration> timeout) const {
+  auto state = std::make_unique<State>(*state_);
+  state->device = device;
+  if (timeout.has_value()) state->timeout = absl::ToChronoMilliseconds(*timeout);
+  state->Open(name, rank, size);
+  return std::unique_ptr<ProcessGroup>(new ProcessGroup(std::move(state)));
+}
+
+Wait ProcessGroup::Send(const at::Tensor& tensor, int to, int tag) {
+  std::vector<at::Tensor> tensors = {tensor};
+  return WaitFor(state_->backend->send(tensors, to, tag));
+}
+
+Wait ProcessGroup::Recv(const at::Tensor& tensor, int from, int tag) {
+  std::vector<at::Tensor> tensors = {tensor};
+  return WaitFor(state_->backend->recv(tensors, from, tag));
+}
+
+Wait ProcessGroup::AllReduceSum(const at::Tensor& tensor) {
+  std::vector<at::Tensor> tensors = {tensor};
+  return WaitFor(state_->backend->allreduce(tensors));
+}
+
+Wait ProcessGroup::AllReduceMax(const at::Tensor& tensor) {
+  std::vector<at::Tensor> tensors = {tensor};
+  c10d::AllreduceOptions options;
+  options.reduceOp = c10d::ReduceOp::MAX;
+  return WaitFor(state_->backend->allreduce(tensors, options));
+}
+
+Wait ProcessGroup::Broadcast(const at::Tensor& tensor, int root) {
+  std::vector<at::Tensor> tensors = {tensor};
+  c10d::BroadcastOptions options;
+  options.rootRank = root;
+  return WaitFor(state_->backend->broadcast(tensors, options));
+}
+
+Wait ProcessGroup::Barrier() { return WaitFor(state_->backend->barrier()); }
+
+Wait ProcessGroup::ReduceScatter(const at::Tensor& output, const at::Tensor& input) {
+  at::Tensor shard = output, whole = input;
+  return WaitFor(state_->backend->_reduce_scatter_base(shard, whole));
+}
+
+Wait ProcessGroup::AllGather(const at::Tensor& output, const at::Tensor& input) {
+  at::Tensor whole = output, shard = input;
+  return WaitFor(state_->backend->_allgather_base(whole, shard));
+}
+
+}  // namespace tandem::ranks

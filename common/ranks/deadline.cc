@@ -1,0 +1,31 @@
+#include "common/ranks/deadline.h"
+
+#include <future>
+#include <memory>
+#include <string>
+#include <thread>
+#include <utility>
+
+#include "absl/time/clock.h"
+#include "common/tensor/catch_torch_errors.h"
+
+namespace tandem::ranks {
+
+absl::Status RunUntil(absl::Time deadline, absl::string_view what,
+                      std::function<absl::Status()> body) {
+  auto task = std::make_shared<std::packaged_task<absl::Status()>>(
+      [what = std::string(what), body = std::move(body)] { return CatchTorchErrors(what, body); });
+  std::future<absl::Status> result = task->get_future();
+  std::thread thread([task] { (*task)(); });
+  const auto left = absl::ToChronoMilliseconds(deadline - absl::Now());
+  if (result.wait_for(left) != std::future_status::ready) {
+    thread.detach();
+    return absl::DeadlineExceededError(
+        "a process accepted the connection and did not answer in time: it is stopped, or it is "
+        "another program that listens there");
+  }
+  thread.join();
+  return result.get();
+}
+
+}  // namespace tandem::ranks

@@ -1,0 +1,514 @@
+#include "common/rpc/connection_guard.h"
+
+#include <netdb.h>
+#include <netinet/in.h>
+#include <netinet/tcp.h>
+#include <sys/epoll.h>
+#include <sys/eventfd.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <array>
+#include <atomic>
+#include <cerrno>
+#include <list>
+#include <optional>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/string_view.h"
+#include "absl/time/clock.h"
+#include "common/base/logging.h"
+#include "common/rpc/http2_inspector.h"
+#include "common/rpc/rate_limit.h"
+
+namespace tandem::rpc {
+namespace {
+
+// How long answers may take to reach their clients once the server has ended.
+constexpr absl::Duration kFlushTime = absl::Seconds(1);
+// How often connections that wait are looked at.
+constexpr int kPollMilliseconds = 20;
+// Reads of one connection before the others have their turn.
+constexpr int kReadsPerTurn = 4;
+
+class Socket {
+ public:
+  explicit Socket(int fd) : fd_(fd) {}
+  Socket(Socket&& other) noexcept : fd_(std::exchange(other.fd_, -1)) {}
+  Socket& operator=(Socket&& other) noexcept {
+    std::swap(fd_, other.fd_);
+    return *this;
+  }
+  ~Socket() {
+    if (fd_ >= 0) close(fd_);
+  }
+  int get() const { return fd_; }
+  bool valid() const { return fd_ >= 0; }
+
+ private:
+  int fd_;
+};
+
+void Enable(const Socket& socket, int level, int option) {
+  const int on = 1;
+  setsockopt(socket.get(), level, option, &on, sizeof(on));
+}
+
+// Invalid when `address` cannot be bound.
+Socket ListenAt(const addrinfo& address, int port) {
+  Socket socket(::socket(address.ai_family, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0));
+  if (!socket.valid()) return socket;
+  Enable(socket, SOL_SOCKET, SO_REUSEADDR);
+  if (address.ai_family == AF_INET6) {
+    const int v6_only = 0;
+    setsockopt(socket.get(), IPPROTO_IPV6, IPV6_V6ONLY, &v6_only, sizeof(v6_only));
+    reinterpret_cast<sockaddr_in6*>(address.ai_addr)->sin6_port =
+        htons(static_cast<uint16_t>(port));
+  } else {
+    reinterpret_cast<sockaddr_in*>(address.ai_addr)->sin_port = htons(static_cast<uint16_t>(port));
+  }
+  if (bind(socket.get(), address.ai_addr, address.ai_addrlen) != 0 ||
+      listen(socket.get(), SOMAXCONN) != 0) {
+    return Socket(-1);
+  }
+  return socket;
+}
+
+int PortOf(const Socket& socket) {
+  sockaddr_storage address{};
+  socklen_t size = sizeof(address);
+  getsockname(socket.get(), reinterpret_cast<sockaddr*>(&address), &size);
+  return ntohs(address.ss_family == AF_INET6 ? reinterpret_cast<sockaddr_in6&>(address).sin6_port
+                                             : reinterpret_cast<sockaddr_in&>(address).sin_port);
+}
+
+// A GOAWAY frame (RFC 9113 section 6.8) with the error ENHANCE_YOUR_CALM.
+std::string GoAway(absl::string_view reason) {
+  std::string frame(9 + 8, '\0');
+  const size_t length = 8 + reason.size();
+  frame[1] = static_cast<char>(length >> 8);
+  frame[2] = static_cast<char>(length);
+  frame[3] = 7;     // GOAWAY
+  frame[9] = 0x7f;  // the last stream that was processed: all may have been
+  frame[10] = frame[11] = frame[12] = static_cast<char>(0xff);
+  frame[16] = 0xb;  // ENHANCE_YOUR_CALM
+  return absl::StrCat(frame, reason);
+}
+
+}  // namespace
+
+class ConnectionGuard::Relay {
+ public:
+  Relay(std::vector<Socket> listeners, const ConnectionLimits& limits)
+      : limits_(limits),
+        listeners_(std::move(listeners)),
+        port_(PortOf(listeners_[0])),
+        epoll_(epoll_create1(EPOLL_CLOEXEC)),
+        wake_(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)),
+        resets_(static_cast<double>(limits.max_resets_per_second),
+                static_cast<double>(limits.max_resets_per_second), absl::Now()),
+        log_lines_(10, 1, absl::Now()) {}
+
+  ~Relay() {
+    ending_ = true;
+    listening_ = false;
+    Wake();
+    if (thread_.joinable()) thread_.join();
+  }
+
+  int port() const { return port_; }
+
+  void Start(std::function<void(int fd)> serve) {
+    serve_ = std::move(serve);
+    Watch(wake_.get(), EPOLLIN, &wake_end_);
+    for (const Socket& listener : listeners_) Watch(listener.get(), EPOLLIN, &listener_end_);
+    thread_ = std::thread([this] { Run(); });
+  }
+
+  void StopListening() {
+    listening_ = false;
+    Wake();
+  }
+
+ private:
+  struct Connection;
+  // The socket that an event of epoll names: one end of a connection.
+  struct End {
+    Connection* connection = nullptr;
+  };
+  // One direction.
+  struct Lane {
+    std::string pending;  // read, but not yet written
+    bool ended = false;   // nothing more can be read
+  };
+  struct Connection {
+    Connection(Socket client_socket, Socket server_socket, const ConnectionLimits& limits)
+        : client(std::move(client_socket)),
+          server(std::move(server_socket)),
+          resets(static_cast<double>(limits.max_resets),
+                 static_cast<double>(limits.max_resets) / 10, absl::Now()) {}
+    Socket client;
+    Socket server;  // gRPC has the other end
+    End client_end{this};
+    End server_end{this};
+    bool server_gone = false;  // gRPC closed its end; what it wrote may still be read
+    bool closed = false;
+    bool held_back = false;  // too many resets of all connections: not read for a while
+    Lane to_server;
+    Lane to_client;
+    Http2Inspector inspector;
+    RateLimit resets;
+    int64_t unfinished_bytes = 0;  // as counted in the totals
+    int64_t open_streams = 0;
+    int64_t num_resets = 0;
+    absl::Time active = absl::Now();
+  };
+
+  void Wake() {
+    const uint64_t one = 1;
+    (void)!write(wake_.get(), &one, sizeof(one));
+  }
+
+  void Watch(int fd, uint32_t events, End* end) {
+    epoll_event event{.events = events, .data = {.ptr = end}};
+    if (epoll_ctl(epoll_.get(), EPOLL_CTL_MOD, fd, &event) != 0) {
+      epoll_ctl(epoll_.get(), EPOLL_CTL_ADD, fd, &event);
+    }
+  }
+
+  void Run() {
+    std::optional<absl::Time> deadline;
+    std::array<epoll_event, 64> events;
+    while (true) {
+      const bool waits = accept_later_ || num_held_back_ > 0 || deadline.has_value();
+      const int count =
+          epoll_wait(epoll_.get(), events.data(), events.size(), waits ? kPollMilliseconds : -1);
+      for (int i = 0; i < std::max(count, 0); ++i) OnEvent(events[i]);
+      if (accept_later_) AcceptAll();
+      for (Connection& connection : connections_) {
+        if (connection.held_back && !connection.closed) Release(connection);
+      }
+      connections_.remove_if([](const Connection& connection) { return connection.closed; });
+      if (!listening_) listeners_.clear();
+      if (!ending_) continue;
+      if (!deadline.has_value()) deadline = absl::Now() + kFlushTime;
+      if (connections_.empty() || absl::Now() > *deadline) return;
+    }
+  }
+
+  void OnEvent(const epoll_event& event) {
+    End* const end = static_cast<End*>(event.data.ptr);
+    if (end == &wake_end_) {
+      uint64_t count = 0;
+      (void)!read(wake_.get(), &count, sizeof(count));
+      return;
+    }
+    if (end == &listener_end_) {
+      AcceptAll();
+      return;
+    }
+    Connection& connection = *end->connection;
+    if (connection.closed) return;
+    const bool gone = (event.events & (EPOLLHUP | EPOLLERR)) != 0;
+    if (end == &connection.client_end) {
+      if (gone) {
+        Close(connection);
+        return;
+      }
+      if ((event.events & EPOLLIN) != 0) ReadClient(connection);
+      if ((event.events & EPOLLOUT) != 0) ReadServer(connection);
+    } else {
+      if (gone && !std::exchange(connection.server_gone, true)) {
+        epoll_ctl(epoll_.get(), EPOLL_CTL_DEL, connection.server.get(), nullptr);
+      }
+      if ((event.events & EPOLLOUT) != 0 && !connection.server_gone) ReadClient(connection);
+      if (gone || (event.events & EPOLLIN) != 0) ReadServer(connection);
+    }
+    if (!connection.closed) WatchBoth(connection);
+  }
+
+  // A direction is read while nothing of it waits to be written.
+  void WatchBoth(Connection& connection) {
+    const auto events = [](bool read, bool write) {
+      return (read ? uint32_t{EPOLLIN} : 0) | (write ? uint32_t{EPOLLOUT} : 0);
+    };
+    const Lane& to_server = connection.to_server;
+    const Lane& to_client = connection.to_client;
+    Watch(connection.client.get(),
+          events(!to_server.ended && to_server.pending.empty() && !connection.held_back,
+                 !to_client.pending.empty()),
+          &connection.client_end);
+    if (connection.server_gone) return;
+    Watch(connection.server.get(),
+          events(!to_client.ended && to_client.pending.empty(), !to_server.pending.empty()),
+          &connection.server_end);
+  }
+
+  void AcceptAll() {
+    accept_later_ = false;
+    for (const Socket& listener : listeners_) {
+      while (listening_) {
+        Socket client(accept4(listener.get(), nullptr, nullptr, SOCK_NONBLOCK | SOCK_CLOEXEC));
+        if (!client.valid()) {
+          // Out of file descriptors, for example: the connection waits in the system's queue.
+          accept_later_ = errno != EAGAIN && errno != EWOULDBLOCK;
+          break;
+        }
+        Accept(std::move(client));
+      }
+    }
+  }
+
+  void Accept(Socket client) {
+    const auto live = std::count_if(connections_.begin(), connections_.end(),
+                                    [](const Connection& it) { return !it.closed; });
+    if (live >= limits_.max_connections && !CloseIdlest()) {
+      LogClosed("refused: the server has as many connections as it can, all with calls");
+      return;
+    }
+    int pair[2];
+    if (socketpair(AF_UNIX, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0, pair) != 0) {
+      LogClosed("refused: the process is out of file descriptors");
+      return;
+    }
+    Enable(client, IPPROTO_TCP, TCP_NODELAY);
+    Connection& connection = connections_.emplace_back(std::move(client), Socket(pair[0]), limits_);
+    serve_(pair[1]);
+    WatchBoth(connection);
+  }
+
+  void ReadClient(Connection& connection) {
+    for (int i = 0; i < kReadsPerTurn && !connection.closed && !connection.held_back; ++i) {
+      if (!Flush(connection.to_server, connection.server)) {
+        ServerGone(connection);
+        return;
+      }
+      if (!connection.to_server.pending.empty()) return;
+      const ssize_t size = recv(connection.client.get(), buffer_.data(), buffer_.size(), 0);
+      if (size < 0 && (errno == EAGAIN || errno == EINTR)) return;
+      if (size < 0) {
+        Close(connection);
+        return;
+      }
+      if (size == 0) {
+        connection.to_server.ended = true;
+        shutdown(connection.server.get(), SHUT_WR);
+        return;
+      }
+      const absl::string_view bytes(buffer_.data(), static_cast<size_t>(size));
+      const absl::Status status = connection.inspector.OnClientBytes(bytes);
+      if (!status.ok()) {
+        Refuse(connection, status.message());
+        return;
+      }
+      Count(connection);
+      if (connection.closed) return;
+      connection.to_server.pending = std::string(bytes);
+      if (!Flush(connection.to_server, connection.server)) {
+        ServerGone(connection);
+        return;
+      }
+    }
+  }
+
+  void ReadServer(Connection& connection) {
+    // Nothing tells of what is left once gRPC is gone: all of it is read.
+    for (int i = 0; (i < kReadsPerTurn || connection.server_gone) && !connection.closed; ++i) {
+      if (!Flush(connection.to_client, connection.client)) {
+        Close(connection);
+        return;
+      }
+      if (!connection.to_client.pending.empty()) return;
+      if (connection.to_client.ended) {
+        Close(connection);
+        return;
+      }
+      const ssize_t size = recv(connection.server.get(), buffer_.data(), buffer_.size(), 0);
+      if (size < 0 && (errno == EAGAIN || errno == EINTR)) return;
+      if (size <= 0) {
+        connection.to_client.ended = true;
+        continue;
+      }
+      const absl::string_view bytes(buffer_.data(), static_cast<size_t>(size));
+      connection.inspector.OnServerBytes(bytes);
+      Count(connection);
+      connection.to_client.pending = std::string(bytes);
+    }
+  }
+
+  // gRPC takes no more; what it has written still goes to the client.
+  void ServerGone(Connection& connection) {
+    connection.to_server.pending.clear();
+    connection.to_server.ended = true;
+  }
+
+  // False when the receiver is gone.
+  bool Flush(Lane& lane, const Socket& socket) {
+    absl::string_view rest = lane.pending;
+    while (!rest.empty()) {
+      const ssize_t size = send(socket.get(), rest.data(), rest.size(), MSG_NOSIGNAL);
+      if (size < 0 && errno == EINTR) continue;
+      if (size < 0 && errno != EAGAIN) return false;
+      if (size < 0) break;
+      rest.remove_prefix(static_cast<size_t>(size));
+    }
+    lane.pending.erase(0, lane.pending.size() - rest.size());
+    return true;
+  }
+
+  // Brings the totals up to date and closes who is beyond a limit.
+  void Count(Connection& connection) {
+    const Http2Inspector& inspector = connection.inspector;
+    const absl::Time now = absl::Now();
+    connection.active = now;
+    unfinished_bytes_ += inspector.unfinished_bytes() -
+                         std::exchange(connection.unfinished_bytes, inspector.unfinished_bytes());
+    open_streams_ +=
+        inspector.open_streams() - std::exchange(connection.open_streams, inspector.open_streams());
+    const auto resets = static_cast<double>(
+        inspector.resets() - std::exchange(connection.num_resets, inspector.resets()));
+    if (resets > 0) {
+      if (!connection.resets.Take(resets, now)) {
+        Refuse(connection, absl::StrCat("too many calls were reset: more than ", limits_.max_resets,
+                                        " in ten seconds"));
+        return;
+      }
+      if (!resets_.Take(resets, now) && !std::exchange(connection.held_back, true)) {
+        ++num_held_back_;
+      }
+    }
+    if (unfinished_bytes_ > limits_.max_unfinished_bytes) {
+      Refuse(Largest(&Connection::unfinished_bytes),
+             absl::StrCat("messages that are not complete hold more than ",
+                          limits_.max_unfinished_bytes,
+                          " bytes of the server, most of them on this connection"));
+    }
+    if (open_streams_ > limits_.max_open_streams) {
+      Refuse(Largest(&Connection::open_streams),
+             absl::StrCat("the server has more than ", limits_.max_open_streams,
+                          " open streams, most of them on this connection"));
+    }
+  }
+
+  Connection& Largest(int64_t Connection::*value) {
+    return *std::max_element(
+        connections_.begin(), connections_.end(),
+        [value](const Connection& a, const Connection& b) { return a.*value < b.*value; });
+  }
+
+  // Reads a connection again that was held back, once there is room for its resets.
+  void Release(Connection& connection) {
+    if (resets_.overdrawn(absl::Now())) return;
+    connection.held_back = false;
+    --num_held_back_;
+    WatchBoth(connection);
+  }
+
+  // False when every connection has a call.
+  bool CloseIdlest() {
+    Connection* idlest = nullptr;
+    for (Connection& connection : connections_) {
+      if (connection.closed || (connection.open_streams > 0 && !connection.held_back)) continue;
+      if (idlest == nullptr || connection.active < idlest->active) idlest = &connection;
+    }
+    if (idlest == nullptr) return false;
+    Refuse(*idlest, "the server has as many connections as it can, and this one has no call");
+    return true;
+  }
+
+  // Closes a connection and tells its client why.
+  void Refuse(Connection& connection, absl::string_view reason) {
+    if (connection.to_client.pending.empty() && connection.inspector.between_server_frames()) {
+      const std::string frame = GoAway(reason);
+      (void)!send(connection.client.get(), frame.data(), frame.size(), MSG_NOSIGNAL);
+      shutdown(connection.client.get(), SHUT_WR);
+      // Bytes that nobody has read would turn the end of the connection into a reset, which may
+      // overtake the frame.
+      std::array<char, 16 << 10> unread;
+      for (int i = 0; i < kReadsPerTurn; ++i) {
+        if (recv(connection.client.get(), unread.data(), unread.size(), 0) <= 0) break;
+      }
+    }
+    LogClosed(reason);
+    Close(connection);
+  }
+
+  // The object stays until the end of the turn: other events may name it.
+  void Close(Connection& connection) {
+    if (std::exchange(connection.closed, true)) return;
+    unfinished_bytes_ -= std::exchange(connection.unfinished_bytes, 0);
+    open_streams_ -= std::exchange(connection.open_streams, 0);
+    if (connection.held_back) --num_held_back_;
+    connection.client = Socket(-1);
+    connection.server = Socket(-1);
+  }
+
+  void LogClosed(absl::string_view reason) {
+    if (log_lines_.overdrawn(absl::Now()) || !log_lines_.Take(1, absl::Now())) {
+      ++unlogged_;
+      return;
+    }
+    Log(LogLevel::kWarning, "connection_closed",
+        {{"message", reason}, {"not_logged", std::exchange(unlogged_, 0)}});
+  }
+
+  const ConnectionLimits limits_;
+  std::vector<Socket> listeners_;
+  const int port_;
+  const Socket epoll_;
+  const Socket wake_;
+  End wake_end_;
+  End listener_end_;
+  std::atomic<bool> listening_ = true;
+  std::atomic<bool> ending_ = false;
+  std::function<void(int fd)> serve_;
+  std::thread thread_;
+
+  // The thread's own.
+  std::list<Connection> connections_;
+  std::array<char, 64 << 10> buffer_;
+  int64_t unfinished_bytes_ = 0;
+  int64_t open_streams_ = 0;
+  int64_t num_held_back_ = 0;
+  bool accept_later_ = false;
+  RateLimit resets_;
+  RateLimit log_lines_;
+  int64_t unlogged_ = 0;
+};
+
+absl::StatusOr<std::unique_ptr<ConnectionGuard>> ConnectionGuard::Listen(
+    const std::string& host, int port, const ConnectionLimits& limits) {
+  absl::string_view name = host;
+  if (name.size() > 1 && name.front() == '[' && name.back() == ']') {
+    name = name.substr(1, name.size() - 2);
+  }
+  addrinfo hints{};
+  hints.ai_flags = AI_PASSIVE;
+  hints.ai_socktype = SOCK_STREAM;
+  addrinfo* addresses = nullptr;
+  std::vector<Socket> listeners;
+  if (getaddrinfo(std::string(name).c_str(), nullptr, &hints, &addresses) == 0) {
+    for (const addrinfo* address = addresses; address != nullptr; address = address->ai_next) {
+      // A name with several addresses has one port.
+      Socket listener = ListenAt(*address, listeners.empty() ? port : PortOf(listeners[0]));
+      if (listener.valid()) listeners.push_back(std::move(listener));
+    }
+    freeaddrinfo(addresses);
+  }
+  if (listeners.empty()) return absl::UnavailableError("the address cannot be bound");
+  return std::unique_ptr<ConnectionGuard>(
+      new ConnectionGuard(std::make_unique<Relay>(std::move(listeners), limits)));
+}
+
+ConnectionGuard::ConnectionGuard(std::unique_ptr<Relay> relay) : relay_(std::move(relay)) {}
+ConnectionGuard::~ConnectionGuard() = default;
+int ConnectionGuard::port() const { return relay_->port(); }
+void ConnectionGuard::Start(std::function<void(int fd)> serve) { relay_->Start(std::move(serve)); }
+void ConnectionGuard::StopListening() { relay_->StopListening(); }
+
+}  // namespace tandem::rpc

@@ -1,0 +1,61 @@
+// Accepts a server's connections and bounds what their clients can make gRPC hold. gRPC 1.51 has no
+// bound on connections, on streams that are opened and reset, nor on messages that never end, so
+// every byte passes through here on its way to gRPC, which gets one end of a socket pair for each
+// connection. docs/adr/0028-a-guard-before-grpc.md says what
+// else was considered.
+#ifndef TANDEM_COMMON_RPC_CONNECTION_GUARD_H_
+#define TANDEM_COMMON_RPC_CONNECTION_GUARD_H_
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <string>
+
+#include "absl/status/statusor.h"
+
+namespace tandem::rpc {
+
+struct ConnectionLimits {
+  // A connection too many replaces the one that has been without a call for longest, or is refused
+  // when all have calls.
+  int max_connections = 128;
+  // Streams that are open, of all connections. One too many closes the connection with most.
+  int64_t max_open_streams = 4096;
+  // Bytes of messages that are not complete, of all connections. One too many closes the
+  // connection that holds most.
+  int64_t max_unfinished_bytes = 256 << 20;
+  // Streams that a client may reset on one connection at once; a tenth of that again every second.
+  // One too many closes the connection.
+  int64_t max_resets = 256;
+  // Resets of all connections in a second. A connection that goes beyond waits.
+  int64_t max_resets_per_second = 1000;
+};
+
+class ConnectionGuard {
+ public:
+  // Binds; port 0 means any. UNAVAILABLE when the address cannot be bound.
+  static absl::StatusOr<std::unique_ptr<ConnectionGuard>> Listen(
+      const std::string& host, int port, const ConnectionLimits& limits = {});
+  // Waits a moment for answers that are on their way to clients, once gRPC has closed its ends.
+  ~ConnectionGuard();
+
+  int port() const;
+
+  // Accepts connections from now on. `serve` gets a connected, non-blocking socket for each, which
+  // it owns; it is called on the guard's thread.
+  void Start(std::function<void(int fd)> serve);
+
+  // Closes the listening sockets.
+  void StopListening();
+
+ private:
+  class Relay;
+
+  explicit ConnectionGuard(std::unique_ptr<Relay> relay);
+
+  const std::unique_ptr<Relay> relay_;
+};
+
+}  // namespace tandem::rpc
+
+#endif  // TANDEM_COMMON_RPC_CONNECTION_GUARD_H_

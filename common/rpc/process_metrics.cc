@@ -1,0 +1,47 @@
+#include "common/rpc/process_metrics.h"
+
+#include <sys/resource.h>
+#include <unistd.h>
+
+#include <cstdint>
+#include <filesystem>
+#include <fstream>
+#include <system_error>
+
+#include "common/base/available_memory.h"
+#include "common/rpc/metric_names.h"
+
+namespace tandem::rpc {
+namespace {
+
+double Seconds(const timeval& time) {
+  return static_cast<double>(time.tv_sec) + static_cast<double>(time.tv_usec) / 1e6;
+}
+
+}  // namespace
+
+void UpdateProcessMetrics(Metrics& metrics) {
+  // Pages: of the address space, and resident (proc_pid_statm(5)).
+  int64_t pages = 0;
+  int64_t resident_pages = 0;
+  if (std::ifstream("/proc/self/statm") >> pages >> resident_pages) {
+    metrics.Gauge(metric::kResidentMemory)
+        .Set(static_cast<double>(resident_pages * sysconf(_SC_PAGESIZE)));
+  }
+  if (const auto available = AvailableMemoryBytes()) {
+    metrics.Gauge(metric::kAvailableMemory).Set(static_cast<double>(*available));
+  }
+  rusage usage{};
+  if (getrusage(RUSAGE_SELF, &usage) == 0) {
+    metrics.SetTotal(metric::kCpuSeconds, Seconds(usage.ru_utime) + Seconds(usage.ru_stime));
+  }
+  int64_t open_files = 0;
+  std::error_code error;
+  for (std::filesystem::directory_iterator entry("/proc/self/fd", error), end;
+       !error && entry != end; entry.increment(error)) {
+    ++open_files;
+  }
+  if (!error) metrics.Gauge(metric::kOpenFiles).Set(static_cast<double>(open_files));
+}
+
+}  // namespace tandem::rpc

@@ -1,0 +1,46 @@
+// A token bucket: so many events at once, and so many a second after that.
+#ifndef TANDEM_COMMON_RPC_RATE_LIMIT_H_
+#define TANDEM_COMMON_RPC_RATE_LIMIT_H_
+
+#include <algorithm>
+
+#include "absl/time/time.h"
+
+namespace tandem::rpc {
+
+// Not thread-safe.
+class RateLimit {
+ public:
+  // The bucket is full at `now`.
+  RateLimit(double burst, double per_second, absl::Time now)
+      : burst_(burst), per_second_(per_second), tokens_(burst), updated_(now) {}
+
+  // Takes one token for each of `count` events, more than there are if need be. Returns whether
+  // there were enough.
+  bool Take(double count, absl::Time now) {
+    Refill(now);
+    tokens_ -= count;
+    return tokens_ >= 0;
+  }
+  // Whether events are owed at `now`.
+  bool overdrawn(absl::Time now) {
+    Refill(now);
+    return tokens_ < 0;
+  }
+
+ private:
+  void Refill(absl::Time now) {
+    tokens_ = std::min(
+        burst_, tokens_ + std::max(0.0, absl::ToDoubleSeconds(now - updated_)) * per_second_);
+    updated_ = now;
+  }
+
+  const double burst_;
+  const double per_second_;
+  double tokens_;
+  absl::Time updated_;
+};
+
+}  // namespace tandem::rpc
+
+#endif  // TANDEM_COMMON_RPC_RATE_LIMIT_H_

@@ -1,0 +1,237 @@
+#include "common/weights/staged_weight_receiver.h"
+
+#include <algorithm>
+#include <cstring>
+#include <map>
+#include <new>
+#include <set>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
+#include "absl/strings/string_view.h"
+#include "common/base/error.h"
+#include "common/base/status_macros.h"
+
+namespace tandem {
+namespace {
+
+bool IsFloating(DType dtype) {
+  return dtype == DType::kFloat64 || dtype == DType::kFloat32 || dtype == DType::kBFloat16 ||
+         dtype == DType::kFloat16;
+}
+
+absl::Status Stale(absl::string_view message) {
+  return WithReason(FieldError(absl::StatusCode::kFailedPrecondition, "manifest.version", message),
+                    reason::kStaleWeightVersion);
+}
+
+absl::Status NoSuchUpdate(const std::string& update_id) {
+  return absl::NotFoundError(absl::StrCat("no open weight update with id \"", update_id, "\""));
+}
+
+}  // namespace
+
+StagedWeightReceiver::StagedWeightReceiver(std::vector<WeightSpec> parameters,
+                                           std::optional<WeightSpec> optional,
+                                           int64_t num_token_ids, WeightsVersion initial,
+                                           Apply apply)
+    : parameters_(std::move(parameters)),
+      optional_(std::move(optional)),
+      num_token_ids_(num_token_ids),
+      apply_(std::move(apply)),
+      version_(std::move(initial)) {}
+
+absl::Status StagedWeightReceiver::CheckManifest(const WeightManifest& manifest) const {
+  std::map<std::string, const WeightSpec*> missing;
+  for (const WeightSpec& parameter : parameters_) missing[parameter.name] = &parameter;
+  std::set<std::string> seen;
+  int64_t total_bytes = 0;
+  for (size_t i = 0; i < manifest.tensors.size(); ++i) {
+    const WeightSpec& spec = manifest.tensors[i];
+    const std::string path = absl::StrCat("manifest.tensors[", i, "]");
+    if (!seen.insert(spec.name).second) {
+      return InvalidField(path + ".name", absl::StrCat("\"", spec.name, "\" is listed twice"));
+    }
+    if (!IsFloating(spec.dtype)) {
+      return InvalidField(path + ".dtype",
+                          absl::StrCat("\"", spec.name, "\" must be of a floating type"));
+    }
+    const auto found = missing.find(spec.name);
+    const WeightSpec* expected = found != missing.end() ? found->second : nullptr;
+    if (expected == nullptr && optional_.has_value() && optional_->name == spec.name) {
+      expected = &*optional_;
+    }
+    if (expected == nullptr) {
+      return InvalidField(path + ".name",
+                          absl::StrCat("the model has no tensor \"", spec.name, "\""));
+    }
+    if (spec.shape != expected->shape) {
+      return InvalidField(
+          path + ".shape",
+          absl::StrCat("\"", spec.name, "\" is [", absl::StrJoin(spec.shape, ", "),
+                       "], the model's is [", absl::StrJoin(expected->shape, ", "), "]"));
+    }
+    if (found != missing.end()) missing.erase(found);
+    total_bytes += spec.bytes();
+  }
+  if (!missing.empty()) {
+    return InvalidField("manifest.tensors",
+                        absl::StrCat("\"", missing.begin()->first, "\" is missing"));
+  }
+  if (total_bytes != manifest.total_bytes) {
+    return InvalidField("manifest.total_bytes", absl::StrCat("the tensors have ", total_bytes,
+                                                             " bytes, not ", manifest.total_bytes));
+  }
+  if (manifest.chunk_bytes < 1) return InvalidField("manifest.chunk_bytes", "must be at least 1");
+  if (manifest.digest.size() != 32) {
+    return InvalidField("manifest.digest", "must be 32 hexadecimal digits");
+  }
+  if (manifest.num_token_ids != num_token_ids_) {
+    return WithReason(
+        FieldError(absl::StatusCode::kFailedPrecondition, "manifest.num_token_ids",
+                   absl::StrCat("the sender's model has ", manifest.num_token_ids,
+                                " token ids, and this one has ", num_token_ids_,
+                                ": one of them was loaded without its tokenizer.json, or with "
+                                "another one")),
+        reason::kVocabularyMismatch);
+  }
+  return absl::OkStatus();
+}
+
+absl::StatusOr<int64_t> StagedWeightReceiver::Begin(const std::string& update_id,
+                                                    const WeightManifest& manifest,
+                                                    bool allow_rollback) {
+  if (update_id.empty()) return InvalidField("update_id", "must not be empty");
+  TANDEM_RETURN_IF_ERROR(CheckManifest(manifest));
+  std::lock_guard lock(mutex_);
+  // The sender missed the answer to its commit, or another sender sent the same weights.
+  if (manifest.version == version_.version && manifest.digest == version_.digest) {
+    last_committed_id_ = update_id;
+    return manifest.num_chunks();
+  }
+  const bool back = manifest.version <= version_.version;
+  if (back && !allow_rollback) {
+    return Stale(absl::StrCat("version ", manifest.version, " is not above the one being served, ",
+                              version_.version));
+  }
+  if (update_id == overtaken_id_ && !allow_rollback) {
+    return Stale(absl::StrCat("update \"", update_id, "\" was replaced when the server went back"));
+  }
+  if (open_ != nullptr) {
+    if (open_->id == update_id && open_->manifest == manifest) return open_->next_chunk();
+    const bool newer = open_->manifest.version > manifest.version;
+    if (open_->committing || (newer && !allow_rollback)) {
+      return Stale(absl::StrCat("update \"", open_->id, "\" to version ", open_->manifest.version,
+                                " is in progress"));
+    }
+    if (back) overtaken_id_ = open_->id;
+  }
+  open_.reset();
+  auto update = std::make_unique<Update>();
+  update->id = update_id;
+  update->manifest = manifest;
+  update->bytes.reset(new (std::nothrow) std::byte[manifest.total_bytes]);
+  if (update->bytes == nullptr) {
+    return absl::ResourceExhaustedError(
+        absl::StrCat("no memory for ", manifest.total_bytes, " bytes of weights"));
+  }
+  open_ = std::move(update);
+  return 0;
+}
+
+absl::StatusOr<StagedWeightReceiver::Update*> StagedWeightReceiver::FindOpenLocked(
+    const std::string& update_id) {
+  if (open_ == nullptr || open_->id != update_id) return NoSuchUpdate(update_id);
+  if (open_->committing) {
+    return absl::FailedPreconditionError(
+        absl::StrCat("update \"", update_id, "\" is being committed"));
+  }
+  return open_.get();
+}
+
+absl::StatusOr<int64_t> StagedWeightReceiver::Append(const std::string& update_id,
+                                                     int64_t chunk_index,
+                                                     absl::Span<const std::byte> data) {
+  std::lock_guard lock(mutex_);
+  TANDEM_ASSIGN_OR_RETURN(Update * update, FindOpenLocked(update_id));
+  const int64_t next = update->next_chunk();
+  if (chunk_index != next) {
+    return WithReason(
+        InvalidField("chunk_index", absl::StrCat("expected chunk ", next, ", got ", chunk_index)),
+        reason::kChunkOutOfOrder);
+  }
+  const int64_t expected =
+      std::min(update->manifest.chunk_bytes, update->manifest.total_bytes - update->received);
+  if (static_cast<int64_t>(data.size()) != expected || expected == 0) {
+    return InvalidField("data", absl::StrCat("chunk ", next, " must hold ", expected,
+                                             " bytes, holds ", data.size()));
+  }
+  std::memcpy(update->bytes.get() + update->received, data.data(), data.size());
+  update->digest.Update(data.data(), data.size());
+  update->received += expected;
+  return update->next_chunk();
+}
+
+absl::StatusOr<WeightsVersion> StagedWeightReceiver::Commit(const std::string& update_id,
+                                                            const CallScope& call) {
+  Update* update = nullptr;
+  {
+    std::unique_lock lock(mutex_);
+    // A sender that lost its connection commits again while its first request still waits.
+    commit_ended_.wait(
+        lock, [&] { return open_ == nullptr || open_->id != update_id || !open_->committing; });
+    const bool open = open_ != nullptr && open_->id == update_id;
+    if (!open && !last_committed_id_.empty() && update_id == last_committed_id_) return version_;
+    TANDEM_ASSIGN_OR_RETURN(update, FindOpenLocked(update_id));
+    if (update->received != update->manifest.total_bytes) {
+      return absl::FailedPreconditionError(absl::StrCat("update \"", update_id, "\" has ",
+                                                        update->received, " of ",
+                                                        update->manifest.total_bytes, " bytes"));
+    }
+    const std::string digest = update->digest.Hex();
+    if (digest != update->manifest.digest) {
+      const std::string expected = update->manifest.digest;
+      open_.reset();
+      return absl::DataLossError(absl::StrCat("the weights received have digest ", digest,
+                                              ", the manifest says ", expected,
+                                              "; the old weights stay in force"));
+    }
+    update->committing = true;  // no other call may touch the update until the swap is over
+  }
+  const absl::Status applied =
+      apply_(update->manifest,
+             {update->bytes.get(), static_cast<size_t>(update->manifest.total_bytes)}, call);
+  std::lock_guard lock(mutex_);
+  if (absl::IsDeadlineExceeded(applied) || absl::IsCancelled(applied)) {
+    open_->committing = false;  // the swap did not begin: the sender may commit again
+    commit_ended_.notify_all();
+    return applied;
+  }
+  const std::unique_ptr<Update> done = std::move(open_);
+  commit_ended_.notify_all();
+  if (!applied.ok()) return applied;
+  if (done->manifest.version > version_.version) overtaken_id_.clear();
+  version_ = {.version = done->manifest.version, .digest = done->manifest.digest};
+  last_committed_id_ = done->id;
+  return version_;
+}
+
+absl::Status StagedWeightReceiver::Abort(const std::string& update_id) {
+  std::lock_guard lock(mutex_);
+  TANDEM_RETURN_IF_ERROR(FindOpenLocked(update_id).status());
+  open_.reset();
+  return absl::OkStatus();
+}
+
+WeightsVersion StagedWeightReceiver::Version() const {
+  std::lock_guard lock(mutex_);
+  return version_;
+}
+
+std::string StagedWeightReceiver::OpenUpdateId() const {
+  std::lock_guard lock(mutex_);
+  return open_ == nullptr ? "" : open_->id;
+}
+
+}  // namespace tandem

@@ -1,0 +1,234 @@
+#include "common/weights/staged_weight_receiver.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include "common/base/error.h"
+
+namespace tandem {
+namespace {
+
+std::vector<std::byte> Bytes(int count, int start = 0) {
+  std::vector<std::byte> bytes(count);
+  for (int i = 0; i < count; ++i) bytes[i] = static_cast<std::byte>(start + i);
+  return bytes;
+}
+
+class StagedWeightReceiverTest : public ::testing::Test {
+ protected:
+  StagedWeightReceiverTest()
+      : receiver_(
+            {{.name = "a", .shape = {2, 3}}, {.name = "b", .shape = {4}}},
+            WeightSpec{.name = "head", .shape = {2, 3}}, /*num_token_ids=*/7,
+            {.version = 0, .digest = "start"},
+            [this](const WeightManifest&, absl::Span<const std::byte> stream, const CallScope&) {
+              applied_.assign(stream.begin(), stream.end());
+              return apply_status_;
+            }) {}
+
+  WeightManifest Manifest(int64_t version = 1) const {
+    return {.version = version,
+            .tensors = {{.name = "a", .shape = {2, 3}},
+                        {.name = "b", .dtype = DType::kBFloat16, .shape = {4}}},
+            .total_bytes = 32,
+            .chunk_bytes = 12,
+            .digest = Xxh3Hex(stream_.data(), stream_.size()),
+            .num_token_ids = 7};
+  }
+
+  absl::Status SendAll(const std::string& id, const std::vector<std::byte>& stream) {
+    for (int64_t chunk = 0; chunk < 3; ++chunk) {
+      const auto sent = receiver_.Append(id, chunk, absl::MakeSpan(stream).subspan(chunk * 12, 12));
+      if (!sent.ok()) return sent.status();
+      EXPECT_EQ(*sent, chunk + 1);
+    }
+    return absl::OkStatus();
+  }
+
+  const std::vector<std::byte> stream_ = Bytes(32);
+  std::vector<std::byte> applied_;
+  absl::Status apply_status_;
+  StagedWeightReceiver receiver_;
+};
+
+TEST_F(StagedWeightReceiverTest, AppliesWhatWasSentOnce) {
+  EXPECT_EQ(*receiver_.Begin("u", Manifest(), false), 0);
+  ASSERT_TRUE(receiver_.Append("u", 0, absl::MakeSpan(stream_).subspan(0, 12)).ok());
+  // The sender was interrupted, and the same update goes on.
+  EXPECT_EQ(*receiver_.Begin("u", Manifest(), false), 1);
+  ASSERT_TRUE(receiver_.Append("u", 1, absl::MakeSpan(stream_).subspan(12, 12)).ok());
+  ASSERT_TRUE(receiver_.Append("u", 2, absl::MakeSpan(stream_).subspan(24)).ok());
+  EXPECT_TRUE(applied_.empty());
+  EXPECT_EQ(receiver_.Version().version, 0);
+  EXPECT_EQ(receiver_.Commit("u", {})->version, 1);
+  EXPECT_EQ(applied_, stream_);
+  EXPECT_EQ(receiver_.OpenUpdateId(), "");
+  applied_.clear();
+  EXPECT_EQ(receiver_.Commit("u", {})->digest, Manifest().digest);
+  EXPECT_TRUE(applied_.empty());
+}
+
+TEST_F(StagedWeightReceiverTest, ADifferentDigestIsDataLoss) {
+  ASSERT_TRUE(receiver_.Begin("u", Manifest(), false).ok());
+  ASSERT_TRUE(SendAll("u", Bytes(32, 1)).ok());
+  EXPECT_EQ(receiver_.Commit("u", {}).status().code(), absl::StatusCode::kDataLoss);
+  EXPECT_TRUE(applied_.empty());
+  EXPECT_EQ(receiver_.Version().version, 0);
+  EXPECT_EQ(receiver_.Commit("u", {}).status().code(), absl::StatusCode::kNotFound);
+}
+
+TEST_F(StagedWeightReceiverTest, ChunksMustBeInOrderAndInside) {
+  ASSERT_TRUE(receiver_.Begin("u", Manifest(), false).ok());
+  const absl::Status early = receiver_.Append("u", 1, Bytes(12)).status();
+  EXPECT_EQ(FieldPath(early), "chunk_index");
+  EXPECT_EQ(Reason(early), "CHUNK_OUT_OF_ORDER");
+  EXPECT_EQ(FieldPath(receiver_.Append("u", 0, Bytes(13)).status()), "data");
+  EXPECT_EQ(FieldPath(receiver_.Append("u", 0, {}).status()), "data");
+  EXPECT_EQ(receiver_.Append("v", 0, Bytes(12)).status().code(), absl::StatusCode::kNotFound);
+  ASSERT_TRUE(SendAll("u", stream_).ok());
+  EXPECT_EQ(FieldPath(receiver_.Append("u", 2, Bytes(8)).status()), "chunk_index") << "a repeat";
+  EXPECT_EQ(FieldPath(receiver_.Append("u", 3, Bytes(12)).status()), "data") << "past the end";
+}
+
+TEST_F(StagedWeightReceiverTest, WhatIsIncompleteCannotBeCommitted) {
+  ASSERT_TRUE(receiver_.Begin("u", Manifest(), false).ok());
+  ASSERT_TRUE(receiver_.Append("u", 0, Bytes(12)).ok());
+  EXPECT_EQ(receiver_.Commit("u", {}).status().code(), absl::StatusCode::kFailedPrecondition);
+}
+
+TEST_F(StagedWeightReceiverTest, OlderVersionsAreStaleAndNewerOnesReplace) {
+  EXPECT_EQ(Reason(receiver_.Begin("u", Manifest(0), false).status()), "STALE_WEIGHT_VERSION");
+  ASSERT_TRUE(receiver_.Begin("u", Manifest(5), false).ok());
+  EXPECT_EQ(Reason(receiver_.Begin("v", Manifest(4), false).status()), "STALE_WEIGHT_VERSION");
+  ASSERT_TRUE(receiver_.Begin("w", Manifest(6), false).ok());
+  EXPECT_EQ(receiver_.OpenUpdateId(), "w");
+  EXPECT_TRUE(receiver_.Abort("w").ok());
+  EXPECT_EQ(receiver_.Abort("w").code(), absl::StatusCode::kNotFound);
+}
+
+TEST_F(StagedWeightReceiverTest, ARollbackIsTakenOnlyWhenItIsAskedFor) {
+  ASSERT_TRUE(receiver_.Begin("five", Manifest(5), false).ok());
+  ASSERT_TRUE(SendAll("five", stream_).ok());
+  ASSERT_EQ(receiver_.Commit("five", {})->version, 5);
+  EXPECT_EQ(Reason(receiver_.Begin("three", Manifest(3), false).status()), "STALE_WEIGHT_VERSION");
+  ASSERT_EQ(*receiver_.Begin("three", Manifest(3), true), 0);
+  ASSERT_TRUE(SendAll("three", stream_).ok());
+  EXPECT_EQ(receiver_.Commit("three", {})->version, 3);
+  ASSERT_TRUE(receiver_.Begin("four", Manifest(4), false).ok());
+  ASSERT_TRUE(SendAll("four", stream_).ok());
+  EXPECT_EQ(receiver_.Commit("four", {})->version, 4);
+}
+
+// A version number with another digest is another lineage.
+TEST_F(StagedWeightReceiverTest, OtherWeightsOfTheServedVersionNeedTheFlag) {
+  ASSERT_TRUE(receiver_.Begin("u", Manifest(), false).ok());
+  ASSERT_TRUE(SendAll("u", stream_).ok());
+  ASSERT_TRUE(receiver_.Commit("u", {}).ok());
+  const std::vector<std::byte> others = Bytes(32, 1);
+  WeightManifest manifest = Manifest();
+  manifest.digest = Xxh3Hex(others.data(), others.size());
+  EXPECT_EQ(Reason(receiver_.Begin("v", manifest, false).status()), "STALE_WEIGHT_VERSION");
+  ASSERT_TRUE(receiver_.Begin("v", manifest, true).ok());
+  ASSERT_TRUE(SendAll("v", others).ok());
+  EXPECT_EQ(receiver_.Commit("v", {})->digest, manifest.digest);
+}
+
+TEST_F(StagedWeightReceiverTest, WeightsThatAreServedNeedNoTransfer) {
+  ASSERT_TRUE(receiver_.Begin("u", Manifest(), false).ok());
+  ASSERT_TRUE(SendAll("u", stream_).ok());
+  ASSERT_TRUE(receiver_.Commit("u", {}).ok());
+  applied_.clear();
+  for (const bool allow_rollback : {false, true}) {
+    EXPECT_EQ(*receiver_.Begin("again", Manifest(), allow_rollback), Manifest().num_chunks());
+    EXPECT_EQ(receiver_.Commit("again", {})->version, 1);
+  }
+  EXPECT_TRUE(applied_.empty());
+  EXPECT_EQ(receiver_.OpenUpdateId(), "");
+}
+
+// The sender of the replaced update learns that it is gone, and begins it again.
+TEST_F(StagedWeightReceiverTest, AnUpdateThatARollbackReplacedDoesNotComeBack) {
+  ASSERT_TRUE(receiver_.Begin("five", Manifest(5), false).ok());
+  ASSERT_TRUE(SendAll("five", stream_).ok());
+  ASSERT_TRUE(receiver_.Commit("five", {}).ok());
+  ASSERT_TRUE(receiver_.Begin("six", Manifest(6), false).ok());
+  ASSERT_TRUE(receiver_.Begin("three", Manifest(3), true).ok());
+  EXPECT_EQ(receiver_.Commit("six", {}).status().code(), absl::StatusCode::kNotFound);
+  ASSERT_TRUE(SendAll("three", stream_).ok());
+  ASSERT_TRUE(receiver_.Commit("three", {}).ok());
+  EXPECT_EQ(Reason(receiver_.Begin("six", Manifest(6), false).status()), "STALE_WEIGHT_VERSION");
+  // The new lineage arrives at the same weights later.
+  ASSERT_TRUE(receiver_.Begin("four", Manifest(4), false).ok());
+  ASSERT_TRUE(SendAll("four", stream_).ok());
+  ASSERT_TRUE(receiver_.Commit("four", {}).ok());
+  EXPECT_TRUE(receiver_.Begin("six", Manifest(6), false).ok());
+}
+
+TEST_F(StagedWeightReceiverTest, AReusedIdCommitsTheNewUpdate) {
+  ASSERT_TRUE(receiver_.Begin("u", Manifest(1), false).ok());
+  ASSERT_TRUE(SendAll("u", stream_).ok());
+  ASSERT_EQ(receiver_.Commit("u", {})->version, 1);
+  ASSERT_TRUE(receiver_.Begin("u", Manifest(2), false).ok());
+  EXPECT_EQ(receiver_.Commit("u", {}).status().code(), absl::StatusCode::kFailedPrecondition);
+  ASSERT_TRUE(SendAll("u", stream_).ok());
+  EXPECT_EQ(receiver_.Commit("u", {})->version, 2);
+  EXPECT_EQ(receiver_.OpenUpdateId(), "");
+}
+
+TEST_F(StagedWeightReceiverTest, AnotherChunkSizeIsAnotherUpdate) {
+  ASSERT_TRUE(receiver_.Begin("u", Manifest(), false).ok());
+  ASSERT_TRUE(receiver_.Append("u", 0, Bytes(12)).ok());
+  WeightManifest halves = Manifest();
+  halves.chunk_bytes = 16;
+  EXPECT_EQ(*receiver_.Begin("u", halves, false), 0);
+}
+
+TEST_F(StagedWeightReceiverTest, ManifestsThatDoNotFitAreNamed) {
+  WeightManifest wrong = Manifest();
+  wrong.tensors[1].shape = {5};
+  EXPECT_EQ(FieldPath(receiver_.Begin("u", wrong, false).status()), "manifest.tensors[1].shape");
+  wrong = Manifest();
+  wrong.tensors[1].name = "c";
+  EXPECT_EQ(FieldPath(receiver_.Begin("u", wrong, false).status()), "manifest.tensors[1].name");
+  wrong = Manifest();
+  wrong.tensors.pop_back();
+  EXPECT_EQ(FieldPath(receiver_.Begin("u", wrong, false).status()), "manifest.tensors");
+  wrong = Manifest();
+  wrong.tensors.push_back(wrong.tensors[0]);
+  EXPECT_EQ(FieldPath(receiver_.Begin("u", wrong, false).status()), "manifest.tensors[2].name");
+  wrong = Manifest();
+  wrong.tensors[0].dtype = DType::kInt32;
+  EXPECT_EQ(FieldPath(receiver_.Begin("u", wrong, false).status()), "manifest.tensors[0].dtype");
+  wrong = Manifest();
+  wrong.total_bytes = 31;
+  EXPECT_EQ(FieldPath(receiver_.Begin("u", wrong, false).status()), "manifest.total_bytes");
+  EXPECT_EQ(FieldPath(receiver_.Begin("", Manifest(), false).status()), "update_id");
+}
+
+TEST_F(StagedWeightReceiverTest, ATiedHeadMayBeSent) {
+  WeightManifest manifest = Manifest();
+  manifest.tensors.push_back({.name = "head", .shape = {2, 3}});
+  manifest.total_bytes += 24;
+  EXPECT_TRUE(receiver_.Begin("u", manifest, false).ok());
+}
+
+TEST_F(StagedWeightReceiverTest, AFailedSwapKeepsTheVersion) {
+  apply_status_ = absl::InternalError("no");
+  ASSERT_TRUE(receiver_.Begin("u", Manifest(), false).ok());
+  ASSERT_TRUE(SendAll("u", stream_).ok());
+  EXPECT_EQ(receiver_.Commit("u", {}).status().code(), absl::StatusCode::kInternal);
+  EXPECT_EQ(receiver_.Version().version, 0);
+  EXPECT_EQ(receiver_.OpenUpdateId(), "");
+}
+
+TEST_F(StagedWeightReceiverTest, ACommitWhoseTurnDidNotComeCanBeRepeated) {
+  apply_status_ = absl::DeadlineExceededError("the deadline has passed");
+  ASSERT_TRUE(receiver_.Begin("u", Manifest(), false).ok());
+  ASSERT_TRUE(SendAll("u", stream_).ok());
+  EXPECT_EQ(receiver_.Commit("u", {}).status().code(), absl::StatusCode::kDeadlineExceeded);
+  apply_status_ = absl::OkStatus();
+  EXPECT_EQ(receiver_.Commit("u", {})->version, 1);
+}
+
+}  // namespace
+}  // namespace tandem

@@ -1,0 +1,101 @@
+// How new weights reach a server that generates: the two ends of a transfer, as plain interfaces.
+//
+// A transfer has two phases, so that a receiver serves the old weights until it holds all of the
+// new ones, and goes from one to the other between two decode steps:
+//
+//   sender (trainer)                                  receiver (rollout server)
+//   WeightSource: an immutable copy     Begin ──────► opens an update: checks the manifest, and
+//   and its manifest                         ◄─────── answers with the first chunk that it lacks
+//                                       Append ─────► phase 1: a byte stream of chunks, received
+//                                       …             beside the weights that serve
+//                                       Commit ─────► phase 2: verifies the digest, swaps at the
+//                                            ◄─────── next step boundary, answers with its version
+//
+// A sender that was interrupted calls Begin with the same update id, and goes on at the chunk that
+// the receiver lacks. Nothing is served of an update before its Commit; Abort drops it.
+//
+// The files of a transfer:
+//   weight_snapshot.h           the trainer's copy of its weights, in a file
+//   weights_digest.h            the digest by which both ends recognise weights
+//   staged_weight_receiver.h    the receiver up to the swap, without tensors
+//   common/rpc/weight_sender.h, weight_receiver_service.h    the same over tandem.weights.v1
+//   services/trainer/service/publish.h           one snapshot to many receivers
+//   services/rollout/engine/shard_weights.h      from rank 0 of a receiver to its other ranks
+#ifndef TANDEM_COMMON_WEIGHTS_WEIGHT_TRANSFER_H_
+#define TANDEM_COMMON_WEIGHTS_WEIGHT_TRANSFER_H_
+
+#include <cstddef>
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/types/span.h"
+#include "common/base/call_scope.h"
+#include "common/base/weights_version.h"
+#include "common/tensor/weight_spec.h"
+
+namespace tandem {
+
+// Describes an update. The tensors' bytes, little endian and concatenated in this order, form one
+// byte stream, which travels in chunks.
+struct WeightManifest {
+  int64_t version = 0;
+  std::vector<WeightSpec> tensors;
+  int64_t total_bytes = 0;
+  int64_t chunk_bytes = 1 << 20;  // of every chunk but the last, which may be shorter
+  std::string digest;             // XXH3-128 of the stream, 32 hexadecimal digits
+  int64_t num_token_ids = 0;      // of the model: the rows of its vocabulary that have a token
+
+  bool operator==(const WeightManifest&) const = default;
+
+  int64_t num_chunks() const { return (total_bytes + chunk_bytes - 1) / chunk_bytes; }
+};
+
+// An immutable copy of a model's weights.
+class WeightSource {
+ public:
+  virtual ~WeightSource() = default;
+  virtual const WeightManifest& manifest() const = 0;
+  // Copies the stream's bytes [offset, offset + out.size()); the range must lie inside the stream.
+  // Thread-safe. Errors are those of the file that holds the copy.
+  virtual absl::Status Read(int64_t offset, absl::Span<std::byte> out) const = 0;
+};
+
+// Takes one update at a time. Thread-safe. The served weights change in Commit alone.
+class WeightReceiver {
+ public:
+  virtual ~WeightReceiver() = default;
+  // Opens an update, or continues the open one of that id and manifest. Returns the index of the
+  // first chunk that is missing: num_chunks() where the manifest's weights are served already, so
+  // that nothing is left to send and Commit returns at once. INVALID_ARGUMENT names a tensor that
+  // does not fit the model. FAILED_PRECONDITION (reason VOCABULARY_MISMATCH) for another number of
+  // token ids than the model's; (reason STALE_WEIGHT_VERSION) for a version that is not above the
+  // served one, or is below that of another open update; an open update of a lower version is
+  // replaced. `allow_rollback` accepts such a version; the update that it replaces can be begun
+  // again with `allow_rollback` alone.
+  virtual absl::StatusOr<int64_t> Begin(const std::string& update_id,
+                                        const WeightManifest& manifest, bool allow_rollback) = 0;
+  // Takes the next chunk, and returns the index of the one after it. NOT_FOUND for an update that
+  // is not open; INVALID_ARGUMENT names chunk_index (reason CHUNK_OUT_OF_ORDER) or data, of a wrong
+  // length.
+  virtual absl::StatusOr<int64_t> Append(const std::string& update_id, int64_t chunk_index,
+                                         absl::Span<const std::byte> data) = 0;
+  // Verifies the digest, puts the weights in force at the next step boundary, and blocks until
+  // then. DATA_LOSS leaves the old weights in place and drops the update. A call that ends before
+  // its turn (DEADLINE_EXCEEDED, CANCELLED) leaves the update open. Repeating the last commit is
+  // OK.
+  virtual absl::StatusOr<WeightsVersion> Commit(const std::string& update_id,
+                                                const CallScope& call) = 0;
+  // Drops an update. NOT_FOUND for an update that is not open.
+  virtual absl::Status Abort(const std::string& update_id) = 0;
+  // Returns the version that is served.
+  virtual WeightsVersion Version() const = 0;
+  // Returns the id of the open update, or an empty string.
+  virtual std::string OpenUpdateId() const = 0;
+};
+
+}  // namespace tandem
+
+#endif  // TANDEM_COMMON_WEIGHTS_WEIGHT_TRANSFER_H_

@@ -1,0 +1,114 @@
+#include "services/trainer/engine/row_passes.h"
+
+#include <ATen/ATen.h>
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <utility>
+
+#include "common/base/field_check.h"
+#include "common/base/status_macros.h"
+#include "common/tandem/tandem_config.h"
+#include "common/training/sequence_check.h"
+
+namespace tandem::trainer {
+namespace {
+
+// Returns the rows of a micro-batch as the fused loss takes them; `temperatures` has one number for
+// each row of the batch.
+loss::OutputRows MakeOutputRows(const training::MicroBatchInput& input,
+                                const std::vector<double>& temperatures) {
+  loss::OutputRows rows = {.positions = input.positions, .labels = input.labels};
+  const absl::Span<const double> own = input.rows.Of(temperatures);
+  if (std::any_of(own.begin(), own.end(), [](double t) { return t != 1.0; })) {
+    rows.temperatures.assign(own.begin(), own.end());
+  }
+  return rows;
+}
+
+// Returns a TrainingCore::RowOutput: the log-probabilities of a micro-batch's rows.
+// `loss` is null where no rows are computed.
+auto LogProbsOf(loss::LinearCrossEntropyLoss* loss, const TrainingRows& rows) {
+  return [loss, &rows](const training::MicroBatchInput& input,
+                       const at::Tensor& hidden) -> absl::StatusOr<std::vector<double>> {
+    TANDEM_ASSIGN_OR_RETURN(loss::RowLogProbs values,
+                            loss->LogProbs(hidden, MakeOutputRows(input, rows.temperatures)));
+    return std::move(values.logprobs);
+  };
+}
+
+}  // namespace
+
+absl::StatusOr<std::vector<double>> SeniorLogProbs(TrainerModels& models,
+                                                   const TrainingRows& rows) {
+  return models.core.Forward(rows.sequences, LogProbsOf(models.loss.get(), rows));
+}
+
+absl::StatusOr<std::vector<double>> ReferenceLogProbs(TrainerModels& models,
+                                                      const TrainingRows& rows) {
+  return models.core.ForwardFrozen(*models.reference, rows.sequences,
+                                   LogProbsOf(models.reference_loss.get(), rows));
+}
+
+absl::StatusOr<LogProbsResult> ComputeLogProbs(TrainerModels& models,
+                                               const LogProbsRequest& request) {
+  training::TrainingCore& core = models.core;
+  TANDEM_RETURN_IF_ERROR(
+      training::CheckSequence(request.prompt_token_ids, request.response_token_ids, core.limits()));
+  TANDEM_RETURN_IF_ERROR(CheckAbove("temperature", request.temperature, 0));
+  TANDEM_RETURN_IF_ERROR(
+      Validate(SamplingParams{.temperature = request.temperature}, core.limits().num_token_ids));
+  LogProbsResult result{.logprobs = {}, .entropies = {}, .weights = core.weights()};
+  const std::vector<double> temperatures(request.response_token_ids.size(), request.temperature);
+  // Log-probabilities, then entropies: every rank gets both.
+  TANDEM_ASSIGN_OR_RETURN(
+      const std::vector<double> numbers,
+      core.Forward(
+          training::SequenceBatch({training::SelectSequenceRows(
+              request.prompt_token_ids, request.response_token_ids, [](size_t) { return true; })}),
+          [&](const training::MicroBatchInput& input,
+              const at::Tensor& hidden) -> absl::StatusOr<std::vector<double>> {
+            TANDEM_ASSIGN_OR_RETURN(
+                loss::RowLogProbs values,
+                models.loss->LogProbs(hidden, MakeOutputRows(input, temperatures)));
+            values.logprobs.insert(values.logprobs.end(), values.entropies.begin(),
+                                   values.entropies.end());
+            return std::move(values.logprobs);
+          }));
+  const auto middle = numbers.begin() + static_cast<int64_t>(numbers.size() / 2);
+  result.logprobs.assign(numbers.begin(), middle);
+  result.entropies.assign(middle, numbers.end());
+  return result;
+}
+
+absl::Status AddGradients(TrainerModels& models, const TrainingRows& rows,
+                          const training::MiniBatch& range, const UpdateLoss& update_loss,
+                          StepReport& report) {
+  training::TrainingCore& core = models.core;
+  const auto loss_of_rows = [&](const training::MicroBatchInput& input,
+                                const at::Tensor& hidden) -> absl::StatusOr<at::Tensor> {
+    // Undefined where a freeze leaves nothing to train.
+    loss::OutputGradients gradients = {.hidden = hidden.requires_grad()
+                                                     ? at::zeros_like(hidden.detach(), at::kFloat)
+                                                     : at::Tensor(),
+                                       .weight = core.strategy().OutputGradient()};
+    const auto first_row = static_cast<int64_t>(input.rows.begin);
+    TANDEM_RETURN_IF_ERROR(models.loss->ForwardBackward(
+        hidden.detach(), MakeOutputRows(input, rows.temperatures),
+        [&](int64_t row, auto... arguments) {
+          return update_loss.evaluate(first_row + row, arguments...);
+        },
+        gradients, update_loss.mode));
+    if (update_loss.add != nullptr) {
+      TANDEM_RETURN_IF_ERROR(update_loss.add(input, hidden.detach(), gradients));
+    }
+    return hidden.requires_grad() ? gradients.hidden.to(hidden.scalar_type()) : at::Tensor();
+  };
+  TANDEM_ASSIGN_OR_RETURN(const int64_t micro_batches,
+                          core.ForwardBackward(rows.sequences, range, loss_of_rows));
+  report.metrics["policy/micro_batches"] = static_cast<double>(micro_batches);
+  return absl::OkStatus();
+}
+
+}  // namespace tandem::trainer

@@ -1,0 +1,35 @@
+#include "services/trainer/engine/supervised_step.h"
+
+#include "common/base/error.h"
+#include "common/base/status_macros.h"
+#include "common/loss/supervised_loss.h"
+#include "services/trainer/engine/row_passes.h"
+#include "services/trainer/engine/step_metrics.h"
+
+namespace tandem::trainer {
+
+absl::StatusOr<std::vector<training::TrainingCore::UpdateGradients>> SupervisedStep::Prepare(
+    StepReport& report) {
+  TANDEM_RETURN_IF_ERROR(CheckSupervisedBatch(batch_, limits_));
+  absl::StatusOr<loss::LossScales> scales = SupervisedScales(batch_);
+  if (!scales.ok()) return PrependFieldPath("supervised", scales.status());
+  AddBatchMetrics(batch_, report.metrics);
+  rows_ = SupervisedRows(batch_, *scales);
+  std::vector<training::TrainingCore::UpdateGradients> updates;
+  updates.emplace_back([this](StepReport& of_update) { return AddUpdate(of_update); });
+  return updates;
+}
+
+absl::Status SupervisedStep::AddUpdate(StepReport& report) {
+  loss::SupervisedLossEvaluator evaluator(rows_.tokens.scales);
+  TANDEM_RETURN_IF_ERROR(AddGradients(
+      models_, rows_, rows_.sequences.all(),
+      {.evaluate = [&](auto... arguments) { return evaluator.Evaluate(arguments...); }}, report));
+  TANDEM_RETURN_IF_ERROR(evaluator.Reduce(models_.core.reduction()));
+  report.metrics["loss/total"] = evaluator.loss();
+  report.metrics["policy/entropy"] = evaluator.mean_entropy();
+  report.metrics["policy/weighted_tokens"] = static_cast<double>(evaluator.tokens());
+  return absl::OkStatus();
+}
+
+}  // namespace tandem::trainer

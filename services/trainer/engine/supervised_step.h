@@ -1,0 +1,37 @@
+// One supervised step: cross-entropy of every response token.
+#ifndef TANDEM_SERVICES_TRAINER_ENGINE_SUPERVISED_STEP_H_
+#define TANDEM_SERVICES_TRAINER_ENGINE_SUPERVISED_STEP_H_
+
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "services/trainer/engine/batch_check.h"
+#include "services/trainer/engine/trainer_models.h"
+#include "services/trainer/engine/training_rows.h"
+#include "services/trainer/engine/types.h"
+#include "services/training/training_core.h"
+
+namespace tandem::trainer {
+
+// Must live as long as the updates that Prepare returns, and `models` and `batch` longer.
+class SupervisedStep {
+ public:
+  SupervisedStep(TrainerModels& models, const BatchLimits& limits, const SupervisedBatch& batch)
+      : models_(models), limits_(limits), batch_(batch) {}
+
+  // Checks the batch and returns its update: the `prepare` of TrainingCore::Step.
+  absl::StatusOr<std::vector<training::TrainingCore::UpdateGradients>> Prepare(StepReport& report);
+
+ private:
+  absl::Status AddUpdate(StepReport& report);
+
+  TrainerModels& models_;
+  const BatchLimits limits_;
+  const SupervisedBatch& batch_;
+  TrainingRows rows_;
+};
+
+}  // namespace tandem::trainer
+
+#endif  // TANDEM_SERVICES_TRAINER_ENGINE_SUPERVISED_STEP_H_

@@ -1,0 +1,148 @@
+"""One client cannot take a server's memory, nor keep another one waiting."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+
+import grpc
+import harness
+import http2
+import pytest
+from tandem.cluster import Server
+from tandem.rollout.v1 import rollout_pb2, rollout_pb2_grpc
+
+SERVICE = "/tandem.rollout.v1.RolloutService/"
+MIB = 1 << 20
+# docs/limits.md: bytes of messages that are not complete; of requests that are not answered.
+UNFINISHED = 256 * MIB
+REQUESTS = 256 * MIB
+# Memory of calls, connections and the allocator beside the bytes that are bounded.
+SLACK = 128 * MIB
+
+
+@pytest.fixture(scope="module")
+def server(models: harness.Models, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A rollout server, which holds after each attack as before."""
+    with harness.cluster(tmp_path_factory.mktemp("bounds"), models) as running:
+        yield running.rollouts[0]
+
+
+def resident_bytes(server: Server) -> int:
+    """The memory of a server's process."""
+    status = Path(f"/proc/{server.process.pid}/status").read_text()
+    (line,) = [line for line in status.splitlines() if line.startswith("VmRSS:")]
+    return int(line.split()[1]) * 1024
+
+
+@contextmanager
+def growth_below(server: Server, bound: int) -> Iterator[None]:
+    """Fails when the server's memory grows by more, or another client waits for ten seconds."""
+    base = resident_bytes(server)
+    peak = base
+    over = threading.Event()
+    errors: list[grpc.RpcError] = []
+
+    def watch() -> None:
+        nonlocal peak
+        while not over.wait(0.02):
+            peak = max(peak, resident_bytes(server))
+
+    def call() -> None:
+        with grpc.insecure_channel(server.address) as channel:
+            stub = rollout_pb2_grpc.RolloutServiceStub(channel)
+            while not over.wait(0.05):
+                try:
+                    stub.GetServerInfo(rollout_pb2.GetServerInfoRequest(), timeout=10)
+                except grpc.RpcError as error:
+                    errors.append(error)
+
+    with ThreadPoolExecutor(2) as pool:
+        running = [pool.submit(watch), pool.submit(call)]
+        try:
+            yield
+        finally:
+            over.set()
+        for future in running:
+            future.result()
+    assert not errors, errors[0]
+    assert peak - base < bound, f"{(peak - base) / MIB:.0f} MiB"
+
+
+def test_streams_that_are_reset(server: Server):
+    def flood(_: int) -> str:
+        connection = http2.Connection(server.address)
+        while connection.open_and_reset(SERVICE + "Generate", 100):
+            pass
+        connection.wait_closed()
+        return connection.goaway
+
+    with growth_below(server, SLACK), ThreadPoolExecutor(8) as pool:
+        reasons = list(pool.map(flood, range(40)))
+    assert any("too many calls were reset" in reason for reason in reasons), reasons
+
+
+def test_messages_that_inflate(server: Server):
+    with growth_below(server, SLACK), grpc.insecure_channel(server.address) as channel:
+        score = channel.unary_unary(SERVICE + "Score")
+        with pytest.raises(grpc.RpcError) as error:
+            score(bytes(64 * MIB), compression=grpc.Compression.Gzip, timeout=60)
+    assert error.value.code() == grpc.StatusCode.UNIMPLEMENTED
+
+
+@pytest.mark.parametrize(
+    "path", [SERVICE + "Score", SERVICE + "Generate", "/grpc.health.v1.Health/Check"]
+)
+def test_messages_that_never_end(server: Server, path: str):
+    def hold(_: int) -> http2.Connection:
+        connection = http2.Connection(server.address)
+        for _ in range(25):
+            stream = connection.open(path)
+            if not connection.send(stream, http2.message(4 * MIB, 4 * MIB - 100)):
+                break
+        return connection
+
+    with growth_below(server, UNFINISHED + SLACK), ThreadPoolExecutor(4) as pool:
+        connections = list(pool.map(hold, range(4)))
+    reasons = [connection.goaway for connection in connections]
+    assert any("messages that are not complete" in reason for reason in reasons), reasons
+    for connection in connections:
+        connection.close()
+
+
+def test_a_stream_that_ends_inside_a_message(server: Server):
+    connection = http2.Connection(server.address)
+    stream = connection.open(SERVICE + "Generate")
+    connection.send(stream, http2.message(100, 50), end=True)
+    connection.wait_closed()
+    assert "ends inside a message" in connection.goaway
+
+
+def test_many_requests_of_many_parts(server: Server):
+    parts = b"\x0a\x00" * (2 * MIB - 100)  # empty sequences, each a hundred bytes in memory
+
+    def call(_: int) -> set[grpc.StatusCode]:
+        with grpc.insecure_channel(
+            server.address, [("grpc.use_local_subchannel_pool", 1)]
+        ) as channel:
+            score = channel.unary_unary(SERVICE + "Score")
+            calls = [score.future(parts, timeout=60) for _ in range(10)]
+            return {call.exception().code() for call in calls}
+
+    with growth_below(server, REQUESTS + UNFINISHED + SLACK), ThreadPoolExecutor(8) as pool:
+        codes = set().union(*pool.map(call, range(8)))
+    assert codes == {grpc.StatusCode.RESOURCE_EXHAUSTED}
+
+
+def test_memory_comes_back(server: Server):
+    """After the attacks above, or one of them."""
+    base = resident_bytes(server)
+    test_messages_that_never_end(server, SERVICE + "Score")
+    deadline = time.monotonic() + 60
+    while resident_bytes(server) > base + SLACK:
+        assert time.monotonic() < deadline, f"{(resident_bytes(server) - base) / MIB:.0f} MiB"
+        time.sleep(0.5)

@@ -1,0 +1,43 @@
+"""The programs of docs/client.md do what the page says, on real servers."""
+
+from __future__ import annotations
+
+import re
+
+import harness
+import pytest
+
+PAGE = (harness.REPOSITORY / "docs/client.md").read_text()
+
+
+@pytest.fixture
+def programs(models, fresh_pair):
+    """The Python programs of the page, with a model and addresses that are here."""
+    places = {
+        "models/SmolLM2-135M-Instruct": str(models.tokenizer),
+        "127.0.0.1:7701": fresh_pair.rollouts[0].address,
+        "127.0.0.1:7702": fresh_pair.trainer.address,
+    }
+    found = re.findall(r"^```python\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
+    for place, here in places.items():
+        found = [program.replace(place, here) for program in found]
+    return found
+
+
+def test_the_example_from_python_trains_and_streams(programs, fresh_pair, capsys):
+    step, stream = programs
+    with (
+        harness.trainer_client(fresh_pair) as trainer,
+        harness.rollout_client(fresh_pair) as rollout,
+    ):
+        before = trainer.info().server.weights
+        names: dict[str, object] = {}
+        exec(step, names)
+        after = trainer.info().server.weights
+        assert (after.version, after.digest != before.digest) == (before.version + 1, True)
+        assert rollout.weights_version() == after
+    junior, reward, _ = map(float, capsys.readouterr().out.split())
+    assert junior < 0
+    assert reward < 0
+    exec(stream, names)
+    assert capsys.readouterr().out.startswith("[")

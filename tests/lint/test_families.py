@@ -1,0 +1,34 @@
+"""Every model family of the servers is known to all the places that name families."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from check_layers import REPOSITORY
+
+TABLE = "common/model/families/families.cc"
+FAMILIES = re.findall(
+    r'new \w+\("(\w+)",\s*"(\w+)"', (REPOSITORY / TABLE).read_text(encoding="utf-8")
+)
+# Where a family stands beside the table: the text that it has there.
+PLACES = {
+    "clients/python/tandem/models.py": r"SERVED_FAMILIES = \([^)]*\"{model_type}\"",
+    "tests/parity/test_transformers_parity.py": r"Case\(\s*\"[^\"]*\",\s*\"{prefix}\"",
+    "README.md": r"(?m)^\| [^|]*\b{prefix}\b[^|]* from Hugging Face directories",
+}
+
+
+def test_the_table_is_read():
+    assert ("llama", "Llama") in FAMILIES
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize(("model_type", "prefix"), FAMILIES)
+def test_a_family_stands_in_every_place(model_type, prefix, place):
+    pattern = PLACES[place].format(model_type=model_type, prefix=prefix)
+    text = (REPOSITORY / place).read_text(encoding="utf-8")
+    assert re.search(pattern, text), (
+        f'{TABLE} has the family "{model_type}" ({prefix}): add it to {place}, which needs '
+        f"the text {pattern!r} (docs/architecture.md, Add a model family)"
+    )
