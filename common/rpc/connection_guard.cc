@@ -13,7 +13,9 @@
 #include <atomic>
 #include <cerrno>
 #include <list>
+#include <map>
 #include <optional>
+#include <string>
 #include <thread>
 #include <utility>
 #include <vector>
@@ -87,6 +89,14 @@ int PortOf(const Socket& socket) {
                                              : reinterpret_cast<sockaddr_in&>(address).sin_port);
 }
 
+// The numeric address of a client, without its port.
+std::string HostOf(const sockaddr_storage& address, socklen_t size) {
+  char host[NI_MAXHOST] = "";
+  getnameinfo(reinterpret_cast<const sockaddr*>(&address), size, host, sizeof(host), nullptr, 0,
+              NI_NUMERICHOST);
+  return host;
+}
+
 // A GOAWAY frame (RFC 9113 section 6.8) with the error ENHANCE_YOUR_CALM.
 std::string GoAway(absl::string_view reason) {
   std::string frame(9 + 8, '\0');
@@ -147,11 +157,14 @@ class ConnectionGuard::Relay {
     bool ended = false;   // nothing more can be read
   };
   struct Connection {
-    Connection(Socket client_socket, Socket server_socket, const ConnectionLimits& limits)
-        : client(std::move(client_socket)),
+    Connection(std::string client_host, Socket client_socket, Socket server_socket,
+               const ConnectionLimits& limits)
+        : host(std::move(client_host)),
+          client(std::move(client_socket)),
           server(std::move(server_socket)),
           resets(static_cast<double>(limits.max_resets),
                  static_cast<double>(limits.max_resets) / 10, absl::Now()) {}
+    const std::string host;
     Socket client;
     Socket server;  // gRPC has the other end
     End client_end{this};
@@ -253,21 +266,22 @@ class ConnectionGuard::Relay {
     accept_later_ = false;
     for (const Socket& listener : listeners_) {
       while (listening_) {
-        Socket client(accept4(listener.get(), nullptr, nullptr, SOCK_NONBLOCK | SOCK_CLOEXEC));
+        sockaddr_storage address{};
+        socklen_t size = sizeof(address);
+        Socket client(accept4(listener.get(), reinterpret_cast<sockaddr*>(&address), &size,
+                              SOCK_NONBLOCK | SOCK_CLOEXEC));
         if (!client.valid()) {
           // Out of file descriptors, for example: the connection waits in the system's queue.
           accept_later_ = errno != EAGAIN && errno != EWOULDBLOCK;
           break;
         }
-        Accept(std::move(client));
+        Accept(HostOf(address, size), std::move(client));
       }
     }
   }
 
-  void Accept(Socket client) {
-    const auto live = std::count_if(connections_.begin(), connections_.end(),
-                                    [](const Connection& it) { return !it.closed; });
-    if (live >= limits_.max_connections && !CloseIdlest()) {
+  void Accept(std::string host, Socket client) {
+    if (!MakeRoom(host)) {
       LogClosed("refused: the server has as many connections as it can, all with calls");
       return;
     }
@@ -277,7 +291,8 @@ class ConnectionGuard::Relay {
       return;
     }
     Enable(client, IPPROTO_TCP, TCP_NODELAY);
-    Connection& connection = connections_.emplace_back(std::move(client), Socket(pair[0]), limits_);
+    Connection& connection =
+        connections_.emplace_back(std::move(host), std::move(client), Socket(pair[0]), limits_);
     serve_(pair[1]);
     WatchBoth(connection);
   }
@@ -409,16 +424,49 @@ class ConnectionGuard::Relay {
     WatchBoth(connection);
   }
 
-  // False when every connection has a call.
-  bool CloseIdlest() {
-    Connection* idlest = nullptr;
-    for (Connection& connection : connections_) {
-      if (connection.closed || (connection.open_streams > 0 && !connection.held_back)) continue;
-      if (idlest == nullptr || connection.active < idlest->active) idlest = &connection;
+  // Closes a connection if one more, from `host`, would be too many. Returns false if the new one
+  // has to be refused.
+  bool MakeRoom(const std::string& host) {
+    std::map<std::string, int> counts;
+    int live = 0;
+    for (const Connection& connection : connections_) {
+      if (connection.closed) continue;
+      ++counts[connection.host];
+      ++live;
     }
+    if (live < limits_.max_connections) return true;
+    const auto largest =
+        std::max_element(counts.begin(), counts.end(),
+                         [](const auto& a, const auto& b) { return a.second < b.second; });
+    if (largest->second > counts[host] + 1) {
+      Connection* idlest = Idlest([&](const Connection& it) { return it.host == largest->first; });
+      Refuse(idlest != nullptr ? *idlest : Newest(largest->first),
+             "the server has as many connections as it can, most of them from this address");
+      return true;
+    }
+    Connection* idlest = Idlest([](const Connection&) { return true; });
     if (idlest == nullptr) return false;
     Refuse(*idlest, "the server has as many connections as it can, and this one has no call");
     return true;
+  }
+
+  // Returns the connection that has been without a call for longest among those that `includes`
+  // names; nullptr when all of them have calls.
+  template <typename Predicate>
+  Connection* Idlest(Predicate includes) {
+    Connection* idlest = nullptr;
+    for (Connection& connection : connections_) {
+      if (connection.closed || !includes(connection)) continue;
+      if (connection.open_streams > 0 && !connection.held_back) continue;
+      if (idlest == nullptr || connection.active < idlest->active) idlest = &connection;
+    }
+    return idlest;
+  }
+
+  // Returns the connection of `host` that was accepted last; there must be one.
+  Connection& Newest(const std::string& host) {
+    return *std::find_if(connections_.rbegin(), connections_.rend(),
+                         [&](const Connection& it) { return !it.closed && it.host == host; });
   }
 
   // Closes a connection and tells its client why.

@@ -1,8 +1,7 @@
 // Accepts a server's connections and bounds what their clients can make gRPC hold. gRPC 1.51 has no
 // bound on connections, on streams that are opened and reset, nor on messages that never end, so
 // every byte passes through here on its way to gRPC, which gets one end of a socket pair for each
-// connection. docs/adr/0028-a-guard-before-grpc.md says what
-// else was considered.
+// connection. docs/adr/0028-a-guard-before-grpc.md says what else was considered.
 #ifndef TANDEM_COMMON_RPC_CONNECTION_GUARD_H_
 #define TANDEM_COMMON_RPC_CONNECTION_GUARD_H_
 
@@ -16,8 +15,10 @@
 namespace tandem::rpc {
 
 struct ConnectionLimits {
-  // A connection too many replaces the one that has been without a call for longest, or is refused
-  // when all have calls.
+  // A connection too many replaces one of the address that has most: the one that has been without
+  // a call for longest, else the newest. If no address has more than the new connection's own, it
+  // replaces the one of all that has been without a call for longest, or is refused if all have
+  // calls.
   int max_connections = 128;
   // Streams that are open, of all connections. One too many closes the connection with most.
   int64_t max_open_streams = 4096;

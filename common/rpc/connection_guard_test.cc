@@ -81,8 +81,12 @@ class ConnectionGuardTest : public testing::Test {
     std::unique_ptr<Peer> client;
     Peer* server;
   };
-  Pair Connect() {
+  Pair Connect(uint32_t from = INADDR_LOOPBACK) {
     const int fd = socket(AF_INET, SOCK_STREAM, 0);
+    sockaddr_in source{};
+    source.sin_family = AF_INET;
+    source.sin_addr.s_addr = htonl(from);
+    EXPECT_EQ(bind(fd, reinterpret_cast<sockaddr*>(&source), sizeof(source)), 0);
     sockaddr_in address{};
     address.sin_family = AF_INET;
     address.sin_port = htons(static_cast<uint16_t>(guard_->port()));
@@ -203,6 +207,29 @@ TEST_F(ConnectionGuardTest, AConnectionTooManyReplacesOneWithoutACall) {
   Pair newest = Connect();
   EXPECT_THAT(idle.client->ReceiveAll(), HasSubstr("as many connections as it can"));
   for (Pair* pair : {&busy, &newest}) {
+    pair->client->Send("x");
+    EXPECT_EQ(pair->server->Receive(1), "x");
+  }
+}
+
+TEST_F(ConnectionGuardTest, AConnectionTooManyReplacesOneOfTheAddressThatHasMost) {
+  constexpr uint32_t kFirst = INADDR_LOOPBACK + 1;
+  constexpr uint32_t kSecond = INADDR_LOOPBACK + 2;
+  Start({.max_connections = 3});
+  const auto call = [](Pair& pair) {
+    pair.client->Send(Frame(kHeadersFrame, 0, 1));
+    EXPECT_EQ(pair.server->Receive(9).size(), 9u);
+  };
+  Pair older = Connect(kFirst);
+  call(older);
+  Pair newer = Connect(kFirst);
+  call(newer);
+  Pair idle = Connect(kSecond);
+  // The address with most connections gives one up although that one has a call, not the other,
+  // whose connection has none.
+  Pair newcomer = Connect();
+  EXPECT_THAT(newer.client->ReceiveAll(), HasSubstr("most of them from this address"));
+  for (Pair* pair : {&older, &idle, &newcomer}) {
     pair->client->Send("x");
     EXPECT_EQ(pair->server->Receive(1), "x");
   }
