@@ -44,9 +44,11 @@ def message(announced: int, sent: int) -> bytes:
 class Connection:
     """A connection whose flow control is honest. Sends report whether the server still listens."""
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, source: str = "127.0.0.1") -> None:
         host, port = address.rsplit(":", 1)
-        self._socket = socket.create_connection((host, int(port)), timeout=20)
+        self._socket = socket.create_connection(
+            (host, int(port)), timeout=20, source_address=(source, 0)
+        )
         self._windows = {0: 65535}
         self._initial = 65535
         self._changed = threading.Condition()

@@ -138,6 +138,23 @@ def test_many_requests_of_many_parts(server: Server):
     assert codes == {grpc.StatusCode.RESOURCE_EXHAUSTED}
 
 
+def test_connections_that_never_end(server: Server):
+    with growth_below(server, SLACK):
+        hoard = []
+        for _ in range(200):
+            connection = http2.Connection(server.address, source="127.0.0.2")
+            connection.open(SERVICE + "Generate")
+            hoard.append(connection)
+        # A client of another address connects while all connections are taken.
+        with grpc.insecure_channel(
+            server.address, [("grpc.use_local_subchannel_pool", 1)]
+        ) as channel:
+            stub = rollout_pb2_grpc.RolloutServiceStub(channel)
+            stub.GetServerInfo(rollout_pb2.GetServerInfoRequest(), timeout=10)
+    for connection in hoard:
+        connection.close()
+
+
 def test_memory_comes_back(server: Server):
     """After the attacks above, or one of them."""
     base = resident_bytes(server)
