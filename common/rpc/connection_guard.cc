@@ -438,13 +438,16 @@ class ConnectionGuard::Relay {
     const auto largest =
         std::max_element(counts.begin(), counts.end(),
                          [](const auto& a, const auto& b) { return a.second < b.second; });
-    if (largest->second > counts[host] + 1) {
+    const int own = counts[host];
+    if (largest->second > own + 1) {
       Connection* idlest = Idlest([&](const Connection& it) { return it.host == largest->first; });
       Refuse(idlest != nullptr ? *idlest : Newest(largest->first),
              "the server has as many connections as it can, most of them from this address");
       return true;
     }
-    Connection* idlest = Idlest([](const Connection&) { return true; });
+    // An address never pays for one that has as many connections as itself.
+    Connection* idlest =
+        Idlest([&](const Connection& it) { return it.host == host || counts[it.host] > own; });
     if (idlest == nullptr) return false;
     Refuse(*idlest, "the server has as many connections as it can, and this one has no call");
     return true;

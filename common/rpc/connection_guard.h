@@ -16,9 +16,9 @@ namespace tandem::rpc {
 
 struct ConnectionLimits {
   // A connection too many replaces one of the address that has most: the one that has been without
-  // a call for longest, else the newest. If no address has more than the new connection's own, it
-  // replaces the one of all that has been without a call for longest, or is refused if all have
-  // calls.
+  // a call for longest, else the newest. If no address has two more than the new connection's own,
+  // only a connection without a call is replaced, of that address or of one that has more;
+  // otherwise the new one is refused.
   int max_connections = 128;
   // Streams that are open, of all connections. One too many closes the connection with most.
   int64_t max_open_streams = 4096;
