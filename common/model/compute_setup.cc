@@ -8,7 +8,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "common/base/error.h"
-#include "common/base/physical_cores.h"
+#include "common/base/machine_resources.h"
 #include "common/base/status_macros.h"
 #include "common/model/device_check.h"
 #include "common/ops/ops.h"
@@ -16,7 +16,7 @@
 namespace tandem {
 
 void SetComputeThreads(const ComputeOptions& options) {
-  const int cores = std::max(PhysicalCores() / options.local_world_size, 1);
+  const int cores = std::max(AvailableCores() / options.local_world_size, 1);
   at::set_num_threads(options.num_threads > 0 ? options.num_threads : cores);
 }
 

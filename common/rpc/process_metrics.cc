@@ -8,7 +8,7 @@
 #include <fstream>
 #include <system_error>
 
-#include "common/base/available_memory.h"
+#include "common/base/machine_resources.h"
 #include "common/rpc/metric_names.h"
 
 namespace tandem::rpc {
