@@ -53,10 +53,10 @@ absl::StatusOr<RankEnvironment> ReadRankEnvironment() {
     TANDEM_ASSIGN_OR_RETURN(environment.local_world_size,
                             IntVariable("LOCAL_WORLD_SIZE", 1, environment.world_size));
   }
-  environment.local_rank = environment.rank;
+  environment.local_rank = environment.rank % environment.local_world_size;
   if (Variable("LOCAL_RANK").has_value()) {
     TANDEM_ASSIGN_OR_RETURN(environment.local_rank,
-                            IntVariable("LOCAL_RANK", 0, environment.world_size - 1));
+                            IntVariable("LOCAL_RANK", 0, environment.local_world_size - 1));
   }
   environment.master_addr = Variable("MASTER_ADDR").value_or("");
   if (environment.master_addr.empty()) {

@@ -18,9 +18,9 @@ struct RankEnvironment {
   int master_port = 0;
 };
 
-// From RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT, and LOCAL_RANK and LOCAL_WORLD_SIZE (if missing:
-// RANK and WORLD_SIZE). None of them set: a world of one. INVALID_ARGUMENT names the variable that
-// is missing or does not fit.
+// From RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT, LOCAL_WORLD_SIZE (default: WORLD_SIZE, all ranks
+// on one machine) and LOCAL_RANK (default: RANK modulo LOCAL_WORLD_SIZE). None of them set: a world
+// of one. INVALID_ARGUMENT names the variable that is missing or does not fit.
 absl::StatusOr<RankEnvironment> ReadRankEnvironment();
 
 }  // namespace tandem

@@ -58,6 +58,15 @@ TEST(RankEnvironmentTest, OneMachineUnlessItsRanksAreSet) {
   EXPECT_EQ(environment->local_world_size, 8);
 }
 
+TEST(RankEnvironmentTest, ARankThatIsAloneInItsContainerIsItsFirst) {
+  Variables variables = kComplete;
+  variables.erase("LOCAL_RANK");
+  variables["LOCAL_WORLD_SIZE"] = "1";
+  const auto environment = ReadWith(variables);
+  ASSERT_TRUE(environment.ok()) << environment.status();
+  EXPECT_EQ(environment->local_rank, 0);
+}
+
 TEST(RankEnvironmentTest, AMissingVariableIsNamed) {
   for (const std::string name : {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}) {
     Variables variables = kComplete;

@@ -9,13 +9,16 @@
 #include <limits>
 #include <map>
 #include <optional>
+#include <utility>
 
 #include "absl/strings/ascii.h"
 #include "absl/strings/match.h"
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
+#include "absl/strings/str_replace.h"
 #include "absl/strings/str_split.h"
+#include "absl/strings/strip.h"
 #include "common/base/atomic_file.h"
 #include "common/base/error.h"
 #include "common/base/status_macros.h"
@@ -422,6 +425,15 @@ void EmitMessage(const Message& message, YAML::Emitter& out) {
   out << YAML::EndMap;
 }
 
+// Puts the file or variable that an error comes from before its message.
+absl::Status NameSource(absl::string_view source, const absl::Status& status) {
+  if (status.ok()) return status;
+  absl::Status named(status.code(), absl::StrCat(source, ": ", status.message()));
+  status.ForEachPayload(
+      [&](absl::string_view url, const absl::Cord& payload) { named.SetPayload(url, payload); });
+  return named;
+}
+
 }  // namespace
 
 std::string SuggestField(absl::string_view key, const Descriptor& type) {
@@ -448,12 +460,7 @@ absl::Status MergeYaml(absl::string_view yaml, Message* message) {
 
 absl::Status MergeYamlFile(const std::string& path, Message* message) {
   TANDEM_ASSIGN_OR_RETURN(const std::string text, ReadFile(path, kMaxFileBytes));
-  absl::Status status = MergeYaml(text, message);
-  if (status.ok()) return status;
-  absl::Status named(status.code(), absl::StrCat(path, ": ", status.message()));
-  status.ForEachPayload(
-      [&](absl::string_view url, const absl::Cord& payload) { named.SetPayload(url, payload); });
-  return named;
+  return NameSource(path, MergeYaml(text, message));
 }
 
 absl::Status ApplyOverride(absl::string_view assignment, Message* message) {
@@ -489,10 +496,22 @@ absl::Status ApplyOverride(absl::string_view assignment, Message* message) {
   return absl::OkStatus();
 }
 
-absl::Status Load(const std::string& path, const std::vector<std::string>& overrides,
-                  Message* message) {
-  if (!path.empty()) TANDEM_RETURN_IF_ERROR(MergeYamlFile(path, message));
-  for (const std::string& assignment : overrides) {
+absl::Status ApplyVariable(absl::string_view assignment, Message* message) {
+  const std::pair<absl::string_view, absl::string_view> variable =
+      absl::StrSplit(assignment, absl::MaxSplits('=', 1));
+  absl::string_view key = variable.first;
+  if (!absl::ConsumePrefix(&key, kVariablePrefix)) return absl::OkStatus();
+  const std::string path = absl::StrReplaceAll(absl::AsciiStrToLower(key), {{"__", "."}});
+  return NameSource(variable.first,
+                    ApplyOverride(absl::StrCat(path, "=", variable.second), message));
+}
+
+absl::Status Load(const Sources& sources, Message* message) {
+  if (!sources.file.empty()) TANDEM_RETURN_IF_ERROR(MergeYamlFile(sources.file, message));
+  for (const std::string& assignment : sources.variables) {
+    TANDEM_RETURN_IF_ERROR(ApplyVariable(assignment, message));
+  }
+  for (const std::string& assignment : sources.overrides) {
     TANDEM_RETURN_IF_ERROR(ApplyOverride(assignment, message));
   }
   return absl::OkStatus();

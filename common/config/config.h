@@ -1,4 +1,5 @@
-// YAML and `dotted.key=value` overrides become a protobuf message; the message is the schema.
+// YAML, environment variables and `dotted.key=value` overrides become a protobuf message; the
+// message is the schema.
 //
 // Keys are field names. Enum values are written by their lower-case short name ("word" for
 // SELECTION_STRATEGY_WORD). An unknown key, a duplicate key or a value of the wrong type is
@@ -27,9 +28,19 @@ absl::Status MergeYamlFile(const std::string& path, google::protobuf::Message* m
 // "tandem.boundary_token_ids=[1, 2]" sets a list.
 absl::Status ApplyOverride(absl::string_view assignment, google::protobuf::Message* message);
 
-// The file (if any), then the overrides in order: later wins.
-absl::Status Load(const std::string& path, const std::vector<std::string>& overrides,
-                  google::protobuf::Message* message);
+// Applies an environment variable, "TANDEM__OPTIMIZER__LEARNING_RATE=1e-5": after the prefix the
+// key in upper case, "__" for each dot. A variable without the prefix is ignored; an error names
+// the variable.
+inline constexpr absl::string_view kVariablePrefix = "TANDEM__";
+absl::Status ApplyVariable(absl::string_view assignment, google::protobuf::Message* message);
+
+// Where the values of a configuration come from. Later members win.
+struct Sources {
+  std::string file = {};                    // YAML; "": none
+  std::vector<std::string> variables = {};  // NAME=value, all of the process's environment
+  std::vector<std::string> overrides = {};  // dotted.key=value, in order
+};
+absl::Status Load(const Sources& sources, google::protobuf::Message* message);
 
 // The message as YAML that MergeYaml reads back: fields in schema order, optional fields that are
 // not set and empty lists left out, enums by short name.

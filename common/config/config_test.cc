@@ -1,5 +1,6 @@
 #include "common/config/config.h"
 
+#include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
 #include <fstream>
@@ -105,14 +106,40 @@ TEST(ConfigTest, DeepDocumentsAreRefused) {
 
 TEST(ConfigTest, OverridesWinInOrder) {
   TrainerServerConfig config;
-  ASSERT_TRUE(Load("",
-                   {"optimizer.learning_rate=1e-5", "optimizer.learning_rate=2e-5",
-                    "optimizer.schedule=cosine", "model=a=b"},
+  ASSERT_TRUE(Load({.overrides = {"optimizer.learning_rate=1e-5", "optimizer.learning_rate=2e-5",
+                                  "optimizer.schedule=cosine", "model=a=b"}},
                    &config)
                   .ok());
   EXPECT_EQ(config.optimizer().learning_rate(), 2e-5);
   EXPECT_EQ(config.optimizer().schedule(), v1::LEARNING_RATE_SCHEDULE_COSINE);
   EXPECT_EQ(config.model(), "a=b");
+}
+
+TEST(ConfigTest, VariablesStandBetweenTheFileAndTheOverrides) {
+  const std::string file = testing::TempDir() + "/variables.yaml";
+  std::ofstream(file) << "model: file\nmax_samples: 1\nmax_model_len: 1\n";
+  TrainerServerConfig config;
+  ASSERT_TRUE(Load({.file = file,
+                    .variables = {"PATH=/bin", "TANDEM_CONFIG=x", "TANDEM__MAX_SAMPLES=2",
+                                  "TANDEM__MAX_MODEL_LEN=2", "TANDEM__OPTIMIZER__BETA1=0.5",
+                                  "TANDEM__FREEZE=[a=b, c]"},
+                    .overrides = {"max_model_len=3"}},
+                   &config)
+                  .ok());
+  EXPECT_EQ(config.model(), "file");
+  EXPECT_EQ(config.max_samples(), 2);
+  EXPECT_EQ(config.max_model_len(), 3);
+  EXPECT_EQ(config.optimizer().beta1(), 0.5);
+  EXPECT_THAT(config.freeze(), testing::ElementsAre("a=b", "c"));
+}
+
+TEST(ConfigTest, BadVariablesAreNamed) {
+  TrainerServerConfig config;
+  const absl::Status unknown = ApplyVariable("TANDEM__OPTIMISER__BETA1=1", &config);
+  EXPECT_EQ(FieldPath(unknown), "optimiser");
+  EXPECT_THAT(unknown.message(), testing::StartsWith("TANDEM__OPTIMISER__BETA1: "));
+  EXPECT_EQ(FieldPath(ApplyVariable("TANDEM__MAX_SAMPLES=many", &config)), "max_samples");
+  EXPECT_FALSE(ApplyVariable("TANDEM__=1", &config).ok());
 }
 
 TEST(ConfigTest, OverrideOfAListReplacesIt) {

@@ -5,6 +5,7 @@
 #include <unistd.h>
 
 #include <CLI/CLI.hpp>
+#include <algorithm>
 #include <atomic>
 #include <cstdio>
 #include <cstdlib>
@@ -74,9 +75,12 @@ struct CommandLine {
 std::optional<int> ParseCommandLine(int argc, char** argv, const std::string& name,
                                     const ConfigCheck<>& config_check, CommandLine* line) {
   CLI::App app(absl::StrCat(name, ": one of the servers of Tandem Reinforcement Learning."), name);
-  app.footer("docs/configuration.md describes every key and its default.");
-  app.add_option("--config", line->config, "YAML configuration file")->type_name("FILE");
-  app.add_option("overrides", line->overrides, "dotted.key=value, applied in order after the file")
+  app.add_option("--config", line->config, "YAML configuration file")
+      ->type_name("FILE")
+      ->envname("TANDEM_CONFIG");
+  app.add_option("overrides", line->overrides,
+                 "dotted.key=value, applied in order after the file and after the environment "
+                 "variables TANDEM__DOTTED__KEY=value")
       ->type_name("KEY=VALUE");
   CLI::Option* const check_config = app.add_flag("--check-config", line->check_config,
                                                  "Print the resolved configuration and exit");
@@ -95,6 +99,14 @@ std::optional<int> ParseCommandLine(int argc, char** argv, const std::string& na
     return app.exit(error) == 0 ? kExitOk : kExitBadConfig;
   }
   return std::nullopt;
+}
+
+// NAME=value of each, by name, so that TANDEM__SERVER__HOST comes after TANDEM__SERVER.
+std::vector<std::string> EnvironmentVariables() {
+  std::vector<std::string> variables;
+  for (char** variable = environ; *variable != nullptr; ++variable) variables.push_back(*variable);
+  std::sort(variables.begin(), variables.end());
+  return variables;
 }
 
 std::string Gigabytes(int64_t bytes) {
@@ -207,7 +219,11 @@ int RunServer(int argc, char** argv, const ServerProgram& program) {
 
   const absl::StatusOr<RankEnvironment> environment = ReadRankEnvironment();
   absl::Status status = environment.status();
-  if (status.ok()) status = config::Load(line.config, line.overrides, program.config);
+  if (status.ok()) {
+    status = config::Load(
+        {.file = line.config, .variables = EnvironmentVariables(), .overrides = line.overrides},
+        program.config);
+  }
   if (status.ok()) status = program.resolve();
   if (line.check_config) {
     std::string comments;

@@ -11,7 +11,9 @@
 // (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT, …). Local rank r listens on the configured ports
 // + 10 r.
 //
-// Command line: --config FILE, [dotted.key=value …], --check-config, --version, --help.
+// Command line: --config FILE, [dotted.key=value …], --check-config, --version, --help. The
+// environment variable TANDEM_CONFIG stands for --config, and TANDEM__DOTTED__KEY for settings
+// between those of the file and those of the command line.
 // A start that fails says why in one line of JSON on stderr, {"event":"start_failed","code":…,
 // "message":…}, the last it writes. --check-config prints the resolved configuration and, as YAML
 // comments, its memory requirement. It exits with 2 if the configuration is invalid or needs more

@@ -151,6 +151,23 @@ TEST(ServerMainTest, CheckConfigPrintsTheResolvedConfig) {
   EXPECT_THAT(yaml, HasSubstr("grpc_port: 7701\n"));
 }
 
+TEST(ServerMainTest, EnvironmentVariablesAreSettings) {
+  const std::string path = testing::TempDir() + "/server_main_variables.yaml";
+  std::ofstream(path) << "senior_model: a\nmax_queue: 5\nmax_num_seqs: 5\n";
+  Process process({"--check-config", "max_num_seqs=7"}, {{"TANDEM_CONFIG", path},
+                                                         {"TANDEM__MAX_QUEUE", "6"},
+                                                         {"TANDEM__MAX_NUM_SEQS", "6"},
+                                                         {"TANDEM__SERVER__GRPC_PORT", "7801"}});
+  const std::string yaml = process.ReadAll();
+  EXPECT_EQ(process.Wait(), 0);
+  EXPECT_THAT(yaml, HasSubstr("max_queue: 6\n"));
+  EXPECT_THAT(yaml, HasSubstr("max_num_seqs: 7\n"));
+  EXPECT_THAT(yaml, HasSubstr("grpc_port: 7801\n"));
+  Process unknown({"--check-config", "senior_model=a"}, {{"TANDEM__MAX_QUEU", "6"}});
+  EXPECT_EQ(unknown.Wait(), 2);
+  EXPECT_THAT(unknown.Stderr(), HasSubstr("TANDEM__MAX_QUEU: max_queu: unknown key"));
+}
+
 TEST(ServerMainTest, CheckConfigTellsTheMemoryAsComments) {
   Process process({"senior_model=a", "--check-config"}, {{"MEMORY_BYTES", "2500000"}});
   const std::string yaml = process.ReadAll();

@@ -140,9 +140,18 @@ def configuration_page(schema: Schema) -> str:
         "Generated from the comments of `proto/" + CONFIG_PROTO + "` by `make format`; change them"
         " there.",
         "",
-        "A server reads `--config FILE` (YAML) and then `dotted.key=value` arguments, the last one"
-        " winning. An unknown key or a value of the wrong type is an error that names the path."
-        " `--check-config` prints the resolved result and, as comments, the memory that it needs.",
+        "A server takes each setting from the last of these places that has it:",
+        "",
+        "1. `--config FILE` (YAML); `TANDEM_CONFIG=FILE` in the environment says the same",
+        "1. environment variables `TANDEM__DOTTED__KEY=value`: the key in upper case, with two"
+        " underscores for each dot, for example `TANDEM__SERVER__HOST=0.0.0.0`",
+        "1. arguments `dotted.key=value`, in order",
+        "",
+        "Variables and arguments hold YAML, for example `freeze=[model.embed_tokens.*]`. An unknown"
+        " key or a value of the wrong type is an error that names the path, and the variable that"
+        " it is from. `--check-config` prints the resolved result and, as comments, the memory that"
+        " it needs. `tandem up` hides `TANDEM__` variables from the servers that it starts: their"
+        " cluster file has all settings.",
         "",
         "A trainer or critic of several processes (`strategy`; `ranks` in a cluster file), the"
         " variables that it reads and which layout to choose: [ranks.md](ranks.md).",

@@ -276,7 +276,7 @@ class LocalCluster:
                 # Ctrl-C reaches this process alone, which stops the servers in order.
                 start_new_session=True,
                 # Servers that share cores must not spin while another one works.
-                env={"OMP_WAIT_POLICY": "PASSIVE"} | os.environ | dict(environment),
+                env={"OMP_WAIT_POLICY": "PASSIVE"} | inherited_environment() | dict(environment),
             )
             process = starting.result()
         server = Server(name, section.role, process, log, host, rank)
@@ -354,6 +354,15 @@ def held_port() -> socket.socket:
     holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     holder.bind(("127.0.0.1", 0))
     return holder
+
+
+def inherited_environment() -> dict[str, str]:
+    """This process's environment variables without settings of servers (`TANDEM__…`).
+
+    The file of a cluster says all settings of its servers; a variable of the shell would hold for
+    all of them and silently win over the file.
+    """
+    return {name: value for name, value in os.environ.items() if not name.startswith("TANDEM__")}
 
 
 def rank_environment(rank: int, ranks: int, port: int) -> dict[str, str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import subprocess
 import tempfile
@@ -15,7 +14,13 @@ from typing import Any
 
 from google.protobuf import json_format
 
-from tandem.cluster import Section, find_binary, rank_environment, sections
+from tandem.cluster import (
+    Section,
+    find_binary,
+    inherited_environment,
+    rank_environment,
+    sections,
+)
 from tandem.config_values import dump_values, read_yaml
 from tandem.errors import ConfigError, ServerStartError, remedy
 from tandem.model_files import difference, max_positions
@@ -129,7 +134,7 @@ def _check_server(section: Section, objective: Mapping[str, Any] | None) -> _Che
                 capture_output=True,
                 text=True,
                 # The check needs the number of ranks, and opens no port.
-                env=os.environ | rank_environment(0, section.ranks, port=1),
+                env=inherited_environment() | rank_environment(0, section.ranks, port=1),
                 timeout=CHECK_SECONDS,
             )
         except subprocess.TimeoutExpired:

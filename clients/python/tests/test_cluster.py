@@ -21,11 +21,13 @@ from tandem.settings import ClusterSettings
 from tandem.transport import Connection
 
 SERVER = """#!{python}
-import signal, sys, time, yaml
+import os, signal, sys, time, yaml
 from concurrent import futures
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 config = yaml.safe_load(open(sys.argv[2]))
+if any(name.startswith("TANDEM__") for name in os.environ):
+    print("a setting that is not in the file"); sys.exit(2)
 if config.get("model") == "broken":
     print("no such model"); sys.exit(2)
 if config.get("model") == "slow":
@@ -52,7 +54,8 @@ def build_dir(tmp_path):
     return tmp_path / "build"
 
 
-def test_starts_all_servers_and_stops_them(build_dir, tmp_path):
+def test_starts_all_servers_and_stops_them(build_dir, tmp_path, monkeypatch):
+    monkeypatch.setenv("TANDEM__MAX_QUEUE", "7")  # a setting of some other server
     settings = ClusterSettings(
         directory=tmp_path / "logs", rollout=[{}, {}], trainer={"model": "m"}, critic={}
     )
