@@ -32,7 +32,8 @@ target_compile_options(torch_cpu INTERFACE "$<$<COMPILE_LANGUAGE:CXX>:-fopenmp>"
 target_link_libraries(torch_cpu INTERFACE
   -ltorch_cpu -lc10 "${_torch_dir}/lib/libgomp.so.1" Threads::Threads)
 # The old-style RPATH is needed: libtorch's own dependencies are found through it.
-target_link_options(torch_cpu INTERFACE "-Wl,-rpath,${_torch_dir}/lib" "-Wl,--disable-new-dtags" "-Wl,--allow-shlib-undefined")
+target_link_options(torch_cpu INTERFACE "-Wl,--disable-new-dtags" "-Wl,--allow-shlib-undefined")
+set(CMAKE_BUILD_RPATH "${_torch_dir}/lib")
 
 if(TANDEM_CUDA)
   if(NOT CMAKE_CUDA_COMPILER)
