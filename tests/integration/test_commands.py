@@ -26,6 +26,7 @@ EVERY_TERM = {
     "kl_placement": "reward",
     "junior_kl_coefficient": 0.01,
     "junior_kl_kind": "forward_sampled",
+    "old_logprobs": "recomputed",
     "rejection_upper": 2.0,
 }
 # For what is sent a signal.
