@@ -172,7 +172,7 @@ def load_dataset(
     return Dataset(examples, seed)
 
 
-def fill(template: str, row: Mapping[str, Any], field: str) -> str:
+def _fill(template: str, row: Mapping[str, Any], field: str) -> str:
     """Returns `template` with the row's columns in its braces.
 
     Raises ConfigError, which begins with `field`, where a column is missing or does not fit.
@@ -210,7 +210,7 @@ def _example(
         return Example(row, text, _chat(codec, messages, place, field), place, scorer, content)
     if settings.extract is not None:
         row = row | {"prompt": _extract(settings.extract, row["prompt"], f"{field}.extract")}
-    text = fill(settings.format, row, f"{field}.format")
+    text = _fill(settings.format, row, f"{field}.format")
     content = _content(settings.format, row)
     if settings.template == "raw":
         if settings.system is not None:
