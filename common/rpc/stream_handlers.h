@@ -299,14 +299,14 @@ class StreamWriter {
  public:
   // False when the call is over, or `capacity` messages wait for a slow reader (the call is then
   // ended with RESOURCE_EXHAUSTED).
-  bool Push(Response message) {
+  bool Push(const Response& message) {
     std::lock_guard lock(mutex_);
     if (writes_ == nullptr) return false;
     if (writes_->size() >= capacity_) {
       writes_->FinishNow(ToGrpcStatus(absl::ResourceExhaustedError("the reader is too slow")));
       return false;
     }
-    return writes_->Push(std::move(message));
+    return writes_->Push(SerializeMessage(message));
   }
   // Ends the call after the waiting messages.
   void Close(const absl::Status& status) {
@@ -319,7 +319,7 @@ class StreamWriter {
   }
 
   // For HandleServerStream.
-  StreamWriter(WriteQueue<Response>* writes, size_t capacity)
+  StreamWriter(WriteQueue<grpc::ByteBuffer>* writes, size_t capacity)
       : writes_(writes), capacity_(capacity) {}
   void Detach() {
     std::lock_guard lock(mutex_);
@@ -328,18 +328,20 @@ class StreamWriter {
 
  private:
   mutable std::mutex mutex_;
-  WriteQueue<Response>* writes_;
+  WriteQueue<grpc::ByteBuffer>* writes_;
   const size_t capacity_;
 };
 
 namespace internal {
 
-template <typename Response>
-class ServerStreamCall final : public grpc::ServerWriteReactor<Response> {
+template <typename Request, typename Response>
+class ServerStreamCall final : public grpc::ServerWriteReactor<grpc::ByteBuffer> {
  public:
-  ServerStreamCall(CallExecutor& executor, grpc::CallbackServerContext* context, size_t capacity,
+  ServerStreamCall(CallExecutor& executor, grpc::CallbackServerContext* context,
+                   const grpc::ByteBuffer* request, size_t capacity,
                    const std::function<void(std::shared_ptr<StreamWriter<Response>>)>& subscribe)
-      : writes_([this](const Response* response) { this->StartWrite(response); },
+      : request_bytes_(executor.streams().held_bytes()),
+        writes_([this](const grpc::ByteBuffer* response) { this->StartWrite(response); },
                 [this](grpc::Status status) { this->Finish(std::move(status)); },
                 executor.streams().held_bytes()),
         writer_(std::make_shared<StreamWriter<Response>>(&writes_, capacity)) {
@@ -349,6 +351,11 @@ class ServerStreamCall final : public grpc::ServerWriteReactor<Response> {
           {[this] { return writes_.waits_since(); }, [context] { context->TryCancel(); }});
       status = place.status();
       if (place.ok()) place_ = *std::move(place);
+    }
+    if (status.ok()) status = request_bytes_.Take(HeldBytes(*request));
+    if (status.ok()) {
+      grpc::ByteBuffer bytes = *request;
+      status = UseMessage<Request>(bytes, [](const Request&) { return absl::OkStatus(); });
     }
     if (!status.ok()) {
       writes_.Finish(ToGrpcStatus(status));
@@ -368,19 +375,23 @@ class ServerStreamCall final : public grpc::ServerWriteReactor<Response> {
 
  private:
   OpenStreams::Place place_;
-  WriteQueue<Response> writes_;
+  ByteBudget::Share request_bytes_;  // of the request, which gRPC keeps
+  WriteQueue<grpc::ByteBuffer> writes_;
   const std::shared_ptr<StreamWriter<Response>> writer_;
 };
 
 }  // namespace internal
 
 // Opens a stream and hands its writing end to `subscribe` (called once, at once, unless the server
-// refuses the call).
-template <typename Response>
-grpc::ServerWriteReactor<Response>* HandleServerStream(
-    CallExecutor& executor, grpc::CallbackServerContext* context, size_t capacity,
+// refuses the call). The request has no fields: it is checked and not used. For a method that is
+// marked WithRawCallbackMethod_.
+template <typename Request, typename Response>
+grpc::ServerWriteReactor<grpc::ByteBuffer>* HandleServerStream(
+    CallExecutor& executor, grpc::CallbackServerContext* context, const grpc::ByteBuffer* request,
+    size_t capacity,
     const std::function<void(std::shared_ptr<StreamWriter<Response>>)>& subscribe) {
-  return new internal::ServerStreamCall<Response>(executor, context, capacity, subscribe);
+  return new internal::ServerStreamCall<Request, Response>(executor, context, request, capacity,
+                                                           subscribe);
 }
 
 }  // namespace tandem::rpc

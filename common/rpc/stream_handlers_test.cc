@@ -1,9 +1,11 @@
 #include "common/rpc/stream_handlers.h"
 
 #include <gmock/gmock.h>
+#include <google/protobuf/unknown_field_set.h>
 #include <gtest/gtest.h>
 
 #include <atomic>
+#include <chrono>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -53,7 +55,7 @@ class Counting final : public ClientStreamHandler<TrainStepRequest, TrainStepRes
 
 using StreamCallbacks = TrainerService::WithRawCallbackMethod_TrainStep<
     TrainerService::WithRawCallbackMethod_ComputeLogProbs<
-        TrainerService::WithCallbackMethod_WatchSteps<TrainerService::Service>>>;
+        TrainerService::WithRawCallbackMethod_WatchSteps<TrainerService::Service>>>;
 
 class StreamService final : public StreamCallbacks {
  public:
@@ -83,10 +85,11 @@ class StreamService final : public StreamCallbacks {
           return response;
         });
   }
-  grpc::ServerWriteReactor<WatchStepsResponse>* WatchSteps(grpc::CallbackServerContext* context,
-                                                           const WatchStepsRequest*) override {
-    return HandleServerStream<WatchStepsResponse>(
-        executor_, context, 4, [this](std::shared_ptr<StreamWriter<WatchStepsResponse>> writer) {
+  grpc::ServerWriteReactor<grpc::ByteBuffer>* WatchSteps(grpc::CallbackServerContext* context,
+                                                         const grpc::ByteBuffer* request) override {
+    return HandleServerStream<WatchStepsRequest, WatchStepsResponse>(
+        executor_, context, request, 4,
+        [this](std::shared_ptr<StreamWriter<WatchStepsResponse>> writer) {
           const std::lock_guard lock(mutex_);
           writer_ = std::move(writer);
           ++watchers_;
@@ -299,6 +302,18 @@ TEST_F(StreamHandlersTest, AServerStreamCarriesWhatIsPushedAndCloses) {
   EXPECT_FALSE(stream->Read(&response));
   EXPECT_EQ(stream->Finish().error_code(), grpc::StatusCode::UNAVAILABLE);
   EXPECT_FALSE(service().writer_->Push(response));
+}
+
+TEST_F(StreamHandlersTest, ARequestOfTooManyPartsOpensNoServerStream) {
+  WatchStepsRequest request;
+  for (int i = 0; i < 2'000'000; ++i) {
+    request.GetReflection()->MutableUnknownFields(&request)->AddLengthDelimited(15, "");
+  }
+  context_.set_deadline(std::chrono::system_clock::now() + std::chrono::minutes(1));
+  auto stream = stub_->WatchSteps(&context_, request);
+  EXPECT_EQ(stream->Finish().error_code(), grpc::StatusCode::RESOURCE_EXHAUSTED);
+  EXPECT_EQ(service().watchers_, 0);
+  EXPECT_TRUE(Eventually([&] { return held_bytes() == 0; }));
 }
 
 TEST_F(StreamHandlersTest, AWriterLearnsThatItsReaderIsGone) {

@@ -32,6 +32,17 @@ std::vector<double> Concatenated(const std::vector<std::vector<double>>& parts) 
   return all;
 }
 
+// Refuses a checkpoint whose tokenizer.json gives token ids another meaning than the running
+// model's, of the digest `ours`. There is nothing to compare where either has no tokenizer.
+absl::Status CheckVocabulary(const std::string& path, const std::string& ours) {
+  const absl::StatusOr<Vocabulary> vocabulary = Vocabulary::Load(path);
+  if (ours.empty() || absl::IsNotFound(vocabulary.status())) return absl::OkStatus();
+  if (!vocabulary.ok()) return PrependFieldPath("path", vocabulary.status());
+  if (vocabulary->Digest() == ours) return absl::OkStatus();
+  return InvalidField("path", absl::StrCat(path, " holds another model: its tokenizer.json has ",
+                                           "another vocabulary"));
+}
+
 }  // namespace
 
 MicroBatchInput SelectRows(const RaggedBatch& batch, const SequenceBatch& sequences,
@@ -416,6 +427,8 @@ absl::StatusOr<int64_t> TrainingCore::ForwardBackward(const SequenceBatch& seque
 
 absl::Status TrainingCore::ReadCheckpoint(const std::string& path) {
   TANDEM_ASSIGN_OR_RETURN(TrainingCheckpoint read, ReadTraining(path, *strategy_, state_.kind));
+  TANDEM_RETURN_IF_ERROR(
+      RunAndAgree("tokenizer", [&] { return CheckVocabulary(path, vocabulary_digest_); }));
   return Replace(
       path, [&] { return strategy_->LoadOptimizer(path); }, read.weights.tensors,
       std::move(read.state));

@@ -352,6 +352,33 @@ TEST_F(TrainingCoreTest, ACheckpointThatNoTrainingLeavesIsDataLossAndChangesNoth
   EXPECT_TRUE(Step(Identity(1)).ok());
 }
 
+TEST_F(TrainingCoreTest, ACheckpointWithAnotherVocabularyIsRefusedAndChangesNothing) {
+  const auto write = [&](const std::string& vocab) {
+    std::ofstream(folder_ / "model/tokenizer.json") << R"({"model": {"vocab": )" << vocab << "}}";
+  };
+  const auto saved = [&](const std::string& name) {
+    return core_->SaveCheckpoint({}, folder_ / "checkpoints", name, 0).value().path;
+  };
+  const std::string without = saved("without");
+  write(R"({"a": 0, "b": 60})");
+  core_ = Make();
+  const std::string same = saved("same");
+  ASSERT_TRUE(Step(Identity(0)).ok());
+  EXPECT_TRUE(core_->LoadCheckpoint({}, without).ok());
+  EXPECT_TRUE(core_->LoadCheckpoint({}, same).ok());
+
+  write(R"({"b": 0, "a": 60})");
+  core_ = Make();
+  ASSERT_TRUE(Step(Identity(0)).ok());
+  const EngineInfo before = core_->Info();
+  const absl::Status refused = core_->LoadCheckpoint({}, same);
+  EXPECT_EQ(refused.code(), absl::StatusCode::kInvalidArgument) << refused;
+  EXPECT_EQ(FieldPath(refused), "path");
+  EXPECT_NE(refused.message().find("another vocabulary"), std::string::npos) << refused;
+  EXPECT_EQ(core_->Info().weights, before.weights);
+  EXPECT_TRUE(Step(Identity(1)).ok());
+}
+
 TEST_F(TrainingCoreTest, TheVocabularyOfTheModelIsReportedByItsDigest) {
   EXPECT_EQ(core_->Info().model.vocabulary_digest, "");
   EXPECT_EQ(core_->vocabulary(), nullptr);

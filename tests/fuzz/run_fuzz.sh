@@ -10,7 +10,7 @@ command -v clang++ >/dev/null || {
   exit 1
 }
 cmake --preset fuzz >/dev/null
-cmake --build --preset fuzz --target fuzz
+cmake --build build/fuzz -j "${JOBS:-$(setup/jobs.sh)}" --target fuzz
 failed=0
 for corpus in tests/fuzz/corpus/*/; do
   name=$(basename "$corpus")

@@ -26,6 +26,7 @@ EVERY_TERM = {
     "kl_placement": "reward",
     "junior_kl_coefficient": 0.01,
     "junior_kl_kind": "forward_sampled",
+    "old_logprobs": "recomputed",
     "rejection_upper": 2.0,
 }
 # For what is sent a signal.
@@ -114,6 +115,10 @@ def test_resume_on_the_command_line(files, run):
     tandem("train", files / "run.yaml", "steps=3", check=2)
     tandem("train", files / "run.yaml", "steps=3", "--resume")
     assert harness.metrics_without_clock(run) == harness.metrics_without_clock(whole)
+    # The client knows the checkpoints that servers wrote as the run's own.
+    done = tandem("train", files / "run.yaml", f"run_dir={whole}", "steps=1", "--clean")
+    assert " stays: " not in done.stdout
+    assert [path.name for path in (whole / "checkpoints").iterdir()] == ["step_000001"]
 
 
 def test_sft_lowers_its_loss(files):

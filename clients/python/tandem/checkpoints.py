@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
 from pathlib import Path
 
-from pydantic import ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError
 from pydantic.dataclasses import dataclass
 
 from tandem.errors import ConfigError, RunDirectoryError
@@ -90,20 +89,48 @@ def require_here(checkpoint: Checkpoint, field: str) -> None:
         )
 
 
-def remove_checkpoint(path: Path) -> None:
-    """Removes the files that a checkpoint's manifest lists, and the directory if it is empty then.
+class _File(BaseModel):
+    name: str
 
-    A directory without a manifest is no checkpoint, and stays as it is.
+
+class _Manifest(BaseModel):
+    """The fields of manifest.json that say which files are the checkpoint's.
+
+    Attributes:
+        name: of the directory that the server wrote; empty in manifests of earlier releases.
     """
-    manifest = path / _MANIFEST
-    if path.is_symlink() or not manifest.is_file():
-        return
-    for entry in read_json(manifest).get("files", ()):
-        (path / Path(entry["name"]).name).unlink(missing_ok=True)
+
+    name: str = ""
+    files: list[_File]
+
+
+def remove_checkpoint(path: Path) -> str | None:
+    """Removes the directory `path` if it is a checkpoint that a server saved there.
+
+    It is one while its manifest has its name and lists every file in it, the rule of the servers.
+    Anything else stays as it is, and the reason is returned.
+    """
+    file = path / _MANIFEST
+    if path.is_symlink() or not file.is_file():
+        return "it is no checkpoint"
+    try:
+        manifest = _Manifest.model_validate(read_json(file))
+    except (RunDirectoryError, ValidationError):
+        return "its manifest.json is damaged"
+    if manifest.name != path.name:
+        return f"its manifest names the checkpoint {manifest.name!r}"
+    listed = {_MANIFEST, *(one.name for one in manifest.files)}
+    entries = sorted(path.iterdir())
+    for entry in entries:
+        if entry.name not in listed or entry.is_dir():
+            return f"{entry.name} does not belong to the checkpoint"
+    for entry in entries:
+        if entry != file:
+            entry.unlink()
     # The manifest goes last, so that the next removal completes one that was cut off.
-    manifest.unlink()
-    with suppress(OSError):
-        path.rmdir()
+    file.unlink()
+    path.rmdir()
+    return None
 
 
 def checkpoint_name(step: int) -> str:

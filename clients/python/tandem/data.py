@@ -18,7 +18,7 @@ from tandem.settings import DataSettings
 from tandem.text import TextCodec
 
 # Bad rows that one error names.
-_SHOWN_PROBLEMS = 10
+SHOWN_PROBLEMS = 10
 
 
 @dataclass(frozen=True)
@@ -32,6 +32,7 @@ class Example:
         place: where the row stands (data_sources.PlacedRow).
         scorer: the reasoning-gym data set that judges `row["entry"]`; None for other sources.
         content: the columns that `format` shows, as JSON; "" if they are not known.
+        response_ids: of the text to learn, for supervised training (supervised.with_responses).
     """
 
     row: dict[str, Any]
@@ -40,6 +41,7 @@ class Example:
     place: str = ""
     scorer: Any = None
     content: str = ""
+    response_ids: Sequence[int] = ()
 
     @property
     def shown_columns(self) -> list[str]:
@@ -80,6 +82,10 @@ class Dataset:
             if len(example.token_ids) >= tokens:
                 raise _too_long(example, tokens - 1, "the servers' max_model_len", field)
 
+    def with_examples(self, examples: Sequence[Example]) -> Dataset:
+        """Returns a data set of other examples whose batches are drawn in the same way."""
+        return Dataset(examples, self._seed)
+
     def digest(self) -> str:
         """Returns the XXH3-128 of all rows and prompts in their order, 32 hexadecimal digits."""
         digest = xxhash.xxh3_128()
@@ -96,7 +102,7 @@ class Dataset:
         left = [example for example in self.examples if example.keys.isdisjoint(keys)]
         if not left:
             raise ConfigError("data: every prompt occurs in the evaluation data as well")
-        return Dataset(left, self._seed)
+        return self.with_examples(left)
 
     def _order(self, epoch: int) -> list[int]:
         if epoch not in self._orders:
@@ -121,7 +127,7 @@ def load_dataset(
     `field` is where the settings stand in the file ("data", "eval.data"). Raises ConfigError, which
     names the field, for a source that cannot be read, a bad row, a prompt that cannot be written,
     and with `too_long: fail` a prompt that is too long; ProblemsError for several rows, up to
-    _SHOWN_PROBLEMS.
+    SHOWN_PROBLEMS.
     """
     scorer, rows = read_rows(settings, field)
     examples: list[Example] = []
@@ -130,7 +136,7 @@ def load_dataset(
     problems: list[ConfigError] = []
     for place, row in rows:
         full = settings.limit is not None and len(examples) >= settings.limit
-        if full or len(problems) == _SHOWN_PROBLEMS:
+        if full or len(problems) == SHOWN_PROBLEMS:
             break
         try:
             if isinstance(row, ConfigError):
@@ -166,7 +172,7 @@ def load_dataset(
     return Dataset(examples, seed)
 
 
-def fill(template: str, row: Mapping[str, Any], field: str) -> str:
+def _fill(template: str, row: Mapping[str, Any], field: str) -> str:
     """Returns `template` with the row's columns in its braces.
 
     Raises ConfigError, which begins with `field`, where a column is missing or does not fit.
@@ -204,7 +210,7 @@ def _example(
         return Example(row, text, _chat(codec, messages, place, field), place, scorer, content)
     if settings.extract is not None:
         row = row | {"prompt": _extract(settings.extract, row["prompt"], f"{field}.extract")}
-    text = fill(settings.format, row, f"{field}.format")
+    text = _fill(settings.format, row, f"{field}.format")
     content = _content(settings.format, row)
     if settings.template == "raw":
         if settings.system is not None:

@@ -77,7 +77,7 @@ def run_demo(settings: RunSettings, output: Output) -> int:
         before = evaluate(session)
         _say(output, "before training", before)
         stop.defer()
-        run.begin()
+        run.begin(output.note)
         _record(run, 0, before)
         lines: list[dict[str, Any]] = []
         with StepDisplay(output, 1, settings.steps) as display:

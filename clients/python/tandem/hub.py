@@ -24,13 +24,19 @@ _MODEL_FILES = (*_TOKENIZER_FILES, "*.safetensors")
 def local_model(name: str, base: Path, field: str, *, weights: bool = True) -> Path:
     """Returns the directory of a model: the path `name` as seen from `base`, or a Hub snapshot.
 
-    ORG/NAME names a model of the Hub unless there is such a directory. Without `weights` only the
-    tokenizer and the configuration are fetched. Raises ConfigError, which begins with `field` and
-    hints at the command that fetches the model.
+    ORG/NAME names a model of the Hub unless there is a directory ORG: then it is a path. Without
+    `weights` only the tokenizer and the configuration are fetched. Raises ConfigError, which begins
+    with `field` and hints at the command that fetches the model, for ORG/NAME that is not there.
     """
     path = Path(os.path.normpath(base / name))
     if path.exists() or not is_hub_name(name):
         return path
+    if path.parent.is_dir():
+        raise ConfigError(
+            f"{field}: {path} does not exist",
+            hint=f"{name} is a path, not a model of the Hugging Face Hub, because {path.parent} is "
+            f"a directory; `hf download {name} --local-dir {path}` puts such a model there",
+        )
     try:
         return snapshot(name, "model", field, _MODEL_FILES if weights else _TOKENIZER_FILES)
     except ConfigError as error:

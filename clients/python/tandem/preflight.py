@@ -12,6 +12,7 @@ from tandem.data import Dataset
 from tandem.errors import ConfigError, ProblemsError, RpcError, TandemError
 from tandem.rollout.v1 import rollout_pb2
 from tandem.settings import EvalMode, Purpose, RunSettings, given
+from tandem.supervised import require_lengths
 from tandem.text import TextCodec
 from tandem.trainer.v1 import trainer_pb2
 from tandem.types.v1 import server_pb2
@@ -114,6 +115,9 @@ def check_servers(
             dataset.require_prompts_below(servers.max_model_len, field)
             for asking, max_tokens in _lengths_asked(settings, purpose, field, data):
                 _check_max_tokens(asking, max_tokens, field, dataset, servers.max_model_len, note)
+    if purpose == "sft" and "data" in data:
+        with problems.collect():
+            require_lengths(data["data"], servers.max_model_len)
     if purpose == "train" and servers.rollouts:
         note_unused_tandem(settings, servers.rollouts[0], note)
 

@@ -26,7 +26,7 @@ import fcntl
 import json
 import os
 import uuid
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict
 from fnmatch import fnmatchcase
@@ -200,19 +200,21 @@ class RunDirectory:
         """Whether a resumed run has no step left to do."""
         return self.first_step > self._config.steps and self.state is not None
 
-    def begin(self) -> None:
+    def begin(self, note: Callable[[str], None] | None = None) -> None:
         """Starts to write: removes or truncates the records that `clean` and `resume` throw away.
 
-        Only the first call does anything.
+        `note` is told of every directory that has the name of a step's checkpoint and stays,
+        because it is none of the run's. Only the first call does anything.
         """
         if self._begun:
             return
         self._begun = True
+        note = note or (lambda _: None)
         with _usable(self.path):
             if self._clean:
-                _remove_run(self.path)
+                _remove_run(self.path, note)
             elif self.state is not None:
-                _forget_after(self.path, self.state.step)
+                _forget_after(self.path, self.state.step, note)
             self._write_identity()
             for folder in ("trajectories", "checkpoints", _LOGS):
                 (self.path / folder).mkdir(exist_ok=True)
@@ -462,14 +464,14 @@ def _size(path: Path) -> int | None:
     return path.stat().st_size if path.is_file() else None
 
 
-def _remove_run(path: Path) -> None:
+def _remove_run(path: Path, note: Callable[[str], None]) -> None:
     """Removes the files that a run writes, and no others."""
     # Imported here: it takes a moment, and most commands do without.
     from tandem import event_file
 
     for name in _FILES:
         (path / name).unlink(missing_ok=True)
-    _remove_steps(path, 0)
+    _remove_steps(path, 0, note)
     for file in event_file.event_files(path / "tensorboard"):
         file.unlink()
     for folder in ("checkpoints/critic", "checkpoints", "trajectories", "tensorboard"):
@@ -477,19 +479,27 @@ def _remove_run(path: Path) -> None:
             (path / folder).rmdir()
 
 
-def _remove_steps(path: Path, last: int) -> None:
+def _remove_steps(path: Path, last: int, note: Callable[[str], None]) -> None:
     """Removes trajectories and checkpoints of the steps after `last`."""
-    for folder in ("trajectories", "checkpoints", "checkpoints/critic"):
-        for entry in (path / folder).glob("step_*"):
-            if not is_of_step(entry.name) or number_of(entry) <= last:
-                continue
-            if entry.is_dir():
-                remove_checkpoint(entry)
-            else:
-                entry.unlink()
+    for file in _entries_after(path / "trajectories", last):
+        if file.suffix and not file.is_dir():
+            file.unlink()
+    for folder in ("checkpoints", "checkpoints/critic"):
+        for entry in _entries_after(path / folder, last):
+            if kept := remove_checkpoint(entry):
+                note(
+                    f"warning: {entry} stays: {kept}; while it is there, a server refuses to save "
+                    "a checkpoint under this name"
+                )
 
 
-def _forget_after(path: Path, step: int) -> None:
+def _entries_after(folder: Path, last: int) -> list[Path]:
+    """The entries of a folder that have the name of a step after `last`."""
+    entries = sorted(folder.glob("step_*"))
+    return [entry for entry in entries if is_of_step(entry.name) and number_of(entry) > last]
+
+
+def _forget_after(path: Path, step: int, note: Callable[[str], None]) -> None:
     # Imported here: it takes a moment, and most commands do without.
     from tandem import event_file
 
@@ -501,7 +511,7 @@ def _forget_after(path: Path, step: int) -> None:
     event_file.forget_after(path / "tensorboard", step)
     # A checkpoint after the one that state.json names would count as the newest when others are
     # pruned, and push out the named one.
-    _remove_steps(path, step)
+    _remove_steps(path, step, note)
 
 
 def _step_files(path: Path) -> tuple[Path, Path, Path]:

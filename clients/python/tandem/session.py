@@ -39,6 +39,7 @@ from tandem.settings import (
     ServersSettings,
     given,
 )
+from tandem.supervised import with_responses
 from tandem.text import TextCodec
 from tandem.text_files import read_bytes
 from tandem.trackers import require_installed
@@ -377,6 +378,9 @@ class Session:
         if "handoff" in modes_in(self.settings, self.purpose) and hasattr(self, "codec"):
             with problems.collect():
                 preflight.handoff_boundary_ids(self.settings, self.codec)
+        if self.purpose == "sft" and hasattr(self, "data"):
+            with problems.collect():
+                self.data = with_responses(self.data, self.settings.sft, self.codec)
         judged = {"train": ("data", "eval_data"), "sft": ("eval_data",), "eval": ("data",)}
         names = judged[self.purpose]
         if self.settings.eval.modes == ["legibility"]:

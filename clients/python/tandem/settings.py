@@ -441,21 +441,26 @@ class ClusterSettings(Settings):
     def anchor(cls, values: dict[str, Any], base: Path) -> None:
         """Also anchors the models that the servers' sections name."""
         if isinstance(values.get("model"), str) and values["model"]:
-            values["model"] = str(local_model(values["model"], base, "cluster: model"))
+            values["model"] = str(local_model(values["model"], base, "cluster.model"))
         super().anchor(values, base)
         rollouts = values.get("rollout")
-        for section in [
-            *(rollouts if isinstance(rollouts, list) else [rollouts]),
-            values.get("trainer"),
-            values.get("critic"),
-        ]:
+        several = rollouts if isinstance(rollouts, list) else [rollouts]
+        fields = [
+            f"rollout.{index}" if len(several) > 1 else "rollout" for index in range(len(several))
+        ]
+        sections = zip(
+            [*fields, "trainer", "critic"],
+            [*several, values.get("trainer"), values.get("critic")],
+            strict=True,
+        )
+        for field, section in sections:
             for key in SERVER_PATHS:
                 if not isinstance(section, dict) or not isinstance(section.get(key), str):
                     continue
                 if section[key] and key == "shutdown_checkpoint_directory":
                     section[key] = _absolute(section[key], base)
                 elif section[key]:
-                    section[key] = str(local_model(section[key], base, f"cluster: {key}"))
+                    section[key] = str(local_model(section[key], base, f"cluster.{field}.{key}"))
 
     @model_validator(mode="before")
     @classmethod

@@ -12,7 +12,6 @@ from pathlib import Path, PurePath
 from typing import Any, Self
 
 from tandem.checkpoints import SavedState, checkpoint_name
-from tandem.data import Example, fill
 from tandem.errors import ConfigError, TandemError
 from tandem.evaluation import evaluate
 from tandem.evaluation.report import in_words
@@ -162,13 +161,11 @@ def train_supervised(
 ) -> int:
     """Supervised training on the rows' answers; returns the last step that was done."""
     settings = session.settings
-    for example in session.data.examples:  # Raises before anything is written.
-        supervised_sample(session, example)
     with Loop(session, run, on_step, interrupt, discard_unsaved=discard_unsaved) as loop:
         for step in loop.steps():
             clock = StepClock()
             examples = session.data.batch(loop.examples_drawn, settings.sft.batch_size)
-            samples = [supervised_sample(session, example) for example in examples]
+            samples = [SupervisedSample(one.token_ids, one.response_ids) for one in examples]
             with clock.phase("train"):
                 reply = session.trainer.train_step(
                     samples,
@@ -179,34 +176,6 @@ def train_supervised(
                 )
             loop.finish(step, reply.report, clock, len(examples))
     return loop.last_step
-
-
-def supervised_sample(session: Session, example: Example) -> SupervisedSample:
-    """The text to learn after an example's prompt.
-
-    Raises ConfigError for a row that does not have it, or has more than the trainer can hold.
-    """
-    text = fill(session.settings.sft.response, example.row, "sft.response")
-    response = [*session.codec.encode(text, special=False), *response_end(session)]
-    length = len(example.token_ids) + len(response)
-    if length > session.longest_sequence:
-        raise ConfigError(
-            f"sft.response: {example.place}: prompt and response have {length:,} tokens, the "
-            f"servers' max_model_len allows {session.longest_sequence:,}"
-        )
-    return SupervisedSample(example.token_ids, response)
-
-
-def response_end(session: Session) -> list[int]:
-    """The token ids after every text to learn; ConfigError when the tokenizer does not name it."""
-    if not session.settings.sft.append_eos:
-        return []
-    if session.codec.eos_token_id is None:
-        raise ConfigError(
-            f"sft.append_eos: {session.settings.tokenizer} names no end-of-sequence token",
-            hint="eos_token in tokenizer_config.json names it; sft.append_eos=false does without",
-        )
-    return [session.codec.eos_token_id]
 
 
 class Loop:
@@ -245,7 +214,7 @@ class Loop:
         start = start_run(session, run, discard_unsaved=self._discard_unsaved)
         if self._interrupt is not None:
             self._interrupt.defer()
-        run.begin()
+        run.begin(session.note)
         run.record(start.record(), session.facts())
         session.note(str(start))
         print(start, file=run.log)

@@ -280,14 +280,21 @@ class FakeTrainer(trainer_pb2_grpc.TrainerServiceServicer):
         return trainer_pb2.LoadCheckpointResponse(weights=weights(self.world.version))
 
 
-def write_checkpoint(path):
-    """A checkpoint directory as the servers write it, with two files and a manifest."""
+def write_checkpoint(path, name=None):
+    """A checkpoint directory as the servers write it, with two files and a manifest.
+
+    The manifest has the directory's name, or another `name`, as that of a copy has.
+    """
     path.mkdir(parents=True, exist_ok=True)
-    names = ("model.safetensors", "tandem_state.json")
-    for name in names:
-        (path / name).write_text("{}")
-    files = [{"name": name, "bytes": 2, "xxh3_128": ""} for name in names]
-    (path / "manifest.json").write_text(json.dumps({"kind": "trainer", "files": files}))
+    files = ("model.safetensors", "tandem_state.json")
+    for file in files:
+        (path / file).write_text("{}")
+    manifest = {
+        "kind": "trainer",
+        "name": path.name if name is None else name,
+        "files": [{"name": file, "bytes": 2, "xxh3_128": ""} for file in files],
+    }
+    (path / "manifest.json").write_text(json.dumps(manifest))
 
 
 def sample(prompt, index, version):

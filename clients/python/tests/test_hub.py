@@ -63,7 +63,27 @@ def test_a_directory_comes_before_the_hub(cache, tmp_path):
     assert local_model("acme/tiny", tmp_path, "model") == tmp_path / "acme" / "tiny"
 
 
-@pytest.mark.parametrize("name", ["tiny", "/acme/tiny", "../acme/tiny", "a/b/c", "./tiny"])
+@pytest.mark.parametrize("field", ["tokenizer", "cluster.model", "cluster.rollout.senior_model"])
+def test_a_path_in_a_directory_is_missing_and_not_looked_up(tmp_path, field, monkeypatch):
+    monkeypatch.setattr("tandem.hub.snapshot", None)
+    (tmp_path / "models").mkdir()
+    monkeypatch.chdir(tmp_path)
+    values = {"run_dir": "run", "tokenizer": "tiny", "data": {"jsonl": "rows.jsonl"}}
+    values["cluster"] = {"rollout": {}, "trainer": {}}
+    section = values
+    *parents, key = field.split(".")
+    for parent in parents:
+        section = section[parent]
+    section[key] = "models/tiny"
+    with pytest.raises(ConfigError) as caught:
+        settings.validate(RunSettings, values, "test")
+    assert caught.value.message == f"{field}: {tmp_path}/models/tiny does not exist"
+    assert f"`hf download models/tiny --local-dir {tmp_path}/models/tiny`" in caught.value.hint
+
+
+@pytest.mark.parametrize(
+    "name", ["tiny", "/acme/tiny", "../acme/tiny", "a/b/c", "./tiny", "~/tiny"]
+)
 def test_other_paths_are_never_looked_up(cache, tmp_path, name, monkeypatch):
     monkeypatch.setattr("tandem.hub.snapshot", None)
     assert local_model(name, tmp_path, "model").is_absolute()

@@ -458,6 +458,46 @@ def test_running_servers_of_two_models_are_refused(load, world):
         pass
 
 
+@pytest.mark.parametrize(
+    ("row", "overrides", "says"),
+    [
+        ('"reply": "w3"', [], "the row has no 'answer'; its columns are prompt, reply"),
+        ('"answer": null', [], "'answer' is null, not a text to learn"),
+        ('"answer": ["w3"]', [], "'answer' is a list, not a text to learn"),
+        ('"answer": {}', [], "'answer' is a mapping, not a text to learn"),
+        ('"answer": ""', ["sft.append_eos=false"], "the text to learn is empty"),
+        ('"answer": 3', ["sft.response='{answer:%Y}'"], "'{answer:%Y}' does not fit the row"),
+        (
+            f'"answer": "{"w3 " * 126}"',
+            [],
+            "prompt and response have 129 tokens, the servers' max_model_len allows 128",
+        ),
+    ],
+)
+@pytest.mark.parametrize("local", [False, True])
+def test_a_text_to_learn_is_checked_before_a_server_starts(
+    run_file, cluster, world, tmp_path, local, row, overrides, says
+):
+    world.max_model_len = 128
+    rows = tmp_path / "rows.jsonl"
+    first = '{"prompt": "w1", "answer": "2000-01-01"}\n' if "%Y" not in says else ""
+    rows.write_text(first + '{"prompt": "w1 w2", ' + row + "}\n")
+    where = f"sft.response: {rows}:{1 + bool(first)}: "
+    arguments = [run_file, "--dry-run", *overrides, *([cluster] if local else [])]
+    done = tandem("sft", *arguments, check=2)
+    assert where + says in done.stderr
+    assert done.stderr.count(str(rows)) == 1
+    assert not (tmp_path / "run").exists()
+
+
+def test_all_texts_to_learn_that_are_bad_are_named_up_to_ten(run_file, tmp_path):
+    done = tandem("sft", run_file, "--dry-run", "sft.response='{reply}'", check=2)
+    assert done.stderr.startswith("tandem: 10 problems:")
+    assert f"sft.response: {tmp_path}/rows.jsonl:10: the row has no 'reply'" in done.stderr
+    done = tandem("sft", run_file, "--dry-run", "sft.response='{answer'", check=2)
+    assert "sft.response: '{answer': expected '}' before end of string" in done.stderr
+
+
 def test_a_run_starts_the_servers_that_it_uses(load, cluster):
     notes = []
     run = load(cluster, "cluster.critic={model: m}")

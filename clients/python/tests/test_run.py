@@ -132,12 +132,6 @@ def test_the_checkpoint_of_state_json_survives_the_pruning_of_the_next_save(worl
     assert world.keeps == [2, 0]
 
 
-def test_a_row_without_the_field_to_learn_is_named(run_file):
-    done = tandem("sft", run_file, "sft.response='{reply}'", check=2)
-    assert "sft.response: '{reply}'" in done.stderr
-    assert "the columns prompt, answer" in done.stderr
-
-
 def test_a_text_to_learn_that_no_server_holds_is_named_before_anything_is_written(
     world, run_file, tmp_path
 ):

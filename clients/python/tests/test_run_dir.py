@@ -125,11 +125,13 @@ def test_a_resumed_run_forgets_checkpoints_that_state_json_does_not_name(run_fil
 def test_clean_removes_no_file_that_others_put_into_the_folders_of_a_run(run_file, tmp_path):
     tandem("train", run_file, "steps=2")
     run = tmp_path / "run"
-    fakes.write_checkpoint(run / "checkpoints" / "best")
+    for name in ("best", "step_000003"):
+        fakes.write_checkpoint(run / "checkpoints" / name)
     mine = {
         "checkpoints/mine/thesis.txt",
         "checkpoints/step_000002/thesis.txt",
         "checkpoints/step_000007/no_manifest.txt",
+        "checkpoints/step_000008",
         "checkpoints/best/model.safetensors",
         "trajectories/mine.jsonl",
         "trajectories/step_2.txt",
@@ -140,8 +142,35 @@ def test_clean_removes_no_file_that_others_put_into_the_folders_of_a_run(run_fil
         (run / name).write_text("mine")
     tandem("train", run_file, "--clean", "steps=1")
     assert {name for name in mine if (run / name).read_text() == "mine"} == mine
-    assert not (run / "checkpoints" / "step_000002" / "manifest.json").exists()
+    # What has further files is the user's as a whole.
+    assert (run / "checkpoints" / "step_000002" / "model.safetensors").exists()
+    assert not (run / "checkpoints" / "step_000003").exists()
     assert not (run / "trajectories" / "step_2.jsonl").exists()
+
+
+@pytest.mark.parametrize("option", ["--clean", "--resume"])
+def test_a_checkpoint_that_a_user_copied_stays_and_is_named(run_file, tmp_path, option):
+    tandem("train", run_file, "steps=2")
+    folder = tmp_path / "run" / "checkpoints"
+    kept = {
+        "step_000009": "its manifest names the checkpoint 'step_000002'",
+        "critic/step_000008": "its manifest names the checkpoint ''",
+        "step_000007": "notes.txt does not belong to the checkpoint",
+        "step_000006": "its manifest.json is damaged",
+        "step_000005": "it is no checkpoint",
+    }
+    fakes.write_checkpoint(folder / "step_000009", name="step_000002")
+    fakes.write_checkpoint(folder / "critic/step_000008", name="")
+    for name in ("step_000007", "step_000006", "mine"):
+        fakes.write_checkpoint(folder / name)
+    (folder / "step_000007" / "notes.txt").write_text("x")
+    (folder / "step_000006" / "manifest.json").write_text('{"name": "step_000006", "files": [7]}')
+    (folder / "step_000005").symlink_to(folder / "mine")
+    before = {name: contents(folder / name) for name in kept}
+    done = tandem("train", run_file, option, "steps=3")
+    assert {name: contents(folder / name) for name in kept} == before
+    for name, why in kept.items():
+        assert f"{folder / name} stays: {why}" in done.stdout
 
 
 @pytest.mark.parametrize("identity", ["{}", '{"run_id": "r"}', '{"run_id": 1, "kind": "train"}'])

@@ -178,29 +178,40 @@ absl::Status CheckSample(const PolicySample& sample, const PolicyObjective& obje
   return absl::OkStatus();
 }
 
-// Refuses importance weights that are 1 for every token, whatever the trainer's model says: old
-// log-probability and behaviour are one recorded number. It looks at how the samples were drawn,
-// which does not change within a run, rather than at who wrote which token.
-absl::Status CheckImportanceWeights(const PolicyBatch& batch) {
+// Whether old log-probability and behaviour of every token with a weight are one recorded number,
+// whatever the trainer's model says. Looks at how the samples were drawn, which does not change
+// within a run, rather than at who wrote which token.
+bool OldIsBehaviour(const PolicyBatch& batch) {
   const PolicyObjective& objective = batch.objective;
   const bool author = objective.old_logprobs == OldLogprobs::kAuthor;
-  if (objective.loss.importance_sampling_cap < 1 || objective.loss.importance_sampling_floor > 1 ||
-      !(author || objective.old_logprobs == OldLogprobs::kSenior)) {
-    return absl::OkStatus();
-  }
+  if (!author && objective.old_logprobs != OldLogprobs::kSenior) return false;
   const bool counts_juniors = objective.junior_token_loss_weight > 0;
-  const bool weighs =
-      std::any_of(batch.samples.begin(), batch.samples.end(), [&](const PolicySample& sample) {
-        const Trajectory& trajectory = sample.trajectory;
-        return !trajectory.log_keep_mass.empty() ||
-               (!author && counts_juniors && trajectory.tandem.enabled);
-      });
-  if (weighs) return absl::OkStatus();
+  return std::none_of(batch.samples.begin(), batch.samples.end(), [&](const PolicySample& sample) {
+    const Trajectory& trajectory = sample.trajectory;
+    return !trajectory.log_keep_mass.empty() ||
+           (!author && counts_juniors && trajectory.tandem.enabled);
+  });
+}
+
+// Whether a token stays whose old log-probability is its behaviour.
+bool KeepsEqual(const loss::RejectionOptions& options) {
+  return options.estimator != loss::KlEstimator::kK1 || (options.lower <= 1 && options.upper >= 1);
+}
+
+// Refuses bounds of importance weights and of rejection that change nothing because each compares a
+// number with itself.
+absl::Status CheckRolloutCorrection(const PolicyBatch& batch) {
+  const PolicyObjective& objective = batch.objective;
+  const bool weights_are_one =
+      objective.loss.importance_sampling_cap >= 1 && objective.loss.importance_sampling_floor <= 1;
+  const bool rejects_none = RejectsTokens(objective) && KeepsEqual(objective.rejection);
+  if (!(weights_are_one || rejects_none) || !OldIsBehaviour(batch)) return absl::OkStatus();
   return InvalidField(
-      "policy.importance_sampling_cap",
-      absl::StrCat("has no effect with old_logprobs ", author ? "AUTHOR" : "SENIOR",
-                   ": every weight compares a recorded log-probability with "
-                   "itself; old_logprobs RECOMPUTED compares it with the trainer's"));
+      weights_are_one ? "policy.importance_sampling_cap" : "policy.rejection_upper",
+      absl::StrCat("has no effect with old_logprobs ",
+                   objective.old_logprobs == OldLogprobs::kAuthor ? "AUTHOR" : "SENIOR",
+                   ": it compares every recorded log-probability with itself; old_logprobs "
+                   "RECOMPUTED compares it with the trainer's"));
 }
 
 absl::Status CheckCount(size_t count, const BatchLimits& limits) {
@@ -232,7 +243,7 @@ absl::Status CheckPolicyBatch(const PolicyBatch& batch, const BatchLimits& limit
     TANDEM_RETURN_IF_ERROR(PrependFieldPath(
         absl::StrCat("samples[", i, "]"), CheckSample(batch.samples[i], batch.objective, limits)));
   }
-  return CheckImportanceWeights(batch);
+  return CheckRolloutCorrection(batch);
 }
 
 absl::Status CheckSupervisedBatch(const SupervisedBatch& batch, const BatchLimits& limits) {

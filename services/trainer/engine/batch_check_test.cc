@@ -268,6 +268,29 @@ TEST(BatchCheckTest, ImportanceWeightsThatAreAllOneAreRefused) {
   EXPECT_FALSE(refused());
 }
 
+TEST(BatchCheckTest, RejectionThatKeepsEveryTokenIsRefused) {
+  PolicyBatch batch = TestBatch();
+  PolicyObjective& objective = batch.objective;
+  const auto refused = [&](const loss::RejectionOptions& rejection) {
+    objective.rejection = rejection;
+    const absl::Status status = CheckPolicyBatch(batch, Limits());
+    EXPECT_TRUE(status.ok() || FieldPath(status) == "policy.rejection_upper") << status;
+    return !status.ok();
+  };
+  // The senior's own tokens alone have a weight.
+  EXPECT_TRUE(refused({.upper = 2, .lower = 0.5}));
+  EXPECT_TRUE(refused({.estimator = loss::KlEstimator::kK3, .upper = 1e-3}));
+  EXPECT_FALSE(refused({.upper = 0.5}));  // every token is rejected
+  EXPECT_FALSE(refused({.upper = 2, .lower = 1.5}));
+  EXPECT_FALSE(refused({}));
+  objective.junior_token_loss_weight = 0.5;
+  EXPECT_FALSE(refused({.upper = 2}));
+  objective.old_logprobs = OldLogprobs::kAuthor;
+  EXPECT_TRUE(refused({.upper = 2}));
+  objective.old_logprobs = OldLogprobs::kRecomputed;
+  EXPECT_FALSE(refused({.upper = 2}));
+}
+
 TEST(BatchCheckTest, ARewardOutOfBoundsIsNamedWithItsBounds) {
   for (const double reward :
        {1e300, -1e300, std::numeric_limits<double>::infinity(), double{kNan}}) {

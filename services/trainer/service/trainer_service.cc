@@ -131,10 +131,10 @@ absl::StatusOr<v1::TrainStepResponse> TrainerService::RunTrainStep(const TrainSt
   return response;
 }
 
-grpc::ServerWriteReactor<v1::WatchStepsResponse>* TrainerService::WatchSteps(
-    grpc::CallbackServerContext* context, const v1::WatchStepsRequest*) {
-  return rpc::HandleServerStream<v1::WatchStepsResponse>(
-      executor_, context, StepBroadcaster::kQueueCapacity,
+grpc::ServerWriteReactor<grpc::ByteBuffer>* TrainerService::WatchSteps(
+    grpc::CallbackServerContext* context, const grpc::ByteBuffer* request) {
+  return rpc::HandleServerStream<v1::WatchStepsRequest, v1::WatchStepsResponse>(
+      executor_, context, request, StepBroadcaster::kQueueCapacity,
       [this](std::shared_ptr<StepBroadcaster::Writer> writer) {
         watchers_.Add(std::move(writer));
       });

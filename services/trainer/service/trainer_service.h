@@ -24,7 +24,7 @@ struct TrainerServiceOptions : training::ServiceOptions {
   rpc::ChannelOptions publish_channel;
 };
 
-// All methods use callbacks, and requests that are bytes (stream_message.h) except WatchSteps's.
+// All methods use callbacks, and messages that are bytes (stream_message.h).
 using TrainerCallbacks = v1::TrainerService::WithRawCallbackMethod_GetServerInfo<
     v1::TrainerService::WithRawCallbackMethod_TrainStep<
         v1::TrainerService::WithRawCallbackMethod_ComputeLogProbs<
@@ -33,7 +33,7 @@ using TrainerCallbacks = v1::TrainerService::WithRawCallbackMethod_GetServerInfo
                     v1::TrainerService::WithRawCallbackMethod_LoadCheckpoint<
                         v1::TrainerService::WithRawCallbackMethod_ExportModel<
                             v1::TrainerService::WithRawCallbackMethod_CheckObjective<
-                                v1::TrainerService::WithCallbackMethod_WatchSteps<
+                                v1::TrainerService::WithRawCallbackMethod_WatchSteps<
                                     v1::TrainerService::Service>>>>>>>>>;
 
 class TrainerService final : public TrainerCallbacks {
@@ -73,8 +73,8 @@ class TrainerService final : public TrainerCallbacks {
   grpc::ServerUnaryReactor* CheckObjective(grpc::CallbackServerContext* context,
                                            const grpc::ByteBuffer* request,
                                            grpc::ByteBuffer* response) override;
-  grpc::ServerWriteReactor<v1::WatchStepsResponse>* WatchSteps(
-      grpc::CallbackServerContext* context, const v1::WatchStepsRequest* request) override;
+  grpc::ServerWriteReactor<grpc::ByteBuffer>* WatchSteps(grpc::CallbackServerContext* context,
+                                                         const grpc::ByteBuffer* request) override;
 
   size_t num_watchers() const { return watchers_.num_watchers(); }
   int64_t buffered_bytes() { return training_.budget().used_bytes(); }

@@ -1,0 +1,92 @@
+"""The responses of supervised training: the texts to learn, made of the columns of the rows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from string import Formatter
+from typing import Any
+
+from tandem.data import SHOWN_PROBLEMS, Dataset, Example
+from tandem.errors import ConfigError, ProblemsError
+from tandem.settings import SftSettings
+from tandem.text import TextCodec
+
+
+def with_responses(data: Dataset, settings: SftSettings, codec: TextCodec) -> Dataset:
+    """Returns the data set with the `response_ids` of every example.
+
+    Raises ConfigError for a row without a text to learn, or a tokenizer without the
+    end-of-sequence token that `settings` want; ProblemsError for several rows, up to
+    SHOWN_PROBLEMS.
+    """
+    try:
+        names = [name for _, name, _, _ in Formatter().parse(settings.response) if name is not None]
+    except ValueError as error:
+        raise ConfigError(f"sft.response: {settings.response!r}: {error}") from None
+    end = _end(settings, codec)
+    examples: list[Example] = []
+    problems: list[ConfigError] = []
+    for example in data.examples:
+        try:
+            where = f"sft.response: {example.place}"
+            for name in names:
+                _require_text(name, example.row, where)
+            ids = [*_encoded(settings.response, example.row, codec, where), *end]
+            if not ids:
+                raise ConfigError(f"{where}: the text to learn is empty")
+            examples.append(replace(example, response_ids=ids))
+        except ConfigError as error:
+            problems.append(error)
+            if len(problems) == SHOWN_PROBLEMS:
+                break
+    if problems:
+        raise problems[0] if len(problems) == 1 else ProblemsError(problems)
+    return data.with_examples(examples)
+
+
+def require_lengths(data: Dataset, max_model_len: int) -> None:
+    """Raises ConfigError, which names the row, for a prompt and response that are too long."""
+    for example in data.examples:
+        length = len(example.token_ids) + len(example.response_ids)
+        # Prompts that are too long by themselves are Dataset.require_prompts_below's to name.
+        if len(example.token_ids) < max_model_len < length:
+            raise ConfigError(
+                f"sft.response: {example.place}: prompt and response have {length:,} tokens, the "
+                f"servers' max_model_len allows {max_model_len:,}"
+            )
+
+
+def _end(settings: SftSettings, codec: TextCodec) -> list[int]:
+    """The token ids after every text to learn; ConfigError when the tokenizer does not name it."""
+    if not settings.append_eos:
+        return []
+    if codec.eos_token_id is None:
+        raise ConfigError(
+            f"sft.append_eos: {codec.directory} names no end-of-sequence token",
+            hint="eos_token in tokenizer_config.json names it; sft.append_eos=false does without",
+        )
+    return [codec.eos_token_id]
+
+
+def _encoded(template: str, row: Mapping[str, Any], codec: TextCodec, where: str) -> list[int]:
+    try:
+        return codec.encode(template.format(**row), special=False)
+    except (KeyError, IndexError, AttributeError, TypeError, ValueError) as error:
+        raise ConfigError(f"{where}: {template!r} does not fit the row: {error!r}") from None
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error.message}", hint=error.hint) from None
+
+
+def _require_text(name: str, row: Mapping[str, Any], where: str) -> None:
+    """Raises ConfigError where {name} of the template is no text or number of the row."""
+    try:
+        value, _ = Formatter().get_field(name, (), row)
+    except (KeyError, IndexError, AttributeError, TypeError, ValueError):
+        raise ConfigError(
+            f"{where}: the row has no {name!r}; its columns are {', '.join(row)}",
+            hint="sft.response: '{COLUMN}' names the column of the text to learn",
+        ) from None
+    if value is None or isinstance(value, dict | list):
+        kind = "null" if value is None else f"a {'list' if isinstance(value, list) else 'mapping'}"
+        raise ConfigError(f"{where}: {name!r} is {kind}, not a text to learn")
