@@ -87,7 +87,6 @@ TEST_F(EngineUpdatesTest, MiniBatchesAndEpochsAreStepsOfTheirOwn) {
   auto one_by_one = Make();
   const WeightsVersion start = one_by_one->Info().weights;
   std::map<std::string, double> mean;
-  double tokens = 0;
   for (int64_t i = 0; i < 6; ++i) {
     PolicyBatch part = parts[static_cast<size_t>(i % 3)];
     for (PolicySample& sample : part.samples) {
@@ -100,13 +99,11 @@ TEST_F(EngineUpdatesTest, MiniBatchesAndEpochsAreStepsOfTheirOwn) {
     for (const auto& [name, value] : Step(*one_by_one, request).report.metrics) {
       mean[name] += value / 6;
     }
-    tokens += mean["policy/weighted_tokens"];
   }
   EXPECT_EQ(Digest(*engine), Digest(*one_by_one));
   for (const char* name : {"loss/total", "loss/policy", "policy/grad_norm"}) {
     EXPECT_NEAR(several.report.metrics.at(name), mean[name], 1e-12) << name;
   }
-  EXPECT_GT(tokens, 0);
 
   // A repeat gives the stored report.
   const StepResult repeat = Step(*engine, TestRequest(batch));
@@ -162,7 +159,6 @@ TEST_F(EngineUpdatesTest, UpdatesWithoutTokensOrFiniteNumbersAreLeftOut) {
   EXPECT_TRUE(std::isfinite(partly.report.metrics.at("loss/total")));
   EXPECT_TRUE(Step(*other, TestRequest(batch)).replayed);
 
-  for (PolicySample& sample : batch.samples) sample.advantages = {};
   for (PolicySample& sample : batch.samples) {
     sample.advantages.assign(sample.trajectory.response_token_ids.size(), 3e38f);
   }

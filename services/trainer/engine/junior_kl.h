@@ -22,7 +22,7 @@
 
 namespace tandem::trainer {
 
-// Not thread-safe.
+// The KL term of a step's loss. Not thread-safe.
 class JuniorKl {
  public:
   // `junior` is whole, and may be null: then there is kForwardSampled alone. Every rank that
