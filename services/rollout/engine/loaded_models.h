@@ -34,7 +34,7 @@ absl::Status CheckOptions(const EngineOptions& options);
 
 // Loads the models onto the lanes' devices. Errors of Model::Load and Vocabulary::Load have the
 // field path "senior_model" or "junior_model"; FAILED_PRECONDITION (reason VOCABULARY_MISMATCH) if
-// the two do not share every id (padding rows behind the ids may differ); INVALID_ARGUMENT for
+// the two do not share every id (padding rows beyond the ids may differ); INVALID_ARGUMENT for
 // tandem options out of range. With a junior, both models need a tokenizer.json.
 absl::StatusOr<LoadedModels> LoadModels(const EngineOptions& options, const Placement& senior,
                                         const Placement& junior);

@@ -8,6 +8,7 @@
 #include "common/base/status_macros.h"
 
 namespace tandem::rollout {
+
 absl::Status CheckPrompt(const PromptRequest& request, const RequestLimits& limits) {
   const auto length = static_cast<int64_t>(request.prompt_token_ids.size());
   if (length == 0) return InvalidField("prompt_token_ids", "must not be empty");

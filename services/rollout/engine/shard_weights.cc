@@ -18,7 +18,7 @@ void BroadcastBytesOf(const at::Tensor& tensor, ranks::Communicator& group) {
 
 }  // namespace
 
-RankedWeights Announced(const NamedTensors& tensors, const Model& model) {
+RankedWeights WeightsToSend(const NamedTensors& tensors, const Model& model) {
   RankedWeights weights;
   for (const auto& [name, tensor] : tensors) {
     if (!model.Parameter(name).defined()) continue;  // a tied head

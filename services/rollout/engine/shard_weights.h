@@ -22,9 +22,9 @@ struct RankedWeights {
   std::vector<WeightSpec> tensors;
 };
 
-// Returns those of `tensors` that are parameters of `model`. Tensors are whole, of any floating
+// Describes those of `tensors` that are parameters of `model`. Tensors are whole, of any floating
 // type.
-RankedWeights Announced(const NamedTensors& tensors, const Model& model);
+RankedWeights WeightsToSend(const NamedTensors& tensors, const Model& model);
 
 // Sends the tensors from rank 0 of `group`; collective, with ReceiveWeights on the other ranks. May
 // throw c10::Error.

@@ -11,6 +11,7 @@
 #include <string>
 
 #include "common/base/error.h"
+#include "common/config/server_config.h"
 #include "common/rpc/error_table.h"
 #include "common/rpc/proto_convert.h"
 #include "common/rpc/testing/raw_call.h"
@@ -27,8 +28,8 @@ using rpc::FromGrpcStatus;
 using rpc::FromRpcStatus;
 using testing::HasSubstr;
 
-config::RolloutServerConfig Config() {
-  config::RolloutServerConfig config;
+config::v1::RolloutServerConfig Config() {
+  config::v1::RolloutServerConfig config;
   config.set_senior_model("s");
   config.set_junior_model("j");
   config.mutable_tandem()->set_prob_senior(0.25);
@@ -56,7 +57,7 @@ class RolloutServiceTest : public testing::Test {
   FakeEngine& engine() {
     return static_cast<FakeEngine&>(*static_cast<RolloutApp&>(server_.app()).engine());
   }
-  // Metrics say that nothing of a stream is left.
+  // Whether nothing of a stream is left.
   bool Idle() {
     return engine().Stats().sequences_running == 0 && server_.server().live_calls() == 0;
   }
