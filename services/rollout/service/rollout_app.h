@@ -34,8 +34,6 @@ class RolloutApp final : public rpc::ServerApp {
   void Stop() override;
   bool Ended() const override { return engine_->ended(); }
 
-  Engine* engine() { return engine_.get(); }
-
  private:
   bool leads() const { return options_.environment.rank == 0; }
 
