@@ -15,7 +15,7 @@ v1::Prompt Example() {
   return prompt;
 }
 
-TEST(PromptFromProtoTest, OpenTandemFieldsTakeTheServersDefaults) {
+TEST(PromptFromProtoTest, UnsetTandemFieldsTakeTheServersDefaults) {
   TandemConfig defaults;
   defaults.selection_strategy = SelectionStrategy::kWord;
   defaults.prob_senior = 0.75;

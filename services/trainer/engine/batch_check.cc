@@ -179,7 +179,7 @@ absl::Status CheckSample(const PolicySample& sample, const PolicyObjective& obje
 }
 
 // Refuses importance weights that are 1 for every token, whatever the trainer's model says: old
-// log-probability and behaviour are one recorded number. It looks at how the samples were drawn,
+// log-probability and behaviour are one recorded number. The check looks at how samples were drawn,
 // which does not change within a run, rather than at who wrote which token.
 absl::Status CheckImportanceWeights(const PolicyBatch& batch) {
   const PolicyObjective& objective = batch.objective;
