@@ -13,10 +13,12 @@ namespace tandem::rollout {
 namespace {
 
 constexpr size_t kMaxRequestIdBytes = 256;
+constexpr int64_t kDrainingRetryMilliseconds = 1000;
 
 absl::Status DrainingError() {
   return WithRetryAfter(
-      WithReason(absl::UnavailableError("the server is draining"), reason::kDraining), 1000);
+      WithReason(absl::UnavailableError("the server is draining"), reason::kDraining),
+      kDrainingRetryMilliseconds);
 }
 
 // Appends new tokens to an event of the same sample that still waits, so that a slow reader gets
