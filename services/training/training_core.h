@@ -123,7 +123,7 @@ class TrainingCore {
       });
     };
   }
-  // From now on ranks other than 0 execute the commands of rank 0.
+  // Lets ranks other than 0 execute the commands of rank 0, until rank 0 shuts down.
   void Start();
 
   // Runs `body` on the engine thread of every rank, before Start. An error of one rank is the

@@ -230,7 +230,7 @@ TEST_P(RolloutRanksTest, EveryRankTakesNewWeights) {
   });
 }
 
-// Wherever in the response the update came, each part is what its weights write after all before.
+// Wherever in the response the update came, each token is what its weights write after all before.
 TEST_P(RolloutRanksTest, WeightsChangeInTheMiddleOfAResponse) {
   Write("other", 5);
   RunRanks([&](Engine& ranked, Engine& single) {

@@ -28,12 +28,13 @@ class EngineUpdatesTest : public TrainerEngineTest {
       }
     }
   }
-  static PolicyBatch Part(const PolicyBatch& batch, size_t begin, size_t end) {
-    PolicyBatch part{.objective = batch.objective, .samples = {}};
-    part.samples.assign(batch.samples.begin() + static_cast<int64_t>(begin),
-                        batch.samples.begin() + static_cast<int64_t>(end));
-    part.objective.updates = {};
-    return part;
+  // Returns the samples [begin, end) as a batch of one update.
+  static PolicyBatch SamplesOf(const PolicyBatch& batch, size_t begin, size_t end) {
+    PolicyBatch samples{.objective = batch.objective, .samples = {}};
+    samples.samples.assign(batch.samples.begin() + static_cast<int64_t>(begin),
+                           batch.samples.begin() + static_cast<int64_t>(end));
+    samples.objective.updates = {};
+    return samples;
   }
   EngineOptions WithReference() const {
     EngineOptions options = Options();
@@ -74,7 +75,8 @@ TEST_F(EngineUpdatesTest, MiniBatchesAndEpochsAreStepsOfTheirOwn) {
   batch.objective.advantage_estimator = AdvantageEstimator::kProvided;
   batch.objective.max_staleness = 10;
   Provide(batch, &PolicySample::advantages, 0.5f);
-  const std::vector<PolicyBatch> parts = {Part(batch, 0, 1), Part(batch, 1, 2), Part(batch, 2, 4)};
+  const std::vector<PolicyBatch> mini_batches = {SamplesOf(batch, 0, 1), SamplesOf(batch, 1, 2),
+                                                 SamplesOf(batch, 2, 4)};
   batch.objective.updates = {.num_mini_batches = 3, .num_epochs = 2};
   const StepResult several = Step(*engine, TestRequest(batch));
   EXPECT_EQ(several.report.weights.version, 1);
@@ -88,11 +90,11 @@ TEST_F(EngineUpdatesTest, MiniBatchesAndEpochsAreStepsOfTheirOwn) {
   const WeightsVersion start = one_by_one->Info().weights;
   std::map<std::string, double> mean;
   for (int64_t i = 0; i < 6; ++i) {
-    PolicyBatch part = parts[static_cast<size_t>(i % 3)];
-    for (PolicySample& sample : part.samples) {
+    PolicyBatch mini_batch = mini_batches[static_cast<size_t>(i % 3)];
+    for (PolicySample& sample : mini_batch.samples) {
       for (VersionRun& run : sample.trajectory.senior_versions) run.weights = start;
     }
-    TrainStepRequest request = TestRequest(part);
+    TrainStepRequest request = TestRequest(mini_batch);
     request.request_id = request.payload_digest = std::to_string(i);
     request.step = i + 1;
     request.expected_version = i;
@@ -224,7 +226,7 @@ TEST_F(EngineUpdatesTest, TheMismatchIsThatBeforeTheFirstUpdate) {
       EXPECT_EQ(mismatch(batch), one) << num_epochs;
     }
     batch.objective.updates = {.num_mini_batches = 2, .num_epochs = 2};
-    EXPECT_EQ(mismatch(batch), mismatch(Part(batch, 0, 2)));
+    EXPECT_EQ(mismatch(batch), mismatch(SamplesOf(batch, 0, 2)));
   }
 }
 
