@@ -47,7 +47,7 @@ absl::Status CheckOptions(const EngineOptions& options) {
   if (options.compute.num_threads < 0) {
     return InvalidField("compute.num_threads", "must not be negative");
   }
-  if (options.senior_model.empty()) return InvalidField("senior_model", "must be given");
+  if (options.senior_model.empty()) return InvalidField("senior_model", "is required");
   return absl::OkStatus();
 }
 

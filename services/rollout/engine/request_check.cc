@@ -30,9 +30,9 @@ absl::Status CheckPrompt(const PromptRequest& request, const RequestLimits& limi
   }
   TANDEM_RETURN_IF_ERROR(CheckAtLeast("num_samples", request.num_samples, 1));
   if (request.num_samples > limits.max_samples) {
-    return FieldError(
-        absl::StatusCode::kOutOfRange, "num_samples",
-        absl::StrCat(request.num_samples, " is more than the queue's ", limits.max_samples));
+    return FieldError(absl::StatusCode::kOutOfRange, "num_samples",
+                      absl::StrCat(request.num_samples, " samples, at most ", limits.max_samples,
+                                   " fit the queue"));
   }
   return absl::OkStatus();
 }

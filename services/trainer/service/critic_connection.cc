@@ -154,7 +154,7 @@ class GrpcCriticConnection final : public CriticConnection {
                             }));
     call.progress();
     if (response.skipped()) {
-      return NotFiniteError(absl::StrCat("the critic skipped it: ", response.skip_reason()));
+      return NotFiniteError(absl::StrCat("the critic skipped the step: ", response.skip_reason()));
     }
     return std::map<std::string, double>(response.metrics().begin(), response.metrics().end());
   }

@@ -130,7 +130,7 @@ TEST_F(CriticConnectionTest, AStepThatTheCriticSkippedIsTold) {
   for (int i = 0; i < 2; ++i) {  // the second answer comes from the critic's table
     const absl::Status status = critic_->TrainStep(call_, Request()).status();
     EXPECT_TRUE(IsNotFinite(status));
-    EXPECT_EQ(status.message(), "the critic skipped it: the gradient norm is not finite");
+    EXPECT_EQ(status.message(), "the critic skipped the step: the gradient norm is not finite");
   }
   EXPECT_EQ(engine_->steps().size(), 1u);
 }
