@@ -50,7 +50,7 @@ TEST_F(TrainerServerTest, ARepeatedRequestIsMarkedAsReplayed) {
   EXPECT_EQ(engine_->steps().size(), 1u);
 }
 
-// Promise 5 of reliability.md: bad input gets a typed error with the field's path.
+// Bad input gets a typed error with the field's path.
 TEST_F(TrainerServerTest, EveryMalformedStepIsRefusedByNameAndTheServerServesOn) {
   v1::TrainStepHeader long_id = PolicyHeader(1);
   long_id.set_run_id(std::string(257, 'x'));
