@@ -106,7 +106,7 @@ absl::Status Choose(absl::string_view path, Proto proto, const Choice<Proto, Pla
   return InvalidField(path, absl::StrCat("unknown value ", static_cast<int>(proto)));
 }
 
-// Returns the default's value for a choice that the contract lacks: the KL estimator "none", which
+// Returns the contract's value of a choice; that of the default for the KL estimator "none", which
 // the contract expresses as coefficient 0.
 template <typename Proto, typename Plain, size_t N>
 Proto NameOf(Plain plain, const Choice<Proto, Plain> (&choices)[N]) {
