@@ -9,6 +9,7 @@
 #include <set>
 #include <utility>
 
+#include "absl/functional/function_ref.h"
 #include "absl/strings/str_cat.h"
 #include "common/base/atomic_file.h"
 #include "common/base/bounded_json.h"
@@ -79,6 +80,16 @@ absl::StatusOr<SourceParameters> ReadWeights(const std::string& path, const Mode
   return weights;
 }
 
+// Runs `body` on rank 0 alone, and returns its result on every rank.
+absl::Status OnRankZero(parallel::Strategy& strategy, absl::FunctionRef<absl::Status()> body) {
+  return ranks::FromRankZero<std::string>(strategy.ranks(),
+                                          [&]() -> absl::StatusOr<std::string> {
+                                            TANDEM_RETURN_IF_ERROR(body());
+                                            return std::string();
+                                          })
+      .status();
+}
+
 absl::Status WriteState(const std::string& directory, const parallel::Strategy& strategy,
                         const TrainingState& state) {
   json text = ToJson(state);
@@ -131,11 +142,7 @@ absl::StatusOr<TrainingCheckpoint> ReadTraining(const std::string& path,
                                                 parallel::Strategy& strategy,
                                                 const std::string& kind) {
   // Rank 0 alone: it may put a checkpoint back that a crash has left aside.
-  TANDEM_RETURN_IF_ERROR(
-      ranks::FromRankZero<std::string>(strategy.ranks(), [&]() -> absl::StatusOr<std::string> {
-        TANDEM_RETURN_IF_ERROR(checkpoint::Verify(path));
-        return std::string();
-      }).status());
+  TANDEM_RETURN_IF_ERROR(OnRankZero(strategy, [&] { return checkpoint::Verify(path); }));
   TrainingCheckpoint read;
   const absl::Status status = CatchTorchErrors("checkpoint", [&]() -> absl::Status {
     TANDEM_ASSIGN_OR_RETURN(read.state, ReadState(path, kind));
@@ -170,11 +177,7 @@ absl::Status ExportModel(parallel::Strategy& strategy, const std::string& path, 
       }));
   absl::Status status = SaveModel(strategy, directory, dtype);
   if (status.ok()) {
-    status =
-        ranks::FromRankZero<std::string>(strategy.ranks(), [&]() -> absl::StatusOr<std::string> {
-          TANDEM_RETURN_IF_ERROR(RenameDurably(directory, target.string()));
-          return std::string();
-        }).status();
+    status = OnRankZero(strategy, [&] { return RenameDurably(directory, target.string()); });
   }
   return PrependFieldPath("path", status);
 }

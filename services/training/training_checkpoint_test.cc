@@ -52,7 +52,7 @@ absl::StatusOr<checkpoint::Saved> SaveVersion(parallel::Strategy& strategy,
   return SaveTraining(parent, name, /*keep=*/0, strategy, {.kind = "trainer", .version = version});
 }
 
-// Saves as TrainingCore does.
+// Loads as TrainingCore does.
 absl::Status Load(parallel::Strategy& strategy, const std::string& path) {
   absl::StatusOr<TrainingCheckpoint> read = ReadTraining(path, strategy, "trainer");
   if (!read.ok()) return read.status();

@@ -26,9 +26,11 @@ namespace {
 // on a small machine.
 constexpr absl::Duration kStallLimit = absl::Minutes(10);
 
-std::vector<double> Concatenated(const std::vector<std::vector<double>>& parts) {
+std::vector<double> Concatenated(const std::vector<std::vector<double>>& outputs) {
   std::vector<double> all;
-  for (const std::vector<double>& part : parts) all.insert(all.end(), part.begin(), part.end());
+  for (const std::vector<double>& output : outputs) {
+    all.insert(all.end(), output.begin(), output.end());
+  }
   return all;
 }
 

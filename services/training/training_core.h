@@ -45,8 +45,8 @@ struct MicroBatchInput {
   RowRange rows = {};                   // the N rows, in the same SequenceBatch
 };
 
-// Returns the rows that the sequences `range` of `sequences` have in `batch`, which the model reads
-// of them.
+// Returns the rows of the sequences `range` of `sequences`. `batch` holds the inputs of those
+// sequences, one after the other.
 MicroBatchInput SelectRows(const RaggedBatch& batch, const SequenceBatch& sequences,
                            const SequenceRange& range);
 
@@ -123,7 +123,7 @@ class TrainingCore {
       });
     };
   }
-  // From now on ranks other than 0 execute the commands of rank 0.
+  // Lets ranks other than 0 execute the commands of rank 0, until rank 0 shuts down.
   void Start();
 
   // Runs `body` on the engine thread of every rank, before Start. An error of one rank is the
@@ -172,7 +172,7 @@ class TrainingCore {
       const MicroBatchInput& input, const at::Tensor& hidden)>;
   absl::StatusOr<std::vector<double>> Forward(const SequenceBatch& sequences, RowOutput output);
 
-  // Forward of another model, which every rank holds whole.
+  // Runs another model, which every rank holds whole, as Forward does.
   absl::StatusOr<std::vector<double>> ForwardFrozen(const Model& frozen,
                                                     const SequenceBatch& sequences,
                                                     RowOutput output);

@@ -38,10 +38,10 @@ class FailingStrategy final : public parallel::SingleStrategy {
     return SingleStrategy::optimizer_steps();
   }
   absl::Status LoadParameters(const NamedTensors& parameters) override {
-    if (std::exchange(fail_scatter, false)) throw std::runtime_error("while loading");
+    if (std::exchange(fail_load, false)) throw std::runtime_error("while loading");
     return SingleStrategy::LoadParameters(parameters);
   }
-  bool fail_scatter = false;
+  bool fail_load = false;
   bool fail_before_update = false;
   bool break_off = false;
   bool not_finite = false;
@@ -139,7 +139,7 @@ TEST_F(TrainingCoreTest, AFailureAfterTheUpdateDoesNotLoseTheReply) {
   EXPECT_EQ(Step(Identity(1)).value().report, next.report);
 }
 
-TEST_F(TrainingCoreTest, AFailureBehindTheUpdateInTheStrategyCountsTheStepOnce) {
+TEST_F(TrainingCoreTest, AFailureOfTheStrategyAfterTheUpdateCountsTheStepOnce) {
   strategy_->fail_after_update = true;
   const absl::StatusOr<StepResult> first = Step(Identity());
   ASSERT_TRUE(first.ok()) << first.status();
@@ -185,7 +185,7 @@ TEST_F(TrainingCoreTest, AfterALoadThatBrokeOffOnlyACheckpointHelps) {
   const std::string path =
       core_->SaveCheckpoint({}, folder_ / "checkpoints", "step_0", 0).value().path;
   ASSERT_TRUE(Step(Identity(0)).ok());
-  strategy_->fail_scatter = true;
+  strategy_->fail_load = true;
   EXPECT_EQ(core_->LoadCheckpoint({}, path).code(), absl::StatusCode::kInternal);
   EXPECT_EQ(Step(Identity(1)).status().code(), absl::StatusCode::kDataLoss);
   EXPECT_EQ(core_->LoadCheckpoint({}, folder_ / "nothing").code(), absl::StatusCode::kNotFound);

@@ -109,8 +109,8 @@ def test_a_rollout_server_that_is_told_to_stop_ends_on_every_rank(models, tmp_pa
         (
             {"tensor_parallel_size": 2},
             3,
-            "tensor_parallel_size: the senior's 2 and the junior's 1 ranks, both counted from rank "
-            "0, make 2, and the server has 3",
+            "tensor_parallel_size: the senior is on the first 2 ranks and the junior on the first "
+            "1, so the server needs 2 ranks and has 3",
         ),
         (
             {"tensor_parallel_size": 3},

@@ -17,10 +17,9 @@ class Engine : public training::Engine {
   // Whether the value head was in the model's directory; otherwise it is drawn from the seed.
   virtual bool value_head_from_checkpoint() const = 0;
 
-  // Returns the values of one sequence; value t is computed from hidden state prompt + t - 1
-  // (forward_func_values: output[:, :-1]). Values for a train step are kept: a repeat for the same
-  // step and tokens gets the same values, even after the step has been learnt. OUT_OF_RANGE for
-  // more sequences than a step may hold.
+  // Returns the values of one sequence; value t is computed from hidden state prompt + t - 1.
+  // Values for a train step are kept: a repeat for the same step and tokens gets the same values,
+  // even after the step has been learnt. OUT_OF_RANGE for more sequences than a step may hold.
   virtual absl::StatusOr<ValuesResult> ComputeValues(const CallScope& call,
                                                      const ValuesRequest& request) = 0;
 

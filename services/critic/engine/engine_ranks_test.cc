@@ -15,7 +15,8 @@
 namespace tandem::critic {
 namespace {
 
-constexpr double kTolerance = 1e-5;  // relative, in float32
+// Relative, in float32: the old values differ in their last bits, which Adam carries on.
+constexpr double kTolerance = 1e-4;
 
 struct Layout {
   const char* name;
@@ -99,9 +100,8 @@ TEST_P(CriticRanksTest, ValuesAndStepsAreThoseOfOneProcess) {
         ASSERT_TRUE(a.ok()) << a.status();
         ASSERT_TRUE(b.ok()) << b.status();
         for (const auto& [name, value] : b->report.metrics) {
-          // The old values differ in their last bits, which Adam carries on.
           EXPECT_NEAR(a->report.metrics.at(name), value,
-                      10 * kTolerance * std::max(std::abs(value), 1e-1))
+                      kTolerance * std::max(std::abs(value), 1e-1))
               << name;
         }
         // Every rank has the values that were kept for the step.

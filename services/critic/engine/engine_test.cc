@@ -175,13 +175,13 @@ TEST_F(CriticEngineTest, MiniBatchesAndEpochsAreStepsOfTheirOwn) {
   auto one_by_one = Make();
   double loss = 0;
   for (int64_t i = 0; i < 4; ++i) {
-    TrainStepRequest part = request;
-    part.updates = {};
-    part.step = part.expected_version = i;
-    part.request_id = std::to_string(i);
+    TrainStepRequest alone = request;
+    alone.updates = {};
+    alone.step = alone.expected_version = i;
+    alone.request_id = std::to_string(i);
     const auto first = request.samples.begin(), last = request.samples.end();
-    part.samples.assign(i % 2 == 0 ? first : first + 1, i % 2 == 0 ? first + 1 : last);
-    loss += Step(*one_by_one, part).report.metrics.at("critic/loss") / 4;
+    alone.samples.assign(i % 2 == 0 ? first : first + 1, i % 2 == 0 ? first + 1 : last);
+    loss += Step(*one_by_one, alone).report.metrics.at("critic/loss") / 4;
   }
   EXPECT_EQ(Digest(*engine), Digest(*one_by_one));
   EXPECT_NEAR(several.report.metrics.at("critic/loss"), loss, 1e-12);

@@ -1,7 +1,5 @@
 #include "services/critic/service/convert.h"
 
-#include <vector>
-
 #include "absl/strings/str_cat.h"
 #include "common/base/error.h"
 #include "common/base/field_check.h"
@@ -10,19 +8,9 @@
 #include "common/rpc/proto_convert.h"
 #include "common/training/training_state.h"
 #include "services/training/service/step_header.h"
+#include "services/training/service/token_fields.h"
 
 namespace tandem::critic {
-namespace {
-
-using TokenIds = google::protobuf::RepeatedField<int32_t>;
-
-absl::Status CopyTokens(absl::string_view path, const TokenIds& proto, std::vector<int32_t>* out) {
-  if (proto.empty()) return InvalidField(path, "is empty");
-  out->assign(proto.begin(), proto.end());
-  return absl::OkStatus();
-}
-
-}  // namespace
 
 absl::StatusOr<TrainStepRequest> FromProto(const v1::TrainStepHeader& proto, int64_t max_samples) {
   TANDEM_RETURN_IF_ERROR(training::CheckStepHeader(proto, max_samples));
@@ -41,10 +29,7 @@ absl::StatusOr<TrainStepRequest> FromProto(const v1::TrainStepHeader& proto, int
 
 absl::StatusOr<ValueSample> FromProto(const v1::ValueSample& proto) {
   ValueSample out;
-  TANDEM_RETURN_IF_ERROR(
-      CopyTokens("prompt_token_ids", proto.prompt_token_ids(), &out.prompt_token_ids));
-  TANDEM_RETURN_IF_ERROR(
-      CopyTokens("response_token_ids", proto.response_token_ids(), &out.response_token_ids));
+  TANDEM_RETURN_IF_ERROR(training::CopyTokens(proto, out));
   const auto length = static_cast<int64_t>(out.response_token_ids.size());
   if (!proto.has_old_values()) return InvalidField("old_values", "is required");
   if (!proto.has_returns()) return InvalidField("returns", "is required");
@@ -68,10 +53,7 @@ absl::StatusOr<ValueSample> FromProto(const v1::ValueSample& proto) {
 
 absl::StatusOr<ValuesRequest> FromProto(const v1::ComputeValuesRequest& proto) {
   ValuesRequest out;
-  TANDEM_RETURN_IF_ERROR(
-      CopyTokens("prompt_token_ids", proto.prompt_token_ids(), &out.prompt_token_ids));
-  TANDEM_RETURN_IF_ERROR(
-      CopyTokens("response_token_ids", proto.response_token_ids(), &out.response_token_ids));
+  TANDEM_RETURN_IF_ERROR(training::CopyTokens(proto, out));
   if (proto.has_step()) {
     TANDEM_RETURN_IF_ERROR(PrependFieldPath(
         "step", training::CheckStepNames(proto.step().run_id(), proto.step().request_id())));

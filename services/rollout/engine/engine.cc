@@ -49,16 +49,16 @@ int64_t SizeBytes(const ScoreRequest& request) {
 // A lane on this rank.
 struct Lane {
   LaneRanks ranks;
-  std::unique_ptr<TorchRunner> own;     // nullptr without a model, or without a shard of it
-  std::unique_ptr<RankedRunner> ahead;  // on rank 0, where other ranks have shards too
+  std::unique_ptr<TorchRunner> shard;    // nullptr without a model, or without a shard of it
+  std::unique_ptr<RankedRunner> ranked;  // on rank 0, where other ranks have shards too
 
   // Returns the runner that rank 0 generates with.
   ModelRunner* runner() const {
-    return ahead != nullptr ? static_cast<ModelRunner*>(ahead.get()) : own.get();
+    return ranked != nullptr ? static_cast<ModelRunner*>(ranked.get()) : shard.get();
   }
 };
 
-// The models of a rank.
+// What CreateEngine loads for an EngineImpl.
 struct EngineParts {
   std::shared_ptr<ranks::ServerRanks> ranks;
   LoadedModels models;  // without the models, which the lanes own
@@ -214,10 +214,12 @@ class EngineImpl : public Engine {
   }
 
   EngineStats Stats() const override {
+    // Before mutex_ is locked: the thread has a mutex of its own.
+    const absl::Time last_progress = thread_->last_progress();
     std::lock_guard lock(mutex_);
     EngineStats stats = stats_;
     stats.sequences_waiting += posted_samples_;
-    stats.last_progress = std::max(stats.last_progress, thread_->last_progress());
+    stats.last_progress = std::max(stats.last_progress, last_progress);
     return stats;
   }
 
@@ -252,12 +254,12 @@ class EngineImpl : public Engine {
     commands_.Add<RankedPass>(
         kPassCommand, [this](const std::string&, const RankedPass& pass) -> absl::Status {
           const Lane& lane = pass.lane == Author::kSenior ? senior_ : junior_;
-          return lane.own == nullptr ? absl::OkStatus() : FollowPass(pass, *lane.own);
+          return lane.shard == nullptr ? absl::OkStatus() : FollowPass(pass, *lane.shard);
         });
     commands_.Add<RankedWeights>(
         kWeightsCommand, [this](const std::string&, const RankedWeights& weights) {
-          if (senior_.own != nullptr) {
-            ReceiveWeights(weights, *senior_.ranks.group, senior_.own->model());
+          if (senior_.shard != nullptr) {
+            ReceiveWeights(weights, *senior_.ranks.group, senior_.shard->model());
           }
           return absl::OkStatus();
         });
@@ -306,9 +308,9 @@ class EngineImpl : public Engine {
   }
 
   // Sends the weights that this rank has taken to the other ranks. Errors end the server.
-  void ShareWeights(const NamedTensors& tensors) {
+  void SendToOtherRanks(const NamedTensors& tensors) {
     const absl::Status sent = CatchTorchErrors("weights", [&] {
-      const RankedWeights weights = Announced(tensors, senior_.own->model());
+      const RankedWeights weights = WeightsToSend(tensors, senior_.shard->model());
       ranks_->Announce(kWeightsCommand, /*request_id=*/"", weights);
       SendWeights(weights, tensors, *senior_.ranks.group);
       return absl::OkStatus();
@@ -318,10 +320,10 @@ class EngineImpl : public Engine {
 
   absl::Status SwapWeights(const WeightManifest& manifest, absl::Span<const std::byte> stream) {
     TANDEM_ASSIGN_OR_RETURN(const NamedTensors tensors, TensorsIn(manifest, stream));
-    Model& model = senior_.own->model();
+    Model& model = senior_.shard->model();
     // Checks all tensors first: other ranks accept what this rank accepts.
     TANDEM_RETURN_IF_ERROR(model.LoadParameters(tensors));
-    if (senior_.ranks.shared()) ShareWeights(tensors);
+    if (senior_.ranks.sharded()) SendToOtherRanks(tensors);
     const WeightsVersion weights = {.version = manifest.version, .digest = manifest.digest};
     generator_->OnSeniorUpdated(weights, options_.on_weight_update);
     scorer_->OnSeniorUpdated(weights);
@@ -357,12 +359,12 @@ class EngineImpl : public Engine {
 Lane MakeLane(Author author, LaneRanks ranks, std::unique_ptr<Model> model,
               const EngineOptions& options, int64_t max_model_len,
               ranks::ServerRanks* server_ranks) {
-  Lane lane{.ranks = std::move(ranks), .own = nullptr, .ahead = nullptr};
+  Lane lane{.ranks = std::move(ranks), .shard = nullptr, .ranked = nullptr};
   if (model == nullptr || !lane.ranks.holds()) return lane;
-  lane.own = std::make_unique<TorchRunner>(std::move(model), options.max_num_seqs + kScoreSlots,
-                                           max_model_len);
-  if (lane.ranks.shared() && server_ranks->leads()) {
-    lane.ahead = std::make_unique<RankedRunner>(author, server_ranks, lane.own.get());
+  lane.shard = std::make_unique<TorchRunner>(std::move(model), options.max_num_seqs + kScoreSlots,
+                                             max_model_len);
+  if (lane.ranks.sharded() && server_ranks->leads()) {
+    lane.ranked = std::make_unique<RankedRunner>(author, server_ranks, lane.shard.get());
   }
   return lane;
 }

@@ -21,7 +21,7 @@ struct LaneRanks {
   Placement placement;  // of the lane's model; holds no block outside of the group
 
   bool holds() const { return group != nullptr; }
-  bool shared() const { return placement.shard_count > 1; }
+  bool sharded() const { return placement.shard_count > 1; }
 };
 
 struct EngineRanks {

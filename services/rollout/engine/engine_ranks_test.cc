@@ -5,7 +5,6 @@
 
 #include <algorithm>
 #include <functional>
-#include <future>
 #include <memory>
 #include <string>
 #include <thread>
@@ -21,16 +20,14 @@
 #include "services/rollout/engine/engine.h"
 #include "services/rollout/engine/ranked_runner.h"
 #include "services/rollout/engine/testing/engine_calls.h"
+#include "services/rollout/engine/testing/gate.h"
+#include "services/rollout/engine/testing/requests.h"
 #include "services/rollout/engine/testing/tiny_tokenizer.h"
 
 namespace tandem::rollout {
 namespace {
 
 constexpr float kTolerance = 1e-5f;  // of log-probabilities, of size 1 to 10
-
-constexpr SelectionStrategy kStrategies[] = {
-    SelectionStrategy::kBernoulli, SelectionStrategy::kChunk, SelectionStrategy::kAlternating,
-    SelectionStrategy::kSentence, SelectionStrategy::kWord};
 
 struct Layout {
   const char* name;
@@ -109,21 +106,7 @@ INSTANTIATE_TEST_SUITE_P(
         Layout{.name = "llama_4_2", .family = "llama", .senior_ranks = 4, .junior_ranks = 2}),
     [](const auto& info) { return std::string(info.param.name); });
 
-PromptRequest RequestOf(const TandemConfig& tandem, uint64_t seed, double temperature = 1) {
-  PromptRequest request;
-  for (uint64_t i = 0; i < 9; ++i) {
-    request.prompt_token_ids.push_back(3 + static_cast<int32_t>((seed * 13 + i * 7) % 58));
-  }
-  request.sampling.max_tokens = 24;
-  request.sampling.temperature = temperature;
-  request.tandem = tandem;
-  request.tandem.chunk_size = 4;
-  request.tandem.max_gap_tokens = 5;
-  request.seed = seed;
-  return request;
-}
-
-// All strategies, with the senior's share at its ends and between, greedy and drawn. (A draw that
+// Returns requests of all strategies, with prob_senior 0, 0.5 and 1, greedy and drawn. (A draw that
 // falls within rounding of the border between two tokens may go either way: these seeds have none.)
 std::vector<PromptRequest> ManyRequests() {
   std::vector<PromptRequest> requests;
@@ -131,7 +114,8 @@ std::vector<PromptRequest> ManyRequests() {
     for (const double prob_senior : {0.0, 0.5, 1.0}) {
       for (const double temperature : {0.0, 1.0}) {
         requests.push_back(RequestOf({.selection_strategy = strategy, .prob_senior = prob_senior},
-                                     requests.size(), temperature));
+                                     requests.size()));
+        requests.back().sampling.temperature = temperature;
         requests.back().num_samples = 2;
         requests.back().return_other_logprobs = true;
       }
@@ -193,7 +177,7 @@ void ExpectSameScores(Engine& ranked, Engine& single) {
   }
 }
 
-// Weights that are not those of the start, begun and sent.
+// Sends the weights of the model in `directory`, up to the commit, and returns their manifest.
 WeightManifest Stage(Engine& engine, const std::string& directory) {
   const auto replacement = *Model::Load(directory);
   std::vector<std::byte> stream;
@@ -246,27 +230,7 @@ TEST_P(RolloutRanksTest, EveryRankTakesNewWeights) {
   });
 }
 
-// Holds the engine at the second token until told to go on.
-class Gate final : public PromptListener {
- public:
-  void OnTokens(TokensDelta delta) override {
-    if (delta.offset != 1) return;
-    arrived_.set_value();
-    opened_.get_future().wait();
-  }
-  void OnFinished(Trajectory trajectory) override { finished_.set_value(std::move(trajectory)); }
-  void OnFailed(absl::Status status) override { ADD_FAILURE() << status; }
-
-  void WaitUntilHeld() { arrived_.get_future().wait(); }
-  void Open() { opened_.set_value(); }
-  Trajectory Finished() { return finished_.get_future().get(); }
-
- private:
-  std::promise<void> arrived_, opened_;
-  std::promise<Trajectory> finished_;
-};
-
-// Wherever in the response the update came, each part is what its weights write after all before.
+// Wherever in the response the update came, each token is what its weights write after all before.
 TEST_P(RolloutRanksTest, WeightsChangeInTheMiddleOfAResponse) {
   Write("other", 5);
   RunRanks([&](Engine& ranked, Engine& single) {
@@ -284,7 +248,7 @@ TEST_P(RolloutRanksTest, WeightsChangeInTheMiddleOfAResponse) {
     gate->Open();
     commit.join();
     EXPECT_TRUE(committed.ok()) << committed;
-    const Trajectory t = gate->Finished();
+    const Trajectory t = gate->WaitUntilFinished();
     ASSERT_EQ(t.senior_versions.size(), 2u);
     EXPECT_EQ(t.senior_versions[1].weights.version, 3);
 

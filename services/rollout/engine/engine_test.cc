@@ -18,7 +18,9 @@
 #include "common/base/error.h"
 #include "common/model/testing/padded_model.h"
 #include "services/rollout/engine/testing/engine_calls.h"
+#include "services/rollout/engine/testing/gate.h"
 #include "services/rollout/engine/testing/recording_listener.h"
+#include "services/rollout/engine/testing/requests.h"
 #include "services/rollout/engine/testing/tiny_tokenizer.h"
 #include "services/rollout/engine/torch_runner.h"
 
@@ -26,10 +28,6 @@ namespace tandem::rollout {
 namespace {
 
 using ::testing::HasSubstr;
-
-constexpr SelectionStrategy kStrategies[] = {
-    SelectionStrategy::kBernoulli, SelectionStrategy::kChunk, SelectionStrategy::kAlternating,
-    SelectionStrategy::kSentence, SelectionStrategy::kWord};
 
 class EngineTest : public ::testing::Test {
  protected:
@@ -62,19 +60,6 @@ class EngineTest : public ::testing::Test {
     return Create(options);
   }
 
-  static PromptRequest Request(const TandemConfig& tandem, uint64_t seed = 7) {
-    PromptRequest request;
-    for (int i = 0; i < 9; ++i) {
-      request.prompt_token_ids.push_back(3 + static_cast<int32_t>((seed * 13 + i * 7) % 58));
-    }
-    request.sampling.max_tokens = 24;
-    request.tandem = tandem;
-    request.tandem.chunk_size = 4;
-    request.tandem.max_gap_tokens = 5;
-    request.seed = seed;
-    return request;
-  }
-
   static TemporaryFolder* folder_;
 };
 
@@ -87,12 +72,13 @@ void ExpectNear(const std::vector<float>& a, const std::vector<float>& b, float 
 
 TEST_F(EngineTest, Law1EqualModelsGreedyGiveTheSoloTokens) {
   const auto engine = CreateSelfPaired();
-  PromptRequest solo = Request({.enabled = false});
+  PromptRequest solo = RequestOf({.enabled = false});
   solo.sampling.temperature = 0;
   const Trajectory expected = RunOne(*engine, solo);
   for (const auto strategy : kStrategies) {
     for (const double prob_senior : {0.0, 0.5, 1.0}) {
-      PromptRequest request = Request({.selection_strategy = strategy, .prob_senior = prob_senior});
+      PromptRequest request =
+          RequestOf({.selection_strategy = strategy, .prob_senior = prob_senior});
       request.sampling.temperature = 0;
       const Trajectory t = RunOne(*engine, request);
       EXPECT_EQ(t.response_token_ids, expected.response_token_ids);
@@ -103,8 +89,8 @@ TEST_F(EngineTest, Law1EqualModelsGreedyGiveTheSoloTokens) {
 
 TEST_F(EngineTest, Law2CertainSeniorIsTandemSwitchedOffBitForBit) {
   const auto engine = Create();
-  const Trajectory off = RunOne(*engine, Request({.enabled = false}));
-  const Trajectory on = RunOne(*engine, Request({.prob_senior = 1.0}));
+  const Trajectory off = RunOne(*engine, RequestOf({.enabled = false}));
+  const Trajectory on = RunOne(*engine, RequestOf({.prob_senior = 1.0}));
   EXPECT_EQ(on.response_token_ids, off.response_token_ids);
   EXPECT_EQ(on.author_logprobs, off.author_logprobs);
   EXPECT_EQ(on.authorship_mask, off.authorship_mask);
@@ -114,11 +100,11 @@ TEST_F(EngineTest, Law2CertainSeniorIsTandemSwitchedOffBitForBit) {
 }
 
 TEST_F(EngineTest, Law2CertainJuniorIsTheJuniorAlone) {
-  const Trajectory mixed = RunOne(*Create(), Request({.prob_senior = 0.0}));
+  const Trajectory mixed = RunOne(*Create(), RequestOf({.prob_senior = 0.0}));
   EngineOptions options = Options();
   options.senior_model = Junior();
   options.junior_model = "";
-  const Trajectory alone = RunOne(*Create(options), Request({.enabled = false}));
+  const Trajectory alone = RunOne(*Create(options), RequestOf({.enabled = false}));
   EXPECT_EQ(mixed.response_token_ids, alone.response_token_ids);
   EXPECT_EQ(mixed.author_logprobs, alone.author_logprobs);
 }
@@ -126,7 +112,7 @@ TEST_F(EngineTest, Law2CertainJuniorIsTheJuniorAlone) {
 TEST_F(EngineTest, Law3BatchingChunkingAndThreadsDoNotMatter) {
   std::vector<PromptRequest> requests;
   for (int i = 0; i < 10; ++i) {
-    PromptRequest request = Request({.selection_strategy = kStrategies[i % 5]}, 50 + i);
+    PromptRequest request = RequestOf({.selection_strategy = kStrategies[i % 5]}, 50 + i);
     request.prompt_token_ids.resize(1 + i);
     request.num_samples = 1 + i % 3;
     request.return_other_logprobs = true;
@@ -156,7 +142,7 @@ TEST_F(EngineTest, Law3BatchingChunkingAndThreadsDoNotMatter) {
 TEST_F(EngineTest, Law5LogProbsEqualRunningBothModelsOnEveryToken) {
   const auto engine = Create();
   for (const auto strategy : kStrategies) {
-    PromptRequest request = Request({.selection_strategy = strategy});
+    PromptRequest request = RequestOf({.selection_strategy = strategy});
     request.return_other_logprobs = true;
     request.sampling.temperature = 0.7;
     const Trajectory t = RunOne(*engine, request);
@@ -247,7 +233,7 @@ TEST_F(EngineTest, ADeviceThatIsNotThereIsRefusedByName) {
 TEST_F(EngineTest, TheSameBatchTwiceIsTheSame) {
   std::vector<PromptRequest> requests;
   for (int i = 0; i < 6; ++i) {
-    requests.push_back(Request({.selection_strategy = kStrategies[i % 5]}, i));
+    requests.push_back(RequestOf({.selection_strategy = kStrategies[i % 5]}, i));
     requests.back().num_samples = 4;
   }
   std::vector<std::vector<Trajectory>> runs(2);
@@ -267,26 +253,26 @@ TEST_F(EngineTest, TheSameBatchTwiceIsTheSame) {
 
 TEST_F(EngineTest, BadRequestsAreNamed) {
   const auto engine = Create();
-  PromptRequest request = Request({});
+  PromptRequest request = RequestOf({});
   request.prompt_token_ids[2] = 61;
   EXPECT_EQ(FieldPath(engine->Validate(request)), "prompt_token_ids[2]");
-  request = Request({});
+  request = RequestOf({});
   request.sampling.top_p = 0;
   EXPECT_EQ(FieldPath(engine->Validate(request)), "sampling.top_p");
-  request = Request({.prob_senior = 2});
+  request = RequestOf({.prob_senior = 2});
   EXPECT_EQ(FieldPath(engine->Validate(request)), "tandem.prob_senior");
-  request = Request({});
+  request = RequestOf({});
   request.prompt_token_ids.assign(128, 3);
   EXPECT_EQ(engine->Validate(request).code(), absl::StatusCode::kOutOfRange);
-  request = Request({});
+  request = RequestOf({});
   request.num_samples = 0;
-  EXPECT_EQ(FieldPath(engine->Submit({{Request({}), nullptr}, {request, nullptr}}).status()),
+  EXPECT_EQ(FieldPath(engine->Submit({{RequestOf({}), nullptr}, {request, nullptr}}).status()),
             "prompts[1].num_samples");
 
   EngineOptions solo = Options();
   solo.junior_model = "";
   const auto alone = Create(solo);
-  EXPECT_EQ(alone->Validate(Request({})).code(), absl::StatusCode::kFailedPrecondition);
+  EXPECT_EQ(alone->Validate(RequestOf({})).code(), absl::StatusCode::kFailedPrecondition);
   EXPECT_EQ(Score(*alone, {.sequences = {{{3, 4}, 1}}, .junior = true}).status().code(),
             absl::StatusCode::kFailedPrecondition);
 }
@@ -320,7 +306,7 @@ TEST_F(EngineTest, PaddingRowsChangeNothing) {
   EXPECT_EQ(info.junior->vocab_size, 61);
   EXPECT_EQ(info.senior.vocabulary_digest, info.junior->vocabulary_digest);
   for (const auto strategy : kStrategies) {
-    PromptRequest request = Request({.selection_strategy = strategy});
+    PromptRequest request = RequestOf({.selection_strategy = strategy});
     request.return_other_logprobs = true;
     const Trajectory actual = RunOne(*engine, request), expected = RunOne(*plain, request);
     EXPECT_EQ(actual.response_token_ids, expected.response_token_ids);
@@ -330,7 +316,7 @@ TEST_F(EngineTest, PaddingRowsChangeNothing) {
   const ScoreRequest score = {.sequences = {{{3, 4, 60, 17, 9}, 1}}};
   EXPECT_EQ(Score(*engine, score)->sequences[0].senior_logprobs,
             Score(*plain, score)->sequences[0].senior_logprobs);
-  PromptRequest request = Request({});
+  PromptRequest request = RequestOf({});
   request.prompt_token_ids[2] = 61;
   EXPECT_EQ(FieldPath(engine->Validate(request)), "prompt_token_ids[2]");
   const absl::Status status = Score(*engine, {.sequences = {{{3, 61}, 1}}}).status();
@@ -368,7 +354,7 @@ TEST_F(EngineTest, AFullQueueIsRefusedWithARetryHint) {
   options.max_num_seqs = 1;
   const auto engine = Create(options);
   ASSERT_TRUE(engine->Pause({}).ok());
-  PromptRequest request = Request({});
+  PromptRequest request = RequestOf({});
   request.num_samples = 3;
   const auto held = Submit(*engine, {request});
   const absl::Status full =
@@ -380,30 +366,11 @@ TEST_F(EngineTest, AFullQueueIsRefusedWithARetryHint) {
   EXPECT_EQ(held[0]->finished().size(), 3u);
 }
 
-// Holds the engine thread at the second token, when the first step is over, until told to go on.
-class Gate final : public PromptListener {
- public:
-  void OnTokens(TokensDelta delta) override {
-    if (delta.offset != 1) return;
-    arrived_.set_value();
-    opened_.get_future().wait();
-  }
-  void OnFinished(Trajectory) override { finished_.set_value(); }
-  void OnFailed(absl::Status status) override { ADD_FAILURE() << status; }
-
-  void WaitUntilHeld() { arrived_.get_future().wait(); }
-  void Open() { opened_.set_value(); }
-  void WaitUntilFinished() { finished_.get_future().wait(); }
-
- private:
-  std::promise<void> arrived_, opened_, finished_;
-};
-
 TEST_F(EngineTest, PromptsAndScoresBehindABusyEngineAreCountedAndBounded) {
   EngineOptions options = Options();
   options.max_queue = 4;
   const auto engine = Create(options);
-  PromptRequest request = Request({});
+  PromptRequest request = RequestOf({});
   request.stream_tokens = true;
   const auto gate = std::make_shared<Gate>();
   ASSERT_TRUE(engine->Submit({{request, gate}}).ok());
@@ -435,7 +402,7 @@ TEST_F(EngineTest, PromptsAndScoresBehindABusyEngineAreCountedAndBounded) {
   EXPECT_EQ(engine->Stats().sequences_waiting, 0);
 }
 
-// Notes at every token how many passes the steps before it took.
+// Records the engine's stats at every token.
 class PassCounter final : public PromptListener {
  public:
   explicit PassCounter(const Engine& engine) : engine_(engine) {}
@@ -470,7 +437,7 @@ TEST_F(EngineTest, AStepIsOneTokenAndOneSliceOfTheScores) {
                     [&](absl::StatusOr<ScoreResult> result) { score.set_value(std::move(result)); })
             .ok());
   }
-  PromptRequest request = Request({.enabled = false});
+  PromptRequest request = RequestOf({.enabled = false});
   request.stream_tokens = true;
   request.sampling.max_tokens = 100;
   request.sampling.ignore_eos = true;
@@ -487,13 +454,13 @@ TEST_F(EngineTest, AStepIsOneTokenAndOneSliceOfTheScores) {
 
 TEST_F(EngineTest, CancelFreesTheSequencesOfARunningPrompt) {
   const auto engine = Create();
-  PromptRequest request = Request({});
+  PromptRequest request = RequestOf({});
   request.sampling.max_tokens = 100;
   request.sampling.ignore_eos = true;
   request.stream_tokens = true;
   request.num_samples = 4;
   std::vector<PromptId> ids;
-  const auto listeners = Submit(*engine, {request, Request({}, 9)}, &ids);
+  const auto listeners = Submit(*engine, {request, RequestOf({}, 9)}, &ids);
   listeners[0]->WaitForTokens(1);
   engine->Cancel({ids[0]});
   listeners[0]->Wait();
@@ -509,7 +476,7 @@ TEST_F(EngineTest, CancelFreesTheSequencesOfARunningPrompt) {
 
 TEST_F(EngineTest, PauseHoldsAndResumeGoesOnIdentically) {
   const auto engine = Create();
-  PromptRequest request = Request({.selection_strategy = SelectionStrategy::kWord});
+  PromptRequest request = RequestOf({.selection_strategy = SelectionStrategy::kWord});
   request.stream_tokens = true;
   request.sampling.max_tokens = 100;
   request.sampling.ignore_eos = true;
@@ -529,7 +496,7 @@ TEST_F(EngineTest, PauseHoldsAndResumeGoesOnIdentically) {
 TEST_F(EngineTest, AnExpiredDeadlineFailsAPausedPrompt) {
   const auto engine = Create();
   ASSERT_TRUE(engine->Pause({}).ok());
-  PromptRequest request = Request({});
+  PromptRequest request = RequestOf({});
   request.deadline = absl::Now() - absl::Seconds(1);
   const auto listener = Submit(*engine, {request})[0];
   listener->Wait();
@@ -543,10 +510,10 @@ TEST_F(EngineTest, AnExpiredDeadlineFailsAPausedPrompt) {
 TEST_F(EngineTest, ShutdownCancelsAndRefuses) {
   const auto engine = Create();
   ASSERT_TRUE(engine->Pause({}).ok());
-  const auto listener = Submit(*engine, {Request({})})[0];
+  const auto listener = Submit(*engine, {RequestOf({})})[0];
   engine->Shutdown();
   EXPECT_EQ(listener->failure()->code(), absl::StatusCode::kCancelled);
-  EXPECT_EQ(engine->Submit({{Request({}), listener}}).status().code(),
+  EXPECT_EQ(engine->Submit({{RequestOf({}), listener}}).status().code(),
             absl::StatusCode::kUnavailable);
   EXPECT_EQ(Score(*engine, {.sequences = {{{3, 4}, 1}}}).status().code(),
             absl::StatusCode::kUnavailable);
@@ -560,11 +527,11 @@ TEST_F(EngineTest, CommittedWeightsWriteTheNextTokens) {
   const WeightManifest manifest = ManifestOf(*replacement, 3, stream);
 
   const auto engine = Create();
-  const Trajectory before = RunOne(*engine, Request({.enabled = false}));
+  const Trajectory before = RunOne(*engine, RequestOf({.enabled = false}));
   WeightReceiver& weights = engine->weights();
   ASSERT_TRUE(weights.Begin("u", manifest, false).ok());
   ASSERT_TRUE(weights.Append("u", 0, stream).ok());
-  EXPECT_EQ(RunOne(*engine, Request({.enabled = false})).response_token_ids,
+  EXPECT_EQ(RunOne(*engine, RequestOf({.enabled = false})).response_token_ids,
             before.response_token_ids);
   ASSERT_TRUE(engine->Pause({}).ok());  // a swap does not wait for Resume
   const auto committed = weights.Commit("u", {});
@@ -576,8 +543,8 @@ TEST_F(EngineTest, CommittedWeightsWriteTheNextTokens) {
   options.senior_model = folder.path();
   const auto fresh = Create(options);
   EXPECT_EQ(fresh->weights().Version().digest, manifest.digest);
-  const Trajectory expected = RunOne(*fresh, Request({.enabled = false}));
-  const Trajectory after = RunOne(*engine, Request({.enabled = false}));
+  const Trajectory expected = RunOne(*fresh, RequestOf({.enabled = false}));
+  const Trajectory after = RunOne(*engine, RequestOf({.enabled = false}));
   EXPECT_NE(after.response_token_ids, before.response_token_ids);
   EXPECT_EQ(after.response_token_ids, expected.response_token_ids);
   EXPECT_EQ(after.author_logprobs, expected.author_logprobs);
@@ -591,12 +558,12 @@ TEST_F(EngineTest, DamagedWeightsLeaveTheOldOnesInForce) {
   const WeightManifest manifest = ManifestOf(*model, 1, stream);
   stream[100] ^= std::byte{1};
   const auto engine = Create();
-  const Trajectory before = RunOne(*engine, Request({}));
+  const Trajectory before = RunOne(*engine, RequestOf({}));
   ASSERT_TRUE(engine->weights().Begin("u", manifest, false).ok());
   ASSERT_TRUE(engine->weights().Append("u", 0, stream).ok());
   EXPECT_EQ(engine->weights().Commit("u", {}).status().code(), absl::StatusCode::kDataLoss);
   EXPECT_EQ(engine->weights().Version().version, 0);
-  EXPECT_EQ(RunOne(*engine, Request({})).author_logprobs, before.author_logprobs);
+  EXPECT_EQ(RunOne(*engine, RequestOf({})).author_logprobs, before.author_logprobs);
 }
 
 TEST_F(EngineTest, NotANumberWeightsFailThePromptAndNotTheEngine) {
@@ -608,14 +575,14 @@ TEST_F(EngineTest, NotANumberWeightsFailThePromptAndNotTheEngine) {
   ASSERT_TRUE(engine->weights().Begin("u", manifest, false).ok());
   ASSERT_TRUE(engine->weights().Append("u", 0, stream).ok());
   ASSERT_TRUE(engine->weights().Commit("u", {}).ok());
-  const auto broken = Submit(*engine, {Request({.prob_senior = 1.0})})[0];
+  const auto broken = Submit(*engine, {RequestOf({.prob_senior = 1.0})})[0];
   broken->Wait();
   EXPECT_EQ(broken->failure()->code(), absl::StatusCode::kInternal);
-  EXPECT_EQ(RunOne(*engine, Request({.prob_senior = 0.0})).finish_reason, FinishReason::kLength);
+  EXPECT_EQ(RunOne(*engine, RequestOf({.prob_senior = 0.0})).finish_reason, FinishReason::kLength);
 }
 
 TEST_F(EngineTest, TheJuniorsEndOfSequenceEndsAResponseToo) {
-  PromptRequest request = Request({.prob_senior = 1.0});
+  PromptRequest request = RequestOf({.prob_senior = 1.0});
   request.sampling.ignore_eos = true;
   const Trajectory whole = RunOne(*Create(), request);
   const int32_t stop = whole.response_token_ids[9];
@@ -650,14 +617,14 @@ class ThrowingListener final : public PromptListener {
 
 TEST_F(EngineTest, AnExceptionInAStepFailsItsPromptsAndNotTheEngine) {
   const auto engine = Create();
-  PromptRequest request = Request({});
+  PromptRequest request = RequestOf({});
   request.num_samples = 5;
   request.stream_tokens = true;
   const auto listener = std::make_shared<ThrowingListener>();
   ASSERT_TRUE(engine->Submit({{request, listener}}).ok());
   EXPECT_EQ(listener->WaitForFailure().code(), absl::StatusCode::kInternal);
-  EXPECT_EQ(RunOne(*engine, Request({})).author_logprobs,
-            RunOne(*Create(), Request({})).author_logprobs);
+  EXPECT_EQ(RunOne(*engine, RequestOf({})).author_logprobs,
+            RunOne(*Create(), RequestOf({})).author_logprobs);
   // A listener hears before the numbers of its step are published.
   ASSERT_TRUE(engine->Pause({}).ok());
   EXPECT_EQ(engine->Stats().senior_kv_tokens, 0);
@@ -673,12 +640,12 @@ class DeafListener : public PromptListener {
 
 TEST_F(EngineTest, AListenerThatThrowsWhenAllFailKeepsNobodyFromHearing) {
   auto engine = Create();
-  PromptRequest request = Request({});
+  PromptRequest request = RequestOf({});
   request.stream_tokens = true;
   const auto deaf = std::make_shared<DeafListener>();
   // A step fails: the one that is told first throws once more.
   const auto listener = std::make_shared<RecordingListener>(1);
-  ASSERT_TRUE(engine->Submit({{request, deaf}, {Request({}), listener}}).ok());
+  ASSERT_TRUE(engine->Submit({{request, deaf}, {RequestOf({}), listener}}).ok());
   listener->Wait();
   EXPECT_EQ(listener->failure()->code(), absl::StatusCode::kInternal);
   ASSERT_TRUE(engine->Pause({}).ok());
@@ -686,7 +653,7 @@ TEST_F(EngineTest, AListenerThatThrowsWhenAllFailKeepsNobodyFromHearing) {
 
   // The engine ends.
   const auto last = std::make_shared<RecordingListener>(1);
-  ASSERT_TRUE(engine->Submit({{request, deaf}, {Request({}), last}}).ok());
+  ASSERT_TRUE(engine->Submit({{request, deaf}, {RequestOf({}), last}}).ok());
   engine->Shutdown();
   EXPECT_EQ(last->failure()->code(), absl::StatusCode::kCancelled);
 }

@@ -229,7 +229,7 @@ bool Generator::RunPass(Author lane) {
       AppendToken(sequence, lane, token.token, token.logprob, token.log_keep_mass);
     }
   }
-  // Failures are reported last: a listener may free the sequences of entries.
+  // Prompts end last, because their end frees sequences of entries.
   std::vector<Sequence*> ended;
   for (const PassEntry& entry : entries) {
     if (!results.failures.contains(entry.sequence->prompt->id) && entry.sequence->ended()) {

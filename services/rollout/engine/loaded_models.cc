@@ -1,7 +1,5 @@
 #include "services/rollout/engine/loaded_models.h"
 
-#include <ATen/ATen.h>
-
 #include <algorithm>
 #include <set>
 #include <utility>
@@ -9,7 +7,6 @@
 #include "absl/strings/str_cat.h"
 #include "common/base/error.h"
 #include "common/base/status_macros.h"
-#include "common/tensor/aten_bytes.h"
 
 namespace tandem::rollout {
 namespace {
@@ -50,7 +47,7 @@ absl::Status CheckOptions(const EngineOptions& options) {
   if (options.compute.num_threads < 0) {
     return InvalidField("compute.num_threads", "must not be negative");
   }
-  if (options.senior_model.empty()) return InvalidField("senior_model", "must be given");
+  if (options.senior_model.empty()) return InvalidField("senior_model", "is required");
   return absl::OkStatus();
 }
 
@@ -96,24 +93,6 @@ absl::StatusOr<LoadedModels> LoadModels(const EngineOptions& options, const Plac
       result.boundaries->Resolve({.selection_strategy = SelectionStrategy::kWord})->ids();
   info.max_num_seqs = options.max_num_seqs;
   return result;
-}
-
-absl::StatusOr<NamedTensors> TensorsIn(const WeightManifest& manifest,
-                                       absl::Span<const std::byte> stream) {
-  NamedTensors tensors;
-  size_t offset = 0;
-  for (const WeightSpec& spec : manifest.tensors) {
-    size_t bytes = ItemSizeBytes(spec.dtype);
-    for (const int64_t extent : spec.shape) bytes *= static_cast<size_t>(extent);
-    if (bytes > stream.size() - offset) {
-      return absl::InternalError(absl::StrCat("the stream ends inside \"", spec.name, "\""));
-    }
-    void* const data = const_cast<std::byte*>(stream.data() + offset);
-    tensors.emplace_back(spec.name,
-                         at::from_blob(data, spec.shape, at::dtype(ToScalarType(spec.dtype))));
-    offset += bytes;
-  }
-  return tensors;
 }
 
 }  // namespace tandem::rollout

@@ -9,11 +9,8 @@
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
-#include "absl/types/span.h"
 #include "common/model/model.h"
 #include "common/tandem/vocabulary.h"
-#include "common/tensor/named_tensors.h"
-#include "common/weights/weight_transfer.h"
 #include "services/rollout/engine/types.h"
 
 namespace tandem::rollout {
@@ -34,15 +31,10 @@ absl::Status CheckOptions(const EngineOptions& options);
 
 // Loads the models onto the lanes' devices. Errors of Model::Load and Vocabulary::Load have the
 // field path "senior_model" or "junior_model"; FAILED_PRECONDITION (reason VOCABULARY_MISMATCH) if
-// the two do not share every id (padding rows behind the ids may differ); INVALID_ARGUMENT for
+// the two do not share every id (padding rows beyond the ids may differ); INVALID_ARGUMENT for
 // tandem options out of range. With a junior, both models need a tokenizer.json.
 absl::StatusOr<LoadedModels> LoadModels(const EngineOptions& options, const Placement& senior,
                                         const Placement& junior);
-
-// Returns the tensors that `manifest` describes, in the memory of `stream`. They must not be
-// written.
-absl::StatusOr<NamedTensors> TensorsIn(const WeightManifest& manifest,
-                                       absl::Span<const std::byte> stream);
 
 }  // namespace tandem::rollout
 

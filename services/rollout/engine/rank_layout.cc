@@ -30,9 +30,9 @@ absl::Status CheckRankLayout(const RankLayout& layout, const ModelConfig& senior
   if (std::max(senior_ranks, junior_ranks) != world_size) {
     return InvalidField(
         junior_ranks > senior_ranks ? kJuniorSize : kSize,
-        absl::StrCat("the senior's ", senior_ranks, " and the junior's ", junior_ranks,
-                     " ranks, both counted from rank 0, make ",
-                     std::max(senior_ranks, junior_ranks), ", and the server has ", world_size));
+        absl::StrCat("the senior is on the first ", senior_ranks,
+                     " ranks and the junior on the first ", junior_ranks, ", so the server needs ",
+                     std::max(senior_ranks, junior_ranks), " ranks and has ", world_size));
   }
   TANDEM_RETURN_IF_ERROR(CheckShards(senior, senior_ranks, kSize));
   if (junior == nullptr) return absl::OkStatus();

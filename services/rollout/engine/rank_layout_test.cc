@@ -39,11 +39,11 @@ TEST(RankLayoutTest, WhatCannotBeIsRefusedWithTheNumbers) {
     EXPECT_EQ(status.message(), message);
   };
   expect({.tensor_parallel_size = 2}, 3,
-         "tensor_parallel_size: the senior's 2 and the junior's 1 ranks, both counted from rank 0, "
-         "make 2, and the server has 3");
+         "tensor_parallel_size: the senior is on the first 2 ranks and the junior on the first 1, "
+         "so the server needs 2 ranks and has 3");
   expect({.junior_tensor_parallel_size = 2}, 1,
-         "junior_tensor_parallel_size: the senior's 1 and the junior's 2 ranks, both counted from "
-         "rank 0, make 2, and the server has 1");
+         "junior_tensor_parallel_size: the senior is on the first 1 ranks and the junior on the "
+         "first 2, so the server needs 2 ranks and has 1");
   expect({.tensor_parallel_size = 0}, 1, "tensor_parallel_size: must be at least 1, got 0");
   expect({.tensor_parallel_size = 8}, 8,
          "tensor_parallel_size: 8 does not divide config.json.num_key_value_heads, which is 4");

@@ -8,6 +8,7 @@
 #include "common/base/status_macros.h"
 
 namespace tandem::rollout {
+
 absl::Status CheckPrompt(const PromptRequest& request, const RequestLimits& limits) {
   const auto length = static_cast<int64_t>(request.prompt_token_ids.size());
   if (length == 0) return InvalidField("prompt_token_ids", "must not be empty");
@@ -29,9 +30,9 @@ absl::Status CheckPrompt(const PromptRequest& request, const RequestLimits& limi
   }
   TANDEM_RETURN_IF_ERROR(CheckAtLeast("num_samples", request.num_samples, 1));
   if (request.num_samples > limits.max_samples) {
-    return FieldError(
-        absl::StatusCode::kOutOfRange, "num_samples",
-        absl::StrCat(request.num_samples, " is more than the queue's ", limits.max_samples));
+    return FieldError(absl::StatusCode::kOutOfRange, "num_samples",
+                      absl::StrCat(request.num_samples, " samples, at most ", limits.max_samples,
+                                   " fit the queue"));
   }
   return absl::OkStatus();
 }

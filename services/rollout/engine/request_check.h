@@ -20,8 +20,8 @@ struct RequestLimits {
 // at max_model_len with finish reason kLength.
 absl::Status CheckPrompt(const PromptRequest& request, const RequestLimits& limits);
 
-// INVALID_ARGUMENT, OUT_OF_RANGE for a sequence that is too long, FAILED_PRECONDITION without the
-// junior that the request needs.
+// Checks the request of Engine::Score. INVALID_ARGUMENT, OUT_OF_RANGE for a sequence that is too
+// long, FAILED_PRECONDITION without the junior that the request needs.
 absl::Status CheckScore(const ScoreRequest& request, const RequestLimits& limits);
 
 }  // namespace tandem::rollout

@@ -58,8 +58,8 @@ class Scorer {
   absl::Status RunPass(Job& job);
   absl::Status FillGroup(Job& job);
   void FreeGroup(Job& job);
-  // Removes the job from the queue and calls its `done`.
-  void End(std::deque<std::unique_ptr<Job>>::iterator job, const absl::Status& status);
+  // Removes the job at `position` from the queue and calls its `done`.
+  void End(std::deque<std::unique_ptr<Job>>::iterator position, const absl::Status& status);
 
   ModelRunner& runner(Author lane) { return *runners_[LaneIndex(lane)]; }
 

@@ -13,15 +13,15 @@
 
 namespace tandem::rollout {
 
-RankLayout RankLayoutFromConfig(const config::RolloutServerConfig& config) {
+RankLayout ToRankLayout(const config::v1::RolloutServerConfig& config) {
   return {.tensor_parallel_size = config.tensor_parallel_size(),
           .junior_tensor_parallel_size = config.junior_tensor_parallel_size(),
           .junior_gpu_devices = {config.junior_gpu_devices().begin(),
                                  config.junior_gpu_devices().end()}};
 }
 
-EngineOptions EngineOptionsFromConfig(const config::RolloutServerConfig& config,
-                                      const RankEnvironment& environment) {
+EngineOptions ToEngineOptions(const config::v1::RolloutServerConfig& config,
+                              const RankEnvironment& environment) {
   EngineOptions options;
   options.senior_model = config.senior_model();
   options.junior_model = config.junior_model();
@@ -37,11 +37,11 @@ EngineOptions EngineOptionsFromConfig(const config::RolloutServerConfig& config,
   options.compute = rpc::ToComputeOptions(config.compute());
   options.compute.local_rank = environment.local_rank;
   options.compute.local_world_size = environment.local_world_size;
-  options.layout = RankLayoutFromConfig(config);
+  options.layout = ToRankLayout(config);
   options.environment = environment;
   options.rank_timeouts = {.collective = absl::Seconds(config.collective_timeout_seconds()),
                            .silence = absl::Seconds(config.heartbeat_timeout_seconds())};
-  config::RolloutServerConfig alike = config;
+  config::v1::RolloutServerConfig alike = config;
   alike.clear_server();  // may differ between ranks
   options.configuration = config::ToYaml(alike);
   return options;
@@ -52,7 +52,7 @@ absl::StatusOr<PromptRequest> PromptFromProto(const v1::Prompt& prompt,
   PromptRequest request;
   request.prompt_token_ids.assign(prompt.prompt_token_ids().begin(),
                                   prompt.prompt_token_ids().end());
-  if (!prompt.has_sampling()) return InvalidField("sampling", "required");
+  if (!prompt.has_sampling()) return InvalidField("sampling", "is required");
   absl::StatusOr<SamplingParams> sampling = rpc::SamplingParamsFromProto(prompt.sampling());
   if (!sampling.ok()) return PrependFieldPath("sampling", sampling.status());
   request.sampling = *std::move(sampling);

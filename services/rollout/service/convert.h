@@ -4,17 +4,17 @@
 
 #include "absl/status/statusor.h"
 #include "common/base/rank_environment.h"
-#include "common/config/server_config.h"
 #include "common/tandem/tandem_config.h"
 #include "services/rollout/engine/types.h"
+#include "tandem/config/v1/server_config.pb.h"
 #include "tandem/rollout/v1/rollout.pb.h"
 
 namespace tandem::rollout {
 
 // `config` must be resolved (common/config/server_config.h).
-EngineOptions EngineOptionsFromConfig(const config::RolloutServerConfig& config,
-                                      const RankEnvironment& environment);
-RankLayout RankLayoutFromConfig(const config::RolloutServerConfig& config);
+EngineOptions ToEngineOptions(const config::v1::RolloutServerConfig& config,
+                              const RankEnvironment& environment);
+RankLayout ToRankLayout(const config::v1::RolloutServerConfig& config);
 
 // Converts a prompt; unset fields of its tandem get `defaults`. INVALID_ARGUMENT with a path
 // relative to the prompt; the engine's Validate checks the rest.

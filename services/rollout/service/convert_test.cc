@@ -3,6 +3,7 @@
 #include <gtest/gtest.h>
 
 #include "common/base/error.h"
+#include "common/config/server_config.h"
 
 namespace tandem::rollout {
 namespace {
@@ -14,7 +15,7 @@ v1::Prompt Example() {
   return prompt;
 }
 
-TEST(PromptFromProtoTest, OpenTandemFieldsTakeTheServersDefaults) {
+TEST(PromptFromProtoTest, UnsetTandemFieldsTakeTheServersDefaults) {
   TandemConfig defaults;
   defaults.selection_strategy = SelectionStrategy::kWord;
   defaults.prob_senior = 0.75;
@@ -43,7 +44,7 @@ TEST(PromptFromProtoTest, ErrorsNameTheFieldInsideThePrompt) {
 }
 
 TEST(EngineOptionsTest, ComeFromTheConfig) {
-  config::RolloutServerConfig config;
+  config::v1::RolloutServerConfig config;
   config.set_senior_model("s");
   config.set_junior_model("j");
   config.set_max_queue(7);
@@ -57,7 +58,7 @@ TEST(EngineOptionsTest, ComeFromTheConfig) {
   config.set_heartbeat_timeout_seconds(3);
   ASSERT_TRUE(config::Resolve(&config).ok());
   const EngineOptions options =
-      EngineOptionsFromConfig(config, {.rank = 1, .world_size = 4, .local_rank = 1});
+      ToEngineOptions(config, {.rank = 1, .world_size = 4, .local_rank = 1});
   EXPECT_EQ(options.senior_model, "s");
   EXPECT_EQ(options.junior_model, "j");
   EXPECT_EQ(options.max_queue, 7);
@@ -77,9 +78,9 @@ TEST(EngineOptionsTest, ComeFromTheConfig) {
   EXPECT_EQ(options.rank_timeouts.collective, absl::Seconds(600));
   // Settings of a single rank are not compared.
   config.mutable_server()->set_grpc_port(1);
-  EXPECT_EQ(EngineOptionsFromConfig(config, {}).configuration, options.configuration);
+  EXPECT_EQ(ToEngineOptions(config, {}).configuration, options.configuration);
   config.set_max_queue(8);
-  EXPECT_NE(EngineOptionsFromConfig(config, {}).configuration, options.configuration);
+  EXPECT_NE(ToEngineOptions(config, {}).configuration, options.configuration);
 }
 
 }  // namespace

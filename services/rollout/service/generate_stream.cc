@@ -13,10 +13,12 @@ namespace tandem::rollout {
 namespace {
 
 constexpr size_t kMaxRequestIdBytes = 256;
+constexpr int64_t kDrainingRetryMilliseconds = 1000;
 
 absl::Status DrainingError() {
   return WithRetryAfter(
-      WithReason(absl::UnavailableError("the server is draining"), reason::kDraining), 1000);
+      WithReason(absl::UnavailableError("the server is draining"), reason::kDraining),
+      kDrainingRetryMilliseconds);
 }
 
 // Appends new tokens to an event of the same sample that still waits, so that a slow reader gets
@@ -60,16 +62,16 @@ absl::Status GenerateStream::OnMessage(const v1::GenerateRequest& request) {
     case v1::GenerateRequest::ACTION_NOT_SET:
       break;
   }
-  return InvalidField("action", "required");
+  return InvalidField("action", "is required");
 }
 
 absl::Status GenerateStream::Submit(const v1::SubmitPrompts& submit) {
   if (batch_ == nullptr) batch_ = std::make_unique<Batch>(*budget_);
   batch_->num_prompts += submit.prompts_size();
   if (batch_->num_prompts > options_.max_batch_samples) {
-    return FieldError(
-        absl::StatusCode::kResourceExhausted, "submit.prompts",
-        absl::StrCat("a batch may have ", options_.max_batch_samples, " prompts (max_queue)"));
+    return FieldError(absl::StatusCode::kResourceExhausted, "submit.prompts",
+                      absl::StrCat("a batch may have at most ", options_.max_batch_samples,
+                                   " prompts (max_queue)"));
   }
   if (submit.more_follow() && batch_->refused.ok()) {
     absl::Status taken = batch_->bytes.Take(static_cast<int64_t>(submit.ByteSizeLong()));

@@ -21,7 +21,7 @@ absl::StatusOr<MemoryPlan> PlanMemory(const config::v1::RolloutServerConfig& con
     TANDEM_ASSIGN_OR_RETURN(junior, rpc::ConfiguredModel("junior_model", config.junior_model()));
   }
   TANDEM_ASSIGN_OR_RETURN(const RankEnvironment environment, ReadRankEnvironment());
-  const RankLayout layout = RankLayoutFromConfig(config);
+  const RankLayout layout = ToRankLayout(config);
   TANDEM_RETURN_IF_ERROR(CheckRankLayout(layout, senior, junior.has_value() ? &*junior : nullptr,
                                          environment.world_size));
   return RolloutMemory(senior, junior.has_value() ? &*junior : nullptr,

@@ -9,9 +9,10 @@
 #include "tandem/weights/v1/weights.grpc.pb.h"
 
 namespace tandem::rollout {
-RolloutApp::RolloutApp(const config::RolloutServerConfig& config, rpc::ServerRuntime& runtime,
+
+RolloutApp::RolloutApp(const config::v1::RolloutServerConfig& config, rpc::ServerRuntime& runtime,
                        EngineFactory create_engine)
-    : options_(EngineOptionsFromConfig(config, runtime.environment)),
+    : options_(ToEngineOptions(config, runtime.environment)),
       create_engine_(std::move(create_engine)),
       metrics_(runtime.metrics),
       rollout_service_(runtime, RolloutServiceOptions{.tandem = options_.tandem,

@@ -8,21 +8,22 @@
 
 #include "absl/status/statusor.h"
 #include "absl/time/time.h"
-#include "common/config/server_config.h"
 #include "common/rpc/server_main.h"
 #include "common/rpc/weight_receiver_service.h"
 #include "services/rollout/engine/engine.h"
 #include "services/rollout/service/rollout_service.h"
+#include "tandem/config/v1/server_config.pb.h"
 
 namespace tandem::rollout {
 
+// rollout::CreateEngine, or a fake engine in tests.
 using EngineFactory =
     std::function<absl::StatusOr<std::unique_ptr<Engine>>(const EngineOptions& options)>;
 
 class RolloutApp final : public rpc::ServerApp {
  public:
   // `config` must be resolved.
-  RolloutApp(const config::RolloutServerConfig& config, rpc::ServerRuntime& runtime,
+  RolloutApp(const config::v1::RolloutServerConfig& config, rpc::ServerRuntime& runtime,
              EngineFactory create_engine);
 
   std::vector<rpc::NamedService> services() override;
@@ -33,16 +34,13 @@ class RolloutApp final : public rpc::ServerApp {
   void Stop() override;
   bool Ended() const override { return engine_->ended(); }
 
-  Engine* engine() { return engine_.get(); }
-
  private:
   bool leads() const { return options_.environment.rank == 0; }
 
   const EngineOptions options_;
   const EngineFactory create_engine_;
   rpc::Metrics& metrics_;
-  // Declared before the services, which use it.
-  std::unique_ptr<Engine> engine_;
+  std::unique_ptr<Engine> engine_;  // outlives the services
   RolloutService rollout_service_;
   rpc::WeightReceiverService weight_service_;
 };

@@ -200,8 +200,8 @@ grpc::ServerUnaryReactor* RolloutService::Score(grpc::CallbackServerContext* con
   // Asynchronous: a score takes many steps of the engine, and no worker waits for it.
   return rpc::HandleUnaryAsync<v1::ScoreRequest, v1::ScoreResponse>(
       executor_, context, request, response,
-      [this](const v1::ScoreRequest& proto, const CallScope& context, const auto& done) {
-        return engine_.load()->Score(ScoreFromProto(proto), context,
+      [this](const v1::ScoreRequest& proto, const CallScope& call, const auto& done) {
+        return engine_.load()->Score(ScoreFromProto(proto), call,
                                      [done](const absl::StatusOr<ScoreResult>& result) {
                                        if (result.ok()) {
                                          done(ScoreToProto(*result));
@@ -217,9 +217,8 @@ grpc::ServerUnaryReactor* RolloutService::Pause(grpc::CallbackServerContext* con
                                                 grpc::ByteBuffer* response) {
   return rpc::HandleUnary<v1::PauseRequest, v1::PauseResponse>(
       executor_, context, request, response,
-      [this](const v1::PauseRequest&,
-             const CallScope& context) -> absl::StatusOr<v1::PauseResponse> {
-        TANDEM_ASSIGN_OR_RETURN(const int64_t held, engine_.load()->Pause(context));
+      [this](const v1::PauseRequest&, const CallScope& call) -> absl::StatusOr<v1::PauseResponse> {
+        TANDEM_ASSIGN_OR_RETURN(const int64_t held, engine_.load()->Pause(call));
         v1::PauseResponse result;
         result.set_held_sequences(static_cast<int32_t>(held));
         return result;
@@ -232,8 +231,8 @@ grpc::ServerUnaryReactor* RolloutService::Resume(grpc::CallbackServerContext* co
   return rpc::HandleUnary<v1::ResumeRequest, v1::ResumeResponse>(
       executor_, context, request, response,
       [this](const v1::ResumeRequest&,
-             const CallScope& context) -> absl::StatusOr<v1::ResumeResponse> {
-        TANDEM_RETURN_IF_ERROR(engine_.load()->Resume(context));
+             const CallScope& call) -> absl::StatusOr<v1::ResumeResponse> {
+        TANDEM_RETURN_IF_ERROR(engine_.load()->Resume(call));
         return v1::ResumeResponse();
       });
 }

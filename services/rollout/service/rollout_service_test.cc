@@ -11,6 +11,7 @@
 #include <string>
 
 #include "common/base/error.h"
+#include "common/config/server_config.h"
 #include "common/rpc/error_table.h"
 #include "common/rpc/proto_convert.h"
 #include "common/rpc/testing/raw_call.h"
@@ -27,8 +28,8 @@ using rpc::FromGrpcStatus;
 using rpc::FromRpcStatus;
 using testing::HasSubstr;
 
-config::RolloutServerConfig Config() {
-  config::RolloutServerConfig config;
+config::v1::RolloutServerConfig Config() {
+  config::v1::RolloutServerConfig config;
   config.set_senior_model("s");
   config.set_junior_model("j");
   config.mutable_tandem()->set_prob_senior(0.25);
@@ -53,19 +54,18 @@ v1::GenerateRequest Submit(const std::vector<std::string>& ids, int max_tokens, 
 
 class RolloutServiceTest : public testing::Test {
  protected:
-  FakeEngine& engine() {
-    return static_cast<FakeEngine&>(*static_cast<RolloutApp&>(server_.app()).engine());
-  }
-  // Metrics say that nothing of a stream is left.
+  // Whether nothing of a stream is left.
   bool Idle() {
-    return engine().Stats().sequences_running == 0 && server_.server().live_calls() == 0;
+    return engine_->Stats().sequences_running == 0 && server_.server().live_calls() == 0;
   }
 
-  rpc::TestServer server_{[](rpc::ServerRuntime& runtime) {
-    return std::make_unique<RolloutApp>(
-        Config(), runtime, [](const EngineOptions&) -> absl::StatusOr<std::unique_ptr<Engine>> {
-          return std::make_unique<FakeEngine>();
-        });
+  FakeEngine* engine_ = nullptr;  // owned by the app
+  rpc::TestServer server_{[this](rpc::ServerRuntime& runtime) {
+    return std::make_unique<RolloutApp>(Config(), runtime, [this](const EngineOptions&) {
+      auto engine = std::make_unique<FakeEngine>();
+      engine_ = engine.get();
+      return engine;
+    });
   }};
   std::unique_ptr<v1::RolloutService::Stub> stub_ = v1::RolloutService::NewStub(server_.channel());
   grpc::ClientContext context_;
@@ -89,7 +89,7 @@ TEST_F(RolloutServiceTest, EverySampleComesBackAndTheStreamEnds) {
   }
   EXPECT_TRUE(stream->Finish().ok());
   EXPECT_EQ(seen.size(), 6u);
-  EXPECT_EQ(engine().submissions, 1) << "one message is one admission";
+  EXPECT_EQ(engine_->submissions, 1) << "one message is one admission";
 }
 
 TEST_F(RolloutServiceTest, StreamedTokensAreCompleteAndInOrder) {
@@ -144,7 +144,7 @@ TEST_F(RolloutServiceTest, ABadPromptFailsAloneWithItsFieldPath) {
 }
 
 TEST_F(RolloutServiceTest, AFullQueueFailsThePromptWithARetryHint) {
-  engine().max_prompts = 1;
+  engine_->max_prompts = 1;
   auto stream = stub_->Generate(&context_);
   ASSERT_TRUE(stream->Write(Submit({"a", "b"}, 3)));
   v1::GenerateResponse event;
@@ -163,7 +163,7 @@ TEST_F(RolloutServiceTest, AFullQueueFailsThePromptWithARetryHint) {
 }
 
 TEST_F(RolloutServiceTest, CancelPromptsFreesThemAndTheStreamGoesOn) {
-  engine().paused = true;
+  engine_->paused = true;
   auto stream = stub_->Generate(&context_);
   ASSERT_TRUE(stream->Write(Submit({"a", "b"}, 3)));
   v1::GenerateRequest cancel;
@@ -175,7 +175,7 @@ TEST_F(RolloutServiceTest, CancelPromptsFreesThemAndTheStreamGoesOn) {
   ASSERT_TRUE(stream->Read(&event));
   EXPECT_EQ(event.failed().request_id(), "a");
   EXPECT_EQ(event.failed().status().code(), static_cast<int>(absl::StatusCode::kCancelled));
-  engine().Go();
+  engine_->Go();
   ASSERT_TRUE(stream->Read(&event));
   EXPECT_EQ(event.finished().request_id(), "b");
   EXPECT_FALSE(stream->Read(&event));
@@ -185,7 +185,7 @@ TEST_F(RolloutServiceTest, CancelPromptsFreesThemAndTheStreamGoesOn) {
 TEST_F(RolloutServiceTest, ACancelledCallFreesItsSequences) {
   auto stream = stub_->Generate(&context_);
   ASSERT_TRUE(stream->Write(Submit({"a", "b"}, 1 << 30, 4)));
-  ASSERT_TRUE(Eventually([&] { return engine().Stats().sequences_running == 8; }));
+  ASSERT_TRUE(Eventually([&] { return engine_->Stats().sequences_running == 8; }));
   context_.TryCancel();
   EXPECT_TRUE(Eventually([&] { return Idle(); }));
 }
@@ -209,7 +209,7 @@ TEST_F(RolloutServiceTest, AClientThatDropsItsConnectionFreesItsSequences) {
     grpc::ClientContext context;
     auto stream = stub->Generate(&context);
     ASSERT_TRUE(stream->Write(Submit({"a"}, 1 << 30)));
-    ASSERT_TRUE(Eventually([&] { return engine().Stats().sequences_running == 1; }));
+    ASSERT_TRUE(Eventually([&] { return engine_->Stats().sequences_running == 1; }));
   }
   EXPECT_TRUE(Eventually([&] { return Idle(); }));
 }
@@ -229,7 +229,7 @@ TEST_F(RolloutServiceTest, AnActionThatIsMissingEndsTheStream) {
 TEST_F(RolloutServiceTest, GarbageEndsTheStreamAndFreesItsSequences) {
   rpc::RawCall call(server_.channel(), "/tandem.rollout.v1.RolloutService/Generate");
   call.Write(Submit({"a"}, 1 << 30).SerializeAsString());
-  ASSERT_TRUE(Eventually([&] { return engine().Stats().sequences_running == 1; }));
+  ASSERT_TRUE(Eventually([&] { return engine_->Stats().sequences_running == 1; }));
   call.Write("\xff\xff\xff\xff");
   const absl::Status status = call.Finish();
   EXPECT_EQ(status.code(), absl::StatusCode::kInvalidArgument);
@@ -260,17 +260,17 @@ TEST_F(RolloutServiceTest, MillionsOfEmptyPromptsAreOneError) {
 }
 
 TEST_F(RolloutServiceTest, DrainRefusesNewPromptsAndFinishesOldOnes) {
-  engine().paused = true;
+  engine_->paused = true;
   auto stream = stub_->Generate(&context_);
   ASSERT_TRUE(stream->Write(Submit({"old"}, 3)));
-  ASSERT_TRUE(Eventually([&] { return engine().Stats().sequences_running == 1; }));
+  ASSERT_TRUE(Eventually([&] { return engine_->Stats().sequences_running == 1; }));
   server_.Drain();
   ASSERT_TRUE(stream->Write(Submit({"new"}, 3)));
   v1::GenerateResponse event;
   ASSERT_TRUE(stream->Read(&event));
   EXPECT_EQ(event.failed().request_id(), "new");
   EXPECT_EQ(Reason(FromRpcStatus(event.failed().status())), "DRAINING");
-  engine().Go();
+  engine_->Go();
   ASSERT_TRUE(stream->Read(&event));
   EXPECT_EQ(event.finished().request_id(), "old");
   EXPECT_FALSE(stream->Read(&event));
@@ -304,7 +304,7 @@ TEST_F(RolloutServiceTest, ScoreReturnsWhatWasAsked) {
 }
 
 TEST_F(RolloutServiceTest, ScoresHoldNoWorker) {
-  engine().paused = true;
+  engine_->paused = true;
   v1::ScoreRequest request;
   request.set_senior(true);
   auto* sequence = request.add_sequences();
@@ -320,7 +320,7 @@ TEST_F(RolloutServiceTest, ScoresHoldNoWorker) {
       ++answered;
     });
   }
-  ASSERT_TRUE(Eventually([&] { return engine().scores_waiting() == kScores; }));
+  ASSERT_TRUE(Eventually([&] { return engine_->scores_waiting() == kScores; }));
   v1::PauseResponse paused;
   EXPECT_TRUE(stub_->Pause(&context_, v1::PauseRequest(), &paused).ok());
   const auto weights = weights::v1::WeightService::NewStub(server_.channel());
@@ -330,7 +330,7 @@ TEST_F(RolloutServiceTest, ScoresHoldNoWorker) {
   weights::v1::CommitUpdateResponse committed;
   EXPECT_TRUE(weights->CommitUpdate(&commit_context, commit, &committed).ok());
   EXPECT_EQ(answered, 0);
-  engine().Go();
+  engine_->Go();
   EXPECT_TRUE(Eventually([&] { return answered == kScores; }));
 }
 
@@ -344,7 +344,7 @@ TEST_F(RolloutServiceTest, PauseAndResume) {
   EXPECT_TRUE(info.paused());
   v1::ResumeResponse resumed;
   ASSERT_TRUE(stub_->Resume(&third, v1::ResumeRequest(), &resumed).ok());
-  EXPECT_FALSE(engine().paused);
+  EXPECT_FALSE(engine_->paused);
 }
 
 TEST_F(RolloutServiceTest, ServerInfoSaysWhatItHolds) {

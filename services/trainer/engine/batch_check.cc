@@ -52,7 +52,7 @@ absl::Status CheckWeights(const WeightsVersion& weights, const PolicyObjective& 
         absl::StrCat("version ", weights.version, " is ", behind, " behind the trainer's, ",
                      behind > max_staleness
                          ? absl::StrCat("at most ", max_staleness, " are allowed (max_staleness)")
-                         : "which no longer knows its digest"),
+                         : "and the trainer no longer knows its digest"),
         reason::kTrajectoryTooOld);
   }
   const std::string known = limits.lineage->DigestOf(weights.version);

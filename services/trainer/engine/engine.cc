@@ -49,7 +49,7 @@ class TorchEngine final : public training::CoreEngine<Engine> {
     return compute_log_probs_(call, request);
   }
   absl::StatusOr<std::shared_ptr<const WeightSource>> Snapshot(const CallScope& call) override {
-    return snapshot_command_(call, {});
+    return take_snapshot_(call, {});
   }
 
  private:
@@ -68,7 +68,7 @@ class TorchEngine final : public training::CoreEngine<Engine> {
   training::TrainingCore::Command<TrainStepRequest, absl::StatusOr<StepResult>> train_step_;
   training::TrainingCore::Command<LogProbsRequest, absl::StatusOr<LogProbsResult>>
       compute_log_probs_;
-  training::TrainingCore::Command<NoRequest, SnapshotResult> snapshot_command_;
+  training::TrainingCore::Command<NoRequest, SnapshotResult> take_snapshot_;
 };
 
 void TorchEngine::AddCommands() {
@@ -79,7 +79,7 @@ void TorchEngine::AddCommands() {
       "log-probabilities", [this](const CallScope&, const auto& request) {
         return trainer::ComputeLogProbs(*models_, request);
       });
-  snapshot_command_ = core_->AddCommand<NoRequest, SnapshotResult>(
+  take_snapshot_ = core_->AddCommand<NoRequest, SnapshotResult>(
       "weight snapshot", [this](const CallScope&, const NoRequest&) { return TakeSnapshot(); });
 }
 

@@ -28,6 +28,8 @@ class Engine : public training::Engine {
   virtual absl::StatusOr<StepResult> TrainStep(const CallScope& call,
                                                const TrainStepRequest& request) = 0;
 
+  // Returns the log-probabilities and entropies of one response under the current weights.
+  // INVALID_ARGUMENT with the field, OUT_OF_RANGE for a sequence that is too long.
   virtual absl::StatusOr<LogProbsResult> ComputeLogProbs(const CallScope& call,
                                                          const LogProbsRequest& request) = 0;
 

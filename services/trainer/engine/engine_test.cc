@@ -604,7 +604,7 @@ TEST_F(TrainerEngineTest, AStepIsSkippedWithOrWithoutTheCritic) {
   auto engine = Make(Options(), critic);
   PolicyBatch batch = TestBatch();
   batch.objective.advantage_estimator = AdvantageEstimator::kGae;
-  critic->fail = NotFiniteError("the critic skipped it");
+  critic->fail = NotFiniteError("the critic skipped the step");
   const StepResult first = Step(*engine, TestRequest(batch));
   EXPECT_TRUE(first.report.skipped);
   EXPECT_FALSE(first.report.metrics.contains("critic/loss"));

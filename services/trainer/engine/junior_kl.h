@@ -22,13 +22,13 @@
 
 namespace tandem::trainer {
 
-// Not thread-safe.
+// The KL term of a step's loss. Not thread-safe.
 class JuniorKl {
  public:
-  // `junior` is whole, and may be null: then there is kForwardSampled alone. Every rank that
-  // computes the senior's output computes the junior's logits of the same token ids. `senior_loss`
-  // must outlive this; it is null, as the weight of `senior` is undefined, on a rank that computes
-  // no output and adds no gradients.
+  // `senior` is this rank's shard of the senior's output layer, and `senior_loss`, which must
+  // outlive this, reads it. On a rank that computes no output, and so adds no gradients, the weight
+  // of `senior` is undefined and `senior_loss` null. `junior` is whole; a rank computes its logits
+  // of the token ids of `senior`. With a null `junior` only kForwardSampled is possible.
   static absl::StatusOr<std::unique_ptr<JuniorKl>> Create(const parallel::OutputShard& senior,
                                                           std::unique_ptr<Model> junior,
                                                           loss::LinearCrossEntropyLoss* senior_loss,

@@ -41,7 +41,8 @@
 
 namespace tandem::trainer {
 
-// Must live as long as the updates that Prepare returns, and the constructor's arguments longer.
+// The policy step of one request. Must live as long as the updates that Prepare returns, and the
+// constructor's arguments longer.
 class PolicyStep {
  public:
   using Updates = std::vector<training::TrainingCore::UpdateGradients>;

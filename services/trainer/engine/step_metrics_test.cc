@@ -9,15 +9,15 @@
 namespace tandem::trainer {
 namespace {
 
-TEST(StepMetricsTest, JuniorKlOfPartsIsThatOfTheWhole) {
-  std::vector<JuniorKlSums> parts = {{.rows = 3, .kl = 1.5, .loss = 0.25},
+TEST(StepMetricsTest, JuniorKlOfRanksIsThatOfTheBatch) {
+  std::vector<JuniorKlSums> ranks = {{.rows = 3, .kl = 1.5, .loss = 0.25},
                                      {},  // saw no row
                                      {.rows = 1, .kl = -0.5, .loss = 0.5}};
-  loss::ReduceByHand(parts);
-  for (const JuniorKlSums& part : parts) {
-    EXPECT_EQ(part.rows, 4);
-    EXPECT_EQ(part.kl, 1.0);
-    EXPECT_EQ(part.loss, 0.75);
+  loss::ReduceByHand(ranks);
+  for (const JuniorKlSums& sums : ranks) {
+    EXPECT_EQ(sums.rows, 4);
+    EXPECT_EQ(sums.kl, 1.0);
+    EXPECT_EQ(sums.loss, 0.75);
   }
 }
 

@@ -14,7 +14,8 @@
 
 namespace tandem::trainer {
 
-// Must live as long as the updates that Prepare returns, and `models` and `batch` longer.
+// The supervised step of one request. Must live as long as the updates that Prepare returns, and
+// `models` and `batch` longer.
 class SupervisedStep {
  public:
   SupervisedStep(TrainerModels& models, const BatchLimits& limits, const SupervisedBatch& batch)

@@ -14,8 +14,8 @@
 namespace tandem::trainer {
 namespace {
 
-// Loads the model in `path`, which `core`'s model calls by `name` ("junior") and must share its
-// vocabulary with. FAILED_PRECONDITION (reason VOCABULARY_MISMATCH) if it does not.
+// Loads the model in `path`, which must have the vocabulary of `core`'s model. FAILED_PRECONDITION
+// (reason VOCABULARY_MISMATCH) if it does not; errors call it by `name` ("junior").
 absl::StatusOr<std::unique_ptr<Model>> LoadSharingVocabulary(const std::string& path,
                                                              absl::string_view name,
                                                              training::TrainingCore& core) {

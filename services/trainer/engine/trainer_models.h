@@ -15,7 +15,7 @@
 
 namespace tandem::trainer {
 
-// Used on the engine thread of `core`.
+// The models and losses of a trainer, used on the engine thread of `core`.
 struct TrainerModels {
   training::TrainingCore& core;  // has the model in training
   // Null on a rank that computes no output.

@@ -60,7 +60,7 @@ absl::StatusOr<std::vector<double>> ResponseAdvantages(const PolicyBatch& batch,
     case AdvantageEstimator::kProvided:
       break;
   }
-  return absl::InternalError("not an estimator by response");
+  return absl::InternalError("the estimator has no advantage per response");
 }
 
 // Returns the tokens that are steps of the trajectory: all, or the senior's.
@@ -138,8 +138,9 @@ void Whiten(const PolicyBatch& batch, TokenNumbers& advantages) {
   for (size_t i = 0; i < all.size(); ++i) *counted[i] = all[i];
 }
 
-training::SequenceRows SelectRows(const Trajectory& trajectory,
-                                  absl::FunctionRef<bool(size_t t)> counts) {
+// Returns the rows of the response tokens t for which `counts(t)` holds.
+training::SequenceRows RowsOfTokens(const Trajectory& trajectory,
+                                    absl::FunctionRef<bool(size_t t)> counts) {
   return training::SelectSequenceRows(trajectory.prompt_token_ids, trajectory.response_token_ids,
                                       counts);
 }
@@ -149,7 +150,7 @@ training::SequenceRows SelectRows(const Trajectory& trajectory,
 void AddJuniorRows(const PolicySample& sample, const PolicyObjective& objective,
                    training::SequenceRows& own, JuniorRows& junior) {
   const Trajectory& trajectory = sample.trajectory;
-  training::SequenceRows rows = SelectRows(trajectory, [&](size_t t) {
+  training::SequenceRows rows = RowsOfTokens(trajectory, [&](size_t t) {
     return !IsMasked(sample, objective) && !trajectory.authorship_mask[t];
   });
   if (rows.input.size() > own.input.size()) own.input = rows.input;
@@ -268,7 +269,8 @@ TrainingRows PolicyRows(const PolicyBatch& batch, const loss::LossScales& scales
     const size_t length = trajectory.response_token_ids.size();
     const auto own = absl::MakeConstSpan(scales.scales).subspan(begin, length);
     begin += length;
-    training::SequenceRows sequence = SelectRows(trajectory, [&](size_t t) { return own[t] > 0; });
+    training::SequenceRows sequence =
+        RowsOfTokens(trajectory, [&](size_t t) { return own[t] > 0; });
     tokens.sequence_rows.push_back(static_cast<int64_t>(sequence.labels.size()));
     if (has_junior_kl) AddJuniorRows(sample, batch.objective, sequence, rows.junior);
     rows.sequences.Add(std::move(sequence));

@@ -32,9 +32,9 @@ struct EngineOptions : training::TrainingOptions {
 // Returns `configured`, or the default for 0. With fewer rows at a time, reading and writing the
 // gradient of a large output layer for each chunk costs more than its products.
 constexpr int64_t LogitsChunkBytes(int64_t configured, int64_t vocab_size) {
-  constexpr int64_t kRows = 256, kLeast = 48 << 20;
+  constexpr int64_t kRows = 256, kMinBytes = 48 << 20;
   if (configured > 0) return configured;
-  return std::max(kLeast, kRows * vocab_size * static_cast<int64_t>(sizeof(float)));
+  return std::max(kMinBytes, kRows * vocab_size * static_cast<int64_t>(sizeof(float)));
 }
 
 struct PolicySample {

@@ -9,6 +9,7 @@
 #include "common/rpc/proto_convert.h"
 #include "services/trainer/service/objective_convert.h"
 #include "services/training/service/step_header.h"
+#include "services/training/service/token_fields.h"
 
 namespace tandem::trainer {
 namespace {
@@ -79,24 +80,16 @@ absl::StatusOr<PolicySample> FromProto(const v1::PolicySample& proto) {
 }
 
 absl::StatusOr<SupervisedSample> FromProto(const v1::SupervisedSample& proto) {
-  if (proto.prompt_token_ids().empty()) return InvalidField("prompt_token_ids", "is empty");
-  if (proto.response_token_ids().empty()) return InvalidField("response_token_ids", "is empty");
   SupervisedSample out;
-  out.prompt_token_ids.assign(proto.prompt_token_ids().begin(), proto.prompt_token_ids().end());
-  out.response_token_ids.assign(proto.response_token_ids().begin(),
-                                proto.response_token_ids().end());
+  TANDEM_RETURN_IF_ERROR(training::CopyTokens(proto, out));
   return out;
 }
 
 absl::StatusOr<LogProbsRequest> FromProto(const v1::ComputeLogProbsRequest& proto) {
-  if (proto.prompt_token_ids().empty()) return InvalidField("prompt_token_ids", "is empty");
-  if (proto.response_token_ids().empty()) return InvalidField("response_token_ids", "is empty");
   LogProbsRequest out;
+  TANDEM_RETURN_IF_ERROR(training::CopyTokens(proto, out));
   if (proto.has_temperature()) out.temperature = proto.temperature();
   TANDEM_RETURN_IF_ERROR(CheckAbove("temperature", out.temperature, 0));
-  out.prompt_token_ids.assign(proto.prompt_token_ids().begin(), proto.prompt_token_ids().end());
-  out.response_token_ids.assign(proto.response_token_ids().begin(),
-                                proto.response_token_ids().end());
   return out;
 }
 

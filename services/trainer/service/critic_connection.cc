@@ -32,14 +32,14 @@ absl::StatusOr<std::vector<critic::v1::ComputeValuesResponse>> AskForValues(
     const std::vector<critic::v1::ComputeValuesRequest>& requests,
     const std::function<void()>& progress) {
   auto stream = stub.ComputeValues(context.get());
+  std::vector<critic::v1::ComputeValuesResponse> responses;
+  responses.reserve(requests.size() + 1);  // nothing may throw while the writer runs
   std::thread writer([&] {
     for (const auto& request : requests) {
       if (!stream->Write(request)) return;
     }
     stream->WritesDone();
   });
-  std::vector<critic::v1::ComputeValuesResponse> responses;
-  responses.reserve(requests.size());
   critic::v1::ComputeValuesResponse response;
   bool too_many = false;
   while (!too_many && stream->Read(&response)) {
@@ -154,7 +154,7 @@ class GrpcCriticConnection final : public CriticConnection {
                             }));
     call.progress();
     if (response.skipped()) {
-      return NotFiniteError(absl::StrCat("the critic skipped it: ", response.skip_reason()));
+      return NotFiniteError(absl::StrCat("the critic skipped the step: ", response.skip_reason()));
     }
     return std::map<std::string, double>(response.metrics().begin(), response.metrics().end());
   }

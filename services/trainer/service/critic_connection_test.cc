@@ -116,7 +116,7 @@ TEST_F(CriticConnectionTest, LossMasksReachTheCritic) {
   EXPECT_EQ(engine_->steps().at(0).samples[0].loss_mask, (std::vector<uint8_t>{1, 0}));
 }
 
-// Promise 2 of reliability.md: a step is applied once, however often it is retried.
+// A step is applied once, however often it is retried.
 TEST_F(CriticConnectionTest, ALostAnswerIsRepeatedUnderTheSameRequestId) {
   engine_->FailNext(absl::UnavailableError("the connection broke after the step"));
   const auto metrics = critic_->TrainStep(call_, Request());
@@ -130,7 +130,7 @@ TEST_F(CriticConnectionTest, AStepThatTheCriticSkippedIsTold) {
   for (int i = 0; i < 2; ++i) {  // the second answer comes from the critic's table
     const absl::Status status = critic_->TrainStep(call_, Request()).status();
     EXPECT_TRUE(IsNotFinite(status));
-    EXPECT_EQ(status.message(), "the critic skipped it: the gradient norm is not finite");
+    EXPECT_EQ(status.message(), "the critic skipped the step: the gradient norm is not finite");
   }
   EXPECT_EQ(engine_->steps().size(), 1u);
 }

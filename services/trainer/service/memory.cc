@@ -11,7 +11,6 @@
 #include "services/training/service/strategy_config.h"
 
 namespace tandem::trainer {
-
 namespace {
 
 // Adds the weights of a model that does not train, whole and in the type of the computation.

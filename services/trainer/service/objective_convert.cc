@@ -91,7 +91,8 @@ constexpr Choice<v1::Normalizer, loss::Normalizer> kNormalizers[] = {
     {v1::NORMALIZER_ALL_TOKENS, loss::Normalizer::kAllTokens},
     {v1::NORMALIZER_SUM_OF_WEIGHTS, loss::Normalizer::kSumOfWeights}};
 
-// Returns the default for 0, which is UNSPECIFIED in every enum.
+// Sets `out` to the choice that `proto` names; 0, which is UNSPECIFIED in every enum, names the
+// default.
 template <typename Proto, typename Plain, size_t N>
 absl::Status Choose(absl::string_view path, Proto proto, const Choice<Proto, Plain> (&choices)[N],
                     Plain* out) {
@@ -105,7 +106,7 @@ absl::Status Choose(absl::string_view path, Proto proto, const Choice<Proto, Pla
   return InvalidField(path, absl::StrCat("unknown value ", static_cast<int>(proto)));
 }
 
-// Returns the default's value for a choice that the contract lacks: the KL estimator "none", which
+// Returns the contract's value of a choice; that of the default for the KL estimator "none", which
 // the contract expresses as coefficient 0.
 template <typename Proto, typename Plain, size_t N>
 Proto NameOf(Plain plain, const Choice<Proto, Plain> (&choices)[N]) {
@@ -269,7 +270,7 @@ absl::StatusOr<std::string> ResolveObjectiveText(const std::string& text,
   options.preserve_proto_field_names = true;
   std::string json;
   if (!google::protobuf::util::MessageToJsonString(ToProto(objective), &json, options).ok()) {
-    return absl::InternalError("an objective without JSON");
+    return absl::InternalError("the objective cannot be printed as JSON");
   }
   return json;
 }

@@ -6,6 +6,7 @@
 #include <thread>
 
 #include "absl/strings/str_cat.h"
+#include "common/base/catch_exceptions.h"
 #include "common/base/error.h"
 #include "common/base/host_port.h"
 #include "common/base/logging.h"
@@ -69,15 +70,20 @@ std::vector<Delivery> PublishToAll(const std::vector<std::string>& targets,
   const auto work = [&] {
     const ScopedRequestId request_id(call.request_id);
     for (size_t i = next++; i < targets.size(); i = next++) {
-      deliveries[i] = PublishToOne(targets[i], source, allow_rollback, channel_options, call);
+      const absl::Status done = CatchExceptions("publication", [&] {
+        deliveries[i] = PublishToOne(targets[i], source, allow_rollback, channel_options, call);
+        return absl::OkStatus();
+      });
+      if (!done.ok()) deliveries[i].result = done;
     }
   };
-  std::vector<std::thread> threads;
-  for (size_t i = 1; i < std::min(targets.size(), kMaxParallelTargets); ++i) {
-    threads.emplace_back(work);
+  {
+    std::vector<std::jthread> threads;  // joined at the end of the block, after an exception too
+    for (size_t i = 1; i < std::min(targets.size(), kMaxParallelTargets); ++i) {
+      threads.emplace_back(work);
+    }
+    work();
   }
-  work();
-  for (std::thread& thread : threads) thread.join();
   return deliveries;
 }
 

@@ -15,7 +15,7 @@
 namespace tandem::trainer {
 
 // Thread-safe. A watcher with kQueueCapacity unread reports is ended with RESOURCE_EXHAUSTED rather
-// than skipped: it knows that it missed reports, and can watch again.
+// than skipped, so that it knows that it missed reports, and can watch again.
 class StepBroadcaster {
  public:
   using Writer = rpc::StreamWriter<v1::WatchStepsResponse>;

@@ -166,7 +166,7 @@ grpc::ServerUnaryReactor* TrainerService::PublishWeights(grpc::CallbackServerCon
                                                          grpc::ByteBuffer* response) {
   return rpc::HandleUnary<v1::PublishWeightsRequest, v1::PublishWeightsResponse>(
       executor_, context, request, response,
-      [this](const auto& request, const auto& context) { return Publish(request, context); });
+      [this](const auto& request, const auto& call) { return Publish(request, call); });
 }
 
 absl::StatusOr<v1::PublishWeightsResponse> TrainerService::Publish(

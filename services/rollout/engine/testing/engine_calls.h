@@ -19,6 +19,7 @@
 
 namespace tandem::rollout {
 
+// Submits the requests as one batch, and returns a listener for each.
 inline std::vector<std::shared_ptr<RecordingListener>> Submit(
     Engine& engine, const std::vector<PromptRequest>& requests,
     std::vector<PromptId>* ids = nullptr) {
@@ -33,6 +34,8 @@ inline std::vector<std::shared_ptr<RecordingListener>> Submit(
   if (ids != nullptr && submitted.ok()) *ids = *submitted;
   return listeners;
 }
+
+// Returns the response to a request for one sample.
 inline Trajectory RunOne(Engine& engine, const PromptRequest& request) {
   const auto listener = Submit(engine, {request})[0];
   listener->Wait();

@@ -1,5 +1,4 @@
-// For tests: a trainer of a tiny model with a critic that is none, and a step by autograd beside
-// it.
+// For tests: a trainer of a tiny model with a fake critic, and the same step by autograd.
 #ifndef TANDEM_SERVICES_TRAINER_ENGINE_TESTING_ENGINE_FIXTURE_H_
 #define TANDEM_SERVICES_TRAINER_ENGINE_TESTING_ENGINE_FIXTURE_H_
 
@@ -26,7 +25,7 @@
 
 namespace tandem::trainer {
 
-// A tokenizer.json of `size` tokens, the first of which is `first`.
+// Writes a tokenizer.json of `size` tokens, the first of which is `first`.
 inline void WriteTokenizer(const std::string& directory, int64_t size,
                            const std::string& first = "w0") {
   nlohmann::json vocabulary = {{first, 0}};
@@ -86,7 +85,7 @@ class TrainerEngineTest : public ::testing::Test {
     EXPECT_TRUE(result.ok()) << result.status();
     return result.ok() ? result->logprobs : std::vector<float>(response.size());
   }
-  // A model whose weights are finite and whose logits are not.
+  // Returns options with a model whose weights are finite and whose logits are not.
   EngineOptions Overflowing() const {
     EngineOptions options = Options();
     options.model = folder_ / "overflowing";
@@ -97,7 +96,7 @@ class TrainerEngineTest : public ::testing::Test {
     EXPECT_TRUE(model->Save(options.model).ok());
     return options;
   }
-  // The log-probs that a rollout of the engine's current weights would have recorded.
+  // Sets the log-probs that a rollout of the engine's current weights would have recorded.
   static void RecordLogProbs(Engine& engine, PolicyBatch& batch) {
     for (PolicySample& sample : batch.samples) {
       Trajectory& t = sample.trajectory;
@@ -106,7 +105,7 @@ class TrainerEngineTest : public ::testing::Test {
       t.other_logprobs = t.author_logprobs;
     }
   }
-  // As if the test batches had been written with the engine's weights.
+  // Returns the request as if the engine's weights had written its test batch.
   static TrainStepRequest Stamped(const Engine& engine, TrainStepRequest request) {
     const WeightsVersion weights = engine.Info().weights;
     if (auto* batch = std::get_if<PolicyBatch>(&request.batch)) {
@@ -150,7 +149,7 @@ class AutogradOracle {
     return at::log_softmax(Logits(t), -1).gather(1, at::tensor(response).unsqueeze(1)).squeeze(1);
   }
 
-  // Of `loss` by all parameters.
+  // Returns the norm of the gradient of `loss` with respect to all parameters.
   double GradientNorm(const at::Tensor& loss) const {
     loss.backward();
     double squares = 0;

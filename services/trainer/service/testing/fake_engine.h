@@ -41,7 +41,7 @@ class FakeWeights final : public WeightSource {
   std::vector<std::byte> bytes_;
 };
 
-// Every step adds 1 to the version; a known request id is replayed. `next_error` fails one call.
+// Every step adds 1 to the version; a known request id is replayed. FailNext fails one call.
 class FakeEngine final : public Engine {
  public:
   EngineInfo Info() const override {
