@@ -1,11 +1,11 @@
-// How many threads a compute-bound pool should have.
+// The number of physical cores, which is the size of a compute-bound thread pool.
 #ifndef TANDEM_COMMON_BASE_PHYSICAL_CORES_H_
 #define TANDEM_COMMON_BASE_PHYSICAL_CORES_H_
 
 namespace tandem {
 
-// Physical cores that this process may run on (its affinity mask, hyper-threads counted once); at
-// least 1.
+// Returns the number of physical cores that this process may run on (its affinity mask,
+// hyper-threads counted once); at least 1.
 int PhysicalCores();
 
 }  // namespace tandem

@@ -218,7 +218,7 @@ absl::Status ResolveMegatron(v1::StrategyOptions* strategy) {
   return absl::OkStatus();
 }
 
-// `prefix`: of the fields' paths.
+// `prefix` is put before the fields' names in errors.
 template <typename Config>
 absl::Status ResolveRankTimeouts(absl::string_view prefix, Config* config) {
   TANDEM_DEFAULT(config, heartbeat_timeout_seconds, 15);

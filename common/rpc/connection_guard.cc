@@ -59,7 +59,7 @@ void Enable(const Socket& socket, int level, int option) {
   setsockopt(socket.get(), level, option, &on, sizeof(on));
 }
 
-// Invalid when `address` cannot be bound.
+// Returns an invalid socket if `address` cannot be bound.
 Socket ListenAt(const addrinfo& address, int port) {
   Socket socket(::socket(address.ai_family, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0));
   if (!socket.valid()) return socket;

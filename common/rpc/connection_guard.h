@@ -1,8 +1,7 @@
 // Accepts a server's connections and bounds what their clients can make gRPC hold. gRPC 1.51 has no
 // bound on connections, on streams that are opened and reset, nor on messages that never end, so
 // every byte passes through here on its way to gRPC, which gets one end of a socket pair for each
-// connection. docs/adr/0028-a-guard-before-grpc.md says what
-// else was considered.
+// connection. docs/adr/0028-a-guard-before-grpc.md says what else was considered.
 #ifndef TANDEM_COMMON_RPC_CONNECTION_GUARD_H_
 #define TANDEM_COMMON_RPC_CONNECTION_GUARD_H_
 
