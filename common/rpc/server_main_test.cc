@@ -238,13 +238,12 @@ TEST(ServerMainTest, ServesAndExitsZeroOnSigterm) {
   EXPECT_GT(count, 2);
 }
 
-TEST(ServerMainTest, SigtermLetsARunningCallFinish) {
-  Process process(kAnyPort, {{"CALL_MS", "500"}});
+// Sends SIGTERM while a call runs, and sets `status` to how the call ended.
+void SigtermInACall(Process& process, absl::Status& status) {
   const auto line = nlohmann::json::parse(process.ReadLine(), nullptr, false);
   ASSERT_FALSE(line.is_discarded());
   const auto stub =
       WeightService::NewStub(MakeChannel(absl::StrCat("127.0.0.1:", line["grpc_port"].get<int>())));
-  absl::Status status;
   std::thread client([&] {
     GetVersionResponse response;
     status = FromGrpcStatus(stub->GetVersion(
@@ -253,25 +252,20 @@ TEST(ServerMainTest, SigtermLetsARunningCallFinish) {
   EXPECT_EQ(process.ReadLine(), "call started");
   process.Signal(SIGTERM);
   client.join();
+}
+
+TEST(ServerMainTest, SigtermLetsARunningCallFinish) {
+  Process process(kAnyPort, {{"CALL_MS", "500"}});
+  absl::Status status;
+  ASSERT_NO_FATAL_FAILURE(SigtermInACall(process, status));
   EXPECT_TRUE(status.ok()) << status;
   EXPECT_EQ(process.Wait(), 0);
 }
 
 TEST(ServerMainTest, TheDrainDeadlineCancelsWhatIsLeft) {
   Process process(With(kAnyPort, {"server.drain_seconds=0.1"}), {{"CALL_MS", "2000"}});
-  const auto line = nlohmann::json::parse(process.ReadLine(), nullptr, false);
-  ASSERT_FALSE(line.is_discarded());
-  const auto stub =
-      WeightService::NewStub(MakeChannel(absl::StrCat("127.0.0.1:", line["grpc_port"].get<int>())));
   absl::Status status;
-  std::thread client([&] {
-    GetVersionResponse response;
-    status = FromGrpcStatus(stub->GetVersion(
-        MakeClientContext(absl::Now() + absl::Seconds(20)).get(), GetVersionRequest(), &response));
-  });
-  EXPECT_EQ(process.ReadLine(), "call started");
-  process.Signal(SIGTERM);
-  client.join();
+  ASSERT_NO_FATAL_FAILURE(SigtermInACall(process, status));
   EXPECT_FALSE(status.ok());
   EXPECT_EQ(process.Wait(), 0);
 }
