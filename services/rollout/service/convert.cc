@@ -52,7 +52,7 @@ absl::StatusOr<PromptRequest> PromptFromProto(const v1::Prompt& prompt,
   PromptRequest request;
   request.prompt_token_ids.assign(prompt.prompt_token_ids().begin(),
                                   prompt.prompt_token_ids().end());
-  if (!prompt.has_sampling()) return InvalidField("sampling", "required");
+  if (!prompt.has_sampling()) return InvalidField("sampling", "is required");
   absl::StatusOr<SamplingParams> sampling = rpc::SamplingParamsFromProto(prompt.sampling());
   if (!sampling.ok()) return PrependFieldPath("sampling", sampling.status());
   request.sampling = *std::move(sampling);

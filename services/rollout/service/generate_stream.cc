@@ -60,7 +60,7 @@ absl::Status GenerateStream::OnMessage(const v1::GenerateRequest& request) {
     case v1::GenerateRequest::ACTION_NOT_SET:
       break;
   }
-  return InvalidField("action", "required");
+  return InvalidField("action", "is required");
 }
 
 absl::Status GenerateStream::Submit(const v1::SubmitPrompts& submit) {

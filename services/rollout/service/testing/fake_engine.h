@@ -45,7 +45,7 @@ class FakeEngine final : public Engine {
   }
 
   absl::Status Validate(const PromptRequest& request) const override {
-    if (request.prompt_token_ids.empty()) return InvalidField("prompt_token_ids", "required");
+    if (request.prompt_token_ids.empty()) return InvalidField("prompt_token_ids", "is required");
     for (size_t i = 0; i < request.prompt_token_ids.size(); ++i) {
       const int32_t id = request.prompt_token_ids[i];
       if (id < 0 || id >= kVocabulary) {
