@@ -40,14 +40,14 @@ TEST(DecodedBytes, CoversWhatTheMessageTakes) {
   EXPECT_LT(Decoded(request.SerializeAsString()), 2 * request.ByteSizeLong() + 4 * elements);
 }
 
-TEST(DecodedBytes, CountsEmptyParts) {
-  const int parts = 1'000;
+TEST(DecodedBytes, CountsEmptyElements) {
+  const int count = 1'000;
   const int64_t empty = Decoded("");
-  const int64_t each = 16;  // the least that an object takes
-  EXPECT_GE(Decoded(Repeat(std::string("\x0a\x00", 2), parts)) - empty, parts * each);
-  EXPECT_GE(Decoded(Repeat(std::string("\xfa\x3e\x00", 3), parts)) - empty, parts * 32)
+  const int64_t each = 16;  // the minimum that an object takes
+  EXPECT_GE(Decoded(Repeat(std::string("\x0a\x00", 2), count)) - empty, count * each);
+  EXPECT_GE(Decoded(Repeat(std::string("\xfa\x3e\x00", 3), count)) - empty, count * 32)
       << "an unknown string";
-  EXPECT_GE(Decoded(Repeat(std::string("\xfb\x3e\xfc\x3e", 4), parts)) - empty, parts * 16)
+  EXPECT_GE(Decoded(Repeat(std::string("\xfb\x3e\xfc\x3e", 4), count)) - empty, count * 16)
       << "an unknown group";
 }
 
