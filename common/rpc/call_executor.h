@@ -22,7 +22,7 @@ namespace tandem::rpc {
 struct CallExecutorOptions {
   int num_threads = 4;
   size_t queue_capacity = 256;
-  // Requests of calls with one request and one answer, until each is answered.
+  // Bound on the requests, not yet answered, of calls with one request and one answer.
   int64_t max_request_bytes = 256 << 20;
   // The deadline of calls with one answer that come without one.
   absl::Duration default_deadline = absl::Seconds(600);

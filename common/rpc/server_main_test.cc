@@ -71,7 +71,7 @@ class Process {
     close(out_);
     close(err_);
   }
-  // The first line of stdout; "" after 20 s.
+  // Returns the next line of stdout, or what there is of it after 20 s.
   std::string ReadLine() {
     std::string line;
     pollfd waiting{out_, POLLIN, 0};
@@ -87,7 +87,7 @@ class Process {
     }
     return text;
   }
-  // True once stderr holds `text`; false after 20 s.
+  // Returns true once stderr holds `text`, false after 20 s.
   bool WaitForStderr(const std::string& text) {
     for (int i = 0; i < 2000; ++i) {
       {
@@ -105,7 +105,7 @@ class Process {
     exit_code_ = WIFEXITED(status) ? WEXITSTATUS(status) : 128 + WTERMSIG(status);
     return *exit_code_;
   }
-  // After Wait.
+  // Returns the whole of stderr. Must be called after Wait.
   std::string Stderr() {
     if (err_reader_.joinable()) err_reader_.join();
     err_reader_ = std::thread([] {});
@@ -184,7 +184,7 @@ TEST(ServerMainTest, BadConfigurationExitsTwo) {
               HasSubstr("tandem-rollout-server: bad configuration: senior_modl: unknown key"));
 }
 
-// The only line on stderr; {} when there is another.
+// Returns the only line on stderr, parsed.
 nlohmann::json OnlyLine(Process& process) {
   const std::string text = process.Stderr();
   EXPECT_EQ(std::count(text.begin(), text.end(), '\n'), 1) << text;
