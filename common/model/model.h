@@ -103,8 +103,8 @@ class Model {
   // not supported.
   static absl::StatusOr<std::unique_ptr<Model>> Load(const std::string& directory,
                                                      const LoadOptions& options = {});
-  // Random weights as `transformers` initialises them (norms 1, biases 0, rest
-  // N(0, initializer_range)), from `seed`. For tests and benchmarks.
+  // Returns a model with weights as `transformers` initialises them (norms 1, biases 0, rest
+  // N(0, initializer_range)), drawn from `seed`. For tests and benchmarks.
   static absl::StatusOr<std::unique_ptr<Model>> Random(const ModelConfig& config, uint64_t seed,
                                                        const LoadOptions& options = {});
   ~Model();
