@@ -25,7 +25,7 @@ std::string Repeat(const std::string& bytes, int count) {
   return all;
 }
 
-// Never below what the message holds; protobuf's own count leaves out spare capacity.
+// The count is never below what the message holds. protobuf's own leaves out spare capacity.
 TEST(DecodedBytes, CoversWhatTheMessageTakes) {
   ScoreRequest request;
   for (int i = 0; i < 50; ++i) {
@@ -34,7 +34,7 @@ TEST(DecodedBytes, CoversWhatTheMessageTakes) {
   }
   request.GetReflection()->MutableUnknownFields(&request)->AddLengthDelimited(999, "unknown");
   request.GetReflection()->MutableUnknownFields(&request)->AddVarint(998, 5);
-  int64_t elements = 50 * 200 * 4;
+  const int64_t elements = 50 * 200 * 4;
   EXPECT_GE(Decoded(request.SerializeAsString()),
             static_cast<int64_t>(sizeof(ScoreRequest)) + elements);
   EXPECT_LT(Decoded(request.SerializeAsString()), 2 * request.ByteSizeLong() + 4 * elements);
