@@ -1,4 +1,4 @@
-# tandem_library(<folder-name> SRCS … [HDRS …] DEPS …)   static library tandem_<name>, alias tandem::<name>
+# tandem_library(<name> SRCS … DEPS …)                   static library tandem_<name>, alias tandem::<name>
 # tandem_server(<name> SRCS … DEPS …)                    server binary in <build>/bin; installed (below)
 # tandem_test(<name> SRCS … DEPS …)                      GoogleTest binary registered with CTest
 # tandem_tool(<name> SRCS … DEPS …)                      another binary in <build>/bin, for tests and benchmarks

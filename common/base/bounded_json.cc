@@ -35,12 +35,11 @@ int MaxDepth(absl::string_view text) {
 
 }  // namespace
 
-absl::StatusOr<nlohmann::json> ParseBoundedJson(absl::string_view text, absl::string_view name,
-                                                int max_depth) {
+absl::StatusOr<nlohmann::json> ParseBoundedJson(absl::string_view text, absl::string_view name) {
   using nlohmann::json;
-  if (MaxDepth(text) > max_depth) {
+  if (MaxDepth(text) > kMaxJsonDepth) {
     return absl::InvalidArgumentError(
-        absl::StrCat(name, ": JSON is nested deeper than ", max_depth, " levels"));
+        absl::StrCat(name, ": JSON is nested deeper than ", kMaxJsonDepth, " levels"));
   }
   std::vector<std::set<std::string>> keys;
   std::string duplicate;

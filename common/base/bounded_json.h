@@ -11,10 +11,11 @@
 
 namespace tandem {
 
-// INVALID_ARGUMENT "<name>: ..." for text that is not JSON, nests deeper than `max_depth`, or holds
-// the same key twice in one object.
-absl::StatusOr<nlohmann::json> ParseBoundedJson(absl::string_view text, absl::string_view name,
-                                                int max_depth = 32);
+inline constexpr int kMaxJsonDepth = 32;
+
+// Parses `text`. INVALID_ARGUMENT "<name>: ..." for text that is not JSON, nests deeper than
+// kMaxJsonDepth, or holds the same key twice in one object.
+absl::StatusOr<nlohmann::json> ParseBoundedJson(absl::string_view text, absl::string_view name);
 
 }  // namespace tandem
 

@@ -12,9 +12,12 @@ TEST(BoundedJsonTest, ReadsADocument) {
 }
 
 TEST(BoundedJsonTest, DepthIsBoundedBeforeParsing) {
-  const std::string nested = std::string(5, '[') + std::string(5, ']');
-  EXPECT_TRUE(ParseBoundedJson(nested, "f", 5).ok());
-  EXPECT_EQ(ParseBoundedJson(nested, "f", 4).status().code(), absl::StatusCode::kInvalidArgument);
+  const auto nested = [](size_t depth) {
+    return std::string(depth, '[') + std::string(depth, ']');
+  };
+  EXPECT_TRUE(ParseBoundedJson(nested(kMaxJsonDepth), "f").ok());
+  EXPECT_EQ(ParseBoundedJson(nested(kMaxJsonDepth + 1), "f").status().code(),
+            absl::StatusCode::kInvalidArgument);
   EXPECT_FALSE(ParseBoundedJson(std::string(1'000'000, '['), "f").ok());
 }
 

@@ -44,8 +44,6 @@ Checksum& Checksum::Update(const void* data, size_t bytes) {
 
 std::string Checksum::Hex() const { return ToHex(XXH3_128bits_digest(state_->xxh.get())); }
 
-std::string Xxh3Hex(const void* data, size_t bytes) { return ToHex(XXH3_128bits(data, bytes)); }
-
 uint64_t Xxh3_64(const void* data, size_t bytes) { return XXH3_64bits(data, bytes); }
 
 }  // namespace tandem

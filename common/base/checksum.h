@@ -28,9 +28,6 @@ class Checksum {
   std::unique_ptr<State> state_;
 };
 
-// XXH3-128 of one buffer, as Checksum::Hex().
-std::string Xxh3Hex(const void* data, size_t bytes);
-
 // XXH3-64 of one buffer: the checksum of a transfer chunk.
 uint64_t Xxh3_64(const void* data, size_t bytes);
 

@@ -35,7 +35,7 @@ namespace tandem {
 struct EngineThreadOptions {
   std::string name = "engine";  // in messages
   size_t inbox_capacity = 1 << 16;
-  // Stall limit: Health fails when work waits or runs and nothing progressed for so long. It
+  // Stall limit: Health fails when work waits or runs and nothing progressed for this long. It
   // exceeds the longest forward pass that a small machine may need.
   absl::Duration stall_limit = absl::Seconds(120);
   std::function<absl::Time()> clock = absl::Now;

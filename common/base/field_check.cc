@@ -15,12 +15,12 @@ absl::Status CheckFinite(absl::string_view path, std::span<const float> values) 
 }
 
 absl::Status CheckTokenIds(absl::string_view path, std::span<const int32_t> ids,
-                           int64_t vocab_size) {
+                           int64_t num_token_ids) {
   for (size_t i = 0; i < ids.size(); ++i) {
-    if (ids[i] < 0 || ids[i] >= vocab_size) {
+    if (ids[i] < 0 || ids[i] >= num_token_ids) {
       return InvalidField(absl::StrCat(path, "[", i, "]"),
                           absl::StrCat("token id ", ids[i], " is outside the vocabulary of ",
-                                       vocab_size, " tokens"));
+                                       num_token_ids, " tokens"));
     }
   }
   return absl::OkStatus();

@@ -55,9 +55,9 @@ absl::Status CheckFinite(absl::string_view path, double value);
 // Every entry; names the first that is not.
 absl::Status CheckFinite(absl::string_view path, std::span<const float> values);
 
-// Every id is in [0, vocab_size).
+// Every id is in [0, num_token_ids).
 absl::Status CheckTokenIds(absl::string_view path, std::span<const int32_t> ids,
-                           int64_t vocab_size);
+                           int64_t num_token_ids);
 
 // Text that is not empty.
 absl::Status CheckGiven(absl::string_view path, absl::string_view text);

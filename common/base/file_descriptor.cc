@@ -29,8 +29,9 @@ absl::Status FileError(int error, absl::string_view what, absl::string_view path
 
 absl::StatusOr<FileDescriptor> FileDescriptor::Open(const std::string& path, int flags) {
   const int fd = ::open(path.c_str(), flags | O_CLOEXEC, 0644);
-  if (fd < 0)
+  if (fd < 0) {
     return FileError(errno, (flags & O_CREAT) != 0 ? "cannot create" : "cannot open", path);
+  }
   return FileDescriptor(fd, path);
 }
 

@@ -56,7 +56,8 @@ TEST_F(FileDescriptorTest, SpaceIsReserved) {
   EXPECT_GE(info.st_blocks * 512, 100'000);
 }
 
-// Known before it is tried: what is there for others would be gone meanwhile.
+// The lack of space is found before the allocation is tried: until it failed, it would take the
+// space that other processes need.
 TEST_F(FileDescriptorTest, MoreThanThereIsIsNotTried) {
   const FileDescriptor file = FileDescriptor::CreateUnnamed(folder_.string()).value();
   const absl::Status status = file.Reserve(int64_t{1} << 62);  // more than a file holds

@@ -10,13 +10,13 @@ namespace {
 TEST(LoggingTest, LineIsOneJsonObjectWithTypedFields) {
   const std::string line =
       FormatLogLine(LogLevel::kWarning, "chunk_damaged",
-                    {{"index", 3}, {"share", 0.5}, {"open", true}, {"update_id", "u\n1"}});
+                    {{"index", 3}, {"fraction", 0.5}, {"open", true}, {"update_id", "u\n1"}});
   EXPECT_EQ(line.find('\n'), std::string::npos);
   const auto json = nlohmann::json::parse(line);
   EXPECT_EQ(json["level"], "warning");
   EXPECT_EQ(json["event"], "chunk_damaged");
   EXPECT_EQ(json["index"], 3);
-  EXPECT_EQ(json["share"], 0.5);
+  EXPECT_EQ(json["fraction"], 0.5);
   EXPECT_EQ(json["open"], true);
   EXPECT_EQ(json["update_id"], "u\n1");
   EXPECT_FALSE(json.contains("request_id"));

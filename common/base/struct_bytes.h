@@ -75,8 +75,8 @@ concept Derived = requires {
 template <typename T>
 concept Struct = std::is_aggregate_v<T> && !std::is_array_v<T>;
 
-// Whether `Own` is all that T adds to its base: with the base, T takes so many initialisers and not
-// one more.
+// Whether `Own` is all that T adds to its base: T can be initialised from the base and one value
+// for each of `Own`, and not from one value more.
 template <typename T, typename... Own>
 constexpr bool IsComplete(const std::tuple<Own T::*...>& /*own*/) {
   using Base = typename T::Base;
@@ -168,9 +168,9 @@ class Reader {
   template <Sequence T>
   bool Get(T& value) {
     using Item = ItemOf<T>;
-    constexpr size_t kLeastItemBytes = Plain<Item> ? sizeof(Item) : 1;
+    constexpr size_t kMinItemBytes = Plain<Item> ? sizeof(Item) : 1;
     size_t size = 0;
-    if (!Get(size) || size > left_.size() / kLeastItemBytes) return false;
+    if (!Get(size) || size > left_.size() / kMinItemBytes) return false;
     value.clear();
     if constexpr (Plain<Item>) {
       value.resize(size);

@@ -50,7 +50,7 @@ TEST(ConfigTest, EmptyDocumentsAndEmptyValuesChangeNothing) {
 struct BadYaml {
   const char* yaml;
   const char* path;
-  const char* message_part;
+  const char* text;  // in the message
 };
 
 class BadYamlTest : public testing::TestWithParam<BadYaml> {};
@@ -60,7 +60,7 @@ TEST_P(BadYamlTest, IsRefusedWithThePath) {
   const absl::Status status = MergeYaml(GetParam().yaml, &config);
   EXPECT_EQ(status.code(), absl::StatusCode::kInvalidArgument) << status;
   EXPECT_EQ(FieldPath(status).value_or(""), GetParam().path) << status;
-  EXPECT_NE(status.message().find(GetParam().message_part), absl::string_view::npos) << status;
+  EXPECT_NE(status.message().find(GetParam().text), absl::string_view::npos) << status;
 }
 
 INSTANTIATE_TEST_SUITE_P(

@@ -27,8 +27,10 @@ namespace {
 using types::v1::SelectionStrategy;
 
 // TANDEM_DEFAULT(options, grpc_port, 7701): sets an optional field that is not set.
-#define TANDEM_DEFAULT(message, field, value) \
-  if (!(message)->has_##field()) (message)->set_##field(value)
+#define TANDEM_DEFAULT(message, field, value)                     \
+  do {                                                            \
+    if (!(message)->has_##field()) (message)->set_##field(value); \
+  } while (false)
 
 // Whether a host is a loopback address (127.0.0.0/8 or ::1) or localhost. Any other name may
 // resolve to another machine.
@@ -116,8 +118,9 @@ absl::Status Resolve(types::v1::TandemConfig* config, bool has_junior) {
   }
   TANDEM_RETURN_IF_ERROR(CheckInRange("tandem.prob_senior", config->prob_senior(), 0, 1));
   // 0 stands for "not given" and is refused where the strategy reads it.
-  const int chunks = config->selection_strategy() == SelectionStrategy::SELECTION_STRATEGY_CHUNK;
-  TANDEM_RETURN_IF_ERROR(CheckAtLeast("tandem.chunk_size", config->chunk_size(), chunks));
+  const int min_chunk_size =
+      config->selection_strategy() == SelectionStrategy::SELECTION_STRATEGY_CHUNK ? 1 : 0;
+  TANDEM_RETURN_IF_ERROR(CheckAtLeast("tandem.chunk_size", config->chunk_size(), min_chunk_size));
   TANDEM_RETURN_IF_ERROR(CheckAtLeast("tandem.max_gap_tokens", config->max_gap_tokens(), 1));
   const auto& ids = config->boundary_token_ids();
   // The vocabulary's size is checked once there is one.
@@ -148,7 +151,7 @@ absl::Status Resolve(v1::OptimizerOptions* optimizer) {
   TANDEM_RETURN_IF_ERROR(CheckAtLeast("optimizer.warmup_steps", optimizer->warmup_steps(), 0));
   if (optimizer->schedule() != v1::LEARNING_RATE_SCHEDULE_CONSTANT &&
       !optimizer->has_total_steps()) {
-    return InvalidField("optimizer.total_steps", "required by this schedule");
+    return InvalidField("optimizer.total_steps", "is required by this schedule");
   }
   if (optimizer->has_total_steps()) {
     TANDEM_RETURN_IF_ERROR(CheckAtLeast("optimizer.total_steps", optimizer->total_steps(), 1));
@@ -218,7 +221,7 @@ absl::Status ResolveMegatron(v1::StrategyOptions* strategy) {
   return absl::OkStatus();
 }
 
-// `prefix`: of the fields' paths.
+// `prefix` is put before the fields' names in errors.
 template <typename Config>
 absl::Status ResolveRankTimeouts(absl::string_view prefix, Config* config) {
   TANDEM_DEFAULT(config, heartbeat_timeout_seconds, 15);

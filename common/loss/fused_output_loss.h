@@ -55,8 +55,7 @@ enum class LossMode {
   // Keeps the logits of a chunk of rows: 6 N V H operations.
   kGradientInForward,
   // Computes logits twice: 8 N V H operations. Calls the function once for all rows, which a loss
-  // of
-  // whole sequences needs. Takes the least memory.
+  // of whole sequences needs. Takes the least memory.
   kRecompute,
 };
 

@@ -235,9 +235,9 @@ absl::Status LinearDivergenceLoss::PlanMemory(int64_t logits_chunk_bytes) {
   const int64_t row_bytes =
       vocabulary_.most_rows * static_cast<int64_t>(c10::elementSize(logits_type_));
   // A row of each kind.
-  const int64_t least = (kModels + kBlockCopies) * row_bytes;
-  if (logits_chunk_bytes < least) {
-    return InvalidField("logits_chunk_bytes", absl::StrCat("must be at least ", least,
+  const int64_t min_bytes = (kModels + kBlockCopies) * row_bytes;
+  if (logits_chunk_bytes < min_bytes) {
+    return InvalidField("logits_chunk_bytes", absl::StrCat("must be at least ", min_bytes,
                                                            " for two models with a vocabulary of ",
                                                            vocabulary_.most_rows));
   }

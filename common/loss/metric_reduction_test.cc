@@ -52,8 +52,8 @@ void Distribute(const EvaluateRows<Evaluator>& evaluate, size_t count,
 
 // Expects the same `metrics` for different numbers of evaluators, of which the last may be idle.
 template <typename Evaluator, typename MetricsOf>
-void ExpectPartsReportTheWhole(const Evaluator& fresh, const EvaluateRows<Evaluator>& evaluate,
-                               const MetricsOf& metrics) {
+void ExpectEvaluatorsReportTheWhole(const Evaluator& fresh, const EvaluateRows<Evaluator>& evaluate,
+                                    const MetricsOf& metrics) {
   std::vector<Evaluator> whole = {fresh};
   Distribute(evaluate, 1, whole);
   for (const size_t count : {1, 2, 3}) {
@@ -74,7 +74,7 @@ void ExpectPartsReportTheWhole(const Evaluator& fresh, const EvaluateRows<Evalua
   }
 }
 
-void ExpectPolicyPartsReportTheWhole(const PolicyLossOptions& options) {
+void ExpectPolicyEvaluatorsReportTheWhole(const PolicyLossOptions& options) {
   PolicyTokens tokens = {.old_logprobs = Numbers(1, 0.5, -1),
                          .advantages = Numbers(2),
                          .scales = Numbers(3, 0.1, 0.5),
@@ -90,24 +90,25 @@ void ExpectPolicyPartsReportTheWhole(const PolicyLossOptions& options) {
         static_cast<int64_t>(first), absl::MakeConstSpan(logprobs).subspan(first, count),
         absl::MakeConstSpan(entropies).subspan(first, count), absl::MakeSpan(c), absl::MakeSpan(e));
   };
-  ExpectPartsReportTheWhole(PolicyLossEvaluator::Create(options, tokens).value(), evaluate,
-                            [](const PolicyLossEvaluator& x) { return x.Metrics(); });
+  ExpectEvaluatorsReportTheWhole(PolicyLossEvaluator::Create(options, tokens).value(), evaluate,
+                                 [](const PolicyLossEvaluator& x) { return x.Metrics(); });
 }
 
 TEST(MetricReductionTest, PolicyLoss) {
-  ExpectPolicyPartsReportTheWhole({.kl_estimator = KlEstimator::kK3,
-                                   .kl_coefficient = 0.1,
-                                   .entropy_coefficient = 0.01,
-                                   .importance_sampling_cap = 1.2,
-                                   .importance_sampling_mode = ImportanceSamplingMode::kMask});
+  ExpectPolicyEvaluatorsReportTheWhole({.kl_estimator = KlEstimator::kK3,
+                                        .kl_coefficient = 0.1,
+                                        .entropy_coefficient = 0.01,
+                                        .importance_sampling_cap = 1.2,
+                                        .importance_sampling_mode = ImportanceSamplingMode::kMask});
 }
 
 TEST(MetricReductionTest, PolicyLossOfSequences) {
-  ExpectPolicyPartsReportTheWhole({.kind = PolicyLossKind::kGspo,
-                                   .importance_sampling_cap = 1.5,
-                                   .importance_sampling_floor = 0.9,
-                                   .importance_sampling_level = ImportanceSamplingLevel::kSequence,
-                                   .importance_sampling_mode = ImportanceSamplingMode::kMask});
+  ExpectPolicyEvaluatorsReportTheWhole(
+      {.kind = PolicyLossKind::kGspo,
+       .importance_sampling_cap = 1.5,
+       .importance_sampling_floor = 0.9,
+       .importance_sampling_level = ImportanceSamplingLevel::kSequence,
+       .importance_sampling_mode = ImportanceSamplingMode::kMask});
 }
 
 TEST(MetricReductionTest, SupervisedLoss) {
@@ -124,7 +125,7 @@ TEST(MetricReductionTest, SupervisedLoss) {
     double loss, mean_entropy;
     int64_t tokens;
   };
-  ExpectPartsReportTheWhole(
+  ExpectEvaluatorsReportTheWhole(
       SupervisedLossEvaluator(scales), evaluate, [](const SupervisedLossEvaluator& x) {
         return Metrics{.loss = x.loss(), .mean_entropy = x.mean_entropy(), .tokens = x.tokens()};
       });
@@ -141,8 +142,8 @@ TEST(MetricReductionTest, ValueLoss) {
                               absl::MakeConstSpan(values).subspan(first, count),
                               absl::MakeSpan(gradients));
   };
-  ExpectPartsReportTheWhole(ValueLossEvaluator::Create({.clip = 0.2}, tokens).value(), evaluate,
-                            [](const ValueLossEvaluator& x) { return x.Metrics(); });
+  ExpectEvaluatorsReportTheWhole(ValueLossEvaluator::Create({.clip = 0.2}, tokens).value(),
+                                 evaluate, [](const ValueLossEvaluator& x) { return x.Metrics(); });
 }
 
 TEST(MetricReductionTest, AFailureChangesNothing) {

@@ -68,8 +68,8 @@ double LogWeight(const PolicyTokens& tokens, size_t row, double old) {
   return old - (tokens.behaviour[row] - keep);
 }
 
-// Whether k3_cap applies to the estimator; true for kNone, with which it does nothing.
-bool IsK3(KlEstimator estimator) {
+// Whether k3_cap may be set with the estimator; with kNone it has no effect.
+bool AllowsK3Cap(KlEstimator estimator) {
   return estimator == KlEstimator::kK3 || estimator == KlEstimator::kK3GradientK2 ||
          estimator == KlEstimator::kNone;
 }
@@ -146,7 +146,7 @@ absl::Status CheckPolicyLossOptions(const PolicyLossOptions& options) {
   TANDEM_RETURN_IF_ERROR(
       CheckInRange("kl_coefficient", options.kl_coefficient, 0, kMaxCoefficient));
   TANDEM_RETURN_IF_ERROR(CheckInRange("k3_cap", options.k3_cap, 0, kMaxCoefficient));
-  if (options.k3_cap > 0 && !IsK3(options.kl_estimator)) {
+  if (options.k3_cap > 0 && !AllowsK3Cap(options.kl_estimator)) {
     return InvalidField("k3_cap", "must be 0 with a kl_estimator that is not K3 or K3_GRADIENT_K2");
   }
   if (options.kl_importance_correction && options.kind == PolicyLossKind::kGspo) {

@@ -243,7 +243,7 @@ TEST(PolicyLossTest, GspoGradientsMatchDifferences) {
                                .dual_clip = 3,
                                .kl_estimator = KlEstimator::kK3,
                                .kl_coefficient = 0.7};
-  for (const double cap : {0.0, 1.1}) {  // the weights are constants: they do not know logp
+  for (const double cap : {0.0, 1.1}) {  // the weights are constants, without a gradient
     options.importance_sampling_cap = cap;
     Sequences sequences;
     sequences.tokens.advantages = {1.5, -0.5, 0.3, -0.5, 2};  // as GAE gives them

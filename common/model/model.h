@@ -67,8 +67,8 @@ struct LoadOptions {
   // kValue on a base checkpoint whose embeddings are tied is INVALID_ARGUMENT unless this is set.
   bool untie_embeddings = false;
   uint64_t value_head_seed = 0;
-  // Token ids that there are, at most the vocab_size of config.json; 0: as many as that. The
-  // tokenizer says it (Vocabulary::size); config.json counts padding rows too.
+  // Number of token ids, at most the vocab_size of config.json; 0: as many as that. The tokenizer
+  // says it (Vocabulary::size); config.json counts padding rows too.
   int64_t num_token_ids = 0;
   // Parameters are float32 leaves that require gradients, but for the frozen ones.
   bool requires_grad = false;
@@ -95,16 +95,16 @@ struct SourceParameters {
 
 class Model {
  public:
-  // INVALID_ARGUMENT that names the field of config.json whose size is not that of the weights,
-  // "tokenizer.json" for more token ids than config.json has rows, or file and tensor when one is
-  // missing, unexpected, mis-shaped, or not floating-point, or "freeze" or "placement" when they do
-  // not fit (for shards: a number of heads, say, that does not divide); DATA_LOSS and
+  // Loads a model. INVALID_ARGUMENT that names the field of config.json whose size is not that of
+  // the weights, "tokenizer.json" for more token ids than config.json has rows, or file and tensor
+  // when one is missing, unexpected, mis-shaped, or not floating-point, or "freeze" or "placement"
+  // when they do not fit (for shards: a number of heads, say, that does not divide); DATA_LOSS and
   // INVALID_ARGUMENT for broken files; NOT_FOUND; UNIMPLEMENTED for a model_type or feature that is
   // not supported.
   static absl::StatusOr<std::unique_ptr<Model>> Load(const std::string& directory,
                                                      const LoadOptions& options = {});
-  // Random weights as `transformers` initialises them (norms 1, biases 0, rest
-  // N(0, initializer_range)), from `seed`. For tests and benchmarks.
+  // Returns a model with weights as `transformers` initialises them (norms 1, biases 0, rest
+  // N(0, initializer_range)), drawn from `seed`. For tests and benchmarks.
   static absl::StatusOr<std::unique_ptr<Model>> Random(const ModelConfig& config, uint64_t seed,
                                                        const LoadOptions& options = {});
   ~Model();
@@ -162,9 +162,10 @@ class Model {
   // The cached keys and values of each layer: the argument of a KvCache for Decode.
   std::vector<LayerCache> CacheLayout() const;
 
-  // All parameters that this process holds by Hugging Face name, in a fixed order; a tied head is
-  // listed once, as the embedding. Those that train require gradients. They share storage with the
-  // model: after an in-place change OnWeightsChanged() must be called before the next forward.
+  // Returns all parameters that this process holds, by Hugging Face name, in a fixed order; a tied
+  // head is listed once, as the embedding. Those that train require gradients. They share storage
+  // with the model: after an in-place change OnWeightsChanged() must be called before the next
+  // forward.
   NamedTensors Parameters() const;
   void OnWeightsChanged();
   // The memory of the parameters, by block of a pass: flat, each parameter a view of its block's.
@@ -174,9 +175,9 @@ class Model {
   // multiply with: with LoadOptions::block_filled and another type than float32, else empty. They
   // have no memory; the caller gives them memory and fills them before a block runs.
   const std::vector<at::Tensor>& ComputeBuffers() const;
-  // The parameters of the whole model, held by this process or not.
+  // Returns the parameters of the whole model, held by this process or not.
   const std::vector<tandem::Parameter>& DeclaredParameters() const;
-  // The same whole, whatever is held here, as tensors of type `dtype`.
+  // Returns the specs of the same parameters as tensors of type `dtype`.
   std::vector<WeightSpec> WeightSpecs(DType dtype) const;
   // The parameter of that name; undefined if this process has none.
   at::Tensor Parameter(absl::string_view name) const;
@@ -200,8 +201,8 @@ class Model {
   // read with, model.safetensors in `dtype`, and the tokenizer's files if the source directory
   // still has them: FAILED_PRECONDITION if tokenizer.json is gone from there though the number of
   // token ids, which it says, is not vocab_size. A critic is written as
-  // <Family>ForTokenClassification with `score.weight`. Of the parameters, whole ones which
-  // `parameters` gives, one at a time is held and converted.
+  // <Family>ForTokenClassification with `score.weight`. `parameters` gives whole parameters, of
+  // which one at a time is held and converted.
   absl::Status Save(const std::string& directory, DType dtype, TensorSource parameters) const;
   // With its own parameters. UNIMPLEMENTED unless all of them are here.
   absl::Status Save(const std::string& directory, DType dtype = DType::kFloat32) const;

@@ -109,7 +109,7 @@ TEST_F(ModelLoadTest, TheDigestIsThatOfTheFilesValuesWhateverIsStored) {
   EXPECT_NE(model->weights_digest(), exact->weights_digest());
 }
 
-TEST_F(ModelLoadTest, AShardHoldsItsPartOfEveryParameter) {
+TEST_F(ModelLoadTest, AShardHoldsItsSliceOfEveryParameter) {
   const json even = {{"vocab_size", 62}, {"intermediate_size", 44}, {"attention_bias", true}};
   Write(even);
   const auto whole = Model::Load(directory_).value();
@@ -119,18 +119,18 @@ TEST_F(ModelLoadTest, AShardHoldsItsPartOfEveryParameter) {
                     {.requires_grad = index == 1,
                      .placement = {.dtype = at::kFloat, .shard_index = index, .shard_count = 2}})
             .value();
-    const auto expect_part = [&](const std::string& name, int64_t axis) {
+    const auto expect_slice = [&](const std::string& name, int64_t axis) {
       const at::Tensor full = whole->Parameter(name).detach();
       EXPECT_TRUE(at::equal(shard->Parameter(name).detach(), full.chunk(2, axis)[index])) << name;
     };
     const std::string layer = "model.layers.1.";
-    expect_part(kEmbeddingName, 0);
-    expect_part(kLmHeadName, 0);
-    expect_part(layer + "self_attn.k_proj.weight", 0);
-    expect_part(layer + "self_attn.k_proj.bias", 0);
-    expect_part(layer + "self_attn.o_proj.weight", 1);
-    expect_part(layer + "mlp.up_proj.weight", 0);
-    expect_part(layer + "mlp.down_proj.weight", 1);
+    expect_slice(kEmbeddingName, 0);
+    expect_slice(kLmHeadName, 0);
+    expect_slice(layer + "self_attn.k_proj.weight", 0);
+    expect_slice(layer + "self_attn.k_proj.bias", 0);
+    expect_slice(layer + "self_attn.o_proj.weight", 1);
+    expect_slice(layer + "mlp.up_proj.weight", 0);
+    expect_slice(layer + "mlp.down_proj.weight", 1);
     EXPECT_TRUE(at::equal(shard->Parameter(kNorm), whole->Parameter(kNorm)));
     EXPECT_TRUE(at::equal(shard->Parameter(layer + "self_attn.o_proj.bias"),
                           whole->Parameter(layer + "self_attn.o_proj.bias")));

@@ -46,9 +46,10 @@ absl::Status ReadRopeScaling(const ConfigFields& fields, int64_t max_position_em
     }
   }
   if (rope.type == RopeConfig::Type::kYarn) {
-    TANDEM_ASSIGN_OR_RETURN(rope.beta_fast, fields.Positive("beta_fast", 32.0));
-    TANDEM_ASSIGN_OR_RETURN(rope.beta_slow, fields.Positive("beta_slow", 1.0));
-    TANDEM_ASSIGN_OR_RETURN(rope.truncate, fields.Bool("truncate", true));
+    const RopeConfig defaults;
+    TANDEM_ASSIGN_OR_RETURN(rope.beta_fast, fields.Positive("beta_fast", defaults.beta_fast));
+    TANDEM_ASSIGN_OR_RETURN(rope.beta_slow, fields.Positive("beta_slow", defaults.beta_slow));
+    TANDEM_ASSIGN_OR_RETURN(rope.truncate, fields.Bool("truncate", defaults.truncate));
     TANDEM_ASSIGN_OR_RETURN(rope.attention_factor, fields.MaybePositive("attention_factor"));
     TANDEM_ASSIGN_OR_RETURN(rope.mscale, fields.MaybePositive("mscale"));
     TANDEM_ASSIGN_OR_RETURN(rope.mscale_all_dim, fields.MaybePositive("mscale_all_dim"));
@@ -61,7 +62,7 @@ absl::Status ReadRopeScaling(const ConfigFields& fields, int64_t max_position_em
 absl::StatusOr<RopeConfig> ReadRopeConfig(const ConfigFields& fields,
                                           int64_t max_position_embeddings) {
   RopeConfig rope;
-  TANDEM_ASSIGN_OR_RETURN(rope.theta, fields.Positive("rope_theta", 10000.0));
+  TANDEM_ASSIGN_OR_RETURN(rope.theta, fields.Positive("rope_theta", rope.theta));
   for (const char* key : {"rope_scaling", "rope_parameters"}) {
     TANDEM_ASSIGN_OR_RETURN(const auto scaling, fields.Object(key));
     if (!scaling.has_value()) continue;

@@ -38,8 +38,8 @@ class LinearWeight {
   // is unchanged.
   at::Tensor ForwardAddShard(const at::Tensor& residual, const at::Tensor& x,
                              const std::shared_ptr<TensorParallelGroup>& group) const;
-  // Like ForwardAddShard, where every rank keeps all tokens: `residual` and the result are [T,
-  // out]. No autograd.
+  // Like ForwardAddShard, where every rank keeps all tokens: `residual` and the result are
+  // [T, out]. No autograd.
   at::Tensor ForwardAddSum(const at::Tensor& residual, const at::Tensor& x,
                            TensorParallelGroup& group) const;
 
@@ -57,8 +57,8 @@ class LinearWeight {
 
   at::Tensor stacked_, bias_;
   std::vector<at::Tensor> weights_, biases_;
-  at::Tensor compute_weight_,
-      compute_bias_;  // stacked_ and bias_ themselves if the type is the same
+  // stacked_ and bias_ themselves if the type is the same.
+  at::Tensor compute_weight_, compute_bias_;
   bool has_copy_ = false;
   int64_t copied_version_ = 0;  // autograd's count of changes to the stack
 };

@@ -11,8 +11,9 @@
 
 namespace tandem::parallel {
 
-// For the ranks of `world`. Errors name "strategy.<field>": those of CheckStrategyName, and
-// INVALID_ARGUMENT for a strategy that does not fit the number of ranks.
+// Returns the strategy `options.name` for the ranks of `world`. Errors name "strategy.<field>":
+// those of CheckStrategyName, and INVALID_ARGUMENT for a strategy that does not fit the number of
+// ranks.
 absl::StatusOr<std::unique_ptr<Strategy>> CreateStrategy(
     const StrategyOptions& options, std::shared_ptr<ranks::Communicator> world);
 

@@ -48,7 +48,8 @@ absl::Status CheckWorld(const MegatronOptions& options, int64_t world_size) {
                             world_size, " that there are"));
 }
 
-// Every rank that computes the output layer has a token id: a rank without one has nothing to say.
+// Checks that every rank that computes the output layer has a token id: a shard without one has no
+// statistics of the softmax.
 absl::Status CheckOutputRanks(const MegatronOptions& options, int64_t vocab_size,
                               int64_t num_token_ids) {
   const int64_t tensor = options.tensor_model_parallel_size;

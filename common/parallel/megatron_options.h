@@ -18,9 +18,9 @@ struct MegatronOptions {
   int64_t pipeline_model_parallel_size = 1;
   int64_t context_parallel_size = 1;
   int64_t expert_model_parallel_size = 1;
-  // Parts of the model that every stage of the pipeline holds.
+  // Virtual stages that each stage of the pipeline holds.
   int64_t virtual_pipeline_model_parallel_size = 1;
-  // Shares out the optimizer's state among the ranks that hold the same parameters.
+  // Whether the ranks that hold the same parameters each keep a shard of the optimizer's state.
   bool use_distributed_optimizer = true;
 
   // Ranks of one replica of the model.
@@ -29,7 +29,7 @@ struct MegatronOptions {
   }
 };
 
-// The mesh of `world_size` ranks; the ranks of a replica divide them.
+// Returns the mesh of `world_size` ranks, a multiple of the ranks of a replica.
 MeshShape MeshOf(const MegatronOptions& options, int64_t world_size);
 PipelineShape PipelineOf(const MegatronOptions& options);
 
@@ -46,14 +46,15 @@ struct TokenRange {
 };
 
 // The token ids whose logits `rank` computes, for an output layer of `vocab_size` rows of which the
-// first `num_token_ids` have a token: a context rank's slice of its tensor rank's shard. Rank (0,
-// 0) has most.
+// first `num_token_ids` have a token: a context rank's slice of its tensor rank's shard. Tensor
+// rank 0, context rank 0 has the most.
 TokenRange OutputTokens(const MegatronOptions& options, int64_t vocab_size, int64_t num_token_ids,
                         const OutputRank& rank);
 
-// Whether `world_size` ranks can train the model in this layout. `num_token_ids` as in LoadOptions
-// (common/model/model.h). INVALID_ARGUMENT, or UNIMPLEMENTED for expert_model_parallel_size, names
-// the field ("strategy.tensor_model_parallel_size") and the numbers that do not fit.
+// Checks that `world_size` ranks can train the model in this layout. `num_token_ids` as in
+// LoadOptions (common/model/model.h). INVALID_ARGUMENT, or UNIMPLEMENTED for
+// expert_model_parallel_size, names the field ("strategy.tensor_model_parallel_size") and the
+// numbers that do not fit.
 absl::Status CheckMegatronOptions(const MegatronOptions& options, const ModelConfig& config,
                                   HeadKind head, int64_t world_size, int64_t num_token_ids = 0);
 

@@ -213,12 +213,11 @@ absl::Status MegatronStrategy::ForwardBackward(int64_t count, InputFunction inpu
 
 void MegatronStrategy::SumOverTensorRanks() {
   if (mesh_->tensor->size() == 1) return;
-  std::vector<at::Tensor> gradients, flat;
+  std::vector<at::Tensor> flat;
   for (const Parameter& parameter : model_->DeclaredParameters()) {
     if (!parameter.trainable || !parameter.value.defined()) continue;
     if (parameter.spec.shard_axis.has_value()) continue;
-    gradients.push_back(parameter.value.grad());
-    flat.push_back(gradients.back().view(-1));
+    flat.push_back(parameter.value.grad().view(-1));
   }
   if (flat.empty()) return;
   at::Tensor all = at::cat(flat);

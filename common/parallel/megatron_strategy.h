@@ -108,8 +108,8 @@ class MegatronStrategy : public Strategy {
   const Recompute recompute_;
   const std::shared_ptr<ranks::Communicator> world_;
   std::unique_ptr<ParallelMesh> mesh_;
-  std::shared_ptr<ops::TensorParallelGroup>
-      output_group_;  // nullptr if one rank computes the output
+  // nullptr if one rank computes the output.
+  std::shared_ptr<ops::TensorParallelGroup> output_group_;
   std::unique_ptr<Model> model_;
   std::vector<Block> blocks_;
   std::unique_ptr<ShardedOptimizer> optimizer_;

@@ -56,7 +56,7 @@ TEST_P(MegatronStrategyTest, EveryModelIsThatOfOneProcess) {
 }
 
 // An error of one rank is returned on all, and the ranks are still in step after it.
-TEST_P(MegatronStrategyTest, AnErrorOfOneRankIsAllRanks) {
+TEST_P(MegatronStrategyTest, AnErrorOfOneRankIsReturnedOnAll) {
   const MegatronLayout& layout = GetParam();
   ranks::RunConnected(layout.ranks, [&](const Ranks& ranks) {
     const TemporaryFolder folder;

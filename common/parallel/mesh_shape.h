@@ -9,8 +9,8 @@ struct MeshCoordinates {
   int tensor = 0, context = 0, data = 0, pipeline = 0;
 };
 
-// Sizes, and the order of Megatron-LM: from one rank to the next the tensor coordinate changes
-// first, then context, data and pipeline.
+// The size of each dimension. Ranks are in the order of Megatron-LM: from one rank to the next the
+// tensor coordinate changes first, then context, data and pipeline.
 struct MeshShape {
   int tensor = 1, context = 1, data = 1, pipeline = 1;
 

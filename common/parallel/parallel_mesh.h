@@ -1,4 +1,4 @@
-// The ranks of a world as a mesh of tensor, context, data and pipeline parallel ones.
+// The process groups of a mesh of tensor, context, data and pipeline parallel ranks.
 #ifndef TANDEM_COMMON_PARALLEL_PARALLEL_MESH_H_
 #define TANDEM_COMMON_PARALLEL_PARALLEL_MESH_H_
 
@@ -10,8 +10,8 @@
 
 namespace tandem::parallel {
 
-// Lists of ranks for Communicator::Split. Every rank is in one group of each kind, but for the
-// last.
+// Lists of ranks for Communicator::Split. Every rank is in one group of each kind; only
+// EmbeddingGroups leaves ranks out.
 using MeshGroups = std::vector<std::vector<int>>;
 MeshGroups TensorGroups(const MeshShape& shape);
 MeshGroups ContextGroups(const MeshShape& shape);

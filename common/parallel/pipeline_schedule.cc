@@ -8,8 +8,9 @@ namespace {
 // Returns the index-th forward or backward action of every stage. A virtual stage runs as many
 // micro-batches in a row as there are stages.
 PipelineAction Nth(const PipelineShape& shape, bool is_forward, int64_t index) {
-  if (shape.virtual_stages == 1)
+  if (shape.virtual_stages == 1) {
     return {.is_forward = is_forward, .virtual_stage = 0, .micro_batch = index};
+  }
   const int64_t group = shape.stages * shape.virtual_stages;
   const int64_t virtual_stage = index % group / shape.stages;
   return {.is_forward = is_forward,

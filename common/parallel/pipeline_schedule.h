@@ -45,8 +45,8 @@ inline constexpr int64_t kSendsInFlight = 2;
 
 // Returns the actions of `stage` for micro-batches 0 .. count-1, in order. Stages that follow their
 // lists, waiting for what they receive and for room to send, all come to the end. Forward actions
-// are in the same order on all stages, and so are backward ones: a stage receives from another, in
-// one direction, in the order in which it needs.
+// are in the same order on all stages, and so are backward ones: what a stage receives from
+// another, in one direction, comes in the order in which it needs it.
 std::vector<PipelineAction> PipelineSchedule(const PipelineShape& shape, int64_t count,
                                              int64_t stage);
 

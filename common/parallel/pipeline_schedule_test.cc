@@ -42,8 +42,9 @@ TEST(PipelineBlocksTest, TheFirstVirtualStagesHaveTheLayersThatAreLeft) {
 
 struct Timeline {
   bool finished = false;
-  int64_t time = 0;                   // in actions, each of which takes 1
-  std::vector<int64_t> most_forward;  // by stage: the most passes that ran forward and not yet back
+  int64_t time = 0;  // in actions, each of which takes 1
+  // By stage, the maximum number of passes that have run forward and not yet back.
+  std::vector<int64_t> max_open;
 };
 
 // Runs the lists as the stages do: an action starts when the stage's previous one has ended, its
@@ -61,7 +62,7 @@ Timeline Simulate(const PipelineShape& shape, int64_t count) {
     return std::pair(is_forward, (receiver + (is_forward ? lists.size() - 1 : 1)) % lists.size());
   };
   Timeline timeline;
-  timeline.most_forward.resize(lists.size());
+  timeline.max_open.resize(lists.size());
   for (bool moved = true; moved;) {
     moved = false;
     for (size_t s = 0; s < lists.size(); ++s) {
@@ -69,8 +70,8 @@ Timeline Simulate(const PipelineShape& shape, int64_t count) {
       const PipelineAction action = lists[s][next[s]];
       const int64_t position = action.virtual_stage * shape.stages + static_cast<int64_t>(s);
       int64_t start = free_at[s];
-      const auto needs = [&](bool is_forward, int64_t of_part) {
-        const auto found = ends.find({is_forward, of_part, action.micro_batch});
+      const auto needs = [&](bool is_forward, int64_t of_position) {
+        const auto found = ends.find({is_forward, of_position, action.micro_batch});
         if (found == ends.end()) return false;
         start = std::max(start, found->second);
         return true;
@@ -87,7 +88,7 @@ Timeline Simulate(const PipelineShape& shape, int64_t count) {
       free_at[s] = start + 1;
       ends[{action.is_forward, position, action.micro_batch}] = start + 1;
       open[s] += action.is_forward ? 1 : -1;
-      timeline.most_forward[s] = std::max(timeline.most_forward[s], open[s]);
+      timeline.max_open[s] = std::max(timeline.max_open[s], open[s]);
       timeline.time = std::max(timeline.time, start + 1);
       ++next[s];
       moved = true;
@@ -148,7 +149,7 @@ TEST(PipelineScheduleTest, ActivationsAreBounded) {
       const int64_t bound = shape.virtual_stages == 1
                                 ? after + 1
                                 : 2 * after + (shape.virtual_stages - 1) * shape.stages + 1;
-      EXPECT_LE(timeline.most_forward[static_cast<size_t>(s)],
+      EXPECT_LE(timeline.max_open[static_cast<size_t>(s)],
                 std::min(bound, count * shape.virtual_stages));
     }
   });

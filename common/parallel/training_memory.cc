@@ -67,7 +67,7 @@ absl::StatusOr<ShardedModel> Sharded(const TrainedModel& model, int64_t tensor_r
   return sharded;
 }
 
-// Adds items, in the memory of the host or of the device that computes.
+// Collects the items of a plan, each in the memory of the host or of the device that computes.
 class Items {
  public:
   explicit Items(const TrainedModel& model) : on_host_(model.on_host), dtype_(model.dtype) {}
@@ -78,11 +78,12 @@ class Items {
   void AddOnHost(const std::string& name, int64_t bytes) {
     plan_.items.push_back({.name = name, .bytes = bytes, .on_host = true});
   }
-  // float32 masters are multiplied as copies in another type.
+  // Adds the copies of float32 masters that linear maps multiply with, if the computation has
+  // another type.
   void AddComputeCopy(int64_t values) {
     if (copy_bytes() > 0) Add("compute_copy", values * copy_bytes());
   }
-  // Bytes of a value of such a copy; 0: there is none.
+  // Bytes of one value of such a copy; 0 if there is none.
   int64_t copy_bytes() const {
     return dtype_ == DType::kFloat32 ? 0 : static_cast<int64_t>(ItemSizeBytes(dtype_));
   }
@@ -144,16 +145,16 @@ absl::StatusOr<MemoryPlan> SingleMemory(Recompute recompute, const TrainedModel&
   return items.Take();
 }
 
-// Values of the blocks that are whole at the same time: the one that runs, beside it the next one
-// if transfers overlap, and the head's.
+// Returns the maximum of the values that are whole at the same time: the head's, or those of a
+// block that runs and, if transfers overlap, of the next one.
 template <typename SizeOf>
 int64_t WholeAtOnce(const ShardedModel& model, bool overlaps, const SizeOf& size_of) {
-  int64_t most = size_of(model.last_block());
-  if (model.tied) most += size_of(0);
+  int64_t peak = size_of(model.last_block());
+  if (model.tied) peak += size_of(0);
   for (int64_t block = 0; block < model.last_block(); ++block) {
-    most = std::max(most, size_of(block) + (overlaps ? size_of(block + 1) : 0));
+    peak = std::max(peak, size_of(block) + (overlaps ? size_of(block + 1) : 0));
   }
-  return most;
+  return peak;
 }
 
 absl::StatusOr<MemoryPlan> ZeroMemory(const ZeroOptions& zero, Recompute recompute,
@@ -185,9 +186,9 @@ absl::StatusOr<MemoryPlan> ZeroMemory(const ZeroOptions& zero, Recompute recompu
     const auto open = [&](int64_t block) {
       return model.Gradients(block) + shard(model.Gradients(block));
     };
-    int64_t most = WholeAtOnce(model, zero.overlap_comm, open);
-    if (model.tied && model.last_block() > 1) most += open(0);
-    items.Add("whole_gradients", most * kFloatBytes);
+    int64_t peak = WholeAtOnce(model, zero.overlap_comm, open);
+    if (model.tied && model.last_block() > 1) peak += open(0);
+    items.Add("whole_gradients", peak * kFloatBytes);
   }
   if (zero.offload_optimizer && !options.on_host) {
     items.AddOnHost("optimizer_and_masters", 3 * optimized * kFloatBytes);
@@ -198,19 +199,19 @@ absl::StatusOr<MemoryPlan> ZeroMemory(const ZeroOptions& zero, Recompute recompu
   return items.Take();
 }
 
-// Bytes per token of the most activations that a stage keeps at the same time.
+// Returns the maximum of the bytes per token that a stage keeps at the same time.
 int64_t PipelineBytes(const ShardedModel& model, Recompute recompute, const PipelineShape& shape,
                       int64_t stage) {
   // Enough micro-batches for a full pipeline.
   const int64_t micro_batches = 2 * shape.stages;
-  int64_t open = 0, most = 0;
+  int64_t open = 0, peak = 0;
   for (const PipelineAction& action : PipelineSchedule(shape, micro_batches, stage)) {
     const BlockRange blocks =
         BlocksOfVirtualStage(model.config.num_hidden_layers, shape, stage, action.virtual_stage);
     open += (action.is_forward ? 1 : -1) * KeptBytes(model, recompute, blocks);
-    most = std::max(most, open);
+    peak = std::max(peak, open);
   }
-  return most;
+  return peak;
 }
 
 absl::StatusOr<MemoryPlan> MegatronMemory(const MegatronOptions& megatron, Recompute recompute,

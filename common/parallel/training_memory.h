@@ -1,5 +1,5 @@
-// The memory that one rank takes to train a model under a strategy, before anything is loaded. No
-// torch.
+// The memory that one rank takes to train a model under a strategy, computed before anything is
+// loaded. No torch.
 #ifndef TANDEM_COMMON_PARALLEL_TRAINING_MEMORY_H_
 #define TANDEM_COMMON_PARALLEL_TRAINING_MEMORY_H_
 

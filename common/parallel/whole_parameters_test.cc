@@ -93,7 +93,7 @@ TEST(WholeParametersSingleTest, OneProcessIsRankZero) {
 }
 
 // A digest, a saved model and a snapshot, which are made tensor by tensor.
-TEST(WholeParametersMemoryTest, ARankHoldsOneBlockBesideItsPart) {
+TEST(WholeParametersMemoryTest, ARankHoldsOneBlockBesideItsShard) {
   ranks::RunConnected(2, [](const Ranks& ranks) {
     const loss::MeteredMemory meter;
     const TemporaryFolder folder;

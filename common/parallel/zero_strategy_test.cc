@@ -307,7 +307,7 @@ TEST(ZeroStrategyTest, ACheckpointInBfloat16LoadsUnderAnotherLayout) {
 }
 
 // An error of one rank is returned on all, and the ranks are still in step after it.
-TEST(ZeroStrategyTest, AnErrorOfOneRankIsAllRanks) {
+TEST(ZeroStrategyTest, AnErrorOfOneRankIsReturnedOnAll) {
   ranks::RunConnected(2, [](const Ranks& ranks) {
     const TemporaryFolder folder;
     WriteTinyModel(folder / "model", 3);

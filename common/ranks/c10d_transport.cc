@@ -23,9 +23,6 @@
 namespace tandem::ranks {
 namespace {
 
-// How much later than a time limit of c10d ours ends: its messages say more.
-constexpr absl::Duration kGrace = absl::Seconds(2);
-
 c10::intrusive_ptr<c10d::Store> OpenStore(const RankEnvironment& environment, bool host,
                                           absl::Duration timeout) {
   // c10d warns of every address that has no name.
@@ -63,7 +60,7 @@ absl::StatusOr<std::unique_ptr<RankStore>> RankStore::Connect(const RankEnvironm
   const absl::Time deadline = absl::Now() + timeout;
   const bool host = environment.rank == 0;
   const auto state = std::make_shared<State>();
-  const absl::Status status = RunUntil(deadline + kGrace, "store", [=]() -> absl::Status {
+  const absl::Status status = RunUntil(deadline + kC10dGrace, "store", [=]() -> absl::Status {
     c10::intrusive_ptr<c10d::Store> store;
     if (host) store = OpenStore(environment, host, timeout);
     // Connects where another process already listens: c10d waits a second after a failed

@@ -23,9 +23,6 @@ constexpr int kSendTag = 0;
 constexpr int kReduceScatterTag = 1;
 constexpr int kAllGatherTag = 2;
 
-// How much later than the time limits of c10d, whose messages say more, Connect gives up.
-constexpr absl::Duration kGrace = absl::Seconds(2);
-
 // Size of the first exchange of a broadcast of bytes; most commands fit into it.
 constexpr size_t kHeadBytes = 4096;
 
@@ -107,7 +104,8 @@ absl::StatusOr<std::shared_ptr<Communicator>> Communicator::Connect(
   TANDEM_ASSIGN_OR_RETURN(world->store_,
                           RankStore::Connect(environment, "communicator", options.timeout));
   // Every step has a time limit but for the answer of a rank that is stopped, or that is none.
-  const absl::Status status = RunUntil(deadline + kGrace, "process group", [=]() -> absl::Status {
+  const absl::Time give_up = deadline + kC10dGrace;
+  const absl::Status status = RunUntil(give_up, "process group", [=]() -> absl::Status {
     const c10::OptionalDeviceGuard guard(
         options.device.has_index() ? std::optional<c10::Device>(options.device) : std::nullopt);
     TANDEM_RETURN_IF_ERROR(AwaitAll(*world->store_, environment, deadline));

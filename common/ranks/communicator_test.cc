@@ -82,9 +82,9 @@ TEST_P(CommunicatorTest, Bfloat16IsReducedInFloat32) {
     at::Tensor sum = own.clone();
     communicator.AllReduce(sum, Reduction::kSum);
     EXPECT_TRUE(at::equal(sum, expected.expand(size())));
-    const at::Tensor part = at::empty({1}, at::kBFloat16);
-    communicator.ReduceScatter(part, own);
-    EXPECT_TRUE(at::equal(part, expected));
+    const at::Tensor shard = at::empty({1}, at::kBFloat16);
+    communicator.ReduceScatter(shard, own);
+    EXPECT_TRUE(at::equal(shard, expected));
   });
 }
 
@@ -105,22 +105,22 @@ TEST_P(CommunicatorTest, AllReduceTakesTheMaximum) {
 TEST_P(CommunicatorTest, ReduceScatterAddsInTheOrderOfTheRanks) {
   RunOnAll([&](Communicator& communicator) {
     for (const at::ScalarType type : kSummedTypes) {
-      for (const int64_t part : {0, 1, 1001}) {
-        const at::Tensor output = at::empty({part}, type);
-        communicator.ReduceScatter(output, Values(communicator.rank(), part * size(), type));
-        at::Tensor expected = Values(0, part * size(), type);
+      for (const int64_t count : {0, 1, 1001}) {
+        const at::Tensor output = at::empty({count}, type);
+        communicator.ReduceScatter(output, Values(communicator.rank(), count * size(), type));
+        at::Tensor expected = Values(0, count * size(), type);
         if (type == at::kBFloat16) expected = expected.to(at::kFloat);
         for (int rank = 1; rank < size(); ++rank) {
-          expected = expected + Values(rank, part * size(), type).to(expected.scalar_type());
+          expected = expected + Values(rank, count * size(), type).to(expected.scalar_type());
         }
-        const at::Tensor own = expected.narrow(0, communicator.rank() * part, part);
-        EXPECT_TRUE(at::equal(output, own.to(type))) << type << " " << part;
+        const at::Tensor own = expected.narrow(0, communicator.rank() * count, count);
+        EXPECT_TRUE(at::equal(output, own.to(type))) << type << " " << count;
       }
     }
   });
 }
 
-TEST_P(CommunicatorTest, ReduceScatterMayWriteIntoItsOwnPart) {
+TEST_P(CommunicatorTest, ReduceScatterMayWriteIntoItsOwnShard) {
   RunOnAll([&](Communicator& communicator) {
     const at::Tensor input = Values(communicator.rank(), 30 * size(), at::kFloat);
     const at::Tensor apart = at::empty({30}, at::kFloat);
@@ -136,21 +136,21 @@ TEST_P(CommunicatorTest, AllGatherGivesTheInputsOfAllRanks) {
   RunOnAll([&](Communicator& communicator) {
     const int rank = communicator.rank();
     for (const at::ScalarType type : {at::kFloat, at::kLong, at::kBFloat16, at::kByte}) {
-      for (const int64_t part : {0, 1, 777}) {
+      for (const int64_t count : {0, 1, 777}) {
         std::vector<at::Tensor> all;
         for (int peer = 0; peer < size(); ++peer) {
-          all.push_back((at::arange(part, at::kLong) + 100 * peer).remainder(251).to(type));
+          all.push_back((at::arange(count, at::kLong) + 100 * peer).remainder(251).to(type));
         }
         const at::Tensor expected = at::cat(all);
-        const at::Tensor output = at::zeros({part * size()}, type);
+        const at::Tensor output = at::zeros({count * size()}, type);
         communicator.AllGather(output, all[rank]);
-        EXPECT_TRUE(at::equal(output, expected)) << type << " " << part;
+        EXPECT_TRUE(at::equal(output, expected)) << type << " " << count;
         // The same in place.
         output.zero_();
-        const at::Tensor own = output.narrow(0, rank * part, part);
+        const at::Tensor own = output.narrow(0, rank * count, count);
         own.copy_(all[rank]);
         communicator.AllGather(output, own);
-        EXPECT_TRUE(at::equal(output, expected)) << type << " " << part;
+        EXPECT_TRUE(at::equal(output, expected)) << type << " " << count;
       }
     }
   });
@@ -264,12 +264,12 @@ TEST_P(CommunicatorTest, VolumesFollowTheFormulas) {
   RunOnAll([&](Communicator& communicator) {
     const int64_t n = size();
     at::Tensor tensor = at::zeros({n * 100}), half = at::zeros({n * 100}, at::kBFloat16);
-    const at::Tensor part = at::zeros({100});
+    const at::Tensor shard = at::zeros({100});
     communicator.AllReduce(tensor, Reduction::kSum);
     communicator.AllReduce(half, Reduction::kSum);  // travels as float32
-    communicator.ReduceScatter(part, tensor);
+    communicator.ReduceScatter(shard, tensor);
     communicator.ReduceScatter(half.narrow(0, communicator.rank() * 100, 100), half);
-    communicator.AllGather(tensor, part);
+    communicator.AllGather(tensor, shard);
     communicator.Broadcast(tensor, 0);
     if (n > 1) {
       if (communicator.rank() == 0) communicator.Send(tensor, 1);
@@ -301,7 +301,7 @@ TEST_P(CommunicatorTest, VolumesFollowTheFormulas) {
 TEST_P(CommunicatorTest, TensorsThatDoNotFitAreRefused) {
   RunOnAll([&](Communicator& communicator) {
     const int n = size();
-    const at::Tensor whole = at::zeros({n * 4}), part = at::zeros({4});
+    const at::Tensor whole = at::zeros({n * 4}), shard = at::zeros({4});
     const at::Tensor strided = at::zeros({n * 4, 2}).select(1, 0);
     at::Tensor integers = at::zeros({4}, at::kInt), bad = strided;
     EXPECT_THAT(ErrorOf([&] { communicator.AllReduce(integers, Reduction::kSum); }),
@@ -310,12 +310,12 @@ TEST_P(CommunicatorTest, TensorsThatDoNotFitAreRefused) {
                 HasSubstr("contiguous"));
     EXPECT_THAT(ErrorOf([&] { communicator.ReduceScatter(at::zeros({5}), whole); }),
                 HasSubstr("is not"));
-    EXPECT_THAT(ErrorOf([&] { communicator.AllGather(whole, part.to(at::kDouble)); }),
+    EXPECT_THAT(ErrorOf([&] { communicator.AllGather(whole, shard.to(at::kDouble)); }),
                 HasSubstr("is not"));
-    EXPECT_THAT(ErrorOf([&] { communicator.AllGather(strided, part); }), HasSubstr("contiguous"));
+    EXPECT_THAT(ErrorOf([&] { communicator.AllGather(strided, shard); }), HasSubstr("contiguous"));
     EXPECT_THAT(ErrorOf([&] { communicator.Broadcast(bad, 0); }), HasSubstr("contiguous"));
-    EXPECT_THAT(ErrorOf([&] { communicator.Send(part, n); }), HasSubstr("no rank"));
-    EXPECT_THAT(ErrorOf([&] { communicator.Send(part, communicator.rank()); }),
+    EXPECT_THAT(ErrorOf([&] { communicator.Send(shard, n); }), HasSubstr("no rank"));
+    EXPECT_THAT(ErrorOf([&] { communicator.Send(shard, communicator.rank()); }),
                 HasSubstr("itself"));
     EXPECT_THAT(ErrorOf([&] { communicator.BroadcastBytes("", -1); }), HasSubstr("no rank"));
     EXPECT_THAT(ErrorOf([&] { communicator.Split("twice", {{0}, {0}}); }), HasSubstr("twice"));
@@ -364,13 +364,13 @@ TEST(CommunicatorFailureTest, AnErrorNamesTheCollectiveAndThePeer) {
     const auto world = Communicator::Connect(environment, {}).value();
     if (environment.rank == 1) _exit(0);
     at::Tensor tensor = at::zeros({30});
-    const at::Tensor part = at::zeros({10});
+    const at::Tensor shard = at::zeros({10});
     EXPECT_THAT(ErrorOf([&] { world->Recv(tensor, 1); }),
                 testing::AllOf(HasSubstr("receive in 'world' on rank"), HasSubstr("with rank 1:"),
                                HasSubstr("of ranks 0, 1, 2")));
-    EXPECT_THAT(ErrorOf([&] { world->ReduceScatter(part, tensor); }),
+    EXPECT_THAT(ErrorOf([&] { world->ReduceScatter(shard, tensor); }),
                 testing::AllOf(HasSubstr("reduce-scatter in"), HasSubstr("with rank 1:")));
-    EXPECT_THAT(ErrorOf([&] { world->AllGather(tensor, part); }),
+    EXPECT_THAT(ErrorOf([&] { world->AllGather(tensor, shard); }),
                 testing::AllOf(HasSubstr("all-gather in"), HasSubstr("with rank 1:")));
     EXPECT_THAT(ErrorOf([&] { world->AllReduce(tensor, Reduction::kSum); }),
                 HasSubstr("all-reduce in"));

@@ -7,7 +7,9 @@
 
 #include <array>
 #include <csignal>
+#include <functional>
 #include <future>
+#include <memory>
 #include <string>
 #include <vector>
 
@@ -85,6 +87,18 @@ std::unique_ptr<RankMonitor> StartMonitor(const RankEnvironment& environment, co
   return *std::move(monitor);
 }
 
+// Runs `body` on all ranks, each with a monitor of its own.
+RankProcesses MonitoredRanks(const Lines& lines,
+                             const std::function<void(int rank, RankMonitor& monitor)>& body) {
+  return RankProcesses(
+      kRanks,
+      [&](const RankEnvironment& environment) {
+        const auto monitor = StartMonitor(environment, lines);
+        body(environment.rank, *monitor);
+      },
+      kLimit);
+}
+
 // Waits until every rank has read a beat of all others.
 void BeatForAWhile() { absl::SleepFor(kSilence / 2); }
 
@@ -107,16 +121,12 @@ INSTANTIATE_TEST_SUITE_P(Ranks, KilledRankTest, testing::Values(0, 1));
 
 TEST_P(KilledRankTest, IsReportedByTheOthers) {
   const Lines lines(kRanks);
-  RankProcesses processes(
-      kRanks,
-      [&](const RankEnvironment& environment) {
-        const auto monitor = StartMonitor(environment, lines);
-        BeatForAWhile();
-        lines.Write(environment.rank, "watched");
-        absl::SleepFor(kLimit / 2);
-        lines.Write(environment.rank, "noticed nothing");
-      },
-      kLimit);
+  RankProcesses processes = MonitoredRanks(lines, [&](int rank, RankMonitor&) {
+    BeatForAWhile();
+    lines.Write(rank, "watched");
+    absl::SleepFor(kLimit / 2);
+    lines.Write(rank, "noticed nothing");
+  });
   for (int rank = 0; rank < kRanks; ++rank) EXPECT_EQ(lines.Read(rank), "watched");
   processes.Signal(GetParam(), SIGKILL);
   ExpectOthersReport(
@@ -130,18 +140,14 @@ INSTANTIATE_TEST_SUITE_P(Ranks, LeavingRankTest, testing::Values(0, 2));
 
 TEST_P(LeavingRankTest, TheOthersReportItsFailureInItsWords) {
   const Lines lines(kRanks);
-  RankProcesses processes(
-      kRanks,
-      [&](const RankEnvironment& environment) {
-        const auto monitor = StartMonitor(environment, lines);
-        if (environment.rank == GetParam()) {
-          monitor->Fail("out of memory");
-          std::_Exit(7);
-        }
-        absl::SleepFor(kLimit / 2);
-        lines.Write(environment.rank, "noticed nothing");
-      },
-      kLimit);
+  RankProcesses processes = MonitoredRanks(lines, [&](int rank, RankMonitor& monitor) {
+    if (rank == GetParam()) {
+      monitor.Fail("out of memory");
+      std::_Exit(7);
+    }
+    absl::SleepFor(kLimit / 2);
+    lines.Write(rank, "noticed nothing");
+  });
   EXPECT_EQ(processes.Wait(GetParam()), "exit code 7");
   for (int rank = 0; rank < kRanks; ++rank) {
     if (rank == GetParam()) continue;
@@ -151,19 +157,15 @@ TEST_P(LeavingRankTest, TheOthersReportItsFailureInItsWords) {
 
 TEST_P(LeavingRankTest, ARankThatLeavesIsNotMissed) {
   const Lines lines(kRanks);
-  RankProcesses processes(
-      kRanks,
-      [&](const RankEnvironment& environment) {
-        const auto monitor = StartMonitor(environment, lines);
-        if (environment.rank == GetParam()) {
-          monitor->Leave();
-          std::_Exit(0);
-        }
-        BeatForAWhile();  // reads the last record; then the store is gone
-        monitor->Leave();
-        lines.Write(environment.rank, "noticed nothing");
-      },
-      kLimit);
+  RankProcesses processes = MonitoredRanks(lines, [&](int rank, RankMonitor& monitor) {
+    if (rank == GetParam()) {
+      monitor.Leave();
+      std::_Exit(0);
+    }
+    BeatForAWhile();  // reads the last record; then the store is gone
+    monitor.Leave();
+    lines.Write(rank, "noticed nothing");
+  });
   for (int rank = 0; rank < kRanks; ++rank) {
     if (rank != GetParam()) {
       EXPECT_EQ(lines.Read(rank), "noticed nothing");

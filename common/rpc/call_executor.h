@@ -22,7 +22,7 @@ namespace tandem::rpc {
 struct CallExecutorOptions {
   int num_threads = 4;
   size_t queue_capacity = 256;
-  // Requests of calls with one request and one answer, until each is answered.
+  // Bound on the requests, not yet answered, of calls with one request and one answer.
   int64_t max_request_bytes = 256 << 20;
   // The deadline of calls with one answer that come without one.
   absl::Duration default_deadline = absl::Seconds(600);
@@ -42,8 +42,8 @@ class CallExecutor {
   void SetGate(Gate gate) { gate_ = gate; }
 
   // The one gate of every call: interceptors cannot refuse one. OK, or UNAVAILABLE with reason
-  // LOADING or DRAINING and a retry hint; whose call it is does not matter yet. A handler that got
-  // OK may use its engine.
+  // LOADING or DRAINING and a retry hint; `context` is not read yet: all callers are treated
+  // alike. A handler that got OK may use its engine.
   absl::Status Admit(const grpc::ServerContextBase& context) const;
 
   // Queues `work`. RESOURCE_EXHAUSTED with a retry hint when the queue is full; `work` then never

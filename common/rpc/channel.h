@@ -22,7 +22,7 @@ struct ChannelOptions {
 };
 
 // A channel to `address` (host:port) with keepalive, a 4 MiB receive limit and gRPC's own retries
-// off (they would execute a step twice). Without TLS for now.
+// off (they would execute a step twice). TLS is not supported yet.
 std::shared_ptr<grpc::Channel> MakeChannel(const std::string& address,
                                            const ChannelOptions& options = {});
 

@@ -61,7 +61,7 @@ void Enable(const Socket& socket, int level, int option) {
   setsockopt(socket.get(), level, option, &on, sizeof(on));
 }
 
-// Invalid when `address` cannot be bound.
+// Returns an invalid socket if `address` cannot be bound.
 Socket ListenAt(const addrinfo& address, int port) {
   Socket socket(::socket(address.ai_family, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0));
   if (!socket.valid()) return socket;
@@ -151,8 +151,8 @@ class ConnectionGuard::Relay {
   struct End {
     Connection* connection = nullptr;
   };
-  // One direction.
-  struct Lane {
+  // The bytes of one direction.
+  struct Direction {
     std::string pending;  // read, but not yet written
     bool ended = false;   // nothing more can be read
   };
@@ -172,8 +172,8 @@ class ConnectionGuard::Relay {
     bool server_gone = false;  // gRPC closed its end; what it wrote may still be read
     bool closed = false;
     bool held_back = false;  // too many resets of all connections: not read for a while
-    Lane to_server;
-    Lane to_client;
+    Direction to_server;
+    Direction to_client;
     Http2Inspector inspector;
     RateLimit resets;
     int64_t unfinished_bytes = 0;  // as counted in the totals
@@ -250,8 +250,8 @@ class ConnectionGuard::Relay {
     const auto events = [](bool read, bool write) {
       return (read ? uint32_t{EPOLLIN} : 0) | (write ? uint32_t{EPOLLOUT} : 0);
     };
-    const Lane& to_server = connection.to_server;
-    const Lane& to_client = connection.to_client;
+    const Direction& to_server = connection.to_server;
+    const Direction& to_client = connection.to_client;
     Watch(connection.client.get(),
           events(!to_server.ended && to_server.pending.empty() && !connection.held_back,
                  !to_client.pending.empty()),
@@ -362,9 +362,9 @@ class ConnectionGuard::Relay {
     connection.to_server.ended = true;
   }
 
-  // False when the receiver is gone.
-  bool Flush(Lane& lane, const Socket& socket) {
-    absl::string_view rest = lane.pending;
+  // Returns false if the receiver is gone.
+  bool Flush(Direction& direction, const Socket& socket) {
+    absl::string_view rest = direction.pending;
     while (!rest.empty()) {
       const ssize_t size = send(socket.get(), rest.data(), rest.size(), MSG_NOSIGNAL);
       if (size < 0 && errno == EINTR) continue;
@@ -372,7 +372,7 @@ class ConnectionGuard::Relay {
       if (size < 0) break;
       rest.remove_prefix(static_cast<size_t>(size));
     }
-    lane.pending.erase(0, lane.pending.size() - rest.size());
+    direction.pending.erase(0, direction.pending.size() - rest.size());
     return true;
   }
 

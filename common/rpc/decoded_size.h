@@ -9,7 +9,8 @@
 
 namespace tandem::rpc {
 
-// An empty sub-message is two bytes on the wire and a hundred or more in memory.
+// Memory that one message may take. Its size on the wire does not bound it: an empty sub-message is
+// two bytes there and a hundred or more in memory.
 inline constexpr int64_t kMaxDecodedBytes = 64 << 20;
 
 // Bytes in memory of the `type` message whose wire format `bytes` holds: its sub-messages, strings,

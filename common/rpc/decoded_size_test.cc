@@ -25,7 +25,7 @@ std::string Repeat(const std::string& bytes, int count) {
   return all;
 }
 
-// Never below what the message holds; protobuf's own count leaves out spare capacity.
+// The count is never below what the message holds. protobuf's own leaves out spare capacity.
 TEST(DecodedBytes, CoversWhatTheMessageTakes) {
   ScoreRequest request;
   for (int i = 0; i < 50; ++i) {
@@ -34,20 +34,20 @@ TEST(DecodedBytes, CoversWhatTheMessageTakes) {
   }
   request.GetReflection()->MutableUnknownFields(&request)->AddLengthDelimited(999, "unknown");
   request.GetReflection()->MutableUnknownFields(&request)->AddVarint(998, 5);
-  int64_t elements = 50 * 200 * 4;
+  const int64_t elements = 50 * 200 * 4;
   EXPECT_GE(Decoded(request.SerializeAsString()),
             static_cast<int64_t>(sizeof(ScoreRequest)) + elements);
   EXPECT_LT(Decoded(request.SerializeAsString()), 2 * request.ByteSizeLong() + 4 * elements);
 }
 
-TEST(DecodedBytes, CountsEmptyParts) {
-  const int parts = 1'000;
+TEST(DecodedBytes, CountsEmptyElements) {
+  const int count = 1'000;
   const int64_t empty = Decoded("");
-  const int64_t each = 16;  // the least that an object takes
-  EXPECT_GE(Decoded(Repeat(std::string("\x0a\x00", 2), parts)) - empty, parts * each);
-  EXPECT_GE(Decoded(Repeat(std::string("\xfa\x3e\x00", 3), parts)) - empty, parts * 32)
+  const int64_t each = 16;  // the minimum that an object takes
+  EXPECT_GE(Decoded(Repeat(std::string("\x0a\x00", 2), count)) - empty, count * each);
+  EXPECT_GE(Decoded(Repeat(std::string("\xfa\x3e\x00", 3), count)) - empty, count * 32)
       << "an unknown string";
-  EXPECT_GE(Decoded(Repeat(std::string("\xfb\x3e\xfc\x3e", 4), parts)) - empty, parts * 16)
+  EXPECT_GE(Decoded(Repeat(std::string("\xfb\x3e\xfc\x3e", 4), count)) - empty, count * 16)
       << "an unknown group";
 }
 

@@ -15,7 +15,7 @@
 
 namespace tandem::rpc {
 
-// FLOAT32 [length], all finite. Errors name `path`.
+// Returns the values of `tensor`, which must be FLOAT32 [length] and finite. Errors name `path`.
 inline absl::StatusOr<std::vector<float>> FloatField(absl::string_view path,
                                                      const types::v1::Tensor& tensor,
                                                      int64_t length) {

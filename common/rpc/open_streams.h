@@ -19,7 +19,7 @@ namespace tandem::rpc {
 
 struct OpenStreamsOptions {
   int64_t max_streams = 256;
-  // Requests that wait to be handled and answers that wait to be read.
+  // Bound on requests that wait to be handled and answers that wait to be read.
   int64_t max_held_bytes = int64_t{1} << 30;
   // How long a client may leave an answer unread.
   absl::Duration patience = absl::Seconds(600);

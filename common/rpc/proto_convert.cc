@@ -193,7 +193,7 @@ absl::StatusOr<SamplingParams> SamplingParamsFromProto(const types::v1::Sampling
   if (proto.has_top_k()) params.top_k = proto.top_k();
   if (proto.has_top_p()) params.top_p = proto.top_p();
   if (proto.has_min_p()) params.min_p = proto.min_p();
-  if (!proto.has_max_tokens()) return InvalidField("max_tokens", "required");
+  if (!proto.has_max_tokens()) return InvalidField("max_tokens", "is required");
   params.max_tokens = proto.max_tokens();
   params.stop_token_ids = ToVector(proto.stop_token_ids());
   if (proto.has_ignore_eos()) params.ignore_eos = proto.ignore_eos();
@@ -247,14 +247,14 @@ void TrajectoryToProto(const Trajectory& trajectory, types::v1::Trajectory* prot
 
 absl::StatusOr<Trajectory> TrajectoryFromProto(const types::v1::Trajectory& proto) {
   Trajectory trajectory;
-  if (proto.prompt_token_ids().empty()) return InvalidField("prompt_token_ids", "required");
-  if (proto.response_token_ids().empty()) return InvalidField("response_token_ids", "required");
+  if (proto.prompt_token_ids().empty()) return InvalidField("prompt_token_ids", "is required");
+  if (proto.response_token_ids().empty()) return InvalidField("response_token_ids", "is required");
   trajectory.prompt_token_ids = ToVector(proto.prompt_token_ids());
   trajectory.response_token_ids = ToVector(proto.response_token_ids());
   const int64_t length = proto.response_token_ids_size();
 
   const std::string& mask = proto.authorship_mask();
-  if (mask.empty()) return InvalidField("authorship_mask", "required");
+  if (mask.empty()) return InvalidField("authorship_mask", "is required");
   if (static_cast<int64_t>(mask.size()) != length) {
     return InvalidField("authorship_mask",
                         absl::StrCat("must have one byte for each of the ", length,
@@ -267,7 +267,7 @@ absl::StatusOr<Trajectory> TrajectoryFromProto(const types::v1::Trajectory& prot
   }
   trajectory.authorship_mask.assign(mask.begin(), mask.end());
 
-  if (!proto.has_author_logprobs()) return InvalidField("author_logprobs", "required");
+  if (!proto.has_author_logprobs()) return InvalidField("author_logprobs", "is required");
   TANDEM_ASSIGN_OR_RETURN(trajectory.author_logprobs,
                           TokenFloats("author_logprobs", proto.author_logprobs(), length));
   if (proto.has_other_logprobs()) {
@@ -279,7 +279,7 @@ absl::StatusOr<Trajectory> TrajectoryFromProto(const types::v1::Trajectory& prot
                             TokenFloats("log_keep_mass", proto.log_keep_mass(), length));
   }
 
-  if (proto.senior_versions().empty()) return InvalidField("senior_versions", "required");
+  if (proto.senior_versions().empty()) return InvalidField("senior_versions", "is required");
   int64_t covered = 0;
   for (int i = 0; i < proto.senior_versions_size(); ++i) {
     const auto& run = proto.senior_versions(i);
@@ -308,11 +308,11 @@ absl::StatusOr<Trajectory> TrajectoryFromProto(const types::v1::Trajectory& prot
   }
   trajectory.seed = proto.seed();
   trajectory.sample_index = proto.sample_index();
-  if (!proto.has_sampling()) return InvalidField("sampling", "required");
+  if (!proto.has_sampling()) return InvalidField("sampling", "is required");
   absl::StatusOr<SamplingParams> sampling = SamplingParamsFromProto(proto.sampling());
   if (!sampling.ok()) return PrependFieldPath("sampling", sampling.status());
   trajectory.sampling = *std::move(sampling);
-  if (!proto.has_tandem()) return InvalidField("tandem", "required");
+  if (!proto.has_tandem()) return InvalidField("tandem", "is required");
   absl::StatusOr<TandemConfig> tandem = TandemConfigFromProto(proto.tandem(), TandemConfig{});
   if (!tandem.ok()) return PrependFieldPath("tandem", tandem.status());
   trajectory.tandem = *std::move(tandem);
@@ -362,13 +362,13 @@ absl::StatusOr<WeightManifest> WeightManifestFromProto(const weights::v1::Weight
   WeightManifest manifest;
   if (proto.version() < 0) return InvalidField("version", "must not be negative");
   manifest.version = proto.version();
-  if (proto.tensors().empty()) return InvalidField("tensors", "required");
+  if (proto.tensors().empty()) return InvalidField("tensors", "is required");
   std::set<std::string> names;
   int64_t total = 0;
   for (int i = 0; i < proto.tensors_size(); ++i) {
     const auto& tensor = proto.tensors(i);
     const std::string path = absl::StrCat("tensors[", i, "]");
-    if (tensor.name().empty()) return InvalidField(path + ".name", "required");
+    if (tensor.name().empty()) return InvalidField(path + ".name", "is required");
     if (!names.insert(tensor.name()).second) {
       return InvalidField(path + ".name", absl::StrCat("\"", tensor.name(), "\" comes twice"));
     }

@@ -52,7 +52,7 @@ absl::StatusOr<SamplingParams> SamplingParamsFromProto(const types::v1::Sampling
 void SamplingParamsToProto(const SamplingParams& params, types::v1::SamplingParams* proto);
 
 void TrajectoryToProto(const Trajectory& trajectory, types::v1::Trajectory* proto);
-// Refuses a trajectory in which a required part is missing or has the wrong number of entries.
+// Refuses a trajectory in which a required field is missing or has the wrong number of entries.
 absl::StatusOr<Trajectory> TrajectoryFromProto(const types::v1::Trajectory& proto);
 
 void WeightsVersionToProto(const WeightsVersion& weights, types::v1::WeightsVersion* proto);

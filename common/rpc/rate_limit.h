@@ -1,4 +1,4 @@
-// A token bucket: so many events at once, and so many a second after that.
+// A token bucket: bounds events to a burst and a number per second.
 #ifndef TANDEM_COMMON_RPC_RATE_LIMIT_H_
 #define TANDEM_COMMON_RPC_RATE_LIMIT_H_
 

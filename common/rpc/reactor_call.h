@@ -86,7 +86,8 @@ class Call {
     }
   }
 
-  // First thing in a reactor: false when the gate refused the call, which is then finished.
+  // Must be called first in a reactor. Returns false if the gate refused the call, which is then
+  // finished.
   bool Begin() {
     if (!admitted_.ok()) state_->Finish(admitted_);
     return admitted_.ok();

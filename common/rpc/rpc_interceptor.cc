@@ -47,7 +47,7 @@ constexpr char kUnknown[] = "unknown";
 constexpr double kCallLogBurst = 100;
 constexpr double kCallLogLinesPerSecond = 10;
 
-// Lets a client that fails again and again write only so much of the log.
+// Bounds the lines that clients whose calls fail can write to the log.
 class CallLog {
  public:
   // How many calls went unlogged since the last line; nullopt when this one does, too.

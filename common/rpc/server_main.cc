@@ -36,7 +36,8 @@ constexpr int kExitBadConfig = 2;
 
 // Beyond the drain deadline, for work that cannot be cancelled.
 constexpr absl::Duration kExitGrace = absl::Seconds(5);
-// Between those of two ranks: the defaults of the three servers lie next to each other.
+// Distance between the ports of two ranks: the default ports of the three servers lie next to each
+// other.
 constexpr int kPortsOfRank = 10;
 // How often freed memory goes back to the system.
 constexpr absl::Duration kReturnMemoryPeriod = absl::Seconds(5);
@@ -159,8 +160,8 @@ absl::Status CheckMemory(const ServerProgram& program, const RankEnvironment& en
 }
 
 // Runs `work` on a thread of its own, so that signals are heard, and asks `give_up` again and
-// again. False: it said yes; then `work` still runs, and the process has to end before `work` and
-// what it names do.
+// again. Returns false if that said yes: then `work` still runs, and the process has to end before
+// `work` and what it names do.
 bool RunUnless(absl::FunctionRef<bool()> give_up, absl::FunctionRef<void()> work) {
   const auto done = std::make_shared<std::atomic<bool>>(false);
   std::thread worker([done, work] {

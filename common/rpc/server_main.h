@@ -100,7 +100,7 @@ template <typename... Config>
 struct ConfigCheck {
   std::string flag;  // "--check-objective"; empty: none
   std::string help;
-  // After resolve: what to print below the configuration. An error makes the configuration bad.
+  // After resolve: what to print below the configuration. An error makes the configuration invalid.
   std::function<absl::StatusOr<std::string>(const Config&..., const std::string& argument)> check;
 };
 
@@ -117,7 +117,7 @@ struct ServerProgram {
   std::function<std::unique_ptr<ServerApp>(ServerRuntime&)> create;
 };
 
-// Runs the program until SIGTERM or SIGINT; returns the exit code. A second one cancels running
+// Runs the program until SIGTERM or SIGINT; returns the exit code. A second signal cancels running
 // calls at once; one that comes while the server saves, or ends, ends the process at once.
 int RunServer(int argc, char** argv, const ServerProgram& program);
 

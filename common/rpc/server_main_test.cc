@@ -71,7 +71,7 @@ class Process {
     close(out_);
     close(err_);
   }
-  // The first line of stdout; "" after 20 s.
+  // Returns the next line of stdout, or what there is of it after 20 s.
   std::string ReadLine() {
     std::string line;
     pollfd waiting{out_, POLLIN, 0};
@@ -87,7 +87,7 @@ class Process {
     }
     return text;
   }
-  // True once stderr holds `text`; false after 20 s.
+  // Returns true once stderr holds `text`, false after 20 s.
   bool WaitForStderr(const std::string& text) {
     for (int i = 0; i < 2000; ++i) {
       {
@@ -105,7 +105,7 @@ class Process {
     exit_code_ = WIFEXITED(status) ? WEXITSTATUS(status) : 128 + WTERMSIG(status);
     return *exit_code_;
   }
-  // After Wait.
+  // Returns the whole of stderr. Must be called after Wait.
   std::string Stderr() {
     if (err_reader_.joinable()) err_reader_.join();
     err_reader_ = std::thread([] {});
@@ -201,7 +201,7 @@ TEST(ServerMainTest, BadConfigurationExitsTwo) {
               HasSubstr("tandem-rollout-server: bad configuration: senior_modl: unknown key"));
 }
 
-// The only line on stderr; {} when there is another.
+// Returns the only line on stderr, parsed.
 nlohmann::json OnlyLine(Process& process) {
   const std::string text = process.Stderr();
   EXPECT_EQ(std::count(text.begin(), text.end(), '\n'), 1) << text;
@@ -255,13 +255,12 @@ TEST(ServerMainTest, ServesAndExitsZeroOnSigterm) {
   EXPECT_GT(count, 2);
 }
 
-TEST(ServerMainTest, SigtermLetsARunningCallFinish) {
-  Process process(kAnyPort, {{"CALL_MS", "500"}});
+// Sends SIGTERM while a call runs, and sets `status` to how the call ended.
+void SigtermInACall(Process& process, absl::Status& status) {
   const auto line = nlohmann::json::parse(process.ReadLine(), nullptr, false);
   ASSERT_FALSE(line.is_discarded());
   const auto stub =
       WeightService::NewStub(MakeChannel(absl::StrCat("127.0.0.1:", line["grpc_port"].get<int>())));
-  absl::Status status;
   std::thread client([&] {
     GetVersionResponse response;
     status = FromGrpcStatus(stub->GetVersion(
@@ -270,25 +269,20 @@ TEST(ServerMainTest, SigtermLetsARunningCallFinish) {
   EXPECT_EQ(process.ReadLine(), "call started");
   process.Signal(SIGTERM);
   client.join();
+}
+
+TEST(ServerMainTest, SigtermLetsARunningCallFinish) {
+  Process process(kAnyPort, {{"CALL_MS", "500"}});
+  absl::Status status;
+  ASSERT_NO_FATAL_FAILURE(SigtermInACall(process, status));
   EXPECT_TRUE(status.ok()) << status;
   EXPECT_EQ(process.Wait(), 0);
 }
 
 TEST(ServerMainTest, TheDrainDeadlineCancelsWhatIsLeft) {
   Process process(With(kAnyPort, {"server.drain_seconds=0.1"}), {{"CALL_MS", "2000"}});
-  const auto line = nlohmann::json::parse(process.ReadLine(), nullptr, false);
-  ASSERT_FALSE(line.is_discarded());
-  const auto stub =
-      WeightService::NewStub(MakeChannel(absl::StrCat("127.0.0.1:", line["grpc_port"].get<int>())));
   absl::Status status;
-  std::thread client([&] {
-    GetVersionResponse response;
-    status = FromGrpcStatus(stub->GetVersion(
-        MakeClientContext(absl::Now() + absl::Seconds(20)).get(), GetVersionRequest(), &response));
-  });
-  EXPECT_EQ(process.ReadLine(), "call started");
-  process.Signal(SIGTERM);
-  client.join();
+  ASSERT_NO_FATAL_FAILURE(SigtermInACall(process, status));
   EXPECT_FALSE(status.ok());
   EXPECT_EQ(process.Wait(), 0);
 }

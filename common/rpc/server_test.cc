@@ -237,7 +237,6 @@ TEST_F(ServerTest, ReflectionListsTheServices) {
 }
 
 // grpcurl calls a server by its reflection.
-// grpcurl calls a server by its reflection.
 TEST_F(ServerTest, ReflectionDescribesHealth) {
   const std::string symbol = "grpc.health.v1.Health";
   const std::string answer =  // {4: file_containing_symbol}

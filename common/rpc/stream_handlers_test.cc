@@ -36,7 +36,7 @@ class Counting final : public ClientStreamHandler<TrainStepRequest, TrainStepRes
   explicit Counting(std::atomic<int>& ended) : ended_(ended) {}
   absl::Status OnMessage(const TrainStepRequest& message) override {
     if (message.message_case() == TrainStepRequest::MESSAGE_NOT_SET) {
-      return InvalidField("message", "required");
+      return InvalidField("message", "is required");
     }
     ++count_;
     return absl::OkStatus();

@@ -17,8 +17,8 @@ absl::Status ParseMessage(grpc::ByteBuffer& bytes, google::protobuf::Message& me
       const size_t size = bytes.Length();
       bytes.Clear();
       return absl::ResourceExhaustedError(absl::StrCat(
-          "its ", size, " bytes are a ", type.full_name(),
-          " of so many parts that it takes more than ", kMaxDecodedBytes, " bytes in memory"));
+          "the message (", size, " bytes of type ", type.full_name(), ") takes more than ",
+          kMaxDecodedBytes, " bytes in memory once it is parsed"));
     }
   }
   const bool parsed = Traits::Deserialize(&bytes, &message).ok();

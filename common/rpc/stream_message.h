@@ -20,11 +20,12 @@
 
 namespace tandem::rpc {
 
-// Empties `bytes`. INVALID_ARGUMENT when they are not such a message, RESOURCE_EXHAUSTED when it
-// would take more than kMaxDecodedBytes of memory; both name the message type.
+// Parses `bytes` as `message`, and empties `bytes`. INVALID_ARGUMENT when they are not such a
+// message, RESOURCE_EXHAUSTED when it would take more than kMaxDecodedBytes of memory; both name
+// the message type.
 absl::Status ParseMessage(grpc::ByteBuffer& bytes, google::protobuf::Message& message);
 
-// `message` must be below 2 GiB; what a server answers to requests of 4 MiB is.
+// `message` must be below 2 GiB, as the answers to requests of at most 4 MiB are.
 grpc::ByteBuffer SerializeMessage(const google::protobuf::Message& message);
 
 // Parses a message, gives it to `use` and forgets it. Its memory comes in large blocks, which go

@@ -115,8 +115,8 @@ grpc::ServerUnaryReactor* HandleUnary(CallExecutor& executor, grpc::CallbackServ
       });
 }
 
-// For what is at hand: runs `handler` on the gRPC thread, so that status is told while every worker
-// waits for a busy engine.
+// Runs `handler` on the gRPC thread, for answers that are at hand: a status is told while every
+// worker waits for a busy engine.
 template <typename Request, typename Response>
 grpc::ServerUnaryReactor* AnswerAtOnce(
     CallExecutor& executor, grpc::CallbackServerContext* context, const grpc::ByteBuffer* request,

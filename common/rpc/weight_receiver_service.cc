@@ -31,8 +31,11 @@ using weights::v1::UploadWeightsResponse;
 constexpr size_t kMaxUpdateIdBytes = 128;
 
 absl::Status CheckUpdateId(const std::string& id) {
-  if (id.empty()) return InvalidField("update_id", "required");
-  if (id.size() > kMaxUpdateIdBytes) return InvalidField("update_id", "at most 128 bytes");
+  if (id.empty()) return InvalidField("update_id", "is required");
+  if (id.size() > kMaxUpdateIdBytes) {
+    return InvalidField("update_id", absl::StrCat("has ", id.size(), " bytes, at most ",
+                                                  kMaxUpdateIdBytes, " are allowed"));
+  }
   return absl::OkStatus();
 }
 

@@ -35,7 +35,7 @@ class Sender {
     TANDEM_RETURN_IF_ERROR(Upload(next_chunk));
     return Commit();
   }
-  // The last attempt found more at the receiver than any before it.
+  // Whether the last attempt found more at the receiver than any before it.
   bool progressed() const { return progressed_; }
 
  private:

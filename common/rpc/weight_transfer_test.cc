@@ -60,7 +60,7 @@ class FlakyReceiver final : public WeightReceiver {
   StagedWeightReceiver receiver_;
   std::string applied_;
   std::atomic<int> chunks_appended_ = 0;
-  // The connection breaks after so many chunks, and then again and again; negative: never.
+  // The connection breaks after this many chunks, and then again and again; negative: never.
   std::atomic<int> chunks_until_break_ = -1;
   std::atomic<int> chunks_between_breaks_ = -1;
   bool lie_ = false;
@@ -72,13 +72,14 @@ class BytesSource final : public WeightSource {
   static constexpr int64_t kChunk = 1000;
   explicit BytesSource(int64_t version = 1, int64_t elements = kElements,
                        int64_t chunk_bytes = kChunk) {
-    for (int64_t i = 0; i < elements * 4; ++i)
+    for (int64_t i = 0; i < elements * 4; ++i) {
       bytes_.push_back(static_cast<char>(i * 31 + version));
+    }
     manifest_.version = version;
     manifest_.tensors = {{"w", DType::kFloat32, {elements}}};
     manifest_.total_bytes = elements * 4;
     manifest_.chunk_bytes = chunk_bytes;
-    manifest_.digest = Xxh3Hex(bytes_.data(), bytes_.size());
+    manifest_.digest = Checksum().Update(bytes_.data(), bytes_.size()).Hex();
     manifest_.num_token_ids = 7;
   }
   const WeightManifest& manifest() const override { return manifest_; }

@@ -17,12 +17,12 @@ constexpr double kMinTemperature = 1e-3;
 constexpr double kMaxTemperature = 100.0;
 
 absl::Status CheckIdSet(absl::string_view path, std::span<const int32_t> ids, size_t max_size,
-                        int64_t vocab_size) {
+                        int64_t num_token_ids) {
   if (ids.size() > max_size) {
     return InvalidField(path,
                         absl::StrCat("may have ", max_size, " ids at most, has ", ids.size()));
   }
-  TANDEM_RETURN_IF_ERROR(CheckTokenIds(path, ids, vocab_size));
+  TANDEM_RETURN_IF_ERROR(CheckTokenIds(path, ids, num_token_ids));
   std::set<int32_t> seen;
   for (size_t i = 0; i < ids.size(); ++i) {
     if (!seen.insert(ids[i]).second) {
@@ -35,17 +35,17 @@ absl::Status CheckIdSet(absl::string_view path, std::span<const int32_t> ids, si
 
 }  // namespace
 
-absl::Status Validate(const TandemConfig& config, int64_t vocab_size) {
+absl::Status Validate(const TandemConfig& config, int64_t num_token_ids) {
   const bool chunk = config.enabled && config.selection_strategy == SelectionStrategy::kChunk;
   const bool word = config.enabled && config.selection_strategy == SelectionStrategy::kWord;
   TANDEM_RETURN_IF_ERROR(CheckInRange("prob_senior", config.prob_senior, 0, 1));
   TANDEM_RETURN_IF_ERROR(CheckAtLeast("chunk_size", config.chunk_size, chunk ? 1 : 0));
   TANDEM_RETURN_IF_ERROR(CheckAtLeast("max_gap_tokens", config.max_gap_tokens, word ? 1 : 0));
   return CheckIdSet("boundary_token_ids", config.boundary_token_ids, kMaxBoundaryTokenIds,
-                    vocab_size);
+                    num_token_ids);
 }
 
-absl::Status Validate(const SamplingParams& params, int64_t vocab_size) {
+absl::Status Validate(const SamplingParams& params, int64_t num_token_ids) {
   if (!(params.temperature == 0.0 ||
         (params.temperature >= kMinTemperature && params.temperature <= kMaxTemperature))) {
     return InvalidField("temperature",
@@ -57,7 +57,7 @@ absl::Status Validate(const SamplingParams& params, int64_t vocab_size) {
   TANDEM_RETURN_IF_ERROR(CheckInRange("top_p", params.top_p, 0, 1));
   TANDEM_RETURN_IF_ERROR(CheckInRange("min_p", params.min_p, 0, 1));
   TANDEM_RETURN_IF_ERROR(CheckAtLeast("max_tokens", params.max_tokens, 1));
-  return CheckIdSet("stop_token_ids", params.stop_token_ids, kMaxStopTokenIds, vocab_size);
+  return CheckIdSet("stop_token_ids", params.stop_token_ids, kMaxStopTokenIds, num_token_ids);
 }
 
 }  // namespace tandem

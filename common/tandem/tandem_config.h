@@ -54,11 +54,11 @@ inline constexpr size_t kMaxStopTokenIds = 256;
 inline constexpr size_t kMaxBoundaryTokenIds = 4096;
 
 // INVALID_ARGUMENT with the field's path ("prob_senior", "boundary_token_ids[2]", …). Ids must be
-// in [0, vocab_size), none twice, and no more than the bounds above. Fields that the strategy does
-// not read are checked for range all the same, except that chunk_size and max_gap_tokens may be 0
-// where they are not read.
-absl::Status Validate(const TandemConfig& config, int64_t vocab_size);
-absl::Status Validate(const SamplingParams& params, int64_t vocab_size);
+// in [0, num_token_ids), none twice, and no more than the bounds above. Fields that the strategy
+// does not read are checked for range all the same, except that chunk_size and max_gap_tokens may
+// be 0 where they are not read.
+absl::Status Validate(const TandemConfig& config, int64_t num_token_ids);
+absl::Status Validate(const SamplingParams& params, int64_t num_token_ids);
 
 }  // namespace tandem
 

@@ -28,7 +28,7 @@ absl::Status Malformed(absl::string_view what) {
   return absl::InvalidArgumentError(absl::StrCat("not a tokenizer.json: ", what));
 }
 
-// True when `node`, or a member of the Sequence it is, has this type.
+// Whether `node`, or a member of it if it is a Sequence, has this type.
 bool HasType(const Json& node, const char* type) {
   if (!node.is_object()) return false;
   if (node.value("type", Json()) == type) return true;

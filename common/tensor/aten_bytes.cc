@@ -8,8 +8,6 @@
 #include <vector>
 
 #include "absl/strings/str_cat.h"
-#include "absl/strings/str_join.h"
-#include "common/base/checksum.h"
 #include "common/base/status_macros.h"
 #include "common/tensor/safetensors_writer.h"
 
@@ -104,13 +102,6 @@ absl::Status WriteNamedTensors(const std::string& path, const NamedTensors& tens
     specs.push_back({.name = name, .dtype = dtype, .shape = tensor.sizes().vec()});
   }
   return WriteTensors(path, specs, SourceOf(tensors), metadata);
-}
-
-absl::StatusOr<NamedTensors> ReadNamedTensors(const std::string& path) {
-  TANDEM_ASSIGN_OR_RETURN(const auto file, SafetensorsFile::Open(path));
-  NamedTensors tensors;
-  for (const TensorView& view : file->tensors()) tensors.emplace_back(view.name, ToAten(view));
-  return tensors;
 }
 
 }  // namespace tandem

@@ -45,9 +45,6 @@ absl::Status WriteNamedTensors(const std::string& path, const NamedTensors& tens
                                std::optional<DType> float_dtype = std::nullopt,
                                const std::map<std::string, std::string>& metadata = {});
 
-// Reads every tensor of one safetensors file, in file order, in its own type.
-absl::StatusOr<NamedTensors> ReadNamedTensors(const std::string& path);
-
 }  // namespace tandem
 
 #endif  // TANDEM_COMMON_TENSOR_ATEN_BYTES_H_

@@ -1,8 +1,12 @@
 #include "common/tensor/aten_bytes.h"
 
 #include <ATen/ATen.h>
-#include <absl/strings/str_cat.h>
 #include <gtest/gtest.h>
+
+#include <algorithm>
+
+#include "absl/strings/str_cat.h"
+#include "common/tensor/testing/read_named_tensors.h"
 
 namespace tandem {
 namespace {

@@ -15,10 +15,10 @@ double LearningRateAt(const OptimizerOptions& options, int64_t steps_done) {
   const double progress =
       std::min(1.0, static_cast<double>(steps_done - options.warmup_steps) /
                         static_cast<double>(options.total_steps - options.warmup_steps));
-  const double share = options.schedule == LearningRateSchedule::kLinear
-                           ? 1.0 - progress
-                           : 0.5 * (1.0 + std::cos(std::numbers::pi * progress));
-  return options.min_learning_rate + share * (options.learning_rate - options.min_learning_rate);
+  const double fraction = options.schedule == LearningRateSchedule::kLinear
+                              ? 1.0 - progress
+                              : 0.5 * (1.0 + std::cos(std::numbers::pi * progress));
+  return options.min_learning_rate + fraction * (options.learning_rate - options.min_learning_rate);
 }
 
 }  // namespace tandem::training

@@ -30,11 +30,11 @@ std::vector<MicroBatch> PlanMicroBatches(absl::Span<const int64_t> lengths, int6
   std::vector<MicroBatch> plan = Pack(lengths, token_budget);
   if (ranks == 1 || plan.empty()) return plan;
   const auto count = static_cast<int64_t>(plan.size());
-  const int64_t most = (count + ranks - 1) / ranks * ranks;
+  const int64_t limit = (count + ranks - 1) / ranks * ranks;
   int64_t enough = token_budget, too_little = 0;
   while (enough - too_little > 1) {
     const int64_t middle = too_little + (enough - too_little) / 2;
-    (static_cast<int64_t>(Pack(lengths, middle).size()) <= most ? enough : too_little) = middle;
+    (static_cast<int64_t>(Pack(lengths, middle).size()) <= limit ? enough : too_little) = middle;
   }
   return Pack(lengths, enough);
 }

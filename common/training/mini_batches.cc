@@ -9,21 +9,21 @@ namespace tandem::training {
 namespace {
 
 // Every update costs a forward and a backward pass: a larger number is a mistake.
-constexpr int64_t kMostUpdates = 1000;
+constexpr int64_t kMaxUpdates = 1000;
 
 }  // namespace
 
 absl::Status CheckUpdateOptions(const UpdateOptions& options) {
   TANDEM_RETURN_IF_ERROR(
-      CheckInRange("num_mini_batches", options.num_mini_batches, 1, kMostUpdates));
-  return CheckInRange("num_epochs", options.num_epochs, 1, kMostUpdates);
+      CheckInRange("num_mini_batches", options.num_mini_batches, 1, kMaxUpdates));
+  return CheckInRange("num_epochs", options.num_epochs, 1, kMaxUpdates);
 }
 
 std::vector<MiniBatch> SplitIntoMiniBatches(size_t num_samples, const UpdateOptions& options) {
-  const size_t parts = std::min(num_samples, static_cast<size_t>(options.num_mini_batches));
+  const size_t count = std::min(num_samples, static_cast<size_t>(options.num_mini_batches));
   std::vector<MiniBatch> batches;
-  for (size_t i = 0; i < parts; ++i) {
-    batches.push_back({.begin = i * num_samples / parts, .end = (i + 1) * num_samples / parts});
+  for (size_t i = 0; i < count; ++i) {
+    batches.push_back({.begin = i * num_samples / count, .end = (i + 1) * num_samples / count});
   }
   return batches;
 }

@@ -7,7 +7,7 @@
 namespace tandem::training {
 namespace {
 
-TEST(MiniBatchesTest, CoverTheSamplesInOrderInEqualParts) {
+TEST(MiniBatchesTest, CoverTheSamplesInOrderInEqualSizes) {
   EXPECT_EQ(SplitIntoMiniBatches(5, {}), (std::vector<MiniBatch>{{0, 5}}));
   EXPECT_EQ(SplitIntoMiniBatches(8, {.num_mini_batches = 4}),
             (std::vector<MiniBatch>{{0, 2}, {2, 4}, {4, 6}, {6, 8}}));

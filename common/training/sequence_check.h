@@ -24,8 +24,8 @@ absl::Status CheckSequence(absl::Span<const int32_t> prompt, absl::Span<const in
 // INVALID_ARGUMENT unless `numbers` has `length` finite entries ("<field>[i]").
 absl::Status CheckPerToken(absl::string_view field, absl::Span<const float> numbers, size_t length);
 
-// CheckPerToken; INVALID_ARGUMENT also for a number that is above 0 by more than rounding: they are
-// logarithms of probabilities.
+// As CheckPerToken, and INVALID_ARGUMENT also for a number that is above 0 by more than rounding:
+// they are logarithms of probabilities.
 absl::Status CheckLogProbs(absl::string_view field, absl::Span<const float> numbers, size_t length);
 
 }  // namespace tandem::training

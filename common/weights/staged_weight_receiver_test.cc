@@ -3,6 +3,7 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include "common/base/checksum.h"
 #include "common/base/error.h"
 
 namespace tandem {
@@ -32,7 +33,7 @@ class StagedWeightReceiverTest : public ::testing::Test {
                         {.name = "b", .dtype = DType::kBFloat16, .shape = {4}}},
             .total_bytes = 32,
             .chunk_bytes = 12,
-            .digest = Xxh3Hex(stream_.data(), stream_.size()),
+            .digest = Checksum().Update(stream_.data(), stream_.size()).Hex(),
             .num_token_ids = 7};
   }
 
@@ -126,7 +127,7 @@ TEST_F(StagedWeightReceiverTest, OtherWeightsOfTheServedVersionNeedTheFlag) {
   ASSERT_TRUE(receiver_.Commit("u", {}).ok());
   const std::vector<std::byte> others = Bytes(32, 1);
   WeightManifest manifest = Manifest();
-  manifest.digest = Xxh3Hex(others.data(), others.size());
+  manifest.digest = Checksum().Update(others.data(), others.size()).Hex();
   EXPECT_EQ(Reason(receiver_.Begin("v", manifest, false).status()), "STALE_WEIGHT_VERSION");
   ASSERT_TRUE(receiver_.Begin("v", manifest, true).ok());
   ASSERT_TRUE(SendAll("v", others).ok());

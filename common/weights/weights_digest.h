@@ -32,10 +32,11 @@ std::string WeightsDigest(const NamedTensors& tensors);
 // Returns the digest of the tensors that `source` gives, or its error.
 absl::StatusOr<std::string> WeightsDigest(TensorSource source);
 
+using ValuesVisitor = absl::FunctionRef<absl::Status(const at::Tensor& values)>;
+
 // Calls `visit` with all values that `source` gives, as float32 on the host, in order. Tensors on
 // the host come one by one, float32 ones without a copy. Tensors of a device come packed, so that
 // the host waits for the device once for many tensors. Errors are those of `source` and `visit`.
-using ValuesVisitor = absl::FunctionRef<absl::Status(const at::Tensor& values)>;
 absl::Status VisitOnHost(TensorSource source, ValuesVisitor visit);
 
 // Visits tensors of one device packed: up to `max_values` at a time, in a buffer of that size on

@@ -17,6 +17,7 @@
 #include "common/model/testing/tiny_model_dir.h"
 #include "common/parallel/single_strategy.h"
 #include "common/tensor/aten_bytes.h"
+#include "common/tensor/testing/read_named_tensors.h"
 
 namespace tandem::training {
 namespace {
@@ -388,7 +389,8 @@ TEST_F(TrainingCoreTest, TheVocabularyOfTheModelIsReportedByItsDigest) {
   write(R"({"a": 0, "b": 60})");
   core_ = Make();
   const std::string entries = "0 a\n60 b\n";
-  EXPECT_EQ(core_->Info().model.vocabulary_digest, Xxh3Hex(entries.data(), entries.size()));
+  EXPECT_EQ(core_->Info().model.vocabulary_digest,
+            Checksum().Update(entries.data(), entries.size()).Hex());
   write(R"({"a": 0, "b": 61})");  // the model has 61 tokens
   TrainingOptions options;
   options.model = folder_ / "model";

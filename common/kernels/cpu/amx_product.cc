@@ -25,9 +25,9 @@ class TileRegisters {
   TileRegisters& operator=(const TileRegisters&) = delete;
 };
 
-// A square fills a tile register, of a line after line, of b lane after lane. Two tiles of each
-// factor make four of the product, as many as there are registers: 0 to 3 hold the product, 4 and 5
-// the factor a, 6 and 7 the factor b.
+// A square fills a tile register: line after line for the factor a, lane after lane for the factor
+// b. Two tiles of each factor make four of the product, which takes all eight registers: 0 to 3
+// hold the product, 4 and 5 the factor a, 6 and 7 the factor b.
 struct AmxMicroKernel {
   static constexpr int64_t kMR = 2 * kSquare, kNR = 2 * kSquare;
   static constexpr int64_t kKC = 640;

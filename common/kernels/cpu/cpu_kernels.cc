@@ -59,9 +59,10 @@ CpuKernels ChooseCpuKernels(const CpuFeatures& cpu) {
 #ifdef TANDEM_X86_KERNELS
   if (!cpu.avx512) return cpu.avx2 ? kAvx2Kernels : kPortableKernels;
   CpuKernels kernels = kAvx512Kernels;
-  if (!cpu.intel)
+  if (!cpu.intel) {
     kernels.float_product = {
         .name = "avx512", .multiply = Avx512Product, .min_size = kMinAvx512Size};
+  }
   if (cpu.amx) {
     kernels.bfloat16_product = {.name = "amx",
                                 .multiply = AmxProduct,

@@ -195,7 +195,7 @@ struct ProductArgs {
   bool accumulate;  // adds to what `product` holds instead of overwriting it
 };
 
-// The choice of who multiplies factors of one type.
+// What multiplies factors of one type: a kernel of this library, or libtorch.
 template <typename Number>
 struct ProductKernel {
   const char* name = "libtorch";

@@ -179,8 +179,9 @@ TEST_P(CpuKernelsTest, RmsNormMatchesDouble) {
     kernels_->rms_norm({x.data(), width, w.data(), y.data(), width, 2, width, 1e-5f});
     for (int64_t i = 0; i < 2 * width; ++i) {
       double squares = 0;
-      for (int64_t k = 0; k < width; ++k)
+      for (int64_t k = 0; k < width; ++k) {
         squares += double{x[i / width * width + k]} * x[i / width * width + k];
+      }
       EXPECT_NEAR(y[i], x[i] / std::sqrt(squares / width + 1e-5) * w[i % width], 2e-6);
     }
   }

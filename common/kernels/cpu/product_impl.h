@@ -58,7 +58,7 @@ class Scratch {
   int64_t elements_ = 0;
 };
 
-// Lines of a factor, of which a micro-panel is packed.
+// Lines of a factor, to be packed as a micro-panel.
 template <typename Number>
 struct Lines {
   const Number* data;

@@ -20,16 +20,18 @@ namespace {
 
 using Floats = std::vector<float>;
 
+// What the entries of a product hold before it is computed.
 constexpr float kBefore = 0.5f;
 
-uint16_t Upper(float value) {
+// Returns `value` as a bf16 number, without rounding.
+uint16_t TruncatedToBfloat16(float value) {
   uint32_t bits = 0;
   std::memcpy(&bits, &value, sizeof(bits));
   return static_cast<uint16_t>(bits >> 16);
 }
 
 void From(float value, float& number) { number = value; }
-void From(float value, uint16_t& number) { number = Upper(value); }
+void From(float value, uint16_t& number) { number = TruncatedToBfloat16(value); }
 
 double ToDouble(float number) { return number; }
 double ToDouble(uint16_t number) {

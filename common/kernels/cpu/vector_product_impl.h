@@ -7,8 +7,8 @@
 namespace tandem::kernels {
 namespace {
 
-// Micro-panels are packed lane after lane: a vector of b's has 16 columns, and each lane of a's, a
-// row's, is broadcast to a vector. The sums take 24 registers. `Arithmetic` has
+// Micro-panels are packed lane after lane. A vector of b's panel holds a lane of 16 columns; a lane
+// of a row of a is broadcast to a vector. The sums take 24 registers. `Arithmetic` has
 // MultiplyAdd(__m512i a, __m512i b, __m512 sum) for 16 lanes.
 template <typename Number, typename Arithmetic>
 struct VectorMicroKernel {

@@ -5,22 +5,23 @@
 #include <c10/core/Allocator.h>
 #include <c10/core/CPUAllocator.h>
 
-#include <algorithm>
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
 
 namespace tandem::loss {
 
-// Forwards to another allocator, and counts live bytes and their peak.
+// Forwards to another allocator, and counts live bytes and their peak. Thread-safe.
 class MeteredAllocator : public c10::Allocator {
  public:
   explicit MeteredAllocator(c10::Allocator* inner) : inner_(inner) {}
 
   c10::DataPtr allocate(size_t bytes) override {
     auto* block = new Block{inner_->allocate(bytes), bytes, this};
-    live_ += static_cast<int64_t>(bytes);
-    peak_ = std::max<int64_t>(peak_, live_);
+    const int64_t live = live_ += static_cast<int64_t>(bytes);
+    int64_t peak = peak_;
+    while (live > peak && !peak_.compare_exchange_weak(peak, live)) {
+    }
     void* data = block->data.get();
     return {data, block, &Delete, c10::Device(c10::DeviceType::CPU)};
   }
@@ -45,8 +46,7 @@ class MeteredAllocator : public c10::Allocator {
     delete block;
   }
   c10::Allocator* inner_;
-  std::atomic<int64_t> live_{0};
-  int64_t peak_ = 0;
+  std::atomic<int64_t> live_{0}, peak_{0};
 };
 
 // Counts everything that is allocated during its lifetime.

@@ -64,15 +64,16 @@ TEST(ContextShardTest, OneRankHoldsEverything) {
   EXPECT_EQ(shard.batch.offsets, whole.offsets);
 }
 
+// In the last batch some ranks have no row.
+const std::vector<std::vector<int64_t>> kBatches = {{1, 2, 3, 7, 64, 130}, {0, 17, 0}, {1}};
+
 class GatherContextRowsTest : public testing::TestWithParam<int> {};
 INSTANTIATE_TEST_SUITE_P(Ranks, GatherContextRowsTest, testing::Values(1, 2, 3, 4));
 
 // Every row is on exactly one rank: rows that no rank sent would hold other numbers.
 TEST_P(GatherContextRowsTest, PutsTheRowsInTheirPlacesInTheWholeBatch) {
   ranks::RunConnected(GetParam(), [](const std::shared_ptr<ranks::Communicator>& communicator) {
-    // In the last batch some ranks have no row.
-    const std::vector<std::vector<int64_t>> batches = {{1, 2, 3, 7, 64, 130}, {0, 17, 0}, {1}};
-    for (const std::vector<int64_t>& lengths : batches) {
+    for (const std::vector<int64_t>& lengths : kBatches) {
       const RaggedBatch whole = Batch(lengths);
       const ContextShard shard =
           MakeContextShard(whole, communicator->rank(), communicator->size());
@@ -87,9 +88,8 @@ TEST_P(GatherContextRowsTest, PutsTheRowsInTheirPlacesInTheWholeBatch) {
 
 TEST_P(GatherContextRowsTest, ScatterGivesEveryRankItsRowsOfTheSum) {
   ranks::RunConnected(GetParam(), [](const std::shared_ptr<ranks::Communicator>& communicator) {
-    const std::vector<std::vector<int64_t>> batches = {{1, 2, 3, 7, 64, 130}, {0, 17, 0}, {1}};
     const int ranks = communicator->size();
-    for (const std::vector<int64_t>& lengths : batches) {
+    for (const std::vector<int64_t>& lengths : kBatches) {
       const RaggedBatch whole = Batch(lengths);
       const ContextShard shard = MakeContextShard(whole, communicator->rank(), ranks);
       const at::Tensor numbers = at::arange(2 * whole.num_tokens(), at::kFloat).view({-1, 2});

@@ -27,9 +27,9 @@ class Ring;
 //
 // A rank r of n sends for each layer, with t_i the rows of rank i, T their sum, and
 // w = 2 * key_value_heads * head_dim:
-//   forward   k, v    w (T - t_{r+1}) numbers in the type of q   (each block but that of r + 1)
+//   forward   k, v    w (T - t_{r+1}) numbers in the type of q   (all rows but those of r + 1)
 //   backward  k, v    the same again
-//             dk, dv  w (T - t_r) numbers in float32 (float64)   (each block but its own)
+//             dk, dv  w (T - t_r) numbers in float32 (float64)   (all rows but its own)
 // So forward (n-1)/n w T numbers where the rows divide evenly, and three times that in all.
 class RingContext : public AttentionContext {
  public:

@@ -67,7 +67,7 @@ inline WeightManifest ManifestOf(const Model& model, int64_t version,
   }
   manifest.total_bytes = static_cast<int64_t>(stream.size());
   manifest.chunk_bytes = manifest.total_bytes;
-  manifest.digest = Xxh3Hex(stream.data(), stream.size());
+  manifest.digest = Checksum().Update(stream.data(), stream.size()).Hex();
   manifest.num_token_ids = model.num_token_ids();
   return manifest;
 }

@@ -28,7 +28,7 @@ class FakeWeights final : public WeightSource {
     manifest_.version = version;
     manifest_.tensors = {{"w", DType::kFloat32, {size / 4}}};
     manifest_.total_bytes = size;
-    manifest_.digest = Xxh3Hex(bytes_.data(), bytes_.size());
+    manifest_.digest = Checksum().Update(bytes_.data(), bytes_.size()).Hex();
   }
   const WeightManifest& manifest() const override { return manifest_; }
   absl::Status Read(int64_t offset, absl::Span<std::byte> out) const override {
