@@ -137,7 +137,7 @@ TEST(ConfigTest, BadVariablesAreNamed) {
   TrainerServerConfig config;
   const absl::Status unknown = ApplyVariable("TANDEM__OPTIMISER__BETA1=1", &config);
   EXPECT_EQ(FieldPath(unknown), "optimiser");
-  EXPECT_THAT(unknown.message(), testing::StartsWith("TANDEM__OPTIMISER__BETA1: "));
+  EXPECT_THAT(std::string(unknown.message()), testing::StartsWith("TANDEM__OPTIMISER__BETA1: "));
   EXPECT_EQ(FieldPath(ApplyVariable("TANDEM__MAX_SAMPLES=many", &config)), "max_samples");
   EXPECT_FALSE(ApplyVariable("TANDEM__=1", &config).ok());
 }
