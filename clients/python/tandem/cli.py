@@ -1,8 +1,4 @@
-"""The `tandem` command.
-
-Exit codes: 0 success; 1 a server or the run failed; 2 wrong usage, configuration or data;
-3 a server cannot be reached or did not start; 130 stopped by Ctrl-C.
-"""
+"""The `tandem` command. Its help text, in tandem.command_line, has the exit codes."""
 
 from __future__ import annotations
 

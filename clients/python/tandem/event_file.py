@@ -57,7 +57,7 @@ class EventFile:
 
 
 def event_files(folder: Path) -> Iterator[Path]:
-    """The events files of `folder` that an EventFile wrote."""
+    """Yields the events files of `folder` that an EventFile wrote."""
     for file in folder.glob("events.out.tfevents.*"):
         if re.fullmatch(r"events\.out\.tfevents\.\d+", file.name):
             yield file

@@ -111,7 +111,7 @@ class StepDisplay:
         self._print([*cells, f"{_duration(left):>{_LEFT_WIDTH}}"])
 
     def _columns(self) -> list[_Column]:
-        """The columns that fit the terminal; all of them where there is none."""
+        """Returns the columns that fit the terminal; all of them where there is none."""
         if not self._output.console.is_terminal:
             return list(_COLUMNS)
         free = self._output.console.width - _LEFT_WIDTH
@@ -128,7 +128,7 @@ class StepDisplay:
         self._output.console.print(" ".join(cells), markup=False, soft_wrap=True)
 
     def waiting(self) -> str:
-        """The fraction of the time in which each side worked while the other waited."""
+        """Returns the fraction of the time in which each side worked while the other waited."""
         total = max(1e-9, sum(self._seconds.values()))
         share = {name: f"{seconds / total:.0%}" for name, seconds in self._seconds.items()}
         asked = self._seconds.get("reference", 0.0) > 0
