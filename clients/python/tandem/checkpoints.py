@@ -11,8 +11,8 @@ from pydantic.dataclasses import dataclass
 from tandem.errors import ConfigError, RunDirectoryError
 from tandem.run_files import STATE, kind_of_run, read_json
 
-# The last file of every checkpoint of a server.
-_MANIFEST = "manifest.json"
+# The file that a server writes last into a checkpoint: names and digests of the others.
+MANIFEST = "manifest.json"
 
 
 @dataclass(frozen=True, config=ConfigDict(extra="forbid"))
@@ -54,7 +54,7 @@ class Checkpoint:
 
 
 def last_checkpoint(path: Path) -> SavedState:
-    """The checkpoint that state.json of the run directory `path` names.
+    """Returns the checkpoint that state.json of the run directory `path` names.
 
     Raises RunDirectoryError if it names none.
     """
@@ -70,13 +70,13 @@ def last_checkpoint(path: Path) -> SavedState:
 
 
 def checkpoint_at(path: Path) -> Checkpoint:
-    """The checkpoint at `path`: a trainer's, or the last one of a run directory."""
+    """Returns the checkpoint at `path`: a trainer's, or the last one of a run directory."""
     path = path.resolve()
     return Checkpoint(path) if kind_of_run(path) is None else checkpoint_of(path)
 
 
 def checkpoint_of(path: Path) -> Checkpoint:
-    """The last checkpoint of the run directory `path`."""
+    """Returns the last checkpoint of the run directory `path`."""
     state = last_checkpoint(path)
     critic = None if state.critic is None else path / state.critic
     return Checkpoint(path / state.trainer, critic, state.digest)
@@ -84,7 +84,7 @@ def checkpoint_of(path: Path) -> Checkpoint:
 
 def require_here(checkpoint: Checkpoint, field: str) -> None:
     """Raises ConfigError, beginning with `field`, unless this machine sees the checkpoint."""
-    if not (checkpoint.trainer / _MANIFEST).is_file():
+    if not (checkpoint.trainer / MANIFEST).is_file():
         raise ConfigError(
             f"{field}: {checkpoint.trainer} is neither a checkpoint nor a run directory"
         )
@@ -95,7 +95,7 @@ def remove_checkpoint(path: Path) -> None:
 
     A directory without a manifest is no checkpoint, and stays as it is.
     """
-    manifest = path / _MANIFEST
+    manifest = path / MANIFEST
     if path.is_symlink() or not manifest.is_file():
         return
     for entry in read_json(manifest).get("files", ()):
@@ -107,5 +107,5 @@ def remove_checkpoint(path: Path) -> None:
 
 
 def checkpoint_name(step: int) -> str:
-    """The name of a step's checkpoint directory; names sort by step."""
+    """Returns the name of a step's checkpoint directory; names sort by step."""
     return f"step_{step:06d}"

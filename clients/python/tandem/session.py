@@ -46,7 +46,7 @@ from tandem.trainer.v1 import trainer_pb2
 from tandem.types.v1 import server_pb2, trajectory_pb2
 from tandem.wire import message_record, tandem_record
 
-# Most times that a question is asked whose answer came from other weights.
+# Most times that prompts are sent, or sequences scored, until the trainer's weights answer.
 ATTEMPTS = 3
 
 Asked = TypeVar("Asked")
@@ -111,7 +111,7 @@ class Session:
     @property
     def uses_critic(self) -> bool:
         """Whether the run trains a critic."""
-        return self.purpose == "train" and self.settings.objective.advantage_estimator == "gae"
+        return uses_of(self.settings, self.purpose).critic
 
     def check(self) -> None:
         """Raises ServerStartError if a server of the run's own cluster has died."""
@@ -145,7 +145,7 @@ class Session:
             raise _changed(self.trainer, _in_words(held), _in_words(expected))
 
     def require_critic(self, version: int) -> server_pb2.WeightsVersion:
-        """The critic's weights. Raises FailedPreconditionError unless they have this version."""
+        """Returns the critic's weights; FailedPreconditionError unless they have this version."""
         with self.critic() as critic:
             held = critic.info().server.weights
             if held.version != version:
@@ -186,7 +186,7 @@ class Session:
         *,
         any_version: bool = False,
     ) -> list[list[trajectory_pb2.Trajectory]]:
-        """The samples of every prompt, in order, all written by the trainer's weights.
+        """Returns the samples of every prompt, in order, all written by the trainer's weights.
 
         Rollout servers that are behind are brought there first. Samples of a server that was
         restarted in the middle are drawn again, unless `any_version` will do.
@@ -205,10 +205,10 @@ class Session:
         *,
         senior: bool = True,
     ) -> list[Scored]:
-        """Scores of (token ids, index of the first scored token) under the junior, in order, and
-        under the trainer's weights unless `senior` is False.
+        """Scores every (token ids, index of the first scored token), in order.
 
-        Rollout servers that are behind, or restart, are treated as in generate().
+        The scores are those under the junior and, unless `senior` is False, under the trainer's
+        weights. Rollout servers that are behind, or restart, are treated as in generate().
 
         Raises:
             FailedPreconditionError: as generate() does, or a rollout server has no junior.
@@ -225,7 +225,7 @@ class Session:
         *,
         any_version: bool = False,
     ) -> list[Answer]:
-        """The answers of the rollout servers, all of them by the trainer's weights."""
+        """Returns the answers of the rollout servers to `asked`, all by the trainer's weights."""
         answers: dict[int, Answer] = {}
         missing = list(range(len(asked)))
         for _ in range(ATTEMPTS):
@@ -244,7 +244,7 @@ class Session:
         )
 
     def critic(self) -> CriticClient:
-        """A client of the run's critic, which the caller closes.
+        """Returns a client of the run's critic, which the caller closes.
 
         Raises ConfigError if neither the settings nor the trainer name a critic.
         """
@@ -255,11 +255,11 @@ class Session:
         )
 
     def facts(self) -> dict[str, Any]:
-        """Facts beside the settings that results depend on; a resumed run needs the same."""
+        """Returns what results depend on beside the settings; a resumed run needs the same."""
         return {"servers": self._servers(), "inputs": self._inputs()}
 
     def _inputs(self) -> dict[str, Any]:
-        """Digests of the rows, and of the files of the reward functions."""
+        """Returns digests of the rows, and of the files of the reward functions."""
         inputs = {"data": self.data.digest()}
         if self.purpose == "train" and self.reward.files:
             files = [xxhash.xxh3_128_hexdigest(file.read_bytes()) for file in self.reward.files]
@@ -267,7 +267,7 @@ class Session:
         return inputs
 
     def _servers(self) -> dict[str, Any]:
-        """The models of the servers, and those of their settings that results depend on."""
+        """Returns the models of the servers, and those of their settings that results depend on."""
         models = {"trainer": self.trainer.info().server.model}
         sampling = {}
         for client in self.rollouts.clients[:1]:
@@ -331,7 +331,7 @@ class Session:
         problems.raise_any()
 
     def _plan(self, cluster: ClusterSettings, problems: Problems) -> ClusterSettings:
-        """The cluster as the run starts it, once its servers have checked themselves."""
+        """Returns the cluster as the run starts it, once its servers have checked themselves."""
         settings, uses = self.settings, uses_of(self.settings, self.purpose)
         plan = planned(cluster, uses)
         for role in ("rollout", "trainer", "critic"):
@@ -393,10 +393,11 @@ class Session:
         if self.purpose != "eval":
             with problems.collect():
                 require_installed(settings.trackers)
-        for one in settings.reward_functions:
+        for place, one in enumerate(settings.reward_functions):
             if one.answer_pattern is not None and not one.is_builtin:
+                field = f"rewards.{place}" if settings.rewards else "reward"
                 self.note(
-                    f"warning: reward.answer_pattern has no effect with {one.function}: it is for "
+                    f"warning: {field}.answer_pattern has no effect with {one.function}: it is for "
                     "exact_match and reasoning_gym"
                 )
         with problems.collect():
@@ -426,7 +427,7 @@ class Session:
                 self.data = self._without_held_out(self.data, self.eval_data)
 
     def _without_held_out(self, data: Dataset, held_out: Dataset) -> Dataset:
-        """The data without the held-out prompts, which two seeds of a task may share."""
+        """Returns the data without the held-out prompts, which two seeds of a task may share."""
         left = data.without({key for held in held_out.examples for key in held.keys})
         if removed := len(data) - len(left):
             self.note(
@@ -521,7 +522,7 @@ class Session:
 
 
 def _sampling(settings: SamplingSettings, codec: TextCodec) -> dict[str, Any]:
-    """The fields of SamplingParams: stop texts as ids of tokens."""
+    """Returns the fields of SamplingParams: stop texts as ids of tokens."""
     params = given(settings)
     if texts := params.pop("stop", None):
         ids = codec.stop_token_ids(texts, "sampling.stop")
@@ -530,7 +531,7 @@ def _sampling(settings: SamplingSettings, codec: TextCodec) -> dict[str, Any]:
 
 
 def addresses_of(cluster: LocalCluster) -> ServersSettings:
-    """The addresses of a local cluster, as a run wants them."""
+    """Returns the addresses of a local cluster, as a run wants them."""
     return ServersSettings(
         rollout=[server.address for server in cluster.rollouts] or None,
         trainer=cluster.trainer.address,
@@ -541,7 +542,7 @@ def addresses_of(cluster: LocalCluster) -> ServersSettings:
 def other_weights(
     address: str, served: server_pb2.WeightsVersion, trainer: server_pb2.WeightsVersion
 ) -> FailedPreconditionError:
-    """The error for a rollout server whose weights no publication of a run may replace."""
+    """Returns the error for a rollout server whose weights no publication of a run may replace."""
     if served.version == trainer.version == 0:
         hint = (
             "they were started with different models: senior_model of a rollout server and model "
@@ -564,7 +565,7 @@ def other_weights(
 def _changed(
     server: TrainerClient | CriticClient, holds: str, left: str
 ) -> FailedPreconditionError:
-    """The error for a trainer or critic with other weights than the run left there."""
+    """Returns the error for a trainer or critic with other weights than the run left there."""
     return FailedPreconditionError(
         f"the {server.role} at {server.address} holds {holds}, not the run's {left}",
         code=grpc.StatusCode.FAILED_PRECONDITION,

@@ -12,7 +12,7 @@ from tandem.errors import ConfigError
 from tandem.number_formats import NAMES
 from tandem.render import Output
 
-# As in start_from.
+# The word of `start_from`, too: what the servers hold.
 _SERVED = "served"
 
 
@@ -74,13 +74,8 @@ def _export_files(source: Path, destination: Path, dtype: str, *, critic: bool) 
 
 def _export_served(destination: Path, dtype: str, address: str | None, *, critic: bool) -> Path:
     from tandem.client import CriticClient, TrainerClient
-    from tandem.running_clusters import servers
+    from tandem.running_clusters import address_of
 
     kind = CriticClient if critic else TrainerClient
-    if address is None:
-        known = servers()
-        address = next((one["address"] for one in known if one["role"] == kind.role), None)
-        if known and address is None:
-            raise ConfigError(f"--address: the cluster that runs has no {kind.role}")
-    with kind(address) as client:
+    with kind(address or address_of(kind.role, "--address")) as client:
         return Path(client.export_model(str(destination), dtype=dtype))

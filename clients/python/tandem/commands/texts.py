@@ -76,14 +76,14 @@ def generate(
     """Let senior and junior answer prompts together."""
     from tandem.client import RolloutClient
     from tandem.requests import Prompt
-    from tandem.running_clusters import rollout_address
+    from tandem.running_clusters import address_of
     from tandem.schedule import prompt_seed
     from tandem.trajectory_record import trajectory_record
 
     output = Output(as_json=as_json)
     if as_json and stream:
         raise ConfigError("--stream: --json prints whole records")
-    with _named_by_option(), RolloutClient(rollout or rollout_address()) as client:
+    with _named_by_option(), RolloutClient(rollout or address_of("rollout", "--rollout")) as client:
         codec = _codec(client, tokenizer)
         sampling = {
             "max_tokens": max_tokens,
@@ -147,11 +147,11 @@ def score(
 ) -> None:
     """Show log-probabilities of texts under senior and junior."""
     from tandem.client import RolloutClient
-    from tandem.running_clusters import rollout_address
+    from tandem.running_clusters import address_of
     from tandem.wire import from_tensor, short_floats
 
     output = Output(as_json=as_json)
-    with RolloutClient(rollout or rollout_address()) as client:
+    with RolloutClient(rollout or address_of("rollout", "--rollout")) as client:
         codec = _codec(client, tokenizer)
         ids = [codec.encode(one) for one in text]
         if any(len(one) < 2 for one in ids):
@@ -204,7 +204,7 @@ def _note_room(
 
 
 def _head(prompt: str, sample: int, samples: int) -> str:
-    """The line above a response: its prompt, the start of it for one of several samples."""
+    """Returns the line above a response: its prompt, the start of it for one of several samples."""
     if samples == 1:
         return prompt
     start = textwrap.shorten(prompt, 48, placeholder=" …")
@@ -212,7 +212,7 @@ def _head(prompt: str, sample: int, samples: int) -> str:
 
 
 def _codec(client: RolloutClient, directory: Path | None) -> TextCodec:
-    """The tokenizer of `directory`, else of the server's model if its directory is here."""
+    """Returns the tokenizer of `directory`, else of the server's model if its directory is here."""
     from tandem.text import TextCodec
 
     if directory is not None:
