@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
-# Prepares this checkout: Debian packages, the virtual environment .venv, the Python packages in it, and the `tandem` client (editable).
+# Prepares this checkout: Debian packages, the virtual environment .venv, the Python packages in it,
+# and the `tandem` client (editable).
 # Safe to run again: it installs what is missing and says what it does. Works as root or with sudo.
 #   setup/install.sh            everything
-#   setup/install.sh --no-apt   Python only (the Debian packages are somebody else's business)
+#   setup/install.sh --no-apt   Python only, where the Debian packages come from elsewhere
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -15,7 +16,7 @@ use_apt=yes
 case "${1:-}" in
   "") ;;
   --no-apt) use_apt= ;;
-  *) sed -n 2,5p "$0"; exit 2 ;;
+  *) sed -n 2,6p "$0"; exit 2 ;;
 esac
 
 say() { printf 'setup: %s\n' "$*"; }
