@@ -59,7 +59,7 @@ install_python_packages() {
     "$python" -m venv "$venv"
   fi
   local pip=("$venv/bin/python" -m pip --disable-pip-version-check install -q --use-pep517)
-  say "Python packages: installing $requirements into $venv (torch and its libraries: about 2.5 GB to fetch, 5 GB on disk)"
+  say "Python packages: installing $requirements into $venv (about 2.5 GB to fetch, 6 GB on disk)"
   "${pip[@]}" -r "$requirements"
   "${pip[@]}" --no-deps -r "$requirements_no_deps"
   if [ -e clients/python/pyproject.toml ]; then
