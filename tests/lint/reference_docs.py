@@ -142,10 +142,11 @@ def configuration_page(schema: Schema) -> str:
         "",
         "A server reads `--config FILE` (YAML) and then `dotted.key=value` arguments, the last one"
         " winning. An unknown key or a value of the wrong type is an error that names the path."
-        " `--check-config` prints the resolved result and, as comments, the memory that it needs.",
+        " `--check-config` prints the resolved configuration and, as comments, the memory that it"
+        " needs.",
         "",
-        "A trainer or critic of several processes (`strategy`; `ranks` in a cluster file), the"
-        " variables that it reads and which layout to choose: [ranks.md](ranks.md).",
+        "[ranks.md](ranks.md) explains servers of several processes (`ranks` in a cluster file):"
+        " which layout to choose, and the environment variables that they read.",
     ]
     # Servers that share settings share their table.
     tables: dict[tuple[str, tuple[Row, ...]], dict[str, list[str]]] = {}
