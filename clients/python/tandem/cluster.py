@@ -221,7 +221,10 @@ class LocalCluster:
             try:
                 server.process.wait(max(0.1, deadline - time.monotonic()))
             except subprocess.TimeoutExpired:
-                self._say(f"{server.name} does not end: killed")
+                self._say(
+                    f"{server.name} has not ended within "
+                    f"{self.settings.stop_timeout_seconds:g} s and is killed"
+                )
                 server.process.kill()
                 server.process.wait()
         self._parent.shutdown()

@@ -1,4 +1,4 @@
-"""The servers and models of a cluster that are started: `cluster.model`, and a run's uses."""
+"""The servers of a cluster that a run starts, and the models that they load."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from tandem.settings import ClusterSettings, EvalMode, Purpose, RunSettings
 
 @dataclass(frozen=True)
 class Uses:
-    """The servers that are used, and the models beside senior and critic.
+    """Whether each server is used, and each model beside senior and critic.
 
     The defaults are those of `tandem up`.
 
     Attributes:
-        rollout: the rollout servers.
-        critic: the critic.
-        junior: the junior of the rollout servers.
-        reference: the trainer's reference model.
-        trainer_junior: the trainer's junior, which the KL towards it needs.
+        rollout: whether the rollout servers are used.
+        critic: whether the critic is.
+        junior: whether the rollout servers' junior is.
+        reference: whether the trainer's reference model is.
+        trainer_junior: whether the trainer's junior is, for a KL towards it.
     """
 
     rollout: bool = True

@@ -62,7 +62,7 @@ class RunDirectoryError(ConfigError):
 
 
 class UnsavedUpdatesError(TandemError):
-    """A server that was to get other weights holds updates that no checkpoint has."""
+    """A server holds updates that no checkpoint has, and other weights would replace them."""
 
 
 class ServerStartError(TandemError):

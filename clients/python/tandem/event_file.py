@@ -29,7 +29,7 @@ class EventFile:
         file = (folder / f"events.out.tfevents.{time.time_ns()}").open("xb")
         self._records = RecordWriter(file)
         self._write(Event(file_version="brain.Event:2"))
-        # For a TensorBoard that runs and has read these steps of an earlier start already.
+        # Makes a running TensorBoard drop the steps of an earlier start that are done again.
         start = SessionLog(status=SessionLog.START)
         self._write(Event(step=first_step, session_log=start))
 
@@ -68,7 +68,7 @@ def forget_after(folder: Path, step: int) -> None:
     for file in event_files(folder):
         buffer = io.BytesIO()
         records = RecordWriter(buffer)
-        # It ends before a record that a crash cut off.
+        # The loader ends before a record that a crash cut off.
         for record in RawEventFileLoader(str(file)).Load():
             if Event.FromString(record).step <= step:
                 records.write(record)

@@ -54,7 +54,7 @@ class RolloutFacts:
     """A rollout server's properties that a run's settings are checked against.
 
     Attributes:
-        whose: the server's name in an error.
+        whose: the server's name in an error message.
         tandem: the server's defaults, the fields of TandemConfig.
     """
 

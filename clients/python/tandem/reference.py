@@ -1,4 +1,4 @@
-"""The reference policy of the KL, where a rollout server knows it (`reference` of a run)."""
+"""The reference policy of the KL where it is a rollout server's model (`reference` of a run)."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ from tandem.wire import enum_names
 # The contract's counts and token ids are int32.
 INT32_MAX = 2**31 - 1
 
-# The trainer's bound of a reward, up or down (kMaxReward).
+# The trainer's bound of a reward's absolute value (kMaxReward).
 MAX_REWARD = 1e9
 
 # Trackers of a run's numbers beside metrics.jsonl.

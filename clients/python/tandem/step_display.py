@@ -18,8 +18,8 @@ class _Column:
     key: str
     name: str
     form: str
-    # A narrow terminal keeps the columns of the lowest ranks.
-    rank: int
+    # A narrow terminal keeps the columns with the lowest numbers.
+    priority: int
 
     @property
     def width(self) -> int:
@@ -116,7 +116,7 @@ class StepDisplay:
             return list(_COLUMNS)
         free = self._output.console.width - _LEFT_WIDTH
         kept = set()
-        for column in sorted(_COLUMNS, key=lambda column: column.rank):
+        for column in sorted(_COLUMNS, key=lambda column: column.priority):
             free -= column.width + 1
             if free < 0:
                 break
@@ -128,7 +128,7 @@ class StepDisplay:
         self._output.console.print(" ".join(cells), markup=False, soft_wrap=True)
 
     def waiting(self) -> str:
-        """Returns the fraction of the time in which each side worked while the other waited."""
+        """Returns a line with each phase's share of the time, and who waits during the phase."""
         total = max(1e-9, sum(self._seconds.values()))
         share = {name: f"{seconds / total:.0%}" for name, seconds in self._seconds.items()}
         asked = self._seconds.get("reference", 0.0) > 0

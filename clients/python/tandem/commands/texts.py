@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from tandem.requests import Prompt
     from tandem.text import TextCodec
 
-# Options, by the field of the contract, where the two have different names.
+# The option for a field of the contract, where the two have different names.
 _OPTIONS = {"selection_strategy": "strategy", "stop_token_ids": "stop", "enabled": "solo"}
 
 
@@ -32,9 +32,11 @@ def generate(
     tokenizer: TokenizerOption = None,
     chat: Annotated[bool, typer.Option("--chat", help="Use the chat template.")] = False,
     max_tokens: Annotated[int, typer.Option(min=1, help="Most tokens of a response.")] = 64,
-    temperature: Annotated[float, typer.Option(min=0.0, help="0: greedy.")] = 1.0,
+    temperature: Annotated[
+        float, typer.Option(min=0.0, help="Sampling temperature; 0: greedy.")
+    ] = 1.0,
     top_p: Annotated[
-        float | None, typer.Option(help="Mass of the likeliest tokens to draw from.")
+        float | None, typer.Option(help="Probability mass of the likeliest tokens to draw from.")
     ] = None,
     top_k: Annotated[
         int | None, typer.Option(help="Number of likeliest tokens to draw from.")
@@ -47,7 +49,7 @@ def generate(
         typer.Option(help="End after a token that ends with this text; may be repeated."),
     ] = None,
     samples: Annotated[int, typer.Option(min=1, help="Responses for each prompt.")] = 1,
-    seed: Annotated[int, typer.Option(min=0, help="Same seed, same responses.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="The same seed gives the same responses.")] = 0,
     strategy: Annotated[
         str | None,
         typer.Option(
@@ -64,12 +66,15 @@ def generate(
         ),
     ] = None,
     chunk_size: Annotated[
-        int | None, typer.Option(min=1, help="Tokens in a block (strategy chunk).")
+        int | None, typer.Option(min=1, help="Tokens in a chunk (strategy chunk).")
     ] = None,
-    solo: Annotated[bool, typer.Option("--solo", help="The senior alone.")] = False,
+    solo: Annotated[bool, typer.Option("--solo", help="Let the senior answer alone.")] = False,
     stream: Annotated[
         bool | None,
-        typer.Option("--stream/--no-stream", help="Print while it is written; on a terminal yes."),
+        typer.Option(
+            "--stream/--no-stream",
+            help="Print responses while they are written. Default: on a terminal alone.",
+        ),
     ] = None,
     as_json: JsonFlag = False,
 ) -> None:
@@ -140,9 +145,7 @@ def score(
     tokenizer: TokenizerOption = None,
     senior: Annotated[bool, typer.Option(help="Score under the senior.")] = True,
     junior: Annotated[bool, typer.Option(help="Score under the junior.")] = True,
-    temperature: Annotated[
-        float, typer.Option(min=0.0, help="What the logits are divided by.")
-    ] = 1.0,
+    temperature: Annotated[float, typer.Option(min=0.0, help="Divisor of the logits.")] = 1.0,
     as_json: JsonFlag = False,
 ) -> None:
     """Show log-probabilities of texts under senior and junior."""

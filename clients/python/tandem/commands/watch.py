@@ -1,4 +1,4 @@
-"""`tandem watch`: the steps of a trainer as it does them, whoever asked for them."""
+"""`tandem watch`: the steps of a trainer as they are done, whichever client requested them."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ def watch(
     trainer: Annotated[
         str | None,
         typer.Option(
-            help="Address of the trainer; by default that of the cluster that `tandem up` runs, "
+            help="Address of the trainer. Default: the one of the cluster that `tandem up` runs, "
             "else 127.0.0.1:7702.",
             metavar="HOST:PORT",
         ),
     ] = None,
     steps: Annotated[
-        int | None, typer.Option(min=1, help="End after this many; without it at Ctrl-C.")
+        int | None, typer.Option(min=1, help="Steps to print. Default: until Ctrl-C.")
     ] = None,
     as_json: JsonFlag = False,
 ) -> None:
