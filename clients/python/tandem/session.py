@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from typing import Any, Self, TypeVar
 
@@ -457,7 +457,7 @@ class Session:
         return addresses_of(self.cluster)
 
     def _connect(self, servers: ServersSettings, problems: Problems) -> None:
-        """Opens the clients, and asks every server whether it can do what the settings want."""
+        """Opens the clients, and checks the settings against the info of every server."""
         timeout = self.settings.servers.timeout_seconds
         self.trainer = self._stack.enter_context(
             TrainerClient(servers.trainer, timeout_seconds=timeout)
@@ -478,11 +478,23 @@ class Session:
         if trainer is None or len(rollouts) < len(clients):
             return
         self.critic_address = servers.critic or trainer.critic_address or None
-        models = {f"the trainer at {servers.trainer}": trainer.server.model}
         named = {
             f"the rollout server at {client.address}": info
             for client, info in zip(clients, rollouts, strict=True)
         }
+        self._check_connected(trainer, named, problems)
+
+    def _check_connected(
+        self,
+        trainer: trainer_pb2.GetServerInfoResponse,
+        named: Mapping[str, rollout_pb2.GetServerInfoResponse],
+        problems: Problems,
+    ) -> None:
+        """Checks the settings against the trainer, the rollout servers by name, and the critic.
+
+        Sets `reference`, `longest_sequence` and `in_force` by what it finds.
+        """
+        models = {f"the trainer at {self.trainer.address}": trainer.server.model}
         for whose, info in named.items():
             models[whose] = info.server.model
         if self.uses_critic:
