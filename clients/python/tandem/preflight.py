@@ -112,8 +112,8 @@ def check_servers(
     for field, dataset in data.items():
         with problems.collect():
             dataset.require_prompts_below(servers.max_model_len, field)
-            for asking, max_tokens in _lengths_asked(settings, purpose, field, data):
-                _check_max_tokens(asking, max_tokens, field, dataset, servers.max_model_len, note)
+            for setting, max_tokens in _lengths_asked(settings, purpose, field, data):
+                _check_max_tokens(setting, max_tokens, field, dataset, servers.max_model_len, note)
     if purpose == "train" and servers.rollouts:
         note_unused_tandem(settings, servers.rollouts[0], note)
 
@@ -150,7 +150,7 @@ def _lengths_asked(
 
 
 def _check_max_tokens(
-    asking: str,
+    setting: str,
     max_tokens: int,
     field: str,
     dataset: Dataset,
@@ -163,14 +163,14 @@ def _check_max_tokens(
     room = max_model_len - min(lengths)
     if room < max_tokens:
         raise ConfigError(
-            f"{asking}: {max_tokens:,}, but the servers' max_model_len of {max_model_len:,} leaves "
+            f"{setting}: {max_tokens:,}, but the servers' max_model_len of {max_model_len:,} leaves "
             f"a response to the shortest prompt of {field} {room:,} tokens",
-            hint=f"raise the servers' max_model_len, or lower {asking}",
+            hint=f"raise the servers' max_model_len, or lower {setting}",
         )
     if short:
         note(
             f"warning: {short:,} of {len(lengths):,} prompts of {field} leave a response less than "
-            f"{asking} ({max_tokens:,}) within the servers' max_model_len ({max_model_len:,})"
+            f"{setting} ({max_tokens:,}) within the servers' max_model_len ({max_model_len:,})"
         )
 
 
