@@ -1,4 +1,4 @@
-"""Everything a run talks to: servers, tokenizer, data and reward, opened and closed together."""
+"""What a run works with: servers, tokenizer, data and reward, opened and closed together."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ Answer = TypeVar("Answer")
 
 
 class Session:
-    """An opened RunSettings; a context manager.
+    """The servers, tokenizer, data and reward of a RunSettings, opened; a context manager.
 
     Mistakes in the settings are found before anything is started or changed, all of them at once
     (preflight). A `dry_run` ends there, and `in_force` is the only attribute that may be used.
