@@ -163,8 +163,8 @@ def _check_max_tokens(
     room = max_model_len - min(lengths)
     if room < max_tokens:
         raise ConfigError(
-            f"{setting}: {max_tokens:,}, but the servers' max_model_len of {max_model_len:,} leaves "
-            f"a response to the shortest prompt of {field} {room:,} tokens",
+            f"{setting}: {max_tokens:,}, but the servers' max_model_len of {max_model_len:,} "
+            f"leaves a response to the shortest prompt of {field} {room:,} tokens",
             hint=f"raise the servers' max_model_len, or lower {setting}",
         )
     if short:

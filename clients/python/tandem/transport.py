@@ -117,7 +117,7 @@ class Call:
 
 
 class ResponseStream(Generic[Response]):
-    """Responses of a call that runs already. close(), or letting go of it, cancels the call."""
+    """The responses of a running call. close(), or dropping the last reference, cancels it."""
 
     def __init__(self, call: Call, responses: Any) -> None:
         self._call = call
@@ -141,7 +141,7 @@ class ResponseStream(Generic[Response]):
 
 
 class AsyncResponseStream(Generic[Response]):
-    """Responses of a call that runs already. aclose(), or letting go of it, cancels the call."""
+    """The responses of a running call. aclose(), or dropping the last reference, cancels it."""
 
     def __init__(self, call: Call, responses: Any) -> None:
         self._call = call
