@@ -15,6 +15,7 @@ from typing import Any
 
 from google.protobuf import json_format
 
+from tandem.calls import CriticCalls
 from tandem.cluster import Section, find_binary, rank_environment, sections
 from tandem.config_values import dump_values, read_yaml
 from tandem.errors import ConfigError, ServerStartError, remedy
@@ -116,7 +117,8 @@ def _check_server(section: Section, objective: Mapping[str, Any] | None) -> _Che
         if objective is not None:
             asked = ["--check-objective", json.dumps(dict(objective))]
         # The critic's address is not known yet, but the objective needs one.
-        config = {"critic_address": "127.0.0.1:7703"} | config if section.has_critic else config
+        if section.has_critic:
+            config = {"critic_address": CriticCalls.default_address} | config
     with tempfile.TemporaryDirectory(prefix="tandem-check-") as folder:
         file = Path(folder) / f"{section.name}.yaml"
         file.write_text(dump_values(config))

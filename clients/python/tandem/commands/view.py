@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from tandem import settings as settings_module
-from tandem.command_line import JsonFlag
+from tandem.command_line import JsonFlag, command
 from tandem.errors import ConfigError
 from tandem.render import Output
 from tandem.run_files import write_atomically
@@ -19,6 +19,7 @@ from tandem.settings import RunSettings
 _FEW = 8
 
 
+@command()
 def view(
     run_dir: Annotated[Path, typer.Argument(help="A run directory.", metavar="RUN_DIR")],
     step: Annotated[
@@ -104,6 +105,7 @@ def view(
     print_trajectories(output, codec, shown, title, advantage=advantage, gap=gap)
 
 
+@command()
 def plot(
     run_dirs: Annotated[list[Path], typer.Argument(help="Run directories.", metavar="RUN_DIR")],
     metric: Annotated[
