@@ -6,7 +6,7 @@ SHELL := bash
 PYTHON := .venv/bin/python
 PRESET ?= release
 BUILD := build/$(PRESET)
-# Compilers and tests at a time: what the cores and the memory of this machine take.
+# Number of compilers and tests at a time, by the cores and the memory of this machine.
 JOBS ?= $(shell setup/jobs.sh)
 SERVERS := tandem-rollout-server tandem-trainer-server tandem-critic-server
 # Hugging Face TRL and verl live in an environment of their own, which sees the packages of .venv.
@@ -50,13 +50,13 @@ test: build $(PEERS) ## Sets up, builds, lints, and runs every test
 	@JOBS=$(JOBS) tests/run_all.sh $(BUILD)
 
 .PHONY: test-curves
-test-curves: build ## Twenty steps of every layout with every kind of model beside one process (5 minutes)
+test-curves: build ## Compares twenty steps of every layout and kind of model with one process (5 minutes)
 	@for t in megatron_curves_test zero_strategy_test; do \
 	  $(BUILD)/common/parallel/$$t --gtest_also_run_disabled_tests --gtest_filter='*EveryKind*' --gtest_brief=1; done
 
 # Only the C++ tests look for leaks, because a server ends without unloading libtorch.
 .PHONY: test-asan
-test-asan: ## Unit and integration tests under the address and undefined-behaviour sanitizers (20 minutes)
+test-asan: ## Runs unit and integration tests under the address and undefined-behaviour sanitizers (20 minutes)
 	@$(MAKE) --no-print-directory build PRESET=asan
 	@ctest --preset asan -j $(JOBS)
 	@ASAN_OPTIONS=detect_leaks=0 TANDEM_BUILD_DIR=build/asan JOBS=$(JOBS) tests/run_pytest.sh tests/integration
@@ -65,19 +65,19 @@ test-asan: ## Unit and integration tests under the address and undefined-behavio
 SERVER_TOOL := PYTHONUNBUFFERED=1 TANDEM_BUILD_DIR=$(CURDIR)/$(BUILD) PYTHONPATH=clients/python:tests/integration $(PYTHON)
 
 .PHONY: mutate
-mutate: servers ## Damaged requests against the real servers (MUTATIONS=100000 SEED=0 FIRST=0; 10,000 a minute)
+mutate: servers ## Sends damaged requests to the real servers (MUTATIONS=100000 SEED=0 FIRST=0; 10,000 a minute)
 	@$(SERVER_TOOL) tests/fuzz/fuzz_requests.py --mutations $(or $(MUTATIONS),100000) --seed $(or $(SEED),0) --first $(or $(FIRST),0)
 
 .PHONY: soak
-soak: servers ## Several clients at random (MINUTES=10 SEED=0), then memory, gauges and replies are as before
+soak: servers ## Lets several clients call at random (MINUTES=10 SEED=0); memory, gauges and replies must be as before
 	@$(SERVER_TOOL) tests/chaos/soak.py --minutes $(or $(MINUTES),10) --seed $(or $(SEED),0)
 
 .PHONY: chaos
-chaos: servers ## Kills servers and clients of runs at random (KILLS=100 SEED=…), which end as undisturbed ones
+chaos: servers ## Kills servers and clients of runs at random (KILLS=100 SEED=…); the runs must end as undisturbed ones
 	@$(SERVER_TOOL) tests/chaos/kills.py --kills $(or $(KILLS),100) $(if $(SEED),--seed $(SEED)) --first $(or $(FIRST),0)
 
 .PHONY: fuzz
-fuzz: setup ## libFuzzer on the parsers of files (SECONDS=60 for each), with clang and the sanitizers
+fuzz: setup ## Runs libFuzzer on the parsers of files (SECONDS=60 for each), with clang and the sanitizers
 	@tests/fuzz/run_fuzz.sh $(or $(SECONDS),60)
 
 .PHONY: lint
@@ -86,7 +86,7 @@ lint: configure python-protos ## Checks format, clang-tidy on what changed, ruff
 	@JOBS=$(JOBS) tests/lint/run_lint.sh $(BUILD) changed
 
 .PHONY: lint-all
-lint-all: build ## The same with clang-tidy on every file
+lint-all: build ## As lint, with clang-tidy on every file
 	@JOBS=$(JOBS) tests/lint/run_lint.sh $(BUILD) all
 
 .PHONY: format
@@ -97,7 +97,7 @@ format: python-protos ## Formats C++, Python and pages, writes the generated pag
 	@$(PYTHON) tests/lint/reference_docs.py update
 
 .PHONY: proto-golden
-proto-golden: setup ## Accepts the present protos as the contract (proto/golden); shows what breaks
+proto-golden: setup ## Accepts the present protos as the contract (proto/golden); prints what that breaks
 	@$(PYTHON) tests/lint/proto_contract.py update
 
 PURELIB := -c "import sysconfig; print(sysconfig.get_path('purelib'))"
@@ -110,7 +110,7 @@ $(PEERS): setup/peer-requirements.txt setup/peer-requirements-no-deps.txt | setu
 	@touch $@
 
 .PHONY: test-peers
-test-peers: servers $(PEERS) ## Losses and gradients beside those of Hugging Face TRL and verl; a part of `make test`
+test-peers: servers $(PEERS) ## Compares losses and gradients with Hugging Face TRL and verl; a part of `make test`
 	@TANDEM_BUILD_DIR=$(BUILD) PYTHONPATH=clients/python $(PEERS_PYTHON) -m pytest -q tests/peers
 
 .PHONY: bench

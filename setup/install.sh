@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
-# Prepares this checkout: Debian packages, the virtual environment .venv, the Python packages in it, and the `tandem` client (editable).
+# Prepares this checkout: Debian packages, the virtual environment .venv, the Python packages in it,
+# and the `tandem` client (editable).
 # Safe to run again: it installs what is missing and says what it does. Works as root or with sudo.
 #   setup/install.sh            everything
-#   setup/install.sh --no-apt   Python only (the Debian packages are somebody else's business)
+#   setup/install.sh --no-apt   Python only, where the Debian packages come from elsewhere
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -15,7 +16,7 @@ use_apt=yes
 case "${1:-}" in
   "") ;;
   --no-apt) use_apt= ;;
-  *) sed -n 2,5p "$0"; exit 2 ;;
+  *) sed -n 2,6p "$0"; exit 2 ;;
 esac
 
 say() { printf 'setup: %s\n' "$*"; }
@@ -58,7 +59,7 @@ install_python_packages() {
     "$python" -m venv "$venv"
   fi
   local pip=("$venv/bin/python" -m pip --disable-pip-version-check install -q --use-pep517)
-  say "Python packages: installing $requirements into $venv (torch and its libraries: about 2.5 GB to fetch, 5 GB on disk)"
+  say "Python packages: installing $requirements into $venv (about 2.5 GB to fetch, 6 GB on disk)"
   "${pip[@]}" -r "$requirements"
   "${pip[@]}" --no-deps -r "$requirements_no_deps"
   if [ -e clients/python/pyproject.toml ]; then

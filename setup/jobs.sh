@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Prints how many jobs this machine takes: one for each core, and 2 GB of memory for each, which a compiler of libtorch's headers needs.
+# Prints how many compilers and tests to run at a time: one per core, but no more than one per 2 GB
+# of available memory, which a compiler needs for libtorch's headers.
 # The cores and the memory of a container are those of its control group.
 set -euo pipefail
 

@@ -4,7 +4,7 @@ import asyncio
 
 
 async def reward(prompt: list[dict], response: str, name: str, **row: object) -> float:
-    """1 for the user's name in few words, less where it stands in many."""
+    """Returns 1 for the user's name in few words, less where it stands in many."""
     judged = await ask_judge(prompt[-1]["content"], response, name)
     return judged / (1 + len(response.split()) // 4)
 

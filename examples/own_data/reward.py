@@ -2,7 +2,7 @@
 
 
 def reward(prompt: str, response: str, word: str, max_words: int, **row: object) -> float:
-    """Between 0 and 1, so that near misses differ from far ones."""
+    """Returns a number in [0, 1], so that near misses differ from far ones."""
     text = response.strip()
     words = text.split()
     has_word = word in text.lower()

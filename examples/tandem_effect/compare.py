@@ -70,7 +70,7 @@ def tandem(command: str, *arguments: str, **options: object) -> str:
 
 
 def evaluate_untrained(file: Path, overrides: Sequence[str]) -> Numbers:
-    """The senior's evaluations before any training, kept in `file`."""
+    """Returns the senior's evaluations before any training, kept in `file`."""
     if not file.exists():
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(tandem("eval", *overrides, "--json", stdout=subprocess.PIPE))
@@ -79,7 +79,7 @@ def evaluate_untrained(file: Path, overrides: Sequence[str]) -> Numbers:
 
 
 def read_run(run_dir: Path) -> Numbers:
-    """The last evaluation of a run, and its tokens."""
+    """Returns the last evaluation of a run, and its tokens."""
     curves = read_curves(run_dir)
     last = {name: curve.values[-1] for name, curve in curves.items()}
     return count_tokens(last) | {
@@ -89,14 +89,14 @@ def read_run(run_dir: Path) -> Numbers:
 
 
 def count_tokens(values: Numbers) -> dict[str, float]:
-    """With the mean length of the senior's solo answers."""
+    """Adds the mean length of the senior's solo answers."""
     legibility = "eval/legibility/"
     answers = values[f"{legibility}prompts"] * values[f"{legibility}samples"]
     return {**values, "tokens/answer": values[f"{legibility}tokens/response"] / answers}
 
 
 def rows(before: Numbers, runs: Mapping[str, Sequence[Numbers]]) -> list[list[str]]:
-    """A line for every run, for the mean of an arm, and for the difference by seed."""
+    """Returns a line for every run, for the mean of an arm, and for the difference by seed."""
     lines = [["before", *(of_run(before, *column) for column in COLUMNS.values())]]
     for arm, ofs in runs.items():
         for seed, values in zip(SEEDS, ofs, strict=True):
@@ -113,7 +113,7 @@ def rows(before: Numbers, runs: Mapping[str, Sequence[Numbers]]) -> list[list[st
 
 
 def of_run(values: Numbers, key: str, form: str) -> str:
-    """A number, with its interval over prompts where there is one."""
+    """Returns a number, with its interval over prompts where there is one."""
     if key not in values:
         return "-"
     interval = [values[end] for end in (f"{key}_low", f"{key}_high") if end in values]
@@ -121,14 +121,14 @@ def of_run(values: Numbers, key: str, form: str) -> str:
 
 
 def over_seeds(values: Sequence[float], form: str) -> str:
-    """The mean over seeds, with its interval by Student's t."""
+    """Returns the mean over seeds, with its interval by Student's t."""
     mean = statistics.fmean(values)
     half = STUDENT_T * statistics.stdev(values) / math.sqrt(len(values))
     return with_interval(mean, (mean - half, mean + half), form)
 
 
 def with_interval(value: float, interval: Sequence[float], form: str) -> str:
-    """A number and the ends of its interval, if it has one, as text."""
+    """Returns a number and the ends of its interval, if it has one, as text."""
     ends = " to ".join(map(form.format, interval))
     return form.format(value) + (f" ({ends})" if ends else "")
 

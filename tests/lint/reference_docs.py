@@ -149,12 +149,13 @@ def configuration_page(schema: Schema) -> str:
         "",
         "Variables and arguments hold YAML, for example `freeze=[model.embed_tokens.*]`. An unknown"
         " key or a value of the wrong type is an error that names the path, and the variable that"
-        " it is from. `--check-config` prints the resolved result and, as comments, the memory that"
-        " it needs. `tandem up` hides `TANDEM__` variables from the servers that it starts: their"
+        " it is from. `--check-config` prints the resolved configuration and, as comments, the"
+        " memory that it needs. `tandem up` hides `TANDEM__` variables from the servers that it"
+        " starts: their"
         " cluster file has all settings.",
         "",
-        "A trainer or critic of several processes (`strategy`; `ranks` in a cluster file), the"
-        " variables that it reads and which layout to choose: [ranks.md](ranks.md).",
+        "[ranks.md](ranks.md) explains servers of several processes (`ranks` in a cluster file):"
+        " which layout to choose, and the environment variables that they read.",
     ]
     # Servers that share settings share their table.
     tables: dict[tuple[str, tuple[Row, ...]], dict[str, list[str]]] = {}

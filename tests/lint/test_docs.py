@@ -273,7 +273,8 @@ def test_the_container_files_of_the_ranks_are_yaml_that_gives_every_rank_its_var
         assert service["environment"]["MASTER_ADDR"] == next(iter(services))
     service, stateful_set = yaml.safe_load_all(kubernetes)
     [container] = stateful_set["spec"]["template"]["spec"]["containers"]
-    variables = {entry["name"]: entry["value"] for entry in container["env"]}
+    variables = {entry["name"]: entry.get("value") for entry in container["env"]}
+    assert {"RANK", "LOCAL_WORLD_SIZE"} < set(variables)
     assert variables["WORLD_SIZE"] == str(stateful_set["spec"]["replicas"])
     name = service["metadata"]["name"]
     assert stateful_set["spec"]["serviceName"] == name

@@ -1,4 +1,4 @@
-"""The `tandem` command: what has to happen before anything large is imported."""
+"""The entry point of the `tandem` command, which handles Ctrl-C during the imports."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import signal
 
 
 def main() -> None:
-    """Runs the command line; Ctrl-C while it is imported ends the process without a word."""
+    """Runs the command line; Ctrl-C while it is imported ends the process without a traceback."""
     signal.signal(signal.SIGINT, lambda *_: os._exit(130))
     from tandem.cli import main as run
 

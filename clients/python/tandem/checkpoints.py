@@ -10,8 +10,8 @@ from pydantic.dataclasses import dataclass
 from tandem.errors import ConfigError, RunDirectoryError
 from tandem.run_files import STATE, kind_of_run, read_json
 
-# The last file of every checkpoint of a server.
-_MANIFEST = "manifest.json"
+# The file that a server writes last into a checkpoint: names and digests of the others.
+MANIFEST = "manifest.json"
 
 
 @dataclass(frozen=True, config=ConfigDict(extra="forbid"))
@@ -53,7 +53,7 @@ class Checkpoint:
 
 
 def last_checkpoint(path: Path) -> SavedState:
-    """The checkpoint that state.json of the run directory `path` names.
+    """Returns the checkpoint that state.json of the run directory `path` names.
 
     Raises RunDirectoryError if it names none.
     """
@@ -69,13 +69,13 @@ def last_checkpoint(path: Path) -> SavedState:
 
 
 def checkpoint_at(path: Path) -> Checkpoint:
-    """The checkpoint at `path`: a trainer's, or the last one of a run directory."""
+    """Returns the checkpoint at `path`: a trainer's, or the last one of a run directory."""
     path = path.resolve()
     return Checkpoint(path) if kind_of_run(path) is None else checkpoint_of(path)
 
 
 def checkpoint_of(path: Path) -> Checkpoint:
-    """The last checkpoint of the run directory `path`."""
+    """Returns the last checkpoint of the run directory `path`."""
     state = last_checkpoint(path)
     critic = None if state.critic is None else path / state.critic
     return Checkpoint(path / state.trainer, critic, state.digest)
@@ -83,7 +83,7 @@ def checkpoint_of(path: Path) -> Checkpoint:
 
 def require_here(checkpoint: Checkpoint, field: str) -> None:
     """Raises ConfigError, beginning with `field`, unless this machine sees the checkpoint."""
-    if not (checkpoint.trainer / _MANIFEST).is_file():
+    if not (checkpoint.trainer / MANIFEST).is_file():
         raise ConfigError(
             f"{field}: {checkpoint.trainer} is neither a checkpoint nor a run directory"
         )
@@ -110,7 +110,7 @@ def remove_checkpoint(path: Path) -> str | None:
     It is one while its manifest has its name and lists every file in it, the rule of the servers.
     Anything else stays as it is, and the reason is returned.
     """
-    file = path / _MANIFEST
+    file = path / MANIFEST
     if path.is_symlink() or not file.is_file():
         return "it is no checkpoint"
     try:
@@ -119,7 +119,7 @@ def remove_checkpoint(path: Path) -> str | None:
         return "its manifest.json is damaged"
     if manifest.name != path.name:
         return f"its manifest names the checkpoint {manifest.name!r}"
-    listed = {_MANIFEST, *(one.name for one in manifest.files)}
+    listed = {MANIFEST, *(one.name for one in manifest.files)}
     entries = sorted(path.iterdir())
     for entry in entries:
         if entry.name not in listed or entry.is_dir():
@@ -134,5 +134,5 @@ def remove_checkpoint(path: Path) -> str | None:
 
 
 def checkpoint_name(step: int) -> str:
-    """The name of a step's checkpoint directory; names sort by step."""
+    """Returns the name of a step's checkpoint directory; names sort by step."""
     return f"step_{step:06d}"

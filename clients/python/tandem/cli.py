@@ -1,8 +1,4 @@
-"""The `tandem` command.
-
-Exit codes: 0 success; 1 a server or the run failed; 2 wrong usage, configuration or data;
-3 a server cannot be reached or did not start; 130 stopped by Ctrl-C.
-"""
+"""The `tandem` command. Its help text, in tandem.command_line, has the exit codes."""
 
 from __future__ import annotations
 
@@ -12,18 +8,14 @@ from typing import Annotated
 import typer
 
 from tandem import __version__
-from tandem.command_line import EXIT_INTERRUPTED, EXIT_USAGE, app, command
+from tandem.command_line import EXIT_INTERRUPTED, EXIT_USAGE, app
 
 # Importing a module of commands registers them, in the order in which --help lists them.
 # isort: off
-from tandem.commands import init, servers, training, watch, texts, model, export  # noqa: F401
+from tandem.commands import init, servers, training, watch, texts, model, export, view  # noqa: F401
 
 # isort: on
 from tandem.render import use_any_encoding
-from tandem.view.commands import plot, view
-
-command()(view)
-command()(plot)
 
 
 def _print_version(wanted: bool) -> None:

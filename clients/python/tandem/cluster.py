@@ -28,7 +28,7 @@ from tandem.run_files import next_attempt
 from tandem.settings import ClusterSettings
 from tandem.transport import Connection
 
-# While servers start, a write of so many bytes, every so many seconds, shows a full disk.
+# While servers start, a write of _PROBE_BYTES every _SPACE_SECONDS shows a full disk.
 _SPACE_SECONDS = 1.0
 _PROBE_BYTES = 4096
 
@@ -67,7 +67,7 @@ class Section:
         return f"tandem-{self.role}-server"
 
     def with_free_ports(self) -> dict[str, Any]:
-        """The server's configuration, with port 0 (any) where it names none.
+        """Returns the server's configuration, with port 0 (any) where it names none.
 
         Raises ConfigError for a `server` that is no mapping, or a host that is no text.
         """
@@ -82,7 +82,7 @@ class Section:
 
 
 def sections(settings: ClusterSettings) -> list[Section]:
-    """The servers of a cluster in the order of their start: a critic before its trainer."""
+    """Returns the servers of a cluster in the order of their start: a critic before its trainer."""
     settings = planned(settings)
     several = len(settings.rollout) > 1
     servers = [
@@ -120,7 +120,7 @@ class Server:
         return self.process.poll() is None
 
     def describe(self) -> dict[str, Any]:
-        """The record of the server in status lines and `--json`."""
+        """Returns the record of the server in status lines and `--json`."""
         return {
             "name": self.name,
             "role": self.role,
@@ -221,7 +221,10 @@ class LocalCluster:
             try:
                 server.process.wait(max(0.1, deadline - time.monotonic()))
             except subprocess.TimeoutExpired:
-                self._say(f"{server.name} does not end: killed")
+                self._say(
+                    f"{server.name} has not ended within "
+                    f"{self.settings.stop_timeout_seconds:g} s and is killed"
+                )
                 server.process.kill()
                 server.process.wait()
         self._parent.shutdown()
@@ -349,7 +352,7 @@ def _usable(directory: Path) -> Iterator[None]:
 
 
 def held_port() -> socket.socket:
-    """A socket that reserves a port for a server: bound, but not listening."""
+    """Returns a socket that reserves a port for a server: bound, but not listening."""
     holder = socket.socket()
     holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     holder.bind(("127.0.0.1", 0))
@@ -366,7 +369,7 @@ def inherited_environment() -> dict[str, str]:
 
 
 def rank_environment(rank: int, ranks: int, port: int) -> dict[str, str]:
-    """The environment variables of torchrun for one rank."""
+    """Returns the environment variables of torchrun for one rank."""
     return {
         "RANK": str(rank),
         "WORLD_SIZE": str(ranks),
@@ -380,7 +383,7 @@ def rank_environment(rank: int, ranks: int, port: int) -> dict[str, str]:
 
 
 def reachable_host(host: str | None) -> str:
-    """The host by which this machine reaches a server that binds `host`, as in HOST:PORT."""
+    """Returns the HOST of HOST:PORT at which this machine reaches a server that binds `host`."""
     host = {None: "127.0.0.1", "": "127.0.0.1", "0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
     return f"[{host}]" if ":" in host and not host.startswith("[") else host
 
@@ -391,7 +394,7 @@ def _ending(returncode: int) -> str:
 
 
 def find_binary(name: str, build_dir: Path | None = None) -> Path:
-    """A server binary: in `build_dir`, $TANDEM_BUILD_DIR, the repository's build, or PATH."""
+    """Finds a server binary in `build_dir`, $TANDEM_BUILD_DIR, the repository's build, or PATH."""
     named = build_dir or os.environ.get(BUILD_DIR_VARIABLE)
     root = Path(named) if named else _REPOSITORY / "build" / "release"
     service = name.removeprefix("tandem-").removesuffix("-server")
@@ -414,7 +417,7 @@ def _listening(log: Path) -> dict[str, Any] | None:
 
 
 def _last_words(log: Path) -> str:
-    """Why a server ended: the last error in its log, else the last line that is no event."""
+    """Returns why a server ended: the last error in its log, else the last line of plain text."""
     lines = _lines(log)
     errors = [one for one in lines if isinstance(one, dict) and one.get("level") == "error"]
     if errors:
@@ -423,7 +426,7 @@ def _last_words(log: Path) -> str:
 
 
 def _lines(log: Path) -> list[dict[str, Any] | str]:
-    """The complete lines of a log: events as mappings, other lines as text."""
+    """Returns the complete lines of a log: events as mappings, other lines as text."""
     *complete, _ = log.read_text(errors="replace").split("\n")
     return [_event(line) for line in complete if line.strip()]
 

@@ -1,4 +1,4 @@
-"""The servers and models of a cluster that are started: `cluster.model`, and a run's uses."""
+"""The servers of a cluster that a run starts, and the models that they load."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from tandem.settings import ClusterSettings, EvalMode, Purpose, RunSettings
 
 @dataclass(frozen=True)
 class Uses:
-    """The servers that are used, and the models beside senior and critic.
+    """Whether each server is used, and each model beside senior and critic.
 
-    The default is that of `tandem up`.
+    The defaults are those of `tandem up`.
 
     Attributes:
-        rollout: the rollout servers.
-        critic: the critic.
-        junior: the junior of the rollout servers.
-        reference: the trainer's reference model.
-        trainer_junior: the trainer's junior, which the KL towards it needs.
+        rollout: whether the rollout servers are used.
+        critic: whether the critic is.
+        junior: whether the rollout servers' junior is.
+        reference: whether the trainer's reference model is.
+        trainer_junior: whether the trainer's junior is, for a KL towards it.
     """
 
     rollout: bool = True
@@ -32,7 +32,7 @@ class Uses:
 
 
 def uses_of(settings: RunSettings, purpose: Purpose) -> Uses:
-    """The servers and models that a run uses."""
+    """Returns the servers and models that a run uses."""
     objective, trains = settings.objective, purpose == "train"
     modes = modes_in(settings, purpose)
     kl_to = settings.reference if trains and objective.kl_coefficient else None
@@ -49,12 +49,12 @@ def uses_of(settings: RunSettings, purpose: Purpose) -> Uses:
 
 
 def modes_in(settings: RunSettings, purpose: Purpose) -> list[EvalMode]:
-    """The evaluations that are made on the way; none in a run without `eval.every`."""
+    """Returns the evaluations that are made on the way; none in a run without `eval.every`."""
     return settings.eval.modes if purpose == "eval" or settings.eval.every else []
 
 
 def planned(cluster: ClusterSettings, uses: Uses = Uses()) -> ClusterSettings:
-    """The cluster as it is started: without unused servers, and with every used model named.
+    """Returns the cluster to start: without unused servers, and with every used model named.
 
     `model` stands for the models that a section does not name.
     """
@@ -81,7 +81,7 @@ def planned(cluster: ClusterSettings, uses: Uses = Uses()) -> ClusterSettings:
 def _named(
     section: dict[str, Any] | None, model: Path | None, fields: Mapping[str, bool]
 ) -> dict[str, Any] | None:
-    """A section with `model` in the fields that are used and that it lacks."""
+    """Returns a section with `model` in the fields that are used and that it lacks."""
     if section is None or model is None:
         return section
     return {name: str(model) for name, used in fields.items() if used} | section

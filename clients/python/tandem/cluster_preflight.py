@@ -14,6 +14,7 @@ from typing import Any
 
 from google.protobuf import json_format
 
+from tandem.calls import CriticCalls
 from tandem.cluster import (
     Section,
     find_binary,
@@ -25,15 +26,13 @@ from tandem.config_values import dump_values, read_yaml
 from tandem.errors import ConfigError, ServerStartError, remedy
 from tandem.model_files import difference, max_positions
 from tandem.preflight import Problems, RolloutFacts, ServerFacts, other_tokenizer
-from tandem.settings import ClusterSettings
+from tandem.settings import SERVER_MODELS, ClusterSettings
 from tandem.text import TextCodec
 from tandem.trainer.v1.objective_pb2 import PolicyObjective
 from tandem.wire import message_record
 
 # Most seconds of a --check-config, which reads configurations of models but no weights.
 CHECK_SECONDS = 60.0
-# Keys of the models in a section. All models share one tokenizer.
-_MODELS = ("senior_model", "model", "junior_model", "reference_model")
 
 
 @dataclass(frozen=True)
@@ -110,7 +109,7 @@ class _Checked:
     @property
     def max_model_len(self) -> int:
         """The longest sequence that the server will hold, at most that of its models."""
-        models = (self.config.get(name) for name in _MODELS)
+        models = (self.config.get(name) for name in SERVER_MODELS)
         limits = [max_positions(Path(model)) for model in models if model]
         return min([self.config["max_model_len"], *(one for one in limits if one is not None)])
 
@@ -123,7 +122,8 @@ def _check_server(section: Section, objective: Mapping[str, Any] | None) -> _Che
         if objective is not None:
             asked = ["--check-objective", json.dumps(dict(objective))]
         # The critic's address is not known yet, but the objective needs one.
-        config = {"critic_address": "127.0.0.1:7703"} | config if section.has_critic else config
+        if section.has_critic:
+            config = {"critic_address": CriticCalls.default_address} | config
     with tempfile.TemporaryDirectory(prefix="tandem-check-") as folder:
         file = Path(folder) / f"{section.name}.yaml"
         file.write_text(dump_values(config))
@@ -155,7 +155,7 @@ def _check_server(section: Section, objective: Mapping[str, Any] | None) -> _Che
 
 
 def _refusal(section: Section, printed: str, file: Path) -> ConfigError:
-    """The error for a configuration, or an objective, that a server refuses."""
+    """Returns the error for a configuration, or an objective, that a server refuses."""
     said = printed.strip().rpartition("bad configuration: ")[2].removeprefix(f"{file}: ")
     # A reason, if there is one, follows the message in brackets.
     reason = re.search(r" \[([A-Z_]+)\]$", said)
@@ -168,9 +168,9 @@ def _refusal(section: Section, printed: str, file: Path) -> ConfigError:
 
 
 def _models(cluster: ClusterSettings) -> Iterator[tuple[str, Path]]:
-    """The directories of all models that the servers load, each with the field that names it."""
+    """Yields the directory of every model that the servers load, with the field that names it."""
     for section in sections(cluster):
-        for name in _MODELS:
+        for name in SERVER_MODELS:
             named = section.config.get(name)
             if isinstance(named, str) and named:
                 yield f"cluster.{section.field}.{name}", Path(named)

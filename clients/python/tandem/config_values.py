@@ -33,7 +33,7 @@ class _Loader(yaml.SafeLoader):
     }
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
-        """The mapping. Raises MarkedYAMLError, which names the key, if a key stands twice."""
+        """Composes a mapping. Raises MarkedYAMLError, which names the key, for a repeated key."""
         node = super().compose_mapping_node(anchor)
         lines: dict[str, int] = {}
         for key, _ in node.value:
@@ -59,7 +59,10 @@ for _tag, _pattern in _NUMBERS.items():
 
 
 def read_mapping(path: Path, error: type[ConfigError] = ConfigError) -> dict[str, Any]:
-    """The mapping in a YAML file. Raises `error`, beginning with the path, for anything else."""
+    """Reads a YAML file that holds a mapping.
+
+    Raises `error`, beginning with the path, for any other file.
+    """
     text = read_text(path, str(path), error)
     try:
         values = read_yaml(text) or {}
@@ -71,7 +74,7 @@ def read_mapping(path: Path, error: type[ConfigError] = ConfigError) -> dict[str
 
 
 def read_yaml(text: str) -> Any:
-    """The value of a YAML text. Raises ValueError, with line and column, if it has none."""
+    """Returns the value of a YAML text. Raises ValueError, with line and column, if it has none."""
     try:
         # _Loader is a SafeLoader: it makes plain values alone.
         return yaml.load(text, _Loader)
@@ -85,7 +88,7 @@ def read_yaml(text: str) -> Any:
 
 
 def dump_values(values: dict[str, Any]) -> str:
-    """Values as YAML, in their order."""
+    """Returns values as YAML, in their order."""
     return yaml.dump(values, Dumper=_Dumper, sort_keys=False, width=100)
 
 
@@ -106,7 +109,7 @@ def apply_override(values: dict[str, Any], override: str) -> None:
 
 
 def flat(values: Any, key: str = "") -> dict[str, Any]:
-    """Nested values by dotted key. A list of mappings has the indices as keys."""
+    """Returns nested values by dotted key. A list of mappings has the indices as keys."""
     if isinstance(values, dict):
         items: Any = values.items()
     elif isinstance(values, list) and any(isinstance(item, dict) for item in values):
@@ -118,7 +121,7 @@ def flat(values: Any, key: str = "") -> dict[str, Any]:
 
 
 def _section(node: dict[str, Any] | list[Any], part: str, override: str) -> Any:
-    """The mapping or list at `part`; an empty mapping takes the place of anything else."""
+    """Returns the mapping or list at `part`; an empty mapping takes the place of anything else."""
     place: Any = _place(node, part, override)
     inner = node.get(place) if isinstance(node, dict) else node[place]
     if not isinstance(inner, dict | list):
@@ -127,7 +130,7 @@ def _section(node: dict[str, Any] | list[Any], part: str, override: str) -> Any:
 
 
 def _place(node: dict[str, Any] | list[Any], part: str, override: str) -> Any:
-    """`part` as a key of a mapping, or as an index of a list."""
+    """Returns `part` as a key of a mapping, or as an index of a list."""
     if isinstance(node, dict):
         return part
     if part not in map(str, range(len(node))):

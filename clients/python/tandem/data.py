@@ -224,7 +224,7 @@ def _example(
 
 
 def _require_prompt(settings: DataSettings, place: str, field: str) -> None:
-    """ConfigError where a setting writes the prompt of a row that has `messages` instead."""
+    """Raises ConfigError for a setting that writes prompts, given a row that has `messages`."""
     default = DataSettings.model_fields["format"].default
     for name, given in (
         ("extract", settings.extract is not None),
@@ -238,7 +238,7 @@ def _require_prompt(settings: DataSettings, place: str, field: str) -> None:
 
 
 def _with_system(settings: DataSettings, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The conversation with the system message of the settings, unless it begins with its own."""
+    """Adds the system message of the settings to a conversation that begins without its own."""
     if settings.system is None or (messages and messages[0].get("role") == "system"):
         return messages
     # An empty one keeps the template from adding its own.

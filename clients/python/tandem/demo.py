@@ -129,7 +129,7 @@ def compare(
     after: Mapping[EvalMode, Evaluation],
     lines: Sequence[Mapping[str, Any]],
 ) -> dict[str, Any]:
-    """The result of the demo: both evaluations, their gains, and the steps."""
+    """Returns the result of the demo: both evaluations, their gains, and the steps."""
     fractions = [line["tandem/senior_token_fraction"] for line in lines]
     gains = {
         mode: paired_gain(first.grades.correct, after[mode].grades.correct)
@@ -189,7 +189,7 @@ def _summary(result: Mapping[str, Any]) -> list[tuple[str, str, str, str]]:
 
 
 def command() -> str:
-    """The command line name of `tandem`: plain if it is on the path, else a relative path."""
+    """Returns how to call `tandem`: by its name if it is on the path, else by a relative path."""
     beside = Path(sys.executable).with_name("tandem")
     return "tandem" if shutil.which("tandem") else os.path.relpath(beside)
 

@@ -23,7 +23,7 @@ class TandemError(Exception):
         self.hint = hint
 
     def describe(self) -> dict[str, Any]:
-        """What is known of the error, for `--json`."""
+        """Returns what is known of the error, for `--json`."""
         return {
             "error": type(self).__name__,
             "message": self.message,
@@ -53,7 +53,7 @@ class ProblemsError(ConfigError):
         self.problems = tuple(problems)
 
     def describe(self) -> dict[str, Any]:
-        """The record of each error, for `--json`."""
+        """Returns the record of each error, for `--json`."""
         return super().describe() | {"problems": [one.describe() for one in self.problems]}
 
 
@@ -62,7 +62,7 @@ class RunDirectoryError(ConfigError):
 
 
 class UnsavedUpdatesError(TandemError):
-    """A server that was to get other weights holds updates that no checkpoint has."""
+    """A server holds updates that no checkpoint has, and other weights would replace them."""
 
 
 class ServerStartError(TandemError):
@@ -76,7 +76,7 @@ _REMEDIES: dict[str, str] = json.loads(
 
 
 def remedy(reason: str) -> str | None:
-    """The remedy for a reason that a server gives, if one is known."""
+    """Returns the remedy for a reason that a server gives, if one is known."""
     return _REMEDIES.get(reason)
 
 
@@ -121,7 +121,7 @@ class RpcError(TandemError):
         return f"{where}{self.message} [{self.code.name}{', ' if known else ''}{known}]"
 
     def describe(self) -> dict[str, Any]:
-        """What is known of the error, for `--json`."""
+        """Returns what is known of the error, for `--json`."""
         return super().describe() | {
             "code": self.code.name,
             "field": self.field,
@@ -203,7 +203,7 @@ _CLASSES: dict[grpc.StatusCode, type[RpcError]] = {
 def from_status(
     status: status_pb2.Status, *, request_id: str | None = None, method: str | None = None
 ) -> RpcError:
-    """The exception for a google.rpc.Status."""
+    """Returns the exception for a google.rpc.Status."""
     code = _code(status.code)
     field = reason = retry_after = None
     for detail in status.details:
@@ -232,7 +232,7 @@ def from_status(
 
 
 def from_rpc(error: Any, *, request_id: str, method: str, address: str, role: str = "") -> RpcError:
-    """The exception for a failed call: a grpc.RpcError, synchronous or asyncio.
+    """Returns the exception for a failed call: a grpc.RpcError, synchronous or asyncio.
 
     `role` is the kind of server that the client takes `address` for, "" if any.
     """

@@ -29,7 +29,7 @@ class EventFile:
         file = (folder / f"events.out.tfevents.{time.time_ns()}").open("xb")
         self._records = RecordWriter(file)
         self._write(Event(file_version="brain.Event:2"))
-        # For a TensorBoard that runs and has read these steps of an earlier start already.
+        # Makes a running TensorBoard drop the steps of an earlier start that are done again.
         start = SessionLog(status=SessionLog.START)
         self._write(Event(step=first_step, session_log=start))
 
@@ -57,7 +57,7 @@ class EventFile:
 
 
 def event_files(folder: Path) -> Iterator[Path]:
-    """The events files of `folder` that an EventFile wrote."""
+    """Yields the events files of `folder` that an EventFile wrote."""
     for file in folder.glob("events.out.tfevents.*"):
         if re.fullmatch(r"events\.out\.tfevents\.\d+", file.name):
             yield file
@@ -68,7 +68,7 @@ def forget_after(folder: Path, step: int) -> None:
     for file in event_files(folder):
         buffer = io.BytesIO()
         records = RecordWriter(buffer)
-        # It ends before a record that a crash cut off.
+        # The loader ends before a record that a crash cut off.
         for record in RawEventFileLoader(str(file)).Load():
             if Event.FromString(record).step <= step:
                 records.write(record)

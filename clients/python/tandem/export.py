@@ -9,12 +9,12 @@ from typing import Any
 
 import xxhash
 
+from tandem.checkpoints import MANIFEST
 from tandem.errors import ConfigError
 from tandem.new_directory import new_directory
 from tandem.number_formats import torch_name
 from tandem.run_files import read_json
 
-_MANIFEST = "manifest.json"
 _CONFIG = "config.json"
 _WEIGHTS = "model.safetensors"
 # Files of a checkpoint that only training reads.
@@ -40,7 +40,7 @@ def export_checkpoint(checkpoint: Path, destination: Path, dtype: str) -> Path:
 
 def _verified_files(checkpoint: Path) -> list[str]:
     """Compares the files with the digests in the manifest; returns their names."""
-    files = read_json(checkpoint / _MANIFEST)["files"]
+    files = read_json(checkpoint / MANIFEST)["files"]
     for entry in files:
         file = checkpoint / Path(entry["name"]).name
         if not file.is_file():

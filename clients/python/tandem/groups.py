@@ -1,4 +1,4 @@
-"""The groups of a step: prompts, their responses, and what each response is worth."""
+"""The groups of a step: prompts, their responses, and the rewards of the responses."""
 
 from __future__ import annotations
 

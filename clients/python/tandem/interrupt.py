@@ -31,7 +31,7 @@ class Interrupt:
             signal.signal(number, handler)
 
     def defer(self) -> None:
-        """From now on the first signal only sets `requested`."""
+        """Makes the first signal from now on only set `requested`."""
         self._deferred = True
 
     def _handle(self, number: int, frame: FrameType | None) -> None:

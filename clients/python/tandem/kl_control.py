@@ -6,8 +6,8 @@ from tandem.checkpoints import SavedState
 from tandem.settings import RunSettings
 from tandem.trainer.v1 import trainer_pb2
 
-# Largest relative distance of the KL from its target that a step counts.
-_MOST_OFF = 0.2
+# Bound of the relative error of a step's KL, up and down.
+_ERROR_CLIP = 0.2
 
 
 def first_kl_coefficient(settings: RunSettings, state: SavedState | None) -> float | None:
@@ -34,5 +34,5 @@ def next_kl_coefficient(
     responses = samples - metrics["policy/dropped_samples"]
     tokens = metrics["policy/weighted_tokens"] / (settings.objective.num_epochs or 1)
     kl = metrics["policy/kl_to_ref"] * tokens / responses
-    off = min(max(kl / control.target - 1, -_MOST_OFF), _MOST_OFF)
-    return value * (1 + off * responses / control.horizon)
+    error = min(max(kl / control.target - 1, -_ERROR_CLIP), _ERROR_CLIP)
+    return value * (1 + error * responses / control.horizon)

@@ -14,7 +14,7 @@ UNGROUPED = frozenset({"gae", "reinforce_plus_plus"})
 
 
 def obstacles(settings: RunSettings) -> list[str]:
-    """The reasons why a policy-gradient run with these settings cannot learn, as far as known."""
+    """Returns the known reasons why a policy-gradient run with these settings cannot learn."""
     found = []
     estimator = _estimator(settings)
     tandem = settings.tandem

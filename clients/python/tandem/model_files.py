@@ -27,7 +27,7 @@ class _Tensor:
 
 
 def max_positions(directory: Path) -> int | None:
-    """The longest sequence that a model's config.json allows; None if the file does not say."""
+    """Returns the most tokens of a sequence by a model's config.json; None if it does not say."""
     try:
         config = json.loads((directory / "config.json").read_text())
     except (OSError, ValueError):
@@ -37,7 +37,7 @@ def max_positions(directory: Path) -> int | None:
 
 
 def difference(first: Path, second: Path) -> str | None:
-    """The first difference between the weights of two model directories, in words.
+    """Returns the first difference between the weights of two model directories, in words.
 
     None if they are equal, or one cannot be read. Tensors of two element types are not compared: a
     server may convert either.
@@ -65,7 +65,7 @@ def difference(first: Path, second: Path) -> str | None:
 
 
 def _tensors(directory: Path) -> dict[str, _Tensor]:
-    """The tensors in the safetensors files of a directory; empty if one cannot be read."""
+    """Returns the tensors in the safetensors files of a directory; empty if one cannot be read."""
     found: dict[str, _Tensor] = {}
     try:
         for file in sorted(directory.glob("*.safetensors")):

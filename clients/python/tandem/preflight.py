@@ -55,7 +55,7 @@ class RolloutFacts:
     """A rollout server's properties that a run's settings are checked against.
 
     Attributes:
-        whose: the server's name in an error.
+        whose: the server's name in an error message.
         tandem: the server's defaults, the fields of TandemConfig.
     """
 
@@ -113,8 +113,8 @@ def check_servers(
     for field, dataset in data.items():
         with problems.collect():
             dataset.require_prompts_below(servers.max_model_len, field)
-            for asking, max_tokens in _lengths_asked(settings, purpose, field, data):
-                _check_max_tokens(asking, max_tokens, field, dataset, servers.max_model_len, note)
+            for setting, max_tokens in _lengths_asked(settings, purpose, field, data):
+                _check_max_tokens(setting, max_tokens, field, dataset, servers.max_model_len, note)
     if purpose == "sft" and "data" in data:
         with problems.collect():
             require_lengths(data["data"], servers.max_model_len)
@@ -123,7 +123,7 @@ def check_servers(
 
 
 def tandem_in_force(settings: RunSettings, rollout: RolloutFacts) -> dict[str, Any]:
-    """The fields of TandemConfig that a run's samples are drawn with."""
+    """Returns the fields of TandemConfig that a run's samples are drawn with."""
     return {**rollout.tandem, **given(settings.tandem)}
 
 
@@ -142,24 +142,19 @@ def note_unused_tandem(
 def _lengths_asked(
     settings: RunSettings, purpose: Purpose, field: str, data: Mapping[str, Dataset]
 ) -> Iterator[tuple[str, int]]:
-    """The settings that bound the responses to the prompts of a data set, with their values."""
+    """Yields the settings, with their values, that bound the responses to a data set's prompts."""
     if purpose == "train" and field == "data":
         yield "sampling.max_tokens", settings.sampling.max_tokens
     held_out = "eval.data" if "eval.data" in data else "data"
     if modes_in(settings, purpose) and field == held_out:
-        own = settings.eval.max_tokens
-        yield (
-            ("sampling.max_tokens", settings.sampling.max_tokens)
-            if own is None
-            else (
-                "eval.max_tokens",
-                own,
-            )
-        )
+        if settings.eval.max_tokens is None:
+            yield "sampling.max_tokens", settings.sampling.max_tokens
+        else:
+            yield "eval.max_tokens", settings.eval.max_tokens
 
 
 def _check_max_tokens(
-    asking: str,
+    setting: str,
     max_tokens: int,
     field: str,
     dataset: Dataset,
@@ -172,14 +167,14 @@ def _check_max_tokens(
     room = max_model_len - min(lengths)
     if room < max_tokens:
         raise ConfigError(
-            f"{asking}: {max_tokens:,}, but the servers' max_model_len of {max_model_len:,} leaves "
-            f"a response to the shortest prompt of {field} {room:,} tokens",
-            hint=f"raise the servers' max_model_len, or lower {asking}",
+            f"{setting}: {max_tokens:,}, but the servers' max_model_len of {max_model_len:,} "
+            f"leaves a response to the shortest prompt of {field} {room:,} tokens",
+            hint=f"raise the servers' max_model_len, or lower {setting}",
         )
     if short:
         note(
             f"warning: {short:,} of {len(lengths):,} prompts of {field} leave a response less than "
-            f"{asking} ({max_tokens:,}) within the servers' max_model_len ({max_model_len:,})"
+            f"{setting} ({max_tokens:,}) within the servers' max_model_len ({max_model_len:,})"
         )
 
 
@@ -192,7 +187,7 @@ def check_vocabulary(codec: TextCodec, model: server_pb2.ModelInfo, whose: str) 
 
 
 def other_tokenizer(codec: TextCodec, whose: str, size: str) -> ConfigError:
-    """The error for a model whose tokenizer is not `codec`."""
+    """Returns the error for a model whose tokenizer is not `codec`."""
     return ConfigError(
         f"tokenizer: {codec.directory} has {codec.vocabulary_size:,} tokens and is not the "
         f"tokenizer of {whose}, whose vocabulary has {size}",
@@ -203,8 +198,10 @@ def other_tokenizer(codec: TextCodec, whose: str, size: str) -> ConfigError:
 def check_sizes(settings: RunSettings, purpose: Purpose, servers: ServerFacts) -> None:
     """Raises ConfigError if a step exceeds the trainer's limit, or samples a rollout server's."""
     batch, max_samples = settings.batch, servers.max_samples
-    samples = batch.prompts_per_step * batch.samples_per_prompt
-    step = {"train": ("batch", samples), "sft": ("sft.batch_size", settings.sft.batch_size)}
+    step = {
+        "train": ("batch", batch.samples_per_step),
+        "sft": ("sft.batch_size", settings.sft.batch_size),
+    }
     field, samples = step.get(purpose, ("", 0))
     if samples > max_samples:
         raise ConfigError(
@@ -248,10 +245,10 @@ def check_kl(settings: RunSettings, rollouts: Sequence[str]) -> None:
     for field, asks in asking.items():
         if asks and not settings.objective.kl_coefficient:
             raise ConfigError(f"{field}: is for a KL, and objective.kl_coefficient is not set or 0")
-    samples = batch.prompts_per_step * batch.samples_per_prompt
-    if control is not None and control.horizon < samples:
+    if control is not None and control.horizon < batch.samples_per_step:
         raise ConfigError(
-            f"kl_control.horizon: {control.horizon:,} responses, a step alone has {samples:,}"
+            f"kl_control.horizon: {control.horizon:,} responses, a step alone has "
+            f"{batch.samples_per_step:,}"
         )
     if settings.reference in rollouts:
         raise ConfigError(
@@ -290,7 +287,10 @@ def check_same_junior(rollouts: Mapping[str, rollout_pb2.GetServerInfoResponse])
 
 
 def handoff_boundary_ids(settings: RunSettings, codec: TextCodec) -> list[int]:
-    """Ids of the tokens that end a turn of the handoff. Raises ConfigError if there is none."""
+    """Returns the ids of the tokens that end a turn of the handoff.
+
+    Raises ConfigError if there is none.
+    """
     text = settings.eval.handoff_boundary
     ids = codec.ids_ending_with(text)
     if not ids:
@@ -319,7 +319,7 @@ def require_junior(field: str, has_junior: bool, whose: str, or_else: str = "") 
 
 
 def named_objective(error: RpcError) -> TandemError:
-    """The trainer's error about an objective, with the field of the run's settings."""
+    """Returns the trainer's error about an objective, with the field of the run's settings."""
     if error.field is None:
         return error
     field = f"objective.{error.field.removeprefix('policy.')}"

@@ -1,4 +1,4 @@
-"""The reference policy of the KL, where a rollout server knows it (`reference` of a run)."""
+"""The reference policy of the KL where it is a rollout server's model (`reference` of a run)."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import grpc
 import numpy as np
 
 from tandem.errors import FailedPreconditionError
+from tandem.logprobs import LogProbs
 from tandem.requests import PolicySample
 from tandem.rollout_pool import RolloutPool, response_to_score
 from tandem.types.v1 import server_pb2, trajectory_pb2
-from tandem.wire import from_tensor
 
 
 class Reference(ABC):
@@ -21,10 +21,10 @@ class Reference(ABC):
 
     @abstractmethod
     def logprobs(self, responses: Sequence[trajectory_pb2.Trajectory]) -> list[np.ndarray]:
-        """float32 [L] of every response, at the temperature of its own log-probabilities."""
+        """Returns float32 [L] of every response, at the temperature of its log-probabilities."""
 
     def added_to(self, samples: Sequence[PolicySample]) -> list[PolicySample]:
-        """The samples with their reference_logprobs."""
+        """Returns the samples with their reference_logprobs."""
         logprobs = self.logprobs([sample.trajectory for sample in samples])
         return [
             dataclasses.replace(sample, reference_logprobs=own)
@@ -39,9 +39,9 @@ class JuniorReference(Reference):
         self._rollouts = rollouts
 
     def logprobs(self, responses: Sequence[trajectory_pb2.Trajectory]) -> list[np.ndarray]:
-        """The recorded log-probabilities; a rollout server scores responses that lack them."""
+        """Returns what the rollout recorded; a rollout server scores responses that lack it."""
         if all(one.HasField("other_logprobs") for one in responses):
-            return [_recorded(one) for one in responses]
+            return [LogProbs.of(one).junior for one in responses]
         scored = self._rollouts.score(
             [response_to_score(one) for one in responses],
             junior=True,
@@ -91,14 +91,7 @@ class ServerReference(Reference):
         )
 
 
-def _recorded(response: trajectory_pb2.Trajectory) -> np.ndarray:
-    """The junior's log-probabilities, float32 [L], of a response with those of both models."""
-    senior = np.frombuffer(response.authorship_mask, np.uint8) == 1
-    author, other = from_tensor(response.author_logprobs), from_tensor(response.other_logprobs)
-    return np.where(senior, other, author)
-
-
 def _temperature(responses: Sequence[trajectory_pb2.Trajectory]) -> float:
-    """The temperature of a step's log-probabilities; greedy responses have theirs at 1."""
+    """Returns the temperature of a step's log-probabilities; greedy responses have theirs at 1."""
     [temperature] = {one.sampling.temperature for one in responses}
     return temperature or 1.0

@@ -199,8 +199,8 @@ def _weighted_sum(weights: Sequence[float], values: Sequence[float | None]) -> f
     total = sum(weight * value for weight, value in zip(weights, known, strict=True))
     if abs(total) > MAX_REWARD:
         raise ConfigError(
-            f"rewards: the weighted sum {total:g} is out of range: at most {MAX_REWARD:g} up "
-            "or down"
+            f"rewards: the weighted sum {total:g} is out of range: a trainer takes "
+            f"{-MAX_REWARD:g} to {MAX_REWARD:g}"
         )
     return total
 

@@ -297,7 +297,7 @@ class RunDirectory:
         self._trajectory_bytes = len(content)
 
     def write_state(self, state: SavedState) -> None:
-        """Names the checkpoint to resume from."""
+        """Makes `state` the checkpoint to resume from."""
         write_atomically(self.path / STATE, json.dumps(asdict(state)) + "\n")
         self.state = state
 
@@ -422,7 +422,7 @@ def _require_same(
 
 
 def _settings_of(path: Path) -> dict[str, Any]:
-    """The settings that a run recorded, with today's defaults where it recorded none."""
+    """Returns the settings that a run recorded, with today's defaults where it recorded none."""
     file = path / "config.yaml"
     values = _without_none(read_mapping(file, RunDirectoryError))
     try:
@@ -455,7 +455,7 @@ def _allowed(key: str, free: Iterable[str]) -> bool:
 
 
 def _steps(steps: Sequence[int]) -> str:
-    """The first five steps in words."""
+    """Returns the first five steps in words."""
     shown = ", ".join(map(str, steps[:5]))
     return f"step{'s' * (len(steps) > 1)} {shown}{' …' * (len(steps) > 5)}"
 

@@ -20,20 +20,20 @@ KINDS = ("train", "sft", "demo")
 
 
 def read_text(path: Path) -> str:
-    """The text of a UTF-8 file."""
+    """Returns the text of a UTF-8 file."""
     return text_files.read_text(path, str(path), RunDirectoryError)
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object of a JSON file."""
+    """Returns the object of a JSON file."""
     return json_object(read_text(path), str(path), RunDirectoryError)
 
 
 def step_lines(path: Path, last: int | None = None) -> list[dict[str, Any]]:
-    """The complete lines of a JSON-lines file of steps, up to the step `last`, or all.
+    """Returns the complete lines of a JSON-lines file of steps, up to the step `last`, or all.
 
-    None if the file does not exist. Raises RunDirectoryError, which names the line, for one that is
-    no step.
+    There are none if the file does not exist. Raises RunDirectoryError, which names the line, for a
+    line that is no step.
     """
     if not path.exists():
         return []
@@ -49,7 +49,7 @@ def step_lines(path: Path, last: int | None = None) -> list[dict[str, Any]]:
 
 
 def placed_objects(path: Path, lines: Iterable[str]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The objects of the lines of `path` that are not blank, each with its PATH:LINE."""
+    """Yields the objects of the lines of `path` that are not blank, each with its PATH:LINE."""
     for number, line in enumerate(lines, start=1):
         if line.strip():
             place = f"{path}:{number}"
@@ -84,12 +84,12 @@ def writing(path: Path) -> Iterator[None]:
 
 
 def temporary_name(name: str) -> str:
-    """The name under which write_atomically() prepares the file `name`."""
+    """Returns the name under which write_atomically() prepares the file `name`."""
     return f".{name}.tmp"
 
 
 def kind_of_run(path: Path) -> str | None:
-    """The command that wrote the run directory `path`; None if `path` is no run directory.
+    """Returns the command that wrote the run directory `path`; None if `path` is no run directory.
 
     Other tools write a run.json, too: the one of a run names a run id and a kind.
     """
@@ -102,7 +102,7 @@ def kind_of_run(path: Path) -> str | None:
 
 
 def trajectory_file(path: Path, step: int) -> Path:
-    """The file of a step's trajectories in the run directory `path`."""
+    """Returns the file of a step's trajectories in the run directory `path`."""
     return path / "trajectories" / f"step_{step}.jsonl"
 
 
@@ -112,11 +112,11 @@ def is_of_step(name: str) -> bool:
 
 
 def next_attempt(logs: Path) -> int:
-    """The N after the highest attempt_N of a folder."""
+    """Returns the N after the highest attempt_N of a folder."""
     return 1 + max(map(number_of, logs.glob("attempt_*")), default=0)
 
 
 def number_of(path: Path) -> int:
-    """The N of step_N, step_N.jsonl and attempt_N.log; 0 for other names."""
+    """Returns the N of step_N, step_N.jsonl and attempt_N.log; 0 for other names."""
     match = re.fullmatch(r"[a-z]+_(\d+)", path.stem)
     return int(match[1]) if match else 0

@@ -175,7 +175,7 @@ def _text(
     folder = file.absolute().parent
 
     def placed(path: str) -> str:
-        """A path as seen from the file's folder; a name of the Hub as it is."""
+        """Returns a path as seen from the file's folder; a name of the Hub as it is."""
         return os.path.relpath(path, folder) if Path(path).exists() else path
 
     data = {

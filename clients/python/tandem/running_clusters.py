@@ -45,7 +45,10 @@ def _write_locked(record: Path, cluster: LocalCluster, stack: ExitStack) -> None
 
 
 def clusters() -> list[dict[str, Any]]:
-    """The clusters that run: {"directory", "servers": what `tandem up --json` says of each}."""
+    """Returns a record of each running cluster: its "directory", and its "servers".
+
+    A server's record is that of `tandem up --json`.
+    """
     found = []
     for record in sorted(_folder().glob("*.json")):
         # The cluster may end at any moment.
@@ -61,7 +64,9 @@ def clusters() -> list[dict[str, Any]]:
 
 
 def servers() -> list[dict[str, Any]]:
-    """The servers of the cluster that runs, empty if none does; rank 0 of a multi-rank server.
+    """Returns the servers of the cluster that runs; none if no cluster runs.
+
+    A server of several ranks is there by its rank 0.
 
     Raises ConfigError if several clusters run.
     """
@@ -76,9 +81,9 @@ def servers() -> list[dict[str, Any]]:
 
 
 def addresses(named: ServersSettings, *, any_rollout: bool = True) -> ServersSettings:
-    """The addresses of a run's servers: the named ones, else those of `tandem up`, else defaults.
+    """Returns the addresses of a run's servers: `named`, else of `tandem up`, else the defaults.
 
-    Without `any_rollout` the run needs no rollout server, and none is taken by its default port.
+    Without `any_rollout` the run needs no rollout server, and the default port stands for none.
 
     Raises ConfigError if several clusters run, or the one that runs lacks a server.
     """
@@ -97,13 +102,17 @@ def addresses(named: ServersSettings, *, any_rollout: bool = True) -> ServersSet
     return named.model_copy(update={"rollout": rollout, "trainer": trainer, "critic": critic})
 
 
-def rollout_address() -> str | None:
-    """The first rollout server of the cluster that runs; None if no cluster runs."""
+def address_of(role: str, option: str) -> str | None:
+    """Returns the address of the first server of a role in the cluster that runs.
+
+    None if no cluster runs. Raises ConfigError, which begins with `option`, if the cluster has no
+    such server, or if several clusters run.
+    """
     known = servers()
-    rollouts = [server["address"] for server in known if server["role"] == "rollout"]
-    if known and not rollouts:
-        raise ConfigError("--rollout: the cluster that runs has no rollout server")
-    return rollouts[0] if rollouts else None
+    found = next((server["address"] for server in known if server["role"] == role), None)
+    if known and found is None:
+        raise ConfigError(f"{option}: the cluster that runs has no {role} server")
+    return found
 
 
 def _folder() -> Path:

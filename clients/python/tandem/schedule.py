@@ -15,7 +15,10 @@ _MASK32 = 0xFFFFFFFF
 
 
 def philox4x32(counter: Sequence[int], key: Sequence[int]) -> tuple[int, int, int, int]:
-    """Philox4x32-10 of Salmon et al., "Parallel random numbers: as easy as 1, 2, 3" (2011)."""
+    """Returns four words of Philox4x32-10.
+
+    Salmon et al., "Parallel random numbers: as easy as 1, 2, 3" (2011).
+    """
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(10):

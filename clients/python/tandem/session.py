@@ -1,9 +1,9 @@
-"""Everything a run talks to: servers, tokenizer, data and reward, opened and closed together."""
+"""What a run works with: servers, tokenizer, data and reward, opened and closed together."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from typing import Any, Self, TypeVar
 
@@ -47,7 +47,7 @@ from tandem.trainer.v1 import trainer_pb2
 from tandem.types.v1 import server_pb2, trajectory_pb2
 from tandem.wire import message_record, tandem_record
 
-# Most times that a question is asked whose answer came from other weights.
+# Most times that prompts are sent, or sequences scored, until the trainer's weights answer.
 ATTEMPTS = 3
 
 Asked = TypeVar("Asked")
@@ -55,7 +55,7 @@ Answer = TypeVar("Answer")
 
 
 class Session:
-    """An opened RunSettings; a context manager.
+    """The servers, tokenizer, data and reward of a RunSettings, opened; a context manager.
 
     Mistakes in the settings are found before anything is started or changed, all of them at once
     (preflight). A `dry_run` ends there, and `in_force` is the only attribute that may be used.
@@ -112,7 +112,7 @@ class Session:
     @property
     def uses_critic(self) -> bool:
         """Whether the run trains a critic."""
-        return self.purpose == "train" and self.settings.objective.advantage_estimator == "gae"
+        return uses_of(self.settings, self.purpose).critic
 
     def check(self) -> None:
         """Raises ServerStartError if a server of the run's own cluster has died."""
@@ -146,7 +146,7 @@ class Session:
             raise _changed(self.trainer, _in_words(held), _in_words(expected))
 
     def require_critic(self, version: int) -> server_pb2.WeightsVersion:
-        """The critic's weights. Raises FailedPreconditionError unless they have this version."""
+        """Returns the critic's weights; FailedPreconditionError unless they have this version."""
         with self.critic() as critic:
             held = critic.info().server.weights
             if held.version != version:
@@ -187,7 +187,7 @@ class Session:
         *,
         any_version: bool = False,
     ) -> list[list[trajectory_pb2.Trajectory]]:
-        """The samples of every prompt, in order, all written by the trainer's weights.
+        """Returns the samples of every prompt, in order, all written by the trainer's weights.
 
         Rollout servers that are behind are brought there first. Samples of a server that was
         restarted in the middle are drawn again, unless `any_version` will do.
@@ -206,10 +206,10 @@ class Session:
         *,
         senior: bool = True,
     ) -> list[Scored]:
-        """Scores of (token ids, index of the first scored token) under the junior, in order, and
-        under the trainer's weights unless `senior` is False.
+        """Scores every (token ids, index of the first scored token), in order.
 
-        Rollout servers that are behind, or restart, are treated as in generate().
+        The scores are those under the junior and, unless `senior` is False, under the trainer's
+        weights. Rollout servers that are behind, or restart, are treated as in generate().
 
         Raises:
             FailedPreconditionError: as generate() does, or a rollout server has no junior.
@@ -226,7 +226,7 @@ class Session:
         *,
         any_version: bool = False,
     ) -> list[Answer]:
-        """The answers of the rollout servers, all of them by the trainer's weights."""
+        """Returns the answers of the rollout servers to `asked`, all by the trainer's weights."""
         answers: dict[int, Answer] = {}
         missing = list(range(len(asked)))
         for _ in range(ATTEMPTS):
@@ -245,7 +245,7 @@ class Session:
         )
 
     def critic(self) -> CriticClient:
-        """A client of the run's critic, which the caller closes.
+        """Returns a client of the run's critic, which the caller closes.
 
         Raises ConfigError if neither the settings nor the trainer name a critic.
         """
@@ -256,11 +256,11 @@ class Session:
         )
 
     def facts(self) -> dict[str, Any]:
-        """Facts beside the settings that results depend on; a resumed run needs the same."""
+        """Returns what results depend on beside the settings; a resumed run needs the same."""
         return {"servers": self._servers(), "inputs": self._inputs()}
 
     def _inputs(self) -> dict[str, Any]:
-        """Digests of the rows, and of the files of the reward functions."""
+        """Returns digests of the rows, and of the files of the reward functions."""
         inputs = {"data": self.data.digest()}
         if self.purpose == "train" and self.reward.files:
             files = [xxhash.xxh3_128_hexdigest(file.read_bytes()) for file in self.reward.files]
@@ -268,7 +268,7 @@ class Session:
         return inputs
 
     def _servers(self) -> dict[str, Any]:
-        """The models of the servers, and those of their settings that results depend on."""
+        """Returns the models of the servers, and those of their settings that results depend on."""
         models = {"trainer": self.trainer.info().server.model}
         sampling = {}
         for client in self.rollouts.clients[:1]:
@@ -332,7 +332,7 @@ class Session:
         problems.raise_any()
 
     def _plan(self, cluster: ClusterSettings, problems: Problems) -> ClusterSettings:
-        """The cluster as the run starts it, once its servers have checked themselves."""
+        """Returns the cluster as the run starts it, once its servers have checked themselves."""
         settings, uses = self.settings, uses_of(self.settings, self.purpose)
         plan = planned(cluster, uses)
         for role in ("rollout", "trainer", "critic"):
@@ -397,10 +397,11 @@ class Session:
         if self.purpose != "eval":
             with problems.collect():
                 require_installed(settings.trackers)
-        for one in settings.reward_functions:
+        for place, one in enumerate(settings.reward_functions):
             if one.answer_pattern is not None and not one.is_builtin:
+                field = f"rewards.{place}" if settings.rewards else "reward"
                 self.note(
-                    f"warning: reward.answer_pattern has no effect with {one.function}: it is for "
+                    f"warning: {field}.answer_pattern has no effect with {one.function}: it is for "
                     "exact_match and reasoning_gym"
                 )
         with problems.collect():
@@ -430,7 +431,7 @@ class Session:
                 self.data = self._without_held_out(self.data, self.eval_data)
 
     def _without_held_out(self, data: Dataset, held_out: Dataset) -> Dataset:
-        """The data without the held-out prompts, which two seeds of a task may share."""
+        """Returns the data without the held-out prompts, which two seeds of a task may share."""
         left = data.without({key for held in held_out.examples for key in held.keys})
         if removed := len(data) - len(left):
             self.note(
@@ -460,7 +461,7 @@ class Session:
         return addresses_of(self.cluster)
 
     def _connect(self, servers: ServersSettings, problems: Problems) -> None:
-        """Opens the clients, and asks every server whether it can do what the settings want."""
+        """Opens the clients, and checks the settings against the info of every server."""
         timeout = self.settings.servers.timeout_seconds
         self.trainer = self._stack.enter_context(
             TrainerClient(servers.trainer, timeout_seconds=timeout)
@@ -481,11 +482,23 @@ class Session:
         if trainer is None or len(rollouts) < len(clients):
             return
         self.critic_address = servers.critic or trainer.critic_address or None
-        models = {f"the trainer at {servers.trainer}": trainer.server.model}
         named = {
             f"the rollout server at {client.address}": info
             for client, info in zip(clients, rollouts, strict=True)
         }
+        self._check_connected(trainer, named, problems)
+
+    def _check_connected(
+        self,
+        trainer: trainer_pb2.GetServerInfoResponse,
+        named: Mapping[str, rollout_pb2.GetServerInfoResponse],
+        problems: Problems,
+    ) -> None:
+        """Checks the settings against the trainer, the rollout servers by name, and the critic.
+
+        Sets `reference`, `longest_sequence` and `in_force` by what it finds.
+        """
+        models = {f"the trainer at {self.trainer.address}": trainer.server.model}
         for whose, info in named.items():
             models[whose] = info.server.model
         if self.uses_critic:
@@ -525,7 +538,7 @@ class Session:
 
 
 def _sampling(settings: SamplingSettings, codec: TextCodec) -> dict[str, Any]:
-    """The fields of SamplingParams: stop texts as ids of tokens."""
+    """Returns the fields of SamplingParams: stop texts as ids of tokens."""
     params = given(settings)
     if texts := params.pop("stop", None):
         ids = codec.stop_token_ids(texts, "sampling.stop")
@@ -534,7 +547,7 @@ def _sampling(settings: SamplingSettings, codec: TextCodec) -> dict[str, Any]:
 
 
 def addresses_of(cluster: LocalCluster) -> ServersSettings:
-    """The addresses of a local cluster, as a run wants them."""
+    """Returns the addresses of a local cluster, as a run wants them."""
     return ServersSettings(
         rollout=[server.address for server in cluster.rollouts] or None,
         trainer=cluster.trainer.address,
@@ -545,7 +558,7 @@ def addresses_of(cluster: LocalCluster) -> ServersSettings:
 def other_weights(
     address: str, served: server_pb2.WeightsVersion, trainer: server_pb2.WeightsVersion
 ) -> FailedPreconditionError:
-    """The error for a rollout server whose weights no publication of a run may replace."""
+    """Returns the error for a rollout server whose weights no publication of a run may replace."""
     if served.version == trainer.version == 0:
         hint = (
             "they were started with different models: senior_model of a rollout server and model "
@@ -568,7 +581,7 @@ def other_weights(
 def _changed(
     server: TrainerClient | CriticClient, holds: str, left: str
 ) -> FailedPreconditionError:
-    """The error for a trainer or critic with other weights than the run left there."""
+    """Returns the error for a trainer or critic with other weights than the run left there."""
     return FailedPreconditionError(
         f"the {server.role} at {server.address} holds {holds}, not the run's {left}",
         code=grpc.StatusCode.FAILED_PRECONDITION,

@@ -35,7 +35,7 @@ from tandem.wire import enum_names
 # The contract's counts and token ids are int32.
 INT32_MAX = 2**31 - 1
 
-# The trainer's bound of a reward, up or down (kMaxReward).
+# The trainer's bound of a reward's absolute value (kMaxReward).
 MAX_REWARD = 1e9
 
 # Trackers of a run's numbers beside metrics.jsonl.
@@ -46,14 +46,8 @@ Purpose = Literal["train", "sft", "eval"]
 # Evaluations, in the order in which they are explained.
 EvalMode = Literal["solo", "handoff", "legibility"]
 
-# Paths among a server's settings.
-SERVER_PATHS = (
-    "model",
-    "senior_model",
-    "junior_model",
-    "reference_model",
-    "shutdown_checkpoint_directory",
-)
+# Settings of a server that name a model.
+SERVER_MODELS = ("senior_model", "model", "junior_model", "reference_model")
 
 
 def _not_empty(value: Any) -> Any:
@@ -63,7 +57,7 @@ def _not_empty(value: Any) -> Any:
 
 
 def _several(value: Any) -> Any:
-    """The value as a list: text alone becomes its only entry."""
+    """Returns the value as a list: text alone becomes its only entry."""
     return [value] if isinstance(value, str) else value
 
 
@@ -299,7 +293,7 @@ class TandemSettings(Settings):
 
 
 def _objective_settings() -> type[Settings]:
-    """The section whose fields are those of PolicyObjective, with the contract's types."""
+    """Returns the section whose fields are those of PolicyObjective, with the contract's types."""
     types: dict[int, Any] = {
         FieldDescriptor.TYPE_DOUBLE: float,
         FieldDescriptor.TYPE_INT32: Annotated[int, Field(ge=-INT32_MAX - 1, le=INT32_MAX)],
@@ -327,8 +321,8 @@ ObjectiveSettings = _objective_settings()
 class KlControlSettings(Settings):
     """The adaptive coefficient of the KL to the reference policy (arXiv 1909.08593)."""
 
-    # KL of a response that the coefficient steers towards, in nats, a sum over its tokens with a
-    # weight.
+    # KL of a response that the coefficient steers towards, in nats: the sum over the tokens that
+    # have a weight.
     target: float = Field(6.0, gt=0)
     # Number of responses over which the coefficient can change by a fifth of itself.
     horizon: Count = 10000
@@ -350,9 +344,14 @@ class BatchSettings(Settings):
     # Drops groups whose rewards are all the same, and draws further prompts in their place.
     filter_groups: FilterGroupsSettings | None = None
 
+    @property
+    def samples_per_step(self) -> int:
+        """The number of responses of a full step."""
+        return self.prompts_per_step * self.samples_per_prompt
+
     @model_validator(mode="after")
     def _step_fits(self) -> BatchSettings:
-        if self.prompts_per_step * self.samples_per_prompt > INT32_MAX:
+        if self.samples_per_step > INT32_MAX:
             raise ValueError(f"a step has at most {INT32_MAX} samples")
         return self
 
@@ -391,8 +390,8 @@ class EvalSettings(Settings):
     # solo: the senior answers alone. handoff: senior and junior take turns. legibility: the junior
     # predicts the senior's solo answers.
     modes: list[EvalMode] = Field(["solo"], min_length=1)
-    # Text that ends a turn of the handoff: every token whose own text ends with it does. Default: a
-    # blank line, which not every tokenizer writes as one token.
+    # Text that ends a turn of the handoff: every token whose own text ends with this text ends a
+    # turn. Default: a blank line, which not every tokenizer writes as one token.
     handoff_boundary: Text = "\n\n"
     # Number of responses to each prompt, and the k of pass@k.
     samples: Count = 1
@@ -439,7 +438,7 @@ class ClusterSettings(Settings):
 
     @classmethod
     def anchor(cls, values: dict[str, Any], base: Path) -> None:
-        """Also anchors the models that the servers' sections name."""
+        """Also anchors the models and the directory that the servers' sections name."""
         if isinstance(values.get("model"), str) and values["model"]:
             values["model"] = str(local_model(values["model"], base, "cluster.model"))
         super().anchor(values, base)
@@ -454,13 +453,8 @@ class ClusterSettings(Settings):
             strict=True,
         )
         for field, section in sections:
-            for key in SERVER_PATHS:
-                if not isinstance(section, dict) or not isinstance(section.get(key), str):
-                    continue
-                if section[key] and key == "shutdown_checkpoint_directory":
-                    section[key] = _absolute(section[key], base)
-                elif section[key]:
-                    section[key] = str(local_model(section[key], base, f"cluster.{field}.{key}"))
+            if isinstance(section, dict):
+                _anchor_server(section, base, f"cluster.{field}")
 
     @model_validator(mode="before")
     @classmethod
@@ -557,13 +551,13 @@ class RunSettings(Settings):
         return self.reference if ":" in self.reference else None
 
     def policy_objective(self) -> dict[str, Any]:
-        """The fields of PolicyObjective that a run sends with its steps."""
+        """Returns the fields of PolicyObjective that a run sends with its steps."""
         source = {} if self.reference == "trainer" else {"reference_logprobs": "provided"}
         return given(self.objective) | source
 
     def derived(self) -> dict[str, int]:
-        """The sizes that follow from the settings, as --dry-run shows them."""
-        samples = self.batch.prompts_per_step * self.batch.samples_per_prompt
+        """Returns the sizes that follow from the settings, as --dry-run shows them."""
+        samples = self.batch.samples_per_step
         return {
             "samples_per_step": samples,
             "max_response_tokens_per_step": samples * self.sampling.max_tokens,
@@ -623,12 +617,12 @@ def validate(
 
 
 def dump(settings: Settings) -> str:
-    """The settings as YAML that load() reads back."""
+    """Returns the settings as YAML that load() reads back."""
     return dump_values(settings.model_dump(mode="json"))
 
 
 def given(settings: Settings) -> dict[str, Any]:
-    """The fields that have a value, ready for a message of the contract."""
+    """Returns the fields that have a value, ready for a message of the contract."""
     return {
         key: value for key, value in settings.model_dump(exclude_none=True).items() if value != []
     }
@@ -648,8 +642,21 @@ def _require_kind(schema: type[Settings], path: Path, values: dict[str, Any]) ->
         )
 
 
+def _anchor_server(section: dict[str, Any], base: Path, field: str) -> None:
+    """Makes the relative paths in a server's section absolute, as seen from `base`.
+
+    `field` is where the section stands, for errors.
+    """
+    for key in SERVER_MODELS:
+        if isinstance(section.get(key), str) and section[key]:
+            section[key] = str(local_model(section[key], base, f"{field}.{key}"))
+    directory = section.get("shutdown_checkpoint_directory")
+    if isinstance(directory, str) and directory:
+        section["shutdown_checkpoint_directory"] = _absolute(directory, base)
+
+
 def _senior_of(cluster: Any) -> str | None:
-    """The directory of the senior in the raw values of a cluster, where they name one."""
+    """Returns the directory of the senior in the raw values of a cluster, where they name one."""
     if not isinstance(cluster, dict):
         return None
     rollouts = cluster.get("rollout")
@@ -664,7 +671,7 @@ def _senior_of(cluster: Any) -> str | None:
 
 
 def _read_cluster(path: Path) -> dict[str, Any]:
-    """The raw values of a cluster file, once they have been checked."""
+    """Returns the raw values of a cluster file, once they have been checked."""
     values = read_mapping(path)
     _require_kind(ClusterSettings, path, values)
     ClusterSettings.anchor(values, path.parent)

@@ -38,7 +38,7 @@ _VALUELESS = {"missing", "string_too_short", "too_short", "value_error"}
 def explain(
     schema: type[BaseModel], problems: Sequence[Any], source: str, overrides: Sequence[str]
 ) -> str:
-    """The message of one error for all problems of pydantic, a line each.
+    """Returns the message of one error for all problems of pydantic, a line each.
 
     A line begins with the override that set the value, else with `source`. The known keys of a
     section are listed once.
@@ -80,7 +80,10 @@ def _short(bound: float) -> str:
 
 
 def _source(path: str, source: str, overrides: Sequence[str]) -> str:
-    """The last override that set `path`, a section around it or a key below it; else `source`."""
+    """Returns the last override of `path`, of a section around it or of a key below it.
+
+    Returns `source` if there is none.
+    """
     for override in reversed(overrides):
         key = override.partition("=")[0]
         if f"{path}.".startswith(f"{key}.") or (path and key.startswith(f"{path}.")):
@@ -89,7 +92,7 @@ def _source(path: str, source: str, overrides: Sequence[str]) -> str:
 
 
 def fields_at(schema: type[BaseModel], path: Iterable[Any]) -> list[str]:
-    """The keys of the section at `path`; empty if there is no section."""
+    """Returns the keys of the section at `path`; empty if there is no section."""
     for part in path:
         if isinstance(part, int):
             continue
@@ -102,14 +105,14 @@ def fields_at(schema: type[BaseModel], path: Iterable[Any]) -> list[str]:
 
 
 def sections_in(annotation: Any) -> Iterator[type[BaseModel]]:
-    """The schemas that a field's annotation names."""
+    """Yields the schemas that a field's annotation names."""
     for kind in kinds_in(annotation):
         if isinstance(kind, type) and issubclass(kind, BaseModel):
             yield kind
 
 
 def kinds_in(annotation: Any) -> Iterator[Any]:
-    """The types, and the literal values, that a field may have."""
+    """Yields the types, and the literal values, that a field may have."""
     origin = typing.get_origin(annotation)
     if origin is Annotated:
         yield from kinds_in(typing.get_args(annotation)[0])

@@ -37,12 +37,12 @@ class Start:
     critic: server_pb2.WeightsVersion | None = None
 
     def __str__(self) -> str:
-        """One line for people."""
+        """Returns one line for people."""
         weights = self.weights
         return f"starting from {self.source}: version {weights.version} ({weights.digest[:8]})"
 
     def record(self) -> dict[str, Any]:
-        """The record in run.json."""
+        """Returns the record in run.json."""
         return {
             "from": self.source,
             "version": self.weights.version,

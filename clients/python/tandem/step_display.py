@@ -18,8 +18,8 @@ class _Column:
     key: str
     name: str
     form: str
-    # A narrow terminal keeps the columns of the lowest ranks.
-    rank: int
+    # A narrow terminal keeps the columns with the lowest numbers.
+    priority: int
 
     @property
     def width(self) -> int:
@@ -111,12 +111,12 @@ class StepDisplay:
         self._print([*cells, f"{_duration(left):>{_LEFT_WIDTH}}"])
 
     def _columns(self) -> list[_Column]:
-        """The columns that fit the terminal; all of them where there is none."""
+        """Returns the columns that fit the terminal; all of them where there is none."""
         if not self._output.console.is_terminal:
             return list(_COLUMNS)
         free = self._output.console.width - _LEFT_WIDTH
         kept = set()
-        for column in sorted(_COLUMNS, key=lambda column: column.rank):
+        for column in sorted(_COLUMNS, key=lambda column: column.priority):
             free -= column.width + 1
             if free < 0:
                 break
@@ -128,7 +128,7 @@ class StepDisplay:
         self._output.console.print(" ".join(cells), markup=False, soft_wrap=True)
 
     def waiting(self) -> str:
-        """The fraction of the time in which each side worked while the other waited."""
+        """Returns a line with each phase's share of the time, and who waits during the phase."""
         total = max(1e-9, sum(self._seconds.values()))
         share = {name: f"{seconds / total:.0%}" for name, seconds in self._seconds.items()}
         asked = self._seconds.get("reference", 0.0) > 0

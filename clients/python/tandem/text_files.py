@@ -10,12 +10,12 @@ from tandem.errors import ConfigError
 
 
 def read_text(path: Path, place: str, error: type[ConfigError] = ConfigError) -> str:
-    """The text of a UTF-8 file. Raises `error`, beginning with `place`, if it is no such file."""
+    """Reads a UTF-8 file. Raises `error`, beginning with `place`, if it is no such file."""
     return decoded(read_bytes(path, place, error), place, error)
 
 
 def read_bytes(path: Path, place: str, error: type[ConfigError] = ConfigError) -> bytes:
-    """The content of a file. Raises `error`, beginning with `place`, if it cannot be read."""
+    """Reads a file. Raises `error`, beginning with `place`, if it cannot be read."""
     try:
         return path.read_bytes()
     except OSError as failure:
@@ -23,7 +23,7 @@ def read_bytes(path: Path, place: str, error: type[ConfigError] = ConfigError) -
 
 
 def decoded(data: bytes, place: str, error: type[ConfigError] = ConfigError) -> str:
-    """The text of UTF-8 bytes. Raises `error`, beginning with `place`, for other bytes."""
+    """Decodes UTF-8 bytes. Raises `error`, beginning with `place`, for other bytes."""
     try:
         return data.decode()
     except UnicodeDecodeError as failure:
@@ -31,7 +31,7 @@ def decoded(data: bytes, place: str, error: type[ConfigError] = ConfigError) -> 
 
 
 def json_object(text: str, place: str, error: type[ConfigError] = ConfigError) -> dict[str, Any]:
-    """The object of a JSON text. Raises `error`, beginning with `place`, for any other text."""
+    """Parses a JSON object. Raises `error`, beginning with `place`, for any other text."""
     try:
         value = json.loads(text)
     except (ValueError, RecursionError) as failure:

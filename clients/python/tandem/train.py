@@ -39,7 +39,7 @@ def train(
     *,
     discard_unsaved: bool = False,
 ) -> int:
-    """Tandem policy-gradient training; returns the last step that was done."""
+    """Runs tandem policy-gradient training; returns the last step that was done."""
     settings = session.settings
     with Loop(session, run, on_step, interrupt, discard_unsaved=discard_unsaved) as loop:
         flat = FlatRewards(settings)
@@ -70,7 +70,7 @@ def train(
 
 
 def _samples(groups: Sequence[Group]) -> list[PolicySample]:
-    """The responses to train on: those whose reward did not fail."""
+    """Returns the responses to train on: those whose reward did not fail."""
     return [
         PolicySample(trajectory, group.id, reward)
         for group in groups
@@ -103,7 +103,7 @@ def _train_step(
 
 
 def _records(groups: Sequence[Group]) -> Iterator[dict[str, Any]]:
-    """The records of all responses, of failed rewards and dropped groups too."""
+    """Yields the records of all responses, of failed rewards and dropped groups too."""
     for group in groups:
         row = {name: group.example.row[name] for name in group.example.shown_columns}
         responses = zip(
@@ -159,7 +159,7 @@ def train_supervised(
     *,
     discard_unsaved: bool = False,
 ) -> int:
-    """Supervised training on the rows' answers; returns the last step that was done."""
+    """Runs supervised training on the rows' answers; returns the last step that was done."""
     settings = session.settings
     with Loop(session, run, on_step, interrupt, discard_unsaved=discard_unsaved) as loop:
         for step in loop.steps():
@@ -231,7 +231,7 @@ class Loop:
             error.add_note(f"in step {self._step}: {self._rescue()}")
 
     def steps(self) -> Iterator[int]:
-        """The steps that are left, until the run is asked to stop."""
+        """Yields the steps that are left, until the run is asked to stop."""
         for step in range(self.last_step + 1, self._session.settings.steps + 1):
             self._step = step
             yield step
@@ -359,7 +359,7 @@ class Loop:
 
 
 def _examples_drawn(session: Session, state: SavedState | None) -> int:
-    """Number of examples of the data that a run had drawn when it saved this state."""
+    """Returns the number of examples of the data that a run had drawn when it saved this state."""
     if state is None:
         return 0
     if state.examples_drawn is not None:

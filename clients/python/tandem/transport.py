@@ -26,7 +26,8 @@ Parameters = ParamSpec("Parameters")
 
 # Most bytes of a message to a server; larger requests travel in several messages.
 MAX_SEND_BYTES = 4 << 20
-# A Score of that many one-byte ids under both models is answered with 8 bytes for each.
+# Most bytes of a message from a server: a Score of MAX_SEND_BYTES one-byte ids under both models
+# is answered with 8 bytes for each id.
 MAX_RECEIVE_BYTES = 64 << 20
 
 # A dead peer is noticed within 50 seconds, also in the middle of a long call.
@@ -105,7 +106,7 @@ class Call:
         }
 
     def failure(self, error: Any) -> RpcError:
-        """The typed exception for a failed attempt."""
+        """Returns the typed exception for a failed attempt."""
         return from_rpc(
             error,
             request_id=self.request_id,
@@ -116,7 +117,7 @@ class Call:
 
 
 class ResponseStream(Generic[Response]):
-    """Responses of a call that runs already. close(), or letting go of it, cancels the call."""
+    """The responses of a running call. close(), or dropping the last reference, cancels it."""
 
     def __init__(self, call: Call, responses: Any) -> None:
         self._call = call
@@ -140,7 +141,7 @@ class ResponseStream(Generic[Response]):
 
 
 class AsyncResponseStream(Generic[Response]):
-    """Responses of a call that runs already. aclose(), or letting go of it, cancels the call."""
+    """The responses of a running call. aclose(), or dropping the last reference, cancels it."""
 
     def __init__(self, call: Call, responses: Any) -> None:
         self._call = call
@@ -197,11 +198,11 @@ class Transport:
         }
 
     async def check_health(self, service: str = "", timeout_seconds: float = 5.0) -> Health:
-        """The server's health, or the reason why it is unreachable."""
+        """Returns the server's health, or the reason why it is unreachable."""
         return await self._check_health(service, timeout_seconds)
 
     async def health(self, service: str = "", timeout_seconds: float = 5.0) -> str:
-        """SERVING, NOT_SERVING, SERVICE_UNKNOWN or UNREACHABLE."""
+        """Returns SERVING, NOT_SERVING, SERVICE_UNKNOWN or UNREACHABLE."""
         return (await self._check_health(service, timeout_seconds)).status
 
     async def _check_health(self, service: str, timeout_seconds: float) -> Health:
@@ -215,13 +216,13 @@ class Transport:
         return Health(health_pb2.HealthCheckResponse.ServingStatus.Name(reply.status))
 
     async def _call(self, method: str, request: Any, timeout_seconds: float | None = None) -> Any:
-        """The reply to one request, after as many attempts as the policy allows."""
+        """Returns the reply to one request, after as many attempts as the policy allows."""
         return await self._attempt(method, lambda: request, timeout_seconds)
 
     async def _send(
         self, method: str, messages: Iterable[Any], timeout_seconds: float | None = None
     ) -> Any:
-        """The reply to a stream of messages, which every attempt sends from the first."""
+        """Returns the reply to a stream of messages, which every attempt sends from the first."""
         messages = list(messages)
         return await self._attempt(method, lambda: iter(messages), timeout_seconds)
 
@@ -242,7 +243,7 @@ class Transport:
             number += 1
 
     async def _collect(self, method: str, messages: Iterator[Any]) -> list[Any]:
-        """All responses of a stream. No retries."""
+        """Returns all responses of a stream. No retries."""
         responses: list[Any] = []
         await self._each(self._stream(method, messages), responses.append)
         return responses
@@ -261,7 +262,7 @@ class Transport:
         raise NotImplementedError
 
     async def _reply(self, started: Any) -> Any:
-        """The reply of a unary call that the stub started."""
+        """Returns the reply of a unary call that the stub started."""
         raise NotImplementedError
 
     async def _each(self, responses: Any, take: Callable[[Any], None]) -> None:
@@ -283,7 +284,7 @@ def _why_unreachable(error: Any, timeout_seconds: float) -> str:
 def blocking(
     method: Callable[Concatenate[Any, Parameters], Coroutine[Any, Any, Result]],
 ) -> Callable[Concatenate[Any, Parameters], Result]:
-    """`method` as a plain function, for a class over Connection."""
+    """Returns `method` as a plain function, for a class over Connection."""
 
     @functools.wraps(method)
     def run(self: Connection, *args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:

@@ -12,7 +12,7 @@ from tandem.errors import ConfigError
 from tandem.number_formats import NAMES
 from tandem.render import Output
 
-# As in start_from.
+# The word of `start_from`, too: what the servers hold.
 _SERVED = "served"
 
 
@@ -27,14 +27,14 @@ def export(
         ),
     ],
     destination: Annotated[Path, typer.Argument(help="Directory to write.", metavar="DIR")],
-    dtype: Annotated[str, typer.Option(help=f"{', '.join(NAMES)}.")] = "fp32",
+    dtype: Annotated[str, typer.Option(help=f"Number format: {', '.join(NAMES)}.")] = "fp32",
     critic: Annotated[
-        bool, typer.Option("--critic", help="The critic's weights, not the trainer's.")
+        bool, typer.Option("--critic", help="Write the critic's weights, not the trainer's.")
     ] = False,
     address: Annotated[
         str | None,
         typer.Option(
-            help="With `served`: address of the server; by default that of the cluster that "
+            help="With `served`: address of the server. Default: the one of the cluster that "
             "`tandem up` runs, else 127.0.0.1:7702 (critic: 7703).",
             metavar="HOST:PORT",
         ),
@@ -43,8 +43,8 @@ def export(
 ) -> None:
     """Write weights as a directory that transformers opens.
 
-    With config, generation config and tokenizer beside them. A checkpoint needs
-    no server, and opens with transformers as it is, too (in fp32).
+    Config, generation config and tokenizer are written beside them. A
+    checkpoint needs no server; transformers also opens it as it is (in fp32).
     """
     from tandem.number_formats import torch_name
 
@@ -74,13 +74,8 @@ def _export_files(source: Path, destination: Path, dtype: str, *, critic: bool) 
 
 def _export_served(destination: Path, dtype: str, address: str | None, *, critic: bool) -> Path:
     from tandem.client import CriticClient, TrainerClient
-    from tandem.running_clusters import servers
+    from tandem.running_clusters import address_of
 
     kind = CriticClient if critic else TrainerClient
-    if address is None:
-        known = servers()
-        address = next((one["address"] for one in known if one["role"] == kind.role), None)
-        if known and address is None:
-            raise ConfigError(f"--address: the cluster that runs has no {kind.role}")
-    with kind(address) as client:
+    with kind(address or address_of(kind.role, "--address")) as client:
         return Path(client.export_model(str(destination), dtype=dtype))

@@ -25,7 +25,7 @@ def init(
         ),
     ],
     junior: Annotated[
-        str | None, typer.Option(help="Model of the junior; MODEL by default.", metavar="MODEL")
+        str | None, typer.Option(help="Model of the junior. Default: MODEL.", metavar="MODEL")
     ] = None,
     prompt: Annotated[str | None, typer.Option(help="Column of the prompt.")] = None,
     answer: Annotated[str | None, typer.Option(help="Column of the answer.")] = None,
@@ -36,7 +36,7 @@ def init(
 ) -> None:
     """Write a commented run file for a model and a data set.
 
-    Where no column of the data is an answer, with a reward.py beside it.
+    Where no column of the data is an answer, write a reward.py beside it, too.
     """
     from tandem.run_template import Request, write_run_file
 

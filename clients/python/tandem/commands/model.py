@@ -11,9 +11,7 @@ from tandem.command_line import JsonFlag, app, command
 from tandem.number_formats import NAMES, torch_name
 from tandem.render import Output
 
-model_app = typer.Typer(help="Model directories.", no_args_is_help=True)
-
-
+model_app = typer.Typer(help="Make model directories.", no_args_is_help=True)
 app.add_typer(model_app, name="model")
 
 
@@ -26,7 +24,7 @@ def model_import(
         ),
     ],
     destination: Annotated[Path, typer.Argument(help="Directory to write.")],
-    dtype: Annotated[str, typer.Option(help=f"{', '.join(NAMES)}.")] = "bf16",
+    dtype: Annotated[str, typer.Option(help=f"Number format: {', '.join(NAMES)}.")] = "bf16",
     as_json: JsonFlag = False,
 ) -> None:
     """Write a model as a plain Hugging Face directory. Doing it twice changes nothing."""

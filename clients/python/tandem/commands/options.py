@@ -17,7 +17,7 @@ RunFile = Annotated[Path, typer.Argument(help="Run configuration (YAML).", metav
 DryRun = Annotated[
     bool,
     typer.Option(
-        "--dry-run", help="Check all that a run needs, print the settings in force, exit."
+        "--dry-run", help="Check all that a run needs, print the settings in force, and exit."
     ),
 ]
 
@@ -25,11 +25,11 @@ RolloutAddress = Annotated[
     str | None,
     typer.Option(
         "--rollout",
-        help="Address of the rollout server; the first of the cluster that `tandem up` runs, "
-        "else 127.0.0.1:7701, by default.",
+        help="Address of the rollout server. Default: the first one of the cluster that "
+        "`tandem up` runs, else 127.0.0.1:7701.",
     ),
 ]
 
 TokenizerOption = Annotated[
-    Path | None, typer.Option(help="Directory with tokenizer.json; the server's model by default.")
+    Path | None, typer.Option(help="Directory with tokenizer.json. Default: the server's model.")
 ]

@@ -117,7 +117,7 @@ def _health_cells(health: Health) -> dict[str, Any]:
 
 
 def _status_row(client: Any) -> dict[str, Any]:
-    """The row of one server in `tandem status`; closes the client."""
+    """Returns the row of one server in `tandem status`; closes the client."""
     row: dict[str, Any] = {"role": client.role, "address": client.address}
     with client:
         row |= _health_cells(client.check_health())

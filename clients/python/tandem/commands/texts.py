@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from tandem.requests import Prompt
     from tandem.text import TextCodec
 
-# Options, by the field of the contract, where the two have different names.
+# The option for a field of the contract, where the two have different names.
 _OPTIONS = {"selection_strategy": "strategy", "stop_token_ids": "stop", "enabled": "solo"}
 
 
@@ -32,9 +32,11 @@ def generate(
     tokenizer: TokenizerOption = None,
     chat: Annotated[bool, typer.Option("--chat", help="Use the chat template.")] = False,
     max_tokens: Annotated[int, typer.Option(min=1, help="Most tokens of a response.")] = 64,
-    temperature: Annotated[float, typer.Option(min=0.0, help="0: greedy.")] = 1.0,
+    temperature: Annotated[
+        float, typer.Option(min=0.0, help="Sampling temperature; 0: greedy.")
+    ] = 1.0,
     top_p: Annotated[
-        float | None, typer.Option(help="Mass of the likeliest tokens to draw from.")
+        float | None, typer.Option(help="Probability mass of the likeliest tokens to draw from.")
     ] = None,
     top_k: Annotated[
         int | None, typer.Option(help="Number of likeliest tokens to draw from.")
@@ -47,7 +49,7 @@ def generate(
         typer.Option(help="End after a token that ends with this text; may be repeated."),
     ] = None,
     samples: Annotated[int, typer.Option(min=1, help="Responses for each prompt.")] = 1,
-    seed: Annotated[int, typer.Option(min=0, help="Same seed, same responses.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="The same seed gives the same responses.")] = 0,
     strategy: Annotated[
         str | None,
         typer.Option(
@@ -64,26 +66,29 @@ def generate(
         ),
     ] = None,
     chunk_size: Annotated[
-        int | None, typer.Option(min=1, help="Tokens in a block (strategy chunk).")
+        int | None, typer.Option(min=1, help="Tokens in a chunk (strategy chunk).")
     ] = None,
-    solo: Annotated[bool, typer.Option("--solo", help="The senior alone.")] = False,
+    solo: Annotated[bool, typer.Option("--solo", help="Let the senior answer alone.")] = False,
     stream: Annotated[
         bool | None,
-        typer.Option("--stream/--no-stream", help="Print while it is written; on a terminal yes."),
+        typer.Option(
+            "--stream/--no-stream",
+            help="Print responses while they are written. Default: on a terminal alone.",
+        ),
     ] = None,
     as_json: JsonFlag = False,
 ) -> None:
     """Let senior and junior answer prompts together."""
     from tandem.client import RolloutClient
     from tandem.requests import Prompt
-    from tandem.running_clusters import rollout_address
+    from tandem.running_clusters import address_of
     from tandem.schedule import prompt_seed
     from tandem.trajectory_record import trajectory_record
 
     output = Output(as_json=as_json)
     if as_json and stream:
         raise ConfigError("--stream: --json prints whole records")
-    with _named_by_option(), RolloutClient(rollout or rollout_address()) as client:
+    with _named_by_option(), RolloutClient(rollout or address_of("rollout", "--rollout")) as client:
         codec = _codec(client, tokenizer)
         sampling = {
             "max_tokens": max_tokens,
@@ -140,18 +145,16 @@ def score(
     tokenizer: TokenizerOption = None,
     senior: Annotated[bool, typer.Option(help="Score under the senior.")] = True,
     junior: Annotated[bool, typer.Option(help="Score under the junior.")] = True,
-    temperature: Annotated[
-        float, typer.Option(min=0.0, help="What the logits are divided by.")
-    ] = 1.0,
+    temperature: Annotated[float, typer.Option(min=0.0, help="Divisor of the logits.")] = 1.0,
     as_json: JsonFlag = False,
 ) -> None:
     """Show log-probabilities of texts under senior and junior."""
     from tandem.client import RolloutClient
-    from tandem.running_clusters import rollout_address
+    from tandem.running_clusters import address_of
     from tandem.wire import from_tensor, short_floats
 
     output = Output(as_json=as_json)
-    with RolloutClient(rollout or rollout_address()) as client:
+    with RolloutClient(rollout or address_of("rollout", "--rollout")) as client:
         codec = _codec(client, tokenizer)
         ids = [codec.encode(one) for one in text]
         if any(len(one) < 2 for one in ids):
@@ -204,7 +207,7 @@ def _note_room(
 
 
 def _head(prompt: str, sample: int, samples: int) -> str:
-    """The line above a response: its prompt, the start of it for one of several samples."""
+    """Returns the line above a response: its prompt, the start of it for one of several samples."""
     if samples == 1:
         return prompt
     start = textwrap.shorten(prompt, 48, placeholder=" …")
@@ -212,7 +215,7 @@ def _head(prompt: str, sample: int, samples: int) -> str:
 
 
 def _codec(client: RolloutClient, directory: Path | None) -> TextCodec:
-    """The tokenizer of `directory`, else of the server's model if its directory is here."""
+    """Returns the tokenizer of `directory`, else of the server's model if its directory is here."""
     from tandem.text import TextCodec
 
     if directory is not None:

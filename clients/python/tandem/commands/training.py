@@ -27,7 +27,7 @@ Resume = Annotated[
     bool,
     typer.Option(
         "--resume",
-        help="Go on after the last checkpoint. `--resume auto`: if there is one, else start.",
+        help="Go on after the last checkpoint. `--resume auto` starts if there is none.",
     ),
 ]
 
@@ -39,8 +39,8 @@ Changes = Annotated[
     list[str] | None,
     typer.Option(
         "--change",
-        help="A setting that a resumed run may change, or a section of them (cluster.trainer); "
-        "several: the option again.",
+        help="A setting that a resumed run may change, or a section of settings "
+        "(cluster.trainer); may be repeated.",
         metavar="KEY",
     ),
 ]
@@ -55,7 +55,7 @@ class TrainingCommand(TyperCommand):
     """A command whose flag `--resume` may be followed by `auto`."""
 
     def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:
-        """Joins the two words, for the parser."""
+        """Joins the two words before the parser reads them."""
         plain: list[str] = []
         for word in args:
             if word == "auto" and plain and plain[-1] == "--resume":
@@ -116,8 +116,8 @@ def _add_training(kind: Purpose, summary: str) -> None:
             raise typer.Exit(EXIT_INTERRUPTED)
 
 
-_add_training("train", "Tandem policy-gradient training.")
-_add_training("sft", "Supervised training on the rows' answers.")
+_add_training("train", "Train with tandem policy gradients.")
+_add_training("sft", "Train, supervised, on the rows' answers.")
 
 
 @command(name="eval")
@@ -135,8 +135,8 @@ def evaluate_command(
     mode: Annotated[
         list[str] | None,
         typer.Option(
-            help="Evaluations: solo, handoff, legibility; several with commas, or the option "
-            "again. The run file's eval.modes by default."
+            help="Evaluations, separated by commas: solo, handoff, legibility; may be repeated. "
+            "Default: the run file's eval.modes."
         ),
     ] = None,
     discard_unsaved: DiscardUnsaved = False,

@@ -1,4 +1,4 @@
-"""`tandem watch`: the steps of a trainer as it does them, whoever asked for them."""
+"""`tandem watch`: the steps of a trainer as they are done, whichever client requested them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from typing import Annotated, Any
 import typer
 
 from tandem.command_line import JsonFlag, command
-from tandem.errors import ConfigError
 from tandem.render import Output
 
 # The metrics of a report that a line for people shows, where the report has them.
@@ -21,7 +20,7 @@ _SHOWN = (
     "tandem/senior_token_fraction",
     "tokens/response",
 )
-# A year: a watcher has no deadline.
+# A year, because a watcher has no deadline.
 _TIMEOUT_SECONDS = 365 * 86400.0
 
 
@@ -30,13 +29,13 @@ def watch(
     trainer: Annotated[
         str | None,
         typer.Option(
-            help="Address of the trainer; by default that of the cluster that `tandem up` runs, "
+            help="Address of the trainer. Default: the one of the cluster that `tandem up` runs, "
             "else 127.0.0.1:7702.",
             metavar="HOST:PORT",
         ),
     ] = None,
     steps: Annotated[
-        int | None, typer.Option(min=1, help="End after this many; without it at Ctrl-C.")
+        int | None, typer.Option(min=1, help="Steps to print. Default: until Ctrl-C.")
     ] = None,
     as_json: JsonFlag = False,
 ) -> None:
@@ -45,15 +44,11 @@ def watch(
     With --json all metrics of its report, one step per line.
     """
     from tandem.client import TrainerClient
-    from tandem.running_clusters import servers
+    from tandem.running_clusters import address_of
 
     output = Output(as_json=as_json)
-    if trainer is None:
-        known = servers()
-        trainer = next((one["address"] for one in known if one["role"] == "trainer"), None)
-        if known and trainer is None:
-            raise ConfigError("--trainer: the cluster that runs has no trainer")
-    with TrainerClient(trainer, timeout_seconds=_TIMEOUT_SECONDS) as client:
+    address = trainer or address_of("trainer", "--trainer")
+    with TrainerClient(address, timeout_seconds=_TIMEOUT_SECONDS) as client:
         reports = client.watch_steps()
         output.note(f"watching {client.address}; Ctrl-C ends")
         for count, response in enumerate(reports, start=1):
@@ -67,7 +62,7 @@ def watch(
 
 
 def _line(report: Any) -> dict[str, Any]:
-    """A report as JSON."""
+    """Returns a report as JSON."""
     metrics = {
         name: value if math.isfinite(value) else None
         for name, value in sorted(report.metrics.items())

@@ -1,6 +1,6 @@
 "use strict";
 
-// Responses on a page: so many are drawn at once, however many the run has.
+// Most responses that are drawn at once, however many the run has.
 const PAGE_SIZE = 50;
 // Nats at which a shade is full.
 const FULL_GAP = 3;
@@ -206,7 +206,7 @@ form.addEventListener("input", (event) => {
 const run = JSON.parse(document.getElementById("run").textContent);
 document.title = `${run.name}: trajectories`;
 document.getElementById("name").textContent = `${run.name}: trajectories by author`;
-// Where Clear goes back to.
+// The values that Clear restores.
 form.elements.advantage.defaultChecked = run.advantage;
 for (const choice of form.elements.shade) choice.defaultChecked = choice.value === run.shade;
 form.reset();

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from tandem import settings as settings_module
-from tandem.command_line import JsonFlag
+from tandem.command_line import JsonFlag, command
 from tandem.errors import ConfigError
 from tandem.render import Output
 from tandem.run_files import write_atomically
@@ -19,43 +19,49 @@ from tandem.settings import RunSettings
 _FEW = 8
 
 
+@command()
 def view(
     run_dir: Annotated[Path, typer.Argument(help="A run directory.", metavar="RUN_DIR")],
     step: Annotated[
         str | None,
         typer.Option(
-            help="A step, or FIRST:LAST, both optional; without it the last step, for a page all.",
+            help="A step, or a range FIRST:LAST whose ends are optional. Default: the last step, "
+            "for a page all.",
             metavar="STEP",
         ),
     ] = None,
     reward: Annotated[
         str | None,
-        typer.Option(help="A reward, or LOW:HIGH, both optional.", metavar="REWARD"),
+        typer.Option(
+            help="A reward, or a range LOW:HIGH whose ends are optional.", metavar="REWARD"
+        ),
     ] = None,
-    text: Annotated[str, typer.Option(help="Text in the response, in upper or lower case.")] = "",
+    text: Annotated[
+        str, typer.Option(help="Text that the response contains, in upper or lower case.")
+    ] = "",
     count: Annotated[
         int | None,
         typer.Option(
-            min=1, help=f"Most trajectories; {_FEW} by default, for a page and with --json all."
+            min=1, help=f"Most trajectories. Default: {_FEW}; all for a page and with --json."
         ),
     ] = None,
     advantage: Annotated[
-        bool, typer.Option("--advantage", help="Also the reward minus its group's mean.")
+        bool, typer.Option("--advantage", help="Show also the reward minus its group's mean.")
     ] = False,
     gap: Annotated[
         bool,
-        typer.Option("--gap", help="Also the log-prob gap of a token: senior minus junior."),
+        typer.Option("--gap", help="Show also the log-prob gaps of tokens: senior minus junior."),
     ] = False,
     output_file: Annotated[
         Path | None,
         typer.Option("--output", "-o", help="Write a page for browsers.", metavar="FILE.html"),
     ] = None,
     tokenizer: Annotated[
-        Path | None, typer.Option(help="Directory with tokenizer.json; the run's by default.")
+        Path | None, typer.Option(help="Directory with tokenizer.json. Default: the run's.")
     ] = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """Trajectories, coloured by author; with --json one record per line.
+    """Show trajectories, coloured by author; with --json one record per line.
 
     --output writes them as one HTML file, with filters, that needs no network.
     """
@@ -99,6 +105,7 @@ def view(
     print_trajectories(output, codec, shown, title, advantage=advantage, gap=gap)
 
 
+@command()
 def plot(
     run_dirs: Annotated[list[Path], typer.Argument(help="Run directories.", metavar="RUN_DIR")],
     metric: Annotated[
@@ -119,14 +126,14 @@ def plot(
         typer.Option(
             "--output",
             "-o",
-            help="Picture to write (.png, .svg, .pdf); of one run metrics.png in its directory by "
-            "default.",
+            help="Picture to write (.png, .svg, .pdf). Default for one run: metrics.png in its "
+            "directory.",
             metavar="FILE",
         ),
     ] = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """Curves of one or several runs' metrics and evaluations, as a picture."""
+    """Draw curves of the metrics and evaluations of one or several runs."""
     from tandem.view.curves import choose, draw, read_curves, without_repeats
 
     output = Output(as_json=as_json)
