@@ -1,5 +1,6 @@
 # tandem_library(<name> SRCS … DEPS …)                   static library tandem_<name>, alias tandem::<name>
-# tandem_server(<name> SRCS … DEPS …)                    server binary in <build>/bin; installed (below)
+# tandem_server(<name> SRCS … DEPS …)                    server binary in <build>/bin
+# tandem_install_server(<name>)                          bin/<name> of what `cmake --install` makes
 # tandem_test(<name> SRCS … DEPS …)                      GoogleTest binary registered with CTest
 # tandem_tool(<name> SRCS … DEPS …)                      another binary in <build>/bin, for tests and benchmarks
 # Includes are always written from the repository's root: #include "common/base/status_macros.h".
@@ -29,8 +30,11 @@ function(tandem_server name)
   target_link_libraries(${name} PRIVATE ${ARG_DEPS})
   set_target_properties(${name} PROPERTIES LINKER_LANGUAGE CXX RUNTIME_OUTPUT_DIRECTORY "${CMAKE_BINARY_DIR}/bin"
                         INSTALL_RPATH "$ORIGIN/../lib")
-  # `cmake --install` copies the libraries of the virtual environment into lib/ beside bin/, so that
-  # the tree can be moved. Debian's libraries stay the system's.
+endfunction()
+
+# The libraries of the virtual environment are copied into lib/ beside bin/, so that the tree can be
+# moved. Debian's libraries stay the system's.
+function(tandem_install_server name)
   install(TARGETS ${name} RUNTIME_DEPENDENCIES
             POST_INCLUDE_REGEXES "^${TANDEM_SITE_PACKAGES}/.*" POST_EXCLUDE_REGEXES ".*"
           RUNTIME DESTINATION bin COMPONENT ${name}

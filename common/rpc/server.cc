@@ -1,7 +1,6 @@
 #include "common/rpc/server.h"
 
 #include <google/protobuf/descriptor.h>
-#include <grpcpp/ext/proto_server_reflection_plugin.h>
 #include <grpcpp/health_check_service_interface.h>
 #include <grpcpp/security/server_credentials.h>
 #include <grpcpp/server_builder.h>
@@ -13,8 +12,10 @@
 #include <atomic>
 #include <chrono>
 #include <exception>
+#include <string>
 #include <thread>
 #include <utility>
+#include <vector>
 
 #include "absl/strings/str_cat.h"
 #include "absl/time/clock.h"
@@ -38,6 +39,9 @@ constexpr absl::Duration kHandshakeTimeout = absl::Seconds(10);
 // Threads of the metrics endpoint; a silent connection holds one until the timeout.
 constexpr int kMetricsThreads = 8;
 constexpr absl::Duration kMetricsTimeout = absl::Seconds(1);
+
+// The service that grpc++ adds.
+constexpr char kHealthService[] = "grpc.health.v1.Health";
 
 int Milliseconds(double seconds) { return static_cast<int>(seconds * 1000); }
 
@@ -100,7 +104,9 @@ MethodTable MethodsOf(const std::vector<NamedService>& services) {
   AddMethods(
       grpc::health::v1::HealthCheckRequest::descriptor()->file()->FindServiceByName("Health"),
       methods);
-  AddMethods(pool->FindServiceByName("grpc.reflection.v1alpha.ServerReflection"), methods);
+  for (const std::string& name : ReflectionService::Names()) {
+    AddMethods(pool->FindServiceByName(name), methods);
+  }
   return methods;
 }
 
@@ -108,13 +114,12 @@ MethodTable MethodsOf(const std::vector<NamedService>& services) {
 
 absl::StatusOr<std::unique_ptr<Server>> Server::Start(const config::v1::ServerOptions& options,
                                                       const std::vector<NamedService>& services,
-                                                      Metrics* metrics) {
-  static const bool health_and_reflection = [] {
+                                                      CallExecutor& executor, Metrics* metrics) {
+  static const bool health = [] {
     grpc::EnableDefaultHealthCheckService(true);
-    grpc::reflection::InitProtoReflectionServerBuilderPlugin();
     return true;
   }();
-  (void)health_and_reflection;
+  (void)health;
 
   std::unique_ptr<Server> server(new Server);
   const std::string metrics_address =
@@ -163,6 +168,10 @@ absl::StatusOr<std::unique_ptr<Server>> Server::Start(const config::v1::ServerOp
     builder.RegisterService(service.service);
     server->names_.push_back(service.name);
   }
+  std::vector<std::string> listed = server->names_;
+  listed.push_back(kHealthService);
+  server->reflection_ = std::make_unique<ReflectionService>(executor, std::move(listed));
+  for (grpc::Service* service : server->reflection_->services()) builder.RegisterService(service);
   std::vector<std::unique_ptr<grpc::experimental::ServerInterceptorFactoryInterface>> interceptors;
   interceptors.push_back(MakeRpcInterceptor(MethodsOf(services), metrics, &server->live_calls_));
   builder.experimental().SetInterceptorCreators(std::move(interceptors));

@@ -15,8 +15,10 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/time/time.h"
+#include "common/rpc/call_executor.h"
 #include "common/rpc/connection_guard.h"
 #include "common/rpc/metrics.h"
+#include "common/rpc/reflection_service.h"
 #include "prometheus/exposer.h"
 #include "tandem/config/v1/server_config.pb.h"
 
@@ -34,11 +36,12 @@ struct NamedService {
 class Server {
  public:
   // Binds both ports and answers from now on, with health NOT_SERVING for every name and for "".
-  // `options` must be resolved. The services and `metrics` must outlive the server.
+  // `options` must be resolved. The executor runs reflection. The services, the executor and
+  // `metrics` must outlive the server.
   // UNAVAILABLE names an address that cannot be bound.
   static absl::StatusOr<std::unique_ptr<Server>> Start(const config::v1::ServerOptions& options,
                                                        const std::vector<NamedService>& services,
-                                                       Metrics* metrics);
+                                                       CallExecutor& executor, Metrics* metrics);
   ~Server();
 
   int grpc_port() const { return guard_->port(); }
@@ -63,6 +66,7 @@ class Server {
   std::unique_ptr<prometheus::Exposer> exposer_;
   std::string metrics_host_;
   std::unique_ptr<ConnectionGuard> guard_;
+  std::unique_ptr<ReflectionService> reflection_;
   std::unique_ptr<grpc::Server> server_;
   int metrics_port_ = 0;
   bool shut_down_ = false;

@@ -266,7 +266,7 @@ int RunServer(int argc, char** argv, const ServerProgram& program) {
                         .environment = *environment};
   std::unique_ptr<ServerApp> app = program.create(runtime);
   absl::StatusOr<std::unique_ptr<Server>> server =
-      Server::Start(options, app->services(), &metrics);
+      Server::Start(options, app->services(), *executor, &metrics);
   if (!server.ok()) return StartFailed(server.status(), kExitFailure);
   runtime.advertised_address = AdvertisedAddress(options, (*server)->grpc_port());
   Log(LogLevel::kInfo, "loading",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 from collections.abc import Iterator
@@ -135,6 +136,32 @@ def test_many_requests_of_many_parts(server: Server):
 
     with growth_below(server, REQUESTS + UNFINISHED + SLACK), ThreadPoolExecutor(8) as pool:
         codes = set().union(*pool.map(call, range(8)))
+    assert codes == {grpc.StatusCode.RESOURCE_EXHAUSTED}
+
+
+def test_streams_of_reflection_that_stay_open(server: Server):
+    parts = b"\x7a\x00" * (2 * MIB - 100)  # unknown fields, each forty bytes in memory
+
+    def hold(_: int) -> grpc.StatusCode:
+        with grpc.insecure_channel(
+            server.address, [("grpc.use_local_subchannel_pool", 1)]
+        ) as channel:
+            call = channel.stream_stream(
+                "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"
+            )
+            released = threading.Event()
+            answers = call(itertools.chain([parts], iter(released.wait, None)), timeout=60)
+            try:
+                next(answers)
+            except grpc.RpcError as error:
+                return error.code()
+            finally:
+                released.set()
+                answers.cancel()
+        return grpc.StatusCode.OK
+
+    with growth_below(server, UNFINISHED + SLACK), ThreadPoolExecutor(16) as pool:
+        codes = set(pool.map(hold, range(16)))
     assert codes == {grpc.StatusCode.RESOURCE_EXHAUSTED}
 
 

@@ -33,7 +33,7 @@ class TestServer {
     config.mutable_server()->set_grpc_port(0);
     config.mutable_server()->set_metrics_port(0);
     EXPECT_TRUE(config::Resolve(&config).ok());
-    auto server = Server::Start(config.server(), app_->services(), &metrics_);
+    auto server = Server::Start(config.server(), app_->services(), *executor_, &metrics_);
     EXPECT_TRUE(server.ok()) << server.status();
     server_ = *std::move(server);
     runtime_.advertised_address = address();
