@@ -137,21 +137,23 @@ void EngineThread::RunCommand(std::unique_lock<std::mutex>& lock) {
   inbox_.pop_front();
   const CallScope* const call = command->call;
   if (call != nullptr) command->status = stopping_ ? ShutDownStatus() : call->Check();
-  if (command->status.ok()) {
-    command->started = true;
-    lock.unlock();
-    {
-      const ScopedRequestId request_id(call == nullptr ? "" : call->request_id);
-      const absl::Status status = CatchExceptions(options_.name, [&] {
-        command->body();
-        return absl::OkStatus();
-      });
-      if (!status.ok()) {  // nearly always of posted work: Run catches what its body throws
-        Log(LogLevel::kError, "engine_command_failed", {{"error", status.ToString()}});
-      }
-      command->status = status;
+  const bool runs = command->status.ok();
+  command->started = runs;
+  lock.unlock();
+  if (runs) {
+    const ScopedRequestId request_id(call == nullptr ? "" : call->request_id);
+    const absl::Status status = CatchExceptions(options_.name, [&] {
+      command->body();
+      return absl::OkStatus();
+    });
+    if (!status.ok()) {  // nearly always of posted work: Run catches what its body throws
+      Log(LogLevel::kError, "engine_command_failed", {{"error", status.ToString()}});
     }
-    lock.lock();
+    command->status = status;
+  }
+  command->body = nullptr;  // without the lock: a destructor may call this thread
+  lock.lock();
+  if (runs) {
     last_progress_ = options_.clock();
     if (options_.step) next_step_ = absl::InfinitePast();  // there may be something to do now
   }

@@ -11,6 +11,7 @@
 #include <stdexcept>
 #include <string>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "absl/status/statusor.h"
@@ -339,6 +340,22 @@ TEST(EngineThreadTest, HoldsUnderLoad) {
   for (std::thread& caller : callers) caller.join();
   EXPECT_EQ(ran, ok);
   EXPECT_GT(ok, 0);
+}
+
+TEST(EngineThreadTest, WhatACommandHoldsMayCallTheThreadWhenItGoes) {
+  EngineThread thread({});
+  absl::Notification gone;
+  struct CallsBack {
+    EngineThread& thread;
+    absl::Notification& gone;
+    ~CallsBack() {
+      (void)thread.last_progress();
+      gone.Notify();
+    }
+  };
+  auto held = std::make_shared<CallsBack>(thread, gone);
+  ASSERT_TRUE(thread.Post([held = std::move(held)] {}).ok());
+  EXPECT_TRUE(gone.WaitForNotificationWithTimeout(absl::Seconds(20)));
 }
 
 }  // namespace

@@ -10,6 +10,7 @@
 #include <utility>
 #include <vector>
 
+#include "absl/cleanup/cleanup.h"
 #include "absl/strings/str_cat.h"
 #include "absl/time/clock.h"
 #include "common/base/engine_thread.h"
@@ -144,11 +145,11 @@ class EngineImpl : public Engine {
     // std::function needs a copyable closure.
     auto shared = std::make_shared<std::vector<Submission>>(std::move(batch));
     absl::Status posted = thread_->Post([this, shared, ids, samples] {
+      const absl::Cleanup publish = [&] { Publish(samples); };
       for (size_t i = 0; i < ids.size(); ++i) {
         generator_->Submit(ids[i], std::move((*shared)[i].request),
                            std::move((*shared)[i].listener));
       }
-      Publish(samples);
     });
     if (!posted.ok()) {
       std::lock_guard lock(mutex_);

@@ -10,6 +10,7 @@
 #include <utility>
 #include <vector>
 
+#include "absl/cleanup/cleanup.h"
 #include "absl/status/status.h"
 #include "absl/strings/str_cat.h"
 #include "common/base/not_finite.h"
@@ -33,13 +34,15 @@ absl::StatusOr<std::vector<critic::v1::ComputeValuesResponse>> AskForValues(
     const std::function<void()>& progress) {
   auto stream = stub.ComputeValues(context.get());
   std::vector<critic::v1::ComputeValuesResponse> responses;
-  responses.reserve(requests.size() + 1);  // nothing may throw while the writer runs
-  std::thread writer([&] {
+  responses.reserve(requests.size() + 1);
+  std::jthread writer([&] {
     for (const auto& request : requests) {
       if (!stream->Write(request)) return;
     }
     stream->WritesDone();
   });
+  // If reading throws, the writer must not wait for a reader.
+  absl::Cleanup cancel = [&] { context.get()->TryCancel(); };
   critic::v1::ComputeValuesResponse response;
   bool too_many = false;
   while (!too_many && stream->Read(&response)) {
@@ -47,7 +50,11 @@ absl::StatusOr<std::vector<critic::v1::ComputeValuesResponse>> AskForValues(
     responses.push_back(std::move(response));
     progress();
   }
-  if (too_many) context.get()->TryCancel();
+  if (too_many) {
+    std::move(cancel).Invoke();
+  } else {
+    std::move(cancel).Cancel();
+  }
   writer.join();
   absl::Status status = rpc::FromGrpcStatus(stream->Finish());
   if (too_many || (status.ok() && responses.size() != requests.size())) {
