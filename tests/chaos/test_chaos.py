@@ -20,14 +20,14 @@ def test_clients_at_random_change_nothing(tmp_path):
     assert {server.process.returncode for server in servers} == {0}
 
 
-def test_another_answer_to_the_same_question_is_noticed():
+def test_another_reply_to_the_same_request_is_noticed():
     replies = Replies()
-    replies.expect("question", "weights", StringValue(value="a"))
-    replies.expect("question", "weights", StringValue(value="a"))
-    replies.expect("question", "other weights", StringValue(value="b"))
+    replies.expect("request", "weights", StringValue(value="a"))
+    replies.expect("request", "weights", StringValue(value="a"))
+    replies.expect("request", "other weights", StringValue(value="b"))
     assert replies.compared == 1
     with pytest.raises(DisturbanceError):
-        replies.expect("question", "weights", StringValue(value="b"))
+        replies.expect("request", "weights", StringValue(value="b"))
 
 
 def test_a_run_whose_processes_are_killed_ends_as_if_undisturbed(tmp_path):

@@ -13,6 +13,14 @@ from tandem.client import RolloutClient, TrainerClient
 from tandem.cluster import LocalCluster
 
 
+@pytest.fixture(scope="session", autouse=True)
+def one_torch_thread() -> None:
+    """The models are tiny: a second thread of transformers costs more than it brings."""
+    import torch
+
+    torch.set_num_threads(1)
+
+
 @pytest.fixture(scope="session")
 def models(tmp_path_factory: pytest.TempPathFactory) -> harness.Models:
     """Tiny random models."""

@@ -231,8 +231,9 @@ def test_sigterm_in_mid_stream_exits_with_0_within_the_drain_time(models, tmp_pa
         harness.cluster(tmp_path, models, rollout=quick) as running,
         harness.rollout_client(running) as client,
     ):
-        events = client.stream(submit([p.named(i) for i, p in enumerate(many(2000))]))
-        next(events)
+        # Seconds of work, in one batch that the queue holds.
+        events = client.stream(submit([p.named(i) for i, p in enumerate(many(500))]))
+        assert next(events).WhichOneof("event") == "finished"
         [server] = running.servers
         server.process.send_signal(signal.SIGTERM)
         with pytest.raises(RpcError):

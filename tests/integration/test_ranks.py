@@ -236,10 +236,10 @@ def test_an_impossible_layout_is_refused_with_the_numbers(models, tmp_path, stra
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("how", ["SIGKILL", "SIGSTOP"])
 def test_a_lost_rank_ends_its_server_and_the_run_resumes(
-    undisturbed, models, tmp_path, role, rank, how
+    servers, undisturbed, models, tmp_path, role, rank, how
 ):
     section = ranked()
-    with harness.cluster(tmp_path / "one", models, trainer=section, critic=section) as running:
+    with harness.cluster(tmp_path / "lost", models, trainer=section, critic=section) as running:
         ranks = ranks_of(running, role)
         victim, other = ranks[rank], ranks[1 - rank]
 
@@ -253,9 +253,7 @@ def test_a_lost_rank_ends_its_server_and_the_run_resumes(
             run_on(running, models, tmp_path / "run", on_step=lose, **SAVING)
         assert f"rank {rank} " in other.log.read_text()
         assert other.process.returncode == 1
-    with harness.cluster(tmp_path / "two", models, trainer=section, critic=section) as running:
-        resumed = run_on(running, models, tmp_path / "run", resume=True, **SAVING)
-    assert resumed == undisturbed
+    assert run_on(servers, models, tmp_path / "run", resume=True, **SAVING) == undisturbed
 
 
 def test_sigterm_to_rank_zero_saves_and_ends_every_rank_of_a_trainer(models, tmp_path):
