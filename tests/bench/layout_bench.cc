@@ -1,6 +1,6 @@
-// One rank of a training layout, as a process that bench_layouts.py times beside its peers. It
-// reads torchrun's variables. It executes every line of its input as a command, and answers with
-// one line of JSON:
+// One rank of a training layout, as a process that bench_layouts.py times beside its peers,
+// configured by torchrun's environment variables. It executes every line of its input as a command,
+// and answers with one line of JSON:
 //
 //     tandem-layout-bench --model DIR --strategy zero --stage 3
 //     step    forward, backward and update of all micro-batches: {"seconds", "cpu_seconds",
@@ -96,7 +96,7 @@ class Bench {
               {"sent_bytes", world_->volume().bytes()}};
     }
     if (what == "memory") {
-      malloc_trim(0);  // what was freed is not held
+      malloc_trim(0);  // freed memory does not count as held
       const json memory = {
           {"bytes", tandem::StatusBytes("RssAnon") - before_},
           {"peak_bytes", tandem::StatusBytes("VmHWM") - tandem::StatusBytes("RssFile") - before_}};

@@ -23,7 +23,8 @@ void Try(absl::string_view text) {
   Config again;
   Require(tandem::config::MergeYaml(tandem::config::ToYaml(config), &again).ok(),
           "a resolved configuration can be read");
-  Require(MessageDifferencer::Equals(config, again), "a resolved configuration reads back as it was");
+  Require(MessageDifferencer::Equals(config, again),
+          "a resolved configuration reads back as it was");
 }
 
 }  // namespace
