@@ -52,7 +52,7 @@ def build_dir(tmp_path):
     return tmp_path / "build"
 
 
-def test_starts_all_servers_and_stops_them(build_dir, tmp_path):
+def test_a_cluster_starts_all_servers_and_stops_them(build_dir, tmp_path):
     settings = ClusterSettings(
         directory=tmp_path / "logs", rollout=[{}, {}], trainer={"model": "m"}, critic={}
     )
@@ -72,7 +72,7 @@ def test_servers_outlive_the_thread_that_started_them(build_dir, tmp_path):
     thread.start()
     thread.join()
     try:
-        # A signal on the thread's end would come at once.
+        # A signal sent when the thread ends would arrive at once.
         with pytest.raises(subprocess.TimeoutExpired):
             cluster.trainer.process.wait(1)
     finally:
@@ -97,7 +97,7 @@ def test_servers_die_with_the_process_that_started_them(build_dir, tmp_path):
         wait_until(lambda: connection.health() != "SERVING")
 
 
-def test_a_server_that_dies_is_reported_with_its_log(build_dir, tmp_path):
+def test_a_server_that_dies_is_reported_with_the_last_line_of_its_log(build_dir, tmp_path):
     settings = ClusterSettings(directory=tmp_path / "logs", trainer={"model": "broken"})
     with (
         pytest.raises(ServerStartError, match="trainer ended with code 2: no such model"),
@@ -226,7 +226,7 @@ def test_a_directory_that_cannot_be_made_is_named(build_dir, tmp_path):
 
 
 def test_a_full_disk_is_named_at_once(build_dir, tmp_path, monkeypatch):
-    """The log of a server on a full disk never says that it serves."""
+    """Not after the start's time limit, although a log on a full disk never reports readiness."""
     settings = ClusterSettings(directory=tmp_path / "logs", trainer={"model": "slow"})
     real = Path.write_bytes
 
@@ -243,7 +243,7 @@ def test_a_full_disk_is_named_at_once(build_dir, tmp_path, monkeypatch):
         pass
 
 
-def test_a_rank_that_nobody_calls_is_not_announced(build_dir, tmp_path):
+def test_only_rank_zero_of_a_server_is_announced(build_dir, tmp_path):
     said = []
     settings = ClusterSettings(directory=tmp_path / "logs", trainer={"model": "m", "ranks": 2})
     with LocalCluster(settings, build_dir=build_dir, on_progress=said.append):

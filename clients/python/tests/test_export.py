@@ -1,4 +1,4 @@
-"""`tandem export` from the files of a checkpoint, and what is sent to a server."""
+"""`tandem export` of the files of a checkpoint, and by a server."""
 
 import json
 from pathlib import Path
@@ -21,7 +21,7 @@ WEIGHTS = np.array([1.0, -2.5, 1e-3], np.float32)
 
 
 def write_checkpoint(directory, weights=WEIGHTS):
-    """The files of a trainer's checkpoint, with a manifest that is true."""
+    """The files of a trainer's checkpoint, with their manifest."""
     fakes.write_tokenizer(directory)
     save_file({"w": weights}, directory / "model.safetensors", {"format": "pt"})
     config = {"model_type": "llama", "dtype": "float32"}

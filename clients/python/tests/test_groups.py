@@ -1,4 +1,4 @@
-"""The groups that are drawn for a step, and those that are trained on."""
+"""The groups that are drawn for a step, and those that it trains on."""
 
 from types import SimpleNamespace
 
@@ -89,7 +89,7 @@ def test_as_many_prompts_as_are_missing_are_drawn_until_the_step_is_full():
     assert session.seeds == [prompt_seed(0, 7, i) for i in range(9)]
 
 
-def test_after_the_last_generation_batch_there_is_what_there_is():
+def test_after_the_last_generation_batch_a_step_may_be_short_of_groups():
     drawn = drawing(most=2).draw()
     assert rows(drawn.groups) == [4, 5, 6, 7, 8]
     assert rows(drawn.kept) == [6]
@@ -124,7 +124,7 @@ def test_the_mean_of_every_function_is_a_metric_where_there_are_several():
 OVERLONG = {"sampling": {"max_tokens": 10}, "reward": {"overlong_buffer": {"len": 4}}}
 
 
-def test_punishments_are_apart_from_the_rewards_and_are_trained():
+def test_punishments_are_added_to_rewards_and_recorded_apart():
     drawn = Drawing(lambda n: (1.0, None), lambda n: (8, 10), **OVERLONG).draw()
     [group, *_] = drawn.groups
     assert group.rewards == [1.0, None]
