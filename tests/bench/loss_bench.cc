@@ -91,8 +91,7 @@ class Bench {
     if (!status.ok()) throw std::runtime_error(std::string(status.message()));
   }
 
-  // Multiplies squares that suit a core's caches, with as many operations as the products of
-  // `Loss`.
+  // Multiplies square matrices, which suit the caches, with as many operations as `Loss` has.
   void Peak() {
     constexpr int64_t kSide = 2048;
     const double products = divergence_ == nullptr ? 3 : 4;

@@ -1,4 +1,4 @@
-// manifest.json of a checkpoint, in a folder beside one file, "weights".
+// Fuzz target: manifest.json of a checkpoint that holds one file, "weights".
 #include <cstdlib>
 #include <filesystem>
 #include <fstream>

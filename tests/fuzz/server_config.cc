@@ -1,4 +1,4 @@
-// The YAML configuration of the three servers.
+// Fuzz target: the YAML configuration of each of the three servers.
 #include "common/config/server_config.h"
 
 #include <google/protobuf/util/message_differencer.h>

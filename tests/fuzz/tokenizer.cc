@@ -1,4 +1,4 @@
-// tokenizer.json of a model.
+// Fuzz target: tokenizer.json of a model.
 #include "absl/strings/string_view.h"
 #include "common/tandem/vocabulary.h"
 #include "tests/fuzz/fuzz_target.h"

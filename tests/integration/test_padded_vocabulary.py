@@ -108,7 +108,7 @@ def test_padding_rows_have_no_probability(padded, padded_models, models):
     np.testing.assert_allclose(from_tensor(reply.logprobs), expected["senior"], rtol=0, atol=2e-4)
 
 
-def test_every_server_info_has_the_number_of_rows_and_of_token_ids(padded, padded_models, models):
+def test_every_server_info_has_the_number_of_rows_and_of_token_ids(padded, models):
     ids = token_ids(models)
     with (
         harness.rollout_client(padded) as rollout,

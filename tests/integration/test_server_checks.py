@@ -82,7 +82,7 @@ def test_the_help_of_a_server_names_its_options_and_the_page_of_its_settings(rol
     assert "docs/configuration.md" in said
 
 
-def test_a_family_that_is_not_supported_is_refused_by_name(models, tmp_path):
+def test_a_family_that_is_not_supported_is_refused_by_name(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt2", "n_embd": 768}))
     refused = check("trainer", tmp_path)
     assert refused.returncode == 2

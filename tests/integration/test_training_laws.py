@@ -80,7 +80,7 @@ def test_recomputed_old_log_probs_make_the_ratio_exactly_one(numerics, models, t
     assert metrics["policy/clip_fraction"] == 0
 
 
-def test_only_junior_tokens_of_weight_zero_skip_the_step(fresh_pair, tmp_path):
+def test_only_junior_tokens_of_weight_zero_skip_the_step(fresh_pair):
     with (
         harness.rollout_client(fresh_pair) as rollout,
         harness.trainer_client(fresh_pair) as trainer,

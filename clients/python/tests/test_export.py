@@ -94,7 +94,7 @@ def test_a_destination_that_is_not_empty_stays_as_it_is(tmp_path):
     assert (tmp_path / "model" / "config.json").read_bytes() == before
 
 
-def test_what_cannot_be_exported_is_named(tmp_path, run_file):
+def test_what_cannot_be_exported_is_named(tmp_path):
     checkpoint = write_checkpoint(tmp_path / "step_000001")
     out = tmp_path / "out"
     assert (

@@ -41,7 +41,7 @@ def cached(cache, kind, name):
     return folder
 
 
-def test_a_tokenizer_of_the_hub_is_its_snapshot(cache, tmp_path):
+def test_a_tokenizer_of_the_hub_is_its_snapshot(cache):
     folder = fakes.write_tokenizer(cached(cache, "model", "acme/tiny"))
     values = {"run_dir": "run", "tokenizer": "acme/tiny", "data": {"jsonl": "rows.jsonl"}}
     config = settings.validate(RunSettings, values, "test")

@@ -221,7 +221,7 @@ def test_a_reference_that_does_not_answer_is_named_before_a_cluster_starts(load,
         pass
 
 
-def test_a_reference_with_another_vocabulary_is_refused(load, tmp_path):
+def test_a_reference_with_another_vocabulary_is_refused(load):
     other = fakes.FakeWorld()
     other.vocabulary_digest = "0" * 32
     with fakes.serve(other) as address:
@@ -391,7 +391,7 @@ def test_a_prompt_that_the_servers_of_a_cluster_cannot_hold_is_known_before_they
     assert "the servers' max_model_len allows 39" in problems(load(cluster))
 
 
-def test_responses_that_no_prompt_leaves_room_for_are_refused(load, world, cluster):
+def test_responses_that_no_prompt_leaves_room_for_are_refused(load, cluster):
     said = problems(load("sampling.max_tokens=127"))
     assert said.startswith(
         "sampling.max_tokens: 127, but the servers' max_model_len of 128 leaves a response to the "

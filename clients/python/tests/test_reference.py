@@ -21,7 +21,7 @@ def sent(world, monkeypatch):
 
 
 @pytest.fixture
-def judge(world):
+def judge():
     """A second rollout server, whose senior gives every token another log-probability."""
     other = fakes.FakeWorld()
     other.logprob["senior"] = lambda token: -token / 64

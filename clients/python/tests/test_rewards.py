@@ -316,7 +316,7 @@ def test_one_worker_is_the_calling_thread(tmp_path, judge):
     assert judge(written(tmp_path, text), "a", "b") == [0.0, 0.0]
 
 
-def test_coroutines_are_awaited_together_in_one_loop(tmp_path, judge):
+def test_coroutines_are_awaited_together_in_one_loop(tmp_path):
     # Eight calls meet; the queue that the first step opened works in the second.
     text = (
         "import asyncio\nqueue, arrived = asyncio.Queue(), []\n"

@@ -70,7 +70,7 @@ def test_a_start_that_was_cut_off_is_no_foreign_directory(run_file, monkeypatch,
         ("evals.jsonl", "7\n", "evals.jsonl:1: not a JSON object"),
     ],
 )
-def test_a_damaged_file_of_a_run_is_named(run_file, tmp_path, name, text, says):
+def test_a_damaged_file_of_a_run_is_named(run_file, name, text, says):
     config = settings.load(RunSettings, run_file)
     with RunDirectory.open(config, "train") as run:
         run.begin()

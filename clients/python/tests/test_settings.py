@@ -329,7 +329,7 @@ def test_relative_paths_start_at_the_file_that_names_them(tmp_path, monkeypatch)
     assert run.cluster.trainer["model"] == str(tmp_path / "mine")
 
 
-def test_start_from_is_a_word_or_a_path(file, tmp_path):
+def test_start_from_is_a_word_or_a_path(file):
     assert load(file).start_from is None
     assert load(file, "start_from=base").start_from == "base"
     assert load(file, "start_from=served").start_from == "served"
