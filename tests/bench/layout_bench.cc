@@ -4,7 +4,7 @@
 //
 //     tandem-layout-bench --model DIR --strategy zero --stage 3
 //     step    forward, backward and update of all micro-batches: {"seconds", "cpu_seconds",
-//             "sent_bytes"}, without the traffic of process groups of some of the ranks
+//             "sent_bytes": those of the process group of all ranks, not of smaller groups}
 //     memory  {"bytes": anonymous resident memory beyond that of the process without a model,
 //             "peak_bytes": its largest value since the last memory command}
 //     export  writes the model
@@ -38,7 +38,9 @@ using tandem::parallel::Strategy;
 struct Options {
   std::string model, export_directory;
   tandem::parallel::StrategyOptions strategy;
-  int64_t micro_batches = 4, sequences = 4, tokens = 256;  // sequences of a micro-batch
+  int64_t micro_batches = 4;
+  int64_t sequences = 4;  // per micro-batch
+  int64_t tokens = 256;   // per sequence
 };
 
 Options Parse(int argc, char** argv) {

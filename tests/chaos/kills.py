@@ -281,7 +281,7 @@ def fingerprint(run: Path) -> Fingerprint:
 
 
 class Chaos:
-    """Runs and kills until there were enough kills.
+    """Starts runs and kills their processes, until there were enough kills.
 
     Attributes:
         kills: number of kills so far.
@@ -370,7 +370,7 @@ def _free_port() -> int:
 
 
 def main() -> int:
-    """The command."""
+    """Runs the command line; returns the exit code."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("--kills", type=int, default=100)
     parser.add_argument("--seed", type=int, default=None)

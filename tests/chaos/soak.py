@@ -207,13 +207,13 @@ class Client:
             self._rollout.generate(self._prompts(8), timeout_seconds=self._random.random() / 20)
 
     def score(self) -> None:
-        """Scores under both models."""
+        """Scores a sequence under both models."""
         tokens = self._tokens(12)
         reply = self._rollout.score([(tokens, 1)], junior=True)
         self._replies.expect(f"Score {tokens}", reply.weights.digest, reply.sequences[0])
 
     def compute_log_probs(self) -> None:
-        """Evaluates under the trainer."""
+        """Computes log-probs of SEQUENCES under the trainer's weights."""
         for sequence, reply in zip(
             SEQUENCES, self._trainer.compute_log_probs(SEQUENCES), strict=True
         ):
@@ -222,7 +222,7 @@ class Client:
             self._replies.expect(f"ComputeLogProbs {sequence}", digest, reply)
 
     def compute_values(self) -> None:
-        """Evaluates under the critic."""
+        """Computes values of SEQUENCES under the critic's weights."""
         for sequence, reply in zip(SEQUENCES, self._critic.compute_values(SEQUENCES), strict=True):
             digest = reply.weights.digest
             reply.weights.ClearField("version")
@@ -327,7 +327,7 @@ def _mean(samples: list[Mapping[str, int]]) -> dict[str, float]:
 
 
 def main() -> int:
-    """The command."""
+    """Runs the command line; returns the exit code."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("--minutes", type=float, default=10)
     parser.add_argument("--clients", type=int, default=6)

@@ -32,6 +32,6 @@ def test_another_reply_to_the_same_request_is_noticed():
 
 def test_a_run_whose_processes_are_killed_ends_as_if_undisturbed(tmp_path):
     chaos = kills.Chaos(tmp_path, seed=2)
-    # Run 1: PPO, with servers of its own.
+    # Run 1 is PPO, with servers that it starts itself.
     chaos.go(kills=2, first=1)
     assert chaos.kills == 2

@@ -1,4 +1,4 @@
-"""Sends damaged requests to the three real servers and watches that nothing else is disturbed.
+"""Sends damaged requests to the three real servers and checks that they disturb nothing else.
 
     fuzz_requests.py [--mutations N] [--seed S] [--first I]
 
@@ -57,7 +57,7 @@ REASONS = frozenset(
 CALL_SECONDS = 60.0
 # Deadline of a damaged publication, whose targets may not exist.
 PUBLISH_SECONDS = 0.5
-# Mutations between two looks at the servers, and before memory counts as warm.
+# Mutations between two checks of the servers.
 CHECK_EVERY = 250
 # Different complaints after which the fuzzer stops.
 MAX_COMPLAINTS = 20
@@ -120,7 +120,7 @@ def make_case(corpus: Sequence[ValidCall], seed: int, index: int) -> Case:
     [call] = random.choices(corpus, [call.weight for call in corpus])
     messages = [copy.deepcopy(message) for message in call.messages]
     changes: list[str] = []
-    # Most often one change makes a call invalid; some mistakes show with several alone.
+    # Most often one change makes a call invalid; some mistakes need several to show.
     for _ in range(random.choice([1, 1, 1, 2, 5])):
         if call.method.client_streaming and random.random() < 0.15:
             changes.append(_change_stream(messages, random))
@@ -394,7 +394,7 @@ def _failures(responses: Iterable[Any]) -> Iterator[RpcError]:
 
 
 def main() -> int:
-    """The command."""
+    """Runs the command line; returns the exit code."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("--mutations", type=int, default=10_000)
     parser.add_argument("--seed", type=int, default=0)

@@ -1,5 +1,7 @@
-"""Three servers, and what must stay as it was however they are treated: the reference replies bit
-for bit, the gauges at 0, the memory flat, every process alive."""
+"""Three servers, and checks that use and abuse left no trace.
+
+Reference replies must be the same bits, gauges 0, memory flat, and every process alive.
+"""
 
 from __future__ import annotations
 

@@ -268,7 +268,7 @@ def test_a_server_exits_with_2_for_bad_settings_and_1_for_a_bad_model(models, tm
     assert str(tmp_path / "nothing") in broken.stderr + broken.stdout
 
 
-def test_servers_offer_reflection_and_a_ready_gauge_and_log_json(pair):
+def test_servers_have_reflection_a_ready_gauge_and_json_logs(pair):
     names = {
         "rollout": {"tandem.rollout.v1.RolloutService", "tandem.weights.v1.WeightService"},
         "trainer": {"tandem.trainer.v1.TrainerService"},

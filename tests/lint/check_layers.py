@@ -66,7 +66,7 @@ for _server in ("rollout", "trainer", "critic"):
     LAYERS[_engine] = (_COMMON - {"common/rpc", "common/config"}) | {"services/training"}
     LAYERS[_service] = {_engine, *_TRAINING, *_COMMON, "proto"}
     LAYERS[f"services/{_server}"] = {_engine, _service, *_COMMON, "proto"}
-# A rollout server has ranks, and trains nothing.
+# A rollout server has ranks but does not train.
 LAYERS["services/rollout/engine"] -= {"common/parallel", "common/training", "services/training"}
 
 SOURCE_FOLDERS = ("common", "services")
@@ -87,7 +87,7 @@ class Finding:
     message: str
 
     def __str__(self) -> str:
-        """Gives `file: message`."""
+        """Returns `file: message`."""
         return f"{self.file}: {self.message}"
 
 

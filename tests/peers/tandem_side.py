@@ -20,7 +20,7 @@ from tandem.settings import ClusterSettings
 from tandem.types.v1 import server_pb2, trajectory_pb2
 from tandem.wire import from_tensor, to_message, to_tensor
 
-# AdamW's first moment after the first step is then the gradient; a checkpoint holds it.
+# With beta1 0, AdamW's first moment is the gradient of the step, and a checkpoint holds it.
 BARE_GRADIENT = {"learning_rate": 1e-6, "beta1": 0.0, "max_grad_norm": 0.0}
 
 
@@ -51,7 +51,7 @@ class Tandem:
     def _iterations(
         self, batch: Sequence[Response], objective: Mapping[str, Any], iterations: int
     ) -> list[Mapping[str, float]]:
-        """Metrics of the steps, each on the whole batch, which is of the first weights."""
+        """Metrics of the steps, each on the whole batch, which the weights before them drew."""
         self.critic.load_base_model()
         weights = self._trainer.load_base_model()
         settings = {"old_logprobs": "provided", **objective}

@@ -62,8 +62,8 @@ class FakeWorld:
         self.targets = []  # addresses of the last PublishWeights
         self.saved = {}
         self.keeps = []  # `keep` of every SaveCheckpoint
-        self.served_digest = "d"  # of the rollout servers' weights; the trainer's is "d"
-        self.rollout_weights = weights(0, "")  # of a rollout server's GetServerInfo
+        self.served_digest = "d"  # digest of the rollout servers' weights; the trainer's is "d"
+        self.rollout_weights = weights(0, "")  # those in a rollout server's GetServerInfo
         self.batches = []  # request_ids of every batch that Generate admitted
         self.open_streams = 0  # Generate calls that have not ended
         self.max_model_len = 128
@@ -71,13 +71,13 @@ class FakeWorld:
         self.on_open = lambda context: None  # called by Generate once open_streams counts it
         self.on_batch = lambda: None  # called before a batch of Generate, or a Score, is answered
         self.on_prompt = lambda prompt: None  # called with every prompt of Generate
-        self.watched = []  # reports that WatchSteps streams before it waits
+        self.watched = []  # reports that WatchSteps streams
         self.on_samples = lambda samples: None  # called with the samples of every TrainStep
         self.metrics_of = lambda header: {}  # further metrics of a TrainStep's report
         self.has_junior = True
         self.junior_version = "j"
-        self.scores = 0  # calls of Score
-        self.score_temperatures = []  # of every Score
+        self.scores = 0  # number of Score calls
+        self.score_temperatures = []  # temperature of every Score
         self.logprob = {"senior": lambda token: -1.0, "junior": lambda token: -2.0}  # in Score
         self.unsaved = False  # whether the trainer holds updates that no checkpoint has
         self.loads = []  # path of every LoadCheckpoint, "" for the base model

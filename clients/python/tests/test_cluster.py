@@ -152,7 +152,7 @@ def test_a_server_is_reached_where_it_binds(build_dir, tmp_path):
     ("bound", "reached"),
     [(None, "127.0.0.1"), ("0.0.0.0", "127.0.0.1"), ("::", "[::1]"), ("fe80::1", "[fe80::1]")],
 )
-def test_the_host_to_dial(bound, reached):
+def test_a_server_bound_to_all_interfaces_is_dialled_on_the_loopback_one(bound, reached):
     assert reachable_host(bound) == reached
 
 
@@ -226,7 +226,7 @@ def test_a_directory_that_cannot_be_made_is_named(build_dir, tmp_path):
 
 
 def test_a_full_disk_is_named_at_once(build_dir, tmp_path, monkeypatch):
-    """Not after the start's time limit, although a log on a full disk never reports readiness."""
+    """The start does not wait for a log that can never report readiness."""
     settings = ClusterSettings(directory=tmp_path / "logs", trainer={"model": "slow"})
     real = Path.write_bytes
 

@@ -81,7 +81,7 @@ def test_without_a_filter_a_step_is_one_batch():
 def test_as_many_prompts_as_are_missing_are_drawn_until_the_step_is_full():
     session = drawing()
     drawn = session.draw()
-    # In batches of 3, 2, 2, 1, 1.
+    # The batches have 3, 2, 2, 1 and 1 prompts.
     assert rows(drawn.groups) == [4, 5, 6, 7, 8, 9, 10, 11, 12]
     assert rows(drawn.kept) == [6, 9, 12]
     assert [group.id for group in drawn.kept] == [f"step-7/prompt-{i}" for i in (2, 5, 8)]
@@ -102,7 +102,7 @@ def test_a_full_step_draws_no_more():
     assert counts(drawn) == [3, 0, 1]
 
 
-def test_rewards_that_failed_do_not_differ():
+def test_a_failed_reward_makes_no_group_differ():
     given = {4: (None, 1.0), 5: (None, None), 6: (1.0, 0.0)}
     drawn = drawing(given.get, most=1).draw()
     assert rows(drawn.kept) == [6]

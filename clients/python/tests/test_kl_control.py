@@ -67,6 +67,6 @@ def test_a_run_begins_with_the_setting_and_goes_on_with_what_was_saved():
     saved = SavedState(2, 2, "checkpoints/step_000002", kl_coefficient=0.3)
     assert first_kl_coefficient(config(CONTROL), None) == 0.1
     assert first_kl_coefficient(config(CONTROL), saved) == 0.3
-    # A constant is the setting's, which --change may have changed.
+    # Without control the coefficient is the setting, which --change may have changed.
     assert first_kl_coefficient(config(), saved) == 0.1
     assert first_kl_coefficient(config(kl_coefficient=0), None) is None

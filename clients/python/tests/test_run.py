@@ -48,7 +48,7 @@ def test_the_same_seed_gives_the_same_run(world, run_file, tmp_path):
         assert (tmp_path / "a" / name).read_text() == (tmp_path / "b" / name).read_text()
 
 
-def test_resume_goes_on_exactly(world, run_file, tmp_path):
+def test_a_resumed_run_equals_an_uninterrupted_one(world, run_file, tmp_path):
     tandem("train", run_file, f"run_dir={tmp_path / 'whole'}")
     world.version = world.published = 0
     parted = f"run_dir={tmp_path / 'parted'}"
