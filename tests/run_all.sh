@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Runs every check of a built tree and ends with a table; fails if one of them failed.
+# Runs every check on a built tree and prints a table of results; fails if one of them failed.
 #   tests/run_all.sh BUILD_DIR
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."

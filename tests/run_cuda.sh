@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# Builds the CUDA preset and runs on a GPU what can run there: the C++ tests (kernels, operations through ATen), then the parity and
-# law suites with compute.device cuda, in fp32 and in bf16. On a machine without a GPU it says so and succeeds.
+# Builds the CUDA preset and runs its tests on a GPU: the C++ tests (kernels, operations through ATen),
+# then the parity and law tests with compute.device cuda, in fp32 and bf16. Without a GPU it prints
+# that it skips them, and succeeds.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 if ! gpus=$(nvidia-smi -L 2>/dev/null) || [ -z "$gpus" ]; then

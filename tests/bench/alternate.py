@@ -1,7 +1,7 @@
 """Times alternatives in turn and reports medians, spreads, ratios to a peer and CPU time.
 
-Machines drift: the sides run A B C A B C …, and a ratio is the median of the ratios of one turn.
-CPU seconds are the sum over this process and the processes `pids`.
+Machines drift, so the sides run A B C A B C …, and a ratio is the median over rounds of the ratio
+within a round. CPU seconds are summed over this process and the processes `pids`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Timing:
-    """The work of one side in one turn, and its time."""
+    """The work of one side in one turn, and the time it took."""
 
     amount: int
     seconds: float
@@ -29,7 +29,7 @@ class Timing:
 
 
 class Comparison:
-    """Timings of alternatives that work in turns; the first turn warms up and is not counted."""
+    """Timings of sides that work in turns; the first turn of each is a warm-up, not counted."""
 
     def __init__(self, *, peer: str, unit: str, pids: Iterable[int]) -> None:
         self._peer = peer
@@ -71,7 +71,7 @@ class Comparison:
 
 
 def _cpu_seconds_of(pid: int) -> float:
-    # Fields after the command's name, which may contain spaces: utime and stime are 12 and 13.
+    # utime and stime are fields 12 and 13 behind the command's name, which may contain spaces.
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 

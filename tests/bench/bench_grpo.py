@@ -2,10 +2,10 @@
 
     .venv-peers/bin/python tests/bench/bench_grpo.py [--model DIR] [--samples 8] [--rounds 3]
 
-A step generates, rewards, trains and, on our side, publishes the weights. Same model, prompt
-length, samples and response length, fp32, AdamW, no KL, on the same cores in turn: TRL's own
-train() runs, and our step takes its turn in a callback between two of its steps. Every response has
-its full length, so that both sides make and learn the same number of tokens.
+A step generates, rewards, trains and, in tandem, publishes the weights. Both sides have the same
+model, prompt length, samples and response length, fp32, AdamW and no KL, and run on the same cores
+in turn: TRL's own train() runs, and tandem's step takes its turn in a callback between two of TRL's
+steps. Every response has its full length, so both sides make and learn the same number of tokens.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ PROMPT = "Write one sentence about the sea, the wind and an old lighthouse keepe
 
 
 def reward(token_ids: Sequence[int]) -> float:
-    """Reward: the fraction of distinct tokens, cheap and different for most responses."""
+    """The fraction of distinct tokens: cheap, and different for most responses."""
     return len(set(token_ids)) / len(token_ids)
 
 

@@ -1,11 +1,11 @@
-"""Training on two ranks beside one process, PyTorch's DDP and FSDP2; and what a rank holds.
+"""Training on two ranks beside one process, PyTorch's DDP and FSDP2; and the memory of a rank.
 
     .venv-peers/bin/python tests/bench/bench_layouts.py [--rounds 5] [--sides single,zero-3,fsdp2]
 
-The same random Llama, fp32, the same batch; every rank has one thread. The sides work in turns.
-Efficiency is the rate of two ranks by twice the rate of one process. Bytes are of resident memory
-that no file backs, beyond what the process had before there was a model, beside the formulas of
-docs/architecture.md; what is sent is counted by the process group.
+All sides train the same random Llama on the same batch, in fp32, in turns; every rank has one
+thread. Efficiency is the rate of two ranks divided by twice the rate of one process. Memory is
+anonymous resident memory beyond that of the process without a model, compared with the formulas of
+docs/architecture.md; the process group counts the bytes that it sends.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ OURS: Mapping[str, list[str]] = {
     "context": ["--strategy", "megatron", "--context", "2"],
 }
 PEERS = ("ddp", "fsdp2")
-# fp32 values per parameter of the model that a rank holds: weights, gradients, two moments.
+# fp32 values that a rank holds per parameter of the model: weights, gradients, two moments.
 HELD = {
     "single": 4.0,
     "zero-1": 1 + 1 + 2 / 2,
@@ -48,9 +48,10 @@ HELD = {
     "data": 1 + 1 + 2 / 2,
     "tensor": 4 / 2,
 }
-# Bytes that each of two ranks sends, per byte of the parameters, as a function of micro-batches per
-# rank (ZeRO, section 7): gradients are reduced, and parameters gathered. Stage 3 does not gather
-# the embedding or the last block again for the backward pass.
+# Bytes that each of two ranks sends per byte of the parameters (ZeRO, section 7): gradients are
+# reduced and parameters gathered. `rounds` is the number of micro-batches per rank, `ends` the
+# fraction of parameters in the embedding and the last block, which stage 3 does not gather again
+# for the backward pass.
 SENT = {
     "zero-1": lambda rounds, ends: 1 / 2 + 1 / 2,
     "zero-2": lambda rounds, ends: rounds / 2 + 1 / 2,
@@ -65,9 +66,10 @@ BUBBLES = {
 
 
 def idle_of_stages(work: list[float], bubble: float) -> float:
-    """The idle time of two stages of such work, by all work: the head makes the last one longer.
+    """Idle time of two unequal stages as a fraction of their `work`, the CPU seconds of each.
 
-    The longer stage works without a pause but for the shorter one's first and last micro-batch.
+    The longer stage, which has the head, idles only during the shorter one's first and last
+    micro-batch.
     """
     return 2 * (max(work) + bubble * min(work)) / sum(work) - 1
 
@@ -102,16 +104,16 @@ class Side:
         return side
 
     def read(self) -> None:
-        """Returns an answer of every rank."""
+        """Reads an answer of every rank into `answers`."""
         lines = [process.stdout.readline() for process in self.processes]
         if not all(lines):
             sys.exit(f"{self.name} ended")
         self.answers = [json.loads(line) for line in lines]
 
-    def do(self, what: str) -> list[dict[str, Any]]:
+    def do(self, command: str) -> list[dict[str, Any]]:
         """Sends a command to all ranks, and returns their answers."""
         for process in self.processes:
-            process.stdin.write(what + "\n")
+            process.stdin.write(command + "\n")
             process.stdin.flush()
         self.read()
         return self.answers
@@ -141,7 +143,7 @@ def main() -> None:
 
 
 def measure(options: argparse.Namespace, directory: Path) -> None:
-    """Measures memory of one side after the other, and times the sides in turns."""
+    """Times the sides in turns, and prints their rates, volumes and memory."""
     torch.manual_seed(0)
     config = LlamaConfig(
         hidden_size=options.hidden,
@@ -210,7 +212,7 @@ def report(
     parameters: int,
     options: argparse.Namespace,
 ) -> None:
-    """Prints efficiency, volume and memory of every side."""
+    """Prints efficiency, sent bytes and memory of every side."""
     rounds = options.micro_batches // 2
     ends = (2 * options.vocabulary + 1) * options.hidden / parameters
     for name, side in sides.items():

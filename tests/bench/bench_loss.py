@@ -3,11 +3,11 @@
     .venv-peers/bin/python tests/bench/bench_loss.py [--shape 2048,576,49152] [--dtype float32]
     .venv-peers/bin/python tests/bench/bench_loss.py --loss reverse_kl --shape 1024,576,49152
 
-N rows, H hidden and V vocabulary on the same cores in turn; then the memory that each side takes
-beyond its inputs and gradients, each in a process of its own. "peak" are square matrix products of
-as many operations as the loss has in its products: the machine's limit. "half" leaves out half of
-the rows, as where the junior wrote them. The divergences are those from a junior as large as the
-senior.
+The sides compute N rows of hidden size H and vocabulary V on the same cores in turn; then each side
+tells, in a process of its own, the memory that it takes beyond its inputs and gradients. "peak" is
+the machine's limit: square matrix products with as many operations as the products of the loss.
+"half" leaves out half of the rows, as if the junior had written them. A divergence is from a junior
+as large as the senior.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from pathlib import Path
 
 import torch
 from alternate import alternate
+from status_bytes import status_bytes
 
 DIVERGENCES = ("reverse_kl", "forward_kl")
 PEERS = {
@@ -72,7 +73,7 @@ class LossProcess:
 
 
 def peer_work(peer: str, shape: tuple[int, int, int], dtype: str, name: str) -> Callable[[], None]:
-    """Forward and backward of a peer, which adds to gradients, as ours does."""
+    """A function that runs forward and backward of a peer and adds to gradients, as tandem does."""
     rows, width, vocabulary = shape
     torch.manual_seed(0)
     kind = getattr(torch, dtype)
@@ -106,22 +107,15 @@ def peer_work(peer: str, shape: tuple[int, int, int], dtype: str, name: str) -> 
 
 
 def extra_bytes_of_peer(peer: str, shape: tuple[int, int, int], dtype: str, name: str) -> int:
-    """Peak of resident memory beyond the memory before, measured in this process."""
+    """Peak of this process's resident memory during the peer's work, beyond that before it."""
     work = peer_work(peer, shape, dtype, name)
     if peer != "torch":
-        # Compiling takes memory of its own.
+        # Compiles beforehand: that takes memory of its own.
         peer_work(peer, (64, shape[1], 512), dtype, name)()
-    before = _status_bytes("VmRSS")
+    before = status_bytes("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")  # restarts VmHWM
     work()
-    return _status_bytes("VmHWM") - before
-
-
-def _status_bytes(field: str) -> int:
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(field + ":"):
-            return int(line.split()[1]) << 10
-    raise KeyError(field)
+    return status_bytes("VmHWM") - before
 
 
 def main() -> None:

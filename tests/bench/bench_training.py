@@ -3,7 +3,7 @@
     .venv/bin/python tests/bench/bench_training.py [--model DIR] [--sequences 8] [--rounds 5]
 
 One supervised update (forward, backward, AdamW) of the same sequences, fp32, on the same cores in
-turn. Every token but the first is learnt, so neither side can skip work.
+turn. Every token but the first of a sequence is learnt, so neither side can skip work.
 """
 
 from __future__ import annotations

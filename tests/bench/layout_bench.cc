@@ -1,10 +1,10 @@
-// One rank of a training layout, as a process that bench_layouts.py times beside its peers. It
-// reads torchrun's variables. It executes every line of its input as a command, and answers with
-// one line of JSON:
+// One rank of a training layout, as a process that bench_layouts.py times beside its peers,
+// configured by torchrun's environment variables. It executes every line of its input as a command,
+// and answers with one line of JSON:
 //
 //     tandem-layout-bench --model DIR --strategy zero --stage 3
 //     step    forward, backward and update of all micro-batches: {"seconds", "cpu_seconds",
-//             "sent_bytes"}, without the traffic of process groups of some of the ranks
+//             "sent_bytes": those of the process group of all ranks, not of smaller groups}
 //     memory  {"bytes": anonymous resident memory beyond that of the process without a model,
 //             "peak_bytes": its largest value since the last memory command}
 //     export  writes the model
@@ -38,7 +38,9 @@ using tandem::parallel::Strategy;
 struct Options {
   std::string model, export_directory;
   tandem::parallel::StrategyOptions strategy;
-  int64_t micro_batches = 4, sequences = 4, tokens = 256;  // sequences of a micro-batch
+  int64_t micro_batches = 4;
+  int64_t sequences = 4;  // per micro-batch
+  int64_t tokens = 256;   // per sequence
 };
 
 Options Parse(int argc, char** argv) {
@@ -96,7 +98,7 @@ class Bench {
               {"sent_bytes", world_->volume().bytes()}};
     }
     if (what == "memory") {
-      malloc_trim(0);  // what was freed is not held
+      malloc_trim(0);  // freed memory does not count as held
       const json memory = {
           {"bytes", tandem::StatusBytes("RssAnon") - before_},
           {"peak_bytes", tandem::StatusBytes("VmHWM") - tandem::StatusBytes("RssFile") - before_}};

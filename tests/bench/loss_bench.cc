@@ -1,11 +1,11 @@
 // A loss of the output layer, forward and backward, as a process that bench_loss.py times beside
-// its peers. It executes every line of its input as a command, and answers with one line, the
-// seconds:
+// its peers. It executes every word of its input as a command, and answers with one line, the
+// seconds that it took or the bytes:
 //
 //     tandem-loss-bench --loss cross_entropy --rows 2048 --hidden 576 --vocabulary 49152
 //     loss         forward and backward of all rows
 //     peak         matrix products with as many operations, in the fastest shapes
-//     extra_bytes  bytes of resident memory at the peak of `loss`, beyond those before it
+//     extra_bytes  peak of resident memory during `loss`, beyond that before it
 #include <ATen/ATen.h>
 #include <ATen/Parallel.h>
 
@@ -91,8 +91,7 @@ class Bench {
     if (!status.ok()) throw std::runtime_error(std::string(status.message()));
   }
 
-  // Multiplies squares that suit a core's caches, with as many operations as the products of
-  // `Loss`.
+  // Multiplies square matrices, which suit the caches, with as many operations as `Loss` has.
   void Peak() {
     constexpr int64_t kSide = 2048;
     const double products = divergence_ == nullptr ? 3 : 4;
@@ -156,7 +155,8 @@ class Bench {
   tandem::loss::OutputGradients gradients_;
   tandem::loss::OutputRows rows_;
   std::vector<double> scales_;
-  std::unique_ptr<LinearCrossEntropyLoss> loss_;  // one of the two
+  // Exactly one of the two losses is set.
+  std::unique_ptr<LinearCrossEntropyLoss> loss_;
   std::unique_ptr<LinearDivergenceLoss> divergence_;
   at::Tensor square_, product_;
 };

@@ -1,7 +1,7 @@
 """Training of a `transformers` model by PyTorch's own DDP or FSDP2, as bench_layouts.py drives it.
 
-One process of some, with torchrun's variables; its input and answers are those of
-tandem-layout-bench.
+It is one rank, configured by torchrun's environment variables; its commands and answers are those
+of tandem-layout-bench.
 """
 
 from __future__ import annotations
@@ -15,22 +15,14 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from status_bytes import status_bytes
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from transformers import AutoModelForCausalLM
 
 
-def status_bytes(field: str) -> int:
-    """Returns a field of /proc/self/status."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        name, _, value = line.partition(":")
-        if name == field:
-            return int(value.split()[0]) << 10
-    raise KeyError(field)
-
-
 def main() -> None:
-    """Answers each line of the input with a line."""
+    """Answers every line of the input with one line of JSON."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", required=True)
     parser.add_argument("--parallel", choices=["ddp", "fsdp2"], required=True)
@@ -72,7 +64,7 @@ def main() -> None:
         if line.strip() == "step":
             step()
         else:
-            libc.malloc_trim(0)  # what was freed is not held
+            libc.malloc_trim(0)  # freed memory does not count as held
             answer["bytes"] = status_bytes("RssAnon") - before
             answer["peak_bytes"] = status_bytes("VmHWM") - status_bytes("RssFile") - before
             Path("/proc/self/clear_refs").write_text("5")

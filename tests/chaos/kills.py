@@ -1,12 +1,12 @@
-"""Kills servers and clients of training runs at random; the runs end as if nothing had happened.
+"""Kills servers and clients of training runs at random; resumed runs end as undisturbed ones do.
 
     kills.py [--kills N] [--seed S] [--first I]
 
-A run is started, one of its processes gets SIGKILL at a random moment, and it is resumed, until it
-is done. Its weights, optimizer states, metrics and trajectories must then be those of a run that
-nobody disturbed, bit for bit. Run I of seed S always has the same victims and moments, as far as
+A run is started, one of its processes gets SIGKILL at a random moment, and the run is resumed,
+until it is done. Its weights, optimizer states, metrics and trajectories must then be those of an
+undisturbed run, bit for bit. Run I of seed S always has the same victims and moments, as far as
 clocks allow. GRPO and PPO take turns, and so do two ways to run servers: started by the run, which
-dies with them; and kept by a supervisor, which restarts what was killed. `make chaos` runs it.
+ends with them; and kept by a supervisor, which restarts what was killed. `make chaos` runs this.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from tandem.transport import Connection
 
 TRAIN = [sys.executable, "-m", "tandem.cli", "train"]
 STEPS = 5
-# Times that a run is killed before it is left alone.
+# Most kills of one run; then it is left alone.
 MAX_KILLS_PER_RUN = 6
 # Time limit of one attempt, killed or not.
 ATTEMPT_SECONDS = 120.0
@@ -45,17 +45,17 @@ OBJECTIVES: dict[str, dict[str, Any]] = {
     "grpo": {"junior_token_loss_weight": 0.5},
     "ppo": {"advantage_estimator": "gae", "gae_lambda": 0.95, "whiten_advantages": True},
 }
-# Files of a run that have to be the same.
+# What a run left, by name: the lines of its metrics, and digests of its files.
 Fingerprint = dict[str, str]
 
 
 class BrokenRunError(AssertionError):
-    """A run did not come through."""
+    """A run failed, hung, or left something else than an undisturbed run."""
 
 
 @dataclass
 class Process:
-    """A server of a supervisor: started again whenever it ends."""
+    """A server that the supervisor starts again whenever it ends."""
 
     name: str
     command: list[str]
@@ -63,7 +63,7 @@ class Process:
     running: subprocess.Popen[bytes] = field(init=False)
 
     def start(self) -> None:
-        """Starts it."""
+        """Starts the process."""
         with self.log.open("ab") as log:
             self.running = subprocess.Popen(
                 self.command, stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL
@@ -104,13 +104,15 @@ class Supervisor:
             server.running.wait()
 
     def wait_until_serving(self) -> None:
-        """Returns when every server is ready; raises BrokenRunError if one is not in time."""
+        """Returns when every server is ready; raises BrokenRunError when one is not in time."""
         deadline = time.monotonic() + ATTEMPT_SECONDS
         for name, address in self.addresses.items():
             with Connection(address) as connection:
                 while connection.health() != "SERVING":
                     if time.monotonic() > deadline:
-                        raise BrokenRunError(f"the {name} server does not come up again")
+                        raise BrokenRunError(
+                            f"the {name} server is not ready after {ATTEMPT_SECONDS:.0f} s"
+                        )
                     time.sleep(0.05)
 
     def _watch(self) -> None:
@@ -122,7 +124,7 @@ class Supervisor:
 
 @dataclass(frozen=True)
 class Scenario:
-    """Files of one kind of run."""
+    """The run file and the cluster file of one kind of run."""
 
     directory: Path
     kind: str
@@ -130,7 +132,7 @@ class Scenario:
 
     @classmethod
     def write(cls, directory: Path, models: harness.Models, kind: str) -> Scenario:
-        """Writes the run and its cluster."""
+        """Writes both files."""
         critic = {"critic": {}} if kind == "ppo" else {}
         sections = harness.sections(models, trainer={}, **critic)
         scenario = cls(directory / kind, kind, sections)
@@ -152,12 +154,12 @@ class Scenario:
 
     @property
     def cluster_file(self) -> Path:
-        """The servers."""
+        """Configuration of the servers."""
         return self.directory / "cluster.yaml"
 
     @property
     def run_file(self) -> Path:
-        """The run."""
+        """Configuration of the run."""
         return self.directory / "run.yaml"
 
 
@@ -171,13 +173,13 @@ class Run:
         self._scenario = scenario
         self._random = random
         self._supervisor = supervisor
-        # Servers whose run was killed, or lost one of them: they must end too.
+        # Servers started by a run that was killed, or that lost one of them: they must end too.
         self._orphans: list[int] = []
         self._path = scenario.directory / name
         self._log = scenario.directory / f"{name}.log"
 
     def undisturbed(self) -> tuple[Fingerprint, float]:
-        """Runs to the end; what the run left, and its seconds."""
+        """Runs to the end; returns what the run left, and how many seconds it took."""
         started = time.monotonic()
         client = self._start()
         self._wait(client, ATTEMPT_SECONDS)
@@ -186,7 +188,7 @@ class Run:
         return fingerprint(self._path), time.monotonic() - started
 
     def disturbed(self, kills: int, seconds: float) -> Fingerprint:
-        """Kills `kills` times within what an undisturbed run takes, then lets the run end."""
+        """Kills a process `kills` times, within `seconds` of a start, then lets the run end."""
         while True:
             moment = self._random.uniform(0.2, 0.9) * seconds
             client = self._start()
@@ -195,10 +197,10 @@ class Run:
             if client.returncode == 0:
                 return fingerprint(self._path)
             if not killed:
-                raise BrokenRunError(f"nobody killed it, yet the run failed:\n{self._tail()}")
+                raise BrokenRunError(f"the run failed without a kill:\n{self._tail()}")
 
     def _start(self) -> subprocess.Popen[bytes]:
-        # Servers that outlived their run hold updates that it does again.
+        # Servers that outlived the client hold updates that the run makes again.
         overrides = [f"run_dir={self._path}", "start_from=base"]
         if self._supervisor is not None:
             self._supervisor.wait_until_serving()
@@ -220,7 +222,7 @@ class Run:
             )
 
     def _kill(self, client: subprocess.Popen[bytes], moment: float) -> bool:
-        """Waits for the moment and kills the client or a server; false if the run was faster."""
+        """Waits `moment` seconds and kills the client or a server; False if the run ended first."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             client.wait(moment)
             return False
@@ -247,7 +249,9 @@ class Run:
         except subprocess.TimeoutExpired:
             client.kill()
             client.wait()
-            raise BrokenRunError(f"it hangs after {seconds:.0f} s:\n{self._tail()}") from None
+            raise BrokenRunError(
+                f"the run did not end within {seconds:.0f} s:\n{self._tail()}"
+            ) from None
         deadline = time.monotonic() + 20
         while any(map(_alive, self._orphans)):
             if time.monotonic() > deadline:
@@ -260,7 +264,7 @@ class Run:
 
 
 def fingerprint(run: Path) -> Fingerprint:
-    """Digests of all that a run leaves, but for clocks and for names of the run."""
+    """What a run left, except clock times and the run's own name."""
     state = json.loads((run / "state.json").read_text())
     result = {
         f"metrics of step {line['step']}": json.dumps(line)
@@ -277,11 +281,11 @@ def fingerprint(run: Path) -> Fingerprint:
 
 
 class Chaos:
-    """Runs and kills until there were enough kills.
+    """Starts runs and kills their processes, until there were enough kills.
 
     Attributes:
-        kills: so far.
-        runs: that came through.
+        kills: number of kills so far.
+        runs: number of runs that ended as an undisturbed one.
     """
 
     def __init__(self, directory: Path, seed: int, say: Callable[[str], None] = print) -> None:
@@ -294,7 +298,7 @@ class Chaos:
         self._expected: dict[tuple[str, bool], tuple[Fingerprint, float]] = {}
 
     def go(self, kills: int, first: int = 0) -> None:
-        """Kills `kills` processes; raises BrokenRunError, which says how to repeat it."""
+        """Kills `kills` processes; raises BrokenRunError with the command that repeats the run."""
         number = first
         while self.kills < kills:
             try:
@@ -317,7 +321,7 @@ class Chaos:
                 left = run.disturbed(count, seconds)
             except BrokenRunError as error:
                 raise BrokenRunError(f"run {number} ({run.kills}): {error}") from None
-            if not run.kills:  # It was done before the moment came: the machine is faster now.
+            if not run.kills:  # The run ended before the kill: the machine is faster now.
                 seconds = min(seconds, time.monotonic() - started)
                 self._expected[scenario.kind, supervised] = expected, seconds
         how = "supervised servers" if supervised else "servers of its own"
@@ -347,7 +351,7 @@ class Chaos:
 
 
 def _differences(expected: Fingerprint, left: Fingerprint) -> str:
-    """The names whose digests are not the same; empty if there are none."""
+    """The names whose values differ, separated by commas."""
     return ", ".join(
         sorted(name for name in expected | left if expected.get(name) != left.get(name))
     )
@@ -366,7 +370,7 @@ def _free_port() -> int:
 
 
 def main() -> int:
-    """The command."""
+    """Runs the command line; returns the exit code."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("--kills", type=int, default=100)
     parser.add_argument("--seed", type=int, default=None)
@@ -382,7 +386,8 @@ def main() -> int:
         except BrokenRunError as error:
             print(error)
             return 1
-    print(f"{chaos.kills} kills, {chaos.runs} runs, {time.monotonic() - started:.0f} s: all bits")
+    seconds = time.monotonic() - started
+    print(f"{chaos.kills} kills, {chaos.runs} runs, {seconds:.0f} s: every run as undisturbed")
     return 0
 
 

@@ -1,11 +1,12 @@
-"""Several clients use three servers at random for some minutes; then nothing may have changed.
+"""Several clients use three servers at random for some minutes, which must change nothing.
 
     soak.py [--minutes M] [--clients N] [--seed S]
 
-The same request under the same weights must give the same bits whoever asks, beside whatever else.
-At the end every process is alive, gauges are 0, the reference replies are what they were at the
-start, the servers drain with exit code 0, and memory was flat: a server's mean over the last tenth
-of the time is at most MEMORY_SLACK_BYTES above its mean over the third tenth. `make soak` runs it.
+The same request under the same weights must give the same bits, whoever asks and whatever else the
+servers do. At the end every process is alive, gauges are 0, the reference replies are what they
+were at the start, the servers drain with exit code 0, and memory was flat: a server's mean over the
+last tenth of the time is at most MEMORY_SLACK_BYTES above its mean over the third tenth. `make
+soak` runs this.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from tandem.errors import CancelledError, DeadlineError, RpcError
 from tandem.requests import PolicySample, Prompt
 from tandem.types.v1 import trajectory_pb2
 
-# Errors that clients which train the same servers cause each other; any other is a failure.
+# Errors that clients cause each other when they train the same servers. Any other is a failure.
 EXPECTED_REASONS = frozenset(
     {
         "STALE_POLICY_VERSION", "UNKNOWN_POLICY_VERSION", "TRAJECTORY_TOO_OLD", "WEIGHTS_DIFFER",
@@ -46,29 +47,29 @@ PUBLICATIONS = threading.Lock()
 
 
 class Replies:
-    """Answers so far: the same question under the same weights has one answer."""
+    """The replies so far: the same request under the same weights has one reply."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._known: dict[tuple[str, str], bytes] = {}
         self.compared = 0
 
-    def expect(self, question: str, weights: str, answer: Message) -> None:
-        """Raises DisturbanceError when the question was answered otherwise before."""
-        data = answer.SerializeToString(deterministic=True)
+    def expect(self, request: str, weights: str, reply: Message) -> None:
+        """Raises DisturbanceError when the request had another reply before."""
+        data = reply.SerializeToString(deterministic=True)
         with self._lock:
-            known = self._known.setdefault((question, weights), data)
+            known = self._known.setdefault((request, weights), data)
             self.compared += known is not data
         if known != data:
-            raise DisturbanceError(f"{question} under weights {weights} has two answers")
+            raise DisturbanceError(f"{request} under weights {weights} has two replies")
 
 
 class Soak:
-    """Clients at random actions.
+    """Clients that take random actions.
 
     Attributes:
-        done: how often every action succeeded, by its name.
-        refused: how often one was refused as clients in each other's way must be, by reason.
+        done: number of successes of every action, by its name.
+        refused: number of actions refused for an expected reason, by reason.
     """
 
     def __init__(self, servers: Servers, seed: int) -> None:
@@ -81,7 +82,7 @@ class Soak:
         self._failed = threading.Event()
 
     def run(self, seconds: float, clients: int) -> None:
-        """Lets the clients loose; raises DisturbanceError for whatever is not as it was after."""
+        """Runs the clients; raises DisturbanceError when the servers are not as before."""
         servers = self._servers
         reference = servers.reference()
         until = time.monotonic() + seconds
@@ -97,13 +98,13 @@ class Soak:
         servers.require_flat(*self._memory_means())
 
     def summary(self) -> str:
-        """Returns the counts of calls, and the memory at the third tenth and at the end."""
+        """Returns the counts of actions, and the memory in the third tenth and in the last."""
         before, after = self._memory_means()
         return "\n".join(
             [
                 ", ".join(f"{n} {name}" for name, n in self.done.most_common()),
                 "refused: " + ", ".join(f"{n} {name}" for name, n in self.refused.most_common()),
-                f"{self.replies.compared} answers compared with an earlier one",
+                f"{self.replies.compared} replies compared with an earlier one",
                 *(
                     f"{name}: {before[name] / 2**20:.0f} MiB, then {after[name] / 2**20:.0f} MiB"
                     for name in before
@@ -112,7 +113,7 @@ class Soak:
         )
 
     def _memory_means(self) -> tuple[dict[str, float], dict[str, float]]:
-        """Bytes of every server in the third tenth of the time, and in the last."""
+        """Mean bytes of every server in the third tenth of the time, and in the last."""
         tenth = max(1, len(self._memory) // 10)
         early = self._memory[2 * tenth : 3 * tenth] or self._memory
         return _mean(early), _mean(self._memory[-tenth:])
@@ -146,7 +147,7 @@ class Soak:
 
 
 class Client:
-    """One client with channels of its own, and what it may do."""
+    """A client with channels of its own; `actions` holds what it may do, with weights."""
 
     def __init__(
         self, servers: Servers, random: Random, replies: Replies, stack: contextlib.ExitStack
@@ -177,12 +178,12 @@ class Client:
         }
 
     def generate(self) -> None:
-        """Samples; a trajectory under one version of the weights is compared."""
+        """Samples, and compares the trajectories that are of one version of the weights."""
         for trajectory in harness.flat(self._rollout.generate(self._prompts(4))):
             self._compare(trajectory)
 
     def leave_a_stream(self) -> None:
-        """Cancels the call in the middle."""
+        """Cancels a stream after at most three events."""
         prompts = [prompt.named(index) for index, prompt in enumerate(self._prompts(8))]
         events = self._rollout.stream(requests.submit(prompts))
         for _ in range(self._random.randrange(4)):
@@ -190,7 +191,7 @@ class Client:
         events.close()
 
     def cancel_prompts(self) -> None:
-        """Gives up some prompts of a stream and takes the others to their end."""
+        """Cancels every other prompt of a stream and waits for the rest."""
         prompts = [prompt.named(index) for index, prompt in enumerate(self._prompts(6))]
         with self._rollout.open_stream() as stream:
             stream.submit(prompts)
@@ -201,18 +202,18 @@ class Client:
                     self._compare(event.finished.trajectory)
 
     def run_out_of_time(self) -> None:
-        """Sets a deadline that cannot be met."""
+        """Generates with a deadline of at most 50 ms."""
         with contextlib.suppress(DeadlineError, CancelledError):
             self._rollout.generate(self._prompts(8), timeout_seconds=self._random.random() / 20)
 
     def score(self) -> None:
-        """Scores under both models."""
+        """Scores a sequence under both models."""
         tokens = self._tokens(12)
         reply = self._rollout.score([(tokens, 1)], junior=True)
         self._replies.expect(f"Score {tokens}", reply.weights.digest, reply.sequences[0])
 
     def compute_log_probs(self) -> None:
-        """Evaluates under the trainer."""
+        """Computes log-probs of SEQUENCES under the trainer's weights."""
         for sequence, reply in zip(
             SEQUENCES, self._trainer.compute_log_probs(SEQUENCES), strict=True
         ):
@@ -221,22 +222,22 @@ class Client:
             self._replies.expect(f"ComputeLogProbs {sequence}", digest, reply)
 
     def compute_values(self) -> None:
-        """Evaluates under the critic."""
+        """Computes values of SEQUENCES under the critic's weights."""
         for sequence, reply in zip(SEQUENCES, self._critic.compute_values(SEQUENCES), strict=True):
             digest = reply.weights.digest
             reply.weights.ClearField("version")
             self._replies.expect(f"ComputeValues {sequence}", digest, reply)
 
     def train(self) -> None:
-        """One step on samples of its own; another client may be faster."""
+        """One GRPO step on samples of its own; another client's step may come first."""
         self._train_on_samples({"max_staleness": 100, "junior_token_loss_weight": 0.5})
 
     def train_with_the_critic(self) -> None:
-        """The same by PPO."""
+        """One PPO step on samples of its own."""
         self._train_on_samples({"max_staleness": 100, "advantage_estimator": "gae"})
 
     def train_supervised(self) -> None:
-        """One step on fixed sequences."""
+        """One supervised step on fixed sequences."""
         self._trainer.train_step(
             SEQUENCES, run_id=self._name(), step=1, expected_version=self._trainer_version()
         )
@@ -267,7 +268,7 @@ class Client:
         self._critic.load_checkpoint(str(self._servers.base / "critic"))
 
     def look_around(self) -> None:
-        """Scrapes and health checks, as monitoring makes them."""
+        """Scrapes metrics and checks health, as monitoring does."""
         for client in (self._rollout, self._trainer, self._critic):
             client.info()
             if client.health() != "SERVING":
@@ -294,13 +295,13 @@ class Client:
         if len(trajectory.senior_versions) != 1:
             return
         [run] = trajectory.senior_versions
-        question = f"Generate {trajectory.prompt_token_ids} {trajectory.tandem} {trajectory.seed}"
+        request = f"Generate {trajectory.prompt_token_ids} {trajectory.tandem} {trajectory.seed}"
         digest = run.weights.digest
         run.weights.ClearField("version")
-        self._replies.expect(f"{question} {trajectory.sample_index}", digest, trajectory)
+        self._replies.expect(f"{request} {trajectory.sample_index}", digest, trajectory)
 
     def _prompts(self, most: int, samples: int = 1) -> list[Prompt]:
-        """Some of a few prompts, so that others ask the same."""
+        """Some of ten prompts, so that other clients send the same requests."""
         return [
             Prompt(
                 [number + 3, 50, 60],
@@ -321,12 +322,12 @@ class Client:
 
 
 def _mean(samples: list[Mapping[str, int]]) -> dict[str, float]:
-    names = samples[0] if samples else {}  # None were taken when the start failed.
+    names = samples[0] if samples else {}  # None were taken if the run failed at once.
     return {name: statistics.fmean(sample[name] for sample in samples) for name in names}
 
 
 def main() -> int:
-    """The command."""
+    """Runs the command line; returns the exit code."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("--minutes", type=float, default=10)
     parser.add_argument("--clients", type=int, default=6)

@@ -20,18 +20,18 @@ def test_clients_at_random_change_nothing(tmp_path):
     assert {server.process.returncode for server in servers} == {0}
 
 
-def test_another_answer_to_the_same_question_is_noticed():
+def test_another_reply_to_the_same_request_is_noticed():
     replies = Replies()
-    replies.expect("question", "weights", StringValue(value="a"))
-    replies.expect("question", "weights", StringValue(value="a"))
-    replies.expect("question", "other weights", StringValue(value="b"))
+    replies.expect("request", "weights", StringValue(value="a"))
+    replies.expect("request", "weights", StringValue(value="a"))
+    replies.expect("request", "other weights", StringValue(value="b"))
     assert replies.compared == 1
     with pytest.raises(DisturbanceError):
-        replies.expect("question", "weights", StringValue(value="b"))
+        replies.expect("request", "weights", StringValue(value="b"))
 
 
 def test_a_run_whose_processes_are_killed_ends_as_if_undisturbed(tmp_path):
     chaos = kills.Chaos(tmp_path, seed=2)
-    # Run 1: PPO, with servers of its own.
+    # Run 1 is PPO, with servers that it starts itself.
     chaos.go(kills=2, first=1)
     assert chaos.kills == 2

@@ -1,11 +1,11 @@
-"""Sends damaged requests to the three real servers and watches that nothing else is disturbed.
+"""Sends damaged requests to the three real servers and checks that they disturb nothing else.
 
     fuzz_requests.py [--mutations N] [--seed S] [--first I]
 
-Mutation I of seed S is always the same. Every error must be one that docs/errors.md knows, with the
-path of the field where it is INVALID_ARGUMENT; a call with a message that cannot be read must not
-be answered with OK. In between, the servers must be idle, their memory flat and the replies to
-fixed requests the same bits. `make mutate` runs it.
+Mutation I of seed S is always the same. An error must have a code of REFUSALS and a reason that
+docs/errors.md lists, and name the field if it is INVALID_ARGUMENT; a call with an unreadable
+message must not be answered with OK. In between, the servers must be idle, their memory flat, and
+the replies to fixed requests the same bits. `make mutate` runs this.
 """
 
 from __future__ import annotations
@@ -48,18 +48,18 @@ REFUSALS = frozenset(
         StatusCode.UNIMPLEMENTED,
     }
 )
-# Codes that an absent receiver of weights adds to them.
+# Further codes of a publication whose receiver does not answer.
 UNREACHABLE = frozenset({StatusCode.UNAVAILABLE, StatusCode.DEADLINE_EXCEEDED})
 REASONS = frozenset(
     re.findall(r"^\| `([A-Z_]+)` \|", (harness.REPOSITORY / "docs/errors.md").read_text(), re.M)
 )
-# A damaged request costs little: no call takes longer.
+# Deadline of a call: a damaged request costs little.
 CALL_SECONDS = 60.0
-# The time after which a publication to hosts that may not exist is given up.
+# Deadline of a damaged publication, whose targets may not exist.
 PUBLISH_SECONDS = 0.5
-# Mutations between two looks at the servers, and before memory counts as warm.
+# Mutations between two checks of the servers.
 CHECK_EVERY = 250
-# How many different complaints are worth reading.
+# Different complaints after which the fuzzer stops.
 MAX_COMPLAINTS = 20
 
 
@@ -68,11 +68,11 @@ class Case:
     """One call as it is sent.
 
     Attributes:
-        messages: serialized.
+        messages: the serialized messages.
         path: the method as gRPC names it, or one that no server has.
-        hangs: the stream is not half-closed; the call ends by its deadline.
-        cancel_after: seconds after which the client cancels; None: it waits for the end.
-        changes: what was done to the valid call.
+        hangs: whether the client never half-closes the stream; the deadline ends the call.
+        cancel_after: seconds after which the client cancels the call; None: never.
+        changes: what was changed in the valid call.
     """
 
     call: ValidCall
@@ -84,7 +84,7 @@ class Case:
 
     @property
     def timeout(self) -> float:
-        """Seconds."""
+        """Deadline of the call in seconds."""
         if self.hangs:
             return 0.2
         damaged_publication = self.changes and self.call.method.name == "PublishWeights"
@@ -92,7 +92,7 @@ class Case:
 
     @property
     def readable(self) -> bool:
-        """Whether every message is one of the contract."""
+        """Whether every message can be parsed as the contract defines it."""
         kind = GetMessageClass(self.call.method.input_type)
         try:
             for message in self.messages:
@@ -102,7 +102,7 @@ class Case:
         return True
 
     def __str__(self) -> str:
-        """Names the call and what was done to it."""
+        """Names the call and its changes."""
         return f"{self.call.name}: {'; '.join(self.changes) or 'as it is'}"
 
 
@@ -120,7 +120,7 @@ def make_case(corpus: Sequence[ValidCall], seed: int, index: int) -> Case:
     [call] = random.choices(corpus, [call.weight for call in corpus])
     messages = [copy.deepcopy(message) for message in call.messages]
     changes: list[str] = []
-    # Most often one place is enough to leave the valid; sometimes it takes several.
+    # Most often one change makes a call invalid; some mistakes need several to show.
     for _ in range(random.choice([1, 1, 1, 2, 5])):
         if call.method.client_streaming and random.random() < 0.15:
             changes.append(_change_stream(messages, random))
@@ -166,26 +166,26 @@ def _change_stream(messages: list[Message], random: Random) -> str:
 
 
 class Caller:
-    """Makes calls with messages that the client of the project would never send."""
+    """Makes calls with messages that the Python client would never send."""
 
     def __init__(self, servers: Servers) -> None:
-        # Messages that are too long are the servers' to refuse.
+        # The servers, not the channels, are to refuse messages that are too long.
         options = [option for option in CHANNEL_OPTIONS if "max_send" not in option[0]]
         self._channels = {
             server.role: grpc.insecure_channel(server.address, options) for server in servers
         }
 
     def send_valid(self, call: ValidCall) -> Outcome:
-        """The call as it is, after those that it needs; what those say is not looked at."""
+        """Sends the call as it is, after the calls of its prelude, whose outcomes are ignored."""
         for needed in call.prelude:
             self.send_valid(needed)
         messages = [message.SerializeToString() for message in call.messages]
         return self.send(Case(call, messages, call.path))
 
     def send(self, case: Case) -> Outcome:
-        """Sends one call, and waits until it ended."""
+        """Sends one call, and waits until it has ended."""
         method = case.call.method
-        # Nothing is serialized: the messages are bytes already, or what a client takes for that.
+        # There is no request serializer: the messages are bytes already.
         open_method = getattr(
             self._channels[case.call.role],
             f"{'stream' if method.client_streaming else 'unary'}_"
@@ -224,7 +224,7 @@ def _cancelled() -> RpcError:
 
 
 def complaint(case: Case, outcome: Outcome) -> str | None:
-    """Returns the fault of an answer; None without one."""
+    """Returns what is wrong with the outcome of a call; None if nothing is."""
     error = outcome.error
     if error is None:
         return _complaint_about_success(case, outcome.responses)
@@ -253,7 +253,7 @@ def _complaint_about_success(case: Case, responses: Sequence[Any]) -> str | None
     name = case.call.method.name
     if name in ("ComputeLogProbs", "ComputeValues") and len(responses) != len(case.messages):
         return f"{len(case.messages)} requests were answered with {len(responses)} responses"
-    # Receivers that are not there are no fault of the trainer.
+    # It is not the trainer's fault if a receiver does not answer.
     allowed = REFUSALS | (UNREACHABLE if name == "PublishWeights" else set())
     wrong = (_complaint_about_error(failure, allowed) for failure in _failures(responses))
     return next(filter(None, wrong), None)
@@ -275,11 +275,11 @@ def _complaint_about_error(
 
 
 class Fuzzer:
-    """A series of mutations, and the looks at the servers between them.
+    """Sends mutations, and checks the servers between them.
 
     Attributes:
-        complaints: what was wrong with answers, each with the mutation that shows it.
-        answers: how many calls were answered how, by method and code.
+        complaints: what was wrong with outcomes, each with the command that repeats it.
+        answers: number of calls by method and code.
     """
 
     def __init__(self, servers: Servers, seed: int, say: Callable[[str], None] = print) -> None:
@@ -295,7 +295,7 @@ class Fuzzer:
         self._known: set[tuple[str, str]] = set()
 
     def refused_calls(self) -> list[str]:
-        """Sends every valid call as it is; those that were not answered with OK, and why."""
+        """Sends every valid call as it is; returns those not answered with OK, and why."""
         refused = []
         for call in self._corpus:
             if call.endless:
@@ -368,7 +368,7 @@ class Fuzzer:
         return f"make mutate SEED={self._seed} FIRST={start} MUTATIONS={stop - start}"
 
     def summary(self) -> str:
-        """Answers by method, and the memory of the servers."""
+        """Returns the answers by method, and the memory of the servers."""
         lines = []
         for method in sorted({method for method, _ in self.answers}):
             codes = [(n, code) for (name, code), n in self.answers.items() if name == method]
@@ -381,7 +381,7 @@ class Fuzzer:
 
 
 def _failures(responses: Iterable[Any]) -> Iterator[RpcError]:
-    """Returns the errors of single prompts or receivers, except of prompts that were given up."""
+    """Returns the errors of single prompts or receivers, except of cancelled prompts."""
     for response in responses:
         statuses: list[Any] = []
         if response.DESCRIPTOR.name == "GenerateResponse" and response.HasField("failed"):
@@ -394,7 +394,7 @@ def _failures(responses: Iterable[Any]) -> Iterator[RpcError]:
 
 
 def main() -> int:
-    """The command."""
+    """Runs the command line; returns the exit code."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("--mutations", type=int, default=10_000)
     parser.add_argument("--seed", type=int, default=0)

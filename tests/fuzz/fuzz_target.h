@@ -1,5 +1,5 @@
-// Helpers of the fuzz targets. A target is a function of libFuzzer's name and type; linked with
-// libFuzzer it is a fuzzer, linked with run_corpus.cc a test that parses the files of its corpus.
+// Helpers of the fuzz targets. A target is the function that libFuzzer calls. Linked with libFuzzer
+// it is a fuzzer; linked with run_corpus.cc, a test that parses the files of its corpus.
 #ifndef TANDEM_TESTS_FUZZ_FUZZ_TARGET_H_
 #define TANDEM_TESTS_FUZZ_FUZZ_TARGET_H_
 
@@ -14,14 +14,14 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size);
 
 namespace tandem::fuzz {
 
-// A law that does not hold ends the process, which libFuzzer and CTest both take for a failure.
+// Ends the process if a law does not hold; libFuzzer and CTest both report that as a failure.
 inline void Require(bool holds, const char* law) {
   if (holds) return;
   std::fprintf(stderr, "broken: %s\n", law);
   std::abort();
 }
 
-// Whether a parser's status is one that a file may cause: invalid or not supported.
+// Ends the process unless a parser's status is one that a bad file may cause.
 inline void RequireRefusal(const absl::Status& status) {
   Require(!status.message().empty(), "a refusal says why");
   Require(absl::IsInvalidArgument(status) || absl::IsUnimplemented(status) ||

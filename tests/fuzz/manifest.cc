@@ -1,4 +1,4 @@
-// manifest.json of a checkpoint, in a folder beside one file, "weights".
+// Fuzz target: manifest.json of a checkpoint that holds one file, "weights".
 #include <cstdlib>
 #include <filesystem>
 #include <fstream>
@@ -11,11 +11,11 @@ namespace {
 
 namespace fs = std::filesystem;
 
-// The folder of this process; it goes with it.
+// A temporary folder that is removed when the process exits.
 struct Checkpoint {
   Checkpoint() {
     std::string name = (fs::temp_directory_path() / "manifest-XXXXXX").string();
-    tandem::fuzz::Require(mkdtemp(name.data()) != nullptr, "there is a temporary folder");
+    tandem::fuzz::Require(mkdtemp(name.data()) != nullptr, "a temporary folder can be made");
     parent = name;
     directory = parent / "checkpoint";
     fs::create_directory(directory);
@@ -40,7 +40,7 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   const absl::Status verified = checkpoint::Verify(here.directory.string());
   if (!verified.ok()) tandem::fuzz::RequireRefusal(verified);
   const auto listed = checkpoint::List(here.parent.string());
-  Require(!verified.ok() || listed.size() == 1, "what is verified is listed");
+  Require(!verified.ok() || listed.size() == 1, "a verified checkpoint is listed");
   Require(fs::exists(here.directory / "weights"), "reading removes nothing");
   return 0;
 }

@@ -1,4 +1,4 @@
-// config.json of a model.
+// Fuzz target: config.json of a model.
 #include "common/model/model_config.h"
 
 #include "absl/strings/string_view.h"

@@ -22,7 +22,7 @@ def _integers(bits: int, signed: bool) -> list[int]:
     return sorted(value for value in wanted if low <= value <= high)
 
 
-# Values that code forgets: the limits of a type, and what lies just outside of a sensible range.
+# Values that code forgets: limits of a type, and values just outside a sensible range.
 _FLOATS = [
     0.0, -0.0, 1.0, -1.0, 1.0 + 2**-30, 2.0, 1e-3, 9.9e-4, 100.0, 100.1, 5e-324, 1e-308, 1e-38,
     3.5e38, 1e308, -1e308, math.inf, -math.inf, math.nan,
@@ -49,14 +49,14 @@ _LONG_OF_MESSAGES = (3, 50)
 
 
 def edge_values(field: FieldDescriptor) -> list[Any]:
-    """Scalar values worth trying in a field, numbers that its enum does not have among them."""
+    """Scalar values worth trying in a field; for an enum also numbers that it does not have."""
     if field.enum_type is not None:
         return [*(value.number for value in field.enum_type.values), -1, 99, 2**31 - 1, -(2**31)]
     return _EDGES[field.type]
 
 
 def places(message: Message, path: str = "") -> Iterator[tuple[Message, FieldDescriptor, str]]:
-    """Every field of the message and of the messages inside, set or not, with its path."""
+    """Every field of the message and of the messages inside it, set or not, with its path."""
     for field in message.DESCRIPTOR.fields:
         place = f"{path}.{field.name}" if path else field.name
         yield message, field, place
@@ -70,7 +70,7 @@ def places(message: Message, path: str = "") -> Iterator[tuple[Message, FieldDes
 
 
 def mutate(message: Message, random: Random) -> str:
-    """Changes one field, chosen among all of them; says which, and how."""
+    """Changes one field, chosen among all places(); returns its path and the change."""
     parent, field, path = random.choice(list(places(message)))
     if field.is_repeated:
         return f"{path}: {_change_list(getattr(parent, field.name), field, random)}"
@@ -80,7 +80,7 @@ def mutate(message: Message, random: Random) -> str:
 
 
 def damage(data: bytes, random: Random) -> tuple[bytes, str]:
-    """Changes the serialized message instead; most results are no message any more."""
+    """Changes a serialized message, mostly so that it cannot be parsed; returns it, and how."""
     name = random.choice(list(_DAMAGES))
     return _DAMAGES[name](data, random), f"bytes: {name}"
 
@@ -95,13 +95,13 @@ def _change_scalar(parent: Message, field: FieldDescriptor, random: Random) -> s
         changed = _nearby(value, changed, random)
     try:
         setattr(parent, field.name, changed)
-    except ValueError:  # One beyond the limits of the type.
+    except ValueError:  # The value is beyond the limits of the type.
         return "unchanged"
     return f"{_short(value)} becomes {_short(changed)}"
 
 
 def _nearby(value: Any, otherwise: Any, random: Random) -> Any:
-    """Something next to the value that stands there."""
+    """A value next to `value`, or `otherwise` where there is none."""
     if isinstance(value, bool):
         return not value
     if isinstance(value, int | float):
@@ -114,7 +114,7 @@ def _nearby(value: Any, otherwise: Any, random: Random) -> Any:
 
 
 def _change_message(parent: Message, field: FieldDescriptor, random: Random) -> str:
-    # Setting the member of a oneof takes the place of the one that is set.
+    # Setting a member of a oneof clears the member that was set.
     parent.ClearField(field.name)
     if random.random() < 0.5:
         return "cleared"
@@ -146,7 +146,7 @@ def _change_list(items: Any, field: FieldDescriptor, random: Random) -> str:
         values.reverse()
     else:
         values = [*values, *[new] * random.choice(_LONG if _is_small(new) else _LONG_OF_MESSAGES)]
-    # Copies, for the list owns its messages.
+    # The list owns its messages, and `del` would clear them.
     copies = [copy.deepcopy(value) for value in values]
     del items[:]
     items.extend(copies)

@@ -1,4 +1,4 @@
-// Gives every file of the folders in argv to the target, once.
+// Calls the target once with every file of the folders in argv.
 #include <filesystem>
 #include <fstream>
 #include <iostream>
@@ -13,7 +13,7 @@ int main(int argc, char** argv) {
     for (const auto& entry : std::filesystem::directory_iterator(argv[i])) {
       std::ifstream file(entry.path(), std::ios::binary);
       const std::string bytes{std::istreambuf_iterator<char>(file), {}};
-      // Names each file first: the last name is the one that ended the process.
+      // Printed first, so that the last name is that of the input that ended the process.
       std::cout << entry.path().filename().string() << std::endl;
       LLVMFuzzerTestOneInput(reinterpret_cast<const uint8_t*>(bytes.data()), bytes.size());
       ++count;

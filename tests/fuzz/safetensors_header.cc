@@ -1,4 +1,4 @@
-// The JSON header of a safetensors file.
+// Fuzz target: the JSON header of a safetensors file.
 #include "common/tensor/safetensors_header.h"
 
 #include "absl/strings/string_view.h"

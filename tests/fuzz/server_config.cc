@@ -1,4 +1,4 @@
-// The YAML configuration of the three servers.
+// Fuzz target: the YAML configuration of each of the three servers.
 #include "common/config/server_config.h"
 
 #include <google/protobuf/util/message_differencer.h>
@@ -23,7 +23,8 @@ void Try(absl::string_view text) {
   Config again;
   Require(tandem::config::MergeYaml(tandem::config::ToYaml(config), &again).ok(),
           "a resolved configuration can be read");
-  Require(MessageDifferencer::Equals(config, again), "it reads back as it was");
+  Require(MessageDifferencer::Equals(config, again),
+          "a resolved configuration reads back as it was");
 }
 
 }  // namespace

@@ -1,4 +1,4 @@
-"""Damaged requests are refused by name, and disturb nothing: see fuzz_requests.py."""
+"""Damaged requests are refused and disturb nothing: see fuzz_requests.py."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-// tokenizer.json of a model.
+// Fuzz target: tokenizer.json of a model.
 #include "absl/strings/string_view.h"
 #include "common/tandem/vocabulary.h"
 #include "tests/fuzz/fuzz_target.h"
@@ -17,6 +17,7 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   for (const int32_t id : boundaries.sentence().ids()) {
     Require(id >= 0 && id < vocabulary->size(), "a boundary is an id of the vocabulary");
   }
-  Require(tandem::Vocabulary::CheckSame(*vocabulary, *vocabulary).ok(), "it equals itself");
+  Require(tandem::Vocabulary::CheckSame(*vocabulary, *vocabulary).ok(),
+          "a vocabulary equals itself");
   return 0;
 }

@@ -1,4 +1,4 @@
-"""One valid call or more of every method of the contract: what the mutations start from."""
+"""Valid calls of every method of the contract, which the mutations start from."""
 
 from __future__ import annotations
 
@@ -34,17 +34,17 @@ _CHANGING = frozenset(
         "LoadCheckpoint",
     }
 )  # fmt: skip
-# They write to the disk or wait for other hosts: tried less often, for they cost more.
+# Methods that write to the disk or wait for other hosts: mutated less often, as they cost more.
 _COSTLY = frozenset({"SaveCheckpoint", "LoadCheckpoint", "ExportModel", "PublishWeights"})
 
 
 @dataclass(frozen=True)
 class ValidCall:
-    """A call that is answered with OK by servers in the state of their start.
+    """A call that servers answer with OK when they are in their first state.
 
     Attributes:
-        name: the method, and what is particular to this call.
-        prelude: calls that have to come first.
+        name: the role, the method, and what is particular to this call.
+        prelude: calls that have to be made first.
     """
 
     name: str
@@ -69,17 +69,17 @@ class ValidCall:
 
     @property
     def weight(self) -> float:
-        """How often the call is mutated, compared with others."""
+        """Relative frequency with which the call is mutated."""
         return 1.0 if self.method.input_type.fields and self.method.name not in _COSTLY else 0.15
 
     @property
     def endless(self) -> bool:
-        """Whether the server alone never ends the call."""
+        """Whether the call goes on until the client ends it."""
         return self.method.name == "WatchSteps"
 
 
 def valid_calls(servers: Servers) -> list[ValidCall]:
-    """The corpus; the same for the same models."""
+    """The corpus, which is the same for the same models."""
     calls = [
         *_rollout_calls(),
         *_weight_calls(servers),
@@ -99,7 +99,7 @@ def _call(
     messages: Iterable[Message],
     prelude: Iterable[ValidCall] = (),
 ) -> ValidCall:
-    """A call of the method that `name` begins with."""
+    """A call of the method whose name is the first word of `name`."""
     method = service.methods_by_name[name.partition(" ")[0]]
     return ValidCall(
         f"{_ROLES[service]} {name}" if service != WEIGHTS else name,
@@ -125,8 +125,8 @@ def _rollout_calls() -> list[ValidCall]:
         for index, tandem in enumerate(TANDEM.values())
     ]
     alone = [Prompt([50], sampling={"max_tokens": 4}, tandem={"enabled": False}, request_id="a")]
-    parts = [rollout_pb2.SubmitPrompts(prompts=[prompt.message()]) for prompt in together[:2]]
-    parts[0].more_follow = True
+    halves = [rollout_pb2.SubmitPrompts(prompts=[prompt.message()]) for prompt in together[:2]]
+    halves[0].more_follow = True
     score = requests.score([([3, 4, 5, 6], 1), ([7, 8], 1)], True, True, 0.7)
     cancel = rollout_pb2.CancelPrompts(request_ids=["prompt-1", "unknown"])
     submitted = requests.submit(together[:3])
@@ -137,7 +137,7 @@ def _rollout_calls() -> list[ValidCall]:
         _call(
             ROLLOUT,
             "Generate in two messages",
-            [rollout_pb2.GenerateRequest(submit=part) for part in parts],
+            [rollout_pb2.GenerateRequest(submit=half) for half in halves],
         ),
         _call(
             ROLLOUT,
@@ -184,7 +184,7 @@ def _trainer_calls(servers: Servers) -> list[ValidCall]:
         for group, trajectories in enumerate(groups)
         for index, trajectory in enumerate(trajectories)
     ]
-    # A number that the objective does not use is refused.
+    # The trainer refuses numbers that the objective does not use.
     rewarded = [PolicySample(trajectory, group, reward) for group, reward, trajectory in written]
     with_advantages = [
         replace(sample, reward=None, advantages=[0.5] * len(harness.tokens(sample.trajectory)))
@@ -298,7 +298,7 @@ def _critic_calls(servers: Servers) -> list[ValidCall]:
 
 
 class _Recorder(weights_pb2_grpc.WeightServiceServicer):
-    """A receiver that keeps what it is sent."""
+    """A receiver of weights that keeps the messages of an update."""
 
     begin: weights_pb2.BeginUpdateRequest
     chunks: list[weights_pb2.UploadWeightsRequest]
@@ -321,7 +321,7 @@ class _Recorder(weights_pb2_grpc.WeightServiceServicer):
 
 
 def _record_publication(servers: Servers) -> _Recorder:
-    """A whole update as the trainer sends it, but for its version: the weights stay the same."""
+    """A whole update as the trainer sends it, of the served weights and the next version."""
     recorder = _Recorder()
     receiver = grpc.server(futures.ThreadPoolExecutor(2))
     weights_pb2_grpc.add_WeightServiceServicer_to_server(recorder, receiver)

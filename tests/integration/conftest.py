@@ -13,6 +13,14 @@ from tandem.client import RolloutClient, TrainerClient
 from tandem.cluster import LocalCluster
 
 
+@pytest.fixture(scope="session", autouse=True)
+def one_torch_thread() -> None:
+    """The models are tiny: a second thread of transformers costs more than it brings."""
+    import torch
+
+    torch.set_num_threads(1)
+
+
 @pytest.fixture(scope="session")
 def models(tmp_path_factory: pytest.TempPathFactory) -> harness.Models:
     """Tiny random models."""
@@ -21,7 +29,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> harness.Models:
 
 @pytest.fixture(scope="module", params=configurations(), ids=lambda n: "-".join(astuple(n)))
 def numerics(request: pytest.FixtureRequest) -> Numerics:
-    """How the servers of a law compute."""
+    """The device, type and kernels that the servers of a test compute with."""
     return request.param
 
 
@@ -29,14 +37,14 @@ def numerics(request: pytest.FixtureRequest) -> Numerics:
 def pair(
     models: harness.Models, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[LocalCluster]:
-    """A rollout server and a trainer, for all tests of a file that leave versions alone."""
+    """A rollout server and a trainer, shared by the tests of a file that leave versions alone."""
     with harness.cluster(tmp_path_factory.mktemp("pair"), models, trainer={}) as running:
         yield running
 
 
 @pytest.fixture
 def fresh_pair(models: harness.Models, tmp_path: Path) -> Iterator[LocalCluster]:
-    """The same for one test alone."""
+    """A rollout server and a trainer for one test alone."""
     with harness.cluster(tmp_path / "cluster", models, trainer={}) as running:
         yield running
 

@@ -27,7 +27,7 @@ from tandem.wire import from_tensor
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 STRATEGIES = ("bernoulli", "chunk", "alternating", "sentence", "word")
-# One configuration of every strategy.
+# One configuration of each strategy.
 TANDEM = {
     "bernoulli": {"selection_strategy": "bernoulli", "prob_senior": 0.5},
     "chunk": {"selection_strategy": "chunk", "chunk_size": 3},
@@ -41,14 +41,14 @@ CORPUS = [
     "one two three four five six seven eight nine ten\n\neleven twelve",
     "the sum of two and three is five\n\nthe sum of four and four is eight\n\n",
     "a question and an answer\n\na word and a number 1 2 3 4 5 6 7 8 9 0",
-    # Often enough to become a token: the end of a sentence.
+    # Frequent enough to become a token: the end of a sentence.
     *["\n\n"] * 20,
 ]
 
 
 @dataclass(frozen=True)
 class Models:
-    """Directories of models with one tokenizer."""
+    """Directories of models; senior and junior have one tokenizer, the third has its own."""
 
     senior: Path
     junior: Path
@@ -56,12 +56,12 @@ class Models:
 
     @property
     def tokenizer(self) -> Path:
-        """Any of them has it."""
+        """Directory with the tokenizer of senior and junior."""
         return self.senior
 
 
 def make_models(directory: Path) -> Models:
-    """Two Llamas of odd shape with different weights, and one with another vocabulary."""
+    """Makes two Llamas of odd shape with different weights, and one with another vocabulary."""
     models = Models(directory / "senior", directory / "junior", directory / "other")
     _make_model(models.senior, seed=1, vocabulary=300)
     _make_model(models.junior, seed=2, vocabulary=300)
@@ -113,7 +113,10 @@ def sections(
     trainer: Mapping[str, Any] | None = None,
     critic: Mapping[str, Any] | None = None,
 ) -> dict[str, dict[str, Any]]:
-    """Sections of a cluster file by role, with these changes; of None there is only the rollout."""
+    """Sections of a cluster file by role, with changes to each section.
+
+    There is always a rollout section; the trainer and the critic have one unless they are None.
+    """
     common = {"compute": {"num_threads": 1}, "max_model_len": 128}
     learner = common | {"model": str(models.senior), "optimizer": {"learning_rate": 1e-3}}
     both = {"senior_model": str(models.senior), "junior_model": str(models.junior)}
@@ -135,7 +138,7 @@ def cluster(
     trainer: Mapping[str, Any] | None = None,
     critic: Mapping[str, Any] | None = None,
 ) -> Iterator[LocalCluster]:
-    """Real servers on free ports, with the sections of sections()."""
+    """Starts real servers on free ports, configured by sections()."""
     servers: dict[str, Any] = sections(models, rollout=rollout, trainer=trainer, critic=critic)
     servers["rollout"] = [servers["rollout"]] * rollouts
     config = ClusterSettings(directory=directory, start_timeout_seconds=60, **servers)
@@ -146,7 +149,10 @@ def cluster(
 def run_settings(
     directory: Path, models: Models, running: LocalCluster | None, **changes: Any
 ) -> RunSettings:
-    """A short run whose reward varies within a group."""
+    """Settings of a short run whose reward varies within a group; writes its rows and its reward.
+
+    With `running` None, `changes` must name the servers.
+    """
     rows = directory / "rows.jsonl"
     directory.mkdir(parents=True, exist_ok=True)
     words = ["one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"]
@@ -171,10 +177,15 @@ def run_settings(
     return settings.validate(RunSettings, values | changes, "test")
 
 
-def run_training(config: RunSettings, *, resume: bool = False) -> Path:
-    """`tandem train` without a process of its own; returns the run directory."""
+def run_training(
+    config: RunSettings,
+    *,
+    on_step: Callable[[dict[str, Any]], None] = lambda line: None,
+    resume: bool = False,
+) -> Path:
+    """Does what `tandem train` does, in this process; returns the run directory."""
     with RunDirectory.open(config, "train", resume=resume) as run, Session(config) as session:
-        train(session, run, lambda line: None)
+        train(session, run, on_step)
         return run.path
 
 
@@ -187,20 +198,18 @@ def run_on(
     resume: bool = False,
     **changes: Any,
 ) -> list[dict[str, Any]]:
-    """A run on servers that run; the lines of its metrics, but for what the clock decides."""
+    """Trains on running servers; returns metrics_without_clock() of the run."""
     config = run_settings(directory, models, running, **changes)
-    with RunDirectory.open(config, "train", resume=resume) as run, Session(config) as session:
-        train(session, run, on_step)
-    return metrics_without_clock(directory / "run")
+    return metrics_without_clock(run_training(config, on_step=on_step, resume=resume))
 
 
 def json_lines(path: Path) -> list[dict[str, Any]]:
-    """Lines of a JSON-lines file."""
+    """The objects of a JSON-lines file."""
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def metrics_without_clock(run: Path) -> list[dict[str, Any]]:
-    """The lines of a run's metrics.jsonl, but for what the clock decides."""
+    """The lines of a run's metrics.jsonl without the keys that a clock decides."""
     return [
         {key: value for key, value in line.items() if key not in CLOCK_KEYS}
         for line in json_lines(run / "metrics.jsonl")
@@ -210,7 +219,7 @@ def metrics_without_clock(run: Path) -> list[dict[str, Any]]:
 def prompts(
     count: int, tandem: Mapping[str, Any], *, sampling: Mapping[str, Any] = SAMPLING, **rest: Any
 ) -> list[Prompt]:
-    """Prompts of different lengths, ids well inside the vocabulary."""
+    """Prompts of different lengths whose ids are well inside the vocabulary."""
     rng = np.random.default_rng(0)
     return [
         Prompt(
@@ -227,22 +236,22 @@ def prompts(
 def flat(
     groups: Sequence[Sequence[trajectory_pb2.Trajectory]],
 ) -> list[trajectory_pb2.Trajectory]:
-    """All samples."""
+    """The samples of all groups in one list."""
     return [trajectory for group in groups for trajectory in group]
 
 
 def tokens(trajectory: trajectory_pb2.Trajectory) -> list[int]:
-    """The response."""
+    """Token ids of the response."""
     return list(trajectory.response_token_ids)
 
 
 def mask(trajectory: trajectory_pb2.Trajectory) -> list[int]:
-    """Its authors."""
+    """Author of every response token: 1 the senior, 0 the junior."""
     return list(trajectory.authorship_mask)
 
 
 def logprobs(trajectory: trajectory_pb2.Trajectory, model: str) -> np.ndarray:
-    """Log-probabilities under "senior", "junior" or the "author"; NaN where not computed."""
+    """Log-probs of the response under "senior", "junior" or the "author"; NaN: not computed."""
     author = from_tensor(trajectory.author_logprobs)
     if model == "author":
         return author
@@ -256,7 +265,7 @@ def logprobs(trajectory: trajectory_pb2.Trajectory, model: str) -> np.ndarray:
 def reference_logprobs(
     directory: Path, prompt: Sequence[int], response: Sequence[int], temperature: float = 1.0
 ) -> np.ndarray:
-    """The same by transformers, in float32, one sequence at a time."""
+    """Log-probs of the response by transformers, in float32, one sequence at a time."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -277,7 +286,7 @@ def batch_metrics(
     rewards: Sequence[float],
     sentence_ends: Collection[int],
 ) -> dict[str, float]:
-    """Rewards, authorship and sizes of a batch as the documentation defines them."""
+    """Metrics of rewards, authorship and sizes of a batch, as docs/metrics.md defines them."""
     masks = [np.array(mask(trajectory)) for trajectory in trajectories]
     responses = [tokens(trajectory) for trajectory in trajectories]
     count = sum(map(len, responses))
@@ -299,15 +308,15 @@ def batch_metrics(
 
 
 def wait_until(condition: Callable[[], bool], seconds: float = 30) -> None:
-    """Returns when the condition holds; it must come to hold in time."""
+    """Returns when the condition holds; fails if it does not within `seconds`."""
     deadline = time.monotonic() + seconds
     while not condition():
-        assert time.monotonic() < deadline, "it did not happen"
+        assert time.monotonic() < deadline, f"the condition does not hold after {seconds} s"
         time.sleep(0.02)
 
 
 def metrics_text(server: Server) -> str:
-    """The answer of a server to a scrape."""
+    """The text of a server's metrics endpoint."""
     with urllib.request.urlopen(f"http://{server.metrics_address}/metrics", timeout=10) as reply:
         return reply.read().decode()
 
@@ -320,15 +329,14 @@ def gauge(server: Server, name: str) -> float:
 
 
 def weights(directory: Path) -> dict[str, np.ndarray]:
-    """Tensors of an exported model by name, as float32 whatever they were."""
+    """Tensors of an exported model by name, converted to float32."""
     from safetensors import safe_open
 
     result = {}
     for file in sorted(directory.glob("*.safetensors")):
         with safe_open(file, "pt") as opened:
             for name in opened.keys():  # noqa: SIM118
-                tensor = opened.get_tensor(name)
-                result[name] = tensor.float().numpy()
+                result[name] = opened.get_tensor(name).float().numpy()
     return result
 
 

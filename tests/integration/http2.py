@@ -1,4 +1,4 @@
-"""HTTP/2 frames by hand (RFC 9113), for a client that does what gRPC's would not."""
+"""HTTP/2 frames made by hand (RFC 9113), for a client that breaks rules which gRPC keeps."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 DATA, HEADERS, RST_STREAM, SETTINGS, PING, GOAWAY, WINDOW_UPDATE = 0, 1, 3, 4, 6, 7, 8
 END_STREAM = ACK = 0x1
 END_HEADERS = 0x4
-_INITIAL_WINDOW_SIZE = 4  # of the settings
-_MAX_DATA = 16384
+_INITIAL_WINDOW_SIZE = 4  # an identifier in a SETTINGS frame
+_MAX_DATA = 16384  # bytes of a DATA frame
 
 
 def frame(kind: int, flags: int, stream: int, payload: bytes = b"") -> bytes:
@@ -21,7 +21,7 @@ def frame(kind: int, flags: int, stream: int, payload: bytes = b"") -> bytes:
 
 
 def request(path: str) -> bytes:
-    """The header block of a gRPC call, without compression."""
+    """The header block of a gRPC call, with literal header fields."""
     fields = {
         ":method": "POST",
         ":scheme": "http",
@@ -37,12 +37,12 @@ def request(path: str) -> bytes:
 
 
 def message(announced: int, sent: int) -> bytes:
-    """The first bytes of a message that says it is longer."""
+    """A gRPC message that announces `announced` bytes and holds `sent`."""
     return b"\0" + announced.to_bytes(4) + bytes(sent)
 
 
 class Connection:
-    """A connection whose flow control is honest. Sends report whether the server still listens."""
+    """A connection that keeps to flow control; a send returns False once the server closed it."""
 
     def __init__(self, address: str, source: str = "127.0.0.1") -> None:
         host, port = address.rsplit(":", 1)
@@ -65,7 +65,7 @@ class Connection:
         self._socket.close()
 
     def open(self, path: str) -> int:
-        """Starts a call; the number of its stream."""
+        """Starts a call; returns the number of its stream."""
         stream, self._next_stream = self._next_stream, self._next_stream + 2
         with self._changed:
             self._windows[stream] = self._initial
@@ -73,7 +73,7 @@ class Connection:
         return stream
 
     def open_and_reset(self, path: str, count: int) -> bool:
-        """Starts calls and resets each at once."""
+        """Starts `count` calls and resets each at once."""
         headers = request(path)
         frames = b""
         for _ in range(count):
@@ -83,18 +83,18 @@ class Connection:
         return self._send(frames)
 
     def send(self, stream: int, payload: bytes, *, end: bool = False) -> bool:
-        """Sends bytes of a stream as its windows allow."""
+        """Sends `payload` on a stream, as fast as the flow-control windows allow."""
         deadline = time.monotonic() + 20
         while payload:
             with self._changed:
                 while (size := min(self._windows[0], self._windows[stream], _MAX_DATA)) <= 0:
                     if self.closed or not self._changed.wait(deadline - time.monotonic()):
                         return False
-                part, payload = payload[:size], payload[size:]
+                data, payload = payload[:size], payload[size:]
                 for window in (0, stream):
-                    self._windows[window] -= len(part)
+                    self._windows[window] -= len(data)
             flags = END_STREAM if end and not payload else 0
-            if not self._send(frame(DATA, flags, stream, part)):
+            if not self._send(frame(DATA, flags, stream, data)):
                 return False
         return True
 
@@ -113,10 +113,10 @@ class Connection:
     def _receive(self, size: int) -> bytes:
         data = b""
         while len(data) < size:
-            part = self._socket.recv(size - len(data))
-            if not part:
+            received = self._socket.recv(size - len(data))
+            if not received:
                 raise ConnectionError
-            data += part
+            data += received
         return data
 
     def _read(self) -> None:

@@ -1,8 +1,8 @@
-"""The devices, types and kernels that the servers are tested with.
+"""The devices, types and kernels that servers and models are tested with.
 
-On the CPU's own kernels laws hold to the bit. The operations that a GPU runs give a row other bits
-in another batch. TANDEM_TEST_DEVICE, TANDEM_TEST_DTYPE and TANDEM_TEST_KERNELS choose one
-configuration; without them the CPU runs all.
+With the CPU kernels, laws hold to the bit. ATen's operations, which a GPU runs, are not
+batch-invariant: the bits of a row depend on the batch. TANDEM_TEST_DEVICE, TANDEM_TEST_DTYPE and
+TANDEM_TEST_KERNELS choose one configuration; without them, all that a CPU can run are tested.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Numerics:
-    """How the models compute, and what may be expected of it."""
+    """One way to compute, and how closely its results must agree."""
 
     device: str = "cpu"
     dtype: str = "float32"
@@ -22,32 +22,37 @@ class Numerics:
 
     @property
     def exact(self) -> bool:
-        """A row's bits do not depend on what it was computed with."""
+        """Whether the bits of a row do not depend on its batch."""
         return (self.device, self.dtype, self.kernels) == ("cpu", "float32", "auto")
 
     @property
+    def bfloat16(self) -> bool:
+        """Whether the models compute in bfloat16."""
+        return self.dtype == "bfloat16"
+
+    @property
     def atol(self) -> float:
-        """Between two log-probs of one token, twice what was measured and more."""
+        """Largest difference of two log-probs of one token; at least twice what was measured."""
         return 0.0 if self.exact else {"float32": 5e-5, "bfloat16": 0.15}[self.dtype]
 
     @property
     def reference_atol(self) -> float:
-        """Between a log-prob at temperature 1 and one of transformers in float32."""
+        """Largest difference of a log-prob at temperature 1 from that of float32 transformers."""
         return {"float32": 2e-4, "bfloat16": 0.4}[self.dtype]
 
     @property
     def common_tokens(self) -> float:
-        """Share of tokens before the first that differs, over some samples."""
+        """Least fraction of the tokens of some samples that come before the first difference."""
         return {"float32": 1.0, "bfloat16": 0.6}[self.dtype]
 
     def settings(self, **rest: Any) -> dict[str, Any]:
-        """The section of a server."""
+        """The section of a server in a cluster file, with the settings `rest`."""
         compute = {"num_threads": 1} | asdict(self) | rest.pop("compute", {})
         return {"compute": compute} | rest
 
 
 def configurations() -> list[Numerics]:
-    """The one that the environment names, or all that the CPU runs."""
+    """The configuration that the environment names, or all that the CPU runs."""
     names = [field.name for field in fields(Numerics)]
     chosen = {n: v for n in names if (v := os.environ.get(f"TANDEM_TEST_{n.upper()}"))}
     if chosen:

@@ -1,5 +1,7 @@
-"""Three servers, and what must stay as it was however they are treated: the reference replies bit
-for bit, the gauges at 0, the memory flat, every process alive."""
+"""Three servers, and checks that use and abuse left no trace.
+
+Reference replies must be the same bits, gauges 0, memory flat, and every process alive.
+"""
 
 from __future__ import annotations
 
@@ -22,10 +24,10 @@ from tandem.errors import from_status
 from tandem.requests import Prompt, SupervisedSample
 from tandem.weights.v1 import weights_pb2, weights_pb2_grpc
 
-# Memory of a server may rise by this much between a warm state and the end. It is what allocators
-# keep; a leak of 1 kB per call passes it in 65,000 calls.
+# Growth of a server's memory from a warm state to the end that allocators explain. A leak of 1 kB
+# per call exceeds it in 65,000 calls.
 MEMORY_SLACK_BYTES = 64 << 20
-# Everything that counts work in progress.
+# The gauges of work in progress.
 GAUGES = (
     "tandem_sequences_running",
     "tandem_sequences_waiting",
@@ -51,7 +53,7 @@ SEQUENCES = [SupervisedSample([9, 8, 7], [21, 22, 23, 24]), SupervisedSample([30
 
 
 class DisturbanceError(AssertionError):
-    """Something that must not change did."""
+    """Something changed that must not."""
 
 
 @dataclass(frozen=True)
@@ -59,8 +61,8 @@ class Servers:
     """A rollout server with a junior, a trainer with a reference model, and its critic.
 
     Attributes:
-        directory: working directory of the servers; nothing else is in it.
-        base: parent of the checkpoints of trainer and critic as they were at the start.
+        directory: working directory of the servers; it starts empty.
+        base: directory of the checkpoints that trainer and critic saved at the start.
     """
 
     cluster: LocalCluster
@@ -74,7 +76,7 @@ class Servers:
         return iter(self.cluster.servers)
 
     def restore(self) -> None:
-        """Brings the servers back to the weights and the state of their start."""
+        """Restores the weights and the state that the servers started with."""
         self.rollout.resume()
         self.trainer.load_checkpoint(str(self.base / "trainer"))
         self.critic.load_checkpoint(str(self.base / "critic"))
@@ -86,7 +88,7 @@ class Servers:
             self.publish()
 
     def publish(self) -> None:
-        """Publishes the trainer's weights, forwards or back; raises what the receiver said."""
+        """Publishes the trainer's weights, whether newer or older; raises the receiver's error."""
         targets = [server.address for server in self.cluster.rollouts]
         reply = self.trainer.publish_weights(targets, allow_rollback=True)
         for result in reply.results:
@@ -94,7 +96,7 @@ class Servers:
                 raise from_status(result.status, method="PublishWeights")
 
     def reference(self) -> dict[str, bytes]:
-        """The replies to fixed requests, byte for byte. They depend on the weights alone."""
+        """Serialized replies to fixed requests, by method; they depend on the weights alone."""
         groups = self.rollout.generate(PROMPTS)
         scored = [([*s.prompt_token_ids, *s.response_token_ids], 1) for s in SEQUENCES]
         replies: dict[str, Sequence[Any]] = {
@@ -112,7 +114,7 @@ class Servers:
         }
 
     def require_same(self, before: Mapping[str, bytes]) -> None:
-        """Raises DisturbanceError when a reference reply is not what it was."""
+        """Raises DisturbanceError when a reference reply differs from `before`."""
         changed = [name for name, reply in self.reference().items() if reply != before[name]]
         if changed:
             raise DisturbanceError(f"the reference reply of {', '.join(changed)} changed")
@@ -127,7 +129,7 @@ class Servers:
                 )
 
     def require_idle(self, seconds: float = 30) -> None:
-        """Waits until no call and no sequence is in progress; DisturbanceError if some stay."""
+        """Waits until no call or sequence is in progress; raises DisturbanceError if some stay."""
         deadline = time.monotonic() + seconds
         while busy := [line for server in self for line in _busy(server)]:
             if time.monotonic() > deadline:
@@ -135,7 +137,7 @@ class Servers:
             time.sleep(0.02)
 
     def memory(self) -> dict[str, int]:
-        """Resident bytes of every server."""
+        """Resident bytes of every server, by name."""
         return {
             server.name: psutil.Process(server.process.pid).memory_info().rss for server in self
         }
@@ -159,7 +161,7 @@ class Servers:
 @contextmanager
 def serving(directory: Path, models: harness.Models) -> Iterator[Servers]:
     """Starts the servers; `directory` is absolute and empty, or does not exist."""
-    # Relative paths of a client end here, and in the folder above.
+    # Relative paths in requests lead into this folder, and "../" paths into the one above.
     working = directory / "servers" / "working"
     working.mkdir(parents=True)
     with ExitStack() as stack:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import threading
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -19,22 +18,22 @@ from tandem.rollout.v1 import rollout_pb2, rollout_pb2_grpc
 
 SERVICE = "/tandem.rollout.v1.RolloutService/"
 MIB = 1 << 20
-# docs/limits.md: bytes of messages that are not complete; of requests that are not answered.
-UNFINISHED = 256 * MIB
-REQUESTS = 256 * MIB
-# Memory of calls, connections and the allocator beside the bytes that are bounded.
-SLACK = 128 * MIB
+# Bounds of docs/limits.md: bytes of incomplete messages, bytes of unanswered requests.
+UNFINISHED_BYTES = 256 * MIB
+REQUEST_BYTES = 256 * MIB
+# Memory of calls, connections and the allocator, beyond the bounded bytes.
+SLACK_BYTES = 128 * MIB
 
 
 @pytest.fixture(scope="module")
 def server(models: harness.Models, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """A rollout server, which holds after each attack as before."""
+    """A rollout server that all attacks of this file meet, one after the other."""
     with harness.cluster(tmp_path_factory.mktemp("bounds"), models) as running:
         yield running.rollouts[0]
 
 
 def resident_bytes(server: Server) -> int:
-    """The memory of a server's process."""
+    """Resident memory of a server's process."""
     status = Path(f"/proc/{server.process.pid}/status").read_text()
     (line,) = [line for line in status.splitlines() if line.startswith("VmRSS:")]
     return int(line.split()[1]) * 1024
@@ -42,7 +41,7 @@ def resident_bytes(server: Server) -> int:
 
 @contextmanager
 def growth_below(server: Server, bound: int) -> Iterator[None]:
-    """Fails when the server's memory grows by more, or another client waits for ten seconds."""
+    """Fails when memory grows by `bound` bytes, or a call of another client takes ten seconds."""
     base = resident_bytes(server)
     peak = base
     over = threading.Event()
@@ -74,7 +73,7 @@ def growth_below(server: Server, bound: int) -> Iterator[None]:
     assert peak - base < bound, f"{(peak - base) / MIB:.0f} MiB"
 
 
-def test_streams_that_are_reset(server: Server):
+def test_a_client_that_resets_many_streams_loses_its_connection(server: Server):
     def flood(_: int) -> str:
         connection = http2.Connection(server.address)
         while connection.open_and_reset(SERVICE + "Generate", 100):
@@ -82,13 +81,13 @@ def test_streams_that_are_reset(server: Server):
         connection.wait_closed()
         return connection.goaway
 
-    with growth_below(server, SLACK), ThreadPoolExecutor(8) as pool:
+    with growth_below(server, SLACK_BYTES), ThreadPoolExecutor(8) as pool:
         reasons = list(pool.map(flood, range(40)))
     assert any("too many calls were reset" in reason for reason in reasons), reasons
 
 
-def test_messages_that_inflate(server: Server):
-    with growth_below(server, SLACK), grpc.insecure_channel(server.address) as channel:
+def test_a_compressed_message_is_refused_and_not_inflated(server: Server):
+    with growth_below(server, SLACK_BYTES), grpc.insecure_channel(server.address) as channel:
         score = channel.unary_unary(SERVICE + "Score")
         with pytest.raises(grpc.RpcError) as error:
             score(bytes(64 * MIB), compression=grpc.Compression.Gzip, timeout=60)
@@ -98,7 +97,13 @@ def test_messages_that_inflate(server: Server):
 @pytest.mark.parametrize(
     "path", [SERVICE + "Score", SERVICE + "Generate", "/grpc.health.v1.Health/Check"]
 )
-def test_messages_that_never_end(server: Server, path: str):
+def test_messages_that_never_end_are_bounded_over_all_connections(server: Server, path: str):
+    hold_unfinished_messages(server, path)
+
+
+def hold_unfinished_messages(server: Server, path: str) -> None:
+    """Opens 100 messages of almost 4 MiB on four connections and never ends them."""
+
     def hold(_: int) -> http2.Connection:
         connection = http2.Connection(server.address)
         for _ in range(25):
@@ -107,7 +112,7 @@ def test_messages_that_never_end(server: Server, path: str):
                 break
         return connection
 
-    with growth_below(server, UNFINISHED + SLACK), ThreadPoolExecutor(4) as pool:
+    with growth_below(server, UNFINISHED_BYTES + SLACK_BYTES), ThreadPoolExecutor(4) as pool:
         connections = list(pool.map(hold, range(4)))
     reasons = [connection.goaway for connection in connections]
     assert any("messages that are not complete" in reason for reason in reasons), reasons
@@ -115,7 +120,7 @@ def test_messages_that_never_end(server: Server, path: str):
         connection.close()
 
 
-def test_a_stream_that_ends_inside_a_message(server: Server):
+def test_a_stream_that_ends_inside_a_message_closes_its_connection(server: Server):
     connection = http2.Connection(server.address)
     stream = connection.open(SERVICE + "Generate")
     connection.send(stream, http2.message(100, 50), end=True)
@@ -123,23 +128,26 @@ def test_a_stream_that_ends_inside_a_message(server: Server):
     assert "ends inside a message" in connection.goaway
 
 
-def test_many_requests_of_many_parts(server: Server):
-    parts = b"\x0a\x00" * (2 * MIB - 100)  # empty sequences, each a hundred bytes in memory
+def test_requests_that_are_larger_in_memory_than_on_the_wire_are_bounded(server: Server):
+    request = b"\x0a\x00" * (2 * MIB - 100)  # empty sequences, each a hundred bytes in memory
 
     def call(_: int) -> set[grpc.StatusCode]:
         with grpc.insecure_channel(
             server.address, [("grpc.use_local_subchannel_pool", 1)]
         ) as channel:
             score = channel.unary_unary(SERVICE + "Score")
-            calls = [score.future(parts, timeout=60) for _ in range(10)]
+            calls = [score.future(request, timeout=60) for _ in range(10)]
             return {call.exception().code() for call in calls}
 
-    with growth_below(server, REQUESTS + UNFINISHED + SLACK), ThreadPoolExecutor(8) as pool:
+    with (
+        growth_below(server, REQUEST_BYTES + UNFINISHED_BYTES + SLACK_BYTES),
+        ThreadPoolExecutor(8) as pool,
+    ):
         codes = set().union(*pool.map(call, range(8)))
     assert codes == {grpc.StatusCode.RESOURCE_EXHAUSTED}
 
 
-def test_streams_of_reflection_that_stay_open(server: Server):
+def test_open_streams_of_reflection_hold_no_more_than_their_bound(server: Server):
     parts = b"\x7a\x00" * (2 * MIB - 100)  # unknown fields, each forty bytes in memory
 
     def hold(_: int) -> grpc.StatusCode:
@@ -160,13 +168,13 @@ def test_streams_of_reflection_that_stay_open(server: Server):
                 answers.cancel()
         return grpc.StatusCode.OK
 
-    with growth_below(server, UNFINISHED + SLACK), ThreadPoolExecutor(16) as pool:
+    with growth_below(server, UNFINISHED_BYTES + SLACK_BYTES), ThreadPoolExecutor(16) as pool:
         codes = set(pool.map(hold, range(16)))
     assert codes == {grpc.StatusCode.RESOURCE_EXHAUSTED}
 
 
-def test_connections_that_never_end(server: Server):
-    with growth_below(server, SLACK):
+def test_a_client_that_takes_all_connections_shuts_out_no_other_address(server: Server):
+    with growth_below(server, SLACK_BYTES):
         hoard = []
         for _ in range(200):
             connection = http2.Connection(server.address, source="127.0.0.2")
@@ -182,11 +190,7 @@ def test_connections_that_never_end(server: Server):
         connection.close()
 
 
-def test_memory_comes_back(server: Server):
-    """After the attacks above, or one of them."""
+def test_memory_is_given_back_after_an_attack(server: Server):
     base = resident_bytes(server)
-    test_messages_that_never_end(server, SERVICE + "Score")
-    deadline = time.monotonic() + 60
-    while resident_bytes(server) > base + SLACK:
-        assert time.monotonic() < deadline, f"{(resident_bytes(server) - base) / MIB:.0f} MiB"
-        time.sleep(0.5)
+    hold_unfinished_messages(server, SERVICE + "Score")
+    harness.wait_until(lambda: resident_bytes(server) <= base + SLACK_BYTES, seconds=60)

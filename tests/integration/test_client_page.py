@@ -1,4 +1,4 @@
-"""The programs of docs/client.md do what the page says, on real servers."""
+"""The programs of docs/client.md do on real servers what the page says."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ PAGE = (harness.REPOSITORY / "docs/client.md").read_text()
 
 @pytest.fixture
 def programs(models, fresh_pair):
-    """The Python programs of the page, with a model and addresses that are here."""
+    """The Python programs of the page, with the model and the addresses of this test."""
     places = {
         "models/SmolLM2-135M-Instruct": str(models.tokenizer),
         "127.0.0.1:7701": fresh_pair.rollouts[0].address,

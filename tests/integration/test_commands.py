@@ -20,7 +20,7 @@ from tandem.requests import SupervisedSample
 from tandem.schedule import authorship_mask, prompt_seed
 from tokenizers import Tokenizer
 
-# A run with them has every number.
+# Objective of a run whose steps have a value for every metric.
 EVERY_TERM = {
     "kl_coefficient": 0.01,
     "kl_placement": "reward",
@@ -29,13 +29,13 @@ EVERY_TERM = {
     "old_logprobs": "recomputed",
     "rejection_upper": 2.0,
 }
-# For what is sent a signal.
-TANDEM = [sys.executable, "-m", "tandem.cli"]
+# For commands that need a process of their own: they are sent a signal, or run beside the test.
+COMMAND = [sys.executable, "-m", "tandem.cli"]
 
 
 @pytest.fixture(scope="module")
 def files(models, tmp_path_factory):
-    """A run file that starts its own cluster."""
+    """A directory with run.yaml, a run that starts its own cluster."""
     directory = tmp_path_factory.mktemp("commands")
     cluster = {"directory": str(directory / "cluster"), **harness.sections(models, trainer={})}
     (directory / "cluster.yaml").write_text(yaml.safe_dump(cluster))
@@ -62,7 +62,7 @@ def test_train_fills_every_metric_and_the_run_directory(run):
     metrics = harness.json_lines(run / "metrics.jsonl")
     assert [tuple(line) for line in metrics] == [KEYS] * 2
     for line in metrics:
-        # Tokens of the junior have no weight here.
+        # Tokens of the junior have weight 0.
         missing = {key for key, value in line.items() if value is None}
         assert {key for key in missing if not key.startswith("mismatch/junior/")} == set()
         fractions = line["tandem/senior_token_fraction"] + line["tandem/junior_token_fraction"]
@@ -71,8 +71,8 @@ def test_train_fills_every_metric_and_the_run_directory(run):
     assert (run / "checkpoints" / "step_000002" / "config.json").exists()
 
 
-def test_trajectories_can_be_checked_from_outside(run, models):
-    """With nothing but the files: models, tokenizer and the JSON lines."""
+def test_authors_and_log_probs_follow_from_the_recorded_files_alone(run, models):
+    """The files are the models, the tokenizer and the trajectories in JSON lines."""
     records = harness.json_lines(run / "trajectories" / "step_1.jsonl")
     tokenizer = Tokenizer.from_file(str(models.tokenizer / "tokenizer.json"))
     words = {i for piece, i in tokenizer.get_vocab().items() if piece.startswith("Ġ") and i > 1}
@@ -103,13 +103,13 @@ def test_view_and_plot_show_what_was_recorded(run):
     assert [json.loads(line) for line in shown] == records
     lines = tandem("view", run, "--step", 2, "--count", 3, "--gap").stdout.splitlines()
     assert [line.split("\t")[0] for line in lines[2:]] == ["step-2/prompt-0"] * 3
-    # Two different models: some token is much likelier for one of them.
+    # The models differ: some token is much more likely for one of them.
     assert re.search(r"\{[+-]\d+\.\d\}", "".join(lines[2:]))
     drawn = json.loads(tandem("plot", run, "--json").stdout)
     assert {"reward/mean", "policy/entropy", "policy/grad_norm"} <= set(drawn["metrics"])
 
 
-def test_resume_on_the_command_line(files, run):
+def test_a_run_resumed_by_the_command_equals_an_uninterrupted_one(files, run):
     whole = files / "whole"
     tandem("train", files / "run.yaml", f"run_dir={whole}", "steps=3")
     tandem("train", files / "run.yaml", "steps=3", check=2)
@@ -176,7 +176,7 @@ def test_a_server_that_dies_in_a_run_is_reported_with_its_signal_and_log(files):
     errors = files / "died.txt"
     with errors.open("w") as file:
         process = subprocess.Popen(
-            [*TANDEM, "train", files / "run.yaml", f"run_dir={files / 'died'}", "steps=500",
+            [*COMMAND, "train", files / "run.yaml", f"run_dir={files / 'died'}", "steps=500",
              "--json"],
             stdout=subprocess.PIPE,
             stderr=file,
@@ -194,7 +194,7 @@ def test_a_server_that_dies_in_a_run_is_reported_with_its_signal_and_log(files):
 
 def test_up_serves_until_ctrl_c(files):
     process = subprocess.Popen(
-        [*TANDEM, "up", files / "cluster.yaml", f"directory={files / 'up'}", "--json"],
+        [*COMMAND, "up", files / "cluster.yaml", f"directory={files / 'up'}", "--json"],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -203,18 +203,8 @@ def test_up_serves_until_ctrl_c(files):
     servers = {s["role"]: s for s in json.loads(process.stdout.readline())["servers"]}
     rollout, trainer = (servers[role]["address"] for role in ("rollout", "trainer"))
     tandem("health", rollout, trainer)
-    status = json.loads(
-        tandem(
-            "status",
-            "--rollout",
-            rollout,
-            "--trainer",
-            trainer,
-            "--critic",
-            "127.0.0.1:1",
-            "--json",
-        ).stdout
-    )
+    addresses = ["--rollout", rollout, "--trainer", trainer, "--critic", "127.0.0.1:1"]
+    status = json.loads(tandem("status", *addresses, "--json").stdout)
     assert [server["health"] for server in status["servers"]] == [
         "SERVING", "SERVING", "UNREACHABLE",
     ]  # fmt: skip
@@ -242,7 +232,7 @@ def test_up_serves_until_ctrl_c(files):
 def test_ctrl_c_while_the_servers_start_stops_them_and_leaves_the_earlier_run(files, run):
     before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
     process = subprocess.Popen(
-        [*TANDEM, "train", files / "run.yaml", "--clean", "--json"],
+        [*COMMAND, "train", files / "run.yaml", "--clean", "--json"],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -262,7 +252,7 @@ def test_ctrl_c_while_the_servers_start_stops_them_and_leaves_the_earlier_run(fi
 def test_ctrl_c_stops_a_run_gracefully_and_resume_ends_it(files):
     out = files / "interrupted"
     process = subprocess.Popen(
-        [*TANDEM, "train", files / "run.yaml", f"run_dir={out}", "steps=500", "--json"],
+        [*COMMAND, "train", files / "run.yaml", f"run_dir={out}", "steps=500", "--json"],
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
         text=True,
@@ -279,9 +269,9 @@ def test_ctrl_c_stops_a_run_gracefully_and_resume_ends_it(files):
     assert steps == list(range(1, done + 2))
 
 
-def test_watch_prints_the_steps_that_anybody_asks_for(fresh_pair):
+def test_watch_prints_the_steps_of_other_clients(fresh_pair):
     address = fresh_pair.trainer.address
-    command = [*TANDEM, "watch", "--trainer", address, "--steps", "2", "--json"]
+    command = [*COMMAND, "watch", "--trainer", address, "--steps", "2", "--json"]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     reports = {}
     with (
@@ -289,12 +279,17 @@ def test_watch_prints_the_steps_that_anybody_asks_for(fresh_pair):
         harness.trainer_client(fresh_pair) as trainer,
     ):
         assert watch.stderr.readline() == f"watching {address}; Ctrl-C ends\n"
-        # The first steps may be done before the trainer knows its watcher.
-        while watch.poll() is None:
-            step = len(reports) + 1
-            samples = [SupervisedSample([5, 6], [7, 8])]
-            reply = trainer.train_step(samples, run_id="r", step=step, expected_version=step - 1)
-            reports[step] = reply.report
+        try:
+            # The trainer may do its first steps before it knows the watcher.
+            while watch.poll() is None:
+                step = len(reports) + 1
+                sample = SupervisedSample([5, 6], [7, 8])
+                reply = trainer.train_step(
+                    [sample], run_id="r", step=step, expected_version=step - 1
+                )
+                reports[step] = reply.report
+        finally:
+            watch.kill()
         lines = [json.loads(line) for line in watch.stdout]
     assert watch.returncode == 0
     first, second = (one["step"] for one in lines)
@@ -305,7 +300,7 @@ def test_watch_prints_the_steps_that_anybody_asks_for(fresh_pair):
         assert one["metrics"]["loss/total"] == report.metrics["loss/total"]
 
 
-def test_a_run_of_a_file_that_init_wrote(models, tmp_path):
+def test_the_file_that_init_writes_can_be_trained(models, tmp_path):
     rows = tmp_path / "rows.jsonl"
     rows.write_text('{"question": "one two", "level": 1}\n{"question": "the sum", "level": 2}\n')
     file = tmp_path / "run" / "run.yaml"

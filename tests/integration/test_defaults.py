@@ -1,4 +1,4 @@
-"""docs/configuration.md gives the defaults that the servers fill in."""
+"""The defaults in docs/configuration.md are those that the servers fill in."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ import yaml
 from tandem.cluster import find_binary
 
 PAGE = (harness.REPOSITORY / "docs/configuration.md").read_text()
-# A field of a strategy has a default where the strategy is chosen.
-STRATEGIES = {
+# Overrides to resolve each role with: a strategy's fields have defaults when it is chosen.
+OVERRIDES = {
     "rollout": [[]],
     "trainer": [[f"strategy.name={name}"] for name in ("single", "zero", "megatron")],
     "critic": [[f"strategy.name={name}"] for name in ("single", "zero", "megatron")],
@@ -22,7 +22,7 @@ STRATEGIES = {
 
 
 def documented(role: str) -> dict[str, str]:
-    """The default of every setting of a server that has one."""
+    """The defaults that the page gives the settings of a server, by dotted path."""
     settings = {}
     for section in PAGE.split("\n## ")[1:]:
         title = re.match(r"`(.+?)`", section).group(1)
@@ -36,7 +36,7 @@ def documented(role: str) -> dict[str, str]:
 
 
 def resolved(role: str, model: Path, overrides: list[str]) -> dict[str, Any]:
-    """Every setting that a server prints, by its dotted path."""
+    """The settings that a server prints with --check-config, by dotted path."""
     field = "senior_model" if role == "rollout" else "model"
     extra = ["untie_embeddings=true"] if role == "critic" else []
     command = [find_binary(f"tandem-{role}-server"), "--check-config", f"{field}={model}"]
@@ -53,17 +53,17 @@ def resolved(role: str, model: Path, overrides: list[str]) -> dict[str, Any]:
 
 
 def same(value: Any, text: str) -> bool:
-    """Whether a value is what the page says, as a number where it is one."""
+    """Whether a value equals the text of the page; numbers are compared as numbers."""
     try:
         return float(value) == float(text)
     except (TypeError, ValueError):
         return str(value).lower() == text
 
 
-@pytest.mark.parametrize("role", STRATEGIES)
+@pytest.mark.parametrize("role", OVERRIDES)
 def test_the_page_has_the_defaults_that_the_server_fills_in(role: str, models: harness.Models):
     found = {}
-    for overrides in STRATEGIES[role]:
+    for overrides in OVERRIDES[role]:
         found |= resolved(role, models.senior, overrides)
     defaults = documented(role)
     wrong = {
@@ -71,7 +71,7 @@ def test_the_page_has_the_defaults_that_the_server_fills_in(role: str, models: h
         for path, default in defaults.items()
         if path in found and not same(found[path], default)
     }
-    for given in ("strategy.name", "untie_embeddings"):  # by the test
+    for given in ("strategy.name", "untie_embeddings"):  # set by this test
         wrong.pop(given, None)
     assert wrong == {}
     assert len(defaults.keys() & found.keys()) > 20

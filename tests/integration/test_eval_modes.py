@@ -1,4 +1,4 @@
-"""Handoff and legibility over the real servers, derived again from what they answered."""
+"""Handoff and legibility on real servers; expected values are recomputed from their answers."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def evaluated(directory, models, running, **changes):
 
 
 def everything(results):
-    """The measurements, and all samples without the configuration that they carry."""
+    """The summaries, and mode, tokens and authors of every sample."""
     samples = [
         (mode, tokens(one), mask(one)) for mode in results for one in flat(results[mode].answers)
     ]
@@ -71,7 +71,7 @@ def test_every_key_of_an_evaluation_is_documented(results):
 def test_legibility_is_the_cross_entropy_that_transformers_computes(
     models, pair, tmp_path, temperature
 ):
-    """At temperature 1, whatever the answers were drawn at."""
+    """Nats are of temperature 1, whatever temperature the answers were sampled at."""
     result = evaluated(tmp_path, models, pair, modes=["legibility"], temperature=temperature)
     samples, summary = flat(result["legibility"].answers), result["legibility"].summary()
     nats = {
@@ -92,7 +92,7 @@ def test_legibility_is_the_cross_entropy_that_transformers_computes(
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_a_junior_that_is_the_senior_hands_over_and_reads_without_loss(
+def test_with_equal_models_handoff_answers_as_solo_and_legibility_has_no_gap(
     models, tmp_path, temperature
 ):
     same = dataclasses.replace(models, junior=models.senior)
@@ -108,7 +108,7 @@ def test_a_junior_that_is_the_senior_hands_over_and_reads_without_loss(
     assert summary["gap/nats_per_token"] == 0
 
 
-def test_evaluations_do_not_depend_on_the_servers_number_nor_on_their_tandem_defaults(
+def test_evaluations_depend_neither_on_the_number_of_servers_nor_on_their_tandem_defaults(
     models, results, tmp_path
 ):
     rollout = {

@@ -1,4 +1,4 @@
-"""The files in examples/ that people start from, each run for two steps with tiny models."""
+"""Each run file in examples/ trains two steps with tiny models."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ CLUSTERS = set(harness.REPOSITORY.glob("examples/*/cluster.yaml"))
 EXAMPLES = sorted(set(harness.REPOSITORY.glob("examples/*/*.yaml")) - CLUSTERS)
 SUPERVISED = {"recipes/sft"}
 WITH_CRITIC = {"recipes/ppo", "zero"}
-# Servers of two ranks.
+# Roles that an example runs on two ranks.
 WITH_RANKS = {"zero": {"trainer", "critic"}, "megatron": {"trainer"}}
 VARYING_REWARD = "def reward(prompt, response, **row):\n    return len(response)\n"
 CHAT_TEMPLATE = (
@@ -27,7 +27,7 @@ CHAT_TEMPLATE = (
 
 @pytest.fixture(scope="session")
 def model_of(models, tmp_path_factory):
-    """A tiny model for each that an example names: of its family, with a chat template."""
+    """A tiny model of the same family, with a chat template, for each model of an example."""
     folder = tmp_path_factory.mktemp("example_models")
     made = {
         "SmolLM2-135M-Instruct": shutil.copytree(models.senior, folder / "llama"),
@@ -65,7 +65,7 @@ def make_qwen(directory: Path, tokenizer: Path, layers: int) -> Path:
 
 
 def substitutes(values, model_of, path=""):
-    """Overrides for every model that a file names, and for the size of every server."""
+    """Overrides that give every server a tiny model, 256 tokens and one thread."""
     items = values.items() if isinstance(values, dict) else enumerate(values)
     for key, value in items:
         place = f"{path}{key}"
@@ -79,13 +79,15 @@ def substitutes(values, model_of, path=""):
 
 
 def name_of(file: Path) -> str:
-    """The name of an example's folder; that of a recipe with its own beside it."""
+    """The name of an example: its folder, and the file's name unless that is run.yaml."""
     folder = file.parent.name
     return folder if file.stem == "run" else f"{folder}/{file.stem}"
 
 
 @pytest.mark.parametrize("file", EXAMPLES, ids=name_of)
-def test_an_example_runs(file, model_of, tmp_path, monkeypatch):
+def test_an_example_trains_two_steps_on_the_servers_that_it_uses(
+    file, model_of, tmp_path, monkeypatch
+):
     config = yaml.safe_load(file.read_text())
     if isinstance(config["cluster"], str):
         config["cluster"] = yaml.safe_load((file.parent / config["cluster"]).read_text())
@@ -100,11 +102,11 @@ def test_an_example_runs(file, model_of, tmp_path, monkeypatch):
     ]
     name = name_of(file)
     if name == "recipes/dapo":
-        # A tiny model has no right answer, so all groups would be dropped.
+        # A tiny model answers nothing right: the filter would drop every group.
         (tmp_path / "reward.py").write_text(VARYING_REWARD)
         overrides.append(f"reward.function={tmp_path}/reward.py:reward")
     kind = "sft" if name in SUPERVISED else "train"
-    # Files name each other, whatever the working directory is.
+    # Paths in a file do not depend on the working directory.
     monkeypatch.chdir(tmp_path)
     tandem(kind, file, *overrides)
     steps = harness.json_lines(tmp_path / "run" / "metrics.jsonl")
@@ -117,7 +119,7 @@ def test_an_example_runs(file, model_of, tmp_path, monkeypatch):
     assert ("rollout-0" in servers) == (kind == "train")
     assert ("rollout-1" in servers) == (name == "two_rollouts")
     if name == "recipes/grpo":
-        # One setting, cluster.model, names the policy and what it is held to.
+        # cluster.model names both the policy and the reference policy.
         assert steps[0]["policy/kl_to_ref"] == 0
     ranks = {server for server in servers if "-rank-" in server}
     assert ranks == {f"{role}-rank-1" for role in WITH_RANKS.get(name, ())}
@@ -165,7 +167,7 @@ def test_the_comparison_of_tandem_with_solo_shows_what_its_runs_recorded(
     )
 
 
-def test_every_file_is_in_a_table():
+def test_every_example_is_in_a_table_of_the_readme():
     tables = (harness.REPOSITORY / "examples" / "README.md").read_text()
     for file in EXAMPLES:
         command = "sft" if name_of(file) in SUPERVISED else "train"

@@ -1,4 +1,4 @@
-"""The way out: what a run trained opens with transformers, and answers the same."""
+"""Checkpoints and exports open with transformers, which then answers as the rollout server."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ GREEDY = {"max_tokens": 20, "temperature": 0.0, "ignore_eos": True}
 
 
 def greedy_by_transformers(directory):
-    """The ids that transformers adds to the prompt, with nothing but the directory."""
+    """The model's type, and the ids that transformers adds to the prompt."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -31,7 +31,7 @@ def greedy_by_transformers(directory):
 
 @pytest.fixture(scope="module")
 def trained(models, tmp_path_factory):
-    """A run directory, what its last weights write greedily, and an export of the trainer."""
+    """A run directory, the greedy answer of its last weights, and an export by the trainer."""
     directory = tmp_path_factory.mktemp("export")
     with harness.cluster(directory / "cluster", models, trainer={}) as running:
         run = harness.run_training(harness.run_settings(directory, models, running, steps=2))

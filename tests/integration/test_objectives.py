@@ -1,4 +1,4 @@
-"""Every objective of docs/objectives.md, and of the recipes that it names, trains."""
+"""Every objective in docs/objectives.md, and in the recipes that it names, trains."""
 
 from __future__ import annotations
 
@@ -18,13 +18,15 @@ RECIPES = sorted(re.findall(r"\(\.\./(examples/recipes/\w+)\.yaml\)", PAGE))
 
 
 def objectives() -> Iterator[tuple[str, dict[str, Any]]]:
-    """Those of the recipes, by file, and the blocks of YAML, by the first word above them: sections
-    of a run."""
+    """The objectives as sections of a run, each with a name.
+
+    A recipe is named by its file, a YAML block of the page by the first word of its paragraph.
+    """
     for recipe in RECIPES:
         values = yaml.safe_load((harness.REPOSITORY / f"{recipe}.yaml").read_text())
         if "objective" in values:
             yield Path(recipe).name, {"objective": values["objective"]}
-    # A paragraph and the block below it.
+    # A paragraph and the YAML block below it.
     pattern = r"\n\n([\w.+]+)(?:(?!\n\n).)*\n\n```yaml\n(.*?)```"
     for name, block in re.findall(pattern, PAGE, re.S):
         yield name, yaml.safe_load(block)
@@ -37,7 +39,7 @@ OBJECTIVES = list(objectives())
 def trio(
     models: harness.Models, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[LocalCluster]:
-    """All servers, the trainer with a reference model and the junior."""
+    """A rollout server, a critic, and a trainer with a reference model and the junior."""
     with harness.cluster(
         tmp_path_factory.mktemp("trio"),
         models,
@@ -68,7 +70,7 @@ def test_an_objective_of_the_page_trains(
     name: str,
     sections: dict[str, Any],
 ) -> None:
-    """Two steps of it, with a loss that is a number and a gradient that is not 0."""
+    """Each of two steps has a finite loss and a gradient that is not 0."""
     config = harness.run_settings(tmp_path, models, trio, steps=2, start_from="served", **sections)
     steps = harness.json_lines(harness.run_training(config) / "metrics.jsonl")
     assert [step["step"] for step in steps] == [1, 2]

@@ -1,6 +1,6 @@
-"""Models with one tokenizer whose embeddings have other numbers of padding rows.
+"""Models with one tokenizer whose embeddings have different numbers of padding rows.
 
-Qwen2.5's 0.5B to 3B have 151,936 rows and its larger models 152,064, all for one tokenizer.json.
+Qwen2.5 has 151,936 rows up to 3B and 152,064 from 7B on, all for one tokenizer.json.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ OBJECTIVE = {
 
 
 def pad(source: Path, directory: Path, rows: int) -> Path:
-    """The model in `source` with this many rows; padding rows would win every draw."""
+    """Copies a model, padded to `rows` rows that would win every draw if they took part."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -49,13 +49,13 @@ def pad(source: Path, directory: Path, rows: int) -> Path:
 
 
 def token_ids(models: harness.Models) -> int:
-    """Token ids of the tokenizer: the rows of the models as they are made."""
+    """Number of token ids of the tokenizer, which is the number of rows before padding."""
     return int(json.loads((models.senior / "config.json").read_text())["vocab_size"])
 
 
 @pytest.fixture(scope="module")
 def padded_models(models: harness.Models, tmp_path_factory: pytest.TempPathFactory):
-    """The senior and the junior, each with another padding."""
+    """The senior and the junior, with different numbers of padding rows."""
     folder = tmp_path_factory.mktemp("padded")
     ids = token_ids(models)
     return harness.Models(
@@ -66,7 +66,7 @@ def padded_models(models: harness.Models, tmp_path_factory: pytest.TempPathFacto
 
 
 def start(models: harness.Models, directory: Path):
-    """A rollout server, and a trainer with a reference and the junior."""
+    """Starts a rollout server, a critic, and a trainer with a reference model and the junior."""
     frozen = {"reference_model": str(models.senior), "junior_model": str(models.junior)}
     return harness.cluster(directory, models, trainer=frozen, critic={})
 
@@ -75,13 +75,13 @@ def start(models: harness.Models, directory: Path):
 def padded(
     padded_models: harness.Models, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[LocalCluster]:
-    """Servers of padded models, for tests that leave versions alone."""
+    """Servers of the padded models, shared by tests that leave versions alone."""
     with start(padded_models, tmp_path_factory.mktemp("cluster")) as running:
         yield running
 
 
 def reference(directory: Path, sequence: list[int], first: int, ids: int) -> np.ndarray:
-    """Log-probabilities of `transformers` in float64, over the token ids alone."""
+    """Log-probs by `transformers` in float64, normalized over the first `ids` rows."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -92,7 +92,7 @@ def reference(directory: Path, sequence: list[int], first: int, ids: int) -> np.
     return torch.log_softmax(logits, -1).gather(1, labels).squeeze(1).numpy()
 
 
-def test_probabilities_are_shared_out_among_the_tokens_alone(padded, padded_models, models):
+def test_padding_rows_have_no_probability(padded, padded_models, models):
     ids = token_ids(models)
     sequence = [5, 6, 7, ids - 1, 9, 10, 250, 11]
     expected = {
@@ -108,7 +108,7 @@ def test_probabilities_are_shared_out_among_the_tokens_alone(padded, padded_mode
     np.testing.assert_allclose(from_tensor(reply.logprobs), expected["senior"], rtol=0, atol=2e-4)
 
 
-def test_every_server_tells_rows_and_token_ids(padded, padded_models, models):
+def test_every_server_info_has_the_number_of_rows_and_of_token_ids(padded, models):
     ids = token_ids(models)
     with (
         harness.rollout_client(padded) as rollout,
@@ -136,7 +136,7 @@ def test_an_id_of_a_padding_row_is_refused(padded, models):
 
 
 def test_padding_changes_neither_tokens_nor_steps(padded_models, models, tmp_path):
-    """Generate, a step with every KL, publish, generate: as without padding."""
+    """The test generates, makes a step with every KL, publishes and generates again."""
     results = []
     for name, pair in {"plain": models, "padded": padded_models}.items():
         with (
@@ -166,10 +166,10 @@ def test_padding_changes_neither_tokens_nor_steps(padded_models, models, tmp_pat
         assert tokens(ours) == tokens(theirs)
         assert ours.author_logprobs == theirs.author_logprobs
         assert ours.other_logprobs == theirs.other_logprobs
-    # The norm of the gradient is a sum in the order of memory.
+    # The norm of the gradient is summed in memory order, which padding changes.
     assert padded_metrics == pytest.approx(metrics, rel=1e-5, abs=1e-7)
     assert [tokens(t) for t in padded_after] == [tokens(t) for t in after]
-    # A server that loads the checkpoint finds the same number.
+    # A server that loads the checkpoint counts the same token ids.
     assert (saved / "tokenizer.json").read_bytes() == (
         models.senior / "tokenizer.json"
     ).read_bytes()

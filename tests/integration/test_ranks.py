@@ -1,4 +1,4 @@
-"""Servers of several ranks: what they compute, what they tell, and how they end."""
+"""Multi-rank servers: their results, their info and metrics, and how they end."""
 
 from __future__ import annotations
 
@@ -24,10 +24,12 @@ STRATEGIES = {
     "pipeline": {"name": "megatron", "pipeline_model_parallel_size": 2},
 }
 PPO = {"objective": {"advantage_estimator": "gae"}}
+# A run of which a checkpoint is saved after every step.
+SAVING = PPO | {"checkpoint": {"every": 1}, "steps": 3}
 
 
 def ranked(strategy="zero", ranks=2):
-    """A section of a server of several ranks."""
+    """The section of a multi-rank trainer or critic."""
     return {
         "ranks": ranks,
         "strategy": STRATEGIES[strategy] | {"heartbeat_timeout_seconds": HEARTBEAT_SECONDS},
@@ -35,7 +37,7 @@ def ranked(strategy="zero", ranks=2):
 
 
 def ranked_rollout(senior=2, junior=1):
-    """A section of a rollout server whose models these many ranks share out."""
+    """The section of a rollout server, with the tensor-parallel size of each model."""
     return {
         "ranks": max(senior, junior),
         "tensor_parallel_size": senior,
@@ -58,7 +60,7 @@ def assert_close(lines, expected):
     [({}, "tensor", None), (PPO, "pipeline", "zero"), (PPO, "zero", "tensor")],
     ids=["grpo-tensor", "ppo-pipeline-zero", "ppo-zero-tensor"],
 )
-def test_a_run_of_servers_with_ranks_is_that_of_servers_of_one(
+def test_a_run_on_two_ranks_equals_one_on_single_rank_servers(
     models, tmp_path, changes, trainer, critic
 ):
     one = {"trainer": {}, "critic": {} if critic else None}
@@ -71,7 +73,9 @@ def test_a_run_of_servers_with_ranks_is_that_of_servers_of_one(
 
 
 @pytest.mark.parametrize("junior", [1, 2])
-def test_a_run_of_a_rollout_with_ranks_is_that_of_one(models, tmp_path, junior):
+def test_a_run_on_a_rollout_server_of_two_ranks_equals_one_on_a_single_rank(
+    models, tmp_path, junior
+):
     lines = {}
     for name, section in {"one": {}, "two": ranked_rollout(junior=junior)}.items():
         with harness.cluster(tmp_path / name, models, rollout=section, trainer={}) as running:
@@ -91,10 +95,10 @@ def test_a_lost_rank_ends_its_rollout_server(models, tmp_path, rank, how):
         os.kill(ranks[rank].process.pid, signal.Signals[how])
         wait_until(lambda: not ranks[1 - rank].running, seconds=60)
         assert re.search(rf"rank {rank}\b", ranks[1 - rank].log.read_text())
-        os.kill(ranks[rank].process.pid, signal.SIGKILL)  # one that is stopped does not hear others
+        ranks[rank].process.kill()  # a stopped process does not act on SIGTERM
 
 
-def test_a_rollout_server_that_is_told_to_stop_ends_on_every_rank(models, tmp_path):
+def test_sigterm_to_rank_zero_ends_every_rank_of_a_rollout_server(models, tmp_path):
     with harness.cluster(tmp_path, models, rollout=ranked_rollout(junior=2)) as running:
         ranks = ranks_of(running, "rollout")
         ranks[0].process.terminate()
@@ -124,7 +128,7 @@ def test_a_rollout_server_that_is_told_to_stop_ends_on_every_rank(models, tmp_pa
         ),
     ],
 )
-def test_a_rollout_layout_that_cannot_be_is_refused_with_the_numbers(
+def test_an_impossible_rollout_layout_is_refused_with_the_numbers(
     models, tmp_path, changes, ranks, says
 ):
     section = harness.sections(models, rollout=changes)["rollout"]
@@ -139,8 +143,14 @@ def servers(models, tmp_path_factory):
         yield running
 
 
+@pytest.fixture(scope="module")
+def undisturbed(servers, models, tmp_path_factory):
+    """The metrics of a PPO run that saves every step and loses no rank."""
+    return run_on(servers, models, tmp_path_factory.mktemp("undisturbed"), **SAVING)
+
+
 def check_config(binary, section, file, ranks, says):
-    """--check-config on rank 0 of so many: accepted, or refused with the text `says`."""
+    """Runs --check-config on rank 0 of `ranks`: accepted, or refused with the text `says`."""
     file.write_text(yaml.safe_dump(section))
     checked = subprocess.run(
         [find_binary(binary), "--config", file, "--check-config"],
@@ -153,6 +163,7 @@ def check_config(binary, section, file, ranks, says):
 
 
 def ranks_of(running: LocalCluster, role: str):
+    """The processes of a role, in the order of their ranks."""
     return [server for server in running.servers if server.role == role]
 
 
@@ -177,7 +188,7 @@ def test_only_rank_zero_is_called(servers):
         client.info()
 
 
-def test_ranks_of_other_configurations_do_not_start(models, tmp_path, monkeypatch):
+def test_ranks_with_different_configurations_do_not_start(models, tmp_path, monkeypatch):
     start = LocalCluster._start_process
 
     def with_another_seed(self, section, name, config_file, host, rank=0, environment=None):
@@ -216,9 +227,7 @@ def test_ranks_of_other_configurations_do_not_start(models, tmp_path, monkeypatc
         ({"name": "single"}, 2, "strategy.name: single is for one rank, and the server has 2"),
     ],
 )
-def test_a_layout_that_cannot_be_is_refused_with_the_numbers(
-    models, tmp_path, strategy, ranks, says
-):
+def test_an_impossible_layout_is_refused_with_the_numbers(models, tmp_path, strategy, ranks, says):
     section = harness.sections(models, trainer={"strategy": strategy})["trainer"]
     check_config("tandem-trainer-server", section, tmp_path / "trainer.yaml", ranks, says)
 
@@ -226,11 +235,11 @@ def test_a_layout_that_cannot_be_is_refused_with_the_numbers(
 @pytest.mark.parametrize("role", ["trainer", "critic"])
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("how", ["SIGKILL", "SIGSTOP"])
-def test_a_lost_rank_ends_its_server_and_the_run_resumes(models, tmp_path, role, rank, how):
-    changes = PPO | {"checkpoint": {"every": 1}, "steps": 3}
+def test_a_lost_rank_ends_its_server_and_the_run_resumes(
+    servers, undisturbed, models, tmp_path, role, rank, how
+):
     section = ranked()
-    with harness.cluster(tmp_path / "one", models, trainer=section, critic=section) as running:
-        undisturbed = run_on(running, models, tmp_path / "whole", **changes)
+    with harness.cluster(tmp_path / "lost", models, trainer=section, critic=section) as running:
         ranks = ranks_of(running, role)
         victim, other = ranks[rank], ranks[1 - rank]
 
@@ -238,18 +247,16 @@ def test_a_lost_rank_ends_its_server_and_the_run_resumes(models, tmp_path, role,
             if line["step"] == 2:
                 os.kill(victim.process.pid, signal.Signals[how])
                 wait_until(lambda: not other.running, seconds=10 * HEARTBEAT_SECONDS)
-                victim.process.kill()  # one that is stopped does not hear others
+                victim.process.kill()  # a stopped process does not act on SIGTERM
 
         with pytest.raises(TandemError):
-            run_on(running, models, tmp_path / "run", on_step=lose, **changes)
+            run_on(running, models, tmp_path / "run", on_step=lose, **SAVING)
         assert f"rank {rank} " in other.log.read_text()
         assert other.process.returncode == 1
-    with harness.cluster(tmp_path / "two", models, trainer=section, critic=section) as running:
-        resumed = run_on(running, models, tmp_path / "run", resume=True, **changes)
-    assert resumed == undisturbed
+    assert run_on(servers, models, tmp_path / "run", resume=True, **SAVING) == undisturbed
 
 
-def test_a_server_that_is_told_to_stop_saves_and_ends_on_every_rank(models, tmp_path):
+def test_sigterm_to_rank_zero_saves_and_ends_every_rank_of_a_trainer(models, tmp_path):
     saved = tmp_path / "saved"
     section = ranked() | {"shutdown_checkpoint_directory": str(saved)}
     with harness.cluster(tmp_path / "cluster", models, trainer=section) as running:

@@ -1,4 +1,4 @@
-"""Steps whose reference policy is the trainer's, the junior or another server: one and the same."""
+"""A step is the same whether trainer, junior or another server gives the reference policy."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ KL = {"kl_coefficient": 0.1, "kl_estimator": "k3"}
 
 
 def first_step(directory, models, *, reference="trainer", trainer=None, objective=None, **changes):
-    """The first step of a run whose rollout server has the junior, on servers of its own."""
+    """Metrics of the first step of a run on servers of its own, the rollout one with a junior."""
     with harness.cluster(directory / "cluster", models, trainer=trainer or {}) as running:
         config = harness.run_settings(
             directory,
@@ -30,7 +30,7 @@ def first_step(directory, models, *, reference="trainer", trainer=None, objectiv
 
 @pytest.fixture(scope="module")
 def by_the_trainer(models, tmp_path_factory):
-    """Steps by placement of the KL, with a reference model of the junior's weights."""
+    """Steps by placement of the KL; the trainer's reference model has the junior's weights."""
     made = {}
 
     def step(placement):
@@ -47,7 +47,7 @@ def by_the_trainer(models, tmp_path_factory):
 
 
 def require_same_step(line, expected):
-    """The same KL and gradient as the trainer's own reference gives."""
+    """Fails unless loss, KL and gradient are those that the trainer's own reference gives."""
     assert expected["policy/kl_to_ref"] > 0.1
     assert line.keys() == expected.keys()
     keys = ["loss/total", "policy/kl_to_ref", "policy/grad_norm"]
@@ -59,7 +59,7 @@ def require_same_step(line, expected):
 
 @pytest.mark.parametrize("placement", ["loss", "reward"])
 @pytest.mark.parametrize("recorded", [True, False])
-def test_the_junior_is_the_reference_model_of_its_weights(
+def test_the_junior_gives_the_step_of_a_reference_model_with_its_weights(
     by_the_trainer, models, tmp_path, recorded, placement
 ):
     line = first_step(
@@ -72,7 +72,7 @@ def test_the_junior_is_the_reference_model_of_its_weights(
     require_same_step(line, by_the_trainer(placement))
 
 
-def test_another_rollout_server_is_the_reference_model_of_its_weights(
+def test_another_rollout_server_gives_the_step_of_a_reference_model_with_its_weights(
     by_the_trainer, models, tmp_path
 ):
     alone = {"senior_model": str(models.junior), "junior_model": ""}
@@ -83,7 +83,7 @@ def test_another_rollout_server_is_the_reference_model_of_its_weights(
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7, 0.0])
-def test_what_the_rollout_recorded_of_the_junior_is_what_score_says(models, tmp_path, temperature):
+def test_recorded_log_probs_of_the_junior_are_those_of_score(models, tmp_path, temperature):
     sampling = {"max_tokens": 24, "temperature": temperature}
     with (
         harness.cluster(tmp_path, models) as running,

@@ -1,4 +1,4 @@
-"""Runs one after the other on servers that stay, and servers that restart within a run."""
+"""Runs one after the other on the same servers, and servers that restart during a run."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tandem.transport import Connection
 
 
 def restart(server):
-    """As a supervisor does: the same command at the same address."""
+    """Kills a server and starts its command again at its address, as a supervisor does."""
     server.process.kill()
     server.process.wait()
     port = server.address.rpartition(":")[2]
@@ -41,7 +41,7 @@ def restart(server):
 
 
 def test_every_run_on_running_servers_begins_with_the_base_model(fresh_pair, models, tmp_path):
-    """Its weights, its optimizer and its version: the second run is the first one again."""
+    """The second run repeats the first: it starts from the same weights, moments and version."""
     first = run_on(fresh_pair, models, tmp_path / "first")
     assert run_on(fresh_pair, models, tmp_path / "second") == first
     assert first[0]["version/senior"] == 1
@@ -58,9 +58,9 @@ def test_a_critic_begins_anew_with_its_run(models, tmp_path):
 def test_a_server_that_restarts_ends_a_ppo_run_which_resumes_to_the_same_bits(
     models, tmp_path, role, every
 ):
-    """A restarted server holds its base model, which must not train, or be saved, as the run's own.
+    """A restarted server holds its base model, which the run must neither train nor save.
 
-    The other one still holds updates that no checkpoint has: the run's own, which it does again.
+    The other server still holds unsaved updates of the run, which the resumed run makes again.
     """
     with harness.cluster(tmp_path / "cluster", models, trainer={}, critic={}) as running:
         changes = {
@@ -81,7 +81,9 @@ def test_a_server_that_restarts_ends_a_ppo_run_which_resumes_to_the_same_bits(
         assert resumed == undisturbed
 
 
-def test_a_run_goes_on_from_another_on_servers_that_have_done_more(fresh_pair, models, tmp_path):
+def test_a_run_starts_from_a_checkpoint_of_another_on_servers_that_have_done_more(
+    fresh_pair, models, tmp_path
+):
     whole = run_on(fresh_pair, models, tmp_path / "whole", steps=2, checkpoint={"every": 1})
     run_on(fresh_pair, models, tmp_path / "other")
     start = tmp_path / "whole" / "run" / "checkpoints" / "step_000001"
@@ -93,7 +95,7 @@ def test_a_run_goes_on_from_another_on_servers_that_have_done_more(fresh_pair, m
 
 
 @pytest.mark.parametrize("placement", ["loss", "reward"])
-def test_a_kl_coefficient_that_adapts_goes_on_with_its_bits(
+def test_an_adaptive_kl_coefficient_survives_a_resume_bit_for_bit(
     fresh_pair, models, tmp_path, placement
 ):
     objective = {"kl_coefficient": 0.1, "kl_estimator": "k1", "num_epochs": 2}
@@ -120,7 +122,7 @@ def test_a_kl_coefficient_that_adapts_goes_on_with_its_bits(
         assert following["policy/kl_coefficient"] == pytest.approx(expected, rel=1e-12)
 
 
-def test_evaluations_go_back_and_forth_and_one_that_fails_breaks_nothing(
+def test_checkpoints_can_be_evaluated_in_any_order_and_a_failure_breaks_nothing(
     fresh_pair, models, tmp_path
 ):
     config = harness.run_settings(tmp_path / "eval", models, fresh_pair)
@@ -165,7 +167,7 @@ def test_a_rollout_server_that_restarts_changes_nothing(fresh_pair, models, tmp_
 
         disturbed = run_on(fresh_pair, models, tmp_path / "second", on_step=on_step)
     else:
-        # The stream breaks, the client asks the server that came back, and it is at version 0.
+        # The stream breaks; when the client asks again, the server is back at version 0.
         config = harness.run_settings(tmp_path / "second", models, fresh_pair)
         with RunDirectory.open(config, "train") as run, Session(config) as session:
             pool, generated = session.rollouts, session.rollouts.generate
@@ -212,7 +214,7 @@ def test_a_run_that_failed_goes_on_as_if_it_had_not(fresh_pair, models, tmp_path
     assert run_on(fresh_pair, models, tmp_path / "second", resume=True) == undisturbed
 
 
-# Three of the ten prompts have rewards that differ; the process dies in the call that it is told.
+# Three of the ten prompts have rewards that differ; call number DIE_AT kills the process.
 DYING_REWARD = """
 import itertools, os, signal
 calls = itertools.count(1)
@@ -223,7 +225,7 @@ def reward(prompt, response, **row):
 """
 
 
-def test_a_run_with_dynamic_sampling_that_is_killed_in_it_goes_on_as_if_it_had_not(
+def test_a_run_killed_during_dynamic_sampling_resumes_as_if_it_had_not_been(
     fresh_pair, models, tmp_path
 ):
     judge = tmp_path / "judge.py"
@@ -239,7 +241,7 @@ def test_a_run_with_dynamic_sampling_that_is_killed_in_it_goes_on_as_if_it_had_n
     drawn = [line["batch/groups_drawn"] for line in undisturbed]
     assert [line["batch/groups_dropped"] for line in undisturbed] == [n - 2 for n in drawn]
     assert all(line["reward/overlong_mean"] < 0 for line in undisturbed)
-    # In the second generation batch of step 4; step 3 is in no checkpoint.
+    # The run is killed in the second generation batch of step 4; no checkpoint holds step 3.
     assert undisturbed[3]["batch/num_gen_batches"] > 1
     config = harness.run_settings(tmp_path / "killed", models, fresh_pair, **changes)
     file = tmp_path / "run.yaml"
@@ -256,12 +258,12 @@ def test_a_run_with_dynamic_sampling_that_is_killed_in_it_goes_on_as_if_it_had_n
     assert resumed == undisturbed
     for step in range(1, 6):
         name = f"run/trajectories/step_{step}.jsonl"
-        # A record names the file of its row.
+        # A record names the file of its row, which is in the directory of the run.
         killed = (tmp_path / "killed" / name).read_text().replace("/killed/rows", "/whole/rows")
         assert killed == (tmp_path / "whole" / name).read_text()
 
 
-def test_a_step_that_no_queue_holds_is_drawn_in_several_batches(models, tmp_path):
+def test_a_step_larger_than_the_queue_is_drawn_in_several_batches(models, tmp_path):
     whole = {}
     for name, max_queue in (("small", 4), ("large", 64)):
         rollout = {"max_queue": max_queue}
@@ -305,8 +307,10 @@ CLUSTER_MISTAKES = [
     [(True, *case) for case in MISTAKES]
     + [(False, *case) for case in [*MISTAKES, *CLUSTER_MISTAKES]],
 )
-def test_a_preflight_is_told_by_the_servers(pair, models, tmp_path, running, changes, says):
-    """The same of servers that run and of those that would be started."""
+def test_a_dry_run_names_the_mistakes_that_servers_find(
+    pair, models, tmp_path, running, changes, says
+):
+    """Running servers find them, and so do the binaries of servers that would be started."""
     values = harness.run_settings(tmp_path, models, pair if running else None).model_dump(
         mode="json"
     )

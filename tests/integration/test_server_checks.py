@@ -22,7 +22,7 @@ MODEL_FIELD = {"rollout": "senior_model", "trainer": "model", "critic": "model"}
 
 
 def check(role, model, *arguments):
-    """`--check-config` of a server with this model."""
+    """Runs `--check-config` of a server with `model`."""
     command = [find_binary(f"tandem-{role}-server"), "--check-config", *arguments]
     overrides = [f"{MODEL_FIELD[role]}={model}"]
     if role == "critic":
@@ -58,7 +58,7 @@ def test_a_device_that_this_build_does_not_have_is_refused_at_once(models, role)
     assert "compute.device: this machine or this build has no CUDA device" in refused.stderr
 
 
-def test_the_directory_of_a_model_is_told_as_seen_from_anywhere(models, tmp_path):
+def test_the_server_info_has_the_absolute_path_of_the_model(models, tmp_path):
     (tmp_path / "models").mkdir()
     (tmp_path / "models" / "mine").symlink_to(models.senior)
     command = [find_binary("tandem-rollout-server"), "senior_model=models/../models/mine"]
@@ -66,20 +66,23 @@ def test_the_directory_of_a_model_is_told_as_seen_from_anywhere(models, tmp_path
         [*map(str, command), "server.grpc_port=0", "server.metrics_port=0"],
         cwd=tmp_path, stdout=subprocess.PIPE, text=True,
     ) as server:  # fmt: skip
-        port = json.loads(server.stdout.readline())["grpc_port"]
-        with RolloutClient(f"127.0.0.1:{port}") as client:
-            assert client.info().server.model.path == str(tmp_path / "models" / "mine")
-        server.terminate()
+        try:
+            port = json.loads(server.stdout.readline())["grpc_port"]
+            with RolloutClient(f"127.0.0.1:{port}") as client:
+                assert client.info().server.model.path == str(tmp_path / "models" / "mine")
+        finally:
+            server.terminate()
 
 
 @pytest.mark.parametrize("role", MODEL_FIELD)
-def test_the_help_of_a_server_says_where_its_settings_are_explained(role):
+def test_the_help_of_a_server_names_its_options_and_the_page_of_its_settings(role):
     command = [find_binary(f"tandem-{role}-server"), "--help"]
     said = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
+    assert "--config" in said
     assert "docs/configuration.md" in said
 
 
-def test_another_family_is_named(models, tmp_path):
+def test_a_family_that_is_not_supported_is_refused_by_name(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt2", "n_embd": 768}))
     refused = check("trainer", tmp_path)
     assert refused.returncode == 2
@@ -87,24 +90,24 @@ def test_another_family_is_named(models, tmp_path):
 
 
 def needs(checked, item):
-    """The bytes of an item that `--check-config` printed below the configuration."""
+    """Bytes of an item of the memory requirement that `--check-config` prints."""
     gigabytes = re.search(rf"(?m)^# +([0-9.]+) GB  {item}\b", checked.stdout)[1]
     return float(gigabytes) * 1e9
 
 
 @pytest.mark.parametrize("role", ["trainer", "critic"])
-def test_who_recomputes_for_want_of_memory_is_not_refused(models, role):
+def test_recomputation_makes_room_for_more_tokens_in_a_micro_batch(models, role):
     full = "strategy.recompute_granularity=full"
     probe = 1_000_000
     kept, recomputed = (
         check(role, models.senior, f"batch.micro_batch_tokens={probe}", *how)
         for how in ([], [full])
     )
-    # A model of two layers: one of them is kept for the way back.
+    # Of the two layers, recomputation holds the activations of one.
     assert needs(recomputed, "activations") < 0.9 * needs(kept, "activations")
-    # As many tokens as need more than there is, unless layers are computed again.
-    share = needs(recomputed, "in all") / needs(kept, "in all")
-    tokens = probe * needs(kept, "available") / needs(kept, "in all") / share**0.5
+    # This many tokens need more memory than is available, unless layers are recomputed.
+    ratio = needs(recomputed, "in all") / needs(kept, "in all")
+    tokens = probe * needs(kept, "available") / needs(kept, "in all") / ratio**0.5
     batch = f"batch.micro_batch_tokens={int(tokens)}"
     refused = check(role, models.senior, batch)
     assert refused.returncode == 2
@@ -171,7 +174,7 @@ def test_every_server_tells_the_vocabulary_of_its_model(models, tmp_path):
             assert critic.info().server.model.vocabulary_digest == digest
 
 
-def test_a_trainer_begins_anew_with_the_base_model(fresh_pair):
+def test_loading_the_base_model_gives_a_trainer_its_first_state(fresh_pair):
     step = {"run_id": "r", "step": 0, "request_id": "0", "expected_version": 0}
     sample = [SupervisedSample([5, 6], [7, 8])]
     with harness.trainer_client(fresh_pair) as client:
@@ -188,7 +191,7 @@ def test_a_trainer_begins_anew_with_the_base_model(fresh_pair):
         assert again.report == first.report
 
 
-def test_a_critic_begins_anew_with_the_base_model(models, tmp_path):
+def test_loading_the_base_model_gives_a_critic_its_first_state(models, tmp_path):
     numbers = {"old_values": to_tensor([0.0, 0.0]), "returns": to_tensor([1.0, 0.5])}
     sample = critic_pb2.ValueSample(prompt_token_ids=[5], response_token_ids=[7, 8], **numbers)
     header = critic_pb2.TrainStepHeader(run_id="r", request_id="0", num_samples=1)

@@ -1,7 +1,7 @@
-"""The laws of tandem rollouts, over the real rollout server.
+"""The laws of tandem rollouts, on the real rollout server.
 
-Elsewhere than on the CPU's own kernels (see numerics.py) log-probs agree within a tolerance, and
-tokens until a draw falls between two rows.
+Except with the CPU kernels (see numerics.py), log-probs agree within a tolerance, and tokens up to
+the first draw that falls between two values of the same probability.
 """
 
 from __future__ import annotations
@@ -55,13 +55,13 @@ def junior_alone(models, numerics, tmp_path_factory):
 
 
 def common_prefix(a, b) -> int:
-    """Tokens before the first that differs."""
+    """Number of tokens before the first that differs."""
     both = zip(tokens(a), tokens(b), strict=False)
     return next((i for i, (x, y) in enumerate(both) if x != y), min(len(tokens(a)), len(tokens(b))))
 
 
 def assert_same_samples(numerics, ours, theirs, *, same_authors=True):
-    """The same tokens, authors and log-probs, as far as `numerics` promises."""
+    """Fails unless tokens, authors and log-probs are the same, as far as `numerics` promises."""
     assert len(ours) == len(theirs)
     shared = sum(common_prefix(a, b) for a, b in zip(ours, theirs, strict=True))
     assert shared >= numerics.common_tokens * sum(len(tokens(t)) for t in ours)
@@ -73,7 +73,7 @@ def assert_same_samples(numerics, ours, theirs, *, same_authors=True):
             assert mask(a)[:n] == mask(b)[:n]
         models = ("senior", "junior") if same_authors else ("author",)
         for model in models:
-            # The other model may not have read the last common token yet when they part.
+            # Compares the common prefix alone: behind it the models read different tokens.
             x, y = logprobs(a, model)[:n], logprobs(b, model)[:n]
             np.testing.assert_allclose(x, y, rtol=0, atol=numerics.atol)
 
@@ -141,7 +141,7 @@ def test_law_3_a_sample_does_not_depend_on_the_servers_limits(
         assert_same_samples(numerics, flat(client.generate(batch)), expected)
 
 
-def test_law_3_a_batch_does_not_depend_on_how_it_was_cut_into_messages(rollout):
+def test_law_3_a_batch_does_not_depend_on_its_split_into_messages(rollout):
     batch = prompts(6, TANDEM["word"], num_samples=3, return_other_logprobs=True)
 
     def generate(sizes):
@@ -161,7 +161,7 @@ def test_law_3_a_batch_does_not_depend_on_how_it_was_cut_into_messages(rollout):
 
     at_once = generate([6])
     assert len(at_once) == 18
-    # The order of the events, too: one batch is one scheduling decision.
+    # The order of events is the same, too: a batch is scheduled at once.
     assert generate([1, 2, 3]) == at_once
     assert generate([1] * 6) == at_once
 
@@ -173,7 +173,7 @@ def test_law_4_the_mask_follows_from_tokens_configuration_and_seed(rollout, stra
         "sentence": info.sentence_boundary_token_ids,
         "word": info.word_boundary_token_ids,
     }
-    # Own boundary ids that do occur: the tiny models seldom write the default ones.
+    # Boundary ids that do occur: the tiny models seldom write the default ones.
     own = list(range(2, 90))
     for tandem in (TANDEM[strategy], TANDEM[strategy] | {"boundary_token_ids": own}):
         samples = flat(rollout.generate(prompts(6, tandem, num_samples=4)))
@@ -228,7 +228,7 @@ def test_law_5_asking_for_both_changes_neither_tokens_nor_authors(numerics, roll
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_law_6_every_list_has_one_entry_a_token(rollout, strategy):
+def test_law_6_every_list_has_one_entry_per_token(rollout, strategy):
     cut = {"max_tokens": 9, "temperature": 0.8, "top_k": 20, "top_p": 0.8, "min_p": 0.01}
     for t in flat(
         rollout.generate(prompts(4, TANDEM[strategy], sampling=cut, return_other_logprobs=True))
@@ -257,10 +257,10 @@ def test_recorded_log_probs_are_those_of_transformers(numerics, rollout, models,
 
 
 def test_a_publication_does_not_wait_for_scores(models, tmp_path):
-    """Counted in forward passes: a score waiting its turn would cost all of its own.
+    """Waiting is counted in forward passes: behind one score it would take all of the score's.
 
-    The exact bound, two steps and one slice, is the engine test's; reading the counter over HTTP
-    while the engine runs costs passes here.
+    The exact bound, two steps and one slice, is tested with the engine; here, passes go by while
+    the counter is read over HTTP.
     """
     sequence = rollout_pb2.ScoreSequence(token_ids=[7] * 120, first_scored_token=1)
     request = rollout_pb2.ScoreRequest(senior=True)
@@ -280,8 +280,7 @@ def test_a_publication_does_not_wait_for_scores(models, tmp_path):
         def passes() -> float:
             return harness.gauge(running.rollouts[0], "tandem_forward_passes_total")
 
-        while passes() < 8:
-            rollout.info()
+        harness.wait_until(lambda: passes() >= 8)
         samples = [SupervisedSample([5, 6], [7, 8])] * 3
         trainer.train_step(samples, run_id="r", step=1, expected_version=0, objective={})
         before = passes()

@@ -1,4 +1,4 @@
-"""Laws of training steps, over the real trainer and rollout server."""
+"""Laws of training steps, on the real trainer and rollout server."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_the_first_step_has_ratio_one_and_no_kl(numerics, models, tmp_path):
     ):
         report = step(trainer, policy_samples(rollout, TANDEM["word"]), kl_coefficient=0.1)
     metrics = report.metrics
-    bfloat16 = numerics.dtype == "bfloat16"
+    bfloat16 = numerics.bfloat16
     assert abs(metrics["policy/ppo_kl"]) < (5e-3 if bfloat16 else 1e-6)
     assert metrics["policy/clip_fraction"] == 0
     assert abs(metrics["loss/kl"]) < 1e-8
@@ -80,7 +80,7 @@ def test_recomputed_old_log_probs_make_the_ratio_exactly_one(numerics, models, t
     assert metrics["policy/clip_fraction"] == 0
 
 
-def test_only_junior_tokens_of_weight_zero_skip_the_step(fresh_pair, tmp_path):
+def test_only_junior_tokens_of_weight_zero_skip_the_step(fresh_pair):
     with (
         harness.rollout_client(fresh_pair) as rollout,
         harness.trainer_client(fresh_pair) as trainer,
@@ -94,7 +94,7 @@ def test_only_junior_tokens_of_weight_zero_skip_the_step(fresh_pair, tmp_path):
         assert report.weights.version == before.server.weights.version == 0
         assert after.server.weights.digest == before.server.weights.digest
         assert after.optimizer_steps == before.optimizer_steps == 0
-        # With weight the same batch trains.
+        # With a weight above 0 the same batch trains.
         assert not step(trainer, samples, 2, junior_token_loss_weight=0.5).skipped
         assert trainer.info().server.weights.digest != before.server.weights.digest
 
@@ -190,7 +190,7 @@ def test_a_supervised_step_is_adamw_on_the_cross_entropy(numerics, models, tmp_p
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     torch.optim.AdamW(model.parameters(), lr=learning_rate, weight_decay=0.0).step()
 
-    bfloat16 = numerics.dtype == "bfloat16"
+    bfloat16 = numerics.bfloat16
     assert report.metrics["loss/total"] == pytest.approx(
         loss.item(), abs=0.05 if bfloat16 else 1e-5
     )
@@ -202,8 +202,8 @@ def test_a_supervised_step_is_adamw_on_the_cross_entropy(numerics, models, tmp_p
     for name, parameter in model.named_parameters():
         moved = parameter.detach().numpy() - start[name]
         ours = trained[name] - start[name]
-        # A first Adam step moves every weight by the rate, whatever its gradient: where that is
-        # next to zero its sign is rounding.
+        # The first Adam step moves every weight by the learning rate in the direction of its
+        # gradient, whose sign is rounding where the gradient is almost 0.
         gradient = np.abs(parameter.grad.numpy())
         if bfloat16:
             clear = gradient > 0.05 * np.sqrt(np.mean(gradient**2))
@@ -305,7 +305,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one(models, tmp_path):
     assert_same_run(whole, parts)
 
 
-def test_ppo_trains_senior_and_critic(numerics, models, tmp_path):
+def test_every_step_of_a_ppo_run_trains_senior_and_critic(numerics, models, tmp_path):
     compute = numerics.settings()
     with harness.cluster(
         tmp_path / "c", models, rollout=compute, trainer=compute, critic=compute
@@ -331,7 +331,7 @@ def test_ppo_trains_senior_and_critic(numerics, models, tmp_path):
 
 
 def test_a_ppo_step_is_repeated_bit_for_bit_after_its_trainer_died(models, tmp_path):
-    """The critic has learnt the step; a new trainer repeats it from before."""
+    """The critic has already learnt the step, which a new trainer repeats."""
     gae = {"advantage_estimator": "gae", "gae_lambda": 0.95, "whiten_advantages": True}
     arguments = {"run_id": "r", "step": 1, "expected_version": 0, "request_id": "once"}
     with harness.cluster(tmp_path / "first", models, trainer={}, critic={}) as running:
@@ -361,7 +361,7 @@ def test_gae_without_a_critic_is_refused(fresh_pair):
         assert caught.value.reason == "NO_CRITIC"
 
 
-def test_one_trainer_feeds_two_rollout_servers(models, tmp_path):
+def test_one_trainer_publishes_the_same_weights_to_two_rollout_servers(models, tmp_path):
     with harness.cluster(tmp_path / "c", models, rollouts=2, trainer={}) as running:
         config = harness.run_settings(tmp_path / "two", models, running)
         run = harness.run_training(config)
@@ -377,7 +377,9 @@ def test_one_trainer_feeds_two_rollout_servers(models, tmp_path):
     assert {r["senior_versions"][0][0] for r in records} == {2}
 
 
-def test_a_checkpoint_is_a_plain_model_directory_and_comes_back(models, tmp_path, fresh_pair):
+def test_a_step_from_a_loaded_checkpoint_repeats_its_loss_and_exports_open_with_transformers(
+    models, tmp_path, fresh_pair
+):
     samples = [SupervisedSample([5, 6, 7], [8, 9])] * 2
     with harness.trainer_client(fresh_pair) as trainer:
         for number in (1, 2):

@@ -16,8 +16,8 @@ from typing import Any
 REPOSITORY = Path(__file__).resolve().parents[2]
 PACKAGE = REPOSITORY / "clients/python"
 
-# The names that scripts use, by module; None means the module's __all__. Settings are described in
-# settings.py.
+# The names that scripts use, by module; None: the module's __all__. Settings are not among them:
+# settings.py describes them.
 SECTIONS: dict[str, tuple[str, ...] | None] = {
     "tandem": None,
     "tandem.errors": (
@@ -58,7 +58,7 @@ Generated from the docstrings of `clients/python/tandem` by `make format`; chang
 
 
 def api_page() -> str:
-    """docs/api.md, before it is wrapped."""
+    """The text of docs/api.md, before its lines are wrapped."""
     if str(PACKAGE) not in sys.path:
         sys.path.insert(0, str(PACKAGE))
     return "\n".join([_HEAD, *(_section(module, names) for module, names in SECTIONS.items())])
@@ -96,7 +96,7 @@ def _member(name: str, member: Any) -> str:
 
 
 def _members(kind: type) -> Iterator[tuple[str, Any]]:
-    """Public methods and properties, those of bases of the package too, in their order."""
+    """Public methods and properties of a class and of its bases in the package, in their order."""
     seen: dict[str, Any] = {}
     for base in reversed(kind.__mro__):
         if base.__module__.startswith("tandem.") and not _is_settings(kind):
@@ -119,7 +119,7 @@ def _has_own_constructor(kind: type) -> bool:
 
 
 def _signature(function: Any, *, bound: bool = False) -> str:
-    """Parameters as they are written, with defaults; without self or cls."""
+    """The parameters as they are written, with defaults but without self or cls."""
     signature = inspect.signature(function)
     parameters = list(signature.parameters.values())[1 if bound else 0 :]
     shown, starred = [], False
@@ -140,12 +140,12 @@ def _signature(function: Any, *, bound: bool = False) -> str:
 
 
 def _annotation(annotation: Any) -> str:
-    # Strings: every module of the package imports annotations from __future__.
+    # Annotations are strings: the package imports annotations from __future__.
     return annotation if isinstance(annotation, str) else inspect.formatannotation(annotation)
 
 
 def _default(value: Any) -> str:
-    # A factory of a dataclass has no value to show.
+    # The default factory of a dataclass field has no value to show.
     return "…" if type(value).__name__ == "_HAS_DEFAULT_FACTORY_CLASS" else repr(value)
 
 
@@ -167,5 +167,5 @@ def _text(thing: Any) -> str:
 
 
 def _inline(function: Any) -> str:
-    """A docstring as the text of a list's item."""
+    """A docstring as the text of a list item."""
     return _text(function).rstrip().replace("\n", "\n  ")

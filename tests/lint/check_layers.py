@@ -66,7 +66,7 @@ for _server in ("rollout", "trainer", "critic"):
     LAYERS[_engine] = (_COMMON - {"common/rpc", "common/config"}) | {"services/training"}
     LAYERS[_service] = {_engine, *_TRAINING, *_COMMON, "proto"}
     LAYERS[f"services/{_server}"] = {_engine, _service, *_COMMON, "proto"}
-# A rollout server has ranks, and trains nothing.
+# A rollout server has ranks but does not train.
 LAYERS["services/rollout/engine"] -= {"common/parallel", "common/training", "services/training"}
 
 SOURCE_FOLDERS = ("common", "services")
@@ -74,7 +74,7 @@ SOURCE_SUFFIXES = {".h", ".cc", ".cu", ".cuh"}
 TORCH_HEADER = re.compile(r"^(torch|ATen|c10)/")
 GRPC_HEADER = re.compile(r"^(grpc|grpcpp|grpc\+\+)/|\.grpc\.pb\.h$")
 INCLUDE = re.compile(r'^\s*#\s*include\s*["<]([^">]+)[">]', re.MULTILINE)
-# Written in two parts so that this file passes its own rule.
+# Split in two so that this file passes its own rule.
 MACHINE_PATH = re.compile(r"(?<![\w./])/(?:wor" + r"k|home|root|Users)/[\w.-]+")
 MACHINE_PATH_EXEMPT = ("docker/", "deploy/")
 
@@ -87,25 +87,25 @@ class Finding:
     message: str
 
     def __str__(self) -> str:
-        """Gives `file: message`."""
+        """Returns `file: message`."""
         return f"{self.file}: {self.message}"
 
 
 def layer_of(path: str) -> str | None:
-    """Names the layer that a source file or an include path belongs to; None if to none of ours."""
+    """Names the layer of a source file or an include path; None if it is not of this project."""
     if path.startswith(("tandem/", "google/rpc/")):
         return "proto"
     return max((name for name in LAYERS if path.startswith(name + "/")), key=len, default=None)
 
 
 def is_server_test(path: str) -> bool:
-    """Tells whether the file is a test beside a server."""
+    """Whether the file is a test beside a server."""
     return path.startswith("services/") and path.endswith("_test.cc")
 
 
 @dataclass
 class SourceTree:
-    """The C++ sources below a root, and who includes whom."""
+    """The C++ sources below a root, and their includes."""
 
     root: Path
 
@@ -121,7 +121,7 @@ class SourceTree:
         return result
 
     def own_headers(self, file: str) -> list[str]:
-        """The files of the repository that `file` reaches: itself, then headers."""
+        """`file` and the headers of the repository that it includes, directly or not."""
         reached, pending = [file], [file]
         while pending:
             for header in self.includes.get(pending.pop(), ()):
@@ -131,7 +131,7 @@ class SourceTree:
         return reached
 
     def reached(self, file: str) -> dict[str, str]:
-        """Maps every foreign header that `file` reaches to the file that names it."""
+        """Maps every foreign header that own_headers(file) include to the first file that does."""
         found: dict[str, str] = {}
         for own in self.own_headers(file):
             for header in self.includes.get(own, ()):
@@ -140,7 +140,7 @@ class SourceTree:
         return found
 
     def check_arrows(self) -> list[Finding]:
-        """Rule 1."""
+        """Checks rule 1."""
         findings = []
         for file, headers in self.includes.items():
             layer = layer_of(file)
@@ -158,7 +158,7 @@ class SourceTree:
         return findings
 
     def check_torch_and_grpc(self) -> list[Finding]:
-        """Rules 2 and 3."""
+        """Checks rules 2 and 3."""
         findings = []
         for file in self.includes:
             reached = self.reached(file)
@@ -179,7 +179,7 @@ class SourceTree:
 
 
 def check_machine_paths(root: Path, files: list[str]) -> list[Finding]:
-    """Rule 4, over the given files."""
+    """Checks rule 4 over the given files."""
     findings = []
     for name in files:
         path = root / name

@@ -28,7 +28,7 @@ class ContractError(Exception):
 
 @dataclass(frozen=True)
 class Contract:
-    """One tree of protos with the golden set it is held against."""
+    """A tree of protos, and the golden descriptor set that it is compared with."""
 
     proto_root: Path = PROTO_ROOT
     golden: Path = GOLDEN
@@ -73,7 +73,7 @@ class Contract:
             self._buf("lint", str(image), "--path", "tandem")
 
     def check_compatible(self) -> None:
-        """Raises ContractError if a client built from the golden set could not talk to us."""
+        """Raises ContractError if clients built from the golden set could not talk to servers."""
         if not self.golden.exists():
             raise ContractError(f"{self.golden} is missing: run `make proto-golden`")
         with tempfile.TemporaryDirectory() as scratch:
@@ -82,7 +82,7 @@ class Contract:
             self._buf("breaking", str(image), "--against", str(self.golden))
 
     def check_current(self) -> None:
-        """Raises ContractError if the golden set does not hold exactly the present protos."""
+        """Raises ContractError unless the golden set holds exactly the present protos."""
         with tempfile.TemporaryDirectory() as scratch:
             image = Path(scratch) / "tandem.binpb"
             self.compile(image, source_info=False)

@@ -1,12 +1,11 @@
 """Writes the reference pages that come from the code, or checks that they are current.
 
     reference_docs.py update    writes them
-    reference_docs.py check     fails when one of them is not what would be written
+    reference_docs.py check     fails when a page differs from what would be written
 
-docs/configuration.md holds every field of the three server configurations with the comment that
-the schema gives it; docs/errors.md every reason of common/base/error_reasons.h, and
-clients/python/tandem/remedies.json what to do about it; docs/api.md the docstrings of the Python
-client.
+docs/configuration.md: every field of the three server configurations, with its comment in the
+schema. docs/errors.md: the reasons in common/base/error_reasons.h. tandem/remedies.json of the
+Python client: the remedies there. docs/api.md: the docstrings of the Python client.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ _ZERO = {"bool": "false", "integer": "0", "number": "0"}
 
 @dataclass(frozen=True)
 class Row:
-    """One setting."""
+    """A row of a table: one setting."""
 
     path: str
     type: str
@@ -57,7 +56,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Group:
-    """The settings below one path; "" for those of a server itself."""
+    """The settings below the path `title`, which is "" for those of a server itself."""
 
     title: str
     meaning: str
@@ -133,7 +132,7 @@ class Schema:
 
 
 def configuration_page(schema: Schema) -> str:
-    """docs/configuration.md."""
+    """The text of docs/configuration.md, before its lines are wrapped."""
     lines = [
         "# Configuration of the servers",
         "",
@@ -157,7 +156,7 @@ def configuration_page(schema: Schema) -> str:
         "[ranks.md](ranks.md) explains servers of several processes (`ranks` in a cluster file):"
         " which layout to choose, and the environment variables that they read.",
     ]
-    # Servers that share settings share their table.
+    # One table for the servers that have the same settings.
     tables: dict[tuple[str, tuple[Row, ...]], dict[str, list[str]]] = {}
     for server in SERVERS:
         name = server.lower()
@@ -198,7 +197,7 @@ def reasons(header: str) -> list[Reason]:
 
 
 def errors_page(header: str) -> str:
-    """docs/errors.md."""
+    """The text of docs/errors.md, before its lines are wrapped."""
     lines = [
         "# Reasons of errors",
         "",
@@ -218,18 +217,18 @@ def errors_page(header: str) -> str:
 
 
 def remedies(header: str) -> str:
-    """What the Python client says of a reason: remedies.json."""
+    """The text of remedies.json, the hints that the Python client gives by reason."""
     return json.dumps({r.name: r.remedy for r in reasons(header)}, indent=2) + "\n"
 
 
 def wrapped(page: str) -> str:
-    """The page as `make format` leaves every other page (.mdformat.toml)."""
+    """The page with its lines wrapped by .mdformat.toml, as `make format` does to other pages."""
     settings = tomllib.loads((REPOSITORY / ".mdformat.toml").read_text())
     return mdformat.text(page, options=settings, extensions={"gfm", "tables"})
 
 
 def pages() -> dict[Path, str]:
-    """What each generated page should hold."""
+    """The text that each generated file should hold."""
     return {
         REPOSITORY / "docs/configuration.md": wrapped(configuration_page(Schema.compile())),
         REPOSITORY / "docs/errors.md": wrapped(errors_page(REASONS.read_text())),

@@ -1,12 +1,13 @@
-"""Runs clang-tidy over C++ files, the changed ones first of all, within a time budget.
+"""Runs clang-tidy over the changed C++ files, within a time budget.
 
     run_clang_tidy.py BUILD_DIR [--all] [--jobs N] [--budget SECONDS]
 
-`changed` files are those that differ from the merge base with origin/main (or, when HEAD is that
-base, from HEAD~1), and those that include a changed header. A file that passed is not run again
-until it, a header of ours that it reaches, or .clang-tidy changes (BUILD_DIR/clang-tidy-passed).
-Files that the budget left out are named and do not fail the run; --all has no budget. Nor do files
-that g++ compiles and clang cannot read (vector extensions, captured structured bindings).
+A file counts as changed if it differs from the merge base with origin/main (or, when HEAD is that
+base, from HEAD~1), or includes a header that does. A file that passed is not checked again until
+it, a header of the repository that it includes, or .clang-tidy changes (BUILD_DIR/
+clang-tidy-passed). --all checks all files and has no budget. Neither files that the budget left out
+nor files that g++ compiles and clang cannot read (vector extensions, captured structured bindings)
+fail the run; both are named.
 """
 
 from __future__ import annotations
@@ -25,14 +26,14 @@ from check_layers import REPOSITORY, TORCH_HEADER, SourceTree
 
 
 def git(*arguments: str) -> str:
-    """Gives the output of a git command in the repository, or "" if it fails."""
+    """Returns the output of a git command in the repository, or "" if it fails."""
     command = ["git", *arguments]
     result = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
     return result.stdout.strip() if result.returncode == 0 else ""
 
 
 def changed_files() -> set[str] | None:
-    """Files that differ from the base, untracked ones included; None if there is no base."""
+    """The files that differ from the base, including untracked ones; None if there is no base."""
     head = git("rev-parse", "HEAD")
     base = git("merge-base", "HEAD", "origin/main")
     if not base or (base == head and not git("status", "--porcelain")):
@@ -48,7 +49,7 @@ FINDING = re.compile(r"^\S+: (?:error|warning): (.*) \[([\w.,-]+)\]$", re.MULTIL
 
 
 def is_only_unreadable(output: str) -> bool:
-    """Tells whether every finding is clang's own refusal of code that g++ takes."""
+    """Whether every finding is an error of clang in code that g++ compiles."""
     found = FINDING.findall(output)
     return bool(found) and all(
         check.startswith("clang-diagnostic-error") and "file not found" not in message
@@ -63,7 +64,7 @@ PRECOMPILED = re.compile(r" -(?:fpch-preprocess|Winvalid-pch|include \S+/cmake_p
 def commands_for_clang(build: Path) -> tuple[Path, set[Path]]:
     """Writes the build's compile commands without precompiled headers.
 
-    Gives the folder that they are in, and the files that are compiled.
+    Returns the folder of the written commands, and the files that they compile.
     """
     commands = json.loads((build / "compile_commands.json").read_text())
     for command in commands:
@@ -75,7 +76,7 @@ def commands_for_clang(build: Path) -> tuple[Path, set[Path]]:
 
 
 class Tidy:
-    """clang-tidy with a memory of what passed."""
+    """clang-tidy with a record of the files that passed."""
 
     def __init__(self, build: Path, commands: Path, tree: SourceTree) -> None:
         self._commands = commands
@@ -84,14 +85,14 @@ class Tidy:
         self._memory.mkdir(exist_ok=True)
 
     def key(self, file: str) -> Path:
-        """Names the memory of `file` in its present state."""
+        """The record that `file` passed in its present state."""
         digest = hashlib.sha256()
         for name in [".clang-tidy", *sorted(self._tree.own_headers(file))]:
             digest.update(name.encode() + b"\0" + (REPOSITORY / name).read_bytes())
         return self._memory / digest.hexdigest()
 
     def run(self, file: str) -> str:
-        """Checks one file; gives the findings, "" for none."""
+        """Checks one file; returns the findings, "" for none."""
         command = ["clang-tidy", "-p", str(self._commands), "--quiet"]
         # g++ has its own omp.h, which clang does not find.
         command += ["--extra-arg=-Wno-unknown-warning-option", "--extra-arg=-fno-openmp", file]
@@ -105,7 +106,7 @@ class Tidy:
 
 
 def main() -> int:
-    """Prints findings and what was left out; returns 1 if there is a finding."""
+    """Prints the findings and the files left out; returns 1 if there is a finding."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
@@ -124,7 +125,7 @@ def main() -> int:
     if changed is not None:
         files = [f for f in files if changed.intersection(tree.own_headers(f))]
     pending = [f for f in files if not tidy.key(f).exists()]
-    # Cheap ones first: a file with torch headers takes four times as long.
+    # Cheap files first: one with torch headers takes four times as long.
     pending.sort(key=lambda f: any(TORCH_HEADER.search(h) for h in tree.reached(f)))
 
     start = time.monotonic()

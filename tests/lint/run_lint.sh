@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Every check of style and structure that needs no running code.
-#   tests/lint/run_lint.sh BUILD_DIR changed|all     (clang-tidy on changed files, or on all)
+# Runs every check of style and structure that runs no code of the project.
+#   tests/lint/run_lint.sh BUILD_DIR changed|all     (files for clang-tidy)
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 build=${1:?build directory} scope=${2:-changed}

@@ -1,4 +1,4 @@
-"""Documents and deployment files use the names that the code defines."""
+"""Documents, examples and deployment files use the names that the code defines."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Metric:
 
 
 def server_metrics() -> dict[str, Metric]:
-    """What servers count: the specifications of the golden list."""
+    """The metrics that servers register, from the specifications in metric_names.h."""
     spec = r"MetricSpec \w+\{\s*MetricType::k(\w+),(.*?)\};"
     metrics = {}
     for kind, body in re.findall(spec, METRIC_NAMES, re.S):
@@ -41,7 +41,7 @@ def server_metrics() -> dict[str, Metric]:
 
 
 def report_metrics() -> dict[str, Metric]:
-    """The gauges of the last step's report, named as PrometheusName() does."""
+    """The gauges of a step report, from metric_names.h, named as PrometheusName() names them."""
     reports = re.findall(r'\{"([a-z_0-9]+/[a-z_0-9]+)",\s*"([^"]*)"\}', METRIC_NAMES)
     names = {
         report.removesuffix("/total").replace("/", "_"): meaning for report, meaning in reports
@@ -53,7 +53,7 @@ def report_metrics() -> dict[str, Metric]:
 
 
 def exported_metrics() -> dict[str, Metric]:
-    """Every Prometheus metric of the golden list."""
+    """Every Prometheus metric in metric_names.h."""
     return server_metrics() | report_metrics()
 
 
@@ -74,7 +74,7 @@ def unknown_names(expression: str) -> set[str]:
     }
 
 
-def test_the_table_of_metrics_is_the_code():
+def test_the_table_of_metrics_is_that_of_the_code():
     exported = exported_metrics()
     assert exported["grpc_server_handling_seconds"].type == "histogram"
     assert exported["tandem_kv_tokens"].labels == ("lane",)
@@ -124,13 +124,13 @@ def test_dashboards_divide_only_where_the_divisor_is_positive(dashboard: Path):
 
 
 def own_metrics() -> set[str]:
-    """Metrics that only rollout servers have; what several kinds of server count is never added."""
+    """Metrics that only rollout servers have: they may be summed over all servers."""
     section = METRIC_NAMES.split("// Rollout server.\n")[1].split("\n// ")[0]
     return set(re.findall(r'"(tandem_\w+)"', section))
 
 
 @pytest.mark.parametrize("dashboard", DASHBOARDS, ids=lambda path: path.name)
-def test_dashboards_do_not_add_the_trainer_to_the_critic(dashboard: Path):
+def test_dashboards_sum_metrics_of_several_roles_by_server(dashboard: Path):
     sums = [
         (labels, name)
         for expression in expressions(dashboard)
@@ -143,7 +143,7 @@ def test_dashboards_do_not_add_the_trainer_to_the_critic(dashboard: Path):
 
 
 @pytest.mark.parametrize("dashboard", DASHBOARDS, ids=lambda path: path.name)
-def test_quantiles_leave_out_what_was_not_called(dashboard: Path):
+def test_quantiles_leave_out_methods_without_calls(dashboard: Path):
     quantiles = [e for e in expressions(dashboard) if e.startswith("histogram_quantile")]
     assert quantiles
     for expression in quantiles:
@@ -174,7 +174,7 @@ def test_alerts_use_exported_names_and_are_documented(rule):
 
 
 @pytest.mark.parametrize("rule", alerts(), ids=lambda rule: rule["alert"])
-def test_alerts_compare_with_label_values_that_servers_give(rule):
+def test_alerts_compare_with_label_values_that_servers_export(rule):
     sources = "".join(file.read_text() for file in (REPOSITORY / "services").rglob("*.cc"))
     for label, value in re.findall(r'(\w+)="(\w+)"', rule["expr"]):
         assert label == "job" or f'"{value}"' in METRIC_NAMES + sources, value
@@ -238,7 +238,7 @@ def test_paths_in_the_commands_of_the_readme_exist():
 
 
 def links(document: Path) -> list[str]:
-    """Targets of a document's links that are files of this repository."""
+    """Targets of a document's links that are files of the repository."""
     targets = re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", document.read_text())
     return [target for target in targets if "://" not in target]
 
@@ -263,7 +263,7 @@ def test_the_variables_of_a_rank_are_those_that_servers_read():
     assert sorted(table) == sorted(set(re.findall(r'Variable\("(\w+)"', code)))
 
 
-def test_the_container_files_of_the_ranks_are_yaml_that_gives_every_rank_its_variables():
+def test_the_container_files_in_the_page_of_ranks_give_every_rank_its_variables():
     *_, compose, kubernetes = re.findall(r"^```yaml\n(.*?)^```$", RANKS, re.MULTILINE | re.DOTALL)
     services = yaml.safe_load(compose)["services"]
     ranks = [service["environment"]["RANK"] for service in services.values()]
@@ -294,7 +294,7 @@ def test_the_page_of_kernels_names_every_entry_and_every_kernel():
     assert {*entries, *kernels} - page == set()
 
 
-def test_the_recipes_of_the_architecture_point_at_examples():
+def test_every_recipe_of_the_architecture_names_an_example():
     document = REPOSITORY / "docs/architecture.md"
     _, section = document.read_text().split("\n## Recipes\n")
     _, *recipes = re.split(r"^### ", section, flags=re.M)

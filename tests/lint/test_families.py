@@ -1,4 +1,4 @@
-"""Every model family of the servers is known to all the places that name families."""
+"""Every model family of the servers stands in every file that lists families."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ TABLE = "common/model/families/families.cc"
 FAMILIES = re.findall(
     r'new \w+\("(\w+)",\s*"(\w+)"', (REPOSITORY / TABLE).read_text(encoding="utf-8")
 )
-# Where a family stands beside the table: the text that it has there.
+# The files that list families beside the table, and a pattern of a family's entry there.
 PLACES = {
     "clients/python/tandem/models.py": r"SERVED_FAMILIES = \([^)]*\"{model_type}\"",
     "tests/parity/test_transformers_parity.py": r"Case\(\s*\"[^\"]*\",\s*\"{prefix}\"",

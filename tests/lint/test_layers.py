@@ -1,4 +1,4 @@
-"""The layer rules hold in the repository, and each of them can fail."""
+"""The rules of check_layers.py hold in the repository, and each of them can fail."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from check_layers import (
 
 @pytest.fixture
 def tree(tmp_path: Path):
-    """Returns a function that writes `{path: text}` and gives its SourceTree."""
+    """A function that writes files, given as `{path: text}`, and returns their SourceTree."""
 
     def make(files: dict[str, str]) -> SourceTree:
         for name, text in files.items():

@@ -1,4 +1,4 @@
-"""docs/limits.md says what the code bounds."""
+"""The bounds and error codes in docs/limits.md are those of the code."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from check_layers import REPOSITORY
 DOCUMENT = (REPOSITORY / "docs/limits.md").read_text()
 SETTINGS = (REPOSITORY / "docs/configuration.md").read_text()
 
-# The units of a bound in the table, in bytes or seconds, and those of a constant in the code.
+# Units of a bound in the table, in bytes or seconds, and of a duration in the code.
 _UNITS = {"": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "ms": 1e-3, "s": 1, "h": 3600}
 _DURATIONS = {"Milliseconds": 1e-3, "Seconds": 1, "Minutes": 60, "Hours": 3600}
 
@@ -30,7 +30,7 @@ class Limit:
 def limits() -> list[Limit]:
     """The rows of the table."""
     rows = re.findall(r"^\| (.+?) \| (.+?) \| (.+?) \| (.+?) \|$", DOCUMENT, re.M)
-    return [Limit(*row) for row in rows[2:]]  # behind the names of the columns and the rule
+    return [Limit(*row) for row in rows[2:]]  # without the header and the line below it
 
 
 def documented(bound: str) -> float:
@@ -40,7 +40,7 @@ def documented(bound: str) -> float:
 
 
 def value(expression: str) -> float:
-    """What a C++ constant holds: "4 << 20", "int64_t{1} << 30", "absl::Seconds(20)"."""
+    """The value of a C++ expression: "4 << 20", "int64_t{1} << 30", "absl::Seconds(20)"."""
     text = re.sub(r"\b(?:u?int\d+_t|size_t)\{([^}]*)\}", r"(\1)", expression).replace("'", "")
     for name, seconds in _DURATIONS.items():
         text = re.sub(rf"absl::{name}\(([^)]*)\)", rf"(\1) * {seconds}", text)
@@ -58,12 +58,12 @@ def constant(name: str, file: str) -> float:
 
 
 def default(setting: str) -> float:
-    """The default of a setting, the same wherever it occurs."""
+    """The default of a setting, which is the same in every section."""
     (found,) = set(re.findall(rf"^\| `{re.escape(setting)}` \| \w+ \| `(.+?)` \|", SETTINGS, re.M))
     return float(found)
 
 
-# How the code compares with a limit by name, and what an error's code looks like where it is made.
+# The functions that compare with a limit, and what makes an error of each code.
 _CHECKS = r"\bCheck(?:InRange|AtLeast|Below|Above)\("
 _MAKERS = {
     "INVALID_ARGUMENT": rf"InvalidField|InvalidArgumentError|{_CHECKS}",
@@ -74,7 +74,7 @@ _MAKERS = {
 
 @cache
 def sources() -> list[list[str]]:
-    """The lines of every C++ file that may make an error of a request."""
+    """The lines of every C++ file that may refuse a request."""
     return [
         file.read_text().splitlines()
         for folder in ("common", "services")
@@ -84,7 +84,7 @@ def sources() -> list[list[str]]:
 
 
 def codes(name: str) -> set[str]:
-    """The codes that are made where something is compared with a limit, or just behind."""
+    """The codes of errors made within six lines of a comparison with a limit."""
     found = set()
     for lines in sources():
         if any(name in line for line in lines):
@@ -102,6 +102,7 @@ def test_numbers_are_read():
     assert value("absl::Seconds(20)") == documented("20 s")
     assert value("1'000") == 1000
     assert len(limits()) > 1
+    assert len(refusals()) > 1
 
 
 @pytest.mark.parametrize("limit", limits(), ids=lambda limit: limit.what)
@@ -113,7 +114,7 @@ def test_the_table_of_limits_is_the_code(limit: Limit):
         assert default(setting) == documented(limit.bound)
 
 
-# Where the code is gRPC's, or the comparison is in a class that knows no names.
+# Limits that gRPC checks, or a class that compares under another name.
 _ELSEWHERE = {
     "kMaxReceiveBytes",  # gRPC
     "kMaxStopTokenIds",  # CheckIds
@@ -127,13 +128,17 @@ _ELSEWHERE = {
 }
 
 
-@pytest.mark.parametrize(
-    "limit",
-    [limit for limit in limits() if re.match(r"[A-Z_]{4,}", limit.error)],
-    ids=lambda limit: limit.what,
-)
-def test_the_codes_are_those_of_the_checks(limit: Limit):
-    (name,) = re.match(r"`(?:\w+\.)*(\w+)`", limit.where).groups()
-    documented_code = re.match(r"[A-Z_]+", limit.error).group()
-    if name not in _ELSEWHERE and documented_code in _MAKERS:
-        assert codes(name) == {documented_code}
+def refusals() -> list[tuple[str, str]]:
+    """Names and documented codes of the limits that are compared by name."""
+    found = set()
+    for limit in limits():
+        (name,) = re.match(r"`(?:\w+\.)*(\w+)`", limit.where).groups()
+        code = re.match(r"[A-Z_]*", limit.error).group()
+        if name not in _ELSEWHERE and code in _MAKERS:
+            found.add((name, code))
+    return sorted(found)
+
+
+@pytest.mark.parametrize(("name", "code"), refusals())
+def test_a_refusal_has_the_documented_code(name: str, code: str):
+    assert codes(name) == {code}

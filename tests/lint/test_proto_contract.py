@@ -1,4 +1,4 @@
-"""The contract's checks pass on the repository and fail on every kind of change they exist for."""
+"""The contract's checks pass on the repository, and find every kind of change they are for."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ROLLOUT = "tandem/rollout/v1/rollout.proto"
 
 @pytest.fixture
 def edited(tmp_path: Path):
-    """Returns a function that copies the protos with one edit and gives their Contract."""
+    """A function that copies the protos with one edit and returns their Contract."""
 
     def make(file: str, pattern: str, replacement: str) -> Contract:
         root = tmp_path / "proto"

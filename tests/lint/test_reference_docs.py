@@ -1,4 +1,4 @@
-"""The generated pages hold what the code says, and the code uses what they list."""
+"""The generated pages are current, and the code uses what they list."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def settings():
 
 
 @pytest.mark.parametrize("path", pages(), ids=lambda path: path.name)
-def test_page_is_current(path):
+def test_a_generated_page_is_current(path):
     assert path.read_text() == pages()[path]
 
 

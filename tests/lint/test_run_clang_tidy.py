@@ -1,4 +1,4 @@
-"""What clang-tidy is told, and what its output is taken for."""
+"""The commands given to clang-tidy, and how its output is classified."""
 
 from __future__ import annotations
 

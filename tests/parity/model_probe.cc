@@ -1,16 +1,15 @@
-// Runs a model on token ids and writes what came out, for comparison with `transformers`.
+// Runs a model on token ids and writes its outputs, for comparison with `transformers`.
 //
 //   tandem-model-probe --model DIR --request request.json --output out.safetensors
 //                      [--device cpu|cuda] [--dtype float32|bfloat16] [--kernels auto|aten]
 //
-// Request, or an array of them, each with "name" to put before its outputs:
-//          {"sequences": [[ids...]...], "head": "lm" | "value",
-//           "cached_chunks": [n...],   // given: through the KV cache, in chunks of these sizes
-//           "num_token_ids": n,       // given: the rows behind it are padding
+// A request, or an array of requests, each with a "name" that prefixes its outputs:
+//          {"sequences": [[ids...]...], "head": "lm" | "value", "untie_embeddings": bool,
+//           "cached_chunks": [n...],  // optional: runs with a KV cache, in chunks of these sizes
+//           "num_token_ids": n,       // optional: rows of the embedding from n on are padding
 //           "gradients": bool, "seed": value-head seed, "save": directory to export to}
 // Output, in float32: hidden [T, H]; logits [T, V] or values [T]; with gradients, loss [] and
-// grad.<name>. The loss is the mean cross-entropy of every next token in its sequence, or the mean
-// of v^2.
+// grad.<name>. The loss is the mean cross-entropy of the next tokens, or the mean of v^2.
 #include <ATen/ATen.h>
 #include <c10/core/InferenceMode.h>
 
@@ -51,7 +50,8 @@ at::Tensor Loss(const Model& model, const at::Tensor& hidden, const Sequences& s
                                 at::tensor(labels, at::kLong).to(model.device()));
 }
 
-// All sequences side by side, `chunks` tokens at a time (the list repeats), every row wanted.
+// Returns the hidden states of all tokens, computed with a KV cache. The sequences run side by
+// side, in chunks of the sizes `chunks`, which repeat.
 absl::StatusOr<at::Tensor> CachedHidden(const Model& model, const Sequences& sequences,
                                         const std::vector<int64_t>& chunks) {
   int64_t longest = 0;
@@ -86,7 +86,7 @@ absl::StatusOr<at::Tensor> CachedHidden(const Model& model, const Sequences& seq
     }
   }
   std::vector<at::Tensor> all;
-  for (const auto& parts : hidden) all.insert(all.end(), parts.begin(), parts.end());
+  for (const auto& rows : hidden) all.insert(all.end(), rows.begin(), rows.end());
   return at::cat(all, 0);
 }
 

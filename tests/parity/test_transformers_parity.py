@@ -1,9 +1,8 @@
 """The model library against `transformers` in fp32: logits, values, hidden states, gradients.
 
-Tiny random models of odd shapes, and SmolLM2-135M where it has been imported. The C++ side is
-`tandem-model-probe`, taken from the build directory in TANDEM_BUILD_DIR (default build/release).
-It runs with the CPU's kernels and through ATen, which is what a GPU runs, in fp32 and bf16; or
-only as TANDEM_TEST_DEVICE, TANDEM_TEST_DTYPE and TANDEM_TEST_KERNELS say, where one is set.
+The models are tiny, random and of odd shapes, and SmolLM2-135M where it has been imported. The C++
+side is `tandem-model-probe` of the build directory TANDEM_BUILD_DIR (default build/release), which
+runs in each of numerics.configurations().
 """
 
 from __future__ import annotations
@@ -17,6 +16,7 @@ import subprocess
 import pytest
 import torch
 import transformers
+from numerics import Numerics, configurations
 from safetensors.torch import load_file
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
@@ -24,13 +24,13 @@ BUILD = ROOT / os.environ.get("TANDEM_BUILD_DIR", "build/release")
 PROBE = BUILD / "bin" / "tandem-model-probe"
 SMOLLM2 = ROOT / os.environ.get("TANDEM_SMOLLM2", "models/SmolLM2-135M-Instruct")
 
-# Largest absolute error of logits, values and hidden states; gradients relative to the largest
-# entry of the same gradient.
+# Largest absolute error of logits, values and hidden states; largest error of a gradient relative
+# to its largest entry.
 TINY_TOLERANCE = 2e-5
 GRADIENT_TOLERANCE = 1e-4
 SMOLLM2_TOLERANCE = 3e-4
-# bf16 keeps 8 bits, and every operation rounds: the largest error relative to the largest entry of
-# the reference, and the length of the gradients' error relative to theirs.
+# In bf16, of 8 bits, every operation rounds: largest error relative to the largest entry of the
+# reference, and norm of a gradient's error relative to the gradient's.
 BFLOAT16_TOLERANCE = 0.05
 BFLOAT16_GRADIENT_TOLERANCE = 0.1
 SMOLLM2_BFLOAT16_TOLERANCE = 0.1
@@ -38,41 +38,11 @@ SMOLLM2_BFLOAT16_TOLERANCE = 0.1
 LENGTHS = [1, 23, 7, 70]
 
 
-@dataclasses.dataclass(frozen=True)
-class Setup:
-    """Where the probe runs, in which type, through which kernels."""
-
-    device: str = "cpu"
-    dtype: str = "float32"
-    kernels: str = "auto"
-
-    @property
-    def half(self) -> bool:
-        return self.dtype == "bfloat16"
-
-    @property
-    def exact(self) -> bool:
-        """Whether rows have the same bits however they are batched."""
-        return self == Setup()
-
-    def flags(self) -> list[str]:
-        return [f"--device={self.device}", f"--dtype={self.dtype}", f"--kernels={self.kernels}"]
-
-
-def setups() -> list[Setup]:
-    keys = {"device", "dtype", "kernels"}
-    given = {key: os.environ.get(f"TANDEM_TEST_{key.upper()}") for key in keys}
-    given = {key: value for key, value in given.items() if value}
-    if given:
-        return [Setup(**given)]
-    return [Setup(), Setup(kernels="aten"), Setup(dtype="bfloat16", kernels="aten")]
-
-
-SETUPS = setups()
-# For what does not depend on the type of the computation.
-FLOAT32 = dataclasses.replace(SETUPS[0], dtype="float32")
-EVERY_SETUP = pytest.mark.parametrize(
-    "setup", SETUPS, ids=lambda setup: f"{setup.device}-{setup.dtype}-{setup.kernels}"
+CONFIGURATIONS = configurations()
+# For tests that do not depend on the type of the computation.
+FLOAT32 = dataclasses.replace(CONFIGURATIONS[0], dtype="float32")
+EVERY_CONFIGURATION = pytest.mark.parametrize(
+    "numerics", CONFIGURATIONS, ids=lambda one: "-".join(dataclasses.astuple(one))
 )
 
 
@@ -178,9 +148,9 @@ def probe_all(
     tmp_path: pathlib.Path,
     model_dir: pathlib.Path,
     requests: dict[str, dict],
-    setup: Setup = FLOAT32,
+    numerics: Numerics = FLOAT32,
 ) -> dict:
-    """One run of the probe; the outputs of each request under its name."""
+    """Runs the probe once; returns the outputs of each request under its name."""
     if not PROBE.exists():
         pytest.fail(f"{PROBE} is missing: build first, or set TANDEM_BUILD_DIR")
     named = [{"name": name, **request} for name, request in requests.items()]
@@ -192,11 +162,11 @@ def probe_all(
             f"--model={model_dir}",
             f"--request={tmp_path / 'request.json'}",
             f"--output={output}",
-            *setup.flags(),
+            *(f"--{flag}={value}" for flag, value in dataclasses.asdict(numerics).items()),
         ],
         check=True,
         timeout=300,
-        env={"OMP_WAIT_POLICY": "PASSIVE", **os.environ},  # no spinning beside other tests
+        env={"OMP_WAIT_POLICY": "PASSIVE", **os.environ},  # does not spin beside other tests
     )
     outputs: dict[str, dict] = {name: {} for name in requests}
     for full_name, tensor in load_file(output).items():
@@ -205,8 +175,20 @@ def probe_all(
     return outputs
 
 
+def probe_three_ways(
+    tmp_path: pathlib.Path, request: dict, numerics: Numerics = FLOAT32
+) -> dict[str, dict]:
+    """Outputs of the model in tmp_path/model with gradients, without them, and with a KV cache."""
+    requests = {
+        "trained": {**request, "gradients": True},
+        "inferred": request,
+        "cached": {**request, "cached_chunks": [9, 1, 1, 30]},
+    }
+    return probe_all(tmp_path, tmp_path / "model", requests, numerics)
+
+
 def reference(model: torch.nn.Module, tokens: list[list[int]], head: str) -> dict:
-    """Every sequence by itself, in eager mode: no padding, no packing."""
+    """Outputs of `transformers` for one sequence at a time: no padding, no packing."""
     hidden, outputs = [], []
     for sequence in tokens:
         result = model(torch.tensor([sequence]), output_hidden_states=True, use_cache=False)
@@ -243,28 +225,30 @@ def assert_close_in_bfloat16(actual: dict, expected: dict, tolerance: float) -> 
         assert error <= tolerance, f"{name}: largest error is {error:.3f} of the largest entry"
 
 
-def assert_gradients_close(actual: dict, model: torch.nn.Module, setup: Setup) -> None:
+def assert_gradients_close(actual: dict, model: torch.nn.Module, numerics: Numerics) -> None:
     gradients = {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
     assert {name for name in actual if name.startswith("grad.")} == {
         f"grad.{name}" for name in gradients
     }
     for name, gradient in gradients.items():
-        if setup.half:
+        if numerics.bfloat16:
             if name.endswith("k_proj.bias"):
-                continue  # zero in exact arithmetic: softmax does not see it
+                continue  # zero in exact arithmetic: softmax cancels it
             error = (actual[f"grad.{name}"] - gradient).norm() / gradient.norm()
             assert error <= BFLOAT16_GRADIENT_TOLERANCE, f"gradient of {name}: {error:.3f}"
             continue
         error = max_error(actual[f"grad.{name}"], gradient)
-        # The absolute floor is for gradients that are zero in exact arithmetic (a key's bias).
+        # The absolute term is for gradients that are zero in exact arithmetic (a key's bias).
         limit = GRADIENT_TOLERANCE * gradient.abs().max().item() + 1e-7
         assert error <= limit, f"gradient of {name}: {error:.2e} > {limit:.2e}"
 
 
-@EVERY_SETUP
+@EVERY_CONFIGURATION
 @pytest.mark.parametrize("head", ["lm", "value"])
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_forward_and_gradients(case: Case, head: str, setup: Setup, tmp_path: pathlib.Path) -> None:
+def test_outputs_and_gradients_are_those_of_transformers(
+    case: Case, head: str, numerics: Numerics, tmp_path: pathlib.Path
+) -> None:
     model = build(case, head)
     model.save_pretrained(tmp_path / "model")
     tokens = sequences(model.config.vocab_size)
@@ -272,20 +256,10 @@ def test_forward_and_gradients(case: Case, head: str, setup: Setup, tmp_path: pa
     loss = reference_loss(expected, tokens, head)
     loss.backward()
 
-    request = {"sequences": tokens, "head": head}
-    outputs = probe_all(
-        tmp_path,
-        tmp_path / "model",
-        {
-            "trained": {**request, "gradients": True},
-            "inferred": request,
-            "cached": {**request, "cached_chunks": [9, 1, 1, 30]},
-        },
-        setup,
-    )
+    outputs = probe_three_ways(tmp_path, {"sequences": tokens, "head": head}, numerics)
     trained, inferred, cached = outputs["trained"], outputs["inferred"], outputs["cached"]
-    assert_gradients_close(trained, model, setup)
-    if setup.half:
+    assert_gradients_close(trained, model, numerics)
+    if numerics.bfloat16:
         assert abs(trained["loss"].item() - loss.item()) <= BFLOAT16_TOLERANCE * loss.item()
         for actual in (trained, inferred, cached):
             assert_close_in_bfloat16(actual, expected, BFLOAT16_TOLERANCE)
@@ -293,15 +267,15 @@ def test_forward_and_gradients(case: Case, head: str, setup: Setup, tmp_path: pa
     assert abs(trained["loss"].item() - loss.item()) <= 1e-5
     for actual in (trained, inferred, cached):
         assert_close(actual, expected, TINY_TOLERANCE)
-    if setup.exact:
-        # The kernels of inference, whole and through the KV cache, give the same bits.
+    if numerics.exact:
+        # Inference gives the same bits with and without the KV cache.
         for name, tensor in inferred.items():
             assert torch.equal(cached[name], tensor), name
 
 
 @pytest.mark.parametrize("case", [CASES[0], CASES[-1]], ids=lambda case: case.name)
 def test_padding_rows_have_no_probability(case: Case, tmp_path: pathlib.Path) -> None:
-    """97 rows for 90 token ids: the logits, the loss and the gradients of the 90 alone."""
+    """With 97 rows for 90 token ids, logits, loss and gradients are those of the 90 alone."""
     ids = 90
     model = build(case, "lm")
     with torch.no_grad():  # rows that would take most of the probability
@@ -314,16 +288,7 @@ def test_padding_rows_have_no_probability(case: Case, tmp_path: pathlib.Path) ->
     loss = reference_loss(expected, tokens, "lm")
     loss.backward()
 
-    request = {"sequences": tokens, "num_token_ids": ids}
-    outputs = probe_all(
-        tmp_path,
-        tmp_path / "model",
-        {
-            "trained": {**request, "gradients": True},
-            "inferred": request,
-            "cached": {**request, "cached_chunks": [9, 1, 1, 30]},
-        },
-    )
+    outputs = probe_three_ways(tmp_path, {"sequences": tokens, "num_token_ids": ids})
     assert abs(outputs["trained"]["loss"].item() - loss.item()) <= 1e-5
     assert_gradients_close(outputs["trained"], model, FLOAT32)
     assert not outputs["trained"]["grad." + head_name(case)][ids:].any()
@@ -341,11 +306,11 @@ def head_name(case: Case) -> str:
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_half_precision_files(dtype: str, tmp_path: pathlib.Path) -> None:
+def test_half_precision_files_are_read(dtype: str, tmp_path: pathlib.Path) -> None:
     model = build(CASES[0], "lm").to(getattr(torch, dtype))
     model.save_pretrained(tmp_path / "model")
     tokens = sequences(model.config.vocab_size)
-    # Loaded anew: .to() has rounded the rotary frequencies, which no checkpoint holds.
+    # Loaded again, for .to() rounded the rotary frequencies, which a checkpoint does not hold.
     wide = transformers.AutoModelForCausalLM.from_pretrained(
         tmp_path / "model", dtype=torch.float32
     )
@@ -354,7 +319,7 @@ def test_half_precision_files(dtype: str, tmp_path: pathlib.Path) -> None:
     assert_close(actual, expected, TINY_TOLERANCE)
 
 
-def test_sharded_checkpoint(tmp_path: pathlib.Path) -> None:
+def test_a_model_in_several_files_is_read(tmp_path: pathlib.Path) -> None:
     model = build(CASES[0], "lm")
     model.save_pretrained(tmp_path / "model", max_shard_size="60KB")
     assert (tmp_path / "model" / "model.safetensors.index.json").exists()
@@ -393,8 +358,8 @@ def test_exports_load_in_transformers(case: Case, head: str, tmp_path: pathlib.P
     not (SMOLLM2 / "config.json").exists(),
     reason=f"{SMOLLM2} is not there: `tandem model import` makes it, or set TANDEM_SMOLLM2",
 )
-@EVERY_SETUP
-def test_smollm2(setup: Setup, tmp_path: pathlib.Path) -> None:
+@EVERY_CONFIGURATION
+def test_smollm2(numerics: Numerics, tmp_path: pathlib.Path) -> None:
     model = transformers.AutoModelForCausalLM.from_pretrained(SMOLLM2, dtype=torch.float32).eval()
     tokens = sequences(model.config.vocab_size, [40, 9])
     expected = reference(model, tokens, "lm")
@@ -406,10 +371,10 @@ def test_smollm2(setup: Setup, tmp_path: pathlib.Path) -> None:
             "trained": {"sequences": tokens, "gradients": True},
             "cached": {"sequences": tokens, "cached_chunks": [16, 1, 2]},
         },
-        setup,
+        numerics,
     )
     trained, cached = outputs["trained"], outputs["cached"]
-    if setup.half:
+    if numerics.bfloat16:
         assert_close_in_bfloat16(trained, expected, SMOLLM2_BFLOAT16_TOLERANCE)
         assert_close_in_bfloat16(cached, expected, SMOLLM2_BFLOAT16_TOLERANCE)
         return

@@ -1,4 +1,4 @@
-"""A batch and the servers for it, once for every family."""
+"""The batch and the servers of a comparison, once for every family."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ torch.set_num_threads(1)
 def comparison(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Comparison]:
-    """Models of one family, a batch of them, and Tandem on the same files."""
+    """Models of one family, a batch, and Tandem's servers of these models."""
     directory = tmp_path_factory.mktemp(request.param)
     models = peer_batch.make_models(directory, request.param)
     with tandem_side.serve(models, directory) as tandem:

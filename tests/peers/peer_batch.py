@@ -1,8 +1,8 @@
 """One batch for both sides of a comparison, and how close their losses and gradients must be.
 
-The policy that learns, the older one that wrote the batch and the reference are tiny models of one
-shape with different weights, so that ratios are clipped and the KL is not 0. Both sides start from
-the same files, in float32 on the CPU.
+The policy that learns, the older policy that wrote the batch, and the reference are tiny models of
+one shape with different weights, so that ratios are clipped and the KL is not 0. Both sides start
+from the same files, in float32 on the CPU.
 """
 
 from __future__ import annotations
@@ -16,10 +16,9 @@ from typing import Any
 import torch
 import transformers
 
-# Largest difference of two losses, relative to the larger of 1 and the loss, and of two gradients,
-# the length of the difference of all parameters' relative to the gradient's. A sequence's weight is
-# the exponential of a sum over its tokens, in which rounding adds up on both sides: against TRL in
-# float64 each of them is off by 4 to 5e-6.
+# Largest difference of two losses, relative to max(1, |loss|), and norm of the difference of two
+# gradients, relative to the gradient's norm. The weight of a sequence is the exponential of a sum
+# over its tokens, in which rounding adds up: against TRL in float64, each side is off by 4 to 5e-6.
 LOSS_TOLERANCE = 5e-6
 GRADIENT_TOLERANCE = 5e-6
 GRADIENT_TOLERANCE_OF_SEQUENCES = 2e-5
@@ -37,7 +36,7 @@ FAMILIES = {
 
 @dataclass(frozen=True)
 class Models:
-    """Directories of one family's models; the critic has a value head."""
+    """Directories of one family's models; the critic's has a value head."""
 
     policy: Path
     rollout: Path
@@ -69,7 +68,7 @@ def make_models(directory: Path, family: str) -> Models:
         initializer_range=0.15,
         **changes,
     )
-    models = Models(*(directory / part for part in ("policy", "rollout", "reference", "critic")))
+    models = Models(*(directory / role for role in ("policy", "rollout", "reference", "critic")))
     for path, noise in ((models.policy, 0.0), (models.rollout, 0.05), (models.reference, 0.4)):
         torch.manual_seed(1)
         model = getattr(transformers, f"{name}ForCausalLM")(config)
@@ -84,24 +83,24 @@ def make_models(directory: Path, family: str) -> Models:
     return models
 
 
-def _add_noise(model: torch.nn.Module, share: float, only_vectors: bool = False) -> None:
+def _add_noise(model: torch.nn.Module, scale: float, only_vectors: bool = False) -> None:
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() == 1:
-                parameter.add_(share * torch.randn_like(parameter))
+                parameter.add_(scale * torch.randn_like(parameter))
             elif not only_vectors:
-                parameter.add_(share * parameter.std() * torch.randn_like(parameter))
+                parameter.add_(scale * parameter.std() * torch.randn_like(parameter))
 
 
 @dataclass(frozen=True)
 class Response:
-    """One response.
+    """One response of L tokens.
 
     Attributes:
         group: index of its prompt.
-        authors: 1 where the senior wrote, 0 where the junior did; as long as the response.
-        behaviour: log-probabilities under what it was drawn from, [L].
-        old: log-probabilities under the rollout's weights of the senior, [L].
+        authors: 1 where the senior wrote, 0 where the junior did, [L].
+        behaviour: log-probabilities under the distribution that it was drawn from, [L].
+        old: log-probabilities under the senior's weights when it was drawn, [L].
     """
 
     group: int
@@ -151,9 +150,9 @@ def by_the_senior(batch: Sequence[Response]) -> list[Response]:
 
 
 def _rows(model: torch.nn.Module, batch: Sequence[Response]) -> Iterator[torch.Tensor]:
-    """What the model says before each response token, [L, outputs] for every response."""
+    """The model's outputs before each response token, [L, outputs] for every response."""
     ids = padded([[*response.prompt, *response.tokens] for response in batch], torch.long)
-    outputs = model(ids, use_cache=False).logits  # causal: nothing looks at what is padded behind
+    outputs = model(ids, use_cache=False).logits  # causal: padding on the right has no effect
     for row, response in zip(outputs, batch, strict=True):
         first = len(response.prompt) - 1
         yield row[first : first + len(response.tokens)]
@@ -198,29 +197,29 @@ class Outcome:
 
     @cached_property
     def norm(self) -> float:
-        """Length of the whole gradient."""
+        """Norm of the whole gradient."""
         return norm_of(self.gradients.values())
 
 
 def norm_of(tensors: Iterable[torch.Tensor]) -> float:
-    """Length of all tensors together."""
+    """Norm of all tensors together."""
     return sum(tensor.double().square().sum().item() for tensor in tensors) ** 0.5
 
 
 def outcome_of(loss: torch.Tensor, model: torch.nn.Module) -> Outcome:
-    """Runs the backward pass of a peer's loss."""
+    """Runs the backward pass of a peer's loss; returns the loss and the gradients."""
     model.zero_grad()
     loss.backward()
     return Outcome(loss.item(), gradients_of(model))
 
 
 def gradients_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """By name; a tied head is its embedding's."""
+    """The gradient of every parameter by name; a tied head counts as its embedding."""
     return {name: p.grad.clone() for name, p in model.named_parameters()}
 
 
 def assert_same(ours: Outcome, peer: Outcome, tolerance: float = GRADIENT_TOLERANCE) -> None:
-    """One loss and one gradient, which may differ by `tolerance` of its length."""
+    """Fails unless losses and gradients agree, the gradients within `tolerance` of the norm."""
     assert ours.gradients.keys() == peer.gradients.keys()
     distance = norm_of(ours.gradients[name] - grad for name, grad in peer.gradients.items())
     print(

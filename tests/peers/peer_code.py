@@ -1,4 +1,4 @@
-"""What the code of a peer knows, so that a release that knows more fails a test."""
+"""The choices in a peer's code, so that a release of the peer with new ones fails a test."""
 
 from __future__ import annotations
 

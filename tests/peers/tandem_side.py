@@ -20,7 +20,7 @@ from tandem.settings import ClusterSettings
 from tandem.types.v1 import server_pb2, trajectory_pb2
 from tandem.wire import from_tensor, to_message, to_tensor
 
-# AdamW's first moment of a first step is then the gradient itself, which a checkpoint holds.
+# With beta1 0, AdamW's first moment is the gradient of the step, and a checkpoint holds it.
 BARE_GRADIENT = {"learning_rate": 1e-6, "beta1": 0.0, "max_grad_norm": 0.0}
 
 
@@ -34,7 +34,7 @@ class Tandem:
         self._names = map(str, itertools.count())
 
     def step(self, batch: Sequence[Response], objective: Mapping[str, Any]) -> Outcome:
-        """One policy step of `batch`."""
+        """The outcome of one policy step on `batch`."""
         [metrics] = self._iterations(batch, objective, 1)
         outcome = self._outcome(self._trainer, metrics, "loss/total")
         assert abs(outcome.norm / metrics["policy/grad_norm"] - 1) < 1e-6
@@ -43,7 +43,7 @@ class Tandem:
     def trained(
         self, batch: Sequence[Response], objective: Mapping[str, Any], iterations: int
     ) -> dict[str, torch.Tensor]:
-        """The weights after so many steps on one batch."""
+        """The weights after `iterations` steps on one batch."""
         self._iterations(batch, objective | {"max_staleness": iterations - 1}, iterations)
         path = self._trainer.export_model(str(self._directory / next(self._names)))
         return load_file(Path(path) / "model.safetensors")
@@ -51,7 +51,7 @@ class Tandem:
     def _iterations(
         self, batch: Sequence[Response], objective: Mapping[str, Any], iterations: int
     ) -> list[Mapping[str, float]]:
-        """Reports of the steps; each learns the whole batch, which the first weights wrote."""
+        """Metrics of the steps, each on the whole batch, which the weights before them drew."""
         self.critic.load_base_model()
         weights = self._trainer.load_base_model()
         settings = {"old_logprobs": "provided", **objective}
@@ -75,7 +75,7 @@ class Tandem:
         return metrics
 
     def critic_outcome(self, metrics: Mapping[str, float]) -> Outcome:
-        """What the critic learnt in a step that reported `metrics`."""
+        """The outcome of the critic's update in a step that reported `metrics`."""
         return self._outcome(self.critic, metrics, "critic/loss")
 
     def critic_step(
@@ -85,7 +85,7 @@ class Tandem:
         returns: Sequence[torch.Tensor],
         value_clip: float,
     ) -> Outcome:
-        """One step of the critic on the senior's tokens."""
+        """The outcome of one critic step on the senior's tokens."""
         self.critic.load_base_model()
         header = critic_pb2.TrainStepHeader(
             run_id="peers",
@@ -114,7 +114,7 @@ class Tandem:
         return self.critic_outcome(reply.metrics)
 
     def values(self, batch: Sequence[Response]) -> list[torch.Tensor]:
-        """The critic's values of the response tokens, before it learnt."""
+        """The values of the response tokens by the untrained critic."""
         self.critic.load_base_model()
         replies = self.critic.compute_values(
             SupervisedSample(response.prompt, response.tokens) for response in batch
@@ -137,7 +137,7 @@ class Tandem:
 
 @dataclass(frozen=True)
 class Comparison:
-    """What both sides need: models of one family, and a batch; Tandem serves these models."""
+    """Models of one family, a batch for both sides, and Tandem's servers of the models."""
 
     models: Models
     batch: list[Response]
@@ -166,7 +166,7 @@ def serve(
 def _trajectory(
     response: Response, weights: server_pb2.WeightsVersion
 ) -> trajectory_pb2.Trajectory:
-    """As a rollout server would have recorded it."""
+    """The response as a rollout server would have recorded it."""
     length = len(response.tokens)
     trajectory = trajectory_pb2.Trajectory(
         prompt_token_ids=response.prompt,

@@ -1,8 +1,8 @@
 """Hugging Face TRL's GRPOTrainer and Tandem's trainer: one loss, one gradient, on one batch.
 
-TRL's own `train()` runs. Its `rollout_func` gives the responses of the batch, its `env_mask` the
-tokens that the senior wrote. The first of two iterations is made with the rollout's weights, so
-that the second, which is compared, learns from responses of older weights.
+TRL's own `train()` runs. Its `rollout_func` returns the responses of the batch, its `env_mask`
+marks the tokens that the senior wrote. The first of two iterations is made with the rollout's
+weights, so that the second, which is compared, learns from responses of older weights.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from trl import GRPOConfig, GRPOTrainer
 
 @dataclass(frozen=True)
 class Case:
-    """Settings of TRL, and the objective that is the same.
+    """Settings of TRL, and the objective of Tandem that is the same.
 
     Attributes:
-        senior_only: the senior wrote the whole batch.
-        fresh: the batch is learnt by the weights that wrote it.
+        senior_only: whether the senior wrote the whole batch.
+        fresh: whether the weights that wrote the batch learn from it.
     """
 
     name: str
@@ -44,7 +44,7 @@ class Case:
 
 # TRL adds this to the standard deviation of the rewards.
 TRL_STD = {"std_epsilon": 1e-4}
-# The divisor of the loss.
+# TRL's loss types that differ in the divisor of the loss.
 MEANS: dict[str, dict[str, Any]] = {
     "grpo": {"aggregation": "seq_mean_token_mean"},
     "bnpo": {"aggregation": "token_mean"},
@@ -66,7 +66,7 @@ CORRECTED_KL = {"beta": 0.05, "use_bias_correction_kl": True}
 
 
 def importance_sampling(mode: str, low: float | None, high: float) -> dict[str, Any]:
-    """TRL's correction of what the rollout drew from."""
+    """TRL's settings for the correction of the rollout's log-probs."""
     return {
         "use_vllm": True,
         "vllm_importance_sampling_correction": True,
@@ -77,7 +77,7 @@ def importance_sampling(mode: str, low: float | None, high: float) -> dict[str, 
 
 
 def importance_weight(mode: str, low: float, high: float) -> dict[str, Any]:
-    """The same here."""
+    """The objective of Tandem for the same correction."""
     level, _, kind = mode.partition("_")
     return {
         "importance_sampling_level": level,
@@ -187,9 +187,9 @@ CASES = [
 ]
 
 # Values of TRL's settings that no objective has, with the reason. These combinations are missing,
-# too: a corrected KL, and cispo, with the ratio of a sequence; an entropy bonus, a mean over tokens
-# there, beside a loss that is none;
-# a delta inside the clip range; bnpo in micro-batches, each of which has its own mean there.
+# too: a corrected KL, or cispo, with the ratio of a sequence; an entropy bonus, which TRL averages
+# over tokens, beside a loss that is not; a delta inside the clip range; bnpo in micro-batches, each
+# of which has a mean of its own in TRL.
 NOT_HERE = {
     "loss_type": {
         "sapo": "a soft gate in the place of the clip",
@@ -219,7 +219,7 @@ SETTINGS_NOT_HERE = {
 
 
 class GivenBatch(GRPOTrainer):
-    """TRL's trainer, which tells the losses of its micro-batches."""
+    """TRL's trainer, which records the losses of its micro-batches."""
 
     def __init__(self, **arguments: Any) -> None:
         super().__init__(**arguments)
@@ -232,7 +232,7 @@ class GivenBatch(GRPOTrainer):
 
 
 class Weights(TrainerCallback):
-    """The weights with which every step of `train()` is made; keeps the gradients of the last."""
+    """Sets the weights before every step of `train()`; keeps the gradients of the last step."""
 
     def __init__(self, steps: list[dict[str, torch.Tensor]]) -> None:
         self._steps = steps
@@ -280,11 +280,11 @@ def trl_trainer(
     callbacks: list[TrainerCallback],
     iterations: int,
 ) -> GivenBatch:
-    """A trainer that makes so many steps on the batch; it starts from the reference's weights."""
+    """A trainer that makes `iterations` steps on the batch, from the reference's weights."""
     settings = SETTINGS | case.trl
     use_vllm = settings.pop("use_vllm", False)
     trainer = GivenBatch(
-        # TRL loads its reference model from where this one came from.
+        # TRL loads its reference model from the directory of this model.
         model=models.load("reference"),
         args=GRPOConfig(
             output_dir=str(directory),
@@ -299,14 +299,14 @@ def trl_trainer(
         reward_funcs=lambda **_: [response.reward for response in batch],
         callbacks=callbacks,
     )
-    # The correction is for vLLM alone. The rollout_func plays its part: there is none to update.
+    # TRL corrects for vLLM alone. The rollout_func stands in for it, and needs no weights.
     trainer.use_vllm = use_vllm
     trainer._last_loaded_step = 0
     return trainer
 
 
 def trl_outcome(models: Models, batch: list[Response], case: Case, directory: Path) -> Outcome:
-    """The last step of `train()`."""
+    """The outcome of the last step of `train()`."""
     names = ["policy"] if case.fresh else ["rollout", "policy"]
     weights = Weights([models.load(name).state_dict() for name in names])
     trainer = trl_trainer(models, batch, case, directory, [weights], len(names))
@@ -316,7 +316,7 @@ def trl_outcome(models: Models, batch: list[Response], case: Case, directory: Pa
 
 
 def rollout(prompts: list[str], batch: list[Response]) -> dict[str, list[list[Any]]]:
-    """The batch as TRL asks for it."""
+    """The batch in the form of TRL's `rollout_func`."""
     assert prompts == [str(response.group) for response in batch]
     return {
         "prompt_ids": [response.prompt for response in batch],
@@ -327,7 +327,7 @@ def rollout(prompts: list[str], batch: list[Response]) -> dict[str, list[list[An
 
 
 def tokenizer() -> PreTrainedTokenizerFast:
-    """One word for every id."""
+    """A tokenizer with one word for every id."""
     words = {"<eos>": peer_batch.EOS, "<pad>": peer_batch.PAD}
     words |= {f"w{index}": index for index in range(2, peer_batch.VOCABULARY)}
     return PreTrainedTokenizerFast(
@@ -339,7 +339,9 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_loss_and_gradient(comparison: Comparison, case: Case, tmp_path: Path) -> None:
+def test_loss_and_gradient_are_those_of_trl(
+    comparison: Comparison, case: Case, tmp_path: Path
+) -> None:
     batch = peer_batch.by_the_senior(comparison.batch) if case.senior_only else comparison.batch
     peer = trl_outcome(comparison.models, batch, case, tmp_path)
     old = {"old_logprobs": "recomputed"} if case.fresh else {}
@@ -356,7 +358,7 @@ def test_loss_and_gradient(comparison: Comparison, case: Case, tmp_path: Path) -
 
 
 def test_iterations_end_at_the_same_weights(comparison: Comparison, tmp_path: Path) -> None:
-    """Three of them, with clipped gradients and AdamW, and ratios that leave 1 on the way."""
+    """There are three iterations, with clipped gradients, AdamW, and ratios that move from 1."""
     optimizer = {"learning_rate": 1e-3, "weight_decay": 0.1, "max_grad_norm": 1.0}
     steps = Case("three iterations", GRPO | optimizer | {"lr_scheduler_type": "constant"}, {})
     policy = comparison.models.load("policy")

@@ -1,8 +1,8 @@
 """verl's core_algos and Tandem's trainer and critic: one loss, one gradient, on one batch.
 
-The loss is put together from core_algos as verl's workers do (`ppo_loss`), on log-probabilities of
-`transformers`. Advantages come from all tokens of a response; the mask of the loss is the weight
-that a token has here, so one response, of the junior alone, is masked as a whole.
+The loss is composed of core_algos as in verl's workers (`ppo_loss`), on log-probabilities of
+`transformers`. Advantages come from all tokens of a response; verl's loss mask holds Tandem's
+weights of the tokens, so the one response that the junior alone wrote is masked as a whole.
 """
 
 from __future__ import annotations
@@ -25,12 +25,13 @@ from verl.workers.config.actor import PolicyLossConfig
 
 @dataclass(frozen=True)
 class Case:
-    """Settings of verl, and the objective that is the same.
+    """Settings of verl, and the objective of Tandem that is the same.
 
     Attributes:
         actor: fields of verl's ActorConfig.
         loss_mode: verl's policy loss.
-        estimator: verl's advantage estimator, with what it is called with beside the batch.
+        estimator: verl's advantage estimator.
+        options: the arguments of the estimator besides the batch.
         correction: fields of verl's RolloutCorrectionConfig.
         junior_weight: of a junior-written token in the loss.
     """
@@ -45,7 +46,7 @@ class Case:
     junior_weight: float = 0.0
 
 
-# verl's name of a way to sum, and ours.
+# verl's names of the aggregations, and Tandem's.
 AGGREGATIONS: dict[str, dict[str, Any]] = {
     "token-mean": {"aggregation": "token_mean"},
     "token-sum": {"aggregation": "token_sum"},
@@ -56,7 +57,7 @@ AGGREGATIONS: dict[str, dict[str, Any]] = {
         "norm_constant": MAX_COMPLETION_LENGTH,
     },
 }
-# On by default there.
+# verl clips so by default.
 DUAL_CLIP = {"dual_clip": 3.0}
 KL_ESTIMATORS: dict[str, dict[str, Any]] = {
     "kl": {"kl_estimator": "k1"},
@@ -70,7 +71,7 @@ KL_ESTIMATORS: dict[str, dict[str, Any]] = {
 }
 NO_STD = {"advantage_estimator": "group_relative_no_std"}
 LEAVE_ONE_OUT = {"advantage_estimator": "leave_one_out"}
-# The log-probability itself, with the advantage alone as its coefficient.
+# A loss whose coefficient of the log-probability is the advantage alone.
 REINFORCE = {"loss_kind": "cispo", "old_logprobs": "recomputed"}
 ABOVE = {"importance_sampling_cap": 1.2}
 BOTH = {
@@ -256,15 +257,15 @@ CASES = [
     ),
 ]
 
-# verl's estimators that no objective has, with the reason. Missing, too: several rejections at
-# once; a group of one, whose advantage is its reward there and 0 here; reinforce_plus_plus over the
-# senior alone.
+# verl's estimators that no objective has, with the reason. These are missing, too: several
+# rejections at once; a group of one, whose advantage is its reward in verl and 0 in Tandem;
+# reinforce_plus_plus over the senior's tokens alone.
 ESTIMATORS_NOT_HERE = {
     "remax": "the baseline is a greedy response, which the client would draw; `provided` takes it",
     "opo": "a baseline weighted by length",
     "gdpo": "normalizes each of several rewards",
     "grpo_passk": "the best of a group alone",
-    "gpg": "scales by the share of rewards that are not 0",
+    "gpg": "scales by the fraction of rewards that are not 0",
     "optimal_token_baseline": "a baseline of each token from the gradient's variance",
     "tir_optimal_token_baseline": "the same over turns",
 }
@@ -294,7 +295,7 @@ class Tensors:
 
 
 def tensors_of(model: torch.nn.Module, batch: list[Response], junior_weight: float) -> Tensors:
-    """The reward of a response is that of its last token."""
+    """The batch as verl holds it; a response's last token carries its reward."""
     pairs = peer_batch.logprobs_and_entropies(model, batch)
     return Tensors(
         log_prob=padded([values for values, _ in pairs]),
@@ -310,7 +311,7 @@ def tensors_of(model: torch.nn.Module, batch: list[Response], junior_weight: flo
 
 
 def advantages_of(case: Case, tensors: Tensors, batch: list[Response]) -> torch.Tensor:
-    """By verl's estimator, [S, longest]."""
+    """Advantages by verl's estimator, [S, longest]."""
     estimate = core_algos.get_adv_estimator_fn(case.estimator)
     advantages, _ = estimate(
         token_level_rewards=tensors.rewards,
@@ -324,7 +325,7 @@ def advantages_of(case: Case, tensors: Tensors, batch: list[Response]) -> torch.
 def policy_loss(
     case: Case, tensors: Tensors, advantages: torch.Tensor, reference: torch.Tensor
 ) -> torch.Tensor:
-    """As verl's workers put it together."""
+    """The loss as verl's workers compose it."""
     correction = RolloutCorrectionConfig(**case.correction) if case.correction else None
     bypass = case.loss_mode == "bypass_mode"
     config = ActorConfig(
@@ -365,7 +366,7 @@ def policy_loss(
 
 
 def with_a_junior_response(batch: list[Response]) -> list[Response]:
-    """The junior wrote the whole of one response."""
+    """The batch, with one response that the junior alone wrote."""
     lonely = replace(batch[3], authors=[0] * len(batch[3].tokens))
     return [*batch[:3], lonely, *batch[4:]]
 
@@ -377,7 +378,7 @@ def reference_of(models: Models, batch: list[Response]) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_loss_and_gradient(comparison: Comparison, case: Case) -> None:
+def test_loss_and_gradient_are_those_of_verl(comparison: Comparison, case: Case) -> None:
     batch = with_a_junior_response(comparison.batch)
     model = comparison.models.load("policy")
     tensors = tensors_of(model, batch, case.junior_weight)
@@ -400,14 +401,16 @@ def test_the_reference_is_far_enough_to_cut_k3(comparison: Comparison) -> None:
 
 
 @pytest.mark.parametrize("skip_junior", [False, True], ids=["through", "skipping"])
-def test_a_ppo_step(comparison: Comparison, skip_junior: bool) -> None:
-    """GAE with the critic's values, whitened; what policy and critic learn."""
+def test_policy_and_critic_learn_from_a_ppo_step_as_in_verl(
+    comparison: Comparison, skip_junior: bool
+) -> None:
+    """The advantages are whitened GAE on the critic's values."""
     batch = with_a_junior_response(comparison.batch)
     model, critic = comparison.models.load("policy"), comparison.models.load("critic")
     tensors = tensors_of(model, batch, 0.0)
     steps = tensors.loss_mask if skip_junior else tensors.response_mask
     if skip_junior:
-        # Where verl would lose the reward of a masked last token.
+        # On the last unmasked token: verl would lose the reward of a masked one.
         last = [max((t for t, a in enumerate(r.authors) if a), default=0) for r in batch]
         tensors.rewards = torch.zeros_like(tensors.rewards)
         tensors.rewards[torch.arange(len(batch)), last] = torch.tensor([r.reward for r in batch])
@@ -435,13 +438,13 @@ def test_a_ppo_step(comparison: Comparison, skip_junior: bool) -> None:
     peer_batch.assert_same(learnt, peer_batch.outcome_of(value_loss, critic))
 
 
-def test_the_critics_values(comparison: Comparison) -> None:
+def test_the_values_are_those_of_transformers(comparison: Comparison) -> None:
     expected = peer_batch.values_of(comparison.models.load("critic"), comparison.batch)
     for ours, theirs in zip(comparison.tandem.values(comparison.batch), expected, strict=True):
         torch.testing.assert_close(ours, theirs.detach(), rtol=0, atol=1e-5)
 
 
-def test_a_value_loss_that_is_clipped(comparison: Comparison) -> None:
+def test_a_clipped_value_loss_and_its_gradient_are_those_of_verl(comparison: Comparison) -> None:
     critic = comparison.models.load("critic")
     values = peer_batch.values_of(critic, comparison.batch)
     torch.manual_seed(7)

@@ -1,4 +1,4 @@
-"""The `tandem` command in this process, and what it leaves."""
+"""Runs the `tandem` command in this process, and reads the files that it wrote."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Printed:
 def tandem(*arguments: Any, check: int = 0) -> Printed:
     """Runs the command, which must end with the exit code `check`.
 
-    In this process: that saves a start of Python for every call.
+    It runs in this process, which saves a start of Python for every call.
     """
     out, err = io.StringIO(), io.StringIO()
     with (
@@ -48,7 +48,7 @@ def lines(path: Path) -> list[dict[str, Any]]:
 
 
 def contents(directory: Path) -> dict[str, bytes]:
-    """Every file but the logs, with its bytes."""
+    """The bytes of every file except logs, by path."""
     return {
         str(path.relative_to(directory)): path.read_bytes()
         for path in directory.rglob("*")

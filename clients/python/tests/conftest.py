@@ -17,14 +17,14 @@ def world():
 
 @pytest.fixture
 def address(world, tmp_path):
-    """All fake services on one port."""
+    """The address at which all fake services listen."""
     with fakes.serve(world, str(tmp_path / "model")) as address:
         yield address
 
 
 @pytest.fixture
 def run_file(address, tmp_path):
-    """A run configuration against the fake servers."""
+    """The file of a run on the fake servers."""
     rows = [{"prompt": f"w{i} w{i + 1}", "answer": f"w{i}"} for i in range(2, 22)]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     fakes.write_tokenizer(tmp_path / "model")

@@ -1,4 +1,4 @@
-"""Fake servers in the same process: they speak the contract and train nothing."""
+"""Fake servers in this process: they implement the contract without any model."""
 
 from __future__ import annotations
 
@@ -50,34 +50,34 @@ def weights(version, digest="d"):
 
 
 class FakeWorld:
-    """The state that the servers share, and that a test may set."""
+    """The state that the fake servers share; tests read and set it."""
 
     def __init__(self):
         self.version = 0
         self.published = 0
-        self.failures = []  # google.rpc.Status to answer the next calls with
+        self.failures = []  # google.rpc.Status with which the next calls fail, in order
         self.calls = []  # (method, x-request-id)
         self.steps = {}
         self.headers = []
         self.targets = []  # addresses of the last PublishWeights
         self.saved = {}
         self.keeps = []  # `keep` of every SaveCheckpoint
-        self.served_digest = "d"  # of the rollout servers' weights; the trainer's is "d"
-        self.rollout_weights = weights(0, "")  # of a rollout server's GetServerInfo
+        self.served_digest = "d"  # digest of the rollout servers' weights; the trainer's is "d"
+        self.rollout_weights = weights(0, "")  # those in a rollout server's GetServerInfo
         self.batches = []  # request_ids of every batch that Generate admitted
-        self.open_streams = 0  # Generate calls that did not end
+        self.open_streams = 0  # Generate calls that have not ended
         self.max_model_len = 128
         self.cut_streams = 0  # Generate calls to break off after one sample
-        self.on_open = lambda context: None  # called in a Generate that counts as open
+        self.on_open = lambda context: None  # called by Generate once open_streams counts it
         self.on_batch = lambda: None  # called before a batch of Generate, or a Score, is answered
         self.on_prompt = lambda prompt: None  # called with every prompt of Generate
-        self.watched = []  # reports that WatchSteps streams before it waits
-        self.on_samples = lambda samples: None  # called with those of a TrainStep
-        self.metrics_of = lambda header: {}  # more metrics of a TrainStep's report
+        self.watched = []  # reports that WatchSteps streams
+        self.on_samples = lambda samples: None  # called with the samples of every TrainStep
+        self.metrics_of = lambda header: {}  # further metrics of a TrainStep's report
         self.has_junior = True
         self.junior_version = "j"
-        self.scores = 0  # calls of Score
-        self.score_temperatures = []  # of every Score
+        self.scores = 0  # number of Score calls
+        self.score_temperatures = []  # temperature of every Score
         self.logprob = {"senior": lambda token: -1.0, "junior": lambda token: -2.0}  # in Score
         self.unsaved = False  # whether the trainer holds updates that no checkpoint has
         self.loads = []  # path of every LoadCheckpoint, "" for the base model
@@ -87,7 +87,7 @@ class FakeWorld:
         self.vocabulary_digest = ""
         self.parameters = 1000
         self.eos_token_ids = []
-        self.objective_failure = None  # google.rpc.Status to answer CheckObjective with
+        self.objective_failure = None  # google.rpc.Status with which CheckObjective fails
 
     def describe(self, model):
         model.vocab_size = model.num_token_ids = VOCABULARY
@@ -187,7 +187,7 @@ class FakeRollout(rollout_pb2_grpc.RolloutServiceServicer, weights_pb2_grpc.Weig
 
 
 class FakeTrainer(trainer_pb2_grpc.TrainerServiceServicer):
-    """A policy whose loss is a function of what it was sent, so that runs can be compared."""
+    """A trainer whose loss is a function of the samples, so that runs can be compared."""
 
     def __init__(self, world):
         self.world = world
@@ -275,7 +275,7 @@ class FakeTrainer(trainer_pb2_grpc.TrainerServiceServicer):
     def LoadCheckpoint(self, request, context):
         self.world.loads.append(request.path)
         self.world.version = 0 if request.base_model else self.world.saved[request.path]
-        self.world.steps.clear()  # A checkpoint has its own table; steps are not repeated over it.
+        self.world.steps.clear()  # The ledger is part of a checkpoint; here it starts empty.
         self.world.unsaved = False
         return trainer_pb2.LoadCheckpointResponse(weights=weights(self.world.version))
 
@@ -331,7 +331,7 @@ def sample(prompt, index, version):
 
 
 def token_events(prompt, index):
-    """The tokens of a sample, two at a time."""
+    """Events with the tokens of a sample, two in each."""
     whole = sample(prompt, index, 0)
     for offset in range(0, len(whole.response_token_ids), 2):
         yield rollout_pb2.GenerateResponse(
@@ -346,16 +346,16 @@ def token_events(prompt, index):
 
 
 def wait_until(condition, seconds=60):
-    """Returns when the condition holds; it must come to hold in time."""
+    """Returns when the condition holds; fails if it does not within `seconds`."""
     deadline = time.monotonic() + seconds
     while not condition():
-        assert time.monotonic() < deadline, "it did not happen"
+        assert time.monotonic() < deadline, f"the condition does not hold after {seconds} s"
         time.sleep(0.01)
 
 
 @contextmanager
 def serve(world, model_path=""):
-    """All services on one port; yields its address."""
+    """Serves all services at one address, which it yields."""
     server = grpc.server(futures.ThreadPoolExecutor(8))
     rollout = FakeRollout(world, model_path)
     rollout_pb2_grpc.add_RolloutServiceServicer_to_server(rollout, server)
@@ -373,7 +373,7 @@ def serve(world, model_path=""):
 
 
 def write_tokenizer(directory: Path) -> Path:
-    """A word-level tokenizer of VOCABULARY words: "w0" … and the end of sequence."""
+    """Writes a word-level tokenizer: id 0 is "<eos>", id i is "wi" below VOCABULARY."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
     words = {"<eos>": EOS} | {f"w{i}": i for i in range(1, VOCABULARY)}

@@ -1,4 +1,4 @@
-"""A terminal for tests."""
+"""A terminal whose lines tests can read."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ WIDTHS = (60, 80, 120, 200)
 
 
 class Screen:
-    """A terminal of a width; `lines` is what stands on it, without colours."""
+    """A terminal of a given width, without colours."""
 
     def __init__(self, width: int, *, terminal: bool = True) -> None:
         self.file = io.StringIO()
@@ -24,6 +24,6 @@ class Screen:
 
     @property
     def lines(self) -> list[str]:
-        """The lines that are not empty."""
+        """The lines on the terminal that are not empty."""
         text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", self.file.getvalue())
         return [line.rstrip() for line in re.split(r"[\r\n]+", text) if line.strip()]

@@ -1,4 +1,4 @@
-"""Commands beside those that train, against fake servers."""
+"""Commands other than those that train, against fake servers."""
 
 import fcntl
 import json
@@ -78,7 +78,7 @@ def test_eval_of_a_checkpoint_and_of_the_last_one_of_a_run(world, run_file, tmp_
     assert "has no checkpoint" in tandem("eval", run_file, "--checkpoint", run, check=2).stderr
 
 
-def test_generate_score_health_status(address, run_file, tmp_path):
+def test_generate_score_health_and_status_print_text_and_json(address, run_file, tmp_path):
     model = ["--tokenizer", tmp_path / "model"]
     record = json.loads(
         tandem(
@@ -100,7 +100,7 @@ def test_generate_score_health_status(address, run_file, tmp_path):
     assert critic["problem"] == "not a critic server"
     error = tandem("generate", "x", "--rollout", "127.0.0.1:1", "--json", check=3).stderr
     assert json.loads(error)["code"] == "UNAVAILABLE"
-    # A prompt is no option.
+    # What follows "--" is a prompt, not an option.
     error = tandem("generate", "--rollout", "127.0.0.1:1", "--", "--json", check=3).stderr
     assert error.startswith("tandem: ")
 
@@ -184,12 +184,12 @@ def test_watch_prints_the_steps_of_a_trainer(address, world):
     }
 
 
-def test_version():
+def test_version_prints_that_of_the_package():
     assert tandem("--version").stdout == f"tandem {tandem_version}\n"
 
 
 def test_ctrl_c_while_the_command_is_imported_is_no_traceback():
-    # As if it came in the middle of the longest import.
+    # The signal comes in the middle of the longest import.
     program = """
 import os, runpy, signal, sys
 class Finder:
@@ -232,7 +232,7 @@ def test_commands_find_the_cluster_that_runs(address, run_file, tmp_path, monkey
         ]
         health = json.loads(tandem("health", "--json").stdout)["servers"]
         assert [one["address"] for one in health] == [address, address]
-        # A run without `cluster` finds them, too.
+        # A run without `cluster` finds the servers, too.
         found = yaml.safe_load(tandem("train", unaddressed, "--dry-run").stdout)["servers"]
         assert (found["rollout"], found["trainer"]) == ([address], address)
         other = tmp_path / "state" / "tandem" / "clusters" / "1.json"
@@ -243,7 +243,7 @@ def test_commands_find_the_cluster_that_runs(address, run_file, tmp_path, monkey
             for command in (["generate", "w1", *model], ["train", unaddressed]):
                 said = tandem(*command, check=2).stderr
                 assert f"2 clusters run: /other, {tmp_path}" in said
-        # The process that it belonged to has ended.
+        # The file is no longer locked: its process has ended.
         tandem("generate", "w1", *model)
         assert not other.exists()
     assert (running_clusters.clusters(), notes) == ([], [])

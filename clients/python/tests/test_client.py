@@ -145,7 +145,7 @@ def test_letting_go_of_an_open_stream_cancels_the_call_and_ends_its_thread(world
     before = set(threading.enumerate())
 
     def readers():
-        """The threads with which gRPC serves calls of this process."""
+        """The threads in which gRPC has served calls of this process since `before`."""
         return [t for t in set(threading.enumerate()) - before if t.name.endswith("(_run)")]
 
     with RolloutClient(address) as client:
@@ -158,7 +158,7 @@ def test_letting_go_of_an_open_stream_cancels_the_call_and_ends_its_thread(world
 
 
 def test_a_call_that_ends_as_soon_as_it_is_open_is_seen_to_end(world, address):
-    """A call may be over before the fake asks to be told of its end."""
+    """The call may end before the fake server registers a callback for its end."""
     world.on_open = lambda context: wait_until(lambda: not context.is_active())
     with RolloutClient(address) as client:
         stream = client.open_stream()
@@ -189,7 +189,7 @@ def test_leaving_a_stream_in_the_middle_cancels_the_call(world, address):
     ("client_class", "role"), [(RolloutClient, "rollout"), (TrainerClient, "trainer")]
 )
 def test_an_unknown_service_asks_for_the_kind_of_server(world, address, client_class, role):
-    # A C++ gRPC server answers so to a service that it does not have.
+    # The reply of a C++ gRPC server to a call of a service that it does not have.
     world.failures = [fakes.error_status(12, "")]
     with client_class(address) as client, pytest.raises(NotImplementedByServerError) as caught:
         client.info()
@@ -197,7 +197,7 @@ def test_an_unknown_service_asks_for_the_kind_of_server(world, address, client_c
     assert address in caught.value.hint
 
 
-def test_what_a_server_says_of_a_missing_feature_gets_no_guess(world, address):
+def test_an_unimplemented_feature_has_the_servers_message_and_no_hint(world, address):
     world.failures = [fakes.error_status(12, "handoff evaluation is not there yet")]
     with TrainerClient(address) as client, pytest.raises(NotImplementedByServerError) as caught:
         client.info()
@@ -217,7 +217,7 @@ def test_a_batch_beyond_one_message_travels_in_several_and_is_answered_as_one(
     world, address, monkeypatch
 ):
     monkeypatch.setattr(requests, "_PROMPT_BYTES", 4000)
-    # Three thousand bytes each: ids above 2^21 take four.
+    # 3,000 bytes each: an id from 2^21 on takes four.
     large = [
         Prompt([2**21 + i] * 750, seed=i, sampling={"max_tokens": 3}, request_id=f"p{i}")
         for i in range(3)
@@ -231,7 +231,7 @@ def test_a_batch_beyond_one_message_travels_in_several_and_is_answered_as_one(
     assert world.batches == [["p0", "p1", "p2"]]
 
 
-def test_messages_are_as_large_as_a_server_takes():
+def test_a_message_is_filled_up_to_the_largest_that_a_server_takes():
     small = [Prompt([1] * 5000, request_id=f"{i}") for i in range(1000)]
     sizes = [message.ByteSize() for message in requests.submit(small)]
     assert len(sizes) == 2
@@ -262,7 +262,7 @@ def test_an_objective_that_does_not_fit_the_contract_is_named(value):
         )
 
 
-def test_unreachable_and_unimplemented(address):
+def test_an_unreachable_server_is_told_from_an_unimplemented_method(address):
     with RolloutClient("127.0.0.1:1", retry=QUICK) as client:
         assert client.health() == "UNREACHABLE"
         with pytest.raises(UnavailableError, match="tandem up"):
@@ -273,7 +273,7 @@ def test_unreachable_and_unimplemented(address):
             client.pause()
 
 
-async def test_async_clients_do_the_same(world, address):
+async def test_async_clients_resume_streams_and_retry_calls_as_plain_ones_do(world, address):
     with RolloutClient(address) as client:
         expected = client.generate(prompts())
     world.cut_streams = 1

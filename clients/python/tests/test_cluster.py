@@ -54,7 +54,7 @@ def build_dir(tmp_path):
     return tmp_path / "build"
 
 
-def test_starts_all_servers_and_stops_them(build_dir, tmp_path, monkeypatch):
+def test_a_cluster_starts_all_servers_and_stops_them(build_dir, tmp_path, monkeypatch):
     monkeypatch.setenv("TANDEM__MAX_QUEUE", "7")  # a setting of some other server
     settings = ClusterSettings(
         directory=tmp_path / "logs", rollout=[{}, {}], trainer={"model": "m"}, critic={}
@@ -75,7 +75,7 @@ def test_servers_outlive_the_thread_that_started_them(build_dir, tmp_path):
     thread.start()
     thread.join()
     try:
-        # A signal on the thread's end would come at once.
+        # A signal sent when the thread ends would arrive at once.
         with pytest.raises(subprocess.TimeoutExpired):
             cluster.trainer.process.wait(1)
     finally:
@@ -100,7 +100,7 @@ def test_servers_die_with_the_process_that_started_them(build_dir, tmp_path):
         wait_until(lambda: connection.health() != "SERVING")
 
 
-def test_a_server_that_dies_is_reported_with_its_log(build_dir, tmp_path):
+def test_a_server_that_dies_is_reported_with_the_last_line_of_its_log(build_dir, tmp_path):
     settings = ClusterSettings(directory=tmp_path / "logs", trainer={"model": "broken"})
     with (
         pytest.raises(ServerStartError, match="trainer ended with code 2: no such model"),
@@ -155,7 +155,7 @@ def test_a_server_is_reached_where_it_binds(build_dir, tmp_path):
     ("bound", "reached"),
     [(None, "127.0.0.1"), ("0.0.0.0", "127.0.0.1"), ("::", "[::1]"), ("fe80::1", "[fe80::1]")],
 )
-def test_the_host_to_dial(bound, reached):
+def test_a_server_bound_to_all_interfaces_is_dialled_on_the_loopback_one(bound, reached):
     assert reachable_host(bound) == reached
 
 
@@ -229,7 +229,7 @@ def test_a_directory_that_cannot_be_made_is_named(build_dir, tmp_path):
 
 
 def test_a_full_disk_is_named_at_once(build_dir, tmp_path, monkeypatch):
-    """The log of a server on a full disk never says that it serves."""
+    """The start does not wait for a log that can never report readiness."""
     settings = ClusterSettings(directory=tmp_path / "logs", trainer={"model": "slow"})
     real = Path.write_bytes
 
@@ -246,7 +246,7 @@ def test_a_full_disk_is_named_at_once(build_dir, tmp_path, monkeypatch):
         pass
 
 
-def test_a_rank_that_nobody_calls_is_not_announced(build_dir, tmp_path):
+def test_only_rank_zero_of_a_server_is_announced(build_dir, tmp_path):
     said = []
     settings = ClusterSettings(directory=tmp_path / "logs", trainer={"model": "m", "ranks": 2})
     with LocalCluster(settings, build_dir=build_dir, on_progress=said.append):

@@ -1,4 +1,4 @@
-"""The servers and models of a cluster that are started."""
+"""Which servers and models of a cluster a run starts."""
 
 import pytest
 
@@ -94,7 +94,7 @@ def test_what_a_run_does_not_use_is_not_started(load):
     assert planned(run.cluster, uses_of(run, "sft")).rollout == []
 
 
-def test_the_tokenizer_is_the_senior_s_of_the_cluster(load, tmp_path):
+def test_the_default_tokenizer_is_that_of_the_clusters_senior(load):
     assert str(load().tokenizer) == "/m"
     assert str(load("cluster.model=/other").tokenizer) == "/other"
     assert str(load("tokenizer=/t").tokenizer) == "/t"

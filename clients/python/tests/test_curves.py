@@ -1,4 +1,4 @@
-"""`tandem plot`: the numbers of runs as curves."""
+"""`tandem plot`: metrics and evaluations of runs as curves."""
 
 import json
 
@@ -39,7 +39,7 @@ def test_numbers_of_metrics_and_evaluations_are_curves(tmp_path):
     ]
     evals = [{"step": 0, "mode": "solo", "accuracy": 0.25, "pass_at": {"4": 0.75}}]
     run = write_run(tmp_path / "run", metrics, evals)
-    # As while the run goes on.
+    # An unfinished line, as while the run goes on.
     with (run / "metrics.jsonl").open("a") as file:
         file.write('{"step": 4, "reward/me')
     assert read_curves(run) == {
@@ -50,7 +50,7 @@ def test_numbers_of_metrics_and_evaluations_are_curves(tmp_path):
     }
 
 
-def test_what_is_no_run_has_no_step_or_is_damaged_is_named(tmp_path):
+def test_a_directory_without_a_run_or_steps_and_a_damaged_line_are_named(tmp_path):
     with pytest.raises(RunDirectoryError, match="holds no run"):
         read_curves(tmp_path)
     with pytest.raises(RunDirectoryError, match="no step is done yet"):

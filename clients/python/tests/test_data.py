@@ -1,4 +1,4 @@
-"""Rows and prompts."""
+"""Rows of data sets, and the prompts made of them."""
 
 import json
 import sys
@@ -26,7 +26,7 @@ def jsonl(tmp_path, *rows):
     return DataSettings(jsonl=path)
 
 
-def test_formats_raw_and_chat_prompts(tmp_path, codec):
+def test_a_prompt_is_raw_text_or_written_by_the_chat_template(tmp_path, codec):
     settings = jsonl(tmp_path, {"prompt": "w2 w3", "answer": "w4"})
     raw = settings.model_copy(update={"format": "w9 {prompt}"})
     assert load_dataset(raw, codec).examples[0].token_ids == [9, 2, 3]
@@ -41,7 +41,7 @@ def test_a_system_message_also_reaches_conversations(tmp_path, codec):
     rows = jsonl(tmp_path, {"messages": [turn]}, {"messages": [own, turn]}, {"prompt": "w8"})
     asked = rows.model_copy(update={"system": "w9", "template": "chat"})
     examples = load_dataset(asked, codec).examples
-    # A conversation that begins with its own keeps it.
+    # A conversation that begins with a system message keeps that one.
     assert [one.token_ids for one in examples] == [[9, 8, 63], [5, 8, 63], [9, 8, 63]]
     assert examples[0].row == {"messages": [turn]}
     with pytest.raises(ConfigError, match=r"^data\.system: .*:3: data\.template: raw has"):
@@ -62,7 +62,7 @@ def test_several_bad_rows_are_named_at_once(tmp_path, codec):
         load_dataset(DataSettings(jsonl=file), codec)
     places = [problem.message.split(": ")[1] for problem in caught.value.problems]
     assert places == [f"{file}:{line}" for line in (2, 3, 4, 5)]
-    # Not all of a file that is none.
+    # Of a file without any row, only the first ten.
     file.write_text("no\n" * 1000)
     with pytest.raises(ProblemsError) as caught:
         load_dataset(DataSettings(jsonl=file), codec)
@@ -149,7 +149,7 @@ def test_batches_are_a_function_of_their_place(tmp_path, codec):
     rows = jsonl(tmp_path, *({"prompt": f"w{i}"} for i in range(1, 11)))
     one, two = (load_dataset(rows, codec, seed=4) for _ in range(2))
     assert [e.text for e in one.batch(8, 4)] == [e.text for e in two.batch(8, 4)]
-    # However they are cut.
+    # The rows do not depend on how they are cut into batches.
     assert one.batch(8, 4) == one.batch(8, 1) + one.batch(9, 3)
     epoch = [e.text for first in (0, 5) for e in one.batch(first, 5)]
     assert sorted(epoch) == sorted(f"w{i}" for i in range(1, 11))
@@ -158,7 +158,7 @@ def test_batches_are_a_function_of_their_place(tmp_path, codec):
     assert len(one.without({"w3", "w4"})) == 8
 
 
-def test_unique_rows_and_a_limit(tmp_path, codec):
+def test_unique_drops_repeated_prompts_and_limit_keeps_the_first_rows(tmp_path, codec):
     rows = jsonl(tmp_path, *({"prompt": f"w{1 + i % 3}"} for i in range(9)))
     unique = load_dataset(rows.model_copy(update={"unique": True}), codec)
     assert [e.text for e in unique.examples] == ["w1", "w2", "w3"]

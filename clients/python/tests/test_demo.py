@@ -34,7 +34,7 @@ def test_a_demo_ends_with_what_changed(world, run_file, monkeypatch, capsys):
     config = settings.load(RunSettings, run_file, ["eval.modes=[solo, handoff, legibility]"])
     model = ImportedModel(config.tokenizer, "", parameters=1, already_there=True)
     monkeypatch.setattr(demo, "import_model", lambda *_: model)
-    # Another senior after training than before: the junior reads it otherwise.
+    # Training changes the senior: the junior gives its answers other log-probs.
     world.logprob["junior"] = lambda token: -2.0 - world.published
     assert demo.run_demo(config, Output()) == 0
     shown = capsys.readouterr().out
@@ -58,12 +58,12 @@ def test_a_demo_ends_with_what_changed(world, run_file, monkeypatch, capsys):
     assert "Step 4: senior, [junior]\ngroup\treward\tprompt\tresponse\n" in shown
 
 
-def test_a_demo_names_the_command_where_the_path_has_it_not(monkeypatch):
+def test_a_demo_gives_the_path_of_a_command_that_is_not_on_the_path(monkeypatch):
     monkeypatch.setenv("PATH", "/nowhere")
     assert Path(demo.command()).resolve() == Path(sys.executable).with_name("tandem").resolve()
 
 
-def test_a_demo_replaces_a_demo_alone(run_file):
+def test_a_demo_replaces_no_run_but_an_earlier_demo(run_file):
     config = settings.load(RunSettings, run_file)
     for _ in range(2):
         with demo.open_run(config) as run:

@@ -50,7 +50,7 @@ def test_batches_are_bounded_and_change_nothing(world, load):
         whole = evaluate(session)
     assert len(world.batches) == 2
     world.batches.clear()
-    # Two prompts of three samples each fit in eight.
+    # Two prompts of three samples each fit into a queue of eight.
     world.max_queue = 8
     with Session(load(ALL)) as session:
         assert evaluate(session) == whole
@@ -112,14 +112,14 @@ def test_a_handoff_that_never_happened_is_told(load, max_tokens, told):
 
 
 def test_what_follows_the_last_round_does_not_count(load, world, counted, monkeypatch):
-    """Every token is a turn: as many of them count as rounds are allowed."""
+    """Every token is a round here, so the first MAX_ROUNDS tokens count."""
     world.max_model_len = 512
     monkeypatch.setattr(TextCodec, "ids_ending_with", lambda codec, text: range(64))
     config = load("eval.modes=[handoff]", "sampling.max_tokens=200", counted)
     result = evaluated(config)["handoff"]
     lengths = list(map(len, tokens(result)))
     summary = result.summary()
-    # Some end by themselves before that.
+    # Some answers end before that.
     assert 0 < summary["rounds/cut"] == sum(n > MAX_ROUNDS for n in lengths) < len(lengths)
     kept = [ids[:MAX_ROUNDS] for ids in tokens(result)]
     assert summary["rounds/mean"] == pytest.approx(sum(map(len, kept)) / len(kept))
@@ -140,7 +140,7 @@ def test_what_follows_the_last_round_does_not_count(load, world, counted, monkey
         ([1], 1, [1]),
     ],
 )
-def test_the_first_rounds(mask, most, kept):
+def test_the_first_rounds_end_where_the_next_one_begins(mask, most, kept):
     assert first_rounds(bytes(mask), most) == bytes(kept)
     assert rounds(bytes(kept)) <= most
 
@@ -152,7 +152,7 @@ def recorded(one):
 
 @pytest.mark.parametrize(("temperature", "scored"), [(1.0, False), (0.0, False), (0.5, True)])
 def test_legibility_is_a_mean_over_tokens(world, load, temperature, scored):
-    """The senior scores its answers where their log-probs are of another temperature."""
+    """The senior scores its answers if they were sampled at another temperature than 1."""
     world.logprob = {"senior": lambda token: -token / 64, "junior": lambda token: -token / 16}
     config = load("eval.modes=[legibility]", f"eval.temperature={temperature}")
     result = evaluated(config)["legibility"]
@@ -217,8 +217,8 @@ def test_a_server_that_keeps_restarting_while_it_scores_ends_the_evaluation(worl
         evaluated(load("eval.modes=[legibility]"))
 
 
-def test_a_server_without_a_junior_is_named_also_where_nothing_was_announced(world, load):
-    """A run without `eval.every` that evaluates all the same, as the demo does."""
+def test_a_server_without_a_junior_is_named_even_without_a_check_at_the_start(world, load):
+    """The run has no `eval.every`, so nothing checks it, yet it evaluates, as the demo does."""
     world.has_junior = False
     with (
         Session(load("eval.modes=[legibility]", "tandem.enabled=false")) as session,
@@ -228,7 +228,7 @@ def test_a_server_without_a_junior_is_named_also_where_nothing_was_announced(wor
     assert world.batches == []
 
 
-def test_what_failed_to_be_judged_is_told(load, tmp_path):
+def test_an_evaluation_counts_the_rewards_that_failed(load, tmp_path):
     file = tmp_path / "judge.py"
     file.write_text(
         "def reward(prompt, response, **row):\n    return None if 'w1' in response else 1\n"
@@ -254,5 +254,5 @@ def test_the_mean_of_graded_rewards_is_shown(load, tmp_path):
     file.write_text("def reward(prompt, response, **row):\n    return len(response) / 8\n")
     summary = evaluated(load(f"reward.function={file}:reward"))["solo"].summary()
     assert f", mean reward {summary['reward/mean']:.3f}; " in in_words(summary)
-    # Rewards of 0 and 1 have their accuracy alone.
+    # The mean of rewards of 0 and 1 is the accuracy, which is shown alone.
     assert "mean reward" not in in_words(evaluated(load())["solo"].summary())

@@ -22,7 +22,7 @@ def test_numbers_of_lines_and_evaluations_are_scalars(tmp_path):
         events.add(
             {"step": 1, "accuracy": 0.5, "mode": "solo", "pass_at": {"1": 0.5}}, "eval/solo/"
         )
-        # On disk before it is closed.
+        # The events are on disk before the file is closed.
         assert scalars(tmp_path / "tensorboard") == {
             "reward/mean": [(1, 0.25)],
             "tokens/response": [(1, 7.0)],
@@ -31,7 +31,7 @@ def test_numbers_of_lines_and_evaluations_are_scalars(tmp_path):
         }
 
 
-def test_steps_that_are_done_again_stand_there_once(tmp_path):
+def test_a_reader_sees_a_repeated_step_once(tmp_path):
     for first, values in ((1, (0.1, 0.2, 0.3)), (2, (0.4, 0.5, 0.6))):
         with EventFile(tmp_path, first) as events:
             for step, value in enumerate(values, start=first):
@@ -45,7 +45,7 @@ def test_steps_that_a_resumed_run_gives_up_are_taken_out_of_the_files(tmp_path):
         with EventFile(tmp_path, first) as events:
             for step in range(first, 6):
                 events.add({"step": step, "reward/mean": step / 10})
-    # As a crash leaves it.
+    # A crash leaves an unfinished record.
     for file in tmp_path.iterdir():
         with file.open("ab") as file:
             file.write(b"half a record")
@@ -58,7 +58,7 @@ def test_steps_that_a_resumed_run_gives_up_are_taken_out_of_the_files(tmp_path):
     assert kept == {"reward/mean": [(1, 0.1), (2, 0.2), (3, 0.3), (4, 0.9)]}
 
 
-def test_torch_is_not_imported():
+def test_event_files_import_neither_torch_nor_tensorflow():
     code = (
         "import sys, tandem.event_file; sys.exit(bool({'torch', 'tensorflow'} & set(sys.modules)))"
     )

@@ -1,4 +1,4 @@
-"""`tandem export` from the files of a checkpoint, and what is sent to a server."""
+"""`tandem export` of the files of a checkpoint, and by a server."""
 
 import json
 from pathlib import Path
@@ -21,7 +21,7 @@ WEIGHTS = np.array([1.0, -2.5, 1e-3], np.float32)
 
 
 def write_checkpoint(directory, weights=WEIGHTS):
-    """The files of a trainer's checkpoint, with a manifest that is true."""
+    """The files of a trainer's checkpoint, with their manifest."""
     fakes.write_tokenizer(directory)
     save_file({"w": weights}, directory / "model.safetensors", {"format": "pt"})
     config = {"model_type": "llama", "dtype": "float32"}
@@ -94,7 +94,7 @@ def test_a_destination_that_is_not_empty_stays_as_it_is(tmp_path):
     assert (tmp_path / "model" / "config.json").read_bytes() == before
 
 
-def test_what_cannot_be_exported_is_named(tmp_path, run_file):
+def test_what_cannot_be_exported_is_named(tmp_path):
     checkpoint = write_checkpoint(tmp_path / "step_000001")
     out = tmp_path / "out"
     assert (

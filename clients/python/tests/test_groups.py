@@ -1,4 +1,4 @@
-"""The groups that are drawn for a step, and those that are trained on."""
+"""The groups that are drawn for a step, and those that it trains on."""
 
 from types import SimpleNamespace
 
@@ -81,7 +81,7 @@ def test_without_a_filter_a_step_is_one_batch():
 def test_as_many_prompts_as_are_missing_are_drawn_until_the_step_is_full():
     session = drawing()
     drawn = session.draw()
-    # In batches of 3, 2, 2, 1, 1.
+    # The batches have 3, 2, 2, 1 and 1 prompts.
     assert rows(drawn.groups) == [4, 5, 6, 7, 8, 9, 10, 11, 12]
     assert rows(drawn.kept) == [6, 9, 12]
     assert [group.id for group in drawn.kept] == [f"step-7/prompt-{i}" for i in (2, 5, 8)]
@@ -89,7 +89,7 @@ def test_as_many_prompts_as_are_missing_are_drawn_until_the_step_is_full():
     assert session.seeds == [prompt_seed(0, 7, i) for i in range(9)]
 
 
-def test_after_the_last_generation_batch_there_is_what_there_is():
+def test_after_the_last_generation_batch_a_step_may_be_short_of_groups():
     drawn = drawing(most=2).draw()
     assert rows(drawn.groups) == [4, 5, 6, 7, 8]
     assert rows(drawn.kept) == [6]
@@ -102,7 +102,7 @@ def test_a_full_step_draws_no_more():
     assert counts(drawn) == [3, 0, 1]
 
 
-def test_rewards_that_failed_do_not_differ():
+def test_a_failed_reward_makes_no_group_differ():
     given = {4: (None, 1.0), 5: (None, None), 6: (1.0, 0.0)}
     drawn = drawing(given.get, most=1).draw()
     assert rows(drawn.kept) == [6]
@@ -124,7 +124,7 @@ def test_the_mean_of_every_function_is_a_metric_where_there_are_several():
 OVERLONG = {"sampling": {"max_tokens": 10}, "reward": {"overlong_buffer": {"len": 4}}}
 
 
-def test_punishments_are_apart_from_the_rewards_and_are_trained():
+def test_punishments_are_added_to_rewards_and_recorded_apart():
     drawn = Drawing(lambda n: (1.0, None), lambda n: (8, 10), **OVERLONG).draw()
     [group, *_] = drawn.groups
     assert group.rewards == [1.0, None]

@@ -1,4 +1,4 @@
-"""Models and data sets of the Hugging Face Hub, from a cache made here; nothing asks a network."""
+"""Models and data sets of the Hugging Face Hub, from a cache of the test; no network is used."""
 
 import json
 from pathlib import Path
@@ -19,7 +19,7 @@ COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 @pytest.fixture
 def cache(tmp_path, monkeypatch):
-    """An empty cache of the Hub, which is offline."""
+    """An empty cache of the Hub, in offline mode."""
     import datasets
     from huggingface_hub import constants
 
@@ -32,7 +32,7 @@ def cache(tmp_path, monkeypatch):
 
 
 def cached(cache, kind, name):
-    """The folder of a snapshot in the cache, as `hf download` leaves it."""
+    """Makes the folder of a snapshot in the cache, laid out as by `hf download`."""
     repository = cache / f"{kind}s--{name.replace('/', '--')}"
     (repository / "refs").mkdir(parents=True)
     (repository / "refs" / "main").write_text(COMMIT)
@@ -41,7 +41,7 @@ def cached(cache, kind, name):
     return folder
 
 
-def test_a_tokenizer_of_the_hub_is_its_snapshot(cache, tmp_path):
+def test_a_tokenizer_of_the_hub_is_its_snapshot(cache):
     folder = fakes.write_tokenizer(cached(cache, "model", "acme/tiny"))
     values = {"run_dir": "run", "tokenizer": "acme/tiny", "data": {"jsonl": "rows.jsonl"}}
     config = settings.validate(RunSettings, values, "test")

@@ -1,6 +1,7 @@
-"""`tandem init`: the file that it writes can be loaded, and says what the data has."""
+"""`tandem init`: the file that it writes can be loaded and fits the data and the model."""
 
 import json
+from pathlib import Path
 
 import fakes
 import pyarrow
@@ -22,16 +23,16 @@ def folder(tmp_path, monkeypatch):
 
 
 def init(*arguments, file="mine/run.yaml"):
-    """The settings of the file that the command writes."""
+    """Runs the command; returns the settings in the file that it writes."""
     tandem("init", "models/tiny", *arguments, "--output", file)
-    return settings.load(RunSettings, fakes.Path(file))
+    return settings.load(RunSettings, Path(file))
 
 
 def rows(name, *values):
-    fakes.Path(name).write_text("".join(json.dumps(value) + "\n" for value in values))
+    Path(name).write_text("".join(json.dumps(value) + "\n" for value in values))
 
 
-def test_a_file_of_rows_with_answers(folder):
+def test_rows_with_answers_are_judged_by_exact_match(folder):
     rows("rows.jsonl", {"question": "w2 w3", "answer": 5}, {"question": "w4", "answer": 6})
     config = init("rows.jsonl")
     assert config.run_dir == folder / "mine" / "runs" / "mine"
@@ -40,7 +41,7 @@ def test_a_file_of_rows_with_answers(folder):
     assert config.data.columns == {"prompt": "question"}
     assert config.data.template == "chat"
     assert config.reward.function == "exact_match"
-    # Two tokens of the prompt and one of the template, and 256 of the response.
+    # 2 tokens of the prompt, 1 of the template and 256 of the response, rounded up to 64s.
     assert config.cluster.trainer["max_model_len"] == 320
     assert config.sampling.max_tokens == 256
     assert config.cluster.model == config.tokenizer
@@ -84,7 +85,7 @@ def test_columns_and_a_junior_may_be_named(folder):
     assert "--prompt no: the columns are ask, gold" in done.stderr
 
 
-def test_a_generated_task(folder):
+def test_a_generated_task_is_judged_by_itself(folder):
     (folder / "models" / "tiny" / "chat_template.jinja").unlink()
     config = init("reasoning_gym:chain_sum", file="sums.yaml")
     assert config.run_dir == folder / "runs" / "sums"

@@ -1,4 +1,4 @@
-"""The coefficient of the KL, from step to step."""
+"""The adaptive KL coefficient, from step to step."""
 
 import pytest
 
@@ -33,11 +33,11 @@ CONTROL = {"target": 6.0, "horizon": 100}
 @pytest.mark.parametrize(
     ("kl", "off"),
     [
-        # 10 tokens of a response: 0.66 nats each are 6.6, a tenth too many.
+        # 0.66 nats for each of 10 tokens are 6.6 nats a response, a tenth above the target.
         (0.66, 0.1),
         (0.54, -0.1),
         (0.6, 0.0),
-        # No step counts more than a fifth.
+        # The deviation is clipped to a fifth.
         (6.0, 0.2),
         (-1.0, -0.2),
     ],
@@ -47,7 +47,7 @@ def test_the_coefficient_follows_the_kl_of_a_response(kl, off):
     assert found == pytest.approx(0.1 * (1 + off * 8 / 100), rel=1e-12)
 
 
-def test_tokens_that_every_epoch_counts_are_of_one_response():
+def test_tokens_are_counted_once_per_epoch():
     found = next_kl_coefficient(config(CONTROL, num_epochs=2), 0.1, report(0.66, 160), 8)
     assert found == pytest.approx(0.1 * (1 + 0.1 * 8 / 100), rel=1e-12)
 
@@ -57,7 +57,7 @@ def test_samples_that_the_trainer_dropped_are_no_responses():
     assert found == pytest.approx(0.1 * (1 + 0.1 * 4 / 100), rel=1e-12)
 
 
-def test_a_skipped_step_and_a_run_without_control_leave_it():
+def test_a_skipped_step_and_a_run_without_control_keep_the_coefficient():
     assert next_kl_coefficient(config(CONTROL), 0.1, StepReport(skipped=True), 8) == 0.1
     assert next_kl_coefficient(config(), 0.1, report(6.0, 80), 8) == 0.1
     assert next_kl_coefficient(config(kl_coefficient=None), None, report(0.0, 80), 8) is None
@@ -67,6 +67,6 @@ def test_a_run_begins_with_the_setting_and_goes_on_with_what_was_saved():
     saved = SavedState(2, 2, "checkpoints/step_000002", kl_coefficient=0.3)
     assert first_kl_coefficient(config(CONTROL), None) == 0.1
     assert first_kl_coefficient(config(CONTROL), saved) == 0.3
-    # A constant is the setting's, which --change may have changed.
+    # Without control the coefficient is the setting, which --change may have changed.
     assert first_kl_coefficient(config(), saved) == 0.1
     assert first_kl_coefficient(config(kl_coefficient=0), None) is None

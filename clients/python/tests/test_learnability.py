@@ -1,4 +1,4 @@
-"""Runs that cannot learn."""
+"""Settings and rewards that a run cannot learn from are found."""
 
 from pathlib import Path
 

@@ -1,3 +1,5 @@
+"""The training loop's checks of the critic."""
+
 from types import SimpleNamespace
 
 from fakes import weights
@@ -7,7 +9,7 @@ from tandem.trainer.v1 import trainer_pb2
 
 
 def versions_asked_for(*reports):
-    """The error about the critic in a loop that begins with its version 3."""
+    """Critic versions that a loop requires after each report, if it begins with version 3."""
     asked = []
 
     def require_critic(version):
@@ -22,7 +24,7 @@ def versions_asked_for(*reports):
     return asked
 
 
-def test_the_critic_counts_the_steps_that_it_made_itself():
+def test_the_critic_is_expected_to_count_the_steps_that_it_made():
     metrics = {"critic/loss": 0.5}
     made = trainer_pb2.StepReport(metrics=metrics)
     skipped_by_the_trainer = trainer_pb2.StepReport(skipped=True, metrics=metrics)

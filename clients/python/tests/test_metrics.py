@@ -30,7 +30,7 @@ def test_tokens_are_whole_numbers():
     assert json.dumps([line["tokens/prompt"], line["reward/mean"]]) == "[12, 1.0]"
 
 
-def test_what_responses_and_rewards_say():
+def test_metrics_of_responses_and_rewards_are_as_documented():
     groups = [[response(2), response(5, FINISH_REASON_LENGTH)], [response(1), response(4)]]
     assert response_metrics(groups, [[0.5, 0.5], [-1.0, 2.0]]) == {
         "reward/min": -1.0,
@@ -47,5 +47,5 @@ def test_rewards_that_failed_are_counted_and_are_no_rewards():
     groups = [[response(1), response(1)], [response(1)], [response(1), response(1)]]
     found = response_metrics(groups, [[None, 1.0], [None], [1.0, 3.0]])
     assert (found["reward/min"], found["reward/max"], found["reward/failed"]) == (1.0, 3.0, 2)
-    # A single reward has no variance; a group without any is no group.
+    # A single reward has no variance; a group without a reward does not count.
     assert found["reward/frac_zero_std"] == pytest.approx(0.5)

@@ -1,4 +1,4 @@
-"""Facts about model directories."""
+"""Comparing the weights of two model directories, and reading their sizes."""
 
 import json
 
@@ -9,7 +9,7 @@ from safetensors.numpy import save_file
 from tandem.model_files import difference, max_positions
 
 
-def write(directory, tensors, **parts):
+def write(directory, tensors):
     directory.mkdir()
     save_file(tensors, directory / "model.safetensors")
     return directory
@@ -50,7 +50,7 @@ def test_a_difference_is_named(tmp_path, tensors):
     assert said == "a has the shapes [4, 3] and [3, 4]"
     more = write(tmp_path / "more", tensors | {"c": tensors["b"]})
     assert difference(one, more) == f"{more} alone has c"
-    # A tied head may stand in the file or not.
+    # A file may hold a tied head or not.
     assert (
         difference(one, write(tmp_path / "head", tensors | {"lm_head.weight": tensors["a"]}))
         is None

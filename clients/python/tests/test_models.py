@@ -1,4 +1,4 @@
-"""What `tandem model import` refuses."""
+"""The sources and destinations that `tandem model import` refuses."""
 
 import json
 

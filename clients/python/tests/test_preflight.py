@@ -18,7 +18,7 @@ from tandem.session import Session
 from tandem.settings import RunSettings
 from tandem.text import TextCodec
 
-# A stand-in for the servers' --check-config.
+# A stand-in for the servers that knows --check-config alone.
 CHECKER = """#!{python}
 import json, sys, yaml
 config = yaml.safe_load(open(sys.argv[2]))
@@ -48,7 +48,7 @@ def load(run_file):
 
 @pytest.fixture
 def cluster(tmp_path, monkeypatch):
-    """A cluster file, and programs that check it."""
+    """An override that names a cluster file, whose servers are stand-ins that only check it."""
     for role in ("rollout", "trainer", "critic"):
         path = tmp_path / "build" / "bin" / f"tandem-{role}-server"
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -69,6 +69,7 @@ def cluster(tmp_path, monkeypatch):
 
 
 def problems(config, **options):
+    """The message of the error with which a session of these settings is refused."""
     with pytest.raises(ConfigError) as caught, Session(config, **options):
         pass
     return str(caught.value)
@@ -100,7 +101,7 @@ def test_without_a_tokenizer_the_other_problems_are_still_named(load, tmp_path):
     assert "nothing.jsonl: No such file" in said
 
 
-def test_what_is_wrong_is_known_before_a_generation_and_before_the_run_directory(
+def test_problems_are_found_before_a_generation_and_before_the_run_directory(
     run_file, world, tmp_path
 ):
     world.max_samples = 5
@@ -120,7 +121,7 @@ def test_servers_that_are_not_there_are_all_named_and_exit_with_3(run_file):
     assert [problem["code"] for problem in said["problems"]] == ["UNAVAILABLE"] * 2
 
 
-def test_a_dry_run_shows_the_objective_in_force(run_file, world, tmp_path):
+def test_a_dry_run_shows_the_objective_with_the_servers_defaults(run_file, world, tmp_path):
     out = tandem("train", run_file, "--dry-run", "objective.dual_clip=3").stdout
     shown = yaml.safe_load(out)["objective"]
     assert shown["clip_ratio_low"] == 0.2
@@ -205,7 +206,7 @@ def test_a_step_that_the_servers_cannot_take_is_refused(load, world, purpose, ov
 def test_a_kl_that_the_objective_does_not_have_is_refused(load, overrides, says):
     assert says in problems(load(*overrides))
     with Session(load(*overrides), purpose="sft"):
-        pass  # Supervised training has no KL.
+        pass  # Supervised training has no KL, so its settings do not matter.
 
 
 def test_a_reference_that_the_trainer_publishes_to_is_refused(load):
@@ -220,7 +221,7 @@ def test_a_reference_that_does_not_answer_is_named_before_a_cluster_starts(load,
         pass
 
 
-def test_a_reference_with_another_vocabulary_is_refused(load, tmp_path):
+def test_a_reference_with_another_vocabulary_is_refused(load):
     other = fakes.FakeWorld()
     other.vocabulary_digest = "0" * 32
     with fakes.serve(other) as address:
@@ -341,7 +342,7 @@ def test_a_model_of_the_cluster_with_another_tokenizer_is_refused(load, cluster,
     assert f"is not the tokenizer of cluster.trainer.model ({other})" in said
 
 
-def test_one_problem_stays_what_it_is():
+def test_one_problem_keeps_its_type_and_several_are_joined():
     collected = preflight.Problems()
     with collected.collect():
         raise ServerStartError("one")
@@ -353,7 +354,7 @@ def test_one_problem_stays_what_it_is():
         collected.raise_any()
 
 
-def test_a_run_of_one_who_comes_from_grpo_ends_before_it_begins(
+def test_a_run_with_tandem_and_without_a_junior_is_refused_with_the_setting_to_change(
     run_file, load, world, cluster, tmp_path
 ):
     alone = "cluster.rollout.junior_model=''"
@@ -365,7 +366,7 @@ def test_a_run_of_one_who_comes_from_grpo_ends_before_it_begins(
         assert not (tmp_path / "run").exists()
     with Session(load(cluster, alone, "tandem.enabled=false"), dry_run=True):
         pass
-    # No samples are drawn.
+    # Supervised training draws no samples.
     with Session(load(cluster, alone), purpose="sft", dry_run=True):
         pass
     world.has_junior = False
@@ -390,7 +391,7 @@ def test_a_prompt_that_the_servers_of_a_cluster_cannot_hold_is_known_before_they
     assert "the servers' max_model_len allows 39" in problems(load(cluster))
 
 
-def test_responses_that_have_no_room_are_refused_or_told_of(load, world, cluster):
+def test_responses_that_no_prompt_leaves_room_for_are_refused(load, cluster):
     said = problems(load("sampling.max_tokens=127"))
     assert said.startswith(
         "sampling.max_tokens: 127, but the servers' max_model_len of 128 leaves a response to the "
@@ -405,7 +406,7 @@ def test_responses_that_have_no_room_are_refused_or_told_of(load, world, cluster
         pass
 
 
-def test_responses_that_have_less_room_for_some_prompts_are_told_of(load, tmp_path):
+def test_prompts_that_leave_too_little_room_for_a_response_are_counted_in_a_warning(load, tmp_path):
     rows = [{"prompt": "w1 " * count, "answer": "w1"} for count in (1, 2, 10)]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     notes = []
@@ -425,7 +426,7 @@ def test_a_junior_with_another_tokenizer_is_refused(load, cluster, tmp_path):
     for field in ("rollout.junior_model", "trainer.reference_model", "trainer.junior_model"):
         said = problems(load(cluster, f"cluster.{field}={other}"))
         assert f"is not the tokenizer of cluster.{field} ({other})" in said
-    # The same tokenizer, and rows in the embedding that no token uses.
+    # The tokenizer is the same; the embedding has padding rows.
     shutil.copy(tmp_path / "model" / "tokenizer.json", other)
     (other / "config.json").write_text('{"vocab_size": 128}')
     with Session(load(cluster, f"cluster.rollout.junior_model={other}"), dry_run=True):
@@ -452,7 +453,7 @@ def test_running_servers_of_two_models_are_refused(load, world):
     assert "hold different models" in said
     with Session(load("start_from=served")):
         pass
-    # Trained weights do not tell which model they began with.
+    # The digest of trained weights does not tell the model that training began with.
     world.rollout_weights = fakes.weights(3, "other")
     with Session(load()):
         pass
@@ -510,7 +511,7 @@ def test_a_run_starts_the_servers_that_it_uses(load, cluster):
     assert any(note.startswith("servers.rollout is not used") for note in notes)
 
 
-def test_settings_of_the_tandem_that_do_nothing_are_told_of(load, cluster):
+def test_settings_of_tandem_without_an_effect_are_warned_of(load, cluster):
     for where in ([], [cluster]):
         notes = []
         run = load(*where, "tandem.selection_strategy=sentence", "tandem.prob_senior=0.3")
@@ -520,7 +521,7 @@ def test_settings_of_the_tandem_that_do_nothing_are_told_of(load, cluster):
         assert notes.count(warning) == 1
 
 
-def test_an_answer_pattern_that_does_nothing_is_told_of(load, tmp_path):
+def test_an_answer_pattern_without_an_effect_is_warned_of(load, tmp_path):
     (tmp_path / "judge.py").write_text("def reward(prompt, response, **row):\n    return 1\n")
     notes = []
     function = f"reward.function={tmp_path / 'judge.py'}:reward"
@@ -534,7 +535,7 @@ def test_an_answer_pattern_that_does_nothing_is_told_of(load, tmp_path):
     )
 
 
-def test_a_dry_run_shows_what_the_servers_decide(run_file, cluster, tmp_path):
+def test_a_dry_run_shows_the_defaults_of_the_servers(run_file, cluster, tmp_path):
     shown = yaml.safe_load(tandem("train", run_file, "--dry-run", cluster).stdout)
     assert shown["tandem"]["selection_strategy"] == "bernoulli"
     assert shown["tandem"]["prob_senior"] == 0.5

@@ -1,4 +1,4 @@
-"""Where the reference policy's log-probabilities come from."""
+"""The sources of the reference policy's log-probabilities."""
 
 import json
 
@@ -14,15 +14,15 @@ KL = "objective.kl_coefficient=0.1"
 
 @pytest.fixture
 def sent(world, monkeypatch):
-    """The samples of every step."""
+    """The samples that the trainer receives, over all steps."""
     samples = []
     monkeypatch.setattr(world, "on_samples", samples.extend)
     return samples
 
 
 @pytest.fixture
-def judge(world):
-    """A rollout server of its own, whose senior gives a token a log-probability of its own."""
+def judge():
+    """A second rollout server, whose senior gives every token another log-probability."""
     other = fakes.FakeWorld()
     other.logprob["senior"] = lambda token: -token / 64
     with fakes.serve(other) as address:
@@ -30,6 +30,7 @@ def judge(world):
 
 
 def scores(sample):
+    """Log-probabilities of the response by the senior of `judge`."""
     return [-token / 64 for token in sample.trajectory.response_token_ids]
 
 
@@ -62,11 +63,13 @@ def test_the_junior_s_recorded_log_probabilities_are_the_reference(run_file, wor
 
 
 @pytest.mark.parametrize("without", ["return_other_logprobs=false", "tandem.enabled=false"])
-def test_a_junior_that_nobody_recorded_is_asked(run_file, world, sent, without):
+def test_log_probabilities_of_the_junior_that_are_not_recorded_come_from_score(
+    run_file, world, sent, without
+):
     world.logprob["junior"] = lambda token: -token / 64
     tandem("train", run_file, KL, "reference=junior", "steps=1", without, "sampling.temperature=0")
     assert world.scores == 1
-    # Greedy responses have their log-probabilities at temperature 1.
+    # Log-probabilities of greedy responses are those at temperature 1.
     assert world.score_temperatures == [1.0]
     for sample in sent:
         assert from_tensor(sample.reference_logprobs) == pytest.approx(scores(sample))
@@ -85,7 +88,7 @@ def test_the_senior_of_another_server_is_the_reference(run_file, world, sent, ju
     servers = json.loads((tmp_path / "run" / "run.json").read_text())["servers"]
     assert servers["reference_weights"] == {"version": 3, "digest": "base"}
     assert servers["models"]["reference"]["parameters"] == 1000
-    # With other weights it is another reference, also for a run that goes on.
+    # A resumed run notices that the reference has other weights.
     other.served_digest = "other"
     done = tandem(
         *("train", run_file, KL, f"reference='{address}'", "sampling.temperature=0.5", "--resume"),
@@ -108,7 +111,7 @@ def test_a_reference_that_changes_ends_the_run(run_file, world, judge):
     assert len(world.headers) == 1
 
 
-def test_prompts_fit_into_the_reference(run_file, judge):
+def test_a_prompt_that_the_reference_cannot_hold_is_refused(run_file, judge):
     other, address = judge
     other.max_model_len = 2
     done = tandem("train", run_file, KL, f"reference='{address}'", check=2)

@@ -1,4 +1,4 @@
-"""What people see."""
+"""Output on terminals of several widths, and without a terminal."""
 
 import io
 
@@ -100,7 +100,7 @@ STEP = {
 }
 
 
-# The most important columns show at every width, the others where there is room.
+# Columns by width: the most important ones are always shown, the others where there is room.
 HEADERS = {
     60: "step reward loss grad senior generate left",
     80: "step reward loss grad senior generate train publish left",
@@ -197,7 +197,7 @@ def test_responses_are_printed_as_they_grow_and_in_their_order(codec):
     assert screen.lines == ["--- one ---"]
     printer.on_event(tokens(0, 0, [2, 3], [1, 0]))
     assert screen.lines == ["--- one ---", "w2[w3"]
-    # A connection that broke: the same tokens come again.
+    # After a broken connection the same tokens come again.
     printer.on_event(tokens(0, 0, [2, 3, 4], [1, 0, 0]))
     assert screen.lines == ["--- one ---", "w2[w3w4"]
     printer.on_event(finished(1, [8, 9], [1, 1]))
@@ -226,7 +226,7 @@ def test_control_characters_are_shown_and_not_obeyed():
     assert authored_text(["b\n"], [1], keep="").plain == "b\\n"
 
 
-def test_text_stays_as_it_is(capsys):
+def test_markup_in_text_is_printed_as_it_is(capsys):
     Output().note("3 [junior] :key:")
     Output().result({}, "4 [senior] :key:")
     Output(as_json=True).note("5 :key:")

@@ -1,4 +1,4 @@
-"""Rewards: builtins and the user's own functions."""
+"""Rewards: the built-in ones and the user's own functions."""
 
 import asyncio
 import contextlib
@@ -35,7 +35,7 @@ def written(tmp_path, text, **settings):
 
 @pytest.fixture
 def judge():
-    """Judges responses to one example as the settings say."""
+    """A function that judges responses to one example by the given settings."""
     opened = []
 
     def run(settings, *responses, example=EXAMPLE):
@@ -49,7 +49,7 @@ def judge():
 
 @pytest.fixture(autouse=True)
 def path():
-    """Folders of one test's functions are not looked through by the next."""
+    """Restores sys.path, so that a test does not import the functions of another."""
     before = list(sys.path)
     yield
     sys.path[:] = before
@@ -276,7 +276,7 @@ def test_one_of_several_that_cannot_be_loaded_is_named_by_its_place(tmp_path):
         )
 
 
-def test_a_skipped_failure_leaves_a_hole_and_its_story(tmp_path):
+def test_a_skipped_failure_leaves_none_and_its_message(tmp_path):
     text = "def reward(prompt, response, **row):\n    return float(response)\n"
     reward = Reward(written(tmp_path, text, on_error="skip"))
     judged = reward([EXAMPLE, EXAMPLE], [["1", "x"], ["y", "2"]])
@@ -285,17 +285,20 @@ def test_a_skipped_failure_leaves_a_hole_and_its_story(tmp_path):
 
 
 def test_results_stand_in_the_order_of_the_responses(tmp_path, judge):
+    # A call waits for the one after it, so the last response is judged first.
     text = (
-        "import time\n"
+        "import threading\n"
+        "judged = [threading.Event() for _ in range(10)]\njudged[9].set()\n"
         "def reward(prompt, response, **row):\n"
-        "    time.sleep(0.2 / float(response))\n    return float(response)\n"
+        "    number = int(response)\n    assert judged[number + 1].wait(30)\n"
+        "    judged[number].set()\n    return number\n"
     )
     names = [str(i) for i in range(1, 9)]
     assert judge(written(tmp_path, text), *names) == [float(name) for name in names]
 
 
-def test_calls_that_wait_wait_together(tmp_path, judge):
-    # Eight calls meet at the barrier, or it breaks.
+def test_calls_that_wait_run_at_the_same_time(tmp_path, judge):
+    # The barrier breaks unless eight calls meet at it.
     text = (
         "import threading\nbarrier = threading.Barrier(8)\n"
         "def reward(prompt, response, **row):\n    barrier.wait(30)\n    return 1\n"
@@ -313,8 +316,8 @@ def test_one_worker_is_the_calling_thread(tmp_path, judge):
     assert judge(written(tmp_path, text), "a", "b") == [0.0, 0.0]
 
 
-def test_coroutines_are_awaited_together_in_one_loop(tmp_path, judge):
-    # Eight calls meet, and what the first step opened works in the second.
+def test_coroutines_are_awaited_together_in_one_loop(tmp_path):
+    # Eight calls meet; the queue that the first step opened works in the second.
     text = (
         "import asyncio\nqueue, arrived = asyncio.Queue(), []\n"
         "async def reward(prompt, response, **row):\n"
@@ -334,7 +337,7 @@ def test_coroutines_are_awaited_together_in_one_loop(tmp_path, judge):
     reward.close()
 
 
-def test_a_coroutine_that_bears_no_cancelling_does_not_hold_up_the_end(tmp_path, monkeypatch):
+def test_a_coroutine_that_ignores_its_cancellation_does_not_hold_up_the_end(tmp_path, monkeypatch):
     text = (
         "import asyncio\n"
         "async def reward(prompt, response, **row):\n"
@@ -526,7 +529,7 @@ def test_the_demo_counts_an_answer_where_one_is_given(response, answer):
     [(1, 0.0), (16384, 0.0), (16385, -1 / 4096), (18432, -0.5), (20480, -1.0), (20481, -1.0)],
 )
 def test_the_soft_overlong_punishment_is_that_of_the_paper(length, punishment):
-    """L_max = 20480 and L_cache = 4096, as in DAPO's experiments."""
+    """With L_max = 20480 and L_cache = 4096, as in DAPO's experiments."""
     buffer = OverlongBufferSettings(len=4096)
     assert overlong_punishment(length, 20480, buffer) == punishment
     half = OverlongBufferSettings(len=4096, penalty_factor=0.5)

@@ -48,19 +48,19 @@ def test_the_same_seed_gives_the_same_run(world, run_file, tmp_path):
         assert (tmp_path / "a" / name).read_text() == (tmp_path / "b" / name).read_text()
 
 
-def test_resume_goes_on_exactly(world, run_file, tmp_path):
+def test_a_resumed_run_equals_an_uninterrupted_one(world, run_file, tmp_path):
     tandem("train", run_file, f"run_dir={tmp_path / 'whole'}")
     world.version = world.published = 0
     parted = f"run_dir={tmp_path / 'parted'}"
     tandem("train", run_file, parted, "steps=2")
-    # A crash after the checkpoint: what was written since is forgotten.
+    # A crash after the checkpoint: lines written since are removed.
     with (tmp_path / "parted" / "metrics.jsonl").open("a") as file:
         file.write('{"step": 3}\n{"ste')
     tandem("train", run_file, parted, check=2)
     tandem("train", run_file, parted, "--resume")
     whole, both = (lines(tmp_path / name / "metrics.jsonl") for name in ("whole", "parted"))
     assert without_clock(whole) == without_clock(both)
-    # Two starts got as far as their first step.
+    # Two of the three starts reached their first step.
     assert len(list((tmp_path / "parted" / "logs").iterdir())) == 2
 
 
@@ -144,7 +144,7 @@ def test_a_text_to_learn_that_no_server_holds_is_named_before_anything_is_writte
     assert not (tmp_path / "run").exists()
 
 
-def test_a_run_that_is_done_starts_nothing(world, run_file):
+def test_resuming_a_run_that_is_done_calls_no_server(world, run_file):
     tandem("train", run_file, "steps=2")
     world.calls.clear()
     done = tandem("train", run_file, "steps=2", "--resume")
@@ -231,7 +231,7 @@ def test_nothing_is_saved_for_a_step_that_the_trainer_did_not_do_last(
     assert "holds version 3 with digest d, not the run's version 2" in done.stderr
 
 
-def test_dry_run_touches_nothing(world, run_file, tmp_path):
+def test_a_dry_run_writes_nothing_and_only_asks_the_servers(world, run_file, tmp_path):
     out = tandem("train", run_file, "--dry-run", "--json").stdout
     assert json.loads(out)["derived"]["samples_per_step"] == 6
     assert not (tmp_path / "run").exists()
@@ -253,7 +253,7 @@ def test_sft_without_an_end_of_sequence_is_refused_before_anything_is_written(ru
     tandem("sft", run_file, "steps=1", "sft.append_eos=false")
 
 
-def test_objective_reaches_the_trainer(world, run_file):
+def test_an_objective_reaches_the_trainer_without_defaults(world, run_file):
     tandem("train", run_file, "steps=1", "objective.normalizer=all_tokens")
     assert world.headers[0].policy.normalizer == 1
     assert not world.headers[0].policy.HasField("clip_ratio_low")
@@ -262,7 +262,7 @@ def test_objective_reaches_the_trainer(world, run_file):
 def test_the_kl_coefficient_adapts_and_a_resumed_run_goes_on_with_its_bits(
     world, run_file, tmp_path
 ):
-    # A KL that depends on what the coefficient was.
+    # The KL depends on the coefficient of the step.
     world.metrics_of = lambda header: {
         "policy/kl_to_ref": header.policy.kl_coefficient * 10,
         "policy/weighted_tokens": 20,
@@ -400,14 +400,14 @@ def test_events_of_steps_that_a_resumed_run_does_again_are_forgotten(run_file, t
     from tandem.event_file import EventFile
 
     tandem("train", run_file, "steps=2", "eval.every=2")
-    # As a run that was lost in step 5, whose last checkpoint is that of step 2, leaves them.
+    # The events of a run that was lost in step 5, with its last checkpoint after step 2.
     folder = tmp_path / "run" / "tensorboard"
     with EventFile(folder, 3) as events:
         for step in (3, 4):
             events.add({"step": step, "loss/total": 100.0, "only/then": 1.0})
             events.add({"step": step, "accuracy": 100.0}, "eval/solo/")
     tandem("train", run_file, "--resume", "eval.every=2")
-    # As they are in the files: not every reader drops what a later start wrote again.
+    # Reads all events in the files: not every reader drops those that a later start repeats.
     events = EventAccumulator(str(folder), purge_orphaned_data=False).Reload()
     assert [event.step for event in events.Scalars("loss/total")] == [1, 2, 3, 4]
     assert [event.step for event in events.Scalars("eval/solo/accuracy")] == [2, 4]
@@ -423,7 +423,7 @@ def test_a_prompt_that_no_server_holds_is_named_before_anything_is_written(
     assert not (tmp_path / "run").exists()
 
 
-# Every other one of the 20 rows has rewards that differ.
+# Rewards of every other row of the 20 may differ.
 HALF = """
 def reward(prompt, response, answer):
     return float(int(answer[1:]) % 2 and len(response) % 2)

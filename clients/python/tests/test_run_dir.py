@@ -1,4 +1,4 @@
-"""Run directories: refusals, and the files that they keep and forget."""
+"""Run directories: what is refused, and which files are kept and removed."""
 
 import errno
 import json
@@ -70,7 +70,7 @@ def test_a_start_that_was_cut_off_is_no_foreign_directory(run_file, monkeypatch,
         ("evals.jsonl", "7\n", "evals.jsonl:1: not a JSON object"),
     ],
 )
-def test_a_damaged_file_of_a_run_is_named(run_file, tmp_path, name, text, says):
+def test_a_damaged_file_of_a_run_is_named(run_file, name, text, says):
     config = settings.load(RunSettings, run_file)
     with RunDirectory.open(config, "train") as run:
         run.begin()
@@ -110,7 +110,7 @@ def test_clean_leaves_logs_and_what_no_run_wrote(run_file, tmp_path):
 def test_a_resumed_run_forgets_checkpoints_that_state_json_does_not_name(run_file, tmp_path):
     tandem("train", run_file, "steps=2")
     folder = tmp_path / "run" / "checkpoints"
-    # A crash between the save and state.json.
+    # A crash came between the save of a checkpoint and that of state.json.
     for name in ("step_000009", "critic/step_000009", "mine", "step_best"):
         fakes.write_checkpoint(folder / name)
     tandem("train", run_file, "steps=3", "--resume")
@@ -217,7 +217,9 @@ def without_line(file, number):
         ),
     ],
 )
-def test_a_resumed_run_misses_no_line_of_its_records(run_file, tmp_path, damage, key, says):
+def test_a_resumed_run_names_the_missing_lines_of_its_records(
+    run_file, tmp_path, damage, key, says
+):
     tandem("train", run_file, "steps=3")
     damage(tmp_path / "run")
     before = contents(tmp_path / "run")
@@ -229,9 +231,7 @@ def test_a_resumed_run_misses_no_line_of_its_records(run_file, tmp_path, damage,
 
 
 @pytest.mark.parametrize("kind", ["rows", "reward", "eos"])
-def test_a_resumed_run_meets_the_rows_the_reward_and_the_model_that_it_knows(
-    world, run_file, tmp_path, kind
-):
+def test_a_resumed_run_refuses_changed_rows_rewards_and_models(world, run_file, tmp_path, kind):
     judge = tmp_path / "judge.py"
     judge.write_text("def reward(prompt, response, **row):\n    return len(response) % 2\n")
     run = ("train", run_file, f"reward.function={judge}:reward")
@@ -283,7 +283,7 @@ def test_settings_are_compared_as_values(run_file, tmp_path):
     opened(load(f"{learning_rate}=0.001", "sampling.temperature=1"), resume=True)
     with pytest.raises(RunDirectoryError, match=r"learning_rate \(0\.001 -> 0\.002\)"):
         opened(load(f"{learning_rate}=2e-3"), resume=True)
-    # An earlier version recorded settings that were not set, and did not know all.
+    # An earlier version recorded unset settings as null, and had fewer settings.
     recorded = tmp_path / "run" / "config.yaml"
     values = yaml.safe_load(recorded.read_text())
     values["sampling"] = {"temperature": None, "max_tokens": 6}
@@ -291,7 +291,7 @@ def test_settings_are_compared_as_values(run_file, tmp_path):
     opened(load(), resume=True)
 
 
-def test_a_change_is_of_a_setting_that_the_run_has(run_file):
+def test_change_names_settings_or_sections_of_a_resumed_run(run_file):
     tandem("train", run_file, "steps=1")
     resume = ["train", run_file, "--resume", "steps=2", "seed=3"]
     done = tandem(*resume, "--change", "seed", "--change", "nonsense.key", check=2)
@@ -301,11 +301,12 @@ def test_a_change_is_of_a_setting_that_the_run_has(run_file):
     done = tandem("train", run_file, "--clean", "--change", "seed", check=2)
     assert "--change is for a run that --resume goes on with" in done.stderr
     batch = "batch.samples_per_prompt=3"
-    # A section stands for all that is in it.
+    # A section stands for all of its settings.
     tandem(*resume, batch, "--change", "batch", "--change", "servers.models", "--change", "seed")
 
 
 def opened(config, **options):
+    """Opens the run directory of `config`; a new run records one step."""
     with RunDirectory.open(config, "train", **options) as run:
         run.begin()
         if run.state is None:
@@ -329,7 +330,7 @@ def test_a_resumed_run_keeps_what_its_cluster_learns_with(run_file):
     opened(config(optimizer={"learning_rate": 0.5}), resume=True, changes=[key])
 
 
-def test_a_full_disk_is_one_line_and_leaves_no_temporary_file(run_file, tmp_path):
+def test_a_full_disk_is_reported_in_one_line_and_leaves_no_temporary_file(run_file, tmp_path):
     command = (
         f"ulimit -f 3; exec {sys.executable} -m tandem train {run_file} sampling.max_tokens=60"
     )
@@ -341,7 +342,7 @@ def test_a_full_disk_is_one_line_and_leaves_no_temporary_file(run_file, tmp_path
     assert not list((tmp_path / "run").rglob("*.tmp"))
 
 
-def test_a_file_that_cannot_be_replaced_stays(tmp_path, monkeypatch):
+def test_a_file_that_cannot_be_replaced_keeps_its_text(tmp_path, monkeypatch):
     file = tmp_path / "state.json"
     file.write_text("before")
 

@@ -1,4 +1,4 @@
-"""The reference of the author schedule."""
+"""The reference implementation of the author schedule."""
 
 import pytest
 
@@ -28,7 +28,7 @@ def mask(strategy, tokens, **changes):
     return authorship_mask(tokens, config, seed=5, sample_index=1, boundaries={9})
 
 
-def test_chunk_and_alternating():
+def test_chunk_and_alternating_switch_authors_by_position():
     assert mask("chunk", range(8)) == [1, 1, 1, 0, 0, 0, 1, 1]
     assert mask("alternating", range(5)) == [1, 0, 1, 0, 1]
 
@@ -49,13 +49,13 @@ def test_own_boundaries_replace_the_default_set():
     assert mask("sentence", [9, 1, 2], boundary_token_ids=[1]) == [1, 1, 0]
 
 
-def test_off_and_certain_coins():
+def test_without_tandem_or_with_a_certain_coin_there_is_one_author():
     assert mask("bernoulli", range(6), enabled=False) == [1] * 6
     assert mask("bernoulli", range(6), prob_senior=1.0) == [1] * 6
     assert mask("word", range(6), prob_senior=0.0) == [0] * 6
 
 
-def test_prompt_seeds_are_fixed_for_ever_and_differ():
+def test_prompt_seeds_do_not_change_between_releases_and_differ():
     assert prompt_seed(0, 1, 0) == 1885185396456424860
     seeds = {
         prompt_seed(run, step, index, purpose)

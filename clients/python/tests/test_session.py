@@ -59,7 +59,7 @@ def test_a_generation_that_takes_longer_than_it_may_ends(world, config, monkeypa
             done.set()
 
 
-def test_a_critic_that_nobody_names_is_missed_by_its_field(config):
+def test_a_missing_critic_is_named_by_its_field(config):
     with Session(config) as session, pytest.raises(ConfigError, match=r"^servers\.critic: not set"):
         session.critic()
 
@@ -75,7 +75,7 @@ def test_held_out_rows_are_left_out_whatever_the_formats_say(config, tmp_path):
         assert not {"w2 w3", "w3 w4"} & {example.row["prompt"] for example in session.data.examples}
 
 
-def test_rows_that_share_only_a_part_of_the_prompt_are_not_held_out(config, tmp_path):
+def test_rows_that_share_one_column_with_a_held_out_row_stay(config, tmp_path):
     for name, passages in (("data", (1, 2, 3)), ("held_out", (3,))):
         rows = [{"prompt": "w9", "passage": f"w{i}"} for i in passages]
         write_rows(tmp_path / f"{name}.jsonl", *rows)
@@ -135,7 +135,7 @@ def test_a_rollout_server_that_was_restarted_is_caught_up_before_it_generates(wo
     assert versions(groups) == {3}
 
 
-def test_what_a_server_wrote_that_was_restarted_in_the_middle_is_drawn_again(world, config):
+def test_samples_of_a_server_restarted_in_the_middle_are_drawn_again(world, config):
     world.version = world.published = 3
     prompts = [Prompt([1], seed=seed, num_samples=2) for seed in range(4)]
     with Session(config) as session:
@@ -195,7 +195,7 @@ def test_rows_that_are_held_out_are_counted_and_an_evaluation_keeps_its_own(conf
     with Session(config, notes.append) as session:
         assert len(session.data) == 18
     assert notes == ["data: 2 of 20 rows are left out: eval.data has their prompts"]
-    # All prompts of the training data are held out.
+    # In an evaluation, the training data may be held out as a whole.
     config.data.jsonl = held_out
     with Session(config, purpose="eval") as session:
         assert len(session.data) == 2

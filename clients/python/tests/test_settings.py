@@ -1,4 +1,4 @@
-"""Configuration files."""
+"""Run files and cluster files, with overrides."""
 
 import ast
 from pathlib import Path
@@ -219,7 +219,7 @@ def test_files_of_another_kind_are_known(file, tmp_path):
         load(file, f"cluster={file}")
 
 
-def test_a_place_that_is_no_yaml_is_one_line(file):
+def test_a_yaml_error_is_reported_in_one_line_with_its_place(file):
     file.write_text("steps: 3\ndata: {jsonl: [}\n")
     with pytest.raises(ConfigError, match=rf"^{file}: not YAML: line 2, column 16: ") as caught:
         load(file)
@@ -246,7 +246,7 @@ def test_resolved_configuration_reads_back_the_same(file, tmp_path):
     assert load(again) == run
 
 
-# Sections that travel whole, as a message of the contract.
+# Sections that are sent whole, as a message of the contract.
 MESSAGES = {
     settings.SamplingSettings: SamplingParams,
     settings.TandemSettings: TandemConfig,
@@ -255,7 +255,7 @@ MESSAGES = {
 
 
 def test_every_setting_is_read_somewhere():
-    """A setting that nothing reads would be ignored in silence."""
+    """A setting that no code reads would be ignored silently."""
     package = Path(settings.__file__).parent
     read = {
         node.attr
@@ -264,7 +264,7 @@ def test_every_setting_is_read_somewhere():
         for node in ast.walk(ast.parse(file.read_text()))
         if isinstance(node, ast.Attribute)
     }
-    # Read by settings.py itself, for the rest of the package.
+    # Settings that settings.py itself reads for the rest of the package.
     read |= {"reference", "rewards", "name"}
     sections = [RunSettings]
     for section in sections:
@@ -275,7 +275,7 @@ def test_every_setting_is_read_somewhere():
     assert len(sections) > 15
 
 
-def test_derived_sizes(file):
+def test_the_samples_of_a_step_and_a_run_are_products_of_the_settings(file):
     run = load(file, "batch.prompts_per_step=4", "batch.samples_per_prompt=5", "steps=10")
     assert run.derived()["samples_per_step"] == 20
     assert run.derived()["samples_in_run"] == 200
@@ -324,12 +324,12 @@ def test_relative_paths_start_at_the_file_that_names_them(tmp_path, monkeypatch)
     assert run.cluster.rollout == [
         {"senior_model": str(folder / "sub/m"), "junior_model": str(folder / "j")}
     ]
-    # An override is of the command line, whose folder is the working directory.
+    # A path in an override starts at the working directory.
     assert run.tokenizer == tmp_path / "other"
     assert run.cluster.trainer["model"] == str(tmp_path / "mine")
 
 
-def test_start_from_is_a_word_or_a_path(file, tmp_path):
+def test_start_from_is_a_word_or_a_path(file):
     assert load(file).start_from is None
     assert load(file, "start_from=base").start_from == "base"
     assert load(file, "start_from=served").start_from == "served"
@@ -365,7 +365,7 @@ def test_a_cluster_without_servers_is_refused(tmp_path, text):
         settings.load(ClusterSettings, path)
 
 
-def test_runs_save_now_and_then_unless_they_are_told_not_to(file):
+def test_runs_save_periodically_unless_every_is_0(file):
     assert load(file).checkpoint.every > 0
     assert load(file, "checkpoint.every=0").checkpoint.every == 0
 
@@ -394,7 +394,7 @@ def test_rewards_that_do_not_go_together_are_refused(file, sections, message):
     assert message in str(caught.value)
 
 
-def test_reward_files_are_seen_from_the_file(file):
+def test_paths_of_reward_functions_start_at_the_run_file(file):
     file.write_text(BASE + "rewards: [{function: judge.py:a}, {function: exact_match}]")
     config = load(file)
     assert [one.function for one in config.reward_functions] == [

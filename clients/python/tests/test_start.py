@@ -1,4 +1,4 @@
-"""The start of runs and evaluations on servers that held other weights before."""
+"""The start of runs and evaluations on servers that may hold other weights."""
 
 import json
 
@@ -131,7 +131,7 @@ def test_a_checkpoint_that_cannot_be_loaded_leaves_the_servers_as_they_are(world
 
 
 class Killed(BaseException):
-    """As SIGKILL: nothing gets saved."""
+    """Ends a run without saving, as SIGKILL does."""
 
 
 def killed_after(step):
@@ -149,7 +149,7 @@ def test_a_run_that_was_killed_is_resumed_over_its_own_unsaved_steps(world, load
     assert (world.version, world.unsaved) == (3, True)
     run_training(config, resume=True)
     assert world.loads[-1].endswith("step_000002")
-    # Killed while the trainer worked: nobody noted the version.
+    # The run was killed while the trainer worked, so it did not record the version.
     world.version, world.unsaved = 5, True
     run_training(load("steps=5", "checkpoint.every=1"), resume=True)
 

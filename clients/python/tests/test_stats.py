@@ -1,4 +1,4 @@
-"""Numbers."""
+"""Statistics of evaluations."""
 
 import itertools
 import statistics
@@ -9,7 +9,7 @@ from tandem.stats import clustered_mean, paired_gain, pass_at_k, wilson_interval
 
 
 @pytest.mark.parametrize(("n", "c", "k"), [(5, 2, 1), (5, 2, 3), (6, 0, 2), (4, 4, 2), (5, 3, 5)])
-def test_pass_at_k_is_the_share_of_subsets_with_a_success(n, c, k):
+def test_pass_at_k_is_the_fraction_of_subsets_with_a_success(n, c, k):
     subsets = list(itertools.combinations([True] * c + [False] * (n - c), k))
     assert pass_at_k(n, c, k) == pytest.approx(sum(map(any, subsets)) / len(subsets))
 
@@ -20,7 +20,7 @@ def test_wilson_interval_of_a_known_case():
     assert wilson_interval(0, 10)[0] == 0.0
 
 
-def test_paired_gain():
+def test_a_paired_gain_is_the_mean_difference_with_its_interval():
     mean, half = paired_gain([[False], [False], [True], [True]], [[True]] * 4)
     assert mean == 0.5
     assert half == pytest.approx(1.96 * (1 / 3 / 4) ** 0.5, abs=1e-3)

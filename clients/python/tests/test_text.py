@@ -1,4 +1,4 @@
-"""Tokens and text."""
+"""Encoding and decoding of text, chat templates and stop texts."""
 
 import re
 from pathlib import Path
@@ -49,8 +49,8 @@ def test_the_tokens_of_a_long_text_are_decoded_from_the_last_ids_alone():
     assert most == 2
 
 
-def test_a_piece_sees_the_id_before_it():
-    # As the decoders of SentencePiece, which drop the space before the first word.
+def test_the_text_of_a_token_depends_on_the_token_before_it():
+    # Decoders of SentencePiece drop the space before the first word.
     growing = GrowingText(lambda ids: " ".join(f"w{i}" for i in ids))
     assert [growing.add(i) for i in (3, 3, 4)] == ["w3", " w3", " w4"]
 
@@ -59,7 +59,7 @@ def test_tokens_are_found_by_how_their_text_ends(codec):
     assert codec.ids_ending_with("w7") == [7]
     assert codec.ids_ending_with("7") == [7, 17, 27, 37, 47, 57]
     assert codec.ids_ending_with("w") == []
-    # "<eos>" is no text.
+    # The name of a special token is not its text.
     assert codec.ids_ending_with(">") == []
 
 
@@ -68,7 +68,7 @@ def test_a_chat_template_writes_json_as_it_is(codec, monkeypatch):
     written = []
     monkeypatch.setattr(codec, "encode", lambda text, **_: written.append(text) or [])
     codec.chat([{"role": "user", "content": "a < b & 'ä'"}])
-    # Jinja's own filter would write the first four as escapes for HTML, and ä for JSON.
+    # Jinja's own filter would escape <, & and ' for HTML, and ä for JSON.
     assert written == ["\"a < b & 'ä'\""]
 
 
@@ -94,7 +94,7 @@ def test_content_that_the_template_cannot_write_is_named(codec):
 def test_a_stop_text_is_every_token_that_ends_with_it(codec):
     assert codec.stop_token_ids(["w5"], "stop") == [5]
     assert codec.stop_token_ids(["3", "w5"], "stop") == [3, 5, 13, 23, 33, 43, 53, 63]
-    # A special token has no text of its own.
+    # A special token is found by its name.
     assert codec.stop_token_ids(["<eos>"], "stop") == [0]
     with pytest.raises(ConfigError, match=r"^sampling\.stop: no token .* ends with 'w5 w6'"):
         codec.stop_token_ids(["w1", "w5 w6"], "sampling.stop")

@@ -1,6 +1,6 @@
-"""Trackers beside TensorBoard, with stand-ins that record what the real libraries are told.
+"""wandb and mlflow as trackers, with stand-ins that record the calls to the libraries.
 
-The stand-ins have the signatures of wandb 0.31 and mlflow 3.17, so far as they are used.
+The stand-ins have the signatures of wandb 0.31 and mlflow 3.17, as far as they are used.
 """
 
 import sys
@@ -9,11 +9,9 @@ from types import SimpleNamespace
 import pytest
 from commands import lines, tandem
 
-LINES = ("tensorboard", "wandb", "mlflow")
-
 
 class FakeWandb:
-    """The module wandb."""
+    """A stand-in for the module wandb and for its run."""
 
     def __init__(self):
         self.inits, self.logged, self.finished = [], [], 0
@@ -33,7 +31,7 @@ class FakeWandb:
 
 
 class FakeMLflow:
-    """The module mlflow, and its client."""
+    """A stand-in for the module mlflow and for its client."""
 
     def __init__(self):
         self.runs, self.metrics, self.dicts, self.ended = {}, [], [], 0
@@ -117,7 +115,7 @@ def test_every_tracker_gets_every_number_and_a_resumed_run_goes_on(
     assert {(step, name, value) for _, name, value, step in mlflow.metrics} >= recorded
     evaluations = [one for one in wandb.logged if "eval/solo/accuracy" in one]
     assert [one["step"] for one in evaluations] == [2]
-    # One run of theirs for both starts.
+    # Both starts log to the same run of the tracker.
     [first, second] = wandb.inits
     assert first[:4] == ("tandem", first[1], "run", "allow")
     assert (second[1], first[4], second[4]) == (first[1], 2, 3)

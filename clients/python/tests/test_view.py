@@ -1,4 +1,4 @@
-"""`tandem view`: which trajectories are shown, on a terminal and as a page."""
+"""`tandem view`: trajectories on a terminal, without one, and as an HTML page."""
 
 import json
 import re
@@ -212,7 +212,7 @@ def test_a_page_holds_rows_and_scores():
         [["answer", "4"], ["level", "easy"]],
     )
     assert first["samples"][0]["scores"] == scores
-    # Files of earlier versions; and one score is the reward itself.
+    # Files of earlier versions have no place; a single score is the reward itself.
     assert (second["place"], second["columns"], second["samples"][0]["scores"]) == (None, [], {})
 
 
@@ -272,7 +272,7 @@ def test_a_terminal_that_knows_ascii_alone_gets_escapes(terminal):
 
 
 class Page(HTMLParser):
-    """What a browser finds in a page: its elements, and the JSON of its data."""
+    """A page as a browser parses it: its elements, and the JSON of its data."""
 
     def __init__(self, html):
         super().__init__()
@@ -377,7 +377,7 @@ def records_of(run, *steps):
 def test_a_page_holds_what_the_run_recorded(run_file, tmp_path):
     tandem("train", run_file)
     run, file = tmp_path / "run", tmp_path / "page.html"
-    # As after a crash: a step that a resumed run does again.
+    # After a crash there may be a step that the resumed run repeats.
     (run / "trajectories" / "step_5.jsonl").write_text('{"given": "up"}\n')
     tandem("train", run_file, "steps=5", "--resume")
     assert str(file) in tandem("view", run, "--output", file).stdout

@@ -1,4 +1,4 @@
-"""Messages and records."""
+"""Tensors and messages of the contract, and records of trajectories."""
 
 import datetime
 import math
@@ -16,13 +16,10 @@ from tandem.types.v1 import sampling_pb2, tensor_pb2
 from tandem.wire import from_tensor, short_floats, to_message, to_tensor
 
 KEYS = {
-    "place",
-    "row",
-    "scores",
-    "prompt_token_ids", "response_token_ids", "authorship_mask", "senior_logprobs",
-    "junior_logprobs", "log_keep_mass", "finish_reason", "text", "reward",
-    "overlong_punishment", "group_id",
-    "sample_index", "seed", "senior_versions", "junior_version", "sampling", "tandem",
+    "place", "row", "scores", "prompt_token_ids", "response_token_ids", "authorship_mask",
+    "senior_logprobs", "junior_logprobs", "log_keep_mass", "finish_reason", "text", "reward",
+    "overlong_punishment", "group_id", "sample_index", "seed", "senior_versions", "junior_version",
+    "sampling", "tandem",
 }  # fmt: skip
 
 
