@@ -15,7 +15,7 @@ import xxhash
 from tandem.data_sources import read_rows
 from tandem.errors import ConfigError, ProblemsError
 from tandem.settings import DataSettings
-from tandem.text import TextCodec
+from tandem.text import NoChatTemplateError, TextCodec
 
 # Bad rows that one error names.
 _SHOWN_PROBLEMS = 10
@@ -136,6 +136,10 @@ def load_dataset(
             if isinstance(row, ConfigError):
                 raise row
             example = _example(row, place, settings, codec, scorer, field)
+        except NoChatTemplateError as error:
+            # Every other conversation would fail in the same way.
+            problems.append(ConfigError(f"{field}: {error.message}", hint=error.hint))
+            break
         except ConfigError as error:
             problems.append(error)
             continue
@@ -242,6 +246,8 @@ def _with_system(settings: DataSettings, messages: list[dict[str, Any]]) -> list
 def _chat(codec: TextCodec, messages: list[dict[str, Any]], place: str, field: str) -> list[int]:
     try:
         return codec.chat(messages)
+    except NoChatTemplateError:
+        raise
     except ConfigError as error:
         raise ConfigError(f"{field}: {place}: {error.message}", hint=error.hint) from None
 

@@ -77,6 +77,16 @@ def test_a_conversation_that_the_template_cannot_write_is_named(tmp_path, codec)
         load_dataset(rows, codec)
 
 
+def test_a_missing_chat_template_is_named_once(tmp_path, codec):
+    (codec.directory / "chat_template.jinja").unlink()
+    turn = {"role": "user", "content": "w8"}
+    rows = jsonl(tmp_path, {"prompt": 1}, {"messages": [turn]}, {"messages": [turn]})
+    with pytest.raises(ProblemsError) as caught:
+        load_dataset(rows, codec)
+    [_, missing] = caught.value.problems
+    assert missing.message.startswith(f"data: tokenizer: {codec.directory} has no chat template")
+
+
 def test_parquet_files_hold_rows_too(tmp_path, codec):
     folder = tmp_path / "rows"
     folder.mkdir()
