@@ -141,7 +141,9 @@ def load_dataset(
             problems.append(ConfigError(f"{field}: {error.message}", hint=error.hint))
             break
         except ConfigError as error:
-            problems.append(error)
+            # A mistake in the settings is the same for every row.
+            if error.message not in {problem.message for problem in problems}:
+                problems.append(error)
             continue
         if settings.unique and example.text in seen:
             continue
@@ -213,7 +215,7 @@ def _example(
     if settings.template == "raw":
         if settings.system is not None:
             raise ConfigError(
-                f"{field}.system: {place}: {field}.template: raw has no system message",
+                f"{field}.system: rows with a `prompt` take none with {field}.template: raw",
                 hint=f"{field}.template: chat writes the prompt through the chat template",
             )
         return Example(row, text, codec.encode(text), place, scorer, content)
