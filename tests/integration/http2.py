@@ -6,6 +6,7 @@ import socket
 import struct
 import threading
 import time
+from contextlib import suppress
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 DATA, HEADERS, RST_STREAM, SETTINGS, PING, GOAWAY, WINDOW_UPDATE = 0, 1, 3, 4, 6, 7, 8
@@ -61,7 +62,9 @@ class Connection:
         self._reader.start()
 
     def close(self) -> None:
-        """Ends the connection."""
+        """Ends the connection, which would otherwise last as long as the reader waits for it."""
+        with suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
 
     def open(self, path: str) -> int:

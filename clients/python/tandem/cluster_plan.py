@@ -56,32 +56,40 @@ def modes_in(settings: RunSettings, purpose: Purpose) -> list[EvalMode]:
 def planned(cluster: ClusterSettings, uses: Uses = Uses()) -> ClusterSettings:
     """Returns the cluster to start: without unused servers, and with every used model named.
 
-    `model` stands for the models that a section does not name.
+    `model` stands for the models that a section does not name, but the trainer's frozen copies
+    follow what they are copies of: its reference model the trainer's own model, and its junior that
+    of the rollout servers.
     """
-    rollout = {"senior_model": True, "junior_model": uses.junior}
+    model = cluster.model
+    senior = (cluster.trainer or {}).get("model") or model
+    rollout = {"senior_model": model, "junior_model": model if uses.junior else None}
     trainer = {
-        "model": True,
-        "reference_model": uses.reference,
-        "junior_model": uses.trainer_junior,
+        "model": model,
+        "reference_model": senior if uses.reference else None,
+        "junior_model": _junior_of_rollouts(cluster) if uses.trainer_junior else None,
     }
-    critic = {"model": True}
     return cluster.model_copy(
         update={
             "model": None,
             "rollout": [
-                _named(one, cluster.model, rollout)
-                for one in (cluster.rollout if uses.rollout else [])
+                _named(one, model, rollout) for one in (cluster.rollout if uses.rollout else [])
             ],
-            "trainer": _named(cluster.trainer, cluster.model, trainer),
-            "critic": _named(cluster.critic if uses.critic else None, cluster.model, critic),
+            "trainer": _named(cluster.trainer, model, trainer),
+            "critic": _named(cluster.critic if uses.critic else None, model, {"model": model}),
         }
     )
 
 
+def _junior_of_rollouts(cluster: ClusterSettings) -> Path | str | None:
+    """The junior of the rollout servers; None if they have different ones."""
+    juniors = {str(one.get("junior_model") or cluster.model) for one in cluster.rollout}
+    return juniors.pop() if len(juniors) == 1 else None
+
+
 def _named(
-    section: dict[str, Any] | None, model: Path | None, fields: Mapping[str, bool]
+    section: dict[str, Any] | None, model: Path | None, fields: Mapping[str, Path | str | None]
 ) -> dict[str, Any] | None:
-    """Returns a section with `model` in the fields that are used and that it lacks."""
+    """Returns a section with the models of `fields` that it lacks; as it is without a `model`."""
     if section is None or model is None:
         return section
-    return {name: str(model) for name, used in fields.items() if used} | section
+    return {name: str(path) for name, path in fields.items() if path is not None} | section

@@ -15,7 +15,7 @@ import xxhash
 from tandem.data_sources import read_rows
 from tandem.errors import ConfigError, ProblemsError
 from tandem.settings import DataSettings
-from tandem.text import TextCodec
+from tandem.text import NoChatTemplateError, TextCodec
 
 # Bad rows that one error names.
 SHOWN_PROBLEMS = 10
@@ -142,8 +142,14 @@ def load_dataset(
             if isinstance(row, ConfigError):
                 raise row
             example = _example(row, place, settings, codec, scorer, field)
+        except NoChatTemplateError as error:
+            # Every other conversation would fail in the same way.
+            problems.append(ConfigError(f"{field}: {error.message}", hint=error.hint))
+            break
         except ConfigError as error:
-            problems.append(error)
+            # A mistake in the settings is the same for every row.
+            if error.message not in {problem.message for problem in problems}:
+                problems.append(error)
             continue
         if settings.unique and example.text in seen:
             continue
@@ -215,7 +221,7 @@ def _example(
     if settings.template == "raw":
         if settings.system is not None:
             raise ConfigError(
-                f"{field}.system: {place}: {field}.template: raw has no system message",
+                f"{field}.system: rows with a `prompt` take none with {field}.template: raw",
                 hint=f"{field}.template: chat writes the prompt through the chat template",
             )
         return Example(row, text, codec.encode(text), place, scorer, content)
@@ -248,6 +254,8 @@ def _with_system(settings: DataSettings, messages: list[dict[str, Any]]) -> list
 def _chat(codec: TextCodec, messages: list[dict[str, Any]], place: str, field: str) -> list[int]:
     try:
         return codec.chat(messages)
+    except NoChatTemplateError:
+        raise
     except ConfigError as error:
         raise ConfigError(f"{field}: {place}: {error.message}", hint=error.hint) from None
 

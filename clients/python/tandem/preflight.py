@@ -258,6 +258,28 @@ def check_kl(settings: RunSettings, rollouts: Sequence[str]) -> None:
         )
 
 
+def check_importance_weights(settings: RunSettings, objective: Mapping[str, Any]) -> None:
+    """Raises ConfigError if the importance weight of every token of a run is 1.
+
+    `objective` is the one in force. The trainer refuses such a step, but only once it has samples.
+    """
+    compared, cap = objective.get("old_logprobs"), objective.get("importance_sampling_cap") or 0
+    floor = objective.get("importance_sampling_floor") or 0
+    if cap < 1 or floor > 1 or compared not in ("senior", "author"):
+        return
+    sampling = settings.sampling
+    cut = sampling.temperature > 0 and (
+        sampling.top_k > 0 or sampling.top_p < 1 or sampling.min_p > 0
+    )
+    juniors = settings.tandem.enabled and objective.get("junior_token_loss_weight")
+    if not (cut or (juniors and compared == "senior")):
+        raise ConfigError(
+            f"objective.importance_sampling_cap: has no effect with old_logprobs: {compared}: "
+            "every weight compares a recorded log-probability with itself",
+            hint="objective.old_logprobs: recomputed compares it with the trainer's",
+        )
+
+
 def check_same_senior(
     trainer: trainer_pb2.GetServerInfoResponse,
     rollouts: Mapping[str, rollout_pb2.GetServerInfoResponse],

@@ -352,7 +352,7 @@ class Session:
         if checked.servers is not None:
             self._check_servers(checked.servers, problems)
         if checked.objective:
-            self.in_force["objective"] = checked.objective
+            self._take_objective(checked.objective, problems)
         return plan
 
     def _check_servers(self, servers: ServerFacts, problems: Problems) -> None:
@@ -528,7 +528,13 @@ class Session:
                     preflight.check_vocabulary(self.codec, model, whose)
         if self.purpose == "train":
             with problems.collect():
-                self.in_force["objective"] = self._objective_in_force()
+                self._take_objective(self._objective_in_force(), problems)
+
+    def _take_objective(self, objective: dict[str, Any], problems: Problems) -> None:
+        """Keeps the objective in force, and compares it with how samples are drawn."""
+        self.in_force["objective"] = objective
+        with problems.collect():
+            preflight.check_importance_weights(self.settings, objective)
 
     def _objective_in_force(self) -> dict[str, Any]:
         try:

@@ -423,8 +423,8 @@ class ClusterSettings(Settings):
     """
 
     # Hugging Face directory, or model of the Hub, for every model that a section does not name: the
-    # senior, its frozen start as junior, the critic's start, and in a run whose KL needs them the
-    # trainer's reference_model and junior_model.
+    # senior, its frozen start as junior, the critic's start. In a run whose KL needs them, the
+    # trainer's reference_model is its own model, and its junior_model the rollout servers' junior.
     model: NonEmptyPath | None = None
     # Folder of logs and resolved configurations: each start writes its own logs/attempt_N.
     directory: NonEmptyPath = Field(default_factory=lambda: Path.cwd() / "runs" / "cluster")

@@ -62,6 +62,9 @@ def _message(schema: type[BaseModel], problem: Any, listed: set[Any]) -> str:
     if kind not in _PHRASES:
         return problem["msg"]
     phrase = _PHRASES[kind](problem.get("ctx", {}))
+    if kind == "string_type" and isinstance(value, dict):
+        # data.format={question}, for example.
+        return f"{phrase}; YAML reads braces as a mapping, quotes keep them: '\"{{...}}\"'"
     return phrase if kind in _VALUELESS else f"{phrase}, not {value!r}"
 
 
@@ -69,10 +72,23 @@ def _advice(schema: type[BaseModel], section: Sequence[Any], key: str, listed: s
     known = fields_at(schema, section)
     if close := difflib.get_close_matches(key, known, n=1):
         return f"; did you mean {close[0]!r}?"
+    if elsewhere := list(_keys_named(schema, key)):
+        return f"; did you mean {' or '.join(map(repr, elsewhere))}?"
     if tuple(section) in listed:
         return ""
     listed.add(tuple(section))
     return f"; known: {', '.join(known)}"
+
+
+def _keys_named(schema: type[BaseModel], key: str, section: str = "") -> Iterator[str]:
+    """The dotted keys that end with `key`, but for those of lists of sections."""
+    for name, field in schema.model_fields.items():
+        if name == key:
+            yield section + name
+        if typing.get_origin(field.annotation) is list:
+            continue
+        for inner in sections_in(field.annotation):
+            yield from _keys_named(inner, key, f"{section}{name}.")
 
 
 def _short(bound: float) -> str:

@@ -16,6 +16,10 @@ from tandem.text_files import json_object, read_text
 MAX_STOP_TOKEN_IDS = 256
 
 
+class NoChatTemplateError(ConfigError):
+    """The tokenizer has no chat template, so it writes no conversation at all."""
+
+
 class TextCodec:
     """Encodes prompts and decodes responses; the servers see ids alone.
 
@@ -117,7 +121,10 @@ class TextCodec:
         return [token for token, its in zip(ids, own, strict=True) if its.endswith(text)]
 
     def chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
-        """Returns the ids of a conversation in the chat template, up to where the answer begins."""
+        """Returns the ids of a conversation in the chat template, up to where the answer begins.
+
+        Raises NoChatTemplateError without a template.
+        """
         try:
             text = self._renderer.apply_chat_template(
                 list(messages), add_generation_prompt=True, tokenize=False
@@ -139,8 +146,11 @@ class TextCodec:
 
         renderer = PreTrainedTokenizerFast.from_pretrained(self.directory, local_files_only=True)
         if renderer.chat_template is None:
-            raise ConfigError(
-                f"tokenizer: {self.directory} has no chat template", hint="use template: raw"
+            raise NoChatTemplateError(
+                f"tokenizer: {self.directory} has no chat template, which `messages` and "
+                "`template: chat` need",
+                hint="choose a model that has one (instruction-tuned models do), or give rows a "
+                "`prompt` and use `template: raw`",
             )
         return renderer
 

@@ -94,6 +94,24 @@ def test_what_a_run_does_not_use_is_not_started(load):
     assert planned(run.cluster, uses_of(run, "sft")).rollout == []
 
 
+def test_frozen_copies_follow_the_models_that_they_are_copies_of(load):
+    def trainer(*overrides):
+        kl = ["objective.kl_coefficient=0.1", "objective.junior_kl_coefficient=0.1"]
+        run = load(*kl, *overrides)
+        return planned(run.cluster, uses_of(run, "train")).trainer
+
+    smaller = trainer("cluster.rollout.junior_model=/j")
+    assert smaller == {"model": "/m", "reference_model": "/m", "junior_model": "/j"}
+    other = trainer("cluster.rollout.senior_model=/s", "cluster.trainer.model=/s")
+    assert other == {"model": "/s", "reference_model": "/s", "junior_model": "/m"}
+    both = trainer("cluster.rollout=[{junior_model: /j}, {junior_model: /j}]")
+    assert both["junior_model"] == "/j"
+    # Nothing says which of them is meant, so the trainer refuses the KL.
+    assert "junior_model" not in trainer("cluster.rollout=[{junior_model: /j}, {}]")
+    named = trainer("cluster.rollout.junior_model=/j", "cluster.trainer.junior_model=/k")
+    assert named["junior_model"] == "/k"
+
+
 def test_the_default_tokenizer_is_that_of_the_clusters_senior(load):
     assert str(load().tokenizer) == "/m"
     assert str(load("cluster.model=/other").tokenizer) == "/other"

@@ -44,7 +44,7 @@ def test_a_system_message_also_reaches_conversations(tmp_path, codec):
     # A conversation that begins with a system message keeps that one.
     assert [one.token_ids for one in examples] == [[9, 8, 63], [5, 8, 63], [9, 8, 63]]
     assert examples[0].row == {"messages": [turn]}
-    with pytest.raises(ConfigError, match=r"^data\.system: .*:3: data\.template: raw has"):
+    with pytest.raises(ConfigError, match=r"^data\.system: rows with a `prompt` take none"):
         load_dataset(rows.model_copy(update={"system": "w9"}), codec)
 
 
@@ -75,6 +75,31 @@ def test_a_conversation_that_the_template_cannot_write_is_named(tmp_path, codec)
     rows = jsonl(tmp_path, {"messages": [turn]}, {"messages": [{"content": "w8"}]})
     with pytest.raises(ConfigError, match=rf"^data: {rows.jsonl}:2: tokenizer: chat template"):
         load_dataset(rows, codec)
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"format": "{question}"}, "data.format: '{question}' does not fit a row"),
+        ({"system": "w1"}, "data.system: rows with a `prompt` take none"),
+    ],
+)
+def test_a_setting_that_fits_no_row_is_named_once(tmp_path, codec, changes, says):
+    rows = jsonl(tmp_path, {"prompt": "w1"}, {"prompt": "w2"}, {"prompt": "w3"})
+    with pytest.raises(ConfigError) as caught:
+        load_dataset(rows.model_copy(update=changes), codec)
+    assert not isinstance(caught.value, ProblemsError)
+    assert caught.value.message.startswith(says)
+
+
+def test_a_missing_chat_template_is_named_once(tmp_path, codec):
+    (codec.directory / "chat_template.jinja").unlink()
+    turn = {"role": "user", "content": "w8"}
+    rows = jsonl(tmp_path, {"prompt": 1}, {"messages": [turn]}, {"messages": [turn]})
+    with pytest.raises(ProblemsError) as caught:
+        load_dataset(rows, codec)
+    [_, missing] = caught.value.problems
+    assert missing.message.startswith(f"data: tokenizer: {codec.directory} has no chat template")
 
 
 def test_parquet_files_hold_rows_too(tmp_path, codec):

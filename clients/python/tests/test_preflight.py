@@ -37,6 +37,8 @@ if "--check-objective" in sys.argv:
     if objective.get("junior_kl_coefficient"):
         bad("policy.junior_kl_kind: needs the junior")
     objective.pop("reference_logprobs", None)
+    if "old_logprobs" in objective:
+        objective["old_logprobs"] = "OLD_LOGPROBS_" + objective["old_logprobs"].upper()
     print(json.dumps({{"clip_ratio_low": 0.25}} | objective))
 """
 
@@ -207,6 +209,31 @@ def test_a_kl_that_the_objective_does_not_have_is_refused(load, overrides, says)
     assert says in problems(load(*overrides))
     with Session(load(*overrides), purpose="sft"):
         pass  # Supervised training has no KL, so its settings do not matter.
+
+
+@pytest.mark.parametrize(
+    ("overrides", "refused"),
+    [
+        (["tandem.enabled=false"], True),
+        (["tandem.enabled=false", "objective.old_logprobs=author"], True),
+        (["objective.junior_token_loss_weight=0"], True),
+        (["objective.old_logprobs=author"], True),
+        (["objective.junior_token_loss_weight=1"], False),
+        (["tandem.enabled=false", "sampling.top_p=0.9"], False),
+        (["tandem.enabled=false", "sampling.top_p=0.9", "sampling.temperature=0"], True),
+        (["tandem.enabled=false", "objective.old_logprobs=recomputed"], False),
+        (["tandem.enabled=false", "objective.importance_sampling_floor=2"], False),
+    ],
+)
+def test_importance_weights_that_are_all_1_are_refused(load, cluster, overrides, refused):
+    cap = ["objective.importance_sampling_cap=3", "objective.old_logprobs=senior"]
+    for where in ([], [cluster]):
+        run = load(*where, *cap, *overrides)
+        if refused:
+            assert "objective.importance_sampling_cap: has no effect" in problems(run, dry_run=True)
+        else:
+            with Session(run, dry_run=True):
+                pass
 
 
 def test_a_reference_that_the_trainer_publishes_to_is_refused(load):

@@ -98,6 +98,15 @@ def test_later_overrides_win_and_values_are_yaml(file):
         ("seed=x", "override 'seed=x': seed: must be an integer, not 'x'"),
         ("steps=0", "steps: must be at least 1, not 0"),
         ("data.unique=1", "data.unique: must be true or false, not 1"),
+        ("correct_at=1", "correct_at: unknown key; did you mean 'reward.correct_at'?"),
+        (
+            "batch.max_tokens=9",
+            "unknown key; did you mean 'sampling.max_tokens' or 'eval.max_tokens'?",
+        ),
+        (
+            "data.format={question}",
+            "data.format: must be text; YAML reads braces as a mapping, quotes keep them",
+        ),
         ("run_dir=!!bool x", "the value is not YAML"),
         ("run_dir=" + "[" * 1000, "the value is not YAML"),
     ],

@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 import typer
 from typer.core import TyperCommand
@@ -15,9 +15,10 @@ from tandem import settings as settings_module
 from tandem.command_line import EXIT_INTERRUPTED, JsonFlag, command
 from tandem.commands.options import DryRun, Overrides, RunFile
 from tandem.config_values import dump_values
+from tandem.errors import ConfigError
 from tandem.interrupt import Interrupt
 from tandem.render import Output
-from tandem.settings import RunSettings
+from tandem.settings import EvalMode, RunSettings
 from tandem.step_display import StepDisplay
 
 if TYPE_CHECKING:
@@ -161,7 +162,10 @@ def evaluate_command(
     output = Output(as_json=as_json)
     overrides = list(overrides or [])
     if mode:
-        overrides.append(f"eval.modes=[{', '.join(mode)}]")
+        modes = [name.strip() for names in mode for name in names.split(",")]
+        if unknown := next((name for name in modes if name not in get_args(EvalMode)), None):
+            raise ConfigError(f"--mode: must be solo, handoff or legibility, not {unknown!r}")
+        overrides.append(f"eval.modes=[{', '.join(modes)}]")
     settings = settings_module.load(RunSettings, run_file, overrides)
     path = None
     if checkpoint is not None:
