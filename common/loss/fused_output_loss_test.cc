@@ -114,6 +114,15 @@ Gradients Oracle(const Problem& p, const PolicyLossOptions& options,
     const bool mask = options.importance_sampling_mode == ImportanceSamplingMode::kMask;
     policy = policy * (mask ? at::where(inside == weight, weight, 0.0) : inside);
   }
+  if (options.off_policy_mask_threshold > 0) {
+    const at::Tensor gap = (Vector(p.tokens.behaviour) - logp).detach();
+    std::vector<at::Tensor> means;
+    for (const at::Tensor& of : gap.split_with_sizes(p.lengths)) {
+      means.push_back(of.mean().expand(of.sizes()));
+    }
+    const at::Tensor off = at::cat(means) > options.off_policy_mask_threshold;
+    policy = policy * off.logical_and(advantage < 0).logical_not();
+  }
   const at::Tensor d = logp - Vector(p.tokens.reference);
   const at::Tensor k2 = 0.5 * d * d;
   at::Tensor k3 = (-d).exp() + d - 1;
@@ -263,6 +272,20 @@ TEST(FusedOutputLossTest, MaskedImportanceWeightsEqualTheOracle) {
                   1e-12);
     }
   }
+}
+
+TEST(FusedOutputLossTest, TheOffPolicyMaskEqualsTheOracle) {
+  Problem problem;
+  problem.tokens.sequence_rows = problem.lengths;
+  for (size_t t = 5; t < 11; ++t) problem.tokens.behaviour[t] += 1;  // the second sequence
+  PolicyLossOptions options = {
+      .kl_estimator = KlEstimator::kK3, .kl_coefficient = 0.2, .entropy_coefficient = 0.1};
+  const double without = Oracle(problem, options, {}).loss;
+  options.off_policy_mask_threshold = 0.5;
+  const Gradients masked = Oracle(problem, options, {});
+  EXPECT_GT(std::abs(masked.loss - without), 1e-3);
+  const Way whole = {.mode = LossMode::kRecompute};
+  ExpectClose(Fused(problem, options, {}, at::kDouble, whole), masked, 1e-12);
 }
 
 TEST(FusedOutputLossTest, GradientEqualsDifferences) {

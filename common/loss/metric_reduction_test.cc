@@ -111,6 +111,10 @@ TEST(MetricReductionTest, PolicyLossOfSequences) {
        .importance_sampling_mode = ImportanceSamplingMode::kMask});
 }
 
+TEST(MetricReductionTest, PolicyLossOfMaskedSequences) {
+  ExpectPolicyPartsReportTheWhole({.off_policy_mask_threshold = 0.1});
+}
+
 TEST(MetricReductionTest, SupervisedLoss) {
   const std::vector<double> scales = Numbers(1, 0.1, 0.5);
   const std::vector<double> logprobs = Numbers(2, 0.5, -1), entropies = Numbers(3, 0.5, 1);

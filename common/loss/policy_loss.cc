@@ -62,10 +62,15 @@ LossTerm Cispo(const PolicyLossOptions& options, const LogRatio& log_ratio, doub
           .clipped = clipped_ratio != ratio};
 }
 
+// Returns log q, the log-probability with which the writer drew the token.
+double LogDrawn(const PolicyTokens& tokens, size_t row) {
+  const double keep = tokens.log_keep_mass.empty() ? 0.0 : tokens.log_keep_mass[row];
+  return tokens.behaviour[row] - keep;
+}
+
 // Returns the log of the importance weight for an old log-probability.
 double LogWeight(const PolicyTokens& tokens, size_t row, double old) {
-  const double keep = tokens.log_keep_mass.empty() ? 0.0 : tokens.log_keep_mass[row];
-  return old - (tokens.behaviour[row] - keep);
+  return old - LogDrawn(tokens, row);
 }
 
 // Whether k3_cap may be set with the estimator; with kNone it has no effect.
@@ -157,6 +162,8 @@ absl::Status CheckPolicyLossOptions(const PolicyLossOptions& options) {
                                       -kMaxCoefficient, kMaxCoefficient));
   TANDEM_RETURN_IF_ERROR(
       CheckInRange("importance_sampling_cap", options.importance_sampling_cap, 0, kMaxCoefficient));
+  TANDEM_RETURN_IF_ERROR(CheckInRange("off_policy_mask_threshold",
+                                      options.off_policy_mask_threshold, 0, kMaxCoefficient));
   const double floor = options.importance_sampling_floor;
   if (floor >= 0 && floor <= options.importance_sampling_cap) return absl::OkStatus();
   return InvalidField(
@@ -176,7 +183,8 @@ absl::StatusOr<PolicyLossEvaluator> PolicyLossEvaluator::Create(const PolicyLoss
   if (options.kl_estimator != KlEstimator::kNone || !tokens.reference.empty()) {
     TANDEM_RETURN_IF_ERROR(CheckLength("reference", tokens.reference.size(), rows));
   }
-  if (options.importance_sampling_cap > 0 || !tokens.behaviour.empty()) {
+  if (options.importance_sampling_cap > 0 || options.off_policy_mask_threshold > 0 ||
+      !tokens.behaviour.empty()) {
     TANDEM_RETURN_IF_ERROR(CheckLength("behaviour", tokens.behaviour.size(), rows));
     TANDEM_RETURN_IF_ERROR(CheckLength("authorship", tokens.authorship.size(), rows));
   }
@@ -196,6 +204,7 @@ absl::StatusOr<PolicyLossEvaluator> PolicyLossEvaluator::Create(const PolicyLoss
     }
     TANDEM_RETURN_IF_ERROR(CheckLength("sequence_rows", static_cast<size_t>(begins.back()), rows));
     evaluator.sequence_weights_.resize(rows);
+    evaluator.off_policy_.resize(rows);
     evaluator.sequence_terms_.resize(rows);
   }
   return evaluator;
@@ -213,6 +222,11 @@ double PolicyLossEvaluator::ImportanceWeight(size_t row, double logprob) const {
   return BoundedImportanceWeight(options_, LogWeight(*tokens_, row, OldLogprob(row, logprob)));
 }
 
+double PolicyLossEvaluator::PolicyWeight(size_t row, double logprob) const {
+  const bool masked = masks_sequences() && off_policy_[row] != 0 && tokens_->advantages[row] < 0;
+  return masked ? 0 : ImportanceWeight(row, logprob);
+}
+
 PolicyLossEvaluator::Term PolicyLossEvaluator::PolicyTerm(size_t row, double logprob) const {
   if (options_.kind == PolicyLossKind::kGspo) return sequence_terms_[row];
   const LogRatio log_ratio(logprob - OldLogprob(row, logprob));
@@ -220,7 +234,7 @@ PolicyLossEvaluator::Term PolicyLossEvaluator::PolicyTerm(size_t row, double log
   const LossTerm term = options_.kind == PolicyLossKind::kCispo
                             ? Cispo(options_, log_ratio, advantage, logprob)
                             : PpoClip(options_, log_ratio, advantage);
-  const double weight = ImportanceWeight(row, logprob);
+  const double weight = PolicyWeight(row, logprob);
   return {.log_ratio = log_ratio.value,
           .value = weight * term.value,
           .gradient = tokens_->scales[row] * weight * term.gradient,
@@ -238,6 +252,14 @@ void PolicyLossEvaluator::WeighSequence(size_t begin, absl::Span<const double> l
               BoundedImportanceWeight(options_, log_weight));
 }
 
+void PolicyLossEvaluator::MaskSequence(size_t begin, absl::Span<const double> logprobs) {
+  double sum = 0;
+  for (size_t i = 0; i < logprobs.size(); ++i) sum += LogDrawn(*tokens_, begin + i) - logprobs[i];
+  const double mean = sum / static_cast<double>(logprobs.size());
+  std::fill_n(off_policy_.begin() + static_cast<int64_t>(begin), logprobs.size(),
+              mean > options_.off_policy_mask_threshold);
+}
+
 // The loss depends on the log-probs of a sequence only through the sequence's ratio, whose
 // logarithm is their mean.
 void PolicyLossEvaluator::SetGspoTerms(size_t begin, absl::Span<const double> logprobs) {
@@ -250,7 +272,7 @@ void PolicyLossEvaluator::SetGspoTerms(size_t begin, absl::Span<const double> lo
   double gradient = 0;
   for (size_t i = 0; i < logprobs.size(); ++i) {
     const size_t row = begin + i;
-    const double weight = ImportanceWeight(row, logprobs[i]);
+    const double weight = PolicyWeight(row, logprobs[i]);
     const LossTerm term = PpoClip(options_, log_ratio, tokens_->advantages[row]);
     sequence_terms_[row] = {.log_ratio = log_ratio.value,
                             .value = weight * term.value,
@@ -276,6 +298,7 @@ absl::Status PolicyLossEvaluator::SetSequences(int64_t first_row,
     const auto own =
         logprobs.subspan(static_cast<size_t>(begin - first_row), static_cast<size_t>(end - begin));
     if (weighs_sequences()) WeighSequence(static_cast<size_t>(begin), own);
+    if (masks_sequences()) MaskSequence(static_cast<size_t>(begin), own);
     if (options_.kind == PolicyLossKind::kGspo) SetGspoTerms(static_cast<size_t>(begin), own);
     begin = end;
   }

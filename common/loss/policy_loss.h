@@ -7,7 +7,8 @@
 // Semantics: PPO (arXiv 1707.06347), asymmetric clip (DAPO, 2503.14476), dual clip (1912.09729),
 // GSPO (2507.18071), CISPO (MiniMax-M1, 2506.13585), KL estimators k1-k3 (Schulman, "Approximating
 // KL divergence"), truncated importance sampling (Yao et al. 2025) and its masked and
-// sequence-level forms (richardli.xyz/rl-collapse).
+// sequence-level forms (richardli.xyz/rl-collapse), off-policy sequence mask (DeepSeek-V3.2,
+// 2512.02556).
 #ifndef TANDEM_COMMON_LOSS_POLICY_LOSS_H_
 #define TANDEM_COMMON_LOSS_POLICY_LOSS_H_
 
@@ -76,6 +77,9 @@ struct PolicyLossOptions {
   double importance_sampling_floor = 0;
   ImportanceSamplingLevel importance_sampling_level = ImportanceSamplingLevel::kToken;
   ImportanceSamplingMode importance_sampling_mode = ImportanceSamplingMode::kTruncate;
+  // Masks the policy term of a token with A < 0 where the mean of log q - logp over the rows of its
+  // sequence is above this. 0 is off.
+  double off_policy_mask_threshold = 0;
 
   bool operator==(const PolicyLossOptions&) const = default;
 };
@@ -135,7 +139,7 @@ struct PolicyMetrics {
   double kl_to_ref = 0;   // mean of the estimator, with its correction; 0 when off
   double mean_ratio = 0;  // mean of r
   double mean_entropy = 0;
-  double masked_fraction = 0;  // rows whose importance weight was set to 0
+  double masked_fraction = 0;  // rows whose policy term was set to 0
   Mismatch senior_mismatch;    // rows that the senior wrote
   Mismatch junior_mismatch;    // rows that the junior wrote; none when they weigh 0
 };
@@ -149,9 +153,10 @@ class PolicyLossEvaluator {
                                                     const PolicyTokens& tokens);
 
   // Whether the coefficients of a row depend on the log-probs of its whole sequence (GSPO,
-  // importance weights of sequences). Evaluate then takes only whole sequences.
+  // importance weights of sequences, the off-policy mask). Evaluate then takes only whole
+  // sequences.
   bool needs_sequences() const {
-    return options_.kind == PolicyLossKind::kGspo || weighs_sequences();
+    return options_.kind == PolicyLossKind::kGspo || weighs_sequences() || masks_sequences();
   }
 
   // Fills the coefficients of the rows [first_row, first_row + n), where n is the size of every
@@ -191,13 +196,18 @@ class PolicyLossEvaluator {
     return options_.importance_sampling_cap > 0 && tokens_->importance_weights.empty() &&
            options_.importance_sampling_level == ImportanceSamplingLevel::kSequence;
   }
+  bool masks_sequences() const { return options_.off_policy_mask_threshold > 0; }
   double OldLogprob(size_t row, double logprob) const;
   double ImportanceWeight(size_t row, double logprob) const;
+  // Returns what the policy term of a row is multiplied with: its importance weight, or 0 for a
+  // masked row.
+  double PolicyWeight(size_t row, double logprob) const;
   Term PolicyTerm(size_t row, double logprob) const;
   // Computes the numbers of whole sequences that the rows [first_row, first_row + n) depend on.
   absl::Status SetSequences(int64_t first_row, absl::Span<const double> logprobs);
-  // These two take one sequence, whose rows begin at `begin`.
+  // These three take one sequence, whose rows begin at `begin`.
   void WeighSequence(size_t begin, absl::Span<const double> logprobs);
+  void MaskSequence(size_t begin, absl::Span<const double> logprobs);
   void SetGspoTerms(size_t begin, absl::Span<const double> logprobs);
 
   PolicyLossOptions options_;
@@ -205,6 +215,7 @@ class PolicyLossEvaluator {
   // Only if needs_sequences(): [S + 1], and [N].
   std::vector<int64_t> sequence_begins_;
   std::vector<double> sequence_weights_;  // importance weights of sequences
+  std::vector<uint8_t> off_policy_;       // whether the mean of log q - logp is above the threshold
   std::vector<Term> sequence_terms_;      // GSPO's
   PolicyMetrics sums_;                    // means hold sums until Metrics()
   MismatchSums senior_, junior_;

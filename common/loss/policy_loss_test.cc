@@ -334,6 +334,37 @@ TEST(PolicyLossTest, ImportanceWeightsAreBoundedByTokenAndBySequence) {
   }
 }
 
+// Hugging Face TRL's get_off_policy_mask: the mean of log q - logp is -0.233 in the first sequence
+// and -0.125 in the second.
+TEST(PolicyLossTest, OffPolicySequencesLoseTheirTokensWithNegativeAdvantages) {
+  Sequences sequences;
+  sequences.tokens.advantages = {1.5, -1.5, 0, -0.5, 0.5};        // as GAE gives them
+  for (double& drawn : sequences.tokens.behaviour) drawn += 0.4;  // 0.167 and 0.275
+  for (const PolicyLossKind kind : {PolicyLossKind::kPpoClip, PolicyLossKind::kCispo}) {
+    const Sequences::Result plain = sequences.Run({.kind = kind});
+    for (const double threshold : {0.1, 0.2, 0.3}) {
+      const Sequences::Result result =
+          sequences.Run({.kind = kind, .off_policy_mask_threshold = threshold}, {3, 5});
+      double masked = 0;
+      for (size_t t = 0; t < 5; ++t) {
+        const double mean = t < 3 ? 0.5 / 3 : 0.55 / 2;
+        const bool mask = sequences.tokens.advantages[t] < 0 && mean > threshold;
+        EXPECT_EQ(result.c[t], mask ? 0 : plain.c[t]) << t << " " << threshold;
+        masked += mask;
+      }
+      EXPECT_DOUBLE_EQ(result.metrics.masked_fraction, masked / 5);
+      EXPECT_EQ(masked, threshold == 0.1 ? 2 : threshold == 0.2 ? 1 : 0);
+    }
+  }
+}
+
+TEST(PolicyLossTest, AnOffPolicySequenceIsMeasuredFromWhatItWasDrawnFrom) {
+  Sequences sequences;  // a cut to 0.6 of the mass: -0.125 + 0.511 in the second sequence
+  sequences.tokens.log_keep_mass = std::vector<double>(5, std::log(0.6));
+  EXPECT_EQ(sequences.Run({.off_policy_mask_threshold = 0.38}).metrics.masked_fraction, 0.4);
+  EXPECT_EQ(sequences.Run({.off_policy_mask_threshold = 0.39}).metrics.masked_fraction, 0);
+}
+
 TEST(PolicyLossTest, AMaskedTokenKeepsItsKlAndEntropy) {
   const PolicyLossOptions options = {.kl_estimator = KlEstimator::kK1,
                                      .kl_coefficient = 0.5,
@@ -384,6 +415,8 @@ TEST(PolicyLossTest, OptionsFailClosed) {
                 {.kind = PolicyLossKind::kGspo, .kl_importance_correction = true})),
             "kl_importance_correction");
   EXPECT_EQ(FieldPath(CheckPolicyLossOptions({.k3_cap = -1})), "k3_cap");
+  EXPECT_EQ(FieldPath(CheckPolicyLossOptions({.off_policy_mask_threshold = -1})),
+            "off_policy_mask_threshold");
   for (const KlEstimator estimator :
        {KlEstimator::kK1, KlEstimator::kK2, KlEstimator::kK1GradientK2}) {
     EXPECT_EQ(FieldPath(CheckPolicyLossOptions({.kl_estimator = estimator, .k3_cap = 1})),
@@ -399,6 +432,9 @@ TEST(PolicyLossTest, OptionsFailClosed) {
   EXPECT_EQ(
       FieldPath(PolicyLossEvaluator::Create({.kl_estimator = KlEstimator::kK1}, tokens).status()),
       "reference");
+  EXPECT_EQ(
+      FieldPath(PolicyLossEvaluator::Create({.off_policy_mask_threshold = 1}, tokens).status()),
+      "behaviour");
 }
 
 }  // namespace

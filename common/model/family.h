@@ -37,13 +37,17 @@ struct WeightFileSize {
 
 class Family {
  public:
-  Family(std::string model_type, std::string class_prefix)
-      : model_type_(std::move(model_type)), class_prefix_(std::move(class_prefix)) {}
+  Family(std::string model_type, std::string class_prefix, bool has_token_classifier)
+      : model_type_(std::move(model_type)),
+        class_prefix_(std::move(class_prefix)),
+        has_token_classifier_(has_token_classifier) {}
   virtual ~Family() = default;
 
   const std::string& model_type() const { return model_type_; }
   // "Llama": exports name the architecture <prefix>ForCausalLM.
   const std::string& class_prefix() const { return class_prefix_; }
+  // Whether `transformers` has <prefix>ForTokenClassification, as which critics are exported.
+  bool has_token_classifier() const { return has_token_classifier_; }
 
   // Reads the architecture from config.json into `config`. INVALID_ARGUMENT with the field's path
   // for a key that is missing or wrong, UNIMPLEMENTED for one that would change the numbers and
@@ -79,6 +83,7 @@ class Family {
  private:
   const std::string model_type_;
   const std::string class_prefix_;
+  const bool has_token_classifier_;
 };
 
 // All families, in the order in which errors list them.

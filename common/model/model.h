@@ -201,8 +201,9 @@ class Model {
   // read with, model.safetensors in `dtype`, and the tokenizer's files if the source directory
   // still has them: FAILED_PRECONDITION if tokenizer.json is gone from there though the number of
   // token ids, which it says, is not vocab_size. A critic is written as
-  // <Family>ForTokenClassification with `score.weight`. `parameters` gives whole parameters, of
-  // which one at a time is held and converted.
+  // <Family>ForTokenClassification with `score.weight`; where `transformers` has no such class, as
+  // <Family>ForSequenceClassification. `parameters` gives whole parameters, of which one at a time
+  // is held and converted.
   absl::Status Save(const std::string& directory, DType dtype, TensorSource parameters) const;
   // With its own parameters. UNIMPLEMENTED unless all of them are here.
   absl::Status Save(const std::string& directory, DType dtype = DType::kFloat32) const;

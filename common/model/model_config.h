@@ -38,12 +38,22 @@ struct RopeConfig {
   std::optional<double> mscale_all_dim = std::nullopt;
 };
 
+// The RMSNorm of queries and keys, before the rotation.
+enum class QkNorm {
+  kNone,
+  kEachHead,  // of each head by itself
+  kAllHeads,  // of all query heads of a token together, and of all key heads
+};
+
 // How the dense decoder (families/dense_family.h) of one family differs from another's.
 struct DenseDecoderOptions {
   bool qkv_bias = false;
   bool output_bias = false;  // of the attention's output projection
   bool mlp_bias = false;
-  bool qk_norm = false;  // RMSNorm of every query and key head, before the rotation
+  QkNorm qk_norm = QkNorm::kNone;
+  // Whether a layer normalises the outputs of attention and MLP, before it adds them to the
+  // residual, instead of their inputs.
+  bool post_norm = false;
 };
 
 struct ModelConfig {

@@ -38,6 +38,14 @@ TEST(ModelConfigTest, HeadDimAndKeyValueHeadsHaveDefaults) {
   EXPECT_EQ(config.num_key_value_heads, 6);
 }
 
+TEST(ModelConfigTest, TheEpsilonOfNormsHasTheDefaultOfTheFamily) {
+  const auto default_of = [](const char* family) {
+    return TinyConfig(family, {{"rms_norm_eps", nullptr}}).rms_norm_eps;
+  };
+  EXPECT_EQ(default_of("llama"), 1e-6);
+  EXPECT_EQ(default_of("olmo2"), 1e-5);
+}
+
 TEST(ModelConfigTest, BothStylesOfRopeAreRead) {
   const ModelConfig old_style =
       Parse({{"rope_scaling", {{"type", "linear"}, {"factor", 4.0}}}}).value();
@@ -84,7 +92,7 @@ TEST(ModelConfigTest, AnotherFamilyIsNamedBeforeSizesThatItCallsOtherwise) {
   const absl::Status status = ParseModelConfig(gpt2).status();
   EXPECT_EQ(status.code(), absl::StatusCode::kUnimplemented);
   EXPECT_EQ(status.message(),
-            "config.json.model_type: gpt2 is not supported (llama, qwen2, qwen3 are)");
+            "config.json.model_type: gpt2 is not supported (llama, qwen2, qwen3, olmo2 are)");
 }
 
 TEST(ModelConfigTest, UnsupportedFeaturesAreUnimplemented) {

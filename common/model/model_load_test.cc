@@ -384,6 +384,24 @@ TEST_F(ModelLoadTest, SavedCriticsComeBackWhateverTheirTieFlag) {
   ExpectSameParameters(*critic, **loaded);
 }
 
+// transformers has no Olmo2ForTokenClassification; a sequence classifier has no bias.
+TEST_F(ModelLoadTest, CriticsAreSavedAsAClassThatTransformersHas) {
+  const auto saved_class = [&](bool bias) {
+    EXPECT_TRUE(TinyModel("olmo2")->Save(directory_).ok());
+    if (bias) {
+      WriteWeights({{"score.weight", at::ones({1, 30})}, {"score.bias", at::ones({1})}},
+                   "value_head.safetensors");
+    }
+    const auto critic = Model::Load(directory_, kCritic);
+    EXPECT_TRUE(critic.ok()) << critic.status();
+    const fs::path saved = directory_ / "critic";
+    EXPECT_TRUE((*critic)->Save(saved).ok());
+    return json::parse(std::ifstream(saved / "config.json"))["architectures"];
+  };
+  EXPECT_EQ(saved_class(false), json::array({"Olmo2ForSequenceClassification"}));
+  EXPECT_EQ(saved_class(true), json::array({"Olmo2ForTokenClassification"}));
+}
+
 TEST_F(ModelLoadTest, EveryKnownNameOfAValueHeadIsRead) {
   const at::Tensor weight = at::randn({1, 30}), bias = at::randn({1});
   for (const std::string stem :

@@ -36,7 +36,12 @@ std::string Model::ExportedConfig(DType dtype) const {
   const char* const dtype_key =
       config.contains("torch_dtype") && !config.contains("dtype") ? "torch_dtype" : "dtype";
   config[dtype_key] = std::string(TorchDTypeName(dtype));
-  const char* const suffix = head_ == HeadKind::kLm ? "ForCausalLM" : "ForTokenClassification";
+  const bool biased = store_->Find(kValueHeadBias) != nullptr;
+  // A sequence classifier has the same score.weight, but no bias.
+  const char* const suffix = head_ == HeadKind::kLm ? "ForCausalLM"
+                             : family_->has_token_classifier() || biased
+                                 ? "ForTokenClassification"
+                                 : "ForSequenceClassification";
   config["architectures"] = {absl::StrCat(family_->class_prefix(), suffix)};
   if (head_ == HeadKind::kLm) config["tie_word_embeddings"] = tied_;
   if (head_ == HeadKind::kValue) {
@@ -45,7 +50,7 @@ std::string Model::ExportedConfig(DType dtype) const {
     config["id2label"] = {{"0", "VALUE"}};
     config["label2id"] = {{"VALUE", 0}};
     config["classifier_dropout"] = 0.0;
-    config["token_classification_bias"] = store_->Find(kValueHeadBias) != nullptr;
+    config["token_classification_bias"] = biased;
   }
   return absl::StrCat(config.dump(2), "\n");
 }

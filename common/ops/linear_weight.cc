@@ -69,19 +69,20 @@ at::Tensor LinearWeight::ForwardAdd(const at::Tensor& residual, const at::Tensor
   return LinearAdd(residual, x, compute_weight_, compute_bias_);
 }
 
-at::Tensor LinearWeight::ForwardAddShard(const at::Tensor& residual, const at::Tensor& x,
-                                         const std::shared_ptr<TensorParallelGroup>& group) const {
+at::Tensor LinearWeight::ForwardShard(const at::Tensor& x,
+                                      const std::shared_ptr<TensorParallelGroup>& group) const {
   CheckFresh();
   const at::Tensor partial = at::GradMode::is_enabled()
                                  ? DifferentiableLinear(x, weights_, {}, compute_weight_, {})
                                  : Linear(x, compute_weight_);
-  return residual + WithBias(ScatterSum(partial, group));
+  return WithBias(ScatterSum(partial, group));
 }
 
-at::Tensor LinearWeight::ForwardAddSum(const at::Tensor& residual, const at::Tensor& x,
-                                       TensorParallelGroup& group) const {
+at::Tensor LinearWeight::ForwardSum(const at::Tensor& x,
+                                    const std::shared_ptr<TensorParallelGroup>& group) const {
+  TORCH_CHECK(!at::GradMode::is_enabled(), "a map that every rank sums has no gradient");
   CheckFresh();
-  return residual + WithBias(SumInRankOrder(Linear(x, compute_weight_), group));
+  return WithBias(SumInRankOrder(Linear(x, compute_weight_), group));
 }
 
 at::Tensor LinearWeight::WithBias(const at::Tensor& sum) const {

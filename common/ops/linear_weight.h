@@ -32,16 +32,14 @@ class LinearWeight {
   at::Tensor Forward(const at::Tensor& x) const;
   // Returns residual + Forward(x). Like ops::LinearAdd it overwrites `residual` without autograd.
   at::Tensor ForwardAdd(const at::Tensor& residual, const at::Tensor& x) const;
-  // Returns this rank's shard of the tokens (common/ops/token_shards.h) of residual + Forward(x),
-  // for a map whose input the ranks of a group divide: x [T, in / n] and the weight are this rank's
-  // columns, `residual` is its shard of the tokens. The bias is added once, to the sum. `residual`
-  // is unchanged.
-  at::Tensor ForwardAddShard(const at::Tensor& residual, const at::Tensor& x,
-                             const std::shared_ptr<TensorParallelGroup>& group) const;
-  // Like ForwardAddShard, where every rank keeps all tokens: `residual` and the result are
-  // [T, out]. No autograd.
-  at::Tensor ForwardAddSum(const at::Tensor& residual, const at::Tensor& x,
-                           TensorParallelGroup& group) const;
+  // Returns this rank's shard of the tokens (common/ops/token_shards.h) of Forward(x), for a map
+  // whose input the ranks of a group divide: x [T, in / n] and the weight are this rank's columns.
+  // The bias is added once, to the sum.
+  at::Tensor ForwardShard(const at::Tensor& x,
+                          const std::shared_ptr<TensorParallelGroup>& group) const;
+  // Like ForwardShard, where every rank keeps all tokens: the result is [T, out]. No autograd.
+  at::Tensor ForwardSum(const at::Tensor& x,
+                        const std::shared_ptr<TensorParallelGroup>& group) const;
 
   // Must be called after the values of the masters have changed.
   void OnWeightsChanged();

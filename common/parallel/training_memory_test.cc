@@ -57,6 +57,7 @@ struct Case {
   bool tied = false;
   std::vector<std::string> freeze = {};
   DType dtype = DType::kFloat32;
+  const char* family = "llama";
 };
 
 class TrainingMemoryTest : public testing::TestWithParam<Case> {};
@@ -70,7 +71,7 @@ TEST_P(TrainingMemoryTest, IsTheMemoryThatARankTakes) {
     nlohmann::json shape = kShape;
     shape["tie_word_embeddings"] = c.tied;
     const std::string directory = folder / ("model" + std::to_string(ranks->rank()));
-    WriteTinyModel(directory, 3, shape);
+    WriteTinyModel(directory, 3, shape, c.family);
     const ModelConfig config = LoadModelConfig(directory).value();
     auto items =
         Items(TrainingMemory(c.options, {.config = config, .freeze = c.freeze, .dtype = c.dtype},
@@ -125,6 +126,14 @@ INSTANTIATE_TEST_SUITE_P(
         Case{"Dp2", 2, Megatron({})},
         Case{"Dp2Replicated", 2, Megatron({.use_distributed_optimizer = false})},
         Case{"Tp2", 2, Megatron({.tensor_model_parallel_size = 2})},
+        Case{"SingleOlmo2", 1, Single(), false, {}, DType::kFloat32, "olmo2"},
+        Case{"Tp2Olmo2",
+             2,
+             Megatron({.tensor_model_parallel_size = 2}),
+             false,
+             {},
+             DType::kFloat32,
+             "olmo2"},
         Case{"Tp2Full", 2, Megatron({.tensor_model_parallel_size = 2}, Recompute::kFull)},
         Case{"Cp2", 2, Megatron({.context_parallel_size = 2})},
         Case{"Pp2", 2, Megatron({.pipeline_model_parallel_size = 2})},

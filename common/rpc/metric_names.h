@@ -172,7 +172,7 @@ inline constexpr ReportMetric kReportMetrics[] = {
     {"mismatch/k3", "K3 estimate of the KL from rollout to trainer."},
     {"mismatch/effective_sample_size", "Effective share of the tokens; 1 without mismatch."},
     {"mismatch/max_abs_logprob_diff", "Largest difference of rollout and trainer log-probability."},
-    {"mismatch/masked_fraction", "Share of weighted tokens whose importance weight was masked."},
+    {"mismatch/masked_fraction", "Share of weighted tokens whose policy term was masked."},
     {"tandem/senior_token_fraction", "Share of response tokens that the senior wrote."},
     {"tandem/junior_token_fraction", "Share of response tokens that the junior wrote."},
     {"tandem/switches_per_seq", "Mean number of changes of author in a response."},

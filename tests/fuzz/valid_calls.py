@@ -203,6 +203,7 @@ def _trainer_calls(servers: Servers) -> list[ValidCall]:
             "kl_estimator": "k3", "entropy_coefficient": 0.01, "importance_sampling_cap": 2.0,
             "importance_sampling_floor": 0.5, "importance_sampling_level": "sequence",
             "importance_sampling_mode": "mask", "k3_cap": 10.0, "kl_importance_correction": True,
+            "off_policy_mask_threshold": 0.5,
             "max_staleness": 1, "stale_samples": "drop", "mask_truncated_completions": False,
         }),
         "with given log-probabilities": (

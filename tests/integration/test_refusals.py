@@ -231,6 +231,7 @@ def test_a_stream_must_hold_as_many_samples_as_it_says(trainer, good):
         ({"clip_ratio_high": -0.1}, "clip_ratio_high"),
         ({"clip_ratio_low": -0.1}, "clip_ratio_low"),
         ({"dual_clip": 0.5}, "dual_clip"),
+        ({"off_policy_mask_threshold": -0.1}, "off_policy_mask_threshold"),
         ({"aggregation": "seq_mean_token_sum_norm"}, "norm_constant"),
     ],
 )

@@ -294,10 +294,18 @@ def test_the_page_of_kernels_names_every_entry_and_every_kernel():
     assert {*entries, *kernels} - page == set()
 
 
+def test_every_field_of_the_objective_is_on_its_page():
+    proto = (REPOSITORY / "proto/tandem/trainer/v1/objective.proto").read_text()
+    fields = re.findall(r"^  (?:optional )?\w+ (\w+) = \d+;", proto, re.M)
+    assert "clip_ratio_low" in fields
+    page = set(re.findall(r"\w+", (REPOSITORY / "docs/objectives.md").read_text()))
+    assert set(fields) - page == set()
+
+
 def test_every_recipe_of_the_architecture_names_an_example():
     document = REPOSITORY / "docs/architecture.md"
     _, section = document.read_text().split("\n## Recipes\n")
     _, *recipes = re.split(r"^### ", section, flags=re.M)
-    assert len(recipes) == 7
+    assert len(recipes) == 8
     for recipe in recipes:
         assert "Example:" in recipe, recipe.splitlines()[0]

@@ -100,7 +100,25 @@ CASES = [
     Case("qwen2-tied", "Qwen2", {"tie_word_embeddings": True}),
     Case("qwen3", "Qwen3", {}),
     Case("qwen3-tied-bias", "Qwen3", {"tie_word_embeddings": True, "attention_bias": True}),
+    Case("olmo2", "Olmo2", {}),
+    Case("olmo2-tied-bias", "Olmo2", {"tie_word_embeddings": True, "attention_bias": True}),
+    Case("olmo2-mha", "Olmo2", {"num_key_value_heads": 6, "head_dim": 8}),
 ]
+
+
+def cases(*names: str) -> list[Case]:
+    return [next(case for case in CASES if case.name == name) for name in names]
+
+
+LLAMA = cases("llama")[0]
+# The class with one output per token, where it is not <family>ForTokenClassification. It has the
+# same `score`, and gives the last token's.
+VALUE_CLASSES = {"Olmo2": "SequenceClassification"}
+
+
+def class_name(case: Case, head: str) -> str:
+    value_class = VALUE_CLASSES.get(case.family, "TokenClassification")
+    return f"{case.family}For{value_class if head == 'value' else 'CausalLM'}"
 
 
 def build(case: Case, head: str) -> torch.nn.Module:
@@ -123,9 +141,7 @@ def build(case: Case, head: str) -> torch.nn.Module:
     if head == "value":
         config.num_labels = 1
         config.classifier_dropout = 0.0
-        model = getattr(transformers, f"{case.family}ForTokenClassification")(config)
-    else:
-        model = getattr(transformers, f"{case.family}ForCausalLM")(config)
+    model = getattr(transformers, class_name(case, head))(config)
     with torch.no_grad():  # norms and biases that matter
         for name, parameter in model.named_parameters():
             if "norm" in name or name.endswith("bias"):
@@ -193,11 +209,10 @@ def reference(model: torch.nn.Module, tokens: list[list[int]], head: str) -> dic
     for sequence in tokens:
         result = model(torch.tensor([sequence]), output_hidden_states=True, use_cache=False)
         hidden.append(result.hidden_states[-1][0])
-        outputs.append(result.logits[0])
-    rows = torch.cat(outputs)
+        outputs.append(model.score(hidden[-1])[:, 0] if head == "value" else result.logits[0])
     return {
         "hidden": torch.cat(hidden),
-        ("values" if head == "value" else "logits"): rows[:, 0] if head == "value" else rows,
+        "values" if head == "value" else "logits": torch.cat(outputs),
     }
 
 
@@ -273,7 +288,7 @@ def test_outputs_and_gradients_are_those_of_transformers(
             assert torch.equal(cached[name], tensor), name
 
 
-@pytest.mark.parametrize("case", [CASES[0], CASES[-1]], ids=lambda case: case.name)
+@pytest.mark.parametrize("case", cases("llama", "qwen3-tied-bias"), ids=lambda case: case.name)
 def test_padding_rows_have_no_probability(case: Case, tmp_path: pathlib.Path) -> None:
     """With 97 rows for 90 token ids, logits, loss and gradients are those of the 90 alone."""
     ids = 90
@@ -307,7 +322,7 @@ def head_name(case: Case) -> str:
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_half_precision_files_are_read(dtype: str, tmp_path: pathlib.Path) -> None:
-    model = build(CASES[0], "lm").to(getattr(torch, dtype))
+    model = build(LLAMA, "lm").to(getattr(torch, dtype))
     model.save_pretrained(tmp_path / "model")
     tokens = sequences(model.config.vocab_size)
     # Loaded again, for .to() rounded the rotary frequencies, which a checkpoint does not hold.
@@ -320,7 +335,7 @@ def test_half_precision_files_are_read(dtype: str, tmp_path: pathlib.Path) -> No
 
 
 def test_a_model_in_several_files_is_read(tmp_path: pathlib.Path) -> None:
-    model = build(CASES[0], "lm")
+    model = build(LLAMA, "lm")
     model.save_pretrained(tmp_path / "model", max_shard_size="60KB")
     assert (tmp_path / "model" / "model.safetensors.index.json").exists()
     tokens = sequences(model.config.vocab_size)
@@ -328,7 +343,9 @@ def test_a_model_in_several_files_is_read(tmp_path: pathlib.Path) -> None:
     assert_close(actual, reference(model, tokens, "lm"), TINY_TOLERANCE)
 
 
-@pytest.mark.parametrize("case", [CASES[1], CASES[9], CASES[12]], ids=lambda case: case.name)
+@pytest.mark.parametrize(
+    "case", cases("llama-tied", "qwen2", "qwen3-tied-bias", "olmo2"), ids=lambda case: case.name
+)
 @pytest.mark.parametrize("head", ["lm", "value"])
 def test_exports_load_in_transformers(case: Case, head: str, tmp_path: pathlib.Path) -> None:
     build(case, "lm").save_pretrained(tmp_path / "model")
@@ -342,12 +359,11 @@ def test_exports_load_in_transformers(case: Case, head: str, tmp_path: pathlib.P
         untie_embeddings=head == "value",
         save=str(tmp_path / "exported"),
     )
-    auto = (
-        transformers.AutoModelForTokenClassification
-        if head == "value"
-        else transformers.AutoModelForCausalLM
-    )
-    model, info = auto.from_pretrained(
+    exported = getattr(transformers, class_name(case, head))
+    assert json.loads((tmp_path / "exported" / "config.json").read_text())["architectures"] == [
+        exported.__name__
+    ]
+    model, info = exported.from_pretrained(
         tmp_path / "exported", dtype=torch.float32, output_loading_info=True
     )
     assert not info["missing_keys"] and not info["unexpected_keys"]

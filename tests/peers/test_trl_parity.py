@@ -63,6 +63,8 @@ CISPO_OBJECTIVE = {"loss_kind": "cispo", "aggregation": "token_mean", "clip_rati
 KL = {"kl_coefficient": 0.05, "kl_estimator": "k3"}
 UNCORRECTED_KL = {"beta": 0.05, "use_bias_correction_kl": False}
 CORRECTED_KL = {"beta": 0.05, "use_bias_correction_kl": True}
+# A response of each family's batch with a negative advantage is above it, others below.
+OFF_POLICY_MASK = {"off_policy_mask_threshold": 0.05}
 
 
 def importance_sampling(mode: str, low: float | None, high: float) -> dict[str, Any]:
@@ -175,6 +177,18 @@ CASES = [
         GRPO_MEAN | importance_weight("token_truncate", 0.0, 1.2),
         fresh=True,
     ),
+    *(
+        Case(
+            f"off-policy mask with {name}",
+            {"loss_type": name} | OFF_POLICY_MASK | settings,
+            MEANS[name] | OFF_POLICY_MASK | objective,
+        )
+        for name, settings, objective in (
+            ("dapo", {}, {}),
+            ("grpo", CORRECTED_KL, KL | {"kl_importance_correction": True}),
+            ("luspo", SEQUENCE, GSPO),
+        )
+    ),
     Case("entropy bonus", DAPO | {"entropy_coef": 0.05}, DAPO_MEAN | {"entropy_coefficient": 0.05}),
     *(
         Case(
@@ -201,7 +215,6 @@ NOT_HERE = {
     "multi_objective_aggregation": {"normalize_then_sum": "a sample has one reward"},
 }
 SETTINGS_NOT_HERE = {
-    "off_policy_mask_threshold": "no mask of sequences by their KL",
     "router_aux_loss_coef": "no mixtures of experts",
     "sapo_temperature_neg": "sapo",
     "sapo_temperature_pos": "sapo",
@@ -355,6 +368,8 @@ def test_loss_and_gradient_are_those_of_trl(
     peer_batch.assert_same(ours, peer, tolerance)
     if not case.fresh:
         assert ours.metrics["policy/clip_fraction"] > 0.1
+    if OFF_POLICY_MASK.items() <= case.objective.items():
+        assert 0 < ours.metrics["mismatch/masked_fraction"] < 0.3
 
 
 def test_iterations_end_at_the_same_weights(comparison: Comparison, tmp_path: Path) -> None:

@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "common/model/families/dense_family.h"
 #include "common/model/rope.h"
 #include "common/model/shard.h"
 #include "common/ops/ops.h"
@@ -13,12 +14,28 @@
 #include "common/ops/token_shards.h"
 
 namespace tandem {
+namespace {
+
+// RmsNorm of rows of `width` entries of which `x` [T, own] has the rank's own, with the sum of
+// squares [T, 1] of all.
+at::Tensor RmsNormOfShard(const at::Tensor& x, const at::Tensor& squares, int64_t width,
+                          const at::Tensor& weight, double eps) {
+  const at::Tensor scale = at::rsqrt(squares / width + eps);
+  return (x.to(at::kFloat) * scale * weight.to(at::kFloat)).to(x.scalar_type());
+}
+
+at::Tensor SumOfSquares(const at::Tensor& x) {
+  return x.to(at::kFloat).square().sum(1, /*keepdim=*/true);
+}
+
+}  // namespace
 
 DenseDecoder::DenseDecoder(const ModelConfig& config, const Placement& placement,
                            ParameterStore& store)
     : config_(config), dtype_(placement.dtype), group_(placement.shard_group) {
   embedding_ = store.Take(kEmbeddingName);
   layers_.resize(static_cast<size_t>(config.num_hidden_layers));
+  const LayerNormNames norms(config.decoder);
   for (int64_t i = 0; i < config.num_hidden_layers; ++i) {
     if (!placement.Holds(i + 1)) continue;
     const std::string prefix = absl::StrCat("model.layers.", i, ".");
@@ -31,8 +48,8 @@ DenseDecoder::DenseDecoder(const ModelConfig& config, const Placement& placement
     layer.k_norm = store.Take(attention + "k_norm.weight");
     layer.gate_up = &store.TakeLinear({mlp + "gate_proj", mlp + "up_proj"});
     layer.down = &store.TakeLinear({mlp + "down_proj"});
-    layer.input_norm = store.Take(prefix + "input_layernorm.weight");
-    layer.post_attention_norm = store.Take(prefix + "post_attention_layernorm.weight");
+    layer.attention_norm = store.Take(absl::StrCat(prefix, norms.attention, ".weight"));
+    layer.mlp_norm = store.Take(absl::StrCat(prefix, norms.mlp, ".weight"));
   }
   norm_ = store.Take("model.norm.weight");
   RopeFrequencies rope = ComputeRopeFrequencies(config.rope, config.head_dim);
@@ -40,10 +57,30 @@ DenseDecoder::DenseDecoder(const ModelConfig& config, const Placement& placement
                                                placement.device);
 }
 
-// [T, heads * D] -> [T, heads, D], normalised if `norm` is defined.
-at::Tensor DenseDecoder::Heads(const at::Tensor& x, const at::Tensor& norm) const {
-  const at::Tensor heads = x.unflatten(1, {x.size(1) / config_.head_dim, config_.head_dim});
-  return norm.defined() ? ops::RmsNorm(heads, norm, config_.rms_norm_eps) : heads;
+at::Tensor DenseDecoder::Heads(const at::Tensor& x) const {
+  return x.unflatten(1, {x.size(1) / config_.head_dim, config_.head_dim});
+}
+
+DenseDecoder::QueriesAndKeys DenseDecoder::NormHeads(const Layer& layer, const at::Tensor& q,
+                                                     const at::Tensor& k) const {
+  const double eps = config_.rms_norm_eps;
+  switch (config_.decoder.qk_norm) {
+    case QkNorm::kNone:
+      return {Heads(q), Heads(k)};
+    case QkNorm::kEachHead:
+      return {ops::RmsNorm(Heads(q), layer.q_norm, eps), ops::RmsNorm(Heads(k), layer.k_norm, eps)};
+    case QkNorm::kAllHeads:
+      break;
+  }
+  if (group_ == nullptr || group_->size() == 1) {
+    return {Heads(ops::RmsNorm(q, layer.q_norm, eps)), Heads(ops::RmsNorm(k, layer.k_norm, eps))};
+  }
+  const at::Tensor squares =
+      ops::SumInRankOrder(at::cat({SumOfSquares(q), SumOfSquares(k)}, 1), group_);
+  return {
+      Heads(RmsNormOfShard(q, squares.narrow(1, 0, 1), config_.query_size(), layer.q_norm, eps)),
+      Heads(
+          RmsNormOfShard(k, squares.narrow(1, 1, 1), config_.key_value_size(), layer.k_norm, eps))};
 }
 
 ModelPass DenseDecoder::StartPass(const RaggedBatch& batch, AttentionContext& context,
@@ -72,7 +109,7 @@ at::Tensor DenseDecoder::Embed(const ModelPass& pass) const {
   // One rank has the row and the others add zeros to it.
   const at::Tensor own_rows = found.masked_fill(others.unsqueeze(1), 0);
   return pass.shards_tokens ? ops::ScatterSum(own_rows, group_)
-                            : ops::SumInRankOrder(own_rows, *group_);
+                            : ops::SumInRankOrder(own_rows, group_);
 }
 
 at::Tensor DenseDecoder::Gathered(const at::Tensor& x, const ModelPass& pass) const {
@@ -80,34 +117,43 @@ at::Tensor DenseDecoder::Gathered(const at::Tensor& x, const ModelPass& pass) co
   return ops::GatherTokens(x, pass.batch.tokens.size(0), group_);
 }
 
-at::Tensor DenseDecoder::AddSum(const at::Tensor& residual, const ops::LinearWeight& map,
-                                const at::Tensor& x, const ModelPass& pass) const {
-  if (group_ == nullptr) return map.ForwardAdd(residual, x);
-  return pass.shards_tokens ? map.ForwardAddShard(residual, x, group_)
-                            : map.ForwardAddSum(residual, x, *group_);
+at::Tensor DenseDecoder::Input(const at::Tensor& residual, const at::Tensor& norm,
+                               const ModelPass& pass) const {
+  return Gathered(
+      config_.decoder.post_norm ? residual : ops::RmsNorm(residual, norm, config_.rms_norm_eps),
+      pass);
+}
+
+at::Tensor DenseDecoder::AddOutput(const at::Tensor& residual, const ops::LinearWeight& map,
+                                   const at::Tensor& x, const at::Tensor& norm,
+                                   const ModelPass& pass) const {
+  const bool post_norm = config_.decoder.post_norm;
+  if (group_ == nullptr && !post_norm) return map.ForwardAdd(residual, x);
+  const at::Tensor output = group_ == nullptr    ? map.Forward(x)
+                            : pass.shards_tokens ? map.ForwardShard(x, group_)
+                                                 : map.ForwardSum(x, group_);
+  return residual + (post_norm ? ops::RmsNorm(output, norm, config_.rms_norm_eps) : output);
 }
 
 at::Tensor DenseDecoder::RunLayer(int64_t index, at::Tensor x, const ModelPass& pass) const {
-  const double eps = config_.rms_norm_eps;
   const int64_t ranks = group_ == nullptr ? 1 : group_->size();
   const int64_t q_size = config_.query_size() / ranks, kv_size = config_.key_value_size() / ranks;
   const Layer& layer = layers_[static_cast<size_t>(index)];
-  const std::vector<at::Tensor> qkv =
-      layer.qkv->Forward(Gathered(ops::RmsNorm(x, layer.input_norm, eps), pass))
-          .split_with_sizes({q_size, kv_size, kv_size}, 1);
-  const at::Tensor q = ops::RotaryEmbedding(Heads(qkv[0], layer.q_norm), pass.cos, pass.sin);
-  const at::Tensor k = ops::RotaryEmbedding(Heads(qkv[1], layer.k_norm), pass.cos, pass.sin);
-  const at::Tensor v = Heads(qkv[2], {});
+  const std::vector<at::Tensor> qkv = layer.qkv->Forward(Input(x, layer.attention_norm, pass))
+                                          .split_with_sizes({q_size, kv_size, kv_size}, 1);
+  auto [q, k] = NormHeads(layer, qkv[0], qkv[1]);
+  q = ops::RotaryEmbedding(q, pass.cos, pass.sin);
+  k = ops::RotaryEmbedding(k, pass.cos, pass.sin);
+  const at::Tensor v = Heads(qkv[2]);
   at::Tensor attended = pass.context.Attend(index, pass.batch, q, k, v);
   // After the last attention no block needs the other rows.
   if (pass.rows.defined() && index + 1 == config_.num_hidden_layers) {
     attended = attended.index_select(0, pass.rows);
     x = x.index_select(0, pass.rows);
   }
-  x = AddSum(x, *layer.output, attended, pass);
-  const at::Tensor gate_up =
-      layer.gate_up->Forward(Gathered(ops::RmsNorm(x, layer.post_attention_norm, eps), pass));
-  return AddSum(x, *layer.down, ops::SwiGlu(gate_up), pass);
+  x = AddOutput(x, *layer.output, attended, layer.attention_norm, pass);
+  const at::Tensor gate_up = layer.gate_up->Forward(Input(x, layer.mlp_norm, pass));
+  return AddOutput(x, *layer.down, ops::SwiGlu(gate_up), layer.mlp_norm, pass);
 }
 
 }  // namespace tandem

@@ -1,4 +1,4 @@
-// The dense pre-norm decoder that Llama, Qwen2 and Qwen3 are variants of (dense_family.h): RMSNorm,
+// The dense decoder that Llama, Qwen2, Qwen3 and OLMo 2 are variants of (dense_family.h): RMSNorm,
 // rotary grouped-query attention, SwiGLU (https://arxiv.org/abs/2302.13971).
 //
 // A shard computes with the others of Placement::shard_group: heads, the MLP's inner columns and
@@ -7,11 +7,12 @@
 // alike and for each layer, two all-gathers and two reduce-scatters of [T, H], and one of each for
 // the embedding and the final norm together. The gathered tensors are kept for the backward pass:
 // keeping shards would cost two more all-gathers a layer to save 2 T H (1 - 1/n) values of its
-// memory.
+// memory. Norms of all heads of a token (QkNorm::kAllHeads) send one all-gather of [T, 2] more, the
+// sums of squares of queries and keys.
 //
 // A pass with a KV cache has few tokens and waits for each exchange: there every rank keeps all
-// tokens, and a layer is two sums of [T, H] in the order of the ranks (common/ops/rank_sum.h), the
-// embedding one.
+// tokens, and a layer is two sums of [T, H] in the order of the ranks (common/ops/rank_sum.h), and
+// one of those squares, the embedding one of [T, H].
 #ifndef TANDEM_COMMON_MODEL_FAMILIES_DENSE_DECODER_H_
 #define TANDEM_COMMON_MODEL_FAMILIES_DENSE_DECODER_H_
 
@@ -43,19 +44,28 @@ class DenseDecoder : public Backbone {
 
  private:
   struct Layer {
-    at::Tensor input_norm, post_attention_norm;
+    at::Tensor attention_norm, mlp_norm;  // of their inputs, or with post_norm their outputs
     const ops::LinearWeight *qkv = nullptr, *output = nullptr, *gate_up = nullptr, *down = nullptr;
-    at::Tensor q_norm, k_norm;  // [head_dim] or undefined
+    at::Tensor q_norm, k_norm;  // as QkNorm says: undefined, [head_dim], or [own heads * head_dim]
   };
 
   at::Tensor RunLayer(int64_t index, at::Tensor x, const ModelPass& pass) const;
-  at::Tensor Heads(const at::Tensor& x, const at::Tensor& norm) const;
+  // Divides [T, heads * D] into [T, heads, D].
+  at::Tensor Heads(const at::Tensor& x) const;
+  struct QueriesAndKeys {
+    at::Tensor q, k;  // [T, heads, D]
+  };
+  // Normalises q and k [T, heads * D] as QkNorm says, and divides them into heads.
+  QueriesAndKeys NormHeads(const Layer& layer, const at::Tensor& q, const at::Tensor& k) const;
   at::Tensor Embed(const ModelPass& pass) const;
   // Gathers all tokens from the ranks' shards of them.
   at::Tensor Gathered(const at::Tensor& x, const ModelPass& pass) const;
-  // residual + map(x), for a map that is sharded by input.
-  at::Tensor AddSum(const at::Tensor& residual, const ops::LinearWeight& map, const at::Tensor& x,
-                    const ModelPass& pass) const;
+  // The input of attention or MLP, for all tokens, from the residual.
+  at::Tensor Input(const at::Tensor& residual, const at::Tensor& norm, const ModelPass& pass) const;
+  // Adds the output of attention or MLP to the residual: map(x), for a map that is sharded by
+  // input.
+  at::Tensor AddOutput(const at::Tensor& residual, const ops::LinearWeight& map,
+                       const at::Tensor& x, const at::Tensor& norm, const ModelPass& pass) const;
 
   ModelConfig config_;
   at::ScalarType dtype_;                             // of the computation

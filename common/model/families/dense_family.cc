@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <nlohmann/json.hpp>
+#include <optional>
 #include <string>
 #include <utility>
 
@@ -65,7 +66,8 @@ absl::Status DenseFamily::ReadConfig(const ConfigFields& fields, ModelConfig& co
   }
   TANDEM_ASSIGN_OR_RETURN(config.max_position_embeddings,
                           fields.Size("max_position_embeddings", 2048));
-  TANDEM_ASSIGN_OR_RETURN(config.rms_norm_eps, fields.Positive("rms_norm_eps", 1e-6));
+  TANDEM_ASSIGN_OR_RETURN(config.rms_norm_eps,
+                          fields.Positive("rms_norm_eps", default_rms_norm_eps_));
   TANDEM_ASSIGN_OR_RETURN(config.initializer_range, fields.Positive("initializer_range", 0.02));
   TANDEM_ASSIGN_OR_RETURN(config.tie_word_embeddings, fields.Bool("tie_word_embeddings", false));
   TANDEM_ASSIGN_OR_RETURN(config.decoder, options_(fields));
@@ -98,9 +100,13 @@ std::vector<ParameterSpec> DenseFamily::Parameters(const ModelConfig& config) co
           {.name = name + ".bias", .shape = {hidden}, .init = Init::kZeros, .block = block});
     }
   };
-  const auto norm = [&](const std::string& name, int64_t width) {
-    specs.push_back(
-        {.name = name + ".weight", .shape = {width}, .init = Init::kOnes, .block = block});
+  const auto norm = [&](const std::string& name, int64_t width,
+                        std::optional<int64_t> shard_axis = std::nullopt) {
+    specs.push_back({.name = name + ".weight",
+                     .shape = {width},
+                     .init = Init::kOnes,
+                     .shard_axis = shard_axis,
+                     .block = block});
   };
 
   specs.push_back({.name = kEmbeddingName, .shape = {config.vocab_size, hidden}, .shard_axis = 0});
@@ -112,15 +118,19 @@ std::vector<ParameterSpec> DenseFamily::Parameters(const ModelConfig& config) co
     column_parallel(attention + "k_proj", config.key_value_size(), config.decoder.qkv_bias);
     column_parallel(attention + "v_proj", config.key_value_size(), config.decoder.qkv_bias);
     row_parallel(attention + "o_proj", config.query_size(), config.decoder.output_bias);
-    if (config.decoder.qk_norm) {
+    if (config.decoder.qk_norm == QkNorm::kEachHead) {
       norm(attention + "q_norm", config.head_dim);
       norm(attention + "k_norm", config.head_dim);
+    } else if (config.decoder.qk_norm == QkNorm::kAllHeads) {
+      norm(attention + "q_norm", config.query_size(), /*shard_axis=*/0);
+      norm(attention + "k_norm", config.key_value_size(), /*shard_axis=*/0);
     }
     column_parallel(mlp + "gate_proj", config.intermediate_size, config.decoder.mlp_bias);
     column_parallel(mlp + "up_proj", config.intermediate_size, config.decoder.mlp_bias);
     row_parallel(mlp + "down_proj", config.intermediate_size, config.decoder.mlp_bias);
-    norm(prefix + "input_layernorm", hidden);
-    norm(prefix + "post_attention_layernorm", hidden);
+    const LayerNormNames norms(config.decoder);
+    norm(prefix + norms.attention, hidden);
+    norm(prefix + norms.mlp, hidden);
   }
   block = LastBlock(config.num_hidden_layers);
   norm("model.norm", hidden);
@@ -168,22 +178,28 @@ std::vector<LayerCache> DenseFamily::CacheLayout(const ModelConfig& config,
 }
 
 // The residual and its norm, then the inputs and outputs of either the attention or the MLP. A
-// shard has its heads and columns of these, and what all shards bring to a sum.
+// shard has its heads and columns of these, and what all shards bring to a sum. A norm behind the
+// maps has its input and output beside theirs, and the sum with the residual.
 int64_t DenseFamily::InferenceActivations(const ModelConfig& config, int64_t shard_count) const {
   const int64_t attention = 3 * config.query_size() + 3 * config.key_value_size();
   const int64_t gathered = shard_count > 1 ? (shard_count + 1) * config.hidden_size : 0;
-  return 3 * config.hidden_size + gathered +
+  const int64_t residuals = config.decoder.post_norm ? 4 : 3;
+  return residuals * config.hidden_size + gathered +
          std::max(attention, 3 * config.intermediate_size) / shard_count;
 }
 
 // Norms with their inputs; queries, keys and values before and after rotation and repetition; the
 // attention's output; gate, up and their product. SmolLM2-135M takes 0.87 of it; as much in bf16,
-// where norms and rotation stay float32. A shard keeps the gathered inputs of its maps whole.
+// where norms and rotation stay float32. A shard keeps the gathered inputs of its maps whole, and
+// of a norm over heads of several shards also its result without the weight.
 int64_t DenseFamily::TrainingActivationBytes(const ModelConfig& config, int64_t /*layer*/,
                                              int64_t shard_count) const {
   const int64_t whole = 2 * config.hidden_size;
-  const int64_t cut = 3 * config.hidden_size + 4 * config.query_size() +
-                      2 * config.key_value_size() + 4 * config.intermediate_size;
+  const int64_t heads = config.query_size() + config.key_value_size();
+  const int64_t shared_norms =
+      shard_count > 1 && config.decoder.qk_norm == QkNorm::kAllHeads ? heads : 0;
+  const int64_t cut = 3 * config.hidden_size + 2 * config.query_size() + 2 * heads + shared_norms +
+                      4 * config.intermediate_size;
   return (whole + cut / shard_count) * kFloatBytes;
 }
 

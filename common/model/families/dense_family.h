@@ -12,13 +12,35 @@
 
 namespace tandem {
 
+// The names of a layer's norms of [hidden_size] for attention and MLP, without ".weight".
+struct LayerNormNames {
+  explicit LayerNormNames(const DenseDecoderOptions& options) {
+    if (options.post_norm) {
+      attention = "post_attention_layernorm";
+      mlp = "post_feedforward_layernorm";
+    }
+  }
+
+  const char* attention = "input_layernorm";
+  const char* mlp = "post_attention_layernorm";
+};
+
+// What `transformers` says of a family beside its config.json.
+struct TransformersClasses {
+  double rms_norm_eps = 1e-6;  // where config.json has none
+  bool has_token_classifier = true;
+};
+
 class DenseFamily : public Family {
  public:
   // Reads the family's own keys of config.json.
   using OptionsFunction = absl::StatusOr<DenseDecoderOptions> (*)(const ConfigFields& fields);
 
-  DenseFamily(std::string model_type, std::string class_prefix, OptionsFunction options)
-      : Family(std::move(model_type), std::move(class_prefix)), options_(options) {}
+  DenseFamily(std::string model_type, std::string class_prefix, OptionsFunction options,
+              const TransformersClasses& classes = {})
+      : Family(std::move(model_type), std::move(class_prefix), classes.has_token_classifier),
+        options_(options),
+        default_rms_norm_eps_(classes.rms_norm_eps) {}
 
   // Refuses hidden_act other than silu, sliding windows, partial rotary, and the rope types of
   // rope_config.h.
@@ -36,6 +58,7 @@ class DenseFamily : public Family {
 
  private:
   const OptionsFunction options_;
+  const double default_rms_norm_eps_;
 };
 
 }  // namespace tandem

@@ -31,7 +31,16 @@ absl::StatusOr<Options> Qwen2Options(const ConfigFields&) { return Options{.qkv_
 
 // Qwen3: queries and keys are normalised head by head.
 absl::StatusOr<Options> Qwen3Options(const ConfigFields& fields) {
-  Options options = {.qk_norm = true};
+  Options options = {.qk_norm = QkNorm::kEachHead};
+  TANDEM_ASSIGN_OR_RETURN(options.qkv_bias, fields.Bool("attention_bias", false));
+  options.output_bias = options.qkv_bias;
+  return options;
+}
+
+// OLMo 2 (https://arxiv.org/abs/2501.00656): norms behind attention and MLP, and of all queries and
+// all keys of a token.
+absl::StatusOr<Options> Olmo2Options(const ConfigFields& fields) {
+  Options options = {.qk_norm = QkNorm::kAllHeads, .post_norm = true};
   TANDEM_ASSIGN_OR_RETURN(options.qkv_bias, fields.Bool("attention_bias", false));
   options.output_bias = options.qkv_bias;
   return options;
@@ -44,6 +53,8 @@ const std::vector<const Family*>& Families() {
       new DenseFamily("llama", "Llama", LlamaOptions),
       new DenseFamily("qwen2", "Qwen2", Qwen2Options),
       new DenseFamily("qwen3", "Qwen3", Qwen3Options),
+      new DenseFamily("olmo2", "Olmo2", Olmo2Options,
+                      {.rms_norm_eps = 1e-5, .has_token_classifier = false}),
   };
   return *families;
 }

@@ -184,6 +184,14 @@ std::vector<std::function<void(PolicyBatch& batch)>> Variants() {
         o.loss.importance_sampling_cap = 2;
         o.loss.importance_sampling_level = loss::ImportanceSamplingLevel::kSequence;
       }),
+      [](PolicyBatch& batch) {
+        batch.objective.loss.off_policy_mask_threshold = 0.1;
+        // Every other sample was drawn from 0.7 of the mass: its mean is 0.36.
+        for (size_t i = 0; i < batch.samples.size(); i += 2) {
+          Trajectory& trajectory = batch.samples[i].trajectory;
+          trajectory.log_keep_mass.assign(trajectory.author_logprobs.size(), std::log(0.7f));
+        }
+      },
       objective([](Objective& o) { o.old_logprobs = OldLogprobs::kAuthor; }),
       objective([](Objective& o) {
         o.loss.kl_estimator = loss::KlEstimator::kK1;

@@ -1,7 +1,6 @@
-// The objective of a train step, as the engine takes tandem.trainer.v1.PolicyObjective. A new field
-// of the contract is a field here (a field of a loss term: in common/loss/policy_loss.h), with its
-// bounds in CheckObjective, a line each way in services/trainer/service/objective_convert.cc, and
-// the code that uses it.
+// The objective of a train step, as the engine takes tandem.trainer.v1.PolicyObjective.
+//
+// To add a field, follow "Add an objective field" in docs/architecture.md.
 #ifndef TANDEM_SERVICES_TRAINER_ENGINE_OBJECTIVE_H_
 #define TANDEM_SERVICES_TRAINER_ENGINE_OBJECTIVE_H_
 

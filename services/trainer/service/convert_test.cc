@@ -189,6 +189,7 @@ TEST(PolicyObjectiveTest, EveryFieldIsCarried) {
   proto.set_entropy_coefficient(0.02);
   proto.set_importance_sampling_cap(2);
   proto.set_importance_sampling_floor(0.5);
+  proto.set_off_policy_mask_threshold(0.25);
   proto.set_importance_sampling_level(v1::IMPORTANCE_SAMPLING_LEVEL_SEQUENCE);
   proto.set_importance_sampling_mode(v1::IMPORTANCE_SAMPLING_MODE_MASK);
   proto.set_junior_kl_coefficient(0.5);
@@ -220,6 +221,7 @@ TEST(PolicyObjectiveTest, EveryFieldIsCarried) {
   EXPECT_EQ(objective->loss.entropy_coefficient, 0.02);
   EXPECT_EQ(objective->loss.importance_sampling_cap, 2);
   EXPECT_EQ(objective->loss.importance_sampling_floor, 0.5);
+  EXPECT_EQ(objective->loss.off_policy_mask_threshold, 0.25);
   EXPECT_EQ(objective->loss.importance_sampling_level, loss::ImportanceSamplingLevel::kSequence);
   EXPECT_EQ(objective->loss.importance_sampling_mode, loss::ImportanceSamplingMode::kMask);
   EXPECT_EQ(objective->junior_kl_coefficient, 0.5);

@@ -130,6 +130,7 @@ absl::Status LossTermsFromProto(const v1::PolicyObjective& proto, loss::PolicyLo
   out->entropy_coefficient = proto.entropy_coefficient();
   out->importance_sampling_cap = proto.importance_sampling_cap();
   out->importance_sampling_floor = proto.importance_sampling_floor();
+  out->off_policy_mask_threshold = proto.off_policy_mask_threshold();
   TANDEM_RETURN_IF_ERROR(Choose("importance_sampling_level", proto.importance_sampling_level(),
                                 kImportanceSamplingLevels, &out->importance_sampling_level));
   return Choose("importance_sampling_mode", proto.importance_sampling_mode(),
@@ -221,6 +222,7 @@ v1::PolicyObjective ToProto(const PolicyObjective& objective) {
   proto.set_entropy_coefficient(objective.loss.entropy_coefficient);
   proto.set_importance_sampling_cap(objective.loss.importance_sampling_cap);
   proto.set_importance_sampling_floor(objective.loss.importance_sampling_floor);
+  proto.set_off_policy_mask_threshold(objective.loss.off_policy_mask_threshold);
   proto.set_importance_sampling_level(
       NameOf(objective.loss.importance_sampling_level, kImportanceSamplingLevels));
   proto.set_importance_sampling_mode(
