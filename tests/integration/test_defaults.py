@@ -1,4 +1,4 @@
-"""docs/configuration.md gives the defaults that the servers fill in."""
+"""docs/configuration.md and the client have the defaults that the servers fill in."""
 
 from __future__ import annotations
 
@@ -10,7 +10,12 @@ from typing import Any
 import harness
 import pytest
 import yaml
+from tandem.calls import CriticCalls, RolloutCalls, TrainerCalls
+from tandem.client import RolloutClient
 from tandem.cluster import find_binary
+from tandem.requests import Prompt
+from tandem.settings import SamplingSettings
+from tandem.types.v1.sampling_pb2 import SamplingParams
 
 PAGE = (harness.REPOSITORY / "docs/configuration.md").read_text()
 # A field of a strategy has a default where the strategy is chosen.
@@ -75,3 +80,20 @@ def test_the_page_has_the_defaults_that_the_server_fills_in(role: str, models: h
         wrong.pop(given, None)
     assert wrong == {}
     assert len(defaults.keys() & found.keys()) > 20
+
+
+def test_a_run_draws_tokens_with_the_servers_defaults(rollout: RolloutClient):
+    """The client sends its own copies with every prompt, and a run records them."""
+    # The server has no default for the length, and does not know texts.
+    own = SamplingSettings().model_dump(exclude={"max_tokens", "stop"})
+    prompt = Prompt(token_ids=[2, 3], sampling={"max_tokens": 1})
+    [[trajectory]] = rollout.generate([prompt])
+    fields = {field.name for field in SamplingParams.DESCRIPTOR.fields} - {"max_tokens"}
+    filled_in = {name: getattr(trajectory.sampling, name) for name in fields}
+    assert own == filled_in | {"stop_token_ids": list(filled_in["stop_token_ids"])}
+
+
+@pytest.mark.parametrize("calls", [RolloutCalls, TrainerCalls, CriticCalls])
+def test_the_client_calls_the_address_at_which_the_server_listens(calls, models: harness.Models):
+    server = resolved(calls.role, models.senior, [])
+    assert calls.default_address == f"{server['server.host']}:{server['server.grpc_port']}"

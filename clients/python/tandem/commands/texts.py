@@ -32,7 +32,9 @@ def generate(
     tokenizer: TokenizerOption = None,
     chat: Annotated[bool, typer.Option("--chat", help="Use the chat template.")] = False,
     max_tokens: Annotated[int, typer.Option(min=1, help="Most tokens of a response.")] = 64,
-    temperature: Annotated[float, typer.Option(min=0.0, help="0: greedy.")] = 1.0,
+    temperature: Annotated[
+        float | None, typer.Option(min=0.0, help="0: greedy. Default: the server's.")
+    ] = None,
     top_p: Annotated[
         float | None, typer.Option(help="Mass of the likeliest tokens to draw from.")
     ] = None,
@@ -141,8 +143,9 @@ def score(
     senior: Annotated[bool, typer.Option(help="Score under the senior.")] = True,
     junior: Annotated[bool, typer.Option(help="Score under the junior.")] = True,
     temperature: Annotated[
-        float, typer.Option(min=0.0, help="What the logits are divided by.")
-    ] = 1.0,
+        float | None,
+        typer.Option(min=0.0, help="What the logits are divided by. Default: the server's."),
+    ] = None,
     as_json: JsonFlag = False,
 ) -> None:
     """Show log-probabilities of texts under senior and junior."""
