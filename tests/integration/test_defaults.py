@@ -1,4 +1,4 @@
-"""docs/configuration.md and the client have the defaults that the servers fill in."""
+"""docs/configuration.md, the contract and the client name the defaults that the servers fill in."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import harness
 import pytest
 import yaml
 from tandem.calls import CriticCalls, RolloutCalls, TrainerCalls
-from tandem.client import RolloutClient
+from tandem.client import RolloutClient, TrainerClient
 from tandem.cluster import find_binary
 from tandem.requests import Prompt
 from tandem.settings import SamplingSettings
@@ -91,6 +91,32 @@ def test_a_run_draws_tokens_with_the_servers_defaults(rollout: RolloutClient):
     fields = {field.name for field in SamplingParams.DESCRIPTOR.fields} - {"max_tokens"}
     filled_in = {name: getattr(trajectory.sampling, name) for name in fields}
     assert own == filled_in | {"stop_token_ids": list(filled_in["stop_token_ids"])}
+
+
+def commented(file: str, message: str) -> dict[str, str]:
+    """The default in the comment of every field of a message that has one there."""
+    text = (harness.REPOSITORY / "proto/tandem" / file).read_text()
+    body = re.search(rf"^message {message} {{\n(.*?)^}}", text, re.M | re.S).group(1)
+    found = {}
+    for comment, field in re.findall(r"((?:^ +//.*\n)+) +(?:\w+ )?\w+ (\w+) =", body, re.M):
+        words = " ".join(comment.replace("//", "").split())
+        if default := re.search(r"\b[Dd]efault:? (false|true|\d[\d.e-]*)", words):
+            found[field] = default.group(1).rstrip(".")
+    return found
+
+
+def test_the_contract_tells_the_defaults_of_a_request(
+    rollout: RolloutClient, trainer: TrainerClient
+):
+    objective = commented("trainer/v1/objective.proto", "PolicyObjective")
+    sampling = commented("types/v1/sampling.proto", "SamplingParams")
+    assert len(objective) > 20
+    assert sampling.keys() == {"temperature", "top_k", "top_p", "min_p", "ignore_eos"}
+    in_force = trainer.check_objective({})
+    [[trajectory]] = rollout.generate([Prompt(token_ids=[2, 3], sampling={"max_tokens": 1})])
+    for filled_in, told in ((in_force, objective), (trajectory.sampling, sampling)):
+        values = {name: getattr(filled_in, name) for name in told}
+        assert {name: value for name, value in values.items() if not same(value, told[name])} == {}
 
 
 @pytest.mark.parametrize("calls", [RolloutCalls, TrainerCalls, CriticCalls])
