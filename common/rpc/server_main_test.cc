@@ -18,8 +18,8 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/time/clock.h"
-#include "common/rpc/channel.h"
 #include "common/rpc/error_table.h"
+#include "common/rpc/testing/server.h"
 #include "tandem/weights/v1/weights.grpc.pb.h"
 
 namespace tandem::rpc {
@@ -222,7 +222,7 @@ TEST(ServerMainTest, ServesAndExitsZeroOnSigterm) {
   EXPECT_EQ(line["event"], "listening");
   EXPECT_GT(line["metrics_port"].get<int>(), 0);
   const auto stub =
-      WeightService::NewStub(MakeChannel(absl::StrCat("127.0.0.1:", line["grpc_port"].get<int>())));
+      WeightService::NewStub(TestChannel(absl::StrCat("127.0.0.1:", line["grpc_port"].get<int>())));
   GetVersionResponse response;
   EXPECT_TRUE(stub->GetVersion(MakeClientContext(absl::Now() + absl::Seconds(20)).get(),
                                GetVersionRequest(), &response)
@@ -243,7 +243,7 @@ TEST(ServerMainTest, SigtermLetsARunningCallFinish) {
   const auto line = nlohmann::json::parse(process.ReadLine(), nullptr, false);
   ASSERT_FALSE(line.is_discarded());
   const auto stub =
-      WeightService::NewStub(MakeChannel(absl::StrCat("127.0.0.1:", line["grpc_port"].get<int>())));
+      WeightService::NewStub(TestChannel(absl::StrCat("127.0.0.1:", line["grpc_port"].get<int>())));
   absl::Status status;
   std::thread client([&] {
     GetVersionResponse response;
@@ -262,7 +262,7 @@ TEST(ServerMainTest, TheDrainDeadlineCancelsWhatIsLeft) {
   const auto line = nlohmann::json::parse(process.ReadLine(), nullptr, false);
   ASSERT_FALSE(line.is_discarded());
   const auto stub =
-      WeightService::NewStub(MakeChannel(absl::StrCat("127.0.0.1:", line["grpc_port"].get<int>())));
+      WeightService::NewStub(TestChannel(absl::StrCat("127.0.0.1:", line["grpc_port"].get<int>())));
   absl::Status status;
   std::thread client([&] {
     GetVersionResponse response;
