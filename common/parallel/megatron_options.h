@@ -21,7 +21,7 @@ struct MegatronOptions {
   // Parts of the model that every stage of the pipeline holds.
   int64_t virtual_pipeline_model_parallel_size = 1;
   // Shares out the optimizer's state among the ranks that hold the same parameters.
-  bool use_distributed_optimizer = true;
+  bool use_distributed_optimizer = false;
 
   // Ranks of one replica of the model.
   int64_t model_parallel_size() const {
