@@ -12,8 +12,11 @@
 
 namespace tandem::loss {
 
+// The default of `value_clip` in requests.
+inline constexpr double kDefaultValueClip = 0.2;
+
 struct ValueLossOptions {
-  double clip = 0.2;  // largest distance from the old value; 0 is off
+  double clip;  // largest distance from the old value; 0 is off
 };
 
 struct ValueTokens {

@@ -9,6 +9,7 @@
 #include "common/parallel/megatron_strategy.h"
 #include "common/parallel/single_strategy.h"
 #include "common/parallel/testing/megatron_layouts.h"
+#include "common/parallel/testing/zero_of_stage.h"
 #include "common/parallel/zero_strategy.h"
 #include "common/ranks/testing/rank_processes.h"
 
@@ -33,13 +34,12 @@ TEST(MegatronCheckpointTest, ACheckpointOfAnyLayoutLoadsUnderAnyOther) {
   const std::vector<Saved> layouts = {
       {"single", 1, [](const Ranks&) { return std::make_unique<SingleStrategy>(); }},
       {"zero", 2,
-       [](const Ranks& ranks) {
-         return std::make_unique<ZeroStrategy>(ZeroOptions{.stage = 2}, ranks);
-       }},
-      {"tp2", 2, megatron({.tensor_model_parallel_size = 2})},
-      {"pp2", 2, megatron({.pipeline_model_parallel_size = 2})},
-      {"dp2 without sharing", 2, megatron({.use_distributed_optimizer = false})},
-      {"tp2dp2", 4, megatron({.tensor_model_parallel_size = 2})}};
+       [](const Ranks& ranks) { return std::make_unique<ZeroStrategy>(ZeroOfStage(2), ranks); }},
+      {"tp2", 2, megatron({.tensor_model_parallel_size = 2, .use_distributed_optimizer = true})},
+      {"pp2", 2, megatron({.pipeline_model_parallel_size = 2, .use_distributed_optimizer = true})},
+      {"dp2 without sharing", 2, megatron({})},
+      {"tp2dp2", 4,
+       megatron({.tensor_model_parallel_size = 2, .use_distributed_optimizer = true})}};
   for (const Saved& saved : layouts) {
     std::filesystem::create_directories(folder / saved.name);
     ranks::RunConnected(saved.ranks, [&](const Ranks& ranks) {

@@ -21,7 +21,7 @@ struct MegatronOptions {
   // Virtual stages that each stage of the pipeline holds.
   int64_t virtual_pipeline_model_parallel_size = 1;
   // Whether the ranks that hold the same parameters each keep a shard of the optimizer's state.
-  bool use_distributed_optimizer = true;
+  bool use_distributed_optimizer = false;
 
   // Ranks of one replica of the model.
   int64_t model_parallel_size() const {

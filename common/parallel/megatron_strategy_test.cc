@@ -105,11 +105,12 @@ INSTANTIATE_TEST_SUITE_P(Layouts, MegatronStrategyTest, ::testing::ValuesIn(Mega
 
 INSTANTIATE_TEST_SUITE_P(
     More, MegatronStrategyTest,
-    ::testing::Values(
-        MegatronLayout{"Tp2Cp2", 4, {.tensor_model_parallel_size = 2, .context_parallel_size = 2}},
-        MegatronLayout{"Pp2Dp2Whole",
-                       4,
-                       {.pipeline_model_parallel_size = 2, .use_distributed_optimizer = false}}),
+    ::testing::Values(MegatronLayout{"Tp2Cp2",
+                                     4,
+                                     {.tensor_model_parallel_size = 2,
+                                      .context_parallel_size = 2,
+                                      .use_distributed_optimizer = true}},
+                      MegatronLayout{"Pp2Dp2Whole", 4, {.pipeline_model_parallel_size = 2}}),
     LayoutName);
 
 // A rank holds the layers of its stage, its shard of each.
@@ -117,7 +118,9 @@ TEST(MegatronStrategyTest, ARankHoldsItsShard) {
   ranks::RunConnected(4, [](const Ranks& ranks) {
     const TemporaryFolder folder;
     WriteLayoutModel(folder / "model", {"llama", true, false});
-    MegatronStrategy megatron({.tensor_model_parallel_size = 2, .pipeline_model_parallel_size = 2},
+    MegatronStrategy megatron({.tensor_model_parallel_size = 2,
+                               .pipeline_model_parallel_size = 2,
+                               .use_distributed_optimizer = true},
                               ranks);
     Prepare(megatron, folder / "model");
     const bool is_last = ranks->rank() >= 2;
@@ -152,8 +155,9 @@ TEST(MegatronStrategyTest, ALayoutThatDoesNotFitIsRefusedOnAllRanks) {
 TEST(MegatronStrategyTest, FrozenParametersKeepTheirBits) {
   // The first stage has nothing to train: no gradient travels back to it.
   const LoadOptions load = {.freeze = {"model.embed*", "model.layers.[012].*", "*norm*"}};
-  for (const MegatronOptions& options : {MegatronOptions{.tensor_model_parallel_size = 2},
-                                         MegatronOptions{.pipeline_model_parallel_size = 2}}) {
+  for (const MegatronOptions& options :
+       {MegatronOptions{.tensor_model_parallel_size = 2, .use_distributed_optimizer = true},
+        MegatronOptions{.pipeline_model_parallel_size = 2, .use_distributed_optimizer = true}}) {
     ranks::RunConnected(2, [&](const Ranks& ranks) {
       const TemporaryFolder folder;
       WriteLayoutModel(folder / "model");
@@ -176,7 +180,9 @@ TEST(MegatronStrategyTest, ParametersAreReplacedByWholeOnes) {
   ranks::RunConnected(4, [](const Ranks& ranks) {
     const TemporaryFolder folder;
     WriteLayoutModel(folder / "model", {"qwen2", true, false});
-    MegatronStrategy megatron({.tensor_model_parallel_size = 2, .pipeline_model_parallel_size = 2},
+    MegatronStrategy megatron({.tensor_model_parallel_size = 2,
+                               .pipeline_model_parallel_size = 2,
+                               .use_distributed_optimizer = true},
                               ranks);
     SingleStrategy single;
     Prepare(megatron, folder / "model");

@@ -9,6 +9,7 @@
 #include "common/parallel/megatron_strategy.h"
 #include "common/parallel/single_strategy.h"
 #include "common/parallel/testing/megatron_layouts.h"
+#include "common/parallel/testing/zero_of_stage.h"
 #include "common/parallel/zero_strategy.h"
 #include "common/ranks/testing/rank_processes.h"
 
@@ -45,7 +46,7 @@ TEST(RecomputeTest, ChangesNoBitInOneProcess) {
 TEST(RecomputeTest, ChangesNoBitUnderZero) {
   for (const int stage : {1, 3}) {
     ExpectTheSameBits(2, [stage](const Ranks& ranks, Recompute recompute) {
-      return std::make_unique<ZeroStrategy>(ZeroOptions{.stage = stage}, ranks, recompute);
+      return std::make_unique<ZeroStrategy>(ZeroOfStage(stage), ranks, recompute);
     });
   }
 }

@@ -43,7 +43,7 @@ absl::Status RunBackward(SingleStrategy& strategy, double factor = 1) {
 
 TEST(SingleStrategyTest, GradientsOfMicroBatchesAddUpAndAreZeroedBefore) {
   SingleStrategy strategy(TrainableModel());
-  ASSERT_TRUE(strategy.BuildOptimizer({}).ok());
+  ASSERT_TRUE(strategy.BuildOptimizer(FastOptimizer()).ok());
   for (int repeat = 0; repeat < 2; ++repeat) {
     ASSERT_TRUE(RunBackward(strategy).ok());
     EXPECT_TRUE(strategy.Gradient(kMatrix).equal(4 * strategy.model().Parameter(kMatrix).detach()));
@@ -54,9 +54,7 @@ TEST(SingleStrategyTest, GradientsOfMicroBatchesAddUpAndAreZeroedBefore) {
 
 TEST(SingleStrategyTest, ClipsByGlobalNormAndReportsIt) {
   SingleStrategy strategy(TrainableModel());
-  OptimizerOptions options;
-  options.max_grad_norm = 0.5;
-  ASSERT_TRUE(strategy.BuildOptimizer(options).ok());
+  ASSERT_TRUE(strategy.BuildOptimizer(FastOptimizer()).ok());
   ASSERT_TRUE(RunBackward(strategy).ok());
   const double matrix = 4 * strategy.model().Parameter(kMatrix).norm().item<double>();
   const OptimizerReport report = strategy.OptimizerStep().value();
@@ -68,7 +66,7 @@ TEST(SingleStrategyTest, ClipsByGlobalNormAndReportsIt) {
 
 TEST(SingleStrategyTest, NonFiniteGradientChangesNothing) {
   SingleStrategy strategy(TrainableModel());
-  ASSERT_TRUE(strategy.BuildOptimizer({}).ok());
+  ASSERT_TRUE(strategy.BuildOptimizer(FastOptimizer()).ok());
   const at::Tensor before = strategy.model().Parameter(kMatrix).detach().clone();
   ASSERT_TRUE(RunBackward(strategy, std::numeric_limits<double>::infinity()).ok());
   EXPECT_TRUE(IsNotFinite(strategy.OptimizerStep().status()));
@@ -78,7 +76,7 @@ TEST(SingleStrategyTest, NonFiniteGradientChangesNothing) {
 
 TEST(SingleStrategyTest, ExceptionOfTorchBecomesAStatus) {
   SingleStrategy strategy(TrainableModel());
-  ASSERT_TRUE(strategy.BuildOptimizer({}).ok());
+  ASSERT_TRUE(strategy.BuildOptimizer(FastOptimizer()).ok());
   const absl::Status status = strategy.ForwardBackward(
       1, Input, [](int64_t, const RaggedBatch&, const at::Tensor&) -> absl::StatusOr<at::Tensor> {
         return at::zeros({2}).add_(at::zeros({3}));
@@ -89,8 +87,8 @@ TEST(SingleStrategyTest, ExceptionOfTorchBecomesAStatus) {
 TEST(SingleStrategyTest, SavedStateContinuesBitForBit) {
   const TemporaryFolder folder;
   SingleStrategy first(TrainableModel()), second(TrainableModel());
-  ASSERT_TRUE(first.BuildOptimizer({}).ok());
-  ASSERT_TRUE(second.BuildOptimizer({}).ok());
+  ASSERT_TRUE(first.BuildOptimizer(FastOptimizer()).ok());
+  ASSERT_TRUE(second.BuildOptimizer(FastOptimizer()).ok());
   ASSERT_TRUE(RunBackward(first).ok());
   ASSERT_TRUE(first.OptimizerStep().ok());
   ASSERT_TRUE(first.SaveOptimizer(folder.path()).ok());
@@ -107,7 +105,7 @@ TEST(SingleStrategyTest, SavedStateContinuesBitForBit) {
 
 TEST(SingleStrategyTest, LoadParametersIsAllOrNothing) {
   SingleStrategy strategy(TrainableModel());
-  ASSERT_TRUE(strategy.BuildOptimizer({}).ok());
+  ASSERT_TRUE(strategy.BuildOptimizer(FastOptimizer()).ok());
   const at::Tensor before = strategy.model().Parameter(kMatrix).detach().clone();
   EXPECT_FALSE(strategy.LoadParameters({{kMatrix, at::zeros_like(before)}}).ok());
   EXPECT_TRUE(strategy.model().Parameter(kMatrix).equal(before));
@@ -116,8 +114,8 @@ TEST(SingleStrategyTest, LoadParametersIsAllOrNothing) {
 TEST(SingleStrategyTest, FrozenParametersKeepTheirBitsAndHaveNoState) {
   const TemporaryFolder folder;
   SingleStrategy strategy(TrainableModel({.freeze = {"*norm*"}})), other(TrainableModel());
-  ASSERT_TRUE(strategy.BuildOptimizer({}).ok());
-  ASSERT_TRUE(other.BuildOptimizer({}).ok());
+  ASSERT_TRUE(strategy.BuildOptimizer(FastOptimizer()).ok());
+  ASSERT_TRUE(other.BuildOptimizer(FastOptimizer()).ok());
   EXPECT_FALSE(strategy.Gradient(kNorm).defined());
   EXPECT_TRUE(strategy.Gradient(kMatrix).defined());
   const at::Tensor norm = strategy.model().Parameter(kNorm).clone();
@@ -139,7 +137,7 @@ TEST(SingleStrategyTest, FrozenParametersKeepTheirBitsAndHaveNoState) {
 }
 
 TEST(SingleStrategyTest, AModelThatDoesNotTrainIsRefused) {
-  EXPECT_EQ(SingleStrategy(TinyModel()).BuildOptimizer({}).code(),
+  EXPECT_EQ(SingleStrategy(TinyModel()).BuildOptimizer(FastOptimizer()).code(),
             absl::StatusCode::kInvalidArgument);
 }
 
@@ -148,9 +146,7 @@ TEST(SingleStrategyTest, ComputeCopiesFollowUpdatesAndLoads) {
   const auto copy = TinyModel("llama", {}, {.placement = {.dtype = at::kBFloat16}}, /*seed=*/9);
   SingleStrategy strategy(
       TrainableModel({.freeze = {"*norm*"}, .placement = {.dtype = at::kBFloat16}}));
-  OptimizerOptions options;
-  options.learning_rate = 0.1;
-  ASSERT_TRUE(strategy.BuildOptimizer(options).ok());
+  ASSERT_TRUE(strategy.BuildOptimizer(FastOptimizer()).ok());
   const auto expect_same_forward = [&] {
     ASSERT_TRUE(copy->LoadParameters(WholeParameters(strategy)).ok());
     const at::NoGradGuard no_grad;
@@ -170,7 +166,7 @@ TEST(SingleStrategyTest, ComputeCopiesFollowUpdatesAndLoads) {
 }
 
 TEST(StrategyTest, EveryNameIsCreatedAndOthersAreRefused) {
-  const auto alone = ranks::Communicator::Connect({}, {}).value();
+  const auto alone = ranks::Communicator::Alone();
   EXPECT_TRUE(CreateStrategy({.name = "single"}, alone).ok());
   EXPECT_TRUE(CreateStrategy({.name = "zero"}, alone).ok());
   EXPECT_TRUE(CreateStrategy({.name = "megatron"}, alone).ok());

@@ -11,7 +11,7 @@
 namespace tandem::parallel {
 
 struct StrategyOptions {
-  std::string name = "single";  // or "zero" or "megatron"
+  std::string name;  // "single", "zero" or "megatron"
   Recompute recompute_granularity = Recompute::kNone;
   // Read by the strategy of that name alone.
   ZeroOptions zero = {};

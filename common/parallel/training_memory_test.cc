@@ -13,6 +13,7 @@
 #include "common/parallel/create_strategy.h"
 #include "common/parallel/testing/memory_meter.h"
 #include "common/parallel/testing/strategy_runs.h"
+#include "common/parallel/testing/zero_of_stage.h"
 #include "common/ranks/testing/rank_processes.h"
 
 namespace tandem::parallel {
@@ -39,14 +40,22 @@ std::map<std::string, int64_t> Items(const absl::StatusOr<MemoryPlan>& plan) {
 }
 
 StrategyOptions Single(Recompute recompute = Recompute::kNone) {
-  return {.recompute_granularity = recompute};
+  return {.name = "single", .recompute_granularity = recompute};
 }
 
 StrategyOptions Zero(const ZeroOptions& zero, Recompute recompute = Recompute::kNone) {
   return {.name = "zero", .recompute_granularity = recompute, .zero = zero};
 }
 
-StrategyOptions Megatron(const MegatronOptions& megatron, Recompute recompute = Recompute::kNone) {
+StrategyOptions ZeroWithoutOverlap() {
+  StrategyOptions options = Zero(ZeroOfStage(3));
+  options.zero.overlap_comm = false;
+  return options;
+}
+
+// With the distributed optimizer.
+StrategyOptions Megatron(MegatronOptions megatron, Recompute recompute = Recompute::kNone) {
+  megatron.use_distributed_optimizer = true;
   return {.name = "megatron", .recompute_granularity = recompute, .megatron = megatron};
 }
 
@@ -118,13 +127,12 @@ INSTANTIATE_TEST_SUITE_P(
         Case{"Single", 1, Single()}, Case{"SingleFull", 1, Single(Recompute::kFull)},
         Case{"SingleBfloat16", 1, Single(), false, {}, DType::kBFloat16},
         Case{"SingleFrozen", 1, Single(), false, {"model.embed_tokens*", "model.layers.0.*"}},
-        Case{"Zero1", 2, Zero({.stage = 1})}, Case{"Zero2", 2, Zero({.stage = 2})},
-        Case{"Zero2Tied", 2, Zero({.stage = 2}), true}, Case{"Zero3", 2, Zero({.stage = 3})},
-        Case{"Zero3NoOverlap", 2, Zero({.stage = 3, .overlap_comm = false})},
-        Case{"Zero3Full", 2, Zero({.stage = 3}, Recompute::kFull)},
-        Case{"Zero3Bfloat16", 2, Zero({.stage = 3}), false, {}, DType::kBFloat16},
-        Case{"Dp2", 2, Megatron({})},
-        Case{"Dp2Replicated", 2, Megatron({.use_distributed_optimizer = false})},
+        Case{"Zero1", 2, Zero(ZeroOfStage(1))}, Case{"Zero2", 2, Zero(ZeroOfStage(2))},
+        Case{"Zero2Tied", 2, Zero(ZeroOfStage(2)), true}, Case{"Zero3", 2, Zero(ZeroOfStage(3))},
+        Case{"Zero3NoOverlap", 2, ZeroWithoutOverlap()},
+        Case{"Zero3Full", 2, Zero(ZeroOfStage(3), Recompute::kFull)},
+        Case{"Zero3Bfloat16", 2, Zero(ZeroOfStage(3)), false, {}, DType::kBFloat16},
+        Case{"Dp2", 2, Megatron({})}, Case{"Dp2Replicated", 2, StrategyOptions{.name = "megatron"}},
         Case{"Tp2", 2, Megatron({.tensor_model_parallel_size = 2})},
         Case{"SingleOlmo2", 1, Single(), false, {}, DType::kFloat32, "olmo2"},
         Case{"Tp2Olmo2",
@@ -146,7 +154,7 @@ INSTANTIATE_TEST_SUITE_P(
 TEST(TrainingMemoryPlanTest, RecomputingLayersTakesLess) {
   const ModelConfig config = Config();
   for (const StrategyOptions& kept :
-       {Single(), Zero({.stage = 3}), Megatron({.tensor_model_parallel_size = 2})}) {
+       {Single(), Zero(ZeroOfStage(3)), Megatron({.tensor_model_parallel_size = 2})}) {
     StrategyOptions recomputed = kept;
     recomputed.recompute_granularity = Recompute::kFull;
     auto before = Items(TrainingMemory(kept, {.config = config}, 100, 0, 2));
@@ -194,9 +202,10 @@ TEST(TrainingMemoryPlanTest, BfloatHasACopyOfWhatIsMultiplied) {
 
 TEST(TrainingMemoryPlanTest, AnOffloadedOptimizerIsOnTheHost) {
   const ModelConfig config = Config();
-  const auto plan = TrainingMemory(Zero({.stage = 2, .offload_optimizer = true}),
-                                   {.config = config, .on_host = false}, 100, 0, 2)
-                        .value();
+  ZeroOptions offloaded = ZeroOfStage(2);
+  offloaded.offload_optimizer = true;
+  const auto plan =
+      TrainingMemory(Zero(offloaded), {.config = config, .on_host = false}, 100, 0, 2).value();
   auto items = Items(plan);
   EXPECT_EQ(plan.host_bytes(), items["optimizer_and_masters"]);
   EXPECT_EQ(plan.host_bytes(), 3 * items["weights"] / 2) << "moments and masters of a half";

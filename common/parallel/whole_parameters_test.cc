@@ -13,6 +13,7 @@
 #include "common/model/testing/tiny_model_dir.h"
 #include "common/parallel/single_strategy.h"
 #include "common/parallel/testing/strategy_runs.h"
+#include "common/parallel/testing/zero_of_stage.h"
 #include "common/parallel/zero_strategy.h"
 #include "common/ranks/rank_agreement.h"
 #include "common/ranks/testing/rank_processes.h"
@@ -33,7 +34,7 @@ TEST_P(WholeParametersTest, TheDigestIsThatOfOneProcess) {
     ranks::RunConnected(size, [&](const Ranks& ranks) {
       const TemporaryFolder folder;
       WriteTinyModel(folder / "model", 3);
-      ZeroStrategy zero({.stage = GetParam()}, ranks);
+      ZeroStrategy zero(ZeroOfStage(GetParam()), ranks);
       Prepare(zero, folder / "model");
       EXPECT_EQ(ParametersDigest(zero).value(), zero.model().weights_digest());
       Step(zero, 3, 0);
@@ -54,7 +55,7 @@ TEST_P(WholeParametersTest, AnErrorOfRankZeroIsThatOfAll) {
   ranks::RunConnected(2, [&](const Ranks& ranks) {
     const TemporaryFolder folder;
     WriteTinyModel(folder / "model", 3);
-    ZeroStrategy zero({.stage = GetParam()}, ranks);
+    ZeroStrategy zero(ZeroOfStage(GetParam()), ranks);
     Prepare(zero, folder / "model");
     const auto nothing = [](const std::string&, const at::Tensor&) { return absl::OkStatus(); };
     int visited = 0;
@@ -98,7 +99,7 @@ TEST(WholeParametersMemoryTest, ARankHoldsOneBlockBesideItsShard) {
     const loss::MeteredMemory meter;
     const TemporaryFolder folder;
     WriteTinyModel(folder / "model", 3, {{"num_hidden_layers", 30}, {"hidden_size", 64}});
-    ZeroStrategy zero({.stage = 3}, ranks);
+    ZeroStrategy zero(ZeroOfStage(3), ranks);
     Prepare(zero, folder / "model");
     int64_t largest = 0, all = 0;
     for (const at::Tensor& block : zero.model().BlockBuffers()) {

@@ -15,6 +15,7 @@
 #include "common/parallel/testing/same_training.h"
 #include "common/parallel/testing/strategy_runs.h"
 #include "common/parallel/testing/tiny_kinds.h"
+#include "common/parallel/testing/zero_of_stage.h"
 #include "common/ranks/testing/rank_processes.h"
 #include "common/tensor/tensor_memory.h"
 
@@ -40,7 +41,7 @@ TEST_P(ZeroStrategyTest, TwentyStepsAreThoseOfOneProcess) {
   ranks::RunConnected(std::get<0>(GetParam()), [&](const Ranks& ranks) {
     const TemporaryFolder folder;
     WriteTinyModel(folder / "model", 3, {{"tie_word_embeddings", kind.tied}}, kind.family);
-    ZeroStrategy zero({.stage = stage}, ranks);
+    ZeroStrategy zero(ZeroOfStage(stage), ranks);
     SingleStrategy single;
     Prepare(zero, folder / "model", LoadOf(kind), FastOptimizer());
     Prepare(single, folder / "model", LoadOf(kind), FastOptimizer());
@@ -89,7 +90,7 @@ TEST(ZeroStrategyTest, AStageKeepsItsShardsAlone) {
     const TemporaryFolder folder;
     WriteTinyModel(folder / "model", 3);
     for (const int stage : {1, 2, 3}) {
-      ZeroStrategy zero({.stage = stage}, ranks);
+      ZeroStrategy zero(ZeroOfStage(stage), ranks);
       Prepare(zero, folder / "model");
       Step(zero, 3, 0);
       for (const at::Tensor& block : zero.model().BlockBuffers()) {
@@ -110,7 +111,7 @@ TEST(ZeroStrategyTest, SendsWhatThePaperSays) {
     const TemporaryFolder folder;
     WriteTinyModel(folder / "model", 3);
     for (const int stage : {1, 2, 3}) {
-      ZeroStrategy zero({.stage = stage}, ranks);
+      ZeroStrategy zero(ZeroOfStage(stage), ranks);
       Prepare(zero, folder / "model");
       const std::vector<at::Tensor>& blocks = zero.model().BlockBuffers();
       int64_t all = 0;
@@ -134,16 +135,20 @@ TEST(ZeroStrategyTest, OverlapOffloadAndBucketsChangeNoBit) {
     const TemporaryFolder folder;
     WriteTinyModel(folder / "model", 3);
     for (const int stage : {1, 2, 3}) {
-      ZeroStrategy plain({.stage = stage, .overlap_comm = false}, ranks);
-      ZeroStrategy other({.stage = stage, .overlap_comm = true, .offload_optimizer = true}, ranks);
+      ZeroOptions without_overlap = ZeroOfStage(stage), offloaded = without_overlap,
+                  small_buckets = without_overlap;
+      without_overlap.overlap_comm = false;
+      offloaded.offload_optimizer = true;
+      small_buckets.reduce_bucket_size = 1000;
+      small_buckets.allgather_bucket_size = 700;
+      ZeroStrategy plain(without_overlap, ranks), other(offloaded, ranks);
       for (ZeroStrategy* strategy : {&plain, &other}) {
         Prepare(*strategy, folder / "model", {}, FastOptimizer());
         ranks->ResetVolume();
         Steps(*strategy, 3);
       }
       const ranks::CommunicationVolume plain_volume = ranks->volume();  // the same of both
-      ZeroStrategy in_buckets(
-          {.stage = stage, .reduce_bucket_size = 1000, .allgather_bucket_size = 700}, ranks);
+      ZeroStrategy in_buckets(small_buckets, ranks);
       Prepare(in_buckets, folder / "model", {}, FastOptimizer());
       ranks->ResetVolume();
       Steps(in_buckets, 3);
@@ -177,7 +182,7 @@ TEST(ZeroStrategyTest, TwentyStepsInBfloat16AreThoseOfOneProcess) {
     ranks::RunConnected(2, [&](const Ranks& ranks) {
       const TemporaryFolder folder;
       WriteTinyModel(folder / "model", 3, {{"tie_word_embeddings", tied}});
-      ZeroStrategy zero({.stage = 3}, ranks);
+      ZeroStrategy zero(ZeroOfStage(3), ranks);
       SingleStrategy single;
       Prepare(zero, folder / "model", InBfloat16({"*norm*"}), FastOptimizer());
       Prepare(single, folder / "model", InBfloat16({"*norm*"}), FastOptimizer());
@@ -200,7 +205,7 @@ TEST(ZeroStrategyTest, InBfloat16NormsAreRoundedToo) {
       WriteTinyModel(folder / "model", 3, {}, "qwen3");
       LoadOptions load = LoadOf({.family = "qwen3", .critic = critic});
       load.placement.dtype = at::kBFloat16;
-      ZeroStrategy zero({.stage = 3}, ranks);
+      ZeroStrategy zero(ZeroOfStage(3), ranks);
       SingleStrategy single;
       Prepare(zero, folder / "model", load, SteadySteps());
       Prepare(single, folder / "model", load, SteadySteps());
@@ -217,7 +222,7 @@ TEST(ZeroStrategyTest, InBfloat16GathersHalfTheBytesAndKeepsNoBlock) {
     const TemporaryFolder folder;
     WriteTinyModel(folder / "model", 3);
     const auto volume_of_a_step = [&](const LoadOptions& load) {
-      ZeroStrategy zero({.stage = 3}, ranks);
+      ZeroStrategy zero(ZeroOfStage(3), ranks);
       Prepare(zero, folder / "model", load);
       ranks->ResetVolume();
       Step(zero, 5, 0);
@@ -245,10 +250,15 @@ TEST(ZeroStrategyTest, InBfloat16OverlapOffloadAndBucketsChangeNoBit) {
       Steps(zero, 3);
       return WholeParameters(zero);
     };
-    const NamedTensors a = trained({.stage = 3, .overlap_comm = false});
-    const NamedTensors b = trained({.stage = 3, .offload_optimizer = true});
-    const NamedTensors c =
-        trained({.stage = 3, .reduce_bucket_size = 1000, .allgather_bucket_size = 700});
+    ZeroOptions without_overlap = ZeroOfStage(3), offloaded = without_overlap,
+                small_buckets = without_overlap;
+    without_overlap.overlap_comm = false;
+    offloaded.offload_optimizer = true;
+    small_buckets.reduce_bucket_size = 1000;
+    small_buckets.allgather_bucket_size = 700;
+    const NamedTensors a = trained(without_overlap);
+    const NamedTensors b = trained(offloaded);
+    const NamedTensors c = trained(small_buckets);
     for (size_t i = 0; i < a.size(); ++i) {
       EXPECT_EQ(a[i].second.scalar_type(), at::kFloat);
       EXPECT_TRUE(a[i].second.equal(b[i].second));
@@ -263,7 +273,7 @@ TEST(ZeroStrategyTest, ACheckpointInBfloat16LoadsUnderAnotherLayout) {
   const TemporaryFolder folder;
   const auto make = [](int stage, const Ranks& ranks) -> std::unique_ptr<Strategy> {
     if (stage == 0) return std::make_unique<SingleStrategy>();
-    return std::make_unique<ZeroStrategy>(ZeroOptions{.stage = stage}, ranks);
+    return std::make_unique<ZeroStrategy>(ZeroOfStage(stage), ranks);
   };
   for (const auto& [from, to] : {std::pair{3, 0}, std::pair{0, 3}, std::pair{3, 1}}) {
     const std::string directory = folder / (std::to_string(from) + "to" + std::to_string(to));
@@ -312,7 +322,7 @@ TEST(ZeroStrategyTest, AnErrorOfOneRankIsReturnedOnAll) {
     const TemporaryFolder folder;
     WriteTinyModel(folder / "model", 3);
     for (const int stage : {1, 3}) {
-      ZeroStrategy zero({.stage = stage}, ranks);
+      ZeroStrategy zero(ZeroOfStage(stage), ranks);
       Prepare(zero, folder / "model");
       const auto input = [](int64_t) { return MakeRaggedBatch({{1, 2, 3}}); };
       const absl::Status status =
@@ -353,7 +363,7 @@ TEST(ZeroStrategyTest, FrozenParametersKeepTheirBits) {
     WriteTinyModel(folder / "model", 3);
     const LoadOptions load = {.freeze = {"*norm*", "model.embed*", "*.0.self_attn.q_proj*"}};
     for (const int stage : {1, 2, 3}) {
-      ZeroStrategy zero({.stage = stage}, ranks);
+      ZeroStrategy zero(ZeroOfStage(stage), ranks);
       SingleStrategy single, before;
       Prepare(zero, folder / "model", load, FastOptimizer());
       Prepare(single, folder / "model", load, FastOptimizer());
@@ -375,9 +385,8 @@ TEST(ZeroStrategyTest, ACheckpointOfAnyLayoutLoadsUnderAnyOther) {
   };
   const Layout layouts[] = {{1, 0}, {2, 1}, {2, 3}, {3, 2}};
   const auto make = [](const Layout& layout, const Ranks& ranks) {
-    return layout.stage == 0
-               ? std::unique_ptr<Strategy>(std::make_unique<SingleStrategy>())
-               : std::make_unique<ZeroStrategy>(ZeroOptions{.stage = layout.stage}, ranks);
+    return layout.stage == 0 ? std::unique_ptr<Strategy>(std::make_unique<SingleStrategy>())
+                             : std::make_unique<ZeroStrategy>(ZeroOfStage(layout.stage), ranks);
   };
   for (size_t saved = 0; saved < std::size(layouts); ++saved) {
     const std::string directory = folder / std::to_string(saved);
@@ -423,7 +432,7 @@ TEST(ZeroStrategyTest, AShardedStateThatLacksAShardIsRefused) {
   ranks::RunConnected(2, [&](const Ranks& ranks) {
     const TemporaryFolder own;
     WriteTinyModel(own / "model", 3);
-    ZeroStrategy zero({.stage = 2}, ranks);
+    ZeroStrategy zero(ZeroOfStage(2), ranks);
     Prepare(zero, own / "model");
     Step(zero, 2, 0);
     ASSERT_TRUE(zero.SaveOptimizer(folder.path()).ok());

@@ -124,7 +124,10 @@ absl::StatusOr<std::shared_ptr<Communicator>> Communicator::Connect(
   return world;
 }
 
-std::shared_ptr<Communicator> Communicator::Alone() { return Connect({}, {}).value(); }
+std::shared_ptr<Communicator> Communicator::Alone() {
+  // There is no rank to wait for.
+  return Connect({}, {.timeout = absl::ZeroDuration()}).value();
+}
 
 std::shared_ptr<Communicator> Communicator::Split(const std::string& name,
                                                   const std::vector<std::vector<int>>& groups,

@@ -27,7 +27,7 @@ class RankStore;
 struct CommunicatorOptions {
   at::Device device = at::kCPU;  // of all tensors: Gloo on the CPU, NCCL on CUDA
   // The longest wait of one rank for another: in Connect, and in every collective on the CPU.
-  absl::Duration timeout = absl::Minutes(10);
+  absl::Duration timeout;
 };
 
 // Overrides for a process group created by Split; unset fields are inherited from the parent group.

@@ -325,7 +325,7 @@ TEST_P(CommunicatorTest, TensorsThatDoNotFitAreRefused) {
 
 TEST(CommunicatorSplitTest, GivesTheGroupThatHoldsTheRank) {
   RunOnRanks(4, [](const RankEnvironment& environment) {
-    const auto world = Communicator::Connect(environment, {}).value();
+    const auto world = Communicator::Connect(environment, {.timeout = absl::Minutes(1)}).value();
     const auto sum_of_ranks = [&](Communicator& group) {
       at::Tensor sum = at::full({1}, static_cast<double>(environment.rank));
       group.AllReduce(sum, Reduction::kSum);
@@ -361,7 +361,7 @@ TEST(CommunicatorFailureTest, AnErrorNamesTheCollectiveAndThePeer) {
   ASSERT_NE(shared, MAP_FAILED);
   auto* const done = new (shared) std::atomic<int>(0);
   RunOnRanks(3, [done](const RankEnvironment& environment) {
-    const auto world = Communicator::Connect(environment, {}).value();
+    const auto world = Communicator::Connect(environment, {.timeout = absl::Minutes(1)}).value();
     if (environment.rank == 1) _exit(0);
     at::Tensor tensor = at::zeros({30});
     const at::Tensor shard = at::zeros({10});
@@ -463,7 +463,7 @@ TEST(CommunicatorConnectTest, AListenerThatNeverAnswersIsUnavailable) {
 TEST(CommunicatorConnectTest, LocalhostIsAnAddressToo) {
   RunOnRanks(2, [](RankEnvironment environment) {
     environment.master_addr = "localhost";
-    const auto world = Communicator::Connect(environment, {});
+    const auto world = Communicator::Connect(environment, {.timeout = absl::Minutes(1)});
     ASSERT_TRUE(world.ok()) << world.status();
     EXPECT_THAT((*world)->AllGatherBytes(absl::StrCat(environment.rank)), ElementsAre("0", "1"));
     (*world)->Barrier();

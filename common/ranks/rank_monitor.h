@@ -20,7 +20,7 @@ struct RankMonitorOptions {
 
   // After this time without a beat a rank counts as lost. Ranks beat once a second, and at least
   // eight times in this time.
-  absl::Duration silence = absl::Seconds(15);
+  absl::Duration silence;
   // Called at most once, on a thread of the monitor, with "rank 3 (pid 123 on host) has been silent
   // for 15s", or with "rank 2: " and the message of that rank's Fail. The same on all ranks.
   std::function<void(const std::string& failure)> on_failure = EndProcess;

@@ -8,9 +8,9 @@ namespace tandem::ranks {
 
 struct RankTimeouts {
   // For all ranks to join at the start, and for one collective.
-  absl::Duration collective = absl::Minutes(10);
+  absl::Duration collective;
   // Without a heartbeat, after which a rank counts as lost.
-  absl::Duration silence = absl::Seconds(15);
+  absl::Duration silence;
 };
 
 }  // namespace tandem::ranks

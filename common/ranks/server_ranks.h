@@ -25,9 +25,9 @@
 namespace tandem::ranks {
 
 struct ServerRanksOptions {
-  RankEnvironment environment;
+  RankEnvironment environment = {};
   at::Device device = at::kCPU;  // of the tensors that the ranks exchange
-  RankTimeouts timeouts = {};
+  RankTimeouts timeouts;
 };
 
 // A lost rank, a failed collective and Fail end the process on all ranks

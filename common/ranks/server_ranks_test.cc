@@ -24,7 +24,8 @@ namespace {
 constexpr absl::Duration kSilence = absl::Seconds(2);
 
 std::shared_ptr<ServerRanks> Connect(const RankEnvironment& environment) {
-  return ServerRanks::Connect({.environment = environment, .timeouts = {.silence = kSilence}})
+  return ServerRanks::Connect({.environment = environment,
+                               .timeouts = {.collective = absl::Minutes(1), .silence = kSilence}})
       .value();
 }
 

@@ -25,8 +25,8 @@ struct CallExecutorOptions {
   // Bound on the requests, not yet answered, of calls with one request and one answer.
   int64_t max_request_bytes = 256 << 20;
   // The deadline of calls with one answer that come without one.
-  absl::Duration default_deadline = absl::Seconds(600);
-  OpenStreamsOptions streams = {};
+  absl::Duration default_deadline;
+  OpenStreamsOptions streams;
 };
 
 class CallExecutor {

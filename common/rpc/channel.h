@@ -17,14 +17,14 @@
 namespace tandem::rpc {
 
 struct ChannelOptions {
-  absl::Duration keepalive = absl::Seconds(30);
-  absl::Duration keepalive_timeout = absl::Seconds(20);
+  absl::Duration keepalive;
+  absl::Duration keepalive_timeout;
 };
 
 // A channel to `address` (host:port) with keepalive, a 4 MiB receive limit and gRPC's own retries
 // off (they would execute a step twice). TLS is not supported yet.
 std::shared_ptr<grpc::Channel> MakeChannel(const std::string& address,
-                                           const ChannelOptions& options = {});
+                                           const ChannelOptions& options);
 
 // A context with the deadline and the request id ("" for none).
 std::unique_ptr<grpc::ClientContext> MakeClientContext(absl::Time deadline,

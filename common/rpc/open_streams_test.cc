@@ -16,7 +16,7 @@ OpenStreams::Stream Idle() {
 }
 
 TEST(OpenStreamsTest, OneMoreThanThereMayBeIsRefusedUntilAPlaceIsFree) {
-  OpenStreams streams({.max_streams = 2});
+  OpenStreams streams({.max_streams = 2, .patience = absl::Minutes(1)});
   auto first = streams.Enter(Idle());
   auto second = streams.Enter(Idle());
   ASSERT_TRUE(first.ok() && second.ok());

@@ -18,8 +18,8 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/time/clock.h"
-#include "common/rpc/channel.h"
 #include "common/rpc/error_table.h"
+#include "common/rpc/testing/server.h"
 #include "tandem/weights/v1/weights.grpc.pb.h"
 
 namespace tandem::rpc {
@@ -239,7 +239,7 @@ TEST(ServerMainTest, ServesAndExitsZeroOnSigterm) {
   EXPECT_EQ(line["event"], "listening");
   EXPECT_GT(line["metrics_port"].get<int>(), 0);
   const auto stub =
-      WeightService::NewStub(MakeChannel(absl::StrCat("127.0.0.1:", line["grpc_port"].get<int>())));
+      WeightService::NewStub(TestChannel(absl::StrCat("127.0.0.1:", line["grpc_port"].get<int>())));
   GetVersionResponse response;
   EXPECT_TRUE(stub->GetVersion(MakeClientContext(absl::Now() + absl::Seconds(20)).get(),
                                GetVersionRequest(), &response)
@@ -260,7 +260,7 @@ void SigtermInACall(Process& process, absl::Status& status) {
   const auto line = nlohmann::json::parse(process.ReadLine(), nullptr, false);
   ASSERT_FALSE(line.is_discarded());
   const auto stub =
-      WeightService::NewStub(MakeChannel(absl::StrCat("127.0.0.1:", line["grpc_port"].get<int>())));
+      WeightService::NewStub(TestChannel(absl::StrCat("127.0.0.1:", line["grpc_port"].get<int>())));
   std::thread client([&] {
     GetVersionResponse response;
     status = FromGrpcStatus(stub->GetVersion(

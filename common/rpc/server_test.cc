@@ -344,7 +344,8 @@ TEST_F(ServerTest, ShutdownCancelsWhatIsLeftAtTheDeadline) {
 
 TEST(DefaultDeadlineTest, BoundsACallWithoutOne) {
   Metrics metrics;
-  CallExecutor executor(CallExecutorOptions{.default_deadline = absl::Milliseconds(100)});
+  CallExecutor executor({.default_deadline = absl::Milliseconds(100),
+                         .streams = {.patience = absl::Milliseconds(100)}});
   ServerRuntime runtime{.executor = executor, .metrics = metrics, .start_time = absl::Now()};
   absl::Notification go;
   FakeApp app(runtime,
@@ -363,7 +364,7 @@ TEST(DefaultDeadlineTest, BoundsACallWithoutOne) {
   ASSERT_TRUE(server.ok());
   executor.SetGate(CallExecutor::Gate::kOpen);
   auto stub =
-      WeightService::NewStub(MakeChannel(absl::StrCat("127.0.0.1:", (*server)->grpc_port())));
+      WeightService::NewStub(TestChannel(absl::StrCat("127.0.0.1:", (*server)->grpc_port())));
   grpc::ClientContext context;
   GetVersionResponse response;
   EXPECT_EQ(stub->GetVersion(&context, GetVersionRequest(), &response).error_code(),

@@ -129,7 +129,7 @@ std::string Header() {
 
 class StreamHandlersTest : public testing::Test {
  protected:
-  explicit StreamHandlersTest(const OpenStreamsOptions& streams = {})
+  explicit StreamHandlersTest(const OpenStreamsOptions& streams = {.patience = absl::Seconds(60)})
       : server_([](ServerRuntime& runtime) { return std::make_unique<StreamApp>(runtime); },
                 {.default_deadline = absl::Seconds(60), .streams = streams}) {}
 

@@ -13,10 +13,13 @@ namespace tandem::training {
 namespace {
 
 OptimizerOptions Options() {
-  OptimizerOptions options;
-  options.beta2 = 0.95;
-  options.weight_decay = 0.1;
-  return options;
+  // The rate comes with every step, and the strategies clip.
+  return {.learning_rate = 0,
+          .beta1 = 0.9,
+          .beta2 = 0.95,
+          .epsilon = 1e-8,
+          .max_grad_norm = 0,
+          .weight_decay = 0.1};
 }
 
 std::vector<AdamWParameter> WholeParameters(const NamedTensors& parameters) {

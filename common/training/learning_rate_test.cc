@@ -6,7 +6,7 @@ namespace tandem::training {
 namespace {
 
 TEST(LearningRateTest, WarmsUpThenFalls) {
-  OptimizerOptions options;
+  OptimizerOptions options = {};
   options.learning_rate = 1.0;
   options.warmup_steps = 4;
   options.total_steps = 12;

@@ -29,6 +29,8 @@
 
 namespace tandem::training {
 
+// From the resolved configuration (services/training/service/training_config.h). A size of 0 was
+// not set, and is refused.
 struct TrainingOptions {
   std::string model;  // Hugging Face directory
   parallel::StrategyOptions strategy;
@@ -36,12 +38,12 @@ struct TrainingOptions {
   ranks::RankTimeouts rank_timeouts;
   // The settings that must be equal on every rank, as lines of text.
   std::string configuration;
-  OptimizerOptions optimizer;
-  int64_t micro_batch_tokens = 2048;
-  int64_t max_model_len = 2048;
-  int64_t max_samples = 4096;
+  OptimizerOptions optimizer = {};
+  int64_t micro_batch_tokens = 0;
+  int64_t max_model_len = 0;
+  int64_t max_samples = 0;
   std::vector<std::string> freeze;  // common/model/freeze.h
-  ComputeOptions compute;
+  ComputeOptions compute = {};
 };
 
 struct EngineInfo {

@@ -23,6 +23,7 @@
 #include "common/model/testing/tiny_model_dir.h"
 #include "common/parallel/single_strategy.h"
 #include "common/parallel/testing/strategy_runs.h"
+#include "common/parallel/testing/zero_of_stage.h"
 #include "common/parallel/zero_strategy.h"
 #include "common/ranks/testing/rank_processes.h"
 #include "common/tensor/catch_torch_errors.h"
@@ -42,8 +43,7 @@ constexpr Layout kLayouts[] = {{1, 0}, {2, 1}, {2, 3}, {4, 2}, {4, 3}};
 
 std::unique_ptr<parallel::Strategy> MakeStrategy(const Layout& layout, const Ranks& ranks) {
   if (layout.stage == 0) return std::make_unique<parallel::SingleStrategy>();
-  return std::make_unique<parallel::ZeroStrategy>(parallel::ZeroOptions{.stage = layout.stage},
-                                                  ranks);
+  return std::make_unique<parallel::ZeroStrategy>(parallel::ZeroOfStage(layout.stage), ranks);
 }
 
 absl::StatusOr<checkpoint::Saved> SaveVersion(parallel::Strategy& strategy,
@@ -116,7 +116,7 @@ TEST(TrainingCheckpointTest, AnyLayoutLoadsWhatAnyOtherSaved) {
 class FailingStrategy final : public parallel::ZeroStrategy {
  public:
   FailingStrategy(const Ranks& ranks, int failing_rank)
-      : ZeroStrategy({.stage = 3}, ranks), fails_(ranks->rank() == failing_rank) {}
+      : ZeroStrategy(parallel::ZeroOfStage(3), ranks), fails_(ranks->rank() == failing_rank) {}
 
   absl::Status SaveOptimizer(const std::string& directory) override {
     absl::Status saved = ZeroStrategy::SaveOptimizer(directory);
@@ -133,7 +133,7 @@ TEST(TrainingCheckpointTest, AFailureOfAnyRankLeavesTheOldCheckpoint) {
     ranks::RunConnected(2, [&](const Ranks& ranks) {
       const TemporaryFolder own;
       WriteTinyModel(own / "model", 3);
-      parallel::ZeroStrategy good({.stage = 2}, ranks);
+      parallel::ZeroStrategy good(parallel::ZeroOfStage(2), ranks);
       parallel::Prepare(good, own / "model");
       ASSERT_TRUE(SaveVersion(good, folder / "saved", 1).ok());
       const std::string old = WeightsOf(folder / "saved/last");
@@ -160,7 +160,7 @@ TEST(TrainingCheckpointTest, ErrorsOfTheDirectoryAreThoseOfAllRanks) {
   ranks::RunConnected(2, [&](const Ranks& ranks) {
     const TemporaryFolder own;
     WriteTinyModel(own / "model", 3);
-    parallel::ZeroStrategy strategy({.stage = 3}, ranks);
+    parallel::ZeroStrategy strategy(parallel::ZeroOfStage(3), ranks);
     parallel::Prepare(strategy, own / "model");
     EXPECT_EQ(FieldPath(SaveVersion(strategy, folder / "file", 1).status()), "directory");
     EXPECT_EQ(FieldPath(SaveVersion(strategy, folder / "saved", 1, "a/b").status()), "name");
@@ -176,7 +176,7 @@ TEST(TrainingCheckpointTest, ErrorsOfTheDirectoryAreThoseOfAllRanks) {
     EXPECT_EQ(ReadTraining(folder / "saved/last", strategy, "critic").status().code(),
               absl::StatusCode::kFailedPrecondition);
     WriteTinyModel(own / "other", 3, {{"intermediate_size", 44}});
-    parallel::ZeroStrategy other({.stage = 3}, ranks);
+    parallel::ZeroStrategy other(parallel::ZeroOfStage(3), ranks);
     parallel::Prepare(other, own / "other");
     const absl::Status refused = ReadTraining(folder / "saved/last", other, "trainer").status();
     EXPECT_EQ(FieldPath(refused), "path");
@@ -190,7 +190,7 @@ class DyingStrategy final : public parallel::ZeroStrategy {
  public:
   // Passes `points` points and is killed at the next one; negative: never.
   DyingStrategy(const Ranks& ranks, int stage, int points)
-      : ZeroStrategy({.stage = stage}, ranks), points_(points) {}
+      : ZeroStrategy(parallel::ZeroOfStage(stage), ranks), points_(points) {}
 
   ranks::Communicator& ranks() override {
     Point();

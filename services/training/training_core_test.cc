@@ -18,6 +18,7 @@
 #include "common/parallel/single_strategy.h"
 #include "common/tensor/aten_bytes.h"
 #include "common/tensor/testing/read_named_tensors.h"
+#include "services/training/service/testing/resolved_options.h"
 
 namespace tandem::training {
 namespace {
@@ -59,8 +60,7 @@ class TrainingCoreTest : public ::testing::Test {
 
   std::unique_ptr<TrainingCore> Make() {
     TrainingOptions options;
-    options.model = folder_ / "model";
-    options.compute.num_threads = 1;
+    SetResolvedOptions(folder_ / "model", {"compute.num_threads=1"}, &options);
     options.optimizer.learning_rate = 1e-2;
     auto strategy = std::make_unique<FailingStrategy>();
     strategy_ = strategy.get();
@@ -393,7 +393,7 @@ TEST_F(TrainingCoreTest, TheVocabularyOfTheModelIsReportedByItsDigest) {
             Checksum().Update(entries.data(), entries.size()).Hex());
   write(R"({"a": 0, "b": 61})");  // the model has 61 tokens
   TrainingOptions options;
-  options.model = folder_ / "model";
+  SetResolvedOptions(folder_ / "model", {"compute.num_threads=1"}, &options);
   const absl::Status status =
       TrainingCore::Create("trainer", "policy/", options, {.requires_grad = true}).status();
   EXPECT_EQ(status.code(), absl::StatusCode::kInvalidArgument);
@@ -463,9 +463,9 @@ TEST_F(TrainingCoreTest, ACheckpointTakesItsLineageAndTableBack) {
 
 TEST_F(TrainingCoreTest, OptionsReachTheModel) {
   TrainingOptions options;
-  options.model = folder_ / "model";
+  SetResolvedOptions(folder_ / "model", {"compute.num_threads=1"}, &options);
   options.freeze = {"model.embed_tokens.*"};
-  options.compute = {.dtype = "bfloat16", .num_threads = 1};
+  options.compute.dtype = "bfloat16";
   const auto core =
       std::move(TrainingCore::Create("trainer", "policy/", options, {.requires_grad = true}))
           .value();
@@ -485,7 +485,7 @@ TEST_F(TrainingCoreTest, OptionsReachTheModel) {
 
 TEST_F(TrainingCoreTest, AnUnknownStrategyIsNamed) {
   TrainingOptions options;
-  options.model = folder_ / "model";
+  SetResolvedOptions(folder_ / "model", {"compute.num_threads=1"}, &options);
   options.strategy.name = "nonsense";
   const absl::Status status = TrainingCore::Create("trainer", "policy/", options, {}).status();
   EXPECT_EQ(FieldPath(status), "strategy.name");

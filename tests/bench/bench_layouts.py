@@ -27,16 +27,21 @@ from alternate import alternate
 from tandem.cluster import find_binary, held_port, rank_environment
 from transformers import LlamaConfig, LlamaForCausalLM
 
+# Settings of a trainer's `strategy`.
 OURS: Mapping[str, list[str]] = {
     "single": [],
-    "zero-1": ["--strategy", "zero", "--stage", "1"],
-    "zero-2": ["--strategy", "zero", "--stage", "2"],
-    "zero-3": ["--strategy", "zero", "--stage", "3"],
-    "data": ["--strategy", "megatron"],
-    "tensor": ["--strategy", "megatron", "--tensor", "2"],
-    "pipeline": ["--strategy", "megatron", "--pipeline", "2"],
-    "interleaved": ["--strategy", "megatron", "--pipeline", "2", "--virtual", "2"],
-    "context": ["--strategy", "megatron", "--context", "2"],
+    "zero-1": ["name=zero", "stage=1"],
+    "zero-2": ["name=zero", "stage=2"],
+    "zero-3": ["name=zero", "stage=3"],
+    "data": ["name=megatron"],
+    "tensor": ["name=megatron", "tensor_model_parallel_size=2"],
+    "pipeline": ["name=megatron", "pipeline_model_parallel_size=2"],
+    "interleaved": [
+        "name=megatron",
+        "pipeline_model_parallel_size=2",
+        "virtual_pipeline_model_parallel_size=2",
+    ],
+    "context": ["name=megatron", "context_parallel_size=2"],
 }
 PEERS = ("ddp", "fsdp2")
 # fp32 values that a rank holds per parameter of the model: weights, gradients, two moments.
@@ -168,7 +173,8 @@ def measure(options: argparse.Namespace, directory: Path) -> None:
     peer += [f"--model={directory / 'model'}", *shape]
     sides = {}
     for name in options.sides.split(","):
-        command = [*map(str, ours), *OURS[name]] if name in OURS else [*peer, "--parallel", name]
+        settings = [f"strategy.{setting}" for setting in OURS.get(name, [])]
+        command = [*map(str, ours), *settings] if name in OURS else [*peer, "--parallel", name]
         sides[name] = Side.start(name, command, 1 if name == "single" else 2)
 
     pipelines = [name for name in BUBBLES if name in sides]

@@ -2,7 +2,7 @@
 // configured by torchrun's environment variables. It executes every line of its input as a command,
 // and answers with one line of JSON:
 //
-//     tandem-layout-bench --model DIR --strategy zero --stage 3
+//     tandem-layout-bench --model DIR strategy.name=zero strategy.stage=3
 //     step    forward, backward and update of all micro-batches: {"seconds", "cpu_seconds",
 //             "sent_bytes": those of the process group of all ranks, not of smaller groups}
 //     memory  {"bytes": anonymous resident memory beyond that of the process without a model,
@@ -28,45 +28,13 @@
 #include "common/loss/linear_cross_entropy.h"
 #include "common/parallel/create_strategy.h"
 #include "common/parallel/whole_parameters.h"
+#include "services/training/service/testing/resolved_options.h"
 #include "tests/bench/status_bytes.h"
 
 namespace {
 
 using nlohmann::json;
 using tandem::parallel::Strategy;
-
-struct Options {
-  std::string model, export_directory;
-  tandem::parallel::StrategyOptions strategy;
-  int64_t micro_batches = 4;
-  int64_t sequences = 4;  // per micro-batch
-  int64_t tokens = 256;   // per sequence
-};
-
-Options Parse(int argc, char** argv) {
-  Options options;
-  auto& zero = options.strategy.zero;
-  auto& megatron = options.strategy.megatron;
-  CLI::App app("Training of a model on some ranks, timed on request");
-  app.add_option("--model", options.model)->required();
-  app.add_option("--export-directory", options.export_directory);
-  app.add_option("--micro-batches", options.micro_batches);
-  app.add_option("--sequences", options.sequences);
-  app.add_option("--tokens", options.tokens);
-  app.add_option("--strategy", options.strategy.name);
-  app.add_option("--stage", zero.stage);
-  app.add_option("--tensor", megatron.tensor_model_parallel_size);
-  app.add_option("--pipeline", megatron.pipeline_model_parallel_size);
-  app.add_option("--virtual", megatron.virtual_pipeline_model_parallel_size);
-  app.add_option("--context", megatron.context_parallel_size);
-  app.add_option("--distributed-optimizer", megatron.use_distributed_optimizer);
-  try {
-    app.parse(argc, argv);
-  } catch (const CLI::ParseError& error) {
-    std::exit(app.exit(error));
-  }
-  return options;
-}
 
 template <typename Result>
 void Check(const Result& result) {
@@ -75,15 +43,40 @@ void Check(const Result& result) {
   std::exit(1);
 }
 
+struct Options {
+  std::string model, export_directory;
+  int64_t micro_batches = 4, sequences = 4, tokens = 256;  // sequences of a micro-batch
+  tandem::training::TrainingOptions training;  // strategy, optimizer and timeouts are used
+};
+
+Options Parse(int argc, char** argv) {
+  Options options;
+  std::vector<std::string> settings;
+  CLI::App app("Training of a model on some ranks, timed on request");
+  app.add_option("--model", options.model)->required();
+  app.add_option("--export-directory", options.export_directory);
+  app.add_option("--micro-batches", options.micro_batches);
+  app.add_option("--sequences", options.sequences);
+  app.add_option("--tokens", options.tokens);
+  app.add_option("settings", settings, "Settings of a trainer: strategy.name=zero");
+  try {
+    app.parse(argc, argv);
+  } catch (const CLI::ParseError& error) {
+    std::exit(app.exit(error));
+  }
+  tandem::training::SetResolvedOptions(options.model, settings, &options.training);
+  return options;
+}
+
 class Bench {
  public:
   Bench(const Options& options, std::shared_ptr<tandem::ranks::Communicator> world)
       : options_(options), world_(std::move(world)) {
-    auto created = tandem::parallel::CreateStrategy(options.strategy, world_);
+    auto created = tandem::parallel::CreateStrategy(options.training.strategy, world_);
     Check(created.status());
     strategy_ = *std::move(created);
     Check(strategy_->LoadModel(options.model, {.requires_grad = true}));
-    Check(strategy_->BuildOptimizer({}));
+    Check(strategy_->BuildOptimizer(options.training.optimizer));
   }
 
   json Do(const std::string& what) {
@@ -186,7 +179,8 @@ int main(int argc, char** argv) {
   at::set_num_threads(1);
   const auto environment = tandem::ReadRankEnvironment();
   Check(environment.status());
-  auto world = tandem::ranks::Communicator::Connect(*environment, {});
+  auto world = tandem::ranks::Communicator::Connect(
+      *environment, {.timeout = options.training.rank_timeouts.collective});
   Check(world.status());
   Bench bench(options, *world);
   std::cout << json({{"ready", true}}) << std::endl;

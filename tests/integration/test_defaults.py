@@ -1,4 +1,4 @@
-"""The defaults in docs/configuration.md are those that the servers fill in."""
+"""docs/configuration.md, the contract and the client name the defaults that the servers fill in."""
 
 from __future__ import annotations
 
@@ -10,7 +10,12 @@ from typing import Any
 import harness
 import pytest
 import yaml
+from tandem.calls import CriticCalls, RolloutCalls, TrainerCalls
+from tandem.client import RolloutClient, TrainerClient
 from tandem.cluster import find_binary
+from tandem.requests import Prompt
+from tandem.settings import SamplingSettings
+from tandem.types.v1.sampling_pb2 import SamplingParams
 
 PAGE = (harness.REPOSITORY / "docs/configuration.md").read_text()
 # Overrides to resolve each role with: a strategy's fields have defaults when it is chosen.
@@ -75,3 +80,46 @@ def test_the_page_has_the_defaults_that_the_server_fills_in(role: str, models: h
         wrong.pop(given, None)
     assert wrong == {}
     assert len(defaults.keys() & found.keys()) > 20
+
+
+def test_a_run_draws_tokens_with_the_servers_defaults(rollout: RolloutClient):
+    """The client sends its own copies with every prompt, and a run records them."""
+    # The server has no default for the length, and does not know texts.
+    own = SamplingSettings().model_dump(exclude={"max_tokens", "stop"})
+    prompt = Prompt(token_ids=[2, 3], sampling={"max_tokens": 1})
+    [[trajectory]] = rollout.generate([prompt])
+    fields = {field.name for field in SamplingParams.DESCRIPTOR.fields} - {"max_tokens"}
+    filled_in = {name: getattr(trajectory.sampling, name) for name in fields}
+    assert own == filled_in | {"stop_token_ids": list(filled_in["stop_token_ids"])}
+
+
+def commented(file: str, message: str) -> dict[str, str]:
+    """The default in the comment of every field of a message that has one there."""
+    text = (harness.REPOSITORY / "proto/tandem" / file).read_text()
+    body = re.search(rf"^message {message} {{\n(.*?)^}}", text, re.M | re.S).group(1)
+    found = {}
+    for comment, field in re.findall(r"((?:^ +//.*\n)+) +(?:\w+ )?\w+ (\w+) =", body, re.M):
+        words = " ".join(comment.replace("//", "").split())
+        if default := re.search(r"\b[Dd]efault:? (false|true|\d[\d.e-]*)", words):
+            found[field] = default.group(1).rstrip(".")
+    return found
+
+
+def test_the_contract_tells_the_defaults_of_a_request(
+    rollout: RolloutClient, trainer: TrainerClient
+):
+    objective = commented("trainer/v1/objective.proto", "PolicyObjective")
+    sampling = commented("types/v1/sampling.proto", "SamplingParams")
+    assert len(objective) > 20
+    assert sampling.keys() == {"temperature", "top_k", "top_p", "min_p", "ignore_eos"}
+    in_force = trainer.check_objective({})
+    [[trajectory]] = rollout.generate([Prompt(token_ids=[2, 3], sampling={"max_tokens": 1})])
+    for filled_in, told in ((in_force, objective), (trajectory.sampling, sampling)):
+        values = {name: getattr(filled_in, name) for name in told}
+        assert {name: value for name, value in values.items() if not same(value, told[name])} == {}
+
+
+@pytest.mark.parametrize("calls", [RolloutCalls, TrainerCalls, CriticCalls])
+def test_the_client_calls_the_address_at_which_the_server_listens(calls, models: harness.Models):
+    server = resolved(calls.role, models.senior, [])
+    assert calls.default_address == f"{server['server.host']}:{server['server.grpc_port']}"

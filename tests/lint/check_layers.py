@@ -3,7 +3,8 @@
 Three rules over the C++ sources and one over every text file of the repository:
 
 1. A file includes headers of its own layer and of the layers that `LAYERS` allows; a test beside a
-   server may also include another server, to talk to it.
+   server, or what is in its folder testing, may also include another server, or the other half of
+   its own.
 2. No file reaches both torch and gRPC headers, not even through our own headers.
 3. An engine reaches no gRPC header, a service no torch header.
 4. No file names a path of one particular machine.
@@ -99,8 +100,8 @@ def layer_of(path: str) -> str | None:
 
 
 def is_server_test(path: str) -> bool:
-    """Whether the file is a test beside a server."""
-    return path.startswith("services/") and path.endswith("_test.cc")
+    """Whether the file is a test beside a server, or for such tests."""
+    return path.startswith("services/") and (path.endswith("_test.cc") or "/testing/" in path)
 
 
 @dataclass

@@ -82,9 +82,10 @@ def test_one_server_may_not_include_another(tree):
     assert len(tree(files).check_arrows()) == 1
 
 
-def test_a_test_of_a_server_may_talk_to_another(tree):
-    files = {"services/trainer/service/a_test.cc": '#include "services/critic/engine/engine.h"\n'}
-    assert tree(files).check_arrows() == []
+@pytest.mark.parametrize("file", ["a_test.cc", "testing/a.h"])
+def test_a_test_of_a_server_may_talk_to_another(tree, file):
+    own, others = f"services/trainer/service/{file}", "services/critic/engine/engine.h"
+    assert tree({own: f'#include "{others}"\n', others: ""}).check_arrows() == []
 
 
 def test_a_message_in_a_tensor_layer_is_found(tree):

@@ -77,7 +77,7 @@ class RolloutPool:
         *,
         senior: bool = False,
         junior: bool = False,
-        temperature: float = 1.0,
+        temperature: float | None = None,
     ) -> list[Scored]:
         """Scores every (token ids, index of the first scored token), in order.
 

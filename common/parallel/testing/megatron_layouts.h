@@ -23,18 +23,22 @@ struct MegatronLayout {
   MegatronOptions options;
 };
 
+// All with the distributed optimizer.
 inline std::vector<MegatronLayout> MegatronLayouts() {
-  return {{"One", 1, {}},
-          {"Tp2", 2, {.tensor_model_parallel_size = 2}},
-          {"Pp2", 2, {.pipeline_model_parallel_size = 2}},
-          {"Pp2Vpp2",
-           2,
-           {.pipeline_model_parallel_size = 2, .virtual_pipeline_model_parallel_size = 2}},
-          {"Cp2", 2, {.context_parallel_size = 2}},
-          {"Dp2", 2, {}},
-          {"Tp2Pp2", 4, {.tensor_model_parallel_size = 2, .pipeline_model_parallel_size = 2}},
-          {"Tp2Dp2", 4, {.tensor_model_parallel_size = 2}},
-          {"Pp2Cp2", 4, {.pipeline_model_parallel_size = 2, .context_parallel_size = 2}}};
+  std::vector<MegatronLayout> layouts = {
+      {"One", 1, {}},
+      {"Tp2", 2, {.tensor_model_parallel_size = 2}},
+      {"Pp2", 2, {.pipeline_model_parallel_size = 2}},
+      {"Pp2Vpp2",
+       2,
+       {.pipeline_model_parallel_size = 2, .virtual_pipeline_model_parallel_size = 2}},
+      {"Cp2", 2, {.context_parallel_size = 2}},
+      {"Dp2", 2, {}},
+      {"Tp2Pp2", 4, {.tensor_model_parallel_size = 2, .pipeline_model_parallel_size = 2}},
+      {"Tp2Dp2", 4, {.tensor_model_parallel_size = 2}},
+      {"Pp2Cp2", 4, {.pipeline_model_parallel_size = 2, .context_parallel_size = 2}}};
+  for (MegatronLayout& layout : layouts) layout.options.use_distributed_optimizer = true;
+  return layouts;
 }
 
 inline std::string LayoutName(const testing::TestParamInfo<MegatronLayout>& info) {

@@ -10,20 +10,10 @@
 
 #include "common/parallel/strategy.h"
 #include "common/parallel/testing/strategy_runs.h"
-#include "common/training/optimizer_options.h"
 
 namespace tandem::parallel {
 
 inline constexpr double kTolerance = 1e-5;  // relative, in float32
-
-// An optimizer that moves parameters far, clips and decays.
-inline OptimizerOptions FastOptimizer() {
-  OptimizerOptions options;
-  options.learning_rate = 1e-2;
-  options.weight_decay = 0.1;
-  options.max_grad_norm = 0.5;
-  return options;
-}
 
 inline void ExpectClose(double a, double b) { EXPECT_NEAR(a, b, kTolerance * std::abs(b)); }
 

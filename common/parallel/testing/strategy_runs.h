@@ -8,12 +8,23 @@
 
 #include "common/model/model.h"
 #include "common/parallel/strategy.h"
+#include "common/training/optimizer_options.h"
 
 namespace tandem::parallel {
 
+// An optimizer that moves parameters far, clips and decays.
+inline OptimizerOptions FastOptimizer() {
+  return {.learning_rate = 1e-2,
+          .beta1 = 0.9,
+          .beta2 = 0.999,
+          .epsilon = 1e-8,
+          .max_grad_norm = 0.5,
+          .weight_decay = 0.1};
+}
+
 // Loads the model in `directory` for training. All functions here abort on an error.
 void Prepare(Strategy& strategy, const std::string& directory, const LoadOptions& load = {},
-             const OptimizerOptions& optimizer = {});
+             const OptimizerOptions& optimizer = FastOptimizer());
 
 struct StepNumbers {
   double loss = 0;

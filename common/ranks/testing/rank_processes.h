@@ -2,7 +2,7 @@
 //
 //   TEST(CommunicatorTest, …) {
 //     RunOnRanks(4, [](const RankEnvironment& environment) {
-//       const auto communicator = Communicator::Connect(environment, {}).value();
+//       const auto communicator = Communicator::Connect(environment, {.timeout = …}).value();
 //       …EXPECT_EQ(…);
 //     });
 //   }

@@ -19,13 +19,21 @@
 
 namespace tandem::rpc {
 
+// A channel to a server that is not going to be silent.
+inline std::shared_ptr<grpc::Channel> TestChannel(const std::string& address) {
+  return MakeChannel(address,
+                     {.keepalive = absl::Minutes(1), .keepalive_timeout = absl::Minutes(1)});
+}
+
 // Starts, loads and opens the gate as RunServer does, and ends in the same order.
 class TestServer {
  public:
   using CreateApp = std::function<std::unique_ptr<ServerApp>(ServerRuntime&)>;
 
-  explicit TestServer(const CreateApp& create,
-                      const CallExecutorOptions& options = {.default_deadline = absl::Seconds(60)})
+  explicit TestServer(
+      const CreateApp& create,
+      const CallExecutorOptions& options = {.default_deadline = absl::Seconds(60),
+                                            .streams = {.patience = absl::Seconds(60)}})
       : executor_(std::make_unique<CallExecutor>(options)) {
     app_ = create(runtime_);
     config::v1::TrainerServerConfig config;
@@ -45,7 +53,7 @@ class TestServer {
   ~TestServer() { Stop(); }
 
   std::string address() const { return absl::StrCat("127.0.0.1:", server_->grpc_port()); }
-  std::shared_ptr<grpc::Channel> channel() const { return MakeChannel(address()); }
+  std::shared_ptr<grpc::Channel> channel() const { return TestChannel(address()); }
   CallExecutor& executor() { return *executor_; }
   Metrics& metrics() { return metrics_; }
   ServerApp& app() { return *app_; }

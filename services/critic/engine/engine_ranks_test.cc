@@ -9,8 +9,10 @@
 #include <utility>
 
 #include "common/model/testing/tiny_model_dir.h"
+#include "common/parallel/testing/zero_of_stage.h"
 #include "common/ranks/testing/rank_processes.h"
 #include "services/critic/engine/engine.h"
+#include "services/training/service/testing/resolved_options.h"
 
 namespace tandem::critic {
 namespace {
@@ -32,10 +34,9 @@ class CriticRanksTest : public ::testing::TestWithParam<Layout> {
 
   EngineOptions Options() const {
     EngineOptions options;
-    options.model = folder_ / "model";
+    training::SetResolvedOptions(folder_ / "model", {"compute.num_threads=1"}, &options);
     options.max_model_len = 64;
     options.micro_batch_tokens = 8;
-    options.compute.num_threads = 1;
     options.value_head_seed = 5;
     // Larger steps amplify differences in the last bits.
     options.optimizer.learning_rate = 1e-3;
@@ -74,8 +75,8 @@ class CriticRanksTest : public ::testing::TestWithParam<Layout> {
 INSTANTIATE_TEST_SUITE_P(
     Layouts, CriticRanksTest,
     ::testing::Values(
-        Layout{"zero_1", {.name = "zero", .zero = {.stage = 1}}},
-        Layout{"zero_3", {.name = "zero", .zero = {.stage = 3}}},
+        Layout{"zero_1", {.name = "zero", .zero = parallel::ZeroOfStage(1)}},
+        Layout{"zero_3", {.name = "zero", .zero = parallel::ZeroOfStage(3)}},
         Layout{"tensor_2", {.name = "megatron", .megatron = {.tensor_model_parallel_size = 2}}},
         Layout{"pipeline_2", {.name = "megatron", .megatron = {.pipeline_model_parallel_size = 2}}},
         Layout{"context_2", {.name = "megatron", .megatron = {.context_parallel_size = 2}}}),
@@ -86,6 +87,7 @@ TEST_P(CriticRanksTest, ValuesAndStepsAreThoseOfOneProcess) {
     EngineOptions options = Options();
     options.environment = environment;
     options.strategy = GetParam().strategy;
+    options.strategy.megatron.use_distributed_optimizer = true;
     const auto engine = CreateEngine(options).value();
     if (environment.rank == 0) {
       const auto single = CreateEngine(Options()).value();

@@ -9,6 +9,7 @@
 
 #include "common/base/error.h"
 #include "common/model/testing/tiny_model_dir.h"
+#include "services/training/service/testing/resolved_options.h"
 
 namespace tandem::critic {
 namespace {
@@ -19,9 +20,8 @@ class CriticEngineTest : public ::testing::Test {
 
   EngineOptions Options() const {
     EngineOptions options;
-    options.model = folder_ / "model";
+    training::SetResolvedOptions(folder_ / "model", {"compute.num_threads=1"}, &options);
     options.max_model_len = 64;
-    options.compute.num_threads = 1;
     options.value_head_seed = 5;
     options.optimizer.learning_rate = 1e-2;
     return options;
@@ -149,7 +149,8 @@ TEST_F(CriticEngineTest, TheOtherKernelsAndTypesTakeTheSameStep) {
   const TrainStepRequest request = Request(*Make());
   const auto step_with = [&](const std::string& dtype, const std::string& kernels) {
     EngineOptions options = Options();
-    options.compute = {.dtype = dtype, .kernels = kernels, .num_threads = 1};
+    options.compute.dtype = dtype;
+    options.compute.kernels = kernels;
     return Step(*Make(options), request).report.metrics;
   };
   auto expected = step_with("float32", "auto");

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "common/base/weights_version.h"
+#include "common/loss/value_loss.h"
 #include "common/training/mini_batches.h"
 #include "services/training/engine.h"
 
@@ -49,7 +50,7 @@ struct ValueSample {
 };
 
 struct TrainStepRequest : training::StepIdentity {
-  double value_clip = 0.2;
+  double value_clip = loss::kDefaultValueClip;
   training::UpdateOptions updates;
   std::vector<ValueSample> samples;
 

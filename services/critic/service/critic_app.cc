@@ -3,6 +3,7 @@
 #include <utility>
 
 #include "common/base/status_macros.h"
+#include "services/training/service/training_config.h"
 
 namespace tandem::critic {
 namespace {

@@ -22,6 +22,7 @@
 #include "services/rollout/engine/testing/engine_calls.h"
 #include "services/rollout/engine/testing/gate.h"
 #include "services/rollout/engine/testing/requests.h"
+#include "services/rollout/engine/testing/tiny_options.h"
 #include "services/rollout/engine/testing/tiny_tokenizer.h"
 
 namespace tandem::rollout {
@@ -57,23 +58,13 @@ class RolloutRanksTest : public testing::TestWithParam<Layout> {
     WriteTinyModelAndTokenizer(folder_ / name, seed, changes, GetParam().family);
   }
 
-  EngineOptions Options() const {
-    return {.senior_model = folder_ / "senior",
-            .junior_model = folder_ / "junior",
-            .tandem = {},
-            .max_num_seqs = 16,
-            .max_model_len = 128,
-            .max_batched_tokens = 64,
-            .max_queue = 256,
-            .compute = {.num_threads = 1}};
-  }
+  EngineOptions Options() const { return TinyOptions(folder_.path()); }
   EngineOptions Ranked(const RankEnvironment& environment) const {
     EngineOptions options = Options();
     options.layout = {.tensor_parallel_size = GetParam().senior_ranks,
                       .junior_tensor_parallel_size = GetParam().junior_ranks,
                       .junior_gpu_devices = {}};
     options.environment = environment;
-    options.rank_timeouts.silence = absl::Seconds(5);
     return options;
   }
   static std::unique_ptr<Engine> Create(const EngineOptions& options) {
@@ -310,7 +301,9 @@ TEST_P(RolloutRanksTest, RanksThatDifferDoNotStart) {
 
 TEST(RankedRunnerTest, AnErrorOfARequestLeavesTheRanksInStep) {
   ranks::RunOnRanks(2, [](const RankEnvironment& environment) {
-    const auto ranks = ranks::ServerRanks::Connect({.environment = environment}).value();
+    const auto ranks =
+        ranks::ServerRanks::Connect({.environment = environment, .timeouts = kTestTimeouts})
+            .value();
     const auto group = std::make_shared<ranks::CommunicatorGroup>(ranks->world());
     const nlohmann::json config = {{"vocab_size", 64}, {"intermediate_size", 48}};
     const auto make = [&](const Placement& placement) {

@@ -21,6 +21,7 @@
 #include "services/rollout/engine/testing/gate.h"
 #include "services/rollout/engine/testing/recording_listener.h"
 #include "services/rollout/engine/testing/requests.h"
+#include "services/rollout/engine/testing/tiny_options.h"
 #include "services/rollout/engine/testing/tiny_tokenizer.h"
 #include "services/rollout/engine/torch_runner.h"
 
@@ -40,15 +41,7 @@ class EngineTest : public ::testing::Test {
   static std::string Senior() { return folder_->path() + "/senior"; }
   static std::string Junior() { return folder_->path() + "/junior"; }
 
-  static EngineOptions Options() {
-    return {.senior_model = Senior(),
-            .junior_model = Junior(),
-            .tandem = {},
-            .max_num_seqs = 16,
-            .max_model_len = 128,
-            .max_batched_tokens = 64,
-            .max_queue = 256};
-  }
+  static EngineOptions Options() { return TinyOptions(folder_->path()); }
   static std::unique_ptr<Engine> Create(const EngineOptions& options = Options()) {
     auto engine = CreateEngine(options);
     EXPECT_TRUE(engine.ok()) << engine.status();
@@ -199,16 +192,17 @@ TEST_F(EngineTest, TheOtherKernelsAndTypesScoreAlike) {
     sequences.push_back(sequence);
   }
   const ScoreRequest request = {.sequences = sequences, .senior = true, .junior = true};
-  const auto scores_with = [&](const ComputeOptions& compute) {
+  const auto scores_with = [&](const std::string& kernels, const std::string& dtype) {
     EngineOptions options = Options();
-    options.compute = compute;
+    options.compute.kernels = kernels;
+    options.compute.dtype = dtype;
     const auto scores = Score(*Create(options), request);
     EXPECT_TRUE(scores.ok()) << scores.status();
     return scores.value_or(ScoreResult{}).sequences;
   };
-  const auto expected = scores_with({});
-  const auto aten = scores_with({.kernels = "aten"});
-  const auto bfloat16 = scores_with({.dtype = "bfloat16"});
+  const auto expected = scores_with("auto", "float32");
+  const auto aten = scores_with("aten", "float32");
+  const auto bfloat16 = scores_with("auto", "bfloat16");
   ASSERT_EQ(expected.size(), sequences.size());
   ASSERT_EQ(aten.size(), sequences.size());
   ASSERT_EQ(bfloat16.size(), sequences.size());

@@ -22,7 +22,7 @@ namespace tandem::rollout {
 
 struct GeneratorOptions {
   SchedulerLimits limits;
-  int64_t max_model_len = 2048;
+  int64_t max_model_len;
   std::vector<int32_t> eos_token_ids;
   WeightsVersion senior_weights;  // the version of tokens until the first update
   std::string junior_version;     // recorded in trajectories

@@ -48,9 +48,12 @@ PromptRequest Request(const TandemConfig& tandem, int prompt_length = 5, uint64_
   return request;
 }
 
+// Limits that no test reaches.
+constexpr SchedulerLimits kWide = {.max_num_seqs = 1000, .max_batched_tokens = 100'000};
+
 class Harness {
  public:
-  explicit Harness(SchedulerLimits limits = {}, uint64_t senior_weights = 1,
+  explicit Harness(SchedulerLimits limits = kWide, uint64_t senior_weights = 1,
                    uint64_t junior_weights = 2)
       : boundaries(Vocabulary(), {}),
         senior(senior_weights, kVocab),
@@ -142,12 +145,12 @@ std::vector<uint8_t> DeriveMask(const Trajectory& t) {
 TEST(GeneratorTest, Law1EqualModelsGreedyGiveTheSoloTokens) {
   PromptRequest solo = Request({.enabled = false});
   solo.sampling.temperature = 0;
-  const Trajectory expected = Harness({}, 7, 7).Run(solo);
+  const Trajectory expected = Harness(kWide, 7, 7).Run(solo);
   for (const auto strategy : kStrategies) {
     for (const double prob_senior : {0.0, 0.3, 1.0}) {
       PromptRequest request = Request(Tandem(strategy, prob_senior));
       request.sampling.temperature = 0;
-      EXPECT_EQ(Harness({}, 7, 7).Run(request).response_token_ids, expected.response_token_ids);
+      EXPECT_EQ(Harness(kWide, 7, 7).Run(request).response_token_ids, expected.response_token_ids);
     }
   }
 }
@@ -164,7 +167,7 @@ TEST(GeneratorTest, Law2CertainSeniorIsTandemSwitchedOff) {
 }
 
 TEST(GeneratorTest, Law2CertainJuniorIsTheJuniorAlone) {
-  const Trajectory alone = Harness({}, /*senior_weights=*/2).Run(Request({.enabled = false}));
+  const Trajectory alone = Harness(kWide, /*senior_weights=*/2).Run(Request({.enabled = false}));
   const Trajectory junior = Harness().Run(Request(Tandem(SelectionStrategy::kBernoulli, 0.0)));
   EXPECT_EQ(junior.response_token_ids, alone.response_token_ids);
   EXPECT_EQ(junior.author_logprobs, alone.author_logprobs);
@@ -183,7 +186,7 @@ TEST(GeneratorTest, Law3NeighboursBudgetsAndOrderDoNotMatter) {
   for (const PromptRequest& request : requests) alone.push_back(Harness().Run(request));
 
   for (const SchedulerLimits& limits :
-       {SchedulerLimits{}, SchedulerLimits{.max_num_seqs = 3},
+       {kWide, SchedulerLimits{.max_num_seqs = 3, .max_batched_tokens = kWide.max_batched_tokens},
         SchedulerLimits{.max_num_seqs = 7, .max_batched_tokens = 5},
         SchedulerLimits{.max_num_seqs = 25, .max_batched_tokens = 1}}) {
     Harness harness(limits);
@@ -241,7 +244,7 @@ TEST(GeneratorTest, Law5LazyLanesEqualRunningBothModelsOnEveryToken) {
     PromptRequest request = Request(Tandem(strategy), 6, 5);
     request.return_other_logprobs = true;
     request.sampling.temperature = 0.8;
-    Harness harness({.max_batched_tokens = 4});
+    Harness harness({.max_num_seqs = kWide.max_num_seqs, .max_batched_tokens = 4});
     const Trajectory t = harness.Run(request);
 
     TandemSampler sampler;
@@ -351,7 +354,7 @@ TEST(GeneratorTest, StreamsEveryTokenInOrder) {
 }
 
 TEST(GeneratorTest, CancelFreesRunningAndQueuedSamples) {
-  Harness harness({.max_num_seqs = 2});
+  Harness harness({.max_num_seqs = 2, .max_batched_tokens = kWide.max_batched_tokens});
   PromptRequest request = Request(Tandem(SelectionStrategy::kAlternating));
   request.num_samples = 4;
   const auto cancelled = harness.Submit(request);
@@ -367,7 +370,7 @@ TEST(GeneratorTest, CancelFreesRunningAndQueuedSamples) {
 }
 
 TEST(GeneratorTest, DeadlinesHoldInTheQueueToo) {
-  Harness harness({.max_num_seqs = 1});
+  Harness harness({.max_num_seqs = 1, .max_batched_tokens = kWide.max_batched_tokens});
   const absl::Time start = absl::UnixEpoch();
   const auto running = harness.Submit(Request({.enabled = false}));
   PromptRequest late = Request({.enabled = false});
@@ -447,7 +450,7 @@ TEST(GeneratorTest, ARecomputedLaneWritesUnderTheNewWeights) {
 }
 
 TEST(GeneratorTest, AKeptLaneIsNotComputedAgainNorShared) {
-  Harness harness({.max_num_seqs = 1});
+  Harness harness({.max_num_seqs = 1, .max_batched_tokens = kWide.max_batched_tokens});
   PromptRequest request = Request({.enabled = false}, 9);
   request.num_samples = 2;
   const auto listener = harness.Submit(request);

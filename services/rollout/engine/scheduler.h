@@ -16,8 +16,8 @@
 namespace tandem::rollout {
 
 struct SchedulerLimits {
-  int64_t max_num_seqs = 64;          // sequences that run at the same time
-  int64_t max_batched_tokens = 2048;  // tokens that one pass consumes
+  int64_t max_num_seqs;        // sequences that run at the same time
+  int64_t max_batched_tokens;  // tokens that one pass consumes
 };
 
 // One sequence in a pass: the pass consumes its tokens [begin, end).

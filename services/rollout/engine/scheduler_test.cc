@@ -30,9 +30,12 @@ void Write(Sequence& sequence) {
   sequence.selector.OnToken(7);
 }
 
+// Limits that no test reaches.
+constexpr SchedulerLimits kWide = {.max_num_seqs = 1000, .max_batched_tokens = 100'000};
+
 TEST(SchedulerTest, AdmitsInOrderUpToTheLimit) {
   const auto prompt = MakePrompt(3, 3);
-  Scheduler scheduler({.max_num_seqs = 2});
+  Scheduler scheduler({.max_num_seqs = 2, .max_batched_tokens = kWide.max_batched_tokens});
   for (const auto& sample : prompt->samples) scheduler.Enqueue(sample.get());
   const auto begun = scheduler.Admit();
   ASSERT_EQ(begun.size(), 2u);
@@ -44,7 +47,7 @@ TEST(SchedulerTest, AdmitsInOrderUpToTheLimit) {
 
 TEST(SchedulerTest, OnlyTheNextAuthorRuns) {
   const auto prompt = MakePrompt(4, 1);
-  Scheduler scheduler({});
+  Scheduler scheduler(kWide);
   scheduler.Enqueue(prompt->samples[0].get());
   scheduler.Admit();
   EXPECT_TRUE(scheduler.Plan(J).empty());
@@ -62,7 +65,7 @@ TEST(SchedulerTest, OnlyTheNextAuthorRuns) {
 
 TEST(SchedulerTest, LongPromptsAreCutToTheBudget) {
   const auto prompt = MakePrompt(10, 1);
-  Scheduler scheduler({.max_batched_tokens = 4});
+  Scheduler scheduler({.max_num_seqs = kWide.max_num_seqs, .max_batched_tokens = 4});
   scheduler.Enqueue(prompt->samples[0].get());
   scheduler.Admit();
   std::vector<int64_t> ends;
@@ -79,7 +82,7 @@ TEST(SchedulerTest, LongPromptsAreCutToTheBudget) {
 
 TEST(SchedulerTest, SamplesWaitForTheFirstOnesPromptAndTakeItOver) {
   const auto prompt = MakePrompt(6, 3);
-  Scheduler scheduler({});
+  Scheduler scheduler(kWide);
   for (const auto& sample : prompt->samples) scheduler.Enqueue(sample.get());
   scheduler.Admit();
   const auto first = scheduler.Plan(S);
@@ -98,7 +101,7 @@ TEST(SchedulerTest, SamplesWaitForTheFirstOnesPromptAndTakeItOver) {
 
 TEST(SchedulerTest, PrefixesOfOldWeightsAreNotTakenOver) {
   const auto prompt = MakePrompt(6, 2);
-  Scheduler scheduler({});
+  Scheduler scheduler(kWide);
   for (const auto& sample : prompt->samples) scheduler.Enqueue(sample.get());
   scheduler.Admit();
   const auto first = scheduler.Plan(S);
@@ -114,7 +117,7 @@ TEST(SchedulerTest, PrefixesOfOldWeightsAreNotTakenOver) {
 TEST(SchedulerTest, AnEndedSequenceDrainsTheLaggingLane) {
   const auto prompt = MakePrompt(3, 1, /*other_logprobs=*/true);
   Sequence& sequence = *prompt->samples[0];
-  Scheduler scheduler({});
+  Scheduler scheduler(kWide);
   scheduler.Enqueue(&sequence);
   scheduler.Admit();
   scheduler.Advance(S, scheduler.Plan(S)[0]);

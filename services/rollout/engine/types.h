@@ -28,19 +28,20 @@ enum class OnWeightUpdate {
   kKeep,       // the old KV entries stay
 };
 
+// From the resolved configuration (services/rollout/service/convert.h).
 struct EngineOptions {
   std::string senior_model;  // Hugging Face directory
   std::string junior_model;  // empty: no junior
   TandemConfig tandem;       // defaults of a request
-  int64_t max_num_seqs = 64;
-  int64_t max_model_len = 2048;
-  int64_t max_batched_tokens = 2048;
-  int64_t max_queue = 4096;
-  OnWeightUpdate on_weight_update = OnWeightUpdate::kRecompute;
-  ComputeOptions compute = {};
+  int64_t max_num_seqs;
+  int64_t max_model_len;
+  int64_t max_batched_tokens;
+  int64_t max_queue;
+  OnWeightUpdate on_weight_update;
+  ComputeOptions compute;
+  ranks::RankTimeouts rank_timeouts;
   RankLayout layout = {};
   RankEnvironment environment = {};  // of this process among the ranks of the server
-  ranks::RankTimeouts rank_timeouts = {};
   // The settings that must be equal on every rank, as lines of text.
   std::string configuration = {};
 };

@@ -22,29 +22,28 @@ RankLayout ToRankLayout(const config::v1::RolloutServerConfig& config) {
 
 EngineOptions ToEngineOptions(const config::v1::RolloutServerConfig& config,
                               const RankEnvironment& environment) {
-  EngineOptions options;
-  options.senior_model = config.senior_model();
-  options.junior_model = config.junior_model();
-  // Cannot fail: resolving has checked the strategy.
-  options.tandem = rpc::TandemConfigFromProto(config.tandem(), TandemConfig{}).value();
-  options.max_num_seqs = config.max_num_seqs();
-  options.max_model_len = config.max_model_len();
-  options.max_batched_tokens = config.max_batched_tokens();
-  options.max_queue = config.max_queue();
-  options.on_weight_update = config.on_weight_update() == config::v1::ON_WEIGHT_UPDATE_KEEP
-                                 ? OnWeightUpdate::kKeep
-                                 : OnWeightUpdate::kRecompute;
-  options.compute = rpc::ToComputeOptions(config.compute());
-  options.compute.local_rank = environment.local_rank;
-  options.compute.local_world_size = environment.local_world_size;
-  options.layout = ToRankLayout(config);
-  options.environment = environment;
-  options.rank_timeouts = {.collective = absl::Seconds(config.collective_timeout_seconds()),
-                           .silence = absl::Seconds(config.heartbeat_timeout_seconds())};
+  ComputeOptions compute = rpc::ToComputeOptions(config.compute());
+  compute.local_rank = environment.local_rank;
+  compute.local_world_size = environment.local_world_size;
   config::v1::RolloutServerConfig alike = config;
   alike.clear_server();  // may differ between ranks
-  options.configuration = config::ToYaml(alike);
-  return options;
+  return {.senior_model = config.senior_model(),
+          .junior_model = config.junior_model(),
+          // Cannot fail: resolving has checked the strategy.
+          .tandem = rpc::TandemConfigFromProto(config.tandem(), TandemConfig{}).value(),
+          .max_num_seqs = config.max_num_seqs(),
+          .max_model_len = config.max_model_len(),
+          .max_batched_tokens = config.max_batched_tokens(),
+          .max_queue = config.max_queue(),
+          .on_weight_update = config.on_weight_update() == config::v1::ON_WEIGHT_UPDATE_KEEP
+                                  ? OnWeightUpdate::kKeep
+                                  : OnWeightUpdate::kRecompute,
+          .compute = std::move(compute),
+          .rank_timeouts = {.collective = absl::Seconds(config.collective_timeout_seconds()),
+                            .silence = absl::Seconds(config.heartbeat_timeout_seconds())},
+          .layout = ToRankLayout(config),
+          .environment = environment,
+          .configuration = config::ToYaml(alike)};
 }
 
 absl::StatusOr<PromptRequest> PromptFromProto(const v1::Prompt& prompt,

@@ -25,7 +25,7 @@ struct GenerateStreamOptions {
   // Defaults for unset fields of a prompt's TandemConfig.
   TandemConfig tandem;
   // Limit for the samples of one batch of prompts; a prompt counts as one at least.
-  int64_t max_batch_samples = 4096;
+  int64_t max_batch_samples;
   absl::Time deadline = absl::InfiniteFuture();
 };
 

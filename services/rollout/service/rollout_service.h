@@ -24,7 +24,7 @@ struct RolloutServiceOptions {
   // Defaults for unset fields of a prompt's TandemConfig.
   TandemConfig tandem;
   // Limit for the samples of one batch of prompts: max_queue.
-  int64_t max_batch_samples = 4096;
+  int64_t max_batch_samples;
   // Limit for the bytes of prompts in incomplete batches, of all streams together.
   int64_t max_collected_bytes = 256 << 20;
   // A stream without events for this long gets a heartbeat.

@@ -404,11 +404,7 @@ class GenerateStreamTest : public testing::Test {
     }
     return codes;
   }
-  static GenerateStreamOptions StreamOptions() {
-    GenerateStreamOptions options;
-    options.max_batch_samples = 500;
-    return options;
-  }
+  static GenerateStreamOptions StreamOptions() { return {.tandem = {}, .max_batch_samples = 500}; }
   static v1::GenerateRequest MoreFollow(v1::GenerateRequest request) {
     request.mutable_submit()->set_more_follow(true);
     return request;

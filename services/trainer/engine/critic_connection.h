@@ -43,7 +43,7 @@ class CriticConnection {
   struct TrainRequest {
     Step step;
     int64_t expected_version = 0;
-    double value_clip = 0.2;
+    double value_clip = 0;
     training::UpdateOptions updates;
     std::vector<Sequence> sequences;
     std::vector<std::vector<float>> old_values;  // [S][L]

@@ -13,6 +13,7 @@
 #include "absl/strings/match.h"
 #include "common/base/error.h"
 #include "common/model/testing/padded_model.h"
+#include "common/parallel/testing/zero_of_stage.h"
 #include "common/ranks/testing/rank_processes.h"
 #include "services/trainer/engine/testing/engine_fixture.h"
 
@@ -73,6 +74,7 @@ class TrainerRanksTest : public TrainerEngineTest, public ::testing::WithParamIn
     EngineOptions options = Options();
     options.environment = environment;
     options.strategy = GetParam().strategy;
+    options.strategy.megatron.use_distributed_optimizer = true;
     options.rank_timeouts.silence = absl::Seconds(5);
     return options;
   }
@@ -100,9 +102,9 @@ class TrainerRanksTest : public TrainerEngineTest, public ::testing::WithParamIn
 INSTANTIATE_TEST_SUITE_P(
     Layouts, TrainerRanksTest,
     ::testing::Values(
-        Layout{"zero_1", {.name = "zero", .zero = {.stage = 1}}},
-        Layout{"zero_2", {.name = "zero", .zero = {.stage = 2}}},
-        Layout{"zero_3", {.name = "zero", .zero = {.stage = 3}}},
+        Layout{"zero_1", {.name = "zero", .zero = parallel::ZeroOfStage(1)}},
+        Layout{"zero_2", {.name = "zero", .zero = parallel::ZeroOfStage(2)}},
+        Layout{"zero_3", {.name = "zero", .zero = parallel::ZeroOfStage(3)}},
         Layout{"tensor_2", {.name = "megatron", .megatron = {.tensor_model_parallel_size = 2}}},
         Layout{"pipeline_2", {.name = "megatron", .megatron = {.pipeline_model_parallel_size = 2}}},
         Layout{"context_2", {.name = "megatron", .megatron = {.context_parallel_size = 2}}},

@@ -210,7 +210,8 @@ TEST_F(TrainerEngineTest, MicroBatchingDoesNotChangeTheStep) {
 TEST_F(TrainerEngineTest, TheOtherKernelsAndTypesTakeTheSameStep) {
   const auto step_with = [&](const std::string& dtype, const std::string& kernels) {
     EngineOptions options = Options();
-    options.compute = {.dtype = dtype, .kernels = kernels, .num_threads = 1};
+    options.compute.dtype = dtype;
+    options.compute.kernels = kernels;
     PolicyBatch batch = TestBatch();
     batch.objective.old_logprobs = OldLogprobs::kRecomputed;
     batch.objective.junior_token_loss_weight = 0.5;

@@ -11,6 +11,7 @@
 #include "common/loss/loss_scale.h"
 #include "common/loss/policy_loss.h"
 #include "common/loss/rollout_correction.h"
+#include "common/loss/value_loss.h"
 #include "common/training/mini_batches.h"
 
 namespace tandem::trainer {
@@ -79,7 +80,7 @@ struct PolicyObjective {
   int64_t max_staleness = 0;
   StaleSamples stale_samples = StaleSamples::kRefuse;
   training::UpdateOptions updates;
-  double value_clip = 0.2;  // for the critic
+  double value_clip = loss::kDefaultValueClip;  // for the critic
   bool importance_sampling_batch_normalize = false;
   loss::RejectionOptions rejection;
 

@@ -25,8 +25,8 @@ struct EngineOptions : training::TrainingOptions {
   std::string reference_model;  // empty: no KL to a reference
   std::string junior_model;     // empty: no KL to the junior over the vocabulary
   // Implementation of the fused output loss (loss::ParseLossImpl).
-  std::string loss_impl = "auto";
-  int64_t logits_chunk_bytes = 0;  // LogitsChunkBytes
+  std::string loss_impl;
+  int64_t logits_chunk_bytes = 0;  // 0: LogitsChunkBytes says
 };
 
 // Returns `configured`, or the default for 0. With fewer rows at a time, reading and writing the

@@ -6,6 +6,7 @@
 #include "common/rpc/channel.h"
 #include "services/trainer/service/critic_connection.h"
 #include "services/trainer/service/objective_convert.h"
+#include "services/training/service/training_config.h"
 
 namespace tandem::trainer {
 namespace {

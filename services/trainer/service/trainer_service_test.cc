@@ -109,6 +109,7 @@ TEST(TrainStepMemoryTest, SamplesBeyondTheBudgetAreRefused) {
         : service_(Options(), runtime), engine_(engine) {}
     static TrainerServiceOptions Options() {
       TrainerServiceOptions options;
+      options.max_samples = 4000;
       options.max_buffered_bytes = 4096;
       return options;
     }

@@ -9,16 +9,15 @@ namespace tandem::training {
 
 // `config` must be resolved (common/config/server_config.h).
 inline OptimizerOptions ToOptimizerOptions(const config::v1::OptimizerOptions& config) {
-  OptimizerOptions out;
-  out.learning_rate = config.learning_rate();
-  out.beta1 = config.beta1();
-  out.beta2 = config.beta2();
-  out.epsilon = config.epsilon();
-  out.weight_decay = config.weight_decay();
-  out.max_grad_norm = config.max_grad_norm();
-  out.warmup_steps = config.warmup_steps();
-  out.total_steps = config.total_steps();
-  out.min_learning_rate = config.min_learning_rate();
+  OptimizerOptions out = {.learning_rate = config.learning_rate(),
+                          .beta1 = config.beta1(),
+                          .beta2 = config.beta2(),
+                          .epsilon = config.epsilon(),
+                          .max_grad_norm = config.max_grad_norm(),
+                          .weight_decay = config.weight_decay(),
+                          .warmup_steps = config.warmup_steps(),
+                          .total_steps = config.total_steps(),
+                          .min_learning_rate = config.min_learning_rate()};
   switch (config.schedule()) {
     case config::v1::LEARNING_RATE_SCHEDULE_LINEAR:
       out.schedule = LearningRateSchedule::kLinear;

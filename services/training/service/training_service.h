@@ -8,24 +8,20 @@
 
 #include "absl/functional/function_ref.h"
 #include "absl/status/statusor.h"
-#include "common/config/config.h"
 #include "common/rpc/byte_budget.h"
 #include "common/rpc/call_executor.h"
-#include "common/rpc/compute_config.h"
 #include "common/rpc/metrics.h"
 #include "common/rpc/server_main.h"
 #include "common/rpc/unary_handler.h"
 #include "services/training/engine.h"
 #include "services/training/service/checkpoint_calls.h"
-#include "services/training/service/optimizer_config.h"
-#include "services/training/service/strategy_config.h"
 #include "tandem/types/v1/server.pb.h"
 
 namespace tandem::training {
 
 struct ServiceOptions {
-  std::string role;  // "trainer" or "critic"
-  int64_t max_samples = 4096;
+  std::string role;         // "trainer" or "critic"
+  int64_t max_samples = 0;  // of a step
   // Limit for the samples of steps that are being received or trained, of all calls together.
   int64_t max_buffered_bytes = int64_t{1} << 30;
 };
@@ -95,27 +91,6 @@ class TrainingService {
 // Shuts the engine down. Saves `directory`/shutdown first, unless `directory` is empty or the
 // engine has no unsaved state.
 void ShutDownEngine(Engine& engine, const std::string& directory);
-
-// Sets the options that both configurations have; `config` must be resolved.
-template <typename Config>
-void SetTrainingOptions(const Config& config, const RankEnvironment& environment,
-                        TrainingOptions* options) {
-  options->model = config.model();
-  options->strategy = ToStrategyOptions(config.strategy());
-  options->rank_timeouts = ToRankTimeouts(config.strategy());
-  options->optimizer = ToOptimizerOptions(config.optimizer());
-  options->micro_batch_tokens = config.batch().micro_batch_tokens();
-  options->max_model_len = config.max_model_len();
-  options->max_samples = config.max_samples();
-  options->freeze.assign(config.freeze().begin(), config.freeze().end());
-  options->compute = rpc::ToComputeOptions(config.compute());
-  options->compute.local_rank = environment.local_rank;
-  options->compute.local_world_size = environment.local_world_size;
-  options->environment = environment;
-  Config alike = config;
-  alike.clear_server();  // may differ between ranks
-  options->configuration = config::ToYaml(alike);
-}
 
 }  // namespace tandem::training
 

@@ -33,8 +33,9 @@ def generate(
     chat: Annotated[bool, typer.Option("--chat", help="Use the chat template.")] = False,
     max_tokens: Annotated[int, typer.Option(min=1, help="Most tokens of a response.")] = 64,
     temperature: Annotated[
-        float, typer.Option(min=0.0, help="Sampling temperature; 0: greedy.")
-    ] = 1.0,
+        float | None,
+        typer.Option(min=0.0, help="Sampling temperature; 0: greedy. Default: the server's."),
+    ] = None,
     top_p: Annotated[
         float | None, typer.Option(help="Probability mass of the likeliest tokens to draw from.")
     ] = None,
@@ -145,7 +146,10 @@ def score(
     tokenizer: TokenizerOption = None,
     senior: Annotated[bool, typer.Option(help="Score under the senior.")] = True,
     junior: Annotated[bool, typer.Option(help="Score under the junior.")] = True,
-    temperature: Annotated[float, typer.Option(min=0.0, help="Divisor of the logits.")] = 1.0,
+    temperature: Annotated[
+        float | None,
+        typer.Option(min=0.0, help="Divisor of the logits. Default: the server's."),
+    ] = None,
     as_json: JsonFlag = False,
 ) -> None:
     """Show log-probabilities of texts under senior and junior."""

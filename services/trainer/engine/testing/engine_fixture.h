@@ -22,6 +22,7 @@
 #include "common/model/testing/tiny_model_dir.h"
 #include "services/trainer/engine/engine.h"
 #include "services/trainer/engine/testing/batches.h"
+#include "services/training/service/testing/resolved_options.h"
 
 namespace tandem::trainer {
 
@@ -65,9 +66,9 @@ class TrainerEngineTest : public ::testing::Test {
 
   EngineOptions Options() const {
     EngineOptions options;
-    options.model = folder_ / "model";
+    training::SetResolvedOptions(folder_ / "model", {"compute.num_threads=1"}, &options);
+    options.loss_impl = "auto";
     options.max_model_len = 64;
-    options.compute.num_threads = 1;
     options.optimizer.learning_rate = 1e-2;
     return options;
   }

@@ -1,0 +1,31 @@
+// For tests: the options of an engine of two tiny models.
+#ifndef TANDEM_SERVICES_ROLLOUT_ENGINE_TESTING_TINY_OPTIONS_H_
+#define TANDEM_SERVICES_ROLLOUT_ENGINE_TESTING_TINY_OPTIONS_H_
+
+#include <string>
+
+#include "absl/time/time.h"
+#include "services/rollout/engine/types.h"
+
+namespace tandem::rollout {
+
+inline constexpr ranks::RankTimeouts kTestTimeouts = {.collective = absl::Minutes(1),
+                                                      .silence = absl::Seconds(5)};
+
+// Returns the options for the models `folder`/senior and `folder`/junior.
+inline EngineOptions TinyOptions(const std::string& folder) {
+  return {.senior_model = folder + "/senior",
+          .junior_model = folder + "/junior",
+          .tandem = {},
+          .max_num_seqs = 16,
+          .max_model_len = 128,
+          .max_batched_tokens = 64,
+          .max_queue = 256,
+          .on_weight_update = OnWeightUpdate::kRecompute,
+          .compute = {.device = "cpu", .dtype = "float32", .kernels = "auto", .num_threads = 1},
+          .rank_timeouts = kTestTimeouts};
+}
+
+}  // namespace tandem::rollout
+
+#endif  // TANDEM_SERVICES_ROLLOUT_ENGINE_TESTING_TINY_OPTIONS_H_
