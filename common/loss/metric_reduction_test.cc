@@ -112,7 +112,7 @@ TEST(MetricReductionTest, PolicyLossOfSequences) {
 }
 
 TEST(MetricReductionTest, PolicyLossOfMaskedSequences) {
-  ExpectPolicyPartsReportTheWhole({.off_policy_mask_threshold = 0.1});
+  ExpectPolicyEvaluatorsReportTheWhole({.off_policy_mask_threshold = 0.1});
 }
 
 TEST(MetricReductionTest, SupervisedLoss) {

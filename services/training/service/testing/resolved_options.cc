@@ -14,7 +14,7 @@ void SetResolvedOptions(const std::string& model, const std::vector<std::string>
                         TrainingOptions* options) {
   config::TrainerServerConfig config;
   config.set_model(model);
-  absl::Status status = config::Load("", settings, &config);
+  absl::Status status = config::Load({.overrides = settings}, &config);
   if (status.ok()) status = config::Resolve(&config);
   if (!status.ok()) {
     std::cerr << status << std::endl;
