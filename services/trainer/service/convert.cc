@@ -36,7 +36,7 @@ absl::StatusOr<TrainStepRequest> FromProto(const v1::TrainStepHeader& proto, int
     case v1::TrainStepHeader::kPolicy: {
       // The engine checks it again; this check comes before the samples are sent.
       TANDEM_ASSIGN_OR_RETURN(PolicyObjective objective, ResolveObjective(proto.policy(), support));
-      out.batch = PolicyBatch{.objective = std::move(objective), .samples = {}};
+      out.batch = PolicyBatch{.objective = objective, .samples = {}};
       return out;
     }
     case v1::TrainStepHeader::kSupervised: {
