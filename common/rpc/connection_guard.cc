@@ -12,6 +12,7 @@
 #include <array>
 #include <atomic>
 #include <cerrno>
+#include <iterator>
 #include <list>
 #include <map>
 #include <optional>
@@ -37,6 +38,8 @@ constexpr absl::Duration kFlushTime = absl::Seconds(1);
 constexpr int kPollMilliseconds = 20;
 // Reads of one connection before the others have their turn.
 constexpr int kReadsPerTurn = 4;
+// Addresses whose churn is remembered, before those that owe nothing are forgotten.
+constexpr size_t kMaxHosts = 4096;
 
 class Socket {
  public:
@@ -97,6 +100,14 @@ std::string HostOf(const sockaddr_storage& address, socklen_t size) {
   return host;
 }
 
+// `count` events at once, and as many again in `seconds`.
+RateLimit BurstOf(int64_t count, double seconds) {
+  return {static_cast<double>(count), static_cast<double>(count) / seconds, absl::Now()};
+}
+
+// An empty SETTINGS frame, with which a server must begin.
+std::string Settings() { return std::string("\0\0\0\4\0\0\0\0\0", 9); }
+
 // A GOAWAY frame (RFC 9113 section 6.8) with the error ENHANCE_YOUR_CALM.
 std::string GoAway(absl::string_view reason) {
   std::string frame(9 + 8, '\0');
@@ -120,8 +131,7 @@ class ConnectionGuard::Relay {
         port_(PortOf(listeners_[0])),
         epoll_(epoll_create1(EPOLL_CLOEXEC)),
         wake_(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)),
-        resets_(static_cast<double>(limits.max_resets_per_second),
-                static_cast<double>(limits.max_resets_per_second), absl::Now()),
+        resets_(BurstOf(limits.max_resets_per_second, 1)),
         log_lines_(10, 1, absl::Now()) {}
 
   ~Relay() {
@@ -131,6 +141,8 @@ class ConnectionGuard::Relay {
     if (thread_.joinable()) thread_.join();
   }
 
+  // False when the process is out of file descriptors.
+  bool valid() const { return epoll_.valid() && wake_.valid(); }
   int port() const { return port_; }
 
   void Start(std::function<void(int fd)> serve) {
@@ -162,8 +174,8 @@ class ConnectionGuard::Relay {
         : host(std::move(client_host)),
           client(std::move(client_socket)),
           server(std::move(server_socket)),
-          resets(static_cast<double>(limits.max_resets),
-                 static_cast<double>(limits.max_resets) / 10, absl::Now()) {}
+          resets(BurstOf(limits.max_resets, 10)),
+          control_frames(BurstOf(limits.max_control_frames, 10)) {}
     const std::string host;
     Socket client;
     Socket server;  // gRPC has the other end
@@ -176,9 +188,11 @@ class ConnectionGuard::Relay {
     Direction to_client;
     Http2Inspector inspector;
     RateLimit resets;
+    RateLimit control_frames;
     int64_t unfinished_bytes = 0;  // as counted in the totals
     int64_t open_streams = 0;
     int64_t num_resets = 0;
+    int64_t num_control_frames = 0;
     absl::Time active = absl::Now();
   };
 
@@ -281,8 +295,15 @@ class ConnectionGuard::Relay {
   }
 
   void Accept(std::string host, Socket client) {
+    RateLimit& churn = ChurnOf(host);
+    if (churn.overdrawn(absl::Now())) {
+      Refuse(client,
+             "too many connections were opened, or closed with open calls, from this address");
+      return;
+    }
+    churn.Take(1, absl::Now());
     if (!MakeRoom(host)) {
-      LogClosed("refused: the server has as many connections as it can, all with calls");
+      Refuse(client, "the server has as many connections as it can, all with calls");
       return;
     }
     int pair[2];
@@ -397,6 +418,19 @@ class ConnectionGuard::Relay {
         ++num_held_back_;
       }
     }
+    const auto control_frames = static_cast<double>(
+        inspector.control_frames() -
+        std::exchange(connection.num_control_frames, inspector.control_frames()));
+    if (control_frames > 0 && !connection.control_frames.Take(control_frames, now)) {
+      Refuse(connection, absl::StrCat("more than ", limits_.max_control_frames,
+                                      " PING and SETTINGS frames in ten seconds"));
+      return;
+    }
+    if (connection.open_streams > limits_.max_connection_streams) {
+      Refuse(connection, absl::StrCat("more than ", limits_.max_connection_streams,
+                                      " calls at a time on one connection"));
+      return;
+    }
     if (unfinished_bytes_ > limits_.max_unfinished_bytes) {
       Refuse(Largest(&Connection::unfinished_bytes),
              absl::StrCat("messages that are not complete hold more than ",
@@ -474,24 +508,48 @@ class ConnectionGuard::Relay {
 
   // Closes a connection and tells its client why.
   void Refuse(Connection& connection, absl::string_view reason) {
-    if (connection.to_client.pending.empty() && connection.inspector.between_server_frames()) {
-      const std::string frame = GoAway(reason);
-      (void)!send(connection.client.get(), frame.data(), frame.size(), MSG_NOSIGNAL);
-      shutdown(connection.client.get(), SHUT_WR);
-      // Bytes that nobody has read would turn the end of the connection into a reset, which may
-      // overtake the frame.
-      std::array<char, 16 << 10> unread;
-      for (int i = 0; i < kReadsPerTurn; ++i) {
-        if (recv(connection.client.get(), unread.data(), unread.size(), 0) <= 0) break;
-      }
+    const Http2Inspector& inspector = connection.inspector;
+    if (connection.to_client.pending.empty() && inspector.between_server_frames()) {
+      SayGoAway(connection.client, inspector.server_has_spoken(), reason);
     }
     LogClosed(reason);
     Close(connection);
   }
 
+  // Tells the client of a connection that is not accepted why.
+  void Refuse(const Socket& client, absl::string_view reason) {
+    SayGoAway(client, /*server_has_spoken=*/false, reason);
+    LogClosed(reason);
+  }
+
+  static void SayGoAway(const Socket& client, bool server_has_spoken, absl::string_view reason) {
+    const std::string frames = absl::StrCat(server_has_spoken ? "" : Settings(), GoAway(reason));
+    (void)!send(client.get(), frames.data(), frames.size(), MSG_NOSIGNAL);
+    shutdown(client.get(), SHUT_WR);
+    // Bytes that nobody has read would turn the end of the connection into a reset, which may
+    // overtake the frame.
+    std::array<char, 16 << 10> unread;
+    for (int i = 0; i < kReadsPerTurn; ++i) {
+      if (recv(client.get(), unread.data(), unread.size(), 0) <= 0) break;
+    }
+  }
+
+  // What clients of an address have left of their churn.
+  RateLimit& ChurnOf(const std::string& host) {
+    const absl::Time now = absl::Now();
+    if (churn_.size() >= kMaxHosts) {
+      for (auto entry = churn_.begin(); entry != churn_.end();) {
+        entry = entry->second.overdrawn(now) ? std::next(entry) : churn_.erase(entry);
+      }
+    }
+    return churn_.try_emplace(host, BurstOf(limits_.max_churn, 2)).first->second;
+  }
+
   // The object stays until the end of the turn: other events may name it.
   void Close(Connection& connection) {
     if (std::exchange(connection.closed, true)) return;
+    // As dear as resetting the calls.
+    ChurnOf(connection.host).Take(static_cast<double>(connection.open_streams), absl::Now());
     unfinished_bytes_ -= std::exchange(connection.unfinished_bytes, 0);
     open_streams_ -= std::exchange(connection.open_streams, 0);
     if (connection.held_back) --num_held_back_;
@@ -528,6 +586,7 @@ class ConnectionGuard::Relay {
   int64_t num_held_back_ = 0;
   bool accept_later_ = false;
   RateLimit resets_;
+  std::map<std::string, RateLimit> churn_;  // by address
   RateLimit log_lines_;
   int64_t unlogged_ = 0;
 };
@@ -552,8 +611,9 @@ absl::StatusOr<std::unique_ptr<ConnectionGuard>> ConnectionGuard::Listen(
     freeaddrinfo(addresses);
   }
   if (listeners.empty()) return absl::UnavailableError("the address cannot be bound");
-  return std::unique_ptr<ConnectionGuard>(
-      new ConnectionGuard(std::make_unique<Relay>(std::move(listeners), limits)));
+  auto relay = std::make_unique<Relay>(std::move(listeners), limits);
+  if (!relay->valid()) return absl::UnavailableError("the process is out of file descriptors");
+  return std::unique_ptr<ConnectionGuard>(new ConnectionGuard(std::move(relay)));
 }
 
 ConnectionGuard::ConnectionGuard(std::unique_ptr<Relay> relay) : relay_(std::move(relay)) {}

@@ -20,6 +20,13 @@ struct ConnectionLimits {
   // only a connection without a call is replaced, of that address or of one that has more;
   // otherwise the new one is refused.
   int max_connections = 128;
+  // Connections and calls that clients of one address may give up at once: each connection that it
+  // opens, and each call that is open when it closes one. Half of that again every second; more are
+  // refused.
+  int64_t max_churn = 512;
+  // Streams that one connection may have open: twice the calls that it is told (server.h), since a
+  // client may send before it has read that. One too many closes the connection.
+  int64_t max_connection_streams = 256;
   // Streams that are open, of all connections. One too many closes the connection with most.
   int64_t max_open_streams = 4096;
   // Bytes of messages that are not complete, of all connections. One too many closes the
@@ -28,6 +35,9 @@ struct ConnectionLimits {
   // Streams that a client may reset on one connection at once; a tenth of that again every second.
   // One too many closes the connection.
   int64_t max_resets = 256;
+  // PING and SETTINGS frames that a client may send on one connection at once; a tenth of that
+  // again every second. One too many closes the connection.
+  int64_t max_control_frames = 256;
   // Resets of all connections in a second. A connection that goes beyond waits.
   int64_t max_resets_per_second = 1000;
 };

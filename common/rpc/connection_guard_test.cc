@@ -82,17 +82,7 @@ class ConnectionGuardTest : public testing::Test {
     Peer* server;
   };
   Pair Connect(uint32_t from = INADDR_LOOPBACK) {
-    const int fd = socket(AF_INET, SOCK_STREAM, 0);
-    sockaddr_in source{};
-    source.sin_family = AF_INET;
-    source.sin_addr.s_addr = htonl(from);
-    EXPECT_EQ(bind(fd, reinterpret_cast<sockaddr*>(&source), sizeof(source)), 0);
-    sockaddr_in address{};
-    address.sin_family = AF_INET;
-    address.sin_port = htons(static_cast<uint16_t>(guard_->port()));
-    address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
-    EXPECT_EQ(connect(fd, reinterpret_cast<sockaddr*>(&address), sizeof(address)), 0);
-    Pair pair{std::make_unique<Peer>(fd), nullptr};
+    Pair pair{std::make_unique<Peer>(Dial(from)), nullptr};
     EXPECT_TRUE(Eventually([&] {
       std::lock_guard lock(mutex_);
       return !served_.empty();
@@ -106,6 +96,21 @@ class ConnectionGuardTest : public testing::Test {
     pair.client->Send(kHttp2Preface);
     EXPECT_EQ(pair.server->Receive(24), kHttp2Preface);
     return pair;
+  }
+
+  // A connected socket of a client with the address `from`.
+  int Dial(uint32_t from = INADDR_LOOPBACK) {
+    const int fd = socket(AF_INET, SOCK_STREAM, 0);
+    sockaddr_in source{};
+    source.sin_family = AF_INET;
+    source.sin_addr.s_addr = htonl(from);
+    EXPECT_EQ(bind(fd, reinterpret_cast<sockaddr*>(&source), sizeof(source)), 0);
+    sockaddr_in address{};
+    address.sin_family = AF_INET;
+    address.sin_port = htons(static_cast<uint16_t>(guard_->port()));
+    address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+    EXPECT_EQ(connect(fd, reinterpret_cast<sockaddr*>(&address), sizeof(address)), 0);
+    return fd;
   }
 
   static int Blocking(int fd) {
@@ -233,6 +238,51 @@ TEST_F(ConnectionGuardTest, AConnectionTooManyReplacesOneOfTheAddressThatHasMost
     pair->client->Send("x");
     EXPECT_EQ(pair->server->Receive(1), "x");
   }
+}
+
+TEST_F(ConnectionGuardTest, TooManyPingsCloseTheConnection) {
+  Start({.max_control_frames = 10});
+  Pair pair = Connect();
+  const std::string ping = Frame(kPingFrame, 0, 0, std::string(8, '\0'));
+  for (int i = 0; i < 10; ++i) pair.client->Send(ping);
+  EXPECT_EQ(pair.server->Receive(10 * ping.size()).size(), 10 * ping.size());
+  for (int i = 0; i < 3; ++i) pair.client->Send(ping);
+  EXPECT_THAT(pair.client->ReceiveAll(), HasSubstr("PING and SETTINGS frames"));
+}
+
+TEST_F(ConnectionGuardTest, TooManyCallsOfOneConnectionCloseItBeforeTheServerSeesThem) {
+  Start({.max_connection_streams = 2});
+  Pair pair = Connect();
+  pair.client->Send(Frame(kHeadersFrame, 0, 1) + Frame(kHeadersFrame, 0, 3) +
+                    Frame(kHeadersFrame, 0, 5));
+  const std::string said = pair.client->ReceiveAll();
+  EXPECT_THAT(said, HasSubstr("more than 2 calls at a time"));
+  EXPECT_EQ(said.substr(0, 9), Frame(kSettingsFrame, 0, 0)) << "a server begins with its settings";
+  EXPECT_EQ(pair.server->ReceiveAll(), "");
+}
+
+TEST_F(ConnectionGuardTest, AnAddressThatComesAndGoesTooOftenIsRefusedForAWhile) {
+  Start({.max_churn = 4});
+  {
+    Pair pair = Connect();
+    for (uint32_t id = 1; id < 8; id += 2) pair.client->Send(Frame(kHeadersFrame, 0, id));
+    EXPECT_EQ(pair.server->Receive(4 * 9).size(), 4u * 9);
+    pair.client->Close();
+    EXPECT_EQ(pair.server->ReceiveAll(), "");
+    pair.server->Close();  // as gRPC does then
+  }
+  Pair other = Connect(INADDR_LOOPBACK + 1);
+  other.client->Send("x");
+  EXPECT_EQ(other.server->Receive(1), "x");
+  Peer refused(Dial());
+  EXPECT_THAT(refused.ReceiveAll(), HasSubstr("from this address"));
+  // Two connections come back every second.
+  EXPECT_TRUE(Eventually([&] {
+    Peer again(Dial());
+    again.Send(kHttp2Preface);
+    std::lock_guard lock(mutex_);
+    return !served_.empty();
+  }));
 }
 
 TEST_F(ConnectionGuardTest, APortInUseIsUnavailable) {

@@ -12,7 +12,12 @@ constexpr absl::string_view kPreface = "PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n";
 constexpr uint8_t kData = 0;
 constexpr uint8_t kHeaders = 1;
 constexpr uint8_t kResetStream = 3;
+constexpr uint8_t kSettings = 4;
+constexpr uint8_t kPing = 6;
+constexpr uint8_t kContinuation = 9;
 constexpr uint8_t kEndStream = 0x1;
+constexpr uint8_t kAck = 0x1;
+constexpr uint8_t kEndHeaders = 0x4;
 constexpr uint8_t kPadded = 0x8;
 
 // Whether an error code of RFC 9113 section 7 says that the client broke the protocol:
@@ -78,6 +83,7 @@ absl::Status Http2Inspector::OnClientBytes(absl::string_view bytes) {
 }
 
 void Http2Inspector::OnServerBytes(absl::string_view bytes) {
+  server_has_spoken_ = true;
   server_frames_.Read(
       bytes,
       [this](const Http2Frame& frame) {
@@ -99,11 +105,20 @@ void Http2Inspector::OnServerBytes(absl::string_view bytes) {
 void Http2Inspector::OnClientFrame(const Http2Frame& frame) {
   switch (frame.type) {
     case kHeaders:
+      header_block_bytes_ = 0;
+      OnClientHeaders(frame);
       if (frame.stream > last_stream_) {
         last_stream_ = frame.stream;
         streams_.emplace(frame.stream, Stream{});
       }
       if ((frame.flags & kEndStream) != 0) OnClientEnd(frame.stream);
+      break;
+    case kContinuation:
+      OnClientHeaders(frame);
+      break;
+    case kSettings:
+    case kPing:
+      if ((frame.flags & kAck) == 0) ++control_frames_;
       break;
     case kData:
       padding_known_ = (frame.flags & kPadded) == 0;
@@ -117,6 +132,16 @@ void Http2Inspector::OnClientFrame(const Http2Frame& frame) {
     default:
       break;
   }
+}
+
+void Http2Inspector::OnClientHeaders(const Http2Frame& frame) {
+  header_block_bytes_ += frame.length;
+  if (header_block_bytes_ > kMaxHeaderBlockBytes) {
+    status_ = absl::InvalidArgumentError(absl::StrCat("the headers of stream ", frame.stream,
+                                                      " have more than ", kMaxHeaderBlockBytes,
+                                                      " bytes"));
+  }
+  if ((frame.flags & kEndHeaders) != 0) header_block_bytes_ = 0;
 }
 
 void Http2Inspector::OnClientData(Stream& stream, absl::string_view data) {

@@ -1,6 +1,7 @@
 // Follows one HTTP/2 connection by its frames, without changing them: which streams are open, how
-// many the client has reset, and how many bytes of messages are still incomplete. gRPC itself
-// bounds none of these. RFC 9113 section 4 describes frames, gRPC's "PROTOCOL-HTTP2.md" messages.
+// many the client has reset, how many bytes of messages are still incomplete, and how many frames
+// ask for an acknowledgement. gRPC itself bounds none of these. RFC 9113 section 4 describes
+// frames, gRPC's "PROTOCOL-HTTP2.md" messages.
 #ifndef TANDEM_COMMON_RPC_HTTP2_INSPECTOR_H_
 #define TANDEM_COMMON_RPC_HTTP2_INSPECTOR_H_
 
@@ -41,11 +42,16 @@ class Http2FrameReader {
   Http2Frame frame_;
 };
 
+// Bytes of the header block of one request, over all of its frames. gRPC refuses more than 8 KiB of
+// headers, but only once it has all of them.
+inline constexpr int64_t kMaxHeaderBlockBytes = 64 << 10;
+
 // Not thread-safe.
 class Http2Inspector {
  public:
-  // Bytes on their way to the server. INVALID_ARGUMENT for what is not HTTP/2, and for a stream
-  // that ends inside a message, which gRPC reports to a server like a complete one.
+  // Bytes on their way to the server. INVALID_ARGUMENT for what is not HTTP/2, for a header block
+  // beyond kMaxHeaderBlockBytes, and for a stream that ends inside a message, which gRPC reports to
+  // a server like a complete one.
   absl::Status OnClientBytes(absl::string_view bytes);
   // Bytes on their way to the client.
   void OnServerBytes(absl::string_view bytes);
@@ -57,8 +63,13 @@ class Http2Inspector {
   // Streams so far that the client reset before they ended, or made the server reset by breaking
   // the protocol.
   int64_t resets() const { return resets_; }
+  // PING and SETTINGS frames of the client so far, each of which the server answers; without those
+  // that are themselves answers.
+  int64_t control_frames() const { return control_frames_; }
 
   bool between_server_frames() const { return server_frames_.between_frames(); }
+  // Whether a frame of the server has begun; the first holds its settings.
+  bool server_has_spoken() const { return server_has_spoken_; }
 
  private:
   // The client's half of a stream.
@@ -70,6 +81,7 @@ class Http2Inspector {
   };
 
   void OnClientFrame(const Http2Frame& frame);
+  void OnClientHeaders(const Http2Frame& frame);
   void OnClientData(Stream& stream, absl::string_view data);
   void OnClientEnd(uint32_t id);
   void Close(uint32_t id);
@@ -89,6 +101,9 @@ class Http2Inspector {
   std::unordered_map<uint32_t, Stream> streams_;
   int64_t unfinished_bytes_ = 0;
   int64_t resets_ = 0;
+  int64_t control_frames_ = 0;
+  int64_t header_block_bytes_ = 0;  // of the block that is being read
+  bool server_has_spoken_ = false;
 };
 
 }  // namespace tandem::rpc

@@ -94,6 +94,26 @@ TEST_F(Http2InspectorTest, AnEmptyFrameMayEndAStream) {
   EXPECT_FALSE(inspector_.OnClientBytes(Frame(kDataFrame, kEndStreamFlag, 3)).ok());
 }
 
+TEST_F(Http2InspectorTest, HeadersThatAreTooLongAreAnError) {
+  const std::string part(15 << 10, 'h');
+  Client(Frame(kHeadersFrame, 0, 1, part));
+  for (int i = 0; i < 3; ++i) Client(Frame(kContinuationFrame, 0, 1, part));
+  Client(Frame(kContinuationFrame, kEndHeadersFlag, 1, "end"));
+  // The next block starts anew.
+  Client(Frame(kHeadersFrame, 0, 3, part));
+  for (int i = 0; i < 3; ++i) Client(Frame(kContinuationFrame, 0, 3, part));
+  const absl::Status status = inspector_.OnClientBytes(Frame(kContinuationFrame, 0, 3, part));
+  EXPECT_EQ(status.code(), absl::StatusCode::kInvalidArgument);
+  EXPECT_THAT(std::string(status.message()), HasSubstr("the headers of stream 3"));
+}
+
+TEST_F(Http2InspectorTest, FramesThatAskForAnAnswerAreCounted) {
+  EXPECT_EQ(inspector_.control_frames(), 1);  // the settings at the start
+  Client(Frame(kPingFrame, 0, 0, Bytes(0, 8)) + Frame(kSettingsFrame, 0, 0));
+  Client(Frame(kPingFrame, kAckFlag, 0, Bytes(0, 8)) + Frame(kSettingsFrame, kAckFlag, 0));
+  EXPECT_EQ(inspector_.control_frames(), 3);
+}
+
 TEST(Http2InspectorStart, AnotherProtocolIsAnError) {
   Http2Inspector inspector;
   EXPECT_TRUE(inspector.OnClientBytes("PRI").ok());

@@ -4,6 +4,7 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "absl/strings/string_view.h"
 #include "absl/time/clock.h"
 #include "common/base/error.h"
 #include "common/base/logging.h"
@@ -24,16 +25,30 @@ OpenStreams::~OpenStreams() {
 
 absl::StatusOr<OpenStreams::Place> OpenStreams::Enter(Stream stream) {
   std::lock_guard lock(mutex_);
-  if (static_cast<int64_t>(entries_.size()) >= options_.max_streams) {
-    return WithRetryAfter(absl::ResourceExhaustedError(absl::StrCat(
-                              "the server has ", options_.max_streams, " open streams already")),
-                          1000);
+  const auto open = std::count_if(entries_.begin(), entries_.end(),
+                                  [](const Entry& entry) { return !entry.given_up; });
+  if (open >= options_.max_streams) {
+    const auto unused = std::find_if(entries_.begin(), entries_.end(), [](const Entry& entry) {
+      return !entry.given_up && entry.stream.unused && entry.stream.unused();
+    });
+    if (unused == entries_.end()) {
+      return WithRetryAfter(absl::ResourceExhaustedError(absl::StrCat(
+                                "the server has ", options_.max_streams, " open streams already")),
+                            1000);
+    }
+    GiveUp(*unused, "another stream needs its place, and no message has come");
   }
   const auto entry = entries_.insert(entries_.end(), {.stream = std::move(stream)});
   return Place(nullptr, [this, entry](void*) {
     std::lock_guard lock(mutex_);
     entries_.erase(entry);
   });
+}
+
+void OpenStreams::GiveUp(Entry& entry, absl::string_view reason) {
+  entry.given_up = true;
+  Log(LogLevel::kWarning, "stream_given_up", {{"message", reason}});
+  entry.stream.give_up();
 }
 
 void OpenStreams::Watch() {
@@ -43,11 +58,8 @@ void OpenStreams::Watch() {
     const absl::Time limit = absl::Now() - options_.patience;
     for (Entry& entry : entries_) {
       if (entry.given_up || entry.stream.waits_since() > limit) continue;
-      entry.given_up = true;
-      Log(LogLevel::kWarning, "stream_given_up",
-          {{"message", "the client has not read for too long"},
-           {"patience_seconds", absl::ToDoubleSeconds(options_.patience)}});
-      entry.stream.give_up();
+      GiveUp(entry, absl::StrCat("the client has not read for ",
+                                 absl::ToDoubleSeconds(options_.patience), " s"));
     }
   }
 }

@@ -12,6 +12,7 @@
 #include <thread>
 
 #include "absl/status/statusor.h"
+#include "absl/strings/string_view.h"
 #include "absl/time/time.h"
 #include "common/rpc/byte_budget.h"
 
@@ -36,15 +37,18 @@ class OpenStreams {
   struct Stream {
     // Since when an answer waits for the client; InfiniteFuture while none does.
     std::function<absl::Time()> waits_since;
-    // Cancels the call, whose client has left an answer unread for too long.
+    // Cancels the call: its client has left an answer unread for too long, or its place is needed.
     std::function<void()> give_up;
+    // Whether no message of the client has come yet. Empty for streams that only the server writes.
+    std::function<bool()> unused = {};
   };
 
   // A stream's place among those that are open. Neither function runs after its destruction.
   using Place = std::shared_ptr<void>;
 
-  // RESOURCE_EXHAUSTED with a retry hint when all places are taken. Both functions are called on
-  // another thread and must not wait for one that leaves its place.
+  // Where all places are taken, the oldest unused stream gives its place up; RESOURCE_EXHAUSTED
+  // with a retry hint when there is none. The functions are called on other threads and must not
+  // wait for one that leaves its place.
   absl::StatusOr<Place> Enter(Stream stream);
 
   ByteBudget& held_bytes() { return held_bytes_; }
@@ -55,6 +59,7 @@ class OpenStreams {
     bool given_up = false;
   };
 
+  static void GiveUp(Entry& entry, absl::string_view reason);
   void Watch();
 
   const OpenStreamsOptions options_;

@@ -27,6 +27,25 @@ TEST(OpenStreamsTest, OneMoreThanThereMayBeIsRefusedUntilAPlaceIsFree) {
   EXPECT_TRUE(streams.Enter(Idle()).ok());
 }
 
+TEST(OpenStreamsTest, AnUnusedStreamGivesItsPlaceUp) {
+  OpenStreams streams({.max_streams = 3, .patience = absl::Minutes(1)});
+  std::vector<std::string> given_up;
+  const auto stream = [&](const std::string& name, bool unused) {
+    OpenStreams::Stream stream = Idle();
+    stream.give_up = [&given_up, name] { given_up.push_back(name); };
+    stream.unused = [unused] { return unused; };
+    return stream;
+  };
+  auto used = streams.Enter(stream("used", false));
+  auto oldest = streams.Enter(stream("oldest", true));
+  auto newer = streams.Enter(stream("newer", true));
+  auto newest = streams.Enter(stream("newest", false));
+  EXPECT_TRUE(newest.ok());
+  EXPECT_EQ(given_up, std::vector<std::string>{"oldest"});
+  EXPECT_TRUE(streams.Enter(stream("last", false)).ok());
+  EXPECT_EQ(given_up, (std::vector<std::string>{"oldest", "newer"}));
+}
+
 TEST(OpenStreamsTest, AStreamThatIsNotReadIsGivenUpOnceAndOnlyThatOne) {
   OpenStreams streams({.patience = absl::Milliseconds(50)});
   std::atomic<int> stalled = 0, lively = 0;

@@ -15,11 +15,11 @@ class RateLimit {
   RateLimit(double burst, double per_second, absl::Time now)
       : burst_(burst), per_second_(per_second), tokens_(burst), updated_(now) {}
 
-  // Takes one token for each of `count` events, more than there are if need be. Returns whether
-  // there were enough.
+  // Takes one token for each of `count` events, more than there are if need be; at most a full
+  // bucket is owed. Returns whether there were enough.
   bool Take(double count, absl::Time now) {
     Refill(now);
-    tokens_ -= count;
+    tokens_ = std::max(tokens_ - count, -burst_);
     return tokens_ >= 0;
   }
   // Whether events are owed at `now`.

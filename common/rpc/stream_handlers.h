@@ -150,8 +150,10 @@ class MapStreamCall final : public grpc::ServerBidiReactor<grpc::ByteBuffer, grp
             executor, context,
             [this](grpc::Status status) { writes_.FinishNow(std::move(status)); }, false) {
     if (!call_.Begin()) return;
-    absl::StatusOr<OpenStreams::Place> place = executor.streams().Enter(
-        {[this] { return writes_.waits_since(); }, [context] { context->TryCancel(); }});
+    absl::StatusOr<OpenStreams::Place> place =
+        executor.streams().Enter({.waits_since = [this] { return writes_.waits_since(); },
+                                  .give_up = [context] { context->TryCancel(); },
+                                  .unused = [this] { return !received_; }});
     if (!place.ok()) {
       call_.state()->Finish(place.status());
       return;
@@ -162,6 +164,7 @@ class MapStreamCall final : public grpc::ServerBidiReactor<grpc::ByteBuffer, grp
   }
 
   void OnReadDone(bool ok) override {
+    received_ = true;
     absl::Status held;
     {
       std::lock_guard lock(mutex_);
@@ -270,6 +273,7 @@ class MapStreamCall final : public grpc::ServerBidiReactor<grpc::ByteBuffer, grp
   std::mutex mutex_;
   std::deque<grpc::ByteBuffer> requests_;
   ByteBudget::Share request_bytes_;
+  std::atomic<bool> received_ = false;  // a message, or the half-close
   bool reading_ = false;
   bool half_closed_ = false;
   bool busy_ = false;  // a request is with the executor

@@ -10,6 +10,7 @@ from contextlib import suppress
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 DATA, HEADERS, RST_STREAM, SETTINGS, PING, GOAWAY, WINDOW_UPDATE = 0, 1, 3, 4, 6, 7, 8
+CONTINUATION = 9
 END_STREAM = ACK = 0x1
 END_HEADERS = 0x4
 _INITIAL_WINDOW_SIZE = 4  # an identifier in a SETTINGS frame
@@ -43,9 +44,12 @@ def message(announced: int, sent: int) -> bytes:
 
 
 class Connection:
-    """A connection that keeps to flow control; a send returns False once the server closed it."""
+    """A connection that keeps to flow control; a send returns False once the server closed it.
 
-    def __init__(self, address: str, source: str = "127.0.0.1") -> None:
+    It comes from the loopback address `source`, for servers tell clients apart by their address.
+    """
+
+    def __init__(self, address: str, source: str) -> None:
         host, port = address.rsplit(":", 1)
         self._socket = socket.create_connection(
             (host, int(port)), timeout=20, source_address=(source, 0)
@@ -100,6 +104,10 @@ class Connection:
             if not self._send(frame(DATA, flags, stream, data)):
                 return False
         return True
+
+    def send_frames(self, frames: bytes) -> bool:
+        """Sends frames as they are."""
+        return self._send(frames)
 
     def wait_closed(self) -> None:
         """Returns when the server has closed the connection."""

@@ -9,8 +9,10 @@ namespace tandem::rpc {
 
 inline constexpr char kHttp2Preface[] = "PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n";
 
-inline constexpr uint8_t kDataFrame = 0, kHeadersFrame = 1, kResetFrame = 3, kSettingsFrame = 4;
-inline constexpr uint8_t kEndStreamFlag = 0x1, kPaddedFlag = 0x8;
+inline constexpr uint8_t kDataFrame = 0, kHeadersFrame = 1, kResetFrame = 3, kSettingsFrame = 4,
+                         kPingFrame = 6, kContinuationFrame = 9;
+inline constexpr uint8_t kEndStreamFlag = 0x1, kAckFlag = 0x1, kEndHeadersFlag = 0x4,
+                         kPaddedFlag = 0x8;
 
 // Big-endian.
 inline std::string Bytes(uint32_t value, int count) {

@@ -43,6 +43,7 @@ class RolloutService::GenerateReactor final
   }
 
   void OnReadDone(bool ok) override {
+    received_ = true;
     const ScopedRequestId request_id(request_id_);
     if (!ok) {
       stream_->OnHalfClose();
@@ -84,9 +85,10 @@ class RolloutService::GenerateReactor final
  private:
   absl::Status Admit(grpc::CallbackServerContext* context) {
     TANDEM_RETURN_IF_ERROR(service_->executor_.Admit(*context));
-    TANDEM_ASSIGN_OR_RETURN(
-        place_, service_->executor_.streams().Enter({[this] { return outbox_.waits_since(); },
-                                                     [context] { context->TryCancel(); }}));
+    TANDEM_ASSIGN_OR_RETURN(place_, service_->executor_.streams().Enter(
+                                        {.waits_since = [this] { return outbox_.waits_since(); },
+                                         .give_up = [context] { context->TryCancel(); },
+                                         .unused = [this] { return !received_; }}));
     return absl::OkStatus();
   }
 
@@ -109,6 +111,7 @@ class RolloutService::GenerateReactor final
   grpc::ByteBuffer incoming_;
   grpc::ByteBuffer outgoing_;
   GenerateStream::Outbox outbox_;
+  std::atomic<bool> received_ = false;  // a message, or the half-close
   rpc::OpenStreams::Place place_;
   const absl::Status admitted_;  // before stream_: the engine exists once a call is admitted
   const std::shared_ptr<GenerateStream> stream_;
