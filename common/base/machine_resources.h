@@ -17,7 +17,7 @@ std::optional<int64_t> AvailableMemoryBytes(const std::string& root = "");
 
 // Cores for a compute-bound pool of threads: physical cores in the process's affinity mask
 // (hyper-threads counted once), at most the whole CPUs that the quota of the control groups grants;
-// at least 1.
+// at least 1. std::thread::hardware_concurrency and OpenMP count hyper-threads and know no quota.
 int AvailableCores(const std::string& root = "");
 
 }  // namespace tandem
