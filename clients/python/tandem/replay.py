@@ -7,8 +7,10 @@ that was sent after an answer is sent after that answer again.
 
 from __future__ import annotations
 
-import asyncio
+import queue
 import re
+import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -30,6 +32,9 @@ from tandem.transport import CHANNEL_OPTIONS, may_pass
 
 # Methods that write files where the request says, and the fields that say it.
 _WRITES = {"SaveCheckpoint": "directory", "ExportModel": "path"}
+
+# How often a sender that waits looks whether its call has ended.
+_LOOK_SECONDS = 0.05
 
 
 @dataclass(frozen=True)
@@ -253,11 +258,11 @@ class Replay:
         self._timeout_seconds = timeout_seconds
         self._contents = contents(path, choice, note)
         self._require_mapped()
-        self._channels: dict[str, grpc.aio.Channel] = {}
+        self._channels: dict[str, grpc.Channel] = {}
         self._live: dict[int, _LiveCall] = {}
         self._calls = self._answers = 0
 
-    async def run(self) -> Outcome:
+    def run(self) -> Outcome:
         """Replays until the first difference.
 
         Raises:
@@ -271,11 +276,11 @@ class Replay:
         try:
             for entry in chosen(self._path, self._choice, lambda _: None):
                 if entry.call.number not in self._contents.passing:
-                    await self._do(entry)
+                    self._do(entry)
         except _DiffersError as found:
             return Outcome(self._calls, self._answers, found.call, found.place, found.difference)
         finally:
-            await self._close()
+            self._close()
         return Outcome(self._calls, self._answers)
 
     def _require_mapped(self) -> None:
@@ -299,26 +304,26 @@ class Replay:
                     hint=f"--map {path}=DIRECTORY",
                 )
 
-    async def _do(self, entry: Entry) -> None:
+    def _do(self, entry: Entry) -> None:
         call = entry.call
         if entry.kind == "start":
             self._calls += 1
             target = self._mapped.text(call.target)
             if target not in self._channels:
-                self._channels[target] = grpc.aio.insecure_channel(target, CHANNEL_OPTIONS)
-            self._live[call.number] = _LiveCall(self._channels[target], call)
+                self._channels[target] = grpc.insecure_channel(target, CHANNEL_OPTIONS)
+            self._live[call.number] = _LiveCall(self._channels[target], call, self._timeout_seconds)
             return
         live = self._live[call.number]
         if entry.kind == "request":
-            await self._in_time(call, live.send(self._request(entry)))
+            live.send(self._request(entry))
         elif entry.kind == "half_close":
-            await self._in_time(call, live.half_close())
+            live.send(None)
         elif entry.kind == "response":
-            await self._expect_response(live, entry)
+            self._expect_response(live, entry)
         else:
             assert entry.status is not None
             del self._live[call.number]
-            await self._expect_end(live, entry.status)
+            self._expect_end(live, entry.status)
 
     def _request(self, entry: Entry) -> bytes:
         """Returns the recorded bytes, or those of the request with its texts replaced."""
@@ -327,15 +332,15 @@ class Replay:
             return entry.message
         return request.SerializeToString()
 
-    async def _expect_response(self, live: _LiveCall, entry: Entry) -> None:
+    def _expect_response(self, live: _LiveCall, entry: Entry) -> None:
         call = live.call
         recorded = decoded(call, entry)
         if _is_heartbeat(recorded):
             return
         place = f"response {live.received + 1}"
-        data = await self._next(live)
+        data = self._next(live)
         if data is None:
-            status = await live.status()
+            status = live.status()
             _require_reached(status, call)
             self._differs(call, place, Difference("", "a message", _words(status)))
             return
@@ -350,7 +355,7 @@ class Replay:
         if difference is not None:
             self._differs(call, place, difference)
 
-    async def _expect_end(self, live: _LiveCall, recorded: Status) -> None:
+    def _expect_end(self, live: _LiveCall, recorded: Status) -> None:
         call = live.call
         if recorded.code == grpc.StatusCode.CANCELLED:
             # The client gave it up; what the server would have said next was not recorded.
@@ -358,15 +363,15 @@ class Replay:
             return
         if recorded.code == grpc.StatusCode.DEADLINE_EXCEEDED:
             self._note(f"{call} passed its deadline; how it ends is not compared")
-            while await self._next(live) is not None:
+            while self._next(live) is not None:
                 pass
             return
-        if await self._next(live) is not None:
+        if self._next(live) is not None:
             further = Difference("", "the end of the call", "a further message")
             self._differs(call, f"response {live.received}", further)
             live.cancel()
             return
-        status = await live.status()
+        status = live.status()
         if status.code != recorded.code:
             _require_reached(status, call)
         self._answers += 1
@@ -382,81 +387,85 @@ class Replay:
                 self._differs(call, "status", Difference(name, repr(old), repr(new)))
                 return
 
-    async def _next(self, live: _LiveCall) -> bytes | None:
+    def _next(self, live: _LiveCall) -> bytes | None:
         """Returns the next response that is no heartbeat, None at the end."""
         kind = _message_types(live.call.method).get("response")
         while True:
-            data = await self._in_time(live.call, live.receive())
+            data = live.receive()
             if data is None or kind is None or not _is_heartbeat(_parsed(kind, data, live.call)):
                 live.received += data is not None
                 return data
-
-    async def _in_time(self, call: RecordedCall, step: Any) -> Any:
-        try:
-            return await asyncio.wait_for(step, self._timeout_seconds)
-        except TimeoutError:
-            raise TandemError(
-                f"{call}: the server did not go on within {self._timeout_seconds:g} s",
-                hint="--timeout waits longer",
-            ) from None
 
     def _differs(self, call: RecordedCall, place: str, difference: Difference) -> None:
         if self._compare:
             raise _DiffersError(call, place, difference)
 
-    async def _close(self) -> None:
+    def _close(self) -> None:
         for live in self._live.values():
             live.cancel()
         for channel in self._channels.values():
-            await channel.close()
+            channel.close()
 
 
 class _LiveCall:
     """A call of the replay. On the wire every kind of method is a stream in both directions."""
 
-    def __init__(self, channel: grpc.aio.Channel, call: RecordedCall) -> None:
+    def __init__(self, channel: grpc.Channel, call: RecordedCall, timeout_seconds: float) -> None:
         self.call = call
         self.received = 0
-        method = channel.stream_stream(call.method)
-        self._call = method(timeout=call.timeout, metadata=call.metadata)
+        self._timeout_seconds = timeout_seconds
+        # One message, so that a large request is not in memory as a whole.
+        self._requests: queue.Queue[bytes | None] = queue.Queue(1)
         # Read ahead of the recording's place: a server whose answers nobody reads takes no message.
-        self._responses: asyncio.Queue[bytes | None] = asyncio.Queue()
-        self._reader = asyncio.create_task(self._read())
+        self._responses: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        self._rpc = channel.stream_stream(call.method)(
+            iter(self._requests.get, None), timeout=call.timeout, metadata=call.metadata
+        )
+        threading.Thread(target=self._read, daemon=True).start()
 
-    async def send(self, message: bytes) -> None:
-        """Sends a message unless the call has ended, which its status explains."""
-        with suppress(grpc.RpcError, asyncio.InvalidStateError):
-            await self._call.write(message)
+    def send(self, message: bytes | None) -> None:
+        """Sends a message, None for the half-close; nothing if the call has ended."""
+        end = time.monotonic() + self._timeout_seconds
+        while self._rpc.is_active():
+            with suppress(queue.Full):
+                self._requests.put(message, timeout=_LOOK_SECONDS)
+                return
+            if time.monotonic() > end:
+                raise self._too_late()
 
-    async def half_close(self) -> None:
-        """Sends that no message follows, unless the call has ended."""
-        with suppress(grpc.RpcError, asyncio.InvalidStateError):
-            await self._call.done_writing()
-
-    async def receive(self) -> bytes | None:
+    def receive(self) -> bytes | None:
         """Returns the next response, None at the end and after it."""
-        message = await self._responses.get()
+        try:
+            message = self._responses.get(timeout=self._timeout_seconds)
+        except queue.Empty:
+            raise self._too_late() from None
         if message is None:
-            self._responses.put_nowait(None)
+            self._responses.put(None)
         return message
 
-    async def status(self) -> Status:
+    def status(self) -> Status:
         """Returns the status, which is known after the last response."""
-        trailing = await self._call.trailing_metadata()
-        return Status(
-            await self._call.code(), await self._call.details() or "", tuple(trailing or ())
-        )
+        trailing = tuple(self._rpc.trailing_metadata() or ())
+        return Status(self._rpc.code(), self._rpc.details() or "", trailing)
 
     def cancel(self) -> None:
         """Cancels the call unless it ended."""
-        self._call.cancel()
-        self._reader.cancel()
+        self._rpc.cancel()
 
-    async def _read(self) -> None:
+    def _read(self) -> None:
         with suppress(grpc.RpcError):
-            while (message := await self._call.read()) is not grpc.aio.EOF:
-                self._responses.put_nowait(message)
-        self._responses.put_nowait(None)
+            for message in self._rpc:
+                self._responses.put(message)
+        self._responses.put(None)
+        # Ends gRPC's thread that waits for requests.
+        with suppress(queue.Full):
+            self._requests.put_nowait(None)
+
+    def _too_late(self) -> TandemError:
+        return TandemError(
+            f"{self.call}: the server did not go on within {self._timeout_seconds:g} s",
+            hint="--timeout waits longer",
+        )
 
 
 def _is_heartbeat(message: Message | None) -> bool:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
+import time
 from pathlib import Path
 from typing import Annotated
 
@@ -12,6 +12,7 @@ import typer
 from tandem import recording
 from tandem.command_line import EXIT_FAILED, JsonFlag, command
 from tandem.errors import ConfigError
+from tandem.interrupt import Interrupt
 from tandem.render import Output
 
 
@@ -19,25 +20,58 @@ from tandem.render import Output
 def record(
     out: Annotated[Path, typer.Option(help="File to write; it must not exist.", metavar="FILE")],
     arguments: Annotated[
-        list[str],
+        list[str] | None,
         typer.Argument(help="Command whose clients record their calls.", metavar="COMMAND..."),
-    ],
+    ] = None,
+    target: Annotated[
+        str | None,
+        typer.Option(
+            help="Instead of a command: a server, whose calls at --port are forwarded and "
+            "recorded until Ctrl-C.",
+            metavar="HOST:PORT",
+        ),
+    ] = None,
+    port: Annotated[
+        int, typer.Option(min=0, max=65535, help="Port of 127.0.0.1 for --target; 0: a free one.")
+    ] = 0,
     as_json: JsonFlag = False,
 ) -> None:
-    """Run a command and record every call that its Python clients make.
+    """Record the calls of a command, or of any client through a port.
 
     For example `tandem record --out step.rec -- tandem train run.yaml`. The exit
     code is the command's. A recording has prompts, responses and paths, but no
     authorization.
     """
+    if (target is None) == (not arguments):
+        raise ConfigError("record: give either a command or --target")
     recording.create(out)
-    environment = os.environ | {recording.VARIABLE: str(out.resolve())}
     try:
-        # The command takes this process's place: signals and the exit code are its own.
-        os.execvpe(arguments[0], arguments, environment)
-    except OSError as error:
+        if target is not None:
+            _record_port(Output(as_json=as_json), out, target, port)
+        elif arguments:
+            environment = os.environ | {recording.VARIABLE: str(out.resolve())}
+            # The command takes this process's place: signals and the exit code are its own.
+            os.execvpe(arguments[0], arguments, environment)
+    except (ConfigError, OSError) as error:
         out.unlink()
-        raise ConfigError(f"{arguments[0]}: {error.strerror}") from None
+        if isinstance(error, ConfigError):
+            raise
+        raise ConfigError(f"{(arguments or [''])[0]}: {error.strerror}") from None
+
+
+def _record_port(output: Output, out: Path, target: str, port: int) -> None:
+    from tandem.recording_proxy import RecordingProxy
+
+    with (
+        Interrupt() as interrupt,
+        RecordingProxy(target, port, recording.Recorder(out)) as proxy,
+    ):
+        interrupt.defer()
+        address = f"127.0.0.1:{proxy.port}"
+        text = f"{address} forwards to {target} and records; Ctrl-C ends"
+        output.result({"address": address, "target": target}, text)
+        while not interrupt.requested:
+            time.sleep(0.2)
 
 
 @command()
@@ -86,9 +120,9 @@ def replay(
             output.json_line(record_of(entry))
         return
     mapped = Mapped.parse(text_map or [])
-    outcome = asyncio.run(
-        Replay(file, choice, mapped, output.note, compare=compare, timeout_seconds=timeout).run()
-    )
+    outcome = Replay(
+        file, choice, mapped, output.note, compare=compare, timeout_seconds=timeout
+    ).run()
     found = outcome.difference
     value = {"calls": outcome.calls, "answers": outcome.answers, "difference": None}
     if found is None or outcome.call is None:
