@@ -37,13 +37,13 @@ def addresses(old: LocalCluster, new: LocalCluster) -> list[str]:
 
 def test_a_run_replays_to_the_same_bits_on_fresh_servers(models, tmp_path):
     file, run = tmp_path / "run.rec", tmp_path / "run"
-    with harness.cluster(tmp_path / "first", models, trainer={}) as first:
+    with harness.cluster(tmp_path / "first", models, rollouts=2, trainer={}) as first:
         recorded_run(models, tmp_path, first, file)
     printed = tandem("replay", file, "--print").stdout
     for method in ("Generate", "TrainStep", "PublishWeights", "SaveCheckpoint"):
         assert f'Service/{method}", "kind": "end", "code": "OK"' in printed
     assert '"code": "FAILED_PRECONDITION"' in printed
-    with harness.cluster(tmp_path / "second", models, trainer={}) as second:
+    with harness.cluster(tmp_path / "second", models, rollouts=2, trainer={}) as second:
         options = [*addresses(first, second), "--map", f"{run}={tmp_path / 'again'}"]
         shown = tandem("replay", file, *options).stdout
         assert "answers are those of the recording" in shown

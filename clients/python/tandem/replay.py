@@ -7,6 +7,7 @@ that was sent after an answer is sent after that answer again.
 
 from __future__ import annotations
 
+import posixpath
 import queue
 import re
 import threading
@@ -297,12 +298,19 @@ class Replay:
                 hint=" ".join(f"--map {target}=HOST:PORT" for target in missing),
             )
         for call, path in self._contents.writes:
-            # A text that is mapped to itself is mapped.
-            if Mapped(dict.fromkeys(texts, "\0")).text(path) == path:
+            if not self._maps_path(path):
                 raise ConfigError(
                     f"{call} writes files at {path}: no --map says where they go now",
                     hint=f"--map {path}=DIRECTORY",
                 )
+
+    def _maps_path(self, path: str) -> bool:
+        """Returns whether a text is replaced at the beginning of a path; also by itself."""
+        place = posixpath.normpath(path)
+        for old in self._mapped.texts:
+            if place == old or place.startswith(f"{old}/"):
+                return Mapped({old: "\0"}).text(path).startswith("\0")
+        return False
 
     def _do(self, entry: Entry) -> None:
         call = entry.call

@@ -459,9 +459,14 @@ def test_a_replay_calls_no_server_and_writes_nowhere_unless_told(world, address,
     assert f"hint: --map {address}=HOST:PORT" in said
     said = tandem("replay", file, "--map", f"{address}={address}", check=2).stderr
     assert f"call 1 (SaveCheckpoint at {address}) writes files at {tmp_path / 'run'}" in said
+    for other in (f"{tmp_path.name}/run=x", f"{tmp_path}/ru=x", f"{tmp_path}/run/=x"):
+        wrong = ["--map", f"{address}={address}", "--map", other]
+        assert "writes files at" in tandem("replay", file, *wrong, check=2).stderr
+    assert list(world.saved) == [f"{tmp_path / 'run'}/step_1"]
     moved = f"{tmp_path / 'run'}={tmp_path / 'again'}"
     replayed(file, address, "--map", moved)
     assert list(world.saved) == [f"{tmp_path / 'run'}/step_1", f"{tmp_path / 'again'}/step_1"]
+    assert world.targets == [address]
     tandem("replay", file, "--only", "PublishWeights", "--map", f"{address}={address}")
 
 
