@@ -26,7 +26,14 @@ from google.rpc import status_pb2
 
 # Importing them makes the contract's services and messages known to the descriptor pool.
 from tandem import calls as _calls  # noqa: F401
-from tandem.errors import STATUS_DETAILS_KEY, ConfigError, RpcError, TandemError, from_status
+from tandem.errors import (
+    STATUS_DETAILS_KEY,
+    ConfigError,
+    ProblemsError,
+    RpcError,
+    TandemError,
+    from_status,
+)
 from tandem.message_difference import Difference, first_difference
 from tandem.recording import Entry, RecordedCall, Status, read_recording
 from tandem.transport import CHANNEL_OPTIONS, may_pass
@@ -285,24 +292,32 @@ class Replay:
         return Outcome(self._calls, self._answers)
 
     def _require_mapped(self) -> None:
-        texts = self._mapped.texts
+        """Raises ConfigError, or ProblemsError, which name every --map that is missing."""
+        texts, found = self._mapped.texts, self._contents
         missing = {
             target: ", ".join(sorted(services))
-            for target, services in self._contents.services.items()
+            for target, services in found.services.items()
             if target not in texts
         }
+        problems = []
         if missing:
             names = ", ".join(f"{target} ({services})" for target, services in missing.items())
-            raise ConfigError(
-                f"{self._path}: calls {names}: no --map says which server answers now",
-                hint=" ".join(f"--map {target}=HOST:PORT" for target in missing),
-            )
-        for call, path in self._contents.writes:
-            if not self._maps_path(path):
-                raise ConfigError(
-                    f"{call} writes files at {path}: no --map says where they go now",
-                    hint=f"--map {path}=DIRECTORY",
+            problems.append(
+                ConfigError(
+                    f"{self._path}: calls {names}: no --map says which server answers now",
+                    hint=" ".join(f"--map {target}=HOST:PORT" for target in missing),
                 )
+            )
+        written = {path: call for call, path in found.writes if not self._maps_path(path)}
+        problems += [
+            ConfigError(
+                f"{call} writes files at {path}: no --map says where they go now",
+                hint=f"--map {path}=DIRECTORY",
+            )
+            for path, call in written.items()
+        ]
+        if problems:
+            raise problems[0] if len(problems) == 1 else ProblemsError(problems)
 
     def _maps_path(self, path: str) -> bool:
         """Returns whether a text is replaced at the beginning of a path; also by itself."""

@@ -208,6 +208,24 @@ def test_a_message_that_would_fill_the_memory_is_refused(file):
         entries(file)
 
 
+def test_processes_record_into_one_file(file):
+    script = """
+import sys
+from pathlib import Path
+from tandem.recording import Recorder
+recorder = Recorder(Path(sys.argv[1]))
+for _ in range(300):
+    call = recorder.start("host:1", "/a.B/C", None, ())
+    call.request(bytes(range(256)) * 40)
+    call.cancel()
+"""
+    writers = [subprocess.Popen([sys.executable, "-c", script, file]) for _ in range(2)]
+    assert [writer.wait(60) for writer in writers] == [0, 0]
+    found = entries(file)
+    assert len(found) == 2 * 300 * 3
+    assert {entry.message for entry in found if entry.kind == "request"} == {bytes(range(256)) * 40}
+
+
 def test_record_runs_a_command_and_leaves_its_exit_code(address, tmp_path):
     file = tmp_path / "calls.rec"
     script = "import sys; from tandem.client import RolloutClient as R; R(sys.argv[1]).info()"
@@ -457,6 +475,7 @@ def test_a_replay_calls_no_server_and_writes_nowhere_unless_told(world, address,
     said = tandem("replay", file, check=2).stderr
     assert f"calls {address} (TrainerService): no --map says which server" in said
     assert f"hint: --map {address}=HOST:PORT" in said
+    assert f"call 1 (SaveCheckpoint at {address}) writes files at {tmp_path / 'run'}" in said
     said = tandem("replay", file, "--map", f"{address}={address}", check=2).stderr
     assert f"call 1 (SaveCheckpoint at {address}) writes files at {tmp_path / 'run'}" in said
     for other in (f"{tmp_path.name}/run=x", f"{tmp_path}/ru=x", f"{tmp_path}/run/=x"):
