@@ -33,7 +33,8 @@ VARIABLE = "TANDEM_RECORD"
 # Keys of metadata that may hold secrets; recordings do not have them.
 SECRET_KEYS = frozenset({"authorization", "proxy-authorization", "cookie", "x-api-key"})
 
-# Bounds of an entry, so that a damaged file cannot ask for more memory.
+# Bounds of an entry, so that a damaged file cannot ask for more memory. No message is larger than
+# what a client takes, transport.MAX_RECEIVE_BYTES.
 MAX_MESSAGE_BYTES = 64 << 20
 _MAX_LINE_BYTES = 1 << 20
 # zlib makes bytes that it cannot compress longer by less than 1 in 1000.

@@ -35,8 +35,8 @@ class RecordingProxy(grpc.GenericRpcHandler):
     Metadata, deadlines, cancellations, messages, status and error details pass unchanged. A call
     holds one message in each direction, because the next one is read when the last one is taken.
 
-    It is no asyncio server: when a server ends a call before it took all messages, a channel of
-    grpc.aio reports INTERNAL instead of the server's status.
+    It is no asyncio server: a channel of grpc.aio may report INTERNAL instead of the status of a
+    server that ended a call before it took all messages.
 
     Attributes:
         port: the port at 127.0.0.1, open inside the context.

@@ -17,7 +17,7 @@ import pytest
 from commands import tandem
 from google.rpc import status_pb2
 
-from tandem import recording
+from tandem import recording, transport
 from tandem.aio import AsyncRolloutClient, AsyncTrainerClient
 from tandem.client import RolloutClient, TrainerClient
 from tandem.errors import ConfigError, DeadlineError, FailedPreconditionError
@@ -198,6 +198,7 @@ def test_a_damaged_recording_is_refused_with_its_place(address, file, damage, me
 
 
 def test_a_message_that_would_fill_the_memory_is_refused(file):
+    assert recording.MAX_MESSAGE_BYTES == transport.MAX_RECEIVE_BYTES
     call = Recorder(file).start("host:1", "/a.B/C", None, ())
     bomb = zlib.compress(bytes(recording.MAX_MESSAGE_BYTES + 1))
     head = {"kind": "request", "call": f"{os.getpid()}-1", "bytes": len(bomb)}
