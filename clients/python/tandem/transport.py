@@ -19,6 +19,7 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from tandem.errors import REQUEST_ID_KEY, RpcError, from_rpc
+from tandem.recorded_channel import recorded
 
 Response = TypeVar("Response")
 Result = TypeVar("Result")
@@ -63,13 +64,14 @@ class RetryPolicy:
 
     def wait_before(self, attempt: int, error: RpcError) -> float | None:
         """Seconds to wait before attempt number `attempt` (from 1), or None to give up."""
-        if attempt >= self.attempts or error.method in NOT_REPEATABLE or not _may_pass(error):
+        if attempt >= self.attempts or error.method in NOT_REPEATABLE or not may_pass(error):
             return None
         backoff = min(self.maximum_seconds, self.initial_seconds * 2 ** (attempt - 1))
         return max(error.retry_after_seconds or 0.0, backoff * random.uniform(0.8, 1.2))
 
 
-def _may_pass(error: RpcError) -> bool:
+def may_pass(error: RpcError) -> bool:
+    """Returns whether a failure may pass by itself, so that the same call can succeed later."""
     if error.code == grpc.StatusCode.RESOURCE_EXHAUSTED:
         return error.retry_after_seconds is not None
     return error.code == grpc.StatusCode.UNAVAILABLE
@@ -317,7 +319,7 @@ class Connection(Transport):
     health = blocking(Transport.health)
 
     def _open_channel(self) -> grpc.Channel:
-        return grpc.insecure_channel(self.address, CHANNEL_OPTIONS)
+        return recorded(grpc.insecure_channel(self.address, CHANNEL_OPTIONS), self.address)
 
     async def _reply(self, started: Any) -> Any:
         return started
@@ -349,7 +351,7 @@ class AsyncConnection(Transport):
         await self.channel.close()
 
     def _open_channel(self) -> grpc.aio.Channel:
-        return grpc.aio.insecure_channel(self.address, CHANNEL_OPTIONS)
+        return recorded(grpc.aio.insecure_channel(self.address, CHANNEL_OPTIONS), self.address)
 
     async def _reply(self, started: Any) -> Any:
         return await started
