@@ -169,7 +169,7 @@ absl::StatusOr<std::unique_ptr<Server>> Server::Start(const config::v1::ServerOp
     server->names_.push_back(service.name);
   }
   std::vector<std::string> listed = server->names_;
-  listed.push_back(kHealthService);
+  listed.emplace_back(kHealthService);
   server->reflection_ = std::make_unique<ReflectionService>(executor, std::move(listed));
   for (grpc::Service* service : server->reflection_->services()) builder.RegisterService(service);
   std::vector<std::unique_ptr<grpc::experimental::ServerInterceptorFactoryInterface>> interceptors;

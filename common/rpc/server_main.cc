@@ -105,7 +105,8 @@ std::optional<int> ParseCommandLine(int argc, char** argv, const std::string& na
 // NAME=value of each, by name, so that TANDEM__SERVER__HOST comes after TANDEM__SERVER.
 std::vector<std::string> EnvironmentVariables() {
   std::vector<std::string> variables;
-  for (char** variable = environ; *variable != nullptr; ++variable) variables.push_back(*variable);
+  for (char** variable = environ; *variable != nullptr; ++variable)
+    variables.emplace_back(*variable);
   std::sort(variables.begin(), variables.end());
   return variables;
 }
