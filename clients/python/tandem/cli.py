@@ -12,7 +12,17 @@ from tandem.command_line import EXIT_INTERRUPTED, EXIT_USAGE, app
 
 # Importing a module of commands registers them, in the order in which --help lists them.
 # isort: off
-from tandem.commands import init, servers, training, watch, texts, model, export, view  # noqa: F401
+from tandem.commands import (  # noqa: F401
+    init,
+    servers,
+    training,
+    watch,
+    texts,
+    serve_openai,
+    model,
+    export,
+    view,
+)
 
 # isort: on
 from tandem.render import use_any_encoding
