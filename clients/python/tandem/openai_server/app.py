@@ -41,6 +41,8 @@ from tandem.requests import Prompt
 from tandem.schedule import prompt_seed
 from tandem.text import TextCodec
 from tandem.transport import CALLER_REQUEST_ID, RetryPolicy
+from tandem.types.v1 import sampling_pb2
+from tandem.wire import to_message
 
 # OpenAI's default for /v1/completions.
 DEFAULT_MAX_TOKENS = 16
@@ -249,7 +251,12 @@ class _Server:
         stop_ids = [token for token in ids.values() if token is not None]
         stops = [text for text, token in ids.items() if token is None]
         seed = secrets.randbits(63) if asked.seed is None else asked.seed
-        own = {"enabled": self._settings.tandem} if asked.tandem is None else {"enabled": True}
+        tandem = {"enabled": self._settings.tandem if asked.tandem is None else True}
+        tandem |= asked.tandem or {}
+        try:
+            to_message(tandem, sampling_pb2.TandemConfig(), "tandem")
+        except ConfigError as error:
+            raise RequestError(error.message, "tandem") from None
         weights = await self._client.weights_version()
         choices, submitted = [], []
         for prompt, count in zip(prompts, max_tokens, strict=True):
@@ -269,7 +276,7 @@ class _Server:
                             "min_p": asked.min_p,
                             "stop_token_ids": stop_ids,
                         },
-                        tandem=own | (asked.tandem or {}),
+                        tandem=tandem,
                         stream_tokens=True,
                         request_id=f"choice-{index}",
                     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass, field
 
 import grpc
@@ -17,6 +18,12 @@ from tandem.rollout.v1 import rollout_pb2
 from tandem.text import TextCodec
 from tandem.types.v1 import trajectory_pb2
 from tandem.wire import from_tensor, short_floats
+
+# grpc.aio hides the status of a call that the server ends while the client writes to it behind an
+# INTERNAL of its own (grpc/grpc issue 36066). Nothing was sampled then: the call is made again, to
+# learn the status.
+_HIDDEN_STATUS = "Internal error from Core"
+_ATTEMPTS = 8
 
 # A rollout server's lowest temperature. There the likeliest token has all the mass: its
 # log-probability is 0, and that of another token is its distance to it, divided by this.
@@ -124,15 +131,35 @@ async def generate(
 
     A prompt is cancelled when its choice ends at a stop text, and all are when the iteration ends.
     """
+    for attempt in range(1, _ATTEMPTS + 1):
+        try:
+            async with aclosing(_generate(client, prompts, choices)) as growing:
+                async for choice in growing:
+                    yield choice
+        except RpcError as error:
+            begun = any(choice.ids for choice in choices)
+            if begun or error.message != _HIDDEN_STATUS or attempt == _ATTEMPTS:
+                raise
+        else:
+            return
+
+
+async def _generate(
+    client: AsyncRolloutClient, prompts: Sequence[Prompt], choices: Sequence[Choice]
+) -> AsyncIterator[Choice]:
+    """Makes one attempt of generate()."""
     by_id = {prompt.request_id: choice for prompt, choice in zip(prompts, choices, strict=True)}
     growing = set(by_id)
-    cancelled: asyncio.Queue[str] = asyncio.Queue()
+    cancelled: asyncio.Queue[str | None] = asyncio.Queue()
+
+    # Outside of the stream, which would swallow the error of a field that does not fit.
+    batch = requests.submit(prompts)
 
     async def messages() -> AsyncIterator[rollout_pb2.GenerateRequest]:
-        for message in requests.submit(prompts):
+        for message in batch:
             yield message
-        while True:
-            cancel = rollout_pb2.CancelPrompts(request_ids=[await cancelled.get()])
+        while (name := await cancelled.get()) is not None:
+            cancel = rollout_pb2.CancelPrompts(request_ids=[name])
             yield rollout_pb2.GenerateRequest(cancel=cancel)
 
     events = client.stream(messages())
@@ -152,11 +179,14 @@ async def generate(
                 choice.finish(told.trajectory)
             if choice.finish_reason:
                 growing.remove(told.request_id)
-                cancelled.put_nowait(told.request_id)
+                if kind == "tokens":
+                    cancelled.put_nowait(told.request_id)
             yield choice
             if not growing:
                 return
     finally:
+        # Ends messages(), which nobody else would.
+        cancelled.put_nowait(None)
         await events.aclose()
     raise RpcError(
         f"{client.address} ended the stream with {len(growing)} choices unfinished",

@@ -69,7 +69,7 @@ class Request(_Fields):
     n: Annotated[StrictInt, Field(ge=1, le=128)] | None = None
     temperature: StrictFloat | None = None
     top_p: StrictFloat | None = None
-    top_k: StrictInt | None = None
+    top_k: Annotated[StrictInt, Field(ge=0, lt=2**31)] | None = None
     min_p: StrictFloat | None = None
     seed: StrictInt | None = None
     stop: str | list[str] | None = None
@@ -162,13 +162,15 @@ def parse(kind: type[Kind], body: Any) -> Kind:
     try:
         return kind.model_validate(fields)
     except pydantic.ValidationError as error:
-        first = error.errors()[0]
+        # Of the types of a union, the one that fits furthest.
+        first = max(error.errors(), key=lambda one: len(one["loc"]))
         param = _path(first["loc"])
         if first["type"] == "extra_forbidden":
             raise RequestError(
                 f"unrecognized request argument: {param}", param, code="unknown_parameter"
             ) from None
-        raise RequestError(f"{param}: {first['msg']}", param) from None
+        where = f"{param}: " if param else ""
+        raise RequestError(f"{where}{first['msg']}", param) from None
 
 
 def _check_top(number: int | None, field: str) -> None:
@@ -181,8 +183,10 @@ def _check_top(number: int | None, field: str) -> None:
         )
 
 
-def _path(place: tuple[int | str, ...]) -> str:
-    """Returns the place of a mistake, without the names of a union's types."""
+def _path(place: tuple[int | str, ...]) -> str | None:
+    """Returns the place of a mistake, without the names of a union's types; None for the body."""
+    if not place:
+        return None
     head, *rest = place
     inner = [part for part in rest if isinstance(part, int) or str(part).isidentifier()]
     types = {"str", "int"}
