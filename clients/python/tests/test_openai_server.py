@@ -159,6 +159,14 @@ def test_a_stream_is_the_whole_answer_in_parts(http, send, fields):
         assert ends[choice["index"]] == choice["finish_reason"]
 
 
+def test_a_stream_shows_tokens_as_they_come(http, codec):
+    # The fake server sends two tokens in an event.
+    ids = expected_ids(codec)
+    texts = [chunk["choices"][0]["text"] for chunk in events(complete(http, stream=True))]
+    pairs = [codec.decode(ids[start : start + 2]) for start in range(0, len(ids), 2)]
+    assert [text for text in texts if text] == pairs
+
+
 def test_echo_scores_the_prompt_without_a_sample(http, world):
     world.logprob["senior"] = lambda token: -token / 8
     seen = []
