@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 from contextlib import asynccontextmanager
 
+import commands
 import fakes
 import grpc
 import pytest
@@ -335,6 +337,13 @@ def test_health_is_that_of_the_rollout_server(http, address, codec):
         response = nowhere.get("/health")
     assert response.status_code == 503
     assert response.json()["status"] == "UNREACHABLE"
+
+
+def test_a_port_that_is_taken_is_named(address, codec):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        printed = commands.tandem("serve-openai", "--rollout", address, "--port", port, check=2)
+    assert f"--port {port}: Address already in use" in printed.stderr
 
 
 @asynccontextmanager

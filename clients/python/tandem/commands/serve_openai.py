@@ -61,8 +61,11 @@ def serve_openai(
     try:
         listener = socket.create_server((host, port))
     except OSError as error:
-        raise ConfigError(f"--port: cannot listen at {host}:{port}: {error.strerror}") from None
+        raise ConfigError(f"--port {port}: {error.strerror}") from None
     url = f"http://{host}:{listener.getsockname()[1]}/v1"
     output.result({"base_url": url, "model": settings.model}, f"{settings.model} at {url}")
-    config = uvicorn.Config(application(settings), log_level="warning", access_log=False)
+    # Ctrl-C gives running requests a moment to end.
+    config = uvicorn.Config(
+        application(settings), log_level="warning", access_log=False, timeout_graceful_shutdown=5
+    )
     uvicorn.Server(config).run(sockets=[listener])
