@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 from check_layers import REPOSITORY
+from tandem.openai_server import errors, fields
 
 METRIC_NAMES = (REPOSITORY / "common/rpc/metric_names.h").read_text()
 DOCUMENT = (REPOSITORY / "docs/metrics.md").read_text()
@@ -309,3 +310,25 @@ def test_every_recipe_of_the_architecture_names_an_example():
     assert len(recipes) == 8
     for recipe in recipes:
         assert "Example:" in recipe, recipe.splitlines()[0]
+
+
+def test_the_page_of_openais_api_names_its_fields_and_statuses():
+    page = (REPOSITORY / "docs/openai.md").read_text()
+    ignored, refused = (
+        set(re.findall(r"`(\w+)`", re.search(rf"{words}[^:]*: ([^.]*)\.", page)[1]))
+        for words in ("These are ignored", "These are refused")
+    )
+    assert ignored == fields.IGNORED
+    assert refused == fields.REFUSED.keys()
+    table = page[page.index("## Fields") : page.index("These are ignored")]
+    followed = set(re.findall(r"`(\w+)", table))
+    models = (fields.CompletionRequest, fields.ChatRequest)
+    known = {name for model in models for name in model.model_fields} - {"prompt", "messages"}
+    assert known <= followed
+    rows = re.findall(r"^\| ([A-Z_, ;]+) \| ([\d; ]+)", page[page.index("## Errors") :], re.M)
+    told = {}
+    for codes, statuses in rows:
+        groups = codes.split("; ")
+        for group, status in zip(groups, statuses.split("; "), strict=True):
+            told |= {code.strip(): int(status) for code in group.split(", ")}
+    assert told == {code.name: int(status) for code, status in errors.HTTP_STATUS.items()}

@@ -18,6 +18,7 @@ from tandem.commands import (  # noqa: F401
     training,
     watch,
     texts,
+    serve_openai,
     model,
     export,
     view,

@@ -85,9 +85,15 @@ class TextCodec:
             texts[-1] += growing.rest()
         return texts
 
-    def growing(self) -> GrowingText:
-        """Returns a text that grows by ids that come one by one, special tokens too."""
-        return GrowingText(lambda ids: self._tokenizer.decode(ids, skip_special_tokens=False))
+    def growing(self, *, special: bool = True) -> GrowingText:
+        """Returns a text that grows by ids that come one by one; `special` shows special tokens."""
+        return GrowingText(lambda ids: self._tokenizer.decode(ids, skip_special_tokens=not special))
+
+    def special_token_id(self, text: str) -> int | None:
+        """Returns the id of the special token with this name; None if there is none."""
+        token = self._tokenizer.token_to_id(text)
+        added = self._tokenizer.get_added_tokens_decoder().get(token) if token is not None else None
+        return token if added is not None and added.special else None
 
     def stop_token_ids(self, texts: Sequence[str], field: str) -> list[int]:
         """Returns the ids of the tokens that end a response for these stop texts.

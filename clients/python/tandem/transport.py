@@ -12,6 +12,7 @@ import random
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, ClassVar, Concatenate, Generic, ParamSpec, Self, TypeVar
 
@@ -42,6 +43,9 @@ CHANNEL_OPTIONS: list[tuple[str, int]] = [
     # The client itself retries, and keeps the request id.
     ("grpc.enable_retries", 0),
 ]
+
+# The request id of the calls that a context makes; without one each call has an id of its own.
+CALLER_REQUEST_ID: ContextVar[str] = ContextVar("CALLER_REQUEST_ID")
 
 # Methods that fail where an earlier attempt succeeded: an export wants a directory of its own.
 NOT_REPEATABLE = frozenset({"ExportModel"})
@@ -96,7 +100,7 @@ class Call:
         self.address = address
         self.role = role
         self.method = method
-        self.request_id = uuid.uuid4().hex
+        self.request_id = CALLER_REQUEST_ID.get(None) or uuid.uuid4().hex
         self.timeout_seconds = timeout_seconds
 
     @property

@@ -90,7 +90,7 @@ def generate(
     if as_json and stream:
         raise ConfigError("--stream: --json prints whole records")
     with _named_by_option(), RolloutClient(rollout or address_of("rollout", "--rollout")) as client:
-        codec = _codec(client, tokenizer)
+        codec = codec_of(client, tokenizer)
         sampling = {
             "max_tokens": max_tokens,
             "temperature": temperature,
@@ -159,7 +159,7 @@ def score(
 
     output = Output(as_json=as_json)
     with RolloutClient(rollout or address_of("rollout", "--rollout")) as client:
-        codec = _codec(client, tokenizer)
+        codec = codec_of(client, tokenizer)
         ids = [codec.encode(one) for one in text]
         if any(len(one) < 2 for one in ids):
             raise ConfigError("a text must have two tokens or more")
@@ -218,7 +218,7 @@ def _head(prompt: str, sample: int, samples: int) -> str:
     return f"{start} (sample {sample + 1} of {samples})"
 
 
-def _codec(client: RolloutClient, directory: Path | None) -> TextCodec:
+def codec_of(client: RolloutClient, directory: Path | None) -> TextCodec:
     """Returns the tokenizer of `directory`, else of the server's model if its directory is here."""
     from tandem.text import TextCodec
 

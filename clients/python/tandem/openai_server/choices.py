@@ -1,0 +1,231 @@
+"""The choices of a response: texts that grow token by token, and their log-probabilities."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field
+
+import grpc
+
+from tandem import requests
+from tandem.aio import AsyncRolloutClient
+from tandem.errors import RpcError, from_status
+from tandem.requests import Prompt
+from tandem.rollout.v1 import rollout_pb2
+from tandem.text import TextCodec
+from tandem.types.v1 import trajectory_pb2
+from tandem.wire import from_tensor, short_floats
+
+# grpc.aio hides the status of a call that the server ends while the client writes to it behind an
+# INTERNAL of its own (grpc/grpc issue 36066). Nothing was sampled then: the call is made again, to
+# learn the status.
+_HIDDEN_STATUS = "Internal error from Core"
+_ATTEMPTS = 8
+
+# A rollout server's lowest temperature. There the likeliest token has all the mass: its
+# log-probability is 0, and that of another token is its distance to it, divided by this.
+_COLD = 0.001
+
+
+@dataclass(frozen=True)
+class TokenScore:
+    """Log-probabilities at one position, in nats, under the senior at temperature 1.
+
+    Attributes:
+        own: that of the token.
+        likeliest: that of the likeliest token; `own` if it is the token; None unless asked for.
+    """
+
+    own: float
+    likeliest: float | None
+
+
+@dataclass
+class Choice:
+    """One response to one prompt.
+
+    Attributes:
+        index: number of the choice in the response.
+        prompt: ids of the prompt.
+        codec: the tokenizer.
+        stops: texts that end the response; they are not part of it.
+        ids: ids of the response so far, with the one that ended it.
+        text: the response so far, without special tokens.
+        finish_reason: "stop" or "length"; "" while the response grows.
+    """
+
+    index: int
+    prompt: Sequence[int]
+    codec: TextCodec
+    stops: Sequence[str] = ()
+    ids: list[int] = field(default_factory=list)
+    text: str = ""
+    finish_reason: str = ""
+
+    def __post_init__(self) -> None:
+        self._growing = self.codec.growing(special=False)
+        # Place in the text at which each token begins.
+        self._starts: list[int] = []
+        self._told = 0
+        # Whether a stop text ended the response.
+        self._cut = False
+
+    def add(self, ids: Sequence[int]) -> None:
+        """Takes the next tokens, up to the one that completes a stop text."""
+        for token in ids:
+            if self.finish_reason:
+                return
+            self.ids.append(token)
+            self._starts.append(len(self.text))
+            self._extend(self._growing.add(token))
+
+    def finish(self, trajectory: trajectory_pb2.Trajectory) -> None:
+        """Takes the end of the response."""
+        self.add(trajectory.response_token_ids[len(self.ids) :])
+        if not self.finish_reason:
+            self._extend(self._growing.rest())
+        if not self.finish_reason:
+            stopped = trajectory.finish_reason == trajectory_pb2.FINISH_REASON_STOP
+            self.finish_reason = "stop" if stopped else "length"
+
+    def new_text(self) -> str:
+        """Returns the text since the last call, without an end that may begin a stop text."""
+        end = len(self.text)
+        if not self.finish_reason:
+            end -= max((_overlap(self.text, stop) for stop in self.stops), default=0)
+        new = self.text[self._told : end]
+        self._told = max(self._told, end)
+        return new
+
+    def shown(self) -> tuple[list[int], list[int]]:
+        """Returns the ids that are part of the text, and where each begins in it."""
+        count = len(self.ids)
+        while self._cut and count and self._starts[count - 1] >= len(self.text):
+            count -= 1
+        return self.ids[:count], self._starts[:count]
+
+    def _extend(self, piece: str) -> None:
+        longest = max(map(len, self.stops), default=0)
+        start = max(0, len(self.text) - longest + 1)
+        self.text += piece
+        found = [place for stop in self.stops if (place := self.text.find(stop, start)) >= 0]
+        if found:
+            self.text = self.text[: min(found)]
+            self.finish_reason = "stop"
+            self._cut = True
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Returns the number of characters of the longest end of `text` that begins `stop`."""
+    longest = min(len(text), len(stop) - 1)
+    return next((n for n in range(longest, 0, -1) if text.endswith(stop[:n])), 0)
+
+
+async def generate(
+    client: AsyncRolloutClient, prompts: Sequence[Prompt], choices: Sequence[Choice]
+) -> AsyncIterator[Choice]:
+    """Lets the rollout server answer; yields a choice whenever it has grown, until all are done.
+
+    A prompt is cancelled when its choice ends at a stop text, and all are when the iteration ends.
+    """
+    for attempt in range(1, _ATTEMPTS + 1):
+        try:
+            async with aclosing(_generate(client, prompts, choices)) as growing:
+                async for choice in growing:
+                    yield choice
+        except RpcError as error:
+            begun = any(choice.ids for choice in choices)
+            if begun or error.message != _HIDDEN_STATUS or attempt == _ATTEMPTS:
+                raise
+        else:
+            return
+
+
+async def _generate(
+    client: AsyncRolloutClient, prompts: Sequence[Prompt], choices: Sequence[Choice]
+) -> AsyncIterator[Choice]:
+    """Makes one attempt of generate()."""
+    by_id = {prompt.request_id: choice for prompt, choice in zip(prompts, choices, strict=True)}
+    growing = set(by_id)
+    cancelled: asyncio.Queue[str | None] = asyncio.Queue()
+
+    # Outside of the stream, which would swallow the error of a field that does not fit.
+    batch = requests.submit(prompts)
+
+    async def messages() -> AsyncIterator[rollout_pb2.GenerateRequest]:
+        for message in batch:
+            yield message
+        while (name := await cancelled.get()) is not None:
+            cancel = rollout_pb2.CancelPrompts(request_ids=[name])
+            yield rollout_pb2.GenerateRequest(cancel=cancel)
+
+    events = client.stream(messages())
+    try:
+        async for event in events:
+            kind = event.WhichOneof("event")
+            told = getattr(event, kind)
+            # A prompt that was cancelled may still send events.
+            if kind == "heartbeat" or told.request_id not in growing:
+                continue
+            choice = by_id[told.request_id]
+            if kind == "failed":
+                raise from_status(told.status, request_id=told.request_id, method="Generate")
+            if kind == "tokens":
+                choice.add(told.token_ids)
+            else:
+                choice.finish(told.trajectory)
+            if choice.finish_reason:
+                growing.remove(told.request_id)
+                if kind == "tokens":
+                    cancelled.put_nowait(told.request_id)
+            yield choice
+            if not growing:
+                return
+    finally:
+        # Ends messages(), which nobody else would.
+        cancelled.put_nowait(None)
+        await events.aclose()
+    raise RpcError(
+        f"{client.address} ended the stream with {len(growing)} choices unfinished",
+        code=grpc.StatusCode.INTERNAL,
+        method="Generate",
+    )
+
+
+async def score(
+    client: AsyncRolloutClient, sequences: Mapping[int, tuple[list[int], int]], likeliest: bool
+) -> dict[int, list[TokenScore]]:
+    """Returns the scores of (ids, index of the first scored token), by the keys of `sequences`."""
+    asked = {key: one for key, one in sequences.items() if one[1] < len(one[0])}
+    scores: dict[int, list[TokenScore]] = {key: [] for key in sequences}
+    if not asked:
+        return scores
+    warm = await client.score(asked.values(), temperature=1.0)
+    cold = await client.score(asked.values(), temperature=_COLD) if likeliest else warm
+    if warm.weights != cold.weights:
+        raise RpcError(
+            "the weights changed while the tokens were scored",
+            code=grpc.StatusCode.ABORTED,
+            reason="WEIGHTS_CHANGED",
+            method="Score",
+        )
+    for key, own, colder in zip(asked, warm.sequences, cold.sequences, strict=True):
+        logprobs = short_floats(from_tensor(own.senior_logprobs))
+        distances = from_tensor(colder.senior_logprobs).tolist()
+        scores[key] = [
+            TokenScore(logprob, _likeliest(logprob, distance) if likeliest else None)
+            for logprob, distance in zip(logprobs, distances, strict=True)
+        ]
+    return scores
+
+
+def _likeliest(logprob: float, cold_logprob: float) -> float:
+    """Returns the log-probability of the likeliest token; that of the token itself if it is it.
+
+    It is where it has more than half of the mass, at whatever temperature. A token within
+    0.0007 nats of the likeliest one counts as less likely.
+    """
+    return logprob if cold_logprob > math.log(0.5) else logprob - _COLD * cold_logprob
