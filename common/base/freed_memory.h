@@ -4,14 +4,27 @@
 
 #include <cstdint>
 
+#include "absl/time/time.h"
+
 namespace tandem {
 
 inline constexpr int64_t kMaxFreedBytes = 64 << 20;
+// How long more than that must have been free before it is given back. Work that goes on, such as
+// training steps, takes what it frees again, and pages that come back from the system cost it time:
+// a tenth of a step of SmolLM2 when they went back every few seconds.
+inline constexpr absl::Duration kFreedTime = absl::Seconds(15);
 
-// Gives freed memory back to the system if the allocator keeps more than kMaxFreedBytes. glibc by
-// itself gives back only the end of a heap: after many small buffers on many threads, next to
-// nothing. Takes milliseconds. Returns whether memory went back.
-bool ReturnFreedMemory();
+// Gives freed memory back to the system if the allocator has kept more than kMaxFreedBytes in every
+// look for kFreedTime. glibc by itself gives back only the end of a heap: after many small buffers
+// on many threads, next to nothing.
+class FreedMemory {
+ public:
+  // Looks; takes milliseconds. Returns whether memory went back. To be called about every second.
+  bool Look(absl::Time now);
+
+ private:
+  absl::Time much_since_ = absl::InfiniteFuture();
+};
 
 }  // namespace tandem
 

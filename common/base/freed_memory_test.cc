@@ -7,6 +7,8 @@
 #include <memory>
 #include <vector>
 
+#include "absl/time/clock.h"
+
 namespace tandem {
 namespace {
 
@@ -28,11 +30,39 @@ TEST(FreedMemory, GoesBackAlthoughSomethingBehindItLives) {
   const std::unique_ptr<char[]> last = std::move(buffers.back());  // keeps the heap's end in use
   buffers.clear();
   ASSERT_GT(ResidentBytes(), before + kMaxFreedBytes) << "glibc keeps it";
-  EXPECT_TRUE(ReturnFreedMemory());
+  const absl::Time start = absl::Now();
+  FreedMemory freed;
+  EXPECT_FALSE(freed.Look(start));
+  EXPECT_FALSE(freed.Look(start + kFreedTime - absl::Seconds(1)));
+  EXPECT_TRUE(freed.Look(start + kFreedTime));
   EXPECT_LT(ResidentBytes(), before + (16 << 20));
 }
 
-TEST(FreedMemory, LittleIsKept) { EXPECT_FALSE(ReturnFreedMemory()); }
+TEST(FreedMemory, MemoryThatIsTakenAgainInBetweenStays) {
+  constexpr int kBuffers = 20'000;
+  constexpr int kBufferBytes = 8 << 10;
+  const absl::Time start = absl::Now();
+  FreedMemory freed;
+  std::vector<std::unique_ptr<char[]>> buffers;
+  const auto take = [&] {
+    for (int i = 0; i < kBuffers; ++i) buffers.push_back(std::make_unique<char[]>(kBufferBytes));
+  };
+  take();
+  const std::unique_ptr<char[]> last = std::move(buffers.back());
+  buffers.clear();
+  EXPECT_FALSE(freed.Look(start));
+  take();
+  EXPECT_FALSE(freed.Look(start + kFreedTime / 2));
+  buffers.clear();
+  EXPECT_FALSE(freed.Look(start + kFreedTime));
+  EXPECT_TRUE(freed.Look(start + 2 * kFreedTime));
+}
+
+TEST(FreedMemory, LittleIsKept) {
+  FreedMemory freed;
+  EXPECT_FALSE(freed.Look(absl::Now()));
+  EXPECT_FALSE(freed.Look(absl::Now() + absl::Hours(1)));
+}
 
 }  // namespace
 }  // namespace tandem

@@ -532,7 +532,8 @@ VocabularyShard ShardOfTwoRanks(bool other_prefers_recompute) {
 }
 
 // Returns the number of rows in each call of the function of a loss, in LossMode::kAuto.
-std::vector<size_t> RowsPerCall(at::ScalarType type, VocabularyShard shard = {}) {
+std::vector<size_t> RowsPerCall(at::ScalarType type, VocabularyShard shard = {},
+                                LossImpl impl = LossImpl::kTiles) {
   constexpr int64_t kManyRows = 130;
   at::manual_seed(3);
   OutputRows rows;
@@ -541,9 +542,9 @@ std::vector<size_t> RowsPerCall(at::ScalarType type, VocabularyShard shard = {})
     rows.labels.push_back(row % kVocabulary);
   }
   const at::Tensor weight = at::randn({kVocabulary, kHidden}).to(type);
-  auto loss =
-      LinearCrossEntropyLoss::Create(weight, {.chunk_size = 65, .vocabulary = std::move(shard)})
-          .value();
+  auto loss = LinearCrossEntropyLoss::Create(
+                  weight, {.impl = impl, .chunk_size = 65, .vocabulary = std::move(shard)})
+                  .value();
   OutputGradients gradients = {.hidden = at::zeros({kManyRows, kHidden})};
   std::vector<size_t> seen;
   EXPECT_TRUE(loss->ForwardBackward(
@@ -565,6 +566,9 @@ TEST(FusedOutputLossTest, AutoRecomputesWhereTheKernelsOfTheTypePreferIt) {
   table.bfloat16_product.prefers_recompute = true;
   EXPECT_EQ(RowsPerCall(at::kBFloat16), whole);
   EXPECT_EQ(RowsPerCall(at::kFloat), chunks);
+  // Whole rows of logits never prefer it.
+  EXPECT_EQ(RowsPerCall(at::kBFloat16, {}, LossImpl::kRows), chunks);
+  EXPECT_EQ(RowsPerCall(at::kBFloat16, {}, LossImpl::kAten), chunks);
   table.float_product.prefers_recompute = true;
   table.bfloat16_product.prefers_recompute = false;
   EXPECT_EQ(RowsPerCall(at::kBFloat16), chunks);

@@ -39,14 +39,15 @@ constexpr std::pair<absl::string_view, LossImpl> kConfiguredImpls[] = {
     {"pytorch", LossImpl::kAten}};
 
 // Whether the CPU's products are so fast that computing logits twice takes less time than keeping
-// them. Ranks of a group, which may have different CPUs, must agree, because they exchange
-// statistics once per chunk. Float32 needs no agreement: no float32 product prefers to recompute.
-bool PrefersRecompute(const at::Tensor& weight, ops::TensorParallelGroup* group) {
+// them. That holds for kTiles alone: recomputed, the others have tiles of few rows and all columns.
+// Ranks of a group, which may have different CPUs, must agree, because they exchange statistics
+// once per chunk. Float32 needs no agreement: no float32 product prefers to recompute.
+bool PrefersRecompute(const at::Tensor& weight, LossImpl impl, ops::TensorParallelGroup* group) {
   const bool bfloat16 = weight.scalar_type() == at::kBFloat16;
   if (!weight.is_cpu() || (!bfloat16 && weight.scalar_type() != at::kFloat)) return false;
   const kernels::CpuKernels& cpu = kernels::GetCpuKernels();
-  const bool here =
-      bfloat16 ? cpu.bfloat16_product.prefers_recompute : cpu.float_product.prefers_recompute;
+  const bool here = impl == LossImpl::kTiles && (bfloat16 ? cpu.bfloat16_product.prefers_recompute
+                                                          : cpu.float_product.prefers_recompute);
   if (group == nullptr || !bfloat16) return here;
   return group->Max(at::full({1}, here ? 1.0 : 0.0, at::kDouble)).item<double>() > 0;
 }
@@ -354,7 +355,8 @@ absl::StatusOr<std::unique_ptr<LinearCrossEntropyLoss>> LinearCrossEntropyLoss::
   loss->logits_type_ = logits_type;
   loss->ChooseImpl(options.impl);
   loss->PlanMemory(options);
-  loss->prefers_recompute_ = PrefersRecompute(loss->weight_, loss->vocabulary_.group.get());
+  loss->prefers_recompute_ =
+      PrefersRecompute(loss->weight_, loss->impl_, loss->vocabulary_.group.get());
   return loss;
 }
 

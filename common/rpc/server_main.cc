@@ -39,8 +39,6 @@ constexpr absl::Duration kExitGrace = absl::Seconds(5);
 // Distance between the ports of two ranks: the default ports of the three servers lie next to each
 // other.
 constexpr int kPortsOfRank = 10;
-// How often freed memory goes back to the system.
-constexpr absl::Duration kReturnMemoryPeriod = absl::Seconds(5);
 // How often the main thread looks whether something is done, while it listens for signals.
 constexpr absl::Duration kPoll = absl::Milliseconds(20);
 
@@ -192,12 +190,9 @@ bool MustSave(const ServerApp& app) { return app.SavesStateOnStop() && app.HasUn
 
 void WaitUntilAsked(ServerApp& app, Server& server, Signals& signals) {
   bool serving = true;
-  absl::Time returned = absl::Now();
+  FreedMemory freed_memory;
   while (!signals.Wait(absl::Seconds(1)) && !app.Ended()) {
-    if (absl::Now() - returned > kReturnMemoryPeriod) {
-      ReturnFreedMemory();
-      returned = absl::Now();
-    }
+    freed_memory.Look(absl::Now());
     const absl::Status health = CatchExceptions("health", [&] { return app.CheckHealth(); });
     if (health.ok() == serving) continue;
     serving = health.ok();
