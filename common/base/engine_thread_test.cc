@@ -346,6 +346,7 @@ TEST(EngineThreadTest, WhatACommandHoldsMayCallTheThreadWhenItGoes) {
   EngineThread thread({});
   absl::Notification gone;
   struct CallsBack {
+    CallsBack(EngineThread& thread, absl::Notification& gone) : thread(thread), gone(gone) {}
     EngineThread& thread;
     absl::Notification& gone;
     ~CallsBack() {

@@ -63,7 +63,7 @@ at::Tensor Scaled(const at::Tensor& logits, const at::Tensor& scales, int64_t be
 
 Statistics AtenStatistics(const Logits& logits, int64_t block_rows) {
   const int64_t rows = logits.senior.size(0);
-  const Statistics statistics = EmptyStatistics(rows, logits.senior.options());
+  Statistics statistics = EmptyStatistics(rows, logits.senior.options());
   const bool forward = logits.direction == KlDirection::kForward;
   for (int64_t row = 0; row < rows; row += block_rows) {
     const int64_t count = std::min(block_rows, rows - row);
@@ -116,7 +116,7 @@ const float* ScalesOf(const Logits& logits) {
 // The same with own kernels: float32 on the CPU, without copies.
 Statistics CpuStatistics(const Logits& logits) {
   const int64_t rows = logits.senior.size(0), width = logits.senior.size(1);
-  const Statistics statistics = EmptyStatistics(rows, logits.senior.options());
+  Statistics statistics = EmptyStatistics(rows, logits.senior.options());
   const auto* const senior = logits.senior.const_data_ptr<float>();
   const auto* const junior = logits.junior.const_data_ptr<float>();
   const float* const scales = ScalesOf(logits);

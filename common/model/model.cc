@@ -227,7 +227,7 @@ absl::StatusOr<at::Tensor> Model::Decode(KvCache& cache,
   CachedContext context(cache, slots);
   ModelPass pass = backbone_->StartPass(batch, context, wanted);
   pass.shards_tokens = false;
-  const at::Tensor hidden = backbone_->Run(pass);
+  at::Tensor hidden = backbone_->Run(pass);
   for (const DecodeInput& input : inputs) {
     cache.Advance(input.slot, static_cast<int64_t>(input.tokens.size()));
   }

@@ -100,7 +100,7 @@ class Sender {
     TANDEM_RETURN_IF_ERROR(
         FromGrpcStatus(receiver_.CommitUpdate(context.get(), request, &response)));
     const WeightManifest& manifest = source_.manifest();
-    const WeightsVersion committed = WeightsVersionFromProto(response.weights());
+    WeightsVersion committed = WeightsVersionFromProto(response.weights());
     if (committed != WeightsVersion{manifest.version, manifest.digest}) {
       return WithReason(
           absl::DataLossError(absl::StrCat("the receiver committed version ", committed.version,

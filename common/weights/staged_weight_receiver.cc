@@ -199,7 +199,7 @@ absl::StatusOr<WeightsVersion> StagedWeightReceiver::Commit(const std::string& u
     }
     update->committing = true;  // no other call may touch the update until the swap is over
   }
-  const absl::Status applied =
+  absl::Status applied =
       apply_(update->manifest,
              {update->bytes.get(), static_cast<size_t>(update->manifest.total_bytes)}, call);
   std::lock_guard lock(mutex_);

@@ -65,7 +65,7 @@ TEST(WeightsDigestTest, TensorsMayGoAsSoonAsTheyAreVisited) {
 }
 
 TEST(WeightsDigestTest, AnErrorEndsIt) {
-  const absl::Status lost = absl::UnavailableError("lost");
+  absl::Status lost = absl::UnavailableError("lost");
   EXPECT_EQ(WeightsDigest([&](TensorVisitor) { return lost; }).status(), lost);
   const NamedTensors tensors = {{"a", at::ones({2})}, {"b", at::ones({2})}};
   for (const int64_t max_values : {1, 100}) {

@@ -92,7 +92,7 @@ class Bench {
     }
     if (what == "memory") {
       malloc_trim(0);  // freed memory does not count as held
-      const json memory = {
+      json memory = {
           {"bytes", tandem::StatusBytes("RssAnon") - before_},
           {"peak_bytes", tandem::StatusBytes("VmHWM") - tandem::StatusBytes("RssFile") - before_}};
       std::ofstream("/proc/self/clear_refs") << "5";

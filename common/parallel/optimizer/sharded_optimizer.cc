@@ -105,7 +105,7 @@ absl::StatusOr<OptimizerReport> ShardedOptimizer::Step(Model& model,
   if (options_.max_grad_norm > 0 && factor < 1 && !gradients_.empty()) {
     at::_foreach_mul_(gradients_, factor);
   }
-  const OptimizerReport report = {.grad_norm = grad_norm,
+  OptimizerReport report = {.grad_norm = grad_norm,
                                   .learning_rate = training::LearningRateAt(options_, steps())};
   const absl::Status updated = CatchTorchErrors("update", [&] {
     Update(report.learning_rate);

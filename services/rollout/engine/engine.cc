@@ -270,7 +270,7 @@ class EngineImpl : public Engine {
   void Follow() {
     ranks_->Follow(commands_,
                    [this](const std::string&, absl::FunctionRef<absl::Status()> execute) {
-                     const absl::Status status = execute();
+                     absl::Status status = execute();
                      std::lock_guard lock(mutex_);
                      stats_.last_progress = absl::Now();
                      return status;

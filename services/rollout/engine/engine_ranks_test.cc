@@ -173,7 +173,7 @@ void ExpectSameScores(Engine& ranked, Engine& single) {
 WeightManifest Stage(Engine& engine, const std::string& directory) {
   const auto replacement = *Model::Load(directory);
   std::vector<std::byte> stream;
-  const WeightManifest manifest = ManifestOf(*replacement, 3, stream);
+  WeightManifest manifest = ManifestOf(*replacement, 3, stream);
   EXPECT_TRUE(engine.weights().Begin("u", manifest, false).ok());
   EXPECT_TRUE(engine.weights().Append("u", 0, stream).ok());
   return manifest;
