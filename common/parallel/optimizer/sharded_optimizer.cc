@@ -106,7 +106,7 @@ absl::StatusOr<OptimizerReport> ShardedOptimizer::Step(Model& model,
     at::_foreach_mul_(gradients_, factor);
   }
   OptimizerReport report = {.grad_norm = grad_norm,
-                                  .learning_rate = training::LearningRateAt(options_, steps())};
+                            .learning_rate = training::LearningRateAt(options_, steps())};
   const absl::Status updated = CatchTorchErrors("update", [&] {
     Update(report.learning_rate);
     after_update();
