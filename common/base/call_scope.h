@@ -1,4 +1,4 @@
-// The scope of a call: request id, deadline and cancellation, for the work that is done for it.
+// The scope of a call: names, deadline and cancellation, for the work that is done for it.
 #ifndef TANDEM_COMMON_BASE_CALL_SCOPE_H_
 #define TANDEM_COMMON_BASE_CALL_SCOPE_H_
 
@@ -14,6 +14,7 @@ namespace tandem {
 // The default is a call without a name that nobody cancels and that may take for ever.
 struct CallScope {
   std::string request_id;
+  std::string traceparent = {};  // W3C trace context of the caller, well formed; "" for none
   absl::Time deadline = absl::InfiniteFuture();
   std::stop_token cancellation;  // requested once the caller is gone or its time is up
 

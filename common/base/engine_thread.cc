@@ -141,7 +141,7 @@ void EngineThread::RunCommand(std::unique_lock<std::mutex>& lock) {
   command->started = runs;
   lock.unlock();
   if (runs) {
-    const ScopedRequestId request_id(call == nullptr ? "" : call->request_id);
+    const ScopedCallLog call_log(call == nullptr ? CallScope{} : *call);
     const absl::Status status = CatchExceptions(options_.name, [&] {
       command->body();
       return absl::OkStatus();

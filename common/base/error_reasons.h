@@ -25,6 +25,19 @@ inline constexpr ErrorReason kQueueFull{
     "QUEUE_FULL", "Too many calls wait for a worker of the server.",
     "Wait for the delay that the error names, then call again."};
 
+inline constexpr ErrorReason kTokenMissing{"TOKEN_MISSING",
+                                           "The server has tokens, and the call came without one.",
+                                           "Give the client a token file (TANDEM_TOKEN_FILE)."};
+inline constexpr ErrorReason kTokenUnknown{
+    "TOKEN_UNKNOWN", "The token of the call is in none of the server's token files.",
+    "Give the client a token of this server; after a rotation, the new one."};
+inline constexpr ErrorReason kRoleTooSmall{"ROLE_TOO_SMALL",
+                                           "The role of the token may not call this method.",
+                                           "Use a token of the role that the error names."};
+inline constexpr ErrorReason kPathOutsideRoots{
+    "PATH_OUTSIDE_ROOTS", "The path, its links followed, is in none of server.path_roots.",
+    "Name a path inside of these directories, or add a directory to server.path_roots."};
+
 // Trainer and critic.
 inline constexpr ErrorReason kStalePolicyVersion{
     "STALE_POLICY_VERSION", "The server holds another version than the expected one of the step.",

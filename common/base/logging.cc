@@ -14,6 +14,7 @@ namespace {
 constexpr absl::string_view kNames[] = {"debug", "info", "warning", "error"};
 
 thread_local std::string current_request_id;
+thread_local std::string current_traceparent;
 
 spdlog::level::level_enum ToSpdlog(LogLevel level) {
   switch (level) {
@@ -67,6 +68,10 @@ std::string FormatLogLine(LogLevel level, absl::string_view event,
   if (!current_request_id.empty() && !line.contains("request_id")) {
     line["request_id"] = current_request_id;
   }
+  if (!current_traceparent.empty() && !line.contains("trace_id")) {
+    line["trace_id"] = std::string(TraceIdOf(current_traceparent));
+    line["span_id"] = std::string(SpanIdOf(current_traceparent));
+  }
   return line.dump(-1, ' ', false, nlohmann::ordered_json::error_handler_t::replace);
 }
 
@@ -76,9 +81,21 @@ void Log(LogLevel level, absl::string_view event, std::initializer_list<LogField
   logger.log(ToSpdlog(level), spdlog::string_view_t(FormatLogLine(level, event, fields)));
 }
 
-ScopedRequestId::ScopedRequestId(std::string request_id)
-    : previous_(std::exchange(current_request_id, std::move(request_id))) {}
+ScopedCallLog::ScopedCallLog(std::string request_id, std::string traceparent)
+    : previous_request_id_(std::exchange(current_request_id, std::move(request_id))),
+      previous_traceparent_(std::exchange(current_traceparent, std::move(traceparent))) {}
 
-ScopedRequestId::~ScopedRequestId() { current_request_id = std::move(previous_); }
+ScopedCallLog::~ScopedCallLog() {
+  current_request_id = std::move(previous_request_id_);
+  current_traceparent = std::move(previous_traceparent_);
+}
+
+absl::string_view TraceIdOf(absl::string_view traceparent) {
+  return traceparent.empty() ? "" : traceparent.substr(3, 32);
+}
+
+absl::string_view SpanIdOf(absl::string_view traceparent) {
+  return traceparent.empty() ? "" : traceparent.substr(36, 16);
+}
 
 }  // namespace tandem

@@ -15,6 +15,7 @@
 #include <variant>
 
 #include "absl/strings/string_view.h"
+#include "common/base/call_scope.h"
 
 namespace tandem {
 
@@ -52,26 +53,34 @@ struct LogField {
   LogValue value;
 };
 
-// Writes one line. `event` is a stable snake_case name; what varies goes into fields. The calling
-// thread's request id (ScopedRequestId) is added as "request_id". Never throws; text that is not
-// UTF-8 is repaired.
+// Writes one line. `event` is a stable snake_case name; what varies goes into fields. The names of
+// the calling thread's call (ScopedCallLog) are added as "request_id", "trace_id" and "span_id".
+// Never throws; text that is not UTF-8 is repaired.
 void Log(LogLevel level, absl::string_view event, std::initializer_list<LogField> fields = {});
 
 // The line that Log would write, without the line break.
 std::string FormatLogLine(LogLevel level, absl::string_view event,
                           std::initializer_list<LogField> fields);
 
-// While it lives, lines of this thread carry the request id.
-class ScopedRequestId {
+// While it lives, lines of this thread carry the names of a call.
+class ScopedCallLog {
  public:
-  explicit ScopedRequestId(std::string request_id);
-  ~ScopedRequestId();
-  ScopedRequestId(const ScopedRequestId&) = delete;
-  ScopedRequestId& operator=(const ScopedRequestId&) = delete;
+  explicit ScopedCallLog(const CallScope& call)
+      : ScopedCallLog(call.request_id, call.traceparent) {}
+  // `traceparent` is a well-formed W3C trace context, or "".
+  ScopedCallLog(std::string request_id, std::string traceparent);
+  ~ScopedCallLog();
+  ScopedCallLog(const ScopedCallLog&) = delete;
+  ScopedCallLog& operator=(const ScopedCallLog&) = delete;
 
  private:
-  std::string previous_;
+  std::string previous_request_id_;
+  std::string previous_traceparent_;
 };
+
+// The fields of a traceparent, "00-<trace id>-<span id>-<flags>" (W3C Trace Context, version 00).
+absl::string_view TraceIdOf(absl::string_view traceparent);
+absl::string_view SpanIdOf(absl::string_view traceparent);
 
 }  // namespace tandem
 

@@ -23,13 +23,17 @@ TEST(LoggingTest, LineIsOneJsonObjectWithTypedFields) {
   EXPECT_TRUE(json["ts"].get<std::string>().ends_with("Z"));
 }
 
-TEST(LoggingTest, RequestIdComesFromTheInnermostScope) {
-  const ScopedRequestId outer("a");
+TEST(LoggingTest, NamesOfACallComeFromTheInnermostScope) {
+  const auto line = [] { return nlohmann::json::parse(FormatLogLine(LogLevel::kInfo, "x", {})); };
+  const ScopedCallLog outer("a", "");
   {
-    const ScopedRequestId inner("b");
-    EXPECT_EQ(nlohmann::json::parse(FormatLogLine(LogLevel::kInfo, "x", {}))["request_id"], "b");
+    const ScopedCallLog inner("b", "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01");
+    EXPECT_EQ(line()["request_id"], "b");
+    EXPECT_EQ(line()["trace_id"], "0af7651916cd43dd8448eb211c80319c");
+    EXPECT_EQ(line()["span_id"], "b7ad6b7169203331");
   }
-  EXPECT_EQ(nlohmann::json::parse(FormatLogLine(LogLevel::kInfo, "x", {}))["request_id"], "a");
+  EXPECT_EQ(line()["request_id"], "a");
+  EXPECT_FALSE(line().contains("trace_id"));
 }
 
 TEST(LoggingTest, TextThatIsNotUtf8DoesNotThrow) {

@@ -102,6 +102,7 @@ Limits ControlGroupLimits(const std::string& root) {
     if (fields.size() != 3) continue;
     const bool version2 = fields[1].empty();
     for (const absl::string_view controller : absl::StrSplit(fields[1], ',')) {
+      if (!version2 && controller != "memory" && controller != "cpu") continue;
       const std::string mount =
           absl::StrCat(root, "/sys/fs/cgroup", version2 ? "" : "/", controller);
       for (std::string path(absl::StripSuffix(fields[2], "/"));; path.resize(path.rfind('/'))) {

@@ -1,8 +1,5 @@
 #include "common/config/server_config.h"
 
-#include <arpa/inet.h>
-#include <netinet/in.h>
-
 #include <cstdint>
 #include <initializer_list>
 #include <limits>
@@ -32,16 +29,6 @@ using types::v1::SelectionStrategy;
     if (!(message)->has_##field()) (message)->set_##field(value); \
   } while (false)
 
-// Whether a host is a loopback address (127.0.0.0/8 or ::1) or localhost. Any other name may
-// resolve to another machine.
-bool IsLoopback(const std::string& host) {
-  in_addr ipv4{};
-  if (inet_pton(AF_INET, host.c_str(), &ipv4) == 1) {
-    return ntohl(ipv4.s_addr) >> 24 == IN_LOOPBACKNET;
-  }
-  return host == "localhost" || host == "::1" || host == "[::1]";
-}
-
 absl::Status CheckOneOf(absl::string_view path, absl::string_view value,
                         std::initializer_list<absl::string_view> choices) {
   for (const absl::string_view choice : choices) {
@@ -58,6 +45,39 @@ absl::Status CheckPatterns(const google::protobuf::RepeatedPtrField<std::string>
   return absl::OkStatus();
 }
 
+absl::Status Resolve(v1::TlsOptions* tls) {
+  const bool has_certificate = !tls->certificate_file().empty();
+  if (has_certificate && tls->private_key_file().empty()) {
+    return InvalidField("server.tls.private_key_file", "is needed by server.tls.certificate_file");
+  }
+  if (!has_certificate && !tls->private_key_file().empty()) {
+    return InvalidField("server.tls.certificate_file", "is needed by server.tls.private_key_file");
+  }
+  TANDEM_DEFAULT(tls, require_client_certificate, has_certificate && !tls->ca_file().empty());
+  if (tls->require_client_certificate() && (!has_certificate || tls->ca_file().empty())) {
+    return InvalidField("server.tls.require_client_certificate",
+                        "needs server.tls.certificate_file and server.tls.ca_file");
+  }
+  return absl::OkStatus();
+}
+
+// A server that other machines reach has to know its clients.
+absl::Status CheckExposure(const ServerOptions& options) {
+  if (options.insecure() || IsLoopbackHost(options.host())) return absl::OkStatus();
+  if (options.tls().certificate_file().empty()) {
+    return InvalidField("server.host", absl::StrCat(options.host(),
+                                                    " is not a loopback address; it needs TLS "
+                                                    "(server.tls), or server.insecure: true"));
+  }
+  if (HasTokens(options.tokens()) || options.tls().require_client_certificate())
+    return absl::OkStatus();
+  return InvalidField(
+      "server.host",
+      absl::StrCat(options.host(),
+                   " is not a loopback address, and anybody who reaches it could call: it needs "
+                   "server.tls.ca_file, server.tokens, or server.insecure: true"));
+}
+
 absl::Status Resolve(ServerOptions* options, const DefaultPorts& ports) {
   if (options->host().empty()) options->set_host("127.0.0.1");
   TANDEM_DEFAULT(options, grpc_port, ports.grpc);
@@ -68,10 +88,14 @@ absl::Status Resolve(ServerOptions* options, const DefaultPorts& ports) {
   TANDEM_DEFAULT(options, keepalive_timeout_seconds, 20);
   TANDEM_DEFAULT(options, default_deadline_seconds, 600);
 
-  if (!IsLoopback(options->host()) && !options->insecure()) {
-    return InvalidField("server.host", absl::StrCat(options->host(),
-                                                    " is not a loopback address; without TLS it "
-                                                    "needs server.insecure: true"));
+  TANDEM_RETURN_IF_ERROR(Resolve(options->mutable_tls()));
+  TANDEM_RETURN_IF_ERROR(CheckExposure(*options));
+  if (options->tokens().own_file().empty() && !options->tokens().admin_file().empty()) {
+    options->mutable_tokens()->set_own_file(options->tokens().admin_file());
+  }
+  for (int i = 0; i < options->path_roots_size(); ++i) {
+    TANDEM_RETURN_IF_ERROR(
+        CheckPath(absl::StrCat("server.path_roots[", i, "]"), options->path_roots(i)));
   }
   TANDEM_RETURN_IF_ERROR(CheckInRange("server.grpc_port", options->grpc_port(), 0, 65535));
   TANDEM_RETURN_IF_ERROR(CheckInRange("server.metrics_port", options->metrics_port(), 0, 65535));
@@ -322,6 +346,11 @@ absl::Status Resolve(RolloutServerConfig* config) {
 absl::Status Resolve(TrainerServerConfig* config) { return ResolveTraining(config, kTrainerPorts); }
 
 absl::Status Resolve(CriticServerConfig* config) { return ResolveTraining(config, kCriticPorts); }
+
+bool HasTokens(const v1::TokenOptions& tokens) {
+  return !tokens.reader_file().empty() || !tokens.user_file().empty() ||
+         !tokens.admin_file().empty();
+}
 
 LogLevel LogLevelOf(const ServerOptions& options) {
   return ParseLogLevel(options.log_level()).value_or(LogLevel::kInfo);

@@ -32,6 +32,9 @@ absl::Status Resolve(CriticServerConfig* config);
 // The level of resolved options.
 LogLevel LogLevelOf(const ServerOptions& options);
 
+// Whether a role has a token file, so that callers need a token.
+bool HasTokens(const v1::TokenOptions& tokens);
+
 }  // namespace tandem::config
 
 #endif  // TANDEM_COMMON_CONFIG_SERVER_CONFIG_H_

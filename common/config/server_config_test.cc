@@ -215,6 +215,52 @@ TEST(ServerConfigTest, InsecureAllowsAnotherAddress) {
   EXPECT_TRUE(Check("senior_model: s\nserver: {host: 0.0.0.0, insecure: true}", &config).ok());
 }
 
+TEST(ServerConfigTest, AnotherAddressNeedsTlsAndIdentities) {
+  RolloutServerConfig config;
+  const auto field = [&](const std::string& settings) {
+    config.Clear();
+    const absl::Status status =
+        Check(absl::StrCat("senior_model: s\nserver: {host: 0.0.0.0", settings, "}"), &config);
+    return FieldPath(status).value_or("none");
+  };
+  const std::string certificate = "certificate_file: c, private_key_file: k";
+  EXPECT_EQ(field(""), "server.host");
+  EXPECT_EQ(field(", tokens: {admin_file: a}"), "server.host");
+  EXPECT_EQ(field(absl::StrCat(", tls: {", certificate, "}")), "server.host");
+  EXPECT_EQ(field(absl::StrCat(", tls: {", certificate,
+                               ", ca_file: ca, require_client_certificate: false}")),
+            "server.host");
+  EXPECT_EQ(field(absl::StrCat(", tls: {", certificate, "}, tokens: {reader_file: r}")), "none");
+  EXPECT_EQ(field(absl::StrCat(", tls: {", certificate, ", ca_file: ca}")), "none");
+  EXPECT_TRUE(config.server().tls().require_client_certificate());
+}
+
+TEST(ServerConfigTest, TlsNeedsAllOfItsFiles) {
+  RolloutServerConfig config;
+  const auto field = [&](const std::string& tls) {
+    config.Clear();
+    const absl::Status status =
+        Check(absl::StrCat("senior_model: s\nserver: {tls: {", tls, "}}"), &config);
+    return FieldPath(status).value_or("none");
+  };
+  EXPECT_EQ(field("certificate_file: c"), "server.tls.private_key_file");
+  EXPECT_EQ(field("private_key_file: k"), "server.tls.certificate_file");
+  EXPECT_EQ(field("certificate_file: c, private_key_file: k, require_client_certificate: true"),
+            "server.tls.require_client_certificate");
+  EXPECT_EQ(field("ca_file: ca"), "none");
+  EXPECT_FALSE(config.server().tls().require_client_certificate());
+}
+
+TEST(ServerConfigTest, TheAdminTokenIsTheServersOwnByDefault) {
+  RolloutServerConfig config;
+  ASSERT_TRUE(Check("senior_model: s\nserver: {tokens: {admin_file: a}}", &config).ok());
+  EXPECT_EQ(config.server().tokens().own_file(), "a");
+  config.Clear();
+  ASSERT_TRUE(
+      Check("senior_model: s\nserver: {tokens: {admin_file: a, own_file: o}}", &config).ok());
+  EXPECT_EQ(config.server().tokens().own_file(), "o");
+}
+
 TEST(ServerConfigTest, LoopbackIsAnAddressNotABeginning) {
   RolloutServerConfig config;
   for (const char* host : {"127.0.0.1", "127.8.9.10", "localhost", "'::1'", "'[::1]'"}) {

@@ -1,9 +1,14 @@
 #include "common/ranks/c10d_transport.h"
 
+#include <arpa/inet.h>
 #include <c10/util/Logging.h>
+#include <netinet/in.h>
+#include <sys/socket.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <chrono>
+#include <optional>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <torch/csrc/distributed/c10d/ProcessGroupGloo.hpp>
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
@@ -14,14 +19,41 @@
 #endif
 
 #include "absl/status/status.h"
+#include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/time/clock.h"
+#include "common/base/host_port.h"
 #include "common/base/status_macros.h"
 #include "common/ranks/deadline.h"
 #include "common/ranks/local_address.h"
 
 namespace tandem::ranks {
 namespace {
+
+// A socket that listens at an IPv4 loopback address alone: c10d itself listens at every address of
+// the machine. nullopt where the address is another one, or is taken: by this process's own store,
+// perhaps.
+std::optional<int> ListenOnLoopback(const RankEnvironment& environment) {
+  if (!IsLoopbackHost(environment.master_addr) || absl::StrContains(environment.master_addr, ':')) {
+    return std::nullopt;
+  }
+  const int fd = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
+  if (fd < 0) return std::nullopt;
+  const int on = 1;
+  setsockopt(fd, SOL_SOCKET, SO_REUSEADDR, &on, sizeof(on));
+  sockaddr_in address{};
+  address.sin_family = AF_INET;
+  address.sin_port = htons(static_cast<uint16_t>(environment.master_port));
+  if (inet_pton(AF_INET, environment.master_addr.c_str(), &address.sin_addr) != 1) {
+    address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+  }
+  if (bind(fd, reinterpret_cast<const sockaddr*>(&address), sizeof(address)) == 0 &&
+      listen(fd, SOMAXCONN) == 0) {
+    return fd;
+  }
+  close(fd);
+  return std::nullopt;
+}
 
 c10::intrusive_ptr<c10d::Store> OpenStore(const RankEnvironment& environment, bool host,
                                           absl::Duration timeout) {
@@ -30,6 +62,7 @@ c10::intrusive_ptr<c10d::Store> OpenStore(const RankEnvironment& environment, bo
   c10d::TCPStoreOptions options;
   options.port = static_cast<std::uint16_t>(environment.master_port);
   options.isServer = host;
+  if (host) options.masterListenFd = ListenOnLoopback(environment);
   options.waitWorkers = false;
   // The clients of rank 0 share one server.
   options.multiTenant = true;

@@ -29,4 +29,9 @@ std::string AdvertisedAddress(const config::v1::ServerOptions& options, int grpc
   return JoinHostPort(IsEveryInterface(options.host()) ? MachineName() : options.host(), grpc_port);
 }
 
+std::string LocalAddress(const config::v1::ServerOptions& options) {
+  return JoinHostPort(IsEveryInterface(options.host()) ? "localhost" : options.host(),
+                      options.grpc_port());
+}
+
 }  // namespace tandem::rpc

@@ -16,6 +16,9 @@ std::string JoinHostPort(const std::string& host, int port);
 // interface.
 std::string AdvertisedAddress(const config::v1::ServerOptions& options, int grpc_port);
 
+// Where a process on the same machine reaches it.
+std::string LocalAddress(const config::v1::ServerOptions& options);
+
 }  // namespace tandem::rpc
 
 #endif  // TANDEM_COMMON_RPC_ADDRESS_H_

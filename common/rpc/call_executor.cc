@@ -3,6 +3,7 @@
 #include <utility>
 
 #include "common/base/error.h"
+#include "common/base/status_macros.h"
 
 namespace tandem::rpc {
 
@@ -23,7 +24,10 @@ CallExecutor::~CallExecutor() {
   for (std::thread& thread : threads_) thread.join();
 }
 
-absl::Status CallExecutor::Admit(const grpc::ServerContextBase&) const {
+absl::Status CallExecutor::Admit(const grpc::ServerContextBase& context, Role needed) const {
+  if (options_.access != nullptr) {
+    TANDEM_RETURN_IF_ERROR(options_.access->Check(context, needed));
+  }
   switch (gate_.load()) {
     case Gate::kLoading:
       return WithRetryAfter(

@@ -14,6 +14,7 @@
 #include "absl/time/time.h"
 #include "common/base/bounded_queue.h"
 #include "common/base/catch_exceptions.h"
+#include "common/rpc/access_control.h"
 #include "common/rpc/byte_budget.h"
 #include "common/rpc/open_streams.h"
 
@@ -27,6 +28,8 @@ struct CallExecutorOptions {
   // The deadline of calls with one answer that come without one.
   absl::Duration default_deadline;
   OpenStreamsOptions streams;
+  // Must outlive the executor; null: every caller may do everything.
+  const AccessControl* access = nullptr;
 };
 
 class CallExecutor {
@@ -41,10 +44,11 @@ class CallExecutor {
   // Starts as kLoading.
   void SetGate(Gate gate) { gate_ = gate; }
 
-  // The one gate of every call: interceptors cannot refuse one. OK, or UNAVAILABLE with reason
-  // LOADING or DRAINING and a retry hint; `context` is not read yet: all callers are treated
-  // alike. A handler that got OK may use its engine.
-  absl::Status Admit(const grpc::ServerContextBase& context) const;
+  // The one gate of every call: interceptors cannot refuse one. OK if the caller has the role
+  // `needed` and the gate is open. UNAUTHENTICATED or PERMISSION_DENIED if it has not
+  // (access_control.h); UNAVAILABLE with reason LOADING or DRAINING and a retry hint if the gate is
+  // not open. A handler that got OK may use its engine.
+  absl::Status Admit(const grpc::ServerContextBase& context, Role needed) const;
 
   // Queues `work`. RESOURCE_EXHAUSTED with a retry hint when the queue is full; `work` then never
   // runs.

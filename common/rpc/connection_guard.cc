@@ -6,34 +6,47 @@
 #include <sys/epoll.h>
 #include <sys/eventfd.h>
 #include <sys/socket.h>
+#include <sys/un.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <array>
 #include <atomic>
 #include <cerrno>
+#include <csignal>
+#include <cstddef>
 #include <iterator>
 #include <list>
 #include <map>
 #include <optional>
+#include <random>
 #include <string>
 #include <thread>
 #include <utility>
 #include <vector>
 
 #include "absl/status/status.h"
+#include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/string_view.h"
 #include "absl/time/clock.h"
+#include "common/base/host_port.h"
 #include "common/base/logging.h"
+#include "common/rpc/client_stream.h"
 #include "common/rpc/http2_inspector.h"
 #include "common/rpc/rate_limit.h"
+#include "common/rpc/socket.h"
 
 namespace tandem::rpc {
 namespace {
 
 // How long answers may take to reach their clients once the server has ended.
 constexpr absl::Duration kFlushTime = absl::Seconds(1);
+// The share of an address's churn that a handshake takes: a signature of a large key is
+// milliseconds of work.
+constexpr double kHandshakeChurn = 2;
+// Time in which a client must have finished its TLS handshake.
+constexpr absl::Duration kHandshakeTime = absl::Seconds(10);
 // How often connections that wait are looked at.
 constexpr int kPollMilliseconds = 20;
 // Reads of one connection before the others have their turn.
@@ -41,23 +54,20 @@ constexpr int kReadsPerTurn = 4;
 // Addresses whose churn is remembered, before those that owe nothing are forgotten.
 constexpr size_t kMaxHosts = 4096;
 
-class Socket {
- public:
-  explicit Socket(int fd) : fd_(fd) {}
-  Socket(Socket&& other) noexcept : fd_(std::exchange(other.fd_, -1)) {}
-  Socket& operator=(Socket&& other) noexcept {
-    std::swap(fd_, other.fd_);
-    return *this;
-  }
-  ~Socket() {
-    if (fd_ >= 0) close(fd_);
-  }
-  int get() const { return fd_; }
-  bool valid() const { return fd_ >= 0; }
-
- private:
-  int fd_;
-};
+// Why the guard closed a connection: the values of the label `reason`, after ConnectionLimits.
+namespace cause {
+constexpr char kChurn[] = "churn";
+constexpr char kConnections[] = "connections";
+constexpr char kConnectionStreams[] = "connection_streams";
+constexpr char kControlFrames[] = "control_frames";
+constexpr char kOpenStreams[] = "open_streams";
+constexpr char kProtocol[] = "protocol";  // not HTTP/2, or beyond the inspector's bounds
+constexpr char kResets[] = "resets";
+constexpr char kUnfinishedBytes[] = "unfinished_bytes";
+constexpr const char* kAll[] = {kChurn,         kConnections,    kConnectionStreams,
+                                kControlFrames, kOpenStreams,    kProtocol,
+                                kResets,        kUnfinishedBytes};
+}  // namespace cause
 
 void Enable(const Socket& socket, int level, int option) {
   const int on = 1;
@@ -105,6 +115,23 @@ RateLimit BurstOf(int64_t count, double seconds) {
   return {static_cast<double>(count), static_cast<double>(count) / seconds, absl::Now()};
 }
 
+// Ends the part of a socket's name that PeerName returns; gRPC does not escape it.
+constexpr char kNameEnd[] = "@";
+
+// Gives a socket a name that its peer can ask for. The name needs no file: it begins with a NUL
+// byte (unix(7), abstract). Processes share such names, so this one is made unique.
+void NameSocket(const Socket& socket, absl::string_view name) {
+  static thread_local std::random_device random;
+  sockaddr_un address{};
+  address.sun_family = AF_UNIX;
+  const std::string unique =
+      absl::StrCat(name.substr(0, 80), kNameEnd, absl::Hex(random()), absl::Hex(random()));
+  unique.copy(address.sun_path + 1, unique.size());
+  // Without a name the connection is as good; the log then does not say whose it was.
+  (void)bind(socket.get(), reinterpret_cast<const sockaddr*>(&address),
+             static_cast<socklen_t>(offsetof(sockaddr_un, sun_path) + 1 + unique.size()));
+}
+
 // An empty SETTINGS frame, with which a server must begin.
 std::string Settings() { return std::string("\0\0\0\4\0\0\0\0\0", 9); }
 
@@ -125,14 +152,20 @@ std::string GoAway(absl::string_view reason) {
 
 class ConnectionGuard::Relay {
  public:
-  Relay(std::vector<Socket> listeners, const ConnectionLimits& limits)
+  Relay(std::vector<Socket> listeners, Metrics& metrics, const ServerTls* tls,
+        const ConnectionLimits& limits)
       : limits_(limits),
+        metrics_(metrics),
+        tls_(tls),
         listeners_(std::move(listeners)),
         port_(PortOf(listeners_[0])),
         epoll_(epoll_create1(EPOLL_CLOEXEC)),
         wake_(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)),
         resets_(BurstOf(limits.max_resets_per_second, 1)),
-        log_lines_(10, 1, absl::Now()) {}
+        log_lines_(10, 1, absl::Now()) {
+    // The counters exist from the start, for alerts.
+    for (const char* cause : cause::kAll) metrics_.Counter(metric::kConnectionsClosed, {cause});
+  }
 
   ~Relay() {
     ending_ = true;
@@ -169,16 +202,14 @@ class ConnectionGuard::Relay {
     bool ended = false;   // nothing more can be read
   };
   struct Connection {
-    Connection(std::string client_host, Socket client_socket, Socket server_socket,
-               const ConnectionLimits& limits)
+    Connection(std::string client_host, ClientStream client_stream, const ConnectionLimits& limits)
         : host(std::move(client_host)),
-          client(std::move(client_socket)),
-          server(std::move(server_socket)),
+          client(std::move(client_stream)),
           resets(BurstOf(limits.max_resets, 10)),
           control_frames(BurstOf(limits.max_control_frames, 10)) {}
     const std::string host;
-    Socket client;
-    Socket server;  // gRPC has the other end
+    ClientStream client;
+    Socket server{-1};  // gRPC has the other end, once hands are shaken
     End client_end{this};
     End server_end{this};
     bool server_gone = false;  // gRPC closed its end; what it wrote may still be read
@@ -193,7 +224,8 @@ class ConnectionGuard::Relay {
     int64_t open_streams = 0;
     int64_t num_resets = 0;
     int64_t num_control_frames = 0;
-    absl::Time active = absl::Now();
+    const absl::Time accepted = absl::Now();
+    absl::Time active = accepted;
   };
 
   void Wake() {
@@ -209,18 +241,26 @@ class ConnectionGuard::Relay {
   }
 
   void Run() {
+    // A client that is gone is an error of the write, not a signal.
+    sigset_t broken_pipe;
+    sigemptyset(&broken_pipe);
+    sigaddset(&broken_pipe, SIGPIPE);
+    pthread_sigmask(SIG_BLOCK, &broken_pipe, nullptr);
     std::optional<absl::Time> deadline;
     std::array<epoll_event, 64> events;
     while (true) {
-      const bool waits = accept_later_ || num_held_back_ > 0 || deadline.has_value();
+      const bool waits =
+          accept_later_ || num_held_back_ > 0 || num_handshakes_ > 0 || deadline.has_value();
       const int count =
           epoll_wait(epoll_.get(), events.data(), events.size(), waits ? kPollMilliseconds : -1);
       for (int i = 0; i < std::max(count, 0); ++i) OnEvent(events[i]);
       if (accept_later_) AcceptAll();
       for (Connection& connection : connections_) {
         if (connection.held_back && !connection.closed) Release(connection);
+        if (num_handshakes_ > 0) CheckHandshake(connection);
       }
       connections_.remove_if([](const Connection& connection) { return connection.closed; });
+      metrics_.Gauge(metric::kConnections).Set(static_cast<double>(connections_.size()));
       if (!listening_) listeners_.clear();
       if (!ending_) continue;
       if (!deadline.has_value()) deadline = absl::Now() + kFlushTime;
@@ -247,7 +287,11 @@ class ConnectionGuard::Relay {
         Close(connection);
         return;
       }
-      if ((event.events & EPOLLIN) != 0) ReadClient(connection);
+      if (!connection.server.valid()) {
+        ShakeHands(connection);
+        return;
+      }
+      if ((event.events & EPOLLIN) != 0 || connection.client.wants_write()) ReadClient(connection);
       if ((event.events & EPOLLOUT) != 0) ReadServer(connection);
     } else {
       if (gone && !std::exchange(connection.server_gone, true)) {
@@ -266,9 +310,11 @@ class ConnectionGuard::Relay {
     };
     const Direction& to_server = connection.to_server;
     const Direction& to_client = connection.to_client;
-    Watch(connection.client.get(),
-          events(!to_server.ended && to_server.pending.empty() && !connection.held_back,
-                 !to_client.pending.empty()),
+    const bool read = !to_server.ended && to_server.pending.empty() && !connection.held_back;
+    // OpenSSL may have to answer before it reads on (a key update).
+    const bool wants_write = connection.client.wants_write();
+    Watch(connection.client.fd(),
+          events(read && !wants_write, !to_client.pending.empty() || (read && wants_write)),
           &connection.client_end);
     if (connection.server_gone) return;
     Watch(connection.server.get(),
@@ -297,35 +343,95 @@ class ConnectionGuard::Relay {
   void Accept(std::string host, Socket client) {
     RateLimit& churn = ChurnOf(host);
     if (churn.overdrawn(absl::Now())) {
-      Refuse(client,
+      Refuse(host, std::move(client), cause::kChurn,
              "too many connections were opened, or closed with open calls, from this address");
       return;
     }
-    churn.Take(1, absl::Now());
+    churn.Take(tls_ == nullptr ? 1 : kHandshakeChurn, absl::Now());
     if (!MakeRoom(host)) {
-      Refuse(client, "the server has as many connections as it can, all with calls");
+      Refuse(host, std::move(client), cause::kConnections,
+             "the server has as many connections as it can, all with calls");
+      return;
+    }
+    Enable(client, IPPROTO_TCP, TCP_NODELAY);
+    ClientStream::Tls tls{nullptr, nullptr};
+    if (tls_ != nullptr) {
+      tls = tls_->NewConnection(TlsProtocol::kHttp2);
+      if (tls == nullptr) {
+        LogClosed(host, "refused: the process has no memory for TLS");
+        return;
+      }
+    }
+    Connection& connection = connections_.emplace_back(
+        std::move(host), ClientStream(std::move(client), std::move(tls)), limits_);
+    ++num_handshakes_;
+    ShakeHands(connection);
+  }
+
+  // Begins to relay once the client has shaken hands: at once without TLS.
+  void ShakeHands(Connection& connection) {
+    ClientStream::Denial denial;
+    switch (connection.client.Handshake(&denial)) {
+      case ClientStream::HandshakeState::kDone:
+        Serve(connection);
+        break;
+      case ClientStream::HandshakeState::kWaiting:
+        Watch(connection.client.fd(), connection.client.wants_write() ? EPOLLOUT : EPOLLIN,
+              &connection.client_end);
+        break;
+      case ClientStream::HandshakeState::kDenied:
+        Deny(connection, denial);
+        break;
+    }
+  }
+
+  void Serve(Connection& connection) {
+    if (!listening_) {  // gRPC takes no connection any more
+      Close(connection);
       return;
     }
     int pair[2];
     if (socketpair(AF_UNIX, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0, pair) != 0) {
-      LogClosed("refused: the process is out of file descriptors");
+      LogClosed(connection.host, "refused: the process is out of file descriptors");
+      Close(connection);
       return;
     }
-    Enable(client, IPPROTO_TCP, TCP_NODELAY);
-    Connection& connection =
-        connections_.emplace_back(std::move(host), std::move(client), Socket(pair[0]), limits_);
+    --num_handshakes_;
+    connection.server = Socket(pair[0]);
+    const std::string common_name = connection.client.CommonName();
+    NameSocket(connection.server, common_name.empty()
+                                      ? connection.host
+                                      : absl::StrCat(connection.host, "(", common_name, ")"));
     serve_(pair[1]);
-    WatchBoth(connection);
+    // Bytes that came with the end of the handshake wait in the stream.
+    ReadClient(connection);
+    if (!connection.closed) WatchBoth(connection);
+  }
+
+  void CheckHandshake(Connection& connection) {
+    if (connection.closed || connection.server.valid()) return;
+    if (!listening_) {
+      Close(connection);
+      return;
+    }
+    if (absl::Now() < connection.accepted + kHandshakeTime) return;
+    Deny(connection, ClientStream::TooSlow());
+  }
+
+  void Deny(Connection& connection, const ClientStream::Denial& denial) {
+    metrics_.Counter(metric::kAuthDenials, {denial.reason}).Increment();
+    LogClosed(connection.host, denial.message);
+    Close(connection);
   }
 
   void ReadClient(Connection& connection) {
     for (int i = 0; i < kReadsPerTurn && !connection.closed && !connection.held_back; ++i) {
-      if (!Flush(connection.to_server, connection.server)) {
+      if (!FlushToServer(connection)) {
         ServerGone(connection);
         return;
       }
       if (!connection.to_server.pending.empty()) return;
-      const ssize_t size = recv(connection.client.get(), buffer_.data(), buffer_.size(), 0);
+      const ssize_t size = connection.client.Read(buffer_.data(), buffer_.size());
       if (size < 0 && (errno == EAGAIN || errno == EINTR)) return;
       if (size < 0) {
         Close(connection);
@@ -339,13 +445,13 @@ class ConnectionGuard::Relay {
       const absl::string_view bytes(buffer_.data(), static_cast<size_t>(size));
       const absl::Status status = connection.inspector.OnClientBytes(bytes);
       if (!status.ok()) {
-        Refuse(connection, status.message());
+        Refuse(connection, cause::kProtocol, status.message());
         return;
       }
       Count(connection);
       if (connection.closed) return;
       connection.to_server.pending = std::string(bytes);
-      if (!Flush(connection.to_server, connection.server)) {
+      if (!FlushToServer(connection)) {
         ServerGone(connection);
         return;
       }
@@ -355,7 +461,7 @@ class ConnectionGuard::Relay {
   void ReadServer(Connection& connection) {
     // Nothing tells of what is left once gRPC is gone: all of it is read.
     for (int i = 0; (i < kReadsPerTurn || connection.server_gone) && !connection.closed; ++i) {
-      if (!Flush(connection.to_client, connection.client)) {
+      if (!FlushToClient(connection)) {
         Close(connection);
         return;
       }
@@ -383,14 +489,24 @@ class ConnectionGuard::Relay {
     connection.to_server.ended = true;
   }
 
-  // Returns false if the receiver is gone.
-  bool Flush(Direction& direction, const Socket& socket) {
+  // The next two return false if the receiver is gone.
+  bool FlushToServer(Connection& connection) {
+    return Flush(connection.to_server, [&](absl::string_view bytes) {
+      return send(connection.server.get(), bytes.data(), bytes.size(), MSG_NOSIGNAL);
+    });
+  }
+  bool FlushToClient(Connection& connection) {
+    return Flush(connection.to_client,
+                 [&](absl::string_view bytes) { return connection.client.Write(bytes); });
+  }
+  template <typename Write>
+  bool Flush(Direction& direction, Write write) {
     absl::string_view rest = direction.pending;
     while (!rest.empty()) {
-      const ssize_t size = send(socket.get(), rest.data(), rest.size(), MSG_NOSIGNAL);
+      const ssize_t size = write(rest);
       if (size < 0 && errno == EINTR) continue;
       if (size < 0 && errno != EAGAIN) return false;
-      if (size < 0) break;
+      if (size <= 0) break;
       rest.remove_prefix(static_cast<size_t>(size));
     }
     direction.pending.erase(0, direction.pending.size() - rest.size());
@@ -410,8 +526,9 @@ class ConnectionGuard::Relay {
         inspector.resets() - std::exchange(connection.num_resets, inspector.resets()));
     if (resets > 0) {
       if (!connection.resets.Take(resets, now)) {
-        Refuse(connection, absl::StrCat("too many calls were reset: more than ", limits_.max_resets,
-                                        " in ten seconds"));
+        Refuse(connection, cause::kResets,
+               absl::StrCat("too many calls were reset: more than ", limits_.max_resets,
+                            " in ten seconds"));
         return;
       }
       if (!resets_.Take(resets, now) && !std::exchange(connection.held_back, true)) {
@@ -422,23 +539,25 @@ class ConnectionGuard::Relay {
         inspector.control_frames() -
         std::exchange(connection.num_control_frames, inspector.control_frames()));
     if (control_frames > 0 && !connection.control_frames.Take(control_frames, now)) {
-      Refuse(connection, absl::StrCat("more than ", limits_.max_control_frames,
-                                      " PING and SETTINGS frames in ten seconds"));
+      Refuse(connection, cause::kControlFrames,
+             absl::StrCat("more than ", limits_.max_control_frames,
+                          " PING and SETTINGS frames in ten seconds"));
       return;
     }
     if (connection.open_streams > limits_.max_connection_streams) {
-      Refuse(connection, absl::StrCat("more than ", limits_.max_connection_streams,
-                                      " calls at a time on one connection"));
+      Refuse(connection, cause::kConnectionStreams,
+             absl::StrCat("more than ", limits_.max_connection_streams,
+                          " calls at a time on one connection"));
       return;
     }
     if (unfinished_bytes_ > limits_.max_unfinished_bytes) {
-      Refuse(Largest(&Connection::unfinished_bytes),
+      Refuse(Largest(&Connection::unfinished_bytes), cause::kUnfinishedBytes,
              absl::StrCat("messages that are not complete hold more than ",
                           limits_.max_unfinished_bytes,
                           " bytes of the server, most of them on this connection"));
     }
     if (open_streams_ > limits_.max_open_streams) {
-      Refuse(Largest(&Connection::open_streams),
+      Refuse(Largest(&Connection::open_streams), cause::kOpenStreams,
              absl::StrCat("the server has more than ", limits_.max_open_streams,
                           " open streams, most of them on this connection"));
     }
@@ -461,21 +580,31 @@ class ConnectionGuard::Relay {
   // Closes a connection if one more, from `host`, would be too many. Returns false if the new one
   // has to be refused.
   bool MakeRoom(const std::string& host) {
-    std::map<std::string, int> counts;
-    int live = 0;
-    for (const Connection& connection : connections_) {
-      if (connection.closed) continue;
-      ++counts[connection.host];
-      ++live;
-    }
+    const auto live = std::count_if(connections_.begin(), connections_.end(),
+                                    [](const Connection& it) { return !it.closed; });
     if (live < limits_.max_connections) return true;
+    // A client that has not finished its handshake has shown nothing yet; the oldest is silent,
+    // most likely.
+    const auto stranger =
+        std::find_if(connections_.begin(), connections_.end(),
+                     [](const Connection& it) { return !it.closed && !it.server.valid(); });
+    if (stranger != connections_.end()) {
+      Refuse(*stranger, cause::kConnections,
+             "the server has as many connections as it can, and this one has not finished its "
+             "TLS handshake");
+      return true;
+    }
+    std::map<std::string, int> counts;
+    for (const Connection& connection : connections_) {
+      if (!connection.closed) ++counts[connection.host];
+    }
     const auto largest =
         std::max_element(counts.begin(), counts.end(),
                          [](const auto& a, const auto& b) { return a.second < b.second; });
     const int own = counts[host];
     if (largest->second > own + 1) {
       Connection* idlest = Idlest([&](const Connection& it) { return it.host == largest->first; });
-      Refuse(idlest != nullptr ? *idlest : Newest(largest->first),
+      Refuse(idlest != nullptr ? *idlest : Newest(largest->first), cause::kConnections,
              "the server has as many connections as it can, most of them from this address");
       return true;
     }
@@ -483,7 +612,8 @@ class ConnectionGuard::Relay {
     Connection* idlest =
         Idlest([&](const Connection& it) { return it.host == host || counts[it.host] > own; });
     if (idlest == nullptr) return false;
-    Refuse(*idlest, "the server has as many connections as it can, and this one has no call");
+    Refuse(*idlest, cause::kConnections,
+           "the server has as many connections as it can, and this one has no call");
     return true;
   }
 
@@ -507,34 +637,38 @@ class ConnectionGuard::Relay {
   }
 
   // Closes a connection and tells its client why.
-  void Refuse(Connection& connection, absl::string_view reason) {
+  void Refuse(Connection& connection, const char* cause, absl::string_view reason) {
     const Http2Inspector& inspector = connection.inspector;
-    if (connection.to_client.pending.empty() && inspector.between_server_frames()) {
+    if (connection.server.valid() && connection.to_client.pending.empty() &&
+        inspector.between_server_frames()) {
       SayGoAway(connection.client, inspector.server_has_spoken(), reason);
     }
-    LogClosed(reason);
+    CountClosed(connection.host, cause, reason);
     Close(connection);
   }
 
-  // Tells the client of a connection that is not accepted why.
-  void Refuse(const Socket& client, absl::string_view reason) {
-    SayGoAway(client, /*server_has_spoken=*/false, reason);
-    LogClosed(reason);
+  // Tells the client of a connection that is not accepted why, unless that would take a handshake.
+  void Refuse(const std::string& host, Socket client, const char* cause, absl::string_view reason) {
+    if (tls_ == nullptr) {
+      ClientStream stream(std::move(client), {nullptr, nullptr});
+      SayGoAway(stream, /*server_has_spoken=*/false, reason);
+    }
+    CountClosed(host, cause, reason);
   }
 
-  static void SayGoAway(const Socket& client, bool server_has_spoken, absl::string_view reason) {
+  static void SayGoAway(ClientStream& client, bool server_has_spoken, absl::string_view reason) {
     const std::string frames = absl::StrCat(server_has_spoken ? "" : Settings(), GoAway(reason));
-    (void)!send(client.get(), frames.data(), frames.size(), MSG_NOSIGNAL);
-    shutdown(client.get(), SHUT_WR);
+    (void)client.Write(frames);
+    client.EndWrites();
     // Bytes that nobody has read would turn the end of the connection into a reset, which may
     // overtake the frame.
     std::array<char, 16 << 10> unread;
     for (int i = 0; i < kReadsPerTurn; ++i) {
-      if (recv(client.get(), unread.data(), unread.size(), 0) <= 0) break;
+      if (recv(client.fd(), unread.data(), unread.size(), 0) <= 0) break;
     }
   }
 
-  // What clients of an address have left of their churn.
+  // The churn that clients of an address have left.
   RateLimit& ChurnOf(const std::string& host) {
     const absl::Time now = absl::Now();
     if (churn_.size() >= kMaxHosts) {
@@ -553,20 +687,28 @@ class ConnectionGuard::Relay {
     unfinished_bytes_ -= std::exchange(connection.unfinished_bytes, 0);
     open_streams_ -= std::exchange(connection.open_streams, 0);
     if (connection.held_back) --num_held_back_;
-    connection.client = Socket(-1);
+    if (!connection.server.valid()) --num_handshakes_;
+    connection.client = ClientStream(Socket(-1), {nullptr, nullptr});
     connection.server = Socket(-1);
   }
 
-  void LogClosed(absl::string_view reason) {
+  void CountClosed(const std::string& host, const char* cause, absl::string_view reason) {
+    metrics_.Counter(metric::kConnectionsClosed, {cause}).Increment();
+    LogClosed(host, reason);
+  }
+
+  void LogClosed(const std::string& host, absl::string_view reason) {
     if (log_lines_.overdrawn(absl::Now()) || !log_lines_.Take(1, absl::Now())) {
       ++unlogged_;
       return;
     }
     Log(LogLevel::kWarning, "connection_closed",
-        {{"message", reason}, {"not_logged", std::exchange(unlogged_, 0)}});
+        {{"message", reason}, {"peer", host}, {"not_logged", std::exchange(unlogged_, 0)}});
   }
 
   const ConnectionLimits limits_;
+  Metrics& metrics_;
+  const ServerTls* const tls_;
   std::vector<Socket> listeners_;
   const int port_;
   const Socket epoll_;
@@ -580,10 +722,11 @@ class ConnectionGuard::Relay {
 
   // The thread's own.
   std::list<Connection> connections_;
-  std::array<char, 64 << 10> buffer_;
+  std::array<char, ClientStream::kReadBytes> buffer_;
   int64_t unfinished_bytes_ = 0;
   int64_t open_streams_ = 0;
   int64_t num_held_back_ = 0;
+  int64_t num_handshakes_ = 0;  // connections that do not yet relay
   bool accept_later_ = false;
   RateLimit resets_;
   std::map<std::string, RateLimit> churn_;  // by address
@@ -592,17 +735,15 @@ class ConnectionGuard::Relay {
 };
 
 absl::StatusOr<std::unique_ptr<ConnectionGuard>> ConnectionGuard::Listen(
-    const std::string& host, int port, const ConnectionLimits& limits) {
-  absl::string_view name = host;
-  if (name.size() > 1 && name.front() == '[' && name.back() == ']') {
-    name = name.substr(1, name.size() - 2);
-  }
+    const std::string& host, int port, Metrics& metrics, const ServerTls* tls,
+    const ConnectionLimits& limits) {
+  const std::string name(WithoutBrackets(host));
   addrinfo hints{};
   hints.ai_flags = AI_PASSIVE;
   hints.ai_socktype = SOCK_STREAM;
   addrinfo* addresses = nullptr;
   std::vector<Socket> listeners;
-  if (getaddrinfo(std::string(name).c_str(), nullptr, &hints, &addresses) == 0) {
+  if (getaddrinfo(name.c_str(), nullptr, &hints, &addresses) == 0) {
     for (const addrinfo* address = addresses; address != nullptr; address = address->ai_next) {
       // A name with several addresses has one port.
       Socket listener = ListenAt(*address, listeners.empty() ? port : PortOf(listeners[0]));
@@ -611,7 +752,7 @@ absl::StatusOr<std::unique_ptr<ConnectionGuard>> ConnectionGuard::Listen(
     freeaddrinfo(addresses);
   }
   if (listeners.empty()) return absl::UnavailableError("the address cannot be bound");
-  auto relay = std::make_unique<Relay>(std::move(listeners), limits);
+  auto relay = std::make_unique<Relay>(std::move(listeners), metrics, tls, limits);
   if (!relay->valid()) return absl::UnavailableError("the process is out of file descriptors");
   return std::unique_ptr<ConnectionGuard>(new ConnectionGuard(std::move(relay)));
 }
@@ -621,5 +762,11 @@ ConnectionGuard::~ConnectionGuard() = default;
 int ConnectionGuard::port() const { return relay_->port(); }
 void ConnectionGuard::Start(std::function<void(int fd)> serve) { relay_->Start(std::move(serve)); }
 void ConnectionGuard::StopListening() { relay_->StopListening(); }
+
+std::string PeerName(const std::string& grpc_peer) {
+  constexpr absl::string_view kScheme = "unix-abstract:";
+  if (!absl::StartsWith(grpc_peer, kScheme)) return "";
+  return grpc_peer.substr(kScheme.size(), grpc_peer.rfind(kNameEnd) - kScheme.size());
+}
 
 }  // namespace tandem::rpc

@@ -1,7 +1,8 @@
 // Accepts a server's connections and bounds what their clients can make gRPC hold. gRPC 1.51 has no
 // bound on connections, on streams that are opened and reset, nor on messages that never end, so
 // every byte passes through here on its way to gRPC, which gets one end of a socket pair for each
-// connection. docs/adr/0028-a-guard-before-grpc.md says what else was considered.
+// connection. TLS ends here, too: a client without a good certificate never reaches gRPC.
+// docs/adr/0028-a-guard-before-grpc.md says what else was considered.
 #ifndef TANDEM_COMMON_RPC_CONNECTION_GUARD_H_
 #define TANDEM_COMMON_RPC_CONNECTION_GUARD_H_
 
@@ -11,6 +12,8 @@
 #include <string>
 
 #include "absl/status/statusor.h"
+#include "common/rpc/metrics.h"
+#include "common/rpc/tls.h"
 
 namespace tandem::rpc {
 
@@ -44,9 +47,11 @@ struct ConnectionLimits {
 
 class ConnectionGuard {
  public:
-  // Binds; port 0 means any. UNAVAILABLE when the address cannot be bound.
+  // Binds; port 0 means any. Clients have to speak TLS if `tls` is not null. `metrics` and `tls`
+  // must outlive this object. UNAVAILABLE when the address cannot be bound.
   static absl::StatusOr<std::unique_ptr<ConnectionGuard>> Listen(
-      const std::string& host, int port, const ConnectionLimits& limits = {});
+      const std::string& host, int port, Metrics& metrics, const ServerTls* tls = nullptr,
+      const ConnectionLimits& limits = {});
   // Waits a moment for answers that are on their way to clients, once gRPC has closed its ends.
   ~ConnectionGuard();
 
@@ -66,6 +71,10 @@ class ConnectionGuard {
 
   const std::unique_ptr<Relay> relay_;
 };
+
+// "ADDRESS" or "ADDRESS(COMMON NAME)" of a client, from what gRPC calls the peer of a call; "" if
+// the name is not a guard's. Characters that a URI cannot hold are percent-encoded.
+std::string PeerName(const std::string& grpc_peer);
 
 }  // namespace tandem::rpc
 

@@ -14,6 +14,7 @@
 #include <thread>
 #include <vector>
 
+#include "common/rpc/metrics.h"
 #include "common/rpc/testing/http2_frames.h"
 #include "common/rpc/testing/server.h"
 
@@ -62,7 +63,7 @@ class Peer {
 class ConnectionGuardTest : public testing::Test {
  protected:
   void Start(const ConnectionLimits& limits) {
-    auto guard = ConnectionGuard::Listen("127.0.0.1", 0, limits);
+    auto guard = ConnectionGuard::Listen("127.0.0.1", 0, metrics_, /*tls=*/nullptr, limits);
     ASSERT_TRUE(guard.ok()) << guard.status();
     guard_ = *std::move(guard);
     guard_->Start([this](int fd) {
@@ -122,6 +123,7 @@ class ConnectionGuardTest : public testing::Test {
   std::mutex mutex_;
   std::vector<int> served_;
   std::vector<std::unique_ptr<Peer>> servers_;
+  Metrics metrics_;
   std::unique_ptr<ConnectionGuard> guard_;
 };
 
@@ -157,6 +159,7 @@ TEST_F(ConnectionGuardTest, TooManyResetsCloseTheConnection) {
     pair.client->Send(Frame(kHeadersFrame, 0, stream) + Frame(kResetFrame, 0, stream, Bytes(8, 4)));
   }
   EXPECT_THAT(pair.client->ReceiveAll(), HasSubstr("too many calls were reset"));
+  EXPECT_EQ(metrics_.Counter(metric::kConnectionsClosed, {"resets"}).Value(), 1);
   EXPECT_LE(pair.server->ReceiveAll().size(), 11 * 22u);
 }
 
@@ -287,7 +290,7 @@ TEST_F(ConnectionGuardTest, AnAddressThatComesAndGoesTooOftenIsRefusedForAWhile)
 
 TEST_F(ConnectionGuardTest, APortInUseIsUnavailable) {
   Start({});
-  EXPECT_EQ(ConnectionGuard::Listen("127.0.0.1", guard_->port()).status().code(),
+  EXPECT_EQ(ConnectionGuard::Listen("127.0.0.1", guard_->port(), metrics_).status().code(),
             absl::StatusCode::kUnavailable);
 }
 

@@ -1,5 +1,5 @@
 // The golden list of metrics: every Prometheus name that a Tandem server exports, once. Dashboards,
-// alerts and docs/metrics.md use only names from here; tests/lint/test_docs.py reads this file.
+// alerts and docs/metrics.md use only names from here; tests/watching reads this file.
 #ifndef TANDEM_COMMON_RPC_METRIC_NAMES_H_
 #define TANDEM_COMMON_RPC_METRIC_NAMES_H_
 
@@ -51,6 +51,23 @@ inline constexpr MetricSpec kServerInfo{MetricType::kGauge,
                                         {"role", "version"}};
 inline constexpr MetricSpec kServerStart{MetricType::kGauge, "tandem_server_start_time_seconds",
                                          "Unix time at which the process started."};
+inline constexpr MetricSpec kConnections{MetricType::kGauge, "tandem_connections",
+                                         "Connections of the gRPC port."};
+inline constexpr MetricSpec kConnectionsClosed{
+    MetricType::kCounter,
+    "tandem_connections_closed_total",
+    "Connections that the server closed because they went beyond a limit, by limit.",
+    {"reason"}};
+inline constexpr MetricSpec kAuthDenials{
+    MetricType::kCounter,
+    "tandem_auth_denials_total",
+    "Clients and calls that were sent away: their TLS (not_tls, certificate_missing, "
+    "certificate_refused, handshake_failed) or their token (token_missing, token_unknown, "
+    "role_too_small).",
+    {"reason"}};
+inline constexpr MetricSpec kCertificateExpiry{
+    MetricType::kGauge, "tandem_certificate_expiry_timestamp_seconds",
+    "Unix time at which the server's certificate expires; absent without TLS."};
 inline constexpr MetricSpec kResidentMemory{MetricType::kGauge, "process_resident_memory_bytes",
                                             "Memory of the process that is in RAM."};
 inline constexpr MetricSpec kAvailableMemory{
@@ -58,6 +75,8 @@ inline constexpr MetricSpec kAvailableMemory{
     "Memory that the process may still take: what the machine and its control groups leave."};
 inline constexpr MetricSpec kCpuSeconds{MetricType::kCounter, "process_cpu_seconds_total",
                                         "Processor time of all threads, user and system."};
+inline constexpr MetricSpec kThreads{MetricType::kGauge, "process_threads",
+                                     "Threads of the process."};
 inline constexpr MetricSpec kOpenFiles{MetricType::kGauge, "process_open_fds",
                                        "Open file descriptors."};
 inline constexpr MetricSpec kServerRank{MetricType::kGauge, "tandem_server_rank",

@@ -107,6 +107,4 @@ void Metrics::OnScrape(std::function<void()> update) { source_->SetUpdate(std::m
 
 std::string Metrics::Text() { return prometheus::TextSerializer().Serialize(source_->Collect()); }
 
-std::shared_ptr<prometheus::Collectable> Metrics::collectable() const { return source_; }
-
 }  // namespace tandem::rpc

@@ -45,9 +45,6 @@ class Metrics {
   // The current values in the text format.
   std::string Text();
 
-  // The collection that an exposer serves.
-  std::shared_ptr<prometheus::Collectable> collectable() const;
-
  private:
   class Source;
   std::shared_ptr<prometheus::Registry> registry_;

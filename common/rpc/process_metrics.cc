@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <filesystem>
 #include <fstream>
+#include <optional>
 #include <system_error>
 
 #include "common/base/machine_resources.h"
@@ -16,6 +17,17 @@ namespace {
 
 double Seconds(const timeval& time) {
   return static_cast<double>(time.tv_sec) + static_cast<double>(time.tv_usec) / 1e6;
+}
+
+// Entries of a directory, or nullopt if it cannot be read.
+std::optional<int64_t> CountEntries(const char* directory) {
+  int64_t count = 0;
+  std::error_code error;
+  for (std::filesystem::directory_iterator entry(directory, error), end; !error && entry != end;
+       entry.increment(error)) {
+    ++count;
+  }
+  return error ? std::nullopt : std::optional(count);
 }
 
 }  // namespace
@@ -35,13 +47,12 @@ void UpdateProcessMetrics(Metrics& metrics) {
   if (getrusage(RUSAGE_SELF, &usage) == 0) {
     metrics.SetTotal(metric::kCpuSeconds, Seconds(usage.ru_utime) + Seconds(usage.ru_stime));
   }
-  int64_t open_files = 0;
-  std::error_code error;
-  for (std::filesystem::directory_iterator entry("/proc/self/fd", error), end;
-       !error && entry != end; entry.increment(error)) {
-    ++open_files;
+  if (const auto files = CountEntries("/proc/self/fd")) {
+    metrics.Gauge(metric::kOpenFiles).Set(static_cast<double>(*files));
   }
-  if (!error) metrics.Gauge(metric::kOpenFiles).Set(static_cast<double>(open_files));
+  if (const auto threads = CountEntries("/proc/self/task")) {
+    metrics.Gauge(metric::kThreads).Set(static_cast<double>(*threads));
+  }
 }
 
 }  // namespace tandem::rpc

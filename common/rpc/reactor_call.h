@@ -69,11 +69,12 @@ class CallState {
 // One call: the gate, its state, its context, and the default deadline where the client gave none.
 class Call {
  public:
-  Call(const CallExecutor& executor, grpc::CallbackServerContext* context,
+  Call(const CallExecutor& executor, grpc::CallbackServerContext* context, Role needed,
        std::function<void(grpc::Status)> finish, bool needs_deadline)
       : state_(std::make_shared<CallState>(std::move(finish))),
-        admitted_(executor.Admit(*context)) {
+        admitted_(executor.Admit(*context, needed)) {
     context_.request_id = AssignRequestId(context);
+    context_.traceparent = TraceparentOf(*context);
     context_.deadline = DeadlineOf(*context);
     context_.cancellation = state_->cancellation();
     if (needs_deadline && context_.deadline == absl::InfiniteFuture()) {

@@ -5,6 +5,7 @@
 
 #include "absl/strings/ascii.h"
 #include "absl/strings/str_format.h"
+#include "absl/strings/string_view.h"
 
 namespace tandem::rpc {
 namespace {
@@ -31,6 +32,19 @@ std::string AssignRequestId(grpc::ServerContextBase* context) {
   std::string id = ChooseRequestId(*context);
   context->AddTrailingMetadata(kRequestIdKey, id);
   return id;
+}
+
+std::string TraceparentOf(const grpc::ServerContextBase& context) {
+  const auto found = context.client_metadata().find(kTraceparentKey);
+  if (found == context.client_metadata().end()) return "";
+  const absl::string_view text(found->second.data(), found->second.size());
+  constexpr absl::string_view kForm = "00-xxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxx-xxxxxxxxxxxxxxxx-xx";
+  const auto fits = [](char c, char form) {
+    return form == 'x' ? absl::ascii_isdigit(c) || (c >= 'a' && c <= 'f') : c == form;
+  };
+  const bool well_formed =
+      text.size() == kForm.size() && std::equal(text.begin(), text.end(), kForm.begin(), fits);
+  return well_formed ? std::string(text) : "";
 }
 
 }  // namespace tandem::rpc

@@ -12,6 +12,7 @@
 #include "absl/time/clock.h"
 #include "absl/time/time.h"
 #include "common/base/logging.h"
+#include "common/rpc/connection_guard.h"
 #include "common/rpc/error_table.h"
 #include "common/rpc/rate_limit.h"
 #include "common/rpc/request_id.h"
@@ -131,6 +132,7 @@ class RpcInterceptor final : public grpc::experimental::Interceptor {
     metrics_->Counter(metric::kRpcHandled, {service_, method_, code_name}).Increment();
     metrics_->Histogram(metric::kRpcSeconds, {service_, method_}).Observe(seconds);
     const LogLevel level = LevelOf(code);
+    const ScopedCallLog call_log(request_id, TraceparentOf(*context_));
     int64_t unlogged = 0;
     if (level != LogLevel::kDebug) {
       const std::optional<int64_t> taken = log_->Take();
@@ -143,7 +145,7 @@ class RpcInterceptor final : public grpc::experimental::Interceptor {
          {"grpc_code", code_name},
          {"seconds", seconds},
          {"message", message},
-         {"request_id", request_id},
+         {"peer", PeerName(context_->peer())},
          {"not_logged", unlogged}});
   }
 

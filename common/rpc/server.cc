@@ -4,14 +4,9 @@
 #include <grpcpp/health_check_service_interface.h>
 #include <grpcpp/security/server_credentials.h>
 #include <grpcpp/server_builder.h>
-#include <netdb.h>
-#include <sys/socket.h>
-#include <unistd.h>
 
-#include <algorithm>
 #include <atomic>
 #include <chrono>
-#include <exception>
 #include <string>
 #include <thread>
 #include <utility>
@@ -36,10 +31,6 @@ constexpr int kToleratedPingMilliseconds = 500;
 // Time in which a new connection must send its HTTP/2 settings.
 constexpr absl::Duration kHandshakeTimeout = absl::Seconds(10);
 
-// Threads of the metrics endpoint; a silent connection holds one until the timeout.
-constexpr int kMetricsThreads = 8;
-constexpr absl::Duration kMetricsTimeout = absl::Seconds(1);
-
 // The service that grpc++ adds.
 constexpr char kHealthService[] = "grpc.health.v1.Health";
 
@@ -50,38 +41,6 @@ absl::Status CannotBind(const std::string& what, const std::string& address,
   return absl::UnavailableError(absl::StrCat("cannot bind the ", what, " address ", address,
                                              ": is the port in use? (", field,
                                              ", 0 picks a free one)"));
-}
-
-// CivetWeb's listener looks whether it should end only after a connection or a poll of two seconds,
-// and offers no way to wake it: this connects while the exposer goes away, so that a server ends
-// (and each of the tests that start one) in milliseconds.
-void CloseExposer(std::unique_ptr<prometheus::Exposer> exposer, const std::string& host, int port) {
-  if (exposer == nullptr) return;
-  std::atomic<bool> closed = false;
-  std::thread closer([&] {
-    exposer.reset();
-    closed = true;
-  });
-  addrinfo hints{};
-  hints.ai_flags = AI_NUMERICHOST;
-  hints.ai_socktype = SOCK_STREAM;
-  addrinfo* address = nullptr;
-  if (getaddrinfo(host.c_str(), std::to_string(port).c_str(), &hints, &address) == 0) {
-    while (!closed) {
-      std::this_thread::sleep_for(std::chrono::milliseconds(5));
-      const int fd = socket(address->ai_family, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0);
-      if (fd < 0) break;
-      (void)connect(fd, address->ai_addr, address->ai_addrlen);
-      close(fd);
-    }
-    freeaddrinfo(address);
-  }
-  closer.join();
-}
-
-// CivetWeb wants a numeric address.
-std::string MetricsHost(const std::string& host) {
-  return host == "localhost" ? "127.0.0.1" : host;
 }
 
 void AddMethods(const google::protobuf::ServiceDescriptor* service, MethodTable& methods) {
@@ -114,7 +73,9 @@ MethodTable MethodsOf(const std::vector<NamedService>& services) {
 
 absl::StatusOr<std::unique_ptr<Server>> Server::Start(const config::v1::ServerOptions& options,
                                                       const std::vector<NamedService>& services,
-                                                      CallExecutor& executor, Metrics* metrics) {
+                                                      CallExecutor& executor,
+                                                      const ServerSecurity& security,
+                                                      Metrics* metrics) {
   static const bool health = [] {
     grpc::EnableDefaultHealthCheckService(true);
     return true;
@@ -122,22 +83,17 @@ absl::StatusOr<std::unique_ptr<Server>> Server::Start(const config::v1::ServerOp
   (void)health;
 
   std::unique_ptr<Server> server(new Server);
-  const std::string metrics_address =
-      JoinHostPort(MetricsHost(options.host()), options.metrics_port());
-  try {
-    server->exposer_ = std::make_unique<prometheus::Exposer>(std::vector<std::string>{
-        "listening_ports", metrics_address, "num_threads", absl::StrCat(kMetricsThreads),
-        "request_timeout_ms", absl::StrCat(absl::ToInt64Milliseconds(kMetricsTimeout))});
-  } catch (const std::exception&) {
-    return CannotBind("metrics", metrics_address, "server.metrics_port");
+  auto metrics_endpoint =
+      MetricsEndpoint::Listen(options.host(), options.metrics_port(), security, *metrics);
+  if (!metrics_endpoint.ok()) {
+    return CannotBind("metrics", JoinHostPort(options.host(), options.metrics_port()),
+                      "server.metrics_port");
   }
-  server->metrics_host_ = MetricsHost(options.host());
-  server->exposer_->RegisterCollectable(metrics->collectable());
-  const std::vector<int> ports = server->exposer_->GetListeningPorts();
-  server->metrics_port_ = ports.empty() ? options.metrics_port() : ports[0];
+  server->metrics_endpoint_ = *std::move(metrics_endpoint);
 
   const std::string address = JoinHostPort(options.host(), options.grpc_port());
-  auto guard = ConnectionGuard::Listen(options.host(), options.grpc_port());
+  auto guard =
+      ConnectionGuard::Listen(options.host(), options.grpc_port(), *metrics, security.tls());
   if (!guard.ok()) return CannotBind("gRPC", address, "server.grpc_port");
   server->guard_ = *std::move(guard);
 
@@ -187,10 +143,7 @@ absl::StatusOr<std::unique_ptr<Server>> Server::Start(const config::v1::ServerOp
   return server;
 }
 
-Server::~Server() {
-  Shutdown(absl::InfinitePast());
-  CloseExposer(std::move(exposer_), metrics_host_, metrics_port_);
-}
+Server::~Server() { Shutdown(absl::InfinitePast()); }
 
 void Server::SetServing(bool serving) {
   grpc::HealthCheckServiceInterface* const health = server_->GetHealthCheckService();

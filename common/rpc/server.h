@@ -18,8 +18,9 @@
 #include "common/rpc/call_executor.h"
 #include "common/rpc/connection_guard.h"
 #include "common/rpc/metrics.h"
+#include "common/rpc/metrics_endpoint.h"
 #include "common/rpc/reflection_service.h"
-#include "prometheus/exposer.h"
+#include "common/rpc/server_security.h"
 #include "tandem/config/v1/server_config.pb.h"
 
 namespace tandem::rpc {
@@ -36,16 +37,18 @@ struct NamedService {
 class Server {
  public:
   // Binds both ports and answers from now on, with health NOT_SERVING for every name and for "".
-  // `options` must be resolved. The executor runs reflection. The services, the executor and
-  // `metrics` must outlive the server.
-  // UNAVAILABLE names an address that cannot be bound.
+  // `options` must be resolved. The executor runs reflection. The services, the executor,
+  // `security` and `metrics` must outlive the server. UNAVAILABLE names an address that cannot be
+  // bound.
   static absl::StatusOr<std::unique_ptr<Server>> Start(const config::v1::ServerOptions& options,
                                                        const std::vector<NamedService>& services,
-                                                       CallExecutor& executor, Metrics* metrics);
+                                                       CallExecutor& executor,
+                                                       const ServerSecurity& security,
+                                                       Metrics* metrics);
   ~Server();
 
   int grpc_port() const { return guard_->port(); }
-  int metrics_port() const { return metrics_port_; }
+  int metrics_port() const { return metrics_endpoint_->port(); }
 
   // Health of every service and of "".
   void SetServing(bool serving);
@@ -63,12 +66,10 @@ class Server {
   std::atomic<int64_t> live_calls_ = 0;
   std::vector<std::string> names_;
   Metrics* metrics_ = nullptr;
-  std::unique_ptr<prometheus::Exposer> exposer_;
-  std::string metrics_host_;
+  std::unique_ptr<MetricsEndpoint> metrics_endpoint_;
   std::unique_ptr<ConnectionGuard> guard_;
   std::unique_ptr<ReflectionService> reflection_;
   std::unique_ptr<grpc::Server> server_;
-  int metrics_port_ = 0;
   bool shut_down_ = false;
 };
 

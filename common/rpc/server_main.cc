@@ -25,7 +25,10 @@
 #include "common/base/status_macros.h"
 #include "common/config/config.h"
 #include "common/rpc/address.h"
+#include "common/rpc/channel.h"
 #include "common/rpc/process_metrics.h"
+#include "common/rpc/server_security.h"
+#include "grpc/health/v1/health.grpc.pb.h"
 
 namespace tandem::rpc {
 namespace {
@@ -41,6 +44,7 @@ constexpr absl::Duration kExitGrace = absl::Seconds(5);
 constexpr int kPortsOfRank = 10;
 // How often the main thread looks whether something is done, while it listens for signals.
 constexpr absl::Duration kPoll = absl::Milliseconds(20);
+constexpr absl::Duration kHealthTimeout = absl::Seconds(5);
 
 // SIGTERM and SIGINT, taken synchronously by the main thread.
 class Signals {
@@ -67,6 +71,7 @@ struct CommandLine {
   std::string config;
   std::vector<std::string> overrides;
   bool check_config = false;
+  bool check_health = false;
   std::optional<std::string> config_check;  // the argument of the server's own flag
 };
 
@@ -83,6 +88,9 @@ std::optional<int> ParseCommandLine(int argc, char** argv, const std::string& na
       ->type_name("KEY=VALUE");
   CLI::Option* const check_config = app.add_flag("--check-config", line->check_config,
                                                  "Print the resolved configuration and exit");
+  app.add_flag("--check-health", line->check_health,
+               "Ask the running server of this configuration for its health; exit 0 if SERVING")
+      ->excludes(check_config);
   if (!config_check.flag.empty()) {
     app.add_option(config_check.flag, line->config_check, config_check.help)
         ->type_name("TEXT")
@@ -185,14 +193,49 @@ config::v1::ServerOptions OfRank(config::v1::ServerOptions options, int local_ra
   return options;
 }
 
+// Ranks exchange weights and gradients in the clear.
+absl::Status CheckRankNetwork(const config::v1::ServerOptions& options,
+                              const RankEnvironment& environment) {
+  if (environment.world_size <= environment.local_world_size || options.private_network()) {
+    return absl::OkStatus();
+  }
+  return InvalidField("server.private_network",
+                      absl::StrCat("the ", environment.world_size,
+                                   " ranks are on several machines (LOCAL_WORLD_SIZE is ",
+                                   environment.local_world_size,
+                                   "), and their network is neither encrypted nor authenticated: "
+                                   "set it to true if nobody else reaches that network"));
+}
+
+// Prints the health of the server whose options these are; returns the exit code. Needs no token,
+// and trusts whatever certificate the own address shows.
+int CheckHealth(const config::v1::ServerOptions& options) {
+  ChannelOptions channel = ToChannelOptions(options, PeerIdentity::kOwnAddress);
+  channel.token = nullptr;
+  const auto stub = grpc::health::v1::Health::NewStub(MakeChannel(LocalAddress(options), channel));
+  const auto context = MakeClientContext(absl::Now() + kHealthTimeout);
+  grpc::health::v1::HealthCheckResponse response;
+  const grpc::Status status = stub->Check(context.get(), {}, &response);
+  const bool serving =
+      status.ok() && response.status() == grpc::health::v1::HealthCheckResponse::SERVING;
+  if (status.ok()) {
+    std::cout << grpc::health::v1::HealthCheckResponse::ServingStatus_Name(response.status())
+              << std::endl;
+  } else {
+    std::cerr << status.error_message() << std::endl;
+  }
+  return serving ? kExitOk : kExitFailure;
+}
+
 // Whether Stop has state to save, or failed to save it.
 bool MustSave(const ServerApp& app) { return app.SavesStateOnStop() && app.HasUnsavedState(); }
 
-void WaitUntilAsked(ServerApp& app, Server& server, Signals& signals) {
+void WaitUntilAsked(ServerApp& app, Server& server, ServerSecurity& security, Signals& signals) {
   bool serving = true;
   FreedMemory freed_memory;
   while (!signals.Wait(absl::Seconds(1)) && !app.Ended()) {
     freed_memory.Look(absl::Now());
+    security.Refresh();
     const absl::Status health = CatchExceptions("health", [&] { return app.CheckHealth(); });
     if (health.ok() == serving) continue;
     serving = health.ok();
@@ -224,6 +267,8 @@ int RunServer(int argc, char** argv, const ServerProgram& program) {
   if (status.ok()) status = program.resolve();
   if (line.check_config) {
     std::string comments;
+    Metrics unused;
+    if (status.ok()) status = ServerSecurity::Load(program.options(), unused).status();
     if (status.ok()) {
       status = CheckMemory(program, *environment, &comments);
       std::cout << config::ToYaml(*program.config) << comments << std::flush;
@@ -244,10 +289,17 @@ int RunServer(int argc, char** argv, const ServerProgram& program) {
   const config::v1::ServerOptions options = OfRank(program.options(), environment->local_rank);
   SetLogLevel(config::LogLevelOf(options));
   TakeGrpcLog();
+  if (line.check_health) return CheckHealth(options);
   Metrics metrics;
+  status = CheckRankNetwork(options, *environment);
+  if (!status.ok()) return StartFailed(status, kExitBadConfig);
+  const auto security = ServerSecurity::Load(options, metrics);
+  if (!security.ok()) return StartFailed(security.status(), kExitBadConfig);
   const absl::Duration default_deadline = absl::Seconds(options.default_deadline_seconds());
-  auto executor = std::make_unique<CallExecutor>(CallExecutorOptions{
-      .default_deadline = default_deadline, .streams = {.patience = default_deadline}});
+  auto executor =
+      std::make_unique<CallExecutor>(CallExecutorOptions{.default_deadline = default_deadline,
+                                                         .streams = {.patience = default_deadline},
+                                                         .access = &(*security)->access()});
   const absl::Time start_time = absl::Now();
   metrics.Gauge(metric::kServerInfo, {program.role, SoftwareVersion()}).Set(1);
   metrics.Gauge(metric::kServerStart).Set(absl::ToDoubleSeconds(start_time - absl::UnixEpoch()));
@@ -259,10 +311,11 @@ int RunServer(int argc, char** argv, const ServerProgram& program) {
   ServerRuntime runtime{.executor = *executor,
                         .metrics = metrics,
                         .start_time = start_time,
-                        .environment = *environment};
+                        .environment = *environment,
+                        .path_roots = PathRootsOf(options)};
   std::unique_ptr<ServerApp> app = program.create(runtime);
   absl::StatusOr<std::unique_ptr<Server>> server =
-      Server::Start(options, app->services(), *executor, &metrics);
+      Server::Start(options, app->services(), *executor, **security, &metrics);
   if (!server.ok()) return StartFailed(server.status(), kExitFailure);
   runtime.advertised_address = AdvertisedAddress(options, (*server)->grpc_port());
   Log(LogLevel::kInfo, "loading",
@@ -298,7 +351,7 @@ int RunServer(int argc, char** argv, const ServerProgram& program) {
        {"metrics_port", (*server)->metrics_port()},
        {"load_seconds", absl::ToDoubleSeconds(absl::Now() - start_time)}});
 
-  WaitUntilAsked(*app, **server, signals);
+  WaitUntilAsked(*app, **server, **security, signals);
 
   const absl::Time deadline = absl::Now() + absl::Seconds(options.drain_seconds());
   Log(LogLevel::kInfo, "draining",

@@ -40,6 +40,7 @@
 #include "absl/status/statusor.h"
 #include "absl/time/time.h"
 #include "common/base/memory_plan.h"
+#include "common/base/path_roots.h"
 #include "common/base/rank_environment.h"
 #include "common/base/status_macros.h"
 #include "common/config/server_config.h"
@@ -57,6 +58,7 @@ struct ServerRuntime {
   // Where other servers reach this one (address.h); known once the ports are bound, before Load.
   std::string advertised_address = {};
   RankEnvironment environment = {};  // this process among the ranks of its server
+  PathRoots path_roots = {};         // where clients may name paths
 };
 
 // One server's application: its services and its engine. Order of calls: constructor, services

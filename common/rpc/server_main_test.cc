@@ -98,6 +98,10 @@ class Process {
     }
     return false;
   }
+  std::string StderrSoFar() {
+    std::lock_guard lock(mutex_);
+    return err_text_;
+  }
   void Signal(int number) { kill(pid_, number); }
   int Wait() {
     int status = 0;
@@ -269,6 +273,52 @@ void SigtermInACall(Process& process, absl::Status& status) {
   EXPECT_EQ(process.ReadLine(), "call started");
   process.Signal(SIGTERM);
   client.join();
+}
+
+TEST(ServerMainTest, CheckHealthAsksTheRunningServer) {
+  Process server(kAnyPort);
+  const auto listening = nlohmann::json::parse(server.ReadLine());
+  const std::string port = absl::StrCat("server.grpc_port=", listening["grpc_port"].get<int>());
+  {
+    Process probe({"--check-health", "senior_model=m", port});
+    EXPECT_EQ(probe.ReadAll(), "SERVING\n");
+    EXPECT_EQ(probe.Wait(), 0);
+  }
+  server.Signal(SIGTERM);
+  EXPECT_EQ(server.Wait(), 0);
+  Process probe({"--check-health", "senior_model=m", port});
+  EXPECT_EQ(probe.Wait(), 1);
+  EXPECT_THAT(probe.Stderr(), HasSubstr("127.0.0.1"));
+}
+
+TEST(ServerMainTest, CheckHealthIsNotServingWhileTheModelLoads) {
+  Process server(kAnyPort, {{"LOAD_MS", "60000"}});
+  ASSERT_TRUE(server.WaitForStderr("\"event\":\"loading\""));
+  const std::string log = server.StderrSoFar();
+  const auto line = nlohmann::json::parse(log.substr(log.rfind('{', log.find("\"loading\""))));
+  Process probe({"--check-health", "senior_model=m",
+                 absl::StrCat("server.grpc_port=", line["grpc_port"].get<int>())});
+  EXPECT_EQ(probe.ReadAll(), "NOT_SERVING\n");
+  EXPECT_EQ(probe.Wait(), 1);
+}
+
+TEST(ServerMainTest, RanksOnSeveralMachinesNeedAPrivateNetwork) {
+  const std::vector<std::pair<std::string, std::string>> ranks = {{"RANK", "0"},
+                                                                  {"WORLD_SIZE", "2"},
+                                                                  {"LOCAL_WORLD_SIZE", "1"},
+                                                                  {"MASTER_ADDR", "127.0.0.1"},
+                                                                  {"MASTER_PORT", "29500"}};
+  Process refused(kAnyPort, ranks);
+  EXPECT_EQ(refused.Wait(), 2);
+  EXPECT_THAT(refused.Stderr(), HasSubstr("server.private_network: the 2 ranks"));
+  Process allowed(With(kAnyPort, {"server.private_network=true"}), ranks);
+  EXPECT_THAT(allowed.ReadLine(), HasSubstr("listening"));
+}
+
+TEST(ServerMainTest, ABadTokenFileExitsTwoAndNamesTheSetting) {
+  Process process(With(kAnyPort, {"server.tokens.admin_file=/missing"}));
+  EXPECT_EQ(process.Wait(), 2);
+  EXPECT_THAT(process.Stderr(), HasSubstr("server.tokens.admin_file: /missing: cannot be read"));
 }
 
 TEST(ServerMainTest, SigtermLetsARunningCallFinish) {

@@ -294,14 +294,15 @@ TEST_F(ServerTest, APortInUseIsAClearError) {
   config.mutable_server()->set_metrics_port(0);
   ASSERT_TRUE(config::Resolve(&config).ok());
   Metrics metrics;
-  auto second = Server::Start(config.server(), {}, server_.executor(), &metrics);
+  const ServerSecurity security(metrics);
+  auto second = Server::Start(config.server(), {}, server_.executor(), security, &metrics);
   ASSERT_FALSE(second.ok());
   EXPECT_EQ(second.status().code(), absl::StatusCode::kUnavailable);
   EXPECT_THAT(std::string(second.status().message()), HasSubstr("server.grpc_port"));
 
   config.mutable_server()->set_grpc_port(0);
   config.mutable_server()->set_metrics_port(server_.server().metrics_port());
-  second = Server::Start(config.server(), {}, server_.executor(), &metrics);
+  second = Server::Start(config.server(), {}, server_.executor(), security, &metrics);
   ASSERT_FALSE(second.ok());
   EXPECT_THAT(std::string(second.status().message()), HasSubstr("server.metrics_port"));
 }
@@ -344,6 +345,7 @@ TEST_F(ServerTest, ShutdownCancelsWhatIsLeftAtTheDeadline) {
 
 TEST(DefaultDeadlineTest, BoundsACallWithoutOne) {
   Metrics metrics;
+  const ServerSecurity security(metrics);
   CallExecutor executor({.default_deadline = absl::Milliseconds(100),
                          .streams = {.patience = absl::Milliseconds(100)}});
   ServerRuntime runtime{.executor = executor, .metrics = metrics, .start_time = absl::Now()};
@@ -360,7 +362,7 @@ TEST(DefaultDeadlineTest, BoundsACallWithoutOne) {
   config.mutable_server()->set_grpc_port(0);
   config.mutable_server()->set_metrics_port(0);
   ASSERT_TRUE(config::Resolve(&config).ok());
-  auto server = Server::Start(config.server(), app.services(), executor, &metrics);
+  auto server = Server::Start(config.server(), app.services(), executor, security, &metrics);
   ASSERT_TRUE(server.ok());
   executor.SetGate(CallExecutor::Gate::kOpen);
   auto stub =

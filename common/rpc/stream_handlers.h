@@ -56,8 +56,8 @@ class ClientStreamCall final : public grpc::ServerReadReactor<grpc::ByteBuffer> 
         response_(response),
         handler_(std::move(handler)),
         call_(
-            executor, context, [this](grpc::Status status) { this->Finish(std::move(status)); },
-            true) {
+            executor, context, RoleFor<Request>(),
+            [this](grpc::Status status) { this->Finish(std::move(status)); }, true) {
     if (!call_.Begin()) return;
     this->StartRead(&bytes_);
   }
@@ -71,7 +71,7 @@ class ClientStreamCall final : public grpc::ServerReadReactor<grpc::ByteBuffer> 
       return;
     }
     if (state->finished()) return;
-    const ScopedRequestId request_id(call_.context().request_id);
+    const ScopedCallLog call_log(call_.context());
     const absl::Status status =
         UseMessage<Request>(num_messages_++, bytes_, [this](const Request& request) {
           return CatchExceptions("handler", [&] { return handler_->OnMessage(request); });
@@ -88,7 +88,7 @@ class ClientStreamCall final : public grpc::ServerReadReactor<grpc::ByteBuffer> 
     absl::Status queued =
         executor_.Run([state, handler = handler_, response = response_, context = call_.context()] {
           if (state->finished()) return;
-          const ScopedRequestId request_id(context.request_id);
+          const ScopedCallLog call_log(context);
           const absl::StatusOr<Response> result =
               CatchExceptions("handler", [&] { return handler->OnEnd(context); });
           state->Finish(result.status(), [&] {
@@ -147,7 +147,7 @@ class MapStreamCall final : public grpc::ServerBidiReactor<grpc::ByteBuffer, grp
                 [this](grpc::Status status) { FinishCall(std::move(status)); },
                 executor.streams().held_bytes()),
         call_(
-            executor, context,
+            executor, context, RoleFor<Request>(),
             [this](grpc::Status status) { writes_.FinishNow(std::move(status)); }, false) {
     if (!call_.Begin()) return;
     absl::StatusOr<OpenStreams::Place> place =
@@ -246,7 +246,7 @@ class MapStreamCall final : public grpc::ServerBidiReactor<grpc::ByteBuffer, grp
     }
     const auto state = call_.state();
     if (!call_.context().cancelled() && !state->finished()) {
-      const ScopedRequestId request_id(call_.context().request_id);
+      const ScopedCallLog call_log(call_.context());
       const absl::Status status =
           UseMessage<Request>(num_handled_++, bytes, [this](const Request& request) {
             return CatchExceptions("handler", [&]() -> absl::Status {
@@ -349,7 +349,7 @@ class ServerStreamCall final : public grpc::ServerWriteReactor<grpc::ByteBuffer>
                 [this](grpc::Status status) { this->Finish(std::move(status)); },
                 executor.streams().held_bytes()),
         writer_(std::make_shared<StreamWriter<Response>>(&writes_, capacity)) {
-    absl::Status status = executor.Admit(*context);
+    absl::Status status = executor.Admit(*context, RoleFor<Request>());
     if (status.ok()) {
       absl::StatusOr<OpenStreams::Place> place = executor.streams().Enter(
           {[this] { return writes_.waits_since(); }, [context] { context->TryCancel(); }});

@@ -52,7 +52,8 @@ class UnaryCall final : public grpc::ServerUnaryReactor {
             AsyncUnaryHandler<Request, Response> handler)
       : held_(std::make_shared<ByteBudget::Share>(executor.request_bytes())),
         call_(
-            executor, context, [this](grpc::Status status) { Finish(std::move(status)); }, true) {
+            executor, context, RoleFor<Request>(),
+            [this](grpc::Status status) { Finish(std::move(status)); }, true) {
     if (!call_.Begin()) return;
     const auto state = call_.state();
     if (absl::Status taken = held_->Take(static_cast<int64_t>(request->Length())); !taken.ok()) {
@@ -64,7 +65,7 @@ class UnaryCall final : public grpc::ServerUnaryReactor {
         executor.Run([state, response, bytes = *request, held = held_, context = call_.context(),
                       handler = std::move(handler)]() mutable {
           if (state->finished()) return;
-          const ScopedRequestId request_id(context.request_id);
+          const ScopedCallLog call_log(context);
           const auto done = [state, response](const absl::StatusOr<Response>& result) {
             state->Finish(result.status(), [&] {
               if (result.ok()) *response = SerializeMessage(*result);
@@ -123,7 +124,7 @@ grpc::ServerUnaryReactor* AnswerAtOnce(
     grpc::ByteBuffer* response,
     absl::FunctionRef<absl::StatusOr<Response>(const Request& request)> handler) {
   grpc::ServerUnaryReactor* const reactor = context->DefaultReactor();
-  absl::Status status = executor.Admit(*context);
+  absl::Status status = executor.Admit(*context, RoleFor<Request>());
   if (status.ok()) {
     grpc::ByteBuffer bytes = *request;
     status = UseMessage<Request>(bytes, [&](const Request& message) -> absl::Status {

@@ -25,7 +25,12 @@ using RawWeightService = weights::v1::WeightService::WithRawCallbackMethod_Begin
 class WeightReceiverService final : public RawWeightService {
  public:
   WeightReceiverService(CallExecutor& executor, Metrics& metrics)
-      : executor_(executor), metrics_(metrics) {}
+      : executor_(executor), metrics_(metrics) {
+    // The counters exist from the start, for alerts.
+    for (const char* result : {"committed", "failed"}) {
+      metrics.Counter(metric::kWeightUpdates, {result});
+    }
+  }
 
   // Before the executor's gate opens. `receiver` must outlive the calls.
   void SetReceiver(WeightReceiver* receiver) { receiver_ = receiver; }

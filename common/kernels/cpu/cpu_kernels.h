@@ -195,7 +195,7 @@ struct ProductArgs {
   bool accumulate;  // adds to what `product` holds instead of overwriting it
 };
 
-// What multiplies factors of one type: a kernel of this library, or libtorch.
+// The product of factors of one type: by a kernel of this library, or by libtorch.
 template <typename Number>
 struct ProductKernel {
   const char* name = "libtorch";

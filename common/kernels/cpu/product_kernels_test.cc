@@ -20,7 +20,7 @@ namespace {
 
 using Floats = std::vector<float>;
 
-// What the entries of a product hold before it is computed.
+// The value of every entry of a product before it is computed.
 constexpr float kBefore = 0.5f;
 
 // Returns `value` as a bf16 number, without rounding.

@@ -25,7 +25,7 @@ struct LayerNormNames {
   const char* mlp = "post_attention_layernorm";
 };
 
-// What `transformers` says of a family beside its config.json.
+// Facts of a family that stand in the code of `transformers`, not in config.json.
 struct TransformersClasses {
   double rms_norm_eps = 1e-6;  // where config.json has none
   bool has_token_classifier = true;

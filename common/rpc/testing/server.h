@@ -33,15 +33,13 @@ class TestServer {
   explicit TestServer(
       const CreateApp& create,
       const CallExecutorOptions& options = {.default_deadline = absl::Seconds(60),
-                                            .streams = {.patience = absl::Seconds(60)}})
-      : executor_(std::make_unique<CallExecutor>(options)) {
+                                            .streams = {.patience = absl::Seconds(60)}},
+      const config::v1::ServerOptions& server_options = {})
+      : options_(Resolved(server_options)),
+        security_(Secured(options_, metrics_)),
+        executor_(std::make_unique<CallExecutor>(WithAccess(options, security_->access()))) {
     app_ = create(runtime_);
-    config::v1::TrainerServerConfig config;
-    config.set_model("unused");
-    config.mutable_server()->set_grpc_port(0);
-    config.mutable_server()->set_metrics_port(0);
-    EXPECT_TRUE(config::Resolve(&config).ok());
-    auto server = Server::Start(config.server(), app_->services(), *executor_, &metrics_);
+    auto server = Server::Start(options_, app_->services(), *executor_, *security_, &metrics_);
     EXPECT_TRUE(server.ok()) << server.status();
     server_ = *std::move(server);
     runtime_.advertised_address = address();
@@ -58,6 +56,7 @@ class TestServer {
   Metrics& metrics() { return metrics_; }
   ServerApp& app() { return *app_; }
   Server& server() { return *server_; }
+  ServerSecurity& security() { return *security_; }
 
   void Drain() {
     executor_->SetGate(CallExecutor::Gate::kDraining);
@@ -75,7 +74,30 @@ class TestServer {
   }
 
  private:
+  static config::v1::ServerOptions Resolved(const config::v1::ServerOptions& options) {
+    config::v1::TrainerServerConfig config;
+    config.set_model("unused");
+    *config.mutable_server() = options;
+    config.mutable_server()->set_grpc_port(0);
+    config.mutable_server()->set_metrics_port(0);
+    const absl::Status resolved = config::Resolve(&config);
+    EXPECT_TRUE(resolved.ok()) << resolved;
+    return config.server();
+  }
+  static std::unique_ptr<ServerSecurity> Secured(const config::v1::ServerOptions& options,
+                                                 Metrics& metrics) {
+    auto security = ServerSecurity::Load(options, metrics);
+    EXPECT_TRUE(security.ok()) << security.status();
+    return *std::move(security);
+  }
+  static CallExecutorOptions WithAccess(CallExecutorOptions options, const AccessControl& access) {
+    options.access = &access;
+    return options;
+  }
+
   Metrics metrics_;
+  const config::v1::ServerOptions options_;
+  const std::unique_ptr<ServerSecurity> security_;
   std::unique_ptr<CallExecutor> executor_;
   ServerRuntime runtime_{.executor = *executor_, .metrics = metrics_, .start_time = absl::Now()};
   std::unique_ptr<ServerApp> app_;

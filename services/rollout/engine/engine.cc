@@ -59,7 +59,7 @@ struct Lane {
   }
 };
 
-// What CreateEngine loads for an EngineImpl.
+// The models and ranks that CreateEngine loads for an EngineImpl.
 struct EngineParts {
   std::shared_ptr<ranks::ServerRanks> ranks;
   LoadedModels models;  // without the models, which the lanes own

@@ -33,7 +33,8 @@ class RolloutService::GenerateReactor final
                                   .max_batch_samples = service->options_.max_batch_samples,
                                   .deadline = rpc::internal::DeadlineOf(*context)},
             &service->collected_bytes_, &outbox_)),
-        request_id_(rpc::AssignRequestId(context)) {
+        request_id_(rpc::AssignRequestId(context)),
+        traceparent_(rpc::TraceparentOf(*context)) {
     if (!admitted_.ok()) {
       outbox_.Finish(rpc::ToGrpcStatus(admitted_));
       return;
@@ -44,7 +45,7 @@ class RolloutService::GenerateReactor final
 
   void OnReadDone(bool ok) override {
     received_ = true;
-    const ScopedRequestId request_id(request_id_);
+    const ScopedCallLog call_log(request_id_, traceparent_);
     if (!ok) {
       stream_->OnHalfClose();
       return;
@@ -72,7 +73,7 @@ class RolloutService::GenerateReactor final
     }
   }
   void OnCancel() override {
-    const ScopedRequestId request_id(request_id_);
+    const ScopedCallLog call_log(request_id_, traceparent_);
     stream_->OnClientGone();
   }
   void OnDone() override {
@@ -84,7 +85,8 @@ class RolloutService::GenerateReactor final
 
  private:
   absl::Status Admit(grpc::CallbackServerContext* context) {
-    TANDEM_RETURN_IF_ERROR(service_->executor_.Admit(*context));
+    TANDEM_RETURN_IF_ERROR(
+        service_->executor_.Admit(*context, rpc::RoleFor<v1::GenerateRequest>()));
     TANDEM_ASSIGN_OR_RETURN(place_, service_->executor_.streams().Enter(
                                         {.waits_since = [this] { return outbox_.waits_since(); },
                                          .give_up = [context] { context->TryCancel(); },
@@ -116,6 +118,7 @@ class RolloutService::GenerateReactor final
   const absl::Status admitted_;  // before stream_: the engine exists once a call is admitted
   const std::shared_ptr<GenerateStream> stream_;
   const std::string request_id_;
+  const std::string traceparent_;
   int64_t num_messages_ = 0;
   std::mutex mutex_;
   bool reading_ = true;  // stays true after the half-close

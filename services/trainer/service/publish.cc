@@ -68,7 +68,7 @@ std::vector<Delivery> PublishToAll(const std::vector<std::string>& targets,
   std::vector<Delivery> deliveries(targets.size());
   std::atomic<size_t> next = 0;
   const auto work = [&] {
-    const ScopedRequestId request_id(call.request_id);
+    const ScopedCallLog call_log(call);
     for (size_t i = next++; i < targets.size(); i = next++) {
       const absl::Status done = CatchExceptions("publication", [&] {
         deliveries[i] = PublishToOne(targets[i], source, allow_rollback, channel_options, call);

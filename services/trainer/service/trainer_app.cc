@@ -11,11 +11,6 @@
 namespace tandem::trainer {
 namespace {
 
-rpc::ChannelOptions ToChannelOptions(const config::v1::ServerOptions& config) {
-  return {.keepalive = absl::Seconds(config.keepalive_seconds()),
-          .keepalive_timeout = absl::Seconds(config.keepalive_timeout_seconds())};
-}
-
 TrainerServiceOptions ToServiceOptions(const config::v1::TrainerServerConfig& config) {
   TrainerServiceOptions options;
   options.role = "trainer";
@@ -23,7 +18,7 @@ TrainerServiceOptions ToServiceOptions(const config::v1::TrainerServerConfig& co
   options.micro_batch_tokens = config.batch().micro_batch_tokens();
   options.critic_address = config.critic_address();
   options.support = SupportOf(config);
-  options.publish_channel = ToChannelOptions(config.server());
+  options.publish_channel = rpc::ToChannelOptions(config.server());
   return options;
 }
 
@@ -56,7 +51,7 @@ absl::Status TrainerApp::Load() {
   std::shared_ptr<CriticConnection> critic;
   if (!config_.critic_address().empty()) {
     critic = MakeCriticConnection(
-        rpc::MakeChannel(config_.critic_address(), ToChannelOptions(config_.server())));
+        rpc::MakeChannel(config_.critic_address(), rpc::ToChannelOptions(config_.server())));
   }
   TANDEM_ASSIGN_OR_RETURN(
       engine_, create_engine_(ToEngineOptions(config_, environment_), std::move(critic)));

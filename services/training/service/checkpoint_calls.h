@@ -11,7 +11,7 @@
 #include "common/base/error.h"
 #include "common/base/field_check.h"
 #include "common/base/logging.h"
-#include "common/base/path_check.h"
+#include "common/base/path_roots.h"
 #include "common/base/status_macros.h"
 #include "common/checkpoint/checkpoint.h"
 #include "common/rpc/metrics.h"
@@ -20,13 +20,6 @@
 #include "services/training/engine.h"
 
 namespace tandem::training {
-
-inline absl::Status CheckSaveFields(const std::string& directory, const std::string& name,
-                                    int64_t keep) {
-  TANDEM_RETURN_IF_ERROR(CheckPath("directory", directory));
-  TANDEM_RETURN_IF_ERROR(checkpoint::CheckName(name));
-  return CheckAtLeast("keep", keep, 0);
-}
 
 // Returns FLOAT32 for a dtype that is not set.
 inline absl::StatusOr<DType> ExportDType(types::v1::DataType proto) {
@@ -43,16 +36,20 @@ inline absl::StatusOr<DType> ExportDType(types::v1::DataType proto) {
   }
 }
 
-// The calls below check the request first and record their time in tandem_step_seconds.
+// The calls below check the request first, its path against `roots`, and record their time in
+// tandem_step_seconds.
 
 template <typename Response, typename Request>
-absl::StatusOr<Response> SaveCheckpoint(Engine& engine, rpc::Metrics& metrics,
-                                        const Request& request, const CallScope& call) {
-  TANDEM_RETURN_IF_ERROR(CheckSaveFields(request.directory(), request.name(), request.keep()));
+absl::StatusOr<Response> SaveCheckpoint(Engine& engine, const PathRoots& roots,
+                                        rpc::Metrics& metrics, const Request& request,
+                                        const CallScope& call) {
+  TANDEM_ASSIGN_OR_RETURN(const std::string directory,
+                          roots.Confine("directory", request.directory()));
+  TANDEM_RETURN_IF_ERROR(checkpoint::CheckName(request.name()));
+  TANDEM_RETURN_IF_ERROR(CheckAtLeast("keep", request.keep(), 0));
   const rpc::PhaseTimer timer(metrics, "save");
-  TANDEM_ASSIGN_OR_RETURN(
-      const checkpoint::Saved saved,
-      engine.SaveCheckpoint(call, request.directory(), request.name(), request.keep()));
+  TANDEM_ASSIGN_OR_RETURN(const checkpoint::Saved saved,
+                          engine.SaveCheckpoint(call, directory, request.name(), request.keep()));
   metrics.Gauge(rpc::metric::kCheckpointTime).SetToCurrentTime();
   metrics.Gauge(rpc::metric::kCheckpointBytes).Set(static_cast<double>(saved.bytes));
   Log(LogLevel::kInfo, "checkpoint_saved", {{"path", saved.path}, {"bytes", saved.bytes}});
@@ -63,20 +60,23 @@ absl::StatusOr<Response> SaveCheckpoint(Engine& engine, rpc::Metrics& metrics,
 }
 
 template <typename Response, typename Request>
-absl::StatusOr<Response> LoadCheckpoint(Engine& engine, rpc::Metrics& metrics,
-                                        const Request& request, const CallScope& call) {
+absl::StatusOr<Response> LoadCheckpoint(Engine& engine, const PathRoots& roots,
+                                        rpc::Metrics& metrics, const Request& request,
+                                        const CallScope& call) {
   if (request.source_case() == Request::SOURCE_NOT_SET) {
     return InvalidField("source", "is required: path or base_model");
   }
   const bool base = request.source_case() == Request::kBaseModel;
   if (base && !request.base_model()) return InvalidField("base_model", "must be true");
-  if (!base) TANDEM_RETURN_IF_ERROR(CheckPath("path", request.path()));
+  std::string path;
+  if (!base) {
+    TANDEM_ASSIGN_OR_RETURN(path, roots.Confine("path", request.path()));
+  }
   const rpc::PhaseTimer timer(metrics, "load");
-  TANDEM_RETURN_IF_ERROR(base ? engine.LoadBaseModel(call)
-                              : engine.LoadCheckpoint(call, request.path()));
+  TANDEM_RETURN_IF_ERROR(base ? engine.LoadBaseModel(call) : engine.LoadCheckpoint(call, path));
   const EngineInfo info = engine.Info();
   Log(LogLevel::kInfo, base ? "base_model_loaded" : "checkpoint_loaded",
-      {LogField{"path", base ? info.model.path : request.path()}});
+      {LogField{"path", base ? info.model.path : path}});
   Response response;
   rpc::WeightsVersionToProto(info.weights, response.mutable_weights());
   response.set_optimizer_steps(info.optimizer_steps);
@@ -84,14 +84,14 @@ absl::StatusOr<Response> LoadCheckpoint(Engine& engine, rpc::Metrics& metrics,
 }
 
 template <typename Response, typename Request>
-absl::StatusOr<Response> ExportModel(Engine& engine, rpc::Metrics& metrics, const Request& request,
-                                     const CallScope& call) {
-  TANDEM_RETURN_IF_ERROR(CheckPath("path", request.path()));
+absl::StatusOr<Response> ExportModel(Engine& engine, const PathRoots& roots, rpc::Metrics& metrics,
+                                     const Request& request, const CallScope& call) {
+  TANDEM_ASSIGN_OR_RETURN(const std::string path, roots.Confine("path", request.path()));
   TANDEM_ASSIGN_OR_RETURN(const DType dtype, ExportDType(request.dtype()));
   const rpc::PhaseTimer timer(metrics, "export");
-  TANDEM_RETURN_IF_ERROR(engine.ExportModel(call, request.path(), dtype));
+  TANDEM_RETURN_IF_ERROR(engine.ExportModel(call, path, dtype));
   Response response;
-  response.set_path(request.path());
+  response.set_path(path);
   return response;
 }
 

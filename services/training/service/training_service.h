@@ -55,7 +55,7 @@ class TrainingService {
                                        grpc::ByteBuffer* response) {
     return rpc::HandleUnary<Request, Response>(
         executor_, context, request, response, [this](const auto& request, const auto& call) {
-          return SaveCheckpoint<Response>(*engine_, metrics_, request, call);
+          return SaveCheckpoint<Response>(*engine_, runtime_.path_roots, metrics_, request, call);
         });
   }
   template <typename Request, typename Response>
@@ -64,7 +64,8 @@ class TrainingService {
                                        grpc::ByteBuffer* response) {
     return rpc::HandleUnary<Request, Response>(
         executor_, context, request, response, [this](const auto& request, const auto& call) {
-          auto loaded = LoadCheckpoint<Response>(*engine_, metrics_, request, call);
+          auto loaded =
+              LoadCheckpoint<Response>(*engine_, runtime_.path_roots, metrics_, request, call);
           if (loaded.ok()) UpdateMetrics();
           return loaded;
         });
@@ -75,7 +76,7 @@ class TrainingService {
                                          grpc::ByteBuffer* response) {
     return rpc::HandleUnary<Request, Response>(
         executor_, context, request, response, [this](const auto& request, const auto& call) {
-          return ExportModel<Response>(*engine_, metrics_, request, call);
+          return ExportModel<Response>(*engine_, runtime_.path_roots, metrics_, request, call);
         });
   }
 

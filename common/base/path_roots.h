@@ -1,0 +1,34 @@
+// The directories in which clients may name paths.
+#ifndef TANDEM_COMMON_BASE_PATH_ROOTS_H_
+#define TANDEM_COMMON_BASE_PATH_ROOTS_H_
+
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/strings/string_view.h"
+
+namespace tandem {
+
+class PathRoots {
+ public:
+  // Allows every path.
+  PathRoots() = default;
+  // Allows what is inside one of `roots`; no path when there is none.
+  explicit PathRoots(std::vector<std::string> roots) : roots_(std::move(roots)) {}
+
+  // Checks the path of a request's `field` as CheckPath does, and returns it as it is to be used:
+  // with its symbolic links followed where roots are set, so that the path that was checked is the
+  // one that is opened. PERMISSION_DENIED with reason PATH_OUTSIDE_ROOTS beyond the roots.
+  absl::StatusOr<std::string> Confine(absl::string_view field, const std::string& path) const;
+
+ private:
+  std::optional<std::vector<std::string>> roots_;
+};
+
+}  // namespace tandem
+
+#endif  // TANDEM_COMMON_BASE_PATH_ROOTS_H_
