@@ -4,6 +4,7 @@
 # Safe to run again: it installs what is missing and says what it does. Works as root or with sudo.
 #   setup/install.sh            everything
 #   setup/install.sh --no-apt   Python only, where the Debian packages come from elsewhere
+#   setup/install.sh --apt FILE the Debian packages of another list, and nothing else
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -12,11 +13,12 @@ requirements=setup/python-requirements.txt
 requirements_no_deps=setup/python-requirements-no-deps.txt
 venv=.venv
 python=${PYTHON:-python3}
-use_apt=yes
+use_apt=yes use_python=yes
 case "${1:-}" in
   "") ;;
   --no-apt) use_apt= ;;
-  *) sed -n 2,6p "$0"; exit 2 ;;
+  --apt) apt_list=${2:?list of packages} use_python= ;;
+  *) sed -n 2,7p "$0"; exit 2 ;;
 esac
 
 say() { printf 'setup: %s\n' "$*"; }
@@ -70,6 +72,6 @@ install_python_packages() {
   printf '%s\n' "$wanted" >"$stamp"
 }
 
-[ -n "$use_apt" ] && install_debian_packages
-install_python_packages
+[ -z "$use_apt" ] || install_debian_packages
+[ -z "$use_python" ] || install_python_packages
 say "done"

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from tandem.aio import AsyncCriticClient, AsyncRolloutClient, AsyncTrainerClient
     from tandem.client import CriticClient, RolloutClient, TrainerClient
     from tandem.cluster import LocalCluster
+    from tandem.credentials import Credentials
     from tandem.errors import TandemError
     from tandem.logprobs import LogProbs
     from tandem.requests import PolicySample, Prompt, SupervisedSample
@@ -33,6 +34,7 @@ _HOMES = {
     "AsyncRolloutClient": "aio",
     "AsyncTrainerClient": "aio",
     "ClusterSettings": "settings",
+    "Credentials": "credentials",
     "CriticClient": "client",
     "LocalCluster": "cluster",
     "LogProbs": "logprobs",
@@ -55,6 +57,7 @@ __all__ = [
     "AsyncRolloutClient",
     "AsyncTrainerClient",
     "ClusterSettings",
+    "Credentials",
     "CriticClient",
     "LocalCluster",
     "LogProbs",

@@ -23,6 +23,7 @@ from tandem.commands import (  # noqa: F401
     export,
     view,
     recording,
+    certs,
 )
 
 # isort: on

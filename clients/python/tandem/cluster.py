@@ -23,6 +23,7 @@ from typing import Any, Self
 
 from tandem.cluster_plan import planned
 from tandem.config_values import dump_values
+from tandem.credentials import Credentials
 from tandem.errors import ConfigError, ServerStartError
 from tandem.run_files import next_attempt
 from tandem.settings import ClusterSettings
@@ -111,6 +112,7 @@ class Server:
     log: Path
     host: str
     rank: int = 0
+    has_tls: bool = False
     address: str = ""
     metrics_address: str = ""
 
@@ -126,7 +128,7 @@ class Server:
             "role": self.role,
             "rank": self.rank,
             "address": self.address,
-            "metrics": f"http://{self.metrics_address}/metrics",
+            "metrics": f"http{'s' * self.has_tls}://{self.metrics_address}/metrics",
             "pid": self.process.pid,
             "log": str(self.log),
         }
@@ -138,6 +140,10 @@ class LocalCluster:
     The critic starts first, and the trainer is told its address unless its section names one.
     Servers get SIGTERM at the end (they drain), SIGKILL after `stop_timeout_seconds`, and die with
     this process whatever happens to it (where util-linux is installed).
+
+    Attributes:
+        credentials: those with which clients call the servers: the given ones, else those of the
+            settings' `certs`, else those of the environment, field by field.
     """
 
     def __init__(
@@ -146,8 +152,13 @@ class LocalCluster:
         *,
         build_dir: Path | None = None,
         on_progress: Callable[[str], None] | None = None,
+        credentials: Credentials | None = None,
     ) -> None:
         self.settings = settings
+        own = credentials or Credentials()
+        self.credentials = own.or_else(settings.credentials()).or_else(
+            Credentials.from_environment()
+        )
         self.servers: list[Server] = []
         self._build_dir = build_dir
         self._directory = Path()
@@ -247,23 +258,22 @@ class LocalCluster:
         config_file = self._directory / f"{section.name}.yaml"
         with _usable(self.settings.directory):
             config_file.write_text(dump_values(config))
-        host = reachable_host(config["server"].get("host"))
         if section.ranks == 1:
-            self._start_process(section, section.name, config_file, host)
+            self._start_process(section, section.name, config_file, config)
             return
         port = held_port()
         self._held_ports.append(port)
         for rank in range(section.ranks):
             name = section.name if rank == 0 else f"{section.name}-rank-{rank}"
             environment = rank_environment(rank, section.ranks, port.getsockname()[1])
-            self._start_process(section, name, config_file, host, rank, environment)
+            self._start_process(section, name, config_file, config, rank, environment)
 
     def _start_process(
         self,
         section: Section,
         name: str,
         config_file: Path,
-        host: str,
+        config: Mapping[str, Any],
         rank: int = 0,
         environment: Mapping[str, str] = types.MappingProxyType({}),
     ) -> None:
@@ -282,7 +292,10 @@ class LocalCluster:
                 env={"OMP_WAIT_POLICY": "PASSIVE"} | inherited_environment() | dict(environment),
             )
             process = starting.result()
-        server = Server(name, section.role, process, log, host, rank)
+        host = reachable_host(config["server"].get("host"))
+        tls = config["server"].get("tls")
+        has_tls = isinstance(tls, dict) and bool(tls.get("certificate_file"))
+        server = Server(name, section.role, process, log, host, rank, has_tls)
         self.servers.append(server)
         self._say(f"{name} starts (pid {process.pid}, log {log})")
 
@@ -294,8 +307,10 @@ class LocalCluster:
                 server.metrics_address = f"{server.host}:{listening['metrics_port']}"
             else:
                 self._still_starting(server, deadline)
-        with Connection(server.address) as connection:
-            while connection.health() != "SERVING":
+        with Connection(server.address, credentials=self.credentials) as connection:
+            while (health := connection.check_health()).status != "SERVING":
+                if health.refused:
+                    raise ServerStartError(f"{server.name} at {server.address}: {health.reason}")
                 self._still_starting(server, deadline)
 
     def _still_starting(self, server: Server, deadline: float) -> None:

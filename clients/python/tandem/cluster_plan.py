@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tandem.certs import CertificateDirectory
+from tandem.errors import ConfigError
 from tandem.settings import ClusterSettings, EvalMode, Purpose, RunSettings
 
 
@@ -58,7 +60,9 @@ def planned(cluster: ClusterSettings, uses: Uses = Uses()) -> ClusterSettings:
 
     `model` stands for the models that a section does not name, but the trainer's frozen copies
     follow what they are copies of: its reference model the trainer's own model, and its junior that
-    of the rollout servers.
+    of the rollout servers. `certs` stands for the certificates and tokens in the same way.
+
+    Raises ConfigError for `certs` without certificates.
     """
     model = cluster.model
     senior = (cluster.trainer or {}).get("model") or model
@@ -68,16 +72,35 @@ def planned(cluster: ClusterSettings, uses: Uses = Uses()) -> ClusterSettings:
         "reference_model": senior if uses.reference else None,
         "junior_model": _junior_of_rollouts(cluster) if uses.trainer_junior else None,
     }
+    certs = cluster.certs
+    if certs is not None and not (certs / "ca.crt").is_file():
+        raise ConfigError(
+            f"cluster.certs: {certs} is no directory of `tandem certs`",
+            hint=f"`tandem certs {certs}` makes it",
+        )
     return cluster.model_copy(
         update={
             "model": None,
             "rollout": [
-                _named(one, model, rollout) for one in (cluster.rollout if uses.rollout else [])
+                _secured(_named(one, model, rollout), certs)
+                for one in (cluster.rollout if uses.rollout else [])
             ],
-            "trainer": _named(cluster.trainer, model, trainer),
-            "critic": _named(cluster.critic if uses.critic else None, model, {"model": model}),
+            "trainer": _secured(_named(cluster.trainer, model, trainer), certs),
+            "critic": _secured(
+                _named(cluster.critic if uses.critic else None, model, {"model": model}), certs
+            ),
         }
     )
+
+
+def _secured(section: dict[str, Any] | None, certs: Path | None) -> dict[str, Any] | None:
+    """Returns a section with the certificates and tokens of `certs` where it names none."""
+    if section is None or certs is None:
+        return section
+    named = section.get("server")
+    if not isinstance(named, dict | None):
+        return section  # The start, and the preflight, refuse it.
+    return section | {"server": CertificateDirectory(certs).server() | (named or {})}
 
 
 def _junior_of_rollouts(cluster: ClusterSettings) -> Path | str | None:

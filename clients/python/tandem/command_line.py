@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import json
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from tandem.credentials import FIELDS, Credentials, variable
 from tandem.errors import (
     ConfigError,
     ProblemsError,
@@ -34,20 +37,58 @@ app = typer.Typer(
 JsonFlag = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
 
 
+_CREDENTIAL_HELP = {
+    "ca_file": "Authorities (PEM) that sign the servers' certificates; turns TLS on.",
+    "certificate_file": "This client's certificate (PEM), for servers that demand one.",
+    "private_key_file": "The private key (PEM) of --certificate-file.",
+    "token_file": "Tokens, one a line; the first one is sent.",
+}
+
+
 def command(group: typer.Typer = app, **options: Any) -> Callable[[Callable], Callable]:
-    """Registers a command. Its expected failures become a line, or JSON, and an exit code."""
+    """Registers a command. Its expected failures become a line, or JSON, and an exit code.
+
+    A parameter `credentials` becomes four options, one for each field of Credentials.
+    """
 
     def register(function: Callable[..., None]) -> Callable[..., None]:
+        takes_credentials = "credentials" in inspect.signature(function).parameters
+
         @functools.wraps(function)
         def run(*, as_json: bool, **arguments: Any) -> None:
+            if takes_credentials:
+                arguments["credentials"] = Credentials(*map(arguments.pop, FIELDS))
             try:
                 function(as_json=as_json, **arguments)
             except TandemError as error:
                 raise typer.Exit(report(error, as_json=as_json)) from None
 
+        if takes_credentials:
+            _add_credential_options(run, function)
         return group.command(**options)(run)
 
     return register
+
+
+def _add_credential_options(run: Callable[..., None], function: Callable[..., None]) -> None:
+    """Gives `run` the parameters of `function`, with options in the place of `credentials`."""
+    signature = inspect.signature(function, eval_str=True)
+    parameters = [one for name, one in signature.parameters.items() if name != "credentials"]
+    for field in FIELDS:
+        option = typer.Option(
+            help=f"{_CREDENTIAL_HELP[field]} Default: ${variable(field)}.",
+            metavar="FILE",
+            rich_help_panel="Credentials",
+        )
+        parameters.append(
+            inspect.Parameter(
+                field,
+                inspect.Parameter.KEYWORD_ONLY,
+                default=None,
+                annotation=Annotated[Path | None, option],
+            )
+        )
+    run.__signature__ = signature.replace(parameters=parameters)
 
 
 def report(error: TandemError, *, as_json: bool) -> int:

@@ -4,7 +4,8 @@
 
 It imports the model, starts the servers, evaluates the senior on held-out questions (alone, taking
 turns with the junior, and read by the junior), trains it with the frozen start as its junior,
-asks the same questions again, and compares the answers.
+asks the same questions again, and compares the answers. With `cluster=null` and addresses in
+`servers` it takes servers that run, which have their model.
 """
 
 from __future__ import annotations
@@ -66,9 +67,11 @@ def main(arguments: list[str] | None = None) -> int:
 def run_demo(settings: RunSettings, output: Output) -> int:
     """Imports the model, starts, evaluates, trains, evaluates, compares; returns the exit code."""
     start = time.monotonic()
-    model = import_model(SMOLLM2_PACKAGE, settings.tokenizer)
-    what = "already imported" if model.already_there else "imported"
-    output.note(f"model: {model.path} ({model.parameters / 1e6:.0f} M parameters, {what})")
+    # Servers that run already have their model.
+    if settings.cluster is not None:
+        model = import_model(SMOLLM2_PACKAGE, settings.tokenizer)
+        what = "already imported" if model.already_there else "imported"
+        output.note(f"model: {model.path} ({model.parameters / 1e6:.0f} M parameters, {what})")
     with (
         open_run(settings) as run,
         Interrupt(lambda: output.note("stopping after this step")) as stop,

@@ -57,6 +57,10 @@ class ProblemsError(ConfigError):
         return super().describe() | {"problems": [one.describe() for one in self.problems]}
 
 
+class CredentialsError(ConfigError):
+    """A file of certificates or tokens that cannot be used; names the field and the path."""
+
+
 class RunDirectoryError(ConfigError):
     """A run directory that is in use, or lacks what `--resume` needs."""
 
@@ -172,11 +176,15 @@ class DataLossError(RpcError):
 
 
 class NotImplementedByServerError(RpcError):
-    """The server does not offer this yet."""
+    """The server does not offer this: it is of another kind, or cannot do it yet."""
 
 
 class PermissionDeniedError(RpcError):
-    """The caller is not known or not allowed."""
+    """The caller is not allowed to make the call."""
+
+
+class UnauthenticatedError(PermissionDeniedError):
+    """The server does not know the caller: the token is missing, or none of the server's."""
 
 
 class ServerError(RpcError):
@@ -196,7 +204,7 @@ _CLASSES: dict[grpc.StatusCode, type[RpcError]] = {
     grpc.StatusCode.DATA_LOSS: DataLossError,
     grpc.StatusCode.UNIMPLEMENTED: NotImplementedByServerError,
     grpc.StatusCode.PERMISSION_DENIED: PermissionDeniedError,
-    grpc.StatusCode.UNAUTHENTICATED: PermissionDeniedError,
+    grpc.StatusCode.UNAUTHENTICATED: UnauthenticatedError,
 }
 
 
@@ -250,6 +258,8 @@ def from_rpc(error: Any, *, request_id: str, method: str, address: str, role: st
 
 
 def _hint_about_server(error: RpcError, address: str, role: str) -> str | None:
+    if isinstance(error, UnauthenticatedError):
+        return "the client's token_file (TANDEM_TOKEN_FILE) must begin with a token of the server"
     if isinstance(error, UnavailableError):
         return f"is a server running at {address}? `tandem up CLUSTER.yaml` starts one"
     # Tandem's servers name a method that they lack; gRPC itself sends no message.

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from tandem import tracing
 from tandem.types.v1 import trajectory_pb2
 
 # The keys of every line of metrics.jsonl, in this order; null where a step has no such number.
@@ -178,10 +179,11 @@ class StepClock:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Adds the time of the block to `name`."""
+        """Adds the time of the block to `name`; the block is a span of that name."""
         start = time.monotonic()
         try:
-            yield
+            with tracing.span(name):
+                yield
         finally:
             self.seconds[name] = self.seconds.get(name, 0.0) + time.monotonic() - start
 

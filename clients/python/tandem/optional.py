@@ -18,8 +18,8 @@ def optional_module(name: str, field: str, package: str | None = None) -> Any:
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
-        # An installed package that lacks a module of its own is another fault.
-        if error.name != name.partition(".")[0]:
+        # An installed package that lacks another module is another fault.
+        if not f"{name}.".startswith(f"{error.name}."):
             raise
         raise ConfigError(
             f"{field}: the package {package} is not installed", hint=f"pip install {package}"

@@ -9,7 +9,9 @@ from __future__ import annotations
 import asyncio
 import functools
 import os
+import threading
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -22,17 +24,23 @@ Serialize = Callable[[Any], bytes]
 Deserialize = Callable[[bytes], Any]
 
 
-def recorded(channel: Any, target: str) -> Any:
+def recorded(channel: Any, target: str, *, asynchronous: bool = False) -> Any:
     """Returns `channel`, which records if the environment variable TANDEM_RECORD names a file.
 
-    `channel` is a grpc.Channel or a grpc.aio.Channel. Raises ConfigError if the file is no
-    recording.
+    `channel` has the functions of a grpc.Channel or, if `asynchronous`, of a grpc.aio.Channel.
+    Raises ConfigError if the file is no recording.
     """
     path = os.environ.get(recording.VARIABLE)
     if not path:
         return channel
-    kind = _AsyncRecordedChannel if isinstance(channel, grpc.aio.Channel) else _RecordedChannel
-    return kind(channel, _recorder(path), target)
+    kind = _AsyncRecordedChannel if asynchronous else _RecordedChannel
+    # Two recorders of one file would give the same names to different calls.
+    with _making_recorder:
+        recorder = _recorder(path)
+    return kind(channel, recorder, target)
+
+
+_making_recorder = threading.Lock()
 
 
 @functools.lru_cache(maxsize=1)
@@ -119,17 +127,9 @@ class _RecordedChannel(_Channel):
 
     @staticmethod
     def _reply(method: Any, call: CallRecorder, sent: Any, deserialize: Deserialize) -> Any:
-        try:
+        with _recorded_failure(call):
             reply = method(sent)
-        except grpc.RpcError as error:
-            _failed(call, error)
-            raise
-        except BaseException:
-            call.cancel()
-            raise
-        call.response(reply)
-        call.end(grpc.StatusCode.OK)
-        return deserialize(reply)
+        return _succeeded(call, reply, deserialize)
 
     @staticmethod
     def _responses(method: Any, call: CallRecorder, sent: Any, deserialize: Deserialize) -> Any:
@@ -149,17 +149,9 @@ class _AsyncRecordedChannel(_Channel):
 
     @staticmethod
     async def _reply(method: Any, call: CallRecorder, sent: Any, deserialize: Deserialize) -> Any:
-        try:
+        with _recorded_failure(call):
             reply = await method(sent)
-        except grpc.RpcError as error:
-            _failed(call, error)
-            raise
-        except BaseException:
-            call.cancel()
-            raise
-        call.response(reply)
-        call.end(grpc.StatusCode.OK)
-        return deserialize(reply)
+        return _succeeded(call, reply, deserialize)
 
     @staticmethod
     def _responses(method: Any, call: CallRecorder, sent: Any, deserialize: Deserialize) -> Any:
@@ -226,6 +218,26 @@ class _AsyncResponses:
         """Cancels the call unless it ended."""
         self._responses.cancel()
         self._call.cancel()
+
+
+@contextmanager
+def _recorded_failure(call: CallRecorder) -> Iterator[None]:
+    """Records the end of a call of which no reply comes: it failed, or was given up."""
+    try:
+        yield
+    except grpc.RpcError as error:
+        _failed(call, error)
+        raise
+    except BaseException:
+        call.cancel()
+        raise
+
+
+def _succeeded(call: CallRecorder, reply: bytes, deserialize: Deserialize) -> Any:
+    """Records the only reply of a call and its end; returns the message."""
+    call.response(reply)
+    call.end(grpc.StatusCode.OK)
+    return deserialize(reply)
 
 
 def _failed(call: CallRecorder, error: Any) -> None:

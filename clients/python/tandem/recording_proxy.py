@@ -9,6 +9,8 @@ from typing import Self
 
 import grpc
 
+from tandem.channel import open_channel
+from tandem.credentials import NO_CREDENTIALS, Credentials
 from tandem.errors import ConfigError
 from tandem.recorded_channel import is_recorded
 from tandem.recording import MAX_MESSAGE_BYTES, CallRecorder, Recorder
@@ -20,7 +22,7 @@ _MAX_CALLS = 256
 # gRPC gives a call without a deadline one in the far future.
 _NO_DEADLINE_SECONDS = 1e9
 
-# What gRPC puts into metadata by itself, besides keys that begin with "grpc-".
+# Keys that gRPC puts into metadata by itself, besides those that begin with "grpc-".
 _OWN_KEYS = frozenset({"user-agent", "content-type", "te"})
 
 _LIMITS = {
@@ -35,6 +37,9 @@ class RecordingProxy(grpc.GenericRpcHandler):
     Metadata, deadlines, cancellations, messages, status and error details pass unchanged. A call
     holds one message in each direction, because the next one is read when the last one is taken.
 
+    The port itself has neither TLS nor tokens: where `credentials` (by default those of the
+    environment) name some, every process of this machine can call the server with them.
+
     It is no asyncio server: a channel of grpc.aio may report INTERNAL instead of the status of a
     server that ended a call before it took all messages.
 
@@ -42,10 +47,17 @@ class RecordingProxy(grpc.GenericRpcHandler):
         port: the port at 127.0.0.1, open inside the context.
     """
 
-    def __init__(self, target: str, port: int, recorder: Recorder) -> None:
+    def __init__(
+        self,
+        target: str,
+        port: int,
+        recorder: Recorder,
+        credentials: Credentials = NO_CREDENTIALS,
+    ) -> None:
         self.port = port
         self._target = target
         self._recorder = recorder
+        self._credentials = credentials.or_else(Credentials.from_environment())
 
     def __enter__(self) -> Self:
         # Without so_reuseport 0, two proxies could share a port.
@@ -57,7 +69,7 @@ class RecordingProxy(grpc.GenericRpcHandler):
         except RuntimeError:
             raise ConfigError(f"--port {self.port}: the port is not free") from None
         channel_options = dict(CHANNEL_OPTIONS) | _LIMITS
-        self._channel = grpc.insecure_channel(self._target, list(channel_options.items()))
+        self._channel = open_channel(self._target, self._credentials, list(channel_options.items()))
         self._server.start()
         return self
 

@@ -105,6 +105,24 @@ class Output:
             print(json.dumps(value), flush=True)
 
 
+def recording_console() -> Console:
+    """Returns a console that shows nothing, and records what a terminal of 100 columns would."""
+    return Console(
+        record=True,
+        width=100,
+        force_terminal=True,
+        color_system="truecolor",
+        file=io.StringIO(),
+        highlight=False,
+        emoji=False,
+    )
+
+
+def picture(console: Console, title: str) -> str:
+    """Returns what a recording_console() recorded as an SVG, which loads nothing from a network."""
+    return re.sub(r"@font-face \{[^}]*\}\s*", "", console.export_svg(title=title))
+
+
 class AuthoredText:
     """A text that grows by author: senior bold cyan, junior yellow, underlined and in brackets."""
 

@@ -26,6 +26,8 @@ from google.rpc import status_pb2
 
 # Importing them makes the contract's services and messages known to the descriptor pool.
 from tandem import calls as _calls  # noqa: F401
+from tandem.channel import open_channel
+from tandem.credentials import NO_CREDENTIALS, Credentials
 from tandem.errors import (
     STATUS_DETAILS_KEY,
     ConfigError,
@@ -113,7 +115,7 @@ class Choice:
 
 @dataclass
 class Contents:
-    """What a first reading of a recording tells about the chosen calls.
+    """Facts about the chosen calls of a recording, from a first reading.
 
     Attributes:
         calls: their number.
@@ -246,6 +248,7 @@ class Replay:
         compare: whether answers must be the recorded ones.
         timeout_seconds: longest wait for one answer.
         note: is told what is not replayed or not compared.
+        credentials: those of the calls; a field that is not set is the environment's.
     """
 
     def __init__(
@@ -257,8 +260,10 @@ class Replay:
         *,
         compare: bool = True,
         timeout_seconds: float = 600.0,
+        credentials: Credentials = NO_CREDENTIALS,
     ) -> None:
         self._path = path
+        self._credentials = credentials.or_else(Credentials.from_environment())
         self._choice = choice
         self._mapped = mapped
         self._note = note
@@ -266,7 +271,7 @@ class Replay:
         self._timeout_seconds = timeout_seconds
         self._contents = contents(path, choice, note)
         self._require_mapped()
-        self._channels: dict[str, grpc.Channel] = {}
+        self._channels: dict[str, Any] = {}
         self._live: dict[int, _LiveCall] = {}
         self._calls = self._answers = 0
 
@@ -333,7 +338,7 @@ class Replay:
             self._calls += 1
             target = self._mapped.text(call.target)
             if target not in self._channels:
-                self._channels[target] = grpc.insecure_channel(target, CHANNEL_OPTIONS)
+                self._channels[target] = open_channel(target, self._credentials, CHANNEL_OPTIONS)
             self._live[call.number] = _LiveCall(self._channels[target], call, self._timeout_seconds)
             return
         live = self._live[call.number]
@@ -433,7 +438,7 @@ class Replay:
 class _LiveCall:
     """A call of the replay. On the wire every kind of method is a stream in both directions."""
 
-    def __init__(self, channel: grpc.Channel, call: RecordedCall, timeout_seconds: float) -> None:
+    def __init__(self, channel: Any, call: RecordedCall, timeout_seconds: float) -> None:
         self.call = call
         self.received = 0
         self._timeout_seconds = timeout_seconds

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from contextvars import copy_context
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -113,7 +114,11 @@ class RolloutPool:
         # A single server is called from this thread, so that Ctrl-C reaches the call.
         if count == 1:
             return ask(0, slices[0])
-        futures = [self._threads.submit(ask, server, own) for server, own in enumerate(slices)]
+        # A call in another thread belongs to the caller's span, too.
+        futures = [
+            self._threads.submit(copy_context().run, ask, server, own)
+            for server, own in enumerate(slices)
+        ]
         for ended in wait(futures, return_when=FIRST_EXCEPTION).done:
             ended.result()
         return [result for future in futures for result in future.result()]

@@ -8,12 +8,16 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from tandem.calls import RolloutCalls, TrainerCalls
 from tandem.cluster import LocalCluster
+from tandem.credentials import Credentials
 from tandem.errors import ConfigError
 from tandem.settings import ServersSettings
+from tandem.transport import Connection
+
+Client = TypeVar("Client", bound=Connection)
 
 
 @contextmanager
@@ -39,15 +43,21 @@ def _write_locked(record: Path, cluster: LocalCluster, stack: ExitStack) -> None
     file = stack.enter_context(temporary.open("w", encoding="utf-8"))
     fcntl.flock(file, fcntl.LOCK_EX)
     servers = [server.describe() for server in cluster.servers]
-    json.dump({"directory": str(cluster.settings.directory), "servers": servers}, file)
+    record_of = {
+        "directory": str(cluster.settings.directory),
+        "credentials": cluster.credentials.record(),
+        "servers": servers,
+    }
+    json.dump(record_of, file)
     file.flush()
     temporary.replace(record)
 
 
 def clusters() -> list[dict[str, Any]]:
-    """Returns a record of each running cluster: its "directory", and its "servers".
+    """Returns a record of each running cluster: its "directory", "credentials" and "servers".
 
-    A server's record is that of `tandem up --json`.
+    Credentials are paths by the fields of Credentials. A server's record is that of `tandem up
+    --json`.
     """
     found = []
     for record in sorted(_folder().glob("*.json")):
@@ -70,6 +80,21 @@ def servers() -> list[dict[str, Any]]:
 
     Raises ConfigError if several clusters run.
     """
+    return [server for server in _only().get("servers", ()) if not server["rank"]]
+
+
+def with_defaults(own: Credentials, *, found: bool) -> Credentials:
+    """Returns `own` credentials, filled up by those of the environment.
+
+    With `found`, for servers of the cluster that runs, those of the cluster come before the
+    environment's. Raises ConfigError if several clusters run.
+    """
+    cluster = Credentials(**_only().get("credentials", {})) if found else Credentials()
+    return own.or_else(cluster).or_else(Credentials.from_environment())
+
+
+def _only() -> dict[str, Any]:
+    """Returns the record of the cluster that runs, {} if no cluster runs."""
     found = clusters()
     if len(found) > 1:
         directories = ", ".join(one["directory"] for one in found)
@@ -77,7 +102,7 @@ def servers() -> list[dict[str, Any]]:
             f"{len(found)} clusters run: {directories}",
             hint="name a server by its address; `tandem up` printed them",
         )
-    return [server for server in found[0]["servers"] if not server["rank"]] if found else []
+    return found[0] if found else {}
 
 
 def addresses(named: ServersSettings, *, any_rollout: bool = True) -> ServersSettings:
@@ -87,7 +112,7 @@ def addresses(named: ServersSettings, *, any_rollout: bool = True) -> ServersSet
 
     Raises ConfigError if several clusters run, or the one that runs lacks a server.
     """
-    known = [] if named.rollout or named.trainer or named.critic else servers()
+    known = [] if named.any_named else servers()
     found: dict[str, list[str]] = {"rollout": [], "trainer": [], "critic": []}
     for server in known:
         found[server["role"]].append(server["address"])
@@ -102,17 +127,24 @@ def addresses(named: ServersSettings, *, any_rollout: bool = True) -> ServersSet
     return named.model_copy(update={"rollout": rollout, "trainer": trainer, "critic": critic})
 
 
-def address_of(role: str, option: str) -> str | None:
-    """Returns the address of the first server of a role in the cluster that runs.
+def connect(
+    kind: type[Client], address: str | None, option: str, own: Credentials, **options: Any
+) -> Client:
+    """Returns a client, with `options`, of the server at `address`.
 
-    None if no cluster runs. Raises ConfigError, which begins with `option`, if the cluster has no
-    such server, or if several clusters run.
+    By default that is the first server of its role in the cluster that runs, which also has the
+    credentials that `own` lacks; else the server at the default port.
+
+    Raises ConfigError, which begins with `option`, if the cluster has no such server, or if several
+    clusters run.
     """
-    known = servers()
-    found = next((server["address"] for server in known if server["role"] == role), None)
-    if known and found is None:
-        raise ConfigError(f"{option}: the cluster that runs has no {role} server")
-    return found
+    found = False
+    if address is None and (known := servers()):
+        address = next((one["address"] for one in known if one["role"] == kind.role), None)
+        if address is None:
+            raise ConfigError(f"{option}: the cluster that runs has no {kind.role} server")
+        found = True
+    return kind(address, credentials=with_defaults(own, found=found), **options)
 
 
 def _folder() -> Path:

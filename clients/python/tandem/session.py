@@ -1,4 +1,4 @@
-"""What a run works with: servers, tokenizer, data and reward, opened and closed together."""
+"""The resources of a run: servers, tokenizer, data and reward, opened and closed together."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from tandem.client import CriticClient, RolloutClient, TrainerClient
 from tandem.cluster import LocalCluster
 from tandem.cluster_plan import modes_in, planned, uses_of
 from tandem.cluster_preflight import check_cluster
+from tandem.credentials import Credentials
 from tandem.data import Dataset, load_dataset
 from tandem.errors import (
     ConfigError,
@@ -26,6 +27,7 @@ from tandem.errors import (
 )
 from tandem.learnability import obstacles
 from tandem.preflight import Problems, RolloutFacts, ServerFacts
+from tandem.readiness import wait_until_serving
 from tandem.reference import JuniorReference, Reference, ServerReference
 from tandem.requests import Prompt
 from tandem.rewards import Reward
@@ -97,6 +99,7 @@ class Session:
         self._dry_run = dry_run
         self._noted: set[str] = set()
         self._stack = ExitStack()
+        self._credentials = Credentials()
 
     def __enter__(self) -> Self:
         try:
@@ -251,9 +254,13 @@ class Session:
         """
         if self.critic_address is None:
             raise ConfigError("servers.critic: not set, and the trainer has no critic_address")
-        return CriticClient(
-            self.critic_address, timeout_seconds=self.settings.servers.timeout_seconds
-        )
+        return CriticClient(self.critic_address, **self._client_options())
+
+    def _client_options(self) -> dict[str, Any]:
+        return {
+            "timeout_seconds": self.settings.servers.timeout_seconds,
+            "credentials": self._credentials,
+        }
 
     def facts(self) -> dict[str, Any]:
         """Returns what results depend on beside the settings; a resumed run needs the same."""
@@ -304,12 +311,20 @@ class Session:
         settings = self.settings
         problems = Problems()
         servers = settings.servers
+        finds_cluster = settings.cluster is None and not servers.any_named
+        with problems.collect():
+            self._credentials = running_clusters.with_defaults(
+                settings.credentials.credentials(), found=finds_cluster
+            )
         if settings.cluster is None:
             with problems.collect():
                 servers = running_clusters.addresses(
                     servers, any_rollout=uses_of(settings, self.purpose).rollout
                 )
         self._read(problems)
+        if settings.cluster is None and servers.start_timeout_seconds > 0:
+            problems.raise_any()
+            self._wait_for(servers)
         if self.purpose == "train":
             with problems.collect():
                 preflight.check_overlong_buffer(settings)
@@ -330,6 +345,17 @@ class Session:
         if servers.trainer is not None:
             self._connect(servers, problems)
         problems.raise_any()
+
+    def _wait_for(self, servers: ServersSettings) -> None:
+        named = [*(servers.rollout or ()), servers.trainer]
+        if self.uses_critic:
+            named.append(servers.critic)
+        wait_until_serving(
+            [address for address in named if address is not None],
+            self._credentials,
+            servers.start_timeout_seconds,
+            self.note,
+        )
 
     def _plan(self, cluster: ClusterSettings, problems: Problems) -> ClusterSettings:
         """Returns the cluster as the run starts it, once its servers have checked themselves."""
@@ -444,8 +470,7 @@ class Session:
         address = self.settings.reference_address
         if address is None:
             return
-        timeout = self.settings.servers.timeout_seconds
-        client = self._stack.enter_context(RolloutClient(address, timeout_seconds=timeout))
+        client = self._stack.enter_context(RolloutClient(address, **self._client_options()))
         with problems.collect():
             info = client.info()
             server = RolloutPool([client], [info.max_queue])
@@ -456,18 +481,19 @@ class Session:
                 preflight.check_vocabulary(self.codec, model, f"the reference at {address}")
 
     def _start(self, settings: ClusterSettings) -> ServersSettings:
-        cluster = LocalCluster(settings, on_progress=self.note)
+        cluster = LocalCluster(
+            settings, on_progress=self.note, credentials=self.settings.credentials.credentials()
+        )
         self.cluster = self._stack.enter_context(cluster)
+        self._credentials = cluster.credentials
         return addresses_of(self.cluster)
 
     def _connect(self, servers: ServersSettings, problems: Problems) -> None:
         """Opens the clients, and checks the settings against the info of every server."""
-        timeout = self.settings.servers.timeout_seconds
-        self.trainer = self._stack.enter_context(
-            TrainerClient(servers.trainer, timeout_seconds=timeout)
-        )
+        options = self._client_options()
+        self.trainer = self._stack.enter_context(TrainerClient(servers.trainer, **options))
         clients = [
-            self._stack.enter_context(RolloutClient(address, timeout_seconds=timeout))
+            self._stack.enter_context(RolloutClient(address, **options))
             for address in servers.rollout or ()
         ]
         trainer: trainer_pb2.GetServerInfoResponse | None = None

@@ -24,7 +24,9 @@ from pydantic import (
     model_validator,
 )
 
+from tandem.certs import CertificateDirectory
 from tandem.config_values import apply_override, dump_values, read_mapping
+from tandem.credentials import Credentials
 from tandem.errors import ConfigError
 from tandem.hub import local_model
 from tandem.metrics import KEYS
@@ -112,6 +114,26 @@ class Settings(BaseModel):
                         kind.anchor(value, base)
 
 
+class CredentialsSettings(Settings):
+    """Fields of Credentials: certificates (PEM) and tokens for the calls to servers.
+
+    A field that is not set takes the value of TANDEM_CA_FILE, TANDEM_CERTIFICATE_FILE,
+    TANDEM_PRIVATE_KEY_FILE or TANDEM_TOKEN_FILE.
+    """
+
+    # Authorities that sign the servers' certificates; turns TLS on.
+    ca_file: NonEmptyPath | None = None
+    # The client's certificate and its key, for servers that demand them.
+    certificate_file: NonEmptyPath | None = None
+    private_key_file: NonEmptyPath | None = None
+    # Tokens, one a line; the first one is sent.
+    token_file: NonEmptyPath | None = None
+
+    def credentials(self) -> Credentials:
+        """Returns the fields as Credentials."""
+        return Credentials(**self.model_dump())
+
+
 class ServersSettings(Settings):
     """Addresses of running servers, for a run without `cluster`, and how long to wait for them.
 
@@ -125,6 +147,14 @@ class ServersSettings(Settings):
     # Longest time of a call in seconds: a call draws all samples of a step at one server, makes a
     # train step or saves a checkpoint. It holds with `cluster`, too.
     timeout_seconds: float = Field(3600.0, gt=0, le=1e8)
+    # Most seconds that the run waits at its start for servers without `cluster` to serve. 0: it
+    # fails at once if one does not.
+    start_timeout_seconds: float = Field(0.0, ge=0, le=1e8)
+
+    @property
+    def any_named(self) -> bool:
+        """Whether an address is set."""
+        return bool(self.rollout or self.trainer or self.critic)
 
 
 class ReasoningGymSettings(Settings):
@@ -426,6 +456,9 @@ class ClusterSettings(Settings):
     # senior, its frozen start as junior, the critic's start. In a run whose KL needs them, the
     # trainer's reference_model is its own model, and its junior_model the rollout servers' junior.
     model: NonEmptyPath | None = None
+    # Directory of `tandem certs`: clients of the cluster take certificates and token from it, and
+    # servers do whose sections have no `server.tls` or no `server.tokens`.
+    certs: NonEmptyPath | None = None
     # Folder of logs and resolved configurations: each start writes its own logs/attempt_N.
     directory: NonEmptyPath = Field(default_factory=lambda: Path.cwd() / "runs" / "cluster")
     rollout: list[dict[str, Any]] = []
@@ -436,9 +469,13 @@ class ClusterSettings(Settings):
     # Seconds between SIGTERM and SIGKILL.
     stop_timeout_seconds: float = Field(40.0, gt=0)
 
+    def credentials(self) -> Credentials:
+        """Returns the credentials of a client of the cluster; none without `certs`."""
+        return Credentials() if self.certs is None else CertificateDirectory(self.certs).client()
+
     @classmethod
     def anchor(cls, values: dict[str, Any], base: Path) -> None:
-        """Also anchors the models and the directory that the servers' sections name."""
+        """Also anchors the paths that the servers' sections name."""
         if isinstance(values.get("model"), str) and values["model"]:
             values["model"] = str(local_model(values["model"], base, "cluster.model"))
         super().anchor(values, base)
@@ -481,6 +518,7 @@ class RunSettings(Settings):
     # `cluster`: the cluster's senior.
     tokenizer: NonEmptyPath
     servers: ServersSettings = ServersSettings()
+    credentials: CredentialsSettings = CredentialsSettings()
     # A cluster file, or its content: servers that live as long as the run, instead of `servers`.
     # Servers that the run does not use are not started.
     cluster: ClusterSettings | None = None
@@ -650,9 +688,24 @@ def _anchor_server(section: dict[str, Any], base: Path, field: str) -> None:
     for key in SERVER_MODELS:
         if isinstance(section.get(key), str) and section[key]:
             section[key] = str(local_model(section[key], base, f"{field}.{key}"))
-    directory = section.get("shutdown_checkpoint_directory")
-    if isinstance(directory, str) and directory:
-        section["shutdown_checkpoint_directory"] = _absolute(directory, base)
+    _anchor_path(section, "shutdown_checkpoint_directory", base)
+    server = section.get("server")
+    if not isinstance(server, dict):
+        return
+    for name in ("tls", "tokens"):
+        files = server.get(name)
+        for key in files if isinstance(files, dict) else ():
+            if key.endswith("_file"):
+                _anchor_path(files, key, base)
+    roots = server.get("path_roots")
+    if isinstance(roots, list) and all(isinstance(root, str) and root for root in roots):
+        server["path_roots"] = [_absolute(root, base) for root in roots]
+
+
+def _anchor_path(section: dict[str, Any], key: str, base: Path) -> None:
+    path = section.get(key)
+    if isinstance(path, str) and path:
+        section[key] = _absolute(path, base)
 
 
 def _senior_of(cluster: Any) -> str | None:

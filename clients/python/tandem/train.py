@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path, PurePath
 from typing import Any, Self
 
+from tandem import tracing
 from tandem.checkpoints import SavedState, checkpoint_name
 from tandem.errors import ConfigError, TandemError
 from tandem.evaluation import evaluate
@@ -208,10 +210,13 @@ class Loop:
         self._discard_unsaved = discard_unsaved
         self._step = self.last_step = run.first_step - 1
         self._stop = False
+        # The span of the step, while one is done.
+        self._span = ExitStack()
 
     def __enter__(self) -> Self:
         session, run = self._session, self._run
-        start = start_run(session, run, discard_unsaved=self._discard_unsaved)
+        with tracing.span("start", {"tandem.run_id": run.run_id}):
+            start = start_run(session, run, discard_unsaved=self._discard_unsaved)
         if self._interrupt is not None:
             self._interrupt.defer()
         run.begin(session.note)
@@ -229,12 +234,17 @@ class Loop:
         # A second Ctrl-C is no Exception, and ends the run at once.
         if isinstance(error, Exception):
             error.add_note(f"in step {self._step}: {self._rescue()}")
+        self._span.__exit__(kind, error, trace)
 
     def steps(self) -> Iterator[int]:
         """Yields the steps that are left, until the run is asked to stop."""
         for step in range(self.last_step + 1, self._session.settings.steps + 1):
             self._step = step
+            ids = {"tandem.run_id": self._run.run_id, "tandem.step": step}
+            self._span.enter_context(tracing.span("step", ids))
+            # No `with`: an error in the step ends this generator, and __exit__ tells the span.
             yield step
+            self._span.close()
             if self._stop:
                 return
 
@@ -324,6 +334,7 @@ class Loop:
             return error.message
         return None
 
+    @tracing.spanned("checkpoint")
     def _save(self) -> None:
         """Saves trainer and critic as they are after the last step that was done.
 

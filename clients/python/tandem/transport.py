@@ -19,8 +19,11 @@ from typing import Any, ClassVar, Concatenate, Generic, ParamSpec, Self, TypeVar
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from tandem.errors import REQUEST_ID_KEY, RpcError, from_rpc
+from tandem.channel import open_channel, why_refused
+from tandem.credentials import Credentials
+from tandem.errors import REQUEST_ID_KEY, RpcError, UnavailableError, from_rpc
 from tandem.recorded_channel import recorded
+from tandem.tracing import RpcSpan
 
 Response = TypeVar("Response")
 Result = TypeVar("Result")
@@ -87,46 +90,64 @@ class Health:
 
     Attributes:
         reason: why it is unreachable, "" otherwise.
+        refused: whether TLS is the reason, so that waiting does not help.
     """
 
     status: str
     reason: str = ""
+    refused: bool = False
 
 
 class Call:
     """One call of a method, over all its attempts: it keeps its request id."""
 
-    def __init__(self, address: str, role: str, method: str, timeout_seconds: float) -> None:
+    def __init__(
+        self,
+        address: str,
+        role: str,
+        method: str,
+        timeout_seconds: float,
+        credentials: Credentials,
+    ) -> None:
         self.address = address
         self.role = role
+        self.credentials = credentials
         self.method = method
         self.request_id = CALLER_REQUEST_ID.get(None) or uuid.uuid4().hex
         self.timeout_seconds = timeout_seconds
 
-    @property
-    def options(self) -> dict[str, Any]:
-        """Arguments of the stub."""
+    def span(self, service: str) -> RpcSpan:
+        """Starts the span of an attempt at a method of `service`."""
+        return RpcSpan(self.address, service, self.method, self.request_id)
+
+    def options(self, span: RpcSpan) -> dict[str, Any]:
+        """Arguments of the stub for the attempt of this span."""
         return {
             "timeout": self.timeout_seconds,
-            "metadata": ((REQUEST_ID_KEY, self.request_id),),
+            "metadata": ((REQUEST_ID_KEY, self.request_id), *span.metadata),
         }
 
     def failure(self, error: Any) -> RpcError:
         """Returns the typed exception for a failed attempt."""
-        return from_rpc(
+        failure = from_rpc(
             error,
             request_id=self.request_id,
             method=self.method,
             address=self.address,
             role=self.role,
         )
+        if isinstance(failure, UnavailableError):
+            refused = why_refused(failure.message, self.credentials, self.address)
+            failure.hint = refused or failure.hint
+        return failure
 
 
 class ResponseStream(Generic[Response]):
     """The responses of a running call. close(), or dropping the last reference, cancels it."""
 
-    def __init__(self, call: Call, responses: Any) -> None:
+    def __init__(self, call: Call, span: RpcSpan, responses: Any) -> None:
         self._call = call
+        self._span = span
         self._responses = responses
 
     def __iter__(self) -> Iterator[Response]:
@@ -135,12 +156,18 @@ class ResponseStream(Generic[Response]):
     def __next__(self) -> Response:
         try:
             return next(self._responses)
+        except StopIteration:
+            self._span.end()
+            raise
         except grpc.RpcError as error:
-            raise self._call.failure(error) from None
+            failure = self._call.failure(error)
+            self._span.end(failure)
+            raise failure from None
 
     def close(self) -> None:
         """Cancels the call unless it ended."""
         self._responses.cancel()
+        self._span.cancel()
 
     def __del__(self) -> None:
         self.close()
@@ -149,8 +176,9 @@ class ResponseStream(Generic[Response]):
 class AsyncResponseStream(Generic[Response]):
     """The responses of a running call. aclose(), or dropping the last reference, cancels it."""
 
-    def __init__(self, call: Call, responses: Any) -> None:
+    def __init__(self, call: Call, span: RpcSpan, responses: Any) -> None:
         self._call = call
+        self._span = span
         self._responses = responses
         self._iterator = aiter(responses)
 
@@ -160,15 +188,24 @@ class AsyncResponseStream(Generic[Response]):
     async def __anext__(self) -> Response:
         try:
             return await anext(self._iterator)
+        except StopAsyncIteration:
+            self._span.end()
+            raise
         except grpc.RpcError as error:
-            raise self._call.failure(error) from None
+            failure = self._call.failure(error)
+            self._span.end(failure)
+            raise failure from None
 
     async def aclose(self) -> None:
         """Cancels the call unless it ended."""
-        self._responses.cancel()
+        self._cancel()
 
     def __del__(self) -> None:
+        self._cancel()
+
+    def _cancel(self) -> None:
         self._responses.cancel()
+        self._span.cancel()
 
 
 class Transport:
@@ -193,15 +230,24 @@ class Transport:
         *,
         timeout_seconds: float | None = None,
         retry: RetryPolicy | None = None,
+        credentials: Credentials | None = None,
     ) -> None:
+        """Opens the channel. `credentials` are by default those of the environment.
+
+        Raises CredentialsError for credentials that cannot be used.
+        """
         self.address = self.default_address if address is None else address
+        self.credentials = Credentials.from_environment() if credentials is None else credentials
         self.timeout_seconds = timeout_seconds or self.default_timeout_seconds
         self.retry = retry or RetryPolicy()
         self.channel = self._open_channel()
         self._health = health_pb2_grpc.HealthStub(self.channel)
-        self._methods = {
-            name: method for stub in self.stubs for name, method in vars(stub(self.channel)).items()
-        }
+        self._methods: dict[str, Any] = {}
+        self._services: dict[str, str] = {}
+        for stub in self.stubs:
+            methods = vars(stub(self.channel))
+            self._methods |= methods
+            self._services |= dict.fromkeys(methods, _service_of(stub))
 
     async def check_health(self, service: str = "", timeout_seconds: float = 5.0) -> Health:
         """Returns the server's health, or the reason why it is unreachable."""
@@ -218,7 +264,9 @@ class Transport:
         except grpc.RpcError as error:
             if error.code() == grpc.StatusCode.NOT_FOUND:
                 return Health("SERVICE_UNKNOWN")
-            return Health("UNREACHABLE", _why_unreachable(error, timeout_seconds))
+            refused = why_refused(error.details() or "", self.credentials, self.address)
+            reason = refused or _why_unreachable(error, timeout_seconds)
+            return Health("UNREACHABLE", reason, refused is not None)
         return Health(health_pb2.HealthCheckResponse.ServingStatus.Name(reply.status))
 
     async def _call(self, method: str, request: Any, timeout_seconds: float | None = None) -> Any:
@@ -238,13 +286,16 @@ class Transport:
         call = self._new_call(method, timeout_seconds)
         number = 1
         while True:
-            try:
-                return await self._reply(self._methods[method](request(), **call.options))
-            except grpc.RpcError as error:
-                failure = call.failure(error)
-                wait = self.retry.wait_before(number, failure)
-                if wait is None:
-                    raise failure from None
+            with call.span(self._services[method]) as span:
+                try:
+                    started = self._methods[method](request(), **call.options(span))
+                    return await self._reply(started)
+                except grpc.RpcError as error:
+                    failure = call.failure(error)
+                    span.end(failure)
+            wait = self.retry.wait_before(number, failure)
+            if wait is None:
+                raise failure
             await self._sleep(wait)
             number += 1
 
@@ -257,10 +308,13 @@ class Transport:
     def _stream(self, method: str, messages: Any, timeout_seconds: float | None = None) -> Any:
         """Starts a call and returns its responses. No retries."""
         call = self._new_call(method, timeout_seconds)
-        return self._response_stream(call, self._methods[method](messages, **call.options))
+        span = call.span(self._services[method])
+        started = self._methods[method](messages, **call.options(span))
+        return self._response_stream(call, span, started)
 
     def _new_call(self, method: str, timeout_seconds: float | None) -> Call:
-        return Call(self.address, self.role, method, timeout_seconds or self.timeout_seconds)
+        timeout = timeout_seconds or self.timeout_seconds
+        return Call(self.address, self.role, method, timeout, self.credentials)
 
     # The differences between the two kinds of channel.
 
@@ -277,6 +331,11 @@ class Transport:
 
     async def _sleep(self, seconds: float) -> None:
         raise NotImplementedError
+
+
+def _service_of(stub: type) -> str:
+    """Returns the full name of a stub's service, such as tandem.rollout.v1.RolloutService."""
+    return f"{stub.__module__.rpartition('.')[0]}.{stub.__name__.removesuffix('Stub')}"
 
 
 def _why_unreachable(error: Any, timeout_seconds: float) -> str:
@@ -322,8 +381,9 @@ class Connection(Transport):
     check_health = blocking(Transport.check_health)
     health = blocking(Transport.health)
 
-    def _open_channel(self) -> grpc.Channel:
-        return recorded(grpc.insecure_channel(self.address, CHANNEL_OPTIONS), self.address)
+    def _open_channel(self) -> Any:
+        channel = open_channel(self.address, self.credentials, CHANNEL_OPTIONS)
+        return recorded(channel, self.address)
 
     async def _reply(self, started: Any) -> Any:
         return started
@@ -354,8 +414,9 @@ class AsyncConnection(Transport):
         """Closes the channel; running calls are cancelled."""
         await self.channel.close()
 
-    def _open_channel(self) -> grpc.aio.Channel:
-        return recorded(grpc.aio.insecure_channel(self.address, CHANNEL_OPTIONS), self.address)
+    def _open_channel(self) -> Any:
+        channel = open_channel(self.address, self.credentials, CHANNEL_OPTIONS, asynchronous=True)
+        return recorded(channel, self.address, asynchronous=True)
 
     async def _reply(self, started: Any) -> Any:
         return await started

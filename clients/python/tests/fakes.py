@@ -58,6 +58,7 @@ class FakeWorld:
         self.failures = []  # google.rpc.Status with which the next calls fail, in order
         self.calls = []  # (method, x-request-id)
         self.steps = {}
+        self.traceparents = []  # `traceparent` of the calls, None without one
         self.headers = []
         self.targets = []  # addresses of the last PublishWeights
         self.saved = {}
@@ -98,6 +99,7 @@ class FakeWorld:
     def enter(self, method, context):
         metadata = dict(context.invocation_metadata())
         self.calls.append((method, metadata.get("x-request-id")))
+        self.traceparents.append(metadata.get("traceparent"))
         if self.failures:
             status = self.failures.pop(0)
             context.abort_with_status(rpc_status.to_status(status))
@@ -354,9 +356,9 @@ def wait_until(condition, seconds=60):
 
 
 @contextmanager
-def serve(world, model_path=""):
-    """Serves all services at one address, which it yields."""
-    server = grpc.server(futures.ThreadPoolExecutor(8))
+def serve(world, model_path="", credentials=None, interceptors=(), address="127.0.0.1:0"):
+    """Serves all services at one address, which it yields; with `credentials` over TLS."""
+    server = grpc.server(futures.ThreadPoolExecutor(8), interceptors=interceptors)
     rollout = FakeRollout(world, model_path)
     rollout_pb2_grpc.add_RolloutServiceServicer_to_server(rollout, server)
     weights_pb2_grpc.add_WeightServiceServicer_to_server(rollout, server)
@@ -364,7 +366,10 @@ def serve(world, model_path=""):
     checker = health.HealthServicer()
     checker.set("", health_pb2.HealthCheckResponse.SERVING)
     health_pb2_grpc.add_HealthServicer_to_server(checker, server)
-    port = server.add_insecure_port("127.0.0.1:0")
+    if credentials is None:
+        port = server.add_insecure_port(address)
+    else:
+        port = server.add_secure_port(address, credentials)
     server.start()
     try:
         yield f"127.0.0.1:{port}"

@@ -15,6 +15,7 @@ from commands import tandem
 
 from tandem import __version__ as tandem_version
 from tandem import cli, running_clusters
+from tandem.credentials import NO_CREDENTIALS
 from tandem.trainer.v1.trainer_pb2 import StepReport
 
 
@@ -100,7 +101,7 @@ def test_generate_score_health_and_status_print_text_and_json(address, run_file,
     assert critic["problem"] == "not a critic server"
     error = tandem("generate", "x", "--rollout", "127.0.0.1:1", "--json", check=3).stderr
     assert json.loads(error)["code"] == "UNAVAILABLE"
-    # What follows "--" is a prompt, not an option.
+    # Text after "--" is a prompt, not an option.
     error = tandem("generate", "--rollout", "127.0.0.1:1", "--", "--json", check=3).stderr
     assert error.startswith("tandem: ")
 
@@ -213,6 +214,7 @@ def test_commands_find_the_cluster_that_runs(address, run_file, tmp_path, monkey
     ]
     cluster = SimpleNamespace(
         settings=SimpleNamespace(directory=tmp_path),
+        credentials=NO_CREDENTIALS,
         servers=[SimpleNamespace(describe=lambda server=server: server) for server in servers],
     )
     model = ["--tokenizer", tmp_path / "model"]

@@ -62,7 +62,7 @@ def test_several_bad_rows_are_named_at_once(tmp_path, codec):
         load_dataset(DataSettings(jsonl=file), codec)
     places = [problem.message.split(": ")[1] for problem in caught.value.problems]
     assert places == [f"{file}:{line}" for line in (2, 3, 4, 5)]
-    # Of a file without any row, only the first ten.
+    # A file without any good row reports only its first ten.
     file.write_text("no\n" * 1000)
     with pytest.raises(ProblemsError) as caught:
         load_dataset(DataSettings(jsonl=file), codec)

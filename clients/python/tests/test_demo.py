@@ -8,7 +8,6 @@ from commands import contents, lines, tandem
 
 from tandem import demo, settings
 from tandem.errors import RunDirectoryError
-from tandem.models import ImportedModel
 from tandem.render import Output
 from tandem.settings import RunSettings
 
@@ -22,18 +21,14 @@ def test_a_demo_that_is_interrupted_before_its_training_loses_nothing(run_file, 
         run.begin()
         run.write_metrics({"step": 1})
     before = contents(run.path)
-    model = ImportedModel(config.tokenizer, "", parameters=1, already_there=True)
-    monkeypatch.setattr(demo, "import_model", lambda *_: model)
     monkeypatch.setattr(demo, "evaluate", interrupted)
     with pytest.raises(KeyboardInterrupt):
         demo.run_demo(config, Output())
     assert contents(run.path) == before
 
 
-def test_a_demo_ends_with_what_changed(world, run_file, monkeypatch, capsys):
+def test_a_demo_of_servers_that_run_ends_with_what_changed(world, run_file, capsys):
     config = settings.load(RunSettings, run_file, ["eval.modes=[solo, handoff, legibility]"])
-    model = ImportedModel(config.tokenizer, "", parameters=1, already_there=True)
-    monkeypatch.setattr(demo, "import_model", lambda *_: model)
     # Training changes the senior: the junior gives its answers other log-probs.
     world.logprob["junior"] = lambda token: -2.0 - world.published
     assert demo.run_demo(config, Output()) == 0

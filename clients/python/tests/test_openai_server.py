@@ -4,8 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import socket
+import ssl
+import subprocess
+import sys
+import urllib.error
+import urllib.request
 from contextlib import asynccontextmanager
+from pathlib import Path
 
 import commands
 import fakes
@@ -13,6 +20,8 @@ import grpc
 import pytest
 from starlette.testclient import TestClient
 
+from tandem.certs import Request, make_certificates
+from tandem.credentials import watched_tokens
 from tandem.errors import RpcError
 from tandem.openai_server import app as app_module
 from tandem.openai_server.app import Settings, application
@@ -344,6 +353,101 @@ def test_a_port_that_is_taken_is_named(address, codec):
         port = taken.getsockname()[1]
         printed = commands.tandem("serve-openai", "--rollout", address, "--port", port, check=2)
     assert f"--port {port}: Address already in use" in printed.stderr
+
+
+@pytest.fixture
+def keys(tmp_path):
+    file = tmp_path / "keys"
+    file.write_text("first-key\nsecond-key\n")
+    return file
+
+
+def test_a_request_needs_one_of_the_keys(address, codec, keys):
+    watched = watched_tokens(keys, "--api-key-file")
+    settings = Settings(address, codec, "senior", max_model_len=128, api_keys=watched)
+    with TestClient(application(settings)) as http:
+        for key in ("first-key", "second-key"):
+            assert complete(http, headers={"authorization": f"Bearer {key}"}).is_success
+            models = http.get("/v1/models", headers={"authorization": f"bearer {key} "})
+            assert models.is_success
+        wrong = (None, "", "Bearer", "Bearer ", "Bearer first-ke", "Bearer first-key2", "first-key")
+        for header in (*wrong, "Basic first-key", "Bearer é"):
+            headers = {} if header is None else {"authorization": header.encode("latin-1")}
+            for path in ("/v1/completions", "/v1/chat/completions"):
+                refused = http.post(path, json={"model": "senior"}, headers=headers)
+                assert refused.status_code == 401
+            for path in ("/v1/models", "/v1/models/senior"):
+                assert http.get(path, headers=headers).status_code == 401
+            assert refused.headers["www-authenticate"] == "Bearer"
+            problem = refused.json()["error"]
+            assert problem["code"] == "invalid_api_key"
+            assert problem["type"] == "invalid_request_error"
+            assert problem["param"] is None
+            assert "-ke" not in refused.text
+        # Probes show no key.
+        assert http.get("/health").is_success
+        keys.write_text("third-key")
+        assert complete(http, headers={"authorization": "Bearer third-key"}).is_success
+        refused = complete(http, headers={"authorization": "Bearer first-key"})
+        assert refused.status_code == 401
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--host", "0.0.0.0"], "--host 0.0.0.0: is not a loopback address"),
+        (["--host", "0.0.0.0", "--api-key-file", "keys"], "--https-certificate-file, or --insec"),
+        (["--host", "", "--insecure", "--api-key-file", "none"], "--api-key-file: .*No such file"),
+        (["--https-certificate-file", "keys"], "need each other"),
+        (["--https-private-key-file", "keys"], "need each other"),
+        (
+            ["--https-certificate-file", "keys", "--https-private-key-file", "keys"],
+            "--https-certificate-file: keys and keys are no certificate",
+        ),
+    ],
+)
+def test_options_that_would_not_be_safe(address, keys, monkeypatch, arguments, message):
+    monkeypatch.chdir(keys.parent)
+    printed = commands.tandem("serve-openai", "--rollout", address, *arguments, check=2)
+    assert re.search(message, printed.stderr)
+
+
+def test_https_with_a_key_towards_a_rollout_server_with_tls(world, tmp_path, keys):
+    made = make_certificates(tmp_path / "certs", Request())
+    fakes.write_tokenizer(tmp_path / "model")
+    files = [Path(made.file(name)).read_bytes() for name in ("server.key", "server.crt", "ca.crt")]
+    tls = grpc.ssl_server_credentials([tuple(files[:2])], files[2], True)
+    options = {
+        "--port": 0,
+        "--tokenizer": tmp_path / "model",
+        "--model-name": "senior",
+        "--api-key-file": keys,
+        "--https-certificate-file": made.file("server.crt"),
+        "--https-private-key-file": made.file("server.key"),
+        "--ca-file": made.file("ca.crt"),
+        "--certificate-file": made.file("client.crt"),
+        "--private-key-file": made.file("client.key"),
+    }
+    words = [str(word) for pair in options.items() for word in pair]
+    with fakes.serve(world, credentials=tls) as address:
+        command = [sys.executable, "-m", "tandem", "serve-openai", "--json", "--rollout", address]
+        server = subprocess.Popen([*command, *words], stdout=subprocess.PIPE, text=True)
+        try:
+            url = json.loads(server.stdout.readline())["base_url"]
+            assert url.startswith("https://127.0.0.1:")
+            trusted = ssl.create_default_context(cafile=made.file("ca.crt"))
+            body = json.dumps({"model": "senior", "prompt": "w2 w3", "seed": 1}).encode()
+            request = urllib.request.Request(f"{url}/completions", body)
+            with pytest.raises(urllib.error.HTTPError, match="401"):
+                urllib.request.urlopen(request, context=trusted)
+            request.add_header("authorization", "Bearer first-key")
+            with urllib.request.urlopen(request, context=trusted) as answer:
+                assert json.load(answer)["object"] == "text_completion"
+            with pytest.raises(urllib.error.URLError, match="CERTIFICATE_VERIFY_FAILED"):
+                urllib.request.urlopen(request)
+        finally:
+            server.terminate()
+            server.wait()
 
 
 @asynccontextmanager

@@ -306,7 +306,7 @@ def test_the_proxy_passes_metadata_deadlines_cancellations_and_unknown_methods(
 
 
 def replayed(file, address, *arguments, check=0):
-    """What `tandem replay --json` prints for servers at the same address."""
+    """The output of `tandem replay --json` for servers at the same address."""
     options = ["--map", f"{address}={address}", "--json", *arguments]
     return json.loads(tandem("replay", file, *options, check=check).stdout)
 

@@ -142,7 +142,7 @@ def test_clean_removes_no_file_that_others_put_into_the_folders_of_a_run(run_fil
         (run / name).write_text("mine")
     tandem("train", run_file, "--clean", "steps=1")
     assert {name for name in mine if (run / name).read_text() == "mine"} == mine
-    # What has further files is the user's as a whole.
+    # A directory with further files is the user's as a whole.
     assert (run / "checkpoints" / "step_000002" / "model.safetensors").exists()
     assert not (run / "checkpoints" / "step_000003").exists()
     assert not (run / "trajectories" / "step_2.jsonl").exists()

@@ -7,6 +7,7 @@ import sys
 import tomllib
 from html.parser import HTMLParser
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 from commands import lines, tandem
@@ -433,6 +434,19 @@ def test_a_page_that_cannot_be_written_and_damage_leave_no_file(run_file, tmp_pa
     done = tandem("view", run, "--output", file, check=2)
     assert f"{damaged}:1: reward: " in done.stderr
     assert not file.exists()
+
+
+def test_a_picture_shows_what_a_terminal_does(run_file, tmp_path):
+    tandem("train", run_file, "steps=2")
+    run, file = tmp_path / "run", tmp_path / "steps.svg"
+    done = tandem("view", run, "--count", 2, "--output", file, "--json")
+    assert json.loads(done.stdout) == {"picture": str(file)}
+    svg = file.read_text()
+    text = "".join(ElementTree.fromstring(svg).itertext()).replace("\xa0", " ")
+    assert "Step 2, 2 of 6 trajectories: senior, [junior]" in text
+    assert re.findall(r"step-\d/prompt-\d", text) == ["step-2/prompt-0"]
+    # A picture in a page may load nothing.
+    assert "url(http" not in svg.replace('"', "")
 
 
 def test_a_moved_tokenizer_can_be_named(run_file, tmp_path):

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from tandem.command_line import JsonFlag, command
+from tandem.credentials import NO_CREDENTIALS, Credentials
 from tandem.errors import ConfigError
 from tandem.number_formats import NAMES
 from tandem.render import Output
@@ -39,6 +40,7 @@ def export(
             metavar="HOST:PORT",
         ),
     ] = None,
+    credentials: Credentials = NO_CREDENTIALS,
     as_json: JsonFlag = False,
 ) -> None:
     """Write weights as a directory that transformers opens.
@@ -51,7 +53,7 @@ def export(
     output = Output(as_json=as_json)
     wanted = torch_name(dtype, "--dtype")
     if source == _SERVED:
-        written = _export_served(destination, dtype, address, critic=critic)
+        written = _export_served(destination, dtype, address, credentials, critic=critic)
     else:
         if address is not None:
             raise ConfigError(f"--address: is for `{_SERVED}`; {source} is exported from its files")
@@ -72,10 +74,12 @@ def _export_files(source: Path, destination: Path, dtype: str, *, critic: bool) 
     return export_checkpoint(found.critic, destination, dtype)
 
 
-def _export_served(destination: Path, dtype: str, address: str | None, *, critic: bool) -> Path:
+def _export_served(
+    destination: Path, dtype: str, address: str | None, credentials: Credentials, *, critic: bool
+) -> Path:
     from tandem.client import CriticClient, TrainerClient
-    from tandem.running_clusters import address_of
+    from tandem.running_clusters import connect
 
     kind = CriticClient if critic else TrainerClient
-    with kind(address or address_of(kind.role, "--address")) as client:
+    with connect(kind, address, "--address", credentials) as client:
         return Path(client.export_model(str(destination), dtype=dtype))

@@ -11,6 +11,7 @@ import typer
 
 from tandem import recording
 from tandem.command_line import EXIT_FAILED, JsonFlag, command
+from tandem.credentials import NO_CREDENTIALS, Credentials, variable
 from tandem.errors import ConfigError
 from tandem.interrupt import Interrupt
 from tandem.render import Output
@@ -34,6 +35,7 @@ def record(
     port: Annotated[
         int, typer.Option(min=0, max=65535, help="Port of 127.0.0.1 for --target; 0: a free one.")
     ] = 0,
+    credentials: Credentials = NO_CREDENTIALS,
     as_json: JsonFlag = False,
 ) -> None:
     """Record the calls of a command, or of any client through a port.
@@ -47,9 +49,10 @@ def record(
     recording.create(out)
     try:
         if target is not None:
-            _record_port(Output(as_json=as_json), out, target, port)
+            _record_port(Output(as_json=as_json), out, target, port, credentials)
         elif arguments:
             environment = os.environ | {recording.VARIABLE: str(out.resolve())}
+            environment |= {variable(name): path for name, path in credentials.record().items()}
             # The command takes this process's place: signals and the exit code are its own.
             os.execvpe(arguments[0], arguments, environment)
     except (ConfigError, OSError) as error:
@@ -59,12 +62,14 @@ def record(
         raise ConfigError(f"{(arguments or [''])[0]}: {error.strerror}") from None
 
 
-def _record_port(output: Output, out: Path, target: str, port: int) -> None:
+def _record_port(
+    output: Output, out: Path, target: str, port: int, credentials: Credentials
+) -> None:
     from tandem.recording_proxy import RecordingProxy
 
     with (
         Interrupt() as interrupt,
-        RecordingProxy(target, port, recording.Recorder(out)) as proxy,
+        RecordingProxy(target, port, recording.Recorder(out), credentials) as proxy,
     ):
         interrupt.defer()
         address = f"127.0.0.1:{proxy.port}"
@@ -103,6 +108,7 @@ def replay(
         bool,
         typer.Option("--print", help="Print the recording as JSON lines; call no server."),
     ] = False,
+    credentials: Credentials = NO_CREDENTIALS,
     as_json: JsonFlag = False,
 ) -> None:
     """Send the calls of a recording again and compare the answers.
@@ -121,7 +127,13 @@ def replay(
         return
     mapped = Mapped.parse(text_map or [])
     outcome = Replay(
-        file, choice, mapped, output.note, compare=compare, timeout_seconds=timeout
+        file,
+        choice,
+        mapped,
+        output.note,
+        compare=compare,
+        timeout_seconds=timeout,
+        credentials=credentials,
     ).run()
     found = outcome.difference
     value = {"calls": outcome.calls, "answers": outcome.answers, "difference": None}

@@ -10,7 +10,14 @@ import typer
 
 from tandem.command_line import JsonFlag, command
 from tandem.commands.options import RolloutAddress, TokenizerOption
-from tandem.errors import ConfigError
+from tandem.credentials import (
+    NO_CREDENTIALS,
+    Credentials,
+    is_loopback,
+    require_key_pair,
+    watched_tokens,
+)
+from tandem.errors import ConfigError, CredentialsError
 from tandem.render import Output
 
 
@@ -18,7 +25,11 @@ from tandem.render import Output
 def serve_openai(
     rollout: RolloutAddress = None,
     host: Annotated[
-        str, typer.Option(help="Address to listen at. There is no authentication.")
+        str,
+        typer.Option(
+            help="Address to listen at. One that other machines reach needs --api-key-file and "
+            "--https-certificate-file, or --insecure."
+        ),
     ] = "127.0.0.1",
     port: Annotated[
         int, typer.Option(min=0, max=65535, help="Port to listen at; 0: a free one.")
@@ -32,6 +43,27 @@ def serve_openai(
         bool,
         typer.Option("--tandem", help="Let the junior write too where a request does not say."),
     ] = False,
+    api_key_file: Annotated[
+        Path | None,
+        typer.Option(
+            help="API keys, one a line: a request must show one of them. Default: none is asked "
+            "for.",
+            metavar="FILE",
+        ),
+    ] = None,
+    https_certificate_file: Annotated[
+        Path | None,
+        typer.Option(help="Certificate (PEM) for https. Default: http.", metavar="FILE"),
+    ] = None,
+    https_private_key_file: Annotated[
+        Path | None,
+        typer.Option(help="The private key (PEM) of --https-certificate-file.", metavar="FILE"),
+    ] = None,
+    insecure: Annotated[
+        bool,
+        typer.Option("--insecure", help="Serve other machines without keys or without https."),
+    ] = False,
+    credentials: Credentials = NO_CREDENTIALS,
     as_json: JsonFlag = False,
 ) -> None:
     """Serve the senior, as it is now, to tools that speak OpenAI's HTTP API.
@@ -42,14 +74,21 @@ def serve_openai(
     from tandem.client import RolloutClient
     from tandem.commands.texts import codec_of
     from tandem.optional import optional_module
-    from tandem.running_clusters import address_of
+    from tandem.running_clusters import connect
 
     uvicorn = optional_module("uvicorn", "serve-openai")
     optional_module("starlette", "serve-openai")
     from tandem.openai_server.app import Settings, application
 
     output = Output(as_json=as_json)
-    with RolloutClient(rollout or address_of("rollout", "--rollout")) as client:
+    https = _https(https_certificate_file, https_private_key_file)
+    keys = api_key_file and watched_tokens(api_key_file, "--api-key-file")
+    if not is_loopback(host) and not insecure and not (keys and https):
+        raise ConfigError(
+            f"--host {host}: is not a loopback address; it needs --api-key-file and "
+            "--https-certificate-file, or --insecure"
+        )
+    with connect(RolloutClient, rollout, "--rollout", credentials) as client:
         served = client.info().server.model
         settings = Settings(
             address=client.address,
@@ -57,15 +96,36 @@ def serve_openai(
             model=model_name or Path(served.path).name,
             max_model_len=served.max_model_len,
             tandem=tandem,
+            credentials=client.credentials,
+            api_keys=keys,
         )
     try:
         listener = socket.create_server((host, port))
     except OSError as error:
         raise ConfigError(f"--port {port}: {error.strerror}") from None
-    url = f"http://{host}:{listener.getsockname()[1]}/v1"
+    url = f"http{'s' * bool(https)}://{host}:{listener.getsockname()[1]}/v1"
     output.result({"base_url": url, "model": settings.model}, f"{settings.model} at {url}")
     # Ctrl-C gives running requests a moment to end.
     config = uvicorn.Config(
-        application(settings), log_level="warning", access_log=False, timeout_graceful_shutdown=5
+        application(settings),
+        log_level="warning",
+        access_log=False,
+        timeout_graceful_shutdown=5,
+        **https,
     )
     uvicorn.Server(config).run(sockets=[listener])
+
+
+def _https(certificate: Path | None, key: Path | None) -> dict[str, Path]:
+    """Returns uvicorn's options for https; none without files.
+
+    Raises CredentialsError for files that cannot be used.
+    """
+    if certificate is None and key is None:
+        return {}
+    if certificate is None or key is None:
+        raise CredentialsError(
+            "--https-certificate-file and --https-private-key-file need each other"
+        )
+    require_key_pair(certificate, key, "--https-certificate-file")
+    return {"ssl_certfile": certificate, "ssl_keyfile": key}

@@ -11,6 +11,7 @@ import typer
 from tandem import settings as settings_module
 from tandem.command_line import EXIT_UNREACHABLE, JsonFlag, command
 from tandem.commands.options import Overrides
+from tandem.credentials import NO_CREDENTIALS, Credentials
 from tandem.errors import ConfigError, NotImplementedByServerError, RpcError
 from tandem.interrupt import Interrupt
 from tandem.render import Output
@@ -26,6 +27,7 @@ def up(
         Path, typer.Argument(help="Cluster configuration (YAML).", metavar="CLUSTER.yaml")
     ],
     overrides: Overrides = None,
+    credentials: Credentials = NO_CREDENTIALS,
     as_json: JsonFlag = False,
 ) -> None:
     """Start a local cluster, print its addresses, and keep it until Ctrl-C (exit code 0).
@@ -40,7 +42,7 @@ def up(
     settings = settings_module.load(ClusterSettings, cluster_file, overrides or [])
     with (
         Interrupt(lambda: output.note("stopping the servers")) as interrupt,
-        LocalCluster(settings, on_progress=output.note) as cluster,
+        LocalCluster(settings, on_progress=output.note, credentials=credentials) as cluster,
         announced(cluster, output.note),
     ):
         interrupt.defer()
@@ -60,6 +62,7 @@ def status(
     rollout: Annotated[str | None, typer.Option(help="Address of the rollout server.")] = None,
     trainer: Annotated[str | None, typer.Option(help="Address of the trainer.")] = None,
     critic: Annotated[str | None, typer.Option(help="Address of the critic.")] = None,
+    credentials: Credentials = NO_CREDENTIALS,
     as_json: JsonFlag = False,
 ) -> None:
     """Show the model and version of every server, or its problem. Exit code 3 when none answers.
@@ -67,17 +70,19 @@ def status(
     Without addresses: the servers of the cluster that `tandem up` runs, else
     those at the default addresses.
     """
+    from tandem import running_clusters
     from tandem.client import CriticClient, RolloutClient, TrainerClient
-    from tandem.running_clusters import servers
     from tandem.transport import RetryPolicy
 
     output = Output(as_json=as_json)
     kinds = {kind.role: kind for kind in (RolloutClient, TrainerClient, CriticClient)}
     named = {"rollout": rollout, "trainer": trainer, "critic": critic}
-    known = [] if any(named.values()) else [(one["role"], one["address"]) for one in servers()]
+    known = [] if any(named.values()) else running_clusters.servers()
+    own = running_clusters.with_defaults(credentials, found=bool(known))
+    once = RetryPolicy(attempts=1)
     rows = [
-        _status_row(kinds[role](address, timeout_seconds=5, retry=RetryPolicy(attempts=1)))
-        for role, address in known or named.items()
+        _status_row(kinds[role](address, timeout_seconds=5, retry=once, credentials=own))
+        for role, address in [(one["role"], one["address"]) for one in known] or named.items()
     ]
     output.result({"servers": rows}, output.rows(rows, counts=("parameters",)))
     if not any(row["health"] == "SERVING" for row in rows):
@@ -93,19 +98,21 @@ def health(
         ),
     ] = None,
     service: Annotated[str, typer.Option(help="Service name; empty: the server.")] = "",
+    credentials: Credentials = NO_CREDENTIALS,
     as_json: JsonFlag = False,
 ) -> None:
     """Show the gRPC health of servers. Exit code 3 unless all of them are SERVING."""
-    from tandem.running_clusters import servers
+    from tandem import running_clusters
     from tandem.transport import Connection
 
     output = Output(as_json=as_json)
-    addresses = address or [server["address"] for server in servers()]
+    addresses = address or [server["address"] for server in running_clusters.servers()]
     if not addresses:
         raise ConfigError("no address is given, and `tandem up` runs no cluster")
+    own = running_clusters.with_defaults(credentials, found=not address)
     rows = []
     for one in addresses:
-        with Connection(one) as connection:
+        with Connection(one, credentials=own) as connection:
             rows.append({"address": one} | _health_cells(connection.check_health(service)))
     output.result({"servers": rows}, output.rows(rows))
     if any(row["health"] != "SERVING" for row in rows):

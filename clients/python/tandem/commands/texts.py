@@ -13,6 +13,7 @@ import typer
 
 from tandem.command_line import JsonFlag, command
 from tandem.commands.options import RolloutAddress, TokenizerOption
+from tandem.credentials import NO_CREDENTIALS, Credentials
 from tandem.errors import ConfigError, RpcError
 from tandem.render import Output, ResponsePrinter
 
@@ -77,19 +78,23 @@ def generate(
             help="Print responses while they are written. Default: on a terminal alone.",
         ),
     ] = None,
+    credentials: Credentials = NO_CREDENTIALS,
     as_json: JsonFlag = False,
 ) -> None:
     """Let senior and junior answer prompts together."""
     from tandem.client import RolloutClient
     from tandem.requests import Prompt
-    from tandem.running_clusters import address_of
+    from tandem.running_clusters import connect
     from tandem.schedule import prompt_seed
     from tandem.trajectory_record import trajectory_record
 
     output = Output(as_json=as_json)
     if as_json and stream:
         raise ConfigError("--stream: --json prints whole records")
-    with _named_by_option(), RolloutClient(rollout or address_of("rollout", "--rollout")) as client:
+    with (
+        _named_by_option(),
+        connect(RolloutClient, rollout, "--rollout", credentials) as client,
+    ):
         codec = codec_of(client, tokenizer)
         sampling = {
             "max_tokens": max_tokens,
@@ -150,15 +155,16 @@ def score(
         float | None,
         typer.Option(min=0.0, help="Divisor of the logits. Default: the server's."),
     ] = None,
+    credentials: Credentials = NO_CREDENTIALS,
     as_json: JsonFlag = False,
 ) -> None:
     """Show log-probabilities of texts under senior and junior."""
     from tandem.client import RolloutClient
-    from tandem.running_clusters import address_of
+    from tandem.running_clusters import connect
     from tandem.wire import from_tensor, short_floats
 
     output = Output(as_json=as_json)
-    with RolloutClient(rollout or address_of("rollout", "--rollout")) as client:
+    with connect(RolloutClient, rollout, "--rollout", credentials) as client:
         codec = codec_of(client, tokenizer)
         ids = [codec.encode(one) for one in text]
         if any(len(one) < 2 for one in ids):

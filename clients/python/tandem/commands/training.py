@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -15,6 +16,7 @@ from tandem import settings as settings_module
 from tandem.command_line import EXIT_INTERRUPTED, JsonFlag, command
 from tandem.commands.options import DryRun, Overrides, RunFile
 from tandem.config_values import dump_values
+from tandem.credentials import NO_CREDENTIALS, Credentials
 from tandem.errors import ConfigError
 from tandem.interrupt import Interrupt
 from tandem.render import Output
@@ -79,6 +81,7 @@ def _add_training(kind: Purpose, summary: str) -> None:
         change: Changes = None,
         discard_unsaved: DiscardUnsaved = False,
         dry_run: DryRun = False,
+        credentials: Credentials = NO_CREDENTIALS,
         as_json: JsonFlag = False,
     ) -> None:
         from tandem.run_dir import RunDirectory
@@ -86,7 +89,9 @@ def _add_training(kind: Purpose, summary: str) -> None:
         from tandem.train import train, train_supervised
 
         output = Output(as_json=as_json)
-        settings = settings_module.load(RunSettings, run_file, overrides or [])
+        settings = settings_module.load(
+            RunSettings, run_file, [*(overrides or []), *_as_overrides(credentials)]
+        )
         open_run = functools.partial(
             RunDirectory.open,
             settings,
@@ -142,6 +147,7 @@ def evaluate_command(
     ] = None,
     discard_unsaved: DiscardUnsaved = False,
     dry_run: DryRun = False,
+    credentials: Credentials = NO_CREDENTIALS,
     as_json: JsonFlag = False,
 ) -> None:
     """Measure the senior on held-out prompts, in three modes.
@@ -160,7 +166,7 @@ def evaluate_command(
     from tandem.start import serve_checkpoint
 
     output = Output(as_json=as_json)
-    overrides = list(overrides or [])
+    overrides = [*(overrides or []), *_as_overrides(credentials)]
     if mode:
         modes = [name.strip() for names in mode for name in names.split(",")]
         if unknown := next((name for name in modes if name not in get_args(EvalMode)), None):
@@ -192,6 +198,13 @@ def evaluate_command(
         {"checkpoint": path and str(path), "evaluations": summaries},
         output.table(title, ("", "value", "95 % interval"), rows),
     )
+
+
+def _as_overrides(credentials: Credentials) -> list[str]:
+    """Returns the options as overrides of the run file's `credentials`."""
+    return [
+        f"credentials.{field}={json.dumps(path)}" for field, path in credentials.record().items()
+    ]
 
 
 def _show_preflight(

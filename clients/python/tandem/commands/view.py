@@ -11,7 +11,7 @@ import typer
 from tandem import settings as settings_module
 from tandem.command_line import JsonFlag, command
 from tandem.errors import ConfigError
-from tandem.render import Output
+from tandem.render import Output, picture, recording_console
 from tandem.run_files import write_atomically
 from tandem.settings import RunSettings
 
@@ -54,7 +54,12 @@ def view(
     ] = False,
     output_file: Annotated[
         Path | None,
-        typer.Option("--output", "-o", help="Write a page for browsers.", metavar="FILE.html"),
+        typer.Option(
+            "--output",
+            "-o",
+            help="Write a page for browsers, or a picture of what a terminal shows (.svg).",
+            metavar="FILE",
+        ),
     ] = None,
     tokenizer: Annotated[
         Path | None, typer.Option(help="Directory with tokenizer.json. Default: the run's.")
@@ -63,7 +68,8 @@ def view(
 ) -> None:
     """Show trajectories, coloured by author; with --json one record per line.
 
-    --output writes them as one HTML file, with filters, that needs no network.
+    --output writes them as one HTML file, with filters, that needs no network,
+    or as a picture.
     """
     from tandem.text import TextCodec
     from tandem.view.page import page
@@ -72,6 +78,8 @@ def view(
 
     output = Output(as_json=as_json)
     records_alone = as_json and output_file is None
+    # A picture shows what a terminal does, and as much.
+    as_picture = output_file is not None and output_file.suffix == ".svg"
     if records_alone and (advantage or gap):
         raise ConfigError("--advantage, --gap: --json prints the records as they are")
     wanted = Filter(Range.parse(reward, "--reward") if reward is not None else None, text)
@@ -81,7 +89,7 @@ def view(
         known, steps = steps, [one for one in steps if one in asked]
         if not steps:
             raise ConfigError(f"--step {step}: {run_dir} holds steps {known[0]} to {known[-1]}")
-    elif output_file is None:
+    elif output_file is None or as_picture:
         steps = steps[-1:]
     found = (one for s in steps for one in read_step(run_dir, s) if wanted.admits(one))
     if records_alone:
@@ -91,7 +99,7 @@ def view(
     if tokenizer is None:
         tokenizer = settings_module.load(RunSettings, run_dir / "config.yaml").tokenizer
     codec = TextCodec(tokenizer)
-    if output_file is not None:
+    if output_file is not None and not as_picture:
         name = run_dir.resolve().name
         chosen = itertools.islice(found, count)
         html = page(name, codec, chosen, advantage=advantage, gap=gap)
@@ -102,7 +110,11 @@ def view(
     total = len(shown) + sum(1 for _ in found)
     title = f"Step {steps[0]}" if len(steps) == 1 else f"Steps {steps[0]} to {steps[-1]}"
     title += f", {len(shown):,} of {total:,} trajectories"
-    print_trajectories(output, codec, shown, title, advantage=advantage, gap=gap)
+    screen = Output(console=recording_console()) if as_picture else output
+    print_trajectories(screen, codec, shown, title, advantage=advantage, gap=gap)
+    if output_file is not None:
+        write_atomically(output_file, picture(screen.console, f"tandem view {run_dir}"))
+        output.result({"picture": str(output_file)}, str(output_file))
 
 
 @command()

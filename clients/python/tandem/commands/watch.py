@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from tandem.command_line import JsonFlag, command
+from tandem.credentials import NO_CREDENTIALS, Credentials
 from tandem.render import Output
 
 # The metrics of a report that a line for people shows, where the report has them.
@@ -37,6 +38,7 @@ def watch(
     steps: Annotated[
         int | None, typer.Option(min=1, help="Steps to print. Default: until Ctrl-C.")
     ] = None,
+    credentials: Credentials = NO_CREDENTIALS,
     as_json: JsonFlag = False,
 ) -> None:
     """Print every step that a trainer does from now on, of whichever run.
@@ -44,11 +46,11 @@ def watch(
     With --json all metrics of its report, one step per line.
     """
     from tandem.client import TrainerClient
-    from tandem.running_clusters import address_of
+    from tandem.running_clusters import connect
 
     output = Output(as_json=as_json)
-    address = trainer or address_of("trainer", "--trainer")
-    with TrainerClient(address, timeout_seconds=_TIMEOUT_SECONDS) as client:
+    options = {"timeout_seconds": _TIMEOUT_SECONDS}
+    with connect(TrainerClient, trainer, "--trainer", credentials, **options) as client:
         reports = client.watch_steps()
         output.note(f"watching {client.address}; Ctrl-C ends")
         for count, response in enumerate(reports, start=1):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from tandem import tracing
 from tandem.evaluation.answers import Evaluation, draw
 from tandem.evaluation.handoff import handoff
 from tandem.evaluation.legibility import legibility
@@ -13,6 +14,7 @@ from tandem.settings import EvalMode
 __all__ = ["Evaluation", "evaluate"]
 
 
+@tracing.spanned("evaluate")
 def evaluate(session: Session) -> dict[EvalMode, Evaluation]:
     """Evaluates the modes of `eval.modes`, in that order, on the held-out prompts.
 

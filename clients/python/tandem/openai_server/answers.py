@@ -16,7 +16,7 @@ LIKELIEST = "<likeliest>"
 
 @dataclass
 class Answer:
-    """What the answers to one request have in common.
+    """The fields that all answers to one request share.
 
     Attributes:
         model: name of the model.

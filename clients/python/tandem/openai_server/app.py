@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hmac
 import json
 import re
 import secrets
@@ -20,6 +21,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from tandem.aio import AsyncRolloutClient
+from tandem.credentials import Credentials, WatchedFiles
 from tandem.errors import REQUEST_ID_KEY, ConfigError, TandemError
 from tandem.openai_server.answers import (
     Answer,
@@ -48,13 +50,13 @@ from tandem.wire import to_message
 DEFAULT_MAX_TOKENS = 16
 # Most bytes of a request's body: ids as JSON take more than in the 4 MiB of a message.
 MAX_BODY_BYTES = 32 << 20
-# What a rollout server takes for the id of a request.
+# An id of a request that a rollout server accepts.
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What the server answers with.
+    """The server's options.
 
     Attributes:
         address: the rollout server's.
@@ -63,6 +65,8 @@ class Settings:
         max_model_len: most tokens of prompt and response.
         tandem: whether the junior takes part where a request does not say.
         timeout_seconds: longest time of a request.
+        credentials: those for the rollout server; None: those of the environment.
+        api_keys: keys, one of which a request must show; None: any request is answered.
     """
 
     address: str
@@ -71,6 +75,8 @@ class Settings:
     max_model_len: int
     tandem: bool = False
     timeout_seconds: float = 3600.0
+    credentials: Credentials | None = None
+    api_keys: WatchedFiles[tuple[str, ...]] | None = None
 
 
 @dataclass
@@ -91,15 +97,26 @@ class Job:
         return (prompt_text(choice)[0] if self.echo else "") + text
 
 
+Endpoint = Callable[[Request], Awaitable[Response]]
+
+
 def application(settings: Settings) -> Starlette:
     """Returns the ASGI application."""
     server = _Server(settings)
+
+    def keyed(endpoint: Endpoint) -> Endpoint:
+        async def run(request: Request) -> Response:
+            _check_key(request, settings.api_keys)
+            return await endpoint(request)
+
+        return _guarded(run)
+
     routes = [
         Route("/health", _guarded(server.health)),
-        Route("/v1/models", _guarded(server.models)),
-        Route("/v1/models/{name:path}", _guarded(server.one_model)),
-        Route("/v1/completions", _guarded(server.completions), methods=["POST"]),
-        Route("/v1/chat/completions", _guarded(server.chat), methods=["POST"]),
+        Route("/v1/models", keyed(server.models)),
+        Route("/v1/models/{name:path}", keyed(server.one_model)),
+        Route("/v1/completions", keyed(server.completions), methods=["POST"]),
+        Route("/v1/chat/completions", keyed(server.chat), methods=["POST"]),
     ]
     handlers = {404: _no_such_page, 405: _no_such_page, 500: _failure}
     return Starlette(routes=routes, lifespan=server.lifespan, exception_handlers=handlers)
@@ -109,9 +126,6 @@ class _Json(JSONResponse):
     def render(self, content: Any) -> bytes:
         """Returns ASCII: what a client sent, and an error shows, may be no Unicode text."""
         return json.dumps(content).encode()
-
-
-Endpoint = Callable[[Request], Awaitable[Response]]
 
 
 def _guarded(endpoint: Endpoint) -> Endpoint:
@@ -130,6 +144,20 @@ def _guarded(endpoint: Endpoint) -> Endpoint:
         return response
 
     return run
+
+
+def _check_key(request: Request, keys: WatchedFiles[tuple[str, ...]] | None) -> None:
+    """Raises RequestError unless the request shows one of the keys."""
+    if keys is None:
+        return
+    scheme, _, shown = request.headers.get("authorization", "").partition(" ")
+    known = [hmac.compare_digest(shown.strip().encode(), key.encode()) for key in keys.contents()]
+    if scheme.lower() != "bearer" or not any(known):
+        raise RequestError(
+            "the API key is not one of this server's",
+            status=HTTPStatus.UNAUTHORIZED,
+            code="invalid_api_key",
+        )
 
 
 async def _no_such_page(request: Request, error: Exception) -> Response:
@@ -156,6 +184,7 @@ class _Server:
         self._client = AsyncRolloutClient(
             self._settings.address,
             timeout_seconds=self._settings.timeout_seconds,
+            credentials=self._settings.credentials,
             # Back-pressure is for the HTTP client, which waits and calls again.
             retry=RetryPolicy(attempts=1),
         )

@@ -11,7 +11,7 @@ import grpc
 
 from tandem.errors import ConfigError, RpcError, TandemError
 
-# What nginx writes in its log for a client that went away; no client reads it.
+# nginx's status, in its log, for a client that went away; no client reads it.
 CLIENT_CLOSED_REQUEST = 499
 
 # The HTTP status of a call to the rollout server that failed.
@@ -91,7 +91,9 @@ def error_object(error: TandemError) -> dict[str, Any]:
 
 
 def error_headers(error: TandemError) -> dict[str, str]:
-    """Returns the headers of a failure: when to try again, if the rollout server says so."""
+    """Returns the headers of a failure: how to show a key, or when to try again."""
+    if http_status(error) == HTTPStatus.UNAUTHORIZED and isinstance(error, RequestError):
+        return {"www-authenticate": "Bearer"}
     delay = getattr(error, "retry_after_seconds", None)
     # The header has whole seconds, and 0 would ask for an attempt at once.
     return {} if delay is None else {"retry-after": str(max(1, math.ceil(delay)))}

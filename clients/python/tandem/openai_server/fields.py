@@ -162,7 +162,7 @@ def parse(kind: type[Kind], body: Any) -> Kind:
     try:
         return kind.model_validate(fields)
     except pydantic.ValidationError as error:
-        # Of the types of a union, the one that fits furthest.
+        # A union reports an error for each of its types; the deepest one fits furthest.
         first = max(error.errors(), key=lambda one: len(one["loc"]))
         param = _path(first["loc"])
         if first["type"] == "extra_forbidden":
