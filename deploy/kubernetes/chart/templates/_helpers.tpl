@@ -1,0 +1,184 @@
+{{/* gRPC ports by role; the metrics port is the gRPC port + 2000. They are the servers' defaults. */}}
+{{- define "tandem.ports" -}}
+rollout: 7701
+trainer: 7702
+critic: 7703
+{{- end }}
+
+{{/* Port of a role. Takes a dict of `role` and `kind` (grpc or metrics). */}}
+{{- define "tandem.port" -}}
+{{- $grpc := get (include "tandem.ports" . | fromYaml) .role | int -}}
+{{- if eq .kind "metrics" }}{{ add $grpc 2000 }}{{ else }}{{ $grpc }}{{ end -}}
+{{- end }}
+
+{{/* Labels that select the pods of a component. Takes a dict of `root` and `component`. */}}
+{{- define "tandem.selector" -}}
+app.kubernetes.io/name: tandem
+app.kubernetes.io/instance: {{ .root.Release.Name }}
+app.kubernetes.io/component: {{ .component }}
+{{- end }}
+
+{{/* Labels of every object. Takes a dict of `root` and `component`. */}}
+{{- define "tandem.labels" -}}
+{{ include "tandem.selector" . }}
+app.kubernetes.io/version: {{ .root.Chart.AppVersion | quote }}
+app.kubernetes.io/managed-by: {{ .root.Release.Service }}
+helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version }}
+{{- end }}
+
+{{/* Full name of an image. Takes a dict of `root` and `name`; a name with a tag is full already. */}}
+{{- define "tandem.image" -}}
+{{- $image := .root.Values.image -}}
+{{- if contains ":" .name }}{{ .name }}{{ else -}}
+{{- with $image.registry }}{{ trimSuffix "/" . }}/{{ end }}{{ .name }}:{{ $image.tag | default .root.Chart.AppVersion -}}
+{{- end -}}
+{{- end }}
+
+{{/* "true" if the servers use TLS. */}}
+{{- define "tandem.tls" -}}
+{{- if or .Values.tls.secretName .Values.tls.issuerRef }}true{{ end -}}
+{{- end }}
+
+{{/* Name of the Secret with the servers' certificate. */}}
+{{- define "tandem.tlsSecret" -}}
+{{ .Values.tls.secretName | default (printf "%s-tls" .Release.Name) }}
+{{- end }}
+
+{{/* Name of the Secret with the clients' certificate. */}}
+{{- define "tandem.clientTlsSecret" -}}
+{{ .Values.tls.clientSecretName | default (include "tandem.tlsSecret" .) }}
+{{- end }}
+
+{{/* Roles that this release has, as a YAML list. */}}
+{{- define "tandem.roles" -}}
+- rollout
+- trainer
+{{- if .Values.critic.enabled }}
+- critic
+{{- end }}
+{{- end }}
+
+{{/*
+host:port of rank 0 of a server. Takes a dict of `root`, `role` and `index`. The pod of a
+StatefulSet of ranks is SERVER-RANK, the leader of a LeaderWorkerSet has the name of the server.
+*/}}
+{{- define "tandem.address" -}}
+{{- $values := get .root.Values .role -}}
+{{- $server := printf "%s-%s-%d" .root.Release.Name .role (int .index) -}}
+{{- $separate := and (gt (int $values.ranks) 1) (eq .root.Values.ranks.mode "statefulSet") -}}
+{{- printf "%s.%s-%s.%s.svc:%s" (ternary (printf "%s-0" $server) $server $separate) .root.Release.Name .role .root.Release.Namespace (include "tandem.port" (dict "role" .role "kind" "grpc")) -}}
+{{- end }}
+
+{{/* What the chart adds to the configuration of a server. Takes a dict of `root` and `role`. */}}
+{{- define "tandem.ownConfig" -}}
+{{- $values := get .root.Values .role -}}
+server:
+  host: 0.0.0.0
+  grpc_port: {{ include "tandem.port" (dict "role" .role "kind" "grpc") }}
+  metrics_port: {{ include "tandem.port" (dict "role" .role "kind" "metrics") }}
+  drain_seconds: {{ $values.drainSeconds }}
+  path_roots: [/models{{ if ne .role "rollout" }}, /runs{{ end }}]
+  {{- if gt (int $values.ranks) 1 }}
+  private_network: true
+  {{- end }}
+  {{- if include "tandem.tls" .root }}
+  tls:
+    certificate_file: /etc/tandem/tls/tls.crt
+    private_key_file: /etc/tandem/tls/tls.key
+    ca_file: /etc/tandem/tls/ca.crt
+  {{- else }}
+  insecure: true
+  {{- end }}
+  {{- if .root.Values.tokens.secretName }}
+  tokens:
+    reader_file: /etc/tandem/tokens/reader
+    user_file: /etc/tandem/tokens/user
+    admin_file: /etc/tandem/tokens/admin
+  {{- end }}
+{{- if and (eq .role "trainer") .root.Values.critic.enabled }}
+critic_address: {{ include "tandem.address" (dict "root" .root "role" "critic" "index" 0) }}
+{{- end }}
+{{- end }}
+
+{{/* The whole configuration of a server. Takes a dict of `root` and `role`. */}}
+{{- define "tandem.config" -}}
+{{- $own := include "tandem.ownConfig" . | fromYaml -}}
+{{- mustMergeOverwrite (deepCopy (get .root.Values .role).config) $own | toYaml -}}
+{{- end }}
+
+{{/* Security of every pod, as the restricted Pod Security Standard asks. */}}
+{{- define "tandem.podSecurity" -}}
+automountServiceAccountToken: false
+enableServiceLinks: false
+securityContext:
+  runAsNonRoot: true
+  runAsUser: {{ .Values.user }}
+  runAsGroup: {{ .Values.user }}
+  fsGroup: {{ .Values.user }}
+  fsGroupChangePolicy: OnRootMismatch
+  seccompProfile: {type: RuntimeDefault}
+{{- with .Values.image.pullSecrets }}
+imagePullSecrets:
+  {{- range . }}
+  - name: {{ . }}
+  {{- end }}
+{{- end }}
+{{- end }}
+
+{{/* Security of every container. */}}
+{{- define "tandem.containerSecurity" -}}
+allowPrivilegeEscalation: false
+readOnlyRootFilesystem: true
+capabilities: {drop: [ALL]}
+{{- end }}
+
+{{/* Where pods of a component may run. Takes the component's values. */}}
+{{- define "tandem.placement" -}}
+{{- range $field := list "nodeSelector" "tolerations" "affinity" "runtimeClassName" "priorityClassName" }}
+{{- with get $ $field }}
+{{ dict $field . | toYaml }}
+{{- end }}
+{{- end }}
+{{- end }}
+
+{{/* Name of the file that the import Job leaves in the volume; empty without an import. */}}
+{{- define "tandem.importMarker" -}}
+{{- with .Values.models.import.steps }}/models/.imported-{{ toJson . | sha256sum | trunc 8 }}{{ end -}}
+{{- end }}
+
+{{/* Name of a claim. Takes a dict of `root` and `volume` (models or runs). */}}
+{{- define "tandem.claim" -}}
+{{ (get .root.Values .volume).existingClaim | default (printf "%s-%s" .root.Release.Name .volume) }}
+{{- end }}
+
+{{/* Refuses values that contradict each other. */}}
+{{- define "tandem.validate" -}}
+{{- $values := .Values -}}
+{{- if gt (len .Release.Name) 30 }}
+{{- fail "the name of the release has more than 30 characters: names of pods would be too long" }}
+{{- end }}
+{{- if not (or (include "tandem.tls" .) .Values.insecure) }}
+{{- fail "tls.secretName: name a Secret with tls.crt, tls.key and ca.crt, or give tls.issuerRef; insecure: true serves without TLS" }}
+{{- end }}
+{{- range $role := include "tandem.roles" . | fromYamlArray }}
+{{- $server := get $values $role }}
+{{- $model := ternary "senior_model" "model" (eq $role "rollout") }}
+{{- if not (get $server.config $model) }}
+{{- fail (printf "%s.config.%s: required" $role $model) }}
+{{- end }}
+{{- if and (gt (int $server.ranks) 1) (not $values.ranks.privateNetwork) }}
+{{- fail (printf "%s.ranks: servers of several ranks need ranks.privateNetwork: true, because the channel between ranks is neither encrypted nor authenticated" $role) }}
+{{- end }}
+{{- end }}
+{{- if and .Values.run.enabled (not .Values.run.config.run_dir) }}
+{{- fail "run.config.run_dir: required, a directory below /runs" }}
+{{- end }}
+{{- if and .Values.run.enabled (not (hasPrefix "/runs/" .Values.run.config.run_dir)) }}
+{{- fail (printf "run.config.run_dir: must be below /runs, not %s" .Values.run.config.run_dir) }}
+{{- end }}
+{{- range $key := list "servers" "cluster" }}
+{{- if hasKey $values.run.config $key }}
+{{- fail (printf "run.config.%s: the chart sets the servers" $key) }}
+{{- end }}
+{{- end }}
+{{- end }}

@@ -1,0 +1,90 @@
+"""Prints the memory that the pods of a release need, for `resources` in its values.
+
+    memory.py VALUES.yaml --models DIRECTORY
+
+DIRECTORY is what the pods see as /models. Every server's binary plans the memory of one rank with
+its `--check-config`, from the configuration that the chart gives it; nothing is started. A request
+is the plan and a quarter, in whole GiB: the plan leaves out buffers of calls and weight transfers,
+and what the allocator keeps.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import manifests
+import yaml
+from tandem.cluster import find_binary
+
+GIB = 2**30
+# Share of the plan that a request adds to it.
+HEADROOM = 0.25
+
+
+def plan(role: str, config: dict[str, Any], ranks: int, models: Path) -> int:
+    """Returns the bytes of the host's memory that a rank of a server needs.
+
+    Raises RuntimeError with the binary's message for a bad configuration.
+    """
+    # Secrets and addresses of the pod are not here, and need no memory.
+    config = {key: value for key, value in config.items() if key != "server"}
+    text = yaml.safe_dump(config).replace("/models/", f"{models.resolve()}/")
+    environment = os.environ | {"RANK": "0", "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": "1"}
+    environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    with tempfile.NamedTemporaryFile("w", suffix=".yaml") as file:
+        file.write(text)
+        file.flush()
+        command = [find_binary(f"tandem-{role}-server"), "--config", file.name, "--check-config"]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    # The plan is also printed where it is more than this machine has.
+    items = re.findall(r"(?m)^# +([0-9.]+) GB  (?!in all|available)(.*)$", done.stdout)
+    if not items:
+        raise RuntimeError(done.stderr.strip())
+    return round(sum(float(size) * 1e9 for size, name in items if "(on the device)" not in name))
+
+
+def request(planned: int) -> int:
+    """Returns the GiB to request for a plan in bytes."""
+    return math.ceil(planned * (1 + HEADROOM) / GIB)
+
+
+def plans(values: dict[str, Any], models: Path) -> dict[str, int]:
+    """Returns the planned bytes of a pod of every server of a release, by role."""
+    objects = manifests.manifests(manifests.render(values))
+    configs = {
+        one["metadata"]["name"].removeprefix(f"{manifests.RELEASE}-"): one["data"]["config.yaml"]
+        for one in objects
+        if one["kind"] == "ConfigMap" and "config.yaml" in one["data"]
+    }
+    return {
+        role: plan(role, yaml.safe_load(text), values[role].get("ranks", 1), models)
+        for role, text in configs.items()
+    }
+
+
+def main() -> int:
+    """Prints a line of each role; returns the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("values", type=Path, help="values of the chart")
+    parser.add_argument("--models", type=Path, required=True, help="folder of /models")
+    arguments = parser.parse_args()
+    try:
+        planned = plans(yaml.safe_load(arguments.values.read_text()), arguments.models)
+    except RuntimeError as error:
+        print(error, file=sys.stderr)
+        return 2
+    for role, size in planned.items():
+        print(f"{role}: {size / GIB:.2f} GiB planned, request memory: {request(size)}Gi")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

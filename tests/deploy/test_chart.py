@@ -1,0 +1,553 @@
+"""The Helm chart: what it renders agrees with itself, with Kubernetes and with the servers."""
+
+from __future__ import annotations
+
+import copy
+import json
+import re
+import tarfile
+
+import harness
+import helm_python
+import kubernetes_objects as k8s
+import manifest_checks as checks
+import manifests
+import memory
+import pytest
+import yaml
+from kubernetes_examples import EXAMPLES, REPOSITORY, example_values
+from network_arrows import arrows
+from pod_machine import Machine
+from tandem.transport import Connection
+
+RULES = REPOSITORY / "deploy" / "prometheus" / "rules"
+DASHBOARDS = REPOSITORY / "deploy" / "grafana" / "dashboards"
+# The objects that a release of an example expects to be there.
+GIVEN = ("models", "runs", "tandem-tls", "tandem-tokens")
+# Pods outside of a release.
+OTHERS = {
+    "prometheus": {"namespace": "monitoring", "app.kubernetes.io/name": "prometheus"},
+    "dns": {"namespace": "kube-system", "k8s-app": "kube-dns"},
+    "stranger": {"namespace": "default"},
+    "neighbour": {"namespace": "tandem"},
+}
+
+
+@pytest.fixture(scope="module")
+def known_metrics():
+    """The names of docs/metrics.md."""
+    page = (REPOSITORY / "docs" / "metrics.md").read_text()
+    return set(re.findall(r"(?m)^\| `(\w+)` \| (?:counter|gauge|histogram|summary) \|", page))
+
+
+@pytest.mark.parametrize("example", EXAMPLES)
+def test_an_example_is_valid_kubernetes(examples, example):
+    assert checks.schema_problems(examples[example]) == []
+
+
+@pytest.mark.parametrize("example", EXAMPLES)
+def test_every_pod_of_an_example_is_restricted(examples, example):
+    assert checks.security_problems(examples[example]) == []
+
+
+@pytest.mark.parametrize("example", EXAMPLES)
+def test_what_an_example_names_exists(examples, example):
+    objects = examples[example]
+    assert checks.volume_problems(objects, GIVEN) == []
+    assert checks.selector_problems(objects) == []
+    assert checks.address_problems(objects) == []
+    assert checks.probe_problems(objects) == []
+
+
+@pytest.mark.parametrize("example", EXAMPLES)
+def test_the_programs_accept_what_an_example_gives_them(examples, example, models, certs, tmp_path):
+    objects = examples[example]
+    if example == "gpu":  # this build may have no GPU: the rest of the configuration is checked
+        objects = json.loads(json.dumps(objects).replace("device: cuda", "device: cpu"))
+    assert Machine(tmp_path, models, certs).problems(objects) == []
+
+
+@pytest.mark.parametrize("example", EXAMPLES)
+def test_the_requests_of_an_example_are_the_plan_of_its_servers(example, models):
+    values = example_values(example)
+    planned = copy.deepcopy(values)
+    if example == "gpu":  # the plan of a GPU needs one; the example asks for what a CPU needs
+        for role in ("rollout", "trainer"):
+            del planned[role]["config"]["compute"]["device"]
+    for role, size in memory.plans(planned, models).items():
+        resources = values[role]["resources"]
+        assert resources["requests"]["memory"] == f"{memory.request(size)}Gi", role
+        assert resources["limits"]["memory"] == resources["requests"]["memory"], role
+
+
+def test_the_policies_allow_the_arrows_of_the_architecture_alone(examples):
+    assert arrows(examples["with-critic"], OTHERS) == {
+        "client → rollout:7701",
+        "client → trainer:7702",
+        "client → critic:7703",
+        "trainer → rollout:7701",
+        "trainer → critic:7703",
+        "prometheus → rollout:9701",
+        "prometheus → trainer:9702",
+        "prometheus → critic:9703",
+        *(f"{pod} → dns:53" for pod in ("client", "rollout", "trainer", "critic")),
+    }
+
+
+def test_the_policies_let_ranks_reach_each_other(examples):
+    for example in ("ranks-lws", "ranks-statefulset"):
+        assert arrows(examples[example], OTHERS) == {
+            "rollout → rollout:*",
+            "trainer → trainer:*",
+            "trainer → rollout:7701",
+            "prometheus → rollout:9701",
+            "prometheus → trainer:9702",
+            "rollout → dns:53",
+            "trainer → dns:53",
+        }
+
+
+def test_only_the_import_reaches_a_model_hub():
+    values = example_values("cpu-small")
+    hub = {"steps": [{"command": ["hf", "download", "a/b", "--local-dir", "/models/b"]}]}
+    values["models"]["import"] = hub
+    found = arrows(manifests.manifests(manifests.render(values)), OTHERS)
+    assert {arrow for arrow in found if arrow.endswith(":443")} == {
+        f"models → {target}:443" for target in ("prometheus", "dns", "stranger", "neighbour")
+    }
+
+
+def test_rules_and_dashboards_use_known_metrics(examples, known_metrics):
+    assert "tandem_server_ready" in known_metrics
+    assert checks.metric_problems(examples["tls"], known_metrics) == []
+
+
+def test_the_rules_are_those_of_the_prometheus_files(examples):
+    [rule] = k8s.of_kind(examples["tls"], "PrometheusRule").values()
+    groups = [
+        group
+        for path in sorted(RULES.glob("*.yml"))
+        for group in yaml.safe_load(path.read_text())["groups"]
+    ]
+    assert groups
+    assert rule["spec"]["groups"] == groups
+
+
+def test_a_packaged_chart_holds_the_rules_and_the_dashboards(tmp_path):
+    with helm_python.Chart.load(manifests.CHART) as chart:
+        archive = chart.save(tmp_path)
+    with tarfile.open(archive) as files:
+        members = {member.name: member for member in files}
+        for folder in (RULES, DASHBOARDS):
+            for path in folder.iterdir():
+                name = f"tandem/files/{folder.name}/{path.name}"
+                assert members[name].isfile()
+                assert files.extractfile(name).read() == path.read_bytes()
+
+
+def target_labels(monitor, pod):
+    """The labels that Prometheus gives to the target of a pod, by its monitor."""
+    labels = {"__meta_kubernetes_pod_name": pod.name}
+    for rule in monitor["spec"]["endpoints"][0]["relabelings"]:
+        source = ";".join(labels[name] for name in rule.get("sourceLabels", []))
+        if found := re.fullmatch(rule.get("regex", "(.*)"), source):
+            labels[rule["targetLabel"]] = rule.get("replacement", found[1])
+    return {name: value for name, value in labels.items() if not name.startswith("__")}
+
+
+@pytest.mark.parametrize("example", ["tls", "ranks-lws", "ranks-statefulset", "with-critic"])
+def test_targets_have_the_labels_of_the_prometheus_files(example):
+    values = example_values(example) | {"serviceMonitor": {"enabled": True}}
+    objects = manifests.manifests(manifests.render(values))
+    monitors = k8s.of_kind(objects, "ServiceMonitor")
+    scraped = yaml.safe_load((RULES.parent / "prometheus.yml").read_text())["scrape_configs"][0]
+    wanted = {"job", *scraped["static_configs"][0]["labels"]}
+    found = []
+    for pod in k8s.servers(objects):
+        labels = target_labels(monitors[f"tandem-{pod.component}"], pod)
+        assert labels.keys() == wanted
+        assert labels["job"] == scraped["job_name"]
+        assert labels["rank"] == pod.environment().get("RANK", "0")
+        assert re.fullmatch(rf"{pod.component}-\d+", labels["server"])
+        found.append((labels["server"], labels["rank"]))
+    assert len(set(found)) == len(found)
+
+
+def test_helm_finds_nothing_to_complain_of():
+    said = helm_python.lint(manifests.CHART, example_values("tls"))
+    assert [m for m in said["messages"] if m["error"] != "icon is recommended"] == []
+
+
+def test_the_generated_files_are_current():
+    assert manifests.main("check") == 0
+
+
+def test_every_value_is_documented_and_in_the_schema():
+    defaults = yaml.safe_load((manifests.CHART / "values.yaml").read_text())
+    schema = json.loads(manifests.SCHEMA.read_text())
+
+    def compare(values, properties, path):
+        assert values.keys() == properties.keys() - {"global"}, path
+        for key, value in values.items():
+            inner = properties[key].get("properties")
+            if inner and value:
+                compare(value, inner, f"{path}{key}.")
+
+    compare(defaults, schema["properties"], "")
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"rolout": {}}, "rolout"),
+        ({"rollout": {"replica": 2}}, "replica"),
+        ({"rollout": {"replicas": 0}}, "replicas"),
+        ({"rollout": {"config": {"senior_model": "/models/a", "max_seqs": 4}}}, "max_seqs"),
+        ({"rollout": {"config": {"max_num_seqs": "many"}}}, "max_num_seqs"),
+        ({"rollout": {"config": {"on_weight_update": "drop"}}}, "on_weight_update"),
+        ({"trainer": {"config": {"optimizer": {"learning_rat": 1}}}}, "learning_rat"),
+        ({"trainer": {"config": {"server": {"grpc_port": 1}}}}, "grpc_port"),
+        ({"trainer": {"config": {"critic_address": "a:1"}}}, "critic_address"),
+        ({"trainer": {"scratchSize": "lots"}}, "scratchSize"),
+        ({"ranks": {"mode": "deployment"}}, "mode"),
+        ({"run": {"command": "eval"}}, "command"),
+        ({"models": {"import": {"steps": [{"comand": ["a"]}]}}}, "comand"),
+    ],
+)
+def test_the_schema_refuses_unknown_and_wrong_values(change, says):
+    with pytest.raises(helm_python.HelmValuesError, match=says):
+        manifests.render(example_values("tls") | change)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"tls": {}}, "tls.secretName: name a Secret"),
+        ({"trainer": {}}, "trainer.config.model: required"),
+        ({"trainer": {"ranks": 2, "config": {"model": "/models/a"}}}, "ranks.privateNetwork: true"),
+        ({"run": {"enabled": True}}, "run.config.run_dir: required"),
+        ({"run": {"enabled": True, "config": {"run_dir": "/tmp/a"}}}, "must be below /runs"),
+        (
+            {"run": {"enabled": True, "config": {"run_dir": "/runs/a", "servers": {}}}},
+            "run.config.servers: the chart sets the servers",
+        ),
+    ],
+)
+def test_values_that_contradict_each_other_are_refused(change, says):
+    with pytest.raises(helm_python.HelmRenderError, match=says):
+        manifests.render(example_values("tls") | change)
+
+
+def test_a_changed_configuration_restarts_the_pods_of_its_role_alone():
+    values = example_values("with-critic")
+    before = k8s.of_kind(manifests.manifests(manifests.render(values)), "StatefulSet")
+    values["trainer"]["config"]["max_samples"] = 100
+    after = k8s.of_kind(manifests.manifests(manifests.render(values)), "StatefulSet")
+    restarted = {name for name in before if before[name] != after[name]}
+    assert restarted == {"tandem-trainer"}
+
+
+def test_a_changed_run_is_another_job():
+    values = example_values("cpu-small")
+    jobs = []
+    for steps in (16, 16, 17):
+        values["run"]["config"]["steps"] = steps
+        objects = manifests.manifests(manifests.render(values))
+        jobs.append([name for name in k8s.of_kind(objects, "Job") if "-run-" in name])
+    assert jobs[0] == jobs[1]
+    assert jobs[1] != jobs[2]
+
+
+POD = "spec/template/spec"
+SERVER = f"{POD}/containers/0"
+
+
+@pytest.mark.parametrize(
+    ("check", "kind", "name", "path", "value", "says"),
+    [
+        (checks.schema_problems, "StatefulSet", "tandem-rollout", f"{SERVER}/prts", [], "prts"),
+        (
+            checks.schema_problems,
+            "ServiceMonitor",
+            "tandem-rollout",
+            "spec/endpoints/0/path_",
+            "/",
+            "path_",
+        ),
+        (
+            checks.security_problems,
+            "StatefulSet",
+            "tandem-rollout",
+            f"{POD}/securityContext/runAsNonRoot",
+            None,
+            "runAsNonRoot",
+        ),
+        (
+            checks.security_problems,
+            "StatefulSet",
+            "tandem-trainer",
+            f"{SERVER}/securityContext/readOnlyRootFilesystem",
+            False,
+            "readOnlyRootFilesystem",
+        ),
+        (
+            checks.security_problems,
+            "StatefulSet",
+            "tandem-trainer",
+            f"{SERVER}/securityContext/privileged",
+            True,
+            "privileged",
+        ),
+        (
+            checks.security_problems,
+            "StatefulSet",
+            "tandem-trainer",
+            f"{SERVER}/securityContext/capabilities",
+            {"drop": ["ALL"], "add": ["SYS_PTRACE"]},
+            "capabilities",
+        ),
+        (
+            checks.security_problems,
+            "StatefulSet",
+            "tandem-trainer",
+            f"{POD}/volumes/0",
+            {"name": "config", "hostPath": {"path": "/"}},
+            "volumes",
+        ),
+        (
+            checks.volume_problems,
+            "StatefulSet",
+            "tandem-trainer",
+            f"{SERVER}/volumeMounts/1/name",
+            "model",
+            "mount model is no volume",
+        ),
+        (
+            checks.volume_problems,
+            "StatefulSet",
+            "tandem-trainer",
+            f"{POD}/volumes/0/configMap/name",
+            "trainer",
+            "configMap trainer does not exist",
+        ),
+        (
+            checks.selector_problems,
+            "Service",
+            "tandem-trainer",
+            "spec/ports/0/port",
+            7701,
+            "port 7701 is not that of tandem-trainer-0",
+        ),
+        (
+            checks.selector_problems,
+            "Service",
+            "tandem-trainer",
+            "spec/selector/app.kubernetes.io~1component",
+            "x",
+            "selects no pod",
+        ),
+        (
+            checks.selector_problems,
+            "StatefulSet",
+            "tandem-trainer",
+            "spec/serviceName",
+            "trainer",
+            "no Service trainer",
+        ),
+        (
+            checks.selector_problems,
+            "ServiceMonitor",
+            "tandem-trainer",
+            "spec/endpoints/0/port",
+            "http",
+            "no Service has the port http",
+        ),
+        (
+            checks.selector_problems,
+            "PodDisruptionBudget",
+            "tandem-trainer",
+            "spec/selector/matchLabels",
+            {"app": "x"},
+            "selects no pod",
+        ),
+        (
+            checks.address_problems,
+            "StatefulSet",
+            "tandem-rollout",
+            f"{SERVER}/env/1/value",
+            "$(POD_NAME).rollout.tandem.svc:7701",
+            "rollout.tandem.svc is no pod's name",
+        ),
+        (
+            checks.address_problems,
+            "StatefulSet",
+            "tandem-rollout",
+            f"{SERVER}/env/1/value",
+            "$(POD_NAME).tandem-rollout.tandem.svc:7702",
+            "the server is at port 7701",
+        ),
+        (
+            checks.address_problems,
+            "Certificate",
+            "tandem-tls",
+            "spec/dnsNames",
+            ["localhost"],
+            "does not name tandem-rollout-0",
+        ),
+        (
+            checks.address_problems,
+            "ServiceMonitor",
+            "tandem-trainer",
+            "spec/endpoints/0/tlsConfig/serverName",
+            "trainer.tandem.svc",
+            "is no pod's name",
+        ),
+        (
+            checks.probe_problems,
+            "StatefulSet",
+            "tandem-rollout",
+            f"{SERVER}/readinessProbe/exec/command/2",
+            "/etc/tandem.yaml",
+            "readinessProbe asks another",
+        ),
+        (
+            checks.probe_problems,
+            "StatefulSet",
+            "tandem-rollout",
+            f"{SERVER}/livenessProbe",
+            None,
+            "has no livenessProbe",
+        ),
+    ],
+)
+def test_a_wrong_object_is_found(examples, check, kind, name, path, value, says):
+    good = examples["tls"]
+    given = [GIVEN] if check is checks.volume_problems else []
+    assert check(good, *given) == []
+    bad = k8s.changed(good, kind, name, path, value)
+    assert any(says in problem for problem in check(bad, *given)), check(bad, *given)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("port", 7702),
+        ("service", "tandem.rollout.v1.Rollout"),
+        ("service", "tandem.trainer.v1.TrainerService"),
+    ],
+)
+def test_a_wrong_grpc_probe_is_found(examples, field, value):
+    path = f"{SERVER}/startupProbe/grpc/{field}"
+    bad = k8s.changed(examples["cpu-small"], "StatefulSet", "tandem-rollout", path, value)
+    assert any("startupProbe asks" in problem for problem in checks.probe_problems(bad))
+
+
+def test_running_servers_have_the_services_that_probes_ask_for(tmp_path):
+    tiny = harness.make_models(tmp_path / "models")
+    with harness.cluster(tmp_path, tiny, trainer={}, critic={}) as running:
+        for server in running.servers:
+            with Connection(server.address) as connection:
+                assert connection.check_health(k8s.SERVICES[server.role]).status == "SERVING"
+                others = set(k8s.SERVICES.values()) - {k8s.SERVICES[server.role]}
+                for service in others:
+                    assert connection.check_health(service).status != "SERVING"
+
+
+def with_config(objects, role, change):
+    """The objects with a changed configuration of a role's servers."""
+    config = yaml.safe_load(
+        k8s.of_kind(objects, "ConfigMap")[f"tandem-{role}"]["data"]["config.yaml"]
+    )
+    change(config)
+    return k8s.changed(
+        objects, "ConfigMap", f"tandem-{role}", "data", {"config.yaml": yaml.safe_dump(config)}
+    )
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (lambda config: config.update(max_num_seq=4), "max_num_seq: unknown key"),
+        (lambda config: config.update(senior_model="/models/nowhere"), "nowhere"),
+        (
+            lambda config: config.update(senior_model="/model/SmolLM2-135M-Instruct"),
+            "is on no volume",
+        ),
+        (
+            lambda config: config["server"].update(grpc_port=7705),
+            "are not those of its configuration",
+        ),
+        (
+            lambda config: config["server"].update(metrics_port=7705),
+            "are not those of its configuration",
+        ),
+        (lambda config: config["server"].update(host="127.0.0.1"), "binds 127.0.0.1"),
+        (
+            lambda config: config["server"].update(drain_seconds=3600),
+            "killed before it has drained",
+        ),
+    ],
+)
+def test_a_wrong_configuration_is_found(examples, models, certs, tmp_path, change, says):
+    bad = with_config(examples["cpu-small"], "rollout", change)
+    problems = Machine(tmp_path, models, certs).problems(bad)
+    assert any(says in problem for problem in problems), problems
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "says"),
+    [
+        (f"{SERVER}/command/0", "tandem-rollout-server", "runs tandem-rollout-server"),
+        (f"{SERVER}/command/1", "--configuration", "--configuration"),
+        (f"{SERVER}/env/1/name", "TANDEM__SERVER__ADVERTISED", "server.advertised: unknown key"),
+        (f"{SERVER}/env/2/value", "/tmp", "TMPDIR: /tmp is on no volume"),
+        (f"{SERVER}/volumeMounts/2", {"name": "runs", "mountPath": "/run"}, "is on no volume"),
+    ],
+)
+def test_a_wrong_container_is_found(examples, models, certs, tmp_path, path, value, says):
+    bad = k8s.changed(examples["cpu-small"], "StatefulSet", "tandem-trainer", path, value)
+    bad = with_config(
+        bad, "trainer", lambda c: c.update(shutdown_checkpoint_directory="/runs/last")
+    )
+    problems = Machine(tmp_path, models, certs).problems(bad)
+    assert any(says in problem for problem in problems), problems
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "says"),
+    [
+        (f"{SERVER}/command/1", "learn", "runs tandem learn"),
+        (f"{SERVER}/command/4", "never", "does not resume"),
+        (f"{SERVER}/command/5", "servers.rollouts=[a:1]", "rollouts"),
+        (f"{SERVER}/command/6", "steps=4", "is told of"),
+        (f"{SERVER}/volumeMounts/2/mountPath", "/run", "run_dir is not on the volume"),
+    ],
+)
+def test_a_wrong_run_is_found(examples, models, certs, tmp_path, path, value, says):
+    bad = k8s.changed(examples["cpu-small"], "Job", "tandem-run-", path, value)
+    problems = Machine(tmp_path, models, certs).problems(bad)
+    assert any(says in problem for problem in problems), problems
+
+
+@pytest.mark.parametrize("name", ["tandem_server_redy", "tandem_queue", "grpc_server_handled"])
+def test_an_unknown_metric_in_a_rule_is_found(examples, known_metrics, name):
+    path = "spec/groups/0/rules/0/expr"
+    bad = k8s.changed(examples["tls"], "PrometheusRule", "tandem", path, f"rate({name}[5m]) > 0")
+    assert checks.metric_problems(bad, known_metrics) == [
+        f"PrometheusRule tandem: {name} is no metric"
+    ]
+
+
+def test_an_unknown_metric_in_a_dashboard_is_found(examples, known_metrics):
+    name = "tandem_server_ready"
+    good = examples["tls"]
+    bad = json.loads(json.dumps(good).replace(name, "tandem_server_redy"))
+    assert any("ConfigMap" in problem for problem in checks.metric_problems(bad, known_metrics))
+
+
+def test_a_policy_that_allows_more_is_found(examples):
+    wide = k8s.changed(
+        examples["with-critic"], "NetworkPolicy", "tandem-rollout", "spec/ingress/0", {}
+    )
+    extra = arrows(wide, OTHERS) - arrows(examples["with-critic"], OTHERS)
+    assert "stranger → rollout:*" in extra
