@@ -46,7 +46,7 @@ demo: servers ## Trains a real small model with tandem GRPO and shows what chang
 	@$(PYTHON) -m tandem.demo --build-dir $(BUILD)
 
 .PHONY: test
-test: build $(PEERS) ## Sets up, builds, lints, and runs every test
+test: build $(PEERS) ## Sets up, builds, lints, and runs every test but those of the container images
 	@JOBS=$(JOBS) tests/run_all.sh $(BUILD)
 
 .PHONY: test-curves
@@ -81,7 +81,7 @@ fuzz: setup ## Runs libFuzzer on the parsers of files (SECONDS=60 for each), wit
 	@tests/fuzz/run_fuzz.sh $(or $(SECONDS),60)
 
 .PHONY: lint
-lint: configure python-protos ## Checks format, clang-tidy on what changed, ruff, protos and layers
+lint: configure python-protos ## Checks format, clang-tidy on what changed, ruff, protos, layers, generated pages and the images' build file
 	@cmake --build $(BUILD) -j $(JOBS) --target tandem_grpc_stubs
 	@JOBS=$(JOBS) tests/lint/run_lint.sh $(BUILD) changed
 
@@ -90,15 +90,44 @@ lint-all: build ## As lint, with clang-tidy on every file
 	@JOBS=$(JOBS) tests/lint/run_lint.sh $(BUILD) all
 
 .PHONY: format
-format: python-protos ## Formats C++, Python and pages, writes the generated pages of docs/
+format: python-protos ## Formats C++, Python and pages; writes the generated pages of docs/ and the dashboards
 	@git ls-files -z -co --exclude-standard -- '*.h' '*.cc' '*.cu' '*.cuh' | xargs -0 -r clang-format -i
 	@.venv/bin/ruff check --quiet --fix . ; .venv/bin/ruff format --quiet .
 	@git ls-files -z -co --exclude-standard -- '*.md' | xargs -0 -r .venv/bin/mdformat
 	@$(PYTHON) tests/lint/reference_docs.py update
+	@$(PYTHON) deploy/grafana/generate.py
+
+.PHONY: manifests
+manifests: python-protos ## Writes the generated files of deploy/kubernetes: the schema of the chart's values, the kustomize base
+	@PYTHONPATH=clients/python $(PYTHON) deploy/kubernetes/manifests.py update
 
 .PHONY: proto-golden
 proto-golden: setup ## Accepts the present protos as the contract (proto/golden); prints what that breaks
 	@$(PYTHON) tests/lint/proto_contract.py update
+
+# NO_MKDOCS_2_WARNING: material advertises its successor otherwise.
+MKDOCS := NO_MKDOCS_2_WARNING=1 .venv/bin/mkdocs
+
+.PHONY: docs
+docs: setup ## Builds the documentation site into build/site; a dead link or anchor fails
+	@$(MKDOCS) build --quiet --strict && echo "build/site/index.html"
+
+.PHONY: docs-serve
+docs-serve: setup ## Shows the documentation site at http://127.0.0.1:8000 while you write
+	@$(MKDOCS) serve
+
+.PHONY: docs-pictures
+docs-pictures: setup ## Draws the picture in the README from the run of `make demo`
+	@.venv/bin/tandem view runs/demo --output docs/images/trajectories.svg
+
+.PHONY: version
+version: python-protos ## Writes a new version wherever the version stands (VERSION=X.Y.Z)
+	@$(PYTHON) release/versions.py set $(VERSION)
+	@$(MAKE) --no-print-directory manifests
+
+.PHONY: release
+release: python-protos ## Builds a release into dist/: client, chart, images (VERSION=X.Y.Z; IMAGES=no: without images); pushes nothing
+	@$(PYTHON) release/build.py $(VERSION) $(if $(filter no,$(IMAGES)),--no-images)
 
 PURELIB := -c "import sysconfig; print(sysconfig.get_path('purelib'))"
 $(PEERS): setup/peer-requirements.txt setup/peer-requirements-no-deps.txt | setup
@@ -110,7 +139,7 @@ $(PEERS): setup/peer-requirements.txt setup/peer-requirements-no-deps.txt | setu
 	@touch $@
 
 .PHONY: test-peers
-test-peers: servers $(PEERS) ## Compares losses and gradients with Hugging Face TRL and verl; a part of `make test`
+test-peers: servers $(PEERS) ## Compares losses and gradients with Hugging Face TRL and verl, and runs lm-eval; a part of `make test`
 	@TANDEM_BUILD_DIR=$(BUILD) PYTHONPATH=clients/python $(PEERS_PYTHON) -m pytest -q tests/peers
 
 .PHONY: bench
@@ -125,6 +154,15 @@ bench: servers $(PEERS) ## Runs the benchmarks beside their peers (tests/bench)
 .PHONY: test-cuda
 test-cuda: ## Builds PRESET=cuda and runs the GPU, parity and law tests on the device (skips without one)
 	@JOBS=$(JOBS) tests/run_cuda.sh
+
+# Images are IMAGES-rollout:TAG and so on; the targets with -cuda are built with `docker/build.sh`.
+.PHONY: images
+images: ## Builds the container images for the CPU with docker, buildah or podman (IMAGES=tandem TAG=the version)
+	@IMAGES=$(IMAGES) TAG=$(TAG) ARTIFACTS=$(ARTIFACTS) docker/build.sh rollout trainer critic client demo-model
+
+.PHONY: test-images
+test-images: servers ## Builds the images from a local base and runs them, and the compose files, with podman (as root)
+	@tests/images/run.sh $(BUILD)
 
 .PHONY: clean
 clean: ## Removes build outputs (keeps .venv and runs/)

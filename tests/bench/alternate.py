@@ -66,6 +66,19 @@ class Comparison:
             )
         return ratios
 
+    def cpu_ratios(self) -> dict[str, float]:
+        """Returns each side's CPU seconds relative to the peer's, the median over rounds.
+
+        Other load on the machine disturbs them less than it does the rates.
+        """
+        peer = [timing.cpu_seconds for timing in self._timings[self._peer][1:]]
+        return {
+            name: statistics.median(
+                mine.cpu_seconds / theirs for mine, theirs in zip(timings[1:], peer, strict=True)
+            )
+            for name, timings in self._timings.items()
+        }
+
     def _cpu_seconds(self) -> float:
         return time.process_time() + sum(map(_cpu_seconds_of, self._pids))
 

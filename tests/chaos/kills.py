@@ -45,7 +45,7 @@ OBJECTIVES: dict[str, dict[str, Any]] = {
     "grpo": {"junior_token_loss_weight": 0.5},
     "ppo": {"advantage_estimator": "gae", "gae_lambda": 0.95, "whiten_advantages": True},
 }
-# What a run left, by name: the lines of its metrics, and digests of its files.
+# The results of a run, by name: the lines of its metrics, and digests of its files.
 Fingerprint = dict[str, str]
 
 
@@ -264,7 +264,7 @@ class Run:
 
 
 def fingerprint(run: Path) -> Fingerprint:
-    """What a run left, except clock times and the run's own name."""
+    """The results of a run, except clock times and the run's own name."""
     state = json.loads((run / "state.json").read_text())
     result = {
         f"metrics of step {line['step']}": json.dumps(line)

@@ -137,11 +137,15 @@ def cluster(
     rollout: Mapping[str, Any] | None = None,
     trainer: Mapping[str, Any] | None = None,
     critic: Mapping[str, Any] | None = None,
+    certs: Path | None = None,
 ) -> Iterator[LocalCluster]:
-    """Starts real servers on free ports, configured by sections()."""
+    """Starts real servers on free ports, configured by sections().
+
+    With `certs`, a directory of `tandem certs`, over TLS with tokens.
+    """
     servers: dict[str, Any] = sections(models, rollout=rollout, trainer=trainer, critic=critic)
     servers["rollout"] = [servers["rollout"]] * rollouts
-    config = ClusterSettings(directory=directory, start_timeout_seconds=60, **servers)
+    config = ClusterSettings(directory=directory, start_timeout_seconds=60, certs=certs, **servers)
     with LocalCluster(config) as running:
         yield running
 
@@ -174,6 +178,7 @@ def run_settings(
     }
     if running is not None:
         values["servers"] = addresses_of(running).model_dump()
+        values["credentials"] = running.credentials.record()
     return settings.validate(RunSettings, values | changes, "test")
 
 
@@ -307,12 +312,15 @@ def batch_metrics(
     }
 
 
-def wait_until(condition: Callable[[], bool], seconds: float = 30) -> None:
-    """Returns when the condition holds; fails if it does not within `seconds`."""
+def wait_until(condition: Callable[[], bool], seconds: float = 30, pause: float = 0.02) -> None:
+    """Returns when the condition holds; fails if it does not within `seconds`.
+
+    It is tried again every `pause` seconds.
+    """
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, f"the condition does not hold after {seconds} s"
-        time.sleep(0.02)
+        time.sleep(pause)
 
 
 def metrics_text(server: Server) -> str:
@@ -342,14 +350,17 @@ def weights(directory: Path) -> dict[str, np.ndarray]:
 
 def rollout_client(running: LocalCluster, index: int = 0) -> RolloutClient:
     """A client of one rollout server."""
-    return RolloutClient(running.rollouts[index].address, timeout_seconds=60)
+    address = running.rollouts[index].address
+    return RolloutClient(address, timeout_seconds=60, credentials=running.credentials)
 
 
 def trainer_client(running: LocalCluster) -> TrainerClient:
     """A client of the trainer."""
-    return TrainerClient(running.trainer.address, timeout_seconds=60)
+    address = running.trainer.address
+    return TrainerClient(address, timeout_seconds=60, credentials=running.credentials)
 
 
 def critic_client(running: LocalCluster) -> CriticClient:
     """A client of the critic."""
-    return CriticClient(running.critic.address, timeout_seconds=60)
+    address = running.critic.address
+    return CriticClient(address, timeout_seconds=60, credentials=running.credentials)

@@ -79,6 +79,15 @@ class Connection:
         self._send(frame(HEADERS, END_HEADERS, stream, request(path)))
         return stream
 
+    def open_many(self, path: str, count: int) -> bool:
+        """Starts `count` calls, with one write; nothing can be sent on them."""
+        headers = request(path)
+        frames = b""
+        for _ in range(count):
+            frames += frame(HEADERS, END_HEADERS, self._next_stream, headers)
+            self._next_stream += 2
+        return self._send(frames)
+
     def open_and_reset(self, path: str, count: int) -> bool:
         """Starts `count` calls and resets each at once."""
         headers = request(path)

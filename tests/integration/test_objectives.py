@@ -27,7 +27,7 @@ def objectives() -> Iterator[tuple[str, dict[str, Any]]]:
         if "objective" in values:
             yield Path(recipe).name, {"objective": values["objective"]}
     # A paragraph and the YAML block below it.
-    pattern = r"\n\n([\w.+]+)(?:(?!\n\n).)*\n\n```yaml\n(.*?)```"
+    pattern = r"\n\n([\w.+]+)(?:(?!\n\n).)*\n\n<!--[^\n]*-->\n\n```yaml\n(.*?)```"
     for name, block in re.findall(pattern, PAGE, re.S):
         yield name, yaml.safe_load(block)
 

@@ -103,7 +103,7 @@ def test_recomputation_makes_room_for_more_tokens_in_a_micro_batch(models, role)
         check(role, models.senior, f"batch.micro_batch_tokens={probe}", *how)
         for how in ([], [full])
     )
-    # Of the two layers, recomputation holds the activations of one.
+    # Recomputation holds the activations of one of the two layers.
     assert needs(recomputed, "activations") < 0.9 * needs(kept, "activations")
     # This many tokens need more memory than is available, unless layers are recomputed.
     ratio = needs(recomputed, "in all") / needs(kept, "in all")

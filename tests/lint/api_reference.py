@@ -23,6 +23,7 @@ SECTIONS: dict[str, tuple[str, ...] | None] = {
     "tandem.errors": (
         "ConfigError",
         "ProblemsError",
+        "CredentialsError",
         "RunDirectoryError",
         "UnsavedUpdatesError",
         "ServerStartError",
@@ -39,6 +40,7 @@ SECTIONS: dict[str, tuple[str, ...] | None] = {
         "DataLossError",
         "NotImplementedByServerError",
         "PermissionDeniedError",
+        "UnauthenticatedError",
         "ServerError",
     ),
     "tandem.session": ("Session",),
@@ -46,6 +48,7 @@ SECTIONS: dict[str, tuple[str, ...] | None] = {
     "tandem.train": ("train", "train_supervised", "Loop"),
     "tandem.evaluation": ("evaluate", "Evaluation"),
     "tandem.export": ("export_checkpoint",),
+    "tandem.tracing": ("span", "use"),
 }
 
 _MEMBERS = (property, functools.cached_property, staticmethod, classmethod, types.FunctionType)

@@ -1,0 +1,148 @@
+"""Every code block of a page says how it is tested, and its commands, files and settings exist."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+
+import pytest
+import yaml
+from google.protobuf import json_format
+from page_blocks import REPOSITORY, SHELL, TEXT, Block, blocks, blocks_of
+from shell_commands import commands, problems, statements
+from tandem import settings
+from tandem.cluster import sections
+
+BLOCKS = blocks()
+CODE = [block for block in BLOCKS if block.language not in TEXT]
+# A part of a run or cluster file is read together with a file that is whole.
+WHOLE_RUN = REPOSITORY / "examples/own_data/run.yaml"
+WHOLE_CLUSTER = REPOSITORY / "examples/recipes/cluster.yaml"
+
+
+def of(languages) -> list[Block]:
+    return [block for block in BLOCKS if block.language in languages]
+
+
+@pytest.mark.parametrize("block", CODE, ids=str)
+def test_a_block_is_run_or_says_why_not(block):
+    assert block.kind, (
+        f"{block} needs a marker above it (tests/docs/page_blocks.py), not {block.marker!r}"
+    )
+    if block.kind == "run":
+        assert not block.what
+        assert block.language in (*SHELL, "python")
+    elif block.kind == "tested by":
+        assert (REPOSITORY / block.what).is_file()
+    elif block.kind == "part of":
+        assert block.what in ("a run file", "a cluster file")
+    else:
+        assert len(block.what.split()) > 1, "a reason has words"
+
+
+@pytest.mark.parametrize("block", of(TEXT), ids=str)
+def test_commands_stand_in_shell_blocks(block):
+    starts = ("tandem ", "make ", "$ ", ".venv/bin/", "build/release/bin/")
+    assert [line for line in block.text.splitlines() if line.startswith(starts)] == []
+
+
+@pytest.mark.parametrize("block", of(SHELL), ids=str)
+def test_the_commands_of_a_block_exist_with_their_options(block):
+    assert problems(block.text) == []
+
+
+@pytest.mark.parametrize("block", of(["python"]), ids=str)
+def test_python_parses(block):
+    ast.parse(block.text)
+
+
+@pytest.mark.parametrize("block", of(["json", "yaml"]), ids=str)
+def test_json_and_yaml_parse(block):
+    if block.language == "yaml":
+        assert list(yaml.safe_load_all(block.text))
+        return
+    rest = block.text.strip()
+    while rest:  # one value, or several
+        _, end = json.JSONDecoder().raw_decode(rest)
+        rest = rest[end:].lstrip()
+
+
+@pytest.mark.parametrize("block", [b for b in CODE if b.kind == "part of"], ids=str)
+def test_the_keys_of_a_file_are_settings(block):
+    # The models need not be there.
+    values = yaml.safe_load(re.sub(r"\bmodels/[\w.-]+", str(REPOSITORY), block.text))
+    if block.what == "a run file":
+        check_run(values)
+    else:
+        check_cluster(values)
+
+
+def check_run(values):
+    # A run has `reward` or `rewards`.
+    alone = ["reward={}"] if "rewards" in values else []
+    settings.load(settings.RunSettings, WHOLE_RUN, [*alone, *overrides(values)])
+
+
+def check_cluster(values):
+    from tandem.config.v1 import server_config_pb2 as schema
+
+    cluster = settings.load(settings.ClusterSettings, WHOLE_CLUSTER, overrides(values))
+    for section in sections(cluster):
+        message = getattr(schema, f"{section.role.capitalize()}ServerConfig")()
+        json_format.ParseDict(section.with_free_ports(), message)
+
+
+def overrides(values) -> list[str]:
+    return [f"{key}={json.dumps(value)}" for key, value in values.items()]
+
+
+@pytest.mark.parametrize(
+    ("command", "problem"),
+    [
+        ("tandem trian examples/demo/run.yaml", "no command trian"),
+        ("tandem train examples/demo/run.yaml --resum", "No such option"),
+        ("tandem train examples/demo/run.yaml stepz=3", "stepz"),
+        ("tandem record --out FILE -- tandem train run.yaml --resum", "No such option"),
+        ("build/release/bin/tandem-trainer-server --chek-config", "no option --chek-config"),
+        ("export A=1; tandem-trainer-server model=a batch.micro_batch_token=3", "no setting batch"),
+        ("TANDEM__SERVER__HOTS=a tandem-trainer-server", "no setting server.hots"),
+        ("make demos", "no target demos"),
+        ("cat examples/demo/rn.yaml", "no examples/demo/rn.yaml"),
+        ("tadem up", "no program"),
+        ("build/release/common/ops/no_such_test", "no CMakeLists.txt builds no_such_test"),
+        ("if true; do", "syntax error"),
+        ("for i in 1 2; do\n  make $i demos\ndone", "no target demos"),
+        ("cat >a.json <<EOF\n{'tadem'}\nEOF\ntadem up", "no program"),
+    ],
+)  # fmt: skip
+def test_a_wrong_command_is_found(command, problem):
+    [found] = problems(command)
+    assert problem in found
+
+
+def test_here_documents_quotes_and_loops_are_one_statement():
+    loop = "for i in 1 2; do\n  echo $i\ndone"
+    document = "cat <<EOF\nit's text # no comment\nEOF"
+    quoted = "echo '{\n}'"
+    assert statements(f"{loop}\n{document}\n{quoted}\nls   # lists\n") == [
+        loop,
+        document,
+        quoted,
+        "ls",
+    ]
+    assert list(commands(document)) == [["cat", "<<", "EOF"]]
+
+
+def test_a_page_may_have_one_marker_for_all():
+    one, other = "```sh\na\n```\n", "```sh\nb\n```\n"
+    page = f"<!-- all blocks: not run: for a reason -->\n\n{one}\n<!-- run -->\n\n{other}"
+    first, second = blocks_of("page.md", page)
+    assert (first.kind, first.what, second.kind) == ("not run", "for a reason", "run")
+
+
+def test_the_marker_is_the_comment_right_above():
+    page = "<!-- run -->\n\n```sh\na\n```\n\n<!-- run -->\n\ntext\n\n```sh\nb\n```\n"
+    first, second = blocks_of("page.md", page)
+    assert (first.kind, first.line, first.text) == ("run", 3, "a\n")
+    assert second.kind == ""
