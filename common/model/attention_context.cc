@@ -11,9 +11,7 @@ at::Tensor CausalContext::Attend(int64_t, const RaggedBatch& batch, const at::Te
 
 at::Tensor CachedContext::Attend(int64_t layer, const RaggedBatch& batch, const at::Tensor& q,
                                  const at::Tensor& k, const at::Tensor& v) {
-  std::vector<int64_t> starts;
-  for (const int64_t slot : slots_) starts.push_back(cache_.cursor(slot));
-  return ops::CachedAttention(q, k, v, batch.offsets, slots_, starts, cache_.keys(layer),
+  return ops::CachedAttention(q, k, v, batch.offsets, sequences_, cache_.keys(layer),
                               cache_.values(layer));
 }
 

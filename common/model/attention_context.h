@@ -6,10 +6,10 @@
 
 #include <cstdint>
 #include <utility>
-#include <vector>
 
 #include "common/model/kv_cache.h"
 #include "common/model/ragged_batch.h"
+#include "common/ops/paged_sequences.h"
 
 namespace tandem {
 
@@ -30,19 +30,18 @@ class CausalContext : public AttentionContext {
                     const at::Tensor& k, const at::Tensor& v) override;
 };
 
-// Attention over a KV cache. Sequence s of the batch continues slot slots[s]: its keys and values
-// are appended at the slot's cursor, and it attends to all tokens before. The caller advances the
-// cursors.
+// Attention over a KV cache: the keys and values of the batch are written into the blocks of their
+// sequences, which attend to all tokens before.
 class CachedContext : public AttentionContext {
  public:
-  CachedContext(KvCache& cache, std::vector<int64_t> slots)
-      : cache_(cache), slots_(std::move(slots)) {}
+  CachedContext(KvCache& cache, ops::PagedSequences sequences)
+      : cache_(cache), sequences_(std::move(sequences)) {}
   at::Tensor Attend(int64_t layer, const RaggedBatch& batch, const at::Tensor& q,
                     const at::Tensor& k, const at::Tensor& v) override;
 
  private:
   KvCache& cache_;
-  std::vector<int64_t> slots_;
+  const ops::PagedSequences sequences_;
 };
 
 }  // namespace tandem

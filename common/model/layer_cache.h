@@ -6,6 +6,13 @@
 
 namespace tandem {
 
+// Tokens in a block of the cache: as many as the attention kernels take at a time, so that the bits
+// of attention are those over contiguous keys.
+inline constexpr int64_t kKvBlockTokens = 64;
+
+// Returns the number of blocks that hold `tokens`.
+inline int64_t KvBlocks(int64_t tokens) { return (tokens + kKvBlockTokens - 1) / kKvBlockTokens; }
+
 // The shape [heads, head_dim] of a token's keys, and of its values.
 struct LayerCache {
   int64_t heads = 0;

@@ -156,18 +156,26 @@ namespace {
 
 absl::Status CheckInput(const KvCache& cache, const DecodeInput& input, int64_t num_token_ids) {
   const int64_t count = static_cast<int64_t>(input.tokens.size());
-  if (input.slot < 0 || input.slot >= cache.num_slots() || !cache.in_use(input.slot)) {
-    return InvalidField("slot", absl::StrCat(input.slot, " is not allocated"));
-  }
   if (count == 0) return InvalidField("tokens", "must not be empty");
-  if (input.num_output_rows < 0 || input.num_output_rows > count) {
-    return InvalidField("num_output_rows",
-                        absl::StrCat("must be in [0, ", count, "], got ", input.num_output_rows));
+  if (input.start < 0) return InvalidField("start", "must not be negative");
+  if (const int64_t needed = KvBlocks(input.start + count);
+      static_cast<int64_t>(input.blocks.size()) < needed) {
+    return InvalidField("blocks", absl::StrCat(input.start + count, " tokens need ", needed,
+                                               " blocks, got ", input.blocks.size()));
   }
-  if (cache.cursor(input.slot) + count > cache.max_model_len()) {
-    return FieldError(absl::StatusCode::kOutOfRange, "tokens",
-                      absl::StrCat(cache.cursor(input.slot), " tokens and ", count,
-                                   " more exceed max_model_len ", cache.max_model_len()));
+  for (size_t i = 0; i < input.blocks.size(); ++i) {
+    if (input.blocks[i] < 0 || input.blocks[i] >= cache.num_blocks()) {
+      return InvalidField(absl::StrCat("blocks[", i, "]"),
+                          absl::StrCat(input.blocks[i], " is not one of ", cache.num_blocks()));
+    }
+  }
+  for (size_t i = 0; i < input.output_rows.size(); ++i) {
+    const int64_t row = input.output_rows[i];
+    if (row < (i == 0 ? 0 : input.output_rows[i - 1] + 1) || row >= count) {
+      return InvalidField(absl::StrCat("output_rows[", i, "]"),
+                          absl::StrCat("must be above the one before and below ", count, ", got ",
+                                       row));
+    }
   }
   for (int64_t i = 0; i < count; ++i) {
     if (input.tokens[i] < 0 || input.tokens[i] >= num_token_ids) {
@@ -187,51 +195,50 @@ absl::StatusOr<at::Tensor> Model::Decode(KvCache& cache,
   if (placement_.shard_count != 1 && placement_.shard_group == nullptr) {
     return absl::UnimplementedError("a shard cannot compute without the others");
   }
-  RaggedBatch batch;
-  batch.offsets = {0};
-  std::vector<int64_t> slots, tokens, positions, rows;
-  std::set<int64_t> seen;
+  int64_t count = 0, num_rows = 0, longest_table = 0;
   for (size_t i = 0; i < inputs.size(); ++i) {
-    const DecodeInput& input = inputs[i];
-    absl::Status status = CheckInput(cache, input, num_token_ids_);
-    if (status.ok() && !seen.insert(input.slot).second) {
-      status = InvalidField("slot", absl::StrCat(input.slot, " appears twice"));
-    }
+    const absl::Status status = CheckInput(cache, inputs[i], num_token_ids_);
     if (!status.ok()) return PrependFieldPath(absl::StrCat("inputs[", i, "]"), status);
-    const int64_t count = static_cast<int64_t>(input.tokens.size());
-    for (int64_t t = 0; t < count; ++t) {
-      if (t >= count - input.num_output_rows) rows.push_back(batch.offsets.back() + t);
-      tokens.push_back(input.tokens[t]);
-      positions.push_back(cache.cursor(input.slot) + t);
-    }
-    batch.positions_end = std::max(batch.positions_end, positions.back() + 1);
-    slots.push_back(input.slot);
-    batch.offsets.push_back(batch.offsets.back() + count);
+    count += static_cast<int64_t>(inputs[i].tokens.size());
+    num_rows += static_cast<int64_t>(inputs[i].output_rows.size());
+    longest_table = std::max(longest_table, static_cast<int64_t>(inputs[i].blocks.size()));
   }
-  const auto count = static_cast<int64_t>(tokens.size());
   if (count == 0) {
     return at::empty({0, config_.hidden_size}, at::device(device()).dtype(dtype()));
   }
-  // One upload for all indices.
-  std::vector<int64_t> indices = tokens;
-  indices.insert(indices.end(), positions.begin(), positions.end());
-  indices.insert(indices.end(), rows.begin(), rows.end());
-  const at::Tensor uploaded = at::tensor(indices, at::kLong).to(device());
+  RaggedBatch batch;
+  batch.offsets = {0};
+  ops::PagedSequences sequences;
+  // Tokens, positions and wanted rows, so that one upload takes them all.
+  const at::Tensor indices = at::empty({2 * count + num_rows}, at::kLong);
+  int64_t* token = indices.mutable_data_ptr<int64_t>();
+  int64_t *position = token + count, *row = position + count;
+  at::Tensor tables =
+      at::zeros({static_cast<int64_t>(inputs.size()), longest_table}, at::kInt);
+  int32_t* table = tables.mutable_data_ptr<int32_t>();
+  for (const DecodeInput& input : inputs) {
+    const int64_t begin = batch.offsets.back();
+    for (const int64_t wanted : input.output_rows) *row++ = begin + wanted;
+    token = std::copy(input.tokens.begin(), input.tokens.end(), token);
+    const int64_t end = input.start + static_cast<int64_t>(input.tokens.size());
+    for (int64_t p = input.start; p < end; ++p) *position++ = p;
+    std::copy(input.blocks.begin(), input.blocks.end(), table);
+    table += longest_table;
+    sequences.starts.push_back(input.start);
+    batch.positions_end = std::max(batch.positions_end, end);
+    batch.offsets.push_back(begin + end - input.start);
+  }
+  const at::Tensor uploaded = indices.to(device());
   batch.tokens = uploaded.narrow(0, 0, count);
   batch.positions = uploaded.narrow(0, count, count);
+  sequences.block_table = tables.to(device());
   at::Tensor wanted;
-  if (rows.size() != tokens.size()) {
-    wanted = uploaded.narrow(0, 2 * count, static_cast<int64_t>(rows.size()));
-  }
+  if (num_rows != count) wanted = uploaded.narrow(0, 2 * count, num_rows);
 
-  CachedContext context(cache, slots);
+  CachedContext context(cache, std::move(sequences));
   ModelPass pass = backbone_->StartPass(batch, context, wanted);
   pass.shards_tokens = false;
-  at::Tensor hidden = backbone_->Run(pass);
-  for (const DecodeInput& input : inputs) {
-    cache.Advance(input.slot, static_cast<int64_t>(input.tokens.size()));
-  }
-  return hidden;
+  return backbone_->Run(pass);
 }
 
 std::vector<LayerCache> Model::CacheLayout() const {

@@ -82,9 +82,12 @@ struct LoadOptions {
 
 // One sequence of a cached forward.
 struct DecodeInput {
-  int64_t slot = 0;                  // of the KvCache; its cursor is the first token's position
-  absl::Span<const int64_t> tokens;  // what the model consumes now, at least one
-  int64_t num_output_rows = 1;       // hidden states wanted: those of the last n of `tokens`
+  // The block table: blocks[i] of the KvCache holds the positions from i * kKvBlockTokens on. Blocks
+  // that are written now are in no other table.
+  absl::Span<const int32_t> blocks;
+  int64_t start = 0;                 // position of the first token; the cache holds those before
+  absl::Span<const int32_t> tokens;  // what the model consumes now, at least one
+  absl::Span<const int64_t> output_rows;  // hidden states wanted: ascending indices into `tokens`
 };
 
 // Whole parameters in the mapped memory of their files.
@@ -150,13 +153,14 @@ class Model {
   at::Tensor output_weight() const { return head_rows().narrow(0, 0, num_token_ids_); }
   std::string lm_head_name() const { return tied_ ? kEmbeddingName : kLmHeadName; }
 
-  // Consumes every input's tokens in one ragged pass and advances the cursors. Returns the wanted
-  // rows, inputs one after the other: [sum of num_output_rows, H], after the final norm; feed them
-  // to ForwardLogits. Run it under c10::InferenceMode. A row's numbers do not depend on what it was
-  // batched with nor on how the tokens before it were chunked. Of a shard, the cache holds its
-  // heads; all ranks get the same bits, and the same error. UNIMPLEMENTED for a shard without the
-  // others. INVALID_ARGUMENT for a bad slot, the same slot twice, no tokens, an id that no token
-  // has, or too many rows; OUT_OF_RANGE past max_model_len. On an error no cursor has moved.
+  // Consumes every input's tokens in one ragged pass, and writes their keys and values into the
+  // cache. Returns the wanted rows, inputs one after the other: [number of output rows, H], after
+  // the final norm; feed them to ForwardLogits. Run it under c10::InferenceMode. A row's numbers do
+  // not depend on what it was batched with nor on how the tokens before it were chunked. Of a
+  // shard, the cache holds its heads; all ranks get the same bits, and the same error. UNIMPLEMENTED
+  // for a shard without the others. INVALID_ARGUMENT for a block that the cache does not have, too
+  // few blocks, no tokens, an id that no token has, or rows out of order. On an error the cache has
+  // not changed.
   absl::StatusOr<at::Tensor> Decode(KvCache& cache, absl::Span<const DecodeInput> inputs) const;
 
   // The cached keys and values of each layer: the argument of a KvCache for Decode.

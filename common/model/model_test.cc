@@ -8,6 +8,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "common/base/error.h"
+#include "common/model/testing/cached_sequences.h"
 #include "common/model/testing/models.h"
 
 namespace tandem {
@@ -105,10 +106,9 @@ TEST(ModelTest, PaddingRowsHaveNoLogitAndNoToken) {
     EXPECT_EQ(gradient.narrow(0, 50, 11).abs().max().item<double>(), 0);
 
     const c10::InferenceMode inference_mode;
-    KvCache cache(model->CacheLayout(), 1, 8);
-    const int64_t slot = cache.Allocate().value();
-    EXPECT_TRUE(model->Decode(cache, {{slot, Tokens{49}, 1}}).ok());
-    const absl::Status status = model->Decode(cache, {{slot, Tokens{50}, 1}}).status();
+    CachedSequences sequences(*model, 1, 8);
+    EXPECT_TRUE(sequences.Decode({{0, Tokens{49}}}).ok());
+    const absl::Status status = sequences.Decode({{0, Tokens{50}}}).status();
     EXPECT_EQ(FieldPath(status), "inputs[0].tokens[0]") << status;
   }
 }
@@ -146,63 +146,63 @@ TEST(ModelTest, DecodeIsInvariantToChunkingAndBatching) {
     const auto model = TinyModel(family);
     const Tokens a = SomeTokens(75, 5), b = SomeTokens(40, 6);
     const at::Tensor whole_a = FullHidden(*model, {a}), whole_b = FullHidden(*model, {b});
-    KvCache cache(model->CacheLayout(), 3, 128);
-    const int64_t slot_a = cache.Allocate().value(), slot_b = cache.Allocate().value();
+    CachedSequences sequences(*model, 2, 128);
     const absl::Span<const int64_t> span_a(a), span_b(b);
 
     const at::Tensor first =
-        model
-            ->Decode(cache, {{slot_b, span_b.subspan(0, 7), 7}, {slot_a, span_a.subspan(0, 70), 2}})
-            .value();
+        sequences.Decode({{1, span_b.subspan(0, 7), 7}, {0, span_a.subspan(0, 70), 2}}).value();
     EXPECT_TRUE(at::equal(first.narrow(0, 0, 7), whole_b.narrow(0, 0, 7))) << family;
     EXPECT_TRUE(at::equal(first.narrow(0, 7, 2), whole_a.narrow(0, 68, 2))) << family;
-    EXPECT_EQ(cache.cursor(slot_a), 70);
-    const at::Tensor silent = model->Decode(cache, {{slot_b, span_b.subspan(7, 3), 0}}).value();
+    const at::Tensor silent = sequences.Decode({{1, span_b.subspan(7, 3), 0}}).value();
     EXPECT_EQ(silent.size(0), 0);
     const at::Tensor second =
-        model->Decode(cache, {{slot_a, span_a.subspan(70, 1), 1}, {slot_b, span_b.subspan(10), 1}})
-            .value();
+        sequences.Decode({{0, span_a.subspan(70, 1)}, {1, span_b.subspan(10)}}).value();
     EXPECT_TRUE(at::equal(second[0], whole_a[70])) << family;
     EXPECT_TRUE(at::equal(second[1], whole_b[39])) << family;
   }
 }
 
-TEST(ModelTest, TruncateAndPrefixCopyContinueExactly) {
+TEST(ModelTest, TruncatedAndCopiedPrefixesContinueExactly) {
   c10::InferenceMode guard;
   const auto model = TinyModel();
   const Tokens tokens = SomeTokens(30, 7);
   const at::Tensor whole = FullHidden(*model, {tokens});
-  KvCache cache(model->CacheLayout(), 2, 64);
-  const int64_t a = cache.Allocate().value(), b = cache.Allocate().value();
+  CachedSequences sequences(*model, 2, 64);
   Tokens wrong = tokens;
   wrong[20] = (wrong[20] + 1) % 61;
-  ASSERT_TRUE(model->Decode(cache, {{a, wrong, 1}}).ok());
-  cache.Truncate(a, 20);
-  cache.CopyPrefix(a, b, 10);
+  ASSERT_TRUE(sequences.Decode({{0, wrong}}).ok());
+  sequences.Truncate(0, 20);
+  sequences.CopyPrefix(0, 1, 10);
   const absl::Span<const int64_t> span(tokens);
   const at::Tensor hidden =
-      model->Decode(cache, {{a, span.subspan(20), 1}, {b, span.subspan(10), 1}}).value();
+      sequences.Decode({{0, span.subspan(20)}, {1, span.subspan(10)}}).value();
   EXPECT_TRUE(at::equal(hidden[0], whole[29]));
   EXPECT_TRUE(at::equal(hidden[1], whole[29]));
 }
 
-TEST(ModelTest, BadDecodeInputsMoveNothing) {
+TEST(ModelTest, BadDecodeInputsChangeNothing) {
   const auto model = TinyModel();
-  KvCache cache(model->CacheLayout(), 2, 8);
-  const int64_t slot = cache.Allocate().value();
-  const Tokens good = {1, 2}, outside = {1, 61}, negative = {-1}, long_one(9, 1);
-  const auto code = [&](std::vector<DecodeInput> inputs) {
-    return model->Decode(cache, inputs).status().code();
+  KvCache cache(model->CacheLayout(), 2);
+  for (const at::Tensor& blocks : {cache.keys(0), cache.values(0)}) blocks.fill_(7);
+  const std::vector<int32_t> tokens = {1, 2}, outside = {1, 61}, negative = {-1}, many(65, 1);
+  const std::vector<int32_t> blocks = {1}, unknown = {2};
+  const std::vector<int64_t> last = {1}, twice = {1, 1}, too_high = {2};
+  const auto path = [&](const DecodeInput& input) {
+    const absl::Status status = model->Decode(cache, {input}).status();
+    EXPECT_EQ(status.code(), absl::StatusCode::kInvalidArgument) << status;
+    return FieldPath(status);
   };
-  EXPECT_EQ(code({{slot, outside, 1}}), absl::StatusCode::kInvalidArgument);
-  EXPECT_EQ(code({{slot, negative, 1}}), absl::StatusCode::kInvalidArgument);
-  EXPECT_EQ(code({{slot, {}, 0}}), absl::StatusCode::kInvalidArgument);
-  EXPECT_EQ(code({{slot, good, 3}}), absl::StatusCode::kInvalidArgument);
-  EXPECT_EQ(code({{slot, good, 1}, {slot, good, 1}}), absl::StatusCode::kInvalidArgument);
-  EXPECT_EQ(code({{slot + 1, good, 1}}), absl::StatusCode::kInvalidArgument);
-  EXPECT_EQ(code({{slot, long_one, 1}}), absl::StatusCode::kOutOfRange);
-  EXPECT_EQ(cache.cursor(slot), 0);
-  EXPECT_EQ(FieldPath(model->Decode(cache, {{slot, outside, 1}}).status()), "inputs[0].tokens[1]");
+  EXPECT_EQ(path({blocks, 0, outside, last}), "inputs[0].tokens[1]");
+  EXPECT_EQ(path({blocks, 0, negative, {}}), "inputs[0].tokens[0]");
+  EXPECT_EQ(path({blocks, 0, {}, {}}), "inputs[0].tokens");
+  EXPECT_EQ(path({blocks, -1, tokens, last}), "inputs[0].start");
+  EXPECT_EQ(path({blocks, 0, many, last}), "inputs[0].blocks");
+  EXPECT_EQ(path({blocks, 63, tokens, last}), "inputs[0].blocks");
+  EXPECT_EQ(path({unknown, 0, tokens, last}), "inputs[0].blocks[0]");
+  EXPECT_EQ(path({blocks, 0, tokens, twice}), "inputs[0].output_rows[1]");
+  EXPECT_EQ(path({blocks, 0, tokens, too_high}), "inputs[0].output_rows[0]");
+  EXPECT_TRUE(cache.keys(0).eq(7).all().item<bool>());
+  EXPECT_TRUE(cache.values(0).eq(7).all().item<bool>());
 }
 
 TEST(ModelTest, InPlaceUpdatesTakeEffectThroughFusedWeights) {
@@ -268,12 +268,11 @@ TEST(ModelTest, Bfloat16StaysCloseAndCachedEqualsWhole) {
     // 8 bits of mantissa through two layers: 3 % of the largest logit.
     const double scale = reference.abs().max().item<double>();
     EXPECT_LE(MaxDifference(logits.to(at::kFloat), reference), 0.03 * scale) << family;
-    KvCache cache(half->CacheLayout(), 2, 64, half->device(), half->dtype());
-    const int64_t a = cache.Allocate().value(), b = cache.Allocate().value();
+    CachedSequences sequences(*half, 2, 64);
     const absl::Span<const int64_t> span(tokens);
-    const at::Tensor first = half->Decode(cache, {{a, span.subspan(0, 12), 12}}).value();
-    cache.CopyPrefix(a, b, 12);
-    const at::Tensor rest = half->Decode(cache, {{b, span.subspan(12), 8}}).value();
+    const at::Tensor first = sequences.Decode({{0, span.subspan(0, 12), 12}}).value();
+    sequences.CopyPrefix(0, 1, 12);
+    const at::Tensor rest = sequences.Decode({{1, span.subspan(12), 8}}).value();
     const at::Tensor cached = half->ForwardLogits(at::cat({first, rest}));
     EXPECT_LE(MaxDifference(cached.to(at::kFloat), logits.to(at::kFloat)), 0.03 * scale) << family;
   }

@@ -60,18 +60,24 @@ at::Tensor AtenCausalAttention(const at::Tensor& q, const at::Tensor& k, const a
 }
 
 at::Tensor AtenCachedAttention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
-                               const std::vector<int64_t>& offsets,
-                               const std::vector<int64_t>& slots,
-                               const std::vector<int64_t>& starts, const at::Tensor& key_cache,
-                               const at::Tensor& value_cache) {
+                               const std::vector<int64_t>& offsets, const PagedSequences& sequences,
+                               const at::Tensor& key_cache, const at::Tensor& value_cache) {
+  const int64_t block_tokens = key_cache.size(2);
   std::vector<at::Tensor> outputs;
-  for (size_t s = 0; s < slots.size(); ++s) {
+  for (size_t s = 0; s < sequences.starts.size(); ++s) {
     const int64_t begin = offsets[s], rows = offsets[s + 1] - begin;
     if (rows == 0) continue;
+    const int64_t start = sequences.starts[s], end = start + rows;
+    const at::Tensor table = sequences.block_table.select(0, static_cast<int64_t>(s))
+                                 .narrow(0, 0, (end + block_tokens - 1) / block_tokens);
+    const at::Tensor positions = at::arange(start, end, table.options().dtype(at::kLong));
+    const at::Tensor blocks =
+        table.index_select(0, positions.div(block_tokens, "floor")).to(at::kLong);
+    const at::Tensor places = positions.remainder(block_tokens);
     const auto appended = [&](const at::Tensor& cache, const at::Tensor& x) {
-      const at::Tensor slot = cache.select(0, slots[s]).transpose(0, 1);  // [max_len, kv_heads, D]
-      slot.narrow(0, starts[s], rows).copy_(x.narrow(0, begin, rows));
-      return slot.narrow(0, 0, starts[s] + rows);
+      const at::Tensor by_position = cache.transpose(1, 2);  // [blocks, tokens, kv_heads, D]
+      by_position.index_put_({blocks, places}, x.narrow(0, begin, rows));
+      return by_position.index_select(0, table).flatten(0, 1).narrow(0, 0, end);
     };
     outputs.push_back(
         AtenAttention(q.narrow(0, begin, rows), appended(key_cache, k), appended(value_cache, v)));

@@ -7,16 +7,16 @@
 #include <cstdint>
 #include <vector>
 
+#include "common/ops/paged_sequences.h"
+
 namespace tandem::ops {
 
 // CausalAttention and CachedAttention of ops.h, on any device and in any floating-point type.
 at::Tensor AtenCausalAttention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                                const std::vector<int64_t>& offsets);
 at::Tensor AtenCachedAttention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
-                               const std::vector<int64_t>& offsets,
-                               const std::vector<int64_t>& slots,
-                               const std::vector<int64_t>& starts, const at::Tensor& key_cache,
-                               const at::Tensor& value_cache);
+                               const std::vector<int64_t>& offsets, const PagedSequences& sequences,
+                               const at::Tensor& key_cache, const at::Tensor& value_cache);
 
 struct AttentionGradients {
   at::Tensor q, k, v;

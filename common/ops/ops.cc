@@ -70,6 +70,8 @@ struct AttentionSource {
   const float* v;
   int64_t v_position_stride, v_head_stride;
   int64_t first_position;
+  const int32_t* blocks = nullptr;  // as in AttentionArgs
+  int64_t block_stride = 0;
 };
 
 // Attention of q to the keys and values at source(s) for each sequence s.
@@ -111,6 +113,8 @@ at::Tensor AttentionKernel(const at::Tensor& q, int64_t key_value_heads,
           head_dim,
           from.first_position + item.begin - offsets[item.sequence],
           scale,
+          from.blocks,
+          from.block_stride,
       });
     }
   };
@@ -231,34 +235,48 @@ at::Tensor CausalAttention(const at::Tensor& q_in, const at::Tensor& k_in, const
 }
 
 at::Tensor CachedAttention(const at::Tensor& q_in, const at::Tensor& k_in, const at::Tensor& v_in,
-                           const std::vector<int64_t>& offsets, const std::vector<int64_t>& slots,
-                           const std::vector<int64_t>& starts, const at::Tensor& key_cache,
-                           const at::Tensor& value_cache) {
+                           const std::vector<int64_t>& offsets, const PagedSequences& sequences,
+                           const at::Tensor& key_cache, const at::Tensor& value_cache) {
   TORCH_CHECK(!at::GradMode::is_enabled(), "cached attention has no gradient");
   if (!UseCpuKernels(q_in)) {
-    return AtenCachedAttention(q_in, k_in, v_in, offsets, slots, starts, key_cache, value_cache);
+    return AtenCachedAttention(q_in, k_in, v_in, offsets, sequences, key_cache, value_cache);
   }
+  constexpr int64_t kTokens = kernels::kAttentionBlock;
+  TORCH_CHECK(key_cache.size(2) == kTokens && key_cache.is_contiguous() &&
+                  value_cache.size(2) == kTokens && value_cache.is_contiguous(),
+              "the blocks of the cache must be contiguous and hold ", kTokens, " tokens");
   const at::Tensor q = HeadsPacked(q_in), k = Packed(k_in), v = Packed(v_in);
-  const int64_t key_value_heads = k.size(1), head_dim = k.size(2);
-  const size_t row_bytes = static_cast<size_t>(head_dim) * sizeof(float);
-  for (size_t s = 0; s < slots.size(); ++s) {
+  const int64_t key_value_heads = k.size(1);
+  const auto table = [&](size_t s) {
+    return sequences.block_table.const_data_ptr<int32_t>() +
+           static_cast<int64_t>(s) * sequences.block_table.size(1);
+  };
+  for (size_t s = 0; s < sequences.starts.size(); ++s) {
     for (int64_t row = offsets[s]; row < offsets[s + 1]; ++row) {
-      const int64_t position = starts[s] + row - offsets[s];
-      for (int64_t head = 0; head < key_value_heads; ++head) {
-        const int64_t to = slots[s] * key_cache.stride(0) + head * key_cache.stride(1) +
-                           position * key_cache.stride(2);
-        std::memcpy(MutableData(key_cache) + to, Data(k) + row * k.stride(0) + head * k.stride(1),
-                    row_bytes);
-        std::memcpy(MutableData(value_cache) + to, Data(v) + row * v.stride(0) + head * v.stride(1),
-                    row_bytes);
-      }
+      const int64_t position = sequences.starts[s] + row - offsets[s];
+      const int64_t block = table(s)[position / kTokens], place = position % kTokens;
+      const auto append = [&](const at::Tensor& cache, const at::Tensor& x) {
+        for (int64_t head = 0; head < key_value_heads; ++head) {
+          std::memcpy(MutableData(cache) + block * cache.stride(0) + head * cache.stride(1) +
+                          place * cache.stride(2),
+                      Data(x) + row * x.stride(0) + head * x.stride(1),
+                      static_cast<size_t>(x.size(2)) * sizeof(float));
+        }
+      };
+      append(key_cache, k);
+      append(value_cache, v);
     }
   }
   return AttentionKernel(q, key_value_heads, offsets, [&](int64_t sequence) {
-    const int64_t slot = slots[sequence] * key_cache.stride(0);
-    return AttentionSource{Data(key_cache) + slot,   key_cache.stride(2),   key_cache.stride(1),
-                           Data(value_cache) + slot, value_cache.stride(2), value_cache.stride(1),
-                           starts[sequence]};
+    return AttentionSource{.k = Data(key_cache),
+                           .k_position_stride = key_cache.stride(2),
+                           .k_head_stride = key_cache.stride(1),
+                           .v = Data(value_cache),
+                           .v_position_stride = value_cache.stride(2),
+                           .v_head_stride = value_cache.stride(1),
+                           .first_position = sequences.starts[sequence],
+                           .blocks = table(sequence),
+                           .block_stride = key_cache.stride(0)};
   });
 }
 

@@ -13,6 +13,8 @@
 #include <cstdint>
 #include <vector>
 
+#include "common/ops/paged_sequences.h"
+
 namespace tandem::ops {
 
 enum class KernelPath {
@@ -53,15 +55,13 @@ at::Tensor SwiGlu(const at::Tensor& gate_up);
 at::Tensor CausalAttention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                            const std::vector<int64_t>& offsets);
 
-// Attention of new rows to a cache: the rows [offsets[s], offsets[s + 1]) continue the sequence in
-// slot slots[s] at position starts[s]. Writes k and v into the cache, then attends to all positions
-// up to each row's own.
-// key_cache and value_cache [slots, kv_heads, max_len, D], device and type of q -> [T, heads * D].
-// No autograd.
+// Attention of new rows to a cache: the rows [offsets[s], offsets[s + 1]) continue sequence s at
+// position starts[s]. Writes k and v into the blocks of the sequences, then attends to all
+// positions up to each row's own. key_cache and value_cache [blocks, kv_heads, tokens in a block,
+// D], device and type of q -> [T, heads * D]. No autograd.
 at::Tensor CachedAttention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
-                           const std::vector<int64_t>& offsets, const std::vector<int64_t>& slots,
-                           const std::vector<int64_t>& starts, const at::Tensor& key_cache,
-                           const at::Tensor& value_cache);
+                           const std::vector<int64_t>& offsets, const PagedSequences& sequences,
+                           const at::Tensor& key_cache, const at::Tensor& value_cache);
 
 }  // namespace tandem::ops
 

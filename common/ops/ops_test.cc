@@ -46,6 +46,19 @@ void ExpectTheGradientsOfAten(const std::vector<at::Tensor>& values, const Funct
   }
 }
 
+// The block table of sequences in these blocks.
+at::Tensor BlockTable(const std::vector<std::vector<int32_t>>& blocks) {
+  size_t longest = 0;
+  for (const auto& row : blocks) longest = std::max(longest, row.size());
+  at::Tensor table = at::zeros(
+      {static_cast<int64_t>(blocks.size()), static_cast<int64_t>(longest)}, at::kInt);
+  for (size_t s = 0; s < blocks.size(); ++s) {
+    std::copy(blocks[s].begin(), blocks[s].end(),
+              table.select(0, static_cast<int64_t>(s)).mutable_data_ptr<int32_t>());
+  }
+  return table;
+}
+
 class OpsTest : public testing::Test {
  protected:
   OpsTest() { at::manual_seed(1); }
@@ -75,14 +88,15 @@ TEST_F(OpsTest, CachedAttentionEqualsCausalAttentionBitForBit) {
   const at::Tensor q = at::randn({length, 6, 16}), k = at::randn({length, 3, 16});
   const at::Tensor v = at::randn({length, 3, 16});
   const at::Tensor whole = CausalAttention(q, k, v, {0, length});
-  at::Tensor keys = at::full({4, 3, 128, 16}, std::nan("")), values = keys.clone();
+  at::Tensor keys = at::full({4, 3, 64, 16}, std::nan("")), values = keys.clone();
   for (const auto& [begin, end] : {std::pair<int64_t, int64_t>{0, 40}, {40, 41}, {41, 90}}) {
     const int64_t rows = end - begin;
     const auto chunk = [start = begin, rows](const at::Tensor& x) {
       return x.narrow(0, start, rows);
     };
     const at::Tensor out =
-        CachedAttention(chunk(q), chunk(k), chunk(v), {0, rows}, {2}, {begin}, keys, values);
+        CachedAttention(chunk(q), chunk(k), chunk(v), {0, rows},
+                        {.starts = {begin}, .block_table = BlockTable({{3, 1}})}, keys, values);
     EXPECT_TRUE(at::equal(out, chunk(whole)));
   }
 }
@@ -240,18 +254,21 @@ TEST_P(AtenPathTest, CausalAttentionOfRaggedBatches) {
 }
 
 TEST_P(AtenPathTest, CachedAttentionContinuesSequences) {
-  const at::Tensor q = Normal({40, 6, 16}), k = Normal({40, 2, 16}), v = Normal({40, 2, 16});
+  const at::Tensor q = Normal({95, 6, 16}), k = Normal({95, 2, 16}), v = Normal({95, 2, 16});
   ExpectTheKernelsResult([&](auto on) {
-    const at::Tensor empty = at::full({3, 2, 64, 16}, std::nan(""));
+    const at::Tensor empty = at::full({5, 2, 64, 16}, std::nan(""));
     const at::Tensor keys = on(empty), values = on(empty);
     const auto pass = [&](int64_t begin, const std::vector<int64_t>& offsets,
-                          const std::vector<int64_t>& slots, const std::vector<int64_t>& starts) {
+                          const std::vector<std::vector<int32_t>>& tables,
+                          const std::vector<int64_t>& starts) {
       const auto rows = [&](const at::Tensor& x) { return on(x.narrow(0, begin, offsets.back())); };
-      return CachedAttention(rows(q), rows(k), rows(v), offsets, slots, starts, keys, values);
+      const at::Tensor table = BlockTable(tables).to(keys.device());
+      return CachedAttention(rows(q), rows(k), rows(v), offsets, {starts, table}, keys, values);
     };
-    // A prompt; one more row of it beside another prompt; several more rows of both.
-    return at::cat({pass(0, {0, 10}, {2}, {0}), pass(10, {0, 1, 15}, {2, 0}, {10, 0}),
-                    pass(25, {0, 5, 15}, {0, 2}, {14, 11})});
+    // A prompt; more rows of it, into a second block, beside another prompt; more rows of both.
+    return at::cat({pass(0, {0, 60}, {{4}}, {0}),
+                    pass(60, {0, 6, 20}, {{4, 1}, {2, 0}}, {60, 0}),
+                    pass(80, {0, 5, 15}, {{2}, {4, 1}}, {14, 66})});
   });
 }
 

@@ -11,6 +11,7 @@
 #include "common/base/error.h"
 #include "common/base/status_macros.h"
 #include "common/loss/linear_cross_entropy.h"
+#include "common/model/testing/cached_sequences.h"
 #include "common/model/testing/models.h"
 #include "common/model/testing/tiny_model_dir.h"
 #include "common/ranks/communicator_group.h"
@@ -410,38 +411,35 @@ TEST_P(TensorParallelModelTest, UnsupportedUsesOfAShardAreRefused) {
     Placement alone = PlacementIn(group);
     alone.shard_group = nullptr;
     const auto lone = MakeModel(c, Options(c, alone));
-    KvCache cache(lone->CacheLayout(), 1, 8);
-    const int64_t slot = cache.Allocate().value();
-    EXPECT_EQ(lone->Decode(cache, {{slot, Tokens{1}, 1}}).status().code(),
+    CachedSequences sequences(*lone, 1, 8);
+    EXPECT_EQ(sequences.Decode({{0, Tokens{1}}}).status().code(),
               absl::StatusCode::kUnimplemented);
   });
 }
 
-// An inference model with its cache and two slots.
+// An inference model with two cached sequences.
 struct Decoder {
   std::unique_ptr<Model> model;
-  KvCache cache;
-  std::vector<int64_t> slots;
+  CachedSequences sequences;
 
   Decoder(const Case& c, const Placement& placement)
       : model(TinyModel(c.family, Config(c.changes),
                         {.num_token_ids = kVocabulary, .placement = placement})),
-        cache(model->CacheLayout(), 2, 32, at::kCPU, model->dtype()) {
+        sequences(*model, 2, 32) {
     EXPECT_TRUE(model->LoadParameters(SomeParameters(*model)).ok());
-    for (int i = 0; i < 2; ++i) slots.push_back(cache.Allocate().value());
   }
 
   // Returns the logits [N, V] of the wanted rows.
-  at::Tensor Logits(absl::Span<const DecodeInput> inputs) {
+  at::Tensor Logits(const std::vector<CachedSequences::Input>& inputs) {
     const c10::InferenceMode inference_mode;
-    return model->ForwardLogits(model->Decode(cache, inputs).value()).to(at::kFloat);
+    return model->ForwardLogits(sequences.Decode(inputs).value()).to(at::kFloat);
   }
 };
 
 // Decodes two prompts, one of them in chunks, and then one token of each.
 std::vector<at::Tensor> DecodeSome(Decoder& decoder) {
   const Tokens first = {5, 1, 7, 11, 2}, second = {9, 57, 3}, third = {4}, fourth = {56};
-  const int64_t a = decoder.slots[0], b = decoder.slots[1];
+  const int64_t a = 0, b = 1;
   return {decoder.Logits({{a, absl::MakeSpan(first).subspan(0, 3), 3}, {b, second, 1}}),
           decoder.Logits({{a, absl::MakeSpan(first).subspan(3), 1}}),
           decoder.Logits({{b, third, 1}, {a, fourth, 1}})};
@@ -460,7 +458,8 @@ TEST_P(TensorParallelModelTest, DecodeEqualsTheWholeModel) {
         communicator.Broadcast(of_rank_zero, 0);
         EXPECT_TRUE(at::equal(of_rank_zero, actual[i])) << "every rank has the same bits";
       }
-      EXPECT_EQ(shard.cache.keys(0).nbytes() * group->size(), whole.cache.keys(0).nbytes());
+      EXPECT_EQ(shard.sequences.cache().keys(0).nbytes() * group->size(),
+                whole.sequences.cache().keys(0).nbytes());
     }
   });
 }

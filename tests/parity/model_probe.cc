@@ -20,6 +20,7 @@
 
 #include "common/base/status_macros.h"
 #include "common/model/model.h"
+#include "common/model/testing/cached_sequences.h"
 #include "common/ops/ops.h"
 #include "common/tensor/aten_bytes.h"
 
@@ -58,31 +59,24 @@ absl::StatusOr<at::Tensor> CachedHidden(const Model& model, const Sequences& seq
   for (const auto& sequence : sequences) {
     longest = std::max(longest, static_cast<int64_t>(sequence.size()));
   }
-  KvCache cache(model.CacheLayout(), static_cast<int64_t>(sequences.size()), longest,
-                model.device(), model.dtype());
+  CachedSequences cached(model, static_cast<int64_t>(sequences.size()), longest);
   std::vector<std::vector<at::Tensor>> hidden(sequences.size());
-  std::vector<int64_t> slots;
-  for (size_t s = 0; s < sequences.size(); ++s) {
-    TANDEM_ASSIGN_OR_RETURN(const int64_t slot, cache.Allocate());
-    slots.push_back(slot);
-  }
-  for (size_t step = 0; cache.cursor(slots[0]) <= longest; ++step) {
-    std::vector<DecodeInput> inputs;
-    std::vector<size_t> owners;
+  for (size_t step = 0;; ++step) {
+    std::vector<CachedSequences::Input> inputs;
     for (size_t s = 0; s < sequences.size(); ++s) {
+      const auto owner = static_cast<int64_t>(s);
       const absl::Span<const int64_t> rest =
-          absl::MakeConstSpan(sequences[s]).subspan(cache.cursor(slots[s]));
+          absl::MakeConstSpan(sequences[s]).subspan(cached.cursor(owner));
       if (rest.empty()) continue;
       const absl::Span<const int64_t> chunk = rest.subspan(0, chunks[step % chunks.size()]);
-      inputs.push_back({slots[s], chunk, static_cast<int64_t>(chunk.size())});
-      owners.push_back(s);
+      inputs.push_back({owner, chunk, static_cast<int64_t>(chunk.size())});
     }
     if (inputs.empty()) break;
-    TANDEM_ASSIGN_OR_RETURN(const at::Tensor rows, model.Decode(cache, inputs));
+    TANDEM_ASSIGN_OR_RETURN(const at::Tensor rows, cached.Decode(inputs));
     int64_t begin = 0;
-    for (size_t i = 0; i < inputs.size(); ++i) {
-      hidden[owners[i]].push_back(rows.narrow(0, begin, inputs[i].num_output_rows));
-      begin += inputs[i].num_output_rows;
+    for (const CachedSequences::Input& input : inputs) {
+      hidden[input.sequence].push_back(rows.narrow(0, begin, input.num_output_rows));
+      begin += input.num_output_rows;
     }
   }
   std::vector<at::Tensor> all;

@@ -34,7 +34,7 @@ struct LinearArgs {
 struct AttentionArgs {
   const float* q;  // row r, head g is at q + r * q_stride + g * head_dim
   int64_t q_stride;
-  const float* k;  // position p is at k + p * k_stride
+  const float* k;  // position p is at k + p * k_stride, or in a block: see `blocks`
   int64_t k_stride;
   const float* v;
   int64_t v_stride;
@@ -45,6 +45,11 @@ struct AttentionArgs {
   int64_t head_dim;
   int64_t first_position;
   float scale;
+  // If set, keys and values lie in blocks of kAttentionBlock positions: those of position p in
+  // block b = blocks[p / kAttentionBlock], with the key at
+  // k + b * block_stride + (p % kAttentionBlock) * k_stride. The bits are the same.
+  const int32_t* blocks = nullptr;
+  int64_t block_stride = 0;
 };
 inline constexpr int64_t kAttentionBlock = 64;
 

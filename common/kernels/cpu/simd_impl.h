@@ -228,7 +228,11 @@ TANDEM_INLINE void AccumulateValues(const Queries& queries, const float (*p)[kBl
 TANDEM_INLINE void AttendBlock(const AttentionArgs& a, Queries& queries, int64_t begin,
                                int64_t keys) {
   alignas(64) float p[kRows][kBlock];
-  const float* k_block = a.k + begin * a.k_stride;
+  // `begin` is a multiple of kBlock.
+  const auto offset = [&](int64_t stride) {
+    return a.blocks == nullptr ? begin * stride : a.blocks[begin / kBlock] * a.block_stride;
+  };
+  const float* k_block = a.k + offset(a.k_stride);
   DotTiles(queries.count, queries.q, k_block, a.k_stride, keys, a.head_dim,
            [&](int64_t j, int outs, const Vec4* totals) TANDEM_INLINE_LAMBDA {
              for (int64_t i = 0; i < queries.count; ++i) {
@@ -251,7 +255,7 @@ TANDEM_INLINE void AttendBlock(const AttentionArgs& a, Queries& queries, int64_t
     queries.sum[i] = __builtin_fmaf(queries.sum[i], decay[i], Sum(sums));
     queries.max[i] = highest;
   }
-  AccumulateValues(queries, p, decay, a.v + begin * a.v_stride, a.v_stride, keys, a.head_dim);
+  AccumulateValues(queries, p, decay, a.v + offset(a.v_stride), a.v_stride, keys, a.head_dim);
 }
 
 void Attention(const AttentionArgs& a) {

@@ -66,6 +66,7 @@ struct EngineParts {
   std::vector<WeightSpec> senior_parameters;
   std::optional<WeightSpec> tied_head;  // of the senior; an update may contain it
   Lane senior, junior;
+  CacheBlocks blocks;  // of each lane
 };
 
 // Commands and steps run on the engine thread, which alone touches models and sequences. A step is
@@ -96,15 +97,19 @@ class EngineImpl : public Engine {
         });
     generator_ = std::make_unique<Generator>(
         GeneratorOptions{.limits = {.max_num_seqs = options.max_num_seqs,
-                                    .max_batched_tokens = options.max_batched_tokens},
+                                    .max_batched_tokens = options.max_batched_tokens,
+                                    .num_blocks = parts.blocks.generator},
                          .max_model_len = max_model_len,
                          .eos_token_ids = std::move(parts.models.eos_token_ids),
                          .senior_weights = senior_weights,
                          .junior_version = info_.junior_version},
         boundaries_.get(), senior_.runner(), junior_.runner());
-    scorer_ = std::make_unique<Scorer>(options.max_batched_tokens, senior_weights, senior_.runner(),
-                                       junior_.runner());
-    stats_.kv_capacity_tokens = options.max_num_seqs * max_model_len;
+    scorer_ = std::make_unique<Scorer>(
+        ScorerOptions{.max_batched_tokens = options.max_batched_tokens,
+                      .num_blocks = parts.blocks.scorer,
+                      .first_block = static_cast<int32_t>(parts.blocks.generator)},
+        senior_weights, senior_.runner(), junior_.runner());
+    stats_.kv_capacity_tokens = parts.blocks.total() * kKvBlockTokens;
     AddCommands();
     thread_ = std::make_unique<EngineThread>(
         EngineThreadOptions{.name = "rollout engine",
@@ -304,6 +309,8 @@ class EngineImpl : public Engine {
     std::lock_guard lock(mutex_);
     generator_->FillStats(stats_);
     stats_.score_passes_total = scorer_->passes_total();
+    stats_.senior_kv_tokens += scorer_->num_held_blocks(Author::kSenior) * kKvBlockTokens;
+    stats_.junior_kv_tokens += scorer_->num_held_blocks(Author::kJunior) * kKvBlockTokens;
     stats_.paused = paused_;
     posted_samples_ -= arrived;
   }
@@ -358,12 +365,10 @@ class EngineImpl : public Engine {
 };
 
 Lane MakeLane(Author author, LaneRanks ranks, std::unique_ptr<Model> model,
-              const EngineOptions& options, int64_t max_model_len,
-              ranks::ServerRanks* server_ranks) {
+              const CacheBlocks& blocks, ranks::ServerRanks* server_ranks) {
   Lane lane{.ranks = std::move(ranks), .shard = nullptr, .ranked = nullptr};
   if (model == nullptr || !lane.ranks.holds()) return lane;
-  lane.shard = std::make_unique<TorchRunner>(std::move(model), options.max_num_seqs + kScoreSlots,
-                                             max_model_len);
+  lane.shard = std::make_unique<TorchRunner>(std::move(model), blocks.total());
   if (lane.ranks.sharded() && server_ranks->leads()) {
     lane.ranked = std::make_unique<RankedRunner>(author, server_ranks, lane.shard.get());
   }
@@ -381,10 +386,12 @@ absl::StatusOr<EngineParts> LoadParts(const EngineOptions& options, EngineRanks 
     parts.tied_head = {.name = kLmHeadName, .shape = {config.vocab_size, config.hidden_size}};
   }
   parts.ranks = std::move(ranks.server);
+  parts.blocks = PlanCacheBlocks(options.max_num_seqs, models.max_model_len,
+                                 options.max_batched_tokens);
   parts.senior = MakeLane(Author::kSenior, std::move(ranks.senior), std::move(models.senior),
-                          options, models.max_model_len, parts.ranks.get());
+                          parts.blocks, parts.ranks.get());
   parts.junior = MakeLane(Author::kJunior, std::move(ranks.junior), std::move(models.junior),
-                          options, models.max_model_len, parts.ranks.get());
+                          parts.blocks, parts.ranks.get());
   return parts;
 }
 

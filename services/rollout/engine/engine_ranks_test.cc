@@ -307,8 +307,7 @@ TEST(RankedRunnerTest, AnErrorOfARequestLeavesTheRanksInStep) {
     const auto group = std::make_shared<ranks::CommunicatorGroup>(ranks->world());
     const nlohmann::json config = {{"vocab_size", 64}, {"intermediate_size", 48}};
     const auto make = [&](const Placement& placement) {
-      return TorchRunner(TinyModel("llama", config, {.placement = placement}), /*num_slots=*/3,
-                         /*max_model_len=*/16);
+      return TorchRunner(TinyModel("llama", config, {.placement = placement}), /*num_blocks=*/2);
     };
     const c10::InferenceMode inference_mode;
     TorchRunner shard =
@@ -325,37 +324,36 @@ TEST(RankedRunnerTest, AnErrorOfARequestLeavesTheRanksInStep) {
     }
     TorchRunner whole = make({});
     RankedRunner ranked(Author::kSenior, ranks.get(), &shard);
-    // The same calls of both runners, and what they say.
-    const auto forward = [](ModelRunner& runner, int64_t slot, const std::vector<int32_t>& tokens,
-                            int64_t rows, std::vector<float>& logits) {
-      const RunnerInput input = {.slot = slot, .tokens = tokens, .num_output_rows = rows};
-      return runner.Forward({&input, 1}, [&](int64_t, int64_t row, std::span<const float> of_row) {
-        logits.resize(static_cast<size_t>(rows) * of_row.size());
-        std::copy(of_row.begin(), of_row.end(),
-                  logits.begin() + row * static_cast<int64_t>(of_row.size()));
-      });
+    // The same passes of both runners, and the log-probs of token 3 that they give.
+    const SamplingParams sampling;
+    const auto run = [&](ModelRunner& runner, const PassSequence& sequence,
+                         const std::vector<BlockCopy>& copies, std::vector<float>& logprobs) {
+      PassResults results;
+      const absl::Status status = runner.Run({.copies = copies, .sequences = {&sequence, 1}}, results);
+      if (status.ok()) {
+        for (const auto& result : results) logprobs.push_back(result->logprob);
+      }
+      return status;
     };
-    std::vector<std::vector<float>> logits(2);
+    const std::vector<int32_t> outside = {5, 64}, prompt = {5, 6, 7, 8}, more = {9, 10};
+    const std::vector<int32_t> first = {0}, second = {1}, unknown = {2};
+    const std::vector<OutputRow> rows = {{.index = 0, .token = 3, .sampling = &sampling},
+                                         {.index = 1, .token = 3, .sampling = &sampling}};
+    std::vector<std::vector<float>> logprobs(2);
     size_t which = 0;
     for (ModelRunner* runner :
          {static_cast<ModelRunner*>(&ranked), static_cast<ModelRunner*>(&whole)}) {
-      std::vector<float>& of_runner = logits[which++];
-      const int64_t bad = runner->AllocateSlot().value();
-      EXPECT_EQ(forward(*runner, bad, {5, 64}, 1, of_runner).code(),
+      std::vector<float>& of_runner = logprobs[which++];
+      EXPECT_EQ(run(*runner, {first, 0, outside, rows}, {}, of_runner).code(),
                 absl::StatusCode::kInvalidArgument);
-      EXPECT_EQ(forward(*runner, bad, std::vector<int32_t>(17, 5), 1, of_runner).code(),
-                absl::StatusCode::kOutOfRange);
-      runner->FreeSlot(bad);
-      const int64_t first = runner->AllocateSlot().value();
-      EXPECT_TRUE(forward(*runner, first, {5, 6, 7, 8}, 0, of_runner).ok());
-      const int64_t second = runner->AllocateSlot().value();
-      EXPECT_TRUE(runner->CopyPrefix(first, second, 3).ok());
-      EXPECT_TRUE(runner->Truncate(first, 1).ok());
-      runner->FreeSlot(first);
-      EXPECT_TRUE(forward(*runner, second, {9, 10}, 2, of_runner).ok());
+      EXPECT_EQ(run(*runner, {unknown, 0, prompt, rows}, {}, of_runner).code(),
+                absl::StatusCode::kInvalidArgument);
+      EXPECT_TRUE(run(*runner, {first, 0, prompt, {}}, {}, of_runner).ok());
+      // Continues a copy of the first three tokens.
+      EXPECT_TRUE(run(*runner, {second, 3, more, rows}, {{.from = 0, .to = 1}}, of_runner).ok());
     }
-    ASSERT_EQ(logits[1].size(), 128u);
-    ExpectNear(logits[0], logits[1]);
+    ASSERT_EQ(logprobs[1].size(), 2u);
+    ExpectNear(logprobs[0], logprobs[1]);
     ranks->AnnounceEnd();
   });
 }

@@ -655,10 +655,11 @@ TEST_F(EngineTest, AListenerThatThrowsWhenAllFailKeepsNobodyFromHearing) {
 TEST(TorchRunnerTest, WhatLibtorchRefusesIsAStatus) {
   TemporaryFolder folder;
   WriteTinyModel(folder.path(), 1);
-  TorchRunner runner(*Model::Load(folder.path()), 2, 16);
-  const int64_t slot = *runner.AllocateSlot();
-  EXPECT_EQ(runner.CopyPrefix(slot, slot, 1).code(), absl::StatusCode::kInternal);
-  EXPECT_EQ(runner.Truncate(slot, 5).code(), absl::StatusCode::kInternal);
+  TorchRunner runner(*Model::Load(folder.path()), /*num_blocks=*/2);
+  const BlockCopy copy = {.from = 0, .to = 2};
+  PassResults results;
+  EXPECT_EQ(runner.Run({.copies = {&copy, 1}, .sequences = {}}, results).code(),
+            absl::StatusCode::kInternal);
 }
 
 }  // namespace

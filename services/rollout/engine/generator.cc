@@ -2,12 +2,12 @@
 
 #include <algorithm>
 #include <limits>
-#include <mutex>
 #include <span>
 #include <utility>
 
 #include "common/base/philox.h"
 #include "common/base/status_macros.h"
+#include "common/model/layer_cache.h"
 #include "common/tandem/tandem_sampler.h"
 #include "services/rollout/engine/tell_listener.h"
 
@@ -55,45 +55,6 @@ Trajectory MakeTrajectory(const Sequence& sequence, const std::string& junior_ve
   return result;
 }
 
-// The results of a pass's output rows. Threads fill different rows concurrently.
-struct PassResults {
-  explicit PassResults(size_t entries) : tokens(entries) {}
-  std::vector<SampledToken> tokens;
-  std::mutex mutex;
-  std::map<PromptId, absl::Status> failures;
-};
-
-void TakeRow(Author lane, const std::shared_ptr<const WeightsVersion>& senior_weights,
-             const PassEntry& entry, int64_t row, std::span<const float> logits,
-             SampledToken& token, PassResults& results) {
-  thread_local TandemSampler sampler;
-  Sequence& sequence = *entry.sequence;
-  const PromptRequest& request = sequence.prompt->request;
-  const int64_t position = entry.end - entry.num_output_rows + row;
-  absl::Status status;
-  if (entry.samples && position == entry.end - 1) {
-    const double u =
-        Uniform(request.seed, sequence.sample_index,
-                static_cast<uint32_t>(sequence.response_length()), RandomPurpose::kToken);
-    auto sampled = sampler.Sample(logits, request.sampling, u);
-    if (sampled.ok()) token = *sampled;
-    status = sampled.status();
-  } else if (sequence.NeedsOther(lane, position)) {
-    const auto logprob =
-        sampler.TokenLogProb(logits, request.sampling.temperature, sequence.tokens[position + 1]);
-    if (logprob.ok()) {
-      const int64_t r = position + 1 - sequence.prompt_length();
-      sequence.other_logprobs[r] = *logprob;
-      if (lane == Author::kSenior) sequence.senior_weights[r] = senior_weights;
-    }
-    status = logprob.status();
-  }
-  if (!status.ok()) {
-    std::lock_guard lock(results.mutex);
-    results.failures[sequence.prompt->id] = status;
-  }
-}
-
 }  // namespace
 
 Generator::Generator(const GeneratorOptions& options, const BoundarySets* boundaries,
@@ -126,22 +87,13 @@ void Generator::Submit(PromptId id, PromptRequest request,
   prompts_.emplace(id, std::move(prompt));
 }
 
-void Generator::Release(Sequence* sequence) {
-  scheduler_.Remove(sequence);
-  for (const Author lane : kAuthors) {
-    LaneState& state = sequence->lane(lane);
-    if (state.slot != LaneState::kNoSlot) runner(lane).FreeSlot(state.slot);
-    state = LaneState();
-  }
-}
-
 void Generator::Fail(PromptId id, const absl::Status& status) {
   const auto found = prompts_.find(id);
   if (found == prompts_.end()) return;
   const std::unique_ptr<Prompt> prompt = std::move(found->second);
   prompts_.erase(found);
   for (const auto& sequence : prompt->samples) {
-    if (sequence != nullptr) Release(sequence.get());
+    if (sequence != nullptr) scheduler_.Remove(sequence.get());
   }
   prompt->listener->OnFailed(status);
 }
@@ -165,92 +117,122 @@ void Generator::ExpireDeadlines(absl::Time now) {
 }
 
 bool Generator::Step() {
-  for (Sequence* sequence : scheduler_.Admit()) {
-    if (sequence->prompt->admitted) continue;
-    sequence->prompt->admitted = true;
-    totals_.prompt_tokens_total += sequence->prompt_length();
+  for (const Prompt* prompt : scheduler_.Admit()) {
+    totals_.prompt_tokens_total += static_cast<int64_t>(prompt->request.prompt_token_ids.size());
   }
-  bool computed = false;
-  for (const Author lane : kAuthors) computed |= RunPass(lane);
-  return computed;
+  for (const Author lane : scheduler_.LaneOrder()) {
+    const PassPlan plan = scheduler_.Plan(lane);
+    if (!plan.entries.empty()) return RunPass(lane, plan);
+  }
+  return false;
 }
 
-absl::Status Generator::PreparePass(Author lane, const std::vector<PassEntry>& entries) {
-  for (const PassEntry& entry : entries) {
-    LaneState& state = entry.sequence->lane(lane);
-    if (state.slot == LaneState::kNoSlot) {
-      TANDEM_ASSIGN_OR_RETURN(state.slot, runner(lane).AllocateSlot());
+void Generator::AskForRows(Author lane, const PassEntry& entry) {
+  const Sequence& sequence = *entry.sequence;
+  const PromptRequest& request = sequence.prompt->request;
+  for (int64_t position = entry.begin; position < entry.end; ++position) {
+    OutputRow row = {.index = position - entry.begin, .sampling = &request.sampling};
+    if (entry.samples && position == entry.end - 1) {
+      row.u = Uniform(request.seed, sequence.sample_index,
+                      static_cast<uint32_t>(sequence.response_length()), RandomPurpose::kToken);
+    } else if (sequence.NeedsOther(lane, position)) {
+      row.token = sequence.tokens[position + 1];
+    } else {
+      continue;
     }
-    if (entry.copy_prefix_from != nullptr) {
-      TANDEM_RETURN_IF_ERROR(runner(lane).CopyPrefix(entry.copy_prefix_from->lane(lane).slot,
-                                                     state.slot, entry.begin));
+    rows_.push_back(row);
+  }
+}
+
+absl::Status Generator::Compute(Author lane, const PassPlan& plan) {
+  rows_.clear();
+  inputs_.clear();
+  std::vector<size_t> row_ends;
+  for (const PassEntry& entry : plan.entries) {
+    AskForRows(lane, entry);
+    row_ends.push_back(rows_.size());
+  }
+  size_t row = 0;
+  for (size_t i = 0; i < plan.entries.size(); ++i) {
+    const PassEntry& entry = plan.entries[i];
+    const Sequence& sequence = *entry.sequence;
+    inputs_.push_back(
+        {.blocks = sequence.lane(lane).blocks,
+         .start = entry.begin,
+         .tokens = std::span(sequence.tokens).subspan(entry.begin, entry.end - entry.begin),
+         .rows = std::span(rows_).subspan(row, row_ends[i] - row)});
+    row = row_ends[i];
+  }
+  ++totals_.forward_passes_total;
+  TANDEM_RETURN_IF_ERROR(
+      runner(lane).Run({.copies = plan.copies, .sequences = inputs_}, results_));
+  if (results_.size() == rows_.size()) return absl::OkStatus();
+  return absl::InternalError("a pass has another number of rows than was asked for");
+}
+
+absl::Status Generator::TakeRows(Author lane, const PassEntry& entry, const PassSequence& input,
+                                 std::span<const absl::StatusOr<SampledToken>> results) {
+  Sequence& sequence = *entry.sequence;
+  for (const absl::StatusOr<SampledToken>& result : results) {
+    TANDEM_RETURN_IF_ERROR(result.status());
+  }
+  scheduler_.Advance(lane, entry);
+  int64_t& catch_up = lane == Author::kSenior ? totals_.senior_catch_up_tokens_total
+                                              : totals_.junior_catch_up_tokens_total;
+  for (int64_t p = std::max(entry.begin, sequence.prompt_length()); p < entry.end; ++p) {
+    catch_up += sequence.authors[p - sequence.prompt_length()] != lane;
+  }
+  for (size_t i = 0; i < results.size(); ++i) {
+    if (input.rows[i].token == OutputRow::kDraw) {
+      AppendToken(sequence, lane, *results[i]);
+    } else {
+      const int64_t r = entry.begin + input.rows[i].index + 1 - sequence.prompt_length();
+      sequence.other_logprobs[r] = results[i]->logprob;
+      if (lane == Author::kSenior) sequence.senior_weights[r] = senior_weights_;
     }
   }
   return absl::OkStatus();
 }
 
-bool Generator::RunPass(Author lane) {
-  const std::vector<PassEntry> entries = scheduler_.Plan(lane);
-  if (entries.empty()) return false;
-  PassResults results(entries.size());
-  absl::Status status = PreparePass(lane, entries);
-  if (status.ok()) {
-    std::vector<RunnerInput> inputs;
-    inputs.reserve(entries.size());
-    for (const PassEntry& entry : entries) {
-      inputs.push_back(
-          {.slot = entry.sequence->lane(lane).slot,
-           .tokens =
-               std::span(entry.sequence->tokens).subspan(entry.begin, entry.end - entry.begin),
-           .num_output_rows = entry.num_output_rows});
+bool Generator::RunPass(Author lane, const PassPlan& plan) {
+  const absl::Status computed = Compute(lane, plan);
+  std::map<PromptId, absl::Status> failures;
+  size_t first_row = 0;
+  for (size_t i = 0; i < plan.entries.size(); ++i) {
+    const PassEntry& entry = plan.entries[i];
+    const PromptId prompt = entry.sequence->prompt->id;
+    absl::Status status = computed;
+    if (status.ok()) {
+      const size_t count = inputs_[i].rows.size();
+      if (!failures.contains(prompt)) {
+        status = TakeRows(lane, entry, inputs_[i], std::span(results_).subspan(first_row, count));
+      }
+      first_row += count;
     }
-    status = runner(lane).Forward(inputs, [&](int64_t input, int64_t row,
-                                              std::span<const float> logits) {
-      TakeRow(lane, senior_weights_, entries[input], row, logits, results.tokens[input], results);
-    });
-  }
-  ++totals_.forward_passes_total;
-  if (!status.ok()) {
-    for (const PassEntry& entry : entries) results.failures[entry.sequence->prompt->id] = status;
-  }
-
-  int64_t& catch_up = lane == Author::kSenior ? totals_.senior_catch_up_tokens_total
-                                              : totals_.junior_catch_up_tokens_total;
-  for (size_t i = 0; i < entries.size(); ++i) {
-    const PassEntry& entry = entries[i];
-    Sequence& sequence = *entry.sequence;
-    if (results.failures.contains(sequence.prompt->id)) continue;
-    scheduler_.Advance(lane, entry);
-    for (int64_t p = std::max(entry.begin, sequence.prompt_length()); p < entry.end; ++p) {
-      catch_up += sequence.authors[p - sequence.prompt_length()] != lane;
-    }
-    if (entry.samples) {
-      const SampledToken& token = results.tokens[i];
-      AppendToken(sequence, lane, token.token, token.logprob, token.log_keep_mass);
-    }
+    if (!status.ok()) failures[prompt] = status;
   }
   // Prompts end last, because their end frees sequences of entries.
   std::vector<Sequence*> ended;
-  for (const PassEntry& entry : entries) {
-    if (!results.failures.contains(entry.sequence->prompt->id) && entry.sequence->ended()) {
+  for (const PassEntry& entry : plan.entries) {
+    if (!failures.contains(entry.sequence->prompt->id) && entry.sequence->ended()) {
       ended.push_back(entry.sequence);
     }
   }
   for (Sequence* sequence : ended) FinishIfComplete(sequence);
-  for (const auto& [id, failure] : results.failures) Fail(id, failure);
-  return status.ok();
+  for (const auto& [id, failure] : failures) Fail(id, failure);
+  return computed.ok();
 }
 
-void Generator::AppendToken(Sequence& sequence, Author author, int32_t token, float logprob,
-                            float log_keep_mass) {
+void Generator::AppendToken(Sequence& sequence, Author author, const SampledToken& sampled) {
+  const int32_t token = sampled.token;
   const Prompt& prompt = *sequence.prompt;
   if (!sequence.authors.empty() && sequence.authors.back() != author) ++totals_.handoffs_total;
   ++(author == Author::kSenior ? totals_.senior_tokens_total : totals_.junior_tokens_total);
   sequence.tokens.push_back(token);
   sequence.authors.push_back(author);
-  sequence.author_logprobs.push_back(logprob);
+  sequence.author_logprobs.push_back(sampled.logprob);
   sequence.other_logprobs.push_back(kNotComputed);
-  sequence.log_keep_mass.push_back(log_keep_mass);
+  sequence.log_keep_mass.push_back(sampled.log_keep_mass);
   sequence.senior_weights.push_back(senior_weights_);
   sequence.selector.OnToken(token);
 
@@ -270,7 +252,7 @@ void Generator::AppendToken(Sequence& sequence, Author author, int32_t token, fl
 void Generator::FinishIfComplete(Sequence* sequence) {
   if (!sequence->complete()) return;
   Prompt* const prompt = sequence->prompt;
-  Release(sequence);
+  scheduler_.Remove(sequence);
   const std::unique_ptr<Sequence> owned = std::move(prompt->samples[sequence->sample_index]);
   prompt->listener->OnFinished(MakeTrajectory(*owned, options_.junior_version));
   if (--prompt->unfinished == 0) prompts_.erase(prompt->id);
@@ -278,17 +260,7 @@ void Generator::FinishIfComplete(Sequence* sequence) {
 
 void Generator::OnSeniorUpdated(const WeightsVersion& weights, OnWeightUpdate policy) {
   senior_weights_ = std::make_shared<const WeightsVersion>(weights);
-  const bool recompute = policy == OnWeightUpdate::kRecompute;
-  scheduler_.BumpEpoch(Author::kSenior, recompute);
-  if (!recompute) return;
-  std::map<PromptId, absl::Status> failures;
-  for (const Sequence* sequence : scheduler_.running()) {
-    const LaneState& state = sequence->lane(Author::kSenior);
-    if (state.slot == LaneState::kNoSlot) continue;
-    const absl::Status truncated = runner(Author::kSenior).Truncate(state.slot, 0);
-    if (!truncated.ok()) failures[sequence->prompt->id] = truncated;
-  }
-  for (const auto& [id, failure] : failures) Fail(id, failure);
+  scheduler_.BumpEpoch(Author::kSenior, policy == OnWeightUpdate::kRecompute);
 }
 
 void Generator::FillStats(EngineStats& stats) const {
@@ -296,12 +268,12 @@ void Generator::FillStats(EngineStats& stats) const {
   stats = totals_;
   stats.kv_capacity_tokens = before.kv_capacity_tokens;
   stats.paused = before.paused;
+  stats.preemptions_total = scheduler_.preemptions_total();
+  stats.shared_prefix_tokens_total = scheduler_.shared_tokens_total();
   stats.sequences_running = running();
   stats.sequences_waiting = static_cast<int64_t>(scheduler_.waiting().size());
-  for (const Sequence* sequence : scheduler_.running()) {
-    stats.senior_kv_tokens += sequence->lane(Author::kSenior).cursor;
-    stats.junior_kv_tokens += sequence->lane(Author::kJunior).cursor;
-  }
+  stats.senior_kv_tokens = scheduler_.num_held_blocks(Author::kSenior) * kKvBlockTokens;
+  stats.junior_kv_tokens = scheduler_.num_held_blocks(Author::kJunior) * kKvBlockTokens;
 }
 
 }  // namespace tandem::rollout

@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <map>
 #include <memory>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -48,9 +49,9 @@ class Generator {
   // Whether a prompt is queued or running.
   bool HasWork() const { return !scheduler_.idle(); }
 
-  // Admits the sequences that fit, then runs one pass of each model over the sequences that wait
-  // for it. A model's error fails the prompts of its pass alone. Returns false if no pass was
-  // computed.
+  // Admits the sequences that fit, then runs one pass of the model whose turn it is over the
+  // sequences that wait for it. A model's error fails the prompts of its pass alone. Returns false
+  // if no pass was computed.
   bool Step();
 
   // Tells that the senior's weights were replaced: later tokens have the version `weights`.
@@ -61,12 +62,17 @@ class Generator {
   int64_t running() const { return static_cast<int64_t>(scheduler_.running().size()); }
 
  private:
-  bool RunPass(Author lane);
-  absl::Status PreparePass(Author lane, const std::vector<PassEntry>& entries);
-  void AppendToken(Sequence& sequence, Author author, int32_t token, float logprob,
-                   float log_keep_mass);
+  bool RunPass(Author lane, const PassPlan& plan);
+  // Runs the lane's model; fills inputs_, rows_ and results_.
+  absl::Status Compute(Author lane, const PassPlan& plan);
+  // Adds the rows that are wanted of an entry to rows_.
+  void AskForRows(Author lane, const PassEntry& entry);
+  // Adds the results of an entry to its sequence, or returns the error of the first row that has
+  // one.
+  absl::Status TakeRows(Author lane, const PassEntry& entry, const PassSequence& input,
+                        std::span<const absl::StatusOr<SampledToken>> results);
+  void AppendToken(Sequence& sequence, Author author, const SampledToken& sampled);
   void FinishIfComplete(Sequence* sequence);
-  void Release(Sequence* sequence);
 
   ModelRunner& runner(Author lane) { return *runners_[LaneIndex(lane)]; }
 
@@ -77,6 +83,10 @@ class Generator {
   std::map<PromptId, std::unique_ptr<Prompt>> prompts_;
   std::shared_ptr<const WeightsVersion> senior_weights_;
   EngineStats totals_;
+  // Of the pass that runs; kept so that their memory is.
+  std::vector<OutputRow> rows_;
+  std::vector<PassSequence> inputs_;
+  PassResults results_;
 };
 
 }  // namespace tandem::rollout

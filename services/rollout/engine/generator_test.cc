@@ -49,15 +49,21 @@ PromptRequest Request(const TandemConfig& tandem, int prompt_length = 5, uint64_
 }
 
 // Limits that no test reaches.
-constexpr SchedulerLimits kWide = {.max_num_seqs = 1000, .max_batched_tokens = 100'000};
+constexpr SchedulerLimits kWide = {
+    .max_num_seqs = 1000, .max_batched_tokens = 100'000, .num_blocks = 2000};
+
+SchedulerLimits Limits(int64_t max_num_seqs, int64_t max_batched_tokens = kWide.max_batched_tokens,
+                       int64_t num_blocks = kWide.num_blocks) {
+  return {max_num_seqs, max_batched_tokens, num_blocks};
+}
 
 class Harness {
  public:
   explicit Harness(SchedulerLimits limits = kWide, uint64_t senior_weights = 1,
                    uint64_t junior_weights = 2)
       : boundaries(Vocabulary(), {}),
-        senior(senior_weights, kVocab),
-        junior(junior_weights, kVocab),
+        senior(senior_weights, kVocab, limits.num_blocks),
+        junior(junior_weights, kVocab, limits.num_blocks),
         generator({.limits = limits,
                    .max_model_len = 100,
                    .eos_token_ids = {kEos},
@@ -75,8 +81,13 @@ class Harness {
       ASSERT_LT(steps, 10000) << "no progress";
       generator.Step();
     }
-    EXPECT_EQ(senior.slots_in_use(), 0);
-    EXPECT_EQ(junior.slots_in_use(), 0);
+    EXPECT_EQ(Stats().senior_kv_tokens, 0);
+    EXPECT_EQ(Stats().junior_kv_tokens, 0);
+  }
+  EngineStats Stats() const {
+    EngineStats stats;
+    generator.FillStats(stats);
+    return stats;
   }
   Trajectory Run(const PromptRequest& request) {
     const auto listener = Submit(request);
@@ -186,9 +197,7 @@ TEST(GeneratorTest, Law3NeighboursBudgetsAndOrderDoNotMatter) {
   for (const PromptRequest& request : requests) alone.push_back(Harness().Run(request));
 
   for (const SchedulerLimits& limits :
-       {kWide, SchedulerLimits{.max_num_seqs = 3, .max_batched_tokens = kWide.max_batched_tokens},
-        SchedulerLimits{.max_num_seqs = 7, .max_batched_tokens = 5},
-        SchedulerLimits{.max_num_seqs = 25, .max_batched_tokens = 1}}) {
+       {kWide, Limits(3), Limits(7, 5), Limits(25, 1), Limits(25, 100, 2)}) {
     Harness harness(limits);
     std::vector<std::shared_ptr<RecordingListener>> listeners(requests.size());
     std::vector<size_t> order(requests.size());
@@ -244,7 +253,7 @@ TEST(GeneratorTest, Law5LazyLanesEqualRunningBothModelsOnEveryToken) {
     PromptRequest request = Request(Tandem(strategy), 6, 5);
     request.return_other_logprobs = true;
     request.sampling.temperature = 0.8;
-    Harness harness({.max_num_seqs = kWide.max_num_seqs, .max_batched_tokens = 4});
+    Harness harness(Limits(kWide.max_num_seqs, 4));
     const Trajectory t = harness.Run(request);
 
     TandemSampler sampler;
@@ -354,7 +363,7 @@ TEST(GeneratorTest, StreamsEveryTokenInOrder) {
 }
 
 TEST(GeneratorTest, CancelFreesRunningAndQueuedSamples) {
-  Harness harness({.max_num_seqs = 2, .max_batched_tokens = kWide.max_batched_tokens});
+  Harness harness(Limits(2));
   PromptRequest request = Request(Tandem(SelectionStrategy::kAlternating));
   request.num_samples = 4;
   const auto cancelled = harness.Submit(request);
@@ -363,14 +372,14 @@ TEST(GeneratorTest, CancelFreesRunningAndQueuedSamples) {
   harness.generator.Fail(1, absl::CancelledError("enough"));
   EXPECT_EQ(cancelled->failure()->code(), absl::StatusCode::kCancelled);
   EXPECT_EQ(harness.generator.running(), 0);
-  EXPECT_EQ(harness.senior.slots_in_use(), 0);
+  EXPECT_EQ(harness.Stats().senior_kv_tokens, 0);
   harness.generator.Fail(1, absl::CancelledError("again"));
   harness.Finish();
   ExpectSame(other->finished().at(0), Harness().Run(Request({.enabled = false})));
 }
 
 TEST(GeneratorTest, DeadlinesHoldInTheQueueToo) {
-  Harness harness({.max_num_seqs = 1, .max_batched_tokens = kWide.max_batched_tokens});
+  Harness harness(Limits(1));
   const absl::Time start = absl::UnixEpoch();
   const auto running = harness.Submit(Request({.enabled = false}));
   PromptRequest late = Request({.enabled = false});
@@ -390,29 +399,10 @@ TEST(GeneratorTest, AFailedPassFailsItsPromptsOnly) {
   const auto senior_only = harness.Submit(Request({.enabled = false}));
   const auto mixed = harness.Submit(Request(Tandem(SelectionStrategy::kBernoulli, 0.0)));
   harness.junior.fail_next = absl::InternalError("broken");
-  harness.generator.Step();
+  while (!mixed->done()) harness.generator.Step();
   EXPECT_EQ(mixed->failure()->code(), absl::StatusCode::kInternal);
   harness.Finish();
   EXPECT_EQ(senior_only->finished().size(), 1u);
-}
-
-TEST(GeneratorTest, AFailedCopyOrTruncationFailsItsPromptsOnly) {
-  Harness harness;
-  PromptRequest twice = Request(Tandem(SelectionStrategy::kBernoulli, 0.0), 8);
-  twice.num_samples = 2;
-  const auto copied = harness.Submit(twice);
-  const auto senior_only = harness.Submit(Request({.enabled = false}));
-  const auto other = harness.Submit(Request({.enabled = false}, 7, 12));
-  harness.junior.fail_next_copy = absl::InternalError("broken");
-  while (!copied->done()) harness.generator.Step();
-  EXPECT_EQ(copied->failure()->code(), absl::StatusCode::kInternal);
-  EXPECT_FALSE(senior_only->done() || other->done());
-
-  harness.senior.fail_next_truncate = absl::InternalError("broken");
-  harness.generator.OnSeniorUpdated({1, "one"}, OnWeightUpdate::kRecompute);
-  EXPECT_EQ(senior_only->failure()->code(), absl::StatusCode::kInternal);
-  harness.Finish();
-  EXPECT_EQ(other->finished().size(), 1u);
 }
 
 TEST(GeneratorTest, ARecomputedLaneWritesUnderTheNewWeights) {
@@ -438,7 +428,7 @@ TEST(GeneratorTest, ARecomputedLaneWritesUnderTheNewWeights) {
   TandemSampler sampler;
   std::vector<int32_t> tokens = request.prompt_token_ids;
   for (int64_t i = 0; i < 30; ++i) {
-    const FakeRunner senior(i < t.senior_versions[0].count ? 1 : 9, kVocab);
+    const FakeRunner senior(i < t.senior_versions[0].count ? 1 : 9, kVocab, /*num_blocks=*/0);
     const bool by_senior = t.authorship_mask[i] == 1;
     const auto logprob = [&](const FakeRunner& model) {
       return *sampler.TokenLogProb(model.Logits(tokens), 1.0, t.response_token_ids[i]);
@@ -450,7 +440,7 @@ TEST(GeneratorTest, ARecomputedLaneWritesUnderTheNewWeights) {
 }
 
 TEST(GeneratorTest, AKeptLaneIsNotComputedAgainNorShared) {
-  Harness harness({.max_num_seqs = 1, .max_batched_tokens = kWide.max_batched_tokens});
+  Harness harness(Limits(1));
   PromptRequest request = Request({.enabled = false}, 9);
   request.num_samples = 2;
   const auto listener = harness.Submit(request);
@@ -462,11 +452,110 @@ TEST(GeneratorTest, AKeptLaneIsNotComputedAgainNorShared) {
   harness.Finish();
 }
 
+TEST(GeneratorTest, APreemptedSequenceGoesOnAsIfNothingHadHappened) {
+  // Two blocks a lane hold one sequence of 100 tokens; each of these comes to need two.
+  std::vector<PromptRequest> requests;
+  for (int i = 0; i < 6; ++i) {
+    PromptRequest request = Request(Tandem(kStrategies[i % 5]), 50, 30 + i);
+    request.sampling.ignore_eos = true;
+    request.return_other_logprobs = i % 2 == 0;
+    requests.push_back(request);
+  }
+  Harness harness(Limits(6, 40, 3));
+  std::vector<std::shared_ptr<RecordingListener>> listeners;
+  for (const PromptRequest& request : requests) listeners.push_back(harness.Submit(request));
+  harness.Finish();
+  for (size_t i = 0; i < requests.size(); ++i) {
+    ExpectSame(listeners[i]->finished().at(0), Harness().Run(requests[i]));
+  }
+  EXPECT_GT(harness.Stats().preemptions_total, 0);
+}
+
+TEST(GeneratorTest, AConversationsNextTurnSharesTheTurnsBefore) {
+  PromptRequest request = Request({.enabled = false}, 60);
+  request.sampling.ignore_eos = true;
+  Harness harness;
+  const Trajectory first = harness.Run(request);
+  PromptRequest next = request;
+  next.prompt_token_ids.insert(next.prompt_token_ids.end(), first.response_token_ids.begin(),
+                               first.response_token_ids.end());
+  next.prompt_token_ids.push_back(3);  // 91 tokens
+  next.sampling.max_tokens = 5;
+  const int64_t before = harness.senior.consumed;
+  const Trajectory second = harness.Run(next);
+  EXPECT_EQ(harness.senior.consumed - before, 91 - 64 + 4) << "one whole block was there";
+  EXPECT_EQ(harness.Stats().shared_prefix_tokens_total, 64);
+  ExpectSame(second, Harness().Run(next));
+}
+
+TEST(GeneratorTest, NewWeightsShareNothingWithOldOnes) {
+  PromptRequest request = Request({.enabled = false}, 70);
+  Harness harness;
+  harness.Run(request);
+  harness.senior.set_weights(9);
+  harness.generator.OnSeniorUpdated({1, "one"}, OnWeightUpdate::kKeep);
+  ExpectSame(harness.Run(request), Harness(kWide, 9).Run(request));
+  EXPECT_EQ(harness.Stats().shared_prefix_tokens_total, 0);
+}
+
+// Random prompts that arrive, share prefixes, are cancelled and preempted, under random limits.
+TEST(GeneratorTest, Law3HoldsForRandomWorkloads) {
+  for (uint32_t seed = 0; seed < 100; ++seed) {
+    SCOPED_TRACE(seed);
+    std::mt19937 random(seed);
+    const auto below = [&](int64_t n) { return static_cast<int64_t>(random() % n); };
+    Harness harness(Limits(1 + below(12), 1 + below(90), 2 + below(7)));
+    struct Submitted {
+      PromptRequest request;
+      std::shared_ptr<RecordingListener> listener;
+      bool cancelled = false;
+    };
+    std::vector<Submitted> all;
+    for (int64_t i = 0; i < 14; ++i) {
+      PromptRequest request = Request(Tandem(kStrategies[below(5)]), 1, 1000 + i);
+      // Prompts of one stem begin with the same tokens.
+      const PromptRequest stem = Request({}, static_cast<int>(1 + below(85)), below(3));
+      request.prompt_token_ids = stem.prompt_token_ids;
+      request.tandem.enabled = below(4) > 0;
+      request.num_samples = 1 + below(4);
+      request.return_other_logprobs = below(2) == 0;
+      request.sampling.top_k = static_cast<int32_t>(below(3) * 7);
+      request.sampling.max_tokens = static_cast<int32_t>(1 + below(60));
+      all.push_back({request, harness.Submit(request)});
+      for (int64_t steps = below(25); steps > 0; --steps) harness.generator.Step();
+      if (below(5) == 0) {
+        const int64_t victim = below(i + 1);
+        all[victim].cancelled |= !all[victim].listener->done();
+        harness.generator.Fail(victim + 1, absl::CancelledError("enough"));
+      }
+    }
+    harness.Finish();
+    int64_t tokens = 0;
+    for (const Submitted& one : all) {
+      ASSERT_TRUE(one.listener->done());
+      ASSERT_EQ(one.listener->failure().has_value(), one.cancelled);
+      tokens += one.request.num_samples * 100;
+      if (one.cancelled) continue;
+      Harness alone;
+      const auto expected = alone.Submit(one.request);
+      alone.Finish();
+      const auto finished = one.listener->finished();
+      ASSERT_EQ(finished.size(), static_cast<size_t>(one.request.num_samples));
+      for (const auto& [index, trajectory] : expected->finished()) {
+        ExpectSame(finished.at(index), trajectory);
+      }
+    }
+    // A lane consumes a token once, and again after a preemption.
+    const int64_t most = tokens + 100 * harness.Stats().preemptions_total;
+    EXPECT_LE(harness.senior.consumed, most);
+    EXPECT_LE(harness.junior.consumed, most);
+  }
+}
+
 TEST(GeneratorTest, CountsWhatHappened) {
   Harness harness;
   const Trajectory t = harness.Run(Request(Tandem(SelectionStrategy::kAlternating)));
-  EngineStats stats;
-  harness.generator.FillStats(stats);
+  const EngineStats stats = harness.Stats();
   const auto length = static_cast<int64_t>(t.response_token_ids.size());
   EXPECT_EQ(stats.senior_tokens_total, (length + 1) / 2);
   EXPECT_EQ(stats.junior_tokens_total, length / 2);

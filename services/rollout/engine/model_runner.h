@@ -1,42 +1,64 @@
-// The generator's interface to a model: slots that hold sequences, and a ragged forward pass. No
-// tensors, so that tests of the generator use a fake.
+// The generator's interface to a model: a pass over sequences whose keys and values lie in blocks
+// of a cache. No tensors, so that tests of the generator use a fake.
 #ifndef TANDEM_SERVICES_ROLLOUT_ENGINE_MODEL_RUNNER_H_
 #define TANDEM_SERVICES_ROLLOUT_ENGINE_MODEL_RUNNER_H_
 
 #include <cstdint>
-#include <functional>
 #include <span>
+#include <vector>
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "common/tandem/tandem_config.h"
+#include "common/tandem/tandem_sampler.h"
 
 namespace tandem::rollout {
 
-// The tokens that a pass consumes, continuing `slot`. It computes logits of the last
-// `num_output_rows` of them (0: none).
-struct RunnerInput {
-  int64_t slot = 0;
-  std::span<const int32_t> tokens;
-  int64_t num_output_rows = 0;
+// A row of a pass whose logits are wanted: a token is drawn from them, or the log-prob of a given
+// token is read.
+struct OutputRow {
+  static constexpr int32_t kDraw = -1;
+  int64_t index = 0;                         // of the row's token in PassSequence::tokens
+  int32_t token = kDraw;                     // whose log-prob is wanted
+  double u = 0;                              // kDraw: the uniform number that chooses the token
+  const SamplingParams* sampling = nullptr;  // not null; for a log-prob the temperature alone counts
 };
 
-// Takes one row of logits [V]: output row `row` of input `input`. Threads may call it concurrently
-// for different rows. The row is valid during the call.
-using RowSink = std::function<void(int64_t input, int64_t row, std::span<const float> logits)>;
+// One sequence of a pass.
+struct PassSequence {
+  // The block table: blocks[i] holds the positions from i * kKvBlockTokens on.
+  std::span<const int32_t> blocks;
+  int64_t start = 0;  // position of the first token; the blocks hold those before
+  // Consumed by the pass. They need not be tokens that the sequence keeps: a draft is verified by
+  // drawing from the rows before it.
+  std::span<const int32_t> tokens;
+  std::span<const OutputRow> rows;  // ascending indices
+};
 
+// A whole block that is copied before the pass, in the order of the list.
+struct BlockCopy {
+  int32_t from = 0;
+  int32_t to = 0;
+};
+
+struct Pass {
+  std::span<const BlockCopy> copies;
+  std::span<const PassSequence> sequences;
+};
+
+// The results of a pass, in the order of its sequences and of their rows. For a log-prob `token` is
+// the given one and log_keep_mass is 0. A row whose logits are not numbers has an error of its own.
+using PassResults = std::vector<absl::StatusOr<SampledToken>>;
+
+// Which blocks there are and what they contain is the caller's to know (block_pool.h); the runner
+// only has their memory.
 class ModelRunner {
  public:
   virtual ~ModelRunner() = default;
 
-  // Returns an empty slot. RESOURCE_EXHAUSTED if all slots are taken.
-  virtual absl::StatusOr<int64_t> AllocateSlot() = 0;
-  virtual void FreeSlot(int64_t slot) = 0;
-  // Forgets the tokens from `length` on.
-  virtual absl::Status Truncate(int64_t slot, int64_t length) = 0;
-  // Copies the first `length` tokens of slot `from` into the empty slot `to`.
-  virtual absl::Status CopyPrefix(int64_t from, int64_t to, int64_t length) = 0;
-  // Runs one pass. After an error, here or above, the slots may only be freed.
-  virtual absl::Status Forward(std::span<const RunnerInput> inputs, const RowSink& sink) = 0;
+  // Runs one pass and overwrites `results`. Logits do not leave the runner. After an error the
+  // blocks that the pass writes hold nothing of use.
+  virtual absl::Status Run(const Pass& pass, PassResults& results) = 0;
 };
 
 }  // namespace tandem::rollout

@@ -3,7 +3,6 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
-#include "common/base/status_macros.h"
 
 namespace tandem::rollout {
 namespace {
@@ -13,64 +12,24 @@ bool IsOfTheRequest(const absl::Status& status) {
   return absl::IsInvalidArgument(status) || absl::IsOutOfRange(status);
 }
 
-absl::Status Replay(const SlotChange& change, TorchRunner& shard) {
-  switch (change.kind) {
-    case SlotChange::Kind::kAllocate: {
-      TANDEM_ASSIGN_OR_RETURN(const int64_t slot, shard.AllocateSlot());
-      if (slot == change.slot) return absl::OkStatus();
-      return absl::InternalError(
-          absl::StrCat("slot ", slot, " is free here, and rank 0 took ", change.slot));
-    }
-    case SlotChange::Kind::kFree:
-      shard.FreeSlot(change.slot);
-      return absl::OkStatus();
-    case SlotChange::Kind::kTruncate:
-      return shard.Truncate(change.slot, change.length);
-    case SlotChange::Kind::kCopyPrefix:
-      return shard.CopyPrefix(change.from, change.slot, change.length);
-  }
-  return absl::InternalError("an unknown change of a slot");
-}
-
 }  // namespace
 
 RankedRunner::RankedRunner(Author lane, ranks::ServerRanks* ranks, TorchRunner* shard)
-    : ranks_(ranks), shard_(shard), next_{.lane = lane, .changes = {}, .inputs = {}} {}
+    : ranks_(ranks), shard_(shard), lane_(lane) {}
 
-absl::StatusOr<int64_t> RankedRunner::AllocateSlot() {
-  TANDEM_ASSIGN_OR_RETURN(const int64_t slot, shard_->AllocateSlot());
-  next_.changes.push_back({.kind = SlotChange::Kind::kAllocate, .slot = slot});
-  return slot;
-}
-
-void RankedRunner::FreeSlot(int64_t slot) {
-  shard_->FreeSlot(slot);
-  next_.changes.push_back({.kind = SlotChange::Kind::kFree, .slot = slot});
-}
-
-absl::Status RankedRunner::Truncate(int64_t slot, int64_t length) {
-  TANDEM_RETURN_IF_ERROR(shard_->Truncate(slot, length));
-  next_.changes.push_back({.kind = SlotChange::Kind::kTruncate, .slot = slot, .length = length});
-  return absl::OkStatus();
-}
-
-absl::Status RankedRunner::CopyPrefix(int64_t from, int64_t to, int64_t length) {
-  TANDEM_RETURN_IF_ERROR(shard_->CopyPrefix(from, to, length));
-  next_.changes.push_back(
-      {.kind = SlotChange::Kind::kCopyPrefix, .slot = to, .from = from, .length = length});
-  return absl::OkStatus();
-}
-
-absl::Status RankedRunner::Forward(std::span<const RunnerInput> inputs, const RowSink& sink) {
-  next_.inputs.clear();
-  for (const RunnerInput& input : inputs) {
-    next_.inputs.push_back({.slot = input.slot,
-                            .tokens = {input.tokens.begin(), input.tokens.end()},
-                            .num_output_rows = input.num_output_rows});
+absl::Status RankedRunner::Run(const Pass& pass, PassResults& results) {
+  RankedPass announced = {
+      .lane = lane_, .copies = {pass.copies.begin(), pass.copies.end()}, .sequences = {}};
+  for (const PassSequence& sequence : pass.sequences) {
+    RankedPass::Sequence copy = {.blocks = {sequence.blocks.begin(), sequence.blocks.end()},
+                                 .start = sequence.start,
+                                 .tokens = {sequence.tokens.begin(), sequence.tokens.end()},
+                                 .output_rows = {}};
+    for (const OutputRow& row : sequence.rows) copy.output_rows.push_back(row.index);
+    announced.sequences.push_back(std::move(copy));
   }
-  ranks_->Announce(kPassCommand, /*request_id=*/"", next_);
-  next_.changes.clear();
-  absl::Status status = shard_->Forward(inputs, sink);
+  ranks_->Announce(kPassCommand, /*request_id=*/"", announced);
+  absl::Status status = shard_->Run(pass, results);
   if (!status.ok() && !IsOfTheRequest(status)) {
     ranks_->Fail(absl::StrCat("a pass failed: ", status.message()));
   }
@@ -78,14 +37,20 @@ absl::Status RankedRunner::Forward(std::span<const RunnerInput> inputs, const Ro
 }
 
 absl::Status FollowPass(const RankedPass& pass, TorchRunner& shard) {
-  for (const SlotChange& change : pass.changes) TANDEM_RETURN_IF_ERROR(Replay(change, shard));
-  std::vector<RunnerInput> inputs;
-  inputs.reserve(pass.inputs.size());
-  for (const RankedPass::Input& input : pass.inputs) {
-    inputs.push_back(
-        {.slot = input.slot, .tokens = input.tokens, .num_output_rows = input.num_output_rows});
+  std::vector<std::vector<OutputRow>> rows;
+  for (const RankedPass::Sequence& sequence : pass.sequences) {
+    rows.emplace_back();
+    for (const int64_t index : sequence.output_rows) rows.back().push_back({.index = index});
   }
-  const absl::Status status = shard.Forward(inputs, nullptr);
+  std::vector<PassSequence> sequences;
+  for (size_t i = 0; i < pass.sequences.size(); ++i) {
+    const RankedPass::Sequence& sequence = pass.sequences[i];
+    sequences.push_back({.blocks = sequence.blocks,
+                         .start = sequence.start,
+                         .tokens = sequence.tokens,
+                         .rows = rows[i]});
+  }
+  const absl::Status status = shard.Follow({.copies = pass.copies, .sequences = sequences});
   return IsOfTheRequest(status) ? absl::OkStatus() : status;
 }
 

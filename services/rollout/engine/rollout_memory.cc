@@ -6,6 +6,7 @@
 
 #include "common/base/status_macros.h"
 #include "common/model/family.h"
+#include "common/model/layer_cache.h"
 #include "common/model/parameter_spec.h"
 #include "common/model/shard_numel.h"
 
@@ -44,8 +45,10 @@ absl::Status AddLane(const Lane& lane, int64_t tokens, const RolloutMemoryOption
     cached_per_token += 2 * layer.heads * layer.head_dim;  // keys and values
   }
   plan.items.push_back({lane.name + "_weights", weights * item, options.on_host});
+  const int64_t blocks =
+      PlanCacheBlocks(options.max_num_seqs, tokens, options.max_batched_tokens).total();
   plan.items.push_back({lane.name + "_kv_cache",
-                        options.num_slots * tokens * cached_per_token * item, options.on_host});
+                        blocks * kKvBlockTokens * cached_per_token * item, options.on_host});
   const int64_t activations =
       options.max_batched_tokens * family->InferenceActivations(config, lane.ranks) * item;
   pass.activations = std::max(pass.activations, activations);
@@ -57,6 +60,12 @@ absl::Status AddLane(const Lane& lane, int64_t tokens, const RolloutMemoryOption
 }
 
 }  // namespace
+
+CacheBlocks PlanCacheBlocks(int64_t max_num_seqs, int64_t max_model_len,
+                            int64_t max_batched_tokens) {
+  return {.generator = max_num_seqs * KvBlocks(max_model_len),
+          .scorer = KvBlocks(std::max(max_model_len, max_batched_tokens))};
+}
 
 absl::StatusOr<MemoryPlan> RolloutMemory(const ModelConfig& senior, const ModelConfig* junior,
                                          const RolloutMemoryOptions& options) {

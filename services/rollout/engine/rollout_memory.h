@@ -15,9 +15,22 @@ namespace tandem::rollout {
 // Bytes of logits that a lane computes at a time, if that is a row or more.
 inline constexpr int64_t kLogitsBytes = 64 << 20;
 
+// The blocks of each lane's KV cache.
+struct CacheBlocks {
+  int64_t generator = 0;  // of sequences that are being written
+  int64_t scorer = 0;     // of sequences that are being scored
+
+  int64_t total() const { return generator + scorer; }
+};
+
+// Returns the blocks for max_num_seqs sequences of max_model_len tokens, and those of the scorer for
+// one such sequence or a full pass.
+CacheBlocks PlanCacheBlocks(int64_t max_num_seqs, int64_t max_model_len,
+                            int64_t max_batched_tokens);
+
 struct RolloutMemoryOptions {
-  int64_t num_slots = 0;           // of each lane's KV cache
-  int64_t max_model_len = 0;       // tokens per slot; the models' own limits apply too
+  int64_t max_num_seqs = 0;
+  int64_t max_model_len = 0;       // the models' own limits apply too
   int64_t max_batched_tokens = 0;  // in one forward pass
   DType dtype = DType::kFloat32;   // of weights, caches and activations
   bool on_host = true;             // whether the CPU computes

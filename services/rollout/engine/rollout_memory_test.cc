@@ -21,9 +21,10 @@ TEST(RolloutMemoryTest, CachesOfBothLanesAreCountedUpToTheShorterLimit) {
   const ModelConfig senior = TinyConfig();
   const ModelConfig junior = TinyConfig("qwen3", {{"max_position_embeddings", 100}});
   const RolloutMemoryOptions options = {
-      .num_slots = 5, .max_model_len = 200, .max_batched_tokens = 64};
+      .max_num_seqs = 5, .max_model_len = 200, .max_batched_tokens = 64};
   auto items = Items(RolloutMemory(senior, &junior, options).value());
-  const KvCache cache(TinyModel()->CacheLayout(), 5, 100);
+  // Five sequences of 100 tokens, two blocks each, and one more that is scored.
+  const KvCache cache(TinyModel()->CacheLayout(), 5 * 2 + 2);
   const int64_t cache_bytes = 2 * 2 * static_cast<int64_t>(cache.keys(0).nbytes());
   EXPECT_EQ(items["senior_kv_cache"], cache_bytes);
   EXPECT_EQ(items["junior_kv_cache"], cache_bytes);
@@ -31,7 +32,8 @@ TEST(RolloutMemoryTest, CachesOfBothLanesAreCountedUpToTheShorterLimit) {
   RolloutMemoryOptions half = options;
   half.dtype = DType::kBFloat16;
   auto halved = Items(RolloutMemory(senior, nullptr, half).value());
-  EXPECT_EQ(halved["senior_kv_cache"], cache_bytes);  // half the bytes, twice the length
+  // Half the bytes, and four blocks instead of two.
+  EXPECT_EQ(halved["senior_kv_cache"], cache_bytes);
   EXPECT_EQ(halved["senior_weights"], items["senior_weights"] / 2);
   EXPECT_EQ(halved["staged_weight_update"], items["staged_weight_update"]);
   EXPECT_FALSE(halved.contains("junior_weights"));
@@ -40,7 +42,7 @@ TEST(RolloutMemoryTest, CachesOfBothLanesAreCountedUpToTheShorterLimit) {
 TEST(RolloutMemoryTest, RanksHoldTheirShardsOfTheLanes) {
   const nlohmann::json even = {{"intermediate_size", 48}};  // the vocabulary need not be
   const ModelConfig senior = TinyConfig("llama", even), junior = TinyConfig("qwen3", even);
-  RolloutMemoryOptions options = {.num_slots = 5, .max_model_len = 100, .max_batched_tokens = 64};
+  RolloutMemoryOptions options = {.max_num_seqs = 5, .max_model_len = 100, .max_batched_tokens = 64};
   auto whole = Items(RolloutMemory(senior, &junior, options).value());
   options.layout.tensor_parallel_size = 2;
   auto first = Items(RolloutMemory(senior, &junior, options).value());
@@ -66,7 +68,7 @@ TEST(RolloutMemoryTest, NewWeightsAreStagedOnTheHost) {
   const ModelConfig senior = TinyConfig();
   const MemoryPlan plan =
       RolloutMemory(senior, nullptr,
-                    {.num_slots = 2, .max_model_len = 8, .max_batched_tokens = 8, .on_host = false})
+                    {.max_num_seqs = 2, .max_model_len = 8, .max_batched_tokens = 8, .on_host = false})
           .value();
   EXPECT_EQ(plan.host_bytes(), Items(plan)["staged_weight_update"]);
 }

@@ -1,86 +1,208 @@
 #include "services/rollout/engine/scheduler.h"
 
 #include <algorithm>
+#include <optional>
+#include <span>
+#include <utility>
+
+#include "common/model/layer_cache.h"
 
 namespace tandem::rollout {
+namespace {
 
-std::vector<Sequence*> Scheduler::Admit() {
-  std::vector<Sequence*> begun;
+bool UsesLane(Author lane, const Sequence& sequence) {
+  return lane == Author::kSenior || sequence.prompt->request.tandem.enabled;
+}
+
+bool Waits(Author lane, const Sequence& sequence) {
+  return sequence.Target(lane) > sequence.lane(lane).cursor;
+}
+
+std::span<const int32_t> BlockTokens(const Sequence& sequence, int64_t block) {
+  return std::span(sequence.tokens).subspan(block * kKvBlockTokens, kKvBlockTokens);
+}
+
+}  // namespace
+
+Scheduler::Scheduler(const SchedulerLimits& limits)
+    : limits_(limits), pools_({BlockPool(limits.num_blocks), BlockPool(limits.num_blocks)}) {}
+
+int64_t Scheduler::MissingBlocks(Author lane, const Sequence& sequence) const {
+  if (!UsesLane(lane, sequence)) return 0;
+  const LaneState& state = sequence.lane(lane);
+  auto has = static_cast<int64_t>(state.blocks.size());
+  // Samples share the whole blocks of their prompt.
+  if (has == 0 && sequence.prompt->admitted) {
+    has = (sequence.prompt_length() - 1) / kKvBlockTokens;
+  }
+  return std::max<int64_t>(0, KvBlocks(sequence.length() + 1) - has);
+}
+
+std::vector<const Prompt*> Scheduler::Admit() {
+  std::vector<const Prompt*> begun;
+  std::array<int64_t, 2> unclaimed = {};
+  for (const Author lane : kAuthors) {
+    unclaimed[LaneIndex(lane)] = pool(lane).num_idle();
+    for (const Sequence* sequence : running_) {
+      unclaimed[LaneIndex(lane)] -= MissingBlocks(lane, *sequence);
+    }
+  }
   while (!waiting_.empty() && static_cast<int64_t>(running_.size()) < limits_.max_num_seqs) {
-    begun.push_back(waiting_.front());
-    running_.push_back(waiting_.front());
+    Sequence* const next = waiting_.front();
+    for (const Author lane : kAuthors) unclaimed[LaneIndex(lane)] -= MissingBlocks(lane, *next);
+    // A sequence alone always fits.
+    if (!running_.empty() && std::ranges::min(unclaimed) < 0) break;
+    next->last_pass = passes_;
+    if (!std::exchange(next->prompt->admitted, true)) begun.push_back(next->prompt);
+    running_.push_back(next);
     waiting_.pop_front();
   }
   return begun;
 }
 
-Scheduler::Prefix Scheduler::FindPrefix(Author lane, const Sequence& sequence,
-                                        const std::vector<PassEntry>& planned,
-                                        const Sequence** source) const {
-  // The last prompt token is always consumed, because the response starts from its row.
-  const int64_t shared = sequence.prompt_length() - 1;
-  if (sequence.lane(lane).cursor > 0 || shared < 1) return Prefix::kOwn;
-  for (const auto& other : sequence.prompt->samples) {
-    if (other == nullptr || other.get() == &sequence) continue;
-    const LaneState& state = other->lane(lane);
-    if (state.slot != LaneState::kNoSlot && state.cursor >= shared &&
-        state.epoch == epochs_[LaneIndex(lane)]) {
-      *source = other.get();
-      return Prefix::kCopy;
+std::array<Author, 2> Scheduler::LaneOrder() const {
+  std::array<int64_t, 2> waited = {};
+  for (const Sequence* sequence : running_) {
+    for (const Author lane : kAuthors) {
+      if (Waits(lane, *sequence)) waited[LaneIndex(lane)] += passes_ - sequence->last_pass + 1;
     }
   }
-  for (const PassEntry& entry : planned) {
-    if (entry.sequence->prompt == sequence.prompt && entry.begin < shared) return Prefix::kWait;
-  }
-  return Prefix::kOwn;
+  const int64_t difference = waited[0] - waited[1];
+  const bool senior_first = difference > 0 || (difference == 0 && last_lane_ == Author::kJunior);
+  if (senior_first) return {Author::kSenior, Author::kJunior};
+  return {Author::kJunior, Author::kSenior};
 }
 
-std::vector<PassEntry> Scheduler::Plan(Author lane) const {
-  std::vector<PassEntry> entries;
-  int64_t budget = limits_.max_batched_tokens;
-  for (Sequence* sequence : running_) {
-    if (budget == 0) break;
-    const int64_t target = sequence->Target(lane);
-    PassEntry entry = {.sequence = sequence, .begin = sequence->lane(lane).cursor};
-    if (target <= entry.begin) continue;
-    switch (FindPrefix(lane, *sequence, entries, &entry.copy_prefix_from)) {
-      case Prefix::kWait:
-        continue;
-      case Prefix::kCopy:
-        entry.begin = sequence->prompt_length() - 1;
-        break;
-      case Prefix::kOwn:
-        break;
+bool Scheduler::TakePrefix(Author lane, Sequence& sequence, PassPlan& plan) {
+  LaneState& state = sequence.lane(lane);
+  BlockPool& blocks = pool(lane);
+  const int64_t most = sequence.FirstWanted(lane);
+  // The last prompt token is always consumed, because the response starts from its row.
+  const int64_t shared = std::min(sequence.prompt_length() - 1, most);
+  const Sequence* sibling = nullptr;
+  for (const auto& other : sequence.prompt->samples) {
+    if (other == nullptr || other.get() == &sequence) continue;
+    const LaneState& theirs = other->lane(lane);
+    if (theirs.cursor >= shared && theirs.epoch == epochs_[LaneIndex(lane)]) {
+      sibling = other.get();
+      break;
     }
-    const int64_t count = std::min(target - entry.begin, budget);
-    entry.end = entry.begin + count;
-    entry.samples = !sequence->ended() && entry.end == target;
-    int64_t first_row = entry.samples ? entry.end - 1 : entry.end;
-    for (int64_t position = entry.begin; position < first_row; ++position) {
-      if (sequence->NeedsOther(lane, position)) first_row = position;
-    }
-    entry.num_output_rows = entry.end - first_row;
-    budget -= count;
-    entries.push_back(entry);
   }
-  return entries;
+  if (sibling == nullptr) {
+    for (const PassEntry& entry : plan.entries) {
+      if (entry.sequence->prompt == sequence.prompt && entry.begin < shared) return false;
+    }
+  }
+  state = {.blocks = {}, .epoch = epochs_[LaneIndex(lane)]};
+  while ((state.num_remembered + 1) * kKvBlockTokens <= most) {
+    const auto found = blocks.Find(state.prefix, BlockTokens(sequence, state.num_remembered));
+    if (!found.has_value()) break;
+    state.blocks.push_back(found->block);
+    state.prefix = found->prefix;
+    ++state.num_remembered;
+  }
+  state.cursor = state.num_remembered * kKvBlockTokens;
+  // The tokens after the last whole block are copied from the other sample.
+  if (sibling != nullptr && state.cursor < shared && shared < state.cursor + kKvBlockTokens) {
+    if (const std::optional<int32_t> block = blocks.Allocate()) {
+      plan.copies.push_back({.from = sibling->lane(lane).blocks[state.blocks.size()], .to = *block});
+      state.blocks.push_back(*block);
+      state.cursor = shared;
+    }
+  }
+  shared_tokens_total_ += state.cursor;
+  return true;
+}
+
+bool Scheduler::PreemptAfter(size_t index, Author lane, const PassPlan& plan) {
+  for (size_t i = running_.size(); --i > index;) {
+    Sequence* const victim = running_[i];
+    const bool planned = std::ranges::any_of(
+        plan.entries, [&](const PassEntry& entry) { return entry.sequence == victim; });
+    if (planned || victim->lane(lane).blocks.empty()) continue;
+    for (const Author each : kAuthors) ReleaseBlocks(each, *victim);
+    running_.erase(running_.begin() + static_cast<int64_t>(i));
+    waiting_.push_front(victim);
+    ++preemptions_total_;
+    return true;
+  }
+  return false;
+}
+
+int64_t Scheduler::Reserve(Author lane, size_t index, int64_t tokens, const PassPlan& plan) {
+  std::vector<int32_t>& table = running_[index]->lane(lane).blocks;
+  while (static_cast<int64_t>(table.size()) < KvBlocks(tokens)) {
+    if (const std::optional<int32_t> block = pool(lane).Allocate()) {
+      table.push_back(*block);
+    } else if (!PreemptAfter(index, lane, plan)) {
+      break;
+    }
+  }
+  return std::min(tokens, static_cast<int64_t>(table.size()) * kKvBlockTokens);
+}
+
+int64_t Scheduler::PlanEntry(Author lane, size_t index, int64_t budget, PassPlan& plan) {
+  Sequence& sequence = *running_[index];
+  LaneState& state = sequence.lane(lane);
+  if (state.blocks.empty() && !TakePrefix(lane, sequence, plan)) return 0;
+  const int64_t target = sequence.Target(lane);
+  const int64_t end = Reserve(lane, index, std::min(target, state.cursor + budget), plan);
+  if (end <= state.cursor) return 0;
+  plan.entries.push_back({.sequence = &sequence,
+                          .begin = state.cursor,
+                          .end = end,
+                          .samples = !sequence.ended() && end == target});
+  return end - state.cursor;
+}
+
+PassPlan Scheduler::Plan(Author lane) {
+  PassPlan plan;
+  int64_t budget = limits_.max_batched_tokens;
+  for (const bool reads_prompt : {false, true}) {
+    // Preemption shortens running_, behind `index`.
+    for (size_t index = 0; index < running_.size() && budget > 0; ++index) {
+      const Sequence& sequence = *running_[index];
+      const bool reads = sequence.lane(lane).cursor < sequence.prompt_length() - 1;
+      if (reads == reads_prompt && Waits(lane, sequence)) {
+        budget -= PlanEntry(lane, index, budget, plan);
+      }
+    }
+  }
+  if (plan.entries.empty()) return plan;
+  ++passes_;
+  last_lane_ = lane;
+  for (const PassEntry& entry : plan.entries) entry.sequence->last_pass = passes_;
+  return plan;
 }
 
 void Scheduler::Advance(Author lane, const PassEntry& entry) {
   LaneState& state = entry.sequence->lane(lane);
-  if (state.cursor == 0) state.epoch = epochs_[LaneIndex(lane)];
   state.cursor = entry.end;
+  if (state.epoch != epochs_[LaneIndex(lane)]) return;
+  while ((state.num_remembered + 1) * kKvBlockTokens <= state.cursor) {
+    state.prefix = pool(lane).Remember(state.blocks[state.num_remembered], state.prefix,
+                                       BlockTokens(*entry.sequence, state.num_remembered));
+    ++state.num_remembered;
+  }
 }
 
-void Scheduler::Remove(const Sequence* sequence) {
+void Scheduler::ReleaseBlocks(Author lane, Sequence& sequence) {
+  LaneState& state = sequence.lane(lane);
+  for (size_t i = state.blocks.size(); i-- > 0;) pool(lane).Release(state.blocks[i]);
+  state = LaneState();
+}
+
+void Scheduler::Remove(Sequence* sequence) {
+  for (const Author lane : kAuthors) ReleaseBlocks(lane, *sequence);
   std::erase(running_, sequence);
   std::erase(waiting_, sequence);
 }
 
 void Scheduler::BumpEpoch(Author lane, bool recompute) {
   ++epochs_[LaneIndex(lane)];
+  pool(lane).Forget();
   if (!recompute) return;
-  for (Sequence* sequence : running_) sequence->lane(lane).cursor = 0;
+  for (Sequence* sequence : running_) ReleaseBlocks(lane, *sequence);
 }
 
 }  // namespace tandem::rollout

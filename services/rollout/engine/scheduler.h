@@ -1,4 +1,5 @@
-// Decides what each forward pass consumes. Pure logic: no tensors, no threads, no clock.
+// Decides which model runs next, what each forward pass consumes, and which blocks of the KV cache
+// each sequence has. Pure logic: no tensors, no threads, no clock.
 //
 // There is no prefill and no decode, only lanes that catch up: when a model must write the next
 // token of a sequence, it first consumes the tokens that it has not seen (the prompt, or the other
@@ -11,6 +12,8 @@
 #include <deque>
 #include <vector>
 
+#include "services/rollout/engine/block_pool.h"
+#include "services/rollout/engine/model_runner.h"
 #include "services/rollout/engine/sequence.h"
 
 namespace tandem::rollout {
@@ -18,6 +21,7 @@ namespace tandem::rollout {
 struct SchedulerLimits {
   int64_t max_num_seqs;        // sequences that run at the same time
   int64_t max_batched_tokens;  // tokens that one pass consumes
+  int64_t num_blocks;          // of each lane's cache; enough for the longest sequence
 };
 
 // One sequence in a pass: the pass consumes its tokens [begin, end).
@@ -25,53 +29,82 @@ struct PassEntry {
   Sequence* sequence = nullptr;
   int64_t begin = 0;
   int64_t end = 0;
-  // The model's head runs on this many of the last tokens.
-  int64_t num_output_rows = 0;
   // Whether the next token is drawn from the last row.
   bool samples = false;
-  // If set, the lane copies the first `begin` tokens from this sample of the same prompt first.
-  const Sequence* copy_prefix_from = nullptr;
+};
+
+struct PassPlan {
+  std::vector<PassEntry> entries;
+  std::vector<BlockCopy> copies;
 };
 
 class Scheduler {
  public:
-  explicit Scheduler(const SchedulerLimits& limits) : limits_(limits) {}
+  explicit Scheduler(const SchedulerLimits& limits);
 
   // Puts a sequence at the end of the queue.
   void Enqueue(Sequence* sequence) { waiting_.push_back(sequence); }
 
-  // Starts waiting sequences, in order, up to max_num_seqs; returns those that were started.
-  std::vector<Sequence*> Admit();
+  // Starts waiting sequences, in order, up to max_num_seqs and as far as there are blocks for their
+  // tokens. Returns the prompts whose first sample was started.
+  std::vector<const Prompt*> Admit();
 
-  // Returns the sequences, oldest first, that need `lane`'s model now, within the token budget. A
-  // sequence that does not fit consumes as many tokens as do (chunked prefill). A sample copies the
-  // prompt from another sample that has consumed it, or consumes it in this pass.
-  std::vector<PassEntry> Plan(Author lane) const;
+  // Returns the lanes in the order in which they should run: first the one whose sequences have
+  // waited for most passes in sum. So models take turns where each has work for half of the
+  // sequences; where one has little, that gathers; and nobody waits for ever.
+  std::array<Author, 2> LaneOrder() const;
+
+  // Plans a pass of `lane`'s model within the token budget: sequences that are being written before
+  // those that read their prompt, each oldest first. A sequence that does not fit consumes as many
+  // tokens as do (chunked prefill). Prefixes that the cache contains are shared, not consumed; a
+  // sample waits while another sample of its prompt consumes the prompt. Gives the sequences their
+  // blocks. If there are none, the newest sequence is preempted: it gives up its blocks, waits
+  // first in the queue, and consumes its tokens again when it is admitted.
+  PassPlan Plan(Author lane);
 
   // Records that the entry has been computed.
   void Advance(Author lane, const PassEntry& entry);
 
-  // Removes a sequence, waiting or running.
-  void Remove(const Sequence* sequence);
+  // Removes a sequence, waiting or running, and releases its blocks.
+  void Remove(Sequence* sequence);
 
-  // Tells that the lane's weights changed. Earlier keys and values are no longer copied to another
-  // sample; with `recompute` every running sequence consumes its tokens again.
+  // Tells that the lane's weights changed. Earlier keys and values are no longer shared; with
+  // `recompute` every running sequence consumes its tokens again.
   void BumpEpoch(Author lane, bool recompute);
 
   const std::vector<Sequence*>& running() const { return running_; }
   const std::deque<Sequence*>& waiting() const { return waiting_; }
   bool idle() const { return running_.empty() && waiting_.empty(); }
+  int64_t num_held_blocks(Author lane) const { return pools_[LaneIndex(lane)].num_held(); }
+  int64_t preemptions_total() const { return preemptions_total_; }
+  int64_t shared_tokens_total() const { return shared_tokens_total_; }
 
  private:
-  enum class Prefix { kOwn, kCopy, kWait };
-  // Returns what a lane does at the start of a prompt.
-  Prefix FindPrefix(Author lane, const Sequence& sequence, const std::vector<PassEntry>& planned,
-                    const Sequence** source) const;
+  BlockPool& pool(Author lane) { return pools_[LaneIndex(lane)]; }
+  // Returns the number of blocks that the sequence still needs for its next token.
+  int64_t MissingBlocks(Author lane, const Sequence& sequence) const;
+  // Plans running_[index] for at most `budget` tokens; returns the number of tokens planned.
+  int64_t PlanEntry(Author lane, size_t index, int64_t budget, PassPlan& plan);
+  // Gives a lane that has consumed nothing the blocks of the tokens that the cache contains. Returns
+  // false if the sequence should wait for another sample of its prompt.
+  bool TakePrefix(Author lane, Sequence& sequence, PassPlan& plan);
+  // Gives running_[index] blocks for its first `tokens` tokens, or for as many as it can get;
+  // returns how many tokens its blocks hold then, at most `tokens`.
+  int64_t Reserve(Author lane, size_t index, int64_t tokens, const PassPlan& plan);
+  // Preempts the newest sequence that has blocks in `lane`, is newer than running_[index] and not
+  // planned. Returns false if there is none.
+  bool PreemptAfter(size_t index, Author lane, const PassPlan& plan);
+  void ReleaseBlocks(Author lane, Sequence& sequence);
 
   SchedulerLimits limits_;
   std::deque<Sequence*> waiting_;
   std::vector<Sequence*> running_;  // in the order of admission
+  std::array<BlockPool, 2> pools_;
   std::array<int64_t, 2> epochs_ = {0, 0};
+  int64_t passes_ = 0;  // planned so far
+  Author last_lane_ = Author::kJunior;
+  int64_t preemptions_total_ = 0;
+  int64_t shared_tokens_total_ = 0;
 };
 
 }  // namespace tandem::rollout

@@ -3,24 +3,42 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <cmath>
+
 namespace tandem::rollout {
 namespace {
+
+using ::testing::ElementsAre;
+using ::testing::IsEmpty;
 
 constexpr Author S = Author::kSenior;
 constexpr Author J = Author::kJunior;
 
-std::unique_ptr<Prompt> MakePrompt(int length, int samples, bool other_logprobs = false) {
+// Limits that no test reaches.
+constexpr SchedulerLimits kWide = {
+    .max_num_seqs = 1000, .max_batched_tokens = 100'000, .num_blocks = 1000};
+
+struct PromptOptions {
+  bool tandem = true;
+  bool other_logprobs = false;
+  int32_t token = 1;
+};
+
+std::unique_ptr<Prompt> MakePrompt(int length, int samples, const PromptOptions& options = {}) {
   auto prompt = std::make_unique<Prompt>();
-  prompt->request.prompt_token_ids.assign(length, 1);
-  prompt->request.tandem = {.selection_strategy = SelectionStrategy::kAlternating};
-  prompt->request.return_other_logprobs = other_logprobs;
+  prompt->request.prompt_token_ids.assign(length, options.token);
+  prompt->request.tandem = {.enabled = options.tandem,
+                            .selection_strategy = SelectionStrategy::kAlternating};
+  prompt->request.return_other_logprobs = options.other_logprobs;
   for (int i = 0; i < samples; ++i) {
     prompt->samples.push_back(
         std::make_unique<Sequence>(prompt.get(), i, std::make_shared<TokenSet>()));
-    prompt->samples.back()->lane(S).slot = i;
-    prompt->samples.back()->lane(J).slot = i;
   }
   return prompt;
+}
+
+void Enqueue(Scheduler& scheduler, const Prompt& prompt) {
+  for (const auto& sample : prompt.samples) scheduler.Enqueue(sample.get());
 }
 
 void Write(Sequence& sequence) {
@@ -30,107 +48,236 @@ void Write(Sequence& sequence) {
   sequence.selector.OnToken(7);
 }
 
-// Limits that no test reaches.
-constexpr SchedulerLimits kWide = {.max_num_seqs = 1000, .max_batched_tokens = 100'000};
+// Plans a pass, advances its entries and writes the tokens that they sample.
+PassPlan RunPass(Scheduler& scheduler, Author lane) {
+  PassPlan plan = scheduler.Plan(lane);
+  for (const PassEntry& entry : plan.entries) {
+    scheduler.Advance(lane, entry);
+    if (entry.samples) Write(*entry.sequence);
+  }
+  return plan;
+}
+
+std::vector<const Sequence*> Sequences(const PassPlan& plan) {
+  std::vector<const Sequence*> sequences;
+  for (const PassEntry& entry : plan.entries) sequences.push_back(entry.sequence);
+  return sequences;
+}
 
 TEST(SchedulerTest, AdmitsInOrderUpToTheLimit) {
   const auto prompt = MakePrompt(3, 3);
-  Scheduler scheduler({.max_num_seqs = 2, .max_batched_tokens = kWide.max_batched_tokens});
-  for (const auto& sample : prompt->samples) scheduler.Enqueue(sample.get());
-  const auto begun = scheduler.Admit();
-  ASSERT_EQ(begun.size(), 2u);
-  EXPECT_EQ(begun[0], prompt->samples[0].get());
-  EXPECT_TRUE(scheduler.Admit().empty());
-  scheduler.Remove(begun[0]);
-  EXPECT_EQ(scheduler.Admit()[0], prompt->samples[2].get());
+  Scheduler scheduler({.max_num_seqs = 2,
+                       .max_batched_tokens = kWide.max_batched_tokens,
+                       .num_blocks = kWide.num_blocks});
+  Enqueue(scheduler, *prompt);
+  EXPECT_THAT(scheduler.Admit(), ElementsAre(prompt.get()));
+  EXPECT_THAT(scheduler.running(),
+              ElementsAre(prompt->samples[0].get(), prompt->samples[1].get()));
+  EXPECT_THAT(scheduler.Admit(), IsEmpty());
+  scheduler.Remove(prompt->samples[0].get());
+  EXPECT_THAT(scheduler.Admit(), IsEmpty()) << "the prompt has begun before";
+  EXPECT_THAT(scheduler.running(),
+              ElementsAre(prompt->samples[1].get(), prompt->samples[2].get()));
+}
+
+TEST(SchedulerTest, AdmitsAsManyAsThereAreBlocksFor) {
+  const auto first = MakePrompt(100, 1), second = MakePrompt(100, 1, {.token = 2});
+  Scheduler scheduler({.max_num_seqs = 8,
+                       .max_batched_tokens = kWide.max_batched_tokens,
+                       .num_blocks = 3});
+  Enqueue(scheduler, *first);
+  Enqueue(scheduler, *second);
+  EXPECT_THAT(scheduler.Admit(), ElementsAre(first.get()));
+  RunPass(scheduler, S);
+  EXPECT_THAT(scheduler.Admit(), IsEmpty());
+  scheduler.Remove(first->samples[0].get());
+  EXPECT_THAT(scheduler.Admit(), ElementsAre(second.get()));
 }
 
 TEST(SchedulerTest, OnlyTheNextAuthorRuns) {
   const auto prompt = MakePrompt(4, 1);
   Scheduler scheduler(kWide);
-  scheduler.Enqueue(prompt->samples[0].get());
+  Enqueue(scheduler, *prompt);
   scheduler.Admit();
-  EXPECT_TRUE(scheduler.Plan(J).empty());
-  const auto pass = scheduler.Plan(S);
+  EXPECT_THAT(scheduler.Plan(J).entries, IsEmpty());
+  const auto pass = RunPass(scheduler, S).entries;
   ASSERT_EQ(pass.size(), 1u);
   EXPECT_EQ(pass[0].end, 4);
   EXPECT_TRUE(pass[0].samples);
-  EXPECT_EQ(pass[0].num_output_rows, 1);
-  scheduler.Advance(S, pass[0]);
-  Write(*prompt->samples[0]);
-  EXPECT_TRUE(scheduler.Plan(S).empty());
+  EXPECT_THAT(scheduler.Plan(S).entries, IsEmpty());
   // The junior has seen nothing: it consumes the prompt and the senior's token at once.
-  EXPECT_EQ(scheduler.Plan(J)[0].end, 5);
+  EXPECT_EQ(scheduler.Plan(J).entries[0].end, 5);
+}
+
+TEST(SchedulerTest, TheLaneWithMoreWaitingSequencesRunsFirstAndTheOtherSoon) {
+  const auto solo = MakePrompt(4, 6, {.tandem = false}), tandem = MakePrompt(4, 1);
+  Scheduler scheduler(kWide);
+  Enqueue(scheduler, *tandem);
+  Enqueue(scheduler, *solo);
+  scheduler.Admit();
+  RunPass(scheduler, S);  // the first sample of each prompt
+  RunPass(scheduler, S);  // all of solo's
+  ASSERT_EQ(tandem->samples[0]->selector.NextAuthor(), J);
+  int passes = 0;
+  while (scheduler.LaneOrder()[0] == S) {
+    ASSERT_LT(++passes, 8) << "the junior's sequence waits for ever";
+    EXPECT_EQ(RunPass(scheduler, S).entries.size(), 6u);
+  }
+  EXPECT_GT(passes, 2) << "six sequences wait for one";
+}
+
+TEST(SchedulerTest, EqualLanesTakeTurns) {
+  const auto prompt = MakePrompt(4, 1), other = MakePrompt(4, 1, {.token = 2});
+  Scheduler scheduler(kWide);
+  Enqueue(scheduler, *prompt);
+  scheduler.Admit();
+  EXPECT_EQ(scheduler.LaneOrder()[0], S);
+  RunPass(scheduler, S);
+  Enqueue(scheduler, *other);
+  scheduler.Admit();
+  // One sequence waits for each model.
+  EXPECT_EQ(scheduler.LaneOrder()[0], J);
+  RunPass(scheduler, J);
+  EXPECT_EQ(scheduler.LaneOrder()[0], S);
 }
 
 TEST(SchedulerTest, LongPromptsAreCutToTheBudget) {
   const auto prompt = MakePrompt(10, 1);
-  Scheduler scheduler({.max_num_seqs = kWide.max_num_seqs, .max_batched_tokens = 4});
-  scheduler.Enqueue(prompt->samples[0].get());
+  Scheduler scheduler({.max_num_seqs = kWide.max_num_seqs,
+                       .max_batched_tokens = 4,
+                       .num_blocks = kWide.num_blocks});
+  Enqueue(scheduler, *prompt);
   scheduler.Admit();
   std::vector<int64_t> ends;
   for (int i = 0; i < 3; ++i) {
-    const auto pass = scheduler.Plan(S);
+    const auto pass = RunPass(scheduler, S).entries;
     ASSERT_EQ(pass.size(), 1u);
     EXPECT_EQ(pass[0].samples, i == 2);
-    EXPECT_EQ(pass[0].num_output_rows, i == 2 ? 1 : 0);
     ends.push_back(pass[0].end);
-    scheduler.Advance(S, pass[0]);
   }
-  EXPECT_THAT(ends, ::testing::ElementsAre(4, 8, 10));
+  EXPECT_THAT(ends, ElementsAre(4, 8, 10));
+}
+
+TEST(SchedulerTest, ALongPromptDoesNotHoldUpSequencesThatAreWritten) {
+  const auto prompt = MakePrompt(2, 1, {.tandem = false});
+  const auto longer = MakePrompt(30, 1, {.token = 2});
+  Scheduler scheduler({.max_num_seqs = kWide.max_num_seqs,
+                       .max_batched_tokens = 4,
+                       .num_blocks = kWide.num_blocks});
+  Enqueue(scheduler, *longer);
+  scheduler.Admit();
+  RunPass(scheduler, S);
+  Enqueue(scheduler, *prompt);
+  scheduler.Admit();
+  // The older prompt takes the budget until it is read, but not from tokens that are due.
+  while (prompt->samples[0]->response_length() == 0) RunPass(scheduler, S);
+  const auto next = RunPass(scheduler, S);
+  EXPECT_EQ(next.entries[0].sequence, prompt->samples[0].get());
+  EXPECT_TRUE(next.entries[0].samples);
 }
 
 TEST(SchedulerTest, SamplesWaitForTheFirstOnesPromptAndTakeItOver) {
-  const auto prompt = MakePrompt(6, 3);
+  const auto prompt = MakePrompt(70, 3);
   Scheduler scheduler(kWide);
-  for (const auto& sample : prompt->samples) scheduler.Enqueue(sample.get());
+  Enqueue(scheduler, *prompt);
   scheduler.Admit();
-  const auto first = scheduler.Plan(S);
-  ASSERT_EQ(first.size(), 1u);
-  scheduler.Advance(S, first[0]);
-  Write(*first[0].sequence);
-  const auto second = scheduler.Plan(S);
-  ASSERT_EQ(second.size(), 2u);
-  for (const PassEntry& entry : second) {
-    EXPECT_EQ(entry.copy_prefix_from, prompt->samples[0].get());
-    EXPECT_EQ(entry.begin, 5);
-    EXPECT_EQ(entry.end, 6);
-    EXPECT_TRUE(entry.samples);
+  const PassPlan first = RunPass(scheduler, S);
+  ASSERT_EQ(first.entries.size(), 1u);
+  EXPECT_THAT(first.copies, IsEmpty());
+  const PassPlan second = RunPass(scheduler, S);
+  ASSERT_EQ(second.entries.size(), 2u);
+  ASSERT_EQ(second.copies.size(), 2u);
+  const std::vector<int32_t>& owner = prompt->samples[0]->lane(S).blocks;
+  for (size_t i = 0; i < 2; ++i) {
+    EXPECT_EQ(second.entries[i].begin, 69);
+    EXPECT_EQ(second.entries[i].end, 70);
+    EXPECT_TRUE(second.entries[i].samples);
+    const std::vector<int32_t>& blocks = prompt->samples[i + 1]->lane(S).blocks;
+    EXPECT_EQ(blocks[0], owner[0]) << "whole blocks are shared";
+    EXPECT_NE(blocks[1], owner[1]) << "the rest is copied";
+    EXPECT_EQ(second.copies[i].from, owner[1]);
+    EXPECT_EQ(second.copies[i].to, blocks[1]);
   }
+  EXPECT_EQ(scheduler.num_held_blocks(S), 1 + 3);
+  EXPECT_EQ(scheduler.shared_tokens_total(), 2 * 69);
+}
+
+TEST(SequenceTest, APositionWhoseLogProbIsMissingIsConsumedByTheSequenceItself) {
+  const auto prompt = MakePrompt(3, 1, {.other_logprobs = true});
+  Sequence& sequence = *prompt->samples[0];
+  EXPECT_EQ(sequence.FirstWanted(S), 2);
+  Write(sequence);
+  EXPECT_EQ(sequence.FirstWanted(J), 2);
+  sequence.other_logprobs[0] = -1;
+  EXPECT_EQ(sequence.FirstWanted(J), 3);
 }
 
 TEST(SchedulerTest, PrefixesOfOldWeightsAreNotTakenOver) {
-  const auto prompt = MakePrompt(6, 2);
+  const auto prompt = MakePrompt(70, 2);
   Scheduler scheduler(kWide);
-  for (const auto& sample : prompt->samples) scheduler.Enqueue(sample.get());
+  Enqueue(scheduler, *prompt);
   scheduler.Admit();
-  const auto first = scheduler.Plan(S);
-  scheduler.Advance(S, first[0]);
-  Write(*first[0].sequence);
+  RunPass(scheduler, S);
   scheduler.BumpEpoch(S, /*recompute=*/false);
-  const auto second = scheduler.Plan(S);
-  ASSERT_EQ(second.size(), 1u);
-  EXPECT_EQ(second[0].copy_prefix_from, nullptr);
-  EXPECT_EQ(second[0].begin, 0);
+  const PassPlan second = scheduler.Plan(S);
+  ASSERT_EQ(second.entries.size(), 1u);
+  EXPECT_THAT(second.copies, IsEmpty());
+  EXPECT_EQ(second.entries[0].begin, 0);
+}
+
+TEST(SchedulerTest, RecomputingStartsRunningSequencesAgain) {
+  const auto prompt = MakePrompt(70, 1);
+  Scheduler scheduler(kWide);
+  Enqueue(scheduler, *prompt);
+  scheduler.Admit();
+  RunPass(scheduler, S);
+  RunPass(scheduler, J);
+  scheduler.BumpEpoch(S, /*recompute=*/true);
+  EXPECT_EQ(scheduler.num_held_blocks(S), 0);
+  EXPECT_GT(scheduler.num_held_blocks(J), 0);
+  EXPECT_EQ(scheduler.Plan(S).entries[0].begin, 0);
+}
+
+TEST(SchedulerTest, TheNewestSequenceGivesUpItsBlocks) {
+  const auto first = MakePrompt(60, 1, {.tandem = false});
+  const auto second = MakePrompt(60, 1, {.tandem = false, .token = 2});
+  Scheduler scheduler({.max_num_seqs = 8,
+                       .max_batched_tokens = kWide.max_batched_tokens,
+                       .num_blocks = 2});
+  Enqueue(scheduler, *first);
+  Enqueue(scheduler, *second);
+  scheduler.Admit();
+  ASSERT_EQ(scheduler.running().size(), 2u);
+  while (first->samples[0]->length() < 65) RunPass(scheduler, S);
+  EXPECT_EQ(scheduler.preemptions_total(), 0);
+  // The next token of the first needs a second block.
+  EXPECT_THAT(Sequences(RunPass(scheduler, S)), ElementsAre(first->samples[0].get()));
+  EXPECT_EQ(scheduler.preemptions_total(), 1);
+  EXPECT_THAT(scheduler.waiting(), ElementsAre(second->samples[0].get()));
+  scheduler.Admit();
+  EXPECT_EQ(scheduler.running().size(), 1u);
+  scheduler.Remove(first->samples[0].get());
+  scheduler.Admit();
+  const PassPlan again = RunPass(scheduler, S);
+  EXPECT_EQ(again.entries[0].begin, 0) << "its block was given out";
+  EXPECT_EQ(again.entries[0].end, 65);
+  EXPECT_TRUE(again.entries[0].samples);
 }
 
 TEST(SchedulerTest, AnEndedSequenceDrainsTheLaggingLane) {
-  const auto prompt = MakePrompt(3, 1, /*other_logprobs=*/true);
+  const auto prompt = MakePrompt(3, 1, {.other_logprobs = true});
   Sequence& sequence = *prompt->samples[0];
   Scheduler scheduler(kWide);
-  scheduler.Enqueue(&sequence);
+  Enqueue(scheduler, *prompt);
   scheduler.Admit();
-  scheduler.Advance(S, scheduler.Plan(S)[0]);
-  Write(sequence);
+  RunPass(scheduler, S);
   sequence.finish_reason = FinishReason::kLength;
   EXPECT_FALSE(sequence.complete());
-  EXPECT_TRUE(scheduler.Plan(S).empty());
-  const auto drain = scheduler.Plan(J);
+  EXPECT_THAT(scheduler.Plan(S).entries, IsEmpty());
+  const auto drain = RunPass(scheduler, J).entries;
   ASSERT_EQ(drain.size(), 1u);
   EXPECT_EQ(drain[0].end, 3);  // the last token predicts nothing
   EXPECT_FALSE(drain[0].samples);
-  EXPECT_EQ(drain[0].num_output_rows, 1);
-  scheduler.Advance(J, drain[0]);
   EXPECT_TRUE(sequence.complete());
 }
 

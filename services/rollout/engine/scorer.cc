@@ -1,27 +1,39 @@
 #include "services/rollout/engine/scorer.h"
 
 #include <algorithm>
-#include <mutex>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
 #include "common/base/error.h"
 #include "common/base/status_macros.h"
-#include "common/tandem/tandem_sampler.h"
+#include "common/model/layer_cache.h"
 #include "services/rollout/engine/tell_listener.h"
 
 namespace tandem::rollout {
 namespace {
 
-// A sequence that has a slot.
+// A sequence that has blocks.
 struct Scored {
   const ScoreSequence* sequence;
   std::vector<float>* logprobs;
-  int64_t slot;
+  std::vector<int32_t> blocks;
+  int64_t num_remembered = 0;  // blocks, the first ones, that the pool remembers
+  PrefixId prefix = kNoPrefix;
   int64_t cursor = 0;
   // No log-probability is asked for after the last token.
   int64_t target() const { return static_cast<int64_t>(sequence->token_ids.size()) - 1; }
+  // The tokens before the first position whose row is wanted.
+  int64_t num_unscored() const { return sequence->first_scored_token - 1; }
+  std::span<const int32_t> BlockTokens(int64_t block) const {
+    return std::span(sequence->token_ids).subspan(block * kKvBlockTokens, kKvBlockTokens);
+  }
 };
+
+// Whether both sequences start with a block of the same tokens, none of them scored.
+bool SharePrefix(const Scored& a, const Scored& b) {
+  return std::min(a.num_unscored(), b.num_unscored()) >= kKvBlockTokens &&
+         std::ranges::equal(a.BlockTokens(0), b.BlockTokens(0));
+}
 
 }  // namespace
 
@@ -32,16 +44,19 @@ struct Scorer::Job {
   ScoreDone done;
   ScoreResult result;
   Author lane = Author::kSenior;  // the model whose log-probabilities are being computed
-  size_t num_begun = 0;           // sequences of that model that have had a slot
-  std::vector<Scored> group;      // the sequences that have a slot now
+  SamplingParams sampling;        // its temperature alone counts
+  size_t num_begun = 0;           // sequences of that model that have had blocks
+  std::vector<Scored> group;      // the sequences that have blocks now
   int restarts = 0;
 };
 
-Scorer::Scorer(int64_t max_batched_tokens, const WeightsVersion& senior_weights,
+Scorer::Scorer(const ScorerOptions& options, const WeightsVersion& senior_weights,
                ModelRunner* senior, ModelRunner* junior)
-    : max_batched_tokens_(max_batched_tokens),
+    : max_batched_tokens_(options.max_batched_tokens),
       senior_weights_(senior_weights),
-      runners_({senior, junior}) {}
+      runners_({senior, junior}),
+      pools_({BlockPool(options.num_blocks, options.first_block),
+              BlockPool(options.num_blocks, options.first_block)}) {}
 
 Scorer::~Scorer() = default;
 
@@ -49,6 +64,7 @@ void Scorer::Submit(ScoreRequest request, const CallScope& call, ScoreDone done)
   auto job = std::make_unique<Job>();
   job->lane = request.junior ? Author::kJunior : Author::kSenior;
   job->result.sequences.resize(request.sequences.size());
+  job->sampling.temperature = request.temperature;
   job->request = std::move(request);
   job->call = call;
   job->done = std::move(done);
@@ -80,63 +96,94 @@ bool Scorer::Step() {
   return true;
 }
 
-absl::Status Scorer::FillGroup(Job& job) {
+bool Scorer::AddToGroup(Job& job, const ScoreSequence& sequence, std::vector<float>* logprobs) {
+  BlockPool& blocks = pool(job.lane);
+  Scored scored = {.sequence = &sequence, .logprobs = logprobs, .blocks = {}};
+  while ((scored.num_remembered + 1) * kKvBlockTokens <= scored.num_unscored()) {
+    const auto found = blocks.Find(scored.prefix, scored.BlockTokens(scored.num_remembered));
+    if (!found.has_value()) break;
+    scored.blocks.push_back(found->block);
+    scored.prefix = found->prefix;
+    ++scored.num_remembered;
+  }
+  scored.cursor = scored.num_remembered * kKvBlockTokens;
+  const int64_t missing = KvBlocks(scored.target()) - scored.num_remembered;
+  // A sequence that begins like one of the group shares its blocks when they are computed.
+  const bool waits = std::ranges::any_of(job.group, [&](const Scored& other) {
+    return scored.cursor == 0 && other.cursor == 0 && SharePrefix(scored, other);
+  });
+  if (waits || missing > blocks.num_idle()) {
+    for (const int32_t block : scored.blocks) blocks.Release(block);
+    return false;
+  }
+  for (int64_t i = 0; i < missing; ++i) scored.blocks.push_back(*blocks.Allocate());
+  job.group.push_back(std::move(scored));
+  return true;
+}
+
+void Scorer::FillGroup(Job& job) {
   const auto field = job.lane == Author::kSenior ? &SequenceScores::senior_logprobs
                                                  : &SequenceScores::junior_logprobs;
-  while (static_cast<int64_t>(job.group.size()) < kScoreSlots &&
-         job.num_begun < job.request.sequences.size()) {
-    TANDEM_ASSIGN_OR_RETURN(const int64_t slot, runner(job.lane).AllocateSlot());
+  while (job.group.size() < kGroupSize && job.num_begun < job.request.sequences.size()) {
     const ScoreSequence& sequence = job.request.sequences[job.num_begun];
     std::vector<float>& logprobs = job.result.sequences[job.num_begun].*field;
     logprobs.resize(sequence.token_ids.size() - sequence.first_scored_token);
-    job.group.push_back({.sequence = &sequence, .logprobs = &logprobs, .slot = slot});
+    if (!AddToGroup(job, sequence, &logprobs)) return;
     ++job.num_begun;
   }
-  return absl::OkStatus();
 }
 
 void Scorer::FreeGroup(Job& job) {
-  for (const Scored& scored : job.group) runner(job.lane).FreeSlot(scored.slot);
+  BlockPool& blocks = pool(job.lane);
+  for (const Scored& scored : job.group) {
+    for (size_t i = scored.blocks.size(); i-- > 0;) blocks.Release(scored.blocks[i]);
+  }
   job.group.clear();
 }
 
 absl::Status Scorer::RunPass(Job& job) {
-  if (job.group.empty()) TANDEM_RETURN_IF_ERROR(FillGroup(job));
-  std::vector<RunnerInput> inputs;
+  if (job.group.empty()) FillGroup(job);
+  std::vector<std::vector<OutputRow>> rows;
+  std::vector<PassSequence> inputs;
   std::vector<Scored*> owners;
   int64_t budget = max_batched_tokens_;
   for (Scored& scored : job.group) {
     const int64_t count = std::min(budget, scored.target() - scored.cursor);
     if (count <= 0) continue;
     const int64_t end = scored.cursor + count;
-    // Row p gives the log-prob of token p + 1.
-    const int64_t first_row = std::max(scored.cursor, scored.sequence->first_scored_token - 1);
-    inputs.push_back({.slot = scored.slot,
+    std::vector<OutputRow>& own_rows = rows.emplace_back();
+    // The row of a position gives the log-prob of the token after it.
+    for (int64_t p = std::max(scored.cursor, scored.num_unscored()); p < end; ++p) {
+      own_rows.push_back({.index = p - scored.cursor,
+                          .token = scored.sequence->token_ids[p + 1],
+                          .sampling = &job.sampling});
+    }
+    // The rows do not move with the vector that holds them.
+    inputs.push_back({.blocks = scored.blocks,
+                      .start = scored.cursor,
                       .tokens = std::span(scored.sequence->token_ids).subspan(scored.cursor, count),
-                      .num_output_rows = std::max<int64_t>(0, end - first_row)});
-    scored.cursor = end;
+                      .rows = own_rows});
     budget -= count;
     owners.push_back(&scored);
   }
-  std::mutex mutex;
-  absl::Status failure;
-  const double temperature = job.request.temperature;
   ++passes_total_;
-  TANDEM_RETURN_IF_ERROR(runner(job.lane).Forward(
-      inputs, [&](int64_t input, int64_t row, std::span<const float> logits) {
-        thread_local TandemSampler sampler;
-        const Scored& scored = *owners[input];
-        const int64_t token = scored.cursor - inputs[input].num_output_rows + row + 1;
-        const auto logprob =
-            sampler.TokenLogProb(logits, temperature, scored.sequence->token_ids[token]);
-        if (logprob.ok()) {
-          (*scored.logprobs)[token - scored.sequence->first_scored_token] = *logprob;
-        } else {
-          std::lock_guard lock(mutex);
-          failure = logprob.status();
-        }
-      }));
-  TANDEM_RETURN_IF_ERROR(failure);
+  PassResults results;
+  TANDEM_RETURN_IF_ERROR(runner(job.lane).Run({.copies = {}, .sequences = inputs}, results));
+  size_t next = 0;
+  for (size_t i = 0; i < owners.size(); ++i) {
+    Scored& scored = *owners[i];
+    for (const OutputRow& row : inputs[i].rows) {
+      TANDEM_ASSIGN_OR_RETURN(const SampledToken scored_token, results[next++]);
+      (*scored.logprobs)[scored.cursor + row.index - scored.num_unscored()] = scored_token.logprob;
+    }
+    scored.cursor += static_cast<int64_t>(inputs[i].tokens.size());
+    while ((scored.num_remembered + 1) * kKvBlockTokens <= scored.cursor) {
+      scored.prefix =
+          pool(job.lane).Remember(scored.blocks[scored.num_remembered], scored.prefix,
+                                  scored.BlockTokens(scored.num_remembered));
+      ++scored.num_remembered;
+    }
+  }
   const bool finished = std::all_of(job.group.begin(), job.group.end(), [](const Scored& scored) {
     return scored.cursor == scored.target();
   });
@@ -158,6 +205,7 @@ void Scorer::End(std::deque<std::unique_ptr<Job>>::iterator position, const absl
 
 void Scorer::OnSeniorUpdated(const WeightsVersion& weights) {
   senior_weights_ = weights;
+  pool(Author::kSenior).Forget();
   for (size_t i = jobs_.size(); i-- > 0;) {
     Job& job = *jobs_[i];
     if (job.lane != Author::kSenior || job.num_begun == 0) continue;

@@ -13,23 +13,31 @@
 #include "absl/status/status.h"
 #include "common/base/call_scope.h"
 #include "common/base/weights_version.h"
+#include "services/rollout/engine/block_pool.h"
 #include "services/rollout/engine/model_runner.h"
 #include "services/rollout/engine/sequence.h"
 #include "services/rollout/engine/types.h"
 
 namespace tandem::rollout {
 
-// Sequences that are scored at the same time. A runner has as many slots beyond the generator's.
-inline constexpr int64_t kScoreSlots = 8;
+struct ScorerOptions {
+  int64_t max_batched_tokens;
+  // The blocks of each lane's cache that the scorer uses, and the generator does not; enough for
+  // the longest sequence.
+  int64_t num_blocks;
+  int32_t first_block;
+};
 
 class Scorer {
  public:
   // Number of times that new weights may start a request's senior passes again before it is
   // ABORTED.
   static constexpr int kMaxRestarts = 8;
+  // Sequences that are scored at the same time, at most.
+  static constexpr size_t kGroupSize = 8;
 
   // The runners outlive the scorer; `junior` may be null.
-  Scorer(int64_t max_batched_tokens, const WeightsVersion& senior_weights, ModelRunner* senior,
+  Scorer(const ScorerOptions& options, const WeightsVersion& senior_weights, ModelRunner* senior,
          ModelRunner* junior);
   ~Scorer();
 
@@ -42,7 +50,8 @@ class Scorer {
   void DropAbandoned();
 
   // Runs one pass of at most max_batched_tokens for the job whose turn it is; a turn is the passes
-  // of kScoreSlots sequences. Returns false if nothing progressed.
+  // of one group of sequences. Tokens before the first scored one are shared with sequences that
+  // were scored before, as far as the cache contains them. Returns false if nothing progressed.
   bool Step();
 
   // Tells that the senior's weights were replaced: its unfinished passes start again.
@@ -51,22 +60,28 @@ class Scorer {
   void FailAll(const absl::Status& status);
 
   int64_t passes_total() const { return passes_total_; }
+  int64_t num_held_blocks(Author lane) const { return pools_[LaneIndex(lane)].num_held(); }
 
  private:
   struct Job;
 
   absl::Status RunPass(Job& job);
-  absl::Status FillGroup(Job& job);
+  void FillGroup(Job& job);
+  // Gives `sequence` blocks, shared or its own, as the next of the job's group. Returns false if it
+  // has to wait for the next group.
+  bool AddToGroup(Job& job, const ScoreSequence& sequence, std::vector<float>* logprobs);
   void FreeGroup(Job& job);
   // Removes the job at `position` from the queue and calls its `done`.
   void End(std::deque<std::unique_ptr<Job>>::iterator position, const absl::Status& status);
 
   ModelRunner& runner(Author lane) { return *runners_[LaneIndex(lane)]; }
+  BlockPool& pool(Author lane) { return pools_[LaneIndex(lane)]; }
 
   const int64_t max_batched_tokens_;
   WeightsVersion senior_weights_;
   const std::array<ModelRunner*, 2> runners_;
-  std::deque<std::unique_ptr<Job>> jobs_;  // the front job has the turn, and alone holds slots
+  std::array<BlockPool, 2> pools_;
+  std::deque<std::unique_ptr<Job>> jobs_;  // the front job has the turn, and alone holds blocks
   int64_t passes_total_ = 0;
 };
 

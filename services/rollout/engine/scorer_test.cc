@@ -14,6 +14,9 @@ namespace {
 
 constexpr int32_t kVocab = 40;
 constexpr int64_t kPassTokens = 16;
+// More than the sequences of a group need, and fewer than all.
+constexpr int64_t kBlocks = 10;
+constexpr int32_t kFirstBlock = 3;
 
 ScoreRequest Request(int sequences, int length, bool senior = true, bool junior = false) {
   ScoreRequest request = {.sequences = {}, .senior = senior, .junior = junior, .temperature = 0.8};
@@ -43,8 +46,8 @@ class ScorerTest : public ::testing::Test {
       ASSERT_LT(steps, 10000) << "no progress";
       scorer_.Step();
     }
-    EXPECT_EQ(senior_.slots_in_use(), 0);
-    EXPECT_EQ(junior_.slots_in_use(), 0);
+    EXPECT_EQ(scorer_.num_held_blocks(Author::kSenior), 0);
+    EXPECT_EQ(scorer_.num_held_blocks(Author::kJunior), 0);
   }
   static void ExpectScores(const FakeRunner& model, const ScoreRequest& request,
                            const ScoreResult& result, std::vector<float> SequenceScores::*field) {
@@ -62,9 +65,13 @@ class ScorerTest : public ::testing::Test {
     }
   }
 
-  FakeRunner senior_{1, kVocab, kScoreSlots};
-  FakeRunner junior_{2, kVocab, kScoreSlots};
-  Scorer scorer_{kPassTokens, {0, "zero"}, &senior_, &junior_};
+  FakeRunner senior_{1, kVocab, kFirstBlock + kBlocks};
+  FakeRunner junior_{2, kVocab, kFirstBlock + kBlocks};
+  Scorer scorer_{
+      {.max_batched_tokens = kPassTokens, .num_blocks = kBlocks, .first_block = kFirstBlock},
+      {0, "zero"},
+      &senior_,
+      &junior_};
 };
 
 TEST_F(ScorerTest, EveryTokenHasTheLogProbOfTheWholePrefix) {
@@ -90,9 +97,9 @@ TEST_F(ScorerTest, AStepIsOnePass) {
 TEST_F(ScorerTest, AShortRequestDoesNotWaitForALongOne) {
   const auto longest = Submit(Request(100, 30));
   const auto shortest = Submit(Request(1, 5));
-  // One turn of the first: kScoreSlots sequences of up to 33 tokens.
+  // One turn of the first: a group of sequences of up to 33 tokens.
   for (int64_t steps = 0; !shortest->has_value(); ++steps) {
-    ASSERT_LE(steps, kScoreSlots * 33 / kPassTokens + 2);
+    ASSERT_LE(steps, static_cast<int64_t>(Scorer::kGroupSize) * 33 / kPassTokens + 2);
     scorer_.Step();
   }
   EXPECT_FALSE(longest->has_value());
@@ -126,7 +133,7 @@ TEST_F(ScorerTest, ARequestThatIsAlwaysOvertakenEnds) {
   EXPECT_EQ((*result)->status().code(), absl::StatusCode::kAborted);
   EXPECT_TRUE(HasReason((*result)->status(), reason::kWeightsChanged));
   EXPECT_FALSE(scorer_.HasWork());
-  EXPECT_EQ(senior_.slots_in_use(), 0);
+  EXPECT_EQ(scorer_.num_held_blocks(Author::kSenior), 0);
 }
 
 TEST_F(ScorerTest, WhoHasGoneIsNotScored) {
@@ -158,6 +165,33 @@ TEST_F(ScorerTest, AFailedPassFailsItsRequestOnly) {
   EXPECT_EQ((*broken)->status().code(), absl::StatusCode::kInternal);
   Finish();
   EXPECT_TRUE((*other)->ok());
+}
+
+TEST_F(ScorerTest, SamplesOfOnePromptShareItsBlocks) {
+  ScoreRequest request = {.sequences = {}, .temperature = 0.8};
+  for (int i = 0; i < 6; ++i) {
+    ScoreSequence sequence = {.token_ids = std::vector<int32_t>(130, 5), .first_scored_token = 130};
+    for (int t = 0; t < 7; ++t) sequence.token_ids.push_back((i * 7 + t * 3) % kVocab);
+    request.sequences.push_back(std::move(sequence));
+  }
+  const auto result = Submit(request);
+  Finish();
+  ASSERT_TRUE(result->has_value() && (*result)->ok());
+  ExpectScores(senior_, request, ***result, &SequenceScores::senior_logprobs);
+  EXPECT_EQ(senior_.consumed, 136 + 5 * (136 - 128));
+}
+
+TEST_F(ScorerTest, NewWeightsShareNothingWithOldOnes) {
+  ScoreRequest request = {.sequences = {}, .temperature = 0.8};
+  request.sequences.push_back(
+      {.token_ids = std::vector<int32_t>(130, 5), .first_scored_token = 129});
+  Submit(request);
+  Finish();
+  senior_.set_weights(9);
+  scorer_.OnSeniorUpdated({1, "one"});
+  const auto result = Submit(request);
+  Finish();
+  ExpectScores(senior_, request, ***result, &SequenceScores::senior_logprobs);
 }
 
 }  // namespace

@@ -12,6 +12,7 @@
 #include "common/tandem/author_selector.h"
 #include "common/tandem/authorship_mask.h"
 #include "common/tandem/trajectory.h"
+#include "services/rollout/engine/block_pool.h"
 #include "services/rollout/engine/types.h"
 
 namespace tandem::rollout {
@@ -22,13 +23,15 @@ inline constexpr Author kAuthors[] = {Author::kSenior, Author::kJunior};
 inline size_t LaneIndex(Author author) { return author == Author::kSenior ? 0 : 1; }
 
 // One model's view of a sequence. The model has consumed the first `cursor` tokens; their keys and
-// values lie in `slot`. A lane lags until its model has to write.
+// values lie in `blocks`. A lane lags until its model has to write.
 struct LaneState {
-  static constexpr int64_t kNoSlot = -1;
-  int64_t slot = kNoSlot;
+  std::vector<int32_t> blocks;  // the block table
   int64_t cursor = 0;
   // Counts the weights that keys and values come from; see Scheduler::BumpEpoch.
   int64_t epoch = 0;
+  // The first blocks, whose contents the pool remembers, and their prefix.
+  int64_t num_remembered = 0;
+  PrefixId prefix = kNoPrefix;
 };
 
 struct Sequence;
@@ -60,6 +63,7 @@ struct Sequence {
   AuthorSelector selector;
   const bool wants_other;
   std::array<LaneState, 2> lanes;
+  int64_t last_pass = 0;  // see Scheduler::LaneOrder
 
   // One entry per response token.
   std::vector<Author> authors;
@@ -97,6 +101,16 @@ struct Sequence {
     if (!ended()) return selector.NextAuthor() == author ? length() : 0;
     // Only the lane that did not write the last token can lag.
     return wants_other && authors.back() != author ? length() - 1 : 0;
+  }
+
+  // Returns the first position that `author`'s model must consume itself, though another sequence
+  // may have consumed the same tokens: its hidden state is wanted. Needs Target(author) > 0.
+  int64_t FirstWanted(Author author) const {
+    const int64_t last = Target(author) - 1;
+    for (int64_t position = prompt_length() - 1; position < last; ++position) {
+      if (NeedsOther(author, position)) return position;
+    }
+    return last;
   }
 
   bool complete() const {

@@ -5,10 +5,9 @@
 
 #include <cstdint>
 #include <memory>
-#include <span>
+#include <vector>
 
 #include "absl/status/status.h"
-#include "absl/status/statusor.h"
 #include "common/model/kv_cache.h"
 #include "common/model/model.h"
 #include "services/rollout/engine/model_runner.h"
@@ -17,20 +16,19 @@ namespace tandem::rollout {
 
 class TorchRunner : public ModelRunner {
  public:
-  TorchRunner(std::unique_ptr<Model> model, int64_t num_slots, int64_t max_model_len);
+  TorchRunner(std::unique_ptr<Model> model, int64_t num_blocks);
 
   const Model& model() const { return *model_; }
   Model& model() { return *model_; }
 
-  absl::StatusOr<int64_t> AllocateSlot() override { return cache_.Allocate(); }
-  void FreeSlot(int64_t slot) override { cache_.Free(slot); }
-  // INTERNAL if libtorch throws; RESOURCE_EXHAUSTED if memory runs out.
-  absl::Status Truncate(int64_t slot, int64_t length) override;
-  absl::Status CopyPrefix(int64_t from, int64_t to, int64_t length) override;
-  // `sink` is empty on a rank whose logits another rank gathers.
-  absl::Status Forward(std::span<const RunnerInput> inputs, const RowSink& sink) override;
+  // INTERNAL if libtorch throws; RESOURCE_EXHAUSTED if memory runs out; errors of Model::Decode.
+  absl::Status Run(const Pass& pass, PassResults& results) override;
+  // The same on a rank whose logits another rank gathers: of the rows only the indices are read.
+  absl::Status Follow(const Pass& pass);
 
  private:
+  absl::Status Compute(const Pass& pass, PassResults* results);
+
   std::unique_ptr<Model> model_;
   KvCache cache_;
 };

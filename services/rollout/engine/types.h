@@ -116,7 +116,7 @@ using ScoreDone = std::function<void(absl::StatusOr<ScoreResult> result)>;
 struct EngineStats {
   int64_t sequences_running = 0;
   int64_t sequences_waiting = 0;
-  int64_t senior_kv_tokens = 0;  // tokens held in the senior's lane
+  int64_t senior_kv_tokens = 0;  // room of the blocks that sequences hold in the senior's lane
   int64_t junior_kv_tokens = 0;
   int64_t kv_capacity_tokens = 0;   // of one lane
   int64_t senior_tokens_total = 0;  // response tokens written
@@ -126,6 +126,9 @@ struct EngineStats {
   int64_t senior_catch_up_tokens_total = 0;
   int64_t junior_catch_up_tokens_total = 0;
   int64_t prompt_tokens_total = 0;
+  // Tokens that a lane did not consume, because the cache contained them.
+  int64_t shared_prefix_tokens_total = 0;
+  int64_t preemptions_total = 0;  // of sequences that gave up their blocks
   int64_t forward_passes_total = 0;  // of generation
   int64_t score_passes_total = 0;
   // The end of the last pass or command on this rank.

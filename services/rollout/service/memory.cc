@@ -25,7 +25,7 @@ absl::StatusOr<MemoryPlan> PlanMemory(const config::v1::RolloutServerConfig& con
   TANDEM_RETURN_IF_ERROR(CheckRankLayout(layout, senior, junior.has_value() ? &*junior : nullptr,
                                          environment.world_size));
   return RolloutMemory(senior, junior.has_value() ? &*junior : nullptr,
-                       {.num_slots = config.max_num_seqs() + kScoreSlots,
+                       {.max_num_seqs = config.max_num_seqs(),
                         .max_model_len = config.max_model_len(),
                         .max_batched_tokens = config.max_batched_tokens(),
                         .dtype = rpc::ComputeType(config.compute()),

@@ -1,25 +1,26 @@
 // A ModelRunner without tensors. Its logits are a hash of all consumed tokens, so a wrong cursor,
-// slot or prefix shows at once.
+// block or prefix shows at once.
 #ifndef TANDEM_SERVICES_ROLLOUT_ENGINE_TESTING_FAKE_RUNNER_H_
 #define TANDEM_SERVICES_ROLLOUT_ENGINE_TESTING_FAKE_RUNNER_H_
 
 #include <algorithm>
+#include <array>
 #include <cstdint>
-#include <map>
 #include <span>
 #include <utility>
 #include <vector>
 
 #include "absl/status/status.h"
-#include "absl/status/statusor.h"
+#include "common/model/layer_cache.h"
+#include "common/tandem/tandem_sampler.h"
 #include "services/rollout/engine/model_runner.h"
 
 namespace tandem::rollout {
 
 class FakeRunner : public ModelRunner {
  public:
-  FakeRunner(uint64_t weights, int32_t vocab_size, int64_t num_slots = 1024)
-      : weights_(weights), vocab_size_(vocab_size), num_slots_(num_slots) {}
+  FakeRunner(uint64_t weights, int32_t vocab_size, int64_t num_blocks)
+      : weights_(weights), vocab_size_(vocab_size), blocks_(num_blocks) {}
 
   // Returns the row of logits after `tokens`.
   std::vector<float> Logits(std::span<const int32_t> tokens) const {
@@ -32,55 +33,52 @@ class FakeRunner : public ModelRunner {
     return logits;
   }
 
-  absl::StatusOr<int64_t> AllocateSlot() override {
-    if (static_cast<int64_t>(slots_.size()) == num_slots_) {
-      return absl::ResourceExhaustedError("slots");
-    }
-    slots_[next_slot_] = {};
-    return next_slot_++;
-  }
-  void FreeSlot(int64_t slot) override { slots_.erase(slot); }
-  absl::Status Truncate(int64_t slot, int64_t length) override {
-    slots_.at(slot).resize(length);
-    return std::exchange(fail_next_truncate, absl::OkStatus());
-  }
-  absl::Status CopyPrefix(int64_t from, int64_t to, int64_t length) override {
-    const std::vector<int32_t>& source = slots_.at(from);
-    slots_.at(to).assign(source.begin(), source.begin() + length);
-    return std::exchange(fail_next_copy, absl::OkStatus());
-  }
-  absl::Status Forward(std::span<const RunnerInput> inputs, const RowSink& sink) override {
+  absl::Status Run(const Pass& pass, PassResults& results) override {
     ++passes;
+    for (const BlockCopy& copy : pass.copies) blocks_.at(copy.to) = blocks_.at(copy.from);
     int64_t pass_tokens = 0;
-    for (size_t i = 0; i < inputs.size(); ++i) {
-      std::vector<int32_t>& held = slots_.at(inputs[i].slot);
-      held.insert(held.end(), inputs[i].tokens.begin(), inputs[i].tokens.end());
-      pass_tokens += static_cast<int64_t>(inputs[i].tokens.size());
+    for (const PassSequence& sequence : pass.sequences) {
+      for (size_t i = 0; i < sequence.tokens.size(); ++i) {
+        TokenAt(sequence, sequence.start + static_cast<int64_t>(i)) = sequence.tokens[i];
+      }
+      pass_tokens += static_cast<int64_t>(sequence.tokens.size());
     }
     consumed += pass_tokens;
     largest_pass = std::max(largest_pass, pass_tokens);
     if (!fail_next.ok()) return std::exchange(fail_next, absl::OkStatus());
-    for (size_t i = 0; i < inputs.size(); ++i) {
-      const std::vector<int32_t>& held = slots_.at(inputs[i].slot);
-      for (int64_t row = 0; row < inputs[i].num_output_rows; ++row) {
-        const size_t length = held.size() - inputs[i].num_output_rows + row + 1;
-        sink(static_cast<int64_t>(i), row, Logits(std::span(held).first(length)));
+    results.clear();
+    TandemSampler sampler;
+    for (const PassSequence& sequence : pass.sequences) {
+      for (const OutputRow& row : sequence.rows) {
+        std::vector<int32_t> held;
+        for (int64_t p = 0; p <= sequence.start + row.index; ++p) {
+          held.push_back(TokenAt(sequence, p));
+        }
+        const std::vector<float> logits = Logits(held);
+        if (row.token == OutputRow::kDraw) {
+          results.push_back(sampler.Sample(logits, *row.sampling, row.u));
+        } else {
+          results.push_back(SampledToken{
+              .token = row.token,
+              .logprob = *sampler.TokenLogProb(logits, row.sampling->temperature, row.token)});
+        }
       }
     }
     return absl::OkStatus();
   }
 
   void set_weights(uint64_t weights) { weights_ = weights; }
-  int64_t slots_in_use() const { return static_cast<int64_t>(slots_.size()); }
 
   int64_t passes = 0;
   int64_t consumed = 0;
   int64_t largest_pass = 0;
   absl::Status fail_next;
-  absl::Status fail_next_copy;
-  absl::Status fail_next_truncate;
 
  private:
+  int32_t& TokenAt(const PassSequence& sequence, int64_t position) {
+    return blocks_.at(sequence.blocks[position / kKvBlockTokens])[position % kKvBlockTokens];
+  }
+
   static uint64_t Mix(uint64_t x) {
     x ^= x >> 33;
     x *= 0xFF51AFD7ED558CCD;
@@ -91,9 +89,7 @@ class FakeRunner : public ModelRunner {
 
   uint64_t weights_;
   const int32_t vocab_size_;
-  const int64_t num_slots_;
-  int64_t next_slot_ = 0;
-  std::map<int64_t, std::vector<int32_t>> slots_;
+  std::vector<std::array<int32_t, kKvBlockTokens>> blocks_;  // the tokens that they hold
 };
 
 }  // namespace tandem::rollout

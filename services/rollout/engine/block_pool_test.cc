@@ -1,0 +1,82 @@
+#include "services/rollout/engine/block_pool.h"
+
+#include <gtest/gtest.h>
+
+#include <vector>
+
+namespace tandem::rollout {
+namespace {
+
+const std::vector<int32_t> kTokens = {1, 2, 3}, kOther = {1, 2, 4};
+
+TEST(BlockPoolTest, EveryBlockIsGivenOutOnce) {
+  BlockPool pool(2, /*first_block=*/5);
+  EXPECT_EQ(pool.Allocate(), 5);
+  EXPECT_EQ(pool.Allocate(), 6);
+  EXPECT_EQ(pool.Allocate(), std::nullopt);
+  EXPECT_EQ(pool.num_held(), 2);
+  pool.Release(6);
+  EXPECT_EQ(pool.num_idle(), 1);
+  EXPECT_EQ(pool.Allocate(), 6);
+}
+
+TEST(BlockPoolTest, ContentsAreFoundAfterTheirPrefixAlone) {
+  BlockPool pool(4);
+  const int32_t first = *pool.Allocate(), second = *pool.Allocate();
+  const PrefixId prefix = pool.Remember(first, kNoPrefix, kTokens);
+  pool.Remember(second, prefix, kTokens);
+  EXPECT_EQ(pool.Find(kNoPrefix, kOther), std::nullopt);
+  const auto found = pool.Find(kNoPrefix, kTokens);
+  ASSERT_TRUE(found.has_value());
+  EXPECT_EQ(found->block, first);
+  EXPECT_EQ(found->prefix, prefix);
+  EXPECT_EQ(pool.Find(found->prefix, kTokens)->block, second);
+}
+
+TEST(BlockPoolTest, ABlockIsIdleWhenItsLastHolderReleasesIt) {
+  BlockPool pool(1);
+  const int32_t block = *pool.Allocate();
+  pool.Remember(block, kNoPrefix, kTokens);
+  pool.Find(kNoPrefix, kTokens);
+  pool.Release(block);
+  EXPECT_EQ(pool.Allocate(), std::nullopt);
+  pool.Release(block);
+  EXPECT_EQ(pool.Allocate(), block);
+  EXPECT_EQ(pool.Find(kNoPrefix, kTokens), std::nullopt) << "its contents are about to change";
+}
+
+TEST(BlockPoolTest, EmptyBlocksAreGivenOutBeforeKnownOnesAndThoseByAge) {
+  BlockPool pool(3);
+  const int32_t a = *pool.Allocate(), b = *pool.Allocate(), c = *pool.Allocate();
+  pool.Remember(a, kNoPrefix, kTokens);
+  pool.Remember(b, kNoPrefix, kOther);
+  for (const int32_t block : {b, a, c}) pool.Release(block);
+  EXPECT_EQ(pool.Allocate(), c);
+  EXPECT_EQ(pool.Allocate(), b);
+  EXPECT_EQ(pool.Find(kNoPrefix, kTokens)->block, a);
+}
+
+TEST(BlockPoolTest, TheFirstBlockWithSomeContentsStaysTheOneThatIsFound) {
+  BlockPool pool(2);
+  const int32_t a = *pool.Allocate(), b = *pool.Allocate();
+  const PrefixId prefix = pool.Remember(a, kNoPrefix, kTokens);
+  EXPECT_EQ(pool.Remember(b, kNoPrefix, kTokens), prefix);
+  pool.Release(b);
+  EXPECT_EQ(pool.Allocate(), b);
+  EXPECT_EQ(pool.Find(kNoPrefix, kTokens)->block, a);
+}
+
+TEST(BlockPoolTest, ForgottenContentsAreNotFoundAndPrefixesDoNotReturn) {
+  BlockPool pool(2);
+  const int32_t block = *pool.Allocate();
+  const PrefixId before = pool.Remember(block, kNoPrefix, kTokens);
+  pool.Forget();
+  EXPECT_EQ(pool.Find(kNoPrefix, kTokens), std::nullopt);
+  EXPECT_EQ(pool.num_held(), 1);
+  pool.Release(block);
+  const int32_t again = *pool.Allocate();
+  EXPECT_NE(pool.Remember(again, kNoPrefix, kTokens), before);
+}
+
+}  // namespace
+}  // namespace tandem::rollout
