@@ -172,9 +172,9 @@ absl::Status CheckInput(const KvCache& cache, const DecodeInput& input, int64_t 
   for (size_t i = 0; i < input.output_rows.size(); ++i) {
     const int64_t row = input.output_rows[i];
     if (row < (i == 0 ? 0 : input.output_rows[i - 1] + 1) || row >= count) {
-      return InvalidField(absl::StrCat("output_rows[", i, "]"),
-                          absl::StrCat("must be above the one before and below ", count, ", got ",
-                                       row));
+      return InvalidField(
+          absl::StrCat("output_rows[", i, "]"),
+          absl::StrCat("must be above the one before and below ", count, ", got ", row));
     }
   }
   for (int64_t i = 0; i < count; ++i) {
@@ -213,8 +213,7 @@ absl::StatusOr<at::Tensor> Model::Decode(KvCache& cache,
   const at::Tensor indices = at::empty({2 * count + num_rows}, at::kLong);
   int64_t* token = indices.mutable_data_ptr<int64_t>();
   int64_t *position = token + count, *row = position + count;
-  at::Tensor tables =
-      at::zeros({static_cast<int64_t>(inputs.size()), longest_table}, at::kInt);
+  at::Tensor tables = at::zeros({static_cast<int64_t>(inputs.size()), longest_table}, at::kInt);
   int32_t* table = tables.mutable_data_ptr<int32_t>();
   for (const DecodeInput& input : inputs) {
     const int64_t begin = batch.offsets.back();

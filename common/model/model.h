@@ -82,8 +82,8 @@ struct LoadOptions {
 
 // One sequence of a cached forward.
 struct DecodeInput {
-  // The block table: blocks[i] of the KvCache holds the positions from i * kKvBlockTokens on. Blocks
-  // that are written now are in no other table.
+  // The block table: blocks[i] of the KvCache holds the positions from i * kKvBlockTokens on.
+  // Blocks that are written now are in no other table.
   absl::Span<const int32_t> blocks;
   int64_t start = 0;                 // position of the first token; the cache holds those before
   absl::Span<const int32_t> tokens;  // what the model consumes now, at least one
@@ -157,10 +157,10 @@ class Model {
   // cache. Returns the wanted rows, inputs one after the other: [number of output rows, H], after
   // the final norm; feed them to ForwardLogits. Run it under c10::InferenceMode. A row's numbers do
   // not depend on what it was batched with nor on how the tokens before it were chunked. Of a
-  // shard, the cache holds its heads; all ranks get the same bits, and the same error. UNIMPLEMENTED
-  // for a shard without the others. INVALID_ARGUMENT for a block that the cache does not have, too
-  // few blocks, no tokens, an id that no token has, or rows out of order. On an error the cache has
-  // not changed.
+  // shard, the cache holds its heads; all ranks get the same bits, and the same error.
+  // UNIMPLEMENTED for a shard without the others. INVALID_ARGUMENT for a block that the cache does
+  // not have, too few blocks, no tokens, an id that no token has, or rows out of order. On an error
+  // the cache has not changed.
   absl::StatusOr<at::Tensor> Decode(KvCache& cache, absl::Span<const DecodeInput> inputs) const;
 
   // The cached keys and values of each layer: the argument of a KvCache for Decode.

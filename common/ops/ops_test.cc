@@ -50,8 +50,8 @@ void ExpectTheGradientsOfAten(const std::vector<at::Tensor>& values, const Funct
 at::Tensor BlockTable(const std::vector<std::vector<int32_t>>& blocks) {
   size_t longest = 0;
   for (const auto& row : blocks) longest = std::max(longest, row.size());
-  at::Tensor table = at::zeros(
-      {static_cast<int64_t>(blocks.size()), static_cast<int64_t>(longest)}, at::kInt);
+  at::Tensor table =
+      at::zeros({static_cast<int64_t>(blocks.size()), static_cast<int64_t>(longest)}, at::kInt);
   for (size_t s = 0; s < blocks.size(); ++s) {
     std::copy(blocks[s].begin(), blocks[s].end(),
               table.select(0, static_cast<int64_t>(s)).mutable_data_ptr<int32_t>());
@@ -266,8 +266,7 @@ TEST_P(AtenPathTest, CachedAttentionContinuesSequences) {
       return CachedAttention(rows(q), rows(k), rows(v), offsets, {starts, table}, keys, values);
     };
     // A prompt; more rows of it, into a second block, beside another prompt; more rows of both.
-    return at::cat({pass(0, {0, 60}, {{4}}, {0}),
-                    pass(60, {0, 6, 20}, {{4, 1}, {2, 0}}, {60, 0}),
+    return at::cat({pass(0, {0, 60}, {{4}}, {0}), pass(60, {0, 6, 20}, {{4, 1}, {2, 0}}, {60, 0}),
                     pass(80, {0, 5, 15}, {{2}, {4, 1}}, {14, 66})});
   });
 }

@@ -412,8 +412,7 @@ TEST_P(TensorParallelModelTest, UnsupportedUsesOfAShardAreRefused) {
     alone.shard_group = nullptr;
     const auto lone = MakeModel(c, Options(c, alone));
     CachedSequences sequences(*lone, 1, 8);
-    EXPECT_EQ(sequences.Decode({{0, Tokens{1}}}).status().code(),
-              absl::StatusCode::kUnimplemented);
+    EXPECT_EQ(sequences.Decode({{0, Tokens{1}}}).status().code(), absl::StatusCode::kUnimplemented);
   });
 }
 

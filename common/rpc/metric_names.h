@@ -119,9 +119,18 @@ inline constexpr MetricSpec kCatchUpTokens{
 inline constexpr MetricSpec kForwardPasses{MetricType::kCounter, "tandem_forward_passes_total",
                                            "Forward passes of either model."};
 inline constexpr MetricSpec kKvTokens{
-    MetricType::kGauge, "tandem_kv_tokens", "Tokens held in the KV cache, by lane.", {"lane"}};
+    MetricType::kGauge,
+    "tandem_kv_tokens",
+    "Room for tokens in the blocks of the KV cache that sequences hold, by lane.",
+    {"lane"}};
 inline constexpr MetricSpec kKvCapacity{MetricType::kGauge, "tandem_kv_capacity_tokens",
                                         "Tokens that one lane's KV cache can hold."};
+inline constexpr MetricSpec kPrefixCacheTokens{
+    MetricType::kCounter, "tandem_prefix_cache_hit_tokens_total",
+    "Tokens that a lane did not consume, because its KV cache contained them."};
+inline constexpr MetricSpec kPreemptions{
+    MetricType::kCounter, "tandem_preemptions_total",
+    "Sequences that gave up their blocks of the KV cache and consume their tokens again."};
 inline constexpr MetricSpec kPaused{MetricType::kGauge, "tandem_generation_paused",
                                     "1 while generation is paused, else 0."};
 

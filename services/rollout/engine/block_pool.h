@@ -41,9 +41,9 @@ class BlockPool {
   // Returns the block that contains `tokens` after the prefix `before`, which the caller holds now;
   // nullopt if none is remembered.
   std::optional<Known> Find(PrefixId before, std::span<const int32_t> tokens);
-  // Remembers that `block`, which the caller holds, contains `tokens` after the prefix `before`, and
-  // returns the prefix up to its end. If another block is known to contain them, that one stays the
-  // one that is found.
+  // Remembers that `block`, which the caller holds, contains `tokens` after the prefix `before`,
+  // and returns the prefix up to its end. If another block is known to contain them, that one stays
+  // the one that is found.
   PrefixId Remember(int32_t block, PrefixId before, std::span<const int32_t> tokens);
   // Forgets all contents: they come from weights that are gone.
   void Forget();

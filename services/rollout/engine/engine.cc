@@ -386,8 +386,8 @@ absl::StatusOr<EngineParts> LoadParts(const EngineOptions& options, EngineRanks 
     parts.tied_head = {.name = kLmHeadName, .shape = {config.vocab_size, config.hidden_size}};
   }
   parts.ranks = std::move(ranks.server);
-  parts.blocks = PlanCacheBlocks(options.max_num_seqs, models.max_model_len,
-                                 options.max_batched_tokens);
+  parts.blocks =
+      PlanCacheBlocks(options.max_num_seqs, models.max_model_len, options.max_batched_tokens);
   parts.senior = MakeLane(Author::kSenior, std::move(ranks.senior), std::move(models.senior),
                           parts.blocks, parts.ranks.get());
   parts.junior = MakeLane(Author::kJunior, std::move(ranks.junior), std::move(models.junior),

@@ -80,8 +80,8 @@ void Generator::Submit(PromptId id, PromptRequest request,
   prompt->listener = std::move(listener);
   prompt->unfinished = prompt->request.num_samples;
   for (int64_t i = 0; i < prompt->request.num_samples; ++i) {
-    prompt->samples.push_back(
-        std::make_unique<Sequence>(prompt.get(), static_cast<uint64_t>(i), boundaries));
+    prompt->samples.push_back(std::make_unique<Sequence>(prompt.get(), static_cast<uint64_t>(i),
+                                                         boundaries, options_.eager_lanes));
     scheduler_.Enqueue(prompt->samples.back().get());
   }
   prompts_.emplace(id, std::move(prompt));
@@ -120,11 +120,14 @@ bool Generator::Step() {
   for (const Prompt* prompt : scheduler_.Admit()) {
     totals_.prompt_tokens_total += static_cast<int64_t>(prompt->request.prompt_token_ids.size());
   }
+  bool computed = false;
   for (const Author lane : scheduler_.LaneOrder()) {
     const PassPlan plan = scheduler_.Plan(lane);
-    if (!plan.entries.empty()) return RunPass(lane, plan);
+    if (plan.entries.empty()) continue;
+    computed |= RunPass(lane, plan);
+    if (!options_.eager_lanes) break;
   }
-  return false;
+  return computed;
 }
 
 void Generator::AskForRows(Author lane, const PassEntry& entry) {
@@ -157,15 +160,14 @@ absl::Status Generator::Compute(Author lane, const PassPlan& plan) {
     const PassEntry& entry = plan.entries[i];
     const Sequence& sequence = *entry.sequence;
     inputs_.push_back(
-        {.blocks = sequence.lane(lane).blocks,
+        {.blocks = sequence.lane(lane).table.blocks(),
          .start = entry.begin,
          .tokens = std::span(sequence.tokens).subspan(entry.begin, entry.end - entry.begin),
          .rows = std::span(rows_).subspan(row, row_ends[i] - row)});
     row = row_ends[i];
   }
   ++totals_.forward_passes_total;
-  TANDEM_RETURN_IF_ERROR(
-      runner(lane).Run({.copies = plan.copies, .sequences = inputs_}, results_));
+  TANDEM_RETURN_IF_ERROR(runner(lane).Run({.copies = plan.copies, .sequences = inputs_}, results_));
   if (results_.size() == rows_.size()) return absl::OkStatus();
   return absl::InternalError("a pass has another number of rows than was asked for");
 }

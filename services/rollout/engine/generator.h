@@ -27,6 +27,9 @@ struct GeneratorOptions {
   std::vector<int32_t> eos_token_ids;
   WeightsVersion senior_weights;  // the version of tokens until the first update
   std::string junior_version;     // recorded in trajectories
+  // Both models consume every token as soon as it is written, as if neither could lag. Slower, and
+  // with the same results: for comparison.
+  bool eager_lanes = false;
 };
 
 class Generator {
@@ -49,9 +52,9 @@ class Generator {
   // Whether a prompt is queued or running.
   bool HasWork() const { return !scheduler_.idle(); }
 
-  // Admits the sequences that fit, then runs one pass of the model whose turn it is over the
-  // sequences that wait for it. A model's error fails the prompts of its pass alone. Returns false
-  // if no pass was computed.
+  // Admits the sequences that fit, then runs one pass of the model whose turn it is (eager: of
+  // both) over the sequences that wait for it. A model's error fails the prompts of its pass alone.
+  // Returns false if no pass was computed.
   bool Step();
 
   // Tells that the senior's weights were replaced: later tokens have the version `weights`.

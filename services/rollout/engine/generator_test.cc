@@ -60,7 +60,7 @@ SchedulerLimits Limits(int64_t max_num_seqs, int64_t max_batched_tokens = kWide.
 class Harness {
  public:
   explicit Harness(SchedulerLimits limits = kWide, uint64_t senior_weights = 1,
-                   uint64_t junior_weights = 2)
+                   uint64_t junior_weights = 2, bool eager_lanes = false)
       : boundaries(Vocabulary(), {}),
         senior(senior_weights, kVocab, limits.num_blocks),
         junior(junior_weights, kVocab, limits.num_blocks),
@@ -68,7 +68,8 @@ class Harness {
                    .max_model_len = 100,
                    .eos_token_ids = {kEos},
                    .senior_weights = {0, "zero"},
-                   .junior_version = "junior"},
+                   .junior_version = "junior",
+                   .eager_lanes = eager_lanes},
                   &boundaries, &senior, &junior) {}
 
   std::shared_ptr<RecordingListener> Submit(const PromptRequest& request) {
@@ -270,6 +271,30 @@ TEST(GeneratorTest, Law5LazyLanesEqualRunningBothModelsOnEveryToken) {
       EXPECT_EQ(t.other_logprobs[i],
                 *sampler.TokenLogProb(by_senior ? junior : senior, 0.8, drawn.token));
       tokens.push_back(drawn.token);
+    }
+  }
+}
+
+TEST(GeneratorTest, Law5EagerLanesWriteTheSameWithMorePasses) {
+  for (const auto strategy : kStrategies) {
+    for (const bool other_logprobs : {false, true}) {
+      PromptRequest request = Request(Tandem(strategy), 6, 5);
+      request.num_samples = 3;
+      request.return_other_logprobs = other_logprobs;
+      Harness lazy, eager(kWide, 1, 2, /*eager_lanes=*/true);
+      const auto expected = lazy.Submit(request), actual = eager.Submit(request);
+      lazy.Finish();
+      eager.Finish();
+      // Both models consume the prompt once, and then every token but the last ones.
+      int64_t most = 5;
+      for (const auto& [index, trajectory] : expected->finished()) {
+        ExpectSame(actual->finished().at(index), trajectory);
+        most += static_cast<int64_t>(trajectory.response_token_ids.size());
+      }
+      EXPECT_LE(lazy.senior.passes + lazy.junior.passes, eager.senior.passes + eager.junior.passes);
+      EXPECT_LE(lazy.senior.consumed, eager.senior.consumed);
+      EXPECT_LE(lazy.junior.consumed, eager.junior.consumed);
+      EXPECT_GE(std::min(eager.senior.consumed, eager.junior.consumed), most - 3 * 2);
     }
   }
 }

@@ -18,10 +18,11 @@ namespace tandem::rollout {
 // token is read.
 struct OutputRow {
   static constexpr int32_t kDraw = -1;
-  int64_t index = 0;                         // of the row's token in PassSequence::tokens
-  int32_t token = kDraw;                     // whose log-prob is wanted
-  double u = 0;                              // kDraw: the uniform number that chooses the token
-  const SamplingParams* sampling = nullptr;  // not null; for a log-prob the temperature alone counts
+  int64_t index = 0;      // of the row's token in PassSequence::tokens
+  int32_t token = kDraw;  // whose log-prob is wanted
+  double u = 0;           // kDraw: the uniform number that chooses the token
+  const SamplingParams* sampling =
+      nullptr;  // not null; for a log-prob the temperature alone counts
 };
 
 // One sequence of a pass.

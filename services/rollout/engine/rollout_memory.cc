@@ -47,8 +47,8 @@ absl::Status AddLane(const Lane& lane, int64_t tokens, const RolloutMemoryOption
   plan.items.push_back({lane.name + "_weights", weights * item, options.on_host});
   const int64_t blocks =
       PlanCacheBlocks(options.max_num_seqs, tokens, options.max_batched_tokens).total();
-  plan.items.push_back({lane.name + "_kv_cache",
-                        blocks * kKvBlockTokens * cached_per_token * item, options.on_host});
+  plan.items.push_back({lane.name + "_kv_cache", blocks * kKvBlockTokens * cached_per_token * item,
+                        options.on_host});
   const int64_t activations =
       options.max_batched_tokens * family->InferenceActivations(config, lane.ranks) * item;
   pass.activations = std::max(pass.activations, activations);

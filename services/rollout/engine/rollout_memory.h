@@ -23,8 +23,8 @@ struct CacheBlocks {
   int64_t total() const { return generator + scorer; }
 };
 
-// Returns the blocks for max_num_seqs sequences of max_model_len tokens, and those of the scorer for
-// one such sequence or a full pass.
+// Returns the blocks for max_num_seqs sequences of max_model_len tokens, and those of the scorer
+// for one such sequence or a full pass.
 CacheBlocks PlanCacheBlocks(int64_t max_num_seqs, int64_t max_model_len,
                             int64_t max_batched_tokens);
 

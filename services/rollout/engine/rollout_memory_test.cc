@@ -42,7 +42,8 @@ TEST(RolloutMemoryTest, CachesOfBothLanesAreCountedUpToTheShorterLimit) {
 TEST(RolloutMemoryTest, RanksHoldTheirShardsOfTheLanes) {
   const nlohmann::json even = {{"intermediate_size", 48}};  // the vocabulary need not be
   const ModelConfig senior = TinyConfig("llama", even), junior = TinyConfig("qwen3", even);
-  RolloutMemoryOptions options = {.max_num_seqs = 5, .max_model_len = 100, .max_batched_tokens = 64};
+  RolloutMemoryOptions options = {
+      .max_num_seqs = 5, .max_model_len = 100, .max_batched_tokens = 64};
   auto whole = Items(RolloutMemory(senior, &junior, options).value());
   options.layout.tensor_parallel_size = 2;
   auto first = Items(RolloutMemory(senior, &junior, options).value());
@@ -67,8 +68,9 @@ TEST(RolloutMemoryTest, RanksHoldTheirShardsOfTheLanes) {
 TEST(RolloutMemoryTest, NewWeightsAreStagedOnTheHost) {
   const ModelConfig senior = TinyConfig();
   const MemoryPlan plan =
-      RolloutMemory(senior, nullptr,
-                    {.max_num_seqs = 2, .max_model_len = 8, .max_batched_tokens = 8, .on_host = false})
+      RolloutMemory(
+          senior, nullptr,
+          {.max_num_seqs = 2, .max_model_len = 8, .max_batched_tokens = 8, .on_host = false})
           .value();
   EXPECT_EQ(plan.host_bytes(), Items(plan)["staged_weight_update"]);
 }

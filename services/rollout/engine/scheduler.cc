@@ -1,7 +1,6 @@
 #include "services/rollout/engine/scheduler.h"
 
 #include <algorithm>
-#include <optional>
 #include <span>
 #include <utility>
 
@@ -18,10 +17,6 @@ bool Waits(Author lane, const Sequence& sequence) {
   return sequence.Target(lane) > sequence.lane(lane).cursor;
 }
 
-std::span<const int32_t> BlockTokens(const Sequence& sequence, int64_t block) {
-  return std::span(sequence.tokens).subspan(block * kKvBlockTokens, kKvBlockTokens);
-}
-
 }  // namespace
 
 Scheduler::Scheduler(const SchedulerLimits& limits)
@@ -30,7 +25,7 @@ Scheduler::Scheduler(const SchedulerLimits& limits)
 int64_t Scheduler::MissingBlocks(Author lane, const Sequence& sequence) const {
   if (!UsesLane(lane, sequence)) return 0;
   const LaneState& state = sequence.lane(lane);
-  auto has = static_cast<int64_t>(state.blocks.size());
+  int64_t has = state.table.size();
   // Samples share the whole blocks of their prompt.
   if (has == 0 && sequence.prompt->admitted) {
     has = (sequence.prompt_length() - 1) / kKvBlockTokens;
@@ -93,22 +88,15 @@ bool Scheduler::TakePrefix(Author lane, Sequence& sequence, PassPlan& plan) {
       if (entry.sequence->prompt == sequence.prompt && entry.begin < shared) return false;
     }
   }
-  state = {.blocks = {}, .epoch = epochs_[LaneIndex(lane)]};
-  while ((state.num_remembered + 1) * kKvBlockTokens <= most) {
-    const auto found = blocks.Find(state.prefix, BlockTokens(sequence, state.num_remembered));
-    if (!found.has_value()) break;
-    state.blocks.push_back(found->block);
-    state.prefix = found->prefix;
-    ++state.num_remembered;
-  }
-  state.cursor = state.num_remembered * kKvBlockTokens;
+  state.epoch = epochs_[LaneIndex(lane)];
+  state.cursor = state.table.TakeKnown(blocks, std::span(sequence.tokens).first(most));
   // The tokens after the last whole block are copied from the other sample.
-  if (sibling != nullptr && state.cursor < shared && shared < state.cursor + kKvBlockTokens) {
-    if (const std::optional<int32_t> block = blocks.Allocate()) {
-      plan.copies.push_back({.from = sibling->lane(lane).blocks[state.blocks.size()], .to = *block});
-      state.blocks.push_back(*block);
-      state.cursor = shared;
-    }
+  const int64_t tail = state.table.size();
+  if (sibling != nullptr && state.cursor < shared && shared < state.cursor + kKvBlockTokens &&
+      state.table.Grow(blocks)) {
+    plan.copies.push_back(
+        {.from = sibling->lane(lane).table.blocks()[tail], .to = state.table.blocks()[tail]});
+    state.cursor = shared;
   }
   shared_tokens_total_ += state.cursor;
   return true;
@@ -119,7 +107,7 @@ bool Scheduler::PreemptAfter(size_t index, Author lane, const PassPlan& plan) {
     Sequence* const victim = running_[i];
     const bool planned = std::ranges::any_of(
         plan.entries, [&](const PassEntry& entry) { return entry.sequence == victim; });
-    if (planned || victim->lane(lane).blocks.empty()) continue;
+    if (planned || victim->lane(lane).table.empty()) continue;
     for (const Author each : kAuthors) ReleaseBlocks(each, *victim);
     running_.erase(running_.begin() + static_cast<int64_t>(i));
     waiting_.push_front(victim);
@@ -130,28 +118,25 @@ bool Scheduler::PreemptAfter(size_t index, Author lane, const PassPlan& plan) {
 }
 
 int64_t Scheduler::Reserve(Author lane, size_t index, int64_t tokens, const PassPlan& plan) {
-  std::vector<int32_t>& table = running_[index]->lane(lane).blocks;
-  while (static_cast<int64_t>(table.size()) < KvBlocks(tokens)) {
-    if (const std::optional<int32_t> block = pool(lane).Allocate()) {
-      table.push_back(*block);
-    } else if (!PreemptAfter(index, lane, plan)) {
-      break;
-    }
+  BlockTable& table = running_[index]->lane(lane).table;
+  while (table.size() < KvBlocks(tokens)) {
+    if (!table.Grow(pool(lane)) && !PreemptAfter(index, lane, plan)) break;
   }
-  return std::min(tokens, static_cast<int64_t>(table.size()) * kKvBlockTokens);
+  return std::min(tokens, table.size() * kKvBlockTokens);
 }
 
 int64_t Scheduler::PlanEntry(Author lane, size_t index, int64_t budget, PassPlan& plan) {
   Sequence& sequence = *running_[index];
   LaneState& state = sequence.lane(lane);
-  if (state.blocks.empty() && !TakePrefix(lane, sequence, plan)) return 0;
+  if (state.table.empty() && !TakePrefix(lane, sequence, plan)) return 0;
   const int64_t target = sequence.Target(lane);
   const int64_t end = Reserve(lane, index, std::min(target, state.cursor + budget), plan);
   if (end <= state.cursor) return 0;
-  plan.entries.push_back({.sequence = &sequence,
-                          .begin = state.cursor,
-                          .end = end,
-                          .samples = !sequence.ended() && end == target});
+  plan.entries.push_back(
+      {.sequence = &sequence,
+       .begin = state.cursor,
+       .end = end,
+       .samples = !sequence.ended() && end == target && sequence.selector.NextAuthor() == lane});
   return end - state.cursor;
 }
 
@@ -179,17 +164,13 @@ void Scheduler::Advance(Author lane, const PassEntry& entry) {
   LaneState& state = entry.sequence->lane(lane);
   state.cursor = entry.end;
   if (state.epoch != epochs_[LaneIndex(lane)]) return;
-  while ((state.num_remembered + 1) * kKvBlockTokens <= state.cursor) {
-    state.prefix = pool(lane).Remember(state.blocks[state.num_remembered], state.prefix,
-                                       BlockTokens(*entry.sequence, state.num_remembered));
-    ++state.num_remembered;
-  }
+  state.table.Remember(pool(lane), std::span(entry.sequence->tokens).first(state.cursor));
 }
 
 void Scheduler::ReleaseBlocks(Author lane, Sequence& sequence) {
   LaneState& state = sequence.lane(lane);
-  for (size_t i = state.blocks.size(); i-- > 0;) pool(lane).Release(state.blocks[i]);
-  state = LaneState();
+  state.table.Release(pool(lane));
+  state.cursor = 0;
 }
 
 void Scheduler::Remove(Sequence* sequence) {

@@ -85,8 +85,8 @@ class Scheduler {
   int64_t MissingBlocks(Author lane, const Sequence& sequence) const;
   // Plans running_[index] for at most `budget` tokens; returns the number of tokens planned.
   int64_t PlanEntry(Author lane, size_t index, int64_t budget, PassPlan& plan);
-  // Gives a lane that has consumed nothing the blocks of the tokens that the cache contains. Returns
-  // false if the sequence should wait for another sample of its prompt.
+  // Gives a lane that has consumed nothing the blocks of the tokens that the cache contains.
+  // Returns false if the sequence should wait for another sample of its prompt.
   bool TakePrefix(Author lane, Sequence& sequence, PassPlan& plan);
   // Gives running_[index] blocks for its first `tokens` tokens, or for as many as it can get;
   // returns how many tokens its blocks hold then, at most `tokens`.

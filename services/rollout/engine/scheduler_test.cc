@@ -71,20 +71,17 @@ TEST(SchedulerTest, AdmitsInOrderUpToTheLimit) {
                        .num_blocks = kWide.num_blocks});
   Enqueue(scheduler, *prompt);
   EXPECT_THAT(scheduler.Admit(), ElementsAre(prompt.get()));
-  EXPECT_THAT(scheduler.running(),
-              ElementsAre(prompt->samples[0].get(), prompt->samples[1].get()));
+  EXPECT_THAT(scheduler.running(), ElementsAre(prompt->samples[0].get(), prompt->samples[1].get()));
   EXPECT_THAT(scheduler.Admit(), IsEmpty());
   scheduler.Remove(prompt->samples[0].get());
   EXPECT_THAT(scheduler.Admit(), IsEmpty()) << "the prompt has begun before";
-  EXPECT_THAT(scheduler.running(),
-              ElementsAre(prompt->samples[1].get(), prompt->samples[2].get()));
+  EXPECT_THAT(scheduler.running(), ElementsAre(prompt->samples[1].get(), prompt->samples[2].get()));
 }
 
 TEST(SchedulerTest, AdmitsAsManyAsThereAreBlocksFor) {
   const auto first = MakePrompt(100, 1), second = MakePrompt(100, 1, {.token = 2});
-  Scheduler scheduler({.max_num_seqs = 8,
-                       .max_batched_tokens = kWide.max_batched_tokens,
-                       .num_blocks = 3});
+  Scheduler scheduler(
+      {.max_num_seqs = 8, .max_batched_tokens = kWide.max_batched_tokens, .num_blocks = 3});
   Enqueue(scheduler, *first);
   Enqueue(scheduler, *second);
   EXPECT_THAT(scheduler.Admit(), ElementsAre(first.get()));
@@ -187,12 +184,12 @@ TEST(SchedulerTest, SamplesWaitForTheFirstOnesPromptAndTakeItOver) {
   const PassPlan second = RunPass(scheduler, S);
   ASSERT_EQ(second.entries.size(), 2u);
   ASSERT_EQ(second.copies.size(), 2u);
-  const std::vector<int32_t>& owner = prompt->samples[0]->lane(S).blocks;
+  const std::span<const int32_t> owner = prompt->samples[0]->lane(S).table.blocks();
   for (size_t i = 0; i < 2; ++i) {
     EXPECT_EQ(second.entries[i].begin, 69);
     EXPECT_EQ(second.entries[i].end, 70);
     EXPECT_TRUE(second.entries[i].samples);
-    const std::vector<int32_t>& blocks = prompt->samples[i + 1]->lane(S).blocks;
+    const std::span<const int32_t> blocks = prompt->samples[i + 1]->lane(S).table.blocks();
     EXPECT_EQ(blocks[0], owner[0]) << "whole blocks are shared";
     EXPECT_NE(blocks[1], owner[1]) << "the rest is copied";
     EXPECT_EQ(second.copies[i].from, owner[1]);
@@ -241,9 +238,8 @@ TEST(SchedulerTest, RecomputingStartsRunningSequencesAgain) {
 TEST(SchedulerTest, TheNewestSequenceGivesUpItsBlocks) {
   const auto first = MakePrompt(60, 1, {.tandem = false});
   const auto second = MakePrompt(60, 1, {.tandem = false, .token = 2});
-  Scheduler scheduler({.max_num_seqs = 8,
-                       .max_batched_tokens = kWide.max_batched_tokens,
-                       .num_blocks = 2});
+  Scheduler scheduler(
+      {.max_num_seqs = 8, .max_batched_tokens = kWide.max_batched_tokens, .num_blocks = 2});
   Enqueue(scheduler, *first);
   Enqueue(scheduler, *second);
   scheduler.Admit();

@@ -16,23 +16,20 @@ namespace {
 struct Scored {
   const ScoreSequence* sequence;
   std::vector<float>* logprobs;
-  std::vector<int32_t> blocks;
-  int64_t num_remembered = 0;  // blocks, the first ones, that the pool remembers
-  PrefixId prefix = kNoPrefix;
+  BlockTable table = {};
   int64_t cursor = 0;
   // No log-probability is asked for after the last token.
   int64_t target() const { return static_cast<int64_t>(sequence->token_ids.size()) - 1; }
   // The tokens before the first position whose row is wanted.
-  int64_t num_unscored() const { return sequence->first_scored_token - 1; }
-  std::span<const int32_t> BlockTokens(int64_t block) const {
-    return std::span(sequence->token_ids).subspan(block * kKvBlockTokens, kKvBlockTokens);
+  std::span<const int32_t> unscored() const {
+    return std::span(sequence->token_ids).first(sequence->first_scored_token - 1);
   }
 };
 
 // Whether both sequences start with a block of the same tokens, none of them scored.
 bool SharePrefix(const Scored& a, const Scored& b) {
-  return std::min(a.num_unscored(), b.num_unscored()) >= kKvBlockTokens &&
-         std::ranges::equal(a.BlockTokens(0), b.BlockTokens(0));
+  return std::min(a.unscored().size(), b.unscored().size()) >= kKvBlockTokens &&
+         std::ranges::equal(a.unscored().first(kKvBlockTokens), b.unscored().first(kKvBlockTokens));
 }
 
 }  // namespace
@@ -98,25 +95,18 @@ bool Scorer::Step() {
 
 bool Scorer::AddToGroup(Job& job, const ScoreSequence& sequence, std::vector<float>* logprobs) {
   BlockPool& blocks = pool(job.lane);
-  Scored scored = {.sequence = &sequence, .logprobs = logprobs, .blocks = {}};
-  while ((scored.num_remembered + 1) * kKvBlockTokens <= scored.num_unscored()) {
-    const auto found = blocks.Find(scored.prefix, scored.BlockTokens(scored.num_remembered));
-    if (!found.has_value()) break;
-    scored.blocks.push_back(found->block);
-    scored.prefix = found->prefix;
-    ++scored.num_remembered;
-  }
-  scored.cursor = scored.num_remembered * kKvBlockTokens;
-  const int64_t missing = KvBlocks(scored.target()) - scored.num_remembered;
+  Scored scored = {.sequence = &sequence, .logprobs = logprobs};
+  scored.cursor = scored.table.TakeKnown(blocks, scored.unscored());
+  const int64_t missing = KvBlocks(scored.target()) - scored.table.size();
   // A sequence that begins like one of the group shares its blocks when they are computed.
   const bool waits = std::ranges::any_of(job.group, [&](const Scored& other) {
     return scored.cursor == 0 && other.cursor == 0 && SharePrefix(scored, other);
   });
   if (waits || missing > blocks.num_idle()) {
-    for (const int32_t block : scored.blocks) blocks.Release(block);
+    scored.table.Release(blocks);
     return false;
   }
-  for (int64_t i = 0; i < missing; ++i) scored.blocks.push_back(*blocks.Allocate());
+  for (int64_t i = 0; i < missing; ++i) scored.table.Grow(blocks);
   job.group.push_back(std::move(scored));
   return true;
 }
@@ -134,10 +124,7 @@ void Scorer::FillGroup(Job& job) {
 }
 
 void Scorer::FreeGroup(Job& job) {
-  BlockPool& blocks = pool(job.lane);
-  for (const Scored& scored : job.group) {
-    for (size_t i = scored.blocks.size(); i-- > 0;) blocks.Release(scored.blocks[i]);
-  }
+  for (Scored& scored : job.group) scored.table.Release(pool(job.lane));
   job.group.clear();
 }
 
@@ -153,13 +140,13 @@ absl::Status Scorer::RunPass(Job& job) {
     const int64_t end = scored.cursor + count;
     std::vector<OutputRow>& own_rows = rows.emplace_back();
     // The row of a position gives the log-prob of the token after it.
-    for (int64_t p = std::max(scored.cursor, scored.num_unscored()); p < end; ++p) {
+    for (int64_t p = std::max<int64_t>(scored.cursor, scored.unscored().size()); p < end; ++p) {
       own_rows.push_back({.index = p - scored.cursor,
                           .token = scored.sequence->token_ids[p + 1],
                           .sampling = &job.sampling});
     }
     // The rows do not move with the vector that holds them.
-    inputs.push_back({.blocks = scored.blocks,
+    inputs.push_back({.blocks = scored.table.blocks(),
                       .start = scored.cursor,
                       .tokens = std::span(scored.sequence->token_ids).subspan(scored.cursor, count),
                       .rows = own_rows});
@@ -173,16 +160,12 @@ absl::Status Scorer::RunPass(Job& job) {
   for (size_t i = 0; i < owners.size(); ++i) {
     Scored& scored = *owners[i];
     for (const OutputRow& row : inputs[i].rows) {
-      TANDEM_ASSIGN_OR_RETURN(const SampledToken scored_token, results[next++]);
-      (*scored.logprobs)[scored.cursor + row.index - scored.num_unscored()] = scored_token.logprob;
+      TANDEM_ASSIGN_OR_RETURN(const SampledToken token, results[next++]);
+      (*scored.logprobs)[scored.cursor + row.index - scored.unscored().size()] = token.logprob;
     }
     scored.cursor += static_cast<int64_t>(inputs[i].tokens.size());
-    while ((scored.num_remembered + 1) * kKvBlockTokens <= scored.cursor) {
-      scored.prefix =
-          pool(job.lane).Remember(scored.blocks[scored.num_remembered], scored.prefix,
-                                  scored.BlockTokens(scored.num_remembered));
-      ++scored.num_remembered;
-    }
+    scored.table.Remember(pool(job.lane),
+                          std::span(scored.sequence->token_ids).first(scored.cursor));
   }
   const bool finished = std::all_of(job.group.begin(), job.group.end(), [](const Scored& scored) {
     return scored.cursor == scored.target();

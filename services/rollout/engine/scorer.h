@@ -13,7 +13,7 @@
 #include "absl/status/status.h"
 #include "common/base/call_scope.h"
 #include "common/base/weights_version.h"
-#include "services/rollout/engine/block_pool.h"
+#include "services/rollout/engine/block_table.h"
 #include "services/rollout/engine/model_runner.h"
 #include "services/rollout/engine/sequence.h"
 #include "services/rollout/engine/types.h"

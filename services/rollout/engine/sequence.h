@@ -12,7 +12,7 @@
 #include "common/tandem/author_selector.h"
 #include "common/tandem/authorship_mask.h"
 #include "common/tandem/trajectory.h"
-#include "services/rollout/engine/block_pool.h"
+#include "services/rollout/engine/block_table.h"
 #include "services/rollout/engine/types.h"
 
 namespace tandem::rollout {
@@ -23,15 +23,12 @@ inline constexpr Author kAuthors[] = {Author::kSenior, Author::kJunior};
 inline size_t LaneIndex(Author author) { return author == Author::kSenior ? 0 : 1; }
 
 // One model's view of a sequence. The model has consumed the first `cursor` tokens; their keys and
-// values lie in `blocks`. A lane lags until its model has to write.
+// values lie in the blocks of `table`. A lane lags until its model has to write.
 struct LaneState {
-  std::vector<int32_t> blocks;  // the block table
+  BlockTable table;
   int64_t cursor = 0;
   // Counts the weights that keys and values come from; see Scheduler::BumpEpoch.
   int64_t epoch = 0;
-  // The first blocks, whose contents the pool remembers, and their prefix.
-  int64_t num_remembered = 0;
-  PrefixId prefix = kNoPrefix;
 };
 
 struct Sequence;
@@ -50,18 +47,21 @@ struct Prompt {
 };
 
 struct Sequence {
-  Sequence(Prompt* prompt, uint64_t sample_index, std::shared_ptr<const TokenSet> boundaries)
+  Sequence(Prompt* prompt, uint64_t sample_index, std::shared_ptr<const TokenSet> boundaries,
+           bool eager = false)
       : prompt(prompt),
         sample_index(sample_index),
         tokens(prompt->request.prompt_token_ids),
         selector(prompt->request.tandem, prompt->request.seed, sample_index, std::move(boundaries)),
-        wants_other(prompt->request.return_other_logprobs && prompt->request.tandem.enabled) {}
+        wants_other(prompt->request.return_other_logprobs && prompt->request.tandem.enabled),
+        eager(eager && prompt->request.tandem.enabled) {}
 
   Prompt* const prompt;
   const uint64_t sample_index;
   std::vector<int32_t> tokens;  // prompt and response
   AuthorSelector selector;
   const bool wants_other;
+  const bool eager;  // both models consume every token as soon as it is written
   std::array<LaneState, 2> lanes;
   int64_t last_pass = 0;  // see Scheduler::LaneOrder
 
@@ -96,9 +96,13 @@ struct Sequence {
   }
 
   // Returns the number of tokens that `author`'s model must consume for the sequence to go on; 0 if
-  // it is not that model's turn.
+  // it is not that model's turn, unless the sequence is eager.
   int64_t Target(Author author) const {
-    if (!ended()) return selector.NextAuthor() == author ? length() : 0;
+    if (!ended() && selector.NextAuthor() == author) return length();
+    if (!ended()) {
+      // The row of the last token may be wanted once the other model has written the next one.
+      return eager ? length() - (wants_other ? 1 : 0) : 0;
+    }
     // Only the lane that did not write the last token can lag.
     return wants_other && authors.back() != author ? length() - 1 : 0;
   }

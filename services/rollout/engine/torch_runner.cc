@@ -19,8 +19,8 @@ namespace {
 absl::StatusOr<SampledToken> Read(std::span<const float> logits, const OutputRow& row) {
   thread_local TandemSampler sampler;
   if (row.token == OutputRow::kDraw) return sampler.Sample(logits, *row.sampling, row.u);
-  TANDEM_ASSIGN_OR_RETURN(
-      const float logprob, sampler.TokenLogProb(logits, row.sampling->temperature, row.token));
+  TANDEM_ASSIGN_OR_RETURN(const float logprob,
+                          sampler.TokenLogProb(logits, row.sampling->temperature, row.token));
   return SampledToken{.token = row.token, .logprob = logprob};
 }
 
@@ -48,11 +48,11 @@ absl::Status TorchRunner::Compute(const Pass& pass, PassResults* results) {
   std::vector<DecodeInput> decode;
   size_t first_row = 0;
   for (const PassSequence& sequence : pass.sequences) {
-    decode.push_back({.blocks = sequence.blocks,
-                      .start = sequence.start,
-                      .tokens = sequence.tokens,
-                      .output_rows = absl::MakeConstSpan(indices).subspan(first_row,
-                                                                          sequence.rows.size())});
+    decode.push_back(
+        {.blocks = sequence.blocks,
+         .start = sequence.start,
+         .tokens = sequence.tokens,
+         .output_rows = absl::MakeConstSpan(indices).subspan(first_row, sequence.rows.size())});
     first_row += sequence.rows.size();
   }
   const auto total = static_cast<int64_t>(rows.size());

@@ -128,7 +128,7 @@ struct EngineStats {
   int64_t prompt_tokens_total = 0;
   // Tokens that a lane did not consume, because the cache contained them.
   int64_t shared_prefix_tokens_total = 0;
-  int64_t preemptions_total = 0;  // of sequences that gave up their blocks
+  int64_t preemptions_total = 0;     // of sequences that gave up their blocks
   int64_t forward_passes_total = 0;  // of generation
   int64_t score_passes_total = 0;
   // The end of the last pass or command on this rank.

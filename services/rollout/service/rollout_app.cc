@@ -63,6 +63,8 @@ void RolloutApp::UpdateMetrics() {
   total(metric::kCatchUpTokens, stats.senior_catch_up_tokens_total, {"senior"});
   total(metric::kCatchUpTokens, stats.junior_catch_up_tokens_total, {"junior"});
   total(metric::kPromptTokens, stats.prompt_tokens_total);
+  total(metric::kPrefixCacheTokens, stats.shared_prefix_tokens_total);
+  total(metric::kPreemptions, stats.preemptions_total);
   total(metric::kForwardPasses, stats.forward_passes_total + stats.score_passes_total);
 }
 

@@ -1,0 +1,51 @@
+#include "services/rollout/engine/block_table.h"
+
+#include <optional>
+
+#include "common/model/layer_cache.h"
+
+namespace tandem::rollout {
+namespace {
+
+// Whether `tokens` contain block number `block` as a whole.
+bool Contains(std::span<const int32_t> tokens, int64_t block) {
+  return (block + 1) * kKvBlockTokens <= static_cast<int64_t>(tokens.size());
+}
+
+std::span<const int32_t> TokensOf(std::span<const int32_t> tokens, int64_t block) {
+  return tokens.subspan(block * kKvBlockTokens, kKvBlockTokens);
+}
+
+}  // namespace
+
+int64_t BlockTable::TakeKnown(BlockPool& pool, std::span<const int32_t> tokens) {
+  while (Contains(tokens, num_known_)) {
+    const auto found = pool.Find(prefix_, TokensOf(tokens, num_known_));
+    if (!found.has_value()) break;
+    blocks_.push_back(found->block);
+    prefix_ = found->prefix;
+    ++num_known_;
+  }
+  return num_known_ * kKvBlockTokens;
+}
+
+bool BlockTable::Grow(BlockPool& pool) {
+  const std::optional<int32_t> block = pool.Allocate();
+  if (block.has_value()) blocks_.push_back(*block);
+  return block.has_value();
+}
+
+void BlockTable::Remember(BlockPool& pool, std::span<const int32_t> tokens) {
+  for (; Contains(tokens, num_known_); ++num_known_) {
+    prefix_ = pool.Remember(blocks_[num_known_], prefix_, TokensOf(tokens, num_known_));
+  }
+}
+
+void BlockTable::Release(BlockPool& pool) {
+  // The last one first: see BlockPool::Release.
+  for (; !blocks_.empty(); blocks_.pop_back()) pool.Release(blocks_.back());
+  num_known_ = 0;
+  prefix_ = kNoPrefix;
+}
+
+}  // namespace tandem::rollout

@@ -1,0 +1,41 @@
+// The blocks of one sequence in one lane's cache.
+#ifndef TANDEM_SERVICES_ROLLOUT_ENGINE_BLOCK_TABLE_H_
+#define TANDEM_SERVICES_ROLLOUT_ENGINE_BLOCK_TABLE_H_
+
+#include <cstdint>
+#include <span>
+#include <vector>
+
+#include "services/rollout/engine/block_pool.h"
+
+namespace tandem::rollout {
+
+// Every call gets the same pool. The table holds its blocks until Release; it does not know the
+// pool, so that a sequence is plain data.
+class BlockTable {
+ public:
+  // blocks()[i] is that of the positions from i * kKvBlockTokens on.
+  std::span<const int32_t> blocks() const { return blocks_; }
+  bool empty() const { return blocks_.empty(); }
+  int64_t size() const { return static_cast<int64_t>(blocks_.size()); }
+
+  // Fills an empty table with the blocks that are known to contain the start of `tokens`; returns
+  // the number of tokens in them.
+  int64_t TakeKnown(BlockPool& pool, std::span<const int32_t> tokens);
+  // Adds a block. Returns false if none is idle.
+  bool Grow(BlockPool& pool);
+  // Tells the pool what the whole blocks contain: the first of `tokens`, which the model has
+  // consumed.
+  void Remember(BlockPool& pool, std::span<const int32_t> tokens);
+  // Gives all blocks back.
+  void Release(BlockPool& pool);
+
+ private:
+  std::vector<int32_t> blocks_;
+  int64_t num_known_ = 0;        // of the first blocks, whose contents the pool knows
+  PrefixId prefix_ = kNoPrefix;  // up to the end of those
+};
+
+}  // namespace tandem::rollout
+
+#endif  // TANDEM_SERVICES_ROLLOUT_ENGINE_BLOCK_TABLE_H_
