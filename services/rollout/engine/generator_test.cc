@@ -292,8 +292,6 @@ TEST(GeneratorTest, Law5EagerLanesWriteTheSameWithMorePasses) {
         most += static_cast<int64_t>(trajectory.response_token_ids.size());
       }
       EXPECT_LE(lazy.senior.passes + lazy.junior.passes, eager.senior.passes + eager.junior.passes);
-      EXPECT_LE(lazy.senior.consumed, eager.senior.consumed);
-      EXPECT_LE(lazy.junior.consumed, eager.junior.consumed);
       EXPECT_GE(std::min(eager.senior.consumed, eager.junior.consumed), most - 3 * 2);
     }
   }

@@ -8,7 +8,6 @@
 #include "common/rpc/compute_config.h"
 #include "services/rollout/engine/rank_layout.h"
 #include "services/rollout/engine/rollout_memory.h"
-#include "services/rollout/engine/scorer.h"
 #include "services/rollout/service/convert.h"
 
 namespace tandem::rollout {
