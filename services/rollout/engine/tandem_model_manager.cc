@@ -1,12 +1,11 @@
-#include "services/rollout/engine/loaded_models.h"
+#include "services/rollout/engine/tandem_model_manager.h"
 
-#include <algorithm>
 #include <set>
 #include <utility>
 
-#include "absl/strings/str_cat.h"
 #include "common/base/error.h"
 #include "common/base/status_macros.h"
+#include "services/rollout/engine/scorer.h"
 
 namespace tandem::rollout {
 namespace {
@@ -30,69 +29,78 @@ absl::StatusOr<ModelAndVocabulary> LoadOne(const std::string& directory,
   return loaded;
 }
 
-}  // namespace
-
-absl::Status CheckOptions(const EngineOptions& options) {
-  const std::pair<const char*, int64_t> positive[] = {
-      {"max_num_seqs", options.max_num_seqs},
-      {"max_model_len", options.max_model_len},
-      {"max_batched_tokens", options.max_batched_tokens},
-      {"max_queue", options.max_queue}};
-  for (const auto& [field, value] : positive) {
-    if (value < 1) return InvalidField(field, absl::StrCat("must be at least 1, got ", value));
-  }
-  if (options.max_model_len < 2) {
-    return InvalidField("max_model_len", "must hold a prompt token and a response token");
-  }
-  if (options.compute.num_threads < 0) {
-    return InvalidField("compute.num_threads", "must not be negative");
-  }
-  if (options.senior_model.empty()) return InvalidField("senior_model", "is required");
-  return absl::OkStatus();
+// Returns the model as the server reports it. The lane's type is not that of the activations where
+// maps are packed.
+ModelSummary SummaryOf(const ModelAndVocabulary& loaded, const LaneOptions& options) {
+  const int64_t longest = loaded.model->config().LongestSequence(options.max_model_len);
+  ModelSummary summary = loaded.model->Summary(longest);
+  if (loaded.vocabulary.ok()) summary.vocabulary_digest = loaded.vocabulary->Digest();
+  summary.dtype = options.dtype;
+  summary.quantization = options.quantization;
+  return summary;
 }
 
-absl::StatusOr<LoadedModels> LoadModels(const EngineOptions& options, const Placement& senior,
-                                        const Placement& junior) {
-  LoadedModels result;
-  absl::StatusOr<ModelAndVocabulary> loaded = LoadOne(options.senior_model, senior);
-  if (!loaded.ok()) return PrependFieldPath("senior_model", loaded.status());
-  const absl::StatusOr<Vocabulary> vocabulary = std::move(loaded->vocabulary);
-  result.senior = std::move(loaded->model);
-  const ModelConfig& config = result.senior->config();
-  result.max_model_len = config.LongestSequence(options.max_model_len);
+TandemModelManager::Lane MakeLane(Author author, const LaneRanks& ranks,
+                                  std::unique_ptr<Model> model, int64_t max_num_seqs,
+                                  int64_t max_model_len, ranks::ServerRanks* server) {
+  TandemModelManager::Lane lane{
+      .ranks = ranks, .shard = nullptr, .ranked = nullptr, .digest = model->weights_digest()};
+  if (!ranks.holds()) return lane;
+  lane.shard =
+      std::make_unique<TorchRunner>(std::move(model), max_num_seqs + kScoreSlots, max_model_len);
+  if (ranks.sharded() && server->leads()) {
+    lane.ranked = std::make_unique<RankedRunner>(author, server, lane.shard.get());
+  }
+  return lane;
+}
+
+}  // namespace
+
+absl::StatusOr<std::unique_ptr<TandemModelManager>> TandemModelManager::Load(
+    const EngineOptions& options, const EngineRanks& ranks) {
+  auto manager = std::unique_ptr<TandemModelManager>(new TandemModelManager);
+  EngineInfo& info = manager->info_;
+  absl::StatusOr<ModelAndVocabulary> senior = LoadOne(options.senior.model, ranks.senior.placement);
+  if (!senior.ok()) return PrependFieldPath("senior_model", senior.status());
+  info.senior = SummaryOf(*senior, options.senior);
+  const ModelConfig& config = senior->model->config();
   std::set<int32_t> eos_token_ids(config.eos_token_ids.begin(), config.eos_token_ids.end());
 
-  if (!options.junior_model.empty()) {
-    if (!vocabulary.ok()) return PrependFieldPath("senior_model", vocabulary.status());
-    loaded = LoadOne(options.junior_model, junior);
-    absl::Status status = loaded.status();
-    if (status.ok()) status = loaded->vocabulary.status();
-    if (status.ok()) status = Vocabulary::CheckSame(*vocabulary, *loaded->vocabulary);
+  if (!options.junior.model.empty()) {
+    if (!senior->vocabulary.ok()) {
+      return PrependFieldPath("senior_model", senior->vocabulary.status());
+    }
+    absl::StatusOr<ModelAndVocabulary> junior =
+        LoadOne(options.junior.model, ranks.junior.placement);
+    absl::Status status = junior.status();
+    if (status.ok()) status = junior->vocabulary.status();
+    if (status.ok()) status = Vocabulary::CheckSame(*senior->vocabulary, *junior->vocabulary);
     if (!status.ok()) return PrependFieldPath("junior_model", status);
-    result.junior = std::move(loaded->model);
-    const ModelConfig& junior_config = result.junior->config();
-    eos_token_ids.insert(junior_config.eos_token_ids.begin(), junior_config.eos_token_ids.end());
-    result.max_model_len = junior_config.LongestSequence(result.max_model_len);
-    result.junior_digest = result.junior->weights_digest();
-    result.info.junior = result.junior->Summary(result.max_model_len);
-    result.info.junior->vocabulary_digest = loaded->vocabulary->Digest();
+    const std::vector<int64_t>& junior_eos = junior->model->config().eos_token_ids;
+    eos_token_ids.insert(junior_eos.begin(), junior_eos.end());
+    info.junior = SummaryOf(*junior, options.junior);
+    manager->junior_ =
+        MakeLane(Author::kJunior, ranks.junior, std::move(junior->model), options.max_num_seqs,
+                 info.junior->max_model_len, ranks.server.get());
+    info.junior_version = manager->junior_.digest;
   }
-  result.eos_token_ids.assign(eos_token_ids.begin(), eos_token_ids.end());
-  result.boundaries = std::make_unique<BoundarySets>(vocabulary.ok() ? *vocabulary : Vocabulary(),
-                                                     result.eos_token_ids);
+  manager->eos_token_ids_.assign(eos_token_ids.begin(), eos_token_ids.end());
+  manager->boundaries_ = std::make_unique<BoundarySets>(
+      senior->vocabulary.ok() ? *senior->vocabulary : Vocabulary(), manager->eos_token_ids_);
   TANDEM_RETURN_IF_ERROR(
-      PrependFieldPath("tandem", tandem::Validate(options.tandem, result.senior->num_token_ids())));
+      PrependFieldPath("tandem", tandem::Validate(options.tandem, info.senior.num_token_ids)));
 
-  result.senior_digest = result.senior->weights_digest();
-  EngineInfo& info = result.info;
-  info.senior = result.senior->Summary(result.max_model_len);
-  if (vocabulary.ok()) info.senior.vocabulary_digest = vocabulary->Digest();
-  info.junior_version = result.junior_digest;
-  info.sentence_boundary_token_ids = result.boundaries->sentence().ids();
+  info.sentence_boundary_token_ids = manager->boundaries_->sentence().ids();
   info.word_boundary_token_ids =
-      result.boundaries->Resolve({.selection_strategy = SelectionStrategy::kWord})->ids();
+      manager->boundaries_->Resolve({.selection_strategy = SelectionStrategy::kWord})->ids();
   info.max_num_seqs = options.max_num_seqs;
-  return result;
+  manager->senior_parameters_ = senior->model->WeightSpecs(DType::kFloat32);
+  if (senior->model->tied()) {
+    manager->tied_head_ = {.name = kLmHeadName, .shape = {config.vocab_size, config.hidden_size}};
+  }
+  manager->senior_ = MakeLane(Author::kSenior, ranks.senior, std::move(senior->model),
+                              options.max_num_seqs, info.senior.max_model_len, ranks.server.get());
+  return manager;
 }
 
 }  // namespace tandem::rollout

@@ -6,6 +6,8 @@
 #include "common/base/status_macros.h"
 #include "common/model/model_config.h"
 #include "common/rpc/compute_config.h"
+#include "services/rollout/engine/lane_storage.h"
+#include "services/rollout/engine/options_check.h"
 #include "services/rollout/engine/rank_layout.h"
 #include "services/rollout/engine/rollout_memory.h"
 #include "services/rollout/engine/scorer.h"
@@ -14,23 +16,28 @@
 namespace tandem::rollout {
 
 absl::StatusOr<MemoryPlan> PlanMemory(const config::v1::RolloutServerConfig& config) {
+  TANDEM_ASSIGN_OR_RETURN(const RankEnvironment environment, ReadRankEnvironment());
+  const EngineOptions options = ToEngineOptions(config, environment);
+  TANDEM_RETURN_IF_ERROR(CheckOptions(options));
   TANDEM_ASSIGN_OR_RETURN(const ModelConfig senior,
                           rpc::ConfiguredModel("senior_model", config.senior_model()));
   std::optional<ModelConfig> junior;
   if (!config.junior_model().empty()) {
     TANDEM_ASSIGN_OR_RETURN(junior, rpc::ConfiguredModel("junior_model", config.junior_model()));
   }
-  TANDEM_ASSIGN_OR_RETURN(const RankEnvironment environment, ReadRankEnvironment());
-  const RankLayout layout = ToRankLayout(config);
-  TANDEM_RETURN_IF_ERROR(CheckRankLayout(layout, senior, junior.has_value() ? &*junior : nullptr,
-                                         environment.world_size));
+  TANDEM_RETURN_IF_ERROR(CheckRankLayout(
+      options.layout, senior, junior.has_value() ? &*junior : nullptr, environment.world_size));
+  const auto lane = [&](const LaneOptions& one) {
+    return LaneMemoryOptions{.max_model_len = one.max_model_len,
+                             .storage = StorageOf(one, options.compute)};
+  };
   return RolloutMemory(senior, junior.has_value() ? &*junior : nullptr,
-                       {.num_slots = config.max_num_seqs() + kScoreSlots,
-                        .max_model_len = config.max_model_len(),
-                        .max_batched_tokens = config.max_batched_tokens(),
-                        .dtype = rpc::ComputeType(config.compute()),
-                        .on_host = config.compute().device() == "cpu",
-                        .layout = layout,
+                       {.senior = lane(options.senior),
+                        .junior = lane(options.junior),
+                        .num_slots = options.max_num_seqs + kScoreSlots,
+                        .max_batched_tokens = options.max_batched_tokens,
+                        .on_host = options.compute.device == "cpu",
+                        .layout = options.layout,
                         .rank = environment.rank});
 }
 
