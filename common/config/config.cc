@@ -22,6 +22,7 @@
 #include "common/base/atomic_file.h"
 #include "common/base/error.h"
 #include "common/base/status_macros.h"
+#include "common/config/renamed_names.h"
 
 namespace tandem::config {
 namespace {
@@ -437,6 +438,7 @@ absl::Status NameSource(absl::string_view source, const absl::Status& status) {
 }  // namespace
 
 std::string SuggestField(absl::string_view key, const Descriptor& type) {
+  if (const auto new_name = NewName(key)) return absl::StrCat("; ", key, " is now ", *new_name);
   std::vector<std::string> names;
   for (int i = 0; i < type.field_count(); ++i) names.push_back(type.field(i)->name());
   return Suggest(key, names);
@@ -477,7 +479,9 @@ absl::Status ApplyOverride(absl::string_view assignment, Message* message) {
     const Descriptor& descriptor = *message->GetDescriptor();
     const FieldDescriptor* field = descriptor.FindFieldByName(keys[i]);
     if (field == nullptr) {
-      return InvalidField(walked, absl::StrCat("unknown key", SuggestField(keys[i], descriptor)));
+      // An old name may stand in sections that are unknown, too.
+      const std::string& key = NewName(keys.back()).has_value() ? keys.back() : keys[i];
+      return InvalidField(walked, absl::StrCat("unknown key", SuggestField(key, descriptor)));
     }
     if (i + 1 == keys.size()) {
       absl::StatusOr<YAML::Node> value = Parse(assignment.substr(equals + 1));

@@ -3,7 +3,8 @@
 //
 // Keys are field names. Enum values are written by their lower-case short name ("word" for
 // SELECTION_STRATEGY_WORD). An unknown key, a duplicate key or a value of the wrong type is
-// INVALID_ARGUMENT with the dotted path of the field, and a suggestion where one is close.
+// INVALID_ARGUMENT with the dotted path of the field, and a suggestion where one is close. A name
+// of renamed_names.h is an unknown key whose error says the new name.
 #ifndef TANDEM_COMMON_CONFIG_CONFIG_H_
 #define TANDEM_COMMON_CONFIG_CONFIG_H_
 
@@ -46,8 +47,8 @@ absl::Status Load(const Sources& sources, google::protobuf::Message* message);
 // not set and empty lists left out, enums by short name.
 std::string ToYaml(const google::protobuf::Message& message);
 
-// "; did you mean \"X\"?" for the field of `type` whose name is closest to `key`, or the list of
-// all when none is close.
+// "; KEY is now X" for a name of renamed_names.h, "; did you mean \"X\"?" for the field of `type`
+// whose name is closest to `key`, or the list of all when none is close.
 std::string SuggestField(absl::string_view key, const google::protobuf::Descriptor& type);
 
 // The short name of an enum value: "word" for SELECTION_STRATEGY_WORD.

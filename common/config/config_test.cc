@@ -4,8 +4,11 @@
 #include <gtest/gtest.h>
 
 #include <fstream>
+#include <string>
 
+#include "absl/strings/str_cat.h"
 #include "common/base/error.h"
+#include "common/config/renamed_names.h"
 #include "tandem/config/v1/server_config.pb.h"
 
 namespace tandem::config {
@@ -157,6 +160,31 @@ TEST(ConfigTest, BadOverridesNameThePath) {
   EXPECT_EQ(FieldPath(ApplyOverride("optimizer.beta1.x=1", &config)), "optimizer.beta1");
   EXPECT_EQ(FieldPath(ApplyOverride("optimizer.beta1=big", &config)), "optimizer.beta1");
   EXPECT_FALSE(ApplyOverride("optimizer.beta1", &config).ok());
+}
+
+TEST(ConfigTest, AnOldNameIsRefusedWithTheNewOne) {
+  for (const RenamedName& name : kRenamedNames) {
+    const std::string key(name.old_name);
+    const std::string advice = absl::StrCat(key, " is now ", name.new_name);
+    RolloutServerConfig config;
+    for (const std::string& yaml :
+         {absl::StrCat(key, ": 1"), absl::StrCat("tandem: {", key, ": 1}")}) {
+      const absl::Status status = MergeYaml(yaml, &config);
+      EXPECT_EQ(status.code(), absl::StatusCode::kInvalidArgument);
+      EXPECT_THAT(std::string(status.message()), testing::HasSubstr(advice)) << yaml;
+    }
+    for (const std::string& path :
+         {key, absl::StrCat("tandem.", key), absl::StrCat("actor_rollout_ref.actor.", key)}) {
+      const absl::Status status = ApplyOverride(absl::StrCat(path, "=1"), &config);
+      EXPECT_EQ(status.code(), absl::StatusCode::kInvalidArgument);
+      EXPECT_THAT(std::string(status.message()), testing::HasSubstr(advice)) << path;
+    }
+  }
+  RolloutServerConfig config;
+  const absl::Status status = ApplyVariable("TANDEM__FROZEN_DTYPE=bfloat16", &config);
+  EXPECT_EQ(FieldPath(status), "frozen_dtype");
+  EXPECT_THAT(std::string(status.message()),
+              testing::HasSubstr("frozen_dtype is now junior_dtype"));
 }
 
 TEST(ConfigTest, ErrorsOfAFileNameIt) {

@@ -3,6 +3,7 @@
 #include <cstdint>
 #include <initializer_list>
 #include <limits>
+#include <optional>
 #include <span>
 #include <string>
 #include <utility>
@@ -289,15 +290,28 @@ absl::Status ResolveTraining(Config* config, const DefaultPorts& ports) {
   return CheckInRange("max_samples", config->max_samples(), 1, 1 << 20);
 }
 
+// Refuses settings of a junior that there is not, unless they are the defaults.
+absl::Status CheckNoJuniorSettings(const RolloutServerConfig& config) {
+  const auto quantization = config.junior_quantization();
+  const bool quantised = quantization != types::v1::QUANTIZATION_UNSPECIFIED &&
+                         quantization != types::v1::QUANTIZATION_NONE;
+  for (const auto& [field, is_set] :
+       {std::pair{"junior_tensor_parallel_size", config.junior_tensor_parallel_size() > 1},
+        std::pair{"junior_gpu_devices", !config.junior_gpu_devices().empty()},
+        std::pair{"junior_dtype", !config.junior_dtype().empty()},
+        std::pair{"junior_quantization", quantised},
+        std::pair{"junior_max_model_len", config.has_junior_max_model_len()},
+        std::pair{"junior_gpu_memory_utilization", config.has_junior_gpu_memory_utilization()},
+        std::pair{"junior_enforce_eager",
+                  config.has_junior_enforce_eager() && !config.junior_enforce_eager()},
+        std::pair{"junior_model_revision", !config.junior_model_revision().empty()}}) {
+    if (is_set) return InvalidField(field, "needs junior_model");
+  }
+  return absl::OkStatus();
+}
+
 // Checks sizes only; the server checks them against its ranks and its models.
 absl::Status ResolveRanks(RolloutServerConfig* config) {
-  const bool has_junior = !config->junior_model().empty();
-  if (!has_junior && config->junior_tensor_parallel_size() > 1) {
-    return InvalidField("junior_tensor_parallel_size", "needs junior_model");
-  }
-  if (!has_junior && !config->junior_gpu_devices().empty()) {
-    return InvalidField("junior_gpu_devices", "needs junior_model");
-  }
   TANDEM_DEFAULT(config, tensor_parallel_size, 1);
   TANDEM_DEFAULT(config, junior_tensor_parallel_size, 1);
   TANDEM_RETURN_IF_ERROR(
@@ -321,6 +335,114 @@ absl::Status ResolveRanks(RolloutServerConfig* config) {
   return ResolveRankTimeouts("", config);
 }
 
+absl::Status CheckQuantization(const std::string& field, types::v1::Quantization quantization,
+                               const v1::ComputeOptions& compute) {
+  if (quantization == types::v1::QUANTIZATION_NONE) return absl::OkStatus();
+  if (compute.device() != "cpu") {
+    return FieldError(absl::StatusCode::kUnimplemented, field,
+                      absl::StrCat("compute.device ", compute.device(),
+                                   " has no products with quantised maps; only cpu has"));
+  }
+  if (compute.kernels() != "auto") {
+    return FieldError(absl::StatusCode::kUnimplemented, field,
+                      absl::StrCat("compute.kernels ", compute.kernels(),
+                                   " has no products with quantised maps; only auto has"));
+  }
+  return absl::OkStatus();
+}
+
+absl::Status CheckMemoryUtilization(const std::string& field, double fraction,
+                                    const v1::ComputeOptions& compute) {
+  TANDEM_RETURN_IF_ERROR(CheckInRange(field, fraction, 0.0, 1.0));
+  TANDEM_RETURN_IF_ERROR(CheckAbove(field, fraction, 0));
+  if (compute.device() == "cpu") {
+    return InvalidField(field, "has no meaning with compute.device cpu");
+  }
+  return FieldError(absl::StatusCode::kUnimplemented, field,
+                    "max_num_seqs and max_model_len size the cache; a share of the device's memory "
+                    "does not yet");
+}
+
+// A commit is 40 lower-case hexadecimal digits; "" is none.
+absl::Status CheckRevision(const std::string& field, const std::string& revision) {
+  constexpr size_t kCommitLength = 40;
+  const bool is_commit = revision.size() == kCommitLength &&
+                         revision.find_first_not_of("0123456789abcdef") == std::string::npos;
+  if (revision.empty() || is_commit) return absl::OkStatus();
+  return InvalidField(field,
+                      absl::StrCat("must be a commit, ", kCommitLength,
+                                   " lower-case hexadecimal digits, got \"", revision, "\""));
+}
+
+// Resolved settings of one lane, "senior" or "junior".
+struct LaneSettings {
+  absl::string_view lane;
+  std::string dtype;
+  types::v1::Quantization quantization;
+  std::optional<double> gpu_memory_utilization;
+  bool enforce_eager;
+  std::string model_revision;
+};
+
+absl::Status CheckLane(const LaneSettings& lane, const v1::ComputeOptions& compute) {
+  const auto field = [&](absl::string_view name) { return absl::StrCat(lane.lane, "_", name); };
+  TANDEM_RETURN_IF_ERROR(CheckOneOf(field("dtype"), lane.dtype, {"float32", "bfloat16"}));
+  TANDEM_RETURN_IF_ERROR(CheckQuantization(field("quantization"), lane.quantization, compute));
+  if (lane.gpu_memory_utilization.has_value()) {
+    TANDEM_RETURN_IF_ERROR(CheckMemoryUtilization(field("gpu_memory_utilization"),
+                                                  *lane.gpu_memory_utilization, compute));
+  }
+  if (!lane.enforce_eager) {
+    return FieldError(absl::StatusCode::kUnimplemented, field("enforce_eager"),
+                      "false asks for captured CUDA graphs, which there are not yet");
+  }
+  return CheckRevision(field("model_revision"), lane.model_revision);
+}
+
+absl::Status ResolveSenior(RolloutServerConfig* config) {
+  if (config->senior_dtype().empty()) config->set_senior_dtype(config->compute().dtype());
+  if (config->senior_quantization() == types::v1::QUANTIZATION_UNSPECIFIED) {
+    config->set_senior_quantization(types::v1::QUANTIZATION_NONE);
+  }
+  TANDEM_DEFAULT(config, max_model_len, 2048);
+  TANDEM_DEFAULT(config, senior_enforce_eager, true);
+  TANDEM_RETURN_IF_ERROR(CheckAtLeast("max_model_len", config->max_model_len(), 2));
+  std::optional<double> utilization;
+  if (config->has_senior_gpu_memory_utilization()) {
+    utilization = config->senior_gpu_memory_utilization();
+  }
+  return CheckLane({.lane = "senior",
+                    .dtype = config->senior_dtype(),
+                    .quantization = config->senior_quantization(),
+                    .gpu_memory_utilization = utilization,
+                    .enforce_eager = config->senior_enforce_eager(),
+                    .model_revision = config->senior_model_revision()},
+                   config->compute());
+}
+
+// Leaves the junior's settings as they are where there is no junior.
+absl::Status ResolveJunior(RolloutServerConfig* config) {
+  if (config->junior_model().empty()) return CheckNoJuniorSettings(*config);
+  if (config->junior_dtype().empty()) config->set_junior_dtype(config->compute().dtype());
+  if (config->junior_quantization() == types::v1::QUANTIZATION_UNSPECIFIED) {
+    config->set_junior_quantization(types::v1::QUANTIZATION_NONE);
+  }
+  TANDEM_DEFAULT(config, junior_max_model_len, config->max_model_len());
+  TANDEM_DEFAULT(config, junior_enforce_eager, true);
+  TANDEM_RETURN_IF_ERROR(CheckAtLeast("junior_max_model_len", config->junior_max_model_len(), 2));
+  std::optional<double> utilization;
+  if (config->has_junior_gpu_memory_utilization()) {
+    utilization = config->junior_gpu_memory_utilization();
+  }
+  return CheckLane({.lane = "junior",
+                    .dtype = config->junior_dtype(),
+                    .quantization = config->junior_quantization(),
+                    .gpu_memory_utilization = utilization,
+                    .enforce_eager = config->junior_enforce_eager(),
+                    .model_revision = config->junior_model_revision()},
+                   config->compute());
+}
+
 }  // namespace
 
 absl::Status Resolve(RolloutServerConfig* config) {
@@ -328,18 +450,24 @@ absl::Status Resolve(RolloutServerConfig* config) {
   TANDEM_RETURN_IF_ERROR(Resolve(config->mutable_compute()));
   TANDEM_RETURN_IF_ERROR(CheckGiven("senior_model", config->senior_model()));
   TANDEM_RETURN_IF_ERROR(Resolve(config->mutable_tandem(), !config->junior_model().empty()));
+  TANDEM_RETURN_IF_ERROR(ResolveSenior(config));
+  TANDEM_RETURN_IF_ERROR(ResolveJunior(config));
   TANDEM_DEFAULT(config, max_num_seqs, 64);
-  TANDEM_DEFAULT(config, max_model_len, 2048);
   TANDEM_DEFAULT(config, max_batched_tokens, 2048);
   TANDEM_DEFAULT(config, max_queue, 4096);
+  TANDEM_DEFAULT(config, kv_cache_bytes, 0);
   if (config->on_weight_update() == v1::ON_WEIGHT_UPDATE_UNSPECIFIED) {
     config->set_on_weight_update(v1::ON_WEIGHT_UPDATE_RECOMPUTE);
   }
   TANDEM_RETURN_IF_ERROR(CheckInRange("max_num_seqs", config->max_num_seqs(), 1, 1 << 16));
-  TANDEM_RETURN_IF_ERROR(CheckAtLeast("max_model_len", config->max_model_len(), 2));
   TANDEM_RETURN_IF_ERROR(
       CheckInRange("max_batched_tokens", config->max_batched_tokens(), 1, 1 << 24));
   TANDEM_RETURN_IF_ERROR(CheckInRange("max_queue", config->max_queue(), 1, 1 << 24));
+  TANDEM_RETURN_IF_ERROR(CheckAtLeast("kv_cache_bytes", config->kv_cache_bytes(), 0));
+  if (!config->kv_cache_dtype().empty()) {
+    TANDEM_RETURN_IF_ERROR(
+        CheckOneOf("kv_cache_dtype", config->kv_cache_dtype(), {"float32", "bfloat16"}));
+  }
   return ResolveRanks(config);
 }
 

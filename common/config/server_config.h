@@ -23,8 +23,9 @@ inline constexpr DefaultPorts kTrainerPorts{7702, 9702};
 inline constexpr DefaultPorts kCriticPorts{7703, 9703};
 
 // Fills every field that is not set with its default, then checks all ranges. Afterwards every
-// optional field has a value and every enum is specified. INVALID_ARGUMENT or UNIMPLEMENTED with
-// the field's path. Fields that are set are never changed.
+// field with a default has a value and every enum is specified, but for the settings of a junior
+// that there is not. INVALID_ARGUMENT or UNIMPLEMENTED with the field's path. Fields that are set
+// are never changed.
 absl::Status Resolve(RolloutServerConfig* config);
 absl::Status Resolve(TrainerServerConfig* config);
 absl::Status Resolve(CriticServerConfig* config);

@@ -31,6 +31,14 @@ TEST(ServerConfigTest, DefaultsAreThoseOfTheSchema) {
   EXPECT_EQ(rollout.compute().kernels(), "auto");
   EXPECT_EQ(rollout.max_num_seqs(), 64);
   EXPECT_EQ(rollout.max_model_len(), 2048);
+  EXPECT_EQ(rollout.junior_max_model_len(), 2048);
+  EXPECT_EQ(rollout.senior_dtype(), "float32");
+  EXPECT_EQ(rollout.junior_dtype(), "float32");
+  EXPECT_EQ(rollout.senior_quantization(), types::v1::QUANTIZATION_NONE);
+  EXPECT_EQ(rollout.junior_quantization(), types::v1::QUANTIZATION_NONE);
+  EXPECT_TRUE(rollout.senior_enforce_eager());
+  EXPECT_TRUE(rollout.junior_enforce_eager());
+  EXPECT_EQ(rollout.kv_cache_bytes(), 0);
   EXPECT_EQ(rollout.max_batched_tokens(), 2048);
   EXPECT_EQ(rollout.max_queue(), 4096);
   EXPECT_EQ(rollout.on_weight_update(), v1::ON_WEIGHT_UPDATE_RECOMPUTE);
@@ -113,6 +121,31 @@ INSTANTIATE_TEST_SUITE_P(
         Bad{"senior_model: s\njunior_model: j\ncompute: {device: cuda}\n"
             "junior_gpu_devices: [-1]",
             "junior_gpu_devices[0]"},
+        Bad{"senior_model: s\nsenior_dtype: float16", "senior_dtype"},
+        Bad{"senior_model: s\njunior_model: j\njunior_dtype: int8", "junior_dtype"},
+        Bad{"senior_model: s\njunior_model: j\njunior_max_model_len: 1", "junior_max_model_len"},
+        Bad{"senior_model: s\nsenior_quantization: int4\ncompute: {kernels: aten}",
+            "senior_quantization", absl::StatusCode::kUnimplemented},
+        Bad{"senior_model: s\njunior_model: j\njunior_quantization: int8\n"
+            "compute: {device: cuda}",
+            "junior_quantization", absl::StatusCode::kUnimplemented},
+        Bad{"senior_model: s\nsenior_gpu_memory_utilization: 0.5", "senior_gpu_memory_utilization"},
+        Bad{"senior_model: s\ncompute: {device: cuda}\nsenior_gpu_memory_utilization: 0",
+            "senior_gpu_memory_utilization"},
+        Bad{"senior_model: s\ncompute: {device: cuda}\nsenior_gpu_memory_utilization: 1.1",
+            "senior_gpu_memory_utilization"},
+        Bad{"senior_model: s\njunior_model: j\ncompute: {device: cuda}\n"
+            "junior_gpu_memory_utilization: 0.4",
+            "junior_gpu_memory_utilization", absl::StatusCode::kUnimplemented},
+        Bad{"senior_model: s\nsenior_enforce_eager: false", "senior_enforce_eager",
+            absl::StatusCode::kUnimplemented},
+        Bad{"senior_model: s\njunior_model: j\njunior_enforce_eager: false", "junior_enforce_eager",
+            absl::StatusCode::kUnimplemented},
+        Bad{"senior_model: s\nsenior_model_revision: main", "senior_model_revision"},
+        Bad{"senior_model: s\njunior_model: j\njunior_model_revision: 0123456789ABCDEF",
+            "junior_model_revision"},
+        Bad{"senior_model: s\nkv_cache_bytes: -1", "kv_cache_bytes"},
+        Bad{"senior_model: s\nkv_cache_dtype: int8", "kv_cache_dtype"},
         Bad{"senior_model: s\nheartbeat_timeout_seconds: 0.5", "heartbeat_timeout_seconds"},
         Bad{"senior_model: s\ncollective_timeout_seconds: 0", "collective_timeout_seconds"}));
 
@@ -125,6 +158,35 @@ TEST(ServerConfigTest, AResolvedRolloutIsResolved) {
   EXPECT_EQ(config.collective_timeout_seconds(), 600);
   const absl::Status again = Resolve(&config);
   EXPECT_TRUE(again.ok()) << again;
+}
+
+TEST(ServerConfigTest, SettingsOfAJuniorNeedOne) {
+  for (const std::string setting :
+       {"junior_dtype: float32", "junior_quantization: int8", "junior_max_model_len: 9",
+        "junior_gpu_memory_utilization: 0.5", "junior_enforce_eager: false",
+        "junior_model_revision: 0123456789abcdef0123456789abcdef01234567"}) {
+    RolloutServerConfig config;
+    const absl::Status status = Check(absl::StrCat("senior_model: s\n", setting), &config);
+    EXPECT_EQ(FieldPath(status), setting.substr(0, setting.find(':'))) << status;
+    EXPECT_NE(status.message().find("needs junior_model"), std::string::npos) << status;
+  }
+}
+
+TEST(ServerConfigTest, TheLanesOfOneServerDiffer) {
+  RolloutServerConfig config;
+  const absl::Status status = Check(
+      "senior_model: s\njunior_model: j\nmax_model_len: 64\njunior_max_model_len: 32\n"
+      "compute: {dtype: bfloat16}\nsenior_dtype: float32\njunior_quantization: int4\n"
+      "senior_enforce_eager: true\n"
+      "junior_model_revision: 0123456789abcdef0123456789abcdef01234567",
+      &config);
+  ASSERT_TRUE(status.ok()) << status;
+  EXPECT_EQ(config.senior_dtype(), "float32");
+  EXPECT_EQ(config.junior_dtype(), "bfloat16");
+  EXPECT_EQ(config.junior_quantization(), types::v1::QUANTIZATION_INT4);
+  EXPECT_EQ(config.max_model_len(), 64);
+  EXPECT_EQ(config.junior_max_model_len(), 32);
+  EXPECT_TRUE(Resolve(&config).ok()) << "resolved settings are accepted again";
 }
 
 TEST(ServerConfigTest, EveryDeviceTypeAndKernelPathIsAccepted) {

@@ -298,7 +298,9 @@ ModelSummary Model::Summary(int64_t max_model_len) const {
           .num_trainable_parameters = num_trainable_parameters(),
           .max_model_len = max_model_len,
           .eos_token_ids = config_.eos_token_ids,
-          .vocabulary_digest = {}};
+          .vocabulary_digest = {},
+          .dtype = dtype() == at::kBFloat16 ? DType::kBFloat16 : DType::kFloat32,
+          .quantization = Quantization::kNone};
 }
 
 absl::Status Model::LoadParameters(const NamedTensors& tensors) {

@@ -6,6 +6,9 @@
 #include <string>
 #include <vector>
 
+#include "common/model/quantization.h"
+#include "common/tensor/dtype.h"
+
 namespace tandem {
 
 struct ModelSummary {
@@ -18,6 +21,8 @@ struct ModelSummary {
   int64_t max_model_len = 0;             // longest sequence that the engine accepts
   std::vector<int64_t> eos_token_ids;
   std::string vocabulary_digest;  // Vocabulary::Digest; empty without a tokenizer.json
+  DType dtype = DType::kFloat32;  // of the linear maps, unless they are quantised
+  Quantization quantization = Quantization::kNone;
 };
 
 }  // namespace tandem

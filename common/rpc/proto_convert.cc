@@ -47,6 +47,18 @@ absl::StatusOr<SelectionStrategy> StrategyFromProto(types::v1::SelectionStrategy
   }
 }
 
+types::v1::Quantization QuantizationToProto(Quantization quantization) {
+  switch (quantization) {
+    case Quantization::kNone:
+      return types::v1::QUANTIZATION_NONE;
+    case Quantization::kInt8:
+      return types::v1::QUANTIZATION_INT8;
+    case Quantization::kInt4:
+      return types::v1::QUANTIZATION_INT4;
+  }
+  return types::v1::QUANTIZATION_UNSPECIFIED;
+}
+
 types::v1::SelectionStrategy StrategyToProto(SelectionStrategy strategy) {
   switch (strategy) {
     case SelectionStrategy::kBernoulli:
@@ -341,6 +353,8 @@ void ModelSummaryToProto(const ModelSummary& summary, types::v1::ModelInfo* prot
     proto->add_eos_token_ids(static_cast<int32_t>(id));
   }
   proto->set_vocabulary_digest(summary.vocabulary_digest);
+  proto->set_dtype(DTypeToProto(summary.dtype));
+  proto->set_quantization(QuantizationToProto(summary.quantization));
 }
 
 void WeightManifestToProto(const WeightManifest& manifest, weights::v1::WeightManifest* proto) {

@@ -4,8 +4,9 @@
     reference_docs.py check     fails when a page differs from what would be written
 
 docs/configuration.md: every field of the three server configurations, with its comment in the
-schema. docs/errors.md: the reasons in common/base/error_reasons.h. tandem/remedies.json of the
-Python client: the remedies there. docs/api.md: the docstrings of the Python client.
+schema. docs/errors.md: the reasons in common/base/error_reasons.h. docs/api.md: the docstrings of
+the Python client. In the Python client's package, remedies.json: the remedies of the reasons, and
+renamed_names.json: the table in common/config/renamed_names.h.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from proto_contract import REPOSITORY, Contract
 CONFIG_PROTO = "tandem/config/v1/server_config.proto"
 SERVERS = ("Rollout", "Trainer", "Critic")
 REASONS = REPOSITORY / "common/base/error_reasons.h"
+RENAMED = REPOSITORY / "common/config/renamed_names.h"
 
 FieldProto = descriptor_pb2.FieldDescriptorProto
 _SCALARS = {
@@ -148,10 +150,10 @@ def configuration_page(schema: Schema) -> str:
         "",
         "Variables and arguments hold YAML, for example `freeze=[model.embed_tokens.*]`. An unknown"
         " key or a value of the wrong type is an error that names the path, and the variable that"
-        " it is from. `--check-config` prints the resolved configuration and, as comments, the"
-        " memory that it needs. `tandem up` hides `TANDEM__` variables from the servers that it"
-        " starts: their"
-        " cluster file has all settings.",
+        " it is from. Names from before the paper's terms, such as `frozen_model`, are unknown keys"
+        " whose error says the new name. `--check-config` prints the resolved configuration and,"
+        " as comments, the memory that it needs. `tandem up` hides `TANDEM__` variables from the"
+        " servers that it starts: their cluster file has all settings.",
         "",
         "[ranks.md](ranks.md) explains servers of several processes (`ranks` in a cluster file):"
         " which layout to choose, and the environment variables that they read.",
@@ -221,6 +223,12 @@ def remedies(header: str) -> str:
     return json.dumps({r.name: r.remedy for r in reasons(header)}, indent=2) + "\n"
 
 
+def renamed_names(header: str) -> dict[str, str]:
+    """The new name of every old one in the header, in its order."""
+    table = header.partition("kRenamedNames[] = {")[2].partition("\n};")[0]
+    return dict(re.findall(r'\{\s*"([^"]+)",\s*"([^"]+)"\s*\}', table))
+
+
 def wrapped(page: str) -> str:
     """The page with its lines wrapped by .mdformat.toml, as `make format` does to other pages."""
     settings = tomllib.loads((REPOSITORY / ".mdformat.toml").read_text())
@@ -234,6 +242,10 @@ def pages() -> dict[Path, str]:
         REPOSITORY / "docs/errors.md": wrapped(errors_page(REASONS.read_text())),
         REPOSITORY / "docs/api.md": wrapped(api_page()),
         REPOSITORY / "clients/python/tandem/remedies.json": remedies(REASONS.read_text()),
+        REPOSITORY / "clients/python/tandem/renamed_names.json": json.dumps(
+            renamed_names(RENAMED.read_text()), indent=2
+        )
+        + "\n",
     }
 
 

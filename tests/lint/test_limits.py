@@ -79,7 +79,8 @@ def sources() -> list[list[str]]:
         file.read_text().splitlines()
         for folder in ("common", "services")
         for file in (REPOSITORY / folder).rglob("*")
-        if file.suffix in (".h", ".cc") and not re.search(r"_test|testing|config/", str(file))
+        if file.suffix in (".h", ".cc")
+        and not re.search(r"_test|testing|config/", str(file.relative_to(REPOSITORY)))
     ]
 
 

@@ -8,7 +8,15 @@ import api_reference
 import pytest
 from api_reference import api_page
 from check_layers import REPOSITORY
-from reference_docs import REASONS, Schema, errors_page, pages, reasons
+from reference_docs import (
+    REASONS,
+    RENAMED,
+    Schema,
+    errors_page,
+    pages,
+    reasons,
+    renamed_names,
+)
 
 
 @pytest.fixture(scope="module")
@@ -43,6 +51,19 @@ def test_defaults_come_from_the_comments(settings):
 def test_types_are_in_words(settings):
     assert settings["tandem.boundary_token_ids"].type == "list of integer"
     assert settings["on_weight_update"].type == "`recompute` \\| `keep`"
+
+
+def test_every_renamed_name_is_read_and_its_new_name_exists():
+    text = RENAMED.read_text()
+    names = renamed_names(text)
+    assert len(names) == text.count('    {"') > 15
+    contract = {
+        field.name for message in Schema.compile().messages.values() for field in message.field
+    }
+    reported = (REPOSITORY / "common/rpc/metric_names.h").read_text()
+    for old, new in names.items():
+        assert new in contract or f'"{new}"' in reported, (old, new)
+        assert old not in contract
 
 
 def test_a_reason_may_be_written_over_several_lines():

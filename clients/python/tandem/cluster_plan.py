@@ -60,7 +60,8 @@ def planned(cluster: ClusterSettings, uses: Uses = Uses()) -> ClusterSettings:
 
     `model` stands for the models that a section does not name, but the trainer's frozen copies
     follow what they are copies of: its reference model the trainer's own model, and its junior that
-    of the rollout servers. `certs` stands for the certificates and tokens in the same way.
+    of the rollout servers. Rollout servers without a junior lose the settings of one. `certs`
+    stands for the certificates and tokens in the same way.
 
     Raises ConfigError for `certs` without certificates.
     """
@@ -82,7 +83,7 @@ def planned(cluster: ClusterSettings, uses: Uses = Uses()) -> ClusterSettings:
         update={
             "model": None,
             "rollout": [
-                _secured(_named(one, model, rollout), certs)
+                _secured(_without_junior_settings(_named(one, model, rollout), uses), certs)
                 for one in (cluster.rollout if uses.rollout else [])
             ],
             "trainer": _secured(_named(cluster.trainer, model, trainer), certs),
@@ -91,6 +92,16 @@ def planned(cluster: ClusterSettings, uses: Uses = Uses()) -> ClusterSettings:
             ),
         }
     )
+
+
+def _without_junior_settings(section: dict[str, Any], uses: Uses) -> dict[str, Any]:
+    """Returns the section of a rollout server that needs no junior and names none without junior_*.
+
+    The server would refuse them.
+    """
+    if uses.junior or "junior_model" in section:
+        return section
+    return {key: value for key, value in section.items() if not key.startswith("junior_")}
 
 
 def _secured(section: dict[str, Any] | None, certs: Path | None) -> dict[str, Any] | None:

@@ -108,9 +108,10 @@ class _Checked:
 
     @property
     def max_model_len(self) -> int:
-        """The longest sequence that the server will hold, at most that of its models."""
+        """The longest sequence that all models of the server will hold."""
         models = (self.config.get(name) for name in SERVER_MODELS)
         limits = [max_positions(Path(model)) for model in models if model]
+        limits.append(self.config.get("junior_max_model_len"))
         return min([self.config["max_model_len"], *(one for one in limits if one is not None)])
 
 

@@ -21,11 +21,14 @@ _TOKENIZER_FILES = ("*.json", "*.jinja", "*.txt", "*.model")
 _MODEL_FILES = (*_TOKENIZER_FILES, "*.safetensors")
 
 
-def local_model(name: str, base: Path, field: str, *, weights: bool = True) -> Path:
+def local_model(
+    name: str, base: Path, field: str, *, weights: bool = True, revision: str | None = None
+) -> Path:
     """Returns the directory of a model: the path `name` as seen from `base`, or a Hub snapshot.
 
     ORG/NAME names a model of the Hub unless there is a directory ORG: then it is a path. Without
-    `weights` only the tokenizer and the configuration are fetched. Raises ConfigError, which begins
+    `weights` only the tokenizer and the configuration are fetched. `revision` selects a commit of
+    the Hub, and changes nothing for a path. Raises ConfigError, which begins
     with `field` and hints at the command that fetches the model, for ORG/NAME that is not there.
     """
     path = Path(os.path.normpath(base / name))
@@ -38,7 +41,8 @@ def local_model(name: str, base: Path, field: str, *, weights: bool = True) -> P
             f"a directory; `hf download {name} --local-dir {path}` puts such a model there",
         )
     try:
-        return snapshot(name, "model", field, _MODEL_FILES if weights else _TOKENIZER_FILES)
+        files = _MODEL_FILES if weights else _TOKENIZER_FILES
+        return snapshot(name, "model", field, files, revision)
     except ConfigError as error:
         raise ConfigError(f"{error.message}; {path} does not exist", hint=error.hint) from None
 

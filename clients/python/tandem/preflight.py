@@ -80,6 +80,17 @@ class ServerFacts:
     rollouts: Sequence[RolloutFacts]
 
 
+def longest_sequence(info: rollout_pb2.GetServerInfoResponse, *, junior: bool) -> int:
+    """Returns the most tokens of a sequence of the senior, or of senior and `junior` together.
+
+    A server without a junior has the senior's limit alone.
+    """
+    senior = info.server.model.max_model_len
+    if not junior or not info.HasField("junior"):
+        return senior
+    return min(senior, info.junior.max_model_len)
+
+
 def check_servers(
     settings: RunSettings,
     purpose: Purpose,

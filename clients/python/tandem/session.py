@@ -534,7 +534,9 @@ class Session:
             self.reference = JuniorReference(self.rollouts)
             with problems.collect():
                 preflight.check_same_junior(named)
+        uses_junior = uses_of(self.settings, self.purpose).junior
         lengths = [model.max_model_len for model in models.values()]
+        lengths += [preflight.longest_sequence(one, junior=uses_junior) for one in named.values()]
         if isinstance(self.reference, ServerReference):
             lengths.append(self.reference.model.max_model_len)
         self.longest_sequence = min(lengths)

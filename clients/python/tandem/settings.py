@@ -687,7 +687,16 @@ def _anchor_server(section: dict[str, Any], base: Path, field: str) -> None:
     """
     for key in SERVER_MODELS:
         if isinstance(section.get(key), str) and section[key]:
-            section[key] = str(local_model(section[key], base, f"{field}.{key}"))
+            revision = section.get(f"{key}_revision")
+            section[key] = str(
+                local_model(
+                    section[key],
+                    base,
+                    f"{field}.{key}",
+                    # The server refuses what is no commit.
+                    revision=revision if isinstance(revision, str) and revision else None,
+                )
+            )
     _anchor_path(section, "shutdown_checkpoint_directory", base)
     server = section.get("server")
     if not isinstance(server, dict):

@@ -10,6 +10,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel
 
+from tandem import renamed
+from tandem.config_values import flat
+
 # The phrase for each type of pydantic's problems, made of the problem's context. The value follows
 # unless the type is in _VALUELESS.
 _PHRASES: dict[str, Callable[[Mapping[str, Any]], str]] = {
@@ -58,6 +61,10 @@ def _message(schema: type[BaseModel], problem: Any, listed: set[Any]) -> str:
     kind, value = problem["type"], problem["input"]
     if kind == "extra_forbidden":
         *section, key = problem["loc"]
+        # An old name may stand in sections that are unknown, too.
+        inner = (name.rpartition(".")[2] for name in flat(value, str(key)))
+        if old := next((name for name in [str(key), *inner] if name in renamed.NEW_NAMES), None):
+            return f"unknown key{_renamed(schema, old)}"
         return f"unknown key{_advice(schema, section, str(key), listed)}"
     if kind not in _PHRASES:
         return problem["msg"]
@@ -66,6 +73,13 @@ def _message(schema: type[BaseModel], problem: Any, listed: set[Any]) -> str:
         # data.format={question}, for example.
         return f"{phrase}; YAML reads braces as a mapping, quotes keep them: '\"{{...}}\"'"
     return phrase if kind in _VALUELESS else f"{phrase}, not {value!r}"
+
+
+def _renamed(schema: type[BaseModel], old: str) -> str:
+    """The new name of `old`, with its sections where the schema has it in one place."""
+    new = renamed.NEW_NAMES[old]
+    places = list(_keys_named(schema, new))
+    return f"; {old} is now {places[0] if len(places) == 1 else new}"
 
 
 def _advice(schema: type[BaseModel], section: Sequence[Any], key: str, listed: set[Any]) -> str:

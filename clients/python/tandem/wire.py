@@ -9,6 +9,7 @@ import numpy as np
 from google.protobuf.descriptor import EnumDescriptor, FieldDescriptor
 from google.protobuf.message import Message
 
+from tandem import renamed
 from tandem.errors import ConfigError
 from tandem.types.v1 import sampling_pb2, tensor_pb2
 
@@ -66,7 +67,9 @@ def to_message(values: Mapping[str, Any], message: Message, path: str) -> Any:
             continue
         field = message.DESCRIPTOR.fields_by_name.get(name)
         if field is None:
-            raise ConfigError(f"{path}: {message.DESCRIPTOR.name} has no field {name!r}")
+            raise ConfigError(
+                f"{path}: {message.DESCRIPTOR.name} has no field {name!r}{renamed.advice(name)}"
+            )
         try:
             _set_field(message, field, value, f"{path}.{name}")
         except (AttributeError, TypeError, ValueError) as error:

@@ -18,7 +18,7 @@ from grpc_status import rpc_status
 from tandem.rollout.v1 import rollout_pb2, rollout_pb2_grpc
 from tandem.schedule import TOKEN, authorship_mask, uniform
 from tandem.trainer.v1 import trainer_pb2, trainer_pb2_grpc
-from tandem.types.v1 import server_pb2, trajectory_pb2
+from tandem.types.v1 import server_pb2, tensor_pb2, trajectory_pb2
 from tandem.weights.v1 import weights_pb2, weights_pb2_grpc
 from tandem.wire import tandem_record, to_tensor
 
@@ -68,6 +68,7 @@ class FakeWorld:
         self.batches = []  # request_ids of every batch that Generate admitted
         self.open_streams = 0  # Generate calls that have not ended
         self.max_model_len = 128
+        self.junior_max_model_len = 128
         self.cut_streams = 0  # Generate calls to break off after one sample
         self.on_open = lambda context: None  # called by Generate once open_streams counts it
         self.on_batch = lambda: None  # called before a batch of Generate, or a Score, is answered
@@ -115,11 +116,16 @@ class FakeRollout(rollout_pb2_grpc.RolloutServiceServicer, weights_pb2_grpc.Weig
         reply = rollout_pb2.GetServerInfoResponse(max_queue=self.world.max_queue)
         if self.world.has_junior:
             self.world.describe(reply.junior)
+            reply.junior.max_model_len = self.world.junior_max_model_len
+            reply.junior.dtype = tensor_pb2.DATA_TYPE_BFLOAT16
+            reply.junior.quantization = server_pb2.QUANTIZATION_INT4
             reply.junior_version = self.world.junior_version
         reply.server.role = "rollout"
         reply.server.weights.CopyFrom(self.world.rollout_weights)
         self.world.describe(reply.server.model)
         reply.server.model.path = self.model_path
+        reply.server.model.dtype = tensor_pb2.DATA_TYPE_BFLOAT16
+        reply.server.model.quantization = server_pb2.QUANTIZATION_NONE
         reply.server.model.max_model_len = self.world.max_model_len
         reply.server.advertised_address = "rollout.cluster:7701"
         return reply

@@ -94,6 +94,7 @@ def test_generate_score_health_and_status_print_text_and_json(address, run_file,
     assert "Connection refused" in tandem("health", "127.0.0.1:1", check=3).stdout
     status = tandem("status", "--rollout", address, "--trainer", address, "--critic", "127.0.0.1:1")
     assert "SERVING" in status.stdout
+    assert "storage=bfloat16 junior_storage=int4" in status.stdout
     wrong = tandem(
         "status", "--rollout", address, "--trainer", address, "--critic", address, "--json"
     )

@@ -94,6 +94,17 @@ def test_what_a_run_does_not_use_is_not_started(load):
     assert planned(run.cluster, uses_of(run, "sft")).rollout == []
 
 
+def test_settings_of_a_junior_go_with_it(load):
+    junior = {"junior_dtype": "bfloat16", "junior_quantization": "int4"}
+    run = load(f"cluster.rollout={junior | {'senior_dtype': 'bfloat16'}}")
+    assert planned(run.cluster).rollout[0].items() >= junior.items()
+    solo = planned(run.cluster, Uses(junior=False)).rollout
+    assert solo == [{"senior_model": "/m", "senior_dtype": "bfloat16"}]
+    named = load(f"cluster.rollout={junior | {'junior_model': '/j'}}")
+    kept = planned(named.cluster, Uses(junior=False)).rollout
+    assert kept == [{"senior_model": "/m", "junior_model": "/j", **junior}]
+
+
 def test_frozen_copies_follow_the_models_that_they_are_copies_of(load):
     def trainer(*overrides):
         kl = ["objective.kl_coefficient=0.1", "objective.junior_kl_coefficient=0.1"]

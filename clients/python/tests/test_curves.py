@@ -80,6 +80,8 @@ def test_names_and_patterns_choose_and_what_is_unknown_has_a_suggestion():
         choose(["reward/maen"], known)
     with pytest.raises(ConfigError, match="known: time/train_seconds, reward/mean"):
         choose(["critic/loss"], known)
+    with pytest.raises(ConfigError, match=r"fraction is now tandem/senior_token_fraction$"):
+        choose(["tandem/primary_token_fraction"], known)
 
 
 RUNS = {

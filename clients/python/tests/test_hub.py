@@ -57,6 +57,33 @@ def test_models_of_a_cluster_are_snapshots_too(cache):
     assert config.rollout == [{"senior_model": str(folder)}]
 
 
+def test_a_revision_selects_the_commit_of_its_model(cache):
+    """And a resolved configuration is resolved again: the path keeps its revision."""
+    main = cached(cache, "model", "acme/tiny")
+    other = main.parent / ("89abcdef" * 5)
+    other.mkdir()
+    values = {
+        "model": "acme/tiny",
+        "rollout": {"senior_model": "acme/tiny", "senior_model_revision": other.name}
+        | {"junior_model": "acme/tiny"},
+    }
+    config = settings.validate(ClusterSettings, values, "test")
+    assert config.rollout == [
+        {"senior_model": str(other), "senior_model_revision": other.name, "junior_model": str(main)}
+    ]
+    again = settings.validate(ClusterSettings, config.model_dump(mode="json"), "test")
+    assert again.rollout == config.rollout
+
+
+def test_a_commit_that_is_not_there_is_named(cache):
+    cached(cache, "model", "acme/tiny")
+    commit = "89abcdef" * 5
+    section = {"junior_model": "acme/tiny", "junior_model_revision": commit}
+    with pytest.raises(ConfigError, match=r"^cluster\.rollout\.junior_model: the model") as caught:
+        settings.validate(ClusterSettings, {"rollout": section}, "test")
+    assert f"`hf download acme/tiny --revision {commit}`" in caught.value.hint
+
+
 def test_a_directory_comes_before_the_hub(cache, tmp_path):
     cached(cache, "model", "acme/tiny")
     (tmp_path / "acme" / "tiny").mkdir(parents=True)

@@ -28,6 +28,7 @@ from tandem.openai_server.app import Settings, application
 from tandem.openai_server.choices import Choice
 from tandem.openai_server.errors import HTTP_STATUS, error_headers, error_object, http_status
 from tandem.openai_server.fields import REFUSED
+from tandem.renamed import NEW_NAMES
 from tandem.requests import Prompt
 from tandem.schedule import prompt_seed
 from tandem.text import TextCodec
@@ -269,6 +270,14 @@ def test_a_wrong_field_of_a_conversation_is_named(http, fields, param):
     response = chat(http, **fields)
     assert response.status_code == 400
     assert response.json()["error"]["param"] == param
+
+
+@pytest.mark.parametrize("old", ["frozen_model", "prob_primary", "tandem_model_mask"])
+def test_an_old_name_is_refused_with_the_new_one(http, old):
+    for fields in ({old: 1}, {"tandem": {old: 1}}):
+        response = complete(http, **fields)
+        assert response.status_code == 400
+        assert f"; {old} is now {NEW_NAMES[old]}" in response.json()["error"]["message"]
 
 
 def test_fields_that_do_not_bear_on_the_response_are_ignored(http):

@@ -411,8 +411,12 @@ def test_a_prompt_that_the_servers_of_a_cluster_cannot_hold_is_known_before_they
     (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
     with Session(load(cluster), dry_run=True):
         pass
-    for length in ("cluster.trainer.max_model_len=50", "cluster.rollout.max_model_len=50"):
-        said = problems(load(cluster, length))
+    for length in (
+        "trainer.max_model_len",
+        "rollout.max_model_len",
+        "rollout.junior_max_model_len",
+    ):
+        said = problems(load(cluster, f"cluster.{length}=50"))
         assert f"data: {tmp_path / 'rows.jsonl'}:1: the prompt has 50 tokens, the servers'" in said
     (tmp_path / "model" / "config.json").write_text('{"max_position_embeddings": 40}')
     assert "the servers' max_model_len allows 39" in problems(load(cluster))
@@ -430,6 +434,16 @@ def test_responses_that_no_prompt_leaves_room_for_are_refused(load, cluster):
     said = problems(load("eval.max_tokens=127", "eval.every=1"))
     assert said.startswith("eval.max_tokens: 127")
     with Session(load("sampling.max_tokens=126")):
+        pass
+
+
+def test_the_limit_of_the_junior_bounds_a_run_that_uses_it(load, world):
+    world.junior_max_model_len = 50
+    said = problems(load("sampling.max_tokens=60"))
+    assert said.startswith("sampling.max_tokens: 60, but the servers' max_model_len of 50 leaves")
+    with Session(load("sampling.max_tokens=60", "tandem.enabled=false")):
+        pass
+    with Session(load("sampling.max_tokens=40")):
         pass
 
 

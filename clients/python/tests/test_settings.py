@@ -8,6 +8,7 @@ import pytest
 from tandem import config_values, settings
 from tandem.credentials import FIELDS
 from tandem.errors import ConfigError
+from tandem.renamed import NEW_NAMES
 from tandem.settings import ClusterSettings, RunSettings
 from tandem.settings_errors import sections_in
 from tandem.trainer.v1.objective_pb2 import PolicyObjective
@@ -133,6 +134,29 @@ def test_mistakes_inside_lists_are_named_by_path(file, override, message):
     with pytest.raises(ConfigError) as caught:
         load(file, override)
     assert message in str(caught.value)
+
+
+@pytest.mark.parametrize("old", NEW_NAMES)
+def test_an_old_name_is_refused_with_the_new_one(file, old):
+    said = f"unknown key; {old} is now "
+    for override in (f"{old}=1", f"tandem.{old}=1", f"+actor_rollout_ref.actor.{old}=1"):
+        with pytest.raises(ConfigError) as caught:
+            load(file, override)
+        assert said in str(caught.value)
+        assert NEW_NAMES[old] in str(caught.value)
+    file.write_text(BASE + f"objective: {{{old}: 1}}\n")
+    with pytest.raises(ConfigError) as caught:
+        load(file)
+    assert f"objective.{old}: {said}" in str(caught.value)
+
+
+def test_a_new_name_stands_with_its_section(file):
+    with pytest.raises(ConfigError) as caught:
+        load(file, "prob_primary=0.5", "tandem_jr_tkn_weight=0.15", "cluster.frozen_dtype=bfloat16")
+    message = str(caught.value)
+    assert "prob_primary: unknown key; prob_primary is now tandem.prob_senior" in message
+    assert "tandem_jr_tkn_weight is now objective.junior_token_loss_weight" in message
+    assert "cluster.frozen_dtype: unknown key; frozen_dtype is now junior_dtype" in message
 
 
 def test_known_keys_are_listed_once(file):

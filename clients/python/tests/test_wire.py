@@ -9,10 +9,11 @@ import pytest
 
 from tandem.errors import ConfigError
 from tandem.logprobs import LogProbs
+from tandem.renamed import NEW_NAMES
 from tandem.rollout.v1 import rollout_pb2
 from tandem.trainer.v1 import objective_pb2
 from tandem.trajectory_record import trajectory_record
-from tandem.types.v1 import sampling_pb2, tensor_pb2
+from tandem.types.v1 import sampling_pb2, tensor_pb2, trajectory_pb2
 from tandem.wire import from_tensor, short_floats, to_message, to_tensor
 
 KEYS = {
@@ -60,6 +61,10 @@ def test_enums_go_by_short_name_and_unknown_ones_are_explained():
     ("values", "message"),
     [
         ({"prob": 1}, "tandem: TandemConfig has no field 'prob'"),
+        (
+            {"prob_primary": 1},
+            "tandem: TandemConfig has no field 'prob_primary'; prob_primary is now prob_senior",
+        ),
         ({"prob_senior": "half"}, "tandem.prob_senior: must be real number"),
         ({"prob_senior": [0.5]}, "tandem.prob_senior: "),
         ({"selection_strategy": 1.5}, "tandem.selection_strategy: "),
@@ -72,6 +77,17 @@ def test_a_value_that_does_not_fit_its_field_is_named(values, message):
     with pytest.raises(ConfigError) as caught:
         to_message(values, sampling_pb2.TandemConfig(), "tandem")
     assert str(caught.value).startswith(message)
+
+
+@pytest.mark.parametrize("old", NEW_NAMES)
+@pytest.mark.parametrize(
+    "message",
+    [sampling_pb2.TandemConfig(), objective_pb2.PolicyObjective(), trajectory_pb2.Trajectory()],
+    ids=lambda message: message.DESCRIPTOR.name,
+)
+def test_an_old_name_is_refused_with_the_new_one(message, old):
+    with pytest.raises(ConfigError, match=f"; {old} is now {NEW_NAMES[old]}$"):
+        to_message({old: 1}, message, "request")
 
 
 def test_record_sorts_log_probs_by_model():

@@ -2,10 +2,9 @@
 
 namespace tandem::rollout {
 
-BlockPool::BlockPool(int64_t num_blocks, int32_t first_block)
-    : first_block_(first_block), blocks_(num_blocks) {
-  for (int64_t i = 0; i < num_blocks; ++i) {
-    blocks_[i].place = idle_.insert(idle_.end(), static_cast<int32_t>(first_block + i));
+BlockPool::BlockPool(const BlockRange& range) : first_block_(range.first), blocks_(range.count) {
+  for (int64_t i = 0; i < range.count; ++i) {
+    blocks_[i].place = idle_.insert(idle_.end(), static_cast<int32_t>(range.first + i));
     blocks_[i].known = known_.end();
   }
 }

@@ -16,13 +16,19 @@ namespace tandem::rollout {
 using PrefixId = uint64_t;
 inline constexpr PrefixId kNoPrefix = 0;  // before the first block
 
-// Blocks are numbered from `first_block` on. A block may have several holders, who share its
+// Some consecutive blocks of a cache.
+struct BlockRange {
+  int32_t first = 0;
+  int64_t count = 0;
+};
+
+// A block may have several holders, who share its
 // contents and must not change them. A block without a holder is idle; if its contents were
 // remembered it can still be found, until it is given out again: the block that has been idle for
 // longest comes first.
 class BlockPool {
  public:
-  explicit BlockPool(int64_t num_blocks, int32_t first_block = 0);
+  explicit BlockPool(const BlockRange& range);
 
   int64_t num_blocks() const { return static_cast<int64_t>(blocks_.size()); }
   int64_t num_idle() const { return static_cast<int64_t>(idle_.size()); }

@@ -10,7 +10,7 @@ namespace {
 const std::vector<int32_t> kTokens = {1, 2, 3}, kOther = {1, 2, 4};
 
 TEST(BlockPoolTest, EveryBlockIsGivenOutOnce) {
-  BlockPool pool(2, /*first_block=*/5);
+  BlockPool pool({.first = 5, .count = 2});
   EXPECT_EQ(pool.Allocate(), 5);
   EXPECT_EQ(pool.Allocate(), 6);
   EXPECT_EQ(pool.Allocate(), std::nullopt);
@@ -21,7 +21,7 @@ TEST(BlockPoolTest, EveryBlockIsGivenOutOnce) {
 }
 
 TEST(BlockPoolTest, ContentsAreFoundAfterTheirPrefixAlone) {
-  BlockPool pool(4);
+  BlockPool pool({.count = 4});
   const int32_t first = *pool.Allocate(), second = *pool.Allocate();
   const PrefixId prefix = pool.Remember(first, kNoPrefix, kTokens);
   pool.Remember(second, prefix, kTokens);
@@ -34,7 +34,7 @@ TEST(BlockPoolTest, ContentsAreFoundAfterTheirPrefixAlone) {
 }
 
 TEST(BlockPoolTest, ABlockIsIdleWhenItsLastHolderReleasesIt) {
-  BlockPool pool(1);
+  BlockPool pool({.count = 1});
   const int32_t block = *pool.Allocate();
   pool.Remember(block, kNoPrefix, kTokens);
   pool.Find(kNoPrefix, kTokens);
@@ -46,7 +46,7 @@ TEST(BlockPoolTest, ABlockIsIdleWhenItsLastHolderReleasesIt) {
 }
 
 TEST(BlockPoolTest, EmptyBlocksAreGivenOutBeforeKnownOnesAndThoseByAge) {
-  BlockPool pool(3);
+  BlockPool pool({.count = 3});
   const int32_t a = *pool.Allocate(), b = *pool.Allocate(), c = *pool.Allocate();
   pool.Remember(a, kNoPrefix, kTokens);
   pool.Remember(b, kNoPrefix, kOther);
@@ -57,7 +57,7 @@ TEST(BlockPoolTest, EmptyBlocksAreGivenOutBeforeKnownOnesAndThoseByAge) {
 }
 
 TEST(BlockPoolTest, TheFirstBlockWithSomeContentsStaysTheOneThatIsFound) {
-  BlockPool pool(2);
+  BlockPool pool({.count = 2});
   const int32_t a = *pool.Allocate(), b = *pool.Allocate();
   const PrefixId prefix = pool.Remember(a, kNoPrefix, kTokens);
   EXPECT_EQ(pool.Remember(b, kNoPrefix, kTokens), prefix);
@@ -67,7 +67,7 @@ TEST(BlockPoolTest, TheFirstBlockWithSomeContentsStaysTheOneThatIsFound) {
 }
 
 TEST(BlockPoolTest, ForgottenContentsAreNotFoundAndPrefixesDoNotReturn) {
-  BlockPool pool(2);
+  BlockPool pool({.count = 2});
   const int32_t block = *pool.Allocate();
   const PrefixId before = pool.Remember(block, kNoPrefix, kTokens);
   pool.Forget();

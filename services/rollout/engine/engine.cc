@@ -22,13 +22,12 @@
 #include "common/weights/staged_weight_receiver.h"
 #include "services/rollout/engine/engine_ranks.h"
 #include "services/rollout/engine/generator.h"
-#include "services/rollout/engine/loaded_models.h"
+#include "services/rollout/engine/options_check.h"
 #include "services/rollout/engine/ranked_runner.h"
 #include "services/rollout/engine/request_check.h"
-#include "services/rollout/engine/rollout_memory.h"
 #include "services/rollout/engine/scorer.h"
 #include "services/rollout/engine/shard_weights.h"
-#include "services/rollout/engine/torch_runner.h"
+#include "services/rollout/engine/tandem_model_manager.h"
 
 namespace tandem::rollout {
 namespace {
@@ -49,47 +48,31 @@ int64_t SizeBytes(const ScoreRequest& request) {
   return tokens * static_cast<int64_t>(sizeof(int32_t) + 2 * sizeof(float));
 }
 
-// A lane on this rank.
-struct Lane {
-  LaneRanks ranks;
-  std::unique_ptr<TorchRunner> shard;    // nullptr without a model, or without a shard of it
-  std::unique_ptr<RankedRunner> ranked;  // on rank 0, where other ranks have shards too
-
-  // Returns the runner that rank 0 generates with.
-  ModelRunner* runner() const {
-    return ranked != nullptr ? static_cast<ModelRunner*>(ranked.get()) : shard.get();
-  }
-};
-
-// The models and ranks that CreateEngine loads for an EngineImpl.
-struct EngineParts {
-  std::shared_ptr<ranks::ServerRanks> ranks;
-  LoadedModels models;  // without the models, which the lanes own
-  std::vector<WeightSpec> senior_parameters;
-  std::optional<WeightSpec> tied_head;  // of the senior; an update may contain it
-  Lane senior, junior;
-  CacheBlocks blocks;  // of each lane
-};
+RequestLimits LimitsOf(const EngineInfo& info, int64_t max_samples) {
+  const bool has_junior = info.junior.has_value();
+  return {.num_token_ids = info.senior.num_token_ids,
+          .max_model_len = info.senior.max_model_len,
+          .junior_max_model_len = has_junior ? info.junior->max_model_len : 0,
+          .max_samples = max_samples,
+          .has_junior = has_junior};
+}
 
 // Commands and steps run on the engine thread, which alone touches models and sequences. A step is
 // one of generation and then one of scoring. The mutex guards the state that other threads read.
 class EngineImpl : public Engine {
  public:
-  EngineImpl(const EngineOptions& options, EngineParts parts)
+  EngineImpl(const EngineOptions& options, std::shared_ptr<ranks::ServerRanks> ranks,
+             std::unique_ptr<const TandemModelManager> models)
       : options_(options),
-        info_(std::move(parts.models.info)),
-        limits_{.num_token_ids = info_.senior.num_token_ids,
-                .max_model_len = parts.models.max_model_len,
-                .max_samples = options.max_queue,
-                .has_junior = info_.junior.has_value()},
-        boundaries_(std::move(parts.models.boundaries)),
-        ranks_(std::move(parts.ranks)),
-        senior_(std::move(parts.senior)),
-        junior_(std::move(parts.junior)) {
-    const int64_t max_model_len = parts.models.max_model_len;
-    const WeightsVersion senior_weights = {.version = 0, .digest = parts.models.senior_digest};
+        info_(models->info()),
+        limits_(LimitsOf(info_, options.max_queue)),
+        ranks_(std::move(ranks)),
+        models_(std::move(models)),
+        senior_(models_->senior()),
+        junior_(models_->junior()) {
+    const WeightsVersion senior_weights = {.version = 0, .digest = senior_.digest};
     weights_ = std::make_unique<StagedWeightReceiver>(
-        std::move(parts.senior_parameters), std::move(parts.tied_head), info_.senior.num_token_ids,
+        models_->senior_parameters(), models_->tied_head(), info_.senior.num_token_ids,
         senior_weights,
         [this](const WeightManifest& manifest, absl::Span<const std::byte> stream,
                const CallScope& call) {
@@ -100,18 +83,22 @@ class EngineImpl : public Engine {
     generator_ = std::make_unique<Generator>(
         GeneratorOptions{.limits = {.max_num_seqs = options.max_num_seqs,
                                     .max_batched_tokens = options.max_batched_tokens,
-                                    .num_blocks = parts.blocks.generator},
-                         .max_model_len = max_model_len,
-                         .eos_token_ids = std::move(parts.models.eos_token_ids),
+                                    .num_blocks = {models_->blocks().senior.generator,
+                                                   models_->blocks().junior.generator}},
+                         .max_model_len = limits_.max_model_len,
+                         .eos_token_ids = models_->eos_token_ids(),
                          .senior_weights = senior_weights,
                          .junior_version = info_.junior_version},
-        boundaries_.get(), senior_.runner(), junior_.runner());
+        &models_->boundaries(), senior_.runner(), junior_.runner());
+    const auto of_scorer = [](const LaneBlocks& lane) {
+      return BlockRange{.first = static_cast<int32_t>(lane.generator), .count = lane.scorer};
+    };
     scorer_ = std::make_unique<Scorer>(
-        ScorerOptions{.max_batched_tokens = options.max_batched_tokens,
-                      .num_blocks = parts.blocks.scorer,
-                      .first_block = static_cast<int32_t>(parts.blocks.generator)},
+        ScorerOptions{
+            .max_batched_tokens = options.max_batched_tokens,
+            .blocks = {of_scorer(models_->blocks().senior), of_scorer(models_->blocks().junior)}},
         senior_weights, senior_.runner(), junior_.runner());
-    stats_.kv_capacity_tokens = parts.blocks.total() * kKvBlockTokens;
+    stats_.kv_capacity_tokens = models_->blocks().senior.total() * kKvBlockTokens;
     AddCommands();
     thread_ = std::make_unique<EngineThread>(
         EngineThreadOptions{.name = "rollout engine",
@@ -131,9 +118,10 @@ class EngineImpl : public Engine {
   absl::StatusOr<std::vector<PromptId>> Submit(std::vector<Submission> batch) override {
     int64_t samples = 0;
     for (size_t i = 0; i < batch.size(); ++i) {
-      TANDEM_RETURN_IF_ERROR(
-          PrependFieldPath(absl::StrCat("prompts[", i, "]"), Validate(batch[i].request)));
-      samples += batch[i].request.num_samples;
+      PromptRequest& request = batch[i].request;
+      TANDEM_RETURN_IF_ERROR(PrependFieldPath(absl::StrCat("prompts[", i, "]"), Validate(request)));
+      request.sampling.max_tokens = LongestResponse(request, limits_);
+      samples += request.num_samples;
     }
     std::vector<PromptId> ids;
     {
@@ -261,7 +249,7 @@ class EngineImpl : public Engine {
   void AddCommands() {
     commands_.Add<RankedPass>(
         kPassCommand, [this](const std::string&, const RankedPass& pass) -> absl::Status {
-          const Lane& lane = pass.lane == Author::kSenior ? senior_ : junior_;
+          const TandemModelManager::Lane& lane = pass.lane == Author::kSenior ? senior_ : junior_;
           return lane.shard == nullptr ? absl::OkStatus() : FollowPass(pass, *lane.shard);
         });
     commands_.Add<RankedWeights>(
@@ -344,14 +332,15 @@ class EngineImpl : public Engine {
   const EngineOptions options_;
   const EngineInfo info_;
   const RequestLimits limits_;
-  const std::unique_ptr<BoundarySets> boundaries_;
   std::unique_ptr<StagedWeightReceiver> weights_;
   std::atomic<bool> ended_ = false;
 
   // Used by the engine thread alone.
   const std::shared_ptr<ranks::ServerRanks> ranks_;
   ranks::CommandTable commands_;
-  const Lane senior_, junior_;
+  const std::unique_ptr<const TandemModelManager> models_;
+  const TandemModelManager::Lane& senior_;
+  const TandemModelManager::Lane& junior_;
   std::unique_ptr<Generator> generator_;
   std::unique_ptr<Scorer> scorer_;
   bool paused_ = false;
@@ -366,52 +355,21 @@ class EngineImpl : public Engine {
   std::unique_ptr<EngineThread> thread_;  // last, as it uses everything above
 };
 
-Lane MakeLane(Author author, LaneRanks ranks, std::unique_ptr<Model> model,
-              const CacheBlocks& blocks, ranks::ServerRanks* server_ranks) {
-  Lane lane{.ranks = std::move(ranks), .shard = nullptr, .ranked = nullptr};
-  if (model == nullptr || !lane.ranks.holds()) return lane;
-  lane.shard = std::make_unique<TorchRunner>(std::move(model), blocks.total());
-  if (lane.ranks.sharded() && server_ranks->leads()) {
-    lane.ranked = std::make_unique<RankedRunner>(author, server_ranks, lane.shard.get());
-  }
-  return lane;
-}
-
-absl::StatusOr<EngineParts> LoadParts(const EngineOptions& options, EngineRanks ranks) {
-  EngineParts parts;
-  TANDEM_ASSIGN_OR_RETURN(parts.models,
-                          LoadModels(options, ranks.senior.placement, ranks.junior.placement));
-  LoadedModels& models = parts.models;
-  parts.senior_parameters = models.senior->WeightSpecs(DType::kFloat32);
-  if (models.senior->tied()) {
-    const ModelConfig& config = models.senior->config();
-    parts.tied_head = {.name = kLmHeadName, .shape = {config.vocab_size, config.hidden_size}};
-  }
-  parts.ranks = std::move(ranks.server);
-  parts.blocks =
-      PlanCacheBlocks(options.max_num_seqs, models.max_model_len, options.max_batched_tokens);
-  parts.senior = MakeLane(Author::kSenior, std::move(ranks.senior), std::move(models.senior),
-                          parts.blocks, parts.ranks.get());
-  parts.junior = MakeLane(Author::kJunior, std::move(ranks.junior), std::move(models.junior),
-                          parts.blocks, parts.ranks.get());
-  return parts;
-}
-
 }  // namespace
 
 absl::StatusOr<std::unique_ptr<Engine>> CreateEngine(const EngineOptions& options) {
   return CatchTorchErrors("models", [&]() -> absl::StatusOr<std::unique_ptr<Engine>> {
     TANDEM_RETURN_IF_ERROR(CheckOptions(options));
-    TANDEM_ASSIGN_OR_RETURN(EngineRanks ranks, JoinRanks(options));
-    const std::shared_ptr<ranks::ServerRanks> server = ranks.server;
-    absl::StatusOr<EngineParts> parts =
-        CatchTorchErrors("models", [&] { return LoadParts(options, std::move(ranks)); });
-    TANDEM_RETURN_IF_ERROR(server->Agree(parts.status()));
-    TANDEM_RETURN_IF_ERROR(server->CheckSame("senior_model", parts->models.senior_digest));
-    TANDEM_RETURN_IF_ERROR(server->CheckSame("junior_model", parts->models.junior_digest));
+    TANDEM_ASSIGN_OR_RETURN(const EngineRanks ranks, JoinRanks(options));
+    ranks::ServerRanks& server = *ranks.server;
+    auto models =
+        CatchTorchErrors("models", [&] { return TandemModelManager::Load(options, ranks); });
+    TANDEM_RETURN_IF_ERROR(server.Agree(models.status()));
+    TANDEM_RETURN_IF_ERROR(server.CheckSame("senior_model", (*models)->senior().digest));
+    TANDEM_RETURN_IF_ERROR(server.CheckSame("junior_model", (*models)->junior().digest));
     TANDEM_RETURN_IF_ERROR(
-        server->CheckSame("tokenizer.json", parts->models.info.senior.vocabulary_digest));
-    return std::make_unique<EngineImpl>(options, *std::move(parts));
+        server.CheckSame("tokenizer.json", (*models)->info().senior.vocabulary_digest));
+    return std::make_unique<EngineImpl>(options, ranks.server, *std::move(models));
   });
 }
 

@@ -13,6 +13,8 @@
 #include "common/model/compute_setup.h"
 #include "common/model/model_config.h"
 #include "common/ranks/communicator_group.h"
+#include "common/tensor/aten_bytes.h"
+#include "services/rollout/engine/lane_storage.h"
 
 namespace tandem::rollout {
 namespace {
@@ -25,10 +27,10 @@ absl::StatusOr<ModelConfig> ReadConfig(const std::string& field, const std::stri
 
 absl::Status CheckLayout(const EngineOptions& options) {
   TANDEM_ASSIGN_OR_RETURN(const ModelConfig senior,
-                          ReadConfig("senior_model", options.senior_model));
+                          ReadConfig("senior_model", options.senior.model));
   std::optional<ModelConfig> junior;
-  if (!options.junior_model.empty()) {
-    TANDEM_ASSIGN_OR_RETURN(junior, ReadConfig("junior_model", options.junior_model));
+  if (!options.junior.model.empty()) {
+    TANDEM_ASSIGN_OR_RETURN(junior, ReadConfig("junior_model", options.junior.model));
   }
   return CheckRankLayout(options.layout, senior, junior.has_value() ? &*junior : nullptr,
                          options.environment.world_size);
@@ -38,7 +40,7 @@ absl::Status CheckLayout(const EngineOptions& options) {
 absl::StatusOr<at::Device> JuniorDevice(const EngineOptions& options, at::Device device) {
   const auto rank = static_cast<size_t>(options.environment.rank);
   const std::vector<int32_t>& devices = options.layout.junior_gpu_devices;
-  if (options.junior_model.empty() || rank >= devices.size()) return device;
+  if (options.junior.model.empty() || rank >= devices.size()) return device;
   const std::string field = absl::StrCat("junior_gpu_devices[", rank, "]");
   if (!device.is_cuda()) return InvalidField(field, "needs compute.device cuda");
   const c10::impl::VirtualGuardImpl cuda(at::kCUDA);
@@ -50,15 +52,24 @@ absl::StatusOr<at::Device> JuniorDevice(const EngineOptions& options, at::Device
   return at::Device(at::kCUDA, static_cast<at::DeviceIndex>(devices[rank]));
 }
 
+// Returns the placement of a lane's model on `device`; `base` is that of the server.
+Placement PlacementOf(const LaneOptions& lane, const ComputeOptions& compute, at::Device device,
+                      Placement base) {
+  const LaneStorage storage = StorageOf(lane, compute);
+  base.device = device;
+  base.dtype = ToScalarType(storage.dtype);
+  base.weight_format = storage.weight_format;
+  return base;
+}
+
 // Makes the process group of the first `size` ranks of the server. Collective over all ranks.
-LaneRanks JoinLane(const std::string& name, int64_t size, at::Device device,
-                   const Placement& placement, ranks::Communicator& world) {
+LaneRanks JoinLane(const std::string& name, int64_t size, const Placement& placement,
+                   ranks::Communicator& world) {
   std::vector<int> ranks(static_cast<size_t>(size));
   std::iota(ranks.begin(), ranks.end(), 0);
   LaneRanks lane;
-  lane.group = world.Split(name, {ranks}, {.device = device, .timeout = std::nullopt});
+  lane.group = world.Split(name, {ranks}, {.device = placement.device, .timeout = std::nullopt});
   lane.placement = placement;
-  lane.placement.device = device;
   if (lane.group == nullptr) {
     lane.placement.holds_block = [](int64_t) { return false; };
   } else if (size > 1) {
@@ -85,10 +96,12 @@ absl::StatusOr<EngineRanks> JoinRanks(const EngineOptions& options) {
   TANDEM_RETURN_IF_ERROR(ranks.server->Agree(status));
   ranks::Communicator& world = *ranks.server->world();
   ranks.senior =
-      JoinLane("senior", options.layout.tensor_parallel_size, placement.device, placement, world);
-  if (!options.junior_model.empty()) {
-    ranks.junior = JoinLane("junior", options.layout.junior_tensor_parallel_size, *junior_device,
-                            placement, world);
+      JoinLane("senior", options.layout.tensor_parallel_size,
+               PlacementOf(options.senior, options.compute, placement.device, placement), world);
+  if (!options.junior.model.empty()) {
+    ranks.junior =
+        JoinLane("junior", options.layout.junior_tensor_parallel_size,
+                 PlacementOf(options.junior, options.compute, *junior_device, placement), world);
   }
   return ranks;
 }

@@ -283,7 +283,7 @@ TEST_P(RolloutRanksTest, RanksThatDifferDoNotStart) {
   for (const std::string lane : {"senior", "junior"}) {
     ranks::RunOnRanks(GetParam().ranks(), [&](const RankEnvironment& environment) {
       const absl::Status status = start_with([&](EngineOptions& options) {
-        (lane == "senior" ? options.senior_model : options.junior_model) = folder_ / "other";
+        (lane == "senior" ? options.senior.model : options.junior.model) = folder_ / "other";
       })(environment);
       EXPECT_EQ(status.code(), absl::StatusCode::kFailedPrecondition);
       EXPECT_TRUE(
@@ -293,7 +293,7 @@ TEST_P(RolloutRanksTest, RanksThatDifferDoNotStart) {
   }
   ranks::RunOnRanks(GetParam().ranks(), [&](const RankEnvironment& environment) {
     const absl::Status status =
-        start_with([](EngineOptions& options) { options.senior_model = "/nowhere"; })(environment);
+        start_with([](EngineOptions& options) { options.senior.model = "/nowhere"; })(environment);
     EXPECT_EQ(FieldPath(status), "senior_model");
     EXPECT_TRUE(absl::StartsWith(status.message(), last + ": ")) << status;
   });

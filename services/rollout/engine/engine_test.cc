@@ -49,7 +49,7 @@ class EngineTest : public ::testing::Test {
   }
   static std::unique_ptr<Engine> CreateSelfPaired() {
     EngineOptions options = Options();
-    options.junior_model = Senior();
+    options.junior.model = Senior();
     return Create(options);
   }
 
@@ -95,8 +95,8 @@ TEST_F(EngineTest, Law2CertainSeniorIsTandemSwitchedOffBitForBit) {
 TEST_F(EngineTest, Law2CertainJuniorIsTheJuniorAlone) {
   const Trajectory mixed = RunOne(*Create(), RequestOf({.prob_senior = 0.0}));
   EngineOptions options = Options();
-  options.senior_model = Junior();
-  options.junior_model = "";
+  options.senior.model = Junior();
+  options.junior.model = "";
   const Trajectory alone = RunOne(*Create(options), RequestOf({.enabled = false}));
   EXPECT_EQ(mixed.response_token_ids, alone.response_token_ids);
   EXPECT_EQ(mixed.author_logprobs, alone.author_logprobs);
@@ -192,17 +192,17 @@ TEST_F(EngineTest, TheOtherKernelsAndTypesScoreAlike) {
     sequences.push_back(sequence);
   }
   const ScoreRequest request = {.sequences = sequences, .senior = true, .junior = true};
-  const auto scores_with = [&](const std::string& kernels, const std::string& dtype) {
+  const auto scores_with = [&](const std::string& kernels, DType dtype) {
     EngineOptions options = Options();
     options.compute.kernels = kernels;
-    options.compute.dtype = dtype;
+    options.senior.dtype = options.junior.dtype = dtype;
     const auto scores = Score(*Create(options), request);
     EXPECT_TRUE(scores.ok()) << scores.status();
     return scores.value_or(ScoreResult{}).sequences;
   };
-  const auto expected = scores_with("auto", "float32");
-  const auto aten = scores_with("aten", "float32");
-  const auto bfloat16 = scores_with("auto", "bfloat16");
+  const auto expected = scores_with("auto", DType::kFloat32);
+  const auto aten = scores_with("aten", DType::kFloat32);
+  const auto bfloat16 = scores_with("aten", DType::kBFloat16);
   ASSERT_EQ(expected.size(), sequences.size());
   ASSERT_EQ(aten.size(), sequences.size());
   ASSERT_EQ(bfloat16.size(), sequences.size());
@@ -264,12 +264,127 @@ TEST_F(EngineTest, BadRequestsAreNamed) {
             "prompts[1].num_samples");
 
   EngineOptions solo = Options();
-  solo.junior_model = "";
+  solo.junior.model = "";
   const auto alone = Create(solo);
   EXPECT_EQ(alone->Validate(RequestOf({})).code(), absl::StatusCode::kFailedPrecondition);
   EXPECT_EQ(Score(*alone, {.sequences = {{{3, 4}, 1}}, .junior = true}).status().code(),
             absl::StatusCode::kFailedPrecondition);
 }
+
+TEST_F(EngineTest, EveryLaneHasALengthOfItsOwn) {
+  EngineOptions options = Options();
+  options.senior.max_model_len = 40;
+  options.junior.max_model_len = 20;
+  const auto engine = Create(options);
+  EXPECT_EQ(engine->Info().senior.max_model_len, 40);
+  EXPECT_EQ(engine->Info().junior->max_model_len, 20);
+
+  PromptRequest solo = RequestOf({.enabled = false}), pair = RequestOf({});
+  solo.sampling.ignore_eos = pair.sampling.ignore_eos = true;
+  solo.sampling.max_tokens = pair.sampling.max_tokens = 100;
+  const auto room = [](const PromptRequest& request, size_t limit) {
+    return limit - request.prompt_token_ids.size();
+  };
+  EXPECT_EQ(RunOne(*engine, solo).response_token_ids.size(), room(solo, 40));
+  const Trajectory cut = RunOne(*engine, pair);
+  EXPECT_EQ(cut.response_token_ids.size(), room(pair, 20));
+  EXPECT_EQ(cut.finish_reason, FinishReason::kLength);
+  solo.prompt_token_ids.assign(20, 3);
+  pair.prompt_token_ids.assign(20, 3);
+  EXPECT_TRUE(engine->Validate(solo).ok());
+  EXPECT_EQ(FieldPath(engine->Validate(pair)), "prompt_token_ids");
+
+  const ScoreSequence long_one = {std::vector<int32_t>(30, 3), 1};
+  EXPECT_TRUE(Score(*engine, {.sequences = {long_one}}).ok());
+  EXPECT_EQ(Score(*engine, {.sequences = {long_one}, .junior = true}).status().code(),
+            absl::StatusCode::kOutOfRange);
+}
+
+// Returns the log-probs of both models for one text.
+SequenceScores ScoresOf(Engine& engine) {
+  std::vector<int32_t> text;
+  for (int32_t i = 0; i < 40; ++i) text.push_back(3 + i * 7 % 58);
+  return Score(engine, {.sequences = {{text, 1}}, .junior = true})->sequences[0];
+}
+
+double LargestDifference(const std::vector<float>& a, const std::vector<float>& b) {
+  double largest = 0;
+  for (size_t i = 0; i < a.size(); ++i) largest = std::max<double>(largest, std::abs(a[i] - b[i]));
+  return largest;
+}
+
+TEST_F(EngineTest, EveryLaneComputesInATypeOfItsOwn) {
+  EngineOptions options = Options();
+  options.compute.kernels = "aten";
+  const SequenceScores plain = ScoresOf(*Create(options));
+  options.junior.dtype = DType::kBFloat16;
+  const SequenceScores mixed = ScoresOf(*Create(options));
+  EXPECT_EQ(mixed.senior_logprobs, plain.senior_logprobs);
+  EXPECT_NE(mixed.junior_logprobs, plain.junior_logprobs);
+  EXPECT_LT(LargestDifference(mixed.junior_logprobs, plain.junior_logprobs), 0.3);
+  const EngineInfo info = Create(options)->Info();
+  EXPECT_EQ(info.senior.dtype, DType::kFloat32);
+  EXPECT_EQ(info.junior->dtype, DType::kBFloat16);
+}
+
+struct Stored {
+  const char* name;
+  DType dtype;
+  Quantization quantization;
+  double atol;  // of a log-prob, from that of the float32 model
+};
+
+class StoredLaneTest : public EngineTest, public ::testing::WithParamInterface<Stored> {};
+
+TEST_P(StoredLaneTest, EveryLaneIsStoredInAFormatOfItsOwn) {
+  const auto store = [](LaneOptions& lane) {
+    lane.dtype = GetParam().dtype;
+    lane.quantization = GetParam().quantization;
+  };
+  const SequenceScores plain = ScoresOf(*Create());
+  EngineOptions senior = Options(), junior = Options();
+  store(senior.senior);
+  store(junior.junior);
+  const SequenceScores of_senior = ScoresOf(*Create(senior)), of_junior = ScoresOf(*Create(junior));
+  EXPECT_EQ(of_senior.junior_logprobs, plain.junior_logprobs);
+  EXPECT_EQ(of_junior.senior_logprobs, plain.senior_logprobs);
+  EXPECT_NE(of_senior.senior_logprobs, plain.senior_logprobs) << "the maps are not rounded";
+  EXPECT_NE(of_junior.junior_logprobs, plain.junior_logprobs) << "the maps are not rounded";
+  EXPECT_LT(LargestDifference(of_senior.senior_logprobs, plain.senior_logprobs), GetParam().atol);
+  EXPECT_LT(LargestDifference(of_junior.junior_logprobs, plain.junior_logprobs), GetParam().atol);
+
+  const auto engine = Create(junior);
+  EXPECT_EQ(engine->Info().junior->dtype, GetParam().dtype);
+  EXPECT_EQ(engine->Info().junior->quantization, GetParam().quantization);
+  EXPECT_EQ(engine->Info().senior.quantization, Quantization::kNone);
+  EXPECT_EQ(RunOne(*engine, RequestOf({.enabled = false})).author_logprobs,
+            RunOne(*Create(), RequestOf({.enabled = false})).author_logprobs);
+}
+
+TEST_P(StoredLaneTest, NewWeightsAreStoredAsTheOldOnesWere) {
+  EngineOptions stored = Options();
+  stored.senior.dtype = GetParam().dtype;
+  stored.senior.quantization = GetParam().quantization;
+  const SequenceScores expected = ScoresOf(*Create(stored));
+  const TemporaryFolder other;
+  WriteTinyModelAndTokenizer(other.path(), 9);
+  stored.senior.model = other.path();
+  const auto engine = Create(stored);
+  EXPECT_NE(ScoresOf(*engine).senior_logprobs, expected.senior_logprobs);
+  std::vector<std::byte> stream;
+  const WeightManifest manifest = ManifestOf(**Model::Load(Senior()), 1, stream);
+  ASSERT_TRUE(engine->weights().Begin("u", manifest, false).ok());
+  ASSERT_TRUE(engine->weights().Append("u", 0, stream).ok());
+  ASSERT_TRUE(engine->weights().Commit("u", {}).ok());
+  EXPECT_EQ(ScoresOf(*engine).senior_logprobs, expected.senior_logprobs);
+}
+
+INSTANTIATE_TEST_SUITE_P(Formats, StoredLaneTest,
+                         testing::Values(Stored{"bfloat16", DType::kBFloat16, Quantization::kNone,
+                                                0.3},
+                                         Stored{"int8", DType::kFloat32, Quantization::kInt8, 0.3},
+                                         Stored{"int4", DType::kFloat32, Quantization::kInt4, 3.0}),
+                         [](const auto& info) { return std::string(info.param.name); });
 
 TEST_F(EngineTest, ADifferentVocabularyIsRefusedWithTheFirstId) {
   TemporaryFolder folder;
@@ -279,7 +394,7 @@ TEST_F(EngineTest, ADifferentVocabularyIsRefusedWithTheFirstId) {
   tokenizer["model"]["vocab"]["other"] = 17;
   std::ofstream(folder.path() + "/tokenizer.json") << tokenizer.dump();
   EngineOptions options = Options();
-  options.junior_model = folder.path();
+  options.junior.model = folder.path();
   const absl::Status status = CreateEngine(options).status();
   EXPECT_EQ(status.code(), absl::StatusCode::kFailedPrecondition);
   EXPECT_EQ(Reason(status), "VOCABULARY_MISMATCH");
@@ -291,8 +406,8 @@ TEST_F(EngineTest, ADifferentVocabularyIsRefusedWithTheFirstId) {
 TEST_F(EngineTest, PaddingRowsChangeNothing) {
   TemporaryFolder folder;
   EngineOptions padded = Options();
-  padded.senior_model = folder / "senior";
-  WritePaddedModel(Senior(), padded.senior_model, 70);
+  padded.senior.model = folder / "senior";
+  WritePaddedModel(Senior(), padded.senior.model, 70);
   const auto engine = Create(padded), plain = Create();
   const EngineInfo info = engine->Info();
   EXPECT_EQ(info.senior.vocab_size, 70);
@@ -320,12 +435,12 @@ TEST_F(EngineTest, PaddingRowsChangeNothing) {
 TEST_F(EngineTest, WeightsOfAModelWithOtherTokenIdsAreRefused) {
   TemporaryFolder folder;
   EngineOptions padded = Options();
-  padded.senior_model = folder / "senior";
-  WritePaddedModel(Senior(), padded.senior_model, 70);
+  padded.senior.model = folder / "senior";
+  WritePaddedModel(Senior(), padded.senior.model, 70);
   const auto engine = Create(padded);
   std::vector<std::byte> stream;
   // Loaded without regard to the tokenizer: 70 token ids.
-  const WeightManifest manifest = ManifestOf(**Model::Load(padded.senior_model), 3, stream);
+  const WeightManifest manifest = ManifestOf(**Model::Load(padded.senior.model), 3, stream);
   const absl::Status status = engine->weights().Begin("u", manifest, false).status();
   EXPECT_EQ(status.code(), absl::StatusCode::kFailedPrecondition);
   EXPECT_EQ(Reason(status), "VOCABULARY_MISMATCH");
@@ -417,7 +532,7 @@ class PassCounter final : public PromptListener {
 // A command, such as a commit, runs between two steps: it waits for what one step is at most.
 TEST_F(EngineTest, AStepIsOneTokenAndOneSliceOfTheScores) {
   EngineOptions options = Options();
-  options.junior_model = "";
+  options.junior.model = "";
   const auto engine = Create(options);
   ScoreRequest largest;
   for (int i = 0; i < 64; ++i) {
@@ -534,7 +649,7 @@ TEST_F(EngineTest, CommittedWeightsWriteTheNextTokens) {
   ASSERT_TRUE(engine->Resume({}).ok());
 
   EngineOptions options = Options();
-  options.senior_model = folder.path();
+  options.senior.model = folder.path();
   const auto fresh = Create(options);
   EXPECT_EQ(fresh->weights().Version().digest, manifest.digest);
   const Trajectory expected = RunOne(*fresh, RequestOf({.enabled = false}));
@@ -587,7 +702,7 @@ TEST_F(EngineTest, TheJuniorsEndOfSequenceEndsAResponseToo) {
   WriteTinyModelAndTokenizer(
       folder.path(), 2, {{"num_hidden_layers", 1}, {"hidden_size", 24}, {"eos_token_id", stop}});
   EngineOptions options = Options();
-  options.junior_model = folder.path();
+  options.junior.model = folder.path();
   const auto engine = Create(options);
   EXPECT_THAT(engine->Info().junior->eos_token_ids, ::testing::ElementsAre(stop));
   request.sampling.ignore_eos = false;

@@ -50,11 +50,11 @@ PromptRequest Request(const TandemConfig& tandem, int prompt_length = 5, uint64_
 
 // Limits that no test reaches.
 constexpr SchedulerLimits kWide = {
-    .max_num_seqs = 1000, .max_batched_tokens = 100'000, .num_blocks = 2000};
+    .max_num_seqs = 1000, .max_batched_tokens = 100'000, .num_blocks = {2000, 2000}};
 
 SchedulerLimits Limits(int64_t max_num_seqs, int64_t max_batched_tokens = kWide.max_batched_tokens,
-                       int64_t num_blocks = kWide.num_blocks) {
-  return {max_num_seqs, max_batched_tokens, num_blocks};
+                       int64_t num_blocks = kWide.num_blocks[0]) {
+  return {max_num_seqs, max_batched_tokens, {num_blocks, num_blocks}};
 }
 
 class Harness {
@@ -62,8 +62,8 @@ class Harness {
   explicit Harness(SchedulerLimits limits = kWide, uint64_t senior_weights = 1,
                    uint64_t junior_weights = 2, bool eager_lanes = false)
       : boundaries(Vocabulary(), {}),
-        senior(senior_weights, kVocab, limits.num_blocks),
-        junior(junior_weights, kVocab, limits.num_blocks),
+        senior(senior_weights, kVocab, limits.num_blocks[0]),
+        junior(junior_weights, kVocab, limits.num_blocks[0]),
         generator({.limits = limits,
                    .max_model_len = 100,
                    .eos_token_ids = {kEos},

@@ -1,5 +1,6 @@
 #include "services/rollout/engine/request_check.h"
 
+#include <algorithm>
 #include <string>
 
 #include "absl/strings/str_cat.h"
@@ -8,14 +9,45 @@
 #include "common/base/status_macros.h"
 
 namespace tandem::rollout {
+namespace {
+
+// The longest sequence that the lanes of a request hold, and the setting of the lane that says so.
+struct LengthLimit {
+  int64_t tokens;
+  const char* setting;
+};
+
+LengthLimit LimitOf(bool senior, bool junior, const RequestLimits& limits) {
+  const LengthLimit of_senior = {limits.max_model_len, "max_model_len"};
+  const LengthLimit of_junior = {limits.junior_max_model_len, "junior_max_model_len"};
+  if (!junior) return of_senior;
+  return senior && of_senior.tokens <= of_junior.tokens ? of_senior : of_junior;
+}
+
+LengthLimit LimitOf(const PromptRequest& request, const RequestLimits& limits) {
+  return LimitOf(/*senior=*/true, request.tandem.enabled && limits.has_junior, limits);
+}
+
+// Describes the limit: a model's own may be below the setting.
+std::string InWords(const LengthLimit& limit) {
+  return absl::StrCat(limit.tokens, " (", limit.setting, ", or the model's own limit)");
+}
+
+}  // namespace
+
+int32_t LongestResponse(const PromptRequest& request, const RequestLimits& limits) {
+  const int64_t room =
+      LimitOf(request, limits).tokens - static_cast<int64_t>(request.prompt_token_ids.size());
+  return static_cast<int32_t>(std::min<int64_t>(request.sampling.max_tokens, room));
+}
 
 absl::Status CheckPrompt(const PromptRequest& request, const RequestLimits& limits) {
   const auto length = static_cast<int64_t>(request.prompt_token_ids.size());
   if (length == 0) return InvalidField("prompt_token_ids", "must not be empty");
-  if (length >= limits.max_model_len) {
+  if (const LengthLimit limit = LimitOf(request, limits); length >= limit.tokens) {
     return FieldError(absl::StatusCode::kOutOfRange, "prompt_token_ids",
-                      absl::StrCat(length, " tokens leave no room for a response: at most ",
-                                   limits.max_model_len, " in all"));
+                      absl::StrCat(length, " tokens leave no room for a response: in all at most ",
+                                   InWords(limit)));
   }
   TANDEM_RETURN_IF_ERROR(
       CheckTokenIds("prompt_token_ids", request.prompt_token_ids, limits.num_token_ids));
@@ -50,14 +82,15 @@ absl::Status CheckScore(const ScoreRequest& request, const RequestLimits& limits
   TANDEM_RETURN_IF_ERROR(CheckAbove("temperature", request.temperature, 0.0));
   TANDEM_RETURN_IF_ERROR(tandem::Validate(
       SamplingParams{.temperature = request.temperature, .max_tokens = 1}, limits.num_token_ids));
+  const LengthLimit limit = LimitOf(request.senior, request.junior, limits);
   for (size_t i = 0; i < request.sequences.size(); ++i) {
     const ScoreSequence& sequence = request.sequences[i];
     const std::string path = absl::StrCat("sequences[", i, "]");
     const auto length = static_cast<int64_t>(sequence.token_ids.size());
     if (length < 2) return InvalidField(path + ".token_ids", "needs at least two tokens");
-    if (length > limits.max_model_len) {
+    if (length > limit.tokens) {
       return FieldError(absl::StatusCode::kOutOfRange, path + ".token_ids",
-                        absl::StrCat(length, " tokens, at most ", limits.max_model_len));
+                        absl::StrCat(length, " tokens, at most ", InWords(limit)));
     }
     TANDEM_RETURN_IF_ERROR(
         CheckTokenIds(path + ".token_ids", sequence.token_ids, limits.num_token_ids));

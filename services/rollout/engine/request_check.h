@@ -11,14 +11,20 @@ namespace tandem::rollout {
 
 struct RequestLimits {
   int64_t num_token_ids = 0;
-  int64_t max_model_len = 0;
-  int64_t max_samples = 0;  // of one prompt
+  int64_t max_model_len = 0;         // of the senior
+  int64_t junior_max_model_len = 0;  // of the junior, if there is one
+  int64_t max_samples = 0;           // of one prompt
   bool has_junior = false;
 };
 
 // Implements Engine::Validate. A prompt must leave room for one response token; a response is cut
-// at max_model_len with finish reason kLength.
+// at LongestResponse with finish reason kLength. OUT_OF_RANGE names the lane whose limit a prompt
+// meets: the senior's, and with tandem enabled the smaller one of both.
 absl::Status CheckPrompt(const PromptRequest& request, const RequestLimits& limits);
+
+// Returns the most tokens of a response to a request that CheckPrompt accepts: max_tokens, or what
+// the prompt leaves.
+int32_t LongestResponse(const PromptRequest& request, const RequestLimits& limits);
 
 // Checks the request of Engine::Score. INVALID_ARGUMENT, OUT_OF_RANGE for a sequence that is too
 // long, FAILED_PRECONDITION without the junior that the request needs.

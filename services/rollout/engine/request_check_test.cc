@@ -1,16 +1,71 @@
 #include "services/rollout/engine/request_check.h"
 
+#include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
 #include <cmath>
+#include <string>
+#include <vector>
 
 #include "common/base/error.h"
 
 namespace tandem::rollout {
 namespace {
 
-constexpr RequestLimits kLimits = {
-    .num_token_ids = 50, .max_model_len = 10, .max_samples = 4, .has_junior = true};
+using ::testing::HasSubstr;
+
+constexpr RequestLimits kLimits = {.num_token_ids = 50,
+                                   .max_model_len = 10,
+                                   .junior_max_model_len = 6,
+                                   .max_samples = 4,
+                                   .has_junior = true};
+
+PromptRequest PromptOf(size_t length, bool tandem) {
+  PromptRequest request;
+  request.prompt_token_ids.assign(length, 3);
+  request.sampling.max_tokens = 100;
+  request.tandem.enabled = tandem;
+  return request;
+}
+
+TEST(CheckPromptTest, TheLimitOfTheLanesThatWriteHolds) {
+  EXPECT_TRUE(CheckPrompt(PromptOf(9, /*tandem=*/false), kLimits).ok());
+  EXPECT_TRUE(CheckPrompt(PromptOf(5, /*tandem=*/true), kLimits).ok());
+  absl::Status status = CheckPrompt(PromptOf(10, /*tandem=*/false), kLimits);
+  EXPECT_EQ(status.code(), absl::StatusCode::kOutOfRange);
+  EXPECT_EQ(FieldPath(status), "prompt_token_ids");
+  EXPECT_THAT(std::string(status.message()), HasSubstr("at most 10 (max_model_len"));
+  status = CheckPrompt(PromptOf(6, /*tandem=*/true), kLimits);
+  EXPECT_EQ(status.code(), absl::StatusCode::kOutOfRange);
+  EXPECT_EQ(FieldPath(status), "prompt_token_ids");
+  EXPECT_THAT(std::string(status.message()), HasSubstr("at most 6 (junior_max_model_len"));
+
+  RequestLimits long_junior = kLimits;
+  long_junior.junior_max_model_len = 20;
+  status = CheckPrompt(PromptOf(10, /*tandem=*/true), long_junior);
+  EXPECT_THAT(std::string(status.message()), HasSubstr("at most 10 (max_model_len"));
+}
+
+TEST(CheckPromptTest, AResponseEndsAtTheLimit) {
+  EXPECT_EQ(LongestResponse(PromptOf(4, /*tandem=*/false), kLimits), 6);
+  EXPECT_EQ(LongestResponse(PromptOf(4, /*tandem=*/true), kLimits), 2);
+  PromptRequest request = PromptOf(4, /*tandem=*/true);
+  request.sampling.max_tokens = 1;
+  EXPECT_EQ(LongestResponse(request, kLimits), 1);
+}
+
+TEST(CheckScoreTest, TheLimitOfTheLanesThatScoreHolds) {
+  ScoreRequest request = {.sequences = {{std::vector<int32_t>(10, 3), 1}}};
+  EXPECT_TRUE(CheckScore(request, kLimits).ok());
+  request.junior = true;
+  for (const bool senior : {true, false}) {
+    request.senior = senior;
+    const absl::Status status = CheckScore(request, kLimits);
+    EXPECT_EQ(status.code(), absl::StatusCode::kOutOfRange);
+    EXPECT_EQ(FieldPath(status), "sequences[0].token_ids");
+    EXPECT_THAT(std::string(status.message()), HasSubstr("at most 6 (junior_max_model_len"));
+  }
+}
 
 TEST(CheckScoreTest, ErrorsNameTheField) {
   ScoreRequest request;

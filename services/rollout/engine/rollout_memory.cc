@@ -4,10 +4,13 @@
 #include <string>
 #include <vector>
 
+#include "absl/strings/str_cat.h"
+#include "common/base/error.h"
 #include "common/base/status_macros.h"
 #include "common/model/family.h"
 #include "common/model/layer_cache.h"
 #include "common/model/parameter_spec.h"
+#include "common/model/shard.h"
 #include "common/model/shard_numel.h"
 
 namespace tandem::rollout {
@@ -20,6 +23,8 @@ struct Lane {
   std::string name;
   const ModelConfig& config;
   int64_t ranks = 1;
+  const LaneMemoryOptions& options;
+  LaneBlocks blocks = {};
 };
 
 // The memory of a pass beside the weights and the cache. Lanes run one after the other.
@@ -32,22 +37,66 @@ absl::StatusOr<std::vector<ParameterSpec>> Parameters(const ModelConfig& config)
   return ModelParameters(config, {.tied = config.tie_word_embeddings});
 }
 
-absl::Status AddLane(const Lane& lane, int64_t tokens, const RolloutMemoryOptions& options,
-                     MemoryPlan& plan, PassBytes& pass) {
+// Returns the bytes of the shard that rank `rank` holds of a parameter. Matrices are linear maps,
+// or the embedding.
+int64_t WeightBytes(const ParameterSpec& spec, int64_t rank, int64_t ranks,
+                    const LaneStorage& storage) {
+  const bool packed = storage.weight_format != kernels::WeightFormat::kDense;
+  if (!packed || spec.shape.size() != 2) {
+    return ShardNumel(spec, rank, ranks) * static_cast<int64_t>(ItemSizeBytes(storage.dtype));
+  }
+  std::vector<int64_t> shape = spec.shape;
+  if (spec.shard_axis.has_value()) {
+    shape = Shard{.axis = *spec.shard_axis, .index = rank, .count = ranks}.ShapeOf(shape);
+  }
+  return kernels::PackedBytes(storage.weight_format, shape[0], shape[1]);
+}
+
+// Returns the bytes of a block of the lane's cache, in one of `ranks` shards.
+int64_t BlockBytes(const Family& family, const Lane& lane, int64_t ranks) {
+  int64_t per_token = 0;
+  for (const LayerCache& layer : family.CacheLayout(lane.config, ranks)) {
+    per_token += 2 * layer.heads * layer.head_dim;  // keys and values
+  }
+  return kKvBlockTokens * per_token *
+         static_cast<int64_t>(ItemSizeBytes(lane.options.storage.dtype));
+}
+
+// Returns the blocks of a lane without a limit of bytes.
+LaneBlocks WantedBlocks(const Lane& lane, const RolloutMemoryOptions& options) {
+  const int64_t tokens = lane.config.LongestSequence(lane.options.max_model_len);
+  return {.generator = options.max_num_seqs * KvBlocks(tokens),
+          .scorer = KvBlocks(std::max(tokens, options.max_batched_tokens))};
+}
+
+// Cuts the blocks of a lane to `most` in all.
+absl::Status LimitBlocks(const Lane& lane, int64_t most, LaneBlocks& blocks) {
+  const int64_t tokens = lane.config.LongestSequence(lane.options.max_model_len);
+  blocks.generator = std::min(blocks.generator, most - blocks.scorer);
+  if (blocks.generator >= KvBlocks(tokens)) return absl::OkStatus();
+  return InvalidField(
+      "kv_cache_bytes",
+      absl::StrCat("holds ", most, " blocks of ", kKvBlockTokens,
+                   " tokens for each model; scoring (", blocks.scorer, ") and one sequence of ",
+                   tokens, " tokens of the ", lane.name, " (", KvBlocks(tokens), ") need ",
+                   blocks.scorer + KvBlocks(tokens)));
+}
+
+absl::Status AddLane(const Lane& lane, const RolloutMemoryOptions& options, MemoryPlan& plan,
+                     PassBytes& pass) {
   if (options.rank >= lane.ranks) return absl::OkStatus();
   const ModelConfig& config = lane.config;
   TANDEM_ASSIGN_OR_RETURN(const Family* family, FindFamily(config.model_type));
   TANDEM_ASSIGN_OR_RETURN(const std::vector<ParameterSpec> specs, Parameters(config));
-  const auto item = static_cast<int64_t>(ItemSizeBytes(options.dtype));
-  int64_t weights = 0, cached_per_token = 0;
-  for (const ParameterSpec& spec : specs) weights += ShardNumel(spec, options.rank, lane.ranks);
-  for (const LayerCache& layer : family->CacheLayout(config, lane.ranks)) {
-    cached_per_token += 2 * layer.heads * layer.head_dim;  // keys and values
+  const LaneStorage& storage = lane.options.storage;
+  const auto item = static_cast<int64_t>(ItemSizeBytes(storage.dtype));
+  int64_t weights = 0;
+  for (const ParameterSpec& spec : specs) {
+    weights += WeightBytes(spec, options.rank, lane.ranks, storage);
   }
-  plan.items.push_back({lane.name + "_weights", weights * item, options.on_host});
-  const int64_t blocks =
-      PlanCacheBlocks(options.max_num_seqs, tokens, options.max_batched_tokens).total();
-  plan.items.push_back({lane.name + "_kv_cache", blocks * kKvBlockTokens * cached_per_token * item,
+  plan.items.push_back({lane.name + "_weights", weights, options.on_host});
+  plan.items.push_back({lane.name + "_kv_cache",
+                        lane.blocks.total() * BlockBytes(*family, lane, lane.ranks),
                         options.on_host});
   const int64_t activations =
       options.max_batched_tokens * family->InferenceActivations(config, lane.ranks) * item;
@@ -61,23 +110,54 @@ absl::Status AddLane(const Lane& lane, int64_t tokens, const RolloutMemoryOption
 
 }  // namespace
 
-CacheBlocks PlanCacheBlocks(int64_t max_num_seqs, int64_t max_model_len,
-                            int64_t max_batched_tokens) {
-  return {.generator = max_num_seqs * KvBlocks(max_model_len),
-          .scorer = KvBlocks(std::max(max_model_len, max_batched_tokens))};
+RolloutMemoryOptions ToMemoryOptions(const EngineOptions& options, int64_t rank) {
+  const auto lane = [&](const LaneOptions& one) {
+    return LaneMemoryOptions{.max_model_len = one.max_model_len,
+                             .storage = StorageOf(one, options.compute)};
+  };
+  return {.senior = lane(options.senior),
+          .junior = lane(options.junior),
+          .max_num_seqs = options.max_num_seqs,
+          .max_batched_tokens = options.max_batched_tokens,
+          .kv_cache_bytes = options.kv_cache_bytes,
+          .on_host = options.compute.device == "cpu",
+          .layout = options.layout,
+          .rank = rank};
+}
+
+absl::StatusOr<CacheBlocks> PlanCacheBlocks(const ModelConfig& senior, const ModelConfig* junior,
+                                            const RolloutMemoryOptions& options) {
+  std::vector<Lane> lanes = {{.name = "senior", .config = senior, .options = options.senior}};
+  if (junior != nullptr) {
+    lanes.push_back({.name = "junior", .config = *junior, .options = options.junior});
+  }
+  CacheBlocks result;
+  LaneBlocks* const blocks[] = {&result.senior, &result.junior};
+  int64_t bytes = 0;  // of a block of every lane, whole
+  for (size_t i = 0; i < lanes.size(); ++i) {
+    TANDEM_ASSIGN_OR_RETURN(const Family* family, FindFamily(lanes[i].config.model_type));
+    bytes += BlockBytes(*family, lanes[i], /*ranks=*/1);
+    *blocks[i] = WantedBlocks(lanes[i], options);
+  }
+  if (options.kv_cache_bytes == 0) return result;
+  for (size_t i = 0; i < lanes.size(); ++i) {
+    TANDEM_RETURN_IF_ERROR(LimitBlocks(lanes[i], options.kv_cache_bytes / bytes, *blocks[i]));
+  }
+  return result;
 }
 
 absl::StatusOr<MemoryPlan> RolloutMemory(const ModelConfig& senior, const ModelConfig* junior,
                                          const RolloutMemoryOptions& options) {
   MemoryPlan plan;
-  int64_t tokens = senior.LongestSequence(options.max_model_len);
-  if (junior != nullptr) tokens = junior->LongestSequence(tokens);
   PassBytes pass;
   const int64_t senior_ranks = options.layout.tensor_parallel_size;
-  TANDEM_RETURN_IF_ERROR(AddLane({"senior", senior, senior_ranks}, tokens, options, plan, pass));
+  TANDEM_ASSIGN_OR_RETURN(const CacheBlocks blocks, PlanCacheBlocks(senior, junior, options));
+  TANDEM_RETURN_IF_ERROR(AddLane({"senior", senior, senior_ranks, options.senior, blocks.senior},
+                                 options, plan, pass));
   if (junior != nullptr) {
-    const Lane lane = {"junior", *junior, options.layout.junior_tensor_parallel_size};
-    TANDEM_RETURN_IF_ERROR(AddLane(lane, tokens, options, plan, pass));
+    const int64_t ranks = options.layout.junior_tensor_parallel_size;
+    TANDEM_RETURN_IF_ERROR(
+        AddLane({"junior", *junior, ranks, options.junior, blocks.junior}, options, plan, pass));
   }
   if (options.rank < senior_ranks) {
     TANDEM_ASSIGN_OR_RETURN(const std::vector<ParameterSpec> specs, Parameters(senior));

@@ -8,40 +8,59 @@
 #include "common/base/memory_plan.h"
 #include "common/model/model_config.h"
 #include "common/tensor/dtype.h"
+#include "services/rollout/engine/lane_storage.h"
 #include "services/rollout/engine/rank_layout.h"
+#include "services/rollout/engine/types.h"
 
 namespace tandem::rollout {
 
 // Bytes of logits that a lane computes at a time, if that is a row or more.
 inline constexpr int64_t kLogitsBytes = 64 << 20;
 
-// The blocks of each lane's KV cache.
-struct CacheBlocks {
-  int64_t generator = 0;  // of sequences that are being written
-  int64_t scorer = 0;     // of sequences that are being scored
+// The blocks of one lane's KV cache: first those of sequences that are being written, then those of
+// sequences that are being scored.
+struct LaneBlocks {
+  int64_t generator = 0;
+  int64_t scorer = 0;
 
   int64_t total() const { return generator + scorer; }
 };
 
-// Returns the blocks for max_num_seqs sequences of max_model_len tokens, and those of the scorer
-// for one such sequence or a full pass.
-CacheBlocks PlanCacheBlocks(int64_t max_num_seqs, int64_t max_model_len,
-                            int64_t max_batched_tokens);
+struct CacheBlocks {
+  LaneBlocks senior, junior;
+};
+
+struct LaneMemoryOptions {
+  int64_t max_model_len = 0;  // the model's own limit applies, too
+  LaneStorage storage = {.dtype = DType::kFloat32, .weight_format = kernels::WeightFormat::kDense};
+};
 
 struct RolloutMemoryOptions {
+  LaneMemoryOptions senior = {};
+  LaneMemoryOptions junior = {};
   int64_t max_num_seqs = 0;
-  int64_t max_model_len = 0;       // the models' own limits apply too
   int64_t max_batched_tokens = 0;  // in one forward pass
-  DType dtype = DType::kFloat32;   // of weights, caches and activations
+  int64_t kv_cache_bytes = 0;      // of both lanes, on all ranks; 0: see PlanCacheBlocks
   bool on_host = true;             // whether the CPU computes
   RankLayout layout = {};
   int64_t rank = 0;  // rank 0 receives new weights
 };
 
+// Returns the options of the memory on rank `rank`.
+RolloutMemoryOptions ToMemoryOptions(const EngineOptions& options, int64_t rank);
+
+// Returns the blocks that kv_cache_bytes hold, as many for either lane; without it, those for
+// max_num_seqs sequences of max_model_len tokens. The scorer gets what one such sequence or a full
+// pass needs. The same on every rank. INVALID_ARGUMENT for "kv_cache_bytes" that do not hold one
+// sequence of max_model_len tokens beside the scorer's; UNIMPLEMENTED as RolloutMemory.
+absl::StatusOr<CacheBlocks> PlanCacheBlocks(const ModelConfig& senior, const ModelConfig* junior,
+                                            const RolloutMemoryOptions& options);
+
 // Returns the items of one rank: weights and KV cache of the lanes that it holds, the new weights
-// of an update, activations and logits of a pass. Weights and caches are exact, activations an
-// upper estimate. `junior` is nullptr without one. UNIMPLEMENTED for a model_type that no family
-// has.
+// of an update, activations and logits of a pass. Caches and dense weights are exact; activations
+// are an upper estimate, and so are packed weights by the padding of single maps, which are stored
+// in stacks. `junior` is nullptr without one. UNIMPLEMENTED for a model_type that no family has;
+// errors of PlanCacheBlocks.
 absl::StatusOr<MemoryPlan> RolloutMemory(const ModelConfig& senior, const ModelConfig* junior,
                                          const RolloutMemoryOptions& options);
 

@@ -5,11 +5,15 @@
 
 #include <map>
 #include <string>
+#include <utility>
 
+#include "common/base/error.h"
 #include "common/model/testing/models.h"
 
 namespace tandem::rollout {
 namespace {
+
+using kernels::WeightFormat;
 
 std::map<std::string, int64_t> Items(const MemoryPlan& plan) {
   std::map<std::string, int64_t> items;
@@ -17,33 +21,122 @@ std::map<std::string, int64_t> Items(const MemoryPlan& plan) {
   return items;
 }
 
-TEST(RolloutMemoryTest, CachesOfBothLanesAreCountedUpToTheShorterLimit) {
+// Returns the bytes of some blocks of the tiny model's cache: keys and values of two layers.
+int64_t CacheBytes(int64_t blocks) {
+  const KvCache cache(TinyModel()->CacheLayout(), blocks);
+  return 2 * 2 * static_cast<int64_t>(cache.keys(0).nbytes());
+}
+
+LaneMemoryOptions Lane(int64_t max_model_len, DType dtype = DType::kFloat32,
+                       WeightFormat format = WeightFormat::kDense) {
+  return {.max_model_len = max_model_len, .storage = {.dtype = dtype, .weight_format = format}};
+}
+
+TEST(RolloutMemoryTest, EveryLaneHasACacheOfItsOwnLength) {
   const ModelConfig senior = TinyConfig();
   const ModelConfig junior = TinyConfig("qwen3", {{"max_position_embeddings", 100}});
-  const RolloutMemoryOptions options = {
-      .max_num_seqs = 5, .max_model_len = 200, .max_batched_tokens = 64};
+  RolloutMemoryOptions options = {
+      .senior = Lane(200), .junior = Lane(200), .max_num_seqs = 5, .max_batched_tokens = 64};
   auto items = Items(RolloutMemory(senior, &junior, options).value());
-  // Five sequences of 100 tokens, two blocks each, and one more that is scored.
-  const KvCache cache(TinyModel()->CacheLayout(), 5 * 2 + 2);
-  const int64_t cache_bytes = 2 * 2 * static_cast<int64_t>(cache.keys(0).nbytes());
-  EXPECT_EQ(items["senior_kv_cache"], cache_bytes);
-  EXPECT_EQ(items["junior_kv_cache"], cache_bytes);
+  const int64_t block = CacheBytes(1);
+  // Five sequences of 200 tokens, four blocks each, and one more that is scored.
+  EXPECT_EQ(items["senior_kv_cache"], (5 * 4 + 4) * block);
+  EXPECT_EQ(items["junior_kv_cache"], (5 * 2 + 2) * block) << "the model's own limit";
   EXPECT_EQ(items["senior_weights"], 4 * TinyModel()->num_parameters());
-  RolloutMemoryOptions half = options;
-  half.dtype = DType::kBFloat16;
-  auto halved = Items(RolloutMemory(senior, nullptr, half).value());
-  // Half the bytes, and four blocks instead of two.
-  EXPECT_EQ(halved["senior_kv_cache"], cache_bytes);
-  EXPECT_EQ(halved["senior_weights"], items["senior_weights"] / 2);
-  EXPECT_EQ(halved["staged_weight_update"], items["staged_weight_update"]);
-  EXPECT_FALSE(halved.contains("junior_weights"));
+  options.junior.max_model_len = 50;
+  items = Items(RolloutMemory(senior, &junior, options).value());
+  EXPECT_EQ(items["senior_kv_cache"], (5 * 4 + 4) * block);
+  EXPECT_EQ(items["junior_kv_cache"], (5 * 1 + 1) * block);
+}
+
+TEST(RolloutMemoryTest, BothLanesHaveAsManyBlocksOfTheBytes) {
+  const ModelConfig config = TinyConfig();
+  const int64_t block = CacheBytes(1);
+  RolloutMemoryOptions options = {.senior = Lane(200),
+                                  .junior = Lane(200),
+                                  .max_num_seqs = 5,
+                                  .max_batched_tokens = 64,
+                                  .kv_cache_bytes = 2 * 9 * block + 1};
+  auto items = Items(RolloutMemory(config, &config, options).value());
+  EXPECT_EQ(items["senior_kv_cache"], 9 * block);
+  EXPECT_EQ(items["junior_kv_cache"], 9 * block);
+  const CacheBlocks blocks = PlanCacheBlocks(config, nullptr, options).value();
+  EXPECT_EQ(blocks.senior.generator, 14);
+  EXPECT_EQ(blocks.senior.scorer, 4);
+  options.kv_cache_bytes = 1000 * block;
+  EXPECT_EQ(PlanCacheBlocks(config, &config, options)->senior.generator, 5 * 4)
+      << "no more than can be used";
+  // Four blocks of one sequence, and four of one that is scored.
+  options.kv_cache_bytes = 2 * 8 * block - 1;
+  const absl::Status status = RolloutMemory(config, &config, options).status();
+  EXPECT_EQ(status.code(), absl::StatusCode::kInvalidArgument);
+  EXPECT_EQ(FieldPath(status), "kv_cache_bytes") << status;
+}
+
+TEST(RolloutMemoryTest, EveryLaneHasATypeOfItsOwn) {
+  const ModelConfig config = TinyConfig();
+  RolloutMemoryOptions options = {
+      .senior = Lane(100), .junior = Lane(100), .max_num_seqs = 5, .max_batched_tokens = 64};
+  auto whole = Items(RolloutMemory(config, &config, options).value());
+  options.junior.storage.dtype = DType::kBFloat16;
+  auto half = Items(RolloutMemory(config, &config, options).value());
+  EXPECT_EQ(half["senior_weights"], whole["senior_weights"]);
+  EXPECT_EQ(half["junior_weights"], whole["junior_weights"] / 2);
+  EXPECT_EQ(half["senior_kv_cache"], whole["senior_kv_cache"]);
+  EXPECT_EQ(half["junior_kv_cache"], whole["junior_kv_cache"] / 2);
+  EXPECT_EQ(half["staged_weight_update"], whole["staged_weight_update"]);
+  EXPECT_EQ(half["activations"], whole["activations"]) << "the larger one of the two lanes";
+  EXPECT_FALSE(Items(RolloutMemory(config, nullptr, options).value()).contains("junior_weights"));
+}
+
+// The sizes are multiples of 32: no panel and no group is padded.
+nlohmann::json Even() {
+  return {{"vocab_size", 64}, {"hidden_size", 32},        {"intermediate_size", 64},
+          {"head_dim", 8},    {"num_attention_heads", 4}, {"num_key_value_heads", 2}};
+}
+
+TEST(RolloutMemoryTest, PackedMapsTakeTheBytesOfTheirFormat) {
+  const ModelConfig config = TinyConfig("llama", Even());
+  const auto model = TinyModel("llama", Even());
+  int64_t matrices = 0, others = 0;
+  for (const auto& [name, tensor] : model->Parameters()) {
+    (tensor.dim() == 2 ? matrices : others) += tensor.numel();
+  }
+  const std::pair<WeightFormat, double> formats[] = {{WeightFormat::kFloat32, 4},
+                                                     {WeightFormat::kBfloat16, 2},
+                                                     {WeightFormat::kInt8, 1 + 2.0 / 32},
+                                                     {WeightFormat::kInt4, 0.5 + 2.0 / 32}};
+  for (const auto& [format, bytes] : formats) {
+    const RolloutMemoryOptions options = {
+        .senior = Lane(100, DType::kFloat32, format), .max_num_seqs = 5, .max_batched_tokens = 64};
+    auto items = Items(RolloutMemory(config, nullptr, options).value());
+    EXPECT_EQ(items["senior_weights"],
+              4 * others + static_cast<int64_t>(static_cast<double>(matrices) * bytes));
+    const KvCache cache(model->CacheLayout(), 5 * 2 + 2);
+    EXPECT_EQ(items["senior_kv_cache"], 2 * 2 * static_cast<int64_t>(cache.keys(0).nbytes()));
+  }
+}
+
+TEST(RolloutMemoryTest, RanksHoldTheirShardsOfPackedMaps) {
+  const ModelConfig config = TinyConfig("llama", Even());
+  RolloutMemoryOptions options = {.senior = Lane(100, DType::kFloat32, WeightFormat::kInt8),
+                                  .max_num_seqs = 5,
+                                  .max_batched_tokens = 64};
+  const int64_t whole = Items(RolloutMemory(config, nullptr, options).value())["senior_weights"];
+  options.layout.tensor_parallel_size = 2;
+  const int64_t first = Items(RolloutMemory(config, nullptr, options).value())["senior_weights"];
+  options.rank = 1;
+  const int64_t second = Items(RolloutMemory(config, nullptr, options).value())["senior_weights"];
+  EXPECT_EQ(first, second);
+  EXPECT_LT(first, whole);
+  EXPECT_GE(2 * first, whole);
 }
 
 TEST(RolloutMemoryTest, RanksHoldTheirShardsOfTheLanes) {
   const nlohmann::json even = {{"intermediate_size", 48}};  // the vocabulary need not be
   const ModelConfig senior = TinyConfig("llama", even), junior = TinyConfig("qwen3", even);
   RolloutMemoryOptions options = {
-      .max_num_seqs = 5, .max_model_len = 100, .max_batched_tokens = 64};
+      .senior = Lane(100), .junior = Lane(100), .max_num_seqs = 5, .max_batched_tokens = 64};
   auto whole = Items(RolloutMemory(senior, &junior, options).value());
   options.layout.tensor_parallel_size = 2;
   auto first = Items(RolloutMemory(senior, &junior, options).value());
@@ -70,7 +163,7 @@ TEST(RolloutMemoryTest, NewWeightsAreStagedOnTheHost) {
   const MemoryPlan plan =
       RolloutMemory(
           senior, nullptr,
-          {.max_num_seqs = 2, .max_model_len = 8, .max_batched_tokens = 8, .on_host = false})
+          {.senior = Lane(8), .max_num_seqs = 2, .max_batched_tokens = 8, .on_host = false})
           .value();
   EXPECT_EQ(plan.host_bytes(), Items(plan)["staged_weight_update"]);
 }

@@ -20,7 +20,9 @@ bool Waits(Author lane, const Sequence& sequence) {
 }  // namespace
 
 Scheduler::Scheduler(const SchedulerLimits& limits)
-    : limits_(limits), pools_({BlockPool(limits.num_blocks), BlockPool(limits.num_blocks)}) {}
+    : limits_(limits),
+      pools_({BlockPool({.count = limits.num_blocks[0]}),
+              BlockPool({.count = limits.num_blocks[1]})}) {}
 
 int64_t Scheduler::MissingBlocks(Author lane, const Sequence& sequence) const {
   if (!UsesLane(lane, sequence)) return 0;

@@ -16,7 +16,7 @@ constexpr Author J = Author::kJunior;
 
 // Limits that no test reaches.
 constexpr SchedulerLimits kWide = {
-    .max_num_seqs = 1000, .max_batched_tokens = 100'000, .num_blocks = 1000};
+    .max_num_seqs = 1000, .max_batched_tokens = 100'000, .num_blocks = {1000, 1000}};
 
 struct PromptOptions {
   bool tandem = true;
@@ -81,7 +81,7 @@ TEST(SchedulerTest, AdmitsInOrderUpToTheLimit) {
 TEST(SchedulerTest, AdmitsAsManyAsThereAreBlocksFor) {
   const auto first = MakePrompt(100, 1), second = MakePrompt(100, 1, {.token = 2});
   Scheduler scheduler(
-      {.max_num_seqs = 8, .max_batched_tokens = kWide.max_batched_tokens, .num_blocks = 3});
+      {.max_num_seqs = 8, .max_batched_tokens = kWide.max_batched_tokens, .num_blocks = {3, 3}});
   Enqueue(scheduler, *first);
   Enqueue(scheduler, *second);
   EXPECT_THAT(scheduler.Admit(), ElementsAre(first.get()));
@@ -239,7 +239,7 @@ TEST(SchedulerTest, TheNewestSequenceGivesUpItsBlocks) {
   const auto first = MakePrompt(60, 1, {.tandem = false});
   const auto second = MakePrompt(60, 1, {.tandem = false, .token = 2});
   Scheduler scheduler(
-      {.max_num_seqs = 8, .max_batched_tokens = kWide.max_batched_tokens, .num_blocks = 2});
+      {.max_num_seqs = 8, .max_batched_tokens = kWide.max_batched_tokens, .num_blocks = {2, 2}});
   Enqueue(scheduler, *first);
   Enqueue(scheduler, *second);
   scheduler.Admit();

@@ -24,8 +24,7 @@ struct ScorerOptions {
   int64_t max_batched_tokens;
   // The blocks of each lane's cache that the scorer uses, and the generator does not; enough for
   // the longest sequence.
-  int64_t num_blocks;
-  int32_t first_block;
+  std::array<BlockRange, 2> blocks;
 };
 
 class Scorer {

@@ -15,8 +15,7 @@ namespace {
 constexpr int32_t kVocab = 40;
 constexpr int64_t kPassTokens = 16;
 // More than the sequences of a group need, and fewer than all.
-constexpr int64_t kBlocks = 10;
-constexpr int32_t kFirstBlock = 3;
+constexpr BlockRange kBlocks = {.first = 3, .count = 10};
 
 ScoreRequest Request(int sequences, int length, bool senior = true, bool junior = false) {
   ScoreRequest request = {.sequences = {}, .senior = senior, .junior = junior, .temperature = 0.8};
@@ -65,13 +64,12 @@ class ScorerTest : public ::testing::Test {
     }
   }
 
-  FakeRunner senior_{1, kVocab, kFirstBlock + kBlocks};
-  FakeRunner junior_{2, kVocab, kFirstBlock + kBlocks};
-  Scorer scorer_{
-      {.max_batched_tokens = kPassTokens, .num_blocks = kBlocks, .first_block = kFirstBlock},
-      {0, "zero"},
-      &senior_,
-      &junior_};
+  FakeRunner senior_{1, kVocab, kBlocks.first + kBlocks.count};
+  FakeRunner junior_{2, kVocab, kBlocks.first + kBlocks.count};
+  Scorer scorer_{{.max_batched_tokens = kPassTokens, .blocks = {kBlocks, kBlocks}},
+                 {0, "zero"},
+                 &senior_,
+                 &junior_};
 };
 
 TEST_F(ScorerTest, EveryTokenHasTheLogProbOfTheWholePrefix) {

@@ -16,9 +16,11 @@
 #include "common/base/weights_version.h"
 #include "common/model/compute_options.h"
 #include "common/model/model_summary.h"
+#include "common/model/quantization.h"
 #include "common/ranks/rank_timeouts.h"
 #include "common/tandem/tandem_config.h"
 #include "common/tandem/trajectory.h"
+#include "common/tensor/dtype.h"
 #include "services/rollout/engine/rank_layout.h"
 
 namespace tandem::rollout {
@@ -28,13 +30,22 @@ enum class OnWeightUpdate {
   kKeep,       // the old KV entries stay
 };
 
+// A lane: one of the two models of the server, and how it is held.
+struct LaneOptions {
+  std::string model;  // Hugging Face directory; empty: no junior
+  // Of the linear maps (services/rollout/engine/lane_storage.h).
+  DType dtype;
+  Quantization quantization;
+  int64_t max_model_len;            // longest sequence; the model's own limit applies, too
+  std::string model_revision = {};  // commit of the snapshot that `model` must be; empty: any
+};
+
 // From the resolved configuration (services/rollout/service/convert.h).
 struct EngineOptions {
-  std::string senior_model;  // Hugging Face directory
-  std::string junior_model;  // empty: no junior
-  TandemConfig tandem;       // defaults of a request
+  LaneOptions senior;
+  LaneOptions junior;
+  TandemConfig tandem;  // defaults of a request
   int64_t max_num_seqs;
-  int64_t max_model_len;
   int64_t max_batched_tokens;
   int64_t max_queue;
   OnWeightUpdate on_weight_update;
@@ -42,6 +53,8 @@ struct EngineOptions {
   ranks::RankTimeouts rank_timeouts;
   RankLayout layout = {};
   RankEnvironment environment = {};  // of this process among the ranks of the server
+  int64_t kv_cache_bytes = 0;        // of both lanes; 0: chosen by the server
+  std::optional<DType> kv_cache_dtype = std::nullopt;  // nullopt: that of the lane's activations
   // The settings that must be equal on every rank, as lines of text.
   std::string configuration = {};
 };
@@ -118,7 +131,7 @@ struct EngineStats {
   int64_t sequences_waiting = 0;
   int64_t senior_kv_tokens = 0;  // room of the blocks that sequences hold in the senior's lane
   int64_t junior_kv_tokens = 0;
-  int64_t kv_capacity_tokens = 0;   // of one lane
+  int64_t kv_capacity_tokens = 0;   // of the senior's lane
   int64_t senior_tokens_total = 0;  // response tokens written
   int64_t junior_tokens_total = 0;
   int64_t handoffs_total = 0;  // changes of author inside a response

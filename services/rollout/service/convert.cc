@@ -1,5 +1,6 @@
 #include "services/rollout/service/convert.h"
 
+#include <optional>
 #include <string>
 #include <utility>
 
@@ -13,12 +14,24 @@
 
 namespace tandem::rollout {
 
-RankLayout ToRankLayout(const config::v1::RolloutServerConfig& config) {
-  return {.tensor_parallel_size = config.tensor_parallel_size(),
-          .junior_tensor_parallel_size = config.junior_tensor_parallel_size(),
-          .junior_gpu_devices = {config.junior_gpu_devices().begin(),
-                                 config.junior_gpu_devices().end()}};
+namespace {
+
+DType DTypeOf(const std::string& name) {
+  return name == "bfloat16" ? DType::kBFloat16 : DType::kFloat32;
 }
+
+Quantization QuantizationOf(types::v1::Quantization proto) {
+  switch (proto) {
+    case types::v1::QUANTIZATION_INT8:
+      return Quantization::kInt8;
+    case types::v1::QUANTIZATION_INT4:
+      return Quantization::kInt4;
+    default:
+      return Quantization::kNone;
+  }
+}
+
+}  // namespace
 
 EngineOptions ToEngineOptions(const config::v1::RolloutServerConfig& config,
                               const RankEnvironment& environment) {
@@ -27,12 +40,19 @@ EngineOptions ToEngineOptions(const config::v1::RolloutServerConfig& config,
   compute.local_world_size = environment.local_world_size;
   config::v1::RolloutServerConfig alike = config;
   alike.clear_server();  // may differ between ranks
-  return {.senior_model = config.senior_model(),
-          .junior_model = config.junior_model(),
+  return {.senior = {.model = config.senior_model(),
+                     .dtype = DTypeOf(config.senior_dtype()),
+                     .quantization = QuantizationOf(config.senior_quantization()),
+                     .max_model_len = config.max_model_len(),
+                     .model_revision = config.senior_model_revision()},
+          .junior = {.model = config.junior_model(),
+                     .dtype = DTypeOf(config.junior_dtype()),
+                     .quantization = QuantizationOf(config.junior_quantization()),
+                     .max_model_len = config.junior_max_model_len(),
+                     .model_revision = config.junior_model_revision()},
           // Cannot fail: resolving has checked the strategy.
           .tandem = rpc::TandemConfigFromProto(config.tandem(), TandemConfig{}).value(),
           .max_num_seqs = config.max_num_seqs(),
-          .max_model_len = config.max_model_len(),
           .max_batched_tokens = config.max_batched_tokens(),
           .max_queue = config.max_queue(),
           .on_weight_update = config.on_weight_update() == config::v1::ON_WEIGHT_UPDATE_KEEP
@@ -41,8 +61,15 @@ EngineOptions ToEngineOptions(const config::v1::RolloutServerConfig& config,
           .compute = std::move(compute),
           .rank_timeouts = {.collective = absl::Seconds(config.collective_timeout_seconds()),
                             .silence = absl::Seconds(config.heartbeat_timeout_seconds())},
-          .layout = ToRankLayout(config),
+          .layout = {.tensor_parallel_size = config.tensor_parallel_size(),
+                     .junior_tensor_parallel_size = config.junior_tensor_parallel_size(),
+                     .junior_gpu_devices = {config.junior_gpu_devices().begin(),
+                                            config.junior_gpu_devices().end()}},
           .environment = environment,
+          .kv_cache_bytes = config.kv_cache_bytes(),
+          .kv_cache_dtype = config.kv_cache_dtype().empty()
+                                ? std::nullopt
+                                : std::optional(DTypeOf(config.kv_cache_dtype())),
           .configuration = config::ToYaml(alike)};
 }
 

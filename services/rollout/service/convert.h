@@ -14,7 +14,6 @@ namespace tandem::rollout {
 // `config` must be resolved (common/config/server_config.h).
 EngineOptions ToEngineOptions(const config::v1::RolloutServerConfig& config,
                               const RankEnvironment& environment);
-RankLayout ToRankLayout(const config::v1::RolloutServerConfig& config);
 
 // Converts a prompt; unset fields of its tandem get `defaults`. INVALID_ARGUMENT with a path
 // relative to the prompt; the engine's Validate checks the rest.

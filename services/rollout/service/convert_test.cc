@@ -2,6 +2,9 @@
 
 #include <gtest/gtest.h>
 
+#include <optional>
+#include <string>
+
 #include "common/base/error.h"
 #include "common/config/server_config.h"
 
@@ -51,16 +54,31 @@ TEST(EngineOptionsTest, ComeFromTheConfig) {
   config.mutable_compute()->set_num_threads(3);
   config.mutable_compute()->set_dtype("bfloat16");
   config.mutable_compute()->set_kernels("aten");
+  config.set_senior_model_revision(std::string(40, 'a'));
+  config.set_junior_model_revision(std::string(40, 'b'));
+  config.set_kv_cache_bytes(1 << 20);
   config.mutable_tandem()->set_prob_senior(0.25);
   config.set_on_weight_update(config::v1::ON_WEIGHT_UPDATE_KEEP);
   config.set_tensor_parallel_size(4);
   config.set_junior_tensor_parallel_size(2);
   config.set_heartbeat_timeout_seconds(3);
+  config.set_max_model_len(100);
+  config.set_junior_max_model_len(50);
+  config.set_senior_dtype("float32");
   ASSERT_TRUE(config::Resolve(&config).ok());
   const EngineOptions options =
       ToEngineOptions(config, {.rank = 1, .world_size = 4, .local_rank = 1});
-  EXPECT_EQ(options.senior_model, "s");
-  EXPECT_EQ(options.junior_model, "j");
+  EXPECT_EQ(options.senior.model, "s");
+  EXPECT_EQ(options.junior.model, "j");
+  EXPECT_EQ(options.senior.max_model_len, 100);
+  EXPECT_EQ(options.junior.max_model_len, 50);
+  EXPECT_EQ(options.senior.dtype, DType::kFloat32);
+  EXPECT_EQ(options.junior.dtype, DType::kBFloat16);
+  EXPECT_EQ(options.senior.quantization, Quantization::kNone);
+  EXPECT_EQ(options.senior.model_revision, std::string(40, 'a'));
+  EXPECT_EQ(options.junior.model_revision, std::string(40, 'b'));
+  EXPECT_EQ(options.kv_cache_bytes, 1 << 20);
+  EXPECT_EQ(options.kv_cache_dtype, std::nullopt);
   EXPECT_EQ(options.max_queue, 7);
   EXPECT_EQ(options.max_num_seqs, 64);
   EXPECT_EQ(options.compute.num_threads, 3);
@@ -81,6 +99,37 @@ TEST(EngineOptionsTest, ComeFromTheConfig) {
   EXPECT_EQ(ToEngineOptions(config, {}).configuration, options.configuration);
   config.set_max_queue(8);
   EXPECT_NE(ToEngineOptions(config, {}).configuration, options.configuration);
+}
+
+TEST(EngineOptionsTest, LanesAreQuantisedEachForItself) {
+  config::v1::RolloutServerConfig config;
+  config.set_senior_model("s");
+  config.set_junior_model("j");
+  config.set_senior_quantization(types::v1::QUANTIZATION_INT8);
+  config.set_junior_quantization(types::v1::QUANTIZATION_INT4);
+  config.set_kv_cache_dtype("bfloat16");
+  ASSERT_TRUE(config::Resolve(&config).ok());
+  const EngineOptions options = ToEngineOptions(config, {});
+  EXPECT_EQ(options.senior.quantization, Quantization::kInt8);
+  EXPECT_EQ(options.junior.quantization, Quantization::kInt4);
+  EXPECT_EQ(options.kv_cache_dtype, DType::kBFloat16);
+}
+
+TEST(InfoToProtoTest, EveryLaneTellsItsTypeAndItsQuantisation) {
+  EngineInfo info;
+  info.senior.max_model_len = 100;
+  info.senior.dtype = DType::kBFloat16;
+  info.junior.emplace();
+  info.junior->max_model_len = 50;
+  info.junior->quantization = Quantization::kInt4;
+  v1::GetServerInfoResponse response;
+  InfoToProto(info, {}, {}, /*paused=*/false, &response);
+  EXPECT_EQ(response.server().model().dtype(), types::v1::DATA_TYPE_BFLOAT16);
+  EXPECT_EQ(response.server().model().quantization(), types::v1::QUANTIZATION_NONE);
+  EXPECT_EQ(response.server().model().max_model_len(), 100);
+  EXPECT_EQ(response.junior().dtype(), types::v1::DATA_TYPE_FLOAT32);
+  EXPECT_EQ(response.junior().quantization(), types::v1::QUANTIZATION_INT4);
+  EXPECT_EQ(response.junior().max_model_len(), 50);
 }
 
 }  // namespace

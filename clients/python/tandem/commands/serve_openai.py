@@ -74,6 +74,7 @@ def serve_openai(
     from tandem.client import RolloutClient
     from tandem.commands.texts import codec_of
     from tandem.optional import optional_module
+    from tandem.preflight import longest_sequence
     from tandem.running_clusters import connect
 
     uvicorn = optional_module("uvicorn", "serve-openai")
@@ -89,12 +90,13 @@ def serve_openai(
             "--https-certificate-file, or --insecure"
         )
     with connect(RolloutClient, rollout, "--rollout", credentials) as client:
-        served = client.info().server.model
+        info = client.info()
+        served = info.server.model
         settings = Settings(
             address=client.address,
             codec=codec_of(client, tokenizer),
             model=model_name or Path(served.path).name,
-            max_model_len=served.max_model_len,
+            max_model_len=longest_sequence(info, junior=tandem),
             tandem=tandem,
             credentials=client.credentials,
             api_keys=keys,

@@ -19,6 +19,7 @@ from tandem.settings import ClusterSettings
 
 if TYPE_CHECKING:
     from tandem.transport import Health
+    from tandem.types.v1 import server_pb2
 
 
 @command()
@@ -123,6 +124,14 @@ def _health_cells(health: Health) -> dict[str, Any]:
     return {"health": health.status} | ({"problem": health.reason} if health.reason else {})
 
 
+def _storage(model: server_pb2.ModelInfo) -> str:
+    """Returns how the linear maps of a model are stored: "bfloat16", "int4"; "" if not told."""
+    from tandem.wire import enum_name
+
+    quantization = enum_name(model, "quantization")
+    return enum_name(model, "dtype") if quantization in ("", "none") else quantization
+
+
 def _status_row(client: Any) -> dict[str, Any]:
     """Returns the row of one server in `tandem status`; closes the client."""
     row: dict[str, Any] = {"role": client.role, "address": client.address}
@@ -131,14 +140,18 @@ def _status_row(client: Any) -> dict[str, Any]:
         if row["health"] == "UNREACHABLE":
             return row
         try:
-            server = client.info().server
+            info = client.info()
         except NotImplementedByServerError:
             return row | {"problem": f"not a {client.role} server"}
         except RpcError as error:
             return row | {"problem": error.message}
+    server = info.server
+    has_junior = client.role == "rollout" and info.HasField("junior")
     return row | {
         "version": server.weights.version,
         "model": server.model.path,
+        "storage": _storage(server.model),
+        **({"junior_storage": _storage(info.junior)} if has_junior else {}),
         "parameters": server.model.num_parameters,
         "digest": server.weights.digest,
         "uptime_seconds": round(server.uptime_seconds, 1),

@@ -83,6 +83,7 @@ def generate(
 ) -> None:
     """Let senior and junior answer prompts together."""
     from tandem.client import RolloutClient
+    from tandem.preflight import longest_sequence
     from tandem.requests import Prompt
     from tandem.running_clusters import connect
     from tandem.schedule import prompt_seed
@@ -125,7 +126,7 @@ def generate(
             )
             for index, text in enumerate(prompt)
         ]
-        _note_room(output, prompts, max_tokens, client.info().server.model.max_model_len)
+        _note_room(output, prompts, max_tokens, longest_sequence(client.info(), junior=not solo))
         if not as_json:
             heads = {
                 (f"prompt-{index}", sample): _head(text, sample, samples)

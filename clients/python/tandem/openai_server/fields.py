@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal, Self, TypeVar
 import pydantic
 from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictFloat, StrictInt
 
+from tandem import renamed
 from tandem.openai_server.errors import RequestError
 
 # Fields that do not bear on the response.
@@ -167,7 +168,9 @@ def parse(kind: type[Kind], body: Any) -> Kind:
         param = _path(first["loc"])
         if first["type"] == "extra_forbidden":
             raise RequestError(
-                f"unrecognized request argument: {param}", param, code="unknown_parameter"
+                f"unrecognized request argument: {param}{renamed.advice(str(first['loc'][-1]))}",
+                param,
+                code="unknown_parameter",
             ) from None
         where = f"{param}: " if param else ""
         raise RequestError(f"{where}{first['msg']}", param) from None

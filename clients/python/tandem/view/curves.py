@@ -17,6 +17,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 
+from tandem import renamed
 from tandem.errors import ConfigError, RunDirectoryError
 from tandem.metrics import eval_prefix, numbers
 from tandem.run_files import kind_of_run, step_lines, writing
@@ -96,8 +97,10 @@ def choose(wanted: Sequence[str], known: Iterable[str]) -> list[str]:
         found = [name for name in known if fnmatchcase(name, pattern)]
         if not found:
             close = difflib.get_close_matches(pattern, known, n=1)
-            advice = f"did you mean {close[0]!r}?" if close else f"known: {', '.join(known)}"
-            raise ConfigError(f"--metric {pattern!r}: these runs have no such number; {advice}")
+            advice = renamed.advice(pattern) or (
+                f"; did you mean {close[0]!r}?" if close else f"; known: {', '.join(known)}"
+            )
+            raise ConfigError(f"--metric {pattern!r}: these runs have no such number{advice}")
         chosen += found
     return list(dict.fromkeys(chosen))
 

@@ -14,16 +14,23 @@ inline constexpr ranks::RankTimeouts kTestTimeouts = {.collective = absl::Minute
 
 // Returns the options for the models `folder`/senior and `folder`/junior.
 inline EngineOptions TinyOptions(const std::string& folder) {
-  return {.senior_model = folder + "/senior",
-          .junior_model = folder + "/junior",
-          .tandem = {},
-          .max_num_seqs = 16,
-          .max_model_len = 128,
-          .max_batched_tokens = 64,
-          .max_queue = 256,
-          .on_weight_update = OnWeightUpdate::kRecompute,
-          .compute = {.device = "cpu", .dtype = "float32", .kernels = "auto", .num_threads = 1},
-          .rank_timeouts = kTestTimeouts};
+  const LaneOptions lane = {.model = "",
+                            .dtype = DType::kFloat32,
+                            .quantization = Quantization::kNone,
+                            .max_model_len = 128};
+  EngineOptions options = {
+      .senior = lane,
+      .junior = lane,
+      .tandem = {},
+      .max_num_seqs = 16,
+      .max_batched_tokens = 64,
+      .max_queue = 256,
+      .on_weight_update = OnWeightUpdate::kRecompute,
+      .compute = {.device = "cpu", .dtype = "float32", .kernels = "auto", .num_threads = 1},
+      .rank_timeouts = kTestTimeouts};
+  options.senior.model = folder + "/senior";
+  options.junior.model = folder + "/junior";
+  return options;
 }
 
 }  // namespace tandem::rollout

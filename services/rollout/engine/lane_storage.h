@@ -1,0 +1,35 @@
+// The types in which a lane holds its model and computes. No torch.
+#ifndef TANDEM_SERVICES_ROLLOUT_ENGINE_LANE_STORAGE_H_
+#define TANDEM_SERVICES_ROLLOUT_ENGINE_LANE_STORAGE_H_
+
+#include "common/kernels/weight_format.h"
+#include "common/model/compute_options.h"
+#include "common/tensor/dtype.h"
+#include "services/rollout/engine/types.h"
+
+namespace tandem::rollout {
+
+struct LaneStorage {
+  // Of activations, norms and biases, keys and values; and of linear maps in the format kDense.
+  DType dtype;
+  kernels::WeightFormat weight_format;
+};
+
+// The CPU's own kernels multiply packed maps of bfloat16, int8 or int4 with float32 activations.
+// Operations of ATen, which a GPU runs, compute in the lane's dtype. A quantised lane needs the own
+// kernels.
+inline LaneStorage StorageOf(const LaneOptions& lane, const ComputeOptions& compute) {
+  using kernels::WeightFormat;
+  if (compute.device != "cpu" || compute.kernels != "auto") {
+    return {.dtype = lane.dtype, .weight_format = WeightFormat::kDense};
+  }
+  WeightFormat format =
+      lane.dtype == DType::kBFloat16 ? WeightFormat::kBfloat16 : WeightFormat::kDense;
+  if (lane.quantization == Quantization::kInt8) format = WeightFormat::kInt8;
+  if (lane.quantization == Quantization::kInt4) format = WeightFormat::kInt4;
+  return {.dtype = DType::kFloat32, .weight_format = format};
+}
+
+}  // namespace tandem::rollout
+
+#endif  // TANDEM_SERVICES_ROLLOUT_ENGINE_LANE_STORAGE_H_

@@ -1,0 +1,66 @@
+#include "services/rollout/engine/options_check.h"
+
+#include <cstdint>
+#include <filesystem>
+#include <string>
+#include <system_error>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "absl/strings/string_view.h"
+#include "common/base/error.h"
+#include "common/base/status_macros.h"
+
+namespace tandem::rollout {
+namespace {
+
+// Checks that `directory`, its links followed, is ".../snapshots/<revision>", as the cache of the
+// Hugging Face Hub has it.
+absl::Status CheckRevision(absl::string_view field, const std::string& directory,
+                           const std::string& revision) {
+  if (revision.empty()) return absl::OkStatus();
+  std::error_code error;
+  const std::filesystem::path path = std::filesystem::canonical(directory, error);
+  // A directory that is missing is an error of the load.
+  if (error || (path.filename() == revision && path.parent_path().filename() == "snapshots")) {
+    return absl::OkStatus();
+  }
+  return FieldError(absl::StatusCode::kFailedPrecondition, field,
+                    absl::StrCat(path.string(), " is not the snapshot of ", revision,
+                                 ", whose directory is snapshots/", revision));
+}
+
+absl::Status CheckLane(absl::string_view name, const LaneOptions& lane, absl::string_view length) {
+  if (lane.max_model_len < 2) {
+    return InvalidField(length, absl::StrCat("must hold a prompt token and a response token, got ",
+                                             lane.max_model_len));
+  }
+  return CheckRevision(absl::StrCat(name, "_model_revision"), lane.model, lane.model_revision);
+}
+
+}  // namespace
+
+absl::Status CheckOptions(const EngineOptions& options) {
+  const std::pair<const char*, int64_t> positive[] = {
+      {"max_num_seqs", options.max_num_seqs},
+      {"max_batched_tokens", options.max_batched_tokens},
+      {"max_queue", options.max_queue}};
+  for (const auto& [field, value] : positive) {
+    if (value < 1) return InvalidField(field, absl::StrCat("must be at least 1, got ", value));
+  }
+  if (options.compute.num_threads < 0) {
+    return InvalidField("compute.num_threads", "must not be negative");
+  }
+  if (options.senior.model.empty()) return InvalidField("senior_model", "is required");
+  TANDEM_RETURN_IF_ERROR(CheckLane("senior", options.senior, "max_model_len"));
+  if (!options.junior.model.empty()) {
+    TANDEM_RETURN_IF_ERROR(CheckLane("junior", options.junior, "junior_max_model_len"));
+  }
+  if (options.kv_cache_dtype.has_value()) {
+    return FieldError(absl::StatusCode::kUnimplemented, "kv_cache_dtype",
+                      "keys and values have the type of the activations");
+  }
+  return absl::OkStatus();
+}
+
+}  // namespace tandem::rollout
