@@ -8,6 +8,7 @@
 #include <functional>
 #include <memory>
 
+#include "common/kernels/weight_format.h"
 #include "common/model/parameter_spec.h"
 #include "common/model/shard.h"
 #include "common/ops/tensor_parallel_group.h"
@@ -20,6 +21,9 @@ struct Placement {
   // The type of the computation, float32 or bfloat16. Parameters that do not train are stored in
   // it; those that train are stored in float32, and linear maps multiply a copy.
   at::ScalarType dtype = at::kFloat;
+  // The storage of the linear maps, the embedding and the head. A packed format is for a model that
+  // only infers, on the CPU in float32 (`dtype`); norms and biases are then float32.
+  kernels::WeightFormat weight_format = kernels::WeightFormat::kDense;
   // The tensor-parallel shard that this process holds of every parameter with a shard axis.
   int64_t shard_index = 0;
   int64_t shard_count = 1;
