@@ -30,7 +30,7 @@ LAYERS: dict[str, set[str]] = {
     "common/tandem": {"common/base"},
     "common/kernels": {"common/base", "common/tensor"},
     "common/ops": {"common/base", "common/tensor", "common/kernels"},
-    "common/model": {"common/base", "common/tensor", "common/weights", "common/ops"},
+    "common/model": {"common/base", "common/tensor", "common/weights", "common/kernels", "common/ops"},
     "common/loss": {"common/base", "common/tensor", "common/kernels", "common/ops"},
     "common/checkpoint": {"common/base", "common/tensor"},
     "common/training": {"common/base", "common/tensor", "common/ops", "common/loss"},
