@@ -40,6 +40,7 @@ LAYERS: dict[str, set[str]] = {
         "common/tensor",
         "common/weights",
         "common/ranks",
+        "common/kernels",
         "common/ops",
         "common/loss",
         "common/model",
