@@ -30,7 +30,7 @@ constexpr int64_t PanelBytes(WeightFormat format, int64_t in) {
     case WeightFormat::kFloat32:
       return in * kPanelOuts * 4;
     case WeightFormat::kBfloat16:
-      return in * kPanelOuts * 2;
+      return (in + 1) / 2 * kPanelOuts * 4;  // pairs of inputs
     case WeightFormat::kInt8:
       return groups * (kScaleBytes + kGroupInputs * kPanelOuts);
     case WeightFormat::kInt4:

@@ -40,6 +40,21 @@ absl::Status CheckShards(const Family& family, const ModelConfig& config,
                                    ", and the shard is ", placement.shard_index, " of ", count));
 }
 
+absl::Status CheckWeightFormat(const LoadOptions& options) {
+  const Placement& placement = options.placement;
+  const auto fail = [](absl::string_view what) {
+    return InvalidField("placement.weight_format", absl::StrCat("packed weights ", what));
+  };
+  if (placement.weight_format == kernels::WeightFormat::kDense) return absl::OkStatus();
+  if (options.requires_grad) return fail("do not train");
+  if (options.block_filled != nullptr) return fail("cannot be gathered block by block");
+  if (!placement.device.is_cpu() || placement.dtype != at::kFloat) {
+    return fail("are multiplied on the CPU in float32 alone");
+  }
+  if (!ops::PackedWeight::IsSupported()) return fail("need the own kernels: kernels is aten");
+  return absl::OkStatus();
+}
+
 }  // namespace
 
 Model::~Model() = default;
@@ -50,6 +65,7 @@ absl::StatusOr<std::unique_ptr<Model>> Model::Build(const ModelConfig& config,
   if (options.placement.dtype != at::kFloat && options.placement.dtype != at::kBFloat16) {
     return InvalidField("placement.dtype", "must be float32 or bfloat16");
   }
+  TANDEM_RETURN_IF_ERROR(CheckWeightFormat(options));
   if (options.num_token_ids > config.vocab_size) {
     return InvalidField(
         "tokenizer.json",
@@ -105,7 +121,7 @@ void Model::Initialize(uint64_t seed) {
   for (const auto& parameter : store_->parameters()) {
     const at::Tensor whole = InitialValue(parameter.spec, config_.initializer_range, generator);
     hasher.Add(whole);
-    if (parameter.value.defined()) parameter.value.copy_(parameter.shard.Of(whole));
+    if (parameter.held()) parameter.CopyFrom(whole);
   }
   weights_digest_ = hasher.Hex();
   OnWeightsChanged();
@@ -124,7 +140,7 @@ at::Tensor Model::HiddenStates(const RaggedBatch& batch, AttentionContext& conte
 at::Tensor Model::ForwardLogits(const at::Tensor& hidden) const {
   TORCH_CHECK(head_ == HeadKind::kLm, "the model has no language-model head");
   if (placement_.shard_count == 1) {
-    if (!at::GradMode::is_enabled()) return ops::Linear(hidden, output_weight());
+    if (!at::GradMode::is_enabled()) return head_weight_->ForwardFirst(hidden, num_token_ids_);
     return head_weight_->Forward(hidden).narrow(1, 0, num_token_ids_);
   }
   TORCH_CHECK_NOT_IMPLEMENTED(placement_.shard_group != nullptr && !at::GradMode::is_enabled(),
@@ -133,7 +149,7 @@ at::Tensor Model::ForwardLogits(const at::Tensor& hidden) const {
   // An all-gather takes as many columns from every rank: the last ranks may hold fewer rows.
   const Shard shard = {.index = placement_.shard_index, .count = placement_.shard_count};
   const int64_t columns = shard.LargestSize(config_.vocab_size);
-  at::Tensor own = ops::Linear(hidden, head_rows());
+  at::Tensor own = head_weight_->Forward(hidden);
   if (own.size(1) < columns) own = at::constant_pad_nd(own, {0, columns - own.size(1)});
   // [ranks * N, columns], rank by rank.
   return placement_.shard_group->AllGather(own)
@@ -245,6 +261,8 @@ std::vector<LayerCache> Model::CacheLayout() const {
 }
 
 NamedTensors Model::Parameters() const {
+  TORCH_CHECK(placement_.weight_format == kernels::WeightFormat::kDense,
+              "the matrices of a packed model are no tensors");
   NamedTensors tensors;
   for (const auto& parameter : store_->parameters()) {
     if (parameter.value.defined()) tensors.emplace_back(parameter.spec.name, parameter.value);
@@ -308,7 +326,7 @@ absl::Status Model::LoadParameters(const NamedTensors& tensors) {
     return absl::InvalidArgumentError(absl::StrCat("tensor '", name, "': ", what));
   };
   std::set<std::string> seen;
-  std::vector<std::pair<at::Tensor, at::Tensor>> copies;  // from the first to the second
+  std::vector<std::pair<const tandem::Parameter*, at::Tensor>> copies;
   at::Tensor tied_head, embedding;
   for (const auto& [name, tensor] : tensors) {
     const bool is_tied_head = tied_ && name == kLmHeadName;
@@ -327,8 +345,7 @@ absl::Status Model::LoadParameters(const NamedTensors& tensors) {
       continue;
     }
     if (name == kEmbeddingName) embedding = tensor;
-    if (!parameter->value.defined()) continue;  // another process's
-    copies.emplace_back(parameter->shard.Of(tensor), parameter->value);
+    if (parameter->held()) copies.emplace_back(parameter, tensor);  // else another process's
   }
   for (const auto& parameter : store_->parameters()) {
     if (!seen.contains(parameter.spec.name)) return fail(parameter.spec.name, "is missing");
@@ -337,7 +354,7 @@ absl::Status Model::LoadParameters(const NamedTensors& tensors) {
     return fail(kLmHeadName, "differs from the embedding, which is this model's output layer");
   }
   at::NoGradGuard no_grad;
-  for (const auto& [from, to] : copies) to.copy_(from);
+  for (const auto& [parameter, whole] : copies) parameter->CopyFrom(whole);
   OnWeightsChanged();
   return absl::OkStatus();
 }

@@ -11,7 +11,8 @@
 // gets no logit: it has probability zero, and no gradient.
 //
 // A model lives on one device. What trains is stored in float32 and may compute in another type;
-// what only infers is stored in the type that it computes in. Functions that return tensors may
+// what only infers is stored in the type that it computes in, or its matrices are packed
+// (Placement::weight_format) and it computes in float32. Functions that return tensors may
 // throw c10::Error as libtorch does; engines turn that into a Status at their edge.
 //
 // With Placement::shard_group every rank holds a shard and makes the same calls on the same batch;
@@ -169,7 +170,8 @@ class Model {
   // Returns all parameters that this process holds, by Hugging Face name, in a fixed order; a tied
   // head is listed once, as the embedding. Those that train require gradients. They share storage
   // with the model: after an in-place change OnWeightsChanged() must be called before the next
-  // forward.
+  // forward. Throws c10::Error for a model with packed weights, whose matrices are no tensors: see
+  // Parameter::ComputedValue.
   NamedTensors Parameters() const;
   void OnWeightsChanged();
   // The memory of the parameters, by block of a pass: flat, each parameter a view of its block's.
@@ -183,7 +185,7 @@ class Model {
   const std::vector<tandem::Parameter>& DeclaredParameters() const;
   // Returns the specs of the same parameters as tensors of type `dtype`.
   std::vector<WeightSpec> WeightSpecs(DType dtype) const;
-  // The parameter of that name; undefined if this process has none.
+  // The parameter of that name; undefined if this process has none, or has it packed.
   at::Tensor Parameter(absl::string_view name) const;
   int64_t num_parameters() const;
   int64_t num_trainable_parameters() const;
@@ -209,7 +211,7 @@ class Model {
   // <Family>ForSequenceClassification. `parameters` gives whole parameters, of which one at a time
   // is held and converted.
   absl::Status Save(const std::string& directory, DType dtype, TensorSource parameters) const;
-  // With its own parameters. UNIMPLEMENTED unless all of them are here.
+  // With its own parameters. UNIMPLEMENTED unless all of them are here, and none is packed.
   absl::Status Save(const std::string& directory, DType dtype = DType::kFloat32) const;
 
  private:

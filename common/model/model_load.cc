@@ -198,10 +198,10 @@ void Model::FillFrom(const std::vector<const TensorView*>& assigned, const LoadO
     const at::Tensor whole =
         WholeTensor(parameter.spec, assigned[i], config_.initializer_range, value_head_seed_);
     bool exact = false;
-    if (parameter.value.defined()) {  // else another process holds it
+    if (parameter.held()) {  // else another process holds it
       AllocateMemory(BlockBuffers()[static_cast<size_t>(block)]);
-      parameter.value.copy_(parameter.shard.Of(whole));
-      exact = parameter.shard.count == 1 && parameter.value.is_cpu() &&
+      parameter.CopyFrom(whole);
+      exact = parameter.value.defined() && parameter.shard.count == 1 && parameter.value.is_cpu() &&
               parameter.value.scalar_type() == at::kFloat;
     }
     hasher.Add(exact ? parameter.value : whole);

@@ -56,6 +56,9 @@ std::string Model::ExportedConfig(DType dtype) const {
 }
 
 absl::Status Model::Save(const std::string& directory, DType dtype) const {
+  if (placement_.weight_format != kernels::WeightFormat::kDense) {
+    return absl::UnimplementedError("a model with packed weights cannot be saved");
+  }
   const auto& buffers = BlockBuffers();
   if (!IsWhole() || !std::all_of(buffers.begin(), buffers.end(), HasMemory)) {
     return absl::UnimplementedError(

@@ -11,6 +11,7 @@
 #include "common/kernels/weight_format.h"
 #include "common/model/parameter_spec.h"
 #include "common/model/shard.h"
+#include "common/ops/packed_weight.h"
 #include "common/ops/tensor_parallel_group.h"
 
 namespace tandem {
@@ -47,11 +48,24 @@ struct Parameter {
   Shard shard;
   bool trainable = false;
   // This process's shard, a leaf that requires a gradient if trainable. Undefined if the process
-  // does not hold the block.
+  // does not hold the block, or holds the parameter packed.
   at::Tensor value;
+  // With a packed Placement::weight_format: the matrix in which this process's shard has the rows
+  // from `packed_row` on. nullptr for norms and biases.
+  std::shared_ptr<const ops::PackedWeight> packed = nullptr;
+  int64_t packed_row = 0;
   // Whether a pass reads `value` itself, also where linear maps have copies in the type of the
   // computation: norms and the embedding.
   bool read_as_master = false;
+
+  // Whether this process holds a shard of it.
+  bool held() const { return value.defined() || packed != nullptr; }
+  // Copies this process's shard of `whole`, of any device and floating-point type, in. Needs
+  // held().
+  void CopyFrom(const at::Tensor& whole) const;
+  // Returns the values of this process's shard that a pass computes with: `value`, or an unpacked
+  // copy in float32. Needs held().
+  at::Tensor ComputedValue() const;
 };
 
 }  // namespace tandem

@@ -51,7 +51,7 @@ void ParameterStore::AllocateBlocks(bool without_memory) {
   for (const Parameter& parameter : parameters_) {
     const auto block = static_cast<size_t>(parameter.spec.block);
     sizes.resize(std::max(sizes.size(), block + 1));
-    if (!placement_.Holds(parameter.spec.block)) continue;
+    if (!placement_.Holds(parameter.spec.block) || IsPacked(parameter)) continue;
     sizes[block] += Aligned(c10::multiply_integers(parameter.shard.ShapeOf(parameter.spec.shape)));
   }
   const auto options =
@@ -78,30 +78,57 @@ Parameter* ParameterStore::FindMutable(const std::string& name) {
   return const_cast<Parameter*>(Find(name));
 }
 
-at::Tensor ParameterStore::Allocate(const std::vector<std::string>& names) {
-  const at::NoGradGuard no_grad;
-  std::vector<std::vector<int64_t>> shapes;
-  int64_t rows = 0;
+bool ParameterStore::IsPacked(const Parameter& parameter) const {
+  return placement_.weight_format != kernels::WeightFormat::kDense &&
+         parameter.spec.shape.size() == 2;
+}
+
+std::vector<int64_t> ParameterStore::StackedShape(const std::vector<std::string>& names) const {
+  std::vector<int64_t> stacked;
   for (const std::string& name : names) {
     const Parameter* parameter = Find(name);
-    TORCH_CHECK(parameter != nullptr && !parameter->value.defined(), "parameter ", name,
+    TORCH_CHECK(parameter != nullptr && !parameter->held(), "parameter ", name,
                 " is not declared or already taken");
-    shapes.push_back(parameter->shard.ShapeOf(parameter->spec.shape));
-    rows += shapes.back()[0];
+    const std::vector<int64_t> shape = parameter->shard.ShapeOf(parameter->spec.shape);
+    if (stacked.empty()) {
+      stacked = shape;
+    } else {
+      stacked[0] += shape[0];
+    }
   }
-  std::vector<int64_t> stacked_shape = shapes[0];
-  stacked_shape[0] = rows;
+  return stacked;
+}
+
+std::shared_ptr<const ops::PackedWeight> ParameterStore::AllocatePacked(
+    const std::vector<std::string>& names) {
+  const std::vector<int64_t> shape = StackedShape(names);
+  const auto packed =
+      std::make_shared<const ops::PackedWeight>(placement_.weight_format, shape[0], shape[1]);
+  int64_t row = 0;
+  for (const std::string& name : names) {
+    Parameter& parameter = *FindMutable(name);
+    parameter.packed = packed;
+    parameter.packed_row = row;
+    row += parameter.shard.ShapeOf(parameter.spec.shape)[0];
+  }
+  return packed;
+}
+
+at::Tensor ParameterStore::Allocate(const std::vector<std::string>& names) {
+  const at::NoGradGuard no_grad;
+  const std::vector<int64_t> stacked_shape = StackedShape(names);
   const auto block = static_cast<size_t>(Find(names[0])->spec.block);
   const int64_t numel = c10::multiply_integers(stacked_shape);
   at::Tensor stacked =
       block_buffers_[block].narrow(0, taken_[block], numel).view(stacked_shape).detach();
   taken_[block] += Aligned(numel);
   int64_t begin = 0;
-  for (size_t i = 0; i < names.size(); ++i) {
-    Parameter& parameter = *FindMutable(names[i]);
-    parameter.value = stacked.narrow(0, begin, shapes[i][0]).detach();
+  for (const std::string& name : names) {
+    Parameter& parameter = *FindMutable(name);
+    const int64_t rows = parameter.shard.ShapeOf(parameter.spec.shape)[0];
+    parameter.value = stacked.narrow(0, begin, rows).detach();
     parameter.value.set_requires_grad(parameter.trainable);
-    begin += shapes[i][0];
+    begin += rows;
   }
   return stacked;
 }
@@ -121,6 +148,13 @@ at::Tensor ParameterStore::Take(const std::string& name) {
   return parameter->value;
 }
 
+ops::EmbeddingWeight ParameterStore::TakeEmbedding(const std::string& name) {
+  const Parameter* const parameter = Find(name);
+  if (parameter == nullptr || !IsPacked(*parameter)) return ops::EmbeddingWeight(Take(name));
+  if (!placement_.Holds(parameter->spec.block)) return {};
+  return ops::EmbeddingWeight(AllocatePacked({name}));
+}
+
 const ops::LinearWeight& ParameterStore::TakeLinear(const std::vector<std::string>& names) {
   std::vector<std::string> weight_names, bias_names;
   for (const std::string& name : names) {
@@ -128,14 +162,21 @@ const ops::LinearWeight& ParameterStore::TakeLinear(const std::vector<std::strin
     if (Find(name + ".bias") != nullptr) bias_names.push_back(name + ".bias");
   }
   const Parameter* const shared = names.size() == 1 ? Find(weight_names[0]) : nullptr;
-  const at::Tensor stacked = shared != nullptr && shared->value.defined() ? shared->value.detach()
-                                                                          : Allocate(weight_names);
-  const at::Tensor bias = bias_names.empty() ? at::Tensor() : Allocate(bias_names);
   const auto values = [&](const std::vector<std::string>& of) {
     std::vector<at::Tensor> result;
     for (const std::string& name : of) result.push_back(Find(name)->value);
     return result;
   };
+  const auto take_bias = [&] { return bias_names.empty() ? at::Tensor() : Allocate(bias_names); };
+  if (IsPacked(*Find(weight_names[0]))) {
+    const bool taken = shared != nullptr && shared->packed != nullptr;
+    const auto packed = taken ? shared->packed : AllocatePacked(weight_names);
+    const at::Tensor bias = take_bias();
+    return linear_weights_.emplace_back(packed, bias, values(bias_names));
+  }
+  const at::Tensor stacked = shared != nullptr && shared->value.defined() ? shared->value.detach()
+                                                                          : Allocate(weight_names);
+  const at::Tensor bias = take_bias();
   if (!compute_buffers_.empty()) {
     const int64_t block = Find(weight_names[0])->spec.block;
     return linear_weights_.emplace_back(stacked, bias, values(weight_names), values(bias_names),

@@ -13,16 +13,17 @@
 
 #include "absl/status/statusor.h"
 #include "common/model/parameter.h"
+#include "common/ops/embedding_weight.h"
 #include "common/ops/linear_weight.h"
 
 namespace tandem {
 
 class ParameterStore {
  public:
-  // Creates the memory of the declared parameters, uninitialised. `trainable` has one entry per
-  // parameter; an empty one means a model that only infers. INVALID_ARGUMENT for
-  // "placement.shard_*". With `without_memory` the caller gives a block's buffer memory while it
-  // needs the block (common/tensor/tensor_memory.h).
+  // Creates the memory of the declared parameters, uninitialised; that of packed matrices comes
+  // when they are taken. `trainable` has one entry per parameter; an empty one means a model that
+  // only infers. INVALID_ARGUMENT for "placement.shard_*". With `without_memory` the caller gives a
+  // block's buffer memory while it needs the block (common/tensor/tensor_memory.h).
   static absl::StatusOr<std::unique_ptr<ParameterStore>> Create(
       const std::vector<ParameterSpec>& specs, const std::vector<bool>& trainable,
       const Placement& placement, bool without_memory = false);
@@ -30,7 +31,7 @@ class ParameterStore {
   // Parameters in the order of their declaration.
   const std::vector<Parameter>& parameters() const { return parameters_; }
   // Flat: all parameters of a block are views of it, each (or each stack of them) aligned to 64
-  // bytes. Empty for a block that is not held.
+  // bytes. Empty for a block that is not held. Packed matrices are not in them.
   const std::vector<at::Tensor>& block_buffers() const { return block_buffers_; }
   // Buffers of the same layout in the type of the computation, which linear maps multiply with; the
   // caller fills them. Only where `without_memory` and that type is not float32; else empty.
@@ -38,9 +39,11 @@ class ParameterStore {
   // Returns nullptr for a name that is not declared.
   const Parameter* Find(const std::string& name) const;
 
-  // Backbones call Take and TakeLinear while they are constructed. Returns the value of a declared
-  // parameter; undefined if none has the name, or its block is not held.
+  // Backbones call the functions Take… while they are constructed. Returns the value of a declared
+  // parameter that is no matrix; undefined if none has the name, or its block is not held.
   at::Tensor Take(const std::string& name);
+  // Returns the table of that name; an empty one if its block is not held.
+  ops::EmbeddingWeight TakeEmbedding(const std::string& name);
   // Returns the linear maps "<name>.weight" (with "<name>.bias" where declared) of one input,
   // stacked in one buffer. A single map that was taken before is shared. Their block must be held.
   // The result lives as long as the store.
@@ -56,8 +59,14 @@ class ParameterStore {
   Parameter* FindMutable(const std::string& name);
   // Returns the view of a block's compute buffer at the place of `stacked` in the block's buffer.
   at::Tensor ComputeView(int64_t block, const at::Tensor& stacked) const;
+  // Whether a parameter is stored packed: the matrices of a model with a packed format are.
+  bool IsPacked(const Parameter& parameter) const;
+  // Returns the shape of the stack of the parameters of those names, which must not be taken yet.
+  std::vector<int64_t> StackedShape(const std::vector<std::string>& names) const;
   // Gives the parameters of those names, in order, one range of a buffer; returns it.
   at::Tensor Allocate(const std::vector<std::string>& names);
+  // Gives them one packed matrix.
+  std::shared_ptr<const ops::PackedWeight> AllocatePacked(const std::vector<std::string>& names);
 
   const Placement placement_;
   bool training_ = false;

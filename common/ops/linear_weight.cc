@@ -37,6 +37,13 @@ LinearWeight::LinearWeight(at::Tensor stacked, at::Tensor bias, std::vector<at::
       compute_weight_(std::move(compute_weight)),
       compute_bias_(std::move(compute_bias)) {}
 
+LinearWeight::LinearWeight(std::shared_ptr<const PackedWeight> packed, at::Tensor bias,
+                           std::vector<at::Tensor> biases)
+    : bias_(std::move(bias)),
+      biases_(std::move(biases)),
+      packed_(std::move(packed)),
+      compute_bias_(bias_) {}
+
 void LinearWeight::OnWeightsChanged() {
   if (!has_copy_) return;
   const at::NoGradGuard no_grad;
@@ -51,38 +58,53 @@ void LinearWeight::CheckFresh() const {
 }
 
 const at::Tensor& LinearWeight::compute_weight() const {
+  TORCH_CHECK(packed_ == nullptr, "the weight is packed: there is no matrix in its place");
   CheckFresh();
   return compute_weight_;
 }
 
-at::Tensor LinearWeight::Forward(const at::Tensor& x) const {
+at::Tensor LinearWeight::Infer(const at::Tensor& x, const at::Tensor& bias) const {
   CheckFresh();
-  if (at::GradMode::is_enabled()) {
+  if (packed_ != nullptr) return packed_->Linear(x, bias, packed_->out());
+  return Linear(x, compute_weight_, bias);
+}
+
+at::Tensor LinearWeight::ForwardFirst(const at::Tensor& x, int64_t outs) const {
+  TORCH_CHECK(!at::GradMode::is_enabled(), "some columns of a map have no gradient");
+  CheckFresh();
+  const at::Tensor bias = bias_.defined() ? compute_bias_.narrow(0, 0, outs) : at::Tensor();
+  if (packed_ != nullptr) return packed_->Linear(x, bias, outs);
+  return Linear(x, compute_weight_.narrow(0, 0, outs), bias);
+}
+
+at::Tensor LinearWeight::Forward(const at::Tensor& x) const {
+  if (packed_ == nullptr && at::GradMode::is_enabled()) {
+    CheckFresh();
     return DifferentiableLinear(x, weights_, biases_, compute_weight_, compute_bias_);
   }
-  return Linear(x, compute_weight_, compute_bias_);
+  return Infer(x, compute_bias_);
 }
 
 at::Tensor LinearWeight::ForwardAdd(const at::Tensor& residual, const at::Tensor& x) const {
   if (at::GradMode::is_enabled()) return residual + Forward(x);
   CheckFresh();
+  if (packed_ != nullptr) return packed_->LinearAdd(residual, x, compute_bias_);
   return LinearAdd(residual, x, compute_weight_, compute_bias_);
 }
 
 at::Tensor LinearWeight::ForwardShard(const at::Tensor& x,
                                       const std::shared_ptr<TensorParallelGroup>& group) const {
   CheckFresh();
-  const at::Tensor partial = at::GradMode::is_enabled()
+  const at::Tensor partial = packed_ == nullptr && at::GradMode::is_enabled()
                                  ? DifferentiableLinear(x, weights_, {}, compute_weight_, {})
-                                 : Linear(x, compute_weight_);
+                                 : Infer(x, /*bias=*/{});
   return WithBias(ScatterSum(partial, group));
 }
 
 at::Tensor LinearWeight::ForwardSum(const at::Tensor& x,
                                     const std::shared_ptr<TensorParallelGroup>& group) const {
   TORCH_CHECK(!at::GradMode::is_enabled(), "a map that every rank sums has no gradient");
-  CheckFresh();
-  return WithBias(SumInRankOrder(Linear(x, compute_weight_), group));
+  return WithBias(SumInRankOrder(Infer(x, /*bias=*/{}), group));
 }
 
 at::Tensor LinearWeight::WithBias(const at::Tensor& sum) const {

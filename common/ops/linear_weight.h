@@ -8,6 +8,7 @@
 #include <memory>
 #include <vector>
 
+#include "common/ops/packed_weight.h"
 #include "common/ops/tensor_parallel_group.h"
 
 namespace tandem::ops {
@@ -16,6 +17,9 @@ namespace tandem::ops {
 // are one product. The parameters are the *masters*: views of the stack, one per map. Where the
 // computation has another type than the masters (bf16 over fp32), the products use a copy in that
 // type. OnWeightsChanged() refreshes the copy; using a stale copy throws c10::Error.
+//
+// The maps of a model that infers may be packed instead (packed_weight.h): then there are no
+// masters, x is float32, and a call with autograd throws c10::Error.
 class LinearWeight {
  public:
   // `stacked` [sum of outs, in] and `bias` [sum of outs] (or undefined) hold the maps one after the
@@ -27,9 +31,15 @@ class LinearWeight {
   LinearWeight(at::Tensor stacked, at::Tensor bias, std::vector<at::Tensor> weights,
                std::vector<at::Tensor> biases, at::Tensor compute_weight, at::Tensor compute_bias);
 
+  // Maps that are packed one after the other in `packed`. `bias` and `biases` as above, in float32.
+  LinearWeight(std::shared_ptr<const PackedWeight> packed, at::Tensor bias,
+               std::vector<at::Tensor> biases);
+
   // Returns the results of the maps side by side [T, sum of outs], for x [T, in] in the type of the
   // computation. Gradients of the masters have the masters' type.
   at::Tensor Forward(const at::Tensor& x) const;
+  // Returns the first `outs` columns of Forward(x), without the work of the others. No autograd.
+  at::Tensor ForwardFirst(const at::Tensor& x, int64_t outs) const;
   // Returns residual + Forward(x). Like ops::LinearAdd it overwrites `residual` without autograd.
   at::Tensor ForwardAdd(const at::Tensor& residual, const at::Tensor& x) const;
   // Returns this rank's shard of the tokens (common/ops/token_shards.h) of Forward(x), for a map
@@ -45,16 +55,20 @@ class LinearWeight {
   void OnWeightsChanged();
 
   // Returns the matrix that the products use: [sum of outs, in] in the type of the computation,
-  // without autograd. Its storage stays the same for the life of the object.
+  // without autograd. Its storage stays the same for the life of the object. Throws c10::Error if
+  // the maps are packed.
   const at::Tensor& compute_weight() const;
 
  private:
   void CheckFresh() const;
+  // Multiplies by all maps, without autograd.
+  at::Tensor Infer(const at::Tensor& x, const at::Tensor& bias) const;
   // Adds the bias of a single map.
   at::Tensor WithBias(const at::Tensor& sum) const;
 
   at::Tensor stacked_, bias_;
   std::vector<at::Tensor> weights_, biases_;
+  std::shared_ptr<const PackedWeight> packed_;  // nullptr: the maps are dense
   // stacked_ and bias_ themselves if the type is the same.
   at::Tensor compute_weight_, compute_bias_;
   bool has_copy_ = false;

@@ -13,6 +13,7 @@
 #include "common/ops/autograd_functions.h"
 #include "common/ops/linear_function.h"
 #include "common/ops/parallel_for.h"
+#include "common/ops/parallel_linear.h"
 
 namespace tandem::ops {
 namespace {
@@ -31,7 +32,6 @@ at::Tensor Packed(const at::Tensor& x) { return x.stride(-1) == 1 ? x : x.contig
 
 void LinearKernel(const at::Tensor& x_in, const at::Tensor& weight, const at::Tensor& bias,
                   const at::Tensor& y, bool accumulate) {
-  constexpr int64_t kColumns = 16, kMinRows = 24;  // of the unit of work of a thread
   TORCH_CHECK(x_in.dim() == 2 && weight.dim() == 2 && x_in.size(1) == weight.size(1), "linear: x ",
               x_in.sizes(), " against weight ", weight.sizes());
   const at::Tensor x = Packed(x_in);
@@ -41,26 +41,15 @@ void LinearKernel(const at::Tensor& x_in, const at::Tensor& weight, const at::Te
       Data(x),         x.stride(0), Data(w),   bias.defined() ? Data(bias) : nullptr,
       MutableData(y),  y.stride(0), rows,      in,
       /*out_begin=*/0, out,         accumulate};
-  // Threads divide the columns; where there are few columns they divide the rows too.
-  const int64_t columns = (out + kColumns - 1) / kColumns;
-  const int64_t row_chunks =
-      std::clamp<int64_t>(2 * at::get_num_threads() / std::max<int64_t>(1, columns), 1,
-                          std::max<int64_t>(1, rows / kMinRows));
-  ParallelFor(
-      row_chunks * columns, kColumns * in * rows / row_chunks, [&](int64_t begin, int64_t end) {
-        while (begin < end) {
-          const int64_t chunk = begin / columns, last = std::min(end, (chunk + 1) * columns);
-          const int64_t row = chunk * rows / row_chunks;
-          kernels::LinearArgs args = whole;
-          args.x += row * whole.x_stride;
-          args.y += row * whole.y_stride;
-          args.rows = (chunk + 1) * rows / row_chunks - row;
-          args.out_begin = (begin - chunk * columns) * kColumns;
-          args.out_end = std::min((last - chunk * columns) * kColumns, out);
-          kernels::GetCpuKernels().linear(args);
-          begin = last;
-        }
-      });
+  ParallelLinear(rows, in, out, [&](const LinearTile& tile) {
+    kernels::LinearArgs args = whole;
+    args.x += tile.row_begin * whole.x_stride;
+    args.y += tile.row_begin * whole.y_stride;
+    args.rows = tile.row_end - tile.row_begin;
+    args.out_begin = tile.panel_begin * kernels::kPanelOuts;
+    args.out_end = std::min(tile.panel_end * kernels::kPanelOuts, out);
+    kernels::GetCpuKernels().linear(args);
+  });
 }
 
 // Where one sequence of a ragged batch has its keys and values.

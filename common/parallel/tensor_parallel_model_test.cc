@@ -10,9 +10,11 @@
 #include "absl/strings/match.h"
 #include "common/base/error.h"
 #include "common/base/status_macros.h"
+#include "common/kernels/weight_format.h"
 #include "common/loss/linear_cross_entropy.h"
 #include "common/model/testing/cached_sequences.h"
 #include "common/model/testing/models.h"
+#include "common/model/testing/packed_model.h"
 #include "common/model/testing/tiny_model_dir.h"
 #include "common/ranks/communicator_group.h"
 #include "common/ranks/testing/rank_processes.h"
@@ -459,6 +461,27 @@ TEST_P(TensorParallelModelTest, DecodeEqualsTheWholeModel) {
       }
       EXPECT_EQ(shard.sequences.cache().keys(0).nbytes() * group->size(),
                 whole.sequences.cache().keys(0).nbytes());
+    }
+  });
+}
+
+// The shards are those of the parameters: a rank packs its own slice.
+TEST_P(TensorParallelModelTest, PackedShardsHaveTheBitsOfDenseOnesWithTheirValues) {
+  RunOnAll(GetParam(), [](const Group& group, ranks::Communicator&) {
+    for (const Case& c : Cases()) {
+      if (c.head != HeadKind::kLm) continue;
+      for (const kernels::WeightFormat format : kPackedFormats) {
+        SCOPED_TRACE(testing::Message() << c.name << ", format " << static_cast<int>(format));
+        Placement placement = PlacementIn(group);
+        Decoder dense(c, placement);
+        placement.weight_format = format;
+        Decoder packed(c, placement);
+        CopyComputedValues(*packed.model, *dense.model);
+        const std::vector<at::Tensor> expected = DecodeSome(dense), actual = DecodeSome(packed);
+        for (size_t i = 0; i < expected.size(); ++i) {
+          EXPECT_TRUE(at::equal(actual[i], expected[i]));
+        }
+      }
     }
   });
 }

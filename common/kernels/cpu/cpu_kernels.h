@@ -3,15 +3,20 @@
 //
 // The float32 kernels are batch-invariant: the bits of a row or an element depend on its own
 // operands only, never on how many others a call computes or how the caller divides them. The same
-// source is compiled for several instruction sets; results differ between sets.
+// source is compiled for several instruction sets; results differ between sets, but for linear maps
+// between those that have fused multiply-adds.
 #ifndef TANDEM_COMMON_KERNELS_CPU_CPU_KERNELS_H_
 #define TANDEM_COMMON_KERNELS_CPU_CPU_KERNELS_H_
 
 #include <cstdint>
 
+#include "common/kernels/weight_format.h"
+
 namespace tandem::kernels {
 
-// y[r, o] (+)= sum_k x[r, k] w[o, k] + bias[o] for r in [0, rows), o in [out_begin, out_end).
+// y[r, o] (+)= sum_k x[r, k] w[o, k] + bias[o] for r in [0, rows), o in [out_begin, out_end). The
+// sum is one chain of fused multiply-adds over k in ascending order, on every instruction set that
+// has them.
 struct LinearArgs {
   const float* x;
   int64_t x_stride;   // elements between rows
@@ -24,6 +29,24 @@ struct LinearArgs {
   int64_t out_begin;
   int64_t out_end;
   bool accumulate;  // adds to what y holds (a residual) instead of overwriting it
+};
+
+// LinearArgs with a packed matrix (packed_weight.h), for the outputs of its panels [panel_begin,
+// panel_end). The result has the bits of LinearArgs with the values of the packed weights.
+struct PackedLinearArgs {
+  const float* x;
+  int64_t x_stride;
+  WeightFormat format;  // packed
+  const void* w;        // PackedBytes(format, out, in), at a multiple of 64 bytes
+  const float* bias;    // [out] or nullptr
+  float* y;
+  int64_t y_stride;
+  int64_t rows;
+  int64_t in;
+  int64_t out;
+  int64_t panel_begin;
+  int64_t panel_end;
+  bool accumulate;
 };
 
 // Causal attention of the query heads that share one key/value head, for consecutive rows of one
@@ -218,6 +241,7 @@ struct ProductKernel {
 struct CpuKernels {
   const char* name;  // "portable", "avx2" or "avx512", the instruction set; or "aten"
   void (*linear)(const LinearArgs&) = nullptr;
+  void (*packed_linear)(const PackedLinearArgs&) = nullptr;
   void (*attention)(const AttentionArgs&) = nullptr;
   void (*rms_norm)(const RmsNormArgs&) = nullptr;
   void (*rms_norm_backward)(const RmsNormBackwardArgs&) = nullptr;

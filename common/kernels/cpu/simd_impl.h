@@ -3,7 +3,8 @@
 // standard library is instantiated: an inline function compiled for AVX-512 must not end up in code
 // that runs elsewhere.
 #include <cstdint>
-#include <utility>  // integer_sequence: types only, no code
+#include <type_traits>  // types only, no code
+#include <utility>      // integer_sequence: types only, no code
 
 #include "common/kernels/cpu/instruction_sets.h"
 #include "common/kernels/cpu/unroll.h"
@@ -137,52 +138,6 @@ TANDEM_INLINE void DotTiles(int64_t rows, const float* const* x, const float* w,
 
 TANDEM_INLINE int64_t Min(int64_t a, int64_t b) { return a < b ? a : b; }
 TANDEM_INLINE int64_t Max(int64_t a, int64_t b) { return a > b ? a : b; }
-
-// Writes the sums of `outs` columns from `o` on to y.
-TANDEM_INLINE void StoreTile(const LinearArgs& a, int64_t row, int64_t rows, int64_t o, int outs,
-                             const Vec4* totals) {
-  for (int64_t r = 0; r < rows; ++r) {
-    float* y = a.y + (row + r) * a.y_stride + o;
-    Vec4 value = totals[r];
-    if (outs == kOuts) {
-      if (a.bias != nullptr) value += *reinterpret_cast<const Vec4*>(a.bias + o);
-      if (a.accumulate) value = *reinterpret_cast<const Vec4*>(y) + value;
-      *reinterpret_cast<Vec4*>(y) = value;
-    } else {
-      for (int i = 0; i < outs; ++i) {
-        if (a.bias != nullptr) value[i] += a.bias[o + i];
-        y[i] = a.accumulate ? y[i] + value[i] : value[i];
-      }
-    }
-  }
-}
-
-// The operand with the smaller tiles streams from the second-level cache, tile by tile, past a tile
-// of the other operand in the first-level cache. Few rows stay in the first-level cache while all
-// weights stream past.
-void Linear(const LinearArgs& a) {
-  constexpr int64_t kFirstLevelFloats = 8 * 1024, kSecondLevelFloats = 64 * 1024;
-  const int64_t in = Max(a.in, 1);
-  const bool rows_stream = kRows <= kOuts || a.rows * in <= kFirstLevelFloats;
-  const int64_t block_rows = rows_stream ? kRows * Max(kSecondLevelFloats / in / kRows, 1) : a.rows;
-  const int64_t block_outs = rows_stream ? kOuts : kOuts * Max(kSecondLevelFloats / in / kOuts, 1);
-  for (int64_t row0 = 0; row0 < a.rows; row0 += block_rows) {
-    const int64_t count = Min(block_rows, a.rows - row0);
-    const int64_t tiles = (count + kRows - 1) / kRows;
-    for (int64_t o0 = a.out_begin; o0 < a.out_end; o0 += block_outs) {
-      const int64_t o_end = Min(o0 + block_outs, a.out_end);
-      for (int64_t tile = 0; tile < tiles; ++tile) {  // equal tiles: a small one is slow
-        const int64_t row = row0 + tile * count / tiles;
-        const int64_t rows = row0 + (tile + 1) * count / tiles - row;
-        const float* x[kRows];
-        for (int64_t i = 0; i < rows; ++i) x[i] = a.x + (row + i) * a.x_stride;
-        DotTiles(rows, x, a.w + o0 * a.in, a.in, o_end - o0, a.in,
-                 [&](int64_t o, int outs, const Vec4* totals)
-                     TANDEM_INLINE_LAMBDA { StoreTile(a, row, rows, o0 + o, outs, totals); });
-      }
-    }
-  }
-}
 
 // Online-softmax state of up to kRows (row, head) pairs; the accumulators are the output rows.
 struct Queries {
@@ -547,11 +502,10 @@ void DivergenceGradient(const DivergenceGradientArgs& a) {
   }
 }
 
-// The table entries that this file defines. A constant expression: the tables are ready before any
+// The table entries that this file defines; packed_linear_impl.h adds the linear maps. A constant expression: the tables are ready before any
 // static object asks for them.
 constexpr CpuKernels SimdKernels(const char* name) {
   return {.name = name,
-          .linear = Linear,
           .attention = Attention,
           .rms_norm = RmsNorm,
           .rms_norm_backward = RmsNormBackward,

@@ -33,7 +33,7 @@ at::Tensor SumOfSquares(const at::Tensor& x) {
 DenseDecoder::DenseDecoder(const ModelConfig& config, const Placement& placement,
                            ParameterStore& store)
     : config_(config), dtype_(placement.dtype), group_(placement.shard_group) {
-  embedding_ = store.Take(kEmbeddingName);
+  embedding_ = store.TakeEmbedding(kEmbeddingName);
   layers_.resize(static_cast<size_t>(config.num_hidden_layers));
   const LayerNormNames norms(config.decoder);
   for (int64_t i = 0; i < config.num_hidden_layers; ++i) {
@@ -100,12 +100,12 @@ at::Tensor DenseDecoder::RunBlock(int64_t block, const at::Tensor& hidden,
 
 at::Tensor DenseDecoder::Embed(const ModelPass& pass) const {
   const at::Tensor& tokens = pass.batch.tokens;
-  if (group_ == nullptr) return ops::Embedding(tokens, embedding_).to(dtype_);
+  if (group_ == nullptr) return embedding_.Forward(tokens).to(dtype_);
   const Shard shard = {.index = group_->rank(), .count = group_->size()};
-  const int64_t rows = embedding_.size(0);
+  const int64_t rows = embedding_.rows();
   const at::Tensor own = tokens - shard.Begin(config_.vocab_size);
   const at::Tensor others = own.lt(0).logical_or_(own.ge(rows));
-  const at::Tensor found = ops::Embedding(own.clamp(0, rows - 1), embedding_).to(dtype_);
+  const at::Tensor found = embedding_.Forward(own.clamp(0, rows - 1)).to(dtype_);
   // One rank has the row and the others add zeros to it.
   const at::Tensor own_rows = found.masked_fill(others.unsqueeze(1), 0);
   return pass.shards_tokens ? ops::ScatterSum(own_rows, group_)

@@ -24,6 +24,7 @@
 #include "common/model/backbone.h"
 #include "common/model/model_config.h"
 #include "common/model/parameter_store.h"
+#include "common/ops/embedding_weight.h"
 #include "common/ops/linear_weight.h"
 #include "common/ops/rotary_table.h"
 #include "common/ops/tensor_parallel_group.h"
@@ -70,7 +71,7 @@ class DenseDecoder : public Backbone {
   ModelConfig config_;
   at::ScalarType dtype_;                             // of the computation
   std::shared_ptr<ops::TensorParallelGroup> group_;  // nullptr: the model is whole
-  at::Tensor embedding_;
+  ops::EmbeddingWeight embedding_;
   std::vector<Layer> layers_;
   at::Tensor norm_;
   std::unique_ptr<ops::RotaryTable> rotary_;

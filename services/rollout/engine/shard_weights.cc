@@ -43,7 +43,11 @@ absl::StatusOr<NamedTensors> TensorsIn(const WeightManifest& manifest,
 RankedWeights WeightsToSend(const NamedTensors& tensors, const Model& model) {
   RankedWeights weights;
   for (const auto& [name, tensor] : tensors) {
-    if (!model.Parameter(name).defined()) continue;  // a tied head
+    const std::vector<Parameter>& declared = model.DeclaredParameters();
+    if (std::none_of(declared.begin(), declared.end(),
+                     [&](const Parameter& parameter) { return parameter.spec.name == name; })) {
+      continue;  // a tied head
+    }
     weights.tensors.push_back({.name = name,
                                .dtype = FromScalarType(tensor.scalar_type()).value(),
                                .shape = tensor.sizes().vec()});
@@ -67,7 +71,7 @@ void ReceiveWeights(const RankedWeights& weights, ranks::Communicator& group, Mo
         at::empty(spec.shape, at::device(group.device()).dtype(ToScalarType(spec.dtype)));
     BroadcastBytesOf(whole, group);
     for (const Parameter& parameter : model.DeclaredParameters()) {
-      if (parameter.spec.name == spec.name) parameter.value.copy_(parameter.shard.Of(whole));
+      if (parameter.spec.name == spec.name) parameter.CopyFrom(whole);
     }
   }
   model.OnWeightsChanged();

@@ -1,0 +1,142 @@
+#include "common/kernels/cpu/packed_weight.h"
+
+#include <algorithm>
+#include <bit>
+#include <cmath>
+#include <cstring>
+#include <limits>
+
+namespace tandem::kernels {
+namespace {
+
+constexpr uint16_t kBfloat16Nan = 0x7fc0;
+
+// Rounds to the nearest bfloat16, ties to even.
+uint16_t ToBfloat16(float value) {
+  if (std::isnan(value)) return kBfloat16Nan;
+  const auto bits = std::bit_cast<uint32_t>(value);
+  return static_cast<uint16_t>((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
+}
+
+float FromBfloat16(uint16_t value) { return std::bit_cast<float>(uint32_t{value} << 16); }
+
+// Returns the place of input k of an output in a panel of kBfloat16.
+constexpr int64_t Bfloat16Offset(int64_t k, int64_t lane) {
+  return 4 * (k / 2 * kPanelOuts + lane) + 2 * (k % 2);
+}
+
+// The numbers of one group of one output, with their scale.
+struct Group {
+  uint16_t scale = 0;
+  int8_t q[kGroupInputs] = {};
+};
+
+// Quantises `count` weights of a group; the rest of it are zeros.
+Group Quantise(const float* values, int64_t count, WeightFormat format) {
+  Group group;
+  float extreme = 0;
+  for (int64_t k = 0; k < count; ++k) {
+    if (!std::isfinite(values[k])) {
+      group.scale = kBfloat16Nan;
+      return group;
+    }
+    if (std::abs(values[k]) > std::abs(extreme)) extreme = values[k];
+  }
+  const bool bytes = format == WeightFormat::kInt8;
+  group.scale = ToBfloat16(bytes ? std::abs(extreme) / 127 : extreme / -8);
+  const float scale = FromBfloat16(group.scale);
+  if (scale == 0) return group;
+  const float lowest = bytes ? -127 : -8, highest = bytes ? 127 : 7;
+  constexpr float kRounder = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer
+  for (int64_t k = 0; k < count; ++k) {
+    const float q = std::clamp(values[k] / scale, lowest, highest);
+    group.q[k] = static_cast<int8_t>((q + kRounder) - kRounder);
+  }
+  return group;
+}
+
+// The bytes of a group of a panel.
+constexpr int64_t GroupBytes(WeightFormat format) { return PanelBytes(format, kGroupInputs); }
+constexpr int64_t kScaleBytes = 2 * kPanelOuts;
+
+// Integers of a word, and the bits of each.
+constexpr int64_t PerWord(WeightFormat format) { return format == WeightFormat::kInt8 ? 4 : 8; }
+constexpr int64_t Bits(WeightFormat format) { return 32 / PerWord(format); }
+
+void PackGroup(WeightFormat format, const Group& group, uint8_t* record, int64_t lane) {
+  std::memcpy(record + 2 * lane, &group.scale, 2);
+  const int64_t count = PerWord(format), bits = Bits(format);
+  const uint32_t mask = (uint32_t{1} << bits) - 1;
+  for (int64_t k = 0; k < kGroupInputs; k += count) {
+    uint32_t word = 0;
+    for (int64_t i = 0; i < count; ++i) {
+      word |= (static_cast<uint32_t>(group.q[k + i]) & mask) << (bits * i);
+    }
+    std::memcpy(record + kScaleBytes + 4 * (k / count * kPanelOuts + lane), &word, 4);
+  }
+}
+
+Group UnpackGroup(WeightFormat format, const uint8_t* record, int64_t lane) {
+  Group group;
+  std::memcpy(&group.scale, record + 2 * lane, 2);
+  const int64_t count = PerWord(format), bits = Bits(format);
+  for (int64_t k = 0; k < kGroupInputs; ++k) {
+    uint32_t word = 0;
+    std::memcpy(&word, record + kScaleBytes + 4 * (k / count * kPanelOuts + lane), 4);
+    const auto top = static_cast<int32_t>(word << (32 - bits - bits * (k % count)));
+    group.q[k] = static_cast<int8_t>(top >> (32 - bits));
+  }
+  return group;
+}
+
+}  // namespace
+
+void PackRows(const PackedMatrix& to, int64_t first, int64_t rows, const float* values,
+              int64_t stride) {
+  const int64_t panel_bytes = PanelBytes(to.format, to.in);
+  for (int64_t row = first; row < first + rows; ++row, values += stride) {
+    auto* const panel = static_cast<uint8_t*>(to.data) + row / kPanelOuts * panel_bytes;
+    const int64_t lane = row % kPanelOuts;
+    if (to.format == WeightFormat::kFloat32) {
+      auto* const lanes = reinterpret_cast<float*>(panel) + lane;
+      for (int64_t k = 0; k < to.in; ++k) lanes[k * kPanelOuts] = values[k];
+    } else if (to.format == WeightFormat::kBfloat16) {
+      for (int64_t k = 0; k < to.in; ++k) {
+        const uint16_t value = ToBfloat16(values[k]);
+        std::memcpy(panel + Bfloat16Offset(k, lane), &value, 2);
+      }
+    } else {
+      for (int64_t k = 0; k < to.in; k += kGroupInputs) {
+        const int64_t count = std::min(kGroupInputs, to.in - k);
+        PackGroup(to.format, Quantise(values + k, count, to.format),
+                  panel + k / kGroupInputs * GroupBytes(to.format), lane);
+      }
+    }
+  }
+}
+
+void UnpackRow(const PackedMatrix& from, int64_t row, float* values) {
+  const auto* const panel =
+      static_cast<const uint8_t*>(from.data) + row / kPanelOuts * PanelBytes(from.format, from.in);
+  const int64_t lane = row % kPanelOuts;
+  if (from.format == WeightFormat::kFloat32) {
+    const auto* const lanes = reinterpret_cast<const float*>(panel) + lane;
+    for (int64_t k = 0; k < from.in; ++k) values[k] = lanes[k * kPanelOuts];
+  } else if (from.format == WeightFormat::kBfloat16) {
+    for (int64_t k = 0; k < from.in; ++k) {
+      uint16_t value = 0;
+      std::memcpy(&value, panel + Bfloat16Offset(k, lane), 2);
+      values[k] = FromBfloat16(value);
+    }
+  } else {
+    for (int64_t k = 0; k < from.in; k += kGroupInputs) {
+      const Group group =
+          UnpackGroup(from.format, panel + k / kGroupInputs * GroupBytes(from.format), lane);
+      const float scale = FromBfloat16(group.scale);
+      const int64_t count = std::min(kGroupInputs, from.in - k);
+      for (int64_t i = 0; i < count; ++i) values[k + i] = static_cast<float>(group.q[i]) * scale;
+    }
+  }
+}
+
+}  // namespace tandem::kernels

@@ -1,0 +1,163 @@
+// Models whose matrices are packed (Placement::weight_format) beside dense ones.
+#include "common/model/testing/packed_model.h"
+
+#include <ATen/ATen.h>
+#include <c10/core/InferenceMode.h>
+#include <gtest/gtest.h>
+
+#include <filesystem>
+
+#include "common/base/error.h"
+#include "common/model/model.h"
+#include "common/model/testing/models.h"
+#include "common/ops/ops.h"
+
+namespace tandem {
+namespace {
+
+using kernels::WeightFormat;
+using Tokens = std::vector<int64_t>;
+
+// Three of the 61 rows are padding.
+constexpr int64_t kTokenIds = 58;
+
+LoadOptions Options(WeightFormat format) {
+  return {.num_token_ids = kTokenIds, .placement = {.weight_format = format}};
+}
+
+// Maps with all biases that a family has.
+nlohmann::json Biased(bool tied) {
+  return {{"attention_bias", true}, {"mlp_bias", true}, {"tie_word_embeddings", tied}};
+}
+
+std::unique_ptr<Model> MakeModel(const std::string& family, bool tied, WeightFormat format) {
+  auto model = TinyModel(family, Biased(tied), Options(format));
+  EXPECT_TRUE(model->LoadParameters(RandomParameters(*model, 7)).ok());
+  return model;
+}
+
+// Decodes a prompt of 40 tokens and one of 3, in two steps.
+at::Tensor Logits(const Model& model) {
+  const c10::InferenceMode guard;
+  KvCache cache(model.CacheLayout(), 2, 64);
+  const int64_t a = cache.Allocate().value(), b = cache.Allocate().value();
+  Tokens prompt;
+  for (int64_t i = 0; i < 40; ++i) prompt.push_back((i * i * 13 + i) % kTokenIds);
+  const at::Tensor first =
+      model.Decode(cache, {{a, prompt, 40}, {b, Tokens{4, kTokenIds - 1, 0}, 1}}).value();
+  const at::Tensor second = model.Decode(cache, {{b, Tokens{9}, 1}, {a, Tokens{2}, 1}}).value();
+  return model.ForwardLogits(at::cat({first, second}));
+}
+
+TEST(PackedModelTest, HasTheBitsOfADenseModelWithItsValues) {
+  for (const std::string& family : EveryFamily()) {
+    for (const bool tied : {false, true}) {
+      for (const WeightFormat format : kPackedFormats) {
+        const auto packed = MakeModel(family, tied, format);
+        const auto dense = MakeModel(family, tied, WeightFormat::kDense);
+        const at::Tensor exact = Logits(*dense);
+        CopyComputedValues(*packed, *dense);
+        const at::Tensor logits = Logits(*packed);
+        EXPECT_EQ(logits.sizes(), (at::IntArrayRef{43, kTokenIds}));
+        EXPECT_TRUE(at::equal(logits, Logits(*dense))) << family << tied;
+        EXPECT_EQ(at::equal(logits, exact), format == WeightFormat::kFloat32) << family << tied;
+      }
+    }
+  }
+}
+
+TEST(PackedModelTest, QuantisedLogitsStayClose) {
+  const at::Tensor exact = Logits(*MakeModel("llama", false, WeightFormat::kDense));
+  const auto error = [&](WeightFormat format) {
+    return ((Logits(*MakeModel("llama", false, format)) - exact).norm() / exact.norm())
+        .item<double>();
+  };
+  // Of the norm of the logits: the numbers have 8, 7 and 3 bits beside their sign.
+  EXPECT_LE(error(WeightFormat::kBfloat16), 0.01);
+  EXPECT_LE(error(WeightFormat::kInt8), 0.02);
+  EXPECT_LE(error(WeightFormat::kInt4), 0.3);
+}
+
+class PackedModelFilesTest : public testing::Test {
+ protected:
+  PackedModelFilesTest()
+      : directory_(std::filesystem::path(testing::TempDir()) / "packed_model" /
+                   testing::UnitTest::GetInstance()->current_test_info()->name()) {
+    std::filesystem::remove_all(directory_);
+    std::filesystem::create_directories(directory_);
+  }
+
+  const std::filesystem::path directory_;
+};
+
+TEST_F(PackedModelFilesTest, Bfloat16FilesHaveTheSameLogitsInBfloat16AndFloat32) {
+  ASSERT_TRUE(TinyModel("qwen2", Biased(true), {.num_token_ids = 61})
+                  ->Save(directory_, DType::kBFloat16)
+                  .ok());
+  const auto dense = Model::Load(directory_, Options(WeightFormat::kDense)).value();
+  for (const WeightFormat format : {WeightFormat::kFloat32, WeightFormat::kBfloat16}) {
+    const auto packed = Model::Load(directory_, Options(format)).value();
+    EXPECT_TRUE(at::equal(Logits(*packed), Logits(*dense)));
+    EXPECT_EQ(packed->weights_digest(), dense->weights_digest());
+    EXPECT_EQ(packed->num_parameters(), dense->num_parameters());
+  }
+}
+
+TEST_F(PackedModelFilesTest, AreNotWritten) {
+  const auto model = TinyModel("llama", {}, Options(WeightFormat::kInt8));
+  EXPECT_EQ(model->Save(directory_).code(), absl::StatusCode::kUnimplemented);
+  EXPECT_THROW(model->Parameters(), c10::Error);
+  EXPECT_THROW(model->head_rows(), c10::Error);
+}
+
+TEST(PackedModelTest, AnUpdateReplacesEveryValue) {
+  for (const bool tied : {false, true}) {
+    for (const WeightFormat format : kPackedFormats) {
+      const auto updated = TinyModel("qwen3", Biased(tied), Options(format), /*seed=*/3);
+      const at::Tensor before = Logits(*updated);
+      // Of another floating-point type than the stored one.
+      NamedTensors tensors = RandomParameters(*updated, 7);
+      for (auto& [name, tensor] : tensors) tensor = tensor.to(at::kDouble);
+      ASSERT_TRUE(updated->LoadParameters(tensors).ok());
+      const at::Tensor after = Logits(*updated);
+      EXPECT_FALSE(at::equal(after, before));
+      EXPECT_TRUE(at::equal(after, Logits(*MakeModel("qwen3", tied, format))));
+    }
+  }
+}
+
+TEST(PackedModelTest, TakesOnlyCompleteUpdatesAndATiedHeadThatEqualsItsEmbedding) {
+  const auto model = MakeModel("llama", true, WeightFormat::kInt4);
+  const at::Tensor before = Logits(*model);
+  NamedTensors tensors = RandomParameters(*model, 8);
+  tensors.emplace_back(kLmHeadName, tensors.front().second + 1);
+  EXPECT_EQ(model->LoadParameters(tensors).code(), absl::StatusCode::kInvalidArgument);
+  tensors.pop_back();
+  tensors.pop_back();
+  EXPECT_EQ(model->LoadParameters(tensors).code(), absl::StatusCode::kInvalidArgument);
+  EXPECT_TRUE(at::equal(Logits(*model), before));
+}
+
+TEST(PackedModelTest, WhatCannotBePackedIsRefused) {
+  const auto path = [](const LoadOptions& options) {
+    const absl::Status status = Model::Random(TinyConfig(), 1, options).status();
+    EXPECT_EQ(status.code(), absl::StatusCode::kInvalidArgument) << status;
+    return FieldPath(status);
+  };
+  const char* const field = "placement.weight_format";
+  LoadOptions options = Options(WeightFormat::kInt8);
+  options.requires_grad = true;
+  EXPECT_EQ(path(options), field);
+  options = Options(WeightFormat::kInt8);
+  options.placement.dtype = at::kBFloat16;
+  EXPECT_EQ(path(options), field);
+  options = Options(WeightFormat::kInt8);
+  options.block_filled = [](int64_t, const at::Tensor&) {};
+  EXPECT_EQ(path(options), field);
+  ops::SetKernelPath(ops::KernelPath::kAten);
+  EXPECT_EQ(path(Options(WeightFormat::kFloat32)), field);
+  ops::SetKernelPath(ops::KernelPath::kAuto);
+}
+
+}  // namespace
+}  // namespace tandem

@@ -1,0 +1,102 @@
+#include "common/ops/packed_weight.h"
+
+#include <ATen/ATen.h>
+#include <ATen/core/grad_mode.h>
+
+#include <algorithm>
+
+#include "common/kernels/cpu/cpu_kernels.h"
+#include "common/ops/parallel_for.h"
+#include "common/ops/parallel_linear.h"
+
+namespace tandem::ops {
+
+bool PackedWeight::IsSupported() { return kernels::GetCpuKernels().packed_linear != nullptr; }
+
+PackedWeight::PackedWeight(kernels::WeightFormat format, int64_t out, int64_t in)
+    : memory_(at::zeros({kernels::PackedBytes(format, out, in)}, at::kByte)),
+      matrix_{.format = format, .data = memory_.mutable_data_ptr(), .out = out, .in = in} {
+  TORCH_CHECK(format != kernels::WeightFormat::kDense, "a dense matrix is not packed");
+}
+
+void PackedWeight::SetRows(int64_t first, const at::Tensor& values) const {
+  TORCH_CHECK(values.dim() == 2 && values.size(1) == in() && values.is_floating_point(),
+              "packed weight [", out(), ", ", in(), "]: rows ", values.sizes());
+  const int64_t rows = values.size(0);
+  TORCH_CHECK(first >= 0 && first + rows <= out(), "packed weight: ", rows, " rows from ", first,
+              " on of ", out());
+  const at::NoGradGuard no_grad;
+  constexpr int64_t kWorkPerWeight = 4;
+  const int64_t chunks = (rows + kernels::kPanelOuts - 1) / kernels::kPanelOuts;
+  ParallelFor(chunks, kernels::kPanelOuts * in() * kWorkPerWeight, [&](int64_t begin, int64_t end) {
+    for (int64_t chunk = begin; chunk < end; ++chunk) {
+      const int64_t row = chunk * kernels::kPanelOuts;
+      const int64_t count = std::min(kernels::kPanelOuts, rows - row);
+      const at::Tensor some = values.narrow(0, row, count).to(at::kCPU, at::kFloat).contiguous();
+      kernels::PackRows(matrix_, first + row, count, some.const_data_ptr<float>(), in());
+    }
+  });
+}
+
+at::Tensor PackedWeight::Rows(const at::Tensor& rows) const {
+  const at::Tensor indices = rows.to(at::kCPU, at::kLong).contiguous();
+  const int64_t count = indices.numel();
+  const auto* const index = indices.const_data_ptr<int64_t>();
+  for (int64_t i = 0; i < count; ++i) {
+    TORCH_CHECK_INDEX(index[i] >= 0 && index[i] < out(), "row ", index[i], " of ", out());
+  }
+  at::Tensor values = at::empty({count, in()}, at::kFloat);
+  auto* const to = values.mutable_data_ptr<float>();
+  ParallelFor(count, in(), [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) kernels::UnpackRow(matrix_, index[i], to + i * in());
+  });
+  return values;
+}
+
+at::Tensor PackedWeight::Linear(const at::Tensor& x, const at::Tensor& bias, int64_t outs) const {
+  at::Tensor y = at::empty({x.size(0), outs}, x.options());
+  Multiply(x, bias, outs, y, /*accumulate=*/false);
+  return y;
+}
+
+at::Tensor PackedWeight::LinearAdd(const at::Tensor& residual, const at::Tensor& x,
+                                   const at::Tensor& bias) const {
+  Multiply(x, bias, out(), residual, /*accumulate=*/true);
+  return residual;
+}
+
+void PackedWeight::Multiply(const at::Tensor& x_in, const at::Tensor& bias, int64_t outs,
+                            const at::Tensor& y, bool accumulate) const {
+  TORCH_CHECK(!at::GradMode::is_enabled(), "a packed weight has no gradient");
+  TORCH_CHECK(IsSupported(), "packed weights need the CPU's own kernels");
+  TORCH_CHECK(x_in.dim() == 2 && x_in.size(1) == in() && x_in.is_cpu() &&
+                  x_in.scalar_type() == at::kFloat && outs >= 0 && outs <= out(),
+              "linear: x ", x_in.sizes(), " against ", outs, " outputs of a packed weight [", out(),
+              ", ", in(), "]");
+  const at::Tensor x = x_in.stride(1) == 1 ? x_in : x_in.contiguous();
+  const kernels::PackedLinearArgs whole = {
+      .x = x.const_data_ptr<float>(),
+      .x_stride = x.stride(0),
+      .format = matrix_.format,
+      .w = matrix_.data,
+      .bias = bias.defined() ? bias.const_data_ptr<float>() : nullptr,
+      .y = y.mutable_data_ptr<float>(),
+      .y_stride = y.stride(0),
+      .rows = x.size(0),
+      .in = in(),
+      .out = outs,
+      .panel_begin = 0,
+      .panel_end = kernels::PanelCount(outs),
+      .accumulate = accumulate};
+  ParallelLinear(whole.rows, in(), outs, [&](const LinearTile& tile) {
+    kernels::PackedLinearArgs args = whole;
+    args.x += tile.row_begin * whole.x_stride;
+    args.y += tile.row_begin * whole.y_stride;
+    args.rows = tile.row_end - tile.row_begin;
+    args.panel_begin = tile.panel_begin;
+    args.panel_end = tile.panel_end;
+    kernels::GetCpuKernels().packed_linear(args);
+  });
+}
+
+}  // namespace tandem::ops

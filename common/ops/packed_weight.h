@@ -1,0 +1,49 @@
+// A matrix in a packed format: the weight of linear maps, or an embedding, of a model that infers.
+#ifndef TANDEM_COMMON_OPS_PACKED_WEIGHT_H_
+#define TANDEM_COMMON_OPS_PACKED_WEIGHT_H_
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+
+#include "common/kernels/cpu/packed_weight.h"
+
+namespace tandem::ops {
+
+class PackedWeight {
+ public:
+  // Whether this process has kernels for packed weights: with `compute.kernels: aten` it has none.
+  static bool IsSupported();
+
+  // Takes the memory of a matrix [out, in] of zeros. `format` is packed.
+  PackedWeight(kernels::WeightFormat format, int64_t out, int64_t in);
+
+  kernels::WeightFormat format() const { return matrix_.format; }
+  int64_t out() const { return matrix_.out; }
+  int64_t in() const { return matrix_.in; }
+
+  // Packs `values` [n, in], of any floating-point type and device, as the rows from `first` on.
+  // They are converted a few rows at a time.
+  void SetRows(int64_t first, const at::Tensor& values) const;
+  // rows [T] int64 -> [T, in] float32, the values that products use. Throws c10::Error for an index
+  // that is no row.
+  at::Tensor Rows(const at::Tensor& rows) const;
+
+  // Returns the first `outs` outputs of x weight^T + bias, [T, outs], for x [T, in] float32 and
+  // bias [outs] or undefined. Has the bits of ops::Linear with the values of Rows(). No autograd.
+  at::Tensor Linear(const at::Tensor& x, const at::Tensor& bias, int64_t outs) const;
+  // Adds all outputs to `residual` [T, out] in place, and returns that.
+  at::Tensor LinearAdd(const at::Tensor& residual, const at::Tensor& x,
+                       const at::Tensor& bias) const;
+
+ private:
+  void Multiply(const at::Tensor& x, const at::Tensor& bias, int64_t outs, const at::Tensor& y,
+                bool accumulate) const;
+
+  at::Tensor memory_;
+  kernels::PackedMatrix matrix_;
+};
+
+}  // namespace tandem::ops
+
+#endif  // TANDEM_COMMON_OPS_PACKED_WEIGHT_H_
