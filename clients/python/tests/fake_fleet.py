@@ -37,6 +37,7 @@ class FakeReplica(fakes.FakeRollout):
         streams: number of Generate calls that are open.
         updates: `streams` at the time of each update of the weights.
         scored: number of sequences that it scored.
+        refuses_updates: whether the trainer cannot reach it.
     """
 
     def __init__(self, world):
@@ -51,6 +52,7 @@ class FakeReplica(fakes.FakeRollout):
         self.streams = 0
         self.updates = []
         self.scored = 0
+        self.refuses_updates = False
         self._down_until = 0.0
 
     def lose(self):
@@ -59,8 +61,17 @@ class FakeReplica(fakes.FakeRollout):
         self._down_until = float("inf") if seconds is None else time.monotonic() + seconds
         self.version = 0
 
+    def come_back(self):
+        """Ends a loss."""
+        self._down_until = 0.0
+
+    @property
+    def is_down(self):
+        """Whether every call fails."""
+        return time.monotonic() < self._down_until
+
     def _require_up(self, context):
-        if time.monotonic() < self._down_until:
+        if self.is_down:
             context.abort_with_status(rpc_status.to_status(fakes.error_status(14, "is down")))
 
     def GetServerInfo(self, request, context):
@@ -147,16 +158,18 @@ class FleetTrainer(fakes.FakeTrainer):
     def __init__(self, world, replicas):
         super().__init__(world)
         self.replicas = replicas
+        world.targets_of_publications = []
 
     def PublishWeights(self, request, context):
         world = self.world
         world.publications.append((world.version, request.allow_rollback))
         reply = trainer_pb2.PublishWeightsResponse(weights=fakes.weights(world.version))
+        world.targets_of_publications.append(list(request.targets))
         by_address = {replica.address: replica for replica in self.replicas}
         for target in request.targets:
             result = reply.results.add(target=target)
             replica = by_address[target]
-            if time.monotonic() < replica._down_until:
+            if replica.is_down or replica.refuses_updates:
                 result.status.CopyFrom(fakes.error_status(14, "is down"))
                 continue
             replica.updates.append(replica.streams)
