@@ -26,8 +26,8 @@ def response_to_score(trajectory: trajectory_pb2.Trajectory) -> tuple[list[int],
     return [*prompt, *trajectory.response_token_ids], len(prompt)
 
 
-def _admit_any(client: RolloutClient) -> None:
-    """Admits every server that answers."""
+def _require_answer(client: RolloutClient) -> None:
+    """Raises RpcError if the server does not answer."""
     client.weights_version()
 
 
@@ -46,10 +46,10 @@ class RolloutPool:
     """
 
     def __init__(
-        self, replicas: Sequence[Replica], note: Callable[[str], None] = lambda _: None
+        self, replicas: Sequence[Replica], note: Callable[[str], None] | None = None
     ) -> None:
         """Makes a pool that closes the replicas' clients; `note` prints a line about a replica."""
-        self._state = PoolState(list(replicas), note)
+        self._state = PoolState(list(replicas), note or (lambda _: None))
 
     @property
     def replicas(self) -> Sequence[Replica]:
@@ -62,12 +62,12 @@ class RolloutPool:
         return [replica.client for replica in self._state.replicas]
 
     def generate(
-        self, prompts: Sequence[Prompt], admit: Admit = _admit_any
+        self, prompts: Sequence[Prompt], admit: Admit | None = None
     ) -> list[list[trajectory_pb2.Trajectory]]:
         """Returns the samples of every prompt, in order.
 
         `admit` is called with the client of a replica before each of its calls, in any thread: it
-        makes sure that the replica may be used, or raises.
+        makes sure that the replica may be used, or raises. By default one that answers may.
 
         Raises:
             ConfigError: two prompts have the same request_id.
@@ -76,8 +76,8 @@ class RolloutPool:
         """
         named = Collector(prompts).prompts
         if len(self.replicas) > 1:
-            return PoolGeneration(self._state, named, admit).run()
-        with self._only_replica(admit) as replica:
+            return PoolGeneration(self._state, named, admit or _require_answer).run()
+        with self._only_replica(admit or _require_answer) as replica:
             batches = _batches(named, lambda one: max(1, one.num_samples), replica.max_queue)
             return [group for batch in batches for group in replica.client.generate(batch)]
 
@@ -88,7 +88,7 @@ class RolloutPool:
         senior: bool = False,
         junior: bool = False,
         temperature: float | None = None,
-        admit: Admit = _admit_any,
+        admit: Admit | None = None,
     ) -> list[Scored]:
         """Scores every (token ids, index of the first scored token), in order.
 
@@ -97,8 +97,8 @@ class RolloutPool:
         """
         options = ScoreOptions(senior, junior, temperature)
         if len(self.replicas) > 1:
-            return PoolScoring(self._state, sequences, options, admit).run()
-        with self._only_replica(admit) as replica:
+            return PoolScoring(self._state, sequences, options, admit or _require_answer).run()
+        with self._only_replica(admit or _require_answer) as replica:
             batches = _batches(sequences, lambda one: len(one[0]), SCORE_TOKENS)
             return [one for batch in batches for one in score(replica.client, batch, options)]
 

@@ -245,9 +245,11 @@ def test_a_failed_call_is_explained_by_the_server_that_died(config):
 
 
 def test_a_failed_call_stays_what_it_is_while_all_servers_live(config):
+    asked = []
     with pytest.raises(UnavailableError), Session(config) as session:
-        session.cluster = SimpleNamespace(check=lambda **_: None)
+        session.cluster = SimpleNamespace(check=lambda **options: asked.append(options))
         raise UnavailableError("no connection", code=grpc.StatusCode.UNAVAILABLE)
+    assert asked == [{"spare_rollouts": True}]
 
 
 @pytest.mark.parametrize(
