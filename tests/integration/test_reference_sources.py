@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from harness import TANDEM, flat, logprobs, prompts
 from tandem.reference import JuniorReference
+from tandem.replicas import Replica
 from tandem.rollout_pool import RolloutPool
 
 KL = {"kl_coefficient": 0.1, "kl_estimator": "k3"}
@@ -95,7 +96,7 @@ def test_recorded_log_probs_of_the_junior_are_those_of_score(models, tmp_path, t
             )
         )
         plain = flat(client.generate(prompts(4, TANDEM["word"], sampling=sampling)))
-        pool = RolloutPool([client], [64])
+        pool = RolloutPool([Replica.of(client, client.info())])
         recorded, scored = (JuniorReference(pool).logprobs(some) for some in (both, plain))
         pool.close()
     for response, first, second in zip(both, recorded, scored, strict=True):

@@ -167,16 +167,19 @@ def test_a_rollout_server_that_restarts_changes_nothing(fresh_pair, models, tmp_
 
         disturbed = run_on(fresh_pair, models, tmp_path / "second", on_step=on_step)
     else:
-        # The stream breaks; when the client asks again, the server is back at version 0.
+        # The server is back at version 0 when it gets the prompts, which are then asked again.
         config = harness.run_settings(tmp_path / "second", models, fresh_pair)
         with RunDirectory.open(config, "train") as run, Session(config) as session:
             pool, generated = session.rollouts, session.rollouts.generate
 
-            def generate(prompts):
+            def generate(prompts, admit):
+                def admit_and_restart(client):
+                    admit(client)
+                    if generate.calls == 3:
+                        restart(rollout)
+
                 generate.calls += 1
-                if generate.calls == 3:
-                    restart(rollout)
-                return generated(prompts)
+                return generated(prompts, admit_and_restart)
 
             generate.calls = 0
             pool.generate = generate

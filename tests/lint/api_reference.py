@@ -44,6 +44,8 @@ SECTIONS: dict[str, tuple[str, ...] | None] = {
         "ServerError",
     ),
     "tandem.session": ("Session",),
+    "tandem.rollout_pool": ("RolloutPool",),
+    "tandem.replicas": ("Replica", "PoolCounts"),
     "tandem.run_dir": ("RunDirectory",),
     "tandem.train": ("train", "train_supervised", "Loop"),
     "tandem.evaluation": ("evaluate", "Evaluation"),

@@ -62,6 +62,11 @@ class GenerateStream:
         """Ends the requests: the events end when every response is done."""
         self._outgoing.put(None)
 
+    def close(self) -> None:
+        """Ends the call, and cancels prompts that are not finished."""
+        self.half_close()
+        self._events.close()
+
     def __iter__(self) -> Iterator[Event]:
         return self._events
 
@@ -69,8 +74,7 @@ class GenerateStream:
         return self
 
     def __exit__(self, *exc: object) -> None:
-        self.half_close()
-        self._events.close()
+        self.close()
 
     def __del__(self) -> None:
         self.half_close()

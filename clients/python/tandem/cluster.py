@@ -242,11 +242,18 @@ class LocalCluster:
         for port in self._held_ports:
             port.close()
 
-    def check(self) -> None:
-        """Raises ServerStartError if a server has died."""
-        for server in self.servers:
-            if not server.running:
-                raise self._died(server)
+    def check(self, *, spare_rollouts: bool = False) -> None:
+        """Raises ServerStartError if a server has died.
+
+        With `spare_rollouts` a rollout server may have died, as long as another one runs.
+        """
+        dead = [server for server in self.servers if not server.running]
+        # A server of several ranks needs all of them.
+        broken = {_server_name(server) for server in dead}
+        if spare_rollouts and any(_server_name(one) not in broken for one in self.rollouts):
+            dead = [server for server in dead if server.role != "rollout"]
+        if dead:
+            raise self._died(dead[0])
 
     def _only(self, role: str) -> Server:
         for server in self.servers:
@@ -342,6 +349,11 @@ class LocalCluster:
         return ServerStartError(
             f"{ending}: {said}" if said else ending, hint=f"its log: {server.log}"
         )
+
+
+def _server_name(server: Server) -> str:
+    """Returns the name of the server whose rank this is."""
+    return server.name.removesuffix(f"-rank-{server.rank}")
 
 
 def _new_attempt(directory: Path) -> Path:

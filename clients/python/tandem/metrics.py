@@ -65,6 +65,9 @@ KEYS = (
     "response/length_mean",
     "response/length_max",
     "response/truncated_fraction",
+    "rollout/replicas",
+    "rollout/prompts_moved",
+    "rollout/prompts_retried",
     "time/generate_seconds",
     "time/reward_seconds",
     "time/reference_seconds",
@@ -101,6 +104,9 @@ COUNT_KEYS = frozenset(
 # Keys that depend on the clock; all others are the same when a run is repeated.
 CLOCK_KEYS = frozenset(
     {
+        "rollout/replicas",
+        "rollout/prompts_moved",
+        "rollout/prompts_retried",
         "time_seconds",
         "time/generate_seconds",
         "time/reward_seconds",

@@ -2,40 +2,22 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
-from contextvars import copy_context
-from dataclasses import dataclass
+from contextlib import contextmanager
 from typing import TypeVar
 
-import numpy as np
+import grpc
 
 from tandem.client import RolloutClient
-from tandem.requests import Prompt
-from tandem.types.v1 import server_pb2, trajectory_pb2
-from tandem.wire import from_tensor
-
-# Most tokens of one Score call: their ids, of 5 bytes at most, fit into a message.
-SCORE_TOKENS = 1 << 16
+from tandem.errors import DeadlineError, RpcError
+from tandem.pool_generation import PoolGeneration
+from tandem.pool_request import Admit, PoolState
+from tandem.pool_scoring import SCORE_TOKENS, PoolScoring, Scored, ScoreOptions, score
+from tandem.replicas import PoolCounts, Replica
+from tandem.requests import Collector, Prompt
+from tandem.types.v1 import trajectory_pb2
 
 Item = TypeVar("Item")
-Result = TypeVar("Result")
-
-
-@dataclass(frozen=True)
-class Scored:
-    """The log-probabilities of a sequence's tokens, from the first scored token on.
-
-    Attributes:
-        senior: under the senior, float32 [tokens scored]; None if it was not requested.
-        junior: under the junior, in the same way.
-        weights: the weights of the senior that the server held.
-    """
-
-    senior: np.ndarray | None
-    junior: np.ndarray | None
-    weights: server_pb2.WeightsVersion
 
 
 def response_to_score(trajectory: trajectory_pb2.Trajectory) -> tuple[list[int], int]:
@@ -44,33 +26,60 @@ def response_to_score(trajectory: trajectory_pb2.Trajectory) -> tuple[list[int],
     return [*prompt, *trajectory.response_token_ids], len(prompt)
 
 
-class RolloutPool:
-    """Several rollout servers as one: every server gets an equal, contiguous slice of a request.
+def _require_answer(client: RolloutClient) -> None:
+    """Raises RpcError if the server does not answer."""
+    client.weights_version()
 
-    A server gets its slice in batches, of at most as many samples as its queue holds, or of at most
-    SCORE_TOKENS tokens.
+
+class RolloutPool:
+    """Several rollout servers (replicas) as one. Thread-safe.
+
+    A sample is a function of its prompt, its seed and the weights, so it does not matter which
+    replica draws it. Each replica gets a share of a request in proportion to its capacity; prompts
+    that begin alike go to the same one as far as the shares allow. A replica is sent a window of
+    its share at a time. One that is done takes over what a slower one was not sent, or has not
+    begun. What a replica was sent and did not answer before it failed goes to the others; it is
+    used again when it answers again.
+
+    A single server gets its prompts in batches of at most as many samples as its queue holds: what
+    runs at the same time does then not depend on the clock.
     """
 
-    def __init__(self, clients: Sequence[RolloutClient], max_queue: Sequence[int]) -> None:
-        self.clients = list(clients)
-        self._max_queue = list(max_queue)
-        self._threads = ThreadPoolExecutor(max(1, len(clients)), thread_name_prefix="rollout")
+    def __init__(
+        self, replicas: Sequence[Replica], note: Callable[[str], None] | None = None
+    ) -> None:
+        """Makes a pool that closes the replicas' clients; `note` prints a line about a replica."""
+        self._state = PoolState(list(replicas), note or (lambda _: None))
 
-    def generate(self, prompts: Sequence[Prompt]) -> list[list[trajectory_pb2.Trajectory]]:
+    @property
+    def replicas(self) -> Sequence[Replica]:
+        """The rollout servers, in the order of the settings."""
+        return self._state.replicas
+
+    @property
+    def clients(self) -> list[RolloutClient]:
+        """The clients of the rollout servers."""
+        return [replica.client for replica in self._state.replicas]
+
+    def generate(
+        self, prompts: Sequence[Prompt], admit: Admit | None = None
+    ) -> list[list[trajectory_pb2.Trajectory]]:
         """Returns the samples of every prompt, in order.
 
-        The first failure is raised at once; calls of other servers that still run end with close().
+        `admit` is called with the client of a replica before each of its calls, in any thread: it
+        makes sure that the replica may be used, or raises. By default one that answers may.
+
+        Raises:
+            ConfigError: two prompts have the same request_id.
+            RpcError: a replica refused a prompt, or none is left that answers. The first such
+                failure is raised at once, and the calls of the others are cancelled.
         """
-        named = [prompt.named(index) for index, prompt in enumerate(prompts)]
-
-        def generate_at(
-            server: int, own: Sequence[Prompt]
-        ) -> list[list[trajectory_pb2.Trajectory]]:
-            batches = _batches(own, lambda one: max(1, one.num_samples), self._max_queue[server])
-            client = self.clients[server]
-            return [group for batch in batches for group in client.generate(batch)]
-
-        return self._deal_out(named, generate_at)
+        named = Collector(prompts).prompts
+        if len(self.replicas) > 1:
+            return PoolGeneration(self._state, named, admit or _require_answer).run()
+        with self._only_replica(admit or _require_answer) as replica:
+            batches = _batches(named, lambda one: max(1, one.num_samples), replica.max_queue)
+            return [group for batch in batches for group in replica.client.generate(batch)]
 
     def score(
         self,
@@ -79,55 +88,86 @@ class RolloutPool:
         senior: bool = False,
         junior: bool = False,
         temperature: float | None = None,
+        admit: Admit | None = None,
     ) -> list[Scored]:
         """Scores every (token ids, index of the first scored token), in order.
 
-        `senior` and `junior` say under which models. Failures are raised as in generate(); a server
-        without a junior raises FailedPreconditionError (NO_JUNIOR).
+        `senior` and `junior` say under which models. `admit` and failures are as in generate(); a
+        server without a junior raises FailedPreconditionError (NO_JUNIOR).
         """
+        options = ScoreOptions(senior, junior, temperature)
+        if len(self.replicas) > 1:
+            return PoolScoring(self._state, sequences, options, admit or _require_answer).run()
+        with self._only_replica(admit or _require_answer) as replica:
+            batches = _batches(sequences, lambda one: len(one[0]), SCORE_TOKENS)
+            return [one for batch in batches for one in score(replica.client, batch, options)]
 
-        def score_at(server: int, own: Sequence[tuple[Sequence[int], int]]) -> list[Scored]:
-            scored = []
-            for batch in _batches(own, lambda one: len(one[0]), SCORE_TOKENS):
-                reply = self.clients[server].score(
-                    batch, senior=senior, junior=junior, temperature=temperature
-                )
-                scored += [
-                    Scored(
-                        from_tensor(one.senior_logprobs) if senior else None,
-                        from_tensor(one.junior_logprobs) if junior else None,
-                        reply.weights,
+    @contextmanager
+    def drained(self, replica: Replica) -> Iterator[None]:
+        """Keeps the replica free of the pool's calls, from when it has ended those that run.
+
+        The others go on, and get what it has not begun.
+
+        Raises DeadlineError if its calls take longer than a call of its client may.
+        """
+        state, seconds = self._state, replica.client.timeout_seconds
+        try:
+            with state.changed:
+                replica.updates += 1
+                self._settle(replica)
+                if not state.changed.wait_for(lambda: replica.calls == 0, seconds):
+                    raise DeadlineError(
+                        f"{replica.client.address} has calls that run for more than {seconds:g} s",
+                        code=grpc.StatusCode.DEADLINE_EXCEEDED,
                     )
-                    for one in reply.sequences
-                ]
-            return scored
+            yield
+        finally:
+            with state.changed:
+                replica.updates -= 1
+                self._settle(replica)
 
-        return self._deal_out(sequences, score_at)
+    def leave_out(self, client: RolloutClient, error: RpcError) -> None:
+        """Takes a replica for lost: the next request tries whether it answers again."""
+        with self._state.changed:
+            for replica in self.replicas:
+                replica.lost |= replica.client is client
+        self._state.note(
+            f"{client.address}: {error.message}: it is left out until it answers again"
+        )
 
-    def _deal_out(
-        self, items: Sequence[Item], ask: Callable[[int, Sequence[Item]], list[Result]]
-    ) -> list[Result]:
-        """Asks every server, by its index, for the results of its slice."""
-        count = len(self.clients)
-        bounds = [len(items) * i // count for i in range(count + 1)]
-        slices = [items[a:b] for a, b in itertools.pairwise(bounds)]
-        # A single server is called from this thread, so that Ctrl-C reaches the call.
-        if count == 1:
-            return ask(0, slices[0])
-        # A call in another thread belongs to the caller's span, too.
-        futures = [
-            self._threads.submit(copy_context().run, ask, server, own)
-            for server, own in enumerate(slices)
-        ]
-        for ended in wait(futures, return_when=FIRST_EXCEPTION).done:
-            ended.result()
-        return [result for future in futures for result in future.result()]
+    def take_counts(self) -> PoolCounts:
+        """Returns what was counted since the last time."""
+        with self._state.changed:
+            counts, self._state.counts = self._state.counts, PoolCounts()
+            return counts
 
     def close(self) -> None:
         """Closes every client."""
         for client in self.clients:
             client.close()
-        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def _settle(self, replica: Replica) -> None:
+        for request in self._state.running:
+            request.settle(self.replicas.index(replica))
+        self._state.changed.notify_all()
+
+    @contextmanager
+    def _only_replica(self, admit: Admit) -> Iterator[Replica]:
+        """Yields the only replica, for calls from this thread: Ctrl-C reaches them."""
+        [replica] = self.replicas
+        changed = self._state.changed
+        with changed:
+            changed.wait_for(lambda: not replica.updates)
+            replica.calls += 1
+        try:
+            admit(replica.client)
+            yield replica
+            with changed:
+                self._state.counts.replicas.add(replica.client.address)
+        finally:
+            with changed:
+                replica.calls -= 1
+                changed.notify_all()
 
 
 def _batches(

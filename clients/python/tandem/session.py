@@ -26,13 +26,15 @@ from tandem.errors import (
     from_status,
 )
 from tandem.learnability import obstacles
+from tandem.pool_scoring import Scored
 from tandem.preflight import Problems, RolloutFacts, ServerFacts
 from tandem.readiness import wait_until_serving
 from tandem.reference import JuniorReference, Reference, ServerReference
+from tandem.replicas import Replica
 from tandem.requests import Prompt
 from tandem.rewards import Reward
 from tandem.rollout.v1 import rollout_pb2
-from tandem.rollout_pool import RolloutPool, Scored
+from tandem.rollout_pool import RolloutPool
 from tandem.settings import (
     ClusterSettings,
     Purpose,
@@ -46,6 +48,7 @@ from tandem.text import TextCodec
 from tandem.text_files import read_bytes
 from tandem.trackers import require_installed
 from tandem.trainer.v1 import trainer_pb2
+from tandem.transport import may_pass
 from tandem.types.v1 import server_pb2, trajectory_pb2
 from tandem.wire import message_record, tandem_record
 
@@ -118,29 +121,63 @@ class Session:
         return uses_of(self.settings, self.purpose).critic
 
     def check(self) -> None:
-        """Raises ServerStartError if a server of the run's own cluster has died."""
+        """Raises ServerStartError if a server of the run's own cluster has died.
+
+        A rollout server may, as long as another one runs: the run goes on with that.
+        """
         if self.cluster is not None:
-            self.cluster.check()
+            self.cluster.check(spare_rollouts=True)
 
     def publish(
         self, clients: Sequence[RolloutClient] | None = None, *, allow_rollback: bool = False
     ) -> None:
-        """Publishes the trainer's weights to `clients`, by default all rollout servers.
+        """Publishes the trainer's weights to `clients`, by default to all rollout servers in use.
 
-        The trainer reaches them at the addresses that they advertise.
+        The trainer reaches them at the addresses that they advertise. By default, a server that
+        does not answer is left out as long as another one gets the weights. With
+        objective.max_staleness above 0 this may be called while samples are drawn: one server after
+        the other then ends its calls and gets the weights, while the others go on.
         """
-        chosen = self.rollouts.clients if clients is None else clients
-        if not chosen:
+        if clients is not None or allow_rollback:
+            chosen = self.rollouts.clients if clients is None else clients
+            for _, failure in self._deliver(chosen, allow_rollback):
+                raise failure
             return
-        targets = [client.info().server.advertised_address for client in chosen]
-        reply = self.trainer.publish_weights(targets, allow_rollback=allow_rollback)
+        replicas = [replica for replica in self.rollouts.replicas if not replica.lost]
+        failures: list[tuple[RolloutClient, RpcError]] = []
+        if self.settings.objective.max_staleness:
+            for replica in replicas:
+                with self.rollouts.drained(replica):
+                    failures += self._deliver([replica.client])
+        else:
+            failures += self._deliver([replica.client for replica in replicas])
+        for client, failure in failures:
+            if len(failures) == len(replicas) or not may_pass(failure):
+                raise failure
+            self.rollouts.leave_out(client, failure)
+
+    def _deliver(
+        self, clients: Sequence[RolloutClient], allow_rollback: bool = False
+    ) -> list[tuple[RolloutClient, RpcError]]:
+        """Publishes the trainer's weights to the clients; returns those that did not get them."""
+        failures: list[tuple[RolloutClient, RpcError]] = []
+        targets: dict[str, RolloutClient] = {}
+        for client in clients:
+            try:
+                targets[client.info().server.advertised_address] = client
+            except RpcError as error:
+                failures.append((client, error))
+        if not targets:
+            return failures
+        reply = self.trainer.publish_weights(list(targets), allow_rollback=allow_rollback)
         for result in reply.results:
             if result.status.code:
                 failure = from_status(result.status, method="PublishWeights")
                 failure.message = f"{result.target}: {failure.message}"
-                raise failure
-            if result.digest != reply.weights.digest:
+                failures.append((targets[result.target], failure))
+            elif result.digest != reply.weights.digest:
                 raise TandemError(f"{result.target} received other weights than were sent")
+        return failures
 
     def require_weights(self, expected: server_pb2.WeightsVersion) -> None:
         """Raises FailedPreconditionError unless the trainer holds these weights."""
@@ -156,32 +193,40 @@ class Session:
                 raise _changed(critic, f"version {held.version}", f"version {version}")
             return held
 
-    def catch_up(
+    def weights(
         self, expected: server_pb2.WeightsVersion | None = None
     ) -> server_pb2.WeightsVersion:
-        """Publishes to rollout servers that are behind the trainer, such as a restarted one.
+        """Returns the trainer's weights.
 
-        Returns the trainer's weights, which all of them serve then.
+        Raises FailedPreconditionError if the trainer does not hold the `expected` weights.
+        """
+        if expected is None:
+            return self.trainer.info().server.weights
+        self.require_weights(expected)
+        return expected
+
+    def bring_up(
+        self,
+        weights: server_pb2.WeightsVersion,
+        client: RolloutClient,
+        *,
+        any_version: bool = False,
+    ) -> None:
+        """Publishes the trainer's weights to a rollout server that is behind `weights`.
+
+        A server that has been restarted is. With `any_version` the trainer, and the server with it,
+        may meanwhile be ahead of `weights`.
 
         Raises:
-            FailedPreconditionError: the trainer does not hold the `expected` weights, or a rollout
-                server holds others that are not behind: publications of a run only go forward.
+            FailedPreconditionError: it serves others that are not behind, and the publications of a
+                run only go forward.
         """
-        if expected is not None:
-            self.require_weights(expected)
-        held = expected or self.trainer.info().server.weights
-        behind = []
-        for client in self.rollouts.clients:
-            served = client.weights_version()
-            if served.version < held.version:
-                behind.append(client)
-            elif served != held:
-                raise other_weights(client.address, served, held)
-        if behind:
-            addresses = ", ".join(client.address for client in behind)
-            self.note(f"{addresses}: behind, gets version {held.version}")
-            self.publish(behind)
-        return held
+        served = client.weights_version()
+        if served.version < weights.version:
+            self.note(f"{client.address}: behind, gets version {weights.version}")
+            self.publish([client])
+        elif served != weights and not (any_version and served == self.weights()):
+            raise other_weights(client.address, served, weights)
 
     def generate(
         self,
@@ -192,11 +237,12 @@ class Session:
     ) -> list[list[trajectory_pb2.Trajectory]]:
         """Returns the samples of every prompt, in order, all written by the trainer's weights.
 
-        Rollout servers that are behind are brought there first. Samples of a server that was
-        restarted in the middle are drawn again, unless `any_version` will do.
+        A rollout server that is behind is brought there before it draws any. Samples of a server
+        that got other weights in the middle are drawn again, unless `any_version` will do.
 
         Raises:
-            FailedPreconditionError: as in catch_up(), or other weights answered again and again.
+            FailedPreconditionError: as in weights() and bring_up(), or other weights answered again
+                and again.
         """
         return self._answered(
             prompts, self.rollouts.generate, _all_by, expected, any_version=any_version
@@ -223,7 +269,7 @@ class Session:
     def _answered(
         self,
         asked: Sequence[Asked],
-        ask: Callable[[Sequence[Asked]], list[Answer]],
+        ask: Callable[..., list[Answer]],
         is_by: Callable[[server_pb2.WeightsVersion, Answer], bool],
         expected: server_pb2.WeightsVersion | None,
         *,
@@ -233,8 +279,10 @@ class Session:
         answers: dict[int, Answer] = {}
         missing = list(range(len(asked)))
         for _ in range(ATTEMPTS):
-            weights = self.catch_up(expected)
-            answers |= zip(missing, ask([asked[index] for index in missing]), strict=True)
+            weights = self.weights(expected)
+            admit = functools.partial(self.bring_up, weights, any_version=any_version)
+            answered = ask([asked[index] for index in missing], admit=admit)
+            answers |= zip(missing, answered, strict=True)
             if not any_version:
                 missing = [index for index in missing if not is_by(weights, answers[index])]
             if any_version or not missing:
@@ -473,7 +521,7 @@ class Session:
         client = self._stack.enter_context(RolloutClient(address, **self._client_options()))
         with problems.collect():
             info = client.info()
-            server = RolloutPool([client], [info.max_queue])
+            server = RolloutPool([Replica.of(client, info)])
             self._stack.callback(server.close)
             model = info.server.model
             self.reference = ServerReference(server, model, client.weights_version())
@@ -503,10 +551,10 @@ class Session:
         for client in clients:
             with problems.collect():
                 rollouts.append(client.info())
-        self.rollouts = RolloutPool(clients, [info.max_queue for info in rollouts])
-        self._stack.callback(self.rollouts.close)
         if trainer is None or len(rollouts) < len(clients):
             return
+        self.rollouts = RolloutPool(list(map(Replica.of, clients, rollouts)), self.note)
+        self._stack.callback(self.rollouts.close)
         self.critic_address = servers.critic or trainer.critic_address or None
         named = {
             f"the rollout server at {client.address}": info

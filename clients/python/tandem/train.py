@@ -63,7 +63,9 @@ def train(
                 report,
                 clock,
                 len(drawn.groups),
-                drawn.metrics() | {"policy/kl_coefficient": kl_coefficient},
+                drawn.metrics()
+                | {"policy/kl_coefficient": kl_coefficient}
+                | session.rollouts.take_counts().metrics(),
                 next_kl_coefficient(settings, kl_coefficient, report, len(samples)),
             )
             if warning := flat.add(line):

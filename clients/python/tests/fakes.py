@@ -15,7 +15,10 @@ from google.rpc import error_details_pb2, status_pb2
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_status import rpc_status
 
+from tandem.client import RolloutClient
+from tandem.replicas import Replica
 from tandem.rollout.v1 import rollout_pb2, rollout_pb2_grpc
+from tandem.rollout_pool import RolloutPool
 from tandem.schedule import TOKEN, authorship_mask, uniform
 from tandem.trainer.v1 import trainer_pb2, trainer_pb2_grpc
 from tandem.types.v1 import server_pb2, tensor_pb2, trajectory_pb2
@@ -85,6 +88,7 @@ class FakeWorld:
         self.loads = []  # path of every LoadCheckpoint, "" for the base model
         self.publications = []  # (version, allow_rollback) of every PublishWeights
         self.max_queue = 4096
+        self.max_num_seqs = 64
         self.max_samples = 4096
         self.vocabulary_digest = ""
         self.parameters = 1000
@@ -113,7 +117,9 @@ class FakeRollout(rollout_pb2_grpc.RolloutServiceServicer, weights_pb2_grpc.Weig
 
     def GetServerInfo(self, request, context):
         self.world.enter("GetServerInfo", context)
-        reply = rollout_pb2.GetServerInfoResponse(max_queue=self.world.max_queue)
+        reply = rollout_pb2.GetServerInfoResponse(
+            max_queue=self.world.max_queue, max_num_seqs=self.world.max_num_seqs
+        )
         if self.world.has_junior:
             self.world.describe(reply.junior)
             reply.junior.max_model_len = self.world.junior_max_model_len
@@ -141,6 +147,8 @@ class FakeRollout(rollout_pb2_grpc.RolloutServiceServicer, weights_pb2_grpc.Weig
             self._leave()
         batch = []
         for request in requests:
+            if not request.HasField("submit"):
+                continue
             batch.extend(request.submit.prompts)
             if request.submit.more_follow:
                 continue
@@ -362,13 +370,22 @@ def wait_until(condition, seconds=60):
 
 
 @contextmanager
-def serve(world, model_path="", credentials=None, interceptors=(), address="127.0.0.1:0"):
+def serve(
+    world,
+    model_path="",
+    credentials=None,
+    interceptors=(),
+    address="127.0.0.1:0",
+    rollout=None,
+    trainer=None,
+):
     """Serves all services at one address, which it yields; with `credentials` over TLS."""
     server = grpc.server(futures.ThreadPoolExecutor(8), interceptors=interceptors)
-    rollout = FakeRollout(world, model_path)
+    rollout = rollout or FakeRollout(world, model_path)
+    trainer = trainer or FakeTrainer(world)
     rollout_pb2_grpc.add_RolloutServiceServicer_to_server(rollout, server)
     weights_pb2_grpc.add_WeightServiceServicer_to_server(rollout, server)
-    trainer_pb2_grpc.add_TrainerServiceServicer_to_server(FakeTrainer(world), server)
+    trainer_pb2_grpc.add_TrainerServiceServicer_to_server(trainer, server)
     checker = health.HealthServicer()
     checker.set("", health_pb2.HealthCheckResponse.SERVING)
     health_pb2_grpc.add_HealthServicer_to_server(checker, server)
@@ -381,6 +398,13 @@ def serve(world, model_path="", credentials=None, interceptors=(), address="127.
         yield f"127.0.0.1:{port}"
     finally:
         server.stop(None)
+
+
+def pool(*addresses, capacity=64, note=lambda text: None):
+    """A pool of the rollout servers at the addresses, which the caller closes."""
+    return RolloutPool(
+        [Replica(RolloutClient(one), capacity, 4096, has_junior=True) for one in addresses], note
+    )
 
 
 def write_tokenizer(directory: Path) -> Path:

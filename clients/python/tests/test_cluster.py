@@ -142,6 +142,38 @@ def test_a_server_that_a_signal_ended_is_reported_with_the_signal_and_its_log(bu
         assert str(cluster.trainer.log) in str(caught.value.hint)
 
 
+def test_a_run_goes_on_without_a_rollout_server_as_long_as_another_one_runs(build_dir, tmp_path):
+    settings = ClusterSettings(
+        directory=tmp_path / "logs", rollout=[{"ranks": 2}, {}], trainer={"model": "m"}
+    )
+    with LocalCluster(settings, build_dir=build_dir) as cluster:
+        by_name = {server.name: server.process for server in cluster.servers}
+
+        def kill(name):
+            by_name[name].kill()
+            by_name[name].wait()
+
+        kill("rollout-0-rank-1")
+        cluster.check(spare_rollouts=True)
+        with pytest.raises(ServerStartError, match="rollout-0-rank-1 ended with signal SIGKILL"):
+            cluster.check()
+        # Rank 0 of the first server still runs, and cannot serve alone.
+        kill("rollout-1")
+        with pytest.raises(ServerStartError, match="rollout-0-rank-1"):
+            cluster.check(spare_rollouts=True)
+
+
+def test_a_trainer_cannot_be_spared(build_dir, tmp_path):
+    settings = ClusterSettings(
+        directory=tmp_path / "logs", rollout=[{}, {}], trainer={"model": "m"}
+    )
+    with LocalCluster(settings, build_dir=build_dir) as cluster:
+        cluster.trainer.process.kill()
+        cluster.trainer.process.wait()
+        with pytest.raises(ServerStartError, match="trainer ended with signal SIGKILL"):
+            cluster.check(spare_rollouts=True)
+
+
 def test_a_server_is_reached_where_it_binds(build_dir, tmp_path):
     settings = ClusterSettings(
         directory=tmp_path / "logs", trainer={"model": "m", "server": {"host": "127.0.0.2"}}

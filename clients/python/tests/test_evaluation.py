@@ -8,7 +8,7 @@ from tandem.errors import ConfigError, FailedPreconditionError
 from tandem.evaluation import evaluate
 from tandem.evaluation.handoff import MAX_ROUNDS, first_rounds, rounds
 from tandem.evaluation.report import in_words, measures
-from tandem.rollout_pool import SCORE_TOKENS
+from tandem.pool_scoring import SCORE_TOKENS
 from tandem.session import Session
 from tandem.settings import RunSettings
 from tandem.text import TextCodec

@@ -10,7 +10,6 @@ import grpc
 import pytest
 
 from tandem import settings
-from tandem.client import RolloutClient
 from tandem.errors import (
     ConfigError,
     DeadlineError,
@@ -20,7 +19,6 @@ from tandem.errors import (
     UnavailableError,
 )
 from tandem.requests import Prompt
-from tandem.rollout_pool import RolloutPool
 from tandem.session import Session
 from tandem.settings import ClusterSettings, RunSettings
 
@@ -102,10 +100,12 @@ def test_held_out_conversations_are_left_out_whatever_the_order_of_their_keys(co
 
 def test_a_server_that_is_behind_is_caught_up_and_another_is_left_alone(world, config):
     with Session(config) as session:
-        assert session.catch_up().version == 0
+        [client] = session.rollouts.clients
+        session.bring_up(session.weights(), client)
         assert published(world) == 0
         world.version = 3
-        assert session.catch_up().version == 3
+        session.bring_up(session.weights(), client)
+        assert client.weights_version().version == 3
     assert world.publications == [(3, False)]
     assert world.targets == ["rollout.cluster:7701"]
 
@@ -113,12 +113,12 @@ def test_a_server_that_is_behind_is_caught_up_and_another_is_left_alone(world, c
 def test_other_weights_of_the_same_version_are_refused(world, config, address):
     world.served_digest = "other"
     with Session(config) as session, pytest.raises(FailedPreconditionError) as caught:
-        session.catch_up()
+        session.generate([Prompt([1], seed=1)])
     assert caught.value.reason == "WEIGHTS_DIFFER"
     assert "senior_model of a rollout server and model of the trainer" in caught.value.hint
     world.version = world.published = 2
     with Session(config) as session, pytest.raises(FailedPreconditionError) as later:
-        session.catch_up()
+        session.generate([Prompt([1], seed=1)])
     assert "--resume" in later.value.hint
     assert address in caught.value.message
     assert published(world) == 0
@@ -164,7 +164,7 @@ def test_a_server_that_keeps_restarting_ends_the_run(world, config):
 
 def test_a_trainer_that_was_restarted_is_noticed_before_a_generation(world, config):
     with Session(config) as session:
-        held = session.catch_up()
+        held = session.weights()
         world.version = 2
         with pytest.raises(FailedPreconditionError, match="not the run's version 0") as caught:
             session.generate([Prompt([1], seed=1)], held)
@@ -208,7 +208,7 @@ def test_a_server_that_fails_is_told_while_another_still_draws(world, address):
     prompts = [Prompt([1], seed=seed) for seed in range(2)]
     with (
         fakes.serve(slow) as other,
-        closing(RolloutPool([RolloutClient(other), RolloutClient(address)], [8, 8])) as pool,
+        closing(fakes.pool(other, address)) as pool,
     ):
         try:
             with pytest.raises(InvalidArgumentError):
@@ -235,7 +235,7 @@ def test_a_reward_function_that_fails_is_a_configuration_error(config, tmp_path,
 
 
 def test_a_failed_call_is_explained_by_the_server_that_died(config):
-    def check():
+    def check(**_):
         raise ServerStartError("trainer ended with signal SIGKILL")
 
     with pytest.raises(ServerStartError, match="SIGKILL") as caught, Session(config) as session:
@@ -245,9 +245,11 @@ def test_a_failed_call_is_explained_by_the_server_that_died(config):
 
 
 def test_a_failed_call_stays_what_it_is_while_all_servers_live(config):
+    asked = []
     with pytest.raises(UnavailableError), Session(config) as session:
-        session.cluster = SimpleNamespace(check=lambda: None)
+        session.cluster = SimpleNamespace(check=lambda **options: asked.append(options))
         raise UnavailableError("no connection", code=grpc.StatusCode.UNAVAILABLE)
+    assert asked == [{"spare_rollouts": True}]
 
 
 @pytest.mark.parametrize(

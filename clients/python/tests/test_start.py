@@ -205,6 +205,7 @@ def test_publications_of_a_run_only_go_forward(world, load):
     with RunDirectory.open(config, "train") as run, Session(config) as session:
         start_run(session, run)
         world.published = 9
+        [client] = session.rollouts.clients
         with pytest.raises(FailedPreconditionError) as caught:
-            session.catch_up()
+            session.bring_up(session.weights(), client)
     assert caught.value.reason == "WEIGHTS_DIFFER"

@@ -27,7 +27,6 @@ from tandem.aio import AsyncRolloutClient, AsyncTrainerClient
 from tandem.client import RolloutClient, TrainerClient
 from tandem.errors import ConfigError, FailedPreconditionError, UnavailableError
 from tandem.requests import Prompt
-from tandem.rollout_pool import RolloutPool
 from tandem.transport import RetryPolicy
 
 ROLLOUT = "tandem.rollout.v1.RolloutService"
@@ -228,12 +227,16 @@ async def test_asyncio_clients_make_the_same_spans(exporter, address, world):
 
 
 def test_calls_of_several_rollout_servers_belong_to_the_span_of_the_caller(exporter, address):
-    pool = RolloutPool([RolloutClient(address), RolloutClient(address)], [64, 64])
+    pool = fakes.pool(address, address)
     with tracing.span("generate"):
         pool.generate([PROMPT, PROMPT])
     pool.close()
     *calls, generate = exporter.get_finished_spans()
-    assert [parent_id(span) for span in calls] == [generate.context.span_id] * 2
+    assert sorted(span.name for span in calls) == [
+        *[f"{ROLLOUT}/Generate"] * 2,
+        *[f"{WEIGHTS}/GetVersion"] * 2,
+    ]
+    assert {parent_id(span) for span in calls} == {generate.context.span_id}
 
 
 def test_a_step_that_fails_is_an_error_with_what_was_saved_in_it(exporter, run_file, world):

@@ -26,10 +26,10 @@ def evaluate(session: Session) -> dict[EvalMode, Evaluation]:
         ConfigError: a mode needs a junior that a rollout server has not, or no token ends a turn.
     """
     modes = session.settings.eval.modes
-    for client in session.rollouts.clients:
-        has_junior = client.info().HasField("junior")
-        check_junior(modes, has_junior, f"the rollout server at {client.address}")
-    weights = session.catch_up()
+    for replica in session.rollouts.replicas:
+        whose = f"the rollout server at {replica.client.address}"
+        check_junior(modes, replica.has_junior, whose)
+    weights = session.weights()
     alone = [] if modes == ["handoff"] else draw(session, {"enabled": False}, weights)
     results: dict[EvalMode, Evaluation] = {}
     for mode in modes:

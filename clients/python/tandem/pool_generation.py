@@ -1,0 +1,132 @@
+"""The samples of prompts, drawn by several replicas at once."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import grpc
+
+from tandem.client import GenerateStream
+from tandem.errors import RpcError, from_status
+from tandem.pool_request import Admit, PoolRequest, PoolState
+from tandem.requests import Prompt
+from tandem.rollout.v1 import rollout_pb2
+from tandem.types.v1 import trajectory_pb2
+
+
+@dataclass
+class _Stream:
+    """An open Generate call.
+
+    Attributes:
+        call: the call.
+        items: the item of each request_id that is not finished.
+        half_closed: whether nothing more is sent.
+    """
+
+    call: GenerateStream
+    items: dict[str, int] = field(default_factory=dict)
+    half_closed: bool = False
+
+
+class PoolGeneration(PoolRequest[Prompt, list[trajectory_pb2.Trajectory]]):
+    """A request for the samples of prompts, each with its own request_id.
+
+    Prompts that begin alike are dealt out side by side, so that most of them meet on one replica.
+    """
+
+    def __init__(self, state: PoolState, prompts: Sequence[Prompt], admit: Admit) -> None:
+        super().__init__(
+            state,
+            prompts,
+            units=[max(1, prompt.num_samples) for prompt in prompts],
+            order=sorted(range(len(prompts)), key=lambda item: tuple(prompts[item].token_ids)),
+            limits=[(replica.capacity, replica.window) for replica in state.replicas],
+            admit=admit,
+        )
+        self._streams: dict[int, _Stream] = {}
+        self._samples: list[dict[int, trajectory_pb2.Trajectory]] = [{} for _ in prompts]
+        self._times_sent = [0] * len(prompts)
+
+    def serve(self, index: int) -> None:
+        """Keeps a Generate call open, and the replica's window full, until its share is done."""
+        client = self.replicas[index].client
+        with self.changed:
+            items = self.take(index)
+            if not items:
+                return
+            stream = self._streams[index] = _Stream(client.open_stream())
+            self._submit(stream, items)
+        try:
+            with stream.call:
+                for event in stream.call:
+                    with self.changed:
+                        self._take_event(index, stream, event)
+                        self._top_up(index, stream)
+        finally:
+            with self.changed:
+                del self._streams[index]
+        if unfinished := self.shares.sent(index):
+            raise RpcError(
+                f"{client.address} ended the stream with {len(unfinished)} prompts unfinished",
+                code=grpc.StatusCode.INTERNAL,
+                method="Generate",
+            )
+
+    def recall(self, index: int, items: list[int]) -> None:
+        """Cancels prompts. Their events are ignored from now on."""
+        if stream := self._streams.get(index):
+            recalled = set(items)
+            ids = [name for name, item in stream.items.items() if item in recalled]
+            for name in ids:
+                del stream.items[name]
+            stream.call.cancel(ids)
+
+    def stop(self) -> None:
+        """Cancels every open call."""
+        for stream in self._streams.values():
+            stream.call.close()
+
+    def _submit(self, stream: _Stream, items: Sequence[int]) -> None:
+        prompts = []
+        for item in items:
+            prompt = self.items[item]
+            self._samples[item] = {}
+            self._times_sent[item] += 1
+            if self._times_sent[item] > 1:
+                # A stream may still have the cancelled prompt of that name.
+                name = f"{prompt.request_id}~{self._times_sent[item]}"
+                prompt = dataclasses.replace(prompt, request_id=name)
+            stream.items[prompt.request_id] = item
+            prompts.append(prompt)
+        stream.call.submit(prompts)
+
+    def _top_up(self, index: int, stream: _Stream) -> None:
+        if stream.half_closed:
+            return
+        if items := self.take(index):
+            self._submit(stream, items)
+        elif not self.shares.sent(index):
+            stream.call.half_close()
+            stream.half_closed = True
+
+    def _take_event(self, index: int, stream: _Stream, event: rollout_pb2.GenerateResponse) -> None:
+        kind = event.WhichOneof("event")
+        if kind not in ("finished", "failed"):
+            return
+        told = getattr(event, kind)
+        item = stream.items.get(told.request_id)
+        if item is None:  # It was recalled.
+            return
+        if kind == "failed":
+            failure: RpcError = from_status(
+                told.status, request_id=told.request_id, method="Generate"
+            )
+            raise failure
+        samples = self._samples[item]
+        samples[told.trajectory.sample_index] = told.trajectory
+        if self.shares.answer(index, item):
+            del stream.items[told.request_id]
+            self.answer(index, item, [samples[i] for i in range(len(samples))])

@@ -1,0 +1,105 @@
+"""The scores of sequences, computed by several replicas at once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from tandem.client import RolloutClient
+from tandem.pool_request import Admit, PoolRequest, PoolState
+from tandem.types.v1 import server_pb2
+from tandem.wire import from_tensor
+
+# Most tokens of one Score call: their ids, of 5 bytes at most, fit into a message.
+SCORE_TOKENS = 1 << 16
+
+
+@dataclass(frozen=True)
+class Scored:
+    """The log-probabilities of a sequence's tokens, from the first scored token on.
+
+    Attributes:
+        senior: under the senior, float32 [tokens scored]; None if it was not requested.
+        junior: under the junior, in the same way.
+        weights: the weights of the senior that the server held.
+    """
+
+    senior: np.ndarray | None
+    junior: np.ndarray | None
+    weights: server_pb2.WeightsVersion
+
+
+@dataclass(frozen=True)
+class ScoreOptions:
+    """How sequences are scored.
+
+    Attributes:
+        senior: whether under the senior.
+        junior: whether under the junior.
+        temperature: divides the logits; None: 1.
+    """
+
+    senior: bool
+    junior: bool
+    temperature: float | None
+
+
+class PoolScoring(PoolRequest[tuple[Sequence[int], int], Scored]):
+    """A request for the scores of (token ids, index of the first scored token)."""
+
+    def __init__(
+        self,
+        state: PoolState,
+        sequences: Sequence[tuple[Sequence[int], int]],
+        options: ScoreOptions,
+        admit: Admit,
+    ) -> None:
+        self._tokens = [max(1, len(ids)) for ids, _ in sequences]
+        super().__init__(
+            state,
+            sequences,
+            units=self._tokens,
+            order=range(len(sequences)),
+            limits=[(SCORE_TOKENS, SCORE_TOKENS)] * len(state.replicas),
+            admit=admit,
+        )
+        self._options = options
+
+    def serve(self, index: int) -> None:
+        """Calls Score, with SCORE_TOKENS tokens at most, until there is nothing to take."""
+        while True:
+            with self.changed:
+                items = self.take(index)
+            if not items:
+                return
+            batch = [self.items[item] for item in items]
+            scored = score(self.replicas[index].client, batch, self._options)
+            with self.changed:
+                for item, one in zip(items, scored, strict=True):
+                    self.shares.answer(index, item, self._tokens[item])
+                    self.answer(index, item, one)
+
+    def recall(self, index: int, items: list[int]) -> None:
+        """Does nothing: every sequence of a call has begun, because the window is the capacity."""
+
+    def stop(self) -> None:
+        """Does nothing: a Score call ends with its client."""
+
+
+def score(
+    client: RolloutClient, sequences: Sequence[tuple[Sequence[int], int]], options: ScoreOptions
+) -> list[Scored]:
+    """Scores the sequences in one call of one server."""
+    reply = client.score(
+        sequences, senior=options.senior, junior=options.junior, temperature=options.temperature
+    )
+    return [
+        Scored(
+            from_tensor(one.senior_logprobs) if options.senior else None,
+            from_tensor(one.junior_logprobs) if options.junior else None,
+            reply.weights,
+        )
+        for one in reply.sequences
+    ]
