@@ -65,14 +65,12 @@ def _backlog_bytes(bench: Bench, server: RolloutServer) -> int:
         job = Job(_BACKLOG, bench.options.prompt_tokens, bench.options.new_tokens)
         prompts = [one.named(index) for index, one in enumerate(prompts_of(job, OFF, streamed=0))]
         stream.submit(prompts)
-        events = iter(stream)
         deadline = time.monotonic() + _WAIT_SECONDS
         while _waiting(server) < _BACKLOG:
             if time.monotonic() > deadline:
                 raise RuntimeError(f"{_waiting(server)} of {_BACKLOG} sequences wait")
             time.sleep(0.1)
         taken = _anonymous_bytes(server) - before
-        del events
     server.client.resume()
     return taken
 

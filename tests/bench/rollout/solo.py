@@ -11,7 +11,7 @@ from rollout.bench import Bench
 from rollout.costs import Costs
 from rollout.servers import OFF, RolloutSide, greedy
 from rollout.transformers_side import TransformersSide
-from rollout.turns import Side, Turn, Turns
+from rollout.turns import Phase, Side, Turns, counted
 
 # Our sides: settings that every build has, and those that a build may refuse.
 _OURS = {
@@ -25,6 +25,7 @@ _BARS = {1: 1.0, 4: 1.2, 8: 1.3, 16: 1.5}
 _BARS_8_BIT = {1: 1.0, 4: 1.5, 8: 1.5, 16: 1.5}
 _BARS_TRANSFORMERS = {1: 4.0, 16: 3.5}
 _GREEDY_TOKENS = 16
+_NO_SIDE = "a side is skipped or not supported"
 
 
 def run(bench: Bench) -> None:
@@ -47,9 +48,6 @@ def run(bench: Bench) -> None:
             sides[name] = driver = stack.enter_context(bench.llama(theirs))
             ids = " ".join(map(str, prompt))
             written[name] = driver.ask(f"greedy {_GREEDY_TOKENS} {ids}")["token_ids"]
-        print(
-            f"\ngreedy tokens after the same prompt, {_GREEDY_TOKENS}, that agree in the beginning"
-        )
         _print_agreement(written)
         for dtype in ("float32", "bfloat16"):
             name = f"transformers {dtype}"
@@ -74,23 +72,15 @@ def _print_agreement(written: dict[str, list[int]]) -> None:
         print(f"  {name:28} {sum(1 for _ in same)}")
 
 
-def _decode(turn: Turn) -> float:
-    return turn.decode_rate
-
-
-def _prefill_rate(turn: Turn) -> float:
-    return turn.prefill_rate
-
-
 def _against_memory(bench: Bench, turns: Turns) -> None:
     for form in _OURS:
         figure = f"solo decode, 1 sequence, {form}: weights read by memory bandwidth"
         name = f"tandem {form}"
         if name not in turns:
-            bench.table.missing(figure, "no such side")
+            bench.table.missing(figure, _NO_SIDE)
             continue
         costs = Costs.of(bench.options.model, form)
-        rate = turns.rate(name, _decode)
+        rate = turns.rate(name, Phase.DECODE)
         read = rate * costs.weight_bytes
         detail = f"{read / 1e9:.1f} of {bench.limits.read_bytes / 1e9:.1f} GB/s"
         bench.table.at_least(figure, read / bench.limits.read_bytes, 0.85, detail)
@@ -103,14 +93,14 @@ def _against_llama(bench: Bench, turns: Turns) -> None:
         if count not in bars:
             continue
         label = "8-bit" if forms == ("int8",) else "the better of fp32 and bf16"
-        figure = f"solo decode, {count} sequences: {label}, by llama.cpp's"
-        ours = turns.fastest([f"tandem {form}" for form in forms], _decode)
-        theirs = turns.fastest([f"llama.cpp {_LLAMA[form]}" for form in forms], _decode)
+        figure = f"solo decode, {counted(count)}: {label}, by llama.cpp's"
+        ours = turns.fastest([f"tandem {form}" for form in forms], Phase.DECODE)
+        theirs = turns.fastest([f"llama.cpp {_LLAMA[form]}" for form in forms], Phase.DECODE)
         if ours is None or theirs is None:
-            bench.table.missing(figure, "no such side")
+            bench.table.missing(figure, _NO_SIDE)
             continue
         bench.table.at_least(
-            figure, turns.ratio(ours, theirs, _decode), bars[count], f"{ours}, {theirs}"
+            figure, turns.ratio(ours, theirs, Phase.DECODE), bars[count], f"{ours}, {theirs}"
         )
 
 
@@ -118,13 +108,13 @@ def _against_transformers(bench: Bench, turns: Turns) -> None:
     count = turns.job.sequences
     if count not in _BARS_TRANSFORMERS:
         return
-    figure = f"solo decode, {count} sequences, by transformers in bf16"
-    ours = turns.fastest(["tandem float32", "tandem bfloat16"], _decode)
+    figure = f"solo decode, {counted(count)}, by transformers in bf16"
+    ours = turns.fastest(["tandem float32", "tandem bfloat16"], Phase.DECODE)
     theirs = "transformers bfloat16"
     if ours is None or theirs not in turns:
-        bench.table.missing(figure, "no such side")
+        bench.table.missing(figure, _NO_SIDE)
     else:
-        ratio = turns.ratio(ours, theirs, _decode)
+        ratio = turns.ratio(ours, theirs, Phase.DECODE)
         bench.table.at_least(figure, ratio, _BARS_TRANSFORMERS[count], ours)
 
 
@@ -134,13 +124,13 @@ def _prefill(bench: Bench, turns: Turns) -> None:
         ours = f"tandem {form}"
         figure = f"prefill, {count} x {turns.job.prompt_tokens} tokens, {form}"
         peers = [f"llama.cpp {_LLAMA[form]}", f"transformers {form}"]
-        theirs = turns.fastest(peers, _prefill_rate)
+        theirs = turns.fastest(peers, Phase.PREFILL)
         if ours not in turns or theirs is None:
-            bench.table.missing(figure, "no such side")
+            bench.table.missing(figure, _NO_SIDE)
             continue
-        ratio = turns.ratio(ours, theirs, _prefill_rate)
+        ratio = turns.ratio(ours, theirs, Phase.PREFILL)
         bench.table.at_least(f"{figure}, by the faster peer", ratio, 1.2, theirs)
-        flops = turns.rate(ours, _prefill_rate) * Costs.of(bench.options.model, form).prompt_flops
+        flops = turns.rate(ours, Phase.PREFILL) * Costs.of(bench.options.model, form).prompt_flops
         peak = bench.limits.product_flops(form)
         detail = f"{flops / 1e9:.0f} of {peak / 1e9:.0f} GFLOP/s"
         bench.table.at_least(f"{figure}, by the products' peak", flops / peak, 0.7, detail)

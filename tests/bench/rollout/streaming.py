@@ -7,6 +7,7 @@ from contextlib import ExitStack
 from rollout.bench import Bench, build_directory
 from rollout.driven import DrivenProgram
 from rollout.servers import OFF, RolloutSide
+from rollout.turns import Phase, counted
 
 _STREAMED, _DIRECT = "streamed over gRPC", "engine called directly"
 _BAR = 0.97
@@ -15,7 +16,7 @@ _BAR = 0.97
 def run(bench: Bench) -> None:
     """Measures the section."""
     count = max(bench.options.counts)
-    figure = f"gRPC streaming by the engine called directly, {count} sequences"
+    figure = f"gRPC streaming by the engine called directly, {counted(count)}"
     program = build_directory() / "bin" / "tandem-engine-bench"
     if not program.exists():
         bench.table.missing(figure, f"{program} is not built")
@@ -28,5 +29,5 @@ def run(bench: Bench) -> None:
         direct = stack.enter_context(DrivenProgram([program, *words]))
         sides = {_DIRECT: direct, _STREAMED: RolloutSide(server, OFF, stream_all=True)}
         turns = bench.take_turns(sides, bench.options.job(count))
-        ratio = turns.ratio(_STREAMED, _DIRECT, lambda turn: turn.whole_rate)
+        ratio = turns.ratio(_STREAMED, _DIRECT, Phase.WHOLE)
         bench.table.at_least(figure, ratio, _BAR)

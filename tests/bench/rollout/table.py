@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import astuple, dataclass, field
+
+from rollout.turns import Ratio
 
 
 @dataclass(frozen=True)
@@ -11,43 +14,54 @@ class Row:
 
     figure: str
     measured: str
+    cpu: str = ""
     bar: str = ""
     verdict: str = ""
+    detail: str = ""
 
 
 @dataclass
 class Table:
-    """Rows in the order in which they were measured."""
+    """Rows in the order in which they were measured.
+
+    A ratio is given as a number, or as a Ratio where CPU time was measured, too.
+    """
 
     rows: list[Row] = field(default_factory=list)
 
-    def at_least(self, figure: str, value: float, bar: float, detail: str = "") -> None:
+    def at_least(self, figure: str, ratio: float | Ratio, bar: float, detail: str = "") -> None:
         """Adds a ratio that must not be below its bar."""
-        self._add(figure, value, f">= {bar:g}", value >= bar, detail)
+        self._add(figure, ratio, f">= {bar:g}", lambda value: value >= bar, detail)
 
-    def at_most(self, figure: str, value: float, bar: float, detail: str = "") -> None:
+    def at_most(self, figure: str, ratio: float | Ratio, bar: float, detail: str = "") -> None:
         """Adds a ratio that must not be above its bar."""
-        self._add(figure, value, f"<= {bar:g}", value <= bar, detail)
+        self._add(figure, ratio, f"<= {bar:g}", lambda value: value <= bar, detail)
 
-    def note(self, figure: str, measured: str) -> None:
-        """Adds a figure without a bar."""
-        self.rows.append(Row(figure, measured))
+    def note(self, figure: str, ratio: float | Ratio, detail: str = "") -> None:
+        """Adds a ratio without a bar."""
+        self._add(figure, ratio, "", None, detail)
 
     def missing(self, figure: str, reason: str) -> None:
         """Adds a figure that could not be measured."""
-        self.rows.append(Row(figure, reason, verdict="not measured"))
+        self.rows.append(Row(figure, "", verdict="not measured", detail=reason))
 
-    def _add(self, figure: str, value: float, bar: str, holds: bool, detail: str) -> None:
-        measured = f"{value:.2f}" + (f" ({detail})" if detail else "")
-        self.rows.append(Row(figure, measured, bar, "yes" if holds else "NO"))
+    def _add(
+        self,
+        figure: str,
+        ratio: float | Ratio,
+        bar: str,
+        holds: Callable[[float], bool] | None,
+        detail: str,
+    ) -> None:
+        value = ratio.value if isinstance(ratio, Ratio) else ratio
+        cpu = f"{ratio.cpu:.2f}" if isinstance(ratio, Ratio) else ""
+        verdict = "" if holds is None else "yes" if holds(value) else "NO"
+        self.rows.append(Row(figure, f"{value:.2f}", cpu, bar, verdict, detail))
 
     def print(self) -> None:
         """Prints the table as Markdown."""
-        head = Row("figure", "measured", "bar", "holds")
-        cells = [
-            (row.figure, row.measured, row.bar, row.verdict)
-            for row in [head, Row("--", "--", "--", "--"), *self.rows]
-        ]
+        head = Row("figure", "ratio", "in CPU time", "bar", "holds", "of what")
+        cells = [astuple(row) for row in [head, Row(*["--"] * 6), *self.rows]]
         widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
         print()
         for row in cells:

@@ -8,7 +8,7 @@ from rollout.bench import Bench
 from rollout.costs import Costs, least_seconds
 from rollout.models import write_first_layers
 from rollout.servers import OFF, WORD, RolloutSide
-from rollout.turns import Side, Turn, Turns
+from rollout.turns import Phase, Ratio, Side, Turns, counted
 
 # Juniors as large as the senior: settings that a build may refuse, and the bars of the time per
 # token, for one sequence and for several, as a ratio to the senior alone.
@@ -64,28 +64,24 @@ def run(bench: Bench) -> None:
             _note(bench, turns, _SMALL)
             # If both models computed every token when it is written, a token would take the time
             # of a pass of each: the sum of what the two take alone.
-            bench.table.note(f"{_figure('eager, junior float32', count)}, by adding", "2.00")
+            bench.table.note(f"{_figure('eager, junior float32', count)}, by adding", 2.0)
             if _SMALL_ALONE in turns:
-                eager = 1 + _time_ratio(turns, _SMALL_ALONE)
+                eager = 1 + _time_ratio(turns, _SMALL_ALONE).value
                 figure = f"{_figure('eager, junior of a third', count)}, by adding"
-                bench.table.note(figure, f"{eager:.2f}")
+                bench.table.note(figure, eager)
 
 
 def _figure(name: str, count: int) -> str:
-    return f"tandem, {name}, {count} sequences: time per token by the senior's alone"
+    return f"time per token by the senior's alone, {counted(count)}: {name}"
 
 
-def _whole(turn: Turn) -> float:
-    return turn.whole_rate
-
-
-def _time_ratio(turns: Turns, name: str) -> float:
-    return 1 / turns.ratio(name, _SOLO, _whole)
+def _time_ratio(turns: Turns, name: str) -> Ratio:
+    return turns.ratio(name, _SOLO, Phase.WHOLE).inverse
 
 
 def _note(bench: Bench, turns: Turns, name: str) -> None:
     if name in turns:
-        bench.table.note(_figure(name, turns.job.sequences), f"{_time_ratio(turns, name):.2f}")
+        bench.table.note(_figure(name, turns.job.sequences), _time_ratio(turns, name))
 
 
 def _against_solo(bench: Bench, turns: Turns, form: str, bar: float) -> None:
@@ -103,4 +99,4 @@ def _against_solo(bench: Bench, turns: Turns, form: str, bar: float) -> None:
     bound = least_seconds(job, [junior, senior], authors, read, flops)
     bound /= least_seconds(job, [senior], alone, read, flops)
     detail = f"lower bound {bound:.2f}"
-    bench.table.at_most(f"{figure}, by its lower bound", ratio / bound, _ABOVE_BOUND, detail)
+    bench.table.at_most(f"{figure}, by its lower bound", ratio.value / bound, _ABOVE_BOUND, detail)

@@ -6,10 +6,11 @@ within a round.
 
 from __future__ import annotations
 
+import enum
 import os
 import statistics
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -24,8 +25,20 @@ class Job:
     new_tokens: int
 
     def __str__(self) -> str:
-        count = f"{self.sequences} sequence" + "s" * (self.sequences != 1)
-        return f"{count}, {self.prompt_tokens} + {self.new_tokens} tokens"
+        return f"{counted(self.sequences)}, {self.prompt_tokens} + {self.new_tokens} tokens"
+
+
+def counted(sequences: int) -> str:
+    """Returns "1 sequence", "4 sequences"."""
+    return f"{sequences} sequence" + "s" * (sequences != 1)
+
+
+class Phase(enum.Enum):
+    """A part of a turn: up to the first new token of every sequence, from there, or both."""
+
+    PREFILL = enum.auto()
+    DECODE = enum.auto()
+    WHOLE = enum.auto()
 
 
 @dataclass(frozen=True)
@@ -60,28 +73,26 @@ class Turn:
     decode: Moment
     authors: Sequence[bytes] = ()
 
-    @property
-    def whole(self) -> Moment:
-        """From the request to the last token."""
+    def took(self, phase: Phase) -> Moment:
+        """Returns the time of a phase."""
+        if phase is Phase.PREFILL:
+            return self.prefill
+        if phase is Phase.DECODE:
+            return self.decode
         return Moment(
             self.prefill.seconds + self.decode.seconds,
             self.prefill.cpu_seconds + self.decode.cpu_seconds,
         )
 
-    @property
-    def prefill_rate(self) -> float:
-        """Tokens of prompts per second."""
-        return self.job.sequences * self.job.prompt_tokens / self.prefill.seconds
-
-    @property
-    def decode_rate(self) -> float:
-        """New tokens per second. The prefill makes the first token of a sequence."""
-        return self.job.sequences * (self.job.new_tokens - 1) / self.decode.seconds
-
-    @property
-    def whole_rate(self) -> float:
-        """New tokens per second from the request on."""
-        return self.job.sequences * self.job.new_tokens / self.whole.seconds
+    def rate(self, phase: Phase) -> float:
+        """Returns tokens per second: those of the prompts in the prefill, else new ones."""
+        tokens = {
+            Phase.PREFILL: self.job.prompt_tokens,
+            # The prefill makes the first one.
+            Phase.DECODE: self.job.new_tokens - 1,
+            Phase.WHOLE: self.job.new_tokens,
+        }[phase]
+        return self.job.sequences * tokens / self.took(phase).seconds
 
 
 class Side(Protocol):
@@ -91,7 +102,22 @@ class Side(Protocol):
         """Does the job, and returns its time."""
 
 
-Rate = Callable[[Turn], float]
+@dataclass(frozen=True)
+class Ratio:
+    """The rate of a side by that of its peer.
+
+    Attributes:
+        value: by the clock.
+        cpu: by CPU time, which other work on the machine disturbs less.
+    """
+
+    value: float
+    cpu: float
+
+    @property
+    def inverse(self) -> Ratio:
+        """The time of the side by that of its peer."""
+        return Ratio(1 / self.value, 1 / self.cpu)
 
 
 class Turns:
@@ -113,20 +139,23 @@ class Turns:
         """Returns a side's turns."""
         return self._turns[name]
 
-    def rate(self, name: str, rate: Rate) -> float:
+    def rate(self, name: str, phase: Phase) -> float:
         """Returns the median of a side's rate."""
-        return statistics.median(map(rate, self._turns[name]))
+        return statistics.median(turn.rate(phase) for turn in self._turns[name])
 
-    def fastest(self, names: Iterable[str], rate: Rate) -> str | None:
+    def fastest(self, names: Iterable[str], phase: Phase) -> str | None:
         """Returns the side with the highest median rate; None if no side of `names` ran."""
         ran = [name for name in names if name in self]
-        return max(ran, key=lambda name: self.rate(name, rate), default=None)
+        return max(ran, key=lambda name: self.rate(name, phase), default=None)
 
-    def ratio(self, name: str, peer: str, rate: Rate) -> float:
-        """Returns a side's rate by its peer's."""
-        return statistics.median(
-            rate(mine) / rate(theirs)
-            for mine, theirs in zip(self._turns[name], self._turns[peer], strict=True)
+    def ratio(self, name: str, peer: str, phase: Phase) -> Ratio:
+        """Compares the rates of a side and its peer."""
+        pairs = list(zip(self._turns[name], self._turns[peer], strict=True))
+        return Ratio(
+            statistics.median(mine.rate(phase) / theirs.rate(phase) for mine, theirs in pairs),
+            # A short phase may take less than a tick of the kernel's clock.
+            sum(theirs.took(phase).cpu_seconds for _, theirs in pairs)
+            / max(1e-3, sum(mine.took(phase).cpu_seconds for mine, _ in pairs)),
         )
 
     def print(self) -> None:
@@ -135,9 +164,9 @@ class Turns:
         for name, turns in self._turns.items():
             print(
                 f"  {name:28}"
-                f" prefill {_spread([turn.prefill_rate for turn in turns])} tokens/s"
+                f" prefill {_spread([turn.rate(Phase.PREFILL) for turn in turns])} tokens/s"
                 f" {_median(turn.prefill.cpu_seconds for turn in turns):7.2f} CPU s,"
-                f" decode {_spread([turn.decode_rate for turn in turns])} tokens/s"
+                f" decode {_spread([turn.rate(Phase.DECODE) for turn in turns])} tokens/s"
                 f" {_median(turn.decode.cpu_seconds for turn in turns):7.2f} CPU s",
                 flush=True,
             )

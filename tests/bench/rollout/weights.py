@@ -112,8 +112,10 @@ def _gap(bench: Bench, server: RolloutServer, publisher: _Publisher, policy: str
             begin = time.perf_counter()
             publisher.publish()
             end = time.perf_counter()
-            # The first token under the new weights ends the last gap.
-            while reader.is_alive() and arrivals[-1] < end:
+            # A token behind the update ends the last gap.
+            while arrivals[-1] < end:
+                if not reader.is_alive():
+                    raise RuntimeError("the response ended before the update did")
                 time.sleep(usual)
             stream.cancel([prompt.named(0).request_id])
             stream.half_close()
@@ -125,7 +127,7 @@ def _gap(bench: Bench, server: RolloutServer, publisher: _Publisher, policy: str
     if policy == "keep":
         bench.table.at_most(figure, value, _BAR_GAP, spread)
     else:
-        bench.table.note(figure, f"{value:.2f} ({spread})")
+        bench.table.note(figure, value, spread)
 
 
 def _read(stream: Any, arrivals: list[float], enough: threading.Event) -> None:
