@@ -48,7 +48,8 @@ def run(bench: Bench) -> None:
             sides[name] = driver = stack.enter_context(bench.llama(theirs))
             ids = " ".join(map(str, prompt))
             written[name] = driver.ask(f"greedy {_GREEDY_TOKENS} {ids}")["token_ids"]
-        _print_agreement(written)
+        if written:
+            _print_agreement(written)
         for dtype in ("float32", "bfloat16"):
             name = f"transformers {dtype}"
             if not bench.options.skips(name):
