@@ -8,9 +8,10 @@ import time
 import urllib.request
 from pathlib import Path
 
-from rollout.bench import Bench, build_directory
+from rollout.bench import Bench
 from rollout.servers import OFF, WORD, RolloutServer, RolloutSide, prompts_of
 from rollout.turns import Job
+from tandem.cluster import find_binary
 
 _BAR = 1.1
 _BACKLOG = 4096
@@ -44,7 +45,7 @@ def run(bench: Bench) -> None:
 def _plan(settings: dict[str, object]) -> dict[str, float]:
     """Returns the bytes of each item of the server's memory plan."""
     words = [f"{name}={value}" for name, value in settings.items()]
-    program = build_directory() / "bin" / "tandem-rollout-server"
+    program = find_binary("tandem-rollout-server")
     printed = subprocess.run(
         [program, *words, "--check-config"], check=True, stdout=subprocess.PIPE, text=True
     ).stdout
