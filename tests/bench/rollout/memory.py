@@ -8,10 +8,11 @@ import time
 import urllib.request
 from pathlib import Path
 
+from tandem.cluster import find_binary
+
 from rollout.bench import Bench
 from rollout.servers import OFF, WORD, RolloutServer, RolloutSide, prompts_of
 from rollout.turns import Job
-from tandem.cluster import find_binary
 
 _BAR = 1.1
 _BACKLOG = 4096
