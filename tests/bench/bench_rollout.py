@@ -1,8 +1,12 @@
-"""Response tokens per second through the rollout server, beside `transformers.generate`.
+"""The rollout server beside llama.cpp, `transformers` and the machine's limits, as one table.
 
-    .venv/bin/python tests/bench/bench_rollout.py [--model DIR] [--sequences 16] [--rounds 5]
+    .venv/bin/python tests/bench/bench_rollout.py [--sections solo,tandem] [--new-tokens 128]
+    .venv/bin/python tests/bench/bench_rollout.py --model qwen2.5-0.5b --sections solo
 
-The same prompts and lengths, fp32, sampling at temperature 1, on the same cores in turn.
+All sides of a line alternate; the table has medians over the rounds, and the lines above it have
+the spread and CPU seconds. docs/benchmarks.md explains every figure. The first run builds llama.cpp
+into .cache (5 minutes). --skip leaves sides out, for example those of bfloat16 on a CPU without
+instructions for it: --skip 'tandem bfloat16' --skip 'transformers bfloat16'.
 """
 
 from __future__ import annotations
@@ -11,86 +15,68 @@ import argparse
 import tempfile
 from pathlib import Path
 
-import torch
-from alternate import alternate
-from tandem.client import RolloutClient
-from tandem.cluster import LocalCluster
-from tandem.requests import Prompt
-from tandem.settings import ClusterSettings
-from transformers import AutoModelForCausalLM
+from rollout import memory, solo, streaming, tandem_turns, weights
+from rollout.bench import Bench, Options
+from rollout.machine import describe
+from rollout.models import write_random_qwen
 
-PROMPT_TOKENS = 32
+SECTIONS = {
+    "solo": solo.run,
+    "tandem": tandem_turns.run,
+    "streaming": streaming.run,
+    "weights": weights.run,
+    "memory": memory.run,
+}
+QWEN = "qwen2.5-0.5b"
+SMOLLM2 = Path("models/SmolLM2-135M-Instruct")
 
 
 def main() -> None:
     """Measures and prints."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--model", type=Path, default=Path("models/SmolLM2-135M-Instruct"))
-    parser.add_argument("--sequences", type=int, default=16)
-    parser.add_argument("--tokens", type=int, default=48)
-    parser.add_argument("--rounds", type=int, default=5)
-    options = parser.parse_args()
-
-    prompts = torch.randint(
-        1000, 20000, (options.sequences, PROMPT_TOKENS), generator=torch.Generator().manual_seed(0)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    peer = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32).eval()
+    parser.add_argument(
+        "--model",
+        default=str(SMOLLM2),
+        help=f"Hugging Face directory, or {QWEN}: its shape with random weights",
+    )
+    parser.add_argument("--sections", default=",".join(SECTIONS))
+    parser.add_argument("--sequences", default="1,4,8,16")
+    parser.add_argument("--prompt-tokens", type=int, default=64)
+    parser.add_argument("--new-tokens", type=int, default=128)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--skip", action="append", default=[], help="pattern of names of sides")
+    arguments = parser.parse_args()
+    sections = arguments.sections.split(",")
+    if unknown := set(sections) - set(SECTIONS):
+        parser.error(f"--sections: {sorted(unknown)} are none of {list(SECTIONS)}")
 
-    def transformers_generate() -> int:
-        with torch.inference_mode():
-            peer.generate(
-                prompts,
-                attention_mask=torch.ones_like(prompts),
-                do_sample=True,
-                top_k=0,
-                min_new_tokens=options.tokens,
-                max_new_tokens=options.tokens,
-                pad_token_id=0,
-            )
-        return options.sequences * options.tokens
-
+    print(describe(), flush=True)
     with tempfile.TemporaryDirectory() as directory:
-        settings = ClusterSettings(
-            directory=Path(directory),
-            rollout=[
-                {
-                    "senior_model": str(options.model),
-                    "junior_model": str(options.model),
-                    "max_model_len": 256,
-                }
-            ],
+        folder = Path(directory)
+        if arguments.model == QWEN:
+            model = write_random_qwen(folder / QWEN, tokenizer_of=SMOLLM2)
+        else:
+            model = Path(arguments.model)
+        options = Options(
+            model=model,
+            prompt_tokens=arguments.prompt_tokens,
+            new_tokens=arguments.new_tokens,
+            rounds=arguments.rounds,
+            counts=tuple(map(int, arguments.sequences.split(","))),
+            skip=tuple(arguments.skip),
         )
-        with (
-            LocalCluster(settings) as cluster,
-            RolloutClient(cluster.rollouts[0].address) as client,
-        ):
-
-            def rollout(tandem: dict[str, object]) -> int:
-                groups = client.generate(
-                    Prompt(
-                        row.tolist(),
-                        seed=index,
-                        sampling={"max_tokens": options.tokens, "ignore_eos": True},
-                        tandem=tandem,
-                    )
-                    for index, row in enumerate(prompts)
-                )
-                return sum(len(t.response_token_ids) for group in groups for t in group)
-
-            print(f"{options.sequences} sequences, {PROMPT_TOKENS} + {options.tokens} tokens, fp32")
-            alternate(
-                {
-                    "transformers": transformers_generate,
-                    "tandem off": lambda: rollout({"enabled": False}),
-                    "tandem word, p = 0.5": lambda: rollout(
-                        {"enabled": True, "selection_strategy": "word", "prob_senior": 0.5}
-                    ),
-                },
-                peer="transformers",
-                rounds=options.rounds,
-                unit="tokens",
-                pids=[server.process.pid for server in cluster.servers],
-            )
+        print(
+            f"{arguments.model}: prompts of {options.prompt_tokens} tokens, "
+            f"{options.new_tokens} new ones, {options.rounds} rounds"
+        )
+        bench = Bench(options, folder)
+        for section in sections:
+            print(f"\n== {section} ==", flush=True)
+            SECTIONS[section](bench)
+        bench.limits.print()
+        bench.table.print()
 
 
 if __name__ == "__main__":
