@@ -88,7 +88,8 @@ class EngineImpl : public Engine {
                          .max_model_len = limits_.max_model_len,
                          .eos_token_ids = models_->eos_token_ids(),
                          .senior_weights = senior_weights,
-                         .junior_version = info_.junior_version},
+                         .junior_version = info_.junior_version,
+                         .eager_lanes = options.eager_lanes},
         &models_->boundaries(), senior_.runner(), junior_.runner());
     const auto of_scorer = [](const LaneBlocks& lane) {
       return BlockRange{.first = static_cast<int32_t>(lane.generator), .count = lane.scorer};

@@ -47,6 +47,7 @@ struct EngineOptions {
   TandemConfig tandem;  // defaults of a request
   int64_t max_num_seqs;
   int64_t max_batched_tokens;
+  bool eager_lanes = false;  // see GeneratorOptions
   int64_t max_queue;
   OnWeightUpdate on_weight_update;
   ComputeOptions compute;
