@@ -9,6 +9,7 @@
 
 #include "common/base/error.h"
 #include "common/model/model.h"
+#include "common/model/testing/cached_sequences.h"
 #include "common/model/testing/models.h"
 #include "common/ops/ops.h"
 
@@ -39,13 +40,12 @@ std::unique_ptr<Model> MakeModel(const std::string& family, bool tied, WeightFor
 // Decodes a prompt of 40 tokens and one of 3, in two steps.
 at::Tensor Logits(const Model& model) {
   const c10::InferenceMode guard;
-  KvCache cache(model.CacheLayout(), 2, 64);
-  const int64_t a = cache.Allocate().value(), b = cache.Allocate().value();
+  CachedSequences sequences(model, 2, 64);
   Tokens prompt;
   for (int64_t i = 0; i < 40; ++i) prompt.push_back((i * i * 13 + i) % kTokenIds);
   const at::Tensor first =
-      model.Decode(cache, {{a, prompt, 40}, {b, Tokens{4, kTokenIds - 1, 0}, 1}}).value();
-  const at::Tensor second = model.Decode(cache, {{b, Tokens{9}, 1}, {a, Tokens{2}, 1}}).value();
+      sequences.Decode({{0, prompt, 40}, {1, Tokens{4, kTokenIds - 1, 0}}}).value();
+  const at::Tensor second = sequences.Decode({{1, Tokens{9}}, {0, Tokens{2}}}).value();
   return model.ForwardLogits(at::cat({first, second}));
 }
 
