@@ -8,11 +8,11 @@ import re
 
 import pytest
 import yaml
-from google.protobuf import json_format
 from page_blocks import REPOSITORY, SHELL, TEXT, Block, blocks, blocks_of
 from shell_commands import commands, problems, statements
 from tandem import settings
 from tandem.cluster import sections
+from tandem.wire import to_message
 
 BLOCKS = blocks()
 CODE = [block for block in BLOCKS if block.language not in TEXT]
@@ -90,7 +90,7 @@ def check_cluster(values):
     cluster = settings.load(settings.ClusterSettings, WHOLE_CLUSTER, overrides(values))
     for section in sections(cluster):
         message = getattr(schema, f"{section.role.capitalize()}ServerConfig")()
-        json_format.ParseDict(section.with_free_ports(), message)
+        to_message(section.with_free_ports(), message, section.field)
 
 
 def overrides(values) -> list[str]:
