@@ -15,11 +15,12 @@ from tandem.wire import enum_name, from_tensor
 
 TEXT = list(range(5, 35))
 
-# Settings of a lane, without its name, and the largest difference of a log-prob from float32.
+# Settings of a lane, without its name, and the largest difference of a log-prob from float32, at
+# least twice what was measured.
 STORAGES = {
-    "bfloat16": ({"dtype": "bfloat16"}, 0.4),
-    "int8": ({"quantization": "int8"}, 0.4),
-    "int4": ({"quantization": "int4"}, 4.0),
+    "bfloat16": ({"dtype": "bfloat16"}, 0.15),
+    "int8": ({"quantization": "int8"}, 0.5),
+    "int4": ({"quantization": "int4"}, 6.0),
 }
 
 

@@ -15,16 +15,16 @@ struct LaneStorage {
   kernels::WeightFormat weight_format;
 };
 
-// The CPU's own kernels multiply packed maps of bfloat16, int8 or int4 with float32 activations.
-// Operations of ATen, which a GPU runs, compute in the lane's dtype. A quantised lane needs the own
-// kernels.
+// The CPU's own kernels multiply packed maps with float32 activations; packed in float32 they give
+// the bits of dense ones. Operations of ATen, which a GPU runs, compute in the lane's dtype. A
+// quantised lane needs the own kernels.
 inline LaneStorage StorageOf(const LaneOptions& lane, const ComputeOptions& compute) {
   using kernels::WeightFormat;
   if (compute.device != "cpu" || compute.kernels != "auto") {
     return {.dtype = lane.dtype, .weight_format = WeightFormat::kDense};
   }
   WeightFormat format =
-      lane.dtype == DType::kBFloat16 ? WeightFormat::kBfloat16 : WeightFormat::kDense;
+      lane.dtype == DType::kBFloat16 ? WeightFormat::kBfloat16 : WeightFormat::kFloat32;
   if (lane.quantization == Quantization::kInt8) format = WeightFormat::kInt8;
   if (lane.quantization == Quantization::kInt4) format = WeightFormat::kInt4;
   return {.dtype = DType::kFloat32, .weight_format = format};
