@@ -54,7 +54,7 @@ def pool_of(running, count=3):
 def prompts_of(count, max_tokens=48):
     return [
         Prompt(
-            [2 + i % 3, 5, 6 + i],
+            [2 + i % 3, 5, 6 + i % 250],
             seed=i,
             num_samples=2,
             sampling={"max_tokens": max_tokens, "ignore_eos": True},
@@ -93,7 +93,7 @@ def test_answers_do_not_depend_on_the_number_of_servers(rollouts):
 @pytest.mark.parametrize("ending", [signal.SIGKILL, signal.SIGTERM])
 def test_the_prompts_of_a_server_that_ends_are_drawn_by_the_others(rollouts, ending):
     """With SIGTERM it drains: it takes no further prompt."""
-    prompts, ended = prompts_of(40), rollouts.rollouts[1]
+    prompts, ended = prompts_of(300), rollouts.rollouts[1]
     with pool_of(rollouts) as pool:
         whole = pool.generate(prompts)
         pool.take_counts()
@@ -129,7 +129,10 @@ def test_a_server_that_stands_still_keeps_only_what_it_has_begun(rollouts):
 
 
 def test_servers_are_drained_in_turn_while_the_others_draw(rollouts):
-    prompts = prompts_of(150)
+    def passes(server):
+        return harness.gauge(server, "tandem_forward_passes_total")
+
+    prompts = prompts_of(400)
     with pool_of(rollouts) as pool:
         whole = pool.generate(prompts)
         work, answers = draw_in_thread(lambda: pool.generate(prompts))
@@ -137,15 +140,19 @@ def test_servers_are_drained_in_turn_while_the_others_draw(rollouts):
             others = [one for one in rollouts.rollouts if one is not server]
             wait_until(lambda server=server: running_on(server) > 0, pause=0.001)
             with pool.drained(replica):
-                assert running_on(server) == 0
-                assert all(map(running_on, others))
+                # A gauge is written at the end of a step, after the step's events were sent.
+                wait_until(lambda server=server: running_on(server) == 0, pause=0.001)
+                before = {one.name: passes(one) for one in rollouts.rollouts}
+                for other in others:
+                    wait_until(lambda one=other, then=before: passes(one) > then[one.name])
+                assert passes(server) == before[server.name]
         work.join()
     assert answers == whole
 
 
-def run_on(running, models, directory, count=3, **options):
+def run_on(running, models, directory, count=3, steps=3, **options):
     """The metrics and trajectories of a run on the first `count` rollout servers, and its path."""
-    config = harness.run_settings(directory, models, running, **RUN)
+    config = harness.run_settings(directory, models, running, steps=steps, **RUN)
     config.servers.rollout = config.servers.rollout[:count]
     run = harness.run_training(config, **options)
     files = sorted((run / "trajectories").iterdir())
@@ -160,11 +167,11 @@ def test_a_run_is_the_same_on_one_two_and_three_servers(with_trainer, models, tm
     runs = [run_on(with_trainer, models, tmp_path / str(count), count) for count in (1, 2, 3)]
     assert runs[1][:2] == runs[0][:2]
     assert runs[2][:2] == runs[0][:2]
-    assert [replicas_of(run) for _, _, run in runs] == [[1] * 3, [2] * 3, [3] * 3]
+    assert [max(replicas_of(run)) for _, _, run in runs] == [1, 2, 3]
 
 
 def test_a_run_that_loses_a_server_is_the_same(with_trainer, models, tmp_path):
-    whole = run_on(with_trainer, models, tmp_path / "whole")
+    whole = run_on(with_trainer, models, tmp_path / "whole", steps=8)
     lost = with_trainer.rollouts[1]
 
     def kill_while_it_draws():
@@ -177,7 +184,7 @@ def test_a_run_that_loses_a_server_is_the_same(with_trainer, models, tmp_path):
         if line["step"] == 1:
             killer.start()
 
-    disturbed = run_on(with_trainer, models, tmp_path / "disturbed", on_step=on_step)
+    disturbed = run_on(with_trainer, models, tmp_path / "disturbed", steps=8, on_step=on_step)
     killer.join()
     assert disturbed[:2] == whole[:2]
     assert replicas_of(disturbed[2])[-1] == 2
