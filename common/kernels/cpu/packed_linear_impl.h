@@ -9,6 +9,8 @@
 // registers. For more rows a block of inputs of a panel is widened, or transposed, into the
 // first-level cache, and all tiles of rows read it there, as in GotoBLAS
 // (https://doi.org/10.1145/1356052.1356053).
+#include <type_traits>  // types only, no code
+
 #include "common/kernels/weight_format.h"
 
 #ifndef TANDEM_PACKED_TILE_ROWS
@@ -39,7 +41,8 @@ constexpr int TilePanels(int rows) {
   return panels;
 }
 
-// The formats, in words of 32 bits with one to eight inputs of one output (packed_weight.h). Open
+// The formats, in words of 32 bits with one to eight inputs of one output (packed_weight.h).
+// BytesOf returns the size of a panel, as PanelBytes does, whose code must not come from here. Open
 // returns a group of inputs of a panel; Weight returns vector v of the weights of input
 // 8 * eight + i of the group.
 
@@ -50,6 +53,7 @@ TANDEM_INLINE Vec AsFloats(IVec bits) { return reinterpret_cast<const Vec&>(bits
 
 struct Float32Format {
   static constexpr int64_t kGroupBytes = PanelBytes(WeightFormat::kFloat32, kGroupInputs);
+  static TANDEM_INLINE int64_t BytesOf(int64_t in) { return in * kPanel * 4; }
   struct Group {
     const char* words;
   };
@@ -61,6 +65,7 @@ struct Float32Format {
 
 struct Bfloat16Format {
   static constexpr int64_t kGroupBytes = PanelBytes(WeightFormat::kBfloat16, kGroupInputs);
+  static TANDEM_INLINE int64_t BytesOf(int64_t in) { return (in + 1) / 2 * kPanel * 4; }
   using Group = Float32Format::Group;
   static TANDEM_INLINE Group Open(const char* p) { return {p}; }
   static TANDEM_INLINE Vec Weight(const Group& group, int eight, int i, int v) {
@@ -76,6 +81,9 @@ struct ScaledFormat {
   static constexpr int64_t kGroupBytes =
       PanelBytes(kBits == 8 ? WeightFormat::kInt8 : WeightFormat::kInt4, kGroupInputs);
   static constexpr int kPerWord = 32 / kBits;
+  static TANDEM_INLINE int64_t BytesOf(int64_t in) {
+    return (in + kGroupInputs - 1) / kGroupInputs * kGroupBytes;
+  }
   struct Group {
     const char* words;
     Vec scales[kVectors];
@@ -381,7 +389,7 @@ void MultiplyFewRows(const LinearProduct& a, const char* panel, int64_t panel_by
 template <typename Format>
 void MultiplyPacked(const PackedLinearArgs& args, const LinearProduct& a) {
   const auto* const data = static_cast<const char*>(args.w);
-  const int64_t panel_bytes = PanelBytes(args.format, args.in);
+  const int64_t panel_bytes = Format::BytesOf(args.in);
   const int64_t panels = args.panel_end - args.panel_begin, o = args.panel_begin * kPanel;
   if (a.rows <= kTileRows) {
     MultiplyFewRows<Format, kTileRows>(a, data + args.panel_begin * panel_bytes, panel_bytes,
@@ -437,8 +445,8 @@ void Linear(const LinearArgs& args) {
   constexpr int kFewRows = 3;
   if (a.rows <= kFewRows) return MultiplyFewDenseRows<kFewRows>(a, args.w, args.out_begin);
   const DenseSource source = {args.w, args.in, args.out_begin, args.out_end};
-  MultiplyRows<TilePanels(kTileRows)>(a, source, 0, PanelCount(args.out_end - args.out_begin),
-                                      args.out_begin);
+  const int64_t panels = (args.out_end - args.out_begin + kPanel - 1) / kPanel;
+  MultiplyRows<TilePanels(kTileRows)>(a, source, 0, panels, args.out_begin);
 }
 
 // Adds the entries that this file defines to a table.

@@ -3,8 +3,7 @@
 // standard library is instantiated: an inline function compiled for AVX-512 must not end up in code
 // that runs elsewhere.
 #include <cstdint>
-#include <type_traits>  // types only, no code
-#include <utility>      // integer_sequence: types only, no code
+#include <utility>  // integer_sequence: types only, no code
 
 #include "common/kernels/cpu/instruction_sets.h"
 #include "common/kernels/cpu/unroll.h"
@@ -502,8 +501,8 @@ void DivergenceGradient(const DivergenceGradientArgs& a) {
   }
 }
 
-// The table entries that this file defines; packed_linear_impl.h adds the linear maps. A constant expression: the tables are ready before any
-// static object asks for them.
+// The table entries that this file defines; packed_linear_impl.h adds the linear maps. A constant
+// expression: the tables are ready before any static object asks for them.
 constexpr CpuKernels SimdKernels(const char* name) {
   return {.name = name,
           .attention = Attention,
