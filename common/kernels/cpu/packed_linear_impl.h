@@ -371,15 +371,12 @@ void MultiplyFewRows(const LinearProduct& a, const char* panel, int64_t panel_by
     alignas(64) float sums[R * P * kPanel];
     const auto finish = [&](int count) {
       for (int64_t r = 0; r < R; ++r) Finish(a, r, o, count * kPanel, sums + r * count * kPanel);
-      panels -= count;
-      panel += count * panel_bytes;
-      o += count * kPanel;
     };
-    while (panels >= P) {
+    for (; panels >= P; panels -= P, panel += P * panel_bytes, o += P * kPanel) {
       AddTile<Format, R, P>(R, a.x, a.x_stride, panel, panel_bytes, a.in, true, sums);
       finish(P);
     }
-    while (panels > 0) {
+    for (; panels > 0; --panels, panel += panel_bytes, o += kPanel) {
       AddTile<Format, R, 1>(R, a.x, a.x_stride, panel, panel_bytes, a.in, true, sums);
       finish(1);
     }
