@@ -72,7 +72,7 @@ TEST(PackedModelTest, QuantisedLogitsStayClose) {
     return ((Logits(*MakeModel("llama", false, format)) - exact).norm() / exact.norm())
         .item<double>();
   };
-  // Of the norm of the logits: the numbers have 8, 7 and 3 bits beside their sign.
+  // In parts of the norm of the logits: the numbers have 8, 7 and 3 bits beside their sign.
   EXPECT_LE(error(WeightFormat::kBfloat16), 0.01);
   EXPECT_LE(error(WeightFormat::kInt8), 0.02);
   EXPECT_LE(error(WeightFormat::kInt4), 0.3);
@@ -115,7 +115,7 @@ TEST(PackedModelTest, AnUpdateReplacesEveryValue) {
     for (const WeightFormat format : kPackedFormats) {
       const auto updated = TinyModel("qwen3", Biased(tied), Options(format), /*seed=*/3);
       const at::Tensor before = Logits(*updated);
-      // Of another floating-point type than the stored one.
+      // In another floating-point type than the stored one.
       NamedTensors tensors = RandomParameters(*updated, 7);
       for (auto& [name, tensor] : tensors) tensor = tensor.to(at::kDouble);
       ASSERT_TRUE(updated->LoadParameters(tensors).ok());

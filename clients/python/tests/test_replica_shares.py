@@ -83,7 +83,7 @@ def test_what_a_slow_replica_has_not_begun_is_recalled_for_an_idle_one():
     assert not divided.take(1)
     for item in (6, 7):
         divided.answer(0, item, 2)
-    # What has begun stays where it is.
+    # Work that has begun stays where it is.
     assert not divided.has_work(0)
     assert divided.take(0) == []
 

@@ -2,12 +2,12 @@
 #ifndef TANDEM_SERVICES_ROLLOUT_ENGINE_BLOCK_POOL_H_
 #define TANDEM_SERVICES_ROLLOUT_ENGINE_BLOCK_POOL_H_
 
-#include <compare>
 #include <cstdint>
 #include <list>
 #include <map>
 #include <optional>
 #include <span>
+#include <tuple>
 #include <vector>
 
 namespace tandem::rollout {
@@ -59,7 +59,9 @@ class BlockPool {
   struct Contents {
     PrefixId before;
     std::vector<int32_t> tokens;
-    auto operator<=>(const Contents&) const = default;
+    bool operator<(const Contents& other) const {
+      return std::tie(before, tokens) < std::tie(other.before, other.tokens);
+    }
   };
   using KnownBlocks = std::map<Contents, Known>;
   struct Block {

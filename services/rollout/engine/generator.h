@@ -86,7 +86,7 @@ class Generator {
   std::map<PromptId, std::unique_ptr<Prompt>> prompts_;
   std::shared_ptr<const WeightsVersion> senior_weights_;
   EngineStats totals_;
-  // Of the pass that runs; kept so that their memory is.
+  // Belong to the pass that runs; kept so that their memory is.
   std::vector<OutputRow> rows_;
   std::vector<PassSequence> inputs_;
   PassResults results_;

@@ -10,7 +10,8 @@
 namespace tandem::rollout {
 
 struct LaneStorage {
-  // Of activations, norms and biases, keys and values; and of linear maps in the format kDense.
+  // The type of activations, norms and biases, keys and values; and of linear maps in the format
+  // kDense.
   DType dtype;
   kernels::WeightFormat weight_format;
 };

@@ -21,7 +21,7 @@ namespace tandem::rollout {
 struct SchedulerLimits {
   int64_t max_num_seqs;        // sequences that run at the same time
   int64_t max_batched_tokens;  // tokens that one pass consumes
-  // Of each lane's cache, the first ones; enough for the longest sequence.
+  // The first blocks of each lane's cache, enough for the longest sequence.
   std::array<int64_t, 2> num_blocks;
 };
 

@@ -53,7 +53,7 @@ class TandemModelManager {
   const EngineInfo& info() const { return info_; }
   const CacheBlocks& blocks() const { return blocks_; }
   const BoundarySets& boundaries() const { return *boundaries_; }
-  // Of either model.
+  // Those of both models.
   const std::vector<int32_t>& eos_token_ids() const { return eos_token_ids_; }
   // The whole parameters of the senior, as a weight update brings them.
   const std::vector<WeightSpec>& senior_parameters() const { return senior_parameters_; }

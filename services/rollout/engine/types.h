@@ -33,7 +33,7 @@ enum class OnWeightUpdate {
 // A lane: one of the two models of the server, and how it is held.
 struct LaneOptions {
   std::string model;  // Hugging Face directory; empty: no junior
-  // Of the linear maps (services/rollout/engine/lane_storage.h).
+  // How linear maps are stored (services/rollout/engine/lane_storage.h).
   DType dtype;
   Quantization quantization;
   int64_t max_model_len;            // longest sequence; the model's own limit applies, too

@@ -1,4 +1,4 @@
-"""What the sections of bench_rollout.py share: options, folders, limits and the table."""
+"""Options, folders, limits and the table, which the sections of bench_rollout.py share."""
 
 from __future__ import annotations
 

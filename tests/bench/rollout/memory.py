@@ -16,7 +16,8 @@ from rollout.turns import Job
 
 _BAR = 1.1
 _BACKLOG = 4096
-# The most that a waiting sequence may take, as a fraction of a slot of both caches.
+# The most that a waiting sequence may take, as a fraction of the room of a running one in both
+# caches.
 _BAR_WAITING = 0.01
 _PLAN_LINE = re.compile(r"#\s+([\d.]+) GB  (\w+)")
 _WAIT_SECONDS = 60.0
@@ -37,10 +38,10 @@ def run(bench: Bench) -> None:
         figure = "memory of the server by its weights and caches"
         bench.table.at_most(figure, held / planned, _BAR, detail)
         each = _backlog_bytes(bench, server) / _BACKLOG
-        slot = caches / count
-        detail = f"{each:.0f} of {slot:.0f} bytes"
+        room = caches / count
+        detail = f"{each:.0f} of {room:.0f} bytes"
         figure = f"memory of a waiting sequence ({_BACKLOG} wait) by that of a running one"
-        bench.table.at_most(figure, each / slot, _BAR_WAITING, detail)
+        bench.table.at_most(figure, each / room, _BAR_WAITING, detail)
 
 
 def _plan(settings: dict[str, object]) -> dict[str, float]:

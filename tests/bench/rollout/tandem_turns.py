@@ -27,7 +27,7 @@ _STRATEGIES = {
 _THIRD = 1 / 3
 _SOLO = "the senior alone"
 _SMALL = "word, junior of a third"
-_SMALL_ALONE = "that junior alone"
+_EAGER = "word, both models on every token"
 
 
 def run(bench: Bench) -> None:
@@ -49,26 +49,26 @@ def run(bench: Bench) -> None:
                     if not bench.options.skips(strategy):
                         sides[strategy] = RolloutSide(server, {"enabled": True, **fields})
             sides[name] = RolloutSide(server, WORD)
-        settings = {"senior_model": str(model), "junior_model": str(small)}
-        server = bench.start(stack, _SMALL, bench.server(settings))
-        alone = bench.start(stack, _SMALL_ALONE, bench.server({"senior_model": str(small)}))
-        if server is not None and alone is not None:
-            sides[_SMALL] = RolloutSide(server, WORD)
-            sides[_SMALL_ALONE] = RolloutSide(alone, OFF)
+        others = {
+            _SMALL: {"senior_model": str(model), "junior_model": str(small)},
+            _EAGER: {
+                "senior_model": str(model),
+                "junior_model": str(model),
+                "eager_lanes": True,
+            },
+        }
+        for name, settings in others.items():
+            server = bench.start(stack, name, bench.server(settings))
+            if server is not None:
+                sides[name] = RolloutSide(server, WORD)
         for count in bench.options.counts:
             turns = bench.take_turns(sides, bench.options.job(count))
             for form, (_, one, several) in _JUNIORS.items():
                 _against_solo(bench, turns, form, one if count == 1 else several)
             for strategy in _STRATEGIES:
                 _note(bench, turns, strategy)
-            _note(bench, turns, _SMALL)
-            # If both models computed every token when it is written, a token would take the time
-            # of a pass of each: the sum of what the two take alone.
-            bench.table.note(f"{_figure('eager, junior float32', count)}, by adding", 2.0)
-            if _SMALL_ALONE in turns:
-                eager = 1 + _time_ratio(turns, _SMALL_ALONE).value
-                figure = f"{_figure('eager, junior of a third', count)}, by adding"
-                bench.table.note(figure, eager)
+            for name in others:
+                _note(bench, turns, name)
 
 
 def _figure(name: str, count: int) -> str:
