@@ -359,8 +359,7 @@ absl::Status CheckMemoryUtilization(const std::string& field, double fraction,
     return InvalidField(field, "has no meaning with compute.device cpu");
   }
   return FieldError(absl::StatusCode::kUnimplemented, field,
-                    "max_num_seqs and max_model_len size the cache; a share of the device's memory "
-                    "does not yet");
+                    "kv_cache_bytes sizes the cache; a share of the device's memory does not yet");
 }
 
 // A commit is 40 lower-case hexadecimal digits; "" is none.

@@ -124,7 +124,7 @@ inline constexpr MetricSpec kKvTokens{
     "Room for tokens in the blocks of the KV cache that sequences hold, by lane.",
     {"lane"}};
 inline constexpr MetricSpec kKvCapacity{MetricType::kGauge, "tandem_kv_capacity_tokens",
-                                        "Tokens that one lane's KV cache can hold."};
+                                        "Tokens that the KV cache of the senior can hold."};
 inline constexpr MetricSpec kPrefixCacheTokens{
     MetricType::kCounter, "tandem_prefix_cache_hit_tokens_total",
     "Tokens that a lane did not consume, because its KV cache contained them."};

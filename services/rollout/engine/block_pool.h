@@ -22,13 +22,14 @@ struct BlockRange {
   int64_t count = 0;
 };
 
-// A block may have several holders, who share its
-// contents and must not change them. A block without a holder is idle; if its contents were
-// remembered it can still be found, until it is given out again: the block that has been idle for
-// longest comes first.
+// A block may have several holders, who share its contents and must not change them. A block
+// without a holder is idle; if its contents were remembered it can still be found, until it is
+// given out again: the block that has been idle for longest comes first.
 class BlockPool {
  public:
   explicit BlockPool(const BlockRange& range);
+  BlockPool(const BlockPool&) = delete;
+  BlockPool& operator=(const BlockPool&) = delete;
 
   int64_t num_blocks() const { return static_cast<int64_t>(blocks_.size()); }
   int64_t num_idle() const { return static_cast<int64_t>(idle_.size()); }

@@ -85,7 +85,7 @@ class EngineImpl : public Engine {
                                     .max_batched_tokens = options.max_batched_tokens,
                                     .num_blocks = {models_->blocks().senior.generator,
                                                    models_->blocks().junior.generator}},
-                         .max_model_len = limits_.max_model_len,
+                         .request_limits = limits_,
                          .eos_token_ids = models_->eos_token_ids(),
                          .senior_weights = senior_weights,
                          .junior_version = info_.junior_version,
@@ -119,10 +119,9 @@ class EngineImpl : public Engine {
   absl::StatusOr<std::vector<PromptId>> Submit(std::vector<Submission> batch) override {
     int64_t samples = 0;
     for (size_t i = 0; i < batch.size(); ++i) {
-      PromptRequest& request = batch[i].request;
-      TANDEM_RETURN_IF_ERROR(PrependFieldPath(absl::StrCat("prompts[", i, "]"), Validate(request)));
-      request.sampling.max_tokens = LongestResponse(request, limits_);
-      samples += request.num_samples;
+      TANDEM_RETURN_IF_ERROR(
+          PrependFieldPath(absl::StrCat("prompts[", i, "]"), Validate(batch[i].request)));
+      samples += batch[i].request.num_samples;
     }
     std::vector<PromptId> ids;
     {

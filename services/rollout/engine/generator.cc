@@ -72,9 +72,7 @@ void Generator::Submit(PromptId id, PromptRequest request,
   auto prompt = std::make_unique<Prompt>();
   prompt->id = id;
   prompt->stop_tokens = StopTokens(request.sampling, options_.eos_token_ids);
-  prompt->max_response_tokens = std::min<int64_t>(
-      request.sampling.max_tokens,
-      options_.max_model_len - static_cast<int64_t>(request.prompt_token_ids.size()));
+  prompt->max_response_tokens = LongestResponse(request, options_.request_limits);
   const auto boundaries = boundaries_->Resolve(request.tandem);
   prompt->request = std::move(request);
   prompt->listener = std::move(listener);

@@ -16,6 +16,7 @@
 #include "common/tandem/author_selector.h"
 #include "common/tandem/vocabulary.h"
 #include "services/rollout/engine/model_runner.h"
+#include "services/rollout/engine/request_check.h"
 #include "services/rollout/engine/scheduler.h"
 #include "services/rollout/engine/types.h"
 
@@ -23,7 +24,7 @@ namespace tandem::rollout {
 
 struct GeneratorOptions {
   SchedulerLimits limits;
-  int64_t max_model_len;
+  RequestLimits request_limits;
   std::vector<int32_t> eos_token_ids;
   WeightsVersion senior_weights;  // the version of tokens until the first update
   std::string junior_version;     // recorded in trajectories

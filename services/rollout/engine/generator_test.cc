@@ -63,9 +63,9 @@ class Harness {
                    uint64_t junior_weights = 2, bool eager_lanes = false)
       : boundaries(Vocabulary(), {}),
         senior(senior_weights, kVocab, limits.num_blocks[0]),
-        junior(junior_weights, kVocab, limits.num_blocks[0]),
+        junior(junior_weights, kVocab, limits.num_blocks[1]),
         generator({.limits = limits,
-                   .max_model_len = 100,
+                   .request_limits = {.max_model_len = 100, .junior_max_model_len = 100},
                    .eos_token_ids = {kEos},
                    .senior_weights = {0, "zero"},
                    .junior_version = "junior",
@@ -527,13 +527,16 @@ TEST(GeneratorTest, Law3HoldsForRandomWorkloads) {
     SCOPED_TRACE(seed);
     std::mt19937 random(seed);
     const auto below = [&](int64_t n) { return static_cast<int64_t>(random() % n); };
-    Harness harness(Limits(1 + below(12), 1 + below(90), 2 + below(7)));
+    SchedulerLimits limits = Limits(1 + below(12), 1 + below(90), 2 + below(7));
+    limits.num_blocks[1] = 2 + below(7);
+    Harness harness(limits, 1, 2, /*eager_lanes=*/below(4) == 0);
     struct Submitted {
       PromptRequest request;
       std::shared_ptr<RecordingListener> listener;
       bool cancelled = false;
     };
     std::vector<Submitted> all;
+    int64_t updates = 0;
     for (int64_t i = 0; i < 14; ++i) {
       PromptRequest request = Request(Tandem(kStrategies[below(5)]), 1, 1000 + i);
       // Prompts of one stem begin with the same tokens.
@@ -546,6 +549,11 @@ TEST(GeneratorTest, Law3HoldsForRandomWorkloads) {
       request.sampling.max_tokens = static_cast<int32_t>(1 + below(60));
       all.push_back({request, harness.Submit(request)});
       for (int64_t steps = below(25); steps > 0; --steps) harness.generator.Step();
+      if (below(6) == 0) {  // the same weights again, so that the tokens stay
+        harness.generator.OnSeniorUpdated(
+            {i, "zero"}, below(2) == 0 ? OnWeightUpdate::kRecompute : OnWeightUpdate::kKeep);
+        ++updates;
+      }
       if (below(5) == 0) {
         const int64_t victim = below(i + 1);
         all[victim].cancelled |= !all[victim].listener->done();
@@ -568,8 +576,8 @@ TEST(GeneratorTest, Law3HoldsForRandomWorkloads) {
         ExpectSame(finished.at(index), trajectory);
       }
     }
-    // A lane consumes a token once, and again after a preemption.
-    const int64_t most = tokens + 100 * harness.Stats().preemptions_total;
+    // A lane consumes a token once, and again after a preemption or an update.
+    const int64_t most = tokens + 100 * (harness.Stats().preemptions_total + 12 * updates);
     EXPECT_LE(harness.senior.consumed, most);
     EXPECT_LE(harness.junior.consumed, most);
   }

@@ -16,12 +16,17 @@ struct LaneStorage {
   kernels::WeightFormat weight_format;
 };
 
+// Whether linear maps are packed: with the CPU's own kernels.
+inline bool HasPackedLanes(const ComputeOptions& compute) {
+  return compute.device == "cpu" && compute.kernels == "auto";
+}
+
 // The CPU's own kernels multiply packed maps with float32 activations; packed in float32 they give
 // the bits of dense ones. Operations of ATen, which a GPU runs, compute in the lane's dtype. A
 // quantised lane needs the own kernels.
 inline LaneStorage StorageOf(const LaneOptions& lane, const ComputeOptions& compute) {
   using kernels::WeightFormat;
-  if (compute.device != "cpu" || compute.kernels != "auto") {
+  if (!HasPackedLanes(compute)) {
     return {.dtype = lane.dtype, .weight_format = WeightFormat::kDense};
   }
   WeightFormat format =

@@ -10,6 +10,7 @@
 #include "absl/strings/string_view.h"
 #include "common/base/error.h"
 #include "common/base/status_macros.h"
+#include "services/rollout/engine/lane_storage.h"
 
 namespace tandem::rollout {
 namespace {
@@ -30,7 +31,12 @@ absl::Status CheckRevision(absl::string_view field, const std::string& directory
                                  ", whose directory is snapshots/", revision));
 }
 
-absl::Status CheckLane(absl::string_view name, const LaneOptions& lane, absl::string_view length) {
+absl::Status CheckLane(absl::string_view name, const LaneOptions& lane, absl::string_view length,
+                       const ComputeOptions& compute) {
+  if (lane.quantization != Quantization::kNone && !HasPackedLanes(compute)) {
+    return FieldError(absl::StatusCode::kUnimplemented, absl::StrCat(name, "_quantization"),
+                      "needs the CPU's own kernels");
+  }
   if (lane.max_model_len < 2) {
     return InvalidField(length, absl::StrCat("must hold a prompt token and a response token, got ",
                                              lane.max_model_len));
@@ -52,9 +58,10 @@ absl::Status CheckOptions(const EngineOptions& options) {
     return InvalidField("compute.num_threads", "must not be negative");
   }
   if (options.senior.model.empty()) return InvalidField("senior_model", "is required");
-  TANDEM_RETURN_IF_ERROR(CheckLane("senior", options.senior, "max_model_len"));
+  TANDEM_RETURN_IF_ERROR(CheckLane("senior", options.senior, "max_model_len", options.compute));
   if (!options.junior.model.empty()) {
-    TANDEM_RETURN_IF_ERROR(CheckLane("junior", options.junior, "junior_max_model_len"));
+    TANDEM_RETURN_IF_ERROR(
+        CheckLane("junior", options.junior, "junior_max_model_len", options.compute));
   }
   if (options.kv_cache_dtype.has_value()) {
     return FieldError(absl::StatusCode::kUnimplemented, "kv_cache_dtype",

@@ -30,6 +30,12 @@ TEST(CheckOptionsTest, ErrorsNameTheSetting) {
       {"max_model_len", [](EngineOptions& options) { options.senior.max_model_len = 1; }},
       {"junior_max_model_len", [](EngineOptions& options) { options.junior.max_model_len = 1; }},
       {"compute.num_threads", [](EngineOptions& options) { options.compute.num_threads = -1; }},
+      {"junior_quantization",
+       [](EngineOptions& options) {
+         options.junior.quantization = Quantization::kInt8;
+         options.compute.kernels = "aten";
+       },
+       absl::StatusCode::kUnimplemented},
       {"kv_cache_dtype", [](EngineOptions& options) { options.kv_cache_dtype = DType::kFloat32; },
        absl::StatusCode::kUnimplemented}};
   for (const BadOptions& bad : all) {

@@ -8,9 +8,7 @@ namespace tandem::rollout {
 namespace {
 
 // Errors that every rank finds before it computes.
-bool IsOfTheRequest(const absl::Status& status) {
-  return absl::IsInvalidArgument(status) || absl::IsOutOfRange(status);
-}
+bool IsOfTheRequest(const absl::Status& status) { return absl::IsInvalidArgument(status); }
 
 }  // namespace
 

@@ -25,6 +25,7 @@ struct Lane {
   int64_t ranks = 1;
   const LaneMemoryOptions& options;
   LaneBlocks blocks = {};
+  int64_t block_bytes = 0;  // of a whole block, on all ranks
 };
 
 // The memory of a pass beside the weights and the cache. Lanes run one after the other.
@@ -132,17 +133,28 @@ absl::StatusOr<CacheBlocks> PlanCacheBlocks(const ModelConfig& senior, const Mod
     lanes.push_back({.name = "junior", .config = *junior, .options = options.junior});
   }
   CacheBlocks result;
-  LaneBlocks* const blocks[] = {&result.senior, &result.junior};
-  int64_t bytes = 0;  // of a block of every lane, whole
-  for (size_t i = 0; i < lanes.size(); ++i) {
-    TANDEM_ASSIGN_OR_RETURN(const Family* family, FindFamily(lanes[i].config.model_type));
-    bytes += BlockBytes(*family, lanes[i], /*ranks=*/1);
-    *blocks[i] = WantedBlocks(lanes[i], options);
+  for (Lane& lane : lanes) {
+    TANDEM_ASSIGN_OR_RETURN(const Family* family, FindFamily(lane.config.model_type));
+    lane.block_bytes = BlockBytes(*family, lane, /*ranks=*/1);
+    lane.blocks = WantedBlocks(lane, options);
   }
-  if (options.kv_cache_bytes == 0) return result;
-  for (size_t i = 0; i < lanes.size(); ++i) {
-    TANDEM_RETURN_IF_ERROR(LimitBlocks(lanes[i], options.kv_cache_bytes / bytes, *blocks[i]));
+  if (options.kv_cache_bytes > 0) {
+    // The lane that wants fewer blocks comes first, so that the other gets what it leaves.
+    std::vector<Lane*> order;
+    int64_t bytes = options.kv_cache_bytes, bytes_of_each = 0;
+    for (Lane& lane : lanes) {
+      order.push_back(&lane);
+      bytes_of_each += lane.block_bytes;
+    }
+    std::ranges::stable_sort(order, {}, [](const Lane* lane) { return lane->blocks.total(); });
+    for (Lane* lane : order) {
+      TANDEM_RETURN_IF_ERROR(LimitBlocks(*lane, bytes / bytes_of_each, lane->blocks));
+      bytes -= lane->blocks.total() * lane->block_bytes;
+      bytes_of_each -= lane->block_bytes;
+    }
   }
+  result.senior = lanes[0].blocks;
+  if (junior != nullptr) result.junior = lanes[1].blocks;
   return result;
 }
 

@@ -49,10 +49,11 @@ struct RolloutMemoryOptions {
 // Returns the options of the memory on rank `rank`.
 RolloutMemoryOptions ToMemoryOptions(const EngineOptions& options, int64_t rank);
 
-// Returns the blocks that kv_cache_bytes hold, as many for either lane; without it, those for
-// max_num_seqs sequences of max_model_len tokens. The scorer gets what one such sequence or a full
-// pass needs. The same on every rank. INVALID_ARGUMENT for "kv_cache_bytes" that do not hold one
-// sequence of max_model_len tokens beside the scorer's; UNIMPLEMENTED as RolloutMemory.
+// Returns the blocks that kv_cache_bytes hold, as many for either lane, but no more than
+// max_num_seqs sequences of the lane's max_model_len tokens need; without it, those. The scorer
+// gets what one such sequence or a full pass needs. The same on every rank. INVALID_ARGUMENT for
+// "kv_cache_bytes" that do not hold one sequence of max_model_len tokens beside the scorer's;
+// UNIMPLEMENTED as RolloutMemory.
 absl::StatusOr<CacheBlocks> PlanCacheBlocks(const ModelConfig& senior, const ModelConfig* junior,
                                             const RolloutMemoryOptions& options);
 

@@ -63,6 +63,12 @@ TEST(RolloutMemoryTest, BothLanesHaveAsManyBlocksOfTheBytes) {
   const CacheBlocks blocks = PlanCacheBlocks(config, nullptr, options).value();
   EXPECT_EQ(blocks.senior.generator, 14);
   EXPECT_EQ(blocks.senior.scorer, 4);
+  // A junior with short sequences leaves the rest to the senior: five blocks and one for scores.
+  options.junior.max_model_len = 50;
+  items = Items(RolloutMemory(config, &config, options).value());
+  EXPECT_EQ(items["junior_kv_cache"], 6 * block);
+  EXPECT_EQ(items["senior_kv_cache"], (2 * 9 - 6) * block);
+  options.junior.max_model_len = 200;
   options.kv_cache_bytes = 1000 * block;
   EXPECT_EQ(PlanCacheBlocks(config, &config, options)->senior.generator, 5 * 4)
       << "no more than can be used";

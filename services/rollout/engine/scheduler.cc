@@ -1,6 +1,7 @@
 #include "services/rollout/engine/scheduler.h"
 
 #include <algorithm>
+#include <set>
 #include <span>
 #include <utility>
 
@@ -21,32 +22,36 @@ bool Waits(Author lane, const Sequence& sequence) {
 
 Scheduler::Scheduler(const SchedulerLimits& limits)
     : limits_(limits),
-      pools_({BlockPool({.count = limits.num_blocks[0]}),
-              BlockPool({.count = limits.num_blocks[1]})}) {}
-
-int64_t Scheduler::MissingBlocks(Author lane, const Sequence& sequence) const {
-  if (!UsesLane(lane, sequence)) return 0;
-  const LaneState& state = sequence.lane(lane);
-  int64_t has = state.table.size();
-  // Samples share the whole blocks of their prompt.
-  if (has == 0 && sequence.prompt->admitted) {
-    has = (sequence.prompt_length() - 1) / kKvBlockTokens;
-  }
-  return std::max<int64_t>(0, KvBlocks(sequence.length() + 1) - has);
-}
+      pools_{BlockPool({.count = limits.num_blocks[0]}),
+             BlockPool({.count = limits.num_blocks[1]})} {}
 
 std::vector<const Prompt*> Scheduler::Admit() {
   std::vector<const Prompt*> begun;
+  if (waiting_.empty()) return begun;
   std::array<int64_t, 2> unclaimed = {};
+  // Prompts whose whole blocks a sample has, or claims: its other samples share them.
+  std::array<std::set<const Prompt*>, 2> prefixes;
+  const auto claim = [&](const Sequence& sequence) {
+    for (const Author lane : kAuthors) {
+      if (!UsesLane(lane, sequence)) continue;
+      int64_t has = sequence.lane(lane).table.size();
+      if (has == 0 && !prefixes[LaneIndex(lane)].insert(sequence.prompt).second) {
+        has = (sequence.prompt_length() - 1) / kKvBlockTokens;
+      }
+      // For one more token.
+      unclaimed[LaneIndex(lane)] -= std::max<int64_t>(0, KvBlocks(sequence.length() + 1) - has);
+    }
+  };
   for (const Author lane : kAuthors) {
     unclaimed[LaneIndex(lane)] = pool(lane).num_idle();
     for (const Sequence* sequence : running_) {
-      unclaimed[LaneIndex(lane)] -= MissingBlocks(lane, *sequence);
+      if (!sequence->lane(lane).table.empty()) prefixes[LaneIndex(lane)].insert(sequence->prompt);
     }
   }
+  for (const Sequence* sequence : running_) claim(*sequence);
   while (!waiting_.empty() && static_cast<int64_t>(running_.size()) < limits_.max_num_seqs) {
     Sequence* const next = waiting_.front();
-    for (const Author lane : kAuthors) unclaimed[LaneIndex(lane)] -= MissingBlocks(lane, *next);
+    claim(*next);
     // A sequence alone always fits.
     if (!running_.empty() && std::ranges::min(unclaimed) < 0) break;
     next->last_pass = passes_;

@@ -82,8 +82,6 @@ class Scheduler {
 
  private:
   BlockPool& pool(Author lane) { return pools_[LaneIndex(lane)]; }
-  // Returns the number of blocks that the sequence still needs for its next token.
-  int64_t MissingBlocks(Author lane, const Sequence& sequence) const;
   // Plans running_[index] for at most `budget` tokens; returns the number of tokens planned.
   int64_t PlanEntry(Author lane, size_t index, int64_t budget, PassPlan& plan);
   // Gives a lane that has consumed nothing the blocks of the tokens that the cache contains.

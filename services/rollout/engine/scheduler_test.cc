@@ -260,6 +260,24 @@ TEST(SchedulerTest, TheNewestSequenceGivesUpItsBlocks) {
   EXPECT_TRUE(again.entries[0].samples);
 }
 
+TEST(SchedulerTest, APreemptedSequenceWaitsUntilThereAreBlocksForAllItsTokens) {
+  const auto first = MakePrompt(300, 1, {.tandem = false});
+  const auto second = MakePrompt(300, 1, {.tandem = false, .token = 2});
+  Scheduler scheduler(
+      {.max_num_seqs = 8, .max_batched_tokens = kWide.max_batched_tokens, .num_blocks = {12, 12}});
+  Enqueue(scheduler, *first);
+  Enqueue(scheduler, *second);
+  scheduler.Admit();
+  ASSERT_EQ(scheduler.running().size(), 2u);
+  // Each comes to need seven blocks.
+  while (first->samples[0]->length() < 440) {
+    scheduler.Admit();
+    RunPass(scheduler, S);
+  }
+  EXPECT_EQ(scheduler.preemptions_total(), 1);
+  EXPECT_EQ(scheduler.running().size(), 1u);
+}
+
 TEST(SchedulerTest, AnEndedSequenceDrainsTheLaggingLane) {
   const auto prompt = MakePrompt(3, 1, {.other_logprobs = true});
   Sequence& sequence = *prompt->samples[0];

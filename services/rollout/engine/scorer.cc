@@ -52,7 +52,7 @@ Scorer::Scorer(const ScorerOptions& options, const WeightsVersion& senior_weight
     : max_batched_tokens_(options.max_batched_tokens),
       senior_weights_(senior_weights),
       runners_({senior, junior}),
-      pools_({BlockPool(options.blocks[0]), BlockPool(options.blocks[1])}) {}
+      pools_{BlockPool(options.blocks[0]), BlockPool(options.blocks[1])} {}
 
 Scorer::~Scorer() = default;
 
