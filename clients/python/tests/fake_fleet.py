@@ -34,6 +34,9 @@ class FakeReplica(fakes.FakeRollout):
         down_seconds: how long it is lost then; None: for ever.
         drawn: request_id and index of every sample, in order.
         cancelled: request_ids of cancelled prompts.
+        submitted: request_ids of the prompts that have reached it.
+        recalled: request_ids whose cancellation has reached it; it acts on it after its sample.
+        contexts: those of its Generate calls.
         streams: number of Generate calls that are open.
         updates: `streams` at the time of each update of the weights.
         scored: number of sequences that it scored.
@@ -49,6 +52,9 @@ class FakeReplica(fakes.FakeRollout):
         self.down_seconds = 0.05
         self.drawn = []
         self.cancelled = []
+        self.submitted = []
+        self.recalled = []
+        self.contexts = []
         self.streams = 0
         self.updates = []
         self.scored = 0
@@ -94,6 +100,7 @@ class FakeReplica(fakes.FakeRollout):
 
     def Generate(self, requests, context):
         self._require_up(context)
+        self.contexts.append(context)
         self.streams += 1
         try:
             yield from self._draw(requests, context)
@@ -107,6 +114,8 @@ class FakeReplica(fakes.FakeRollout):
             try:
                 for request in requests:
                     arrived.put(request)
+                    self.recalled += request.cancel.request_ids
+                    self.submitted += [one.request_id for one in request.submit.prompts]
             except Exception:  # The call was cancelled.
                 pass
             arrived.put(None)
@@ -130,7 +139,9 @@ class FakeReplica(fakes.FakeRollout):
                     for prompt in request.submit.prompts:
                         assert prompt.request_id not in {one[0].request_id for one in waiting}
                         waiting += ((prompt, i) for i in range(max(1, prompt.num_samples)))
-            if waiting and context.is_active():
+            if not context.is_active():
+                return
+            if waiting:
                 yield self._sample(*waiting.popleft(), context)
 
     def _sample(self, prompt, index, context):
@@ -205,3 +216,13 @@ def random_delay(seed, seconds):
     """A delay of 0 to 2 × `seconds`, by the seed."""
     generator = random.Random(seed)
     return lambda: time.sleep(generator.uniform(0, 2 * seconds))
+
+
+def meet(replicas):
+    """Lets no replica draw before each of them has prompts."""
+    for replica in replicas:
+        before = replica.delay
+        replica.delay = lambda before=before: (
+            before(),
+            fakes.wait_until(lambda: all(one.submitted for one in replicas)),
+        )

@@ -7,7 +7,7 @@ import fake_fleet
 import fakes
 import grpc
 import pytest
-from fake_fleet import FakeReplica, random_delay
+from fake_fleet import FakeReplica, meet, random_delay
 
 from tandem import pool_request, settings
 from tandem.errors import UnavailableError
@@ -63,9 +63,26 @@ def run_results(config, *, on_step=lambda line: None, notes=None):
     return kept, trajectories, lines
 
 
-def run_on(replicas, load, tmp_path, name, **options):
+def wait_for_loss(others, notes):
+    """Lets the others draw once the loss is noted and, in every step, each of them has prompts."""
+    meet(others)
+    for replica in others:
+        before = replica.delay
+        replica.delay = lambda before=before: (
+            fakes.wait_until(lambda: any("asked again" in note for note in notes)),
+            before(),
+        )
+
+
+def forget_prompts(replicas):
+    """Begins a step for meet()."""
+    for replica in replicas:
+        replica.submitted.clear()
+
+
+def run_on(replicas, load, tmp_path, name, prompts=6, **options):
     replicas[0].world.version = 0
-    sizes = ["batch.prompts_per_step=6", f"steps={STEPS}", f"run_dir={tmp_path / name}"]
+    sizes = [f"batch.prompts_per_step={prompts}", f"steps={STEPS}", f"run_dir={tmp_path / name}"]
     with fake_fleet.serve(replicas) as trainer:
         return run_results(load(trainer, replicas, *sizes), **options)
 
@@ -86,7 +103,17 @@ def test_a_run_is_the_same_on_any_number_of_replicas(
     alone = run_on([FakeReplica(world)], load, tmp_path, "alone")
     replicas = three[:count]
     replicas[0].losses, replicas[0].down_seconds = list(losses), down_seconds
-    several = run_on(replicas, load, tmp_path, "several")
+    notes = []
+    if losses:
+        wait_for_loss(replicas[1:], notes)
+    several = run_on(
+        replicas,
+        load,
+        tmp_path,
+        "several",
+        on_step=lambda line: forget_prompts(replicas),
+        notes=notes,
+    )
     assert several[:2] == alone[:2]
     assert versions_of(several[1]) == [{0}, {1}, {2}]
     assert [line["rollout/replicas"] for line in alone[2]] == [1] * STEPS
@@ -101,14 +128,25 @@ def test_a_run_is_the_same_on_any_number_of_replicas(
 def test_a_replica_that_missed_publications_gets_the_weights_before_it_draws(three, load, tmp_path):
     lost, *others = three
     lost.losses, lost.down_seconds, notes = [2], None, []
+    wait_for_loss(others, notes)
+    # It gets the third prompt when the pool has the samples of the first one.
+    lost.delay = lambda: fakes.wait_until(lambda: len(lost.drawn) < 2 or len(lost.submitted) == 3)
 
     def on_step(line):
+        forget_prompts(three)
         if line["step"] == 2:
+            lost.delay = lambda: None
             lost.come_back()
             for replica in others:
-                replica.delay = lambda: fakes.wait_until(lambda: len(lost.drawn) > 2)
+                before = replica.delay
+                replica.delay = lambda before=before: (
+                    fakes.wait_until(lambda: len(lost.drawn) > 2),
+                    before(),
+                )
 
-    _, trajectories, lines = run_on(three, load, tmp_path, "run", on_step=on_step, notes=notes)
+    _, trajectories, lines = run_on(
+        three, load, tmp_path, "run", prompts=9, on_step=on_step, notes=notes
+    )
     assert versions_of(trajectories) == [{0}, {1}, {2}]
     assert [line["rollout/replicas"] for line in lines] == [3, 2, 3]
     assert any("it is left out until it answers again" in note for note in notes)
@@ -137,8 +175,13 @@ def test_an_evaluation_does_without_a_lost_replica(three, load, tmp_path):
 def test_replicas_are_updated_in_turn_while_the_others_draw(world, three, load, tmp_path):
     stale = "objective.max_staleness=1"
     prompts = [Prompt([i], seed=i, num_samples=2, sampling={"max_tokens": 4}) for i in range(80)]
-    answers = []
+    answers, over = [], threading.Event()
     with fake_fleet.serve(three) as trainer, Session(load(trainer, three, stale)) as session:
+        # Each draws while it is drained, and the rest after the publication.
+        for replica, drained in zip(three, session.rollouts.replicas, strict=True):
+            replica.delay = lambda drained=drained: fakes.wait_until(
+                lambda: over.is_set() or drained.updates
+            )
         work = threading.Thread(
             target=lambda: answers.extend(session.generate(prompts, any_version=True))
         )
@@ -149,6 +192,8 @@ def test_replicas_are_updated_in_turn_while_the_others_draw(world, three, load, 
         session.publish()
         during = [len(replica.drawn) for replica in three]
         assert work.is_alive()
+        fakes.wait_until(lambda: all(replica.streams for replica in three))
+        over.set()
         work.join()
     # No replica had a call while it got its weights, and each drew before and after.
     assert [replica.updates for replica in three] == [[0]] * 3

@@ -2,12 +2,11 @@
 
 import random
 import threading
-import time
 
 import fakes
 import grpc
 import pytest
-from fake_fleet import FakeReplica, pool_of, random_delay
+from fake_fleet import FakeReplica, meet, pool_of, random_delay
 
 from tandem import pool_request
 from tandem.errors import ConfigError, DeadlineError, InvalidArgumentError, UnavailableError
@@ -60,9 +59,10 @@ def test_delays_losses_and_lags_change_nothing(world, seed):
     for i, replica in enumerate(replicas):
         replica.delay = random_delay(seed + i, generator.choice((0.0, 0.0005, 0.003)))
         replica.version = generator.choice((0, 3))
-        if len(replicas) > 1:
+        # The last one is never lost: a request without any replica fails.
+        if replica is not replicas[-1]:
             replica.losses = sorted(generator.choices(range(30), k=generator.randint(0, 2)))
-            replica.down_seconds = None if i and generator.random() < 0.3 else 0.03
+            replica.down_seconds = None if generator.random() < 0.3 else 0.03
     prompts = prompts_of(generator.randint(0, 24), generator.randint(1, 4))
     with pool_of(replicas, capacity=generator.randint(1, 4)) as pool:
         for _ in range(2):
@@ -74,7 +74,9 @@ def test_one_two_and_three_replicas_draw_the_same(world):
     prompts = prompts_of(9)
     answers = []
     for count in (1, 2, 3):
-        with pool_of([FakeReplica(world) for _ in range(count)]) as pool:
+        replicas = [FakeReplica(world) for _ in range(count)]
+        meet(replicas)
+        with pool_of(replicas) as pool:
             answers.append(pool.generate(prompts))
             assert pool.take_counts().replicas == {client.address for client in pool.clients}
     assert answers == [undisturbed(prompts)] * 3
@@ -105,15 +107,11 @@ def test_prompts_that_begin_alike_meet_on_one_replica(replicas):
 
 def test_what_a_slow_replica_has_not_begun_goes_to_the_others(replicas):
     slow, others = replicas[0], replicas[1:]
-    go_on = threading.Event()
-    slow.delay = lambda: go_on.wait(60)
     prompts = prompts_of(24, num_samples=1)
-
-    def release():
-        fakes.wait_until(lambda: sum(len(replica.drawn) for replica in others) == 22)
-        go_on.set()
-
-    threading.Thread(target=release).start()
+    meet(replicas)
+    slow.delay = lambda: fakes.wait_until(
+        lambda: len(slow.recalled) == 2 and sum(len(replica.drawn) for replica in others) == 22
+    )
     with pool_of(replicas, capacity=2) as pool:
         assert pool.generate(prompts) == undisturbed(prompts)
         counts = pool.take_counts()
@@ -125,31 +123,39 @@ def test_what_a_slow_replica_has_not_begun_goes_to_the_others(replicas):
 
 
 def test_the_prompts_of_a_lost_replica_are_asked_again_once(replicas):
-    replicas[0].losses, replicas[0].down_seconds = [3], None
-    for replica in replicas[1:]:
-        replica.delay = lambda: fakes.wait_until(lambda: len(replicas[0].drawn) == 3)
+    lost, *others = replicas
     prompts, notes = prompts_of(12), []
+    lost.losses, lost.down_seconds = [3], None
+    # It gets the third prompt when the pool has the samples of the first one.
+    lost.delay = lambda: fakes.wait_until(lambda: len(lost.drawn) < 3 or len(lost.submitted) == 3)
+    for replica in others:
+        replica.delay = lambda: fakes.wait_until(lambda: notes)
     with pool_of(replicas, note=notes.append) as pool:
         assert pool.generate(prompts) == undisturbed(prompts)
         counts = pool.take_counts()
         # Its window had the second prompt, of which it had drawn one sample, and the third one.
-        assert len(replicas[0].drawn) == 3
+        assert len(lost.drawn) == 3
         assert counts.retried == 2
         assert pool.generate(prompts) == undisturbed(prompts)
         assert len(pool.take_counts().replicas) == 2
         assert "2 of its prompts are asked again" in notes[0]
-        assert f"{replicas[0].address}: is down" in notes[0]
+        assert f"{lost.address}: is down" in notes[0]
 
 
 def test_a_replica_that_is_back_is_used_again(replicas):
     lost, *others = replicas
-    lost.losses, lost.down_seconds = [0], 0.6
+    lost.losses, lost.down_seconds = [0], None
     for replica in others:
-        replica.delay = lambda: time.sleep(0.03)
+        replica.delay = lambda: fakes.wait_until(lambda: lost.drawn)
     prompts, notes = prompts_of(40), []
-    with pool_of(replicas, note=notes.append) as pool:
+
+    def note(text):
+        notes.append(text)
+        if "it is left out until it answers again" in text:
+            lost.come_back()
+
+    with pool_of(replicas, note=note) as pool:
         assert pool.generate(prompts) == undisturbed(prompts)
-    assert lost.drawn
     assert any("it is left out until it answers again" in note for note in notes)
     assert f"{lost.address} answers again" in notes
 
@@ -178,12 +184,15 @@ def test_a_refused_prompt_ends_the_request_and_its_calls(replicas):
     go_on = threading.Event()
     for replica in replicas[1:]:
         replica.delay = lambda: go_on.wait(60)
+    replicas[0].delay = lambda: fakes.wait_until(lambda: all(one.submitted for one in replicas))
     prompts = prompts_of(12)
     prompts[0] = Prompt([0], seed=0, sampling=SAMPLING | {"top_k": -1})
     with pool_of(replicas) as pool:
         with pytest.raises(InvalidArgumentError) as caught:
             pool.generate(prompts)
         assert not any(replica.drawn for replica in replicas[1:])
+        contexts = [context for replica in replicas for context in replica.contexts]
+        fakes.wait_until(lambda: not any(context.is_active() for context in contexts))
         go_on.set()
         fakes.wait_until(lambda: not any(replica.streams for replica in replicas))
     assert caught.value.field == "sampling.top_k"
@@ -198,10 +207,16 @@ def test_two_prompts_of_one_name_are_refused(replicas):
 
 
 def test_a_replica_is_drained_while_the_others_draw(replicas):
-    for replica in replicas:
-        replica.delay = lambda: time.sleep(0.01)
     prompts, answers = prompts_of(60), []
+    # How many samples each may draw while it is not drained, so that some are always left.
+    allowed, over = [1, 1, 1], threading.Event()
     with pool_of(replicas) as pool:
+        for i, fake in enumerate(replicas):
+            fake.delay = lambda i=i: fakes.wait_until(
+                lambda: (
+                    over.is_set() or pool.replicas[i].updates or len(replicas[i].drawn) < allowed[i]
+                )
+            )
         work = threading.Thread(target=lambda: answers.append(pool.generate(prompts)))
         work.start()
         for replica, fake in zip(pool.replicas, replicas, strict=True):
@@ -210,6 +225,8 @@ def test_a_replica_is_drained_while_the_others_draw(replicas):
                 assert fake.streams == 0
                 before = [len(one.drawn) for one in replicas]
                 others = [i for i, one in enumerate(replicas) if one is not fake]
+                for i in others:
+                    allowed[i] = before[i] + 1
                 fakes.wait_until(
                     lambda before=before, others=others: all(
                         len(replicas[i].drawn) > before[i] for i in others
@@ -217,21 +234,24 @@ def test_a_replica_is_drained_while_the_others_draw(replicas):
                 )
                 assert fake.streams == 0
                 assert len(fake.drawn) == before[replicas.index(fake)]
+        over.set()
         work.join()
     assert answers == [undisturbed(prompts)]
 
 
 def test_a_replica_that_does_not_end_its_calls_is_not_waited_for_for_ever(replicas):
     go_on = threading.Event()
+    meet(replicas)
     replicas[0].delay = lambda: go_on.wait(60)
     prompts, answers = prompts_of(12), []
     with pool_of(replicas) as pool:
         work = threading.Thread(target=lambda: answers.append(pool.generate(prompts)))
         work.start()
         fakes.wait_until(lambda: replicas[0].streams)
-        pool.clients[0].timeout_seconds = 0.1
+        seconds, pool.clients[0].timeout_seconds = pool.clients[0].timeout_seconds, 0.1
         with pytest.raises(DeadlineError), pool.drained(pool.replicas[0]):
             pass
+        pool.clients[0].timeout_seconds = seconds
         go_on.set()
         work.join()
     assert answers == [undisturbed(prompts)]
@@ -241,7 +261,17 @@ def test_a_replica_that_does_not_end_its_calls_is_not_waited_for_for_ever(replic
 def test_scores_are_in_order_whoever_computes_them(replicas, monkeypatch, lost):
     monkeypatch.setattr("tandem.pool_scoring.SCORE_TOKENS", 8)
     replicas[0].world.logprob["senior"] = lambda token: -token
-    replicas[1].delay = lambda: time.sleep(0.05)
+    slow, used = replicas[1], replicas[:2] if lost else replicas
+    called = set()
+
+    def wait_for_the_others(replica):
+        called.add(replica)
+        fakes.wait_until(lambda: len(called) == len(used))
+        if replica is slow:
+            fakes.wait_until(lambda: sum(one.scored for one in used) == 38)
+
+    for replica in used:
+        replica.delay = lambda replica=replica: wait_for_the_others(replica)
     if lost:
         replicas[2].down_seconds = None
     sequences = [([1, 2, 3, token], 3) for token in range(40)]
@@ -251,5 +281,5 @@ def test_scores_are_in_order_whoever_computes_them(replicas, monkeypatch, lost):
         scored = pool.score(sequences, senior=True)
     assert [one.senior.tolist() for one in scored] == [[-token] for token in range(40)]
     assert bool(replicas[2].scored) != lost
-    # The slow one computes less than a third.
-    assert 0 < replicas[1].scored < 13
+    # The slow one computes its first call's, no more.
+    assert slow.scored == 2
