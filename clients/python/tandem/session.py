@@ -440,7 +440,8 @@ class Session:
             if getattr(plan, role) in (None, []):
                 problems.errors.append(ConfigError(f"cluster.{role}: a run needs a {role} server"))
         objective = settings.policy_objective() if self.purpose == "train" else None
-        checked = check_cluster(plan, objective, getattr(self, "codec", None), problems)
+        codec = getattr(self, "codec", None)
+        checked = check_cluster(plan, objective, codec, problems, uses_junior=uses.junior)
         self.in_force["cluster"] = plan.model_dump(mode="json", exclude_none=True)
         if checked.servers is not None:
             self._check_servers(checked.servers, problems)
