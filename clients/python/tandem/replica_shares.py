@@ -103,12 +103,10 @@ class Shares:
         return True
 
     def take_back(self, replica: int) -> list[int]:
-        """Puts what the replica was sent and has not answered back to the front of its share.
-
-        Returns these items.
-        """
+        """Counts what the replica was sent and has not answered as unsent; returns these items."""
         back = self.sent(replica)
         self._unsend(replica, back)
+        self._deal_out()
         return back
 
     def leave(self, replica: int, *, finish_begun: bool = False) -> list[int]:
