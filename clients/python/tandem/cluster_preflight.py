@@ -53,10 +53,13 @@ def check_cluster(
     objective: Mapping[str, Any] | None,
     codec: TextCodec | None,
     problems: Problems,
+    *,
+    uses_junior: bool,
 ) -> CheckedCluster:
     """Checks the servers that a run would start, as planned() for it, with --check-config.
 
     Each server checks its settings, models, device and memory, and the trainer the `objective`.
+    Without `uses_junior` the juniors of rollout servers bound no sequence.
     """
     resolved: dict[str, list[_Checked]] = {"rollout": [], "trainer": [], "critic": []}
     with ThreadPoolExecutor() as pool:
@@ -79,7 +82,11 @@ def check_cluster(
     return CheckedCluster(
         ServerFacts(
             max_samples=trainer[0].config["max_samples"],
-            max_model_len=min(one.max_model_len for ones in resolved.values() for one in ones),
+            max_model_len=min(
+                one.longest_sequence(junior=role != "rollout" or uses_junior)
+                for role, ones in resolved.items()
+                for one in ones
+            ),
             rollouts=[
                 RolloutFacts(
                     f"cluster.{one.field}",
@@ -106,12 +113,13 @@ class _Checked:
     config: dict[str, Any]
     objective: dict[str, Any]
 
-    @property
-    def max_model_len(self) -> int:
-        """The longest sequence that all models of the server will hold."""
-        models = (self.config.get(name) for name in SERVER_MODELS)
+    def longest_sequence(self, *, junior: bool) -> int:
+        """Returns the most tokens of a sequence of the models, its `junior` among them or not."""
+        names = [name for name in SERVER_MODELS if junior or name != "junior_model"]
+        models = (self.config.get(name) for name in names)
         limits = [max_positions(Path(model)) for model in models if model]
-        limits.append(self.config.get("junior_max_model_len"))
+        if junior:
+            limits.append(self.config.get("junior_max_model_len"))
         return min([self.config["max_model_len"], *(one for one in limits if one is not None)])
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import grpc
 
 from tandem.client import GenerateStream
-from tandem.errors import RpcError, from_status
+from tandem.errors import DeadlineError, RpcError, from_status
 from tandem.pool_request import Admit, PoolRequest, PoolState
 from tandem.requests import Prompt
 from tandem.rollout.v1 import rollout_pb2
@@ -24,11 +24,13 @@ class _Stream:
         call: the call.
         items: the item of each request_id that is not finished.
         half_closed: whether nothing more is sent.
+        answered: whether it finished a prompt.
     """
 
     call: GenerateStream
     items: dict[str, int] = field(default_factory=dict)
     half_closed: bool = False
+    answered: bool = False
 
 
 class PoolGeneration(PoolRequest[Prompt, list[trajectory_pb2.Trajectory]]):
@@ -51,7 +53,11 @@ class PoolGeneration(PoolRequest[Prompt, list[trajectory_pb2.Trajectory]]):
         self._times_sent = [0] * len(prompts)
 
     def serve(self, index: int) -> None:
-        """Keeps a Generate call open, and the replica's window full, until its share is done."""
+        """Keeps a Generate call open, and the replica's window full, until its share is done.
+
+        The deadline of a call that finished a prompt ends that call alone, and the next one has the
+        rest: a share may take longer than a call.
+        """
         client = self.replicas[index].client
         with self.changed:
             items = self.take(index)
@@ -65,6 +71,11 @@ class PoolGeneration(PoolRequest[Prompt, list[trajectory_pb2.Trajectory]]):
                     with self.changed:
                         self._take_event(index, stream, event)
                         self._top_up(index, stream)
+        except DeadlineError as error:
+            if not stream.answered:
+                raise
+            self.take_back(index, error)
+            return
         finally:
             with self.changed:
                 del self._streams[index]
@@ -129,4 +140,5 @@ class PoolGeneration(PoolRequest[Prompt, list[trajectory_pb2.Trajectory]]):
         samples[told.trajectory.sample_index] = told.trajectory
         if self.shares.answer(index, item):
             del stream.items[told.request_id]
+            stream.answered = True
             self.answer(index, item, [samples[i] for i in range(len(samples))])

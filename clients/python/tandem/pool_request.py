@@ -133,7 +133,7 @@ class PoolRequest(ABC, Generic[Item, Answer]):
 
     @abstractmethod
     def serve(self, index: int) -> None:
-        """Takes items, and asks the replica for them, until there is nothing to take."""
+        """Takes items, if there are any, and asks the admitted replica for them in one call."""
 
     @abstractmethod
     def recall(self, index: int, items: list[int]) -> None:
@@ -146,6 +146,14 @@ class PoolRequest(ABC, Generic[Item, Answer]):
     def take(self, index: int) -> list[int]:
         """Returns items to send to the replica now. Needs the lock."""
         return [] if self._is_over() else self.shares.take(index)
+
+    def take_back(self, index: int, error: RpcError) -> None:
+        """Takes back what the replica was sent and did not answer before its call ended so."""
+        with self.changed:
+            back = self.shares.take_back(index)
+            self._state.counts.retried += len(back)
+        address = self.replicas[index].client.address
+        self._state.note(f"{address}: {error.message}: {len(back)} of its prompts are asked again")
 
     def answer(self, index: int, item: int, answer: Answer) -> None:
         """Keeps the replica's answer to an item. Needs the lock."""

@@ -68,18 +68,17 @@ class PoolScoring(PoolRequest[tuple[Sequence[int], int], Scored]):
         self._options = options
 
     def serve(self, index: int) -> None:
-        """Calls Score, with SCORE_TOKENS tokens at most, until there is nothing to take."""
-        while True:
-            with self.changed:
-                items = self.take(index)
-            if not items:
-                return
-            batch = [self.items[item] for item in items]
-            scored = score(self.replicas[index].client, batch, self._options)
-            with self.changed:
-                for item, one in zip(items, scored, strict=True):
-                    self.shares.answer(index, item, self._tokens[item])
-                    self.answer(index, item, one)
+        """Calls Score once, with SCORE_TOKENS tokens at most."""
+        with self.changed:
+            items = self.take(index)
+        if not items:
+            return
+        batch = [self.items[item] for item in items]
+        scored = score(self.replicas[index].client, batch, self._options)
+        with self.changed:
+            for item, one in zip(items, scored, strict=True):
+                self.shares.answer(index, item, self._tokens[item])
+                self.answer(index, item, one)
 
     def recall(self, index: int, items: list[int]) -> None:
         """Does nothing: every sequence of a call has begun, because the window is the capacity."""

@@ -7,7 +7,7 @@ still go to another replica: to one that is done sooner, or to any if the replic
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import accumulate
 
 
@@ -49,9 +49,12 @@ class Shares:
         self._unsent: list[deque[int]] = [deque() for _ in capacities]
         # In the order in which they were sent, which is the one in which a replica begins them.
         self._sent: list[list[int]] = [[] for _ in capacities]
+        # Units of both that are not answered.
+        self._unsent_load = [0] * len(capacities)
+        self._sent_load = [0] * len(capacities)
         self.unfinished = len(units)
         self.moved = 0
-        self._divide(list(order))
+        self._divide(order, dict(enumerate(capacities)))
 
     def sent(self, replica: int) -> list[int]:
         """Returns the items that the replica was sent and has not answered."""
@@ -78,23 +81,33 @@ class Shares:
         if not self._unsent[replica]:
             self._take_over(replica)
         taken = []
-        room = self._windows[replica] - self._load(self._sent[replica])
-        queue = self._unsent[replica]
-        while queue and (self._units[queue[0]] <= room or not self._sent[replica]):
+        window, queue = self._windows[replica], self._unsent[replica]
+        while queue and (
+            self._sent_load[replica] + self._units[queue[0]] <= window or not self._sent[replica]
+        ):
             item = queue.popleft()
+            self._unsent_load[replica] -= self._units[item]
             self._sent[replica].append(item)
-            room -= self._units[item]
+            self._sent_load[replica] += self._units[item]
             taken.append(item)
         return taken
 
     def answer(self, replica: int, item: int, units: int = 1) -> bool:
         """Counts answered units of an item that the replica was sent; whether the item is done."""
         self._left[item] -= units
+        self._sent_load[replica] -= units
         if self._left[item] > 0:
             return False
         self._sent[replica].remove(item)
         self.unfinished -= 1
         return True
+
+    def take_back(self, replica: int) -> list[int]:
+        """Counts what the replica was sent and has not answered as unsent; returns these items."""
+        back = self.sent(replica)
+        self._unsend(replica, back)
+        self._deal_out()
+        return back
 
     def leave(self, replica: int, *, finish_begun: bool = False) -> list[int]:
         """Deals the replica's items out to the present ones, and sends it nothing until join().
@@ -115,23 +128,23 @@ class Shares:
         self._present.add(replica)
         self._deal_out()
 
-    def _divide(self, order: list[int]) -> None:
-        total = sum(self._units)
-        whole = sum(self._capacities)
-        ends = [total * end / whole for end in accumulate(self._capacities)]
-        replica, before = 0, 0
-        for item in order:
-            # An item belongs to the share that its middle lies in.
-            while replica < len(ends) - 1 and before + self._units[item] / 2 >= ends[replica]:
-                replica += 1
-            self._unsent[replica].append(item)
+    def _divide(self, items: Iterable[int], parts: Mapping[int, float]) -> None:
+        """Appends contiguous runs of the items to replicas' shares, in proportion to `parts`."""
+        items = list(items)
+        total, whole = sum(self._units[item] for item in items), sum(parts.values())
+        replicas = list(parts)
+        ends = [total * end / whole for end in accumulate(parts.values())]
+        place, before = 0, 0
+        for item in items:
+            # An item belongs to the run that its middle lies in.
+            while place < len(ends) - 1 and before + self._units[item] / 2 >= ends[place]:
+                place += 1
+            self._unsent[replicas[place]].append(item)
+            self._unsent_load[replicas[place]] += self._units[item]
             before += self._units[item]
 
-    def _load(self, items: Iterable[int]) -> int:
-        return sum(self._left[item] for item in items)
-
-    def _whole_load(self, replica: int) -> int:
-        return self._load(self._sent[replica]) + self._load(self._unsent[replica])
+    def _load(self, replica: int) -> int:
+        return self._sent_load[replica] + self._unsent_load[replica]
 
     def _waiting(self, replica: int) -> list[int]:
         """Returns the items that the replica was sent and cannot have begun."""
@@ -145,6 +158,8 @@ class Shares:
     def _unsend(self, replica: int, items: list[int]) -> None:
         """Puts items that were sent back to the front of the share."""
         taken_back = set(items)
+        self._sent_load[replica] -= sum(self._left[item] for item in items)
+        self._unsent_load[replica] += sum(self._units[item] for item in items)
         self._sent[replica] = [item for item in self._sent[replica] if item not in taken_back]
         self._unsent[replica].extendleft(reversed(items))
         for item in items:
@@ -155,7 +170,8 @@ class Shares:
         idle = not self._sent[replica]
         if idle and not any(self._unsent[other] for other in others):
             waiting = {other: self._waiting(other) for other in others}
-            slowest = max(others, key=lambda one: self._load(waiting[one]), default=None)
+            units = {other: sum(self._left[item] for item in waiting[other]) for other in others}
+            slowest = max(others, key=lambda one: units[one], default=None)
             if slowest is None or not waiting[slowest]:
                 return
             self._unsend(slowest, waiting[slowest])
@@ -163,10 +179,13 @@ class Shares:
         holding = [other for other in others if self._unsent[other]]
         if not holding:
             return
-        busiest = max(holding, key=lambda one: self._whole_load(one) / self._capacities[one])
+        busiest = max(holding, key=lambda one: self._load(one) / self._capacities[one])
         queue = self._unsent[busiest]
         while queue and (self._is_fair(queue[-1], busiest, replica) or not self._any(replica)):
-            self._unsent[replica].appendleft(queue.pop())
+            item = queue.pop()
+            self._unsent_load[busiest] -= self._units[item]
+            self._unsent[replica].appendleft(item)
+            self._unsent_load[replica] += self._units[item]
             self.moved += 1
 
     def _any(self, replica: int) -> bool:
@@ -174,19 +193,29 @@ class Shares:
 
     def _is_fair(self, item: int, giver: int, taker: int) -> bool:
         """Whether the giver still has the higher load once the taker has the item."""
-        units = self._left[item]
-        left = (self._whole_load(giver) - units) / self._capacities[giver]
-        return left >= (self._whole_load(taker) + units) / self._capacities[taker]
+        units = self._units[item]
+        left = (self._load(giver) - units) / self._capacities[giver]
+        return left >= (self._load(taker) + units) / self._capacities[taker]
 
     def _deal_out(self) -> None:
-        """Gives the unsent items of absent replicas to the present ones, the least loaded first."""
+        """Gives the unsent items of absent replicas to the present ones, the least loaded most."""
         if not self._present:
             return
         for replica, queue in enumerate(self._unsent):
-            while replica not in self._present and queue:
-                item = queue.popleft()
-                least = min(
-                    self._present,
-                    key=lambda one: (self._whole_load(one) / self._capacities[one], one),
-                )
-                self._unsent[least].append(item)
+            if replica not in self._present and queue:
+                items, units = list(queue), self._unsent_load[replica]
+                queue.clear()
+                self._unsent_load[replica] = 0
+                self._divide(items, self._rooms(units))
+
+    def _rooms(self, units: int) -> dict[int, float]:
+        """Returns how many of the units go to which present replica, so that loads are even."""
+        takers = sorted(self._present)
+        while True:
+            load = sum(map(self._load, takers))
+            level = (units + load) / sum(self._capacities[one] for one in takers)
+            rooms = {one: level * self._capacities[one] - self._load(one) for one in takers}
+            below = [one for one in takers if rooms[one] > 0]
+            if len(below) == len(takers):
+                return rooms
+            takers = below

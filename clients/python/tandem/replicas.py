@@ -48,7 +48,8 @@ class PoolCounts:
     Attributes:
         replicas: addresses of the replicas that answered.
         moved: prompts and sequences that a replica took over from a slower one.
-        retried: prompts and sequences that were asked again, because their replica failed.
+        retried: prompts and sequences that were asked again, because their replica failed or its
+            call reached the deadline.
     """
 
     replicas: set[str] = field(default_factory=set)

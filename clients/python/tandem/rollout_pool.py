@@ -77,9 +77,12 @@ class RolloutPool:
         named = Collector(prompts).prompts
         if len(self.replicas) > 1:
             return PoolGeneration(self._state, named, admit or _require_answer).run()
-        with self._only_replica(admit or _require_answer) as replica:
-            batches = _batches(named, lambda one: max(1, one.num_samples), replica.max_queue)
-            return [group for batch in batches for group in replica.client.generate(batch)]
+        [replica] = self.replicas
+        groups: list[list[trajectory_pb2.Trajectory]] = []
+        for batch in _batches(named, lambda one: max(1, one.num_samples), replica.max_queue):
+            with self._call_of(replica, admit or _require_answer):
+                groups += replica.client.generate(batch)
+        return groups
 
     def score(
         self,
@@ -98,9 +101,12 @@ class RolloutPool:
         options = ScoreOptions(senior, junior, temperature)
         if len(self.replicas) > 1:
             return PoolScoring(self._state, sequences, options, admit or _require_answer).run()
-        with self._only_replica(admit or _require_answer) as replica:
-            batches = _batches(sequences, lambda one: len(one[0]), SCORE_TOKENS)
-            return [one for batch in batches for one in score(replica.client, batch, options)]
+        [replica] = self.replicas
+        scored: list[Scored] = []
+        for batch in _batches(sequences, lambda one: len(one[0]), SCORE_TOKENS):
+            with self._call_of(replica, admit or _require_answer):
+                scored += score(replica.client, batch, options)
+        return scored
 
     @contextmanager
     def drained(self, replica: Replica) -> Iterator[None]:
@@ -152,16 +158,15 @@ class RolloutPool:
         self._state.changed.notify_all()
 
     @contextmanager
-    def _only_replica(self, admit: Admit) -> Iterator[Replica]:
-        """Yields the only replica, for calls from this thread: Ctrl-C reaches them."""
-        [replica] = self.replicas
+    def _call_of(self, replica: Replica, admit: Admit) -> Iterator[None]:
+        """Admits the only replica to a call, which is made in this thread: Ctrl-C reaches it."""
         changed = self._state.changed
         with changed:
             changed.wait_for(lambda: not replica.updates)
             replica.calls += 1
         try:
             admit(replica.client)
-            yield replica
+            yield
             with changed:
                 self._state.counts.replicas.add(replica.client.address)
         finally:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from typing import Any, Self, TypeVar
 
@@ -103,6 +104,9 @@ class Session:
         self._noted: set[str] = set()
         self._stack = ExitStack()
         self._credentials = Credentials()
+        # Publications of one version share its update: two at a time would disturb each other. A
+        # request may be over while a thread of it still brings a server up.
+        self._delivering = threading.RLock()
 
     def __enter__(self) -> Self:
         try:
@@ -136,7 +140,10 @@ class Session:
         The trainer reaches them at the addresses that they advertise. By default, a server that
         does not answer is left out as long as another one gets the weights. With
         objective.max_staleness above 0 this may be called while samples are drawn: one server after
-        the other then ends its calls and gets the weights, while the others go on.
+        the other then ends its calls and gets the weights, while the others go on. A single server
+        gets them at once, and its samples go on under them.
+
+        Raises ConfigError if two servers advertise one address.
         """
         if clients is not None or allow_rollback:
             chosen = self.rollouts.clients if clients is None else clients
@@ -145,7 +152,7 @@ class Session:
             return
         replicas = [replica for replica in self.rollouts.replicas if not replica.lost]
         failures: list[tuple[RolloutClient, RpcError]] = []
-        if self.settings.objective.max_staleness:
+        if self.settings.objective.max_staleness and len(self.rollouts.replicas) > 1:
             for replica in replicas:
                 with self.rollouts.drained(replica):
                     failures += self._deliver([replica.client])
@@ -160,24 +167,26 @@ class Session:
         self, clients: Sequence[RolloutClient], allow_rollback: bool = False
     ) -> list[tuple[RolloutClient, RpcError]]:
         """Publishes the trainer's weights to the clients; returns those that did not get them."""
-        failures: list[tuple[RolloutClient, RpcError]] = []
-        targets: dict[str, RolloutClient] = {}
-        for client in clients:
-            try:
-                targets[client.info().server.advertised_address] = client
-            except RpcError as error:
-                failures.append((client, error))
-        if not targets:
+        with self._delivering:
+            failures: list[tuple[RolloutClient, RpcError]] = []
+            infos: list[tuple[RolloutClient, rollout_pb2.GetServerInfoResponse]] = []
+            for client in clients:
+                try:
+                    infos.append((client, client.info()))
+                except RpcError as error:
+                    failures.append((client, error))
+            targets = _by_advertised_address(infos)
+            if not targets:
+                return failures
+            reply = self.trainer.publish_weights(list(targets), allow_rollback=allow_rollback)
+            for result in reply.results:
+                if result.status.code:
+                    failure = from_status(result.status, method="PublishWeights")
+                    failure.message = f"{result.target}: {failure.message}"
+                    failures.append((targets[result.target], failure))
+                elif result.digest != reply.weights.digest:
+                    raise TandemError(f"{result.target} received other weights than were sent")
             return failures
-        reply = self.trainer.publish_weights(list(targets), allow_rollback=allow_rollback)
-        for result in reply.results:
-            if result.status.code:
-                failure = from_status(result.status, method="PublishWeights")
-                failure.message = f"{result.target}: {failure.message}"
-                failures.append((targets[result.target], failure))
-            elif result.digest != reply.weights.digest:
-                raise TandemError(f"{result.target} received other weights than were sent")
-        return failures
 
     def require_weights(self, expected: server_pb2.WeightsVersion) -> None:
         """Raises FailedPreconditionError unless the trainer holds these weights."""
@@ -214,8 +223,8 @@ class Session:
     ) -> None:
         """Publishes the trainer's weights to a rollout server that is behind `weights`.
 
-        A server that has been restarted is. With `any_version` the trainer, and the server with it,
-        may meanwhile be ahead of `weights`.
+        A server that has been restarted is. With `any_version` the trainer may meanwhile be ahead
+        of `weights`, and the server at most as far ahead as the trainer.
 
         Raises:
             FailedPreconditionError: it serves others that are not behind, and the publications of a
@@ -223,10 +232,20 @@ class Session:
         """
         served = client.weights_version()
         if served.version < weights.version:
-            self.note(f"{client.address}: behind, gets version {weights.version}")
-            self.publish([client])
-        elif served != weights and not (any_version and served == self.weights()):
-            raise other_weights(client.address, served, weights)
+            with self._delivering:
+                # Another publication may have reached it meanwhile.
+                served = client.weights_version()
+                if served.version < weights.version:
+                    self.note(f"{client.address}: behind, gets version {weights.version}")
+                    self.publish([client])
+                    return
+        held = weights
+        if any_version and served != weights:
+            held = self.weights()
+            if weights.version < served.version < held.version:
+                return  # The trainer is ahead of its last publication.
+        if served != held:
+            raise other_weights(client.address, served, held)
 
     def generate(
         self,
@@ -421,7 +440,8 @@ class Session:
             if getattr(plan, role) in (None, []):
                 problems.errors.append(ConfigError(f"cluster.{role}: a run needs a {role} server"))
         objective = settings.policy_objective() if self.purpose == "train" else None
-        checked = check_cluster(plan, objective, getattr(self, "codec", None), problems)
+        codec = getattr(self, "codec", None)
+        checked = check_cluster(plan, objective, codec, problems, uses_junior=uses.junior)
         self.in_force["cluster"] = plan.model_dump(mode="json", exclude_none=True)
         if checked.servers is not None:
             self._check_servers(checked.servers, problems)
@@ -553,6 +573,8 @@ class Session:
                 rollouts.append(client.info())
         if trainer is None or len(rollouts) < len(clients):
             return
+        with problems.collect():
+            _by_advertised_address(zip(clients, rollouts, strict=True))
         self.rollouts = RolloutPool(list(map(Replica.of, clients, rollouts)), self.note)
         self._stack.callback(self.rollouts.close)
         self.critic_address = servers.critic or trainer.critic_address or None
@@ -635,6 +657,26 @@ def addresses_of(cluster: LocalCluster) -> ServersSettings:
         trainer=cluster.trainer.address,
         critic=cluster.critic.address if cluster.has("critic") else None,
     )
+
+
+def _by_advertised_address(
+    infos: Iterable[tuple[RolloutClient, rollout_pb2.GetServerInfoResponse]],
+) -> dict[str, RolloutClient]:
+    """Returns the clients by the addresses at which the trainer reaches their servers.
+
+    Raises ConfigError if two of them advertise the same one: the other would get no weights.
+    """
+    clients: dict[str, RolloutClient] = {}
+    for client, info in infos:
+        address = info.server.advertised_address
+        if address in clients:
+            raise ConfigError(
+                f"the rollout servers at {clients[address].address} and {client.address} advertise "
+                f"the same address, {address}",
+                hint="set server.advertised_address of each to an address that is its own",
+            )
+        clients[address] = client
+    return clients
 
 
 def other_weights(

@@ -113,7 +113,7 @@ def test_a_handoff_that_never_happened_is_told(load, max_tokens, told):
 
 def test_what_follows_the_last_round_does_not_count(load, world, counted, monkeypatch):
     """Every token is a round here, so the first MAX_ROUNDS tokens count."""
-    world.max_model_len = 512
+    world.max_model_len = world.junior_max_model_len = 512
     monkeypatch.setattr(TextCodec, "ids_ending_with", lambda codec, text: range(64))
     config = load("eval.modes=[handoff]", "sampling.max_tokens=200", counted)
     result = evaluated(config)["handoff"]

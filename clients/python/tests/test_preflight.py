@@ -418,6 +418,10 @@ def test_a_prompt_that_the_servers_of_a_cluster_cannot_hold_is_known_before_they
     ):
         said = problems(load(cluster, f"cluster.{length}=50"))
         assert f"data: {tmp_path / 'rows.jsonl'}:1: the prompt has 50 tokens, the servers'" in said
+    # A run without the junior is not bound by its limit.
+    alone = ["tandem.enabled=false", "cluster.rollout.junior_max_model_len=50"]
+    with Session(load(cluster, *alone), dry_run=True):
+        pass
     (tmp_path / "model" / "config.json").write_text('{"max_position_embeddings": 40}')
     assert "the servers' max_model_len allows 39" in problems(load(cluster))
 
