@@ -102,7 +102,7 @@ std::vector<int64_t> ParameterStore::StackedShape(const std::vector<std::string>
 std::shared_ptr<const ops::PackedWeight> ParameterStore::AllocatePacked(
     const std::vector<std::string>& names) {
   const std::vector<int64_t> shape = StackedShape(names);
-  const auto packed =
+  auto packed =
       std::make_shared<const ops::PackedWeight>(placement_.weight_format, shape[0], shape[1]);
   int64_t row = 0;
   for (const std::string& name : names) {
@@ -168,7 +168,9 @@ const ops::LinearWeight& ParameterStore::TakeLinear(const std::vector<std::strin
     return result;
   };
   const auto take_bias = [&] { return bias_names.empty() ? at::Tensor() : Allocate(bias_names); };
-  if (IsPacked(*Find(weight_names[0]))) {
+  const Parameter* const first = Find(weight_names[0]);
+  TORCH_CHECK(first != nullptr, "parameter ", weight_names[0], " is not declared");
+  if (IsPacked(*first)) {
     const bool taken = shared != nullptr && shared->packed != nullptr;
     const auto packed = taken ? shared->packed : AllocatePacked(weight_names);
     const at::Tensor bias = take_bias();
