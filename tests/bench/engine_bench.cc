@@ -5,9 +5,6 @@
 //     time N P T   N prompts of P tokens, T tokens after each, all streamed, the senior alone:
 //                  {"prefill": {"seconds", "cpu_seconds"}, "decode": {"seconds", "cpu_seconds"}}.
 //                  The first token of the first sequence ends the prefill.
-#include <sys/resource.h>
-
-#include <chrono>
 #include <condition_variable>
 #include <cstdlib>
 #include <iostream>
@@ -24,10 +21,12 @@
 #include "common/config/server_config.h"
 #include "services/rollout/engine/engine.h"
 #include "services/rollout/service/convert.h"
+#include "tests/bench/moment.h"
 
 namespace {
 
 using nlohmann::json;
+using tandem::bench::Moment;
 using tandem::rollout::PromptListener;
 
 template <typename Result>
@@ -37,25 +36,10 @@ void Check(const Result& result) {
   std::exit(1);
 }
 
-struct Moment {
-  double seconds;
-  double cpu_seconds;
-
-  static Moment Now() {
-    rusage usage;
-    getrusage(RUSAGE_SELF, &usage);
-    const auto of = [](const timeval& t) {
-      return static_cast<double>(t.tv_sec) + 1e-6 * static_cast<double>(t.tv_usec);
-    };
-    const std::chrono::duration<double> now = std::chrono::steady_clock::now().time_since_epoch();
-    return {now.count(), of(usage.ru_utime) + of(usage.ru_stime)};
-  }
-
-  json Since(const Moment& earlier) const {
-    return {{"seconds", seconds - earlier.seconds},
-            {"cpu_seconds", cpu_seconds - earlier.cpu_seconds}};
-  }
-};
+json Since(const Moment& earlier, const Moment& later) {
+  return {{"seconds", later.seconds - earlier.seconds},
+          {"cpu_seconds", later.cpu_seconds - earlier.cpu_seconds}};
+}
 
 // The events of all prompts of a job.
 class Progress {
@@ -116,7 +100,7 @@ json Time(tandem::rollout::Engine& engine, int64_t sequences, int64_t prompt_tok
   Check(engine.Submit(std::move(batch)).status());
   progress.Wait();
   const Moment end = Moment::Now();
-  return {{"prefill", progress.first().Since(begin)}, {"decode", end.Since(progress.first())}};
+  return {{"prefill", Since(begin, progress.first())}, {"decode", Since(progress.first(), end)}};
 }
 
 }  // namespace

@@ -43,7 +43,7 @@ class Replica:
 
 @dataclass
 class PoolCounts:
-    """What a pool's replicas did. The numbers depend on the clock, the answers do not.
+    """Work of a pool's replicas. The numbers depend on the clock, the answers do not.
 
     Attributes:
         replicas: addresses of the replicas that answered.

@@ -34,7 +34,7 @@ def prompts_of(count, num_samples=2):
 
 
 def undisturbed(prompts, version=0):
-    """What one server answers."""
+    """The answers of one server alone."""
     return [
         [fakes.sample(prompt.message(), i, version) for i in range(prompt.num_samples)]
         for prompt in prompts

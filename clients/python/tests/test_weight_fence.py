@@ -1,4 +1,4 @@
-"""Which weights a run lets its rollout servers use, and how they get them."""
+"""Weights that a run lets its rollout servers use, and their way there."""
 
 import threading
 

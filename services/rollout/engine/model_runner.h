@@ -51,7 +51,7 @@ struct Pass {
 // the given one and log_keep_mass is 0. A row whose logits are not numbers has an error of its own.
 using PassResults = std::vector<absl::StatusOr<SampledToken>>;
 
-// Which blocks there are and what they contain is the caller's to know (block_pool.h); the runner
+// The caller knows which blocks there are and what they contain (block_pool.h); the runner
 // only has their memory.
 class ModelRunner {
  public:

@@ -13,6 +13,7 @@ cd "$(dirname "$0")/../../.."
 JOBS=${JOBS:-$(setup/jobs.sh)}
 FOLDER=$PWD/.cache/llama.cpp-$VERSION
 DRIVER=$PWD/tests/bench/rollout/llama_driver.cc
+MOMENT=$PWD/tests/bench/moment.h
 mkdir -p "$FOLDER"
 
 if [[ ! -e $FOLDER/source/CMakeLists.txt ]]; then
@@ -35,8 +36,8 @@ if [[ ! -e $FOLDER/build/bin/libllama.so ]]; then
   cmake --build "$FOLDER/build" -j "$JOBS" --target llama >>"$FOLDER/build.log"
 fi
 
-if [[ $DRIVER -nt $FOLDER/llama_driver ]]; then
-  g++ -std=c++20 -O2 -Wall -Wextra -Werror "$DRIVER" -isystem "$FOLDER/source/include" \
+if [[ $DRIVER -nt $FOLDER/llama_driver || $MOMENT -nt $FOLDER/llama_driver ]]; then
+  g++ -std=c++20 -O2 -Wall -Wextra -Werror -I"$PWD" "$DRIVER" -isystem "$FOLDER/source/include" \
     -isystem "$FOLDER/source/ggml/include" -L "$FOLDER/build/bin" -Wl,-rpath,"$FOLDER/build/bin" \
     -lllama -lggml -lggml-base -lggml-cpu -o "$FOLDER/llama_driver"
 fi

@@ -9,10 +9,8 @@
 //
 // Batch sizes are those of the rollout server (2,048 tokens); all else is llama.cpp's default.
 #include <llama.h>
-#include <sys/resource.h>
 
 #include <algorithm>
-#include <chrono>
 #include <cstdint>
 #include <cstdlib>
 #include <iostream>
@@ -20,7 +18,11 @@
 #include <string>
 #include <vector>
 
+#include "tests/bench/moment.h"
+
 namespace {
+
+using tandem::bench::Moment;
 
 constexpr uint32_t kBatchTokens = 2048;
 
@@ -29,23 +31,8 @@ constexpr uint32_t kBatchTokens = 2048;
   std::exit(1);
 }
 
-struct Clock {
-  double seconds;
-  double cpu_seconds;
-
-  static Clock Now() {
-    rusage usage;
-    getrusage(RUSAGE_SELF, &usage);
-    const auto of = [](const timeval& t) {
-      return static_cast<double>(t.tv_sec) + 1e-6 * static_cast<double>(t.tv_usec);
-    };
-    const std::chrono::duration<double> now = std::chrono::steady_clock::now().time_since_epoch();
-    return {now.count(), of(usage.ru_utime) + of(usage.ru_stime)};
-  }
-};
-
-std::string Since(const Clock& begin) {
-  const Clock now = Clock::Now();
+std::string Since(const Moment& begin) {
+  const Moment now = Moment::Now();
   std::ostringstream json;
   json.precision(9);
   json << "{\"seconds\": " << now.seconds - begin.seconds
@@ -78,10 +65,10 @@ class Driver {
     for (int s = 0; s < sequences; ++s) {
       for (int i = 0; i < prompt_tokens; ++i) Add(Token(s, i), i, s, i + 1 == prompt_tokens);
     }
-    const Clock prefill = Clock::Now();
+    const Moment prefill = Moment::Now();
     Decode();
     const std::string prefill_time = Since(prefill);
-    const Clock decode = Clock::Now();
+    const Moment decode = Moment::Now();
     for (int i = prompt_tokens; i < prompt_tokens + new_tokens - 1; ++i) {
       batch_.n_tokens = 0;
       for (int s = 0; s < sequences; ++s) Add(Token(s, i), i, s, true);
