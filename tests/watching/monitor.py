@@ -13,7 +13,7 @@ import threading
 import urllib.error
 import urllib.parse
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import ExitStack, contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -129,6 +129,26 @@ class Monitor:
         """The alerts that have fired so far, each with the server that it was about."""
         found = self.query('max_over_time(ALERTS{alertstate="firing"}[1h])')
         return {(one["metric"]["alertname"], one["metric"]["server"]) for one in found}
+
+    def wait_for_alerts(
+        self, alerts: Set[tuple[str, str]], *, meanwhile: Callable[[], object] = lambda: None
+    ) -> None:
+        """Returns when these have fired, each (alert, server); fails with the names of the others.
+
+        `meanwhile` is called before each look.
+        """
+        missing = alerts
+
+        def all_fired() -> bool:
+            nonlocal missing
+            meanwhile()
+            missing = alerts - self.fired()
+            return not missing
+
+        try:
+            wait_until(all_fired)
+        except AssertionError as error:
+            raise AssertionError(f"{sorted(missing)} have not fired: {error}") from None
 
     def _write_config(self, servers: Sequence[Server]) -> None:
         config = yaml.safe_load((shipped.PROMETHEUS / self._config.name).read_text())
