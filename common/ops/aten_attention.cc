@@ -1,11 +1,10 @@
 #include "common/ops/aten_attention.h"
 
 #include <ATen/ATen.h>
+#include <ATen/Parallel.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 
 #include <cstddef>
-
-#include "common/ops/parallel_for.h"
 
 namespace tandem::ops {
 namespace {
@@ -117,7 +116,7 @@ AttentionGradients AtenCausalAttentionBackward(const at::Tensor& dy_in, const at
       of_item(d.v, 1).copy_(dv.sum(1, /*keepdim=*/true));
     }
   };
-  ParallelFor((static_cast<int64_t>(offsets.size()) - 1) * key_value_heads, kWorkPerThread, run);
+  at::parallel_for(0, (static_cast<int64_t>(offsets.size()) - 1) * key_value_heads, 1, run);
   return d;
 }
 

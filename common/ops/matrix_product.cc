@@ -174,7 +174,8 @@ void MultiplyTiles(const Method& method, const at::Tensor& product, const at::Te
   const int64_t m = a.size(0), n = b.size(1), k = a.size(1);
   const TileCounts tiles = CountTiles(m, n);
   const int64_t count = tiles.down * tiles.across;
-  ParallelFor(count, m * n * k / count, [&](int64_t begin, int64_t end) {
+  const int64_t grain = std::max<int64_t>(1, kWorkPerThread / (m * n * k / count + 1));
+  at::parallel_for(0, count, grain, [&](int64_t begin, int64_t end) {
     const at::NoGradGuard no_grad;  // a setting of this thread
     for (int64_t tile = begin; tile < end; ++tile) {
       const int64_t i = tile / tiles.across, j = tile % tiles.across;

@@ -1,6 +1,7 @@
 #include "common/ops/packed_weight.h"
 
 #include <ATen/ATen.h>
+#include <ATen/Parallel.h>
 #include <ATen/core/grad_mode.h>
 
 #include <algorithm>
@@ -26,9 +27,8 @@ void PackedWeight::SetRows(int64_t first, const at::Tensor& values) const {
   TORCH_CHECK(first >= 0 && first + rows <= out(), "packed weight: ", rows, " rows from ", first,
               " on of ", out());
   const at::NoGradGuard no_grad;
-  constexpr int64_t kWorkPerWeight = 4;
   const int64_t chunks = (rows + kernels::kPanelOuts - 1) / kernels::kPanelOuts;
-  ParallelFor(chunks, kernels::kPanelOuts * in() * kWorkPerWeight, [&](int64_t begin, int64_t end) {
+  at::parallel_for(0, chunks, /*grain_size=*/1, [&](int64_t begin, int64_t end) {
     for (int64_t chunk = begin; chunk < end; ++chunk) {
       const int64_t row = chunk * kernels::kPanelOuts;
       const int64_t count = std::min(kernels::kPanelOuts, rows - row);

@@ -7,6 +7,8 @@
 #include <algorithm>
 #include <cstdint>
 
+#include "common/ops/thread_team.h"
+
 namespace tandem::ops {
 
 // Below this many multiply-adds (or exponentials) a second thread costs more than it saves.
@@ -14,12 +16,19 @@ inline constexpr int64_t kWorkPerThread = 1 << 15;
 
 // Calls fn(begin, end) for consecutive ranges that cover [0, count), on up to at::get_num_threads()
 // threads. Each item costs `work` multiply-adds; fewer threads are used for little work. The ranges
-// depend on the number of threads, so results must not depend on them. An exception of `fn` is
-// rethrown.
+// depend on the number of threads, so results must not depend on them. `fn` calls no operation that
+// divides its work itself, as those of ATen may. An exception of `fn` is rethrown.
 template <typename Function>
 void ParallelFor(int64_t count, int64_t work, const Function& fn) {
+  if (count <= 0) return;
+  // More than threads, so that the others take the work of a thread that is interrupted.
+  constexpr int64_t kPartsPerThread = 4;
+  const int threads = at::in_parallel_region() ? 1 : at::get_num_threads();
   const int64_t grain = std::max<int64_t>(1, kWorkPerThread / std::max<int64_t>(1, work));
-  at::parallel_for(0, count, grain, fn);
+  const int64_t parts =
+      threads == 1 ? 1 : std::min((count + grain - 1) / grain, kPartsPerThread * threads);
+  ThreadTeam::OfProcess().Run(
+      parts, threads, [&](int64_t part) { fn(count * part / parts, count * (part + 1) / parts); });
 }
 
 }  // namespace tandem::ops

@@ -2,6 +2,8 @@
 
 #include <gtest/gtest.h>
 
+#include <chrono>
+#include <condition_variable>
 #include <fstream>
 #include <mutex>
 #include <set>
@@ -16,13 +18,17 @@ class ParallelForTest : public testing::Test {
  protected:
   ~ParallelForTest() override { at::set_num_threads(threads_before_); }
 
-  // Returns the threads that ran a loop of `count` items of `work` multiply-adds.
-  static std::set<std::thread::id> Threads(int64_t count, int64_t work) {
+  // Returns the threads that ran a loop of `count` items of `work` multiply-adds. A range ends when
+  // `expected` threads have begun one, or after ten seconds.
+  static std::set<std::thread::id> Threads(int64_t count, int64_t work, size_t expected) {
     std::mutex mutex;
+    std::condition_variable begun;
     std::set<std::thread::id> threads;
     ParallelFor(count, work, [&](int64_t, int64_t) {
-      const std::lock_guard<std::mutex> lock(mutex);
+      std::unique_lock lock(mutex);
       threads.insert(std::this_thread::get_id());
+      begun.notify_all();
+      begun.wait_for(lock, std::chrono::seconds(10), [&] { return threads.size() >= expected; });
     });
     return threads;
   }
@@ -33,14 +39,14 @@ class ParallelForTest : public testing::Test {
 
 TEST_F(ParallelForTest, DividesWorkAmongTheThreadsThatAreSet) {
   at::set_num_threads(2);
-  EXPECT_EQ(Threads(8, kWorkPerThread).size(), 2);
+  EXPECT_EQ(Threads(8, kWorkPerThread, 2).size(), 2);
   at::set_num_threads(1);
-  EXPECT_EQ(Threads(8, kWorkPerThread).size(), 1);
+  EXPECT_EQ(Threads(8, kWorkPerThread, 1).size(), 1);
 }
 
 TEST_F(ParallelForTest, KeepsSmallWorkOnTheCallersThread) {
   at::set_num_threads(2);
-  EXPECT_EQ(Threads(8, 1), std::set<std::thread::id>{std::this_thread::get_id()});
+  EXPECT_EQ(Threads(8, 1, 1), std::set<std::thread::id>{std::this_thread::get_id()});
 }
 
 TEST_F(ParallelForTest, VisitsEveryItemOnce) {

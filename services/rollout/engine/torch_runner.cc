@@ -1,7 +1,6 @@
 #include "services/rollout/engine/torch_runner.h"
 
 #include <ATen/ATen.h>
-#include <ATen/Parallel.h>
 #include <c10/core/InferenceMode.h>
 
 #include <algorithm>
@@ -9,6 +8,7 @@
 #include <utility>
 
 #include "common/base/status_macros.h"
+#include "common/ops/parallel_for.h"
 #include "common/tandem/tandem_sampler.h"
 #include "common/tensor/catch_torch_errors.h"
 #include "services/rollout/engine/rollout_memory.h"
@@ -71,7 +71,8 @@ absl::Status TorchRunner::Compute(const Pass& pass, PassResults* results) {
       // The host waits for a GPU here: once per pass, unless the pass has very many rows.
       const at::Tensor logits = rows_of_chunk.to(at::kCPU, at::kFloat).contiguous();
       const float* const data = logits.const_data_ptr<float>();
-      at::parallel_for(0, count, 1, [&](int64_t first, int64_t last) {
+      constexpr int64_t kWorkPerLogit = 16;  // in multiply-adds: about one exponential
+      ops::ParallelFor(count, width * kWorkPerLogit, [&](int64_t first, int64_t last) {
         for (int64_t i = first; i < last; ++i) {
           (*results)[begin + i] =
               Read({data + i * width, static_cast<size_t>(width)}, *rows[begin + i]);
