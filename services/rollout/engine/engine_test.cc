@@ -148,7 +148,7 @@ TEST_F(EngineTest, ABfloat16CacheChangesNoLaw) {
   narrow.max_num_seqs = 2;
   narrow.max_batched_tokens = 3;
   narrow.compute.num_threads = 1;
-  // Two blocks of each lane are for scores, three for sequences that come to need two each.
+  // The smallest cache: two blocks of each lane for sequences that come to need two each.
   EngineOptions preempting = wide;
   preempting.available_memory_bytes = 1;
   std::vector<std::vector<Trajectory>> runs;
@@ -163,6 +163,8 @@ TEST_F(EngineTest, ABfloat16CacheChangesNoLaw) {
     preemptions.push_back(engine->Stats().preemptions_total);
   }
   ASSERT_EQ(runs[0].size(), 19u);
+  EXPECT_EQ(preemptions[0], 0);
+  EXPECT_GT(preemptions[2], 0);
   for (const size_t other : {1, 2}) {
     for (size_t i = 0; i < runs[0].size(); ++i) {
       EXPECT_EQ(runs[other][i].response_token_ids, runs[0][i].response_token_ids);
