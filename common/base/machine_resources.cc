@@ -139,6 +139,12 @@ std::optional<int64_t> AvailableMemoryBytes(const std::string& root) {
   return available;
 }
 
+std::optional<int64_t> AvailableMemoryOfRank(const RankEnvironment& environment) {
+  std::optional<int64_t> available = AvailableMemoryBytes();
+  if (available.has_value()) *available /= environment.local_world_size;
+  return available;
+}
+
 int AvailableCores(const std::string& root) {
   int cores = PhysicalCores(root);
   const std::optional<double> quota = ControlGroupLimits(root).cpus;

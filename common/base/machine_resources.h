@@ -7,6 +7,8 @@
 #include <optional>
 #include <string>
 
+#include "common/base/rank_environment.h"
+
 namespace tandem {
 
 // Bytes that the process may still take: the smallest of what the kernel calls available
@@ -14,6 +16,9 @@ namespace tandem {
 // cache counted as free; nullopt where the system does not say. Tests give a `root` folder with a
 // proc and a sys of their own.
 std::optional<int64_t> AvailableMemoryBytes(const std::string& root = "");
+
+// AvailableMemoryBytes divided among the ranks on this machine.
+std::optional<int64_t> AvailableMemoryOfRank(const RankEnvironment& environment);
 
 // Cores for a compute-bound pool of threads: physical cores in the process's affinity mask
 // (hyper-threads counted once), at most the whole CPUs that the quota of the control groups grants;

@@ -26,6 +26,7 @@ absl::Status CheckFits(const MemoryPlan& plan, int64_t available_bytes) {
   for (const MemoryPlan::Item& item : plan.items) {
     if (!item.on_host) continue;
     absl::StrAppend(&items, items.empty() ? "" : ", ", item.name, " ", gigabytes(item.bytes));
+    if (!item.note.empty()) absl::StrAppend(&items, ": ", item.note);
   }
   return absl::ResourceExhaustedError(
       absl::StrCat("the configuration needs ", gigabytes(plan.host_bytes()), " (", items, ") and ",

@@ -16,7 +16,8 @@ struct MemoryPlan {
   struct Item {
     std::string name;  // "senior_kv_cache"
     int64_t bytes = 0;
-    bool on_host = true;  // false: in the memory of the compute device
+    bool on_host = true;    // false: in the memory of the compute device
+    std::string note = {};  // what the bytes follow from, for the reader; may be empty
   };
   std::vector<Item> items;
 

@@ -17,8 +17,8 @@ namespace tandem {
 // as it is used. Not thread-safe: it belongs to the engine's thread.
 class KvCache {
  public:
-  // `layers` is Model::CacheLayout of the model that writes it; `device` and `dtype` are the
-  // model's.
+  // `layers` is Model::CacheLayout of the model that writes it, and `device` that of the model.
+  // `dtype` is float32 or bfloat16, whatever the model computes in.
   KvCache(const std::vector<LayerCache>& layers, int64_t num_blocks, at::Device device = at::kCPU,
           at::ScalarType dtype = at::kFloat);
 

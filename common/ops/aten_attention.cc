@@ -75,8 +75,8 @@ at::Tensor AtenCachedAttention(const at::Tensor& q, const at::Tensor& k, const a
     const at::Tensor places = positions.remainder(block_tokens);
     const auto appended = [&](const at::Tensor& cache, const at::Tensor& x) {
       const at::Tensor by_position = cache.transpose(1, 2);  // [blocks, tokens, kv_heads, D]
-      by_position.index_put_({blocks, places}, x.narrow(0, begin, rows));
-      return by_position.index_select(0, table).flatten(0, 1).narrow(0, 0, end);
+      by_position.index_put_({blocks, places}, x.narrow(0, begin, rows).to(cache.scalar_type()));
+      return by_position.index_select(0, table).flatten(0, 1).narrow(0, 0, end).to(q.scalar_type());
     };
     outputs.push_back(
         AtenAttention(q.narrow(0, begin, rows), appended(key_cache, k), appended(value_cache, v)));

@@ -6,7 +6,6 @@
 
 #include <algorithm>
 #include <cmath>
-#include <cstring>
 
 #include "common/kernels/cpu/cpu_kernels.h"
 #include "common/ops/aten_attention.h"
@@ -53,18 +52,24 @@ void LinearKernel(const at::Tensor& x_in, const at::Tensor& weight, const at::Te
 }
 
 // Where one sequence of a ragged batch has its keys and values.
+template <typename Number>
 struct AttentionSource {
-  const float* k;
+  const Number* k;
   int64_t k_position_stride, k_head_stride;
-  const float* v;
+  const Number* v;
   int64_t v_position_stride, v_head_stride;
   int64_t first_position;
   const int32_t* blocks = nullptr;  // as in AttentionArgs
   int64_t block_stride = 0;
 };
 
-// Attention of q to the keys and values at source(s) for each sequence s.
-template <typename Source>
+void Attend(const kernels::AttentionArgs<float>& args) { kernels::GetCpuKernels().attention(args); }
+void Attend(const kernels::AttentionArgs<uint16_t>& args) {
+  kernels::GetCpuKernels().bfloat16_attention(args);
+}
+
+// Attention of q to the keys and values of type Number at source(s) for each sequence s.
+template <typename Number, typename Source>
 at::Tensor AttentionKernel(const at::Tensor& q, int64_t key_value_heads,
                            const std::vector<int64_t>& offsets, const Source& source) {
   constexpr int64_t kRowsPerItem = 32;  // so that threads divide a long prompt
@@ -86,9 +91,9 @@ at::Tensor AttentionKernel(const at::Tensor& q, int64_t key_value_heads,
   const auto run = [&](int64_t first, int64_t last) {
     for (int64_t i = first; i < last; ++i) {
       const Item& item = items[i];
-      const AttentionSource from = source(item.sequence);
+      const AttentionSource<Number> from = source(item.sequence);
       const int64_t column = item.head * group * head_dim;
-      kernels::GetCpuKernels().attention({
+      Attend(kernels::AttentionArgs<Number>{
           Data(q) + item.begin * q.stride(0) + column,
           q.stride(0),
           from.k + item.head * from.k_head_stride,
@@ -114,6 +119,54 @@ at::Tensor AttentionKernel(const at::Tensor& q, int64_t key_value_heads,
 // Returns x [T, heads, D], or a copy if the heads of a row are not contiguous.
 at::Tensor HeadsPacked(const at::Tensor& x) {
   return x.stride(2) == 1 && x.stride(1) == x.size(2) ? x : x.contiguous();
+}
+
+// Writes `count` numbers into the cache. bf16 is rounded to the nearest, ties to even.
+void Append(float* to, const float* from, int64_t count) { std::copy_n(from, count, to); }
+void Append(uint16_t* to, const float* from, int64_t count) {
+  for (int64_t i = 0; i < count; ++i) to[i] = at::BFloat16(from[i]).x;
+}
+
+// CachedAttention with a cache of type Number, which is what the rows attend to, their own keys
+// and values included: a row has the same bits whether the keys before it are new or old.
+template <typename Number>
+at::Tensor CachedAttentionKernel(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                                 const std::vector<int64_t>& offsets,
+                                 const PagedSequences& sequences, const at::Tensor& key_cache,
+                                 const at::Tensor& value_cache) {
+  constexpr int64_t kTokens = kernels::kAttentionBlock;
+  auto* const keys = static_cast<Number*>(key_cache.mutable_data_ptr());
+  auto* const values = static_cast<Number*>(value_cache.mutable_data_ptr());
+  const auto table = [&](size_t s) {
+    return sequences.block_table.const_data_ptr<int32_t>() +
+           static_cast<int64_t>(s) * sequences.block_table.size(1);
+  };
+  for (size_t s = 0; s < sequences.starts.size(); ++s) {
+    for (int64_t row = offsets[s]; row < offsets[s + 1]; ++row) {
+      const int64_t position = sequences.starts[s] + row - offsets[s];
+      const int64_t block = table(s)[position / kTokens], place = position % kTokens;
+      const auto append = [&](Number* numbers, const at::Tensor& cache, const at::Tensor& x) {
+        for (int64_t head = 0; head < x.size(1); ++head) {
+          Append(
+              numbers + block * cache.stride(0) + head * cache.stride(1) + place * cache.stride(2),
+              Data(x) + row * x.stride(0) + head * x.stride(1), x.size(2));
+        }
+      };
+      append(keys, key_cache, k);
+      append(values, value_cache, v);
+    }
+  }
+  return AttentionKernel<Number>(q, k.size(1), offsets, [&](int64_t sequence) {
+    return AttentionSource<Number>{.k = keys,
+                                   .k_position_stride = key_cache.stride(2),
+                                   .k_head_stride = key_cache.stride(1),
+                                   .v = values,
+                                   .v_position_stride = value_cache.stride(2),
+                                   .v_head_stride = value_cache.stride(1),
+                                   .first_position = sequences.starts[sequence],
+                                   .blocks = table(sequence),
+                                   .block_stride = key_cache.stride(0)};
+  });
 }
 
 }  // namespace
@@ -212,14 +265,14 @@ at::Tensor CausalAttention(const at::Tensor& q_in, const at::Tensor& k_in, const
   if (!HasCpuKernels(q_in)) return AtenCausalAttention(q_in, k_in, v_in, offsets);
   if (at::GradMode::is_enabled()) return DifferentiableAttention(q_in, k_in, v_in, offsets);
   const at::Tensor q = HeadsPacked(q_in), k = Packed(k_in), v = Packed(v_in);
-  return AttentionKernel(q, k.size(1), offsets, [&](int64_t sequence) {
-    return AttentionSource{Data(k) + offsets[sequence] * k.stride(0),
-                           k.stride(0),
-                           k.stride(1),
-                           Data(v) + offsets[sequence] * v.stride(0),
-                           v.stride(0),
-                           v.stride(1),
-                           0};
+  return AttentionKernel<float>(q, k.size(1), offsets, [&](int64_t sequence) {
+    return AttentionSource<float>{Data(k) + offsets[sequence] * k.stride(0),
+                                  k.stride(0),
+                                  k.stride(1),
+                                  Data(v) + offsets[sequence] * v.stride(0),
+                                  v.stride(0),
+                                  v.stride(1),
+                                  0};
   });
 }
 
@@ -231,42 +284,17 @@ at::Tensor CachedAttention(const at::Tensor& q_in, const at::Tensor& k_in, const
     return AtenCachedAttention(q_in, k_in, v_in, offsets, sequences, key_cache, value_cache);
   }
   constexpr int64_t kTokens = kernels::kAttentionBlock;
+  const at::ScalarType type = key_cache.scalar_type();
   TORCH_CHECK(key_cache.size(2) == kTokens && key_cache.is_contiguous() &&
                   value_cache.size(2) == kTokens && value_cache.is_contiguous(),
               "the blocks of the cache must be contiguous and hold ", kTokens, " tokens");
+  TORCH_CHECK((type == at::kFloat || type == at::kBFloat16) && value_cache.scalar_type() == type,
+              "keys and values must be float32 or bfloat16, both of one type");
   const at::Tensor q = HeadsPacked(q_in), k = Packed(k_in), v = Packed(v_in);
-  const int64_t key_value_heads = k.size(1);
-  const auto table = [&](size_t s) {
-    return sequences.block_table.const_data_ptr<int32_t>() +
-           static_cast<int64_t>(s) * sequences.block_table.size(1);
-  };
-  for (size_t s = 0; s < sequences.starts.size(); ++s) {
-    for (int64_t row = offsets[s]; row < offsets[s + 1]; ++row) {
-      const int64_t position = sequences.starts[s] + row - offsets[s];
-      const int64_t block = table(s)[position / kTokens], place = position % kTokens;
-      const auto append = [&](const at::Tensor& cache, const at::Tensor& x) {
-        for (int64_t head = 0; head < key_value_heads; ++head) {
-          std::memcpy(MutableData(cache) + block * cache.stride(0) + head * cache.stride(1) +
-                          place * cache.stride(2),
-                      Data(x) + row * x.stride(0) + head * x.stride(1),
-                      static_cast<size_t>(x.size(2)) * sizeof(float));
-        }
-      };
-      append(key_cache, k);
-      append(value_cache, v);
-    }
+  if (type == at::kBFloat16) {
+    return CachedAttentionKernel<uint16_t>(q, k, v, offsets, sequences, key_cache, value_cache);
   }
-  return AttentionKernel(q, key_value_heads, offsets, [&](int64_t sequence) {
-    return AttentionSource{.k = Data(key_cache),
-                           .k_position_stride = key_cache.stride(2),
-                           .k_head_stride = key_cache.stride(1),
-                           .v = Data(value_cache),
-                           .v_position_stride = value_cache.stride(2),
-                           .v_head_stride = value_cache.stride(1),
-                           .first_position = sequences.starts[sequence],
-                           .blocks = table(sequence),
-                           .block_stride = key_cache.stride(0)};
-  });
+  return CachedAttentionKernel<float>(q, k, v, offsets, sequences, key_cache, value_cache);
 }
 
 }  // namespace tandem::ops

@@ -56,9 +56,10 @@ at::Tensor CausalAttention(const at::Tensor& q, const at::Tensor& k, const at::T
                            const std::vector<int64_t>& offsets);
 
 // Attention of new rows to a cache: the rows [offsets[s], offsets[s + 1]) continue sequence s at
-// position starts[s]. Writes k and v into the blocks of the sequences, then attends to all
-// positions up to each row's own. key_cache and value_cache [blocks, kv_heads, tokens in a block,
-// D], device and type of q -> [T, heads * D]. No autograd.
+// position starts[s]. Writes k and v into the blocks of the sequences, rounded to the type of the
+// cache, then attends to what the cache holds for all positions up to each row's own. key_cache and
+// value_cache [blocks, kv_heads, tokens in a block, D], device of q, fp32 or bf16 -> [T, heads * D]
+// in q's type. No autograd.
 at::Tensor CachedAttention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                            const std::vector<int64_t>& offsets, const PagedSequences& sequences,
                            const at::Tensor& key_cache, const at::Tensor& value_cache);

@@ -101,6 +101,48 @@ TEST_F(OpsTest, CachedAttentionEqualsCausalAttentionBitForBit) {
   }
 }
 
+// The rows attend to rounded keys and values, their own included, however they are divided into
+// passes.
+TEST_F(OpsTest, ABfloat16CacheEqualsAFloat32CacheOfRoundedKeysAndValues) {
+  c10::InferenceMode guard;
+  const int64_t length = 150;
+  for (const int64_t head_dim : {16, 20}) {
+    const at::Tensor q = at::randn({length, 6, head_dim}), k = at::randn({length, 3, head_dim});
+    const at::Tensor v = at::randn({length, 3, head_dim});
+    const auto rounded = [](const at::Tensor& x) { return x.to(at::kBFloat16).to(at::kFloat); };
+    const auto attend = [&](at::ScalarType type, const at::Tensor& keys, const at::Tensor& values,
+                            const std::vector<int64_t>& ends) {
+      const at::Tensor key_cache = at::full({4, 3, 64, head_dim}, std::nan("")).to(type);
+      const at::Tensor value_cache = key_cache.clone(), table = BlockTable({{3, 1, 0}});
+      std::vector<at::Tensor> outputs;
+      int64_t begin = 0;
+      for (const int64_t end : ends) {
+        const auto rows = [&](const at::Tensor& x) { return x.narrow(0, begin, end - begin); };
+        outputs.push_back(CachedAttention(rows(q), rows(keys), rows(values), {0, end - begin},
+                                          {.starts = {begin}, .block_table = table}, key_cache,
+                                          value_cache));
+        begin = end;
+      }
+      return at::cat(outputs);
+    };
+    const at::Tensor expected = attend(at::kFloat, rounded(k), rounded(v), {length});
+    EXPECT_FALSE(at::equal(expected, attend(at::kFloat, k, v, {length})));
+    EXPECT_TRUE(at::equal(attend(at::kBFloat16, k, v, {length}), expected));
+    EXPECT_TRUE(at::equal(attend(at::kBFloat16, k, v, {40, 41, 64, 149, length}), expected));
+    SetKernelPath(KernelPath::kAten);
+    const at::Tensor aten = attend(at::kBFloat16, k, v, {40, 41, 64, 149, length});
+    SetKernelPath(KernelPath::kAuto);
+    EXPECT_LE((aten - expected).abs().max().item<double>(), 1e-5);
+  }
+}
+
+TEST_F(OpsTest, ACacheOfAnotherTypeIsRefused) {
+  c10::InferenceMode guard;
+  const at::Tensor q = at::randn({1, 2, 16}), k = at::randn({1, 1, 16});
+  const at::Tensor half = at::zeros({1, 1, 64, 16}, at::kHalf);
+  EXPECT_THROW(CachedAttention(q, k, k, {0, 1}, {{0}, BlockTable({{0}})}, half, half), c10::Error);
+}
+
 TEST_F(OpsTest, InferenceRowsDoNotDependOnTheBatch) {
   c10::InferenceMode guard;
   const at::Tensor x = at::randn({300, 96}), w = at::randn({200, 96});
@@ -253,22 +295,27 @@ TEST_P(AtenPathTest, CausalAttentionOfRaggedBatches) {
   });
 }
 
+// The cache has the type of the operands, or bfloat16, or float32.
 TEST_P(AtenPathTest, CachedAttentionContinuesSequences) {
   const at::Tensor q = Normal({95, 6, 16}), k = Normal({95, 2, 16}), v = Normal({95, 2, 16});
-  ExpectTheKernelsResult([&](auto on) {
-    const at::Tensor empty = at::full({5, 2, 64, 16}, std::nan(""));
-    const at::Tensor keys = on(empty), values = on(empty);
-    const auto pass = [&](int64_t begin, const std::vector<int64_t>& offsets,
-                          const std::vector<std::vector<int32_t>>& tables,
-                          const std::vector<int64_t>& starts) {
-      const auto rows = [&](const at::Tensor& x) { return on(x.narrow(0, begin, offsets.back())); };
-      const at::Tensor table = BlockTable(tables).to(keys.device());
-      return CachedAttention(rows(q), rows(k), rows(v), offsets, {starts, table}, keys, values);
-    };
-    // A prompt; more rows of it, into a second block, beside another prompt; more rows of both.
-    return at::cat({pass(0, {0, 60}, {{4}}, {0}), pass(60, {0, 6, 20}, {{4, 1}, {2, 0}}, {60, 0}),
-                    pass(80, {0, 5, 15}, {{2}, {4, 1}}, {14, 66})});
-  });
+  for (const at::ScalarType cache : {GetParam().dtype, at::kBFloat16, at::kFloat}) {
+    ExpectTheKernelsResult([&](auto on) {
+      const at::Tensor empty = at::full({5, 2, 64, 16}, std::nan(""));
+      const at::Tensor keys = on(empty).to(cache), values = keys.clone();
+      const auto pass = [&](int64_t begin, const std::vector<int64_t>& offsets,
+                            const std::vector<std::vector<int32_t>>& tables,
+                            const std::vector<int64_t>& starts) {
+        const auto rows = [&](const at::Tensor& x) {
+          return on(x.narrow(0, begin, offsets.back()));
+        };
+        const at::Tensor table = BlockTable(tables).to(keys.device());
+        return CachedAttention(rows(q), rows(k), rows(v), offsets, {starts, table}, keys, values);
+      };
+      // A prompt; more rows of it, into a second block, beside another prompt; more rows of both.
+      return at::cat({pass(0, {0, 60}, {{4}}, {0}), pass(60, {0, 6, 20}, {{4, 1}, {2, 0}}, {60, 0}),
+                      pass(80, {0, 5, 15}, {{2}, {4, 1}}, {14, 66})});
+    });
+  }
 }
 
 TEST_P(AtenPathTest, HasGradients) {

@@ -126,7 +126,8 @@ std::string MemoryComments(const MemoryPlan& plan, const std::optional<int64_t>&
   std::string text = "# Memory that this configuration needs:\n";
   for (const MemoryPlan::Item& item : plan.items) {
     absl::StrAppend(&text, "#   ", Gigabytes(item.bytes), "  ", item.name,
-                    item.on_host ? "" : " (on the device)", "\n");
+                    item.on_host ? "" : " (on the device)", item.note.empty() ? "" : ": ",
+                    item.note, "\n");
   }
   absl::StrAppend(&text, "#   ", Gigabytes(plan.total_bytes()), "  in all\n");
   if (available.has_value()) {
@@ -160,8 +161,7 @@ absl::Status CheckMemory(const ServerProgram& program, const RankEnvironment& en
                          std::string* comments) {
   if (program.memory == nullptr) return absl::OkStatus();
   TANDEM_ASSIGN_OR_RETURN(const MemoryPlan plan, program.memory());
-  std::optional<int64_t> available = AvailableMemoryBytes();
-  if (available.has_value()) *available /= environment.local_world_size;
+  const std::optional<int64_t> available = AvailableMemoryOfRank(environment);
   *comments = MemoryComments(plan, available);
   return available.has_value() ? CheckFits(plan, *available) : absl::OkStatus();
 }

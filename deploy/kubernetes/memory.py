@@ -36,6 +36,8 @@ def plan(role: str, config: dict[str, Any], ranks: int, models: Path) -> int:
     """
     # Secrets and addresses of the pod are not here, and need no memory.
     config = {key: value for key, value in config.items() if key != "server"}
+    if role == "rollout":  # all that its cache can use, whatever memory this machine has
+        config.setdefault("kv_cache_bytes", 10**15)
     text = yaml.safe_dump(config).replace("/models/", f"{models.resolve()}/")
     environment = os.environ | {"RANK": "0", "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": "1"}
     environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}

@@ -76,6 +76,21 @@ def test_a_run_trains_the_senior_that_is_served_so(models, tmp_path, storage):
     assert all(np.isfinite(line["loss/total"]) for line in lines)
 
 
+def test_keys_and_values_in_bfloat16_serve_both_lanes(rollout, models, tmp_path):
+    senior, junior = scores(rollout)
+    with (
+        harness.cluster(tmp_path, models, rollout={"kv_cache_dtype": "bfloat16"}) as running,
+        harness.rollout_client(running) as client,
+    ):
+        info = client.info()
+        assert enum_name(info.server.model, "dtype") == "float32"
+        rounded = scores(client)
+        for found, exact in zip(rounded, (senior, junior), strict=True):
+            assert 0 < np.abs(found - exact).max() < 0.05
+        mixed = response(client, TANDEM["word"])
+        assert response(client, TANDEM["word"]) == mixed
+
+
 def test_operations_of_aten_compute_each_lane_in_its_type(models, tmp_path):
     def section(**settings):
         return {"compute": {"num_threads": 1, "kernels": "aten"}} | settings
@@ -123,7 +138,7 @@ COMMIT = "0123456789abcdef0123456789abcdef01234567"
         ([f"senior_model_revision={COMMIT}"], f"is not the snapshot of {COMMIT}"),
         (["junior_model_revision=main"], "junior_model_revision: must be a commit"),
         (["kv_cache_bytes=1000"], "kv_cache_bytes: holds 0 blocks of 64 tokens"),
-        (["kv_cache_dtype=bfloat16"], "kv_cache_dtype: "),
+        (["kv_cache_dtype=int8"], "kv_cache_dtype: "),
         (["frozen_dtype=bfloat16"], "frozen_dtype: unknown key; frozen_dtype is now junior_dtype"),
         (["tandem.prob_primary=0.5"], "prob_primary is now prob_senior"),
     ],

@@ -74,6 +74,9 @@ def test_a_row_of_the_table_is_what_check_config_prints(
 ):
     fields = ("senior_model", "junior_model") if role == "rollout" else ("model",)
     models = [f"{field}={directories[model]}" for field in fields]
+    # The figures do not depend on this machine's memory.
+    if role == "rollout":
+        models.append("kv_cache_bytes=1000000000000000")
     variables = {
         "RANK": "0",
         "WORLD_SIZE": ranks,
@@ -91,6 +94,22 @@ def test_a_row_of_the_table_is_what_check_config_prints(
     # It prints the figures of a configuration that this machine cannot hold, too.
     [total] = re.findall(r"^# +([\d.]+) GB +in all$", done.stdout, re.MULTILINE)
     assert float(total) == pytest.approx(float(gigabytes), abs=0.06), done.stdout
+
+
+def test_a_cache_that_nobody_sized_fits_into_the_memory(directories):
+    program = find_binary("tandem-rollout-server")
+    model = f"senior_model={directories['SmolLM2-135M']}"
+    done = subprocess.run(
+        [program, "--check-config", model, "max_model_len=8192", "max_num_seqs=65536"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr
+    room = r"senior_kv_cache: room for (\d+) of max_num_seqs=65536 sequences of 8192 tokens"
+    assert 1 <= int(re.search(room, done.stdout)[1]) < 65536
+    [needed, available] = re.findall(r"([\d.]+) GB +(?:in all|available)", done.stdout)
+    assert 0.85 * float(available) < float(needed) < 0.91 * float(available)
 
 
 def test_the_table_has_every_server_and_a_layout():

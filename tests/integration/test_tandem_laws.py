@@ -145,13 +145,15 @@ def test_law_3_a_sample_does_not_depend_on_the_servers_limits(
         assert_same_samples(numerics, flat(client.generate(batch)), expected)
 
 
-def test_law_3_a_sample_does_not_depend_on_preemption(models, tmp_path):
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_law_3_a_sample_does_not_depend_on_preemption(models, tmp_path, dtype):
     numerics = Numerics()
     sampling = {"max_tokens": 90, "temperature": 1.0, "ignore_eos": True}
     batch = prompts(5, TANDEM["word"], num_samples=4, sampling=sampling, return_other_logprobs=True)
     # Five blocks of 64 tokens for each model: two are for scores, and a sequence comes to need two.
-    blocks = 5 * (block_bytes(models.senior) + block_bytes(models.junior))
-    limits = {"max_batched_tokens": 128, "max_model_len": 128}
+    size = {"float32": 4, "bfloat16": 2}[dtype]
+    blocks = 5 * (block_bytes(models.senior, size) + block_bytes(models.junior, size))
+    limits = {"max_batched_tokens": 128, "max_model_len": 128, "kv_cache_dtype": dtype}
     answers, preemptions = [], []
     for name, cache in (("wide", {}), ("narrow", {"kv_cache_bytes": blocks})):
         section = numerics.settings(**limits, **cache)
@@ -166,12 +168,12 @@ def test_law_3_a_sample_does_not_depend_on_preemption(models, tmp_path):
     assert preemptions[1] > 0
 
 
-def block_bytes(model: Path) -> int:
-    """The bytes of 64 tokens in the float32 cache of a model."""
+def block_bytes(model: Path, size: int) -> int:
+    """The bytes of 64 tokens in the cache of a model, of numbers of `size` bytes."""
     config = json.loads((model / "config.json").read_text())
     head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
     layers, heads = config["num_hidden_layers"], config["num_key_value_heads"]
-    return 64 * 2 * layers * heads * head_dim * 4
+    return 64 * 2 * layers * heads * head_dim * size
 
 
 def test_law_3_a_batch_does_not_depend_on_its_split_into_messages(rollout):

@@ -54,12 +54,16 @@ struct PackedLinearArgs {
 // own. Keys and values are never repeated; the softmax runs online over blocks of kAttentionBlock
 // keys from position 0 on (https://arxiv.org/abs/2205.14135), so bits depend neither on chunking
 // nor on batching.
+//
+// `Number` is the type of keys and values: float, or uint16_t for bf16, which is widened as it is
+// loaded. Sums are float32, and the result has the bits of float32 keys and values of equal value.
+template <typename Number>
 struct AttentionArgs {
   const float* q;  // row r, head g is at q + r * q_stride + g * head_dim
   int64_t q_stride;
-  const float* k;  // position p is at k + p * k_stride, or in a block: see `blocks`
+  const Number* k;  // position p is at k + p * k_stride, or in a block: see `blocks`
   int64_t k_stride;
-  const float* v;
+  const Number* v;
   int64_t v_stride;
   float* out;  // as q
   int64_t out_stride;
@@ -242,7 +246,8 @@ struct CpuKernels {
   const char* name;  // "portable", "avx2" or "avx512", the instruction set; or "aten"
   void (*linear)(const LinearArgs&) = nullptr;
   void (*packed_linear)(const PackedLinearArgs&) = nullptr;
-  void (*attention)(const AttentionArgs&) = nullptr;
+  void (*attention)(const AttentionArgs<float>&) = nullptr;
+  void (*bfloat16_attention)(const AttentionArgs<uint16_t>&) = nullptr;
   void (*rms_norm)(const RmsNormArgs&) = nullptr;
   void (*rms_norm_backward)(const RmsNormBackwardArgs&) = nullptr;
   void (*rotary)(const RotaryArgs&) = nullptr;

@@ -153,6 +153,32 @@ TEST_P(CpuKernelsTest, AttentionRowsDoNotDependOnChunking) {
   EXPECT_EQ(whole, single);
 }
 
+// The head sizes leave a tail behind the vectors of every instruction set, or none.
+TEST_P(CpuKernelsTest, AttentionToBfloat16HasTheBitsOfFloatsOfEqualValue) {
+  for (const int64_t head_dim : {3, 20, 64}) {
+    AttentionProblem problem(150, 3, head_dim);
+    const auto round = [](Floats& values) {
+      std::vector<uint16_t> halves;
+      for (float& value : values) {
+        uint32_t bits = 0;
+        std::memcpy(&bits, &value, 4);
+        halves.push_back(static_cast<uint16_t>(bits >> 16));
+        value = Bfloat16(reinterpret_cast<const float*>(halves.data()),
+                         static_cast<int64_t>(halves.size()) - 1);
+      }
+      return halves;
+    };
+    const std::vector<uint16_t> k = round(problem.k), v = round(problem.v);
+    Floats expected(problem.q.size()), out(problem.q.size());
+    problem.Run(*kernels_, 0, 150, expected);
+    const int64_t width = 3 * head_dim;
+    kernels_->bfloat16_attention({problem.q.data(), width, k.data(), head_dim, v.data(), head_dim,
+                                  out.data(), width, 150, 3, head_dim, 0,
+                                  1.0f / std::sqrt(static_cast<float>(head_dim))});
+    EXPECT_EQ(out, expected) << head_dim;
+  }
+}
+
 TEST_P(CpuKernelsTest, AttentionNeverReadsTheFuture) {
   AttentionProblem problem(100, 2, 16);
   Floats before(problem.q.size()), after(problem.q.size());

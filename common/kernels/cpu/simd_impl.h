@@ -27,9 +27,24 @@ constexpr int kBlock = static_cast<int>(kAttentionBlock);
 typedef float Vec __attribute__((vector_size(kWidth * 4), aligned(4), may_alias));
 typedef int32_t IVec __attribute__((vector_size(kWidth * 4), aligned(4), may_alias));
 typedef int16_t ShortVec __attribute__((vector_size(kWidth * 2), aligned(2), may_alias));
+typedef uint32_t UIntVec __attribute__((vector_size(kWidth * 4), aligned(4), may_alias));
+typedef uint16_t UShortVec __attribute__((vector_size(kWidth * 2), aligned(2), may_alias));
 typedef float Vec4 __attribute__((vector_size(16), aligned(4), may_alias));
 
 TANDEM_INLINE Vec Load(const float* p) { return *reinterpret_cast<const Vec*>(p); }
+// Widens bf16, whose bits are the upper half of a float's.
+TANDEM_INLINE Vec Load(const uint16_t* p) {
+  const UIntVec bits = __builtin_convertvector(*reinterpret_cast<const UShortVec*>(p), UIntVec)
+                       << 16;
+  return reinterpret_cast<const Vec&>(bits);
+}
+TANDEM_INLINE float Load1(const float* p) { return *p; }
+TANDEM_INLINE float Load1(const uint16_t* p) {
+  const uint32_t bits = uint32_t{*p} << 16;
+  float value;
+  __builtin_memcpy(&value, &bits, sizeof(value));
+  return value;
+}
 TANDEM_INLINE void Store(float* p, Vec v) { *reinterpret_cast<Vec*>(p) = v; }
 TANDEM_INLINE Vec Splat(float x) { return Vec{} + x; }
 
@@ -85,14 +100,14 @@ TANDEM_INLINE float Exp1(float x) { return Exp(Splat(x))[0]; }
 
 // totals[r][o] = sum_k x[r][k] w[o * w_stride + k]. Each sum is a vector accumulator, then the tree
 // of Sum4, then the tail: the same steps in every shape of tile.
-template <int R, int O>
-TANDEM_INLINE void DotTile(const float* const* x, const float* w, int64_t w_stride, int64_t n,
+template <int R, int O, typename Number>
+TANDEM_INLINE void DotTile(const float* const* x, const Number* w, int64_t w_stride, int64_t n,
                            Vec4* totals) {
   Vec sums[R][O];
   TANDEM_UNROLL for (int r = 0; r < R; ++r) {
     TANDEM_UNROLL for (int o = 0; o < O; ++o) sums[r][o] = Vec{};
   }
-  const float* row[O];
+  const Number* row[O];
   TANDEM_UNROLL for (int o = 0; o < O; ++o) row[o] = w + o * w_stride;
   int64_t k = 0;
   for (; k + kWidth <= n; k += kWidth) {
@@ -109,7 +124,7 @@ TANDEM_INLINE void DotTile(const float* const* x, const float* w, int64_t w_stri
   for (; k < n; ++k) {
     for (int r = 0; r < R; ++r) {
       for (int o = 0; o < O; ++o) {
-        totals[r][o] = __builtin_fmaf(x[r][k], w[o * w_stride + k], totals[r][o]);
+        totals[r][o] = __builtin_fmaf(x[r][k], Load1(w + o * w_stride + k), totals[r][o]);
       }
     }
   }
@@ -117,8 +132,8 @@ TANDEM_INLINE void DotTile(const float* const* x, const float* w, int64_t w_stri
 
 // Calls sink(o, outs, totals) for tiles of the columns [0, count): totals[r][i], i < outs, is
 // sum_k x[r][k] w[(o + i) * w_stride + k], for r < rows <= kRows.
-template <int R = kRows, typename Sink>
-TANDEM_INLINE void DotTiles(int64_t rows, const float* const* x, const float* w, int64_t w_stride,
+template <int R = kRows, typename Number, typename Sink>
+TANDEM_INLINE void DotTiles(int64_t rows, const float* const* x, const Number* w, int64_t w_stride,
                             int64_t count, int64_t n, const Sink& sink) {
   if constexpr (R > 0) {
     if (rows < R) return DotTiles<R - 1>(rows, x, w, w_stride, count, n, sink);
@@ -149,9 +164,9 @@ struct Queries {
 };
 
 // out[i] = out[i] * decay[i] + sum_j p[i][j] v[j].
-template <int R = kRows>
+template <int R = kRows, typename Number>
 TANDEM_INLINE void AccumulateValues(const Queries& queries, const float (*p)[kBlock],
-                                    const float* decay, const float* v, int64_t v_stride,
+                                    const float* decay, const Number* v, int64_t v_stride,
                                     int64_t keys, int64_t head_dim) {
   if constexpr (R > 0) {
     if (queries.count < R) {
@@ -171,7 +186,7 @@ TANDEM_INLINE void AccumulateValues(const Queries& queries, const float (*p)[kBl
       for (int i = 0; i < R; ++i) {
         float acc = queries.out[i][d] * decay[i];
         for (int64_t j = 0; j < keys; ++j) {
-          acc = __builtin_fmaf(v[j * v_stride + d], p[i][j], acc);
+          acc = __builtin_fmaf(Load1(v + j * v_stride + d), p[i][j], acc);
         }
         queries.out[i][d] = acc;
       }
@@ -179,14 +194,15 @@ TANDEM_INLINE void AccumulateValues(const Queries& queries, const float (*p)[kBl
   }
 }
 
-TANDEM_INLINE void AttendBlock(const AttentionArgs& a, Queries& queries, int64_t begin,
+template <typename Number>
+TANDEM_INLINE void AttendBlock(const AttentionArgs<Number>& a, Queries& queries, int64_t begin,
                                int64_t keys) {
   alignas(64) float p[kRows][kBlock];
   // `begin` is a multiple of kBlock.
   const auto offset = [&](int64_t stride) {
     return a.blocks == nullptr ? begin * stride : a.blocks[begin / kBlock] * a.block_stride;
   };
-  const float* k_block = a.k + offset(a.k_stride);
+  const Number* k_block = a.k + offset(a.k_stride);
   DotTiles(queries.count, queries.q, k_block, a.k_stride, keys, a.head_dim,
            [&](int64_t j, int outs, const Vec4* totals) TANDEM_INLINE_LAMBDA {
              for (int64_t i = 0; i < queries.count; ++i) {
@@ -212,7 +228,8 @@ TANDEM_INLINE void AttendBlock(const AttentionArgs& a, Queries& queries, int64_t
   AccumulateValues(queries, p, decay, a.v + offset(a.v_stride), a.v_stride, keys, a.head_dim);
 }
 
-void Attention(const AttentionArgs& a) {
+template <typename Number>
+void Attention(const AttentionArgs<Number>& a) {
   const int64_t total = a.rows * a.group;
   for (int64_t first = 0; first < total; first += kRows) {
     Queries queries;
@@ -505,7 +522,8 @@ void DivergenceGradient(const DivergenceGradientArgs& a) {
 // expression: the tables are ready before any static object asks for them.
 constexpr CpuKernels SimdKernels(const char* name) {
   return {.name = name,
-          .attention = Attention,
+          .attention = Attention<float>,
+          .bfloat16_attention = Attention<uint16_t>,
           .rms_norm = RmsNorm,
           .rms_norm_backward = RmsNormBackward,
           .rotary = Rotary,

@@ -8,11 +8,13 @@
 #include <vector>
 
 #include "absl/strings/str_cat.h"
+#include "absl/types/span.h"
 #include "common/base/error.h"
 #include "common/base/status_macros.h"
 #include "common/model/compute_setup.h"
 #include "common/model/model_config.h"
 #include "common/ranks/communicator_group.h"
+#include "common/ranks/rank_agreement.h"
 #include "common/tensor/aten_bytes.h"
 #include "services/rollout/engine/lane_storage.h"
 
@@ -25,15 +27,28 @@ absl::StatusOr<ModelConfig> ReadConfig(const std::string& field, const std::stri
   return config;
 }
 
-absl::Status CheckLayout(const EngineOptions& options) {
+// Checks the layout, and returns the blocks of the caches for which this rank has memory.
+absl::StatusOr<CacheBlocks> PlanLayout(const EngineOptions& options) {
   TANDEM_ASSIGN_OR_RETURN(const ModelConfig senior,
                           ReadConfig("senior_model", options.senior.model));
-  std::optional<ModelConfig> junior;
+  std::optional<ModelConfig> junior_config;
   if (!options.junior.model.empty()) {
-    TANDEM_ASSIGN_OR_RETURN(junior, ReadConfig("junior_model", options.junior.model));
+    TANDEM_ASSIGN_OR_RETURN(junior_config, ReadConfig("junior_model", options.junior.model));
   }
-  return CheckRankLayout(options.layout, senior, junior.has_value() ? &*junior : nullptr,
-                         options.environment.world_size);
+  const ModelConfig* const junior = junior_config.has_value() ? &*junior_config : nullptr;
+  TANDEM_RETURN_IF_ERROR(
+      CheckRankLayout(options.layout, senior, junior, options.environment.world_size));
+  return PlanCacheBlocks(senior, junior, ToMemoryOptions(options, options.environment.rank));
+}
+
+// Returns the blocks that every rank has memory for. Collective.
+CacheBlocks AgreeOnBlocks(CacheBlocks blocks, ranks::ServerRanks& server) {
+  double negated[] = {-static_cast<double>(blocks.senior.generator),
+                      -static_cast<double>(blocks.junior.generator)};
+  ranks::ReduceNumbers(*server.world(), absl::MakeSpan(negated), ranks::Reduction::kMax);
+  blocks.senior.generator = static_cast<int64_t>(-negated[0]);
+  blocks.junior.generator = static_cast<int64_t>(-negated[1]);
+  return blocks;
 }
 
 // Returns the junior's device on this rank; `device` is the senior's.
@@ -53,9 +68,9 @@ absl::StatusOr<at::Device> JuniorDevice(const EngineOptions& options, at::Device
 }
 
 // Returns the placement of a lane's model on `device`; `base` is that of the server.
-Placement PlacementOf(const LaneOptions& lane, const ComputeOptions& compute, at::Device device,
+Placement PlacementOf(const LaneOptions& lane, const EngineOptions& options, at::Device device,
                       Placement base) {
-  const LaneStorage storage = StorageOf(lane, compute);
+  const LaneStorage storage = StorageOf(lane, options);
   base.device = device;
   base.dtype = ToScalarType(storage.dtype);
   base.weight_format = storage.weight_format;
@@ -91,17 +106,17 @@ absl::StatusOr<EngineRanks> JoinRanks(const EngineOptions& options) {
                                                        .timeouts = options.rank_timeouts}));
   TANDEM_RETURN_IF_ERROR(ranks.server->CheckSame("configuration", options.configuration));
   const absl::StatusOr<at::Device> junior_device = JuniorDevice(options, placement.device);
-  absl::Status status = CheckLayout(options);
+  const absl::StatusOr<CacheBlocks> blocks = PlanLayout(options);
+  absl::Status status = blocks.status();
   if (status.ok()) status = junior_device.status();
   TANDEM_RETURN_IF_ERROR(ranks.server->Agree(status));
+  ranks.blocks = AgreeOnBlocks(*blocks, *ranks.server);
   ranks::Communicator& world = *ranks.server->world();
-  ranks.senior =
-      JoinLane("senior", options.layout.tensor_parallel_size,
-               PlacementOf(options.senior, options.compute, placement.device, placement), world);
+  ranks.senior = JoinLane("senior", options.layout.tensor_parallel_size,
+                          PlacementOf(options.senior, options, placement.device, placement), world);
   if (!options.junior.model.empty()) {
-    ranks.junior =
-        JoinLane("junior", options.layout.junior_tensor_parallel_size,
-                 PlacementOf(options.junior, options.compute, *junior_device, placement), world);
+    ranks.junior = JoinLane("junior", options.layout.junior_tensor_parallel_size,
+                            PlacementOf(options.junior, options, *junior_device, placement), world);
   }
   return ranks;
 }

@@ -11,6 +11,7 @@
 #include "common/model/parameter.h"
 #include "common/ranks/communicator.h"
 #include "common/ranks/server_ranks.h"
+#include "services/rollout/engine/rollout_memory.h"
 #include "services/rollout/engine/types.h"
 
 namespace tandem::rollout {
@@ -27,10 +28,12 @@ struct LaneRanks {
 struct EngineRanks {
   std::shared_ptr<ranks::ServerRanks> server;
   LaneRanks senior, junior;
+  CacheBlocks blocks;  // of the lanes' KV caches, the same on every rank
 };
 
-// Joins the other ranks; blocks. FAILED_PRECONDITION if configurations of the ranks differ, or for
-// a device that is missing; INVALID_ARGUMENT for an impossible layout. May throw c10::Error.
+// Joins the other ranks, and agrees with them on the size of the KV cache; blocks.
+// FAILED_PRECONDITION if configurations of the ranks differ, or for a device that is missing;
+// INVALID_ARGUMENT for an impossible layout; errors of PlanCacheBlocks. May throw c10::Error.
 absl::StatusOr<EngineRanks> JoinRanks(const EngineOptions& options);
 
 }  // namespace tandem::rollout

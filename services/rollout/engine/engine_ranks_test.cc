@@ -188,6 +188,25 @@ TEST_P(RolloutRanksTest, ResponsesAreThoseOfOneProcess) {
   });
 }
 
+TEST_P(RolloutRanksTest, TheRankWithTheLeastMemorySizesTheCache) {
+  ranks::RunOnRanks(GetParam().ranks(), [&](const RankEnvironment& environment) {
+    EngineOptions options = Ranked(environment);
+    // The last rank has memory for one sequence of each model that it holds.
+    options.available_memory_bytes = int64_t{1} << 40;
+    if (environment.rank == environment.world_size - 1) options.available_memory_bytes = 1;
+    const auto engine = Create(options);
+    const bool limits_senior = GetParam().senior_ranks == GetParam().ranks();
+    // Blocks of 128 tokens, the longest sequence, and as many for scores.
+    EXPECT_EQ(engine->Stats().kv_capacity_tokens,
+              (limits_senior ? 1 : options.max_num_seqs) * 128 + 128);
+    if (environment.rank == 0) {
+      const auto single = Create(Options());
+      ExpectSame(RunAll(*engine, ManyRequests()), RunAll(*single, ManyRequests()));
+    }
+    engine->Shutdown();
+  });
+}
+
 TEST_P(RolloutRanksTest, ScoresAreThoseOfOneProcess) {
   RunRanks([](Engine& ranked, Engine& single) { ExpectSameScores(ranked, single); });
 }
@@ -307,7 +326,8 @@ TEST(RankedRunnerTest, AnErrorOfARequestLeavesTheRanksInStep) {
     const auto group = std::make_shared<ranks::CommunicatorGroup>(ranks->world());
     const nlohmann::json config = {{"vocab_size", 64}, {"intermediate_size", 48}};
     const auto make = [&](const Placement& placement) {
-      return TorchRunner(TinyModel("llama", config, {.placement = placement}), /*num_blocks=*/2);
+      return TorchRunner(TinyModel("llama", config, {.placement = placement}), /*num_blocks=*/2,
+                         DType::kFloat32);
     };
     const c10::InferenceMode inference_mode;
     TorchRunner shard =

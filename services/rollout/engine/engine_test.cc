@@ -132,6 +132,72 @@ TEST_F(EngineTest, Law3BatchingChunkingAndThreadsDoNotMatter) {
   }
 }
 
+TEST_F(EngineTest, ABfloat16CacheChangesNoLaw) {
+  std::vector<PromptRequest> requests;
+  for (int i = 0; i < 10; ++i) {
+    PromptRequest request = RequestOf({.selection_strategy = kStrategies[i % 5]}, 50 + i);
+    request.num_samples = 1 + i % 3;
+    request.return_other_logprobs = true;
+    request.sampling.max_tokens = 90;  // into a second block
+    request.sampling.ignore_eos = true;
+    requests.push_back(request);
+  }
+  EngineOptions wide = Options();
+  wide.kv_cache_dtype = DType::kBFloat16;
+  EngineOptions narrow = wide;
+  narrow.max_num_seqs = 2;
+  narrow.max_batched_tokens = 3;
+  narrow.compute.num_threads = 1;
+  // The smallest cache: two blocks of each lane for sequences that come to need two each.
+  EngineOptions preempting = wide;
+  preempting.available_memory_bytes = 1;
+  std::vector<std::vector<Trajectory>> runs;
+  std::vector<int64_t> preemptions;
+  for (const EngineOptions& options : {wide, narrow, preempting, Options()}) {
+    const auto engine = Create(options);
+    std::vector<Trajectory>& run = runs.emplace_back();
+    for (const auto& listener : Submit(*engine, requests)) {
+      listener->Wait();
+      for (const auto& [index, t] : listener->finished()) run.push_back(t);
+    }
+    preemptions.push_back(engine->Stats().preemptions_total);
+  }
+  ASSERT_EQ(runs[0].size(), 19u);
+  EXPECT_EQ(preemptions[0], 0);
+  EXPECT_GT(preemptions[2], 0);
+  for (const size_t other : {1, 2}) {
+    for (size_t i = 0; i < runs[0].size(); ++i) {
+      EXPECT_EQ(runs[other][i].response_token_ids, runs[0][i].response_token_ids);
+      EXPECT_EQ(runs[other][i].author_logprobs, runs[0][i].author_logprobs);
+      EXPECT_EQ(runs[other][i].other_logprobs, runs[0][i].other_logprobs);
+    }
+  }
+  EXPECT_NE(runs[3][0].author_logprobs, runs[0][0].author_logprobs) << "keys are not rounded";
+}
+
+TEST_F(EngineTest, ScoresOfABfloat16CacheHaveTheBitsOfTheResponse) {
+  EngineOptions options = Options();
+  options.kv_cache_dtype = DType::kBFloat16;
+  const auto engine = Create(options);
+  PromptRequest request = RequestOf({.selection_strategy = SelectionStrategy::kWord});
+  request.return_other_logprobs = true;
+  request.sampling.max_tokens = 100;
+  request.sampling.ignore_eos = true;
+  const Trajectory t = RunOne(*engine, request);
+  std::vector<int32_t> tokens = t.prompt_token_ids;
+  tokens.insert(tokens.end(), t.response_token_ids.begin(), t.response_token_ids.end());
+  const auto prompt_length = static_cast<int64_t>(t.prompt_token_ids.size());
+  const auto scores =
+      Score(*engine, {.sequences = {{tokens, prompt_length}}, .senior = true, .junior = true});
+  ASSERT_TRUE(scores.ok()) << scores.status();
+  const SequenceScores& s = scores->sequences[0];
+  for (size_t i = 0; i < t.response_token_ids.size(); ++i) {
+    const bool senior = t.authorship_mask[i] == 1;
+    EXPECT_EQ(t.author_logprobs[i], senior ? s.senior_logprobs[i] : s.junior_logprobs[i]) << i;
+    EXPECT_EQ(t.other_logprobs[i], senior ? s.junior_logprobs[i] : s.senior_logprobs[i]) << i;
+  }
+}
+
 TEST_F(EngineTest, Law5LogProbsEqualRunningBothModelsOnEveryToken) {
   const auto engine = Create();
   for (const auto strategy : kStrategies) {
@@ -192,8 +258,10 @@ TEST_F(EngineTest, TheOtherKernelsAndTypesScoreAlike) {
     sequences.push_back(sequence);
   }
   const ScoreRequest request = {.sequences = sequences, .senior = true, .junior = true};
-  const auto scores_with = [&](const std::string& kernels, DType dtype) {
+  const auto scores_with = [&](const std::string& kernels, DType dtype,
+                               std::optional<DType> cache = std::nullopt) {
     EngineOptions options = Options();
+    options.kv_cache_dtype = cache;
     options.compute.kernels = kernels;
     options.senior.dtype = options.junior.dtype = dtype;
     const auto scores = Score(*Create(options), request);
@@ -203,6 +271,8 @@ TEST_F(EngineTest, TheOtherKernelsAndTypesScoreAlike) {
   const auto expected = scores_with("auto", DType::kFloat32);
   const auto aten = scores_with("aten", DType::kFloat32);
   const auto bfloat16 = scores_with("aten", DType::kBFloat16);
+  const auto cached = scores_with("auto", DType::kFloat32, DType::kBFloat16);
+  const auto aten_cached = scores_with("aten", DType::kFloat32, DType::kBFloat16);
   ASSERT_EQ(expected.size(), sequences.size());
   ASSERT_EQ(aten.size(), sequences.size());
   ASSERT_EQ(bfloat16.size(), sequences.size());
@@ -212,6 +282,11 @@ TEST_F(EngineTest, TheOtherKernelsAndTypesScoreAlike) {
     ExpectNear(bfloat16[i].senior_logprobs, expected[i].senior_logprobs, 0.1f);
     ExpectNear(bfloat16[i].junior_logprobs, expected[i].junior_logprobs, 0.1f);
     EXPECT_NE(bfloat16[i].senior_logprobs, expected[i].senior_logprobs);
+    // Keys and values alone are rounded. What the kernels compute otherwise may round otherwise.
+    ExpectNear(cached[i].senior_logprobs, expected[i].senior_logprobs, 0.02f);
+    ExpectNear(aten_cached[i].senior_logprobs, cached[i].senior_logprobs, 0.01f);
+    ExpectNear(aten_cached[i].junior_logprobs, cached[i].junior_logprobs, 0.01f);
+    EXPECT_NE(cached[i].senior_logprobs, expected[i].senior_logprobs);
   }
 }
 
@@ -770,7 +845,7 @@ TEST_F(EngineTest, AListenerThatThrowsWhenAllFailKeepsNobodyFromHearing) {
 TEST(TorchRunnerTest, WhatLibtorchRefusesIsAStatus) {
   TemporaryFolder folder;
   WriteTinyModel(folder.path(), 1);
-  TorchRunner runner(*Model::Load(folder.path()), /*num_blocks=*/2);
+  TorchRunner runner(*Model::Load(folder.path()), /*num_blocks=*/2, DType::kFloat32);
   const BlockCopy copy = {.from = 0, .to = 2};
   PassResults results;
   EXPECT_EQ(runner.Run({.copies = {&copy, 1}, .sequences = {}}, results).code(),

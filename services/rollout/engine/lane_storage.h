@@ -10,10 +10,10 @@
 namespace tandem::rollout {
 
 struct LaneStorage {
-  // The type of activations, norms and biases, keys and values; and of linear maps in the format
-  // kDense.
+  // The type of activations, norms and biases; and of linear maps in the format kDense.
   DType dtype;
   kernels::WeightFormat weight_format;
+  DType cache_dtype;  // of keys and values
 };
 
 // Whether linear maps are packed: with the CPU's own kernels.
@@ -24,16 +24,20 @@ inline bool HasPackedLanes(const ComputeOptions& compute) {
 // The CPU's own kernels multiply packed maps with float32 activations; packed in float32 they give
 // the bits of dense ones. Operations of ATen, which a GPU runs, compute in the lane's dtype. A
 // quantised lane needs the own kernels.
-inline LaneStorage StorageOf(const LaneOptions& lane, const ComputeOptions& compute) {
+inline LaneStorage StorageOf(const LaneOptions& lane, const EngineOptions& options) {
   using kernels::WeightFormat;
-  if (!HasPackedLanes(compute)) {
-    return {.dtype = lane.dtype, .weight_format = WeightFormat::kDense};
+  if (!HasPackedLanes(options.compute)) {
+    return {.dtype = lane.dtype,
+            .weight_format = WeightFormat::kDense,
+            .cache_dtype = options.kv_cache_dtype.value_or(lane.dtype)};
   }
   WeightFormat format =
       lane.dtype == DType::kBFloat16 ? WeightFormat::kBfloat16 : WeightFormat::kFloat32;
   if (lane.quantization == Quantization::kInt8) format = WeightFormat::kInt8;
   if (lane.quantization == Quantization::kInt4) format = WeightFormat::kInt4;
-  return {.dtype = DType::kFloat32, .weight_format = format};
+  return {.dtype = DType::kFloat32,
+          .weight_format = format,
+          .cache_dtype = options.kv_cache_dtype.value_or(DType::kFloat32)};
 }
 
 }  // namespace tandem::rollout

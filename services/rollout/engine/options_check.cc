@@ -63,10 +63,6 @@ absl::Status CheckOptions(const EngineOptions& options) {
     TANDEM_RETURN_IF_ERROR(
         CheckLane("junior", options.junior, "junior_max_model_len", options.compute));
   }
-  if (options.kv_cache_dtype.has_value()) {
-    return FieldError(absl::StatusCode::kUnimplemented, "kv_cache_dtype",
-                      "keys and values have the type of the activations");
-  }
   return absl::OkStatus();
 }
 

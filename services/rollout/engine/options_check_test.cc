@@ -35,8 +35,6 @@ TEST(CheckOptionsTest, ErrorsNameTheSetting) {
          options.junior.quantization = Quantization::kInt8;
          options.compute.kernels = "aten";
        },
-       absl::StatusCode::kUnimplemented},
-      {"kv_cache_dtype", [](EngineOptions& options) { options.kv_cache_dtype = DType::kFloat32; },
        absl::StatusCode::kUnimplemented}};
   for (const BadOptions& bad : all) {
     EngineOptions options = TinyOptions("/models");

@@ -18,14 +18,23 @@ namespace {
 
 constexpr int64_t kFloatBytes = 4;
 
+// Share of the available memory that a chosen cache leaves free, one part in so many: for the
+// program itself, the buffers of calls, and what the allocator keeps.
+constexpr int64_t kFreeShare = 10;
+
 // A model that the first `ranks` ranks of the server hold.
 struct Lane {
   std::string name;
+  std::string length_field;  // the setting of its longest sequence
   const ModelConfig& config;
   int64_t ranks = 1;
   const LaneMemoryOptions& options;
+  const Family* family = nullptr;
   LaneBlocks blocks = {};
-  int64_t block_bytes = 0;  // of a whole block, on all ranks
+
+  int64_t longest_sequence() const { return config.LongestSequence(options.max_model_len); }
+  // The fewest blocks that the lane works with: those of one sequence, beside the scorer's.
+  int64_t fewest_blocks() const { return KvBlocks(longest_sequence()) + blocks.scorer; }
 };
 
 // The memory of a pass beside the weights and the cache. Lanes run one after the other.
@@ -54,40 +63,87 @@ int64_t WeightBytes(const ParameterSpec& spec, int64_t rank, int64_t ranks,
 }
 
 // Returns the bytes of a block of the lane's cache, in one of `ranks` shards.
-int64_t BlockBytes(const Family& family, const Lane& lane, int64_t ranks) {
+int64_t BlockBytes(const Lane& lane, int64_t ranks) {
   int64_t per_token = 0;
-  for (const LayerCache& layer : family.CacheLayout(lane.config, ranks)) {
+  for (const LayerCache& layer : lane.family->CacheLayout(lane.config, ranks)) {
     per_token += 2 * layer.heads * layer.head_dim;  // keys and values
   }
   return kKvBlockTokens * per_token *
-         static_cast<int64_t>(ItemSizeBytes(lane.options.storage.dtype));
+         static_cast<int64_t>(ItemSizeBytes(lane.options.storage.cache_dtype));
 }
 
-// Returns the blocks of a lane without a limit of bytes.
-LaneBlocks WantedBlocks(const Lane& lane, const RolloutMemoryOptions& options) {
-  const int64_t tokens = lane.config.LongestSequence(lane.options.max_model_len);
-  return {.generator = options.max_num_seqs * KvBlocks(tokens),
-          .scorer = KvBlocks(std::max(tokens, options.max_batched_tokens))};
+// Returns the lanes of a server, with the blocks that max_num_seqs sequences need.
+absl::StatusOr<std::vector<Lane>> MakeLanes(const ModelConfig& senior, const ModelConfig* junior,
+                                            const RolloutMemoryOptions& options) {
+  std::vector<Lane> lanes = {{.name = "senior",
+                              .length_field = "max_model_len",
+                              .config = senior,
+                              .ranks = options.layout.tensor_parallel_size,
+                              .options = options.senior}};
+  if (junior != nullptr) {
+    lanes.push_back({.name = "junior",
+                     .length_field = "junior_max_model_len",
+                     .config = *junior,
+                     .ranks = options.layout.junior_tensor_parallel_size,
+                     .options = options.junior});
+  }
+  for (Lane& lane : lanes) {
+    TANDEM_ASSIGN_OR_RETURN(lane.family, FindFamily(lane.config.model_type));
+    const int64_t tokens = lane.longest_sequence();
+    lane.blocks = {.generator = options.max_num_seqs * KvBlocks(tokens),
+                   .scorer = KvBlocks(std::max(tokens, options.max_batched_tokens))};
+  }
+  return lanes;
 }
 
-// Cuts the blocks of a lane to `most` in all.
-absl::Status LimitBlocks(const Lane& lane, int64_t most, LaneBlocks& blocks) {
-  const int64_t tokens = lane.config.LongestSequence(lane.options.max_model_len);
-  blocks.generator = std::min(blocks.generator, most - blocks.scorer);
-  if (blocks.generator >= KvBlocks(tokens)) return absl::OkStatus();
-  return InvalidField(
-      "kv_cache_bytes",
-      absl::StrCat("holds ", most, " blocks of ", kKvBlockTokens,
-                   " tokens for each model; scoring (", blocks.scorer, ") and one sequence of ",
-                   tokens, " tokens of the ", lane.name, " (", KvBlocks(tokens), ") need ",
-                   blocks.scorer + KvBlocks(tokens)));
+// A lane whose blocks of `block_bytes` are counted.
+struct CountedLane {
+  Lane* lane;
+  int64_t block_bytes;
+};
+
+// Cuts the lanes' blocks to `bytes` in all, as many for either lane, but never below the fewest
+// that a lane works with. Returns whether `bytes` hold them.
+bool LimitBlocks(std::vector<CountedLane> lanes, int64_t bytes) {
+  // The lane that wants fewer blocks comes first, so that the other gets what it leaves.
+  std::ranges::stable_sort(lanes, {},
+                           [](const CountedLane& counted) { return counted.lane->blocks.total(); });
+  int64_t bytes_of_each = 0, fewest_bytes = 0;  // of this lane and those that follow
+  for (const auto& [lane, block_bytes] : lanes) {
+    bytes_of_each += block_bytes;
+    fewest_bytes += lane->fewest_blocks() * block_bytes;
+  }
+  const bool holds = fewest_bytes <= bytes;
+  for (const auto& [lane, block_bytes] : lanes) {
+    fewest_bytes -= lane->fewest_blocks() * block_bytes;
+    const int64_t most = std::min(bytes / bytes_of_each, (bytes - fewest_bytes) / block_bytes);
+    const int64_t scorer = lane->blocks.scorer;
+    lane->blocks.generator =
+        std::clamp(most - scorer, lane->fewest_blocks() - scorer, lane->blocks.generator);
+    bytes -= lane->blocks.total() * block_bytes;
+    bytes_of_each -= block_bytes;
+  }
+  return holds;
+}
+
+absl::Status TooFewBytes(const std::vector<Lane>& lanes, int64_t bytes) {
+  int64_t bytes_of_each = 0;
+  std::string needs;
+  for (const Lane& lane : lanes) {
+    bytes_of_each += BlockBytes(lane, /*ranks=*/1);
+    absl::StrAppend(&needs, needs.empty() ? "" : ", and ", "the ", lane.name, " needs ",
+                    lane.fewest_blocks(), " for one sequence of ", lane.longest_sequence(),
+                    " tokens (", lane.length_field, ") and for scoring");
+  }
+  return InvalidField("kv_cache_bytes",
+                      absl::StrCat("holds ", bytes / bytes_of_each, " blocks of ", kKvBlockTokens,
+                                   " tokens for each model; ", needs));
 }
 
 absl::Status AddLane(const Lane& lane, const RolloutMemoryOptions& options, MemoryPlan& plan,
                      PassBytes& pass) {
   if (options.rank >= lane.ranks) return absl::OkStatus();
   const ModelConfig& config = lane.config;
-  TANDEM_ASSIGN_OR_RETURN(const Family* family, FindFamily(config.model_type));
   TANDEM_ASSIGN_OR_RETURN(const std::vector<ParameterSpec> specs, Parameters(config));
   const LaneStorage& storage = lane.options.storage;
   const auto item = static_cast<int64_t>(ItemSizeBytes(storage.dtype));
@@ -96,11 +152,16 @@ absl::Status AddLane(const Lane& lane, const RolloutMemoryOptions& options, Memo
     weights += WeightBytes(spec, options.rank, lane.ranks, storage);
   }
   plan.items.push_back({lane.name + "_weights", weights, options.on_host});
-  plan.items.push_back({lane.name + "_kv_cache",
-                        lane.blocks.total() * BlockBytes(*family, lane, lane.ranks),
-                        options.on_host});
+  const int64_t tokens = lane.longest_sequence();
+  plan.items.push_back(
+      {.name = lane.name + "_kv_cache",
+       .bytes = lane.blocks.total() * BlockBytes(lane, lane.ranks),
+       .on_host = options.on_host,
+       .note = absl::StrCat("room for ", lane.blocks.generator / KvBlocks(tokens),
+                            " of max_num_seqs=", options.max_num_seqs, " sequences of ", tokens,
+                            " tokens (", lane.length_field, ")")});
   const int64_t activations =
-      options.max_batched_tokens * family->InferenceActivations(config, lane.ranks) * item;
+      options.max_batched_tokens * lane.family->InferenceActivations(config, lane.ranks) * item;
   pass.activations = std::max(pass.activations, activations);
   // The columns that all ranks bring are gathered and then put side by side.
   const int64_t copies = lane.ranks > 1 ? 2 : 1;
@@ -109,70 +170,17 @@ absl::Status AddLane(const Lane& lane, const RolloutMemoryOptions& options, Memo
   return absl::OkStatus();
 }
 
-}  // namespace
-
-RolloutMemoryOptions ToMemoryOptions(const EngineOptions& options, int64_t rank) {
-  const auto lane = [&](const LaneOptions& one) {
-    return LaneMemoryOptions{.max_model_len = one.max_model_len,
-                             .storage = StorageOf(one, options.compute)};
-  };
-  return {.senior = lane(options.senior),
-          .junior = lane(options.junior),
-          .max_num_seqs = options.max_num_seqs,
-          .max_batched_tokens = options.max_batched_tokens,
-          .kv_cache_bytes = options.kv_cache_bytes,
-          .on_host = options.compute.device == "cpu",
-          .layout = options.layout,
-          .rank = rank};
-}
-
-absl::StatusOr<CacheBlocks> PlanCacheBlocks(const ModelConfig& senior, const ModelConfig* junior,
-                                            const RolloutMemoryOptions& options) {
-  std::vector<Lane> lanes = {{.name = "senior", .config = senior, .options = options.senior}};
-  if (junior != nullptr) {
-    lanes.push_back({.name = "junior", .config = *junior, .options = options.junior});
-  }
-  CacheBlocks result;
-  for (Lane& lane : lanes) {
-    TANDEM_ASSIGN_OR_RETURN(const Family* family, FindFamily(lane.config.model_type));
-    lane.block_bytes = BlockBytes(*family, lane, /*ranks=*/1);
-    lane.blocks = WantedBlocks(lane, options);
-  }
-  if (options.kv_cache_bytes > 0) {
-    // The lane that wants fewer blocks comes first, so that the other gets what it leaves.
-    std::vector<Lane*> order;
-    int64_t bytes = options.kv_cache_bytes, bytes_of_each = 0;
-    for (Lane& lane : lanes) {
-      order.push_back(&lane);
-      bytes_of_each += lane.block_bytes;
-    }
-    std::ranges::stable_sort(order, {}, [](const Lane* lane) { return lane->blocks.total(); });
-    for (Lane* lane : order) {
-      TANDEM_RETURN_IF_ERROR(LimitBlocks(*lane, bytes / bytes_of_each, lane->blocks));
-      bytes -= lane->blocks.total() * lane->block_bytes;
-      bytes_of_each -= lane->block_bytes;
-    }
-  }
-  result.senior = lanes[0].blocks;
-  if (junior != nullptr) result.junior = lanes[1].blocks;
-  return result;
-}
-
-absl::StatusOr<MemoryPlan> RolloutMemory(const ModelConfig& senior, const ModelConfig* junior,
-                                         const RolloutMemoryOptions& options) {
+// Returns the items of one rank for lanes of these blocks.
+absl::StatusOr<MemoryPlan> PlanLanes(const std::vector<Lane>& lanes,
+                                     const RolloutMemoryOptions& options) {
   MemoryPlan plan;
   PassBytes pass;
-  const int64_t senior_ranks = options.layout.tensor_parallel_size;
-  TANDEM_ASSIGN_OR_RETURN(const CacheBlocks blocks, PlanCacheBlocks(senior, junior, options));
-  TANDEM_RETURN_IF_ERROR(AddLane({"senior", senior, senior_ranks, options.senior, blocks.senior},
-                                 options, plan, pass));
-  if (junior != nullptr) {
-    const int64_t ranks = options.layout.junior_tensor_parallel_size;
-    TANDEM_RETURN_IF_ERROR(
-        AddLane({"junior", *junior, ranks, options.junior, blocks.junior}, options, plan, pass));
+  for (const Lane& lane : lanes) {
+    TANDEM_RETURN_IF_ERROR(AddLane(lane, options, plan, pass));
   }
-  if (options.rank < senior_ranks) {
-    TANDEM_ASSIGN_OR_RETURN(const std::vector<ParameterSpec> specs, Parameters(senior));
+  const Lane& senior = lanes.front();
+  if (options.rank < senior.ranks) {
+    TANDEM_ASSIGN_OR_RETURN(const std::vector<ParameterSpec> specs, Parameters(senior.config));
     int64_t all = 0, largest = 0;
     for (const ParameterSpec& spec : specs) {
       all += spec.numel();
@@ -185,6 +193,69 @@ absl::StatusOr<MemoryPlan> RolloutMemory(const ModelConfig& senior, const ModelC
   plan.items.push_back({"activations", pass.activations, options.on_host});
   plan.items.push_back({"logits", pass.logits, options.on_host});
   return plan;
+}
+
+// Cuts the blocks to what the available memory leaves beside everything else.
+absl::Status LimitBlocksToMemory(std::vector<Lane>& lanes, const RolloutMemoryOptions& options) {
+  std::vector<Lane> without_cache = lanes;
+  for (Lane& lane : without_cache) lane.blocks = {};
+  TANDEM_ASSIGN_OR_RETURN(const MemoryPlan others, PlanLanes(without_cache, options));
+  std::vector<CountedLane> counted;
+  for (Lane& lane : lanes) {
+    if (options.rank < lane.ranks) counted.push_back({&lane, BlockBytes(lane, lane.ranks)});
+  }
+  const int64_t available = *options.available_memory_bytes;
+  // Where this does not hold the fewest blocks, CheckFits compares what they need.
+  LimitBlocks(counted, available - available / kFreeShare - others.host_bytes());
+  return absl::OkStatus();
+}
+
+// Returns the lanes with the blocks that the cache gets.
+absl::StatusOr<std::vector<Lane>> PlanBlocks(const ModelConfig& senior, const ModelConfig* junior,
+                                             const RolloutMemoryOptions& options) {
+  TANDEM_ASSIGN_OR_RETURN(std::vector<Lane> lanes, MakeLanes(senior, junior, options));
+  if (options.kv_cache_bytes > 0) {
+    std::vector<CountedLane> counted;
+    for (Lane& lane : lanes) counted.push_back({&lane, BlockBytes(lane, /*ranks=*/1)});
+    if (!LimitBlocks(counted, options.kv_cache_bytes)) {
+      return TooFewBytes(lanes, options.kv_cache_bytes);
+    }
+  } else if (options.on_host && options.available_memory_bytes.has_value()) {
+    TANDEM_RETURN_IF_ERROR(LimitBlocksToMemory(lanes, options));
+  }
+  return lanes;
+}
+
+}  // namespace
+
+RolloutMemoryOptions ToMemoryOptions(const EngineOptions& options, int64_t rank) {
+  const auto lane = [&](const LaneOptions& one) {
+    return LaneMemoryOptions{.max_model_len = one.max_model_len,
+                             .storage = StorageOf(one, options)};
+  };
+  return {.senior = lane(options.senior),
+          .junior = lane(options.junior),
+          .max_num_seqs = options.max_num_seqs,
+          .max_batched_tokens = options.max_batched_tokens,
+          .kv_cache_bytes = options.kv_cache_bytes,
+          .available_memory_bytes = options.available_memory_bytes,
+          .on_host = options.compute.device == "cpu",
+          .layout = options.layout,
+          .rank = rank};
+}
+
+absl::StatusOr<CacheBlocks> PlanCacheBlocks(const ModelConfig& senior, const ModelConfig* junior,
+                                            const RolloutMemoryOptions& options) {
+  TANDEM_ASSIGN_OR_RETURN(const std::vector<Lane> lanes, PlanBlocks(senior, junior, options));
+  CacheBlocks result = {.senior = lanes[0].blocks, .junior = {}};
+  if (junior != nullptr) result.junior = lanes[1].blocks;
+  return result;
+}
+
+absl::StatusOr<MemoryPlan> RolloutMemory(const ModelConfig& senior, const ModelConfig* junior,
+                                         const RolloutMemoryOptions& options) {
+  TANDEM_ASSIGN_OR_RETURN(const std::vector<Lane> lanes, PlanBlocks(senior, junior, options));
+  return PlanLanes(lanes, options);
 }
 
 }  // namespace tandem::rollout

@@ -3,6 +3,7 @@
 #define TANDEM_SERVICES_ROLLOUT_ENGINE_ROLLOUT_MEMORY_H_
 
 #include <cstdint>
+#include <optional>
 
 #include "absl/status/statusor.h"
 #include "common/base/memory_plan.h"
@@ -32,7 +33,9 @@ struct CacheBlocks {
 
 struct LaneMemoryOptions {
   int64_t max_model_len = 0;  // the model's own limit applies, too
-  LaneStorage storage = {.dtype = DType::kFloat32, .weight_format = kernels::WeightFormat::kDense};
+  LaneStorage storage = {.dtype = DType::kFloat32,
+                         .weight_format = kernels::WeightFormat::kDense,
+                         .cache_dtype = DType::kFloat32};
 };
 
 struct RolloutMemoryOptions {
@@ -41,7 +44,9 @@ struct RolloutMemoryOptions {
   int64_t max_num_seqs = 0;
   int64_t max_batched_tokens = 0;  // in one forward pass
   int64_t kv_cache_bytes = 0;      // of both lanes, on all ranks; 0: see PlanCacheBlocks
-  bool on_host = true;             // whether the CPU computes
+  // The host's memory for this rank; nullopt: not known.
+  std::optional<int64_t> available_memory_bytes = std::nullopt;
+  bool on_host = true;  // whether the CPU computes
   RankLayout layout = {};
   int64_t rank = 0;  // rank 0 receives new weights
 };
@@ -50,18 +55,22 @@ struct RolloutMemoryOptions {
 RolloutMemoryOptions ToMemoryOptions(const EngineOptions& options, int64_t rank);
 
 // Returns the blocks that kv_cache_bytes hold, as many for either lane, but no more than
-// max_num_seqs sequences of the lane's max_model_len tokens need; without it, those. The scorer
-// gets what one such sequence or a full pass needs. The same on every rank. INVALID_ARGUMENT for
-// "kv_cache_bytes" that do not hold one sequence of max_model_len tokens beside the scorer's;
-// UNIMPLEMENTED as RolloutMemory.
+// max_num_seqs sequences of the lane's max_model_len tokens need. The scorer gets what one such
+// sequence or a full pass needs. INVALID_ARGUMENT for "kv_cache_bytes" that do not hold one
+// sequence of max_model_len tokens beside the scorer's; UNIMPLEMENTED as RolloutMemory.
+//
+// Without kv_cache_bytes they are the blocks for which the host's available memory has room on this
+// rank, beside the rest of the plan and a tenth that stays free, between those of one sequence and
+// those of max_num_seqs sequences; where that memory is not known, or a GPU computes, the latter.
+// The ranks of a server take the fewest of them (JoinRanks).
 absl::StatusOr<CacheBlocks> PlanCacheBlocks(const ModelConfig& senior, const ModelConfig* junior,
                                             const RolloutMemoryOptions& options);
 
 // Returns the items of one rank: weights and KV cache of the lanes that it holds, the new weights
 // of an update, activations and logits of a pass. Caches and dense weights are exact; activations
 // are an upper estimate, and so are packed weights by the padding of single maps, which are stored
-// in stacks. `junior` is nullptr without one. UNIMPLEMENTED for a model_type that no family has;
-// errors of PlanCacheBlocks.
+// in stacks. The cache is that of PlanCacheBlocks. `junior` is nullptr without one. UNIMPLEMENTED
+// for a model_type that no family has; errors of PlanCacheBlocks.
 absl::StatusOr<MemoryPlan> RolloutMemory(const ModelConfig& senior, const ModelConfig* junior,
                                          const RolloutMemoryOptions& options);
 

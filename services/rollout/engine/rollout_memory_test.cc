@@ -29,7 +29,8 @@ int64_t CacheBytes(int64_t blocks) {
 
 LaneMemoryOptions Lane(int64_t max_model_len, DType dtype = DType::kFloat32,
                        WeightFormat format = WeightFormat::kDense) {
-  return {.max_model_len = max_model_len, .storage = {.dtype = dtype, .weight_format = format}};
+  return {.max_model_len = max_model_len,
+          .storage = {.dtype = dtype, .weight_format = format, .cache_dtype = dtype}};
 }
 
 TEST(RolloutMemoryTest, EveryLaneHasACacheOfItsOwnLength) {
@@ -84,7 +85,7 @@ TEST(RolloutMemoryTest, EveryLaneHasATypeOfItsOwn) {
   RolloutMemoryOptions options = {
       .senior = Lane(100), .junior = Lane(100), .max_num_seqs = 5, .max_batched_tokens = 64};
   auto whole = Items(RolloutMemory(config, &config, options).value());
-  options.junior.storage.dtype = DType::kBFloat16;
+  options.junior = Lane(100, DType::kBFloat16);
   auto half = Items(RolloutMemory(config, &config, options).value());
   EXPECT_EQ(half["senior_weights"], whole["senior_weights"]);
   EXPECT_EQ(half["junior_weights"], whole["junior_weights"] / 2);
@@ -93,6 +94,97 @@ TEST(RolloutMemoryTest, EveryLaneHasATypeOfItsOwn) {
   EXPECT_EQ(half["staged_weight_update"], whole["staged_weight_update"]);
   EXPECT_EQ(half["activations"], whole["activations"]) << "the larger one of the two lanes";
   EXPECT_FALSE(Items(RolloutMemory(config, nullptr, options).value()).contains("junior_weights"));
+}
+
+TEST(RolloutMemoryTest, KeysAndValuesHaveATypeOfTheirOwn) {
+  const ModelConfig config = TinyConfig();
+  RolloutMemoryOptions options = {
+      .senior = Lane(200), .junior = Lane(200), .max_num_seqs = 5, .max_batched_tokens = 64};
+  auto whole = Items(RolloutMemory(config, &config, options).value());
+  options.senior.storage.cache_dtype = options.junior.storage.cache_dtype = DType::kBFloat16;
+  auto half = Items(RolloutMemory(config, &config, options).value());
+  const KvCache cache(TinyModel()->CacheLayout(), 5 * 4 + 4, at::kCPU, at::kBFloat16);
+  EXPECT_EQ(half["senior_kv_cache"], 2 * 2 * static_cast<int64_t>(cache.keys(0).nbytes()));
+  EXPECT_EQ(half["junior_kv_cache"], whole["junior_kv_cache"] / 2);
+  for (const char* item : {"senior_weights", "junior_weights", "activations", "logits"}) {
+    EXPECT_EQ(half[item], whole[item]) << item;
+  }
+  // The same bytes hold twice the blocks.
+  options.kv_cache_bytes = 2 * 9 * CacheBytes(1);
+  EXPECT_EQ(PlanCacheBlocks(config, &config, options)->senior.total(), 18);
+}
+
+// Options of lanes whose caches want 24 and 12 blocks and need at least 8 and 4.
+RolloutMemoryOptions TwoLanes() {
+  return {.senior = Lane(200), .junior = Lane(100), .max_num_seqs = 5, .max_batched_tokens = 64};
+}
+
+// Returns the available memory that leaves `blocks` blocks beside everything else, and a tenth of
+// the memory.
+int64_t MemoryFor(const ModelConfig& config, const RolloutMemoryOptions& options, int64_t blocks) {
+  const MemoryPlan plan = RolloutMemory(config, &config, options).value();
+  auto items = Items(plan);
+  const int64_t others = plan.host_bytes() - items["senior_kv_cache"] - items["junior_kv_cache"];
+  return (others + blocks * CacheBytes(1)) * 10 / 9 + 1;
+}
+
+TEST(RolloutMemoryTest, WithoutASizeTheCacheTakesWhatTheMemoryLeaves) {
+  const ModelConfig config = TinyConfig();
+  const auto blocks_in = [&](int64_t blocks) {
+    RolloutMemoryOptions options = TwoLanes();
+    options.available_memory_bytes = MemoryFor(config, options, blocks);
+    const CacheBlocks planned = PlanCacheBlocks(config, &config, options).value();
+    const MemoryPlan plan = RolloutMemory(config, &config, options).value();
+    EXPECT_EQ(plan.items[1].bytes, planned.senior.total() * CacheBytes(1));
+    EXPECT_EQ(CheckFits(plan, *options.available_memory_bytes).ok(), blocks >= 12) << blocks;
+    return std::pair(planned.senior.total(), planned.junior.total());
+  };
+  EXPECT_EQ(blocks_in(1000), std::pair(24L, 12L)) << "no more than can be used";
+  EXPECT_EQ(blocks_in(36), std::pair(24L, 12L));
+  EXPECT_EQ(blocks_in(35), std::pair(23L, 12L));
+  EXPECT_EQ(blocks_in(20), std::pair(10L, 10L)) << "as many for either lane";
+  EXPECT_EQ(blocks_in(14), std::pair(8L, 6L)) << "a longest sequence of each lane";
+  EXPECT_EQ(blocks_in(12), std::pair(8L, 4L));
+  // Too little: the plan of the smallest cache is more than there is.
+  EXPECT_EQ(blocks_in(-5000), std::pair(8L, 4L));
+}
+
+TEST(RolloutMemoryTest, TheNoteOfACacheTellsItsRoom) {
+  const ModelConfig config = TinyConfig();
+  RolloutMemoryOptions options = TwoLanes();
+  options.available_memory_bytes = MemoryFor(config, options, 20);
+  const MemoryPlan plan = RolloutMemory(config, &config, options).value();
+  EXPECT_EQ(plan.items[1].note,
+            "room for 1 of max_num_seqs=5 sequences of 200 tokens (max_model_len)");
+  EXPECT_EQ(plan.items[3].note,
+            "room for 4 of max_num_seqs=5 sequences of 100 tokens (junior_max_model_len)");
+}
+
+TEST(RolloutMemoryTest, ASizeThatIsGivenDoesNotDependOnTheMachine) {
+  const ModelConfig config = TinyConfig();
+  RolloutMemoryOptions options = TwoLanes();
+  options.available_memory_bytes = 1;
+  options.kv_cache_bytes = int64_t{1} << 60;
+  EXPECT_EQ(PlanCacheBlocks(config, &config, options)->senior.total(), 24);
+  // The memory of a GPU is not known.
+  options.kv_cache_bytes = 0;
+  options.on_host = false;
+  EXPECT_EQ(PlanCacheBlocks(config, &config, options)->senior.total(), 24);
+}
+
+TEST(RolloutMemoryTest, ARankCountsWhatItHolds) {
+  const ModelConfig config = TinyConfig("llama", {{"intermediate_size", 48}});
+  RolloutMemoryOptions options = TwoLanes();
+  options.layout.tensor_parallel_size = 2;
+  // Rank 0 holds half of the senior's heads and the whole junior, rank 1 the former alone.
+  options.available_memory_bytes = MemoryFor(config, options, 13);
+  const CacheBlocks first = PlanCacheBlocks(config, &config, options).value();
+  EXPECT_EQ(first.senior.total() / 2 + first.junior.total(), 13);
+  EXPECT_EQ(first.junior.total(), 8) << "as many for either lane, of which one is halved";
+  options.rank = 1;
+  EXPECT_EQ(PlanCacheBlocks(config, &config, options)->senior.total(), 24)
+      << "rank 1 has neither a junior nor whole updates";
+  EXPECT_EQ(PlanCacheBlocks(config, &config, options)->junior.total(), 12) << "no limit of its own";
 }
 
 // The sizes are multiples of 32: no panel and no group is padded.

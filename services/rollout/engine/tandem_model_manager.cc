@@ -4,7 +4,10 @@
 #include <utility>
 
 #include "common/base/error.h"
+#include "common/base/logging.h"
 #include "common/base/status_macros.h"
+#include "common/model/layer_cache.h"
+#include "services/rollout/engine/lane_storage.h"
 
 namespace tandem::rollout {
 namespace {
@@ -41,11 +44,11 @@ ModelSummary SummaryOf(const ModelAndVocabulary& loaded, const LaneOptions& opti
 
 TandemModelManager::Lane MakeLane(Author author, const LaneRanks& ranks,
                                   std::unique_ptr<Model> model, const LaneBlocks& blocks,
-                                  ranks::ServerRanks* server) {
+                                  DType cache_dtype, ranks::ServerRanks* server) {
   TandemModelManager::Lane lane{
       .ranks = ranks, .shard = nullptr, .ranked = nullptr, .digest = model->weights_digest()};
   if (!ranks.holds()) return lane;
-  lane.shard = std::make_unique<TorchRunner>(std::move(model), blocks.total());
+  lane.shard = std::make_unique<TorchRunner>(std::move(model), blocks.total(), cache_dtype);
   if (ranks.sharded() && server->leads()) {
     lane.ranked = std::make_unique<RankedRunner>(author, server, lane.shard.get());
   }
@@ -95,17 +98,23 @@ absl::StatusOr<std::unique_ptr<TandemModelManager>> TandemModelManager::Load(
   if (senior->model->tied()) {
     manager->tied_head_ = {.name = kLmHeadName, .shape = {config.vocab_size, config.hidden_size}};
   }
-  TANDEM_ASSIGN_OR_RETURN(
-      manager->blocks_,
-      PlanCacheBlocks(config, junior_model == nullptr ? nullptr : &junior_model->config(),
-                      ToMemoryOptions(options, options.environment.rank)));
+  manager->blocks_ = ranks.blocks;
+  if (ranks.server->leads()) {
+    Log(LogLevel::kInfo, "kv_cache",
+        {{"senior_tokens", ranks.blocks.senior.generator * kKvBlockTokens},
+         {"junior_tokens", ranks.blocks.junior.generator * kKvBlockTokens},
+         {"max_num_seqs", options.max_num_seqs},
+         {"max_model_len", info.senior.max_model_len}});
+  }
   ranks::ServerRanks* const server = ranks.server.get();
   if (junior_model != nullptr) {
-    manager->junior_ = MakeLane(Author::kJunior, ranks.junior, std::move(junior_model),
-                                manager->blocks_.junior, server);
+    manager->junior_ =
+        MakeLane(Author::kJunior, ranks.junior, std::move(junior_model), ranks.blocks.junior,
+                 StorageOf(options.junior, options).cache_dtype, server);
   }
-  manager->senior_ = MakeLane(Author::kSenior, ranks.senior, std::move(senior->model),
-                              manager->blocks_.senior, server);
+  manager->senior_ =
+      MakeLane(Author::kSenior, ranks.senior, std::move(senior->model), ranks.blocks.senior,
+               StorageOf(options.senior, options).cache_dtype, server);
   return manager;
 }
 

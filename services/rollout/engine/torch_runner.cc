@@ -10,6 +10,7 @@
 #include "common/base/status_macros.h"
 #include "common/ops/parallel_for.h"
 #include "common/tandem/tandem_sampler.h"
+#include "common/tensor/aten_bytes.h"
 #include "common/tensor/catch_torch_errors.h"
 #include "services/rollout/engine/rollout_memory.h"
 
@@ -26,9 +27,9 @@ absl::StatusOr<SampledToken> Read(std::span<const float> logits, const OutputRow
 
 }  // namespace
 
-TorchRunner::TorchRunner(std::unique_ptr<Model> model, int64_t num_blocks)
+TorchRunner::TorchRunner(std::unique_ptr<Model> model, int64_t num_blocks, DType cache_dtype)
     : model_(std::move(model)),
-      cache_(model_->CacheLayout(), num_blocks, model_->device(), model_->dtype()) {}
+      cache_(model_->CacheLayout(), num_blocks, model_->device(), ToScalarType(cache_dtype)) {}
 
 absl::Status TorchRunner::Run(const Pass& pass, PassResults& results) {
   return Compute(pass, &results);

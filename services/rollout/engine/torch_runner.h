@@ -10,13 +10,15 @@
 #include "absl/status/status.h"
 #include "common/model/kv_cache.h"
 #include "common/model/model.h"
+#include "common/tensor/dtype.h"
 #include "services/rollout/engine/model_runner.h"
 
 namespace tandem::rollout {
 
 class TorchRunner : public ModelRunner {
  public:
-  TorchRunner(std::unique_ptr<Model> model, int64_t num_blocks);
+  // Keys and values are stored in `cache_dtype`, float32 or bfloat16.
+  TorchRunner(std::unique_ptr<Model> model, int64_t num_blocks, DType cache_dtype);
 
   const Model& model() const { return *model_; }
   Model& model() { return *model_; }

@@ -56,6 +56,9 @@ struct EngineOptions {
   RankEnvironment environment = {};  // of this process among the ranks of the server
   int64_t kv_cache_bytes = 0;        // of both lanes; 0: chosen by the server
   std::optional<DType> kv_cache_dtype = std::nullopt;  // nullopt: that of the lane's activations
+  // The host's memory that this rank may take, from which a server without kv_cache_bytes chooses
+  // the size of the cache; nullopt: not known.
+  std::optional<int64_t> available_memory_bytes = std::nullopt;
   // The settings that must be equal on every rank, as lines of text.
   std::string configuration = {};
 };

@@ -2,6 +2,7 @@
 
 #include <optional>
 
+#include "common/base/machine_resources.h"
 #include "common/base/rank_environment.h"
 #include "common/base/status_macros.h"
 #include "common/model/model_config.h"
@@ -15,7 +16,8 @@ namespace tandem::rollout {
 
 absl::StatusOr<MemoryPlan> PlanMemory(const config::v1::RolloutServerConfig& config) {
   TANDEM_ASSIGN_OR_RETURN(const RankEnvironment environment, ReadRankEnvironment());
-  const EngineOptions options = ToEngineOptions(config, environment);
+  EngineOptions options = ToEngineOptions(config, environment);
+  options.available_memory_bytes = AvailableMemoryOfRank(environment);
   TANDEM_RETURN_IF_ERROR(CheckOptions(options));
   TANDEM_ASSIGN_OR_RETURN(const ModelConfig senior,
                           rpc::ConfiguredModel("senior_model", config.senior_model()));

@@ -8,9 +8,9 @@
 
 namespace tandem::rollout {
 
-// Returns the memory plan of a resolved configuration. Errors are those of CheckOptions, or name
-// the field of a model whose config.json cannot be read, or of a layout that does not fit the ranks
-// or the models.
+// Returns the memory plan of a resolved configuration on this machine. Errors are those of
+// CheckOptions, or name the field of a model whose config.json cannot be read, or of a layout that
+// does not fit the ranks or the models.
 absl::StatusOr<MemoryPlan> PlanMemory(const config::v1::RolloutServerConfig& config);
 
 }  // namespace tandem::rollout

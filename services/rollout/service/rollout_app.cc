@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <utility>
 
+#include "common/base/machine_resources.h"
 #include "common/base/status_macros.h"
 #include "services/rollout/service/convert.h"
 #include "tandem/rollout/v1/rollout.grpc.pb.h"
@@ -26,7 +27,9 @@ std::vector<rpc::NamedService> RolloutApp::services() {
 }
 
 absl::Status RolloutApp::Load() {
-  TANDEM_ASSIGN_OR_RETURN(engine_, create_engine_(options_));
+  EngineOptions options = options_;
+  options.available_memory_bytes = AvailableMemoryOfRank(options.environment);
+  TANDEM_ASSIGN_OR_RETURN(engine_, create_engine_(options));
   rollout_service_.SetEngine(engine_.get());
   weight_service_.SetReceiver(&engine_->weights());
   metrics_.Gauge(rpc::metric::kQueueCapacity).Set(static_cast<double>(options_.max_queue));
