@@ -335,7 +335,6 @@ class EngineImpl : public Engine {
   const EngineOptions options_;
   const EngineInfo info_;
   const RequestLimits limits_;
-  std::unique_ptr<StagedWeightReceiver> weights_;
   std::atomic<bool> ended_ = false;
 
   // Used by the engine thread alone.
@@ -347,6 +346,8 @@ class EngineImpl : public Engine {
   std::unique_ptr<Generator> generator_;
   std::unique_ptr<Scorer> scorer_;
   bool paused_ = false;
+
+  std::unique_ptr<StagedWeightReceiver> weights_;  // an update's thread uses the senior's model
 
   mutable std::mutex mutex_;
   EngineStats stats_;

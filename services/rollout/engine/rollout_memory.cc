@@ -78,7 +78,7 @@ absl::Status AddUpdate(const Lane& senior, const RolloutMemoryOptions& options, 
     // a sharded senior keeps all of them for the others.
     staged = senior.ranks > 1 ? all : 2 * largest;
     plan.items.push_back(
-        {"next_senior_weights", WeightsOf(senior, specs, options.rank), options.on_host});
+        {"weight_update_copy", WeightsOf(senior, specs, options.rank), options.on_host});
   }
   plan.items.push_back({"staged_weight_update", staged});
   return absl::OkStatus();
