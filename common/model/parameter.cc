@@ -7,10 +7,10 @@
 
 namespace tandem {
 
-void Parameter::CopyFrom(const at::Tensor& whole) const {
+void Parameter::CopyFrom(const at::Tensor& whole, ops::PackThreads threads) const {
   const at::NoGradGuard no_grad;
   if (packed != nullptr) {
-    packed->SetRows(packed_row, shard.Of(whole));
+    packed->SetRows(packed_row, shard.Of(whole), threads);
   } else {
     value.copy_(shard.Of(whole));
   }

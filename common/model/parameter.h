@@ -62,7 +62,7 @@ struct Parameter {
   bool held() const { return value.defined() || packed != nullptr; }
   // Copies this process's shard of `whole`, of any device and floating-point type, in. Needs
   // held().
-  void CopyFrom(const at::Tensor& whole) const;
+  void CopyFrom(const at::Tensor& whole, ops::PackThreads threads = ops::PackThreads::kAll) const;
   // Returns the values of this process's shard that a pass computes with: `value`, or an unpacked
   // copy in float32. Needs held().
   at::Tensor ComputedValue() const;

@@ -4,6 +4,7 @@
 #include <ATen/core/grad_mode.h>
 
 #include <algorithm>
+#include <map>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
@@ -102,8 +103,8 @@ std::vector<int64_t> ParameterStore::StackedShape(const std::vector<std::string>
 std::shared_ptr<const ops::PackedWeight> ParameterStore::AllocatePacked(
     const std::vector<std::string>& names) {
   const std::vector<int64_t> shape = StackedShape(names);
-  auto packed =
-      std::make_shared<const ops::PackedWeight>(placement_.weight_format, shape[0], shape[1]);
+  const std::shared_ptr<const ops::PackedWeight> packed = packed_.emplace_back(
+      std::make_shared<ops::PackedWeight>(placement_.weight_format, shape[0], shape[1]));
   int64_t row = 0;
   for (const std::string& name : names) {
     Parameter& parameter = *FindMutable(name);
@@ -187,6 +188,35 @@ const ops::LinearWeight& ParameterStore::TakeLinear(const std::vector<std::strin
   }
   return linear_weights_.emplace_back(stacked, bias, values(weight_names), values(bias_names),
                                       placement_.dtype);
+}
+
+ParameterSet ParameterStore::NewSet() const {
+  TORCH_CHECK(!training_ && compute_buffers_.empty(),
+              "parameters that train have one set of values");
+  const at::NoGradGuard no_grad;
+  ParameterSet set = {.parameters = parameters_, .block_buffers = {}, .packed = {}};
+  for (const at::Tensor& buffer : block_buffers_)
+    set.block_buffers.push_back(at::empty_like(buffer));
+  std::map<std::shared_ptr<const ops::PackedWeight>, std::shared_ptr<ops::PackedWeight>> copies;
+  for (const auto& packed : packed_) {
+    copies[packed] = set.packed.emplace_back(
+        std::make_shared<ops::PackedWeight>(packed->format(), packed->out(), packed->in()));
+  }
+  for (Parameter& parameter : set.parameters) {
+    if (parameter.packed != nullptr) parameter.packed = copies.at(parameter.packed);
+    const at::Tensor value = parameter.value;
+    if (!value.defined()) continue;
+    parameter.value = set.block_buffers[static_cast<size_t>(parameter.spec.block)].as_strided(
+        value.sizes(), value.strides(), value.storage_offset());
+  }
+  return set;
+}
+
+void ParameterStore::Swap(ParameterSet& set) {
+  for (size_t i = 0; i < block_buffers_.size(); ++i) {
+    SwapMemory(block_buffers_[i], set.block_buffers[i]);
+  }
+  for (size_t i = 0; i < packed_.size(); ++i) packed_[i]->Swap(*set.packed[i]);
 }
 
 void ParameterStore::OnWeightsChanged() {

@@ -18,6 +18,13 @@
 
 namespace tandem {
 
+// Values of all parameters of a model that infers, in memory of their own.
+struct ParameterSet {
+  std::vector<Parameter> parameters;      // those of the model, but for the memory of their values
+  std::vector<at::Tensor> block_buffers;  // see ParameterStore::block_buffers
+  std::vector<std::shared_ptr<ops::PackedWeight>> packed;
+};
+
 class ParameterStore {
  public:
   // Creates the memory of the declared parameters, uninitialised; that of packed matrices comes
@@ -49,6 +56,12 @@ class ParameterStore {
   // The result lives as long as the store.
   const ops::LinearWeight& TakeLinear(const std::vector<std::string>& names);
 
+  // Takes the memory of a second set of values, uninitialised. Only reads the layout of the store,
+  // and so runs beside forward passes. Needs a store of a model that infers and has its memory.
+  ParameterSet NewSet() const;
+  // Exchanges the memory of the values with that of a set that NewSet returned. No value is read.
+  void Swap(ParameterSet& set);
+
   // Call it after values have changed, before the next forward pass.
   void OnWeightsChanged();
 
@@ -72,6 +85,7 @@ class ParameterStore {
   bool training_ = false;
   std::vector<Parameter> parameters_;
   std::vector<at::Tensor> block_buffers_, compute_buffers_;
+  std::vector<std::shared_ptr<ops::PackedWeight>> packed_;
   std::vector<int64_t> taken_;                    // of each buffer
   std::deque<ops::LinearWeight> linear_weights_;  // never moves what was handed out
 };

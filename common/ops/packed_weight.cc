@@ -5,6 +5,7 @@
 #include <ATen/core/grad_mode.h>
 
 #include <algorithm>
+#include <utility>
 
 #include "common/kernels/cpu/cpu_kernels.h"
 #include "common/ops/parallel_for.h"
@@ -20,7 +21,7 @@ PackedWeight::PackedWeight(kernels::WeightFormat format, int64_t out, int64_t in
   TORCH_CHECK(format != kernels::WeightFormat::kDense, "a dense matrix is not packed");
 }
 
-void PackedWeight::SetRows(int64_t first, const at::Tensor& values) const {
+void PackedWeight::SetRows(int64_t first, const at::Tensor& values, PackThreads threads) const {
   TORCH_CHECK(values.dim() == 2 && values.size(1) == in() && values.is_floating_point(),
               "packed weight [", out(), ", ", in(), "]: rows ", values.sizes());
   const int64_t rows = values.size(0);
@@ -28,14 +29,24 @@ void PackedWeight::SetRows(int64_t first, const at::Tensor& values) const {
               " on of ", out());
   const at::NoGradGuard no_grad;
   const int64_t chunks = (rows + kernels::kPanelOuts - 1) / kernels::kPanelOuts;
-  at::parallel_for(0, chunks, /*grain_size=*/1, [&](int64_t begin, int64_t end) {
+  const auto pack = [&](int64_t begin, int64_t end) {
     for (int64_t chunk = begin; chunk < end; ++chunk) {
       const int64_t row = chunk * kernels::kPanelOuts;
       const int64_t count = std::min(kernels::kPanelOuts, rows - row);
       const at::Tensor some = values.narrow(0, row, count).to(at::kCPU, at::kFloat).contiguous();
       kernels::PackRows(matrix_, first + row, count, some.const_data_ptr<float>(), in());
     }
-  });
+  };
+  if (threads == PackThreads::kOne) return pack(0, chunks);
+  at::parallel_for(0, chunks, /*grain_size=*/1, pack);
+}
+
+void PackedWeight::Swap(PackedWeight& other) {
+  TORCH_CHECK(other.format() == format() && other.out() == out() && other.in() == in(),
+              "packed weight [", out(), ", ", in(), "]: swapped with [", other.out(), ", ",
+              other.in(), "], or with another format");
+  std::swap(memory_, other.memory_);
+  std::swap(matrix_, other.matrix_);
 }
 
 at::Tensor PackedWeight::Rows(const at::Tensor& rows) const {

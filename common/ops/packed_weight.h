@@ -10,6 +10,12 @@
 
 namespace tandem::ops {
 
+// The threads that pack rows.
+enum class PackThreads {
+  kAll,  // those of the process (parallel_for.h)
+  kOne,  // the caller's alone, so that it can pack beside a thread that computes
+};
+
 class PackedWeight {
  public:
   // Whether this process has kernels for packed weights: with `compute.kernels: aten` it has none.
@@ -24,7 +30,10 @@ class PackedWeight {
 
   // Packs `values` [n, in], of any floating-point type and device, as the rows from `first` on.
   // They are converted a few rows at a time.
-  void SetRows(int64_t first, const at::Tensor& values) const;
+  void SetRows(int64_t first, const at::Tensor& values,
+               PackThreads threads = PackThreads::kAll) const;
+  // Exchanges the memory of two matrices of the same format and shape. No value is read.
+  void Swap(PackedWeight& other);
   // rows [T] int64 -> [T, in] float32, the values that products use. Throws c10::Error for an index
   // that is no row.
   at::Tensor Rows(const at::Tensor& rows) const;

@@ -3,6 +3,8 @@
 #include <ATen/ATen.h>
 #include <c10/core/Allocator.h>
 
+#include <utility>
+
 namespace tandem {
 
 at::Tensor EmptyWithoutMemory(int64_t numel, const at::TensorOptions& options) {
@@ -26,6 +28,15 @@ void AllocateMemory(const at::Tensor& flat) {
 
 void FreeMemory(const at::Tensor& flat) {
   flat.storage().unsafeGetStorageImpl()->set_data_ptr_noswap(c10::DataPtr(nullptr, flat.device()));
+}
+
+void SwapMemory(const at::Tensor& a, const at::Tensor& b) {
+  c10::StorageImpl* const first = a.storage().unsafeGetStorageImpl();
+  c10::StorageImpl* const second = b.storage().unsafeGetStorageImpl();
+  TORCH_CHECK(first->nbytes() == second->nbytes() && first->device() == second->device(),
+              "memory of ", first->nbytes(), " bytes is swapped with ", second->nbytes());
+  c10::DataPtr former = first->set_data_ptr(std::move(second->mutable_data_ptr()));
+  second->set_data_ptr_noswap(std::move(former));
 }
 
 }  // namespace tandem

@@ -1,5 +1,5 @@
 // Allocation and release of a tensor's memory while the tensor and its views stay the same objects:
-// for parameters that a process holds one block at a time.
+// for parameters that a process holds one block at a time, or that change at once.
 #ifndef TANDEM_COMMON_TENSOR_TENSOR_MEMORY_H_
 #define TANDEM_COMMON_TENSOR_TENSOR_MEMORY_H_
 
@@ -18,6 +18,9 @@ void AllocateMemory(const at::Tensor& flat);
 // Releases the memory. Until it is allocated again no view of `flat` may be read: their address is
 // null.
 void FreeMemory(const at::Tensor& flat);
+// Exchanges the memory of two tensors that fill storages of the same size and device; their views
+// follow. No value is read.
+void SwapMemory(const at::Tensor& a, const at::Tensor& b);
 
 }  // namespace tandem
 

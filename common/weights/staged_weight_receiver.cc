@@ -1,9 +1,7 @@
 #include "common/weights/staged_weight_receiver.h"
 
 #include <algorithm>
-#include <cstring>
 #include <map>
-#include <new>
 #include <set>
 #include <utility>
 
@@ -32,14 +30,23 @@ absl::Status NoSuchUpdate(const std::string& update_id) {
 
 }  // namespace
 
+StagedWeightReceiver::Update::Update(std::string id, const WeightManifest& manifest,
+                                     std::unique_ptr<NextWeights> weights)
+    : id(std::move(id)),
+      manifest(manifest),
+      weights(std::move(weights)),
+      stager(manifest.tensors, [this](const WeightSpec& spec, TensorBytes bytes) {
+        return this->weights->Add(spec, std::move(bytes));
+      }) {}
+
 StagedWeightReceiver::StagedWeightReceiver(std::vector<WeightSpec> parameters,
                                            std::optional<WeightSpec> optional,
                                            int64_t num_token_ids, WeightsVersion initial,
-                                           Apply apply)
+                                           Start start)
     : parameters_(std::move(parameters)),
       optional_(std::move(optional)),
       num_token_ids_(num_token_ids),
-      apply_(std::move(apply)),
+      start_(std::move(start)),
       version_(std::move(initial)) {}
 
 absl::Status StagedWeightReceiver::CheckManifest(const WeightManifest& manifest) const {
@@ -104,7 +111,7 @@ absl::StatusOr<int64_t> StagedWeightReceiver::Begin(const std::string& update_id
                                                     bool allow_rollback) {
   if (update_id.empty()) return InvalidField("update_id", "must not be empty");
   TANDEM_RETURN_IF_ERROR(CheckManifest(manifest));
-  std::lock_guard lock(mutex_);
+  std::unique_lock lock(mutex_);
   // The sender missed the answer to its commit, or another sender sent the same weights.
   if (manifest.version == version_.version && manifest.digest == version_.digest) {
     last_committed_id_ = update_id;
@@ -119,7 +126,13 @@ absl::StatusOr<int64_t> StagedWeightReceiver::Begin(const std::string& update_id
     return Stale(absl::StrCat("update \"", update_id, "\" was replaced when the server went back"));
   }
   if (open_ != nullptr) {
-    if (open_->id == update_id && open_->manifest == manifest) return open_->next_chunk();
+    if (open_->id == update_id && open_->manifest == manifest) {
+      const std::shared_ptr<Update> update = open_;
+      lock.unlock();
+      // A chunk of the interrupted stream may still be on its way in.
+      const std::lock_guard stream_lock(update->stream_mutex);
+      return update->next_chunk();
+    }
     const bool newer = open_->manifest.version > manifest.version;
     if (open_->committing || (newer && !allow_rollback)) {
       return Stale(absl::StrCat("update \"", open_->id, "\" to version ", open_->manifest.version,
@@ -127,34 +140,30 @@ absl::StatusOr<int64_t> StagedWeightReceiver::Begin(const std::string& update_id
     }
     if (back) overtaken_id_ = open_->id;
   }
-  open_.reset();
-  auto update = std::make_unique<Update>();
-  update->id = update_id;
-  update->manifest = manifest;
-  update->bytes.reset(new (std::nothrow) std::byte[manifest.total_bytes]);
-  if (update->bytes == nullptr) {
-    return absl::ResourceExhaustedError(
-        absl::StrCat("no memory for ", manifest.total_bytes, " bytes of weights"));
-  }
-  open_ = std::move(update);
+  open_.reset();  // before there is memory for the next
+  open_ = std::make_shared<Update>(update_id, manifest, start_());
   return 0;
 }
 
-absl::StatusOr<StagedWeightReceiver::Update*> StagedWeightReceiver::FindOpenLocked(
+absl::StatusOr<std::shared_ptr<StagedWeightReceiver::Update>> StagedWeightReceiver::FindOpenLocked(
     const std::string& update_id) {
   if (open_ == nullptr || open_->id != update_id) return NoSuchUpdate(update_id);
   if (open_->committing) {
     return absl::FailedPreconditionError(
         absl::StrCat("update \"", update_id, "\" is being committed"));
   }
-  return open_.get();
+  return open_;
 }
 
 absl::StatusOr<int64_t> StagedWeightReceiver::Append(const std::string& update_id,
                                                      int64_t chunk_index,
                                                      absl::Span<const std::byte> data) {
-  std::lock_guard lock(mutex_);
-  TANDEM_ASSIGN_OR_RETURN(Update * update, FindOpenLocked(update_id));
+  std::shared_ptr<Update> update;
+  {
+    const std::lock_guard lock(mutex_);
+    TANDEM_ASSIGN_OR_RETURN(update, FindOpenLocked(update_id));
+  }
+  const std::lock_guard stream_lock(update->stream_mutex);
   const int64_t next = update->next_chunk();
   if (chunk_index != next) {
     return WithReason(
@@ -167,15 +176,29 @@ absl::StatusOr<int64_t> StagedWeightReceiver::Append(const std::string& update_i
     return InvalidField("data", absl::StrCat("chunk ", next, " must hold ", expected,
                                              " bytes, holds ", data.size()));
   }
-  std::memcpy(update->bytes.get() + update->received, data.data(), data.size());
+  update->stager.Write(data);
   update->digest.Update(data.data(), data.size());
   update->received += expected;
   return update->next_chunk();
 }
 
+absl::Status StagedWeightReceiver::CheckStream(Update& update) {
+  const std::lock_guard stream_lock(update.stream_mutex);
+  if (update.received != update.manifest.total_bytes) {
+    return absl::FailedPreconditionError(absl::StrCat("update \"", update.id, "\" has ",
+                                                      update.received, " of ",
+                                                      update.manifest.total_bytes, " bytes"));
+  }
+  const std::string digest = update.digest.Hex();
+  if (digest == update.manifest.digest) return absl::OkStatus();
+  return absl::DataLossError(absl::StrCat("the weights received have digest ", digest,
+                                          ", the manifest says ", update.manifest.digest,
+                                          "; the old weights stay in force"));
+}
+
 absl::StatusOr<WeightsVersion> StagedWeightReceiver::Commit(const std::string& update_id,
                                                             const CallScope& call) {
-  Update* update = nullptr;
+  std::shared_ptr<Update> update;
   {
     std::unique_lock lock(mutex_);
     // A sender that lost its connection commits again while its first request still waits.
@@ -184,36 +207,24 @@ absl::StatusOr<WeightsVersion> StagedWeightReceiver::Commit(const std::string& u
     const bool open = open_ != nullptr && open_->id == update_id;
     if (!open && !last_committed_id_.empty() && update_id == last_committed_id_) return version_;
     TANDEM_ASSIGN_OR_RETURN(update, FindOpenLocked(update_id));
-    if (update->received != update->manifest.total_bytes) {
-      return absl::FailedPreconditionError(absl::StrCat("update \"", update_id, "\" has ",
-                                                        update->received, " of ",
-                                                        update->manifest.total_bytes, " bytes"));
-    }
-    const std::string digest = update->digest.Hex();
-    if (digest != update->manifest.digest) {
-      const std::string expected = update->manifest.digest;
-      open_.reset();
-      return absl::DataLossError(absl::StrCat("the weights received have digest ", digest,
-                                              ", the manifest says ", expected,
-                                              "; the old weights stay in force"));
-    }
     update->committing = true;  // no other call may touch the update until the swap is over
   }
-  absl::Status applied =
-      apply_(update->manifest,
-             {update->bytes.get(), static_cast<size_t>(update->manifest.total_bytes)}, call);
-  std::lock_guard lock(mutex_);
-  if (absl::IsDeadlineExceeded(applied) || absl::IsCancelled(applied)) {
-    open_->committing = false;  // the swap did not begin: the sender may commit again
-    commit_ended_.notify_all();
-    return applied;
-  }
-  const std::unique_ptr<Update> done = std::move(open_);
+  absl::Status applied = CheckStream(*update);
+  const bool incomplete = absl::IsFailedPrecondition(applied);
+  if (applied.ok()) applied = update->stager.Finish(call);
+  if (applied.ok()) applied = update->weights->Apply(update->manifest, call);
+  const std::lock_guard lock(mutex_);
+  update->committing = false;
   commit_ended_.notify_all();
+  if (incomplete || absl::IsDeadlineExceeded(applied) || absl::IsCancelled(applied)) {
+    return applied;  // the swap did not begin: the sender may go on, or commit again
+  }
+  open_.reset();  // its memory goes with `update`, when the receiver is not locked any more
   if (!applied.ok()) return applied;
-  if (done->manifest.version > version_.version) overtaken_id_.clear();
-  version_ = {.version = done->manifest.version, .digest = done->manifest.digest};
-  last_committed_id_ = done->id;
+  const WeightManifest& manifest = update->manifest;
+  if (manifest.version > version_.version) overtaken_id_.clear();
+  version_ = {.version = manifest.version, .digest = manifest.digest};
+  last_committed_id_ = update->id;
   return version_;
 }
 

@@ -1,10 +1,10 @@
-// A WeightReceiver (weight_transfer.h) that collects new weights in memory beside those that serve.
-// It knows bytes, names and shapes; the engine puts the weights in force.
+// A WeightReceiver (weight_transfer.h) that hands the tensors of an update to the engine while they
+// come, beside the weights that serve. It knows bytes, names and shapes; the engine makes weights
+// of them, and puts those in force.
 #ifndef TANDEM_COMMON_WEIGHTS_STAGED_WEIGHT_RECEIVER_H_
 #define TANDEM_COMMON_WEIGHTS_STAGED_WEIGHT_RECEIVER_H_
 
 #include <condition_variable>
-#include <cstddef>
 #include <cstdint>
 #include <functional>
 #include <memory>
@@ -17,21 +17,34 @@
 #include "absl/status/statusor.h"
 #include "absl/types/span.h"
 #include "common/base/checksum.h"
+#include "common/weights/tensor_stager.h"
 #include "common/weights/weight_transfer.h"
 
 namespace tandem {
 
+// The engine's part of one update. It is destroyed when the update has ended, in force or not.
+class NextWeights {
+ public:
+  virtual ~NextWeights() = default;
+  // Takes the next tensor of the manifest, on a thread of the update's own. Its error ends the
+  // update.
+  virtual absl::Status Add(const WeightSpec& spec, TensorBytes bytes) = 0;
+  // Puts the weights in force, after all tensors have been added and the digest has been verified;
+  // blocks. After CANCELLED or DEADLINE_EXCEEDED it may be called again; another error ends the
+  // update.
+  virtual absl::Status Apply(const WeightManifest& manifest, const CallScope& call) = 0;
+};
+
 class StagedWeightReceiver : public WeightReceiver {
  public:
-  // Puts verified weights in force; blocks. `stream` holds the manifest's byte stream.
-  using Apply = std::function<absl::Status(
-      const WeightManifest& manifest, absl::Span<const std::byte> stream, const CallScope& call)>;
+  // Makes the engine's part of an update.
+  using Start = std::function<std::unique_ptr<NextWeights>()>;
 
   // `parameters` has the name and shape of every parameter of the model; dtypes are not compared,
   // as any floating type is converted. `optional` is a parameter that a manifest may leave out (a
   // tied head). `num_token_ids`: those of the model, which a sender's model must have too.
   StagedWeightReceiver(std::vector<WeightSpec> parameters, std::optional<WeightSpec> optional,
-                       int64_t num_token_ids, WeightsVersion initial, Apply apply);
+                       int64_t num_token_ids, WeightsVersion initial, Start start);
 
   absl::StatusOr<int64_t> Begin(const std::string& update_id, const WeightManifest& manifest,
                                 bool allow_rollback) override;
@@ -45,12 +58,19 @@ class StagedWeightReceiver : public WeightReceiver {
 
  private:
   struct Update {
-    std::string id;
-    WeightManifest manifest;
-    std::unique_ptr<std::byte[]> bytes;
+    Update(std::string id, const WeightManifest& manifest, std::unique_ptr<NextWeights> weights);
+
+    const std::string id;
+    const WeightManifest manifest;
+    bool committing = false;  // guarded by the receiver's mutex
+
+    // Held while a chunk is taken, which may wait for tensors to be added.
+    std::mutex stream_mutex;
     int64_t received = 0;  // bytes, always a number of whole chunks
     Checksum digest;
-    bool committing = false;
+
+    const std::unique_ptr<NextWeights> weights;
+    TensorStager stager;  // last: it uses `weights`
 
     int64_t next_chunk() const {
       return (received + manifest.chunk_bytes - 1) / manifest.chunk_bytes;
@@ -58,16 +78,18 @@ class StagedWeightReceiver : public WeightReceiver {
   };
 
   absl::Status CheckManifest(const WeightManifest& manifest) const;
-  absl::StatusOr<Update*> FindOpenLocked(const std::string& update_id);
+  absl::StatusOr<std::shared_ptr<Update>> FindOpenLocked(const std::string& update_id);
+  // OK if the whole stream was received and has the manifest's digest.
+  static absl::Status CheckStream(Update& update);
 
   const std::vector<WeightSpec> parameters_;
   const std::optional<WeightSpec> optional_;
   const int64_t num_token_ids_;
-  const Apply apply_;
+  const Start start_;
 
   mutable std::mutex mutex_;
   std::condition_variable commit_ended_;
-  std::unique_ptr<Update> open_;
+  std::shared_ptr<Update> open_;
   WeightsVersion version_;
   std::string last_committed_id_;
   // The update that a rollback replaced, until a higher version is committed. Its sender, of the

@@ -3,6 +3,9 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <memory>
+#include <thread>
+
 #include "common/base/checksum.h"
 #include "common/base/error.h"
 
@@ -15,17 +18,44 @@ std::vector<std::byte> Bytes(int count, int start = 0) {
   return bytes;
 }
 
+// What the engine's parts of all updates were told.
+struct Told {
+  std::vector<std::byte> added;  // the tensors of the last update
+  std::vector<std::byte> applied;
+  absl::Status add_status, apply_status;
+  std::thread::id adder;
+  int alive = 0;  // parts of updates that have not ended
+};
+
+class ToldWeights : public NextWeights {
+ public:
+  explicit ToldWeights(Told& told) : told_(told) {
+    told_.added.clear();
+    ++told_.alive;
+  }
+  ~ToldWeights() override { --told_.alive; }
+
+  absl::Status Add(const WeightSpec& spec, TensorBytes bytes) override {
+    told_.adder = std::this_thread::get_id();
+    told_.added.insert(told_.added.end(), bytes.get(), bytes.get() + spec.bytes());
+    return told_.add_status;
+  }
+  absl::Status Apply(const WeightManifest&, const CallScope&) override {
+    if (told_.apply_status.ok()) told_.applied = told_.added;
+    return told_.apply_status;
+  }
+
+ private:
+  Told& told_;
+};
+
 class StagedWeightReceiverTest : public ::testing::Test {
  protected:
   StagedWeightReceiverTest()
-      : receiver_(
-            {{.name = "a", .shape = {2, 3}}, {.name = "b", .shape = {4}}},
-            WeightSpec{.name = "head", .shape = {2, 3}}, /*num_token_ids=*/7,
-            {.version = 0, .digest = "start"},
-            [this](const WeightManifest&, absl::Span<const std::byte> stream, const CallScope&) {
-              applied_.assign(stream.begin(), stream.end());
-              return apply_status_;
-            }) {}
+      : receiver_({{.name = "a", .shape = {2, 3}}, {.name = "b", .shape = {4}}},
+                  WeightSpec{.name = "head", .shape = {2, 3}}, /*num_token_ids=*/7,
+                  {.version = 0, .digest = "start"},
+                  [this] { return std::make_unique<ToldWeights>(told_); }) {}
 
   WeightManifest Manifest(int64_t version = 1) const {
     return {.version = version,
@@ -47,8 +77,7 @@ class StagedWeightReceiverTest : public ::testing::Test {
   }
 
   const std::vector<std::byte> stream_ = Bytes(32);
-  std::vector<std::byte> applied_;
-  absl::Status apply_status_;
+  Told told_;
   StagedWeightReceiver receiver_;
 };
 
@@ -59,21 +88,21 @@ TEST_F(StagedWeightReceiverTest, AppliesWhatWasSentOnce) {
   EXPECT_EQ(*receiver_.Begin("u", Manifest(), false), 1);
   ASSERT_TRUE(receiver_.Append("u", 1, absl::MakeSpan(stream_).subspan(12, 12)).ok());
   ASSERT_TRUE(receiver_.Append("u", 2, absl::MakeSpan(stream_).subspan(24)).ok());
-  EXPECT_TRUE(applied_.empty());
+  EXPECT_TRUE(told_.applied.empty());
   EXPECT_EQ(receiver_.Version().version, 0);
   EXPECT_EQ(receiver_.Commit("u", {})->version, 1);
-  EXPECT_EQ(applied_, stream_);
+  EXPECT_EQ(told_.applied, stream_);
   EXPECT_EQ(receiver_.OpenUpdateId(), "");
-  applied_.clear();
+  told_.applied.clear();
   EXPECT_EQ(receiver_.Commit("u", {})->digest, Manifest().digest);
-  EXPECT_TRUE(applied_.empty());
+  EXPECT_TRUE(told_.applied.empty());
 }
 
 TEST_F(StagedWeightReceiverTest, ADifferentDigestIsDataLoss) {
   ASSERT_TRUE(receiver_.Begin("u", Manifest(), false).ok());
   ASSERT_TRUE(SendAll("u", Bytes(32, 1)).ok());
   EXPECT_EQ(receiver_.Commit("u", {}).status().code(), absl::StatusCode::kDataLoss);
-  EXPECT_TRUE(applied_.empty());
+  EXPECT_TRUE(told_.applied.empty());
   EXPECT_EQ(receiver_.Version().version, 0);
   EXPECT_EQ(receiver_.Commit("u", {}).status().code(), absl::StatusCode::kNotFound);
 }
@@ -138,12 +167,12 @@ TEST_F(StagedWeightReceiverTest, WeightsThatAreServedNeedNoTransfer) {
   ASSERT_TRUE(receiver_.Begin("u", Manifest(), false).ok());
   ASSERT_TRUE(SendAll("u", stream_).ok());
   ASSERT_TRUE(receiver_.Commit("u", {}).ok());
-  applied_.clear();
+  told_.applied.clear();
   for (const bool allow_rollback : {false, true}) {
     EXPECT_EQ(*receiver_.Begin("again", Manifest(), allow_rollback), Manifest().num_chunks());
     EXPECT_EQ(receiver_.Commit("again", {})->version, 1);
   }
-  EXPECT_TRUE(applied_.empty());
+  EXPECT_TRUE(told_.applied.empty());
   EXPECT_EQ(receiver_.OpenUpdateId(), "");
 }
 
@@ -214,7 +243,7 @@ TEST_F(StagedWeightReceiverTest, ATiedHeadMayBeSent) {
 }
 
 TEST_F(StagedWeightReceiverTest, AFailedSwapKeepsTheVersion) {
-  apply_status_ = absl::InternalError("no");
+  told_.apply_status = absl::InternalError("no");
   ASSERT_TRUE(receiver_.Begin("u", Manifest(), false).ok());
   ASSERT_TRUE(SendAll("u", stream_).ok());
   EXPECT_EQ(receiver_.Commit("u", {}).status().code(), absl::StatusCode::kInternal);
@@ -222,12 +251,42 @@ TEST_F(StagedWeightReceiverTest, AFailedSwapKeepsTheVersion) {
   EXPECT_EQ(receiver_.OpenUpdateId(), "");
 }
 
+TEST_F(StagedWeightReceiverTest, TensorsAreAddedBesideTheCallsThatBringThem) {
+  ASSERT_TRUE(receiver_.Begin("u", Manifest(), false).ok());
+  ASSERT_TRUE(SendAll("u", stream_).ok());
+  ASSERT_TRUE(receiver_.Commit("u", {}).ok());
+  EXPECT_NE(told_.adder, std::this_thread::get_id());
+  EXPECT_NE(told_.adder, std::thread::id());
+  EXPECT_EQ(told_.alive, 0) << "its memory goes when the swap is over";
+}
+
+TEST_F(StagedWeightReceiverTest, ATensorThatIsRefusedEndsTheUpdateAtItsCommit) {
+  told_.add_status = absl::InvalidArgumentError("no");
+  ASSERT_TRUE(receiver_.Begin("u", Manifest(), false).ok());
+  ASSERT_TRUE(SendAll("u", stream_).ok());
+  EXPECT_EQ(receiver_.Commit("u", {}).status().message(), "no");
+  EXPECT_TRUE(told_.applied.empty());
+  EXPECT_EQ(receiver_.Version().version, 0);
+  EXPECT_EQ(receiver_.OpenUpdateId(), "");
+  EXPECT_EQ(told_.alive, 0);
+}
+
+TEST_F(StagedWeightReceiverTest, AnAbandonedUpdateLeavesNothing) {
+  ASSERT_TRUE(receiver_.Begin("u", Manifest(5), false).ok());
+  ASSERT_TRUE(receiver_.Append("u", 0, absl::MakeSpan(stream_).subspan(0, 12)).ok());
+  ASSERT_TRUE(receiver_.Begin("w", Manifest(6), false).ok());
+  EXPECT_EQ(told_.alive, 1) << "the one that was replaced has ended";
+  ASSERT_TRUE(receiver_.Abort("w").ok());
+  EXPECT_EQ(told_.alive, 0);
+  EXPECT_TRUE(told_.applied.empty());
+}
+
 TEST_F(StagedWeightReceiverTest, ACommitWhoseTurnDidNotComeCanBeRepeated) {
-  apply_status_ = absl::DeadlineExceededError("the deadline has passed");
+  told_.apply_status = absl::DeadlineExceededError("the deadline has passed");
   ASSERT_TRUE(receiver_.Begin("u", Manifest(), false).ok());
   ASSERT_TRUE(SendAll("u", stream_).ok());
   EXPECT_EQ(receiver_.Commit("u", {}).status().code(), absl::StatusCode::kDeadlineExceeded);
-  apply_status_ = absl::OkStatus();
+  told_.apply_status = absl::OkStatus();
   EXPECT_EQ(receiver_.Commit("u", {})->version, 1);
 }
 

@@ -7,7 +7,8 @@
 //   WeightSource: an immutable copy     Begin ──────► opens an update: checks the manifest, and
 //   and its manifest                         ◄─────── answers with the first chunk that it lacks
 //                                       Append ─────► phase 1: a byte stream of chunks, received
-//                                       …             beside the weights that serve
+//                                       …             beside the weights that serve; the engine
+//                                                     takes each tensor as it is complete
 //                                       Commit ─────► phase 2: verifies the digest, swaps at the
 //                                            ◄─────── next step boundary, answers with its version
 //
@@ -18,6 +19,7 @@
 //   weight_snapshot.h           the trainer's copy of its weights, in a file
 //   weights_digest.h            the digest by which both ends recognise weights
 //   staged_weight_receiver.h    the receiver up to the swap, without tensors
+//   tensor_stager.h             cuts the stream into tensors, for a thread that takes them
 //   common/rpc/weight_sender.h, weight_receiver_service.h    the same over tandem.weights.v1
 //   services/trainer/service/publish.h           one snapshot to many receivers
 //   services/rollout/engine/shard_weights.h      from rank 0 of a receiver to its other ranks

@@ -26,6 +26,7 @@
 #include "services/rollout/engine/ranked_runner.h"
 #include "services/rollout/engine/request_check.h"
 #include "services/rollout/engine/scorer.h"
+#include "services/rollout/engine/senior_update.h"
 #include "services/rollout/engine/shard_weights.h"
 #include "services/rollout/engine/tandem_model_manager.h"
 
@@ -35,6 +36,8 @@ namespace {
 // Interval between checks of the deadlines of held sequences while the engine is paused.
 constexpr absl::Duration kPausedPoll = absl::Milliseconds(100);
 constexpr int64_t kQueueRetryMilliseconds = 500;
+// Time of a scoring pass between two steps of generation, in those steps' time.
+constexpr int kScoreShare = 2;
 
 // Limits for the scores that wait or run: their number, and the bytes of their tokens and results.
 constexpr int64_t kMaxScores = 64;
@@ -73,12 +76,12 @@ class EngineImpl : public Engine {
     const WeightsVersion senior_weights = {.version = 0, .digest = senior_.digest};
     weights_ = std::make_unique<StagedWeightReceiver>(
         models_->senior_parameters(), models_->tied_head(), info_.senior.num_token_ids,
-        senior_weights,
-        [this](const WeightManifest& manifest, absl::Span<const std::byte> stream,
-               const CallScope& call) {
-          return thread_->Run(call, [&] {
-            return CatchTorchErrors("weights", [&] { return SwapWeights(manifest, stream); });
-          });
+        senior_weights, [this] {
+          return std::make_unique<SeniorUpdate>(
+              senior_.shard->model(), /*keeps_tensors=*/senior_.ranks.sharded(),
+              [this](SeniorUpdate& update, const WeightManifest& manifest, const CallScope& call) {
+                return thread_->Run(call, [&] { return SwapWeights(update, manifest); });
+              });
         });
     generator_ = std::make_unique<Generator>(
         GeneratorOptions{.limits = {.max_num_seqs = options.max_num_seqs,
@@ -279,7 +282,9 @@ class EngineImpl : public Engine {
     generator_->ExpireDeadlines(now);
     scorer_->DropAbandoned();
     const bool wrote = !paused_ && generator_->Step();
-    const bool scored = scorer_->Step();
+    const bool waited_for = wrote && generator_->HasWork();
+    const bool scored =
+        scorer_->Step(waited_for ? kScoreShare * (absl::Now() - now) : absl::InfiniteDuration());
     if (wrote || scored) thread_->NoteProgress();
     Publish();
     if (scorer_->HasWork()) return absl::InfinitePast();
@@ -316,12 +321,10 @@ class EngineImpl : public Engine {
     if (!sent.ok()) ranks_->Fail(std::string(sent.message()));
   }
 
-  absl::Status SwapWeights(const WeightManifest& manifest, absl::Span<const std::byte> stream) {
-    TANDEM_ASSIGN_OR_RETURN(const NamedTensors tensors, TensorsIn(manifest, stream));
-    Model& model = senior_.shard->model();
-    // Checks all tensors first: other ranks accept what this rank accepts.
-    TANDEM_RETURN_IF_ERROR(model.LoadParameters(tensors));
-    if (senior_.ranks.sharded()) SendToOtherRanks(tensors);
+  // Runs between two passes. The tensors have been checked: other ranks accept what this one does.
+  absl::Status SwapWeights(SeniorUpdate& update, const WeightManifest& manifest) {
+    senior_.shard->model().Adopt(update.weights());
+    if (senior_.ranks.sharded()) SendToOtherRanks(update.tensors());
     const WeightsVersion weights = {.version = manifest.version, .digest = manifest.digest};
     generator_->OnSeniorUpdated(weights, options_.on_weight_update);
     scorer_->OnSeniorUpdated(weights);
@@ -332,7 +335,6 @@ class EngineImpl : public Engine {
   const EngineOptions options_;
   const EngineInfo info_;
   const RequestLimits limits_;
-  std::unique_ptr<StagedWeightReceiver> weights_;
   std::atomic<bool> ended_ = false;
 
   // Used by the engine thread alone.
@@ -344,6 +346,8 @@ class EngineImpl : public Engine {
   std::unique_ptr<Generator> generator_;
   std::unique_ptr<Scorer> scorer_;
   bool paused_ = false;
+
+  std::unique_ptr<StagedWeightReceiver> weights_;  // an update's thread uses the senior's model
 
   mutable std::mutex mutex_;
   EngineStats stats_;

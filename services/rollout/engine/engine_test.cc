@@ -736,6 +736,110 @@ TEST_F(EngineTest, CommittedWeightsWriteTheNextTokens) {
   EXPECT_EQ(Score(*engine, {.sequences = {{{3, 4}, 1}}})->weights.version, 3);
 }
 
+// Sends a stream to its end; nothing is committed.
+void Stage(Engine& engine, const WeightManifest& manifest, const std::vector<std::byte>& stream) {
+  ASSERT_TRUE(engine.weights().Begin("u", manifest, false).ok());
+  ASSERT_TRUE(engine.weights().Append("u", 0, stream).ok());
+}
+
+// The lanes' formats, and dense tensors.
+TEST_F(EngineTest, WeightsChangeBetweenTwoPassesOfAResponse) {
+  TemporaryFolder folder;
+  WriteTinyModelAndTokenizer(folder.path(), 5);
+  std::vector<std::byte> stream;
+  const WeightManifest manifest = ManifestOf(**Model::Load(folder.path()), 3, stream);
+  for (const std::string format : {"float32", "bfloat16", "int8", "aten"}) {
+    SCOPED_TRACE(format);
+    EngineOptions options = Options();
+    if (format == "bfloat16") options.senior.dtype = DType::kBFloat16;
+    if (format == "int8") options.senior.quantization = Quantization::kInt8;
+    if (format == "aten") options.compute.kernels = "aten";
+    const auto engine = Create(options);
+    PromptRequest request = RequestOf({.prob_senior = 1.0}, 3);
+    request.sampling.max_tokens = 100;
+    request.sampling.ignore_eos = true;
+    request.stream_tokens = true;
+    const auto gate = std::make_shared<Gate>();
+    ASSERT_TRUE(engine->Submit({{request, gate}}).ok());
+    gate->WaitUntilHeld();
+    // The whole stream comes while the engine thread stands still.
+    Stage(*engine, manifest, stream);
+    absl::Status committed;
+    std::thread commit([&] { committed = engine->weights().Commit("u", {}).status(); });
+    absl::SleepFor(absl::Milliseconds(200));  // until it waits for the engine
+    gate->Open();
+    commit.join();
+    EXPECT_TRUE(committed.ok()) << committed;
+    const Trajectory t = gate->WaitUntilFinished();
+    ASSERT_EQ(t.senior_versions.size(), 2u);
+    EXPECT_EQ(t.senior_versions[0].weights.version, 0);
+    EXPECT_EQ(t.senior_versions[1].weights.version, 3);
+
+    // Each token has the log-prob of its weights after all tokens before it.
+    ScoreSequence sequence = {
+        .token_ids = t.prompt_token_ids,
+        .first_scored_token = static_cast<int64_t>(t.prompt_token_ids.size())};
+    sequence.token_ids.insert(sequence.token_ids.end(), t.response_token_ids.begin(),
+                              t.response_token_ids.end());
+    const auto scores = [&](const std::string& model) {
+      EngineOptions alone = options;
+      alone.senior.model = model;
+      return Score(*Create(alone), {.sequences = {sequence}})->sequences[0].senior_logprobs;
+    };
+    std::vector<float> expected = scores(Senior());
+    const std::vector<float> rest = scores(folder.path());
+    const int64_t count = t.senior_versions[0].count;
+    std::copy(rest.begin() + count, rest.end(), expected.begin() + count);
+    if (format == "aten") {
+      ExpectNear(t.author_logprobs, expected, 1e-4f);
+    } else {
+      EXPECT_EQ(t.author_logprobs, expected);
+    }
+  }
+}
+
+// A commit is refused while the engine thread stands still: it takes no part in the checks, which
+// the packing thread makes tensor by tensor.
+TEST_F(EngineTest, ABadTensorIsFoundWithoutTheEngineThreadAndLeavesNothing) {
+  TemporaryFolder folder;
+  WriteTinyModelAndTokenizer(folder.path(), 1, {{"tie_word_embeddings", true}});
+  const auto model = *Model::Load(folder.path());
+  std::vector<std::byte> stream;
+  WeightManifest manifest = ManifestOf(*model, 3, stream);
+  // The head differs in its last value from the embedding, the stream's first tensor, and the other
+  // tensors from those that serve.
+  const WeightSpec& embedding = manifest.tensors.front();
+  const int64_t bytes = embedding.bytes();
+  WeightSpec head = embedding;
+  head.name = kLmHeadName;
+  for (auto& byte : stream) byte ^= std::byte{1};
+  std::vector<std::byte> values(stream.begin(), stream.begin() + bytes);
+  values.back() ^= std::byte{1};
+  stream.insert(stream.begin() + bytes, values.begin(), values.end());
+  manifest.tensors.insert(manifest.tensors.begin() + 1, head);
+  manifest.total_bytes = manifest.chunk_bytes = static_cast<int64_t>(stream.size());
+  manifest.digest = Checksum().Update(stream.data(), stream.size()).Hex();
+
+  EngineOptions options = Options();
+  options.senior.model = folder.path();
+  const auto engine = Create(options);
+  const Trajectory before = RunOne(*engine, RequestOf({}));
+  PromptRequest request = RequestOf({});
+  request.stream_tokens = true;
+  const auto gate = std::make_shared<Gate>();
+  ASSERT_TRUE(engine->Submit({{request, gate}}).ok());
+  gate->WaitUntilHeld();
+  Stage(*engine, manifest, stream);
+  const absl::Status refused = engine->weights().Commit("u", {}).status();
+  EXPECT_EQ(refused.code(), absl::StatusCode::kInvalidArgument);
+  EXPECT_THAT(std::string(refused.message()), HasSubstr(kLmHeadName));
+  EXPECT_EQ(engine->weights().OpenUpdateId(), "");
+  gate->Open();
+  EXPECT_EQ(gate->WaitUntilFinished().senior_versions.size(), 1u);
+  EXPECT_EQ(engine->weights().Version().version, 0);
+  EXPECT_EQ(RunOne(*engine, RequestOf({})).author_logprobs, before.author_logprobs);
+}
+
 TEST_F(EngineTest, DamagedWeightsLeaveTheOldOnesInForce) {
   const auto model = *Model::Load(Senior());
   std::vector<std::byte> stream;

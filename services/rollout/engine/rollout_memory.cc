@@ -62,6 +62,37 @@ int64_t WeightBytes(const ParameterSpec& spec, int64_t rank, int64_t ranks,
   return kernels::PackedBytes(storage.weight_format, shape[0], shape[1]);
 }
 
+// Returns the bytes of the weights that rank `rank` holds of a lane.
+int64_t WeightsOf(const Lane& lane, const std::vector<ParameterSpec>& specs, int64_t rank) {
+  int64_t bytes = 0;
+  for (const ParameterSpec& spec : specs) {
+    bytes += WeightBytes(spec, rank, lane.ranks, lane.options.storage);
+  }
+  return bytes;
+}
+
+// Adds the memory that an update of the senior's weights takes while it goes on.
+absl::Status AddUpdate(const Lane& senior, const RolloutMemoryOptions& options, MemoryPlan& plan) {
+  if (options.rank >= senior.ranks) return absl::OkStatus();
+  TANDEM_ASSIGN_OR_RETURN(const std::vector<ParameterSpec> specs, Parameters(senior.config));
+  int64_t all = 0, largest = 0;
+  for (const ParameterSpec& spec : specs) {
+    all += spec.numel() * kFloatBytes;
+    largest = std::max(largest, spec.numel() * kFloatBytes);
+  }
+  // Other ranks get one tensor after the other, and change their shards in place.
+  int64_t staged = largest;
+  if (options.rank == 0) {
+    // The tensor that comes and the one that is packed (common/weights/tensor_stager.h); rank 0 of
+    // a sharded senior keeps all of them for the others.
+    staged = senior.ranks > 1 ? all : 2 * largest;
+    plan.items.push_back(
+        {"weight_update_copy", WeightsOf(senior, specs, options.rank), options.on_host});
+  }
+  plan.items.push_back({"staged_weight_update", staged});
+  return absl::OkStatus();
+}
+
 // Returns the bytes of a block of the lane's cache, in one of `ranks` shards.
 int64_t BlockBytes(const Lane& lane, int64_t ranks) {
   int64_t per_token = 0;
@@ -145,13 +176,9 @@ absl::Status AddLane(const Lane& lane, const RolloutMemoryOptions& options, Memo
   if (options.rank >= lane.ranks) return absl::OkStatus();
   const ModelConfig& config = lane.config;
   TANDEM_ASSIGN_OR_RETURN(const std::vector<ParameterSpec> specs, Parameters(config));
-  const LaneStorage& storage = lane.options.storage;
-  const auto item = static_cast<int64_t>(ItemSizeBytes(storage.dtype));
-  int64_t weights = 0;
-  for (const ParameterSpec& spec : specs) {
-    weights += WeightBytes(spec, options.rank, lane.ranks, storage);
-  }
-  plan.items.push_back({lane.name + "_weights", weights, options.on_host});
+  const auto item = static_cast<int64_t>(ItemSizeBytes(lane.options.storage.dtype));
+  plan.items.push_back(
+      {lane.name + "_weights", WeightsOf(lane, specs, options.rank), options.on_host});
   const int64_t tokens = lane.longest_sequence();
   plan.items.push_back(
       {.name = lane.name + "_kv_cache",
@@ -178,18 +205,7 @@ absl::StatusOr<MemoryPlan> PlanLanes(const std::vector<Lane>& lanes,
   for (const Lane& lane : lanes) {
     TANDEM_RETURN_IF_ERROR(AddLane(lane, options, plan, pass));
   }
-  const Lane& senior = lanes.front();
-  if (options.rank < senior.ranks) {
-    TANDEM_ASSIGN_OR_RETURN(const std::vector<ParameterSpec> specs, Parameters(senior.config));
-    int64_t all = 0, largest = 0;
-    for (const ParameterSpec& spec : specs) {
-      all += spec.numel();
-      largest = std::max(largest, spec.numel());
-    }
-    // Rank 0 receives all tensors, and sends the other ranks one after the other.
-    plan.items.push_back(
-        {"staged_weight_update", (options.rank == 0 ? all : largest) * kFloatBytes});
-  }
+  TANDEM_RETURN_IF_ERROR(AddUpdate(lanes.front(), options, plan));
   plan.items.push_back({"activations", pass.activations, options.on_host});
   plan.items.push_back({"logits", pass.logits, options.on_host});
   return plan;

@@ -241,7 +241,9 @@ TEST(RolloutMemoryTest, RanksHoldTheirShardsOfTheLanes) {
   EXPECT_EQ(first["senior_kv_cache"], whole["senior_kv_cache"] / 2);
   EXPECT_EQ(first["junior_kv_cache"], whole["junior_kv_cache"]);
   EXPECT_EQ(first["junior_weights"], whole["junior_weights"]);
-  EXPECT_EQ(first["staged_weight_update"], whole["staged_weight_update"]);
+  EXPECT_EQ(first["weight_update_copy"], first["senior_weights"]);
+  // Rank 0 keeps all tensors for the others.
+  EXPECT_EQ(first["staged_weight_update"], 4 * TinyModel("llama", even)->num_parameters());
   options.rank = 1;
   auto second = Items(RolloutMemory(senior, &junior, options).value());
   const auto shard = TinyModel("llama", even, {.placement = {.shard_index = 1, .shard_count = 2}});
@@ -254,6 +256,17 @@ TEST(RolloutMemoryTest, RanksHoldTheirShardsOfTheLanes) {
       << "rank 0 has a row more, in the embedding and in the head";
   EXPECT_FALSE(second.contains("junior_weights"));
   EXPECT_EQ(second["staged_weight_update"], 4 * 61 * senior.hidden_size) << "a tensor at a time";
+  EXPECT_FALSE(second.contains("weight_update_copy"));
+}
+
+TEST(RolloutMemoryTest, AnUpdateTakesTwoTensorsAndASecondCopyOfTheWeights) {
+  const ModelConfig config = TinyConfig("llama", Even());
+  const RolloutMemoryOptions options = {.senior = Lane(8, DType::kFloat32, WeightFormat::kInt4),
+                                        .max_num_seqs = 2,
+                                        .max_batched_tokens = 8};
+  auto items = Items(RolloutMemory(config, &config, options).value());
+  EXPECT_EQ(items["weight_update_copy"], items["senior_weights"]);
+  EXPECT_EQ(items["staged_weight_update"], 2 * 4 * 64 * 32) << "two of the largest, in float32";
 }
 
 TEST(RolloutMemoryTest, NewWeightsAreStagedOnTheHost) {

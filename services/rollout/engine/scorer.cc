@@ -26,10 +26,11 @@ struct Scored {
   }
 };
 
-// Whether both sequences start with a block of the same tokens, none of them scored.
-bool SharePrefix(const Scored& a, const Scored& b) {
-  return std::min(a.unscored().size(), b.unscored().size()) >= kKvBlockTokens &&
-         std::ranges::equal(a.unscored().first(kKvBlockTokens), b.unscored().first(kKvBlockTokens));
+// Whether the next block that both consume is the same, none of its tokens scored.
+bool ShareNextBlock(const Scored& a, const Scored& b) {
+  const auto end = static_cast<size_t>(a.cursor + kKvBlockTokens);
+  return a.cursor == b.cursor && std::min(a.unscored().size(), b.unscored().size()) >= end &&
+         std::ranges::equal(a.unscored().first(end), b.unscored().first(end));
 }
 
 }  // namespace
@@ -50,6 +51,7 @@ struct Scorer::Job {
 Scorer::Scorer(const ScorerOptions& options, const WeightsVersion& senior_weights,
                ModelRunner* senior, ModelRunner* junior)
     : max_batched_tokens_(options.max_batched_tokens),
+      clock_(options.clock),
       senior_weights_(senior_weights),
       runners_({senior, junior}),
       pools_{BlockPool(options.blocks[0]), BlockPool(options.blocks[1])} {}
@@ -73,10 +75,10 @@ void Scorer::DropAbandoned() {
   }
 }
 
-bool Scorer::Step() {
+bool Scorer::Step(absl::Duration limit) {
   if (jobs_.empty()) return false;
   Job& job = *jobs_.front();
-  if (absl::Status status = RunPass(job); !status.ok()) {
+  if (absl::Status status = RunPass(job, limit); !status.ok()) {
     End(jobs_.begin(), status);
     return false;
   }
@@ -97,10 +99,9 @@ bool Scorer::AddToGroup(Job& job, const ScoreSequence& sequence, std::vector<flo
   Scored scored = {.sequence = &sequence, .logprobs = logprobs};
   scored.cursor = scored.table.TakeKnown(blocks, scored.unscored());
   const int64_t missing = KvBlocks(scored.target()) - scored.table.size();
-  // A sequence that begins like one of the group shares its blocks when they are computed.
-  const bool waits = std::ranges::any_of(job.group, [&](const Scored& other) {
-    return scored.cursor == 0 && other.cursor == 0 && SharePrefix(scored, other);
-  });
+  // A sequence that goes on like one of the group shares its blocks when they are computed.
+  const bool waits = std::ranges::any_of(
+      job.group, [&](const Scored& other) { return ShareNextBlock(scored, other); });
   if (waits || missing > blocks.num_idle()) {
     scored.table.Release(blocks);
     return false;
@@ -127,12 +128,22 @@ void Scorer::FreeGroup(Job& job) {
   job.group.clear();
 }
 
-absl::Status Scorer::RunPass(Job& job) {
+int64_t Scorer::PassTokens(Author lane, absl::Duration limit) const {
+  if (limit == absl::InfiniteDuration()) return max_batched_tokens_;
+  // The first pass measures.
+  const double tokens = absl::ToDoubleSeconds(limit) * tokens_per_second_[LaneIndex(lane)];
+  const auto most = static_cast<double>(max_batched_tokens_);
+  return std::min(max_batched_tokens_,
+                  std::max(kMinPassTokens, static_cast<int64_t>(std::min(tokens, most))));
+}
+
+absl::Status Scorer::RunPass(Job& job, absl::Duration limit) {
   if (job.group.empty()) FillGroup(job);
   std::vector<std::vector<OutputRow>> rows;
   std::vector<PassSequence> inputs;
   std::vector<Scored*> owners;
-  int64_t budget = max_batched_tokens_;
+  const int64_t most = PassTokens(job.lane, limit);
+  int64_t budget = most;
   for (Scored& scored : job.group) {
     const int64_t count = std::min(budget, scored.target() - scored.cursor);
     if (count <= 0) continue;
@@ -154,7 +165,12 @@ absl::Status Scorer::RunPass(Job& job) {
   }
   ++passes_total_;
   PassResults results;
+  const absl::Time begin = clock_();
   TANDEM_RETURN_IF_ERROR(runner(job.lane).Run({.copies = {}, .sequences = inputs}, results));
+  const double seconds = absl::ToDoubleSeconds(clock_() - begin);
+  if (seconds > 0) {
+    tokens_per_second_[LaneIndex(job.lane)] = static_cast<double>(most - budget) / seconds;
+  }
   size_t next = 0;
   for (size_t i = 0; i < owners.size(); ++i) {
     Scored& scored = *owners[i];

@@ -6,11 +6,14 @@
 #include <array>
 #include <cstdint>
 #include <deque>
+#include <functional>
 #include <memory>
 #include <span>
 #include <vector>
 
 #include "absl/status/status.h"
+#include "absl/time/clock.h"
+#include "absl/time/time.h"
 #include "common/base/call_scope.h"
 #include "common/base/weights_version.h"
 #include "services/rollout/engine/block_table.h"
@@ -25,6 +28,7 @@ struct ScorerOptions {
   // The blocks of each lane's cache that the scorer uses, and the generator does not; enough for
   // the longest sequence.
   std::array<BlockRange, 2> blocks;
+  std::function<absl::Time()> clock = absl::Now;
 };
 
 class Scorer {
@@ -34,6 +38,9 @@ class Scorer {
   static constexpr int kMaxRestarts = 8;
   // Sequences that are scored at the same time, at most.
   static constexpr size_t kGroupSize = 8;
+  // Tokens of a pass, at least, however short it should be: fewer take about as long, because a
+  // pass reads all weights.
+  static constexpr int64_t kMinPassTokens = 16;
 
   // The runners outlive the scorer; `junior` may be null.
   Scorer(const ScorerOptions& options, const WeightsVersion& senior_weights, ModelRunner* senior,
@@ -49,9 +56,10 @@ class Scorer {
   void DropAbandoned();
 
   // Runs one pass of at most max_batched_tokens for the job whose turn it is; a turn is the passes
-  // of one group of sequences. Tokens before the first scored one are shared with sequences that
+  // of one group of sequences. The pass is so small that it should end within `limit`, by the speed
+  // of the model's last pass. Tokens before the first scored one are shared with sequences that
   // were scored before, as far as the cache contains them. Returns false if nothing progressed.
-  bool Step();
+  bool Step(absl::Duration limit = absl::InfiniteDuration());
 
   // Tells that the senior's weights were replaced: its unfinished passes start again.
   void OnSeniorUpdated(const WeightsVersion& weights);
@@ -64,7 +72,9 @@ class Scorer {
  private:
   struct Job;
 
-  absl::Status RunPass(Job& job);
+  // Returns how many tokens a pass of `lane` may consume to end within `limit`.
+  int64_t PassTokens(Author lane, absl::Duration limit) const;
+  absl::Status RunPass(Job& job, absl::Duration limit);
   void FillGroup(Job& job);
   // Gives `sequence` blocks, shared or its own, as the next of the job's group. Returns false if it
   // has to wait for the next group.
@@ -77,6 +87,8 @@ class Scorer {
   BlockPool& pool(Author lane) { return pools_[LaneIndex(lane)]; }
 
   const int64_t max_batched_tokens_;
+  const std::function<absl::Time()> clock_;
+  std::array<double, 2> tokens_per_second_ = {0, 0};  // of each lane's last pass; 0: none yet
   WeightsVersion senior_weights_;
   const std::array<ModelRunner*, 2> runners_;
   std::array<BlockPool, 2> pools_;

@@ -179,6 +179,62 @@ TEST_F(ScorerTest, SamplesOfOnePromptShareItsBlocks) {
   EXPECT_EQ(senior_.consumed, 136 + 5 * (136 - 128));
 }
 
+// The second block is the first one that is not known already.
+TEST_F(ScorerTest, SamplesShareBlocksBehindThoseOfAnEarlierRequest) {
+  std::vector<int32_t> prompt(150, 5);
+  Submit({.sequences = {{.token_ids = {prompt.begin(), prompt.begin() + 70},
+                         .first_scored_token = 69}},
+          .temperature = 0.8});
+  Finish();
+  prompt[100] = 6;
+  ScoreRequest request = {.sequences = {}, .temperature = 0.8};
+  for (int i = 0; i < 4; ++i) {
+    request.sequences.push_back({.token_ids = prompt, .first_scored_token = 150});
+    request.sequences.back().token_ids.push_back(i);
+  }
+  senior_.consumed = 0;
+  const auto result = Submit(request);
+  Finish();
+  ASSERT_TRUE(result->has_value() && (*result)->ok());
+  ExpectScores(senior_, request, ***result, &SequenceScores::senior_logprobs);
+  EXPECT_EQ(senior_.consumed, (150 - 64) + 3 * (150 - 128));
+}
+
+// A step beside generation ends in time once a pass of the model has been timed.
+TEST_F(ScorerTest, APassIsAsShortAsItShouldBe) {
+  constexpr int64_t kMost = 2048;
+  const BlockRange blocks = {.first = 0, .count = 64};
+  FakeRunner senior(1, kVocab, blocks.count), junior(2, kVocab, blocks.count);
+  // A pass takes 10 ms, and 1 ms a token with the senior, a quarter of that with the junior.
+  const auto now = [&] {
+    return absl::UnixEpoch() + absl::Milliseconds(10) * (senior.passes + junior.passes) +
+           absl::Milliseconds(1) * senior.consumed + absl::Microseconds(250) * junior.consumed;
+  };
+  Scorer scorer({.max_batched_tokens = kMost, .blocks = {blocks, blocks}, .clock = now},
+                {0, "zero"}, &senior, &junior);
+  std::optional<absl::StatusOr<ScoreResult>> result;
+  scorer.Submit(Request(3, 1000, true, true), {},
+                [&](absl::StatusOr<ScoreResult> ended) { result = std::move(ended); });
+  const absl::Duration limit = absl::Milliseconds(60);
+  int64_t largest[2] = {};
+  while (scorer.HasWork()) {
+    const absl::Time begin = now();
+    ASSERT_TRUE(scorer.Step(limit));
+    EXPECT_LE(now() - begin, limit);
+    largest[0] = std::max(largest[0], senior.largest_pass);
+    largest[1] = std::max(largest[1], junior.largest_pass);
+  }
+  ASSERT_TRUE(result->ok());
+  // The speed of a pass is that of the one before, whose time was partly not of its tokens.
+  EXPECT_GE(largest[0], 45);
+  EXPECT_GE(largest[1], 180);
+
+  // Nobody waits: passes are whole.
+  scorer.Submit(Request(3, 1000), {}, [](const absl::StatusOr<ScoreResult>&) {});
+  scorer.Step();
+  EXPECT_EQ(senior.largest_pass, kMost);
+}
+
 TEST_F(ScorerTest, NewWeightsShareNothingWithOldOnes) {
   ScoreRequest request = {.sequences = {}, .temperature = 0.8};
   request.sequences.push_back(

@@ -5,9 +5,7 @@
 
 #include <algorithm>
 
-#include "absl/strings/str_cat.h"
 #include "common/tensor/aten_bytes.h"
-#include "common/tensor/safetensors.h"
 
 namespace tandem::rollout {
 namespace {
@@ -19,26 +17,6 @@ void BroadcastBytesOf(const at::Tensor& tensor, ranks::Communicator& group) {
 }
 
 }  // namespace
-
-absl::StatusOr<NamedTensors> TensorsIn(const WeightManifest& manifest,
-                                       absl::Span<const std::byte> stream) {
-  NamedTensors tensors;
-  size_t offset = 0;
-  for (const WeightSpec& spec : manifest.tensors) {
-    const auto bytes = static_cast<size_t>(spec.bytes());
-    if (bytes > stream.size() - offset) {
-      return absl::InternalError(absl::StrCat("the stream ends inside \"", spec.name, "\""));
-    }
-    tensors.emplace_back(spec.name, AliasAsAten({.name = spec.name,
-                                                 .dtype = spec.dtype,
-                                                 .shape = spec.shape,
-                                                 .data = stream.data() + offset,
-                                                 .bytes = bytes,
-                                                 .file = ""}));
-    offset += bytes;
-  }
-  return tensors;
-}
 
 RankedWeights WeightsToSend(const NamedTensors& tensors, const Model& model) {
   RankedWeights weights;

@@ -1,27 +1,19 @@
-// The last step of a weight transfer (common/weights/weight_transfer.h): the received bytes become
-// tensors. In a multi-rank server rank 0 sends them to the ranks that hold the other shards of the
-// model, one tensor at a time, so that no other rank holds all of them.
+// The last step of a weight transfer (common/weights/weight_transfer.h) in a multi-rank server:
+// rank 0 sends the whole tensors to the ranks that hold the other shards of the model, one at a
+// time, so that no other rank holds all of them. Those ranks convert and pack their shards in
+// between, on their engine threads: a sharded senior stands still meanwhile.
 #ifndef TANDEM_SERVICES_ROLLOUT_ENGINE_SHARD_WEIGHTS_H_
 #define TANDEM_SERVICES_ROLLOUT_ENGINE_SHARD_WEIGHTS_H_
 
-#include <cstddef>
 #include <string>
 #include <vector>
 
-#include "absl/status/statusor.h"
-#include "absl/types/span.h"
 #include "common/model/model.h"
 #include "common/ranks/communicator.h"
 #include "common/tensor/named_tensors.h"
 #include "common/tensor/weight_spec.h"
-#include "common/weights/weight_transfer.h"
 
 namespace tandem::rollout {
-
-// Returns the tensors that `manifest` describes. They are valid while `stream` is, and must not be
-// written.
-absl::StatusOr<NamedTensors> TensorsIn(const WeightManifest& manifest,
-                                       absl::Span<const std::byte> stream);
 
 // The name of the command whose request is a RankedWeights.
 inline constexpr char kWeightsCommand[] = "weights";

@@ -12,7 +12,7 @@ from rollout.turns import Job, Moment, Turn
 
 
 class DrivenProgram:
-    """A Side that is a program of its own: llama_driver.cc or engine_bench.cc."""
+    """A program of its own: stream_bench.cc, or as a Side llama_driver.cc or engine_bench.cc."""
 
     def __init__(self, command: Sequence[str | Path]) -> None:
         self._process = subprocess.Popen(

@@ -13,10 +13,10 @@ from typing import Any
 from tandem.client import TrainerClient
 from tandem.requests import SupervisedSample
 
-from rollout.bench import Bench
-from rollout.plain_stream import PlainStream
+from rollout.bench import Bench, build_directory
+from rollout.driven import DrivenProgram
 from rollout.servers import OFF, RolloutServer, prompts_of
-from rollout.turns import Job
+from rollout.turns import Job, Moment
 
 _BAR_RATE, _BAR_GAP = 0.7, 1.5
 # Tokens of the response that is written meanwhile; it is cancelled at the end.
@@ -25,20 +25,20 @@ _TOKENS_BEFORE = 8
 
 
 def run(bench: Bench) -> None:
-    """Measures the section, in bfloat16."""
-    compute = {"compute": {"dtype": "bfloat16"}}
-    if bench.options.skips("weights bfloat16"):
-        compute = {}
+    """Measures the section, with a senior that is stored in bfloat16."""
+    bench.limits.measure()
+    lane = {} if bench.options.skips("weights bfloat16") else {"senior_dtype": "bfloat16"}
     model = str(bench.options.model)
     longest = bench.options.prompt_tokens + _LONG
-    trainer = {"model": model, "optimizer": {"learning_rate": 1e-6}, **compute}
+    trainer = {"model": model, "optimizer": {"learning_rate": 1e-6}}
     for policy in ("keep", "recompute"):
-        settings = {"senior_model": model, "on_weight_update": policy, **compute}
+        settings = {"senior_model": model, "on_weight_update": policy, **lane}
         with ExitStack() as stack:
             server = stack.enter_context(bench.server(settings, longest=longest, trainer=trainer))
             publisher = stack.enter_context(_Publisher(server))
             if policy == "keep":
-                _rate(bench, publisher, stack.enter_context(PlainStream()))
+                program = build_directory() / "bin" / "tandem-stream-bench"
+                _rate(bench, server, publisher, stack.enter_context(DrivenProgram([program])))
             _gap(bench, server, publisher, policy)
 
 
@@ -72,20 +72,25 @@ class _Publisher:
         return reply.bytes
 
 
-def _rate(bench: Bench, publisher: _Publisher, plain: PlainStream) -> None:
-    ratios, ours, theirs = [], [], []
+def _rate(bench: Bench, server: RolloutServer, publisher: _Publisher, plain: DrivenProgram) -> None:
+    receiver, sender = server.process.process.pid, server.cluster.trainer.process.pid
+    ratios, ours, theirs, received, copied = [], [], [], [], []
     for count in range(bench.options.rounds + 1):
         publisher.prepare()
-        begin = time.perf_counter()
+        begin, of_sender = Moment.now([receiver]), Moment.now([sender])
         size = publisher.publish()
-        published = time.perf_counter()
-        plain.send(size)
-        sent = time.perf_counter()
+        published, sent = Moment.now([receiver]), Moment.now([sender])
+        plain.ask(str(size))
+        arrived = Moment.now()
         if count > 0:
-            ours.append(size / (published - begin))
-            theirs.append(size / (sent - published))
+            ours.append(size / (published - begin).seconds)
+            theirs.append(size / (arrived - published).seconds)
             ratios.append(ours[-1] / theirs[-1])
-    detail = f"{_gigabytes(ours)}, plain {_gigabytes(theirs)}; {size / 1e6:.0f} MB"
+            received.append((published - begin).cpu_seconds)
+            copied.append((sent - of_sender).cpu_seconds)
+    cpu = f"receiver {statistics.median(received):.2f}, trainer {statistics.median(copied):.2f}"
+    rates = f"{_gigabytes(ours)}, plain {_gigabytes(theirs)}"
+    detail = f"{rates}; {size / 1e6:.0f} MB; CPU seconds: {cpu}"
     figure = "weight update, bytes/s by a plain stream of 1 MiB messages"
     bench.table.at_least(figure, statistics.median(ratios), _BAR_RATE, detail)
 

@@ -1,0 +1,115 @@
+#include "common/weights/tensor_stager.h"
+
+#include <pthread.h>
+#include <sys/resource.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cstring>
+#include <new>
+
+#include "absl/strings/str_cat.h"
+#include "absl/time/time.h"
+#include "common/base/catch_exceptions.h"
+
+namespace tandem {
+namespace {
+
+// The thread yields to those that serve: where all cores are busy it gets about a quarter of one,
+// and on an idle machine a whole one.
+constexpr int kNiceness = 6;
+
+// Returns the most bytes of buffers: the next tensor comes while the largest is taken.
+int64_t Capacity(const std::vector<WeightSpec>& tensors) {
+  int64_t largest = 0;
+  for (const WeightSpec& spec : tensors) largest = std::max(largest, spec.bytes());
+  return 2 * largest;
+}
+
+}  // namespace
+
+TensorStager::TensorStager(std::vector<WeightSpec> tensors, Take take)
+    : tensors_(std::move(tensors)),
+      take_(std::move(take)),
+      capacity_(Capacity(tensors_)),
+      thread_([this] { Run(); }) {}
+
+TensorStager::~TensorStager() {
+  {
+    const std::lock_guard lock(mutex_);
+    stopping_ = true;
+    changed_.notify_all();
+  }
+  thread_.join();
+}
+
+void TensorStager::Write(absl::Span<const std::byte> data) {
+  while (!data.empty()) {
+    if (written_ == 0) StartTensor();
+    const int64_t bytes = tensors_[next_].bytes();
+    const int64_t count = std::min(bytes - written_, static_cast<int64_t>(data.size()));
+    if (buffer_ != nullptr) std::memcpy(buffer_.get() + written_, data.data(), count);
+    written_ += count;
+    data.remove_prefix(count);
+    if (written_ == bytes) EndTensor();
+  }
+}
+
+void TensorStager::StartTensor() {
+  const int64_t bytes = tensors_[next_].bytes();
+  std::unique_lock lock(mutex_);
+  changed_.wait(lock, [&] { return !status_.ok() || held_ + bytes <= capacity_; });
+  if (!status_.ok()) return;
+  buffer_.reset(new (std::nothrow) std::byte[bytes]);
+  if (buffer_ == nullptr) {
+    status_ = absl::ResourceExhaustedError(
+        absl::StrCat("no memory for ", bytes, " bytes of \"", tensors_[next_].name, "\""));
+    return;
+  }
+  held_ += bytes;
+}
+
+void TensorStager::EndTensor() {
+  const std::lock_guard lock(mutex_);
+  if (buffer_ != nullptr) waiting_.push_back({&tensors_[next_], std::move(buffer_)});
+  ++next_;
+  written_ = 0;
+  changed_.notify_all();
+}
+
+absl::Status TensorStager::Finish(const CallScope& call) {
+  std::unique_lock lock(mutex_);
+  const auto ended = [&] { return !status_.ok() || taken_ == tensors_.size(); };
+  while (!ended()) {
+    const absl::Status gone = call.Check();
+    if (!gone.ok()) return gone;
+    changed_.wait_until(lock, call.cancellation, absl::ToChronoTime(call.deadline), ended);
+  }
+  return status_;
+}
+
+void TensorStager::Run() {
+  pthread_setname_np(pthread_self(), "weights");
+  setpriority(PRIO_PROCESS, static_cast<id_t>(gettid()), kNiceness);
+  std::unique_lock lock(mutex_);
+  for (;;) {
+    changed_.wait(lock, [&] { return stopping_ || !waiting_.empty(); });
+    if (stopping_) return;
+    Tensor tensor = std::move(waiting_.front());
+    waiting_.pop_front();
+    absl::Status status = status_;
+    lock.unlock();
+    if (status.ok()) {
+      status =
+          CatchExceptions("weights", [&] { return take_(*tensor.spec, std::move(tensor.bytes)); });
+    }
+    tensor.bytes.reset();
+    lock.lock();
+    held_ -= tensor.spec->bytes();
+    ++taken_;
+    status_ = status;
+    changed_.notify_all();
+  }
+}
+
+}  // namespace tandem

@@ -1,0 +1,87 @@
+// Cuts the byte stream of a weight update into tensors, and has them taken, one after the other, on
+// a thread of its own while the stream goes on.
+//
+//   TensorStager stager(manifest.tensors, [&](const WeightSpec& spec, TensorBytes bytes) {
+//     return prepared.Add(spec, std::move(bytes));
+//   });
+//   for (…) stager.Write(chunk);
+//   TANDEM_RETURN_IF_ERROR(stager.Finish(call));
+#ifndef TANDEM_COMMON_WEIGHTS_TENSOR_STAGER_H_
+#define TANDEM_COMMON_WEIGHTS_TENSOR_STAGER_H_
+
+#include <condition_variable>
+#include <cstddef>
+#include <cstdint>
+#include <deque>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/types/span.h"
+#include "common/base/call_scope.h"
+#include "common/tensor/weight_spec.h"
+
+namespace tandem {
+
+using TensorBytes = std::unique_ptr<std::byte[]>;
+
+// Write is called by one thread at a time.
+class TensorStager {
+ public:
+  // Takes the next tensor, of WeightSpec::bytes() bytes. Its thread has a low priority.
+  using Take = std::function<absl::Status(const WeightSpec& spec, TensorBytes bytes)>;
+
+  TensorStager(std::vector<WeightSpec> tensors, Take take);
+  // Waits for the tensor that is being taken; the others are dropped.
+  ~TensorStager();
+  TensorStager(const TensorStager&) = delete;
+  TensorStager& operator=(const TensorStager&) = delete;
+
+  // Copies the next bytes, which do not go beyond the last tensor. Waits while that would make the
+  // stager hold more than twice the bytes of the largest tensor. After an error it drops the bytes.
+  void Write(absl::Span<const std::byte> data);
+
+  // Waits until all tensors have been taken; the whole stream must have been written. Returns the
+  // first error of `take`; RESOURCE_EXHAUSTED if there was no memory; CANCELLED or
+  // DEADLINE_EXCEEDED if `call` ends first, and then it may be called again.
+  absl::Status Finish(const CallScope& call);
+
+ private:
+  struct Tensor {
+    const WeightSpec* spec;
+    TensorBytes bytes;
+  };
+
+  void Run();
+  // Makes the buffer of the tensor whose bytes come next.
+  void StartTensor();
+  // Queues the tensor in the buffer.
+  void EndTensor();
+
+  const std::vector<WeightSpec> tensors_;
+  const Take take_;
+  int64_t capacity_ = 0;  // most bytes of buffers
+
+  // Used by Write alone.
+  size_t next_ = 0;      // of tensors_, whose bytes come next
+  int64_t written_ = 0;  // bytes of it
+  TensorBytes buffer_;   // nullptr after an error
+
+  std::mutex mutex_;
+  std::condition_variable_any changed_;
+  std::deque<Tensor> waiting_;
+  int64_t held_ = 0;  // bytes of all buffers
+  size_t taken_ = 0;  // number of tensors
+  bool stopping_ = false;
+  absl::Status status_;  // the first error
+
+  std::thread thread_;  // last: it uses everything above
+};
+
+}  // namespace tandem
+
+#endif  // TANDEM_COMMON_WEIGHTS_TENSOR_STAGER_H_

@@ -1,0 +1,125 @@
+#include "common/weights/tensor_stager.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <atomic>
+#include <future>
+#include <string>
+#include <thread>
+
+#include "absl/time/clock.h"
+
+namespace tandem {
+namespace {
+
+using ::testing::ElementsAre;
+
+// Tensors of 8, 4 and 8 bytes.
+const std::vector<WeightSpec> kTensors = {
+    {.name = "a", .shape = {2}}, {.name = "b", .shape = {1}}, {.name = "c", .shape = {2}}};
+constexpr char kStream[] = "aaaaaaaabbbbcccccccc";
+constexpr int kBytes = 20;
+
+void Write(TensorStager& stager, int begin, int end) {
+  stager.Write(
+      {reinterpret_cast<const std::byte*>(kStream) + begin, static_cast<size_t>(end - begin)});
+}
+
+std::string Text(const WeightSpec& spec, const TensorBytes& bytes) {
+  return {reinterpret_cast<const char*>(bytes.get()), static_cast<size_t>(spec.bytes())};
+}
+
+TEST(TensorStagerTest, TensorsComeWholeAndInOrderOnAnotherThread) {
+  for (int chunk = 1; chunk <= kBytes; ++chunk) {
+    std::vector<std::string> taken;
+    TensorStager stager(kTensors, [&](const WeightSpec& spec, TensorBytes bytes) {
+      taken.push_back(Text(spec, bytes));
+      EXPECT_NE(std::this_thread::get_id(), std::thread::id());
+      return absl::OkStatus();
+    });
+    for (int i = 0; i < kBytes; i += chunk) Write(stager, i, std::min(i + chunk, kBytes));
+    EXPECT_TRUE(stager.Finish({}).ok());
+    EXPECT_THAT(taken, ElementsAre("aaaaaaaa", "bbbb", "cccccccc"));
+  }
+}
+
+// The stream goes on while a tensor is taken, as far as there is room.
+TEST(TensorStagerTest, HoldsAtMostTwiceTheLargestTensor) {
+  std::atomic<int> written = 0;
+  std::promise<void> whole_room;
+  int ended = 0;  // bytes of the tensors that were taken
+  TensorStager stager(kTensors, [&](const WeightSpec& spec, TensorBytes) {
+    if (ended == 0) {
+      whole_room.get_future().wait();
+      absl::SleepFor(absl::Milliseconds(20));  // in which a stager without a bound would go on
+    }
+    EXPECT_LE(written, ended + 16);
+    ended += static_cast<int>(spec.bytes());
+    return absl::OkStatus();
+  });
+  for (int i = 0; i < kBytes; ++i) {
+    // There is room for the first two tensors while the first is taken; byte 12 starts the third.
+    if (i == 12) whole_room.set_value();
+    Write(stager, i, i + 1);
+    ++written;
+  }
+  EXPECT_TRUE(stager.Finish({}).ok());
+  EXPECT_EQ(ended, kBytes);
+}
+
+TEST(TensorStagerTest, TheFirstErrorEndsTheTaking) {
+  std::vector<std::string> taken;
+  TensorStager stager(kTensors, [&](const WeightSpec& spec, TensorBytes) -> absl::Status {
+    taken.push_back(spec.name);
+    if (spec.name == "b") return absl::InvalidArgumentError("no b");
+    return absl::OkStatus();
+  });
+  Write(stager, 0, 12);
+  EXPECT_EQ(stager.Finish({}).message(), "no b");
+  Write(stager, 12, kBytes);
+  EXPECT_EQ(stager.Finish({}).message(), "no b");
+  EXPECT_THAT(taken, ElementsAre("a", "b"));
+}
+
+TEST(TensorStagerTest, AnExceptionIsAnError) {
+  TensorStager stager(
+      kTensors, [](const WeightSpec&, TensorBytes) -> absl::Status { throw std::bad_alloc(); });
+  Write(stager, 0, kBytes);
+  EXPECT_EQ(stager.Finish({}).code(), absl::StatusCode::kResourceExhausted);
+}
+
+TEST(TensorStagerTest, WhoHasGoneDoesNotWait) {
+  std::promise<void> open;
+  TensorStager stager(kTensors, [&](const WeightSpec& spec, TensorBytes) {
+    if (spec.name == "c") open.get_future().wait();
+    return absl::OkStatus();
+  });
+  Write(stager, 0, kBytes);
+  CallScope late;
+  late.deadline = absl::UnixEpoch();
+  EXPECT_EQ(stager.Finish(late).code(), absl::StatusCode::kDeadlineExceeded);
+  std::stop_source cancelled;
+  CallScope call;
+  call.cancellation = cancelled.get_token();
+  std::thread canceller([&] { cancelled.request_stop(); });
+  EXPECT_EQ(stager.Finish(call).code(), absl::StatusCode::kCancelled);
+  canceller.join();
+  open.set_value();
+  EXPECT_TRUE(stager.Finish({}).ok());
+}
+
+TEST(TensorStagerTest, EndsInTheMiddleOfTheStream) {
+  int taken = 0;
+  {
+    TensorStager stager(kTensors, [&](const WeightSpec&, TensorBytes) {
+      ++taken;
+      return absl::OkStatus();
+    });
+    Write(stager, 0, 15);
+  }
+  EXPECT_LE(taken, 2);
+}
+
+}  // namespace
+}  // namespace tandem

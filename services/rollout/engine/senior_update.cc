@@ -1,0 +1,46 @@
+#include "services/rollout/engine/senior_update.h"
+
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/from_blob.h>
+
+#include <cstddef>
+#include <utility>
+
+#include "common/base/status_macros.h"
+#include "common/model/compute_setup.h"
+#include "common/tensor/aten_bytes.h"
+#include "common/tensor/catch_torch_errors.h"
+
+namespace tandem::rollout {
+namespace {
+
+// Returns a tensor that owns `bytes`.
+at::Tensor TensorOf(const WeightSpec& spec, TensorBytes bytes) {
+  std::byte* const data = bytes.release();
+  return at::from_blob(
+      data, spec.shape, [](void* memory) { delete[] static_cast<std::byte*>(memory); },
+      at::device(at::kCPU).dtype(ToScalarType(spec.dtype)));
+}
+
+}  // namespace
+
+SeniorUpdate::SeniorUpdate(const Model& senior, bool keeps_tensors, Swap swap)
+    : senior_(senior), keeps_tensors_(keeps_tensors), swap_(std::move(swap)) {}
+
+absl::Status SeniorUpdate::Add(const WeightSpec& spec, TensorBytes bytes) {
+  ComputeAlone();
+  return CatchTorchErrors("weights", [&]() -> absl::Status {
+    if (weights_ == nullptr) weights_ = senior_.PrepareWeights();
+    const at::Tensor tensor = TensorOf(spec, std::move(bytes));
+    TANDEM_RETURN_IF_ERROR(weights_->Add(spec.name, tensor));
+    if (keeps_tensors_) tensors_.emplace_back(spec.name, tensor);
+    return absl::OkStatus();
+  });
+}
+
+absl::Status SeniorUpdate::Apply(const WeightManifest& manifest, const CallScope& call) {
+  TANDEM_RETURN_IF_ERROR(weights_->CheckComplete());
+  return swap_(*this, manifest, call);
+}
+
+}  // namespace tandem::rollout
