@@ -72,9 +72,9 @@ class Harness {
                    .eager_lanes = eager_lanes},
                   &boundaries, &senior, &junior) {}
 
-  std::shared_ptr<RecordingListener> Submit(const PromptRequest& request) {
+  std::shared_ptr<RecordingListener> Submit(const PromptRequest& request, uint64_t stream = 0) {
     auto listener = std::make_shared<RecordingListener>(request.num_samples);
-    generator.Submit(next_id_++, request, listener);
+    generator.Submit(next_id_++, {request, listener, stream});
     return listener;
   }
   void Finish() {
