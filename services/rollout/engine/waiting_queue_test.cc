@@ -4,6 +4,8 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <iterator>
+#include <limits>
 #include <map>
 #include <memory>
 #include <random>
@@ -14,7 +16,6 @@ namespace {
 
 using ::testing::Each;
 using ::testing::ElementsAre;
-using ::testing::Le;
 
 class WaitingQueueTest : public ::testing::Test {
  protected:
@@ -119,8 +120,8 @@ TEST_F(WaitingQueueTest, LowPriorityDoesNotStarve) {
 
 TEST_F(WaitingQueueTest, ACancelledSequenceIsGone) {
   for (const uint64_t stream : {1, 2, 1}) Add(stream);
-  queue_.Remove(prompts_[0]->samples[0].get());
-  EXPECT_THAT(TakeStreams(2), ElementsAre(2, 1));
+  queue_.Remove(prompts_[1]->samples[0].get());
+  EXPECT_THAT(TakeStreams(2), ElementsAre(1, 1));
   EXPECT_TRUE(queue_.empty());
 }
 
@@ -137,7 +138,7 @@ TEST_F(WaitingQueueTest, AnEmptyQueueRemembersNothing) {
 // Random arrivals, ends, preemptions and cancellations: every sequence is taken, and overtaken by
 // no more younger ones than the header says.
 TEST_F(WaitingQueueTest, NothingStarvesInRandomWorkloads) {
-  for (uint32_t seed = 0; seed < 50; ++seed) {
+  for (uint32_t seed = 0; seed < 40; ++seed) {
     SCOPED_TRACE(seed);
     std::mt19937 random(seed);
     const auto below = [&](int64_t n) { return static_cast<int64_t>(random() % n); };
@@ -152,10 +153,11 @@ TEST_F(WaitingQueueTest, NothingStarvesInRandomWorkloads) {
       running.erase(running.begin() + static_cast<int64_t>(i));
       return sequence;
     };
+    constexpr int64_t kArrivals = 500;
     const int64_t max_running = 1 + below(8);
-    for (int64_t event = 0; event < 2000 || !queue_.empty(); ++event) {
+    for (int64_t event = 0; event < kArrivals || !queue_.empty(); ++event) {
       ASSERT_LT(event, 100'000);
-      const bool arrives = event < 2000;
+      const bool arrives = event < kArrivals;
       if (arrives && below(3) == 0) {
         // High priorities are the most frequent, so that low ones would starve.
         const Prompt* prompt = Add(below(6), static_cast<int32_t>(std::max(below(5), below(5))),
