@@ -121,6 +121,7 @@ def _rollout_calls() -> list[ValidCall]:
             return_other_logprobs=True,
             stream_tokens=True,
             request_id=f"prompt-{index}",
+            priority=index - 2,
         )
         for index, tandem in enumerate(TANDEM.values())
     ]

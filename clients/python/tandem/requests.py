@@ -38,6 +38,7 @@ class Prompt:
         return_other_logprobs: also compute the log-probability under the model that did not write.
         stream_tokens: send tokens while they are written.
         request_id: unique in the stream; an empty one is replaced.
+        priority: a 32-bit integer; prompts of a higher one come first. The response is the same.
     """
 
     token_ids: Sequence[int]
@@ -48,6 +49,7 @@ class Prompt:
     return_other_logprobs: bool = False
     stream_tokens: bool = False
     request_id: str = ""
+    priority: int = 0
 
     def named(self, index: int) -> Prompt:
         """Returns the prompt with a request_id, made of `index` where it has none."""
@@ -70,6 +72,7 @@ class Prompt:
             num_samples=self.num_samples,
             return_other_logprobs=self.return_other_logprobs,
             stream_tokens=self.stream_tokens,
+            priority=self.priority,
         )
         place = f"prompt {self.request_id!r}: "
         to_message(self.sampling, prompt.sampling, f"{place}sampling")

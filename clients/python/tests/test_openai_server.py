@@ -105,6 +105,14 @@ def test_requests_become_prompts_of_the_senior_alone(http, world):
     assert len(world.batches) == 1
 
 
+def test_a_lower_number_is_a_higher_priority(http, world):
+    seen = []
+    world.on_prompt = seen.append
+    for fields in ({}, {"priority": 3}, {"priority": -(2**31) + 1}):
+        assert complete(http, **fields).is_success
+    assert [prompt.priority for prompt in seen] == [0, -3, 2**31 - 1]
+
+
 def test_without_a_seed_responses_differ(http, world):
     seen = []
     world.on_prompt = seen.append
@@ -249,6 +257,8 @@ def test_what_cannot_be_done_is_refused_unless_it_asks_for_nothing(http, name):
         ({"stream_options": {"x": 1}}, "stream_options.x"),
         ({"tandem": {"luck": 1}}, "tandem"),
         ({"top_k": 2**40}, "top_k"),
+        ({"priority": -(2**31)}, "priority"),
+        ({"priority": "high"}, "priority"),
     ],
 )
 def test_a_wrong_field_is_named(http, fields, param):

@@ -23,6 +23,7 @@
 #include "services/rollout/engine/engine_ranks.h"
 #include "services/rollout/engine/generator.h"
 #include "services/rollout/engine/options_check.h"
+#include "services/rollout/engine/queue_drain.h"
 #include "services/rollout/engine/ranked_runner.h"
 #include "services/rollout/engine/request_check.h"
 #include "services/rollout/engine/scorer.h"
@@ -33,9 +34,7 @@
 namespace tandem::rollout {
 namespace {
 
-// Interval between checks of the deadlines of held sequences while the engine is paused.
-constexpr absl::Duration kPausedPoll = absl::Milliseconds(100);
-constexpr int64_t kQueueRetryMilliseconds = 500;
+constexpr int64_t kScoreRetryMilliseconds = 500;
 // Time of a scoring pass between two steps of generation, in those steps' time.
 constexpr int kScoreShare = 2;
 
@@ -120,10 +119,14 @@ class EngineImpl : public Engine {
   }
 
   absl::StatusOr<std::vector<PromptId>> Submit(std::vector<Submission> batch) override {
+    const absl::Time now = absl::Now();
     int64_t samples = 0;
     for (size_t i = 0; i < batch.size(); ++i) {
       TANDEM_RETURN_IF_ERROR(
           PrependFieldPath(absl::StrCat("prompts[", i, "]"), Validate(batch[i].request)));
+      if (batch[i].request.deadline <= now) {
+        return absl::DeadlineExceededError("the deadline passed before the prompts were queued");
+      }
       samples += batch[i].request.num_samples;
     }
     std::vector<PromptId> ids;
@@ -135,7 +138,9 @@ class EngineImpl : public Engine {
             absl::StrCat("the queue holds ", queued, " of ", options_.max_queue,
                          " sequences; no room for ", samples, " more"));
         // A request that can never fit gets no retry hint.
-        return samples > options_.max_queue ? full : WithRetryAfter(full, kQueueRetryMilliseconds);
+        if (samples > options_.max_queue) return full;
+        const absl::Duration hint = drain_.RetryAfter(now, queued + samples - options_.max_queue);
+        return WithRetryAfter(full, absl::ToInt64Milliseconds(hint));
       }
       posted_samples_ += samples;
       for (size_t i = 0; i < batch.size(); ++i) ids.push_back(next_id_++);
@@ -145,8 +150,7 @@ class EngineImpl : public Engine {
     absl::Status posted = thread_->Post([this, shared, ids, samples] {
       const absl::Cleanup publish = [&] { Publish(samples); };
       for (size_t i = 0; i < ids.size(); ++i) {
-        generator_->Submit(ids[i], std::move((*shared)[i].request),
-                           std::move((*shared)[i].listener));
+        generator_->Submit(ids[i], std::move((*shared)[i]));
       }
     });
     if (!posted.ok()) {
@@ -177,7 +181,7 @@ class EngineImpl : public Engine {
         return WithRetryAfter(
             absl::ResourceExhaustedError(absl::StrCat(scores_, " scores of ", score_bytes_,
                                                       " bytes wait; no room for ", bytes, " more")),
-            kQueueRetryMilliseconds);
+            kScoreRetryMilliseconds);
       }
       ++scores_;
       score_bytes_ += bytes;
@@ -289,7 +293,7 @@ class EngineImpl : public Engine {
     Publish();
     if (scorer_->HasWork()) return absl::InfinitePast();
     if (!generator_->HasWork()) return absl::InfiniteFuture();
-    return paused_ ? now + kPausedPoll : absl::InfinitePast();
+    return paused_ ? generator_->next_deadline() : absl::InfinitePast();
   }
 
   // Fails all work, whatever the listeners throw.
@@ -308,6 +312,9 @@ class EngineImpl : public Engine {
     stats_.junior_kv_tokens += scorer_->num_held_blocks(Author::kJunior) * kKvBlockTokens;
     stats_.paused = paused_;
     posted_samples_ -= arrived;
+    arrived_samples_ += arrived;
+    drain_.Observe(absl::Now(), stats_.sequences_waiting,
+                   arrived_samples_ - stats_.sequences_waiting - stats_.sequences_running);
   }
 
   // Sends the weights that this rank has taken to the other ranks. Errors end the server.
@@ -351,7 +358,9 @@ class EngineImpl : public Engine {
 
   mutable std::mutex mutex_;
   EngineStats stats_;
-  int64_t posted_samples_ = 0;  // of prompts that the generator has not taken
+  int64_t posted_samples_ = 0;   // of prompts that the generator has not taken
+  int64_t arrived_samples_ = 0;  // of prompts that it has taken
+  QueueDrain drain_;
   PromptId next_id_ = 1;
   int64_t scores_ = 0;
   int64_t score_bytes_ = 0;

@@ -31,8 +31,9 @@ class Engine {
 
   // Queues prompts that are admitted together: the engine thread sees all or none of them, so an
   // idle engine always schedules the same batch in the same way. Every request must pass Validate.
-  // RESOURCE_EXHAUSTED (with a retry hint) if the queue cannot take them; UNAVAILABLE after
-  // Shutdown.
+  // DEADLINE_EXCEEDED if a deadline has passed. RESOURCE_EXHAUSTED if the queue cannot take them,
+  // with a retry hint: the time in which the queue, as fast as it drains now, has room for them
+  // (queue_drain.h). UNAVAILABLE after Shutdown.
   virtual absl::StatusOr<std::vector<PromptId>> Submit(std::vector<Submission> batch) = 0;
 
   // Frees the prompt's sequences at the next step boundary; its listener gets OnFailed(CANCELLED).

@@ -544,7 +544,14 @@ TEST_F(EngineTest, AFullQueueIsRefusedWithARetryHint) {
   const absl::Status full =
       engine->Submit({{request, std::make_shared<RecordingListener>(3)}}).status();
   EXPECT_EQ(full.code(), absl::StatusCode::kResourceExhausted);
-  EXPECT_TRUE(RetryAfterMilliseconds(full).has_value());
+  const int64_t hint = RetryAfterMilliseconds(full).value_or(0);
+  EXPECT_GE(hint, 100);
+  // Nothing ends while the engine is paused.
+  while (RetryAfterMilliseconds(
+             engine->Submit({{request, std::make_shared<RecordingListener>(3)}}).status())
+             .value_or(0) <= hint) {
+    std::this_thread::sleep_for(std::chrono::milliseconds(20));
+  }
   ASSERT_TRUE(engine->Resume({}).ok());
   held[0]->Wait();
   EXPECT_EQ(held[0]->finished().size(), 3u);
@@ -681,10 +688,14 @@ TEST_F(EngineTest, AnExpiredDeadlineFailsAPausedPrompt) {
   const auto engine = Create();
   ASSERT_TRUE(engine->Pause({}).ok());
   PromptRequest request = RequestOf({});
-  request.deadline = absl::Now() - absl::Seconds(1);
+  request.deadline = absl::Now() + absl::Milliseconds(50);
   const auto listener = Submit(*engine, {request})[0];
   listener->Wait();
   EXPECT_EQ(listener->failure()->code(), absl::StatusCode::kDeadlineExceeded);
+  EXPECT_GE(absl::Now(), request.deadline);
+  while (engine->Stats().sequences_waiting > 0) std::this_thread::yield();
+  EXPECT_EQ(engine->Submit({{request, listener}}).status().code(),
+            absl::StatusCode::kDeadlineExceeded);
   CallScope late;
   late.deadline = absl::Now() - absl::Seconds(1);
   EXPECT_EQ(Score(*engine, {.sequences = {{{3, 4, 5}, 1}}}, late).status().code(),

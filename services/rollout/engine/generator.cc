@@ -67,29 +67,39 @@ Generator::Generator(const GeneratorOptions& options, const BoundarySets* bounda
 
 Generator::~Generator() = default;
 
-void Generator::Submit(PromptId id, PromptRequest request,
-                       std::shared_ptr<PromptListener> listener) {
+void Generator::Submit(PromptId id, Submission submission) {
+  PromptRequest& request = submission.request;
   auto prompt = std::make_unique<Prompt>();
   prompt->id = id;
+  prompt->stream = submission.stream;
   prompt->stop_tokens = StopTokens(request.sampling, options_.eos_token_ids);
   prompt->max_response_tokens = LongestResponse(request, options_.request_limits);
   const auto boundaries = boundaries_->Resolve(request.tandem);
   prompt->request = std::move(request);
-  prompt->listener = std::move(listener);
+  prompt->listener = std::move(submission.listener);
   prompt->unfinished = prompt->request.num_samples;
   for (int64_t i = 0; i < prompt->request.num_samples; ++i) {
     prompt->samples.push_back(std::make_unique<Sequence>(prompt.get(), static_cast<uint64_t>(i),
                                                          boundaries, options_.eager_lanes));
     scheduler_.Enqueue(prompt->samples.back().get());
   }
+  const absl::Time deadline = prompt->request.deadline;
+  if (deadline < absl::InfiniteFuture()) deadlines_.emplace(deadline, id);
   prompts_.emplace(id, std::move(prompt));
 }
 
-void Generator::Fail(PromptId id, const absl::Status& status) {
+std::unique_ptr<Prompt> Generator::TakeOut(PromptId id) {
   const auto found = prompts_.find(id);
-  if (found == prompts_.end()) return;
-  const std::unique_ptr<Prompt> prompt = std::move(found->second);
+  if (found == prompts_.end()) return nullptr;
+  std::unique_ptr<Prompt> prompt = std::move(found->second);
   prompts_.erase(found);
+  deadlines_.erase({prompt->request.deadline, id});
+  return prompt;
+}
+
+void Generator::Fail(PromptId id, const absl::Status& status) {
+  const std::unique_ptr<Prompt> prompt = TakeOut(id);
+  if (prompt == nullptr) return;
   for (const auto& sequence : prompt->samples) {
     if (sequence != nullptr) scheduler_.Remove(sequence.get());
   }
@@ -103,12 +113,9 @@ void Generator::FailAll(const absl::Status& status) {
 }
 
 void Generator::ExpireDeadlines(absl::Time now) {
-  std::vector<PromptId> expired;
-  for (const auto& [id, prompt] : prompts_) {
-    if (prompt->request.deadline <= now) expired.push_back(id);
-  }
-  for (const PromptId id : expired) {
-    const bool began = prompts_.at(id)->admitted;
+  while (next_deadline() <= now) {
+    const PromptId id = deadlines_.begin()->second;
+    const bool began = prompts_.at(id)->samples_begun > 0;
     Fail(id, absl::DeadlineExceededError(began ? "the deadline passed during generation"
                                                : "the deadline passed in the queue"));
   }
@@ -120,7 +127,7 @@ bool Generator::Step() {
   }
   bool computed = false;
   for (const Author lane : scheduler_.LaneOrder()) {
-    const PassPlan plan = scheduler_.Plan(lane);
+    const PassPlan& plan = scheduler_.Plan(lane);
     if (plan.entries.empty()) continue;
     computed |= RunPass(lane, plan);
     if (!options_.eager_lanes) break;
@@ -147,11 +154,11 @@ void Generator::AskForRows(Author lane, const PassEntry& entry) {
 
 absl::Status Generator::Compute(Author lane, const PassPlan& plan) {
   rows_.clear();
+  row_ends_.clear();
   inputs_.clear();
-  std::vector<size_t> row_ends;
   for (const PassEntry& entry : plan.entries) {
     AskForRows(lane, entry);
-    row_ends.push_back(rows_.size());
+    row_ends_.push_back(rows_.size());
   }
   size_t row = 0;
   for (size_t i = 0; i < plan.entries.size(); ++i) {
@@ -161,8 +168,8 @@ absl::Status Generator::Compute(Author lane, const PassPlan& plan) {
         {.blocks = sequence.lane(lane).table.blocks(),
          .start = entry.begin,
          .tokens = std::span(sequence.tokens).subspan(entry.begin, entry.end - entry.begin),
-         .rows = std::span(rows_).subspan(row, row_ends[i] - row)});
-    row = row_ends[i];
+         .rows = std::span(rows_).subspan(row, row_ends_[i] - row)});
+    row = row_ends_[i];
   }
   ++totals_.forward_passes_total;
   TANDEM_RETURN_IF_ERROR(runner(lane).Run({.copies = plan.copies, .sequences = inputs_}, results_));
@@ -188,6 +195,7 @@ absl::Status Generator::TakeRows(Author lane, const PassEntry& entry, const Pass
     } else {
       const int64_t r = entry.begin + input.rows[i].index + 1 - sequence.prompt_length();
       sequence.other_logprobs[r] = results[i]->logprob;
+      sequence.lane(lane).other_read = r + 1;
       if (lane == Author::kSenior) sequence.senior_weights[r] = senior_weights_;
     }
   }
@@ -255,7 +263,7 @@ void Generator::FinishIfComplete(Sequence* sequence) {
   scheduler_.Remove(sequence);
   const std::unique_ptr<Sequence> owned = std::move(prompt->samples[sequence->sample_index]);
   prompt->listener->OnFinished(MakeTrajectory(*owned, options_.junior_version));
-  if (--prompt->unfinished == 0) prompts_.erase(prompt->id);
+  if (--prompt->unfinished == 0) TakeOut(prompt->id);
 }
 
 void Generator::OnSeniorUpdated(const WeightsVersion& weights, OnWeightUpdate policy) {
@@ -271,7 +279,7 @@ void Generator::FillStats(EngineStats& stats) const {
   stats.preemptions_total = scheduler_.preemptions_total();
   stats.shared_prefix_tokens_total = scheduler_.shared_tokens_total();
   stats.sequences_running = running();
-  stats.sequences_waiting = static_cast<int64_t>(scheduler_.waiting().size());
+  stats.sequences_waiting = scheduler_.num_waiting();
   stats.senior_kv_tokens = scheduler_.num_held_blocks(Author::kSenior) * kKvBlockTokens;
   stats.junior_kv_tokens = scheduler_.num_held_blocks(Author::kJunior) * kKvBlockTokens;
 }

@@ -7,8 +7,10 @@
 #include <cstdint>
 #include <map>
 #include <memory>
+#include <set>
 #include <span>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "absl/status/status.h"
@@ -41,7 +43,7 @@ class Generator {
   ~Generator();
 
   // Queues a prompt, which must be valid.
-  void Submit(PromptId id, PromptRequest request, std::shared_ptr<PromptListener> listener);
+  void Submit(PromptId id, Submission submission);
 
   // Ends a prompt: frees its sequences and reports `status` to its listener. Unknown ids are
   // ignored.
@@ -49,6 +51,10 @@ class Generator {
   void FailAll(const absl::Status& status);
   // Fails with DEADLINE_EXCEEDED the prompts, queued or running, whose deadline is not after `now`.
   void ExpireDeadlines(absl::Time now);
+  // The earliest deadline of a prompt; InfiniteFuture if none has one.
+  absl::Time next_deadline() const {
+    return deadlines_.empty() ? absl::InfiniteFuture() : deadlines_.begin()->first;
+  }
 
   // Whether a prompt is queued or running.
   bool HasWork() const { return !scheduler_.idle(); }
@@ -77,6 +83,8 @@ class Generator {
                         std::span<const absl::StatusOr<SampledToken>> results);
   void AppendToken(Sequence& sequence, Author author, const SampledToken& sampled);
   void FinishIfComplete(Sequence* sequence);
+  // Removes a prompt from the tables and returns it; nullptr if there is none.
+  std::unique_ptr<Prompt> TakeOut(PromptId id);
 
   ModelRunner& runner(Author lane) { return *runners_[LaneIndex(lane)]; }
 
@@ -85,10 +93,12 @@ class Generator {
   std::array<ModelRunner*, 2> runners_;
   Scheduler scheduler_;
   std::map<PromptId, std::unique_ptr<Prompt>> prompts_;
+  std::set<std::pair<absl::Time, PromptId>> deadlines_;  // of the prompts that have one
   std::shared_ptr<const WeightsVersion> senior_weights_;
   EngineStats totals_;
   // Belong to the pass that runs; kept so that their memory is.
   std::vector<OutputRow> rows_;
+  std::vector<size_t> row_ends_;  // per entry, in rows_
   std::vector<PassSequence> inputs_;
   PassResults results_;
 };

@@ -72,9 +72,9 @@ class Harness {
                    .eager_lanes = eager_lanes},
                   &boundaries, &senior, &junior) {}
 
-  std::shared_ptr<RecordingListener> Submit(const PromptRequest& request) {
+  std::shared_ptr<RecordingListener> Submit(const PromptRequest& request, uint64_t stream = 0) {
     auto listener = std::make_shared<RecordingListener>(request.num_samples);
-    generator.Submit(next_id_++, request, listener);
+    generator.Submit(next_id_++, {request, listener, stream});
     return listener;
   }
   void Finish() {
@@ -417,6 +417,62 @@ TEST(GeneratorTest, DeadlinesHoldInTheQueueToo) {
   EXPECT_EQ(running->finished().size(), 1u);
 }
 
+TEST(GeneratorTest, APromptWhoseDeadlineHasPassedCostsNoPass) {
+  Harness harness;
+  EXPECT_EQ(harness.generator.next_deadline(), absl::InfiniteFuture());
+  const absl::Time start = absl::UnixEpoch();
+  PromptRequest late = Request({.enabled = false});
+  late.deadline = start + absl::Seconds(5);
+  PromptRequest later = late;
+  later.deadline = start + absl::Seconds(9);
+  const auto second = harness.Submit(later), first = harness.Submit(late);
+  EXPECT_EQ(harness.generator.next_deadline(), late.deadline);
+  harness.generator.ExpireDeadlines(start + absl::Seconds(6));
+  EXPECT_EQ(first->failure(), absl::DeadlineExceededError("the deadline passed in the queue"));
+  EXPECT_FALSE(second->done());
+  EXPECT_EQ(harness.Stats().sequences_waiting, 1);
+  EXPECT_EQ(harness.generator.next_deadline(), later.deadline);
+  EXPECT_EQ(harness.senior.passes, 0);
+  harness.Finish();
+  EXPECT_EQ(harness.generator.next_deadline(), absl::InfiniteFuture());
+}
+
+TEST(GeneratorTest, AStreamOfManyPromptsDoesNotDelayAnothersFew) {
+  Harness harness(Limits(8));
+  std::vector<std::shared_ptr<RecordingListener>> many, few;
+  for (int i = 0; i < 400; ++i) many.push_back(harness.Submit(Request({}, 3, i), /*stream=*/1));
+  while (!many[20]->done()) harness.generator.Step();
+  const auto finished = [&] {
+    return std::ranges::count_if(many, [](const auto& listener) { return listener->done(); });
+  };
+  const int64_t before = finished();
+  for (int i = 0; i < 4; ++i) few.push_back(harness.Submit(Request({}, 3, 500 + i), /*stream=*/2));
+  const auto is_done = [](const auto& listener) { return listener->done(); };
+  while (!std::ranges::all_of(few, is_done)) harness.generator.Step();
+  // Four places become free, and then all run beside four others.
+  EXPECT_LE(finished() - before, 4 + 4 * 30);
+  EXPECT_LT(finished(), 200) << "400 were there before";
+  harness.Finish();
+}
+
+TEST(GeneratorTest, APriorityChangesTheOrderAndNotTheTokens) {
+  Harness harness(Limits(1));
+  std::vector<PromptRequest> requests;
+  std::vector<std::shared_ptr<RecordingListener>> listeners;
+  for (const int32_t priority : {0, 0, 5}) {
+    requests.push_back(Request(Tandem(SelectionStrategy::kWord), 5, 40 + requests.size()));
+    requests.back().priority = priority;
+    listeners.push_back(harness.Submit(requests.back()));
+  }
+  while (!listeners[2]->done()) harness.generator.Step();
+  EXPECT_FALSE(listeners[0]->done());
+  harness.Finish();
+  for (size_t i = 0; i < requests.size(); ++i) {
+    requests[i].priority = 0;
+    ExpectSame(listeners[i]->finished().at(0), Harness().Run(requests[i]));
+  }
+}
+
 TEST(GeneratorTest, AFailedPassFailsItsPromptsOnly) {
   Harness harness;
   const auto senior_only = harness.Submit(Request({.enabled = false}));
@@ -521,7 +577,8 @@ TEST(GeneratorTest, NewWeightsShareNothingWithOldOnes) {
   EXPECT_EQ(harness.Stats().shared_prefix_tokens_total, 0);
 }
 
-// Random prompts that arrive, share prefixes, are cancelled and preempted, under random limits.
+// Random prompts of several streams and priorities that arrive, share prefixes, are cancelled,
+// preempted and late, under random limits.
 TEST(GeneratorTest, Law3HoldsForRandomWorkloads) {
   for (uint32_t seed = 0; seed < 100; ++seed) {
     SCOPED_TRACE(seed);
@@ -533,9 +590,10 @@ TEST(GeneratorTest, Law3HoldsForRandomWorkloads) {
     struct Submitted {
       PromptRequest request;
       std::shared_ptr<RecordingListener> listener;
-      bool cancelled = false;
+      absl::StatusCode ends = absl::StatusCode::kOk;
     };
     std::vector<Submitted> all;
+    absl::Time now = absl::UnixEpoch();
     int64_t updates = 0;
     for (int64_t i = 0; i < 14; ++i) {
       PromptRequest request = Request(Tandem(kStrategies[below(5)]), 1, 1000 + i);
@@ -547,7 +605,9 @@ TEST(GeneratorTest, Law3HoldsForRandomWorkloads) {
       request.return_other_logprobs = below(2) == 0;
       request.sampling.top_k = static_cast<int32_t>(below(3) * 7);
       request.sampling.max_tokens = static_cast<int32_t>(1 + below(60));
-      all.push_back({request, harness.Submit(request)});
+      request.priority = static_cast<int32_t>(below(3)) - 1;
+      if (below(3) == 0) request.deadline = now + absl::Seconds(below(9));
+      all.push_back({request, harness.Submit(request, /*stream=*/below(3))});
       for (int64_t steps = below(25); steps > 0; --steps) harness.generator.Step();
       if (below(6) == 0) {  // the same weights again, so that the tokens stay
         harness.generator.OnSeniorUpdated(
@@ -556,17 +616,23 @@ TEST(GeneratorTest, Law3HoldsForRandomWorkloads) {
       }
       if (below(5) == 0) {
         const int64_t victim = below(i + 1);
-        all[victim].cancelled |= !all[victim].listener->done();
+        if (!all[victim].listener->done()) all[victim].ends = absl::StatusCode::kCancelled;
         harness.generator.Fail(victim + 1, absl::CancelledError("enough"));
       }
+      now += absl::Seconds(1);
+      for (Submitted& one : all) {
+        if (one.request.deadline > now || one.listener->done()) continue;
+        one.ends = absl::StatusCode::kDeadlineExceeded;
+      }
+      harness.generator.ExpireDeadlines(now);
     }
     harness.Finish();
     int64_t tokens = 0;
     for (const Submitted& one : all) {
       ASSERT_TRUE(one.listener->done());
-      ASSERT_EQ(one.listener->failure().has_value(), one.cancelled);
+      ASSERT_EQ(one.listener->failure().value_or(absl::OkStatus()).code(), one.ends);
       tokens += one.request.num_samples * 100;
-      if (one.cancelled) continue;
+      if (one.ends != absl::StatusCode::kOk) continue;
       Harness alone;
       const auto expected = alone.Submit(one.request);
       alone.Finish();

@@ -1,7 +1,7 @@
 #include "services/rollout/engine/scheduler.h"
 
 #include <algorithm>
-#include <set>
+#include <iterator>
 #include <span>
 #include <utility>
 
@@ -18,24 +18,33 @@ bool Waits(Author lane, const Sequence& sequence) {
   return sequence.Target(lane) > sequence.lane(lane).cursor;
 }
 
+// The order of running sequences.
+bool ComesBefore(const Sequence* a, const Sequence* b) {
+  if (a->overdue != b->overdue) return a->overdue;
+  return a->prompt->request.priority > b->prompt->request.priority;
+}
+
 }  // namespace
 
 Scheduler::Scheduler(const SchedulerLimits& limits)
     : limits_(limits),
+      waiting_(limits.max_num_seqs),
       pools_{BlockPool({.count = limits.num_blocks[0]}),
              BlockPool({.count = limits.num_blocks[1]})} {}
 
 std::vector<const Prompt*> Scheduler::Admit() {
   std::vector<const Prompt*> begun;
-  if (waiting_.empty()) return begun;
+  const auto is_full = [&] { return std::ssize(running_) >= limits_.max_num_seqs; };
+  if (waiting_.empty() || is_full()) return begun;
+  ++admits_;
   std::array<int64_t, 2> unclaimed = {};
-  // Prompts whose whole blocks a sample has, or claims: its other samples share them.
-  std::array<std::set<const Prompt*>, 2> prefixes;
+  // Prompts whose whole blocks a sample has, or claims, are counted: other samples share them.
   const auto claim = [&](const Sequence& sequence) {
     for (const Author lane : kAuthors) {
       if (!UsesLane(lane, sequence)) continue;
       int64_t has = sequence.lane(lane).table.size();
-      if (has == 0 && !prefixes[LaneIndex(lane)].insert(sequence.prompt).second) {
+      int64_t& counted = sequence.prompt->counted[LaneIndex(lane)];
+      if (has == 0 && std::exchange(counted, admits_) == admits_) {
         has = (sequence.prompt_length() - 1) / kKvBlockTokens;
       }
       // For one more token.
@@ -45,19 +54,24 @@ std::vector<const Prompt*> Scheduler::Admit() {
   for (const Author lane : kAuthors) {
     unclaimed[LaneIndex(lane)] = pool(lane).num_idle();
     for (const Sequence* sequence : running_) {
-      if (!sequence->lane(lane).table.empty()) prefixes[LaneIndex(lane)].insert(sequence->prompt);
+      if (!sequence->lane(lane).table.empty()) {
+        sequence->prompt->counted[LaneIndex(lane)] = admits_;
+      }
     }
   }
   for (const Sequence* sequence : running_) claim(*sequence);
-  while (!waiting_.empty() && static_cast<int64_t>(running_.size()) < limits_.max_num_seqs) {
-    Sequence* const next = waiting_.front();
-    claim(*next);
+  while (!waiting_.empty() && !is_full()) {
+    claim(*waiting_.Next());
     // A sequence alone always fits.
     if (!running_.empty() && std::ranges::min(unclaimed) < 0) break;
+    const bool is_new = !waiting_.Next()->begun;
+    Sequence* const next = waiting_.Take();
+    if (is_new) {
+      next->ReserveResponse();
+      if (next->prompt->samples_begun == 1) begun.push_back(next->prompt);
+    }
     next->last_pass = passes_;
-    if (!std::exchange(next->prompt->admitted, true)) begun.push_back(next->prompt);
-    running_.push_back(next);
-    waiting_.pop_front();
+    running_.insert(std::ranges::upper_bound(running_, next, ComesBefore), next);
   }
   return begun;
 }
@@ -75,12 +89,13 @@ std::array<Author, 2> Scheduler::LaneOrder() const {
   return {Author::kJunior, Author::kSenior};
 }
 
-bool Scheduler::TakePrefix(Author lane, Sequence& sequence, PassPlan& plan) {
+bool Scheduler::TakePrefix(Author lane, Sequence& sequence) {
   LaneState& state = sequence.lane(lane);
   BlockPool& blocks = pool(lane);
   const int64_t most = sequence.FirstWanted(lane);
   // The last prompt token is always consumed, because the response starts from its row.
   const int64_t shared = std::min(sequence.prompt_length() - 1, most);
+  if (sequence.prompt->read_in_pass[LaneIndex(lane)] == passes_ + 1) return false;
   const Sequence* sibling = nullptr;
   for (const auto& other : sequence.prompt->samples) {
     if (other == nullptr || other.get() == &sequence) continue;
@@ -90,18 +105,13 @@ bool Scheduler::TakePrefix(Author lane, Sequence& sequence, PassPlan& plan) {
       break;
     }
   }
-  if (sibling == nullptr) {
-    for (const PassEntry& entry : plan.entries) {
-      if (entry.sequence->prompt == sequence.prompt && entry.begin < shared) return false;
-    }
-  }
   state.epoch = epochs_[LaneIndex(lane)];
   state.cursor = state.table.TakeKnown(blocks, std::span(sequence.tokens).first(most));
   // The tokens after the last whole block are copied from the other sample.
   const int64_t tail = state.table.size();
   if (sibling != nullptr && state.cursor < shared && shared < state.cursor + kKvBlockTokens &&
       state.table.Grow(blocks)) {
-    plan.copies.push_back(
+    plan_.copies.push_back(
         {.from = sibling->lane(lane).table.blocks()[tail], .to = state.table.blocks()[tail]});
     state.cursor = shared;
   }
@@ -109,46 +119,50 @@ bool Scheduler::TakePrefix(Author lane, Sequence& sequence, PassPlan& plan) {
   return true;
 }
 
-bool Scheduler::PreemptAfter(size_t index, Author lane, const PassPlan& plan) {
+bool Scheduler::PreemptAfter(size_t index, Author lane) {
   for (size_t i = running_.size(); --i > index;) {
     Sequence* const victim = running_[i];
-    const bool planned = std::ranges::any_of(
-        plan.entries, [&](const PassEntry& entry) { return entry.sequence == victim; });
+    const bool planned = victim->last_pass == passes_ + 1;
     if (planned || victim->lane(lane).table.empty()) continue;
     for (const Author each : kAuthors) ReleaseBlocks(each, *victim);
     running_.erase(running_.begin() + static_cast<int64_t>(i));
-    waiting_.push_front(victim);
+    waiting_.Return(victim);
     ++preemptions_total_;
     return true;
   }
   return false;
 }
 
-int64_t Scheduler::Reserve(Author lane, size_t index, int64_t tokens, const PassPlan& plan) {
+int64_t Scheduler::Reserve(Author lane, size_t index, int64_t tokens) {
   BlockTable& table = running_[index]->lane(lane).table;
   while (table.size() < KvBlocks(tokens)) {
-    if (!table.Grow(pool(lane)) && !PreemptAfter(index, lane, plan)) break;
+    if (!table.Grow(pool(lane)) && !PreemptAfter(index, lane)) break;
   }
   return std::min(tokens, table.size() * kKvBlockTokens);
 }
 
-int64_t Scheduler::PlanEntry(Author lane, size_t index, int64_t budget, PassPlan& plan) {
+int64_t Scheduler::PlanEntry(Author lane, size_t index, int64_t budget) {
   Sequence& sequence = *running_[index];
   LaneState& state = sequence.lane(lane);
-  if (state.table.empty() && !TakePrefix(lane, sequence, plan)) return 0;
+  if (state.table.empty() && !TakePrefix(lane, sequence)) return 0;
   const int64_t target = sequence.Target(lane);
-  const int64_t end = Reserve(lane, index, std::min(target, state.cursor + budget), plan);
+  const int64_t end = Reserve(lane, index, std::min(target, state.cursor + budget));
   if (end <= state.cursor) return 0;
-  plan.entries.push_back(
+  plan_.entries.push_back(
       {.sequence = &sequence,
        .begin = state.cursor,
        .end = end,
        .samples = !sequence.ended() && end == target && sequence.selector.NextAuthor() == lane});
+  sequence.last_pass = passes_ + 1;
+  if (state.cursor < sequence.prompt_length() - 1) {
+    sequence.prompt->read_in_pass[LaneIndex(lane)] = passes_ + 1;
+  }
   return end - state.cursor;
 }
 
-PassPlan Scheduler::Plan(Author lane) {
-  PassPlan plan;
+const PassPlan& Scheduler::Plan(Author lane) {
+  plan_.entries.clear();
+  plan_.copies.clear();
   int64_t budget = limits_.max_batched_tokens;
   for (const bool reads_prompt : {false, true}) {
     // Preemption shortens running_, behind `index`.
@@ -156,15 +170,14 @@ PassPlan Scheduler::Plan(Author lane) {
       const Sequence& sequence = *running_[index];
       const bool reads = sequence.lane(lane).cursor < sequence.prompt_length() - 1;
       if (reads == reads_prompt && Waits(lane, sequence)) {
-        budget -= PlanEntry(lane, index, budget, plan);
+        budget -= PlanEntry(lane, index, budget);
       }
     }
   }
-  if (plan.entries.empty()) return plan;
+  if (plan_.entries.empty()) return plan_;
   ++passes_;
   last_lane_ = lane;
-  for (const PassEntry& entry : plan.entries) entry.sequence->last_pass = passes_;
-  return plan;
+  return plan_;
 }
 
 void Scheduler::Advance(Author lane, const PassEntry& entry) {
@@ -181,9 +194,13 @@ void Scheduler::ReleaseBlocks(Author lane, Sequence& sequence) {
 }
 
 void Scheduler::Remove(Sequence* sequence) {
+  if (sequence->waits) {
+    waiting_.Remove(sequence);
+    return;
+  }
   for (const Author lane : kAuthors) ReleaseBlocks(lane, *sequence);
   std::erase(running_, sequence);
-  std::erase(waiting_, sequence);
+  waiting_.End(*sequence);
 }
 
 void Scheduler::BumpEpoch(Author lane, bool recompute) {

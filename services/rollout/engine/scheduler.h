@@ -9,12 +9,12 @@
 
 #include <array>
 #include <cstdint>
-#include <deque>
 #include <vector>
 
 #include "services/rollout/engine/block_pool.h"
 #include "services/rollout/engine/model_runner.h"
 #include "services/rollout/engine/sequence.h"
+#include "services/rollout/engine/waiting_queue.h"
 
 namespace tandem::rollout {
 
@@ -43,11 +43,12 @@ class Scheduler {
  public:
   explicit Scheduler(const SchedulerLimits& limits);
 
-  // Puts a sequence at the end of the queue.
-  void Enqueue(Sequence* sequence) { waiting_.push_back(sequence); }
+  // Puts a sequence into the queue.
+  void Enqueue(Sequence* sequence) { waiting_.Add(sequence); }
 
-  // Starts waiting sequences, in order, up to max_num_seqs and as far as there are blocks for their
-  // tokens. Returns the prompts whose first sample was started.
+  // Starts waiting sequences, in the order of waiting_queue.h, up to max_num_seqs and as far as
+  // there are blocks for their tokens: while there are none for the next sequence, the others wait.
+  // Returns the prompts whose first sample was started.
   std::vector<const Prompt*> Admit();
 
   // Returns the lanes in the order in which they should run: first the one whose sequences have
@@ -56,12 +57,13 @@ class Scheduler {
   std::array<Author, 2> LaneOrder() const;
 
   // Plans a pass of `lane`'s model within the token budget: sequences that are being written before
-  // those that read their prompt, each oldest first. A sequence that does not fit consumes as many
-  // tokens as do (chunked prefill). Prefixes that the cache contains are shared, not consumed; a
-  // sample waits while another sample of its prompt consumes the prompt. Gives the sequences their
-  // blocks. If there are none, the newest sequence is preempted: it gives up its blocks, waits
-  // first in the queue, and consumes its tokens again when it is admitted.
-  PassPlan Plan(Author lane);
+  // those that read their prompt, each in the order of running(). A sequence that does not fit
+  // consumes as many tokens as do (chunked prefill). Prefixes that the cache contains are shared,
+  // not consumed; a sample waits while another sample of its prompt consumes the prompt. Gives the
+  // sequences their blocks. If there are none, the last of running() is preempted: it gives up its
+  // blocks, waits, and consumes its tokens again when it is admitted. The first of running() is
+  // never preempted, so something always ends. The plan is valid until the next call.
+  const PassPlan& Plan(Author lane);
 
   // Records that the entry has been computed.
   void Advance(Author lane, const PassEntry& entry);
@@ -73,8 +75,9 @@ class Scheduler {
   // `recompute` every running sequence consumes its tokens again.
   void BumpEpoch(Author lane, bool recompute);
 
+  // Overdue sequences first, then by priority; equal ones in the order of their admission.
   const std::vector<Sequence*>& running() const { return running_; }
-  const std::deque<Sequence*>& waiting() const { return waiting_; }
+  int64_t num_waiting() const { return waiting_.size(); }
   bool idle() const { return running_.empty() && waiting_.empty(); }
   int64_t num_held_blocks(Author lane) const { return pools_[LaneIndex(lane)].num_held(); }
   int64_t preemptions_total() const { return preemptions_total_; }
@@ -83,24 +86,26 @@ class Scheduler {
  private:
   BlockPool& pool(Author lane) { return pools_[LaneIndex(lane)]; }
   // Plans running_[index] for at most `budget` tokens; returns the number of tokens planned.
-  int64_t PlanEntry(Author lane, size_t index, int64_t budget, PassPlan& plan);
+  int64_t PlanEntry(Author lane, size_t index, int64_t budget);
   // Gives a lane that has consumed nothing the blocks of the tokens that the cache contains.
   // Returns false if the sequence should wait for another sample of its prompt.
-  bool TakePrefix(Author lane, Sequence& sequence, PassPlan& plan);
+  bool TakePrefix(Author lane, Sequence& sequence);
   // Gives running_[index] blocks for its first `tokens` tokens, or for as many as it can get;
   // returns how many tokens its blocks hold then, at most `tokens`.
-  int64_t Reserve(Author lane, size_t index, int64_t tokens, const PassPlan& plan);
-  // Preempts the newest sequence that has blocks in `lane`, is newer than running_[index] and not
-  // planned. Returns false if there is none.
-  bool PreemptAfter(size_t index, Author lane, const PassPlan& plan);
+  int64_t Reserve(Author lane, size_t index, int64_t tokens);
+  // Preempts the last sequence after running_[index] that has blocks in `lane` and is not planned.
+  // Returns false if there is none.
+  bool PreemptAfter(size_t index, Author lane);
   void ReleaseBlocks(Author lane, Sequence& sequence);
 
   SchedulerLimits limits_;
-  std::deque<Sequence*> waiting_;
-  std::vector<Sequence*> running_;  // in the order of admission
+  WaitingQueue waiting_;
+  std::vector<Sequence*> running_;
   std::array<BlockPool, 2> pools_;
   std::array<int64_t, 2> epochs_ = {0, 0};
+  PassPlan plan_;       // kept so that its memory is
   int64_t passes_ = 0;  // planned so far
+  int64_t admits_ = 0;  // calls of Admit that counted blocks
   Author last_lane_ = Author::kJunior;
   int64_t preemptions_total_ = 0;
   int64_t shared_tokens_total_ = 0;

@@ -22,6 +22,7 @@ struct PromptOptions {
   bool tandem = true;
   bool other_logprobs = false;
   int32_t token = 1;
+  int32_t priority = 0;
 };
 
 std::unique_ptr<Prompt> MakePrompt(int length, int samples, const PromptOptions& options = {}) {
@@ -30,6 +31,7 @@ std::unique_ptr<Prompt> MakePrompt(int length, int samples, const PromptOptions&
   prompt->request.tandem = {.enabled = options.tandem,
                             .selection_strategy = SelectionStrategy::kAlternating};
   prompt->request.return_other_logprobs = options.other_logprobs;
+  prompt->request.priority = options.priority;
   for (int i = 0; i < samples; ++i) {
     prompt->samples.push_back(
         std::make_unique<Sequence>(prompt.get(), i, std::make_shared<TokenSet>()));
@@ -50,7 +52,7 @@ void Write(Sequence& sequence) {
 
 // Plans a pass, advances its entries and writes the tokens that they sample.
 PassPlan RunPass(Scheduler& scheduler, Author lane) {
-  PassPlan plan = scheduler.Plan(lane);
+  const PassPlan plan = scheduler.Plan(lane);
   for (const PassEntry& entry : plan.entries) {
     scheduler.Advance(lane, entry);
     if (entry.samples) Write(*entry.sequence);
@@ -249,7 +251,7 @@ TEST(SchedulerTest, TheNewestSequenceGivesUpItsBlocks) {
   // The next token of the first needs a second block.
   EXPECT_THAT(Sequences(RunPass(scheduler, S)), ElementsAre(first->samples[0].get()));
   EXPECT_EQ(scheduler.preemptions_total(), 1);
-  EXPECT_THAT(scheduler.waiting(), ElementsAre(second->samples[0].get()));
+  EXPECT_EQ(scheduler.num_waiting(), 1);
   scheduler.Admit();
   EXPECT_EQ(scheduler.running().size(), 1u);
   scheduler.Remove(first->samples[0].get());
@@ -258,6 +260,44 @@ TEST(SchedulerTest, TheNewestSequenceGivesUpItsBlocks) {
   EXPECT_EQ(again.entries[0].begin, 0) << "its block was given out";
   EXPECT_EQ(again.entries[0].end, 65);
   EXPECT_TRUE(again.entries[0].samples);
+}
+
+TEST(SchedulerTest, RunningSequencesAreInTheOrderOfTheirPriorities) {
+  const auto low = MakePrompt(10, 2, {.tandem = false, .priority = -1});
+  const auto middle = MakePrompt(10, 1, {.tandem = false, .token = 2});
+  const auto high = MakePrompt(10, 1, {.tandem = false, .token = 3, .priority = 1});
+  Scheduler scheduler({.max_num_seqs = 8, .max_batched_tokens = 12, .num_blocks = {8, 8}});
+  for (const Prompt* prompt : {low.get(), high.get(), middle.get()}) {
+    Enqueue(scheduler, *prompt);
+    scheduler.Admit();
+  }
+  EXPECT_THAT(scheduler.running(), ElementsAre(high->samples[0].get(), middle->samples[0].get(),
+                                               low->samples[0].get(), low->samples[1].get()));
+  // The token budget is spent in this order.
+  EXPECT_THAT(Sequences(RunPass(scheduler, S)),
+              ElementsAre(high->samples[0].get(), middle->samples[0].get()));
+}
+
+TEST(SchedulerTest, TheLowestPriorityGivesUpItsBlocks) {
+  const auto low = MakePrompt(60, 1, {.tandem = false, .priority = -1});
+  const auto high = MakePrompt(60, 1, {.tandem = false, .token = 2});
+  Scheduler scheduler(
+      {.max_num_seqs = 8, .max_batched_tokens = kWide.max_batched_tokens, .num_blocks = {2, 2}});
+  Enqueue(scheduler, *low);
+  scheduler.Admit();
+  RunPass(scheduler, S);
+  Enqueue(scheduler, *high);
+  scheduler.Admit();
+  ASSERT_EQ(scheduler.running().size(), 2u);
+  // The older one comes to need a second block first, and must wait for it.
+  while (high->samples[0]->length() < 65) {
+    EXPECT_EQ(RunPass(scheduler, S).entries[0].sequence, high->samples[0].get());
+  }
+  EXPECT_EQ(low->samples[0]->length(), 65);
+  EXPECT_EQ(scheduler.preemptions_total(), 0);
+  EXPECT_THAT(Sequences(RunPass(scheduler, S)), ElementsAre(high->samples[0].get()));
+  EXPECT_EQ(scheduler.preemptions_total(), 1);
+  EXPECT_THAT(scheduler.running(), ElementsAre(high->samples[0].get()));
 }
 
 TEST(SchedulerTest, APreemptedSequenceWaitsUntilThereAreBlocksForAllItsTokens) {

@@ -2,6 +2,7 @@
 #ifndef TANDEM_SERVICES_ROLLOUT_ENGINE_SEQUENCE_H_
 #define TANDEM_SERVICES_ROLLOUT_ENGINE_SEQUENCE_H_
 
+#include <algorithm>
 #include <array>
 #include <cmath>
 #include <cstdint>
@@ -29,6 +30,8 @@ struct LaneState {
   int64_t cursor = 0;
   // Counts the weights that keys and values come from; see Scheduler::BumpEpoch.
   int64_t epoch = 0;
+  // Number of the first response tokens whose other_logprobs need no more of this model.
+  int64_t other_read = 0;
 };
 
 struct Sequence;
@@ -36,6 +39,7 @@ struct Sequence;
 // A submitted prompt with its samples.
 struct Prompt {
   PromptId id = 0;
+  uint64_t stream = 0;  // see Submission
   PromptRequest request;
   std::shared_ptr<PromptListener> listener;
   TokenSet stop_tokens;
@@ -43,7 +47,11 @@ struct Prompt {
   // Indexed by sample; null once finished.
   std::vector<std::unique_ptr<Sequence>> samples;
   int64_t unfinished = 0;
-  bool admitted = false;  // whether a sample has begun
+  int64_t samples_begun = 0;
+  // Kept by Scheduler, per lane: the last Admit that counted the prompt's blocks, and the last pass
+  // that reads the prompt.
+  std::array<int64_t, 2> counted = {};
+  std::array<int64_t, 2> read_in_pass = {};
 };
 
 struct Sequence {
@@ -64,6 +72,23 @@ struct Sequence {
   const bool eager;  // both models consume every token as soon as it is written
   std::array<LaneState, 2> lanes;
   int64_t last_pass = 0;  // see Scheduler::LaneOrder
+
+  // Kept by WaitingQueue.
+  int64_t arrival = 0;
+  bool waits = false;
+  bool begun = false;    // whether it was admitted before
+  bool overdue = false;  // comes before all priorities
+
+  // Allocates the memory of the response, but not more than most responses need.
+  void ReserveResponse() {
+    const int64_t count = std::min<int64_t>(prompt->max_response_tokens, 1024);
+    tokens.reserve(prompt_length() + count);
+    authors.reserve(count);
+    author_logprobs.reserve(count);
+    other_logprobs.reserve(count);
+    log_keep_mass.reserve(count);
+    senior_weights.reserve(count);
+  }
 
   // One entry per response token.
   std::vector<Author> authors;
@@ -111,7 +136,8 @@ struct Sequence {
   // may have consumed the same tokens: its hidden state is wanted. Needs Target(author) > 0.
   int64_t FirstWanted(Author author) const {
     const int64_t last = Target(author) - 1;
-    for (int64_t position = prompt_length() - 1; position < last; ++position) {
+    const int64_t first = prompt_length() - 1 + lane(author).other_read;
+    for (int64_t position = first; position < last; ++position) {
       if (NeedsOther(author, position)) return position;
     }
     return last;

@@ -72,6 +72,7 @@ struct PromptRequest {
   int64_t num_samples = 1;
   bool return_other_logprobs = false;
   bool stream_tokens = false;
+  int32_t priority = 0;  // higher comes first (waiting_queue.h)
   absl::Time deadline = absl::InfiniteFuture();
 };
 
@@ -101,6 +102,8 @@ using PromptId = uint64_t;  // never reused
 struct Submission {
   PromptRequest request;
   std::shared_ptr<PromptListener> listener;
+  // The client's call: streams of equal priority share the engine (waiting_queue.h).
+  uint64_t stream = 0;
 };
 
 struct ScoreSequence {

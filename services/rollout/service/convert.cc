@@ -94,6 +94,7 @@ absl::StatusOr<PromptRequest> PromptFromProto(const v1::Prompt& prompt,
   request.num_samples = prompt.num_samples() == 0 ? 1 : prompt.num_samples();
   request.return_other_logprobs = prompt.return_other_logprobs();
   request.stream_tokens = prompt.stream_tokens();
+  request.priority = prompt.priority();
   return request;
 }
 

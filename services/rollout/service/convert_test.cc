@@ -30,6 +30,9 @@ TEST(PromptFromProtoTest, UnsetTandemFieldsTakeTheServersDefaults) {
   EXPECT_EQ(request->tandem.prob_senior, 0.75);
   EXPECT_EQ(request->tandem.max_gap_tokens, 5);
   EXPECT_EQ(request->num_samples, 1);
+  EXPECT_EQ(request->priority, 0);
+  prompt.set_priority(-3);
+  EXPECT_EQ(PromptFromProto(prompt, defaults)->priority, -3);
 }
 
 TEST(PromptFromProtoTest, ErrorsNameTheFieldInsideThePrompt) {

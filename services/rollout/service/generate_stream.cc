@@ -140,7 +140,9 @@ void GenerateStream::AdmitBatch() {
 
   std::vector<Submission> submissions;
   for (auto& [id, request] : batch->prompts) {
-    submissions.push_back({std::move(request), std::make_shared<Listener>(shared_from_this(), id)});
+    submissions.push_back({.request = std::move(request),
+                           .listener = std::make_shared<Listener>(shared_from_this(), id),
+                           .stream = options_.stream});
   }
   const absl::StatusOr<std::vector<PromptId>> admitted = engine_->Submit(std::move(submissions));
   if (!admitted.ok()) {

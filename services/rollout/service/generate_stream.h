@@ -27,6 +27,7 @@ struct GenerateStreamOptions {
   // Limit for the samples of one batch of prompts; a prompt counts as one at least.
   int64_t max_batch_samples;
   absl::Time deadline = absl::InfiniteFuture();
+  uint64_t stream = 0;  // see Submission
 };
 
 // The state that the engine's listeners, the reactor and the service's ticker share. Thread-safe.

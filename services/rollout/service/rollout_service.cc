@@ -31,7 +31,8 @@ class RolloutService::GenerateReactor final
             service->engine_.load(),
             GenerateStreamOptions{.tandem = service->options_.tandem,
                                   .max_batch_samples = service->options_.max_batch_samples,
-                                  .deadline = rpc::internal::DeadlineOf(*context)},
+                                  .deadline = rpc::internal::DeadlineOf(*context),
+                                  .stream = ++service->last_stream_},
             &service->collected_bytes_, &outbox_)),
         request_id_(rpc::AssignRequestId(context)),
         traceparent_(rpc::TraceparentOf(*context)) {

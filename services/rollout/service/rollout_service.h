@@ -78,6 +78,7 @@ class RolloutService final : public RolloutCallbacks {
   rpc::CallExecutor& executor_;
   const RolloutServiceOptions options_;
   std::atomic<Engine*> engine_ = nullptr;
+  std::atomic<uint64_t> last_stream_ = 0;
   rpc::ByteBudget collected_bytes_;
 
   mutable std::mutex mutex_;

@@ -92,6 +92,23 @@ TEST_F(RolloutServiceTest, EverySampleComesBackAndTheStreamEnds) {
   EXPECT_EQ(engine_->submissions, 1) << "one message is one admission";
 }
 
+TEST_F(RolloutServiceTest, EveryCallIsAStreamOfItsOwn) {
+  std::set<uint64_t> streams;
+  for (int call = 0; call < 3; ++call) {
+    grpc::ClientContext context;
+    auto stream = stub_->Generate(&context);
+    v1::GenerateResponse event;
+    for (const std::string id : {"a", "b"}) {
+      ASSERT_TRUE(stream->Write(Submit({id}, 1)));
+      ASSERT_TRUE(stream->Read(&event));
+      streams.insert(engine_->last_stream);
+    }
+    stream->WritesDone();
+    EXPECT_TRUE(stream->Finish().ok());
+  }
+  EXPECT_EQ(streams.size(), 3u) << "prompts of a call have one stream";
+}
+
 TEST_F(RolloutServiceTest, StreamedTokensAreCompleteAndInOrder) {
   auto stream = stub_->Generate(&context_);
   ASSERT_TRUE(stream->Write(Submit({"a"}, 50, 2, true)));

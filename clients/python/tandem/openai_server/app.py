@@ -308,6 +308,8 @@ class _Server:
                         tandem=tandem,
                         stream_tokens=True,
                         request_id=f"choice-{index}",
+                        # Of a prompt, higher comes first.
+                        priority=-(asked.priority or 0),
                     )
                 )
         answer = kind(self._settings.model, f"{weights.version}-{weights.digest}")

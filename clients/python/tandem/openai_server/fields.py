@@ -78,6 +78,8 @@ class Request(_Fields):
     stream_options: StreamOptions | None = None
     # How the junior takes part: fields of TandemConfig.
     tandem: dict[str, Any] | None = None
+    # As in vLLM's API: lower comes first.
+    priority: Annotated[StrictInt, Field(gt=-(2**31), lt=2**31)] | None = None
 
     @property
     def stop_texts(self) -> list[str]:

@@ -64,6 +64,7 @@ class FakeEngine final : public Engine {
     ++submissions;
     for (Submission& submission : batch) {
       last_request = submission.request;
+      last_stream = submission.stream;
       running_[next_id_] = {std::move(submission), 0};
       ids.push_back(next_id_++);
     }
@@ -141,7 +142,9 @@ class FakeEngine final : public Engine {
   std::atomic<bool> paused = false;
   std::atomic<size_t> max_prompts = 1000;
   std::atomic<int> submissions = 0;
-  PromptRequest last_request;  // read it when nothing is submitted
+  // Of the last prompt; read them when nothing is submitted.
+  PromptRequest last_request;
+  uint64_t last_stream = 0;
 
  private:
   struct Prompt {
