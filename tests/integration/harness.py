@@ -312,6 +312,14 @@ def batch_metrics(
     }
 
 
+def block_bytes(model: Path) -> int:
+    """Returns the bytes of 64 tokens in the float32 KV cache of a model."""
+    config = json.loads((model / "config.json").read_text())
+    head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    layers, heads = config["num_hidden_layers"], config["num_key_value_heads"]
+    return 64 * 2 * layers * heads * head_dim * 4
+
+
 def wait_until(condition: Callable[[], bool], seconds: float = 30, pause: float = 0.02) -> None:
     """Returns when the condition holds; fails if it does not within `seconds`.
 

@@ -7,8 +7,6 @@ the first draw that falls between two values of the same probability.
 from __future__ import annotations
 
 import dataclasses
-import json
-from pathlib import Path
 
 import grpc
 import harness
@@ -150,7 +148,7 @@ def test_law_3_a_sample_does_not_depend_on_preemption(models, tmp_path):
     sampling = {"max_tokens": 90, "temperature": 1.0, "ignore_eos": True}
     batch = prompts(5, TANDEM["word"], num_samples=4, sampling=sampling, return_other_logprobs=True)
     # Five blocks of 64 tokens for each model: two are for scores, and a sequence comes to need two.
-    blocks = 5 * (block_bytes(models.senior) + block_bytes(models.junior))
+    blocks = 5 * (harness.block_bytes(models.senior) + harness.block_bytes(models.junior))
     limits = {"max_batched_tokens": 128, "max_model_len": 128}
     answers, preemptions = [], []
     for name, cache in (("wide", {}), ("narrow", {"kv_cache_bytes": blocks})):
@@ -164,14 +162,6 @@ def test_law_3_a_sample_does_not_depend_on_preemption(models, tmp_path):
     assert_same_samples(numerics, *answers)
     assert preemptions[0] == 0
     assert preemptions[1] > 0
-
-
-def block_bytes(model: Path) -> int:
-    """The bytes of 64 tokens in the float32 cache of a model."""
-    config = json.loads((model / "config.json").read_text())
-    head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
-    layers, heads = config["num_hidden_layers"], config["num_key_value_heads"]
-    return 64 * 2 * layers * heads * head_dim * 4
 
 
 def test_law_3_a_batch_does_not_depend_on_its_split_into_messages(rollout):
