@@ -267,6 +267,14 @@ def logprobs(trajectory: trajectory_pb2.Trajectory, model: str) -> np.ndarray:
     return np.where(mine, author, other)
 
 
+def without_versions(trajectory: trajectory_pb2.Trajectory) -> bytes:
+    """Returns the bytes of a trajectory without the senior's versions."""
+    copy = trajectory_pb2.Trajectory()
+    copy.CopyFrom(trajectory)
+    copy.ClearField("senior_versions")
+    return copy.SerializeToString(deterministic=True)
+
+
 def reference_logprobs(
     directory: Path, prompt: Sequence[int], response: Sequence[int], temperature: float = 1.0
 ) -> np.ndarray:

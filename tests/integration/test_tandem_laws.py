@@ -13,7 +13,6 @@ import harness
 import numpy as np
 import pytest
 from harness import STRATEGIES, TANDEM, flat, logprobs, mask, prompts, tokens
-from numerics import Numerics
 from tandem.requests import SupervisedSample
 from tandem.rollout.v1 import rollout_pb2, rollout_pb2_grpc
 from tandem.schedule import authorship_mask
@@ -141,27 +140,6 @@ def test_law_3_a_sample_does_not_depend_on_the_servers_limits(
         harness.rollout_client(running) as client,
     ):
         assert_same_samples(numerics, flat(client.generate(batch)), expected)
-
-
-def test_law_3_a_sample_does_not_depend_on_preemption(models, tmp_path):
-    numerics = Numerics()
-    sampling = {"max_tokens": 90, "temperature": 1.0, "ignore_eos": True}
-    batch = prompts(5, TANDEM["word"], num_samples=4, sampling=sampling, return_other_logprobs=True)
-    # Five blocks of 64 tokens for each model: two are for scores, and a sequence comes to need two.
-    blocks = 5 * (harness.block_bytes(models.senior) + harness.block_bytes(models.junior))
-    limits = {"max_batched_tokens": 128, "max_model_len": 128}
-    answers, preemptions = [], []
-    for name, cache in (("wide", {}), ("narrow", {"kv_cache_bytes": blocks})):
-        section = numerics.settings(**limits, **cache)
-        with (
-            harness.cluster(tmp_path / name, models, rollout=section) as running,
-            harness.rollout_client(running) as client,
-        ):
-            answers.append(flat(client.generate(batch)))
-            preemptions.append(harness.gauge(running.rollouts[0], "tandem_preemptions_total"))
-    assert_same_samples(numerics, *answers)
-    assert preemptions[0] == 0
-    assert preemptions[1] > 0
 
 
 def test_law_3_a_batch_does_not_depend_on_its_split_into_messages(rollout):

@@ -34,7 +34,7 @@ from steadiness import (
     require_flat,
     require_idle,
 )
-from tandem.cluster import LocalCluster, Server
+from tandem.cluster import LocalCluster
 from weight_sets import weight_sets
 
 WEIGHT_SETS = 4
@@ -43,7 +43,16 @@ EXPECTED_CODES = frozenset({"INVALID_ARGUMENT", "DEADLINE_EXCEEDED"})
 
 
 class RolloutSoak:
-    """A soak of one configuration."""
+    """A soak of one configuration.
+
+    Attributes:
+        preemptions: number of sequences that were preempted.
+        workload: what the clients did and kept, once they have ended.
+        replays: comparisons with the idle server, once they are made.
+    """
+
+    workload: Workload
+    replays: Replays
 
     def __init__(
         self,
@@ -66,12 +75,12 @@ class RolloutSoak:
         """Runs the clients, then the replays; raises DisturbanceError for what must not be."""
         section = self._configuration.soaked(self._models)
         with harness.cluster(self._directory / "soaked", self._models, rollout=section) as running:
-            workload = self._use(running, seconds, clients, patience)
+            self.workload = self._use(running, seconds, clients, patience)
         [server] = running.rollouts
         if code := server.process.returncode:
             raise DisturbanceError(f"the server ended with exit code {code}")
-        _require_expected_log(server)
-        self.replays = Replays(self._configuration, workload)
+        require_expected_log(server.log)
+        self.replays = Replays(self._configuration, self.workload)
         self.replays.compare(self._directory / "alone", self._models)
         self._lines.append(self.replays.summary())
 
@@ -121,9 +130,9 @@ def _act(workload: Workload, memory: MemoryWatch, until: float, clients: int) ->
             actor.result()
 
 
-def _require_expected_log(server: Server) -> None:
+def require_expected_log(log: Path) -> None:
     """Raises DisturbanceError for a warning or an error that no client provoked."""
-    for line in server.log.read_text().splitlines():
+    for line in log.read_text().splitlines():
         record = json.loads(line)
         # The line that names the ports is for programs, and has no level.
         if record.get("level", "info") in ("debug", "info"):

@@ -124,7 +124,7 @@ class Replays:
     ) -> None:
         if self._numerics.exact:
             common = len(soaked.response_token_ids)
-            if _without_version(soaked) != _without_version(alone):
+            if harness.without_versions(soaked) != harness.without_versions(alone):
                 raise DisturbanceError(
                     f"alone it is another response:\n{shown(soaked)}\n{shown(alone)}"
                 )
@@ -172,11 +172,3 @@ def _by_prompt(
         key = prompt.message().SerializeToString(deterministic=True)
         groups.setdefault(key, (prompt, []))[1].append(trajectory)
     yield from groups.values()
-
-
-def _without_version(trajectory: trajectory_pb2.Trajectory) -> bytes:
-    """Returns the bytes of a trajectory without the number that its weights had."""
-    copy = trajectory_pb2.Trajectory()
-    copy.CopyFrom(trajectory)
-    copy.ClearField("senior_versions")
-    return copy.SerializeToString(deterministic=True)
