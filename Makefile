@@ -72,6 +72,10 @@ mutate: servers ## Sends damaged requests to the real servers (MUTATIONS=100000 
 soak: servers ## Lets several clients call at random (MINUTES=10 SEED=0); memory, gauges and replies must be as before
 	@$(SERVER_TOOL) tests/soak/cluster_soak.py --minutes $(or $(MINUTES),10) --seed $(or $(SEED),0)
 
+.PHONY: soak-rollout
+soak-rollout: servers ## Soaks the rollout server in several configurations (MINUTES=10 SEED=0 ONLY=); an idle one must answer alike
+	@$(SERVER_TOOL) tests/soak/rollout_soak.py --minutes $(or $(MINUTES),10) --seed $(or $(SEED),0) $(if $(ONLY),--only $(ONLY))
+
 .PHONY: chaos
 chaos: servers ## Kills servers and clients of runs at random (KILLS=100 SEED=…); the runs must end as undisturbed ones
 	@$(SERVER_TOOL) tests/chaos/kills.py --kills $(or $(KILLS),100) $(if $(SEED),--seed $(SEED)) --first $(or $(FIRST),0)

@@ -23,6 +23,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import grpc
 import harness
 from soak_clients import SoakClient, Workload
 from soak_configurations import CONFIGURATIONS, Configuration
@@ -35,6 +36,7 @@ from steadiness import (
     require_idle,
 )
 from tandem.cluster import LocalCluster
+from tandem.errors import RpcError
 from weight_sets import weight_sets
 
 WEIGHT_SETS = 4
@@ -76,10 +78,10 @@ class RolloutSoak:
         section = self._configuration.soaked(self._models)
         with harness.cluster(self._directory / "soaked", self._models, rollout=section) as running:
             self.workload = self._use(running, seconds, clients, patience)
-        [server] = running.rollouts
-        if code := server.process.returncode:
-            raise DisturbanceError(f"the server ended with exit code {code}")
-        require_expected_log(server.log)
+        for server in running.servers:
+            if code := server.process.returncode:
+                raise DisturbanceError(f"{server.name} ended with exit code {code}")
+            require_expected_log(server.log)
         self.replays = Replays(self._configuration, self.workload)
         self.replays.compare(self._directory / "alone", self._models)
         self._lines.append(self.replays.summary())
@@ -93,23 +95,25 @@ class RolloutSoak:
     ) -> Workload:
         [server] = running.rollouts
         with harness.rollout_client(running) as client:
+            info = client.info()
             workload = Workload(
                 seed=f"{self._seed}/{self._configuration.name}",
                 address=server.address,
                 sets=weight_sets(self._models.senior, WEIGHT_SETS),
-                num_token_ids=client.info().server.model.num_token_ids,
+                num_token_ids=info.server.model.num_token_ids,
+                max_queue=info.max_queue,
                 kept_part=self._kept_part,
                 patience=patience,
             )
             workload.update(client, workload.sets[0])
-        memory = MemoryWatch([server])
+        memory = MemoryWatch(running.servers)
         try:
             _act(workload, memory, time.monotonic() + seconds, clients)
         finally:
             counts = ", ".join(f"{n} {name}" for name, n in workload.done.most_common())
             self._lines += [counts, *memory.summary()]
-        require_alive([server])
-        require_idle([server])
+        require_alive(running.servers)
+        require_idle(running.servers)
         require_flat(*memory.means())
         self.preemptions = harness.gauge(server, "tandem_preemptions_total")
         self._lines.append(f"{self.preemptions:.0f} preemptions")
@@ -164,11 +168,13 @@ def main() -> int:
                 seed=options.seed,
                 kept_part=options.kept,
             )
+            minutes = options.minutes / len(names)
             try:
-                soak.run(options.minutes * 60 / len(names), options.clients)
-            except DisturbanceError as error:
+                soak.run(minutes * 60, options.clients)
+            except (DisturbanceError, RpcError, grpc.RpcError) as error:
                 failures += 1
                 print(f"  {error}")
+                print(f"  make soak-rollout ONLY={name} SEED={options.seed} MINUTES={minutes:.1f}")
             finally:
                 print(soak.summary(), flush=True)
     print(f"{options.minutes} minutes: " + (f"{failures} failed" if failures else "as it must be"))

@@ -67,6 +67,7 @@ class Workload:
     address: str
     sets: Sequence[WeightSet]
     num_token_ids: int
+    max_queue: int
     kept_part: float
     patience: float
     done: collections.Counter[str] = field(default_factory=collections.Counter)
@@ -324,11 +325,12 @@ class SoakClient:
 
     def be_refused(self) -> None:
         """Sends prompts that must be refused beside one that must not, and a wrong Score."""
-        good, *rest = (self._prompt(index) for index in range(6))
+        good, *rest = (self._prompt(index) for index in range(7))
         changes: list[tuple[StatusCode, dict[str, Any]]] = [
             (StatusCode.INVALID_ARGUMENT, {"token_ids": [5, self._workload.num_token_ids]}),
             (StatusCode.INVALID_ARGUMENT, {"tandem": {"boundary_token_ids": [10**6]}}),
             (StatusCode.OUT_OF_RANGE, {"token_ids": self._ids(MAX_MODEL_LEN)}),
+            (StatusCode.OUT_OF_RANGE, {"num_samples": self._workload.max_queue + 1}),
             (StatusCode.INVALID_ARGUMENT, {"token_ids": []}),
             (StatusCode.INVALID_ARGUMENT, {"sampling": {"max_tokens": 3, "temperature": -1.0}}),
         ]

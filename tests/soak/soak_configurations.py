@@ -10,7 +10,7 @@ import harness
 from numerics import Numerics
 
 MAX_MODEL_LEN = 256
-# Blocks of 64 tokens for each model: three sequences of MAX_MODEL_LEN tokens, one of them a score.
+# Blocks of 64 tokens for each model: a score and two sequences of MAX_MODEL_LEN tokens.
 SHORT_CACHE_BLOCKS = 12
 
 
@@ -21,12 +21,14 @@ class Configuration:
     Attributes:
         numerics: how closely the replies to one request must agree.
         settings: settings of its section, beside those that all configurations share.
+        limits: settings of the soaked server alone, which answers do not depend on.
         short_cache: whether the KV cache is too small for the sequences that run.
     """
 
     name: str
     numerics: Numerics = field(default_factory=Numerics)
     settings: Mapping[str, Any] = field(default_factory=dict)
+    limits: Mapping[str, Any] = field(default_factory=dict)
     short_cache: bool = True
 
     def soaked(self, models: harness.Models) -> dict[str, Any]:
@@ -36,7 +38,7 @@ class Configuration:
             section["kv_cache_bytes"] = SHORT_CACHE_BLOCKS * (
                 harness.block_bytes(models.senior) + harness.block_bytes(models.junior)
             )
-        return section
+        return section | self.limits
 
     def alone(self) -> dict[str, Any]:
         """Returns the section of a server that computes alike, one sequence at a time."""
@@ -59,6 +61,11 @@ CONFIGURATIONS = {
         Configuration(
             "int4-short-junior",
             settings={"junior_quantization": "int4", "junior_max_model_len": 200},
+            limits={"max_batched_tokens": 17, "max_num_seqs": 5},
+        ),
+        Configuration(
+            "two-ranks",
+            settings={"ranks": 2, "tensor_parallel_size": 2, "junior_tensor_parallel_size": 2},
         ),
         Configuration("eager", settings={"eager_lanes": True}),
         Configuration("aten", numerics=Numerics(kernels="aten")),
