@@ -6,8 +6,8 @@ server did before and does beside it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Sequence
+from functools import cache, partial
 from typing import Any
 
 import harness
@@ -28,7 +28,11 @@ LANES: dict[str, dict[str, Any]] = {
     "bfloat16-int8": {"senior_dtype": "bfloat16", "junior_quantization": "int8"},
     "int4": {"junior_quantization": "int4"},
     "two-ranks": {"ranks": 2, "tensor_parallel_size": 2, "junior_tensor_parallel_size": 2},
-    "junior-on-one-rank": {"ranks": 2, "tensor_parallel_size": 2},
+}
+# Layouts of two ranks, which hold shards of the senior and of the junior, or of the senior alone.
+RANKED = {
+    "two-ranks": LANES["two-ranks"],
+    "one-rank-junior": {"ranks": 2, "tensor_parallel_size": 2},
 }
 # Difference of log-probs that the order of additions of several ranks explains.
 RANKS_ATOL = 5e-5
@@ -37,7 +41,8 @@ LONG = {"max_tokens": 90, "temperature": 1.0, "ignore_eos": True}
 
 def section(lanes: str, **rest: Any) -> dict[str, Any]:
     """The section of a rollout server with lanes of this kind."""
-    return Numerics().settings(**LANES[lanes], max_model_len=128, max_batched_tokens=128) | rest
+    config = (LANES | RANKED)[lanes]
+    return Numerics().settings(max_model_len=128, max_batched_tokens=128, **config, **rest)
 
 
 def assert_same_bits(
@@ -62,40 +67,44 @@ def assert_near(
             np.testing.assert_allclose(x, y, rtol=0, atol=RANKS_ATOL)
 
 
-def answers(
-    directory, models, config: Mapping[str, Any], batch: Sequence[Prompt]
-) -> tuple[list[trajectory_pb2.Trajectory], float]:
-    """The responses of a server of its own, and the number of its preemptions."""
-    with (
-        harness.cluster(directory, models, rollout=config) as running,
-        harness.rollout_client(running) as client,
-    ):
-        responses = flat(client.generate(batch))
-        return responses, harness.gauge(running.rollouts[0], "tandem_preemptions_total")
-
-
-def short_cache(models) -> int:
+def short_cache(models: harness.Models) -> int:
     """Bytes of five blocks for each model: two are for scores, and a sequence comes to need two."""
     return 5 * (harness.block_bytes(models.senior) + harness.block_bytes(models.junior))
 
 
-@pytest.mark.parametrize("lanes", LANES)
-def test_law_3_a_sample_does_not_depend_on_preemption(models, tmp_path, lanes):
+@pytest.fixture(scope="module")
+def answers(
+    models: harness.Models, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[str, int], tuple[list[trajectory_pb2.Trajectory], float]]:
+    """The responses of a server with these lanes and bytes of cache, and its preemptions."""
     batch = prompts(5, TANDEM["word"], num_samples=4, sampling=LONG, return_other_logprobs=True)
-    wide, none = answers(tmp_path / "wide", models, section(lanes), batch)
-    config = section(lanes, kv_cache_bytes=short_cache(models))
-    narrow, some = answers(tmp_path / "narrow", models, config, batch)
+
+    @cache
+    def ask(lanes: str, kv_cache_bytes: int) -> tuple[list[trajectory_pb2.Trajectory], float]:
+        config = section(lanes, kv_cache_bytes=kv_cache_bytes)
+        with (
+            harness.cluster(tmp_path_factory.mktemp(lanes), models, rollout=config) as running,
+            harness.rollout_client(running) as client,
+        ):
+            responses = flat(client.generate(batch))
+            return responses, harness.gauge(running.rollouts[0], "tandem_preemptions_total")
+
+    return ask
+
+
+@pytest.mark.parametrize("lanes", LANES | RANKED)
+def test_law_3_a_sample_does_not_depend_on_preemption(models, answers, lanes):
+    wide, none = answers(lanes, 0)
+    narrow, some = answers(lanes, short_cache(models))
     assert_same_bits(narrow, wide)
     assert none == 0
     assert some > 0
 
 
-@pytest.mark.parametrize("lanes", [name for name, config in LANES.items() if "ranks" in config])
-def test_preempted_samples_of_two_ranks_are_those_of_one(models, tmp_path, lanes):
-    batch = prompts(5, TANDEM["word"], num_samples=4, sampling=LONG, return_other_logprobs=True)
-    alone, _ = answers(tmp_path / "one", models, section("float32"), batch)
-    config = section(lanes, kv_cache_bytes=short_cache(models))
-    ranked, preemptions = answers(tmp_path / "two", models, config, batch)
+@pytest.mark.parametrize("lanes", RANKED)
+def test_preempted_samples_of_two_ranks_are_those_of_one(models, answers, lanes):
+    alone, _ = answers("float32", 0)
+    ranked, preemptions = answers(lanes, short_cache(models))
     assert preemptions > 0
     assert_near(ranked, alone)
 
@@ -119,11 +128,6 @@ def test_law_3_a_sample_does_not_depend_on_what_others_left_in_the_cache(models,
         harness.cluster(tmp_path, models, rollout=section(lanes)) as running,
         harness.rollout_client(running) as client,
     ):
-        [server] = [s for s in running.rollouts if s.rank == 0]
-
-        def hits() -> float:
-            return harness.gauge(server, "tandem_prefix_cache_hit_tokens_total")
-
         base = WeightSet(models.senior, 0)
         num_token_ids = client.info().server.model.num_token_ids
         found: dict[int, list[list[trajectory_pb2.Trajectory]]] = {}
@@ -132,7 +136,8 @@ def test_law_3_a_sample_does_not_depend_on_what_others_left_in_the_cache(models,
             base.install(client.channel, version, num_token_ids)
             for prompt in order:
                 found.setdefault(prompt.seed, []).extend(client.generate([prompt]))
-        assert hits() > 0
+        hits = harness.gauge(running.rollouts[0], "tandem_prefix_cache_hit_tokens_total")
+        assert hits > 0
     assert len(found[first.seed]) == 4
     assert len(found[last.seed]) == 3
     for same in found.values():
@@ -170,7 +175,7 @@ def written_over(
     batch = prompts(
         5,
         TANDEM["word"],
-        num_samples=4,
+        num_samples=2,
         sampling=LONG,
         return_other_logprobs=True,
         stream_tokens=True,
@@ -184,7 +189,7 @@ def written_over(
             client.resume()
         if event.WhichOneof("event") == "finished":
             found.append(event.finished.trajectory)
-    assert len(found) == 20
+    assert len(found) == 10
     return found
 
 
