@@ -109,6 +109,9 @@ class RolloutSoak:
         memory = MemoryWatch(running.servers)
         try:
             _act(workload, memory, time.monotonic() + seconds, clients)
+        except DisturbanceError:
+            require_alive(running.servers)  # the end of a process says more than that of its calls
+            raise
         finally:
             counts = ", ".join(f"{n} {name}" for name, n in workload.done.most_common())
             self._lines += [counts, *memory.summary()]

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from random import Random
 from typing import Any
 
+import harness
 import http2
 from google.protobuf import text_format
 from google.protobuf.message import Message
@@ -128,6 +129,9 @@ def shown(message: Message) -> str:
 class Reading:
     """The events of one stream so far.
 
+    Attributes:
+        events: number of events.
+
     Args:
         prompts: the prompts of the stream.
         cancelled: ids of prompts that may fail as cancelled.
@@ -147,7 +151,7 @@ class Reading:
         self._refused = dict(refused or {})
         self._ended: set[str] = set()
         self.events = 0
-        self._streamed: dict[tuple[str, int], list[int]] = {}
+        self._streamed: dict[tuple[str, int], list[tuple[int, int]]] = {}
         self._finished: dict[str, dict[int, trajectory_pb2.Trajectory]] = {
             name: {} for name in self._prompts
         }
@@ -186,7 +190,7 @@ class Reading:
         wrong = event.offset != len(known) or len(event.token_ids) != len(event.authorship_mask)
         if wrong or not self._prompts[event.request_id].stream_tokens:
             raise DisturbanceError(f"after {len(known)} tokens came {shown(event)}")
-        known.extend(event.token_ids)
+        known.extend(zip(event.token_ids, event.authorship_mask, strict=True))
 
     def _take_finished(self, event: rollout_pb2.FinishedEvent) -> None:
         prompt, trajectory = self._prompts[event.request_id], event.trajectory
@@ -195,7 +199,9 @@ class Reading:
             raise DisturbanceError(f"sample {trajectory.sample_index} of {prompt}")
         if prompt.stream_tokens:
             streamed = self._streamed.get((event.request_id, trajectory.sample_index), [])
-            if streamed != list(trajectory.response_token_ids):
+            if streamed != list(
+                zip(harness.tokens(trajectory), harness.mask(trajectory), strict=True)
+            ):
                 raise DisturbanceError(f"{streamed} was streamed, finished was {shown(trajectory)}")
         samples[trajectory.sample_index] = trajectory
         self._workload.take(prompt, trajectory)
@@ -225,7 +231,8 @@ class SoakClient:
         self._random = Random()
         self._rollout = stack.enter_context(RolloutClient(workload.address, timeout_seconds=300))
         self.actions: dict[Callable[[], None], float] = {
-            self.generate: 20,
+            self.generate: 12,
+            self.stream: 12,
             self.converse: 8,
             self.cancel_some: 8,
             self.leave_a_stream: 6,
@@ -262,7 +269,14 @@ class SoakClient:
             turn += 1
 
     def generate(self) -> None:
-        """Reads all responses to some prompts."""
+        """Gets all responses to some prompts at once."""
+        prompts = self._prompts(5)
+        for prompt, group in zip(prompts, self._rollout.generate(prompts), strict=True):
+            for trajectory in group:
+                self._workload.take(prompt, trajectory)
+
+    def stream(self) -> None:
+        """Reads all events of some prompts."""
         self._read(self._prompts(5))
 
     def converse(self) -> None:
