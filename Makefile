@@ -70,7 +70,11 @@ mutate: servers ## Sends damaged requests to the real servers (MUTATIONS=100000 
 
 .PHONY: soak
 soak: servers ## Lets several clients call at random (MINUTES=10 SEED=0); memory, gauges and replies must be as before
-	@$(SERVER_TOOL) tests/chaos/soak.py --minutes $(or $(MINUTES),10) --seed $(or $(SEED),0)
+	@$(SERVER_TOOL) tests/soak/cluster_soak.py --minutes $(or $(MINUTES),10) --seed $(or $(SEED),0)
+
+.PHONY: soak-rollout
+soak-rollout: servers ## Soaks the rollout server in several configurations (MINUTES=10 SEED=0 ONLY=); an idle one must answer alike
+	@$(SERVER_TOOL) tests/soak/rollout_soak.py --minutes $(or $(MINUTES),10) --seed $(or $(SEED),0) $(if $(ONLY),--only $(ONLY))
 
 .PHONY: chaos
 chaos: servers ## Kills servers and clients of runs at random (KILLS=100 SEED=…); the runs must end as undisturbed ones

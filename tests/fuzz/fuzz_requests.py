@@ -30,7 +30,15 @@ from google.protobuf.message import DecodeError, Message
 from google.protobuf.message_factory import GetMessageClass
 from grpc import StatusCode
 from mutator import damage, mutate
-from steadiness import DisturbanceError, Servers, serving
+from steadiness import (
+    DisturbanceError,
+    Servers,
+    memory,
+    require_alive,
+    require_flat,
+    require_idle,
+    serving,
+)
 from tandem.errors import RpcError, from_rpc, from_status
 from tandem.transport import CHANNEL_OPTIONS
 from valid_calls import ValidCall, valid_calls
@@ -329,9 +337,9 @@ class Fuzzer:
         code = outcome.error.code.name if outcome.error else "OK"
         self.answers[case.call.method.name, code] += 1
         try:
-            self._servers.require_alive()
+            require_alive(self._servers)
             if given_up := case.hangs or case.cancel_after is not None:
-                self._servers.require_idle()
+                require_idle(self._servers)
             if case.call.changes_state and (given_up or outcome.error is None):
                 self._servers.restore()
         except (DisturbanceError, RpcError, grpc.RpcError) as error:
@@ -354,15 +362,15 @@ class Fuzzer:
 
     def _look(self, done: int, count: int) -> None:
         servers = self._servers
-        servers.require_alive()
-        servers.require_idle()
+        require_alive(servers)
+        require_idle(servers)
         servers.restore()
         servers.require_same(self._reference)
         servers.clean()
         if self._warm is not None:
-            servers.require_flat(self._warm, servers.memory())
+            require_flat(self._warm, memory(servers))
         elif done >= max(2 * CHECK_EVERY, count / 10):
-            self._warm = servers.memory()
+            self._warm = memory(servers)
 
     def _command(self, start: int, stop: int) -> str:
         return f"make mutate SEED={self._seed} FIRST={start} MUTATIONS={stop - start}"
@@ -374,7 +382,7 @@ class Fuzzer:
             codes = [(n, code) for (name, code), n in self.answers.items() if name == method]
             counted = ", ".join(f"{n} {code}" for n, code in sorted(codes, reverse=True))
             lines.append(f"{method}: {counted}")
-        now = self._servers.memory()
+        now = memory(self._servers)
         for name, warm in (self._warm or now).items():
             lines.append(f"{name}: {warm / 2**20:.0f} MiB warm, {now[name] / 2**20:.0f} MiB now")
         return "\n".join(lines)

@@ -267,6 +267,14 @@ def logprobs(trajectory: trajectory_pb2.Trajectory, model: str) -> np.ndarray:
     return np.where(mine, author, other)
 
 
+def without_versions(trajectory: trajectory_pb2.Trajectory) -> bytes:
+    """Returns the bytes of a trajectory without the senior's versions."""
+    copy = trajectory_pb2.Trajectory()
+    copy.CopyFrom(trajectory)
+    copy.ClearField("senior_versions")
+    return copy.SerializeToString(deterministic=True)
+
+
 def reference_logprobs(
     directory: Path, prompt: Sequence[int], response: Sequence[int], temperature: float = 1.0
 ) -> np.ndarray:
@@ -310,6 +318,14 @@ def batch_metrics(
         "tokens/prompt": sum(len(trajectory.prompt_token_ids) for trajectory in trajectories),
         "tokens/response": count,
     }
+
+
+def block_bytes(model: Path) -> int:
+    """Returns the bytes of 64 tokens in the float32 KV cache of a model."""
+    config = json.loads((model / "config.json").read_text())
+    head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    layers, heads = config["num_hidden_layers"], config["num_key_value_heads"]
+    return 64 * 2 * layers * heads * head_dim * 4
 
 
 def wait_until(condition: Callable[[], bool], seconds: float = 30, pause: float = 0.02) -> None:

@@ -1,4 +1,4 @@
-"""Three servers, and checks that use and abuse left no trace.
+"""Checks that use and abuse of servers left no trace, and three servers to use.
 
 Reference replies must be the same bits, gauges 0, memory flat, and every process alive.
 """
@@ -8,8 +8,10 @@ from __future__ import annotations
 import contextlib
 import re
 import shutil
+import statistics
+import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,10 +33,12 @@ MEMORY_SLACK_BYTES = 64 << 20
 GAUGES = (
     "tandem_sequences_running",
     "tandem_sequences_waiting",
+    "tandem_kv_tokens",
     "tandem_generate_streams",
     "tandem_call_queue_depth",
     "grpc_server_live_calls",
 )
+_SAMPLE_SECONDS = 0.5
 # The metrics of a server that answered every kind of call are about 40 kB.
 MAX_METRICS_BYTES = 1 << 20
 
@@ -119,36 +123,6 @@ class Servers:
         if changed:
             raise DisturbanceError(f"the reference reply of {', '.join(changed)} changed")
 
-    def require_alive(self) -> None:
-        """Raises DisturbanceError when a process ended."""
-        for server in self:
-            if not server.running:
-                tail = server.log.read_text(errors="replace")[-2000:]
-                raise DisturbanceError(
-                    f"{server.name} ended with {server.process.returncode}; its log:\n{tail}"
-                )
-
-    def require_idle(self, seconds: float = 30) -> None:
-        """Waits until no call or sequence is in progress; raises DisturbanceError if some stay."""
-        deadline = time.monotonic() + seconds
-        while busy := [line for server in self for line in _busy(server)]:
-            if time.monotonic() > deadline:
-                raise DisturbanceError(f"{seconds:.0f} s after the last call: {'; '.join(busy)}")
-            time.sleep(0.02)
-
-    def memory(self) -> dict[str, int]:
-        """Resident bytes of every server, by name."""
-        return {
-            server.name: psutil.Process(server.process.pid).memory_info().rss for server in self
-        }
-
-    def require_flat(self, before: Mapping[str, float], now: Mapping[str, float]) -> None:
-        """Raises DisturbanceError when a server grew by more than MEMORY_SLACK_BYTES."""
-        for name, bytes_before in before.items():
-            if now[name] > bytes_before + MEMORY_SLACK_BYTES:
-                grown = f"{bytes_before / 2**20:.0f} to {now[name] / 2**20:.0f} MiB"
-                raise DisturbanceError(f"memory of {name} grew from {grown}")
-
     def clean(self) -> None:
         """Empties the working directory."""
         for entry in self.directory.iterdir():
@@ -156,6 +130,75 @@ class Servers:
                 shutil.rmtree(entry)
             else:
                 entry.unlink()
+
+
+def require_alive(servers: Iterable[Server]) -> None:
+    """Raises DisturbanceError when a process ended."""
+    for server in servers:
+        if not server.running:
+            tail = server.log.read_text(errors="replace")[-2000:]
+            raise DisturbanceError(
+                f"{server.name} ended with {server.process.returncode}; its log:\n{tail}"
+            )
+
+
+def require_idle(servers: Iterable[Server], seconds: float = 30) -> None:
+    """Waits until no call or sequence is in progress; raises DisturbanceError if some stay."""
+    servers = list(servers)
+    deadline = time.monotonic() + seconds
+    while busy := [line for server in servers for line in _busy(server)]:
+        if time.monotonic() > deadline:
+            raise DisturbanceError(f"{seconds:.0f} s after the last call: {'; '.join(busy)}")
+        time.sleep(0.02)
+
+
+def memory(servers: Iterable[Server]) -> dict[str, int]:
+    """Returns the resident bytes of every server, by name."""
+    return {server.name: psutil.Process(server.process.pid).memory_info().rss for server in servers}
+
+
+def require_flat(before: Mapping[str, float], now: Mapping[str, float]) -> None:
+    """Raises DisturbanceError when a server grew by more than MEMORY_SLACK_BYTES."""
+    for name, bytes_before in before.items():
+        if now[name] > bytes_before + MEMORY_SLACK_BYTES:
+            grown = f"{bytes_before / 2**20:.0f} to {now[name] / 2**20:.0f} MiB"
+            raise DisturbanceError(f"memory of {name} grew from {grown}")
+
+
+class MemoryWatch:
+    """A record of the memory of servers: its mean in the third tenth of the time, and in the last.
+
+    The first two tenths are a warm-up: every kind of call has been made, and allocators hold what
+    they keep.
+    """
+
+    def __init__(self, servers: Iterable[Server]) -> None:
+        self._servers = list(servers)
+        self._samples: list[Mapping[str, int]] = []
+
+    def watch(self, until: float, stopped: threading.Event) -> None:
+        """Takes samples until the moment `until` of time.monotonic(), or until `stopped`."""
+        while time.monotonic() < until and not stopped.wait(_SAMPLE_SECONDS):
+            self._samples.append(memory(self._servers))
+
+    def means(self) -> tuple[dict[str, float], dict[str, float]]:
+        """Returns the mean bytes of every server in the third tenth, and in the last."""
+        tenth = max(1, len(self._samples) // 10)
+        early = self._samples[2 * tenth : 3 * tenth] or self._samples
+        return _mean(early), _mean(self._samples[-tenth:])
+
+    def summary(self) -> list[str]:
+        """Returns a line with the two means of every server."""
+        before, after = self.means()
+        return [
+            f"{name}: {before[name] / 2**20:.0f} MiB, then {after[name] / 2**20:.0f} MiB"
+            for name in before
+        ]
+
+
+def _mean(samples: Sequence[Mapping[str, int]]) -> dict[str, float]:
+    names = samples[0] if samples else {}  # None were taken if the run failed at once.
+    return {name: statistics.fmean(sample[name] for sample in samples) for name in names}
 
 
 @contextmanager

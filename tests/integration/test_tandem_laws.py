@@ -7,15 +7,12 @@ the first draw that falls between two values of the same probability.
 from __future__ import annotations
 
 import dataclasses
-import json
-from pathlib import Path
 
 import grpc
 import harness
 import numpy as np
 import pytest
 from harness import STRATEGIES, TANDEM, flat, logprobs, mask, prompts, tokens
-from numerics import Numerics
 from tandem.requests import SupervisedSample
 from tandem.rollout.v1 import rollout_pb2, rollout_pb2_grpc
 from tandem.schedule import authorship_mask
@@ -143,37 +140,6 @@ def test_law_3_a_sample_does_not_depend_on_the_servers_limits(
         harness.rollout_client(running) as client,
     ):
         assert_same_samples(numerics, flat(client.generate(batch)), expected)
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_law_3_a_sample_does_not_depend_on_preemption(models, tmp_path, dtype):
-    numerics = Numerics()
-    sampling = {"max_tokens": 90, "temperature": 1.0, "ignore_eos": True}
-    batch = prompts(5, TANDEM["word"], num_samples=4, sampling=sampling, return_other_logprobs=True)
-    # Five blocks of 64 tokens for each model: two are for scores, and a sequence comes to need two.
-    size = {"float32": 4, "bfloat16": 2}[dtype]
-    blocks = 5 * (block_bytes(models.senior, size) + block_bytes(models.junior, size))
-    limits = {"max_batched_tokens": 128, "max_model_len": 128, "kv_cache_dtype": dtype}
-    answers, preemptions = [], []
-    for name, cache in (("wide", {}), ("narrow", {"kv_cache_bytes": blocks})):
-        section = numerics.settings(**limits, **cache)
-        with (
-            harness.cluster(tmp_path / name, models, rollout=section) as running,
-            harness.rollout_client(running) as client,
-        ):
-            answers.append(flat(client.generate(batch)))
-            preemptions.append(harness.gauge(running.rollouts[0], "tandem_preemptions_total"))
-    assert_same_samples(numerics, *answers)
-    assert preemptions[0] == 0
-    assert preemptions[1] > 0
-
-
-def block_bytes(model: Path, size: int) -> int:
-    """The bytes of 64 tokens in the cache of a model, of numbers of `size` bytes."""
-    config = json.loads((model / "config.json").read_text())
-    head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
-    layers, heads = config["num_hidden_layers"], config["num_key_value_heads"]
-    return 64 * 2 * layers * heads * head_dim * size
 
 
 def test_law_3_a_batch_does_not_depend_on_its_split_into_messages(rollout):

@@ -1,6 +1,6 @@
 """Several clients use three servers at random for some minutes, which must change nothing.
 
-    soak.py [--minutes M] [--clients N] [--seed S]
+    cluster_soak.py [--minutes M] [--clients N] [--seed S]
 
 The same request under the same weights must give the same bits, whoever asks and whatever else the
 servers do. At the end every process is alive, gauges are 0, the reference replies are what they
@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import collections
 import contextlib
-import statistics
 import sys
 import tempfile
 import threading
@@ -27,7 +26,16 @@ from random import Random
 import harness
 from google.protobuf.message import Message
 from grpc import StatusCode
-from steadiness import SEQUENCES, DisturbanceError, Servers, serving
+from steadiness import (
+    SEQUENCES,
+    DisturbanceError,
+    MemoryWatch,
+    Servers,
+    require_alive,
+    require_flat,
+    require_idle,
+    serving,
+)
 from tandem import requests
 from tandem.client import CriticClient, RolloutClient, TrainerClient
 from tandem.errors import CancelledError, DeadlineError, RpcError
@@ -41,7 +49,6 @@ EXPECTED_REASONS = frozenset(
         "STALE_WEIGHT_VERSION", "WEIGHTS_CHANGED",
     }
 )  # fmt: skip
-SAMPLE_SECONDS = 0.5
 # A receiver takes one update at a time.
 PUBLICATIONS = threading.Lock()
 
@@ -78,7 +85,7 @@ class Soak:
         self.replies = Replies()
         self._servers = servers
         self._seed = seed
-        self._memory: list[Mapping[str, int]] = []
+        self._memory = MemoryWatch(servers)
         self._failed = threading.Event()
 
     def run(self, seconds: float, clients: int) -> None:
@@ -86,37 +93,27 @@ class Soak:
         servers = self._servers
         reference = servers.reference()
         until = time.monotonic() + seconds
-        with ThreadPoolExecutor(clients + 1) as threads:
+        with ThreadPoolExecutor(clients) as threads:
             running = [threads.submit(self._client, number, until) for number in range(clients)]
-            threads.submit(self._watch_memory, until).result()
+            self._memory.watch(until, self._failed)
         for client in running:
             client.result()
-        servers.require_alive()
-        servers.require_idle()
+        require_alive(servers)
+        require_idle(servers)
         servers.restore()
         servers.require_same(reference)
-        servers.require_flat(*self._memory_means())
+        require_flat(*self._memory.means())
 
     def summary(self) -> str:
         """Returns the counts of actions, and the memory in the third tenth and in the last."""
-        before, after = self._memory_means()
         return "\n".join(
             [
                 ", ".join(f"{n} {name}" for name, n in self.done.most_common()),
                 "refused: " + ", ".join(f"{n} {name}" for name, n in self.refused.most_common()),
                 f"{self.replies.compared} replies compared with an earlier one",
-                *(
-                    f"{name}: {before[name] / 2**20:.0f} MiB, then {after[name] / 2**20:.0f} MiB"
-                    for name in before
-                ),
+                *self._memory.summary(),
             ]
         )
-
-    def _memory_means(self) -> tuple[dict[str, float], dict[str, float]]:
-        """Mean bytes of every server in the third tenth of the time, and in the last."""
-        tenth = max(1, len(self._memory) // 10)
-        early = self._memory[2 * tenth : 3 * tenth] or self._memory
-        return _mean(early), _mean(self._memory[-tenth:])
 
     def _client(self, number: int, until: float) -> None:
         random = Random(f"{self._seed}/{number}")
@@ -139,11 +136,6 @@ class Soak:
                     raise
                 else:
                     self.done[name] += 1
-
-    def _watch_memory(self, until: float) -> None:
-        while time.monotonic() < until and not self._failed.is_set():
-            self._memory.append(self._servers.memory())
-            time.sleep(SAMPLE_SECONDS)
 
 
 class Client:
@@ -319,11 +311,6 @@ class Client:
 
     def _name(self) -> str:
         return f"run-{self._random.randrange(4)}"
-
-
-def _mean(samples: list[Mapping[str, int]]) -> dict[str, float]:
-    names = samples[0] if samples else {}  # None were taken if the run failed at once.
-    return {name: statistics.fmean(sample[name] for sample in samples) for name in names}
 
 
 def main() -> int:

@@ -1,0 +1,211 @@
+"""Law 3 where blocks of the KV cache are shared, given up and forgotten, for every kind of lane.
+
+Each kind computes with the CPU's own kernels, so that a sample has the same bits whatever the
+server did before and does beside it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cache, partial
+from typing import Any
+
+import harness
+import numpy as np
+import pytest
+from harness import TANDEM, flat, logprobs, mask, prompts, tokens
+from numerics import Numerics
+from tandem import requests
+from tandem.client import RolloutClient
+from tandem.requests import Prompt
+from tandem.types.v1 import trajectory_pb2
+from tandem.wire import from_tensor
+from weight_sets import WeightSet
+
+LANES: dict[str, dict[str, Any]] = {
+    "float32": {},
+    "two-threads": {"compute": {"num_threads": 2}},
+    "bfloat16-int8": {"senior_dtype": "bfloat16", "junior_quantization": "int8"},
+    "int4": {"junior_quantization": "int4"},
+    "bfloat16-cache": {"kv_cache_dtype": "bfloat16"},
+    "two-ranks": {"ranks": 2, "tensor_parallel_size": 2, "junior_tensor_parallel_size": 2},
+}
+# Layouts of two ranks, which hold shards of the senior and of the junior, or of the senior alone.
+RANKED = {
+    "two-ranks": LANES["two-ranks"],
+    "one-rank-junior": {"ranks": 2, "tensor_parallel_size": 2},
+}
+# Difference of log-probs that the order of additions of several ranks explains.
+RANKS_ATOL = 5e-5
+LONG = {"max_tokens": 90, "temperature": 1.0, "ignore_eos": True}
+
+
+def section(lanes: str, **rest: Any) -> dict[str, Any]:
+    """The section of a rollout server with lanes of this kind."""
+    config = (LANES | RANKED)[lanes]
+    return Numerics().settings(max_model_len=128, max_batched_tokens=128, **config, **rest)
+
+
+def assert_same_bits(
+    ours: Sequence[trajectory_pb2.Trajectory], theirs: Sequence[trajectory_pb2.Trajectory]
+) -> None:
+    """Fails unless responses, authors and all numbers are the same; versions may differ."""
+    assert len(ours) == len(theirs)
+    for a, b in zip(ours, theirs, strict=True):
+        assert (tokens(a), mask(a)) == (tokens(b), mask(b))
+        assert harness.without_versions(a) == harness.without_versions(b)
+
+
+def assert_near(
+    ours: Sequence[trajectory_pb2.Trajectory], theirs: Sequence[trajectory_pb2.Trajectory]
+) -> None:
+    """Fails unless responses and authors are the same, and log-probs within RANKS_ATOL."""
+    assert len(ours) == len(theirs)
+    for a, b in zip(ours, theirs, strict=True):
+        assert (tokens(a), mask(a)) == (tokens(b), mask(b))
+        for model in ("senior", "junior"):
+            x, y = logprobs(a, model), logprobs(b, model)
+            np.testing.assert_allclose(x, y, rtol=0, atol=RANKS_ATOL)
+
+
+def short_cache(models: harness.Models, lanes: str) -> int:
+    """Bytes of five blocks for each model: two are for scores, and a sequence comes to need two."""
+    of_float32 = 5 * (harness.block_bytes(models.senior) + harness.block_bytes(models.junior))
+    return of_float32 // 2 if lanes == "bfloat16-cache" else of_float32
+
+
+@pytest.fixture(scope="module")
+def answers(
+    models: harness.Models, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[str, int], tuple[list[trajectory_pb2.Trajectory], float]]:
+    """The responses of a server with these lanes and bytes of cache, and its preemptions."""
+    batch = prompts(5, TANDEM["word"], num_samples=4, sampling=LONG, return_other_logprobs=True)
+
+    @cache
+    def ask(lanes: str, kv_cache_bytes: int) -> tuple[list[trajectory_pb2.Trajectory], float]:
+        config = section(lanes, kv_cache_bytes=kv_cache_bytes)
+        with (
+            harness.cluster(tmp_path_factory.mktemp(lanes), models, rollout=config) as running,
+            harness.rollout_client(running) as client,
+        ):
+            responses = flat(client.generate(batch))
+            return responses, harness.gauge(running.rollouts[0], "tandem_preemptions_total")
+
+    return ask
+
+
+@pytest.mark.parametrize("lanes", LANES | RANKED)
+def test_law_3_a_sample_does_not_depend_on_preemption(models, answers, lanes):
+    wide, none = answers(lanes, 0)
+    narrow, some = answers(lanes, short_cache(models, lanes))
+    assert_same_bits(narrow, wide)
+    assert none == 0
+    assert some > 0
+
+
+@pytest.mark.parametrize("lanes", RANKED)
+def test_preempted_samples_of_two_ranks_are_those_of_one(models, answers, lanes):
+    alone, _ = answers("float32", 0)
+    ranked, preemptions = answers(lanes, short_cache(models, lanes))
+    assert preemptions > 0
+    assert_near(ranked, alone)
+
+
+@pytest.mark.parametrize("lanes", LANES)
+def test_law_3_a_sample_does_not_depend_on_what_others_left_in_the_cache(models, tmp_path, lanes):
+    stem = np.random.default_rng(3).integers(2, 280, size=70).tolist()
+    batch = [
+        Prompt(
+            [*stem, *range(10, 10 + 7 * index)],
+            seed=index,
+            num_samples=2,
+            sampling={"max_tokens": 30},
+            tandem=tandem,
+            return_other_logprobs=True,
+        )
+        for index, tandem in enumerate((TANDEM["word"], TANDEM["alternating"], {"enabled": False}))
+    ]
+    first, last = batch[0], batch[-1]
+    with (
+        harness.cluster(tmp_path, models, rollout=section(lanes)) as running,
+        harness.rollout_client(running) as client,
+    ):
+        base = WeightSet(models.senior, 0)
+        num_token_ids = client.info().server.model.num_token_ids
+        found: dict[int, list[list[trajectory_pb2.Trajectory]]] = {}
+        # New weights, though the same ones, share nothing with the old: the first prompt is cold.
+        for version, order in enumerate((batch, batch[::-1], [*batch, first]), 1):
+            base.install(client.channel, version, num_token_ids)
+            for prompt in order:
+                found.setdefault(prompt.seed, []).extend(client.generate([prompt]))
+        hits = harness.gauge(running.rollouts[0], "tandem_prefix_cache_hit_tokens_total")
+        assert hits > 0
+    assert len(found[first.seed]) == 4
+    assert len(found[last.seed]) == 3
+    for same in found.values():
+        for one in same[1:]:
+            assert_same_bits(one, same[0])
+
+
+@pytest.mark.parametrize("lanes", LANES)
+def test_tokens_after_an_update_are_those_of_the_new_weights(models, tmp_path, lanes):
+    """Score gives the log-probs of every token under the weights that its label names."""
+    old, new = WeightSet(models.senior, 0), WeightSet(models.senior, 1)
+    config = section(lanes, kv_cache_bytes=short_cache(models, lanes))
+    with (
+        harness.cluster(tmp_path, models, rollout=config) as running,
+        harness.rollout_client(running) as client,
+    ):
+        num_token_ids = client.info().server.model.num_token_ids
+        version = 0
+        found: list[trajectory_pb2.Trajectory] = []
+        # A batch may be done before generation pauses.
+        while not any(len(trajectory.senior_versions) == 2 for trajectory in found):
+            old.install(client.channel, version + 1, num_token_ids)
+            version += 2
+            update = partial(new.install, client.channel, version, num_token_ids)
+            found = written_over(client, update)
+        require_scores(client, found, new.digest)
+        old.install(client.channel, version + 1, num_token_ids)
+        require_scores(client, found, old.digest)
+
+
+def written_over(
+    client: RolloutClient, update: Callable[[], None]
+) -> list[trajectory_pb2.Trajectory]:
+    """The responses of a batch that is paused for an update as soon as there are tokens."""
+    batch = prompts(
+        5,
+        TANDEM["word"],
+        num_samples=2,
+        sampling=LONG,
+        return_other_logprobs=True,
+        stream_tokens=True,
+    )
+    found = []
+    named = [prompt.named(index) for index, prompt in enumerate(batch)]
+    for number, event in enumerate(client.stream(requests.submit(named))):
+        if number == 0:
+            client.pause()
+            update()
+            client.resume()
+        if event.WhichOneof("event") == "finished":
+            found.append(event.finished.trajectory)
+    assert len(found) == 10
+    return found
+
+
+def require_scores(
+    client: RolloutClient, trajectories: Sequence[trajectory_pb2.Trajectory], digest: str
+) -> None:
+    """Fails unless Score gives the same log-probs for the tokens under the weights `digest`."""
+    sequences = [([*t.prompt_token_ids, *tokens(t)], len(t.prompt_token_ids)) for t in trajectories]
+    reply = client.score(sequences, junior=True)
+    assert reply.weights.digest == digest
+    for t, scores in zip(trajectories, reply.sequences, strict=True):
+        under = np.concatenate(
+            [np.full(run.count, run.weights.digest == digest) for run in t.senior_versions]
+        )
+        senior = from_tensor(scores.senior_logprobs)
+        assert np.array_equal(logprobs(t, "senior")[under], senior[under])
+        assert np.array_equal(logprobs(t, "junior"), from_tensor(scores.junior_logprobs))
