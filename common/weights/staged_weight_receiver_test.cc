@@ -225,7 +225,7 @@ TEST_F(StagedWeightReceiverTest, TensorsAreAddedBesideTheCallsThatBringThem) {
   ASSERT_TRUE(SendAll("u", stream_).ok());
   ASSERT_TRUE(receiver_.Commit("u", {}).ok());
   EXPECT_NE(told_.adder, std::this_thread::get_id());
-  EXPECT_NE(told_.adder, std::thread::id());
+  EXPECT_NE(told_.adder, std::thread::id()) << "never added";
   EXPECT_EQ(told_.alive, 0) << "its memory goes when the swap is over";
 }
 
