@@ -289,6 +289,7 @@ TEST(SchedulerTest, TheLowestPriorityGivesUpItsBlocks) {
   Enqueue(scheduler, *high);
   scheduler.Admit();
   ASSERT_EQ(scheduler.running().size(), 2u);
+  RunPass(scheduler, S);  // the newer one reads its prompt
   // The older one comes to need a second block first, and must wait for it.
   while (high->samples[0]->length() < 65) {
     EXPECT_EQ(RunPass(scheduler, S).entries[0].sequence, high->samples[0].get());
