@@ -8,6 +8,7 @@
 #include <utility>
 
 #include "common/kernels/cpu/cpu_kernels.h"
+#include "common/ops/packed_memory.h"
 #include "common/ops/parallel_for.h"
 #include "common/ops/parallel_linear.h"
 
@@ -16,8 +17,8 @@ namespace tandem::ops {
 bool PackedWeight::IsSupported() { return kernels::GetCpuKernels().packed_linear != nullptr; }
 
 PackedWeight::PackedWeight(kernels::WeightFormat format, int64_t out, int64_t in)
-    : memory_(at::zeros({kernels::PackedBytes(format, out, in)}, at::kByte)),
-      matrix_{.format = format, .data = memory_.mutable_data_ptr(), .out = out, .in = in} {
+    : memory_(AllocatePacked(kernels::PackedBytes(format, out, in))),
+      matrix_{.format = format, .data = memory_.get(), .out = out, .in = in} {
   TORCH_CHECK(format != kernels::WeightFormat::kDense, "a dense matrix is not packed");
 }
 

@@ -5,6 +5,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
+#include <memory>
 
 #include "common/kernels/cpu/packed_weight.h"
 
@@ -21,7 +22,8 @@ class PackedWeight {
   // Whether this process has kernels for packed weights: with `compute.kernels: aten` it has none.
   static bool IsSupported();
 
-  // Takes the memory of a matrix [out, in] of zeros. `format` is packed.
+  // Takes the memory (packed_memory.h) of a matrix [out, in] of zeros. `format` is packed. Throws
+  // std::bad_alloc.
   PackedWeight(kernels::WeightFormat format, int64_t out, int64_t in);
 
   kernels::WeightFormat format() const { return matrix_.format; }
@@ -49,7 +51,7 @@ class PackedWeight {
   void Multiply(const at::Tensor& x, const at::Tensor& bias, int64_t outs, const at::Tensor& y,
                 bool accumulate) const;
 
-  at::Tensor memory_;
+  std::shared_ptr<void> memory_;
   kernels::PackedMatrix matrix_;
 };
 

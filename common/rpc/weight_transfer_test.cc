@@ -18,6 +18,7 @@
 #include "common/rpc/weight_receiver_service.h"
 #include "common/rpc/weight_sender.h"
 #include "common/weights/staged_weight_receiver.h"
+#include "common/weights/testing/told_weights.h"
 
 namespace tandem::rpc {
 namespace {
@@ -26,12 +27,8 @@ namespace {
 class FlakyReceiver final : public WeightReceiver {
  public:
   explicit FlakyReceiver(int64_t elements)
-      : receiver_(
-            {{.name = "w", .shape = {elements}}}, std::nullopt, /*num_token_ids=*/7, {},
-            [this](const WeightManifest&, absl::Span<const std::byte> stream, const CallScope&) {
-              applied_.assign(reinterpret_cast<const char*>(stream.data()), stream.size());
-              return absl::OkStatus();
-            }) {}
+      : receiver_({{.name = "w", .shape = {elements}}}, std::nullopt, /*num_token_ids=*/7, {},
+                  Tell(told_)) {}
 
   absl::StatusOr<int64_t> Begin(const std::string& id, const WeightManifest& manifest,
                                 bool allow_rollback) override {
@@ -57,8 +54,13 @@ class FlakyReceiver final : public WeightReceiver {
   WeightsVersion Version() const override { return receiver_.Version(); }
   std::string OpenUpdateId() const override { return receiver_.OpenUpdateId(); }
 
+  // The bytes of the update in force.
+  std::string applied() const {
+    return {reinterpret_cast<const char*>(told_.applied.data()), told_.applied.size()};
+  }
+
+  Told told_;
   StagedWeightReceiver receiver_;
-  std::string applied_;
   std::atomic<int> chunks_appended_ = 0;
   // The connection breaks after this many chunks, and then again and again; negative: never.
   std::atomic<int> chunks_until_break_ = -1;
@@ -150,7 +152,7 @@ TEST_F(WeightTransferTest, EveryByteArrivesAndIsCommitted) {
   ASSERT_TRUE(version.ok()) << version.status();
   EXPECT_EQ(version->version, 1);
   EXPECT_EQ(version->digest, source.manifest().digest);
-  EXPECT_EQ(receiver_.applied_, source.bytes_);
+  EXPECT_EQ(receiver_.applied(), source.bytes_);
   EXPECT_NE(server_.metrics().Text().find("tandem_weight_bytes_received_total 10480"),
             std::string::npos);
 }
@@ -182,7 +184,7 @@ TEST_F(WeightTransferTest, WeightsThatCannotBeReadAreAnErrorOfTheSender) {
   EXPECT_EQ(broken.failed_, 1);
   EXPECT_EQ(receiver_.Version().version, 0);
   ASSERT_TRUE(SendWeights(*stub_, "u1", broken.whole_, Options()).ok());
-  EXPECT_EQ(receiver_.applied_, broken.whole_.bytes_);
+  EXPECT_EQ(receiver_.applied(), broken.whole_.bytes_);
 }
 
 TEST_F(WeightTransferTest, ARepeatOfACommittedUpdateIsTheSameAnswer) {
@@ -200,7 +202,7 @@ TEST_F(WeightTransferTest, AnInterruptedUploadGoesOnWhereItStopped) {
   receiver_.chunks_until_break_ = 3;
   const BytesSource source;
   ASSERT_TRUE(SendWeights(*stub_, "u1", source, Options()).ok());
-  EXPECT_EQ(receiver_.applied_, source.bytes_);
+  EXPECT_EQ(receiver_.applied(), source.bytes_);
   EXPECT_EQ(receiver_.chunks_appended_, 11) << "nothing was sent twice";
 }
 
@@ -211,7 +213,7 @@ TEST_F(WeightTransferTest, AttemptsCountOnlyWithoutProgress) {
   options.max_attempts = 2;
   const BytesSource source;
   ASSERT_TRUE(SendWeights(*stub_, "u1", source, options).ok());
-  EXPECT_EQ(receiver_.applied_, source.bytes_);
+  EXPECT_EQ(receiver_.applied(), source.bytes_);
 
   receiver_.chunks_until_break_ = 0;
   receiver_.chunks_between_breaks_ = 0;

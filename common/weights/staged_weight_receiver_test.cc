@@ -8,6 +8,7 @@
 
 #include "common/base/checksum.h"
 #include "common/base/error.h"
+#include "common/weights/testing/told_weights.h"
 
 namespace tandem {
 namespace {
@@ -18,44 +19,12 @@ std::vector<std::byte> Bytes(int count, int start = 0) {
   return bytes;
 }
 
-// What the engine's parts of all updates were told.
-struct Told {
-  std::vector<std::byte> added;  // the tensors of the last update
-  std::vector<std::byte> applied;
-  absl::Status add_status, apply_status;
-  std::thread::id adder;
-  int alive = 0;  // parts of updates that have not ended
-};
-
-class ToldWeights : public NextWeights {
- public:
-  explicit ToldWeights(Told& told) : told_(told) {
-    told_.added.clear();
-    ++told_.alive;
-  }
-  ~ToldWeights() override { --told_.alive; }
-
-  absl::Status Add(const WeightSpec& spec, TensorBytes bytes) override {
-    told_.adder = std::this_thread::get_id();
-    told_.added.insert(told_.added.end(), bytes.get(), bytes.get() + spec.bytes());
-    return told_.add_status;
-  }
-  absl::Status Apply(const WeightManifest&, const CallScope&) override {
-    if (told_.apply_status.ok()) told_.applied = told_.added;
-    return told_.apply_status;
-  }
-
- private:
-  Told& told_;
-};
-
 class StagedWeightReceiverTest : public ::testing::Test {
  protected:
   StagedWeightReceiverTest()
       : receiver_({{.name = "a", .shape = {2, 3}}, {.name = "b", .shape = {4}}},
                   WeightSpec{.name = "head", .shape = {2, 3}}, /*num_token_ids=*/7,
-                  {.version = 0, .digest = "start"},
-                  [this] { return std::make_unique<ToldWeights>(told_); }) {}
+                  {.version = 0, .digest = "start"}, Tell(told_)) {}
 
   WeightManifest Manifest(int64_t version = 1) const {
     return {.version = version,

@@ -10,6 +10,7 @@ namespace tandem::kernels {
 namespace {
 
 constexpr uint16_t kBfloat16Nan = 0x7fc0;
+constexpr float kMaxQuantised = 0x1p110f;  // of a magnitude
 
 // Rounds to the nearest bfloat16, ties to even.
 uint16_t ToBfloat16(float value) {
@@ -36,7 +37,7 @@ Group Quantise(const float* values, int64_t count, WeightFormat format) {
   Group group;
   float extreme = 0;
   for (int64_t k = 0; k < count; ++k) {
-    if (!std::isfinite(values[k])) {
+    if (!(std::abs(values[k]) <= kMaxQuantised)) {
       group.scale = kBfloat16Nan;
       return group;
     }
@@ -59,32 +60,42 @@ Group Quantise(const float* values, int64_t count, WeightFormat format) {
 constexpr int64_t GroupBytes(WeightFormat format) { return PanelBytes(format, kGroupInputs); }
 constexpr int64_t kScaleBytes = 2 * kPanelOuts;
 
-// Integers of a word, and the bits of each.
-constexpr int64_t PerWord(WeightFormat format) { return format == WeightFormat::kInt8 ? 4 : 8; }
-constexpr int64_t Bits(WeightFormat format) { return 32 / PerWord(format); }
+// Integers of a unit of 16 bits, and the bits of each.
+constexpr int64_t PerUnit(WeightFormat format) { return format == WeightFormat::kInt8 ? 2 : 4; }
+constexpr int64_t Bits(WeightFormat format) { return 16 / PerUnit(format); }
+
+// Returns the place of output `lane` among the units of a panel: 0-3, 8-11, 4-7, 12-15.
+constexpr int64_t UnitOfLane(int64_t lane) {
+  return (lane & 3) | ((lane & 4) << 1) | ((lane & 8) >> 1);
+}
+
+// Returns the place of the integers of input k, from the start of a group on.
+constexpr int64_t UnitOffset(WeightFormat format, int64_t k, int64_t lane) {
+  return kScaleBytes + 2 * (k / PerUnit(format) * kPanelOuts + UnitOfLane(lane));
+}
 
 void PackGroup(WeightFormat format, const Group& group, uint8_t* record, int64_t lane) {
-  std::memcpy(record + 2 * lane, &group.scale, 2);
-  const int64_t count = PerWord(format), bits = Bits(format);
-  const uint32_t mask = (uint32_t{1} << bits) - 1;
+  std::memcpy(record + 2 * UnitOfLane(lane), &group.scale, 2);
+  const int64_t count = PerUnit(format), bits = Bits(format);
   for (int64_t k = 0; k < kGroupInputs; k += count) {
-    uint32_t word = 0;
+    uint16_t unit = 0;
     for (int64_t i = 0; i < count; ++i) {
-      word |= (static_cast<uint32_t>(group.q[k + i]) & mask) << (bits * i);
+      const int u = group.q[k + i] + (1 << (bits - 1));
+      unit = static_cast<uint16_t>(unit | u << (bits * i));
     }
-    std::memcpy(record + kScaleBytes + 4 * (k / count * kPanelOuts + lane), &word, 4);
+    std::memcpy(record + UnitOffset(format, k, lane), &unit, 2);
   }
 }
 
 Group UnpackGroup(WeightFormat format, const uint8_t* record, int64_t lane) {
   Group group;
-  std::memcpy(&group.scale, record + 2 * lane, 2);
-  const int64_t count = PerWord(format), bits = Bits(format);
+  std::memcpy(&group.scale, record + 2 * UnitOfLane(lane), 2);
+  const int64_t count = PerUnit(format), bits = Bits(format);
   for (int64_t k = 0; k < kGroupInputs; ++k) {
-    uint32_t word = 0;
-    std::memcpy(&word, record + kScaleBytes + 4 * (k / count * kPanelOuts + lane), 4);
-    const auto top = static_cast<int32_t>(word << (32 - bits - bits * (k % count)));
-    group.q[k] = static_cast<int8_t>(top >> (32 - bits));
+    uint16_t unit = 0;
+    std::memcpy(&unit, record + UnitOffset(format, k, lane), 2);
+    const int u = unit >> (bits * (k % count)) & ((1 << bits) - 1);
+    group.q[k] = static_cast<int8_t>(u - (1 << (bits - 1)));
   }
   return group;
 }
@@ -134,7 +145,10 @@ void UnpackRow(const PackedMatrix& from, int64_t row, float* values) {
           UnpackGroup(from.format, panel + k / kGroupInputs * GroupBytes(from.format), lane);
       const float scale = FromBfloat16(group.scale);
       const int64_t count = std::min(kGroupInputs, from.in - k);
-      for (int64_t i = 0; i < count; ++i) values[k + i] = static_cast<float>(group.q[i]) * scale;
+      // Adding 0 turns -0 into 0, which is what the kernels have for q = 0.
+      for (int64_t i = 0; i < count; ++i) {
+        values[k + i] = static_cast<float>(group.q[i]) * scale + 0.0f;
+      }
     }
   }
 }

@@ -1,19 +1,23 @@
 // Packed weights of linear maps: how they are written and read. The kernel packed_linear
 // (cpu_kernels.h) multiplies by them.
 //
-// A matrix [out, in] is stored in panels of kPanelOuts outputs, one after the other. A panel is an
-// array word[k / n][o] of 32 bits, where a word has n consecutive inputs of output o of the panel,
-// the first in its lowest bits:
+// A matrix [out, in] is stored in panels of kPanelOuts outputs, one after the other. In a panel the
+// inputs are outside:
 //
-//   kFloat32, kBfloat16  n = 1 and 2
-//   kInt8, kInt4         n = 4 and 8, signed; before the words of each group of kGroupInputs inputs
-//                        stand its 16-bit scales[o]
+//   kFloat32, kBfloat16  an array word[k / n][o] of 32 bits. A word has n = 1 or 2 consecutive
+//   inputs
+//                        of output o of the panel, the first in its lowest bits.
+//   kInt8, kInt4         a record for each group of kGroupInputs inputs: the 16-bit scale[i], then
+//   an
+//                        array unit[k / n][i] of 16 bits. A unit has n = 2 or 4 consecutive inputs,
+//                        the first in its lowest bits, each as q + 128 or q + 8. Index i goes over
+//                        the outputs in the order 0-3, 8-11, 4-7, 12-15: the instructions that
+//                        widen 16 bits then give outputs in their own order.
 //
-// Numbers are little endian. The value of a quantised weight is q scale. It is exact in float32,
-// because a scale has 8 significant bits and q at most 8; therefore products by a quantised matrix
-// have the bits of products by its values in kFloat32. A bfloat16 scale takes 16 bits for each 32
-// weights (half as many as float32, with the same range) and is widened by a shift on every
-// instruction set.
+// Numbers are little endian. The value of a quantised weight is q scale, and 0 for q = 0. It is
+// exact in float32, because a scale has 8 significant bits and q at most 8; therefore products by a
+// quantised matrix have the bits of products by its values in kFloat32. A bfloat16 scale takes 16
+// bits for each 32 weights, half as many as float32.
 #ifndef TANDEM_COMMON_KERNELS_CPU_PACKED_WEIGHT_H_
 #define TANDEM_COMMON_KERNELS_CPU_PACKED_WEIGHT_H_
 
@@ -38,7 +42,8 @@ struct PackedMatrix {
 // kInt8 rounds a group to multiples of max |w| / 127; a weight moves by at most half a scale.
 // kInt4 takes for the scale w / -8, with w the weight of the largest magnitude: all sixteen numbers
 // are in use, and a weight moves by at most half a scale, or by about one at the far end of the
-// other sign. A group with an infinity or a NaN becomes NaN.
+// other sign. A group with a NaN or a magnitude above 2^110 becomes NaN: the
+// kernels multiply scales by up to 2^16.
 void PackRows(const PackedMatrix& to, int64_t first, int64_t rows, const float* values,
               int64_t stride);
 

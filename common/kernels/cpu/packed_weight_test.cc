@@ -136,13 +136,29 @@ TEST(PackedWeightTest, RowsPackedInPartsHaveTheBytesOfTheWhole) {
 // The bytes are a file format of their own: they do not depend on the program that wrote them.
 TEST(PackedWeightTest, BytesAreThoseOfTheHeader) {
   Floats values(2 * 32, 0.0f);
-  values[32] = 8;       // row 1: the scale is -1
+  values[32] = 8;       // row 1: the scale is -1, and q = -8
   values[32 + 9] = -3;  // q = 3
   const std::string bytes = Packed(WeightFormat::kInt4, 2, 32, values).Bytes();
   ASSERT_EQ(bytes.size(), 288u);
-  EXPECT_EQ(bytes.substr(2, 2), std::string("\x80\xbf", 2));
-  EXPECT_EQ(bytes.substr(32 + 4, 4), std::string("\x08\0\0\0", 4));
-  EXPECT_EQ(bytes.substr(32 + 4 * 17, 4), std::string("\x30\0\0\0", 4));
+  EXPECT_EQ(bytes.substr(2, 2), "\x80\xbf");
+  EXPECT_EQ(bytes.substr(32 + 2, 2), "\x80\x88");               // inputs 0 to 3
+  EXPECT_EQ(bytes.substr(32 + 2 * 16 * 2 + 2, 2), "\xb8\x88");  // inputs 8 to 11
+}
+
+TEST(PackedWeightTest, OutputsOfAGroupAreInTheOrderOfTheHeader) {
+  constexpr int kOrder[] = {0, 1, 2, 3, 8, 9, 10, 11, 4, 5, 6, 7, 12, 13, 14, 15};
+  for (size_t i = 0; i < 16; ++i) {
+    Floats values(16 * 32, 0.0f);
+    values[kOrder[i] * 32 + 3] = 127;  // the scale is 1
+    const std::string bytes = Packed(WeightFormat::kInt8, 16, 32, values).Bytes();
+    EXPECT_EQ(bytes.substr(2 * i, 2), "\x80\x3f") << i;
+    EXPECT_EQ(bytes.substr(32 + 2 * (16 + i), 2), "\x80\xff") << i;  // inputs 2 and 3
+  }
+}
+
+TEST(PackedWeightTest, ZerosOfANegativeScaleArePositive) {
+  const Floats unpacked = Packed(WeightFormat::kInt4, 1, 2, {8.0f, 0.0f}).Unpacked();
+  EXPECT_FALSE(std::signbit(unpacked[1]));
 }
 
 // Every instruction set that this CPU has.
@@ -201,9 +217,9 @@ struct Problem {
 struct Size {
   int64_t rows, in, out;
 };
-constexpr Size kSizes[] = {{1, 1, 1},    {1, 40, 150},   {2, 32, 33},   {3, 75, 16},  {4, 7, 70},
-                           {5, 300, 17}, {6, 257, 40},   {7, 64, 130},  {12, 31, 15}, {13, 600, 31},
-                           {65, 33, 48}, {200, 260, 20}, {90, 3000, 17}};
+constexpr Size kSizes[] = {{1, 1, 1},    {1, 40, 150}, {2, 32, 33},    {3, 75, 16},   {4, 7, 70},
+                           {5, 300, 17}, {6, 257, 40}, {7, 64, 130},   {12, 31, 15},  {13, 600, 31},
+                           {33, 64, 40}, {65, 33, 48}, {200, 260, 20}, {90, 3000, 17}};
 
 // The tolerance is that of a chain of 3,000 rounded additions.
 TEST_P(LinearKernelTest, MatchesDouble) {
@@ -234,6 +250,26 @@ TEST_P(LinearKernelTest, PackedAndDenseHaveTheSameBits) {
       const Problem problem(format, size.rows, size.in, size.out);
       EXPECT_EQ(problem.Run(kernels_), problem.RunDense(kernels_))
           << size.rows << " x " << size.in << " x " << size.out;
+    }
+  }
+}
+
+// The smallest and the largest magnitudes that a group can have.
+TEST_P(LinearKernelTest, ExtremeScalesAreExact) {
+  for (const WeightFormat format : {WeightFormat::kInt8, WeightFormat::kInt4}) {
+    for (const float extreme : {0x1p110f, -0x1p110f, 0x1p-124f, -0x1p-124f}) {
+      const int64_t in = 32, out = 16;
+      Floats weights = RandomFloats(out * in, 7);
+      for (float& weight : weights) weight = extreme * std::tanh(weight);
+      const Packed packed(format, out, in, weights);
+      const Floats values = packed.Unpacked();
+      for (int64_t k = 0; k < in; ++k) {  // a product with a row of the identity is a column
+        Floats x(static_cast<size_t>(in), 0.0f), y(static_cast<size_t>(out));
+        x[k] = 1;
+        kernels_.packed_linear({x.data(), in, format, packed.matrix().data, nullptr, y.data(), out,
+                                1, in, out, 0, 1, false});
+        for (int64_t o = 0; o < out; ++o) EXPECT_EQ(y[o], values[o * in + k]) << o << " " << k;
+      }
     }
   }
 }

@@ -8,6 +8,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <chrono>
 #include <cmath>
 #include <fstream>
 #include <future>
@@ -753,6 +754,26 @@ void Stage(Engine& engine, const WeightManifest& manifest, const std::vector<std
   ASSERT_TRUE(engine.weights().Append("u", 0, stream).ok());
 }
 
+// Writes slowly until something has happened, so that it happens in the middle of the response.
+class SlowListener final : public PromptListener {
+ public:
+  explicit SlowListener(std::shared_future<void> happened) : happened_(std::move(happened)) {}
+  void OnTokens(TokensDelta delta) override {
+    if (delta.offset == 1) arrived_.set_value();
+    if (delta.offset >= 1) happened_.wait_for(std::chrono::milliseconds(100));
+  }
+  void OnFinished(Trajectory trajectory) override { finished_.set_value(std::move(trajectory)); }
+  void OnFailed(absl::Status status) override { ADD_FAILURE() << status; }
+
+  void WaitForTwoTokens() { arrived_.get_future().wait(); }
+  Trajectory WaitUntilFinished() { return finished_.get_future().get(); }
+
+ private:
+  const std::shared_future<void> happened_;
+  std::promise<void> arrived_;
+  std::promise<Trajectory> finished_;
+};
+
 // The lanes' formats, and dense tensors.
 TEST_F(EngineTest, WeightsChangeBetweenTwoPassesOfAResponse) {
   TemporaryFolder folder;
@@ -770,18 +791,15 @@ TEST_F(EngineTest, WeightsChangeBetweenTwoPassesOfAResponse) {
     request.sampling.max_tokens = 100;
     request.sampling.ignore_eos = true;
     request.stream_tokens = true;
-    const auto gate = std::make_shared<Gate>();
-    ASSERT_TRUE(engine->Submit({{request, gate}}).ok());
-    gate->WaitUntilHeld();
-    // The whole stream comes while the engine thread stands still.
+    std::promise<void> committed;
+    const auto listener = std::make_shared<SlowListener>(committed.get_future().share());
+    ASSERT_TRUE(engine->Submit({{request, listener}}).ok());
+    listener->WaitForTwoTokens();
     Stage(*engine, manifest, stream);
-    absl::Status committed;
-    std::thread commit([&] { committed = engine->weights().Commit("u", {}).status(); });
-    absl::SleepFor(absl::Milliseconds(200));  // until it waits for the engine
-    gate->Open();
-    commit.join();
-    EXPECT_TRUE(committed.ok()) << committed;
-    const Trajectory t = gate->WaitUntilFinished();
+    const absl::Status status = engine->weights().Commit("u", {}).status();
+    committed.set_value();
+    EXPECT_TRUE(status.ok()) << status;
+    const Trajectory t = listener->WaitUntilFinished();
     ASSERT_EQ(t.senior_versions.size(), 2u);
     EXPECT_EQ(t.senior_versions[0].weights.version, 0);
     EXPECT_EQ(t.senior_versions[1].weights.version, 3);

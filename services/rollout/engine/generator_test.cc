@@ -455,6 +455,29 @@ TEST(GeneratorTest, AStreamOfManyPromptsDoesNotDelayAnothersFew) {
   harness.Finish();
 }
 
+TEST(GeneratorTest, LowPriorityEndsUnderASteadyLoadOfHighPriority) {
+  // There are blocks for two short sequences, or for one that has grown.
+  Harness harness(Limits(2, 40, 3));
+  PromptRequest request = Request(Tandem(SelectionStrategy::kWord), 50, 7);
+  request.sampling.ignore_eos = true;
+  const Trajectory expected = Harness().Run(request);
+  PromptRequest high = request;
+  high.priority = 1;
+  std::shared_ptr<RecordingListener> low;
+  for (int steps = 0; low == nullptr || !low->done(); ++steps) {
+    ASSERT_LT(steps, 5000) << "it starves";
+    if (steps % 5 == 0) {
+      high.seed = 100 + steps;
+      harness.Submit(high, /*stream=*/steps);
+    }
+    if (steps == 30) low = harness.Submit(request);
+    harness.generator.Step();
+  }
+  ExpectSame(low->finished().at(0), expected);
+  EXPECT_GT(harness.Stats().sequences_waiting, WaitingQueue::kMaxPassedOver) << "there was no load";
+  harness.Finish();
+}
+
 TEST(GeneratorTest, APriorityChangesTheOrderAndNotTheTokens) {
   Harness harness(Limits(1));
   std::vector<PromptRequest> requests;
@@ -646,6 +669,8 @@ TEST(GeneratorTest, Law3HoldsForRandomWorkloads) {
     const int64_t most = tokens + 100 * (harness.Stats().preemptions_total + 12 * updates);
     EXPECT_LE(harness.senior.consumed, most);
     EXPECT_LE(harness.junior.consumed, most);
+    EXPECT_LE(harness.senior.passes, harness.senior.consumed);
+    EXPECT_LE(harness.junior.passes, harness.junior.consumed);
   }
 }
 

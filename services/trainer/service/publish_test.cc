@@ -6,11 +6,13 @@
 #include <unistd.h>
 
 #include <atomic>
+#include <utility>
 #include <vector>
 
 #include "absl/strings/str_cat.h"
 #include "common/rpc/weight_receiver_service.h"
 #include "common/weights/staged_weight_receiver.h"
+#include "common/weights/testing/told_weights.h"
 #include "services/trainer/service/testing/fixture.h"
 
 namespace tandem::trainer {
@@ -37,11 +39,11 @@ class ReceiverApp final : public rpc::ServerApp {
 struct ReceiverServer {
   explicit ReceiverServer(absl::Status apply = absl::OkStatus(), int64_t version = -1)
       : receiver({{.name = "w", .shape = {((2 << 20) + 40) / 4}}}, std::nullopt,
-                 /*num_token_ids=*/0, {.version = version, .digest = ""},
-                 [apply](const WeightManifest&, absl::Span<const std::byte>, const CallScope&) {
-                   return apply;
-                 }) {}
+                 /*num_token_ids=*/0, {.version = version, .digest = ""}, Tell(told)) {
+    told.apply_status = std::move(apply);
+  }
 
+  Told told;
   StagedWeightReceiver receiver;
   rpc::TestServer server{[this](rpc::ServerRuntime& runtime) {
     return std::make_unique<ReceiverApp>(runtime, &receiver);
