@@ -264,7 +264,7 @@ TEST(RolloutMemoryTest, AnUpdateTakesTwoTensorsAndASecondCopyOfTheWeights) {
   const RolloutMemoryOptions options = {.senior = Lane(8, DType::kFloat32, WeightFormat::kInt4),
                                         .max_num_seqs = 2,
                                         .max_batched_tokens = 8};
-  auto items = Items(RolloutMemory(config, &config, options).value());
+  auto items = Items(RolloutMemory(config, nullptr, options).value());
   EXPECT_EQ(items["weight_update_copy"], items["senior_weights"]);
   EXPECT_EQ(items["staged_weight_update"], 2 * 4 * 64 * 32) << "two of the largest, in float32";
 }
