@@ -308,7 +308,7 @@ class _Server:
                         tandem=tandem,
                         stream_tokens=True,
                         request_id=f"choice-{index}",
-                        # Of a prompt, higher comes first.
+                        # Higher comes first among prompts, lower in OpenAI requests.
                         priority=-(asked.priority or 0),
                     )
                 )

@@ -78,7 +78,7 @@ class Request(_Fields):
     stream_options: StreamOptions | None = None
     # How the junior takes part: fields of TandemConfig.
     tandem: dict[str, Any] | None = None
-    # As in vLLM's API: lower comes first.
+    # As in vLLM's API, lower comes first. The bounds are those whose negative a prompt can hold.
     priority: Annotated[StrictInt, Field(gt=-(2**31), lt=2**31)] | None = None
 
     @property
