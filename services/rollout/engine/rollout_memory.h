@@ -67,10 +67,11 @@ absl::StatusOr<CacheBlocks> PlanCacheBlocks(const ModelConfig& senior, const Mod
                                             const RolloutMemoryOptions& options);
 
 // Returns the items of one rank: weights and KV cache of the lanes that it holds, the tensors of an
-// update and the weights that are made of them, activations and logits of a pass. Caches and dense weights are exact; activations
-// are an upper estimate, and so are packed weights by the padding of single maps, which are stored
-// in stacks. The cache is that of PlanCacheBlocks. `junior` is nullptr without one. UNIMPLEMENTED
-// for a model_type that no family has; errors of PlanCacheBlocks.
+// update and the weights that are made of them, activations and logits of a pass. Caches and dense
+// weights are exact; activations are an upper estimate, and so are packed weights by the padding of
+// single maps, which are stored in stacks. The cache is that of PlanCacheBlocks. `junior` is
+// nullptr without one. UNIMPLEMENTED for a model_type that no family has; errors of
+// PlanCacheBlocks.
 absl::StatusOr<MemoryPlan> RolloutMemory(const ModelConfig& senior, const ModelConfig* junior,
                                          const RolloutMemoryOptions& options);
 
