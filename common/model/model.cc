@@ -5,11 +5,9 @@
 #include <ATen/core/grad_mode.h>
 
 #include <algorithm>
-#include <set>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
-#include "absl/strings/str_join.h"
 #include "common/base/error.h"
 #include "common/base/status_macros.h"
 #include "common/model/families/make_backbone.h"

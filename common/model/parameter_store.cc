@@ -195,8 +195,9 @@ ParameterSet ParameterStore::NewSet() const {
               "parameters that train have one set of values");
   const at::NoGradGuard no_grad;
   ParameterSet set = {.parameters = parameters_, .block_buffers = {}, .packed = {}};
-  for (const at::Tensor& buffer : block_buffers_)
+  for (const at::Tensor& buffer : block_buffers_) {
     set.block_buffers.push_back(at::empty_like(buffer));
+  }
   std::map<std::shared_ptr<const ops::PackedWeight>, std::shared_ptr<ops::PackedWeight>> copies;
   for (const auto& packed : packed_) {
     copies[packed] = set.packed.emplace_back(

@@ -13,7 +13,7 @@ namespace tandem::ops {
 
 // The threads that pack rows.
 enum class PackThreads {
-  kAll,  // those of the process (parallel_for.h)
+  kAll,  // as many as the caller computes with (at::get_num_threads)
   kOne,  // the caller's alone, so that it can pack beside a thread that computes
 };
 

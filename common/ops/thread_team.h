@@ -14,11 +14,12 @@
 
 namespace tandem::ops {
 
-// A pass divides hundreds of loops of some microseconds each. OpenMP's threads sleep between two of
-// them as soon as the process has more threads than cores, and waking one takes longer than such a
-// loop, above all on a virtual machine. A member of this team first spins, for as long as the time
-// between two loops, and then sleeps. Whoever is free takes the next part of a loop: a member that
-// does not run, because another process has its core, holds up nobody.
+// Threads that work on one loop at a time, and spin between two loops. A pass divides hundreds of
+// loops of some microseconds each. OpenMP's threads sleep between two of them as soon as the
+// process has more threads than cores, and waking one takes longer than such a loop, above all on a
+// virtual machine. A member of this team first spins, for as long as the time between two loops,
+// and then sleeps. Whoever is free takes the next part of a loop: a member whose core another
+// process has holds up nobody, unless it lost the core in the middle of a part.
 class ThreadTeam {
  public:
   ThreadTeam() = default;

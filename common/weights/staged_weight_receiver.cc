@@ -229,8 +229,10 @@ absl::StatusOr<WeightsVersion> StagedWeightReceiver::Commit(const std::string& u
 }
 
 absl::Status StagedWeightReceiver::Abort(const std::string& update_id) {
-  std::lock_guard lock(mutex_);
-  TANDEM_RETURN_IF_ERROR(FindOpenLocked(update_id).status());
+  // Dropped without the lock: its end waits for the tensor that is being taken.
+  std::shared_ptr<Update> update;
+  const std::lock_guard lock(mutex_);
+  TANDEM_ASSIGN_OR_RETURN(update, FindOpenLocked(update_id));
   open_.reset();
   return absl::OkStatus();
 }

@@ -107,7 +107,7 @@ void TensorStager::Run() {
     lock.lock();
     held_ -= tensor.spec->bytes();
     ++taken_;
-    status_ = status;
+    status_.Update(status);  // Write may have failed meanwhile
     changed_.notify_all();
   }
 }

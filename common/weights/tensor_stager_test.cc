@@ -90,6 +90,28 @@ TEST(TensorStagerTest, AnExceptionIsAnError) {
   EXPECT_EQ(stager.Finish({}).code(), absl::StatusCode::kResourceExhausted);
 }
 
+// The error stays when the tensor that is being taken meanwhile is a good one.
+TEST(TensorStagerTest, TooLittleMemoryIsAnError) {
+#if defined(__SANITIZE_ADDRESS__)
+  GTEST_SKIP() << "the sanitizer ends a process that asks for so much memory";
+#endif
+  std::promise<void> begun, failed;
+  TensorStager stager({{.name = "a", .shape = {1}}, {.name = "huge", .shape = {int64_t{1} << 50}}},
+                      [&](const WeightSpec&, TensorBytes) {
+                        begun.set_value();
+                        failed.get_future().wait();
+                        return absl::OkStatus();
+                      });
+  Write(stager, 0, 4);
+  begun.get_future().wait();
+  Write(stager, 4, 5);  // of "huge"
+  failed.set_value();
+  absl::SleepFor(absl::Milliseconds(20));  // in which "a" has been taken
+  CallScope call;
+  call.deadline = absl::Now() + absl::Seconds(1);
+  EXPECT_EQ(stager.Finish(call).code(), absl::StatusCode::kResourceExhausted);
+}
+
 TEST(TensorStagerTest, WhoHasGoneDoesNotWait) {
   std::promise<void> open;
   TensorStager stager(kTensors, [&](const WeightSpec& spec, TensorBytes) {

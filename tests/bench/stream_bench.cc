@@ -33,7 +33,7 @@ class Receiver final : public weights::v1::WeightService::Service {
   }
 };
 
-// Serves until `parent` is closed; writes its port to `port`.
+// Serves until the other end of `parent` is closed; writes its port to `port_pipe`.
 void Receive(int parent, int port_pipe) {
   Receiver receiver;
   grpc::ServerBuilder builder;
@@ -76,6 +76,7 @@ int Main() {
     return 0;
   }
   close(life_pipe[0]);
+  close(port_pipe[1]);  // so that the read fails if the receiver dies
   int port = 0;
   if (child < 0 || read(port_pipe[0], &port, sizeof(port)) != sizeof(port)) return 1;
   const auto stub = weights::v1::WeightService::NewStub(

@@ -59,8 +59,10 @@ RequestLimits LimitsOf(const EngineInfo& info, int64_t max_samples) {
           .has_junior = has_junior};
 }
 
-// Commands and steps run on the engine thread, which alone touches models and sequences. A step is
-// one of generation and then one of scoring. The mutex guards the state that other threads read.
+// Commands and steps run on the engine thread, which alone runs and changes models, and touches
+// sequences; the thread of a weight update reads the senior's layout (Model::PrepareWeights). A
+// step is one of generation and then one of scoring. The mutex guards the state that other threads
+// read.
 class EngineImpl : public Engine {
  public:
   EngineImpl(const EngineOptions& options, std::shared_ptr<ranks::ServerRanks> ranks,
@@ -344,7 +346,7 @@ class EngineImpl : public Engine {
   const RequestLimits limits_;
   std::atomic<bool> ended_ = false;
 
-  // Used by the engine thread alone.
+  // Used by the engine thread alone, but for the senior (see above).
   const std::shared_ptr<ranks::ServerRanks> ranks_;
   ranks::CommandTable commands_;
   const std::unique_ptr<const TandemModelManager> models_;
