@@ -79,7 +79,7 @@ def answers(
     models: harness.Models, tmp_path_factory: pytest.TempPathFactory
 ) -> Callable[[str, int], tuple[list[trajectory_pb2.Trajectory], float]]:
     """The responses of a server with these lanes and bytes of cache, and its preemptions."""
-    batch = prompts(5, TANDEM["word"], num_samples=4, sampling=LONG, return_other_logprobs=True)
+    batch = prompts(5, TANDEM["word"], num_samples=2, sampling=LONG, return_other_logprobs=True)
 
     @cache
     def ask(lanes: str, kv_cache_bytes: int) -> tuple[list[trajectory_pb2.Trajectory], float]:

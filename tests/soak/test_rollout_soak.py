@@ -11,7 +11,7 @@ from soak_configurations import CONFIGURATIONS
 from soak_replays import Replays
 from steadiness import DisturbanceError
 
-SECONDS = 15
+SECONDS = 8
 CONFIGURATION = CONFIGURATIONS["bfloat16-int8"]
 
 
