@@ -1,5 +1,6 @@
 // Computes teacher-forced log-probabilities, one pass at a time, through the runners of generation,
-// and so with the same bits. Belongs to the engine thread.
+// and so with the same bits on the CPU's own kernels. (Products of ATen may round otherwise in a
+// pass of other tokens.) Belongs to the engine thread.
 #ifndef TANDEM_SERVICES_ROLLOUT_ENGINE_SCORER_H_
 #define TANDEM_SERVICES_ROLLOUT_ENGINE_SCORER_H_
 
