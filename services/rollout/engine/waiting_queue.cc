@@ -74,11 +74,11 @@ void WaitingQueue::Return(Sequence* sequence) {
 }
 
 void WaitingQueue::Remove(Sequence* sequence) {
-  if (sequence == waiting_.begin()->second) passed_over_ = 0;  // it counts for the oldest alone
   sequence->waits = false;
   waiting_.erase(sequence->arrival);
   overdue_.erase(sequence->arrival);
   ChangeLine(*sequence, [&](Line& line) { line.waiting.erase(sequence->arrival); });
+  if (waiting_.empty()) passed_over_ = 0;
 }
 
 void WaitingQueue::End(const Sequence& sequence) {

@@ -21,8 +21,8 @@ namespace tandem::rollout {
 // 3. Before rule 2, samples of a prompt that has begun come before other prompts of the same
 //    priority, because they share its prefix: `max_together` samples, then other streams have a
 //    turn. A preempted sequence comes before other prompts, too.
-// 4. Nothing starves: when the sequence that arrived first has been passed over by kMaxPassedOver
-//    others in a row, it is next. So a waiting sequence is passed over by at most
+// 4. Nothing starves: when kMaxPassedOver sequences in a row were not the one that arrived first,
+//    that one is next. So a waiting sequence is passed over by at most
 //    kMaxPassedOver * (n + 1) younger ones, where n counts admissions of older ones. If rule 4
 //    brings it before a higher priority, it is overdue: until it ends it comes before all
 //    priorities, also in passes and in preemption.
