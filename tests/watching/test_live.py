@@ -74,7 +74,8 @@ def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
             rollout={"max_queue": 16, "server": {"drain_seconds": 240}},
             trainer={
                 "ranks": 2,
-                "strategy": {"name": "zero", "stage": 1},
+                # The alert of a missing rank fires before the other one gives up.
+                "strategy": {"name": "zero", "stage": 1, "heartbeat_timeout_seconds": 600},
                 "reference_model": str(models.senior),
                 "junior_model": str(models.junior),
             },
