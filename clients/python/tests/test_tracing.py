@@ -214,8 +214,9 @@ async def test_asyncio_clients_make_the_same_spans(exporter, address, world):
         with tracing.span("work"):
             await asyncio.gather(trainer.info(), rollout.info(), rollout.generate([PROMPT]))
         world.failures = [fakes.error_status(9, "no")]
+        # A stream's status is lost now and then: https://github.com/grpc/grpc/issues/36066
         with pytest.raises(FailedPreconditionError):
-            await rollout.generate([PROMPT])
+            await rollout.info()
     *calls, work, failed = exporter.get_finished_spans()
     assert {span.name for span in calls} == {
         f"{TRAINER}/GetServerInfo",
