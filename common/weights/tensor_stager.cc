@@ -81,7 +81,7 @@ absl::Status TensorStager::Finish(const CallScope& call) {
   std::unique_lock lock(mutex_);
   const auto ended = [&] { return !status_.ok() || taken_ == tensors_.size(); };
   while (!ended()) {
-    const absl::Status gone = call.Check();
+    absl::Status gone = call.Check();
     if (!gone.ok()) return gone;
     changed_.wait_until(lock, call.cancellation, absl::ToChronoTime(call.deadline), ended);
   }
