@@ -66,6 +66,21 @@ TANDEM_INLINE void InterleaveUnits(UnitVec low, UnitVec high, Vec* first, Vec* s
   *second = reinterpret_cast<const Vec&>(b);
 }
 
+// Source of 16-bit unit i in the words of all outputs of a panel, whose units are in the order 0-3,
+// 8-11, 4-7, 12-15.
+constexpr int UnitOfWord(int i) {
+  const int output = i / 2;
+  return ((output & 3) | (output & 4) << 1 | (output & 8) >> 1) + ((i & 1) ? kUnits : 0);
+}
+
+// As InterleaveUnits, where one vector has the words of all outputs.
+template <int... I>
+TANDEM_INLINE void JoinUnits(UnitVec low, UnitVec high, Vec* words,
+                             std::integer_sequence<int, I...>) {
+  const auto joined = __builtin_shufflevector(low, high, UnitOfWord(I)...);
+  *words = reinterpret_cast<const Vec&>(joined);
+}
+
 // Calls units(i, low, high) to fill the i-th vector of units of a panel, and joins them to the
 // words of all its outputs.
 template <typename Units>
@@ -73,12 +88,7 @@ TANDEM_INLINE void Interleave(const Units& units, Vec (&words)[kVectors]) {
   if constexpr (kWidth == kPanel) {
     UnitVec low = {}, high = {};
     units(0, low, high);
-    const auto widen = [](auto v) TANDEM_INLINE_LAMBDA {
-      const auto ordered =
-          __builtin_shufflevector(v, v, 0, 1, 2, 3, 8, 9, 10, 11, 4, 5, 6, 7, 12, 13, 14, 15);
-      return __builtin_convertvector(ordered, IVec);
-    };
-    words[0] = AsFloats(widen(low) | widen(high) << 16);
+    JoinUnits(low, high, &words[0], std::make_integer_sequence<int, 2 * kUnits>());
   } else {
     constexpr int kPairs = kVectors / 2;
     TANDEM_UNROLL for (int i = 0; i < kPairs; ++i) {
@@ -207,18 +217,24 @@ struct Block {
   int64_t count;        // of inputs
 };
 
+template <int C>
+using Panels = std::integral_constant<int, C>;
+
 // sums[r][p][v] += x[r][k] w[p][k] for the inputs of a block of P panels.
 template <typename Format, int R, int P>
 TANDEM_INLINE void AddProducts(const float* x, int64_t x_stride, const Block& block, Ahead ahead,
                                Vec (&sums)[R][P][kVectors]) {
   const char* panel = block.panel;
   typename Format::Group groups[P];
-  const auto add = [&](int64_t k, int p, int eight, int i) TANDEM_INLINE_LAMBDA {
-    Vec w[kVectors];
-    Format::Weights(groups[p], eight, i, w);
+  // Adds input k for C panels from p on.
+  const auto add = [&]<int C>(Panels<C>, int64_t k, int p, int eight, int i) TANDEM_INLINE_LAMBDA {
+    Vec w[C][kVectors];
+    TANDEM_UNROLL for (int c = 0; c < C; ++c) Format::Weights(groups[p + c], eight, i, w[c]);
     TANDEM_UNROLL for (int r = 0; r < R; ++r) {
       const Vec xk = Broadcast(x + r * x_stride + k);
-      TANDEM_UNROLL for (int v = 0; v < kVectors; ++v) sums[r][p][v] += xk * w[v];
+      TANDEM_UNROLL for (int c = 0; c < C; ++c) {
+        TANDEM_UNROLL for (int v = 0; v < kVectors; ++v) sums[r][p + c][v] += xk * w[c][v];
+      }
     }
   };
   for (int64_t begin = 0; begin < block.count;
@@ -229,13 +245,22 @@ TANDEM_INLINE void AddProducts(const float* x, int64_t x_stride, const Block& bl
     const auto inputs = static_cast<int>(Min(kGroupInputs, block.count - begin));
     int eight = 0;
     for (; eight * 8 + 8 <= inputs; ++eight) {
-      // The vectors of a panel are used together, so that its scales stay in registers.
-      TANDEM_UNROLL for (int p = 0; p < P; ++p) {
-        TANDEM_UNROLL for (int i = 0; i < 8; ++i) add(begin + eight * 8 + i, p, eight, i);
+      if constexpr (R == 1) {
+        // The vectors of a panel are used together, so that its scales stay in registers. With more
+        // rows that would keep the inputs of eight of them there.
+        TANDEM_UNROLL for (int p = 0; p < P; ++p) {
+          TANDEM_UNROLL for (int i = 0; i < 8; ++i) {
+            add(Panels<1>(), begin + eight * 8 + i, p, eight, i);
+          }
+        }
+      } else {
+        TANDEM_UNROLL for (int i = 0; i < 8; ++i) {
+          add(Panels<P>(), begin + eight * 8 + i, 0, eight, i);
+        }
       }
     }
     for (int i = 0; eight * 8 + i < inputs; ++i) {
-      TANDEM_UNROLL for (int p = 0; p < P; ++p) add(begin + eight * 8 + i, p, eight, i);
+      add(Panels<P>(), begin + eight * 8 + i, 0, eight, i);
     }
   }
 }
