@@ -163,6 +163,29 @@ struct Queries {
   float sum[kRows];
 };
 
+// AccumulateValues for R queries and D vectors of the head from dimension `d` on.
+template <int R, int D, typename Number>
+TANDEM_INLINE void AccumulateTile(const Queries& queries, const float (*p)[kBlock],
+                                  const float* decay, const Number* v, int64_t v_stride,
+                                  int64_t keys, int64_t d) {
+  Vec acc[R][D];
+  TANDEM_UNROLL for (int i = 0; i < R; ++i) {
+    TANDEM_UNROLL for (int c = 0; c < D; ++c) {
+      acc[i][c] = Load(queries.out[i] + d + c * kWidth) * decay[i];
+    }
+  }
+  for (int64_t j = 0; j < keys; ++j) {
+    Vec value[D];
+    TANDEM_UNROLL for (int c = 0; c < D; ++c) value[c] = Load(v + j * v_stride + d + c * kWidth);
+    TANDEM_UNROLL for (int i = 0; i < R; ++i) {
+      TANDEM_UNROLL for (int c = 0; c < D; ++c) acc[i][c] += value[c] * p[i][j];
+    }
+  }
+  TANDEM_UNROLL for (int i = 0; i < R; ++i) {
+    TANDEM_UNROLL for (int c = 0; c < D; ++c) Store(queries.out[i] + d + c * kWidth, acc[i][c]);
+  }
+}
+
 // out[i] = out[i] * decay[i] + sum_j p[i][j] v[j].
 template <int R = kRows, typename Number>
 TANDEM_INLINE void AccumulateValues(const Queries& queries, const float (*p)[kBlock],
@@ -172,15 +195,14 @@ TANDEM_INLINE void AccumulateValues(const Queries& queries, const float (*p)[kBl
     if (queries.count < R) {
       return AccumulateValues<R - 1>(queries, p, decay, v, v_stride, keys, head_dim);
     }
+    // A sum is a chain over the keys: several of them are in flight.
+    constexpr int kVectors = 4;
     int64_t d = 0;
+    for (; d + kVectors * kWidth <= head_dim; d += kVectors * kWidth) {
+      AccumulateTile<R, kVectors>(queries, p, decay, v, v_stride, keys, d);
+    }
     for (; d + kWidth <= head_dim; d += kWidth) {
-      Vec acc[R];
-      for (int i = 0; i < R; ++i) acc[i] = Load(queries.out[i] + d) * decay[i];
-      for (int64_t j = 0; j < keys; ++j) {
-        const Vec value = Load(v + j * v_stride + d);
-        for (int i = 0; i < R; ++i) acc[i] += value * p[i][j];
-      }
-      for (int i = 0; i < R; ++i) Store(queries.out[i] + d, acc[i]);
+      AccumulateTile<R, 1>(queries, p, decay, v, v_stride, keys, d);
     }
     for (; d < head_dim; ++d) {
       for (int i = 0; i < R; ++i) {
@@ -212,9 +234,14 @@ TANDEM_INLINE void AttendBlock(const AttentionArgs<Number>& a, Queries& queries,
   float decay[kRows];
   for (int64_t i = 0; i < queries.count; ++i) {
     const int64_t valid = Min(keys, queries.num_keys[i] - begin);
-    float highest = queries.max[i];
-    for (int64_t j = 0; j < valid; ++j) highest = Max(highest, p[i][j]);
     for (int64_t j = valid > 0 ? valid : 0; j < kBlock; ++j) p[i][j] = -__builtin_inff();
+    Vec largest = Splat(queries.max[i]);
+    for (int64_t j = 0; j < kBlock; j += kWidth) {
+      const Vec score = Load(p[i] + j);
+      largest = largest > score ? largest : score;
+    }
+    float highest = largest[0];
+    for (int lane = 1; lane < kWidth; ++lane) highest = Max(highest, largest[lane]);
     Vec sums = {};
     for (int64_t j = 0; j < kBlock; j += kWidth) {
       const Vec e = Exp(Load(p[i] + j) - highest);
