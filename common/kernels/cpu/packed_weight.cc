@@ -14,9 +14,9 @@ constexpr float kMaxQuantised = 0x1p110f;  // of a magnitude
 
 // Rounds to the nearest bfloat16, ties to even.
 uint16_t ToBfloat16(float value) {
-  if (std::isnan(value)) return kBfloat16Nan;
   const auto bits = std::bit_cast<uint32_t>(value);
-  return static_cast<uint16_t>((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
+  const auto rounded = static_cast<uint16_t>((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
+  return std::isnan(value) ? kBfloat16Nan : rounded;
 }
 
 float FromBfloat16(uint16_t value) { return std::bit_cast<float>(uint32_t{value} << 16); }
@@ -35,13 +35,18 @@ struct Group {
 // Quantises `count` weights of a group; the rest of it are zeros.
 Group Quantise(const float* values, int64_t count, WeightFormat format) {
   Group group;
-  float extreme = 0;
+  // The bits of magnitudes have the order of their values, and NaN comes last.
+  uint32_t largest = 0;
   for (int64_t k = 0; k < count; ++k) {
-    if (!(std::abs(values[k]) <= kMaxQuantised)) {
-      group.scale = kBfloat16Nan;
-      return group;
-    }
-    if (std::abs(values[k]) > std::abs(extreme)) extreme = values[k];
+    largest = std::max(largest, std::bit_cast<uint32_t>(std::abs(values[k])));
+  }
+  if (largest > std::bit_cast<uint32_t>(kMaxQuantised)) {
+    group.scale = kBfloat16Nan;
+    return group;
+  }
+  float extreme = 0;  // the first of the largest magnitude
+  for (int64_t k = count; k-- > 0;) {
+    if (std::bit_cast<uint32_t>(std::abs(values[k])) == largest) extreme = values[k];
   }
   const bool bytes = format == WeightFormat::kInt8;
   group.scale = ToBfloat16(bytes ? std::abs(extreme) / 127 : extreme / -8);
@@ -100,29 +105,60 @@ Group UnpackGroup(WeightFormat format, const uint8_t* record, int64_t lane) {
   return group;
 }
 
+// Word `k` of a row of a panel of kFloat32, and of kBfloat16.
+uint32_t FloatWord(const float* row, int64_t k) { return std::bit_cast<uint32_t>(row[k]); }
+uint32_t Bfloat16Word(const float* row, int64_t k) {
+  return ToBfloat16(row[2 * k]) | static_cast<uint32_t>(ToBfloat16(row[2 * k + 1])) << 16;
+}
+
+// Writes `count` words of each of `lanes` rows, those of one row kPanelOuts words apart, from `to`
+// on. Few words of every row come at a time, so that the cache lines they share are written at
+// once.
+template <typename Word>
+void PackWords(const float* values, int64_t stride, int64_t lanes, int64_t count, const Word& word,
+               uint32_t* to) {
+  constexpr int64_t kWords = 32;
+  uint32_t words[kPanelOuts][kWords];
+  for (int64_t begin = 0; begin < count; begin += kWords) {
+    const int64_t some = std::min(kWords, count - begin);
+    for (int64_t i = 0; i < lanes; ++i) {
+      for (int64_t k = 0; k < some; ++k) words[i][k] = word(values + i * stride, begin + k);
+    }
+    for (int64_t k = 0; k < some; ++k) {
+      for (int64_t i = 0; i < lanes; ++i) to[(begin + k) * kPanelOuts + i] = words[i][k];
+    }
+  }
+}
+
 }  // namespace
 
 void PackRows(const PackedMatrix& to, int64_t first, int64_t rows, const float* values,
               int64_t stride) {
-  const int64_t panel_bytes = PanelBytes(to.format, to.in);
-  for (int64_t row = first; row < first + rows; ++row, values += stride) {
+  const int64_t panel_bytes = PanelBytes(to.format, to.in), end = first + rows;
+  for (int64_t row = first; row < end;) {
+    const int64_t lane = row % kPanelOuts, lanes = std::min(kPanelOuts - lane, end - row);
     auto* const panel = static_cast<uint8_t*>(to.data) + row / kPanelOuts * panel_bytes;
-    const int64_t lane = row % kPanelOuts;
     if (to.format == WeightFormat::kFloat32) {
-      auto* const lanes = reinterpret_cast<float*>(panel) + lane;
-      for (int64_t k = 0; k < to.in; ++k) lanes[k * kPanelOuts] = values[k];
+      PackWords(values, stride, lanes, to.in, FloatWord, reinterpret_cast<uint32_t*>(panel) + lane);
     } else if (to.format == WeightFormat::kBfloat16) {
-      for (int64_t k = 0; k < to.in; ++k) {
-        const uint16_t value = ToBfloat16(values[k]);
-        std::memcpy(panel + Bfloat16Offset(k, lane), &value, 2);
+      auto* const words = reinterpret_cast<uint32_t*>(panel) + lane;
+      PackWords(values, stride, lanes, to.in / 2, Bfloat16Word, words);
+      if (to.in % 2 != 0) {
+        for (int64_t i = 0; i < lanes; ++i) {
+          words[to.in / 2 * kPanelOuts + i] = ToBfloat16(values[i * stride + to.in - 1]);
+        }
       }
     } else {
-      for (int64_t k = 0; k < to.in; k += kGroupInputs) {
-        const int64_t count = std::min(kGroupInputs, to.in - k);
-        PackGroup(to.format, Quantise(values + k, count, to.format),
-                  panel + k / kGroupInputs * GroupBytes(to.format), lane);
+      for (int64_t i = 0; i < lanes; ++i) {
+        for (int64_t k = 0; k < to.in; k += kGroupInputs) {
+          const int64_t count = std::min(kGroupInputs, to.in - k);
+          PackGroup(to.format, Quantise(values + i * stride + k, count, to.format),
+                    panel + k / kGroupInputs * GroupBytes(to.format), lane + i);
+        }
       }
     }
+    row += lanes;
+    values += lanes * stride;
   }
 }
 
