@@ -530,20 +530,25 @@ TANDEM_INLINE void MultiplyStraight(const LinearProduct& a, const char* panel, i
   }
 }
 
-// Multiplies any rows straight from the panels, in tiles of at most R rows.
+// Multiplies all rows by `panels` panels straight from them, in tiles of at most R rows and P
+// panels. What P panels leave is divided by fewer: a single one would wait for each of its sums.
+template <typename Format, int R, int P>
+void MultiplyPanels(const LinearProduct& a, const char* panel, int64_t panel_bytes, int64_t panels,
+                    int64_t o) {
+  for (; panels >= P; panels -= P, panel += P * panel_bytes, o += P * kPanel) {
+    MultiplyStraight<Format, R, P>(a, panel, panel_bytes, o);
+  }
+  if constexpr (P > 1) MultiplyPanels<Format, R, P / 2>(a, panel, panel_bytes, panels, o);
+}
+
+// The same with as many panels as suit the number of rows.
 template <typename Format, int R>
 void MultiplyFewRows(const LinearProduct& a, const char* panel, int64_t panel_bytes, int64_t panels,
                      int64_t o) {
   if constexpr (R > 1) {
     if (a.rows < R) return MultiplyFewRows<Format, R - 1>(a, panel, panel_bytes, panels, o);
   }
-  constexpr int P = TilePanels(R);
-  for (; panels >= P; panels -= P, panel += P * panel_bytes, o += P * kPanel) {
-    MultiplyStraight<Format, R, P>(a, panel, panel_bytes, o);
-  }
-  for (; panels > 0; --panels, panel += panel_bytes, o += kPanel) {
-    MultiplyStraight<Format, R, 1>(a, panel, panel_bytes, o);
-  }
+  MultiplyPanels<Format, R, TilePanels(R)>(a, panel, panel_bytes, panels, o);
 }
 
 template <typename Format>
