@@ -52,7 +52,7 @@ void Write(Sequence& sequence) {
 
 // Plans a pass, advances its entries and writes the tokens that they sample.
 PassPlan RunPass(Scheduler& scheduler, Author lane) {
-  const PassPlan plan = scheduler.Plan(lane);
+  PassPlan plan = scheduler.Plan(lane);
   for (const PassEntry& entry : plan.entries) {
     scheduler.Advance(lane, entry);
     if (entry.samples) Write(*entry.sequence);
