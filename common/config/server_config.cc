@@ -6,6 +6,7 @@
 #include <optional>
 #include <span>
 #include <string>
+#include <tuple>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
@@ -270,11 +271,26 @@ absl::Status Resolve(v1::StrategyOptions* strategy) {
   return ResolveRankTimeouts("strategy.", strategy);
 }
 
+absl::Status ResolveWeightDtype(v1::ComputeOptions* compute) {
+  const std::string field = "compute.weight_dtype";
+  if (compute->weight_dtype().empty()) compute->set_weight_dtype("float32");
+  TANDEM_RETURN_IF_ERROR(CheckOneOf(field, compute->weight_dtype(), {"float32", "bfloat16"}));
+  if (compute->weight_dtype() == "float32") return absl::OkStatus();
+  for (const auto& [name, value, needed] : {std::tuple{"device", compute->device(), "cpu"},
+                                            std::tuple{"dtype", compute->dtype(), "float32"}}) {
+    if (value == needed) continue;
+    return InvalidField(field, absl::StrCat(compute->weight_dtype(), " needs compute.", name, " ",
+                                            needed, ", which is ", value));
+  }
+  return absl::OkStatus();
+}
+
 // Resolves the settings that trainer and critic have in common.
 template <typename Config>
 absl::Status ResolveTraining(Config* config, const DefaultPorts& ports) {
   TANDEM_RETURN_IF_ERROR(Resolve(config->mutable_server(), ports));
   TANDEM_RETURN_IF_ERROR(Resolve(config->mutable_compute()));
+  TANDEM_RETURN_IF_ERROR(ResolveWeightDtype(config->mutable_compute()));
   TANDEM_RETURN_IF_ERROR(CheckGiven("model", config->model()));
   TANDEM_RETURN_IF_ERROR(Resolve(config->mutable_optimizer()));
   TANDEM_RETURN_IF_ERROR(Resolve(config->mutable_batch()));
@@ -447,6 +463,10 @@ absl::Status ResolveJunior(RolloutServerConfig* config) {
 absl::Status Resolve(RolloutServerConfig* config) {
   TANDEM_RETURN_IF_ERROR(Resolve(config->mutable_server(), kRolloutPorts));
   TANDEM_RETURN_IF_ERROR(Resolve(config->mutable_compute()));
+  if (!config->compute().weight_dtype().empty()) {
+    return InvalidField("compute.weight_dtype",
+                        "a rollout server has senior_dtype and junior_dtype instead");
+  }
   TANDEM_RETURN_IF_ERROR(CheckGiven("senior_model", config->senior_model()));
   TANDEM_RETURN_IF_ERROR(Resolve(config->mutable_tandem(), !config->junior_model().empty()));
   TANDEM_RETURN_IF_ERROR(ResolveSenior(config));

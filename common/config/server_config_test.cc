@@ -29,6 +29,7 @@ TEST(ServerConfigTest, DefaultsAreThoseOfTheSchema) {
   EXPECT_EQ(rollout.compute().device(), "cpu");
   EXPECT_EQ(rollout.compute().dtype(), "float32");
   EXPECT_EQ(rollout.compute().kernels(), "auto");
+  EXPECT_EQ(rollout.compute().weight_dtype(), "") << "of trainer and critic";
   EXPECT_EQ(rollout.max_num_seqs(), 64);
   EXPECT_EQ(rollout.max_model_len(), 2048);
   EXPECT_EQ(rollout.junior_max_model_len(), 2048);
@@ -61,6 +62,7 @@ TEST(ServerConfigTest, DefaultsAreThoseOfTheSchema) {
   EXPECT_EQ(trainer.strategy().recompute_granularity(), "none");
   EXPECT_EQ(trainer.strategy().heartbeat_timeout_seconds(), 15);
   EXPECT_FALSE(trainer.strategy().has_stage());
+  EXPECT_EQ(trainer.compute().weight_dtype(), "float32");
   EXPECT_EQ(trainer.max_samples(), 4096);
 
   CriticServerConfig critic;
@@ -106,6 +108,7 @@ INSTANTIATE_TEST_SUITE_P(
         Bad{"senior_model: s\ncompute: {dtype: float16}", "compute.dtype"},
         Bad{"senior_model: s\ncompute: {kernels: own}", "compute.kernels"},
         Bad{"senior_model: s\ncompute: {num_threads: -1}", "compute.num_threads"},
+        Bad{"senior_model: s\ncompute: {weight_dtype: float32}", "compute.weight_dtype"},
         Bad{"senior_model: s\ntandem: {enabled: true}", "tandem.enabled"},
         Bad{"senior_model: s\ntandem: {prob_senior: 1.5}", "tandem.prob_senior"},
         Bad{"senior_model: s\ntandem: {selection_strategy: chunk}", "tandem.chunk_size"},
@@ -242,6 +245,9 @@ INSTANTIATE_TEST_SUITE_P(
         Bad{"model: m\nstrategy: {name: megatron, context_parallel_size: 0}",
             "strategy.context_parallel_size"},
         Bad{"model: m\nstrategy: {recompute_granularity: some}", "strategy.recompute_granularity"},
+        Bad{"model: m\ncompute: {weight_dtype: int8}", "compute.weight_dtype"},
+        Bad{"model: m\ncompute: {weight_dtype: bfloat16, dtype: bfloat16}", "compute.weight_dtype"},
+        Bad{"model: m\ncompute: {weight_dtype: bfloat16, device: cuda}", "compute.weight_dtype"},
         Bad{"model: m\nstrategy: {heartbeat_timeout_seconds: 0}",
             "strategy.heartbeat_timeout_seconds"},
         Bad{"model: m\nstrategy: {name: many}", "strategy.name"},

@@ -48,8 +48,11 @@ absl::StatusOr<Placement> SetUpCompute(const ComputeOptions& options) {
     }
     guard.setDevice(device);
   }
-  return Placement{.device = device,
-                   .dtype = options.dtype == "bfloat16" ? at::kBFloat16 : at::kFloat};
+  const auto type = [](const std::string& name) {
+    return name == "bfloat16" ? at::kBFloat16 : at::kFloat;
+  };
+  return Placement{
+      .device = device, .dtype = type(options.dtype), .weight_dtype = type(options.weight_dtype)};
 }
 
 }  // namespace tandem

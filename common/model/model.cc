@@ -55,6 +55,25 @@ absl::Status CheckWeightFormat(const LoadOptions& options) {
   return absl::OkStatus();
 }
 
+absl::Status CheckWeightDtype(const LoadOptions& options) {
+  const Placement& placement = options.placement;
+  const auto fail = [](absl::string_view what) {
+    return InvalidField("placement.weight_dtype", what);
+  };
+  if (placement.weight_dtype == at::kFloat) return absl::OkStatus();
+  if (placement.weight_dtype != at::kBFloat16) return fail("must be float32 or bfloat16");
+  if (placement.weight_format != kernels::WeightFormat::kDense) {
+    return fail("packed weights have the type of their format");
+  }
+  if (!placement.device.is_cpu() || placement.dtype != at::kFloat) {
+    return fail("rounded weights are multiplied on the CPU in float32 alone");
+  }
+  if (!options.requires_grad && options.block_filled != nullptr) {
+    return fail("a model that only infers rounds values that it holds whole");
+  }
+  return absl::OkStatus();
+}
+
 }  // namespace
 
 Model::~Model() = default;
@@ -66,6 +85,7 @@ absl::StatusOr<std::unique_ptr<Model>> Model::Build(const ModelConfig& config,
     return InvalidField("placement.dtype", "must be float32 or bfloat16");
   }
   TANDEM_RETURN_IF_ERROR(CheckWeightFormat(options));
+  TANDEM_RETURN_IF_ERROR(CheckWeightDtype(options));
   if (options.num_token_ids > config.vocab_size) {
     return InvalidField(
         "tokenizer.json",

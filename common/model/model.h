@@ -12,7 +12,8 @@
 //
 // A model lives on one device. What trains is stored in float32 and may compute in another type;
 // what only infers is stored in the type that it computes in, or its matrices are packed
-// (Placement::weight_format) and it computes in float32. Functions that return tensors may
+// (Placement::weight_format) and it computes in float32. With Placement::weight_dtype both compute
+// with the values that packed bfloat16 matrices have, to the bit. Functions that return tensors may
 // throw c10::Error as libtorch does; engines turn that into a Status at their edge.
 //
 // With Placement::shard_group every rank holds a shard and makes the same calls on the same batch;
@@ -126,6 +127,8 @@ class Model {
   at::Device device() const { return placement_.device; }
   // The type of the computation, and so of hidden states and logits.
   at::ScalarType dtype() const { return placement_.dtype; }
+  // The type whose values the matrices have in passes (Placement::weight_dtype).
+  at::ScalarType weight_dtype() const { return placement_.weight_dtype; }
   int64_t shard_count() const { return placement_.shard_count; }
   // WeightsDigest (common/weights/weights_digest.h) of the values in the files that were loaded,
   // whatever type and shard of them is stored here.

@@ -6,6 +6,8 @@
 #include <gtest/gtest.h>
 
 #include <filesystem>
+#include <numeric>
+#include <vector>
 
 #include "common/base/error.h"
 #include "common/model/model.h"
@@ -65,6 +67,111 @@ TEST(PackedModelTest, HasTheBitsOfADenseModelWithItsValues) {
       }
     }
   }
+}
+
+// Passes with matrices rounded to bfloat16 (Placement::weight_dtype) beside packed ones.
+
+LoadOptions Rounded(bool trains) {
+  return {.num_token_ids = kTokenIds,
+          .requires_grad = trains,
+          .placement = {.weight_dtype = at::kBFloat16}};
+}
+
+// The two prompts of Logits() with the tokens after them, in one pass of training: the logits of
+// the tokens that Logits() asks for.
+at::Tensor TrainingLogits(const Model& model) {
+  Tokens first, second = {4, kTokenIds - 1, 0, 9};
+  for (int64_t i = 0; i < 40; ++i) first.push_back((i * i * 13 + i) % kTokenIds);
+  first.push_back(2);
+  CausalContext context;
+  const at::Tensor hidden = model.HiddenStates(MakeRaggedBatch({first, second}), context);
+  std::vector<int64_t> rows(40);
+  std::iota(rows.begin(), rows.end(), 0);
+  rows.insert(rows.end(), {43, 44, 40});
+  return model.ForwardLogits(hidden.index_select(0, at::tensor(rows, at::kLong)));
+}
+
+TEST(RoundedModelTest, TrainingHasTheBitsOfWeightsPackedInBfloat16) {
+  for (const std::string& family : EveryFamily()) {
+    for (const bool tied : {false, true}) {
+      const auto packed = MakeModel(family, tied, WeightFormat::kBfloat16);
+      const auto trained = TinyModel(family, Biased(tied), Rounded(/*trains=*/true));
+      const auto frozen = TinyModel(family, Biased(tied), Rounded(/*trains=*/false));
+      const NamedTensors start = RandomParameters(*packed, 7);
+      ASSERT_TRUE(trained->LoadParameters(start).ok());
+      ASSERT_TRUE(frozen->LoadParameters(start).ok());
+      const at::Tensor logits = TrainingLogits(*trained);
+      EXPECT_TRUE(logits.requires_grad());
+      EXPECT_TRUE(at::equal(logits, Logits(*packed))) << family << tied;
+      EXPECT_TRUE(at::equal(Logits(*trained), Logits(*packed))) << family << tied;
+      EXPECT_TRUE(at::equal(Logits(*frozen), Logits(*packed))) << family << tied;
+      EXPECT_FALSE(
+          at::equal(Logits(*MakeModel(family, tied, WeightFormat::kDense)), Logits(*packed)));
+      for (const auto& [name, value] : start) {
+        EXPECT_TRUE(at::equal(trained->Parameter(name), value)) << "masters keep their bits";
+      }
+
+      // After an update that most bfloat16 weights are too coarse for.
+      NamedTensors updated;
+      for (const auto& [name, value] : trained->Parameters()) {
+        const at::NoGradGuard no_grad;
+        value.mul_(1.001);
+        updated.emplace_back(name, value.clone());
+      }
+      trained->OnWeightsChanged();
+      ASSERT_TRUE(packed->LoadParameters(updated).ok());
+      EXPECT_TRUE(at::equal(TrainingLogits(*trained), Logits(*packed))) << family << tied;
+      EXPECT_FALSE(at::equal(Logits(*packed), logits));
+    }
+  }
+}
+
+TEST(RoundedModelTest, GradientsAreThoseOfAModelWithTheRoundedValues) {
+  for (const bool tied : {false, true}) {
+    const auto rounded = TinyModel("qwen2", Biased(tied), Rounded(/*trains=*/true));
+    const auto exact =
+        TinyModel("qwen2", Biased(tied), {.num_token_ids = kTokenIds, .requires_grad = true});
+    ASSERT_TRUE(rounded->LoadParameters(RandomParameters(*rounded, 7)).ok());
+    CopyComputedValues(*rounded, *exact);
+    for (const Model* model : {rounded.get(), exact.get()}) {
+      TrainingLogits(*model).pow(2).mean().backward();
+    }
+    for (const auto& [name, parameter] : rounded->Parameters()) {
+      EXPECT_TRUE(at::equal(parameter.grad(), exact->Parameter(name).grad())) << name << tied;
+    }
+  }
+}
+
+TEST(RoundedModelTest, ACriticsHeadIsRoundedToo) {
+  LoadOptions options = Rounded(/*trains=*/true);
+  options.head = HeadKind::kValue;
+  const auto critic = TinyModel("llama", {}, options);
+  const at::Tensor hidden = at::randn({5, critic->config().hidden_size});
+  const at::Tensor head = critic->Parameter(kValueHeadWeight).detach();
+  EXPECT_TRUE(at::equal(critic->Values(hidden),
+                        ops::Linear(hidden, head.to(at::kBFloat16).to(at::kFloat), {}).squeeze(1)));
+}
+
+TEST(RoundedModelTest, WhatCannotBeRoundedIsRefused) {
+  const auto path = [](const LoadOptions& options) {
+    const absl::Status status = Model::Random(TinyConfig(), 1, options).status();
+    EXPECT_EQ(status.code(), absl::StatusCode::kInvalidArgument) << status;
+    return FieldPath(status);
+  };
+  const char* const field = "placement.weight_dtype";
+  LoadOptions options = Rounded(/*trains=*/true);
+  options.placement.dtype = at::kBFloat16;
+  EXPECT_EQ(path(options), field);
+  options = Rounded(/*trains=*/true);
+  options.placement.weight_dtype = at::kHalf;
+  EXPECT_EQ(path(options), field);
+  options = Rounded(/*trains=*/false);
+  options.placement.weight_format = WeightFormat::kBfloat16;
+  EXPECT_EQ(path(options), field);
+  options = Rounded(/*trains=*/false);
+  options.block_filled = [](int64_t, const at::Tensor&) {};
+  EXPECT_EQ(path(options), field);
+  EXPECT_THROW(TinyModel("llama", {}, Rounded(/*trains=*/false))->PrepareWeights(), c10::Error);
 }
 
 TEST(PackedModelTest, QuantisedLogitsStayClose) {

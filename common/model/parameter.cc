@@ -5,6 +5,8 @@
 
 #include <cstdint>
 
+#include "common/ops/bfloat16_rounding.h"
+
 namespace tandem {
 
 void Parameter::CopyFrom(const at::Tensor& whole, ops::PackThreads threads) const {
@@ -17,7 +19,7 @@ void Parameter::CopyFrom(const at::Tensor& whole, ops::PackThreads threads) cons
 }
 
 at::Tensor Parameter::ComputedValue() const {
-  if (packed == nullptr) return value.detach();
+  if (packed == nullptr) return rounded ? ops::Rounded(value.detach()) : value.detach();
   const int64_t rows = shard.ShapeOf(spec.shape)[0];
   return packed->Rows(at::arange(packed_row, packed_row + rows, at::kLong));
 }

@@ -25,6 +25,11 @@ struct Placement {
   // The storage of the linear maps, the embedding and the head. A packed format is for a model that
   // only infers, on the CPU in float32 (`dtype`); norms and biases are then float32.
   kernels::WeightFormat weight_format = kernels::WeightFormat::kDense;
+  // The type whose values passes read of the same matrices: float32, or bfloat16 for the bits of a
+  // model that packs them in bfloat16. A model that trains keeps float32 masters and reads rounded
+  // copies; one that only infers is rounded itself. bfloat16 needs dense matrices on the CPU and
+  // `dtype` float32; norms and biases are not rounded.
+  at::ScalarType weight_dtype = at::kFloat;
   // The tensor-parallel shard that this process holds of every parameter with a shard axis.
   int64_t shard_index = 0;
   int64_t shard_count = 1;
@@ -58,13 +63,16 @@ struct Parameter {
   // computation: norms and the embedding.
   bool read_as_master = false;
 
+  // Whether passes read it rounded to bfloat16 (Placement::weight_dtype).
+  bool rounded = false;
+
   // Whether this process holds a shard of it.
   bool held() const { return value.defined() || packed != nullptr; }
   // Copies this process's shard of `whole`, of any device and floating-point type, in. Needs
   // held().
   void CopyFrom(const at::Tensor& whole, ops::PackThreads threads = ops::PackThreads::kAll) const;
-  // Returns the values of this process's shard that a pass computes with: `value`, or an unpacked
-  // copy in float32. Needs held().
+  // Returns the values of this process's shard that a pass computes with: `value`, or a rounded or
+  // unpacked copy in float32. Needs held().
   at::Tensor ComputedValue() const;
 };
 

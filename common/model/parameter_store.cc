@@ -9,6 +9,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "common/base/error.h"
+#include "common/ops/bfloat16_rounding.h"
 #include "common/tensor/tensor_memory.h"
 
 namespace tandem {
@@ -35,19 +36,21 @@ absl::StatusOr<std::unique_ptr<ParameterStore>> ParameterStore::Create(
   }
   std::unique_ptr<ParameterStore> store(new ParameterStore(placement));
   store->training_ = !trainable.empty();
+  store->without_memory_ = without_memory;
   for (size_t i = 0; i < specs.size(); ++i) {
     Parameter parameter = {
         .spec = specs[i], .shard = {}, .trainable = store->training_ && trainable[i], .value = {}};
+    parameter.rounded = placement.weight_dtype == at::kBFloat16 && specs[i].shape.size() == 2;
     if (const std::optional<int64_t> axis = specs[i].shard_axis; axis.has_value()) {
       parameter.shard = {*axis, placement.shard_index, placement.shard_count};
     }
     store->parameters_.push_back(std::move(parameter));
   }
-  store->AllocateBlocks(without_memory);
+  store->AllocateBlocks();
   return store;
 }
 
-void ParameterStore::AllocateBlocks(bool without_memory) {
+void ParameterStore::AllocateBlocks() {
   std::vector<int64_t> sizes;
   for (const Parameter& parameter : parameters_) {
     const auto block = static_cast<size_t>(parameter.spec.block);
@@ -59,9 +62,9 @@ void ParameterStore::AllocateBlocks(bool without_memory) {
       at::device(placement_.device).dtype(training_ ? at::kFloat : placement_.dtype);
   for (const int64_t size : sizes) {
     const int64_t numel = Aligned(size, placement_.buffer_shards);
-    block_buffers_.push_back(without_memory ? EmptyWithoutMemory(numel, options)
-                                            : at::empty({numel}, options));
-    if (without_memory && options.dtype() != placement_.dtype) {
+    block_buffers_.push_back(without_memory_ ? EmptyWithoutMemory(numel, options)
+                                             : at::empty({numel}, options));
+    if (without_memory_ && options.dtype() != placement_.dtype) {
       compute_buffers_.push_back(EmptyWithoutMemory(numel, options.dtype(placement_.dtype)));
     }
   }
@@ -82,6 +85,10 @@ Parameter* ParameterStore::FindMutable(const std::string& name) {
 bool ParameterStore::IsPacked(const Parameter& parameter) const {
   return placement_.weight_format != kernels::WeightFormat::kDense &&
          parameter.spec.shape.size() == 2;
+}
+
+bool ParameterStore::HasRoundedCopies() const {
+  return placement_.weight_dtype == at::kBFloat16 && training_ && !without_memory_;
 }
 
 std::vector<int64_t> ParameterStore::StackedShape(const std::vector<std::string>& names) const {
@@ -151,7 +158,9 @@ at::Tensor ParameterStore::Take(const std::string& name) {
 
 ops::EmbeddingWeight ParameterStore::TakeEmbedding(const std::string& name) {
   const Parameter* const parameter = Find(name);
-  if (parameter == nullptr || !IsPacked(*parameter)) return ops::EmbeddingWeight(Take(name));
+  if (parameter == nullptr || !IsPacked(*parameter)) {
+    return ops::EmbeddingWeight(Take(name), HasRoundedCopies());
+  }
   if (!placement_.Holds(parameter->spec.block)) return {};
   return ops::EmbeddingWeight(AllocatePacked({name}));
 }
@@ -187,12 +196,13 @@ const ops::LinearWeight& ParameterStore::TakeLinear(const std::vector<std::strin
                                         bias.defined() ? ComputeView(block, bias) : at::Tensor());
   }
   return linear_weights_.emplace_back(stacked, bias, values(weight_names), values(bias_names),
-                                      placement_.dtype);
+                                      placement_.dtype, HasRoundedCopies());
 }
 
 ParameterSet ParameterStore::NewSet() const {
   TORCH_CHECK(!training_ && compute_buffers_.empty(),
               "parameters that train have one set of values");
+  TORCH_CHECK(placement_.weight_dtype == at::kFloat, "a second set of values is not rounded");
   const at::NoGradGuard no_grad;
   ParameterSet set = {.parameters = parameters_, .block_buffers = {}, .packed = {}};
   for (const at::Tensor& buffer : block_buffers_) {
@@ -221,6 +231,10 @@ void ParameterStore::Swap(ParameterSet& set) {
 }
 
 void ParameterStore::OnWeightsChanged() {
+  for (const Parameter& parameter : parameters_) {
+    if (training_ || !parameter.rounded || !parameter.value.defined()) continue;
+    ops::CopyRounded(parameter.value, parameter.value);
+  }
   for (ops::LinearWeight& weight : linear_weights_) weight.OnWeightsChanged();
 }
 

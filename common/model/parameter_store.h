@@ -62,18 +62,23 @@ class ParameterStore {
   // Exchanges the memory of the values with that of a set that NewSet returned. No value is read.
   void Swap(ParameterSet& set);
 
-  // Call it after values have changed, before the next forward pass.
+  // Call it after values have changed, before the next forward pass. Rounds the values of a model
+  // that only infers with a `weight_dtype` of bfloat16.
   void OnWeightsChanged();
 
  private:
   explicit ParameterStore(const Placement& placement) : placement_(placement) {}
 
-  void AllocateBlocks(bool without_memory);
+  void AllocateBlocks();
   Parameter* FindMutable(const std::string& name);
   // Returns the view of a block's compute buffer at the place of `stacked` in the block's buffer.
   at::Tensor ComputeView(int64_t block, const at::Tensor& stacked) const;
   // Whether a parameter is stored packed: the matrices of a model with a packed format are.
   bool IsPacked(const Parameter& parameter) const;
+  // Whether linear maps and the embedding read rounded copies of their values. In a model that only
+  // infers the values are rounded themselves, and the caller of a store without memory rounds what
+  // it gives to a block.
+  bool HasRoundedCopies() const;
   // Returns the shape of the stack of the parameters of those names, which must not be taken yet.
   std::vector<int64_t> StackedShape(const std::vector<std::string>& names) const;
   // Gives the parameters of those names, in order, one range of a buffer; returns it.
@@ -82,7 +87,7 @@ class ParameterStore {
   std::shared_ptr<const ops::PackedWeight> AllocatePacked(const std::vector<std::string>& names);
 
   const Placement placement_;
-  bool training_ = false;
+  bool training_ = false, without_memory_ = false;
   std::vector<Parameter> parameters_;
   std::vector<at::Tensor> block_buffers_, compute_buffers_;
   std::vector<std::shared_ptr<ops::PackedWeight>> packed_;

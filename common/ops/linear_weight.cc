@@ -5,6 +5,7 @@
 
 #include <utility>
 
+#include "common/ops/bfloat16_rounding.h"
 #include "common/ops/linear_function.h"
 #include "common/ops/matrix_product.h"
 #include "common/ops/ops.h"
@@ -14,17 +15,19 @@
 namespace tandem::ops {
 
 LinearWeight::LinearWeight(at::Tensor stacked, at::Tensor bias, std::vector<at::Tensor> weights,
-                           std::vector<at::Tensor> biases, at::ScalarType compute_dtype)
+                           std::vector<at::Tensor> biases, at::ScalarType compute_dtype,
+                           bool rounds)
     : stacked_(std::move(stacked)),
       bias_(std::move(bias)),
       weights_(std::move(weights)),
-      biases_(std::move(biases)) {
+      biases_(std::move(biases)),
+      rounds_(rounds) {
   const at::NoGradGuard no_grad;
   // If the types are the same, these are the stack itself.
-  compute_weight_ = stacked_.detach().to(compute_dtype);
+  compute_weight_ = stacked_.detach().to(compute_dtype, /*non_blocking=*/false, /*copy=*/rounds);
   if (bias_.defined()) compute_bias_ = bias_.detach().to(compute_dtype);
   has_copy_ = !compute_weight_.is_alias_of(stacked_);
-  if (has_copy_) copied_version_ = stacked_._version();
+  if (has_copy_) RefreshCopy();
 }
 
 LinearWeight::LinearWeight(at::Tensor stacked, at::Tensor bias, std::vector<at::Tensor> weights,
@@ -45,10 +48,17 @@ LinearWeight::LinearWeight(std::shared_ptr<const PackedWeight> packed, at::Tenso
       compute_bias_(bias_) {}
 
 void LinearWeight::OnWeightsChanged() {
-  if (!has_copy_) return;
+  if (has_copy_) RefreshCopy();
+}
+
+void LinearWeight::RefreshCopy() {
   const at::NoGradGuard no_grad;
-  compute_weight_.copy_(stacked_);
-  if (bias_.defined()) compute_bias_.copy_(bias_);
+  if (rounds_) {
+    CopyRounded(stacked_, compute_weight_);
+  } else {
+    compute_weight_.copy_(stacked_);
+    if (bias_.defined()) compute_bias_.copy_(bias_);
+  }
   copied_version_ = stacked_._version();
 }
 

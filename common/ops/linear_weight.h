@@ -16,7 +16,9 @@ namespace tandem::ops {
 // One or several maps of one input (queries, keys and values), stacked in one matrix so that they
 // are one product. The parameters are the *masters*: views of the stack, one per map. Where the
 // computation has another type than the masters (bf16 over fp32), the products use a copy in that
-// type. OnWeightsChanged() refreshes the copy; using a stale copy throws c10::Error.
+// type; where weights are rounded, the products use a copy with the rounded values. Gradients with
+// respect to a copy are those of the masters. OnWeightsChanged() refreshes the copy; using a stale
+// copy throws c10::Error.
 //
 // The maps of a model that infers may be packed instead (packed_weight.h): then there are no
 // masters, x is float32, and a call with autograd throws c10::Error.
@@ -24,9 +26,11 @@ class LinearWeight {
  public:
   // `stacked` [sum of outs, in] and `bias` [sum of outs] (or undefined) hold the maps one after the
   // other. `weights` [outs[i], in] and `biases` (empty, or [outs[i]]) are views of them, the
-  // parameters; they are leaves of autograd where they train.
+  // parameters; they are leaves of autograd where they train. `rounds` means a copy of the matrix
+  // with the values of bfloat16 (CopyRounded), as masters and computation in float32 on the CPU;
+  // the bias is not rounded.
   LinearWeight(at::Tensor stacked, at::Tensor bias, std::vector<at::Tensor> weights,
-               std::vector<at::Tensor> biases, at::ScalarType compute_dtype);
+               std::vector<at::Tensor> biases, at::ScalarType compute_dtype, bool rounds = false);
   // The same with copies, like `stacked` and `bias`, that the caller keeps up to date.
   LinearWeight(at::Tensor stacked, at::Tensor bias, std::vector<at::Tensor> weights,
                std::vector<at::Tensor> biases, at::Tensor compute_weight, at::Tensor compute_bias);
@@ -60,6 +64,7 @@ class LinearWeight {
   const at::Tensor& compute_weight() const;
 
  private:
+  void RefreshCopy();
   void CheckFresh() const;
   // Multiplies by all maps, without autograd.
   at::Tensor Infer(const at::Tensor& x, const at::Tensor& bias) const;
@@ -72,6 +77,7 @@ class LinearWeight {
   // stacked_ and bias_ themselves if the type is the same.
   at::Tensor compute_weight_, compute_bias_;
   bool has_copy_ = false;
+  bool rounds_ = false;         // the copy of the matrix; there is no copy of the bias then
   int64_t copied_version_ = 0;  // autograd's count of changes to the stack
 };
 

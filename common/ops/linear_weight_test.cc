@@ -7,12 +7,14 @@
 #include <memory>
 #include <vector>
 
+#include "common/ops/packed_weight.h"
+
 namespace tandem::ops {
 namespace {
 
 // Two maps [5, 12] and [3, 12] with biases, stacked as a ParameterStore stacks them.
 struct Maps {
-  explicit Maps(at::ScalarType compute_dtype, bool second_trains = true) {
+  explicit Maps(at::ScalarType compute_dtype, bool second_trains = true, bool rounds = false) {
     at::manual_seed(4);
     stacked = at::randn({8, 12});
     bias = at::randn({8});
@@ -22,7 +24,7 @@ struct Maps {
       (*tensors)[0].set_requires_grad(true);
       (*tensors)[1].set_requires_grad(second_trains);
     }
-    linear = std::make_unique<LinearWeight>(stacked, bias, weights, biases, compute_dtype);
+    linear = std::make_unique<LinearWeight>(stacked, bias, weights, biases, compute_dtype, rounds);
   }
 
   at::Tensor stacked, bias;
@@ -97,6 +99,52 @@ TEST(LinearWeightTest, AStaleCopyIsRefusedUntilItIsRefreshed) {
   EXPECT_TRUE(at::equal(copy, maps.stacked.to(at::kBFloat16)));
   maps.stacked.zero_();
   EXPECT_TRUE(refreshed().is_same(copy));  // a holder of the tensor sees the new values
+}
+
+Maps RoundedMaps() { return Maps(at::kFloat, /*second_trains=*/true, /*rounds=*/true); }
+
+TEST(LinearWeightTest, RoundedMapsHaveTheBitsOfMapsPackedInBfloat16) {
+  Maps maps = RoundedMaps();
+  if (!PackedWeight::IsSupported()) GTEST_SKIP() << "no kernels for packed weights";
+  const at::Tensor x = at::randn({7, 12}), residual = at::randn({7, 8});
+  for (int update = 0; update < 2; ++update) {
+    const at::Tensor masters = maps.stacked.clone();
+    const auto packed =
+        std::make_shared<const PackedWeight>(kernels::WeightFormat::kBfloat16, 8, 12);
+    packed->SetRows(0, masters);
+    const LinearWeight inferring(packed, maps.bias, {maps.bias});
+    const at::Tensor training = maps.linear->Forward(x),
+                     added = maps.linear->ForwardAdd(residual, x);
+    const at::NoGradGuard no_grad;
+    EXPECT_TRUE(at::equal(training, inferring.Forward(x)));
+    EXPECT_TRUE(at::equal(maps.linear->Forward(x), training));
+    EXPECT_TRUE(at::equal(added, inferring.ForwardAdd(residual.clone(), x)));
+    EXPECT_TRUE(at::equal(maps.linear->ForwardFirst(x, 5), training.narrow(1, 0, 5)));
+    EXPECT_TRUE(at::equal(maps.linear->compute_weight(), masters.to(at::kBFloat16).to(at::kFloat)));
+    EXPECT_TRUE(at::equal(maps.stacked, masters)) << "masters keep their bits";
+    for (const at::Tensor& weight : maps.weights) weight.add_(0.3);
+    EXPECT_THROW(maps.linear->Forward(x), c10::Error) << "stale";
+    maps.linear->OnWeightsChanged();
+  }
+}
+
+// Gradients are those of maps with the rounded values, and not rounded themselves.
+TEST(LinearWeightTest, RoundedMapsHaveTheGradientsOfTheirRoundedValues) {
+  const Maps maps = RoundedMaps();
+  const at::Tensor x = at::randn({7, 12}).requires_grad_(), dy = at::randn({7, 8});
+  maps.linear->Forward(x).backward(dy);
+  const at::Tensor rounded = maps.stacked.to(at::kBFloat16).to(at::kDouble),
+                   exact = dy.to(at::kDouble);
+  const auto error = [](const at::Tensor& a, const at::Tensor& b) {
+    return (a.to(at::kDouble) - b).abs().max().item<double>();
+  };
+  // Sums of at most 12 numbers near 1 in float32.
+  EXPECT_LE(error(x.grad(), exact.mm(rounded)), 1e-5);
+  EXPECT_GT(error(x.grad(), exact.mm(maps.stacked.to(at::kDouble))), 1e-4);
+  const at::Tensor of_weights = exact.t().mm(x.detach().to(at::kDouble));
+  EXPECT_LE(error(maps.weights[0].grad(), of_weights.narrow(0, 0, 5)), 1e-5);
+  EXPECT_LE(error(maps.weights[1].grad(), of_weights.narrow(0, 5, 3)), 1e-5);
+  EXPECT_LE(error(maps.biases[1].grad(), exact.sum(0).narrow(0, 5, 3)), 1e-5);
 }
 
 TEST(LinearWeightTest, ForwardAddAddsToTheResidual) {

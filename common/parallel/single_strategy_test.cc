@@ -142,10 +142,9 @@ TEST(SingleStrategyTest, AModelThatDoesNotTrainIsRefused) {
 }
 
 // Updates and loads refresh the bf16 copies that products use.
-TEST(SingleStrategyTest, ComputeCopiesFollowUpdatesAndLoads) {
-  const auto copy = TinyModel("llama", {}, {.placement = {.dtype = at::kBFloat16}}, /*seed=*/9);
-  SingleStrategy strategy(
-      TrainableModel({.freeze = {"*norm*"}, .placement = {.dtype = at::kBFloat16}}));
+void ExpectCopiesToFollowUpdatesAndLoads(const Placement& placement) {
+  const auto copy = TinyModel("llama", {}, {.placement = placement}, /*seed=*/9);
+  SingleStrategy strategy(TrainableModel({.freeze = {"*norm*"}, .placement = placement}));
   ASSERT_TRUE(strategy.BuildOptimizer(FastOptimizer()).ok());
   const auto expect_same_forward = [&] {
     ASSERT_TRUE(copy->LoadParameters(WholeParameters(strategy)).ok());
@@ -163,6 +162,14 @@ TEST(SingleStrategyTest, ComputeCopiesFollowUpdatesAndLoads) {
   const auto other = TinyModel("llama", {}, {}, /*seed=*/5);
   ASSERT_TRUE(strategy.LoadParameters(other->Parameters()).ok());
   expect_same_forward();
+}
+
+TEST(SingleStrategyTest, ComputeCopiesFollowUpdatesAndLoads) {
+  ExpectCopiesToFollowUpdatesAndLoads({.dtype = at::kBFloat16});
+}
+
+TEST(SingleStrategyTest, RoundedCopiesFollowUpdatesAndLoads) {
+  ExpectCopiesToFollowUpdatesAndLoads({.weight_dtype = at::kBFloat16});
 }
 
 TEST(StrategyTest, EveryNameIsCreatedAndOthersAreRefused) {

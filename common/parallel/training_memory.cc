@@ -67,10 +67,21 @@ absl::StatusOr<ShardedModel> Sharded(const TrainedModel& model, int64_t tensor_r
   return sharded;
 }
 
+// Returns the bytes of a value of the copies that linear maps multiply with, in the type of the
+// computation; 0 if they multiply with float32.
+int64_t TypedCopyBytes(const TrainedModel& model) {
+  return model.dtype == DType::kFloat32 ? 0 : static_cast<int64_t>(ItemSizeBytes(model.dtype));
+}
+
+// Returns the same with rounded copies, which are float32.
+int64_t CopyBytes(const TrainedModel& model) {
+  return model.weight_dtype == DType::kFloat32 ? TypedCopyBytes(model) : kFloatBytes;
+}
+
 // Collects the items of a plan, each in the memory of the host or of the device that computes.
 class Items {
  public:
-  explicit Items(const TrainedModel& model) : on_host_(model.on_host), dtype_(model.dtype) {}
+  explicit Items(const TrainedModel& model) : on_host_(model.on_host) {}
 
   void Add(const std::string& name, int64_t bytes) {
     plan_.items.push_back({.name = name, .bytes = bytes, .on_host = on_host_});
@@ -78,20 +89,14 @@ class Items {
   void AddOnHost(const std::string& name, int64_t bytes) {
     plan_.items.push_back({.name = name, .bytes = bytes, .on_host = true});
   }
-  // Adds the copies of float32 masters that linear maps multiply with, if the computation has
-  // another type.
-  void AddComputeCopy(int64_t values) {
-    if (copy_bytes() > 0) Add("compute_copy", values * copy_bytes());
-  }
-  // Bytes of one value of such a copy; 0 if there is none.
-  int64_t copy_bytes() const {
-    return dtype_ == DType::kFloat32 ? 0 : static_cast<int64_t>(ItemSizeBytes(dtype_));
+  // Adds the copies of float32 masters that linear maps multiply with, if there are any.
+  void AddComputeCopy(int64_t bytes) {
+    if (bytes > 0) Add("compute_copy", bytes);
   }
   MemoryPlan Take() { return std::move(plan_); }
 
  private:
   const bool on_host_;
-  const DType dtype_;
   MemoryPlan plan_;
 };
 
@@ -138,7 +143,7 @@ absl::StatusOr<MemoryPlan> SingleMemory(Recompute recompute, const TrainedModel&
   }
   Items items(options);
   items.Add("weights", sum.all * kFloatBytes);
-  items.AddComputeCopy(sum.linear);
+  items.AddComputeCopy(sum.linear * CopyBytes(options));
   items.Add("gradients", sum.trained * kFloatBytes);
   items.Add("optimizer", 2 * sum.trained * kFloatBytes);
   items.Add("activations", tokens * WholePassBytes(model, recompute));
@@ -177,9 +182,10 @@ absl::StatusOr<MemoryPlan> ZeroMemory(const ZeroOptions& zero, Recompute recompu
     const auto all = [&](int64_t block) { return model.At(block).all; };
     // A gathered copy in another type is there beside float32 memory for what is read as a master.
     items.Add("gathered_weights",
-              WholeAtOnce(model, zero.overlap_comm, all) * (kFloatBytes + items.copy_bytes()));
+              WholeAtOnce(model, zero.overlap_comm, all) * (kFloatBytes + TypedCopyBytes(options)));
   }
-  items.AddComputeCopy(copies);
+  // Stage 3 rounds what it has gathered in place.
+  items.AddComputeCopy(copies * (shards_parameters ? TypedCopyBytes(options) : CopyBytes(options)));
   items.Add("gradients", gradients * kFloatBytes);
   if (shards_gradients) {
     // A tied head's gradients, the embedding's, are open from the loss to the end.
@@ -242,7 +248,7 @@ absl::StatusOr<MemoryPlan> MegatronMemory(const MegatronOptions& megatron, Recom
   }
   Items items(options);
   items.Add("weights", weights * kFloatBytes);
-  items.AddComputeCopy(linear);
+  items.AddComputeCopy(linear * CopyBytes(options));
   items.Add("gradients", gradients * kFloatBytes);
   items.Add("optimizer", 2 * optimized * kFloatBytes);
   const int64_t own_tokens = (tokens + mesh.context - 1) / mesh.context;

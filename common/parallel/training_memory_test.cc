@@ -15,6 +15,7 @@
 #include "common/parallel/testing/strategy_runs.h"
 #include "common/parallel/testing/zero_of_stage.h"
 #include "common/ranks/testing/rank_processes.h"
+#include "common/tensor/aten_bytes.h"
 
 namespace tandem::parallel {
 namespace {
@@ -67,7 +68,17 @@ struct Case {
   std::vector<std::string> freeze = {};
   DType dtype = DType::kFloat32;
   const char* family = "llama";
+  DType weight_dtype = DType::kFloat32;
 };
+
+// With weights rounded to bfloat16.
+Case Rounded(const char* name, int ranks, const StrategyOptions& options, bool tied = false) {
+  return {.name = name,
+          .ranks = ranks,
+          .options = options,
+          .tied = tied,
+          .weight_dtype = DType::kBFloat16};
+}
 
 class TrainingMemoryTest : public testing::TestWithParam<Case> {};
 
@@ -82,15 +93,17 @@ TEST_P(TrainingMemoryTest, IsTheMemoryThatARankTakes) {
     const std::string directory = folder / ("model" + std::to_string(ranks->rank()));
     WriteTinyModel(directory, 3, shape, c.family);
     const ModelConfig config = LoadModelConfig(directory).value();
-    auto items =
-        Items(TrainingMemory(c.options, {.config = config, .freeze = c.freeze, .dtype = c.dtype},
-                             kTokens, ranks->rank(), ranks->size()));
+    auto items = Items(TrainingMemory(
+        c.options,
+        {.config = config, .freeze = c.freeze, .dtype = c.dtype, .weight_dtype = c.weight_dtype},
+        kTokens, ranks->rank(), ranks->size()));
 
     MemoryMeter meter;
     const auto strategy = CreateStrategy(c.options, ranks).value();
     Prepare(*strategy, directory,
             {.freeze = c.freeze,
-             .placement = {.dtype = c.dtype == DType::kFloat32 ? at::kFloat : at::kBFloat16}});
+             .placement = {.dtype = ToScalarType(c.dtype),
+                           .weight_dtype = ToScalarType(c.weight_dtype)}});
     const auto step = [&] {
       ASSERT_TRUE(strategy
                       ->ForwardBackward(
@@ -132,6 +145,12 @@ INSTANTIATE_TEST_SUITE_P(
         Case{"Zero3NoOverlap", 2, ZeroWithoutOverlap()},
         Case{"Zero3Full", 2, Zero(ZeroOfStage(3), Recompute::kFull)},
         Case{"Zero3Bfloat16", 2, Zero(ZeroOfStage(3)), false, {}, DType::kBFloat16},
+        Rounded("SingleRounded", 1, Single()), Rounded("SingleRoundedTied", 1, Single(), true),
+        Rounded("Zero2Rounded", 2, Zero(ZeroOfStage(2))),
+        Rounded("Zero3Rounded", 2, Zero(ZeroOfStage(3))),
+        Rounded("Zero3RoundedTied", 2, Zero(ZeroOfStage(3)), true),
+        Rounded("Tp2Rounded", 2, Megatron({.tensor_model_parallel_size = 2})),
+        Rounded("Pp2Rounded", 2, Megatron({.pipeline_model_parallel_size = 2})),
         Case{"Dp2", 2, Megatron({})}, Case{"Dp2Replicated", 2, StrategyOptions{.name = "megatron"}},
         Case{"Tp2", 2, Megatron({.tensor_model_parallel_size = 2})},
         Case{"SingleOlmo2", 1, Single(), false, {}, DType::kFloat32, "olmo2"},
@@ -189,7 +208,7 @@ TEST(TrainingMemoryPlanTest, EveryFamilyCountsItsParameters) {
   }
 }
 
-TEST(TrainingMemoryPlanTest, BfloatHasACopyOfWhatIsMultiplied) {
+TEST(TrainingMemoryPlanTest, Bfloat16HasACopyOfWhatIsMultiplied) {
   const ModelConfig config = Config();
   auto items =
       Items(TrainingMemory(Single(), {.config = config, .dtype = DType::kBFloat16}, 1, 0, 1));
@@ -198,6 +217,9 @@ TEST(TrainingMemoryPlanTest, BfloatHasACopyOfWhatIsMultiplied) {
     if (tensor.dim() == 2 && name != kEmbeddingName) multiplied += tensor.numel();
   }
   EXPECT_EQ(items["compute_copy"], 2 * multiplied);
+  items = Items(
+      TrainingMemory(Single(), {.config = config, .weight_dtype = DType::kBFloat16}, 1, 0, 1));
+  EXPECT_EQ(items["compute_copy"], 4 * multiplied);
 }
 
 TEST(TrainingMemoryPlanTest, AnOffloadedOptimizerIsOnTheHost) {

@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "common/base/status_macros.h"
+#include "common/ops/bfloat16_rounding.h"
 #include "common/parallel/buckets.h"
 #include "common/ranks/rank_agreement.h"
 #include "common/tensor/catch_torch_errors.h"
@@ -97,6 +98,17 @@ void ZeroStrategy::WidenMasters(int64_t index) {
   }
 }
 
+void ZeroStrategy::RoundMatrices(int64_t index) {
+  Block& block = blocks_[static_cast<size_t>(index)];
+  if (std::exchange(block.rounded, true)) return;
+  for (const Parameter& parameter : model_->DeclaredParameters()) {
+    if (parameter.spec.block != index || !parameter.rounded) continue;
+    const at::Tensor values =
+        block.parameters.narrow(0, parameter.value.storage_offset(), parameter.value.numel());
+    ops::CopyRounded(values, values);
+  }
+}
+
 void ZeroStrategy::StartGathering(int64_t index) {
   Block& block = blocks_[static_cast<size_t>(index)];
   if (block.gathered) return;
@@ -111,6 +123,7 @@ void ZeroStrategy::Gather(int64_t index) {
   Block& block = blocks_[static_cast<size_t>(index)];
   block.gathering.Wait();
   if (has_copies() && !HasMemory(block.parameters)) WidenMasters(index);
+  if (shards_parameters()) RoundMatrices(index);
 }
 
 void ZeroStrategy::GatherMasters(int64_t index) {
@@ -130,6 +143,7 @@ void ZeroStrategy::Release(int64_t index) {
   FreeMemory(block.compute);
   FreeMemory(block.parameters);
   block.gathered = false;
+  block.rounded = false;
 }
 
 // Gradients.

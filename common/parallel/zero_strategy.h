@@ -60,6 +60,7 @@ class ZeroStrategy : public Strategy {
     // the type of the computation.
     at::Tensor compute, compute_shard;
     bool gathered = false;  // `compute` is whole, or on its way
+    bool rounded = false;   // the gathered matrices are, where passes read rounded ones
     ranks::CollectiveHandle gathering;
     bool trains = false;
     at::Tensor gradients, gradient_shard;
@@ -78,6 +79,8 @@ class ZeroStrategy : public Strategy {
   void RefreshCopy(Block& block) const;
   // Writes those of a block's parameters that passes read in float32.
   void WidenMasters(int64_t block);
+  // Rounds the matrices of a gathered block (Placement::weight_dtype).
+  void RoundMatrices(int64_t block);
 
   // Stage 3. Starts to gather a block for a pass; gathers it, or waits until it is here; frees its
   // memory.

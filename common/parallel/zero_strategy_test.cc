@@ -317,6 +317,44 @@ TEST(ZeroStrategyTest, ACheckpointInBfloat16LoadsUnderAnotherLayout) {
 }
 
 // An error of one rank is returned on all, and the ranks are still in step after it.
+// Weights rounded to bfloat16 in float32 (Placement::weight_dtype). An update that differs in its
+// last bits can round to another bfloat16 weight, as above.
+TEST(ZeroStrategyTest, RoundedWeightsAreThoseOfOneProcess) {
+  constexpr double kTolerance = 2e-3;  // relative
+  for (const int stage : {1, 2, 3}) {
+    for (const bool tied : {false, true}) {
+      ranks::RunConnected(2, [&](const Ranks& ranks) {
+        SCOPED_TRACE(testing::Message() << "stage " << stage << " tied " << tied);
+        const TemporaryFolder folder;
+        WriteTinyModel(folder / "model", 3, {{"tie_word_embeddings", tied}});
+        const LoadOptions load = {.placement = {.weight_dtype = at::kBFloat16}};
+        ZeroOptions options = ZeroOfStage(stage);
+        options.overlap_comm = tied;
+        ZeroStrategy zero(options, ranks);
+        SingleStrategy single, unrounded;
+        Prepare(zero, folder / "model", load);
+        Prepare(single, folder / "model", load);
+        Prepare(unrounded, folder / "model");
+        EXPECT_EQ(Outputs(zero, 5, 99), Outputs(single, 5, 99));
+        EXPECT_NE(Outputs(single, 5, 99), Outputs(unrounded, 5, 99));
+        const NamedTensors start = WholeParameters(zero);
+        if (ranks->rank() == 0) {
+          const NamedTensors loaded = WholeParameters(unrounded);
+          for (size_t i = 0; i < start.size(); ++i) {
+            EXPECT_TRUE(at::equal(start[i].second, loaded[i].second)) << start[i].first;
+          }
+        }
+        const std::vector<StepNumbers> a = Steps(zero, 20), b = Steps(single, 20);
+        ExpectClose(a[0].loss, b[0].loss);
+        ExpectClose(a[0].grad_norm, b[0].grad_norm);
+        for (size_t i = 0; i < a.size(); ++i) {
+          EXPECT_NEAR(a[i].loss, b[i].loss, kTolerance * b[i].loss) << "step " << i;
+        }
+      });
+    }
+  }
+}
+
 TEST(ZeroStrategyTest, AnErrorOfOneRankIsReturnedOnAll) {
   ranks::RunConnected(2, [](const Ranks& ranks) {
     const TemporaryFolder folder;

@@ -20,11 +20,16 @@ inline ComputeOptions ToComputeOptions(const config::v1::ComputeOptions& config)
   return {.device = config.device(),
           .dtype = config.dtype(),
           .kernels = config.kernels(),
+          .weight_dtype = config.weight_dtype(),
           .num_threads = config.num_threads()};
 }
 
 inline DType ComputeType(const config::v1::ComputeOptions& config) {
   return config.dtype() == "bfloat16" ? DType::kBFloat16 : DType::kFloat32;
+}
+
+inline DType WeightType(const config::v1::ComputeOptions& config) {
+  return config.weight_dtype() == "bfloat16" ? DType::kBFloat16 : DType::kFloat32;
 }
 
 // Returns the model config of the directory in the configuration's `field`, checked against its

@@ -470,7 +470,16 @@ TEST_F(TrainingCoreTest, OptionsReachTheModel) {
       std::move(TrainingCore::Create("trainer", "policy/", options, {.requires_grad = true}))
           .value();
   EXPECT_EQ(core->model().dtype(), at::kBFloat16);
+  EXPECT_EQ(core->model().weight_dtype(), at::kFloat);
   EXPECT_LT(core->Info().model.num_trainable_parameters, core->Info().model.num_parameters);
+  TrainingOptions rounded = options;
+  rounded.compute.dtype = "float32";
+  rounded.compute.weight_dtype = "bfloat16";
+  EXPECT_EQ(TrainingCore::Create("trainer", "policy/", rounded, {.requires_grad = true})
+                .value()
+                ->model()
+                .weight_dtype(),
+            at::kBFloat16);
   options.freeze = {"nothing"};
   EXPECT_EQ(
       FieldPath(

@@ -8,7 +8,15 @@ import shutil
 import harness
 import numpy as np
 import pytest
-from harness import TANDEM, batch_metrics, flat, json_lines, metrics_without_clock, prompts
+from harness import (
+    TANDEM,
+    batch_metrics,
+    flat,
+    json_lines,
+    logprobs,
+    metrics_without_clock,
+    prompts,
+)
 from safetensors.numpy import load_file, save_file
 from tandem.errors import AlreadyExistsError, FailedPreconditionError
 from tandem.requests import PolicySample, SupervisedSample
@@ -65,6 +73,58 @@ def test_the_trainer_reports_the_batch_as_documented(fresh_pair):
     assert expected["tandem/tokens_per_sent"] < expected["tokens/response"] / len(samples)
     for name, value in expected.items():
         assert reported[name] == pytest.approx(value, rel=1e-6), name
+
+
+# Hidden states have the same bits in both servers. The trainer's output loss sums logits and their
+# exponentials in another order than the rollout server: at least twice what was measured.
+OUTPUT_LAYER_ATOL = 2e-6
+
+
+@pytest.mark.parametrize("weights", ["float32", "bfloat16"])
+def test_the_trainer_computes_with_the_weights_that_the_senior_has(models, tmp_path, weights):
+    """Before and after updates, of which bfloat16 weights show only the larger ones."""
+    compute = {"num_threads": 1, "weight_dtype": weights}
+    with (
+        harness.cluster(
+            tmp_path,
+            models,
+            rollout={"senior_dtype": weights},
+            trainer={"compute": compute, "reference_model": str(models.senior)},
+        ) as running,
+        harness.rollout_client(running) as rollout,
+        harness.trainer_client(running) as trainer,
+    ):
+        for version in range(3):
+            samples = policy_samples(rollout, TANDEM["word"])
+            trajectories = [sample.trajectory for sample in samples]
+            replies = trainer.compute_log_probs(
+                [SupervisedSample(t.prompt_token_ids, harness.tokens(t)) for t in trajectories]
+            )
+            for t, reply in zip(trajectories, replies, strict=True):
+                np.testing.assert_allclose(
+                    from_tensor(reply.logprobs),
+                    logprobs(t, "senior"),
+                    rtol=0,
+                    atol=OUTPUT_LAYER_ATOL,
+                )
+            metrics = step(trainer, samples, version + 1, version, kl_coefficient=0.1).metrics
+            assert metrics["mismatch/max_abs_logprob_diff"] < OUTPUT_LAYER_ATOL
+            # The frozen reference is rounded alike.
+            assert (abs(metrics["loss/kl"]) < 1e-8) == (version == 0)
+            [published] = trainer.publish_weights([running.rollouts[0].address]).results
+            assert published.digest == trainer.info().server.weights.digest
+
+
+def test_a_bfloat16_senior_differs_from_a_trainer_with_float32_weights(models, tmp_path):
+    with (
+        harness.cluster(
+            tmp_path, models, rollout={"senior_dtype": "bfloat16"}, trainer={}
+        ) as running,
+        harness.rollout_client(running) as rollout,
+        harness.trainer_client(running) as trainer,
+    ):
+        metrics = step(trainer, policy_samples(rollout, TANDEM["word"])).metrics
+        assert metrics["mismatch/max_abs_logprob_diff"] > 1000 * OUTPUT_LAYER_ATOL
 
 
 def test_recomputed_old_log_probs_make_the_ratio_exactly_one(numerics, models, tmp_path):

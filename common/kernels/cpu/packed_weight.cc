@@ -162,6 +162,10 @@ void PackRows(const PackedMatrix& to, int64_t first, int64_t rows, const float* 
   }
 }
 
+void RoundToBfloat16(const float* from, int64_t count, float* to) {
+  for (int64_t i = 0; i < count; ++i) to[i] = FromBfloat16(ToBfloat16(from[i]));
+}
+
 void UnpackRow(const PackedMatrix& from, int64_t row, float* values) {
   const auto* const panel =
       static_cast<const uint8_t*>(from.data) + row / kPanelOuts * PanelBytes(from.format, from.in);

@@ -47,6 +47,10 @@ struct PackedMatrix {
 void PackRows(const PackedMatrix& to, int64_t first, int64_t rows, const float* values,
               int64_t stride);
 
+// Rounds `count` values to those that kBfloat16 stores: to the nearest bfloat16, ties to even; NaN
+// stays NaN. `to` may be `from`.
+void RoundToBfloat16(const float* from, int64_t count, float* to);
+
 // Reads row `row` of a packed matrix: `values` [in].
 void UnpackRow(const PackedMatrix& from, int64_t row, float* values);
 

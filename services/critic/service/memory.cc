@@ -15,6 +15,7 @@ absl::StatusOr<MemoryPlan> PlanMemory(const config::v1::CriticServerConfig& conf
                                  .untie_embeddings = config.untie_embeddings(),
                                  .freeze = {config.freeze().begin(), config.freeze().end()},
                                  .dtype = rpc::ComputeType(config.compute()),
+                                 .weight_dtype = rpc::WeightType(config.compute()),
                                  .on_host = config.compute().device() == "cpu"},
                                 config.batch().micro_batch_tokens(), config.max_model_len());
 }

@@ -20,7 +20,10 @@ absl::StatusOr<std::unique_ptr<Model>> LoadSharingVocabulary(const std::string& 
                                                              absl::string_view name,
                                                              training::TrainingCore& core) {
   const Model& model = core.model();
-  LoadOptions load = {.placement = {.device = model.device(), .dtype = model.dtype()}};
+  // The same values for the same weights: a KL between equal models is 0.
+  LoadOptions load = {.placement = {.device = model.device(),
+                                    .dtype = model.dtype(),
+                                    .weight_dtype = model.weight_dtype()}};
   const absl::StatusOr<Vocabulary> vocabulary = Vocabulary::Load(path);
   if (vocabulary.ok()) {
     load.num_token_ids = vocabulary->size();

@@ -40,6 +40,7 @@ absl::StatusOr<MemoryPlan> PlanMemory(const config::v1::TrainerServerConfig& con
                               .head = HeadKind::kLm,
                               .freeze = {config.freeze().begin(), config.freeze().end()},
                               .dtype = rpc::ComputeType(config.compute()),
+                              .weight_dtype = rpc::WeightType(config.compute()),
                               .on_host = on_host},
                              config.batch().micro_batch_tokens(), config.max_model_len()));
   TANDEM_RETURN_IF_ERROR(AddFrozenModel("reference", "reference_model", config.reference_model(),

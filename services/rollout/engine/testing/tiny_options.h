@@ -18,16 +18,19 @@ inline EngineOptions TinyOptions(const std::string& folder) {
                             .dtype = DType::kFloat32,
                             .quantization = Quantization::kNone,
                             .max_model_len = 128};
-  EngineOptions options = {
-      .senior = lane,
-      .junior = lane,
-      .tandem = {},
-      .max_num_seqs = 16,
-      .max_batched_tokens = 64,
-      .max_queue = 256,
-      .on_weight_update = OnWeightUpdate::kRecompute,
-      .compute = {.device = "cpu", .dtype = "float32", .kernels = "auto", .num_threads = 1},
-      .rank_timeouts = kTestTimeouts};
+  EngineOptions options = {.senior = lane,
+                           .junior = lane,
+                           .tandem = {},
+                           .max_num_seqs = 16,
+                           .max_batched_tokens = 64,
+                           .max_queue = 256,
+                           .on_weight_update = OnWeightUpdate::kRecompute,
+                           .compute = {.device = "cpu",
+                                       .dtype = "float32",
+                                       .kernels = "auto",
+                                       .weight_dtype = "",
+                                       .num_threads = 1},
+                           .rank_timeouts = kTestTimeouts};
   options.senior.model = folder + "/senior";
   options.junior.model = folder + "/junior";
   return options;
