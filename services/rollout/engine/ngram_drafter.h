@@ -24,8 +24,8 @@ class NgramDrafter final : public Drafter {
  private:
   const int64_t shortest_;
   const int64_t longest_;
-  // Where the n-gram with this hash ended last. Equal hashes of different n-grams cost a wrong
-  // draft.
+  // The end of the last n-gram with this hash. Equal hashes of different n-grams cost a wrong
+  // draft, and no more.
   std::unordered_map<uint64_t, int64_t> ends_;
   int64_t indexed_ = 0;  // n-grams that end at or before this position are in ends_
 };

@@ -63,7 +63,7 @@ struct EngineOptions {
   std::string configuration = {};
 };
 
-// Who proposes the drafts of a sequence (drafter.h).
+// Source of the drafts of a sequence (drafter.h).
 enum class SpeculativeMethod {
   kNone,
   kNgram,   // earlier occurrences of its last tokens
@@ -71,7 +71,7 @@ enum class SpeculativeMethod {
   kHeads,   // heads on the senior: UNIMPLEMENTED
 };
 
-// When a draft is accepted.
+// Condition under which a draft is accepted.
 enum class AcceptanceRule {
   kExact,              // if it equals the token that is drawn in its place
   kRejectionSampling,  // with probability p / q: UNIMPLEMENTED
