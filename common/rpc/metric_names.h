@@ -116,6 +116,16 @@ inline constexpr MetricSpec kCatchUpTokens{
     "tandem_lane_catch_up_tokens_total",
     "Response tokens of the other author that a lane consumed, by lane.",
     {"lane"}};
+inline constexpr MetricSpec kDraftTokens{
+    MetricType::kCounter,
+    "tandem_draft_tokens_total",
+    "Drafts of speculative decoding that passes verified, by method.",
+    {"method"}};
+inline constexpr MetricSpec kAcceptedDraftTokens{
+    MetricType::kCounter,
+    "tandem_accepted_draft_tokens_total",
+    "Drafts that were accepted: response tokens that cost no pass of their own, by method.",
+    {"method"}};
 inline constexpr MetricSpec kForwardPasses{MetricType::kCounter, "tandem_forward_passes_total",
                                            "Forward passes of either model."};
 inline constexpr MetricSpec kKvTokens{

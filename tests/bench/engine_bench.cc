@@ -72,7 +72,9 @@ class Listener final : public PromptListener {
  public:
   explicit Listener(Progress* progress) : progress_(progress) {}
   void OnTokens(tandem::rollout::TokensDelta) override { progress_->OnTokens(); }
-  void OnFinished(tandem::Trajectory) override { progress_->OnFinished(); }
+  void OnFinished(tandem::Trajectory, tandem::rollout::DraftCounts) override {
+    progress_->OnFinished();
+  }
   void OnFailed(absl::Status status) override { Check(status); }
 
  private:

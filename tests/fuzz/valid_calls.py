@@ -122,6 +122,13 @@ def _rollout_calls() -> list[ValidCall]:
             stream_tokens=True,
             request_id=f"prompt-{index}",
             priority=index - 2,
+            speculative={
+                "method": "ngram",
+                "num_speculative_tokens": 3,
+                "prompt_lookup_min": 1,
+                "prompt_lookup_max": 2,
+                "acceptance_rule": "exact",
+            },
         )
         for index, tandem in enumerate(TANDEM.values())
     ]

@@ -39,6 +39,7 @@ class Prompt:
         stream_tokens: send tokens while they are written.
         request_id: unique in the stream; an empty one is replaced.
         priority: a 32-bit integer; prompts of a higher one come first. The response is the same.
+        speculative: fields of SpeculativeConfig. The response is the same.
     """
 
     token_ids: Sequence[int]
@@ -50,6 +51,7 @@ class Prompt:
     stream_tokens: bool = False
     request_id: str = ""
     priority: int = 0
+    speculative: Mapping[str, Any] = field(default_factory=dict)
 
     def named(self, index: int) -> Prompt:
         """Returns the prompt with a request_id, made of `index` where it has none."""
@@ -77,6 +79,7 @@ class Prompt:
         place = f"prompt {self.request_id!r}: "
         to_message(self.sampling, prompt.sampling, f"{place}sampling")
         to_message(self.tandem, prompt.tandem, f"{place}tandem")
+        to_message(self.speculative, prompt.speculative, f"{place}speculative")
         return prompt
 
 

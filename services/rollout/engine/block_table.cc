@@ -41,9 +41,13 @@ void BlockTable::Remember(BlockPool& pool, std::span<const int32_t> tokens) {
   }
 }
 
-void BlockTable::Release(BlockPool& pool) {
+void BlockTable::Shrink(BlockPool& pool, int64_t size) {
   // The last one first: see BlockPool::Release.
-  for (; !blocks_.empty(); blocks_.pop_back()) pool.Release(blocks_.back());
+  for (; this->size() > size; blocks_.pop_back()) pool.Release(blocks_.back());
+}
+
+void BlockTable::Release(BlockPool& pool) {
+  Shrink(pool, 0);
   num_known_ = 0;
   prefix_ = kNoPrefix;
 }

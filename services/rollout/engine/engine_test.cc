@@ -599,7 +599,7 @@ class PassCounter final : public PromptListener {
  public:
   explicit PassCounter(const Engine& engine) : engine_(engine) {}
   void OnTokens(TokensDelta) override { steps_.push_back(engine_.Stats()); }
-  void OnFinished(Trajectory) override { finished_.set_value(); }
+  void OnFinished(Trajectory, DraftCounts) override { finished_.set_value(); }
   void OnFailed(absl::Status status) override { ADD_FAILURE() << status; }
   const std::vector<EngineStats>& WaitForSteps() {
     finished_.get_future().wait();
@@ -762,7 +762,9 @@ class SlowListener final : public PromptListener {
     if (delta.offset == 1) arrived_.set_value();
     if (delta.offset >= 1) happened_.wait_for(std::chrono::milliseconds(100));
   }
-  void OnFinished(Trajectory trajectory) override { finished_.set_value(std::move(trajectory)); }
+  void OnFinished(Trajectory trajectory, DraftCounts) override {
+    finished_.set_value(std::move(trajectory));
+  }
   void OnFailed(absl::Status status) override { ADD_FAILURE() << status; }
 
   void WaitForTwoTokens() { arrived_.get_future().wait(); }
@@ -924,7 +926,7 @@ TEST_F(EngineTest, TheJuniorsEndOfSequenceEndsAResponseToo) {
 class ThrowingListener final : public PromptListener {
  public:
   void OnTokens(TokensDelta) override { throw std::runtime_error("a listener broke"); }
-  void OnFinished(Trajectory) override {}
+  void OnFinished(Trajectory, DraftCounts) override {}
   void OnFailed(absl::Status status) override { failed_.set_value(std::move(status)); }
   absl::Status WaitForFailure() { return failed_.get_future().get(); }
 
@@ -951,7 +953,7 @@ TEST_F(EngineTest, AnExceptionInAStepFailsItsPromptsAndNotTheEngine) {
 class DeafListener : public PromptListener {
  public:
   void OnTokens(TokensDelta) override { throw std::runtime_error("no tokens please"); }
-  void OnFinished(Trajectory) override {}
+  void OnFinished(Trajectory, DraftCounts) override {}
   void OnFailed(absl::Status) override { throw std::runtime_error("no failures please"); }
 };
 

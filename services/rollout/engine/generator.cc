@@ -79,9 +79,14 @@ void Generator::Submit(PromptId id, Submission submission) {
   prompt->listener = std::move(submission.listener);
   prompt->unfinished = prompt->request.num_samples;
   for (int64_t i = 0; i < prompt->request.num_samples; ++i) {
-    prompt->samples.push_back(std::make_unique<Sequence>(prompt.get(), static_cast<uint64_t>(i),
-                                                         boundaries, options_.eager_lanes));
-    scheduler_.Enqueue(prompt->samples.back().get());
+    auto sequence = std::make_unique<Sequence>(prompt.get(), static_cast<uint64_t>(i), boundaries,
+                                               options_.eager_lanes);
+    if (const SpeculativeParams& params = prompt->request.speculative;
+        params.method != SpeculativeMethod::kNone) {
+      sequence->drafts = std::make_unique<DraftState>(params, options_.make_drafter(params));
+    }
+    scheduler_.Enqueue(sequence.get());
+    prompt->samples.push_back(std::move(sequence));
   }
   const absl::Time deadline = prompt->request.deadline;
   if (deadline < absl::InfiniteFuture()) deadlines_.emplace(deadline, id);
@@ -125,6 +130,7 @@ bool Generator::Step() {
   for (const Prompt* prompt : scheduler_.Admit()) {
     totals_.prompt_tokens_total += static_cast<int64_t>(prompt->request.prompt_token_ids.size());
   }
+  scheduler_.AskForDrafts();
   bool computed = false;
   for (const Author lane : scheduler_.LaneOrder()) {
     const PassPlan& plan = scheduler_.Plan(lane);
@@ -140,9 +146,10 @@ void Generator::AskForRows(Author lane, const PassEntry& entry) {
   const PromptRequest& request = sequence.prompt->request;
   for (int64_t position = entry.begin; position < entry.end; ++position) {
     OutputRow row = {.index = position - entry.begin, .sampling = &request.sampling};
-    if (entry.samples && position == entry.end - 1) {
+    if (position >= entry.end - entry.draws) {
       row.u = Uniform(request.seed, sequence.sample_index,
-                      static_cast<uint32_t>(sequence.response_length()), RandomPurpose::kToken);
+                      static_cast<uint32_t>(position + 1 - sequence.prompt_length()),
+                      RandomPurpose::kToken);
     } else if (sequence.NeedsOther(lane, position)) {
       row.token = sequence.tokens[position + 1];
     } else {
@@ -152,23 +159,42 @@ void Generator::AskForRows(Author lane, const PassEntry& entry) {
   }
 }
 
+std::span<const int32_t> Generator::TokensOf(const PassEntry& entry) {
+  const Sequence& sequence = *entry.sequence;
+  const int64_t confirmed = std::min(entry.end, sequence.length());
+  if (confirmed == entry.end) {
+    return std::span(sequence.tokens).subspan(entry.begin, entry.end - entry.begin);
+  }
+  const size_t first = with_drafts_.size();
+  const auto append = [&](const std::vector<int32_t>& tokens, int64_t begin, int64_t end) {
+    with_drafts_.insert(with_drafts_.end(), tokens.begin() + begin, tokens.begin() + end);
+  };
+  if (entry.begin < confirmed) append(sequence.tokens, entry.begin, confirmed);
+  append(sequence.drafts->tokens, std::max(entry.begin, confirmed) - confirmed,
+         entry.end - confirmed);
+  return std::span(with_drafts_).subspan(first);
+}
+
 absl::Status Generator::Compute(Author lane, const PassPlan& plan) {
   rows_.clear();
   row_ends_.clear();
   inputs_.clear();
+  with_drafts_.clear();
+  size_t consumed = 0;
   for (const PassEntry& entry : plan.entries) {
     AskForRows(lane, entry);
     row_ends_.push_back(rows_.size());
+    if (entry.end > entry.sequence->length()) consumed += entry.end - entry.begin;
   }
+  with_drafts_.reserve(consumed);  // spans of it stay valid
   size_t row = 0;
   for (size_t i = 0; i < plan.entries.size(); ++i) {
     const PassEntry& entry = plan.entries[i];
     const Sequence& sequence = *entry.sequence;
-    inputs_.push_back(
-        {.blocks = sequence.lane(lane).table.blocks(),
-         .start = entry.begin,
-         .tokens = std::span(sequence.tokens).subspan(entry.begin, entry.end - entry.begin),
-         .rows = std::span(rows_).subspan(row, row_ends_[i] - row)});
+    inputs_.push_back({.blocks = sequence.lane(lane).table.blocks(),
+                       .start = entry.begin,
+                       .tokens = TokensOf(entry),
+                       .rows = std::span(rows_).subspan(row, row_ends_[i] - row)});
     row = row_ends_[i];
   }
   ++totals_.forward_passes_total;
@@ -180,26 +206,73 @@ absl::Status Generator::Compute(Author lane, const PassPlan& plan) {
 absl::Status Generator::TakeRows(Author lane, const PassEntry& entry, const PassSequence& input,
                                  std::span<const absl::StatusOr<SampledToken>> results) {
   Sequence& sequence = *entry.sequence;
-  for (const absl::StatusOr<SampledToken>& result : results) {
-    TANDEM_RETURN_IF_ERROR(result.status());
-  }
-  scheduler_.Advance(lane, entry);
   int64_t& catch_up = lane == Author::kSenior ? totals_.senior_catch_up_tokens_total
                                               : totals_.junior_catch_up_tokens_total;
-  for (int64_t p = std::max(entry.begin, sequence.prompt_length()); p < entry.end; ++p) {
+  const int64_t confirmed = std::min(entry.end, sequence.length());
+  for (int64_t p = std::max(entry.begin, sequence.prompt_length()); p < confirmed; ++p) {
     catch_up += sequence.authors[p - sequence.prompt_length()] != lane;
   }
-  for (size_t i = 0; i < results.size(); ++i) {
-    if (input.rows[i].token == OutputRow::kDraw) {
-      AppendToken(sequence, lane, *results[i]);
-    } else {
-      const int64_t r = entry.begin + input.rows[i].index + 1 - sequence.prompt_length();
-      sequence.other_logprobs[r] = results[i]->logprob;
-      sequence.lane(lane).other_read = r + 1;
-      if (lane == Author::kSenior) sequence.senior_weights[r] = senior_weights_;
-    }
+  const size_t num_logprobs = results.size() - entry.draws;
+  for (size_t i = 0; i < num_logprobs; ++i) {
+    TANDEM_RETURN_IF_ERROR(results[i].status());
+    const int64_t r = entry.begin + input.rows[i].index + 1 - sequence.prompt_length();
+    sequence.other_logprobs[r] = results[i]->logprob;
+    sequence.lane(lane).other_read = r + 1;
+    if (lane == Author::kSenior) sequence.senior_weights[r] = senior_weights_;
   }
+  TANDEM_ASSIGN_OR_RETURN(const int64_t rejected,
+                          TakeDraws(lane, entry, results.subspan(num_logprobs)));
+  scheduler_.Advance(lane, entry, rejected);
   return absl::OkStatus();
+}
+
+absl::StatusOr<int64_t> Generator::TakeDraws(Author lane, const PassEntry& entry,
+                                             std::span<const absl::StatusOr<SampledToken>> draws) {
+  Sequence& sequence = *entry.sequence;
+  if (draws.empty()) return 0;
+  if (entry.drafting) {
+    TakeDraft(sequence, draws[0]);
+    return 0;
+  }
+  const int64_t first = sequence.response_length();
+  const auto drafted = static_cast<int64_t>(draws.size()) - 1;
+  int64_t accepted = 0;
+  while (true) {
+    const absl::StatusOr<SampledToken>& drawn = draws[accepted];
+    TANDEM_RETURN_IF_ERROR(drawn.status());
+    AppendToken(sequence, lane, *drawn);
+    // The next row has read the draft: it counts if that is the token. Sequence::CountUsable has
+    // cut the drafts where a response may end or change its author.
+    if (accepted == drafted || sequence.drafts->tokens[accepted] != drawn->token) break;
+    ++accepted;
+  }
+  if (sequence.drafts != nullptr) CountDrafts(*sequence.drafts, drafted, accepted);
+  if (sequence.prompt->request.stream_tokens) StreamTokens(sequence, first);
+  return drafted - accepted;
+}
+
+void Generator::TakeDraft(Sequence& sequence, const absl::StatusOr<SampledToken>& drawn) {
+  DraftState& drafts = *sequence.drafts;
+  if (!drawn.ok()) {  // without drafts this row would not have been computed
+    drafts.length.Pause();
+    drafts.wanted = 0;
+    return;
+  }
+  drafts.tokens.push_back(drawn->token);
+  if (sequence.CountUsable(drafts.tokens) == std::ssize(drafts.tokens)) return;
+  drafts.tokens.pop_back();
+  drafts.wanted = 0;
+  drafts.closed = true;
+}
+
+void Generator::CountDrafts(DraftState& drafts, int64_t drafted, int64_t accepted) {
+  drafts.length.OnPass(drafted, accepted);
+  for (DraftCounts* counts :
+       {&drafts.counts,
+        drafts.drafter == nullptr ? &totals_.junior_drafts_total : &totals_.ngram_drafts_total}) {
+    counts->drafted += drafted;
+    counts->accepted += accepted;
+  }
 }
 
 bool Generator::RunPass(Author lane, const PassPlan& plan) {
@@ -249,12 +322,18 @@ void Generator::AppendToken(Sequence& sequence, Author author, const SampledToke
   } else if (sequence.response_length() >= prompt.max_response_tokens) {
     sequence.finish_reason = FinishReason::kLength;
   }
-  if (prompt.request.stream_tokens) {
-    prompt.listener->OnTokens({.sample_index = sequence.sample_index,
-                               .offset = sequence.response_length() - 1,
-                               .token_ids = {token},
-                               .authorship_mask = {static_cast<uint8_t>(author)}});
+}
+
+void Generator::StreamTokens(const Sequence& sequence, int64_t first) {
+  TokensDelta delta = {.sample_index = sequence.sample_index,
+                       .offset = first,
+                       .token_ids = {sequence.tokens.begin() + sequence.prompt_length() + first,
+                                     sequence.tokens.end()},
+                       .authorship_mask = {}};
+  for (int64_t r = first; r < sequence.response_length(); ++r) {
+    delta.authorship_mask.push_back(static_cast<uint8_t>(sequence.authors[r]));
   }
+  sequence.prompt->listener->OnTokens(std::move(delta));
 }
 
 void Generator::FinishIfComplete(Sequence* sequence) {
@@ -262,7 +341,8 @@ void Generator::FinishIfComplete(Sequence* sequence) {
   Prompt* const prompt = sequence->prompt;
   scheduler_.Remove(sequence);
   const std::unique_ptr<Sequence> owned = std::move(prompt->samples[sequence->sample_index]);
-  prompt->listener->OnFinished(MakeTrajectory(*owned, options_.junior_version));
+  prompt->listener->OnFinished(MakeTrajectory(*owned, options_.junior_version),
+                               owned->drafts == nullptr ? DraftCounts() : owned->drafts->counts);
   if (--prompt->unfinished == 0) TakeOut(prompt->id);
 }
 

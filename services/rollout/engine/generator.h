@@ -14,9 +14,11 @@
 #include <vector>
 
 #include "absl/status/status.h"
+#include "absl/status/statusor.h"
 #include "absl/time/time.h"
 #include "common/tandem/author_selector.h"
 #include "common/tandem/vocabulary.h"
+#include "services/rollout/engine/drafter.h"
 #include "services/rollout/engine/model_runner.h"
 #include "services/rollout/engine/request_check.h"
 #include "services/rollout/engine/scheduler.h"
@@ -33,6 +35,7 @@ struct GeneratorOptions {
   // Both models consume every token as soon as it is written, as if neither could lag. Slower, and
   // with the same results: for comparison.
   bool eager_lanes = false;
+  DrafterFactory make_drafter = MakeDrafter;
 };
 
 class Generator {
@@ -75,13 +78,24 @@ class Generator {
   bool RunPass(Author lane, const PassPlan& plan);
   // Runs the lane's model; fills inputs_, rows_ and results_.
   absl::Status Compute(Author lane, const PassPlan& plan);
+  // Returns the tokens that an entry consumes.
+  std::span<const int32_t> TokensOf(const PassEntry& entry);
   // Adds the rows that are wanted of an entry to rows_.
   void AskForRows(Author lane, const PassEntry& entry);
   // Adds the results of an entry to its sequence, or returns the error of the first row that has
-  // one.
+  // one. Rows after a rejected draft count for nothing.
   absl::Status TakeRows(Author lane, const PassEntry& entry, const PassSequence& input,
                         std::span<const absl::StatusOr<SampledToken>> results);
+  // Appends the tokens that were drawn from the entry's last rows, up to the first that differs
+  // from the draft in its place. Returns the number of rejected drafts.
+  absl::StatusOr<int64_t> TakeDraws(Author lane, const PassEntry& entry,
+                                    std::span<const absl::StatusOr<SampledToken>> draws);
+  // Adds a token that the junior drew to the drafts.
+  static void TakeDraft(Sequence& sequence, const absl::StatusOr<SampledToken>& drawn);
+  void CountDrafts(DraftState& drafts, int64_t drafted, int64_t accepted);
   void AppendToken(Sequence& sequence, Author author, const SampledToken& sampled);
+  // Tells the listener of the response's tokens from number `first` on.
+  void StreamTokens(const Sequence& sequence, int64_t first);
   void FinishIfComplete(Sequence* sequence);
   // Removes a prompt from the tables and returns it; nullptr if there is none.
   std::unique_ptr<Prompt> TakeOut(PromptId id);
@@ -98,7 +112,8 @@ class Generator {
   EngineStats totals_;
   // Belong to the pass that runs; kept so that their memory is.
   std::vector<OutputRow> rows_;
-  std::vector<size_t> row_ends_;  // per entry, in rows_
+  std::vector<size_t> row_ends_;      // per entry, in rows_
+  std::vector<int32_t> with_drafts_;  // the tokens of entries that consume drafts
   std::vector<PassSequence> inputs_;
   PassResults results_;
 };

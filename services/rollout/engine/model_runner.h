@@ -51,6 +51,9 @@ struct Pass {
 // the given one and log_keep_mass is 0. A row whose logits are not numbers has an error of its own.
 using PassResults = std::vector<absl::StatusOr<SampledToken>>;
 
+// Drafts of heads on the model (SpeculativeMethod::kHeads) would need a method here that proposes
+// them, because hidden states do not leave the runner either.
+//
 // The caller knows which blocks there are and what they contain (block_pool.h); the runner
 // only has their memory.
 class ModelRunner {

@@ -24,8 +24,35 @@ LengthLimit LimitOf(bool senior, bool junior, const RequestLimits& limits) {
   return senior && of_senior.tokens <= of_junior.tokens ? of_senior : of_junior;
 }
 
+bool RunsJunior(const PromptRequest& request) {
+  return request.tandem.enabled || request.speculative.method == SpeculativeMethod::kJunior;
+}
+
 LengthLimit LimitOf(const PromptRequest& request, const RequestLimits& limits) {
-  return LimitOf(/*senior=*/true, request.tandem.enabled && limits.has_junior, limits);
+  return LimitOf(/*senior=*/true, RunsJunior(request) && limits.has_junior, limits);
+}
+
+absl::Status CheckSpeculative(const SpeculativeParams& params, const RequestLimits& limits) {
+  if (params.method == SpeculativeMethod::kNone) return absl::OkStatus();
+  if (params.method == SpeculativeMethod::kHeads) {
+    return FieldError(absl::StatusCode::kUnimplemented, "method",
+                      "drafts of heads are not implemented: choose ngram or junior");
+  }
+  if (params.acceptance_rule == AcceptanceRule::kRejectionSampling) {
+    return FieldError(absl::StatusCode::kUnimplemented, "acceptance_rule",
+                      "rejection sampling is not implemented: choose exact");
+  }
+  if (params.method == SpeculativeMethod::kJunior && !limits.has_junior) {
+    return WithReason(
+        FieldError(absl::StatusCode::kFailedPrecondition, "method", "this server has no junior"),
+        reason::kNoJunior);
+  }
+  TANDEM_RETURN_IF_ERROR(CheckInRange<int64_t>(
+      "num_speculative_tokens", params.num_speculative_tokens, 1, kMaxSpeculativeTokens));
+  TANDEM_RETURN_IF_ERROR(
+      CheckInRange<int64_t>("prompt_lookup_max", params.prompt_lookup_max, 1, kMaxPromptLookup));
+  return CheckInRange<int64_t>("prompt_lookup_min", params.prompt_lookup_min, 1,
+                               params.prompt_lookup_max);
 }
 
 // Describes the limit: a model's own may be below the setting.
@@ -60,6 +87,8 @@ absl::Status CheckPrompt(const PromptRequest& request, const RequestLimits& limi
                                  "this server has no junior"),
                       reason::kNoJunior);
   }
+  TANDEM_RETURN_IF_ERROR(
+      PrependFieldPath("speculative", CheckSpeculative(request.speculative, limits)));
   TANDEM_RETURN_IF_ERROR(CheckAtLeast("num_samples", request.num_samples, 1));
   if (request.num_samples > limits.max_samples) {
     return FieldError(absl::StatusCode::kOutOfRange, "num_samples",

@@ -19,7 +19,7 @@ struct RequestLimits {
 
 // Implements Engine::Validate. A prompt must leave room for one response token; a response is cut
 // at LongestResponse with finish reason kLength. OUT_OF_RANGE names the lane whose limit a prompt
-// meets: the senior's, and with tandem enabled the smaller one of both.
+// meets: the senior's, and the smaller one of both where the junior writes tokens or drafts.
 absl::Status CheckPrompt(const PromptRequest& request, const RequestLimits& limits);
 
 // Returns the most tokens of a response to a request that CheckPrompt accepts: max_tokens, or what

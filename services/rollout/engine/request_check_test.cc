@@ -54,6 +54,52 @@ TEST(CheckPromptTest, AResponseEndsAtTheLimit) {
   EXPECT_EQ(LongestResponse(request, kLimits), 1);
 }
 
+TEST(CheckPromptTest, DraftsOfTheJuniorNeedItsLane) {
+  PromptRequest request = PromptOf(6, /*tandem=*/false);
+  EXPECT_EQ(LongestResponse(request, kLimits), 4);
+  request.speculative.method = SpeculativeMethod::kJunior;
+  EXPECT_EQ(FieldPath(CheckPrompt(request, kLimits)), "prompt_token_ids");
+  request.prompt_token_ids.resize(4);
+  EXPECT_TRUE(CheckPrompt(request, kLimits).ok());
+  EXPECT_EQ(LongestResponse(request, kLimits), 2);
+  RequestLimits alone = kLimits;
+  alone.has_junior = false;
+  const absl::Status status = CheckPrompt(request, alone);
+  EXPECT_EQ(status.code(), absl::StatusCode::kFailedPrecondition);
+  EXPECT_EQ(FieldPath(status), "speculative.method");
+}
+
+TEST(CheckPromptTest, SpeculativeDecodingFailsClosed) {
+  const struct {
+    SpeculativeParams params;
+    const char* field;
+    absl::StatusCode code = absl::StatusCode::kInvalidArgument;
+  } kBad[] = {
+      {{.method = SpeculativeMethod::kHeads}, "method", absl::StatusCode::kUnimplemented},
+      {{.acceptance_rule = AcceptanceRule::kRejectionSampling},
+       "acceptance_rule",
+       absl::StatusCode::kUnimplemented},
+      {{.num_speculative_tokens = 0}, "num_speculative_tokens"},
+      {{.num_speculative_tokens = 16}, "num_speculative_tokens"},
+      {{.prompt_lookup_min = 0}, "prompt_lookup_min"},
+      {{.prompt_lookup_min = 5}, "prompt_lookup_min"},
+      {{.prompt_lookup_max = 17}, "prompt_lookup_max"},
+  };
+  for (auto bad : kBad) {
+    if (bad.params.method == SpeculativeMethod::kNone) {
+      bad.params.method = SpeculativeMethod::kNgram;
+    }
+    PromptRequest request = PromptOf(4, /*tandem=*/false);
+    request.speculative = bad.params;
+    const absl::Status status = CheckPrompt(request, kLimits);
+    EXPECT_EQ(FieldPath(status), std::string("speculative.") + bad.field);
+    EXPECT_EQ(status.code(), bad.code);
+  }
+  PromptRequest request = PromptOf(4, /*tandem=*/false);
+  request.speculative = {.method = SpeculativeMethod::kNgram, .num_speculative_tokens = 15};
+  EXPECT_TRUE(CheckPrompt(request, kLimits).ok());
+}
+
 TEST(CheckScoreTest, TheLimitOfTheLanesThatScoreHolds) {
   ScoreRequest request = {.sequences = {{std::vector<int32_t>(10, 3), 1}}};
   EXPECT_TRUE(CheckScore(request, kLimits).ok());

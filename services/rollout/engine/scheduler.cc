@@ -11,11 +11,13 @@ namespace tandem::rollout {
 namespace {
 
 bool UsesLane(Author lane, const Sequence& sequence) {
-  return lane == Author::kSenior || sequence.prompt->request.tandem.enabled;
+  const PromptRequest& request = sequence.prompt->request;
+  return lane == Author::kSenior || request.tandem.enabled ||
+         request.speculative.method == SpeculativeMethod::kJunior;
 }
 
 bool Waits(Author lane, const Sequence& sequence) {
-  return sequence.Target(lane) > sequence.lane(lane).cursor;
+  return sequence.Target(lane) > sequence.lane(lane).consumed();
 }
 
 // The order of running sequences.
@@ -133,12 +135,18 @@ bool Scheduler::PreemptAfter(size_t index, Author lane) {
   return false;
 }
 
-int64_t Scheduler::Reserve(Author lane, size_t index, int64_t tokens) {
-  BlockTable& table = running_[index]->lane(lane).table;
-  while (table.size() < KvBlocks(tokens)) {
-    if (!table.Grow(pool(lane)) && !PreemptAfter(index, lane)) break;
+int64_t Scheduler::Grow(Author lane, Sequence& sequence, int64_t tokens) {
+  BlockTable& table = sequence.lane(lane).table;
+  while (table.size() < KvBlocks(tokens) && table.Grow(pool(lane))) {
   }
   return std::min(tokens, table.size() * kKvBlockTokens);
+}
+
+int64_t Scheduler::Reserve(Author lane, size_t index, int64_t tokens) {
+  while (true) {
+    const int64_t held = Grow(lane, *running_[index], tokens);
+    if (held == tokens || !PreemptAfter(index, lane)) return held;
+  }
 }
 
 int64_t Scheduler::PlanEntry(Author lane, size_t index, int64_t budget) {
@@ -146,18 +154,67 @@ int64_t Scheduler::PlanEntry(Author lane, size_t index, int64_t budget) {
   LaneState& state = sequence.lane(lane);
   if (state.table.empty() && !TakePrefix(lane, sequence)) return 0;
   const int64_t target = sequence.Target(lane);
-  const int64_t end = Reserve(lane, index, std::min(target, state.cursor + budget));
-  if (end <= state.cursor) return 0;
-  plan_.entries.push_back(
-      {.sequence = &sequence,
-       .begin = state.cursor,
-       .end = end,
-       .samples = !sequence.ended() && end == target && sequence.selector.NextAuthor() == lane});
+  const int64_t begin = state.consumed();
+  const bool drafting = sequence.drafting();
+  const int64_t wanted = std::min(target, begin + budget);
+  const int64_t end = drafting ? Grow(lane, sequence, wanted) : Reserve(lane, index, wanted);
+  if (drafting && end < wanted) {  // drafts are not worth a preemption
+    sequence.drafts->length.Pause();
+    sequence.drafts->wanted = 0;
+  }
+  if (end <= begin) return 0;
+  const bool writes = drafting || (!sequence.ended() && sequence.selector.NextAuthor() == lane);
+  plan_.entries.push_back({.sequence = &sequence,
+                           .begin = begin,
+                           .end = end,
+                           .draws = writes && end == target ? 1 : 0,
+                           .drafting = drafting});
   sequence.last_pass = passes_ + 1;
   if (state.cursor < sequence.prompt_length() - 1) {
     sequence.prompt->read_in_pass[LaneIndex(lane)] = passes_ + 1;
   }
-  return end - state.cursor;
+  return end - begin;
+}
+
+void Scheduler::AskForDrafts() {
+  const int64_t share = kMaxTokensWithDrafts / std::max<int64_t>(1, std::ssize(running_)) - 1;
+  for (Sequence* const sequence : running_) {
+    if (sequence->drafts == nullptr || sequence->drafts->drafter != nullptr) continue;
+    if (sequence->selector.NextAuthor() != Author::kSenior) continue;
+    DraftState& drafts = *sequence->drafts;
+    const int64_t most = drafts.closed ? 0 : std::min(share, drafts.length.Next());
+    std::array<int32_t, kMaxSpeculativeTokens> possible;
+    possible.fill(-1);
+    std::ranges::copy(drafts.tokens, possible.begin());
+    drafts.wanted = sequence->CountUsable(std::span(possible).first(std::max<int64_t>(0, most)));
+  }
+}
+
+void Scheduler::ProposeDrafts(Author lane, Sequence& sequence, int64_t most) {
+  DraftState& drafts = *sequence.drafts;
+  if (drafts.drafter != nullptr) {
+    const int64_t wanted = std::min(most, drafts.length.Next());
+    if (wanted > 0) drafts.drafter->Propose(sequence.tokens, wanted, drafts.tokens);
+  }
+  const int64_t proposed = std::min<int64_t>(most, std::ssize(drafts.tokens));
+  const int64_t usable = sequence.CountUsable(std::span(drafts.tokens).first(proposed));
+  drafts.tokens.resize(Grow(lane, sequence, sequence.length() + usable) - sequence.length());
+}
+
+void Scheduler::PlanDrafts(Author lane, int64_t room) {
+  const auto verifies = [](const PassEntry& entry) {
+    return entry.draws > 0 && !entry.drafting && entry.sequence->drafts != nullptr;
+  };
+  int64_t left = std::ranges::count_if(plan_.entries, verifies);
+  for (PassEntry& entry : plan_.entries) {
+    if (!verifies(entry)) continue;
+    ProposeDrafts(lane, *entry.sequence, std::max<int64_t>(0, room) / left);
+    const int64_t added = std::ssize(entry.sequence->drafts->tokens);
+    entry.end += added;
+    entry.draws += added;
+    room -= added;
+    --left;
+  }
 }
 
 const PassPlan& Scheduler::Plan(Author lane) {
@@ -175,22 +232,51 @@ const PassPlan& Scheduler::Plan(Author lane) {
     }
   }
   if (plan_.entries.empty()) return plan_;
+  const int64_t planned = limits_.max_batched_tokens - budget;
+  PlanDrafts(lane, std::min(limits_.max_batched_tokens, kMaxTokensWithDrafts) - planned);
   ++passes_;
   last_lane_ = lane;
   return plan_;
 }
 
-void Scheduler::Advance(Author lane, const PassEntry& entry) {
-  LaneState& state = entry.sequence->lane(lane);
-  state.cursor = entry.end;
+void Scheduler::Confirm(Author lane, Sequence& sequence) {
+  LaneState& state = sequence.lane(lane);
+  state.table.Shrink(pool(lane), KvBlocks(state.consumed()));
   if (state.epoch != epochs_[LaneIndex(lane)]) return;
-  state.table.Remember(pool(lane), std::span(entry.sequence->tokens).first(state.cursor));
+  state.table.Remember(pool(lane), std::span(sequence.tokens).first(state.cursor));
+}
+
+void Scheduler::Advance(Author lane, const PassEntry& entry, int64_t rejected) {
+  Sequence& sequence = *entry.sequence;
+  LaneState& state = sequence.lane(lane);
+  state.cursor = entry.end - rejected;
+  if (entry.drafting) {
+    // The row of the last token is wanted again once the senior has written the next one.
+    const int64_t known = sequence.length() - (sequence.wants_other ? 1 : 0);
+    state.cursor = std::min(entry.end, known);
+    state.ahead = entry.end - state.cursor;
+  }
+  Confirm(lane, sequence);
+  if (!entry.drafting && entry.draws > 0 && sequence.drafts != nullptr) {
+    SettleDrafts(sequence, entry.draws - 1 - rejected);
+  }
+}
+
+void Scheduler::SettleDrafts(Sequence& sequence, int64_t accepted) {
+  sequence.drafts->tokens.clear();
+  sequence.drafts->closed = false;
+  LaneState& junior = sequence.lane(Author::kJunior);
+  if (junior.ahead == 0) return;
+  if (!sequence.wants_other) junior.cursor += std::min(accepted, junior.ahead);
+  junior.ahead = 0;
+  Confirm(Author::kJunior, sequence);
 }
 
 void Scheduler::ReleaseBlocks(Author lane, Sequence& sequence) {
   LaneState& state = sequence.lane(lane);
   state.table.Release(pool(lane));
   state.cursor = 0;
+  state.ahead = 0;
 }
 
 void Scheduler::Remove(Sequence* sequence) {

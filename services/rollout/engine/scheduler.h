@@ -18,6 +18,11 @@
 
 namespace tandem::rollout {
 
+// Most tokens of a pass with drafts. A pass of few tokens takes about as long as one of a single
+// token, because it reads the same weights; beyond this, drafts cost time that other sequences
+// need. So they are cut where many sequences run.
+inline constexpr int64_t kMaxTokensWithDrafts = kMaxSpeculativeTokens + 1;
+
 struct SchedulerLimits {
   int64_t max_num_seqs;        // sequences that run at the same time
   int64_t max_batched_tokens;  // tokens that one pass consumes
@@ -25,13 +30,15 @@ struct SchedulerLimits {
   std::array<int64_t, 2> num_blocks;
 };
 
-// One sequence in a pass: the pass consumes its tokens [begin, end).
+// One sequence in a pass: the pass consumes [begin, end) of its tokens with its drafts behind them.
 struct PassEntry {
   Sequence* sequence = nullptr;
   int64_t begin = 0;
   int64_t end = 0;
-  // Whether the next token is drawn from the last row.
-  bool samples = false;
+  // Number of the last rows from which tokens are drawn: that of the last token and those of
+  // drafts.
+  int64_t draws = 0;
+  bool drafting = false;  // the drawn token is a draft
 };
 
 struct PassPlan {
@@ -56,17 +63,22 @@ class Scheduler {
   // sequences; where one has little, that gathers; and nobody waits for ever.
   std::array<Author, 2> LaneOrder() const;
 
+  // Decides for which sequences the junior writes drafts next, and how many.
+  void AskForDrafts();
+
   // Plans a pass of `lane`'s model within the token budget: sequences that are being written before
   // those that read their prompt, each in the order of running(). A sequence that does not fit
   // consumes as many tokens as do (chunked prefill). Prefixes that the cache contains are shared,
   // not consumed; a sample waits while another sample of its prompt consumes the prompt. Gives the
   // sequences their blocks. If there are none, the last of running() is preempted: it gives up its
   // blocks, waits, and consumes its tokens again when it is admitted. The first of running() is
-  // never preempted, so something always ends. The plan is valid until the next call.
+  // never preempted, so something always ends. Drafts get the budget and the blocks that nobody
+  // else needs in the pass. The plan is valid until the next call.
   const PassPlan& Plan(Author lane);
 
-  // Records that the entry has been computed.
-  void Advance(Author lane, const PassEntry& entry);
+  // Records that the entry has been computed, and that the sequence did not keep the last
+  // `rejected` of the tokens that it consumed. Blocks of rejected drafts alone are given back.
+  void Advance(Author lane, const PassEntry& entry, int64_t rejected = 0);
 
   // Removes a sequence, waiting or running, and releases its blocks.
   void Remove(Sequence* sequence);
@@ -87,11 +99,22 @@ class Scheduler {
   BlockPool& pool(Author lane) { return pools_[LaneIndex(lane)]; }
   // Plans running_[index] for at most `budget` tokens; returns the number of tokens planned.
   int64_t PlanEntry(Author lane, size_t index, int64_t budget);
+  // Adds to the entries that write as many drafts as are proposed, `room` in all at most.
+  void PlanDrafts(Author lane, int64_t room);
+  // Leaves at most `most` drafts of the sequence, those that the pass verifies.
+  void ProposeDrafts(Author lane, Sequence& sequence, int64_t most);
+  // Tells the junior's lane how many of the drafts that it wrote were accepted.
+  void SettleDrafts(Sequence& sequence, int64_t accepted);
   // Gives a lane that has consumed nothing the blocks of the tokens that the cache contains.
   // Returns false if the sequence should wait for another sample of its prompt.
   bool TakePrefix(Author lane, Sequence& sequence);
-  // Gives running_[index] blocks for its first `tokens` tokens, or for as many as it can get;
+  // Gives a sequence idle blocks for its first `tokens` tokens, or for as many as it can get;
   // returns how many tokens its blocks hold then, at most `tokens`.
+  int64_t Grow(Author lane, Sequence& sequence, int64_t tokens);
+  // Remembers the whole blocks of the tokens before the cursor, and gives back the blocks after
+  // those that were consumed.
+  void Confirm(Author lane, Sequence& sequence);
+  // Does the same for running_[index], and preempts others if no block is idle.
   int64_t Reserve(Author lane, size_t index, int64_t tokens);
   // Preempts the last sequence after running_[index] that has blocks in `lane` and is not planned.
   // Returns false if there is none.

@@ -55,7 +55,7 @@ PassPlan RunPass(Scheduler& scheduler, Author lane) {
   PassPlan plan = scheduler.Plan(lane);
   for (const PassEntry& entry : plan.entries) {
     scheduler.Advance(lane, entry);
-    if (entry.samples) Write(*entry.sequence);
+    if (entry.draws > 0) Write(*entry.sequence);
   }
   return plan;
 }
@@ -102,7 +102,7 @@ TEST(SchedulerTest, OnlyTheNextAuthorRuns) {
   const auto pass = RunPass(scheduler, S).entries;
   ASSERT_EQ(pass.size(), 1u);
   EXPECT_EQ(pass[0].end, 4);
-  EXPECT_TRUE(pass[0].samples);
+  EXPECT_EQ(pass[0].draws, 1);
   EXPECT_THAT(scheduler.Plan(S).entries, IsEmpty());
   // The junior has seen nothing: it consumes the prompt and the senior's token at once.
   EXPECT_EQ(scheduler.Plan(J).entries[0].end, 5);
@@ -151,7 +151,7 @@ TEST(SchedulerTest, LongPromptsAreCutToTheBudget) {
   for (int i = 0; i < 3; ++i) {
     const auto pass = RunPass(scheduler, S).entries;
     ASSERT_EQ(pass.size(), 1u);
-    EXPECT_EQ(pass[0].samples, i == 2);
+    EXPECT_EQ(pass[0].draws, i == 2);
     ends.push_back(pass[0].end);
   }
   EXPECT_THAT(ends, ElementsAre(4, 8, 10));
@@ -172,7 +172,7 @@ TEST(SchedulerTest, ALongPromptDoesNotHoldUpSequencesThatAreWritten) {
   while (prompt->samples[0]->response_length() == 0) RunPass(scheduler, S);
   const auto next = RunPass(scheduler, S);
   EXPECT_EQ(next.entries[0].sequence, prompt->samples[0].get());
-  EXPECT_TRUE(next.entries[0].samples);
+  EXPECT_EQ(next.entries[0].draws, 1);
 }
 
 TEST(SchedulerTest, SamplesWaitForTheFirstOnesPromptAndTakeItOver) {
@@ -190,7 +190,7 @@ TEST(SchedulerTest, SamplesWaitForTheFirstOnesPromptAndTakeItOver) {
   for (size_t i = 0; i < 2; ++i) {
     EXPECT_EQ(second.entries[i].begin, 69);
     EXPECT_EQ(second.entries[i].end, 70);
-    EXPECT_TRUE(second.entries[i].samples);
+    EXPECT_EQ(second.entries[i].draws, 1);
     const std::span<const int32_t> blocks = prompt->samples[i + 1]->lane(S).table.blocks();
     EXPECT_EQ(blocks[0], owner[0]) << "whole blocks are shared";
     EXPECT_NE(blocks[1], owner[1]) << "the rest is copied";
@@ -199,6 +199,201 @@ TEST(SchedulerTest, SamplesWaitForTheFirstOnesPromptAndTakeItOver) {
   }
   EXPECT_EQ(scheduler.num_held_blocks(S), 1 + 3);
   EXPECT_EQ(scheduler.shared_tokens_total(), 2 * 69);
+}
+
+// Proposes the token 7 as often as it may.
+class SevensDrafter final : public Drafter {
+ public:
+  void Propose(std::span<const int32_t>, int64_t most, std::vector<int32_t>& drafts) override {
+    drafts.resize(most, 7);
+  }
+};
+
+// Returns a prompt whose samples have drafts, of the junior if `drafter` is null.
+std::unique_ptr<Prompt> MakeDraftedPrompt(int length, int samples, const PromptOptions& options,
+                                          bool junior = false) {
+  auto prompt = MakePrompt(length, samples, options);
+  prompt->max_response_tokens = 1000;
+  SpeculativeParams& params = prompt->request.speculative;
+  params = {.method = junior ? SpeculativeMethod::kJunior : SpeculativeMethod::kNgram,
+            .num_speculative_tokens = kMaxSpeculativeTokens};
+  for (const auto& sample : prompt->samples) {
+    sample->drafts =
+        std::make_unique<DraftState>(params, junior ? nullptr : std::make_unique<SevensDrafter>());
+  }
+  return prompt;
+}
+
+// Writes `accepted` of the entry's drafts and one more token.
+void WriteWithDrafts(Scheduler& scheduler, Author lane, const PassEntry& entry, int64_t accepted) {
+  for (int64_t i = 0; i <= accepted; ++i) Write(*entry.sequence);
+  scheduler.Advance(lane, entry, entry.draws - 1 - accepted);
+}
+
+TEST(SchedulerTest, DraftsFillAPassUpToItsTokens) {
+  const auto alone = MakeDraftedPrompt(10, 1, {.tandem = false});
+  Scheduler scheduler(kWide);
+  Enqueue(scheduler, *alone);
+  scheduler.Admit();
+  const PassEntry read = scheduler.Plan(S).entries[0];
+  EXPECT_EQ(read.end, 10 + 6) << "the prompt takes ten of the pass";
+  EXPECT_EQ(read.draws, 1 + 6);
+  WriteWithDrafts(scheduler, S, read, 2);
+  EXPECT_EQ(alone->samples[0]->lane(S).cursor, 12);
+  const PassEntry next = scheduler.Plan(S).entries[0];
+  EXPECT_EQ(next.begin, 12);
+  EXPECT_EQ(next.end, 13 + 15);
+  EXPECT_EQ(next.draws, 16);
+}
+
+TEST(SchedulerTest, SequencesShareTheRoomForDrafts) {
+  for (const int samples : {3, 16, 17}) {
+    const auto prompt = MakeDraftedPrompt(1, samples, {.tandem = false});
+    Scheduler scheduler(kWide);
+    Enqueue(scheduler, *prompt);
+    scheduler.Admit();
+    const PassPlan plan = scheduler.Plan(S);
+    int64_t total = 0;
+    for (const PassEntry& entry : plan.entries) {
+      EXPECT_LE(entry.draws, 1 + 5);
+      EXPECT_GE(entry.draws, samples == 3 ? 1 + 4 : 1);
+      total += entry.end - entry.begin;
+    }
+    EXPECT_EQ(total, std::max<int64_t>(samples, kMaxTokensWithDrafts));
+  }
+}
+
+TEST(SchedulerTest, DraftsStayWithinTheTokenBudget) {
+  const auto prompt = MakeDraftedPrompt(1, 2, {.tandem = false});
+  Scheduler scheduler({.max_num_seqs = 2, .max_batched_tokens = 3, .num_blocks = {9, 9}});
+  Enqueue(scheduler, *prompt);
+  scheduler.Admit();
+  const PassPlan plan = scheduler.Plan(S);
+  ASSERT_EQ(plan.entries.size(), 2u);
+  EXPECT_EQ(plan.entries[0].draws + plan.entries[1].draws, 3);
+}
+
+TEST(SchedulerTest, DraftsTakeIdleBlocksAlone) {
+  const auto first = MakeDraftedPrompt(62, 1, {.tandem = false});
+  const auto second = MakePrompt(60, 1, {.tandem = false, .token = 2});
+  Scheduler scheduler({.max_num_seqs = 8, .max_batched_tokens = 122, .num_blocks = {2, 2}});
+  Enqueue(scheduler, *first);
+  Enqueue(scheduler, *second);
+  scheduler.Admit();
+  ASSERT_EQ(RunPass(scheduler, S).entries.size(), 2u);
+  // The first has 63 tokens, and room for one draft in its block.
+  const PassPlan plan = scheduler.Plan(S);
+  ASSERT_EQ(plan.entries.size(), 2u);
+  EXPECT_EQ(plan.entries[0].end, 64);
+  EXPECT_EQ(plan.entries[0].draws, 2);
+  EXPECT_EQ(scheduler.preemptions_total(), 0);
+}
+
+TEST(SchedulerTest, BlocksOfRejectedDraftsAreGivenBack) {
+  const auto prompt = MakeDraftedPrompt(62, 1, {.tandem = false});
+  Scheduler scheduler(kWide);
+  Enqueue(scheduler, *prompt);
+  scheduler.Admit();
+  RunPass(scheduler, S);
+  const PassEntry rejected = scheduler.Plan(S).entries[0];
+  EXPECT_EQ(rejected.end, 63 + 15);
+  EXPECT_EQ(scheduler.num_held_blocks(S), 2);
+  WriteWithDrafts(scheduler, S, rejected, 0);
+  EXPECT_EQ(prompt->samples[0]->lane(S).cursor, 63);
+  EXPECT_EQ(scheduler.num_held_blocks(S), 1);
+  const PassEntry accepted = scheduler.Plan(S).entries[0];
+  WriteWithDrafts(scheduler, S, accepted, accepted.draws - 1);
+  EXPECT_EQ(prompt->samples[0]->lane(S).cursor, 64 + 15);
+  EXPECT_EQ(scheduler.num_held_blocks(S), 2);
+}
+
+TEST(SchedulerTest, TheJuniorWritesDraftsBeforeTheSeniorVerifiesThem) {
+  const auto prompt = MakeDraftedPrompt(3, 1, {.tandem = false}, /*junior=*/true);
+  Sequence& sequence = *prompt->samples[0];
+  Scheduler scheduler(kWide);
+  Enqueue(scheduler, *prompt);
+  scheduler.Admit();
+  std::vector<int64_t> begins;
+  for (int i = 0; i < 15; ++i) {
+    scheduler.AskForDrafts();
+    EXPECT_THAT(scheduler.Plan(S).entries, IsEmpty());
+    ASSERT_EQ(scheduler.LaneOrder()[0], J);
+    const PassEntry entry = scheduler.Plan(J).entries[0];
+    EXPECT_TRUE(entry.drafting);
+    EXPECT_EQ(entry.draws, 1);
+    EXPECT_EQ(entry.end, 3 + i);
+    begins.push_back(entry.begin);
+    scheduler.Advance(J, entry);
+    sequence.drafts->tokens.push_back(7);
+  }
+  EXPECT_THAT(begins, ElementsAre(0, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16));
+  scheduler.AskForDrafts();
+  EXPECT_THAT(scheduler.Plan(J).entries, IsEmpty());
+  const PassEntry verification = scheduler.Plan(S).entries[0];
+  EXPECT_EQ(verification.end, 3 + 13) << "the prompt takes three of the pass";
+  EXPECT_EQ(verification.draws, 14);
+  WriteWithDrafts(scheduler, S, verification, 4);
+  EXPECT_EQ(sequence.lane(S).cursor, 7);
+  EXPECT_EQ(sequence.lane(J).cursor, 7) << "it has read the accepted drafts";
+  EXPECT_THAT(sequence.drafts->tokens, IsEmpty());
+  scheduler.AskForDrafts();
+  EXPECT_EQ(scheduler.Plan(J).entries[0].begin, 7);
+}
+
+TEST(SchedulerTest, TheJuniorWritesNoDraftsForMoreSequencesThanAPassVerifies) {
+  for (const int samples : {4, 9}) {
+    const auto prompt = MakeDraftedPrompt(1, samples, {.tandem = false}, /*junior=*/true);
+    Scheduler scheduler(kWide);
+    Enqueue(scheduler, *prompt);
+    scheduler.Admit();
+    scheduler.AskForDrafts();
+    EXPECT_EQ(prompt->samples[0]->drafts->wanted, samples == 4 ? 3 : 0);
+    EXPECT_EQ(scheduler.Plan(J).entries.empty(), samples == 9);
+    EXPECT_EQ(scheduler.Plan(S).entries.empty(), samples == 4);
+  }
+}
+
+TEST(SchedulerTest, TheJuniorsDraftsPreemptNobody) {
+  const auto drafted = MakeDraftedPrompt(60, 1, {.tandem = false}, /*junior=*/true);
+  const auto other = MakePrompt(60, 1, {.token = 2});
+  Scheduler scheduler({.max_num_seqs = 8, .max_batched_tokens = 200, .num_blocks = {9, 2}});
+  Enqueue(scheduler, *drafted);
+  Enqueue(scheduler, *other);
+  scheduler.Admit();
+  ASSERT_EQ(scheduler.running().size(), 2u);
+  RunPass(scheduler, S);
+  RunPass(scheduler, S);  // nobody asks for drafts yet
+  RunPass(scheduler, J);  // the junior reads what it must write
+  Sequence& sequence = *drafted->samples[0];
+  // One of its two blocks is left, which holds four drafts behind the sequence's tokens.
+  while (!sequence.drafts->closed && sequence.drafts->length.Next() > 0) {
+    scheduler.AskForDrafts();
+    const PassPlan plan = scheduler.Plan(J);
+    for (const PassEntry& entry : plan.entries) {
+      if (entry.draws == 0 || !entry.drafting) continue;
+      scheduler.Advance(J, entry);
+      sequence.drafts->tokens.push_back(7);
+    }
+    if (!sequence.drafting()) break;
+  }
+  EXPECT_EQ(sequence.drafts->length.Next(), 0) << "it pauses";
+  EXPECT_EQ(scheduler.preemptions_total(), 0);
+  const PassPlan plan = scheduler.Plan(S);
+  ASSERT_FALSE(plan.entries.empty());
+  EXPECT_EQ(plan.entries[0].sequence, &sequence) << "the senior goes on";
+}
+
+TEST(SequenceTest, DraftsEndWhereAnotherAuthorMayWrite) {
+  const auto prompt = MakeDraftedPrompt(3, 1, {});
+  prompt->request.tandem = {.selection_strategy = SelectionStrategy::kSentence};
+  const std::vector<int32_t> boundaries = {5}, stops = {9};
+  Sequence sequence(prompt.get(), 0, std::make_shared<TokenSet>(boundaries));
+  prompt->stop_tokens = TokenSet(stops);
+  EXPECT_EQ(sequence.CountUsable(std::vector<int32_t>{1, 2, 3}), 3);
+  EXPECT_EQ(sequence.CountUsable(std::vector<int32_t>{1, 5, 3}), 1);
+  EXPECT_EQ(sequence.CountUsable(std::vector<int32_t>{1, 2, 9}), 2) << "nothing follows a stop";
+  prompt->max_response_tokens = 3;
+  EXPECT_EQ(sequence.CountUsable(std::vector<int32_t>{1, 2, 3}), 2);
 }
 
 TEST(SequenceTest, APositionWhoseLogProbIsMissingIsConsumedByTheSequenceItself) {
@@ -259,7 +454,7 @@ TEST(SchedulerTest, TheNewestSequenceGivesUpItsBlocks) {
   const PassPlan again = RunPass(scheduler, S);
   EXPECT_EQ(again.entries[0].begin, 0) << "its block was given out";
   EXPECT_EQ(again.entries[0].end, 65);
-  EXPECT_TRUE(again.entries[0].samples);
+  EXPECT_EQ(again.entries[0].draws, 1);
 }
 
 TEST(SchedulerTest, RunningSequencesAreInTheOrderOfTheirPriorities) {
@@ -332,7 +527,7 @@ TEST(SchedulerTest, AnEndedSequenceDrainsTheLaggingLane) {
   const auto drain = RunPass(scheduler, J).entries;
   ASSERT_EQ(drain.size(), 1u);
   EXPECT_EQ(drain[0].end, 3);  // the last token predicts nothing
-  EXPECT_FALSE(drain[0].samples);
+  EXPECT_EQ(drain[0].draws, 0);
   EXPECT_TRUE(sequence.complete());
 }
 

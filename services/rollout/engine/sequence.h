@@ -8,12 +8,14 @@
 #include <cstdint>
 #include <limits>
 #include <memory>
+#include <span>
 #include <vector>
 
 #include "common/tandem/author_selector.h"
 #include "common/tandem/authorship_mask.h"
 #include "common/tandem/trajectory.h"
 #include "services/rollout/engine/block_table.h"
+#include "services/rollout/engine/drafter.h"
 #include "services/rollout/engine/types.h"
 
 namespace tandem::rollout {
@@ -28,10 +30,15 @@ inline size_t LaneIndex(Author author) { return author == Author::kSenior ? 0 : 
 struct LaneState {
   BlockTable table;
   int64_t cursor = 0;
+  // Number of tokens after the cursor that the model has consumed as drafts: what the sequence
+  // keeps of them is not known yet.
+  int64_t ahead = 0;
   // Counts the weights that keys and values come from; see Scheduler::BumpEpoch.
   int64_t epoch = 0;
   // Number of the first response tokens whose other_logprobs need no more of this model.
   int64_t other_read = 0;
+
+  int64_t consumed() const { return cursor + ahead; }
 };
 
 struct Sequence;
@@ -69,7 +76,8 @@ struct Sequence {
   std::vector<int32_t> tokens;  // prompt and response
   AuthorSelector selector;
   const bool wants_other;
-  const bool eager;  // both models consume every token as soon as it is written
+  const bool eager;                    // both models consume every token as soon as it is written
+  std::unique_ptr<DraftState> drafts;  // null: nobody proposes drafts
   std::array<LaneState, 2> lanes;
   int64_t last_pass = 0;  // see Scheduler::LaneOrder
 
@@ -120,13 +128,37 @@ struct Sequence {
            std::isnan(other_logprobs[r]);
   }
 
-  // Returns the number of tokens that `author`'s model must consume for the sequence to go on; 0 if
-  // it is not that model's turn, unless the sequence is eager.
+  // Whether the junior writes a draft of the senior's tokens next.
+  bool drafting() const {
+    return drafts != nullptr && drafts->wanted > std::ssize(drafts->tokens) && !ended() &&
+           selector.NextAuthor() == Author::kSenior;
+  }
+
+  // Returns how many of `proposed` the next author can verify: if they are all accepted, the same
+  // author writes the token after each of them, and the response has room for that token. An id
+  // below 0 stands for a draft that is not known yet.
+  int64_t CountUsable(std::span<const int32_t> proposed) const {
+    const int64_t most = prompt->max_response_tokens - response_length() - 1;
+    AuthorSelector after = selector;
+    int64_t usable = 0;
+    for (const int32_t token : proposed) {
+      if (usable >= most || prompt->stop_tokens.contains(token)) break;
+      after.OnToken(token);
+      if (after.NextAuthor() != selector.NextAuthor()) break;
+      ++usable;
+    }
+    return usable;
+  }
+
+  // Returns the number of tokens, with drafts behind them, that `author`'s model must consume for
+  // the sequence to go on; 0 if it is not that model's turn, unless the sequence is eager.
   int64_t Target(Author author) const {
+    if (drafting()) return author == Author::kJunior ? length() + std::ssize(drafts->tokens) : 0;
     if (!ended() && selector.NextAuthor() == author) return length();
     if (!ended()) {
-      // The row of the last token may be wanted once the other model has written the next one.
-      return eager ? length() - (wants_other ? 1 : 0) : 0;
+      // The row of the last token may be wanted once the other model has written the next one, or
+      // for a draft.
+      return eager ? length() - (wants_other || drafts != nullptr ? 1 : 0) : 0;
     }
     // Only the lane that did not write the last token can lag.
     return wants_other && authors.back() != author ? length() - 1 : 0;
@@ -135,7 +167,7 @@ struct Sequence {
   // Returns the first position that `author`'s model must consume itself, though another sequence
   // may have consumed the same tokens: its hidden state is wanted. Needs Target(author) > 0.
   int64_t FirstWanted(Author author) const {
-    const int64_t last = Target(author) - 1;
+    const int64_t last = std::min(Target(author), length()) - 1;
     const int64_t first = prompt_length() - 1 + lane(author).other_read;
     for (int64_t position = first; position < last; ++position) {
       if (NeedsOther(author, position)) return position;

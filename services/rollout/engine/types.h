@@ -63,6 +63,33 @@ struct EngineOptions {
   std::string configuration = {};
 };
 
+// Source of the drafts of a sequence (drafter.h).
+enum class SpeculativeMethod {
+  kNone,
+  kNgram,   // earlier occurrences of its last tokens
+  kJunior,  // the junior, for tokens of the senior
+  kHeads,   // heads on the senior: UNIMPLEMENTED
+};
+
+// Condition under which a draft is accepted.
+enum class AcceptanceRule {
+  kExact,              // if it equals the token that is drawn in its place
+  kRejectionSampling,  // with probability p / q: UNIMPLEMENTED
+};
+
+inline constexpr int64_t kMaxSpeculativeTokens = 15;
+inline constexpr int64_t kMaxPromptLookup = 16;
+
+// Speculative decoding of one prompt. A response does not depend on it.
+struct SpeculativeParams {
+  SpeculativeMethod method = SpeculativeMethod::kNone;
+  int64_t num_speculative_tokens = 5;  // most drafts of a pass, up to kMaxSpeculativeTokens
+  // kNgram: number of tokens of a suffix that is looked for, up to kMaxPromptLookup.
+  int64_t prompt_lookup_min = 2;
+  int64_t prompt_lookup_max = 4;
+  AcceptanceRule acceptance_rule = AcceptanceRule::kExact;
+};
+
 // One prompt and its samples.
 struct PromptRequest {
   std::vector<int32_t> prompt_token_ids;
@@ -73,6 +100,7 @@ struct PromptRequest {
   bool return_other_logprobs = false;
   bool stream_tokens = false;
   int32_t priority = 0;  // higher comes first (waiting_queue.h)
+  SpeculativeParams speculative;
   absl::Time deadline = absl::InfiniteFuture();
 };
 
@@ -84,6 +112,14 @@ struct TokensDelta {
   std::vector<uint8_t> authorship_mask;
 };
 
+// Drafts that passes verified, and how many of them were accepted.
+struct DraftCounts {
+  int64_t drafted = 0;
+  int64_t accepted = 0;
+
+  bool operator==(const DraftCounts&) const = default;
+};
+
 // Receives the events of one prompt. Called on the engine thread: it must not block.
 class PromptListener {
  public:
@@ -91,7 +127,7 @@ class PromptListener {
   // Called with stream_tokens alone.
   virtual void OnTokens(TokensDelta delta) = 0;
   // Called once for every sample, in any order.
-  virtual void OnFinished(Trajectory trajectory) = 0;
+  virtual void OnFinished(Trajectory trajectory, DraftCounts drafts) = 0;
   // Called at most once, in place of the samples that have not finished: CANCELLED,
   // DEADLINE_EXCEEDED, INTERNAL. No call follows.
   virtual void OnFailed(absl::Status status) = 0;
@@ -150,6 +186,8 @@ struct EngineStats {
   int64_t shared_prefix_tokens_total = 0;
   int64_t preemptions_total = 0;     // of sequences that gave up their blocks
   int64_t forward_passes_total = 0;  // of generation
+  DraftCounts ngram_drafts_total;
+  DraftCounts junior_drafts_total;
   int64_t score_passes_total = 0;
   // The end of the last pass or command on this rank.
   absl::Time last_progress = absl::InfinitePast();

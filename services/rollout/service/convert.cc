@@ -7,6 +7,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/time/time.h"
 #include "common/base/error.h"
+#include "common/base/status_macros.h"
 #include "common/config/config.h"
 #include "common/rpc/compute_config.h"
 #include "common/rpc/error_table.h"
@@ -29,6 +30,47 @@ Quantization QuantizationOf(types::v1::Quantization proto) {
     default:
       return Quantization::kNone;
   }
+}
+
+absl::StatusOr<SpeculativeMethod> MethodFromProto(v1::SpeculativeMethod method) {
+  switch (method) {
+    case v1::SPECULATIVE_METHOD_UNSPECIFIED:
+    case v1::SPECULATIVE_METHOD_NONE:
+      return SpeculativeMethod::kNone;
+    case v1::SPECULATIVE_METHOD_NGRAM:
+      return SpeculativeMethod::kNgram;
+    case v1::SPECULATIVE_METHOD_JUNIOR:
+      return SpeculativeMethod::kJunior;
+    case v1::SPECULATIVE_METHOD_HEADS:
+      return SpeculativeMethod::kHeads;
+    default:
+      return InvalidField("method", absl::StrCat("unknown value ", static_cast<int>(method)));
+  }
+}
+
+absl::StatusOr<AcceptanceRule> AcceptanceRuleFromProto(v1::AcceptanceRule rule) {
+  switch (rule) {
+    case v1::ACCEPTANCE_RULE_UNSPECIFIED:
+    case v1::ACCEPTANCE_RULE_EXACT:
+      return AcceptanceRule::kExact;
+    case v1::ACCEPTANCE_RULE_REJECTION_SAMPLING:
+      return AcceptanceRule::kRejectionSampling;
+    default:
+      return InvalidField("acceptance_rule",
+                          absl::StrCat("unknown value ", static_cast<int>(rule)));
+  }
+}
+
+absl::StatusOr<SpeculativeParams> SpeculativeFromProto(const v1::SpeculativeConfig& proto) {
+  SpeculativeParams params;
+  TANDEM_ASSIGN_OR_RETURN(params.method, MethodFromProto(proto.method()));
+  TANDEM_ASSIGN_OR_RETURN(params.acceptance_rule, AcceptanceRuleFromProto(proto.acceptance_rule()));
+  if (proto.has_num_speculative_tokens()) {
+    params.num_speculative_tokens = proto.num_speculative_tokens();
+  }
+  if (proto.has_prompt_lookup_min()) params.prompt_lookup_min = proto.prompt_lookup_min();
+  if (proto.has_prompt_lookup_max()) params.prompt_lookup_max = proto.prompt_lookup_max();
+  return params;
 }
 
 }  // namespace
@@ -95,6 +137,9 @@ absl::StatusOr<PromptRequest> PromptFromProto(const v1::Prompt& prompt,
   request.return_other_logprobs = prompt.return_other_logprobs();
   request.stream_tokens = prompt.stream_tokens();
   request.priority = prompt.priority();
+  absl::StatusOr<SpeculativeParams> speculative = SpeculativeFromProto(prompt.speculative());
+  if (!speculative.ok()) return PrependFieldPath("speculative", speculative.status());
+  request.speculative = *speculative;
   return request;
 }
 
@@ -109,10 +154,14 @@ v1::GenerateResponse TokensToProto(const std::string& request_id, const TokensDe
   return response;
 }
 
-v1::GenerateResponse FinishedToProto(const std::string& request_id, const Trajectory& trajectory) {
+v1::GenerateResponse FinishedToProto(const std::string& request_id, const Trajectory& trajectory,
+                                     DraftCounts drafts) {
   v1::GenerateResponse response;
-  response.mutable_finished()->set_request_id(request_id);
-  rpc::TrajectoryToProto(trajectory, response.mutable_finished()->mutable_trajectory());
+  v1::FinishedEvent* event = response.mutable_finished();
+  event->set_request_id(request_id);
+  rpc::TrajectoryToProto(trajectory, event->mutable_trajectory());
+  event->set_draft_tokens(static_cast<int32_t>(drafts.drafted));
+  event->set_accepted_draft_tokens(static_cast<int32_t>(drafts.accepted));
   return response;
 }
 

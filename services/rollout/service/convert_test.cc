@@ -35,6 +35,29 @@ TEST(PromptFromProtoTest, UnsetTandemFieldsTakeTheServersDefaults) {
   EXPECT_EQ(PromptFromProto(prompt, defaults)->priority, -3);
 }
 
+TEST(PromptFromProtoTest, EveryFieldOfSpeculativeDecodingIsCarried) {
+  v1::Prompt prompt = Example();
+  EXPECT_EQ(PromptFromProto(prompt, {})->speculative.method, SpeculativeMethod::kNone);
+  prompt.mutable_speculative()->set_method(v1::SPECULATIVE_METHOD_NGRAM);
+  SpeculativeParams params = PromptFromProto(prompt, {})->speculative;
+  EXPECT_EQ(params.method, SpeculativeMethod::kNgram);
+  EXPECT_EQ(params.num_speculative_tokens, 5);
+  EXPECT_EQ(params.prompt_lookup_min, 2);
+  EXPECT_EQ(params.prompt_lookup_max, 4);
+  EXPECT_EQ(params.acceptance_rule, AcceptanceRule::kExact);
+  prompt.mutable_speculative()->set_method(v1::SPECULATIVE_METHOD_JUNIOR);
+  prompt.mutable_speculative()->set_num_speculative_tokens(7);
+  prompt.mutable_speculative()->set_prompt_lookup_min(3);
+  prompt.mutable_speculative()->set_prompt_lookup_max(6);
+  prompt.mutable_speculative()->set_acceptance_rule(v1::ACCEPTANCE_RULE_REJECTION_SAMPLING);
+  params = PromptFromProto(prompt, {})->speculative;
+  EXPECT_EQ(params.method, SpeculativeMethod::kJunior);
+  EXPECT_EQ(params.num_speculative_tokens, 7);
+  EXPECT_EQ(params.prompt_lookup_min, 3);
+  EXPECT_EQ(params.prompt_lookup_max, 6);
+  EXPECT_EQ(params.acceptance_rule, AcceptanceRule::kRejectionSampling);
+}
+
 TEST(PromptFromProtoTest, ErrorsNameTheFieldInsideThePrompt) {
   v1::Prompt prompt = Example();
   prompt.set_num_samples(-1);
@@ -47,6 +70,12 @@ TEST(PromptFromProtoTest, ErrorsNameTheFieldInsideThePrompt) {
   prompt = Example();
   prompt.mutable_tandem()->set_selection_strategy(static_cast<types::v1::SelectionStrategy>(9));
   EXPECT_EQ(FieldPath(PromptFromProto(prompt, {}).status()), "tandem.selection_strategy");
+  prompt = Example();
+  prompt.mutable_speculative()->set_method(static_cast<v1::SpeculativeMethod>(9));
+  EXPECT_EQ(FieldPath(PromptFromProto(prompt, {}).status()), "speculative.method");
+  prompt.mutable_speculative()->clear_method();
+  prompt.mutable_speculative()->set_acceptance_rule(static_cast<v1::AcceptanceRule>(9));
+  EXPECT_EQ(FieldPath(PromptFromProto(prompt, {}).status()), "speculative.acceptance_rule");
 }
 
 TEST(EngineOptionsTest, ComeFromTheConfig) {

@@ -44,7 +44,9 @@ class GenerateStream::Listener final : public PromptListener {
   Listener(std::shared_ptr<GenerateStream> stream, std::string request_id)
       : stream_(std::move(stream)), request_id_(std::move(request_id)) {}
   void OnTokens(TokensDelta delta) override { stream_->OnTokens(request_id_, delta); }
-  void OnFinished(Trajectory trajectory) override { stream_->OnFinished(request_id_, trajectory); }
+  void OnFinished(Trajectory trajectory, DraftCounts drafts) override {
+    stream_->OnFinished(request_id_, trajectory, drafts);
+  }
   void OnFailed(absl::Status status) override { stream_->OnFailed(request_id_, status); }
 
  private:
@@ -259,13 +261,14 @@ void GenerateStream::OnTokens(const std::string& request_id, const TokensDelta& 
   Push(TokensToProto(request_id, delta));
 }
 
-void GenerateStream::OnFinished(const std::string& request_id, const Trajectory& trajectory) {
+void GenerateStream::OnFinished(const std::string& request_id, const Trajectory& trajectory,
+                                DraftCounts drafts) {
   std::lock_guard lock(mutex_);
   const auto found = pending_.find(request_id);
   if (found == pending_.end()) return;
   --unfinished_sequences_;
   if (--found->second.samples_left == 0) pending_.erase(found);
-  Push(FinishedToProto(request_id, trajectory));
+  Push(FinishedToProto(request_id, trajectory, drafts));
   EndIfDone();
 }
 

@@ -68,6 +68,10 @@ void RolloutApp::UpdateMetrics() {
   total(metric::kPromptTokens, stats.prompt_tokens_total);
   total(metric::kPrefixCacheTokens, stats.shared_prefix_tokens_total);
   total(metric::kPreemptions, stats.preemptions_total);
+  total(metric::kDraftTokens, stats.ngram_drafts_total.drafted, {"ngram"});
+  total(metric::kDraftTokens, stats.junior_drafts_total.drafted, {"junior"});
+  total(metric::kAcceptedDraftTokens, stats.ngram_drafts_total.accepted, {"ngram"});
+  total(metric::kAcceptedDraftTokens, stats.junior_drafts_total.accepted, {"junior"});
   total(metric::kForwardPasses, stats.forward_passes_total + stats.score_passes_total);
 }
 

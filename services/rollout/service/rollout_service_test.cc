@@ -80,6 +80,8 @@ TEST_F(RolloutServiceTest, EverySampleComesBackAndTheStreamEnds) {
   while (stream->Read(&event)) {
     if (event.has_heartbeat()) continue;
     ASSERT_TRUE(event.has_finished()) << event.DebugString();
+    EXPECT_EQ(event.finished().draft_tokens(), 4);
+    EXPECT_EQ(event.finished().accepted_draft_tokens(), 3);
     const auto trajectory = rpc::TrajectoryFromProto(event.finished().trajectory());
     ASSERT_TRUE(trajectory.ok()) << trajectory.status();
     EXPECT_EQ(trajectory->response_token_ids.size(), 5u);

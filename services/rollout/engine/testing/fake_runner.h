@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <array>
 #include <cstdint>
+#include <limits>
 #include <span>
 #include <utility>
 #include <vector>
@@ -25,7 +26,9 @@ class FakeRunner : public ModelRunner {
   // Returns the row of logits after `tokens`.
   std::vector<float> Logits(std::span<const int32_t> tokens) const {
     uint64_t state = weights_ * 0x9E3779B97F4A7C15;
-    for (const int32_t token : tokens) state = Mix(state ^ static_cast<uint64_t>(token + 1));
+    const size_t read = std::min(tokens.size(), memory);
+    for (const int32_t token : tokens.last(read))
+      state = Mix(state ^ static_cast<uint64_t>(token + 1));
     std::vector<float> logits(vocab_size_);
     for (int32_t id = 0; id < vocab_size_; ++id) {
       logits[id] = static_cast<float>(Mix(state + id) % 4096) / 1024.0f;
@@ -69,6 +72,8 @@ class FakeRunner : public ModelRunner {
 
   void set_weights(uint64_t weights) { weights_ = weights; }
 
+  // Number of the last tokens that the logits depend on. With few, responses repeat themselves.
+  size_t memory = std::numeric_limits<size_t>::max();
   int64_t passes = 0;
   int64_t consumed = 0;
   int64_t largest_pass = 0;

@@ -20,7 +20,9 @@ class Gate final : public PromptListener {
     arrived_.set_value();
     opened_.get_future().wait();
   }
-  void OnFinished(Trajectory trajectory) override { finished_.set_value(std::move(trajectory)); }
+  void OnFinished(Trajectory trajectory, DraftCounts) override {
+    finished_.set_value(std::move(trajectory));
+  }
   void OnFailed(absl::Status status) override { ADD_FAILURE() << status; }
 
   void WaitUntilHeld() { arrived_.get_future().wait(); }

@@ -23,10 +23,11 @@ class RecordingListener : public PromptListener {
     deltas_.push_back(std::move(delta));
     changed_.notify_all();
   }
-  void OnFinished(Trajectory trajectory) override {
+  void OnFinished(Trajectory trajectory, DraftCounts drafts) override {
     std::lock_guard lock(mutex_);
     const uint64_t index = trajectory.sample_index;
     finished_.emplace(index, std::move(trajectory));
+    drafts_.emplace(index, drafts);
     changed_.notify_all();
   }
   void OnFailed(absl::Status status) override {
@@ -59,6 +60,10 @@ class RecordingListener : public PromptListener {
     std::lock_guard lock(mutex_);
     return finished_;
   }
+  std::map<uint64_t, DraftCounts> drafts() const {
+    std::lock_guard lock(mutex_);
+    return drafts_;
+  }
   std::vector<TokensDelta> deltas() const {
     std::lock_guard lock(mutex_);
     return deltas_;
@@ -73,6 +78,7 @@ class RecordingListener : public PromptListener {
   mutable std::mutex mutex_;
   std::condition_variable changed_;
   std::map<uint64_t, Trajectory> finished_;
+  std::map<uint64_t, DraftCounts> drafts_;
   std::vector<TokensDelta> deltas_;
   std::optional<absl::Status> failure_;
 };

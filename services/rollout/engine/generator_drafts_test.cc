@@ -1,0 +1,362 @@
+// Speculative decoding: a response does not depend on drafts, whoever proposes them.
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <random>
+
+#include "services/rollout/engine/generator.h"
+#include "services/rollout/engine/testing/generator_harness.h"
+
+namespace tandem::rollout {
+namespace {
+
+// Proposes the tokens of a known text, each wrong with the probability `wrong`.
+class OracleDrafter final : public Drafter {
+ public:
+  using Texts = std::vector<std::vector<int32_t>>;
+  OracleDrafter(const Texts* texts, double wrong) : texts_(texts), wrong_(wrong) {}
+
+  void Propose(std::span<const int32_t> tokens, int64_t most,
+               std::vector<int32_t>& drafts) override {
+    for (const std::vector<int32_t>& text : *texts_) {
+      if (text.size() < tokens.size() ||
+          !std::ranges::equal(std::span(text).first(tokens.size()), tokens))
+        continue;
+      for (size_t p = tokens.size(); p < text.size() && std::ssize(drafts) < most; ++p) {
+        const bool wrong = std::bernoulli_distribution(wrong_)(random_);
+        drafts.push_back(wrong ? (text[p] + 1) % kVocab : text[p]);
+      }
+      return;
+    }
+  }
+
+ private:
+  const Texts* const texts_;
+  const double wrong_;
+  std::mt19937 random_;
+};
+
+std::vector<int32_t> TextOf(const Trajectory& trajectory) {
+  std::vector<int32_t> text = trajectory.prompt_token_ids;
+  text.insert(text.end(), trajectory.response_token_ids.begin(),
+              trajectory.response_token_ids.end());
+  return text;
+}
+
+// A factory of drafters that know `texts`.
+DrafterFactory Oracle(const OracleDrafter::Texts& texts, double wrong) {
+  return [&texts, wrong](const SpeculativeParams&) {
+    return std::make_unique<OracleDrafter>(&texts, wrong);
+  };
+}
+
+PromptRequest WithDrafts(PromptRequest request, SpeculativeMethod method, int64_t most = 5) {
+  request.speculative = {.method = method, .num_speculative_tokens = most};
+  return request;
+}
+
+constexpr auto kNgram = SpeculativeMethod::kNgram;
+constexpr auto kJunior = SpeculativeMethod::kJunior;
+
+int64_t Passes(const Harness& harness) { return harness.senior.passes + harness.junior.passes; }
+
+TEST(GeneratorDraftsTest, RightDraftsSavePassesAndWrongOnesCostNone) {
+  PromptRequest solo = Request({.enabled = false});
+  solo.sampling.ignore_eos = true;
+  Harness plain;
+  const Trajectory expected = plain.Run(solo);
+  EXPECT_EQ(plain.senior.passes, 30);
+  const OracleDrafter::Texts texts = {TextOf(expected)};
+
+  Harness right(kWide, 1, 2, /*eager_lanes=*/false, Oracle(texts, 0.0));
+  ExpectSame(right.Run(WithDrafts(solo, kNgram)), expected);
+  EXPECT_EQ(right.senior.passes, 5) << "each writes six tokens";
+  EXPECT_EQ(right.Stats().ngram_drafts_total, (DraftCounts{.drafted = 25, .accepted = 25}));
+
+  Harness wrong(kWide, 1, 2, /*eager_lanes=*/false, Oracle(texts, 1.0));
+  ExpectSame(wrong.Run(WithDrafts(solo, kNgram)), expected);
+  EXPECT_EQ(wrong.senior.passes, 30);
+  const DraftCounts missed = wrong.Stats().ngram_drafts_total;
+  EXPECT_EQ(missed.accepted, 0);
+  EXPECT_EQ(missed.drafted, 5 + 1 + 1 + 1) << "then they pause, and one is tried again";
+}
+
+TEST(GeneratorDraftsTest, NoStrategyChangesAndNoneNeedsMorePasses) {
+  for (const auto strategy : kStrategies) {
+    for (const double wrong : {0.0, 0.3, 1.0}) {
+      for (const bool other_logprobs : {false, true}) {
+        PromptRequest request = Request(Tandem(strategy), 6, 5);
+        request.return_other_logprobs = other_logprobs;
+        request.sampling.top_p = 0.9;
+        Harness plain;
+        const Trajectory expected = plain.Run(request);
+        const OracleDrafter::Texts texts = {TextOf(expected)};
+        Harness harness(kWide, 1, 2, /*eager_lanes=*/false, Oracle(texts, wrong));
+        ExpectSame(harness.Run(WithDrafts(request, kNgram, 15)), expected);
+        EXPECT_LE(Passes(harness), Passes(plain));
+        const EngineStats stats = harness.Stats();
+        EXPECT_LE(harness.senior.consumed + harness.junior.consumed,
+                  plain.senior.consumed + plain.junior.consumed + stats.ngram_drafts_total.drafted);
+        if (wrong == 0.0) {
+          EXPECT_EQ(stats.ngram_drafts_total.accepted, stats.ngram_drafts_total.drafted)
+              << "no draft is verified behind a change of author";
+        }
+        EXPECT_EQ(stats.senior_tokens_total, plain.Stats().senior_tokens_total);
+        EXPECT_EQ(stats.handoffs_total, plain.Stats().handoffs_total);
+      }
+    }
+  }
+}
+
+TEST(GeneratorDraftsTest, TextThatRepeatsIsFoundByNgrams) {
+  for (const double temperature : {0.0, 0.1}) {
+    PromptRequest request = Request(Tandem(SelectionStrategy::kSentence), 10, 3);
+    request.sampling.temperature = temperature;
+    request.sampling.max_tokens = 80;
+    request.sampling.ignore_eos = true;
+    Harness plain, harness;
+    for (Harness* one : {&plain, &harness}) one->senior.memory = one->junior.memory = 1;
+    const auto listener = harness.Submit(WithDrafts(request, kNgram));
+    harness.Finish();
+    ExpectSame(listener->finished().at(0), plain.Run(request));
+    EXPECT_LT(Passes(harness), Passes(plain));
+    EXPECT_GT(listener->drafts().at(0).accepted, 0);
+    EXPECT_EQ(listener->drafts().at(0), harness.Stats().ngram_drafts_total);
+  }
+}
+
+TEST(GeneratorDraftsTest, AJuniorThatIsTheSeniorWritesDraftsThatAreAllAccepted) {
+  for (const auto strategy : kStrategies) {
+    for (const bool tandem : {false, true}) {
+      for (const bool other_logprobs : {false, true}) {
+        PromptRequest request = Request(Tandem(strategy, 0.8), 6, 5);
+        request.tandem.enabled = tandem;
+        request.return_other_logprobs = other_logprobs;
+        request.sampling.temperature = 0.7;
+        request.sampling.ignore_eos = true;
+        Harness plain(kWide, 7, 7), harness(kWide, 7, 7);
+        const Trajectory expected = plain.Run(request);
+        ExpectSame(harness.Run(WithDrafts(request, kJunior)), expected);
+        const EngineStats stats = harness.Stats();
+        EXPECT_EQ(stats.junior_drafts_total.accepted, stats.junior_drafts_total.drafted);
+        EXPECT_LE(harness.senior.passes, plain.senior.passes);
+        if (!tandem) {
+          EXPECT_EQ(harness.senior.passes, 5);
+          EXPECT_EQ(stats.junior_drafts_total.drafted, 25);
+          // A draft is consumed once: the junior reads the prompt and each token but the last ones.
+          EXPECT_EQ(harness.junior.consumed, 6 + 25 + 4 - 1);
+          EXPECT_EQ(harness.junior.passes, 25);
+        }
+      }
+    }
+  }
+}
+
+TEST(GeneratorDraftsTest, AJuniorThatIsNotTheSeniorPausesWhereItIsWrong) {
+  PromptRequest request = Request({.enabled = false}, 6, 5);
+  request.sampling.ignore_eos = true;
+  Harness plain, harness;
+  const Trajectory expected = plain.Run(request);
+  ExpectSame(harness.Run(WithDrafts(request, kJunior)), expected);
+  EXPECT_LE(harness.senior.passes, 30);
+  EXPECT_GT(harness.Stats().junior_drafts_total.drafted, 0);
+  EXPECT_LT(harness.junior.passes, 20);
+}
+
+TEST(GeneratorDraftsTest, TokensOfAPassAreStreamedInOneEvent) {
+  PromptRequest request = Request(Tandem(SelectionStrategy::kChunk));
+  request.stream_tokens = true;
+  request.sampling.ignore_eos = true;
+  const Trajectory expected = Harness().Run(request);
+  const OracleDrafter::Texts texts = {TextOf(expected)};
+  Harness harness(kWide, 1, 2, /*eager_lanes=*/false, Oracle(texts, 0.0));
+  const auto listener = harness.Submit(WithDrafts(request, kNgram));
+  harness.Finish();
+  std::vector<int32_t> tokens;
+  for (const TokensDelta& delta : listener->deltas()) {
+    EXPECT_EQ(delta.offset, std::ssize(tokens));
+    EXPECT_EQ(delta.token_ids.size(), 3u) << "the chunk of one author";
+    EXPECT_EQ(delta.authorship_mask,
+              std::vector<uint8_t>(3, expected.authorship_mask[delta.offset]));
+    tokens.insert(tokens.end(), delta.token_ids.begin(), delta.token_ids.end());
+  }
+  EXPECT_EQ(tokens, expected.response_token_ids);
+}
+
+// Has no numbers for rows behind a draft.
+class BrokenBehindDrafts final : public ModelRunner {
+ public:
+  explicit BrokenBehindDrafts(ModelRunner* runner) : runner_(runner) {}
+  absl::Status Run(const Pass& pass, PassResults& results) override {
+    absl::Status status = runner_->Run(pass, results);
+    size_t row = 0;
+    for (const PassSequence& sequence : pass.sequences) {
+      for (size_t i = 0; i < sequence.rows.size(); ++i, ++row) {
+        if (i == 0) continue;
+        results[row] = absl::InternalError("logits are not numbers");
+        ++broken;
+      }
+    }
+    return status;
+  }
+
+  int64_t broken = 0;
+
+ private:
+  ModelRunner* const runner_;
+};
+
+TEST(GeneratorDraftsTest, ARowBehindARejectedDraftMayHaveNoNumbers) {
+  const PromptRequest request = Request({.enabled = false});
+  const Trajectory expected = Harness().Run(request);
+  const OracleDrafter::Texts texts = {TextOf(expected)};
+  for (const double wrong : {1.0, 0.0}) {
+    FakeRunner fake(1, kVocab, kWide.num_blocks[0]);
+    BrokenBehindDrafts runner(&fake);
+    const BoundarySets boundaries(Vocabulary(), {});
+    Generator generator({.limits = kWide,
+                         .request_limits = {.max_model_len = 100},
+                         .eos_token_ids = {kEos},
+                         .senior_weights = {0, "zero"},
+                         .junior_version = "",
+                         .make_drafter = Oracle(texts, wrong)},
+                        &boundaries, &runner, nullptr);
+    const auto listener = std::make_shared<RecordingListener>(1);
+    generator.Submit(1, {WithDrafts(request, kNgram), listener});
+    while (generator.HasWork()) generator.Step();
+    EXPECT_GT(runner.broken, 0);
+    if (wrong == 1.0) {
+      ExpectSame(listener->finished().at(0), expected);
+    } else {
+      EXPECT_EQ(listener->failure()->code(), absl::StatusCode::kInternal);
+    }
+  }
+}
+
+// Random prompts with drafts of every kind that arrive, share prefixes, are cancelled and
+// preempted, and see new weights, under random limits.
+TEST(GeneratorDraftsTest, RandomWorkloadsWriteTheSameWithDrafts) {
+  DraftCounts ngram, junior;
+  int64_t preemptions = 0;
+  for (uint32_t seed = 0; seed < 150; ++seed) {
+    SCOPED_TRACE(seed);
+    std::mt19937 random(seed);
+    const auto below = [&](int64_t n) { return static_cast<int64_t>(random() % n); };
+    SchedulerLimits limits = Limits(1 + below(6), 1 + below(90), 2 + below(3));
+    limits.num_blocks[1] = 2 + below(3);
+    const uint64_t junior_weights = below(2) == 0 ? 1 : 2;
+    const size_t memory = below(2) == 0 ? 2 : 1000;
+    const auto set_memory = [&](Harness& harness) {
+      harness.senior.memory = harness.junior.memory = memory;
+    };
+    std::vector<PromptRequest> requests;
+    std::vector<std::map<uint64_t, Trajectory>> expected;
+    OracleDrafter::Texts texts;
+    for (int64_t i = 0; i < 8; ++i) {
+      PromptRequest request = Request(Tandem(kStrategies[below(5)], 0.7), 1, 1000 + i);
+      const PromptRequest stem = Request({}, static_cast<int>(1 + below(70)), below(3));
+      request.prompt_token_ids = stem.prompt_token_ids;
+      request.tandem.enabled = below(3) > 0;
+      request.num_samples = 1 + below(2);
+      request.return_other_logprobs = below(2) == 0;
+      request.stream_tokens = below(2) == 0;
+      request.sampling.temperature = below(3) * 0.5;
+      request.sampling.top_k = static_cast<int32_t>(below(3) * 7);
+      request.sampling.max_tokens = static_cast<int32_t>(1 + below(70));
+      Harness alone(kWide, 1, junior_weights);
+      set_memory(alone);
+      const auto listener = alone.Submit(request);
+      alone.Finish();
+      requests.push_back(request);
+      expected.push_back(listener->finished());
+      for (const auto& [index, trajectory] : expected.back()) texts.push_back(TextOf(trajectory));
+    }
+    const double wrong = static_cast<double>(below(4)) / 3;
+    const bool from_texts = below(3) > 0;
+    Harness harness(limits, 1, junior_weights, /*eager_lanes=*/below(4) == 0,
+                    [&](const SpeculativeParams& params) -> std::unique_ptr<Drafter> {
+                      if (params.method == kJunior || !from_texts) return MakeDrafter(params);
+                      return std::make_unique<OracleDrafter>(&texts, wrong);
+                    });
+    set_memory(harness);
+    std::vector<std::shared_ptr<RecordingListener>> listeners;
+    std::vector<bool> cancelled(requests.size());
+    for (size_t i = 0; i < requests.size(); ++i) {
+      constexpr SpeculativeMethod kMethods[] = {SpeculativeMethod::kNone, kNgram, kJunior};
+      listeners.push_back(
+          harness.Submit(WithDrafts(requests[i], kMethods[below(3)], 1 + below(15))));
+      for (int64_t steps = below(25); steps > 0; --steps) harness.generator.Step();
+      if (below(5) == 0) {  // the same weights again, so that the tokens stay
+        harness.generator.OnSeniorUpdated(
+            {0, "zero"}, below(2) == 0 ? OnWeightUpdate::kRecompute : OnWeightUpdate::kKeep);
+      }
+      if (below(6) == 0) {
+        const auto victim = static_cast<size_t>(below(static_cast<int64_t>(i) + 1));
+        cancelled[victim] = cancelled[victim] || !listeners[victim]->done();
+        harness.generator.Fail(victim + 1, absl::CancelledError("enough"));
+      }
+    }
+    harness.Finish();
+    EXPECT_LE(harness.senior.largest_pass, limits.max_batched_tokens);
+    EXPECT_LE(harness.junior.largest_pass, limits.max_batched_tokens);
+    const EngineStats stats = harness.Stats();
+    for (size_t i = 0; i < requests.size(); ++i) {
+      EXPECT_EQ(listeners[i]->failure().has_value(), cancelled[i]);
+      if (cancelled[i]) continue;
+      std::map<uint64_t, std::vector<int32_t>> streamed;
+      for (const TokensDelta& delta : listeners[i]->deltas()) {
+        std::vector<int32_t>& tokens = streamed[delta.sample_index];
+        EXPECT_EQ(delta.offset, std::ssize(tokens));
+        tokens.insert(tokens.end(), delta.token_ids.begin(), delta.token_ids.end());
+      }
+      for (const auto& [index, trajectory] : expected[i]) {
+        ExpectSame(listeners[i]->finished().at(index), trajectory);
+        if (!requests[i].stream_tokens) continue;
+        EXPECT_EQ(streamed[index], trajectory.response_token_ids);
+      }
+    }
+    ngram.drafted += stats.ngram_drafts_total.drafted;
+    ngram.accepted += stats.ngram_drafts_total.accepted;
+    junior.drafted += stats.junior_drafts_total.drafted;
+    junior.accepted += stats.junior_drafts_total.accepted;
+    preemptions += stats.preemptions_total;
+  }
+  EXPECT_GT(preemptions, 50);
+  for (const DraftCounts& counts : {ngram, junior}) {
+    EXPECT_GT(counts.accepted, 500);
+    EXPECT_GT(counts.drafted, counts.accepted + 500);
+  }
+}
+
+TEST(GeneratorDraftsTest, DraftsThatMeetNewWeightsAreTheirOwn) {
+  // The junior's drafts come from before the update, and the tokens from after it.
+  PromptRequest request = Request({.enabled = false}, 6, 21);
+  request.sampling.ignore_eos = true;
+  for (const OnWeightUpdate policy : {OnWeightUpdate::kRecompute, OnWeightUpdate::kKeep}) {
+    for (int before = 1; before < 12; ++before) {
+      Harness harness(kWide, 1, 1);
+      const auto listener = harness.Submit(WithDrafts(request, kJunior));
+      for (int i = 0; i < before; ++i) harness.generator.Step();
+      harness.senior.set_weights(9);
+      harness.generator.OnSeniorUpdated({4, "four"}, policy);
+      harness.Finish();
+      const Trajectory t = listener->finished().at(0);
+      const int64_t old =
+          t.senior_versions[0].weights.version == 0 ? t.senior_versions[0].count : 0;
+      ASSERT_LT(old, 30);
+
+      Harness plain(kWide, 1, 1);
+      const auto expected = plain.Submit(request);
+      for (int64_t i = 0; i < old; ++i) plain.generator.Step();
+      plain.senior.set_weights(9);
+      plain.generator.OnSeniorUpdated({4, "four"}, policy);
+      plain.Finish();
+      ExpectSame(t, expected->finished().at(0));
+      EXPECT_EQ(t.senior_versions, expected->finished().at(0).senior_versions);
+    }
+  }
+}
+
+}  // namespace
+}  // namespace tandem::rollout
