@@ -6,6 +6,13 @@
 
 namespace tandem {
 
+void KeepFreedMemory() {
+  constexpr int kTrimThreshold = 256 << 20;  // more than the buffers of a pass
+  constexpr int kMmapThreshold = 32 << 20;   // the most that glibc takes; larger buffers are rare
+  mallopt(M_TRIM_THRESHOLD, kTrimThreshold);
+  mallopt(M_MMAP_THRESHOLD, kMmapThreshold);
+}
+
 bool FreedMemory::Look(absl::Time now) {
   if (static_cast<int64_t>(mallinfo2().fordblks) <= kMaxFreedBytes) {
     much_since_ = absl::InfiniteFuture();

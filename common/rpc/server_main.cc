@@ -250,6 +250,7 @@ void WaitUntilAsked(ServerApp& app, Server& server, ServerSecurity& security, Si
 std::string SoftwareVersion() { return TANDEM_VERSION; }
 
 int RunServer(int argc, char** argv, const ServerProgram& program) {
+  KeepFreedMemory();
   Signals signals;
   const std::string name = absl::StrCat("tandem-", program.role, "-server");
   CommandLine line;

@@ -17,6 +17,7 @@
 #include <utility>
 #include <vector>
 
+#include "common/base/freed_memory.h"
 #include "common/config/config.h"
 #include "common/config/server_config.h"
 #include "services/rollout/engine/engine.h"
@@ -108,6 +109,7 @@ json Time(tandem::rollout::Engine& engine, int64_t sequences, int64_t prompt_tok
 }  // namespace
 
 int main(int argc, char** argv) {
+  tandem::KeepFreedMemory();
   tandem::config::RolloutServerConfig config;
   Check(tandem::config::Load({.overrides = {argv + 1, argv + argc}}, &config));
   Check(tandem::config::Resolve(&config));
