@@ -126,6 +126,24 @@ TEST(RoundedModelTest, TrainingHasTheBitsOfWeightsPackedInBfloat16) {
   }
 }
 
+// Several blocks of the KV cache, which were consumed in chunks.
+TEST(RoundedModelTest, LongSequencesHaveTheBitsOfWeightsPackedInBfloat16) {
+  const auto packed = MakeModel("qwen3", false, WeightFormat::kBfloat16);
+  const auto trained = TinyModel("qwen3", Biased(false), Rounded(/*trains=*/true));
+  ASSERT_TRUE(trained->LoadParameters(RandomParameters(*packed, 7)).ok());
+  Tokens tokens;
+  for (int64_t i = 0; i < 200; ++i) tokens.push_back((i * i * 7 + i) % kTokenIds);
+  CausalContext context;
+  const at::Tensor training =
+      trained->ForwardLogits(trained->HiddenStates(MakeRaggedBatch({tokens}), context));
+  const c10::InferenceMode guard;
+  CachedSequences sequences(*packed, 1, 256);
+  const absl::Span<const int64_t> span(tokens);
+  const at::Tensor first = sequences.Decode({{0, span.subspan(0, 130), 130}}).value();
+  const at::Tensor rest = sequences.Decode({{0, span.subspan(130), 70}}).value();
+  EXPECT_TRUE(at::equal(training, packed->ForwardLogits(at::cat({first, rest}))));
+}
+
 TEST(RoundedModelTest, GradientsAreThoseOfAModelWithTheRoundedValues) {
   for (const bool tied : {false, true}) {
     const auto rounded = TinyModel("qwen2", Biased(tied), Rounded(/*trains=*/true));

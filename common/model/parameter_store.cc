@@ -110,7 +110,7 @@ std::vector<int64_t> ParameterStore::StackedShape(const std::vector<std::string>
 std::shared_ptr<const ops::PackedWeight> ParameterStore::AllocatePacked(
     const std::vector<std::string>& names) {
   const std::vector<int64_t> shape = StackedShape(names);
-  const std::shared_ptr<const ops::PackedWeight> packed = packed_.emplace_back(
+  std::shared_ptr<const ops::PackedWeight> packed = packed_.emplace_back(
       std::make_shared<ops::PackedWeight>(placement_.weight_format, shape[0], shape[1]));
   int64_t row = 0;
   for (const std::string& name : names) {
