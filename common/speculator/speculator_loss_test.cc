@@ -165,7 +165,7 @@ TEST_P(SpeculatorLossTest, GradientsAreTheDifferencesOfTheOracle) {
   const at::NoGradGuard no_grad;
   constexpr double kStep = 1e-5;
   const auto differences = [&](const at::Tensor& values, const Padded& padded) {
-    const at::Tensor slopes = at::empty_like(values);
+    at::Tensor slopes = at::empty_like(values);
     double* const value = values.data_ptr<double>();
     double* const slope = slopes.data_ptr<double>();
     for (int64_t i = 0; i < values.numel(); ++i) {
