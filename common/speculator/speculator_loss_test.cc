@@ -289,9 +289,11 @@ TEST_F(SpeculatorBatchTest, AHeadWithoutTargetsHasNoLoss) {
   EXPECT_EQ(one.loss, one.heads[0].loss);
 
   batch.sequences = {{.begin = 0, .length = kSteps + 1}};
-  const SpeculatorLossReport none = SpeculatorLoss(*speculator_).ForwardBackward(batch).value();
+  const SpeculatorLossReport none =
+      SpeculatorLoss(*speculator_, {.count_correct = true}).ForwardBackward(batch).value();
   EXPECT_EQ(none.loss, 0);
-  EXPECT_EQ(none.heads.size(), static_cast<size_t>(kSteps));
+  ASSERT_EQ(none.heads.size(), static_cast<size_t>(kSteps));
+  EXPECT_EQ(none.heads[0].correct, 0);
 }
 
 TEST_F(SpeculatorBatchTest, ASpeculatorWithoutGradientsDoesNotTrain) {
