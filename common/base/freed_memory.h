@@ -16,8 +16,8 @@ inline constexpr absl::Duration kFreedTime = absl::Seconds(15);
 
 // Lets the allocator keep what is freed until FreedMemory gives it back. By default glibc gives the
 // end of a heap back as soon as it has some 20 MB, which a pass over 1,000 tokens frees and takes
-// in every layer: a third of the time of its prefill of SmolLM2 went into such pages. Called once,
-// at the start of a process.
+// in every layer: more than a quarter of the time of SmolLM2's prefill went into such pages. Called
+// once, at the start of a process.
 void KeepFreedMemory();
 
 // Gives freed memory back to the system if the allocator has kept more than kMaxFreedBytes in every
