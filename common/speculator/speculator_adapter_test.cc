@@ -13,7 +13,6 @@
 #include "absl/strings/match.h"
 #include "common/base/error.h"
 #include "common/speculator/speculator_files.h"
-#include "common/training/adamw.h"
 
 namespace tandem::speculator {
 namespace {
@@ -70,15 +69,8 @@ TEST_P(SpeculatorAdapterTest, TheLossFallsAndNoGradientReachesTheBaseModel) {
   const auto adapter = Attached(Settings());
   SpeculatorBatch batch = RandomBatch();
   batch.hidden.requires_grad_(true);
-  std::vector<training::AdamWParameter> parameters;
-  for (const SpeculatorParameter& parameter : adapter->speculator().parameters()) {
-    parameters.push_back({.name = parameter.spec.name, .values = parameter.value.detach()});
-  }
-  training::AdamW optimizer(
-      parameters,
-      {.learning_rate = 0, .beta1 = 0.9, .beta2 = 0.99, .epsilon = 1e-8, .max_grad_norm = 0});
   double first = 0, last = 0;
-  for (int step = 0; step < 30; ++step) {
+  for (int step = 0; step < 60; ++step) {
     for (const SpeculatorParameter& parameter : adapter->speculator().parameters()) {
       at::Tensor value = parameter.value;
       value.mutable_grad() = at::zeros_like(value);
@@ -87,12 +79,12 @@ TEST_P(SpeculatorAdapterTest, TheLossFallsAndNoGradientReachesTheBaseModel) {
     ASSERT_TRUE(report.ok()) << report.status();
     EXPECT_FALSE(batch.hidden.grad().defined());
     (step == 0 ? first : last) = report->loss;
-    std::vector<at::Tensor> gradients;
-    for (const SpeculatorParameter& parameter : adapter->speculator().parameters()) {
-      gradients.push_back(parameter.value.grad());
-    }
+    // Descent by the sign of the gradient.
     const at::NoGradGuard no_grad;
-    optimizer.Step(gradients, 0.05);
+    for (const SpeculatorParameter& parameter : adapter->speculator().parameters()) {
+      at::Tensor value = parameter.value;
+      value.sub_(0.01 * value.grad().sign());
+    }
   }
   EXPECT_LT(last, 0.5 * first);
 }
