@@ -134,6 +134,10 @@ class TrainingCore {
   // Runs `body` on the engine thread of every rank, before Start. An error of one rank is the
   // result on all ranks.
   absl::Status OnAllRanks(absl::string_view what, absl::FunctionRef<absl::Status()> body);
+  // Returns FAILED_PRECONDITION if `what` has another value on another rank; before Start.
+  absl::Status CheckSameOnAllRanks(absl::string_view what, const std::string& value) {
+    return thread_.Run({}, [&] { return ranks_->CheckSame(what, value); });
+  }
   void NoteProgress() { thread_.NoteProgress(); }
 
   // The methods below are called on the engine thread.

@@ -376,6 +376,15 @@ TEST_P(TrainerRanksTest, RanksThatDifferDoNotStart) {
   });
   ranks::RunOnRanks(GetParam().ranks, [&](const RankEnvironment& environment) {
     EngineOptions options = Ranked(environment);
+    options.speculator = {.adapter = "mlp", .seed = environment.rank == 1 ? 2u : 1u};
+    options.speculator_optimizer = options.optimizer;
+    const absl::Status speculator = CreateEngine(options, nullptr).status();
+    EXPECT_EQ(speculator.code(), absl::StatusCode::kFailedPrecondition);
+    EXPECT_TRUE(absl::StartsWith(speculator.message(), "rank 1 has another speculator: "))
+        << speculator;
+  });
+  ranks::RunOnRanks(GetParam().ranks, [&](const RankEnvironment& environment) {
+    EngineOptions options = Ranked(environment);
     if (environment.rank == 1) options.model = "/nowhere";
     const absl::Status missing = CreateEngine(options, nullptr).status();
     EXPECT_EQ(FieldPath(missing), "model");

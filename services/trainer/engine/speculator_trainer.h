@@ -33,6 +33,9 @@ class SpeculatorTrainer final : public training::Companion {
   static absl::StatusOr<std::unique_ptr<SpeculatorTrainer>> Create(const EngineOptions& options,
                                                                    training::TrainingCore& core);
 
+  // Returns a digest of the speculator's weights.
+  std::string Digest() const;
+
   // The gradients of one update, over the samples `range` of the batch: BeginUpdate, then
   // AddGradients for each micro-batch whose `hidden` states this rank has, then FinishUpdate on all
   // ranks. All tokens of prompts and responses are targets, as far as hidden states that the step
