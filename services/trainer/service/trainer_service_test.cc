@@ -468,6 +468,8 @@ TEST_F(TrainerServerTest, TheMemoryPlanHasASpeculator) {
       << R"({"model_type": "llama", "num_hidden_layers": 2, "hidden_size": 16, "vocab_size": 32,
              "intermediate_size": 24, "num_attention_heads": 2, "num_key_value_heads": 2,
              "max_position_embeddings": 64, "rms_norm_eps": 1e-6, "rope_theta": 1e4})";
+  // A file without tensors: the plan follows from config.json.
+  std::ofstream(model / "model.safetensors") << std::string("\x02\0\0\0\0\0\0\0{}", 10);
   config::v1::TrainerServerConfig config;
   config.set_model(model);
   ASSERT_TRUE(config::Resolve(&config).ok());
