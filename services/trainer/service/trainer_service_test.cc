@@ -1,11 +1,7 @@
 #include <gmock/gmock.h>
 
-#include <filesystem>
-#include <fstream>
 #include <thread>
 
-#include "common/base/error.h"
-#include "services/trainer/service/memory.h"
 #include "services/trainer/service/testing/fixture.h"
 
 namespace tandem::trainer {
@@ -458,34 +454,6 @@ TEST_F(TrainerServerTest, TheConfigurationBecomesTheEnginesOptions) {
   EXPECT_EQ(options.max_samples, 4096);
   EXPECT_EQ(options.loss_impl, "auto");
   EXPECT_EQ(options.logits_chunk_bytes, 0);
-}
-
-// Every rank holds a speculator whole, in float32.
-TEST_F(TrainerServerTest, TheMemoryPlanHasASpeculator) {
-  const std::filesystem::path model = std::filesystem::path(::testing::TempDir()) / "plan_model";
-  std::filesystem::create_directories(model);
-  std::ofstream(model / "config.json")
-      << R"({"model_type": "llama", "num_hidden_layers": 2, "hidden_size": 16, "vocab_size": 32,
-             "intermediate_size": 24, "num_attention_heads": 2, "num_key_value_heads": 2,
-             "max_position_embeddings": 64, "rms_norm_eps": 1e-6, "rope_theta": 1e4})";
-  // A file without tensors: the plan follows from config.json.
-  std::ofstream(model / "model.safetensors") << std::string("\x02\0\0\0\0\0\0\0{}", 10);
-  config::v1::TrainerServerConfig config;
-  config.set_model(model);
-  ASSERT_TRUE(config::Resolve(&config).ok());
-  const auto count = [](const speculator::SpeculatorSettings& settings,
-                        const speculator::BaseModelSizes& base) -> absl::StatusOr<int64_t> {
-    if (settings.n_predict > 3) return InvalidField("n_predict", "is too large");
-    return base.hidden_size * base.vocab_size;
-  };
-  const absl::StatusOr<MemoryPlan> without = PlanMemory(config, count);
-  ASSERT_TRUE(without.ok()) << without.status();
-  config.mutable_speculator()->set_adapter("mlp");
-  const absl::StatusOr<MemoryPlan> with = PlanMemory(config, count);
-  ASSERT_TRUE(with.ok()) << with.status();
-  EXPECT_EQ(with->total_bytes() - without->total_bytes(), 4 * 16 * 32 * 4);
-  config.mutable_speculator()->set_n_predict(4);
-  EXPECT_EQ(FieldPath(PlanMemory(config, count).status()), "speculator.n_predict");
 }
 
 TEST_F(TrainerServerTest, ADrainingServerRefusesNewSteps) {
