@@ -41,7 +41,7 @@ class PendingCheckpoint {
   static absl::StatusOr<PendingCheckpoint> Begin(const std::string& parent, const std::string& name,
                                                  const Identity& identity);
 
-  // Where the files are put, by any process: plain files, no folders.
+  // Where the files are put, by any process: plain files, and folders of plain files.
   const std::string& directory() const { return temporary_.path(); }
 
   // Writes the manifest and puts the directory in its place, in one step. All files are complete

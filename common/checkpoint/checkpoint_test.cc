@@ -88,6 +88,35 @@ TEST_F(CheckpointTest, UnlistedFileIsDataLoss) {
   EXPECT_EQ(Verify(Path("step_1")).code(), absl::StatusCode::kDataLoss);
 }
 
+// A checkpoint may hold a folder of plain files, all of which the manifest lists.
+TEST_F(CheckpointTest, TheFilesOfAFolderAreListedAndVerified) {
+  const auto save = [&](const std::vector<std::string>& files) {
+    return Save(parent_.string(), "step_1", {"trainer", 1}, [&](const std::string& directory) {
+      absl::Status status;
+      for (const std::string& file : files) {
+        fs::create_directories(fs::path(directory + "/" + file).parent_path());
+        status.Update(WriteFileDurably(directory + "/" + file, "words"));
+      }
+      return status;
+    });
+  };
+  ASSERT_TRUE(save({"a.txt", "folder/b.txt"}).ok());
+  const Saved saved = save({"folder/b.txt", "folder/c.txt"}).value();  // replaces the first one
+  EXPECT_EQ(saved.bytes, 10);
+  EXPECT_TRUE(Verify(saved.path).ok());
+  ASSERT_TRUE(WriteFileDurably(Path("step_1/folder/d.txt"), "").ok());
+  EXPECT_THAT(std::string(Verify(saved.path).message()), HasSubstr("folder/d.txt"));
+  EXPECT_FALSE(save({"a.txt"}).ok());
+  fs::remove(Path("step_1/folder/d.txt"));
+  ASSERT_TRUE(WriteFileDurably(Path("step_1/folder/c.txt"), "wOrds").ok());
+  EXPECT_THAT(std::string(Verify(saved.path).message()), HasSubstr("folder/c.txt"));
+  fs::remove_all(Path("step_1/folder"));
+  EXPECT_EQ(Verify(saved.path).code(), absl::StatusCode::kDataLoss);
+  fs::remove_all(Path("step_1"));
+  EXPECT_EQ(save({"folder/inner/e.txt"}).status().code(), absl::StatusCode::kInternal);
+  EXPECT_EQ(save({"folder/.hidden"}).status().code(), absl::StatusCode::kInternal);
+}
+
 TEST_F(CheckpointTest, EveryDamageOfTheManifestIsDetectedOrHarmless) {
   ASSERT_TRUE(SaveStep("step_1").ok());
   const std::string path = Path("step_1/manifest.json");

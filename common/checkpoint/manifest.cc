@@ -24,8 +24,17 @@ constexpr char kFormat[] = "tandem-checkpoint";
 constexpr int kFormatVersion = 2;
 constexpr size_t kMaxManifestBytes = 16 << 20;
 
-absl::StatusOr<Manifest::File> Describe(const fs::path& path) {
-  Manifest::File entry{.name = path.filename().string(), .bytes = 0, .digest = {}};
+// Whether `name` is a plain name, or one inside a folder with a plain name.
+bool IsFileName(const std::string& name) {
+  const size_t slash = name.find('/');
+  if (slash == std::string::npos) return IsPlainName(name);
+  return IsPlainName(name.substr(0, slash)) && IsPlainName(name.substr(slash + 1));
+}
+
+// Describes `directory`/`name`.
+absl::StatusOr<Manifest::File> Describe(const fs::path& directory, const std::string& name) {
+  const fs::path path = directory / name;
+  Manifest::File entry{.name = name, .bytes = 0, .digest = {}};
   Checksum checksum;
   TANDEM_RETURN_IF_ERROR(ForEachChunk(path.string(), [&](absl::string_view chunk) {
     checksum.Update(chunk.data(), chunk.size());
@@ -36,13 +45,21 @@ absl::StatusOr<Manifest::File> Describe(const fs::path& path) {
   return entry;
 }
 
+// Returns the name of a file or folder below `directory`, relative to it.
+std::string NameIn(const fs::path& directory, const fs::path& path) {
+  return path.lexically_relative(directory).generic_string();
+}
+
 // Returns a file, or folder, of `directory` that the manifest does not list.
 std::optional<std::string> ForeignFile(const fs::path& directory, const Manifest& manifest) {
   std::set<std::string> listed = {kManifestFile};
-  for (const Manifest::File& file : manifest.files) listed.insert(file.name);
+  for (const Manifest::File& file : manifest.files) {
+    listed.insert(file.name);
+    listed.insert(fs::path(file.name).parent_path().string());  // its folder
+  }
   std::error_code ignored;
-  for (const fs::directory_entry& entry : fs::directory_iterator(directory, ignored)) {
-    if (!listed.contains(entry.path().filename().string())) return entry.path().string();
+  for (const fs::directory_entry& entry : fs::recursive_directory_iterator(directory, ignored)) {
+    if (!listed.contains(NameIn(directory, entry.path()))) return entry.path().string();
   }
   return std::nullopt;
 }
@@ -93,7 +110,7 @@ absl::StatusOr<Manifest> ReadManifest(const fs::path& directory) {
       return broken("holds a broken entry");
     }
     manifest.files.push_back({file["name"], file["bytes"], file["xxh3_128"]});
-    if (!IsPlainName(manifest.files.back().name)) {
+    if (!IsFileName(manifest.files.back().name)) {
       return broken("names a file outside its directory");
     }
   }
@@ -102,20 +119,25 @@ absl::StatusOr<Manifest> ReadManifest(const fs::path& directory) {
 
 absl::StatusOr<int64_t> WriteManifest(const fs::path& directory, const std::string& name,
                                       const Identity& identity) {
-  std::vector<fs::path> paths;
-  for (const fs::directory_entry& entry : fs::directory_iterator(directory)) {
-    if (!entry.is_regular_file()) {
-      return absl::InternalError(
-          absl::StrCat(entry.path().string(), " is not a plain file; checkpoints hold no folders"));
+  std::vector<std::string> names;
+  for (const fs::directory_entry& entry : fs::recursive_directory_iterator(directory)) {
+    const std::string entry_name = NameIn(directory, entry.path());
+    const bool is_folder = entry.is_directory() && IsPlainName(entry_name);
+    if (is_folder && !fs::is_empty(entry.path())) {
+      TANDEM_RETURN_IF_ERROR(SyncPath(entry.path().string()));
+    } else if (entry.is_regular_file() && IsFileName(entry_name)) {
+      names.push_back(entry_name);
+    } else {
+      return absl::InternalError(absl::StrCat(
+          entry.path().string(), " is neither a plain file nor a folder of plain files"));
     }
-    paths.push_back(entry.path());
   }
-  std::sort(paths.begin(), paths.end());
+  std::sort(names.begin(), names.end());
   json files = json::array();
   int64_t total = 0;
-  for (const fs::path& path : paths) {
-    TANDEM_RETURN_IF_ERROR(SyncPath(path.string()));
-    TANDEM_ASSIGN_OR_RETURN(const Manifest::File entry, Describe(path));
+  for (const std::string& file : names) {
+    TANDEM_RETURN_IF_ERROR(SyncPath((directory / file).string()));
+    TANDEM_ASSIGN_OR_RETURN(const Manifest::File entry, Describe(directory, file));
     files.push_back({{"name", entry.name}, {"bytes", entry.bytes}, {"xxh3_128", entry.digest}});
     total += entry.bytes;
   }
@@ -140,7 +162,7 @@ absl::Status VerifyFiles(const fs::path& directory, const Manifest& manifest) {
       return absl::DataLossError(absl::StrCat(file.string(), ": has ", size,
                                               " bytes, the manifest says ", expected.bytes));
     }
-    TANDEM_ASSIGN_OR_RETURN(const Manifest::File actual, Describe(file));
+    TANDEM_ASSIGN_OR_RETURN(const Manifest::File actual, Describe(directory, expected.name));
     if (actual.digest != expected.digest) {
       return absl::DataLossError(absl::StrCat(file.string(), ": has digest ", actual.digest,
                                               ", the manifest says ", expected.digest));

@@ -25,7 +25,7 @@ struct Identity {
 
 struct Manifest {
   struct File {
-    std::string name;
+    std::string name;  // "config.json", or "folder/config.json"
     int64_t bytes = 0;
     std::string digest;  // XXH3-128, hex
   };
@@ -43,7 +43,7 @@ bool IsPlainName(const std::string& name);
 absl::StatusOr<Manifest> ReadManifest(const std::filesystem::path& directory);
 
 // Describes every file of `directory` in a new manifest, and writes all of it to disk. Returns the
-// bytes of the files. INTERNAL for a folder among them.
+// bytes of the files. INTERNAL for what is neither a plain file nor a folder of plain files.
 absl::StatusOr<int64_t> WriteManifest(const std::filesystem::path& directory,
                                       const std::string& name, const Identity& identity);
 

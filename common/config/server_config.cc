@@ -458,6 +458,22 @@ absl::Status ResolveJunior(RolloutServerConfig* config) {
                    config->compute());
 }
 
+absl::Status Resolve(v1::SpeculatorOptions* options) {
+  if (options->adapter().empty()) {
+    if (options->ByteSizeLong() == 0) return absl::OkStatus();
+    return InvalidField("speculator.adapter", "is required by the other settings of speculator");
+  }
+  if (!options->optimizer().has_learning_rate()) {
+    return InvalidField("speculator.optimizer.learning_rate", "is required with an adapter");
+  }
+  for (const auto& [name, value] :
+       {std::pair{"n_predict", options->n_predict()}, std::pair{"inner_dim", options->inner_dim()},
+        std::pair{"emb_dim", options->emb_dim()}, std::pair{"proj_dim", options->proj_dim()}}) {
+    TANDEM_RETURN_IF_ERROR(CheckAtLeast(absl::StrCat("speculator.", name), value, 0));
+  }
+  return PrependFieldPath("speculator", Resolve(options->mutable_optimizer()));
+}
+
 }  // namespace
 
 absl::Status Resolve(RolloutServerConfig* config) {
@@ -490,7 +506,11 @@ absl::Status Resolve(RolloutServerConfig* config) {
   return ResolveRanks(config);
 }
 
-absl::Status Resolve(TrainerServerConfig* config) { return ResolveTraining(config, kTrainerPorts); }
+absl::Status Resolve(TrainerServerConfig* config) {
+  TANDEM_RETURN_IF_ERROR(ResolveTraining(config, kTrainerPorts));
+  if (!config->has_speculator()) return absl::OkStatus();
+  return Resolve(config->mutable_speculator());
+}
 
 absl::Status Resolve(CriticServerConfig* config) { return ResolveTraining(config, kCriticPorts); }
 

@@ -278,6 +278,26 @@ TEST(ServerConfigTest, ASettingOfOneStrategyIsRefusedByTheOthers) {
   EXPECT_EQ(settings, 11);
 }
 
+TEST(ServerConfigTest, ASpeculatorHasAnAdapterAndALearningRateOfItsOwn) {
+  TrainerServerConfig none, trainer;
+  ASSERT_TRUE(Check("model: m", &none).ok());
+  EXPECT_FALSE(none.has_speculator());
+  ASSERT_TRUE(Check("model: m\nspeculator:\n  adapter: mlp\n  optimizer:\n    learning_rate: 1e-3",
+                    &trainer)
+                  .ok());
+  EXPECT_EQ(trainer.speculator().optimizer().learning_rate(), 1e-3);
+  EXPECT_EQ(trainer.speculator().optimizer().beta2(), 0.999);
+  const auto path_of = [](const std::string& settings) {
+    TrainerServerConfig config;
+    return FieldPath(Check("model: m\nspeculator: {" + settings + "}", &config)).value_or("");
+  };
+  EXPECT_EQ(path_of("n_predict: 3"), "speculator.adapter");
+  EXPECT_EQ(path_of("adapter: mlp"), "speculator.optimizer.learning_rate");
+  const std::string whole = "adapter: mlp, optimizer: {learning_rate: 1e-3";
+  EXPECT_EQ(path_of(whole + "}, inner_dim: -1"), "speculator.inner_dim");
+  EXPECT_EQ(path_of(whole + ", beta1: 1}"), "speculator.optimizer.beta1");
+}
+
 TEST(ServerConfigTest, InsecureAllowsAnotherAddress) {
   RolloutServerConfig config;
   EXPECT_TRUE(Check("senior_model: s\nserver: {host: 0.0.0.0, insecure: true}", &config).ok());

@@ -14,7 +14,7 @@ constexpr int64_t kMaxSize = int64_t{1} << 31;
 }  // namespace
 
 std::string ConfigFields::Path(absl::string_view key) const {
-  return absl::StrCat(path_, ".", key);
+  return path_.empty() ? std::string(key) : absl::StrCat(path_, ".", key);
 }
 
 const json* ConfigFields::Find(absl::string_view key) const {

@@ -15,8 +15,9 @@
 
 namespace tandem {
 
-// One JSON object and its path. A key whose value is null counts as absent, as in Python's configs.
-// Errors are INVALID_ARGUMENT with the field's full path ("config.json.rope_scaling.factor").
+// One JSON object and its path, empty for the outermost one. A key whose value is null counts as
+// absent, as in Python's configs. Errors are INVALID_ARGUMENT with the field's full path
+// ("config.json.rope_scaling.factor").
 class ConfigFields {
  public:
   // `object` must outlive the fields.

@@ -256,6 +256,14 @@ absl::Status MegatronStrategy::Reduce(absl::Span<double> sums, absl::Span<double
   });
 }
 
+absl::Status MegatronStrategy::ReduceTensor(at::Tensor& sums) {
+  return CatchTorchErrors("reduction of a tensor", [&] {
+    if (!speaks_for_replica()) sums.zero_();
+    world_->AllReduce(sums, ranks::Reduction::kSum);
+    return absl::OkStatus();
+  });
+}
+
 absl::StatusOr<OptimizerReport> MegatronStrategy::OptimizerStep() {
   return CatchTorchErrors("optimizer step",
                           [&] { return optimizer_->Step(*model_, [&] { GatherUpdate(); }); });

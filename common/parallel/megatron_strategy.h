@@ -58,6 +58,7 @@ class MegatronStrategy : public Strategy {
   absl::Status ForwardBackward(int64_t count, InputFunction input, LossFunction loss) override;
   at::Tensor Gradient(absl::string_view parameter) const override;
   absl::Status Reduce(absl::Span<double> sums, absl::Span<double> maxima) override;
+  absl::Status ReduceTensor(at::Tensor& sums) override;
   absl::StatusOr<OptimizerReport> OptimizerStep() override;
   int64_t optimizer_steps() const override { return optimizer_->steps(); }
   absl::Status ResetOptimizer() override;

@@ -34,6 +34,7 @@ class SingleStrategy : public Strategy {
   absl::Status Reduce(absl::Span<double> /*sums*/, absl::Span<double> /*maxima*/) override {
     return absl::OkStatus();
   }
+  absl::Status ReduceTensor(at::Tensor& /*sums*/) override { return absl::OkStatus(); }
   absl::StatusOr<OptimizerReport> OptimizerStep() override;
   int64_t optimizer_steps() const override { return optimizer_->steps(); }
   absl::Status ResetOptimizer() override;

@@ -121,6 +121,12 @@ class Strategy {
   // and maxima over all micro-batches.
   virtual absl::Status Reduce(absl::Span<double> sums, absl::Span<double> maxima) = 0;
 
+  // Adds up a tensor that the loss function has filled on the ranks that it ran on, such as the
+  // gradient of a small model that every rank holds whole: afterwards all ranks have the same bits.
+  // Every rank gives the same shape and type; what it holds on ranks that the loss function did not
+  // run on is ignored.
+  virtual absl::Status ReduceTensor(at::Tensor& sums) = 0;
+
   // Clips by global norm with factor min(1, max_grad_norm / (norm + 1e-6)) and updates.
   // NotFiniteError, with nothing changed, if the norm is not finite. DATA_LOSS if the update broke
   // off with some parameters changed. After any other error optimizer_steps() tells whether the

@@ -301,6 +301,13 @@ absl::Status ZeroStrategy::Reduce(absl::Span<double> sums, absl::Span<double> ma
   });
 }
 
+absl::Status ZeroStrategy::ReduceTensor(at::Tensor& sums) {
+  return CatchTorchErrors("reduction of a tensor", [&] {
+    ranks_->AllReduce(sums, ranks::Reduction::kSum);
+    return absl::OkStatus();
+  });
+}
+
 absl::StatusOr<OptimizerReport> ZeroStrategy::OptimizerStep() {
   return CatchTorchErrors("optimizer step",
                           [&] { return optimizer_->Step(*model_, [&] { GatherUpdate(); }); });

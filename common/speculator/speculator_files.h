@@ -22,6 +22,10 @@ namespace tandem::speculator {
 absl::StatusOr<std::unique_ptr<Speculator>> LoadSpeculator(const std::string& directory,
                                                            const SpeculatorOptions& options);
 
+// Reads config.json alone: the parameters have no memory, and files of weights need not be there.
+absl::StatusOr<std::unique_ptr<Speculator>> DeclareSpeculator(const std::string& directory,
+                                                              const SpeculatorOptions& options);
+
 // Writes such a directory, with tied tensors under all of their names as the reference
 // implementations have them, and config.json with the keys that it was read with. Each file is
 // replaced atomically.

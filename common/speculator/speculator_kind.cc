@@ -14,12 +14,19 @@
 #include "common/speculator/mlp_speculator.h"
 
 namespace tandem::speculator {
+namespace {
 
-const std::vector<const SpeculatorKind*>& SpeculatorKinds() {
-  static const auto* const kinds =
+std::vector<const SpeculatorKind*>& Kinds() {
+  static auto* const kinds =
       new std::vector<const SpeculatorKind*>{&MlpSpeculatorKind(), &ArcticLstmSpeculatorKind()};
   return *kinds;
 }
+
+}  // namespace
+
+const std::vector<const SpeculatorKind*>& SpeculatorKinds() { return Kinds(); }
+
+void RegisterSpeculatorKind(const SpeculatorKind& kind) { Kinds().push_back(&kind); }
 
 absl::StatusOr<const SpeculatorKind*> FindSpeculatorKind(absl::string_view name,
                                                          absl::string_view field) {

@@ -33,6 +33,9 @@ struct SpeculatorKind {
 // All kinds, in the order in which errors list them.
 const std::vector<const SpeculatorKind*>& SpeculatorKinds();
 
+// Adds a kind that lives outside this folder, at the start of a program. It must live as long.
+void RegisterSpeculatorKind(const SpeculatorKind& kind);
+
 // Finds a kind by its name or by one of its architectures. UNIMPLEMENTED for `field`, with the list
 // of kinds that are there.
 absl::StatusOr<const SpeculatorKind*> FindSpeculatorKind(absl::string_view name,

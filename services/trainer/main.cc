@@ -5,6 +5,7 @@
 #include "common/base/status_macros.h"
 #include "common/model/device_check.h"
 #include "common/rpc/server_main.h"
+#include "common/speculator/speculator_settings.h"
 #include "services/trainer/engine/engine.h"
 #include "services/trainer/service/memory.h"
 #include "services/trainer/service/objective_convert.h"
@@ -20,7 +21,7 @@ int main(int argc, char** argv) {
       },
       [](const auto& config) -> absl::StatusOr<tandem::MemoryPlan> {
         TANDEM_RETURN_IF_ERROR(tandem::CheckDevice(config.compute().device()));
-        return tandem::trainer::PlanMemory(config);
+        return tandem::trainer::PlanMemory(config, tandem::speculator::CountSpeculatorValues);
       },
       {.flag = "--check-objective",
        .help = "With --check-config: also check this objective, JSON or YAML as in a run file, and "

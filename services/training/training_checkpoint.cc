@@ -110,7 +110,7 @@ absl::Status SaveModel(parallel::Strategy& strategy, const std::string& director
 absl::StatusOr<checkpoint::Saved> SaveTraining(const std::string& directory,
                                                const std::string& name, int64_t keep,
                                                parallel::Strategy& strategy,
-                                               const TrainingState& state) {
+                                               const TrainingState& state, Companion* companion) {
   TANDEM_RETURN_IF_ERROR(CheckAtLeast("keep", keep, 0));
   const checkpoint::Identity identity = {.kind = state.kind,
                                          .step = state.version,
@@ -130,6 +130,7 @@ absl::StatusOr<checkpoint::Saved> SaveTraining(const std::string& directory,
       ranks::FromRankZero<checkpoint::Saved>(
           strategy.ranks(), [&]() -> absl::StatusOr<checkpoint::Saved> {
             TANDEM_RETURN_IF_ERROR(WriteState(target, strategy, state));
+            if (companion != nullptr) TANDEM_RETURN_IF_ERROR(companion->Save(target));
             TANDEM_ASSIGN_OR_RETURN(const checkpoint::Saved committed,
                                     (*std::move(pending)).Commit());
             TANDEM_RETURN_IF_ERROR(checkpoint::Prune(committed.path, identity, keep));

@@ -21,16 +21,18 @@
 #include "common/parallel/strategy.h"
 #include "common/tensor/dtype.h"
 #include "common/training/training_state.h"
+#include "services/training/companion.h"
 
 namespace tandem::training {
 
 // Writes directory/name and then removes the oldest checkpoints of this kind and run until `keep`
 // are left, never the one just written (0: all stay). A rank holds one block of the model beside
-// its shard.
+// its shard. `companion`, unless it is nullptr, adds its own files.
 absl::StatusOr<checkpoint::Saved> SaveTraining(const std::string& directory,
                                                const std::string& name, int64_t keep,
                                                parallel::Strategy& strategy,
-                                               const TrainingState& state);
+                                               const TrainingState& state,
+                                               Companion* companion = nullptr);
 
 // The contents of a step directory beside the optimizer's state.
 struct TrainingCheckpoint {

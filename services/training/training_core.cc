@@ -89,9 +89,9 @@ void TrainingCore::AddCommands() {
   save_checkpoint_ = AddCommand<SaveRequest, absl::StatusOr<checkpoint::Saved>>(
       "checkpoint",
       [this](const CallScope&, const SaveRequest& request) -> absl::StatusOr<checkpoint::Saved> {
-        TANDEM_ASSIGN_OR_RETURN(
-            checkpoint::Saved saved,
-            SaveTraining(request.directory, request.name, request.keep, *strategy_, state_));
+        TANDEM_ASSIGN_OR_RETURN(checkpoint::Saved saved,
+                                SaveTraining(request.directory, request.name, request.keep,
+                                             *strategy_, state_, companion_));
         unsaved_ = false;
         return saved;
       });
@@ -339,7 +339,19 @@ absl::Status TrainingCore::ApplyUpdate(Updates& updates) {
     updates.known = false;
     Log(LogLevel::kWarning, "failure_after_update", {{"error", optimizer.status().ToString()}});
   }
-  return absl::OkStatus();
+  return UpdateCompanion();
+}
+
+absl::Status TrainingCore::UpdateCompanion() {
+  if (companion_ == nullptr) return absl::OkStatus();
+  const absl::Status status =
+      RunAndAgree("update beside the model", [&] { return companion_->Update(); });
+  if (!status.ok()) {
+    // The model has an update that its companion lacks, or has in part.
+    broken_ = absl::DataLossError(absl::StrCat(
+        "an update beside the model broke off: load a checkpoint (", status.message(), ")"));
+  }
+  return broken_;
 }
 
 void TrainingCore::Report(const Updates& updates) const {
@@ -431,6 +443,10 @@ absl::Status TrainingCore::ReadCheckpoint(const std::string& path) {
   TANDEM_ASSIGN_OR_RETURN(TrainingCheckpoint read, ReadTraining(path, *strategy_, state_.kind));
   TANDEM_RETURN_IF_ERROR(
       RunAndAgree("tokenizer", [&] { return CheckVocabulary(path, vocabulary_digest_); }));
+  if (companion_ != nullptr) {
+    TANDEM_RETURN_IF_ERROR(
+        RunAndAgree("checkpoint", [&] { return companion_->ReadCheckpoint(path); }));
+  }
   return Replace(
       path, [&] { return strategy_->LoadOptimizer(path); }, read.weights.tensors,
       std::move(read.state));
@@ -447,7 +463,7 @@ absl::Status TrainingCore::ReadBaseModel() {
           absl::StrCat("the weights in ", options_.model, " have changed since the start"));
     }
     base = *std::move(read);
-    return absl::OkStatus();
+    return companion_ == nullptr ? absl::OkStatus() : companion_->ReadInitial();
   }));
   return Replace(
       options_.model, [&] { return strategy_->ResetOptimizer(); }, base.tensors,
@@ -462,6 +478,12 @@ absl::Status TrainingCore::Replace(absl::string_view source,
   broken_ = absl::DataLossError(
       absl::StrCat("loading ", source, " broke off: load a checkpoint before anything else"));
   TANDEM_RETURN_IF_ERROR(strategy_->LoadParameters(weights));
+  if (companion_ != nullptr) {
+    TANDEM_RETURN_IF_ERROR(RunAndAgree("weights beside the model", [&] {
+      companion_->Adopt();
+      return absl::OkStatus();
+    }));
+  }
   state_ = std::move(state);
   broken_ = absl::OkStatus();
   weights_changed_ = true;

@@ -31,6 +31,7 @@
 #include "common/tensor/catch_torch_errors.h"
 #include "common/training/micro_batches.h"
 #include "common/training/sequence_check.h"
+#include "services/training/companion.h"
 #include "services/training/engine.h"
 #include "services/training/sequence_rows.h"
 
@@ -126,9 +127,17 @@ class TrainingCore {
   // Lets ranks other than 0 execute the commands of rank 0, until rank 0 shuts down.
   void Start();
 
+  // Sets a model that trains, is saved and is loaded with the core's; before Start. It must live
+  // until Shutdown.
+  void SetCompanion(Companion* companion) { companion_ = companion; }
+
   // Runs `body` on the engine thread of every rank, before Start. An error of one rank is the
   // result on all ranks.
   absl::Status OnAllRanks(absl::string_view what, absl::FunctionRef<absl::Status()> body);
+  // Returns FAILED_PRECONDITION if `what` has another value on another rank; before Start.
+  absl::Status CheckSameOnAllRanks(absl::string_view what, const std::string& value) {
+    return thread_.Run({}, [&] { return ranks_->CheckSame(what, value); });
+  }
   void NoteProgress() { thread_.NoteProgress(); }
 
   // The methods below are called on the engine thread.
@@ -231,7 +240,9 @@ class TrainingCore {
                           StepReport& report, Updates& updates);
   absl::Status ApplyUpdate(Updates& updates);
   void Report(const Updates& updates) const;
-  // Replaces weights and state. `load_optimizer` runs first; if it fails, nothing has changed.
+  absl::Status UpdateCompanion();
+  // Replaces weights and state, and the companion's by those that it has read. `load_optimizer`
+  // runs first; if it fails, nothing has changed.
   absl::Status Replace(absl::string_view source, absl::FunctionRef<absl::Status()> load_optimizer,
                        const NamedTensors& weights, TrainingState state);
   // Updates the model's copies of its weights, and the digest, after weights have changed.
@@ -257,6 +268,7 @@ class TrainingCore {
   std::optional<Vocabulary> vocabulary_;
   std::string vocabulary_digest_;  // empty without one
   std::unique_ptr<parallel::Strategy> strategy_;
+  Companion* companion_ = nullptr;
   TrainingState state_;
   bool copies_stale_ = false;    // the model's copies of its weights lack the last update
   bool weights_changed_ = true;  // since the digest was computed

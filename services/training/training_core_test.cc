@@ -51,6 +51,33 @@ class FailingStrategy final : public parallel::SingleStrategy {
   mutable int fail_publishing = 0;  // at this call of optimizer_steps
 };
 
+// Counts its calls, and fails where a test tells it to.
+class CountingCompanion final : public Companion {
+ public:
+  absl::Status Update() override {
+    ++updates;
+    if (std::exchange(fail_update, false)) throw std::runtime_error("beside the model");
+    return absl::OkStatus();
+  }
+  absl::Status Save(const std::string& directory) override {
+    std::filesystem::create_directory(directory + "/companion");
+    std::ofstream(directory + "/companion/updates.txt") << updates;
+    return absl::OkStatus();
+  }
+  absl::Status ReadCheckpoint(const std::string& directory) override {
+    std::ifstream(directory + "/companion/updates.txt") >> read;
+    return refuse_read ? absl::DataLossError("is damaged") : absl::OkStatus();
+  }
+  absl::Status ReadInitial() override {
+    read = 0;
+    return absl::OkStatus();
+  }
+  void Adopt() override { updates = read; }
+
+  int updates = 0, read = -1;
+  bool fail_update = false, refuse_read = false;
+};
+
 class TrainingCoreTest : public ::testing::Test {
  protected:
   TrainingCoreTest() {
@@ -80,6 +107,7 @@ class TrainingCoreTest : public ::testing::Test {
         "test", [made = core.get()](const CallScope&, const std::string&) {
           return absl::StatusOr<WeightsVersion>(made->weights());
         });
+    core->SetCompanion(&companion_);
     core->Start();
     return core;
   }
@@ -114,9 +142,57 @@ class TrainingCoreTest : public ::testing::Test {
   TrainingCore::Command<StepIdentity, absl::StatusOr<StepResult>> train_step_;
   TrainingCore::Command<std::string, absl::StatusOr<WeightsVersion>> weights_;
   TemporaryFolder folder_;
+  CountingCompanion companion_;  // outlives the core
   std::unique_ptr<TrainingCore> core_;
   FailingStrategy* strategy_ = nullptr;  // of core_
 };
+
+// The companion's update is made if and only if the model's is.
+TEST_F(TrainingCoreTest, TheCompanionLearnsWhatTheModelLearns) {
+  ASSERT_TRUE(Step(Identity(0)).ok());
+  EXPECT_EQ(companion_.updates, 1);
+  EXPECT_TRUE(Step(Identity(0))->replayed);
+  EXPECT_EQ(companion_.updates, 1);
+  ASSERT_TRUE(Step(Identity(1), {}, /*updates=*/3).ok());
+  EXPECT_EQ(companion_.updates, 4);
+  strategy_->not_finite = true;
+  EXPECT_TRUE(Step(Identity(2))->report.skipped);
+  strategy_->fail_before_update = true;
+  StepIdentity next = Identity(2);
+  next.request_id = next.payload_digest = "next";
+  next.step = 3;
+  EXPECT_FALSE(Step(next).ok());
+  EXPECT_EQ(companion_.updates, 4);
+  strategy_->fail_after_update = true;
+  EXPECT_TRUE(Step(next).ok());
+  EXPECT_EQ(companion_.updates, 5);
+}
+
+TEST_F(TrainingCoreTest, ACompanionsUpdateThatBreaksOffNeedsACheckpoint) {
+  ASSERT_TRUE(Step(Identity(0)).ok());
+  const auto saved = core_->SaveCheckpoint({}, folder_ / "checkpoints", "one", 0);
+  ASSERT_TRUE(saved.ok()) << saved.status();
+  companion_.fail_update = true;
+  EXPECT_TRUE(absl::IsDataLoss(Step(Identity(1)).status()));
+  EXPECT_TRUE(absl::IsDataLoss(Step(Identity(2)).status()));
+  ASSERT_TRUE(core_->LoadCheckpoint({}, saved->path).ok());
+  EXPECT_EQ(companion_.updates, 1);
+  EXPECT_TRUE(Step(Identity(1)).ok());
+  ASSERT_TRUE(core_->LoadBaseModel({}).ok());
+  EXPECT_EQ(companion_.updates, 0);
+}
+
+TEST_F(TrainingCoreTest, WhatTheCompanionRefusesIsNotLoaded) {
+  const auto saved = core_->SaveCheckpoint({}, folder_ / "checkpoints", "start", 0);
+  ASSERT_TRUE(saved.ok()) << saved.status();
+  ASSERT_TRUE(Step(Identity(0)).ok());
+  const std::string digest = core_->Info().weights.digest;
+  companion_.refuse_read = true;
+  EXPECT_TRUE(absl::IsDataLoss(core_->LoadCheckpoint({}, saved->path)));
+  EXPECT_EQ(core_->Info().weights.digest, digest);
+  EXPECT_EQ(companion_.updates, 1);
+  EXPECT_TRUE(Step(Identity(1)).ok());
+}
 
 TEST_F(TrainingCoreTest, AFailureAfterTheUpdateDoesNotLoseTheReply) {
   const std::string before = core_->Info().weights.digest;

@@ -113,6 +113,32 @@ def test_a_cache_that_nobody_sized_fits_into_the_memory(directories):
     assert 0.5 * float(available) < float(needed) < float(available)
 
 
+def test_a_speculator_is_in_the_plan_of_every_rank(directories):
+    settings = ("adapter=mlp", "n_predict=1", "optimizer.learning_rate=0.001")
+    model = directories["SmolLM2-135M"]
+    done = subprocess.run(
+        [
+            find_binary("tandem-trainer-server"),
+            "--check-config",
+            f"model={model}",
+            *(f"speculator.{setting}" for setting in settings),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr
+    parts = re.findall(r"^# +([\d.]+) GB +speculator_(\w+)", done.stdout, re.MULTILINE)
+    planned = {name: float(gigabytes) for gigabytes, name in parts}
+    # Embedding and head, one projection, the norm.
+    hidden, vocabulary = 576, 49152
+    values = 2 * vocabulary * hidden + hidden * hidden + 2 * hidden
+    one = pytest.approx(4 * values / 1e9, abs=0.001)
+    assert planned["weights"] == one
+    assert planned["gradients"] == one
+    assert planned["optimizer"] == pytest.approx(8 * values / 1e9, abs=0.001)
+
+
 def test_the_table_has_every_server_and_a_layout():
     assert {role for _, role, *_ in ROWS} == {"rollout", "trainer", "critic"}
     assert {model for model, *_ in ROWS} == SHAPES.keys()

@@ -36,6 +36,10 @@ class TorchEngine final : public training::CoreEngine<Engine> {
       models_.emplace(std::move(models));
       return absl::OkStatus();
     }));
+    if (models_->speculator != nullptr) {
+      TANDEM_RETURN_IF_ERROR(
+          core_->CheckSameOnAllRanks("speculator", models_->speculator->Digest()));
+    }
     core_->Start();
     return absl::OkStatus();
   }

@@ -254,6 +254,37 @@ TEST_P(TrainerRanksTest, EveryObjectiveIsThatOfOneProcess) {
   });
 }
 
+TEST_P(TrainerRanksTest, ASpeculatorLearnsAsBesideOneProcess) {
+  const TemporaryFolder shared;
+  expected_version_ = 3;
+  const auto change = [](EngineOptions& options) {
+    options.micro_batch_tokens = 12;
+    options.speculator = {.adapter = "mlp", .seed = 7, .n_predict = 2, .inner_dim = 16};
+    options.speculator_optimizer = options.optimizer;
+  };
+  RunRanks(change, [&](Engine& engine, FakeCritic&) {
+    EngineOptions options = Options();
+    change(options);
+    const auto single = Make(options);
+    std::string saved;
+    StepResult last;
+    for (int64_t step = 1; step <= 3; ++step) {
+      TrainStepRequest request = RequestOf(step);
+      RecordLogProbs(*single, std::get<PolicyBatch>(request.batch));
+      last = Step(engine, request);
+      ExpectSameReport(last, Step(*single, request));
+      EXPECT_GT(last.report.metrics.at("speculator/loss"), 0);
+      if (step == 2) saved = engine.SaveCheckpoint({}, shared / "checkpoints", "two", 0)->path;
+    }
+    // The checkpoint of any layout goes on under any other.
+    const auto resumed = Make(options);
+    ASSERT_TRUE(resumed->LoadCheckpoint({}, saved).ok());
+    TrainStepRequest request = RequestOf(3);
+    RecordLogProbs(*resumed, std::get<PolicyBatch>(request.batch));
+    ExpectSameReport(last, Step(*resumed, request));
+  });
+}
+
 TEST_P(TrainerRanksTest, OnlyRankZeroAsksTheCritic) {
   expected_version_ = 1;
   asks_critic_ = true;
@@ -342,6 +373,15 @@ TEST_P(TrainerRanksTest, RanksThatDifferDoNotStart) {
     const absl::Status model = CreateEngine(options, nullptr).status();
     EXPECT_EQ(model.code(), absl::StatusCode::kFailedPrecondition);
     EXPECT_TRUE(absl::StartsWith(model.message(), "rank 1 has another model: ")) << model;
+  });
+  ranks::RunOnRanks(GetParam().ranks, [&](const RankEnvironment& environment) {
+    EngineOptions options = Ranked(environment);
+    options.speculator = {.adapter = "mlp", .seed = environment.rank == 1 ? 2u : 1u};
+    options.speculator_optimizer = options.optimizer;
+    const absl::Status speculator = CreateEngine(options, nullptr).status();
+    EXPECT_EQ(speculator.code(), absl::StatusCode::kFailedPrecondition);
+    EXPECT_TRUE(absl::StartsWith(speculator.message(), "rank 1 has another speculator: "))
+        << speculator;
   });
   ranks::RunOnRanks(GetParam().ranks, [&](const RankEnvironment& environment) {
     EngineOptions options = Ranked(environment);

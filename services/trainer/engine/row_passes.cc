@@ -103,10 +103,17 @@ absl::Status AddGradients(TrainerModels& models, const TrainingRows& rows,
     if (update_loss.add != nullptr) {
       TANDEM_RETURN_IF_ERROR(update_loss.add(input, hidden.detach(), gradients));
     }
+    if (models.speculator != nullptr) {
+      TANDEM_RETURN_IF_ERROR(models.speculator->AddGradients(rows, input, hidden));
+    }
     return hidden.requires_grad() ? gradients.hidden.to(hidden.scalar_type()) : at::Tensor();
   };
+  if (models.speculator != nullptr) models.speculator->BeginUpdate(rows, range);
   TANDEM_ASSIGN_OR_RETURN(const int64_t micro_batches,
                           core.ForwardBackward(rows.sequences, range, loss_of_rows));
+  if (models.speculator != nullptr) {
+    TANDEM_RETURN_IF_ERROR(models.speculator->FinishUpdate(report.metrics));
+  }
   report.metrics["policy/micro_batches"] = static_cast<double>(micro_batches);
   return absl::OkStatus();
 }

@@ -40,8 +40,8 @@ struct UpdateLoss {
       add = nullptr;
 };
 
-// Leaves the gradients of the samples `range` of the batch with the strategy, and reports the
-// number of micro-batches.
+// Leaves the gradients of the samples `range` of the batch with the strategy, and those of a
+// speculator with it, and reports the number of micro-batches.
 absl::Status AddGradients(TrainerModels& models, const TrainingRows& rows,
                           const training::MiniBatch& range, const UpdateLoss& update_loss,
                           StepReport& report);

@@ -92,6 +92,12 @@ absl::StatusOr<TrainerModels> LoadTrainerModels(const EngineOptions& options,
       models.junior_kl,
       JuniorKl::Create(output, std::move(junior), models.loss.get(),
                        LogitsChunkBytes(options.logits_chunk_bytes, model.num_token_ids())));
+  if (!options.speculator.adapter.empty()) {
+    auto speculator = SpeculatorTrainer::Create(options, core);
+    if (!speculator.ok()) return PrependFieldPath("speculator", speculator.status());
+    models.speculator = *std::move(speculator);
+    core.SetCompanion(models.speculator.get());
+  }
   if (core.vocabulary() != nullptr) {
     const std::vector<int64_t>& eos = model.config().eos_token_ids;
     models.boundaries = std::make_unique<BoundarySets>(

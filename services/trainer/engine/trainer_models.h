@@ -10,6 +10,7 @@
 #include "common/tandem/vocabulary.h"
 #include "services/trainer/engine/junior_kl.h"
 #include "services/trainer/engine/objective.h"
+#include "services/trainer/engine/speculator_trainer.h"
 #include "services/trainer/engine/types.h"
 #include "services/training/training_core.h"
 
@@ -24,12 +25,14 @@ struct TrainerModels {
   std::unique_ptr<Model> reference = nullptr;
   std::unique_ptr<loss::LinearCrossEntropyLoss> reference_loss = nullptr;
   std::unique_ptr<JuniorKl> junior_kl = nullptr;
+  // Trains beside the model. Null where none is configured.
+  std::unique_ptr<SpeculatorTrainer> speculator = nullptr;
   // Tokens that end a sentence. Null without a tokenizer.json beside the model.
   std::unique_ptr<BoundarySets> boundaries = nullptr;
 };
 
-// Loads the frozen models that `options` name and makes the losses. Errors name the field:
-// "reference_model", "junior_model", "batch.loss_impl".
+// Loads the frozen models and the speculator that `options` name, and makes the losses. Errors name
+// the field: "reference_model", "junior_model", "speculator.n_predict", "batch.loss_impl".
 absl::StatusOr<TrainerModels> LoadTrainerModels(const EngineOptions& options,
                                                 training::TrainingCore& core);
 

@@ -138,6 +138,14 @@ void Whiten(const PolicyBatch& batch, TokenNumbers& advantages) {
   for (size_t i = 0; i < all.size(); ++i) *counted[i] = all[i];
 }
 
+// Returns all tokens of a sequence.
+std::vector<int64_t> TextOf(const std::vector<int32_t>& prompt,
+                            const std::vector<int32_t>& response) {
+  std::vector<int64_t> text(prompt.begin(), prompt.end());
+  text.insert(text.end(), response.begin(), response.end());
+  return text;
+}
+
 // Returns the rows of the response tokens t for which `counts(t)` holds.
 training::SequenceRows RowsOfTokens(const Trajectory& trajectory,
                                     absl::FunctionRef<bool(size_t t)> counts) {
@@ -274,6 +282,7 @@ TrainingRows PolicyRows(const PolicyBatch& batch, const loss::LossScales& scales
     tokens.sequence_rows.push_back(static_cast<int64_t>(sequence.labels.size()));
     if (has_junior_kl) AddJuniorRows(sample, batch.objective, sequence, rows.junior);
     rows.sequences.Add(std::move(sequence));
+    rows.texts.push_back(TextOf(trajectory.prompt_token_ids, trajectory.response_token_ids));
     for (size_t t = 0; t < length; ++t) {
       if (!(own[t] > 0)) continue;
       const bool senior = trajectory.authorship_mask[t] != 0;
@@ -339,6 +348,7 @@ TrainingRows SupervisedRows(const SupervisedBatch& batch, const loss::LossScales
   for (const SupervisedSample& sample : batch.samples) {
     rows.sequences.Add(training::SelectSequenceRows(
         sample.prompt_token_ids, sample.response_token_ids, [](size_t) { return true; }));
+    rows.texts.push_back(TextOf(sample.prompt_token_ids, sample.response_token_ids));
   }
   rows.tokens.scales = scales.scales;
   rows.temperatures.assign(scales.scales.size(), 1.0);

@@ -26,8 +26,10 @@ struct JuniorRows {
 
 struct TrainingRows {
   training::SequenceBatch sequences;  // in the order of the samples
-  std::vector<double> temperatures;   // one per row
-  loss::PolicyTokens tokens;          // a supervised batch fills `scales` only
+  // All tokens of each sequence: its prompt and its response.
+  std::vector<std::vector<int64_t>> texts;
+  std::vector<double> temperatures;  // one per row
+  loss::PolicyTokens tokens;         // a supervised batch fills `scales` only
   JuniorRows junior = {};
 
   bool has_junior_kl() const { return !junior.sequences.sequences().empty(); }

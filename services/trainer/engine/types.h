@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "common/base/weights_version.h"
+#include "common/speculator/speculator_settings.h"
 #include "common/tandem/trajectory.h"
 #include "services/trainer/engine/objective.h"
 #include "services/training/engine.h"
@@ -27,6 +28,9 @@ struct EngineOptions : training::TrainingOptions {
   // Implementation of the fused output loss (loss::ParseLossImpl).
   std::string loss_impl;
   int64_t logits_chunk_bytes = 0;  // 0: LogitsChunkBytes says
+  // Without an adapter no speculator trains beside the model.
+  speculator::SpeculatorSettings speculator;
+  OptimizerOptions speculator_optimizer = {};
 };
 
 // Returns `configured`, or the default for 0. With fewer rows at a time, reading and writing the

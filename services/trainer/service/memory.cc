@@ -3,11 +3,13 @@
 #include <string>
 #include <vector>
 
+#include "common/base/error.h"
 #include "common/base/status_macros.h"
 #include "common/model/model_config.h"
 #include "common/model/parameter_spec.h"
 #include "common/rpc/compute_config.h"
 #include "services/trainer/engine/types.h"
+#include "services/trainer/service/speculator_config.h"
 #include "services/training/service/strategy_config.h"
 
 namespace tandem::trainer {
@@ -28,9 +30,27 @@ absl::Status AddFrozenModel(const std::string& name, const std::string& field,
   return absl::OkStatus();
 }
 
+// Adds a speculator, which every rank holds whole and in float32 under every strategy.
+absl::Status AddSpeculator(const config::v1::TrainerServerConfig& config, const ModelConfig& model,
+                           CountSpeculator count, MemoryPlan& plan) {
+  if (config.speculator().adapter().empty()) return absl::OkStatus();
+  const absl::StatusOr<int64_t> values =
+      count(ToSpeculatorSettings(config.speculator()),
+            // The number of token ids, which may be lower, changes no shape.
+            {.hidden_size = model.hidden_size, .vocab_size = model.vocab_size, .num_token_ids = 1});
+  if (!values.ok()) return PrependFieldPath("speculator", values.status());
+  const int64_t bytes = *values * static_cast<int64_t>(sizeof(float));
+  const bool on_host = config.compute().device() == "cpu";
+  plan.items.push_back({"speculator_weights", bytes, on_host});
+  plan.items.push_back({"speculator_gradients", bytes, on_host});
+  plan.items.push_back({"speculator_optimizer", 2 * bytes, on_host, "two moments"});
+  return absl::OkStatus();
+}
+
 }  // namespace
 
-absl::StatusOr<MemoryPlan> PlanMemory(const config::v1::TrainerServerConfig& config) {
+absl::StatusOr<MemoryPlan> PlanMemory(const config::v1::TrainerServerConfig& config,
+                                      CountSpeculator count_speculator) {
   TANDEM_ASSIGN_OR_RETURN(const ModelConfig model, rpc::ConfiguredModel("model", config.model()));
   const bool on_host = config.compute().device() == "cpu";
   TANDEM_ASSIGN_OR_RETURN(
@@ -47,6 +67,7 @@ absl::StatusOr<MemoryPlan> PlanMemory(const config::v1::TrainerServerConfig& con
                                         config.compute(), plan));
   TANDEM_RETURN_IF_ERROR(
       AddFrozenModel("junior", "junior_model", config.junior_model(), config.compute(), plan));
+  TANDEM_RETURN_IF_ERROR(AddSpeculator(config, model, count_speculator, plan));
   const int64_t logits_chunk_bytes =
       LogitsChunkBytes(config.batch().logits_chunk_bytes(), model.vocab_size);
   // The KL towards the junior needs a second buffer.

@@ -2,15 +2,24 @@
 #ifndef TANDEM_SERVICES_TRAINER_SERVICE_MEMORY_H_
 #define TANDEM_SERVICES_TRAINER_SERVICE_MEMORY_H_
 
+#include <cstdint>
+
+#include "absl/functional/function_ref.h"
 #include "absl/status/statusor.h"
 #include "common/base/memory_plan.h"
+#include "common/speculator/speculator_settings.h"
 #include "tandem/config/v1/server_config.pb.h"
 
 namespace tandem::trainer {
 
+// speculator::CountSpeculatorValues, which needs a library that the service does without.
+using CountSpeculator = absl::FunctionRef<absl::StatusOr<int64_t>(
+    const speculator::SpeculatorSettings& settings, const speculator::BaseModelSizes& base)>;
+
 // Returns the memory plan of a resolved configuration. An error names the field of a model whose
-// config.json cannot be read.
-absl::StatusOr<MemoryPlan> PlanMemory(const config::v1::TrainerServerConfig& config);
+// config.json cannot be read, or of the speculator's settings.
+absl::StatusOr<MemoryPlan> PlanMemory(const config::v1::TrainerServerConfig& config,
+                                      CountSpeculator count_speculator);
 
 }  // namespace tandem::trainer
 

@@ -6,6 +6,7 @@
 #include "common/rpc/channel.h"
 #include "services/trainer/service/critic_connection.h"
 #include "services/trainer/service/objective_convert.h"
+#include "services/trainer/service/speculator_config.h"
 #include "services/training/service/training_config.h"
 
 namespace tandem::trainer {
@@ -32,6 +33,8 @@ EngineOptions ToEngineOptions(const config::v1::TrainerServerConfig& config,
   options.junior_model = config.junior_model();
   options.loss_impl = config.batch().loss_impl();
   options.logits_chunk_bytes = config.batch().logits_chunk_bytes();
+  options.speculator = ToSpeculatorSettings(config.speculator());
+  options.speculator_optimizer = training::ToOptimizerOptions(config.speculator().optimizer());
   return options;
 }
 

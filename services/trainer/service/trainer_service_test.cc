@@ -426,6 +426,11 @@ TEST_F(TrainerServerTest, TheConfigurationBecomesTheEnginesOptions) {
   config.mutable_compute()->set_num_threads(3);
   config.mutable_compute()->set_dtype("bfloat16");
   config.add_freeze("*norm.weight");
+  config.mutable_speculator()->set_adapter("arctic_lstm");
+  config.mutable_speculator()->set_method("sum_lstm");
+  config.mutable_speculator()->set_n_predict(2);
+  config.mutable_speculator()->set_tie_weights(true);
+  config.mutable_speculator()->mutable_optimizer()->set_learning_rate(1e-3);
   ASSERT_TRUE(config::Resolve(&config).ok());
   const EngineOptions options = ToEngineOptions(config, {});
   EXPECT_EQ(options.model, "/models/senior");
@@ -437,6 +442,12 @@ TEST_F(TrainerServerTest, TheConfigurationBecomesTheEnginesOptions) {
   EXPECT_EQ(options.compute.num_threads, 3);
   EXPECT_EQ(options.compute.dtype, "bfloat16");
   EXPECT_EQ(options.freeze, (std::vector<std::string>{"*norm.weight"}));
+  EXPECT_EQ(options.speculator.adapter, "arctic_lstm");
+  EXPECT_EQ(options.speculator.method, "sum_lstm");
+  EXPECT_EQ(options.speculator.n_predict, 2);
+  EXPECT_TRUE(options.speculator.tie_weights);
+  EXPECT_EQ(options.speculator_optimizer.learning_rate, 1e-3);
+  EXPECT_EQ(options.speculator_optimizer.beta2, 0.999);
   // Without settings: the defaults of server_config.proto.
   EXPECT_EQ(options.optimizer.max_grad_norm, 1);
   EXPECT_EQ(options.max_model_len, 2048);

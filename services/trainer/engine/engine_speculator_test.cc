@@ -1,0 +1,249 @@
+// A speculator that trains beside the model.
+#include <gmock/gmock.h>
+
+#include <filesystem>
+#include <fstream>
+
+#include "common/base/error.h"
+#include "common/speculator/speculator_files.h"
+#include "common/tensor/safetensors.h"
+#include "services/trainer/engine/testing/engine_fixture.h"
+
+namespace tandem::trainer {
+namespace {
+
+namespace fs = std::filesystem;
+using ::testing::Contains;
+using ::testing::Key;
+using ::testing::Not;
+using ::testing::StartsWith;
+
+class EngineSpeculatorTest : public TrainerEngineTest {
+ protected:
+  EngineOptions WithSpeculator(const std::string& adapter = "mlp") const {
+    EngineOptions options = Options();
+    options.micro_batch_tokens = 12;
+    options.speculator = {.adapter = adapter, .seed = 7, .n_predict = 2, .inner_dim = 16};
+    options.speculator_optimizer = options.optimizer;
+    options.speculator_optimizer.learning_rate = 2e-2;
+    return options;
+  }
+  EngineOptions Without() const {
+    EngineOptions options = Options();
+    options.micro_batch_tokens = 12;
+    return options;
+  }
+  static TrainStepRequest Supervised(int64_t step) {
+    TrainStepRequest request = TestRequest();
+    SupervisedBatch batch;
+    for (const PolicySample& sample : TestBatch().samples) {
+      batch.samples.push_back(
+          {sample.trajectory.prompt_token_ids, sample.trajectory.response_token_ids});
+    }
+    request.batch = batch;
+    return Numbered(std::move(request), step);
+  }
+  static TrainStepRequest Policy(Engine& engine, int64_t step) {
+    PolicyBatch batch = TestBatch();
+    RecordLogProbs(engine, batch);
+    return Numbered(TestRequest(batch), step);
+  }
+  static TrainStepRequest Numbered(TrainStepRequest request, int64_t step) {
+    request.step = step;
+    request.request_id = request.payload_digest = absl::StrCat(step);
+    request.expected_version = step - 1;
+    return request;
+  }
+  std::string Save(Engine& engine, const std::string& name) const {
+    const auto saved = engine.SaveCheckpoint({}, folder_ / "checkpoints", name, 0);
+    EXPECT_TRUE(saved.ok()) << saved.status();
+    return saved.ok() ? saved->path : "";
+  }
+  static std::string Bytes(const fs::path& path) {
+    std::ifstream file(path, std::ios::binary);
+    EXPECT_TRUE(file.good()) << path;
+    return std::string(std::istreambuf_iterator<char>(file), {});
+  }
+  // The weights and moments of the speculator.
+  static std::string State(const fs::path& checkpoint) {
+    return Bytes(checkpoint / "speculator" / "model.safetensors") +
+           Bytes(checkpoint / "speculator_optimizer.safetensors");
+  }
+};
+
+TEST_F(EngineSpeculatorTest, ItLearnsBesideSupervisedSteps) {
+  for (const char* adapter : {"mlp", "arctic_lstm"}) {
+    const auto engine = Make(WithSpeculator(adapter));
+    std::map<std::string, double> first, last;
+    for (int64_t step = 1; step <= 30; ++step) {
+      last = Step(*engine, Supervised(step)).report.metrics;
+      if (step == 1) first = last;
+    }
+    EXPECT_LT(last.at("speculator/loss"), 0.6 * first.at("speculator/loss")) << adapter;
+    EXPECT_GT(last.at("speculator/head_0_accuracy"), first.at("speculator/head_0_accuracy"));
+    EXPECT_GT(last.at("speculator/head_1_accuracy"), 0.3);
+    EXPECT_GT(first.at("speculator/grad_norm"), 0);
+    EXPECT_EQ(first.at("speculator/learning_rate"), 2e-2);
+    EXPECT_EQ(first.at("speculator/updates_not_finite"), 0);
+    EXPECT_THAT(first, Not(Contains(Key("speculator/head_2_accuracy"))));
+  }
+}
+
+TEST_F(EngineSpeculatorTest, TheModelHasTheBitsThatItHasWithoutOne) {
+  const auto with = Make(WithSpeculator()), without = Make(Without());
+  EXPECT_EQ(Digest(*with), Digest(*without));
+  for (int64_t step = 1; step <= 4; ++step) {
+    TrainStepRequest request = step % 2 == 0 ? Supervised(step) : Policy(*without, step);
+    if (step == 3) std::get<PolicyBatch>(request.batch).objective.updates = {2, 2};
+    const auto learnt = Step(*with, request).report.metrics;
+    for (const auto& [name, value] : Step(*without, request).report.metrics) {
+      EXPECT_THAT(name, Not(StartsWith("speculator/")));
+      EXPECT_EQ(learnt.at(name), value) << name;
+    }
+    EXPECT_THAT(learnt, Contains(Key("speculator/loss")));
+    EXPECT_EQ(Digest(*with), Digest(*without));
+  }
+  ASSERT_TRUE(with->ExportModel({}, folder_ / "exported", DType::kFloat32).ok());
+  EXPECT_FALSE(fs::exists(fs::path(folder_ / "exported") / "speculator"));
+}
+
+// The loss is a mean over all targets, however the batch is cut.
+TEST_F(EngineSpeculatorTest, MicroBatchesAddUp) {
+  EngineOptions whole = WithSpeculator();
+  whole.micro_batch_tokens = 1000;
+  const auto many = Make(WithSpeculator()), one = Make(whole);
+  for (int64_t step = 1; step <= 3; ++step) {
+    const auto a = Step(*many, Supervised(step)).report.metrics;
+    const auto b = Step(*one, Supervised(step)).report.metrics;
+    EXPECT_GT(a.at("policy/micro_batches"), b.at("policy/micro_batches"));
+    for (const char* name : {"speculator/loss", "speculator/grad_norm"}) {
+      EXPECT_NEAR(a.at(name), b.at(name), 1e-5 * b.at(name)) << name;
+    }
+  }
+}
+
+TEST_F(EngineSpeculatorTest, ARepeatedStepIsNotLearntTwice) {
+  const auto engine = Make(WithSpeculator());
+  const StepResult first = Step(*engine, Supervised(1));
+  const std::string before = State(Save(*engine, "before"));
+  const StepResult again = Step(*engine, Supervised(1));
+  EXPECT_TRUE(again.replayed);
+  EXPECT_EQ(again.report, first.report);
+  EXPECT_EQ(State(Save(*engine, "after")), before);
+}
+
+// The step's own gradient is not finite: neither the model nor the speculator learns it.
+TEST_F(EngineSpeculatorTest, AStepThatIsLeftOutIsNotLearnt) {
+  const auto engine = Make(WithSpeculator());
+  const std::string before = State(Save(*engine, "before"));
+  TrainStepRequest request = Policy(*engine, 1);
+  auto& batch = std::get<PolicyBatch>(request.batch);
+  batch.objective.advantage_estimator = AdvantageEstimator::kProvided;
+  for (PolicySample& sample : batch.samples) {
+    sample.advantages.assign(sample.trajectory.response_token_ids.size(), 3e38f);
+  }
+  EXPECT_TRUE(Step(*engine, request).report.skipped);
+  EXPECT_EQ(State(Save(*engine, "after")), before);
+}
+
+// A speculator whose numbers overflow leaves out its own update alone.
+TEST_F(EngineSpeculatorTest, ASpeculatorThatIsNotFiniteLeavesTheModelsStepAlone) {
+  EngineOptions options = WithSpeculator();
+  const std::string checkpoint = Save(*Make(options), "start");
+  const fs::path path = fs::path(checkpoint) / "speculator";
+  auto loaded = speculator::LoadSpeculator(path, {}).value();
+  at::Tensor(loaded->buffer()).fill_(1e30f);
+  ASSERT_TRUE(speculator::SaveSpeculator(*loaded, folder_ / "overflowing").ok());
+  options.speculator = {.adapter = "mlp", .path = folder_ / "overflowing"};
+  const auto engine = Make(options), without = Make(Without());
+  const StepResult result = Step(*engine, Supervised(1));
+  Step(*without, Supervised(1));
+  EXPECT_FALSE(result.report.skipped);
+  EXPECT_EQ(Digest(*engine), Digest(*without));
+  EXPECT_EQ(result.report.metrics.at("speculator/updates_not_finite"), 1);
+  EXPECT_THAT(result.report.metrics, Not(Contains(Key("speculator/loss"))));
+}
+
+// No sequence is long enough for a row of three heads.
+TEST_F(EngineSpeculatorTest, WithoutATargetThereIsNoUpdate) {
+  const auto engine = Make(WithSpeculator());
+  TrainStepRequest request = Supervised(1);
+  request.batch = SupervisedBatch{.objective = {}, .samples = {{{1}, {5, 6}}}};
+  const StepResult result = Step(*engine, request);
+  EXPECT_EQ(result.report.weights.version, 1);
+  EXPECT_THAT(result.report.metrics, Not(Contains(Key("speculator/loss"))));
+}
+
+TEST_F(EngineSpeculatorTest, ACheckpointContinuesBitForBit) {
+  const auto engine = Make(WithSpeculator());
+  Step(*engine, Supervised(1));
+  Step(*engine, Supervised(2));
+  const std::string saved = Save(*engine, "two");
+  const auto alone = speculator::LoadSpeculator(fs::path(saved) / "speculator", {});
+  ASSERT_TRUE(alone.ok()) << alone.status();
+  const StepResult third = Step(*engine, Supervised(3)), fourth = Step(*engine, Supervised(4));
+  const std::string end = State(Save(*engine, "four"));
+
+  EngineOptions other_seed = WithSpeculator();
+  other_seed.speculator.seed = 8;
+  const auto resumed = Make(other_seed);
+  ASSERT_TRUE(resumed->LoadCheckpoint({}, saved).ok());
+  EXPECT_EQ(Step(*resumed, Supervised(3)).report, third.report);
+  EXPECT_EQ(Step(*resumed, Supervised(4)).report, fourth.report);
+  EXPECT_EQ(State(Save(*resumed, "resumed")), end);
+
+  // The base model's files bring back the speculator of the start.
+  const std::string start = State(Save(*Make(WithSpeculator()), "start"));
+  ASSERT_TRUE(engine->LoadBaseModel({}).ok());
+  EXPECT_EQ(State(Save(*engine, "restarted")), start);
+}
+
+TEST_F(EngineSpeculatorTest, CheckpointsWithAndWithoutOneAreLoaded) {
+  const auto without = Make(Without()), with = Make(WithSpeculator());
+  Step(*without, Supervised(1));
+  const std::string plain = Save(*without, "plain");
+  EXPECT_FALSE(fs::exists(fs::path(plain) / "speculator"));
+  Step(*with, Supervised(1));
+  const fs::path own = Save(*with, "own");
+  ASSERT_TRUE(with->LoadCheckpoint({}, plain).ok());
+  const fs::path kept = Save(*with, "kept");
+  EXPECT_EQ(Bytes(kept / "speculator" / "model.safetensors"),
+            Bytes(own / "speculator" / "model.safetensors"));
+  EXPECT_NE(State(kept), State(own));  // the moments begin again
+  ASSERT_TRUE(without->LoadCheckpoint({}, own).ok());
+  EXPECT_EQ(Digest(*without), Digest(*with));
+}
+
+TEST_F(EngineSpeculatorTest, AnotherSpeculatorsCheckpointIsRefusedAndChangesNothing) {
+  const auto engine = Make(WithSpeculator());
+  Step(*engine, Supervised(1));
+  const std::string before = State(Save(*engine, "before"));
+  const std::string digest = Digest(*engine);
+  EngineOptions options = WithSpeculator();
+  options.speculator.inner_dim = 8;
+  const std::string narrow = Save(*Make(options), "narrow");
+  const absl::Status refused = engine->LoadCheckpoint({}, narrow);
+  EXPECT_EQ(FieldPath(refused), "path") << refused;
+  EXPECT_THAT(std::string(refused.message()), ::testing::HasSubstr("tensor '"));
+  // Every byte counts in the manifest, also those in the folder.
+  const std::string damaged = Save(*Make(WithSpeculator()), "damaged");
+  std::ofstream(fs::path(damaged) / "speculator" / "config.json", std::ios::app) << " ";
+  const absl::Status altered = engine->LoadCheckpoint({}, damaged);
+  EXPECT_TRUE(absl::IsDataLoss(altered)) << altered;
+  EXPECT_THAT(std::string(altered.message()), ::testing::HasSubstr("speculator/config.json"));
+  EXPECT_EQ(Digest(*engine), digest);
+  EXPECT_EQ(State(Save(*engine, "after")), before);
+}
+
+TEST_F(EngineSpeculatorTest, ErrorsNameTheSetting) {
+  EngineOptions options = WithSpeculator("medusa");
+  EXPECT_EQ(FieldPath(CreateEngine(options, nullptr).status()), "speculator.adapter");
+  options = WithSpeculator();
+  options.speculator.method = "sum_lstm";
+  EXPECT_EQ(FieldPath(CreateEngine(options, nullptr).status()), "speculator.method");
+  options.speculator = {.adapter = "mlp", .path = "/nowhere"};
+  EXPECT_EQ(FieldPath(CreateEngine(options, nullptr).status()), "speculator.path");
+}
+
+}  // namespace
+}  // namespace tandem::trainer
