@@ -1,0 +1,16 @@
+// The greatest logit of each row, without the logits of all rows in memory.
+#ifndef TANDEM_COMMON_SPECULATOR_ARGMAX_ROWS_H_
+#define TANDEM_COMMON_SPECULATOR_ARGMAX_ROWS_H_
+
+#include <ATen/core/Tensor.h>
+
+namespace tandem::speculator {
+
+// Returns for each row of x [N, m] the index [N] int64 of the greatest entry of x weight^T, for
+// weight [V, m] of the same type; the lowest index among equals. Logits exist tile by tile, some
+// MB at a time. Without autograd.
+at::Tensor ArgmaxRows(const at::Tensor& x, const at::Tensor& weight);
+
+}  // namespace tandem::speculator
+
+#endif  // TANDEM_COMMON_SPECULATOR_ARGMAX_ROWS_H_

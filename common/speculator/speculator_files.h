@@ -1,0 +1,33 @@
+// The directory of a speculator: config.json and model.safetensors, in the layouts of the published
+// ones.
+#ifndef TANDEM_COMMON_SPECULATOR_SPECULATOR_FILES_H_
+#define TANDEM_COMMON_SPECULATOR_SPECULATOR_FILES_H_
+
+#include <memory>
+#include <string>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "common/speculator/speculator.h"
+#include "common/tensor/dtype.h"
+
+namespace tandem::speculator {
+
+// Loads a speculator. Names of tensors may begin with "speculator." or not. Tied tensors may be
+// stored once, under any of their names, or under several with the same values. INVALID_ARGUMENT
+// that names the field of config.json, or file and tensor when one is missing, unexpected,
+// mis-shaped, not floating-point, or differs from those tied to it; DATA_LOSS and INVALID_ARGUMENT
+// for broken files; NOT_FOUND; UNIMPLEMENTED for an architecture that is not there, and for a
+// directory whose weights are in pytorch_model.bin alone.
+absl::StatusOr<std::unique_ptr<Speculator>> LoadSpeculator(const std::string& directory,
+                                                           const SpeculatorOptions& options);
+
+// Writes such a directory, with tied tensors under all of their names as the reference
+// implementations have them, and config.json with the keys that it was read with. Each file is
+// replaced atomically.
+absl::Status SaveSpeculator(const Speculator& speculator, const std::string& directory,
+                            DType dtype = DType::kFloat32);
+
+}  // namespace tandem::speculator
+
+#endif  // TANDEM_COMMON_SPECULATOR_SPECULATOR_FILES_H_
