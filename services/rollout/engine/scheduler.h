@@ -66,6 +66,10 @@ class Scheduler {
   // Decides for which sequences the junior writes drafts next, and how many.
   void AskForDrafts();
 
+  // Returns how many drafts the sequence can use in the next pass of the author whose turn it is,
+  // those that it has among them. Other drafts may yet end it earlier.
+  int64_t CountWanted(const Sequence& sequence) const;
+
   // Plans a pass of `lane`'s model within the token budget: sequences that are being written before
   // those that read their prompt, each in the order of running(). A sequence that does not fit
   // consumes as many tokens as do (chunked prefill). Prefixes that the cache contains are shared,
