@@ -97,8 +97,8 @@ absl::StatusOr<std::vector<const TensorView*>> Assign(
 
 }  // namespace
 
-absl::StatusOr<std::unique_ptr<Speculator>> LoadSpeculator(const std::string& directory,
-                                                           const SpeculatorOptions& options) {
+absl::StatusOr<std::unique_ptr<Speculator>> DeclareSpeculator(const std::string& directory,
+                                                              const SpeculatorOptions& options) {
   TANDEM_ASSIGN_OR_RETURN(const std::string text,
                           ReadFile(fs::path(directory) / "config.json", kMaxConfigBytes));
   TANDEM_ASSIGN_OR_RETURN(const json config, ParseBoundedJson(text, "config.json"));
@@ -107,6 +107,12 @@ absl::StatusOr<std::unique_ptr<Speculator>> LoadSpeculator(const std::string& di
   TANDEM_ASSIGN_OR_RETURN(const SpeculatorKind* const kind, KindOfConfig(fields));
   TANDEM_ASSIGN_OR_RETURN(auto speculator, kind->create(fields, options));
   speculator->KeepOtherKeys(config);
+  return speculator;
+}
+
+absl::StatusOr<std::unique_ptr<Speculator>> LoadSpeculator(const std::string& directory,
+                                                           const SpeculatorOptions& options) {
+  TANDEM_ASSIGN_OR_RETURN(auto speculator, DeclareSpeculator(directory, options));
   // The files are checked before memory is taken.
   TANDEM_ASSIGN_OR_RETURN(const auto files, OpenWeights(directory));
   TANDEM_ASSIGN_OR_RETURN(const std::vector<const TensorView*> assigned,

@@ -403,30 +403,33 @@ TEST(GeneratorDraftsTest, RandomWorkloadsWriteTheSameWithDrafts) {
 }
 
 TEST(GeneratorDraftsTest, DraftsThatMeetNewWeightsAreTheirOwn) {
-  // The junior's drafts come from before the update, and the tokens from after it.
+  // The drafts come from before the update, and the tokens from after it.
   PromptRequest request = Request({.enabled = false}, 6, 21);
   request.sampling.ignore_eos = true;
-  for (const OnWeightUpdate policy : {OnWeightUpdate::kRecompute, OnWeightUpdate::kKeep}) {
-    for (int before = 1; before < 12; ++before) {
-      Harness harness(kWide, 1, 1);
-      const auto listener = harness.Submit(WithDrafts(request, kJunior));
-      for (int i = 0; i < before; ++i) harness.generator.Step();
-      harness.senior.set_weights(9);
-      harness.generator.OnSeniorUpdated({4, "four"}, policy);
-      harness.Finish();
-      const Trajectory t = listener->finished().at(0);
-      const int64_t old =
-          t.senior_versions[0].weights.version == 0 ? t.senior_versions[0].count : 0;
-      ASSERT_LT(old, 30);
+  for (const SpeculativeMethod method : {kJunior, kOfHeads}) {
+    for (const OnWeightUpdate policy : {OnWeightUpdate::kRecompute, OnWeightUpdate::kKeep}) {
+      for (int before = 1; before < 12; ++before) {
+        Harness harness(kWide, 1, 1);
+        harness.senior.keep_rows = true;
+        const auto listener = harness.Submit(WithDrafts(request, method));
+        for (int i = 0; i < before; ++i) harness.generator.Step();
+        harness.senior.set_weights(9);
+        harness.generator.OnSeniorUpdated({4, "four"}, policy);
+        harness.Finish();
+        const Trajectory t = listener->finished().at(0);
+        const int64_t old =
+            t.senior_versions[0].weights.version == 0 ? t.senior_versions[0].count : 0;
+        ASSERT_LT(old, 30);
 
-      Harness plain(kWide, 1, 1);
-      const auto expected = plain.Submit(request);
-      for (int64_t i = 0; i < old; ++i) plain.generator.Step();
-      plain.senior.set_weights(9);
-      plain.generator.OnSeniorUpdated({4, "four"}, policy);
-      plain.Finish();
-      ExpectSame(t, expected->finished().at(0));
-      EXPECT_EQ(t.senior_versions, expected->finished().at(0).senior_versions);
+        Harness plain(kWide, 1, 1);
+        const auto expected = plain.Submit(request);
+        for (int64_t i = 0; i < old; ++i) plain.generator.Step();
+        plain.senior.set_weights(9);
+        plain.generator.OnSeniorUpdated({4, "four"}, policy);
+        plain.Finish();
+        ExpectSame(t, expected->finished().at(0));
+        EXPECT_EQ(t.senior_versions, expected->finished().at(0).senior_versions);
+      }
     }
   }
 }
