@@ -455,6 +455,13 @@ class SoakClient:
             # The tiny models seldom write the ids of the default sets.
             if random.random() < 0.5:
                 tandem["boundary_token_ids"] = list(range(FIRST_ID, 90))
+        # Drafts of the junior for the senior alone would change the limit of the length.
+        drafters = ("ngram", "junior") if tandem.get("enabled", True) else ("ngram",)
+        speculative = {
+            "method": random.choice(("none", *drafters)),
+            "num_speculative_tokens": 1 + random.randrange(15),
+            "prompt_lookup_min": random.choice((1, 2)),
+        }
         return Prompt(
             self._ids(1 + random.randrange(LONGEST_PROMPT)),
             seed=random.getrandbits(64),
@@ -464,6 +471,7 @@ class SoakClient:
             return_other_logprobs=random.random() < 0.5,
             stream_tokens=random.random() < 0.5,
             request_id=f"prompt-{index}",
+            speculative=speculative,
         )
 
     def _ids(self, count: int) -> list[int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -85,7 +86,8 @@ class Replays:
                 self._compare_authors(trajectory)
                 whole.append(trajectory)
         if whole:
-            [again] = client.generate([prompt])
+            # Without drafts, which must change nothing.
+            [again] = client.generate([dataclasses.replace(prompt, speculative={})])
             for trajectory in whole:
                 self._compare_samples(trajectory, again[trajectory.sample_index])
 
