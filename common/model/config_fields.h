@@ -23,6 +23,7 @@ class ConfigFields {
   ConfigFields(const nlohmann::json& object, std::string path)
       : object_(object), path_(std::move(path)) {}
 
+  const std::string& path() const { return path_; }
   std::string Path(absl::string_view key) const;
   // nullptr for an absent key.
   const nlohmann::json* Find(absl::string_view key) const;

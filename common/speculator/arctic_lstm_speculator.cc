@@ -43,6 +43,21 @@ SpeculatorSizes Sizes(const ArcticLstmSpeculatorConfig& config) {
           .n_predict = config.n_predict};
 }
 
+absl::Status Check(const ArcticLstmSpeculatorConfig& config) {
+  TANDEM_RETURN_IF_ERROR(CheckSizes(Sizes(config), "input_hidden_dim"));
+  for (const auto& [key, width] :
+       {std::pair("proj_dim", config.proj_dim), std::pair("emb_dim", config.emb_dim)}) {
+    if (width != config.inner_dim) {
+      return InvalidField(key,
+                          absl::StrCat("is ", width, ", must equal inner_dim, ", config.inner_dim));
+    }
+  }
+  if (config.method == ArcticMethod::kSumLstm && !config.tie_weights) {
+    return InvalidField("tie_weights", "must be true with the method sum_lstm");
+  }
+  return absl::OkStatus();
+}
+
 SumRnnOptions RnnOptions(const ArcticLstmSpeculatorConfig& config) {
   return {.sizes = Sizes(config),
           .tie_weights = config.tie_weights,
@@ -142,16 +157,7 @@ absl::StatusOr<ArcticLstmSpeculatorConfig> ReadArcticLstmSpeculatorConfig(
                         absl::StrCat("must be sum_rnn or sum_lstm, got '", method, "'"));
   }
   config.method = method == std::string(kSumLstm) ? ArcticMethod::kSumLstm : ArcticMethod::kSumRnn;
-  for (const auto& [key, width] :
-       {std::pair("proj_dim", config.proj_dim), std::pair("emb_dim", config.emb_dim)}) {
-    if (width != config.inner_dim) {
-      return InvalidField(fields.Path(key),
-                          absl::StrCat("is ", width, ", must equal inner_dim, ", config.inner_dim));
-    }
-  }
-  if (config.method == ArcticMethod::kSumLstm && !config.tie_weights) {
-    return InvalidField(fields.Path("tie_weights"), "must be true with the method sum_lstm");
-  }
+  TANDEM_RETURN_IF_ERROR(PrependFieldPath(fields.path(), Check(config)));
   return config;
 }
 
@@ -182,7 +188,8 @@ void ArcticLstmSpeculator::BindLstm(bool tie_lstm_embs) {
 
 absl::StatusOr<std::unique_ptr<ArcticLstmSpeculator>> ArcticLstmSpeculator::Create(
     const ArcticLstmSpeculatorConfig& config, const SpeculatorOptions& options) {
-  TANDEM_RETURN_IF_ERROR(CheckSpeculator(Sizes(config), options));
+  TANDEM_RETURN_IF_ERROR(Check(config));
+  TANDEM_RETURN_IF_ERROR(CheckOptions(options, Sizes(config)));
   return std::unique_ptr<ArcticLstmSpeculator>(new ArcticLstmSpeculator(config, options));
 }
 

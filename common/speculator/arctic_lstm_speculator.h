@@ -44,8 +44,8 @@ absl::StatusOr<ArcticLstmSpeculatorConfig> ReadArcticLstmSpeculatorConfig(
 
 class ArcticLstmSpeculator : public Speculator {
  public:
-  // The parameters have no memory yet. INVALID_ARGUMENT names the field of config.json or of the
-  // options.
+  // The parameters have no memory yet. INVALID_ARGUMENT names the key of `config` or the
+  // field of `options`.
   static absl::StatusOr<std::unique_ptr<ArcticLstmSpeculator>> Create(
       const ArcticLstmSpeculatorConfig& config, const SpeculatorOptions& options);
 

@@ -40,7 +40,7 @@ at::Tensor ArgmaxOfChunk(const at::Tensor& x, const at::Tensor& weight) {
 at::Tensor ArgmaxRows(const at::Tensor& x, const at::Tensor& weight) {
   const at::NoGradGuard no_grad;
   constexpr int64_t kChunkRows = kTileLogits / kMinTileColumns;
-  const at::Tensor indices = at::empty({x.size(0)}, x.options().dtype(at::kLong));
+  at::Tensor indices = at::empty({x.size(0)}, x.options().dtype(at::kLong));
   for (int64_t begin = 0; begin < x.size(0); begin += kChunkRows) {
     const int64_t rows = std::min(kChunkRows, x.size(0) - begin);
     indices.narrow(0, begin, rows).copy_(ArgmaxOfChunk(x.narrow(0, begin, rows), weight));

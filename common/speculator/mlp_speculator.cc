@@ -29,6 +29,14 @@ SumRnnOptions RnnOptions(const MlpSpeculatorConfig& config) {
           }};
 }
 
+absl::Status Check(const MlpSpeculatorConfig& config) {
+  TANDEM_RETURN_IF_ERROR(CheckSizes(RnnOptions(config).sizes, "emb_dim"));
+  if (config.tie_weights && config.n_predict == 1) {
+    return InvalidField("tie_weights", "needs an n_predict above 1");
+  }
+  return absl::OkStatus();
+}
+
 // The keys that the reference implementation writes. Drafts are greedy: one candidate per head.
 json ToJson(const MlpSpeculatorConfig& config) {
   return {{"architectures", {MlpSpeculatorKind().architectures.front()}},
@@ -55,9 +63,7 @@ absl::StatusOr<MlpSpeculatorConfig> ReadMlpSpeculatorConfig(const ConfigFields& 
   TANDEM_ASSIGN_OR_RETURN(config.n_predict, fields.Size("n_predict", 3));
   TANDEM_ASSIGN_OR_RETURN(config.tie_weights, fields.Bool("tie_weights", false));
   TANDEM_ASSIGN_OR_RETURN(config.scale_input, fields.Bool("scale_input", false));
-  if (config.tie_weights && config.n_predict == 1) {
-    return InvalidField(fields.Path("tie_weights"), "needs an n_predict above 1");
-  }
+  TANDEM_RETURN_IF_ERROR(PrependFieldPath(fields.path(), Check(config)));
   return config;
 }
 
@@ -68,8 +74,9 @@ MlpSpeculator::MlpSpeculator(const SumRnnOptions& rnn, json config,
 
 absl::StatusOr<std::unique_ptr<MlpSpeculator>> MlpSpeculator::Create(
     const MlpSpeculatorConfig& config, const SpeculatorOptions& options) {
+  TANDEM_RETURN_IF_ERROR(Check(config));
   const SumRnnOptions rnn = RnnOptions(config);
-  TANDEM_RETURN_IF_ERROR(CheckSpeculator(rnn.sizes, options));
+  TANDEM_RETURN_IF_ERROR(CheckOptions(options, rnn.sizes));
   return std::unique_ptr<MlpSpeculator>(new MlpSpeculator(rnn, ToJson(config), options));
 }
 

@@ -29,8 +29,8 @@ absl::StatusOr<MlpSpeculatorConfig> ReadMlpSpeculatorConfig(const ConfigFields& 
 
 class MlpSpeculator : public Speculator {
  public:
-  // The parameters have no memory yet. INVALID_ARGUMENT names the field of config.json or of the
-  // options.
+  // The parameters have no memory yet. INVALID_ARGUMENT names the key of `config` or the
+  // field of `options`.
   static absl::StatusOr<std::unique_ptr<MlpSpeculator>> Create(const MlpSpeculatorConfig& config,
                                                                const SpeculatorOptions& options);
 

@@ -27,17 +27,19 @@ int64_t Aligned(int64_t numel) { return (numel + 31) / 32 * 32; }
 
 std::string HeadName(int64_t step) { return absl::StrCat("head.", step, ".weight"); }
 
-absl::Status CheckSpeculator(const SpeculatorSizes& sizes, const SpeculatorOptions& options) {
-  TANDEM_RETURN_IF_ERROR(CheckInRange("config.json.n_predict", sizes.n_predict, 1, kMaxSteps));
-  TANDEM_RETURN_IF_ERROR(CheckInRange("config.json.vocab_size", sizes.vocab_size, 1, kMaxSize));
-  TANDEM_RETURN_IF_ERROR(CheckInRange("config.json.inner_dim", sizes.state_size, 1, kMaxSize));
-  TANDEM_RETURN_IF_ERROR(CheckInRange("hidden_size", sizes.hidden_size, 1, kMaxSize));
-  TANDEM_RETURN_IF_ERROR(CheckInRange("num_token_ids", options.num_token_ids, 0, sizes.vocab_size));
+absl::Status CheckSizes(const SpeculatorSizes& sizes, absl::string_view hidden_field) {
+  TANDEM_RETURN_IF_ERROR(CheckInRange("n_predict", sizes.n_predict, 1, kMaxSteps));
+  TANDEM_RETURN_IF_ERROR(CheckInRange("vocab_size", sizes.vocab_size, 1, kMaxSize));
+  TANDEM_RETURN_IF_ERROR(CheckInRange(hidden_field, sizes.hidden_size, 1, kMaxSize));
+  return CheckInRange("inner_dim", sizes.state_size, 1, kMaxSize);
+}
+
+absl::Status CheckOptions(const SpeculatorOptions& options, const SpeculatorSizes& sizes) {
   if (options.dtype != at::kFloat && options.dtype != at::kDouble) {
     return FieldError(absl::StatusCode::kUnimplemented, "dtype",
                       "only float32 speculators are there yet");
   }
-  return absl::OkStatus();
+  return CheckInRange("num_token_ids", options.num_token_ids, 0, sizes.vocab_size);
 }
 
 Speculator::Speculator(const SpeculatorKind& kind, const SpeculatorSizes& sizes,

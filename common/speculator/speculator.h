@@ -23,6 +23,7 @@
 #include <string>
 #include <vector>
 
+#include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
 #include "absl/types/span.h"
@@ -147,10 +148,13 @@ class Speculator {
 // The name of the head of a step, in files of every kind.
 std::string HeadName(int64_t step);
 
-// Checks the options of a speculator of these sizes, which are those of its config.json.
-// INVALID_ARGUMENT for sizes beyond all use, or for more token ids than the vocabulary has;
-// UNIMPLEMENTED for another dtype.
-absl::Status CheckSpeculator(const SpeculatorSizes& sizes, const SpeculatorOptions& options);
+// Checks sizes that a configuration asks for. INVALID_ARGUMENT for "n_predict", "vocab_size",
+// "inner_dim" (state_size) or `hidden_field` beyond all use.
+absl::Status CheckSizes(const SpeculatorSizes& sizes, absl::string_view hidden_field);
+
+// Checks options for a speculator of these sizes. INVALID_ARGUMENT for more token ids than the
+// vocabulary has, UNIMPLEMENTED for another dtype.
+absl::Status CheckOptions(const SpeculatorOptions& options, const SpeculatorSizes& sizes);
 
 }  // namespace tandem::speculator
 

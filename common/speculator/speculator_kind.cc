@@ -4,6 +4,7 @@
 #include <ATen/core/grad_mode.h>
 
 #include <algorithm>
+#include <nlohmann/json.hpp>
 
 #include "absl/strings/str_cat.h"
 #include "common/base/error.h"
@@ -48,11 +49,10 @@ absl::StatusOr<const SpeculatorKind*> KindOfConfig(const ConfigFields& fields) {
 }
 
 absl::StatusOr<std::unique_ptr<Speculator>> RandomSpeculator(const SpeculatorKind& kind,
-                                                             const nlohmann::json& config,
+                                                             const ConfigFields& fields,
                                                              uint64_t seed,
                                                              const SpeculatorOptions& options) {
-  TANDEM_ASSIGN_OR_RETURN(auto speculator,
-                          kind.create(ConfigFields(config, "config.json"), options));
+  TANDEM_ASSIGN_OR_RETURN(auto speculator, kind.create(fields, options));
   speculator->AllocateParameters();
   const at::NoGradGuard no_grad;
   const at::Generator generator = at::detail::createCPUGenerator(seed);

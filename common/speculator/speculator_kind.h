@@ -8,7 +8,6 @@
 
 #include <cstdint>
 #include <memory>
-#include <nlohmann/json.hpp>
 #include <string>
 #include <vector>
 
@@ -43,10 +42,11 @@ absl::StatusOr<const SpeculatorKind*> FindSpeculatorKind(absl::string_view name,
 // "config.json.architectures".
 absl::StatusOr<const SpeculatorKind*> KindOfConfig(const ConfigFields& fields);
 
-// Makes a speculator with initial values drawn with `seed`. `config` has the keys of a config.json;
-// the kind is given, so `architectures` may be missing. Errors of the kind.
+// Makes a speculator with initial values drawn with `seed`. `fields` are the keys of a config.json,
+// from there or from settings; the kind is given, so `architectures` may be missing. Errors of the
+// kind.
 absl::StatusOr<std::unique_ptr<Speculator>> RandomSpeculator(const SpeculatorKind& kind,
-                                                             const nlohmann::json& config,
+                                                             const ConfigFields& fields,
                                                              uint64_t seed,
                                                              const SpeculatorOptions& options);
 

@@ -63,7 +63,7 @@ absl::StatusOr<SpeculatorLossReport> SpeculatorLoss::Run(const SpeculatorBatch& 
       AlignRows(batch.sequences, batch.labels, n_predict, speculator_.num_token_ids()));
   SpeculatorLossReport report;
   if (rows.size() == 0) {
-    report.heads.resize(static_cast<size_t>(n_predict));
+    report.heads.resize(static_cast<size_t>(n_predict), EmptyReport());
     return report;
   }
 
@@ -92,13 +92,19 @@ absl::StatusOr<SpeculatorLossReport> SpeculatorLoss::Run(const SpeculatorBatch& 
   return report;
 }
 
+HeadReport SpeculatorLoss::EmptyReport() const {
+  HeadReport report;
+  if (options_.count_correct) report.correct = 0;
+  return report;
+}
+
 absl::StatusOr<HeadReport> SpeculatorLoss::RunHead(int64_t head, const at::Tensor& state,
                                                    const loss::OutputRows& targets,
                                                    at::Tensor* state_gradient) const {
   const at::Tensor hidden = state.detach();
   const at::Tensor weight = speculator_.output_weight(head).detach();
-  HeadReport report = {.targets = static_cast<int64_t>(targets.labels.size())};
-  if (options_.count_correct) report.correct = 0;
+  HeadReport report = EmptyReport();
+  report.targets = static_cast<int64_t>(targets.labels.size());
   loss::OutputGradients gradients;
   if (state_gradient != nullptr) {
     gradients.hidden = at::zeros_like(hidden);

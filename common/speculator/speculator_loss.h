@@ -68,6 +68,8 @@ class SpeculatorLoss {
  private:
   absl::Status Check(const SpeculatorBatch& batch) const;
   absl::StatusOr<SpeculatorLossReport> Run(const SpeculatorBatch& batch, bool backward) const;
+  // Returns the report of a head without targets.
+  HeadReport EmptyReport() const;
   // Returns the report of a head, and sets `state_gradient` if it is not nullptr.
   absl::StatusOr<HeadReport> RunHead(int64_t head, const at::Tensor& state,
                                      const loss::OutputRows& targets,

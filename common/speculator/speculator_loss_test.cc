@@ -165,7 +165,7 @@ TEST_P(SpeculatorLossTest, GradientsAreTheDifferencesOfTheOracle) {
   const at::NoGradGuard no_grad;
   constexpr double kStep = 1e-5;
   const auto differences = [&](const at::Tensor& values, const Padded& padded) {
-    const at::Tensor slopes = at::empty_like(values);
+    at::Tensor slopes = at::empty_like(values);
     double* const value = values.data_ptr<double>();
     double* const slope = slopes.data_ptr<double>();
     for (int64_t i = 0; i < values.numel(); ++i) {
@@ -289,9 +289,11 @@ TEST_F(SpeculatorBatchTest, AHeadWithoutTargetsHasNoLoss) {
   EXPECT_EQ(one.loss, one.heads[0].loss);
 
   batch.sequences = {{.begin = 0, .length = kSteps + 1}};
-  const SpeculatorLossReport none = SpeculatorLoss(*speculator_).ForwardBackward(batch).value();
+  const SpeculatorLossReport none =
+      SpeculatorLoss(*speculator_, {.count_correct = true}).ForwardBackward(batch).value();
   EXPECT_EQ(none.loss, 0);
-  EXPECT_EQ(none.heads.size(), static_cast<size_t>(kSteps));
+  ASSERT_EQ(none.heads.size(), static_cast<size_t>(kSteps));
+  EXPECT_EQ(none.heads[0].correct, 0);
 }
 
 TEST_F(SpeculatorBatchTest, ASpeculatorWithoutGradientsDoesNotTrain) {

@@ -8,6 +8,7 @@
 #include <cmath>
 
 #include "common/base/error.h"
+#include "common/speculator/arctic_lstm_speculator.h"
 #include "common/speculator/mlp_speculator.h"
 #include "common/speculator/testing/cases.h"
 #include "common/speculator/testing/oracle.h"
@@ -108,9 +109,9 @@ TEST_P(SpeculatorTest, BadDraftsAreRefused) {
 
 TEST_P(SpeculatorTest, InitialValuesAreThoseOfTheSeed) {
   const json config = GetParam().config;
-  const auto* kind = KindOfConfig(ConfigFields(config, "config.json")).value();
+  const ConfigFields fields(config, "config.json");
   const auto make = [&](uint64_t seed) {
-    return std::move(RandomSpeculator(*kind, config, seed, {})).value();
+    return std::move(RandomSpeculator(*KindOfConfig(fields).value(), fields, seed, {})).value();
   };
   const auto a = make(1), same = make(1), other = make(2);
   for (size_t i = 0; i < a->parameters().size(); ++i) {
@@ -127,8 +128,9 @@ TEST_P(SpeculatorTest, InitialValuesAreThoseOfTheSeed) {
 
 TEST(SpeculatorInitTest, TheDeviationIsTheReferences) {
   const auto deviation = [](const json& config, const char* name) {
-    const auto* kind = KindOfConfig(ConfigFields(config, "config.json")).value();
-    return RandomSpeculator(*kind, config, 7, {}).value()->Value(name).std().item<double>();
+    const ConfigFields fields(config, "config.json");
+    const auto speculator = RandomSpeculator(*KindOfConfig(fields).value(), fields, 7, {});
+    return (*speculator)->Value(name).std().item<double>();
   };
   const json mlp = MlpJson({{"vocab_size", 400}, {"emb_dim", 64}, {"inner_dim", 256}});
   EXPECT_NEAR(deviation(mlp, "emb.0.weight"), 1.0 / 16, 0.002);
@@ -168,7 +170,6 @@ struct BadConfig {
 
 TEST(SpeculatorConfigTest, FieldsAreRefusedByName) {
   const auto unimplemented = absl::StatusCode::kUnimplemented;
-  const json lstm = {{"method", "sum_lstm"}, {"tie_weights", true}};
   const std::vector<BadConfig> bad = {
       {MlpJson({{"architectures", nullptr}}), "architectures"},
       {MlpJson({{"architectures", {"A", "B"}}}), "architectures"},
@@ -176,6 +177,7 @@ TEST(SpeculatorConfigTest, FieldsAreRefusedByName) {
       {MlpJson({{"vocab_size", 0}}), "vocab_size"},
       {MlpJson({{"vocab_size", 1 << 25}}), "vocab_size"},
       {MlpJson({{"emb_dim", -1}}), "emb_dim"},
+      {MlpJson({{"emb_dim", 1 << 25}}), "emb_dim"},
       {MlpJson({{"inner_dim", "5"}}), "inner_dim"},
       {MlpJson({{"n_predict", 65}}), "n_predict"},
       {MlpJson({{"tie_weights", 1}}), "tie_weights"},
@@ -183,6 +185,7 @@ TEST(SpeculatorConfigTest, FieldsAreRefusedByName) {
       {MlpJson({{"scale_input", "no"}}), "scale_input"},
       {ArcticJson({{"vocab_size", nullptr}}), "vocab_size"},
       {ArcticJson({{"input_hidden_dim", nullptr}}), "input_hidden_dim"},
+      {ArcticJson({{"input_hidden_dim", 1 << 25}}), "input_hidden_dim"},
       {ArcticJson({{"inner_dim", "five"}}), "inner_dim"},
       {ArcticJson({{"inner_dim", "5.5"}}), "inner_dim", unimplemented},
       {ArcticJson({{"proj_dim", 4}}), "proj_dim"},
@@ -209,6 +212,19 @@ TEST(SpeculatorConfigTest, OptionsAreRefusedByName) {
   const absl::Status status = MlpSpeculatorKind().create(fields, {.dtype = at::kBFloat16}).status();
   EXPECT_EQ(status.code(), absl::StatusCode::kUnimplemented);
   EXPECT_EQ(FieldPath(status), "dtype");
+}
+
+TEST(SpeculatorConfigTest, ConfigsThatNoFileGaveAreCheckedToo) {
+  EXPECT_EQ(FieldPath(MlpSpeculator::Create({.vocab_size = 9, .emb_dim = 4}, {}).status()),
+            "n_predict");
+  const ArcticLstmSpeculatorConfig untied = {.vocab_size = 9,
+                                             .input_hidden_dim = 4,
+                                             .inner_dim = 3,
+                                             .proj_dim = 3,
+                                             .emb_dim = 3,
+                                             .n_predict = 2,
+                                             .method = ArcticMethod::kSumLstm};
+  EXPECT_EQ(FieldPath(ArcticLstmSpeculator::Create(untied, {}).status()), "tie_weights");
 }
 
 TEST(SpeculatorConfigTest, AbsentKeysHaveTheReferencesDefaults) {

@@ -93,7 +93,7 @@ def test_every_recipe_of_the_architecture_names_an_example():
     document = REPOSITORY / "docs/architecture.md"
     _, section = document.read_text().split("\n## Recipes\n")
     _, *recipes = re.split(r"^### ", section, flags=re.M)
-    assert len(recipes) == 8
+    assert len(recipes) == 9
     for recipe in recipes:
         assert "Example:" in recipe, recipe.splitlines()[0]
 

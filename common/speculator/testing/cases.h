@@ -75,8 +75,9 @@ inline std::vector<Case> Cases() {
 inline std::unique_ptr<Speculator> TinySpeculator(const nlohmann::json& config,
                                                   const SpeculatorOptions& options = {},
                                                   uint64_t seed = 1) {
-  const auto* kind = KindOfConfig(ConfigFields(config, "config.json")).value();
-  auto speculator = std::move(RandomSpeculator(*kind, config, seed, options)).value();
+  const ConfigFields fields(config, "config.json");
+  auto speculator =
+      std::move(RandomSpeculator(*KindOfConfig(fields).value(), fields, seed, options)).value();
   const at::NoGradGuard no_grad;
   const at::Generator generator = at::detail::createCPUGenerator(seed + 1);
   for (const SpeculatorParameter& parameter : speculator->parameters()) {
