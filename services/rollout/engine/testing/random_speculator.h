@@ -8,6 +8,7 @@
 #include <string>
 #include <utility>
 
+#include "common/model/config_fields.h"
 #include "common/model/model.h"
 #include "common/speculator/speculator.h"
 #include "common/speculator/speculator_kind.h"
@@ -31,9 +32,10 @@ inline std::unique_ptr<speculator::Speculator> RandomSpeculator(const Model& mod
                    {"emb_dim", kWidth},
                    {"method", "sum_lstm"}});
   }
-  return std::move(speculator::RandomSpeculator(
-                       *speculator::FindSpeculatorKind(kind, "kind").value(), config, /*seed=*/3,
-                       {.num_token_ids = model.num_token_ids()}))
+  return std::move(
+             speculator::RandomSpeculator(*speculator::FindSpeculatorKind(kind, "kind").value(),
+                                          ConfigFields(config, "config.json"), /*seed=*/3,
+                                          {.num_token_ids = model.num_token_ids()}))
       .value();
 }
 
