@@ -31,7 +31,7 @@ def run(bench: Bench) -> None:
     job = bench.options.job(1)
     period = [1000 + 37 * i for i in range(_PERIOD)]
     changes: dict[str, Any] = {
-        "prompt_token_ids": (period * job.prompt_tokens)[: job.prompt_tokens],
+        "token_ids": (period * job.prompt_tokens)[: job.prompt_tokens],
         "sampling": {"max_tokens": job.new_tokens, "ignore_eos": True, "temperature": 0.0},
     }
     with ExitStack() as stack:
