@@ -4,6 +4,7 @@
 #include "common/base/status_macros.h"
 #include "common/model/device_check.h"
 #include "common/rpc/server_main.h"
+#include "common/speculator/speculator_memory.h"
 #include "services/rollout/engine/engine.h"
 #include "services/rollout/service/memory.h"
 #include "services/rollout/service/rollout_app.h"
@@ -18,6 +19,6 @@ int main(int argc, char** argv) {
       },
       [](const auto& config) -> absl::StatusOr<tandem::MemoryPlan> {
         TANDEM_RETURN_IF_ERROR(tandem::CheckDevice(config.compute().device()));
-        return tandem::rollout::PlanMemory(config);
+        return tandem::rollout::PlanMemory(config, tandem::speculator::SpeculatorBytes);
       });
 }

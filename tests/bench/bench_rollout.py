@@ -15,7 +15,7 @@ import argparse
 import tempfile
 from pathlib import Path
 
-from rollout import memory, solo, streaming, tandem_turns, weights
+from rollout import memory, solo, speculative, streaming, tandem_turns, weights
 from rollout.bench import Bench, Options
 from rollout.machine import describe
 from rollout.models import write_random_qwen
@@ -24,6 +24,7 @@ SECTIONS = {
     "solo": solo.run,
     "tandem": tandem_turns.run,
     "streaming": streaming.run,
+    "speculative": speculative.run,
     "weights": weights.run,
     "memory": memory.run,
 }

@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import json
+import subprocess
+from pathlib import Path
 from typing import Any
 
 import harness
 import pytest
+import torch
 from harness import TANDEM, flat, prompts
+from safetensors.torch import save_file
 from tandem import requests
 from tandem.client import RolloutClient
+from tandem.cluster import find_binary
 from tandem.errors import NotImplementedByServerError, RpcError
 from tandem.requests import Prompt
 from test_lane_laws import LANES, LONG, RANKED, assert_near, assert_same_bits, section, short_cache
@@ -116,18 +123,132 @@ def test_a_junior_that_is_the_senior_is_right(models, tmp_path, lanes):
         assert total(running, ACCEPTED, "junior") > total(running, DRAFTS, "junior") / 10
 
 
+HEADS = {"method": "heads"}
+
+
+def write_speculator(
+    directory: Path, model: Path, follows: dict[int, int] | None = None, **changes: Any
+) -> Path:
+    """Writes an MLP speculator with three heads: random, or with a table of what follows a token.
+
+    The table's heads ignore the hidden state: a token's embedding is a direction of its own, which
+    the head turns into the token that follows.
+    """
+    config = json.loads((model / "config.json").read_text())
+    vocabulary, hidden = config["vocab_size"], config["hidden_size"]
+    width = vocabulary if follows is not None else 32
+    generator = torch.Generator().manual_seed(5)
+
+    def matrix(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator)
+
+    tensors = {
+        "emb.0.weight": matrix(vocabulary, width),
+        "head.0.weight": matrix(vocabulary, width),
+    }
+    tensors |= {"proj.0.weight": matrix(width, hidden), "proj.1.weight": matrix(width, width)}
+    if follows is not None:
+        tensors = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
+        tensors["emb.0.weight"] = torch.eye(vocabulary)
+        for token, following in follows.items():
+            tensors["head.0.weight"][following, token] = 1.0
+    tensors |= {"ln.0.weight": torch.ones(width), "ln.0.bias": torch.zeros(width)}
+    directory.mkdir()
+    save_file(
+        {f"speculator.{name}": tensor for name, tensor in tensors.items()},
+        directory / "model.safetensors",
+    )
+    speculator = {
+        "architectures": ["MLPSpeculatorPreTrainedModel"],
+        "vocab_size": vocabulary,
+        "emb_dim": hidden,
+        "inner_dim": width,
+        "n_predict": 3,
+        "tie_weights": True,
+    }
+    (directory / "config.json").write_text(json.dumps(speculator | changes))
+    return directory
+
+
+@pytest.mark.parametrize("lanes", LANES | RANKED)
+def test_heads_change_no_response(models, tmp_path, lanes):
+    """Heads that are wrong, and heads that know which token followed which one."""
+    with (
+        harness.cluster(tmp_path / "plain", models, rollout=section(lanes)) as running,
+        harness.rollout_client(running) as client,
+    ):
+        plain = flat(client.generate(batch()))
+    follows = {}
+    for response in map(harness.tokens, plain):
+        follows |= dict(itertools.pairwise(response))
+    for name, table in {"random": None, "table": follows}.items():
+        speculator = write_speculator(tmp_path / f"{name}-heads", models.senior, table)
+        config = section(lanes, senior_speculator=str(speculator))
+        with (
+            harness.cluster(tmp_path / name, models, rollout=config) as running,
+            harness.rollout_client(running) as client,
+        ):
+            assert client.info().speculator_heads == 3
+            drafted = [
+                client.generate([dataclasses.replace(prompt, speculative=HEADS)])[0][0]
+                for prompt in batch()
+            ]
+            (assert_near if lanes in RANKED else assert_same_bits)(drafted, plain)
+            together = [dataclasses.replace(prompt, speculative=HEADS) for prompt in batch()]
+            together = flat(client.generate(together))
+            (assert_near if lanes in RANKED else assert_same_bits)(together, plain)
+            assert total(running, DRAFTS, "heads") > total(running, ACCEPTED, "heads")
+            if table is not None:
+                assert total(running, ACCEPTED, "heads") > 50
+
+
+def test_a_speculator_of_another_model_is_refused(models, tmp_path):
+    for name, changes, says in [
+        ("width", {"emb_dim": 47}, "senior_speculator.config.json: "),
+        ("ids", {"vocab_size": 299}, "senior_speculator.num_token_ids: "),
+        ("kind", {"architectures": ["Eagle"]}, "senior_speculator.config.json.architectures: "),
+        ("tensors", {"inner_dim": 31}, "senior_speculator: "),
+    ]:
+        speculator = write_speculator(tmp_path / name, models.senior, **changes)
+        command = [
+            find_binary("tandem-rollout-server"),
+            f"senior_model={models.senior}",
+            f"senior_speculator={speculator}",
+            "server.grpc_port=0",
+            "server.metrics_port=0",
+        ]
+        refused = subprocess.run(command, capture_output=True, text=True, timeout=60)
+        assert refused.returncode in (1, 2)
+        assert says in refused.stderr, refused.stderr
+
+
+def test_the_plan_of_the_memory_has_the_speculator(models, tmp_path):
+    speculator = write_speculator(tmp_path / "heads", models.senior)
+    command = [
+        find_binary("tandem-rollout-server"),
+        "--check-config",
+        f"senior_model={models.senior}",
+        f"senior_speculator={speculator}",
+    ]
+    checked = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    assert "speculator_weights" in checked.stdout
+
+
 def test_what_is_not_there_is_refused_by_name(models, tmp_path):
     with (
         harness.cluster(tmp_path, models, rollout=section("float32")) as running,
         harness.rollout_client(running) as client,
     ):
         for field, speculative in {
-            "method": {"method": "heads"},
             "acceptance_rule": {"method": "ngram", "acceptance_rule": "rejection_sampling"},
         }.items():
             with pytest.raises(NotImplementedByServerError) as refused:
                 client.generate([Prompt([5], speculative=speculative)])
             assert refused.value.field == f"speculative.{field}"
+        with pytest.raises(RpcError) as refused:
+            client.generate([Prompt([5], speculative=HEADS)])
+        assert refused.value.field == "speculative.method"
+        assert refused.value.reason == "NO_SPECULATOR"
         with pytest.raises(RpcError) as refused:
             client.generate([Prompt([5], speculative={"method": "ngram", "prompt_lookup_max": 17})])
         assert refused.value.field == "speculative.prompt_lookup_max"

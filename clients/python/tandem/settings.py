@@ -685,7 +685,7 @@ def _anchor_server(section: dict[str, Any], base: Path, field: str) -> None:
 
     `field` is where the section stands, for errors.
     """
-    for key in SERVER_MODELS:
+    for key in (*SERVER_MODELS, "senior_speculator"):
         if isinstance(section.get(key), str) and section[key]:
             revision = section.get(f"{key}_revision")
             section[key] = str(

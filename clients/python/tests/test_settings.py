@@ -344,7 +344,7 @@ def test_relative_paths_start_at_the_file_that_names_them(tmp_path, monkeypatch)
     )
     (folder / "sub").mkdir()
     (folder / "sub/cluster.yaml").write_text(
-        "directory: servers\nrollout: [{senior_model: m, junior_model: ../j}]\n"
+        "directory: servers\nrollout: [{senior_model: m, junior_model: ../j, senior_speculator: s}]\n"
         "trainer: {model: m}\n"
     )
     monkeypatch.chdir(tmp_path)
@@ -358,7 +358,11 @@ def test_relative_paths_start_at_the_file_that_names_them(tmp_path, monkeypatch)
     assert run.eval.data.jsonl == Path("/held.jsonl")
     assert run.cluster.directory == folder / "sub/servers"
     assert run.cluster.rollout == [
-        {"senior_model": str(folder / "sub/m"), "junior_model": str(folder / "j")}
+        {
+            "senior_model": str(folder / "sub/m"),
+            "junior_model": str(folder / "j"),
+            "senior_speculator": str(folder / "sub/s"),
+        }
     ]
     # A path in an override starts at the working directory.
     assert run.tokenizer == tmp_path / "other"

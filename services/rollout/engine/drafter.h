@@ -29,7 +29,8 @@ class Drafter {
                        std::vector<int32_t>& drafts) = 0;
 };
 
-// Makes a drafter for a sequence; nullptr for kJunior, whose drafts come from passes.
+// Makes a drafter for a sequence; nullptr for a method whose drafts come from a model: kJunior, and
+// kHeads.
 using DrafterFactory = std::function<std::unique_ptr<Drafter>(const SpeculativeParams& params)>;
 
 // The DrafterFactory of a server.
@@ -38,13 +39,14 @@ std::unique_ptr<Drafter> MakeDrafter(const SpeculativeParams& params);
 // The drafts of a sequence, and the outcome of earlier ones.
 struct DraftState {
   DraftState(const SpeculativeParams& params, std::unique_ptr<Drafter> drafter)
-      : drafter(std::move(drafter)), length(params.num_speculative_tokens) {}
+      : method(params.method), drafter(std::move(drafter)), length(params.num_speculative_tokens) {}
 
-  const std::unique_ptr<Drafter> drafter;  // null: the junior writes the drafts
+  const SpeculativeMethod method;
+  const std::unique_ptr<Drafter> drafter;  // null: a model writes the drafts
   DraftLength length;
   std::vector<int32_t> tokens;  // drafts of the positions after the sequence's tokens
-  // The junior writes drafts until there are `wanted`, or until the list is closed, because another
-  // author may write after the next draft.
+  // kJunior: the junior writes drafts until there are `wanted`, or until the list is closed,
+  // because another author may write after the next draft.
   int64_t wanted = 0;
   bool closed = false;
   DraftCounts counts;

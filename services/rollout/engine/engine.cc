@@ -56,7 +56,8 @@ RequestLimits LimitsOf(const EngineInfo& info, int64_t max_samples) {
           .max_model_len = info.senior.max_model_len,
           .junior_max_model_len = has_junior ? info.junior->max_model_len : 0,
           .max_samples = max_samples,
-          .has_junior = has_junior};
+          .has_junior = has_junior,
+          .speculator_heads = info.speculator_heads};
 }
 
 // Commands and steps run on the engine thread, which alone runs and changes models, and touches

@@ -15,6 +15,7 @@
 #include "common/model/model_config.h"
 #include "common/ranks/communicator_group.h"
 #include "common/ranks/rank_agreement.h"
+#include "common/speculator/speculator_memory.h"
 #include "common/tensor/aten_bytes.h"
 #include "services/rollout/engine/lane_storage.h"
 
@@ -38,7 +39,14 @@ absl::StatusOr<CacheBlocks> PlanLayout(const EngineOptions& options) {
   const ModelConfig* const junior = junior_config.has_value() ? &*junior_config : nullptr;
   TANDEM_RETURN_IF_ERROR(
       CheckRankLayout(options.layout, senior, junior, options.environment.world_size));
-  return PlanCacheBlocks(senior, junior, ToMemoryOptions(options, options.environment.rank));
+  int64_t speculator_bytes = 0;
+  if (!options.senior_speculator.empty()) {
+    auto bytes = speculator::SpeculatorBytes(options.senior_speculator, senior.hidden_size);
+    if (!bytes.ok()) return PrependFieldPath("senior_speculator", bytes.status());
+    speculator_bytes = *bytes;
+  }
+  return PlanCacheBlocks(senior, junior,
+                         ToMemoryOptions(options, options.environment.rank, speculator_bytes));
 }
 
 // Returns the blocks that every rank has memory for. Collective.

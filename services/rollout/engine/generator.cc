@@ -55,6 +55,12 @@ Trajectory MakeTrajectory(const Sequence& sequence, const std::string& junior_ve
   return result;
 }
 
+DraftCounts& TotalOf(SpeculativeMethod method, EngineStats& totals) {
+  if (method == SpeculativeMethod::kNgram) return totals.ngram_drafts_total;
+  return method == SpeculativeMethod::kJunior ? totals.junior_drafts_total
+                                              : totals.heads_drafts_total;
+}
+
 }  // namespace
 
 Generator::Generator(const GeneratorOptions& options, const BoundarySets* boundaries,
@@ -81,8 +87,12 @@ void Generator::Submit(PromptId id, Submission submission) {
   for (int64_t i = 0; i < prompt->request.num_samples; ++i) {
     auto sequence = std::make_unique<Sequence>(prompt.get(), static_cast<uint64_t>(i), boundaries,
                                                options_.eager_lanes);
-    if (const SpeculativeParams& params = prompt->request.speculative;
+    if (SpeculativeParams params = prompt->request.speculative;
         params.method != SpeculativeMethod::kNone) {
+      if (params.method == SpeculativeMethod::kHeads) {
+        params.num_speculative_tokens =
+            std::min(params.num_speculative_tokens, options_.request_limits.speculator_heads);
+      }
       sequence->drafts = std::make_unique<DraftState>(params, options_.make_drafter(params));
     }
     scheduler_.Enqueue(sequence.get());
@@ -223,6 +233,9 @@ absl::Status Generator::TakeRows(Author lane, const PassEntry& entry, const Pass
   TANDEM_ASSIGN_OR_RETURN(const int64_t rejected,
                           TakeDraws(lane, entry, results.subspan(num_logprobs)));
   scheduler_.Advance(lane, entry, rejected);
+  if (entry.draws > 0 && lane == Author::kSenior) {
+    AskHeads(sequence, (&results.back() - results_.data()) - rejected);
+  }
   return absl::OkStatus();
 }
 
@@ -267,17 +280,40 @@ void Generator::TakeDraft(Sequence& sequence, const absl::StatusOr<SampledToken>
 
 void Generator::CountDrafts(DraftState& drafts, int64_t drafted, int64_t accepted) {
   drafts.length.OnPass(drafted, accepted);
-  for (DraftCounts* counts :
-       {&drafts.counts,
-        drafts.drafter == nullptr ? &totals_.junior_drafts_total : &totals_.ngram_drafts_total}) {
+  for (DraftCounts* counts : {&drafts.counts, &TotalOf(drafts.method, totals_)}) {
     counts->drafted += drafted;
     counts->accepted += accepted;
   }
 }
 
+void Generator::AskHeads(Sequence& sequence, int64_t row) {
+  if (sequence.drafts == nullptr || sequence.drafts->method != SpeculativeMethod::kHeads) return;
+  if (sequence.ended() || sequence.selector.NextAuthor() != Author::kSenior) return;
+  const int64_t count = scheduler_.CountWanted(sequence);
+  if (count == 0) return;
+  head_drafts_.push_back({.sequence = &sequence, .count = count});
+  draft_requests_.push_back({.row = row, .token = sequence.tokens.back()});
+}
+
+absl::Status Generator::DraftWithHeads() {
+  const int64_t count = std::ranges::max(head_drafts_, {}, &HeadDrafts::count).count;
+  TANDEM_RETURN_IF_ERROR(runner(Author::kSenior).Draft(draft_requests_, count, proposed_));
+  if (std::ssize(proposed_) != std::ssize(draft_requests_) * count) {
+    return absl::InternalError("heads gave another number of drafts than was asked for");
+  }
+  auto first = proposed_.begin();
+  for (const HeadDrafts& one : head_drafts_) {
+    one.sequence->drafts->tokens.assign(first, first + one.count);
+    first += count;
+  }
+  return absl::OkStatus();
+}
+
 bool Generator::RunPass(Author lane, const PassPlan& plan) {
   const absl::Status computed = Compute(lane, plan);
   std::map<PromptId, absl::Status> failures;
+  head_drafts_.clear();
+  draft_requests_.clear();
   size_t first_row = 0;
   for (size_t i = 0; i < plan.entries.size(); ++i) {
     const PassEntry& entry = plan.entries[i];
@@ -291,6 +327,12 @@ bool Generator::RunPass(Author lane, const PassPlan& plan) {
       first_row += count;
     }
     if (!status.ok()) failures[prompt] = status;
+  }
+  if (!head_drafts_.empty()) {
+    const absl::Status drafted = DraftWithHeads();
+    for (const HeadDrafts& one : head_drafts_) {
+      if (!drafted.ok()) failures[one.sequence->prompt->id] = drafted;
+    }
   }
   // Prompts end last, because their end frees sequences of entries.
   std::vector<Sequence*> ended;

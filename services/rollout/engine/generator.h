@@ -93,12 +93,23 @@ class Generator {
   // Adds a token that the junior drew to the drafts.
   static void TakeDraft(Sequence& sequence, const absl::StatusOr<SampledToken>& drawn);
   void CountDrafts(DraftState& drafts, int64_t drafted, int64_t accepted);
+  // Notes that heads draft behind `row` of the pass, from which the sequence's last token was
+  // drawn, if the sequence has such heads and a use for drafts.
+  void AskHeads(Sequence& sequence, int64_t row);
+  // Has the senior's heads draft for all that were noted.
+  absl::Status DraftWithHeads();
   void AppendToken(Sequence& sequence, Author author, const SampledToken& sampled);
   // Tells the listener of the response's tokens from number `first` on.
   void StreamTokens(const Sequence& sequence, int64_t first);
   void FinishIfComplete(Sequence* sequence);
   // Removes a prompt from the tables and returns it; nullptr if there is none.
   std::unique_ptr<Prompt> TakeOut(PromptId id);
+
+  // A sequence for which heads draft, and how many tokens it can use.
+  struct HeadDrafts {
+    Sequence* sequence;
+    int64_t count;
+  };
 
   ModelRunner& runner(Author lane) { return *runners_[LaneIndex(lane)]; }
 
@@ -116,6 +127,9 @@ class Generator {
   std::vector<int32_t> with_drafts_;  // the tokens of entries that consume drafts
   std::vector<PassSequence> inputs_;
   PassResults results_;
+  std::vector<HeadDrafts> head_drafts_;
+  std::vector<DraftRequest> draft_requests_;  // of each of head_drafts_
+  std::vector<int32_t> proposed_;
 };
 
 }  // namespace tandem::rollout

@@ -58,6 +58,7 @@ PromptRequest WithDrafts(PromptRequest request, SpeculativeMethod method, int64_
 
 constexpr auto kNgram = SpeculativeMethod::kNgram;
 constexpr auto kJunior = SpeculativeMethod::kJunior;
+constexpr auto kOfHeads = SpeculativeMethod::kHeads;
 
 int64_t Passes(const Harness& harness) { return harness.senior.passes + harness.junior.passes; }
 
@@ -164,6 +165,73 @@ TEST(GeneratorDraftsTest, AJuniorThatIsNotTheSeniorPausesWhereItIsWrong) {
   EXPECT_LT(harness.junior.passes, 20);
 }
 
+TEST(GeneratorDraftsTest, HeadsDraftBehindEachTokenOfTheSenior) {
+  PromptRequest request = Request({.enabled = false}, 6, 5);
+  request.sampling.temperature = 0.0;
+  request.sampling.ignore_eos = true;
+  Harness plain;
+  const Trajectory expected = plain.Run(request);
+
+  Harness right;
+  right.senior.keep_rows = true;
+  ExpectSame(right.Run(WithDrafts(request, kOfHeads, 15)), expected);
+  EXPECT_EQ(right.Stats().heads_drafts_total, (DraftCounts{.drafted = 23, .accepted = 23}));
+  EXPECT_EQ(right.senior.passes, 7) << "one token, then up to as many as there are heads and one";
+  EXPECT_EQ(right.senior.draft_calls, 6) << "nobody drafts behind the end";
+  EXPECT_EQ(right.junior.passes, 0);
+
+  Harness wrong;
+  wrong.senior.keep_rows = true;
+  wrong.senior.wrong_drafts = 1;
+  ExpectSame(wrong.Run(WithDrafts(request, kOfHeads, 15)), expected);
+  EXPECT_EQ(wrong.senior.passes, 30);
+  EXPECT_EQ(wrong.Stats().heads_drafts_total, (DraftCounts{.drafted = 7, .accepted = 0}))
+      << "then they pause, and one is tried again";
+}
+
+TEST(GeneratorDraftsTest, HeadsChangeNoStrategyAndDraftForTheSeniorAlone) {
+  DraftCounts counts;
+  for (const auto strategy : kStrategies) {
+    for (const double wrong : {0.0, 0.3, 1.0}) {
+      for (const bool eager_lanes : {false, true}) {
+        PromptRequest request = Request(Tandem(strategy, 0.8), 6, 5);
+        request.num_samples = 2;
+        request.return_other_logprobs = wrong < 1.0;
+        request.sampling.temperature = 0.3;
+        Harness plain(kWide, 1, 2, eager_lanes), harness(kWide, 1, 2, eager_lanes);
+        harness.senior.keep_rows = true;
+        harness.senior.wrong_drafts = wrong;
+        const auto expected = plain.Submit(request);
+        plain.Finish();
+        const auto drafted = harness.Submit(WithDrafts(request, kOfHeads));
+        harness.Finish();
+        for (const uint64_t sample : {0, 1}) {
+          ExpectSame(drafted->finished().at(sample), expected->finished().at(sample));
+        }
+        EXPECT_EQ(harness.junior.draft_calls, 0);
+        EXPECT_LE(harness.senior.passes, plain.senior.passes);
+        counts.drafted += harness.Stats().heads_drafts_total.drafted;
+        counts.accepted += harness.Stats().heads_drafts_total.accepted;
+      }
+    }
+  }
+  EXPECT_GT(counts.accepted, 20);
+  EXPECT_GT(counts.drafted, counts.accepted);
+}
+
+TEST(GeneratorDraftsTest, HeadsThatFailFailThePromptsThatTheyDraftFor) {
+  PromptRequest request = Request({.enabled = false});
+  request.sampling.ignore_eos = true;
+  Harness harness;
+  harness.senior.keep_rows = true;
+  harness.senior.fail_draft = absl::InternalError("no memory");
+  const auto failed = harness.Submit(WithDrafts(request, kOfHeads));
+  const auto other = harness.Submit(request);
+  harness.Finish();
+  EXPECT_EQ(failed->failure(), absl::InternalError("no memory"));
+  ExpectSame(other->finished().at(0), Harness().Run(request));
+}
+
 TEST(GeneratorDraftsTest, TokensOfAPassAreStreamedInOneEvent) {
   PromptRequest request = Request(Tandem(SelectionStrategy::kChunk));
   request.stream_tokens = true;
@@ -237,7 +305,7 @@ TEST(GeneratorDraftsTest, ARowBehindARejectedDraftMayHaveNoNumbers) {
 // Random prompts with drafts of every kind that arrive, share prefixes, are cancelled and
 // preempted, and see new weights, under random limits.
 TEST(GeneratorDraftsTest, RandomWorkloadsWriteTheSameWithDrafts) {
-  DraftCounts ngram, junior;
+  DraftCounts ngram, junior, heads;
   int64_t preemptions = 0;
   for (uint32_t seed = 0; seed < 150; ++seed) {
     SCOPED_TRACE(seed);
@@ -276,16 +344,19 @@ TEST(GeneratorDraftsTest, RandomWorkloadsWriteTheSameWithDrafts) {
     const bool from_texts = below(3) > 0;
     Harness harness(limits, 1, junior_weights, /*eager_lanes=*/below(4) == 0,
                     [&](const SpeculativeParams& params) -> std::unique_ptr<Drafter> {
-                      if (params.method == kJunior || !from_texts) return MakeDrafter(params);
+                      if (params.method != kNgram || !from_texts) return MakeDrafter(params);
                       return std::make_unique<OracleDrafter>(&texts, wrong);
                     });
     set_memory(harness);
+    harness.senior.keep_rows = true;
+    harness.senior.wrong_drafts = wrong;
     std::vector<std::shared_ptr<RecordingListener>> listeners;
     std::vector<bool> cancelled(requests.size());
     for (size_t i = 0; i < requests.size(); ++i) {
-      constexpr SpeculativeMethod kMethods[] = {SpeculativeMethod::kNone, kNgram, kJunior};
+      constexpr SpeculativeMethod kMethods[] = {SpeculativeMethod::kNone, kNgram, kJunior,
+                                                kOfHeads};
       listeners.push_back(
-          harness.Submit(WithDrafts(requests[i], kMethods[below(3)], 1 + below(15))));
+          harness.Submit(WithDrafts(requests[i], kMethods[below(4)], 1 + below(15))));
       for (int64_t steps = below(25); steps > 0; --steps) harness.generator.Step();
       if (below(5) == 0) {  // the same weights again, so that the tokens stay
         harness.generator.OnSeniorUpdated(
@@ -320,40 +391,45 @@ TEST(GeneratorDraftsTest, RandomWorkloadsWriteTheSameWithDrafts) {
     ngram.accepted += stats.ngram_drafts_total.accepted;
     junior.drafted += stats.junior_drafts_total.drafted;
     junior.accepted += stats.junior_drafts_total.accepted;
+    heads.drafted += stats.heads_drafts_total.drafted;
+    heads.accepted += stats.heads_drafts_total.accepted;
     preemptions += stats.preemptions_total;
   }
   EXPECT_GT(preemptions, 50);
-  for (const DraftCounts& counts : {ngram, junior}) {
+  for (const DraftCounts& counts : {ngram, junior, heads}) {
     EXPECT_GT(counts.accepted, 500);
     EXPECT_GT(counts.drafted, counts.accepted + 500);
   }
 }
 
 TEST(GeneratorDraftsTest, DraftsThatMeetNewWeightsAreTheirOwn) {
-  // The junior's drafts come from before the update, and the tokens from after it.
+  // The drafts come from before the update, and the tokens from after it.
   PromptRequest request = Request({.enabled = false}, 6, 21);
   request.sampling.ignore_eos = true;
-  for (const OnWeightUpdate policy : {OnWeightUpdate::kRecompute, OnWeightUpdate::kKeep}) {
-    for (int before = 1; before < 12; ++before) {
-      Harness harness(kWide, 1, 1);
-      const auto listener = harness.Submit(WithDrafts(request, kJunior));
-      for (int i = 0; i < before; ++i) harness.generator.Step();
-      harness.senior.set_weights(9);
-      harness.generator.OnSeniorUpdated({4, "four"}, policy);
-      harness.Finish();
-      const Trajectory t = listener->finished().at(0);
-      const int64_t old =
-          t.senior_versions[0].weights.version == 0 ? t.senior_versions[0].count : 0;
-      ASSERT_LT(old, 30);
+  for (const SpeculativeMethod method : {kJunior, kOfHeads}) {
+    for (const OnWeightUpdate policy : {OnWeightUpdate::kRecompute, OnWeightUpdate::kKeep}) {
+      for (int before = 1; before < 12; ++before) {
+        Harness harness(kWide, 1, 1);
+        harness.senior.keep_rows = true;
+        const auto listener = harness.Submit(WithDrafts(request, method));
+        for (int i = 0; i < before; ++i) harness.generator.Step();
+        harness.senior.set_weights(9);
+        harness.generator.OnSeniorUpdated({4, "four"}, policy);
+        harness.Finish();
+        const Trajectory t = listener->finished().at(0);
+        const int64_t old =
+            t.senior_versions[0].weights.version == 0 ? t.senior_versions[0].count : 0;
+        ASSERT_LT(old, 30);
 
-      Harness plain(kWide, 1, 1);
-      const auto expected = plain.Submit(request);
-      for (int64_t i = 0; i < old; ++i) plain.generator.Step();
-      plain.senior.set_weights(9);
-      plain.generator.OnSeniorUpdated({4, "four"}, policy);
-      plain.Finish();
-      ExpectSame(t, expected->finished().at(0));
-      EXPECT_EQ(t.senior_versions, expected->finished().at(0).senior_versions);
+        Harness plain(kWide, 1, 1);
+        const auto expected = plain.Submit(request);
+        for (int64_t i = 0; i < old; ++i) plain.generator.Step();
+        plain.senior.set_weights(9);
+        plain.generator.OnSeniorUpdated({4, "four"}, policy);
+        plain.Finish();
+        ExpectSame(t, expected->finished().at(0));
+        EXPECT_EQ(t.senior_versions, expected->finished().at(0).senior_versions);
+      }
     }
   }
 }

@@ -51,9 +51,12 @@ struct Pass {
 // the given one and log_keep_mass is 0. A row whose logits are not numbers has an error of its own.
 using PassResults = std::vector<absl::StatusOr<SampledToken>>;
 
-// Drafts of heads on the model (SpeculativeMethod::kHeads) would need a method here that proposes
-// them, because hidden states do not leave the runner either.
-//
+// A row of the last pass after which drafts are wanted.
+struct DraftRequest {
+  int64_t row = 0;    // index in the pass's PassResults
+  int32_t token = 0;  // drawn from the row
+};
+
 // The caller knows which blocks there are and what they contain (block_pool.h); the runner
 // only has their memory.
 class ModelRunner {
@@ -63,6 +66,15 @@ class ModelRunner {
   // Runs one pass and overwrites `results`. Logits do not leave the runner. After an error the
   // blocks that the pass writes hold nothing of use.
   virtual absl::Status Run(const Pass& pass, PassResults& results) = 0;
+
+  // Overwrites `drafts` with the `count` tokens that the heads of a speculator propose behind each
+  // request, one request after the other: [number of requests, count]. The rows are those of the
+  // last Run, which succeeded. Hidden states do not leave the runner. INVALID_ARGUMENT for a row
+  // that the pass did not have, or a count beyond the heads; UNIMPLEMENTED without a speculator.
+  virtual absl::Status Draft(std::span<const DraftRequest> /*requests*/, int64_t /*count*/,
+                             std::vector<int32_t>& /*drafts*/) {
+    return absl::UnimplementedError("the model has no speculator");
+  }
 };
 
 }  // namespace tandem::rollout

@@ -5,6 +5,7 @@
 #define TANDEM_SERVICES_ROLLOUT_ENGINE_RANKED_RUNNER_H_
 
 #include <cstdint>
+#include <span>
 #include <vector>
 
 #include "absl/status/status.h"
@@ -38,6 +39,11 @@ class RankedRunner : public ModelRunner {
   RankedRunner(Author lane, ranks::ServerRanks* ranks, TorchRunner* shard);
 
   absl::Status Run(const Pass& pass, PassResults& results) override;
+  // Runs on rank 0 alone, which has the hidden states that every rank has.
+  absl::Status Draft(std::span<const DraftRequest> requests, int64_t count,
+                     std::vector<int32_t>& drafts) override {
+    return shard_->Draft(requests, count, drafts);
+  }
 
  private:
   ranks::ServerRanks* const ranks_;

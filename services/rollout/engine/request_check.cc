@@ -34,10 +34,6 @@ LengthLimit LimitOf(const PromptRequest& request, const RequestLimits& limits) {
 
 absl::Status CheckSpeculative(const SpeculativeParams& params, const RequestLimits& limits) {
   if (params.method == SpeculativeMethod::kNone) return absl::OkStatus();
-  if (params.method == SpeculativeMethod::kHeads) {
-    return FieldError(absl::StatusCode::kUnimplemented, "method",
-                      "drafts of heads are not implemented: choose ngram or junior");
-  }
   if (params.acceptance_rule == AcceptanceRule::kRejectionSampling) {
     return FieldError(absl::StatusCode::kUnimplemented, "acceptance_rule",
                       "rejection sampling is not implemented: choose exact");
@@ -46,6 +42,11 @@ absl::Status CheckSpeculative(const SpeculativeParams& params, const RequestLimi
     return WithReason(
         FieldError(absl::StatusCode::kFailedPrecondition, "method", "this server has no junior"),
         reason::kNoJunior);
+  }
+  if (params.method == SpeculativeMethod::kHeads && limits.speculator_heads == 0) {
+    return WithReason(FieldError(absl::StatusCode::kFailedPrecondition, "method",
+                                 "this server has no speculator"),
+                      reason::kNoSpeculator);
   }
   TANDEM_RETURN_IF_ERROR(CheckInRange<int64_t>(
       "num_speculative_tokens", params.num_speculative_tokens, 1, kMaxSpeculativeTokens));

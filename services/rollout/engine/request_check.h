@@ -15,6 +15,7 @@ struct RequestLimits {
   int64_t junior_max_model_len = 0;  // of the junior, if there is one
   int64_t max_samples = 0;           // of one prompt
   bool has_junior = false;
+  int64_t speculator_heads = 0;  // of the senior's speculator; 0: there is none
 };
 
 // Implements Engine::Validate. A prompt must leave room for one response token; a response is cut

@@ -75,7 +75,7 @@ TEST(CheckPromptTest, SpeculativeDecodingFailsClosed) {
     const char* field;
     absl::StatusCode code = absl::StatusCode::kInvalidArgument;
   } kBad[] = {
-      {{.method = SpeculativeMethod::kHeads}, "method", absl::StatusCode::kUnimplemented},
+      {{.method = SpeculativeMethod::kHeads}, "method", absl::StatusCode::kFailedPrecondition},
       {{.acceptance_rule = AcceptanceRule::kRejectionSampling},
        "acceptance_rule",
        absl::StatusCode::kUnimplemented},
@@ -98,6 +98,10 @@ TEST(CheckPromptTest, SpeculativeDecodingFailsClosed) {
   PromptRequest request = PromptOf(4, /*tandem=*/false);
   request.speculative = {.method = SpeculativeMethod::kNgram, .num_speculative_tokens = 15};
   EXPECT_TRUE(CheckPrompt(request, kLimits).ok());
+  request.speculative.method = SpeculativeMethod::kHeads;
+  RequestLimits limits = kLimits;
+  limits.speculator_heads = 3;
+  EXPECT_TRUE(CheckPrompt(request, limits).ok()) << "the server takes as many as there are heads";
 }
 
 TEST(CheckScoreTest, TheLimitOfTheLanesThatScoreHolds) {

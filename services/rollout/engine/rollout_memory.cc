@@ -205,6 +205,9 @@ absl::StatusOr<MemoryPlan> PlanLanes(const std::vector<Lane>& lanes,
   for (const Lane& lane : lanes) {
     TANDEM_RETURN_IF_ERROR(AddLane(lane, options, plan, pass));
   }
+  if (options.rank == 0 && options.speculator_bytes > 0) {
+    plan.items.push_back({"speculator_weights", options.speculator_bytes, options.on_host});
+  }
   TANDEM_RETURN_IF_ERROR(AddUpdate(lanes.front(), options, plan));
   plan.items.push_back({"activations", pass.activations, options.on_host});
   plan.items.push_back({"logits", pass.logits, options.on_host});
@@ -244,7 +247,8 @@ absl::StatusOr<std::vector<Lane>> PlanBlocks(const ModelConfig& senior, const Mo
 
 }  // namespace
 
-RolloutMemoryOptions ToMemoryOptions(const EngineOptions& options, int64_t rank) {
+RolloutMemoryOptions ToMemoryOptions(const EngineOptions& options, int64_t rank,
+                                     int64_t speculator_bytes) {
   const auto lane = [&](const LaneOptions& one) {
     return LaneMemoryOptions{.max_model_len = one.max_model_len,
                              .storage = StorageOf(one, options)};
@@ -257,7 +261,8 @@ RolloutMemoryOptions ToMemoryOptions(const EngineOptions& options, int64_t rank)
           .available_memory_bytes = options.available_memory_bytes,
           .on_host = options.compute.device == "cpu",
           .layout = options.layout,
-          .rank = rank};
+          .rank = rank,
+          .speculator_bytes = speculator_bytes};
 }
 
 absl::StatusOr<CacheBlocks> PlanCacheBlocks(const ModelConfig& senior, const ModelConfig* junior,

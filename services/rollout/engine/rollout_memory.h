@@ -48,11 +48,13 @@ struct RolloutMemoryOptions {
   std::optional<int64_t> available_memory_bytes = std::nullopt;
   bool on_host = true;  // whether the CPU computes
   RankLayout layout = {};
-  int64_t rank = 0;  // rank 0 receives new weights
+  int64_t rank = 0;              // rank 0 receives new weights, and has the speculator
+  int64_t speculator_bytes = 0;  // of its parameters (common/speculator/speculator_memory.h)
 };
 
-// Returns the options of the memory on rank `rank`.
-RolloutMemoryOptions ToMemoryOptions(const EngineOptions& options, int64_t rank);
+// Returns the options of the memory on rank `rank`, of which the speculator's bytes are given.
+RolloutMemoryOptions ToMemoryOptions(const EngineOptions& options, int64_t rank,
+                                     int64_t speculator_bytes);
 
 // Returns the blocks that kv_cache_bytes hold, as many for either lane, but no more than
 // max_num_seqs sequences of the lane's max_model_len tokens need. The scorer gets what one such

@@ -187,6 +187,20 @@ TEST(RolloutMemoryTest, ARankCountsWhatItHolds) {
   EXPECT_EQ(PlanCacheBlocks(config, &config, options)->junior.total(), 12) << "no limit of its own";
 }
 
+TEST(RolloutMemoryTest, ASpeculatorIsHeldByTheFirstRank) {
+  const ModelConfig config = TinyConfig();
+  RolloutMemoryOptions options = TwoLanes();
+  const MemoryPlan without = RolloutMemory(config, &config, options).value();
+  options.speculator_bytes = 1000;
+  const MemoryPlan with = RolloutMemory(config, &config, options).value();
+  EXPECT_EQ(Items(with)["speculator_weights"], 1000);
+  EXPECT_EQ(with.host_bytes(), without.host_bytes() + 1000);
+  options.layout.tensor_parallel_size = 2;
+  options.rank = 1;
+  EXPECT_FALSE(
+      Items(RolloutMemory(config, &config, options).value()).contains("speculator_weights"));
+}
+
 // The sizes are multiples of 32: no panel and no group is padded.
 nlohmann::json Even() {
   return {{"vocab_size", 64}, {"hidden_size", 32},        {"intermediate_size", 64},

@@ -177,17 +177,23 @@ int64_t Scheduler::PlanEntry(Author lane, size_t index, int64_t budget) {
 }
 
 void Scheduler::AskForDrafts() {
-  const int64_t share = kMaxTokensWithDrafts / std::max<int64_t>(1, std::ssize(running_)) - 1;
   for (Sequence* const sequence : running_) {
-    if (sequence->drafts == nullptr || sequence->drafts->drafter != nullptr) continue;
-    if (sequence->selector.NextAuthor() != Author::kSenior) continue;
+    if (sequence->drafts == nullptr) continue;
     DraftState& drafts = *sequence->drafts;
-    const int64_t most = drafts.closed ? 0 : std::min(share, drafts.length.Next());
-    std::array<int32_t, kMaxSpeculativeTokens> possible;
-    possible.fill(-1);
-    std::ranges::copy(drafts.tokens, possible.begin());
-    drafts.wanted = sequence->CountUsable(std::span(possible).first(std::max<int64_t>(0, most)));
+    if (drafts.method != SpeculativeMethod::kJunior) continue;
+    if (sequence->selector.NextAuthor() != Author::kSenior) continue;
+    drafts.wanted = drafts.closed ? 0 : CountWanted(*sequence);
   }
+}
+
+int64_t Scheduler::CountWanted(const Sequence& sequence) const {
+  const DraftState& drafts = *sequence.drafts;
+  const int64_t share = kMaxTokensWithDrafts / std::max<int64_t>(1, std::ssize(running_)) - 1;
+  const int64_t most = std::max<int64_t>(0, std::min(share, drafts.length.Next()));
+  std::array<int32_t, kMaxSpeculativeTokens> possible;
+  possible.fill(-1);
+  std::ranges::copy(drafts.tokens, possible.begin());
+  return sequence.CountUsable(std::span(possible).first(most));
 }
 
 void Scheduler::ProposeDrafts(Author lane, Sequence& sequence, int64_t most) {

@@ -66,6 +66,10 @@ class Scheduler {
   // Decides for which sequences the junior writes drafts next, and how many.
   void AskForDrafts();
 
+  // Returns how many drafts the sequence can use in the next pass of the author whose turn it is,
+  // those that it has among them. Other drafts may yet end it earlier.
+  int64_t CountWanted(const Sequence& sequence) const;
+
   // Plans a pass of `lane`'s model within the token budget: sequences that are being written before
   // those that read their prompt, each in the order of running(). A sequence that does not fit
   // consumes as many tokens as do (chunked prefill). Prefixes that the cache contains are shared,
@@ -103,6 +107,9 @@ class Scheduler {
   void PlanDrafts(Author lane, int64_t room);
   // Leaves at most `most` drafts of the sequence, those that the pass verifies.
   void ProposeDrafts(Author lane, Sequence& sequence, int64_t most);
+  // Remembers the whole blocks of the tokens before the cursor, and gives back the blocks after
+  // those that were consumed.
+  void Confirm(Author lane, Sequence& sequence);
   // Tells the junior's lane how many of the drafts that it wrote were accepted.
   void SettleDrafts(Sequence& sequence, int64_t accepted);
   // Gives a lane that has consumed nothing the blocks of the tokens that the cache contains.
@@ -111,10 +118,7 @@ class Scheduler {
   // Gives a sequence idle blocks for its first `tokens` tokens, or for as many as it can get;
   // returns how many tokens its blocks hold then, at most `tokens`.
   int64_t Grow(Author lane, Sequence& sequence, int64_t tokens);
-  // Remembers the whole blocks of the tokens before the cursor, and gives back the blocks after
-  // those that were consumed.
-  void Confirm(Author lane, Sequence& sequence);
-  // Does the same for running_[index], and preempts others if no block is idle.
+  // As Grow does, for running_[index]; preempts others if no block is idle.
   int64_t Reserve(Author lane, size_t index, int64_t tokens);
   // Preempts the last sequence after running_[index] that has blocks in `lane` and is not planned.
   // Returns false if there is none.

@@ -7,6 +7,7 @@
 #include "common/base/logging.h"
 #include "common/base/status_macros.h"
 #include "common/model/layer_cache.h"
+#include "common/speculator/speculator_files.h"
 #include "services/rollout/engine/lane_storage.h"
 
 namespace tandem::rollout {
@@ -42,13 +43,24 @@ ModelSummary SummaryOf(const ModelAndVocabulary& loaded, const LaneOptions& opti
   return summary;
 }
 
+// Loads the speculator onto the senior's device.
+absl::StatusOr<std::unique_ptr<const speculator::Speculator>> LoadSpeculatorOf(
+    const Model& senior, const std::string& directory) {
+  auto loaded = speculator::LoadSpeculator(
+      directory, {.num_token_ids = senior.num_token_ids(), .device = senior.device()});
+  if (!loaded.ok()) return PrependFieldPath("senior_speculator", loaded.status());
+  return loaded;
+}
+
 TandemModelManager::Lane MakeLane(Author author, const LaneRanks& ranks,
                                   std::unique_ptr<Model> model, const LaneBlocks& blocks,
-                                  DType cache_dtype, ranks::ServerRanks* server) {
+                                  DType cache_dtype, ranks::ServerRanks* server,
+                                  std::unique_ptr<const speculator::Speculator> speculator) {
   TandemModelManager::Lane lane{
       .ranks = ranks, .shard = nullptr, .ranked = nullptr, .digest = model->weights_digest()};
   if (!ranks.holds()) return lane;
-  lane.shard = std::make_unique<TorchRunner>(std::move(model), blocks.total(), cache_dtype);
+  lane.shard = std::make_unique<TorchRunner>(std::move(model), blocks.total(), cache_dtype,
+                                             std::move(speculator));
   if (ranks.sharded() && server->leads()) {
     lane.ranked = std::make_unique<RankedRunner>(author, server, lane.shard.get());
   }
@@ -98,6 +110,12 @@ absl::StatusOr<std::unique_ptr<TandemModelManager>> TandemModelManager::Load(
   if (senior->model->tied()) {
     manager->tied_head_ = {.name = kLmHeadName, .shape = {config.vocab_size, config.hidden_size}};
   }
+  std::unique_ptr<const speculator::Speculator> speculator;
+  if (!options.senior_speculator.empty() && ranks.server->leads()) {
+    TANDEM_ASSIGN_OR_RETURN(speculator,
+                            LoadSpeculatorOf(*senior->model, options.senior_speculator));
+    info.speculator_heads = speculator->sizes().n_predict;
+  }
   manager->blocks_ = ranks.blocks;
   if (ranks.server->leads()) {
     Log(LogLevel::kInfo, "kv_cache",
@@ -110,11 +128,11 @@ absl::StatusOr<std::unique_ptr<TandemModelManager>> TandemModelManager::Load(
   if (junior_model != nullptr) {
     manager->junior_ =
         MakeLane(Author::kJunior, ranks.junior, std::move(junior_model), ranks.blocks.junior,
-                 StorageOf(options.junior, options).cache_dtype, server);
+                 StorageOf(options.junior, options).cache_dtype, server, /*speculator=*/nullptr);
   }
   manager->senior_ =
       MakeLane(Author::kSenior, ranks.senior, std::move(senior->model), ranks.blocks.senior,
-               StorageOf(options.senior, options).cache_dtype, server);
+               StorageOf(options.senior, options).cache_dtype, server, std::move(speculator));
   return manager;
 }
 

@@ -7,6 +7,8 @@
 #include <span>
 #include <utility>
 
+#include "absl/strings/str_cat.h"
+#include "common/base/error.h"
 #include "common/base/status_macros.h"
 #include "common/ops/parallel_for.h"
 #include "common/tandem/tandem_sampler.h"
@@ -27,15 +29,44 @@ absl::StatusOr<SampledToken> Read(std::span<const float> logits, const OutputRow
 
 }  // namespace
 
-TorchRunner::TorchRunner(std::unique_ptr<Model> model, int64_t num_blocks, DType cache_dtype)
+TorchRunner::TorchRunner(std::unique_ptr<Model> model, int64_t num_blocks, DType cache_dtype,
+                         std::unique_ptr<const speculator::Speculator> speculator)
     : model_(std::move(model)),
-      cache_(model_->CacheLayout(), num_blocks, model_->device(), ToScalarType(cache_dtype)) {}
+      cache_(model_->CacheLayout(), num_blocks, model_->device(), ToScalarType(cache_dtype)),
+      speculator_(std::move(speculator)) {}
 
 absl::Status TorchRunner::Run(const Pass& pass, PassResults& results) {
   return Compute(pass, &results);
 }
 
 absl::Status TorchRunner::Follow(const Pass& pass) { return Compute(pass, nullptr); }
+
+absl::Status TorchRunner::Draft(std::span<const DraftRequest> requests, int64_t count,
+                                std::vector<int32_t>& drafts) {
+  if (speculator_ == nullptr) return ModelRunner::Draft(requests, count, drafts);
+  const int64_t num_rows = hidden_.defined() ? hidden_.size(0) : 0;
+  std::vector<int64_t> rows, tokens;
+  for (const DraftRequest& request : requests) {
+    if (request.row < 0 || request.row >= num_rows) {
+      return InvalidField("row", absl::StrCat(request.row, " is none of ", num_rows, " rows"));
+    }
+    rows.push_back(request.row);
+    tokens.push_back(request.token);
+  }
+  return CatchTorchErrors("drafts", [&]() -> absl::Status {
+    const c10::InferenceMode inference_mode;
+    const auto on_device = [&](const std::vector<int64_t>& values) {
+      return at::tensor(values, at::kLong).to(hidden_.device());
+    };
+    TANDEM_ASSIGN_OR_RETURN(
+        const at::Tensor proposed,
+        speculator_->Draft(hidden_.index_select(0, on_device(rows)), on_device(tokens), count));
+    const at::Tensor values = proposed.to(at::kCPU, at::kInt).contiguous();
+    const int32_t* const data = values.const_data_ptr<int32_t>();
+    drafts.assign(data, data + values.numel());
+    return absl::OkStatus();
+  });
+}
 
 absl::Status TorchRunner::Compute(const Pass& pass, PassResults* results) {
   std::vector<const OutputRow*> rows;
@@ -58,10 +89,12 @@ absl::Status TorchRunner::Compute(const Pass& pass, PassResults* results) {
   }
   const auto total = static_cast<int64_t>(rows.size());
   if (results != nullptr) results->assign(rows.size(), SampledToken());
+  hidden_.reset();
   return CatchTorchErrors("forward pass", [&]() -> absl::Status {
     const c10::InferenceMode inference_mode;
     for (const BlockCopy& copy : pass.copies) cache_.CopyBlock(copy.from, copy.to);
     TANDEM_ASSIGN_OR_RETURN(const at::Tensor hidden, model_->Decode(cache_, decode));
+    if (speculator_ != nullptr) hidden_ = hidden;
     const int64_t width = model_->num_token_ids();
     const int64_t chunk =
         std::max<int64_t>(1, kLogitsBytes / (width * static_cast<int64_t>(sizeof(float))));

@@ -1,15 +1,17 @@
-// The ModelRunner of a model, or of this rank's shard of it, with its KV cache. One per lane; used
-// by one thread.
+// The ModelRunner of a model, or of this rank's shard of it, with its KV cache, and with the
+// speculator whose heads draft for the model. One per lane; used by one thread.
 #ifndef TANDEM_SERVICES_ROLLOUT_ENGINE_TORCH_RUNNER_H_
 #define TANDEM_SERVICES_ROLLOUT_ENGINE_TORCH_RUNNER_H_
 
 #include <cstdint>
 #include <memory>
+#include <span>
 #include <vector>
 
 #include "absl/status/status.h"
 #include "common/model/kv_cache.h"
 #include "common/model/model.h"
+#include "common/speculator/speculator.h"
 #include "common/tensor/dtype.h"
 #include "services/rollout/engine/model_runner.h"
 
@@ -17,15 +19,21 @@ namespace tandem::rollout {
 
 class TorchRunner : public ModelRunner {
  public:
-  // Keys and values are stored in `cache_dtype`, float32 or bfloat16.
-  TorchRunner(std::unique_ptr<Model> model, int64_t num_blocks, DType cache_dtype);
+  // Keys and values are stored in `cache_dtype`, float32 or bfloat16. `speculator` may be null; it
+  // is on the model's device, reads its hidden states and drafts its token ids.
+  TorchRunner(std::unique_ptr<Model> model, int64_t num_blocks, DType cache_dtype,
+              std::unique_ptr<const speculator::Speculator> speculator = nullptr);
 
   const Model& model() const { return *model_; }
   Model& model() { return *model_; }
 
   // INTERNAL if libtorch throws; RESOURCE_EXHAUSTED if memory runs out; errors of Model::Decode.
   absl::Status Run(const Pass& pass, PassResults& results) override;
-  // The same on a rank whose logits another rank gathers: of the rows only the indices are read.
+  // All ranks of a sharded model have the same hidden states, so one of them drafts alone. INTERNAL
+  // if libtorch throws; RESOURCE_EXHAUSTED if memory runs out.
+  absl::Status Draft(std::span<const DraftRequest> requests, int64_t count,
+                     std::vector<int32_t>& drafts) override;
+  // Run on a rank whose logits another rank gathers: of the rows only the indices are read.
   absl::Status Follow(const Pass& pass);
 
  private:
@@ -33,6 +41,8 @@ class TorchRunner : public ModelRunner {
 
   std::unique_ptr<Model> model_;
   KvCache cache_;
+  const std::unique_ptr<const speculator::Speculator> speculator_;
+  at::Tensor hidden_;  // with a speculator: of the last pass, [number of its rows, H]
 };
 
 }  // namespace tandem::rollout

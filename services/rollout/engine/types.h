@@ -44,7 +44,8 @@ struct LaneOptions {
 struct EngineOptions {
   LaneOptions senior;
   LaneOptions junior;
-  TandemConfig tandem;  // defaults of a request
+  std::string senior_speculator = {};  // directory (common/speculator); empty: none
+  TandemConfig tandem;                 // defaults of a request
   int64_t max_num_seqs;
   int64_t max_batched_tokens;
   bool eager_lanes = false;  // see GeneratorOptions
@@ -68,7 +69,7 @@ enum class SpeculativeMethod {
   kNone,
   kNgram,   // earlier occurrences of its last tokens
   kJunior,  // the junior, for tokens of the senior
-  kHeads,   // heads on the senior: UNIMPLEMENTED
+  kHeads,   // the heads of the senior's speculator
 };
 
 // Condition under which a draft is accepted.
@@ -188,6 +189,7 @@ struct EngineStats {
   int64_t forward_passes_total = 0;  // of generation
   DraftCounts ngram_drafts_total;
   DraftCounts junior_drafts_total;
+  DraftCounts heads_drafts_total;
   int64_t score_passes_total = 0;
   // The end of the last pass or command on this rank.
   absl::Time last_progress = absl::InfinitePast();
@@ -197,7 +199,8 @@ struct EngineStats {
 struct EngineInfo {
   ModelSummary senior;
   std::optional<ModelSummary> junior;
-  std::string junior_version;  // digest of the junior's weights
+  std::string junior_version;    // digest of the junior's weights
+  int64_t speculator_heads = 0;  // most drafts of kHeads in a row; 0: there is no speculator
   std::vector<int32_t> sentence_boundary_token_ids;
   std::vector<int32_t> word_boundary_token_ids;
   int64_t max_num_seqs = 0;

@@ -92,6 +92,7 @@ EngineOptions ToEngineOptions(const config::v1::RolloutServerConfig& config,
                      .quantization = QuantizationOf(config.junior_quantization()),
                      .max_model_len = config.junior_max_model_len(),
                      .model_revision = config.junior_model_revision()},
+          .senior_speculator = config.senior_speculator(),
           // Cannot fail: resolving has checked the strategy.
           .tandem = rpc::TandemConfigFromProto(config.tandem(), TandemConfig{}).value(),
           .max_num_seqs = config.max_num_seqs(),
@@ -213,6 +214,7 @@ void InfoToProto(const EngineInfo& info, const TandemConfig& defaults,
   response->mutable_word_boundary_token_ids()->Add(info.word_boundary_token_ids.begin(),
                                                    info.word_boundary_token_ids.end());
   response->set_paused(paused);
+  response->set_speculator_heads(static_cast<int32_t>(info.speculator_heads));
 }
 
 }  // namespace tandem::rollout

@@ -164,5 +164,13 @@ TEST(InfoToProtoTest, EveryLaneTellsItsTypeAndItsQuantisation) {
   EXPECT_EQ(response.junior().max_model_len(), 50);
 }
 
+TEST(InfoToProtoTest, ASpeculatorTellsItsHeads) {
+  EngineInfo info;
+  info.speculator_heads = 3;
+  v1::GetServerInfoResponse response;
+  InfoToProto(info, {}, {}, /*paused=*/false, &response);
+  EXPECT_EQ(response.speculator_heads(), 3);
+}
+
 }  // namespace
 }  // namespace tandem::rollout

@@ -1,7 +1,10 @@
 #include "services/rollout/service/memory.h"
 
+#include <cstdint>
 #include <optional>
+#include <string>
 
+#include "common/base/error.h"
 #include "common/base/machine_resources.h"
 #include "common/base/rank_environment.h"
 #include "common/base/status_macros.h"
@@ -14,7 +17,8 @@
 
 namespace tandem::rollout {
 
-absl::StatusOr<MemoryPlan> PlanMemory(const config::v1::RolloutServerConfig& config) {
+absl::StatusOr<MemoryPlan> PlanMemory(const config::v1::RolloutServerConfig& config,
+                                      const SpeculatorSizer& speculator_bytes_of) {
   TANDEM_ASSIGN_OR_RETURN(const RankEnvironment environment, ReadRankEnvironment());
   EngineOptions options = ToEngineOptions(config, environment);
   options.available_memory_bytes = AvailableMemoryOfRank(environment);
@@ -27,8 +31,14 @@ absl::StatusOr<MemoryPlan> PlanMemory(const config::v1::RolloutServerConfig& con
   }
   TANDEM_RETURN_IF_ERROR(CheckRankLayout(
       options.layout, senior, junior.has_value() ? &*junior : nullptr, environment.world_size));
+  int64_t speculator_bytes = 0;
+  if (const std::string& directory = config.senior_speculator(); !directory.empty()) {
+    const absl::StatusOr<int64_t> bytes = speculator_bytes_of(directory, senior.hidden_size);
+    if (!bytes.ok()) return PrependFieldPath("senior_speculator", bytes.status());
+    speculator_bytes = *bytes;
+  }
   return RolloutMemory(senior, junior.has_value() ? &*junior : nullptr,
-                       ToMemoryOptions(options, environment.rank));
+                       ToMemoryOptions(options, environment.rank, speculator_bytes));
 }
 
 }  // namespace tandem::rollout

@@ -2,16 +2,26 @@
 #ifndef TANDEM_SERVICES_ROLLOUT_SERVICE_MEMORY_H_
 #define TANDEM_SERVICES_ROLLOUT_SERVICE_MEMORY_H_
 
+#include <cstdint>
+#include <functional>
+#include <string>
+
 #include "absl/status/statusor.h"
 #include "common/base/memory_plan.h"
 #include "tandem/config/v1/server_config.pb.h"
 
 namespace tandem::rollout {
 
+// Returns the bytes of a speculator for hidden states of a size: speculator::SpeculatorBytes, with
+// which this folder, without torch, does not link.
+using SpeculatorSizer =
+    std::function<absl::StatusOr<int64_t>(const std::string& directory, int64_t hidden_size)>;
+
 // Returns the memory plan of a resolved configuration on this machine. Errors are those of
-// CheckOptions, or name the field of a model whose config.json cannot be read, or of a layout that
-// does not fit the ranks or the models.
-absl::StatusOr<MemoryPlan> PlanMemory(const config::v1::RolloutServerConfig& config);
+// CheckOptions, or name the field of a model or speculator whose config.json cannot be read or does
+// not fit, or of a layout that does not fit the ranks or the models.
+absl::StatusOr<MemoryPlan> PlanMemory(const config::v1::RolloutServerConfig& config,
+                                      const SpeculatorSizer& speculator_bytes_of);
 
 }  // namespace tandem::rollout
 

@@ -70,8 +70,10 @@ void RolloutApp::UpdateMetrics() {
   total(metric::kPreemptions, stats.preemptions_total);
   total(metric::kDraftTokens, stats.ngram_drafts_total.drafted, {"ngram"});
   total(metric::kDraftTokens, stats.junior_drafts_total.drafted, {"junior"});
+  total(metric::kDraftTokens, stats.heads_drafts_total.drafted, {"heads"});
   total(metric::kAcceptedDraftTokens, stats.ngram_drafts_total.accepted, {"ngram"});
   total(metric::kAcceptedDraftTokens, stats.junior_drafts_total.accepted, {"junior"});
+  total(metric::kAcceptedDraftTokens, stats.heads_drafts_total.accepted, {"heads"});
   total(metric::kForwardPasses, stats.forward_passes_total + stats.score_passes_total);
 }
 

@@ -66,6 +66,37 @@ def write_random_qwen(folder: Path, tokenizer_of: Path) -> Path:
     return folder
 
 
+def write_random_speculator(folder: Path, model: Path) -> Path:
+    """Writes an MLP speculator with random weights, as wide as the model; returns its directory."""
+    model_config: dict[str, Any] = json.loads((model / "config.json").read_text())
+    vocabulary, hidden = model_config["vocab_size"], model_config["hidden_size"]
+    config = {
+        "architectures": ["MLPSpeculatorPreTrainedModel"],
+        "vocab_size": vocabulary,
+        "emb_dim": hidden,
+        "inner_dim": hidden,
+        "n_predict": 3,
+        "tie_weights": True,
+    }
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    generator = torch.Generator().manual_seed(0)
+    shapes = {
+        "emb.0.weight": (vocabulary, hidden),
+        "head.0.weight": (vocabulary, hidden),
+        "proj.0.weight": (hidden, hidden),
+        "proj.1.weight": (hidden, hidden),
+    }
+    tensors = {
+        f"speculator.{name}": torch.randn(shape, generator=generator) / hidden**0.5
+        for name, shape in shapes.items()
+    }
+    tensors["speculator.ln.0.weight"] = torch.ones(hidden)
+    tensors["speculator.ln.0.bias"] = torch.zeros(hidden)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
 def write_first_layers(folder: Path, model: Path, parameters: float) -> Path:
     """Writes a model's first layers, about `parameters` times its own; returns its directory."""
     config: dict[str, Any] = json.loads((model / "config.json").read_text())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -95,16 +96,22 @@ def prompts_of(
 
 
 class RolloutSide:
-    """Requests to a rollout server: `tandem` is theirs.
+    """Requests to a rollout server: `tandem` is theirs, and `changes` are fields of every prompt.
 
     By default only the first prompt streams its tokens, of which the first one marks the end of the
     prefill: the prompts are admitted together and fit into one pass.
     """
 
     def __init__(
-        self, server: RolloutServer, tandem: Mapping[str, Any], *, stream_all: bool = False
+        self,
+        server: RolloutServer,
+        tandem: Mapping[str, Any],
+        *,
+        stream_all: bool = False,
+        changes: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
         self._server = server
+        self._changes = changes
         self._tandem = tandem
         self._stream_all = stream_all
 
@@ -112,7 +119,10 @@ class RolloutSide:
         """Does the job."""
         pids = [self._server.process.process.pid]
         streamed = job.sequences if self._stream_all else 1
-        prompts = prompts_of(job, self._tandem, streamed=streamed)
+        prompts = [
+            dataclasses.replace(prompt, **self._changes)
+            for prompt in prompts_of(job, self._tandem, streamed=streamed)
+        ]
         first: list[Moment] = []
 
         def on_event(event: Any) -> None:

@@ -7,6 +7,7 @@
 #include <array>
 #include <cstdint>
 #include <limits>
+#include <random>
 #include <span>
 #include <utility>
 #include <vector>
@@ -50,6 +51,7 @@ class FakeRunner : public ModelRunner {
     largest_pass = std::max(largest_pass, pass_tokens);
     if (!fail_next.ok()) return std::exchange(fail_next, absl::OkStatus());
     results.clear();
+    read_.clear();
     TandemSampler sampler;
     for (const PassSequence& sequence : pass.sequences) {
       for (const OutputRow& row : sequence.rows) {
@@ -58,6 +60,7 @@ class FakeRunner : public ModelRunner {
           held.push_back(TokenAt(sequence, p));
         }
         const std::vector<float> logits = Logits(held);
+        if (keep_rows) read_.push_back(held);
         if (row.token == OutputRow::kDraw) {
           results.push_back(sampler.Sample(logits, *row.sampling, row.u));
         } else {
@@ -65,6 +68,26 @@ class FakeRunner : public ModelRunner {
               .token = row.token,
               .logprob = *sampler.TokenLogProb(logits, row.sampling->temperature, row.token)});
         }
+      }
+    }
+    return absl::OkStatus();
+  }
+
+  // Drafts what follows greedily, each token wrong with the probability `wrong_drafts`.
+  absl::Status Draft(std::span<const DraftRequest> requests, int64_t count,
+                     std::vector<int32_t>& drafts) override {
+    ++draft_calls;
+    if (!fail_draft.ok()) return std::exchange(fail_draft, absl::OkStatus());
+    drafts.clear();
+    for (const DraftRequest& request : requests) {
+      std::vector<int32_t> tokens = read_.at(request.row);
+      tokens.push_back(request.token);
+      for (int64_t i = 0; i < count; ++i) {
+        const std::vector<float> logits = Logits(tokens);
+        const auto best = static_cast<int32_t>(std::ranges::max_element(logits) - logits.begin());
+        const bool wrong = std::bernoulli_distribution(wrong_drafts)(random_);
+        tokens.push_back(wrong ? (best + 1) % vocab_size_ : best);
+        drafts.push_back(tokens.back());
       }
     }
     return absl::OkStatus();
@@ -78,6 +101,10 @@ class FakeRunner : public ModelRunner {
   int64_t consumed = 0;
   int64_t largest_pass = 0;
   absl::Status fail_next;
+  bool keep_rows = false;  // needed by Draft
+  double wrong_drafts = 0;
+  int64_t draft_calls = 0;
+  absl::Status fail_draft;
 
  private:
   int32_t& TokenAt(const PassSequence& sequence, int64_t position) {
@@ -95,6 +122,8 @@ class FakeRunner : public ModelRunner {
   uint64_t weights_;
   const int32_t vocab_size_;
   std::vector<std::array<int32_t, kKvBlockTokens>> blocks_;  // the tokens that they hold
+  std::vector<std::vector<int32_t>> read_;                   // by each row of the last pass
+  std::mt19937 random_;
 };
 
 }  // namespace tandem::rollout

@@ -48,6 +48,9 @@ inline PromptRequest Request(const TandemConfig& tandem, int prompt_length = 5,
   return request;
 }
 
+// Heads of the senior's speculator. A test that uses them sets FakeRunner::keep_rows.
+inline constexpr int64_t kHeads = 4;
+
 // Limits that no test reaches.
 inline constexpr SchedulerLimits kWide = {
     .max_num_seqs = 1000, .max_batched_tokens = 100'000, .num_blocks = {2000, 2000}};
@@ -102,13 +105,15 @@ class Harness {
  private:
   static GeneratorOptions OptionsOf(const SchedulerLimits& limits, bool eager_lanes,
                                     DrafterFactory make_drafter) {
-    GeneratorOptions options = {
-        .limits = limits,
-        .request_limits = {.max_model_len = 100, .junior_max_model_len = 100, .has_junior = true},
-        .eos_token_ids = {kEos},
-        .senior_weights = {0, "zero"},
-        .junior_version = "junior",
-        .eager_lanes = eager_lanes};
+    GeneratorOptions options = {.limits = limits,
+                                .request_limits = {.max_model_len = 100,
+                                                   .junior_max_model_len = 100,
+                                                   .has_junior = true,
+                                                   .speculator_heads = kHeads},
+                                .eos_token_ids = {kEos},
+                                .senior_weights = {0, "zero"},
+                                .junior_version = "junior",
+                                .eager_lanes = eager_lanes};
     options.make_drafter = std::move(make_drafter);
     return options;
   }
