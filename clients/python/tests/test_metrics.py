@@ -23,6 +23,7 @@ def test_a_line_has_exactly_the_documented_keys():
     assert line["step"] == 3
     assert line["loss/total"] is None
     assert tuple(step_line({"critic/loss": 0.5})) == KEYS + CRITIC_KEYS
+    assert tuple(step_line({"speculator/loss": 0.5})) == (*KEYS, "speculator/loss")
 
 
 def test_tokens_are_whole_numbers():

@@ -89,6 +89,18 @@ TEST_F(EngineSpeculatorTest, ItLearnsBesideSupervisedSteps) {
   }
 }
 
+TEST_F(EngineSpeculatorTest, ItLearnsFromHiddenStatesInBfloat16) {
+  EngineOptions options = WithSpeculator();
+  options.compute.dtype = "bfloat16";
+  const auto engine = Make(options);
+  const double first = Step(*engine, Supervised(1)).report.metrics.at("speculator/loss");
+  double last = first;
+  for (int64_t step = 2; step <= 15; ++step) {
+    last = Step(*engine, Supervised(step)).report.metrics.at("speculator/loss");
+  }
+  EXPECT_LT(last, 0.8 * first);
+}
+
 TEST_F(EngineSpeculatorTest, TheModelHasTheBitsThatItHasWithoutOne) {
   const auto with = Make(WithSpeculator()), without = Make(Without());
   EXPECT_EQ(Digest(*with), Digest(*without));
