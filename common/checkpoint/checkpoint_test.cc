@@ -12,6 +12,7 @@
 #include <thread>
 #include <vector>
 
+#include "absl/strings/str_cat.h"
 #include "common/base/atomic_file.h"
 #include "common/base/error.h"
 #include "common/base/status_macros.h"
@@ -94,8 +95,9 @@ TEST_F(CheckpointTest, TheFilesOfAFolderAreListedAndVerified) {
     return Save(parent_.string(), "step_1", {"trainer", 1}, [&](const std::string& directory) {
       absl::Status status;
       for (const std::string& file : files) {
-        fs::create_directories(fs::path(directory + "/" + file).parent_path());
-        status.Update(WriteFileDurably(directory + "/" + file, "words"));
+        const std::string path = absl::StrCat(directory, "/", file);
+        fs::create_directories(fs::path(path).parent_path());
+        status.Update(WriteFileDurably(path, "words"));
       }
       return status;
     });
