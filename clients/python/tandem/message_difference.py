@@ -27,6 +27,9 @@ NOT_COMPARED = frozenset(
         "tandem.types.v1.ServerInfo.advertised_address",
         "tandem.types.v1.ModelInfo.path",
         "tandem.trainer.v1.GetServerInfoResponse.critic_address",
+        # The load decides how many drafts a pass has; the response does not depend on them.
+        "tandem.rollout.v1.FinishedEvent.draft_tokens",
+        "tandem.rollout.v1.FinishedEvent.accepted_draft_tokens",
         # Drawn at random by the sender of an update.
         "tandem.weights.v1.GetVersionResponse.open_update_id",
     }

@@ -612,3 +612,15 @@ def test_equal_bits_are_equal_and_fields_of_the_machine_are_not_compared():
         for seconds in (1, 2)
     ]
     assert first_difference(*infos) is None
+
+
+def test_numbers_of_drafts_are_not_compared_and_their_response_is():
+    one, other = (
+        rollout_pb2.FinishedEvent(
+            trajectory={"seed": 1}, draft_tokens=count, accepted_draft_tokens=count
+        )
+        for count in (4, 5)
+    )
+    assert first_difference(one, other) is None
+    other.trajectory.seed = 2
+    assert first_difference(one, other).path == "trajectory.seed"

@@ -344,7 +344,8 @@ def test_relative_paths_start_at_the_file_that_names_them(tmp_path, monkeypatch)
     )
     (folder / "sub").mkdir()
     (folder / "sub/cluster.yaml").write_text(
-        "directory: servers\nrollout: [{senior_model: m, junior_model: ../j, senior_speculator: s}]\n"
+        "directory: servers\n"
+        "rollout: [{senior_model: m, junior_model: ../j, senior_speculator: s}]\n"
         "trainer: {model: m}\n"
     )
     monkeypatch.chdir(tmp_path)

@@ -530,8 +530,9 @@ TANDEM_INLINE void MultiplyStraight(const LinearProduct& a, const char* panel, i
   }
 }
 
-// Multiplies all rows by `panels` panels straight from them, in tiles of at most R rows and P
-// panels. What P panels leave is divided by fewer: a single one would wait for each of its sums.
+// Multiplies all rows by `panels` panels, without a copy of the panels, in tiles of at most R rows
+// and P panels. The panels that are left are multiplied P/2 at a time, and so on: one alone would
+// wait for each of its sums.
 template <typename Format, int R, int P>
 void MultiplyPanels(const LinearProduct& a, const char* panel, int64_t panel_bytes, int64_t panels,
                     int64_t o) {

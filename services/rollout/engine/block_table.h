@@ -27,7 +27,7 @@ class BlockTable {
   // Tells the pool what the whole blocks contain: the first of `tokens`, which the model has
   // consumed.
   void Remember(BlockPool& pool, std::span<const int32_t> tokens);
-  // Gives the blocks after the first `size` back, of which the pool knows none.
+  // Gives back the blocks after the first `size`, none of which Remember has told the pool of.
   void Shrink(BlockPool& pool, int64_t size);
   // Gives all blocks back.
   void Release(BlockPool& pool);

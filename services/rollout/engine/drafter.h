@@ -29,8 +29,8 @@ class Drafter {
                        std::vector<int32_t>& drafts) = 0;
 };
 
-// Makes a drafter for a sequence; nullptr for a method whose drafts come from a model: kJunior, and
-// kHeads.
+// Makes a drafter for a sequence; nullptr for the methods whose drafts come from a model, kJunior
+// and kHeads.
 using DrafterFactory = std::function<std::unique_ptr<Drafter>(const SpeculativeParams& params)>;
 
 // The DrafterFactory of a server.

@@ -52,7 +52,8 @@ struct RolloutMemoryOptions {
   int64_t speculator_bytes = 0;  // of its parameters (common/speculator/speculator_memory.h)
 };
 
-// Returns the options of the memory on rank `rank`, of which the speculator's bytes are given.
+// Returns the options of the memory on rank `rank`. `speculator_bytes` are those of the whole
+// speculator, whatever the rank; 0 without one.
 RolloutMemoryOptions ToMemoryOptions(const EngineOptions& options, int64_t rank,
                                      int64_t speculator_bytes);
 

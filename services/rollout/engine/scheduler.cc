@@ -188,8 +188,12 @@ void Scheduler::AskForDrafts() {
 
 int64_t Scheduler::CountWanted(const Sequence& sequence) const {
   const DraftState& drafts = *sequence.drafts;
+  // The pass that verifies the drafts also consumes what the senior has not: a prompt, or tokens of
+  // the junior.
+  const int64_t unread = sequence.length() - sequence.lane(Author::kSenior).consumed();
   const int64_t share = kMaxTokensWithDrafts / std::max<int64_t>(1, std::ssize(running_)) - 1;
-  const int64_t most = std::max<int64_t>(0, std::min(share, drafts.length.Next()));
+  const int64_t most =
+      std::max<int64_t>(0, std::min({share, kMaxTokensWithDrafts - unread, drafts.length.Next()}));
   std::array<int32_t, kMaxSpeculativeTokens> possible;
   possible.fill(-1);
   std::ranges::copy(drafts.tokens, possible.begin());

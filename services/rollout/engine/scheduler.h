@@ -35,8 +35,8 @@ struct PassEntry {
   Sequence* sequence = nullptr;
   int64_t begin = 0;
   int64_t end = 0;
-  // Number of the last rows from which tokens are drawn: that of the last token and those of
-  // drafts.
+  // Number of rows from which tokens are drawn, the last ones: the row of the sequence's last token
+  // and those of its drafts.
   int64_t draws = 0;
   bool drafting = false;  // the drawn token is a draft
 };
@@ -66,8 +66,8 @@ class Scheduler {
   // Decides for which sequences the junior writes drafts next, and how many.
   void AskForDrafts();
 
-  // Returns how many drafts the sequence can use in the next pass of the author whose turn it is,
-  // those that it has among them. Other drafts may yet end it earlier.
+  // Returns how many drafts the senior's next pass can verify for the sequence, those that it has
+  // included. A draft that is not known yet may make it fewer (Sequence::CountUsable).
   int64_t CountWanted(const Sequence& sequence) const;
 
   // Plans a pass of `lane`'s model within the token budget: sequences that are being written before
@@ -76,8 +76,8 @@ class Scheduler {
   // not consumed; a sample waits while another sample of its prompt consumes the prompt. Gives the
   // sequences their blocks. If there are none, the last of running() is preempted: it gives up its
   // blocks, waits, and consumes its tokens again when it is admitted. The first of running() is
-  // never preempted, so something always ends. Drafts get the budget and the blocks that nobody
-  // else needs in the pass. The plan is valid until the next call.
+  // never preempted, so something always ends. Drafts get the budget and the blocks that are left
+  // when all sequences are planned. The plan is valid until the next call.
   const PassPlan& Plan(Author lane);
 
   // Records that the entry has been computed, and that the sequence did not keep the last

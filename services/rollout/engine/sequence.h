@@ -77,7 +77,7 @@ struct Sequence {
   AuthorSelector selector;
   const bool wants_other;
   const bool eager;                    // both models consume every token as soon as it is written
-  std::unique_ptr<DraftState> drafts;  // null: nobody proposes drafts
+  std::unique_ptr<DraftState> drafts;  // null: the prompt asks for none
   std::array<LaneState, 2> lanes;
   int64_t last_pass = 0;  // see Scheduler::LaneOrder
 

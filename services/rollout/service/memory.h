@@ -12,8 +12,8 @@
 
 namespace tandem::rollout {
 
-// Returns the bytes of a speculator for hidden states of a size: speculator::SpeculatorBytes, with
-// which this folder, without torch, does not link.
+// Returns the bytes of the parameters of a speculator for a model of that hidden size. The caller
+// passes speculator::SpeculatorBytes, because this library does not link torch.
 using SpeculatorSizer =
     std::function<absl::StatusOr<int64_t>(const std::string& directory, int64_t hidden_size)>;
 
