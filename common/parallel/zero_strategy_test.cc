@@ -316,7 +316,6 @@ TEST(ZeroStrategyTest, ACheckpointInBfloat16LoadsUnderAnotherLayout) {
   }
 }
 
-// An error of one rank is returned on all, and the ranks are still in step after it.
 // Weights rounded to bfloat16 in float32 (Placement::weight_dtype). An update that differs in its
 // last bits can round to another bfloat16 weight, as above.
 TEST(ZeroStrategyTest, RoundedWeightsAreThoseOfOneProcess) {
@@ -355,6 +354,7 @@ TEST(ZeroStrategyTest, RoundedWeightsAreThoseOfOneProcess) {
   }
 }
 
+// An error of one rank is returned on all, and the ranks are still in step after it.
 TEST(ZeroStrategyTest, AnErrorOfOneRankIsReturnedOnAll) {
   ranks::RunConnected(2, [](const Ranks& ranks) {
     const TemporaryFolder folder;

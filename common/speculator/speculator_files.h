@@ -13,11 +13,6 @@
 
 namespace tandem::speculator {
 
-// Returns the speculator that config.json of the directory describes, whose parameters have no
-// memory. Errors as LoadSpeculator, but for those of weights.
-absl::StatusOr<std::unique_ptr<Speculator>> DeclareSpeculator(const std::string& directory,
-                                                              const SpeculatorOptions& options);
-
 // Loads a speculator. Names of tensors may begin with "speculator." or not. Tied tensors may be
 // stored once, under any of their names, or under several with the same values. INVALID_ARGUMENT
 // that names the field of config.json, or file and tensor when one is missing, unexpected,
@@ -28,6 +23,7 @@ absl::StatusOr<std::unique_ptr<Speculator>> LoadSpeculator(const std::string& di
                                                            const SpeculatorOptions& options);
 
 // Reads config.json alone: the parameters have no memory, and files of weights need not be there.
+// Errors as LoadSpeculator, but for those of weights.
 absl::StatusOr<std::unique_ptr<Speculator>> DeclareSpeculator(const std::string& directory,
                                                               const SpeculatorOptions& options);
 

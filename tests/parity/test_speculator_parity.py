@@ -25,9 +25,11 @@ PROBE = BUILD / "bin" / "tandem-speculator-probe"
 HIDDEN, STATE, VOCABULARY, STEPS = 24, 17, 61, 3
 LENGTHS = [19, 4, 30, 7, 2]
 IGNORED = -100
-# Largest error of logits and losses; largest error of a gradient relative to its largest entry.
+# Largest error of logits and of a gradient, relative to their largest entry; largest error of a
+# head's loss.
 TOLERANCE = 2e-6
 GRADIENT_TOLERANCE = 1e-5
+LOSS_TOLERANCE = 2e-5
 
 
 class RmsNormWithBias(nn.Module):
@@ -307,7 +309,7 @@ def test_a_speculator_is_the_module_that_saved_it(
     for i, expected in enumerate(logits):
         assert (actual[f"logits.{i}"] - expected).abs().max() <= TOLERANCE * expected.abs().max()
     expected_losses = torch.stack(losses).detach()
-    assert (actual["head_losses"] - expected_losses).abs().max() <= TOLERANCE * 10
+    assert (actual["head_losses"] - expected_losses).abs().max() <= LOSS_TOLERANCE
     assert actual["correct"].tolist() == correct
     assert torch.equal(actual["drafts"], module.drafts(packed["hidden"], packed["tokens"]))
 

@@ -176,14 +176,16 @@ TEST_F(EngineSpeculatorTest, ASpeculatorThatIsNotFiniteLeavesTheModelsStepAlone)
   EXPECT_THAT(result.report.metrics, Not(Contains(Key("speculator/loss"))));
 }
 
-// No sequence is long enough for a row of three heads.
+// No sequence is long enough for a row of two heads.
 TEST_F(EngineSpeculatorTest, WithoutATargetThereIsNoUpdate) {
   const auto engine = Make(WithSpeculator());
+  const std::string before = State(Save(*engine, "before"));
   TrainStepRequest request = Supervised(1);
   request.batch = SupervisedBatch{.objective = {}, .samples = {{{1}, {5, 6}}}};
   const StepResult result = Step(*engine, request);
   EXPECT_EQ(result.report.weights.version, 1);
   EXPECT_THAT(result.report.metrics, Not(Contains(Key("speculator/loss"))));
+  EXPECT_EQ(State(Save(*engine, "after")), before);
 }
 
 TEST_F(EngineSpeculatorTest, ACheckpointContinuesBitForBit) {

@@ -8,6 +8,7 @@
 #include <limits>
 #include <utility>
 
+#include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "common/base/error.h"
 #include "common/base/logging.h"
@@ -148,6 +149,9 @@ absl::Status SpeculatorTrainer::AddGradients(const TrainingRows& rows,
 }
 
 absl::Status SpeculatorTrainer::FinishUpdate(std::map<std::string, double>& metrics) {
+  // The numbers of the step's former update.
+  std::erase_if(metrics,
+                [](const auto& metric) { return absl::StartsWith(metric.first, "speculator/"); });
   if (targets_ == 0) return absl::OkStatus();
   parallel::Strategy& strategy = core_.strategy();
   TANDEM_RETURN_IF_ERROR(strategy.ReduceTensor(gradient_));

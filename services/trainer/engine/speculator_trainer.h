@@ -43,8 +43,9 @@ class SpeculatorTrainer final : public training::Companion {
   void BeginUpdate(const TrainingRows& rows, const training::SequenceRange& range);
   absl::Status AddGradients(const TrainingRows& rows, const training::MicroBatchInput& input,
                             const at::Tensor& hidden);
-  // Adds up gradients and reports of all ranks. A gradient that is not finite leaves the
-  // speculator's update out, not the step. Without a target there is no update and no metric.
+  // Adds up gradients and reports of all ranks, and replaces the metrics of a former update. A
+  // gradient that is not finite leaves the speculator's update out, not the step. Without a target
+  // there is no update and no metric.
   absl::Status FinishUpdate(std::map<std::string, double>& metrics);
 
   absl::Status Update() override;
