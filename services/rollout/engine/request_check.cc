@@ -33,7 +33,6 @@ LengthLimit LimitOf(const PromptRequest& request, const RequestLimits& limits) {
 }
 
 absl::Status CheckSpeculative(const SpeculativeParams& params, const RequestLimits& limits) {
-  if (params.method == SpeculativeMethod::kNone) return absl::OkStatus();
   if (params.acceptance_rule == AcceptanceRule::kRejectionSampling) {
     return FieldError(absl::StatusCode::kUnimplemented, "acceptance_rule",
                       "rejection sampling is not implemented: choose exact");

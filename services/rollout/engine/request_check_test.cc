@@ -85,12 +85,9 @@ TEST(CheckPromptTest, SpeculativeDecodingFailsClosed) {
       {{.prompt_lookup_min = 5}, "prompt_lookup_min"},
       {{.prompt_lookup_max = 17}, "prompt_lookup_max"},
   };
-  for (auto bad : kBad) {
-    if (bad.params.method == SpeculativeMethod::kNone) {
-      bad.params.method = SpeculativeMethod::kNgram;
-    }
+  for (const auto& bad : kBad) {
     PromptRequest request = PromptOf(4, /*tandem=*/false);
-    request.speculative = bad.params;
+    request.speculative = bad.params;  // checked with the method none, too
     const absl::Status status = CheckPrompt(request, kLimits);
     EXPECT_EQ(FieldPath(status), std::string("speculative.") + bad.field);
     EXPECT_EQ(status.code(), bad.code);
