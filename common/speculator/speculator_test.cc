@@ -51,6 +51,7 @@ double LogitError(const Speculator& speculator, const at::Tensor& hidden,
       const Numbers& wanted = expected[static_cast<size_t>(step)];
       EXPECT_EQ(actual.size(), wanted.size());
       for (size_t id = 0; id < wanted.size(); ++id) {
+        EXPECT_TRUE(std::isfinite(actual[id]));
         error = std::max(error, std::abs(actual[id] - wanted[id]));
         magnitude = std::max(magnitude, std::abs(wanted[id]));
       }
