@@ -26,8 +26,8 @@ def objectives() -> Iterator[tuple[str, dict[str, Any]]]:
         values = yaml.safe_load((harness.REPOSITORY / f"{recipe}.yaml").read_text())
         if "objective" in values:
             yield Path(recipe).name, {"objective": values["objective"]}
-    # A paragraph and the YAML block below it.
-    pattern = r"\n\n([\w.+]+)(?:(?!\n\n).)*\n\n<!--[^\n]*-->\n\n```yaml\n(.*?)```"
+    # A paragraph and the YAML block below it that says that it is tested here.
+    pattern = r"\n\n([\w.+]+)(?:(?!\n\n).)*\n\n<!-- tested by [^\n]*-->\n\n```yaml\n(.*?)```"
     for name, block in re.findall(pattern, PAGE, re.S):
         yield name, yaml.safe_load(block)
 
