@@ -11,7 +11,7 @@ struct ComputeOptions {
   std::string device;   // "cpu" or "cuda"
   std::string dtype;    // "float32" or "bfloat16"
   std::string kernels;  // "auto" or "aten"
-  // Of trainer and critic, "float32" or "bfloat16" (Placement::weight_dtype); empty: float32.
+  // "float32" or "bfloat16" for trainer and critic (Placement::weight_dtype); empty: float32.
   std::string weight_dtype;
   int num_threads;  // 0: the physical cores, divided by local_world_size
   // The rank of this process on its machine, which selects its device, and the number of ranks

@@ -11,7 +11,6 @@
 
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
-#include "absl/strings/str_join.h"
 #include "common/base/error.h"
 #include "common/base/status_macros.h"
 #include "common/model/initial_value.h"
@@ -21,6 +20,7 @@
 #include "common/model/weight_files_check.h"
 #include "common/tensor/aten_bytes.h"
 #include "common/tensor/safetensors.h"
+#include "common/tensor/tensor_check.h"
 #include "common/tensor/tensor_memory.h"
 #include "common/weights/weights_digest.h"
 
@@ -28,22 +28,6 @@ namespace tandem {
 namespace {
 
 namespace fs = std::filesystem;
-
-absl::Status TensorError(const TensorView& view, absl::string_view what) {
-  return absl::InvalidArgumentError(absl::StrCat(view.file, ": tensor '", view.name, "': ", what));
-}
-
-absl::Status CheckFits(const TensorView& view, const std::vector<int64_t>& shape) {
-  if (view.shape != shape) {
-    return TensorError(view, absl::StrCat("shape [", absl::StrJoin(view.shape, ", "),
-                                          "], expected [", absl::StrJoin(shape, ", "), "]"));
-  }
-  if (!c10::isFloatingType(ToScalarType(view.dtype))) {
-    return TensorError(view,
-                       absl::StrCat("type ", DTypeName(view.dtype), " is not floating-point"));
-  }
-  return absl::OkStatus();
-}
 
 // Constants that old versions of `transformers` saved with the weights.
 bool IsOldBuffer(absl::string_view name) { return absl::EndsWith(name, ".rotary_emb.inv_freq"); }
@@ -90,7 +74,7 @@ absl::StatusOr<std::vector<const TensorView*>> Assign(const ModelFiles& files,
     const bool is_tied_head = head.tied && name == kLmHeadName;
     if (const auto spec = by_name.find(is_tied_head ? kEmbeddingName : name);
         spec != by_name.end()) {
-      TANDEM_RETURN_IF_ERROR(CheckFits(*view, spec->second->shape));
+      TANDEM_RETURN_IF_ERROR(CheckFloatTensor(*view, spec->second->shape));
       const TensorView*& place = is_tied_head ? tied_head : given[name];
       if (place != nullptr) return TensorError(*view, "unexpected: given twice");
       place = view;

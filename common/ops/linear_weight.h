@@ -26,9 +26,9 @@ class LinearWeight {
  public:
   // `stacked` [sum of outs, in] and `bias` [sum of outs] (or undefined) hold the maps one after the
   // other. `weights` [outs[i], in] and `biases` (empty, or [outs[i]]) are views of them, the
-  // parameters; they are leaves of autograd where they train. `rounds` means a copy of the matrix
-  // with the values of bfloat16 (CopyRounded), as masters and computation in float32 on the CPU;
-  // the bias is not rounded.
+  // parameters; they are leaves of autograd where they train. With `rounds` the products use a copy
+  // of the matrix with the values of bfloat16 (CopyRounded); masters and computation must then be
+  // float32 on the CPU. The bias is not rounded.
   LinearWeight(at::Tensor stacked, at::Tensor bias, std::vector<at::Tensor> weights,
                std::vector<at::Tensor> biases, at::ScalarType compute_dtype, bool rounds = false);
   // The same with copies, like `stacked` and `bias`, that the caller keeps up to date.

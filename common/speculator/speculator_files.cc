@@ -10,7 +10,6 @@
 #include <vector>
 
 #include "absl/strings/str_cat.h"
-#include "absl/strings/str_join.h"
 #include "absl/strings/strip.h"
 #include "common/base/atomic_file.h"
 #include "common/base/bounded_json.h"
@@ -21,6 +20,7 @@
 #include "common/speculator/speculator_kind.h"
 #include "common/tensor/aten_bytes.h"
 #include "common/tensor/safetensors.h"
+#include "common/tensor/tensor_check.h"
 
 namespace tandem::speculator {
 namespace {
@@ -29,22 +29,6 @@ namespace fs = std::filesystem;
 using nlohmann::json;
 
 constexpr size_t kMaxConfigBytes = 1'000'000;
-
-absl::Status TensorError(const TensorView& view, absl::string_view what) {
-  return absl::InvalidArgumentError(absl::StrCat(view.file, ": tensor '", view.name, "': ", what));
-}
-
-absl::Status CheckFits(const TensorView& view, const std::vector<int64_t>& shape) {
-  if (view.shape != shape) {
-    return TensorError(view, absl::StrCat("shape [", absl::StrJoin(view.shape, ", "),
-                                          "], expected [", absl::StrJoin(shape, ", "), "]"));
-  }
-  if (!c10::isFloatingType(ToScalarType(view.dtype))) {
-    return TensorError(view,
-                       absl::StrCat("type ", DTypeName(view.dtype), " is not floating-point"));
-  }
-  return absl::OkStatus();
-}
 
 bool SameValues(const TensorView& a, const TensorView& b) {
   return at::equal(AliasAsAten(a).to(at::kDouble), AliasAsAten(b).to(at::kDouble));
@@ -77,7 +61,7 @@ absl::StatusOr<std::vector<const TensorView*>> Assign(
     if (found == by_name.end()) {
       return TensorError(view, "unexpected: the speculator has no such parameter");
     }
-    TANDEM_RETURN_IF_ERROR(CheckFits(view, parameters[found->second].spec.shape));
+    TANDEM_RETURN_IF_ERROR(CheckFloatTensor(view, parameters[found->second].spec.shape));
     if (!given.emplace(name, &view).second) return TensorError(view, "unexpected: given twice");
     const TensorView*& place = assigned[found->second];
     if (place != nullptr && !SameValues(*place, view)) {

@@ -1,4 +1,4 @@
-// Which rows of a batch a speculator learns from. Row t of a sequence of L tokens has the hidden
+// The rows of a batch that a speculator learns from. Row t of a sequence of L tokens has the hidden
 // state of token t, and the pass that starts there consumes the tokens t + 1, t + 2, … The target
 // of head i is the label t + i + 2. So that every head has a target, the rows are
 // t < L - (n_predict + 1), of each sequence by its own length: a sequence never sees another one,

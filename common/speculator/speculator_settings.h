@@ -21,7 +21,7 @@ struct SpeculatorSettings {
   bool tie_weights = false, tie_lstm_embs = false, scale_input = false;
 };
 
-// What a speculator must fit of its language model.
+// The sizes of a language model that its speculator must fit.
 struct BaseModelSizes {
   int64_t hidden_size = 0;
   int64_t vocab_size = 0;     // rows of the embedding

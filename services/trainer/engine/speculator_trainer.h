@@ -55,7 +55,7 @@ class SpeculatorTrainer final : public training::Companion {
   void Adopt() override;
 
  private:
-  // What was read and is not yet in use.
+  // Values and moments that were read and are not yet in use.
   struct Staged {
     std::unique_ptr<speculator::Speculator> values;  // null: the present ones stay
     std::optional<NamedTensors> moments;             // nullopt: none yet
@@ -78,7 +78,7 @@ class SpeculatorTrainer final : public training::Companion {
   std::unique_ptr<training::AdamW> optimizer_;
   Staged staged_;
 
-  // Of the update in progress.
+  // The update in progress:
   int64_t targets_ = 0;                 // of each head, in the whole update
   std::vector<double> loss_, correct_;  // of each head: sums over this rank's micro-batches
   bool complete_ = false;               // whether the gradient may be applied
