@@ -112,19 +112,34 @@ TorchEngine::SnapshotResult TorchEngine::TakeSnapshot() {
   parallel::Strategy& strategy = core_->strategy();
   // Null on other ranks, which publish nothing.
   std::shared_ptr<const WeightSource> snapshot = snapshot_.lock();
+  std::optional<SpeculatorManifest> speculator;
+  NamedTensors speculator_weights;
+  if (models_->speculator != nullptr) {
+    speculator = models_->speculator->Manifest();
+    speculator_weights = models_->speculator->WeightsToSend();
+  }
   TANDEM_ASSIGN_OR_RETURN(
       const bool held, ranks::FromRankZero<bool>(strategy.ranks(), [&] {
         return absl::StatusOr<bool>(snapshot != nullptr &&
                                     snapshot->manifest().version == weights.version &&
-                                    snapshot->manifest().digest == weights.digest);
+                                    snapshot->manifest().digest == weights.digest &&
+                                    snapshot->manifest().speculator == speculator);
       }));
   if (held) return snapshot;
   snapshot = nullptr;  // releases its file for the next one
+  std::vector<WeightSpec> specs = core_->model().WeightSpecs(DType::kFloat32);
+  for (const auto& [name, tensor] : speculator_weights) {
+    specs.push_back({.name = name, .shape = tensor.sizes().vec()});
+  }
   TANDEM_RETURN_IF_ERROR(
       parallel::UseWholeParameters(strategy, [&](TensorSource parameters) -> absl::Status {
-        TANDEM_ASSIGN_OR_RETURN(
-            snapshot, MakeWeightSnapshot(core_->model().WeightSpecs(DType::kFloat32), parameters,
-                                         weights, core_->model().num_token_ids()));
+        const auto all = [&](TensorVisitor visit) -> absl::Status {
+          TANDEM_RETURN_IF_ERROR(parameters(visit));
+          return SourceOf(speculator_weights)(visit);
+        };
+        TANDEM_ASSIGN_OR_RETURN(snapshot, MakeWeightSnapshot(specs, all, weights,
+                                                             core_->model().num_token_ids(),
+                                                             speculator));
         return absl::OkStatus();
       }));
   snapshot_ = snapshot;

@@ -81,12 +81,14 @@ SpeculatorTrainer::SpeculatorTrainer(const EngineOptions& options, training::Tra
   optimizer_ = std::make_unique<training::AdamW>(std::move(updated), options_);
 }
 
-std::string SpeculatorTrainer::Digest() const {
-  NamedTensors weights;
-  for (const speculator::SpeculatorParameter& parameter : adapter_->speculator().parameters()) {
-    weights.emplace_back(parameter.spec.name, parameter.value.detach());
-  }
-  return WeightsDigest(weights);
+std::string SpeculatorTrainer::Digest() const { return WeightsDigest(WeightsToSend()); }
+
+SpeculatorManifest SpeculatorTrainer::Manifest() const {
+  return {.config = adapter_->speculator().settings(), .digest = Digest()};
+}
+
+NamedTensors SpeculatorTrainer::WeightsToSend() const {
+  return speculator::SentWeights(adapter_->speculator());
 }
 
 int64_t SpeculatorTrainer::ReadTokens(const TrainingRows& rows, size_t s) const {
