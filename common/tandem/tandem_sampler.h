@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "absl/status/statusor.h"
+#include "common/kernels/logit_blocks.h"
 #include "common/tandem/tandem_config.h"
 
 namespace tandem {
@@ -20,8 +21,8 @@ struct SampledToken {
 };
 
 // Draws tokens, with scratch space for one vocabulary; one object per thread. Results depend on the
-// row, the parameters and `u` alone, and are the same on every x86 machine: the order of every sum
-// is fixed.
+// row, the parameters and `u` alone. A log-probability has the bits of the fused output loss, which
+// sums a row in the same order (common/kernels/logit_blocks.h).
 class TandemSampler {
  public:
   // Applies temperature, then top-k, then top-p over what is left (the token that reaches top_p
@@ -45,23 +46,37 @@ class TandemSampler {
     int32_t id;
   };
 
-  // Fills scaled_ (logits / temperature - their maximum) and weights_ (its exp); sets argmax_ and
-  // total_ (the sum of weights).
+  // Computes row_ and the statistics of its blocks, which all other members read.
   absl::Status Prepare(std::span<const float> logits, double temperature);
+  float Scaled(float logit) const { return logit * scale_; }
+  float LogProb(float logit) const;
+  int32_t Largest(std::span<const float> logits) const;
+  int32_t DrawUncut(std::span<const float> logits, double u);
+  int32_t DrawCut(std::span<const float> logits, const SamplingParams& params, double u,
+                  float& log_keep_mass);
+
+  // Fills scaled_ (logits / temperature - their maximum), weights_ (its exp) and block_sums_.
+  // Returns the sum of the weights. The next two need it.
+  double FillRow(std::span<const float> logits);
   // Returns the border of the shortest prefix of the tokens within `within` that has `count` tokens
   // or, if count is 0, at least `mass`; `within` itself if it is not longer.
   Border FindBorder(Border within, int64_t count, double mass);
   // Sets the weights after `border` to zero, and returns the sum of the others.
   double Cut(Border border);
-  int32_t Invert(double target) const;
 
+  // Returns the first token whose cumulative weight exceeds `target`, or the last token with weight
+  // if rounding keeps the sum below it. `weigh(begin, end)` provides weights_ of those tokens.
+  template <typename Weigh>
+  int32_t Invert(double target, const Weigh& weigh);
+
+  float scale_ = 1.0f;
+  kernels::LogitRow row_;  // of logits * scale_
+  std::vector<float> block_max_, block_sum_, block_weighted_;
+  std::vector<double> block_sums_;  // weights of the blocks, relative to the maximum of the row
   std::vector<float> scaled_;
   std::vector<float> weights_;
-  std::vector<double> block_sums_;
   std::vector<double> histogram_;
   std::vector<Border> candidates_;
-  int32_t argmax_ = 0;
-  double total_ = 0.0;
 };
 
 }  // namespace tandem
