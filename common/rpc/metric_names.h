@@ -85,6 +85,10 @@ inline constexpr MetricSpec kServerRanks{MetricType::kGauge, "tandem_server_rank
                                          "Processes of the server."};
 inline constexpr MetricSpec kWeightsVersion{MetricType::kGauge, "tandem_weights_version",
                                             "Version of the weights that the server holds."};
+inline constexpr MetricSpec kSpeculatorVersion{
+    MetricType::kGauge, "tandem_speculator_version",
+    "Version of the speculator's weights, with senior_speculator; below tandem_weights_version "
+    "where updates come without a speculator."};
 inline constexpr MetricSpec kLastProgress{
     MetricType::kGauge, "tandem_last_progress_timestamp_seconds",
     "Unix time of the last forward pass or train step; 0 before the first."};

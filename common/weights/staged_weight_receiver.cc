@@ -239,8 +239,7 @@ absl::Status StagedWeightReceiver::CheckStream(Update& update) {
                                                       update.received, " of ",
                                                       update.manifest.total_bytes, " bytes"));
   }
-  TANDEM_RETURN_IF_ERROR(
-      CheckDigest("the weights", update.digest.Hex(), update.manifest.digest));
+  TANDEM_RETURN_IF_ERROR(CheckDigest("the weights", update.digest.Hex(), update.manifest.digest));
   if (!update.manifest.speculator.has_value()) return absl::OkStatus();
   return CheckDigest("the speculator's weights", update.speculator_digest.Hex(),
                      update.manifest.speculator->digest);

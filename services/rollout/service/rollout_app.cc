@@ -60,6 +60,9 @@ void RolloutApp::UpdateMetrics() {
   set(metric::kKvCapacity, stats.kv_capacity_tokens);
   set(metric::kPaused, stats.paused ? 1 : 0);
   set(metric::kWeightsVersion, engine_->weights().Version().version);
+  if (const auto speculator = engine_->weights().SpeculatorVersion()) {
+    set(metric::kSpeculatorVersion, speculator->version);
+  }
   total(metric::kTokensGenerated, stats.senior_tokens_total, {"senior"});
   total(metric::kTokensGenerated, stats.junior_tokens_total, {"junior"});
   total(metric::kHandoffs, stats.handoffs_total);

@@ -18,7 +18,6 @@
 #include "common/tensor/aten_bytes.h"
 #include "common/tensor/safetensors.h"
 #include "common/training/learning_rate.h"
-#include "common/weights/weights_digest.h"
 
 namespace tandem::trainer {
 namespace {
@@ -79,16 +78,6 @@ SpeculatorTrainer::SpeculatorTrainer(const EngineOptions& options, training::Tra
                        .decays = training::DecaysWeight(leaf.dim())});
   }
   optimizer_ = std::make_unique<training::AdamW>(std::move(updated), options_);
-}
-
-std::string SpeculatorTrainer::Digest() const { return WeightsDigest(WeightsToSend()); }
-
-SpeculatorManifest SpeculatorTrainer::Manifest() const {
-  return {.config = adapter_->speculator().settings(), .digest = Digest()};
-}
-
-NamedTensors SpeculatorTrainer::WeightsToSend() const {
-  return speculator::SentWeights(adapter_->speculator());
 }
 
 int64_t SpeculatorTrainer::ReadTokens(const TrainingRows& rows, size_t s) const {

@@ -20,7 +20,6 @@
 #include "common/speculator/speculator_adapter.h"
 #include "common/tensor/named_tensors.h"
 #include "common/training/adamw.h"
-#include "common/weights/weight_transfer.h"
 #include "services/trainer/engine/training_rows.h"
 #include "services/trainer/engine/types.h"
 #include "services/training/companion.h"
@@ -35,11 +34,7 @@ class SpeculatorTrainer final : public training::Companion {
   static absl::StatusOr<std::unique_ptr<SpeculatorTrainer>> Create(const EngineOptions& options,
                                                                    training::TrainingCore& core);
 
-  // Returns a digest of the speculator's weights.
-  std::string Digest() const;
-  // Describe the speculator in an update of the model's weights: a copy is made by who sends it.
-  SpeculatorManifest Manifest() const;
-  NamedTensors WeightsToSend() const;
+  const speculator::Speculator& speculator() const { return adapter_->speculator(); }
 
   // The gradients of one update, over the samples `range` of the batch: BeginUpdate, then
   // AddGradients for each micro-batch whose `hidden` states this rank has, then FinishUpdate on all

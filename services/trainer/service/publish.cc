@@ -17,15 +17,16 @@ namespace {
 
 constexpr size_t kMaxParallelTargets = 16;
 
-absl::StatusOr<rpc::SentWeights> PublishToOne(const std::string& target,
-                                              const WeightSource& source, bool allow_rollback,
+absl::StatusOr<rpc::SentWeights> PublishToOne(const std::string& target, const WeightSource& source,
+                                              bool allow_rollback,
                                               const rpc::ChannelOptions& channel_options,
                                               const CallScope& call) {
   const WeightManifest& manifest = source.manifest();
   const auto receiver =
       weights::v1::WeightService::NewStub(rpc::MakeChannel(target, channel_options));
   std::string update_id = absl::StrCat("v", manifest.version, "-", manifest.digest);
-  if (manifest.speculator.has_value()) absl::StrAppend(&update_id, "-", manifest.speculator->digest);
+  if (manifest.speculator.has_value())
+    absl::StrAppend(&update_id, "-", manifest.speculator->digest);
   return rpc::SendWeights(*receiver, update_id, source,
                           {.allow_rollback = allow_rollback, .call = call});
 }
