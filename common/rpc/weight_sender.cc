@@ -41,7 +41,8 @@ class Sender {
     manifest_ = has_speculator ? &source_.manifest() : &model_alone_;
     if (Serves(served)) {
       return SentWeights{.weights = WeightsVersionFromProto(served.weights()),
-                         .has_speculator = has_speculator};
+                         .has_speculator = has_speculator,
+                         .bytes = furthest_chunk_ > 0 ? manifest_->total_bytes : 0};
     }
     TANDEM_ASSIGN_OR_RETURN(const int64_t next_chunk, Begin());
     progressed_ = next_chunk > furthest_chunk_;
