@@ -36,6 +36,15 @@ void ReportSpeculator(bool served, v1::PublishResult& result) {
       {{"target", result.target()}, {"reason", "the server has no senior_speculator"}});
 }
 
+// Sets the gauges of the accuracies of a speculator's heads, if the step has trained one.
+void ReportHeads(const StepReport& report, rpc::Metrics& metrics) {
+  for (int head = 0;; ++head) {
+    const auto found = report.metrics.find(absl::StrCat("speculator/head_", head, "_accuracy"));
+    if (found == report.metrics.end()) return;
+    metrics.Gauge(rpc::metric::kSpeculatorAccuracy, {absl::StrCat(head)}).Set(found->second);
+  }
+}
+
 }  // namespace
 
 TrainerService::TrainerService(const TrainerServiceOptions& options,
@@ -134,6 +143,7 @@ absl::StatusOr<v1::TrainStepResponse> TrainerService::RunTrainStep(const TrainSt
   if (!result->replayed) {
     metrics_.Counter(rpc::metric::kDroppedSamples)
         .Increment(Reported(result->report, "policy/dropped_samples"));
+    ReportHeads(result->report, metrics_);
     v1::WatchStepsResponse event;
     *event.mutable_report() = response.report();
     watchers_.Publish(event);
