@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
+import re
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -57,6 +58,15 @@ def total(running: Any, name: str, method: str) -> float:
     )
 
 
+def by_position(running: Any, name: str, method: str) -> list[float]:
+    """The values of a counter of drafts, from the first position on."""
+    pattern = rf'^{name}\{{method="{method}",position="(\d+)"\}} (\S+)$'
+    found = re.findall(pattern, harness.metrics_text(running.rollouts[0]), re.MULTILINE)
+    values = {int(position): float(value) for position, value in found}
+    assert sorted(values) == list(range(1, len(values) + 1))
+    return [values[position] for position in sorted(values)]
+
+
 @pytest.mark.parametrize("lanes", LANES | RANKED)
 def test_responses_are_those_without_drafts(models, tmp_path, lanes):
     with (
@@ -72,6 +82,13 @@ def test_responses_are_those_without_drafts(models, tmp_path, lanes):
             ]
             (assert_near if lanes in RANKED else assert_same_bits)(drafted, plain)
         assert 0 < total(running, ACCEPTED, "ngram") < total(running, DRAFTS, "ngram")
+        drafted = by_position(running, DRAFTS, "ngram")
+        accepted = by_position(running, ACCEPTED, "ngram")
+        assert 5 < len(drafted) == len(accepted) <= 15
+        # A draft is accepted after those before it alone.
+        for values in (drafted, accepted):
+            assert values == sorted(values, reverse=True)
+        assert all(one <= other for one, other in zip(accepted, drafted, strict=True))
         assert total(running, DRAFTS, "junior") > 0
 
 

@@ -18,7 +18,6 @@
 #include "common/tensor/aten_bytes.h"
 #include "common/tensor/safetensors.h"
 #include "common/training/learning_rate.h"
-#include "common/weights/weights_digest.h"
 
 namespace tandem::trainer {
 namespace {
@@ -79,14 +78,6 @@ SpeculatorTrainer::SpeculatorTrainer(const EngineOptions& options, training::Tra
                        .decays = training::DecaysWeight(leaf.dim())});
   }
   optimizer_ = std::make_unique<training::AdamW>(std::move(updated), options_);
-}
-
-std::string SpeculatorTrainer::Digest() const {
-  NamedTensors weights;
-  for (const speculator::SpeculatorParameter& parameter : adapter_->speculator().parameters()) {
-    weights.emplace_back(parameter.spec.name, parameter.value.detach());
-  }
-  return WeightsDigest(weights);
 }
 
 int64_t SpeculatorTrainer::ReadTokens(const TrainingRows& rows, size_t s) const {

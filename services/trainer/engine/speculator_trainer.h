@@ -18,6 +18,7 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "common/speculator/speculator_adapter.h"
+#include "common/tensor/named_tensors.h"
 #include "common/training/adamw.h"
 #include "services/trainer/engine/training_rows.h"
 #include "services/trainer/engine/types.h"
@@ -33,8 +34,7 @@ class SpeculatorTrainer final : public training::Companion {
   static absl::StatusOr<std::unique_ptr<SpeculatorTrainer>> Create(const EngineOptions& options,
                                                                    training::TrainingCore& core);
 
-  // Returns a digest of the speculator's weights.
-  std::string Digest() const;
+  const speculator::Speculator& speculator() const { return adapter_->speculator(); }
 
   // The gradients of one update, over the samples `range` of the batch: BeginUpdate, then
   // AddGradients for each micro-batch whose `hidden` states this rank has, then FinishUpdate on all
