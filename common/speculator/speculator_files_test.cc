@@ -78,6 +78,23 @@ class SpeculatorFilesTest : public testing::TestWithParam<Case> {
 
 INSTANTIATE_TEST_SUITE_P(Kinds, SpeculatorFilesTest, testing::ValuesIn(Cases()), NameOf);
 
+// With one step there is nothing to tie: no second projection, and each tensor once.
+TEST_P(SpeculatorFilesTest, OneStepIsBuiltSavedAndLoaded) {
+  json config = GetParam().config;
+  config["n_predict"] = 1;
+  const auto speculator = TinySpeculator(config);
+  ASSERT_TRUE(SaveSpeculator(*speculator, directory_.string()).ok());
+  const auto loaded = Load();
+  ASSERT_TRUE(loaded.ok()) << loaded.status();
+  ExpectSame(*speculator, **loaded);
+  const at::Tensor hidden = at::randn({4, kHidden});
+  const at::Tensor tokens = at::tensor({1, 2, 3, 4}, at::kLong);
+  const auto drafts = speculator->Draft(hidden, tokens, 1),
+             again = (*loaded)->Draft(hidden, tokens, 1);
+  ASSERT_TRUE(drafts.ok()) << drafts.status();
+  EXPECT_TRUE(at::equal(*drafts, *again));
+}
+
 TEST_P(SpeculatorFilesTest, SavedLoadedAndSavedAgainIsTheSameToTheByte) {
   json config = GetParam().config;
   config["base_model_name_or_path"] = "base";
