@@ -119,18 +119,20 @@ int64_t KeptBytes(const ShardedModel& model, Recompute recompute, const BlockRan
 }
 
 // Bytes per token that exist once, however many micro-batches are under way: the embedding's rows,
-// the final norm, the hidden states and their gradient; and where layers are computed again, or
-// without autograd, one layer with the gradients of its widest point.
+// the final norm, the hidden states and their gradient; where layers are computed again, one layer
+// with the gradients of its widest point; without autograd, a layer's widest point.
 int64_t WorkingBytes(const ShardedModel& model, Recompute recompute) {
   const int64_t ends = 4 * model.config.hidden_size * kFloatBytes;
-  if (recompute != Recompute::kFull && !model.options.freeze_all) return ends;
+  const int64_t widest =
+      model.family.InferenceActivations(model.config, model.tensor_ranks) * kFloatBytes;
+  if (model.options.freeze_all) return ends + widest;
+  if (recompute != Recompute::kFull) return ends;
   int64_t layer_bytes = 0;
   for (int64_t layer = 0; layer < model.config.num_hidden_layers; ++layer) {
     layer_bytes = std::max(
         layer_bytes, model.family.TrainingActivationBytes(model.config, layer, model.tensor_ranks));
   }
-  const int64_t widest = model.family.InferenceActivations(model.config, model.tensor_ranks);
-  return ends + layer_bytes + widest * kFloatBytes;
+  return ends + layer_bytes + widest;
 }
 
 int64_t WholePassBytes(const ShardedModel& model, Recompute recompute) {
@@ -215,6 +217,11 @@ int64_t PipelineBytes(const ShardedModel& model, Recompute recompute, const Pipe
                       int64_t stage) {
   // Enough micro-batches for a full pipeline.
   const int64_t micro_batches = 2 * shape.stages;
+  if (model.options.freeze_all) {
+    // Hidden states on their way to the next stage alone.
+    const int64_t sends = shape.stages > 1 ? kSendsInFlight : 0;
+    return sends * model.config.hidden_size * kFloatBytes / model.tensor_ranks;
+  }
   int64_t open = 0, peak = 0;
   for (const PipelineAction& action : PipelineSchedule(shape, micro_batches, stage)) {
     const BlockRange blocks =
