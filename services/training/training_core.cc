@@ -89,6 +89,9 @@ void TrainingCore::AddCommands() {
   save_checkpoint_ = AddCommand<SaveRequest, absl::StatusOr<checkpoint::Saved>>(
       "checkpoint",
       [this](const CallScope&, const SaveRequest& request) -> absl::StatusOr<checkpoint::Saved> {
+        if (request.expected_version.has_value()) {
+          TANDEM_RETURN_IF_ERROR(CheckExpectedVersion(state_, *request.expected_version));
+        }
         // LoadBaseModel reads them again.
         std::vector<std::string> in_use = {options_.model};
         if (companion_ != nullptr) in_use.push_back(companion_->initial_directory());

@@ -279,7 +279,9 @@ TEST_P(TrainerRanksTest, ASpeculatorLearnsAsBesideOneProcess) {
       last = Step(engine, request);
       ExpectSameReport(last, Step(*single, request));
       EXPECT_GT(last.report.metrics.at("speculator/loss"), 0);
-      if (step == 2) saved = engine.SaveCheckpoint({}, shared / "checkpoints", "two", 0)->path;
+      if (step == 2)
+        saved =
+            engine.SaveCheckpoint({}, {.directory = shared / "checkpoints", .name = "two"})->path;
     }
     // The checkpoint of any layout goes on under any other.
     const auto resumed = Make(options);
@@ -311,7 +313,9 @@ TEST_P(TrainerRanksTest, ASpeculatorLearnsAloneAsOnOneProcess) {
       last = Step(engine, request);
       ExpectSameReport(last, Step(*single, request));
       EXPECT_EQ(Digest(engine), digest);
-      if (step == 4) saved = engine.SaveCheckpoint({}, shared / "checkpoints", "four", 0)->path;
+      if (step == 4)
+        saved =
+            engine.SaveCheckpoint({}, {.directory = shared / "checkpoints", .name = "four"})->path;
     }
     EXPECT_GT(last.report.metrics.at("speculator/loss"), 0);
     const absl::Status refused = engine.TrainStep({}, Stamped(engine, RequestOf(6))).status();
@@ -320,7 +324,8 @@ TEST_P(TrainerRanksTest, ASpeculatorLearnsAloneAsOnOneProcess) {
     ASSERT_TRUE(resumed->LoadCheckpoint({}, saved).ok());
     ExpectSameReport(last, Step(*resumed, SupervisedOf(5)));
     // The checkpoint of one process goes on under any layout.
-    const auto of_single = resumed->SaveCheckpoint({}, shared / "checkpoints", "five", 0).value();
+    const auto of_single =
+        resumed->SaveCheckpoint({}, {.directory = shared / "checkpoints", .name = "five"}).value();
     ASSERT_TRUE(engine.LoadCheckpoint({}, of_single.path).ok());
     EXPECT_EQ(engine.Info().optimizer_steps, 5);
     EXPECT_EQ(engine.Snapshot({}).value()->manifest().digest, digest);
@@ -371,7 +376,8 @@ TEST_P(TrainerRanksTest, CheckpointsGoOnUnderOtherLayouts) {
   RunRanks([](EngineOptions&) {},
            [&](Engine& engine, FakeCritic&) {
              Step(engine, RequestOf(1));
-             const auto saved = engine.SaveCheckpoint({}, shared / "checkpoints", "one", 0);
+             const auto saved =
+                 engine.SaveCheckpoint({}, {.directory = shared / "checkpoints", .name = "one"});
              ASSERT_TRUE(saved.ok()) << saved.status();
              const std::string digest = Digest(engine);
              const StepResult second = Step(engine, RequestOf(2));
@@ -381,7 +387,8 @@ TEST_P(TrainerRanksTest, CheckpointsGoOnUnderOtherLayouts) {
              EXPECT_EQ(Digest(*single), digest);
              ExpectSameReport(second, Step(*single, RequestOf(2)));
              const auto of_single =
-                 single->SaveCheckpoint({}, shared / "checkpoints", "two", 0).value();
+                 single->SaveCheckpoint({}, {.directory = shared / "checkpoints", .name = "two"})
+                     .value();
 
              ASSERT_TRUE(engine.LoadCheckpoint({}, of_single.path).ok());
              EXPECT_EQ(Digest(engine), Digest(*single));
