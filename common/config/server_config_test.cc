@@ -299,7 +299,8 @@ TEST(ServerConfigTest, ASpeculatorHasAnAdapterAndALearningRateOfItsOwn) {
   EXPECT_EQ(path_of("freeze_base_model: true"), "speculator.adapter");
   const std::string frozen = whole + "}, freeze_base_model: true";
   EXPECT_EQ(path_of(frozen), "");
-  EXPECT_EQ(path_of(frozen + "}\nfreeze: [lm_head.weight], optimizer: {"), "freeze");
+  EXPECT_EQ(path_of(frozen + "}\nfreeze: [lm_head.weight]\noptimizer: {learning_rate: 1e-6"),
+            "freeze");
 }
 
 TEST(ServerConfigTest, InsecureAllowsAnotherAddress) {

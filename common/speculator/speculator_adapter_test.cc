@@ -6,6 +6,7 @@
 #include <ATen/core/grad_mode.h>
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cmath>
 #include <filesystem>
 #include <functional>
@@ -147,14 +148,18 @@ TEST_P(SpeculatorAdapterTest, ValuesThatAreNotFiniteAreRefusedByName) {
     const auto adapter = Attached(Settings());
     {
       const at::NoGradGuard no_grad;
-      at::Tensor(adapter->speculator().Value(HeadName(0)))[1][0] = value;
+      const auto& parameters = adapter->speculator().parameters();
+      const auto once = std::find_if(parameters.begin(), parameters.end(),
+                                     [](const auto& found) { return found.repeats.empty(); });
+      once->value.view(-1)[1] = value;
     }
     ASSERT_TRUE(adapter->SaveCheckpoint(directory_).ok());
     const absl::Status refused =
         Refusal({.adapter = GetParam(), .path = (directory_ / kCheckpointFolder).string()});
     EXPECT_EQ(FieldPath(refused), "path") << refused;
     EXPECT_TRUE(absl::StrContains(refused.message(), "tensor '")) << refused;
-    EXPECT_TRUE(absl::IsDataLoss(Attached(Settings())->LoadCheckpoint(directory_)));
+    const absl::Status damaged = Attached(Settings())->LoadCheckpoint(directory_);
+    EXPECT_TRUE(absl::IsDataLoss(damaged)) << damaged;
     fs::remove_all(directory_ / kCheckpointFolder);
   }
 }
