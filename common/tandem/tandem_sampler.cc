@@ -98,10 +98,15 @@ absl::Status TandemSampler::Prepare(std::span<const float> logits, double temper
   argmax_ = static_cast<int32_t>(std::find(logits.begin(), logits.end(), largest) - logits.begin());
   total_ = 0.0;
   for (size_t b = 0; b < block_sums_.size(); ++b) {
-    block_sums_[b] = SumInOrder(weights + b * kBlock, std::min(kBlock, size - b * kBlock));
-    total_ += block_sums_[b];
+    total_ += SumBlock(b);
   }
   return absl::OkStatus();
+}
+
+double TandemSampler::SumBlock(size_t b) {
+  const size_t begin = b * kBlock;
+  block_sums_[b] = SumInOrder(weights_.data() + begin, std::min(kBlock, weights_.size() - begin));
+  return block_sums_[b];
 }
 
 TandemSampler::Border TandemSampler::FindBorder(Border within, int64_t count, double mass) {
@@ -150,8 +155,7 @@ double TandemSampler::Cut(Border border) {
                         (scaled_[i] == border.scaled && static_cast<int32_t>(i) <= border.id);
       weights_[i] = keep ? weights_[i] : 0.0f;
     }
-    block_sums_[b] = SumInOrder(&weights_[begin], end - begin);
-    kept += block_sums_[b];
+    kept += SumBlock(b);
   }
   return kept;
 }
@@ -182,8 +186,35 @@ int32_t TandemSampler::Invert(double target) const {
   return static_cast<int32_t>(last);
 }
 
+int32_t TandemSampler::AcceptOrReplace(const DraftProposal& proposal, double kept) {
+  const std::span<const float> q = proposal.distribution;
+  const auto draft = static_cast<size_t>(proposal.token);
+  const double of_draft = q.empty() ? kept : q[draft] * kept;
+  if (proposal.accept_u * of_draft < weights_[draft]) return proposal.token;
+  if (!q.empty()) {
+    for (size_t i = 0; i < weights_.size(); ++i) {
+      weights_[i] = static_cast<float>(std::max(0.0, weights_[i] - q[i] * kept));
+    }
+  }
+  weights_[draft] = 0.0f;
+  double residual = 0.0;
+  for (size_t b = 0; b < block_sums_.size(); ++b) residual += SumBlock(b);
+  // Nothing is left where p and q are equal but for their rounding: then p / q is 1.
+  return residual > 0.0 ? Invert(proposal.residual_u * residual) : proposal.token;
+}
+
 absl::StatusOr<SampledToken> TandemSampler::Sample(std::span<const float> logits,
-                                                   const SamplingParams& params, double u) {
+                                                   const SamplingParams& params, double u,
+                                                   const DraftProposal& proposal,
+                                                   std::vector<float>* distribution) {
+  const bool has_draft = proposal.token != DraftProposal::kNone;
+  if (has_draft && (proposal.token < 0 || static_cast<size_t>(proposal.token) >= logits.size() ||
+                    (!proposal.distribution.empty() &&
+                     proposal.distribution.size() != logits.size()))) {
+    return absl::InvalidArgumentError(absl::StrCat(
+        "a draft of token id ", proposal.token, " with a distribution of ",
+        proposal.distribution.size(), " does not fit a row of ", logits.size(), " logits"));
+  }
   if (absl::Status status = Prepare(logits, params.temperature); !status.ok()) return status;
   const double total = total_;
   SampledToken result;
@@ -210,7 +241,13 @@ absl::StatusOr<SampledToken> TandemSampler::Sample(std::span<const float> logits
         kept = Cut(border);
       }
     }
-    result.token = Invert(u * kept);
+    if (distribution != nullptr) {
+      distribution->resize(weights_.size());
+      for (size_t i = 0; i < weights_.size(); ++i) {
+        (*distribution)[i] = static_cast<float>(weights_[i] / kept);
+      }
+    }
+    result.token = has_draft ? AcceptOrReplace(proposal, kept) : Invert(u * kept);
     // Equal sums mean that nothing with weight was cut.
     result.log_keep_mass = kept == total ? 0.0f : static_cast<float>(std::log(kept / total));
   }
