@@ -22,6 +22,7 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
+#include "common/kernels/logit_blocks.h"
 #include "common/loss/fused_output_loss.h"
 #include "common/loss/logit_kernels.h"
 #include "common/loss/vocabulary_shard.h"
@@ -29,7 +30,7 @@
 namespace tandem::loss {
 
 // Columns of a tile of logits on the CPU.
-inline constexpr int64_t kTileColumns = 2048;
+inline constexpr int64_t kTileColumns = kernels::kLogitBlock;
 
 // Implementations of the work on logits.
 enum class LossImpl {

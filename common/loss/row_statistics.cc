@@ -1,6 +1,11 @@
 #include "common/loss/row_statistics.h"
 
 #include <ATen/ATen.h>
+#include <ATen/Dispatch.h>
+
+#include <cmath>
+
+#include "common/kernels/logit_blocks.h"
 
 namespace tandem::loss {
 
@@ -30,9 +35,32 @@ RescaledSums Rescaled(const RowStatistics& rows, const at::Tensor& max) {
   return {.sum = sum, .weighted = factor * rows.weighted + below * sum};
 }
 
+RowStatistics MergeOnCpu(const RowStatistics& tiles) {
+  const int64_t count = tiles.max.size(1), stride = tiles.max.stride(0);
+  const at::Tensor merged = at::empty({3, count}, at::kDouble);
+  auto* const numbers = merged.mutable_data_ptr<double>();
+  AT_DISPATCH_FLOATING_TYPES(tiles.max.scalar_type(), "MergeTiles", [&] {
+    const auto* const max = tiles.max.const_data_ptr<scalar_t>();
+    const auto* const sum = tiles.sum.const_data_ptr<scalar_t>();
+    const auto* const weighted = tiles.weighted.const_data_ptr<scalar_t>();
+    for (int64_t row = 0; row < count; ++row) {
+      const kernels::LogitRow whole =
+          kernels::MergeBlocks(max + row, sum + row, weighted + row, tiles.max.size(0), stride);
+      numbers[row] = whole.max;
+      numbers[count + row] = whole.sum;
+      numbers[2 * count + row] = whole.weighted;
+    }
+  });
+  return {.max = merged[0],
+          .sum = merged[1],
+          .weighted = merged[2],
+          .label = tiles.label.to(at::kDouble).sum(0)};
+}
+
 }  // namespace
 
 RowStatistics MergeTiles(const RowStatistics& tiles) {
+  if (tiles.max.is_cpu()) return MergeOnCpu(tiles);
   const at::Tensor max = tiles.max.to(at::kDouble).amax(0);
   const RescaledSums sums = Rescaled(tiles, max);
   return {.max = max,
@@ -48,10 +76,20 @@ RowStatistics MergeRanks(const RowStatistics& rows, ops::TensorParallelGroup& gr
   return {.max = max, .sum = all[0], .weighted = all[1], .label = all[2]};
 }
 
-at::Tensor LogProbs(const RowStatistics& rows) { return rows.label - rows.max - rows.sum.log(); }
-
-at::Tensor Entropies(const RowStatistics& rows) {
-  return rows.sum.log() - rows.weighted / rows.sum;
+RowLogProbs LogProbs(const RowStatistics& rows) {
+  const at::Tensor host =
+      at::stack({rows.max, rows.sum, rows.weighted, rows.label}).to(at::kCPU).contiguous();
+  const int64_t count = host.size(1);
+  const double* const max = host.const_data_ptr<double>();
+  const double *const sum = max + count, *const weighted = sum + count,
+                      *const label = weighted + count;
+  RowLogProbs result;
+  for (int64_t row = 0; row < count; ++row) {
+    const kernels::LogitRow whole = {.max = max[row], .sum = sum[row], .weighted = weighted[row]};
+    result.logprobs.push_back(kernels::LogProb(label[row], whole));
+    result.entropies.push_back(std::log(whole.sum) - whole.weighted / whole.sum);
+  }
+  return result;
 }
 
 }  // namespace tandem::loss

@@ -2,7 +2,7 @@
 // kept.
 //
 // The statistics of tiles of columns, and of the shards of ranks, are merged by the online softmax
-// (https://arxiv.org/abs/1805.02867), extended by the weighted sum, from which the entropy follows.
+// (common/kernels/logit_blocks.h).
 #ifndef TANDEM_COMMON_LOSS_ROW_STATISTICS_H_
 #define TANDEM_COMMON_LOSS_ROW_STATISTICS_H_
 
@@ -10,6 +10,7 @@
 
 #include <cstdint>
 
+#include "common/loss/fused_output_loss.h"
 #include "common/ops/tensor_parallel_group.h"
 
 namespace tandem::loss {
@@ -28,8 +29,7 @@ RowStatistics EmptyRowStatistics(int64_t tiles, int64_t rows, const at::TensorOp
 // Returns a view of the rows [begin, begin + count) of one of the tiles of [P, N].
 RowStatistics RowsOf(const RowStatistics& tiles, int64_t tile, int64_t begin, int64_t count);
 
-// Merges [P, N] into [N], in float64. With M = max_p m_p and c_p = e^(m_p - M):
-//   sum = sum_p c_p sum_p, weighted = sum_p c_p (weighted_p + (m_p - M) sum_p).
+// Merges [P, N] into [N], in float64 (kernels::MergeBlocks, whose bits it has on the CPU).
 RowStatistics MergeTiles(const RowStatistics& tiles);
 
 // Merges the statistics of the ranks' shards in the same way. `rows` [N] are the merged statistics
@@ -37,9 +37,9 @@ RowStatistics MergeTiles(const RowStatistics& tiles);
 // all-reduce one maximum and one sum.
 RowStatistics MergeRanks(const RowStatistics& rows, ops::TensorParallelGroup& group);
 
-// Returns log softmax(z)_y and the entropy (nats) of softmax(z), from merged statistics.
-at::Tensor LogProbs(const RowStatistics& rows);
-at::Tensor Entropies(const RowStatistics& rows);
+// Returns log softmax(z)_y and the entropy of softmax(z), from merged statistics. A GPU is waited
+// for, once.
+RowLogProbs LogProbs(const RowStatistics& rows);
 
 }  // namespace tandem::loss
 

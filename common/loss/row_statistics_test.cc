@@ -32,9 +32,11 @@ TEST(RowStatisticsTest, TilesOfTheVocabularyMergeIntoTheWhole) {
       MergeTiles({rows(tiles.max), rows(tiles.sum), rows(tiles.weighted), rows(tiles.label)});
   const at::Tensor log_softmax = at::log_softmax(logits, 1);
   const at::Tensor expected = log_softmax.gather(1, labels.unsqueeze(1)).squeeze(1);
-  EXPECT_TRUE(at::allclose(LogProbs(whole), expected, 1e-13, 1e-13));
-  EXPECT_TRUE(
-      at::allclose(Entropies(whole), -(log_softmax.exp() * log_softmax).sum(1), 1e-13, 1e-13));
+  const RowLogProbs rows_of_whole = LogProbs(whole);
+  const auto tensor = [](const std::vector<double>& x) { return at::tensor(x, at::kDouble); };
+  EXPECT_TRUE(at::allclose(tensor(rows_of_whole.logprobs), expected, 1e-13, 1e-13));
+  EXPECT_TRUE(at::allclose(tensor(rows_of_whole.entropies),
+                           -(log_softmax.exp() * log_softmax).sum(1), 1e-13, 1e-13));
 }
 
 }  // namespace

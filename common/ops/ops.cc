@@ -29,24 +29,32 @@ float* MutableData(const at::Tensor& x) { return x.mutable_data_ptr<float>(); }
 // Returns `x`, or a copy if its last dimension is not contiguous, as the kernels need it.
 at::Tensor Packed(const at::Tensor& x) { return x.stride(-1) == 1 ? x : x.contiguous(); }
 
+// The whole map; x [T, in] and weight [out, in] have contiguous rows.
+kernels::LinearArgs WholeLinear(const at::Tensor& x, const at::Tensor& weight,
+                                const at::Tensor& bias, const at::Tensor& y, bool accumulate) {
+  return {Data(x),         x.stride(0),    Data(weight), bias.defined() ? Data(bias) : nullptr,
+          MutableData(y),  y.stride(0),    x.size(0),    x.size(1),
+          /*out_begin=*/0, weight.size(0), accumulate};
+}
+
+void CheckLinear(const at::Tensor& x, const at::Tensor& weight) {
+  TORCH_CHECK(x.dim() == 2 && weight.dim() == 2 && x.size(1) == weight.size(1), "linear: x ",
+              x.sizes(), " against weight ", weight.sizes());
+}
+
 void LinearKernel(const at::Tensor& x_in, const at::Tensor& weight, const at::Tensor& bias,
                   const at::Tensor& y, bool accumulate) {
-  TORCH_CHECK(x_in.dim() == 2 && weight.dim() == 2 && x_in.size(1) == weight.size(1), "linear: x ",
-              x_in.sizes(), " against weight ", weight.sizes());
+  CheckLinear(x_in, weight);
   const at::Tensor x = Packed(x_in);
   const at::Tensor w = weight.contiguous();
-  const int64_t rows = x.size(0), in = x.size(1), out = w.size(0);
-  const kernels::LinearArgs whole = {
-      Data(x),         x.stride(0), Data(w),   bias.defined() ? Data(bias) : nullptr,
-      MutableData(y),  y.stride(0), rows,      in,
-      /*out_begin=*/0, out,         accumulate};
-  ParallelLinear(rows, in, out, [&](const LinearTile& tile) {
+  const kernels::LinearArgs whole = WholeLinear(x, w, bias, y, accumulate);
+  ParallelLinear(whole.rows, whole.in, whole.out_end, [&](const LinearTile& tile) {
     kernels::LinearArgs args = whole;
     args.x += tile.row_begin * whole.x_stride;
     args.y += tile.row_begin * whole.y_stride;
     args.rows = tile.row_end - tile.row_begin;
     args.out_begin = tile.panel_begin * kernels::kPanelOuts;
-    args.out_end = std::min(tile.panel_end * kernels::kPanelOuts, out);
+    args.out_end = std::min(tile.panel_end * kernels::kPanelOuts, whole.out_end);
     kernels::GetCpuKernels().linear(args);
   });
 }
@@ -193,6 +201,13 @@ at::Tensor Linear(const at::Tensor& x, const at::Tensor& weight, const at::Tenso
   at::Tensor y = at::empty({x.size(0), weight.size(0)}, x.options());
   LinearKernel(x, weight, bias, y, /*accumulate=*/false);
   return y;
+}
+
+void LinearOnThread(const at::Tensor& y, const at::Tensor& x, const at::Tensor& weight) {
+  CheckLinear(x, weight);
+  TORCH_CHECK(HasCpuKernels(x) && x.stride(-1) == 1 && weight.is_contiguous() && y.is_contiguous(),
+              "linear on one thread: contiguous float32 on the CPU");
+  kernels::GetCpuKernels().linear(WholeLinear(x, weight, {}, y, /*accumulate=*/false));
 }
 
 at::Tensor LinearAdd(const at::Tensor& residual, const at::Tensor& x, const at::Tensor& weight,

@@ -34,6 +34,11 @@ at::Tensor Embedding(const at::Tensor& tokens, const at::Tensor& weight);
 // With the CPU kernels a row's bits are the same with and without autograd, whatever the batch.
 at::Tensor Linear(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias = {});
 
+// Writes Linear(x, weight) into `y` [T, out], contiguous, on the calling thread alone, for loops in
+// which each thread has whole products. With the CPU kernels alone: float32 on the CPU, no
+// autograd.
+void LinearOnThread(const at::Tensor& y, const at::Tensor& x, const at::Tensor& weight);
+
 // residual + Linear(x, weight, bias). Without autograd it writes the sum into `residual` and
 // returns that: the caller must not need the old values.
 at::Tensor LinearAdd(const at::Tensor& residual, const at::Tensor& x, const at::Tensor& weight,

@@ -5,10 +5,14 @@
 #include <ATen/Parallel.h>
 
 #include <algorithm>
+#include <bit>
 #include <cstdint>
+#include <iterator>
 
+#include "absl/container/inlined_vector.h"
 #include "common/kernels/weight_format.h"
 #include "common/ops/parallel_for.h"
+#include "common/ops/thread_team.h"
 
 namespace tandem::ops {
 
@@ -18,26 +22,48 @@ struct LinearTile {
   int64_t panel_begin, panel_end;
 };
 
+// Returns where the ranges end into which `threads` threads divide `count` panels, each range taken
+// by whoever is free: long ranges first and short ones last, so that the threads end together, and
+// all of them of lengths that the kernels multiply at once.
+inline absl::InlinedVector<int64_t, 32> PanelRanges(int64_t count, int threads) {
+  constexpr int64_t kTile = 8;   // panels of the widest register tile
+  constexpr int64_t kShort = 2;  // a panel alone waits for each of its sums
+  absl::InlinedVector<int64_t, 32> ends;
+  for (int64_t begin = 0; begin < count; begin = ends.back()) {
+    const int64_t left = count - begin, tiles = left / (2 * threads * kTile);
+    const auto share = static_cast<int64_t>(std::bit_floor(static_cast<uint64_t>(left / threads)));
+    const int64_t length = tiles > 0 ? tiles * kTile : std::clamp(share, kShort, kTile);
+    ends.push_back(std::min(begin + length, count));
+  }
+  return ends;
+}
+
 // Calls multiply(tile) for tiles that cover `rows` rows and `out` outputs of a map of `in` inputs.
 // Threads divide the panels; where there are few panels they divide the rows too.
 template <typename Function>
 void ParallelLinear(int64_t rows, int64_t in, int64_t out, const Function& multiply) {
   constexpr int64_t kMinRows = 24;  // of a chunk
   const int64_t panels = kernels::PanelCount(out);
-  const int64_t chunks =
-      std::clamp<int64_t>(2 * at::get_num_threads() / std::max<int64_t>(1, panels), 1,
-                          std::max<int64_t>(1, rows / kMinRows));
-  ParallelFor(chunks * panels, kernels::kPanelOuts * in * rows / chunks,
-              [&](int64_t begin, int64_t end) {
-                while (begin < end) {
-                  const int64_t chunk = begin / panels, last = std::min(end, (chunk + 1) * panels);
-                  multiply(LinearTile{.row_begin = chunk * rows / chunks,
-                                      .row_end = (chunk + 1) * rows / chunks,
-                                      .panel_begin = begin - chunk * panels,
-                                      .panel_end = last - chunk * panels});
-                  begin = last;
-                }
-              });
+  if (panels == 0) return;
+  const int64_t chunks = std::clamp<int64_t>(2 * at::get_num_threads() / panels, 1,
+                                             std::max<int64_t>(1, rows / kMinRows));
+  const int64_t count = chunks * panels;
+  const auto run = [&](int64_t begin, int64_t end) {
+    while (begin < end) {
+      const int64_t chunk = begin / panels, last = std::min(end, (chunk + 1) * panels);
+      multiply(LinearTile{.row_begin = chunk * rows / chunks,
+                          .row_end = (chunk + 1) * rows / chunks,
+                          .panel_begin = begin - chunk * panels,
+                          .panel_end = last - chunk * panels});
+      begin = last;
+    }
+  };
+  const int threads = LoopThreads(count, kernels::kPanelOuts * in * rows / chunks);
+  if (threads == 1) return run(0, count);
+  const auto ends = PanelRanges(count, threads);
+  ThreadTeam::OfProcess().Run(std::ssize(ends), threads, [&](int64_t range) {
+    run(range == 0 ? 0 : ends[range - 1], ends[range]);
+  });
 }
 
 }  // namespace tandem::ops

@@ -2,33 +2,36 @@
 
 #include <algorithm>
 #include <bit>
-#include <cfloat>
 #include <cmath>
 #include <limits>
 
 #include "absl/strings/str_cat.h"
+#include "common/base/status_macros.h"
+#include "common/kernels/cpu/cpu_kernels.h"
+#include "common/kernels/cpu/instruction_sets.h"
 
 namespace tandem {
 namespace {
 
 constexpr size_t kLanes = 8;
 // Weights are summed in blocks, so that the inverse CDF looks inside one block only.
-constexpr size_t kBlock = 512;
+constexpr size_t kBlock = kernels::kLogitBlock;
 // Scaled logits below the maximum fall into buckets of 1/64 nat, over 32 nats.
 constexpr int kBuckets = 2048;
 constexpr float kBucketsPerNat = 64.0f;
 
-// exp(x) for x <= 0 within 2 ulp; exactly 0 below -87, exactly 1 at 0. Plain arithmetic, so that
-// the compiler vectorises it and every machine gives the same bits (Cephes expf's polynomial).
+// exp(x) for x <= 0 within 2 ulp; exactly 0 below kLowest, exactly 1 at 0. Plain arithmetic, so
+// that the compiler vectorises it (Cephes expf's polynomial).
+constexpr float kLowest = -87.0f;
 inline float ExpNonPositive(float x) {
   constexpr float kLog2E = 1.44269504088896341f;
   constexpr float kLn2High = 0.693359375f;
   constexpr float kLn2Low = -2.12194440e-4f;
   constexpr float kRound = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer
   // Range checks on integers: a float comparison would become a branch and stop the vectoriser.
-  constexpr int32_t kLowest = std::bit_cast<int32_t>(87.0f);
+  constexpr int32_t kLargest = std::bit_cast<int32_t>(-kLowest);
   const int32_t magnitude = std::bit_cast<int32_t>(x) & 0x7FFFFFFF;
-  const float clamped = -std::bit_cast<float>(magnitude < kLowest ? magnitude : kLowest);
+  const float clamped = -std::bit_cast<float>(magnitude < kLargest ? magnitude : kLargest);
   const float shifted = clamped * kLog2E + kRound;
   const float n = shifted - kRound;
   const float r = (clamped - n * kLn2High) - n * kLn2Low;
@@ -41,11 +44,12 @@ inline float ExpNonPositive(float x) {
   p = p * (r * r) + r + 1.0f;
   const int32_t exponent = (std::bit_cast<int32_t>(shifted) - std::bit_cast<int32_t>(kRound)) << 23;
   const float result = std::bit_cast<float>(std::bit_cast<int32_t>(p) + exponent);
-  const int32_t in_range = (magnitude - kLowest - 1) >> 31;
+  const int32_t in_range = (magnitude - kLargest - 1) >> 31;
   return std::bit_cast<float>(std::bit_cast<int32_t>(result) & in_range);
 }
 
-double SumInOrder(const float* values, size_t count) {
+double SumInOrder(std::span<const float> values) {
+  const size_t count = values.size();
   double lanes[kLanes] = {};
   size_t i = 0;
   for (; i + kLanes <= count; i += kLanes) {
@@ -56,19 +60,31 @@ double SumInOrder(const float* values, size_t count) {
          ((lanes[2] + lanes[6]) + (lanes[3] + lanes[7]));
 }
 
-// The largest value; NaN or +inf anywhere gives +inf.
-float MaxOrInf(std::span<const float> values) {
-  // Order-preserving map of float32 to int32, with everything above FLT_MAX (NaN of either sign
-  // too) on +inf; integers again for the vectoriser.
-  constexpr int32_t kInf = std::bit_cast<int32_t>(std::numeric_limits<float>::infinity());
-  int32_t largest = std::numeric_limits<int32_t>::min();
-  for (const float value : values) {
-    const int32_t bits = std::bit_cast<int32_t>(value);
-    const int32_t magnitude = bits & 0x7FFFFFFF;
-    const int32_t ordered = magnitude > kInf ? kInf : bits < 0 ? -magnitude : magnitude;
-    largest = ordered > largest ? ordered : largest;
-  }
-  return largest < 0 ? -std::bit_cast<float>(-largest) : std::bit_cast<float>(largest);
+// A token that cannot be drawn.
+constexpr float kNever = -std::numeric_limits<float>::infinity();
+
+std::span<const float> BlockOf(std::span<const float> row, size_t block) {
+  const size_t begin = block * kBlock;
+  return row.subspan(begin, std::min(kBlock, row.size() - begin));
+}
+
+// ATen has no such kernel.
+auto LogitStatistics() {
+  const auto own = kernels::GetCpuKernels().logit_statistics;
+  return own != nullptr ? own : kernels::kPortableKernels.logit_statistics;
+}
+
+bool CutsByCount(const SamplingParams& params, size_t vocabulary) {
+  return params.top_k > 0 && static_cast<size_t>(params.top_k) < vocabulary;
+}
+
+absl::Status CheckProposal(const DraftProposal& draft, size_t vocabulary) {
+  const bool known = draft.token >= 0 && static_cast<size_t>(draft.token) < vocabulary;
+  const size_t size = draft.distribution.size();
+  if (known && (size == 0 || size == vocabulary)) return absl::OkStatus();
+  return absl::InvalidArgumentError(absl::StrCat("a draft of token id ", draft.token,
+                                                 " with a distribution over ", size,
+                                                 " tokens does not fit ", vocabulary, " logits"));
 }
 
 inline int Bucket(float scaled) {
@@ -79,34 +95,62 @@ inline int Bucket(float scaled) {
 }  // namespace
 
 absl::Status TandemSampler::Prepare(std::span<const float> logits, double temperature) {
-  const float divisor = temperature == 0.0 ? 1.0f : static_cast<float>(temperature);
-  const float largest = MaxOrInf(logits);
-  if (!(std::fabs(largest) <= FLT_MAX)) {
+  scale_ = temperature == 0.0 ? 1.0f : 1.0f / static_cast<float>(temperature);
+  const size_t size = logits.size(), blocks = (size + kBlock - 1) / kBlock;
+  block_max_.resize(blocks);
+  block_sum_.resize(blocks);
+  block_weighted_.resize(blocks);
+  const auto broken = [] {
     return absl::InternalError(
         "the model gave a row of logits with NaN or infinity: its weights are probably broken");
+  };
+  const auto statistics = LogitStatistics();
+  for (size_t b = 0; b < blocks; ++b) {
+    const std::span<const float> block = BlockOf(logits, b);
+    statistics({block.data(), &scale_, 1, static_cast<int64_t>(block.size()), &block_max_[b],
+                &block_sum_[b], &block_weighted_[b]});
+    if (block_max_[b] == kNever) {  // then the sum is NaN
+      if (!std::ranges::all_of(block, [](float x) { return x == kNever; })) return broken();
+      block_sum_[b] = 0.0f;
+    }
   }
-  const size_t size = logits.size();
-  scaled_.resize(size);
-  weights_.resize(size);
-  block_sums_.resize((size + kBlock - 1) / kBlock);
-  float* const scaled = scaled_.data();
-  float* const weights = weights_.data();
-  for (size_t i = 0; i < size; ++i) {
-    scaled[i] = (logits[i] - largest) / divisor;
-    weights[i] = ExpNonPositive(scaled[i]);
-  }
-  argmax_ = static_cast<int32_t>(std::find(logits.begin(), logits.end(), largest) - logits.begin());
-  total_ = 0.0;
-  for (size_t b = 0; b < block_sums_.size(); ++b) {
-    total_ += SumBlock(b);
-  }
+  row_ = kernels::MergeBlocks(block_max_.data(), block_sum_.data(), block_weighted_.data(),
+                              static_cast<int64_t>(blocks), 1);
+  if (!std::isfinite(row_.max) || !std::isfinite(row_.sum)) return broken();
   return absl::OkStatus();
 }
 
-double TandemSampler::SumBlock(size_t b) {
-  const size_t begin = b * kBlock;
-  block_sums_[b] = SumInOrder(weights_.data() + begin, std::min(kBlock, weights_.size() - begin));
-  return block_sums_[b];
+// The lowest id among the largest logits.
+int32_t TandemSampler::Largest(std::span<const float> logits) const {
+  const size_t b = std::ranges::find(block_max_, row_.max) - block_max_.begin();
+  const std::span<const float> block = BlockOf(logits, b);
+  const auto found =
+      std::ranges::find_if(block, [&](float logit) { return Scaled(logit) == row_.max; });
+  return static_cast<int32_t>(b * kBlock + (found - block.begin()));
+}
+
+double TandemSampler::FillRow(std::span<const float> logits) {
+  const size_t size = logits.size();
+  const auto max = static_cast<float>(row_.max);
+  scaled_.resize(size);
+  weights_.resize(size);
+  block_sums_.resize(block_max_.size());
+  float* const scaled = scaled_.data();
+  float* const weights = weights_.data();
+  for (size_t i = 0; i < size; ++i) {
+    scaled[i] = Scaled(logits[i]) - max;
+    weights[i] = ExpNonPositive(scaled[i]);
+  }
+  return SumWeights();
+}
+
+double TandemSampler::SumWeights() {
+  double total = 0.0;
+  for (size_t b = 0; b < block_sums_.size(); ++b) {
+    block_sums_[b] = SumInOrder(BlockOf(weights_, b));
+    total += block_sums_[b];
+  }
+  return total;
 }
 
 TandemSampler::Border TandemSampler::FindBorder(Border within, int64_t count, double mass) {
@@ -145,27 +189,19 @@ TandemSampler::Border TandemSampler::FindBorder(Border within, int64_t count, do
 }
 
 double TandemSampler::Cut(Border border) {
-  const size_t size = weights_.size();
-  double kept = 0.0;
-  for (size_t b = 0; b < block_sums_.size(); ++b) {
-    const size_t begin = b * kBlock;
-    const size_t end = std::min(begin + kBlock, size);
-    for (size_t i = begin; i < end; ++i) {
-      const bool keep = scaled_[i] > border.scaled ||
-                        (scaled_[i] == border.scaled && static_cast<int32_t>(i) <= border.id);
-      weights_[i] = keep ? weights_[i] : 0.0f;
-    }
-    kept += SumBlock(b);
+  for (size_t i = 0; i < weights_.size(); ++i) {
+    const bool keep = scaled_[i] > border.scaled ||
+                      (scaled_[i] == border.scaled && static_cast<int32_t>(i) <= border.id);
+    weights_[i] = keep ? weights_[i] : 0.0f;
   }
-  return kept;
+  return SumWeights();
 }
 
-// The first token whose cumulative weight exceeds `target`; the last token with weight if rounding
-// keeps the sum below it.
-int32_t TandemSampler::Invert(double target) const {
+template <typename Weigh>
+int32_t TandemSampler::Invert(double target, const Weigh& weigh) {
   double before = 0.0;
   double sum = 0.0;
-  size_t chosen = block_sums_.size();
+  size_t chosen = 0;
   for (size_t b = 0; b < block_sums_.size(); ++b) {
     if (block_sums_[b] <= 0.0) continue;
     chosen = b;
@@ -173,9 +209,9 @@ int32_t TandemSampler::Invert(double target) const {
     sum += block_sums_[b];
     if (sum > target) break;
   }
-  if (chosen == block_sums_.size()) return argmax_;
   const size_t begin = chosen * kBlock;
   const size_t end = std::min(begin + kBlock, weights_.size());
+  weigh(begin, end);
   size_t last = begin;
   for (size_t i = begin; i < end; ++i) {
     if (weights_[i] <= 0.0f) continue;
@@ -186,72 +222,91 @@ int32_t TandemSampler::Invert(double target) const {
   return static_cast<int32_t>(last);
 }
 
-int32_t TandemSampler::AcceptOrReplace(const DraftProposal& proposal, double kept) {
-  const std::span<const float> q = proposal.distribution;
-  const auto draft = static_cast<size_t>(proposal.token);
-  const double of_draft = q.empty() ? kept : q[draft] * kept;
-  if (proposal.accept_u * of_draft < weights_[draft]) return proposal.token;
-  if (!q.empty()) {
-    for (size_t i = 0; i < weights_.size(); ++i) {
-      weights_[i] = static_cast<float>(std::max(0.0, weights_[i] - q[i] * kept));
+int32_t TandemSampler::InvertRow(double target) {
+  return Invert(target, [](size_t, size_t) {});
+}
+
+int32_t TandemSampler::DrawUncut(std::span<const float> logits, double u) {
+  const auto max = static_cast<float>(row_.max);
+  weights_.resize(logits.size());
+  block_sums_.resize(block_max_.size());
+  for (size_t b = 0; b < block_sums_.size(); ++b) {
+    const float below = block_max_[b] - max;
+    // No token of a block below that has a weight.
+    block_sums_[b] = below < kLowest ? 0.0 : std::exp(double{below}) * block_sum_[b];
+  }
+  return Invert(u * row_.sum, [&](size_t begin, size_t end) {
+    for (size_t i = begin; i < end; ++i) {
+      weights_[i] = ExpNonPositive(Scaled(logits[i]) - max);
+    }
+  });
+}
+
+double TandemSampler::FillCutRow(std::span<const float> logits, const SamplingParams& params,
+                                 float& log_keep_mass) {
+  const double total = FillRow(logits);
+  Border border = {kNever, std::numeric_limits<int32_t>::max()};  // everything
+  double kept = total;
+  if (CutsByCount(params, logits.size())) {
+    border = FindBorder(border, params.top_k, 0.0);
+    kept = Cut(border);
+  }
+  if (params.top_p < 1.0) {
+    border = FindBorder(border, 0, params.top_p * kept);
+    kept = Cut(border);
+  }
+  if (params.min_p > 0.0) {
+    const Border floor = {static_cast<float>(std::log(params.min_p)),
+                          std::numeric_limits<int32_t>::max()};
+    if (floor.scaled > border.scaled) {
+      border = floor;
+      kept = Cut(border);
     }
   }
-  weights_[draft] = 0.0f;
-  double residual = 0.0;
-  for (size_t b = 0; b < block_sums_.size(); ++b) residual += SumBlock(b);
-  // Nothing is left where p and q are equal but for their rounding: then p / q is 1.
-  return residual > 0.0 ? Invert(proposal.residual_u * residual) : proposal.token;
+  // Equal sums mean that nothing with weight was cut.
+  log_keep_mass = kept == total ? 0.0f : static_cast<float>(std::log(kept / total));
+  return kept;
+}
+
+int32_t TandemSampler::AcceptOrReplace(const DraftProposal& draft, double kept) {
+  const std::span<const float> q = draft.distribution;
+  const auto id = static_cast<size_t>(draft.token);
+  const double q_of_draft = q.empty() ? 1.0 : q[id];
+  if (draft.accept_u * q_of_draft * kept < weights_[id]) return draft.token;
+  for (size_t i = 0; i < q.size(); ++i) {
+    weights_[i] = static_cast<float>(std::max(0.0, weights_[i] - q[i] * kept));
+  }
+  weights_[id] = 0.0f;
+  const double residual = SumWeights();
+  // Rounding alone rejects a draft where p and q are equal; nothing is left then.
+  return residual > 0.0 ? InvertRow(draft.residual_u * residual) : draft.token;
 }
 
 absl::StatusOr<SampledToken> TandemSampler::Sample(std::span<const float> logits,
                                                    const SamplingParams& params, double u,
-                                                   const DraftProposal& proposal,
+                                                   const DraftProposal& draft,
                                                    std::vector<float>* distribution) {
-  const bool has_draft = proposal.token != DraftProposal::kNone;
-  if (has_draft && (proposal.token < 0 || static_cast<size_t>(proposal.token) >= logits.size() ||
-                    (!proposal.distribution.empty() &&
-                     proposal.distribution.size() != logits.size()))) {
-    return absl::InvalidArgumentError(absl::StrCat(
-        "a draft of token id ", proposal.token, " with a distribution of ",
-        proposal.distribution.size(), " does not fit a row of ", logits.size(), " logits"));
+  if (draft.token != DraftProposal::kNone) {
+    TANDEM_RETURN_IF_ERROR(CheckProposal(draft, logits.size()));
   }
-  if (absl::Status status = Prepare(logits, params.temperature); !status.ok()) return status;
-  const double total = total_;
+  TANDEM_RETURN_IF_ERROR(Prepare(logits, params.temperature));
+  const bool cuts = CutsByCount(params, logits.size()) || params.top_p < 1.0 || params.min_p > 0.0;
   SampledToken result;
   if (params.temperature == 0.0) {
-    result.token = argmax_;
+    result.token = Largest(logits);
+  } else if (!cuts && draft.token == DraftProposal::kNone && distribution == nullptr) {
+    result.token = DrawUncut(logits, u);
   } else {
-    constexpr float kLowest = -std::numeric_limits<float>::infinity();
-    const Border everything = {kLowest, std::numeric_limits<int32_t>::max()};
-    Border border = everything;
-    double kept = total;
-    if (params.top_k > 0 && static_cast<size_t>(params.top_k) < logits.size()) {
-      border = FindBorder(border, params.top_k, 0.0);
-      kept = Cut(border);
-    }
-    if (params.top_p < 1.0) {
-      border = FindBorder(border, 0, params.top_p * kept);
-      kept = Cut(border);
-    }
-    if (params.min_p > 0.0) {
-      const Border floor = {static_cast<float>(std::log(params.min_p)),
-                            std::numeric_limits<int32_t>::max()};
-      if (floor.scaled > border.scaled) {
-        border = floor;
-        kept = Cut(border);
-      }
-    }
+    const double kept = FillCutRow(logits, params, result.log_keep_mass);
     if (distribution != nullptr) {
       distribution->resize(weights_.size());
-      for (size_t i = 0; i < weights_.size(); ++i) {
-        (*distribution)[i] = static_cast<float>(weights_[i] / kept);
-      }
+      std::ranges::transform(weights_, distribution->begin(),
+                             [kept](float weight) { return static_cast<float>(weight / kept); });
     }
-    result.token = has_draft ? AcceptOrReplace(proposal, kept) : Invert(u * kept);
-    // Equal sums mean that nothing with weight was cut.
-    result.log_keep_mass = kept == total ? 0.0f : static_cast<float>(std::log(kept / total));
+    result.token =
+        draft.token == DraftProposal::kNone ? InvertRow(u * kept) : AcceptOrReplace(draft, kept);
   }
-  result.logprob = static_cast<float>(scaled_[result.token] - std::log(total));
+  result.logprob = LogProb(logits[result.token]);
   return result;
 }
 
@@ -262,7 +317,11 @@ absl::StatusOr<float> TandemSampler::TokenLogProb(std::span<const float> logits,
         absl::StrCat("token id ", token, " is outside the row of ", logits.size(), " logits"));
   }
   if (absl::Status status = Prepare(logits, temperature); !status.ok()) return status;
-  return static_cast<float>(scaled_[token] - std::log(total_));
+  return LogProb(logits[token]);
+}
+
+float TandemSampler::LogProb(float logit) const {
+  return static_cast<float>(kernels::LogProb(Scaled(logit), row_));
 }
 
 }  // namespace tandem

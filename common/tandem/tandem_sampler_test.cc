@@ -84,7 +84,8 @@ TEST(TandemSamplerTest, AgreesWithTheDefinition) {
   int compared = 0;
   for (const SamplingParams& params : cases) {
     for (uint32_t row = 0; row < 60; ++row) {
-      const auto logits = RandomLogits(row % 2 ? 1777 : 31, row);
+      constexpr size_t kSizes[] = {31, 1777, 5000};  // the last one has three blocks
+      const auto logits = RandomLogits(kSizes[row % 3], row);
       const double u = Uniform(1, 2, row, RandomPurpose::kToken);
       const auto result = sampler.Sample(logits, params, u);
       ASSERT_TRUE(result.ok());
@@ -139,13 +140,15 @@ TEST(TandemSamplerTest, TopPActsOnWhatTopKLeft) {
 
 TEST(TandemSamplerTest, ImpossibleTokensAreNeverDrawn) {
   TandemSampler sampler;
-  std::vector<float> logits(600, -std::numeric_limits<float>::infinity());
-  logits[77] = 1.0f;
-  logits[550] = 1.0f;
-  EXPECT_EQ(sampler.Sample(logits, {}, 0.0)->token, 77);
-  EXPECT_EQ(sampler.Sample(logits, {}, 0.5)->token, 550);
-  EXPECT_EQ(sampler.Sample(logits, {}, std::nextafter(1.0, 0.0))->token, 550);
-  EXPECT_EQ(sampler.Sample(logits, {.top_k = 5, .top_p = 0.9}, 0.9999)->token, 550);
+  // The first and the third of four blocks hold no token that can be drawn.
+  std::vector<float> logits(7000, -std::numeric_limits<float>::infinity());
+  logits[2077] = 1.0f;
+  logits[6550] = 1.0f;
+  logits[6551] = -200.0f;
+  EXPECT_EQ(sampler.Sample(logits, {}, 0.0)->token, 2077);
+  EXPECT_EQ(sampler.Sample(logits, {}, 0.5)->token, 6550);
+  EXPECT_EQ(sampler.Sample(logits, {}, std::nextafter(1.0, 0.0))->token, 6550);
+  EXPECT_EQ(sampler.Sample(logits, {.top_k = 5, .top_p = 0.9}, 0.9999)->token, 6550);
 }
 
 TEST(TandemSamplerTest, FrequenciesFollowTheDistribution) {
@@ -167,7 +170,13 @@ TEST(TandemSamplerTest, BrokenRowsAreErrors) {
     logits[63] = bad;
     EXPECT_EQ(sampler.Sample(logits, {}, 0.5).status().code(), absl::StatusCode::kInternal);
   }
-  const std::vector<float> none(4, -std::numeric_limits<float>::infinity());
+  std::vector<float> none(4, -std::numeric_limits<float>::infinity());
+  EXPECT_EQ(sampler.Sample(none, {}, 0.5).status().code(), absl::StatusCode::kInternal);
+  // A NaN in a block without any other token.
+  none.resize(3000, 1.0f);
+  std::fill(none.begin(), none.begin() + 2048, -std::numeric_limits<float>::infinity());
+  EXPECT_TRUE(sampler.Sample(none, {}, 0.5).ok());
+  none[5] = std::numeric_limits<float>::quiet_NaN();
   EXPECT_EQ(sampler.Sample(none, {}, 0.5).status().code(), absl::StatusCode::kInternal);
 }
 

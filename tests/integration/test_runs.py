@@ -330,3 +330,24 @@ def test_a_dry_run_names_the_mistakes_that_servers_find(
     with pytest.raises(ConfigError, match=says), Session(config, dry_run=True):
         pass
     assert not (tmp_path / "cluster").exists()
+
+
+def test_a_run_with_drafts_has_the_bits_of_one_without(fresh_pair, models, tmp_path):
+    def trajectories(name):
+        files = sorted((tmp_path / name / "run" / "trajectories").glob("*.jsonl"))
+        return [file.read_bytes() for file in files]
+
+    plain = run_on(fresh_pair, models, tmp_path / "plain")
+    server = fresh_pair.rollouts[0]
+    count = "tandem_draft_tokens_total"
+
+    def drafts():
+        lines = harness.metrics_text(server).splitlines()
+        return sum(float(line.split()[-1]) for line in lines if line.startswith(f"{count}{{"))
+
+    for method in ("ngram", "junior"):
+        before = drafts()
+        speculative = {"method": method, "prompt_lookup_min": 1}
+        assert run_on(fresh_pair, models, tmp_path / method, speculative=speculative) == plain
+        assert trajectories(method) == trajectories("plain") != []
+        assert drafts() > before

@@ -38,6 +38,8 @@ NOT_PROVOKED = {
 # Panels of servers with TLS: test_secured.py looks at them.
 WITH_TLS = {"Time until certificates expire"}
 TANDEM = harness.TANDEM["word"]
+# The same trajectories are trained on, two steps a second, until the alerts have fired.
+MAX_STALENESS = 1000
 
 
 @dataclasses.dataclass
@@ -182,7 +184,7 @@ def provoked(watched: Watched) -> Watched:
                 run_id="faults",
                 step=next(number),
                 expected_version=trainer.info().server.weights.version,
-                objective={"max_staleness": 100, **objective},
+                objective={"max_staleness": MAX_STALENESS, **objective},
             ).report
 
         groups = rollout.generate(

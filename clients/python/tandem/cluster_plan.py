@@ -9,7 +9,13 @@ from typing import Any
 
 from tandem.certs import CertificateDirectory
 from tandem.errors import ConfigError
-from tandem.settings import ClusterSettings, EvalMode, Purpose, RunSettings
+from tandem.settings import (
+    ClusterSettings,
+    EvalMode,
+    Purpose,
+    RunSettings,
+    SpeculativeSettings,
+)
 
 
 @dataclass(frozen=True)
@@ -44,7 +50,8 @@ def uses_of(settings: RunSettings, purpose: Purpose) -> Uses:
         critic=trains and objective.advantage_estimator == "gae",
         junior=(trains and settings.tandem.enabled)
         or kl_to == "junior"
-        or any(mode != "solo" for mode in modes),
+        or any(mode != "solo" for mode in modes)
+        or any(drafts.method == "junior" for drafts in drafts_in(settings, purpose).values()),
         reference=kl_to == "trainer",
         trainer_junior=junior_kl and objective.junior_kl_kind != "forward_sampled",
     )
@@ -53,6 +60,15 @@ def uses_of(settings: RunSettings, purpose: Purpose) -> Uses:
 def modes_in(settings: RunSettings, purpose: Purpose) -> list[EvalMode]:
     """Returns the evaluations that are made on the way; none in a run without `eval.every`."""
     return settings.eval.modes if purpose == "eval" or settings.eval.every else []
+
+
+def drafts_in(settings: RunSettings, purpose: Purpose) -> dict[str, SpeculativeSettings]:
+    """Returns the drafts that a run asks for, by the field of the section."""
+    drafts = {"speculative": settings.speculative} if purpose == "train" else {}
+    if modes_in(settings, purpose):
+        field = "speculative" if settings.eval.speculative is None else "eval.speculative"
+        drafts[field] = settings.eval_speculative
+    return drafts
 
 
 def planned(cluster: ClusterSettings, uses: Uses = Uses()) -> ClusterSettings:

@@ -91,6 +91,7 @@ def check_cluster(
                 RolloutFacts(
                     f"cluster.{one.field}",
                     bool(one.config["junior_model"]),
+                    bool(one.config.get("senior_speculator")),
                     one.config["max_queue"],
                     one.config.get("tandem", {}),
                 )

@@ -163,6 +163,7 @@ def step_prompt(session: Session, example: Example, step: int, index: int) -> Pr
         sampling=session.sampling,
         tandem=given(settings.tandem),
         return_other_logprobs=settings.return_other_logprobs,
+        speculative=settings.speculative.fields(),
     )
 
 

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from tandem.cluster_plan import modes_in
+from tandem.cluster_plan import drafts_in, modes_in
 from tandem.data import Dataset
 from tandem.errors import ConfigError, ProblemsError, RpcError, TandemError
 from tandem.rollout.v1 import rollout_pb2
@@ -56,11 +56,13 @@ class RolloutFacts:
 
     Attributes:
         whose: the server's name in an error message.
+        has_speculator: whether it has a `senior_speculator`.
         tandem: the server's defaults, the fields of TandemConfig.
     """
 
     whose: str
     has_junior: bool
+    has_speculator: bool
     max_queue: int
     tandem: Mapping[str, Any]
 
@@ -108,6 +110,9 @@ def check_servers(
     for rollout in servers.rollouts:
         with problems.collect():
             check_junior(modes_in(settings, purpose), rollout.has_junior, rollout.whose)
+        for field, drafts in drafts_in(settings, purpose).items():
+            with problems.collect():
+                _check_drafts(f"{field}.method: {drafts.method}", drafts.method, rollout)
         if purpose != "train":
             continue
         if settings.tandem.enabled:
@@ -348,6 +353,17 @@ def require_junior(field: str, has_junior: bool, whose: str, or_else: str = "") 
         raise ConfigError(
             f"{field}: {whose} has no junior",
             hint=f"junior_model among a rollout server's settings names one{or_else}",
+        )
+
+
+def _check_drafts(field: str, method: str, rollout: RolloutFacts) -> None:
+    """Raises ConfigError for drafts from a model that the rollout server does not have."""
+    if method == "junior":
+        require_junior(field, rollout.has_junior, rollout.whose)
+    if method == "heads" and not rollout.has_speculator:
+        raise ConfigError(
+            f"{field}: {rollout.whose} has no speculator",
+            hint="senior_speculator among a rollout server's settings names one",
         )
 
 

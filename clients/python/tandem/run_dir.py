@@ -75,6 +75,7 @@ RESUMABLE = (
     "eval",
     "start_from",
     "trackers",
+    "speculative",
     "reward.python_path",
     "reward.executor",
     "reward.workers",

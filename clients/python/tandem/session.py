@@ -611,7 +611,13 @@ class Session:
             lengths.append(self.reference.model.max_model_len)
         self.longest_sequence = min(lengths)
         facts = [
-            RolloutFacts(whose, info.HasField("junior"), info.max_queue, tandem_record(info.tandem))
+            RolloutFacts(
+                whose,
+                info.HasField("junior"),
+                info.speculator_heads > 0,
+                info.max_queue,
+                tandem_record(info.tandem),
+            )
             for whose, info in named.items()
         ]
         if self.purpose == "train" and self.settings.start_from in (None, "base"):

@@ -322,6 +322,32 @@ class TandemSettings(Settings):
     boundary_token_ids: list[TokenId] = []
 
 
+class SpeculativeSettings(Settings):
+    """Fields of SpeculativeConfig, with its defaults. Drafts change the speed alone."""
+
+    # ngram: what followed the last tokens earlier. junior: the junior drafts the senior's tokens.
+    # heads: those of the rollout servers' senior_speculator.
+    method: Literal["none", "ngram", "junior", "heads"] = "none"
+    # Most drafts of a pass.
+    num_speculative_tokens: int = Field(5, ge=1, le=15)
+    # Fewest and most last tokens that ngram looks for.
+    prompt_lookup_min: int = Field(2, ge=1, le=16)
+    prompt_lookup_max: int = Field(4, ge=1, le=16)
+
+    @model_validator(mode="after")
+    def _lookups_in_order(self) -> SpeculativeSettings:
+        if self.prompt_lookup_min > self.prompt_lookup_max:
+            raise ValueError(
+                f"prompt_lookup_min: {self.prompt_lookup_min} is above prompt_lookup_max, "
+                f"{self.prompt_lookup_max}"
+            )
+        return self
+
+    def fields(self) -> dict[str, Any]:
+        """Returns the fields of SpeculativeConfig for a prompt; none without drafts."""
+        return {} if self.method == "none" else self.model_dump()
+
+
 def _objective_settings() -> type[Settings]:
     """Returns the section whose fields are those of PolicyObjective, with the contract's types."""
     types: dict[int, Any] = {
@@ -431,6 +457,8 @@ class EvalSettings(Settings):
     max_tokens: Count | None = None
     # Steps between evaluations during training. 0: none.
     every: int = Field(0, ge=0)
+    # Drafts of the answers. Not set: those of the run's `speculative`.
+    speculative: SpeculativeSettings | None = None
 
     @model_validator(mode="after")
     def _k_fits(self) -> EvalSettings:
@@ -536,6 +564,8 @@ class RunSettings(Settings):
     batch: BatchSettings = BatchSettings()
     sampling: SamplingSettings = SamplingSettings()
     tandem: TandemSettings = TandemSettings()
+    # Drafts of the responses, which are the same with them and without.
+    speculative: SpeculativeSettings = SpeculativeSettings()
     objective: ObjectiveSettings = ObjectiveSettings()
     # The reference of the KL of objective.kl_coefficient. trainer: the trainer's reference_model.
     # junior: the frozen junior of the rollout servers. HOST:PORT: the senior of a rollout server
@@ -587,6 +617,11 @@ class RunSettings(Settings):
     def reference_address(self) -> str | None:
         """The address of the rollout server that is the reference, if one is."""
         return self.reference if ":" in self.reference else None
+
+    @property
+    def eval_speculative(self) -> SpeculativeSettings:
+        """The drafts of evaluations: their own, else the run's."""
+        return self.eval.speculative or self.speculative
 
     def policy_objective(self) -> dict[str, Any]:
         """Returns the fields of PolicyObjective that a run sends with its steps."""

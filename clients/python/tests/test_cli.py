@@ -133,6 +133,14 @@ def test_generate_separates_responses_and_passes_its_options_on(address, run_fil
     assert [sampling[key] for key in ("top_p", "top_k", "min_p")] == [0.5, 7, 0.25]
     done = tandem("generate", "w1", *common, "--strategy", "chnk", check=2)
     assert done.stderr.startswith("tandem: --strategy: 'chnk' is none of bernoulli, chunk,")
+    drafted = tandem("generate", "w1", *common, *options, "--speculative", "ngram")
+    assert json.loads(drafted.stdout) == record
+    done = tandem("generate", "w1", *common, "--speculative", "eagle", check=2)
+    assert done.stderr.startswith("tandem: --speculative: 'eagle' is none of none, ngram,")
+    for method, says in (("eagle", "'eagle' is none of"), ("heads", "heads: the rollout server")):
+        where = ["--rollout", address, "--tokenizer", tmp_path / "model"]
+        done = tandem("serve-openai", *where, "--speculative", method, check=2)
+        assert done.stderr.startswith(f"tandem: --speculative: {says}")
     done = tandem("generate", "w1", *common, "--max-tokens", 200)
     assert done.stderr == (
         "warning: --max-tokens 200: the server's max_model_len of 128 leaves 127 tokens after a "

@@ -5,9 +5,10 @@ from types import SimpleNamespace
 import pytest
 
 from tandem.data import Example
-from tandem.groups import draw_groups
+from tandem.groups import draw_groups, step_prompt
 from tandem.metrics import StepClock, step_line
 from tandem.rewards import Judged
+from tandem.rollout.v1 import rollout_pb2
 from tandem.schedule import prompt_seed
 from tandem.settings import DataSettings, RunSettings
 from tandem.types.v1.trajectory_pb2 import Trajectory
@@ -145,3 +146,12 @@ def test_a_punishment_alone_makes_no_group_differ():
     drawn = drawing(lambda n: (1.0, 1.0), most=1, lengths=lambda n: (6, 10), **OVERLONG).draw()
     assert drawn.groups[0].shaped_rewards == [1.0, 0.0]
     assert drawn.kept == []
+
+
+def test_prompts_ask_for_the_drafts_of_the_run():
+    drawing = Drawing(by_thirds, speculative={"method": "ngram", "prompt_lookup_min": 1})
+    prompt = step_prompt(drawing, Example({}, "7", [7]), 1, 0).message()
+    assert prompt.speculative.method == rollout_pb2.SPECULATIVE_METHOD_NGRAM
+    assert prompt.speculative.prompt_lookup_min == 1
+    plain = step_prompt(Drawing(by_thirds), Example({}, "7", [7]), 1, 0).message()
+    assert plain.speculative == rollout_pb2.SpeculativeConfig()

@@ -30,6 +30,7 @@ from tandem.openai_server.errors import HTTP_STATUS, error_headers, error_object
 from tandem.openai_server.fields import REFUSED
 from tandem.renamed import NEW_NAMES
 from tandem.requests import Prompt
+from tandem.rollout.v1 import rollout_pb2
 from tandem.schedule import prompt_seed
 from tandem.text import TextCodec
 from tandem.types.v1 import trajectory_pb2
@@ -543,3 +544,12 @@ def test_tokens_that_no_event_told_come_with_the_end(codec):
     choice.add([2])
     choice.finish(trajectory_pb2.Trajectory(response_token_ids=[2, 3, 0], finish_reason=1))
     assert (choice.text, choice.finish_reason, choice.ids) == ("w2w3", "stop", [2, 3, 0])
+
+
+def test_all_responses_have_the_drafts_of_the_server(address, codec, world):
+    asked = []
+    world.on_prompt = lambda prompt: asked.append(prompt.speculative.method)
+    settings = Settings(address, codec, "senior", max_model_len=128, speculative="ngram")
+    with TestClient(application(settings)) as http:
+        assert complete(http).status_code == 200
+    assert asked == [rollout_pb2.SPECULATIVE_METHOD_NGRAM]

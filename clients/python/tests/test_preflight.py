@@ -590,3 +590,25 @@ def test_a_dry_run_shows_the_defaults_of_the_servers(run_file, cluster, tmp_path
     shown = yaml.safe_load(tandem("train", run_file, "--dry-run").stdout)
     assert "cluster" not in shown
     assert shown["servers"]["trainer"].startswith("127.0.0.1:")
+
+
+@pytest.mark.parametrize(
+    ("field", "overrides"),
+    [
+        ("speculative", []),
+        ("eval.speculative", ["eval.every=2"]),
+    ],
+)
+def test_drafts_of_a_model_that_no_server_has_are_refused(load, world, cluster, field, overrides):
+    world.has_junior = False
+    overrides = [*overrides, "tandem.enabled=false"]
+    address = load().servers.rollout[0]
+    for method, lacks in (("junior", "junior"), ("heads", "speculator")):
+        asked = f"{field}.method={method}"
+        said = problems(load(*overrides, asked))
+        assert said == f"{field}.method: {method}: the rollout server at {address} has no {lacks}"
+    alone = [cluster, "cluster.rollout.junior_model=''", *overrides]
+    said = problems(load(*alone, f"{field}.method=heads"))
+    assert said == f"{field}.method: heads: cluster.rollout has no speculator"
+    with Session(load(*overrides, f"{field}.method=ngram")):
+        pass

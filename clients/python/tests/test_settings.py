@@ -9,6 +9,7 @@ from tandem import config_values, settings
 from tandem.credentials import FIELDS
 from tandem.errors import ConfigError
 from tandem.renamed import NEW_NAMES
+from tandem.rollout.v1.rollout_pb2 import SpeculativeConfig
 from tandem.settings import ClusterSettings, RunSettings
 from tandem.settings_errors import sections_in
 from tandem.trainer.v1.objective_pb2 import PolicyObjective
@@ -285,6 +286,7 @@ MESSAGES = {
     settings.SamplingSettings: SamplingParams,
     settings.TandemSettings: TandemConfig,
     settings.ObjectiveSettings: PolicyObjective,
+    settings.SpeculativeSettings: SpeculativeConfig,
 }
 
 
@@ -443,3 +445,11 @@ def test_paths_of_reward_functions_start_at_the_run_file(file):
         "exact_match",
     ]
     assert config.rewards[1].python_path == file.parent
+
+
+def test_the_lookups_of_drafts_are_in_order(file):
+    with pytest.raises(ConfigError, match="speculative: prompt_lookup_min: 5 is above"):
+        load(file, "speculative.prompt_lookup_min=5")
+    run = load(file, "speculative.method=ngram", "eval.speculative.method=none")
+    assert run.speculative.fields()["method"] == "ngram"
+    assert run.eval_speculative.fields() == {}

@@ -4,7 +4,7 @@
 // logits. By the exact rule the token depends on the position's own random number alone: so a
 // response is the same, to the bit, whatever the drafts are; they only decide how many tokens a
 // pass writes (docs/adr/0047). By rejection sampling the draw prefers the draft, and the
-// distribution of responses alone is the same (docs/adr/0050).
+// distribution of responses alone is the same (docs/adr/0051).
 #ifndef TANDEM_SERVICES_ROLLOUT_ENGINE_DRAFTER_H_
 #define TANDEM_SERVICES_ROLLOUT_ENGINE_DRAFTER_H_
 

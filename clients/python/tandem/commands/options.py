@@ -33,3 +33,12 @@ RolloutAddress = Annotated[
 TokenizerOption = Annotated[
     Path | None, typer.Option(help="Directory with tokenizer.json. Default: the server's model.")
 ]
+
+SpeculativeOption = Annotated[
+    str | None,
+    typer.Option(
+        help="Source of drafts: none, ngram, junior or heads. Responses are the same; they may be "
+        "written faster. Default: none.",
+        metavar="METHOD",
+    ),
+]

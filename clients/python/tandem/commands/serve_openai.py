@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import socket
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from tandem.command_line import JsonFlag, command
-from tandem.commands.options import RolloutAddress, TokenizerOption
+from tandem.commands.options import RolloutAddress, SpeculativeOption, TokenizerOption
 from tandem.credentials import (
     NO_CREDENTIALS,
     Credentials,
@@ -19,6 +19,9 @@ from tandem.credentials import (
 )
 from tandem.errors import ConfigError, CredentialsError
 from tandem.render import Output
+
+if TYPE_CHECKING:
+    from tandem.rollout.v1 import rollout_pb2
 
 
 @command()
@@ -43,6 +46,7 @@ def serve_openai(
         bool,
         typer.Option("--tandem", help="Let the junior write too where a request does not say."),
     ] = False,
+    speculative: SpeculativeOption = None,
     api_key_file: Annotated[
         Path | None,
         typer.Option(
@@ -92,12 +96,14 @@ def serve_openai(
     with connect(RolloutClient, rollout, "--rollout", credentials) as client:
         info = client.info()
         served = info.server.model
+        _check_drafts(speculative, info)
         settings = Settings(
             address=client.address,
             codec=codec_of(client, tokenizer),
             model=model_name or Path(served.path).name,
-            max_model_len=longest_sequence(info, junior=tandem),
+            max_model_len=longest_sequence(info, junior=tandem or speculative == "junior"),
             tandem=tandem,
+            speculative=speculative,
             credentials=client.credentials,
             api_keys=keys,
         )
@@ -116,6 +122,23 @@ def serve_openai(
         **https,
     )
     uvicorn.Server(config).run(sockets=[listener])
+
+
+def _check_drafts(method: str | None, info: rollout_pb2.GetServerInfoResponse) -> None:
+    """Raises ConfigError for drafts of an unknown kind, or that the rollout server cannot make."""
+    from tandem.rollout.v1 import rollout_pb2
+    from tandem.wire import enum_names
+
+    methods = enum_names(rollout_pb2.SpeculativeMethod.DESCRIPTOR)
+    if method is not None and method not in methods:
+        raise ConfigError(f"--speculative: {method!r} is none of {', '.join(methods)}")
+    if method == "junior" and not info.HasField("junior"):
+        raise ConfigError("--speculative: junior: the rollout server has no junior")
+    if method == "heads" and not info.speculator_heads:
+        raise ConfigError(
+            "--speculative: heads: the rollout server has no speculator",
+            hint="senior_speculator among its settings names one",
+        )
 
 
 def _https(certificate: Path | None, key: Path | None) -> dict[str, Path]:

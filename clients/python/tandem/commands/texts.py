@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from tandem.command_line import JsonFlag, command
-from tandem.commands.options import RolloutAddress, TokenizerOption
+from tandem.commands.options import RolloutAddress, SpeculativeOption, TokenizerOption
 from tandem.credentials import NO_CREDENTIALS, Credentials
 from tandem.errors import ConfigError, RpcError
 from tandem.render import Output, ResponsePrinter
@@ -23,7 +23,12 @@ if TYPE_CHECKING:
     from tandem.text import TextCodec
 
 # The option for a field of the contract, where the two have different names.
-_OPTIONS = {"selection_strategy": "strategy", "stop_token_ids": "stop", "enabled": "solo"}
+_OPTIONS = {
+    "selection_strategy": "strategy",
+    "stop_token_ids": "stop",
+    "enabled": "solo",
+    "method": "speculative",
+}
 
 
 @command()
@@ -71,6 +76,7 @@ def generate(
         int | None, typer.Option(min=1, help="Tokens in a chunk (strategy chunk).")
     ] = None,
     solo: Annotated[bool, typer.Option("--solo", help="Let the senior answer alone.")] = False,
+    speculative: SpeculativeOption = None,
     stream: Annotated[
         bool | None,
         typer.Option(
@@ -121,12 +127,15 @@ def generate(
                 sampling=sampling,
                 tandem=tandem,
                 return_other_logprobs=as_json and not solo,
+                speculative={"method": speculative},
                 stream_tokens=output.console.is_terminal if stream is None else stream,
                 request_id=f"prompt-{index}",
             )
             for index, text in enumerate(prompt)
         ]
-        _note_room(output, prompts, max_tokens, longest_sequence(client.info(), junior=not solo))
+        # The junior reads the prompt to write, and to draft.
+        reads = not solo or speculative == "junior"
+        _note_room(output, prompts, max_tokens, longest_sequence(client.info(), junior=reads))
         if not as_json:
             heads = {
                 (f"prompt-{index}", sample): _head(text, sample, samples)
@@ -196,7 +205,9 @@ def _named_by_option() -> Iterator[None]:
     try:
         yield
     except (ConfigError, RpcError) as error:
-        match = re.search(r"\b(?:sampling|tandem)\.(\w+)\S*: (.*)", error.message, re.DOTALL)
+        match = re.search(
+            r"\b(?:sampling|tandem|speculative)\.(\w+)\S*: (.*)", error.message, re.DOTALL
+        )
         if match is None:
             raise
         field, problem = match.groups()

@@ -111,6 +111,7 @@ def draw(
                 num_samples=settings.eval.samples,
                 sampling=sampling,
                 tandem=tandem,
+                speculative=settings.eval_speculative.fields(),
             )
             for index, example in enumerate(_examples(session))
         ],
