@@ -22,6 +22,10 @@ std::array<uint32_t, 4> Philox4x32(PhiloxCounter counter, PhiloxKey key);
 enum class RandomPurpose : uint32_t {
   kAuthor = 0,  // who writes token t
   kToken = 1,   // which token the author writes
+  // Rejection sampling alone (docs/adr/0051):
+  kDraft = 2,     // which token the junior drafts
+  kAccept = 3,    // whether a draft is accepted
+  kResidual = 4,  // which token replaces a rejected draft
 };
 
 // The uniform number in [0, 1) of response position `t` of one sample, with 53 random bits:

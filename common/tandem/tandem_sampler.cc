@@ -6,6 +6,7 @@
 #include <limits>
 
 #include "absl/strings/str_cat.h"
+#include "common/base/status_macros.h"
 #include "common/kernels/cpu/cpu_kernels.h"
 #include "common/kernels/cpu/instruction_sets.h"
 
@@ -73,6 +74,19 @@ auto LogitStatistics() {
   return own != nullptr ? own : kernels::kPortableKernels.logit_statistics;
 }
 
+bool CutsByCount(const SamplingParams& params, size_t vocabulary) {
+  return params.top_k > 0 && static_cast<size_t>(params.top_k) < vocabulary;
+}
+
+absl::Status CheckProposal(const DraftProposal& draft, size_t vocabulary) {
+  const bool known = draft.token >= 0 && static_cast<size_t>(draft.token) < vocabulary;
+  const size_t size = draft.distribution.size();
+  if (known && (size == 0 || size == vocabulary)) return absl::OkStatus();
+  return absl::InvalidArgumentError(absl::StrCat("a draft of token id ", draft.token,
+                                                 " with a distribution over ", size,
+                                                 " tokens does not fit ", vocabulary, " logits"));
+}
+
 inline int Bucket(float scaled) {
   const float place = -scaled * kBucketsPerNat;
   return place < kBuckets - 1 ? static_cast<int>(place) : kBuckets - 1;
@@ -127,6 +141,10 @@ double TandemSampler::FillRow(std::span<const float> logits) {
     scaled[i] = Scaled(logits[i]) - max;
     weights[i] = ExpNonPositive(scaled[i]);
   }
+  return SumWeights();
+}
+
+double TandemSampler::SumWeights() {
   double total = 0.0;
   for (size_t b = 0; b < block_sums_.size(); ++b) {
     block_sums_[b] = SumInOrder(BlockOf(weights_, b));
@@ -171,17 +189,12 @@ TandemSampler::Border TandemSampler::FindBorder(Border within, int64_t count, do
 }
 
 double TandemSampler::Cut(Border border) {
-  double kept = 0.0;
   for (size_t i = 0; i < weights_.size(); ++i) {
     const bool keep = scaled_[i] > border.scaled ||
                       (scaled_[i] == border.scaled && static_cast<int32_t>(i) <= border.id);
     weights_[i] = keep ? weights_[i] : 0.0f;
   }
-  for (size_t b = 0; b < block_sums_.size(); ++b) {
-    block_sums_[b] = SumInOrder(BlockOf(weights_, b));
-    kept += block_sums_[b];
-  }
-  return kept;
+  return SumWeights();
 }
 
 template <typename Weigh>
@@ -209,6 +222,10 @@ int32_t TandemSampler::Invert(double target, const Weigh& weigh) {
   return static_cast<int32_t>(last);
 }
 
+int32_t TandemSampler::InvertRow(double target) {
+  return Invert(target, [](size_t, size_t) {});
+}
+
 int32_t TandemSampler::DrawUncut(std::span<const float> logits, double u) {
   const auto max = static_cast<float>(row_.max);
   weights_.resize(logits.size());
@@ -225,12 +242,12 @@ int32_t TandemSampler::DrawUncut(std::span<const float> logits, double u) {
   });
 }
 
-int32_t TandemSampler::DrawCut(std::span<const float> logits, const SamplingParams& params,
-                               double u, float& log_keep_mass) {
+double TandemSampler::FillCutRow(std::span<const float> logits, const SamplingParams& params,
+                                 float& log_keep_mass) {
   const double total = FillRow(logits);
   Border border = {kNever, std::numeric_limits<int32_t>::max()};  // everything
   double kept = total;
-  if (params.top_k > 0 && static_cast<size_t>(params.top_k) < logits.size()) {
+  if (CutsByCount(params, logits.size())) {
     border = FindBorder(border, params.top_k, 0.0);
     kept = Cut(border);
   }
@@ -248,21 +265,46 @@ int32_t TandemSampler::DrawCut(std::span<const float> logits, const SamplingPara
   }
   // Equal sums mean that nothing with weight was cut.
   log_keep_mass = kept == total ? 0.0f : static_cast<float>(std::log(kept / total));
-  return Invert(u * kept, [](size_t, size_t) {});
+  return kept;
+}
+
+int32_t TandemSampler::AcceptOrReplace(const DraftProposal& draft, double kept) {
+  const std::span<const float> q = draft.distribution;
+  const auto id = static_cast<size_t>(draft.token);
+  const double q_of_draft = q.empty() ? 1.0 : q[id];
+  if (draft.accept_u * q_of_draft * kept < weights_[id]) return draft.token;
+  for (size_t i = 0; i < q.size(); ++i) {
+    weights_[i] = static_cast<float>(std::max(0.0, weights_[i] - q[i] * kept));
+  }
+  weights_[id] = 0.0f;
+  const double residual = SumWeights();
+  // Rounding alone rejects a draft where p and q are equal; nothing is left then.
+  return residual > 0.0 ? InvertRow(draft.residual_u * residual) : draft.token;
 }
 
 absl::StatusOr<SampledToken> TandemSampler::Sample(std::span<const float> logits,
-                                                   const SamplingParams& params, double u) {
-  if (absl::Status status = Prepare(logits, params.temperature); !status.ok()) return status;
-  const bool cuts = (params.top_k > 0 && static_cast<size_t>(params.top_k) < logits.size()) ||
-                    params.top_p < 1.0 || params.min_p > 0.0;
+                                                   const SamplingParams& params, double u,
+                                                   const DraftProposal& draft,
+                                                   std::vector<float>* distribution) {
+  if (draft.token != DraftProposal::kNone) {
+    TANDEM_RETURN_IF_ERROR(CheckProposal(draft, logits.size()));
+  }
+  TANDEM_RETURN_IF_ERROR(Prepare(logits, params.temperature));
+  const bool cuts = CutsByCount(params, logits.size()) || params.top_p < 1.0 || params.min_p > 0.0;
   SampledToken result;
   if (params.temperature == 0.0) {
     result.token = Largest(logits);
-  } else if (cuts) {
-    result.token = DrawCut(logits, params, u, result.log_keep_mass);
-  } else {
+  } else if (!cuts && draft.token == DraftProposal::kNone && distribution == nullptr) {
     result.token = DrawUncut(logits, u);
+  } else {
+    const double kept = FillCutRow(logits, params, result.log_keep_mass);
+    if (distribution != nullptr) {
+      distribution->resize(weights_.size());
+      std::ranges::transform(weights_, distribution->begin(),
+                             [kept](float weight) { return static_cast<float>(weight / kept); });
+    }
+    result.token =
+        draft.token == DraftProposal::kNone ? InvertRow(u * kept) : AcceptOrReplace(draft, kept);
   }
   result.logprob = LogProb(logits[result.token]);
   return result;

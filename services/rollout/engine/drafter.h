@@ -1,8 +1,10 @@
 // Drafts of one sequence: tokens that may come next, which a pass verifies all at once. No tensors.
 //
 // A draft is accepted if it equals the token that is drawn in its place, from the model's own
-// logits and with the position's own random number. So a response is the same, to the bit, whatever
-// the drafts are; they only decide how many tokens a pass writes (docs/adr/0047).
+// logits. By the exact rule the token depends on the position's own random number alone: so a
+// response is the same, to the bit, whatever the drafts are; they only decide how many tokens a
+// pass writes (docs/adr/0047). By rejection sampling the draw prefers the draft, and the
+// distribution of responses alone is the same (docs/adr/0051).
 #ifndef TANDEM_SERVICES_ROLLOUT_ENGINE_DRAFTER_H_
 #define TANDEM_SERVICES_ROLLOUT_ENGINE_DRAFTER_H_
 
@@ -36,6 +38,12 @@ using DrafterFactory = std::function<std::unique_ptr<Drafter>(const SpeculativeP
 // The DrafterFactory of a server.
 std::unique_ptr<Drafter> MakeDrafter(const SpeculativeParams& params);
 
+// A draft that the junior drew, for rejection sampling.
+struct SampledDraft {
+  int32_t token;
+  std::vector<float> distribution;  // that it was drawn from, after the cuts: [vocabulary]
+};
+
 // The drafts of a sequence, and the outcome of earlier ones.
 struct DraftState {
   DraftState(const SpeculativeParams& params, std::unique_ptr<Drafter> drafter)
@@ -49,6 +57,12 @@ struct DraftState {
   // because another author may write after the next draft.
   int64_t wanted = 0;
   bool closed = false;
+  // kJunior with rejection sampling: all drafts since the sequence's last token. Those behind
+  // `tokens` are not consumed, because another author may write behind them or there is no room;
+  // but the row before proposes the first of them, since leaving out drafts by what they are would
+  // change the distribution.
+  std::vector<SampledDraft> sampled;
+  std::vector<float> next_distribution;  // of the draft that a pass draws
   DraftCounts counts;
 };
 

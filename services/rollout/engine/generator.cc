@@ -5,7 +5,6 @@
 #include <span>
 #include <utility>
 
-#include "common/base/philox.h"
 #include "common/base/status_macros.h"
 #include "common/model/layer_cache.h"
 #include "common/tandem/tandem_sampler.h"
@@ -153,13 +152,12 @@ bool Generator::Step() {
 
 void Generator::AskForRows(Author lane, const PassEntry& entry) {
   const Sequence& sequence = *entry.sequence;
-  const PromptRequest& request = sequence.prompt->request;
+  const SamplingParams& sampling = sequence.prompt->request.sampling;
   for (int64_t position = entry.begin; position < entry.end; ++position) {
-    OutputRow row = {.index = position - entry.begin, .sampling = &request.sampling};
+    OutputRow row = {.index = position - entry.begin, .sampling = &sampling};
     if (position >= entry.end - entry.draws) {
-      row.u = Uniform(request.seed, sequence.sample_index,
-                      static_cast<uint32_t>(position + 1 - sequence.prompt_length()),
-                      RandomPurpose::kToken);
+      row.u = sequence.UniformAt(position + 1, RandomPurpose::kToken);
+      if (sequence.rejection_sampling()) ProposeDraft(entry, position + 1, row);
     } else if (sequence.NeedsOther(lane, position)) {
       row.token = sequence.tokens[position + 1];
     } else {
@@ -167,6 +165,26 @@ void Generator::AskForRows(Author lane, const PassEntry& entry) {
     }
     rows_.push_back(row);
   }
+}
+
+void Generator::ProposeDraft(const PassEntry& entry, int64_t position, OutputRow& row) {
+  const Sequence& sequence = *entry.sequence;
+  DraftState& drafts = *sequence.drafts;
+  if (entry.drafting) {
+    // Not the number of the token: what is drawn where a draft was left out must not depend on it.
+    row.u = sequence.UniformAt(position, RandomPurpose::kDraft);
+    row.distribution = &drafts.next_distribution;
+    return;
+  }
+  const int64_t index = position - sequence.length();
+  if (index < std::ssize(drafts.sampled)) {
+    row.proposal.token = drafts.sampled[index].token;
+    row.proposal.distribution = drafts.sampled[index].distribution;
+  } else if (index < std::ssize(drafts.tokens)) {
+    row.proposal.token = drafts.tokens[index];
+  }
+  row.proposal.accept_u = sequence.UniformAt(position, RandomPurpose::kAccept);
+  row.proposal.residual_u = sequence.UniformAt(position, RandomPurpose::kResidual);
 }
 
 std::span<const int32_t> Generator::TokensOf(const PassEntry& entry) {
@@ -270,6 +288,10 @@ void Generator::TakeDraft(Sequence& sequence, const absl::StatusOr<SampledToken>
     drafts.length.Pause();
     drafts.wanted = 0;
     return;
+  }
+  if (sequence.rejection_sampling()) {
+    drafts.sampled.push_back(
+        {.token = drawn->token, .distribution = std::exchange(drafts.next_distribution, {})});
   }
   drafts.tokens.push_back(drawn->token);
   if (sequence.CountUsable(drafts.tokens) == std::ssize(drafts.tokens)) return;

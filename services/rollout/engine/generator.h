@@ -78,6 +78,8 @@ class Generator {
   bool RunPass(Author lane, const PassPlan& plan);
   // Runs the lane's model; fills inputs_, rows_ and results_.
   absl::Status Compute(Author lane, const PassPlan& plan);
+  // Adds to the row of `position`, from which a token is drawn, the draft of that token.
+  static void ProposeDraft(const PassEntry& entry, int64_t position, OutputRow& row);
   // Returns the tokens that an entry consumes.
   std::span<const int32_t> TokensOf(const PassEntry& entry);
   // Adds the rows that are wanted of an entry to rows_.

@@ -23,6 +23,9 @@ struct OutputRow {
   double u = 0;           // kDraw: the uniform number that chooses the token
   const SamplingParams* sampling =
       nullptr;  // not null; for a log-prob the temperature alone counts
+  // kDraw: as in TandemSampler::Sample.
+  DraftProposal proposal = {};
+  std::vector<float>* distribution = nullptr;
 };
 
 // One sequence of a pass.

@@ -33,10 +33,6 @@ LengthLimit LimitOf(const PromptRequest& request, const RequestLimits& limits) {
 }
 
 absl::Status CheckSpeculative(const SpeculativeParams& params, const RequestLimits& limits) {
-  if (params.acceptance_rule == AcceptanceRule::kRejectionSampling) {
-    return FieldError(absl::StatusCode::kUnimplemented, "acceptance_rule",
-                      "rejection sampling is not implemented: choose exact");
-  }
   if (params.method == SpeculativeMethod::kJunior && !limits.has_junior) {
     return WithReason(
         FieldError(absl::StatusCode::kFailedPrecondition, "method", "this server has no junior"),

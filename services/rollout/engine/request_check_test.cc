@@ -76,9 +76,6 @@ TEST(CheckPromptTest, SpeculativeDecodingFailsClosed) {
     absl::StatusCode code = absl::StatusCode::kInvalidArgument;
   } kBad[] = {
       {{.method = SpeculativeMethod::kHeads}, "method", absl::StatusCode::kFailedPrecondition},
-      {{.acceptance_rule = AcceptanceRule::kRejectionSampling},
-       "acceptance_rule",
-       absl::StatusCode::kUnimplemented},
       {{.num_speculative_tokens = 0}, "num_speculative_tokens"},
       {{.num_speculative_tokens = 16}, "num_speculative_tokens"},
       {{.prompt_lookup_min = 0}, "prompt_lookup_min"},
@@ -93,7 +90,9 @@ TEST(CheckPromptTest, SpeculativeDecodingFailsClosed) {
     EXPECT_EQ(status.code(), bad.code);
   }
   PromptRequest request = PromptOf(4, /*tandem=*/false);
-  request.speculative = {.method = SpeculativeMethod::kNgram, .num_speculative_tokens = 15};
+  request.speculative = {.method = SpeculativeMethod::kNgram,
+                         .num_speculative_tokens = 15,
+                         .acceptance_rule = AcceptanceRule::kRejectionSampling};
   EXPECT_TRUE(CheckPrompt(request, kLimits).ok());
   request.speculative.method = SpeculativeMethod::kHeads;
   RequestLimits limits = kLimits;

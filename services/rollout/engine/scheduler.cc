@@ -274,6 +274,7 @@ void Scheduler::Advance(Author lane, const PassEntry& entry, int64_t rejected) {
 
 void Scheduler::SettleDrafts(Sequence& sequence, int64_t accepted) {
   sequence.drafts->tokens.clear();
+  sequence.drafts->sampled.clear();
   sequence.drafts->closed = false;
   LaneState& junior = sequence.lane(Author::kJunior);
   if (junior.ahead == 0) return;

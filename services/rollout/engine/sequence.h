@@ -11,6 +11,7 @@
 #include <span>
 #include <vector>
 
+#include "common/base/philox.h"
 #include "common/tandem/author_selector.h"
 #include "common/tandem/authorship_mask.h"
 #include "common/tandem/trajectory.h"
@@ -126,6 +127,18 @@ struct Sequence {
     const int64_t r = position + 1 - prompt_length();
     return wants_other && r >= 0 && r < response_length() && authors[r] != author &&
            std::isnan(other_logprobs[r]);
+  }
+
+  // The random number of a token of the response; `position` counts the prompt, too.
+  double UniformAt(int64_t position, RandomPurpose purpose) const {
+    return Uniform(prompt->request.seed, sample_index,
+                   static_cast<uint32_t>(position - prompt_length()), purpose);
+  }
+
+  // Whether drafts are accepted by rejection sampling. A greedy token is the same by both rules.
+  bool rejection_sampling() const {
+    return drafts != nullptr && prompt->request.sampling.temperature > 0.0 &&
+           prompt->request.speculative.acceptance_rule == AcceptanceRule::kRejectionSampling;
   }
 
   // Whether the junior writes a draft of the senior's tokens next.

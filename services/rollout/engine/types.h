@@ -76,13 +76,14 @@ enum class SpeculativeMethod {
 // Condition under which a draft is accepted.
 enum class AcceptanceRule {
   kExact,              // if it equals the token that is drawn in its place
-  kRejectionSampling,  // with probability p / q: UNIMPLEMENTED
+  kRejectionSampling,  // with probability min(1, p / q); at temperature 0 as kExact
 };
 
 inline constexpr int64_t kMaxSpeculativeTokens = 15;
 inline constexpr int64_t kMaxPromptLookup = 16;
 
-// Speculative decoding of one prompt. A response does not depend on it.
+// Speculative decoding of one prompt. With kExact a response does not depend on it, and with
+// kRejectionSampling its distribution does not.
 struct SpeculativeParams {
   SpeculativeMethod method = SpeculativeMethod::kNone;
   int64_t num_speculative_tokens = 5;  // most drafts of a pass, up to kMaxSpeculativeTokens
