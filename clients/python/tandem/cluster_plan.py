@@ -42,11 +42,12 @@ class Uses:
 def uses_of(settings: RunSettings, purpose: Purpose) -> Uses:
     """Returns the servers and models that a run uses."""
     objective, trains = settings.objective, purpose == "train"
+    draws = draws_responses(settings, purpose)
     modes = modes_in(settings, purpose)
     kl_to = settings.reference if trains and objective.kl_coefficient else None
     junior_kl = trains and bool(objective.junior_kl_coefficient)
     return Uses(
-        rollout=trains or bool(modes),
+        rollout=draws or bool(modes),
         critic=trains and objective.advantage_estimator == "gae",
         junior=(trains and settings.tandem.enabled)
         or kl_to == "junior"
@@ -57,6 +58,12 @@ def uses_of(settings: RunSettings, purpose: Purpose) -> Uses:
     )
 
 
+def draws_responses(settings: RunSettings, purpose: Purpose) -> bool:
+    """Returns whether a run trains on responses to the prompts of its data that it draws itself."""
+    own = settings.sft.responses == "senior"
+    return purpose == "train" or (purpose == "sft" and own)
+
+
 def modes_in(settings: RunSettings, purpose: Purpose) -> list[EvalMode]:
     """Returns the evaluations that are made on the way; none in a run without `eval.every`."""
     return settings.eval.modes if purpose == "eval" or settings.eval.every else []
@@ -64,7 +71,7 @@ def modes_in(settings: RunSettings, purpose: Purpose) -> list[EvalMode]:
 
 def drafts_in(settings: RunSettings, purpose: Purpose) -> dict[str, SpeculativeSettings]:
     """Returns the drafts that a run asks for, by the field of the section."""
-    drafts = {"speculative": settings.speculative} if purpose == "train" else {}
+    drafts = {"speculative": settings.speculative} if draws_responses(settings, purpose) else {}
     if modes_in(settings, purpose):
         field = "speculative" if settings.eval.speculative is None else "eval.speculative"
         drafts[field] = settings.eval_speculative

@@ -422,9 +422,12 @@ class SftSettings(Settings):
     """Supervised training (`tandem sft`)."""
 
     batch_size: Count = 16
-    # Text to learn after the prompt. Braces hold columns of the row.
+    # Source of the texts to learn. rows: `response`. senior: one response to each prompt, which the
+    # senior writes alone with `sampling`; the data that a speculator learns from.
+    responses: Literal["rows", "senior"] = "rows"
+    # With `responses: rows`: text to learn after the prompt. Braces hold columns of the row.
     response: Text = "{answer}"
-    # Whether the tokenizer's end-of-sequence token ends the response.
+    # With `responses: rows`: whether the tokenizer's end-of-sequence token ends the response.
     append_eos: bool = True
 
 

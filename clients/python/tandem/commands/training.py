@@ -123,7 +123,7 @@ def _add_training(kind: Purpose, summary: str) -> None:
 
 
 _add_training("train", "Train with tandem policy gradients.")
-_add_training("sft", "Train, supervised, on the rows' answers.")
+_add_training("sft", "Train, supervised, on the rows' answers or the senior's own.")
 
 
 @command(name="eval")
