@@ -302,12 +302,13 @@ class FakeTrainer(trainer_pb2_grpc.TrainerServiceServicer):
 
 
 def write_checkpoint(path, name=None):
-    """A checkpoint directory as the servers write it, with two files and a manifest.
+    """A checkpoint directory as the servers write it: two files, a speculator's, and a manifest.
 
     The manifest has the directory's name, or another `name`, as that of a copy has.
     """
     path.mkdir(parents=True, exist_ok=True)
-    files = ("model.safetensors", "tandem_state.json")
+    files = ("model.safetensors", "speculator/config.json", "tandem_state.json")
+    (path / "speculator").mkdir(exist_ok=True)
     for file in files:
         (path / file).write_text("{}")
     manifest = {
