@@ -86,3 +86,27 @@ def test_an_exported_speculator_is_where_another_trainer_goes_on(trained, run_fi
         harness.json_lines(run / "metrics.jsonl")[0]["speculator/loss"] for run in (first, further)
     ]
     assert losses[1] < losses[0]
+
+
+def test_eval_measures_the_drafts_of_a_trained_speculator(trained, run_file, tmp_path):
+    untrained = tmp_path / "untrained"
+    # A speculator that learnt nothing: one step with a rate of nearly nothing.
+    section = json.dumps(SPECULATOR | {"optimizer": {"learning_rate": 1e-12}})
+    tandem(
+        "speculator", "train", run_file, f"run_dir={untrained}", "steps=1",
+        f"cluster.trainer.speculator={section}",
+    )  # fmt: skip
+    accepted = {}
+    for run in (untrained, trained):
+        heads = tmp_path / f"{run.name}-heads"
+        tandem("speculator", "export", run, heads)
+        shown = tandem(
+            "speculator", "eval", run_file, f"cluster.rollout.0.senior_speculator={heads}",
+            "sampling.temperature=1", "--json",
+        ).stdout  # fmt: skip
+        results = json.loads(shown)["results"]
+        assert [one["responses_that_differ"] for one in results] == [0, 0]
+        assert [one["temperature"] for one in results] == [0, 1]
+        assert all(one["draft_tokens"] > 0 and one["tokens_per_second"] > 0 for one in results)
+        accepted[run] = results[0]["acceptance_rate"]
+    assert accepted[trained] > accepted[untrained]

@@ -47,7 +47,7 @@ def uses_of(settings: RunSettings, purpose: Purpose) -> Uses:
     kl_to = settings.reference if trains and objective.kl_coefficient else None
     junior_kl = trains and bool(objective.junior_kl_coefficient)
     return Uses(
-        rollout=draws or bool(modes),
+        rollout=draws or answers_held_out(settings, purpose),
         critic=trains and objective.advantage_estimator == "gae",
         junior=(trains and settings.tandem.enabled)
         or kl_to == "junior"
@@ -66,13 +66,20 @@ def draws_responses(settings: RunSettings, purpose: Purpose) -> bool:
 
 def modes_in(settings: RunSettings, purpose: Purpose) -> list[EvalMode]:
     """Returns the evaluations that are made on the way; none in a run without `eval.every`."""
+    if purpose == "drafts":
+        return []
     return settings.eval.modes if purpose == "eval" or settings.eval.every else []
+
+
+def answers_held_out(settings: RunSettings, purpose: Purpose) -> bool:
+    """Returns whether the held-out prompts are answered."""
+    return purpose == "drafts" or bool(modes_in(settings, purpose))
 
 
 def drafts_in(settings: RunSettings, purpose: Purpose) -> dict[str, SpeculativeSettings]:
     """Returns the drafts that a run asks for, by the field of the section."""
     drafts = {"speculative": settings.speculative} if draws_responses(settings, purpose) else {}
-    if modes_in(settings, purpose):
+    if answers_held_out(settings, purpose):
         field = "speculative" if settings.eval.speculative is None else "eval.speculative"
         drafts[field] = settings.eval_speculative
     return drafts

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from tandem.cluster_plan import drafts_in, draws_responses, modes_in
+from tandem.cluster_plan import answers_held_out, drafts_in, draws_responses, modes_in
 from tandem.data import Dataset
 from tandem.errors import ConfigError, ProblemsError, RpcError, TandemError
 from tandem.rollout.v1 import rollout_pb2
@@ -162,7 +162,7 @@ def _lengths_asked(
     if draws_responses(settings, purpose) and field == "data":
         yield "sampling.max_tokens", settings.sampling.max_tokens
     held_out = "eval.data" if "eval.data" in data else "data"
-    if modes_in(settings, purpose) and field == held_out:
+    if answers_held_out(settings, purpose) and field == held_out:
         if settings.eval.max_tokens is None:
             yield "sampling.max_tokens", settings.sampling.max_tokens
         else:
@@ -228,7 +228,7 @@ def check_sizes(settings: RunSettings, purpose: Purpose, servers: ServerFacts) -
         raise ConfigError(
             f"objective.num_mini_batches: {mini_batches:,}, a step has {samples:,} samples"
         )
-    asked = {"eval.samples": settings.eval.samples}
+    asked = {} if purpose == "drafts" else {"eval.samples": settings.eval.samples}
     if purpose == "train":
         asked["batch.samples_per_prompt"] = batch.samples_per_prompt
     max_queue = min((rollout.max_queue for rollout in servers.rollouts), default=None)

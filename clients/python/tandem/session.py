@@ -481,7 +481,7 @@ class Session:
             with problems.collect():
                 self.data = with_responses(self.data, self.settings.sft, self.codec)
         judged = {"train": ("data", "eval_data"), "sft": ("eval_data",), "eval": ("data",)}
-        names = judged[self.purpose]
+        names = judged.get(self.purpose, ())
         if self.settings.eval.modes == ["legibility"]:
             # Legibility judges no answer.
             names = ("data",) if self.purpose == "train" else ()
@@ -493,7 +493,8 @@ class Session:
 
     def _read_each(self, problems: Problems) -> None:
         settings = self.settings
-        if self.purpose != "eval":
+        trains = self.purpose in ("train", "sft")
+        if trains:
             with problems.collect():
                 require_installed(settings.trackers)
         for place, one in enumerate(settings.reward_functions):
@@ -521,12 +522,12 @@ class Session:
                 self.eval_data = load_dataset(
                     settings.eval.data, self.codec, field="eval.data", note=self.note
                 )
-        if self.purpose == "eval" and self.eval_data is not None:
+        if not trains and self.eval_data is not None:
             self.data = self.eval_data
             return
         with problems.collect():
             self.data = load_dataset(settings.data, self.codec, settings.seed, note=self.note)
-            if self.purpose != "eval" and self.eval_data is not None:
+            if trains and self.eval_data is not None:
                 self.data = self._without_held_out(self.data, self.eval_data)
 
     def _without_held_out(self, data: Dataset, held_out: Dataset) -> Dataset:

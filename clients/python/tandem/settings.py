@@ -43,8 +43,8 @@ MAX_REWARD = 1e9
 # Trackers of a run's numbers beside metrics.jsonl.
 TrackerName = Literal["tensorboard", "wandb", "mlflow"]
 
-# The command that reads a run file.
-Purpose = Literal["train", "sft", "eval"]
+# The command that reads a run file; drafts stands for `tandem speculator eval`.
+Purpose = Literal["train", "sft", "eval", "drafts"]
 # Evaluations, in the order in which they are explained.
 EvalMode = Literal["solo", "handoff", "legibility"]
 

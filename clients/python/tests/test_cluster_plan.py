@@ -68,6 +68,8 @@ def test_a_cluster_without_a_model_is_what_its_sections_say():
         ),
         ([], "sft", Uses(rollout=False, critic=False, junior=False)),
         (["eval.every=1"], "sft", Uses(critic=False, junior=False)),
+        (["eval.modes=[legibility]"], "drafts", Uses(critic=False, junior=False)),
+        (["eval.speculative.method=junior"], "drafts", Uses(critic=False)),
         (["sft.responses=senior"], "sft", Uses(critic=False, junior=False)),
         (["sft.responses=senior", "speculative.method=junior"], "sft", Uses(critic=False)),
         (["eval.every=1", "eval.modes=[handoff]"], "sft", Uses(critic=False)),

@@ -1,5 +1,6 @@
 """`tandem speculator` against fake servers, and on the files of a checkpoint."""
 
+import itertools
 import json
 
 import numpy as np
@@ -8,6 +9,11 @@ import xxhash
 from commands import lines, tandem
 from safetensors import safe_open
 from safetensors.numpy import save_file
+
+from tandem import settings
+from tandem.evaluation.drafts import measure_drafts
+from tandem.session import Session
+from tandem.settings import RunSettings
 
 WEIGHTS = np.array([1.0, -2.5, 1e-3], np.float32)
 
@@ -122,3 +128,99 @@ def test_a_trainer_without_a_speculator_is_refused_before_it_starts(run_file, tm
         assert "cluster.trainer.speculator: the trainer trains no speculator" in done.stderr
         assert "hint: its `adapter` names the kind" in done.stderr
     assert not (tmp_path / "run").exists()
+
+
+@pytest.fixture
+def drafting(world):
+    """The fake servers, whose speculator drafts two tokens for every one, one of them right."""
+    world.speculator_heads = 3
+    world.drafts_of = lambda prompt: (4, 2) if prompt.speculative.method else (0, 0)
+    return world
+
+
+def test_eval_measures_drafts_greedy_and_at_the_temperature_of_the_run(run_file, drafting):
+    sampling = ("sampling.temperature=0.7", "sampling.ignore_eos=true")
+    prompts = []
+    drafting.on_prompt = prompts.append
+    said = json.loads(tandem("speculator", "eval", run_file, *sampling, "--json").stdout)
+    assert (said["method"], said["concurrency"], said["checkpoint"]) == ("heads", 1, None)
+    assert [one["temperature"] for one in said["results"]] == [0, 0.7]
+    for one in said["results"]:
+        tokens = one["response_tokens"]
+        assert one["prompts"] == 20
+        assert (one["draft_tokens"], one["accepted_draft_tokens"]) == (80, 40)
+        assert one["acceptance_rate"] == 0.5
+        assert one["mean_accepted_length"] == 40 / (tokens - 40)
+        assert one["free_fraction"] == 40 / tokens
+        assert one["responses_that_differ"] == 0
+    assert {prompt.tandem.enabled for prompt in prompts} == {False}
+    assert {round(prompt.sampling.temperature, 3) for prompt in prompts} == {0, 0.7}
+    # Each prompt is brought into the cache, and answered in both ways, which take turns to begin.
+    shape = [(one.sampling.max_tokens, one.speculative.method) for one in prompts[:6]]
+    assert shape == [(1, 0), (6, 0), (6, 4), (1, 0), (6, 4), (6, 0)]
+    assert len({prompt.seed for prompt in prompts[:3]}) == 1
+
+
+def test_the_speeds_are_tokens_by_the_time_of_their_calls(run_file, drafting):
+    # A call takes one second more than the call before.
+    times = itertools.accumulate(itertools.count(), lambda now, call: now + call % 2 * (call + 1))
+    config = settings.load(RunSettings, run_file, ["speculative.method=heads", "data.limit=2"])
+    with Session(config, purpose="drafts") as session:
+        [greedy, sampled] = measure_drafts(session, clock=lambda: next(times))
+    # Greedy: 2 s without and 4 s with drafts for the first prompt, 6 s with and 8 s without next.
+    assert (greedy.plain.seconds, greedy.drafted.seconds) == (10, 10)
+    assert (sampled.plain.seconds, sampled.drafted.seconds) == (26, 26)
+    summary = sampled.summary()
+    assert summary["tokens_per_second"] == summary["response_tokens"] / 26
+    assert summary["speed_up"] == 1
+
+
+def test_responses_that_differ_with_drafts_are_counted(run_file, drafting):
+    def spoil(prompt):
+        if prompt.speculative.method and prompt.prompt_token_ids[0] < 5:
+            prompt.seed += 1
+
+    drafting.on_prompt = spoil
+    said = json.loads(tandem("speculator", "eval", run_file, "--json").stdout)
+    assert [one["responses_that_differ"] for one in said["results"]] == [3, 3]
+
+
+def test_eval_shows_a_table_and_says_what_answered(run_file, drafting, tmp_path):
+    tandem("train", run_file, "steps=2")
+    run = tmp_path / "run"
+    drafting.drafts_of = lambda prompt: (0, 0)
+    arguments = ("--checkpoint", run, "--concurrency", "7", "sampling.temperature=0")
+    drafting.batches.clear()
+    shown = tandem("speculator", "eval", run_file, *arguments).stdout
+    title = f"20 prompts, 7 at a time, drafts by heads; senior version 2, from {run}/checkpoints"
+    assert title in shown
+    # There is one temperature, and nothing to divide by.
+    assert "\ttemperature 0\n" in shown
+    assert "share accepted\t-\n" in shown
+    assert [len(batch) for batch in drafting.batches] == [7] * 6 + [6] * 3
+
+
+def test_eval_takes_the_drafts_that_a_run_file_names(run_file, drafting):
+    methods = set()
+    drafting.on_prompt = lambda prompt: methods.add(prompt.speculative.method)
+    ngram = tandem("speculator", "eval", run_file, "speculative.method=ngram", "--json")
+    assert json.loads(ngram.stdout)["method"] == "ngram"
+    assert methods == {0, 2}
+    own = ("speculative.method=ngram", "eval.speculative.method=junior")
+    junior = tandem("speculator", "eval", run_file, *own, "--json")
+    assert json.loads(junior.stdout)["method"] == "junior"
+
+
+def test_eval_needs_a_speculator_and_no_answers(run_file, world, tmp_path):
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "w1 w2"}\n')
+    for arguments in ([], ["--dry-run"]):
+        done = tandem("speculator", "eval", run_file, *arguments, check=2)
+        assert "eval.speculative.method: heads: the rollout server at" in done.stderr
+        assert "has no speculator" in done.stderr
+    assert "Generate" not in {method for method, _ in world.calls}
+    world.speculator_heads = 3
+    shown = tandem("speculator", "eval", run_file, "--dry-run", "--json").stdout
+    assert json.loads(shown)["config"]["eval"]["speculative"]["method"] == "heads"
+    tandem("speculator", "eval", run_file)
+    said = tandem("speculator", "eval", run_file, "eval.max_tokens=127", check=2).stderr
+    assert "eval.max_tokens: 127, but the servers' max_model_len of 128" in said

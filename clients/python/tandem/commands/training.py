@@ -54,6 +54,16 @@ DiscardUnsaved = Annotated[
 ]
 
 
+CheckpointOption = Annotated[
+    Path | None,
+    typer.Option(
+        help="Checkpoint, or run directory (its last one), to load into the trainer and to "
+        "publish first; without it the weights that are served now answer.",
+        metavar="PATH|RUN_DIR",
+    ),
+]
+
+
 class TrainingCommand(TyperCommand):
     """A command whose flag `--resume` may be followed by `auto`."""
 
@@ -143,14 +153,7 @@ add_training("sft", "Train, supervised, on the rows' answers or the senior's own
 def evaluate_command(
     run_file: RunFile,
     overrides: Overrides = None,
-    checkpoint: Annotated[
-        Path | None,
-        typer.Option(
-            help="Checkpoint, or run directory (its last one), to load into the trainer and to "
-            "publish first; without it the weights that are served now answer.",
-            metavar="PATH|RUN_DIR",
-        ),
-    ] = None,
+    checkpoint: CheckpointOption = None,
     mode: Annotated[
         list[str] | None,
         typer.Option(
@@ -172,7 +175,6 @@ def evaluate_command(
     --checkpoint leaves its weights in trainer and rollout servers; the next run
     begins with the base model all the same.
     """
-    from tandem.checkpoints import checkpoint_at, require_here
     from tandem.evaluation import evaluate
     from tandem.evaluation.report import measures, size
     from tandem.session import Session
@@ -186,12 +188,7 @@ def evaluate_command(
             raise ConfigError(f"--mode: must be solo, handoff or legibility, not {unknown!r}")
         overrides.append(f"eval.modes=[{', '.join(modes)}]")
     settings = settings_module.load(RunSettings, run_file, overrides)
-    path = None
-    if checkpoint is not None:
-        found = checkpoint_at(checkpoint)
-        if settings.cluster is not None:
-            require_here(found, "--checkpoint")
-        path = found.trainer
+    path = found_checkpoint(checkpoint, settings)
     if dry_run:
         show_preflight(output, settings, "eval")
         return
@@ -211,6 +208,21 @@ def evaluate_command(
         {"checkpoint": path and str(path), "evaluations": summaries},
         output.table(title, ("", "value", "95 % interval"), rows),
     )
+
+
+def found_checkpoint(checkpoint: Path | None, settings: RunSettings) -> Path | None:
+    """Returns the trainer's directory that the option --checkpoint names, if it is given.
+
+    Raises ConfigError where the run's own cluster would not find it.
+    """
+    from tandem.checkpoints import checkpoint_at, require_here
+
+    if checkpoint is None:
+        return None
+    found = checkpoint_at(checkpoint)
+    if settings.cluster is not None:
+        require_here(found, "--checkpoint")
+    return found.trainer
 
 
 def as_overrides(credentials: Credentials) -> list[str]:
