@@ -130,6 +130,62 @@ def test_sft_lowers_its_loss(files):
     assert losses[-1] < losses[0]
 
 
+SPECULATOR = {"adapter": "mlp", "n_predict": 2, "optimizer": {"learning_rate": 0.01}}
+
+
+@pytest.fixture(scope="module")
+def own(files):
+    """A run on the senior's own responses, which trains a speculator beside the senior."""
+    out = files / "own"
+    tandem(*own_responses(files, out), "steps=4", "checkpoint.every=1", "checkpoint.keep=0")
+    return out
+
+
+def own_responses(files, out):
+    return (
+        "sft", files / "run.yaml", f"run_dir={out}", "sft.responses=senior", "sft.batch_size=3",
+        f"cluster.trainer.speculator={json.dumps(SPECULATOR)}",
+    )  # fmt: skip
+
+
+def test_sft_learns_the_senior_s_own_responses(own, models):
+    for step in range(1, 5):
+        records = harness.json_lines(own / "trajectories" / f"step_{step}.jsonl")
+        assert [record["seed"] for record in records] == [
+            prompt_seed(0, step, index, "sft") for index in range(3)
+        ]
+        # The senior of the step writes alone: the one that the step before left.
+        senior = own / "checkpoints" / f"step_{step - 1:06d}" if step > 1 else models.senior
+        for record in records:
+            assert set(record["authorship_mask"]) == {1}
+            assert record["senior_versions"][0][0] == step - 1
+            np.testing.assert_allclose(
+                record["senior_logprobs"],
+                harness.reference_logprobs(
+                    senior, record["prompt_token_ids"], record["response_token_ids"]
+                ),
+                rtol=0,
+                atol=2e-4,
+            )
+    metrics = harness.json_lines(own / "metrics.jsonl")
+    assert all(line["response/length_mean"] == line["tokens/response"] / 3 for line in metrics)
+    assert metrics[-1]["speculator/loss"] < metrics[0]["speculator/loss"]
+
+
+def test_a_resumed_run_on_own_responses_equals_an_uninterrupted_one(files, own):
+    parted = files / "parted-own"
+    # Drafts, which a resumed run may change, leave every token as it is.
+    tandem(*own_responses(files, parted), "steps=2")
+    tandem(
+        *own_responses(files, parted), "steps=4", "checkpoint.keep=0", "--resume",
+        "speculative.method=ngram",
+    )  # fmt: skip
+    assert harness.metrics_without_clock(parted) == harness.metrics_without_clock(own)
+    for step in range(1, 5):
+        name = f"trajectories/step_{step}.jsonl"
+        assert harness.json_lines(parted / name) == harness.json_lines(own / name)
+
+
 def test_eval_counts_pass_at_k(files):
     out = tandem(
         "eval", files / "run.yaml", "eval.samples=3", "eval.k=[1, 3]", "eval.temperature=1",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 from pydantic.dataclasses import dataclass
@@ -119,13 +119,19 @@ def remove_checkpoint(path: Path) -> str | None:
         return "its manifest.json is damaged"
     if manifest.name != path.name:
         return f"its manifest names the checkpoint {manifest.name!r}"
-    listed = {MANIFEST, *(one.name for one in manifest.files)}
-    entries = sorted(path.iterdir())
+    files = {MANIFEST, *(one.name for one in manifest.files)}
+    folders = {str(PurePosixPath(name).parent) for name in files}
+    entries = sorted(path.rglob("*"))
     for entry in entries:
-        if entry.name not in listed or entry.is_dir():
-            return f"{entry.name} does not belong to the checkpoint"
-    for entry in entries:
-        if entry != file:
+        name = entry.relative_to(path).as_posix()
+        is_folder = entry.is_dir() and not entry.is_symlink()
+        if name not in (folders if is_folder else files):
+            return f"{name} does not belong to the checkpoint"
+    # What lies in a folder goes before the folder.
+    for entry in reversed(entries):
+        if entry.relative_to(path).as_posix() in folders:
+            entry.rmdir()
+        elif entry != file:
             entry.unlink()
     # The manifest goes last, so that the next removal completes one that was cut off.
     file.unlink()

@@ -16,6 +16,7 @@ from tandem.commands import (  # noqa: F401
     init,
     servers,
     training,
+    speculator,
     watch,
     texts,
     serve_openai,

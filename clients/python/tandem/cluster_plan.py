@@ -42,11 +42,12 @@ class Uses:
 def uses_of(settings: RunSettings, purpose: Purpose) -> Uses:
     """Returns the servers and models that a run uses."""
     objective, trains = settings.objective, purpose == "train"
+    draws = draws_responses(settings, purpose)
     modes = modes_in(settings, purpose)
     kl_to = settings.reference if trains and objective.kl_coefficient else None
     junior_kl = trains and bool(objective.junior_kl_coefficient)
     return Uses(
-        rollout=trains or bool(modes),
+        rollout=draws or answers_held_out(settings, purpose),
         critic=trains and objective.advantage_estimator == "gae",
         junior=(trains and settings.tandem.enabled)
         or kl_to == "junior"
@@ -57,15 +58,28 @@ def uses_of(settings: RunSettings, purpose: Purpose) -> Uses:
     )
 
 
+def draws_responses(settings: RunSettings, purpose: Purpose) -> bool:
+    """Returns whether a run trains on responses to the prompts of its data that it draws itself."""
+    own = settings.sft.responses == "senior"
+    return purpose == "train" or (purpose == "sft" and own)
+
+
 def modes_in(settings: RunSettings, purpose: Purpose) -> list[EvalMode]:
     """Returns the evaluations that are made on the way; none in a run without `eval.every`."""
+    if purpose == "drafts":
+        return []
     return settings.eval.modes if purpose == "eval" or settings.eval.every else []
+
+
+def answers_held_out(settings: RunSettings, purpose: Purpose) -> bool:
+    """Returns whether the held-out prompts are answered."""
+    return purpose == "drafts" or bool(modes_in(settings, purpose))
 
 
 def drafts_in(settings: RunSettings, purpose: Purpose) -> dict[str, SpeculativeSettings]:
     """Returns the drafts that a run asks for, by the field of the section."""
-    drafts = {"speculative": settings.speculative} if purpose == "train" else {}
-    if modes_in(settings, purpose):
+    drafts = {"speculative": settings.speculative} if draws_responses(settings, purpose) else {}
+    if answers_held_out(settings, purpose):
         field = "speculative" if settings.eval.speculative is None else "eval.speculative"
         drafts[field] = settings.eval_speculative
     return drafts

@@ -1,4 +1,4 @@
-"""Exports of a checkpoint: a plain Hugging Face directory in a number format of choice."""
+"""Exports of a checkpoint, or of its speculator: a directory in a number format of choice."""
 
 from __future__ import annotations
 
@@ -19,6 +19,8 @@ _CONFIG = "config.json"
 _WEIGHTS = "model.safetensors"
 # Files of a checkpoint that only training reads.
 _TRAINING_FILES = ("tandem_state.json", "optimizer*")
+# Begins the names of a speculator's files in the manifest.
+_SPECULATOR = "speculator/"
 
 
 def export_checkpoint(checkpoint: Path, destination: Path, dtype: str) -> Path:
@@ -39,10 +41,36 @@ def export_checkpoint(checkpoint: Path, destination: Path, dtype: str) -> Path:
     return destination.absolute()
 
 
-def _verified_files(checkpoint: Path) -> list[Path]:
-    """Compares the files with the digests in the manifest; returns their paths."""
+def export_speculator(checkpoint: Path, destination: Path, dtype: str) -> Path:
+    """Writes `destination` as config.json and model.safetensors of the checkpoint's speculator.
+
+    A rollout server and a trainer load such a directory, like a published one. The rest is as in
+    export_checkpoint(), but for the checkpoint's other files, which are not read.
+
+    Raises ConfigError also for a checkpoint without a speculator.
+    """
+    wanted = torch_name(dtype, "--dtype")
+    files = _verified_files(checkpoint, _SPECULATOR)
+    if not files:
+        raise ConfigError(
+            f"{checkpoint} has no speculator",
+            hint="a trainer whose configuration has the section `speculator` trains one",
+        )
+    with new_directory(destination) as folder:
+        for file in files:
+            _export_file(file, folder / file.name, wanted)
+    return destination.absolute()
+
+
+def _verified_files(checkpoint: Path, prefix: str = "") -> list[Path]:
+    """Compares files with the digests in the manifest; returns their paths.
+
+    The files are those whose names begin with `prefix`.
+    """
     files = []
     for entry in read_json(checkpoint / MANIFEST)["files"]:
+        if not entry["name"].startswith(prefix):
+            continue
         file = checkpoint / entry["name"]
         if not file.is_file():
             raise ConfigError(f"{file}: is missing")

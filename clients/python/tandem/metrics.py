@@ -166,13 +166,20 @@ def response_metrics(
     known = [group for group in judged if group]
     flat = [value for group in known for value in group]
     responses = [trajectory for group in groups for trajectory in group]
-    lengths = [len(trajectory.response_token_ids) for trajectory in responses]
-    cut = [one.finish_reason == trajectory_pb2.FINISH_REASON_LENGTH for one in responses]
     return {
         "reward/min": min(flat),
         "reward/max": max(flat),
         "reward/frac_zero_std": sum(min(group) == max(group) for group in known) / len(known),
         "reward/failed": len(responses) - len(flat),
+        **length_metrics(responses),
+    }
+
+
+def length_metrics(responses: Sequence[trajectory_pb2.Trajectory]) -> dict[str, float | int]:
+    """Returns the client's metrics of the lengths of responses, at least one."""
+    lengths = [len(trajectory.response_token_ids) for trajectory in responses]
+    cut = [one.finish_reason == trajectory_pb2.FINISH_REASON_LENGTH for one in responses]
+    return {
         "response/length_mean": sum(lengths) / len(lengths),
         "response/length_max": max(lengths),
         "response/truncated_fraction": sum(cut) / len(cut),

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from tandem.cluster_plan import drafts_in, modes_in
+from tandem.cluster_plan import answers_held_out, drafts_in, draws_responses, modes_in
 from tandem.data import Dataset
 from tandem.errors import ConfigError, ProblemsError, RpcError, TandemError
 from tandem.rollout.v1 import rollout_pb2
@@ -131,7 +131,7 @@ def check_servers(
             dataset.require_prompts_below(servers.max_model_len, field)
             for setting, max_tokens in _lengths_asked(settings, purpose, field, data):
                 _check_max_tokens(setting, max_tokens, field, dataset, servers.max_model_len, note)
-    if purpose == "sft" and "data" in data:
+    if purpose == "sft" and not draws_responses(settings, purpose) and "data" in data:
         with problems.collect():
             require_lengths(data["data"], servers.max_model_len)
     if purpose == "train" and servers.rollouts:
@@ -159,10 +159,10 @@ def _lengths_asked(
     settings: RunSettings, purpose: Purpose, field: str, data: Mapping[str, Dataset]
 ) -> Iterator[tuple[str, int]]:
     """Yields the settings, with their values, that bound the responses to a data set's prompts."""
-    if purpose == "train" and field == "data":
+    if draws_responses(settings, purpose) and field == "data":
         yield "sampling.max_tokens", settings.sampling.max_tokens
     held_out = "eval.data" if "eval.data" in data else "data"
-    if modes_in(settings, purpose) and field == held_out:
+    if answers_held_out(settings, purpose) and field == held_out:
         if settings.eval.max_tokens is None:
             yield "sampling.max_tokens", settings.sampling.max_tokens
         else:
@@ -228,7 +228,7 @@ def check_sizes(settings: RunSettings, purpose: Purpose, servers: ServerFacts) -
         raise ConfigError(
             f"objective.num_mini_batches: {mini_batches:,}, a step has {samples:,} samples"
         )
-    asked = {"eval.samples": settings.eval.samples}
+    asked = {} if purpose == "drafts" else {"eval.samples": settings.eval.samples}
     if purpose == "train":
         asked["batch.samples_per_prompt"] = batch.samples_per_prompt
     max_queue = min((rollout.max_queue for rollout in servers.rollouts), default=None)

@@ -14,7 +14,7 @@ import xxhash
 from tandem import preflight, running_clusters
 from tandem.client import CriticClient, RolloutClient, TrainerClient
 from tandem.cluster import LocalCluster
-from tandem.cluster_plan import modes_in, planned, uses_of
+from tandem.cluster_plan import draws_responses, modes_in, planned, uses_of
 from tandem.cluster_preflight import check_cluster
 from tandem.credentials import Credentials
 from tandem.data import Dataset, load_dataset
@@ -71,7 +71,8 @@ class Session:
         sampling: the fields of SamplingParams for the run's responses.
         in_force: sections of the settings with the servers' defaults: every field of objective and
             tandem (for "train"), the models of a cluster, the addresses of running servers.
-        rollouts: none for supervised training, unless servers are named for it or it evaluates.
+        rollouts: none for supervised training, unless servers are named for it, it evaluates, or
+            it learns the senior's own responses.
         longest_sequence: most tokens of a prompt with its response that every server holds.
         reference: the KL's reference, if it is not the trainer's own model.
     """
@@ -439,7 +440,10 @@ class Session:
         if cluster.critic is not None and not uses.critic:
             self.note("cluster.critic is not started: it is for objective.advantage_estimator: gae")
         if cluster.rollout and not uses.rollout:
-            self.note("cluster.rollout is not started: `tandem sft` uses it for eval.every alone")
+            self.note(
+                "cluster.rollout is not started: `tandem sft` uses it for eval.every and "
+                "sft.responses: senior alone"
+            )
         needed = ["rollout", "trainer"] if uses.rollout else ["trainer"]
         for role in needed:
             if getattr(plan, role) in (None, []):
@@ -477,11 +481,12 @@ class Session:
         if "handoff" in modes_in(self.settings, self.purpose) and hasattr(self, "codec"):
             with problems.collect():
                 preflight.handoff_boundary_ids(self.settings, self.codec)
-        if self.purpose == "sft" and hasattr(self, "data"):
+        draws = draws_responses(self.settings, self.purpose)
+        if self.purpose == "sft" and not draws and hasattr(self, "data"):
             with problems.collect():
                 self.data = with_responses(self.data, self.settings.sft, self.codec)
         judged = {"train": ("data", "eval_data"), "sft": ("eval_data",), "eval": ("data",)}
-        names = judged[self.purpose]
+        names = judged.get(self.purpose, ())
         if self.settings.eval.modes == ["legibility"]:
             # Legibility judges no answer.
             names = ("data",) if self.purpose == "train" else ()
@@ -493,7 +498,8 @@ class Session:
 
     def _read_each(self, problems: Problems) -> None:
         settings = self.settings
-        if self.purpose != "eval":
+        trains = self.purpose in ("train", "sft")
+        if trains:
             with problems.collect():
                 require_installed(settings.trackers)
         for place, one in enumerate(settings.reward_functions):
@@ -521,12 +527,12 @@ class Session:
                 self.eval_data = load_dataset(
                     settings.eval.data, self.codec, field="eval.data", note=self.note
                 )
-        if self.purpose == "eval" and self.eval_data is not None:
+        if not trains and self.eval_data is not None:
             self.data = self.eval_data
             return
         with problems.collect():
             self.data = load_dataset(settings.data, self.codec, settings.seed, note=self.note)
-            if self.purpose != "eval" and self.eval_data is not None:
+            if trains and self.eval_data is not None:
                 self.data = self._without_held_out(self.data, self.eval_data)
 
     def _without_held_out(self, data: Dataset, held_out: Dataset) -> Dataset:
@@ -625,7 +631,8 @@ class Session:
             )
             for whose, info in named.items()
         ]
-        if self.purpose == "train" and self.settings.start_from in (None, "base"):
+        draws = draws_responses(self.settings, self.purpose)
+        if draws and self.settings.start_from in (None, "base"):
             with problems.collect():
                 preflight.check_same_senior(trainer, named)
         self._check_servers(

@@ -43,8 +43,8 @@ MAX_REWARD = 1e9
 # Trackers of a run's numbers beside metrics.jsonl.
 TrackerName = Literal["tensorboard", "wandb", "mlflow"]
 
-# The command that reads a run file.
-Purpose = Literal["train", "sft", "eval"]
+# The command that reads a run file; drafts stands for `tandem speculator eval`.
+Purpose = Literal["train", "sft", "eval", "drafts"]
 # Evaluations, in the order in which they are explained.
 EvalMode = Literal["solo", "handoff", "legibility"]
 
@@ -422,9 +422,12 @@ class SftSettings(Settings):
     """Supervised training (`tandem sft`)."""
 
     batch_size: Count = 16
-    # Text to learn after the prompt. Braces hold columns of the row.
+    # Source of the texts to learn. rows: `response`. senior: one response to each prompt, which the
+    # senior writes alone with `sampling`; the data that a speculator learns from.
+    responses: Literal["rows", "senior"] = "rows"
+    # With `responses: rows`: text to learn after the prompt. Braces hold columns of the row.
     response: Text = "{answer}"
-    # Whether the tokenizer's end-of-sequence token ends the response.
+    # With `responses: rows`: whether the tokenizer's end-of-sequence token ends the response.
     append_eos: bool = True
 
 
@@ -733,6 +736,9 @@ def _anchor_server(section: dict[str, Any], base: Path, field: str) -> None:
                 )
             )
     _anchor_path(section, "shutdown_checkpoint_directory", base)
+    speculator = section.get("speculator")
+    if isinstance(speculator, dict):
+        _anchor_path(speculator, "path", base)
     server = section.get("server")
     if not isinstance(server, dict):
         return

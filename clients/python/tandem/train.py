@@ -14,6 +14,7 @@ from typing import Any, Self
 
 from tandem import tracing
 from tandem.checkpoints import SavedState, checkpoint_name
+from tandem.cluster_plan import draws_responses
 from tandem.errors import ConfigError, TandemError
 from tandem.evaluation import evaluate
 from tandem.evaluation.report import in_words
@@ -22,6 +23,7 @@ from tandem.interrupt import Interrupt
 from tandem.kl_control import first_kl_coefficient, next_kl_coefficient
 from tandem.learnability import FlatRewards
 from tandem.metrics import StepClock, step_line
+from tandem.own_responses import draw_own_responses
 from tandem.requests import PolicySample, SupervisedSample
 from tandem.run_dir import RunDirectory
 from tandem.session import Session
@@ -163,13 +165,23 @@ def train_supervised(
     *,
     discard_unsaved: bool = False,
 ) -> int:
-    """Runs supervised training on the rows' answers; returns the last step that was done."""
+    """Runs supervised training; returns the last step that was done.
+
+    The senior learns the rows' answers, or with `sft.responses: senior` responses of its own.
+    """
     settings = session.settings
+    own = draws_responses(settings, "sft")
     with Loop(session, run, on_step, interrupt, discard_unsaved=discard_unsaved) as loop:
         for step in loop.steps():
             clock = StepClock()
             examples = session.data.batch(loop.examples_drawn, settings.sft.batch_size)
-            samples = [SupervisedSample(one.token_ids, one.response_ids) for one in examples]
+            drawn = None
+            if own:
+                with clock.phase("generate"):
+                    drawn = draw_own_responses(session, step, examples, loop.weights)
+                samples = drawn.samples()
+            else:
+                samples = [SupervisedSample(one.token_ids, one.response_ids) for one in examples]
             with clock.phase("train"):
                 reply = session.trainer.train_step(
                     samples,
@@ -178,7 +190,11 @@ def train_supervised(
                     expected_version=loop.weights.version,
                     request_id=f"{run.run_id}/{step}",
                 )
-            loop.finish(step, reply.report, clock, len(examples))
+            metrics: dict[str, Any] = {}
+            if drawn is not None:
+                run.write_trajectories(step, drawn.records(session.codec))
+                metrics = drawn.metrics() | session.rollouts.take_counts().metrics()
+            loop.finish(step, reply.report, clock, len(examples), metrics)
     return loop.last_step
 
 

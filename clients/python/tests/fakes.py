@@ -81,6 +81,8 @@ class FakeWorld:
         self.metrics_of = lambda header: {}  # further metrics of a TrainStep's report
         self.has_junior = True
         self.junior_version = "j"
+        self.speculator_heads = 0
+        self.drafts_of = lambda prompt: (0, 0)  # drafts verified and accepted in a response
         self.scores = 0  # number of Score calls
         self.score_temperatures = []  # temperature of every Score
         self.logprob = {"senior": lambda token: -1.0, "junior": lambda token: -2.0}  # in Score
@@ -121,7 +123,9 @@ class FakeRollout(rollout_pb2_grpc.RolloutServiceServicer, weights_pb2_grpc.Weig
     def GetServerInfo(self, request, context):
         self.world.enter("GetServerInfo", context)
         reply = rollout_pb2.GetServerInfoResponse(
-            max_queue=self.world.max_queue, max_num_seqs=self.world.max_num_seqs
+            max_queue=self.world.max_queue,
+            max_num_seqs=self.world.max_num_seqs,
+            speculator_heads=self.world.speculator_heads,
         )
         if self.world.has_junior:
             self.world.describe(reply.junior)
@@ -170,6 +174,7 @@ class FakeRollout(rollout_pb2_grpc.RolloutServiceServicer, weights_pb2_grpc.Weig
                         )
                     )
                     continue
+                drafted, accepted = self.world.drafts_of(prompt)
                 for index in reversed(range(max(1, prompt.num_samples))):
                     if prompt.stream_tokens:
                         yield from token_events(prompt, index)
@@ -177,6 +182,8 @@ class FakeRollout(rollout_pb2_grpc.RolloutServiceServicer, weights_pb2_grpc.Weig
                         finished=rollout_pb2.FinishedEvent(
                             request_id=prompt.request_id,
                             trajectory=sample(prompt, index, self.world.published),
+                            draft_tokens=drafted,
+                            accepted_draft_tokens=accepted,
                         )
                     )
                     if self.world.cut_streams:
@@ -315,12 +322,13 @@ class FakeTrainer(trainer_pb2_grpc.TrainerServiceServicer):
 
 
 def write_checkpoint(path, name=None):
-    """A checkpoint directory as the servers write it, with two files and a manifest.
+    """A checkpoint directory as the servers write it: two files, a speculator's, and a manifest.
 
     The manifest has the directory's name, or another `name`, as that of a copy has.
     """
     path.mkdir(parents=True, exist_ok=True)
-    files = ("model.safetensors", "tandem_state.json")
+    files = ("model.safetensors", "speculator/config.json", "tandem_state.json")
+    (path / "speculator").mkdir(exist_ok=True)
     for file in files:
         (path / file).write_text("{}")
     manifest = {

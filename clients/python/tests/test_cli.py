@@ -20,8 +20,10 @@ from tandem.trainer.v1.trainer_pb2 import StepReport
 
 
 def test_every_paragraph_of_a_help_fits_a_terminal_of_80_columns():
-    commands = typer.main.get_command(cli.app).commands
-    texts = [text for one in commands.values() for text in (one.help or "").split("\n")[1:]]
+    commands = list(typer.main.get_command(cli.app).commands.values())
+    for one in commands:
+        commands += getattr(one, "commands", {}).values()
+    texts = [text for one in commands for text in (one.help or "").split("\n")[1:]]
     assert texts
     assert max(map(len, texts)) <= 78
 

@@ -393,9 +393,11 @@ def test_a_run_with_tandem_and_without_a_junior_is_refused_with_the_setting_to_c
         assert not (tmp_path / "run").exists()
     with Session(load(cluster, alone, "tandem.enabled=false"), dry_run=True):
         pass
-    # Supervised training draws no samples.
-    with Session(load(cluster, alone), purpose="sft", dry_run=True):
-        pass
+    # Supervised training draws no samples, or those of the senior alone.
+    for responses in ("rows", "senior"):
+        run = load(cluster, alone, f"sft.responses={responses}")
+        with Session(run, purpose="sft", dry_run=True):
+            pass
     world.has_junior = False
     done = tandem("train", run_file, check=2)
     assert "tandem.enabled: the rollout server at" in done.stderr
@@ -544,6 +546,29 @@ def test_all_texts_to_learn_that_are_bad_are_named_up_to_ten(run_file, tmp_path)
     assert "sft.response: '{answer': expected '}' before end of string" in done.stderr
 
 
+@pytest.mark.parametrize("local", [False, True])
+def test_what_the_senior_s_own_responses_need_is_checked_before_a_server_starts(
+    load, cluster, world, tmp_path, local
+):
+    # They need no column of the rows but the prompt's.
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "w1 w2"}\n')
+    where = [cluster] if local else []
+    own = [*where, "sft.responses=senior"]
+    with Session(load(*own), purpose="sft", dry_run=True) as session:
+        assert not local or len(session.in_force["cluster"]["rollout"]) == 1
+    said = problems(load(*own, "sampling.max_tokens=127"), purpose="sft", dry_run=True)
+    assert said.startswith("sampling.max_tokens: 127, but the servers' max_model_len of 128")
+    said = problems(load(*own, "speculative.method=heads"), purpose="sft", dry_run=True)
+    assert said.startswith("speculative.method: heads: ")
+    assert "has no speculator" in said
+    if local:
+        said = problems(load(*own, "cluster.rollout=[]"), purpose="sft", dry_run=True)
+        assert said == "cluster.rollout: a run needs a rollout server"
+    else:
+        world.rollout_weights = fakes.weights(0, "other")
+        assert "hold different models" in problems(load(*own), purpose="sft")
+
+
 def test_a_run_starts_the_servers_that_it_uses(load, cluster):
     notes = []
     run = load(cluster, "cluster.critic={model: m}")
@@ -552,7 +577,7 @@ def test_a_run_starts_the_servers_that_it_uses(load, cluster):
     assert "critic" not in started
     assert started["rollout"] == []
     assert "cluster.critic is not started: it is for objective.advantage_estimator: gae" in notes
-    assert "cluster.rollout is not started: `tandem sft` uses it for eval.every alone" in notes
+    assert any(note.startswith("cluster.rollout is not started: `tandem sft`") for note in notes)
     assert any(note.startswith("servers.rollout is not used") for note in notes)
 
 

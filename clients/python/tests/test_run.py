@@ -253,6 +253,52 @@ def test_sft_without_an_end_of_sequence_is_refused_before_anything_is_written(ru
     tandem("sft", run_file, "steps=1", "sft.append_eos=false")
 
 
+OWN = ("sft.responses=senior", "sft.batch_size=5")
+
+
+def test_sft_learns_what_the_senior_writes_alone(world, run_file, tmp_path, monkeypatch):
+    prompts, samples = [], []
+    monkeypatch.setattr(world, "on_prompt", prompts.append)
+    monkeypatch.setattr(world, "on_samples", samples.extend)
+    # No column of the rows is a text to learn.
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "w1 w2"}\n{"prompt": "w3"}\n')
+    tandem("sft", run_file, *OWN, "steps=2", "speculative.method=ngram")
+    assert world.headers[0].WhichOneof("objective") == "supervised"
+    assert [prompt.num_samples for prompt in prompts] == [1] * 10
+    assert {prompt.tandem.enabled for prompt in prompts} == {False}
+    assert {prompt.speculative.method for prompt in prompts} == {2}
+    # The response to one prompt is another one at another place, and in another step.
+    assert len({prompt.seed for prompt in prompts}) == 10
+    records = lines(tmp_path / "run" / "trajectories" / "step_2.jsonl")
+    learnt = [list(sample.response_token_ids) for sample in samples[5:]]
+    assert [record["response_token_ids"] for record in records] == learnt
+    assert {record["senior_versions"][0][0] for record in records} == {1}
+    assert {record["reward"] for record in records} == {None}
+    line = lines(tmp_path / "run" / "metrics.jsonl")[1]
+    assert line["response/length_mean"] == sum(map(len, learnt)) / 5
+    assert line["rollout/replicas"] == 1
+    assert line["time/generate_seconds"] > 0
+    assert line["reward/mean"] is None
+
+
+def test_sft_on_own_responses_that_is_resumed_equals_an_uninterrupted_one(
+    world, run_file, tmp_path
+):
+    tandem("sft", run_file, *OWN, f"run_dir={tmp_path / 'whole'}")
+    world.version = world.published = 0
+    parted = f"run_dir={tmp_path / 'parted'}"
+    tandem("sft", run_file, *OWN, parted, "steps=2")
+    said = tandem("sft", run_file, parted, "sft.batch_size=5", "--resume", check=2).stderr
+    assert "sft.responses" in said
+    tandem("sft", run_file, *OWN, parted, "--resume")
+    whole, both = (lines(tmp_path / name / "metrics.jsonl") for name in ("whole", "parted"))
+    assert without_clock(whole) == without_clock(both)
+    for step in range(1, 5):
+        name = f"trajectories/step_{step}.jsonl"
+        texts = [(tmp_path / run / name).read_text() for run in ("whole", "parted")]
+        assert texts[0] == texts[1]
+
+
 def test_an_objective_reaches_the_trainer_without_defaults(world, run_file):
     tandem("train", run_file, "steps=1", "objective.normalizer=all_tokens")
     assert world.headers[0].policy.normalizer == 1

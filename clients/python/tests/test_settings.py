@@ -348,7 +348,7 @@ def test_relative_paths_start_at_the_file_that_names_them(tmp_path, monkeypatch)
     (folder / "sub/cluster.yaml").write_text(
         "directory: servers\n"
         "rollout: [{senior_model: m, junior_model: ../j, senior_speculator: s}]\n"
-        "trainer: {model: m}\n"
+        "trainer: {model: m, speculator: {adapter: mlp, path: s}}\n"
     )
     monkeypatch.chdir(tmp_path)
     run = settings.load(
@@ -367,6 +367,7 @@ def test_relative_paths_start_at_the_file_that_names_them(tmp_path, monkeypatch)
             "senior_speculator": str(folder / "sub/s"),
         }
     ]
+    assert run.cluster.trainer["speculator"]["path"] == str(folder / "sub/s")
     # A path in an override starts at the working directory.
     assert run.tokenizer == tmp_path / "other"
     assert run.cluster.trainer["model"] == str(tmp_path / "mine")

@@ -146,7 +146,7 @@ def test_runs_without_trajectories_say_why(tmp_path):
     with pytest.raises(RunDirectoryError, match="no step is done yet"):
         recorded_steps(run)
     (run / "run.json").write_text('{"run_id": "run-1", "kind": "sft"}')
-    with pytest.raises(RunDirectoryError, match="supervised training writes none"):
+    with pytest.raises(RunDirectoryError, match="supervised training writes them with"):
         recorded_steps(run)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_args
@@ -13,7 +13,7 @@ import typer
 from typer.core import TyperCommand
 
 from tandem import settings as settings_module
-from tandem.command_line import EXIT_INTERRUPTED, JsonFlag, command
+from tandem.command_line import EXIT_INTERRUPTED, JsonFlag, app, command
 from tandem.commands.options import DryRun, Overrides, RunFile
 from tandem.config_values import dump_values
 from tandem.credentials import NO_CREDENTIALS, Credentials
@@ -54,6 +54,16 @@ DiscardUnsaved = Annotated[
 ]
 
 
+CheckpointOption = Annotated[
+    Path | None,
+    typer.Option(
+        help="Checkpoint, or run directory (its last one), to load into the trainer and to "
+        "publish first; without it the weights that are served now answer.",
+        metavar="PATH|RUN_DIR",
+    ),
+]
+
+
 class TrainingCommand(TyperCommand):
     """A command whose flag `--resume` may be followed by `auto`."""
 
@@ -68,10 +78,22 @@ class TrainingCommand(TyperCommand):
         return super().parse_args(ctx, plain)
 
 
-def _add_training(kind: Purpose, summary: str) -> None:
-    """Adds the command `kind`, which trains in a run directory of that kind."""
+def add_training(
+    kind: Purpose,
+    summary: str,
+    *,
+    group: typer.Typer = app,
+    name: str | None = None,
+    implied: Sequence[str] = (),
+    check: Callable[[RunSettings], None] = lambda settings: None,
+) -> None:
+    """Adds the command `name`, by default `kind`, which trains in a run directory of that kind.
 
-    @command(name=kind, help=summary, cls=TrainingCommand)
+    `implied` are overrides that come before the user's. `check` raises ConfigError for settings
+    that the command cannot run.
+    """
+
+    @command(group, name=name or kind, help=summary, cls=TrainingCommand)
     def run_training(
         run_file: RunFile,
         overrides: Overrides = None,
@@ -90,8 +112,9 @@ def _add_training(kind: Purpose, summary: str) -> None:
 
         output = Output(as_json=as_json)
         settings = settings_module.load(
-            RunSettings, run_file, [*(overrides or []), *_as_overrides(credentials)]
+            RunSettings, run_file, [*implied, *(overrides or []), *as_overrides(credentials)]
         )
+        check(settings)
         open_run = functools.partial(
             RunDirectory.open,
             settings,
@@ -101,7 +124,7 @@ def _add_training(kind: Purpose, summary: str) -> None:
             changes=change or (),
         )
         if dry_run:
-            _show_preflight(output, settings, kind, open_run)
+            show_preflight(output, settings, kind, open_run)
             return
         loop = {"train": train, "sft": train_supervised}[kind]
         note = "stopping after this step; Ctrl-C again: at once"
@@ -122,22 +145,15 @@ def _add_training(kind: Purpose, summary: str) -> None:
             raise typer.Exit(EXIT_INTERRUPTED)
 
 
-_add_training("train", "Train with tandem policy gradients.")
-_add_training("sft", "Train, supervised, on the rows' answers.")
+add_training("train", "Train with tandem policy gradients.")
+add_training("sft", "Train, supervised, on the rows' answers or the senior's own.")
 
 
 @command(name="eval")
 def evaluate_command(
     run_file: RunFile,
     overrides: Overrides = None,
-    checkpoint: Annotated[
-        Path | None,
-        typer.Option(
-            help="Checkpoint, or run directory (its last one), to load into the trainer and to "
-            "publish first; without it the weights that are served now answer.",
-            metavar="PATH|RUN_DIR",
-        ),
-    ] = None,
+    checkpoint: CheckpointOption = None,
     mode: Annotated[
         list[str] | None,
         typer.Option(
@@ -159,28 +175,22 @@ def evaluate_command(
     --checkpoint leaves its weights in trainer and rollout servers; the next run
     begins with the base model all the same.
     """
-    from tandem.checkpoints import checkpoint_at, require_here
     from tandem.evaluation import evaluate
     from tandem.evaluation.report import measures, size
     from tandem.session import Session
     from tandem.start import serve_checkpoint
 
     output = Output(as_json=as_json)
-    overrides = [*(overrides or []), *_as_overrides(credentials)]
+    overrides = [*(overrides or []), *as_overrides(credentials)]
     if mode:
         modes = [name.strip() for names in mode for name in names.split(",")]
         if unknown := next((name for name in modes if name not in get_args(EvalMode)), None):
             raise ConfigError(f"--mode: must be solo, handoff or legibility, not {unknown!r}")
         overrides.append(f"eval.modes=[{', '.join(modes)}]")
     settings = settings_module.load(RunSettings, run_file, overrides)
-    path = None
-    if checkpoint is not None:
-        found = checkpoint_at(checkpoint)
-        if settings.cluster is not None:
-            require_here(found, "--checkpoint")
-        path = found.trainer
+    path = found_checkpoint(checkpoint, settings)
     if dry_run:
-        _show_preflight(output, settings, "eval")
+        show_preflight(output, settings, "eval")
         return
     with Session(settings, output.note, purpose="eval") as session:
         if checkpoint is not None:
@@ -200,14 +210,29 @@ def evaluate_command(
     )
 
 
-def _as_overrides(credentials: Credentials) -> list[str]:
+def found_checkpoint(checkpoint: Path | None, settings: RunSettings) -> Path | None:
+    """Returns the trainer's directory that the option --checkpoint names, if it is given.
+
+    Raises ConfigError where the run's own cluster would not find it.
+    """
+    from tandem.checkpoints import checkpoint_at, require_here
+
+    if checkpoint is None:
+        return None
+    found = checkpoint_at(checkpoint)
+    if settings.cluster is not None:
+        require_here(found, "--checkpoint")
+    return found.trainer
+
+
+def as_overrides(credentials: Credentials) -> list[str]:
     """Returns the options as overrides of the run file's `credentials`."""
     return [
         f"credentials.{field}={json.dumps(path)}" for field, path in credentials.record().items()
     ]
 
 
-def _show_preflight(
+def show_preflight(
     output: Output,
     settings: RunSettings,
     purpose: Purpose,

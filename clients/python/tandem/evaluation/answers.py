@@ -113,7 +113,7 @@ def draw(
                 tandem=tandem,
                 speculative=settings.eval_speculative.fields(),
             )
-            for index, example in enumerate(_examples(session))
+            for index, example in enumerate(held_out(session))
         ],
         weights,
     )
@@ -123,7 +123,7 @@ def grade(session: Session, responses: Sequence[Sequence[Sequence[int]]]) -> Gra
     """Judges the token ids of the responses to every held-out prompt."""
     settings = session.settings
     texts = [[session.codec.decode(ids) for ids in group] for group in responses]
-    rewards = session.reward(_examples(session), texts).rewards
+    rewards = session.reward(held_out(session), texts).rewards
     least = settings.reward.correct_at
     correct = [[value is not None and value >= least for value in group] for group in rewards]
     n = settings.eval.samples
@@ -134,5 +134,6 @@ def grade(session: Session, responses: Sequence[Sequence[Sequence[int]]]) -> Gra
     return Grades(correct, rewards, pass_at)
 
 
-def _examples(session: Session) -> Sequence[Example]:
+def held_out(session: Session) -> Sequence[Example]:
+    """Returns the held-out rows: those of `eval.data`, without it all data."""
     return (session.eval_data or session.data).examples

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,6 +48,26 @@ def measures(summary: Mapping[str, Any]) -> list[Measure]:
         if (key := f"{whose}/nats_per_token") in summary:
             found.append(_with_interval(f"{whose}, nats/token", summary, key, "{:.3f}"))
     return found
+
+
+def draft_rows(results: Sequence[Mapping[str, Any]]) -> list[list[str]]:
+    """Returns the lines of a table of drafts, with a cell for each of the results."""
+    forms = {
+        "tokens a second, without drafts": ("tokens_per_second_without", "{:.1f}"),
+        "tokens a second, with drafts": ("tokens_per_second", "{:.1f}"),
+        "times as fast": ("speed_up", "{:.2f}"),
+        "response tokens": ("response_tokens", "{:,}"),
+        "drafts verified": ("draft_tokens", "{:,}"),
+        "drafts accepted": ("accepted_draft_tokens", "{:,}"),
+        "share accepted": ("acceptance_rate", "{:.1%}"),
+        "mean accepted length": ("mean_accepted_length", "{:.2f}"),
+        "tokens that cost no pass": ("free_fraction", "{:.1%}"),
+        "responses that differ": ("responses_that_differ", "{:,}"),
+    }
+    return [
+        [name, *("-" if one[key] is None else form.format(one[key]) for one in results)]
+        for name, (key, form) in forms.items()
+    ]
 
 
 def size(summary: Mapping[str, Any]) -> str:

@@ -135,7 +135,9 @@ def recorded_steps(run_dir: Path) -> list[int]:
     files = (run_dir / "trajectories").glob("step_*.jsonl")
     steps = sorted(step for step in map(number_of, files) if step)
     if not steps:
-        why = "supervised training writes none" if kind == "sft" else "no step is done yet"
+        why = "no step is done yet"
+        if kind == "sft":
+            why = "supervised training writes them with sft.responses: senior alone"
         raise RunDirectoryError(f"{run_dir} holds no trajectories: {why}")
     return steps
 

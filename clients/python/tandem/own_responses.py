@@ -1,0 +1,82 @@
+"""The senior's own responses, the texts to learn of supervised training without answers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import PurePath
+from typing import Any
+
+from tandem.data import Example
+from tandem.metrics import length_metrics
+from tandem.requests import Prompt, SupervisedSample
+from tandem.schedule import prompt_seed
+from tandem.session import Session
+from tandem.text import TextCodec
+from tandem.trajectory_record import trajectory_record
+from tandem.types.v1 import server_pb2, trajectory_pb2
+
+
+@dataclass(frozen=True)
+class OwnResponses:
+    """The responses of a step, one to each prompt.
+
+    Attributes:
+        step: the step that learns them.
+        examples: the rows and their prompts.
+        trajectories: the response to each of them.
+    """
+
+    step: int
+    examples: Sequence[Example]
+    trajectories: Sequence[trajectory_pb2.Trajectory]
+
+    def samples(self) -> list[SupervisedSample]:
+        """Returns the prompts and the responses to learn."""
+        return [
+            SupervisedSample(example.token_ids, trajectory.response_token_ids)
+            for example, trajectory in zip(self.examples, self.trajectories, strict=True)
+        ]
+
+    def metrics(self) -> dict[str, float | int]:
+        """Returns the client's metrics of the step."""
+        return length_metrics(self.trajectories)
+
+    def records(self, codec: TextCodec) -> Iterator[dict[str, Any]]:
+        """Yields the lines of the trajectory file; nobody judges the responses."""
+        for index, example in enumerate(self.examples):
+            yield trajectory_record(
+                self.trajectories[index],
+                text=codec.decode(self.trajectories[index].response_token_ids),
+                group_id=f"step-{self.step}/prompt-{index}",
+                # Without its folder: a run is the same wherever its files lie.
+                place=PurePath(example.place).name,
+                row={name: example.row[name] for name in example.shown_columns},
+            )
+
+
+def draw_own_responses(
+    session: Session,
+    step: int,
+    examples: Sequence[Example],
+    weights: server_pb2.WeightsVersion,
+) -> OwnResponses:
+    """Draws one response of the senior alone to each prompt, by these weights of the trainer.
+
+    The responses are a function of the seed, the step, the examples and the weights alone.
+
+    Raises what Session.generate() raises.
+    """
+    settings = session.settings
+    prompts = [
+        Prompt(
+            token_ids=example.token_ids,
+            seed=prompt_seed(settings.seed, step, index, "sft"),
+            sampling=session.sampling,
+            tandem={"enabled": False},
+            speculative=settings.speculative.fields(),
+        )
+        for index, example in enumerate(examples)
+    ]
+    groups = session.generate(prompts, weights)
+    return OwnResponses(step, examples, [group[0] for group in groups])
