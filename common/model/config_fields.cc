@@ -54,6 +54,22 @@ absl::StatusOr<std::optional<double>> ConfigFields::MaybePositive(absl::string_v
   return std::optional<double>(value);
 }
 
+absl::StatusOr<std::vector<double>> ConfigFields::PositiveList(absl::string_view key,
+                                                               int64_t count) const {
+  const json* value = Find(key);
+  if (value == nullptr) return InvalidField(Path(key), "is missing");
+  const auto wrong = [&] {
+    return InvalidField(Path(key), absl::StrCat("must be a list of ", count, " positive numbers"));
+  };
+  if (!value->is_array() || static_cast<int64_t>(value->size()) != count) return wrong();
+  std::vector<double> numbers;
+  for (const json& number : *value) {
+    if (!number.is_number() || !(number.get<double>() > 0)) return wrong();
+    numbers.push_back(number.get<double>());
+  }
+  return numbers;
+}
+
 absl::StatusOr<bool> ConfigFields::Bool(absl::string_view key, bool fallback) const {
   const json* value = Find(key);
   if (value == nullptr) return fallback;

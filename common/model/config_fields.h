@@ -8,6 +8,7 @@
 #include <set>
 #include <string>
 #include <utility>
+#include <vector>
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
@@ -34,6 +35,8 @@ class ConfigFields {
   // A positive number; the same.
   absl::StatusOr<double> Positive(absl::string_view key, std::optional<double> fallback) const;
   absl::StatusOr<std::optional<double>> MaybePositive(absl::string_view key) const;
+  // A list of `count` positive numbers; an absent key is an error.
+  absl::StatusOr<std::vector<double>> PositiveList(absl::string_view key, int64_t count) const;
   absl::StatusOr<bool> Bool(absl::string_view key, bool fallback) const;
   absl::StatusOr<std::string> String(absl::string_view key, absl::string_view fallback) const;
   // Adds one id, or a list of ids, to `ids`; an absent key adds nothing.

@@ -17,14 +17,15 @@ namespace tandem {
 struct RopeConfig {
   enum class Type {
     kDefault,
-    kLinear,  // positions divided by `factor`
-    kLlama3,  // low frequencies divided, high ones kept (Llama 3.1)
-    kYarn,    // https://arxiv.org/abs/2309.00071
+    kLinear,    // positions divided by `factor`
+    kLlama3,    // low frequencies divided, high ones kept (Llama 3.1)
+    kYarn,      // https://arxiv.org/abs/2309.00071
+    kLongRope,  // every frequency divided by a number of its own, https://arxiv.org/abs/2402.13753
   };
   Type type = Type::kDefault;
   double theta = 10000.0;
   double factor = 1.0;
-  // kLlama3, kYarn: the context length of pre-training.
+  // kLlama3, kYarn, kLongRope: the context length of pre-training.
   double original_max_position_embeddings = 0.0;
   // kLlama3.
   double low_freq_factor = 1.0;
@@ -33,9 +34,14 @@ struct RopeConfig {
   double beta_fast = 32.0;
   double beta_slow = 1.0;
   bool truncate = true;
-  std::optional<double> attention_factor = std::nullopt;
   std::optional<double> mscale = std::nullopt;
   std::optional<double> mscale_all_dim = std::nullopt;
+  // kYarn, kLongRope.
+  std::optional<double> attention_factor = std::nullopt;
+  // kLongRope: head_dim / 2 divisors.
+  std::vector<double> frequency_divisors = {};
+  // The longest sequence that the model rotates so, if it rotates longer ones otherwise.
+  std::optional<int64_t> longest_sequence = std::nullopt;
 };
 
 // The RMSNorm of queries and keys, before the rotation.
@@ -76,9 +82,10 @@ struct ModelConfig {
   // The text of config.json; an export writes its unknown keys back.
   std::string raw_json;
 
-  // The longest sequence that the positions allow, at most `limit`.
+  // The longest sequence that the positions and their rotation allow, at most `limit`.
   int64_t LongestSequence(int64_t limit) const {
-    return max_position_embeddings > 0 ? std::min(limit, max_position_embeddings) : limit;
+    if (max_position_embeddings > 0) limit = std::min(limit, max_position_embeddings);
+    return std::min(limit, rope.longest_sequence.value_or(limit));
   }
   // Width of a token's queries, and of its keys or its values.
   int64_t query_size() const { return num_attention_heads * head_dim; }

@@ -21,6 +21,14 @@ void ExpectFieldError(const json& changes, absl::StatusCode code, const std::str
   EXPECT_EQ(FieldPath(status), path) << status;
 }
 
+json LongRope(const json& short_factor, const json& long_factor) {
+  return {{"rope_scaling",
+           {{"type", "longrope"},
+            {"short_factor", short_factor},
+            {"long_factor", long_factor},
+            {"original_max_position_embeddings", 64}}}};
+}
+
 TEST(ModelConfigTest, ReadsTheArchitecture) {
   const ModelConfig config = Parse(json::object()).value();
   EXPECT_EQ(config.model_type, "llama");
@@ -65,6 +73,16 @@ TEST(ModelConfigTest, BothStylesOfRopeAreRead) {
   EXPECT_EQ(new_style.rope.theta, 7.0);
 }
 
+TEST(ModelConfigTest, TheLongestSequenceHasOneRotation) {
+  // 256 positions. Beyond 64 tokens the longrope model would rotate all positions otherwise.
+  const json factors = {1, 2, 3, 4, 5}, others = {1, 2, 3, 4, 6};
+  EXPECT_EQ(Parse(LongRope(factors, others)).value().LongestSequence(1000), 64);
+  EXPECT_EQ(Parse(LongRope(factors, others)).value().LongestSequence(20), 20);
+  EXPECT_EQ(Parse(LongRope(factors, factors)).value().LongestSequence(1000), 256);
+  const json dynamic = {{"rope_scaling", {{"type", "dynamic"}, {"factor", 4.0}}}};
+  EXPECT_EQ(Parse(dynamic).value().LongestSequence(1000), 256);
+}
+
 TEST(ModelConfigTest, StopTokensAreTheUnionOfBothFiles) {
   const auto config = Parse({{"eos_token_id", {9, 4}}}, R"({"eos_token_id": [4, 2]})");
   EXPECT_EQ(config.value().eos_token_ids, (std::vector<int64_t>{2, 4, 9}));
@@ -82,8 +100,16 @@ TEST(ModelConfigTest, WrongFieldsAreNamed) {
   ExpectFieldError({{"rms_norm_eps", 0}}, kInvalid, "config.json.rms_norm_eps");
   ExpectFieldError({{"eos_token_id", "</s>"}}, kInvalid, "config.json.eos_token_id");
   ExpectFieldError({{"model_type", nullptr}}, kInvalid, "config.json.model_type");
-  ExpectFieldError({{"rope_scaling", {{"rope_type", "linear"}}}}, kInvalid,
-                   "config.json.rope_scaling.factor");
+  for (const char* type : {"linear", "dynamic", "llama3"}) {
+    ExpectFieldError({{"rope_scaling", {{"rope_type", type}}}}, kInvalid,
+                     "config.json.rope_scaling.factor");
+  }
+  ExpectFieldError(LongRope({1, 1, 1, 1}, {1, 1, 1, 1, 1}), kInvalid,
+                   "config.json.rope_scaling.short_factor");
+  ExpectFieldError(LongRope({1, 1, 1, 1, 1}, {1, 1, 0, 1, 1}), kInvalid,
+                   "config.json.rope_scaling.long_factor");
+  ExpectFieldError(LongRope({1, 1, 1, 1, 1}, nullptr), kInvalid,
+                   "config.json.rope_scaling.long_factor");
 }
 
 TEST(ModelConfigTest, AnotherFamilyIsNamedBeforeSizesThatItCallsOtherwise) {
@@ -101,7 +127,7 @@ TEST(ModelConfigTest, UnsupportedFeaturesAreUnimplemented) {
   ExpectFieldError({{"use_sliding_window", true}}, kNot, "config.json.use_sliding_window");
   ExpectFieldError({{"layer_types", {"full_attention", "sliding_attention"}}}, kNot,
                    "config.json.layer_types");
-  ExpectFieldError({{"rope_scaling", {{"rope_type", "dynamic"}, {"factor", 2.0}}}}, kNot,
+  ExpectFieldError({{"rope_scaling", {{"rope_type", "proportional"}, {"factor", 2.0}}}}, kNot,
                    "config.json.rope_scaling.rope_type");
   ExpectFieldError({{"partial_rotary_factor", 0.5}}, kNot, "config.json.partial_rotary_factor");
   ExpectFieldError({{"quantization_config", {{"bits", 4}}}}, kNot,

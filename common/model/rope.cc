@@ -52,6 +52,12 @@ void StretchYarn(const RopeConfig& rope, int64_t head_dim, std::vector<float>& i
   }
 }
 
+// LongRoPE, as `transformers` scales cosines and sines for it.
+double LongRopeScale(const RopeConfig& rope) {
+  if (rope.factor <= 1) return 1.0;
+  return std::sqrt(1 + std::log(rope.factor) / std::log(rope.original_max_position_embeddings));
+}
+
 }  // namespace
 
 RopeFrequencies ComputeRopeFrequencies(const RopeConfig& rope, int64_t head_dim) {
@@ -81,6 +87,12 @@ RopeFrequencies ComputeRopeFrequencies(const RopeConfig& rope, int64_t head_dim)
       } else {
         result.attention_scaling = YarnScale(rope.factor, 1.0);
       }
+      break;
+    case RopeConfig::Type::kLongRope:
+      for (size_t i = 0; i < result.inverse.size(); ++i) {
+        result.inverse[i] /= static_cast<float>(rope.frequency_divisors[i]);
+      }
+      result.attention_scaling = rope.attention_factor.value_or(LongRopeScale(rope));
       break;
   }
   return result;

@@ -10,7 +10,7 @@ namespace tandem {
 
 struct RopeFrequencies {
   std::vector<float> inverse;  // one per pair of dimensions: head_dim / 2 values
-  double attention_scaling;    // factor on cosines and sines (yarn), 1 otherwise
+  double attention_scaling;    // factor on cosines and sines (yarn, longrope), 1 otherwise
 };
 
 // Returns the same numbers as `transformers` (modeling_rope_utils).

@@ -1,6 +1,7 @@
 #include "common/model/rope_config.h"
 
 #include <string>
+#include <vector>
 
 #include "absl/strings/str_cat.h"
 #include "common/base/error.h"
@@ -9,50 +10,91 @@
 namespace tandem {
 namespace {
 
-absl::Status ReadRopeScaling(const ConfigFields& fields, int64_t max_position_embeddings,
-                             RopeConfig& rope) {
-  const char* type_key = fields.Find("rope_type") != nullptr ? "rope_type" : "type";
-  TANDEM_ASSIGN_OR_RETURN(const std::string type, fields.String(type_key, "default"));
+using Type = RopeConfig::Type;
+
+// Sizes of the model that a rotation depends on.
+struct RopeSizes {
+  int64_t max_position_embeddings;
+  // Of pre-training, from the outer object of config.json, where it comes before that of the inner.
+  std::optional<double> original_max_position_embeddings;
+  int64_t head_dim;
+};
+
+absl::StatusOr<Type> ReadType(const ConfigFields& fields) {
+  const char* key = fields.Find("rope_type") != nullptr ? "rope_type" : "type";
+  TANDEM_ASSIGN_OR_RETURN(const std::string type, fields.String(key, "default"));
+  if (type == "default") return Type::kDefault;
+  if (type == "dynamic") {
+    // Without a factor `transformers` loads no such model.
+    TANDEM_RETURN_IF_ERROR(fields.Positive("factor", {}).status());
+    return Type::kDefault;
+  }
+  if (type == "linear") return Type::kLinear;
+  if (type == "llama3") return Type::kLlama3;
+  if (type == "yarn") return Type::kYarn;
+  if (type == "longrope") return Type::kLongRope;
+  return fields.NotSupported(key, absl::StrCat("rope type '", type, "'"));
+}
+
+absl::Status ReadLlama3(const ConfigFields& fields, RopeConfig& rope) {
+  TANDEM_ASSIGN_OR_RETURN(rope.low_freq_factor, fields.Positive("low_freq_factor", {}));
+  TANDEM_ASSIGN_OR_RETURN(rope.high_freq_factor, fields.Positive("high_freq_factor", {}));
+  if (rope.high_freq_factor <= rope.low_freq_factor) {
+    return InvalidField(fields.Path("high_freq_factor"), "must exceed low_freq_factor");
+  }
+  return absl::OkStatus();
+}
+
+absl::Status ReadYarn(const ConfigFields& fields, RopeConfig& rope) {
+  const RopeConfig defaults;
+  TANDEM_ASSIGN_OR_RETURN(rope.beta_fast, fields.Positive("beta_fast", defaults.beta_fast));
+  TANDEM_ASSIGN_OR_RETURN(rope.beta_slow, fields.Positive("beta_slow", defaults.beta_slow));
+  TANDEM_ASSIGN_OR_RETURN(rope.truncate, fields.Bool("truncate", defaults.truncate));
+  TANDEM_ASSIGN_OR_RETURN(rope.attention_factor, fields.MaybePositive("attention_factor"));
+  TANDEM_ASSIGN_OR_RETURN(rope.mscale, fields.MaybePositive("mscale"));
+  TANDEM_ASSIGN_OR_RETURN(rope.mscale_all_dim, fields.MaybePositive("mscale_all_dim"));
+  return absl::OkStatus();
+}
+
+absl::Status ReadLongRope(const ConfigFields& fields, int64_t head_dim, RopeConfig& rope) {
+  TANDEM_ASSIGN_OR_RETURN(rope.attention_factor, fields.MaybePositive("attention_factor"));
+  TANDEM_ASSIGN_OR_RETURN(rope.frequency_divisors,
+                          fields.PositiveList("short_factor", head_dim / 2));
+  TANDEM_ASSIGN_OR_RETURN(const std::vector<double> of_long_sequences,
+                          fields.PositiveList("long_factor", head_dim / 2));
+  if (of_long_sequences != rope.frequency_divisors) {
+    rope.longest_sequence = static_cast<int64_t>(rope.original_max_position_embeddings);
+  }
+  return absl::OkStatus();
+}
+
+absl::Status ReadRopeScaling(const ConfigFields& fields, const RopeSizes& sizes, RopeConfig& rope) {
   TANDEM_ASSIGN_OR_RETURN(const double partial, fields.Positive("partial_rotary_factor", 1.0));
   if (partial != 1.0) return fields.NotSupported("partial_rotary_factor", "partial rotary");
-  if (type == "default") {
-    rope.type = RopeConfig::Type::kDefault;
-    return absl::OkStatus();
-  }
-  if (type == "linear") {
-    rope.type = RopeConfig::Type::kLinear;
-  } else if (type == "llama3") {
-    rope.type = RopeConfig::Type::kLlama3;
-  } else if (type == "yarn") {
-    rope.type = RopeConfig::Type::kYarn;
-  } else {
-    return fields.NotSupported(type_key, absl::StrCat("rope type '", type, "'"));
-  }
+  TANDEM_ASSIGN_OR_RETURN(rope.type, ReadType(fields));
+  if (rope.type == Type::kDefault) return absl::OkStatus();
   std::optional<double> implied_factor;
-  if (rope.type != RopeConfig::Type::kLinear) {
+  if (rope.type != Type::kLinear) {
     TANDEM_ASSIGN_OR_RETURN(rope.original_max_position_embeddings,
                             fields.Positive("original_max_position_embeddings",
-                                            static_cast<double>(max_position_embeddings)));
-    if (rope.type == RopeConfig::Type::kYarn) {
-      implied_factor = max_position_embeddings / rope.original_max_position_embeddings;
+                                            static_cast<double>(sizes.max_position_embeddings)));
+    rope.original_max_position_embeddings =
+        sizes.original_max_position_embeddings.value_or(rope.original_max_position_embeddings);
+    if (rope.type != Type::kLlama3) {
+      implied_factor = sizes.max_position_embeddings / rope.original_max_position_embeddings;
     }
   }
   TANDEM_ASSIGN_OR_RETURN(rope.factor, fields.Positive("factor", implied_factor));
-  if (rope.type == RopeConfig::Type::kLlama3) {
-    TANDEM_ASSIGN_OR_RETURN(rope.low_freq_factor, fields.Positive("low_freq_factor", {}));
-    TANDEM_ASSIGN_OR_RETURN(rope.high_freq_factor, fields.Positive("high_freq_factor", {}));
-    if (rope.high_freq_factor <= rope.low_freq_factor) {
-      return InvalidField(fields.Path("high_freq_factor"), "must exceed low_freq_factor");
-    }
-  }
-  if (rope.type == RopeConfig::Type::kYarn) {
-    const RopeConfig defaults;
-    TANDEM_ASSIGN_OR_RETURN(rope.beta_fast, fields.Positive("beta_fast", defaults.beta_fast));
-    TANDEM_ASSIGN_OR_RETURN(rope.beta_slow, fields.Positive("beta_slow", defaults.beta_slow));
-    TANDEM_ASSIGN_OR_RETURN(rope.truncate, fields.Bool("truncate", defaults.truncate));
-    TANDEM_ASSIGN_OR_RETURN(rope.attention_factor, fields.MaybePositive("attention_factor"));
-    TANDEM_ASSIGN_OR_RETURN(rope.mscale, fields.MaybePositive("mscale"));
-    TANDEM_ASSIGN_OR_RETURN(rope.mscale_all_dim, fields.MaybePositive("mscale_all_dim"));
+  switch (rope.type) {
+    case Type::kLlama3:
+      return ReadLlama3(fields, rope);
+    case Type::kYarn:
+      return ReadYarn(fields, rope);
+    case Type::kLongRope:
+      return ReadLongRope(fields, sizes.head_dim, rope);
+    case Type::kDefault:
+    case Type::kLinear:
+      break;
   }
   return absl::OkStatus();
 }
@@ -60,14 +102,19 @@ absl::Status ReadRopeScaling(const ConfigFields& fields, int64_t max_position_em
 }  // namespace
 
 absl::StatusOr<RopeConfig> ReadRopeConfig(const ConfigFields& fields,
-                                          int64_t max_position_embeddings) {
+                                          int64_t max_position_embeddings, int64_t head_dim) {
   RopeConfig rope;
   TANDEM_ASSIGN_OR_RETURN(rope.theta, fields.Positive("rope_theta", rope.theta));
+  RopeSizes sizes = {.max_position_embeddings = max_position_embeddings,
+                     .original_max_position_embeddings = {},
+                     .head_dim = head_dim};
+  TANDEM_ASSIGN_OR_RETURN(sizes.original_max_position_embeddings,
+                          fields.MaybePositive("original_max_position_embeddings"));
   for (const char* key : {"rope_scaling", "rope_parameters"}) {
     TANDEM_ASSIGN_OR_RETURN(const auto scaling, fields.Object(key));
     if (!scaling.has_value()) continue;
     TANDEM_ASSIGN_OR_RETURN(rope.theta, scaling->Positive("rope_theta", rope.theta));
-    TANDEM_RETURN_IF_ERROR(ReadRopeScaling(*scaling, max_position_embeddings, rope));
+    TANDEM_RETURN_IF_ERROR(ReadRopeScaling(*scaling, sizes, rope));
   }
   return rope;
 }

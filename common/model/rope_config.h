@@ -10,10 +10,18 @@
 
 namespace tandem {
 
-// Reads `rope_parameters`, or `rope_theta` with `rope_scaling`. INVALID_ARGUMENT with the field's
-// path; UNIMPLEMENTED for the rope types dynamic and longrope and for partial rotary.
+// Reads `rope_parameters`, or `rope_theta` with `rope_scaling`, for heads of `head_dim`.
+// INVALID_ARGUMENT with the field's path; UNIMPLEMENTED for other rope types and partial rotary.
+//
+// The rotation of a position never depends on the length of its sequence: a cached key would be
+// wrong as soon as the sequence grows. Two types depend on it in `transformers`:
+//   dynamic    has the default rotation up to max_position_embeddings. No server takes longer
+//              sequences, so it is the default rotation here.
+//   longrope   has short_factor up to original_max_position_embeddings and long_factor for all
+//              positions of a longer sequence. With lists that differ, the longest sequence of the
+//              model is original_max_position_embeddings; with equal ones, max_position_embeddings.
 absl::StatusOr<RopeConfig> ReadRopeConfig(const ConfigFields& fields,
-                                          int64_t max_position_embeddings);
+                                          int64_t max_position_embeddings, int64_t head_dim);
 
 }  // namespace tandem
 

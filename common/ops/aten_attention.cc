@@ -4,7 +4,11 @@
 #include <ATen/Parallel.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 
+#include <algorithm>
 #include <cstddef>
+#include <limits>
+
+#include "common/kernels/attention_window.h"
 
 namespace tandem::ops {
 namespace {
@@ -19,21 +23,53 @@ at::Tensor RepeatHeads(const at::Tensor& x, int64_t heads) {
       .reshape({x.size(0), heads, x.size(2)});
 }
 
-// Attention of the last rows of one sequence to the whole sequence: q [rows, heads, D], k and v
-// [length, kv_heads, D] -> [rows, heads * D].
-at::Tensor AtenAttention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v) {
-  const int64_t rows = q.size(0), heads = q.size(1), length = k.size(0);
-  const bool is_causal = rows == length;
-  c10::optional<at::Tensor> mask;
-  if (!is_causal && rows > 1) {  // row r attends to the keys up to its own
-    mask = at::ones({rows, length}, q.options().dtype(at::kBool)).tril_(length - rows);
+// Consecutive rows of a sequence and the keys that they attend to, by their positions.
+struct RowChunk {
+  int64_t row, rows, key, keys;
+  int64_t window;
+
+  // Whether the window hides keys of the chunk from its last row.
+  bool hides_past() const { return FirstKey(row + rows - 1, window) > key; }
+  // Whether the rows are those of the keys, and each attends to all up to its own.
+  bool is_causal() const { return row == key && !hides_past(); }
+  // Returns what is added to the scores [rows, keys]: 0, or -infinity for a key that the row does
+  // not attend to; nothing where is_causal says it, or a single row attends to all keys.
+  c10::optional<at::Tensor> Mask(const at::TensorOptions& options) const {
+    if (is_causal() || rows == 1) return {};
+    const auto hidden = [&] {
+      return at::full({rows, keys}, -std::numeric_limits<double>::infinity(), options);
+    };
+    at::Tensor mask = hidden().triu_(row - key + 1);
+    if (hides_past()) mask.add_(hidden().tril_(row - key - window));
+    return mask;
   }
+};
+
+// Divides the rows from position `begin` to `end` so that those of a chunk have most of their keys
+// in common, since what the mask hides is computed, too.
+std::vector<RowChunk> RowChunks(int64_t begin, int64_t end, int64_t window) {
+  constexpr int64_t kMinRows = 256;
+  const int64_t step = FirstKey(end - 1, window) == 0 ? end - begin : std::max(window, kMinRows);
+  std::vector<RowChunk> chunks;
+  for (int64_t row = begin; row < end; row += step) {
+    const int64_t key = FirstKey(row, window), row_end = std::min(row + step, end);
+    chunks.push_back(
+        {.row = row, .rows = row_end - row, .key = key, .keys = row_end - key, .window = window});
+  }
+  return chunks;
+}
+
+// Attention of the rows of a chunk: q [rows, heads, D], k and v [keys, kv_heads, D]
+// -> [rows, heads * D].
+at::Tensor AtenAttention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                         const RowChunk& chunk) {
+  const int64_t rows = q.size(0), heads = q.size(1);
   const auto batched = [](const at::Tensor& x) {  // [1, heads, length, D]
     return x.transpose(0, 1).unsqueeze(0);
   };
   return at::scaled_dot_product_attention(batched(q), batched(RepeatHeads(k, heads)),
-                                          batched(RepeatHeads(v, heads)), mask, /*dropout_p=*/0.0,
-                                          is_causal)
+                                          batched(RepeatHeads(v, heads)), chunk.Mask(q.options()),
+                                          /*dropout_p=*/0.0, chunk.is_causal())
       .squeeze(0)
       .transpose(0, 1)
       .reshape({rows, heads * q.size(2)});
@@ -47,39 +83,51 @@ at::Tensor JoinRows(const std::vector<at::Tensor>& outputs, const at::Tensor& q)
 }  // namespace
 
 at::Tensor AtenCausalAttention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
-                               const std::vector<int64_t>& offsets) {
+                               const std::vector<int64_t>& offsets, int64_t window) {
   std::vector<at::Tensor> outputs;
   for (size_t s = 0; s + 1 < offsets.size(); ++s) {
     const int64_t begin = offsets[s], length = offsets[s + 1] - begin;
     if (length == 0) continue;
-    outputs.push_back(AtenAttention(q.narrow(0, begin, length), k.narrow(0, begin, length),
-                                    v.narrow(0, begin, length)));
+    for (const RowChunk& chunk : RowChunks(0, length, window)) {
+      outputs.push_back(AtenAttention(q.narrow(0, begin + chunk.row, chunk.rows),
+                                      k.narrow(0, begin + chunk.key, chunk.keys),
+                                      v.narrow(0, begin + chunk.key, chunk.keys), chunk));
+    }
   }
   return JoinRows(outputs, q);
 }
 
 at::Tensor AtenCachedAttention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                                const std::vector<int64_t>& offsets, const PagedSequences& sequences,
-                               const at::Tensor& key_cache, const at::Tensor& value_cache) {
+                               const at::Tensor& key_cache, const at::Tensor& value_cache,
+                               int64_t window) {
   const int64_t block_tokens = key_cache.size(2);
   std::vector<at::Tensor> outputs;
   for (size_t s = 0; s < sequences.starts.size(); ++s) {
     const int64_t begin = offsets[s], rows = offsets[s + 1] - begin;
     if (rows == 0) continue;
     const int64_t start = sequences.starts[s], end = start + rows;
+    const int64_t first_block = FirstKey(start, window) / block_tokens;
+    const int64_t first_key = first_block * block_tokens;
     const at::Tensor table = sequences.block_table.select(0, static_cast<int64_t>(s))
-                                 .narrow(0, 0, (end + block_tokens - 1) / block_tokens);
-    const at::Tensor positions = at::arange(start, end, table.options().dtype(at::kLong));
+                                 .slice(0, first_block, (end + block_tokens - 1) / block_tokens);
+    const at::Tensor places =
+        at::arange(start - first_key, end - first_key, table.options().dtype(at::kLong));
     const at::Tensor blocks =
-        table.index_select(0, positions.div(block_tokens, "floor")).to(at::kLong);
-    const at::Tensor places = positions.remainder(block_tokens);
+        table.index_select(0, places.div(block_tokens, "floor")).to(at::kLong);
     const auto appended = [&](const at::Tensor& cache, const at::Tensor& x) {
       const at::Tensor by_position = cache.transpose(1, 2);  // [blocks, tokens, kv_heads, D]
-      by_position.index_put_({blocks, places}, x.narrow(0, begin, rows).to(cache.scalar_type()));
-      return by_position.index_select(0, table).flatten(0, 1).narrow(0, 0, end).to(q.scalar_type());
+      by_position.index_put_({blocks, places.remainder(block_tokens)},
+                             x.narrow(0, begin, rows).to(cache.scalar_type()));
+      return by_position.index_select(0, table).flatten(0, 1).to(q.scalar_type());
     };
-    outputs.push_back(
-        AtenAttention(q.narrow(0, begin, rows), appended(key_cache, k), appended(value_cache, v)));
+    const at::Tensor keys = appended(key_cache, k), values = appended(value_cache, v);
+    for (const RowChunk& chunk : RowChunks(start, end, window)) {
+      const int64_t key = chunk.key - first_key;
+      outputs.push_back(AtenAttention(q.narrow(0, begin + chunk.row - start, chunk.rows),
+                                      keys.narrow(0, key, chunk.keys),
+                                      values.narrow(0, key, chunk.keys), chunk));
+    }
   }
   return JoinRows(outputs, q);
 }
@@ -88,32 +136,42 @@ at::Tensor AtenCachedAttention(const at::Tensor& q, const at::Tensor& k, const a
 // which would wake the threads, are many times slower on short sequences.
 AttentionGradients AtenCausalAttentionBackward(const at::Tensor& dy_in, const at::Tensor& q,
                                                const at::Tensor& k, const at::Tensor& v,
-                                               const std::vector<int64_t>& offsets) {
+                                               const std::vector<int64_t>& offsets,
+                                               int64_t window) {
   const at::Tensor dy = dy_in.view(q.sizes());
-  AttentionGradients d = {at::empty(q.sizes(), q.options()), at::empty(k.sizes(), k.options()),
-                          at::empty(v.sizes(), v.options())};
+  AttentionGradients d = {at::empty(q.sizes(), q.options()), at::zeros(k.sizes(), k.options()),
+                          at::zeros(v.sizes(), v.options())};
   const int64_t key_value_heads = k.size(1), group = q.size(1) / key_value_heads;
   const auto run = [&](int64_t begin, int64_t end) {
     const at::AutoDispatchBelowADInplaceOrView no_autograd;  // a setting of this thread
     for (int64_t item = begin; item < end; ++item) {
       const int64_t s = item / key_value_heads, head = item % key_value_heads;
       const int64_t row = offsets[s], length = offsets[s + 1] - row;
-      if (length == 0) continue;
-      const auto of_item = [&](const at::Tensor& x, int64_t heads) {  // [1, heads, length, D]
-        return x.narrow(0, row, length).narrow(1, head * heads, heads).transpose(0, 1).unsqueeze(0);
+      const auto of_item = [&](const at::Tensor& x, int64_t heads, int64_t first, int64_t count) {
+        return x
+            .narrow(0, row + first, count)  // [1, heads, count, D]
+            .narrow(1, head * heads, heads)
+            .transpose(0, 1)
+            .unsqueeze(0);
       };
-      const auto shared = [&](const at::Tensor& x) {
-        return of_item(x, 1).expand({1, group, length, x.size(2)});
-      };
-      const at::Tensor qi = of_item(q, group), ki = shared(k), vi = shared(v);
-      const auto [y, log_sum] =
-          at::_scaled_dot_product_flash_attention_for_cpu(qi, ki, vi, /*dropout_p=*/0.0,
-                                                          /*is_causal=*/true);
-      const auto [dq, dk, dv] = at::_scaled_dot_product_flash_attention_for_cpu_backward(
-          of_item(dy, group), qi, ki, vi, y, log_sum, /*dropout_p=*/0.0, /*is_causal=*/true);
-      of_item(d.q, group).copy_(dq);
-      of_item(d.k, 1).copy_(dk.sum(1, /*keepdim=*/true));
-      of_item(d.v, 1).copy_(dv.sum(1, /*keepdim=*/true));
+      for (const RowChunk& chunk : RowChunks(0, length, window)) {
+        const auto rows = [&](const at::Tensor& x) {
+          return of_item(x, group, chunk.row, chunk.rows);
+        };
+        const auto keys = [&](const at::Tensor& x) { return of_item(x, 1, chunk.key, chunk.keys); };
+        const auto shared = [&](const at::Tensor& x) {
+          return keys(x).expand({1, group, chunk.keys, x.size(2)});
+        };
+        const c10::optional<at::Tensor> mask = chunk.Mask(q.options());
+        const at::Tensor qi = rows(q), ki = shared(k), vi = shared(v);
+        const auto [y, log_sum] = at::_scaled_dot_product_flash_attention_for_cpu(
+            qi, ki, vi, /*dropout_p=*/0.0, chunk.is_causal(), mask);
+        const auto [dq, dk, dv] = at::_scaled_dot_product_flash_attention_for_cpu_backward(
+            rows(dy), qi, ki, vi, y, log_sum, /*dropout_p=*/0.0, chunk.is_causal(), mask);
+        rows(d.q).copy_(dq);
+        keys(d.k).add_(dk.sum(1, /*keepdim=*/true));
+        keys(d.v).add_(dv.sum(1, /*keepdim=*/true));
+      }
     }
   };
   at::parallel_for(0, (static_cast<int64_t>(offsets.size()) - 1) * key_value_heads, 1, run);

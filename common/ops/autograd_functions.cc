@@ -94,17 +94,20 @@ class SwiGluFunction : public Function<SwiGluFunction> {
 class AttentionFunction : public Function<AttentionFunction> {
  public:
   static at::Tensor forward(AutogradContext* context, const at::Tensor& q, const at::Tensor& k,
-                            const at::Tensor& v, const std::vector<int64_t>& offsets) {
+                            const at::Tensor& v, const std::vector<int64_t>& offsets,
+                            int64_t window) {
     context->save_for_backward({q, k, v});
     context->saved_data["offsets"] = offsets;
-    return CausalAttention(q, k, v, offsets);
+    context->saved_data["window"] = window;
+    return CausalAttention(q, k, v, offsets, window);
   }
 
   static variable_list backward(AutogradContext* context, variable_list gradients) {
     const variable_list saved = context->get_saved_variables();
     const AttentionGradients d = AtenCausalAttentionBackward(
-        gradients[0], saved[0], saved[1], saved[2], context->saved_data["offsets"].toIntVector());
-    return {d.q, d.k, d.v, {}};
+        gradients[0], saved[0], saved[1], saved[2], context->saved_data["offsets"].toIntVector(),
+        context->saved_data["window"].toInt());
+    return {d.q, d.k, d.v, {}, {}};
   }
 };
 
@@ -123,8 +126,8 @@ at::Tensor DifferentiableSwiGlu(const at::Tensor& gate_up) {
 }
 
 at::Tensor DifferentiableAttention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
-                                   const std::vector<int64_t>& offsets) {
-  return AttentionFunction::apply(q, k, v, offsets);
+                                   const std::vector<int64_t>& offsets, int64_t window) {
+  return AttentionFunction::apply(q, k, v, offsets, window);
 }
 
 }  // namespace tandem::ops

@@ -18,7 +18,7 @@ at::Tensor DifferentiableRotary(const at::Tensor& x, const at::Tensor& cos, cons
 at::Tensor DifferentiableSwiGlu(const at::Tensor& gate_up);
 // The backward pass computes the attention again, in ATen, rather than keep its softmax.
 at::Tensor DifferentiableAttention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
-                                   const std::vector<int64_t>& offsets);
+                                   const std::vector<int64_t>& offsets, int64_t window);
 
 }  // namespace tandem::ops
 

@@ -79,7 +79,8 @@ void Attend(const kernels::AttentionArgs<uint16_t>& args) {
 // Attention of q to the keys and values of type Number at source(s) for each sequence s.
 template <typename Number, typename Source>
 at::Tensor AttentionKernel(const at::Tensor& q, int64_t key_value_heads,
-                           const std::vector<int64_t>& offsets, const Source& source) {
+                           const std::vector<int64_t>& offsets, int64_t window,
+                           const Source& source) {
   constexpr int64_t kRowsPerItem = 32;  // so that threads divide a long prompt
   struct Item {
     int64_t sequence, head, begin, end;
@@ -117,6 +118,7 @@ at::Tensor AttentionKernel(const at::Tensor& q, int64_t key_value_heads,
           scale,
           from.blocks,
           from.block_stride,
+          window,
       });
     }
   };
@@ -141,7 +143,7 @@ template <typename Number>
 at::Tensor CachedAttentionKernel(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                                  const std::vector<int64_t>& offsets,
                                  const PagedSequences& sequences, const at::Tensor& key_cache,
-                                 const at::Tensor& value_cache) {
+                                 const at::Tensor& value_cache, int64_t window) {
   constexpr int64_t kTokens = kernels::kAttentionBlock;
   auto* const keys = static_cast<Number*>(key_cache.mutable_data_ptr());
   auto* const values = static_cast<Number*>(value_cache.mutable_data_ptr());
@@ -164,7 +166,7 @@ at::Tensor CachedAttentionKernel(const at::Tensor& q, const at::Tensor& k, const
       append(values, value_cache, v);
     }
   }
-  return AttentionKernel<Number>(q, k.size(1), offsets, [&](int64_t sequence) {
+  return AttentionKernel<Number>(q, k.size(1), offsets, window, [&](int64_t sequence) {
     return AttentionSource<Number>{.k = keys,
                                    .k_position_stride = key_cache.stride(2),
                                    .k_head_stride = key_cache.stride(1),
@@ -276,11 +278,11 @@ at::Tensor SwiGlu(const at::Tensor& gate_up_in) {
 }
 
 at::Tensor CausalAttention(const at::Tensor& q_in, const at::Tensor& k_in, const at::Tensor& v_in,
-                           const std::vector<int64_t>& offsets) {
-  if (!HasCpuKernels(q_in)) return AtenCausalAttention(q_in, k_in, v_in, offsets);
-  if (at::GradMode::is_enabled()) return DifferentiableAttention(q_in, k_in, v_in, offsets);
+                           const std::vector<int64_t>& offsets, int64_t window) {
+  if (!HasCpuKernels(q_in)) return AtenCausalAttention(q_in, k_in, v_in, offsets, window);
+  if (at::GradMode::is_enabled()) return DifferentiableAttention(q_in, k_in, v_in, offsets, window);
   const at::Tensor q = HeadsPacked(q_in), k = Packed(k_in), v = Packed(v_in);
-  return AttentionKernel<float>(q, k.size(1), offsets, [&](int64_t sequence) {
+  return AttentionKernel<float>(q, k.size(1), offsets, window, [&](int64_t sequence) {
     return AttentionSource<float>{Data(k) + offsets[sequence] * k.stride(0),
                                   k.stride(0),
                                   k.stride(1),
@@ -293,10 +295,12 @@ at::Tensor CausalAttention(const at::Tensor& q_in, const at::Tensor& k_in, const
 
 at::Tensor CachedAttention(const at::Tensor& q_in, const at::Tensor& k_in, const at::Tensor& v_in,
                            const std::vector<int64_t>& offsets, const PagedSequences& sequences,
-                           const at::Tensor& key_cache, const at::Tensor& value_cache) {
+                           const at::Tensor& key_cache, const at::Tensor& value_cache,
+                           int64_t window) {
   TORCH_CHECK(!at::GradMode::is_enabled(), "cached attention has no gradient");
   if (!UseCpuKernels(q_in)) {
-    return AtenCachedAttention(q_in, k_in, v_in, offsets, sequences, key_cache, value_cache);
+    return AtenCachedAttention(q_in, k_in, v_in, offsets, sequences, key_cache, value_cache,
+                               window);
   }
   constexpr int64_t kTokens = kernels::kAttentionBlock;
   const at::ScalarType type = key_cache.scalar_type();
@@ -307,9 +311,10 @@ at::Tensor CachedAttention(const at::Tensor& q_in, const at::Tensor& k_in, const
               "keys and values must be float32 or bfloat16, both of one type");
   const at::Tensor q = HeadsPacked(q_in), k = Packed(k_in), v = Packed(v_in);
   if (type == at::kBFloat16) {
-    return CachedAttentionKernel<uint16_t>(q, k, v, offsets, sequences, key_cache, value_cache);
+    return CachedAttentionKernel<uint16_t>(q, k, v, offsets, sequences, key_cache, value_cache,
+                                           window);
   }
-  return CachedAttentionKernel<float>(q, k, v, offsets, sequences, key_cache, value_cache);
+  return CachedAttentionKernel<float>(q, k, v, offsets, sequences, key_cache, value_cache, window);
 }
 
 }  // namespace tandem::ops

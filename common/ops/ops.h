@@ -13,6 +13,7 @@
 #include <cstdint>
 #include <vector>
 
+#include "common/kernels/attention_window.h"
 #include "common/ops/paged_sequences.h"
 
 namespace tandem::ops {
@@ -56,18 +57,21 @@ at::Tensor RotaryEmbedding(const at::Tensor& x, const at::Tensor& cos, const at:
 at::Tensor SwiGlu(const at::Tensor& gate_up);
 
 // Causal attention within each sequence, scale 1/sqrt(D). Sequence s has the rows from offsets[s]
-// to offsets[s + 1]. q [T, heads, D], k and v [T, kv_heads, D] -> [T, heads * D].
+// to offsets[s + 1], and each row attends to the keys of its window (attention_window.h).
+// q [T, heads, D], k and v [T, kv_heads, D] -> [T, heads * D].
 at::Tensor CausalAttention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
-                           const std::vector<int64_t>& offsets);
+                           const std::vector<int64_t>& offsets, int64_t window = kNoWindow);
 
 // Attention of new rows to a cache: the rows [offsets[s], offsets[s + 1]) continue sequence s at
 // position starts[s]. Writes k and v into the blocks of the sequences, rounded to the type of the
-// cache, then attends to what the cache holds for all positions up to each row's own. key_cache and
-// value_cache [blocks, kv_heads, tokens in a block, D], device of q, fp32 or bf16 -> [T, heads * D]
-// in q's type. No autograd.
+// cache, then attends to what the cache holds for the positions of each row's window. Blocks before
+// the window of a sequence's first new row are not read. key_cache and value_cache [blocks,
+// kv_heads, tokens in a block, D], device of q, fp32 or bf16 -> [T, heads * D] in q's type. No
+// autograd.
 at::Tensor CachedAttention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                            const std::vector<int64_t>& offsets, const PagedSequences& sequences,
-                           const at::Tensor& key_cache, const at::Tensor& value_cache);
+                           const at::Tensor& key_cache, const at::Tensor& value_cache,
+                           int64_t window = kNoWindow);
 
 }  // namespace tandem::ops
 

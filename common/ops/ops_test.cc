@@ -8,6 +8,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <limits>
 #include <string>
 #include <tuple>
 #include <vector>
@@ -59,6 +60,9 @@ at::Tensor BlockTable(const std::vector<std::vector<int32_t>>& blocks) {
   return table;
 }
 
+// Shorter than the sequences of these tests, with and without whole blocks, and longer.
+constexpr int64_t kWindows[] = {1, 5, 64, 70, kNoWindow};
+
 class OpsTest : public testing::Test {
  protected:
   OpsTest() { at::manual_seed(1); }
@@ -77,27 +81,35 @@ TEST_F(OpsTest, TrainingHasTheBitsOfInference) {
   ExpectTrainingHasTheBitsOfInference([&] { return SwiGlu(fused.narrow(1, 10, 66)); });
   ExpectTrainingHasTheBitsOfInference([&] { return SwiGlu(fused.t().contiguous().t()); });
   const at::Tensor q = at::randn({100, 6, 10}), k = at::randn({100, 2, 10});
-  ExpectTrainingHasTheBitsOfInference([&] {
-    return CausalAttention(q, k, at::sin(k), {0, 1, 1, 77, 100});
-  });
+  for (const int64_t window : kWindows) {
+    ExpectTrainingHasTheBitsOfInference([&] {
+      return CausalAttention(q, k, at::sin(k), {0, 1, 1, 77, 100}, window);
+    });
+  }
 }
 
+// A pass after the second reads no block before its window: the table has another one's there.
 TEST_F(OpsTest, CachedAttentionEqualsCausalAttentionBitForBit) {
   c10::InferenceMode guard;
-  const int64_t length = 90;
+  const int64_t length = 190;
   const at::Tensor q = at::randn({length, 6, 16}), k = at::randn({length, 3, 16});
   const at::Tensor v = at::randn({length, 3, 16});
-  const at::Tensor whole = CausalAttention(q, k, v, {0, length});
-  at::Tensor keys = at::full({4, 3, 64, 16}, std::nan("")), values = keys.clone();
-  for (const auto& [begin, end] : {std::pair<int64_t, int64_t>{0, 40}, {40, 41}, {41, 90}}) {
-    const int64_t rows = end - begin;
-    const auto chunk = [start = begin, rows](const at::Tensor& x) {
-      return x.narrow(0, start, rows);
-    };
-    const at::Tensor out =
-        CachedAttention(chunk(q), chunk(k), chunk(v), {0, rows},
-                        {.starts = {begin}, .block_table = BlockTable({{3, 1}})}, keys, values);
-    EXPECT_TRUE(at::equal(out, chunk(whole)));
+  for (const int64_t window : kWindows) {
+    const at::Tensor whole = CausalAttention(q, k, v, {0, length}, window);
+    at::Tensor keys = at::full({4, 3, 64, 16}, std::nan("")), values = keys.clone();
+    std::vector<int32_t> table = {3, 1, 0};
+    for (const auto& [begin, end] :
+         {std::pair<int64_t, int64_t>{0, 40}, {40, 41}, {41, 90}, {90, 180}, {180, 190}}) {
+      for (int64_t block = 0; block < FirstKey(begin, window) / 64; ++block) table[block] = 2;
+      const int64_t rows = end - begin;
+      const auto chunk = [start = begin, rows](const at::Tensor& x) {
+        return x.narrow(0, start, rows);
+      };
+      const at::Tensor out = CachedAttention(
+          chunk(q), chunk(k), chunk(v), {0, rows},
+          {.starts = {begin}, .block_table = BlockTable({table})}, keys, values, window);
+      EXPECT_TRUE(at::equal(out, chunk(whole))) << window << " " << begin;
+    }
   }
 }
 
@@ -185,6 +197,37 @@ TEST_F(OpsTest, GradientsAreThoseOfAten) {
                            [](Leaves x) {
                              return CausalAttention(x[0], x[1], x[2], {0, 2, 2, 30});
                            });
+  // The rows of a sequence are divided only above 256.
+  for (const int64_t window : {1, 29, 100, 300, 600}) {
+    ExpectTheGradientsOfAten(
+        {at::randn({700, 4, 8}), at::randn({700, 2, 8}), at::randn({700, 2, 8})}, [&](Leaves x) {
+          return CausalAttention(x[0], x[1], x[2], {0, 30, 100, 700}, window);
+        });
+  }
+}
+
+// The oracle of windows is a softmax over scores that are masked by hand, in double.
+TEST_F(OpsTest, AWindowHidesWhatLiesBeforeIt) {
+  const int64_t length = 600;
+  const at::Tensor q = at::randn({length, 2, 8}), k = at::randn({length, 1, 8});
+  const at::Tensor v = at::randn({length, 1, 8});
+  const auto heads = [](const at::Tensor& x) { return x.transpose(0, 1).to(at::kDouble); };
+  const at::Tensor position = at::arange(length);
+  const at::Tensor distance = position.unsqueeze(1) - position;
+  for (const int64_t window : {1, 29, 64, 300, 600}) {
+    const at::Tensor hidden = (distance < 0).logical_or(distance >= window);
+    const at::Tensor scores = at::matmul(heads(q), heads(k).transpose(1, 2))
+                                  .div(std::sqrt(8.0))
+                                  .masked_fill(hidden, -std::numeric_limits<double>::infinity());
+    const at::Tensor expected =
+        at::matmul(scores.softmax(-1), heads(v)).transpose(0, 1).flatten(1).to(at::kFloat);
+    for (const KernelPath path : {KernelPath::kAuto, KernelPath::kAten}) {
+      SetKernelPath(path);
+      const at::Tensor y = CausalAttention(q, k, v, {0, length}, window);
+      SetKernelPath(KernelPath::kAuto);
+      EXPECT_LE((y - expected).abs().max().item<double>(), 5e-6) << window;
+    }
+  }
 }
 
 TEST_F(OpsTest, FrozenWeightCostsNoProduct) {
@@ -290,15 +333,17 @@ TEST_P(AtenPathTest, NormRotaryGateAndEmbedding) {
 
 TEST_P(AtenPathTest, CausalAttentionOfRaggedBatches) {
   const at::Tensor q = Normal({50, 6, 16}), k = Normal({50, 2, 16}), v = Normal({50, 2, 16});
-  ExpectTheKernelsResult([&](auto on) {
-    return CausalAttention(on(q), on(k), on(v), {0, 1, 1, 37, 50});
-  });
+  for (const int64_t window : kWindows) {
+    ExpectTheKernelsResult([&](auto on) {
+      return CausalAttention(on(q), on(k), on(v), {0, 1, 1, 37, 50}, window);
+    });
+  }
 }
 
 // The cache has the type of the operands, or bfloat16, or float32.
 TEST_P(AtenPathTest, CachedAttentionContinuesSequences) {
   const at::Tensor q = Normal({95, 6, 16}), k = Normal({95, 2, 16}), v = Normal({95, 2, 16});
-  for (const at::ScalarType cache : {GetParam().dtype, at::kBFloat16, at::kFloat}) {
+  const auto run = [&](at::ScalarType cache, int64_t window) {
     ExpectTheKernelsResult([&](auto on) {
       const at::Tensor empty = at::full({5, 2, 64, 16}, std::nan(""));
       const at::Tensor keys = on(empty).to(cache), values = keys.clone();
@@ -309,12 +354,16 @@ TEST_P(AtenPathTest, CachedAttentionContinuesSequences) {
           return on(x.narrow(0, begin, offsets.back()));
         };
         const at::Tensor table = BlockTable(tables).to(keys.device());
-        return CachedAttention(rows(q), rows(k), rows(v), offsets, {starts, table}, keys, values);
+        return CachedAttention(rows(q), rows(k), rows(v), offsets, {starts, table}, keys, values,
+                               window);
       };
       // A prompt; more rows of it, into a second block, beside another prompt; more rows of both.
       return at::cat({pass(0, {0, 60}, {{4}}, {0}), pass(60, {0, 6, 20}, {{4, 1}, {2, 0}}, {60, 0}),
                       pass(80, {0, 5, 15}, {{2}, {4, 1}}, {14, 66})});
     });
+  };
+  for (const at::ScalarType cache : {GetParam().dtype, at::kBFloat16, at::kFloat}) {
+    for (const int64_t window : kWindows) run(cache, window);
   }
 }
 

@@ -59,6 +59,14 @@ def rope(**parameters: object) -> dict:
     return {"rope_parameters": {"rope_theta": 10000.0, **parameters}}
 
 
+LONG_FACTOR = [1.0, 1.5, 2.5, 4.0, 8.0]
+
+
+def longrope(**parameters: object) -> dict:
+    lists = {"short_factor": [1.0, 1.1, 1.2, 1.4, 1.7], "long_factor": LONG_FACTOR}
+    return rope(rope_type="longrope", **{**lists, **parameters})
+
+
 CASES = [
     Case("llama", "Llama", {}),
     Case("llama-tied", "Llama", {"tie_word_embeddings": True}),
@@ -95,6 +103,20 @@ CASES = [
             mscale_all_dim=0.5,
             truncate=False,
         ),
+    ),
+    Case("llama-yarn-factor", "Llama", rope(rope_type="yarn", factor=4.0, attention_factor=0.8)),
+    Case("llama-dynamic", "Llama", rope(rope_type="dynamic", factor=4.0)),
+    # The longest sequence has 70 tokens: no more than a model of two rotations takes.
+    Case("llama-longrope", "Llama", longrope(original_max_position_embeddings=70)),
+    Case(
+        "qwen2-longrope-attention",
+        "Qwen2",
+        longrope(original_max_position_embeddings=70, factor=3.0, attention_factor=0.9),
+    ),
+    Case(
+        "llama-longrope-single",
+        "Llama",
+        longrope(original_max_position_embeddings=32, short_factor=LONG_FACTOR, factor=2.0),
     ),
     Case("qwen2", "Qwen2", {}),
     Case("qwen2-tied", "Qwen2", {"tie_word_embeddings": True}),

@@ -32,8 +32,24 @@ def max_positions(directory: Path) -> int | None:
         config = json.loads((directory / "config.json").read_text())
     except (OSError, ValueError):
         return None  # Its server says what is wrong with it.
-    limit = config.get("max_position_embeddings") if isinstance(config, dict) else None
-    return limit if isinstance(limit, int) else None
+    if not isinstance(config, dict):
+        return None
+    limits = [config.get("max_position_embeddings"), _one_rotation(config)]
+    return min((limit for limit in limits if isinstance(limit, int)), default=None)
+
+
+def _one_rotation(config: dict[str, Any]) -> Any:
+    """Returns the most tokens that a model rotates in one way, where longer ones differ.
+
+    As common/model/rope_config.h says: longrope with two lists.
+    """
+    rope = config.get("rope_parameters") or config.get("rope_scaling")
+    if not isinstance(rope, dict) or "longrope" not in (rope.get("rope_type"), rope.get("type")):
+        return None
+    if rope.get("short_factor") == rope.get("long_factor"):
+        return None
+    key = "original_max_position_embeddings"
+    return config.get(key) or rope.get(key)
 
 
 def difference(first: Path, second: Path) -> str | None:

@@ -14,9 +14,9 @@ from tandem.data import load_dataset
 from tandem.data_sources import first_row
 from tandem.errors import ConfigError
 from tandem.hub import is_hub_name, local_model
+from tandem.model_files import max_positions
 from tandem.settings import DataSettings, validate
 from tandem.text import TextCodec
-from tandem.text_files import json_object, read_text
 
 # Usual names of the columns of prompts and answers.
 _PROMPT_COLUMNS = ("question", "problem", "instruction", "query", "input", "text")
@@ -71,7 +71,7 @@ def write_run_file(request: Request, file: Path) -> list[Path]:
         judge = "reasoning_gym"
     elif "answer" in {*row, *columns}:
         judge = "exact_match"
-    sizes = _sizes(_longest_prompt(data, codec), _most_positions(model))
+    sizes = _sizes(_longest_prompt(data, codec), max_positions(model))
     texts = {file: _text(request, file, data, sizes, row, judge)}
     if judge == "own":
         texts[file.with_name("reward.py")] = _REWARD
@@ -138,13 +138,6 @@ def _longest_prompt(data: dict[str, Any], codec: TextCodec) -> int:
     settings = validate(DataSettings, data | {"limit": _MEASURED_ROWS}, "DATA")
     examples = load_dataset(settings, codec, field="DATA").examples
     return max(len(example.token_ids) for example in examples)
-
-
-def _most_positions(model: Path) -> int | None:
-    """Returns the number of tokens that a model can hold, None if its config does not say."""
-    file = model / "config.json"
-    config = json_object(read_text(file, str(file)), str(file)) if file.exists() else {}
-    return config.get("max_position_embeddings")
 
 
 def _sizes(longest: int, most: int | None) -> dict[str, int]:

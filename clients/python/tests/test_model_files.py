@@ -75,3 +75,17 @@ def test_the_longest_sequence_is_that_of_the_config(tmp_path):
     for content, limit in [({"max_position_embeddings": 512}, 512), ({}, None), ([], None)]:
         (tmp_path / "config.json").write_text(json.dumps(content))
         assert max_positions(tmp_path) == limit
+
+
+def test_the_longest_sequence_has_one_rotation(tmp_path):
+    rope = {"type": "longrope", "short_factor": [1, 2], "original_max_position_embeddings": 64}
+    config = {"max_position_embeddings": 512, "rope_scaling": rope}
+    for change, outer, limit in [
+        ({"long_factor": [1, 3]}, {}, 64),
+        ({"long_factor": [1, 3]}, {"original_max_position_embeddings": 32}, 32),
+        ({"long_factor": [1, 2]}, {}, 512),
+        ({"type": "linear"}, {}, 512),
+    ]:
+        content = {**config, **outer, "rope_scaling": {**rope, **change}}
+        (tmp_path / "config.json").write_text(json.dumps(content))
+        assert max_positions(tmp_path) == limit, content

@@ -10,6 +10,7 @@
 
 #include <cstdint>
 
+#include "common/kernels/attention_window.h"
 #include "common/kernels/weight_format.h"
 
 namespace tandem::kernels {
@@ -51,9 +52,10 @@ struct PackedLinearArgs {
 
 // Causal attention of the query heads that share one key/value head, for consecutive rows of one
 // sequence. Row r is at position first_position + r and attends to the keys at positions 0 to its
-// own. Keys and values are never repeated; the softmax runs online over blocks of kAttentionBlock
-// keys from position 0 on (https://arxiv.org/abs/2205.14135), so bits depend neither on chunking
-// nor on batching.
+// own, or to those of its window. Keys and values are never repeated; the softmax runs online over
+// blocks of kAttentionBlock keys, which begin at multiples of that
+// (https://arxiv.org/abs/2205.14135), so bits depend neither on chunking nor on batching. Blocks
+// before the window of the first row are not read.
 //
 // `Number` is the type of keys and values: float, or uint16_t for bf16, which is widened as it is
 // loaded. Sums are float32, and the result has the bits of float32 keys and values of equal value.
@@ -77,6 +79,7 @@ struct AttentionArgs {
   // k + b * block_stride + (p % kAttentionBlock) * k_stride. The bits are the same.
   const int32_t* blocks = nullptr;
   int64_t block_stride = 0;
+  int64_t window = kNoWindow;
 };
 inline constexpr int64_t kAttentionBlock = 64;
 

@@ -91,12 +91,13 @@ TEST_P(CpuKernelsTest, LinearRowsDoNotDependOnTheSplit) {
 }
 
 struct AttentionProblem {
-  int64_t length, group, head_dim;
+  int64_t length, group, head_dim, window;
   Floats q, k, v;
-  AttentionProblem(int64_t length, int64_t group, int64_t head_dim)
+  AttentionProblem(int64_t length, int64_t group, int64_t head_dim, int64_t window = kNoWindow)
       : length(length),
         group(group),
         head_dim(head_dim),
+        window(window),
         q(RandomFloats(length * group * head_dim, 6, 2.0f)),
         k(RandomFloats(length * head_dim, 7)),
         v(RandomFloats(length * head_dim, 8)) {}
@@ -106,14 +107,27 @@ struct AttentionProblem {
     const int64_t width = group * head_dim;
     kernels.attention({&q[begin * width], width, k.data(), head_dim, v.data(), head_dim,
                        &out[begin * width], width, rows, group, head_dim, begin,
-                       1.0f / std::sqrt(static_cast<float>(head_dim))});
+                       1.0f / std::sqrt(static_cast<float>(head_dim)), /*blocks=*/nullptr,
+                       /*block_stride=*/0, window});
   }
 };
 
+// Smaller than a block, a block, neither a multiple of it, as long as the sequence, and longer.
+constexpr int64_t kWindows[] = {1, 5, 64, 100, 150, 1000};
+
 TEST_P(CpuKernelsTest, AttentionMatchesDouble) {
-  for (const auto& [length, group, head_dim] :
-       {std::tuple<int64_t, int64_t, int64_t>{1, 1, 2}, {70, 3, 12}, {200, 1, 64}, {65, 5, 80}}) {
-    const AttentionProblem problem(length, group, head_dim);
+  for (const auto& [length, group, head_dim, window] :
+       {std::tuple<int64_t, int64_t, int64_t, int64_t>{1, 1, 2, kNoWindow},
+        {70, 3, 12, kNoWindow},
+        {200, 1, 64, kNoWindow},
+        {65, 5, 80, kNoWindow},
+        {200, 3, 12, 1},
+        {200, 3, 12, 7},
+        {200, 1, 64, 64},
+        {200, 2, 20, 100},
+        {65, 5, 80, 65},
+        {65, 5, 80, 66}}) {
+    const AttentionProblem problem(length, group, head_dim, window);
     Floats out(problem.q.size());
     problem.Run(*kernels_, 0, length, out);
     for (int64_t row = 0; row < length; ++row) {
@@ -121,14 +135,17 @@ TEST_P(CpuKernelsTest, AttentionMatchesDouble) {
         const float* q = &problem.q[(row * group + g) * head_dim];
         std::vector<double> scores(row + 1);
         double highest = -std::numeric_limits<double>::infinity(), sum = 0;
-        for (int64_t j = 0; j <= row; ++j) {
+        for (int64_t j = std::max<int64_t>(0, row - window + 1); j <= row; ++j) {
           for (int64_t d = 0; d < head_dim; ++d) {
             scores[j] += double{q[d]} * problem.k[j * head_dim + d];
           }
           scores[j] /= std::sqrt(static_cast<double>(head_dim));
           highest = std::max(highest, scores[j]);
         }
-        for (double& score : scores) sum += score = std::exp(score - highest);
+        for (int64_t j = 0; j <= row; ++j) {
+          scores[j] = row - j < window ? std::exp(scores[j] - highest) : 0;
+          sum += scores[j];
+        }
         for (int64_t d = 0; d < head_dim; ++d) {
           double expected = 0;
           for (int64_t j = 0; j <= row; ++j) {
@@ -142,15 +159,38 @@ TEST_P(CpuKernelsTest, AttentionMatchesDouble) {
 }
 
 TEST_P(CpuKernelsTest, AttentionRowsDoNotDependOnChunking) {
-  const AttentionProblem problem(150, 3, 20);
-  Floats whole(problem.q.size()), chunks(problem.q.size()), single(problem.q.size());
-  problem.Run(*kernels_, 0, 150, whole);
-  for (const auto& [begin, end] : {std::pair<int64_t, int64_t>{0, 63}, {63, 64}, {64, 150}}) {
-    problem.Run(*kernels_, begin, end - begin, chunks);
+  for (const int64_t window : kWindows) {
+    const AttentionProblem problem(150, 3, 20, window);
+    Floats whole(problem.q.size()), chunks(problem.q.size()), single(problem.q.size());
+    problem.Run(*kernels_, 0, 150, whole);
+    for (const auto& [begin, end] : {std::pair<int64_t, int64_t>{0, 63}, {63, 64}, {64, 150}}) {
+      problem.Run(*kernels_, begin, end - begin, chunks);
+    }
+    for (int64_t row = 0; row < 150; ++row) problem.Run(*kernels_, row, 1, single);
+    EXPECT_EQ(whole, chunks) << window;
+    EXPECT_EQ(whole, single) << window;
   }
-  for (int64_t row = 0; row < 150; ++row) problem.Run(*kernels_, row, 1, single);
-  EXPECT_EQ(whole, chunks);
-  EXPECT_EQ(whole, single);
+}
+
+TEST_P(CpuKernelsTest, AWindowThatHoldsTheSequenceIsNone) {
+  const AttentionProblem none(150, 3, 20), all(150, 3, 20, 150), shorter(150, 3, 20, 149);
+  Floats expected(none.q.size()), out(none.q.size());
+  none.Run(*kernels_, 0, 150, expected);
+  all.Run(*kernels_, 0, 150, out);
+  EXPECT_EQ(out, expected);
+  shorter.Run(*kernels_, 0, 150, out);
+  EXPECT_NE(out, expected);
+}
+
+TEST_P(CpuKernelsTest, AttentionNeverReadsBlocksBeforeTheWindow) {
+  AttentionProblem problem(200, 2, 16, 70);
+  Floats before(problem.q.size()), after(problem.q.size());
+  problem.Run(*kernels_, 133, 67, before);  // the first row's window begins at position 64
+  for (int64_t i = 0; i < 64 * 16; ++i) {
+    problem.k[i] = problem.v[i] = std::numeric_limits<float>::quiet_NaN();
+  }
+  problem.Run(*kernels_, 133, 67, after);
+  EXPECT_EQ(before, after);
 }
 
 // The head sizes leave a tail behind the vectors of every instruction set, or none.

@@ -158,7 +158,8 @@ struct Queries {
   int64_t count;
   const float* q[kRows];
   float* out[kRows];
-  int64_t num_keys[kRows];
+  int64_t first_key[kRows];
+  int64_t num_keys[kRows];  // from position 0
   float max[kRows];
   float sum[kRows];
 };
@@ -235,6 +236,8 @@ TANDEM_INLINE void AttendBlock(const AttentionArgs<Number>& a, Queries& queries,
   for (int64_t i = 0; i < queries.count; ++i) {
     const int64_t valid = Min(keys, queries.num_keys[i] - begin);
     for (int64_t j = valid > 0 ? valid : 0; j < kBlock; ++j) p[i][j] = -__builtin_inff();
+    const int64_t hidden = Min(keys, queries.first_key[i] - begin);
+    for (int64_t j = 0; j < hidden; ++j) p[i][j] = -__builtin_inff();
     Vec largest = Splat(queries.max[i]);
     for (int64_t j = 0; j < kBlock; j += kWidth) {
       const Vec score = Load(p[i] + j);
@@ -242,6 +245,13 @@ TANDEM_INLINE void AttendBlock(const AttentionArgs<Number>& a, Queries& queries,
     }
     float highest = largest[0];
     for (int lane = 1; lane < kWidth; ++lane) highest = Max(highest, largest[lane]);
+    if (highest == -__builtin_inff()) {
+      // The block lies before this row's window, though in that of an earlier row. The row stays
+      // as it would without the block: 0.
+      for (int64_t j = 0; j < kBlock; ++j) p[i][j] = 0;
+      decay[i] = 0;
+      continue;
+    }
     Vec sums = {};
     for (int64_t j = 0; j < kBlock; j += kWidth) {
       const Vec e = Exp(Load(p[i] + j) - highest);
@@ -266,13 +276,16 @@ void Attention(const AttentionArgs<Number>& a) {
       const int64_t head = (first + i) % a.group;
       queries.q[i] = a.q + row * a.q_stride + head * a.head_dim;
       queries.out[i] = a.out + row * a.out_stride + head * a.head_dim;
+      queries.first_key[i] = FirstKey(a.first_position + row, a.window);
       queries.num_keys[i] = a.first_position + row + 1;
       queries.max[i] = -__builtin_inff();
       queries.sum[i] = 0;
       for (int64_t d = 0; d < a.head_dim; ++d) queries.out[i][d] = 0;
     }
-    const int64_t num_keys = queries.num_keys[queries.count - 1];  // the last row has the most
-    for (int64_t begin = 0; begin < num_keys; begin += kBlock) {
+    // The first row begins first, and the last one ends last.
+    const int64_t num_keys = queries.num_keys[queries.count - 1];
+    for (int64_t begin = queries.first_key[0] / kBlock * kBlock; begin < num_keys;
+         begin += kBlock) {
       AttendBlock(a, queries, begin, Min(kBlock, num_keys - begin));
     }
     for (int64_t i = 0; i < queries.count; ++i) {

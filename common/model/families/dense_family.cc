@@ -71,7 +71,8 @@ absl::Status DenseFamily::ReadConfig(const ConfigFields& fields, ModelConfig& co
   TANDEM_ASSIGN_OR_RETURN(config.initializer_range, fields.Positive("initializer_range", 0.02));
   TANDEM_ASSIGN_OR_RETURN(config.tie_word_embeddings, fields.Bool("tie_word_embeddings", false));
   TANDEM_ASSIGN_OR_RETURN(config.decoder, options_(fields));
-  TANDEM_ASSIGN_OR_RETURN(config.rope, ReadRopeConfig(fields, config.max_position_embeddings));
+  TANDEM_ASSIGN_OR_RETURN(config.rope,
+                          ReadRopeConfig(fields, config.max_position_embeddings, config.head_dim));
   return RefuseUnsupported(fields);
 }
 
