@@ -64,9 +64,16 @@ absl::StatusOr<std::optional<StepReport>> AdmitStep(const TrainingState& state,
   TANDEM_ASSIGN_OR_RETURN(
       std::optional<StepReport> stored,
       state.ledger.Find(identity.run_id, identity.request_id, identity.payload_digest));
-  if (stored.has_value() || identity.expected_version == state.version) return stored;
+  if (!stored.has_value()) {
+    TANDEM_RETURN_IF_ERROR(CheckExpectedVersion(state, identity.expected_version));
+  }
+  return stored;
+}
+
+absl::Status CheckExpectedVersion(const TrainingState& state, int64_t expected_version) {
+  if (expected_version == state.version) return absl::OkStatus();
   return WithReason(FieldError(absl::StatusCode::kFailedPrecondition, "expected_version",
-                               absl::StrCat("is ", identity.expected_version, ", the ", state.kind,
+                               absl::StrCat("is ", expected_version, ", the ", state.kind,
                                             " is at ", state.version)),
                     reason::kStalePolicyVersion);
 }

@@ -57,6 +57,9 @@ absl::Status CheckStepNames(absl::string_view run_id, absl::string_view request_
 absl::StatusOr<std::optional<StepReport>> AdmitStep(const TrainingState& state,
                                                     const StepIdentity& identity);
 
+// FAILED_PRECONDITION (reason STALE_POLICY_VERSION) naming "expected_version".
+absl::Status CheckExpectedVersion(const TrainingState& state, int64_t expected_version);
+
 }  // namespace tandem::training
 
 #endif  // TANDEM_COMMON_TRAINING_TRAINING_STATE_H_

@@ -9,6 +9,7 @@
 #define TANDEM_SERVICES_TRAINING_ENGINE_H_
 
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -28,6 +29,15 @@
 #include "common/training/training_state.h"
 
 namespace tandem::training {
+
+// A checkpoint to write to directory/name.
+struct SaveRequest {
+  std::string directory, name;
+  int64_t keep = 0;  // checkpoints of the run that stay in the directory; 0: all
+  // The version to save. A server that was restarted has another one, and a call that is repeated
+  // does not write its initial weights.
+  std::optional<int64_t> expected_version = std::nullopt;
+};
 
 // From the resolved configuration (services/training/service/training_config.h). A size of 0 was
 // not set, and is refused.
@@ -62,12 +72,11 @@ class Engine {
   // UNAVAILABLE if work waits or runs, and nothing has progressed for ten minutes.
   virtual absl::Status Health() const = 0;
 
-  // Writes directory/name atomically, and prunes the run's older checkpoints until `keep` are left
-  // (0: all stay). Errors as common/checkpoint/checkpoint.h says.
+  // Writes a checkpoint atomically, and prunes older ones. FAILED_PRECONDITION, with nothing
+  // written, for another version than the expected one; other errors as
+  // common/checkpoint/checkpoint.h says.
   virtual absl::StatusOr<checkpoint::Saved> SaveCheckpoint(const CallScope& call,
-                                                           const std::string& directory,
-                                                           const std::string& name,
-                                                           int64_t keep) = 0;
+                                                           const SaveRequest& request) = 0;
   // Whether there is state that no checkpoint holds.
   virtual bool unsaved() const = 0;
   virtual absl::Status LoadCheckpoint(const CallScope& call, const std::string& path) = 0;

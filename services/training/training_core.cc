@@ -89,6 +89,9 @@ void TrainingCore::AddCommands() {
   save_checkpoint_ = AddCommand<SaveRequest, absl::StatusOr<checkpoint::Saved>>(
       "checkpoint",
       [this](const CallScope&, const SaveRequest& request) -> absl::StatusOr<checkpoint::Saved> {
+        if (request.expected_version.has_value()) {
+          TANDEM_RETURN_IF_ERROR(CheckExpectedVersion(state_, *request.expected_version));
+        }
         TANDEM_ASSIGN_OR_RETURN(checkpoint::Saved saved,
                                 SaveTraining(request.directory, request.name, request.keep,
                                              *strategy_, state_, companion_));

@@ -66,9 +66,8 @@ class TrainingCore {
   absl::Status Health() const { return thread_.Health(); }
   bool unsaved() const { return unsaved_; }
   absl::StatusOr<checkpoint::Saved> SaveCheckpoint(const CallScope& call,
-                                                   const std::string& directory,
-                                                   const std::string& name, int64_t keep) {
-    return save_checkpoint_(call, {.directory = directory, .name = name, .keep = keep});
+                                                   const SaveRequest& request) {
+    return save_checkpoint_(call, request);
   }
   absl::Status LoadCheckpoint(const CallScope& call, const std::string& path) {
     return load_checkpoint_(call, path);
@@ -253,10 +252,6 @@ class TrainingCore {
   const TrainingOptions options_;
   std::shared_ptr<ranks::ServerRanks> ranks_;
   ranks::CommandTable commands_;
-  struct SaveRequest {
-    std::string directory, name;
-    int64_t keep = 0;
-  };
   struct ExportRequest {
     std::string path;
     DType dtype = DType::kFloat32;
@@ -293,9 +288,8 @@ class CoreEngine : public Interface {
   absl::Status Health() const final { return core_->Health(); }
   bool unsaved() const final { return core_->unsaved(); }
   absl::StatusOr<checkpoint::Saved> SaveCheckpoint(const CallScope& call,
-                                                   const std::string& directory,
-                                                   const std::string& name, int64_t keep) final {
-    return core_->SaveCheckpoint(call, directory, name, keep);
+                                                   const SaveRequest& request) final {
+    return core_->SaveCheckpoint(call, request);
   }
   absl::Status LoadCheckpoint(const CallScope& call, const std::string& path) final {
     return core_->LoadCheckpoint(call, path);

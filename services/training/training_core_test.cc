@@ -170,7 +170,8 @@ TEST_F(TrainingCoreTest, TheCompanionLearnsWhatTheModelLearns) {
 
 TEST_F(TrainingCoreTest, ACompanionsUpdateThatBreaksOffNeedsACheckpoint) {
   ASSERT_TRUE(Step(Identity(0)).ok());
-  const auto saved = core_->SaveCheckpoint({}, folder_ / "checkpoints", "one", 0);
+  const auto saved =
+      core_->SaveCheckpoint({}, {.directory = folder_ / "checkpoints", .name = "one"});
   ASSERT_TRUE(saved.ok()) << saved.status();
   companion_.fail_update = true;
   EXPECT_TRUE(absl::IsDataLoss(Step(Identity(1)).status()));
@@ -183,7 +184,8 @@ TEST_F(TrainingCoreTest, ACompanionsUpdateThatBreaksOffNeedsACheckpoint) {
 }
 
 TEST_F(TrainingCoreTest, WhatTheCompanionRefusesIsNotLoaded) {
-  const auto saved = core_->SaveCheckpoint({}, folder_ / "checkpoints", "start", 0);
+  const auto saved =
+      core_->SaveCheckpoint({}, {.directory = folder_ / "checkpoints", .name = "start"});
   ASSERT_TRUE(saved.ok()) << saved.status();
   ASSERT_TRUE(Step(Identity(0)).ok());
   const std::string digest = core_->Info().weights.digest;
@@ -243,15 +245,33 @@ TEST_F(TrainingCoreTest, ADigestThatFailedIsThereForWhateverComesNext) {
   EXPECT_NE(weights->digest, "");
 }
 
+TEST_F(TrainingCoreTest, AnotherVersionThanTheExpectedOneIsNotSaved) {
+  const std::string directory = folder_ / "checkpoints";
+  ASSERT_TRUE(Step(Identity(0)).ok());
+  SaveRequest save = {.directory = directory, .name = "one", .expected_version = 1};
+  const std::string path = core_->SaveCheckpoint({}, save).value().path;
+  // As a trainer that was restarted.
+  ASSERT_TRUE(core_->LoadBaseModel({}).ok());
+  const absl::Status refused = core_->SaveCheckpoint({}, save).status();
+  EXPECT_EQ(refused.code(), absl::StatusCode::kFailedPrecondition);
+  EXPECT_EQ(FieldPath(refused), "expected_version");
+  save.expected_version = 0;
+  save.name = "zero";
+  EXPECT_TRUE(core_->SaveCheckpoint({}, save).ok());
+  ASSERT_TRUE(core_->LoadCheckpoint({}, path).ok());
+  EXPECT_EQ(core_->Info().weights.version, 1);
+}
+
 TEST_F(TrainingCoreTest, AfterAnUpdateThatBrokeOffOnlyACheckpointHelps) {
   const std::string directory = folder_ / "checkpoints";
-  const std::string path = core_->SaveCheckpoint({}, directory, "step_0", 0).value().path;
+  const std::string path =
+      core_->SaveCheckpoint({}, {.directory = directory, .name = "step_0"}).value().path;
   strategy_->break_off = true;
   const absl::Status broken = Step(Identity()).status();
   EXPECT_EQ(broken.code(), absl::StatusCode::kDataLoss);
   EXPECT_NE(broken.message().find("load a checkpoint"), std::string::npos);
   EXPECT_EQ(Step(Identity()).status(), broken);
-  EXPECT_EQ(core_->SaveCheckpoint({}, directory, "step_1", 0).status(), broken);
+  EXPECT_EQ(core_->SaveCheckpoint({}, {.directory = directory, .name = "step_1"}).status(), broken);
   EXPECT_TRUE(core_->unsaved());
   ASSERT_TRUE(core_->LoadCheckpoint({}, path).ok());
   EXPECT_FALSE(core_->unsaved());
@@ -260,7 +280,9 @@ TEST_F(TrainingCoreTest, AfterAnUpdateThatBrokeOffOnlyACheckpointHelps) {
 
 TEST_F(TrainingCoreTest, AfterALoadThatBrokeOffOnlyACheckpointHelps) {
   const std::string path =
-      core_->SaveCheckpoint({}, folder_ / "checkpoints", "step_0", 0).value().path;
+      core_->SaveCheckpoint({}, {.directory = folder_ / "checkpoints", .name = "step_0"})
+          .value()
+          .path;
   ASSERT_TRUE(Step(Identity(0)).ok());
   strategy_->fail_load = true;
   EXPECT_EQ(core_->LoadCheckpoint({}, path).code(), absl::StatusCode::kInternal);
@@ -308,7 +330,9 @@ TEST_F(TrainingCoreTest, AnUpdateThatIsNotFiniteIsLeftOutOfAStep) {
 
 TEST_F(TrainingCoreTest, AStepThatBreaksOffAfterAnUpdateNeedsACheckpoint) {
   const std::string path =
-      core_->SaveCheckpoint({}, folder_ / "checkpoints", "step_0", 0).value().path;
+      core_->SaveCheckpoint({}, {.directory = folder_ / "checkpoints", .name = "step_0"})
+          .value()
+          .path;
   int update = 0;
   before_gradients = [&] {
     if (update++ == 1) throw std::runtime_error("no memory");
@@ -393,7 +417,8 @@ TEST_F(TrainingCoreTest, ACheckpointThatNoTrainingLeavesIsDataLossAndChangesNoth
   const EngineInfo before = core_->Info();
   const std::string directory = folder_ / "checkpoints";
   const auto crafted = [&](const std::string& file, const auto& edit) {
-    const std::string path = core_->SaveCheckpoint({}, directory, "step_1", 0).value().path;
+    const std::string path =
+        core_->SaveCheckpoint({}, {.directory = directory, .name = "step_1"}).value().path;
     const auto saved = checkpoint::Save(
         directory, "crafted", {.kind = "trainer", .step = 1}, [&](const std::string& target) {
           std::filesystem::copy(path, target);
@@ -434,7 +459,9 @@ TEST_F(TrainingCoreTest, ACheckpointWithAnotherVocabularyIsRefusedAndChangesNoth
     std::ofstream(folder_ / "model/tokenizer.json") << R"({"model": {"vocab": )" << vocab << "}}";
   };
   const auto saved = [&](const std::string& name) {
-    return core_->SaveCheckpoint({}, folder_ / "checkpoints", name, 0).value().path;
+    return core_->SaveCheckpoint({}, {.directory = folder_ / "checkpoints", .name = name})
+        .value()
+        .path;
   };
   const std::string without = saved("without");
   write(R"({"a": 0, "b": 60})");
@@ -525,7 +552,9 @@ TEST_F(TrainingCoreTest, ACheckpointTakesItsLineageAndTableBack) {
   ASSERT_TRUE(Step(Identity(0)).ok());
   EXPECT_TRUE(core_->unsaved());
   const std::string path =
-      core_->SaveCheckpoint({}, folder_ / "checkpoints", "step_1", 0).value().path;
+      core_->SaveCheckpoint({}, {.directory = folder_ / "checkpoints", .name = "step_1"})
+          .value()
+          .path;
   EXPECT_FALSE(core_->unsaved());
   const StepResult second = Step(Identity(1)).value();
   ASSERT_TRUE(core_->LoadCheckpoint({}, path).ok());

@@ -279,7 +279,7 @@ def test_a_drain_lets_running_work_finish(models: Path):
 
 def test_a_server_over_its_memory_limit_refuses_to_start(models: Path):
     # The machine has more than this cache needs, the container has less.
-    more = ["--memory=600m", "--env=TANDEM__MAX_NUM_SEQS=50000"]
+    more = ["--memory=600m", "--env=TANDEM__KV_CACHE_BYTES=1000000000"]
     with engine.container("rollout", *options("rollout", models, *more)) as running:
         assert running.wait(60) == 1, running.logs()
         [failure] = [

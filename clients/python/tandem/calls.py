@@ -181,13 +181,20 @@ class TrainerCalls(Transport):
         to_message(objective, request.policy, "objective")
         return (await self._call("CheckObjective", request)).policy
 
-    async def save_checkpoint(self, directory: str, name: str, keep: int = 0) -> str:
+    async def save_checkpoint(
+        self, directory: str, name: str, keep: int = 0, *, expected_version: int | None = None
+    ) -> str:
         """Writes an atomic checkpoint; returns its path on the server's file system.
 
-        A relative `directory` starts at the client's working directory.
+        A relative `directory` starts at the client's working directory. Raises
+        FailedPreconditionError, with nothing written, if the server has another version than
+        `expected_version`: the call is repeated when the server is lost, and a server that was
+        restarted has its initial weights.
         """
         place = requests.server_path(directory)
-        request = trainer_pb2.SaveCheckpointRequest(directory=place, name=name, keep=keep)
+        request = trainer_pb2.SaveCheckpointRequest(
+            directory=place, name=name, keep=keep, expected_version=expected_version
+        )
         reply = await self._call("SaveCheckpoint", request)
         return reply.path
 
@@ -246,13 +253,20 @@ class CriticCalls(Transport):
         """Sends the messages of a raw TrainStep call, which in a PPO run the trainer makes."""
         return await self._send("TrainStep", messages, timeout_seconds)
 
-    async def save_checkpoint(self, directory: str, name: str, keep: int = 0) -> str:
+    async def save_checkpoint(
+        self, directory: str, name: str, keep: int = 0, *, expected_version: int | None = None
+    ) -> str:
         """Writes an atomic checkpoint; returns its path on the server's file system.
 
-        A relative `directory` starts at the client's working directory.
+        A relative `directory` starts at the client's working directory. Raises
+        FailedPreconditionError, with nothing written, if the server has another version than
+        `expected_version`: the call is repeated when the server is lost, and a server that was
+        restarted has its initial weights.
         """
         place = requests.server_path(directory)
-        request = critic_pb2.SaveCheckpointRequest(directory=place, name=name, keep=keep)
+        request = critic_pb2.SaveCheckpointRequest(
+            directory=place, name=name, keep=keep, expected_version=expected_version
+        )
         reply = await self._call("SaveCheckpoint", request)
         return reply.path
 

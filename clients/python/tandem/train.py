@@ -351,13 +351,15 @@ class Loop:
         keep = keep + 1 if keep else 0
         name = checkpoint_name(self.last_step)
         trainer, critic = Path("checkpoints"), None
-        session.trainer.save_checkpoint(str(run.path / trainer), name, keep)
+        session.trainer.save_checkpoint(
+            str(run.path / trainer), name, keep, expected_version=self.weights.version
+        )
         if self._critic is not None:
             critic = trainer / "critic"
             with session.critic() as client:
-                client.save_checkpoint(str(run.path / critic), name, keep)
-            # Checked after saving: state.json never names the checkpoint of a restarted critic.
-            session.require_critic(self._critic.version)
+                client.save_checkpoint(
+                    str(run.path / critic), name, keep, expected_version=self._critic.version
+                )
         run.write_state(
             SavedState(
                 self.last_step,

@@ -84,6 +84,7 @@ class FakeWorld:
         self.scores = 0  # number of Score calls
         self.score_temperatures = []  # temperature of every Score
         self.logprob = {"senior": lambda token: -1.0, "junior": lambda token: -2.0}  # in Score
+        self.on_save = lambda context: None  # called by every SaveCheckpoint of the trainer
         self.unsaved = False  # whether the trainer holds updates that no checkpoint has
         self.loads = []  # path of every LoadCheckpoint, "" for the base model
         self.publications = []  # (version, allow_rollback) of every PublishWeights
@@ -294,6 +295,10 @@ class FakeTrainer(trainer_pb2_grpc.TrainerServiceServicer):
         return trainer_pb2.ExportModelResponse(path=request.path)
 
     def SaveCheckpoint(self, request, context):
+        self.world.on_save(context)
+        if request.expected_version != self.world.version:
+            status = error_status(9, "stale", reason="STALE_POLICY_VERSION")
+            context.abort_with_status(rpc_status.to_status(status))
         path = f"{request.directory}/{request.name}"
         write_checkpoint(Path(path))
         self.world.saved[path] = self.world.version

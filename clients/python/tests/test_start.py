@@ -1,7 +1,9 @@
 """The start of runs and evaluations on servers that may hold other weights."""
 
 import json
+from pathlib import Path
 
+import grpc
 import pytest
 
 from tandem import settings
@@ -164,6 +166,23 @@ def test_a_trainer_that_was_restarted_is_not_saved_as_if_it_had_not_been(world, 
         run_training(config, on_step=restart)
     [note] = caught.value.__notes__
     assert note.startswith("in step 2: saved after step 1, --resume goes on from there; what was")
+    run_training(config, resume=True)
+    assert world.loads[-1].endswith("step_000001")
+
+
+def test_a_trainer_that_is_restarted_while_it_saves_does_not_save_its_initial_weights(world, load):
+    def lose(context):
+        if world.version == 2:
+            world.version, world.unsaved = 0, False
+            context.abort(grpc.StatusCode.UNAVAILABLE, "the connection was lost")
+
+    world.on_save = lose
+    config = load("steps=4", "checkpoint.every=1")
+    with pytest.raises(FailedPreconditionError) as caught:
+        run_training(config)
+    assert caught.value.reason == "STALE_POLICY_VERSION"
+    assert [Path(path).name for path in world.saved] == ["step_000001"]
+    world.on_save = lambda context: None
     run_training(config, resume=True)
     assert world.loads[-1].endswith("step_000001")
 

@@ -222,7 +222,10 @@ TEST_F(CriticEngineTest, CheckpointContinuesBitForBit) {
   const TrainStepRequest request = Request(*engine);
   Step(*engine, request);
   const std::string path =
-      engine->SaveCheckpoint({}, folder_ / "checkpoints", "step_1", 1).value().path;
+      engine
+          ->SaveCheckpoint({}, {.directory = folder_ / "checkpoints", .name = "step_1", .keep = 1})
+          .value()
+          .path;
   auto resumed = Make();
   ASSERT_TRUE(resumed->LoadCheckpoint({}, path).ok());
   EXPECT_EQ(Digest(*resumed), Digest(*engine));
@@ -252,7 +255,10 @@ TEST_F(CriticEngineTest, ALearntStepGetsItsValuesAgain) {
   EXPECT_NE(values(*engine, "another").values, before.values);
 
   const std::string path =
-      engine->SaveCheckpoint({}, folder_ / "checkpoints", "step_1", 1).value().path;
+      engine
+          ->SaveCheckpoint({}, {.directory = folder_ / "checkpoints", .name = "step_1", .keep = 1})
+          .value()
+          .path;
   auto resumed = Make();
   ASSERT_TRUE(resumed->LoadCheckpoint({}, path).ok());
   EXPECT_EQ(values(*resumed, step.request_id).values, before.values);

@@ -279,7 +279,9 @@ TEST_P(TrainerRanksTest, ASpeculatorLearnsAsBesideOneProcess) {
       EXPECT_EQ(source->manifest().speculator->config,
                 single->Snapshot({}).value()->manifest().speculator->config);
       EXPECT_EQ(source->manifest().tensors, single->Snapshot({}).value()->manifest().tensors);
-      if (step == 2) saved = engine.SaveCheckpoint({}, shared / "checkpoints", "two", 0)->path;
+      if (step == 2)
+        saved =
+            engine.SaveCheckpoint({}, {.directory = shared / "checkpoints", .name = "two"})->path;
     }
     // The checkpoint of any layout goes on under any other.
     const auto resumed = Make(options);
@@ -334,7 +336,8 @@ TEST_P(TrainerRanksTest, CheckpointsGoOnUnderOtherLayouts) {
   RunRanks([](EngineOptions&) {},
            [&](Engine& engine, FakeCritic&) {
              Step(engine, RequestOf(1));
-             const auto saved = engine.SaveCheckpoint({}, shared / "checkpoints", "one", 0);
+             const auto saved =
+                 engine.SaveCheckpoint({}, {.directory = shared / "checkpoints", .name = "one"});
              ASSERT_TRUE(saved.ok()) << saved.status();
              const std::string digest = Digest(engine);
              const StepResult second = Step(engine, RequestOf(2));
@@ -344,7 +347,8 @@ TEST_P(TrainerRanksTest, CheckpointsGoOnUnderOtherLayouts) {
              EXPECT_EQ(Digest(*single), digest);
              ExpectSameReport(second, Step(*single, RequestOf(2)));
              const auto of_single =
-                 single->SaveCheckpoint({}, shared / "checkpoints", "two", 0).value();
+                 single->SaveCheckpoint({}, {.directory = shared / "checkpoints", .name = "two"})
+                     .value();
 
              ASSERT_TRUE(engine.LoadCheckpoint({}, of_single.path).ok());
              EXPECT_EQ(Digest(engine), Digest(*single));

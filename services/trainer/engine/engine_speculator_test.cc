@@ -60,7 +60,8 @@ class EngineSpeculatorTest : public TrainerEngineTest {
     return request;
   }
   std::string Save(Engine& engine, const std::string& name) const {
-    const auto saved = engine.SaveCheckpoint({}, folder_ / "checkpoints", name, 0);
+    const auto saved =
+        engine.SaveCheckpoint({}, {.directory = folder_ / "checkpoints", .name = name});
     EXPECT_TRUE(saved.ok()) << saved.status();
     return saved.ok() ? saved->path : "";
   }

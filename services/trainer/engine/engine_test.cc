@@ -481,7 +481,9 @@ TEST_F(TrainerEngineTest, CheckpointContinuesBitForBitAndKeepsTheTable) {
   auto engine = Make();
   const StepResult first = Step(*engine, TestRequest());
   const checkpoint::Saved saved =
-      engine->SaveCheckpoint({}, folder_ / "checkpoints", "step_1", 2).value();
+      engine
+          ->SaveCheckpoint({}, {.directory = folder_ / "checkpoints", .name = "step_1", .keep = 2})
+          .value();
   EXPECT_EQ(saved.path, folder_ / "checkpoints/step_1");
   EXPECT_GT(saved.bytes, 0);
 
@@ -506,7 +508,9 @@ TEST_F(TrainerEngineTest, DamagedCheckpointIsRefusedAndChangesNothing) {
   auto engine = Make();
   Step(*engine, TestRequest());
   const std::string path =
-      engine->SaveCheckpoint({}, folder_ / "checkpoints", "step_1", 0).value().path;
+      engine->SaveCheckpoint({}, {.directory = folder_ / "checkpoints", .name = "step_1"})
+          .value()
+          .path;
   std::filesystem::resize_file(path + "/optimizer.safetensors", 100);
   auto fresh = Make();
   const std::string before = Digest(*fresh);
@@ -688,14 +692,15 @@ TEST_F(TrainerEngineTest, ACheckpointOfAPaddedModelHasItsTokenizer) {
   EngineOptions options = Options();
   options.model = folder_ / "padded";
   const auto engine = Make(options);
-  const auto saved = engine->SaveCheckpoint({}, folder_ / "checkpoints", "step_0", 0);
+  const auto saved =
+      engine->SaveCheckpoint({}, {.directory = folder_ / "checkpoints", .name = "step_0"});
   ASSERT_TRUE(saved.ok()) << saved.status();
   options.model = saved->path;
   EXPECT_EQ(Make(options)->Info().model.num_token_ids, 61);
   // Whoever loads a copy without it would count the padding rows in.
   std::filesystem::remove(folder_ / "padded/tokenizer.json");
   const absl::Status status =
-      engine->SaveCheckpoint({}, folder_ / "checkpoints", "step_1", 0).status();
+      engine->SaveCheckpoint({}, {.directory = folder_ / "checkpoints", .name = "step_1"}).status();
   EXPECT_EQ(status.code(), absl::StatusCode::kFailedPrecondition) << status;
   EXPECT_THAT(std::string(status.message()), HasSubstr("tokenizer.json is gone"));
 }

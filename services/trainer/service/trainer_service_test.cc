@@ -275,11 +275,15 @@ TEST_F(TrainerServerTest, CheckpointsAreSavedAndLoaded) {
   v1::SaveCheckpointRequest save;
   save.set_directory("/ckpt");
   save.set_name("step_000001");
+  save.set_expected_version(0);
   const auto saved = Call<v1::SaveCheckpointResponse>(&Stub::SaveCheckpoint, save);
   ASSERT_TRUE(saved.ok()) << saved.status();
   EXPECT_EQ(saved->path(), "/ckpt/step_000001");
   EXPECT_EQ(saved->bytes(), 1234);
   EXPECT_THAT(server_.metrics().Text(), HasSubstr("tandem_checkpoint_bytes 1234"));
+  save.set_expected_version(1);
+  EXPECT_EQ(FieldPath(Call<v1::SaveCheckpointResponse>(&Stub::SaveCheckpoint, save).status()),
+            "expected_version");
 
   v1::LoadCheckpointRequest load;
   load.set_path("/ckpt/step_000041");

@@ -47,9 +47,10 @@ absl::StatusOr<Response> SaveCheckpoint(Engine& engine, const PathRoots& roots,
                           roots.Confine("directory", request.directory()));
   TANDEM_RETURN_IF_ERROR(checkpoint::CheckName(request.name()));
   TANDEM_RETURN_IF_ERROR(CheckAtLeast("keep", request.keep(), 0));
+  SaveRequest save = {.directory = directory, .name = request.name(), .keep = request.keep()};
+  if (request.has_expected_version()) save.expected_version = request.expected_version();
   const rpc::PhaseTimer timer(metrics, "save");
-  TANDEM_ASSIGN_OR_RETURN(const checkpoint::Saved saved,
-                          engine.SaveCheckpoint(call, directory, request.name(), request.keep()));
+  TANDEM_ASSIGN_OR_RETURN(const checkpoint::Saved saved, engine.SaveCheckpoint(call, save));
   metrics.Gauge(rpc::metric::kCheckpointTime).SetToCurrentTime();
   metrics.Gauge(rpc::metric::kCheckpointBytes).Set(static_cast<double>(saved.bytes));
   Log(LogLevel::kInfo, "checkpoint_saved", {{"path", saved.path}, {"bytes", saved.bytes}});

@@ -80,7 +80,7 @@ absl::StatusOr<StepResult> TrainingService::RunStep(
 void ShutDownEngine(Engine& engine, const std::string& directory) {
   if (!directory.empty() && engine.unsaved()) {
     const absl::StatusOr<checkpoint::Saved> saved =
-        engine.SaveCheckpoint({}, directory, "shutdown", /*keep=*/0);
+        engine.SaveCheckpoint({}, {.directory = directory, .name = "shutdown"});
     if (saved.ok()) {
       Log(LogLevel::kInfo, "checkpoint_saved", {{"path", saved->path}, {"bytes", saved->bytes}});
     } else {

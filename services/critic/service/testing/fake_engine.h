@@ -71,9 +71,9 @@ class FakeEngine final : public Engine {
     if (absl::Status error = TakeError(); !error.ok()) return error;
     return StepResult{.report = report, .replayed = false};
   }
-  absl::StatusOr<checkpoint::Saved> SaveCheckpoint(const CallScope&, const std::string& directory,
-                                                   const std::string& name, int64_t) override {
-    return checkpoint::Saved{directory + "/" + name, 99};
+  absl::StatusOr<checkpoint::Saved> SaveCheckpoint(const CallScope&,
+                                                   const training::SaveRequest& request) override {
+    return checkpoint::Saved{request.directory + "/" + request.name, 99};
   }
   absl::Status LoadCheckpoint(const CallScope&, const std::string&) override {
     std::lock_guard lock(mutex_);

@@ -14,6 +14,7 @@
 
 #include "common/base/checksum.h"
 #include "common/base/engine_thread.h"
+#include "common/base/error.h"
 #include "services/trainer/engine/engine.h"
 
 namespace tandem::trainer {
@@ -98,12 +99,15 @@ class FakeEngine final : public Engine {
                                          speculator_bytes_);
   }
 
-  absl::StatusOr<checkpoint::Saved> SaveCheckpoint(const CallScope&, const std::string& directory,
-                                                   const std::string& name, int64_t) override {
+  absl::StatusOr<checkpoint::Saved> SaveCheckpoint(const CallScope&,
+                                                   const training::SaveRequest& request) override {
     std::lock_guard lock(mutex_);
     if (absl::Status error = TakeError(); !error.ok()) return error;
+    if (request.expected_version.value_or(version_) != version_) {
+      return FieldError(absl::StatusCode::kFailedPrecondition, "expected_version", "is another");
+    }
     unsaved_ = false;
-    saved_.push_back(directory + "/" + name);
+    saved_.push_back(request.directory + "/" + request.name);
     return checkpoint::Saved{saved_.back(), 1234};
   }
   absl::Status LoadCheckpoint(const CallScope&, const std::string&) override {
