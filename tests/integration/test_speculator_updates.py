@@ -14,7 +14,7 @@ from tandem.client import RolloutClient
 from tandem.errors import from_status
 from tandem.requests import SupervisedSample
 from tandem.trainer.v1 import trainer_pb2
-from test_lane_laws import assert_near, assert_same_bits, section
+from test_lane_laws import assert_same_bits, section
 from test_ranks import ranked
 from test_speculative import ACCEPTED, DRAFTS, HEADS, batch, total, write_speculator
 
@@ -48,21 +48,20 @@ def supervised_step(trainer: Any, number: int = 1) -> None:
     trainer.train_step(samples, run_id="r", step=number, expected_version=number - 1)
 
 
-def assert_drafts_change_nothing(client: RolloutClient, same: Any = assert_same_bits) -> None:
+def assert_drafts_change_nothing(client: RolloutClient) -> None:
     """Compares responses with drafts of the heads and without."""
     plain = flat(client.generate(batch()))
     drafted = [
         client.generate([dataclasses.replace(prompt, speculative=HEADS)])[0][0]
         for prompt in batch()
     ]
-    same(drafted, plain)
+    assert_same_bits(drafted, plain)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_published_heads_draft_and_change_no_response(models, tmp_path, layout):
     """The rollout server has heads that know nothing until the trainer's arrive, which do."""
     lanes, trainer_section = LAYOUTS[layout]
-    same = assert_near if lanes == "two-ranks" else assert_same_bits
     with (
         harness.cluster(tmp_path / "plain", models, rollout=section(lanes)) as running,
         harness.rollout_client(running) as client,
@@ -82,7 +81,7 @@ def test_published_heads_draft_and_change_no_response(models, tmp_path, layout):
     ):
         [server] = running.rollouts
         assert trainer.info().has_speculator
-        assert_drafts_change_nothing(client, same)
+        assert_drafts_change_nothing(client)
         before = client.info()
         assert before.speculator_weights.version == 0
         missed = total(running, ACCEPTED, "heads")
@@ -95,7 +94,7 @@ def test_published_heads_draft_and_change_no_response(models, tmp_path, layout):
         assert served.server.weights == before.server.weights == reply.weights
         assert served.speculator_weights.version == 0
         assert served.speculator_weights.digest != before.speculator_weights.digest
-        assert_drafts_change_nothing(client, same)
+        assert_drafts_change_nothing(client)
         accepted = total(running, ACCEPTED, "heads") - missed
         drafted = total(running, DRAFTS, "heads") - tried
         assert accepted / drafted > 2 * missed / tried
@@ -106,7 +105,7 @@ def test_published_heads_draft_and_change_no_response(models, tmp_path, layout):
         assert served.server.weights == reply.weights
         assert served.speculator_weights.version == reply.weights.version == 1
         assert harness.gauge(server, VERSION) == 1
-        assert_drafts_change_nothing(client, same)
+        assert_drafts_change_nothing(client)
 
         # The digest says that nothing is left to send.
         sent = harness.gauge(running.trainer, "tandem_weight_bytes_sent_total")
