@@ -119,13 +119,17 @@ def remove_checkpoint(path: Path) -> str | None:
         return "its manifest.json is damaged"
     if manifest.name != path.name:
         return f"its manifest names the checkpoint {manifest.name!r}"
-    listed = {MANIFEST, *(one.name for one in manifest.files)}
-    entries = sorted(path.iterdir())
+    listed = {path / MANIFEST, *(path / one.name for one in manifest.files)}
+    folders = {one.parent for one in listed} - {path}
+    entries = sorted(path.rglob("*"))
     for entry in entries:
-        if entry.name not in listed or entry.is_dir():
-            return f"{entry.name} does not belong to the checkpoint"
-    for entry in entries:
-        if entry != file:
+        is_folder = entry.is_dir() and not entry.is_symlink()
+        if entry not in (folders if is_folder else listed):
+            return f"{entry.relative_to(path)} does not belong to the checkpoint"
+    for entry in reversed(entries):  # a folder after what is in it
+        if entry in folders:
+            entry.rmdir()
+        elif entry != file:
             entry.unlink()
     # The manifest goes last, so that the next removal completes one that was cut off.
     file.unlink()
