@@ -740,9 +740,6 @@ def _anchor_server(section: dict[str, Any], base: Path, field: str) -> None:
     if isinstance(section.get("speculator"), dict):
         _anchor_path(section["speculator"], "path", base)
     _anchor_path(section, "shutdown_checkpoint_directory", base)
-    speculator = section.get("speculator")
-    if isinstance(speculator, dict):
-        _anchor_path(speculator, "path", base)
     server = section.get("server")
     if not isinstance(server, dict):
         return

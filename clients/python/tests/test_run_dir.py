@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +14,7 @@ import yaml
 from commands import contents, lines, tandem
 
 from tandem import run_dir, run_files, settings
-from tandem.checkpoints import SavedState
+from tandem.checkpoints import SavedState, remove_checkpoint
 from tandem.errors import RunDirectoryError
 from tandem.run_dir import RunDirectory
 from tandem.settings import RunSettings
@@ -146,6 +147,23 @@ def test_clean_removes_no_file_that_others_put_into_the_folders_of_a_run(run_fil
     assert (run / "checkpoints" / "step_000002" / "model.safetensors").exists()
     assert not (run / "checkpoints" / "step_000003").exists()
     assert not (run / "trajectories" / "step_2.jsonl").exists()
+
+
+def test_a_checkpoint_with_a_speculator_is_removed_with_its_folder(tmp_path):
+    files = ("model.safetensors", "speculator/config.json", "speculator/model.safetensors")
+    for name in ("own", "with_file", "with_folder", "cut_off"):
+        fakes.write_checkpoint(tmp_path / name, files=files)
+    (tmp_path / "with_file" / "speculator" / "mine.txt").write_text("x")
+    (tmp_path / "with_folder" / "mine").mkdir()
+    shutil.rmtree(tmp_path / "cut_off" / "speculator")
+    assert remove_checkpoint(tmp_path / "own") is None
+    assert remove_checkpoint(tmp_path / "cut_off") is None
+    for name, foreign in (("with_file", "speculator/mine.txt"), ("with_folder", "mine")):
+        before = contents(tmp_path / name)
+        why = remove_checkpoint(tmp_path / name)
+        assert why == f"{foreign} does not belong to the checkpoint"
+        assert contents(tmp_path / name) == before
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["with_file", "with_folder"]
 
 
 @pytest.mark.parametrize("option", ["--clean", "--resume"])

@@ -9,9 +9,11 @@
 #include <vector>
 
 #include "common/base/error.h"
+#include "common/base/status_macros.h"
 #include "common/speculator/speculator_files.h"
 #include "common/speculator/speculator_update.h"
 #include "common/tensor/safetensors.h"
+#include "services/trainer/engine/speculator_trainer.h"
 #include "services/trainer/engine/testing/speculator_fixture.h"
 
 namespace tandem::trainer {
@@ -252,6 +254,40 @@ TEST_F(EngineSpeculatorTest, CheckpointsWithAndWithoutOneAreLoaded) {
   EXPECT_NE(State(kept), State(own));  // the moments begin again
   ASSERT_TRUE(without->LoadCheckpoint({}, own).ok());
   EXPECT_EQ(Digest(*without), Digest(*with));
+}
+
+// What an update that broke off has left is not kept.
+TEST_F(EngineSpeculatorTest, WithoutOneInTheCheckpointHalfAnUpdateGivesWayToTheStart) {
+  const std::string plain = Save(*Make(Without()), "plain");
+  const auto learnt = Make(WithSpeculator());
+  const fs::path start = Save(*learnt, "start");
+  Step(*learnt, Supervised(1));
+  const fs::path own = Save(*learnt, "own");
+
+  const EngineOptions options = WithSpeculator();
+  const auto core = training::TrainingCore::Create("trainer", "policy/", options,
+                                                   {.head = HeadKind::kLm, .requires_grad = true})
+                        .value();
+  std::unique_ptr<SpeculatorTrainer> trainer;
+  const auto load = [&](const std::string& directory, bool intact) {
+    const absl::Status loaded = core->OnAllRanks("load", [&]() -> absl::Status {
+      if (trainer == nullptr) trainer = SpeculatorTrainer::Create(options, *core).value();
+      TANDEM_RETURN_IF_ERROR(trainer->ReadCheckpoint(directory, intact));
+      trainer->Adopt();
+      const fs::path written = folder_ / "written";
+      fs::create_directories(written);
+      return trainer->Save(written);
+    });
+    EXPECT_TRUE(loaded.ok()) << loaded;
+    return Bytes(fs::path(folder_ / "written") / "speculator" / "model.safetensors");
+  };
+  const auto weights = [](const fs::path& checkpoint) {
+    return Bytes(checkpoint / "speculator" / "model.safetensors");
+  };
+  EXPECT_EQ(load(own, true), weights(own));
+  EXPECT_EQ(load(plain, true), weights(own));
+  EXPECT_EQ(load(plain, false), weights(start));
+  EXPECT_EQ(load(own, false), weights(own));
 }
 
 TEST_F(EngineSpeculatorTest, AnotherSpeculatorsCheckpointIsRefusedAndChangesNothing) {
