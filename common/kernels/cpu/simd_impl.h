@@ -167,18 +167,27 @@ struct Queries {
 template <int R, int D, typename Number>
 TANDEM_INLINE void AccumulateTile(const Queries& queries, const float (*p)[kBlock],
                                   const float* decay, const Number* v, int64_t v_stride,
-                                  int64_t keys, int64_t d) {
+                                  const int64_t* keys, int64_t d) {
   Vec acc[R][D];
   TANDEM_UNROLL for (int i = 0; i < R; ++i) {
     TANDEM_UNROLL for (int c = 0; c < D; ++c) {
       acc[i][c] = Load(queries.out[i] + d + c * kWidth) * decay[i];
     }
   }
-  for (int64_t j = 0; j < keys; ++j) {
+  // Keys that every query has.
+  for (int64_t j = 0; j < keys[0]; ++j) {
     Vec value[D];
     TANDEM_UNROLL for (int c = 0; c < D; ++c) value[c] = Load(v + j * v_stride + d + c * kWidth);
     TANDEM_UNROLL for (int i = 0; i < R; ++i) {
       TANDEM_UNROLL for (int c = 0; c < D; ++c) acc[i][c] += value[c] * p[i][j];
+    }
+  }
+  // Those at the diagonal.
+  TANDEM_UNROLL for (int i = 1; i < R; ++i) {
+    for (int64_t j = keys[0]; j < keys[i]; ++j) {
+      TANDEM_UNROLL for (int c = 0; c < D; ++c) {
+        acc[i][c] += Load(v + j * v_stride + d + c * kWidth) * p[i][j];
+      }
     }
   }
   TANDEM_UNROLL for (int i = 0; i < R; ++i) {
@@ -186,11 +195,12 @@ TANDEM_INLINE void AccumulateTile(const Queries& queries, const float (*p)[kBloc
   }
 }
 
-// out[i] = out[i] * decay[i] + sum_j p[i][j] v[j].
+// out[i] = out[i] * decay[i] + sum_j p[i][j] v[j], over keys[i] keys, which ascend. Other keys are
+// not read: a value of infinity times a weight of 0 would be NaN.
 template <int R = kRows, typename Number>
 TANDEM_INLINE void AccumulateValues(const Queries& queries, const float (*p)[kBlock],
                                     const float* decay, const Number* v, int64_t v_stride,
-                                    int64_t keys, int64_t head_dim) {
+                                    const int64_t* keys, int64_t head_dim) {
   if constexpr (R > 0) {
     if (queries.count < R) {
       return AccumulateValues<R - 1>(queries, p, decay, v, v_stride, keys, head_dim);
@@ -207,7 +217,7 @@ TANDEM_INLINE void AccumulateValues(const Queries& queries, const float (*p)[kBl
     for (; d < head_dim; ++d) {
       for (int i = 0; i < R; ++i) {
         float acc = queries.out[i][d] * decay[i];
-        for (int64_t j = 0; j < keys; ++j) {
+        for (int64_t j = 0; j < keys[i]; ++j) {
           acc = __builtin_fmaf(Load1(v + j * v_stride + d), p[i][j], acc);
         }
         queries.out[i][d] = acc;
@@ -232,9 +242,10 @@ TANDEM_INLINE void AttendBlock(const AttentionArgs<Number>& a, Queries& queries,
              }
            });
   float decay[kRows];
+  int64_t valid[kRows];  // keys of each query
   for (int64_t i = 0; i < queries.count; ++i) {
-    const int64_t valid = Min(keys, queries.num_keys[i] - begin);
-    for (int64_t j = valid > 0 ? valid : 0; j < kBlock; ++j) p[i][j] = -__builtin_inff();
+    valid[i] = Max(0, Min(keys, queries.num_keys[i] - begin));
+    for (int64_t j = valid[i]; j < kBlock; ++j) p[i][j] = -__builtin_inff();
     Vec largest = Splat(queries.max[i]);
     for (int64_t j = 0; j < kBlock; j += kWidth) {
       const Vec score = Load(p[i] + j);
@@ -252,7 +263,7 @@ TANDEM_INLINE void AttendBlock(const AttentionArgs<Number>& a, Queries& queries,
     queries.sum[i] = __builtin_fmaf(queries.sum[i], decay[i], Sum(sums));
     queries.max[i] = highest;
   }
-  AccumulateValues(queries, p, decay, a.v + offset(a.v_stride), a.v_stride, keys, a.head_dim);
+  AccumulateValues(queries, p, decay, a.v + offset(a.v_stride), a.v_stride, valid, a.head_dim);
 }
 
 template <typename Number>
