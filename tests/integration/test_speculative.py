@@ -1,4 +1,7 @@
-"""Speculative decoding: drafts change the speed of a response, and not one bit of it."""
+"""Speculative decoding: drafts change the speed of a response, and not one bit of it.
+
+By rejection sampling they change its bits, but not its distribution.
+"""
 
 from __future__ import annotations
 
@@ -6,19 +9,22 @@ import dataclasses
 import itertools
 import json
 import re
+import shutil
 import subprocess
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import harness
+import numpy as np
 import pytest
 import torch
 from harness import TANDEM, flat, prompts
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from tandem import requests
 from tandem.client import RolloutClient
 from tandem.cluster import find_binary
-from tandem.errors import NotImplementedByServerError, RpcError
+from tandem.errors import RpcError
 from tandem.requests import Prompt
 from test_lane_laws import LANES, LONG, RANKED, assert_same_bits, section, short_cache
 
@@ -219,6 +225,116 @@ def test_heads_change_no_response(models, tmp_path, lanes):
                 assert total(running, ACCEPTED, "heads") > 50
 
 
+def rejecting(method: str) -> dict[str, Any]:
+    return {"method": method, "acceptance_rule": "rejection_sampling"}
+
+
+@pytest.fixture(scope="module")
+def with_like_junior(models, tmp_path_factory):
+    """The models, with a junior that is the senior with some noise."""
+    directory = tmp_path_factory.mktemp("like") / "junior"
+    shutil.copytree(models.senior, directory)
+    weights = load_file(directory / "model.safetensors")
+    torch.manual_seed(3)
+    weights = {
+        name: value + 0.03 * value.std() * torch.randn_like(value) if value.dim() > 1 else value
+        for name, value in weights.items()
+    }
+    save_file(weights, directory / "model.safetensors", {"format": "pt"})
+    return dataclasses.replace(models, junior=directory)
+
+
+def chi_square_sigmas(counts: np.ndarray, probabilities: np.ndarray) -> float:
+    """Chi-square in standard deviations above its mean, by Wilson and Hilferty."""
+    expected = counts.sum() * probabilities
+    assert expected.min() > 5
+    freedom = len(counts) - 1
+    statistic = ((counts - expected) ** 2 / expected).sum()
+    spread = 2 / (9 * freedom)
+    return (np.cbrt(statistic / freedom) - (1 - spread)) / np.sqrt(spread)
+
+
+def test_rejection_sampling_keeps_the_distribution_of_two_tokens(with_like_junior, tmp_path):
+    """The joint distribution of the first two tokens, which transformers enumerate."""
+    from transformers import AutoModelForCausalLM
+
+    top_k, temperature, samples = 4, 1.5, 3000
+    senior = AutoModelForCausalLM.from_pretrained(with_like_junior.senior, dtype=torch.float32)
+
+    def top(ids: list[int]) -> tuple[list[int], list[float]]:
+        with torch.no_grad():
+            logits = senior(torch.tensor([ids])).logits[0, -1].double() / temperature
+        values, tokens = logits.topk(top_k)
+        return tokens.tolist(), values.softmax(-1).tolist()
+
+    prompt = [7, 8] * 3  # the first pass has room for drafts
+    expected = {
+        (first, second): p * q
+        for first, p in zip(*top(prompt), strict=True)
+        for second, q in zip(*top([*prompt, first]), strict=True)
+    }
+    sampling = {"max_tokens": 3, "temperature": temperature, "top_k": top_k, "ignore_eos": True}
+    # Drafts are cut where many sequences run.
+    config = section("float32", max_num_seqs=1)
+    with (
+        harness.cluster(tmp_path, with_like_junior, rollout=config) as running,
+        harness.rollout_client(running) as client,
+    ):
+        for seed, method in enumerate(["junior", "ngram"]):
+            drawn = client.generate(
+                [
+                    Prompt(
+                        prompt,
+                        seed=seed,
+                        num_samples=samples,
+                        sampling=sampling,
+                        tandem={"enabled": False},
+                        speculative=rejecting(method) | {"prompt_lookup_min": 1},
+                    )
+                ]
+            )
+            counts = Counter(tuple(harness.tokens(one)[:2]) for one in flat(drawn))
+            assert counts.keys() <= expected.keys()
+            observed = np.array([counts[pair] for pair in expected])
+            assert chi_square_sigmas(observed, np.array([*expected.values()])) < 4
+            assert total(running, DRAFTS, method) > 1.5 * samples
+        accepted = total(running, ACCEPTED, "junior") / total(running, DRAFTS, "junior")
+        assert 0.3 < accepted < 0.97
+
+
+def test_rejection_sampling_keeps_the_bits_of_greedy_responses_and_a_repetition(
+    with_like_junior, tmp_path
+):
+    with (
+        harness.cluster(tmp_path, with_like_junior, rollout=section("float32")) as running,
+        harness.rollout_client(running) as client,
+    ):
+        for method in ("junior", "ngram"):
+            for prompt in batch():
+                drafted = dataclasses.replace(prompt, speculative=rejecting(method))
+                [[one]] = client.generate([drafted])
+                greedy = prompt.sampling["temperature"] == 0
+                same = prompt if greedy else drafted
+                assert_same_bits([one], client.generate([same])[0])
+                assert len(harness.mask(one)) == len(harness.tokens(one)) == 90
+
+
+def test_more_drafts_of_a_junior_are_accepted_by_rejection_sampling(with_like_junior, tmp_path):
+    shares = []
+    for rule in ("exact", "rejection_sampling"):
+        with (
+            harness.cluster(
+                tmp_path / rule, with_like_junior, rollout=section("float32", max_num_seqs=1)
+            ) as running,
+            harness.rollout_client(running) as client,
+        ):
+            speculative = {"method": "junior", "acceptance_rule": rule}
+            [prompt] = prompts(1, {"enabled": False}, sampling=LONG)
+            client.generate([dataclasses.replace(prompt, speculative=speculative, num_samples=12)])
+            shares.append(total(running, ACCEPTED, "junior") / total(running, DRAFTS, "junior"))
+    assert shares[1] > shares[0]
+
+
 def test_a_speculator_of_another_model_is_refused(models, tmp_path):
     for name, changes, says in [
         ("width", {"emb_dim": 47}, "senior_speculator.config.json: "),
@@ -256,10 +372,6 @@ def test_what_is_not_there_is_refused_by_name(models, tmp_path):
         harness.cluster(tmp_path, models, rollout=section("float32")) as running,
         harness.rollout_client(running) as client,
     ):
-        rejection = {"method": "ngram", "acceptance_rule": "rejection_sampling"}
-        with pytest.raises(NotImplementedByServerError) as refused:
-            client.generate([Prompt([5], speculative=rejection)])
-        assert refused.value.field == "speculative.acceptance_rule"
         with pytest.raises(RpcError) as refused:
             client.generate([Prompt([5], speculative=HEADS)])
         assert refused.value.field == "speculative.method"

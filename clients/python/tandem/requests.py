@@ -39,7 +39,8 @@ class Prompt:
         stream_tokens: send tokens while they are written.
         request_id: unique in the stream; an empty one is replaced.
         priority: a 32-bit integer; prompts of a higher one come first. The response is the same.
-        speculative: fields of SpeculativeConfig. The response is the same.
+        speculative: fields of SpeculativeConfig. The response is the same, but for the
+            acceptance_rule rejection_sampling, which keeps its distribution alone.
     """
 
     token_ids: Sequence[int]

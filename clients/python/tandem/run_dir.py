@@ -58,14 +58,14 @@ from tandem.run_files import (
     write_atomically,
     writing,
 )
-from tandem.settings import RunSettings
+from tandem.settings import RunSettings, SpeculativeSettings
 from tandem.types.v1 import server_pb2
 
 if TYPE_CHECKING:
     from tandem.trackers import Trackers
 
 # Settings that a resumed run may change, as patterns of dotted keys: no result depends on them. All
-# others must stay as they were.
+# others must stay as they were; see _resumable() for `speculative`.
 RESUMABLE = (
     "run_dir",
     "steps",
@@ -75,7 +75,6 @@ RESUMABLE = (
     "eval",
     "start_from",
     "trackers",
-    "speculative",
     "reward.python_path",
     "reward.executor",
     "reward.workers",
@@ -318,7 +317,7 @@ class RunDirectory:
         # A run may move between a cluster of its own and running servers.
         if not (before.get("cluster") and now["cluster"]):
             before["cluster"] = now["cluster"] = None
-        _require_same(self.path, before, now, (*RESUMABLE, *self._changes))
+        _require_same(self.path, before, now, (*_resumable(before, now), *self._changes))
         # All three are read here, because begin() would find damage too late.
         metrics, _, _ = [step_lines(file, self.state.step) for file in _step_files(self.path)]
         if metrics:
@@ -422,6 +421,14 @@ def _require_same(
             f"{path}: a resumed run must keep its configuration; changed: {shown}",
             hint=" ".join(f"--change {key}" for key in changed) + " allows it",
         )
+
+
+def _resumable(*runs: Mapping[str, Any]) -> tuple[str, ...]:
+    """Returns the settings that may differ between runs, as patterns of dotted keys."""
+    drafts = (SpeculativeSettings.model_validate(run["speculative"]) for run in runs)
+    if any(one.changes_responses for one in drafts):
+        return RESUMABLE
+    return (*RESUMABLE, "speculative")
 
 
 def _settings_of(path: Path) -> dict[str, Any]:

@@ -323,7 +323,7 @@ class TandemSettings(Settings):
 
 
 class SpeculativeSettings(Settings):
-    """Fields of SpeculativeConfig, with its defaults. Drafts change the speed alone."""
+    """Fields of SpeculativeConfig, with its defaults."""
 
     # ngram: what followed the last tokens earlier. junior: the junior drafts the senior's tokens.
     # heads: those of the rollout servers' senior_speculator.
@@ -333,6 +333,9 @@ class SpeculativeSettings(Settings):
     # Fewest and most last tokens that ngram looks for.
     prompt_lookup_min: int = Field(2, ge=1, le=16)
     prompt_lookup_max: int = Field(4, ge=1, le=16)
+    # exact: drafts change the speed alone. rejection_sampling: they keep the distribution of the
+    # responses alone, and more drafts of the junior are accepted.
+    acceptance_rule: Literal["exact", "rejection_sampling"] = "exact"
 
     @model_validator(mode="after")
     def _lookups_in_order(self) -> SpeculativeSettings:
@@ -346,6 +349,11 @@ class SpeculativeSettings(Settings):
     def fields(self) -> dict[str, Any]:
         """Returns the fields of SpeculativeConfig for a prompt; none without drafts."""
         return {} if self.method == "none" else self.model_dump()
+
+    @property
+    def changes_responses(self) -> bool:
+        """Whether responses depend on the drafts."""
+        return self.method != "none" and self.acceptance_rule != "exact"
 
 
 def _objective_settings() -> type[Settings]:
@@ -567,7 +575,7 @@ class RunSettings(Settings):
     batch: BatchSettings = BatchSettings()
     sampling: SamplingSettings = SamplingSettings()
     tandem: TandemSettings = TandemSettings()
-    # Drafts of the responses, which are the same with them and without.
+    # Drafts of the responses.
     speculative: SpeculativeSettings = SpeculativeSettings()
     objective: ObjectiveSettings = ObjectiveSettings()
     # The reference of the KL of objective.kl_coefficient. trainer: the trainer's reference_model.

@@ -291,6 +291,27 @@ def test_a_resumed_run_keeps_its_configuration(run_file):
     tandem("train", run_file, "--resume", "seed=3", "steps=2", "--change", "seed")
 
 
+def test_a_resumed_run_keeps_drafts_that_change_responses(run_file):
+    def load(*drafts):
+        overrides = [f"speculative.{one}" for one in drafts]
+        return settings.load(RunSettings, run_file, overrides)
+
+    rejection = "acceptance_rule=rejection_sampling"
+    opened(load())
+    opened(load("method=ngram", "num_speculative_tokens=3"), resume=True)
+    with pytest.raises(RunDirectoryError, match=r"speculative.acceptance_rule \(exact -> rej"):
+        opened(load("method=ngram", rejection), resume=True)
+    # Without drafts there is nothing to accept.
+    opened(load(rejection), resume=True)
+    opened(load("method=ngram", rejection), clean=True)
+    opened(load("method=ngram", rejection), resume=True)
+    with pytest.raises(RunDirectoryError, match=r"speculative.num_speculative_tokens \(5 -> 3\)"):
+        opened(load("method=ngram", rejection, "num_speculative_tokens=3"), resume=True)
+    with pytest.raises(RunDirectoryError, match=r"speculative.method \(ngram -> none\)"):
+        opened(load(), resume=True)
+    opened(load(), resume=True, changes=["speculative"])
+
+
 def test_settings_are_compared_as_values(run_file, tmp_path):
     learning_rate = "cluster.trainer.optimizer.learning_rate"
     written = yaml.safe_load(run_file.read_text())

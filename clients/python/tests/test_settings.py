@@ -455,3 +455,15 @@ def test_the_lookups_of_drafts_are_in_order(file):
     run = load(file, "speculative.method=ngram", "eval.speculative.method=none")
     assert run.speculative.fields()["method"] == "ngram"
     assert run.eval_speculative.fields() == {}
+
+
+def test_drafts_change_responses_by_rejection_sampling_alone(file):
+    def changes(*drafts):
+        return load(file, *(f"speculative.{one}" for one in drafts)).speculative.changes_responses
+
+    rejection = "acceptance_rule=rejection_sampling"
+    assert not changes("method=junior")
+    assert not changes(rejection)
+    assert changes("method=junior", rejection)
+    with pytest.raises(ConfigError, match=r"speculative\.acceptance_rule"):
+        changes("acceptance_rule=probabilistic")

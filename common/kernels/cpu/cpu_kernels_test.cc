@@ -230,6 +230,26 @@ TEST_P(CpuKernelsTest, AttentionNeverReadsTheFuture) {
   EXPECT_EQ(before, after);
 }
 
+// Rows of one call, whose keys end at different places.
+TEST_P(CpuKernelsTest, AttentionDoesNotMultiplyValuesOfTheFuture) {
+  constexpr float kInfinity = std::numeric_limits<float>::infinity();
+  for (const int64_t head_dim : {3, 20, 64}) {
+    for (const int64_t bad : {1, 6, 63, 64, 70}) {
+      AttentionProblem problem(80, 2, head_dim);
+      const auto before_bad = static_cast<std::ptrdiff_t>(bad * 2 * head_dim);
+      Floats expected(problem.q.size()), out(problem.q.size());
+      problem.Run(*kernels_, 0, 80, expected);
+      for (const float value : {kInfinity, std::numeric_limits<float>::quiet_NaN()}) {
+        std::fill_n(&problem.v[bad * head_dim], head_dim, value);
+        problem.Run(*kernels_, 0, 80, out);
+        EXPECT_TRUE(std::equal(out.begin(), out.begin() + before_bad, expected.begin()))
+            << head_dim << " " << bad;
+        EXPECT_FALSE(std::isfinite(out[before_bad]));
+      }
+    }
+  }
+}
+
 TEST_P(CpuKernelsTest, AttentionSurvivesExtremeScores) {
   AttentionProblem problem(130, 1, 16);
   for (float& q : problem.q) q *= 1e4f;

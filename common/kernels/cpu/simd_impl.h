@@ -164,34 +164,53 @@ struct Queries {
   float sum[kRows];
 };
 
+// The keys of a block that each query has: those from `first` to `end`, which both ascend.
+struct KeyRange {
+  int64_t first[kRows];
+  int64_t end[kRows];
+};
+
 // AccumulateValues for R queries and D vectors of the head from dimension `d` on.
 template <int R, int D, typename Number>
 TANDEM_INLINE void AccumulateTile(const Queries& queries, const float (*p)[kBlock],
                                   const float* decay, const Number* v, int64_t v_stride,
-                                  int64_t keys, int64_t d) {
+                                  const KeyRange& keys, int64_t d) {
   Vec acc[R][D];
   TANDEM_UNROLL for (int i = 0; i < R; ++i) {
     TANDEM_UNROLL for (int c = 0; c < D; ++c) {
       acc[i][c] = Load(queries.out[i] + d + c * kWidth) * decay[i];
     }
   }
-  for (int64_t j = 0; j < keys; ++j) {
+  const auto add = [&](int i, int64_t begin, int64_t end) TANDEM_INLINE_LAMBDA {
+    for (int64_t j = begin; j < end; ++j) {
+      TANDEM_UNROLL for (int c = 0; c < D; ++c) {
+        acc[i][c] += Load(v + j * v_stride + d + c * kWidth) * p[i][j];
+      }
+    }
+  };
+  // Every query has the keys from `begin` to `end`; the others lie at the edge of a window, or at
+  // the diagonal.
+  const int64_t begin = keys.first[R - 1], end = Max(begin, keys.end[0]);
+  TANDEM_UNROLL for (int i = 0; i + 1 < R; ++i) { add(i, keys.first[i], Min(begin, keys.end[i])); }
+  for (int64_t j = begin; j < Min(end, keys.end[0]); ++j) {
     Vec value[D];
     TANDEM_UNROLL for (int c = 0; c < D; ++c) value[c] = Load(v + j * v_stride + d + c * kWidth);
     TANDEM_UNROLL for (int i = 0; i < R; ++i) {
       TANDEM_UNROLL for (int c = 0; c < D; ++c) acc[i][c] += value[c] * p[i][j];
     }
   }
+  TANDEM_UNROLL for (int i = 1; i < R; ++i) add(i, end, keys.end[i]);
   TANDEM_UNROLL for (int i = 0; i < R; ++i) {
     TANDEM_UNROLL for (int c = 0; c < D; ++c) Store(queries.out[i] + d + c * kWidth, acc[i][c]);
   }
 }
 
-// out[i] = out[i] * decay[i] + sum_j p[i][j] v[j].
+// out[i] = out[i] * decay[i] + sum_j p[i][j] v[j], over the keys of query i. Other keys are not
+// read: a value of infinity times a weight of 0 would be NaN.
 template <int R = kRows, typename Number>
 TANDEM_INLINE void AccumulateValues(const Queries& queries, const float (*p)[kBlock],
                                     const float* decay, const Number* v, int64_t v_stride,
-                                    int64_t keys, int64_t head_dim) {
+                                    const KeyRange& keys, int64_t head_dim) {
   if constexpr (R > 0) {
     if (queries.count < R) {
       return AccumulateValues<R - 1>(queries, p, decay, v, v_stride, keys, head_dim);
@@ -208,7 +227,7 @@ TANDEM_INLINE void AccumulateValues(const Queries& queries, const float (*p)[kBl
     for (; d < head_dim; ++d) {
       for (int i = 0; i < R; ++i) {
         float acc = queries.out[i][d] * decay[i];
-        for (int64_t j = 0; j < keys; ++j) {
+        for (int64_t j = keys.first[i]; j < keys.end[i]; ++j) {
           acc = __builtin_fmaf(Load1(v + j * v_stride + d), p[i][j], acc);
         }
         queries.out[i][d] = acc;
@@ -233,11 +252,12 @@ TANDEM_INLINE void AttendBlock(const AttentionArgs<Number>& a, Queries& queries,
              }
            });
   float decay[kRows];
+  KeyRange range;
   for (int64_t i = 0; i < queries.count; ++i) {
-    const int64_t valid = Min(keys, queries.num_keys[i] - begin);
-    for (int64_t j = valid > 0 ? valid : 0; j < kBlock; ++j) p[i][j] = -__builtin_inff();
-    const int64_t hidden = Min(keys, queries.first_key[i] - begin);
-    for (int64_t j = 0; j < hidden; ++j) p[i][j] = -__builtin_inff();
+    range.end[i] = Max(0, Min(keys, queries.num_keys[i] - begin));
+    range.first[i] = Max(0, Min(range.end[i], queries.first_key[i] - begin));
+    for (int64_t j = 0; j < range.first[i]; ++j) p[i][j] = -__builtin_inff();
+    for (int64_t j = range.end[i]; j < kBlock; ++j) p[i][j] = -__builtin_inff();
     Vec largest = Splat(queries.max[i]);
     for (int64_t j = 0; j < kBlock; j += kWidth) {
       const Vec score = Load(p[i] + j);
@@ -262,7 +282,7 @@ TANDEM_INLINE void AttendBlock(const AttentionArgs<Number>& a, Queries& queries,
     queries.sum[i] = __builtin_fmaf(queries.sum[i], decay[i], Sum(sums));
     queries.max[i] = highest;
   }
-  AccumulateValues(queries, p, decay, a.v + offset(a.v_stride), a.v_stride, keys, a.head_dim);
+  AccumulateValues(queries, p, decay, a.v + offset(a.v_stride), a.v_stride, range, a.head_dim);
 }
 
 template <typename Number>
