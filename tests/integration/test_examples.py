@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import runpy
 import shutil
 import statistics
@@ -14,7 +15,8 @@ from commands import tandem
 
 CLUSTERS = set(harness.REPOSITORY.glob("examples/*/cluster.yaml"))
 EXAMPLES = sorted(set(harness.REPOSITORY.glob("examples/*/*.yaml")) - CLUSTERS)
-SUPERVISED = {"recipes/sft"}
+# The commands of examples that `tandem train` does not start.
+COMMANDS = {"recipes/sft": "sft", "speculator": "speculator train"}
 WITH_CRITIC = {"recipes/ppo", "zero"}
 # Roles that an example runs on two ranks.
 WITH_RANKS = {"zero": {"trainer", "critic"}, "megatron": {"trainer"}}
@@ -105,10 +107,10 @@ def test_an_example_trains_two_steps_on_the_servers_that_it_uses(
         # A tiny model answers nothing right: the filter would drop every group.
         (tmp_path / "reward.py").write_text(VARYING_REWARD)
         overrides.append(f"reward.function={tmp_path}/reward.py:reward")
-    kind = "sft" if name in SUPERVISED else "train"
+    command = COMMANDS.get(name, "train")
     # Paths in a file do not depend on the working directory.
     monkeypatch.chdir(tmp_path)
-    tandem(kind, file, *overrides)
+    tandem(*command.split(), file, *overrides)
     steps = harness.json_lines(tmp_path / "run" / "metrics.jsonl")
     assert [line["step"] for line in steps] == [1, 2]
     assert [line["version/senior"] for line in steps] == [1, 2]
@@ -116,7 +118,7 @@ def test_an_example_trains_two_steps_on_the_servers_that_it_uses(
     servers = {path.stem for path in (tmp_path / "cluster" / "logs" / "attempt_1").glob("*.log")}
     # A run starts the servers that it uses.
     assert ("critic" in servers) == (name in WITH_CRITIC)
-    assert ("rollout-0" in servers) == (kind == "train")
+    assert ("rollout-0" in servers) == (command != "sft")
     assert ("rollout-1" in servers) == (name == "two_rollouts")
     if name == "recipes/grpo":
         # cluster.model names both the policy and the reference policy.
@@ -167,8 +169,55 @@ def test_the_comparison_of_tandem_with_solo_shows_what_its_runs_recorded(
     )
 
 
+def test_the_acceptance_of_drafts_is_measured_before_and_after_and_during_grpo(
+    model_of, tmp_path, capsys
+):
+    acceptance = runpy.run_path(str(harness.REPOSITORY / "examples/speculator/acceptance.py"))
+    config = yaml.safe_load(acceptance["CONFIG"].read_text())
+    small = [
+        *substitutes(config, model_of),
+        f"run_dir={tmp_path / 'run'}",
+        f"cluster.directory={tmp_path / 'cluster'}",
+        "steps=2",
+        "checkpoint.every=0",
+        "sft.batch_size=2",
+        "sampling.max_tokens=16",
+        "eval.data.limit=2",
+        "batch.prompts_per_step=2",
+        "batch.samples_per_prompt=2",
+    ]
+    acceptance["main"](small)
+    printed = capsys.readouterr().out
+    table = [line.split("\t") for line in printed.splitlines() if "\t" in line]
+    names = {
+        "head, step_000001": "head-step_000001",
+        "head, step_000002": "head-step_000002",
+        "GRPO step_000002, head before GRPO": "GRPO-step_000002-head-before-GRPO",
+        "GRPO step_000002, its head": "GRPO-step_000002-its-head",
+    }
+    assert [line[0] for line in table] == ["", *names]
+    assert table[0][1] == "accepted, temperature 0"
+    evals = {name: tmp_path / "evals" / f"{file}.json" for name, file in names.items()}
+    for line in table[1:]:
+        said = json.loads(evals[line[0]].read_text())
+        greedy, sampled = said["results"]
+        assert line[3] == f"{greedy['free_fraction']:.0%}"
+        assert line[8] == f"{sampled['speed_up']:.2f}"
+        assert said["version/senior"] == (0 if line[0].startswith("head") else 2)
+    # The senior stays as it is while the head learns, and GRPO trains both.
+    steps = harness.json_lines(tmp_path / "head" / "metrics.jsonl")
+    assert len({line["speculator/loss"] for line in steps}) == 2
+    assert {line["policy/grad_norm"] for line in steps} == {None}
+    policy = harness.json_lines(tmp_path / "policy" / "metrics.jsonl")
+    assert all(line["speculator/loss"] > 0 for line in policy)
+    before = {name: file.stat().st_mtime_ns for name, file in evals.items()}
+    acceptance["main"](small)
+    assert {name: file.stat().st_mtime_ns for name, file in evals.items()} == before
+    assert capsys.readouterr().out.splitlines()[-4:] == printed.splitlines()[-4:]
+
+
 def test_every_example_is_in_a_table_of_the_readme():
     tables = (harness.REPOSITORY / "examples" / "README.md").read_text()
     for file in EXAMPLES:
-        command = "sft" if name_of(file) in SUPERVISED else "train"
+        command = COMMANDS.get(name_of(file), "train")
         assert f"`tandem {command} {file.relative_to(harness.REPOSITORY)}`" in tables
