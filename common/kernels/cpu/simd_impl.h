@@ -192,7 +192,7 @@ TANDEM_INLINE void AccumulateTile(const Queries& queries, const float (*p)[kBloc
   // the diagonal.
   const int64_t begin = keys.first[R - 1], end = Max(begin, keys.end[0]);
   TANDEM_UNROLL for (int i = 0; i + 1 < R; ++i) { add(i, keys.first[i], Min(begin, keys.end[i])); }
-  for (int64_t j = begin; j < Min(end, keys.end[0]); ++j) {
+  for (int64_t j = begin; j < end; ++j) {
     Vec value[D];
     TANDEM_UNROLL for (int c = 0; c < D; ++c) value[c] = Load(v + j * v_stride + d + c * kWidth);
     TANDEM_UNROLL for (int i = 0; i < R; ++i) {
