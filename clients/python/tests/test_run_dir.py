@@ -150,9 +150,8 @@ def test_clean_removes_no_file_that_others_put_into_the_folders_of_a_run(run_fil
 
 
 def test_a_checkpoint_with_a_speculator_is_removed_with_its_folder(tmp_path):
-    files = ("model.safetensors", "speculator/config.json", "speculator/model.safetensors")
     for name in ("own", "with_file", "with_folder", "cut_off"):
-        fakes.write_checkpoint(tmp_path / name, files=files)
+        fakes.write_checkpoint(tmp_path / name)
     (tmp_path / "with_file" / "speculator" / "mine.txt").write_text("x")
     (tmp_path / "with_folder" / "mine").mkdir()
     shutil.rmtree(tmp_path / "cut_off" / "speculator")

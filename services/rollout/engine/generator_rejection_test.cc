@@ -179,8 +179,8 @@ class GeneratorRejectionTest : public ::testing::TestWithParam<SpeculativeMethod
   }
   static DraftCounts Counts(const Harness& harness) {
     const EngineStats stats = harness.Stats();
-    if (GetParam() == kNgram) return stats.ngram_drafts_total;
-    return GetParam() == kJunior ? stats.junior_drafts_total : stats.heads_drafts_total;
+    if (GetParam() == kNgram) return stats.ngram_drafts_total.Sum();
+    return (GetParam() == kJunior ? stats.junior_drafts_total : stats.heads_drafts_total).Sum();
   }
 };
 
@@ -282,7 +282,7 @@ TEST(GeneratorRejectionTest, MoreDraftsOfTheJuniorAreAcceptedThanByTheExactRule)
     Harness harness(Limits(1));
     request.speculative = {.method = kJunior, .acceptance_rule = rule};
     CountCells(harness, request);
-    const DraftCounts counts = harness.Stats().junior_drafts_total;
+    const DraftCounts counts = harness.Stats().junior_drafts_total.Sum();
     return static_cast<double>(counts.accepted) / static_cast<double>(counts.drafted);
   };
   EXPECT_GT(accepted(AcceptanceRule::kRejectionSampling), accepted(AcceptanceRule::kExact) + 0.1);
