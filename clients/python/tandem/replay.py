@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import grpc
 from google.protobuf import descriptor_pool, json_format, message_factory
@@ -36,9 +36,13 @@ from tandem.errors import (
     TandemError,
     from_status,
 )
+from tandem.generate_events import GenerateEvents
 from tandem.message_difference import Difference, first_difference
 from tandem.recording import Entry, RecordedCall, Status, read_recording
+from tandem.rollout.v1.rollout_pb2 import GenerateResponse
 from tandem.transport import CHANNEL_OPTIONS, may_pass
+
+_M = TypeVar("_M", bound=Message)
 
 # Methods that write files where the request says, and the fields that say it.
 _WRITES = {"SaveCheckpoint": "directory", "ExportModel": "path"}
@@ -169,7 +173,7 @@ def decoded(call: RecordedCall, entry: Entry) -> Message | None:
     return None if kind is None else _parsed(kind, entry.message, call)
 
 
-def _parsed(kind: type[Message], data: bytes, call: RecordedCall) -> Message:
+def _parsed(kind: type[_M], data: bytes, call: RecordedCall) -> _M:
     try:
         return kind.FromString(data)
     except DecodeError:
@@ -365,23 +369,44 @@ class Replay:
         recorded = decoded(call, entry)
         if _is_heartbeat(recorded):
             return
-        place = f"response {live.received + 1}"
-        data = self._next(live)
-        if data is None:
+        live.expected += 1
+        place = f"response {live.expected}"
+        if recorded is not None:
+            self._mapped.message(recorded)
+        answer = self._answer(live, recorded)
+        if answer is None:
             status = live.status()
             _require_reached(status, call)
             self._differs(call, place, Difference("", "a message", _words(status)))
             return
         self._answers += 1
-        if recorded is None:
-            if data != entry.message:
-                texts = (f"{len(bytes_)} bytes" for bytes_ in (entry.message, data))
-                self._differs(call, place, Difference("", *texts))
-            return
-        self._mapped.message(recorded)
-        difference = first_difference(recorded, _parsed(type(recorded), data, call))
+        difference = None
+        if isinstance(answer, Message):
+            assert recorded is not None
+            difference = first_difference(recorded, answer)
+        elif answer != entry.message:
+            texts = (f"{len(bytes_)} bytes" for bytes_ in (entry.message, answer))
+            difference = Difference("", *texts)
         if difference is not None:
             self._differs(call, place, difference)
+
+    def _answer(self, live: _LiveCall, recorded: Message | None) -> Message | bytes | None:
+        """Returns what the server says where `recorded` was said; None at the end."""
+        if isinstance(recorded, GenerateResponse):
+            return self._events(live).matching(recorded)
+        data = self._next(live)
+        if data is None or recorded is None:
+            return data
+        return _parsed(type(recorded), data, live.call)
+
+    def _events(self, live: _LiveCall) -> GenerateEvents:
+        def receive() -> GenerateResponse | None:
+            data = self._next(live)
+            return None if data is None else _parsed(GenerateResponse, data, live.call)
+
+        if live.events is None:
+            live.events = GenerateEvents(receive)
+        return live.events
 
     def _expect_end(self, live: _LiveCall, recorded: Status) -> None:
         call = live.call
@@ -394,9 +419,10 @@ class Replay:
             while self._next(live) is not None:
                 pass
             return
-        if self._next(live) is not None:
+        events = live.events
+        if self._next(live) is not None if events is None else events.has_more():
             further = Difference("", "the end of the call", "a further message")
-            self._differs(call, f"response {live.received}", further)
+            self._differs(call, f"response {live.expected + 1}", further)
             live.cancel()
             return
         status = live.status()
@@ -421,7 +447,6 @@ class Replay:
         while True:
             data = live.receive()
             if data is None or kind is None or not _is_heartbeat(_parsed(kind, data, live.call)):
-                live.received += data is not None
                 return data
 
     def _differs(self, call: RecordedCall, place: str, difference: Difference) -> None:
@@ -440,7 +465,8 @@ class _LiveCall:
 
     def __init__(self, channel: Any, call: RecordedCall, timeout_seconds: float) -> None:
         self.call = call
-        self.received = 0
+        self.expected = 0  # responses of the recording so far, without heartbeats
+        self.events: GenerateEvents | None = None
         self._timeout_seconds = timeout_seconds
         # One message, so that a large request is not in memory as a whole.
         self._requests: queue.Queue[bytes | None] = queue.Queue(1)

@@ -1,6 +1,7 @@
 """Recordings of calls to fake servers, and their replay."""
 
 import asyncio
+import dataclasses
 import json
 import os
 import signal
@@ -25,7 +26,7 @@ from tandem.message_difference import first_difference
 from tandem.recording import Recorder, read_recording
 from tandem.recording_proxy import RecordingProxy
 from tandem.replay import Mapped
-from tandem.requests import Prompt, SupervisedSample
+from tandem.requests import Prompt, SupervisedSample, submit
 from tandem.rollout.v1 import rollout_pb2
 from tandem.trainer.v1 import trainer_pb2
 from tandem.types.v1 import server_pb2
@@ -425,6 +426,32 @@ def test_a_replay_keeps_the_order_of_messages_and_the_overlap_of_calls(world, ad
     # Two calls, three messages and a status each.
     assert replayed(file, address) == {"calls": 2, "answers": 8, "difference": None}
     assert sorted(world.batches) == before == [["a"], ["a"], ["b"], ["b"]]
+
+
+def test_a_replay_compares_streamed_tokens_and_not_their_events(world, address, file, monkeypatch):
+    with RolloutClient(address) as rollout:
+        list(rollout.stream(submit([dataclasses.replace(PROMPT, stream_tokens=True)])))
+    whole = fakes.token_events
+
+    def with_all_tokens(prompt, index):
+        """One event, as if all drafts were accepted."""
+        first, *others = whole(prompt, index)
+        for event in others:
+            first.tokens.token_ids.extend(event.tokens.token_ids)
+            first.tokens.authorship_mask += event.tokens.authorship_mask
+        yield first
+
+    monkeypatch.setattr(fakes, "token_events", with_all_tokens)
+    # Two samples of five tokens, three events each, two ends, and the status.
+    assert replayed(file, address) == {"calls": 1, "answers": 9, "difference": None}
+
+    def with_another(prompt, index):
+        for event in whole(prompt, index):
+            event.tokens.token_ids[-1] += event.tokens.offset == 4
+            yield event
+
+    monkeypatch.setattr(fakes, "token_events", with_another)
+    assert replayed(file, address, check=1)["difference"]["path"] == "tokens.token_ids[0]"
 
 
 def test_heartbeats_are_neither_expected_nor_counted(world, address, file):
